@@ -1,0 +1,136 @@
+"""Devices and array modules: who computes, and with which NumPy.
+
+`import cupy` happens here and nowhere else at module level of the package, and only when a CUDA device is asked for,
+so that `import engine` stays fast and works without CuPy.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from engine.errors import DeviceError
+
+__all__ = ["CPU", "Device", "array_module", "cupy", "is_cupy_array", "resolve_device", "to_numpy"]
+
+
+@dataclass(frozen=True)
+class Device:
+    """A place that computes: `kind` is "cpu" or "cuda", `index` the CUDA ordinal."""
+
+    kind: str
+    index: int = 0
+
+    @property
+    def is_cuda(self) -> bool:
+        """Tell whether this is a CUDA device."""
+        return self.kind == "cuda"
+
+    @property
+    def xp(self) -> Any:
+        """The array module that computes here: `numpy` or `cupy`."""
+        return cupy() if self.is_cuda else np
+
+    def activate(self) -> None:
+        """Make this the calling thread's current CUDA device (nothing on the CPU)."""
+        if self.is_cuda:
+            cupy().cuda.Device(self.index).use()
+
+    def __str__(self) -> str:
+        return f"cuda:{self.index}" if self.is_cuda else "cpu"
+
+
+CPU = Device("cpu")
+
+
+def cupy() -> ModuleType:
+    """Return the `cupy` module.
+
+    Raises
+    ------
+    DeviceError
+        If CuPy is not installed; the message says what to install.
+    """
+    try:
+        import cupy as cp
+    except ImportError as error:
+        raise DeviceError(
+            "CUDA was asked for, but CuPy cannot be imported "
+            f"({error}); install it with: pip install 'rawengine[cuda12]'"
+        ) from error
+    return cp  # type: ignore[no-any-return]
+
+
+def is_cupy_array(x: Any) -> bool:
+    """Tell whether `x` is a CuPy array, without importing CuPy."""
+    module = sys.modules.get("cupy")
+    return module is not None and isinstance(x, module.ndarray)
+
+
+def array_module(*arrays: Any) -> Any:
+    """Return `cupy` if any argument is a CuPy array, else `numpy`."""
+    return sys.modules["cupy"] if any(is_cupy_array(a) for a in arrays) else np
+
+
+def to_numpy(x: Any) -> np.ndarray[Any, Any]:
+    """Return `x` as a NumPy array (copied to the host when it lives on a GPU)."""
+    return x.get() if is_cupy_array(x) else np.asarray(x)  # type: ignore[no-any-return]
+
+
+@cache
+def _cuda_device_count() -> tuple[int, str]:
+    """Return (number of usable devices, why there is none)."""
+    try:
+        module = cupy()
+    except DeviceError:
+        return 0, "CuPy is not installed"
+    try:
+        count = int(module.cuda.runtime.getDeviceCount())
+    except Exception as error:
+        return 0, f"the CUDA driver does not answer ({error})"
+    return count, "" if count else "no CUDA device is visible"
+
+
+def resolve_device(device: str | Device = "auto") -> tuple[Device, str]:
+    """Choose the device named `device`, and say why.
+
+    Parameters
+    ----------
+    device : str or Device
+        "cpu", "cuda", "cuda:<index>" or "auto" (CUDA if there is one, else the CPU).
+
+    Returns
+    -------
+    (Device, str)
+        The device and the reason, one line fit to be shown.
+
+    Raises
+    ------
+    DeviceError
+        If the name is unknown, or CUDA was asked for and is not there: "cuda" never falls back.
+
+    Examples
+    --------
+    >>> resolve_device("cpu")
+    (Device(kind='cpu', index=0), 'cpu was asked for')
+    """
+    if isinstance(device, Device):
+        return device, f"{device} was asked for"
+    if device == "cpu":
+        return CPU, "cpu was asked for"
+    kind, _, index = device.partition(":")
+    if device != "auto" and (kind != "cuda" or (index and not index.isdecimal())):
+        raise DeviceError(f"device must be 'cpu', 'cuda', 'cuda:<index>' or 'auto'; got {device!r}")
+    count, why_not = _cuda_device_count()
+    if device == "auto":
+        return (Device("cuda"), "a CUDA device is there") if count else (CPU, why_not)
+    if int(index or 0) >= count:
+        raise DeviceError(
+            f"device {device!r} was asked for; {why_not or f'only {count} are there'}"
+        )
+    return Device("cuda", int(index or 0)), f"{device} was asked for"

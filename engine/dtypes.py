@@ -1,0 +1,64 @@
+"""The dtypes of the engine, by name, on both array modules.
+
+bfloat16 is `ml_dtypes.bfloat16` everywhere: NumPy and CuPy (>= 14) take it as an array dtype.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from engine.errors import DTypeError
+
+__all__ = ["BFLOAT16", "FLOAT_NAMES", "dtype_name", "itemsize", "np_dtype"]
+
+BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+
+_BY_NAME: dict[str, np.dtype[Any]] = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": BFLOAT16,
+}
+
+FLOAT_NAMES: tuple[str, ...] = tuple(_BY_NAME)
+
+
+def np_dtype(name: str) -> np.dtype[Any]:
+    """Return the NumPy dtype called `name`: "float32", "float16" or "bfloat16".
+
+    Raises
+    ------
+    DTypeError
+        If `name` is none of these.
+
+    Examples
+    --------
+    >>> np_dtype("bfloat16").itemsize
+    2
+    """
+    try:
+        return _BY_NAME[name]
+    except KeyError:
+        raise DTypeError(f"dtype must be one of {', '.join(FLOAT_NAMES)}; got {name!r}") from None
+
+
+def dtype_name(dtype: Any) -> str:
+    """Return the engine's name of `dtype` (any float dtype of the engine).
+
+    Examples
+    --------
+    >>> dtype_name(np.float16)
+    'float16'
+    """
+    wanted = np.dtype(dtype)
+    for name, known in _BY_NAME.items():
+        if known == wanted:
+            return name
+    raise DTypeError(f"dtype must be one of {', '.join(FLOAT_NAMES)}; got {wanted}")
+
+
+def itemsize(name: str) -> int:
+    """Return the bytes of one element of dtype `name`."""
+    return np_dtype(name).itemsize

@@ -1,0 +1,94 @@
+"""Every environment variable that `engine` reads, with its default and its meaning.
+
+A variable that is set to nonsense is an error, never ignored.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.errors import ConfigError
+
+__all__ = [
+    "VARIABLES",
+    "Variable",
+    "cache_dir",
+    "compile_workers",
+    "debug",
+    "kernel_tier",
+    "offline",
+]
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable: its name, default and meaning."""
+
+    name: str
+    default: str
+    meaning: str
+
+
+VARIABLES: tuple[Variable, ...] = (
+    Variable(
+        "ENGINE_CACHE_DIR",
+        "$XDG_CACHE_HOME/engine or ~/.cache/engine",
+        "where pulled models and compiled kernels are kept",
+    ),
+    Variable(
+        "ENGINE_KERNEL_TIER",
+        "auto",
+        '"portable" uses only the kernels that run on sm_80 and up; "auto" the best for the device',
+    ),
+    Variable(
+        "ENGINE_COMPILE_WORKERS",
+        "number of cores, at most 16",
+        "how many kernels are compiled at once when a model is loaded",
+    ),
+    Variable("ENGINE_DEBUG", "0", "1 checks every block table and poisons freed memory (slow)"),
+    Variable("ENGINE_OFFLINE", "0", "1 never opens a connection (also HF_HUB_OFFLINE=1)"),
+)
+
+
+def cache_dir() -> Path:
+    """Return the folder of pulled models and compiled kernels (not created here)."""
+    if own := os.environ.get("ENGINE_CACHE_DIR"):
+        return Path(own).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "engine"
+
+
+def kernel_tier() -> str:
+    """Return "auto" or "portable"."""
+    return _choice("ENGINE_KERNEL_TIER", "auto", ("auto", "portable"))
+
+
+def compile_workers() -> int:
+    """Return how many kernels may be compiled at once (at least 1)."""
+    default = str(min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4))
+    text = os.environ.get("ENGINE_COMPILE_WORKERS", default)
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"ENGINE_COMPILE_WORKERS must be a whole number >= 1; got {text!r}")
+    return int(text)
+
+
+def debug() -> bool:
+    """Tell whether the slow checks are on."""
+    return _choice("ENGINE_DEBUG", "0", ("0", "1")) == "1"
+
+
+def offline() -> bool:
+    """Tell whether connections are forbidden."""
+    return "1" in (
+        _choice("ENGINE_OFFLINE", "0", ("0", "1")),
+        os.environ.get("HF_HUB_OFFLINE", "0"),
+    )
+
+
+def _choice(name: str, default: str, allowed: tuple[str, ...]) -> str:
+    value = os.environ.get(name, default)
+    if value not in allowed:
+        raise ConfigError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
+    return value
