@@ -1,7 +1,7 @@
 """Devices and array modules: who computes, and with which NumPy.
 
-`import cupy` happens here and nowhere else at module level of the package, and only when a CUDA device is asked for,
-so that `import engine` stays fast and works without CuPy.
+`import cupy` happens here and nowhere else, and only when a CUDA device is asked for, so that
+`import engine` stays fast and works without CuPy.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from functools import cache
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -48,7 +47,7 @@ class Device:
 CPU = Device("cpu")
 
 
-def cupy() -> ModuleType:
+def cupy() -> Any:
     """Return the `cupy` module.
 
     Raises
@@ -63,7 +62,7 @@ def cupy() -> ModuleType:
             "CUDA was asked for, but CuPy cannot be imported "
             f"({error}); install it with: pip install 'rawengine[cuda12]'"
         ) from error
-    return cp  # type: ignore[no-any-return]
+    return cp
 
 
 def is_cupy_array(x: Any) -> bool:
@@ -79,7 +78,7 @@ def array_module(*arrays: Any) -> Any:
 
 def to_numpy(x: Any) -> np.ndarray[Any, Any]:
     """Return `x` as a NumPy array (copied to the host when it lives on a GPU)."""
-    return x.get() if is_cupy_array(x) else np.asarray(x)  # type: ignore[no-any-return]
+    return x.get() if is_cupy_array(x) else np.asarray(x)
 
 
 @cache

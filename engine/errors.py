@@ -6,15 +6,16 @@
     │   ├── ShapeError
     │   └── DTypeError      TypeError
     ├── RequestError        ValueError    a request that cannot be served (the others go on)
-    ├── WeightsError        ValueError    a weight file is missing, damaged or does not fit the config
+    ├── WeightsError        ValueError    a weight file is missing, damaged or does not fit
     ├── TemplateError       ValueError    a chat template fails or tries to leave its sandbox
     ├── UnknownOptionError  TypeError     a keyword nobody knows, with the nearest known one
     ├── DeviceError         RuntimeError  the device asked for is not there
     ├── CompileError        RuntimeError  NVRTC refused a kernel
     ├── DownloadError       RuntimeError  a model could not be pulled
-    └── OutOfMemoryError    MemoryError   with the numbers: what is used, by whom, and what would fit
+    └── OutOfMemoryError    MemoryError   with the numbers: who uses what, what would fit
 
-Each one derives from the builtin that NumPy would raise in its place, so `except ValueError` keeps working.
+Each one derives from the builtin that NumPy would raise in its place, so `except ValueError`
+keeps working.
 """
 
 from __future__ import annotations

@@ -1,0 +1,139 @@
+"""What a decoder is, as plain numbers: `ModelConfig` and `RopeConfig`.
+
+Every difference between model families that the engine knows is a field here with a neutral
+default; the files of `models/` fill them in from a `config.json`, and `models/decoder.py` is the
+one decoder that reads them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = ["ModelConfig", "RopeConfig"]
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding: which angles, and how they stretch past the training length.
+
+    Attributes
+    ----------
+    theta : float
+        Base of the geometric series of wavelengths.
+    rotary_dim : int
+        Leading features of a head that are rotated (even; the rest passes through).
+    scaling : str
+        "default", "linear", "dynamic" (NTK), "yarn", "llama3" or "longrope".
+    factor : float
+        Stretch of the context, for every scaling but "default".
+    original_max_position : int
+        Training length in tokens; 0 where the scaling does not use it.
+    low_freq_factor, high_freq_factor : float
+        Borders of the llama3 ramp.
+    beta_fast, beta_slow : float
+        Borders of the yarn ramp, in rotations over the training length.
+    attention_factor : float or None
+        Scale of cos and sin; None derives it from the paper's formula.
+    mscale, mscale_all_dim : float
+        Yarn's two factors of the scale (0: not given).
+    truncate : bool
+        Whether yarn's ramp borders are rounded to whole dimensions.
+    short_factor, long_factor : tuple of float
+        Longrope's stretch per frequency below and above the training length.
+    """
+
+    theta: float = 10000.0
+    rotary_dim: int = 0
+    scaling: str = "default"
+    factor: float = 1.0
+    original_max_position: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """One decoder-only transformer, as numbers.
+
+    Attributes
+    ----------
+    model_type : str
+        Hugging Face's name of the family ("llama", "qwen3", ...).
+    vocab_size, hidden_size, num_layers, num_heads, num_kv_heads, head_dim, intermediate_size : int
+        V, N, number of layers, H, K, D and F.
+    max_position_embeddings : int
+        Longest sequence in tokens.
+    rms_norm_eps : float
+        Added to the mean square before the root.
+    rope : RopeConfig
+        Of every layer, or of the full-attention layers where `rope_local` is given.
+    rope_local : RopeConfig or None
+        Of the layers with a window (Gemma 3).
+    layer_windows : tuple of int
+        Per layer: how many keys a query sees, itself included; 0 is all of them.
+    tie_word_embeddings, qkv_bias, o_bias, mlp_bias, qk_norm, post_norms : bool
+        Which weights exist: a shared output embedding, biases, per-head norms of q and k,
+        norms after each block.
+    activation : str
+        "silu", "gelu" (erf) or "gelu_tanh"; of the gate.
+    norm_weight_offset : float
+        Added to every norm's weight (Gemma: 1).
+    embed_scale : float
+        Factor on the embedding (Gemma: sqrt(N)).
+    attn_scale : float
+        Factor on q·k; 0 means 1/sqrt(D).
+    attn_softcap, final_softcap : float
+        c in c·tanh(x/c) on the scores and on the logits; 0 is none.
+    bos_token_id, pad_token_id : int or None
+    eos_token_ids : tuple of int
+        Tokens that end a sequence.
+    dtype : str
+        The checkpoint's own: "float32", "float16" or "bfloat16".
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-6
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    rope_local: RopeConfig | None = None
+    layer_windows: tuple[int, ...] = ()
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    post_norms: bool = False
+    activation: str = "silu"
+    norm_weight_offset: float = 0.0
+    embed_scale: float = 1.0
+    attn_scale: float = 0.0
+    attn_softcap: float = 0.0
+    final_softcap: float = 0.0
+    bos_token_id: int | None = None
+    pad_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    dtype: str = "bfloat16"
+
+    @property
+    def qkv_dim(self) -> int:
+        """Rows of the fused qkv matrix: (H + 2K)·D."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    def window(self, layer: int) -> int:
+        """Return the window of layer `layer` in keys; 0 is none."""
+        return self.layer_windows[layer] if self.layer_windows else 0
