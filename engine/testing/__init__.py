@@ -1,0 +1,1 @@
+"""Helpers for tests and benchmarks, shipped so that your own kernel can use them too."""

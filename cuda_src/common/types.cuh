@@ -1,0 +1,64 @@
+// scalar_t, the dtype a file is compiled for, and how to move between it and float.
+//
+// The loader defines ENGINE_DTYPE: 0 float, 1 __half, 2 __nv_bfloat16. Arithmetic is always float;
+// scalar_t is only how values are stored. Rounding is to nearest even, as NumPy and ml_dtypes do.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#ifndef ENGINE_DTYPE
+#error "ENGINE_DTYPE must be 0 (float), 1 (half) or 2 (bfloat16)"
+#endif
+
+using int64_t = long long;
+using uint64_t = unsigned long long;
+using uint32_t = unsigned int;
+
+#if ENGINE_DTYPE == 0
+using scalar_t = float;
+#elif ENGINE_DTYPE == 1
+using scalar_t = __half;
+#else
+using scalar_t = __nv_bfloat16;
+#endif
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+template <typename T>
+__device__ __forceinline__ T from_float(float x);
+template <>
+__device__ __forceinline__ float from_float<float>(float x) { return x; }
+template <>
+__device__ __forceinline__ __half from_float<__half>(float x) { return __float2half_rn(x); }
+template <>
+__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
+  return __float2bfloat16_rn(x);
+}
+
+// The value x has after being stored: what a fused kernel must use where an unfused one would read
+// its operand back from memory.
+__device__ __forceinline__ float round_to_scalar(float x) {
+  return to_float(from_float<scalar_t>(x));
+}
+
+// N values moved as one access of up to 16 bytes; the address must be aligned to it.
+template <typename T, int N>
+struct alignas(sizeof(T) * N) Vec {
+  T v[N];
+};
+
+constexpr int kVecBytes = 16;
+constexpr int kVec = kVecBytes / sizeof(scalar_t);  // elements in one 16-byte access
+
+template <typename T, int N>
+__device__ __forceinline__ Vec<T, N> load_vec(const T* p) {
+  return *reinterpret_cast<const Vec<T, N>*>(p);
+}
+
+template <typename T, int N>
+__device__ __forceinline__ void store_vec(T* p, const Vec<T, N>& x) {
+  *reinterpret_cast<Vec<T, N>*>(p) = x;
+}

@@ -1,0 +1,197 @@
+"""The contract of an op, checked once, at its boundary.
+
+CuPy checks nothing when it launches a raw kernel, so every op declares here what it wants: shapes
+with symbolic sizes ("T H D"), dtypes, layout. A size is bound by the first argument that names it;
+the error of a later one that disagrees names both arguments and both values.
+
+    call = Contract("rmsnorm")
+    x = call.array("x", x, "* N", FLOATS, layout="rows")
+    weight = call.array("weight", weight, "N", x.dtype)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from engine import device
+from engine.dtypes import BFLOAT16
+from engine.errors import ContractError, DTypeError, ShapeError
+
+__all__ = ["FLOATS", "INT32", "INT64", "Contract"]
+
+FLOATS = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
+FLOAT32 = np.dtype(np.float32)
+INT32 = np.dtype(np.int32)
+INT64 = np.dtype(np.int64)
+
+DTypes = np.dtype[Any] | tuple[np.dtype[Any], ...]
+
+
+class Contract:
+    """Checks the arguments of one call of op `op` and remembers the sizes they bind.
+
+    Attributes
+    ----------
+    dims : dict
+        Size of every symbol bound so far.
+    xp : module
+        `numpy` or `cupy`, whichever the arrays seen so far belong to.
+    """
+
+    __slots__ = ("_device", "_first", "_origin", "dims", "op", "xp")
+
+    def __init__(self, op: str) -> None:
+        self.op = op
+        self.dims: dict[str, int] = {}
+        self.xp: Any = None
+        self._origin: dict[str, str] = {}
+        self._first = ""
+        self._device: int | None = None
+
+    @property
+    def on_cpu(self) -> bool:
+        """Tell whether the arrays are NumPy's, so that the mirror is to run."""
+        return self.xp is np
+
+    def __getitem__(self, symbol: str) -> int:
+        return self.dims[symbol]
+
+    def array(self, name: str, value: Any, shape: str, dtype: DTypes, *, layout: str = "C") -> Any:
+        """Check an input and return it as an array of the call's module.
+
+        Parameters
+        ----------
+        name, value : str, array_like
+            The argument. Anything with `__cuda_array_interface__` or `__dlpack__` is taken
+            without a copy.
+        shape : str
+            Sizes by symbol or number, split by blanks; a leading "*" stands for any axes.
+        dtype : np.dtype or tuple of np.dtype
+            What is allowed.
+        layout : str
+            "C": a view that is not C-contiguous is copied. "rows": only the last axis must have
+            unit stride (else it is copied). "any": strides are the op's own business.
+
+        Raises
+        ------
+        ShapeError, DTypeError, ContractError
+            Naming the argument, what was wanted and what was given.
+        """
+        array = self._as_array(name, value)
+        self._check_module(name, array)
+        self._check_dtype(name, array, dtype)
+        self._check_shape(name, array, shape)
+        if layout == "C" and not array.flags.c_contiguous:
+            return self.xp.ascontiguousarray(array)
+        if layout == "rows" and array.size and array.strides[-1] != array.itemsize:
+            return self.xp.ascontiguousarray(array)
+        return array
+
+    def written(
+        self, name: str, value: Any, shape: str, dtype: DTypes, *, layout: str = "C"
+    ) -> Any:
+        """Check an argument that is written: as `array`, but a copy would lose the result."""
+        array = self.array(name, value, shape, dtype, layout="any")
+        if layout == "C" and not array.flags.c_contiguous:
+            raise ShapeError(f"{self.op}: {name}: must be C-contiguous; strides {array.strides}")
+        if layout == "rows" and array.size and array.strides[-1] != array.itemsize:
+            raise ShapeError(
+                f"{self.op}: {name}: its last axis must be contiguous; strides {array.strides}"
+            )
+        return array
+
+    def output(
+        self,
+        name: str,
+        out: Any,
+        shape: Sequence[int],
+        dtype: np.dtype[Any],
+        *,
+        layout: str = "C",
+    ) -> Any:
+        """Return `out` after checking it, or a new array when it is None."""
+        if out is None:
+            return self.xp.empty(tuple(shape), dtype)
+        return self.written(name, out, " ".join(map(str, shape)), dtype, layout=layout)
+
+    def finish(self, out: Any, result: Any, name: str = "out") -> Any:
+        """Return the mirror's `result`, in `out` when the caller gave one."""
+        if out is None:
+            return result
+        self.output(name, out, result.shape, result.dtype, layout="any")
+        np.copyto(out, result)
+        return out
+
+    def check(self, name: str, ok: bool, wanted: str, got: Any) -> None:
+        """Raise ContractError unless `ok`, naming argument, wish and value."""
+        if not ok:
+            raise ContractError(f"{self.op}: {name}: must be {wanted}; got {got!r}")
+
+    def number(
+        self, name: str, value: Any, *, low: float = -math.inf, high: float = math.inf
+    ) -> float:
+        """Check a real number between `low` and `high` (both allowed; never NaN)."""
+        ok = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+        if not (ok and low <= value <= high):
+            raise ContractError(
+                f"{self.op}: {name}: must be a number from {low} to {high}; got {value!r}"
+            )
+        return float(value)
+
+    def _as_array(self, name: str, value: Any) -> Any:
+        if isinstance(value, np.ndarray) or device.is_cupy_array(value):
+            return value
+        if hasattr(value, "__cuda_array_interface__"):
+            return device.cupy().asarray(value)
+        if hasattr(value, "__dlpack__"):
+            on_gpu = value.__dlpack_device__()[0] == 2  # kDLCUDA
+            return (device.cupy() if on_gpu else np).from_dlpack(value)
+        raise DTypeError(f"{self.op}: {name}: must be an array; got {type(value).__name__}")
+
+    def _check_module(self, name: str, array: Any) -> None:
+        xp = np if isinstance(array, np.ndarray) else device.cupy()
+        where = None if xp is np else array.device.id
+        if self.xp is None:
+            self.xp, self._first, self._device = xp, name, where
+        elif self.xp is not xp:
+            raise ContractError(
+                f"{self.op}: {name}: is a {xp.__name__} array, but {self._first} is a "
+                f"{self.xp.__name__} array; move one of them"
+            )
+        elif where != self._device:
+            raise ContractError(
+                f"{self.op}: {name}: is on cuda:{where}, but {self._first} is on "
+                f"cuda:{self._device}"
+            )
+
+    def _check_dtype(self, name: str, array: Any, dtype: DTypes) -> None:
+        allowed = dtype if isinstance(dtype, tuple) else (dtype,)
+        if array.dtype not in allowed:
+            wanted = " or ".join(str(d) for d in allowed)
+            raise DTypeError(f"{self.op}: {name}: must be {wanted}; got {array.dtype}")
+
+    def _check_shape(self, name: str, array: Any, shape: str) -> None:
+        symbols = shape.split()
+        sizes = array.shape
+        if symbols and symbols[0] == "*":
+            symbols = symbols[1:]
+            sizes = sizes[max(0, len(sizes) - len(symbols)) :]
+        if len(symbols) != len(sizes):
+            self._shape_error(name, shape, array.shape, "")
+        for symbol, size in zip(symbols, sizes, strict=True):
+            if symbol.isdecimal():
+                if size != int(symbol):
+                    self._shape_error(name, shape, array.shape, "")
+            elif self.dims.setdefault(symbol, size) != size:
+                where = f"; {symbol} = {self.dims[symbol]} from {self._origin[symbol]}"
+                self._shape_error(name, shape, array.shape, where)
+            else:
+                self._origin.setdefault(symbol, name)
+
+    def _shape_error(self, name: str, shape: str, got: tuple[int, ...], where: str) -> None:
+        wanted = "(" + ", ".join(shape.replace("*", "...").split()) + ")"
+        raise ShapeError(f"{self.op}: {name}: must have shape {wanted}{where}; got {tuple(got)}")

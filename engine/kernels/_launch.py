@@ -1,0 +1,116 @@
+"""The one place that launches kernels, with typed arguments.
+
+CuPy passes a Python int as `long long` and a float as `double`, whatever the kernel declares. Here
+each kernel declares its parameters once, by name and C type, and every launch is cast to them.
+
+    _KERNEL = Kernel("rmsnorm_kernel", "x:ptr num_rows:i64 n:i32 eps:f32")
+    _KERNEL.launch(spec, grid, block, x=x, num_rows=8, n=64, eps=1e-6)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from engine import device
+from engine.errors import ContractError
+from engine.kernels._module import ModuleSpec, load_module
+
+__all__ = ["Kernel", "ceil_div", "sm_count"]
+
+_NULL = np.uint64(0)
+
+_CASTS: dict[str, Callable[[Any], Any]] = {
+    "ptr": lambda value: _NULL if value is None else value,
+    "i32": np.int32,
+    "i64": np.int64,
+    "u32": np.uint32,
+    "u64": np.uint64,
+    "f32": np.float32,
+    "f64": np.float64,
+}
+
+_DEFAULT_SHARED_LIMIT = 48 * 1024
+
+
+class Kernel:
+    """One entry point, in any of the modules that define it.
+
+    Parameters
+    ----------
+    entry : str
+        Name of the `extern "C" __global__` function.
+    params : str
+        Its parameters in order, "name:type" split by blanks; types are ptr (None is a null
+        pointer), i32, i64, u32, u64, f32 and f64.
+    """
+
+    def __init__(self, entry: str, params: str) -> None:
+        self.entry = entry
+        pairs = [item.split(":") for item in params.split()]
+        self._names = tuple(name for name, _ in pairs)
+        self._casts = tuple(_CASTS[kind] for _, kind in pairs)
+        self._functions: dict[tuple[ModuleSpec, int], Any] = {}
+
+    def launch(
+        self,
+        spec: ModuleSpec,
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        shared_mem: int = 0,
+        **args: Any,
+    ) -> None:
+        """Launch on the current device and stream; a grid with a zero is nothing to do.
+
+        Raises
+        ------
+        ContractError
+            If an argument is missing or unknown.
+        OverflowError
+            If an integer does not fit its C type.
+        """
+        if 0 in grid:
+            return
+        if len(args) != len(self._names):
+            self._wrong_arguments(args)
+        try:
+            values = tuple(
+                cast(args[name]) for name, cast in zip(self._names, self._casts, strict=True)
+            )
+        except KeyError:
+            self._wrong_arguments(args)
+        self._function(spec, shared_mem)(grid, block, values, shared_mem=shared_mem)
+
+    def _function(self, spec: ModuleSpec, shared_mem: int) -> Any:
+        index = device.cupy().cuda.runtime.getDevice()
+        function = self._functions.get((spec, index))
+        if function is None:
+            function = load_module(spec).get_function(self.entry)
+            self._functions[spec, index] = function
+        if shared_mem > max(_DEFAULT_SHARED_LIMIT, function.max_dynamic_shared_size_bytes):
+            function.max_dynamic_shared_size_bytes = shared_mem
+        return function
+
+    def _wrong_arguments(self, args: dict[str, Any]) -> None:
+        missing = sorted(set(self._names) - set(args))
+        unknown = sorted(set(args) - set(self._names))
+        raise ContractError(f"{self.entry}: missing arguments {missing}, unknown {unknown}")
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Return a / b, rounded up.
+
+    Examples
+    --------
+    >>> ceil_div(9, 4)
+    3
+    """
+    return -(-a // b)
+
+
+def sm_count() -> int:
+    """Return the number of multiprocessors of the current device."""
+    cupy = device.cupy()
+    return int(cupy.cuda.Device().attributes["MultiProcessorCount"])

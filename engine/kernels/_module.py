@@ -1,0 +1,279 @@
+"""From a `.cu` file to a loaded module: what is compiled, where it is cached, when it was done.
+
+A `ModuleSpec` says what: file, dtype, macros. `compile_module` turns it into a cubin on disk, or
+finds it there; the key holds the source, every first-party header it includes, the options, the
+architecture and NVRTC's version. `load_module` hands the cubin to `cupy.RawModule`.
+
+All modules a model needs are compiled when it is loaded (`compile_all`). After `mark_ready()` every
+further compile is counted in `stats().compiles_after_ready`, which tests assert to be zero.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import tempfile
+import threading
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from engine import device, env
+from engine.errors import CompileError
+from engine.kernels import _nvrtc
+
+__all__ = [
+    "ARCHITECTURES",
+    "CompileStats",
+    "CompiledModule",
+    "ModuleSpec",
+    "cached_module",
+    "compile_all",
+    "compile_module",
+    "current_architecture",
+    "load_module",
+    "mark_ready",
+    "source_dir",
+    "stats",
+]
+
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_120")
+
+_DTYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class ModuleSpec:
+    """What to compile: one file for one dtype, with macros.
+
+    Attributes
+    ----------
+    file : str
+        Name in `cuda_src/`, such as "rmsnorm.cu".
+    dtype : str
+        Becomes the C type `scalar_t` (see common/types.cuh).
+    defines : tuple of (str, int)
+        Further macros, such as (("HEAD_DIM", 64),).
+    """
+
+    file: str
+    dtype: str
+    defines: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def tier(self) -> str:
+        """ "sm90" for Hopper-only files, else "portable"."""
+        return "sm90" if self.file.endswith("_sm90.cu") else "portable"
+
+    def supports(self, arch: str) -> bool:
+        """Tell whether this file can be compiled for `arch`."""
+        return self.tier == "portable" or arch == "sm_90a"
+
+    def __str__(self) -> str:
+        macros = "".join(f" {name}={value}" for name, value in self.defines)
+        return f"{self.file}[{self.dtype}{macros}]"
+
+
+@dataclass(frozen=True)
+class CompiledModule:
+    """A cubin on disk and what ptxas said of its kernels."""
+
+    spec: ModuleSpec
+    arch: str
+    path: Path
+    entries: tuple[_nvrtc.EntryInfo, ...]
+    log: str
+
+
+@dataclass
+class CompileStats:
+    """Counts since the process began."""
+
+    compiled: int = 0
+    cache_hits: int = 0
+    compiles_after_ready: int = 0
+    late: list[str] = field(default_factory=list)
+
+
+_stats = CompileStats()
+_lock = threading.Lock()
+_is_ready = False
+
+
+def stats() -> CompileStats:
+    """Return the process's compile counts."""
+    return _stats
+
+
+def mark_ready(ready: bool = True) -> None:
+    """Say that loading is over: from now on a compile is a defect, and counted as one."""
+    global _is_ready
+    _is_ready = ready
+
+
+def source_dir() -> Path:
+    """Return the folder of the CUDA files: inside the wheel, or beside the package."""
+    inside = Path(__file__).parents[1] / "_cuda_src"
+    return inside if inside.is_dir() else Path(__file__).parents[2] / "cuda_src"
+
+
+def compile_module(spec: ModuleSpec, arch: str) -> CompiledModule:
+    """Return the compiled `spec` for `arch`, from the disk cache if it is there and whole.
+
+    Raises
+    ------
+    CompileError
+        If the file is missing, does not compile, or the cache folder cannot be trusted.
+    """
+    key = _cache_key(spec, arch)
+    if (found := _read_cache(spec, arch, key)) is not None:
+        with _lock:
+            _stats.cache_hits += 1
+        return found
+    program = _nvrtc.compile_source(_source(spec.file), spec.file, _options(spec, arch))
+    with _lock:
+        _stats.compiled += 1
+        if _is_ready:
+            _stats.compiles_after_ready += 1
+            _stats.late.append(str(spec))
+    return _write_cache(spec, arch, key, program)
+
+
+def cached_module(spec: ModuleSpec, arch: str) -> CompiledModule | None:
+    """Return the compiled `spec` if the disk cache holds it; never compiles."""
+    return _read_cache(spec, arch, _cache_key(spec, arch))
+
+
+def compile_all(
+    specs: Iterable[ModuleSpec], arch: str, *, progress: bool = False
+) -> list[CompiledModule]:
+    """Compile `specs` for `arch` in parallel; a progress bar on stderr if asked for."""
+    from tqdm import tqdm
+
+    wanted = list(dict.fromkeys(s for s in specs if s.supports(arch)))
+    with ThreadPoolExecutor(env.compile_workers()) as pool:
+        done = pool.map(lambda spec: compile_module(spec, arch), wanted)
+        bar = tqdm(done, "compiling kernels", len(wanted), disable=not progress, leave=False)
+        return list(bar)
+
+
+@cache
+def current_architecture(index: int) -> str:
+    """Return NVRTC's name of CUDA device `index`'s architecture, such as "sm_90a"."""
+    properties = device.cupy().cuda.runtime.getDeviceProperties(index)
+    major, minor = properties["major"], properties["minor"]
+    if (major, minor) < (8, 0):
+        raise CompileError(
+            f"compute capability must be at least 8.0; cuda:{index} has {major}.{minor}"
+        )
+    return "sm_90a" if (major, minor) == (9, 0) else f"sm_{major}{minor}"
+
+
+@cache
+def _load(spec: ModuleSpec, index: int) -> Any:
+    compiled = compile_module(spec, current_architecture(index))
+    return device.cupy().RawModule(path=str(compiled.path))
+
+
+def load_module(spec: ModuleSpec) -> Any:
+    """Return `spec` as a `cupy.RawModule` on the current device (compiled if need be)."""
+    return _load(spec, device.cupy().cuda.runtime.getDevice())
+
+
+_INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
+
+
+@cache
+def _source(file: str) -> str:
+    path = source_dir() / file
+    try:
+        return path.read_text()
+    except OSError as error:
+        raise CompileError(f"no CUDA file {file!r} in {source_dir()}: {error}") from error
+
+
+@cache
+def _digest(file: str) -> str:
+    """Hash a file and all first-party headers under it; NVRTC's own cache would miss the latter."""
+    text = _source(file)
+    parts = [text, *(_digest(name) for name in _INCLUDE.findall(text))]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _options(spec: ModuleSpec, arch: str) -> list[str]:
+    return [
+        f"-arch={arch}",
+        "-std=c++17",
+        "-default-device",
+        "-Xptxas=-v",
+        f"-I{source_dir()}",
+        *(f"-I{folder}" for folder in _nvrtc.include_dirs()),
+        f"-DENGINE_DTYPE={_DTYPE_CODES[spec.dtype]}",
+        *(f"-D{name}={value}" for name, value in spec.defines),
+    ]
+
+
+def _cache_key(spec: ModuleSpec, arch: str) -> str:
+    text = json.dumps([str(spec), arch, _digest(spec.file), _nvrtc.version(), "v1"])
+    return f"{Path(spec.file).stem}-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+
+
+@cache
+def _cache_folder(base: Path) -> Path:
+    """Return the kernel cache, made private; a folder that others may write to is refused."""
+    folder = base / "kernels"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.stat()
+    if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o022):
+        raise CompileError(
+            f"kernel cache {folder} belongs to another user or can be written by others "
+            f"(mode {status.st_mode & 0o777:o}); fix it or set ENGINE_CACHE_DIR"
+        )
+    return folder
+
+
+def _read_cache(spec: ModuleSpec, arch: str, key: str) -> CompiledModule | None:
+    """Return the cached module, or None if it is not there or not whole."""
+    folder = _cache_folder(env.cache_dir())
+    try:
+        record = json.loads((folder / f"{key}.json").read_text())
+        path = folder / record["cubin"]
+        if hashlib.sha256(path.read_bytes()).hexdigest() != record["sha256"]:
+            return None
+        entries = tuple(_nvrtc.EntryInfo(**entry) for entry in record["entries"])
+        return CompiledModule(spec, arch, path, entries, record["log"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _write_cache(spec: ModuleSpec, arch: str, key: str, program: _nvrtc.Program) -> CompiledModule:
+    """Store a program. The record is written last and names the cubin by its content, so two
+    processes that compile the same thing at once cannot mix their files."""
+    folder = _cache_folder(env.cache_dir())
+    digest = hashlib.sha256(program.cubin).hexdigest()
+    path = folder / f"{key}-{digest[:16]}.cubin"
+    _write_atomic(path, program.cubin)
+    record = {
+        "cubin": path.name,
+        "sha256": digest,
+        "entries": [asdict(entry) for entry in program.entries],
+        "log": program.log,
+    }
+    _write_atomic(folder / f"{key}.json", json.dumps(record).encode())
+    return CompiledModule(spec, arch, path, program.entries, program.log)
+
+
+def _write_atomic(path: Path, data: bytes) -> None:
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,156 @@
+"""NVRTC, through ctypes: CUDA C in, cubin out. Needs no GPU, and no CuPy.
+
+The library and the CUDA headers come from the wheels of the `cuda12` / `cuda13` extras (or from a
+toolkit that `cuda-pathfinder` finds). CuPy's own compiler is not used because it neither knows
+`sm_90a` nor reports registers and spills, and because the same code must compile in CI.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from engine.errors import CompileError
+
+__all__ = ["EntryInfo", "Program", "compile_source", "include_dirs", "version"]
+
+_MIN_VERSION = (12, 9)  # the first that takes -arch=sm_90a together with our other options
+
+
+@dataclass(frozen=True)
+class EntryInfo:
+    """What ptxas says of one kernel: registers a thread, spilled bytes, static shared bytes."""
+
+    name: str
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    stack_bytes: int
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled source: the cubin, what ptxas says of its kernels, and the whole log."""
+
+    cubin: bytes
+    entries: tuple[EntryInfo, ...]
+    log: str
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    try:
+        from cuda import pathfinder
+    except ImportError as error:
+        raise CompileError(
+            "NVRTC cannot be looked for: cuda-pathfinder is not installed; "
+            "install a GPU extra: pip install 'rawengine[cuda12]'"
+        ) from error
+    try:
+        found = pathfinder.load_nvidia_dynamic_lib("nvrtc")
+    except Exception as error:
+        raise CompileError(
+            f"NVRTC was not found ({error}); install it with: pip install 'rawengine[cuda12]'"
+        ) from error
+    return ctypes.CDLL(found.abs_path)
+
+
+@cache
+def version() -> tuple[int, int]:
+    """Return NVRTC's version, (major, minor).
+
+    Raises
+    ------
+    CompileError
+        If NVRTC is missing or older than 12.9.
+    """
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _check(_library().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)), "nvrtcVersion")
+    found = (major.value, minor.value)
+    if found < _MIN_VERSION:
+        raise CompileError(f"NVRTC must be at least {_MIN_VERSION}; found {found}")
+    return found
+
+
+@cache
+def include_dirs() -> tuple[str, ...]:
+    """Return the folders of the CUDA headers (cuda_fp16.h, cuda_bf16.h, cuda_fp8.h)."""
+    from cuda import pathfinder
+
+    folder = pathfinder.find_nvidia_header_directory("cudart")
+    if not folder or not (Path(folder) / "cuda_fp16.h").exists():
+        raise CompileError(
+            f"the CUDA headers were not found (looked in {folder}); "
+            "install them with: pip install nvidia-cuda-runtime-cu12"
+        )
+    return (str(folder),)
+
+
+def compile_source(source: str, name: str, options: Sequence[str]) -> Program:
+    """Compile `source` (called `name` in messages) to a cubin.
+
+    Raises
+    ------
+    CompileError
+        With NVRTC's log, if the source does not compile.
+    """
+    nvrtc = _library()
+    program = ctypes.c_void_p()
+    _check(
+        nvrtc.nvrtcCreateProgram(
+            ctypes.byref(program), source.encode(), name.encode(), 0, None, None
+        ),
+        "nvrtcCreateProgram",
+    )
+    try:
+        array = (ctypes.c_char_p * len(options))(*[o.encode() for o in options])
+        status = nvrtc.nvrtcCompileProgram(program, len(options), array)
+        log = _read(program, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog)
+        text = log.rstrip(b"\0").decode(errors="replace")
+        if status != 0:
+            raise CompileError(f"{name} does not compile with {' '.join(options)}:\n{text}")
+        cubin = _read(program, nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    return Program(cubin, _parse_ptxas(text), text)
+
+
+def _read(program: ctypes.c_void_p, get_size: object, get: object) -> bytes:
+    size = ctypes.c_size_t()
+    _check(get_size(program, ctypes.byref(size)), "size")  # type: ignore[operator]
+    buffer = ctypes.create_string_buffer(size.value)
+    _check(get(program, buffer), "read")  # type: ignore[operator]
+    return buffer.raw
+
+
+def _check(status: int, what: str) -> None:
+    if status != 0:
+        raise CompileError(f"NVRTC: {what} failed with status {status}")
+
+
+_ENTRY = re.compile(r"Compiling entry function '(\w+)'")
+_STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_USED = re.compile(r"Used (\d+) registers")
+_SHARED = re.compile(r"(\d+) bytes smem")
+
+
+def _parse_ptxas(log: str) -> tuple[EntryInfo, ...]:
+    """Read the lines that `-Xptxas=-v` prints, one group per kernel."""
+    entries: list[EntryInfo] = []
+    name, stack, spill = "", 0, 0
+    for line in log.splitlines():
+        if match := _ENTRY.search(line):
+            name, stack, spill = match[1], 0, 0
+        elif match := _STACK.search(line):
+            stack, spill = int(match[1]), int(match[2]) + int(match[3])
+        elif name and (match := _USED.search(line)):
+            shared = _SHARED.search(line)
+            entries.append(
+                EntryInfo(name, int(match[1]), spill, int(shared[1]) if shared else 0, stack)
+            )
+            name = ""
+    return tuple(entries)

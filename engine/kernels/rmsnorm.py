@@ -1,0 +1,177 @@
+"""RMSNorm with a fused residual add: `cuda_src/rmsnorm.cu`, mirror `reference/rmsnorm.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from engine import reference
+from engine.dtypes import dtype_name
+from engine.kernels._contract import FLOATS, Contract
+from engine.kernels._launch import Kernel, ceil_div
+from engine.kernels._module import ModuleSpec
+
+__all__ = ["Config", "choose_config", "rmsnorm", "specs"]
+
+_THREADS = 256
+_PARAMS = (
+    "x:ptr residual:ptr weight:ptr out:ptr residual_out:ptr num_rows:i64 n:i32 num_b:i32 "
+    "x_stride_a:i64 x_stride_b:i64 out_stride_a:i64 out_stride_b:i64 eps:f32 weight_offset:f32"
+)
+_KERNELS = {
+    (rows, width): Kernel(f"rmsnorm_{rows}_{width}", _PARAMS)
+    for rows in ("warp", "block")
+    for width in ("vector", "scalar")
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """How rows are spread: one "warp" or one "block" a row, "vector" or "scalar" accesses."""
+
+    rows: str
+    width: str
+
+    @property
+    def rows_per_block(self) -> int:
+        """Rows that one block of threads normalises."""
+        return _THREADS // 32 if self.rows == "warp" else 1
+
+
+def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
+    """Return the modules that the op may launch for `dtype`."""
+    return (ModuleSpec("rmsnorm.cu", dtype),)
+
+
+def choose_config(n: int, *, is_aligned: bool) -> Config:
+    """Choose for rows of `n` features; `is_aligned` says that 16-byte accesses are possible.
+
+    Examples
+    --------
+    >>> choose_config(128, is_aligned=True)
+    Config(rows='warp', width='vector')
+    """
+    return Config("warp" if n <= 1024 else "block", "vector" if is_aligned else "scalar")
+
+
+def rmsnorm(
+    x: Any,
+    weight: Any,
+    *,
+    eps: float = 1e-6,
+    residual: Any = None,
+    weight_offset: float = 0.0,
+    out: Any = None,
+    residual_out: Any = None,
+) -> Any:
+    """Normalise the last axis by its root mean square.
+
+    Parameters
+    ----------
+    x : (..., N) array of float32, float16 or bfloat16
+        At most three axes if it is a view whose rows do not follow each other.
+    weight : (N,) array of x's dtype
+    eps : float
+        Added to the mean square.
+    residual : (..., N) array of x's dtype, optional
+        Added to `x` first; the sum is rounded to x's dtype.
+    weight_offset : float
+        Added to `weight` (Gemma stores w - 1).
+    out, residual_out : (..., N) array of x's dtype, optional
+        Where to put the results; may be `x` and `residual`.
+
+    Returns
+    -------
+    y : (..., N) array of x's dtype
+    h : (..., N) array of x's dtype
+        ``x + residual``; only when `residual` is given.
+
+    Raises
+    ------
+    ShapeError, DTypeError, ContractError
+        If an argument breaks the contract.
+
+    Notes
+    -----
+    y = h / sqrt(mean(h²) + eps) · (weight + weight_offset), in float32, rounded once [1]_.
+
+    References
+    ----------
+    .. [1] Zhang, Sennrich: Root Mean Square Layer Normalization, arXiv:1910.07467.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> x = np.array([[3.0, 4.0]], np.float32)
+    >>> rmsnorm(x, np.ones(2, np.float32), eps=0.0).round(3)
+    array([[0.849, 1.131]], dtype=float32)
+    """
+    call = Contract("rmsnorm")
+    x = call.array("x", x, "* N", FLOATS, layout="rows")
+    weight = call.array("weight", weight, "N", x.dtype)
+    call.number("eps", eps, low=0.0)
+    call.check("residual_out", residual is not None or residual_out is None, "None", residual_out)
+    shape = " ".join(map(str, x.shape))
+    if residual is not None:
+        residual = call.array("residual", residual, shape, x.dtype)
+    if call.on_cpu:
+        result = reference.rmsnorm(
+            x, weight, eps=eps, residual=residual, weight_offset=weight_offset
+        )
+        if residual is None:
+            return call.finish(out, result)
+        y, h = result
+        return call.finish(out, y), call.finish(residual_out, h, "residual_out")
+    y = call.output("out", out, x.shape, x.dtype, layout="rows" if x.ndim <= 3 else "C")
+    h = None
+    if residual is not None:
+        h = call.output("residual_out", residual_out, x.shape, x.dtype)
+    _launch(x, weight, residual, y, h, eps, weight_offset)
+    return y if residual is None else (y, h)
+
+
+def _launch(x: Any, weight: Any, residual: Any, y: Any, h: Any, eps: float, offset: float) -> None:
+    n = x.shape[-1]
+    if x.ndim > 3:
+        x = x.reshape(-1, n)
+        y = y.reshape(-1, n)
+    num_b, x_strides, y_strides = _row_strides(x, y)
+    aligned = all(_is_aligned(a) for a in (x, weight, residual, y, h) if a is not None)
+    config = choose_config(n, is_aligned=aligned)
+    num_rows = x.size // n if n else 0
+    _KERNELS[config.rows, config.width].launch(
+        specs(dtype_name(x.dtype))[0],
+        (ceil_div(num_rows, config.rows_per_block),),
+        (_THREADS,),
+        x=x,
+        residual=residual,
+        weight=weight,
+        out=y,
+        residual_out=h,
+        num_rows=num_rows,
+        n=n,
+        num_b=num_b,
+        x_stride_a=x_strides[0],
+        x_stride_b=x_strides[1],
+        out_stride_a=y_strides[0],
+        out_stride_b=y_strides[1],
+        eps=eps,
+        weight_offset=offset,
+    )
+
+
+def _row_strides(x: Any, y: Any) -> tuple[int, tuple[int, int], tuple[int, int]]:
+    """Return B and, in elements, the strides of the axes (A, B) of x and y seen as (A, B, N)."""
+    num_b = x.shape[1] if x.ndim == 3 else 1
+
+    def strides(array: Any) -> tuple[int, int]:
+        steps = [s // array.itemsize for s in array.strides[:-1]]
+        return (steps[0] if steps else 0, steps[1] if len(steps) > 1 else 0)
+
+    return num_b, strides(x), strides(y)
+
+
+def _is_aligned(array: Any) -> bool:
+    """Tell whether every row starts at, and has the length of, whole 16-byte accesses."""
+    steps = [array.shape[-1] * array.itemsize, array.data.ptr, *array.strides[:-1]]
+    return all(step % 16 == 0 for step in steps)

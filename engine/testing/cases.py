@@ -1,0 +1,59 @@
+"""Shapes that every kernel is tried on, and random inputs for them.
+
+Always: one row, sizes that no vector width divides, real model shapes, empty, and views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from engine.dtypes import FLOAT_NAMES, np_dtype
+
+__all__ = ["DTYPES", "ROWS", "guarded", "normal", "to_module"]
+
+DTYPES: tuple[str, ...] = FLOAT_NAMES
+
+# (rows, features): one row; odd sizes; SmolLM2, Qwen and Llama widths; nothing at all.
+ROWS: tuple[tuple[int, int], ...] = (
+    (1, 64),
+    (3, 63),
+    (5, 576),
+    (7, 1),
+    (2, 1025),
+    (33, 1536),
+    (4, 4096),
+    (0, 64),
+)
+
+
+def normal(
+    shape: Sequence[int], dtype: str, seed: int, *, scale: float = 1.0, mean: float = 0.0
+) -> np.ndarray[Any, Any]:
+    """Return normally distributed values of `dtype`; the same for the same arguments.
+
+    Examples
+    --------
+    >>> normal((2, 3), "float16", seed=0).shape
+    (2, 3)
+    """
+    rng = np.random.default_rng([seed, *shape])
+    return (rng.standard_normal(tuple(shape), np.float32) * scale + mean).astype(np_dtype(dtype))
+
+
+def to_module(xp: Any, *arrays: Any) -> Any:
+    """Return `arrays` in module `xp` (None stays None); a single one is not wrapped in a list."""
+    moved = [None if a is None else xp.asarray(a) for a in arrays]
+    return moved[0] if len(moved) == 1 else moved
+
+
+def guarded(xp: Any, shape: Sequence[int], dtype: Any, guard: int = 64) -> tuple[Any, Any]:
+    """Return an output full of NaN and the larger buffer around it, to catch stray writes.
+
+    The buffer's first and last `guard` elements must still be NaN after the kernel ran.
+    """
+    size = int(np.prod(shape))
+    buffer = xp.full(size + 2 * guard, float("nan"), dtype)
+    return buffer[guard : guard + size].reshape(tuple(shape)), buffer

@@ -1,0 +1,63 @@
+"""Timing on a GPU: medians of graph replays over rotated inputs, so that data comes from HBM."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from engine import device
+
+__all__ = ["time_cpu", "time_gpu"]
+
+
+def time_cpu(call: Callable[[], Any], *, repeats: int = 20, warmup: int = 2) -> float:
+    """Return the median seconds of `call()` on the host."""
+    for _ in range(warmup):
+        call()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def time_gpu(
+    calls: Sequence[Callable[[], Any]], *, replays: int = 20, min_launches: int = 20
+) -> float:
+    """Return the median seconds of one call, launches excluded.
+
+    Parameters
+    ----------
+    calls : sequence of callables
+        The same work on different inputs. Together these should exceed the L2 cache several
+        times; they are captured one after another in one graph.
+    replays : int
+        How often the graph is timed.
+    min_launches : int
+        The graph repeats `calls` until it holds at least so many.
+    """
+    cupy = device.cupy()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    rounds = -(-min_launches // len(calls))
+    kept = []
+    with stream:
+        for call in calls:
+            kept.append(call())
+        stream.synchronize()
+        stream.begin_capture()
+        for _ in range(rounds):
+            kept.extend(call() for call in calls)
+        graph = stream.end_capture()
+        graph.launch(stream)
+        times: list[float] = []
+        for _ in range(replays):
+            start, stop = cupy.cuda.Event(), cupy.cuda.Event()
+            start.record(stream)
+            graph.launch(stream)
+            stop.record(stream)
+            stop.synchronize()
+            times.append(cupy.cuda.get_elapsed_time(start, stop) * 1e-3)
+    return statistics.median(times) / (rounds * len(calls))

@@ -1,0 +1,104 @@
+"""How close a kernel must be to its mirror: one table, and the comparison that reads it.
+
+An error is allowed up to ``rtol * |want| + atol * rms(want)``: the first part is the rounding of
+the result, the second what a different order of summation costs, which grows with the length of
+the reduction and does not shrink where terms cancel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engine.device import to_numpy
+from engine.dtypes import dtype_name
+
+__all__ = ["TOLERANCES", "Tolerance", "assert_close", "tolerance"]
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Allowed error relative to the element (`rtol`) and to the array's rms (`atol`)."""
+
+    rtol: float
+    atol: float
+
+
+# (dtype of the result, class of reduction length) -> allowed error. Half the last place is 6e-8,
+# 4.9e-4 and 3.9e-3; a value near a rounding border may fall one whole place apart.
+TOLERANCES: dict[tuple[str, str], Tolerance] = {
+    ("float32", "none"): Tolerance(2e-6, 1e-6),
+    ("float32", "short"): Tolerance(4e-6, 4e-6),
+    ("float32", "long"): Tolerance(1e-5, 2e-5),
+    ("float16", "none"): Tolerance(1e-3, 1e-4),
+    ("float16", "short"): Tolerance(1e-3, 1e-3),
+    ("float16", "long"): Tolerance(2e-3, 2e-3),
+    ("bfloat16", "none"): Tolerance(8e-3, 1e-3),
+    ("bfloat16", "short"): Tolerance(8e-3, 8e-3),
+    ("bfloat16", "long"): Tolerance(1.6e-2, 1.6e-2),
+}
+
+_SHORT = 256
+
+
+def tolerance(dtype: Any, reduction: int = 1) -> Tolerance:
+    """Return the allowed error of a result of `dtype` that sums `reduction` terms.
+
+    Examples
+    --------
+    >>> tolerance("float32", 64)
+    Tolerance(rtol=4e-06, atol=4e-06)
+    """
+    length = "none" if reduction <= 1 else "short" if reduction <= _SHORT else "long"
+    name = dtype if isinstance(dtype, str) else dtype_name(dtype)
+    return TOLERANCES[name, length]
+
+
+def assert_close(
+    got: Any, want: Any, *, reduction: int = 1, name: str = "result", dtype: Any = None
+) -> None:
+    """Compare a result with the mirror's in value, dtype, shape and contiguity.
+
+    Parameters
+    ----------
+    got : array
+        NumPy or CuPy.
+    want : np.ndarray
+    reduction : int
+        How many terms each element sums: the K of a product, the N of a norm.
+    name : str
+        For the message.
+    dtype : optional
+        The row of the table to use, where the result is wider than its operands.
+
+    Raises
+    ------
+    AssertionError
+        With the largest error, the rms ratio and the first bad index.
+    """
+    host = to_numpy(got)
+    assert host.dtype == want.dtype, f"{name}: dtype {host.dtype}, wanted {want.dtype}"
+    assert host.shape == want.shape, f"{name}: shape {host.shape}, wanted {want.shape}"
+    assert got.flags.c_contiguous == want.flags.c_contiguous, f"{name}: contiguity differs"
+    if not np.issubdtype(want.dtype, np.floating) and want.dtype.kind != "V":
+        np.testing.assert_array_equal(host, want, err_msg=name)
+        return
+    if want.size == 0:
+        return
+    limit = tolerance(dtype if dtype is not None else want.dtype, reduction)
+    a, b = host.astype(np.float64), want.astype(np.float64)
+    same = (a == b) | (np.isnan(a) & np.isnan(b))  # infinities and NaNs must agree exactly
+    finite = np.isfinite(b)
+    rms = float(np.sqrt(np.mean(np.square(b[finite])))) if finite.any() else 0.0
+    with np.errstate(invalid="ignore"):
+        error = np.where(same, 0.0, np.abs(a - b))
+        bad = ~(same | (finite & (error <= limit.rtol * np.abs(b) + limit.atol * rms)))
+    if bad.any():
+        first = tuple(int(i) for i in np.argwhere(bad)[0])
+        raise AssertionError(
+            f"{name}: {int(bad.sum())} of {bad.size} differ; largest error "
+            f"{np.nanmax(error):.3g} (rms {rms:.3g}); first at {first}: got {a[first]!r}, "
+            f"wanted {b[first]!r}; allowed rtol {limit.rtol:g}, atol {limit.atol:g} rms"
+        )

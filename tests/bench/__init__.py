@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m tests.bench OP [OP ...]` verifies, then reports; never a pass or fail."""

@@ -1,0 +1,69 @@
+"""`python -m tests.bench OP [OP ...] [--json FILE]`: verify, time, print one table."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import pkgutil
+from pathlib import Path
+
+import numpy as np
+
+from engine import device
+from engine.testing.timing import time_cpu, time_gpu
+
+_L2_BYTES = 60 << 20
+
+
+def _measure(case, xp):
+    on_gpu = xp is not np
+    copies = max(2, min(16, -(-3 * _L2_BYTES // max(case.nbytes, 1)))) if on_gpu else 1
+    args = [case.make(xp, 100 * i) for i in range(copies)]
+    if case.check is not None:
+        case.check(args[0], case.run(*args[0]))
+
+    def seconds(run):
+        if on_gpu:
+            return time_gpu([lambda a=a: run(*a) for a in args])
+        return time_cpu(lambda: run(*args[0]), repeats=5)
+
+    row = {"case": case.name, "us": seconds(case.run) * 1e6}
+    row["GB/s"] = case.nbytes / row["us"] * 1e-3
+    row["TFLOP/s"] = case.flops / row["us"] * 1e-6
+    for name, baseline in (case.baselines or {}).items():
+        row[f"{name} us"] = seconds(baseline) * 1e6
+        row[f"x {name}"] = row[f"{name} us"] / row["us"]
+    return row
+
+
+def main() -> None:
+    known = sorted(
+        m.name.removeprefix("bench_")
+        for m in pkgutil.iter_modules([str(Path(__file__).parent)])
+        if m.name.startswith("bench_")
+    )
+    parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
+    parser.add_argument("ops", nargs="+", choices=[*known, "all"], metavar="OP")
+    parser.add_argument("--device", default="auto", help="cpu, cuda or auto")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    options = parser.parse_args()
+    chosen, reason = device.resolve_device(options.device)
+    chosen.activate()
+    print(f"device {chosen}: {reason}")
+    rows = []
+    for op in known if "all" in options.ops else options.ops:
+        module = importlib.import_module(f"tests.bench.bench_{op}")
+        if hasattr(module, "main"):
+            rows += module.main()
+            continue
+        for case in module.CASES:
+            row = {"op": op, **_measure(case, chosen.xp)}
+            rows.append(row)
+            print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else v for k, v in row.items()))
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

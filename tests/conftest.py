@@ -1,0 +1,42 @@
+"""Fixtures of the whole suite: array modules, a private cache, the real model's weights."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine import device
+
+
+@pytest.fixture(
+    params=["numpy", pytest.param("cupy", marks=pytest.mark.gpu)],
+)
+def xp(request):
+    """The array modules that one test body runs on: NumPy always, CuPy where there is a GPU."""
+    if request.param == "numpy":
+        return np
+    return _cupy_or_skip()
+
+
+@pytest.fixture
+def cp():
+    """CuPy, for tests that make sense on a GPU only (mark them `gpu`)."""
+    return _cupy_or_skip()
+
+
+def _cupy_or_skip():
+    chosen, reason = device.resolve_device("auto")
+    if not chosen.is_cuda:
+        if os.environ.get("ENGINE_REQUIRE_GPU") == "1":
+            pytest.fail(f"ENGINE_REQUIRE_GPU=1, but {reason}")
+        pytest.skip(f"no GPU: {reason}")
+    return device.cupy()
+
+
+@pytest.fixture(scope="session")
+def repo_root() -> Path:
+    """The folder that holds `engine/`, `cuda_src/` and `tests/`."""
+    return Path(__file__).parents[1]

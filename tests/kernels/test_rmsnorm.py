@@ -1,0 +1,100 @@
+"""rmsnorm: the kernel against its mirror, the mirror against float64, and the contract."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from engine import kernels, reference
+from engine.errors import ContractError, DTypeError, ShapeError
+from engine.kernels.rmsnorm import Config, choose_config
+from engine.testing import cases
+from engine.testing.tolerances import assert_close
+
+
+def _inputs(rows, n, dtype):
+    x = cases.normal((rows, n), dtype, seed=1, scale=3.0)
+    residual = cases.normal((rows, n), dtype, seed=2)
+    weight = cases.normal((n,), dtype, seed=3, scale=0.1, mean=1.0)
+    return x, residual, weight
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize(("rows", "n"), cases.ROWS)
+def test_matches_mirror(xp, rows, n, dtype):
+    x, _, weight = _inputs(rows, n, dtype)
+    out, buffer = cases.guarded(xp, (rows, n), x.dtype)
+    got = kernels.rmsnorm(*cases.to_module(xp, x, weight), eps=1e-5, out=out)
+    assert got is out
+    assert_close(got, reference.rmsnorm(x, weight, eps=1e-5), reduction=n)
+    assert bool(xp.isnan(buffer[:64]).all()) and bool(xp.isnan(buffer[-64:]).all())
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize(("rows", "n"), cases.ROWS)
+def test_fused_residual_matches_mirror(xp, rows, n, dtype):
+    x, residual, weight = _inputs(rows, n, dtype)
+    want = reference.rmsnorm(x, weight, residual=residual, weight_offset=1.0)
+    gx, gr, gw = cases.to_module(xp, x.copy(), residual.copy(), weight)
+    y, h = kernels.rmsnorm(gx, gw, residual=gr, weight_offset=1.0, out=gx, residual_out=gr)
+    assert y is gx and h is gr  # in place
+    assert_close(h, want[1], name="residual_out")
+    assert_close(y, want[0], reduction=n)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize(("tokens", "heads", "n"), [(3, 4, 64), (5, 2, 80), (1, 3, 33)])
+def test_strided_heads_in_place(xp, tokens, heads, n, dtype):
+    """Per-head q/k norm: a view into the fused qkv rows, written where it was read."""
+    qkv = cases.normal((tokens, (heads + 2) * n), dtype, seed=4)
+    weight = cases.normal((n,), dtype, seed=5, mean=1.0)
+    want = reference.rmsnorm(qkv[:, : heads * n].reshape(tokens, heads, n), weight)
+    array = xp.array(qkv)
+    view = array[:, : heads * n].reshape(tokens, heads, n)
+    assert xp.may_share_memory(view, array)
+    kernels.rmsnorm(view, xp.asarray(weight), out=view)
+    assert_close(xp.ascontiguousarray(view), want, reduction=n)
+    np.testing.assert_array_equal(
+        cases.to_module(np, array.get() if xp is not np else array)[:, heads * n :],
+        qkv[:, heads * n :],
+    )
+
+
+def test_mirror_is_the_formula():
+    x = np.random.default_rng(0).standard_normal((6, 200))
+    w = np.random.default_rng(1).standard_normal(200)
+    want = np.array([row / np.sqrt((row @ row) / 200 + 1e-6) * (w + 1.0) for row in x])
+    got = reference.rmsnorm(x.astype(np.float32), w.astype(np.float32), weight_offset=1.0)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_scaling_a_row_changes_nothing(xp):
+    x, _, weight = _inputs(4, 96, "float32")
+    gx, gw = cases.to_module(xp, x, weight)
+    a, b = kernels.rmsnorm(gx, gw, eps=0.0), kernels.rmsnorm(gx * 8, gw, eps=0.0)
+    np.testing.assert_array_equal(np.asarray(a.tolist()), np.asarray(b.tolist()))
+
+
+def test_config_is_a_pure_function():
+    assert choose_config(576, is_aligned=True) == Config("warp", "vector")
+    assert choose_config(4096, is_aligned=False) == Config("block", "scalar")
+
+
+def test_contract(xp):
+    x, weight = xp.ones((2, 8), np.float32), xp.ones(8, np.float32)
+    with pytest.raises(ShapeError, match=r"weight: must have shape \(N\); N = 8 from x; got \(7,"):
+        kernels.rmsnorm(x, weight[:7])
+    with pytest.raises(DTypeError, match=r"weight: must be float32; got float16"):
+        kernels.rmsnorm(x, weight.astype(np.float16))
+    with pytest.raises(DTypeError, match="x: must be an array; got list"):
+        kernels.rmsnorm([1.0], weight)
+    with pytest.raises(ContractError, match=r"eps: must be a number from 0\.0 to inf; got nan"):
+        kernels.rmsnorm(x, weight, eps=float("nan"))
+    with pytest.raises(ShapeError, match="out: must have shape"):
+        kernels.rmsnorm(x, weight, out=xp.empty((3, 8), np.float32))
+
+
+@pytest.mark.gpu
+def test_mixed_modules(cp):
+    with pytest.raises(ContractError, match="weight: is a numpy array, but x is a cupy array"):
+        kernels.rmsnorm(cp.ones((2, 8), np.float32), np.ones(8, np.float32))
