@@ -1,0 +1,182 @@
+"""Block ids and who owns them: reference counts over a fixed pool, integers only.
+
+Every block is in exactly one of three states,
+
+    free         nobody owns it and its content is worthless
+    referenced   it stands in one or more block tables; its count says in how many
+    cached       nobody owns it, but the prefix tree knows its content: it can be owned again
+                 (`acquire`) or given up (`uncache`)
+
+so `num_free + num_referenced + num_cached == num_blocks`, always.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from engine.errors import ContractError, EngineError, OutOfMemoryError
+
+__all__ = ["BlockAllocator"]
+
+
+class BlockAllocator:
+    """Reference-counted block ids 0 .. num_blocks-1.
+
+    Ids come out in a fixed order (ascending at first, then the one freed last comes first), so
+    the same calls give the same ids.
+
+    Parameters
+    ----------
+    num_blocks : int
+        Size of the pool, at least 1.
+    block_size : int
+        Tokens in a block (only used to speak of tokens in errors and statistics).
+
+    Examples
+    --------
+    >>> allocator = BlockAllocator(num_blocks=4, block_size=16)
+    >>> table = allocator.allocate(2)
+    >>> allocator.acquire(table[:1])            # a second owner of the first block
+    >>> allocator.free(table)                   # one owner gone
+    []
+    >>> table, allocator.num_free, allocator.num_referenced
+    ([0, 1], 3, 1)
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise ContractError(
+                f"num_blocks and block_size must be at least 1; got {num_blocks} and {block_size}"
+            )
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.num_cached = 0
+        self.peak_referenced = 0
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._num_owners = [0] * num_blocks
+        self._in_tree = bytearray(num_blocks)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that hold nothing."""
+        return len(self._free)
+
+    @property
+    def num_referenced(self) -> int:
+        """Blocks that stand in at least one table."""
+        return self.num_blocks - len(self._free) - self.num_cached
+
+    def num_owners(self, block: int) -> int:
+        """Return how many owners `block` has."""
+        return self._num_owners[block]
+
+    def allocate(self, num_blocks: int) -> list[int]:
+        """Take `num_blocks` free blocks, each with one owner.
+
+        Raises
+        ------
+        OutOfMemoryError
+            If fewer are free (cached blocks must be given up by the tree first). Nothing is taken.
+        """
+        if num_blocks > len(self._free):
+            raise OutOfMemoryError(
+                f"{num_blocks} KV blocks of {self.block_size} tokens wanted, {len(self._free)} are "
+                f"free ({self.num_referenced} in use, {self.num_cached} cached, of "
+                f"{self.num_blocks})"
+            )
+        if num_blocks <= 0:
+            return []
+        blocks = self._free[: -num_blocks - 1 : -1]
+        del self._free[-num_blocks:]
+        for block in blocks:
+            self._num_owners[block] = 1
+        self.peak_referenced = max(self.peak_referenced, self.num_referenced)
+        return blocks
+
+    def acquire(self, blocks: Iterable[int]) -> None:
+        """Add one owner to each of `blocks`, which are referenced or cached."""
+        owners = self._num_owners
+        for block in blocks:
+            if owners[block] == 0:
+                if not self._in_tree[block]:
+                    raise EngineError(f"block {block} is free and cannot be shared")
+                self.num_cached -= 1
+            owners[block] += 1
+
+    def free(self, blocks: Iterable[int]) -> list[int]:
+        """Take one owner from each of `blocks`; return those that thereby became cached.
+
+        Raises
+        ------
+        EngineError
+            If a block has no owner (a double free).
+        """
+        owners, cached = self._num_owners, []
+        for block in blocks:
+            count = owners[block]
+            if count == 0:
+                raise EngineError(f"double free of block {block}: it has no owner")
+            owners[block] = count - 1
+            if count == 1:
+                if self._in_tree[block]:
+                    cached.append(block)
+                else:
+                    self._free.append(block)
+        self.num_cached += len(cached)
+        return cached
+
+    def cache(self, block: int) -> None:
+        """Note that the tree knows the content of `block`, which is referenced."""
+        if self._num_owners[block] == 0 or self._in_tree[block]:
+            raise EngineError(f"block {block} is free or already in the tree")
+        self._in_tree[block] = 1
+
+    def uncache(self, block: int) -> None:
+        """Note that the tree forgot `block`; it becomes free if nobody owns it."""
+        if not self._in_tree[block]:
+            raise EngineError(f"block {block} is not in the tree")
+        self._in_tree[block] = 0
+        if self._num_owners[block] == 0:
+            self.num_cached -= 1
+            self._free.append(block)
+
+    def stats(self) -> dict[str, int]:
+        """Return the counts of blocks by state, and the peak of referenced ones."""
+        return {
+            "num_blocks": self.num_blocks,
+            "num_free": self.num_free,
+            "num_referenced": self.num_referenced,
+            "num_cached": self.num_cached,
+            "peak_referenced": self.peak_referenced,
+        }
+
+    def check_integrity(self, tables: Iterable[Iterable[int]] | None = None) -> None:
+        """Verify the states, and, given all block tables, that each count equals its owners.
+
+        Raises
+        ------
+        EngineError
+            Naming the first block that is wrong.
+        """
+        free = Counter(self._free)
+        cached = 0
+        for block, count in enumerate(self._num_owners):
+            in_tree = self._in_tree[block]
+            cached += bool(in_tree and count == 0)
+            if free[block] != (count == 0 and not in_tree):
+                raise EngineError(
+                    f"block {block} is {free[block]} times on the free list, with {count} owners "
+                    f"and {'a' if in_tree else 'no'} place in the tree"
+                )
+        if cached != self.num_cached:
+            raise EngineError(f"{cached} blocks are cached, but num_cached says {self.num_cached}")
+        if tables is not None:
+            self._check_owners(Counter(block for table in tables for block in table))
+
+    def _check_owners(self, owners: Mapping[int, int]) -> None:
+        for block, count in enumerate(self._num_owners):
+            if owners.get(block, 0) != count:
+                raise EngineError(
+                    f"block {block} has {count} owners, but stands in {owners.get(block, 0)} tables"
+                )

@@ -1,0 +1,199 @@
+"""A request: the tokens of one sequence, how far they are computed, and where its KV pages lie.
+
+The token counts obey, at every moment,
+
+    num_computed_tokens <= num_tokens = len(prompt) + len(output) + num_pending_tokens
+
+where *pending* tokens were sampled by a step whose result has not reached the host yet: they
+have a place in the sequence, but their ids live on the device only. A loop that commits each step
+before it schedules the next one never sees a pending token; a loop that runs one step late does.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass, field
+from typing import Protocol
+
+__all__ = ["FINISH_REASONS", "Request", "RequestStatus", "StopRules"]
+
+
+class RequestStatus(enum.Enum):
+    """Where a request stands; the value is what a user reads in logs."""
+
+    WAITING = "waiting"  # in the queue, holds no block
+    RUNNING = "running"  # holds blocks, takes part in steps
+    PREEMPTED = "preempted"  # back in the queue, its blocks were taken: will be recomputed
+    SWAPPED = "swapped"  # back in the queue, its blocks lie in host memory
+    FINISHED_STOPPED = "stop"
+    FINISHED_LENGTH = "length"
+    FINISHED_ABORTED = "abort"
+    FINISHED_ERROR = "error"
+
+    @property
+    def is_finished(self) -> bool:
+        """Tell whether no further token will come."""
+        return self in _FINISHED
+
+
+_FINISHED = frozenset(s for s in RequestStatus if s.name.startswith("FINISHED"))
+
+FINISH_REASONS: dict[str, RequestStatus] = {s.value: s for s in RequestStatus if s in _FINISHED}
+"""Finish reason on the wire ("stop", "length", "abort", "error") -> status."""
+
+
+class StopRules(Protocol):
+    """The part of the sampling parameters that decides when a request ends."""
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Most tokens to generate; None = up to the model's length."""
+
+    @property
+    def min_tokens(self) -> int:
+        """No end of sequence and no stop id counts before this many tokens."""
+
+    @property
+    def ignore_eos(self) -> bool:
+        """Whether the model's end-of-sequence ids are ordinary tokens."""
+
+    @property
+    def stop_token_ids(self) -> Sequence[int] | None:
+        """Further ids that end the request."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence to be continued.
+
+    The caller fills the constructor's arguments and reads the rest; the scheduler alone writes
+    the state below `# state`.
+
+    Parameters
+    ----------
+    request_id : str
+        Unique among unfinished requests.
+    prompt_token_ids : list of int
+        At least one id; must not be changed afterwards.
+    sampling_params : StopRules
+        Opaque here, except for the four attributes of `StopRules`.
+    arrival_time : float
+        Seconds on the monotonic clock; for metrics only, order is the order of `add_request`.
+    priority : int
+        Smaller is served earlier.
+    cache_salt : str, optional
+        Requests share cached prefixes only with requests of the same salt.
+    long_rope : bool
+        Whether the long rope factors are used; keys rotated otherwise are not shared.
+    reuse_prefix : bool
+        False computes every prompt position anew (prompt_logprobs needs all of them).
+    eos_token_ids : iterable of int
+        The model's end-of-sequence ids (ignored when `sampling_params.ignore_eos`).
+
+    Examples
+    --------
+    >>> from types import SimpleNamespace
+    >>> rules = SimpleNamespace(max_tokens=2, min_tokens=0, ignore_eos=False, stop_token_ids=None)
+    >>> request = Request("r0", [5, 6, 7], rules, eos_token_ids=[2])
+    >>> request.num_tokens, request.status.value
+    (3, 'waiting')
+    >>> request.append_token(2), request.finish_reason
+    (<RequestStatus.FINISHED_STOPPED: 'stop'>, None)
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling_params: StopRules
+    _: KW_ONLY
+    arrival_time: float = 0.0
+    priority: int = 0
+    cache_salt: str | None = None
+    long_rope: bool = False
+    reuse_prefix: bool = True
+    eos_token_ids: InitVar[Iterable[int]] = ()
+
+    # state
+    status: RequestStatus = field(init=False, default=RequestStatus.WAITING)
+    stop_reason: int | str | None = field(init=False, default=None)
+    output_token_ids: list[int] = field(init=False, default_factory=list)
+    block_table: list[int] = field(init=False, default_factory=list)
+    host_block_table: list[int] = field(init=False, default_factory=list)
+    num_tokens: int = field(init=False)
+    num_pending_tokens: int = field(init=False, default=0)
+    num_computed_tokens: int = field(init=False, default=0)
+    num_cached_tokens: int = field(init=False, default=0)
+    num_preemptions: int = field(init=False, default=0)
+    num_tree_blocks: int = field(init=False, default=0)
+    max_num_tokens: int = field(init=False, default=0)
+    order: int = field(init=False, default=0)
+    shares_last_block: bool = field(init=False, default=False)
+    _eos: frozenset[int] = field(init=False)
+    _stops: frozenset[int] = field(init=False)
+
+    def __post_init__(self, eos_token_ids: Iterable[int]) -> None:
+        rules = self.sampling_params
+        self._eos = frozenset() if rules.ignore_eos else frozenset(eos_token_ids)
+        self._stops = frozenset(rules.stop_token_ids or ())
+        self.num_tokens = len(self.prompt_token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated and known on the host."""
+        return len(self.output_token_ids)
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Tokens whose ids the host knows: prompt and output, without pending ones."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def is_finished(self) -> bool:
+        """Tell whether no further token will come."""
+        return self.status in _FINISHED
+
+    @property
+    def finish_reason(self) -> str | None:
+        """One of "stop", "length", "abort", "error"; None while unfinished."""
+        return self.status.value if self.status in _FINISHED else None
+
+    @property
+    def prefix_key(self) -> tuple[str | None, bool]:
+        """What must be equal, besides the ids, for two requests to share a cached prefix."""
+        return self.cache_salt, self.long_rope
+
+    def token_ids(self, start: int, stop: int) -> list[int]:
+        """Return the known ids of positions [start, min(stop, num_known_tokens))."""
+        num_prompt = len(self.prompt_token_ids)
+        if start >= num_prompt:
+            return self.output_token_ids[start - num_prompt : stop - num_prompt]
+        ids = self.prompt_token_ids[start:stop]
+        if stop > num_prompt:
+            ids = ids + self.output_token_ids[: stop - num_prompt]
+        return ids
+
+    def append_token(self, token_id: int) -> RequestStatus | None:
+        """Add a sampled id, and return the status with which the request ends here, if it does.
+
+        A pending token becomes known; without one, the sequence grows. The status itself is left
+        to the scheduler; `stop_reason` is set to the id when a stop id (not an end-of-sequence
+        id) was met.
+        """
+        output = self.output_token_ids
+        output.append(token_id)
+        if self.num_pending_tokens:
+            self.num_pending_tokens -= 1
+        else:
+            self.num_tokens += 1
+        is_stop = token_id in self._eos or token_id in self._stops
+        if is_stop and len(output) >= self.sampling_params.min_tokens:
+            self.stop_reason = None if token_id in self._eos else token_id
+            return RequestStatus.FINISHED_STOPPED
+        if self.max_num_tokens and self.num_known_tokens >= self.max_num_tokens:
+            return RequestStatus.FINISHED_LENGTH
+        return None

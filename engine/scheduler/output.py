@@ -1,0 +1,104 @@
+"""What one call of `Scheduler.schedule()` decides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.request import Request
+
+__all__ = ["ScheduleOutput", "ScheduledSequence"]
+
+
+class ScheduledSequence:
+    """The share of one request in one step.
+
+    Attributes
+    ----------
+    request : Request
+        Its `block_table` covers at least `context_len` tokens.
+    start : int
+        Position of the first token computed in this step.
+    num_scheduled_tokens : int
+        Tokens [start, start + num_scheduled_tokens) are computed.
+    is_sampled : bool
+        Whether the last of them is the sequence's last one, so that a new token is sampled.
+    num_pending_tokens : int
+        How many of the last ones have ids that only the device knows (0 unless the loop runs one
+        step late, then 0 or 1): the id sampled for this request by the step before.
+    """
+
+    __slots__ = ("is_sampled", "num_pending_tokens", "num_scheduled_tokens", "request", "start")
+
+    def __init__(
+        self,
+        request: Request,
+        start: int,
+        num_scheduled_tokens: int,
+        is_sampled: bool,
+        num_pending_tokens: int,
+    ) -> None:
+        self.request = request
+        self.start = start
+        self.num_scheduled_tokens = num_scheduled_tokens
+        self.is_sampled = is_sampled
+        self.num_pending_tokens = num_pending_tokens
+
+    @property
+    def is_decode(self) -> bool:
+        """Tell whether there is exactly one query token."""
+        return self.num_scheduled_tokens == 1
+
+    @property
+    def context_len(self) -> int:
+        """Keys that the last query token sees, its own included."""
+        return self.start + self.num_scheduled_tokens
+
+    def __repr__(self) -> str:
+        stop = self.start + self.num_scheduled_tokens
+        return f"<{self.request.request_id}[{self.start}:{stop}]{'*' if self.is_sampled else ''}>"
+
+
+@dataclass(slots=True)
+class ScheduleOutput:
+    """One step.
+
+    The runner first applies the block moves, in this order (each may reuse the blocks that the
+    one before has read): `swap_out`, `copies`, `swap_in`; then it computes `sequences`.
+
+    Attributes
+    ----------
+    step_id : int
+        Counts calls of `schedule()`; outputs are committed in this order.
+    sequences : list of ScheduledSequence
+        Those with exactly one query token first (`num_decodes` of them), then the others.
+    admitted : list of Request
+        Requests that begin or resume in this step.
+    preempted : list of Request
+        Requests whose blocks were taken in this step; they are back in the queue.
+    copies : list of (int, int)
+        (source, destination) device blocks, for copy-on-write. Only in a step with copies does an
+        entry of a running request's block table change; otherwise tables only grow.
+    swap_out : list of (int, int)
+        (device block, host block) to copy.
+    swap_in : list of (int, int)
+        (host block, device block) to copy.
+    num_scheduled_tokens : int
+        Sum over `sequences`.
+    num_decodes : int
+        How many of `sequences` have one query token; these come first.
+    """
+
+    step_id: int
+    sequences: list[ScheduledSequence] = field(default_factory=list)
+    admitted: list[Request] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    swap_out: list[tuple[int, int]] = field(default_factory=list)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)
+    num_scheduled_tokens: int = 0
+    num_decodes: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Tell whether there is nothing to compute."""
+        return not self.sequences
