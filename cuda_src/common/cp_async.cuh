@@ -1,0 +1,32 @@
+// Asynchronous copies from global to shared memory (cp.async, sm_80 and up).
+//
+// Copies are collected into groups: cp_async_commit() closes one, cp_async_wait<N>() waits until at
+// most the N newest groups of the calling thread are still in flight.
+// SAFETY: a wait covers the calling thread's own copies only. Before another thread reads what was
+// copied, a __syncthreads() must follow the wait; and before a buffer is filled again, one must
+// separate its last read from the next cp_async_16 into it.
+#pragma once
+
+#include "common/types.cuh"
+
+// The 32-bit shared-window address that PTX instructions want.
+__device__ __forceinline__ uint32_t smem_address(const void* smem) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(smem));
+}
+
+// Copies 16 bytes, or writes 16 zero bytes when !valid (then `gmem` is not read). Both addresses must
+// be multiples of 16. Goes past L1: what is copied here is read again from shared memory, not from L1.
+__device__ __forceinline__ void cp_async_16(void* smem, const void* gmem, bool valid = true) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(smem_address(smem)),
+               "l"(gmem), "r"(valid ? 16 : 0)
+               : "memory");
+}
+
+__device__ __forceinline__ void cp_async_commit() {
+  asm volatile("cp.async.commit_group;\n" ::: "memory");
+}
+
+template <int N>
+__device__ __forceinline__ void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory");
+}

@@ -1,0 +1,78 @@
+// Tensor-core products of 16-bit operands with float accumulation (mma.sync, ldmatrix; sm_80 and up).
+//
+// mma_m16n8k16: D (16,8) += A (16,16) B (16,8). With lane = 4 g + t (g = lane / 4, t = lane % 4) a lane holds
+//   a[0] = A[g    ][2t, 2t+1]     a[2] = A[g    ][2t+8, 2t+9]     two values a register, lower index low
+//   a[1] = A[g + 8][2t, 2t+1]     a[3] = A[g + 8][2t+8, 2t+9]
+//   b[0] = B[2t, 2t+1][g]         b[1] = B[2t+8, 2t+9][g]
+//   d[0], d[1] = D[g][2t, 2t+1]   d[2], d[3] = D[g + 8][2t, 2t+1]
+//
+// ldmatrix loads 8x8 matrices of 16-bit values: lane i passes the address of row i % 8 of matrix
+// i / 8 (16 bytes, 16-byte aligned), and of matrix m gets r[m] = M[g][2t, 2t+1] (.trans: M[2t, 2t+1][g]).
+// So an A tile stored row by row, and a B tile stored as rows of n (that is B^T, as weights are), load
+// without .trans; a B tile stored as rows of k (as V in attention is) loads with it.
+#pragma once
+
+#include "common/cp_async.cuh"
+#include "common/types.cuh"
+
+__device__ __forceinline__ void ldmatrix_x2(uint32_t (&r)[2], const void* smem) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];\n"
+               : "=r"(r[0]), "=r"(r[1])
+               : "r"(smem_address(smem))
+               : "memory");
+}
+
+__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void* smem) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(smem_address(smem))
+               : "memory");
+}
+
+__device__ __forceinline__ void ldmatrix_x2_trans(uint32_t (&r)[2], const void* smem) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];\n"
+               : "=r"(r[0]), "=r"(r[1])
+               : "r"(smem_address(smem))
+               : "memory");
+}
+
+__device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], const void* smem) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(smem_address(smem))
+               : "memory");
+}
+
+// T is the type of A's and B's values: __half or __nv_bfloat16.
+template <typename T>
+__device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4],
+                                             const uint32_t (&b)[2]);
+
+#define ENGINE_MMA_M16N8K16(type, ptx_type)                                                        \
+  template <>                                                                                      \
+  __device__ __forceinline__ void mma_m16n8k16<type>(float (&d)[4], const uint32_t (&a)[4],        \
+                                                     const uint32_t (&b)[2]) {                     \
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." ptx_type "." ptx_type ".f32 "            \
+                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};\n"               \
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                  \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));              \
+  }
+
+ENGINE_MMA_M16N8K16(__half, "f16")
+ENGINE_MMA_M16N8K16(__nv_bfloat16, "bf16")
+#undef ENGINE_MMA_M16N8K16
+
+// Two floats as one register of T values, `low` in the lower half: how an operand fragment is made
+// from accumulators.
+template <typename T>
+__device__ __forceinline__ uint32_t pack2(float low, float high);
+template <>
+__device__ __forceinline__ uint32_t pack2<__half>(float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+template <>
+__device__ __forceinline__ uint32_t pack2<__nv_bfloat16>(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
