@@ -2,11 +2,14 @@
 
 The token counts obey, at every moment,
 
-    num_computed_tokens <= num_tokens = len(prompt) + len(output) + num_pending_tokens
+    num_committed_tokens <= num_computed_tokens <= num_tokens
+    num_tokens = len(prompt) + len(output) + num_pending_tokens
 
-where *pending* tokens were sampled by a step whose result has not reached the host yet: they
-have a place in the sequence, but their ids live on the device only. A loop that commits each step
-before it schedules the next one never sees a pending token; a loop that runs one step late does.
+A token is *computed* when its keys and values are in the cache, or a step that will put them there
+is scheduled, and *committed* once that step has come back. *Pending* tokens were sampled by a step
+whose result has not reached the host yet: they have a place in the sequence, but their ids live on
+the device only. A loop that commits each step before it schedules the next one never sees a
+pending token between two steps; a loop that runs one step late does.
 """
 
 from __future__ import annotations
@@ -118,15 +121,14 @@ class Request:
     stop_reason: int | str | None = field(init=False, default=None)
     output_token_ids: list[int] = field(init=False, default_factory=list)
     block_table: list[int] = field(init=False, default_factory=list)
-    host_block_table: list[int] = field(init=False, default_factory=list)
     num_tokens: int = field(init=False)
     num_pending_tokens: int = field(init=False, default=0)
     num_computed_tokens: int = field(init=False, default=0)
+    num_committed_tokens: int = field(init=False, default=0)
     num_cached_tokens: int = field(init=False, default=0)
     num_preemptions: int = field(init=False, default=0)
-    num_tree_blocks: int = field(init=False, default=0)
     max_num_tokens: int = field(init=False, default=0)
-    order: int = field(init=False, default=0)
+    order: tuple[int, int] = field(init=False, default=(0, 0))
     shares_last_block: bool = field(init=False, default=False)
     _eos: frozenset[int] = field(init=False)
     _stops: frozenset[int] = field(init=False)

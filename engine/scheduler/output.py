@@ -100,5 +100,5 @@ class ScheduleOutput:
 
     @property
     def is_empty(self) -> bool:
-        """Tell whether there is nothing to compute."""
-        return not self.sequences
+        """Tell whether there is nothing to compute and nothing to copy."""
+        return not (self.sequences or self.swap_out or self.copies or self.swap_in)
