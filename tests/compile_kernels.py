@@ -1,0 +1,68 @@
+"""Compile every kernel for every architecture, and fail on register spills.
+
+`python -m tests.compile_kernels [--arch sm_90a]` needs NVRTC and no GPU. It prints, for each
+kernel, registers, spilled bytes and static shared memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import pkgutil
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+
+from engine import kernels
+from engine.dtypes import FLOAT_NAMES
+from engine.kernels._module import ARCHITECTURES, CompiledModule, ModuleSpec, compile_module
+
+# (file, dtype, entry) -> why its spills are tolerable. Empty is the wish.
+ALLOWED_SPILLS: dict[tuple[str, str, str], str] = {}
+
+
+def every_spec() -> list[ModuleSpec]:
+    """Return every module of every op in `engine.kernels`, for every dtype."""
+    specs: list[ModuleSpec] = []
+    for info in pkgutil.iter_modules(kernels.__path__):
+        if not info.name.startswith("_"):
+            module = importlib.import_module(f"engine.kernels.{info.name}")
+            for dtype in FLOAT_NAMES:
+                specs += module.specs(dtype)
+    return list(dict.fromkeys(specs))
+
+
+def spills(compiled: CompiledModule) -> list[str]:
+    """Return a line for each kernel of the module that spills and may not."""
+    spec = compiled.spec
+    return [
+        f"{spec} for {compiled.arch}: {entry.name} spills {entry.spill_bytes} bytes"
+        for entry in compiled.entries
+        if entry.spill_bytes and (spec.file, spec.dtype, entry.name) not in ALLOWED_SPILLS
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.compile_kernels", description=__doc__)
+    parser.add_argument("--arch", choices=ARCHITECTURES, action="append")
+    options = parser.parse_args()
+    jobs = [(s, a) for s in every_spec() for a in options.arch or ARCHITECTURES if s.supports(a)]
+    start, bad, kernels_seen = time.monotonic(), [], 0
+    with ProcessPoolExecutor() as pool:
+        for compiled in pool.map(compile_module, *zip(*jobs, strict=True)):
+            for entry in compiled.entries:
+                kernels_seen += 1
+                print(
+                    f"{compiled.arch:7} {compiled.spec!s:44} {entry.name:34} "
+                    f"{entry.registers:3} registers {entry.spill_bytes:4} spilled "
+                    f"{entry.shared_bytes:6} shared"
+                )
+            bad += spills(compiled)
+    seconds = time.monotonic() - start
+    print(f"{kernels_seen} kernels in {len(jobs)} modules compiled in {seconds:.0f} s")
+    print("\n".join(bad), file=sys.stderr)
+    return 1 if bad or not kernels_seen else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

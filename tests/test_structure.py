@@ -1,0 +1,138 @@
+"""The house keeps its shape: five files an op, imports only downward, no forbidden code."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine import kernels, reference
+
+ROOT = Path(__file__).parents[1]
+OPS = sorted(m.name for m in pkgutil.iter_modules(kernels.__path__) if not m.name.startswith("_"))
+OUTPUT_KEYWORDS = {"out", "residual_out"}
+
+# Layer of each part of the package; a module imports only from its own layer or below.
+LAYERS = {
+    "errors": 0, "env": 0, "dtypes": 0, "device": 0, "config": 0, "request": 0,
+    "sampling_params": 0, "outputs": 0, "_version": 0, "reference": 0,
+    "kernels": 1, "text": 1,
+    "testing": 2, "layers": 2,
+    "models": 3,
+    "cache": 4, "loading": 4,
+    "scheduler": 5, "runner": 5,
+    "model": 6, "engine_config": 6, "output_processor": 6, "llm_engine": 6, "llm": 6,
+    "commands": 7, "cli": 7, "__main__": 7, "__init__": 7,
+}  # fmt: skip
+
+# Public ops' keywords that only say where or how the kernel works, and so are not the mirror's.
+LAUNCH_KEYWORDS = {"max_seqlen_q", "max_context_len", "num_splits", "total_tokens"}
+
+
+def _sources() -> list[Path]:
+    return sorted((ROOT / "engine").rglob("*.py"))
+
+
+def _part(path: Path) -> str:
+    return path.relative_to(ROOT / "engine").parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_an_op_is_five_files(op):
+    for path in (
+        f"cuda_src/{op}.cu",
+        f"engine/kernels/{op}.py",
+        f"engine/reference/{op}.py",
+        f"tests/kernels/test_{op}.py",
+        f"tests/bench/bench_{op}.py",
+    ):
+        assert (ROOT / path).is_file(), f"op {op!r} lacks {path}"
+
+
+def test_every_cuda_file_belongs_to_an_op():
+    for path in (ROOT / "cuda_src").glob("*.cu"):
+        assert path.stem.removesuffix("_sm90") in OPS, f"{path.name} belongs to no op"
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_mirror_has_the_ops_signature(op):
+    public = inspect.signature(getattr(kernels, op)).parameters
+    mirror = inspect.signature(getattr(reference, op)).parameters
+    wanted = [name for name in public if name not in OUTPUT_KEYWORDS | LAUNCH_KEYWORDS]
+    assert [name for name in mirror if name not in LAUNCH_KEYWORDS] == wanted
+    for name in wanted:
+        assert mirror[name].default == public[name].default, f"{op}: default of {name!r} differs"
+
+
+def _imports(path: Path) -> set[str]:
+    """Return the parts of the package that the file imports."""
+    parts: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        for name in names:
+            pieces = name.split(".")
+            if pieces[0] == "engine" and len(pieces) > 1 and pieces[1] in LAYERS:
+                parts.add(pieces[1])
+    return parts
+
+
+@pytest.mark.parametrize("path", _sources(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_only_go_down(path):
+    part = _part(path)
+    assert part in LAYERS, f"{path} belongs to no layer; add it to LAYERS"
+    for other in _imports(path):
+        assert LAYERS[other] <= LAYERS[part], f"{path} (L{LAYERS[part]}) imports {other}"
+        assert not (part == "reference" and other == "kernels"), "a mirror imports its kernel"
+
+
+def test_nothing_dangerous_in_the_package():
+    banned = {"pickle", "marshal", "dill", "cloudpickle", "shelve", "torch"}
+    for path in _sources():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = [a.name for a in node.names] + [getattr(node, "module", None) or ""]
+                assert not banned & {n.split(".")[0] for n in names}, f"{path} imports {names}"
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                assert node.func.id not in {"eval", "exec", "__import__"}, f"{path}:{node.lineno}"
+
+
+def test_row_offsets_are_64_bit_in_cuda():
+    """`blockIdx.x * n` overflows at 2^31 elements: an index is widened before it is multiplied."""
+    narrow = re.compile(r"(?<!<int64_t>\()blockIdx\.[xyz]\s*\*\s*(?!k[A-Z])[a-z]\w*stride")
+    for path in (ROOT / "cuda_src").rglob("*.cu*"):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            assert not narrow.search(line), f"{path.name}:{number}: {line.strip()}"
+
+
+def test_files_and_functions_stay_short():
+    for path in _sources():
+        text = path.read_text()
+        assert text.count("\n") <= 400, f"{path} has {text.count(chr(10))} lines"
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                first = node.body[0]
+                is_doc = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+                start = (first.end_lineno or 0) if is_doc else node.lineno
+                length = (node.end_lineno or 0) - start
+                assert length <= 50, f"{path}:{node.lineno} {node.name} has {length} lines"
+
+
+def test_import_is_light():
+    """`import engine` loads neither CuPy nor a tokenizer."""
+    code = (
+        "import sys, engine; print([m for m in ('cupy', 'tokenizers', 'jinja2', 'gguf', "
+        "'safetensors', 'huggingface_hub') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
