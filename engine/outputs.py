@@ -1,0 +1,139 @@
+"""What a request gives back: `RequestOutput` and its parts, with vLLM's names.
+
+Times are seconds on the monotonic clock (`time.monotonic`): differences have a meaning, the
+values themselves do not, and a change of the wall clock cannot make them negative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+__all__ = ["CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"]
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """One token of a distribution.
+
+    Attributes
+    ----------
+    logprob : float
+        Natural logarithm of its probability.
+    rank : int or None
+        1 is the most probable token of the vocabulary; None where it was not asked for.
+    decoded_token : str or None
+        Its text, if outputs carry text.
+    """
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One continuation of a prompt.
+
+    Attributes
+    ----------
+    index : int
+        Which of the request's `n` continuations.
+    text : str
+        Its text: all of it, or only what is new (`SamplingParams.output_kind`).
+    token_ids : sequence of int
+        Its tokens, likewise.
+    cumulative_logprob : float or None
+        Sum of the log-probabilities of all its tokens, if `logprobs` was asked for.
+    logprobs : sequence of dict from int to Logprob, or None
+        Per token of `token_ids`: the token taken and the most probable ones.
+    finish_reason : str or None
+        "stop", "length", "abort" or "error"; None while it goes on.
+    stop_reason : int, str or None
+        The stop id or stop string that ended it; None for an end-of-sequence token.
+    """
+
+    index: int
+    text: str
+    token_ids: Sequence[int]
+    cumulative_logprob: float | None = None
+    logprobs: Sequence[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Tell whether no further token will come."""
+        return self.finish_reason is not None
+
+
+@dataclass
+class RequestMetrics:
+    """When a request passed each station, in seconds; None for a station ahead of it.
+
+    Examples
+    --------
+    >>> metrics = RequestMetrics(arrival_time=10.0, first_scheduled_time=10.5)
+    >>> metrics.queue_time, metrics.ttft
+    (0.5, None)
+    """
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+
+    @property
+    def queue_time(self) -> float | None:
+        """Seconds from arrival to the first step that computed a part of the prompt."""
+        return _span(self.arrival_time, self.first_scheduled_time)
+
+    @property
+    def prefill_time(self) -> float | None:
+        """Seconds from then to the first token."""
+        return _span(self.first_scheduled_time, self.first_token_time)
+
+    @property
+    def decode_time(self) -> float | None:
+        """Seconds from the first token to the end."""
+        return _span(self.first_token_time, self.finished_time)
+
+    @property
+    def ttft(self) -> float | None:
+        """Time to first token: seconds from arrival to the first token."""
+        return _span(self.arrival_time, self.first_token_time)
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """The state of one request after a step.
+
+    Attributes
+    ----------
+    request_id : str
+    prompt : str or None
+        The prompt's text, if it was given as text.
+    prompt_token_ids : sequence of int
+    prompt_logprobs : sequence of (dict from int to Logprob, or None), or None
+        Per prompt token, if asked for; the first has no distribution.
+    outputs : sequence of CompletionOutput
+        One a continuation, in the order of their index.
+    finished : bool
+        Whether every continuation is finished.
+    metrics : RequestMetrics or None
+    num_cached_tokens : int
+        Prompt tokens whose keys and values were found in the prefix cache.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: Sequence[int]
+    outputs: Sequence[CompletionOutput]
+    finished: bool
+    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
+    metrics: RequestMetrics | None = field(default=None, compare=False)
+    num_cached_tokens: int = 0
+
+
+def _span(start: float | None, stop: float | None) -> float | None:
+    return None if start is None or stop is None else stop - start

@@ -1,0 +1,382 @@
+"""How a request is sampled and when it ends: `SamplingParams`, with vLLM's names and defaults.
+
+`RANGES` is the one table of what each number may be; the server, the command line and the
+documentation read it too.
+"""
+
+from __future__ import annotations
+
+import enum
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from engine.errors import ConfigError, RequestError, unknown_keyword
+
+__all__ = [
+    "GREEDY_EPSILON",
+    "RANGES",
+    "NumberRange",
+    "RequestOutputKind",
+    "SamplingParams",
+]
+
+GREEDY_EPSILON = 1e-5
+"""Temperatures below this take the most probable token (dividing by them would overflow)."""
+
+MAX_TOKENS = 2**31 - 1  # positions are int32 on the device
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 256
+MAX_IDS = 1024  # entries of logit_bias, stop_token_ids
+MAX_BAD_WORDS = 128
+MAX_LOGITS_PROCESSORS = 16
+
+
+class RequestOutputKind(enum.Enum):
+    """What each `RequestOutput` of an unfinished request carries."""
+
+    CUMULATIVE = 0  # everything since the start
+    DELTA = 1  # what is new since the last output
+    FINAL_ONLY = 2  # nothing until the request is finished
+
+
+@dataclass(frozen=True)
+class NumberRange:
+    """Which numbers a field takes.
+
+    Attributes
+    ----------
+    low, high : int or float
+        Smallest and largest value, both allowed unless `low_open`.
+    integer : bool
+        Whether only whole numbers are meant.
+    optional : bool
+        Whether None is allowed too.
+    low_open : bool
+        Whether `low` itself is excluded.
+    """
+
+    low: float
+    high: float
+    integer: bool = False
+    optional: bool = False
+    low_open: bool = False
+
+    def __str__(self) -> str:
+        kind = "a whole number" if self.integer else "a number"
+        end = ", or None" if self.optional else ""
+        return f"{kind} in {'(' if self.low_open else '['}{self.low}, {self.high}]{end}"
+
+    def check(self, name: str, value: Any) -> Any:
+        """Return `value` as int or float (or None), or raise a `RequestError` naming `name`."""
+        if value is None and self.optional:
+            return None
+        kind = numbers.Integral if self.integer else numbers.Real
+        if isinstance(value, bool) or not isinstance(value, kind):
+            raise RequestError(f"{name} must be {self}; got {_show(value)}")
+        # A NaN fails every comparison, so the range is stated as what is wanted.
+        number: Any = value
+        above = number > self.low if self.low_open else number >= self.low
+        if not (above and number <= self.high):
+            raise RequestError(f"{name} must be {self}; got {_show(value)}")
+        return int(number) if self.integer else float(number)
+
+
+RANGES: dict[str, NumberRange] = {
+    "n": NumberRange(1, 16, integer=True),
+    "presence_penalty": NumberRange(-2.0, 2.0),
+    "frequency_penalty": NumberRange(-2.0, 2.0),
+    "repetition_penalty": NumberRange(0.0, 100.0, low_open=True),
+    "temperature": NumberRange(0.0, 100.0),
+    "top_p": NumberRange(0.0, 1.0, low_open=True),
+    "top_k": NumberRange(-1, 2**31 - 1, integer=True),
+    "min_p": NumberRange(0.0, 1.0),
+    "seed": NumberRange(-1, 2**63 - 1, integer=True, optional=True),
+    "max_tokens": NumberRange(1, MAX_TOKENS, integer=True, optional=True),
+    "min_tokens": NumberRange(0, MAX_TOKENS, integer=True),
+    "logprobs": NumberRange(-1, 20, integer=True, optional=True),
+    "prompt_logprobs": NumberRange(-1, 20, integer=True, optional=True),
+}
+"""Range of every numeric field of `SamplingParams`, by name."""
+
+_BIAS = NumberRange(-100.0, 100.0)
+_TOKEN_ID = NumberRange(0, 2**31 - 1, integer=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one request is sampled and when it ends; frozen, checked when made.
+
+    Attributes
+    ----------
+    n : int
+        Independent continuations of the prompt.
+    presence_penalty, frequency_penalty : float
+        Taken from the logit of a token generated before: once, and per occurrence.
+    repetition_penalty : float
+        Divides positive and multiplies negative logits of tokens in prompt or output; 1 is none.
+    temperature : float
+        Divides the logits; 0 (anything below `GREEDY_EPSILON`) takes the most probable token.
+    top_p : float
+        Keep the most probable tokens whose probabilities sum to `top_p`.
+    top_k : int
+        Keep the `top_k` most probable tokens; 0 or -1 keeps all.
+    min_p : float
+        Drop tokens less probable than `min_p` times the most probable one.
+    seed : int or None
+        Seed of this request; None (or -1) takes one from the engine's.
+    stop : sequence of str
+        Texts that end the request; a single str is taken as one. At most 16 of 256 characters.
+    stop_token_ids : sequence of int
+        Ids that end the request.
+    ignore_eos : bool
+        Go on after the model's end-of-sequence tokens.
+    max_tokens : int or None
+        Most tokens to generate; None is up to the model's length.
+    min_tokens : int
+        Neither end of sequence nor a stop counts before this many tokens.
+    logprobs, prompt_logprobs : int or None
+        Log-probabilities of that many most probable tokens besides the one taken; 0 is the taken
+        one only, -1 the whole vocabulary, None is off.
+    detokenize : bool
+        Whether outputs carry text.
+    skip_special_tokens : bool
+        Leave special tokens out of the text.
+    include_stop_str_in_output : bool
+        Whether the text keeps the stop string that ended it.
+    output_kind : RequestOutputKind
+        What each output of an unfinished request carries.
+    logit_bias : mapping of int to float, optional
+        Added to the logits of these ids; each in [-100, 100].
+    allowed_token_ids : sequence of int, optional
+        Every other token is impossible.
+    bad_words : sequence of str
+        Texts whose tokens must not appear in sequence.
+    logits_processors : sequence of callable
+        Called in this process as ``processor(output_token_ids, logits)``; never sent over HTTP.
+
+    Raises
+    ------
+    RequestError
+        If a field is out of its range (see `RANGES`) or of the wrong type.
+    UnknownOptionError
+        If a keyword is none of the above.
+
+    Examples
+    --------
+    >>> SamplingParams(temperature=0.0, stop="###").stop
+    ('###',)
+    >>> SamplingParams(top_p=0.0)
+    Traceback (most recent call last):
+    ...
+    engine.errors.RequestError: top_p must be a number in (0.0, 1.0]; got 0.0
+    """
+
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    logits_processors: Sequence[Callable[..., Any]] | None = None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> SamplingParams:
+        """Refuse unknown keywords with the nearest known one (dataclasses only say no)."""
+        known = {f.name for f in fields(cls)}
+        for name in kwargs:
+            if name not in known:
+                raise unknown_keyword("SamplingParams", name, known)
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        for name, allowed in RANGES.items():
+            self._set(name, allowed.check(name, getattr(self, name)))
+        self._check_flags()
+        self._check_sequences()
+        self._check_together()
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check_flags(self) -> None:
+        if self.seed == -1:
+            self._set("seed", None)
+        flags = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
+        for name in flags:
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(
+                    f"{name} must be True or False; got {_show(getattr(self, name))}"
+                )
+        if not isinstance(self.output_kind, RequestOutputKind):
+            wanted = ", ".join(f"RequestOutputKind.{kind.name}" for kind in RequestOutputKind)
+            raise RequestError(
+                f"output_kind must be one of {wanted}; got {_show(self.output_kind)}"
+            )
+
+    def _check_sequences(self) -> None:
+        self._set("stop", _texts("stop", self.stop, MAX_STOP_STRINGS, MAX_STOP_CHARS))
+        self._set("bad_words", _texts("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_STOP_CHARS))
+        self._set("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids or (), MAX_IDS))
+        if self.allowed_token_ids is not None:
+            allowed = _ids("allowed_token_ids", self.allowed_token_ids, None)
+            if not allowed:
+                raise RequestError("allowed_token_ids must not be empty; None allows every token")
+            self._set("allowed_token_ids", allowed)
+        if self.logit_bias is not None:
+            self._set("logit_bias", _bias(self.logit_bias))
+        self._set("logits_processors", _callables("logits_processors", self.logits_processors))
+
+    def _check_together(self) -> None:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens must be at most max_tokens ({self.max_tokens}); got {self.min_tokens}"
+            )
+        if self.stop and not self.detokenize:
+            raise RequestError("stop needs the text of the output; got detokenize=False")
+        if self.greedy and self.n > 1:
+            raise RequestError(
+                f"n must be 1 when temperature is 0 (all continuations are equal); got {self.n}"
+            )
+
+    @property
+    def greedy(self) -> bool:
+        """Tell whether the most probable token is always taken."""
+        return self.temperature < GREEDY_EPSILON
+
+    def validate_for(self, vocab_size: int) -> None:
+        """Check every token id, and every count of tokens, against the model.
+
+        Parameters
+        ----------
+        vocab_size : int
+            V; ids are in [0, V).
+
+        Raises
+        ------
+        RequestError
+            Naming the field and the first id that the model does not have.
+        """
+        groups = {
+            "stop_token_ids": self.stop_token_ids,
+            "allowed_token_ids": self.allowed_token_ids,
+            "logit_bias": self.logit_bias,
+        }
+        for name, ids in groups.items():
+            for token_id in ids or ():
+                if token_id >= vocab_size:
+                    raise RequestError(
+                        f"{name} must hold token ids in [0, {vocab_size}) (the vocabulary); "
+                        f"got {token_id}"
+                    )
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            if count is not None and count > vocab_size:
+                raise RequestError(
+                    f"{name} must be at most {vocab_size} (the vocabulary); got {count}"
+                )
+
+    @classmethod
+    def from_generation_config(cls, config: Mapping[str, Any], **overrides: Any) -> SamplingParams:
+        """Return the sampling that a model's ``generation_config.json`` recommends.
+
+        Parameters
+        ----------
+        config : mapping
+            The file's content. Read are temperature, top_k, top_p, min_p, repetition_penalty,
+            max_new_tokens, and ``do_sample: false``, which means temperature 0.
+        **overrides
+            Fields of `SamplingParams` that win over the file.
+
+        Raises
+        ------
+        ConfigError
+            If a value in the file is out of range.
+        """
+        names = {name: name for name in _FROM_GENERATION_CONFIG} | {"max_new_tokens": "max_tokens"}
+        found = {ours: config[key] for key, ours in names.items() if config.get(key) is not None}
+        if config.get("do_sample") is False:
+            found["temperature"] = 0.0
+        try:
+            cls(**found)
+        except RequestError as error:
+            raise ConfigError(f"generation_config.json: {error}") from None
+        return cls(**(found | overrides))
+
+
+_FROM_GENERATION_CONFIG = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def _show(value: object) -> str:
+    """Show a rejected value, whatever its size."""
+    try:
+        text = repr(value)
+    except ValueError:  # an int of more digits than Python prints
+        text = f"an {type(value).__name__} with too many digits"
+    if isinstance(value, (str, bytes)) or not isinstance(value, numbers.Number):
+        text = f"{text[:80]} ({type(value).__name__})"
+    return text[:120]
+
+
+def _items(name: str, value: object, kind: str, limit: int | None) -> list[Any]:
+    """Return a list, tuple, range or array of rank 1 as a list of at most `limit` items."""
+    if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__iter__"):
+        raise RequestError(f"{name} must be a sequence of {kind}; got {_show(value)}")
+    items = list(value)
+    if limit is not None and len(items) > limit:
+        raise RequestError(f"{name} must have at most {limit} entries; got {len(items)}")
+    return items
+
+
+def _texts(name: str, value: object, limit: int, max_chars: int) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    items = [value] if isinstance(value, str) else _items(name, value, "str", limit)
+    for i, text in enumerate(items):
+        if not isinstance(text, str) or not 1 <= len(text) <= max_chars:
+            given = f"{len(text)} characters" if isinstance(text, str) else _show(text)
+            raise RequestError(f"{name}[{i}] must be a str of 1 to {max_chars}; got {given}")
+    return tuple(items)
+
+
+def _ids(name: str, value: object, limit: int | None) -> tuple[int, ...]:
+    items = _items(name, value, "token ids", limit)
+    return tuple(_TOKEN_ID.check(f"{name}[{i}]", item) for i, item in enumerate(items))
+
+
+def _bias(value: object) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise RequestError(f"logit_bias must map token ids to numbers; got {_show(value)}")
+    if len(value) > MAX_IDS:
+        raise RequestError(f"logit_bias must have at most {MAX_IDS} entries; got {len(value)}")
+    return {
+        _TOKEN_ID.check("a key of logit_bias", key): _BIAS.check(f"logit_bias[{key!r}]", bias)
+        for key, bias in value.items()
+    }
+
+
+def _callables(name: str, value: object) -> tuple[Callable[..., Any], ...]:
+    if value is None:
+        return ()
+    items = _items(name, value, "callables", MAX_LOGITS_PROCESSORS)
+    for i, item in enumerate(items):
+        if not callable(item):
+            raise RequestError(f"{name}[{i}] must be callable; got {_show(item)}")
+    return tuple(items)
