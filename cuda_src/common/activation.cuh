@@ -1,0 +1,25 @@
+// The activations, float to float. Forms are chosen so that nothing cancels in the tails:
+//
+//   silu(x)      = x sigmoid(x)
+//   gelu_tanh(x) = x (1 + tanh u) / 2 = x sigmoid(2 u),  u = sqrt(2 / pi) (x + 0.044715 x^3)
+//   gelu_erf(x)  = x (1 + erf(x / sqrt 2)) / 2 = x erfc(-x / sqrt 2) / 2
+//   relu(x)      = max(x, 0), and NaN stays NaN
+//
+// Where exp overflows, the quotient is the right zero. x = -inf gives NaN (relu: 0).
+// Mirror: engine/reference/_activation.py
+#pragma once
+
+__device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }
+
+__device__ __forceinline__ float gelu_tanh(float x) {
+  constexpr float kTwiceSqrtTwoOverPi = 1.5957691216057308f;
+  const float u = kTwiceSqrtTwoOverPi * x * (1.0f + 0.044715f * x * x);
+  return x / (1.0f + expf(-u));
+}
+
+__device__ __forceinline__ float gelu_erf(float x) {
+  constexpr float kSqrtHalf = 0.7071067811865476f;
+  return 0.5f * x * erfcf(-kSqrtHalf * x);
+}
+
+__device__ __forceinline__ float relu(float x) { return x < 0.0f ? 0.0f : x; }
