@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from dataclasses import dataclass
 from functools import cache
@@ -15,7 +16,17 @@ import numpy as np
 
 from engine.errors import DeviceError
 
-__all__ = ["CPU", "Device", "array_module", "cupy", "is_cupy_array", "resolve_device", "to_numpy"]
+__all__ = [
+    "CPU",
+    "Device",
+    "array_module",
+    "cupy",
+    "driver_version",
+    "gpu_extra",
+    "is_cupy_array",
+    "resolve_device",
+    "to_numpy",
+]
 
 
 @dataclass(frozen=True)
@@ -60,7 +71,7 @@ def cupy() -> Any:
     except ImportError as error:
         raise DeviceError(
             "CUDA was asked for, but CuPy cannot be imported "
-            f"({error}); install it with: pip install 'rawengine[cuda12]'"
+            f"({error}); install it with: pip install '{gpu_extra()}'"
         ) from error
     return cp
 
@@ -82,12 +93,30 @@ def to_numpy(x: Any) -> np.ndarray[Any, Any]:
 
 
 @cache
+def driver_version() -> int | None:
+    """Return the newest CUDA version the NVIDIA driver serves (13000 is 13.0); None without one."""
+    try:
+        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError:
+        return None
+    version = ctypes.c_int()
+    return version.value if driver.cuDriverGetVersion(ctypes.byref(version)) == 0 else None
+
+
+def gpu_extra() -> str:
+    """Return what to give to `pip install` for this machine's driver."""
+    return f"rawengine[cuda{13 if (driver_version() or 0) >= 13000 else 12}]"
+
+
+@cache
 def _cuda_device_count() -> tuple[int, str]:
     """Return (number of usable devices, why there is none)."""
     try:
         module = cupy()
     except DeviceError:
-        return 0, "CuPy is not installed"
+        if driver_version() is None:
+            return 0, "there is no NVIDIA driver and no CuPy"
+        return 0, f"CuPy is not installed; for this GPU: pip install '{gpu_extra()}'"
     try:
         count = int(module.cuda.runtime.getDeviceCount())
     except Exception as error:

@@ -1,0 +1,1 @@
+"""The commands: each has `add_arguments(parser)` and `run(arguments) -> int`."""

@@ -1,0 +1,146 @@
+"""`engine doctor`: what this machine has, what works, and what to install next."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Callable
+
+from engine import device, env
+from engine._version import __version__
+from engine.errors import EngineError
+
+__all__ = ["add_arguments", "run"]
+
+# The headers that the kernels include, and the one instruction set they cannot do without.
+_FIVE_LINES = """#include <cuda_bf16.h>
+#include <cuda_fp8.h>
+extern "C" __global__ void five_lines(__nv_bfloat16* x, __nv_fp8_e4m3* y) {
+  y[threadIdx.x] = __nv_fp8_e4m3(__bfloat162float(x[threadIdx.x]) * 2.0f);
+}
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options (there are none)."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run every check; 0 if the CPU engine works (a missing GPU is no fault)."""
+    checks: list[tuple[str, Callable[[], str]]] = [
+        ("engine", lambda: f"{__version__} in {os.path.dirname(os.path.dirname(__file__))}"),
+        ("python", lambda: f"{platform.python_version()} on {platform.platform()}"),
+        ("packages", _packages),
+        ("cores", lambda: f"{os.cpu_count()}"),
+        ("settings", _settings),
+        ("cache", _cache),
+        ("model smollm2", _model),
+    ]
+    failed = [name for name, check in checks if not _show(name, check)]
+    on_gpu = all(
+        _show(name, check)
+        for name, check in (
+            ("driver", _driver),
+            ("cupy", _cupy),
+            ("gpu", _gpu),
+            ("nvrtc", _nvrtc),
+            ("headers", _headers),
+            ("kernel", _kernel),
+        )
+    )
+    print()
+    print("CUDA: ready" if on_gpu else f"CUDA: not ready. {_next_step()}")
+    print("CPU: ready" if not failed else f"CPU: not ready, see {', '.join(failed)}")
+    return 1 if failed else 0
+
+
+def _show(name: str, check: Callable[[], str]) -> bool:
+    try:
+        text, ok = check(), True
+    except Exception as error:  # a doctor reports every failure, whatever it is
+        text, ok = f"{type(error).__name__}: {error}", False
+    print(f"{'ok  ' if ok else 'FAIL'} {name:14} {text}")
+    return ok
+
+
+def _packages() -> str:
+    wanted = ("numpy", "ml_dtypes", "safetensors", "tokenizers", "jinja2", "gguf", "tqdm")
+    return " ".join(f"{name} {importlib.metadata.version(name)}" for name in wanted)
+
+
+def _settings() -> str:
+    found = [f"{v.name}={os.environ[v.name]}" for v in env.VARIABLES if v.name in os.environ]
+    env.kernel_tier(), env.compile_workers(), env.debug(), env.offline()  # nonsense raises
+    return " ".join(found) or "all at their defaults"
+
+
+def _cache() -> str:
+    folder = env.cache_dir()
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(b"x")
+    files = [p for p in folder.rglob("*") if p.is_file()]
+    size = sum(p.stat().st_size for p in files) / 1e6
+    return f"{folder}: {len(files)} files, {size:.0f} MB, writable"
+
+
+def _model() -> str:
+    from engine.loading.download import local_path
+
+    path = local_path("smollm2")
+    return str(path) if path else "not pulled yet: engine pull smollm2"
+
+
+def _driver() -> str:
+    version = device.driver_version()
+    if version is None:
+        raise EngineError("no NVIDIA driver (libcuda) on this machine")
+    return f"CUDA {version // 1000}.{version % 1000 // 10}"
+
+
+def _cupy() -> str:
+    return f"CuPy {device.cupy().__version__}"
+
+
+def _gpu() -> str:
+    chosen, _ = device.resolve_device("cuda")
+    runtime = device.cupy().cuda.runtime
+    properties = runtime.getDeviceProperties(chosen.index)
+    free, total = (size / 1e9 for size in runtime.memGetInfo())
+    return (
+        f"{properties['name'].decode()}, compute capability "
+        f"{properties['major']}.{properties['minor']}, {free:.1f} of {total:.1f} GB free"
+    )
+
+
+def _nvrtc() -> str:
+    from engine.kernels import _nvrtc
+
+    return "{}.{}".format(*_nvrtc.version())
+
+
+def _headers() -> str:
+    from engine.kernels import _nvrtc
+
+    return " ".join(_nvrtc.include_dirs())
+
+
+def _kernel() -> str:
+    from engine.kernels import _module, _nvrtc
+
+    chosen, _ = device.resolve_device("auto")
+    arch = _module.current_architecture(chosen.index) if chosen.is_cuda else "sm_90a"
+    options = [f"-arch={arch}", "-std=c++17", "-default-device", "-Xptxas=-v"]
+    options += [f"-I{folder}" for folder in _nvrtc.include_dirs()]
+    entry = _nvrtc.compile_source(_FIVE_LINES, "five_lines.cu", options).entries[0]
+    return f"five lines compiled for {arch}: {entry.registers} registers"
+
+
+def _next_step() -> str:
+    if device.driver_version() is None:
+        return "There is no NVIDIA driver here; models run on the CPU with NumPy."
+    return f"Next: {sys.executable} -m pip install '{device.gpu_extra()}'"

@@ -1,0 +1,21 @@
+"""`engine pull MODEL`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("model", nargs="?", default="smollm2", help='"smollm2" or a hub id')
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Download the model unless it is there, and print where it is."""
+    from engine.loading.download import pull
+
+    print(pull(arguments.model, progress=sys.stderr.isatty()))
+    return 0
