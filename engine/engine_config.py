@@ -1,0 +1,191 @@
+"""The engine's options as the user gives them, and as they are resolved, with reasons."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from engine.cache.kv_cache import KVGeometry, MemoryBudget, plan_num_blocks
+from engine.cache.memory_pool import device_memory
+from engine.config import ModelConfig
+from engine.device import Device
+from engine.dtypes import itemsize
+from engine.errors import ConfigError, unknown_keyword
+from engine.scheduler.config import SchedulerConfig
+
+__all__ = ["EngineConfig", "ResolvedConfig"]
+
+# A step on the CPU should not last seconds; on a GPU it should fill the chip.
+_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
+_SEQUENCES = {"cpu": 16, "cuda": 256}
+# On the CPU the pages compete with the user's own programs.
+_UTILIZATION = {"cpu": 0.5, "cuda": 0.9}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How requests are served; frozen, `resolve()` derives what is left open.
+
+    Parameters
+    ----------
+    max_model_len : int, optional
+        Most tokens of one request, prompt and output; the model's own limit if left out.
+    max_num_seqs : int, optional
+        Most requests that run at once; 256 on CUDA, 16 on the CPU.
+    max_num_batched_tokens : int, optional
+        Token budget of one step; 8192 on CUDA, 512 on the CPU.
+    block_size : int
+        Tokens of a KV block: 16, 32, 64 or 128.
+    num_blocks : int, optional
+        KV blocks; as many as fit, or as can ever be used, if left out.
+    memory_utilization : float, optional
+        Share of the device's memory for weights, activations and pages; 0.9 on CUDA, 0.5 on the
+        CPU. vLLM's name `gpu_memory_utilization` is understood too.
+    seed : int
+        Seeds the requests that bring no seed of their own.
+
+    Raises
+    ------
+    ConfigError
+        If a value is out of its range.
+    UnknownOptionError
+        If a keyword is none of the above.
+
+    Examples
+    --------
+    >>> EngineConfig(max_num_seqs=0)
+    Traceback (most recent call last):
+    ...
+    engine.errors.ConfigError: max_num_seqs must be at least 1; got 0
+    """
+
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    block_size: int = 16
+    num_blocks: int | None = None
+    memory_utilization: float | None = None
+    seed: int = 0
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:
+        """Build from keywords; an unknown one is an error that names the nearest."""
+        given = dict(options)
+        if "gpu_memory_utilization" in given:
+            given["memory_utilization"] = given.pop("gpu_memory_utilization")
+        known = [f.name for f in fields(cls)]
+        for name in given:
+            if name not in known:
+                raise unknown_keyword("LLM", name, [*known, "gpu_memory_utilization"])
+        return cls(**given)
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_blocks"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise ConfigError(f"{name} must be a whole number; got {value!r}")
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1; got {value}")
+        share = self.memory_utilization
+        if share is not None and not 0.0 < share <= 1.0:
+            raise ConfigError(f"memory_utilization must be in (0, 1]; got {share}")
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed must be in [0, 2**63); got {self.seed}")
+
+    def resolve(
+        self, model: ModelConfig, device: Device, dtype: str, max_model_len: int, weight_bytes: int
+    ) -> ResolvedConfig:
+        """Derive every open value for `model`, and say why.
+
+        Parameters
+        ----------
+        model : ModelConfig
+        device : Device
+        dtype : str
+            Of weights, activations and pages.
+        max_model_len : int
+            Longest sequence that the loaded model can take.
+        weight_bytes : int
+            Bytes of the weights, already on the device.
+
+        Raises
+        ------
+        ConfigError, OutOfMemoryError
+            If the options contradict the model, or the pages do not fit.
+        """
+        reasons: dict[str, str] = {}
+        length = self._length(max_model_len, reasons)
+        seqs = self._or_default("max_num_seqs", _SEQUENCES[device.kind], device, reasons)
+        budget = max(_BATCHED_TOKENS[device.kind], seqs)
+        tokens = self._or_default("max_num_batched_tokens", budget, device, reasons)
+        memory = self._memory(model, device, dtype, weight_bytes, tokens, seqs)
+        geometry = KVGeometry(
+            model.num_layers, model.num_kv_heads, model.head_dim, self.block_size, dtype
+        )
+        plan = plan_num_blocks(
+            memory, geometry, max_model_len=length, max_num_seqs=seqs, num_blocks=self.num_blocks
+        )
+        reasons["num_blocks"] = plan.reason
+        scheduler = SchedulerConfig(
+            num_blocks=plan.num_blocks,
+            max_model_len=length,
+            block_size=self.block_size,
+            max_num_seqs=seqs,
+            max_num_batched_tokens=tokens,
+        )
+        return ResolvedConfig(scheduler, geometry, self.seed, reasons)
+
+    def _length(self, model_length: int, reasons: dict[str, str]) -> int:
+        if self.max_model_len is None:
+            reasons["max_model_len"] = f"{model_length}: the model's own"
+            return model_length
+        if self.max_model_len > model_length:
+            raise ConfigError(
+                f"max_model_len must be at most {model_length}, which the model was loaded for; "
+                f"got {self.max_model_len}"
+            )
+        return self.max_model_len
+
+    def _or_default(self, name: str, default: int, device: Device, reasons: dict[str, str]) -> int:
+        value: int | None = getattr(self, name)
+        if value is not None:
+            return value
+        reasons[name] = f"{default}: the default on {device.kind}"
+        return default
+
+    def _memory(
+        self, model: ModelConfig, device: Device, dtype: str, weights: int, tokens: int, seqs: int
+    ) -> MemoryBudget:
+        total, free = device_memory(device)
+        return MemoryBudget(
+            total=total,
+            others=max(0, total - free - weights),
+            weights=weights,
+            activations=activation_bytes(model, dtype, tokens, seqs),
+            utilization=self.memory_utilization or _UTILIZATION[device.kind],
+        )
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """Every value the engine runs with, and the reason of each one that was chosen for the user."""
+
+    scheduler: SchedulerConfig
+    geometry: KVGeometry
+    seed: int
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+
+def activation_bytes(model: ModelConfig, dtype: str, num_tokens: int, num_rows: int) -> int:
+    """Estimate the peak bytes of one step's activations.
+
+    Live at once, at worst: the residual stream, a normed copy, and the wider of the attention's
+    and the MLP's intermediates; and the logits with the sampler's copy of them.
+    """
+    mlp = 3 * model.intermediate_size  # gate, up and their product
+    attention = 2 * model.qkv_dim
+    per_token = (3 * model.hidden_size + max(mlp, attention)) * itemsize(dtype)
+    per_row = 4 * 4 * model.vocab_size
+    return math.ceil(1.1 * (num_tokens * per_token + num_rows * per_row))
