@@ -1,5 +1,8 @@
 """The NumPy mirrors: one file per op, each the specification of the kernel of the same name."""
 
+from engine.reference.attention_decode import attention_decode
+from engine.reference.attention_prefill import attention_prefill
 from engine.reference.rmsnorm import rmsnorm
+from engine.reference.rope import rope
 
-__all__ = ["rmsnorm"]
+__all__ = ["attention_decode", "attention_prefill", "rmsnorm", "rope"]

@@ -1,0 +1,113 @@
+"""What the ops without a reduction share: alignment, strides in elements, and three launches.
+
+A "flat" kernel maps n elements; its threads take 16-byte vectors first and single elements for the
+rest (`cuda_src/common/elementwise.cuh`). A "gated" kernel maps packed rows [gate | up].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from engine.dtypes import dtype_name
+from engine.kernels._contract import FLOATS, Contract
+from engine.kernels._launch import Kernel, ceil_div
+from engine.kernels._module import ModuleSpec
+
+__all__ = [
+    "FLAT_THREADS",
+    "GATED_PARAMS",
+    "MAX_GRID_Y",
+    "ROW_THREADS",
+    "UNARY_PARAMS",
+    "element_strides",
+    "gated",
+    "is_aligned",
+    "launch_flat",
+    "unary",
+    "vector_width",
+]
+
+VECTOR_BYTES = 16
+FLAT_THREADS = 256
+ROW_THREADS = 128
+MAX_GRID_Y = 65535  # kernels whose rows lie along y loop over what is beyond
+
+UNARY_PARAMS = "x:ptr out:ptr num_vectors:i64 n:i64"
+GATED_PARAMS = "x:ptr out:ptr num_rows:i64 f:i32 x_stride:i64 out_stride:i64"
+
+
+def vector_width(array: Any) -> int:
+    """Return how many of the array's elements one 16-byte access moves."""
+    return VECTOR_BYTES // int(array.itemsize)
+
+
+def element_strides(array: Any) -> tuple[int, ...]:
+    """Return the array's strides in elements."""
+    return tuple(stride // array.itemsize for stride in array.strides)
+
+
+def is_aligned(*arrays: Any) -> bool:
+    """Tell whether every row of every CuPy array starts at a multiple of 16 bytes."""
+    return all(step % VECTOR_BYTES == 0 for a in arrays for step in (a.data.ptr, *a.strides[:-1]))
+
+
+def launch_flat(kernel: Kernel, spec: ModuleSpec, **arrays: Any) -> None:
+    """Launch a flat kernel on C-contiguous arrays of one size (named as its parameters are)."""
+    n = next(iter(arrays.values())).size
+    width = vector_width(next(iter(arrays.values())))
+    aligned = all(a.data.ptr % VECTOR_BYTES == 0 for a in arrays.values())
+    num_vectors = n // width if aligned else 0
+    num_threads = num_vectors + n - num_vectors * width
+    grid = (ceil_div(num_threads, FLAT_THREADS),)
+    kernel.launch(spec, grid, (FLAT_THREADS,), num_vectors=num_vectors, n=n, **arrays)
+
+
+def unary(
+    call: Contract, kernel: Kernel, file: str, mirror: Callable[[Any], Any], x: Any, out: Any
+) -> Any:
+    """Check, then map x by `mirror` (NumPy) or `kernel` (CuPy)."""
+    x = call.array("x", x, "*", FLOATS)
+    if call.on_cpu:
+        return call.finish(out, mirror(x))
+    out = call.output("out", out, x.shape, x.dtype)
+    launch_flat(kernel, ModuleSpec(file, dtype_name(x.dtype)), x=x, out=out)
+    return out
+
+
+def gated(
+    call: Contract,
+    kernels: dict[str, Kernel],
+    file: str,
+    mirror: Callable[[Any], Any],
+    x: Any,
+    out: Any,
+) -> Any:
+    """Check, then map rows [gate | up] by `mirror` (NumPy) or `kernels` (CuPy).
+
+    `kernels` has the keys "vector" and "scalar".
+    """
+    x = call.array("x", x, "* 2F", FLOATS, layout="rows")
+    call.check("x", x.shape[-1] % 2 == 0, "of even length along its last axis", x.shape)
+    if call.on_cpu:
+        return call.finish(out, mirror(x))
+    shape = (*x.shape[:-1], x.shape[-1] // 2)
+    out = call.output("out", out, shape, x.dtype, layout="rows" if len(shape) == 2 else "C")
+    num_rows, f = math.prod(shape[:-1]), shape[-1]
+    rows, out_rows = x.reshape(num_rows, 2 * f), out.reshape(num_rows, f)
+    fits = f % vector_width(x) == 0 and is_aligned(rows, out_rows)
+    kernel = kernels["vector" if fits else "scalar"]
+    items = f // vector_width(x) if fits else f
+    kernel.launch(
+        ModuleSpec(file, dtype_name(x.dtype)),
+        (ceil_div(items, ROW_THREADS), min(num_rows, MAX_GRID_Y)),
+        (ROW_THREADS,),
+        x=rows,
+        out=out_rows,
+        num_rows=num_rows,
+        f=f,
+        x_stride=element_strides(rows)[0],
+        out_stride=element_strides(out_rows)[0],
+    )
+    return out

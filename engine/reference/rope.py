@@ -1,0 +1,35 @@
+"""NumPy mirror of `engine.kernels.rope`: its specification."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+__all__ = ["rope"]
+
+Array = np.ndarray[Any, Any]
+
+
+def rope(
+    q: Array, k: Array, positions: Array, cos_sin: Array, *, interleaved: bool = False
+) -> tuple[Array, Array]:
+    """(a, b) -> (a cos - b sin, b cos + a sin) for each pair of features of each head."""
+    rotary_dim = cos_sin.shape[1]
+    half = rotary_dim // 2
+    rows = cos_sin[positions][:, None, :]  # (T, 1, R)
+    cos, sin = rows[..., :half], rows[..., half:]
+    if interleaved:
+        first, second = slice(0, rotary_dim, 2), slice(1, rotary_dim, 2)
+    else:
+        first, second = slice(0, half), slice(half, rotary_dim)
+
+    def rotate(x: Array) -> Array:
+        a, b = (x[..., part].astype(np.float32, copy=False) for part in (first, second))
+        y = np.empty(x.shape, x.dtype)
+        y[..., first] = a * cos - b * sin
+        y[..., second] = b * cos + a * sin
+        y[..., rotary_dim:] = x[..., rotary_dim:]
+        return y
+
+    return rotate(q), rotate(k)
