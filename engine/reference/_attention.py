@@ -1,0 +1,77 @@
+"""Softmax attention of one sequence: what both attention mirrors compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+__all__ = ["attend", "gather_pages"]
+
+Array = np.ndarray[Any, Any]
+
+# Scores held at once: bounds the memory of a long sequence and keeps them in the CPU's cache.
+_MAX_SCORES = 1 << 20
+
+
+def attend(
+    q: Array, k: Array, v: Array, *, causal: bool, scale: float, window: int, softcap: float
+) -> tuple[Array, Array]:
+    """Return softmax(cap(scale Q K^T)) V in q's dtype, and the log-sum-exp of each row's scores.
+
+    q (n, H, D) are the last n queries of a sequence whose keys are k, v (K, m, D). All in float32,
+    but P = exp(score - max) is rounded to q's dtype before P V, as tensor cores want it; the sum of
+    P, by which the result is divided, is taken before that rounding.
+    """
+    (n, num_heads, _), (_, m, _) = q.shape, k.shape
+    out = np.zeros(q.shape, q.dtype)
+    lse = np.full((n, num_heads), -np.inf, np.float32)
+    step = max(1, _MAX_SCORES // max(1, num_heads * m))
+    for start in range(0, n, step):
+        rows = slice(start, min(n, start + step))
+        last = np.arange(m - n, m)[rows] if causal else np.full(n, m - 1)[rows]  # last visible key
+        low, high = max(0, last[0] - window + 1) if window else 0, last[-1] + 1
+        if high > low:
+            scores = _scores(q[rows], k[:, low:high], scale, softcap)  # (K, H/K, rows, keys)
+            keys = np.arange(low, high)
+            hidden = keys > last[:, None]
+            if window:
+                hidden |= keys <= last[:, None] - window
+            if hidden.any():
+                np.copyto(scores, -np.inf, where=hidden)
+            out[rows], lse[rows] = _softmax_product(scores, v[:, low:high], q.dtype)
+    return out, lse
+
+
+def _scores(q: Array, k: Array, scale: float, softcap: float) -> Array:
+    (n, _, head_dim), (num_kv_heads, m, _) = q.shape, k.shape
+    grouped = q.reshape(n, num_kv_heads, -1, head_dim).transpose(1, 2, 0, 3)
+    grouped = grouped.astype(np.float32).reshape(num_kv_heads, -1, head_dim) * np.float32(scale)
+    scores: Array = grouped @ k.astype(np.float32, copy=False).transpose(0, 2, 1)
+    if softcap:
+        scores = np.tanh(scores / np.float32(softcap)) * np.float32(softcap)
+    return scores.reshape(num_kv_heads, -1, n, m)
+
+
+def _softmax_product(scores: Array, v: Array, dtype: Any) -> tuple[Array, Array]:
+    """Return softmax(scores) V (n, H, D) and the log-sum-exp (n, H); no key gives 0 and -inf."""
+    n, m = scores.shape[2:]
+    top = scores.max(axis=-1, keepdims=True)
+    top[np.isneginf(top)] = 0.0
+    scores -= top
+    p = np.exp(scores, out=scores)
+    total = p.sum(axis=-1, keepdims=True)
+    p = p.astype(dtype, copy=False).astype(np.float32, copy=False)
+    product = p.reshape(len(v), -1, m) @ v.astype(np.float32, copy=False)
+    out = product.reshape(*scores.shape[:3], -1) / np.where(total == 0, 1, total)
+    with np.errstate(divide="ignore"):
+        lse = top + np.log(total)
+    return out.reshape(-1, n, out.shape[-1]).transpose(1, 0, 2), lse.reshape(-1, n).T
+
+
+def gather_pages(pages: Array, block_table: Array, length: int) -> Array:
+    """Return the first `length` tokens of a sequence, (K, length, D), from its pages."""
+    _, num_kv_heads, block_size, head_dim = pages.shape
+    blocks = pages[block_table[: -(-length // block_size)]]
+    tokens: Array = blocks.transpose(1, 0, 2, 3).reshape(num_kv_heads, -1, head_dim)
+    return tokens[:, :length]

@@ -1,0 +1,46 @@
+"""NumPy mirror of `engine.kernels.attention_prefill`: its specification."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from engine.reference._attention import attend, gather_pages
+
+__all__ = ["attention_prefill"]
+
+Array = np.ndarray[Any, Any]
+
+
+def attention_prefill(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array | None = None,
+    block_tables: Array | None = None,
+    context_lens: Array | None = None,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+    return_lse: bool = False,
+) -> Any:
+    """softmax(scale Q K^T) V for every sequence; dense k, v (Tk,K,D) or pages (P,K,bs,D)."""
+    out = np.zeros(q.shape, q.dtype)
+    lse = np.full(q.shape[:2], -np.inf, np.float32)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    for b in range(len(cu_seqlens_q) - 1):
+        rows = slice(cu_seqlens_q[b], cu_seqlens_q[b + 1])
+        if block_tables is not None and context_lens is not None:
+            keys, values = (gather_pages(x, block_tables[b], context_lens[b]) for x in (k, v))
+        else:
+            assert cu_seqlens_k is not None
+            tokens = slice(cu_seqlens_k[b], cu_seqlens_k[b + 1])
+            keys, values = k[tokens].transpose(1, 0, 2), v[tokens].transpose(1, 0, 2)
+        out[rows], lse[rows] = attend(
+            q[rows], keys, values, causal=causal, scale=scale, window=window, softcap=softcap
+        )
+    return (out, lse) if return_lse else out
