@@ -1,0 +1,265 @@
+"""The pages: keys and values of all layers in one slab, and how many blocks fit into memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engine import dtypes
+from engine.cache.memory_pool import MemoryPool, format_bytes
+from engine.device import CPU, Device
+from engine.errors import ConfigError, ContractError, OutOfMemoryError
+
+__all__ = ["BLOCK_SIZES", "BlockPlan", "KVCache", "KVGeometry", "MemoryBudget", "plan_num_blocks"]
+
+BLOCK_SIZES = (16, 32, 64, 128)
+"""Tokens that a block may hold."""
+
+
+@dataclass(frozen=True)
+class KVGeometry:
+    """What one block is made of.
+
+    Examples
+    --------
+    >>> KVGeometry(num_layers=30, num_kv_heads=3, head_dim=64, dtype="bfloat16").bytes_per_token
+    23040
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int = 16
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "num_kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1; got {getattr(self, name)}")
+        if self.block_size not in BLOCK_SIZES:
+            raise ConfigError(f"block_size must be one of {BLOCK_SIZES}; got {self.block_size}")
+        dtypes.np_dtype(self.dtype)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token's keys and values in all layers."""
+        itemsize = dtypes.itemsize(self.dtype)
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block's keys and values in all layers."""
+        return self.bytes_per_token * self.block_size
+
+
+class KVCache:
+    """The slab of pages, shape (num_layers, 2, num_blocks, K, block_size, D).
+
+    Parameters
+    ----------
+    geometry : KVGeometry
+        Layers, kv heads, head dim, block size, dtype.
+    num_blocks : int
+        At least 1.
+    pool : MemoryPool, optional
+        Where the slab "kv" is allocated; a new one on the CPU if left out.
+
+    Examples
+    --------
+    >>> cache = KVCache(KVGeometry(num_layers=2, num_kv_heads=3, head_dim=8), num_blocks=5)
+    >>> k_pages, v_pages = cache.layer(1)
+    >>> k_pages.shape
+    (5, 3, 16, 8)
+    """
+
+    def __init__(
+        self, geometry: KVGeometry, num_blocks: int, pool: MemoryPool | None = None
+    ) -> None:
+        if num_blocks < 1:
+            raise ConfigError(f"num_blocks must be at least 1; got {num_blocks}")
+        g = geometry
+        self.geometry = geometry
+        self.num_blocks = num_blocks
+        self._pool = pool or MemoryPool(CPU)
+        # Zero-filled: a kernel may load a whole block and mask the slots past the end.
+        self.slab = self._pool.allocate(
+            "kv",
+            (g.num_layers, 2, num_blocks, g.num_kv_heads, g.block_size, g.head_dim),
+            dtypes.np_dtype(g.dtype),
+        )
+
+    @property
+    def device(self) -> Device:
+        """Where the pages live."""
+        return self._pool.device
+
+    def layer(self, index: int) -> tuple[Any, Any]:
+        """Return (k_pages, v_pages) of a layer, views of shape (num_blocks, K, block_size, D)."""
+        return self.slab[index, 0], self.slab[index, 1]
+
+    @property
+    def layers(self) -> list[tuple[Any, Any]]:
+        """(k_pages, v_pages) of every layer."""
+        return [self.layer(index) for index in range(self.geometry.num_layers)]
+
+    @property
+    def flat_pages(self) -> Any:
+        """All pages as (2 * num_layers, num_blocks, K, block_size, D), what block copies take."""
+        return self.slab.reshape(-1, *self.slab.shape[2:])
+
+    def poison(self, blocks: Sequence[int]) -> None:
+        """Fill `blocks` with NaN, so that whoever reads a freed block shows (debug mode)."""
+        if blocks:
+            self.flat_pages[:, self.device.xp.asarray(blocks)] = math.nan
+
+    def check_blocks(self, blocks: Sequence[int], what: str = "block table") -> None:
+        """Verify that all ids are in the pool (debug mode, before a launch).
+
+        Raises
+        ------
+        ContractError
+            Naming the first id outside [0, num_blocks).
+        """
+        for block in blocks:
+            if not 0 <= block < self.num_blocks:
+                raise ContractError(
+                    f"{what}: block id must be in [0, {self.num_blocks}); got {block}"
+                )
+
+    def close(self) -> None:
+        """Give the slab back to the pool."""
+        self._pool.free("kv")
+        self.slab = np.empty((self.geometry.num_layers, 2, 0, 0, 0, 0))
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """Who uses a device's memory, in bytes.
+
+    Parameters
+    ----------
+    total : int
+        Memory of the device.
+    others : int
+        Used by other processes, and by this one outside the engine.
+    weights, activations : int
+        Used, or to be used at the largest step, by the model.
+    utilization : float
+        Share of `total` that everything together may take, in (0, 1].
+    """
+
+    total: int
+    others: int
+    weights: int
+    activations: int
+    utilization: float = 0.9
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.utilization <= 1.0:
+            raise ConfigError(f"memory utilization must be in (0, 1]; got {self.utilization}")
+
+    @property
+    def left(self) -> int:
+        """What remains for the pages; negative if the rest is too large already."""
+        return int(self.total * self.utilization) - self.others - self.weights - self.activations
+
+    def __str__(self) -> str:
+        return (
+            f"{format_bytes(self.total)} in total, of which {self.utilization:.0%} may be used; "
+            f"others use {format_bytes(self.others)}, weights {format_bytes(self.weights)}, "
+            f"activations {format_bytes(self.activations)}; left for the KV cache: "
+            f"{format_bytes(self.left)}"
+        )
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """How many blocks there will be, and why."""
+
+    num_blocks: int
+    num_tokens: int
+    num_bytes: int
+    reason: str
+
+
+def plan_num_blocks(
+    budget: MemoryBudget,
+    geometry: KVGeometry,
+    *,
+    max_model_len: int,
+    max_num_seqs: int,
+    num_blocks: int | None = None,
+) -> BlockPlan:
+    """Choose the number of blocks: as many as can ever be used, or as fit.
+
+    Parameters
+    ----------
+    budget : MemoryBudget
+        What the device has and who uses it.
+    geometry : KVGeometry
+        Bytes of one block.
+    max_model_len, max_num_seqs : int
+        Together they bound what can ever be used.
+    num_blocks : int, optional
+        Exactly this many are wanted.
+
+    Raises
+    ------
+    OutOfMemoryError
+        If `num_blocks` do not fit, or not even one request of `max_model_len` tokens does. The
+        message says who uses what, how many tokens fit, and the smallest setting that works.
+
+    Examples
+    --------
+    >>> geometry = KVGeometry(num_layers=2, num_kv_heads=2, head_dim=64, dtype="float16")
+    >>> budget = MemoryBudget(total=1 << 20, others=0, weights=1 << 19, activations=0)
+    >>> plan_num_blocks(budget, geometry, max_model_len=256, max_num_seqs=8).reason
+    '25 blocks (400 tokens, 400.00 KiB): all that 409.60 KiB hold'
+    """
+    size = geometry.bytes_per_block
+    fitting = max(0, budget.left) // size
+    per_request = -(-max_model_len // geometry.block_size)
+    wanted = per_request if num_blocks is None else num_blocks
+    if fitting < wanted:
+        raise _does_not_fit(budget, geometry, wanted, fitting, max_model_len, num_blocks)
+    if num_blocks is not None:
+        chosen, why = num_blocks, "as asked for"
+    elif fitting >= per_request * max_num_seqs:
+        chosen = per_request * max_num_seqs
+        why = f"enough for {max_num_seqs} requests of {max_model_len} tokens"
+    else:
+        chosen, why = fitting, f"all that {format_bytes(budget.left)} hold"
+    tokens = chosen * geometry.block_size
+    text = f"{chosen} blocks ({tokens} tokens, {format_bytes(chosen * size)}): {why}"
+    return BlockPlan(chosen, tokens, chosen * size, text)
+
+
+def _does_not_fit(
+    budget: MemoryBudget,
+    geometry: KVGeometry,
+    wanted: int,
+    fitting: int,
+    max_model_len: int,
+    asked: int | None,
+) -> OutOfMemoryError:
+    """Build the error, with the nearest settings that work."""
+    tokens = fitting * geometry.block_size
+    lacking = wanted * geometry.bytes_per_block - budget.left
+    what = f"num_blocks={wanted}" if asked else f"one request of max_model_len={max_model_len}"
+    cures = []
+    if fitting:
+        cures.append(f"num_blocks={fitting}" if asked else f"max_model_len={tokens}")
+    utilization = math.ceil((budget.utilization + lacking / budget.total) * 1000) / 1000
+    if utilization <= 1.0:
+        cures.append(f"memory_utilization={utilization:.3f}")
+    if geometry.dtype == "float32":
+        cures.append('dtype="bfloat16", which halves weights and cache')
+    cures.append(f"free {format_bytes(lacking)} elsewhere")
+    return OutOfMemoryError(
+        f"{what} needs {format_bytes(wanted * geometry.bytes_per_block)} of KV cache. {budget}, "
+        f"which buys {tokens} tokens. What would fit: {'; or '.join(cures)}."
+    )
