@@ -1,0 +1,75 @@
+"""RMSNorm fused into the product after it: `cuda_src/rmsnorm_gemm.cu`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine import reference
+from engine.errors import CompileError
+from engine.kernels._contract import FLOATS, Contract
+
+__all__ = ["rmsnorm_gemm"]
+
+
+def rmsnorm_gemm(
+    x: Any,
+    norm_weight: Any,
+    weight: Any,
+    *,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    bias: Any = None,
+    out: Any = None,
+) -> Any:
+    """Normalise rows by their root mean square and multiply them by a weight matrix.
+
+    Parameters
+    ----------
+    x : (M, K) array of float32, float16 or bfloat16
+        The rows may lie apart (a view); the last axis must be contiguous, else it is copied.
+    norm_weight : (K,) array of x's dtype
+    weight : (N, K) array of x's dtype
+    eps : float
+        Added to the mean square.
+    weight_offset : float
+        Added to `norm_weight` (Gemma stores w - 1).
+    bias : (N,) array of x's dtype, optional
+    out : (M, N) array of x's dtype, optional
+        Where to put the result; its rows may lie apart.
+
+    Returns
+    -------
+    (M, N) array of x's dtype
+
+    Raises
+    ------
+    ShapeError, DTypeError, ContractError
+        If an argument breaks the contract.
+
+    Notes
+    -----
+    Equals ``gemm(rmsnorm(x, norm_weight), weight, bias=bias)`` up to the order of summation: the
+    normalised row is rounded to x's dtype before the product.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> x = np.array([[3.0, 4.0]], np.float32)
+    >>> weight = np.array([[1.0, 1.0]], np.float32)
+    >>> rmsnorm_gemm(x, np.ones(2, np.float32), weight, eps=0.0).round(3)
+    array([[1.98]], dtype=float32)
+    """
+    call = Contract("rmsnorm_gemm")
+    x = call.array("x", x, "M K", FLOATS, layout="rows")
+    norm_weight = call.array("norm_weight", norm_weight, "K", x.dtype)
+    weight = call.array("weight", weight, "N K", x.dtype)
+    call.number("eps", eps, low=0.0)
+    call.number("weight_offset", weight_offset)
+    if bias is not None:
+        bias = call.array("bias", bias, "N", x.dtype)
+    if call.on_cpu:
+        result = reference.rmsnorm_gemm(
+            x, norm_weight, weight, eps=eps, weight_offset=weight_offset, bias=bias
+        )
+        return call.finish(out, result)
+    raise CompileError("rmsnorm_gemm has no CUDA kernel yet")

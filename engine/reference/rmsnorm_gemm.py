@@ -1,0 +1,28 @@
+"""NumPy mirror of `engine.kernels.rmsnorm_gemm`: its specification."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from engine.reference.gemm import gemm
+from engine.reference.rmsnorm import rmsnorm
+
+__all__ = ["rmsnorm_gemm"]
+
+Array = np.ndarray[Any, Any]
+
+
+def rmsnorm_gemm(
+    x: Array,
+    norm_weight: Array,
+    weight: Array,
+    *,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    bias: Array | None = None,
+) -> Array:
+    """y = rmsnorm(x) W^T + bias; the normalised row is rounded to x's dtype before the product."""
+    normalised = rmsnorm(x, norm_weight, eps=eps, weight_offset=weight_offset)
+    return gemm(normalised, weight, bias=bias)
