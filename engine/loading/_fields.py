@@ -1,0 +1,170 @@
+"""A typed reader of untrusted key-value files: every number has a range, every error a name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from engine.errors import ConfigError
+
+__all__ = ["REQUIRED", "Fields", "read_json", "shown"]
+
+MAX_JSON_BYTES = 64 << 20
+
+_T = TypeVar("_T")
+
+
+class _Required:
+    """The default of a key that must be there."""
+
+
+REQUIRED = _Required()
+
+
+def shown(value: object) -> str:
+    """Return `value` as short text for an error message."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """Return the JSON object in file `path`.
+
+    Raises
+    ------
+    ConfigError
+        If the file is missing, too large, not UTF-8, not JSON, or no object.
+    """
+    try:
+        size = path.stat().st_size
+        if size > max_bytes:
+            raise ConfigError(f"{path}: must have at most {max_bytes} bytes; got {size}")
+        value = json.loads(path.read_bytes().decode("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from error
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{path}: is not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: must hold a JSON object; got {shown(value)}")
+    return value
+
+
+class Fields:
+    """Typed, range-checked access to a mapping that came from a file.
+
+    A key whose value is null counts as absent, as it does in Hugging Face's files.
+
+    Parameters
+    ----------
+    values : mapping
+        What the file says.
+    where : str
+        The file's name, for messages.
+    names : mapping, optional
+        What the file itself calls a key, for messages, where that differs.
+    """
+
+    def __init__(
+        self, values: Mapping[str, Any], where: str, names: Mapping[str, str] | None = None
+    ) -> None:
+        self._values = values
+        self._where = where
+        self._names = names or {}
+
+    def error(self, key: str, wanted: str) -> ConfigError:
+        """Return the error for `key`, which should have been `wanted`."""
+        name = self._names.get(key, key)
+        got = shown(self._values[key]) if key in self._values else "nothing"
+        return ConfigError(f"{self._where}: {name} must be {wanted}; got {got}")
+
+    def has(self, key: str) -> bool:
+        """Tell whether `key` is there and not null."""
+        return self._values.get(key) is not None
+
+    def raw(self, key: str) -> Any:
+        """Return the value as it is in the file, None if absent."""
+        return self._values.get(key)
+
+    def _absent(self, key: str, default: _T | _Required, wanted: str) -> _T:
+        if isinstance(default, _Required):
+            raise self.error(key, wanted)
+        return default
+
+    def integer(
+        self, key: str, low: int, high: int, default: _T | _Required = REQUIRED
+    ) -> int | _T:
+        """Return a whole number in [low, high]; a float or a bool is not one."""
+        wanted = f"a whole number from {low} to {high}"
+        if not self.has(key):
+            return self._absent(key, default, wanted)
+        value = self._values[key]
+        if type(value) is not int or not low <= value <= high:
+            raise self.error(key, wanted)
+        return value
+
+    def real(
+        self, key: str, low: float, high: float, default: _T | _Required = REQUIRED
+    ) -> float | _T:
+        """Return a finite number in [low, high]."""
+        wanted = f"a number from {low:g} to {high:g}"
+        if not self.has(key):
+            return self._absent(key, default, wanted)
+        value = self._values[key]
+        if type(value) not in (int, float) or not low <= value <= high:  # NaN is in no range
+            raise self.error(key, wanted)
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """Return a bool."""
+        if not self.has(key):
+            return default
+        value = self._values[key]
+        if type(value) is not bool:
+            raise self.error(key, "true or false")
+        return value
+
+    def text(self, key: str, default: str | _Required = REQUIRED) -> str:
+        """Return a string."""
+        if not self.has(key):
+            return self._absent(key, default, "a string")
+        value = self._values[key]
+        if not isinstance(value, str):
+            raise self.error(key, "a string")
+        return value
+
+    def reals(self, key: str, count: int, low: float, high: float) -> tuple[float, ...]:
+        """Return exactly `count` finite numbers in [low, high]."""
+        wanted = f"{count} numbers from {low:g} to {high:g}"
+        value = self._values.get(key)
+        if not isinstance(value, list | tuple) or len(value) != count:
+            got = f"{len(value)} of them" if isinstance(value, list | tuple) else shown(value)
+            name = self._names.get(key, key)
+            raise ConfigError(f"{self._where}: {name} must be {wanted}; got {got}")
+        if any(type(one) not in (int, float) or not low <= one <= high for one in value):
+            raise self.error(key, wanted)
+        return tuple(float(one) for one in value)
+
+    def token_ids(self, key: str, vocab_size: int, default: Sequence[int] = ()) -> tuple[int, ...]:
+        """Return one or several token ids (the file has an int or a list)."""
+        if not self.has(key):
+            return tuple(default)
+        value = self._values[key]
+        ids = value if isinstance(value, list | tuple) else [value]
+        if len(ids) > 1024 or any(type(one) is not int or not 0 <= one < vocab_size for one in ids):
+            raise self.error(key, f"token ids from 0 to {vocab_size - 1}")
+        return tuple(dict.fromkeys(ids))
+
+    def child(self, key: str) -> Fields:
+        """Return the object under `key`."""
+        value = self._values.get(key)
+        if not isinstance(value, Mapping):
+            raise self.error(key, "an object")
+        return Fields(value, f"{self._where}: {self._names.get(key, key)}", self._names)
+
+    def beside(self, values: Mapping[str, Any], what: str) -> Fields:
+        """Return a reader of `values`, which belong to the same file, as its `what`."""
+        return Fields(values, f"{self._where}: {what}", self._names)

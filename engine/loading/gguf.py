@@ -1,0 +1,315 @@
+""".gguf files: metadata and tensors, checked against the size of the file before any view.
+
+The format: magic, version, counts, key-value pairs, tensor infos, padding, data. A file is
+untrusted: lengths and offsets are Python integers and every read is bounded by the file.
+Metadata is walked once and decoded when asked for, so that opening takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine.errors import WeightsError
+from engine.loading._fields import shown
+from engine.loading.gguf_quants import FORMATS, QuantFormat
+from engine.loading.safetensors import map_file
+
+__all__ = ["GgufFile", "GgufMetadata", "GgufTensor"]
+
+_MAX_DIMS = 4
+_STRING, _ARRAY = 8, 9
+_SCALARS: dict[int, np.dtype[Any]] = {
+    0: np.dtype("u1"),
+    1: np.dtype("i1"),
+    2: np.dtype("<u2"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<u4"),
+    5: np.dtype("<i4"),
+    6: np.dtype("<f4"),
+    7: np.dtype("?"),
+    10: np.dtype("<u8"),
+    11: np.dtype("<i8"),
+    12: np.dtype("<f8"),
+}
+_MIN_PAIR_BYTES = 8 + 4 + 1
+_MIN_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """One tensor: its format, shape as NumPy has it (out, in), and bytes [start, stop)."""
+
+    format: QuantFormat
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class _Cursor:
+    """A position in the mapped file that never leaves it."""
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self.path, self.data, self.at = path, data, 0
+
+    def fail(self, message: str) -> WeightsError:
+        return WeightsError(f"{self.path}: {message}")
+
+    def skip(self, count: int, what: str) -> int:
+        """Move on by `count` bytes and return where they start."""
+        start, self.at = self.at, self.at + count
+        if self.at > len(self.data):
+            raise self.fail(
+                f"is cut short: {what} needs {count} bytes at byte {start}; the file has "
+                f"{len(self.data)}"
+            )
+        return start
+
+    def number(self, form: str, what: str) -> int:
+        """Read one little-endian whole number."""
+        start = self.skip(struct.calcsize(form), what)
+        value: int = struct.unpack_from(form, self.data, start)[0]
+        return value
+
+    def text(self, what: str) -> str:
+        """Read one string."""
+        length = self.number("<Q", what)
+        return self.decode(self.skip(length, what), length, what)
+
+    def decode(self, start: int, length: int, what: str) -> str:
+        try:
+            return self.data[start : start + length].decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise self.fail(f"{what} must be UTF-8 ({error})") from error
+
+    def count(self, least: int, what: str) -> int:
+        """Read how many items of at least `least` bytes follow; they must fit in the file."""
+        count = self.number("<Q", what)
+        if count * least > (left := len(self.data) - self.at):
+            raise self.fail(f"is cut short: {count} {what} do not fit in the {left} bytes left")
+        return count
+
+
+class GgufMetadata(Mapping[str, Any]):
+    """The key-value pairs of a .gguf: str, int, float, bool, or lists of them.
+
+    Values are decoded when asked for. Keys of the tokenizer begin with "tokenizer.".
+    """
+
+    def __init__(self, cursor: _Cursor) -> None:
+        self._cursor = cursor
+        self._values: dict[str, Any] = {}
+        self._places: dict[str, tuple[int, int]] = {}
+        for _ in range(cursor.count(_MIN_PAIR_BYTES, "metadata pairs")):
+            key = cursor.text("a metadata key")
+            if key in self._places:
+                raise cursor.fail(f"metadata key {key!r} appears twice")
+            kind = cursor.number("<I", key)
+            self._places[key] = (kind, cursor.at)
+            self._skip(kind, key)
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self._values:
+            self._values[key] = self._decode(*self._places[key], key)
+        return self._values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def _skip(self, kind: int, key: str) -> None:
+        """Walk over one value, so that its extent is known to be inside the file."""
+        cursor = self._cursor
+        if kind in _SCALARS:
+            cursor.skip(_SCALARS[kind].itemsize, key)
+        elif kind == _STRING:
+            cursor.skip(cursor.number("<Q", key), key)
+        elif kind == _ARRAY:
+            item = cursor.number("<I", key)
+            if item in _SCALARS:
+                cursor.skip(cursor.number("<Q", key) * _SCALARS[item].itemsize, key)
+            elif item == _STRING:
+                self._skip_strings(cursor.count(8, f"strings of {key!r}"), key)
+            else:
+                raise cursor.fail(f"metadata {key!r}: unknown type {item} of array items")
+        else:
+            raise cursor.fail(f"metadata {key!r}: unknown value type {kind}")
+
+    def _skip_strings(self, count: int, key: str) -> None:
+        at, data, size = self._cursor.at, self._cursor.data, len(self._cursor.data)
+        unpack = struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            if at + 8 > size:
+                at = size + 1
+                break
+            at += 8 + unpack(data, at)[0]
+        if at > size:
+            raise self._cursor.fail(f"is cut short inside the strings of {key!r}")
+        self._cursor.at = at
+
+    def _decode(self, kind: int, start: int, key: str) -> Any:
+        """Decode the value of type `kind` at byte `start` (its extent has been checked)."""
+        cursor = _Cursor(self._cursor.path, self._cursor.data)
+        cursor.at = start
+        if kind in _SCALARS:
+            return np.frombuffer(cursor.data, _SCALARS[kind], 1, start)[0].item()
+        if kind == _STRING:
+            return cursor.text(key)
+        item, count = cursor.number("<I", key), cursor.number("<Q", key)
+        if item == _STRING:
+            return [cursor.text(key) for _ in range(count)]
+        return np.frombuffer(cursor.data, _SCALARS[item], count, cursor.at).tolist()
+
+
+class GgufFile:
+    """One .gguf file, mapped and checked.
+
+    Parameters
+    ----------
+    path : str or path
+
+    Attributes
+    ----------
+    metadata : GgufMetadata
+        Its key-value pairs.
+    tensors : dict of str to GgufTensor
+        Its tensors by name.
+
+    Raises
+    ------
+    WeightsError
+        If the file is damaged or holds a tensor in a format that is not read.
+    """
+
+    def __init__(self, path: str | PathLike[str]) -> None:
+        self.path = Path(path)
+        cursor = _Cursor(self.path, map_file(self.path))
+        self._data = cursor.data
+        tensor_count = _read_preamble(cursor)
+        self.metadata = GgufMetadata(cursor)
+        infos = [_read_info(cursor) for _ in range(_checked_count(cursor, tensor_count))]
+        self.tensors = _place_tensors(cursor, infos, _alignment(cursor, self.metadata))
+
+    def names(self) -> Iterator[str]:
+        """Return the names of the tensors."""
+        return iter(self.tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of tensor `name`, (out, in) for a matrix."""
+        return self.tensors[name].shape
+
+    def read(self, name: str, start: int, stop: int) -> np.ndarray[Any, Any]:
+        """Return rows [start, stop) of tensor `name` (in whole blocks if it is quantized, 1-D).
+
+        A view for F32, F16 and BF16; a fresh float32 array for the quantized formats.
+        """
+        tensor = self.tensors[name]
+        form = tensor.format
+        columns = tensor.shape[1:]
+        width = math.prod(columns)
+        first = tensor.start + form.nbytes(start * width)
+        raw = np.frombuffer(self._data, np.uint8, form.nbytes((stop - start) * width), first)
+        return form.decode(raw).reshape(stop - start, *columns)
+
+
+def _read_preamble(cursor: _Cursor) -> int:
+    """Check magic and version; return how many tensors there are."""
+    magic = cursor.data[:4]
+    if magic != b"GGUF":
+        raise cursor.fail(f"must begin with b'GGUF'; got {magic!r}")
+    cursor.skip(4, "the magic")
+    version = cursor.number("<I", "the version")
+    if version not in (2, 3):
+        note = " (a big-endian file?)" if version and not version & 0xFFFF else ""
+        raise cursor.fail(f"version must be 2 or 3; got {version}{note}")
+    return cursor.number("<Q", "the number of tensors")
+
+
+def _checked_count(cursor: _Cursor, count: int) -> int:
+    if count * _MIN_TENSOR_BYTES > (left := len(cursor.data) - cursor.at):
+        raise cursor.fail(f"is cut short: {count} tensors do not fit in the {left} bytes left")
+    return count
+
+
+def _alignment(cursor: _Cursor, metadata: GgufMetadata) -> int:
+    value = metadata.get("general.alignment", 32)
+    if type(value) is not int or not 1 <= value <= 1 << 20 or value & (value - 1):
+        raise cursor.fail(
+            f"general.alignment must be a power of two up to {1 << 20}; got {shown(value)}"
+        )
+    return value
+
+
+def _read_info(cursor: _Cursor) -> tuple[str, QuantFormat, tuple[int, ...], int]:
+    """Read one tensor's name, format, shape and offset in the data."""
+    name = cursor.text("a tensor's name")
+    dims = cursor.number("<I", name)
+    if not 1 <= dims <= _MAX_DIMS:
+        raise cursor.fail(f"tensor {name!r} must have 1 to {_MAX_DIMS} dimensions; got {dims}")
+    shape = tuple(cursor.number("<Q", name) for _ in range(dims))[::-1]
+    if min(shape) < 1:
+        raise cursor.fail(f"tensor {name!r} must have no empty dimension; got {shape}")
+    kind = cursor.number("<I", name)
+    if kind not in FORMATS:
+        known = ", ".join(one.name for one in FORMATS.values())
+        raise cursor.fail(f"tensor {name!r} must be one of {known}; got {_type_name(kind)}")
+    if shape[-1] % FORMATS[kind].block:
+        raise cursor.fail(
+            f"tensor {name!r}: rows of {FORMATS[kind].name} must be a multiple of "
+            f"{FORMATS[kind].block} long; got {shape[-1]}"
+        )
+    return name, FORMATS[kind], shape, cursor.number("<Q", name)
+
+
+def _type_name(kind: int) -> str:
+    """Return ggml's name of tensor type `kind`."""
+    from gguf.constants import GGMLQuantizationType
+
+    known = {int(one): one.name for one in GGMLQuantizationType}
+    return known.get(kind, f"unknown type {kind}")
+
+
+def _place_tensors(
+    cursor: _Cursor, infos: list[tuple[str, QuantFormat, tuple[int, ...], int]], alignment: int
+) -> dict[str, GgufTensor]:
+    """Return the tensors by name, each inside the file and apart from all others."""
+    base = (cursor.at + alignment - 1) // alignment * alignment
+    size = len(cursor.data)
+    tensors: dict[str, GgufTensor] = {}
+    for name, form, shape, offset in infos:
+        if name in tensors:
+            raise cursor.fail(f"tensor {name!r} appears twice")
+        start = base + offset
+        stop = start + form.nbytes(math.prod(shape))
+        if offset % alignment:
+            raise cursor.fail(
+                f"tensor {name!r}: offset must be a multiple of {alignment}; got {offset}"
+            )
+        if stop > size:
+            raise cursor.fail(
+                f"tensor {name!r} ends at byte {stop}; the file has only {size} (cut short?)"
+            )
+        tensors[name] = GgufTensor(form, shape, start, stop)
+    _refuse_overlap(cursor, tensors)
+    return tensors
+
+
+def _refuse_overlap(cursor: _Cursor, tensors: dict[str, GgufTensor]) -> None:
+    end, before = 0, ""
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].start):
+        if tensor.start < end:
+            raise cursor.fail(
+                f"tensor {name!r} overlaps {before!r}: it starts at byte {tensor.start}; "
+                f"wanted {end} or more"
+            )
+        end, before = tensor.stop, name

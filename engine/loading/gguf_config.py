@@ -1,0 +1,202 @@
+"""The metadata of a .gguf file to `ModelConfig`.
+
+The keys are renamed to those of a config.json, so that one reader checks both; messages keep
+the names that the .gguf uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from os import PathLike
+from typing import Any
+
+import numpy as np
+
+from engine.config import ModelConfig
+from engine.errors import ConfigError, WeightsError
+from engine.loading._fields import shown
+from engine.loading.gguf import GgufFile
+from engine.loading.hf_config import build_config
+from engine.models.family import Family
+from engine.models.registry import family_of_gguf
+
+__all__ = ["gguf_config", "load_gguf_config"]
+
+_KEYS = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+_TOKEN_KEYS = {
+    "bos_token_id": "tokenizer.ggml.bos_token_id",
+    "pad_token_id": "tokenizer.ggml.padding_token_id",
+}
+_EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+_PLAIN_DTYPES = {"F32": "float32", "F16": "float16"}
+
+
+def load_gguf_config(path: str | PathLike[str]) -> ModelConfig:
+    """Read the configuration inside the .gguf file `path`; see `gguf_config`."""
+    return gguf_config(GgufFile(path))
+
+
+def gguf_config(file: GgufFile) -> ModelConfig:
+    """Return the configuration of the model in `file`.
+
+    Its dtype is that of the embedding, and bfloat16 where this is quantized.
+
+    Raises
+    ------
+    ConfigError
+        If a key is missing, a value makes no sense, or the architecture is not supported.
+    WeightsError
+        If a tensor that the configuration is derived from is missing.
+    """
+    where = str(file.path)
+    try:
+        family = family_of_gguf(file.metadata.get("general.architecture"))
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    arch = family.gguf_arch
+    values, names = _renamed(file.metadata, arch)
+    _refuse_unsupported(file, arch, values)
+    values.update(_from_tensors(file, family))
+    values.update(_rope(file, family, values))
+    if "query_pre_attn_scalar" in family.defaults:
+        values.update(_attention_scale(values))
+    values.update(_window(file.metadata, family))
+    return build_config(values, family, where, names)
+
+
+def _renamed(metadata: Mapping[str, Any], arch: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the values under config.json's keys, and what the file calls those keys."""
+    names = {key: f"{arch}.{name}" for key, name in _KEYS.items()} | _TOKEN_KEYS
+    values = {key: metadata[name] for key, name in names.items() if name in metadata}
+    ends = [metadata[key] for key in _EOS_KEYS if key in metadata]
+    # What the file leaves out is absent: the defaults of a config.json do not apply to it.
+    values.setdefault("bos_token_id", None)
+    values["eos_token_id"] = ends or None
+    return values, names | {"eos_token_id": " and ".join(_EOS_KEYS)}
+
+
+def _refuse_unsupported(file: GgufFile, arch: str, values: Mapping[str, Any]) -> None:
+    metadata = file.metadata
+    if metadata.get(f"{arch}.expert_count", 0):
+        raise ConfigError(f"{file.path}: mixtures of experts are not supported")
+    value_length = metadata.get(f"{arch}.attention.value_length")
+    if value_length is not None and value_length != values.get("head_dim"):
+        raise ConfigError(
+            f"{file.path}: {arch}.attention.value_length must equal key_length "
+            f"({values.get('head_dim')}); got {value_length}"
+        )
+
+
+def _from_tensors(file: GgufFile, family: Family) -> dict[str, Any]:
+    """Return what the tensors themselves say: V, tied or not, which biases, the dtype."""
+    embed = file.tensors.get("token_embd.weight")
+    if embed is None:
+        raise WeightsError(f"{file.path}: tensor 'token_embd.weight' is missing")
+    plain = embed.format.name
+    return {
+        "vocab_size": embed.shape[0],
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "attention_bias": family.qkv_bias is True or "blk.0.attn_q.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
+        "dtype": _PLAIN_DTYPES.get(plain, "bfloat16"),
+    }
+
+
+def _window(metadata: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    window = metadata.get(f"{family.gguf_arch}.attention.sliding_window") or None
+    return {"sliding_window": window, "use_sliding_window": window is not None}
+
+
+def _head_dim(values: Mapping[str, Any]) -> int | None:
+    """Return D, or None where the metadata is too odd to tell (a later check reports it)."""
+    heads, hidden = values.get("num_attention_heads"), values.get("hidden_size")
+    head_dim = values.get("head_dim")
+    if head_dim is None and type(heads) is int and type(hidden) is int and heads > 0:
+        return hidden // heads
+    return head_dim if type(head_dim) is int else None
+
+
+def _attention_scale(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return Gemma's `query_pre_attn_scalar`, which a .gguf does not keep.
+
+    It is the head's size in every Gemma 3 but the largest (62 layers), where it is N / H.
+    """
+    head_dim = _head_dim(values)
+    if values.get("num_hidden_layers") == 62:
+        head_dim = _head_dim({**values, "head_dim": None})
+    return {"query_pre_attn_scalar": head_dim}
+
+
+def _rope(file: GgufFile, family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of the rope: scaling, factors per frequency, partial rotation."""
+    metadata, arch = file.metadata, family.gguf_arch
+    result = _scaling(file, arch, values)
+    if f"{arch}.rope.freq_base_swa" in metadata:
+        result["rope_local_base_freq"] = metadata[f"{arch}.rope.freq_base_swa"]
+    rotary, head_dim = metadata.get(f"{arch}.rope.dimension_count"), _head_dim(values)
+    if rotary is None or head_dim is None or rotary == head_dim:
+        return result
+    if family.gguf_interleaved_rope or type(rotary) is not int or not 0 < rotary < head_dim:
+        raise ConfigError(
+            f"{file.path}: {arch}.rope.dimension_count must be the head's {head_dim} features"
+            f"{'' if family.gguf_interleaved_rope else ' or fewer'}; got {shown(rotary)}"
+        )
+    return {**result, "partial_rotary_factor": rotary / head_dim}
+
+
+def _scaling(file: GgufFile, arch: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rope keys of a config.json that say what the file says."""
+    metadata, prefix = file.metadata, f"{arch}.rope.scaling"
+    original = metadata.get(f"{prefix}.original_context_length")
+    kind = metadata.get(f"{prefix}.type")
+    scaling: dict[str, Any] | None = None
+    if "rope_factors_long.weight" in file.tensors:
+        scaling = {
+            "rope_type": "longrope",
+            "short_factor": _factors(file, "rope_factors_short.weight"),
+            "long_factor": _factors(file, "rope_factors_long.weight"),
+            "attention_factor": metadata.get(f"{prefix}.attn_factor"),
+        }
+    elif "rope_freqs.weight" in file.tensors:
+        # Llama 3's scaling, computed by the converter: every frequency is divided by its factor,
+        # which is longrope with one set of factors and no scale of its own.
+        factors = _factors(file, "rope_freqs.weight")
+        scaling = {
+            "rope_type": "longrope",
+            "short_factor": factors,
+            "long_factor": factors,
+            "attention_factor": 1.0,
+        }
+        original = values.get("max_position_embeddings")
+    elif kind not in (None, "none"):
+        scaling = {
+            "rope_type": kind,
+            "factor": metadata.get(f"{prefix}.factor"),
+            "beta_fast": metadata.get(f"{prefix}.yarn_beta_fast"),
+            "beta_slow": metadata.get(f"{prefix}.yarn_beta_slow"),
+        }
+    return {"rope_scaling": scaling, "original_max_position_embeddings": original}
+
+
+def _factors(file: GgufFile, name: str) -> list[float]:
+    if name not in file.tensors:
+        raise WeightsError(f"{file.path}: tensor {name!r} is missing")
+    shape = file.shape(name)
+    if len(shape) != 1 or shape[0] > 1024:
+        raise WeightsError(
+            f"{file.path}: tensor {name!r} must be a list of at most 1024; got shape {shape}"
+        )
+    numbers: list[float] = file.read(name, 0, shape[0]).astype(np.float32).tolist()
+    return numbers

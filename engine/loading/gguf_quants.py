@@ -1,0 +1,143 @@
+"""The tensor formats of .gguf files that the engine reads, dequantized with NumPy.
+
+Each quantized format is a sequence of blocks; a block holds float16 scales and packed small
+integers. Decoders take whole blocks and give float32, in the order of operations of the
+`gguf` package, which is their oracle in the tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engine.dtypes import BFLOAT16
+
+__all__ = ["FORMATS", "QuantFormat"]
+
+Array = np.ndarray[Any, Any]
+
+_GROUP_WEIGHTS = 1 << 16
+"""Weights decoded at once: few enough that all intermediates stay in the L2 cache."""
+
+
+@dataclass(frozen=True)
+class QuantFormat:
+    """How one ggml type stores weights.
+
+    Attributes
+    ----------
+    name : str
+        ggml's name.
+    block : int
+        Weights per block.
+    itemsize : int
+        Bytes per block.
+    dtype : numpy dtype or None
+        Of a plain format, which is only viewed.
+    unpack : callable or None
+        Of a quantized format: (blocks (n, itemsize) uint8, out (n, block) float32) -> None.
+    """
+
+    name: str
+    block: int
+    itemsize: int
+    dtype: np.dtype[Any] | None = None
+    unpack: Callable[[Array, Array], None] | None = None
+
+    def nbytes(self, count: int) -> int:
+        """Return the bytes of `count` weights (a multiple of the block)."""
+        return count // self.block * self.itemsize
+
+    def decode(self, raw: Array) -> Array:
+        """Return the weights in bytes `raw`, 1-D: a view, or float32 for quantized formats."""
+        if self.dtype is not None:
+            return raw.view(self.dtype)
+        assert self.unpack is not None
+        blocks = raw.reshape(-1, self.itemsize)
+        out = np.empty((len(blocks), self.block), np.float32)
+        step = max(1, _GROUP_WEIGHTS // self.block)
+        for first in range(0, len(blocks), step):
+            self.unpack(blocks[first : first + step], out[first : first + step])
+        return out.reshape(-1)
+
+
+def _float16(blocks: Array, start: int, stop: int) -> Array:
+    """Return bytes [start, stop) of every block as float16 numbers, in float32."""
+    return np.ascontiguousarray(blocks[:, start:stop]).view("<f2").astype(np.float32)
+
+
+def _nibbles(packed: Array, out: Array) -> None:
+    """Write the low half-bytes of `packed` (n, b) to out[:, 0], the high ones to out[:, 1]."""
+    np.bitwise_and(packed, 15, out=out[:, 0])
+    np.right_shift(packed, 4, out=out[:, 1])
+
+
+def _unpack_q8_0(blocks: Array, out: Array) -> None:
+    """w = d·q; block: d float16, q 32 int8."""
+    out[:] = blocks[:, 2:].view(np.int8)
+    out *= _float16(blocks, 0, 2)
+
+
+def _unpack_q4_0(blocks: Array, out: Array) -> None:
+    """w = d·(q - 8); block: d float16, q 32 half-bytes (low ones first)."""
+    q = np.empty((len(blocks), 2, 16), np.uint8)
+    _nibbles(blocks[:, 2:], q)
+    out[:] = q.reshape(-1, 32)
+    out -= 8
+    out *= _float16(blocks, 0, 2)
+
+
+def _unpack_q4_1(blocks: Array, out: Array) -> None:
+    """w = d·q + m; block: d, m float16, q 32 half-bytes (low ones first)."""
+    q = np.empty((len(blocks), 2, 16), np.uint8)
+    _nibbles(blocks[:, 4:], q)
+    out[:] = q.reshape(-1, 32)
+    scales = _float16(blocks, 0, 4)
+    out *= scales[:, :1]
+    out += scales[:, 1:]
+
+
+def _unpack_q4_k(blocks: Array, out: Array) -> None:
+    """w = (d·s)·q - (e·t); block of 8 groups of 32: d, e float16, s, t 6 bits per group, q."""
+    low, mid, high = (blocks[:, 4 + 4 * i : 8 + 4 * i] for i in range(3))
+    s = np.concatenate([low & 63, (high & 15) | ((low >> 2) & 48)], axis=1)
+    t = np.concatenate([mid & 63, (high >> 4) | ((mid >> 2) & 48)], axis=1)
+    scales = _float16(blocks, 0, 4)
+    q = np.empty((len(blocks) * 4, 2, 32), np.uint8)
+    _nibbles(np.ascontiguousarray(blocks[:, 16:]).reshape(-1, 32), q)
+    groups = out.reshape(-1, 8, 32)
+    groups[:] = q.reshape(-1, 8, 32)
+    groups *= (scales[:, :1] * s)[:, :, None]
+    groups -= (scales[:, 1:] * t)[:, :, None]
+
+
+def _unpack_q6_k(blocks: Array, out: Array) -> None:
+    """w = (d·s)·(q - 32); block of 16 groups of 16: q low 4 bits, q high 2 bits, s int8, d."""
+    n = len(blocks)
+    q = np.empty((n * 2, 4, 32), np.uint8)
+    low = np.ascontiguousarray(blocks[:, :128]).reshape(n * 2, 64)
+    high = np.ascontiguousarray(blocks[:, 128:192]).reshape(n * 2, 32)
+    _nibbles(low, q.reshape(n * 2, 2, 64))
+    for quarter in range(4):
+        q[:, quarter] |= ((high >> (2 * quarter)) & 3) << 4
+    scales = _float16(blocks, 208, 210) * blocks[:, 192:208].view(np.int8)
+    groups = out.reshape(n, 16, 16)
+    groups[:] = q.reshape(n, 16, 16)
+    groups -= 32
+    groups *= scales[:, :, None]
+
+
+FORMATS: dict[int, QuantFormat] = {
+    0: QuantFormat("F32", 1, 4, dtype=np.dtype("<f4")),
+    1: QuantFormat("F16", 1, 2, dtype=np.dtype("<f2")),
+    30: QuantFormat("BF16", 1, 2, dtype=BFLOAT16),
+    2: QuantFormat("Q4_0", 32, 18, unpack=_unpack_q4_0),
+    3: QuantFormat("Q4_1", 32, 20, unpack=_unpack_q4_1),
+    8: QuantFormat("Q8_0", 32, 34, unpack=_unpack_q8_0),
+    12: QuantFormat("Q4_K", 256, 144, unpack=_unpack_q4_k),
+    14: QuantFormat("Q6_K", 256, 210, unpack=_unpack_q6_k),
+}
+"""The formats that are read, by ggml's number."""

@@ -1,0 +1,282 @@
+"""config.json and generation_config.json, or a .gguf's metadata, to `ModelConfig`.
+
+Files are untrusted: every number is typed and has a range, so that a mutated file ends in a
+`ConfigError` that names the key, never in a huge allocation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import ChainMap
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine.config import ModelConfig
+from engine.dtypes import FLOAT_NAMES
+from engine.errors import ConfigError
+from engine.loading._fields import Fields, read_json
+from engine.loading.rope_config import MAX_POSITIONS, rope_configs, scaled_max_position
+from engine.models.family import Family
+from engine.models.registry import family
+
+__all__ = ["config_from_dict", "generation_config", "load_config"]
+
+_MAX_LAYERS = 1024
+_MAX_HEADS = 4096
+_MAX_HEAD_DIM = 1024
+_MAX_WIDTH = 1 << 20
+_MAX_VOCAB = 1 << 24
+
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+
+
+def load_config(path: str | PathLike[str]) -> ModelConfig:
+    """Read the configuration of the model at `path`.
+
+    Parameters
+    ----------
+    path : str or path
+        A directory with a config.json (and perhaps a generation_config.json, whose end-of-text
+        ids come first, as in Hugging Face), or a .gguf file.
+
+    Raises
+    ------
+    ConfigError
+        If a file is missing or damaged, a key is missing, a value makes no sense, or the model
+        needs something that the engine does not have.
+    WeightsError
+        If the .gguf file is damaged.
+    """
+    path = Path(path)
+    if path.suffix == ".gguf":
+        from engine.loading.gguf_config import load_gguf_config
+
+        return load_gguf_config(path)
+    values = read_json(path / "config.json")
+    generation = generation_config(path)
+    tokens = {key: generation[key] for key in ("eos_token_id",) if key in generation}
+    return config_from_dict({**values, **tokens}, str(path / "config.json"))
+
+
+def config_from_dict(values: Mapping[str, Any], where: str = "config") -> ModelConfig:
+    """Return the configuration that the keys of a config.json describe.
+
+    Parameters
+    ----------
+    values : mapping
+        The JSON object.
+    where : str
+        What to call it in messages.
+
+    Raises
+    ------
+    ConfigError
+        As in `load_config`.
+
+    Examples
+    --------
+    >>> config_from_dict({"model_type": "llama", "vocab_size": 64, "hidden_size": 32,
+    ...     "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}).head_dim
+    8
+    """
+    try:
+        kind = family(values.get("model_type"))
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    return build_config(values, kind, where)
+
+
+def build_config(
+    values: Mapping[str, Any], kind: Family, where: str, names: Mapping[str, str] | None = None
+) -> ModelConfig:
+    """Return the configuration of a model of family `kind`; `names` renames keys in messages."""
+    present = {key: value for key, value in values.items() if value is not None}
+    defaults = {key: value for key, value in kind.defaults.items() if key not in values}
+    fields = Fields(ChainMap(present, defaults), where, names)
+    _refuse_unsupported(fields)
+    sizes = _sizes(fields)
+    positions = fields.integer("max_position_embeddings", 1, MAX_POSITIONS)
+    rope, rope_local = rope_configs(fields, kind, sizes["head_dim"], positions)
+    positions = scaled_max_position(rope, positions, kind)
+    return ModelConfig(
+        model_type=kind.model_type,
+        **sizes,
+        max_position_embeddings=positions,
+        rms_norm_eps=fields.real("rms_norm_eps", 1e-12, 1.0),
+        rope=rope,
+        rope_local=rope_local,
+        layer_windows=_layer_windows(fields, kind, sizes["num_layers"], positions),
+        **_switches(fields, kind),
+        **_scales(fields, kind, sizes["hidden_size"]),
+        **_tokens(fields, sizes["vocab_size"]),
+        dtype=_dtype(fields),
+    )
+
+
+def _refuse_unsupported(fields: Fields) -> None:
+    if fields.has("quantization_config"):
+        raise fields.error("quantization_config", "absent (quantized safetensors are not read)")
+    if fields.flag("use_bidirectional_attention", False):
+        raise fields.error("use_bidirectional_attention", "false (attention is causal)")
+
+
+def _sizes(fields: Fields) -> dict[str, Any]:
+    """Return the dimensions, checked against each other."""
+    hidden = fields.integer("hidden_size", 1, _MAX_WIDTH)
+    heads = fields.integer("num_attention_heads", 1, _MAX_HEADS)
+    kv_heads = fields.integer("num_key_value_heads", 1, _MAX_HEADS, heads)
+    if heads % kv_heads:
+        raise fields.error("num_key_value_heads", f"a divisor of the {heads} query heads")
+    if not fields.has("head_dim") and hidden % heads:
+        raise fields.error("hidden_size", f"a multiple of the {heads} heads, or head_dim given")
+    head_dim = fields.integer("head_dim", 2, _MAX_HEAD_DIM, hidden // heads)
+    if head_dim < 2 or head_dim % 2:
+        raise fields.error("head_dim", f"even and at least 2 (it is {head_dim})")
+    return {
+        "vocab_size": fields.integer("vocab_size", 1, _MAX_VOCAB),
+        "hidden_size": hidden,
+        "num_layers": fields.integer("num_hidden_layers", 1, _MAX_LAYERS),
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "intermediate_size": fields.integer("intermediate_size", 1, _MAX_WIDTH),
+    }
+
+
+def _switches(fields: Fields, kind: Family) -> dict[str, Any]:
+    """Return which weights exist and which activation is used."""
+
+    def declared(value: bool | str) -> bool:
+        return fields.flag(value, False) if isinstance(value, str) else value
+
+    key = "hidden_activation" if fields.has("hidden_activation") else "hidden_act"
+    name = fields.text(key, "silu")
+    if name not in _ACTIVATIONS:
+        raise fields.error(key, f"one of {', '.join(_ACTIVATIONS)}")
+    return {
+        "tie_word_embeddings": fields.flag("tie_word_embeddings", False),
+        "qkv_bias": declared(kind.qkv_bias),
+        "o_bias": declared(kind.o_bias),
+        "mlp_bias": declared(kind.mlp_bias),
+        "qk_norm": kind.qk_norm,
+        "post_norms": kind.post_norms,
+        "activation": _ACTIVATIONS[name],
+    }
+
+
+def _scales(fields: Fields, kind: Family, hidden_size: int) -> dict[str, Any]:
+    scalar = fields.real("query_pre_attn_scalar", 1e-6, 1e6, 0.0)
+    # NOTE: float32 here; Hugging Face rounds it once more, to the dtype of the embedding.
+    embed_scale = float(np.float32(math.sqrt(hidden_size))) if kind.scale_embedding else 1.0
+    return {
+        "norm_weight_offset": kind.norm_weight_offset,
+        "embed_scale": embed_scale,
+        "attn_scale": scalar**-0.5 if scalar else 0.0,
+        "attn_softcap": fields.real("attn_logit_softcapping", 0.0, 1e6, 0.0),
+        "final_softcap": fields.real("final_logit_softcapping", 0.0, 1e6, 0.0),
+    }
+
+
+def _tokens(fields: Fields, vocab_size: int) -> dict[str, Any]:
+    pad = fields.integer("pad_token_id", -1, _MAX_VOCAB, None)
+    return {
+        "bos_token_id": next(iter(fields.token_ids("bos_token_id", vocab_size)), None),
+        "eos_token_ids": fields.token_ids("eos_token_id", vocab_size),
+        "pad_token_id": None if pad == -1 else pad,  # -1 is an old spelling of "none"
+    }
+
+
+def _dtype(fields: Fields) -> str:
+    key = "dtype" if fields.has("dtype") else "torch_dtype"
+    name = fields.text(key, "float32").removeprefix("torch.")
+    if name not in FLOAT_NAMES:
+        raise fields.error(key, f"one of {', '.join(FLOAT_NAMES)}")
+    return name
+
+
+def _layer_windows(
+    fields: Fields, kind: Family, num_layers: int, positions: int
+) -> tuple[int, ...]:
+    """Return the window of every layer; one as long as the longest sequence is none (0)."""
+    if kind.windows == "never" or (
+        kind.windows == "max_window_layers" and not fields.flag("use_sliding_window", False)
+    ):
+        return (0,) * num_layers
+    window = fields.integer("sliding_window", 1, 1 << 31, 0)
+    is_sliding = _sliding_layers(fields, kind, num_layers, window)
+    if any(is_sliding) and not window:
+        raise fields.error("sliding_window", "given, since layer_types names sliding layers")
+    window = 0 if window >= positions else window
+    return tuple(window if sliding else 0 for sliding in is_sliding)
+
+
+def _sliding_layers(fields: Fields, kind: Family, num_layers: int, window: int) -> list[bool]:
+    """Tell for every layer whether it has the window."""
+    if kind.windows == "every_layer":
+        return [bool(window)] * num_layers
+    if fields.has("layer_types"):
+        return _layer_types(fields, num_layers)
+    if kind.windows == "max_window_layers":
+        first = fields.integer("max_window_layers", 0, _MAX_LAYERS)
+        return [bool(window) and layer >= first for layer in range(num_layers)]
+    pattern = fields.integer("sliding_window_pattern", 1, _MAX_LAYERS)
+    return [bool((layer + 1) % pattern) for layer in range(num_layers)]
+
+
+def _layer_types(fields: Fields, num_layers: int) -> list[bool]:
+    types = fields.raw("layer_types")
+    known = ("full_attention", "sliding_attention")
+    if (
+        not isinstance(types, list)
+        or len(types) != num_layers
+        or any(t not in known for t in types)
+    ):
+        raise fields.error("layer_types", f"{num_layers} of {' or '.join(known)}")
+    return [one == "sliding_attention" for one in types]
+
+
+def generation_config(path: str | PathLike[str]) -> dict[str, Any]:
+    """Return the sampling defaults that the model's generation_config.json states.
+
+    Parameters
+    ----------
+    path : str or path
+        The model's directory. A .gguf file, and a directory without the file, state none.
+
+    Returns
+    -------
+    dict
+        Only keys that are present in the file, out of: temperature, top_k, top_p, min_p,
+        repetition_penalty (numbers), eos_token_id (list of int), max_new_tokens (int),
+        do_sample (bool).
+
+    Raises
+    ------
+    ConfigError
+        If the file is damaged or a value is out of range.
+    """
+    file = Path(path) / "generation_config.json"
+    if not file.is_file():
+        return {}
+    fields = Fields(read_json(file), str(file))
+    stated = {
+        "temperature": fields.real("temperature", 0.0, 1e6, None),
+        "top_k": fields.integer("top_k", 0, _MAX_VOCAB, None),
+        "top_p": fields.real("top_p", 0.0, 1.0, None),
+        "min_p": fields.real("min_p", 0.0, 1.0, None),
+        "repetition_penalty": fields.real("repetition_penalty", 1e-6, 1e6, None),
+        "eos_token_id": list(fields.token_ids("eos_token_id", _MAX_VOCAB)) or None,
+        "max_new_tokens": fields.integer("max_new_tokens", 1, MAX_POSITIONS, None),
+        "do_sample": fields.flag("do_sample", False) if fields.has("do_sample") else None,
+    }
+    return {key: value for key, value in stated.items() if value is not None}

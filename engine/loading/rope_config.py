@@ -1,0 +1,203 @@
+"""Rope scaling as config files describe it, old keys and new, to `RopeConfig`.
+
+Old files have `rope_theta` and `rope_scaling` ({"type" or "rope_type": ...}); new ones have
+`rope_parameters`, which holds the theta too, and may have one object per kind of layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from engine.config import RopeConfig
+from engine.errors import ConfigError
+from engine.loading._fields import REQUIRED, Fields
+from engine.models.family import Family
+
+__all__ = ["MAX_POSITIONS", "rope_configs", "scaled_max_position"]
+
+MAX_POSITIONS = 1 << 24
+_MAX_FACTOR = 1e4
+_LAYER_KINDS = ("full_attention", "sliding_attention")
+_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+
+
+def rope_configs(
+    fields: Fields, family: Family, head_dim: int, max_position: int
+) -> tuple[RopeConfig, RopeConfig | None]:
+    """Return the rope of the (full-attention) layers, and that of the layers with a window.
+
+    Parameters
+    ----------
+    fields : Fields
+        The config.json, with the family's defaults filled in.
+    head_dim : int
+        D.
+    max_position : int
+        `max_position_embeddings`, the default of the training length.
+
+    Returns
+    -------
+    (RopeConfig, RopeConfig or None)
+        None where every layer shares one rope.
+
+    Raises
+    ------
+    ConfigError
+        If the scaling is unknown or one of its numbers makes no sense.
+    """
+    full, local = _rope_objects(fields, family)
+    first = _RopeReader(fields, full, family, head_dim, max_position).read()
+    if local is None:
+        return first, None
+    return first, _RopeReader(fields, local, family, head_dim, max_position).read()
+
+
+def scaled_max_position(rope: RopeConfig, max_position: int, family: Family) -> int:
+    """Return the longest sequence in tokens once the rope is stretched.
+
+    Hugging Face's `max_position_embeddings` is the training length for linear and dynamic
+    scaling and already the stretched one for llama3 and longrope; for yarn both are found.
+    """
+    stretched = max_position
+    if rope.scaling == "dynamic" or (
+        rope.scaling == "linear" and not family.max_position_is_scaled
+    ):
+        stretched = int(max_position * rope.factor)
+    elif rope.scaling == "yarn":
+        stretched = max(max_position, int(rope.original_max_position * rope.factor))
+    return min(stretched, MAX_POSITIONS)
+
+
+def _rope_objects(
+    fields: Fields, family: Family
+) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
+    """Return the rope keys of full-attention layers and of sliding layers (None: shared)."""
+    flat = {"rope_theta": fields.raw("rope_theta")}
+    old, new = fields.raw("rope_scaling"), fields.raw("rope_parameters")
+    for key, value in (("rope_scaling", old), ("rope_parameters", new)):
+        if value is not None and not isinstance(value, Mapping):
+            raise fields.error(key, "an object")
+    nested = new is not None and any(kind in new for kind in _LAYER_KINDS)
+    if not nested and not family.local_rope:
+        return {**flat, **(old or new or {})}, None
+    full, local = (_layer_kind(fields, new if nested else {}, kind) for kind in _LAYER_KINDS)
+    local_theta = fields.raw("rope_local_base_freq") or fields.raw("rope_theta")
+    return {**flat, **full, **(old or {})}, {"rope_theta": local_theta, **local}
+
+
+def _layer_kind(fields: Fields, new: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+    value = new.get(kind)
+    if value is not None and not isinstance(value, Mapping):
+        raise fields.error("rope_parameters", f"an object per kind of layer ({kind})")
+    return value or {}
+
+
+class _RopeReader:
+    """One rope object of a config file, read by the rules of its own scaling."""
+
+    def __init__(
+        self,
+        config: Fields,
+        values: Mapping[str, Any],
+        family: Family,
+        head_dim: int,
+        max_position: int,
+    ) -> None:
+        self.config = config
+        self.rope = config.beside(values, "rope parameters")
+        self.family = family
+        self.head_dim = head_dim
+        self.max_position = max_position
+
+    def read(self) -> RopeConfig:
+        kind = self._kind()
+        common: dict[str, Any] = {
+            "theta": self.rope.real("rope_theta", 1.0 + 1e-6, 1e12, 10000.0),
+            "rotary_dim": self._rotary_dim(),
+            "scaling": kind,
+        }
+        readers = {
+            "linear": self._linear,
+            "dynamic": self._dynamic,
+            "yarn": self._yarn,
+            "llama3": self._llama3,
+            "longrope": self._longrope,
+        }
+        extra = readers[kind](common["rotary_dim"]) if kind in readers else {}
+        return RopeConfig(**{**common, **extra})
+
+    def _kind(self) -> str:
+        key = "rope_type" if self.rope.has("rope_type") else "type"
+        kind = self.rope.text(key, "default")
+        kind = self.family.rope_aliases.get(kind, kind)
+        if kind not in _KINDS:
+            raise self.rope.error(key, f"one of {', '.join(_KINDS)}")
+        return kind
+
+    def _rotary_dim(self) -> int:
+        key = "partial_rotary_factor"
+        source = self.rope if self.rope.has(key) else self.config
+        rotary_dim = int(self.head_dim * source.real(key, 0.0, 1.0, 1.0))
+        if rotary_dim < 2 or rotary_dim % 2:
+            raise source.error(
+                key, f"such that an even number >= 2 of the head's {self.head_dim} features turn"
+            )
+        return rotary_dim
+
+    def _factor(self, default: Any = REQUIRED) -> float:
+        factor: float = self.rope.real("factor", 1.0, _MAX_FACTOR, default)
+        return factor
+
+    def _original(self, default: int) -> int:
+        """Return the training length; Phi-3 keeps it outside of the rope object, and first."""
+        key = "original_max_position_embeddings"
+        source = self.config if self.config.has(key) else self.rope
+        original: int = source.integer(key, 1, MAX_POSITIONS, default)
+        return original
+
+    def _linear(self, rotary_dim: int) -> dict[str, Any]:
+        return {"factor": self._factor()}
+
+    def _dynamic(self, rotary_dim: int) -> dict[str, Any]:
+        if rotary_dim < 4:
+            raise ConfigError(f"dynamic rope needs at least 4 rotated features; got {rotary_dim}")
+        return {"factor": self._factor(), "original_max_position": self.max_position}
+
+    def _yarn(self, rotary_dim: int) -> dict[str, Any]:
+        original = self._original(self.max_position)
+        fast = self.rope.real("beta_fast", 1e-3, 1e6, 32.0)
+        if (slow := self.rope.real("beta_slow", 1e-3, 1e6, 1.0)) > fast:
+            raise self.rope.error("beta_slow", f"at most beta_fast ({fast:g})")
+        return {
+            "factor": self._factor(max(1.0, self.max_position / original)),
+            "original_max_position": original,
+            "beta_fast": fast,
+            "beta_slow": slow,
+            "attention_factor": self.rope.real("attention_factor", 0.0, 1e3, None),
+            "mscale": self.rope.real("mscale", 0.0, 1e3, 0.0),
+            "mscale_all_dim": self.rope.real("mscale_all_dim", 0.0, 1e3, 0.0),
+            "truncate": self.rope.flag("truncate", True),
+        }
+
+    def _llama3(self, rotary_dim: int) -> dict[str, Any]:
+        low = self.rope.real("low_freq_factor", 1e-3, 1e6)
+        if (high := self.rope.real("high_freq_factor", 1e-3, 1e6)) <= low:
+            raise self.rope.error("high_freq_factor", f"above low_freq_factor ({low:g})")
+        return {
+            "factor": self._factor(),
+            "original_max_position": self._original(self.max_position),
+            "low_freq_factor": low,
+            "high_freq_factor": high,
+        }
+
+    def _longrope(self, rotary_dim: int) -> dict[str, Any]:
+        original = self._original(self.max_position)
+        count = rotary_dim // 2
+        return {
+            "factor": self._factor(max(1.0, self.max_position / original)),
+            "original_max_position": original,
+            "attention_factor": self.rope.real("attention_factor", 0.0, 1e3, None),
+            "short_factor": self.rope.reals("short_factor", count, 1e-3, 1e6),
+            "long_factor": self.rope.reals("long_factor", count, 1e-3, 1e6),
+        }

@@ -1,0 +1,366 @@
+"""Safetensors files, single or sharded: a checked JSON header and views of the mapped file.
+
+The format: 8 bytes of header length (little endian), a JSON object {name: {"dtype", "shape",
+"data_offsets"}}, then the data, without gaps. Everything is checked against the size of the
+file with Python integers before any view is made; nothing is copied and nothing is executed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from engine.errors import WeightsError
+from engine.loading._fields import shown
+
+__all__ = [
+    "SafetensorsDirectory",
+    "SafetensorsFile",
+    "TensorInfo",
+    "map_file",
+    "open_safetensors",
+]
+
+MAX_HEADER_BYTES = 100_000_000
+_MAX_DIMS = 8
+
+_VIEWS: dict[str, np.dtype[Any]] = {
+    "F64": np.dtype("<f8"),
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "I64": np.dtype("<i8"),
+    "I32": np.dtype("<i4"),
+    "I16": np.dtype("<i2"),
+    "I8": np.dtype("i1"),
+    "U64": np.dtype("<u8"),
+    "U32": np.dtype("<u4"),
+    "U16": np.dtype("<u2"),
+    "U8": np.dtype("u1"),
+    "BOOL": np.dtype("?"),
+}
+_WEIGHT_DTYPES = ("F32", "F16", "BF16")
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor of a file: its dtype's name, shape and bytes [start, stop) of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class SafetensorsFile:
+    """One .safetensors file, mapped and checked.
+
+    Parameters
+    ----------
+    path : str or path
+
+    Raises
+    ------
+    WeightsError
+        If the file is damaged; the message names the file, the tensor, and both values.
+
+    Examples
+    --------
+    >>> from safetensors.numpy import save_file
+    >>> save_file({"w": np.ones((2, 3), np.float32)}, "/tmp/engine-doctest.safetensors")
+    >>> file = SafetensorsFile("/tmp/engine-doctest.safetensors")
+    >>> file.shape("w"), float(file.view("w").sum())
+    ((2, 3), 6.0)
+    """
+
+    def __init__(self, path: str | PathLike[str]) -> None:
+        self.path = Path(path)
+        self._map = map_file(self.path)
+        header, data_start = _read_header(self.path, self._map)
+        self.tensors = _read_tensors(self.path, header, data_start, len(self._map))
+
+    def names(self) -> Iterator[str]:
+        """Return the names of the tensors."""
+        return iter(self.tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of tensor `name`."""
+        return self.tensors[name].shape
+
+    def view(self, name: str) -> np.ndarray[Any, Any]:
+        """Return tensor `name` as a read-only view of the mapped file (nothing is copied)."""
+        info = self.tensors[name]
+        dtype = _VIEWS[info.dtype]
+        view: np.ndarray[Any, Any] = np.ndarray(info.shape, dtype, self._map, info.start)
+        return view
+
+    def read(self, name: str, start: int, stop: int) -> np.ndarray[Any, Any]:
+        """Return rows [start, stop) of weight `name`: a view in float32, float16 or bfloat16.
+
+        Raises
+        ------
+        WeightsError
+            If the tensor has another dtype.
+        """
+        dtype = self.tensors[name].dtype
+        if dtype not in _WEIGHT_DTYPES:
+            raise WeightsError(
+                f"{self.path}: tensor {name!r} must be one of {', '.join(_WEIGHT_DTYPES)}; "
+                f"got {dtype} (quantized safetensors are not supported)"
+            )
+        return self.view(name)[start:stop]
+
+
+class SafetensorsDirectory:
+    """A sharded checkpoint: an index and its shards, which together hold each tensor once.
+
+    Parameters
+    ----------
+    index : str or path
+        The model.safetensors.index.json.
+
+    Raises
+    ------
+    WeightsError
+        If a shard is missing, damaged, outside of the directory, or index and shards disagree.
+    """
+
+    def __init__(self, index: str | PathLike[str]) -> None:
+        self.path = Path(index)
+        wanted = _read_index(self.path)
+        shards = {
+            name: SafetensorsFile(_inside(self.path, name)) for name in sorted(set(wanted.values()))
+        }
+        self._home: dict[str, SafetensorsFile] = {}
+        for shard in shards.values():
+            for tensor in shard.names():
+                if tensor in self._home:
+                    raise WeightsError(
+                        f"{self.path}: tensor {tensor!r} must be in one shard; it is in "
+                        f"{self._home[tensor].path.name} and {shard.path.name}"
+                    )
+                self._home[tensor] = shard
+        for tensor, name in wanted.items():
+            if tensor not in shards[name].tensors:
+                raise WeightsError(
+                    f"{self.path}: says that {name} holds tensor {tensor!r}; it does not"
+                )
+
+    def names(self) -> Iterator[str]:
+        """Return the names of the tensors of all shards."""
+        return iter(self._home)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of tensor `name`."""
+        return self._home[name].shape(name)
+
+    def view(self, name: str) -> np.ndarray[Any, Any]:
+        """Return tensor `name` as a read-only view of its mapped shard."""
+        return self._home[name].view(name)
+
+    def read(self, name: str, start: int, stop: int) -> np.ndarray[Any, Any]:
+        """Return rows [start, stop) of weight `name`, as `SafetensorsFile.read` does."""
+        return self._home[name].read(name, start, stop)
+
+
+def open_safetensors(directory: str | PathLike[str]) -> SafetensorsFile | SafetensorsDirectory:
+    """Open the checkpoint in `directory`: model.safetensors, or an index with its shards.
+
+    Raises
+    ------
+    WeightsError
+        If there are no weights, or only in formats that can run code; the message says why.
+    """
+    root = Path(directory)
+    if not root.is_dir():
+        raise WeightsError(f"{root}: must be a directory with a model; it is not a directory")
+    if (root / "model.safetensors").exists():
+        return SafetensorsFile(root / "model.safetensors")
+    if (root / "model.safetensors.index.json").exists():
+        return SafetensorsDirectory(root / "model.safetensors.index.json")
+    found = sorted(root.glob("*.safetensors"))
+    if len(found) == 1:
+        return SafetensorsFile(found[0])
+    if found:
+        names = ", ".join(one.name for one in found[:4])
+        raise WeightsError(
+            f"{root}: must have model.safetensors or model.safetensors.index.json; got {names}"
+            f"{', ...' if len(found) > 4 else ''} (the index is missing: download it too)"
+        )
+    raise _no_weights(root)
+
+
+def _no_weights(root: Path) -> WeightsError:
+    """Say why a directory without safetensors cannot be loaded, and what to do."""
+    pickled = sorted(
+        one.name for one in root.iterdir() if one.suffix in (".bin", ".pt", ".pth", ".ckpt")
+    )
+    if pickled:
+        return WeightsError(
+            f"{root}: has weights only as {pickled[0]}, a pickle, which can run any code when it "
+            "is opened; it is never read. Use a .safetensors or .gguf version of the model, or "
+            "convert it in a sandbox with safetensors.torch.save_file"
+        )
+    return WeightsError(
+        f"{root}: has no weights; wanted model.safetensors, model.safetensors.index.json with its "
+        "shards, or a .gguf file"
+    )
+
+
+def map_file(path: Path) -> mmap.mmap:
+    """Return the bytes of file `path`, mapped for reading.
+
+    Raises
+    ------
+    WeightsError
+        If the file cannot be read or has fewer than 8 bytes.
+    """
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size < 8:
+                raise WeightsError(f"{path}: must have at least 8 bytes; got {size}")
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:
+        if isinstance(error, WeightsError):
+            raise
+        raise WeightsError(f"{path}: cannot be read ({error})") from error
+
+
+def _read_header(path: Path, data: mmap.mmap) -> tuple[dict[str, Any], int]:
+    """Return the header's object and where the tensors' data starts."""
+    length = int.from_bytes(data[:8], "little")
+    if length > MAX_HEADER_BYTES:
+        raise WeightsError(
+            f"{path}: header must have at most {MAX_HEADER_BYTES} bytes; got {length}"
+        )
+    if 8 + length > len(data):
+        raise WeightsError(
+            f"{path}: is cut short: the header needs {8 + length} bytes; the file has {len(data)}"
+        )
+    try:
+        header = json.loads(data[8 : 8 + length].decode("utf-8"), object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise WeightsError(f"{path}: header is not valid JSON ({error})") from error
+    if not isinstance(header, dict):
+        raise WeightsError(f"{path}: header must be a JSON object; got {shown(header)}")
+    return header, 8 + length
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Refuse an object with one key twice: readers would disagree about what it says."""
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"key {twice!r} appears twice")
+    return result
+
+
+def _read_tensors(
+    path: Path, header: Mapping[str, Any], data_start: int, size: int
+) -> dict[str, TensorInfo]:
+    """Return the checked tensors; together they cover the file's data without gap or overlap."""
+    tensors = {
+        name: _read_tensor(path, name, entry, data_start, size)
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
+    end, before = data_start, "the header"
+    for name, info in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if info.start != end:
+            fault = "overlaps" if info.start < end else "leaves a gap after"
+            raise WeightsError(
+                f"{path}: tensor {name!r} {fault} {before}: it starts at byte {info.start}; "
+                f"wanted {end}"
+            )
+        end, before = info.stop, repr(name)
+    if end != size:
+        raise WeightsError(f"{path}: tensors end at byte {end}; the file has {size} bytes")
+    return tensors
+
+
+def _read_tensor(path: Path, name: str, entry: Any, data_start: int, size: int) -> TensorInfo:
+    """Return one checked entry of the header."""
+
+    def fail(what: str, wanted: str, got: object) -> WeightsError:
+        return WeightsError(f"{path}: tensor {name!r}: {what} must be {wanted}; got {shown(got)}")
+
+    if not isinstance(entry, dict):
+        raise fail("entry", "an object", entry)
+    dtype: Any = entry.get("dtype")
+    shape: Any = entry.get("shape")
+    offsets: Any = entry.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in _VIEWS:
+        raise fail("dtype", f"one of {', '.join(_VIEWS)}", dtype)
+    if not _are_counts(shape) or len(shape) > _MAX_DIMS:
+        raise fail("shape", f"at most {_MAX_DIMS} whole numbers >= 0", shape)
+    if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise fail("data_offsets", "two whole numbers, the first not above the second", offsets)
+    begin, stop = offsets
+    if data_start + stop > size:
+        raise fail("data_offsets", f"inside the {size - data_start} bytes of data", offsets)
+    if (wanted := math.prod(shape) * _VIEWS[dtype].itemsize) != stop - begin:
+        raise fail("size", f"{wanted} bytes ({dtype} of shape {shape})", stop - begin)
+    return TensorInfo(dtype, tuple(shape), data_start + begin, data_start + stop)
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Return the index's map from tensor to file name."""
+    try:
+        if (size := path.stat().st_size) > MAX_HEADER_BYTES:
+            raise WeightsError(f"{path}: must have at most {MAX_HEADER_BYTES} bytes; got {size}")
+        index = json.loads(path.read_bytes().decode("utf-8"), object_pairs_hook=_no_duplicates)
+    except OSError as error:
+        raise WeightsError(f"{path}: cannot be read ({error})") from error
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, WeightsError):
+            raise
+        raise WeightsError(f"{path}: is not valid JSON ({error})") from error
+    names = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(names, dict) or not names:
+        raise WeightsError(
+            f"{path}: weight_map must be an object of file names; got {shown(names)}"
+        )
+    for tensor, name in names.items():
+        if not isinstance(name, str) or not name:
+            raise WeightsError(f"{path}: tensor {tensor!r}: must name a file; got {shown(name)}")
+    return names
+
+
+def _inside(index: Path, name: str) -> Path:
+    """Return shard `name` beside `index`, which must not lead out of the directory.
+
+    A hub cache keeps `snapshots/<revision>/model...` as links into `blobs/` beside
+    `snapshots/`; this is the one way out that is allowed.
+    """
+    root = index.parent
+    if Path(name).name != name or "\\" in name or "\0" in name or name in (".", ".."):
+        raise WeightsError(f"{index}: shard must be a plain file name; got {shown(name)}")
+    shard = root / name
+    roots = [root.resolve()]
+    if root.resolve().parent.name == "snapshots":
+        roots.append(root.resolve().parent.parent / "blobs")
+    if shard.is_symlink() and shard.resolve().parent not in roots:
+        raise WeightsError(
+            f"{index}: shard {name} must be inside the directory; it is a link to {shard.resolve()}"
+        )
+    if not shard.is_file():
+        raise WeightsError(f"{index}: shard {name} is missing; download it again")
+    return shard

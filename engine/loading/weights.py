@@ -1,0 +1,269 @@
+"""Checkpoint tensors to the model's fused arrays, streamed in slabs of rows.
+
+Every fused array is allocated once, on the target device, and filled slab by slab: a reader
+gives some rows (a view of the mapped file, or freshly dequantized), they are cast into place,
+and on CUDA they travel through small pinned buffers. Neither the model nor a large tensor is
+ever held twice.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from engine.config import ModelConfig
+from engine.device import CPU, Device
+from engine.dtypes import BFLOAT16, np_dtype
+from engine.errors import OutOfMemoryError
+from engine.loading.dummy import dummy_weights
+from engine.loading.gguf import GgufFile
+from engine.loading.safetensors import open_safetensors
+from engine.loading.weight_table import Placement, place_tensors, weight_bytes, weight_shapes
+from engine.models.registry import family
+
+__all__ = ["dummy_weights", "load_weights", "weight_bytes", "weight_shapes"]
+
+_SLAB_BYTES = 16 << 20
+"""A unit of work: large enough for the bus, small enough that pinned buffers stay small."""
+
+_STEP_WEIGHTS = 1 << 18
+"""Weights cast at once inside a slab, so that intermediates stay in the cache."""
+
+_MAX_WORKERS = 8
+
+Array = np.ndarray[Any, Any]
+
+
+class Checkpoint(Protocol):
+    """A file or a set of files with named tensors."""
+
+    @property
+    def path(self) -> Path:
+        """What to call it in messages."""
+
+    def names(self) -> Iterator[str]:
+        """Return the names of the tensors."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of tensor `name`."""
+
+    def read(self, name: str, start: int, stop: int) -> Array:
+        """Return rows [start, stop) of tensor `name` in any float dtype."""
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Rows [first, last) of one tensor, to be written to rows of an array on the device."""
+
+    place: Placement
+    first: int
+    last: int
+
+
+def load_weights(
+    source: str | PathLike[str],
+    config: ModelConfig,
+    *,
+    device: Device = CPU,
+    dtype: str = "float32",
+    progress: bool = False,
+) -> dict[str, Any]:
+    """Load the weights of a model into fused arrays.
+
+    Parameters
+    ----------
+    source : str or path
+        A directory with safetensors, or a .gguf file.
+    config : ModelConfig
+        What the checkpoint must fit.
+    device : Device
+        Where the arrays live: NumPy arrays on the CPU, CuPy arrays on CUDA.
+    dtype : str
+        "float32", "float16" or "bfloat16"; tensors in other dtypes are cast.
+    progress : bool
+        Show a bar on stderr, if that is a terminal.
+
+    Returns
+    -------
+    dict of str to array
+        The names and shapes of `weight_shapes(config)`. Tied embeddings are one array under two
+        names. Rows of q and k are in half-split rope order, whatever the file's order.
+
+    Raises
+    ------
+    WeightsError
+        If a file is damaged, or a tensor is missing, unexpected, or of another shape.
+    OutOfMemoryError
+        If the device has no room for the arrays.
+    """
+    checkpoint, placements = _plan(Path(source), config)
+    device.activate()
+    arrays = _allocate(config, device, dtype)
+    loader = _Loader(checkpoint, config, arrays, device, dtype)
+    works = list(_slabs(placements, dtype))
+    with _progress_bar(works, dtype, progress) as advance, ThreadPoolExecutor(_workers()) as pool:
+        futures = [pool.submit(loader.run, work) for work in works]
+        try:
+            for work, future in zip(works, futures, strict=True):
+                future.result()
+                advance(work)
+        finally:
+            for future in futures:
+                future.cancel()
+    return arrays
+
+
+def _plan(source: Path, config: ModelConfig) -> tuple[Checkpoint, list[Placement]]:
+    """Open the checkpoint and match its tensors with the model's."""
+    kind = family(config.model_type)
+    checkpoint: Checkpoint
+    if source.suffix == ".gguf":
+        checkpoint, table = GgufFile(source), kind.gguf_names
+    else:
+        checkpoint, table = open_safetensors(source), kind.names
+    found = {name: checkpoint.shape(name) for name in checkpoint.names()}
+    return checkpoint, place_tensors(str(checkpoint.path), config, table, found)
+
+
+def _allocate(config: ModelConfig, device: Device, dtype: str) -> dict[str, Any]:
+    """Return the fused arrays, not filled yet."""
+    shapes = weight_shapes(config)
+    if config.tie_word_embeddings:
+        del shapes["lm_head"]
+    try:
+        arrays = {name: device.xp.empty(shape, np_dtype(dtype)) for name, shape in shapes.items()}
+    except MemoryError as error:  # CuPy's own error derives from it
+        raise OutOfMemoryError(
+            f"{device} has no room for {weight_bytes(config, dtype)} bytes of weights ({error})"
+        ) from error
+    if device.is_cuda:
+        # SAFETY: the memory may have been freed under a kernel that still runs on another stream.
+        device.xp.cuda.runtime.deviceSynchronize()
+    if config.tie_word_embeddings:
+        arrays["lm_head"] = arrays["embed"]
+    return arrays
+
+
+def _slabs(placements: list[Placement], dtype: str) -> Iterator[_Work]:
+    """Cut every tensor into slabs of rows, whole heads at a time."""
+    for place in placements:
+        rows = place.shape[0]
+        step = rows if len(place.shape) == 1 else _rows_of(_SLAB_BYTES // 4, place.shape[1], 1024)
+        for first in range(0, rows, step):
+            yield _Work(place, first, min(rows, first + step))
+
+
+def _rows_of(weights: int, width: int, multiple: int) -> int:
+    """Return how many rows make about `weights` weights, as a multiple of `multiple`."""
+    return max(1, weights // width // multiple) * multiple
+
+
+class _Loader:
+    """Fills slabs of the arrays; `run` may be called from several threads."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: ModelConfig,
+        arrays: dict[str, Any],
+        device: Device,
+        dtype: str,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.arrays = arrays
+        self.device = device
+        self.dtype = np_dtype(dtype)
+        self.head_dim = config.head_dim
+        is_gguf = isinstance(checkpoint, GgufFile)
+        self.is_interleaved = is_gguf and family(config.model_type).gguf_interleaved_rope
+        # A .gguf keeps the norms of Gemma as 1 + w.
+        self.norm_offset = config.norm_weight_offset if is_gguf else 0.0
+        self._local = threading.local()
+
+    def run(self, work: _Work) -> None:
+        """Load one slab."""
+        start = work.place.start
+        rows = self.arrays[work.place.target][start + work.first : start + work.last]
+        if not self.device.is_cuda:
+            self._fill(rows, work)
+            return
+        buffer, stream = self._staging(rows.size)
+        host = buffer[: rows.size].reshape(rows.shape)
+        self._fill(host, work)
+        rows.set(host, stream=stream)
+        stream.synchronize()  # the buffer is written again by the next slab
+
+    def _staging(self, size: int) -> tuple[Array, Any]:
+        """Return this thread's pinned buffer of at least `size` elements, and its stream."""
+        cp = self.device.xp
+        if not hasattr(self._local, "stream"):
+            self.device.activate()
+            self._local.stream = cp.cuda.Stream(non_blocking=True)
+            self._local.buffer = np.empty(0, self.dtype)
+        if len(self._local.buffer) < size:
+            pinned = cp.cuda.alloc_pinned_memory(size * self.dtype.itemsize)
+            self._local.buffer = np.frombuffer(pinned, self.dtype, size)
+        buffer: Array = self._local.buffer
+        return buffer, self._local.stream
+
+    def _fill(self, out: Array, work: _Work) -> None:
+        """Write the slab's rows to the host array `out`."""
+        place = work.place
+        width = place.shape[1] if len(place.shape) > 1 else 1
+        step = _rows_of(_STEP_WEIGHTS, width, self.head_dim if len(place.shape) > 1 else 4096)
+        for first in range(work.first, work.last, step):
+            last = min(work.last, first + step)
+            rows = self.checkpoint.read(place.name, first, last)
+            if self.is_interleaved and place.part in ("q", "k"):
+                rows = _half_split(rows, self.head_dim)
+            if self.norm_offset and place.target.endswith("norm"):
+                rows = rows.astype(np.float32) - np.float32(self.norm_offset)
+            _cast_into(out[first - work.first : last - work.first], rows)
+
+
+def _half_split(rows: Array, head_dim: int) -> Array:
+    """Reorder the rows of whole heads from interleaved pairs to two halves."""
+    pairs = rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:])
+    halves: Array = np.swapaxes(pairs, 1, 2)
+    return halves.reshape(rows.shape)
+
+
+def _cast_into(out: Array, rows: Array) -> None:
+    """Write `rows` to `out` in the dtype of `out`."""
+    if rows.dtype == BFLOAT16 and out.dtype == np.float32:
+        bits = out.view(np.uint32)  # exact, and several times faster than a cast
+        bits[...] = rows.view(np.uint16)
+        bits <<= 16
+    else:
+        out[...] = rows
+
+
+def _workers() -> int:
+    return min(_MAX_WORKERS, os.cpu_count() or 1)
+
+
+@contextmanager
+def _progress_bar(works: list[_Work], dtype: str, progress: bool) -> Iterator[Any]:
+    """Give a function that counts a finished slab on a bar (or nowhere)."""
+    if not (progress and sys.stderr.isatty()):
+        yield lambda work: None
+        return
+    from tqdm import tqdm
+
+    def nbytes(work: _Work) -> int:
+        width = work.place.shape[1] if len(work.place.shape) > 1 else 1
+        return (work.last - work.first) * width * np_dtype(dtype).itemsize
+
+    total = sum(map(nbytes, works))
+    with tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights") as bar:
+        yield lambda work: bar.update(nbytes(work))

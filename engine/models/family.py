@@ -1,0 +1,160 @@
+"""What one model family declares: defaults of its config.json and names of its tensors.
+
+A family is data, not code: `loading/hf_config.py` reads the config.json with the help of
+these declarations, `loading/weights.py` finds the tensors by the tables of names, and
+`models/decoder.py` never needs to know the family at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+__all__ = [
+    "GGUF_PACKED_NAMES",
+    "GGUF_SPLIT_NAMES",
+    "HF_LAYER_NAMES",
+    "HF_NAMES",
+    "Family",
+    "TensorName",
+    "WindowRule",
+]
+
+WindowRule = Literal["never", "every_layer", "max_window_layers", "pattern"]
+
+
+class TensorName(NamedTuple):
+    """Where one tensor of a checkpoint goes.
+
+    Attributes
+    ----------
+    checkpoint : str
+        Its name in the file; "{i}" stands for the layer.
+    target : str
+        The engine's (fused) array.
+    part : str
+        Which rows of it: "q", "k", "v", "gate", "up", or "" for all of them.
+    """
+
+    checkpoint: str
+    target: str
+    part: str = ""
+
+
+def _linear(checkpoint: str, target: str, part: str = "") -> tuple[TensorName, TensorName]:
+    """Name a weight and its bias; a bias that the config does not have is never looked for."""
+    return (
+        TensorName(f"{checkpoint}.weight", target, part),
+        TensorName(f"{checkpoint}.bias", f"{target}_bias", part),
+    )
+
+
+HF_NAMES: tuple[TensorName, ...] = (
+    TensorName("model.embed_tokens.weight", "embed"),
+    TensorName("model.norm.weight", "final_norm"),
+    TensorName("lm_head.weight", "lm_head"),
+    TensorName("model.layers.{i}.input_layernorm.weight", "layers.{i}.attn_norm"),
+    *_linear("model.layers.{i}.self_attn.o_proj", "layers.{i}.o"),
+    *_linear("model.layers.{i}.mlp.down_proj", "layers.{i}.down"),
+)
+"""The names that every family shares in a Hugging Face checkpoint."""
+
+HF_LAYER_NAMES: tuple[TensorName, ...] = (
+    *_linear("model.layers.{i}.self_attn.q_proj", "layers.{i}.qkv", "q"),
+    *_linear("model.layers.{i}.self_attn.k_proj", "layers.{i}.qkv", "k"),
+    *_linear("model.layers.{i}.self_attn.v_proj", "layers.{i}.qkv", "v"),
+    TensorName("model.layers.{i}.self_attn.q_norm.weight", "layers.{i}.q_norm"),
+    TensorName("model.layers.{i}.self_attn.k_norm.weight", "layers.{i}.k_norm"),
+    *_linear("model.layers.{i}.mlp.gate_proj", "layers.{i}.gate_up", "gate"),
+    *_linear("model.layers.{i}.mlp.up_proj", "layers.{i}.gate_up", "up"),
+)
+"""Separate projections, with norms of q and k where the config has them."""
+
+_GGUF_NAMES: tuple[TensorName, ...] = (
+    TensorName("token_embd.weight", "embed"),
+    TensorName("output_norm.weight", "final_norm"),
+    TensorName("output.weight", "lm_head"),
+    TensorName("blk.{i}.attn_norm.weight", "layers.{i}.attn_norm"),
+    TensorName("blk.{i}.ffn_norm.weight", "layers.{i}.mlp_norm"),
+    *_linear("blk.{i}.attn_output", "layers.{i}.o"),
+    *_linear("blk.{i}.ffn_down", "layers.{i}.down"),
+)
+
+GGUF_SPLIT_NAMES: tuple[TensorName, ...] = (
+    *_GGUF_NAMES,
+    *_linear("blk.{i}.attn_q", "layers.{i}.qkv", "q"),
+    *_linear("blk.{i}.attn_k", "layers.{i}.qkv", "k"),
+    *_linear("blk.{i}.attn_v", "layers.{i}.qkv", "v"),
+    TensorName("blk.{i}.attn_q_norm.weight", "layers.{i}.q_norm"),
+    TensorName("blk.{i}.attn_k_norm.weight", "layers.{i}.k_norm"),
+    *_linear("blk.{i}.ffn_gate", "layers.{i}.gate_up", "gate"),
+    *_linear("blk.{i}.ffn_up", "layers.{i}.gate_up", "up"),
+    TensorName("blk.{i}.post_attention_norm.weight", "layers.{i}.post_attn_norm"),
+    TensorName("blk.{i}.post_ffw_norm.weight", "layers.{i}.post_mlp_norm"),
+)
+"""A .gguf with separate projections."""
+
+GGUF_PACKED_NAMES: tuple[TensorName, ...] = (
+    *_GGUF_NAMES,
+    *_linear("blk.{i}.attn_qkv", "layers.{i}.qkv"),
+    # NOTE: a packed gate and up is stored under the name of up alone.
+    *_linear("blk.{i}.ffn_up", "layers.{i}.gate_up"),
+)
+"""A .gguf with packed projections (phi3)."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model_type, declared.
+
+    Attributes
+    ----------
+    model_type : str
+        Hugging Face's name.
+    gguf_arch : str
+        The name in `general.architecture` of a .gguf; "" where another family reads such files.
+    names, gguf_names : tuple of TensorName
+        Tensors of a safetensors checkpoint and of a .gguf.
+    defaults : mapping
+        What a key that config.json leaves out means (Hugging Face's defaults).
+    qkv_bias, o_bias, mlp_bias : bool or str
+        Whether the bias exists, or the key of config.json that says so.
+    qk_norm, post_norms : bool
+        Norms per head of q and k; norms after each block.
+    windows : str
+        Which layers have a sliding window: "never", "every_layer" (where `sliding_window` is
+        set), "max_window_layers" (from that layer on, if `use_sliding_window`), or "pattern"
+        (all but every n-th); `layer_types` decides where it is given and the rule is one of
+        the last two.
+    norm_weight_offset : float
+        Added to every norm's weight.
+    scale_embedding : bool
+        Whether embeddings are multiplied with sqrt(hidden_size).
+    local_rope : bool
+        Whether layers with a window have a rope of their own.
+    max_position_is_scaled : bool
+        Whether `max_position_embeddings` already counts a linear rope factor.
+    rope_aliases : mapping
+        Old names of rope types that mean something else in this family.
+    gguf_interleaved_rope : bool
+        Whether a .gguf keeps the rows of q and k in interleaved order.
+    """
+
+    model_type: str
+    names: tuple[TensorName, ...]
+    gguf_names: tuple[TensorName, ...] = GGUF_SPLIT_NAMES
+    gguf_arch: str = ""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    qkv_bias: bool | str = False
+    o_bias: bool | str = False
+    mlp_bias: bool | str = False
+    qk_norm: bool = False
+    post_norms: bool = False
+    windows: WindowRule = "never"
+    norm_weight_offset: float = 0.0
+    scale_embedding: bool = False
+    local_rope: bool = False
+    max_position_is_scaled: bool = False
+    rope_aliases: Mapping[str, str] = field(default_factory=dict)
+    gguf_interleaved_rope: bool = False

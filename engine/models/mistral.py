@@ -1,0 +1,22 @@
+"""Mistral: llama with a sliding window in every layer (where the config sets one)."""
+
+from __future__ import annotations
+
+from engine.models.family import Family
+from engine.models.llama import LLAMA_NAMES
+
+__all__ = ["MISTRAL"]
+
+MISTRAL = Family(
+    model_type="mistral",
+    names=LLAMA_NAMES,
+    # NOTE: a .gguf of Mistral says "llama" (and keeps its rows in llama's order).
+    defaults={
+        "max_position_embeddings": 4096 * 32,
+        "rms_norm_eps": 1e-6,
+        "sliding_window": 4096,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    windows="every_layer",
+)

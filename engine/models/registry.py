@@ -1,0 +1,55 @@
+"""Every model family the engine knows, by Hugging Face's model_type and by .gguf architecture."""
+
+from __future__ import annotations
+
+from engine.errors import ConfigError
+from engine.models.family import Family
+from engine.models.gemma3 import GEMMA3
+from engine.models.llama import LLAMA
+from engine.models.mistral import MISTRAL
+from engine.models.phi3 import PHI3
+from engine.models.qwen2 import QWEN2
+from engine.models.qwen3 import QWEN3
+
+__all__ = ["FAMILIES", "family", "family_of_gguf"]
+
+FAMILIES: dict[str, Family] = {
+    known.model_type: known for known in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA3)
+}
+
+
+def family(model_type: object) -> Family:
+    """Return the family called `model_type`.
+
+    Raises
+    ------
+    ConfigError
+        If the engine does not know it; the message lists what it knows.
+
+    Examples
+    --------
+    >>> family("qwen2").qkv_bias
+    True
+    """
+    if isinstance(model_type, str) and model_type in FAMILIES:
+        return FAMILIES[model_type]
+    hint = " (only the text models of Gemma 3 are supported)" if model_type == "gemma3" else ""
+    raise ConfigError(
+        f"model_type must be one of {', '.join(sorted(FAMILIES))}; got {model_type!r:.80}{hint}"
+    )
+
+
+def family_of_gguf(architecture: object) -> Family:
+    """Return the family that reads .gguf files of `architecture`.
+
+    Raises
+    ------
+    ConfigError
+        If the engine does not know it; the message lists what it knows.
+    """
+    known = {one.gguf_arch: one for one in FAMILIES.values() if one.gguf_arch}
+    if isinstance(architecture, str) and architecture in known:
+        return known[architecture]
+    raise ConfigError(
+        f"general.architecture must be one of {', '.join(sorted(known))}; got {architecture!r:.80}"
+    )
