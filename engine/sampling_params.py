@@ -352,7 +352,9 @@ def _texts(name: str, value: object, limit: int, max_chars: int) -> tuple[str, .
     for i, text in enumerate(items):
         if not isinstance(text, str) or not 1 <= len(text) <= max_chars:
             given = f"{len(text)} characters" if isinstance(text, str) else _show(text)
-            raise RequestError(f"{name}[{i}] must be a str of 1 to {max_chars}; got {given}")
+            raise RequestError(
+                f"{name}[{i}] must be a str of 1 to {max_chars} characters; got {given}"
+            )
     return tuple(items)
 
 

@@ -1,0 +1,278 @@
+"""Chat templates: messages to the text of a prompt, by the Jinja source that a model brings.
+
+The dialect is Hugging Face's: blocks are trimmed, ``break`` and ``continue`` work, ``tojson``
+does not escape HTML, and ``raise_exception(message)`` and ``strftime_now(format)`` exist.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+
+from engine.errors import RequestError, TemplateError
+from engine.text.parts import SPECIAL_NAMES
+from engine.text.template_sandbox import MAX_CHARS, Budget, Sandbox, spending
+
+__all__ = ["RESERVED_VARIABLES", "ChatTemplate"]
+
+MAX_SOURCE_CHARS = 1_000_000
+MAX_DEPTH = 64  # of lists and dicts in what a template is given
+
+RESERVED_VARIABLES = frozenset(
+    [
+        # arguments of their own, or of other engines' apply_chat_template: never variables
+        *("messages", "tools", "add_generation_prompt", "chat_template", "conversation"),
+        *("tokenize", "add_special_tokens", "padding", "truncation", "max_length"),
+        *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+        *("continue_final_message", "self", "loop", "caller"),
+        # what the template relies on
+        *("raise_exception", "strftime_now", "range", "namespace", "dict", *SPECIAL_NAMES),
+    ]
+)
+"""Names that a request cannot give to a template."""
+
+
+class ChatTemplate:
+    """One Jinja template that turns messages into a prompt.
+
+    Parameters
+    ----------
+    source : str
+        Jinja source. It is compiled when first used.
+
+    Examples
+    --------
+    >>> template = ChatTemplate("{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}")
+    >>> template.render([{"role": "user", "content": "Hi"}])
+    '[user] Hi'
+    """
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        special_tokens: Mapping[str, str] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return the prompt.
+
+        Parameters
+        ----------
+        messages : sequence of dict
+            See `Tokenizer.apply_chat_template`.
+        add_generation_prompt : bool
+            End with the opening of the assistant's answer.
+        tools : sequence of dict, optional
+            JSON schemas of functions.
+        special_tokens : mapping of str to str, optional
+            "bos_token" and its kin.
+        variables : mapping, optional
+            Further variables of the template.
+
+        Raises
+        ------
+        RequestError
+            If the messages, tools or variables are not acceptable.
+        TemplateError
+            If the template fails, leaves its sandbox, or takes too long.
+        """
+        given = {
+            **(special_tokens or {}),
+            "documents": None,
+            **_check_variables(variables or {}),
+            "messages": self._check_messages(messages),
+            "tools": None if tools is None else _check_tools(tools),
+            "add_generation_prompt": bool(add_generation_prompt),
+        }
+        compiled = self._compiled
+        try:
+            with spending(Budget()):
+                return compiled.render(given)
+        except Exception as error:
+            # Whatever a stranger's program does wrong, it is the template that failed.
+            _fail(error)
+
+    @functools.cached_property
+    def _compiled(self) -> jinja2.Template:
+        if len(self.source) > MAX_SOURCE_CHARS:
+            raise TemplateError(
+                f"a chat template must have at most {MAX_SOURCE_CHARS} characters; "
+                f"got {len(self.source)}"
+            )
+        try:
+            sandbox = _sandbox()
+            return sandbox.from_string(sandbox.parse_guarded(self.source))
+        except Exception as error:
+            _fail(error)
+
+    @functools.cached_property
+    def takes_parts(self) -> bool:
+        """Whether the template itself walks through a content that is a list of parts."""
+        try:
+            tree = _sandbox().parse(self.source)
+        except Exception as error:
+            _fail(error)
+        return any(_is_content(loop.iter) for loop in tree.find_all(nodes.For))
+
+    def _check_messages(self, messages: Any) -> list[dict[str, Any]]:
+        """Return plain copies of the messages, or say which one is wrong."""
+        if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+            got = type(messages).__name__
+            raise RequestError(f"messages must be a list of dicts; got {got}")
+        if not messages:
+            raise RequestError("messages must not be empty")
+        found = [_check_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+        for message in found:
+            if isinstance(message.get("content"), list) and not self.takes_parts:
+                message["content"] = "\n".join(part["text"] for part in message["content"])
+        return found
+
+
+def _fail(error: Exception) -> NoReturn:
+    line = getattr(error, "lineno", None)
+    where = f" (line {line})" if line else ""
+    text = str(error) or type(error).__name__
+    if not isinstance(error, jinja2.TemplateError):
+        text = f"{type(error).__name__}: {text}"
+    raise TemplateError(f"the chat template failed{where}: {text[:500]}") from None
+
+
+@functools.cache
+def _sandbox() -> Sandbox:
+    functions: dict[str, Callable[..., Any]] = {
+        "raise_exception": _raise_exception,
+        "strftime_now": _strftime_now,
+        "dict": _dict,
+    }
+    return Sandbox(functions, {"tojson": _tojson})
+
+
+def _raise_exception(message: Any = "") -> NoReturn:
+    raise jinja2.TemplateError(str(message))
+
+
+def _strftime_now(format: str) -> str:
+    # The C library takes a width ("%9999999d") and would fill it.
+    if len(format) > 200 or re.search(r"\d{3,}", format):
+        raise ValueError(f"strftime_now cannot take the format {format[:40]!r}")
+    return datetime.datetime.now().strftime(format)
+
+
+def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
+    return dict(*args, **kwargs)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Write `value` as JSON; Jinja's own filter escapes what HTML would read."""
+    if (indent if isinstance(indent, int) else len(indent or "")) > 16:
+        raise ValueError("tojson can indent by at most 16")
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _is_content(node: nodes.Node) -> bool:
+    """Tell whether an expression is a message's content: ``content``, ``x.content``, ..."""
+    while isinstance(node, nodes.Filter) and node.node is not None:
+        node = node.node
+    if isinstance(node, nodes.Getattr):
+        return node.attr == "content"
+    if isinstance(node, nodes.Getitem):
+        return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
+    return isinstance(node, nodes.Name) and node.name == "content"
+
+
+def _check_message(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise RequestError(f"{where} must be a dict; got {type(message).__name__}")
+    plain: dict[str, Any] = _plain(message, where)
+    role = plain.get("role")
+    if not isinstance(role, str) or not role:
+        raise RequestError(f'{where}["role"] must be a str that is not empty; got {role!r:.80}')
+    content = plain.get("content")
+    if isinstance(content, list):
+        for i, part in enumerate(content):
+            _check_part(part, f'{where}["content"][{i}]')
+    elif content is None and plain.get("tool_calls"):
+        pass  # an assistant that only calls tools says nothing
+    elif not isinstance(content, str):
+        raise RequestError(
+            f'{where}["content"] must be a str or a list of text parts; got '
+            + ("nothing" if "content" not in plain else f"{type(content).__name__}")
+        )
+    return plain
+
+
+def _check_part(part: Any, where: str) -> None:
+    if not isinstance(part, dict) or part.get("type") != "text":
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        raise RequestError(f'{where} must be {{"type": "text", "text": ...}}; got {kind!r:.80}')
+    if not isinstance(part.get("text"), str):
+        got = type(part.get("text")).__name__
+        raise RequestError(f'{where}["text"] must be a str; got {got}')
+
+
+def _check_tools(tools: Any) -> list[Any]:
+    if isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Sequence):
+        raise RequestError(f"tools must be a list of dicts; got {type(tools).__name__}")
+    for i, tool in enumerate(tools):
+        if not isinstance(tool, Mapping):
+            got = type(tool).__name__
+            raise RequestError(f"tools[{i}] must be a dict (a JSON schema); got {got}")
+    plain: list[Any] = _plain(list(tools), "tools")
+    return plain
+
+
+def _check_variables(variables: Mapping[str, Any]) -> dict[str, Any]:
+    for name in variables:
+        if name in RESERVED_VARIABLES or name.startswith("_") or not name.isidentifier():
+            raise RequestError(f"{name!r} cannot be a variable of a chat template: it is reserved")
+    return {name: _plain(value, name) for name, value in variables.items()}
+
+
+def _plain(value: Any, where: str, depth: int = 0) -> Any:
+    """Rebuild `value` from plain types: methods of any other object would be callable inside."""
+    if depth > MAX_DEPTH:
+        raise RequestError(f"{where} is nested deeper than {MAX_DEPTH}")
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        if len(value) > MAX_CHARS:
+            raise RequestError(f"{where} must have at most {MAX_CHARS} characters")
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise RequestError(f"{where} must have str keys; got {key!r:.80}")
+        return {str(k): _plain(v, f'{where}["{k}"]', depth + 1) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
+    raise RequestError(
+        f"{where} must be a str, number, bool, None, list or dict; got {type(value).__name__}"
+    )

@@ -1,0 +1,128 @@
+"""Token ids to text while they arrive: `IncrementalDetokenizer`."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Collection, Iterable, Sequence
+from typing import Protocol
+
+from engine.text.token_bytes import strip_spaces
+
+__all__ = ["DecodesBytes", "IncrementalDetokenizer"]
+
+_REPLACEMENT = "\ufffd"
+_REPLACEMENT_BYTES = _REPLACEMENT.encode()
+_LONGEST_PARTIAL = 3  # bytes of a UTF-8 character that still lacks one
+
+
+class DecodesBytes(Protocol):
+    """The part of a tokenizer that detokenizing needs."""
+
+    @property
+    def special_ids(self) -> Collection[int]:
+        """Ids that `skip_special_tokens` leaves out."""
+
+    @property
+    def strip_left(self) -> int:
+        """Spaces that decoding takes off the front of a text."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that a token stands for."""
+
+
+class IncrementalDetokenizer:
+    """The text of one sequence, piece by piece.
+
+    However the ids are split over calls of `push`, the pieces and the piece that `finish` returns
+    are together the text of all ids after the prompt. A piece never ends inside a character, and
+    no character of the prompt is in it; one that the prompt began is, once it is complete. The
+    work per token does not depend on how many came before.
+
+    Parameters
+    ----------
+    tokenizer : DecodesBytes
+        Usually a `Tokenizer`.
+    prompt_ids : sequence of int
+        The tokens before; with none, the text is `tokenizer.decode(ids)`.
+    skip_special_tokens : bool
+        Leave special tokens out.
+
+    Examples
+    --------
+    >>> class Bytes:  # one token a byte
+    ...     special_ids, strip_left = (), 0
+    ...     def token_bytes(self, token_id):
+    ...         return bytes([token_id])
+    >>> stream = IncrementalDetokenizer(Bytes(), prompt_ids=[])
+    >>> [stream.push([byte]) for byte in "né".encode()]
+    ['n', '', 'é']
+    >>> stream.push([0xC3]), stream.finish(), stream.text
+    ('', '\ufffd', 'né\ufffd')
+    """
+
+    def __init__(
+        self,
+        tokenizer: DecodesBytes,
+        prompt_ids: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._pieces: list[str] = []
+        tail = self._tail(prompt_ids)
+        self._decoder.decode(tail)
+        # Bytes of a character that the prompt began; it is not ours before it is complete.
+        self._begun = self._decoder.getstate()[0]
+        self._num_strip = 0 if tail else tokenizer.strip_left
+
+    @property
+    def text(self) -> str:
+        """Everything returned so far."""
+        if len(self._pieces) > 1:
+            self._pieces = ["".join(self._pieces)]
+        return self._pieces[0] if self._pieces else ""
+
+    def push(self, ids: Iterable[int]) -> str:
+        """Add tokens; return the text that they complete."""
+        skipped, token_bytes = self._skipped, self._tokenizer.token_bytes
+        return self._decode(b"".join(token_bytes(i) for i in ids if i not in skipped), final=False)
+
+    def finish(self) -> str:
+        """Return what is left: U+FFFD where the last character is incomplete."""
+        return self._decode(b"", final=True)
+
+    def _decode(self, data: bytes, final: bool) -> str:
+        piece = self._decoder.decode(data, final)
+        if self._begun:
+            piece = self._settle(piece, data, final)
+        if self._num_strip and piece:
+            # Taken off once, from the first text there is; a lone space may be all of it.
+            left = strip_spaces(piece, self._num_strip)
+            self._num_strip = self._num_strip - (len(piece) - len(left)) if not left else 0
+            piece = left
+        if piece:
+            self._pieces.append(piece)
+        return piece
+
+    def _settle(self, piece: str, data: bytes, final: bool) -> str:
+        """Decide whether the character that the prompt began was completed here."""
+        if not piece and not final:
+            self._begun += data
+            return piece
+        is_broken = piece.startswith(_REPLACEMENT) and not (self._begun + data).startswith(
+            _REPLACEMENT_BYTES
+        )
+        self._begun = b""
+        # The prompt's own text already shows U+FFFD for a character that stays broken.
+        return piece[1:] if is_broken else piece
+
+    def _tail(self, prompt_ids: Sequence[int]) -> bytes:
+        """Return the last bytes of the prompt: enough to know whether it ends in a character."""
+        tail = b""
+        for token_id in reversed(prompt_ids):
+            if token_id not in self._skipped:
+                tail = self._tokenizer.token_bytes(token_id) + tail
+            if len(tail) > _LONGEST_PARTIAL:
+                break
+        return tail

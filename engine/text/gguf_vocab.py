@@ -1,0 +1,286 @@
+"""The tokenizer inside a .gguf file: its metadata as `TokenizerParts`.
+
+Two kinds are read: "gpt2", byte-level BPE with merges, and "llama", sentencepiece's BPE with
+scores in place of merges. Keys and defaults are those of the GGUF specification:
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers
+
+from engine.errors import ConfigError
+from engine.text.parts import TokenizerParts, set_bos_eos
+from engine.text.pretokenizers import find_pre_tokenizer
+
+__all__ = ["parts_from_gguf"]
+
+_PREFIX = "tokenizer.ggml."
+_SPACE = "▁"  # sentencepiece's visible space
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+_NAMED_IDS = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+    "sep_token": "seperator_token_id",  # the specification's own spelling
+}
+_END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|return|>")
+
+
+class TokenType(enum.IntEnum):
+    """Values of ``tokenizer.ggml.token_type``."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+class _Metadata:
+    """Typed access to the metadata; every complaint names the key."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values = values
+        self.tokens: list[str] = self.array("tokens", str)
+        if not self.tokens:
+            raise ConfigError("tokenizer.ggml.tokens is missing or empty: no vocabulary")
+        types = self.array("token_type", int) or [TokenType.NORMAL] * len(self.tokens)
+        self.types: list[int] = self._as_long_as_tokens("token_type", types)
+
+    def get(self, key: str) -> Any:
+        return self.values.get(_PREFIX + key)
+
+    def array(self, key: str, kind: Callable[[Any], Any]) -> list[Any]:
+        value = self.get(key)
+        if value is None:
+            return []
+        if isinstance(value, (str, bytes)) or not hasattr(value, "__len__"):
+            raise ConfigError(f"{_PREFIX}{key} must be an array; got {type(value).__name__}")
+        if kind is str:
+            for i, item in enumerate(value):
+                if not isinstance(item, str):
+                    got = type(item).__name__
+                    raise ConfigError(f"{_PREFIX}{key}[{i}] must be a string; got {got}")
+            return list(value)
+        return [kind(item) for item in value]
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.get(key)
+        return default if value is None else bool(value)
+
+    def token_id(self, key: str) -> int | None:
+        value = self.get(key)
+        if value is None:
+            return None
+        if not 0 <= int(value) < len(self.tokens):
+            raise ConfigError(
+                f"{_PREFIX}{key} must be in [0, {len(self.tokens)}) (the vocabulary); got {value}"
+            )
+        return int(value)
+
+    def scores(self) -> list[float]:
+        return self._as_long_as_tokens("scores", self.array("scores", float))
+
+    def of_type(self, *types: TokenType) -> list[int]:
+        return [i for i, kind in enumerate(self.types) if kind in types]
+
+    def _as_long_as_tokens(self, key: str, items: list[Any]) -> list[Any]:
+        if len(items) != len(self.tokens):
+            raise ConfigError(
+                f"{_PREFIX}{key} must have one entry a token ({len(self.tokens)}); got {len(items)}"
+            )
+        return items
+
+
+def parts_from_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
+    """Build a tokenizer from the metadata of a .gguf file.
+
+    Parameters
+    ----------
+    metadata : mapping of str to value
+        Keys of the file; arrays as lists or rank-1 NumPy arrays.
+
+    Raises
+    ------
+    ConfigError
+        If the vocabulary is missing or contradicts itself, or its kind or pre-tokenizer is not
+        known.
+    """
+    builders = {"gpt2": _byte_level, "llama": _sentencepiece}
+    kind = metadata.get(_PREFIX + "model")
+    if kind not in builders:
+        raise ConfigError(
+            f"cannot read a tokenizer of kind {kind!r} (tokenizer.ggml.model); "
+            f"known: {', '.join(sorted(builders))}"
+        )
+    meta = _Metadata(metadata)
+    backend, add_bos = builders[kind](meta)
+    _add_whole_tokens(backend, meta)
+    bos, eos = meta.token_id("bos_token_id"), meta.token_id("eos_token_id")
+    set_bos_eos(
+        backend,
+        bos if meta.flag("add_bos_token", add_bos) else None,
+        eos if meta.flag("add_eos_token", False) else None,
+    )
+    templates = _chat_templates(metadata)
+    return TokenizerParts(
+        backend=backend,
+        bos_token_id=bos,
+        eos_token_ids=_end_ids(meta, templates),
+        special_tokens=_named_tokens(meta),
+        chat_templates=templates,
+    )
+
+
+def _byte_level(meta: _Metadata) -> tuple[tokenizers.Tokenizer, bool]:
+    """Return the backend of a "gpt2" vocabulary, and whether BOS is the default."""
+    pre = find_pre_tokenizer(meta.get("pre"))
+    merges = [_split_merge(i, merge) for i, merge in enumerate(meta.array("merges", str))]
+    if not merges:
+        raise ConfigError("tokenizer.ggml.merges is missing or empty: a gpt2 vocabulary needs it")
+    backend = _backend(_numbered(meta.tokens), merges, ignore_merges=pre.ignore_merges)
+    normalizer = pre.normalizer()
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    backend.pre_tokenizer = pre.backend()
+    backend.decoder = decoders.ByteLevel()
+    return backend, pre.add_bos
+
+
+def _sentencepiece(meta: _Metadata) -> tuple[tokenizers.Tokenizer, bool]:
+    """Return the backend of a "llama" vocabulary, and whether BOS is the default."""
+    tokens = [_visible(token, kind) for token, kind in zip(meta.tokens, meta.types, strict=True)]
+    vocab = _numbered(tokens)
+    # The score of a user-defined piece says nothing about its rank; where pieces of spaces are
+    # such (Gemma), the order of the vocabulary is the order of the merges.
+    ordered = tokens == meta.tokens
+    ranks = [-score for score in meta.scores()] if ordered else [float(i) for i in vocab.values()]
+    unknown = meta.token_id("unknown_token_id")
+    backend = _backend(
+        vocab,
+        _merges_of_scores(tokens, meta.types, vocab, ranks),
+        unk_token=tokens[0 if unknown is None else unknown],
+        fuse_unk=True,
+        byte_fallback=any(_BYTE_TOKEN.fullmatch(token) for token in tokens),
+    )
+    add_space = meta.flag("add_space_prefix", True)
+    steps: list[normalizers.Normalizer] = [normalizers.Prepend(_SPACE)] if add_space else []
+    backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
+    strip: list[decoders.Decoder] = [decoders.Strip(" ", 1, 0)] if add_space else []
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return backend, True
+
+
+def _backend(
+    vocab: dict[str, int], merges: Sequence[tuple[str, str]], **options: Any
+) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=list(merges), **options))
+    except Exception as error:  # the backend raises bare Exceptions
+        raise ConfigError(f"the vocabulary and its merges do not fit: {error}") from None
+
+
+def _numbered(tokens: Sequence[str]) -> dict[str, int]:
+    vocab: dict[str, int] = {}
+    for token_id, token in enumerate(tokens):
+        first = vocab.setdefault(token, token_id)
+        if first != token_id:
+            raise ConfigError(
+                f"tokenizer.ggml.tokens has {token!r} twice, as ids {first} and {token_id}"
+            )
+    return vocab
+
+
+def _split_merge(index: int, merge: str) -> tuple[str, str]:
+    # From 1 on: the left half may itself be a space.
+    at = merge.find(" ", 1)
+    if at < 0 or at == len(merge) - 1:
+        raise ConfigError(f"tokenizer.ggml.merges[{index}] must be two tokens; got {merge!r}")
+    return merge[:at], merge[at + 1 :]
+
+
+def _visible(token: str, kind: int) -> str:
+    """Spell a user-defined run of spaces as the text will be spelled when it is looked up."""
+    is_spaces = kind == TokenType.USER_DEFINED and bool(token) and not token.strip(" ")
+    return _SPACE * len(token) if is_spaces else token
+
+
+def _merges_of_scores(
+    tokens: Sequence[str], types: Sequence[int], vocab: Mapping[str, int], ranks: Sequence[float]
+) -> list[tuple[str, str]]:
+    """List every pair of tokens whose union is a token, the best union first.
+
+    Sentencepiece merges the neighbours whose union has the best score; a list of merges in the
+    order of that score does the same.
+    """
+    found: list[tuple[float, int, int, str, str]] = []
+    for token, kind, rank in zip(tokens, types, ranks, strict=True):
+        is_space_run = kind == TokenType.USER_DEFINED and not token.strip(_SPACE)
+        if kind != TokenType.NORMAL and not is_space_run:
+            continue
+        for cut in range(1, len(token)):
+            left, right = vocab.get(token[:cut]), vocab.get(token[cut:])
+            if left is not None and right is not None:
+                found.append((rank, left, right, token[:cut], token[cut:]))
+    found.sort()
+    return [(left, right) for _, _, _, left, right in found]
+
+
+def _add_whole_tokens(backend: tokenizers.Tokenizer, meta: _Metadata) -> None:
+    """Declare the tokens that are recognised in a text before anything else is done to it."""
+    is_phi3 = meta.values.get("general.architecture") == "phi3" and meta.get("model") == "llama"
+
+    def whole(token_id: int, special: bool) -> AddedToken:
+        content = meta.tokens[token_id]
+        # Phi-3's marks swallow the blanks after them; the file has no place to say so.
+        strips = is_phi3 and content.startswith("<|") and content != "<|endoftext|>"
+        return AddedToken(content, normalized=False, special=special, rstrip=strips)
+
+    control = meta.of_type(TokenType.CONTROL, TokenType.UNKNOWN)
+    user = [i for i in meta.of_type(TokenType.USER_DEFINED) if meta.tokens[i].strip(" ")]
+    backend.add_special_tokens([whole(i, True) for i in control])
+    backend.add_tokens([whole(i, False) for i in user])
+    for i in control + user:
+        if backend.token_to_id(meta.tokens[i]) != i:
+            raise ConfigError(f"token {i} ({meta.tokens[i]!r}) could not be declared as a whole")
+
+
+def _named_tokens(meta: _Metadata) -> dict[str, str]:
+    ids = {name: meta.token_id(key) for name, key in _NAMED_IDS.items()}
+    return {name: meta.tokens[i] for name, i in ids.items() if i is not None}
+
+
+def _chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
+    key = "tokenizer.chat_template"
+    found = {name: text for name, text in metadata.items() if name.split(".")[:2] == key.split(".")}
+    for name, text in found.items():
+        if not isinstance(text, str):
+            raise ConfigError(f"{name} must be a string; got {type(text).__name__}")
+    return {name[len(key) + 1 :] or "default": text for name, text in found.items()}
+
+
+def _end_ids(meta: _Metadata, templates: Mapping[str, str]) -> tuple[int, ...]:
+    """List the ids that end a sequence.
+
+    Those that the file names, and the marks of an end of turn that its chat template writes:
+    files made before ``eot_token_id`` existed name only one of the two.
+    """
+    named = [meta.token_id(f"{name}_token_id") for name in ("eos", "eot", "eom")]
+    written = "".join(templates.values())
+    marks = [
+        i
+        for i in meta.of_type(TokenType.CONTROL)
+        if meta.tokens[i] in _END_OF_TURN and meta.tokens[i] in written
+    ]
+    return tuple(dict.fromkeys([i for i in named if i is not None] + marks))

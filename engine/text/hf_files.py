@@ -1,0 +1,206 @@
+"""The tokenizer of a model directory in Hugging Face layout, as `TokenizerParts`.
+
+Read are ``tokenizer.json`` and, where they exist, ``tokenizer_config.json``,
+``special_tokens_map.json``, ``added_tokens.json``, ``config.json``, ``generation_config.json``,
+``chat_template.jinja`` and ``additional_chat_templates/*.jinja``. Nothing in the directory is
+executed, except templates, in their sandbox.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+
+from engine.errors import ConfigError
+from engine.text.parts import SPECIAL_NAMES, TokenizerParts, set_bos_eos
+
+__all__ = ["parts_from_directory"]
+
+
+def parts_from_directory(directory: Path) -> TokenizerParts:
+    """Read the tokenizer of a model directory.
+
+    Parameters
+    ----------
+    directory : Path
+        Holds at least a ``tokenizer.json``.
+
+    Raises
+    ------
+    ConfigError
+        Naming the file that is missing, damaged or contradicts another.
+    """
+    backend = _read_backend(directory)
+    config = _read_json(directory, "tokenizer_config.json")
+    _add_missing_tokens(backend, config, _read_json(directory, "added_tokens.json"))
+    special = _special_tokens(directory, config)
+    bos = _id_of(backend, "bos_token", special)
+    eos = _id_of(backend, "eos_token", special)
+    _apply_bos_eos_flags(backend, config, bos, eos)
+    hints = [_read_json(directory, name) for name in ("generation_config.json", "config.json")]
+    return TokenizerParts(
+        backend=backend,
+        bos_token_id=bos if bos is not None else _first_id(hints, "bos_token_id"),
+        eos_token_ids=_end_ids(eos, hints),
+        special_tokens=special,
+        chat_templates=_chat_templates(directory, config),
+    )
+
+
+def _read_backend(directory: Path) -> tokenizers.Tokenizer:
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        others = ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+        found = [name for name in others if (directory / name).is_file()]
+        hint = f"; {', '.join(found)} alone is not enough" if found else ""
+        raise ConfigError(f"no tokenizer.json in {directory}{hint}")
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the backend raises bare Exceptions
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    # A file may carry the truncation and padding of its training.
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _read_json(directory: Path, name: str) -> dict[str, Any]:
+    path = directory / name
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold an object; got {type(content).__name__}")
+    return content
+
+
+def _text_of(value: object, where: str) -> str | None:
+    """Return the text of a token given as a string or as an object with "content"."""
+    content = value.get("content") if isinstance(value, dict) else value
+    if content is None or isinstance(content, str):
+        return content
+    raise ConfigError(f"{where} must be a string or an object with content; got {value!r}")
+
+
+def _special_tokens(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the named special tokens; tokenizer_config.json wins over the older file."""
+    older = _read_json(directory, "special_tokens_map.json")
+    found = {}
+    for name in SPECIAL_NAMES:
+        text = _text_of(config.get(name, older.get(name)), f"{name} in tokenizer_config.json")
+        if text is not None:
+            found[name] = text
+    return found
+
+
+def _id_of(backend: tokenizers.Tokenizer, name: str, special: Mapping[str, str]) -> int | None:
+    if name not in special:
+        return None
+    token_id = backend.token_to_id(special[name])
+    if token_id is None:
+        raise ConfigError(f"{name} {special[name]!r} is not in the vocabulary of tokenizer.json")
+    return token_id
+
+
+def _add_missing_tokens(
+    backend: tokenizers.Tokenizer, config: Mapping[str, Any], older: Mapping[str, Any]
+) -> None:
+    """Add the tokens that only the side files know, in the order of their ids."""
+    listed = config.get("added_tokens_decoder") or {
+        str(token_id): content for content, token_id in older.items()
+    }
+    known = backend.get_added_tokens_decoder()
+    for key in sorted(listed, key=_as_id):
+        token = _added_token(listed[key], key)
+        have = known.get(_as_id(key))
+        if have is not None and have.content == token.content and have.special == token.special:
+            continue
+        (backend.add_special_tokens if token.special else backend.add_tokens)([token])
+        if backend.token_to_id(token.content) != _as_id(key):
+            raise ConfigError(
+                f"added token {token.content!r} should have id {key}; tokenizer.json gives it "
+                f"{backend.token_to_id(token.content)}"
+            )
+
+
+def _as_id(key: str) -> int:
+    if not key.isdecimal():
+        raise ConfigError(f"an added token's id must be a whole number; got {key!r}")
+    return int(key)
+
+
+def _added_token(value: Any, key: str) -> AddedToken:
+    content = _text_of(value, f"added token {key}")
+    if not content:
+        raise ConfigError(f"added token {key} has no content")
+    fields = value if isinstance(value, dict) else {}
+    special = bool(fields.get("special", False))
+    return AddedToken(
+        content,
+        single_word=bool(fields.get("single_word", False)),
+        lstrip=bool(fields.get("lstrip", False)),
+        rstrip=bool(fields.get("rstrip", False)),
+        normalized=bool(fields.get("normalized", not special)),
+        special=special,
+    )
+
+
+def _apply_bos_eos_flags(
+    backend: tokenizers.Tokenizer, config: Mapping[str, Any], bos: int | None, eos: int | None
+) -> None:
+    """Let explicit add_bos_token and add_eos_token win over tokenizer.json's post-processor."""
+    flags = {name: config.get(name) for name in ("add_bos_token", "add_eos_token")}
+    if all(flag is None for flag in flags.values()):
+        return
+    set_bos_eos(
+        backend,
+        bos if flags["add_bos_token"] else None,
+        eos if flags["add_eos_token"] else None,
+    )
+
+
+def _ids(value: object) -> list[int]:
+    """Return an id given as a number, a list of them, or null."""
+    items: list[Any] = value if isinstance(value, list) else [] if value is None else [value]
+    for item in items:
+        if isinstance(item, bool) or not isinstance(item, int) or item < 0:
+            raise ConfigError(f"bos_token_id and eos_token_id must be token ids; got {value!r}")
+    return items
+
+
+def _first_id(configs: Iterable[Mapping[str, Any]], key: str) -> int | None:
+    return next((i for config in configs for i in _ids(config.get(key))), None)
+
+
+def _end_ids(eos: int | None, configs: Iterable[Mapping[str, Any]]) -> tuple[int, ...]:
+    named = [] if eos is None else [eos]
+    return tuple(dict.fromkeys(named + [i for c in configs for i in _ids(c.get("eos_token_id"))]))
+
+
+def _chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the chat templates by name; files win over tokenizer_config.json."""
+    listed = config.get("chat_template")
+    templates: dict[str, str] = {}
+    if isinstance(listed, str):
+        templates["default"] = listed
+    elif isinstance(listed, list):
+        for i, entry in enumerate(listed):
+            if not isinstance(entry, dict) or not {"name", "template"} <= entry.keys():
+                raise ConfigError(f"chat_template[{i}] must have name and template; got {entry!r}")
+            templates[str(entry["name"])] = str(entry["template"])
+    elif listed is not None:
+        raise ConfigError(f"chat_template must be a string or a list; got {type(listed).__name__}")
+    files = {"default": directory / "chat_template.jinja"}
+    files |= {path.stem: path for path in directory.glob("additional_chat_templates/*.jinja")}
+    for name, path in files.items():
+        if path.is_file():
+            templates[name] = path.read_text(encoding="utf-8")
+    return templates

@@ -1,0 +1,58 @@
+"""What a tokenizer is made of, wherever it was read from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import tokenizers
+from tokenizers.processors import TemplateProcessing
+
+__all__ = ["SPECIAL_NAMES", "TokenizerParts", "set_bos_eos"]
+
+SPECIAL_NAMES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "pad_token",
+    "sep_token",
+    "cls_token",
+    "mask_token",
+)
+"""The special tokens that have a name, which chat templates may use as a variable."""
+
+
+@dataclass(frozen=True)
+class TokenizerParts:
+    """A vocabulary and the facts around it.
+
+    Attributes
+    ----------
+    backend : tokenizers.Tokenizer
+        Cuts, merges and numbers; its post-processor adds BOS and EOS.
+    bos_token_id : int or None
+    eos_token_ids : tuple of int
+        Tokens that end a sequence, the tokenizer's own first.
+    special_tokens : mapping of str to str
+        Text of the named special tokens ("bos_token": "<s>", ...).
+    chat_templates : mapping of str to str
+        Jinja sources by name; the main one is "default".
+    """
+
+    backend: tokenizers.Tokenizer
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    chat_templates: Mapping[str, str] = field(default_factory=dict)
+
+
+def set_bos_eos(backend: tokenizers.Tokenizer, bos_id: int | None, eos_id: int | None) -> None:
+    """Make `backend` put BOS before and EOS after a text; None puts nothing."""
+    pieces = ["$A"]
+    if bos_id is not None:
+        pieces.insert(0, "BOS")
+    if eos_id is not None:
+        pieces.append("EOS")
+    ids = {"BOS": bos_id, "EOS": eos_id}
+    used = [{"id": name, "ids": [ids[name]], "tokens": [name]} for name in pieces if name in ids]
+    backend.post_processor = TemplateProcessing(single=pieces, special_tokens=used)

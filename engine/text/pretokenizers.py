@@ -1,0 +1,142 @@
+"""How a text is cut into words before byte-pair merging, by the name a .gguf file gives it.
+
+A .gguf file carries vocabulary and merges, but names its pre-tokenizer only
+(``tokenizer.ggml.pre``). A wrong one still gives valid ids that decode to the same text, and a
+model that is quietly worse: so a name that is not in this table is an error.
+
+Each entry is a list of regular expressions applied in turn: each cuts every piece of the one
+before into its matches and what lies between them. The expressions are those of the families'
+own ``tokenizer.json`` (Hugging Face), where the family publishes one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tokenizers import Regex, normalizers, pre_tokenizers
+
+from engine.errors import ConfigError
+
+__all__ = ["PRE_TOKENIZERS", "PreTokenizer", "find_pre_tokenizer"]
+
+
+@dataclass(frozen=True)
+class PreTokenizer:
+    """One way of cutting a text, with the habits of the tokenizers that use it.
+
+    Attributes
+    ----------
+    patterns : tuple of str
+        Regular expressions applied in turn (Oniguruma's syntax).
+    ignore_merges : bool
+        A word that is a token by itself is taken whole, whatever the merges say.
+    add_bos : bool
+        Whether a text begins with BOS when the file does not say.
+    nfc : bool
+        Whether the text is first brought to Unicode's form C.
+    """
+
+    patterns: tuple[str, ...]
+    ignore_merges: bool = False
+    add_bos: bool = False
+    nfc: bool = False
+
+    def backend(self) -> pre_tokenizers.PreTokenizer:
+        """Return the `tokenizers` object, ending in the alphabet of bytes."""
+        cuts: list[pre_tokenizers.PreTokenizer] = [
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in self.patterns
+        ]
+        cuts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+        return pre_tokenizers.Sequence(cuts)
+
+    def normalizer(self) -> normalizers.Normalizer | None:
+        """Return the `tokenizers` object that goes before, if there is one."""
+        return normalizers.NFC() if self.nfc else None
+
+
+# Words with an optional space before them; runs of digits; runs of anything else.
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_ONE_DIGIT = r"\p{N}"
+
+
+def _gpt4(digits: str) -> str:
+    """Return GPT-4's expression (cl100k): any one sign may lead a word; `digits` of a number."""
+    return (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+        + digits
+        + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+
+
+def _camel_case(suffix: str, digits: str) -> str:
+    """Return GPT-4o's expression (o200k): a word also ends where lower case meets upper case."""
+    lead, upper, lower = (
+        r"[^\r\n\p{L}\p{N}]?",
+        r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]",
+        r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]",
+    )
+    return (
+        f"{lead}{upper}*{lower}+{suffix}|{lead}{upper}+{lower}*{suffix}|{digits}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+
+
+_GPT2_PRE = PreTokenizer((_GPT2,))
+_DIGITS_PRE = PreTokenizer((_ONE_DIGIT, _GPT2))
+_LLAMA3_PRE = PreTokenizer((_gpt4(r"\p{N}{1,3}"),), ignore_merges=True, add_bos=True)
+_GPT4_PRE = PreTokenizer((_gpt4(r"\p{N}{1,3}"),))
+_QWEN2_PRE = PreTokenizer((_gpt4(r"\p{N}"),), nfc=True)
+_TEKKEN_PRE = PreTokenizer((_camel_case("", r"\p{N}"),), ignore_merges=True, add_bos=True)
+_GPT4O_PRE = PreTokenizer((_camel_case(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?", r"\p{N}{1,3}"),))
+_DEFAULT_PRE = PreTokenizer((r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"))
+
+PRE_TOKENIZERS: dict[str, PreTokenizer] = {
+    "default": _DEFAULT_PRE,
+    "gpt-2": _GPT2_PRE,
+    "phi-2": _GPT2_PRE,
+    "mpt": _GPT2_PRE,
+    "olmo": _GPT2_PRE,
+    "smollm": _DIGITS_PRE,
+    "starcoder": _DIGITS_PRE,
+    "refact": _DIGITS_PRE,
+    "command-r": _DIGITS_PRE,
+    "codeshell": _DIGITS_PRE,
+    "exaone": _DIGITS_PRE,
+    "minerva-7b": _DIGITS_PRE,
+    "llama3": _LLAMA3_PRE,
+    "llama-v3": _LLAMA3_PRE,
+    "llama-bpe": _LLAMA3_PRE,
+    "falcon3": _LLAMA3_PRE,
+    "dbrx": _GPT4_PRE,
+    "smaug-bpe": _GPT4_PRE,
+    "qwen2": _QWEN2_PRE,
+    "deepseek-r1-qwen": _QWEN2_PRE,
+    "tekken": _TEKKEN_PRE,
+    "gpt-4o": _GPT4O_PRE,
+    "llama4": _GPT4O_PRE,
+}
+"""Every value of ``tokenizer.ggml.pre`` that is understood."""
+
+
+def find_pre_tokenizer(name: object) -> PreTokenizer:
+    """Return the pre-tokenizer called `name`.
+
+    Raises
+    ------
+    ConfigError
+        Naming `name` and the known ones; also when the file has no name (None).
+
+    Examples
+    --------
+    >>> find_pre_tokenizer("smollm").patterns[0]
+    '\\\\p{N}'
+    """
+    known = ", ".join(sorted(PRE_TOKENIZERS))
+    if name is None:
+        raise ConfigError(
+            "the file has no tokenizer.ggml.pre, so nobody can tell how it cuts words; "
+            f"set it to one of: {known}"
+        )
+    if not isinstance(name, str) or name not in PRE_TOKENIZERS:
+        raise ConfigError(f"unknown pre-tokenizer {name!r} (tokenizer.ggml.pre); known: {known}")
+    return PRE_TOKENIZERS[name]

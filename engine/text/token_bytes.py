@@ -1,0 +1,131 @@
+"""The bytes behind each token id, for the two ways in which vocabularies spell them."""
+
+from __future__ import annotations
+
+import json
+import numbers
+import re
+from typing import Any
+
+import tokenizers
+
+from engine.errors import ConfigError, RequestError
+
+__all__ = ["TokenBytes", "byte_alphabet", "strip_spaces"]
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def byte_alphabet() -> dict[str, int]:
+    """Return GPT-2's alphabet: the printable character that stands for each byte.
+
+    Printable bytes of Latin-1 stand for themselves; the others take, in order, the characters
+    from U+0100 on.
+
+    Examples
+    --------
+    >>> byte_alphabet()["Ġ"], len(byte_alphabet())
+    (32, 256)
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    alphabet = {chr(byte): byte for byte in printable}
+    alphabet.update({chr(0x100 + i): byte for i, byte in enumerate(others)})
+    return alphabet
+
+
+_ALPHABET = byte_alphabet()
+
+
+class TokenBytes:
+    """Bytes of a token by its id, computed when first asked for.
+
+    Parameters
+    ----------
+    backend : tokenizers.Tokenizer
+        Its decoder says how tokens are spelled: byte-level, or with a visible space.
+
+    Raises
+    ------
+    ConfigError
+        If the decoder is neither; such a tokenizer cannot be decoded piece by piece.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        self._backend = backend
+        added = backend.get_added_tokens_decoder()
+        self._added = {i: token.content for i, token in added.items()}
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.vocab_size = max(backend.get_vocab().values(), default=-1) + 1
+        self._space, self._has_bytes, self.strip_left = _read_decoder(backend.decoder)
+        self._cache: dict[int, bytes] = {}
+
+    def __getitem__(self, token_id: int) -> bytes:
+        known = self._cache.get(token_id)
+        if known is None:
+            known = self._compute(token_id)
+            if token_id < self.vocab_size:  # else any id at all could grow the cache
+                self._cache[token_id] = known
+        return known
+
+    def spelling(self, token_id: int) -> str | None:
+        """Return the token as the vocabulary spells it, or None where there is none."""
+        if isinstance(token_id, bool) or not isinstance(token_id, numbers.Integral):
+            got = type(token_id).__name__
+            raise RequestError(f"a token id must be an integer; got {token_id!r} ({got})")
+        if token_id < 0:
+            raise RequestError(f"a token id must be at least 0; got {token_id}")
+        if token_id >= self.vocab_size:
+            return None
+        token: str | None = self._backend.id_to_token(int(token_id))
+        return token
+
+    def _compute(self, token_id: int) -> bytes:
+        token = self.spelling(token_id)
+        if token is None:
+            return b""
+        if self._space is None:
+            is_spelled = token_id not in self._added and all(c in _ALPHABET for c in token)
+            return bytes(_ALPHABET[c] for c in token) if is_spelled else token.encode()
+        is_byte = _BYTE_TOKEN.fullmatch(token) if self._has_bytes else None
+        if is_byte:
+            return bytes([int(is_byte[1], 16)])
+        return token.replace(self._space, " ").encode()
+
+
+def strip_spaces(text: str, most: int) -> str:
+    """Take up to `most` spaces off the front of `text`.
+
+    Examples
+    --------
+    >>> strip_spaces("  a", 1)
+    ' a'
+    """
+    return text[min(most, len(text) - len(text.lstrip(" "))) :]
+
+
+def _read_decoder(decoder: Any) -> tuple[str | None, bool, int]:
+    """Return (visible space or None for byte-level, has byte tokens, spaces to strip)."""
+    if decoder is None:
+        raise ConfigError("the tokenizer has no decoder, so its tokens have no text")
+    state = json.loads(decoder.__getstate__())
+    steps = state["decoders"] if state["type"] == "Sequence" else [state]
+    space: str | None = None
+    has_bytes, strip = False, 0
+    for step in steps:
+        kind = step["type"]
+        if kind == "Metaspace":
+            space, strip = step["replacement"], int(step.get("prepend_scheme") != "never")
+        elif kind == "Replace" and step["content"] == " " and "String" in step["pattern"]:
+            space = step["pattern"]["String"]
+        elif kind == "ByteFallback":
+            has_bytes = True
+        elif kind == "Strip" and step["content"] == " " and not step["stop"]:
+            strip = step["start"]
+        elif kind not in ("ByteLevel", "Fuse"):
+            raise ConfigError(
+                f"cannot decode with this tokenizer's decoder step {json.dumps(step)}"
+            )
+    if space is None and has_bytes:
+        raise ConfigError(f"cannot decode with this tokenizer's decoder {json.dumps(state)}")
+    return space, has_bytes, strip
