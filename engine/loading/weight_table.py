@@ -84,13 +84,8 @@ class Placement:
     target: str
     start: int
     shape: tuple[int, ...]
-
-    @property
-    def is_rotated(self) -> bool:
-        """Tell whether these rows belong to q or k of the fused qkv, known by `part`."""
-        return self.part in ("q", "k")
-
-    part: str = ""
+    is_rotated: bool = False
+    """Whether these are rows of q or k, which rope turns."""
 
 
 def place_tensors(
@@ -155,7 +150,7 @@ def _wanted(config: ModelConfig, table: Iterable[TensorName]) -> dict[str, Place
                 continue
             start, count = rows.get(template.part, (0, shapes[target][0]))
             shape = (count, *shapes[target][1:])
-            placements[name] = Placement(name, target, start, shape, template.part)
+            placements[name] = Placement(name, target, start, shape, template.part in ("q", "k"))
     return placements
 
 

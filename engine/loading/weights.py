@@ -224,7 +224,7 @@ class _Loader:
         for first in range(work.first, work.last, step):
             last = min(work.last, first + step)
             rows = self.checkpoint.read(place.name, first, last)
-            if self.is_interleaved and place.part in ("q", "k"):
+            if self.is_interleaved and place.is_rotated:
                 rows = _half_split(rows, self.head_dim)
             if self.norm_offset and place.target.endswith("norm"):
                 rows = rows.astype(np.float32) - np.float32(self.norm_offset)
@@ -234,8 +234,8 @@ class _Loader:
 def _half_split(rows: Array, head_dim: int) -> Array:
     """Reorder the rows of whole heads from interleaved pairs to two halves."""
     pairs = rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:])
-    halves: Array = np.swapaxes(pairs, 1, 2)
-    return halves.reshape(rows.shape)
+    halves: Array = np.swapaxes(pairs, 1, 2).reshape(rows.shape)
+    return halves
 
 
 def _cast_into(out: Array, rows: Array) -> None:
