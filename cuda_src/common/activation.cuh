@@ -5,16 +5,17 @@
 //   gelu_erf(x)  = x (1 + erf(x / sqrt 2)) / 2 = x erfc(-x / sqrt 2) / 2
 //   relu(x)      = max(x, 0), and NaN stays NaN
 //
-// Where exp overflows, the quotient is the right zero. x = -inf gives NaN (relu: 0).
+// Where exp overflows, the quotient is the right zero. x = -inf gives NaN (relu: 0). The division is
+// the approximate one (2 units in the last place): the exact one costs a branch an element.
 // Mirror: engine/reference/_activation.py
 #pragma once
 
-__device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }
+__device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + expf(-x)); }
 
 __device__ __forceinline__ float gelu_tanh(float x) {
   constexpr float kTwiceSqrtTwoOverPi = 1.5957691216057308f;
   const float u = kTwiceSqrtTwoOverPi * x * (1.0f + 0.044715f * x * x);
-  return x / (1.0f + expf(-u));
+  return __fdividef(x, 1.0f + expf(-u));
 }
 
 __device__ __forceinline__ float gelu_erf(float x) {

@@ -2,9 +2,32 @@
 
 from engine.kernels.attention_decode import attention_decode
 from engine.kernels.attention_prefill import attention_prefill
+from engine.kernels.embedding import embedding
+from engine.kernels.geglu import geglu
+from engine.kernels.gelu import gelu
 from engine.kernels.gemm import gemm
+from engine.kernels.relu import relu
+from engine.kernels.residual_add import residual_add
 from engine.kernels.rmsnorm import rmsnorm
 from engine.kernels.rmsnorm_gemm import rmsnorm_gemm
 from engine.kernels.rope import rope
+from engine.kernels.sample import sample
+from engine.kernels.silu import silu
+from engine.kernels.swiglu import swiglu
 
-__all__ = ["attention_decode", "attention_prefill", "gemm", "rmsnorm", "rmsnorm_gemm", "rope"]
+__all__ = [
+    "attention_decode",
+    "attention_prefill",
+    "embedding",
+    "geglu",
+    "gelu",
+    "gemm",
+    "relu",
+    "residual_add",
+    "rmsnorm",
+    "rmsnorm_gemm",
+    "rope",
+    "sample",
+    "silu",
+    "swiglu",
+]

@@ -35,7 +35,7 @@ ROW_THREADS = 128
 MAX_GRID_Y = 65535  # kernels whose rows lie along y loop over what is beyond
 
 UNARY_PARAMS = "x:ptr out:ptr num_vectors:i64 n:i64"
-GATED_PARAMS = "x:ptr out:ptr num_rows:i64 f:i32 x_stride:i64 out_stride:i64"
+GATED_PARAMS = "x:ptr out:ptr num_rows:i64 num_features:i32 x_stride:i64 out_stride:i64"
 
 
 def vector_width(array: Any) -> int:
@@ -106,7 +106,7 @@ def gated(
         x=rows,
         out=out_rows,
         num_rows=num_rows,
-        f=f,
+        num_features=f,
         x_stride=element_strides(rows)[0],
         out_stride=element_strides(out_rows)[0],
     )

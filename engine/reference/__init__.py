@@ -2,9 +2,32 @@
 
 from engine.reference.attention_decode import attention_decode
 from engine.reference.attention_prefill import attention_prefill
+from engine.reference.embedding import embedding
+from engine.reference.geglu import geglu
+from engine.reference.gelu import gelu
 from engine.reference.gemm import gemm
+from engine.reference.relu import relu
+from engine.reference.residual_add import residual_add
 from engine.reference.rmsnorm import rmsnorm
 from engine.reference.rmsnorm_gemm import rmsnorm_gemm
 from engine.reference.rope import rope
+from engine.reference.sample import sample
+from engine.reference.silu import silu
+from engine.reference.swiglu import swiglu
 
-__all__ = ["attention_decode", "attention_prefill", "gemm", "rmsnorm", "rmsnorm_gemm", "rope"]
+__all__ = [
+    "attention_decode",
+    "attention_prefill",
+    "embedding",
+    "geglu",
+    "gelu",
+    "gemm",
+    "relu",
+    "residual_add",
+    "rmsnorm",
+    "rmsnorm_gemm",
+    "rope",
+    "sample",
+    "silu",
+    "swiglu",
+]

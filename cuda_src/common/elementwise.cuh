@@ -1,0 +1,62 @@
+// Maps without a reduction: over flat arrays, and over packed rows [gate | up].
+#pragma once
+
+#include "common/types.cuh"
+
+// out[i] = f(x[i], ...) for n elements of contiguous arrays. Thread i takes 16-byte vector i of the
+// first num_vectors; the threads after these take one of the elements that are left. num_vectors is
+// 0 when a pointer is not aligned. A thread writes only what it read: out may be one of the inputs.
+template <typename F, typename... Inputs>
+__device__ __forceinline__ void map_flat(int64_t num_vectors, int64_t n, F f, scalar_t* out,
+                                         const Inputs*... inputs) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i >= num_vectors) {
+    const int64_t rest = num_vectors * kVec + (i - num_vectors);
+    if (rest < n) out[rest] = from_float<scalar_t>(f(to_float(inputs[rest])...));
+    return;
+  }
+  const auto apply = [&](const auto&... vectors) {
+    Vec<scalar_t, kVec> y;
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) y.v[j] = from_float<scalar_t>(f(to_float(vectors.v[j])...));
+    return y;
+  };
+  store_vec(out + i * kVec, apply(load_vec<scalar_t, kVec>(inputs + i * kVec)...));
+}
+
+constexpr int kGatedThreads = 128;
+
+// out[r, c] = f(x[r, c]) * x[r, F + c], rounded once. One thread per kWidth features; blockIdx.x
+// walks a row, blockIdx.y the rows. out may be the gate half of x.
+template <int kWidth, typename F>
+__device__ __forceinline__ void map_gated(const scalar_t* x, scalar_t* out, int64_t num_rows,
+                                          int num_features, int64_t x_stride, int64_t out_stride,
+                                          F f) {
+  using V = Vec<scalar_t, kWidth>;
+  const int64_t c = (static_cast<int64_t>(blockIdx.x) * kGatedThreads + threadIdx.x) * kWidth;
+  if (c >= num_features) return;
+  for (int64_t r = blockIdx.y; r < num_rows; r += gridDim.y) {
+    V gate = load_vec<scalar_t, kWidth>(x + r * x_stride + c);
+    const V up = load_vec<scalar_t, kWidth>(x + r * x_stride + num_features + c);
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j)
+      gate.v[j] = from_float<scalar_t>(f(to_float(gate.v[j])) * to_float(up.v[j]));
+    store_vec(out + r * out_stride + c, gate);
+  }
+}
+
+// The entry point `name` of a gated op whose activation is `f`, a function of activation.cuh.
+#define ENGINE_GATED(name, width, f)                                                              \
+  extern "C" __global__ void __launch_bounds__(kGatedThreads)                                     \
+      name(const scalar_t* x, scalar_t* out, int64_t num_rows, int num_features, int64_t x_stride, \
+           int64_t out_stride) {                                                                  \
+    map_gated<width>(x, out, num_rows, num_features, x_stride, out_stride,                        \
+                     [](float gate) { return f(gate); });                                         \
+  }
+
+// The entry point `name` of an activation `f` over n elements.
+#define ENGINE_UNARY(name, f)                                                                \
+  extern "C" __global__ void __launch_bounds__(256)                                          \
+      name(const scalar_t* x, scalar_t* out, int64_t num_vectors, int64_t n) {               \
+    map_flat(num_vectors, n, [](float a) { return f(a); }, out, x);                          \
+  }

@@ -1,0 +1,17 @@
+// GeGLU on packed halves: the activation between the two products of Gemma's feed-forward layer.
+//
+//   out = gelu(gate) * up,   x = [gate | up]
+//
+//   x    (T, 2F) scalar_t   row stride x_stride
+//   out  (T, F)  scalar_t   row stride out_stride; may be the gate half of x
+//
+// gelu is g Phi(g) (erf), or its approximation by tanh: see common/activation.cuh.
+// Numerics: float, rounded once. Parallelisation: one thread per 16 bytes (or per element).
+// Mirror: engine/reference/geglu.py
+#include "common/activation.cuh"
+#include "common/elementwise.cuh"
+
+ENGINE_GATED(geglu_tanh_vector, kVec, gelu_tanh)
+ENGINE_GATED(geglu_tanh_scalar, 1, gelu_tanh)
+ENGINE_GATED(geglu_erf_vector, kVec, gelu_erf)
+ENGINE_GATED(geglu_erf_scalar, 1, gelu_erf)

@@ -1,0 +1,11 @@
+// ReLU: out = max(x, 0); NaN stays NaN.
+//
+//   x, out  (n,) scalar_t   contiguous; out may be x
+//
+// Numerics: float, rounded once. Parallelisation: one thread per 16 bytes, then one per element of
+// what is left over.
+// Mirror: engine/reference/relu.py
+#include "common/activation.cuh"
+#include "common/elementwise.cuh"
+
+ENGINE_UNARY(relu_kernel, relu)

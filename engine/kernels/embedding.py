@@ -1,0 +1,81 @@
+"""Rows of the embedding table: `cuda_src/embedding.cu`, mirror `reference/embedding.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine import reference
+from engine.dtypes import dtype_name
+from engine.kernels._contract import FLOATS, INT32, Contract
+from engine.kernels._elementwise import MAX_GRID_Y, ROW_THREADS, is_aligned, vector_width
+from engine.kernels._launch import Kernel, ceil_div
+from engine.kernels._module import ModuleSpec
+
+__all__ = ["embedding", "specs"]
+
+_PARAMS = "token_ids:ptr weight:ptr out:ptr num_tokens:i64 vocab_size:i64 n:i32 scale:f32"
+_VECTOR = Kernel("embedding_vector", _PARAMS)
+_SCALAR = Kernel("embedding_scalar", _PARAMS)
+
+
+def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
+    """Return the modules that the op may launch for `dtype`."""
+    return (ModuleSpec("embedding.cu", dtype),)
+
+
+def embedding(token_ids: Any, weight: Any, *, scale: float = 1.0, out: Any = None) -> Any:
+    """Look up one row of the table for each token.
+
+    Parameters
+    ----------
+    token_ids : (T,) array of int32
+        An id outside [0, V) gives a row of NaN.
+    weight : (V, N) array of float32, float16 or bfloat16
+        At least one row.
+    scale : float
+        Factor, multiplied in float32 (Gemma: sqrt(N), which the caller rounds to its dtype).
+    out : (T, N) array of weight's dtype, optional
+        Where to put the result.
+
+    Returns
+    -------
+    out : (T, N) array of weight's dtype
+
+    Raises
+    ------
+    ShapeError, DTypeError, ContractError
+        If an argument breaks the contract.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> table = np.array([[1.0, 2.0], [3.0, 4.0]], np.float32)
+    >>> embedding(np.array([1, 0, 7], np.int32), table)
+    array([[ 3.,  4.],
+           [ 1.,  2.],
+           [nan, nan]], dtype=float32)
+    """
+    call = Contract("embedding")
+    token_ids = call.array("token_ids", token_ids, "T", INT32)
+    weight = call.array("weight", weight, "V N", FLOATS)
+    call.check("weight", call["V"] > 0, "a table of at least one row", weight.shape)
+    call.number("scale", scale)
+    if call.on_cpu:
+        return call.finish(out, reference.embedding(token_ids, weight, scale=scale))
+    num_tokens, n = call["T"], call["N"]
+    out = call.output("out", out, (num_tokens, n), weight.dtype)
+    fits = n % vector_width(weight) == 0 and is_aligned(weight, out)
+    items = n // vector_width(weight) if fits else n
+    (_VECTOR if fits else _SCALAR).launch(
+        specs(dtype_name(weight.dtype))[0],
+        (ceil_div(items, ROW_THREADS), min(num_tokens, MAX_GRID_Y)),
+        (ROW_THREADS,),
+        token_ids=token_ids,
+        weight=weight,
+        out=out,
+        num_tokens=num_tokens,
+        vocab_size=call["V"],
+        n=n,
+        scale=scale,
+    )
+    return out

@@ -1,0 +1,47 @@
+"""ReLU: `cuda_src/relu.cu`, mirror `reference/relu.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine import reference
+from engine.kernels._contract import Contract
+from engine.kernels._elementwise import UNARY_PARAMS, unary
+from engine.kernels._launch import Kernel
+from engine.kernels._module import ModuleSpec
+
+__all__ = ["relu", "specs"]
+
+_KERNEL = Kernel("relu_kernel", UNARY_PARAMS)
+
+
+def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
+    """Return the modules that the op may launch for `dtype`."""
+    return (ModuleSpec("relu.cu", dtype),)
+
+
+def relu(x: Any, *, out: Any = None) -> Any:
+    """Replace negative elements by zero; NaN stays NaN.
+
+    Parameters
+    ----------
+    x : array of float32, float16 or bfloat16
+    out : array of x's shape and dtype, optional
+        Where to put the result; may be `x`.
+
+    Returns
+    -------
+    out : array of x's shape and dtype
+
+    Raises
+    ------
+    ShapeError, DTypeError, ContractError
+        If an argument breaks the contract.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> relu(np.array([-1.0, 0.5], np.float32))
+    array([0. , 0.5], dtype=float32)
+    """
+    return unary(Contract("relu"), _KERNEL, "relu.cu", reference.relu, x, out)

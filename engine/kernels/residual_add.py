@@ -1,0 +1,57 @@
+"""Residual add: `cuda_src/residual_add.cu`, mirror `reference/residual_add.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine import reference
+from engine.dtypes import dtype_name
+from engine.kernels._contract import FLOATS, Contract
+from engine.kernels._elementwise import launch_flat
+from engine.kernels._launch import Kernel
+from engine.kernels._module import ModuleSpec
+
+__all__ = ["residual_add", "specs"]
+
+_KERNEL = Kernel("residual_add_kernel", "x:ptr residual:ptr out:ptr num_vectors:i64 n:i64")
+
+
+def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
+    """Return the modules that the op may launch for `dtype`."""
+    return (ModuleSpec("residual_add.cu", dtype),)
+
+
+def residual_add(x: Any, residual: Any, *, out: Any = None) -> Any:
+    """Add two arrays of one shape.
+
+    Parameters
+    ----------
+    x : array of float32, float16 or bfloat16
+    residual : array of x's shape and dtype
+    out : array of x's shape and dtype, optional
+        Where to put the sum; may be `x` or `residual`.
+
+    Returns
+    -------
+    out : array of x's shape and dtype
+        The sum in float32, rounded once.
+
+    Raises
+    ------
+    ShapeError, DTypeError, ContractError
+        If an argument breaks the contract. Nothing is broadcast.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> residual_add(np.ones(2, np.float32), np.array([1.0, 2.0], np.float32))
+    array([2., 3.], dtype=float32)
+    """
+    call = Contract("residual_add")
+    x = call.array("x", x, "*", FLOATS)
+    residual = call.array("residual", residual, " ".join(map(str, x.shape)), x.dtype)
+    if call.on_cpu:
+        return call.finish(out, reference.residual_add(x, residual))
+    out = call.output("out", out, x.shape, x.dtype)
+    launch_flat(_KERNEL, specs(dtype_name(x.dtype))[0], x=x, residual=residual, out=out)
+    return out

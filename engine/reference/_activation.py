@@ -1,0 +1,80 @@
+"""The activations of the mirrors: float32 in, float32 out (`cuda_src/common/activation.cuh`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.polynomial import chebyshev
+
+__all__ = ["apply", "erfc", "gelu_erf", "gelu_tanh", "relu", "silu"]
+
+Array = np.ndarray[Any, Any]
+
+_SMALLEST_T = 1 / 6  # |x| = 10, beyond which erfc is zero in float32
+_DEGREE = 10
+
+
+def apply(activation: Callable[[Array], Array], x: Array) -> Array:
+    """Compute in float32, round once to x's dtype."""
+    return np.asarray(activation(x.astype(np.float32, copy=False)), x.dtype)
+
+
+def silu(x: Array) -> Array:
+    """x / (1 + exp(-x))."""
+    with np.errstate(over="ignore", invalid="ignore"):  # an infinite exp gives the right zero
+        y: Array = x / (1 + np.exp(-x))
+    return y
+
+
+def gelu_tanh(x: Array) -> Array:
+    """x (1 + tanh u) / 2 = x / (1 + exp(-2u)) with u = sqrt(2/pi) (x + 0.044715 x^3)."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        twice_u = np.float32(2 * math.sqrt(2 / math.pi)) * x * (1 + np.float32(0.044715) * x * x)
+        y: Array = x / (1 + np.exp(-twice_u))
+    return y
+
+
+def gelu_erf(x: Array) -> Array:
+    """x (1 + erf(x / sqrt 2)) / 2 = x erfc(-x / sqrt 2) / 2."""
+    with np.errstate(invalid="ignore"):
+        y: Array = np.float32(0.5) * x * erfc(np.float32(-math.sqrt(0.5)) * x)
+    return y
+
+
+def relu(x: Array) -> Array:
+    """max(x, 0); NaN stays NaN."""
+    y: Array = np.maximum(x, np.float32(0))
+    return y
+
+
+def erfc(x: Array) -> Array:
+    """1 - erf(x), with a relative error below 2e-6 where |x| < 3 (absolute below 4e-7).
+
+    NumPy has no erf, and `math.erfc` is too slow for whole layers. For a = |x| and
+    t = 1 / (1 + a/2), erfc(a) = t exp(p(t) - a^2), where p is smooth and is interpolated.
+    """
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        a = np.abs(x)
+        t = 1 / (1 + np.float32(0.5) * a)
+        s = (t - np.float32(_SMALLEST_T)) * np.float32(2 / (1 - _SMALLEST_T)) - 1
+        first, *others = _coefficients()
+        p = np.full_like(s, first)
+        for coefficient in others:
+            p = p * s + coefficient
+        y: Array = t * np.exp(p - a * a)
+        return np.where(x < 0, 2 - y, y)
+
+
+@cache
+def _coefficients() -> tuple[np.float32, ...]:
+    """Return p as powers of s in [-1, 1], highest first, from `math.erfc` at Chebyshev's nodes."""
+
+    nodes = chebyshev.chebpts1(_DEGREE + 1)
+    t = _SMALLEST_T + (nodes + 1) * (1 - _SMALLEST_T) / 2
+    scaled = [math.erfc(a) * math.exp(a * a) for a in 2 / t - 2]
+    series = chebyshev.chebfit(nodes, np.log(scaled / t), _DEGREE)
+    return tuple(np.float32(c) for c in chebyshev.cheb2poly(series)[::-1])

@@ -1,0 +1,17 @@
+"""NumPy mirror of `engine.kernels.residual_add`: its specification."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+__all__ = ["residual_add"]
+
+Array = np.ndarray[Any, Any]
+
+
+def residual_add(x: Array, residual: Array) -> Array:
+    """x + residual, in float32, rounded once."""
+    total = x.astype(np.float32, copy=False) + residual.astype(np.float32, copy=False)
+    return np.asarray(total, x.dtype)
