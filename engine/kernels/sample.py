@@ -1,0 +1,204 @@
+"""Sampling: `cuda_src/sample.cu`, mirror `reference/sample.py`; `layers/sampler.py` fills it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from engine import reference
+from engine.errors import ContractError
+from engine.kernels._contract import FLOAT32, INT32, INT64, Contract
+from engine.kernels._launch import ceil_div
+from engine.reference.sample import SampleResult
+
+__all__ = ["MAX_LOGPROBS", "MAX_VOCAB", "SampleResult", "sample"]
+
+MAX_LOGPROBS = 20
+MAX_VOCAB = 1 << 22
+
+_UINT64 = np.dtype(np.uint64)
+
+
+def sample(
+    logits: Any,
+    *,
+    temperature: Any,
+    top_k: Any,
+    top_p: Any,
+    min_p: Any,
+    seeds: Any,
+    positions: Any,
+    history: Any = None,
+    history_lens: Any = None,
+    prompt_lens: Any = None,
+    repetition_penalty: Any = None,
+    presence_penalty: Any = None,
+    frequency_penalty: Any = None,
+    logit_bias_ids: Any = None,
+    logit_bias_values: Any = None,
+    cu_logit_bias: Any = None,
+    allowed: Any = None,
+    num_logprobs: int | None = None,
+) -> SampleResult:
+    """Choose one token of each row.
+
+    Parameters
+    ----------
+    logits : (B, V) array of float32
+        Rows may be padded; never written.
+    temperature : (B,) array of float32
+        0 takes the largest processed logit (of equal ones the lowest id), whatever the filters.
+    top_k : (B,) array of int32
+        At most so many candidates; 0 or less is all.
+    top_p : (B,) array of float32
+        In (0, 1]: the share of the probability that the candidates need to reach.
+    min_p : (B,) array of float32
+        In [0, 1]: candidates have at least `min_p` times the largest probability.
+    seeds : (B,) array of uint64
+    positions : (B,) array of int64
+        Random numbers depend on (seed, position, token id) and on nothing else: not on the row's
+        place in the batch, its neighbours, or the number of GPUs.
+    history : (B, L) array of int32, optional
+        Ids so far; of row b the first ``history_lens[b]`` count, of these the first
+        ``prompt_lens[b]`` are the prompt. Ids outside [0, V) are passed over.
+    history_lens, prompt_lens : (B,) array of int32
+        Needed with `history`.
+    repetition_penalty, presence_penalty, frequency_penalty : (B,) array of float32, optional
+        Need `history`; neutral at 1, 0 and 0.
+    logit_bias_ids, logit_bias_values : (M,) array of int32 and float32, optional
+        Row b's entries are [cu_logit_bias[b], cu_logit_bias[b+1]); the ids of a row are distinct.
+        A value may be -inf.
+    cu_logit_bias : (B+1,) array of int32
+        Needed with these.
+    allowed : (B, ceil(V/32)) array of int32, optional
+        Bit i of word w set: id 32 w + i may be chosen.
+    num_logprobs : int, optional
+        None: no log-probabilities; 0: that of the token taken; n: also the n most likely ids.
+
+    Returns
+    -------
+    SampleResult
+        token_ids (B,) int32; -1 where the status is not 0.
+        status (B,) int32: 0 sampled; 1 the logits hold a NaN or +inf, or no id has more than
+        -inf; 2 a parameter of the row is out of its range.
+        logprobs (B,) float32 of the tokens taken, top_ids (B, n) int32 and top_logprobs (B, n)
+        float32 in descending order (of equal ones the lowest id first); None unless asked for;
+        NaN and -1 where the status is not 0.
+        num_kept (B,) int32: among how many candidates the draw was made.
+
+    Raises
+    ------
+    ShapeError, DTypeError, ContractError
+        If an argument breaks the contract.
+
+    Notes
+    -----
+    In float32, one rounding per operation, in this order [1]_:
+
+    1. logit += bias; ids that are not allowed become -inf; ids of prompt or output:
+       logit = logit / r if logit > 0 else logit * r; ids of the output:
+       logit -= frequency * count, then logit -= presence.
+    2. x = (logit - largest logit) * (log2(e) / temperature), so p = 2**x up to a factor.
+       Candidates have x >= -40: the others could not win the draw.
+    3. Candidates have x >= log2(min_p).
+    4. Of these the first `top_k` in the order (logit descending, id ascending).
+    5. Of these the shortest beginning whose mass reaches `top_p` of theirs. The mass of a token
+       is 2**x in whole steps of 2**-40, so that sums do not depend on their order; `top_p` is
+       rounded up to steps of 2**-24.
+    6. The candidate with the largest x - log2(-log2(u)), the Gumbel-max trick; u in (0, 1) is word
+       ``id % 4`` of Philox4x32-10 [2]_ of counter (id // 4, position) under the key `seed`.
+
+    Log-probabilities are those of the logits as they came in, before bias, mask, penalties and
+    temperature: vLLM's `raw_logprobs`. That penalties precede min_p, and min_p precedes top_k and
+    top_p, is vLLM's order too.
+
+    References
+    ----------
+    .. [1] Holtzman et al.: The Curious Case of Neural Text Degeneration, arXiv:1904.09751 (top_p);
+       Nguyen et al.: Turning Up the Heat, arXiv:2407.01082 (min_p); Keskar et al.: CTRL,
+       arXiv:1909.05858 (repetition penalty).
+    .. [2] Salmon et al.: Parallel random numbers: as easy as 1, 2, 3, SC 2011.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> one = np.ones(1, np.float32)
+    >>> sample(np.array([[1.0, 3.0, 2.0]], np.float32), temperature=0 * one,
+    ...        top_k=np.zeros(1, np.int32), top_p=one, min_p=0 * one,
+    ...        seeds=np.zeros(1, np.uint64), positions=np.zeros(1, np.int64)).token_ids
+    array([1], dtype=int32)
+    """
+    args = dict(locals())
+    call = Contract("sample")
+    args["logits"] = call.array("logits", args.pop("logits"), "B V", FLOAT32, layout="rows")
+    call.check("logits", 0 < call["V"] <= MAX_VOCAB, f"of V in 1..{MAX_VOCAB}", call["V"])
+    _check_rows(call, args)
+    _check_processing(call, args)
+    limit = min(call["V"], MAX_LOGPROBS)
+    if num_logprobs is not None:
+        is_int = isinstance(num_logprobs, int | np.integer) and not isinstance(num_logprobs, bool)
+        wanted = f"None or a whole number in 0..{limit}"
+        call.check("num_logprobs", is_int and 0 <= num_logprobs <= limit, wanted, num_logprobs)
+    if call.on_cpu:
+        return reference.sample(args.pop("logits"), **args)
+    raise ContractError("sample: logits: must be a NumPy array")
+
+
+def _check_rows(call: Contract, args: dict[str, Any]) -> None:
+    floats = ("temperature", "top_p", "min_p")
+    for name in floats:
+        args[name] = call.array(name, args[name], "B", FLOAT32)
+    args["top_k"] = call.array("top_k", args["top_k"], "B", INT32)
+    args["seeds"] = call.array("seeds", args["seeds"], "B", _UINT64)
+    args["positions"] = call.array("positions", args["positions"], "B", INT64)
+
+
+def _check_processing(call: Contract, args: dict[str, Any]) -> None:
+    """Check the optional arrays, and that those which belong together come together."""
+    penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    bias = ("logit_bias_ids", "logit_bias_values", "cu_logit_bias")
+    _check_together(call, args, "history", ("history_lens", "prompt_lens"))
+    _check_together(call, args, "cu_logit_bias", bias[:2])
+    has_history = args["history"] is not None
+    for name in penalties:
+        call.check(name, args[name] is None or has_history, "None without history", args[name])
+    shapes = {"history": "B L", "history_lens": "B", "prompt_lens": "B", "logit_bias_ids": "M"}
+    shapes |= {"cu_logit_bias": str(call["B"] + 1), "allowed": f"B {ceil_div(call['V'], 32)}"}
+    for name, shape in shapes.items():
+        if args[name] is not None:
+            args[name] = call.array(name, args[name], shape, INT32)
+    for name in (*penalties, "logit_bias_values"):
+        if args[name] is not None:
+            shape = "M" if name == "logit_bias_values" else "B"
+            args[name] = call.array(name, args[name], shape, FLOAT32)
+    if call.on_cpu:
+        _check_values(call, args)
+
+
+def _check_together(
+    call: Contract, args: dict[str, Any], first: str, others: tuple[str, ...]
+) -> None:
+    for name in others:
+        together = (args[name] is None) == (args[first] is None)
+        call.check(name, together, f"given exactly when {first} is", args[name])
+
+
+def _check_values(call: Contract, args: dict[str, Any]) -> None:
+    """On the host the numbers in the arrays can be checked too (the kernels clamp them)."""
+    if args["history"] is not None:
+        lens, prompt = args["history_lens"], args["prompt_lens"]
+        ok = bool(((lens >= 0) & (lens <= call["L"])).all())
+        call.check("history_lens", ok, f"in 0..{call['L']}", lens)
+        call.check(
+            "prompt_lens",
+            bool(((prompt >= 0) & (prompt <= lens)).all()),
+            "in 0..history_lens",
+            prompt,
+        )
+    if args["cu_logit_bias"] is not None:
+        cu, ids = args["cu_logit_bias"], args["logit_bias_ids"]
+        rising = cu[0] == 0 and cu[-1] == ids.size and bool((np.diff(cu) >= 0).all())
+        call.check("cu_logit_bias", rising, f"rising from 0 to {ids.size}", cu)
+        inside = bool(((ids >= 0) & (ids < call["V"])).all())
+        call.check("logit_bias_ids", inside, f"in [0, {call['V']}) (the vocabulary)", ids)
