@@ -1,0 +1,139 @@
+"""Self-attention against pages: project, rotate, store, attend, project back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from engine import kernels
+from engine.device import array_module
+from engine.layers.batch import ForwardBatch
+from engine.layers.linear import Linear
+from engine.layers.norm import Norm
+
+__all__ = ["Attention", "AttentionParams"]
+
+
+@dataclass(frozen=True)
+class AttentionParams:
+    """The numbers of one layer's attention.
+
+    Attributes
+    ----------
+    num_heads, num_kv_heads, head_dim : int
+        H, K and D.
+    scale : float
+        Factor on q·k.
+    window : int
+        Keys that a query sees, its own included; 0 is all.
+    softcap : float
+        c in c·tanh(s/c); 0 is none.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+
+
+class Attention:
+    """One layer's attention.
+
+    Parameters
+    ----------
+    params : AttentionParams
+    qkv : Linear
+        ((H + 2K)·D, N): the rows of q, k and v.
+    o : Linear
+        (N, H·D).
+    cos_sin : (P, R) float32 array
+        The rope table.
+    q_norm, k_norm : Norm, optional
+        Applied to every head of q and k before the rotation.
+    """
+
+    __slots__ = ("cos_sin", "k_norm", "o", "params", "q_norm", "qkv")
+
+    def __init__(
+        self,
+        params: AttentionParams,
+        qkv: Linear,
+        o: Linear,
+        cos_sin: Any,
+        q_norm: Norm | None = None,
+        k_norm: Norm | None = None,
+    ) -> None:
+        self.params = params
+        self.qkv = qkv
+        self.o = o
+        self.cos_sin = cos_sin
+        self.q_norm = q_norm
+        self.k_norm = k_norm
+
+    def __call__(self, x: Any, batch: ForwardBatch, k_pages: Any, v_pages: Any) -> Any:
+        """Store the keys and values of `x` (T, N) in the pages and return the output (T, N)."""
+        q, k, v = self.project(x, batch.rope_positions)
+        kernels.kv_store(k, v, k_pages, v_pages, batch.slot_mapping)
+        heads = self._attend(q, batch, k_pages, v_pages)
+        return self.o(heads.reshape(heads.shape[0], -1))
+
+    def project(self, x: Any, rope_positions: Any) -> tuple[Any, Any, Any]:
+        """Return the rotated q (T, H, D) and k (T, K, D), and v: views of one fused row."""
+        h, k = self.params.num_heads, self.params.num_kv_heads
+        rows = self.qkv(x).reshape(x.shape[0], h + 2 * k, self.params.head_dim)
+        query, key, value = rows[:, :h], rows[:, h : h + k], rows[:, h + k :]
+        if self.q_norm is not None and self.k_norm is not None:
+            self.q_norm(query, out=query)
+            self.k_norm(key, out=key)
+        kernels.rope(query, key, rope_positions, self.cos_sin, out=(query, key))
+        return query, key, value
+
+    def _attend(self, q: Any, batch: ForwardBatch, k_pages: Any, v_pages: Any) -> Any:
+        """Send the sequences of one token to one kernel and the others to the other."""
+        n = batch.num_decodes
+        if n == batch.num_sequences:
+            return self._decode(q, batch, k_pages, v_pages)
+        if n == 0:
+            return self._prefill(q, batch, k_pages, v_pages)
+        out = array_module(q).empty(q.shape, q.dtype)
+        self._decode(q, batch, k_pages, v_pages, out)
+        self._prefill(q, batch, k_pages, v_pages, out)
+        return out
+
+    def _decode(
+        self, q: Any, batch: ForwardBatch, k_pages: Any, v_pages: Any, out: Any = None
+    ) -> Any:
+        n, p = batch.num_decodes, self.params
+        result = kernels.attention_decode(
+            q[:n, None],
+            k_pages,
+            v_pages,
+            block_tables=batch.block_tables[:n],
+            context_lens=batch.context_lens[:n],
+            scale=p.scale,
+            window=p.window,
+            softcap=p.softcap,
+            max_context_len=batch.max_context_len,
+            out=None if out is None else out[:n, None],
+        )
+        return result[:, 0]
+
+    def _prefill(
+        self, q: Any, batch: ForwardBatch, k_pages: Any, v_pages: Any, out: Any = None
+    ) -> Any:
+        n, p = batch.num_decodes, self.params
+        return kernels.attention_prefill(
+            q[n:],
+            k_pages,
+            v_pages,
+            cu_seqlens_q=batch.prefill_cu_seqlens_q,
+            block_tables=batch.block_tables[n:],
+            context_lens=batch.context_lens[n:],
+            scale=p.scale,
+            window=p.window,
+            softcap=p.softcap,
+            max_seqlen_q=batch.max_seqlen_q,
+            out=None if out is None else out[n:],
+        )

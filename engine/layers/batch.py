@@ -1,0 +1,195 @@
+"""`ForwardBatch`: the flat arrays of one step, passed explicitly to everybody who needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from engine.device import Device
+from engine.errors import ContractError
+
+__all__ = ["ForwardBatch"]
+
+Rows = Sequence[Sequence[int]] | np.ndarray[Any, Any]
+"""Numbers of each sequence: lists of any length, or an array."""
+
+_ALIGNMENT = 16  # bytes; every array of a moved batch starts at a multiple of it
+
+
+@dataclass(frozen=True)
+class ForwardBatch:
+    """The tokens of all sequences of a step, one sequence after the other.
+
+    Filled on the host by `runner/batch.py` (the engine) or `ForwardBatch.build` (the array door),
+    moved once by `to`; the model only reads it.
+
+    Attributes
+    ----------
+    token_ids : (T,) int32
+        Filled from the requests, or from the caller's array; checked against V on the host.
+    positions : (T,) int32
+        Place of each token in its sequence.
+    rope_positions : (T,) int32
+        Row of the rope table: the position, plus the model's `long_rope_offset` for sequences
+        that use longrope's long factors.
+    slot_mapping : (T,) int64
+        Where the token's key and value go: block id * block_size + offset.
+    cu_seqlens_q : (B+1,) int32
+        Sequence b has tokens [cu_seqlens_q[b], cu_seqlens_q[b+1]).
+    context_lens : (B,) int32
+        Keys of each sequence, this step's included.
+    block_tables : (B, NB) int32
+        Block ids of each sequence; entries past its length are never read.
+    logits_indices : (R,) int32 or None
+        Tokens whose logits are wanted; None is every token.
+    num_decodes : int
+        The first so many sequences have exactly one token each and are the decode kernel's; the
+        rest are the prefill kernel's.
+    max_seqlen_q, max_context_len : int
+        Bounds of the lengths, known on the host so that no kernel launch has to wait for them.
+    prefill_cu_seqlens_q : (B - num_decodes + 1,) int32
+        `cu_seqlens_q` of the prefill part, counted from its first token. Derived; leave it out.
+    """
+
+    token_ids: Any
+    positions: Any
+    rope_positions: Any
+    slot_mapping: Any
+    cu_seqlens_q: Any
+    context_lens: Any
+    block_tables: Any
+    logits_indices: Any
+    num_decodes: int
+    max_seqlen_q: int
+    max_context_len: int
+    prefill_cu_seqlens_q: Any = None
+
+    def __post_init__(self) -> None:
+        if self.prefill_cu_seqlens_q is None:
+            rest = self.cu_seqlens_q[self.num_decodes :] - np.int32(self.num_decodes)
+            object.__setattr__(self, "prefill_cu_seqlens_q", rest)
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return int(self.token_ids.shape[0])
+
+    @property
+    def num_sequences(self) -> int:
+        """B."""
+        return int(self.context_lens.shape[0])
+
+    @classmethod
+    def build(
+        cls,
+        token_ids: Rows,
+        starts: Sequence[int],
+        block_tables: Rows,
+        block_size: int,
+        *,
+        logits: Literal["last", "all", "none"] = "last",
+        rope_offset: int = 0,
+    ) -> ForwardBatch:
+        """Lay out sequences on the host.
+
+        Parameters
+        ----------
+        token_ids : B sequences of int
+            New tokens of each sequence, at least one. Sequences with a single token that come
+            first are decoded, all others prefilled.
+        starts : B ints
+            Tokens of each sequence that are in the pages already.
+        block_tables : B sequences of int
+            Block ids, enough for the new tokens too.
+        block_size : int
+            Tokens of a block.
+        logits : str
+            For which tokens: the "last" of each sequence, "all", or "none".
+        rope_offset : int
+            Added to the positions to give rows of the rope table.
+
+        Raises
+        ------
+        ContractError
+            If a sequence is empty, starts before 0, or its blocks do not reach.
+
+        Examples
+        --------
+        >>> batch = ForwardBatch.build([[7], [5, 6]], [16, 0], [[2, 0], [1]], block_size=16)
+        >>> batch.slot_mapping.tolist(), batch.num_decodes, batch.context_lens.tolist()
+        ([0, 16, 17], 1, [17, 2])
+        """
+        counts = np.array([len(ids) for ids in token_ids], np.int32)
+        lens = np.array(starts, np.int32) + counts
+        tables = _padded(block_tables)
+        _check(counts, lens, [len(table) for table in block_tables], block_size)
+        cu_seqlens = np.zeros(len(counts) + 1, np.int32)
+        np.cumsum(counts, out=cu_seqlens[1:])
+        rows = np.repeat(np.arange(len(counts)), counts)  # (T,) whose token it is
+        index = np.arange(len(rows), dtype=np.int32)
+        positions = index - cu_seqlens[rows] + (lens - counts)[rows]
+        blocks = tables[rows, positions // block_size].astype(np.int64)
+        is_decode = counts == 1
+        wanted = {"last": cu_seqlens[1:] - 1, "all": None, "none": index[:0]}
+        return cls(
+            token_ids=np.concatenate([np.asarray(ids, np.int32) for ids in token_ids]),
+            positions=positions,
+            rope_positions=positions + np.int32(rope_offset),
+            slot_mapping=blocks * block_size + positions % block_size,
+            cu_seqlens_q=cu_seqlens,
+            context_lens=lens,
+            block_tables=tables,
+            logits_indices=wanted[logits],
+            num_decodes=len(counts) if is_decode.all() else int(np.argmin(is_decode)),
+            max_seqlen_q=int(counts.max()),
+            max_context_len=int(lens.max()),
+        )
+
+    def to(self, device: Device) -> ForwardBatch:
+        """Return the batch with its arrays on `device`; on CUDA they travel in one copy."""
+        if not device.is_cuda:
+            return self
+        arrays = {f.name: getattr(self, f.name) for f in fields(self)}
+        arrays = {name: a for name, a in arrays.items() if isinstance(a, np.ndarray)}
+        offsets, size = [], 0
+        for array in arrays.values():
+            offsets.append(size)
+            size += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+        host = np.zeros(size, np.uint8)
+        for offset, array in zip(offsets, arrays.values(), strict=True):
+            host[offset : offset + array.nbytes] = (
+                np.ascontiguousarray(array).view(np.uint8).ravel()
+            )
+        there = device.xp.asarray(host)
+        moved = {
+            name: there[offset : offset + a.nbytes].view(a.dtype).reshape(a.shape)
+            for offset, (name, a) in zip(offsets, arrays.items(), strict=True)
+        }
+        return replace(self, **moved)
+
+
+def _padded(tables: Rows) -> np.ndarray[Any, Any]:
+    """Return rows of different length as one array, padded with 0 (never read)."""
+    padded = np.zeros((len(tables), max((len(t) for t in tables), default=0)), np.int32)
+    for row, table in zip(padded, tables, strict=True):
+        row[: len(table)] = table
+    return padded
+
+
+def _check(
+    counts: np.ndarray[Any, Any], lens: np.ndarray[Any, Any], blocks: list[int], block_size: int
+) -> None:
+    if not len(counts) == len(lens) == len(blocks) or not len(counts):
+        raise ContractError(
+            "token_ids, starts and block_tables must have the same length, at least 1; got "
+            f"{len(counts)}, {len(lens)} and {len(blocks)}"
+        )
+    for row, (count, length, held) in enumerate(zip(counts, lens, blocks, strict=True)):
+        if count < 1 or length < count or length > held * block_size:
+            raise ContractError(
+                f"sequence {row}: must have at least 1 token, start at 0 or later and end within "
+                f"its {held} blocks of {block_size}; got tokens [{length - count}, {length})"
+            )

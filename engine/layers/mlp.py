@@ -1,0 +1,50 @@
+"""The gated feed-forward block: down(act(gate x) · up x)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine import kernels
+from engine.errors import ConfigError
+from engine.layers.linear import Linear
+
+__all__ = ["MLP"]
+
+_GELU = {"gelu": "none", "gelu_tanh": "tanh"}
+
+
+class MLP:
+    """Gate and up in one product, their gated product in one kernel, then down.
+
+    Parameters
+    ----------
+    gate_up : Linear
+        (2F, N): the rows of gate, then those of up.
+    down : Linear
+        (N, F).
+    activation : str
+        Of the gate: "silu", "gelu" (erf) or "gelu_tanh".
+
+    Raises
+    ------
+    ConfigError
+        If the activation is none of these.
+    """
+
+    __slots__ = ("activation", "down", "gate_up")
+
+    def __init__(self, gate_up: Linear, down: Linear, activation: str) -> None:
+        if activation != "silu" and activation not in _GELU:
+            raise ConfigError(
+                f"activation must be 'silu', 'gelu' or 'gelu_tanh'; got {activation!r}"
+            )
+        self.gate_up = gate_up
+        self.down = down
+        self.activation = activation
+
+    def __call__(self, x: Any) -> Any:
+        """Return the block's output (T, N) for `x` (T, N)."""
+        packed = self.gate_up(x)
+        if self.activation == "silu":
+            return self.down(kernels.swiglu(packed))
+        return self.down(kernels.geglu(packed, approximate=_GELU[self.activation]))

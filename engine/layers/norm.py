@@ -1,0 +1,49 @@
+"""RMSNorm, alone or with the addition to the residual stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine import kernels
+
+__all__ = ["Norm"]
+
+
+class Norm:
+    """y = x / rms(x) · (weight + offset).
+
+    Parameters
+    ----------
+    weight : (N,) array
+    eps : float
+        Added to the mean square.
+    offset : float
+        Added to `weight` (Gemma: 1).
+    """
+
+    __slots__ = ("eps", "offset", "weight")
+
+    def __init__(self, weight: Any, eps: float, offset: float = 0.0) -> None:
+        self.weight = weight
+        self.eps = eps
+        self.offset = offset
+
+    def __call__(self, x: Any, *, out: Any = None) -> Any:
+        """Return the normalised `x` (..., N), in `out` if given (which may be `x`)."""
+        return kernels.rmsnorm(x, self.weight, eps=self.eps, weight_offset=self.offset, out=out)
+
+    def add(self, x: Any, residual: Any) -> tuple[Any, Any]:
+        """Return (norm(x + residual), x + residual); both overwrite their argument.
+
+        SAFETY: `x` and `residual` (T, N) must not be needed, nor viewed, by anybody else.
+        """
+        y, h = kernels.rmsnorm(
+            x,
+            self.weight,
+            eps=self.eps,
+            residual=residual,
+            weight_offset=self.offset,
+            out=x,
+            residual_out=residual,
+        )
+        return y, h

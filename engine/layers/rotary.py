@@ -1,0 +1,189 @@
+"""Rope tables: one row of [cos | sin] for each position, for every kind of scaling.
+
+The angle of frequency i at position p is p / wavelength_i; the scalings differ in how they stretch
+the wavelengths past the training length. Everything is computed in float64 and rounded once.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from engine.config import RopeConfig
+from engine.errors import ConfigError
+
+__all__ = ["attention_factor", "inverse_frequencies", "long_rope_offset", "rope_table"]
+
+Array = np.ndarray[Any, Any]
+
+_ROWS = 8192  # computed at once, so that the float64 intermediates stay small
+
+
+def rope_table(config: RopeConfig, num_positions: int) -> Array:
+    """Return the table that `kernels.rope` reads.
+
+    Parameters
+    ----------
+    config : RopeConfig
+    num_positions : int
+        Longest sequence in tokens.
+
+    Returns
+    -------
+    (P, R) array of float32
+        Row p = [cos(angles of p) | sin(angles of p)], times the attention factor. P is
+        `num_positions`; with longrope twice that where sequences can exceed the training length:
+        first the rows of the short factors, then, from `long_rope_offset` on, of the long ones.
+
+    Notes
+    -----
+    Dynamic NTK: row p uses the base that belongs to a sequence of p + 1 tokens. This is what
+    decoding token by token gives elsewhere, and it does not depend on how a prompt is cut.
+
+    Examples
+    --------
+    >>> rope_table(RopeConfig(theta=10000.0, rotary_dim=2), 2).round(3)
+    array([[1.   , 0.   ],
+           [0.54 , 0.841]], dtype=float32)
+    """
+    halves = [False, True] if long_rope_offset(config, num_positions) else [False]
+    table = np.empty((len(halves) * num_positions, config.rotary_dim), np.float32)
+    scale = attention_factor(config)
+    half = config.rotary_dim // 2
+    for part, is_long in enumerate(halves):
+        for first in range(0, num_positions, _ROWS):
+            positions = np.arange(first, min(first + _ROWS, num_positions))
+            angles = positions[:, None] * _frequencies_at(config, positions, is_long)
+            rows = table[part * num_positions + first :][: len(positions)]
+            rows[:, :half] = np.cos(angles) * scale
+            rows[:, half:] = np.sin(angles) * scale
+    return table
+
+
+def long_rope_offset(config: RopeConfig, num_positions: int) -> int:
+    """Return the first row of longrope's long factors; 0 if the table has none.
+
+    Examples
+    --------
+    >>> long_rope_offset(RopeConfig(scaling="longrope", original_max_position=4096), 8192)
+    8192
+    """
+    is_longer = num_positions > config.original_max_position
+    return num_positions if config.scaling == "longrope" and is_longer else 0
+
+
+def inverse_frequencies(config: RopeConfig, *, is_long: bool = False, length: int = 0) -> Array:
+    """Return the R/2 angles of position 1, in radians (float64).
+
+    Parameters
+    ----------
+    config : RopeConfig
+    is_long : bool
+        Longrope: use the long factors.
+    length : int
+        Dynamic NTK: tokens of the sequence.
+
+    References
+    ----------
+    Su et al., arXiv:2104.09864 (rope); Chen et al., arXiv:2306.15595 (linear); Peng et al.,
+    arXiv:2309.00071 (dynamic NTK, yarn); Ding et al., arXiv:2402.13753 (longrope); Llama 3.1's
+    model card (llama3).
+
+    Examples
+    --------
+    >>> inverse_frequencies(RopeConfig(rotary_dim=4, scaling="linear", factor=4.0))
+    array([0.25  , 0.0025])
+    """
+    if config.scaling == "dynamic":
+        only: Array = _dynamic(config, np.array([length]))[0]
+        return only
+    frequencies = _powers(config.theta, config.rotary_dim)
+    if config.scaling == "default":
+        return frequencies
+    if config.scaling == "linear":
+        return frequencies / config.factor
+    if config.scaling == "yarn":
+        return _yarn(config, frequencies)
+    if config.scaling == "llama3":
+        return _llama3(config, frequencies)
+    if config.scaling == "longrope":
+        factors = np.array(config.long_factor if is_long else config.short_factor)
+        stretched: Array = frequencies / factors
+        return stretched
+    raise ConfigError(f"rope scaling must be one that the engine knows; got {config.scaling!r}")
+
+
+def attention_factor(config: RopeConfig) -> float:
+    """Return the factor of cos and sin: yarn and longrope sharpen attention over long ranges.
+
+    Examples
+    --------
+    >>> attention_factor(RopeConfig(scaling="yarn", factor=math.e))
+    1.1
+    """
+    if config.attention_factor is not None:
+        return config.attention_factor
+    if config.scaling == "yarn":
+        if config.mscale and config.mscale_all_dim:
+            return _mscale(config.factor, config.mscale) / _mscale(
+                config.factor, config.mscale_all_dim
+            )
+        return _mscale(config.factor, 1.0)
+    if config.scaling == "longrope" and config.factor > 1.0:
+        return math.sqrt(1.0 + math.log(config.factor) / math.log(config.original_max_position))
+    return 1.0
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+
+def _frequencies_at(config: RopeConfig, positions: Array, is_long: bool) -> Array:
+    """Return the frequencies (R/2,), or (len(positions), R/2) where they depend on the position."""
+    if config.scaling == "dynamic":
+        return _dynamic(config, positions + 1)
+    return inverse_frequencies(config, is_long=is_long)
+
+
+def _powers(theta: float | Array, rotary_dim: int) -> Array:
+    exponents = np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim
+    powers: Array = np.asarray(theta, np.float64)[..., None] ** -exponents
+    return powers
+
+
+def _dynamic(config: RopeConfig, lengths: Array) -> Array:
+    """Return the frequencies of sequences of `lengths` tokens: a larger base for longer ones."""
+    dim, original = config.rotary_dim, config.original_max_position
+    stretch = config.factor * np.maximum(lengths, original) / original - (config.factor - 1.0)
+    return _powers(config.theta * stretch ** (dim / (dim - 2)), dim)
+
+
+def _yarn(config: RopeConfig, frequencies: Array) -> Array:
+    """Stretch what turns less than beta_slow times in training, keep what turns beta_fast times."""
+    dim = config.rotary_dim
+
+    def border(rotations: float) -> float:
+        """Return the (fractional) frequency index that turns so many times in training."""
+        wavelengths = config.original_max_position / (rotations * 2 * math.pi)
+        return dim * math.log(wavelengths) / (2 * math.log(config.theta))
+
+    low, high = border(config.beta_fast), border(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    # A ramp of no width would divide by zero; the constant is the one everybody uses.
+    width = high - low or 0.001
+    stretched = np.clip((np.arange(dim // 2) - low) / width, 0.0, 1.0)
+    blend: Array = stretched / config.factor + (1.0 - stretched)
+    return frequencies * blend
+
+
+def _llama3(config: RopeConfig, frequencies: Array) -> Array:
+    """Stretch long wavelengths, keep short ones, blend between."""
+    turns = config.original_max_position * frequencies / (2 * math.pi)  # in training
+    span = config.high_freq_factor - config.low_freq_factor
+    keep = np.clip((turns - config.low_freq_factor) / span, 0.0, 1.0)
+    blend: Array = keep + (1.0 - keep) / config.factor
+    return frequencies * blend

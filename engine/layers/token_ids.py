@@ -1,0 +1,68 @@
+"""Token ids that come from a caller, brought to the host and checked there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from engine.device import cupy, is_cupy_array, to_numpy
+from engine.errors import RequestError
+
+__all__ = ["checked_token_ids"]
+
+
+def checked_token_ids(
+    token_ids: Any, batch_size: int, vocab_size: int
+) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """Return token ids as a (B, T) int32 array on the host.
+
+    Parameters
+    ----------
+    token_ids : (B, T) array of any int dtype, or nested list
+        NumPy, CuPy, or anything with `__dlpack__` or `__cuda_array_interface__`.
+    batch_size, vocab_size : int
+        B and V.
+
+    Raises
+    ------
+    RequestError
+        If the shape is another, T is 0, the dtype is no integer, or an id is outside [0, V).
+
+    Examples
+    --------
+    >>> checked_token_ids([[1, -1]], 1, 100)
+    Traceback (most recent call last):
+    ...
+    engine.errors.RequestError: token_ids[0, 1] must be in [0, 100), the vocabulary; got -1
+    """
+    ids = _on_host(token_ids)
+    if ids.ndim != 2 or ids.shape[0] != batch_size or not ids.shape[1]:
+        raise RequestError(
+            f"token_ids must have shape (B, T) with B = {batch_size}, the rows of the cache, and "
+            f"T >= 1; got {ids.shape}"
+        )
+    if ids.dtype.kind not in "iu":
+        raise RequestError(f"token_ids must be integers; got {ids.dtype}")
+    bad = (ids < 0) | (ids >= vocab_size)
+    if bad.any():
+        row, column = (int(i) for i in np.argwhere(bad)[0])
+        raise RequestError(
+            f"token_ids[{row}, {column}] must be in [0, {vocab_size}), the vocabulary; "
+            f"got {ids[row, column]}"
+        )
+    return ids.astype(np.int32)
+
+
+def _on_host(token_ids: Any) -> np.ndarray[Any, Any]:
+    if isinstance(token_ids, np.ndarray) or is_cupy_array(token_ids):
+        return to_numpy(token_ids)
+    if hasattr(token_ids, "__cuda_array_interface__"):
+        return to_numpy(cupy().asarray(token_ids))
+    if hasattr(token_ids, "__dlpack__"):
+        on_gpu = token_ids.__dlpack_device__()[0] == 2  # kDLCUDA
+        return to_numpy((cupy() if on_gpu else np).from_dlpack(token_ids))
+    try:
+        return np.asarray(token_ids)
+    except ValueError as error:
+        raise RequestError(f"token_ids must have rows of one length ({error})") from None

@@ -1,0 +1,371 @@
+"""`load` and `Model`: arrays in, arrays out.
+
+model = engine.load("smollm2")
+cache = model.new_cache(batch_size=1, max_tokens=512)
+logits = model.step([model.tokenizer.encode("Hello")], cache)  # (1, V) float32
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from os import PathLike
+from typing import Any, Literal
+
+import numpy as np
+
+from engine.cache.array_cache import Cache
+from engine.cache.kv_cache import KVGeometry
+from engine.config import ModelConfig
+from engine.device import Device, cupy, resolve_device
+from engine.dtypes import FLOAT_NAMES
+from engine.errors import ConfigError, RequestError, unknown_keyword
+from engine.layers.batch import ForwardBatch
+from engine.layers.token_ids import checked_token_ids
+from engine.loading.download import ModelSource, resolve_model
+from engine.loading.hf_config import load_config
+from engine.loading.weights import dummy_weights, load_weights
+from engine.models.decoder import Decoder, Pages
+from engine.models.kernel_set import prepare_kernels
+from engine.text.tokenizer import Tokenizer, load_tokenizer
+
+__all__ = ["Cache", "LoadConfig", "Model", "load"]
+
+# Tokens computed at once by `step`; a longer input is cut, which bounds the activations.
+_MAX_STEP_TOKENS = {"cpu": 512, "cuda": 8192}
+
+
+@dataclass(frozen=True)
+class LoadConfig:
+    """What `load` decided, and the reason of each choice that was left to it.
+
+    Attributes
+    ----------
+    device : Device
+    dtype : str
+        Of weights, activations and pages.
+    max_model_len : int
+        Longest sequence in tokens.
+    load_format : str
+        "auto" (the weights of the files) or "dummy" (random ones).
+    reasons : mapping of str to str
+        Option -> why.
+    """
+
+    device: Device
+    dtype: str
+    max_model_len: int
+    load_format: str
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+
+def load(
+    model: str | PathLike[str] = "smollm2",
+    *,
+    device: str | Device = "auto",
+    dtype: str = "auto",
+    load_format: Literal["auto", "dummy"] = "auto",
+    max_model_len: int | None = None,
+    progress: bool | None = None,
+    config: ModelConfig | None = None,
+    **unknown: Any,
+) -> Model:
+    """Load a model.
+
+    Parameters
+    ----------
+    model : str or path
+        "smollm2", a directory in Hugging Face's layout, a .gguf file, or a hub id.
+    device : str
+        "cpu", "cuda", "cuda:<index>" or "auto" (CUDA if there is one; says on stderr what was
+        chosen). "cuda" never falls back.
+    dtype : str
+        "float32", "float16", "bfloat16", or "auto": float32 on the CPU; on CUDA the checkpoint's
+        own if that is float16 or bfloat16, else bfloat16.
+    load_format : str
+        "auto" reads the weights; "dummy" draws random ones and needs a configuration only.
+    max_model_len : int, optional
+        Longest sequence in tokens; the model's own limit by default, and at most that.
+    progress : bool, optional
+        Show bars on stderr; by default if it is a terminal.
+    config : ModelConfig, optional
+        Used in place of the model's own. With load_format="dummy" no files are needed then, and
+        `model` is not looked at.
+
+    Returns
+    -------
+    Model
+
+    Raises
+    ------
+    UnknownOptionError
+        If a keyword is none of the above.
+    DeviceError, ConfigError, WeightsError, DownloadError, OutOfMemoryError
+        If the device, the configuration or the files do not do.
+
+    Examples
+    --------
+    >>> config = ModelConfig("llama", 64, 32, 1, 4, 2, 8, 48, 128)
+    >>> model = load(config=config, load_format="dummy", device="cpu")
+    >>> cache = model.new_cache(batch_size=2, max_tokens=16)
+    >>> model.step([[1, 2, 3], [4, 5, 6]], cache).shape
+    (2, 64)
+    """
+    known = ("device", "dtype", "load_format", "max_model_len", "progress", "config")
+    for name in unknown:
+        raise unknown_keyword("load", name, known)
+    if load_format not in ("auto", "dummy"):
+        raise ConfigError(f"load_format must be 'auto' or 'dummy'; got {load_format!r}")
+    show = sys.stderr.isatty() if progress is None else progress
+    place, why = resolve_device(device)
+    source = None
+    if config is None or load_format == "auto":
+        source = resolve_model(model, progress=show)
+        config = config or load_config(source)
+    options = _resolve(config, source, (place, why), dtype, load_format, max_model_len)
+    if device == "auto":
+        print(f"engine: device {place} ({why}), dtype {options.dtype}", file=sys.stderr)
+    return _load(source, config, options, show)
+
+
+def _resolve(
+    config: ModelConfig,
+    source: ModelSource | None,
+    device: tuple[Device, str],
+    dtype: str,
+    load_format: str,
+    max_model_len: int | None,
+) -> LoadConfig:
+    """Derive what the user left open."""
+    reasons = {"device": device[1]}
+    if dtype == "auto":
+        dtype, reasons["dtype"] = _choose_dtype(config, source, device[0])
+    elif dtype not in FLOAT_NAMES:
+        raise ConfigError(f"dtype must be one of auto, {', '.join(FLOAT_NAMES)}; got {dtype!r}")
+    limit = config.max_position_embeddings
+    if max_model_len is None:
+        max_model_len, reasons["max_model_len"] = limit, "the model's own"
+    elif isinstance(max_model_len, bool) or not isinstance(max_model_len, int):
+        raise ConfigError(f"max_model_len must be a whole number; got {max_model_len!r}")
+    elif not 1 <= max_model_len <= limit:
+        raise ConfigError(
+            f"max_model_len must be from 1 to the model's own {limit}; got {max_model_len}"
+        )
+    return LoadConfig(device[0], dtype, max_model_len, load_format, reasons)
+
+
+def _choose_dtype(
+    config: ModelConfig, source: ModelSource | None, device: Device
+) -> tuple[str, str]:
+    if not device.is_cuda:
+        return "float32", "the CPU computes in float32"
+    if source is not None and source.kind == "gguf":
+        return "bfloat16", "the weights are dequantized"
+    if config.dtype in ("float16", "bfloat16"):
+        return config.dtype, "the checkpoint's own"
+    return "bfloat16", f"the checkpoint's {config.dtype} would be slow"
+
+
+def _load(
+    source: ModelSource | None, config: ModelConfig, options: LoadConfig, progress: bool
+) -> Model:
+    device, dtype = options.device, options.dtype
+    if options.load_format == "dummy" or source is None:
+        weights = dummy_weights(config, device=device, dtype=dtype)
+    else:
+        weights = load_weights(source, config, device=device, dtype=dtype, progress=progress)
+    device.activate()
+    decoder = Decoder(config, weights, options.max_model_len)
+    if device.is_cuda:
+        prepare_kernels(config, dtype, device, progress=progress)
+    return Model(decoder, options, source)
+
+
+class Model:
+    """A loaded model; made by `load`.
+
+    Attributes
+    ----------
+    config : ModelConfig
+    load_config : LoadConfig
+        Device, dtype and length, with reasons.
+    """
+
+    def __init__(
+        self, decoder: Decoder, load_config: LoadConfig, source: ModelSource | None = None
+    ) -> None:
+        self._decoder: Decoder | None = decoder
+        self.config = decoder.config
+        self.load_config = load_config
+        self._source = source
+
+    @property
+    def decoder(self) -> Decoder:
+        """The layers and their weights."""
+        if self._decoder is None:
+            raise RequestError(f"{self!r} was closed")
+        return self._decoder
+
+    @property
+    def device(self) -> Device:
+        """Where the model computes."""
+        return self.load_config.device
+
+    @property
+    def dtype(self) -> str:
+        """Name of the dtype of weights, activations and pages."""
+        return self.load_config.dtype
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence in tokens."""
+        return self.load_config.max_model_len
+
+    @property
+    def long_rope_offset(self) -> int:
+        """First row of longrope's long factors in the rope table; 0 where there are none."""
+        return self.decoder.long_rope_offset
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights and rope tables on the device."""
+        arrays = [*self.decoder.weights.values(), *self.decoder.rope_tables]
+        return sum({id(array): int(array.nbytes) for array in arrays}.values())
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer, loaded when first used.
+
+        Raises
+        ------
+        ConfigError
+            If the model has none (such as one made of a configuration alone).
+        """
+        if self._source is None:
+            raise ConfigError("the model has no tokenizer: it was made of a configuration alone")
+        if self._source.kind == "gguf":
+            from engine.loading.gguf import GgufFile
+
+            return load_tokenizer(GgufFile(self._source.path).metadata)
+        return load_tokenizer(self._source.path)
+
+    @cached_property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a sequence: the configuration's, else the tokenizer's."""
+        if self.config.eos_token_ids or self._source is None:
+            return self.config.eos_token_ids
+        return self.tokenizer.eos_token_ids
+
+    def uses_long_rope(self, num_tokens: int) -> bool:
+        """Tell whether a sequence of up to `num_tokens` tokens takes longrope's long factors."""
+        return self.long_rope_offset > 0 and num_tokens > self.config.rope.original_max_position
+
+    def new_cache(self, batch_size: int, max_tokens: int, *, block_size: int = 16) -> Cache:
+        """Return an empty paged KV cache, one sequence a row.
+
+        Parameters
+        ----------
+        batch_size : int
+            Rows.
+        max_tokens : int
+            Most tokens of a row; at most `max_model_len`. Models with longrope use their long
+            factors if this exceeds the training length.
+        block_size : int
+            Tokens of a page: 16, 32, 64 or 128.
+
+        Raises
+        ------
+        ConfigError, OutOfMemoryError
+            If a number is out of range, or the pages do not fit.
+        """
+        _check_count("batch_size", batch_size, 2**20)
+        _check_count("max_tokens", max_tokens, self.max_model_len)
+        c = self.config
+        geometry = KVGeometry(c.num_layers, c.num_kv_heads, c.head_dim, block_size, self.dtype)
+        return Cache(geometry, batch_size, max_tokens, self.device, owner=self.load_config)
+
+    def step(self, token_ids: Any, cache: Cache, logits: Literal["last", "all"] = "last") -> Any:
+        """Feed tokens to every row of a cache and return logits.
+
+        Parameters
+        ----------
+        token_ids : (B, T) array of any int dtype, or nested list
+            NumPy, CuPy, or anything with `__dlpack__` or `__cuda_array_interface__`. T >= 1. The
+            ids are checked on the host, so those of a CUDA array cost a synchronisation.
+        cache : Cache
+            Of this model, with B rows; T tokens are appended to each.
+        logits : str
+            "last": of the last token of each row; "all": of every token.
+
+        Returns
+        -------
+        (B, V) or (B, T, V) array of float32
+            On the model's device.
+
+        Raises
+        ------
+        RequestError
+            If an id is outside [0, V), the shape is wrong, or the cache is too small. The cache
+            is then as it was.
+        """
+        if logits not in ("last", "all"):
+            raise RequestError(f"logits must be 'last' or 'all'; got {logits!r}")
+        if cache.owner is not self.load_config:
+            raise RequestError("cache must be made by this model's new_cache")
+        ids = checked_token_ids(token_ids, cache.batch_size, self.config.vocab_size)
+        num_new = ids.shape[1]
+        cache.check_room(num_new)
+        chunk = max(1, _MAX_STEP_TOKENS[self.device.kind] // cache.batch_size)
+        results = []
+        for start in range(0, num_new, chunk):
+            part = ids[:, start : start + chunk]
+            is_wanted = logits == "all" or start + chunk >= num_new
+            results.append(self._advance(part, cache, start, logits if is_wanted else "none"))
+        cache.append(num_new)
+        if logits == "last":
+            return results[-1]
+        parts = [r.reshape(cache.batch_size, -1, r.shape[-1]) for r in results]
+        return parts[0] if len(parts) == 1 else self.device.xp.concatenate(parts, axis=1)
+
+    def forward(self, batch: ForwardBatch, kv_pages: Pages) -> Any:
+        """Compute one step of flat arrays; see `Decoder.forward`. Nothing is checked."""
+        self.device.activate()
+        return self.decoder.forward(batch, kv_pages)
+
+    def _advance(
+        self, ids: Any, cache: Cache, offset: int, logits: Literal["last", "all", "none"]
+    ) -> Any:
+        batch = ForwardBatch.build(
+            ids,
+            (cache.lengths + offset).tolist(),
+            cache.block_tables,
+            cache.block_size,
+            logits=logits,
+            rope_offset=self.long_rope_offset if self.uses_long_rope(cache.max_tokens) else 0,
+        )
+        return self.forward(batch.to(self.device), cache.pages)
+
+    def close(self) -> None:
+        """Give the weights back; the model cannot be used afterwards."""
+        self._decoder = None
+        if self.device.is_cuda:
+            self.device.activate()
+            cupy().get_default_memory_pool().free_all_blocks()
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        name = self._source.path.name if self._source else "dummy"
+        return f"<Model {self.config.model_type} {name!r} {self.dtype} on {self.device}>"
+
+
+def _check_count(name: str, value: Any, limit: int) -> None:
+    is_int = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not (is_int and 1 <= value <= limit):
+        raise ConfigError(f"{name} must be a whole number from 1 to {limit}; got {value!r}")

@@ -1,0 +1,252 @@
+"""The decoder: embedding, layers of attention and MLP, final norm, logits.
+
+One class for every model family. What differs between them are fields of `ModelConfig`; the files
+beside this one only declare them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from engine import kernels
+from engine.config import ModelConfig, RopeConfig
+from engine.device import array_module
+from engine.errors import WeightsError
+from engine.layers.attention import Attention, AttentionParams
+from engine.layers.batch import ForwardBatch
+from engine.layers.embedding import Embedding
+from engine.layers.linear import Linear
+from engine.layers.mlp import MLP
+from engine.layers.norm import Norm
+from engine.layers.rotary import long_rope_offset, rope_table
+
+__all__ = ["Decoder", "DecoderLayer"]
+
+Pages = Sequence[tuple[Any, Any]]
+"""(k_pages, v_pages) of every layer, each (P, K, block_size, D)."""
+
+_FLOAT32 = np.dtype(np.float32)
+
+
+class DecoderLayer:
+    """Attention and MLP, each with its norms, around one residual stream."""
+
+    __slots__ = ("attn", "attn_norm", "mlp", "mlp_norm", "post_attn_norm", "post_mlp_norm")
+
+    def __init__(
+        self,
+        attn: Attention,
+        mlp: MLP,
+        attn_norm: Norm,
+        mlp_norm: Norm,
+        post_attn_norm: Norm | None = None,
+        post_mlp_norm: Norm | None = None,
+    ) -> None:
+        self.attn = attn
+        self.mlp = mlp
+        self.attn_norm = attn_norm
+        self.mlp_norm = mlp_norm
+        self.post_attn_norm = post_attn_norm
+        self.post_mlp_norm = post_mlp_norm
+
+    def __call__(
+        self, delta: Any, residual: Any, batch: ForwardBatch, pages: tuple[Any, Any]
+    ) -> tuple[Any, Any]:
+        """Walk the layer.
+
+        Parameters
+        ----------
+        delta : (T, N) array or None
+            What the layer before wants to add to the residual stream (None: nothing).
+        residual : (T, N) array
+            The residual stream; overwritten.
+        batch : ForwardBatch
+        pages : (k_pages, v_pages)
+
+        Returns
+        -------
+        (delta, residual)
+            The same two for the next layer: the addition is left to the norm that follows.
+        """
+        if delta is None:
+            x = self.attn_norm(residual)
+        else:
+            x, residual = self.attn_norm.add(delta, residual)
+        x = self.attn(x, batch, *pages)
+        if self.post_attn_norm is not None:
+            x = self.post_attn_norm(x, out=x)
+        x, residual = self.mlp_norm.add(x, residual)
+        x = self.mlp(x)
+        if self.post_mlp_norm is not None:
+            x = self.post_mlp_norm(x, out=x)
+        return x, residual
+
+
+class Decoder:
+    """A decoder-only transformer.
+
+    Parameters
+    ----------
+    config : ModelConfig
+    weights : mapping of str to array
+        The fused arrays of `loading.weights.load_weights`, all of one dtype on one device.
+    max_model_len : int
+        Longest sequence in tokens; the rope tables have so many rows.
+
+    Attributes
+    ----------
+    layers : tuple of DecoderLayer
+    weights : dict of str to array
+        The same arrays, by name: "layers.0.qkv", ...
+    rope_tables : tuple of array
+        One (P, R) float32 table, or two: of full-attention layers, of layers with a window.
+    long_rope_offset : int
+        First row of longrope's long factors in the table; 0 where there are none.
+
+    Raises
+    ------
+    WeightsError
+        If a weight that the config asks for is not there.
+    """
+
+    def __init__(self, config: ModelConfig, weights: Mapping[str, Any], max_model_len: int) -> None:
+        self.config = config
+        self.weights = dict(weights)
+        self.max_model_len = max_model_len
+        self.xp = array_module(*self.weights.values())
+        self.rope_tables = tuple(self._rope_table(rope) for rope in _ropes(config))
+        self.long_rope_offset = long_rope_offset(config.rope, max_model_len)
+        self.embed = Embedding(self._weight("embed"), config.embed_scale)
+        self.layers = tuple(self._layer(index) for index in range(config.num_layers))
+        self.final_norm = self._norm("final_norm")
+        self.lm_head = Linear(self._weight("lm_head"))
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Dtype of weights, activations and pages."""
+        dtype: np.dtype[Any] = self.embed.weight.dtype
+        return dtype
+
+    def forward(self, batch: ForwardBatch, kv_pages: Pages) -> Any:
+        """Compute one step.
+
+        Parameters
+        ----------
+        batch : ForwardBatch
+            On the weights' device.
+        kv_pages : sequence of (k_pages, v_pages)
+            Per layer (P, K, block_size, D), of the weights' dtype; the new keys and values are
+            written into them.
+
+        Returns
+        -------
+        (R, V) array of float32
+            Logits of the tokens `batch.logits_indices`, or of all T tokens.
+        """
+        hidden = self.hidden_states(batch, kv_pages)
+        return self.logits(hidden)
+
+    def hidden_states(self, batch: ForwardBatch, kv_pages: Pages) -> Any:
+        """Return the normalised last hidden states (R, N) of the tokens whose logits are wanted."""
+        delta, residual = None, self.embed(batch.token_ids)
+        for layer, pages in zip(self.layers, kv_pages, strict=True):
+            delta, residual = layer(delta, residual, batch, pages)
+        if batch.logits_indices is not None:
+            # Rows by index: the same op as the look-up of embeddings.
+            delta = kernels.embedding(batch.logits_indices, delta)
+            residual = kernels.embedding(batch.logits_indices, residual)
+        return self.final_norm.add(delta, residual)[0]
+
+    def logits(self, hidden: Any) -> Any:
+        """Return the logits (R, V) float32 of normalised hidden states (R, N)."""
+        logits = self.lm_head(hidden, out_dtype=_FLOAT32)
+        if cap := self.config.final_softcap:
+            logits /= np.float32(cap)
+            self.xp.tanh(logits, out=logits)
+            logits *= np.float32(cap)
+        return logits
+
+    def pointer_table(self) -> tuple[tuple[str, ...], np.ndarray[Any, np.dtype[np.uint64]]]:
+        """Return every layer's weights as addresses, for kernels that walk the layers themselves.
+
+        Returns
+        -------
+        names : tuple of str
+            Columns: the weights of a layer, without "layers.<i>.".
+        addresses : (num_layers, len(names)) array of uint64
+            On the host. SAFETY: valid as long as this decoder lives.
+        """
+        prefix = "layers.0."
+        names = tuple(n.removeprefix(prefix) for n in self.weights if n.startswith(prefix))
+        rows = [
+            [address(self.weights[f"layers.{index}.{name}"]) for name in names]
+            for index in range(self.config.num_layers)
+        ]
+        return names, np.array(rows, np.uint64)
+
+    def _weight(self, name: str) -> Any:
+        try:
+            return self.weights[name]
+        except KeyError:
+            raise WeightsError(f"weight {name!r}, which the config asks for, is missing") from None
+
+    def _linear(self, name: str, has_bias: bool) -> Linear:
+        return Linear(self._weight(name), self._weight(f"{name}_bias") if has_bias else None)
+
+    def _norm(self, name: str) -> Norm:
+        return Norm(self._weight(name), self.config.rms_norm_eps, self.config.norm_weight_offset)
+
+    def _rope_table(self, rope: RopeConfig) -> Any:
+        return self.xp.asarray(rope_table(rope, self.max_model_len))
+
+    def _layer(self, index: int) -> DecoderLayer:
+        config, name = self.config, f"layers.{index}"
+        mlp = MLP(
+            self._linear(f"{name}.gate_up", config.mlp_bias),
+            self._linear(f"{name}.down", config.mlp_bias),
+            config.activation,
+        )
+        return DecoderLayer(
+            self._attention(index),
+            mlp,
+            self._norm(f"{name}.attn_norm"),
+            self._norm(f"{name}.mlp_norm"),
+            self._norm(f"{name}.post_attn_norm") if config.post_norms else None,
+            self._norm(f"{name}.post_mlp_norm") if config.post_norms else None,
+        )
+
+    def _attention(self, index: int) -> Attention:
+        config, name = self.config, f"layers.{index}"
+        params = AttentionParams(
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            scale=config.attn_scale or config.head_dim**-0.5,
+            window=config.window(index),
+            softcap=config.attn_softcap,
+        )
+        return Attention(
+            params,
+            self._linear(f"{name}.qkv", config.qkv_bias),
+            self._linear(f"{name}.o", config.o_bias),
+            self.rope_tables[_rope_index(config, index)],
+            self._norm(f"{name}.q_norm") if config.qk_norm else None,
+            self._norm(f"{name}.k_norm") if config.qk_norm else None,
+        )
+
+
+def address(array: Any) -> int:
+    """Return where the array's first element lies."""
+    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
+
+
+def _rope_index(config: ModelConfig, layer: int) -> int:
+    """Return which rope table the layer reads: layers with a window may have their own."""
+    return int(config.rope_local is not None and config.window(layer) > 0)
+
+
+def _ropes(config: ModelConfig) -> tuple[RopeConfig, ...]:
+    return (config.rope,) if config.rope_local is None else (config.rope, config.rope_local)

@@ -1,0 +1,63 @@
+"""Which kernels a model launches, and their compilation before the first step."""
+
+from __future__ import annotations
+
+import importlib
+
+from engine.config import ModelConfig
+from engine.device import Device
+from engine.kernels import _module
+from engine.kernels._module import ModuleSpec
+
+__all__ = ["kernel_specs", "prepare_kernels"]
+
+_OPS = (
+    "attention_decode",
+    "attention_prefill",
+    "embedding",
+    "gemm",
+    "kv_copy",
+    "kv_store",
+    "rmsnorm",
+    "rope",
+    "sample",
+)
+
+
+def kernel_specs(config: ModelConfig, dtype: str) -> list[ModuleSpec]:
+    """Return every module that running the model in `dtype` may launch.
+
+    Examples
+    --------
+    >>> config = ModelConfig("llama", 64, 32, 1, 4, 2, 8, 48, 128)
+    >>> any(spec.file == "rmsnorm.cu" for spec in kernel_specs(config, "float16"))
+    True
+    """
+    gated = "swiglu" if config.activation == "silu" else "geglu"
+    specs: list[ModuleSpec] = []
+    for op in (*_OPS, gated):
+        # The package's attribute of this name is the op itself, not its module.
+        module = importlib.import_module(f"engine.kernels.{op}")
+        specs += module.specs(dtype, head_dim=config.head_dim)
+    return list(dict.fromkeys(specs))
+
+
+def prepare_kernels(
+    config: ModelConfig, dtype: str, device: Device, *, progress: bool = False
+) -> None:
+    """Compile (or find) and load all kernels of a model on a CUDA device; later compiles count.
+
+    Raises
+    ------
+    CompileError
+        If NVRTC refuses one.
+    """
+    _module.mark_ready(False)
+    device.activate()
+    specs = kernel_specs(config, dtype)
+    arch = _module.current_architecture(device.index)
+    _module.compile_all(specs, arch, progress=progress)
+    for spec in specs:
+        if spec.supports(arch):
+            _module.load_module(spec)
+    _module.mark_ready()
