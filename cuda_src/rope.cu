@@ -3,15 +3,15 @@
 //   (a, b) -> (a cos - b sin, b cos + a sin)   for pair i of each head, angle i of the token's row
 //
 //   q, k         (T, H, D), (T, K, D) scalar_t   token and head strides; last axis contiguous
-//   positions    (T,)    int32                   row of cos_sin; outside [0, P): rotated part is NaN
+//   positions    (T,)    int32                   row of cos_sin; outside [0, P): NaN if rotated
 //   cos_sin      (P, R)  float                   row = R/2 cosines, then R/2 sines; contiguous
 //   q_out, k_out as q, k                         may be q and k; no other overlap
 //
 // Pair i is (x[i], x[i + R/2]), or (x[2i], x[2i + 1]) when interleaved. Features R..D are copied.
 // Numerics: float, rounded once.
-// Parallelisation: an item is kWidth pairs of one head, or kWidth of its features past R; one thread
-// an item. blockIdx.x is the token, blockIdx.y walks its items. A thread writes only what it read
-// itself, and reads it first, so working in place is safe.
+// Parallelisation: an item is kWidth pairs of one head, or kWidth of its features past R; one
+// thread an item. blockIdx.x is the token, blockIdx.y walks its items. A thread writes only what it
+// read itself, and reads it first, so working in place is safe.
 // Mirror: engine/reference/rope.py
 #include "common/types.cuh"
 

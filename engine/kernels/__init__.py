@@ -6,6 +6,9 @@ from engine.kernels.embedding import embedding
 from engine.kernels.geglu import geglu
 from engine.kernels.gelu import gelu
 from engine.kernels.gemm import gemm
+from engine.kernels.kv_copy import kv_copy
+from engine.kernels.kv_gather import kv_gather
+from engine.kernels.kv_store import kv_store
 from engine.kernels.relu import relu
 from engine.kernels.residual_add import residual_add
 from engine.kernels.rmsnorm import rmsnorm
@@ -22,6 +25,9 @@ __all__ = [
     "geglu",
     "gelu",
     "gemm",
+    "kv_copy",
+    "kv_gather",
+    "kv_store",
     "relu",
     "residual_add",
     "rmsnorm",

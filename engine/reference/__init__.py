@@ -6,6 +6,9 @@ from engine.reference.embedding import embedding
 from engine.reference.geglu import geglu
 from engine.reference.gelu import gelu
 from engine.reference.gemm import gemm
+from engine.reference.kv_copy import kv_copy
+from engine.reference.kv_gather import kv_gather
+from engine.reference.kv_store import kv_store
 from engine.reference.relu import relu
 from engine.reference.residual_add import residual_add
 from engine.reference.rmsnorm import rmsnorm
@@ -22,6 +25,9 @@ __all__ = [
     "geglu",
     "gelu",
     "gemm",
+    "kv_copy",
+    "kv_gather",
+    "kv_store",
     "relu",
     "residual_add",
     "rmsnorm",

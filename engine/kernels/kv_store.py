@@ -1,0 +1,94 @@
+"""New keys and values into their pages: `cuda_src/kv_store.cu`, mirror `reference/kv_store.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine import reference
+from engine.dtypes import dtype_name
+from engine.kernels._contract import FLOATS, INT64, Contract
+from engine.kernels._elementwise import ROW_THREADS, element_strides, is_aligned, vector_width
+from engine.kernels._launch import Kernel, ceil_div
+from engine.kernels._module import ModuleSpec
+
+__all__ = ["kv_store", "specs"]
+
+_PARAMS = (
+    "k:ptr v:ptr k_pages:ptr v_pages:ptr slot_mapping:ptr num_slots:i64 num_heads:i32 "
+    "head_dim:i32 block_size:i32 k_stride_t:i64 k_stride_h:i64 v_stride_t:i64 v_stride_h:i64"
+)
+_VECTOR = Kernel("kv_store_vector", _PARAMS)
+_SCALAR = Kernel("kv_store_scalar", _PARAMS)
+
+
+def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
+    """Return the modules that the op may launch for `dtype`."""
+    return (ModuleSpec("kv_store.cu", dtype),)
+
+
+def kv_store(k: Any, v: Any, k_pages: Any, v_pages: Any, slot_mapping: Any) -> None:
+    """Write the keys and values of new tokens into the paged cache.
+
+    Parameters
+    ----------
+    k, v : (T, K, D) array of float32, float16 or bfloat16
+        Any token and head strides (views into the fused qkv rows).
+    k_pages, v_pages : (P, K, block_size, D) array of k's dtype, C-contiguous
+        Written in place.
+    slot_mapping : (T,) array of int64
+        ``block_id * block_size + offset`` of each token; -1 skips it. No slot twice: which
+        token then wins is not defined.
+
+    Raises
+    ------
+    ShapeError, DTypeError, ContractError
+        If an argument breaks the contract. Slots are checked on NumPy arrays; on the GPU a slot
+        outside the pages is skipped.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> k_pages, v_pages = np.zeros((2, 2, 1, 2, 1), np.float32)  # 2 blocks of 2 slots
+    >>> rows = np.array([[[7.0]], [[8.0]]], np.float32)
+    >>> kv_store(rows, -rows, k_pages, v_pages, np.array([3, -1]))
+    >>> k_pages.ravel(), v_pages.ravel()
+    (array([0., 0., 0., 7.], dtype=float32), array([ 0.,  0.,  0., -7.], dtype=float32))
+    """
+    call = Contract("kv_store")
+    k = call.array("k", k, "T K D", FLOATS, layout="rows")
+    v = call.array("v", v, "T K D", k.dtype, layout="rows")
+    k_pages = call.written("k_pages", k_pages, "P K block_size D", k.dtype)
+    v_pages = call.written("v_pages", v_pages, "P K block_size D", k.dtype)
+    slot_mapping = call.array("slot_mapping", slot_mapping, "T", INT64)
+    num_slots = call["P"] * call["block_size"]
+    if call.on_cpu:
+        _check_slots(call, slot_mapping, num_slots)
+        reference.kv_store(k, v, k_pages, v_pages, slot_mapping)
+        return
+    fits = call["D"] % vector_width(k) == 0 and is_aligned(k, v, k_pages, v_pages)
+    items = 2 * call["K"] * (call["D"] // vector_width(k) if fits else call["D"])
+    (_VECTOR if fits else _SCALAR).launch(
+        specs(dtype_name(k.dtype))[0],
+        (call["T"], ceil_div(items, ROW_THREADS)),
+        (ROW_THREADS,),
+        k=k,
+        v=v,
+        k_pages=k_pages,
+        v_pages=v_pages,
+        slot_mapping=slot_mapping,
+        num_slots=num_slots,
+        num_heads=call["K"],
+        head_dim=call["D"],
+        block_size=call["block_size"],
+        k_stride_t=element_strides(k)[0],
+        k_stride_h=element_strides(k)[1],
+        v_stride_t=element_strides(v)[0],
+        v_stride_h=element_strides(v)[1],
+    )
+
+
+def _check_slots(call: Contract, slot_mapping: Any, num_slots: int) -> None:
+    if slot_mapping.size:
+        low, high = int(slot_mapping.min()), int(slot_mapping.max())
+        ok = low >= -1 and high < num_slots
+        call.check("slot_mapping", ok, f"-1 or in [0, {num_slots}), the slots", (low, high))
