@@ -56,6 +56,7 @@ class BlockAllocator:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._num_owners = [0] * num_blocks
         self._in_tree = bytearray(num_blocks)
+        self._freed: list[int] | None = None
 
     @property
     def num_free(self) -> int:
@@ -126,7 +127,7 @@ class BlockAllocator:
                 if self._in_tree[block]:
                     cached.append(block)
                 else:
-                    self._free.append(block)
+                    self._put_back(block)
         self.num_cached += len(cached)
         return cached
 
@@ -143,7 +144,23 @@ class BlockAllocator:
         self._in_tree[block] = 0
         if self._num_owners[block] == 0:
             self.num_cached -= 1
-            self._free.append(block)
+            self._put_back(block)
+
+    def record_freed(self) -> None:
+        """From now on, note the blocks that become free (debug mode)."""
+        self._freed = []
+
+    def take_freed(self) -> list[int]:
+        """Return the blocks that became free since the last call, if they are recorded."""
+        freed = self._freed or []
+        if self._freed is not None:
+            self._freed = []
+        return freed
+
+    def _put_back(self, block: int) -> None:
+        self._free.append(block)
+        if self._freed is not None:
+            self._freed.append(block)
 
     def stats(self) -> dict[str, int]:
         """Return the counts of blocks by state, and the peak of referenced ones."""

@@ -1,7 +1,7 @@
-"""Block tables of requests: growth, sharing, copy-on-write, release. Integers only.
+"""Block tables of requests: admission, growth, sharing, copy-on-write, swap. Integers only.
 
-The scheduler speaks to this class and never to the allocator. It moves no bytes: what has to be
-copied is collected as block moves, which the scheduler hands to the runner with the step.
+The scheduler speaks to this class and never to the allocator or the tree. It moves no bytes: what
+has to be copied is collected as block moves, which the scheduler hands to the runner with the step.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from engine.cache.block_allocator import BlockAllocator
-from engine.errors import EngineError
+from engine.cache.prefix_tree import PrefixTree
+from engine.cache.tree_node import NO_BLOCK, PrefixMatch
+from engine.errors import ContractError, EngineError
 from engine.request import Request
 
 __all__ = ["BlockManager", "BlockMoves"]
@@ -26,18 +28,47 @@ class BlockMoves:
 
 
 class BlockManager:
-    """The block tables of all requests over one pool.
+    """The block tables of all requests over one pool, one prefix tree and one host pool.
 
     Parameters
     ----------
     num_blocks, block_size : int
-        The pool.
+        The device pool.
+    num_host_blocks : int
+        Blocks in host memory, for swapped requests and evicted prefixes; 0 = none.
+    prefix_caching : bool
+        Whether computed prefixes are kept in a tree and shared.
+    max_blocks_per_salt : int, optional
+        Most blocks that the tree keeps for one cache salt.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        num_host_blocks: int = 0,
+        prefix_caching: bool = True,
+        max_blocks_per_salt: int | None = None,
+    ) -> None:
         self.block_size = block_size
         self.allocator = BlockAllocator(num_blocks, block_size)
+        self.host_allocator = (
+            BlockAllocator(num_host_blocks, block_size) if num_host_blocks else None
+        )
+        self.tree = (
+            PrefixTree(
+                self.allocator,
+                max_blocks_per_salt=max_blocks_per_salt,
+                host_allocator=self.host_allocator,
+            )
+            if prefix_caching
+            else None
+        )
         self._moves = BlockMoves()
+        self._lengths: dict[Request, int] = {}
+        self._lengths_generation = -1
+        self._last_match: tuple[Request, tuple[int, int], PrefixMatch] | None = None
 
     @property
     def num_available(self) -> int:
@@ -48,15 +79,71 @@ class BlockManager:
         """Return how many blocks hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
-    def grow(self, request: Request, num_tokens: int, *, spare: int = 0) -> bool:
+    # ---- a request gets blocks
+
+    def match(self, request: Request) -> PrefixMatch:
+        """Return the known prefix of `request`; at least one token is left to compute."""
+        if self.tree is None or not request.reuse_prefix:
+            return PrefixMatch()
+        # The head of the queue is asked about in every step until it fits.
+        last, state = self._last_match, (self.tree.generation, request.num_tokens)
+        if last is not None and last[0] is request and last[1] == state:
+            return last[2]
+        num_tokens = (request.num_tokens - 1) // self.block_size * self.block_size
+        found = self.tree.match(request.token_ids(0, num_tokens), request.prefix_key)
+        self._last_match = (request, state, found)
+        return found
+
+    def match_length(self, request: Request) -> int:
+        """Return the length in blocks of the known prefix of `request` (remembered a while)."""
+        if self.tree is None:
+            return 0
+        if self._lengths_generation != self.tree.generation:
+            self._lengths_generation = self.tree.generation
+            self._lengths.clear()
+        if request not in self._lengths:
+            self._lengths[request] = self.match(request).num_blocks
+        return self._lengths[request]
+
+    def admit(self, request: Request, *, spare: int = 0) -> bool:
+        """Give `request`, which holds no device block, the blocks of all its tokens.
+
+        What the tree knows of it is shared, what was swapped out is brought back; both count as
+        computed. Returns False, and changes nothing, if fewer than `spare` blocks would be left.
+        """
+        found = self.match(request)
+        is_swapped = bool(request.host_block_table)
+        shared = found.blocks
+        if is_swapped:
+            shared = shared[: request.num_committed_tokens // self.block_size]
+        num_new = self.num_blocks_for(request.num_tokens) - len(shared)
+        num_revived = sum(not self.allocator.num_owners(block) for block in shared)
+        if num_new + num_revived + spare > self.num_available:
+            return False
+        nodes = [] if is_swapped else found.host_nodes
+        for node in nodes:
+            node.is_pinned = True  # making room must not drop what is about to be loaded
+        self.allocator.acquire(shared)
+        new = self._take(num_new)
+        request.block_table = [*shared, *new]
+        request.num_tree_blocks = len(shared) + len(nodes)
+        for node in nodes:
+            node.is_pinned = False
+        if is_swapped:
+            self._bring_back(request, len(shared))
+        else:
+            self._use_prefix(request, found, new)
+        return True
+
+    def grow(self, request: Request, num_tokens: int) -> bool:
         """Make the table of `request` hold `num_tokens`, and its next slot writable.
 
-        Returns False, and changes nothing, if that would leave fewer than `spare` blocks.
+        Returns False, and changes nothing, if there are not enough blocks.
         """
         table = request.block_table
         num_new = max(0, self.num_blocks_for(num_tokens) - len(table))
         shared = self._shared_write_index(request)
-        if num_new + (shared >= 0) + spare > self.num_available:
+        if num_new + (shared >= 0) > self.num_available:
             return False
         if shared >= 0:
             self._copy_on_write(table, shared)
@@ -70,45 +157,162 @@ class BlockManager:
 
         Its tokens and those of `parent` must agree as far as the parent has committed them. Whole
         blocks are shared for good; a shared partial block is copied by whoever writes first.
+
+        Raises
+        ------
+        ContractError
+            If the tokens differ or the child holds blocks.
         """
-        shared = min(parent.num_committed_tokens, child.num_tokens - 1)
-        if parent.token_ids(0, shared) != child.token_ids(0, shared) or child.block_table:
-            raise EngineError(
-                f"request {child.request_id!r} cannot share the blocks of {parent.request_id!r}: "
-                f"its first {shared} tokens differ, or it holds blocks"
-            )
+        shared = self.check_fork(parent, child)
         child.block_table = parent.block_table[: self.num_blocks_for(shared)]
         self.allocator.acquire(child.block_table)
         child.num_computed_tokens = child.num_committed_tokens = shared
         child.num_cached_tokens = shared
+        child.num_tree_blocks = min(parent.num_tree_blocks, shared // self.block_size)
         parent.shares_last_block = child.shares_last_block = True
 
-    def release(self, request: Request) -> None:
-        """Take all blocks from `request`; nothing of it counts as computed any more."""
-        table, request.block_table = request.block_table, []
+    def check_fork(self, parent: Request, child: Request) -> int:
+        """Return how many tokens `child` would share with `parent`; raise if they differ."""
+        shared = min(parent.num_committed_tokens, child.num_tokens - 1)
+        differs = parent.token_ids(0, shared) != child.token_ids(0, shared)
+        if differs or parent.prefix_key != child.prefix_key or child.block_table:
+            raise ContractError(
+                f"request {child.request_id!r} cannot share the blocks of {parent.request_id!r}: "
+                f"its first {shared} tokens, salt or rope differ, or it holds blocks"
+            )
+        return shared
+
+    # ---- a request's blocks become known, are taken, or are swapped
+
+    def cache_prefix(self, request: Request, *, leaving: bool = False) -> None:
+        """Put the full blocks of committed tokens into the tree, for others to share."""
+        if self.tree is None:
+            return
+        size, start = self.block_size, request.num_tree_blocks
+        num_full = min(request.num_committed_tokens, request.num_known_tokens) // size
+        if num_full <= start:
+            return
+        if start and not self.tree.has_block(request.block_table[start - 1]):
+            start = 0  # the tree was reset meanwhile
+        request.num_tree_blocks = self.tree.insert(
+            request.token_ids(start * size, num_full * size),
+            request.block_table,
+            request.prefix_key,
+            start=start,
+            leaving=leaving,
+        )
+
+    def release(self, request: Request, *, keep: bool = True) -> None:
+        """Take all blocks from `request`; nothing of it counts as computed any more.
+
+        With `keep`, what it computed stays in the tree, where it or others may find it again.
+        """
+        if keep and request.block_table:
+            self.cache_prefix(request, leaving=True)
+        self._free_table(request)
         request.num_computed_tokens = request.num_committed_tokens = 0
-        request.shares_last_block = False
-        self.allocator.free(table)
+        if request.host_block_table:
+            assert self.host_allocator is not None
+            self.host_allocator.free(request.host_block_table)
+            request.host_block_table = []
+
+    def can_swap_out(self, request: Request) -> bool:
+        """Tell whether the host has room for what `request` has computed."""
+        if self.host_allocator is None:
+            return False
+        room = self.host_allocator.num_free + (self.tree.num_host_nodes if self.tree else 0)
+        return 0 < self.num_blocks_for(request.num_computed_tokens) <= room
+
+    def swap_out(self, request: Request) -> None:
+        """Take all device blocks from `request`, and note that they are to be copied to the host.
+
+        Its tokens still count as computed; `admit` brings them back.
+        """
+        assert self.host_allocator is not None
+        num_blocks = self.num_blocks_for(request.num_computed_tokens)
+        lacking = num_blocks - self.host_allocator.num_free
+        if lacking > 0 and self.tree is not None:
+            self.tree.evict_host(lacking)
+        request.host_block_table = self.host_allocator.allocate(num_blocks)
+        pairs = zip(request.block_table[:num_blocks], request.host_block_table, strict=True)
+        self._moves.swap_out.extend(pairs)
+        self._free_table(request)
+
+    # ---- moves
 
     def take_moves(self) -> BlockMoves:
         """Return the moves collected since the last call."""
         moves, self._moves = self._moves, BlockMoves()
+        if self.tree is not None:
+            moves.swap_out.extend(self.tree.take_offloads())
         return moves
 
-    def check_integrity(self, requests: Iterable[Request]) -> None:
-        """Verify the allocator against the tables, and that no writable block has two owners."""
+    def take_freed(self, moves: BlockMoves) -> list[int]:
+        """Return the blocks freed since the last call that `moves` does not fill (debug mode)."""
+        filled = {block for _, block in moves.copies} | {block for _, block in moves.swap_in}
+        return sorted(set(self.allocator.take_freed()) - filled)
+
+    def settle(self, swap_in: Iterable[tuple[int, int]]) -> None:
+        """Free the host blocks of a step's `swap_in`, which the step has read."""
+        if self.host_allocator is not None:
+            self.host_allocator.free(host for host, _ in swap_in)
+
+    def distrust(self, moves: BlockMoves) -> None:
+        """Forget the prefixes that `moves`, of a step that failed, may not have copied."""
+        if self.tree is not None:
+            self.tree.forget(
+                (device for _, device in moves.swap_in), (host for _, host in moves.swap_out)
+            )
+
+    def check_integrity(
+        self, requests: Iterable[Request], host_in_flight: Iterable[int] = ()
+    ) -> None:
+        """Verify allocators and tree against the tables, and who may write where.
+
+        Parameters
+        ----------
+        requests : iterable of Request
+            All unfinished ones.
+        host_in_flight : iterable of int
+            Host blocks of `swap_in` of steps that are not settled yet.
+        """
         requests = list(requests)
         self.allocator.check_integrity(request.block_table for request in requests)
+        nodes = []
+        if self.tree is not None:
+            self.tree.check_integrity()
+            nodes = [n.host_block for n in self.tree.walk() if n.host_block != NO_BLOCK]
+        if self.host_allocator is not None:
+            tables = [request.host_block_table for request in requests]
+            self.host_allocator.check_integrity([*tables, nodes, host_in_flight])
         for request in requests:
-            first = request.num_computed_tokens // self.block_size
-            for index in range(first, len(request.block_table)):
-                block = request.block_table[index]
-                is_marked = index == first and request.shares_last_block
-                if self.allocator.is_shared(block) and not is_marked:
-                    raise EngineError(
-                        f"block {block} will be written by request {request.request_id!r}, but "
-                        f"others read it"
-                    )
+            self._check_writable(request)
+
+    # ---- inside
+
+    def _use_prefix(self, request: Request, found: PrefixMatch, new: list[int]) -> None:
+        """Count a match as computed, and load the part of it that lies on the host."""
+        num_tokens = found.num_blocks * self.block_size
+        request.num_computed_tokens = request.num_committed_tokens = num_tokens
+        if not request.num_preemptions:
+            request.num_cached_tokens = num_tokens
+        if self.tree is None:
+            return
+        nodes = found.host_nodes
+        self._moves.swap_in.extend(self.tree.load(nodes, new[: len(nodes)]))
+        if request.reuse_prefix:
+            stats = self.tree.stats
+            stats.queried_tokens += request.num_tokens
+            stats.hit_tokens += num_tokens
+            stats.host_hit_tokens += len(nodes) * self.block_size
+
+    def _bring_back(self, request: Request, num_shared: int) -> None:
+        """Note the copies of a swapped request's blocks that the tree did not have."""
+        assert self.host_allocator is not None
+        host, request.host_block_table = request.host_block_table, []
+        table = request.block_table[num_shared : len(host)]
+        self._moves.swap_in.extend(zip(host[num_shared:], table, strict=True))
+        self.host_allocator.free(host[:num_shared])
 
     def _shared_write_index(self, request: Request) -> int:
         """Return where in the table the next token goes, if that block is shared; else -1."""
@@ -121,7 +325,34 @@ class BlockManager:
     def _copy_on_write(self, table: list[int], index: int) -> None:
         source, (table[index],) = table[index], self._take(1)
         self._moves.copies.append((source, table[index]))
-        self.allocator.free([source])
+        self._free([source])
 
     def _take(self, num_blocks: int) -> list[int]:
+        lacking = num_blocks - self.allocator.num_free
+        if lacking > 0 and self.tree is not None:
+            self.tree.evict(lacking)
         return self.allocator.allocate(num_blocks)
+
+    def _free_table(self, request: Request) -> None:
+        table, request.block_table = request.block_table, []
+        request.num_tree_blocks = 0
+        request.shares_last_block = False
+        self._free(table)
+
+    def _free(self, blocks: list[int]) -> None:
+        if self.tree is not None:
+            self.tree.unlock(blocks)
+        else:
+            self.allocator.free(blocks)
+
+    def _check_writable(self, request: Request) -> None:
+        """Verify that what `request` will write is its own, or marked for copy-on-write."""
+        first = request.num_computed_tokens // self.block_size
+        for index in range(first, len(request.block_table)):
+            block = request.block_table[index]
+            is_marked = index == first and request.shares_last_block
+            if self.allocator.is_shared(block) and not is_marked:
+                raise EngineError(
+                    f"block {block} will be written by request {request.request_id!r}, but "
+                    f"others read it"
+                )

@@ -74,7 +74,8 @@ class ScheduleOutput:
     admitted : list of Request
         Requests that begin or resume in this step.
     preempted : list of Request
-        Requests whose blocks were taken in this step; they are back in the queue.
+        Requests whose blocks were taken in this step; they are back in the queue, with status
+        PREEMPTED (to be recomputed) or SWAPPED.
     copies : list of (int, int)
         (source, destination) device blocks, for copy-on-write. Only in a step with copies does an
         entry of a running request's block table change; otherwise tables only grow.
@@ -82,6 +83,9 @@ class ScheduleOutput:
         (device block, host block) to copy.
     swap_in : list of (int, int)
         (host block, device block) to copy.
+    freed_blocks : list of int
+        With `SchedulerConfig.debug` only: blocks whose content became worthless. To be poisoned
+        after the moves and before the computation.
     num_scheduled_tokens : int
         Sum over `sequences`.
     num_decodes : int
@@ -95,6 +99,7 @@ class ScheduleOutput:
     copies: list[tuple[int, int]] = field(default_factory=list)
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
+    freed_blocks: list[int] = field(default_factory=list)
     num_scheduled_tokens: int = 0
     num_decodes: int = 0
 

@@ -12,15 +12,17 @@ samples is then *pending* (see `engine.request`). Every choice depends only on t
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Iterator, Mapping, Sequence
 
-from engine.cache.block_manager import BlockManager
-from engine.errors import ContractError, EngineError, RequestError
+from engine.cache.block_manager import BlockManager, BlockMoves
+from engine.errors import ContractError
 from engine.request import FINISH_REASONS, Request, RequestStatus
+from engine.scheduler.check import check_output
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.output import ScheduledSequence, ScheduleOutput
-from engine.scheduler.waiting import WaitingQueue
+from engine.scheduler.preemption import prefers_swap
+from engine.scheduler.roster import Roster
+from engine.scheduler.stats import SchedulerStats, collect
 
 __all__ = ["Scheduler"]
 
@@ -28,12 +30,12 @@ _RUNNING = RequestStatus.RUNNING
 
 
 class Scheduler:
-    """Continuous batching over pages, first come first served.
+    """Continuous batching over pages, first come first served within a priority.
 
     Decodes come first, then the prefills under way, then new requests, as far as the token budget,
     the number of sequences and the blocks go. A request gets the blocks of all its tokens when it
     is admitted, and one more block whenever it outgrows them; if there is none, the request that
-    came last gives up its blocks and will be recomputed.
+    is last in the order of service gives up its blocks, to be recomputed or swapped in later.
 
     Examples
     --------
@@ -50,61 +52,85 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.blocks = BlockManager(config.num_blocks, config.block_size)
-        self.num_preemptions = 0
-        self._requests: dict[str, Request] = {}
-        self._waiting = WaitingQueue()
-        self._running: list[Request] = []  # ordered by Request.order
-        self._in_flight: list[ScheduleOutput] = []  # scheduled, not committed; oldest first
-        self._num_arrived = 0
+        self.blocks = BlockManager(
+            config.num_blocks,
+            config.block_size,
+            num_host_blocks=config.num_host_blocks,
+            prefix_caching=config.prefix_caching,
+            max_blocks_per_salt=config.max_blocks_per_salt,
+        )
+        if config.debug:
+            self.blocks.allocator.record_freed()
+        self._roster = Roster(config, self.blocks)
+        self._in_flight: list[ScheduleOutput] = []  # scheduled, not settled; oldest first
         self._num_steps = 0
+        self._num_preemptions = 0
+        self._num_swaps = 0
+        self._num_retries = 0
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the queue, preempted ones included."""
-        return len(self._waiting)
+        """Requests that do not run, preempted ones included."""
+        return self._roster.num_waiting
 
     @property
     def num_running(self) -> int:
         """Requests that hold device blocks."""
-        return len(self._running)
+        return len(self._roster.running)
 
     def has_unfinished_requests(self) -> bool:
         """Tell whether any request is waiting or running."""
-        return bool(self._requests)
+        return bool(self._roster.requests)
 
     def unfinished_requests(self) -> Iterator[Request]:
         """Iterate over waiting and running requests in the order of their arrival."""
-        return iter(self._requests.values())
+        return iter(self._roster.requests.values())
 
     def get_request(self, request_id: str) -> Request | None:
         """Return the unfinished request of this id, if there is one."""
-        return self._requests.get(request_id)
+        return self._roster.requests.get(request_id)
 
     # ---- requests come and go
 
-    def add_request(self, request: Request) -> None:
+    def add_request(self, request: Request, siblings: Sequence[Request] = ()) -> None:
         """Queue `request`.
+
+        Parameters
+        ----------
+        request : Request
+        siblings : sequence of Request, optional
+            Further requests with the same prompt (parallel samples). They wait until `request` has
+            computed it, and then share its blocks.
 
         Raises
         ------
         RequestError
-            If the id is taken, the prompt is empty or as long as the model allows, or the request
-            can never fit into the pool. Nothing is queued.
+            If an id is taken, the prompt is empty or as long as the model allows, or a request can
+            never fit into the pool. Nothing is queued.
+        QueueFullError
+            If the queue's limits would be exceeded (a RequestError, too). Nothing is queued.
         """
-        self._check_new(request)
-        self._requests[request.request_id] = request
-        request.order = (self._num_arrived, self._num_arrived)
-        self._num_arrived += 1
-        self._waiting.push(request)
+        self._roster.add(request, siblings)
+
+    def fork_request(self, parent: Request, child: Request) -> None:
+        """Add `child`, whose tokens continue those that `parent` has computed (beam search).
+
+        `child` may already have output tokens. It shares the parent's blocks and runs at once if
+        the parent runs and there is a free place; otherwise it is queued like any other request.
+
+        Raises
+        ------
+        RequestError, ContractError
+            As `add_request`; or if the tokens do not agree.
+        """
+        self._roster.add_fork(parent, child)
 
     def abort_request(self, request_id: str) -> bool:
         """End the request of this id, in whatever state; False if no such request is unfinished."""
-        request = self._requests.get(request_id)
-        if request is None:
-            return False
-        self._finish(request, RequestStatus.FINISHED_ABORTED)
-        return True
+        request = self._roster.requests.get(request_id)
+        if request is not None:
+            self._roster.finish(request, RequestStatus.FINISHED_ABORTED)
+        return request is not None
 
     def finish_request(
         self, request: Request, reason: str, *, stop_reason: int | str | None = None
@@ -118,13 +144,17 @@ class Scheduler:
         reason : str
             "stop", "length", "abort" or "error".
         stop_reason : int or str, optional
-            What stopped it, e.g. the stop string.
         """
         if reason not in FINISH_REASONS:
             raise ContractError(f"reason must be one of {list(FINISH_REASONS)}; got {reason!r}")
         if not request.is_finished:
             request.stop_reason = stop_reason
-            self._finish(request, FINISH_REASONS[reason])
+            self._roster.finish(request, FINISH_REASONS[reason])
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all prefixes; requests under way keep their blocks."""
+        if self.blocks.tree is not None:
+            self.blocks.tree.reset()
 
     # ---- one step
 
@@ -160,45 +190,52 @@ class Scheduler:
             Those that this step finished, by a stop id or by their length; their blocks are freed.
         """
         self._leave_flight(output, oldest=True)
+        self.blocks.settle(output.swap_in)
         finished: list[Request] = []
         for sequence in output.sequences:
             request = sequence.request
-            if request.is_finished:
+            status = request.status
+            if status is not _RUNNING and request.is_finished:
                 continue
             context_len = sequence.start + sequence.num_scheduled_tokens
             if request.num_computed_tokens >= context_len:  # not preempted meanwhile
                 request.num_committed_tokens = context_len
-            if sequence.is_sampled and (status := self._append(request, sampled)) is not None:
-                self._retire(request, status)
+                if sequence.start < len(request.prompt_token_ids) and status is _RUNNING:
+                    self.blocks.cache_prefix(request)
+                    if sequence.is_sampled:
+                        self._roster.release_siblings(request)
+            if sequence.is_sampled and (end := self._append(request, sampled)) is not None:
+                self._roster.retire(request, end)
                 finished.append(request)
         if finished:
-            self._running = [r for r in self._running if r.status is _RUNNING]
+            self._roster.drop_finished()
+        if self.config.debug:
+            self.check_integrity()
         return finished
 
     def rollback(self, output: ScheduleOutput) -> None:
         """Undo a step that failed: all its requests go back to the queue to be recomputed.
 
-        Whatever the step had written is forgotten. With several steps in flight, roll back the
-        newest first.
+        Whatever the step had written or copied is forgotten. With several steps in flight, roll
+        back the newest first.
         """
         self._leave_flight(output, oldest=False)
+        moves = BlockMoves(output.swap_out, output.copies, output.swap_in)
+        self.blocks.distrust(moves)
+        self.blocks.settle(output.swap_in)
         for sequence in output.sequences:
-            request = sequence.request
-            if request.is_finished:
-                continue
-            if sequence.is_sampled:
-                request.num_pending_tokens -= 1
-                request.num_tokens -= 1
-            if request.status is _RUNNING:
-                self._running.remove(request)
-                self._requeue(request)
+            self._undo(sequence)
+        for request in output.preempted:
+            if request.status is RequestStatus.SWAPPED:
+                self.blocks.release(request, keep=False)
+                request.status = RequestStatus.PREEMPTED
 
     # ---- parts of schedule()
 
     def _schedule_decodes(self, output: ScheduleOutput) -> list[Request]:
         """Schedule every running request that has one token to compute; return the others."""
         prefills: list[Request] = []
-        running, sequences = self._running, output.sequences
+        running, sequences = self._roster.running, output.sequences
         block_size = self.config.block_size
         index = 0
         while index < len(running):  # the tail may be preempted under way
@@ -221,7 +258,7 @@ class Scheduler:
         return prefills
 
     def _schedule_prefills(self, output: ScheduleOutput, prefills: list[Request]) -> None:
-        """Continue prefills under way, oldest first."""
+        """Continue prefills under way, in order of service."""
         for request in prefills:
             if request.status is not _RUNNING or not self._chunk(request, output):
                 continue  # preempted just now, or the budget is spent
@@ -229,39 +266,47 @@ class Scheduler:
                 self._schedule_chunk(request, output)
 
     def _admit(self, output: ScheduleOutput) -> None:
-        """Let waiting requests in, in order, until one does not fit."""
-        spare = self.config.watermark_blocks
-        while self._waiting and len(self._running) < self.config.max_num_seqs:
-            request = self._waiting.peek()
+        """Let waiting requests in, in order of service, until one does not fit."""
+        roster, config = self._roster, self.config
+        while len(roster.waiting) and len(roster.running) < config.max_num_seqs:
+            request = self._next_waiting()
             if request.num_pending_tokens or not self._chunk(request, output):
                 break
             # Room kept for those that run; a request alone may have everything.
-            if not self.blocks.grow(
-                request, request.num_tokens, spare=spare if self._running else 0
-            ):
+            spare = config.watermark_blocks if roster.running else 0
+            if not self.blocks.admit(request, spare=spare):
                 break
-            self._waiting.pop()
-            request.status = _RUNNING
-            insort(self._running, request, key=_order)
+            roster.waiting.take(request)
+            roster.run(request)
             output.admitted.append(request)
             self._schedule_chunk(request, output)
 
     def _complete(self, output: ScheduleOutput) -> None:
         """Put one-token sequences first, and add the block moves."""
         sequences = output.sequences
-        sequences.sort(key=_is_chunk)  # stable
         output.num_decodes = sum(s.num_scheduled_tokens == 1 for s in sequences)
+        if output.num_decodes < len(sequences):
+            sequences.sort(key=_is_chunk)  # stable
         moves = self.blocks.take_moves()
         output.swap_out, output.copies, output.swap_in = moves.swap_out, moves.copies, moves.swap_in
         if not output.is_empty:
             self._in_flight.append(output)
+        if self.config.debug:
+            output.freed_blocks = self.blocks.take_freed(moves)
+            check_output(output, self.config)
+            self.check_integrity()
+
+    def _next_waiting(self) -> Request:
+        waiting = self._roster.waiting
+        if self.config.policy == "fcfs":
+            return waiting.peek()
+        return waiting.best_of_first(self.config.lpm_window, self.blocks.match_length)
 
     def _chunk(self, request: Request, output: ScheduleOutput) -> int:
         """Return how many tokens of `request` this step may still take."""
-        config = self.config
-        room = config.max_num_batched_tokens - output.num_scheduled_tokens
-        if config.max_prefill_chunk:
-            room = min(room, config.max_prefill_chunk)
+        room = self.config.max_num_batched_tokens - output.num_scheduled_tokens
+        if self.config.max_prefill_chunk:
+            room = min(room, self.config.max_prefill_chunk)
         return min(room, request.num_tokens - request.num_computed_tokens)
 
     def _schedule_chunk(self, request: Request, output: ScheduleOutput) -> None:
@@ -280,24 +325,18 @@ class Scheduler:
         False if it has to wait: it was preempted itself, or all that came later is scheduled.
         """
         while not self.blocks.grow(request, request.num_tokens):
-            victim = self._running[-1]
-            if any(sequence.request is victim for sequence in output.sequences):
+            last = self._roster.running[-1]
+            if any(sequence.request is last for sequence in output.sequences):
                 return False
-            self._running.pop()
-            self._requeue(victim)
-            self.num_preemptions += 1
-            victim.num_preemptions += 1
-            output.preempted.append(victim)
-            if victim is request:
+            swap = prefers_swap(last, self.blocks, self.config)
+            output.preempted.append(self._roster.preempt_last(swap=swap))
+            self._num_preemptions += 1
+            self._num_swaps += swap
+            if last is request:
                 return False
         return True
 
-    # ---- small parts
-
-    def _requeue(self, request: Request) -> None:
-        self.blocks.release(request)
-        request.status = RequestStatus.PREEMPTED
-        self._waiting.push(request)
+    # ---- parts of commit() and rollback()
 
     def _append(
         self, request: Request, sampled: Mapping[str, Sequence[int]]
@@ -306,24 +345,20 @@ class Scheduler:
         if not ids:
             raise ContractError(f"no token was sampled for request {request.request_id!r}")
         for token_id in ids:
-            status = request.append_token(token_id)
-            if status is not None:
+            if (status := request.append_token(token_id)) is not None:
                 return status
         return None
 
-    def _finish(self, request: Request, status: RequestStatus) -> None:
+    def _undo(self, sequence: ScheduledSequence) -> None:
+        request = sequence.request
+        if request.is_finished:
+            return
+        if sequence.is_sampled:
+            request.num_pending_tokens -= 1
+            request.num_tokens -= 1
         if request.status is _RUNNING:
-            self._running.remove(request)
-        self._retire(request, status)
-
-    def _retire(self, request: Request, status: RequestStatus) -> None:
-        """Let go of a request (whoever calls removes it from the running ones)."""
-        self._waiting.discard(request)
-        del self._requests[request.request_id]
-        self.blocks.release(request)
-        request.num_tokens -= request.num_pending_tokens
-        request.num_pending_tokens = 0
-        request.status = status
+            self._roster.retry(request)
+            self._num_retries += 1
 
     def _leave_flight(self, output: ScheduleOutput, *, oldest: bool) -> None:
         if output.is_empty:
@@ -332,68 +367,33 @@ class Scheduler:
         if output is not expected:
             wanted = "none is" if expected is None else f"step {expected.step_id} comes first"
             raise ContractError(f"step {output.step_id} is not to be settled now; {wanted}")
-        self._in_flight.remove(output)
+        self._in_flight.pop(0 if oldest else -1)
 
-    def _check_new(self, request: Request) -> None:
-        config, num_prompt = self.config, request.num_prompt_tokens
-        if request.request_id in self._requests:
-            raise RequestError(f"request id {request.request_id!r} is in use")
-        if not 0 < num_prompt < config.max_model_len:
-            raise RequestError(
-                f"the prompt must have 1 to {config.max_model_len - 1} tokens (max_model_len "
-                f"{config.max_model_len} less one to generate); got {num_prompt}"
-            )
-        max_tokens = request.sampling_params.max_tokens
-        longest = config.max_model_len if max_tokens is None else num_prompt + max_tokens
-        request.max_num_tokens = min(longest, config.max_model_len)
-        # The key of the very last token is never needed.
-        num_blocks = self.blocks.num_blocks_for(request.max_num_tokens - 1)
-        if num_blocks > config.num_blocks:
-            raise RequestError(
-                f"a prompt of {num_prompt} tokens and up to {request.max_num_tokens - num_prompt} "
-                f"new ones need {num_blocks} KV blocks of {config.block_size} tokens, but there "
-                f"are only {config.num_blocks}; lower max_tokens or shorten the prompt"
-            )
+    # ---- for metrics and tests
+
+    def stats(self) -> SchedulerStats:
+        """Return a snapshot of all counts."""
+        return collect(
+            self.blocks,
+            num_requests_running=self.num_running,
+            num_requests_waiting=self.num_waiting,
+            num_steps=self._num_steps,
+            num_preemptions=self._num_preemptions,
+            num_swaps=self._num_swaps,
+            num_retries=self._num_retries,
+        )
 
     def check_integrity(self) -> None:
-        """Verify queues, limits, counts and blocks.
+        """Verify queues, limits, counts and blocks (docs/memory.md lists the invariants).
 
         Raises
         ------
         EngineError
             Naming what is wrong.
         """
-        running, waiting = self._running, list(self._waiting)
-        _verify(len(running) <= self.config.max_num_seqs, "too many requests run")
-        _verify(running == sorted(running, key=_order), "the running requests are out of order")
-        held = {id(r) for r in running} | {id(r) for r in waiting}
-        _verify(
-            len(held) == len(running) + len(waiting) == len(self._requests),
-            "a request is in two queues or in none",
-        )
-        for request in self._requests.values():
-            name = f"request {request.request_id!r}"
-            is_running = request.status is _RUNNING
-            _verify(is_running == (request not in self._waiting), f"{name}: wrong queue")
-            _verify(is_running or not request.block_table, f"{name} waits, but holds blocks")
-            known = request.num_known_tokens + request.num_pending_tokens
-            _verify(request.num_tokens == known, f"{name}: num_tokens is wrong")
-            computed = request.num_computed_tokens
-            _verify(request.num_committed_tokens <= computed, f"{name}: committed > computed")
-            _verify(computed < request.num_tokens, f"{name}: nothing left to compute")
-            capacity = len(request.block_table) * self.config.block_size
-            _verify(computed <= capacity, f"{name}: more tokens computed than slots held")
-        self.blocks.check_integrity(self._requests.values())
-
-
-def _order(request: Request) -> tuple[int, int]:
-    return request.order
+        in_flight = [host for output in self._in_flight for host, _ in output.swap_in]
+        self._roster.check_integrity(in_flight)
 
 
 def _is_chunk(sequence: ScheduledSequence) -> bool:
     return sequence.num_scheduled_tokens != 1
-
-
-def _verify(holds: bool, message: str) -> None:
-    if not holds:
-        raise EngineError(f"scheduler: {message}")

@@ -3,55 +3,94 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from engine.request import Request
 
 __all__ = ["WaitingQueue"]
 
 
+class _Entry(NamedTuple):
+    order: tuple[int, int]
+    serial: int  # of the push: tells a stale entry from one of a request that came back
+    num_tokens: int
+    request: Request
+
+
 class WaitingQueue:
     """A priority queue of requests; smallest `order` first.
 
-    Push and pop cost O(log n); a removal from the middle is noted and done when it comes up.
+    Push and removal cost O(log n): what is removed stays in the heap until it comes up.
+
+    Attributes
+    ----------
+    num_tokens : int
+        Tokens of all members, as they were when they were pushed.
     """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, int], Request]] = []
-        self._members: dict[tuple[int, int], Request] = {}
+        self.num_tokens = 0
+        self._heap: list[_Entry] = []
+        self._members: dict[tuple[int, int], _Entry] = {}
+        self._num_pushed = 0
 
     def __len__(self) -> int:
         return len(self._members)
 
     def __iter__(self) -> Iterator[Request]:
         """Iterate in the order of service (sorts: for statistics and checks only)."""
-        return (self._members[order] for order in sorted(self._members))
+        return (entry.request for entry in sorted(self._members.values()))
 
     def __contains__(self, request: Request) -> bool:
-        return self._members.get(request.order) is request
+        return request.order in self._members and self._members[request.order].request is request
 
     def push(self, request: Request) -> None:
         """Add `request`, whose `order` no other member has."""
-        self._members[request.order] = request
-        heapq.heappush(self._heap, (request.order, request))
+        self._num_pushed += 1
+        entry = _Entry(request.order, self._num_pushed, request.num_known_tokens, request)
+        self._members[request.order] = entry
+        self.num_tokens += entry.num_tokens
+        heapq.heappush(self._heap, entry)
 
     def peek(self) -> Request:
         """Return the next request (the queue must not be empty)."""
-        while self._heap[0][0] not in self._members:
+        while self._is_stale(self._heap[0]):
             heapq.heappop(self._heap)
-        return self._heap[0][1]
+        return self._heap[0].request
 
-    def pop(self) -> Request:
-        """Remove and return the next request (the queue must not be empty)."""
-        request = self.peek()
-        heapq.heappop(self._heap)
-        del self._members[request.order]
-        return request
+    def best_of_first(self, window: int, gain: Callable[[Request], int]) -> Request:
+        """Return, of the first `window` requests, the first one with the largest `gain`.
+
+        One that was passed over `window` times comes next, whatever its gain.
+        """
+        first: list[_Entry] = []
+        while self._heap and len(first) < window:
+            entry = heapq.heappop(self._heap)
+            if not self._is_stale(entry):
+                first.append(entry)
+        for entry in first:
+            heapq.heappush(self._heap, entry)
+        if first[0].request.num_skips >= window:
+            return first[0].request
+        return max((entry.request for entry in first), key=gain)  # the first of equals
+
+    def take(self, request: Request) -> None:
+        """Remove `request` because it is its turn; whom it passed over at the head counts it."""
+        first = self.peek()
+        if first is not request:
+            first.num_skips += 1
+        self.discard(request)
 
     def discard(self, request: Request) -> None:
         """Remove `request`, wherever it stands; nothing if it is not there."""
-        if self._members.pop(request.order, None) is None:
+        entry = self._members.pop(request.order, None)
+        if entry is None:
             return
+        self.num_tokens -= entry.num_tokens
         if len(self._heap) > 2 * len(self._members) + 64:
-            self._heap = [(order, r) for order, r in self._members.items()]
+            self._heap = list(self._members.values())
             heapq.heapify(self._heap)
+
+    def _is_stale(self, entry: _Entry) -> bool:
+        return self._members.get(entry.order) is not entry

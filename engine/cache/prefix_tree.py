@@ -1,0 +1,400 @@
+"""The radix tree of computed prefixes: which blocks hold which tokens. Integers only.
+
+One node is one full block; the edge to it is the block's token ids, so a path from a root spells
+a prefix. Ids are compared byte for byte, never only hashed. Every `key` (cache salt, rope kind) has
+its own root, so what one tenant computed is invisible to another.
+
+A block in use has an owner in the allocator; nobody can evict it. When its last owner lets go it
+is *cached*: it waits here, least recently used first, to be owned again or evicted, leaves before
+their parents. With a host tier, an evicted block moves to host memory and its node stays.
+
+The tree rests on one rule, which whoever inserts must keep: the owner of a node's block also owns
+the block of every node above it. So every cached block can be had by evicting leaves, and
+`allocator.num_cached` is exactly what can be freed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from engine.cache.block_allocator import BlockAllocator
+from engine.cache.lru import LruHeap
+from engine.cache.tree_check import check_tree
+from engine.cache.tree_node import (
+    NO_BLOCK,
+    PrefixKey,
+    PrefixMatch,
+    Space,
+    TreeNode,
+    TreeStats,
+    is_device_leaf,
+    is_host_leaf,
+    split_chunks,
+)
+from engine.errors import EngineError
+
+__all__ = ["PrefixTree"]
+
+
+class PrefixTree:
+    """Prefixes in full blocks.
+
+    Parameters
+    ----------
+    allocator : BlockAllocator
+        Of the device blocks.
+    max_blocks_per_salt : int, optional
+        Most nodes under one cache salt (requests without a salt are not bounded).
+    host_allocator : BlockAllocator, optional
+        Blocks in host memory for the host tier; without it an evicted block is forgotten.
+
+    Examples
+    --------
+    >>> allocator = BlockAllocator(num_blocks=8, block_size=16)
+    >>> tree = PrefixTree(allocator)
+    >>> ids, table = list(range(40)), allocator.allocate(3)
+    >>> tree.insert(ids, table)                      # two full blocks; the third is partial
+    2
+    >>> tree.unlock(table)
+    >>> tree.match(ids).blocks, tree.match([99, *ids]).blocks, allocator.num_cached
+    ([0, 1], [], 2)
+    """
+
+    def __init__(
+        self,
+        allocator: BlockAllocator,
+        *,
+        max_blocks_per_salt: int | None = None,
+        host_allocator: BlockAllocator | None = None,
+    ) -> None:
+        self.allocator = allocator
+        self.host_allocator = host_allocator
+        self.max_blocks_per_salt = max_blocks_per_salt
+        self.block_size = allocator.block_size
+        self.stats = TreeStats()
+        self.generation = 0  # changes whenever a match could come out otherwise
+        self._offloads: dict[int, int] = {}  # host block -> device block: copies still to be done
+        self._spaces: dict[str | None, Space] = {}
+        self._nodes: dict[int, TreeNode] = {}  # by device block
+        self._clock = 0
+        self._device_lru: LruHeap[TreeNode] = LruHeap(self._can_evict)
+        self._host_lru: LruHeap[TreeNode] = LruHeap(is_host_leaf)
+
+    @property
+    def num_nodes(self) -> int:
+        """Blocks known, on device and host."""
+        return sum(space.num_nodes for space in self._spaces.values())
+
+    @property
+    def num_host_nodes(self) -> int:
+        """Blocks known that lie on the host."""
+        return self.num_nodes - len(self._nodes)
+
+    def has_block(self, block: int) -> bool:
+        """Tell whether a device block is a node of the tree."""
+        return block in self._nodes
+
+    # ---- look up
+
+    def match(
+        self,
+        token_ids: Sequence[int],
+        key: PrefixKey = (None, False),
+        max_blocks: int | None = None,
+    ) -> PrefixMatch:
+        """Return the longest known prefix of `token_ids`, in full blocks. Changes nothing.
+
+        Valid until the tree changes; `lock` its blocks to keep them.
+        """
+        found = PrefixMatch()
+        space = self._spaces.get(key[0])
+        node = space.roots.get(key) if space else None
+        if node is None:
+            return found
+        limit = len(token_ids) // self.block_size
+        limit = limit if max_blocks is None else min(limit, max_blocks)
+        for chunk in split_chunks(token_ids, self.block_size, limit):
+            node = node.children.get(chunk)
+            if node is None:
+                break
+            if node.block != NO_BLOCK:
+                found.blocks.append(node.block)
+            else:
+                found.host_nodes.append(node)
+        return found
+
+    def lock(self, blocks: Iterable[int]) -> None:
+        """Own `blocks` (a path from a root), so that they stay."""
+        self.allocator.acquire(blocks)
+
+    def unlock(self, blocks: Iterable[int]) -> None:
+        """Give up `blocks`; those without another owner become free, or cached if known here."""
+        cached = self.allocator.free(blocks)
+        if not cached:
+            return
+        self._clock += 1
+        for block in cached:
+            node = self._nodes[block]
+            node.last_used = self._clock
+            self._offer(node)
+
+    # ---- insert
+
+    def insert(
+        self,
+        token_ids: Sequence[int],
+        blocks: Sequence[int],
+        key: PrefixKey = (None, False),
+        *,
+        start: int = 0,
+        leaving: bool = False,
+    ) -> int:
+        """Make the full blocks of an owner known.
+
+        Parameters
+        ----------
+        token_ids : sequence of int
+            Ids from block `start` on.
+        blocks : sequence of int
+            The owner's table, from its first block on.
+        key : (cache salt, rope kind)
+        start : int
+            How many blocks of the table are nodes of the tree already.
+        leaving : bool
+            False: the owner goes on. Where the tree knows the same tokens under another block, it
+            stops: the owner keeps its own copy, and nothing below may rest on the tree's.
+            True: the owner gives up its table right after this. Then its copy is not needed, and
+            what comes below goes under the tree's block, unless others own it too.
+
+        Returns
+        -------
+        int
+            How many blocks of the table, from the first, are nodes of the tree now.
+        """
+        num_full = min(len(token_ids) // self.block_size, len(blocks) - start)
+        if num_full <= 0:
+            return start
+        node = self._nodes[blocks[start - 1]] if start else self._root(key)
+        num_known, is_own_path = start, True
+        for index, chunk in enumerate(split_chunks(token_ids, self.block_size, num_full), start):
+            block = blocks[index]
+            child = node.children.get(chunk)
+            is_own_path = is_own_path and (child is None or child.block in (block, NO_BLOCK))
+            if not is_own_path and (not leaving or self.allocator.num_owners(block) > 1):
+                break
+            if child is None:
+                child = self._add_node(node, chunk, block)
+                if child is None:
+                    break  # the salt's quota is used up by blocks in use
+            elif child.block == NO_BLOCK:
+                self._return_to_device(child, block)
+                self._free_host(child)
+            node = child
+            num_known += is_own_path
+        return num_known
+
+    def load(self, nodes: Sequence[TreeNode], blocks: Sequence[int]) -> list[tuple[int, int]]:
+        """Give host nodes of a match device blocks, owned by the caller.
+
+        Returns the (host, device) copies to be done. The host blocks remain taken until the caller
+        frees them, after the copy.
+        """
+        pairs = []
+        for node, block in zip(nodes, blocks, strict=True):
+            pairs.append((node.host_block, block))
+            self._return_to_device(node, block)
+            node.host_block = NO_BLOCK
+        return pairs
+
+    # ---- evict
+
+    def evict(self, num_blocks: int) -> int:
+        """Free up to `num_blocks` cached device blocks, least recently used leaves first.
+
+        Returns how many were freed.
+        """
+        for count in range(num_blocks):
+            node = self._device_lru.pop()
+            if node is None:
+                return count
+            self._evict(node)
+        return num_blocks
+
+    def evict_host(self, num_blocks: int) -> int:
+        """Free up to `num_blocks` host blocks, likewise; return how many were freed."""
+        count, kept = 0, []
+        while count < num_blocks and (node := self._host_lru.pop()) is not None:
+            if node.is_pinned:
+                kept.append(node)
+                continue
+            self._remove(node)
+            count += 1
+        for node in kept:
+            self._host_lru.push(node, self.num_host_nodes)
+        return count
+
+    def take_offloads(self) -> list[tuple[int, int]]:
+        """Return the (device, host) block copies to be done since the last call."""
+        pairs = [(device, host) for host, device in self._offloads.items()]
+        self._offloads.clear()
+        return pairs
+
+    def forget(self, blocks: Iterable[int], host_blocks: Iterable[int]) -> None:
+        """Drop the nodes of these blocks and all below them, whose content cannot be trusted."""
+        wrong = [self._nodes[block] for block in blocks if block in self._nodes]
+        wrong_host = set(host_blocks)
+        wrong += [n for n in self.walk() if n.host_block in wrong_host] if wrong_host else []
+        for node in wrong:
+            self._remove_subtree(node)
+
+    def reset(self) -> None:
+        """Forget everything; blocks in use stay with their owners."""
+        for space in list(self._spaces.values()):
+            for root in list(space.roots.values()):
+                for node in list(root.children.values()):
+                    self._remove_subtree(node)
+
+    # ---- inside
+
+    def _root(self, key: PrefixKey) -> TreeNode:
+        space = self._spaces.get(key[0])
+        if space is None:
+            space = self._spaces[key[0]] = Space(key[0], self._can_evict)
+        if key not in space.roots:
+            space.roots[key] = TreeNode(b"", None, space, NO_BLOCK)
+        return space.roots[key]
+
+    def _can_evict(self, node: TreeNode) -> bool:
+        return is_device_leaf(node) and self.allocator.num_owners(node.block) == 0
+
+    def _offer(self, node: TreeNode) -> None:
+        """Note that `node` may be a candidate for eviction now."""
+        if is_host_leaf(node):
+            self._host_lru.push(node, self.num_host_nodes)
+            if self._has_quota(node.space):
+                node.space.host_lru.push(node, node.space.num_nodes)
+        elif self._can_evict(node):
+            self._device_lru.push(node, len(self._nodes))
+            if self._has_quota(node.space):
+                node.space.device_lru.push(node, node.space.num_nodes)
+
+    def _has_quota(self, space: Space) -> bool:
+        return self.max_blocks_per_salt is not None and space.salt is not None
+
+    def _add_node(self, parent: TreeNode, chunk: bytes, block: int) -> TreeNode | None:
+        space = parent.space
+        if self._has_quota(space) and not self._keep_quota(space, parent):
+            return None
+        node = TreeNode(chunk, parent, space, NO_BLOCK)
+        parent.children[chunk] = node
+        space.num_nodes += 1
+        node.last_used = self._clock
+        self._return_to_device(node, block)
+        self.stats.inserted_blocks += 1
+        return node
+
+    def _return_to_device(self, node: TreeNode, block: int) -> None:
+        """Let `block`, which has an owner, be the place of `node`."""
+        assert node.parent is not None
+        self.allocator.cache(block)
+        self._nodes[block] = node
+        node.block = block
+        node.parent.num_device_children += 1
+        self.generation += 1
+
+    def _keep_quota(self, space: Space, parent: TreeNode) -> bool:
+        """Make room for one more node in `space`, but not by giving up `parent`."""
+        assert self.max_blocks_per_salt is not None
+        parent.is_pinned = True
+        while space.num_nodes >= self.max_blocks_per_salt:
+            node = space.pop_unpinned()
+            if node is None:
+                break
+            self._remove_subtree(node)
+        parent.is_pinned = False
+        return space.num_nodes < self.max_blocks_per_salt
+
+    def _evict(self, node: TreeNode) -> None:
+        """Take the device block of a leaf; keep the node if the host has a place for it."""
+        self.stats.evicted_blocks += 1
+        if self._has_host_room():
+            assert self.host_allocator is not None
+            (node.host_block,) = self.host_allocator.allocate(1)
+            self._offloads[node.host_block] = node.block
+            self.stats.offloaded_blocks += 1
+            self._leave_device(node)
+            self._offer(node)
+        else:
+            self._remove_subtree(node)
+
+    def _has_host_room(self) -> bool:
+        host = self.host_allocator
+        return host is not None and (host.num_free > 0 or self.evict_host(1) > 0)
+
+    def _leave_device(self, node: TreeNode) -> None:
+        assert node.parent is not None
+        del self._nodes[node.block]
+        self.allocator.uncache(node.block)
+        node.block = NO_BLOCK
+        node.parent.num_device_children -= 1
+        self.generation += 1
+        self._offer(node.parent)
+
+    def _free_host(self, node: TreeNode) -> None:
+        assert self.host_allocator is not None
+        self.host_allocator.free([node.host_block])
+        # The block may be handed out again before the copy into it was even begun.
+        self._offloads.pop(node.host_block, None)
+        node.host_block = NO_BLOCK
+
+    def _remove(self, node: TreeNode) -> None:
+        """Take a node without children out of the tree, with whatever block it has."""
+        parent, space = node.parent, node.space
+        assert parent is not None and not node.children
+        if node.host_block != NO_BLOCK:
+            self._free_host(node)
+        del parent.children[node.chunk]
+        space.num_nodes -= 1
+        if node.block != NO_BLOCK:
+            self._leave_device(node)
+        else:
+            self.generation += 1
+            self._offer(parent)
+        node.parent = None
+        if not space.num_nodes and not any(root.is_pinned for root in space.roots.values()):
+            del self._spaces[space.salt]
+
+    def _remove_subtree(self, node: TreeNode) -> None:
+        stack = [node]
+        while stack:
+            last = stack[-1]
+            if last.parent is None:
+                stack.pop()  # removed already, under another name on the caller's list
+            elif last.children:
+                stack.extend(last.children.values())
+            else:
+                self._remove(stack.pop())
+
+    def walk(self) -> list[TreeNode]:
+        """Return all nodes, parents before their children."""
+        nodes: list[TreeNode] = []
+        stack = [root for space in self._spaces.values() for root in space.roots.values()]
+        while stack:
+            children = stack.pop().children.values()
+            nodes.extend(children)
+            stack.extend(children)
+        return nodes
+
+    def check_integrity(self) -> None:
+        """Verify links, counts, quotas and the rule of owners.
+
+        Raises
+        ------
+        EngineError
+            Naming what is wrong.
+        """
+        check_tree(self.walk(), self.allocator, self.host_allocator, self._nodes)
+        for space in self._spaces.values():
+            quota = self.max_blocks_per_salt
+            if quota is not None and space.salt is not None and space.num_nodes > quota:
+                raise EngineError(f"salt {space.salt!r} has {space.num_nodes} blocks, over {quota}")

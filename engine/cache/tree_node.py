@@ -1,0 +1,142 @@
+"""Parts of the prefix tree: its nodes, the space of one cache salt, a match, statistics."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from engine.cache.lru import LruHeap
+
+__all__ = [
+    "NO_BLOCK",
+    "PrefixKey",
+    "PrefixMatch",
+    "Space",
+    "TreeNode",
+    "TreeStats",
+    "is_device_leaf",
+    "is_host_leaf",
+    "split_chunks",
+]
+
+NO_BLOCK = -1
+
+PrefixKey = tuple[str | None, bool]
+"""(cache salt, rope kind): what must be equal, besides the ids, to share a prefix."""
+
+
+class TreeNode:
+    """One full block of tokens below the tokens of its parents.
+
+    Attributes
+    ----------
+    chunk : bytes
+        The block's token ids.
+    parent : TreeNode or None
+        None for a root, and for a node that was removed.
+    block, host_block : int
+        Where the keys and values lie; exactly one is not NO_BLOCK (both are for a root).
+    num_device_children : int
+        Children that lie on the device.
+    last_used : int
+        The tree's clock when the last owner let go.
+    is_pinned : bool
+        Whether eviction must pass over it for the moment.
+    """
+
+    __slots__ = (
+        "block",
+        "children",
+        "chunk",
+        "host_block",
+        "is_pinned",
+        "last_used",
+        "num_device_children",
+        "parent",
+        "space",
+    )
+
+    def __init__(self, chunk: bytes, parent: TreeNode | None, space: Space, block: int) -> None:
+        self.chunk = chunk
+        self.parent = parent
+        self.space = space
+        self.block = block
+        self.host_block = NO_BLOCK
+        self.children: dict[bytes, TreeNode] = {}
+        self.num_device_children = 0
+        self.last_used = 0
+        self.is_pinned = False
+
+
+def is_device_leaf(node: TreeNode) -> bool:
+    """Tell whether `node` lies on the device and nothing below it does."""
+    return node.block != NO_BLOCK and not node.num_device_children
+
+
+def is_host_leaf(node: TreeNode) -> bool:
+    """Tell whether `node` lies on the host and nothing is below it."""
+    return node.host_block != NO_BLOCK and node.block == NO_BLOCK and not node.children
+
+
+class Space:
+    """The trees of one cache salt: a root per key, a count, and an eviction order of its own."""
+
+    def __init__(self, salt: str | None, can_evict: Callable[[TreeNode], bool]) -> None:
+        self.salt = salt
+        self.roots: dict[PrefixKey, TreeNode] = {}
+        self.num_nodes = 0
+        self.device_lru: LruHeap[TreeNode] = LruHeap(can_evict)
+        self.host_lru: LruHeap[TreeNode] = LruHeap(is_host_leaf)
+
+    def pop_unpinned(self) -> TreeNode | None:
+        """Return the node to give up first: the oldest on the host, else on the device."""
+        for lru in (self.host_lru, self.device_lru):
+            kept = []
+            node = lru.pop()
+            while node is not None and node.is_pinned:
+                kept.append(node)
+                node = lru.pop()
+            for pinned in kept:
+                lru.push(pinned, self.num_nodes)
+            if node is not None:
+                return node
+        return None
+
+
+@dataclass(slots=True)
+class PrefixMatch:
+    """A known prefix: blocks on the device, then nodes whose blocks lie in host memory."""
+
+    blocks: list[int] = field(default_factory=list)
+    host_nodes: list[TreeNode] = field(default_factory=list)
+
+    @property
+    def num_blocks(self) -> int:
+        """Length of the prefix in blocks."""
+        return len(self.blocks) + len(self.host_nodes)
+
+
+@dataclass(slots=True)
+class TreeStats:
+    """What the tree did so far: tokens looked up, found on the device and host; blocks moved."""
+
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+    host_hit_tokens: int = 0
+    inserted_blocks: int = 0
+    evicted_blocks: int = 0
+    offloaded_blocks: int = 0
+
+
+def split_chunks(token_ids: Sequence[int], block_size: int, num_chunks: int) -> Iterator[bytes]:
+    """Yield the first `num_chunks` blocks of ids as bytes: compact, and quick to compare.
+
+    Examples
+    --------
+    >>> [len(chunk) for chunk in split_chunks(range(40), block_size=16, num_chunks=2)]
+    [64, 64]
+    """
+    ids = array("i", token_ids[: num_chunks * block_size])
+    data, width = ids.tobytes(), block_size * ids.itemsize
+    return (data[at : at + width] for at in range(0, num_chunks * width, width))

@@ -1,0 +1,87 @@
+"""The scheduler's invariants, checked request by request."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from engine.errors import EngineError
+from engine.request import Request, RequestStatus
+from engine.scheduler.config import SchedulerConfig
+from engine.scheduler.output import ScheduleOutput
+
+__all__ = ["check_output", "check_queues", "check_request_state"]
+
+
+def check_queues(
+    requests: Collection[Request],
+    running: Sequence[Request],
+    waiting: Iterable[Request],
+    siblings: Iterable[Request],
+    config: SchedulerConfig,
+) -> None:
+    """Verify that each request stands in exactly one place, and that the limits are kept."""
+    places = [*running, *waiting, *siblings]
+    is_partition = {id(r) for r in places} == {id(r) for r in requests}
+    _verify(is_partition and len(places) == len(requests), "a request is in two queues or none")
+    _verify(len(running) <= config.max_num_seqs, "more than max_num_seqs requests run")
+    orders = [request.order for request in running]
+    _verify(orders == sorted(orders), "the running requests are out of order")
+    for request in requests:
+        is_running = request.status is RequestStatus.RUNNING
+        _verify(is_running == any(r is request for r in running), f"{_name(request)}: wrong queue")
+        check_request_state(request, config)
+
+
+def check_request_state(request: Request, config: SchedulerConfig) -> None:
+    """Verify the token counts of an unfinished request, and what it holds."""
+    name, status = _name(request), request.status
+    known, computed = request.num_known_tokens, request.num_computed_tokens
+    _verify(not request.is_finished, f"{name} is finished, but still there")
+    _verify(request.num_tokens == known + request.num_pending_tokens, f"{name}: num_tokens")
+    _verify(request.num_pending_tokens in (0, 1, 2), f"{name}: pending tokens")
+    _verify(request.num_committed_tokens <= computed, f"{name}: committed > computed")
+    _verify(computed < request.num_tokens, f"{name}: nothing left to compute")
+    _verify(request.num_tokens <= request.max_num_tokens, f"{name}: longer than it may be")
+    _verify(
+        computed <= len(request.block_table) * config.block_size or status is RequestStatus.SWAPPED,
+        f"{name}: more tokens computed than slots held",
+    )
+    is_running, is_swapped = status is RequestStatus.RUNNING, status is RequestStatus.SWAPPED
+    _verify(is_running or not request.block_table, f"{name} waits, but holds blocks")
+    _verify(is_swapped == bool(request.host_block_table), f"{name}: blocks on the host")
+    _verify(is_running or is_swapped or not computed, f"{name} waits, but counts as computed")
+
+
+def check_output(output: ScheduleOutput, config: SchedulerConfig) -> None:
+    """Verify one step: budget, chunks that continue what is computed, blocks enough."""
+    sequences = output.sequences
+    total = sum(sequence.num_scheduled_tokens for sequence in sequences)
+    _verify(total == output.num_scheduled_tokens, "the step's tokens do not add up")
+    _verify(total <= config.max_num_batched_tokens, "the step exceeds its token budget")
+    _verify(len(sequences) <= config.max_num_seqs, "the step has too many sequences")
+    requests = {id(sequence.request) for sequence in sequences}
+    _verify(len(requests) == len(sequences), "a request is twice in one step")
+    for index, sequence in enumerate(sequences):
+        request = sequence.request
+        name = _name(request)
+        _verify(sequence.is_decode == (index < output.num_decodes), f"{name}: decodes come first")
+        _verify(sequence.num_scheduled_tokens >= 1, f"{name}: nothing scheduled")
+        _verify(
+            sequence.context_len == request.num_computed_tokens,
+            f"{name}: the chunk does not end where the computed tokens do",
+        )
+        slots = len(request.block_table) * config.block_size
+        _verify(sequence.context_len <= slots, f"{name}: no slots for the chunk")
+    written = [block for _, block in output.copies] + [block for _, block in output.swap_in]
+    _verify(len(set(written)) == len(written), "two moves fill the same block")
+    saved = [block for _, block in output.swap_out]
+    _verify(len(set(saved)) == len(saved), "two moves fill the same host block")
+
+
+def _name(request: Request) -> str:
+    return f"request {request.request_id!r}"
+
+
+def _verify(holds: bool, message: str) -> None:
+    if not holds:
+        raise EngineError(f"scheduler: {message}")

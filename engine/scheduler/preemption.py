@@ -1,0 +1,25 @@
+"""What becomes of the blocks that are taken from a request: thrown away, or swapped out."""
+
+from __future__ import annotations
+
+from engine.cache.block_manager import BlockManager
+from engine.request import Request
+from engine.scheduler.config import SchedulerConfig
+
+__all__ = ["prefers_swap"]
+
+
+def prefers_swap(request: Request, blocks: BlockManager, config: SchedulerConfig) -> bool:
+    """Tell whether swapping `request` out and in again is possible and to be preferred.
+
+    Recomputing costs per token. What others share with the request stays on the device and is
+    found again, so it costs nothing; a swap copies it all the same (it may be gone by then).
+    """
+    if config.preemption == "recompute" or not blocks.can_swap_out(request):
+        return False
+    if config.preemption == "swap":
+        return True
+    num_shared = sum(blocks.allocator.num_owners(block) > 1 for block in request.block_table)
+    num_lost = max(0, request.num_computed_tokens - num_shared * blocks.block_size)
+    num_saved = blocks.num_blocks_for(request.num_computed_tokens)
+    return num_saved * config.swap_us_per_block < num_lost * config.recompute_us_per_token

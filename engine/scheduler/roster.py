@@ -1,0 +1,176 @@
+"""Who waits and who runs: every unfinished request stands in exactly one place.
+
+waiting    in the queue, in order of service; holds no device block
+siblings   parallel samples that wait for another request to compute their common prompt
+running    holds device blocks; ordered by `Request.order`
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable, Sequence
+
+from engine.cache.block_manager import BlockManager
+from engine.errors import RequestError
+from engine.request import Request, RequestStatus
+from engine.scheduler.admission import check_queue, check_request
+from engine.scheduler.check import check_queues
+from engine.scheduler.config import SchedulerConfig
+from engine.scheduler.waiting import WaitingQueue
+
+__all__ = ["Roster"]
+
+_RUNNING = RequestStatus.RUNNING
+
+
+class Roster:
+    """The places of requests, and the moves between them.
+
+    Attributes
+    ----------
+    requests : dict of str to Request
+        All unfinished requests, in the order of their arrival.
+    waiting : WaitingQueue
+    running : list of Request
+    """
+
+    def __init__(self, config: SchedulerConfig, blocks: BlockManager) -> None:
+        self.config = config
+        self.blocks = blocks
+        self.requests: dict[str, Request] = {}
+        self.waiting = WaitingQueue()
+        self.running: list[Request] = []
+        self._siblings: dict[str, list[Request]] = {}  # by the id of the request they wait for
+        self._leaders: dict[str, str] = {}  # the other way round
+        self._num_arrived = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that do not run."""
+        return len(self.requests) - len(self.running)
+
+    def add(self, request: Request, siblings: Sequence[Request]) -> None:
+        """Queue `request`, and let `siblings` wait for it; or raise and change nothing."""
+        group = [request, *siblings]
+        limits = [self._check_new(member, request) for member in group]
+        if len({member.request_id for member in group}) < len(group):
+            raise RequestError(f"request {request.request_id!r} and its siblings share an id")
+        check_queue(group, self.num_waiting, self.waiting, self.config)
+        for member, limit in zip(group, limits, strict=True):
+            window = self.config.priority_window
+            self._register(member, limit, self._num_arrived + member.priority * window)
+        self.waiting.push(request)
+        self._lead(request, siblings)
+
+    def add_fork(self, parent: Request, child: Request) -> None:
+        """Add `child`; it runs at once on the blocks of `parent` if it can, else it is queued."""
+        limit = self._check_new(child, child)
+        if parent.status is _RUNNING:
+            self.blocks.check_fork(parent, child)
+        self._register(child, limit, parent.order[0])
+        self._join(parent, child)
+
+    def release_siblings(self, request: Request) -> None:
+        """Let those that waited for the prompt of `request` join it."""
+        for sibling in self._siblings.pop(request.request_id, ()):
+            del self._leaders[sibling.request_id]
+            self._join(request, sibling)
+
+    def run(self, request: Request) -> None:
+        """Move `request`, which has its blocks and stands nowhere, to the running ones."""
+        request.status = _RUNNING
+        insort(self.running, request, key=_order)
+
+    def preempt_last(self, *, swap: bool) -> Request:
+        """Take the blocks of the last running request and queue it again."""
+        request = self.running.pop()
+        if swap:
+            self.blocks.swap_out(request)
+            request.status = RequestStatus.SWAPPED
+        else:
+            self.blocks.release(request)
+            request.status = RequestStatus.PREEMPTED
+        request.num_preemptions += 1
+        self.waiting.push(request)
+        return request
+
+    def retry(self, request: Request) -> None:
+        """Queue a running request again, and trust nothing that it has computed."""
+        self.running.remove(request)
+        self.blocks.release(request, keep=False)
+        request.status = RequestStatus.PREEMPTED
+        self.waiting.push(request)
+
+    def finish(self, request: Request, status: RequestStatus) -> None:
+        """End `request`, wherever it stands."""
+        if request.status is _RUNNING:
+            self.running.remove(request)
+        self.retire(request, status)
+
+    def retire(self, request: Request, status: RequestStatus) -> None:
+        """End `request`; if it ran, the caller takes it out of `running`."""
+        self.waiting.discard(request)
+        self._leave_siblings(request)
+        del self.requests[request.request_id]
+        self.blocks.release(request)
+        request.num_tokens -= request.num_pending_tokens
+        request.num_pending_tokens = 0
+        request.status = status
+
+    def drop_finished(self) -> None:
+        """Take retired requests out of `running`."""
+        self.running = [request for request in self.running if request.status is _RUNNING]
+
+    def check_integrity(self, host_in_flight: Iterable[int]) -> None:
+        """Verify places, limits, counts and blocks."""
+        siblings = [request for group in self._siblings.values() for request in group]
+        check_queues(self.requests.values(), self.running, self.waiting, siblings, self.config)
+        self.blocks.check_integrity(self.requests.values(), host_in_flight)
+
+    def _register(self, request: Request, max_num_tokens: int, place: int) -> None:
+        request.max_num_tokens = max_num_tokens
+        request.num_tokens = request.num_known_tokens
+        request.order = (place, self._num_arrived)
+        self._num_arrived += 1
+        self.requests[request.request_id] = request
+
+    def _join(self, parent: Request, child: Request) -> None:
+        if parent.status is _RUNNING and len(self.running) < self.config.max_num_seqs:
+            self.blocks.fork(parent, child)
+            self.run(child)
+        else:
+            self.waiting.push(child)
+
+    def _lead(self, request: Request, siblings: Sequence[Request]) -> None:
+        if siblings:
+            self._siblings[request.request_id] = list(siblings)
+            self._leaders.update((s.request_id, request.request_id) for s in siblings)
+
+    def _leave_siblings(self, request: Request) -> None:
+        """Let the siblings of a request that ends early wait for another one of them."""
+        orphans = self._siblings.pop(request.request_id, None)
+        if orphans:
+            first, *others = orphans
+            del self._leaders[first.request_id]
+            self.waiting.push(first)
+            self._lead(first, others)
+        leader = self._leaders.pop(request.request_id, None)
+        if leader is not None:
+            self._siblings[leader].remove(request)
+
+    def _check_new(self, request: Request, leader: Request) -> int:
+        if request.request_id in self.requests:
+            raise RequestError(f"request id {request.request_id!r} is in use")
+        if request is not leader and (
+            request.prompt_token_ids != leader.prompt_token_ids
+            or request.prefix_key != leader.prefix_key
+        ):
+            raise RequestError(
+                f"request {request.request_id!r} has another prompt, salt or rope than "
+                f"{leader.request_id!r}, whose sibling it is to be"
+            )
+        return check_request(request, self.config)
+
+
+def _order(request: Request) -> tuple[int, int]:
+    return request.order

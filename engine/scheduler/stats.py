@@ -1,0 +1,73 @@
+"""The scheduler's counts, for metrics and logs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.cache.block_manager import BlockManager
+from engine.cache.tree_node import TreeStats
+
+__all__ = ["SchedulerStats", "collect"]
+
+
+@dataclass(frozen=True)
+class SchedulerStats:
+    """A snapshot; the names follow vLLM's metrics where it has them.
+
+    Attributes
+    ----------
+    num_requests_running, num_requests_waiting : int
+        Now.
+    num_blocks, num_free_blocks, num_cached_blocks : int
+        Now; the rest of the blocks is in use.
+    num_host_blocks, num_free_host_blocks : int
+        Now, in host memory.
+    num_steps, num_preemptions, num_swaps, num_retries : int
+        So far: steps scheduled, requests whose blocks were taken (of these, swapped out), and
+        requests of failed steps.
+    prefix_cache_queries, prefix_cache_hits, prefix_cache_host_hits : int
+        So far: tokens looked up, tokens found, and those of them that lay on the host.
+    num_evicted_blocks, num_offloaded_blocks : int
+        So far: blocks that the prefix tree gave up, and those of them that went to the host.
+    """
+
+    num_requests_running: int
+    num_requests_waiting: int
+    num_blocks: int
+    num_free_blocks: int
+    num_cached_blocks: int
+    num_host_blocks: int
+    num_free_host_blocks: int
+    num_steps: int
+    num_preemptions: int
+    num_swaps: int
+    num_retries: int
+    prefix_cache_queries: int
+    prefix_cache_hits: int
+    prefix_cache_host_hits: int
+    num_evicted_blocks: int
+    num_offloaded_blocks: int
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of the blocks that requests hold, 0 to 1."""
+        return 1.0 - (self.num_free_blocks + self.num_cached_blocks) / self.num_blocks
+
+
+def collect(blocks: BlockManager, **counts: int) -> SchedulerStats:
+    """Return `counts` (the scheduler's own) together with those of `blocks`."""
+    device, host = blocks.allocator, blocks.host_allocator
+    tree = blocks.tree.stats if blocks.tree else TreeStats()
+    return SchedulerStats(
+        num_blocks=device.num_blocks,
+        num_free_blocks=device.num_free,
+        num_cached_blocks=device.num_cached,
+        num_host_blocks=host.num_blocks if host else 0,
+        num_free_host_blocks=host.num_free if host else 0,
+        prefix_cache_queries=tree.queried_tokens,
+        prefix_cache_hits=tree.hit_tokens,
+        prefix_cache_host_hits=tree.host_hit_tokens,
+        num_evicted_blocks=tree.evicted_blocks,
+        num_offloaded_blocks=tree.offloaded_blocks,
+        **counts,
+    )
