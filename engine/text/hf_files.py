@@ -4,6 +4,9 @@ Read are ``tokenizer.json`` and, where they exist, ``tokenizer_config.json``,
 ``special_tokens_map.json``, ``added_tokens.json``, ``config.json``, ``generation_config.json``,
 ``chat_template.jinja`` and ``additional_chat_templates/*.jinja``. Nothing in the directory is
 executed, except templates, in their sandbox.
+
+``tokenizer.json`` alone says whether BOS and EOS are added to a text, as in transformers 5;
+``add_bos_token`` in ``tokenizer_config.json`` is for tokenizers that have no such file.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from engine.errors import ConfigError
-from engine.text.parts import SPECIAL_NAMES, TokenizerParts, set_bos_eos
+from engine.text.parts import SPECIAL_NAMES, TokenizerParts
 
 __all__ = ["parts_from_directory"]
 
@@ -41,7 +44,6 @@ def parts_from_directory(directory: Path) -> TokenizerParts:
     special = _special_tokens(directory, config)
     bos = _id_of(backend, "bos_token", special)
     eos = _id_of(backend, "eos_token", special)
-    _apply_bos_eos_flags(backend, config, bos, eos)
     hints = [_read_json(directory, name) for name in ("generation_config.json", "config.json")]
     return TokenizerParts(
         backend=backend,
@@ -150,20 +152,6 @@ def _added_token(value: Any, key: str) -> AddedToken:
         rstrip=bool(fields.get("rstrip", False)),
         normalized=bool(fields.get("normalized", not special)),
         special=special,
-    )
-
-
-def _apply_bos_eos_flags(
-    backend: tokenizers.Tokenizer, config: Mapping[str, Any], bos: int | None, eos: int | None
-) -> None:
-    """Let explicit add_bos_token and add_eos_token win over tokenizer.json's post-processor."""
-    flags = {name: config.get(name) for name in ("add_bos_token", "add_eos_token")}
-    if all(flag is None for flag in flags.values()):
-        return
-    set_bos_eos(
-        backend,
-        bos if flags["add_bos_token"] else None,
-        eos if flags["add_eos_token"] else None,
     )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """One more than the largest id; a model may have more rows, without text."""
         return self._bytes.vocab_size
+
+    @cached_property
+    def max_token_chars(self) -> int:
+        """Most characters of one token: a text of n tokens is at most n times as long."""
+        return max((len(self._bytes[i]) for i in range(self.vocab_size)), default=1)
 
     @property
     def eos_token_id(self) -> int | None:

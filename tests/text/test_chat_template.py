@@ -1,0 +1,385 @@
+"""Chat templates: the prompts of transformers, the walls of the sandbox, and its limits."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.errors import RequestError, TemplateError
+from engine.text import template_sandbox
+from engine.text.chat_template import MAX_SOURCE_CHARS, RESERVED_VARIABLES, ChatTemplate
+
+CHATS = json.loads(Path(__file__).parents[1].joinpath("golden/text.json").read_text())["chats"]
+HI = [{"role": "user", "content": "Hi"}]
+CHATML = CHATS[0]["template"]
+TURNS = CHATS[10]["template"]
+
+
+def render(source: str, messages=HI, **kwargs) -> str:
+    return ChatTemplate(source).render(messages, **kwargs)
+
+
+@pytest.mark.parametrize("chat", CHATS, ids=range(len(CHATS)))
+def test_prompts_are_those_of_transformers(chat):
+    prompt = ChatTemplate(chat["template"]).render(
+        chat["messages"],
+        tools=chat.get("tools"),
+        add_generation_prompt=chat.get("add_generation_prompt", True),
+        special_tokens=chat.get("special_tokens"),
+        variables=chat.get("variables"),
+    )
+    assert prompt == chat["prompt"]
+
+
+ESCAPES = [
+    "{{ ''.__class__ }}",
+    "{{ ''['__class__'] }}",
+    "{{ ''['__cla' ~ 'ss__'] }}",
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ ().__class__.__base__ }}",
+    "{{ messages.__class__ }}",
+    "{{ messages[0].__init__ }}",
+    "{{ ''|attr('__class__') }}",
+    "{{ ['']|map('attr', '__class__')|list }}",
+    "{{ ['']|map(attribute='__class__')|list }}",
+    "{{ ['']|selectattr('__class__')|list }}",
+    "{{ ['']|groupby('__class__')|list }}",
+    "{{ ['']|sort(attribute='__class__') }}",
+    "{{ [['']]|sum(attribute='0.__class__') }}",
+    "{{ '{0.__class__}'.format('') }}",
+    "{{ '{0[__class__]}'.format('') }}",
+    "{{ '{a.__class__}'.format_map({'a': 1}) }}",
+    "{{ '{0.__globals__}'.format(raise_exception) }}",
+    "{{ ('{0.__globals__}'|string).format(strftime_now) }}",
+    "{% set f = '{0.__class__}'.format %}{{ f('') }}",
+    "{{ ['{0.__class__}']|map('format', '')|list }}{{ '%s' % strftime_now }}",
+    "{{ raise_exception.__globals__ }}",
+    "{{ raise_exception.__code__ }}",
+    "{{ strftime_now.__builtins__ }}",
+    "{{ range.__globals__ }}",
+    "{{ namespace.__init__.__globals__ }}",
+    "{{ namespace.mro() }}",
+    "{{ namespace()._Namespace__attrs }}",
+    "{{ self._TemplateReference__context }}",
+    "{{ self.__init__.__globals__ }}",
+    "{% for m in messages %}{{ loop.__init__ }}{% endfor %}",
+    "{% macro m() %}{% endmacro %}{{ m.__init__.__globals__ }}",
+    "{{ cycler.__init__.__globals__ }}",
+    "{{ joiner.__init__.__globals__ }}",
+    "{{ lipsum.__globals__ }}",
+    "{{ url_for.__globals__ }}",
+    "{{ messages.append(1) }}",
+    "{{ messages.pop() }}",
+    "{{ messages.sort() }}",
+    "{% set add = messages.append %}{{ add(1) }}",
+    "{{ messages[0].update(role='system') }}",
+    "{{ messages[0].setdefault('x', 1) }}",
+    "{{ messages[0].clear() }}",
+    "{% set m = messages[0] %}{% set m.role = 'system' %}",
+    "{% include '/etc/passwd' %}",
+    "{% import 'os' as os %}",
+    "{% from 'os' import system %}",
+    "{% extends 'x' %}",
+    "{{ raise_exception }}",
+    "{{ namespace }}",
+    "{{ namespace(a=1) }}",
+    "{{ self }}",
+    "{{ '' ~ range }}",
+    "{{ [strftime_now]|join }}",
+    "{{ [strftime_now]|tojson }}",
+    "{{ strftime_now|string|first }}{{ messages|map('upper') }}",
+    "{{ 'a'.encode() }}",
+    "{{ 'a'.translate({97: 'b'}) }}",
+]
+
+
+@pytest.mark.parametrize("source", ESCAPES)
+def test_nothing_leaves_the_sandbox(source):
+    messages = [{"role": "user", "content": "Hi"}]
+    with pytest.raises(TemplateError):
+        render(source, messages)
+    assert messages == HI
+
+
+@pytest.mark.parametrize("name", ["cycler", "joiner", "lipsum", "environment", "context", "config"])
+def test_globals_of_jinja_are_gone(name):
+    assert render("{{ " + name + " is defined }}") == "False"
+
+
+HUNGRY = [
+    "{{ range(10**9)|list }}",
+    "{{ 'a' * 10**10 }}",
+    "{{ 10**10 * 'a' }}",
+    "{{ [1] * 10**10 }}",
+    "{{ 2 ** 100000 ** 2 }}",
+    "{% set ns = namespace(x=3) %}{% for i in range(99) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
+    "{{ 'x'|center(10**9) }}",
+    "{{ 'x'.center(10**9) }}",
+    "{{ 'x'.ljust(10**9) }}",
+    "{{ 'x'.zfill(10**9) }}",
+    "{{ ('\t' * 100000).expandtabs(100000) }}",
+    "{{ '%1000000000d' % 1 }}",
+    "{{ '%.1000000000f' % 1 }}",
+    "{{ '%(a)1000000000d' % {'a': 1} }}",
+    "{{ '%*d' % (10**9, 1) }}",
+    "{{ '%1000000000d'|format(1) }}",
+    "{{ '{:1000000000}'.format(1) }}",
+    "{{ '{:{w}}'.format(1, w=10**9) }}",
+    "{{ '{0:1000000000}'.format_map({'0': 1}) }}",
+    "{{ (('a' * 100000) ~ '%s' * 100000) % (('b' * 100000),) }}",
+    "{{ ('a' * 1000000).replace('a', 'b' * 1000000) }}",
+    "{{ ('a' * 1000000)|replace('a', 'b' * 1000000) }}",
+    "{{ ('x' * 1000000).join('y' * 1000) }}",
+    "{{ ('y' * 1000)|join('x' * 1000000) }}",
+    "{{ ('a\n' * 1000000)|indent(1000000) }}",
+    "{{ {}|tojson(indent=10**9) }}",
+    "{{ strftime_now('%1000000000d') }}",
+    "{{ strftime_now('%Y' * 1000) }}",
+    "{% for i in range(100000) %}{{ 'a' * 1000 }}{% endfor %}",
+    "{% set x = 'a' * 9000000 %}{{ x }}{{ x }}",
+    "{% set x = 'a' * 9000000 %}{{ x ~ x }}",
+    "{% macro m(n) %}{{ m(n) }}{{ m(n) }}{% endmacro %}{{ m(1) }}",
+    "{% for m in messages recursive %}{{ loop(messages) }}{% endfor %}",
+    "{% block b %}{{ self.b() }}{% endblock %}",
+    "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+    "{{ " + "[" * 500 + "]" * 500 + "|tojson }}" * 2,
+]
+DOUBLINGS = [
+    "{% set ns.x = ns.x ~ ns.x %}",
+    "{% set ns.x = ns.x + ns.x %}",
+    "{% set ns.x = ns.x * 2 %}",
+    "{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = y %}",
+    "{% set y = [ns.x, ns.x] %}{% set ns.x = y %}",
+    "{% set ns.x = (ns.x, ns.x) %}",
+    "{% set ns.x = {'a': ns.x, 'b': ns.x} %}",
+    "{% set ns.x = dict(a=ns.x, b=ns.x) %}",
+    "{% set ns.x = '%s%s' % (ns.x, ns.x) %}",
+    "{% set ns.x = '{0}{0}'.format(ns.x) %}",
+    "{% set ns.x = [ns.x, ns.x]|join %}",
+    "{% set ns.x = range(2)|map('default', 0)|map('replace', '0', ns.x)|list|join %}"
+    "{% set ns.x = [ns.x, ns.x] %}",
+    "{% set ns.x = ns.x|string|replace('a', 'aa') %}",
+]
+HUNGRY += [
+    "{% set ns = namespace(x='aa') %}{% for i in range(64) %}" + step + "{% endfor %}{{ ns.x }}"
+    for step in DOUBLINGS
+]
+
+
+@pytest.mark.parametrize("source", HUNGRY)
+def test_nothing_takes_all_memory(source):
+    start = time.perf_counter()
+    with pytest.raises(TemplateError):
+        render(source)
+    assert time.perf_counter() - start < 5
+
+
+ENDLESS = [
+    "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
+    "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+    "{% for i in range(100000) %}{{ range(100000)|list|sort|first|string|length }}{% endfor %}",
+    "{% for i in range(100000) if range(100000)|list|length == 1 %}{% endfor %}",
+]
+
+
+@pytest.mark.parametrize("source", ENDLESS)
+def test_nothing_runs_for_ever(source, monkeypatch):
+    monkeypatch.setattr(template_sandbox, "MAX_SECONDS", 0.2)
+    with pytest.raises(TemplateError, match=r"longer than 0\.2 s|more than"):
+        render(source)
+
+
+def test_the_clock_is_the_threads_own(monkeypatch):
+    monkeypatch.setattr(template_sandbox, "MAX_SECONDS", 0.05)
+    template = ChatTemplate("{{ messages|length }}")
+    budget = template_sandbox.Budget()
+    time.sleep(0.1)
+    budget.tick()
+    assert template.render(HI) == "1"
+
+
+def test_a_long_chat_is_rendered_in_time():
+    messages = HI * 2000
+    start = time.perf_counter()
+    for index in (0, 3, 6, 13):
+        ChatTemplate(CHATS[index]["template"]).render(messages[:: 2 if index == 9 else 1])
+    assert time.perf_counter() - start < 4
+
+
+def test_a_text_may_be_as_long_as_a_long_context():
+    text = "word " * 1_000_000
+    assert text in render(CHATML, [{"role": "user", "content": text}])
+
+
+def test_accumulating_in_a_namespace_is_fine():
+    source = (
+        "{% set ns = namespace(text='', items=[]) %}{% for m in messages %}"
+        "{% set ns.text = ns.text ~ m.content %}{% set ns.items = ns.items + [m] %}"
+        "{% endfor %}{{ ns.text|length }} {{ ns.items|length }}"
+    )
+    assert render(source, [{"role": "user", "content": "x" * 100}] * 500) == "50000 500"
+
+
+def test_a_source_that_is_too_long():
+    with pytest.raises(TemplateError, match="at most"):
+        render(" " * (MAX_SOURCE_CHARS + 1))
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{% for %}", r"\(line 1\)"),
+        ("\n\n{{ x|nofilter }}", r"\(line 3\).*nofilter"),
+        ("{% if %}", "line 1"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{{ messages[0].content + 1 }}", "TypeError"),
+        ("{{ messages.x.y }}", "no attribute 'x'"),
+        ("{{ raise_exception('No system role') }}", "failed: No system role$"),
+        ("{{ raise_exception() }}", "failed"),
+    ],
+)
+def test_every_failure_is_a_template_error(source, message):
+    template = ChatTemplate(source)
+    for _ in range(2):
+        with pytest.raises(TemplateError, match=message):
+            template.render(HI)
+
+
+def test_messages_of_templates_reach_the_caller():
+    odd = [{"role": "assistant", "content": "x"}]
+    with pytest.raises(TemplateError, match="Roles must alternate"):
+        render(TURNS, odd)
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ("Hi", "messages must be a list of dicts; got str"),
+        ({"role": "user"}, "got dict"),
+        (None, "got NoneType"),
+        ([], "must not be empty"),
+        (["Hi"], r"messages\[0\] must be a dict; got str"),
+        ([*HI, {"content": "x"}], r'messages\[1\]\["role"\].*got None'),
+        ([{"role": 3, "content": "x"}], r'messages\[0\]\["role"\].*got 3'),
+        ([{"role": "", "content": "x"}], r'messages\[0\]\["role"\]'),
+        ([*HI, {"role": "user"}], r'messages\[1\]\["content"\].*got nothing'),
+        ([{"role": "user", "content": 3}], r'messages\[0\]\["content"\].*got int'),
+        ([{"role": "user", "content": None}], r'messages\[0\]\["content"\].*got NoneType'),
+        ([{"role": "user", "content": ["x"]}], r'\["content"\]\[0\].*got \'str\''),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "got 'image_url'"),
+        ([{"role": "user", "content": [{"type": "text"}]}], r'\[0\]\["text"\].*got NoneType'),
+        ([{"role": "user", "content": "x", 3: 4}], "str keys; got 3"),
+        ([{"role": "user", "content": "x", "y": {"z": object()}}], r'\["y"\]\["z"\].*got object'),
+        ([{"role": "user", "content": "x", "y": b"z"}], "got bytes"),
+    ],
+)
+def test_bad_messages_are_named(messages, message):
+    with pytest.raises(RequestError, match=message):
+        render(CHATML, messages)
+
+
+def test_deep_messages_are_refused():
+    deep: list = []
+    for _ in range(10_000):
+        deep = [deep]
+    with pytest.raises(RequestError, match="nested deeper"):
+        render(CHATML, [{"role": "user", "content": "x", "deep": deep}])
+    loop: list = []
+    loop.append(loop)
+    with pytest.raises(RequestError, match="nested deeper"):
+        render(CHATML, HI, variables={"loopy": loop})
+
+
+@pytest.mark.parametrize(
+    ("tools", "message"),
+    [
+        ("x", "list of dicts; got str"),
+        ({}, "got dict"),
+        ([print], r"tools\[0\] must be a dict \(a JSON schema\); got builtin"),
+        ([{"a": print}], r'tools\[0\]\["a"\] must be'),
+    ],
+)
+def test_bad_tools_are_named(tools, message):
+    with pytest.raises(RequestError, match=message):
+        render(CHATML, tools=tools)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*sorted(RESERVED_VARIABLES - {"self"}), "_private", "__class__", "not a name", ""],
+)
+def test_reserved_variables_are_refused(name):
+    with pytest.raises(RequestError, match="reserved"):
+        render(CHATML, variables={name: True})
+
+
+def test_reserved_variables_are_refused_by_the_tokenizer(byte_level_metadata):
+    from engine.text.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(byte_level_metadata(), chat_template=CHATML)
+    for name in ("tokenize", "chat_template", "return_tensors", "bos_token"):
+        with pytest.raises(RequestError, match=name):
+            tokenizer.apply_chat_template(HI, **{name: True})
+
+
+def test_variables_are_plain_copies():
+    class Name(str):
+        def danger(self):
+            return "out"
+
+    assert render("{{ name is defined }}{{ name }}", variables={"name": Name("x")}) == "Truex"
+    with pytest.raises(TemplateError, match="danger"):
+        render("{{ name.danger() }}", variables={"name": Name("x")})
+
+
+def test_the_callers_messages_stay_as_they_are():
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
+    before = json.dumps(parts)
+    assert "a" in render(CHATML, parts)
+    assert json.dumps(parts) == before
+
+
+def test_parts_are_joined_for_templates_that_want_a_text():
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    messages = [{"role": "user", "content": parts}]
+    assert "one\ntwo" in render(CHATML, messages)
+    assert "onetwo" in render(TURNS, messages, special_tokens={"bos_token": ""})
+    assert [ChatTemplate(c["template"]).takes_parts for c in (CHATS[0], CHATS[3], CHATS[6])] == [
+        False
+    ] * 3
+    assert ChatTemplate(TURNS).takes_parts
+
+
+def test_a_message_that_only_calls_tools_needs_no_content():
+    call = {"role": "assistant", "tool_calls": [{"name": "f"}]}
+    assert render("{{ messages[1].tool_calls[0].name }}", [*HI, call]) == "f"
+
+
+def test_the_context_is_complete():
+    names = ["tools", "documents", "add_generation_prompt", "bos_token"]
+    source = " ".join("{{ " + name + " }}" for name in names)
+    assert render(source, special_tokens={"bos_token": "<s>"}) == "None None True <s>"
+    assert render(source, add_generation_prompt=False) == "None None False "
+    assert len(render("{{ strftime_now('%Y-%m-%d') }}")) == 10
+
+
+def test_two_templates_at_once_have_their_own_budgets():
+    from concurrent.futures import ThreadPoolExecutor
+
+    template = ChatTemplate("{% for i in range(2000) %}{{ 'a' * 1000 }}{% endfor %}")
+    with ThreadPoolExecutor(8) as pool:
+        prompts = list(pool.map(lambda _: template.render(HI), range(64)))
+    assert {len(prompt) for prompt in prompts} == {2_000_000}
+
+
+@given(st.text(st.sampled_from("{}%#-_.|'\"()[]+*~ \nab10fornseti=:,")))
+@settings(max_examples=300, deadline=None)
+def test_any_source_renders_or_is_a_template_error(source):
+    with contextlib.suppress(TemplateError):
+        assert isinstance(render(source), str)

@@ -1,0 +1,170 @@
+"""Streaming text equals decoding everything at once, however the ids arrive."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.text.detokenizer import IncrementalDetokenizer
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
+NAMES = ["byte_level", "sentencepiece", "bare_sentencepiece"]
+
+
+@pytest.fixture(scope="session")
+def tokenizer(request):
+    return request.getfixturevalue(request.param)
+
+
+every_tokenizer = pytest.mark.parametrize("tokenizer", NAMES, indirect=True)
+
+
+def split(draw, ids):
+    """Cut `ids` into pushes of any size, empty ones too."""
+    cuts = sorted(draw(st.lists(st.integers(0, len(ids)), max_size=8)))
+    return [ids[a:b] for a, b in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
+
+
+def run(tokenizer, prompt, pushes, **kwargs):
+    stream = IncrementalDetokenizer(tokenizer, prompt, **kwargs)
+    pieces = [stream.push(ids) for ids in pushes]
+    for piece in pieces:
+        piece.encode()  # whole characters
+    before = stream.text
+    assert before == "".join(pieces)
+    pieces.append(stream.finish())
+    assert stream.text == "".join(pieces)
+    return stream.text, pieces
+
+
+def after(tokenizer, prompt, ids, skip=True):
+    """The text of `ids` by its definition: all of it, less what the prompt shows."""
+    whole = tokenizer.decode(prompt + ids, skip)
+    data = b"".join(
+        tokenizer.token_bytes(i) for i in prompt if not (skip and i in tokenizer.special_ids)
+    )
+    shown = tokenizer.decode(prompt, skip)
+    if data and not whole.startswith(shown):  # the prompt's last character was completed
+        assert shown.endswith("\ufffd")
+        shown = shown[:-1]
+        assert whole.startswith(shown)
+    return whole[len(shown) :]
+
+
+@every_tokenizer
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_any_ids_in_any_pieces(tokenizer, data):
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 2), max_size=40))
+    skip = data.draw(st.booleans())
+    text, _ = run(tokenizer, [], split(data.draw, ids), skip_special_tokens=skip)
+    assert text == tokenizer.decode(ids, skip)
+
+
+@every_tokenizer
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_any_text_comes_back(tokenizer, data):
+    text = data.draw(TEXTS)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    streamed, pieces = run(tokenizer, [], split(data.draw, ids), skip_special_tokens=False)
+    assert streamed == text
+    assert pieces[-1] == ""  # a whole text leaves nothing over
+
+
+@every_tokenizer
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_any_text_after_any_prompt(tokenizer, data):
+    ids = tokenizer.encode(data.draw(TEXTS), add_special_tokens=False)
+    cut = data.draw(st.integers(0, len(ids)))
+    prompt, rest = ids[:cut], ids[cut:]
+    text, _ = run(tokenizer, prompt, split(data.draw, rest))
+    assert text == after(tokenizer, prompt, rest)
+
+
+@every_tokenizer
+@given(data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_any_ids_after_any_prompt(tokenizer, data):
+    # Bytes of characters are what is hard: take many of those.
+    byte_ids = [i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i)[:1] >= b"\x80"]
+    some = st.one_of(st.sampled_from(byte_ids), st.integers(0, tokenizer.vocab_size - 1))
+    prompt = data.draw(st.lists(some, max_size=6))
+    ids = data.draw(st.lists(some, max_size=6))
+    text, _ = run(tokenizer, prompt, split(data.draw, ids))
+    assert text == after(tokenizer, prompt, ids)
+
+
+def letters(tokenizer, text):
+    """Ids of the single bytes of `text`."""
+    spelled = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
+    return [spelled[bytes([byte])] for byte in text.encode()]
+
+
+def test_half_a_character_waits(byte_level):
+    ids = letters(byte_level, "é😀x")
+    stream = IncrementalDetokenizer(byte_level)
+    assert [stream.push([i]) for i in ids] == ["", "é", "", "", "", "😀", "x"]
+    assert stream.finish() == ""
+
+
+def test_a_prompt_that_ends_inside_a_character_is_not_repeated(byte_level):
+    prompt, rest = letters(byte_level, "secret 😀")[:-2], letters(byte_level, "😀!")[-3:]
+    stream = IncrementalDetokenizer(byte_level, prompt)
+    assert [stream.push([i]) for i in rest] == ["", "😀", "!"]
+    broken = IncrementalDetokenizer(byte_level, prompt)
+    assert broken.push(letters(byte_level, "ab")) == "ab"
+    assert broken.finish() == ""
+    nothing = IncrementalDetokenizer(byte_level, prompt)
+    assert nothing.finish() == nothing.text == ""
+
+
+def test_a_replacement_character_that_was_meant(byte_level):
+    ids = letters(byte_level, "\ufffd")
+    stream = IncrementalDetokenizer(byte_level, ids[:1])
+    assert stream.push(ids[1:2]) + stream.push(ids[2:]) == "\ufffd"
+
+
+def test_invalid_bytes_end_as_replacement_characters(byte_level):
+    stream = IncrementalDetokenizer(byte_level)
+    assert stream.push(letters(byte_level, "a😀")[:-1]) == "a"
+    assert stream.finish() == "\ufffd"
+    assert stream.text == "a\ufffd"
+
+
+def test_the_space_in_front_is_taken_off_once(sentencepiece):
+    ids = sentencepiece.encode("the the", add_special_tokens=False)
+    first = IncrementalDetokenizer(sentencepiece, [sentencepiece.bos_token_id])
+    assert first.push(ids) == "the the"
+    later = IncrementalDetokenizer(sentencepiece, ids)
+    assert later.push(ids) == " the the"
+
+
+def test_special_tokens_between_bytes(byte_level):
+    ids = letters(byte_level, "é")
+    hidden = IncrementalDetokenizer(byte_level)
+    assert hidden.push([ids[0], 2, ids[1]]) == "é"
+    shown = IncrementalDetokenizer(byte_level, skip_special_tokens=False)
+    assert shown.push([ids[0], 2, ids[1]]) == "\ufffd<|im_end|>\ufffd"
+
+
+def test_work_does_not_grow_with_the_text(byte_level):
+    ids = byte_level.encode("the quick brown fox 😀 ") * 20
+    stream = IncrementalDetokenizer(byte_level)
+
+    def seconds(count):
+        start = time.perf_counter()
+        for _ in range(count):
+            for i in ids:
+                stream.push([i])
+        return time.perf_counter() - start
+
+    seconds(5)
+    early = min(seconds(5) for _ in range(3))
+    seconds(100)
+    late = min(seconds(5) for _ in range(3))
+    assert late < 3 * early + 0.01

@@ -1,0 +1,367 @@
+"""Ids and texts against independent tokenizers, and the rules around BOS and special tokens."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.errors import ConfigError, RequestError, TemplateError
+from engine.text.pretokenizers import PRE_TOKENIZERS
+from engine.text.tokenizer import load_tokenizer
+
+GOLDEN = json.loads(Path(__file__).parents[1].joinpath("golden/text.json").read_text())
+PRES = sorted(GOLDEN["byte_level"]["ids"])
+
+
+@pytest.mark.parametrize("pre", PRES)
+def test_byte_level_ids_are_those_of_plain_bpe(pre, byte_level_metadata):
+    golden = GOLDEN["byte_level"]
+    tokenizer = load_tokenizer(byte_level_metadata(pre))
+    for text, ids in zip(golden["texts"], golden["ids"][pre], strict=True):
+        assert tokenizer.encode(text) == ids, text
+
+
+def test_every_pre_tokenizer_gives_other_ids():
+    ids = GOLDEN["byte_level"]["ids"]
+    assert len({json.dumps(ids[pre]) for pre in PRES}) == len(PRES)
+
+
+@pytest.mark.parametrize("name", sorted(PRE_TOKENIZERS))
+def test_every_pre_tokenizer_loses_nothing(name, byte_level_metadata):
+    tokenizer = load_tokenizer(byte_level_metadata(name))
+    for text in GOLDEN["byte_level"]["texts"]:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        back = tokenizer.decode(ids, skip_special_tokens=False)
+        assert back == text or PRE_TOKENIZERS[name].nfc
+
+
+@pytest.mark.parametrize("pre", ["smolm", "", "Llama3", 7])
+def test_an_unknown_pre_tokenizer_is_named_with_the_known_ones(pre, byte_level_metadata):
+    with pytest.raises(ConfigError, match="smollm") as error:
+        load_tokenizer(byte_level_metadata(pre))
+    assert repr(pre) in str(error.value)
+
+
+def test_a_missing_pre_tokenizer_is_no_default(byte_level_metadata):
+    metadata = byte_level_metadata()
+    del metadata["tokenizer.ggml.pre"]
+    with pytest.raises(ConfigError, match=r"no tokenizer\.ggml\.pre"):
+        load_tokenizer(metadata)
+
+
+@pytest.mark.parametrize("case", GOLDEN["sentencepiece"], ids=["prefix", "no-prefix"])
+def test_sentencepiece_ids_and_texts(case):
+    tokenizer = load_tokenizer(case["metadata"])
+    for text, ids, decoded in zip(case["texts"], case["ids"], case["decoded"], strict=True):
+        assert tokenizer.encode(text, add_special_tokens=False) == ids, text
+        assert tokenizer.encode(text) == [tokenizer.bos_token_id, *ids]
+        assert tokenizer.decode(ids) == decoded
+    for ids, decoded in case["parts"]:
+        assert tokenizer.decode(ids) == decoded
+
+
+def test_a_sentencepiece_text_goes_on_after_a_special_token(sentencepiece):
+    user = sentencepiece.token_to_id("<|user|>")
+    ids = sentencepiece.encode("<|user|>the dog", add_special_tokens=False)
+    assert ids == [user, *sentencepiece.encode("the dog", add_special_tokens=False)]
+
+
+def _write_directory(folder, case, vocabulary):
+    files = json.loads(json.dumps(case["files"]))
+    model = files["tokenizer.json"]["model"]
+    model["vocab"] = {t: i for i, t in enumerate(vocabulary["tokenizer.ggml.tokens"])}
+    model["merges"] = [merge.split(" ") for merge in vocabulary["tokenizer.ggml.merges"]]
+    for name, content in files.items():
+        folder.joinpath(name).write_text(json.dumps(content))
+    return files
+
+
+@pytest.mark.parametrize("case", GOLDEN["directories"], ids=lambda case: case["name"])
+def test_directories_give_the_ids_of_transformers(case, tmp_path, golden):
+    _write_directory(tmp_path, case, golden["byte_level"]["metadata"])
+    tokenizer = load_tokenizer(tmp_path)
+    for i, (text, ids) in enumerate(zip(case["texts"], case["ids"], strict=True)):
+        assert tokenizer.encode(text) == ids, text
+        assert tokenizer.decode(ids) == case["decoded"][i]
+        assert tokenizer.decode(ids, skip_special_tokens=False) == case["decoded_all"][i]
+
+
+@pytest.fixture
+def directory(tmp_path, golden):
+    """A model directory that tests may change."""
+    _write_directory(tmp_path, golden["directories"][0], golden["byte_level"]["metadata"])
+    return tmp_path
+
+
+def _edit(path, **changes):
+    content = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({k: v for k, v in (content | changes).items() if v is not ...}))
+
+
+def test_end_ids_come_from_the_tokenizer_and_the_model(directory):
+    assert load_tokenizer(directory).eos_token_ids == (2,)
+    _edit(directory / "generation_config.json", eos_token_id=[2, 0])
+    _edit(directory / "config.json", eos_token_id=5, bos_token_id=1)
+    tokenizer = load_tokenizer(directory)
+    assert tokenizer.eos_token_ids == (2, 0, 5)
+    assert tokenizer.eos_token_id == 2
+    assert tokenizer.bos_token_id == 0  # the tokenizer's own bos_token wins
+
+
+def test_the_older_files_are_read_too(directory):
+    _edit(directory / "tokenizer_config.json", bos_token=..., eos_token=...)
+    _edit(directory / "special_tokens_map.json", eos_token={"content": "<|im_start|>"})
+    _edit(directory / "added_tokens.json", **{"[late]": 615})
+    tokenizer = load_tokenizer(directory)
+    assert tokenizer.eos_token_ids == (1,)
+    assert tokenizer.encode("a[late]b")[1] == 615
+    assert tokenizer.vocab_size == 616
+
+
+def test_truncation_and_padding_of_training_are_off(directory):
+    path = directory / "tokenizer.json"
+    truncation = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    padding = {"strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None}
+    padding |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "[PAD]"}
+    _edit(path, truncation=truncation, padding=padding)
+    assert 3 < len(load_tokenizer(directory).encode("one two three four five")) < 64
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", "{", "tokenizer.json cannot be read"),
+        ("tokenizer_config.json", "{", "tokenizer_config.json cannot be read"),
+        ("tokenizer_config.json", "[]", "must hold an object"),
+        ("tokenizer_config.json", '{"bos_token": 3}', "bos_token"),
+        ("tokenizer_config.json", '{"bos_token": "<nowhere>"}', "<nowhere>"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"9999": "x"}}', "9999"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"x": "x"}}', "whole number"),
+        ("tokenizer_config.json", '{"chat_template": 3}', "chat_template"),
+        ("tokenizer_config.json", '{"chat_template": [{"name": "a"}]}', r"chat_template\[0\]"),
+        ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id"),
+        ("generation_config.json", '{"eos_token_id": [true]}', "eos_token_id"),
+        ("added_tokens.json", '{"x": -1}', "-1"),
+    ],
+)
+def test_damaged_files_are_named(directory, name, content, message):
+    (directory / name).write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        load_tokenizer(directory)
+
+
+def test_a_directory_without_tokenizer_json(tmp_path):
+    with pytest.raises(ConfigError, match=r"no tokenizer\.json in"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(b"x")
+    with pytest.raises(ConfigError, match=r"tokenizer\.model alone is not enough"):
+        load_tokenizer(str(tmp_path))
+    with pytest.raises(ConfigError, match="is none"):
+        load_tokenizer(tmp_path / "missing")
+
+
+def test_a_decoder_nobody_can_read_piece_by_piece(directory):
+    _edit(
+        directory / "tokenizer.json", decoder={"type": "WordPiece", "prefix": "#", "cleanup": 0 > 1}
+    )
+    with pytest.raises(ConfigError, match="WordPiece"):
+        load_tokenizer(directory)
+    _edit(directory / "tokenizer.json", decoder=None)
+    with pytest.raises(ConfigError, match="no decoder"):
+        load_tokenizer(directory)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "bert"}, "'bert'.*gpt2, llama"),
+        ({"model": None}, "None"),
+        ({"tokens": []}, "tokens is missing"),
+        ({"tokens": "abc"}, "must be an array"),
+        ({"tokens": ["a", 3]}, r"tokens\[1\] must be a string"),
+        ({"tokens": ["a", "b", "a"], "token_type": [1, 1, 1]}, "'a' twice, as ids 0 and 2"),
+        ({"token_type": [1, 2]}, "one entry a token"),
+        ({"merges": []}, "merges is missing"),
+        ({"merges": ["ab"]}, r"merges\[0\]"),
+        ({"merges": ["a unheard"]}, "do not fit"),
+        ({"bos_token_id": 615}, r"bos_token_id must be in \[0, 615\)"),
+        ({"eos_token_id": -1}, "eos_token_id must be in"),
+    ],
+)
+def test_damaged_metadata(changes, message, byte_level_metadata):
+    with pytest.raises(ConfigError, match=message):
+        load_tokenizer(byte_level_metadata(**changes))
+
+
+def test_sentencepiece_needs_scores(golden):
+    metadata = dict(golden["sentencepiece"][0]["metadata"])
+    del metadata["tokenizer.ggml.scores"]
+    with pytest.raises(ConfigError, match="scores must have one entry a token"):
+        load_tokenizer(metadata)
+
+
+def test_metadata_may_hold_numpy_arrays(golden):
+    metadata = dict(golden["sentencepiece"][0]["metadata"])
+    metadata["tokenizer.ggml.scores"] = np.float32(metadata["tokenizer.ggml.scores"])
+    metadata["tokenizer.ggml.token_type"] = np.int32(metadata["tokenizer.ggml.token_type"])
+    metadata["tokenizer.ggml.bos_token_id"] = np.uint32(1)
+    tokenizer = load_tokenizer(metadata)
+    assert tokenizer.encode("the dog")[1:] == load_tokenizer(
+        golden["sentencepiece"][0]["metadata"]
+    ).encode("the dog", add_special_tokens=False)
+    assert type(tokenizer.bos_token_id) is int
+
+
+def test_a_bos_in_the_text_is_not_doubled(byte_level_metadata):
+    tokenizer = load_tokenizer(byte_level_metadata(add_bos_token=True))
+    plain = tokenizer.encode("hi", add_special_tokens=False)
+    assert tokenizer.encode("hi") == [0, *plain]
+    assert tokenizer.encode("<|endoftext|>hi") == [0, *plain]
+    assert tokenizer.encode("<|endoftext|>") == [0]
+    assert tokenizer.encode("<|endoftext|>hi", add_special_tokens=False) == [0, *plain]
+
+
+@pytest.mark.parametrize("written", ["", "{{ bos_token }}"])
+def test_a_rendered_chat_has_the_bos_of_its_template(written, byte_level_metadata):
+    metadata = byte_level_metadata(add_bos_token=True)
+    template = written + "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer = load_tokenizer(metadata | {"tokenizer.chat_template": template})
+    messages = [{"role": "user", "content": "hi"}]
+    bos = [0] if written else []
+    assert tokenizer.encode_chat(messages) == bos + tokenizer.encode("hi", False)
+    assert tokenizer.encode(tokenizer.apply_chat_template(messages)).count(0) == 1
+
+
+def test_bos_and_eos_by_the_files_flags(byte_level_metadata):
+    both = load_tokenizer(byte_level_metadata("llama-bpe", add_eos_token=True))
+    assert (both.encode("")) == [0, 2]
+    none = load_tokenizer(byte_level_metadata("llama-bpe", add_bos_token=False))
+    assert none.encode("") == []
+
+
+def test_end_of_turn_marks_in_the_template_end_a_sequence(byte_level_metadata):
+    template = {"tokenizer.chat_template": "{{ '<|im_start|>a<|im_end|>' }}"}
+    metadata = byte_level_metadata(eos_token_id=0)
+    assert load_tokenizer(metadata).eos_token_ids == (0,)
+    assert load_tokenizer(metadata | template).eos_token_ids == (0, 2)
+    named = byte_level_metadata(eos_token_id=0, eot_token_id=1)
+    assert load_tokenizer(named).eos_token_ids == (0, 1)
+
+
+def test_special_tokens_are_parsed_and_left_out(byte_level):
+    ids = byte_level.encode("<|im_start|>a<think>b<|im_end|>")
+    assert ids[0] == 1 and ids[-1] == 2 and byte_level.token_to_id("<think>") in ids
+    assert byte_level.decode(ids) == "a<think>b"
+    assert byte_level.decode(ids, skip_special_tokens=False) == "<|im_start|>a<think>b<|im_end|>"
+    assert byte_level.special_ids == {0, 1, 2}
+
+
+def test_bytes_of_tokens(byte_level, sentencepiece):
+    assert byte_level.token_bytes(byte_level.token_to_id("Ġthe")) == b" the"
+    assert byte_level.token_bytes(byte_level.token_to_id("ð")) == b"\xf0"
+    assert byte_level.token_bytes(1) == b"<|im_start|>"
+    assert sentencepiece.token_bytes(sentencepiece.token_to_id("▁the")) == b" the"
+    assert sentencepiece.token_bytes(sentencepiece.token_to_id("<0xF0>")) == b"\xf0"
+
+
+@pytest.mark.parametrize("name", ["byte_level", "sentencepiece"])
+def test_ids_outside_the_vocabulary(name, request):
+    tokenizer = request.getfixturevalue(name)
+    v = tokenizer.vocab_size
+    assert tokenizer.id_to_token(v - 1) is not None
+    for padded in (v, v + 100, 2**40):
+        assert tokenizer.id_to_token(padded) is None
+        assert tokenizer.token_bytes(padded) == b""
+        assert tokenizer.decode([padded]) == ""
+    for bad in (-1, -v, 1.5, "a", None):
+        with pytest.raises(RequestError, match="token id"):
+            tokenizer.token_bytes(bad)
+        with pytest.raises(RequestError, match="token id"):
+            tokenizer.decode([bad])
+    assert tokenizer.decode(np.int64([5, 6])) == tokenizer.decode([5, 6])
+
+
+@pytest.mark.parametrize("text", [None, b"x", 3, ["x"], "\ud800"])
+def test_bad_text(byte_level, text):
+    with pytest.raises(RequestError, match="text must be"):
+        byte_level.encode(text)
+
+
+def test_invalid_bytes_decode_to_replacement_characters(byte_level):
+    euro = [byte_level.token_to_id(letter) for letter in "âĤ¬"]
+    assert byte_level.decode(euro) == "€"
+    assert byte_level.decode(euro[:2]) == "\ufffd"
+    assert byte_level.decode([*euro[:2], *euro]) == "\ufffd€"
+
+
+@given(text=st.text(st.characters(exclude_categories=["Cs"])))
+@settings(max_examples=200, deadline=None)
+def test_text_comes_back(text, byte_level, sentencepiece, bare_sentencepiece):
+    for tokenizer in (byte_level, sentencepiece, bare_sentencepiece):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
+def test_templates_by_name_and_by_file(directory):
+    entries = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]
+    _edit(directory / "tokenizer_config.json", chat_template=entries)
+    messages = [{"role": "user", "content": "x"}]
+    tokenizer = load_tokenizer(directory)
+    assert tokenizer.apply_chat_template(messages) == "D"
+    assert tokenizer.apply_chat_template(messages, tools=[{}]) == "T"
+    (directory / "chat_template.jinja").write_text("F{{ eos_token }}")
+    extra = directory / "additional_chat_templates"
+    extra.mkdir()
+    (extra / "tool_use.jinja").write_text("U")
+    tokenizer = load_tokenizer(directory)
+    assert tokenizer.apply_chat_template(messages) == "F<|im_end|>"
+    assert tokenizer.apply_chat_template(messages, tools=[{}]) == "U"
+    assert tokenizer.chat_template == "F{{ eos_token }}"
+    assert load_tokenizer(directory, chat_template="O").apply_chat_template(messages) == "O"
+
+
+def test_a_model_without_a_template(byte_level, byte_level_metadata):
+    with pytest.raises(TemplateError, match="no default chat template"):
+        byte_level.apply_chat_template([{"role": "user", "content": "x"}])
+    assert byte_level.chat_template is None
+    named = load_tokenizer(byte_level_metadata() | {"tokenizer.chat_template.rag": "x"})
+    with pytest.raises(TemplateError, match='it has "rag"'):
+        named.apply_chat_template([{"role": "user", "content": "x"}])
+
+
+def test_phi3_marks_swallow_the_blanks_after_them(golden):
+    metadata = dict(golden["sentencepiece"][0]["metadata"])
+    plain = load_tokenizer(metadata).encode("<|user|>\nthe dog<|end|>\n")
+    phi3 = load_tokenizer(metadata | {"general.architecture": "phi3"})
+    assert len(phi3.encode("<|user|>\nthe dog<|end|>\n")) < len(plain)
+    assert phi3.encode("<|user|>\nthe dog<|end|>\n") == phi3.encode("<|user|>the dog<|end|>")
+
+
+def test_user_defined_runs_of_spaces_are_merged(golden):
+    metadata = json.loads(json.dumps(golden["sentencepiece"][1]["metadata"]))
+    tokens = metadata["tokenizer.ggml.tokens"]
+    run = next(i for i, t in enumerate(tokens) if t == "▁▁")
+    metadata["tokenizer.ggml.token_type"][run] = 4
+    tokens[run] = "  "  # as .gguf files of Gemma spell it
+    tokenizer = load_tokenizer(metadata)
+    assert tokenizer.encode("  ", add_special_tokens=False) == [run]
+    assert tokenizer.token_bytes(run) == b"  "
+
+
+def test_importing_the_engine_imports_no_tokenizer():
+    code = "import sys, engine; print([m for m in ('tokenizers', 'jinja2') if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+def test_importing_the_tokenizer_opens_no_connection():
+    code = "import sys, engine.text.tokenizer; print('huggingface_hub' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "False"
