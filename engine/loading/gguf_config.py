@@ -18,6 +18,8 @@ from engine.loading._fields import shown
 from engine.loading.gguf import GgufFile
 from engine.loading.hf_config import build_config
 from engine.models.family import Family
+from engine.models.llama import LLAMA
+from engine.models.mistral import MISTRAL
 from engine.models.registry import family_of_gguf
 
 __all__ = ["gguf_config", "load_gguf_config"]
@@ -61,18 +63,20 @@ def gguf_config(file: GgufFile) -> ModelConfig:
         If a tensor that the configuration is derived from is missing.
     """
     where = str(file.path)
+    arch = str(file.metadata.get("general.architecture", ""))
     try:
-        family = family_of_gguf(file.metadata.get("general.architecture"))
+        family = family_of_gguf(arch)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
-    arch = family.gguf_arch
+    if family is LLAMA and file.metadata.get("llama.attention.sliding_window"):
+        family = MISTRAL  # its files call themselves llama
     values, names = _renamed(file.metadata, arch)
     _refuse_unsupported(file, arch, values)
     values.update(_from_tensors(file, family))
-    values.update(_rope(file, family, values))
+    values.update(_rope(file, arch, family, values))
     if "query_pre_attn_scalar" in family.defaults:
         values.update(_attention_scale(values))
-    values.update(_window(file.metadata, family))
+    values.update(_window(file.metadata, arch))
     return build_config(values, family, where, names)
 
 
@@ -114,8 +118,8 @@ def _from_tensors(file: GgufFile, family: Family) -> dict[str, Any]:
     }
 
 
-def _window(metadata: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    window = metadata.get(f"{family.gguf_arch}.attention.sliding_window") or None
+def _window(metadata: Mapping[str, Any], arch: str) -> dict[str, Any]:
+    window = metadata.get(f"{arch}.attention.sliding_window") or None
     return {"sliding_window": window, "use_sliding_window": window is not None}
 
 
@@ -139,9 +143,9 @@ def _attention_scale(values: Mapping[str, Any]) -> dict[str, Any]:
     return {"query_pre_attn_scalar": head_dim}
 
 
-def _rope(file: GgufFile, family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
+def _rope(file: GgufFile, arch: str, family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of the rope: scaling, factors per frequency, partial rotation."""
-    metadata, arch = file.metadata, family.gguf_arch
+    metadata = file.metadata
     result = _scaling(file, arch, values)
     if f"{arch}.rope.freq_base_swa" in metadata:
         result["rope_local_base_freq"] = metadata[f"{arch}.rope.freq_base_swa"]

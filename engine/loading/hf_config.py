@@ -215,7 +215,7 @@ def _layer_windows(
     window = fields.integer("sliding_window", 1, 1 << 31, 0)
     is_sliding = _sliding_layers(fields, kind, num_layers, window)
     if any(is_sliding) and not window:
-        raise fields.error("sliding_window", "given, since layer_types names sliding layers")
+        raise fields.error("sliding_window", "given, since some layers have a window")
     window = 0 if window >= positions else window
     return tuple(window if sliding else 0 for sliding in is_sliding)
 

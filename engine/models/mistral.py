@@ -10,7 +10,8 @@ __all__ = ["MISTRAL"]
 MISTRAL = Family(
     model_type="mistral",
     names=LLAMA_NAMES,
-    # NOTE: a .gguf of Mistral says "llama" (and keeps its rows in llama's order).
+    # NOTE: a .gguf of Mistral says "llama", and keeps its rows in llama's order.
+    gguf_interleaved_rope=True,
     defaults={
         "max_position_embeddings": 4096 * 32,
         "rms_norm_eps": 1e-6,

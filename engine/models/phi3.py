@@ -20,8 +20,6 @@ PHI3 = Family(
         "max_position_embeddings": 4096,
         "original_max_position_embeddings": 4096,
         "rms_norm_eps": 1e-5,
-        "bos_token_id": 1,
-        "eos_token_id": 32000,
     },
     windows="every_layer",
     # The first releases called longrope "su", and one of them "yarn".

@@ -75,6 +75,46 @@ def random_tensors(shapes: dict, dtype=np.float32, seed: int = 0) -> dict[str, n
     }
 
 
+def fused(config: dict, tensors: dict) -> dict[str, np.ndarray]:
+    """The engine's arrays, put together by hand from a Hugging Face checkpoint."""
+    kind, out = config["model_type"], {}
+    out["embed"], out["final_norm"] = (
+        tensors["model.embed_tokens.weight"],
+        tensors["model.norm.weight"],
+    )
+    out["lm_head"] = tensors.get("lm_head.weight", out["embed"])
+    for i in range(config["num_hidden_layers"]):
+        get = {
+            name.removeprefix(f"model.layers.{i}."): value
+            for name, value in tensors.items()
+            if name.startswith(f"model.layers.{i}.")
+        }
+        layer = {
+            "attn_norm": get["input_layernorm.weight"],
+            "o": get["self_attn.o_proj.weight"],
+            "down": get["mlp.down_proj.weight"],
+        }
+        if kind == "phi3":
+            layer["qkv"] = get["self_attn.qkv_proj.weight"]
+            layer["gate_up"] = get["mlp.gate_up_proj.weight"]
+        else:
+            layer["qkv"] = np.concatenate([get[f"self_attn.{x}_proj.weight"] for x in "qkv"])
+            layer["gate_up"] = np.concatenate([get[f"mlp.{x}_proj.weight"] for x in ("gate", "up")])
+        if kind == "qwen2":
+            layer["qkv_bias"] = np.concatenate([get[f"self_attn.{x}_proj.bias"] for x in "qkv"])
+        if kind in ("qwen3", "gemma3_text"):
+            layer["q_norm"] = get["self_attn.q_norm.weight"]
+            layer["k_norm"] = get["self_attn.k_norm.weight"]
+        if kind == "gemma3_text":
+            layer["post_attn_norm"] = get["post_attention_layernorm.weight"]
+            layer["mlp_norm"] = get["pre_feedforward_layernorm.weight"]
+            layer["post_mlp_norm"] = get["post_feedforward_layernorm.weight"]
+        else:
+            layer["mlp_norm"] = get["post_attention_layernorm.weight"]
+        out |= {f"layers.{i}.{name}": value for name, value in layer.items()}
+    return out
+
+
 @pytest.fixture
 def make_model(tmp_path):
     """Write a tiny model directory; returns (path, config, tensors)."""
@@ -106,18 +146,31 @@ def raw_safetensors(tmp_path):
 
 @pytest.fixture
 def configs() -> dict:
-    """config.json files of known models: as published ("old") and as transformers 5 saves them."""
+    """config.json files as published ("old"; Phi's factors are made up) and as transformers 5
+    saves them ("new").
+    """
     return json.loads((Path(__file__).parent / "configs.json").read_text())
 
 
 @pytest.fixture
 def tiny():
-    """The functions that describe tiny models: config_of, tensor_shapes, random_tensors."""
+    """The functions that describe tiny models: config_of, tensor_shapes, random_tensors, fused."""
 
     class Tiny:
         families = tuple(EXTRA)
 
+    Tiny.fused = staticmethod(fused)
     Tiny.config_of = staticmethod(config_of)
     Tiny.tensor_shapes = staticmethod(tensor_shapes)
     Tiny.random_tensors = staticmethod(random_tensors)
     return Tiny
+
+
+@pytest.fixture
+def smollm2():
+    from engine.loading.download import local_path
+
+    path = local_path("smollm2")
+    if path is None:
+        pytest.skip("SmolLM2 is not in the cache (engine pull smollm2)")
+    return path

@@ -1,0 +1,389 @@
+"""config.json and generation_config.json: known models, both generations of keys, nonsense."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.config import ModelConfig, RopeConfig
+from engine.errors import ConfigError
+from engine.loading.hf_config import config_from_dict, generation_config, load_config
+
+CONFIGS = json.loads((Path(__file__).parent / "configs.json").read_text())
+NEW = [name for name in CONFIGS if "new" in CONFIGS[name]]
+
+
+def known(name: str, **changes) -> ModelConfig:
+    return config_from_dict({**CONFIGS[name]["old"], **changes})
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_old_and_new_keys_say_the_same(name):
+    assert config_from_dict(CONFIGS[name]["new"]) == config_from_dict(CONFIGS[name]["old"])
+
+
+def test_llama_3_2_1b():
+    config = known("llama-3.2-1b-instruct")
+    assert config == ModelConfig(
+        model_type="llama",
+        vocab_size=128256,
+        hidden_size=2048,
+        num_layers=16,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=64,
+        intermediate_size=8192,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        rope=RopeConfig(
+            theta=500000.0,
+            rotary_dim=64,
+            scaling="llama3",
+            factor=32.0,
+            original_max_position=8192,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+        ),
+        layer_windows=(0,) * 16,
+        tie_word_embeddings=True,
+        bos_token_id=128000,
+        eos_token_ids=(128001, 128008, 128009),
+        dtype="bfloat16",
+    )
+
+
+def test_qwen2_has_a_bias_and_yarn_stretches_the_positions():
+    config = known("qwen2.5-7b-instruct-yarn")
+    assert (config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm) == (1, 0, 0, 0)
+    assert config.rope.scaling == "yarn" and config.rope.original_max_position == 32768
+    assert (config.rope.beta_fast, config.rope.beta_slow, config.rope.truncate) == (32, 1, True)
+    assert config.max_position_embeddings == 131072
+    assert config.layer_windows == (0,) * 28  # use_sliding_window is false
+
+
+def test_qwen2_windows_begin_at_max_window_layers():
+    assert known("qwen2-sliding").layer_windows == (0,) * 21 + (4096,) * 7
+
+
+def test_layer_types_win_over_max_window_layers():
+    types = ["sliding_attention", "full_attention"] * 14
+    assert known("qwen2-sliding", layer_types=types).layer_windows == (4096, 0) * 14
+
+
+def test_qwen3_has_norms_of_q_and_k_and_a_head_dim_of_its_own():
+    config = known("qwen3-0.6b")
+    assert config.qk_norm and not config.qkv_bias and config.head_dim == 128
+    assert config.qkv_dim == (16 + 2 * 8) * 128 and config.rope.rotary_dim == 128
+    assert known("qwen3-0.6b", attention_bias=True).o_bias
+
+
+def test_phi3_longrope():
+    rope = known("phi-3.5-mini-instruct").rope
+    assert (rope.scaling, rope.factor, rope.original_max_position) == ("longrope", 32.0, 4096)
+    assert rope.attention_factor is None  # derived: sqrt(1 + ln 32 / ln 4096)
+    assert len(rope.short_factor) == len(rope.long_factor) == 48 == rope.rotary_dim // 2
+
+
+@pytest.mark.parametrize("alias", ["su", "yarn", "longrope"])
+def test_phi3_old_names_of_longrope(alias):
+    scaling = {**CONFIGS["phi-3.5-mini-instruct"]["old"]["rope_scaling"], "type": alias}
+    assert known("phi-3.5-mini-instruct", rope_scaling=scaling) == known("phi-3.5-mini-instruct")
+
+
+def test_phi4_turns_a_part_of_the_head():
+    config = known("phi-4-mini-instruct")
+    assert (config.head_dim, config.rope.rotary_dim, len(config.rope.long_factor)) == (128, 96, 48)
+
+
+def test_mistral_windows():
+    assert known("mistral-7b-v0.1").layer_windows == (4096,) * 32
+    assert known("mistral-nemo").layer_windows == (0,) * 40  # null is "none"
+    absent = {k: v for k, v in CONFIGS["mistral-nemo"]["old"].items() if k != "sliding_window"}
+    assert config_from_dict(absent).layer_windows == (4096,) * 40  # absent is the default
+
+
+def test_gemma3():
+    config = known("gemma-3-1b-it")
+    assert config.layer_windows == ((512,) * 5 + (0,)) * 4 + (512,) * 2
+    assert (config.rope.theta, config.rope_local.theta) == (1e6, 1e4)
+    assert config.attn_scale == 256**-0.5 and config.embed_scale == np.float32(math.sqrt(1152))
+    assert (config.norm_weight_offset, config.post_norms, config.qk_norm) == (1.0, True, True)
+    assert config.activation == "gelu_tanh" and config.tie_word_embeddings
+    assert config.eos_token_ids == (1, 106)
+
+
+def test_gemma3_linear_scaling_is_that_of_the_full_layers_and_already_counted():
+    scaled = known("gemma-3-1b-it", rope_scaling={"factor": 8.0, "rope_type": "linear"})
+    assert (scaled.rope.scaling, scaled.rope.factor) == ("linear", 8.0)
+    assert scaled.rope_local.scaling == "default"
+    assert scaled.max_position_embeddings == 32768
+    nested = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    new = {**CONFIGS["gemma-3-1b-it"]["new"], "rope_parameters": nested}
+    assert config_from_dict(new) == scaled
+
+
+def test_linear_and_dynamic_scaling_stretch_the_positions():
+    assert known("vicuna-7b-16k").max_position_embeddings == 16384
+    scaling = {"rope_type": "dynamic", "factor": 2.0}
+    dynamic = known("vicuna-7b-16k", rope_scaling=scaling)
+    assert dynamic.max_position_embeddings == 8192
+    assert dynamic.rope.original_max_position == 4096
+
+
+def test_yarn_options_are_read():
+    scaling = {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 16,
+        "beta_slow": 2,
+        "truncate": False,
+        "attention_factor": 0.9,
+        "mscale": 0.7,
+        "mscale_all_dim": 0.8,
+    }
+    rope = known("qwen3-0.6b", rope_scaling=scaling).rope
+    assert (rope.beta_fast, rope.beta_slow, rope.truncate) == (16, 2, False)
+    assert (rope.attention_factor, rope.mscale, rope.mscale_all_dim) == (0.9, 0.7, 0.8)
+
+
+def test_a_window_as_long_as_the_model_is_none():
+    assert known("mistral-7b-v0.1", sliding_window=32768).layer_windows == (0,) * 32
+
+
+@pytest.mark.parametrize(
+    ("keys", "name"),
+    [
+        ({"torch_dtype": "float16"}, "float16"),
+        ({"torch_dtype": None, "dtype": "float32"}, "float32"),
+        ({"torch_dtype": "torch.bfloat16"}, "bfloat16"),
+        ({"torch_dtype": None}, "float32"),
+    ],
+)
+def test_dtype(keys, name):
+    assert known("smollm2-135m-instruct", **keys).dtype == name
+
+
+@pytest.mark.parametrize("act", ["silu", "gelu", "gelu_new", "gelu_pytorch_tanh"])
+def test_activations(act):
+    wanted = {"silu": "silu", "gelu": "gelu"}.get(act, "gelu_tanh")
+    assert known("smollm2-135m-instruct", hidden_act=act).activation == wanted
+
+
+HUGE = 10**400
+BAD = {
+    "num_attention_heads": [0, -1, 9.0, "9", True, HUGE, None, 7, float("nan")],
+    "num_key_value_heads": [0, 2, 18, 10**9, -3, 3.0, [3]],
+    "num_hidden_layers": [0, 10**9, 30.0, None, "30", float("inf")],
+    "hidden_size": [0, 577, -576, 576.0, HUGE, None],
+    "head_dim": [0, 1, 63, 10**6, 64.0, -64],
+    "vocab_size": [0, -1, 2**31, 49152.0, None],
+    "intermediate_size": [0, 2**40, None, {}],
+    "max_position_embeddings": [0, 10**9, 8192.5, -1, None],
+    "rms_norm_eps": [0, -1e-5, float("nan"), float("inf"), "1e-5", True, HUGE],
+    "rope_theta": [0, -1, 1, float("nan"), float("inf"), "x", HUGE],
+    "rope_scaling": [
+        3, "linear", [1],
+        {"type": "linear"}, {"type": "linear", "factor": 0}, {"type": "linear", "factor": -2.0},
+        {"type": "linear", "factor": float("nan")}, {"type": "dynamic", "factor": float("inf")},
+        {"type": "dynamic", "factor": "2"}, {"type": "linear", "factor": 10**30},
+        {"type": "mrope", "factor": 2}, {"type": 5}, {"rope_type": "proportional"},
+        {"type": "llama3", "factor": 8.0},
+        {"type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0},
+        {"type": "yarn", "factor": 4, "beta_fast": 1, "beta_slow": 2},
+        {"type": "yarn", "factor": 4, "truncate": 1},
+        {"type": "yarn", "factor": 4, "original_max_position_embeddings": 0},
+        {"type": "longrope"}, {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]},
+        {"type": "longrope", "short_factor": [1.0] * 32, "long_factor": [0.0] * 32},
+        {"type": "longrope", "short_factor": ["a"] * 32, "long_factor": [1.0] * 32},
+    ],
+    "rope_parameters": [3, {"full_attention": 3}, {"rope_type": "linear", "factor": float("nan")}],
+    "partial_rotary_factor": [0, -1, 2, 0.01, 0.05, float("nan"), "half"],
+    "tie_word_embeddings": [1, "true", []],
+    "attention_bias": [0, "no"],
+    "mlp_bias": [1.0],
+    "hidden_act": ["relu", "quick_gelu", 3, ["silu"]],
+    "eos_token_id": [-1, 49152, 2.0, [2, -1], ["2"], True, {}],
+    "bos_token_id": ["1", 10**12],
+    "torch_dtype": ["float64", "float8_e4m3fn", 32],
+    "quantization_config": [{"quant_method": "gptq"}],
+    "model_type": [None, "gpt2", 3, ["llama"], "LLAMA", "gemma3"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [(key, value) for key, values in BAD.items() for value in values]
+)
+def test_nonsense_is_refused_by_name(key, value):
+    values = {**CONFIGS["smollm2-135m-instruct"]["old"], key: value}
+    with pytest.raises(ConfigError) as error:
+        config_from_dict(values, "dir/config.json")
+    message = str(error.value)
+    assert message.startswith("dir/config.json: ") and len(message) < 1200
+    named = {
+        "rope_scaling": "rope|factor|beta|truncate|type|original",
+        "rope_parameters": "rope|factor",
+    }.get(key, key if key != "num_attention_heads" else "num_attention_heads|hidden_size|kv|value")
+    assert any(word in message for word in named.split("|")), message
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("gemma-3-1b-it", {"sliding_window": None}),
+        ("gemma-3-1b-it", {"sliding_window_pattern": 0}),
+        ("gemma-3-1b-it", {"query_pre_attn_scalar": 0}),
+        ("gemma-3-1b-it", {"query_pre_attn_scalar": float("nan")}),
+        ("gemma-3-1b-it", {"use_bidirectional_attention": True}),
+        ("gemma-3-1b-it", {"layer_types": ["full_attention"]}),
+        ("gemma-3-1b-it", {"layer_types": ["chunked_attention"] * 26}),
+        ("gemma-3-1b-it", {"rope_local_base_freq": -1}),
+        ("mistral-7b-v0.1", {"sliding_window": 0}),
+        ("mistral-7b-v0.1", {"sliding_window": -4096}),
+        ("qwen2-sliding", {"max_window_layers": -1}),
+        ("qwen2-sliding", {"use_sliding_window": "true"}),
+        ("qwen2-sliding", {"sliding_window": None, "layer_types": ["sliding_attention"] * 28}),
+        ("phi-3.5-mini-instruct", {"original_max_position_embeddings": 0}),
+    ],
+)
+def test_nonsense_of_the_families_is_refused(name, changes):
+    with pytest.raises(ConfigError, match=next(iter(changes)).split("_")[0]):
+        known(name, **changes)
+
+
+def test_the_error_lists_the_known_models():
+    with pytest.raises(
+        ConfigError, match="gemma3_text, llama, mistral, phi3, qwen2, qwen3; got 'gpt2'"
+    ):
+        config_from_dict({"model_type": "gpt2"})
+
+
+@pytest.mark.parametrize(
+    "key", ["hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads", "model_type"]
+)
+def test_a_missing_key_is_named(key):
+    values = {k: v for k, v in CONFIGS["smollm2-135m-instruct"]["old"].items() if k != key}
+    with pytest.raises(ConfigError, match=f"{key} must be .*; got (nothing|None)"):
+        config_from_dict(values)
+
+
+ODD = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**70), 2**70),
+    st.integers(-4, 300),
+    st.floats(),
+    st.text(max_size=5),
+    st.sampled_from(["linear", "dynamic", "yarn", "llama3", "longrope", "default", HUGE, 10**9]),
+    st.lists(st.integers(0, 5), max_size=4),
+    st.dictionaries(
+        st.sampled_from(["type", "rope_type", "factor", "rope_theta", "full_attention"]),
+        st.one_of(st.floats(), st.sampled_from(["yarn", "linear", {}, {"type": "dynamic"}])),
+        max_size=3,
+    ),
+)
+
+
+@st.composite
+def mutated_configs(draw):
+    """A real config.json with one to three values replaced, removed or added, at any depth."""
+    values = copy.deepcopy(draw(st.sampled_from([c for e in CONFIGS.values() for c in e.values()])))
+    for _ in range(draw(st.integers(1, 3))):
+        target = values
+        inner = [v for v in values.values() if isinstance(v, dict) and v]
+        if inner and draw(st.booleans()):
+            target = draw(st.sampled_from(inner))
+        extra = ["rope_scaling", "rope_parameters", "layer_types", "head_dim", "sliding_window"]
+        key = draw(st.sampled_from([*target, *extra]))
+        if draw(st.integers(0, 5)):
+            target[key] = draw(ODD)
+        else:
+            target.pop(key, None)
+    return values
+
+
+@settings(max_examples=1500, deadline=5000)
+@given(mutated_configs())
+def test_a_mutated_config_is_an_error_or_a_sound_config(values):
+    try:
+        config = config_from_dict(values)
+    except ConfigError:
+        return
+    assert config.num_heads % config.num_kv_heads == 0 and config.head_dim % 2 == 0
+    assert 1 <= config.num_layers == len(config.layer_windows) <= 1024
+    assert 1 <= config.max_position_embeddings <= 1 << 24
+    for rope in filter(None, (config.rope, config.rope_local)):
+        assert 2 <= rope.rotary_dim <= config.head_dim and rope.rotary_dim % 2 == 0
+        assert rope.factor >= 1 and rope.theta > 1
+        if rope.scaling == "longrope":
+            assert len(rope.short_factor) == len(rope.long_factor) == rope.rotary_dim // 2
+    assert all(math.isfinite(v) for v in asdict(config).values() if isinstance(v, float))
+
+
+def write(path: Path, name: str, content) -> Path:
+    text = content if isinstance(content, str) else json.dumps(content)
+    (path / name).write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("text", ["", "[]", "3", "{", "[" * 100_000, '{"a": ' + "9" * 5000 + "}"])
+def test_a_damaged_file_is_refused(tmp_path, text):
+    write(tmp_path, "config.json", text)
+    with pytest.raises(ConfigError, match=r"config\.json: "):
+        load_config(tmp_path)
+
+
+def test_a_missing_or_binary_file_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"config\.json: cannot be read"):
+        load_config(tmp_path)
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe{}")
+    with pytest.raises(ConfigError, match="not valid JSON"):
+        load_config(tmp_path)
+
+
+def test_nan_in_the_file_is_refused(tmp_path):
+    text = json.dumps(CONFIGS["vicuna-7b-16k"]["old"]).replace("4.0", "NaN")
+    with pytest.raises(ConfigError, match="factor must be a number from 1 to 10000; got nan"):
+        load_config(write(tmp_path, "config.json", text))
+
+
+def test_the_ends_of_generation_config_win(make_model):
+    path, _, _ = make_model("llama")
+    assert load_config(path).eos_token_ids == (2,)
+    write(path, "generation_config.json", {"eos_token_id": [3, 2, 3], "temperature": 0.6})
+    assert load_config(path).eos_token_ids == (3, 2)
+    assert generation_config(path) == {"eos_token_id": [3, 2], "temperature": 0.6}
+
+
+def test_generation_config_has_only_what_the_file_has(tmp_path):
+    assert generation_config(tmp_path) == {}
+    stated = {
+        "do_sample": False, "temperature": 0, "top_k": 20, "top_p": 0.95, "min_p": 0.05,
+        "repetition_penalty": 1.1, "max_new_tokens": 7, "eos_token_id": 5,
+    }  # fmt: skip
+    more = {"transformers_version": "5", "top_h": 3, "bos_token_id": None}
+    write(tmp_path, "generation_config.json", {**stated, **more})
+    assert generation_config(tmp_path) == {**stated, "eos_token_id": [5]}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("temperature", -1), ("temperature", "hot"), ("top_p", 1.5), ("top_k", 2.5), ("min_p", -0.1),
+     ("repetition_penalty", 0), ("max_new_tokens", 0), ("do_sample", 1), ("eos_token_id", -1),
+     ("temperature", float("nan"))],
+)  # fmt: skip
+def test_nonsense_in_generation_config_is_refused(tmp_path, key, value):
+    write(tmp_path, "generation_config.json", {key: value})
+    with pytest.raises(ConfigError, match=rf"generation_config\.json: {key} must be"):
+        generation_config(tmp_path)

@@ -1,0 +1,91 @@
+"""What the families declare: complete tables of names, and a registry that explains itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.config import ModelConfig
+from engine.errors import ConfigError
+from engine.loading.hf_config import config_from_dict
+from engine.loading.weight_table import weight_shapes
+from engine.models.family import Family
+from engine.models.registry import FAMILIES, family, family_of_gguf
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def config_of(kind: Family, **keys) -> ModelConfig:
+    return config_from_dict({"model_type": kind.model_type, **SIZES, **keys})
+
+
+def test_the_registry_knows_what_it_lists():
+    assert sorted(FAMILIES) == ["gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3"]
+    for name, kind in FAMILIES.items():
+        assert family(name) is kind and kind.model_type == name
+
+
+@pytest.mark.parametrize("name", ["gpt2", "", None, 3, "Llama", ["llama"], "x" * 10_000])
+def test_an_unknown_model_type_lists_the_known_ones(name):
+    with pytest.raises(ConfigError, match="must be one of gemma3_text, llama") as error:
+        family(name)
+    assert len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize("arch", ["gemma3", "llama", "phi3", "qwen2", "qwen3"])
+def test_architectures_of_gguf_files(arch):
+    assert family_of_gguf(arch).gguf_arch == arch
+
+
+@pytest.mark.parametrize("arch", ["bert", "", None, 3])
+def test_an_unknown_architecture_lists_the_known_ones(arch):
+    with pytest.raises(ConfigError, match="must be one of gemma3, llama, phi3, qwen2, qwen3"):
+        family_of_gguf(arch)
+
+
+def filled(table, kind: Family, config: ModelConfig) -> dict[str, set[str]]:
+    """Which parts of each weight of the model the tensors of `table` fill."""
+    result: dict[str, set[str]] = {}
+    for name in table:
+        target = name.target.replace("{i}", "0")
+        if target in weight_shapes(config):
+            result.setdefault(target, set()).add(name.part)
+    return result
+
+
+@pytest.mark.parametrize("kind", FAMILIES.values(), ids=FAMILIES)
+@pytest.mark.parametrize("biases", [False, True])
+def test_every_row_of_every_weight_has_exactly_one_name(kind, biases):
+    config = config_of(kind, attention_bias=biases, mlp_bias=biases, tie_word_embeddings=False)
+    tables = [kind.names, kind.gguf_names]
+    for table in tables:
+        found = filled(table, kind, config)
+        assert found.keys() == weight_shapes(config).keys()
+        for target, parts in found.items():
+            packed = "qkv" in target or "gate_up" in target
+            split = {"q", "k", "v"} if "qkv" in target else {"gate", "up"}
+            assert parts == {""} or (packed and parts == split), target
+        names = [name.checkpoint for name in table]
+        assert len(set(names)) == len(names)
+
+
+def test_only_files_of_llama_keep_interleaved_rows():
+    """llama.cpp's converter permutes q and k for "llama" (and so Mistral) and nothing else."""
+    assert {n for n, kind in FAMILIES.items() if kind.gguf_interleaved_rope} == {"llama", "mistral"}
+
+
+def test_declared_differences():
+    assert config_of(family("qwen2")).qkv_bias and not config_of(family("qwen2")).o_bias
+    assert config_of(family("qwen3")).qk_norm and config_of(family("qwen3")).head_dim == 128
+    gemma = config_of(family("gemma3_text"))
+    assert gemma.post_norms and gemma.norm_weight_offset == 1.0 and gemma.tie_word_embeddings
+    assert config_of(family("phi3")).rms_norm_eps == 1e-5
+    for name in ("llama", "mistral", "phi3"):
+        plain = config_of(family(name))
+        assert not (plain.qkv_bias or plain.qk_norm or plain.post_norms), name
