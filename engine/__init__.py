@@ -1,1 +1,65 @@
-"""LLM inference without PyTorch: hand-written CUDA C kernels, each with a NumPy mirror."""
+"""LLM inference without PyTorch: hand-written CUDA C kernels, each with a NumPy mirror.
+
+Four doors:
+
+- `LLM(model).generate(prompts, SamplingParams(...))`, `.chat(messages)`, `.stream(prompt)`
+- `LLMEngine`: `add_request`, `step`, `abort_request`, `has_unfinished_requests`
+- `load(model)`: arrays in, arrays out: `model.step(token_ids, cache)`
+- `kernels`: every op, on NumPy and on CuPy arrays
+
+Names are loaded when they are first used: `import engine` takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from engine._version import __version__
+
+if TYPE_CHECKING:
+    from engine import errors, kernels, reference
+    from engine.llm import LLM
+    from engine.llm_engine import LLMEngine
+    from engine.model import Model, load
+    from engine.outputs import CompletionOutput, RequestOutput
+    from engine.sampling_params import SamplingParams
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "LLMEngine",
+    "Model",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+    "errors",
+    "kernels",
+    "load",
+    "reference",
+]
+
+_HOMES = {
+    "LLM": "engine.llm",
+    "CompletionOutput": "engine.outputs",
+    "LLMEngine": "engine.llm_engine",
+    "Model": "engine.model",
+    "RequestOutput": "engine.outputs",
+    "SamplingParams": "engine.sampling_params",
+    "load": "engine.model",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+    elif name in __all__:
+        value = importlib.import_module(f"engine.{name}")
+    else:
+        raise AttributeError(f"module 'engine' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,81 @@
+"""Options that several commands share: which model, and how to sample."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from engine.llm import LLM
+from engine.outputs import RequestOutput
+from engine.sampling_params import SamplingParams
+
+__all__ = [
+    "add_model_arguments",
+    "add_sampling_arguments",
+    "make_llm",
+    "sampling_params",
+    "summary",
+]
+
+_SAMPLING = {
+    "max_tokens": (int, "most tokens to generate (default 256)"),
+    "min_tokens": (int, "no end before this many tokens"),
+    "temperature": (float, "0 always takes the most probable token"),
+    "top_p": (float, "keep the most probable tokens of this much probability"),
+    "top_k": (int, "keep this many most probable tokens; 0 keeps all"),
+    "min_p": (float, "drop tokens less probable than this share of the best"),
+    "repetition_penalty": (float, "above 1 makes tokens seen before less likely"),
+    "presence_penalty": (float, "taken from the logit of generated tokens, once"),
+    "frequency_penalty": (float, "taken from the logit of generated tokens, per occurrence"),
+    "seed": (int, "the same seed gives the same text"),
+}
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `engine.load`."""
+    parser.add_argument("--model", default="smollm2", help="name, folder, .gguf file or hub id")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 or auto")
+    parser.add_argument("--dtype", default="auto", help="float32, float16, bfloat16 or auto")
+    parser.add_argument("--load-format", default="auto", help="dummy takes random weights")
+    parser.add_argument("--max-model-len", type=int, help="most tokens of prompt and answer")
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `SamplingParams`; those left out are the model's own."""
+    for name, (kind, text) in _SAMPLING.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=text)
+    parser.add_argument("--stop", action="append", help="text that ends the answer; repeatable")
+    parser.add_argument("--ignore-eos", action="store_true", help="go on after the end token")
+
+
+def make_llm(arguments: argparse.Namespace) -> LLM:
+    """Load the model that the options name."""
+    options: dict[str, Any] = {"max_num_seqs": 1}
+    if arguments.max_model_len is not None:
+        options["max_model_len"] = arguments.max_model_len
+    return LLM(
+        arguments.model,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        load_format=arguments.load_format,
+        progress=sys.stderr.isatty(),
+        **options,
+    )
+
+
+def sampling_params(llm: LLM, arguments: argparse.Namespace) -> SamplingParams:
+    """Return the model's own sampling, changed by the options that were given."""
+    given = {name: getattr(arguments, name) for name in (*_SAMPLING, "stop")}
+    options = {name: value for name, value in given.items() if value is not None}
+    options.setdefault("max_tokens", 256)
+    return llm.get_default_sampling_params(ignore_eos=arguments.ignore_eos, **options)
+
+
+def summary(llm: LLM, output: RequestOutput, num_tokens: int) -> str:
+    """Return the line after an answer: tokens, tokens a second, device, dtype."""
+    model, metrics = llm.llm_engine.model, output.metrics
+    seconds = (metrics.decode_time or 0.0) if metrics is not None else 0.0
+    rate = f"{(num_tokens - 1) / seconds:.1f} tokens/s" if seconds and num_tokens > 1 else "-"
+    prompt = len(output.prompt_token_ids)
+    return f"{num_tokens} tokens after {prompt}, {rate}, {model.device}, {model.dtype}"

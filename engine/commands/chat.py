@@ -1,0 +1,83 @@
+"""`engine chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from engine.commands._options import (
+    add_model_arguments,
+    add_sampling_arguments,
+    make_llm,
+    sampling_params,
+    summary,
+)
+from engine.errors import EngineError
+from engine.llm import LLM
+from engine.sampling_params import SamplingParams
+
+__all__ = ["add_arguments", "run"]
+
+_HELP = "/reset forgets the conversation, /exit leaves; Ctrl-C stops an answer, Ctrl-D leaves"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--system", help="what the model is told first")
+    add_model_arguments(parser)
+    add_sampling_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Read lines until the end of input; answer each one."""
+    with make_llm(arguments) as llm:
+        params = sampling_params(llm, arguments)
+        first = [{"role": "system", "content": arguments.system}] if arguments.system else []
+        history = list(first)
+        if sys.stdin.isatty():
+            print(_HELP, file=sys.stderr)
+        while (line := _read_line()) is not None:
+            if line == "/exit":
+                break
+            if line == "/reset":
+                history = list(first)
+                print("(forgotten)", file=sys.stderr)
+            elif line:
+                _turn(llm, history, line, params)
+    return 0
+
+
+def _read_line() -> str | None:
+    """Return the next line, or None at the end; Ctrl-C clears the line, as shells do."""
+    while True:
+        try:
+            return input("> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return None
+        except KeyboardInterrupt:
+            print(file=sys.stderr)
+
+
+def _turn(llm: LLM, history: list[dict[str, str]], question: str, params: SamplingParams) -> None:
+    """Answer one question; a refused one is reported and leaves the history as it was."""
+    asked = [*history, {"role": "user", "content": question}]
+    pieces: list[str] = []
+    ids = 0
+    try:
+        stream = llm.stream(asked, params)
+        output = None
+        try:
+            for output in stream:
+                pieces.append(output.outputs[0].text)
+                ids += len(output.outputs[0].token_ids)
+                print(pieces[-1], end="", flush=True)
+        except KeyboardInterrupt:
+            stream.close()  # type: ignore[attr-defined]
+            print(" [stopped]", end="")
+        print()
+        if output is not None and output.finished:
+            print(summary(llm, output, ids), file=sys.stderr)
+    except EngineError as error:
+        print(f"engine chat: {error}", file=sys.stderr)
+        return
+    history[:] = [*asked, {"role": "assistant", "content": "".join(pieces)}]

@@ -1,0 +1,85 @@
+"""`engine generate [PROMPT]`: continue a text, or answer a question with `--chat`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from engine.commands._options import (
+    add_model_arguments,
+    add_sampling_arguments,
+    make_llm,
+    sampling_params,
+    summary,
+)
+from engine.errors import RequestError
+from engine.llm import LLM
+from engine.outputs import RequestOutput
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("prompt", nargs="?", help="the text; - or nothing reads standard input")
+    parser.add_argument("--file", type=Path, help="read the prompt from this file")
+    parser.add_argument("--chat", action="store_true", help="put the prompt into the chat template")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, no stream")
+    add_model_arguments(parser)
+    add_sampling_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Stream the answer to stdout and one line of figures to stderr."""
+    prompt: Any = _read_prompt(arguments)
+    if arguments.chat:
+        prompt = [{"role": "user", "content": prompt}]
+    with make_llm(arguments) as llm:
+        pieces: list[str] = []
+        ids: list[int] = []
+        output = None
+        for output in llm.stream(prompt, sampling_params(llm, arguments)):
+            completion = output.outputs[0]
+            pieces.append(completion.text)
+            ids += completion.token_ids
+            if not arguments.json:
+                print(completion.text, end="", flush=True)
+        if output is None:
+            return 1
+        if arguments.json:
+            print(json.dumps(_record(llm, output, "".join(pieces), ids), ensure_ascii=False))
+        else:
+            print()
+            print(summary(llm, output, len(ids)), file=sys.stderr)
+        return 1 if output.outputs[0].finish_reason == "error" else 0
+
+
+def _read_prompt(arguments: argparse.Namespace) -> str:
+    if arguments.file is not None:
+        if arguments.prompt is not None:
+            raise RequestError(f"give a prompt or --file, not both; got {arguments.prompt!r}")
+        try:
+            return str(arguments.file.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise RequestError(f"--file {arguments.file} cannot be read: {error}") from error
+    if arguments.prompt in (None, "-"):
+        return sys.stdin.read()
+    return str(arguments.prompt)
+
+
+def _record(llm: LLM, output: RequestOutput, text: str, ids: list[int]) -> dict[str, Any]:
+    completion, metrics = output.outputs[0], output.metrics
+    return {
+        "text": text,
+        "token_ids": ids,
+        "prompt_token_ids": list(output.prompt_token_ids),
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+        "ttft_seconds": metrics.ttft if metrics else None,
+        "decode_seconds": metrics.decode_time if metrics else None,
+        "device": str(llm.llm_engine.model.device),
+        "dtype": llm.llm_engine.model.dtype,
+    }

@@ -1,0 +1,227 @@
+"""`LLM`: text in, text out, many prompts at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from engine.errors import RequestError
+from engine.llm_engine import LLMEngine, Prompt
+from engine.outputs import RequestOutput
+from engine.sampling_params import RequestOutputKind, SamplingParams
+
+__all__ = ["LLM"]
+
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A model that answers prompts, offline.
+
+    Parameters
+    ----------
+    model : str
+        "smollm2", a folder in Hugging Face layout, a .gguf file, or a hub id.
+    **options
+        Keywords of `engine.load` (device, dtype, load_format, max_model_len) and of
+        `EngineConfig` (max_num_seqs, block_size, seed, ...).
+
+    Examples
+    --------
+    ::
+
+        llm = LLM("smollm2")
+        [output] = llm.generate("The capital of France is", SamplingParams(max_tokens=8))
+        print(output.outputs[0].text)
+    """
+
+    def __init__(self, model: str = "smollm2", **options: Any) -> None:
+        self.llm_engine = LLMEngine.from_name(model, **options)
+        self._counter = itertools.count()
+        self._inbox: dict[str, list[RequestOutput]] = {}  # per unfinished request of this object
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return self.llm_engine.tokenizer
+
+    def get_default_sampling_params(self, **overrides: Any) -> SamplingParams:
+        """Return the sampling that the model's generation_config.json recommends."""
+        config = self.llm_engine.model.generation_config
+        return SamplingParams.from_generation_config(config, **overrides)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Continue every prompt.
+
+        Parameters
+        ----------
+        prompts : prompt or sequence of prompts
+            A prompt is a str, a sequence of token ids, {"prompt": str} or
+            {"prompt_token_ids": ids}.
+        sampling_params : SamplingParams or sequence of it, optional
+            One for all, or one a prompt; the model's defaults if left out.
+        progress : bool
+            Show a bar on stderr.
+
+        Returns
+        -------
+        list of RequestOutput
+            In the order of the prompts.
+
+        Raises
+        ------
+        RequestError
+            If a prompt cannot be served; then none of them is.
+        """
+        batch = _as_prompts(prompts)
+        params = self._params_for(len(batch), sampling_params)
+        ids = self._add(batch, params)
+        finished: dict[str, RequestOutput] = {}
+        from tqdm import tqdm
+
+        with tqdm(total=len(ids), desc="requests", disable=not progress, file=sys.stderr) as bar:
+            for output in self._run(ids):
+                if output.finished:
+                    finished[output.request_id] = output
+                    bar.update()
+        return [finished[request_id] for request_id in ids]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or several.
+
+        Parameters
+        ----------
+        messages : sequence of {"role": ..., "content": ...}, or a sequence of such
+        sampling_params : SamplingParams or sequence of it, optional
+        progress : bool
+            Show a bar on stderr.
+        **template_options
+            Passed to the model's chat template (add_generation_prompt, tools, ...).
+        """
+        many = messages and not isinstance(messages[0], Mapping)
+        conversations: Any = messages if many else [messages]
+        prompts = [self._chat_prompt(c, template_options) for c in conversations]
+        return self.generate(prompts, sampling_params, progress=progress)
+
+    def stream(
+        self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """Continue one prompt, or answer one conversation, yielding what is new as it comes.
+
+        Closing the iterator aborts the request.
+        """
+        if _is_conversation(prompt):
+            prompt = self._chat_prompt(prompt, {})
+        params = sampling_params or self.get_default_sampling_params()
+        params = dataclasses.replace(params, output_kind=RequestOutputKind.DELTA)
+        request_id = self._next_id()
+        self.llm_engine.add_request(request_id, prompt, params)  # type: ignore[arg-type]
+        self._inbox[request_id] = []
+        return self._run([request_id])
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.llm_engine.close()
+        self.llm_engine.model.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _chat_prompt(self, messages: Any, options: Mapping[str, Any]) -> Prompt:
+        """Render a conversation; its template writes every special token itself."""
+        text = self.tokenizer.apply_chat_template(messages, **options)
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        return {"prompt": text, "prompt_token_ids": ids}
+
+    def _params_for(self, count: int, given: Any) -> list[SamplingParams]:
+        if given is None:
+            given = self.get_default_sampling_params()
+        params = [given] * count if isinstance(given, SamplingParams) else list(given)
+        if len(params) != count:
+            raise RequestError(
+                f"sampling_params: must be one, or one a prompt ({count}); got {len(params)}"
+            )
+        final = RequestOutputKind.FINAL_ONLY  # nobody sees the steps between
+        return [dataclasses.replace(p, output_kind=final) for p in params]
+
+    def _add(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[str]:
+        """Queue all prompts, or none."""
+        ids: list[str] = []
+        try:
+            for index, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+                ids.append(self._next_id())
+                try:
+                    self.llm_engine.add_request(ids[-1], prompt, param)
+                except RequestError as error:
+                    raise RequestError(f"prompts[{index}]: {error}") from error
+        except BaseException:
+            self._drop(ids)
+            raise
+        self._inbox.update((request_id, []) for request_id in ids)
+        return ids
+
+    def _run(self, ids: Sequence[str]) -> Iterator[RequestOutput]:
+        """Step until the requests are finished; abort them if the caller gives up.
+
+        Several such iterators may take turns: outputs of the others wait in their inboxes.
+        """
+        waiting = list(ids)
+        try:
+            while waiting:
+                if not any(self._inbox[request_id] for request_id in waiting):
+                    self._step()
+                for request_id in list(waiting):
+                    outputs, self._inbox[request_id] = self._inbox[request_id], []
+                    if outputs and outputs[-1].finished:
+                        waiting.remove(request_id)
+                    yield from outputs
+        finally:
+            self._drop(waiting)
+            for request_id in ids:
+                self._inbox.pop(request_id, None)
+
+    def _step(self) -> None:
+        for output in self.llm_engine.step():
+            if output.request_id in self._inbox:
+                self._inbox[output.request_id].append(output)
+
+    def _drop(self, ids: Sequence[str]) -> None:
+        """Abort these requests; their last outputs interest nobody."""
+        self.llm_engine.abort_request(ids)
+        self.llm_engine.forget_aborted(ids)
+
+    def _next_id(self) -> str:
+        return f"llm-{next(self._counter)}"
+
+
+def _is_conversation(prompt: Any) -> bool:
+    is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str)
+    return bool(is_list and prompt and isinstance(prompt[0], Mapping) and "role" in prompt[0])
+
+
+def _as_prompts(prompts: Any) -> list[Prompt]:
+    """Return a list of prompts: a text, a mapping and a list of ids are one prompt each."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    items = list(prompts)
+    is_ids = items and not isinstance(items[0], str | Mapping) and not hasattr(items[0], "__iter__")
+    return [items] if is_ids else items

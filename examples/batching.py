@@ -1,0 +1,55 @@
+# %% [markdown]
+# # Many requests at once
+#
+# `LLM.generate` takes any number of prompts. Underneath, `LLMEngine.step()` computes one step of
+# all running requests together: prompts in chunks, one new token for everybody else. Requests come
+# and go between steps, and each gets the tokens it would get alone.
+
+# %%
+from engine import LLM, LLMEngine, SamplingParams, load
+
+llm = LLM("smollm2", device="cpu", max_model_len=256, max_num_seqs=4)
+prompts = ["The capital of Italy is", "Water boils at", "Two plus two equals"]
+for output in llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=8)):
+    print(f"{output.prompt!r} -> {output.outputs[0].text!r}")
+
+# %% [markdown]
+# Each request has its own sampling. A seed makes a sampled text repeatable, whoever else is in the
+# batch: random numbers are keyed by the request's seed and the token's position.
+
+# %%
+params = [
+    SamplingParams(temperature=0.8, seed=1, max_tokens=10),
+    SamplingParams(temperature=0.8, seed=2, max_tokens=10),
+    SamplingParams(temperature=0.8, seed=1, max_tokens=10),
+]
+outputs = llm.generate(["Once upon a time"] * 3, params)
+texts = [output.outputs[0].text for output in outputs]
+print(*texts, sep="\n")
+assert texts[0] == texts[2]
+
+# %% [markdown]
+# The same, a step at a time. `add_request` may be called between any two steps.
+
+# %%
+model = load("smollm2", device="cpu", max_model_len=256)
+engine = LLMEngine(model, max_num_seqs=4, max_num_batched_tokens=32)
+greedy = SamplingParams(temperature=0.0, max_tokens=6)
+engine.add_request("first", "The sky is", greedy)
+step = 0
+while engine.has_unfinished_requests():
+    for output in engine.step():
+        print(f"step {step}: {output.request_id:6} {output.outputs[0].text!r}")
+    if step == 2:
+        engine.add_request("second", "Grass is", greedy)
+    step += 1
+
+# %% [markdown]
+# What each request waited for, from its metrics (seconds).
+
+# %%
+[output] = llm.generate("Hello", SamplingParams(max_tokens=4))
+metrics = output.metrics
+assert metrics is not None
+print("time to first token:", metrics.ttft)
+print("decode:", metrics.decode_time)
