@@ -207,7 +207,7 @@ def _dtype(fields: Fields) -> str:
 def _layer_windows(
     fields: Fields, kind: Family, num_layers: int, positions: int
 ) -> tuple[int, ...]:
-    """Return the window of every layer; one as long as the longest sequence is none (0)."""
+    """Return the window of every layer; 0 is none, as is one as long as the longest sequence."""
     if kind.windows == "never" or (
         kind.windows == "max_window_layers" and not fields.flag("use_sliding_window", False)
     ):
@@ -216,7 +216,8 @@ def _layer_windows(
     is_sliding = _sliding_layers(fields, kind, num_layers, window)
     if any(is_sliding) and not window:
         raise fields.error("sliding_window", "given, since some layers have a window")
-    window = 0 if window >= positions else window
+    if window >= positions and not kind.local_rope:  # there, a window also chooses the rope
+        window = 0
     return tuple(window if sliding else 0 for sliding in is_sliding)
 
 

@@ -153,7 +153,7 @@ class _RopeReader:
         """Return the training length; Phi-3 keeps it outside of the rope object, and first."""
         key = "original_max_position_embeddings"
         source = self.config if self.config.has(key) else self.rope
-        original: int = source.integer(key, 1, MAX_POSITIONS, default)
+        original: int = source.integer(key, 2, MAX_POSITIONS, default)
         return original
 
     def _linear(self, rotary_dim: int) -> dict[str, Any]:

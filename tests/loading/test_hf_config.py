@@ -160,6 +160,8 @@ def test_yarn_options_are_read():
 
 def test_a_window_as_long_as_the_model_is_none():
     assert known("mistral-7b-v0.1", sliding_window=32768).layer_windows == (0,) * 32
+    # ... unless it is also what tells apart the layers with a rope of their own.
+    assert known("gemma-3-1b-it", sliding_window=10**6).layer_windows[:6] == (10**6,) * 5 + (0,)
 
 
 @pytest.mark.parametrize(
