@@ -1,0 +1,36 @@
+"""embedding, bfloat16: GB/s of rows read and written, beside the module's own take()."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from engine import kernels, reference
+from engine.device import to_numpy
+from engine.testing import cases
+from engine.testing.tolerances import assert_close
+from tests.bench.case import BenchCase
+
+_VOCAB = 32768
+
+
+def _take(ids, weight):
+    return weight.view(np.uint16).take(ids, axis=0)
+
+
+def _case(tokens: int, n: int) -> BenchCase:
+    def make(xp, seed):
+        ids = np.random.default_rng(seed).integers(0, _VOCAB, tokens).astype(np.int32)
+        row = cases.normal((1, n), "bfloat16", seed)
+        return cases.to_module(xp, ids, np.repeat(row, _VOCAB, axis=0))
+
+    def check(args, result):
+        assert_close(result, reference.embedding(*map(to_numpy, args)))
+
+    nbytes = tokens * (2 * n * 2 + 4)
+    name = f"T {tokens}, N {n}"
+    return BenchCase(
+        name, make, kernels.embedding, nbytes=nbytes, baselines={"take": _take}, check=check
+    )
+
+
+CASES = [_case(1, 2048), _case(256, 2048), _case(8192, 2048)]
