@@ -25,11 +25,12 @@ from engine.errors import ConfigError, RequestError, unknown_keyword
 from engine.layers.batch import ForwardBatch
 from engine.layers.token_ids import checked_token_ids
 from engine.loading.download import ModelSource, resolve_model
-from engine.loading.hf_config import load_config
+from engine.loading.hf_config import generation_config, load_config
 from engine.loading.weights import dummy_weights, load_weights
 from engine.models.decoder import Decoder, Pages
 from engine.models.kernel_set import prepare_kernels
 from engine.text.tokenizer import Tokenizer, load_tokenizer
+from engine.trace import Trace, trace_decoder
 
 __all__ = ["Cache", "LoadConfig", "Model", "load"]
 
@@ -258,6 +259,11 @@ class Model:
             return self.config.eos_token_ids
         return self.tokenizer.eos_token_ids
 
+    @cached_property
+    def generation_config(self) -> dict[str, Any]:
+        """The sampling defaults that the model's files state; empty where there are none."""
+        return {} if self._source is None else generation_config(self._source.path)
+
     def uses_long_rope(self, num_tokens: int) -> bool:
         """Tell whether a sequence of up to `num_tokens` tokens takes longrope's long factors."""
         return self.long_rope_offset > 0 and num_tokens > self.config.rope.original_max_position
@@ -333,6 +339,31 @@ class Model:
         """Compute one step of flat arrays; see `Decoder.forward`. Nothing is checked."""
         self.device.activate()
         return self.decoder.forward(batch, kv_pages)
+
+    def trace(self, token_ids: Any) -> Trace:
+        """Read a sequence and keep attention weights and residual streams, for looking at.
+
+        Parameters
+        ----------
+        token_ids : (T,) array or list of int
+
+        Returns
+        -------
+        Trace
+
+        Raises
+        ------
+        RequestError
+            If an id is outside [0, V).
+        DeviceError
+            If the model is not on the CPU.
+        """
+        ids = checked_token_ids([token_ids], 1, self.config.vocab_size)
+        return trace_decoder(self.decoder, ids[0])
+
+    def read_residual(self, hidden: Any) -> Any:
+        """Return the logits (T, V) that residual streams (T, N) would give as the last layer's."""
+        return self.decoder.logits(self.decoder.final_norm(hidden))
 
     def _advance(
         self, ids: Any, cache: Cache, offset: int, logits: Literal["last", "all", "none"]

@@ -1,0 +1,86 @@
+"""Watching a model read: attention weights and the residual stream, layer by layer.
+
+The kernels never hold a whole attention matrix; here it is built plainly, one sequence at a time,
+for looking at. On the CPU only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engine.device import CPU
+from engine.errors import DeviceError
+from engine.layers.attention import Attention
+from engine.models.decoder import Decoder, DecoderLayer
+
+__all__ = ["Trace", "trace_decoder"]
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What happened inside the model while it read T tokens.
+
+    Attributes
+    ----------
+    attention : list of (H, T, T) float32 arrays
+        Per layer and head: how much each token (row) took from each earlier one (column).
+    hidden : list of (T, N) arrays
+        The residual stream after each layer.
+    """
+
+    attention: list[Array]
+    hidden: list[Array]
+
+
+def trace_decoder(decoder: Decoder, token_ids: Array) -> Trace:
+    """Read `token_ids` (T,), keeping what the layers did.
+
+    Raises
+    ------
+    DeviceError
+        If the weights are on a GPU.
+    """
+    if decoder.xp is not np:
+        raise DeviceError(f"tracing needs a model on {CPU}; its weights are on a GPU")
+    positions = np.arange(len(token_ids), dtype=np.int32)
+    result = Trace([], [])
+    residual = decoder.embed(token_ids.astype(np.int32))
+    for layer in decoder.layers:
+        weights, residual = _walk(layer, residual, positions)
+        result.attention.append(weights)
+        result.hidden.append(residual)
+    return result
+
+
+def _walk(layer: DecoderLayer, residual: Array, positions: Array) -> tuple[Array, Array]:
+    """Return the layer's attention weights and the residual stream after it."""
+    weights, heads = attend(layer.attn, layer.attn_norm(residual), positions)
+    x = layer.attn.o(heads)
+    x = x if layer.post_attn_norm is None else layer.post_attn_norm(x)
+    x, residual = layer.mlp_norm.add(x, residual.copy())
+    x = layer.mlp(x)
+    x = x if layer.post_mlp_norm is None else layer.post_mlp_norm(x)
+    return weights, residual + x
+
+
+def attend(attention: Attention, x: Array, positions: Array) -> tuple[Array, Array]:
+    """Return attention weights (H, T, T) and what the heads read (T, H*D), before projection."""
+    p = attention.params
+    q, k, v = (a.astype(np.float32) for a in attention.project(x, positions))
+    k, v = (np.repeat(a, p.num_heads // p.num_kv_heads, axis=1) for a in (k, v))
+    scores = np.einsum("ihd,jhd->hij", q, k) * p.scale
+    if p.softcap:
+        scores = p.softcap * np.tanh(scores / p.softcap)
+    distance = positions[:, None] - positions[None, :]
+    is_hidden = (distance < 0) | ((distance >= p.window) if p.window else False)
+    scores[:, is_hidden] = -np.inf
+    scores -= scores.max(-1, keepdims=True)
+    weights = np.exp(scores)
+    weights /= weights.sum(-1, keepdims=True)
+    heads = np.einsum("hij,jhd->ihd", weights, v).astype(x.dtype)
+    return weights, heads.reshape(len(positions), -1)
