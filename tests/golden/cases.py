@@ -1,0 +1,241 @@
+"""The tiny golden models: a config.json for every model type and every rope scaling.
+
+Read by `make.py` only; the tests read what it wrote.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["MODELS", "ROPES"]
+
+_TINY: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_LLAMA = {**_TINY, "model_type": "llama"}
+_MISTRAL = {**_TINY, "model_type": "mistral"}
+_QWEN2 = {**_TINY, "model_type": "qwen2"}
+_QWEN3 = {**_TINY, "model_type": "qwen3", "head_dim": 32}
+_PHI3 = {**_TINY, "model_type": "phi3"}
+_GEMMA3 = {
+    **_TINY,
+    "model_type": "gemma3_text",
+    "head_dim": 32,
+    "num_hidden_layers": 3,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 8,
+    "tie_word_embeddings": True,
+}
+del _GEMMA3["hidden_act"]
+
+_YARN = {
+    "rope_theta": 10000.0,
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+_LONGROPE = {
+    "type": "longrope",
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 1.7, 1.9, 2.0],
+    "long_factor": [1.0, 1.5, 2.0, 3.0, 5.0, 8.0, 12.0, 16.0],
+}
+
+# Keys as old files have them (rope_theta, rope_scaling, torch_dtype) and as new ones do
+# (rope_parameters, dtype), in turns.
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {**_LLAMA, "rope_theta": 500.0, "rope_scaling": None, "torch_dtype": "float32"},
+    "llama_tied_new_keys": {
+        **_LLAMA,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        "dtype": "float32",
+        "eos_token_id": [2, 3],
+    },
+    "llama_biases_wide_heads": {
+        **_LLAMA,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "head_dim": 24,
+        "num_key_value_heads": 1,
+        "rope_theta": 500.0,
+    },
+    "llama_linear": {
+        **_LLAMA,
+        "rope_theta": 500.0,
+        "rope_scaling": {"type": "linear", "factor": 4.0},
+    },
+    "llama_dynamic": {
+        **_LLAMA,
+        "max_position_embeddings": 16,
+        "rope_theta": 500.0,
+        "rope_scaling": {"type": "dynamic", "factor": 3.0},
+    },
+    "llama_yarn": {**_LLAMA, "rope_parameters": _YARN},
+    "llama_yarn_not_truncated": {
+        **_LLAMA,
+        "rope_parameters": {**_YARN, "truncate": False, "beta_fast": 4.0, "beta_slow": 0.5},
+    },
+    "llama_yarn_mscale": {
+        **_LLAMA,
+        "rope_theta": 10000.0,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.5,
+        },
+    },
+    "llama_llama3": {**_LLAMA, "rope_theta": 500.0, "rope_scaling": _LLAMA3},
+    "mistral": {**_MISTRAL, "rope_theta": 500.0, "sliding_window": None},
+    "mistral_window": {
+        **_MISTRAL,
+        "head_dim": 32,
+        "sliding_window": 8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+    },
+    "qwen2": {**_QWEN2, "rope_theta": 500.0, "tie_word_embeddings": True},
+    "qwen2_windows": {
+        **_QWEN2,
+        "rope_theta": 500.0,
+        "num_hidden_layers": 3,
+        "use_sliding_window": True,
+        "sliding_window": 8,
+        "max_window_layers": 1,
+    },
+    "qwen3": {**_QWEN3, "rope_theta": 500.0},
+    "qwen3_biases_new_keys": {
+        **_QWEN3,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+    },
+    "phi3_window": {**_PHI3, "rope_theta": 500.0, "sliding_window": 8},
+    "phi3_partial_rotary": {
+        **_PHI3,
+        "rope_theta": 500.0,
+        "partial_rotary_factor": 0.5,
+        "tie_word_embeddings": True,
+    },
+    "phi3_longrope_short": {
+        **_PHI3,
+        "max_position_embeddings": 128,
+        "original_max_position_embeddings": 48,
+        "rope_theta": 500.0,
+        "rope_scaling": _LONGROPE,
+    },
+    "phi3_longrope_long": {
+        **_PHI3,
+        "max_position_embeddings": 128,
+        "original_max_position_embeddings": 16,
+        "rope_theta": 500.0,
+        "rope_scaling": _LONGROPE,
+    },
+    "gemma3": {
+        **_GEMMA3,
+        "rope_theta": 1000.0,
+        "rope_local_base_freq": 100.0,
+        "sliding_window_pattern": 2,
+    },
+    "gemma3_new_keys_softcap": {
+        **_GEMMA3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "final_logit_softcapping": 4.0,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    },
+}
+
+_HEAD128 = {**_LLAMA, "hidden_size": 512, "max_position_embeddings": 131072}
+
+# (config, length of the sequence) of rope tables with the numbers of real models.
+ROPES: dict[str, tuple[dict[str, Any], int]] = {
+    "llama3.1": (
+        {
+            **_HEAD128,
+            "rope_theta": 500000.0,
+            "rope_scaling": {**_LLAMA3, "original_max_position_embeddings": 8192},
+        },
+        100,
+    ),
+    "linear": ({**_HEAD128, "rope_scaling": {"rope_type": "linear", "factor": 2.5}}, 100),
+    "yarn_qwen": (
+        {
+            **_HEAD128,
+            "rope_theta": 1000000.0,
+            "rope_scaling": {**_YARN, "original_max_position_embeddings": 32768},
+        },
+        100,
+    ),
+    "yarn_not_truncated": (
+        {
+            **_HEAD128,
+            "rope_theta": 150000.0,
+            "rope_scaling": {
+                **_YARN,
+                "factor": 32.0,
+                "original_max_position_embeddings": 4096,
+                "truncate": False,
+            },
+        },
+        100,
+    ),
+    "yarn_attention_factor": (
+        {
+            **_HEAD128,
+            "rope_scaling": {
+                **_YARN,
+                "original_max_position_embeddings": 4096,
+                "attention_factor": 1.25,
+                "beta_fast": 16.0,
+                "beta_slow": 2.0,
+            },
+        },
+        100,
+    ),
+    **{
+        f"dynamic_{length}": (
+            {
+                **_HEAD128,
+                "max_position_embeddings": 2048,
+                "rope_scaling": {"type": "dynamic", "factor": 2.0},
+            },
+            length,
+        )
+        for length in (100, 2048, 2049, 4000)
+    },
+    **{
+        f"longrope_{length}": (
+            {
+                **_PHI3,
+                "max_position_embeddings": 131072,
+                "original_max_position_embeddings": 4096,
+                "rope_scaling": _LONGROPE,
+            },
+            length,
+        )
+        for length in (4096, 4097)
+    },
+}

@@ -1,0 +1,178 @@
+"""Make the golden files, with transformers on a CPU. Not part of CI.
+
+    pip install torch transformers gguf
+    python tests/golden/make.py [tiny] [ropes] [smollm2 <path of the .gguf>]
+
+- tiny: `models/<case>.json` and `.npy`: all-position float32 logits and a greedy continuation of
+  a tiny random model of every type and rope scaling (`cases.py`, `tiny_weights.py`).
+- ropes: `ropes.json`: frequencies and attention factors with the numbers of real models.
+- smollm2: `smollm2.json` and `smollm2.npz`: the real weights on real prompts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from cases import MODELS, ROPES
+from tiny_weights import tiny_weight
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+HERE = Path(__file__).parent
+NUM_PROMPT = 28
+NUM_NEW = 12
+# A greedy choice that rounding could turn around proves nothing.
+SMALLEST_GAP = 1e-3
+
+SMOL_PROMPTS = (
+    "The capital of France is Paris. The capital of Italy is",
+    "<|im_start|>user\nWhy is the sky blue? Answer in two sentences.<|im_end|>\n"
+    "<|im_start|>assistant\n",
+    "def fibonacci(n):\n    # Grüße, 世界: return the n-th number\n    if n <",
+)
+SMOL_NEW = 32
+SMOL_COLUMNS = 48
+SMOL_DIRECTIONS = 16
+
+
+def load_config(values: dict[str, Any]) -> Any:
+    """Let transformers read a config.json, old keys and all."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(values))
+        return AutoConfig.from_pretrained(folder)
+
+
+def tiny_model(values: dict[str, Any], norm_mean: float) -> tuple[Any, dict[str, list[int]]]:
+    """Return the model and the shapes of its tensors, by name."""
+    model = AutoModelForCausalLM.from_config(
+        load_config(values), attn_implementation="eager", dtype=torch.float32
+    ).eval()
+    state = model.state_dict()
+    if values["tie_word_embeddings"]:
+        del state["lm_head.weight"]
+    shapes = {name: list(tensor.shape) for name, tensor in state.items()}
+    weights = {n: torch.from_numpy(tiny_weight(n, s, norm_mean)) for n, s in shapes.items()}
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
+    return model, shapes
+
+
+@torch.no_grad()
+def all_logits(model: Any, ids: list[int], one_by_one: bool) -> np.ndarray:
+    """Return (T, V) float32 logits, of one pass or of feeding token by token."""
+    if not one_by_one:
+        return model(torch.tensor([ids]), use_cache=False).logits[0].numpy()
+    cache, rows = DynamicCache(config=model.config), []
+    for token in ids:
+        rows.append(model(torch.tensor([[token]]), past_key_values=cache).logits[0, -1].numpy())
+    return np.stack(rows)
+
+
+def greedy(model: Any, ids: list[int], count: int, one_by_one: bool) -> tuple[list[int], float]:
+    """Return a greedy continuation, and the smallest distance of a choice to the runner-up."""
+    ids, gap = list(ids), np.inf
+    for _ in range(count):
+        last = all_logits(model, ids, one_by_one)[-1]
+        second, first = np.sort(last)[-2:]
+        gap = min(gap, float(first - second))
+        ids.append(int(last.argmax()))
+    return ids[-count:], gap
+
+
+def make_tiny() -> None:
+    folder = HERE / "models"
+    folder.mkdir(exist_ok=True)
+    for case, values in MODELS.items():
+        norm_mean = 0.0 if values["model_type"].startswith("gemma") else 1.0
+        # NOTE: dynamic NTK depends on how tokens are fed; our convention is one by one.
+        one_by_one = "dynamic" in case
+        for attempt in range(100):
+            seed = int.from_bytes(hashlib.sha256(f"{case}{attempt}".encode()).digest()[:4], "big")
+            prompt = np.random.default_rng(seed).integers(4, 128, NUM_PROMPT).tolist()
+            model, shapes = tiny_model(values, norm_mean)
+            tokens, gap = greedy(model, prompt, NUM_NEW, one_by_one)
+            if gap > SMALLEST_GAP:
+                break
+        model, _ = tiny_model(values, norm_mean)
+        logits = all_logits(model, prompt, one_by_one)
+        record = {
+            "config": values,
+            "norm_mean": norm_mean,
+            "tensors": shapes,
+            "prompt": prompt,
+            "greedy": tokens,
+        }
+        (folder / f"{case}.json").write_text(json.dumps(record, indent=1) + "\n")
+        np.save(folder / f"{case}.npy", logits.astype(np.float32))
+        print(f"{case}: gap {gap:.4f}, std {logits.std():.3f}, tokens {tokens}")
+
+
+def make_ropes() -> None:
+    records = {}
+    for case, (values, length) in ROPES.items():
+        config = load_config(values)
+        function = ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]]
+        frequencies, factor = function(config, torch.device("cpu"), seq_len=length)
+        records[case] = {
+            "config": values,
+            "length": length,
+            "inv_freq": [float(f) for f in frequencies],
+            "attention_factor": float(factor),
+        }
+    (HERE / "ropes.json").write_text(json.dumps(records, indent=1) + "\n")
+
+
+def make_smollm2(path: Path) -> None:
+    options = {"gguf_file": path.name}
+    model = AutoModelForCausalLM.from_pretrained(
+        path.parent, dtype=torch.float32, attn_implementation="eager", **options
+    ).eval()
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, **options)
+    vocab_size = model.config.vocab_size
+    columns = np.sort(np.random.default_rng(0).choice(vocab_size, SMOL_COLUMNS, replace=False))
+    directions = np.random.default_rng(1).standard_normal((vocab_size, SMOL_DIRECTIONS))
+    records, arrays = [], {"columns": columns.astype(np.int32)}
+    for index, text in enumerate(SMOL_PROMPTS):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        with torch.no_grad():
+            out = model.generate(
+                torch.tensor([ids]), max_new_tokens=SMOL_NEW, do_sample=False, use_cache=True
+            )
+        tokens = out[0, len(ids) :].tolist()
+        logits = all_logits(model, ids + tokens, one_by_one=False)
+        second, first = np.sort(logits[len(ids) - 1 : -1], axis=-1)[:, -2:].T
+        assert logits[len(ids) - 1 : -1].argmax(-1).tolist() == tokens
+        records.append(
+            {
+                "text": text,
+                "ids": ids,
+                "greedy": tokens,
+                "gap": float((first - second).min()),
+                "std": float(logits.std()),
+            }
+        )
+        arrays[f"columns_{index}"] = logits[:, columns]
+        arrays[f"projected_{index}"] = (logits @ directions).astype(np.float32)
+        print(records[-1], tokenizer.decode(tokens))
+    (HERE / "smollm2.json").write_text(json.dumps(records, indent=1) + "\n")
+    np.savez_compressed(HERE / "smollm2.npz", **arrays)
+
+
+def main(args: list[str]) -> None:
+    if not args or "tiny" in args:
+        make_tiny()
+    if not args or "ropes" in args:
+        make_ropes()
+    if "smollm2" in args:
+        make_smollm2(Path(args[args.index("smollm2") + 1]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,138 @@
+"""Tiny models of every type and rope scaling against transformers' logits and greedy tokens."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.cache.kv_cache import KVCache, KVGeometry
+from engine.cache.memory_pool import MemoryPool
+from engine.device import to_numpy
+from engine.layers.batch import ForwardBatch
+
+CASES = sorted(p.stem for p in (Path(__file__).parents[1] / "golden/models").glob("*.json"))
+# The engine's float32 against another program's: rounding in another order, nothing else.
+LIMIT = 1e-4
+# One model of each kind of attention, for the slower properties.
+VARIED = ["llama_dynamic", "mistral_window", "qwen3", "phi3_longrope_long", "gemma3"]
+
+
+def _error(got, want) -> float:
+    """Return the largest error in standard deviations of the logits."""
+    return float(np.abs(to_numpy(got) - want).max() / want.std())
+
+
+def _greedy(model, cache, prompt, count):
+    row, tokens = model.step([prompt], cache)[0], []
+    for _ in range(count):
+        tokens.append(int(row.argmax()))
+        row = model.step([tokens[-1:]], cache)[0]
+    return tokens
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_logits(golden, case, where):
+    """The prompt in one piece."""
+    want = golden(case)
+    model = want.load(where)
+    cache = model.new_cache(1, want.max_tokens)
+    got = model.step([want.prompt], cache, logits="all")
+    assert got.dtype == np.float32 and got.shape == (1, *want.logits.shape)
+    assert _error(got[0], want.logits) < LIMIT
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_tokens(golden, case, where):
+    want = golden(case)
+    model = want.load(where)
+    cache = model.new_cache(1, want.max_tokens + 1)
+    assert _greedy(model, cache, want.prompt, len(want.greedy)) == want.greedy
+
+
+@pytest.mark.parametrize("size", [1, 3, 11])
+@pytest.mark.parametrize("case", CASES)
+def test_prompt_in_pieces(golden, case, size, where):
+    want = golden(case)
+    model = want.load(where)
+    cache = model.new_cache(1, want.max_tokens)
+    pieces = [want.prompt[i : i + size] for i in range(0, len(want.prompt), size)]
+    got = [to_numpy(model.step([piece], cache, logits="all"))[0] for piece in pieces]
+    assert _error(np.concatenate(got), want.logits) < LIMIT
+
+
+@settings(max_examples=25, deadline=None)
+@given(cuts=st.sets(st.integers(1, 27)), case=st.sampled_from(VARIED))
+def test_prompt_cut_anywhere(golden, cuts, case):
+    want = golden(case)
+    model = want.load()
+    cache = model.new_cache(1, want.max_tokens)
+    borders = [0, *sorted(cuts), len(want.prompt)]
+    for start, stop in itertools.pairwise(borders):
+        row = model.step([want.prompt[start:stop]], cache)[0]
+        assert _error(row, want.logits[stop - 1]) < LIMIT * 2  # std of one row, not of all
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_in_a_batch_of_others(golden, case, where):
+    """Sequences of many lengths, decoded and prefilled in one step, in scattered blocks."""
+    want = golden(case)
+    model = want.load(where)
+    prompt, offset = want.prompt, model.long_rope_offset
+    if not model.uses_long_rope(want.max_tokens):
+        offset = 0
+    c = model.config
+    geometry = KVGeometry(c.num_layers, c.num_kv_heads, c.head_dim, 16, "float32")
+    pages = KVCache(geometry, 12, MemoryPool(model.device))
+    tables = [[7, 2], [11, 0], [4, 5], [1, 10], [9, 3]]
+
+    def step(rows):
+        """rows: (sequence, first token, end)."""
+        batch = ForwardBatch.build(
+            [prompt[a:b] for _, a, b in rows],
+            [a for _, a, _ in rows],
+            [tables[s] for s, _, _ in rows],
+            16,
+            rope_offset=offset,
+        )
+        logits = to_numpy(model.forward(batch.to(model.device), pages.layers))
+        expected = want.logits[[b - 1 for _, _, b in rows]]
+        assert np.abs(logits - expected).max() / want.logits.std() < LIMIT
+        return batch
+
+    assert step([(0, 0, 9), (1, 0, 28), (2, 0, 16)]).num_decodes == 0
+    assert step([(0, 9, 10), (2, 16, 17), (3, 0, 5), (4, 0, 1), (1, 20, 28)]).num_decodes == 2
+    assert step([(2, 17, 18), (0, 10, 11), (3, 5, 6), (4, 1, 2)]).num_decodes == 4
+    assert step([(3, 6, 28), (4, 2, 11), (0, 11, 12)]).num_decodes == 0
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3", "gemma3_new_keys_softcap"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_is_close(golden, case, dtype, where):
+    want = golden(case)
+    model = want.load(where, dtype)
+    got = to_numpy(model.step([want.prompt], model.new_cache(1, 32), logits="all"))[0]
+    cosine = (got * want.logits).sum(-1) / np.sqrt(
+        np.square(got).sum(-1) * np.square(want.logits).sum(-1)
+    )
+    assert cosine.min() > {"float16": 0.9999, "bfloat16": 0.995}[dtype]
+
+
+def test_a_rows_neighbours_do_not_matter(golden, where):
+    """Rows of one cache: the same tokens give the same logits in any row."""
+    want = golden("qwen2_windows")
+    model = want.load(where)
+    rows = np.array([want.prompt, want.prompt[::-1], want.prompt])
+    got = to_numpy(model.step(rows, model.new_cache(3, 40), logits="all"))
+    assert _error(got[0], want.logits) < LIMIT
+    assert _error(got[2], want.logits) < LIMIT
+
+
+def test_every_golden_model_is_here():
+    assert len(CASES) == 21
+    types = {case.split("_")[0] for case in CASES}
+    assert types == {"llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3"}
