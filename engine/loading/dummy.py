@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from engine.config import ModelConfig
-from engine.device import CPU, Device
+from engine.device import CPU, Device, array_module
 from engine.dtypes import np_dtype
 from engine.errors import OutOfMemoryError
 from engine.loading.weight_table import weight_bytes, weight_shapes
@@ -57,10 +57,11 @@ def dummy_weights(
         for name, shape in weight_shapes(config).items():
             if name == "lm_head" and config.tie_word_embeddings:
                 arrays[name] = arrays["embed"]
-                continue
-            arrays[name] = _tiled(xp, tile, shape, _start(name))
-            if name.endswith("norm"):
-                arrays[name] += arrays[name].dtype.type(1.0 - config.norm_weight_offset)
+            elif name.endswith("norm"):
+                norm = _tiled(pool, shape, _start(name)) + np.float32(1 - config.norm_weight_offset)
+                arrays[name] = xp.asarray(norm.astype(np_dtype(dtype)))
+            else:
+                arrays[name] = _tiled(tile, shape, _start(name))
     except MemoryError as error:  # CuPy's own error derives from it
         raise OutOfMemoryError(
             f"{device} has no room for {weight_bytes(config, dtype)} bytes of weights ({error})"
@@ -73,14 +74,22 @@ def _start(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") % _POOL
 
 
-def _tiled(xp: Any, tile: Any, shape: tuple[int, ...], start: int) -> Any:
+def _tiled(tile: Any, shape: tuple[int, ...], start: int) -> Any:
     """Return an array of `shape` that repeats `tile` from element `start` on."""
     size = math.prod(shape)
-    out = xp.empty(size, tile.dtype)
+    out = array_module(tile).empty(size, tile.dtype)
     done = min(size, _POOL - start)
-    out[:done] = tile[start : start + done]
+    _copy(out[:done], tile[start : start + done])
     while done < size:
         count = min(size - done, _POOL)
-        out[done : done + count] = tile[:count]
+        _copy(out[done : done + count], tile[:count])
         done += count
     return out.reshape(shape)
+
+
+def _copy(out: Any, source: Any) -> None:
+    """Copy between contiguous arrays; on CUDA without a kernel, which would have to be compiled."""
+    if isinstance(out, np.ndarray):
+        out[...] = source
+    else:
+        out.data.copy_from_device_async(source.data, out.nbytes)

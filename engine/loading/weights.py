@@ -24,7 +24,7 @@ import numpy as np
 from engine.config import ModelConfig
 from engine.device import CPU, Device
 from engine.dtypes import BFLOAT16, np_dtype
-from engine.errors import OutOfMemoryError
+from engine.errors import OutOfMemoryError, WeightsError
 from engine.loading.dummy import dummy_weights
 from engine.loading.gguf import GgufFile
 from engine.loading.safetensors import open_safetensors
@@ -228,7 +228,13 @@ class _Loader:
                 rows = _half_split(rows, self.head_dim)
             if self.norm_offset and place.target.endswith("norm"):
                 rows = rows.astype(np.float32) - np.float32(self.norm_offset)
-            _cast_into(out[first - work.first : last - work.first], rows)
+            part = out[first - work.first : last - work.first]
+            _cast_into(part, rows)
+            if part.dtype == np.float16 and not np.isfinite(part).all():
+                raise WeightsError(
+                    f"{self.checkpoint.path}: tensor {place.name!r} must have finite values up to "
+                    "65504 to be float16; it has others. Use bfloat16 or float32"
+                )
 
 
 def _half_split(rows: Array, head_dim: int) -> Array:
@@ -245,11 +251,14 @@ def _cast_into(out: Array, rows: Array) -> None:
         bits[...] = rows.view(np.uint16)
         bits <<= 16
     else:
-        out[...] = rows
+        with np.errstate(over="ignore"):  # the caller looks for what became infinite
+            out[...] = rows
 
 
 def _workers() -> int:
-    return min(_MAX_WORKERS, os.cpu_count() or 1)
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    return min(_MAX_WORKERS, cores)
 
 
 @contextmanager

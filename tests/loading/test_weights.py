@@ -150,6 +150,19 @@ def test_another_config_is_refused_before_anything_is_allocated(make_model):
     tracemalloc.stop()
 
 
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+@pytest.mark.parametrize("value", [1e5, -np.inf, np.nan])
+def test_what_float16_cannot_hold_is_refused(make_model, stored, value):
+    path, _, tensors = make_model("llama")
+    norm = np.ones(32, np_dtype(stored))
+    norm[3] = value
+    change(path, tensors, **{NORM: norm})
+    config = load_config(path)
+    assert load_weights(path, config, dtype="bfloat16")
+    with pytest.raises(WeightsError, match=f"'{NORM}' must have finite values up to 65504"):
+        load_weights(path, config, dtype="float16")
+
+
 def test_tables_that_the_engine_computes_itself_are_ignored(make_model, tiny):
     path, config, tensors = make_model("llama")
     freq = np.ones(4, np.float32)
