@@ -51,7 +51,7 @@ class LLMEngine:
 
     def __init__(self, model: Model, **options: Any) -> None:
         self.model = model
-        self.tokenizer = model.tokenizer
+        self.tokenizer = model.tokenizer if model.has_tokenizer else None
         self.config = EngineConfig.from_options(options).resolve(
             model.config, model.device, model.dtype, model.max_model_len, model.weight_bytes
         )
@@ -117,6 +117,8 @@ class LLMEngine:
         params = params or SamplingParams()
         text, ids = self._encode(prompt)
         _refuse_unserved(params)
+        if params.stop and self.tokenizer is None:
+            raise RequestError(f"stop: the model has no tokenizer; got {params.stop!r}")
         params.validate_for(self.model.config.vocab_size)
         request = Request(
             request_id,
@@ -181,18 +183,20 @@ class LLMEngine:
             text = prompt.get("prompt")
             prompt = prompt.get("prompt_token_ids", text)
         if isinstance(prompt, str):
-            self._check_text_length(prompt)
-            return prompt, self._checked(self.tokenizer.encode(prompt))
+            return prompt, self._checked(self._encode_text(prompt))
         return text, self._checked(prompt)
 
-    def _check_text_length(self, text: str) -> None:
-        """Refuse a text that cannot fit before it is tokenized: no token is longer than this."""
+    def _encode_text(self, text: str) -> list[int]:
+        """Tokenize, unless the text is so long that it cannot fit: no token is longer than this."""
+        if self.tokenizer is None:
+            raise RequestError("prompt: the model has no tokenizer; give token ids, not text")
         limit = self.config.scheduler.max_model_len * self.tokenizer.max_token_chars
         if len(text) > limit:
             raise RequestError(
                 f"prompt: at most {limit} characters can fit in max_model_len "
                 f"{self.config.scheduler.max_model_len} tokens; got {len(text)}"
             )
+        return list(self.tokenizer.encode(text))
 
     def _checked(self, ids: Any) -> list[int]:
         vocab_size = self.model.config.vocab_size

@@ -235,6 +235,14 @@ class Model:
         arrays = [*self.decoder.weights.values(), *self.decoder.rope_tables]
         return sum({id(array): int(array.nbytes) for array in arrays}.values())
 
+    @property
+    def has_tokenizer(self) -> bool:
+        """Tell whether there are files to read a tokenizer from."""
+        source = self._source
+        return source is not None and (
+            source.kind == "gguf" or (source.path / "tokenizer.json").is_file()
+        )
+
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer, loaded when first used.
@@ -255,7 +263,7 @@ class Model:
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a sequence: the configuration's, else the tokenizer's."""
-        if self.config.eos_token_ids or self._source is None:
+        if self.config.eos_token_ids or not self.has_tokenizer:
             return self.config.eos_token_ids
         return self.tokenizer.eos_token_ids
 
