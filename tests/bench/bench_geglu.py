@@ -1,0 +1,35 @@
+"""geglu, float16: GB/s of two reads and one write, beside the formula in array operations."""
+
+from __future__ import annotations
+
+from engine import kernels, reference
+from engine.device import array_module, to_numpy
+from engine.testing import cases
+from engine.testing.tolerances import assert_close
+from tests.bench.case import BenchCase
+
+
+def _formula(x):
+    gate, up = x[:, : x.shape[1] // 2], x[:, x.shape[1] // 2 :]
+    u = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+    return gate * (1 + array_module(x).tanh(u)) / 2 * up
+
+
+def _case(rows: int, f: int) -> BenchCase:
+    def make(xp, seed):
+        return (xp.asarray(cases.normal((rows, 2 * f), "float16", seed)),)
+
+    def check(args, result):
+        assert_close(result, reference.geglu(to_numpy(args[0])))
+
+    return BenchCase(
+        f"({rows}, {f})",
+        make,
+        kernels.geglu,
+        nbytes=3 * rows * f * 2,
+        baselines={"formula": _formula},
+        check=check,
+    )
+
+
+CASES = [_case(1, 4864), _case(256, 8192), _case(2048, 14336)]

@@ -1,0 +1,62 @@
+"""relu: the kernel against its mirror, the mirror against max(), tails, and the contract."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from engine import kernels, reference
+from engine.device import to_numpy
+from engine.errors import DTypeError, ShapeError
+from engine.testing import cases
+from engine.testing.cases_elementwise import FLAT_SHAPES, assert_guards, extremes, misaligned
+from engine.testing.tolerances import assert_close
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("shape", FLAT_SHAPES)
+def test_matches_mirror(xp, shape, dtype):
+    x = cases.normal(shape, dtype, seed=1, scale=3.0)
+    out, buffer = cases.guarded(xp, shape, x.dtype)
+    got = kernels.relu(xp.asarray(x), out=out)
+    assert got is out
+    assert_close(got, reference.relu(x))
+    assert_guards(buffer)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_views_and_in_place(xp, dtype):
+    x = cases.normal((64, 32), dtype, seed=2)
+    want = reference.relu(x)
+    assert_close(kernels.relu(misaligned(xp, x)), want)
+    assert_close(kernels.relu(xp.asarray(np.ascontiguousarray(x.T)).T), want)
+    array = xp.array(x)
+    assert kernels.relu(array, out=array) is array
+    assert_close(array, want)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_extremes(xp, dtype):
+    x = extremes(dtype)
+    assert_close(kernels.relu(xp.asarray(x)), reference.relu(x))
+
+
+def test_mirror_is_the_formula():
+    x = cases.normal((500,), "float32", seed=3)
+    np.testing.assert_array_equal(reference.relu(x), [max(v, 0.0) for v in x.tolist()])
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_twice_is_once(xp, dtype):
+    once = kernels.relu(xp.asarray(cases.normal((301,), dtype, seed=4)))
+    np.testing.assert_array_equal(to_numpy(kernels.relu(once)), to_numpy(once))
+
+
+def test_contract(xp):
+    x = xp.zeros((2, 8), np.float32)
+    with pytest.raises(DTypeError, match="x: must be float32 or float16 or bfloat16; got int32"):
+        kernels.relu(x.astype(np.int32))
+    with pytest.raises(DTypeError, match="x: must be an array; got float"):
+        kernels.relu(1.0)
+    with pytest.raises(ShapeError, match=r"out: must have shape \(2, 8\); got \(2, 4\)"):
+        kernels.relu(x, out=x[:, :4])
