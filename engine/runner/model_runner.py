@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from engine.layers.sampler import Sampler, SamplingRow, build_sampling_batch
 from engine.outputs import Logprob
 from engine.request import Request
 from engine.runner.batch import build_batch, sampled_sequences
+from engine.sampling_params import SamplingParams
 from engine.scheduler.output import ScheduledSequence, ScheduleOutput
 
 __all__ = ["ModelRunner", "RunnableModel", "StepResult"]
@@ -115,13 +116,18 @@ class ModelRunner:
     def _row(self, sequence: ScheduledSequence) -> SamplingRow:
         request = sequence.request
         return SamplingRow(
-            params=request.sampling_params,
+            params=_params(request),
             history=_History(request),
             prompt_len=request.num_prompt_tokens,
             seed=self._seeds[request.request_id],
             position=request.num_known_tokens,
             eos_token_ids=self._eos_token_ids,
         )
+
+
+def _params(request: Request) -> SamplingParams:
+    """Return what the engine put into the request; the scheduler knows only a part of it."""
+    return cast(SamplingParams, request.sampling_params)
 
 
 class _History(Sequence[int]):
@@ -149,7 +155,7 @@ def _add_logprobs(result: StepResult, sequences: list[ScheduledSequence], sample
     top = to_numpy(sampled.top_logprobs).tolist() if sampled.top_logprobs is not None else None
     for row, sequence in enumerate(sequences):
         request = sequence.request
-        count, ids = request.sampling_params.logprobs, result.token_ids.get(request.request_id)
+        count, ids = _params(request).logprobs, result.token_ids.get(request.request_id)
         if count is None or ids is None:
             continue
         entry = {}

@@ -79,7 +79,7 @@ def _prompts(seed, count):
         {"max_num_seqs": 1},
         {"max_num_batched_tokens": 7},
         {"block_size": 32},
-        {"num_blocks": 18, "max_model_len": 96},  # far too few for all: preemption
+        {"num_blocks": 7, "max_model_len": 96},  # far too few for all: preemption
     ],
     ids=lambda options: " ".join(f"{k}={v}" for k, v in options.items()) or "plain",
 )
