@@ -1,15 +1,15 @@
 """`load` and `Model`: arrays in, arrays out.
 
-model = engine.load("smollm2")
-cache = model.new_cache(batch_size=1, max_tokens=512)
-logits = model.step([model.tokenizer.encode("Hello")], cache)  # (1, V) float32
+    model = engine.load("smollm2")
+    cache = model.new_cache(batch_size=1, max_tokens=512)
+    logits = model.step([model.tokenizer.encode("Hello")], cache)  # (1, V) float32
+
+Logits are NumPy arrays on the CPU and CuPy arrays on a GPU.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import cached_property
 from os import PathLike
 from typing import Any, Literal
@@ -20,12 +20,12 @@ from engine.cache.array_cache import Cache
 from engine.cache.kv_cache import KVGeometry
 from engine.config import ModelConfig
 from engine.device import Device, cupy, resolve_device
-from engine.dtypes import FLOAT_NAMES
 from engine.errors import ConfigError, RequestError, unknown_keyword
 from engine.layers.batch import ForwardBatch
 from engine.layers.token_ids import checked_token_ids
 from engine.loading.download import ModelSource, resolve_model
 from engine.loading.hf_config import generation_config, load_config
+from engine.loading.load_config import LoadConfig, resolve_load_config
 from engine.loading.weights import dummy_weights, load_weights
 from engine.models.decoder import Decoder, Pages
 from engine.models.kernel_set import prepare_kernels
@@ -36,30 +36,6 @@ __all__ = ["Cache", "LoadConfig", "Model", "load"]
 
 # Tokens computed at once by `step`; a longer input is cut, which bounds the activations.
 _MAX_STEP_TOKENS = {"cpu": 512, "cuda": 8192}
-
-
-@dataclass(frozen=True)
-class LoadConfig:
-    """What `load` decided, and the reason of each choice that was left to it.
-
-    Attributes
-    ----------
-    device : Device
-    dtype : str
-        Of weights, activations and pages.
-    max_model_len : int
-        Longest sequence in tokens.
-    load_format : str
-        "auto" (the weights of the files) or "dummy" (random ones).
-    reasons : mapping of str to str
-        Option -> why.
-    """
-
-    device: Device
-    dtype: str
-    max_model_len: int
-    load_format: str
-    reasons: Mapping[str, str] = field(default_factory=dict)
 
 
 def load(
@@ -125,48 +101,10 @@ def load(
     if config is None or load_format == "auto":
         source = resolve_model(model, progress=show)
         config = config or load_config(source)
-    options = _resolve(config, source, (place, why), dtype, load_format, max_model_len)
+    options = resolve_load_config(config, source, (place, why), dtype, load_format, max_model_len)
     if device == "auto":
         print(f"engine: device {place} ({why}), dtype {options.dtype}", file=sys.stderr)
     return _load(source, config, options, show)
-
-
-def _resolve(
-    config: ModelConfig,
-    source: ModelSource | None,
-    device: tuple[Device, str],
-    dtype: str,
-    load_format: str,
-    max_model_len: int | None,
-) -> LoadConfig:
-    """Derive what the user left open."""
-    reasons = {"device": device[1]}
-    if dtype == "auto":
-        dtype, reasons["dtype"] = _choose_dtype(config, source, device[0])
-    elif dtype not in FLOAT_NAMES:
-        raise ConfigError(f"dtype must be one of auto, {', '.join(FLOAT_NAMES)}; got {dtype!r}")
-    limit = config.max_position_embeddings
-    if max_model_len is None:
-        max_model_len, reasons["max_model_len"] = limit, "the model's own"
-    elif isinstance(max_model_len, bool) or not isinstance(max_model_len, int):
-        raise ConfigError(f"max_model_len must be a whole number; got {max_model_len!r}")
-    elif not 1 <= max_model_len <= limit:
-        raise ConfigError(
-            f"max_model_len must be from 1 to the model's own {limit}; got {max_model_len}"
-        )
-    return LoadConfig(device[0], dtype, max_model_len, load_format, reasons)
-
-
-def _choose_dtype(
-    config: ModelConfig, source: ModelSource | None, device: Device
-) -> tuple[str, str]:
-    if not device.is_cuda:
-        return "float32", "the CPU computes in float32"
-    if source is not None and source.kind == "gguf":
-        return "bfloat16", "the weights are dequantized"
-    if config.dtype in ("float16", "bfloat16"):
-        return config.dtype, "the checkpoint's own"
-    return "bfloat16", f"the checkpoint's {config.dtype} would be slow"
 
 
 def _load(

@@ -1,0 +1,93 @@
+"""How a model is to be loaded: the user's options with every open one decided, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from engine.config import ModelConfig
+from engine.device import Device
+from engine.dtypes import FLOAT_NAMES
+from engine.errors import ConfigError
+from engine.loading.download import ModelSource
+
+__all__ = ["LoadConfig", "resolve_load_config"]
+
+
+@dataclass(frozen=True)
+class LoadConfig:
+    """What `load` decided, and the reason of each choice that was left to it.
+
+    Attributes
+    ----------
+    device : Device
+    dtype : str
+        Of weights, activations and pages.
+    max_model_len : int
+        Longest sequence in tokens.
+    load_format : str
+        "auto" (the weights of the files) or "dummy" (random ones).
+    reasons : mapping of str to str
+        Option -> why.
+    """
+
+    device: Device
+    dtype: str
+    max_model_len: int
+    load_format: str
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+
+def resolve_load_config(
+    config: ModelConfig,
+    source: ModelSource | None,
+    device: tuple[Device, str],
+    dtype: str,
+    load_format: str,
+    max_model_len: int | None,
+) -> LoadConfig:
+    """Derive what the user left open.
+
+    Parameters
+    ----------
+    config : ModelConfig
+        Of the model.
+    source : ModelSource or None
+        Its files, if there are any.
+    device : (Device, str)
+        The device and why it was chosen.
+    dtype, load_format, max_model_len
+        As `load` takes them.
+
+    Raises
+    ------
+    ConfigError
+        If the dtype is unknown or the length is not within the model's own.
+    """
+    reasons = {"device": device[1]}
+    if dtype == "auto":
+        dtype, reasons["dtype"] = _choose_dtype(config, source, device[0])
+    elif dtype not in FLOAT_NAMES:
+        raise ConfigError(f"dtype must be one of auto, {', '.join(FLOAT_NAMES)}; got {dtype!r}")
+    limit = config.max_position_embeddings
+    if max_model_len is None:
+        max_model_len, reasons["max_model_len"] = limit, "the model's own"
+    elif isinstance(max_model_len, bool) or not isinstance(max_model_len, int):
+        raise ConfigError(f"max_model_len must be a whole number; got {max_model_len!r}")
+    elif not 1 <= max_model_len <= limit:
+        raise ConfigError(
+            f"max_model_len must be from 1 to the model's own {limit}; got {max_model_len}"
+        )
+    return LoadConfig(device[0], dtype, max_model_len, load_format, reasons)
+
+
+def _choose_dtype(
+    config: ModelConfig, source: ModelSource | None, device: Device
+) -> tuple[str, str]:
+    if not device.is_cuda:
+        return "float32", "the CPU computes in float32"
+    if source is not None and source.kind == "gguf":
+        return "bfloat16", "the weights are dequantized"
+    if config.dtype in ("float16", "bfloat16"):
+        return config.dtype, "the checkpoint's own"
+    return "bfloat16", f"the checkpoint's {config.dtype} would be slow"
