@@ -256,6 +256,9 @@ def _read_header(path: Path, data: mmap.mmap) -> tuple[dict[str, Any], int]:
         raise WeightsError(f"{path}: header is not valid JSON ({error})") from error
     if not isinstance(header, dict):
         raise WeightsError(f"{path}: header must be a JSON object; got {shown(header)}")
+    notes = header.pop("__metadata__", {})
+    if not isinstance(notes, dict) or any(not isinstance(one, str) for one in notes.values()):
+        raise WeightsError(f"{path}: __metadata__ must be an object of strings; got {shown(notes)}")
     return header, 8 + length
 
 
@@ -274,9 +277,7 @@ def _read_tensors(
 ) -> dict[str, TensorInfo]:
     """Return the checked tensors; together they cover the file's data without gap or overlap."""
     tensors = {
-        name: _read_tensor(path, name, entry, data_start, size)
-        for name, entry in header.items()
-        if name != "__metadata__"
+        name: _read_tensor(path, name, entry, data_start, size) for name, entry in header.items()
     }
     end, before = data_start, "the header"
     for name, info in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):

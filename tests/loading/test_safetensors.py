@@ -90,6 +90,8 @@ BAD_HEADERS = {
     "three offsets": ({"a": entry(offsets=(0, 8, 9))}, 8, "'a': data_offsets must be two"),
     "no shape": ({"a": {"dtype": "F32", "data_offsets": [0, 8]}}, 8, "'a': shape must be"),
     "no object": ({"a": 7}, 8, "'a': entry must be an object; got 7"),
+    "metadata": ({"__metadata__": {"a": 1}}, 0, "__metadata__ must be an object of strings"),
+    "metadata a list": ({"__metadata__": []}, 0, "__metadata__ must be an object of strings"),
     "a list": ([1, 2], 0, "header must be a JSON object"),
     "not JSON": (b"{'a'", 0, "header is not valid JSON"),
     "not UTF-8": (b'{"\xff": 1}', 0, "header is not valid JSON"),
