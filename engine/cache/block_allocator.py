@@ -72,9 +72,12 @@ class BlockAllocator:
         """Return how many owners `block` has."""
         return self._num_owners[block]
 
-    def is_shared(self, block: int) -> bool:
-        """Tell whether writing to `block` would disturb someone: a second owner or the tree."""
-        return self._num_owners[block] > 1 or bool(self._in_tree[block])
+    def is_shared(self, block: int, *, readers: int = 0) -> bool:
+        """Tell whether writing to `block` would disturb someone: a second owner or the tree.
+
+        `readers` of the owners do not count, because they will have read it by then.
+        """
+        return self._num_owners[block] - readers > 1 or bool(self._in_tree[block])
 
     def allocate(self, num_blocks: int) -> list[int]:
         """Take `num_blocks` free blocks, each with one owner.

@@ -66,6 +66,7 @@ class BlockManager:
             else None
         )
         self._moves = BlockMoves()
+        self._copied: list[int] = []
         self._lengths: dict[Request, int] = {}
         self._lengths_generation = -1
         self._last_match: tuple[Request, tuple[int, int], PrefixMatch] | None = None
@@ -243,6 +244,8 @@ class BlockManager:
     def take_moves(self) -> BlockMoves:
         """Return the moves collected since the last call."""
         moves, self._moves = self._moves, BlockMoves()
+        self._free(self._copied)
+        self._copied = []
         if self.tree is not None:
             moves.swap_out.extend(self.tree.take_offloads())
         return moves
@@ -319,13 +322,17 @@ class BlockManager:
         if not request.shares_last_block:
             return -1
         index = request.num_computed_tokens // self.block_size
-        table = request.block_table
-        return index if index < len(table) and self.allocator.is_shared(table[index]) else -1
+        if index >= len(request.block_table):
+            return -1
+        block = request.block_table[index]
+        is_shared = self.allocator.is_shared(block, readers=self._copied.count(block))
+        return index if is_shared else -1
 
     def _copy_on_write(self, table: list[int], index: int) -> None:
         source, (table[index],) = table[index], self._take(1)
         self._moves.copies.append((source, table[index]))
-        self._free([source])
+        # Owned until the moves are taken: were it free, another move could fill it too early.
+        self._copied.append(source)
 
     def _take(self, num_blocks: int) -> list[int]:
         lacking = num_blocks - self.allocator.num_free

@@ -37,6 +37,11 @@ def check_request(request: Request, config: SchedulerConfig) -> int:
     max_tokens = request.sampling_params.max_tokens
     longest = config.max_model_len if max_tokens is None else num_prompt + max_tokens
     longest = min(longest, config.max_model_len)
+    if request.num_known_tokens >= longest:
+        raise RequestError(
+            f"a fork must have room for another token; it has {request.num_known_tokens}, and "
+            f"max_tokens and max_model_len allow {longest}"
+        )
     # The keys of the very last token are never needed.
     num_blocks = -(-(longest - 1) // config.block_size)
     if num_blocks > config.num_blocks:

@@ -1,0 +1,137 @@
+"""A model of pages without arithmetic: it notices every slot that does not hold what it should.
+
+The "keys and values" of a token are a number that depends on all tokens before it, on the cache
+salt and on the rope kind. The mock writes them where the block table says, moves blocks as it is
+told, and before it samples it compares every slot in the context with what a request alone would
+have there. The next token is a function of the last number, so `oracle` knows the whole output.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from engine.request import Request
+
+VOCAB = 7
+EOS = 0
+_MODULUS = (1 << 61) - 1
+
+
+def rules(max_tokens=8, min_tokens=0, ignore_eos=False, stop_token_ids=None):
+    """Sampling parameters as far as the scheduler reads them."""
+    return SimpleNamespace(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        ignore_eos=ignore_eos,
+        stop_token_ids=stop_token_ids,
+    )
+
+
+def make_request(name, prompt, max_tokens=8, *, ignore_eos=True, **fields):
+    """A request of the mock's vocabulary."""
+    sampling = rules(max_tokens, ignore_eos=ignore_eos)
+    return Request(name, list(prompt), sampling, eos_token_ids=[EOS], **fields)
+
+
+def seed_of(request):
+    """The number before the first token."""
+    salt, long_rope = request.prefix_key
+    return sum(map(ord, salt or "")) * 2 + long_rope + 17
+
+
+def chain(value, token):
+    """The number of `token` after a prefix of number `value`."""
+    return (value * 1_000_003 + token + 1) % _MODULUS
+
+
+def next_token(value):
+    """What is sampled after a prefix of number `value`."""
+    return (value >> 7) % VOCAB
+
+
+def oracle(request, num_outputs=0):
+    """All output ids that `request` has in the end, if its first `num_outputs` are given."""
+    value = seed_of(request)
+    for token in request.prompt_token_ids + request.output_token_ids[:num_outputs]:
+        value = chain(value, token)
+    outputs = list(request.output_token_ids[:num_outputs])
+    limit = request.max_num_tokens - request.num_prompt_tokens
+    while len(outputs) < limit:
+        outputs.append(next_token(value))
+        value = chain(value, outputs[-1])
+        if outputs[-1] == EOS and not request.sampling_params.ignore_eos:
+            break
+    return outputs
+
+
+class PagedMock:
+    """Runs steps of a scheduler, in the order in which they are given."""
+
+    def __init__(self, config):
+        self.block_size = config.block_size
+        self.pages = [[None] * config.block_size for _ in range(config.num_blocks)]
+        self.host = [None] * config.num_host_blocks
+        self._last_sampled = {}
+
+    def run(self, output):
+        """Move blocks, then compute; return the sampled ids by request id."""
+        for device, host in output.swap_out:
+            self.host[host] = list(self.pages[device])
+        copied = [(list(self.pages[source]), target) for source, target in output.copies]
+        for content, target in copied:
+            self.pages[target] = content
+        for host, device in output.swap_in:
+            self.pages[device] = list(self.host[host])
+        for block in output.freed_blocks:
+            self.pages[block] = [None] * self.block_size
+        return dict(filter(None, [self._run(sequence) for sequence in output.sequences]))
+
+    def _run(self, sequence):
+        request = sequence.request
+        ids = request.token_ids(sequence.start, sequence.context_len)
+        if sequence.num_pending_tokens:
+            ids = [*ids, self._last_sampled[request]]
+        assert len(ids) == sequence.num_scheduled_tokens
+        value = self._check_context(request, sequence.start)
+        for position, token in enumerate(ids, sequence.start):
+            value = chain(value, token)
+            block = request.block_table[position // self.block_size]
+            self.pages[block][position % self.block_size] = value
+        if not sequence.is_sampled:
+            return None
+        self._last_sampled[request] = next_token(value)
+        return request.request_id, [next_token(value)]
+
+    def _check_context(self, request, start):
+        value = seed_of(request)
+        ids = request.token_ids(0, start)
+        if len(ids) < start:
+            ids = [*ids, *self._unknown(request, start - len(ids))]
+        for position, token in enumerate(ids):
+            value = chain(value, token)
+            block = request.block_table[position // self.block_size]
+            found = self.pages[block][position % self.block_size]
+            assert found == value, f"{request.request_id}: slot {position} (block {block})"
+        return value
+
+    def _unknown(self, request, count):
+        """Ids before the chunk that have not reached the host."""
+        assert count == 1, "at most one step may be in flight"
+        return [self._last_sampled[request]]
+
+
+def drive(scheduler, mock, *, late=0, max_steps=10_000):
+    """Step until nothing is left, committing each step `late` steps after it was scheduled."""
+    in_flight = []
+    for _ in range(max_steps):
+        if not scheduler.has_unfinished_requests():
+            break
+        output = scheduler.schedule()
+        assert not output.is_empty or in_flight, "no progress"
+        if not output.is_empty:
+            in_flight.append((output, mock.run(output)))
+        if in_flight and (len(in_flight) > late or output.is_empty):
+            scheduler.commit(*in_flight.pop(0))
+    for output, ids in in_flight:
+        scheduler.commit(output, ids)
+    assert not scheduler.has_unfinished_requests(), f"not drained after {max_steps} steps"

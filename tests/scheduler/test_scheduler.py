@@ -1,0 +1,460 @@
+"""The scheduler's plain behaviour: order, budget, chunks, limits, preemption, swap, forks."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from engine.errors import ConfigError, ContractError, RequestError
+from engine.request import RequestStatus
+from engine.scheduler.admission import QueueFullError
+from engine.scheduler.config import SchedulerConfig
+from engine.scheduler.scheduler import Scheduler
+from tests.scheduler.paged_mock import PagedMock, drive, make_request, oracle
+
+
+def build(**options):
+    """A scheduler that checks itself, and its mock."""
+    defaults = {"num_blocks": 32, "max_model_len": 256, "max_num_seqs": 8, "debug": True}
+    config = SchedulerConfig(**{"max_num_batched_tokens": 64, **defaults, **options})
+    return Scheduler(config), PagedMock(config)
+
+
+def step(scheduler, mock):
+    """One step; returns (output, finished requests)."""
+    output = scheduler.schedule()
+    return output, scheduler.commit(output, mock.run(output))
+
+
+def shares(output):
+    """(request id, start, number of tokens) of a step."""
+    return [(s.request.request_id, s.start, s.num_scheduled_tokens) for s in output.sequences]
+
+
+def test_decodes_come_first_and_prefills_fill_the_budget():
+    scheduler, mock = build(max_num_batched_tokens=32)
+    scheduler.add_request(make_request("a", [1] * 10))
+    step(scheduler, mock)
+    scheduler.add_request(make_request("b", [2] * 50))
+    scheduler.add_request(make_request("c", [3] * 8))
+    output, _ = step(scheduler, mock)
+    assert shares(output) == [("a", 10, 1), ("b", 0, 31)]
+    assert (output.num_decodes, output.num_scheduled_tokens) == (1, 32)
+    assert not output.sequences[1].is_sampled
+    output, _ = step(scheduler, mock)
+    assert shares(output) == [("a", 11, 1), ("b", 31, 19), ("c", 0, 8)]
+    assert [s.is_sampled for s in output.sequences] == [True, True, True]
+
+
+def test_a_one_token_prompt_counts_as_a_decode():
+    scheduler, _ = build()
+    scheduler.add_request(make_request("long", [1] * 20))
+    scheduler.add_request(make_request("one", [2]))
+    output = scheduler.schedule()
+    assert shares(output) == [("one", 0, 1), ("long", 0, 20)]
+    assert output.num_decodes == 1
+
+
+def test_max_prefill_chunk_bounds_one_request():
+    scheduler, mock = build(max_prefill_chunk=16)
+    scheduler.add_request(make_request("a", [1] * 40))
+    scheduler.add_request(make_request("b", [2] * 5))
+    assert shares(step(scheduler, mock)[0]) == [("a", 0, 16), ("b", 0, 5)]
+
+
+def test_eos_stop_ids_length_and_min_tokens():
+    from tests.scheduler.paged_mock import rules
+
+    request = make_request("a", [1], 3)
+    request.max_num_tokens = 4
+    assert request.append_token(5) is None
+    assert request.append_token(5) is None
+    assert request.append_token(5) is RequestStatus.FINISHED_LENGTH
+
+    def fresh(**fields):
+        from engine.request import Request
+
+        return Request("r", [1], rules(**fields), eos_token_ids=[0])
+
+    assert fresh().append_token(0) is RequestStatus.FINISHED_STOPPED
+    assert fresh(ignore_eos=True).append_token(0) is None
+    assert fresh(min_tokens=2).append_token(0) is None
+    stopped = fresh(stop_token_ids=[4])
+    assert stopped.append_token(4) is RequestStatus.FINISHED_STOPPED
+    assert stopped.stop_reason == 4
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"prefix_caching": False},
+        {"max_num_batched_tokens": 9, "max_num_seqs": 9},
+        {"num_host_blocks": 6},
+        {"num_host_blocks": 6, "preemption": "swap"},
+        {"policy": "lpm"},
+        {"max_blocks_per_salt": 2},
+    ],
+    ids=str,
+)
+def test_each_output_equals_the_requests_output_alone(options, block_size, late):
+    rng = random.Random(block_size)
+    scheduler, mock = build(
+        num_blocks=6, max_model_len=1024, block_size=block_size, watermark=0.0, **options
+    )
+    prefix = [rng.randrange(7) for _ in range(2 * block_size)]
+    requests = []
+    for number in range(24):
+        shared = prefix[: rng.randrange(2 * block_size)]
+        prompt = shared + [rng.randrange(7) for _ in range(rng.randrange(1, block_size))]
+        requests.append(
+            make_request(
+                f"r{number}",
+                prompt,
+                rng.randrange(1, 3 * block_size),
+                ignore_eos=rng.random() < 0.8,
+                priority=rng.choice([0, 0, 1]),
+                cache_salt=rng.choice([None, "a"]),
+                long_rope=rng.random() < 0.2,
+            )
+        )
+        scheduler.add_request(requests[-1])
+    drive(scheduler, mock, late=late)
+    for request in requests:
+        assert request.output_token_ids == oracle(request), request.request_id
+    stats = scheduler.stats()
+    assert stats.num_free_blocks + stats.num_cached_blocks == 6
+    assert stats.num_preemptions > 0
+    if options.get("preemption") == "swap":
+        assert stats.num_swaps > 0
+    scheduler.reset_prefix_cache()
+    stats = scheduler.stats()
+    assert stats.num_free_blocks == 6
+    assert stats.num_free_host_blocks == stats.num_host_blocks
+
+
+def test_the_same_arrivals_give_the_same_steps():
+    def run():
+        scheduler, mock = build(num_blocks=8)
+        seen = []
+        for number in range(12):
+            scheduler.add_request(make_request(f"r{number}", [number % 7] * (7 * number + 1), 20))
+        while scheduler.has_unfinished_requests():
+            output, _ = step(scheduler, mock)
+            tables = [tuple(s.request.block_table) for s in output.sequences]
+            seen.append((shares(output), tables))
+        return seen
+
+    assert run() == run()
+
+
+def test_the_last_in_order_is_preempted_and_resumes_on_its_own_prefix():
+    scheduler, mock = build(num_blocks=6, watermark=0.0)
+    first = make_request("first", [1] * 32, 20)
+    last = make_request("last", [2] * 33, 20)
+    scheduler.add_request(first)
+    scheduler.add_request(last)
+    while not last.num_preemptions:
+        output, _ = step(scheduler, mock)
+    assert output.preempted == [last] and first.num_preemptions == 0
+    assert last.status is RequestStatus.PREEMPTED and last.block_table == []
+    drive(scheduler, mock)
+    assert first.output_token_ids == oracle(first)
+    assert last.output_token_ids == oracle(last)
+    assert last.num_cached_tokens == 0  # of its first admission
+    assert scheduler.stats().prefix_cache_hits > 0
+
+
+def test_swap_is_chosen_by_cost():
+    def swaps(**costs):
+        scheduler, mock = build(num_blocks=6, num_host_blocks=8, watermark=0.0, **costs)
+        scheduler.add_request(make_request("a", [1] * 32, 60))
+        scheduler.add_request(make_request("b", [2] * 33, 40))
+        drive(scheduler, mock)
+        stats = scheduler.stats()
+        assert stats.num_preemptions > 0
+        return stats.num_swaps
+
+    assert swaps(recompute_us_per_token=1000.0, swap_us_per_block=1.0) > 0
+    assert swaps(recompute_us_per_token=1.0, swap_us_per_block=1000.0) == 0
+
+
+def test_evicted_prefixes_come_back_from_the_host():
+    scheduler, mock = build(num_blocks=4, num_host_blocks=16, max_model_len=64)
+    for prompt in ([1] * 50, [2] * 50, [1] * 50):
+        request = make_request(f"r{prompt[0]}", prompt, 2)
+        scheduler.add_request(request)
+        drive(scheduler, mock)
+        assert request.output_token_ids == oracle(request)
+    assert request.num_cached_tokens == 48
+    stats = scheduler.stats()
+    assert stats.prefix_cache_host_hits > 0 and stats.num_offloaded_blocks > 0
+
+
+def test_a_known_prompt_leaves_one_token_to_compute():
+    scheduler, mock = build()
+    for name in ("a", "b"):
+        request = make_request(name, [1] * 32, 1)
+        scheduler.add_request(request)
+        drive(scheduler, mock)
+    assert request.num_cached_tokens == 16
+    full = make_request("c", [1] * 33, 1)
+    scheduler.add_request(full)
+    assert shares(scheduler.schedule()) == [("c", 32, 1)]
+
+
+def test_salts_and_rope_kinds_do_not_share():
+    scheduler, mock = build()
+    kinds = [{}, {"cache_salt": "x"}, {"long_rope": True}, {"reuse_prefix": False}]
+    for number, fields in enumerate([{}, *kinds]):
+        request = make_request(f"r{number}", [1] * 40, 1, **fields)
+        scheduler.add_request(request)
+        drive(scheduler, mock)
+        assert request.num_cached_tokens == (32 if number == 1 else 0)
+
+
+def test_many_requests_share_one_prefix_while_they_run():
+    scheduler, mock = build(num_blocks=20, max_num_batched_tokens=512, max_num_seqs=32)
+    prefix = [3] * 160  # ten blocks
+    scheduler.add_request(make_request("first", prefix, 20))
+    step(scheduler, mock)
+    for number in range(8):
+        scheduler.add_request(make_request(f"r{number}", [*prefix, number % 7], 5))
+    output, _ = step(scheduler, mock)
+    assert len(output.admitted) == 8
+    assert scheduler.stats().prefix_cache_hits == 8 * 160
+    drive(scheduler, mock)
+
+
+def test_siblings_share_the_prompt_and_copy_on_write():
+    scheduler, mock = build()
+    samples = [make_request(f"s{i}", [1] * 20, 6, ignore_eos=True) for i in range(4)]
+    scheduler.add_request(samples[0], siblings=samples[1:])
+    assert (scheduler.num_waiting, scheduler.num_running) == (4, 0)
+    output, _ = step(scheduler, mock)
+    assert shares(output) == [("s0", 0, 20)]
+    output, _ = step(scheduler, mock)
+    assert len(output.sequences) == 4 and output.num_decodes == 4
+    assert len(output.copies) == 3  # the last owner of the partial block keeps it
+    assert len({s.request.block_table[0] for s in output.sequences}) == 1
+    assert len({s.request.block_table[1] for s in output.sequences}) == 4
+    drive(scheduler, mock)
+    for request in samples:
+        assert request.output_token_ids == oracle(request)
+        assert request.num_cached_tokens == (0 if request is samples[0] else 19)
+
+
+def test_siblings_outlive_their_leader():
+    scheduler, mock = build(max_num_batched_tokens=8)
+    samples = [make_request(f"s{i}", [1] * 20, 3) for i in range(3)]
+    scheduler.add_request(samples[0], siblings=samples[1:])
+    step(scheduler, mock)
+    assert scheduler.abort_request("s0")
+    assert scheduler.abort_request("s2")
+    drive(scheduler, mock)
+    assert samples[1].output_token_ids == oracle(samples[1])
+    assert samples[2].output_token_ids == []
+
+
+def test_a_fork_continues_on_its_parents_blocks():
+    scheduler, mock = build()
+    parent = make_request("p", [1] * 30, 20)
+    scheduler.add_request(parent)
+    for _ in range(4):
+        step(scheduler, mock)
+    child = make_request("c", [1] * 30, 20)
+    child.output_token_ids = [*parent.output_token_ids[:2], 6]
+    scheduler.fork_request(parent, child)
+    assert child.status is RequestStatus.RUNNING and child.num_cached_tokens == 32
+    drive(scheduler, mock)
+    assert child.output_token_ids == oracle(child, num_outputs=3)
+    assert parent.output_token_ids == oracle(parent)
+    stranger = make_request("x", [2] * 30, 20)
+    other = make_request("y", [1] * 30, 20)
+    scheduler.add_request(other)
+    step(scheduler, mock)
+    with pytest.raises(ContractError, match="tokens, salt or rope differ"):
+        scheduler.fork_request(other, stranger)
+    assert scheduler.get_request("x") is None
+
+
+def test_priority_overtakes_but_never_starves():
+    scheduler, mock = build(max_num_seqs=1, priority_window=4)
+    low = make_request("low", [1], 1, priority=1)
+    scheduler.add_request(low)
+    served = []
+    for number in range(10):
+        scheduler.add_request(make_request(f"h{number}", [2], 1))
+        served += [r.request_id for r in step(scheduler, mock)[1]]
+    assert served.index("low") == 3  # h0 to h2; h3 stands level with it, and came later
+
+
+def test_priority_window_zero_is_first_come_first_served():
+    scheduler, mock = build(max_num_seqs=1, priority_window=0)
+    scheduler.add_request(make_request("a", [1], 1, priority=5))
+    scheduler.add_request(make_request("b", [1], 1, priority=-5))
+    assert [r.request_id for r in step(scheduler, mock)[1]] == ["a"]
+
+
+def test_lpm_prefers_known_prefixes_and_never_starves():
+    scheduler, mock = build(policy="lpm", lpm_window=4, max_num_seqs=1)
+    scheduler.add_request(make_request("warm", [1] * 64, 1))
+    step(scheduler, mock)
+    drive(scheduler, mock)
+    scheduler.add_request(make_request("cold", [2] * 40, 1))
+    served = []
+    for number in range(8):
+        scheduler.add_request(make_request(f"h{number}", [1] * 40 + [number % 7], 1))
+        served += [r.request_id for r in step(scheduler, mock)[1]]
+    assert served[0] == "h0" and served.index("cold") == 4
+
+
+def test_what_can_never_be_served_is_refused_when_added():
+    scheduler, _ = build(num_blocks=2, max_model_len=64)
+    with pytest.raises(RequestError, match=r"1 to 63 tokens.*got 0"):
+        scheduler.add_request(make_request("a", []))
+    with pytest.raises(RequestError, match=r"1 to 63 tokens.*got 64"):
+        scheduler.add_request(make_request("a", [1] * 64))
+    with pytest.raises(RequestError, match=r"need 3 KV blocks of 16 tokens.*only 2"):
+        scheduler.add_request(make_request("a", [1] * 30, 4))
+    scheduler.add_request(make_request("a", [1] * 30, 3))
+    with pytest.raises(RequestError, match="'a' is in use"):
+        scheduler.add_request(make_request("a", [1]))
+    with pytest.raises(RequestError, match="another prompt"):
+        scheduler.add_request(make_request("b", [1]), siblings=[make_request("c", [2])])
+    with pytest.raises(RequestError, match="share an id"):
+        scheduler.add_request(make_request("b", [1]), siblings=[make_request("b", [1])])
+    with pytest.raises(RequestError, match="priority"):
+        scheduler.add_request(make_request("b", [1], priority=2**40))
+    assert scheduler.num_waiting == 1
+
+
+def test_a_full_queue_refuses():
+    scheduler, mock = build(max_queued_requests=2, max_queued_tokens=30)
+    scheduler.add_request(make_request("long", [1] * 100))  # alone, any length may wait
+    with pytest.raises(QueueFullError, match=r"100 tokens wait, 5 more.*max_queued_tokens=30"):
+        scheduler.add_request(make_request("a", [1] * 5))
+    step(scheduler, mock)
+    scheduler.add_request(make_request("a", [1] * 5))
+    scheduler.add_request(make_request("b", [1] * 5))
+    with pytest.raises(QueueFullError, match=r"2 requests wait, 1 more.*max_queued_requests=2"):
+        scheduler.add_request(make_request("c", [1] * 5))
+    drive(scheduler, mock)
+
+
+def test_abort_in_every_state_frees_everything_and_is_idempotent():
+    scheduler, mock = build(num_blocks=6, num_host_blocks=6, preemption="swap", watermark=0.0)
+    requests = [make_request(f"r{i}", [i] * 30, 40) for i in range(4)]
+    for request in requests:
+        scheduler.add_request(request)
+    states = set()
+    for turn in itertools.count():
+        if not scheduler.has_unfinished_requests():
+            break
+        output = scheduler.schedule()
+        ids = mock.run(output)
+        if turn % 7 == 6:
+            victim = list(scheduler.unfinished_requests())[-1 if turn % 2 else 0]
+            states.add(victim.status)
+            assert scheduler.abort_request(victim.request_id)
+            assert not scheduler.abort_request(victim.request_id)
+            assert victim.finish_reason == "abort"
+        scheduler.commit(output, ids)
+    assert len(states) > 1
+    assert not scheduler.abort_request("unknown")
+    stats = scheduler.stats()
+    assert stats.num_free_blocks + stats.num_cached_blocks == 6
+    scheduler.reset_prefix_cache()
+    assert scheduler.stats().num_free_host_blocks == 6
+
+
+def test_finish_request():
+    scheduler, mock = build()
+    request = make_request("a", [1] * 5)
+    scheduler.add_request(request)
+    step(scheduler, mock)
+    with pytest.raises(ContractError, match="reason must be one of"):
+        scheduler.finish_request(request, "bored")
+    scheduler.finish_request(request, "stop", stop_reason="###")
+    scheduler.finish_request(request, "error")
+    assert (request.finish_reason, request.stop_reason) == ("stop", "###")
+    assert not scheduler.has_unfinished_requests()
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_failed_step_is_repeated(late):
+    options = {"num_blocks": 8, "num_host_blocks": 4, "watermark": 0.0, "preemption": "swap"}
+    scheduler, mock = build(**options)
+    requests = [make_request(f"r{i}", [1] * 16 + [i] * 20, 30) for i in range(5)]
+    for request in requests:
+        scheduler.add_request(request)
+    in_flight = []
+    for turn in itertools.count():
+        if not scheduler.has_unfinished_requests():
+            break
+        output = scheduler.schedule()
+        if turn % 11 == 10 and not output.is_empty:  # the step fails: nothing of it happened
+            scheduler.rollback(output)
+            while in_flight:  # and what ran before it is thrown away as well
+                scheduler.rollback(in_flight.pop()[0])
+            scheduler.check_integrity()
+            continue
+        if not output.is_empty:
+            in_flight.append((output, mock.run(output)))
+        if in_flight and (len(in_flight) > late or output.is_empty):
+            scheduler.commit(*in_flight.pop(0))
+    for request in requests:
+        assert request.output_token_ids == oracle(request)
+    assert scheduler.stats().num_retries > 0
+
+
+def test_steps_are_settled_in_order():
+    scheduler, mock = build()
+    scheduler.add_request(make_request("a", [1] * 5))
+    first = scheduler.schedule()
+    second = scheduler.schedule()
+    assert second.sequences[0].num_pending_tokens == 1
+    with pytest.raises(ContractError, match="step 0 comes first"):
+        scheduler.commit(second, {})
+    with pytest.raises(ContractError, match="step 1 comes first"):
+        scheduler.rollback(first)
+    scheduler.commit(first, mock.run(first))
+    with pytest.raises(ContractError, match="no token was sampled for request 'a'"):
+        scheduler.commit(second, {})
+
+
+def test_nothing_grows_over_ten_thousand_requests():
+    scheduler, mock = build(num_blocks=16, debug=False, max_num_batched_tokens=256)
+    for number in range(10_000):
+        scheduler.add_request(make_request(f"r{number}", [number % 7, number % 5] * 9, 1))
+        if number % 8 == 7:
+            drive(scheduler, mock)
+    tree = scheduler.blocks.tree
+    assert tree.num_nodes <= 16 and len(tree._device_lru) <= 2 * 16 + 64
+    assert len(scheduler._roster.waiting._heap) <= 64
+    scheduler.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_blocks", 0),
+        ("block_size", 8),
+        ("watermark", 1.0),
+        ("watermark", float("nan")),
+        ("policy", "random"),
+        ("preemption", "never"),
+        ("preemption", "swap"),
+        ("max_num_batched_tokens", 4),
+        ("max_queued_requests", 0),
+        ("num_host_blocks", -1),
+    ],
+)
+def test_bad_config(field, value):
+    options = {"num_blocks": 8, "max_model_len": 64, "max_num_seqs": 8, field: value}
+    with pytest.raises(ConfigError, match=field):
+        SchedulerConfig(**options)
