@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import engine
 from engine.cache.kv_cache import KVCache, KVGeometry
 from engine.cache.memory_pool import MemoryPool
 from engine.device import to_numpy
 from engine.layers.batch import ForwardBatch
+from engine.loading.hf_config import load_config
 
 CASES = sorted(p.stem for p in (Path(__file__).parents[1] / "golden/models").glob("*.json"))
 # The engine's float32 against another program's: rounding in another order, nothing else.
@@ -136,3 +139,16 @@ def test_every_golden_model_is_here():
     assert len(CASES) == 21
     types = {case.split("_")[0] for case in CASES}
     assert types == {"llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3"}
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.startswith(("llama_", "phi3_longrope"))])
+def test_the_scaling_matters(golden, case):
+    """Without its rope scaling a model is far from its golden logits, so the tests can fail."""
+    want = golden(case)
+    config = load_config(want.directory)
+    if config.rope.scaling == "default":
+        pytest.skip("has none")
+    plain = replace(config, rope=replace(config.rope, scaling="default", attention_factor=None))
+    model = engine.load(want.directory, config=plain, device="cpu")
+    got = model.step([want.prompt], model.new_cache(1, 40), logits="all")[0]
+    assert _error(got, want.logits) > 0.1
