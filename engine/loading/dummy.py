@@ -47,6 +47,13 @@ def dummy_weights(
     ------
     OutOfMemoryError
         If the device has no room for them.
+
+    Examples
+    --------
+    >>> config = ModelConfig("llama", 64, 32, 1, 4, 2, 8, 48, 128)
+    >>> weights = dummy_weights(config, dtype="bfloat16")
+    >>> weights["layers.0.qkv"].shape, round(float(weights["final_norm"].mean()), 1)
+    ((64, 32), 1.0)
     """
     device.activate()
     xp = device.xp

@@ -42,6 +42,14 @@ _TOKEN_KEYS = {
     "pad_token_id": "tokenizer.ggml.padding_token_id",
 }
 _EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+_NEUTRAL = {
+    "expert_count": 0,
+    "attention.causal": True,
+    "attention.scale": 0.0,
+    "embedding_scale": 0.0,
+    "logit_scale": 0.0,
+    "residual_scale": 0.0,
+}
 _PLAIN_DTYPES = {"F32": "float32", "F16": "float16"}
 
 
@@ -92,9 +100,15 @@ def _renamed(metadata: Mapping[str, Any], arch: str) -> tuple[dict[str, Any], di
 
 
 def _refuse_unsupported(file: GgufFile, arch: str, values: Mapping[str, Any]) -> None:
+    """Refuse what would change the result and is not computed."""
     metadata = file.metadata
-    if metadata.get(f"{arch}.expert_count", 0):
-        raise ConfigError(f"{file.path}: mixtures of experts are not supported")
+    for key, neutral in _NEUTRAL.items():
+        value = metadata.get(f"{arch}.{key}", neutral)
+        if value != neutral:
+            raise ConfigError(
+                f"{file.path}: {arch}.{key} must be {neutral} (nothing else is supported); "
+                f"got {shown(value)}"
+            )
     value_length = metadata.get(f"{arch}.attention.value_length")
     if value_length is not None and value_length != values.get("head_dim"):
         raise ConfigError(

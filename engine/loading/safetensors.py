@@ -79,9 +79,11 @@ class SafetensorsFile:
     Examples
     --------
     >>> from safetensors.numpy import save_file
-    >>> save_file({"w": np.ones((2, 3), np.float32)}, "/tmp/engine-doctest.safetensors")
-    >>> file = SafetensorsFile("/tmp/engine-doctest.safetensors")
-    >>> file.shape("w"), float(file.view("w").sum())
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as folder:
+    ...     save_file({"w": np.ones((2, 3), np.float32)}, f"{folder}/x.safetensors")
+    ...     file = SafetensorsFile(f"{folder}/x.safetensors")
+    >>> file.shape("w"), float(file.view("w").sum())  # the mapping outlives the name
     ((2, 3), 6.0)
     """
 
