@@ -50,7 +50,8 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def make_llm(arguments: argparse.Namespace) -> LLM:
-    """Load the model that the options name."""
+    """Load the model that the options name, after a look at the sampling options."""
+    SamplingParams(**_given(arguments))  # a mistake is said now, not after the load
     options: dict[str, Any] = {"max_num_seqs": 1}
     if arguments.max_model_len is not None:
         options["max_model_len"] = arguments.max_model_len
@@ -66,10 +67,12 @@ def make_llm(arguments: argparse.Namespace) -> LLM:
 
 def sampling_params(llm: LLM, arguments: argparse.Namespace) -> SamplingParams:
     """Return the model's own sampling, changed by the options that were given."""
-    given = {name: getattr(arguments, name) for name in (*_SAMPLING, "stop")}
-    options = {name: value for name, value in given.items() if value is not None}
-    options.setdefault("max_tokens", 256)
-    return llm.get_default_sampling_params(ignore_eos=arguments.ignore_eos, **options)
+    return llm.get_default_sampling_params(**_given(arguments))
+
+
+def _given(arguments: argparse.Namespace) -> dict[str, Any]:
+    given = {name: getattr(arguments, name) for name in (*_SAMPLING, "stop", "ignore_eos")}
+    return {"max_tokens": 256} | {k: value for k, value in given.items() if value is not None}
 
 
 def summary(llm: LLM, output: RequestOutput, num_tokens: int) -> str:

@@ -41,17 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
         ("model smollm2", _model),
     ]
     failed = [name for name, check in checks if not _show(name, check)]
-    on_gpu = all(
-        _show(name, check)
-        for name, check in (
-            ("driver", _driver),
-            ("cupy", _cupy),
-            ("gpu", _gpu),
-            ("nvrtc", _nvrtc),
-            ("headers", _headers),
-            ("kernel", _kernel),
-        )
-    )
+    gpu_checks = (_driver, _cupy, _gpu, _nvrtc, _headers, _kernel)
+    on_gpu = all([_show(check.__name__.strip("_"), check) for check in gpu_checks])
     print()
     print("CUDA: ready" if on_gpu else f"CUDA: not ready. {_next_step()}")
     print("CPU: ready" if not failed else f"CPU: not ready, see {', '.join(failed)}")

@@ -1,0 +1,139 @@
+"""The command line, as a shell sees it: output, exit status, and no progress bars in pipes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+ENGINE = [sys.executable, "-m", "engine"]
+GREEDY = ["--device", "cpu", "--temperature", "0", "--max-tokens", "8", "--max-model-len", "512"]
+
+
+def _run(*arguments, text="", status=0, **env):
+    done = subprocess.run(
+        [*ENGINE, *arguments],
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **env},
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    return done
+
+
+def test_help_names_every_command():
+    text = _run("--help").stdout
+    for command in ("generate", "chat", "pull", "doctor", "kernels"):
+        assert command in text and "usage" in _run(command, "--help").stdout
+
+
+def test_version():
+    from engine import __version__
+
+    assert _run("--version").stdout.strip() == f"engine {__version__}"
+
+
+def test_generate_prompt_file_and_stdin_agree(tmp_path):
+    prompt = "The capital of France is"
+    (tmp_path / "prompt.txt").write_text(prompt)
+    by_argument = _run("generate", prompt, *GREEDY)
+    assert "Paris" in by_argument.stdout
+    assert "8 tokens after 5" in by_argument.stderr and "cpu, float32" in by_argument.stderr
+    assert "%|" not in by_argument.stderr  # no progress bar: stderr is no terminal
+    assert _run("generate", "--file", str(tmp_path / "prompt.txt"), *GREEDY).stdout == (
+        by_argument.stdout
+    )
+    assert _run("generate", text=prompt, *GREEDY).stdout == by_argument.stdout  # noqa: B026
+
+
+def test_generate_json():
+    done = _run("generate", "--chat", "What is the capital of France?", "--json", *GREEDY)
+    record = json.loads(done.stdout)
+    assert record["text"] == "The capital of France is Paris."
+    assert record["finish_reason"] in ("stop", "length") and record["dtype"] == "float32"
+    assert record["ttft_seconds"] > 0 and len(record["token_ids"]) <= 8
+
+
+def test_chat_remembers_and_resets():
+    lines = "My name is Tom.\nWhat is my name?\n/reset\n\nMy name is Tom.\n"
+    done = _run("chat", "--temperature", "0", "--max-tokens", "12", "--device", "cpu", text=lines)
+    first, second, third = map(int, re.findall(r"tokens after (\d+)", done.stderr))
+    assert second > first + 12 and third == first
+    answers = done.stdout.splitlines()
+    assert len(answers) == 3 and answers[0] == answers[2] and answers[0]
+    assert "(forgotten)" in done.stderr
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_program():
+    arguments = ["chat", "--device", "cpu", "--ignore-eos", "--max-tokens", "900"]
+    process = subprocess.Popen(
+        [*ENGINE, *arguments, "--temperature", "0"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        bufsize=0,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write("Count from one to one thousand.\n")
+    process.stdin.flush()
+    assert process.stdout.read(1)  # the answer has begun
+    process.send_signal(signal.SIGINT)
+    time.sleep(1.0)
+    assert process.poll() is None, "Ctrl-C ended the program"
+    out, err = process.communicate("/exit\n", timeout=60)
+    assert process.returncode == 0, err
+    assert "[stopped]" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("generate", "x", "--device", "cuda"), "engine generate: device 'cuda' was asked for"),
+        (("generate", "x", "--device", "gpu"), "device must be 'cpu', 'cuda'"),
+        (("generate", "x", "--model", "/no/such/model"), "/no/such/model"),
+        (("generate", "x", "--device", "cpu", "--top-p", "0"), "top_p must be a number in (0.0"),
+        (("generate", "x", "--device", "cpu", "--temperature", "nan"), "temperature must be"),
+        (("generate", "x", "--device", "cpu", "--max-tokens", "-1"), "max_tokens must be"),
+        (("generate", "--file", "/no/such/file"), "--file /no/such/file cannot be read"),
+        (("generate", "", "--device", "cpu"), "the prompt must have 1 to"),
+    ],
+)
+def test_bad_usage_is_one_line_and_status_2(arguments, message):
+    env = {"CUDA_VISIBLE_DEVICES": ""} if "cuda" in arguments else {}
+    done = _run(*arguments, status=2, **env)
+    assert message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_misspelt_option_is_an_error():
+    assert "unrecognized arguments: --temprature" in _run("generate", "--temprature", "1", "x",
+                                                          status=2).stderr  # fmt: skip
+
+
+def test_nonsense_in_the_environment_is_an_error():
+    done = _run("doctor", status=1, ENGINE_KERNEL_TIER="fastest")
+    assert "ENGINE_KERNEL_TIER must be one of auto, portable; got 'fastest'" in done.stdout
+
+
+def test_doctor_says_what_is_there():
+    text = _run("doctor").stdout
+    for word in ("engine", "python", "packages", "cache", "driver", "nvrtc", "kernel"):
+        assert f" {word}" in text
+    assert "CPU: ready" in text
+
+
+def test_kernels_lists_every_op():
+    from engine.commands.kernels import op_names
+
+    text = _run("kernels", "--arch", "sm_90a", "--dtype", "float32").stdout
+    assert text.startswith("architecture sm_90a")
+    for op in op_names():
+        assert f"\n{op} " in text
