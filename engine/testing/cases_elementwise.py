@@ -14,6 +14,7 @@ __all__ = [
     "PAGES",
     "ROPE",
     "assert_guards",
+    "assert_same",
     "cos_sin_table",
     "extremes",
     "misaligned",
@@ -99,3 +100,11 @@ def assert_guards(buffer: Any, guard: int = 64) -> None:
     host = to_numpy(buffer).astype(np.float32)
     edges = np.concatenate([host[:guard], host[-guard:]])
     assert np.isnan(edges).all(), f"{int((~np.isnan(edges)).sum())} values beside the output"
+
+
+def assert_same(got: Any, want: np.ndarray[Any, Any]) -> None:
+    """Check that `got` is `want` in dtype, shape and every value; a NaN equals a NaN."""
+    host = to_numpy(got)
+    assert host.dtype == want.dtype, f"dtype {host.dtype}, wanted {want.dtype}"
+    # NumPy does not know that bfloat16 has NaNs; float32 holds all its values.
+    np.testing.assert_array_equal(host.astype(np.float32), want.astype(np.float32), strict=True)
