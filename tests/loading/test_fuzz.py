@@ -76,6 +76,7 @@ def test_mutated_gguf_models(tmp_path):
     end = min(tensor.start for tensor in GgufFile(path).tensors.values())
     accepted = 0
     for mutant in mutants(whole, end, 1500, seed=1):
+        path.unlink(missing_ok=True)  # writing over a file waits for the disk
         path.write_bytes(mutant)
         accepted += load_or_refuse(path, path)
     assert accepted > 10
@@ -88,6 +89,7 @@ def test_mutated_safetensors_models(make_model, family):
     whole = file.read_bytes()
     end = 8 + int.from_bytes(whole[:8], "little")
     for mutant in mutants(whole, end, 400, seed=2):
+        file.unlink(missing_ok=True)  # writing over a file waits for the disk
         file.write_bytes(mutant)
         load_or_refuse(path, path)
 
@@ -99,6 +101,7 @@ def test_mutated_config_files(make_model, family):
     whole = file.read_bytes()
     accepted = 0
     for mutant in mutants(whole, len(whole), 600, seed=3):
+        file.unlink(missing_ok=True)  # writing over a file waits for the disk
         file.write_bytes(mutant)
         accepted += load_or_refuse(path, path)
     assert accepted > 10  # harmless changes, as of a key that nobody reads

@@ -272,6 +272,7 @@ def test_every_cut_of_a_file_is_refused(write, tmp_path):
     whole = small_file(write)
     data_end = max(tensor.stop for tensor in GgufFile(tmp_path / "x.gguf").tensors.values())
     for length in range(data_end):
+        (tmp_path / "cut.gguf").unlink(missing_ok=True)
         (tmp_path / "cut.gguf").write_bytes(whole[:length])
         with pytest.raises(WeightsError):
             GgufFile(tmp_path / "cut.gguf")
@@ -289,6 +290,7 @@ def test_a_mutated_file_is_refused_or_read_within_its_bounds(write, tmp_path):
             mutant[place] = rng.choice([0, 1, 2, 8, 9, 255, rng.randrange(256)])
         if rng.random() < 0.1:
             del mutant[rng.randrange(len(mutant)) :]
+        path.unlink(missing_ok=True)  # writing over a file waits for the disk
         path.write_bytes(mutant)
         try:
             file = GgufFile(path)

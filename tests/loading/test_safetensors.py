@@ -135,6 +135,7 @@ def test_every_cut_of_a_file_is_refused(tmp_path):
     save_file({"a": np.ones(3, np.float32), "b": np.ones((2, 2))}, tmp_path / "x")
     whole = (tmp_path / "x").read_bytes()
     for length in range(len(whole)):
+        (tmp_path / "cut").unlink(missing_ok=True)
         (tmp_path / "cut").write_bytes(whole[:length])
         with pytest.raises(WeightsError):
             SafetensorsFile(tmp_path / "cut")
@@ -153,6 +154,7 @@ def test_what_a_mutated_header_passes_the_package_reads_the_same(tmp_path):
             mutant[place] = rng.choice([rng.randrange(256), *b'0123456789"[]{},:-.eFBI'])
         if rng.random() < 0.1:
             del mutant[rng.randrange(len(mutant)) :]
+        path.unlink(missing_ok=True)  # writing over a file waits for the disk
         path.write_bytes(mutant)
         try:
             file = SafetensorsFile(path)
