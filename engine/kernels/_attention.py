@@ -8,10 +8,22 @@ from typing import Any
 
 import numpy as np
 
+from engine.dtypes import itemsize
 from engine.errors import ShapeError
 from engine.kernels._contract import INT32, Contract
+from engine.kernels._module import ModuleSpec
 
-__all__ = ["BLOCK_SIZES", "MAX_HEAD_DIM", "Pages", "ScoreRule", "check_heads", "is_aligned"]
+__all__ = [
+    "BLOCK_SIZES",
+    "MAX_HEAD_DIM",
+    "Pages",
+    "ScoreRule",
+    "Tile",
+    "are_aligned",
+    "check_count",
+    "check_heads",
+    "element_strides",
+]
 
 MAX_HEAD_DIM = 256
 BLOCK_SIZES = (16, 32, 64, 128)
@@ -96,7 +108,66 @@ def check_count(call: Contract, name: str, value: Any) -> None:
     call.check(name, is_int and 0 <= value < 2**31, "an int of 0 or more", value)
 
 
-def is_aligned(array: Any) -> bool:
-    """Tell whether every row of the last axis starts at, and has the size of, 16-byte words."""
-    steps = [array.shape[-1] * array.itemsize, array.data.ptr, *array.strides[:-1]]
+def are_aligned(*arrays: Any) -> bool:
+    """Tell whether all rows of the last axis start at, and have the size of, 16-byte words."""
+    steps = []
+    for x in arrays:
+        steps += [x.data.ptr, x.shape[-1] * x.itemsize]
+        steps += [s for s, n in zip(x.strides[:-1], x.shape[:-1], strict=True) if n > 1]
     return all(step % 16 == 0 for step in steps)
+
+
+def element_strides(array: Any) -> tuple[int, ...]:
+    """Return the strides of `array` in elements."""
+    return tuple(step // array.itemsize for step in array.strides)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a block of threads divides its work; what the macros of the CUDA files say.
+
+    Attributes
+    ----------
+    head_dim : int
+        Columns in shared memory: D, padded.
+    warps_m, warps_n : int
+        Warps that divide the query rows, and the keys of a tile, among themselves.
+    row_tiles : int
+        Rows of a warp: 16 times this on tensor cores, this in float32.
+    keys, stages : int
+        Keys of a tile, and tiles in shared memory.
+    """
+
+    head_dim: int
+    warps_m: int
+    warps_n: int
+    row_tiles: int
+    keys: int
+    stages: int
+
+    def rows(self, dtype: str) -> int:
+        """Return the query rows of a block."""
+        return self.warps_m * self.row_tiles * (1 if dtype == "float32" else 16)
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * self.warps_m * self.warps_n
+
+    def shared_bytes(self, dtype: str) -> int:
+        """Return the dynamic shared memory: the rows of Q and of `stages` tiles of K and of V."""
+        pitch = self.head_dim + (4 if dtype == "float32" else 0)
+        return (self.rows(dtype) + 2 * self.stages * self.keys) * pitch * itemsize(dtype)
+
+    def spec(self, file: str, dtype: str) -> ModuleSpec:
+        """Return the module compiled for this tile."""
+        macros = {
+            "HEAD_DIM": self.head_dim,
+            "WARPS_M": self.warps_m,
+            "WARPS_N": self.warps_n,
+            "ROW_TILES": self.row_tiles,
+            "TILE_KEYS": self.keys,
+            "STAGES": self.stages,
+            "SHARED_BYTES": self.shared_bytes(dtype),
+        }
+        return ModuleSpec(file, dtype, tuple(macros.items()))

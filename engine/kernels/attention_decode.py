@@ -2,13 +2,113 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
-from engine import reference
-from engine.kernels._attention import Pages, ScoreRule, check_count, check_heads
-from engine.kernels._contract import FLOATS, Contract
+import numpy as np
 
-__all__ = ["attention_decode"]
+from engine import device, reference
+from engine.dtypes import dtype_name
+from engine.kernels._attention import (
+    MAX_HEAD_DIM,
+    Pages,
+    ScoreRule,
+    Tile,
+    are_aligned,
+    check_count,
+    check_heads,
+    element_strides,
+)
+from engine.kernels._contract import FLOATS, Contract
+from engine.kernels._launch import Kernel, ceil_div, sm_count
+from engine.kernels._module import ModuleSpec
+
+__all__ = ["attention_decode", "choose_num_splits", "choose_tile", "specs"]
+
+_KERNEL = Kernel(
+    "attention_decode",
+    "q:ptr k:ptr v:ptr block_tables:ptr context_lens:ptr out:ptr lse:ptr partial_o:ptr "
+    "partial_stats:ptr q_stride_b:i64 q_stride_t:i64 q_stride_h:i64 page_stride:i64 "
+    "table_stride:i64 out_stride_b:i64 out_stride_t:i64 out_stride_h:i64 max_keys:i64 "
+    "num_queries:i32 num_heads:i32 head_dim:i32 block_shift:i32 num_blocks:i32 window:i32 "
+    "num_splits:i32 is_vector:i32 scale:f32 softcap:f32",
+)
+_COMBINE = Kernel(
+    "attention_decode_combine",
+    "partial_o:ptr partial_stats:ptr context_lens:ptr out:ptr lse:ptr out_stride_b:i64 "
+    "out_stride_t:i64 out_stride_h:i64 max_keys:i64 num_slots:i64 num_queries:i32 num_heads:i32 "
+    "num_kv_heads:i32 head_dim:i32 window:i32 num_splits:i32",
+)
+_COMBINE_THREADS = 128  # kCombineThreads: one warp a row
+
+_SPLIT_GRAIN = 64  # kSplitGrain
+_MAX_SPLITS = 128
+
+# Up to 16 rows: the warps divide the keys. More rows: the warps divide the rows.
+_NARROW_16 = (Tile(64, 1, 4, 1, 64, 3), Tile(128, 1, 4, 1, 64, 2), Tile(256, 1, 2, 1, 32, 2))
+_WIDE_16 = (Tile(64, 4, 1, 1, 64, 3), Tile(128, 4, 1, 1, 64, 2), Tile(256, 4, 1, 1, 32, 2))
+_TILES_32 = (Tile(128, 4, 1, 2, 32, 1), Tile(256, 4, 1, 2, 32, 1))
+
+
+def choose_tile(dtype: str, head_dim: int, num_rows: int) -> Tile:
+    """Choose the tile for `num_rows` = Q * H / K rows that share their keys.
+
+    Examples
+    --------
+    >>> choose_tile("bfloat16", 64, num_rows=3).warps_n, choose_tile("bfloat16", 64, 24).warps_m
+    (4, 4)
+    """
+    tiles: tuple[Tile, ...] = _NARROW_16 if num_rows <= 16 else _WIDE_16
+    if dtype == "float32":
+        tiles = _TILES_32
+    return next(tile for tile in tiles if head_dim <= tile.head_dim)
+
+
+def specs(
+    dtype: str, *, head_dim: int | None = None, num_rows: int | None = None, **_: Any
+) -> tuple[ModuleSpec, ...]:
+    """Return the modules that the op may launch: for one head dim and number of rows, or for all.
+
+    `num_rows` is Q * H / K; None stands for any.
+    """
+    dims = range(1, MAX_HEAD_DIM + 1) if head_dim is None else (head_dim,)
+    rows = (1, 17) if num_rows is None else (num_rows,)
+    tiles = dict.fromkeys(choose_tile(dtype, dim, n) for n in rows for dim in dims)
+    return tuple(tile.spec("attention_decode.cu", dtype) for tile in tiles)
+
+
+@lru_cache(maxsize=4096)
+def choose_num_splits(num_blocks: int, max_context_len: int, sm_count: int) -> int:
+    """Choose into how many parts the keys are cut.
+
+    Parameters
+    ----------
+    num_blocks : int
+        Thread blocks of one split: sequences * key/value heads * tiles of rows.
+    max_context_len : int
+        Longest sequence.
+    sm_count : int
+        Multiprocessors, each of which keeps two blocks busy.
+
+    Returns
+    -------
+    int
+        The smallest count with the least estimated time: rounds over the chip times the keys of a
+        split, with a fixed cost for every round and for the combining kernel.
+
+    Examples
+    --------
+    >>> choose_num_splits(8, 16384, sm_count=132), choose_num_splits(1024, 16384, sm_count=132)
+    (32, 1)
+    """
+    grains = ceil_div(max_context_len, _SPLIT_GRAIN)
+
+    def cost(splits: int) -> float:
+        rounds = ceil_div(num_blocks * splits, 2 * sm_count)
+        combine = 4.0 + 0.1 * splits if splits > 1 else 0.0
+        return rounds * (ceil_div(grains, splits) + 2.0) + combine
+
+    return min(range(1, max(1, min(grains, _MAX_SPLITS)) + 1), key=cost)
 
 
 def attention_decode(
@@ -50,9 +150,9 @@ def attention_decode(
         Into how many parts the keys of a sequence are cut, each worked on by a block of its own;
         chosen by default. The result depends on it by rounding only.
     max_context_len : int, optional
-        Bound of `context_lens`. Without it CUDA must synchronise once to find out.
+        Bound of `context_lens`, NB * block_size by default. Only `num_splits` is chosen by it.
     out : (B, Q, H, D) array of q's dtype, optional
-        Where to put the result.
+        Where to put the result; may be `q`.
     return_lse : bool
         Return the log-sum-exp too.
 
@@ -97,7 +197,7 @@ def attention_decode(
     rule = ScoreRule.checked(call, call["D"], scale, window, softcap)
     if num_splits is not None:
         check_count(call, "num_splits", num_splits)
-        call.check("num_splits", num_splits > 0, "1 or more", num_splits)
+        call.check("num_splits", 1 <= num_splits <= 1024, "from 1 to 1024", num_splits)
     if max_context_len is not None:
         check_count(call, "max_context_len", max_context_len)
     if call.on_cpu:
@@ -114,4 +214,84 @@ def attention_decode(
         )
         out = call.finish(out, result[0])
         return (out, result[1]) if return_lse else out
-    raise NotImplementedError
+    out = call.output("out", out, q.shape, q.dtype, layout="rows")
+    lse = call.xp.empty(q.shape[:3], np.float32) if return_lse else None
+    bound = pages.block_tables.shape[1] * call["block_size"]
+    if max_context_len is not None:
+        bound = min(bound, max_context_len)
+    _launch(q, pages, out, lse, rule, num_splits, bound)
+    return out if lse is None else (out, lse)
+
+
+def _launch(
+    q: Any, pages: Pages, out: Any, lse: Any, rule: ScoreRule, num_splits: int | None, bound: int
+) -> None:
+    (batch, num_queries, num_heads, head_dim), dtype = q.shape, dtype_name(q.dtype)
+    num_kv_heads = pages.k.shape[1]
+    num_rows = num_queries * (num_heads // num_kv_heads)
+    tile = choose_tile(dtype, head_dim, num_rows)
+    spec, row_tiles = tile.spec("attention_decode.cu", dtype), ceil_div(num_rows, tile.rows(dtype))
+    if num_splits is None:
+        keys = min(bound, rule.window + num_queries) if rule.window else bound
+        rounded = ceil_div(keys, _SPLIT_GRAIN) * _SPLIT_GRAIN  # so that the cache of choices hits
+        num_splits = choose_num_splits(batch * num_kv_heads * row_tiles, rounded, sm_count())
+    partial_o, partial_stats = _scratch(q, num_splits)
+    out_strides, q_strides = element_strides(out), element_strides(q)
+    shared = {
+        "context_lens": pages.context_lens,
+        "out": out,
+        "lse": lse,
+        "partial_o": partial_o,
+        "partial_stats": partial_stats,
+        "out_stride_b": out_strides[0],
+        "out_stride_t": out_strides[1],
+        "out_stride_h": out_strides[2],
+        "max_keys": pages.block_tables.shape[1] * pages.k.shape[2] if pages.k.size else 0,
+        "num_queries": num_queries,
+        "num_heads": num_heads,
+        "head_dim": head_dim,
+        "window": rule.window,
+        "num_splits": num_splits,
+    }
+    _KERNEL.launch(
+        spec,
+        (batch, num_kv_heads, num_splits * row_tiles),
+        (tile.threads,),
+        tile.shared_bytes(dtype),
+        q=q,
+        k=pages.k,
+        v=pages.v,
+        block_tables=pages.block_tables,
+        q_stride_b=q_strides[0],
+        q_stride_t=q_strides[1],
+        q_stride_h=q_strides[2],
+        page_stride=element_strides(pages.k)[0],
+        table_stride=element_strides(pages.block_tables)[0],
+        block_shift=pages.k.shape[2].bit_length() - 1,
+        num_blocks=pages.k.shape[0],
+        is_vector=int(are_aligned(q, pages.k, pages.v, out)),
+        scale=rule.scale,
+        softcap=rule.softcap,
+        **shared,
+    )
+    if partial_o is not None:
+        num_slots = batch * num_heads * num_queries
+        grid = (ceil_div(num_slots, _COMBINE_THREADS // 32),)
+        _COMBINE.launch(
+            spec,
+            grid,
+            (_COMBINE_THREADS,),
+            num_slots=num_slots,
+            num_kv_heads=num_kv_heads,
+            **shared,
+        )
+
+
+def _scratch(q: Any, num_splits: int) -> tuple[Any, Any]:
+    """Return memory for the splits' unfinished rows and their statistics; None for one split."""
+    if num_splits == 1:
+        return None, None
+    batch, num_queries, num_heads, head_dim = q.shape
+    xp = device.cupy()
+    slots = (num_splits, batch * num_heads * num_queries)
+    return xp.empty((*slots, head_dim), np.float32), xp.empty((*slots, 2), np.float32)

@@ -7,10 +7,60 @@ from typing import Any
 import numpy as np
 
 from engine import reference
-from engine.kernels._attention import Pages, ScoreRule, check_count, check_heads
+from engine.dtypes import dtype_name
+from engine.kernels._attention import (
+    MAX_HEAD_DIM,
+    Pages,
+    ScoreRule,
+    Tile,
+    are_aligned,
+    check_count,
+    check_heads,
+    element_strides,
+)
 from engine.kernels._contract import FLOATS, INT32, Contract
+from engine.kernels._launch import Kernel, ceil_div
+from engine.kernels._module import ModuleSpec
 
-__all__ = ["attention_prefill"]
+__all__ = ["attention_prefill", "choose_tile", "specs"]
+
+_KERNEL = Kernel(
+    "attention_prefill",
+    "q:ptr k:ptr v:ptr cu_seqlens_q:ptr cu_seqlens_k:ptr block_tables:ptr context_lens:ptr "
+    "out:ptr lse:ptr q_stride_t:i64 q_stride_h:i64 k_stride_t:i64 k_stride_h:i64 v_stride_t:i64 "
+    "v_stride_h:i64 page_stride:i64 table_stride:i64 out_stride_t:i64 out_stride_h:i64 "
+    "max_keys:i64 total_q:i32 num_heads:i32 head_dim:i32 block_shift:i32 num_blocks:i32 "
+    "causal:i32 window:i32 is_vector:i32 scale:f32 softcap:f32",
+)
+
+# Four warps of 32 rows each hold O in half of their registers up to D = 128; D = 256 needs all of
+# them for 16 rows. Keys and stages then fill what the smallest chips allow (99 KiB).
+_TILES_16 = (
+    Tile(64, 4, 1, 2, 64, 2),
+    Tile(96, 4, 1, 2, 32, 3),
+    Tile(128, 4, 1, 2, 32, 3),
+    Tile(256, 4, 1, 1, 32, 2),
+)
+_TILES_32 = (Tile(128, 4, 1, 4, 32, 1), Tile(256, 4, 1, 4, 32, 1))
+
+
+def choose_tile(dtype: str, head_dim: int) -> Tile:
+    """Choose the tile for heads of `head_dim`: the smallest padding there is.
+
+    Examples
+    --------
+    >>> choose_tile("bfloat16", 80).head_dim
+    96
+    """
+    tiles = _TILES_32 if dtype == "float32" else _TILES_16
+    return next(tile for tile in tiles if head_dim <= tile.head_dim)
+
+
+def specs(dtype: str, *, head_dim: int | None = None, **_: Any) -> tuple[ModuleSpec, ...]:
+    """Return the modules that the op may launch: for one head dim, or for all."""
+    dims = range(1, MAX_HEAD_DIM + 1) if head_dim is None else (head_dim,)
+    tiles = dict.fromkeys(choose_tile(dtype, dim) for dim in dims)
+    return tuple(tile.spec("attention_prefill.cu", dtype) for tile in tiles)
 
 
 def attention_prefill(
@@ -60,7 +110,7 @@ def attention_prefill(
     max_seqlen_q : int, optional
         Bound of the queries of one sequence. Without it CUDA must synchronise once to find out.
     out : (Tq, H, D) array of q's dtype, optional
-        Where to put the result; must not share memory with `q`, `k` or `v`.
+        Where to put the result; may be `q`.
     return_lse : bool
         Return the log-sum-exp too.
 
@@ -98,21 +148,7 @@ def attention_prefill(
     """
     call = Contract("attention_prefill")
     q = call.array("q", q, "Tq H D", FLOATS, layout="rows")
-    cu_seqlens_q = call.array("cu_seqlens_q", cu_seqlens_q, "B+1", INT32)
-    call.check("cu_seqlens_q", cu_seqlens_q.size > 0, "of length B+1 >= 1", cu_seqlens_q)
-    call.dims["B"] = cu_seqlens_q.size - 1
-    _check_cu_seqlens(call, "cu_seqlens_q", cu_seqlens_q, q.shape[0])
-    pages = None
-    if block_tables is None:
-        call.check("context_lens", context_lens is None, "None with dense k, v", context_lens)
-        k = call.array("k", k, "Tk K D", q.dtype, layout="rows")
-        v = call.array("v", v, "Tk K D", q.dtype, layout="rows")
-        cu_seqlens_k = call.array("cu_seqlens_k", cu_seqlens_k, "B+1", INT32)
-        _check_cu_seqlens(call, "cu_seqlens_k", cu_seqlens_k, k.shape[0])
-    else:
-        call.check("cu_seqlens_k", cu_seqlens_k is None, "None with block_tables", cu_seqlens_k)
-        pages = Pages.checked(call, {"k": k, "v": v}, q.dtype, block_tables, context_lens)
-        k, v, block_tables, context_lens = pages.k, pages.v, pages.block_tables, pages.context_lens
+    keys = _check_keys(call, q, k, v, cu_seqlens_q, cu_seqlens_k, block_tables, context_lens)
     check_heads(call)
     rule = ScoreRule.checked(call, call["D"], scale, window, softcap)
     call.check("window", causal or not window, "0 unless causal", window)
@@ -121,12 +157,7 @@ def attention_prefill(
     if call.on_cpu:
         result = reference.attention_prefill(
             q,
-            k,
-            v,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            block_tables=block_tables,
-            context_lens=context_lens,
+            **keys,
             causal=causal,
             scale=rule.scale,
             window=rule.window,
@@ -135,7 +166,48 @@ def attention_prefill(
         )
         out = call.finish(out, result[0])
         return (out, result[1]) if return_lse else out
-    raise NotImplementedError
+    out = call.output("out", out, q.shape, q.dtype, layout="rows")
+    lse = call.xp.empty(q.shape[:2], np.float32) if return_lse else None
+    if max_seqlen_q is None:
+        lengths = call.xp.diff(keys["cu_seqlens_q"])
+        max_seqlen_q = int(lengths.max()) if lengths.size else 0
+    _launch(q, keys, out, lse, causal, rule, max_seqlen_q)
+    return out if lse is None else (out, lse)
+
+
+def _check_keys(
+    call: Contract,
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    block_tables: Any,
+    context_lens: Any,
+) -> dict[str, Any]:
+    """Check what says where sequences lie; return it by name, dense or in pages."""
+    cu_seqlens_q = call.array("cu_seqlens_q", cu_seqlens_q, "B+1", INT32)
+    call.check("cu_seqlens_q", cu_seqlens_q.size > 0, "of length B+1, 1 or more", cu_seqlens_q)
+    call.dims["B"] = call["B+1"] - 1
+    _check_cu_seqlens(call, "cu_seqlens_q", cu_seqlens_q, q.shape[0])
+    if block_tables is not None:
+        call.check("cu_seqlens_k", cu_seqlens_k is None, "None with block_tables", cu_seqlens_k)
+        pages = Pages.checked(call, {"k": k, "v": v}, q.dtype, block_tables, context_lens)
+        k, v, block_tables, context_lens = pages.k, pages.v, pages.block_tables, pages.context_lens
+    else:
+        call.check("context_lens", context_lens is None, "None without block_tables", context_lens)
+        k = call.array("k", k, "Tk K D", q.dtype, layout="rows")
+        v = call.array("v", v, "Tk K D", q.dtype, layout="rows")
+        cu_seqlens_k = call.array("cu_seqlens_k", cu_seqlens_k, "B+1", INT32)
+        _check_cu_seqlens(call, "cu_seqlens_k", cu_seqlens_k, k.shape[0])
+    return {
+        "k": k,
+        "v": v,
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "block_tables": block_tables,
+        "context_lens": context_lens,
+    }
 
 
 def _check_cu_seqlens(call: Contract, name: str, cu_seqlens: Any, total: int) -> None:
@@ -144,3 +216,46 @@ def _check_cu_seqlens(call: Contract, name: str, cu_seqlens: Any, total: int) ->
         ends = bool(cu_seqlens[0] == 0 and cu_seqlens[-1] == total)
         ok = ends and bool(np.all(cu_seqlens[1:] >= cu_seqlens[:-1]))
         call.check(name, ok, f"rising from 0 to {total}", cu_seqlens.tolist())
+
+
+def _launch(
+    q: Any, keys: dict[str, Any], out: Any, lse: Any, causal: bool, rule: ScoreRule, max_q: int
+) -> None:
+    (total_q, num_heads, head_dim), dtype = q.shape, dtype_name(q.dtype)
+    tile = choose_tile(dtype, head_dim)
+    k, v, tables = keys["k"], keys["v"], keys["block_tables"]
+    is_paged, num_kv_heads = tables is not None, k.shape[1]
+    k_strides, v_strides = element_strides(k), element_strides(v)
+    num_rows = min(max_q, total_q) * (num_heads // num_kv_heads)
+    num_tiles = ceil_div(num_rows, tile.rows(dtype))
+    _KERNEL.launch(
+        tile.spec("attention_prefill.cu", dtype),
+        (num_tiles, num_kv_heads, keys["cu_seqlens_q"].size - 1),
+        (tile.threads,),
+        tile.shared_bytes(dtype),
+        q=q,
+        **keys,
+        out=out,
+        lse=lse,
+        q_stride_t=element_strides(q)[0],
+        q_stride_h=element_strides(q)[1],
+        k_stride_t=k_strides[2 if is_paged else 0],
+        k_stride_h=k_strides[1],
+        v_stride_t=v_strides[2 if is_paged else 0],
+        v_stride_h=v_strides[1],
+        page_stride=k_strides[0] if is_paged else 0,
+        table_stride=element_strides(tables)[0] if is_paged else 0,
+        out_stride_t=element_strides(out)[0],
+        out_stride_h=element_strides(out)[1],
+        max_keys=(tables.shape[1] * k.shape[2] if k.size else 0) if is_paged else k.shape[0],
+        total_q=total_q,
+        num_heads=num_heads,
+        head_dim=head_dim,
+        block_shift=k.shape[2].bit_length() - 1 if is_paged else 0,
+        num_blocks=k.shape[0] if is_paged else 0,
+        causal=int(causal),
+        window=rule.window,
+        is_vector=int(are_aligned(q, k, v, out)),
+        scale=rule.scale,
+        softcap=rule.softcap,
+    )

@@ -1,0 +1,227 @@
+// What every attention kernel needs: which keys a query row sees, where keys and values lie, how a
+// tile of them comes to shared memory, and where results go.
+//
+// Query heads that share a key/value head are packed: row = token * group + head, with group = H / K,
+// so one tile of keys serves the whole group, and short queries still fill a tile of rows.
+#pragma once
+
+#include "common/cp_async.cuh"
+#include "common/reduce.cuh"
+#include "common/types.cuh"
+
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+constexpr float kInf = __builtin_bit_cast(float, 0x7f800000);
+
+// 2^x; 2^-inf = 0. Relative error 2e-7.
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Hides from the compiler that x is what it was: what depends on it is computed here again, instead of
+// being kept in registers over a whole loop, where there are none to spare.
+__device__ __forceinline__ int recomputed(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
+// -inf as a reference to subtract would give NaN: a row without any key so far subtracts 0.
+__device__ __forceinline__ float finite_or_zero(float max) { return max == -kInf ? 0.0f : max; }
+
+// How a score is made of q.k, in units of log2: with softcap c, c * tanh(scale * q.k / c).
+struct ScoreRule {
+  float inner;   // softcap > 0: tanh(inner * q.k) comes first; else unused
+  float factor;  // times this gives the score * log2(e)
+  bool has_softcap;
+
+  __device__ __forceinline__ ScoreRule(float scale, float softcap)
+      : inner(softcap > 0.0f ? scale / softcap : 0.0f),
+        factor((softcap > 0.0f ? softcap : scale) * kLog2E),
+        has_softcap(softcap > 0.0f) {}
+
+  __device__ __forceinline__ float cap(float dot) const {
+    if constexpr (sizeof(scalar_t) == 4) return tanhf(inner * dot);
+    // tanh, to 3e-7 absolute
+    return 1.0f - __fdividef(2.0f, 1.0f + exp2_approx(2.0f * kLog2E * inner * dot));
+  }
+};
+
+// The query rows of one sequence and key/value head, and what they see.
+struct RowRule {
+  int count;           // rows: tokens * group
+  int group;           // query heads a key/value head
+  int first_last_key;  // last key that token 0 sees; negative: none
+  int causal;          // 1: each further token sees one key more; 0: all tokens see the same
+  unsigned reach;      // keys a row sees, counted back from its last one: window, or 2^31
+
+  __device__ __forceinline__ RowRule(int num_tokens, int group, int num_keys, bool causal, int window)
+      : count(num_tokens * group),
+        group(group),
+        first_last_key(causal ? num_keys - num_tokens : num_keys - 1),
+        causal(causal),
+        reach(window > 0 ? static_cast<unsigned>(window) : 1u << 31) {}
+
+  __device__ __forceinline__ int last_key(int row) const {
+    return first_last_key + (causal ? row / group : 0);
+  }
+  __device__ __forceinline__ int first_key(int row) const {
+    return reach < 1u << 31 ? max(0, last_key(row) - static_cast<int>(reach) + 1) : 0;
+  }
+  // One comparison for both borders: a negative difference is a huge unsigned one.
+  __device__ __forceinline__ bool sees(int last_key, int key) const {
+    return static_cast<unsigned>(last_key - key) < reach;
+  }
+};
+
+// Keys and values of one sequence and one key/value head: dense (table null), or in pages.
+struct KeyValues {
+  const scalar_t* k;  // of this head; dense: of this sequence's first token
+  const scalar_t* v;
+  const int* table;  // the sequence's row of the block table
+  int64_t k_token_stride, v_token_stride, page_stride;
+  int block_shift;  // log2(block_size)
+  int num_blocks;
+  int head_dim;
+  bool is_vector;  // rows start at, and are whole, 16-byte words
+
+  // SAFETY: an id outside the cache is clamped, so a damaged table cannot make us read elsewhere.
+  __device__ __forceinline__ int64_t page_offset(int key) const {
+    const unsigned id = static_cast<unsigned>(table[key >> block_shift]);
+    return static_cast<int64_t>(min(id, static_cast<unsigned>(num_blocks - 1))) * page_stride;
+  }
+};
+
+// Where a 16-byte word of a row lies in a tile of kHeadDim columns. 16-bit rows are swizzled: the
+// eight rows that ldmatrix reads at once must lie in eight different bank groups, but their pitch is a
+// multiple of 128 bytes (or of 64, where four words alternate by themselves). Float rows are padded by
+// one word, for the same reason.
+template <int kHeadDim>
+struct TileLayout {
+  static constexpr int kWords = kHeadDim / kVec;
+  static constexpr int kPitch = sizeof(scalar_t) == 2 ? kHeadDim : kHeadDim + kVec;
+  static_assert(sizeof(scalar_t) == 4 || kWords % 4 == 0, "a row of 64 bytes or a multiple");
+
+  __device__ static __forceinline__ int swizzle(int row) {
+    if constexpr (sizeof(scalar_t) == 4) return 0;
+    return kWords % 8 == 0 ? row & 7 : (row >> 1) & 3;
+  }
+  __device__ static __forceinline__ int offset(int row, int word) {
+    return row * kPitch + (word ^ swizzle(row)) * kVec;
+  }
+};
+
+// Copies one word of a row of head_dim values (none of it if !valid), zeros past the row's end.
+template <bool kIsVector>
+__device__ __forceinline__ void load_word(scalar_t* smem, const scalar_t* row, int word, int head_dim,
+                                          bool valid) {
+  const int column = word * kVec;
+  if constexpr (kIsVector) {
+    valid = valid && column < head_dim;
+    cp_async_16(smem, valid ? row + column : row, valid);
+  } else {
+    Vec<scalar_t, kVec> x;
+#pragma unroll
+    for (int i = 0; i < kVec; ++i)
+      x.v[i] = valid && column + i < head_dim ? row[column + i] : from_float<scalar_t>(0.0f);
+    store_vec(smem, x);
+  }
+}
+
+template <int kHeadDim, int kKeys, int kThreads, bool kIsVector>
+__device__ __forceinline__ void load_tile_words(scalar_t* smem_k, scalar_t* smem_v, const KeyValues& kv,
+                                                int first_key, int begin, int end) {
+  using Layout = TileLayout<kHeadDim>;
+  static_assert(kKeys * Layout::kWords % kThreads == 0, "every thread copies as many words");
+  const int thread = recomputed(threadIdx.x);
+#pragma unroll (kIsVector ? 4 : 1)
+  for (int step = 0; step < kKeys * Layout::kWords / kThreads; ++step) {
+    const int i = step * kThreads + thread;
+    const int row = i / Layout::kWords, word = i % Layout::kWords;
+    const int key = first_key + row;
+    const bool valid = key >= begin && key < end;
+    int64_t k_offset = 0, v_offset = 0;
+    if (valid) {
+      int token = key;
+      if (kv.table != nullptr) {
+        k_offset = v_offset = kv.page_offset(key);
+        token = key & ((1 << kv.block_shift) - 1);
+      }
+      k_offset += token * kv.k_token_stride;
+      v_offset += token * kv.v_token_stride;
+    }
+    const int offset = Layout::offset(row, word);
+    load_word<kIsVector>(smem_k + offset, kv.k + k_offset, word, kv.head_dim, valid);
+    load_word<kIsVector>(smem_v + offset, kv.v + v_offset, word, kv.head_dim, valid);
+  }
+}
+
+// Starts the copy of keys and values [first_key, first_key + kKeys) to smem_k and smem_v. Those outside
+// [begin, end) become zero and are not read: what lies there may be NaN, and 0 * NaN would reach the sum.
+template <int kHeadDim, int kKeys, int kThreads>
+__device__ __forceinline__ void load_tile(scalar_t* smem_k, scalar_t* smem_v, const KeyValues& kv,
+                                          int first_key, int begin, int end) {
+  if (kv.is_vector)
+    load_tile_words<kHeadDim, kKeys, kThreads, true>(smem_k, smem_v, kv, first_key, begin, end);
+  else
+    load_tile_words<kHeadDim, kKeys, kThreads, false>(smem_k, smem_v, kv, first_key, begin, end);
+}
+
+// The query rows of one sequence and key/value head.
+struct Queries {
+  const scalar_t* q;  // first token, first head of the group
+  int64_t token_stride, head_stride;
+  int head_dim;
+  bool is_vector;
+};
+
+// Starts the copy of query rows [row_begin, row_begin + kRows) to smem_q, zeros past the last row.
+template <int kHeadDim, int kRows, int kThreads>
+__device__ __forceinline__ void load_queries(scalar_t* smem_q, const Queries& queries,
+                                             const RowRule& rows, int row_begin) {
+  using Layout = TileLayout<kHeadDim>;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < kRows * Layout::kWords; i += kThreads) {
+    const int row = row_begin + i / Layout::kWords, word = i % Layout::kWords;
+    const bool valid = row < rows.count;
+    const int64_t offset = valid ? row / rows.group * queries.token_stride +
+                                       row % rows.group * queries.head_stride
+                                 : 0;
+    scalar_t* const target = smem_q + Layout::offset(i / Layout::kWords, word);
+    if (queries.is_vector)
+      load_word<true>(target, queries.q + offset, word, queries.head_dim, valid);
+    else
+      load_word<false>(target, queries.q + offset, word, queries.head_dim, valid);
+  }
+}
+
+// A writer of finished rows: out = o / sum, lse = ln(sum 2^max) (where asked for). What a core calls, for
+// a row's o = sum of P V: row() once a row; factor(), by which it multiplies o; at(), where the row
+// goes; pair() or single(), for every column of kHeadDim.
+struct Output {
+  scalar_t* out;  // first token, first head of the group
+  int64_t token_stride, head_stride;
+  float* lse;  // the same row's, contiguous (tokens, H); or null
+  int num_heads;
+  int group;
+  int head_dim;
+  bool is_vector;  // pair() may be used
+
+  __device__ __forceinline__ void row(int row, float max, float sum) const {
+    if (lse == nullptr) return;
+    const int64_t index = static_cast<int64_t>(row / group) * num_heads + row % group;
+    lse[index] = sum == 0.0f ? -kInf : (max + log2f(sum)) * kLn2;
+  }
+  __device__ __forceinline__ float factor(float sum) const { return sum == 0.0f ? 0.0f : 1.0f / sum; }
+  __device__ __forceinline__ scalar_t* at(int row) const {
+    return out + row / group * token_stride + row % group * head_stride;
+  }
+  __device__ __forceinline__ void pair(scalar_t* row, int column, float x, float y) const {
+    if (column < head_dim)
+      store_vec(row + column, Vec<scalar_t, 2>{from_float<scalar_t>(x), from_float<scalar_t>(y)});
+  }
+  __device__ __forceinline__ void single(scalar_t* row, int column, float x) const {
+    if (column < head_dim) row[column] = from_float<scalar_t>(x);
+  }
+};

@@ -1,0 +1,315 @@
+// Flash attention on tensor cores, for 16-bit inputs: one block, one tile of query rows, any keys.
+//
+// kWarpsM x kWarpsN warps. A warp owns 16 kRowTiles rows and kKeys / kWarpsN keys of each tile:
+// with kWarpsN = 1 rows are what is divided (prefill), with kWarpsM = 1 keys are (decode), and the
+// warps' results are merged at the end. Q, K and V come to shared memory by cp.async; K and V have
+// kStages tiles, so kStages - 1 are in flight while one is used.
+//
+// Per tile: S = Q K^T in float; P = 2^(S - running max), rounded to scalar_t; O = O 2^(old max - new)
+// + P V in float. The accumulators of S have the layout of the A operand of P V: P never leaves
+// registers. A lane 4 g + t holds rows g and g + 8 of each row tile (common/mma.cuh).
+#pragma once
+
+#include "common/attention.cuh"
+#include "common/mma.cuh"
+
+template <int kHeadDim, int kWarpsM, int kWarpsN, int kRowTiles, int kKeys, int kStages>
+struct MmaAttention {
+  using Layout = TileLayout<kHeadDim>;
+  static constexpr int kThreads = kWarpsM * kWarpsN * kWarpSize;
+  static constexpr int kWarpRows = 16 * kRowTiles;
+  static constexpr int kRows = kWarpRows * kWarpsM;
+  static constexpr int kWarpKeys = kKeys / kWarpsN;
+  static constexpr int kTile = kKeys * Layout::kPitch;  // elements of one tile of K, or of V
+  static constexpr int kSharedBytes =
+      (kRows * Layout::kPitch + kStages * 2 * kTile) * static_cast<int>(sizeof(scalar_t));
+  static_assert(kWarpKeys % 16 == 0, "a warp multiplies 16 keys at a time");
+
+  float o[kRowTiles][kHeadDim / 8][4];
+  float max[kRowTiles][2];  // running maximum, in units of log2
+  float sum[kRowTiles][2];  // this lane's part of the running sum of P
+
+  // Work through keys [begin, end) for rows row_begin and on; `smem` holds kSharedBytes.
+  __device__ __forceinline__ void run(scalar_t* smem, const Queries& queries, const KeyValues& kv,
+                                      const RowRule& rows, const ScoreRule& rule, int row_begin,
+                                      int begin, int end) {
+    scalar_t* const smem_kv = smem + kRows * Layout::kPitch;
+    const int warp_row = row_begin + warp_m() * kWarpRows;
+    start();
+    // What the warp's first and last row see; a warp past the last row has nothing to do.
+    const int low = rows.first_key(warp_row), low_last = rows.last_key(warp_row);
+    const int high_last = rows.last_key(min(warp_row + kWarpRows, rows.count) - 1);
+    const bool has_rows = warp_row < rows.count;
+
+    const int first = begin / kKeys * kKeys;
+    const int num_tiles = begin < end ? (end - first + kKeys - 1) / kKeys : 0;
+    load_queries<kHeadDim, kRows, kThreads>(smem, queries, rows, row_begin);
+#pragma unroll 1
+    for (int tile = 1 - kStages; tile < num_tiles; ++tile) {  // the first rounds only load
+      if (tile >= 0) {
+        cp_async_wait<kStages - 2>();
+        // SAFETY: makes every thread's copies of this tile visible, and says that all warps are done
+        // with the tile before, whose place the next load takes.
+        __syncthreads();
+      }
+      load(smem_kv, kv, tile + kStages - 1, num_tiles, first, begin, end);
+      const int key = first + tile * kKeys + warp_n() * kWarpKeys;
+      if (tile >= 0 && has_rows && key <= high_last && key + kWarpKeys > low) {
+        const bool is_whole = key + kWarpKeys - 1 <= low_last && rows.sees(high_last, key);
+        const scalar_t* smem_k = smem_kv + tile % kStages * 2 * kTile;
+        update(smem, smem_k, smem_k + kTile, rows, rule, warp_row, key, is_whole);
+      }
+    }
+    cp_async_wait<0>();
+  }
+
+  // Hand over the rows: see Output for what a writer is.
+  template <typename Writer>
+  __device__ __forceinline__ void finish(scalar_t* smem, const RowRule& rows, int row_begin,
+                                         const Writer& writer) {
+#pragma unroll
+    for (int r = 0; r < kRowTiles; ++r)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        sum[r][half] += __shfl_xor_sync(kFullMask, sum[r][half], 1);
+        sum[r][half] += __shfl_xor_sync(kFullMask, sum[r][half], 2);
+      }
+    if constexpr (kWarpsN > 1) {
+      merge(reinterpret_cast<float*>(smem), rows, row_begin, writer);
+    } else {
+#pragma unroll
+      for (int r = 0; r < kRowTiles; ++r)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int row = row_begin + warp_m() * kWarpRows + r * 16 + half * 8 + lane() / 4;
+          if (row >= rows.count) continue;
+          if (lane() % 4 == 0) writer.row(row, max[r][half], sum[r][half]);
+          store_row(writer, writer.at(row), o[r], half, writer.factor(sum[r][half]));
+        }
+    }
+  }
+
+ private:
+  __device__ static __forceinline__ int lane() { return threadIdx.x % kWarpSize; }
+  __device__ static __forceinline__ int warp_m() { return threadIdx.x / kWarpSize % kWarpsM; }
+  __device__ static __forceinline__ int warp_n() { return threadIdx.x / kWarpSize / kWarpsM; }
+
+  __device__ __forceinline__ void start() {
+#pragma unroll
+    for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        max[r][half] = -kInf;
+        sum[r][half] = 0.0f;
+      }
+#pragma unroll
+      for (int d = 0; d < kHeadDim / 8; ++d)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) o[r][d][i] = 0.0f;
+    }
+  }
+
+  // Every call closes a group, loaded or not, so that the waits count the same to the end.
+  __device__ static __forceinline__ void load(scalar_t* smem_kv, const KeyValues& kv, int tile,
+                                              int num_tiles, int first, int begin, int end) {
+    if (tile < num_tiles) {
+      scalar_t* smem_k = smem_kv + tile % kStages * 2 * kTile;
+      load_tile<kHeadDim, kKeys, kThreads>(smem_k, smem_k + kTile, kv, first + tile * kKeys, begin, end);
+    }
+    cp_async_commit();
+  }
+
+  // One tile of keys, of which the warp takes kWarpKeys from `key` on.
+  __device__ __forceinline__ void update(const scalar_t* smem_q, const scalar_t* smem_k,
+                                         const scalar_t* smem_v, const RowRule& rows,
+                                         const ScoreRule& rule, int warp_row, int key, bool is_whole) {
+    float s[kRowTiles][kWarpKeys / 8][4];
+    multiply_qk(s, smem_q, smem_k);
+    if (rule.has_softcap) {
+#pragma unroll
+      for (int r = 0; r < kRowTiles; ++r)
+#pragma unroll
+        for (int j = 0; j < kWarpKeys / 8; ++j)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) s[r][j][i] = rule.cap(s[r][j][i]);
+    }
+    if (!is_whole) {
+#pragma unroll
+      for (int r = 0; r < kRowTiles; ++r)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int last_key = rows.last_key(warp_row + r * 16 + half * 8 + lane() / 4);
+#pragma unroll
+          for (int j = 0; j < kWarpKeys / 8; ++j)
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+              if (!rows.sees(last_key, key + j * 8 + lane() % 4 * 2 + i)) s[r][j][2 * half + i] = -kInf;
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < kRowTiles; ++r) {
+      softmax<0>(s[r], r, rule.factor);
+      softmax<1>(s[r], r, rule.factor);
+    }
+    multiply_pv(s, smem_v);
+  }
+
+  __device__ static __forceinline__ void multiply_qk(float (&s)[kRowTiles][kWarpKeys / 8][4],
+                                                     const scalar_t* smem_q, const scalar_t* smem_k) {
+#pragma unroll
+    for (int r = 0; r < kRowTiles; ++r)
+#pragma unroll
+      for (int j = 0; j < kWarpKeys / 8; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[r][j][i] = 0.0f;
+    const int lane = recomputed(threadIdx.x % kWarpSize);
+    const int q_row = warp_m() * kWarpRows + lane % 16, q_word = lane / 16;
+    const int k_row = warp_n() * kWarpKeys + lane % 8 + lane / 16 * 8, k_word = lane / 8 % 2;
+    const scalar_t* q = smem_q + q_row * Layout::kPitch;
+    const scalar_t* k = smem_k + k_row * Layout::kPitch;
+    const int q_swizzle = Layout::swizzle(q_row) ^ q_word, k_swizzle = Layout::swizzle(k_row) ^ k_word;
+#pragma unroll
+    for (int step = 0; step < kHeadDim / 16; ++step) {
+      uint32_t frag_q[kRowTiles][4];
+#pragma unroll
+      for (int r = 0; r < kRowTiles; ++r)
+        ldmatrix_x4(frag_q[r], q + r * 16 * Layout::kPitch + ((2 * step) ^ q_swizzle) * kVec);
+#pragma unroll
+      for (int j = 0; j < kWarpKeys / 16; ++j) {
+        uint32_t frag[4];
+        ldmatrix_x4(frag, k + j * 16 * Layout::kPitch + ((2 * step) ^ k_swizzle) * kVec);
+        const uint32_t left[2] = {frag[0], frag[1]}, right[2] = {frag[2], frag[3]};
+#pragma unroll
+        for (int r = 0; r < kRowTiles; ++r) {
+          mma_m16n8k16<scalar_t>(s[r][2 * j], frag_q[r], left);
+          mma_m16n8k16<scalar_t>(s[r][2 * j + 1], frag_q[r], right);
+        }
+      }
+    }
+  }
+
+  // Turns half a row tile's scores (rows g or g + 8) into P, and carries max, sum and O along.
+  template <int kHalf>
+  __device__ __forceinline__ void softmax(float (&s)[kWarpKeys / 8][4], int r, float factor) {
+    float top = s[0][2 * kHalf];
+#pragma unroll
+    for (int j = 0; j < kWarpKeys / 8; ++j) top = fmaxf(top, fmaxf(s[j][2 * kHalf], s[j][2 * kHalf + 1]));
+    top = fmaxf(top, __shfl_xor_sync(kFullMask, top, 1));
+    top = fmaxf(top, __shfl_xor_sync(kFullMask, top, 2));
+    const float new_max = fmaxf(max[r][kHalf], top * factor);
+    const float reference = finite_or_zero(new_max);
+    const float shrink = exp2_approx(max[r][kHalf] - reference);
+    max[r][kHalf] = new_max;
+    float part = 0.0f;
+#pragma unroll
+    for (int j = 0; j < kWarpKeys / 8; ++j)
+#pragma unroll
+      for (int i = 2 * kHalf; i < 2 * kHalf + 2; ++i) {
+        s[j][i] = exp2_approx(fmaf(s[j][i], factor, -reference));
+        part += s[j][i];
+      }
+    sum[r][kHalf] = sum[r][kHalf] * shrink + part;
+#pragma unroll
+    for (int d = 0; d < kHeadDim / 8; ++d) {
+      o[r][d][2 * kHalf] *= shrink;
+      o[r][d][2 * kHalf + 1] *= shrink;
+    }
+  }
+
+  __device__ __forceinline__ void multiply_pv(const float (&p)[kRowTiles][kWarpKeys / 8][4],
+                                              const scalar_t* smem_v) {
+    const int lane = recomputed(threadIdx.x % kWarpSize);
+    const int v_row = warp_n() * kWarpKeys + lane % 16;
+    const scalar_t* v = smem_v + v_row * Layout::kPitch;
+    const int v_swizzle = Layout::swizzle(v_row) ^ (lane / 16);
+#pragma unroll
+    for (int j = 0; j < kWarpKeys / 16; ++j) {
+      uint32_t frag_p[kRowTiles][4];
+#pragma unroll
+      for (int r = 0; r < kRowTiles; ++r)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          frag_p[r][i] = pack2<scalar_t>(p[r][2 * j + i / 2][i % 2 * 2], p[r][2 * j + i / 2][i % 2 * 2 + 1]);
+#pragma unroll
+      for (int d = 0; d < kHeadDim / 16; ++d) {
+        uint32_t frag[4];
+        ldmatrix_x4_trans(frag, v + j * 16 * Layout::kPitch + ((2 * d) ^ v_swizzle) * kVec);
+        const uint32_t left[2] = {frag[0], frag[1]}, right[2] = {frag[2], frag[3]};
+#pragma unroll
+        for (int r = 0; r < kRowTiles; ++r) {
+          mma_m16n8k16<scalar_t>(o[r][2 * d], frag_p[r], left);
+          mma_m16n8k16<scalar_t>(o[r][2 * d + 1], frag_p[r], right);
+        }
+      }
+    }
+  }
+
+  template <typename Writer, typename T>
+  __device__ static __forceinline__ void store_row(const Writer& writer, T* out,
+                                                   const float (&row_o)[kHeadDim / 8][4], int half,
+                                                   float factor) {
+    if (writer.is_vector) {
+#pragma unroll
+      for (int d = 0; d < kHeadDim / 8; ++d)
+        writer.pair(out, d * 8 + lane() % 4 * 2, row_o[d][2 * half] * factor,
+                    row_o[d][2 * half + 1] * factor);
+    } else {
+#pragma unroll
+      for (int d = 0; d < kHeadDim / 8; ++d)
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          writer.single(out, d * 8 + lane() % 4 * 2 + i, row_o[d][2 * half + i] * factor);
+    }
+  }
+
+  // The warps that shared the keys of these rows put their results to shared memory; all threads
+  // then add them up, always in the same order.
+  template <typename Writer>
+  __device__ __forceinline__ void merge(float* smem, const RowRule& rows, int row_begin,
+                                        const Writer& writer) {
+    float* const smem_max = smem;  // [kWarpsN][kRows], then the sums, then O [kWarpsN][kRows][kHeadDim]
+    float* const smem_sum = smem_max + kWarpsN * kRows;
+    float* const smem_o = smem_sum + kWarpsN * kRows;
+    static_assert(kWarpsN * kRows * (2 + kHeadDim) * 4 <= kSharedBytes, "the merge fits in the tiles");
+    __syncthreads();  // SAFETY: other warps may still read the last tile, which this overwrites.
+#pragma unroll
+    for (int r = 0; r < kRowTiles; ++r)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = warp_m() * kWarpRows + r * 16 + half * 8 + lane() / 4;
+        const int slot = warp_n() * kRows + row;
+        if (lane() % 4 == 0) {
+          smem_max[slot] = max[r][half];
+          smem_sum[slot] = sum[r][half];
+        }
+#pragma unroll
+        for (int d = 0; d < kHeadDim / 8; ++d)
+          store_vec(smem_o + slot * kHeadDim + d * 8 + lane() % 4 * 2,
+                    Vec<float, 2>{o[r][d][2 * half], o[r][d][2 * half + 1]});
+      }
+    __syncthreads();
+    constexpr int kPairs = kHeadDim / 2;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < kRows * kPairs; i += kThreads) {
+      const int row = i / kPairs, column = i % kPairs * 2;
+      if (row_begin + row >= rows.count) break;
+      float top = -kInf, total = 0.0f, x = 0.0f, y = 0.0f;
+#pragma unroll
+      for (int w = 0; w < kWarpsN; ++w) top = fmaxf(top, smem_max[w * kRows + row]);
+#pragma unroll
+      for (int w = 0; w < kWarpsN; ++w) {
+        const int slot = w * kRows + row;
+        const float weight = exp2_approx(smem_max[slot] - finite_or_zero(top));
+        const Vec<float, 2> part = load_vec<float, 2>(smem_o + slot * kHeadDim + column);
+        total += smem_sum[slot] * weight;
+        x += part.v[0] * weight;
+        y += part.v[1] * weight;
+      }
+      if (column == 0) writer.row(row_begin + row, top, total);
+      const float factor = writer.factor(total);
+      auto* out = writer.at(row_begin + row);
+      writer.single(out, column, x * factor);
+      writer.single(out, column + 1, y * factor);
+    }
+  }
+};

@@ -1,0 +1,122 @@
+// Flash attention in true float32 on CUDA cores: one block, one tile of query rows, any keys.
+//
+// kWarps warps of kWarpRows rows each; tiles of 32 keys. For the scores a lane is a key, for P V it is
+// every 32nd column of the result, and P goes from one to the other by shuffles. Nothing is rounded on
+// the way. This is the path of checks and small models, not of speed.
+#pragma once
+
+#include "common/attention.cuh"
+
+template <int kHeadDim, int kWarps, int kWarpRows>
+struct SimtAttention {
+  using Layout = TileLayout<kHeadDim>;
+  static constexpr int kThreads = kWarps * kWarpSize;
+  static constexpr int kRows = kWarps * kWarpRows;
+  static constexpr int kKeys = kWarpSize;
+  static constexpr int kColumns = kHeadDim / kWarpSize;  // columns of O a lane holds
+  static constexpr int kSharedBytes =
+      (kRows + 2 * kKeys) * Layout::kPitch * static_cast<int>(sizeof(scalar_t));
+
+  float o[kWarpRows][kColumns];
+  float max[kWarpRows];  // running maximum, in units of log2
+  float sum[kWarpRows];  // this lane's part of the running sum of P
+
+  __device__ __forceinline__ void run(scalar_t* smem, const Queries& queries, const KeyValues& kv,
+                                      const RowRule& rows, const ScoreRule& rule, int row_begin,
+                                      int begin, int end) {
+    scalar_t* const smem_k = smem + kRows * Layout::kPitch;
+    scalar_t* const smem_v = smem_k + kKeys * Layout::kPitch;
+    const scalar_t* q = smem + warp_idx() * kWarpRows * Layout::kPitch;
+    const int warp_row = row_begin + warp_idx() * kWarpRows;
+    const int low = rows.first_key(warp_row);
+    const int high_last = rows.last_key(min(warp_row + kWarpRows, rows.count) - 1);
+#pragma unroll
+    for (int r = 0; r < kWarpRows; ++r) {
+      max[r] = -kInf;
+      sum[r] = 0.0f;
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) o[r][c] = 0.0f;
+    }
+    load_queries<kHeadDim, kRows, kThreads>(smem, queries, rows, row_begin);
+#pragma unroll 1
+    for (int key = begin / kKeys * kKeys; key < end; key += kKeys) {
+      __syncthreads();  // SAFETY: all warps are done with the tile that is overwritten now.
+      load_tile<kHeadDim, kKeys, kThreads>(smem_k, smem_v, kv, key, begin, end);
+      cp_async_commit();
+      cp_async_wait<0>();
+      __syncthreads();
+      if (warp_row < rows.count && key <= high_last && key + kKeys > low)
+        update(q, smem_k, smem_v, rows, rule, warp_row, key, kv.head_dim);
+    }
+    cp_async_wait<0>();
+  }
+
+  template <typename Writer>
+  __device__ __forceinline__ void finish(scalar_t*, const RowRule& rows, int row_begin,
+                                         const Writer& writer) {
+#pragma unroll
+    for (int r = 0; r < kWarpRows; ++r) {
+      const int row = row_begin + warp_idx() * kWarpRows + r;
+      if (row >= rows.count) break;
+      const float total = warp_sum(sum[r]);
+      if (lane() == 0) writer.row(row, max[r], total);
+      const float factor = writer.factor(total);
+      auto* out = writer.at(row);
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) writer.single(out, c * kWarpSize + lane(), o[r][c] * factor);
+    }
+  }
+
+ private:
+  __device__ static __forceinline__ int lane() { return threadIdx.x % kWarpSize; }
+  __device__ static __forceinline__ int warp_idx() { return threadIdx.x / kWarpSize; }
+
+  __device__ __forceinline__ void update(const scalar_t* q, const scalar_t* smem_k,
+                                         const scalar_t* smem_v, const RowRule& rows,
+                                         const ScoreRule& rule, int warp_row, int key, int head_dim) {
+    float p[kWarpRows];
+#pragma unroll
+    for (int r = 0; r < kWarpRows; ++r) p[r] = 0.0f;
+    const scalar_t* k = smem_k + lane() * Layout::kPitch;
+#pragma unroll 4
+    for (int d = 0; d < head_dim; d += kVec) {
+      const Vec<scalar_t, kVec> frag_k = load_vec<scalar_t, kVec>(k + d);
+#pragma unroll
+      for (int r = 0; r < kWarpRows; ++r) {
+        const Vec<scalar_t, kVec> frag_q = load_vec<scalar_t, kVec>(q + r * Layout::kPitch + d);
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) p[r] += to_float(frag_q.v[i]) * to_float(frag_k.v[i]);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kWarpRows; ++r) softmax(p[r], rows, rule, r, rows.last_key(warp_row + r), key);
+    const scalar_t* v = smem_v + lane();
+#pragma unroll 4
+    for (int j = 0; j < kKeys; ++j) {
+      float weight[kWarpRows];
+#pragma unroll
+      for (int r = 0; r < kWarpRows; ++r) weight[r] = __shfl_sync(kFullMask, p[r], j);
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        const float value = to_float(v[j * Layout::kPitch + c * kWarpSize]);
+#pragma unroll
+        for (int r = 0; r < kWarpRows; ++r) o[r][c] += weight[r] * value;
+      }
+    }
+  }
+
+  // Turns the lane's q.k into P, and carries max, sum and O of row r along.
+  __device__ __forceinline__ void softmax(float& p, const RowRule& rows, const ScoreRule& rule, int r,
+                                          int last_key, int key) {
+    if (rule.has_softcap) p = rule.cap(p);
+    if (!rows.sees(last_key, key + lane())) p = -kInf;
+    const float new_max = fmaxf(max[r], warp_max(p) * rule.factor);
+    const float reference = finite_or_zero(new_max);
+    const float shrink = exp2_approx(max[r] - reference);
+    max[r] = new_max;
+    p = exp2_approx(fmaf(p, rule.factor, -reference));
+    sum[r] = sum[r] * shrink + p;
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) o[r][c] *= shrink;
+  }
+};
