@@ -1,4 +1,7 @@
-"""Matrix product with a fused epilogue: `cuda_src/gemm.cu`, mirror `reference/gemm.py`."""
+"""Matrix product with a fused epilogue: `cuda_src/gemm.cu`, mirror `reference/gemm.py`.
+
+How the kernel is chosen and launched is in `_gemm.py`, which rmsnorm_gemm shares.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,16 @@ from typing import Any
 import numpy as np
 
 from engine import reference
-from engine.errors import CompileError
 from engine.kernels._contract import FLOAT32, FLOATS, Contract
+from engine.kernels._gemm import ACTIVATIONS, Config, Operands, choose_config, launch
+from engine.kernels._module import ModuleSpec
 
-__all__ = ["ACTIVATIONS", "gemm"]
+__all__ = ["Config", "choose_config", "gemm", "specs"]
 
-ACTIVATIONS: tuple[str | None, ...] = (None, "silu", "gelu", "gelu_tanh", "relu")
+
+def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
+    """Return the modules that the op may launch for `dtype`."""
+    return (ModuleSpec("gemm.cu", dtype),)
 
 
 def gemm(
@@ -79,4 +86,6 @@ def gemm(
             x, weight, bias=bias, residual=residual, activation=activation, out_dtype=dtype
         )
         return call.finish(out, result)
-    raise CompileError("gemm has no CUDA kernel yet")
+    out = call.output("out", out, (call["M"], call["N"]), dtype, layout="rows")
+    launch("gemm", Operands(x, weight, out, bias, residual, activation))
+    return out

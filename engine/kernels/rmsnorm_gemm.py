@@ -1,14 +1,23 @@
-"""RMSNorm fused into the product after it: `cuda_src/rmsnorm_gemm.cu`."""
+"""RMSNorm fused in front of a product: `cuda_src/rmsnorm_gemm.cu`.
+
+Mirror `reference/rmsnorm_gemm.py`; the kernel is chosen and launched as gemm's is, in `_gemm.py`.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 from engine import reference
-from engine.errors import CompileError
 from engine.kernels._contract import FLOATS, Contract
+from engine.kernels._gemm import Norm, Operands, launch
+from engine.kernels._module import ModuleSpec
 
-__all__ = ["rmsnorm_gemm"]
+__all__ = ["rmsnorm_gemm", "specs"]
+
+
+def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
+    """Return the modules that the op may launch for `dtype` (gemm's adds up split sums)."""
+    return (ModuleSpec("rmsnorm_gemm.cu", dtype), ModuleSpec("gemm.cu", dtype))
 
 
 def rmsnorm_gemm(
@@ -63,6 +72,7 @@ def rmsnorm_gemm(
     x = call.array("x", x, "M K", FLOATS, layout="rows")
     norm_weight = call.array("norm_weight", norm_weight, "K", x.dtype)
     weight = call.array("weight", weight, "N K", x.dtype)
+    call.check("x", call["K"] > 0, "of at least one feature", x.shape)
     call.number("eps", eps, low=0.0)
     call.number("weight_offset", weight_offset)
     if bias is not None:
@@ -72,4 +82,7 @@ def rmsnorm_gemm(
             x, norm_weight, weight, eps=eps, weight_offset=weight_offset, bias=bias
         )
         return call.finish(out, result)
-    raise CompileError("rmsnorm_gemm has no CUDA kernel yet")
+    out = call.output("out", out, (call["M"], call["N"]), x.dtype, layout="rows")
+    operands = Operands(x, weight, out, bias)
+    launch("rmsnorm_gemm", operands, Norm(norm_weight, eps, weight_offset))
+    return out

@@ -6,9 +6,18 @@ from typing import Any
 
 import numpy as np
 
+from engine.reference import _activation
+
 __all__ = ["gemm"]
 
 Array = np.ndarray[Any, Any]
+
+_ACTIVATIONS = {
+    "silu": _activation.silu,
+    "gelu": _activation.gelu_erf,
+    "gelu_tanh": _activation.gelu_tanh,
+    "relu": _activation.relu,
+}
 
 
 def gemm(
@@ -21,20 +30,11 @@ def gemm(
     out_dtype: Any = None,
 ) -> Array:
     """y = activation(x W^T + bias) + residual, in float32, rounded once."""
-    y = x.astype(np.float32, copy=False) @ weight.astype(np.float32, copy=False).T
+    y: Array = x.astype(np.float32, copy=False) @ weight.astype(np.float32, copy=False).T
     if bias is not None:
         y += bias.astype(np.float32, copy=False)
-    y = _activate(y, activation)
+    if activation is not None:
+        y = _ACTIVATIONS[activation](y)
     if residual is not None:
         y += residual.astype(np.float32, copy=False)
     return y.astype(x.dtype if out_dtype is None else out_dtype, copy=False)
-
-
-def _activate(y: Array, activation: str | None) -> Array:
-    from engine import reference
-
-    if activation is None:
-        return y
-    if activation == "gelu_tanh":
-        return reference.gelu(y, approximate="tanh")
-    return {"silu": reference.silu, "gelu": reference.gelu, "relu": reference.relu}[activation](y)
