@@ -218,7 +218,7 @@ class PrefixTree:
             if node is None:
                 return count
             self._evict(node)
-        return num_blocks
+        return max(0, num_blocks)
 
     def evict_host(self, num_blocks: int) -> int:
         """Free up to `num_blocks` host blocks, likewise; return how many were freed."""

@@ -250,7 +250,8 @@ class Scheduler:
             is_full = start >= len(request.block_table) * block_size
             if (is_full or request.shares_last_block) and not self._make_room(request, output):
                 continue
-            sequences.append(ScheduledSequence(request, start, 1, True, request.num_pending_tokens))
+            num_pending = 1 if request.num_pending_tokens else 0  # of this step's one token
+            sequences.append(ScheduledSequence(request, start, 1, True, num_pending))
             request.num_computed_tokens = start + 1
             request.num_tokens += 1
             request.num_pending_tokens += 1
@@ -312,7 +313,7 @@ class Scheduler:
     def _schedule_chunk(self, request: Request, output: ScheduleOutput) -> None:
         start, num_new = request.num_computed_tokens, self._chunk(request, output)
         is_sampled = start + num_new == request.num_tokens
-        num_pending = request.num_pending_tokens if is_sampled else 0
+        num_pending = 1 if is_sampled and request.num_pending_tokens else 0
         output.sequences.append(ScheduledSequence(request, start, num_new, is_sampled, num_pending))
         output.num_scheduled_tokens += num_new
         request.num_computed_tokens += num_new

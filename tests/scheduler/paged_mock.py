@@ -71,7 +71,7 @@ class PagedMock:
         self.block_size = config.block_size
         self.pages = [[None] * config.block_size for _ in range(config.num_blocks)]
         self.host = [None] * config.num_host_blocks
-        self._last_sampled = {}
+        self._sampled = {}  # (request, position) -> id, as the device knows it
 
     def run(self, output):
         """Move blocks, then compute; return the sampled ids by request id."""
@@ -88,36 +88,23 @@ class PagedMock:
 
     def _run(self, sequence):
         request = sequence.request
-        ids = request.token_ids(sequence.start, sequence.context_len)
-        if sequence.num_pending_tokens:
-            ids = [*ids, self._last_sampled[request]]
-        assert len(ids) == sequence.num_scheduled_tokens
-        value = self._check_context(request, sequence.start)
-        for position, token in enumerate(ids, sequence.start):
-            value = chain(value, token)
-            block = request.block_table[position // self.block_size]
-            self.pages[block][position % self.block_size] = value
-        if not sequence.is_sampled:
-            return None
-        self._last_sampled[request] = next_token(value)
-        return request.request_id, [next_token(value)]
-
-    def _check_context(self, request, start):
+        known = request.token_ids(0, sequence.context_len)
+        unknown = range(len(known), sequence.context_len)
+        ids = [*known, *(self._sampled[request, position] for position in unknown)]
+        assert sequence.num_pending_tokens == min(len(unknown), 1)
         value = seed_of(request)
-        ids = request.token_ids(0, start)
-        if len(ids) < start:
-            ids = [*ids, *self._unknown(request, start - len(ids))]
         for position, token in enumerate(ids):
             value = chain(value, token)
             block = request.block_table[position // self.block_size]
-            found = self.pages[block][position % self.block_size]
-            assert found == value, f"{request.request_id}: slot {position} (block {block})"
-        return value
-
-    def _unknown(self, request, count):
-        """Ids before the chunk that have not reached the host."""
-        assert count == 1, "at most one step may be in flight"
-        return [self._last_sampled[request]]
+            slot = position % self.block_size
+            if position >= sequence.start:
+                self.pages[block][slot] = value
+            where = f"{request.request_id}: slot {position} (block {block})"
+            assert self.pages[block][slot] == value, where
+        if not sequence.is_sampled:
+            return None
+        self._sampled[request, sequence.context_len] = next_token(value)
+        return request.request_id, [next_token(value)]
 
 
 def drive(scheduler, mock, *, late=0, max_steps=10_000):

@@ -1,0 +1,137 @@
+"""The slab of pages, and how many blocks fit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from engine.cache.kv_cache import KVCache, KVGeometry, MemoryBudget, plan_num_blocks
+from engine.cache.memory_pool import MemoryPool
+from engine.device import CPU, Device
+from engine.errors import ConfigError, ContractError, DTypeError, OutOfMemoryError
+
+GEOMETRY = KVGeometry(num_layers=2, num_kv_heads=3, head_dim=8, block_size=16)
+
+
+def build(xp, **changes):
+    device = CPU if xp is np else Device("cuda")
+    return KVCache(KVGeometry(**{**vars(GEOMETRY), **changes}), 5, MemoryPool(device))
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_layers_are_views_of_one_slab(xp, block_size, dtype):
+    cache = build(xp, block_size=block_size, dtype=dtype)
+    assert cache.slab.shape == (2, 2, 5, 3, block_size, 8)
+    assert cache.slab.flags.c_contiguous and not cache.slab.any()
+    assert cache.slab.nbytes == 5 * cache.geometry.bytes_per_block
+    k_pages, v_pages = cache.layer(1)
+    k_pages[4, 2, block_size - 1, 7] = 1
+    v_pages[0] = 2
+    assert float(cache.slab[1, 0, 4, 2, -1, 7]) == 1.0
+    assert float(cache.flat_pages[3, 0].max()) == 2.0  # layer 1, v
+    assert len(cache.layers) == 2 and cache.layers[1][0].flags.c_contiguous
+
+
+def test_poison_fills_exactly_the_freed_blocks(xp):
+    cache = build(xp)
+    cache.poison([1, 3])
+    cache.poison([])
+    is_nan = xp.isnan(cache.slab).all(axis=(0, 1, 3, 4, 5))
+    assert is_nan.tolist() == [False, True, False, True, False]
+    assert not xp.isnan(cache.slab[:, :, [0, 2, 4]]).any()
+
+
+def test_block_tables_are_checked():
+    cache = build(np)
+    cache.check_blocks([0, 4])
+    for block in (-1, 5):
+        with pytest.raises(ContractError, match=rf"must be in \[0, 5\); got {block}"):
+            cache.check_blocks([0, block])
+
+
+def test_close_returns_the_memory():
+    pool = MemoryPool(CPU)
+    cache = KVCache(GEOMETRY, 5, pool)
+    cache.close()
+    assert pool.used == 0 and cache.slab.nbytes == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"num_layers": 0}, ConfigError),
+        ({"head_dim": -1}, ConfigError),
+        ({"block_size": 17}, ConfigError),
+        ({"dtype": "int8"}, DTypeError),
+    ],
+)
+def test_bad_geometry(changes, error):
+    with pytest.raises(error, match=next(iter(changes))):
+        KVGeometry(**{**vars(GEOMETRY), **changes})
+
+
+def test_bad_number_of_blocks():
+    with pytest.raises(ConfigError, match="num_blocks must be at least 1; got 0"):
+        KVCache(GEOMETRY, 0)
+
+
+GIB = 1 << 30
+LARGE = KVGeometry(num_layers=32, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
+
+
+def budget(**changes):
+    fields = {"total": 140 * GIB, "others": GIB, "weights": 16 * GIB, "activations": 2 * GIB}
+    return MemoryBudget(**{**fields, **changes})
+
+
+def test_a_plan_takes_what_is_left_or_what_can_be_used():
+    assert LARGE.bytes_per_block == 2 << 20
+    plan = plan_num_blocks(budget(), LARGE, max_model_len=131072, max_num_seqs=256)
+    assert plan.num_blocks == (int(140 * GIB * 0.9) - 19 * GIB) // (2 << 20)
+    assert plan.num_tokens == plan.num_blocks * 16
+    assert "all that 107.00 GiB hold" in plan.reason
+    plan = plan_num_blocks(budget(), LARGE, max_model_len=1000, max_num_seqs=4)
+    assert plan.num_blocks == 4 * 63 and "4 requests of 1000 tokens" in plan.reason
+    plan = plan_num_blocks(budget(), LARGE, max_model_len=1000, max_num_seqs=4, num_blocks=7)
+    assert (plan.num_blocks, plan.num_bytes) == (7, 14 << 20) and "as asked for" in plan.reason
+
+
+def test_out_of_memory_says_all_numbers_and_what_would_fit():
+    tight = budget(total=24 * GIB, others=2 * GIB)
+    with pytest.raises(OutOfMemoryError) as caught:
+        plan_num_blocks(tight, LARGE, max_model_len=131072, max_num_seqs=4)
+    text = str(caught.value)
+    for part in (
+        "one request of max_model_len=131072 needs 16.00 GiB of KV cache",
+        "24.00 GiB in total, of which 90% may be used",
+        "others use 2.00 GiB, weights 16.00 GiB, activations 2.00 GiB",
+        "left for the KV cache: 1.60 GiB",
+        "which buys 13104 tokens",
+        "max_model_len=13104",
+        "free 14.40 GiB elsewhere",
+    ):
+        assert part in text, text
+    assert "memory_utilization" not in text  # no share up to 1 is enough
+    plan_num_blocks(tight, LARGE, max_model_len=13104, max_num_seqs=4)
+
+
+def test_out_of_memory_proposes_settings_that_work():
+    tight = budget(total=24 * GIB, utilization=0.85)
+    with pytest.raises(OutOfMemoryError, match=r"num_blocks=716; or memory_utilization=0.871"):
+        plan_num_blocks(tight, LARGE, max_model_len=64, max_num_seqs=4, num_blocks=966)
+    better = budget(total=24 * GIB, utilization=0.871)
+    plan_num_blocks(better, LARGE, max_model_len=64, max_num_seqs=4, num_blocks=966)
+    plan_num_blocks(tight, LARGE, max_model_len=64, max_num_seqs=4, num_blocks=716)
+
+
+def test_no_room_at_all():
+    full = budget(total=12 * GIB)
+    with pytest.raises(OutOfMemoryError, match=r"buys 0 tokens.*fit: free 8.20 GiB elsewhere"):
+        plan_num_blocks(full, LARGE, max_model_len=16, max_num_seqs=1)
+
+
+@pytest.mark.parametrize("utilization", [0.0, 1.01, float("nan")])
+def test_bad_utilization(utilization):
+    with pytest.raises(ConfigError, match="utilization"):
+        budget(utilization=utilization)

@@ -1,0 +1,210 @@
+"""Search for an order of calls that breaks the scheduler, on the mock of pages.
+
+After every rule all invariants are checked, and every output so far must begin the output that the
+request has alone. `ENGINE_TEST_EXAMPLES=2000` searches deeper than the default.
+"""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, event, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.errors import RequestError
+from engine.request import RequestStatus
+from engine.scheduler.admission import QueueFullError
+from engine.scheduler.config import SchedulerConfig
+from engine.scheduler.scheduler import Scheduler
+from tests.scheduler.paged_mock import VOCAB, PagedMock, drive, make_request, oracle
+
+EXAMPLES = int(os.environ.get("ENGINE_TEST_EXAMPLES", "40"))
+
+configs = st.builds(
+    SchedulerConfig,
+    num_blocks=st.integers(3, 8),
+    max_model_len=st.just(120),
+    max_num_seqs=st.integers(2, 6),
+    max_num_batched_tokens=st.sampled_from([6, 17, 64]),
+    max_prefill_chunk=st.sampled_from([0, 5]),
+    watermark=st.sampled_from([0.0, 0.1]),
+    policy=st.sampled_from(["fcfs", "lpm"]),
+    lpm_window=st.sampled_from([1, 3]),
+    priority_window=st.sampled_from([0, 2]),
+    prefix_caching=st.sampled_from([True, True, True, False]),
+    max_blocks_per_salt=st.sampled_from([None, 1, 3]),
+    num_host_blocks=st.sampled_from([1, 4, 12]),
+    preemption=st.sampled_from(["auto", "recompute", "swap"]),
+    max_queued_requests=st.sampled_from([None, 6]),
+    max_queued_tokens=st.sampled_from([None, 100]),
+    debug=st.just(True),
+)
+
+# Few, long, similar prompts: prefixes meet, and diverge at and inside block borders.
+prompts = st.builds(
+    lambda head, length, tail: [head] * length + tail,
+    st.integers(0, 1),
+    st.sampled_from([15, 16, 17, 32, 40, 0]),
+    st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3),
+)
+fields = st.fixed_dictionaries(
+    {
+        "max_tokens": st.sampled_from([30, 20, 7, 1]),
+        "ignore_eos": st.sampled_from([True, True, False]),
+        "priority": st.integers(-1, 1),
+        "cache_salt": st.sampled_from([None, None, "a"]),
+        "long_rope": st.sampled_from([False, False, True]),
+        "reuse_prefix": st.sampled_from([True, True, False]),
+    }
+)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(config=configs)
+    def start(self, config):
+        self.config = config
+        self.scheduler = Scheduler(config)
+        self.mock = PagedMock(config)
+        self.requests = {}  # all of them -> output tokens they came with
+        self.in_flight = []
+        self.count = 0
+        self.num_copies = 0
+
+    def fresh(self, prompt, options):
+        self.count += 1
+        return make_request(f"r{self.count}", prompt, **options)
+
+    def unfinished(self, draw):
+        return draw.draw(st.sampled_from(list(self.scheduler.unfinished_requests())))
+
+    @property
+    def has_requests(self):
+        return self.scheduler.has_unfinished_requests()
+
+    @rule(
+        arrivals=st.lists(st.tuples(prompts, fields, st.sampled_from([0, 0, 0, 1, 3])), min_size=1)
+    )
+    def add_some(self, arrivals):
+        for arrival in arrivals[:6]:
+            self.add(*arrival)
+
+    def add(self, prompt, options, num_siblings):
+        group = [self.fresh(prompt, options) for _ in range(1 + num_siblings)]
+        try:
+            self.scheduler.add_request(group[0], siblings=group[1:])
+        except QueueFullError:
+            return
+        except RequestError:
+            longest = min(len(prompt) + options["max_tokens"], self.config.max_model_len)
+            assert longest - 1 > self.config.num_blocks * self.config.block_size
+            return
+        self.requests.update((request, 0) for request in group)
+
+    @rule(turns=st.sampled_from([25, 10, 3]))
+    def steps(self, turns):
+        for _ in range(turns):
+            self.dispatch()
+            self.commit_all()
+
+    @rule()
+    @precondition(lambda self: len(self.in_flight) < 2)
+    def dispatch(self):
+        """Schedule and run a step; it is committed by another rule."""
+        had_requests = self.has_requests
+        output = self.scheduler.schedule()
+        self.num_copies += len(output.copies)
+        if not output.is_empty:
+            self.in_flight.append((output, self.mock.run(output)))
+        elif had_requests:
+            assert self.in_flight, "requests, but no progress"
+
+    @rule()
+    def commit_one(self):
+        if self.in_flight:
+            self.scheduler.commit(*self.in_flight.pop(0))
+
+    @rule()
+    def commit_all(self):
+        while self.in_flight:
+            self.commit_one()
+
+    @rule(runs=st.booleans())
+    def fail(self, runs):
+        """A step fails, before or after it has written; what runs before it is thrown away too."""
+        if len(self.in_flight) > 1:
+            self.commit_one()
+        output = self.scheduler.schedule()
+        if runs:
+            self.mock.run(output)
+        self.scheduler.rollback(output)
+        while self.in_flight:
+            self.scheduler.rollback(self.in_flight.pop()[0])
+
+    @rule(draw=st.data())
+    @precondition(lambda self: self.has_requests)
+    def abort(self, draw):
+        request = self.unfinished(draw)
+        assert self.scheduler.abort_request(request.request_id)
+        assert not self.scheduler.abort_request(request.request_id)
+
+    @rule(draw=st.data(), reason=st.sampled_from(["stop", "error"]))
+    @precondition(lambda self: self.has_requests)
+    def finish(self, draw, reason):
+        request = self.unfinished(draw)
+        self.scheduler.finish_request(request, reason)
+        assert request.finish_reason == reason
+
+    @rule(draw=st.data(), token=st.integers(0, VOCAB - 1), options=fields)
+    @precondition(lambda self: self.has_requests)
+    def fork(self, draw, token, options):
+        parent = self.unfinished(draw)
+        options.update(cache_salt=parent.cache_salt, long_rope=parent.long_rope)
+        child = self.fresh(parent.prompt_token_ids, options)
+        kept = draw.draw(st.integers(0, parent.num_output_tokens))
+        child.output_token_ids = [*parent.output_token_ids[:kept], token]
+        try:
+            self.scheduler.fork_request(parent, child)
+        except RequestError:
+            return
+        self.requests[child] = kept + 1
+
+    @rule()
+    def reset(self):
+        self.scheduler.reset_prefix_cache()
+
+    @invariant()
+    def holds(self):
+        if not hasattr(self, "scheduler"):
+            return
+        self.scheduler.check_integrity()
+        for request, given in self.requests.items():
+            expected = oracle(request, given)
+            assert request.output_token_ids == expected[: request.num_output_tokens]
+            if request.status is RequestStatus.FINISHED_LENGTH:
+                assert request.output_token_ids == expected
+
+    def teardown(self):
+        if not hasattr(self, "scheduler"):
+            return
+        self.commit_all()
+        drive(self.scheduler, self.mock, late=self.count % 2)
+        self.holds()
+        self.scheduler.reset_prefix_cache()
+        stats = self.scheduler.stats()
+        for name in ("num_preemptions", "num_swaps", "num_retries", "prefix_cache_hits"):
+            event(f"{name}: {'some' if getattr(stats, name) else 'none'}")
+        event(f"prefix_cache_host_hits: {'some' if stats.prefix_cache_host_hits else 'none'}")
+        event(f"copies: {'some' if self.num_copies else 'none'}")
+        assert stats.num_free_blocks == stats.num_blocks
+        assert stats.num_free_host_blocks == stats.num_host_blocks
+        assert stats.num_requests_waiting == stats.num_requests_running == 0
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(
+    max_examples=EXAMPLES,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
