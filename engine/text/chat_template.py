@@ -143,7 +143,7 @@ class ChatTemplate:
 def _fail(error: Exception) -> NoReturn:
     line = getattr(error, "lineno", None)
     where = f" (line {line})" if line else ""
-    text = str(error) or type(error).__name__
+    text = getattr(error, "message", None) or str(error) or type(error).__name__
     if not isinstance(error, jinja2.TemplateError):
         text = f"{type(error).__name__}: {text}"
     raise TemplateError(f"the chat template failed{where}: {text[:500]}") from None

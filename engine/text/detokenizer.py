@@ -68,12 +68,12 @@ class IncrementalDetokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._pieces: list[str] = []
         tail = self._tail(prompt_ids)
-        self._decoder.decode(tail)
-        # Bytes of a character that the prompt began; it is not ours before it is complete.
-        self._begun = self._decoder.getstate()[0]
+        # Bytes of a character that is not complete yet.
+        self._pending = tail[codecs.utf_8_decode(tail, "replace", False)[1] :]
+        # Whether the prompt began it; then it is not ours before it is complete.
+        self._is_prompts = bool(self._pending)
         self._num_strip = 0 if tail else tokenizer.strip_left
 
     @property
@@ -86,16 +86,19 @@ class IncrementalDetokenizer:
     def push(self, ids: Iterable[int]) -> str:
         """Add tokens; return the text that they complete."""
         skipped, token_bytes = self._skipped, self._tokenizer.token_bytes
-        return self._decode(b"".join(token_bytes(i) for i in ids if i not in skipped), final=False)
+        data = b"".join([token_bytes(i) for i in ids if i not in skipped])
+        return self._decode(data, final=False)
 
     def finish(self) -> str:
         """Return what is left: U+FFFD where the last character is incomplete."""
         return self._decode(b"", final=True)
 
     def _decode(self, data: bytes, final: bool) -> str:
-        piece = self._decoder.decode(data, final)
-        if self._begun:
-            piece = self._settle(piece, data, final)
+        data = self._pending + data
+        piece, used = codecs.utf_8_decode(data, "replace", final)
+        self._pending = data[used:]
+        if self._is_prompts and (piece or final):
+            piece = self._without_broken(piece, data)
         if self._num_strip and piece:
             # Taken off once, from the first text there is; a lone space may be all of it.
             left = strip_spaces(piece, self._num_strip)
@@ -105,16 +108,13 @@ class IncrementalDetokenizer:
             self._pieces.append(piece)
         return piece
 
-    def _settle(self, piece: str, data: bytes, final: bool) -> str:
-        """Decide whether the character that the prompt began was completed here."""
-        if not piece and not final:
-            self._begun += data
-            return piece
-        is_broken = piece.startswith(_REPLACEMENT) and not (self._begun + data).startswith(
-            _REPLACEMENT_BYTES
-        )
-        self._begun = b""
-        # The prompt's own text already shows U+FFFD for a character that stays broken.
+    def _without_broken(self, piece: str, data: bytes) -> str:
+        """Return `piece` without the character that the prompt began, if it stayed broken.
+
+        The prompt's own text already shows U+FFFD for it.
+        """
+        self._is_prompts = False
+        is_broken = piece.startswith(_REPLACEMENT) and not data.startswith(_REPLACEMENT_BYTES)
         return piece[1:] if is_broken else piece
 
     def _tail(self, prompt_ids: Sequence[int]) -> bytes:

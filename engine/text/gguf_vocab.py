@@ -263,7 +263,9 @@ def _named_tokens(meta: _Metadata) -> dict[str, str]:
 
 def _chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
     key = "tokenizer.chat_template"
-    found = {name: text for name, text in metadata.items() if name.split(".")[:2] == key.split(".")}
+    # By name first: a lazy mapping would decode every array to show its items.
+    names = [name for name in metadata if name == key or name.startswith(key + ".")]
+    found = {name: metadata[name] for name in names}
     for name, text in found.items():
         if not isinstance(text, str):
             raise ConfigError(f"{name} must be a string; got {type(text).__name__}")

@@ -37,8 +37,10 @@ def byte_alphabet() -> dict[str, int]:
 _ALPHABET = byte_alphabet()
 
 
-class TokenBytes:
+class TokenBytes(dict[int, bytes]):
     """Bytes of a token by its id, computed when first asked for.
+
+    A dict, so that the lookup of every generated token costs next to nothing.
 
     Parameters
     ----------
@@ -52,20 +54,18 @@ class TokenBytes:
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        super().__init__()
         self._backend = backend
         added = backend.get_added_tokens_decoder()
         self._added = {i: token.content for i, token in added.items()}
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size = max(backend.get_vocab().values(), default=-1) + 1
         self._space, self._has_bytes, self.strip_left = _read_decoder(backend.decoder)
-        self._cache: dict[int, bytes] = {}
 
-    def __getitem__(self, token_id: int) -> bytes:
-        known = self._cache.get(token_id)
-        if known is None:
-            known = self._compute(token_id)
-            if token_id < self.vocab_size:  # else any id at all could grow the cache
-                self._cache[token_id] = known
+    def __missing__(self, token_id: int) -> bytes:
+        known = self._compute(token_id)
+        if token_id < self.vocab_size:  # else any id at all could make it grow
+            self[token_id] = known
         return known
 
     def spelling(self, token_id: int) -> str | None:

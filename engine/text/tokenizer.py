@@ -144,7 +144,10 @@ class Tokenizer:
             If an id is negative or no integer.
         """
         skipped = self.special_ids if skip_special_tokens else frozenset()
-        data = b"".join(self._bytes[i] for i in ids if i not in skipped)
+        try:
+            data = b"".join([self._bytes[i] for i in ids if i not in skipped])
+        except TypeError:
+            raise RequestError(f"ids must be a sequence of token ids; got {ids!r:.80}") from None
         return strip_spaces(data.decode("utf-8", "replace"), self.strip_left)
 
     def token_bytes(self, token_id: int) -> bytes:

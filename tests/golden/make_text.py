@@ -166,8 +166,10 @@ def train_byte_level() -> dict:
     model = json.loads(backend.to_str())["model"]
     learned = sorted(model["vocab"], key=model["vocab"].get)
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    tokens = [*special, *learned, "<think>", "[PAD]"]
-    types = [3] * len(special) + [1] * len(learned) + [4, 5]
+    unmerged = ["Hello", "Ġworld"]  # no merges lead to these: only whole words find them
+    assert not set(unmerged) & set(learned)
+    tokens = [*special, *learned, "<think>", "[PAD]", *unmerged]
+    types = [3] * len(special) + [1] * len(learned) + [4, 5, 1, 1]
     return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.tokens": tokens,

@@ -33,7 +33,7 @@ def byte_level_metadata():
 
 @pytest.fixture(scope="session")
 def byte_level(byte_level_metadata):
-    """A byte-level tokenizer: 615 tokens, no BOS."""
+    """A byte-level tokenizer: 617 tokens, no BOS."""
     return load_tokenizer(byte_level_metadata())
 
 

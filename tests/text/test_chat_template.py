@@ -184,6 +184,8 @@ ENDLESS = [
     "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
     "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
     "{% for i in range(100000) %}{{ range(100000)|list|sort|first|string|length }}{% endfor %}",
+    "{% set x = range(9999)|list %}{% for a in x %}{% for b in x %}{% for c in x %}{% endfor %}"
+    "{% endfor %}{% endfor %}",
     "{% for i in range(100000) if range(100000)|list|length == 1 %}{% endfor %}",
 ]
 
@@ -193,6 +195,12 @@ def test_nothing_runs_for_ever(source, monkeypatch):
     monkeypatch.setattr(template_sandbox, "MAX_SECONDS", 0.2)
     with pytest.raises(TemplateError, match=r"longer than 0\.2 s|more than"):
         render(source)
+
+
+def test_output_is_counted_while_it_is_written():
+    # Kept until the end, the pieces would be 100 GB.
+    with pytest.raises(TemplateError, match="more than 16000000 characters"):
+        render("{% set x = 'a' * 1000000 %}{% for i in range(100000) %}{{ x }}{% endfor %}")
 
 
 def test_the_clock_is_the_threads_own(monkeypatch):
@@ -312,7 +320,7 @@ def test_bad_tools_are_named(tools, message):
 
 @pytest.mark.parametrize(
     "name",
-    [*sorted(RESERVED_VARIABLES - {"self"}), "_private", "__class__", "not a name", ""],
+    [*sorted(RESERVED_VARIABLES), "_private", "__class__", "not a name", ""],
 )
 def test_reserved_variables_are_refused(name):
     with pytest.raises(RequestError, match="reserved"):
