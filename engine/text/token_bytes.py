@@ -59,7 +59,10 @@ class TokenBytes(dict[int, bytes]):
         added = backend.get_added_tokens_decoder()
         self._added = {i: token.content for i, token in added.items()}
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
-        self.vocab_size = max(backend.get_vocab().values(), default=-1) + 1
+        vocab = backend.get_vocab()
+        self.vocab_size = max(vocab.values(), default=-1) + 1
+        # No spelling is shorter than its text: a byte takes a letter or more.
+        self.max_token_chars = max(map(len, vocab), default=1)
         self._space, self._has_bytes, self.strip_left = _read_decoder(backend.decoder)
 
     def __missing__(self, token_id: int) -> bytes:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -90,10 +89,10 @@ class Tokenizer:
         """One more than the largest id; a model may have more rows, without text."""
         return self._bytes.vocab_size
 
-    @cached_property
+    @property
     def max_token_chars(self) -> int:
         """Most characters of one token: a text of n tokens is at most n times as long."""
-        return max((len(self._bytes[i]) for i in range(self.vocab_size)), default=1)
+        return self._bytes.max_token_chars
 
     @property
     def eos_token_id(self) -> int | None:

@@ -326,6 +326,15 @@ def test_ids_outside_the_vocabulary(name, request):
     assert tokenizer.decode(np.int64([5, 6])) == tokenizer.decode([5, 6])
 
 
+@pytest.mark.parametrize("name", ["byte_level", "sentencepiece"])
+def test_no_token_is_longer_than_the_longest(name, request, golden):
+    tokenizer = request.getfixturevalue(name)
+    texts = [tokenizer.decode([i], False) for i in range(tokenizer.vocab_size)]
+    assert max(map(len, texts)) <= tokenizer.max_token_chars <= 40
+    for text in golden["byte_level"]["texts"]:
+        assert len(text) <= len(tokenizer.encode(text)) * tokenizer.max_token_chars
+
+
 @pytest.mark.parametrize("text", [None, b"x", 3, ["x"], "\ud800"])
 def test_bad_text(byte_level, text):
     with pytest.raises(RequestError, match="text must be"):
