@@ -9,6 +9,7 @@ from engine.kernels.gemm import gemm
 from engine.kernels.kv_copy import kv_copy
 from engine.kernels.kv_gather import kv_gather
 from engine.kernels.kv_store import kv_store
+from engine.kernels.kv_swap import kv_swap
 from engine.kernels.relu import relu
 from engine.kernels.residual_add import residual_add
 from engine.kernels.rmsnorm import rmsnorm
@@ -28,6 +29,7 @@ __all__ = [
     "kv_copy",
     "kv_gather",
     "kv_store",
+    "kv_swap",
     "relu",
     "residual_add",
     "rmsnorm",

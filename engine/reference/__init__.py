@@ -9,6 +9,7 @@ from engine.reference.gemm import gemm
 from engine.reference.kv_copy import kv_copy
 from engine.reference.kv_gather import kv_gather
 from engine.reference.kv_store import kv_store
+from engine.reference.kv_swap import kv_swap
 from engine.reference.relu import relu
 from engine.reference.residual_add import residual_add
 from engine.reference.rmsnorm import rmsnorm
@@ -28,6 +29,7 @@ __all__ = [
     "kv_copy",
     "kv_gather",
     "kv_store",
+    "kv_swap",
     "relu",
     "residual_add",
     "rmsnorm",
