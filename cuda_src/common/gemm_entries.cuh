@@ -1,5 +1,5 @@
 // The entry points that gemm.cu and rmsnorm_gemm.cu share: same kernels, without and with a norm in
-// front. The choice among them is choose_config in engine/kernels/_gemm.py.
+// front. The choice among them is choose_config in engine/kernels/_gemm_config.py.
 #pragma once
 
 #include "common/gemm_mma.cuh"

@@ -1,6 +1,6 @@
 """Matrix product with a fused epilogue: `cuda_src/gemm.cu`, mirror `reference/gemm.py`.
 
-How the kernel is chosen and launched is in `_gemm.py`, which rmsnorm_gemm shares.
+How a kernel is chosen (`_gemm_config.py`) and launched (`_gemm.py`) is shared with rmsnorm_gemm.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import numpy as np
 
 from engine import reference
 from engine.kernels._contract import FLOAT32, FLOATS, Contract
-from engine.kernels._gemm import ACTIVATIONS, Config, Operands, choose_config, launch
+from engine.kernels._gemm import ACTIVATIONS, Operands, launch
+from engine.kernels._gemm_config import Config, choose_config
 from engine.kernels._module import ModuleSpec
 
 __all__ = ["Config", "choose_config", "gemm", "specs"]

@@ -1,6 +1,7 @@
 """RMSNorm fused in front of a product: `cuda_src/rmsnorm_gemm.cu`.
 
-Mirror `reference/rmsnorm_gemm.py`; the kernel is chosen and launched as gemm's is, in `_gemm.py`.
+Mirror `reference/rmsnorm_gemm.py`; a kernel is chosen (`_gemm_config.py`) and launched (`_gemm.py`)
+as gemm's is.
 """
 
 from __future__ import annotations

@@ -1,0 +1,235 @@
+"""gemm: the kernels against the mirror, the mirror against float64, the choice, the contract."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from engine import kernels, reference
+from engine.device import to_numpy
+from engine.errors import ContractError, DTypeError, ShapeError
+from engine.kernels import _gemm
+from engine.kernels._gemm_config import all_configs
+from engine.kernels.gemm import choose_config
+from engine.testing import cases
+from engine.testing.cases_gemm import MODEL_LAYERS, PRODUCTS
+from engine.testing.tolerances import assert_close
+
+ACTIVATIONS = (None, "silu", "gelu", "gelu_tanh", "relu")
+
+
+def _inputs(m, n, k, dtype):
+    x = cases.normal((m, k), dtype, seed=1)
+    weight = cases.normal((n, k), dtype, seed=2, scale=max(k, 1) ** -0.5)
+    bias = cases.normal((n,), dtype, seed=3)
+    residual = cases.normal((m, n), dtype, seed=4)
+    return x, weight, bias, residual
+
+
+def _force(monkeypatch, config):
+    monkeypatch.setattr(_gemm, "choose_config", lambda *_, **__: config)
+
+
+def _configs(k=264):
+    return [
+        pytest.param(dtype, c, id=f"{dtype}-{c.kernel}-{c.num_splits}")
+        for dtype in cases.DTYPES
+        for c in all_configs(k, dtype)
+    ]
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize(("m", "n", "k"), PRODUCTS)
+def test_matches_mirror(xp, m, n, k, dtype):
+    x, weight, _, _ = _inputs(m, n, k, dtype)
+    out, buffer = cases.guarded(xp, (m, n), x.dtype)
+    got = kernels.gemm(*cases.to_module(xp, x, weight), out=out)
+    assert got is out
+    assert_close(got, reference.gemm(x, weight), reduction=k)
+    assert bool(xp.isnan(buffer[:64]).all()) and bool(xp.isnan(buffer[-64:]).all())
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 576, 576), (20, 70, 136), (70, 132, 512), (5, 9, 7)])
+def test_epilogue_matches_mirror(xp, m, n, k, dtype, activation):
+    x, weight, bias, residual = _inputs(m, n, k, dtype)
+    want = reference.gemm(x, weight, bias=bias, residual=residual, activation=activation)
+    gx, gw, gb, gr = cases.to_module(xp, x, weight, bias, residual.copy())
+    got = kernels.gemm(gx, gw, bias=gb, residual=gr, activation=activation, out=gr)
+    assert got is gr  # in place
+    assert_close(got, want, reduction=k)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 4096, 576), (33, 258, 96), (130, 64, 1024)])
+def test_float32_result(xp, m, n, k, dtype):
+    """The logits of a half model: summed and stored as float32."""
+    x, weight, bias, _ = _inputs(m, n, k, dtype)
+    gx, gw, gb = cases.to_module(xp, x, weight, bias)
+    got = kernels.gemm(gx, gw, bias=gb, out_dtype=np.float32)
+    want = reference.gemm(x, weight, bias=bias, out_dtype=np.float32)
+    assert_close(got, want, reduction=k, dtype="float32")
+
+
+@pytest.mark.parametrize(("dtype", "config"), _configs())
+@pytest.mark.parametrize("m", [1, 19, 133])
+def test_every_kernel_matches_mirror(xp, monkeypatch, m, dtype, config):
+    n, k = 300, 264
+    x, weight, bias, residual = _inputs(m, n, k, dtype)
+    _force(monkeypatch, config)
+    want = reference.gemm(x, weight, bias=bias, residual=residual, activation="silu")
+    gx, gw, gb, gr = cases.to_module(xp, x, weight, bias, residual)
+    out, buffer = cases.guarded(xp, (m, n), x.dtype)
+    kernels.gemm(gx, gw, bias=gb, residual=gr, activation="silu", out=out)
+    assert_close(out, want, reduction=k)
+    assert bool(xp.isnan(buffer[:64]).all()) and bool(xp.isnan(buffer[-64:]).all())
+
+
+@pytest.mark.parametrize(("dtype", "config"), _configs())
+def test_a_permutation_only_moves_values(xp, monkeypatch, dtype, config):
+    """Sums with one term each: whatever reaches the wrong place or is missing shows exactly."""
+    m, k = 140, 264
+    x = cases.normal((m, k), dtype, seed=5)
+    order = np.random.default_rng(6).permutation(k)
+    weight = np.eye(k, dtype=np.float32)[order].astype(x.dtype)
+    _force(monkeypatch, config)
+    got = to_numpy(kernels.gemm(*cases.to_module(xp, x, weight)))
+    np.testing.assert_array_equal(got.astype(np.float32), x[:, order].astype(np.float32))
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize(("m", "n", "k"), [(3, 40, 72), (50, 96, 64), (2, 12, 13)])
+def test_views(xp, m, n, k, dtype):
+    """Rows of x and out that lie apart, and ones that start at an odd element."""
+    x, weight, _, _ = _inputs(m, n, k, dtype)
+    want = reference.gemm(x, weight)
+    for extra, start in ((8, 8), (5, 3)):
+        wide = xp.full((m, k + extra + start), float("nan"), x.dtype)
+        wide[:, start : start + k] = xp.asarray(x)
+        view = wide[:, start : start + k]
+        out = xp.full((m, n + extra), float("nan"), x.dtype)
+        kernels.gemm(view, xp.asarray(weight), out=out[:, :n])
+        assert_close(xp.ascontiguousarray(out[:, :n]), want, reduction=k)
+        assert bool(xp.isnan(out[:, n:]).all())
+    assert_close(
+        kernels.gemm(xp.asarray(np.asfortranarray(x)), xp.asarray(weight)), want, reduction=k
+    )
+
+
+def test_mirror_is_the_formula():
+    rng = np.random.default_rng(0)
+    x, w, b, r = (rng.standard_normal(s) for s in ((6, 200), (30, 200), 30, (6, 30)))
+    z = np.array([[np.dot(row, column) for column in w] for row in x]) + b
+    formulas = {
+        None: z,
+        "relu": np.maximum(z, 0),
+        "silu": z / (1 + np.exp(-z)),
+        "gelu": z * (1 + np.vectorize(math.erf)(z / math.sqrt(2))) / 2,
+        "gelu_tanh": z * (1 + np.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))) / 2,
+    }
+    x32, w32, b32, r32 = (a.astype(np.float32) for a in (x, w, b, r))
+    for activation, want in formulas.items():
+        got = reference.gemm(x32, w32, bias=b32, residual=r32, activation=activation)
+        np.testing.assert_allclose(got, want + r, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("m", [1, 40])
+def test_rounds_once(xp, m):
+    """1 + 3/1024 + 3/1024 is 1.0078125 in bfloat16, but 1 if it is rounded on the way."""
+    dtype = cases.normal((1,), "bfloat16", 0).dtype
+    weight = np.eye(4, 8, dtype=np.float32).astype(dtype)
+    small = np.full((m, 4), 3 / 1024, np.float32).astype(dtype)
+    x, weight, small = cases.to_module(xp, np.ones((m, 8), dtype), weight, small)
+    got = to_numpy(kernels.gemm(x, weight, bias=small[0], residual=small)).astype(np.float32)
+    np.testing.assert_array_equal(got, np.full((m, 4), 1.0078125, np.float32))
+
+
+@pytest.mark.parametrize("m", [1, 9, 50])
+def test_float32_is_not_tf32(xp, m):
+    """1 + 2^-20 survives a product; TF32 keeps ten bits."""
+    x = xp.full((m, 4), 1 + 2.0**-20, np.float32)
+    got = kernels.gemm(x, xp.eye(4, dtype=np.float32))
+    np.testing.assert_array_equal(to_numpy(got), np.full((m, 4), 1 + 2.0**-20, np.float32))
+
+
+def test_doubling_x_doubles_the_result(xp):
+    x, weight, _, _ = _inputs(37, 50, 96, "float32")
+    gx, gw = cases.to_module(xp, x, weight)
+    once, twice = kernels.gemm(gx, gw), kernels.gemm(gx * 2, gw)
+    np.testing.assert_array_equal(to_numpy(twice), 2 * to_numpy(once))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("n", [256, 10000])
+def test_skinny_rows_do_not_depend_on_their_neighbours(cp, n, dtype):
+    limit = 16 if dtype == "float32" else 32
+    x, weight, _, _ = _inputs(limit, n, 1096, dtype)
+    gx, gw = cases.to_module(cp, x, weight)
+    together = to_numpy(kernels.gemm(gx, gw)).astype(np.float32)
+    for m in (1, 2, 8, 9, 16):
+        alone = to_numpy(kernels.gemm(gx[-m:], gw)).astype(np.float32)
+        np.testing.assert_array_equal(alone, together[-m:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("m", [4, 48, 260])
+def test_the_same_every_time(cp, m, dtype):
+    x, weight, _, _ = _inputs(m, 512, 4096, dtype)
+    gx, gw = cases.to_module(cp, x, weight)
+    first = to_numpy(kernels.gemm(gx, gw)).astype(np.float32)
+    for _ in range(5):
+        np.testing.assert_array_equal(to_numpy(kernels.gemm(gx, gw)).astype(np.float32), first)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("sm_count", [16, 108, 132])
+def test_config_covers_the_problem(dtype, sm_count):
+    for n, k in [*MODEL_LAYERS.values(), (1, 8), (100, 4096), (70, 0)]:
+        for m in (1, 2, 16, 17, 33, 64, 500, 4096):
+            config = choose_config(m, n, k, dtype, sm_count)
+            assert config.num_splits * config.k_per_split >= k
+            assert (config.num_splits - 1) * config.k_per_split < max(k, 1)
+            assert (
+                config.num_splits == 1
+                or config.k_per_split % (32 if dtype != "float32" else 16) == 0
+            )
+            assert config.shared_bytes <= 99 * 1024  # what every chip from sm_80 on has
+            blocks = math.prod(config.grid(m, n)) // config.num_splits
+            assert blocks == math.ceil(m / config.tile_m) * math.ceil(n / config.tile_n)
+
+
+def test_config_is_a_pure_function():
+    for m in (1, 2, 8, 16, 32):  # same warps, so the same order of summation
+        assert choose_config(m, 1024, 2048, "bfloat16", 132).kernel.endswith("_w16")
+        assert choose_config(m, 151936, 1024, "bfloat16", 132).kernel.endswith("_w8")
+    assert choose_config(4096, 4096, 4096, "float16", 132).kernel == "tile_128x256"
+    assert choose_config(48, 1024, 3072, "bfloat16", 132).num_splits > 1
+    assert choose_config(1, 8, 7, "float32", 132, is_aligned=False).kernel == "unaligned_64x64"
+    assert choose_config(64, 96, 128, "float32", 132) is choose_config(64, 96, 128, "float32", 132)
+
+
+def test_contract(xp):
+    x, weight = xp.ones((2, 8), np.float32), xp.ones((3, 8), np.float32)
+    with pytest.raises(ShapeError, match=r"weight: must have shape \(N, K\); K = 8 from x; got"):
+        kernels.gemm(x, weight[:, :7])
+    with pytest.raises(DTypeError, match="weight: must be float32; got float16"):
+        kernels.gemm(x, weight.astype(np.float16))
+    with pytest.raises(ShapeError, match=r"x: must have shape \(M, K\)"):
+        kernels.gemm(x[0], weight)
+    with pytest.raises(ShapeError, match=r"bias: must have shape \(N\); N = 3 from weight"):
+        kernels.gemm(x, weight, bias=xp.ones(8, np.float32))
+    with pytest.raises(DTypeError, match="residual: must be float32; got float16"):
+        kernels.gemm(x, weight, residual=xp.ones((2, 3), np.float16))
+    with pytest.raises(ContractError, match=r"activation: must be one of .*; got 'swish'"):
+        kernels.gemm(x, weight, activation="swish")
+    with pytest.raises(ContractError, match="out_dtype: must be float32 or float32"):
+        kernels.gemm(x, weight, out_dtype=np.float16)
+    with pytest.raises(ShapeError, match="out: must have shape"):
+        kernels.gemm(x, weight, out=xp.empty((3, 3), np.float32))
+    with pytest.raises(DTypeError, match="out: must be float32"):
+        kernels.gemm(x, weight, out=xp.empty((2, 3), np.float16))

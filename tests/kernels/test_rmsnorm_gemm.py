@@ -1,0 +1,117 @@
+"""rmsnorm_gemm: the kernels against the mirror, and against the two ops it fuses."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from engine import kernels, reference
+from engine.device import to_numpy
+from engine.errors import ContractError, DTypeError, ShapeError
+from engine.kernels import _gemm
+from engine.kernels._gemm_config import all_configs
+from engine.testing import cases
+from engine.testing.cases_gemm import PRODUCTS
+from engine.testing.tolerances import assert_close
+
+
+def _inputs(m, n, k, dtype):
+    x = cases.normal((m, k), dtype, seed=1, scale=3.0)
+    norm_weight = cases.normal((k,), dtype, seed=2, scale=0.1, mean=1.0)
+    weight = cases.normal((n, k), dtype, seed=3, scale=k**-0.5)
+    return x, norm_weight, weight, cases.normal((n,), dtype, seed=4)
+
+
+def _configs(k=264):
+    return [
+        pytest.param(dtype, c, id=f"{dtype}-{c.kernel}-{c.num_splits}")
+        for dtype in cases.DTYPES
+        for c in all_configs(k, dtype)
+    ]
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize(("m", "n", "k"), [p for p in PRODUCTS if p[2]])
+def test_matches_mirror(xp, m, n, k, dtype):
+    x, norm_weight, weight, bias = _inputs(m, n, k, dtype)
+    want = reference.rmsnorm_gemm(x, norm_weight, weight, eps=1e-5, bias=bias)
+    gx, gn, gw, gb = cases.to_module(xp, x, norm_weight, weight, bias)
+    out, buffer = cases.guarded(xp, (m, n), x.dtype)
+    got = kernels.rmsnorm_gemm(gx, gn, gw, eps=1e-5, bias=gb, out=out)
+    assert got is out
+    assert_close(got, want, reduction=k)
+    assert bool(xp.isnan(buffer[:64]).all()) and bool(xp.isnan(buffer[-64:]).all())
+
+
+@pytest.mark.parametrize(("dtype", "config"), _configs())
+@pytest.mark.parametrize("m", [1, 19, 133])
+def test_every_kernel_matches_mirror(xp, monkeypatch, m, dtype, config):
+    n, k = 300, 264
+    x, norm_weight, weight, bias = _inputs(m, n, k, dtype)
+    monkeypatch.setattr(_gemm, "choose_config", lambda *_, **__: config)
+    want = reference.rmsnorm_gemm(x, norm_weight, weight, weight_offset=1.0, bias=bias)
+    gx, gn, gw, gb = cases.to_module(xp, x, norm_weight, weight, bias)
+    out, buffer = cases.guarded(xp, (m, n), x.dtype)
+    kernels.rmsnorm_gemm(gx, gn, gw, weight_offset=1.0, bias=gb, out=out)
+    assert_close(out, want, reduction=k)
+    assert bool(xp.isnan(buffer[:64]).all()) and bool(xp.isnan(buffer[-64:]).all())
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("m", [1, 5, 40, 70])
+def test_is_the_two_ops_one_after_the_other(xp, m, dtype):
+    x, norm_weight, weight, _ = _inputs(m, 96, 576, dtype)
+    gx, gn, gw = cases.to_module(xp, x, norm_weight, weight)
+    want = kernels.gemm(kernels.rmsnorm(gx, gn), gw)
+    assert_close(kernels.rmsnorm_gemm(gx, gn, gw), to_numpy(want), reduction=576)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("m", [2, 40])
+def test_rows_that_lie_apart(xp, m, dtype):
+    x, norm_weight, weight, _ = _inputs(m, 33, 72, dtype)
+    want = reference.rmsnorm_gemm(x, norm_weight, weight)
+    for extra in (8, 5):
+        wide = xp.full((m, 72 + extra), float("nan"), x.dtype)
+        wide[:, :72] = xp.asarray(x)
+        out = xp.full((m, 33 + extra), float("nan"), x.dtype)
+        gn, gw = cases.to_module(xp, norm_weight, weight)
+        kernels.rmsnorm_gemm(wide[:, :72], gn, gw, out=out[:, :33])
+        assert_close(xp.ascontiguousarray(out[:, :33]), want, reduction=72)
+        assert bool(xp.isnan(out[:, 33:]).all())
+
+
+def test_mirror_is_the_formula():
+    rng = np.random.default_rng(0)
+    x, g, w, b = (rng.standard_normal(s) for s in ((6, 200), 200, (30, 200), 30))
+    rms = np.sqrt((x * x).sum(axis=1) / 200 + 1e-3)
+    want = np.einsum("mk,k,nk->mn", x, g + 1, w) / rms[:, None] + b
+    x, g, w, b = (a.astype(np.float32) for a in (x, g, w, b))
+    got = reference.rmsnorm_gemm(x, g, w, eps=1e-3, weight_offset=1.0, bias=b)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("m", [3, 40])
+def test_scaling_a_row_changes_nothing(xp, m):
+    x, norm_weight, weight, _ = _inputs(m, 50, 96, "float32")
+    gx, gn, gw = cases.to_module(xp, x, norm_weight, weight)
+    once = kernels.rmsnorm_gemm(gx, gn, gw, eps=0.0)
+    np.testing.assert_array_equal(
+        to_numpy(kernels.rmsnorm_gemm(gx * 8, gn, gw, eps=0.0)), to_numpy(once)
+    )
+
+
+def test_contract(xp):
+    x, norm, weight = (xp.ones(shape, np.float32) for shape in ((2, 8), (8,), (3, 8)))
+    with pytest.raises(ShapeError, match=r"norm_weight: must have shape \(K\); K = 8 from x"):
+        kernels.rmsnorm_gemm(x, norm[:7], weight)
+    with pytest.raises(DTypeError, match="weight: must be float32; got float16"):
+        kernels.rmsnorm_gemm(x, norm, weight.astype(np.float16))
+    with pytest.raises(ContractError, match=r"eps: must be a number from 0\.0 to inf; got -1"):
+        kernels.rmsnorm_gemm(x, norm, weight, eps=-1)
+    with pytest.raises(ContractError, match="weight_offset: must be a number"):
+        kernels.rmsnorm_gemm(x, norm, weight, weight_offset=float("nan"))
+    with pytest.raises(ContractError, match="x: must be of at least one feature"):
+        kernels.rmsnorm_gemm(x[:, :0], norm[:0], weight[:, :0])
+    with pytest.raises(ShapeError, match="out: must have shape"):
+        kernels.rmsnorm_gemm(x, norm, weight, out=xp.empty((2, 4), np.float32))
