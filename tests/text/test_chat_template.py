@@ -174,10 +174,10 @@ HUNGRY += [
 
 @pytest.mark.parametrize("source", HUNGRY)
 def test_nothing_takes_all_memory(source):
-    start = time.perf_counter()
+    start = time.thread_time()
     with pytest.raises(TemplateError):
         render(source)
-    assert time.perf_counter() - start < 5
+    assert time.thread_time() - start < 5
 
 
 ENDLESS = [
@@ -214,10 +214,10 @@ def test_the_clock_is_the_threads_own(monkeypatch):
 
 def test_a_long_chat_is_rendered_in_time():
     messages = HI * 2000
-    start = time.perf_counter()
+    start = time.thread_time()
     for index in (0, 3, 6, 13):
         ChatTemplate(CHATS[index]["template"]).render(messages[:: 2 if index == 9 else 1])
-    assert time.perf_counter() - start < 4
+    assert time.thread_time() - start < 4
 
 
 def test_a_text_may_be_as_long_as_a_long_context():

@@ -157,11 +157,11 @@ def test_work_does_not_grow_with_the_text(byte_level):
     stream = IncrementalDetokenizer(byte_level)
 
     def seconds(count):
-        start = time.perf_counter()
+        start = time.thread_time()
         for _ in range(count):
             for i in ids:
                 stream.push([i])
-        return time.perf_counter() - start
+        return time.thread_time() - start
 
     seconds(5)
     early = min(seconds(5) for _ in range(3))

@@ -1,0 +1,158 @@
+"""Model directories: every file that is read, and every way in which one can be wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tokenizers
+
+from engine.errors import ConfigError
+from engine.text.tokenizer import load_tokenizer
+
+GOLDEN = json.loads(Path(__file__).parents[1].joinpath("golden/text.json").read_text())
+
+
+def _write_directory(folder, case, vocabulary):
+    files = json.loads(json.dumps(case["files"]))
+    model = files["tokenizer.json"]["model"]
+    model["vocab"] = {t: i for i, t in enumerate(vocabulary["tokenizer.ggml.tokens"])}
+    model["merges"] = [merge.split(" ") for merge in vocabulary["tokenizer.ggml.merges"]]
+    for name, content in files.items():
+        folder.joinpath(name).write_text(json.dumps(content))
+    return files
+
+
+@pytest.mark.parametrize("case", GOLDEN["directories"], ids=lambda case: case["name"])
+def test_directories_give_the_ids_of_transformers(case, tmp_path, golden):
+    _write_directory(tmp_path, case, golden["byte_level"]["metadata"])
+    tokenizer = load_tokenizer(tmp_path)
+    for i, (text, ids) in enumerate(zip(case["texts"], case["ids"], strict=True)):
+        assert tokenizer.encode(text) == ids, text
+        assert tokenizer.decode(ids) == case["decoded"][i]
+        assert tokenizer.decode(ids, skip_special_tokens=False) == case["decoded_all"][i]
+
+
+@pytest.fixture
+def directory(tmp_path, golden):
+    """A model directory that tests may change."""
+    _write_directory(tmp_path, golden["directories"][0], golden["byte_level"]["metadata"])
+    return tmp_path
+
+
+def _edit(path, **changes):
+    content = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({k: v for k, v in (content | changes).items() if v is not ...}))
+
+
+def test_end_ids_come_from_the_tokenizer_and_the_model(directory):
+    assert load_tokenizer(directory).eos_token_ids == (2,)
+    _edit(directory / "generation_config.json", eos_token_id=[2, 0])
+    _edit(directory / "config.json", eos_token_id=5, bos_token_id=1)
+    tokenizer = load_tokenizer(directory)
+    assert tokenizer.eos_token_ids == (2, 0, 5)
+    assert tokenizer.eos_token_id == 2
+    assert tokenizer.bos_token_id == 0  # the tokenizer's own bos_token wins
+
+
+def test_the_older_files_are_read_too(directory):
+    _edit(directory / "tokenizer_config.json", bos_token=..., eos_token=...)
+    _edit(directory / "special_tokens_map.json", eos_token={"content": "<|im_start|>"})
+    _edit(directory / "added_tokens.json", **{"[late]": 617})
+    tokenizer = load_tokenizer(directory)
+    assert tokenizer.eos_token_ids == (1,)
+    assert tokenizer.encode("a[late]b")[1] == 617
+    assert tokenizer.vocab_size == 618
+
+
+def test_truncation_and_padding_of_training_are_off(directory):
+    path = directory / "tokenizer.json"
+    truncation = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    padding = {"strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None}
+    padding |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "[PAD]"}
+    _edit(path, truncation=truncation, padding=padding)
+    assert 3 < len(load_tokenizer(directory).encode("one two three four five")) < 64
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", "{", "tokenizer.json cannot be read"),
+        ("tokenizer_config.json", "{", "tokenizer_config.json cannot be read"),
+        ("tokenizer_config.json", "[]", "must hold an object"),
+        ("tokenizer_config.json", '{"bos_token": 3}', "bos_token"),
+        ("tokenizer_config.json", '{"bos_token": "<nowhere>"}', "<nowhere>"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"9999": "x"}}', "9999"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"x": "x"}}', "whole number"),
+        ("tokenizer_config.json", '{"chat_template": 3}', "chat_template"),
+        ("tokenizer_config.json", '{"chat_template": [{"name": "a"}]}', r"chat_template\[0\]"),
+        ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id"),
+        ("generation_config.json", '{"eos_token_id": [true]}', "eos_token_id"),
+        ("added_tokens.json", '{"x": -1}', "-1"),
+    ],
+)
+def test_damaged_files_are_named(directory, name, content, message):
+    (directory / name).write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        load_tokenizer(directory)
+
+
+def test_a_directory_without_tokenizer_json(tmp_path):
+    with pytest.raises(ConfigError, match=r"no tokenizer\.json in"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(b"x")
+    with pytest.raises(ConfigError, match=r"tokenizer\.model alone is not enough"):
+        load_tokenizer(str(tmp_path))
+    with pytest.raises(ConfigError, match="is none"):
+        load_tokenizer(tmp_path / "missing")
+
+
+def test_a_decoder_nobody_can_read_piece_by_piece(directory):
+    _edit(
+        directory / "tokenizer.json", decoder={"type": "WordPiece", "prefix": "#", "cleanup": 0 > 1}
+    )
+    with pytest.raises(ConfigError, match="WordPiece"):
+        load_tokenizer(directory)
+    _edit(directory / "tokenizer.json", decoder=None)
+    with pytest.raises(ConfigError, match="no decoder"):
+        load_tokenizer(directory)
+
+
+def test_any_known_decoder_decodes_as_the_backend_does(directory):
+    metaspace = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
+    never = metaspace | {"prepend_scheme": "never"}
+    replace = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    pieces = [replace, {"type": "ByteFallback"}, {"type": "Fuse"}, strip]
+    model = {"type": "BPE", "merges": [], "fuse_unk": False, "byte_fallback": True}
+    words = ["▁", "▁a", "b▁c", "d", "<0xC3>", "<0xA9>", "é", "▁▁"]
+    model["vocab"] = {word: i for i, word in enumerate(words)}
+    special = {"tokenizer_config.json": {"bos_token": None, "eos_token": None}}
+    for name, content in special.items():
+        (directory / name).write_text(json.dumps(content))
+    for decoder in (metaspace, never, {"type": "Sequence", "decoders": pieces}):
+        path = directory / "tokenizer.json"
+        _edit(path, model=model, decoder=decoder, added_tokens=[], pre_tokenizer=None)
+        backend, tokenizer = tokenizers.Tokenizer.from_file(str(path)), load_tokenizer(directory)
+        # The backend's Metaspace drops every space of the first token: so none has two here.
+        for ids in ([0], [1, 3], [0, 1], [1, 7], [3, 1], [4, 5, 6], [1, 2, 3, 1], [3, 7], []):
+            assert tokenizer.decode(ids) == backend.decode(ids), (decoder, ids)
+
+
+def test_templates_by_name_and_by_file(directory):
+    entries = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]
+    _edit(directory / "tokenizer_config.json", chat_template=entries)
+    messages = [{"role": "user", "content": "x"}]
+    tokenizer = load_tokenizer(directory)
+    assert tokenizer.apply_chat_template(messages) == "D"
+    assert tokenizer.apply_chat_template(messages, tools=[{}]) == "T"
+    (directory / "chat_template.jinja").write_text("F{{ eos_token }}")
+    extra = directory / "additional_chat_templates"
+    extra.mkdir()
+    (extra / "tool_use.jinja").write_text("U")
+    tokenizer = load_tokenizer(directory)
+    assert tokenizer.apply_chat_template(messages) == "F<|im_end|>"
+    assert tokenizer.apply_chat_template(messages, tools=[{}]) == "U"
+    assert tokenizer.chat_template == "F{{ eos_token }}"
+    assert load_tokenizer(directory, chat_template="O").apply_chat_template(messages) == "O"
