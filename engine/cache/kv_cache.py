@@ -84,9 +84,9 @@ class KVCache:
         g = geometry
         self.geometry = geometry
         self.num_blocks = num_blocks
-        self._pool = pool or MemoryPool(CPU)
+        self.pool = pool or MemoryPool(CPU)
         # Zero-filled: a kernel may load a whole block and mask the slots past the end.
-        self.slab = self._pool.allocate(
+        self.slab = self.pool.allocate(
             "kv",
             (g.num_layers, 2, num_blocks, g.num_kv_heads, g.block_size, g.head_dim),
             dtypes.np_dtype(g.dtype),
@@ -95,7 +95,7 @@ class KVCache:
     @property
     def device(self) -> Device:
         """Where the pages live."""
-        return self._pool.device
+        return self.pool.device
 
     def layer(self, index: int) -> tuple[Any, Any]:
         """Return (k_pages, v_pages) of a layer, views of shape (num_blocks, K, block_size, D)."""
@@ -132,7 +132,7 @@ class KVCache:
 
     def close(self) -> None:
         """Give the slab back to the pool."""
-        self._pool.free("kv")
+        self.pool.free("kv")
         self.slab = np.empty((self.geometry.num_layers, 2, 0, 0, 0, 0))
 
 

@@ -1,0 +1,271 @@
+"""Blocks in host memory, and the copies between them and the device.
+
+On CUDA the host blocks are pinned. The blocks of a swap lie scattered in the pages, one piece a
+layer; one kernel packs them on the device, and DMA moves the packed piece on a side stream while
+the main stream computes on. The way back is the same, in reverse:
+
+    out:  main stream   pack -> (event) -> computes on
+          side stream              DMA to the host
+    in:   side stream   DMA from the host (begins at once, beside what the main stream still does)
+          main stream             (event) -> unpack -> computes on
+
+A main stream waits for DMA only where it needs the blocks or the buffer. On the CPU the same calls
+copy between NumPy slabs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from engine import dtypes, kernels
+from engine.cache.kv_cache import KVCache
+from engine.cache.memory_pool import device_memory, format_bytes
+from engine.device import CPU, cupy
+from engine.errors import ConfigError, ContractError, OutOfMemoryError
+
+__all__ = ["Moves", "SwapSpace", "move_blocks"]
+
+Pairs = Sequence[tuple[int, int]]
+
+_BUFFER_BYTES = 64 << 20  # large enough to fill the link, small beside the pages
+
+
+class Moves(Protocol):
+    """The block moves of a step (`ScheduleOutput` has them)."""
+
+    swap_out: list[tuple[int, int]]
+    copies: list[tuple[int, int]]
+    swap_in: list[tuple[int, int]]
+    freed_blocks: list[int]
+
+
+def move_blocks(kv: KVCache, swap: SwapSpace | None, moves: Moves) -> None:
+    """Do a step's block moves, in the order that keeps each from undoing another.
+
+    Raises
+    ------
+    ConfigError
+        If blocks are to be swapped and `swap` is None.
+    """
+    if swap is None and (moves.swap_out or moves.swap_in):
+        raise ConfigError("blocks are to be swapped, but there is no SwapSpace for them")
+    if swap is not None:
+        swap.swap_blocks_to_cpu(moves.swap_out)
+    if moves.copies:
+        kernels.kv_copy(kv.flat_pages, kv.device.xp.asarray(np.array(moves.copies, np.int32)))
+    if swap is not None:
+        swap.swap_blocks_from_cpu(moves.swap_in)
+    kv.poison(moves.freed_blocks)
+
+
+class SwapSpace:
+    """Host blocks for one KV cache.
+
+    Parameters
+    ----------
+    kv : KVCache
+        The pages on the device.
+    num_blocks : int
+        Host blocks, at least 1; `SchedulerConfig.num_host_blocks`.
+
+    Attributes
+    ----------
+    blocks : array (num_blocks, 2 * num_layers, K, block_size, D), NumPy
+        The host blocks. On CUDA, `synchronize` before you look at them.
+
+    Raises
+    ------
+    OutOfMemoryError
+        If the host has not that much memory.
+
+    Examples
+    --------
+    >>> from engine.cache.kv_cache import KVGeometry
+    >>> kv = KVCache(KVGeometry(num_layers=1, num_kv_heads=1, head_dim=8), num_blocks=4)
+    >>> swap = SwapSpace(kv, num_blocks=2)
+    >>> kv.slab[:, :, 3] = 7.0
+    >>> swap.swap_blocks_to_cpu([(3, 0)])
+    >>> swap.swap_blocks_from_cpu([(0, 1)])
+    >>> float(kv.slab[:, :, 1].min())
+    7.0
+    """
+
+    def __init__(self, kv: KVCache, num_blocks: int) -> None:
+        if num_blocks < 1:
+            raise ConfigError(f"num_blocks of a SwapSpace must be at least 1; got {num_blocks}")
+        g = kv.geometry
+        self.num_blocks = num_blocks
+        self._kv = kv
+        shape = (num_blocks, 2 * g.num_layers, g.num_kv_heads, g.block_size, g.head_dim)
+        _check_host_memory(num_blocks * g.bytes_per_block)
+        self.blocks = _host_array(shape, g.dtype, pinned=kv.device.is_cuda)
+        self._lane = _DmaLane(kv, self.blocks) if kv.device.is_cuda else None
+
+    def swap_blocks_to_cpu(self, pairs: Pairs) -> None:
+        """Copy (device block, host block) pairs out; the device blocks may be reused at once.
+
+        Raises
+        ------
+        ContractError
+            If an id is outside its pool, or a host block occurs twice.
+        """
+        self._check(pairs, self._kv.num_blocks, self.num_blocks)
+        if self._lane is not None:
+            self._lane.to_host(pairs)
+        elif pairs:
+            host = self.blocks.swapaxes(0, 1)
+            kernels.kv_swap(self._kv.flat_pages, host, np.array(pairs, np.int32))
+
+    def swap_blocks_from_cpu(self, pairs: Pairs) -> None:
+        """Copy (host block, device block) pairs in; what follows on the stream sees them.
+
+        Raises
+        ------
+        ContractError
+            If an id is outside its pool, or a device block occurs twice.
+        """
+        self._check(pairs, self.num_blocks, self._kv.num_blocks)
+        if self._lane is not None:
+            self._lane.from_host(pairs)
+        elif pairs:
+            host = self.blocks.swapaxes(0, 1)
+            kernels.kv_swap(host, self._kv.flat_pages, np.array(pairs, np.int32))
+
+    def synchronize(self) -> None:
+        """Wait until all copies are done (nothing to wait for on the CPU)."""
+        if self._lane is not None:
+            self._lane.synchronize()
+
+    def close(self) -> None:
+        """Give the memory back."""
+        if self._lane is not None:
+            self._lane.close()
+        self.blocks = self.blocks[:0].copy()
+
+    def _check(self, pairs: Pairs, num_sources: int, num_targets: int) -> None:
+        for source, target in pairs:
+            if not (0 <= source < num_sources and 0 <= target < num_targets):
+                raise ContractError(
+                    f"swap pairs must be ids below ({num_sources}, {num_targets}); "
+                    f"got {(source, target)}"
+                )
+        if len({target for _, target in pairs}) < len(pairs):
+            raise ContractError(f"swap pairs must fill each block once; got {list(pairs)}")
+
+
+class _DmaLane:
+    """A side stream and two buffers, in which blocks are packed.
+
+    SAFETY: a buffer is filled only after `_emptied` of its last use, and emptied only after
+    `_filled`; all DMA runs on the one side stream, so a host block is never read or written out of
+    the order of calls.
+    """
+
+    def __init__(self, kv: KVCache, host: np.ndarray[Any, Any]) -> None:
+        self._kv = kv
+        self._cp = cp = kv.device.xp
+        self._host = host
+        self._block_bytes = kv.geometry.bytes_per_block
+        self._capacity = min(max(1, _BUFFER_BYTES // self._block_bytes), len(host))
+        shape = (2, self._capacity, *host.shape[1:])
+        self._buffers = kv.pool.allocate("swap buffers", shape, host.dtype)
+        self._stream = cp.cuda.Stream(non_blocking=True)
+        self._filled = [cp.cuda.Event(disable_timing=True) for _ in range(2)]
+        self._emptied = [cp.cuda.Event(disable_timing=True) for _ in range(2)]
+        self._turn = 0
+
+    def to_host(self, pairs: Pairs) -> None:
+        main = self._cp.cuda.get_current_stream()
+        for turn, chunk in self._chunks([(host, device) for device, host in pairs]):
+            buffer = self._buffers[turn]
+            main.wait_event(self._emptied[turn])
+            self._pack([(device, slot) for slot, (_, device) in enumerate(chunk)], buffer)
+            self._filled[turn].record(main)
+            self._stream.wait_event(self._filled[turn])
+            for slot, host, count in _runs([host for host, _ in chunk]):
+                self._dma(self._host_ptr(host), buffer[slot].data.ptr, count, to_host=True)
+            self._emptied[turn].record(self._stream)
+
+    def from_host(self, pairs: Pairs) -> None:
+        main = self._cp.cuda.get_current_stream()
+        for turn, chunk in self._chunks(pairs):
+            buffer = self._buffers[turn]
+            self._stream.wait_event(self._emptied[turn])
+            for slot, host, count in _runs([host for host, _ in chunk]):
+                self._dma(buffer[slot].data.ptr, self._host_ptr(host), count, to_host=False)
+            self._filled[turn].record(self._stream)
+            main.wait_event(self._filled[turn])
+            self._unpack(buffer, [(slot, device) for slot, (_, device) in enumerate(chunk)])
+            self._emptied[turn].record(main)
+
+    def synchronize(self) -> None:
+        self._stream.synchronize()
+
+    def close(self) -> None:
+        self.synchronize()
+        del self._buffers
+        self._kv.pool.free("swap buffers")
+
+    def _chunks(self, pairs: Pairs) -> Iterator[tuple[int, Pairs]]:
+        """Yield (buffer, pairs by ascending host block), so that neighbours go in one copy."""
+        ordered = sorted(pairs)
+        for at in range(0, len(ordered), self._capacity):
+            self._turn ^= 1
+            yield self._turn, ordered[at : at + self._capacity]
+
+    def _pack(self, pairs: Pairs, buffer: Any) -> None:
+        ids = self._cp.asarray(np.array(pairs, np.int32))
+        kernels.kv_swap(self._kv.flat_pages, buffer.swapaxes(0, 1), ids)
+
+    def _unpack(self, buffer: Any, pairs: Pairs) -> None:
+        ids = self._cp.asarray(np.array(pairs, np.int32))
+        kernels.kv_swap(buffer.swapaxes(0, 1), self._kv.flat_pages, ids)
+
+    def _host_ptr(self, block: int) -> int:
+        return int(self._host.ctypes.data) + block * self._block_bytes
+
+    def _dma(self, target: int, source: int, num_blocks: int, *, to_host: bool) -> None:
+        runtime = self._cp.cuda.runtime
+        kind = runtime.memcpyDeviceToHost if to_host else runtime.memcpyHostToDevice
+        size = num_blocks * self._block_bytes
+        runtime.memcpyAsync(target, source, size, kind, self._stream.ptr)
+
+
+def _runs(ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Yield (index, id, length) of each run of consecutive ids.
+
+    Examples
+    --------
+    >>> list(_runs([4, 5, 6, 9]))
+    [(0, 4, 3), (3, 9, 1)]
+    """
+    first = 0
+    for index in range(1, len(ids) + 1):
+        if index == len(ids) or ids[index] != ids[index - 1] + 1:
+            yield first, ids[first], index - first
+            first = index
+
+
+def _host_array(shape: tuple[int, ...], dtype: str, *, pinned: bool) -> np.ndarray[Any, Any]:
+    """Return an uninitialised host array; in pinned memory, which DMA can reach, if asked for."""
+    kind = dtypes.np_dtype(dtype)
+    if not pinned:
+        return np.empty(shape, kind)
+    cp = cupy()
+    num_bytes = math.prod(shape) * kind.itemsize
+    # Not from CuPy's pinned pool, which may round up and never gives memory back.
+    memory = cp.cuda.PinnedMemoryPointer(cp.cuda.PinnedMemory(num_bytes), 0)
+    return np.frombuffer(memory, np.uint8, num_bytes).view(kind).reshape(shape)
+
+
+def _check_host_memory(num_bytes: int) -> None:
+    total, free = device_memory(CPU)
+    if num_bytes > free:
+        raise OutOfMemoryError(
+            f"host blocks need {format_bytes(num_bytes)}, but of the host's {format_bytes(total)} "
+            f"only {format_bytes(free)} are free; lower num_host_blocks"
+        )

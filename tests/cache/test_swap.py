@@ -1,0 +1,120 @@
+"""Blocks go to the host and come back unharmed; moves are done in the order that is safe."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from engine.cache import swap as swap_module
+from engine.cache.kv_cache import KVCache, KVGeometry
+from engine.cache.memory_pool import MemoryPool
+from engine.cache.swap import SwapSpace, move_blocks
+from engine.device import CPU, Device, to_numpy
+from engine.errors import ConfigError, ContractError, OutOfMemoryError
+from engine.testing import cases
+
+
+def build(xp, dtype="float32", num_blocks=9, num_host=6, **changes):
+    fields = {"num_layers": 2, "num_kv_heads": 3, "head_dim": 8, "dtype": dtype, **changes}
+    device = CPU if xp is np else Device("cuda")
+    kv = KVCache(KVGeometry(**fields), num_blocks, MemoryPool(device))
+    content = cases.normal(kv.slab.shape, dtype, seed=1)
+    kv.slab[...] = xp.asarray(content)
+    return kv, SwapSpace(kv, num_host), content
+
+
+def moves(**fields):
+    empty = {"swap_out": [], "copies": [], "swap_in": [], "freed_blocks": []}
+    return SimpleNamespace(**{**empty, **fields})
+
+
+@pytest.mark.parametrize("buffer_blocks", [1, 2, 100])
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_there_and_back(xp, dtype, buffer_blocks, monkeypatch):
+    geometry = KVGeometry(num_layers=2, num_kv_heads=3, head_dim=8, dtype=dtype)
+    size = buffer_blocks * geometry.bytes_per_block
+    monkeypatch.setattr(swap_module, "_BUFFER_BYTES", size)
+    kv, swap, content = build(xp, dtype)
+    out = [(8, 3), (1, 4), (5, 0), (2, 5), (0, 1)]
+    swap.swap_blocks_to_cpu(out)
+    swap.synchronize()
+    for device, host in out:
+        want = content[:, :, device].reshape(swap.blocks[host].shape)
+        np.testing.assert_array_equal(swap.blocks[host], want)
+    kv.slab[:, :, [8, 1, 5, 2, 0]] = 0
+    swap.swap_blocks_from_cpu([(host, device) for device, host in out])
+    np.testing.assert_array_equal(to_numpy(kv.slab), content)
+    swap.swap_blocks_from_cpu([(3, 7)])
+    np.testing.assert_array_equal(to_numpy(kv.slab)[:, :, 7], content[:, :, 8])
+
+
+def test_a_block_may_be_reused_at_once_and_a_host_block_refilled(xp):
+    kv, swap, content = build(xp)
+    for turn in range(20):  # no synchronization in between
+        first, second = turn % 9, (turn + 4) % 9
+        swap.swap_blocks_to_cpu([(first, 0), (second, 1)])
+        kv.slab[:, :, [first, second]] = -1.0
+        swap.swap_blocks_from_cpu([(1, first), (0, second)])
+        swap.swap_blocks_to_cpu([(first, 1), (second, 0)])
+        kv.slab[:, :, [first, second]] = -2.0
+        swap.swap_blocks_from_cpu([(1, second), (0, first)])
+    np.testing.assert_array_equal(to_numpy(kv.slab), content)
+
+
+def test_moves_are_done_in_the_order_that_is_safe(xp):
+    """Block 0 goes out, is filled by a copy of 1, and 1 is filled from what went out before."""
+    kv, swap, content = build(xp)
+    swap.swap_blocks_to_cpu([(7, 2)])
+    move_blocks(
+        kv, swap, moves(swap_out=[(0, 1)], copies=[(1, 0)], swap_in=[(2, 1)], freed_blocks=[4])
+    )
+    swap.synchronize()
+    slab = to_numpy(kv.slab)
+    np.testing.assert_array_equal(swap.blocks[1], content[:, :, 0].reshape(swap.blocks[1].shape))
+    np.testing.assert_array_equal(slab[:, :, 0], content[:, :, 1])
+    np.testing.assert_array_equal(slab[:, :, 1], content[:, :, 7])
+    assert np.isnan(slab[:, :, 4]).all()
+    np.testing.assert_array_equal(slab[:, :, [2, 3, 5, 6, 7, 8]], content[:, :, [2, 3, 5, 6, 7, 8]])
+
+
+def test_without_a_swap_space(xp):
+    kv, _, content = build(xp)
+    move_blocks(kv, None, moves(copies=[(1, 0)]))
+    np.testing.assert_array_equal(to_numpy(kv.slab)[:, :, 0], content[:, :, 1])
+    with pytest.raises(ConfigError, match="no SwapSpace"):
+        move_blocks(kv, None, moves(swap_out=[(0, 0)]))
+
+
+def test_no_moves(xp):
+    kv, swap, content = build(xp)
+    move_blocks(kv, swap, moves())
+    np.testing.assert_array_equal(to_numpy(kv.slab), content)
+
+
+def test_wrong_pairs(xp):
+    _, swap, _ = build(xp)
+    for pair in ((9, 0), (0, 6), (-1, 0), (0, -1)):
+        with pytest.raises(ContractError, match=r"ids below \(9, 6\)"):
+            swap.swap_blocks_to_cpu([pair])
+    with pytest.raises(ContractError, match=r"ids below \(6, 9\)"):
+        swap.swap_blocks_from_cpu([(6, 0)])
+    with pytest.raises(ContractError, match="each block once"):
+        swap.swap_blocks_to_cpu([(0, 1), (2, 1)])
+
+
+def test_the_host_must_have_the_memory():
+    kv = KVCache(KVGeometry(num_layers=2, num_kv_heads=3, head_dim=8), 2)
+    with pytest.raises(OutOfMemoryError, match="lower num_host_blocks"):
+        SwapSpace(kv, 1 << 40)
+    with pytest.raises(ConfigError, match="at least 1; got 0"):
+        SwapSpace(kv, 0)
+
+
+def test_close_gives_the_memory_back(xp):
+    kv, swap, _ = build(xp)
+    used = kv.pool.used
+    swap.close()
+    assert swap.blocks.nbytes == 0
+    assert kv.pool.used == kv.slab.nbytes <= used
