@@ -25,7 +25,7 @@ demo: $(VENV)/.installed   ## install, pull SmolLM2-135M-Instruct, answer a ques
 
 test: $(VENV)/.installed-dev   ## the whole suite (GPU tests skip where there is no GPU)
 	$(BIN)/engine pull smollm2
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n auto
 
 lint: $(VENV)/.installed-dev   ## ruff
 	$(BIN)/ruff check .

@@ -200,10 +200,9 @@ class Model:
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a sequence: the configuration's, else the tokenizer's."""
-        if self.config.eos_token_ids or not self.has_tokenizer:
-            return self.config.eos_token_ids
-        return self.tokenizer.eos_token_ids
+        """Tokens that end a sequence: the configuration's, and the tokenizer's end of turn."""
+        own = self.tokenizer.eos_token_ids if self.has_tokenizer else ()
+        return tuple(dict.fromkeys((*self.config.eos_token_ids, *own)))
 
     @cached_property
     def generation_config(self) -> dict[str, Any]:

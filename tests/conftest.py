@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import os
+
+# Before NumPy is imported: the suite runs in parallel, and BLAS threads that wait for each other on
+# busy cores cost far more than they bring.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 from pathlib import Path
 
 import numpy as np

