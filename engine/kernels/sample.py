@@ -2,22 +2,98 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from engine import reference
-from engine.errors import ContractError
 from engine.kernels._contract import FLOAT32, INT32, INT64, Contract
-from engine.kernels._launch import ceil_div
+from engine.kernels._launch import Kernel, ceil_div, sm_count
+from engine.kernels._module import ModuleSpec
 from engine.reference.sample import SampleResult
 
-__all__ = ["MAX_LOGPROBS", "MAX_VOCAB", "SampleResult", "sample"]
+__all__ = [
+    "MAX_LOGPROBS",
+    "MAX_VOCAB",
+    "Config",
+    "SampleResult",
+    "choose_config",
+    "sample",
+    "specs",
+]
 
 MAX_LOGPROBS = 20
-MAX_VOCAB = 1 << 22
+MAX_VOCAB = 1 << 21
 
 _UINT64 = np.dtype(np.uint64)
+
+# Sizes that cuda_src/common/chunk_lists.cuh and candidates.cuh also have.
+_SCAN_THREADS = 256
+_CHOOSE_THREADS = 512
+_PROCESS_THREADS = 1024
+_CHUNK_GROUPS = 1024  # groups of four logits that one block scans
+_MAX_LISTED = 256
+_CHUNK_WORDS = 4  # a Chunk and
+_STATE_WORDS = 2  # a State, in words of 8 bytes
+
+_ROWS = (
+    "logits:ptr stride:i64 vocab:i32 processed:ptr processed_stride:i64 is_processed:ptr "
+    "temperature:ptr top_k:ptr top_p:ptr min_p:ptr "
+)
+_PENALTIES = "repetition_penalty:ptr presence_penalty:ptr frequency_penalty:ptr "
+_PENALTY_NAMES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+_PROCESS = Kernel(
+    "sample_process",
+    "logits:ptr stride:i64 vocab:i32 history:ptr max_history:i32 history_lens:ptr "
+    f"prompt_lens:ptr {_PENALTIES}logit_bias_ids:ptr logit_bias_values:ptr cu_logit_bias:ptr "
+    "num_bias:i32 allowed:ptr processed:ptr processed_stride:i64 counts:ptr is_processed:ptr",
+)
+_SCAN = Kernel(
+    "sample_scan", _ROWS + "num_top:i32 chunk_groups:i32 chunks:ptr listed:ptr states:ptr"
+)
+_CHOOSE = Kernel(
+    "sample_choose",
+    f"{_ROWS}seeds:ptr positions:ptr {_PENALTIES}num_top:i32 num_chunks:i32 chunks:ptr "
+    "listed:ptr states:ptr token_ids:ptr status:ptr num_kept:ptr logprobs:ptr top_ids:ptr "
+    "top_logprobs:ptr",
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    """How rows are spread over blocks.
+
+    Attributes
+    ----------
+    num_chunks, chunk_groups : int
+        `sample_scan` cuts a row into so many chunks of so many groups of four logits.
+    draw_blocks : int
+        Blocks of `sample_choose` that share the draw of a row without filters.
+    """
+
+    num_chunks: int
+    chunk_groups: int
+    draw_blocks: int
+
+
+def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
+    """Return the modules that the op may launch; logits are float32 whatever the model's dtype."""
+    return (ModuleSpec("sample.cu", "float32"),)
+
+
+def choose_config(num_rows: int, vocab_size: int, *, num_sms: int) -> Config:
+    """Choose for `num_rows` rows of `vocab_size` logits on a chip of `num_sms` multiprocessors.
+
+    Examples
+    --------
+    >>> choose_config(1, 151936, num_sms=132)
+    Config(num_chunks=38, chunk_groups=1000, draw_blocks=75)
+    """
+    num_groups = ceil_div(vocab_size, 4)
+    num_chunks = ceil_div(num_groups, _CHUNK_GROUPS)
+    draw_blocks = min(ceil_div(num_groups, _CHOOSE_THREADS), 2 * num_sms // max(num_rows, 1))
+    return Config(num_chunks, ceil_div(num_groups, num_chunks), max(draw_blocks, 1))
 
 
 def sample(
@@ -142,7 +218,76 @@ def sample(
         call.check("num_logprobs", is_int and 0 <= num_logprobs <= limit, wanted, num_logprobs)
     if call.on_cpu:
         return reference.sample(args.pop("logits"), **args)
-    raise ContractError("sample: logits: must be a NumPy array")
+    return _launch(call, args)
+
+
+def _launch(call: Contract, args: dict[str, Any]) -> SampleResult:
+    xp, num_rows, vocab_size = call.xp, call["B"], call["V"]
+    num_logprobs = args["num_logprobs"]
+    spec = specs("float32")[0]
+    config = choose_config(num_rows, vocab_size, num_sms=sm_count())
+    rows = {
+        name: args[name] for name in ("logits", "temperature", "top_k", "top_p", "min_p")
+    } | _process(call, args, spec)
+    num_listed = config.num_chunks * _MAX_LISTED
+    stages = {
+        "num_top": -1 if num_logprobs is None else num_logprobs,
+        "chunks": xp.empty((num_rows, config.num_chunks * _CHUNK_WORDS), _UINT64),
+        "listed": xp.empty((num_rows, num_listed), _UINT64),
+        "states": xp.empty((num_rows, _STATE_WORDS), _UINT64),
+    }
+    result = SampleResult(
+        token_ids=xp.empty(num_rows, INT32),
+        status=xp.empty(num_rows, INT32),
+        logprobs=None if num_logprobs is None else xp.empty(num_rows, FLOAT32),
+        top_ids=xp.empty((num_rows, num_logprobs), INT32) if num_logprobs else None,
+        top_logprobs=xp.empty((num_rows, num_logprobs), FLOAT32) if num_logprobs else None,
+        num_kept=xp.empty(num_rows, INT32),
+    )
+    grid = (num_rows, config.num_chunks)
+    chunk_groups = config.chunk_groups
+    _SCAN.launch(spec, grid, (_SCAN_THREADS,), **rows, **stages, chunk_groups=chunk_groups)
+    _CHOOSE.launch(
+        spec,
+        (num_rows, config.draw_blocks),
+        (_CHOOSE_THREADS,),
+        **rows,
+        **stages,
+        **{name: args[name] for name in (*_PENALTY_NAMES, "seeds", "positions")},
+        num_chunks=config.num_chunks,
+        **result._asdict(),
+    )
+    return result
+
+
+def _process(call: Contract, args: dict[str, Any], spec: ModuleSpec) -> dict[str, Any]:
+    """Launch `sample_process` if anything may change a logit; return where its rows are."""
+    num_rows, vocab_size = call["B"], call["V"]
+    rows = {
+        "stride": args["logits"].strides[0] // 4,
+        "vocab": vocab_size,
+        "processed": None,
+        "processed_stride": ceil_div(vocab_size, 4) * 4,
+        "is_processed": None,
+    }
+    names: tuple[str, ...] = ("history", "cu_logit_bias", "allowed")
+    if all(args[name] is None for name in names):
+        return rows
+    rows["processed"] = call.xp.empty((num_rows, rows["processed_stride"]), FLOAT32)
+    rows["is_processed"] = call.xp.empty(num_rows, INT32)
+    has_history = args["history"] is not None
+    names = (*names, *_PENALTY_NAMES, "history_lens", "prompt_lens", "logits")
+    _PROCESS.launch(
+        spec,
+        (num_rows,),
+        (_PROCESS_THREADS,),
+        **rows,
+        **{name: args[name] for name in (*names, "logit_bias_ids", "logit_bias_values")},
+        max_history=call["L"] if has_history else 0,
+        num_bias=call["M"] if args["cu_logit_bias"] is not None else 0,
+        counts=call.xp.empty((num_rows, vocab_size), INT32) if has_history else None,
+    )
+    return rows
 
 
 def _check_rows(call: Contract, args: dict[str, Any]) -> None:
@@ -156,19 +301,18 @@ def _check_rows(call: Contract, args: dict[str, Any]) -> None:
 
 def _check_processing(call: Contract, args: dict[str, Any]) -> None:
     """Check the optional arrays, and that those which belong together come together."""
-    penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
     bias = ("logit_bias_ids", "logit_bias_values", "cu_logit_bias")
     _check_together(call, args, "history", ("history_lens", "prompt_lens"))
     _check_together(call, args, "cu_logit_bias", bias[:2])
     has_history = args["history"] is not None
-    for name in penalties:
+    for name in _PENALTY_NAMES:
         call.check(name, args[name] is None or has_history, "None without history", args[name])
     shapes = {"history": "B L", "history_lens": "B", "prompt_lens": "B", "logit_bias_ids": "M"}
     shapes |= {"cu_logit_bias": str(call["B"] + 1), "allowed": f"B {ceil_div(call['V'], 32)}"}
     for name, shape in shapes.items():
         if args[name] is not None:
             args[name] = call.array(name, args[name], shape, INT32)
-    for name in (*penalties, "logit_bias_values"):
+    for name in (*_PENALTY_NAMES, "logit_bias_values"):
         if args[name] is not None:
             shape = "M" if name == "logit_bias_values" else "B"
             args[name] = call.array(name, args[name], shape, FLOAT32)
