@@ -72,11 +72,11 @@ extern "C" __global__ void __launch_bounds__(Core::kThreads, 2)
                      float* partial_stats, int64_t q_stride_b, int64_t q_stride_t, int64_t q_stride_h,
                      int64_t page_stride, int64_t table_stride, int64_t out_stride_b,
                      int64_t out_stride_t, int64_t out_stride_h, int64_t max_keys, int num_queries,
-                     int num_heads, int head_dim, int block_shift, int num_blocks, int window,
-                     int num_splits, int is_vector, float scale, float softcap) {
+                     int num_heads, int group, int head_dim, int block_shift, int num_blocks, int window,
+                     int num_splits, int is_vector, float score_inner, float score_factor) {
   extern __shared__ __align__(128) unsigned char smem_bytes[];
   scalar_t* const smem = reinterpret_cast<scalar_t*>(smem_bytes);
-  const int b = blockIdx.x, kv_head = blockIdx.y, group = num_heads / gridDim.y;
+  const int b = blockIdx.x, kv_head = blockIdx.y;
   const int split = blockIdx.z % num_splits, row_begin = blockIdx.z / num_splits * Core::kRows;
   const int num_keys = sequence_length(context_lens, b, max_keys);
   const RowRule rows(num_queries, group, num_keys, true, window);
@@ -94,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(Core::kThreads, 2)
   const int end = min(min(splits.first + (split + 1) * splits.chunk, num_keys), rows.last_key(last_row) + 1);
 
   Core core;
-  core.run(smem, queries, kv, rows, ScoreRule(scale, softcap), row_begin, begin, end);
+  core.run(smem, queries, kv, rows, ScoreRule{score_inner, score_factor}, row_begin, begin, end);
   if (partial_o != nullptr) {
     const int64_t num_slots = static_cast<int64_t>(gridDim.x) * gridDim.y * rows.count;
     const int64_t slot = split * num_slots + (static_cast<int64_t>(b) * gridDim.y + kv_head) * rows.count;

@@ -33,12 +33,12 @@ extern "C" __global__ void __launch_bounds__(Core::kThreads, 1)
                       scalar_t* out, float* lse, int64_t q_stride_t, int64_t q_stride_h,
                       int64_t k_stride_t, int64_t k_stride_h, int64_t v_stride_t, int64_t v_stride_h,
                       int64_t page_stride, int64_t table_stride, int64_t out_stride_t,
-                      int64_t out_stride_h, int64_t max_keys, int total_q, int num_heads,
+                      int64_t out_stride_h, int64_t max_keys, int total_q, int num_heads, int group,
                       int head_dim, int block_shift, int num_blocks, int causal, int window,
-                      int is_vector, float scale, float softcap) {
+                      int is_vector, float score_inner, float score_factor) {
   extern __shared__ __align__(128) unsigned char smem_bytes[];
   scalar_t* const smem = reinterpret_cast<scalar_t*>(smem_bytes);
-  const int b = blockIdx.z, kv_head = blockIdx.y, group = num_heads / gridDim.y;
+  const int b = blockIdx.z, kv_head = blockIdx.y;
   const int row_begin = static_cast<int>(gridDim.x - 1 - blockIdx.x) * Core::kRows;
 
   // SAFETY: lengths that do not fit the arrays are cut to them.
@@ -67,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(Core::kThreads, 1)
   const int end = min(rows.last_key(last_row) + 1, static_cast<int>(num_keys));
 
   Core core;
-  core.run(smem, queries, kv, rows, ScoreRule(scale, softcap), row_begin, begin, end);
+  core.run(smem, queries, kv, rows, ScoreRule{score_inner, score_factor}, row_begin, begin, end);
   const int64_t lse_begin = static_cast<int64_t>(q_begin) * num_heads + head;
   core.finish(smem, rows, row_begin,
               Output{out + q_begin * out_stride_t + head * out_stride_h, out_stride_t, out_stride_h,

@@ -30,16 +30,11 @@ __device__ __forceinline__ int recomputed(int x) {
 // -inf as a reference to subtract would give NaN: a row without any key so far subtracts 0.
 __device__ __forceinline__ float finite_or_zero(float max) { return max == -kInf ? 0.0f : max; }
 
-// How a score is made of q.k, in units of log2: with softcap c, c * tanh(scale * q.k / c).
+// How a score is made of q.k, in units of log2: with softcap c, c * tanh(scale * q.k / c). Comes from the
+// host, so that it stays in constant memory: the kernels need their registers.
 struct ScoreRule {
-  float inner;   // softcap > 0: tanh(inner * q.k) comes first; else unused
-  float factor;  // times this gives the score * log2(e)
-  bool has_softcap;
-
-  __device__ __forceinline__ ScoreRule(float scale, float softcap)
-      : inner(softcap > 0.0f ? scale / softcap : 0.0f),
-        factor((softcap > 0.0f ? softcap : scale) * kLog2E),
-        has_softcap(softcap > 0.0f) {}
+  float inner;   // scale / softcap: tanh(inner * q.k) comes first; 0: no softcap
+  float factor;  // times this gives the score * log2(e): scale or softcap, times log2(e)
 
   __device__ __forceinline__ float cap(float dot) const {
     if constexpr (sizeof(scalar_t) == 4) return tanhf(inner * dot);

@@ -125,7 +125,7 @@ struct MmaAttention {
                                          const ScoreRule& rule, int warp_row, int key, bool is_whole) {
     float s[kRowTiles][kWarpKeys / 8][4];
     multiply_qk(s, smem_q, smem_k);
-    if (rule.has_softcap) {
+    if (rule.inner != 0.0f) {
 #pragma unroll
       for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll

@@ -108,7 +108,7 @@ struct SimtAttention {
   // Turns the lane's q.k into P, and carries max, sum and O of row r along.
   __device__ __forceinline__ void softmax(float& p, const RowRule& rows, const ScoreRule& rule, int r,
                                           int last_key, int key) {
-    if (rule.has_softcap) p = rule.cap(p);
+    if (rule.inner != 0.0f) p = rule.cap(p);
     if (!rows.sees(last_key, key + lane())) p = -kInf;
     const float new_max = fmaxf(max[r], warp_max(p) * rule.factor);
     const float reference = finite_or_zero(new_max);

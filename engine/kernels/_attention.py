@@ -49,6 +49,16 @@ class ScoreRule:
         call.check("softcap", softcap < math.inf, "finite", softcap)
         return cls(scale, int(window), softcap)
 
+    @property
+    def inner(self) -> float:
+        """Factor of q.k inside the tanh of the soft cap; 0 without one."""
+        return self.scale / self.softcap if self.softcap else 0.0
+
+    @property
+    def factor(self) -> float:
+        """Factor that makes q.k, or the tanh, a score in units of log2."""
+        return (self.softcap or self.scale) * math.log2(math.e)
+
 
 @dataclass(frozen=True)
 class Pages:

@@ -30,8 +30,8 @@ _KERNEL = Kernel(
     "q:ptr k:ptr v:ptr block_tables:ptr context_lens:ptr out:ptr lse:ptr partial_o:ptr "
     "partial_stats:ptr q_stride_b:i64 q_stride_t:i64 q_stride_h:i64 page_stride:i64 "
     "table_stride:i64 out_stride_b:i64 out_stride_t:i64 out_stride_h:i64 max_keys:i64 "
-    "num_queries:i32 num_heads:i32 head_dim:i32 block_shift:i32 num_blocks:i32 window:i32 "
-    "num_splits:i32 is_vector:i32 scale:f32 softcap:f32",
+    "num_queries:i32 num_heads:i32 group:i32 head_dim:i32 block_shift:i32 num_blocks:i32 "
+    "window:i32 num_splits:i32 is_vector:i32 score_inner:f32 score_factor:f32",
 )
 _COMBINE = Kernel(
     "attention_decode_combine",
@@ -270,8 +270,9 @@ def _launch(
         block_shift=pages.k.shape[2].bit_length() - 1,
         num_blocks=pages.k.shape[0],
         is_vector=int(are_aligned(q, pages.k, pages.v, out)),
-        scale=rule.scale,
-        softcap=rule.softcap,
+        group=num_heads // num_kv_heads,
+        score_inner=rule.inner,
+        score_factor=rule.factor,
         **shared,
     )
     if partial_o is not None:

@@ -29,8 +29,8 @@ _KERNEL = Kernel(
     "q:ptr k:ptr v:ptr cu_seqlens_q:ptr cu_seqlens_k:ptr block_tables:ptr context_lens:ptr "
     "out:ptr lse:ptr q_stride_t:i64 q_stride_h:i64 k_stride_t:i64 k_stride_h:i64 v_stride_t:i64 "
     "v_stride_h:i64 page_stride:i64 table_stride:i64 out_stride_t:i64 out_stride_h:i64 "
-    "max_keys:i64 total_q:i32 num_heads:i32 head_dim:i32 block_shift:i32 num_blocks:i32 "
-    "causal:i32 window:i32 is_vector:i32 scale:f32 softcap:f32",
+    "max_keys:i64 total_q:i32 num_heads:i32 group:i32 head_dim:i32 block_shift:i32 num_blocks:i32 "
+    "causal:i32 window:i32 is_vector:i32 score_inner:f32 score_factor:f32",
 )
 
 # Four warps of 32 rows each hold O in half of their registers up to D = 128; D = 256 needs all of
@@ -188,12 +188,13 @@ def _check_keys(
     """Check what says where sequences lie; return it by name, dense or in pages."""
     cu_seqlens_q = call.array("cu_seqlens_q", cu_seqlens_q, "B+1", INT32)
     call.check("cu_seqlens_q", cu_seqlens_q.size > 0, "of length B+1, 1 or more", cu_seqlens_q)
-    call.dims["B"] = call["B+1"] - 1
     _check_cu_seqlens(call, "cu_seqlens_q", cu_seqlens_q, q.shape[0])
     if block_tables is not None:
         call.check("cu_seqlens_k", cu_seqlens_k is None, "None with block_tables", cu_seqlens_k)
         pages = Pages.checked(call, {"k": k, "v": v}, q.dtype, block_tables, context_lens)
         k, v, block_tables, context_lens = pages.k, pages.v, pages.block_tables, pages.context_lens
+        wanted = f"of length B+1 = {call['B'] + 1}, with B from block_tables"
+        call.check("cu_seqlens_q", call["B+1"] == call["B"] + 1, wanted, call["B+1"])
     else:
         call.check("context_lens", context_lens is None, "None without block_tables", context_lens)
         k = call.array("k", k, "Tk K D", q.dtype, layout="rows")
@@ -250,12 +251,13 @@ def _launch(
         max_keys=(tables.shape[1] * k.shape[2] if k.size else 0) if is_paged else k.shape[0],
         total_q=total_q,
         num_heads=num_heads,
+        group=num_heads // num_kv_heads,
         head_dim=head_dim,
         block_shift=k.shape[2].bit_length() - 1 if is_paged else 0,
         num_blocks=k.shape[0] if is_paged else 0,
         causal=int(causal),
         window=rule.window,
         is_vector=int(are_aligned(q, k, v, out)),
-        scale=rule.scale,
-        softcap=rule.softcap,
+        score_inner=rule.inner,
+        score_factor=rule.factor,
     )

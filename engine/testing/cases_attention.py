@@ -1,0 +1,162 @@
+"""Sequences, pages and shapes that the attention kernels are tried on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from engine.dtypes import np_dtype
+from engine.testing.cases import normal
+
+__all__ = ["DECODE", "PREFILL", "AttentionCase", "cu_seqlens", "normal_on", "paged_cache"]
+
+Array = np.ndarray[Any, Any]
+
+_NO_BLOCK = 2**30  # in entries that must not be read: far outside of any cache
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """Sequences of `lens_q` new tokens out of `lens_k` in all; `block_size` 0 means dense keys."""
+
+    lens_q: tuple[int, ...]
+    lens_k: tuple[int, ...]
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    block_size: int = 0
+    causal: bool = True
+    scale: float | None = None
+    window: int = 0
+    softcap: float = 0.0
+
+    @property
+    def rule(self) -> dict[str, Any]:
+        """The keywords of the public op that say how scores are made."""
+        return {"scale": self.scale, "window": self.window, "softcap": self.softcap}
+
+    @property
+    def reduction(self) -> int:
+        """Terms behind one element of the result: D for a score, then all the keys."""
+        return self.head_dim + max(self.lens_k, default=0)
+
+    def __str__(self) -> str:
+        mask = "" if self.causal else "-full"
+        extra = f"{mask}-w{self.window}-c{self.softcap:g}-s{self.scale}"
+        q, k = ("_".join(map(str, lens)) for lens in (self.lens_q, self.lens_k))
+        heads = f"H{self.num_heads}K{self.num_kv_heads}D{self.head_dim}"
+        return f"q{q}-k{k}-{heads}-bs{self.block_size}{extra}"
+
+
+def cu_seqlens(lens: Sequence[int]) -> Array:
+    """Return where each sequence starts, and the end: (B+1,) int32.
+
+    Examples
+    --------
+    >>> cu_seqlens([3, 0, 2])
+    array([0, 3, 3, 5], dtype=int32)
+    """
+    return np.concatenate([[0], np.cumsum(lens, dtype=np.int32)]).astype(np.int32)
+
+
+def normal_on(xp: Any, shape: Sequence[int], dtype: str, seed: int) -> Any:
+    """Return random values of module `xp`; a GPU makes its own, as gigabytes of them take long.
+
+    Examples
+    --------
+    >>> normal_on(np, (2, 3), "bfloat16", seed=0).shape
+    (2, 3)
+    """
+    if xp is np:
+        return normal(shape, dtype, seed)
+    values = xp.random.default_rng(seed).standard_normal(tuple(shape), dtype=xp.float32)
+    return values.astype(np_dtype(dtype))
+
+
+def paged_cache(
+    lens: Sequence[int],
+    num_kv_heads: int,
+    block_size: int,
+    head_dim: int,
+    dtype: str,
+    seed: int,
+    *,
+    num_shared: int = 0,
+) -> tuple[Array, Array, Array, Array]:
+    """Return (k_pages, v_pages, block_tables, context_lens) with blocks in random order.
+
+    The first `num_shared` blocks of every sequence are the same ones. Everything that belongs to no
+    sequence is poisoned: pages and the tails of pages with NaN, table entries with ids far outside.
+    """
+    rng = np.random.default_rng(seed)
+    counts = [-(-length // block_size) for length in lens]
+    own = [max(0, n - num_shared) for n in counts]
+    ids = rng.permutation(sum(own) + num_shared + 2).astype(np.int32)
+    tables = np.full((len(lens), max(counts, default=0) + 1), _NO_BLOCK, np.int32)
+    shape = (len(ids), num_kv_heads, block_size, head_dim)
+    is_used = np.zeros((len(ids), block_size), bool)
+    taken = num_shared
+    for b, (length, count, new) in enumerate(zip(lens, counts, own, strict=True)):
+        tables[b, :count] = [*ids[: count - new], *ids[taken : taken + new]]
+        taken += new
+        slots = np.arange(length)
+        is_used[tables[b, slots // block_size], slots % block_size] = True
+    pages = []
+    for i in (1, 2):
+        values = normal(shape, dtype, seed + i)
+        values.transpose(0, 2, 1, 3)[~is_used] = np.nan
+        pages.append(values)
+    return pages[0], pages[1], tables, np.asarray(lens, np.int32)
+
+
+_BASE = AttentionCase((70, 33), (70, 200))
+
+# Lengths around the borders of tiles (32, 64, 128), nothing to do, and every option.
+PREFILL: tuple[AttentionCase, ...] = (
+    AttentionCase((1,), (1,)),
+    AttentionCase((1, 2, 31, 32, 33), (1, 63, 64, 65, 129), 3, 3),
+    AttentionCase((64, 65, 127, 0, 128), (64, 65, 127, 0, 128), 4, 4),
+    AttentionCase((0, 5, 0), (10, 0, 0)),
+    AttentionCase((40, 3), (7, 300), 8, 2, causal=True),
+    _BASE,
+    replace(_BASE, block_size=16),
+    replace(_BASE, block_size=32, window=50),
+    replace(_BASE, block_size=64, softcap=5.0),
+    replace(_BASE, block_size=128, causal=False),
+    replace(_BASE, window=1),
+    replace(_BASE, window=64, softcap=20.0),
+    replace(_BASE, causal=False, scale=0.25),
+    replace(_BASE, lens_q=(129, 17), lens_k=(640, 17), num_heads=9, num_kv_heads=3),  # SmolLM2
+    replace(_BASE, num_heads=8, num_kv_heads=1, head_dim=256),  # Gemma
+    replace(_BASE, num_heads=8, num_kv_heads=1, head_dim=32),
+    replace(_BASE, num_heads=2, num_kv_heads=2, head_dim=80, block_size=16),
+    replace(_BASE, num_heads=3, num_kv_heads=1, head_dim=96),  # Phi-3
+    replace(_BASE, num_heads=4, num_kv_heads=1, head_dim=128, block_size=16),  # Llama 3
+    replace(_BASE, num_heads=2, num_kv_heads=1, head_dim=192),
+    replace(_BASE, num_heads=2, num_kv_heads=1, head_dim=36),  # no 16-byte words: scalar loads
+    replace(_BASE, num_heads=2, num_kv_heads=2, head_dim=7, block_size=16, window=20),
+)
+
+# The same for decode: every sequence has the same number of new tokens.
+DECODE: tuple[AttentionCase, ...] = (
+    AttentionCase((1,), (1,), block_size=16),
+    AttentionCase((1,) * 6, (0, 1, 15, 16, 17, 64), block_size=16),
+    AttentionCase((1,) * 4, (63, 65, 127, 129), 3, 3, block_size=32),
+    AttentionCase((1,) * 2, (1000, 300), 9, 3, block_size=16),  # SmolLM2
+    AttentionCase((1,), (700,), 32, 8, 128, block_size=16),  # Llama 3
+    AttentionCase((2, 2), (200, 1), 8, 8, 64, block_size=64),
+    AttentionCase((3, 3), (100, 2), 8, 1, 96, block_size=16),
+    AttentionCase((4, 4), (300, 64), 8, 2, 128, block_size=128),
+    AttentionCase((5, 5), (70, 500), 16, 2, 64, block_size=16),
+    AttentionCase((6,), (90,), 4, 1, 256, block_size=32),
+    AttentionCase((7,), (130,), 6, 2, 80, block_size=16, window=33),
+    AttentionCase((8, 8), (300, 8), 12, 1, 128, block_size=16),
+    AttentionCase((1, 1), (400, 20), 4, 2, 64, block_size=16, window=100),
+    AttentionCase((1, 1), (400, 20), 4, 1, 192, block_size=16, softcap=5.0, scale=0.2),
+    AttentionCase((2, 2), (150, 31), 4, 4, 32, block_size=16, window=1),
+    AttentionCase((2, 2), (150, 31), 2, 1, 36, block_size=16),
+    AttentionCase((1, 1), (150, 31), 8, 1, 256, block_size=16),
+)

@@ -1,0 +1,223 @@
+"""attention_decode: the kernel against its mirror, the mirror against prefill's, the contract."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from engine import kernels, reference
+from engine.device import to_numpy
+from engine.errors import ContractError, DTypeError, ShapeError
+from engine.kernels.attention_decode import choose_num_splits, choose_tile, specs
+from engine.testing import cases
+from engine.testing.cases_attention import DECODE, AttentionCase, cu_seqlens, paged_cache
+from engine.testing.tolerances import assert_close
+
+
+def _inputs(case, dtype, num_shared=0):
+    """Return q, both kinds of pages, block tables and lengths."""
+    shape = (len(case.lens_q), case.lens_q[0], case.num_heads, case.head_dim)
+    sizes = case.num_kv_heads, case.block_size, case.head_dim
+    cache = paged_cache(case.lens_k, *sizes, dtype, seed=2, num_shared=num_shared)
+    return cases.normal(shape, dtype, seed=1), *cache
+
+
+def _run(op, xp, arrays, **keywords):
+    q, k, v, tables, lens = cases.to_module(xp, *arrays)
+    return op(q, k, v, block_tables=tables, context_lens=lens, **keywords)
+
+
+@pytest.mark.parametrize("case", DECODE, ids=str)
+def test_mirror_is_prefill_of_the_last_tokens(case):
+    """The mirror of prefill is itself compared with a loop in float64."""
+    q, k, v, tables, lens = _inputs(case, "float32")
+    got = reference.attention_decode(
+        q, k, v, block_tables=tables, context_lens=lens, **case.rule, return_lse=True
+    )
+    want = reference.attention_prefill(
+        q.reshape(-1, *q.shape[2:]),
+        k,
+        v,
+        cu_seqlens_q=cu_seqlens(case.lens_q),
+        block_tables=tables,
+        context_lens=lens,
+        **case.rule,
+        return_lse=True,
+    )
+    np.testing.assert_array_equal(got[0], want[0].reshape(q.shape))
+    np.testing.assert_array_equal(got[1], want[1].reshape(q.shape[:3]))
+
+
+def test_mirror_is_the_formula():
+    case = AttentionCase((2, 2), (40, 1), 4, 2, 16, block_size=16)
+    q, k, v, tables, lens = _inputs(case, "float32")
+    got, lse = reference.attention_decode(
+        q, k, v, block_tables=tables, context_lens=lens, return_lse=True
+    )
+    for b, i, h in np.ndindex(2, 2, 4):
+        keys = range(lens[b] - 2 + i + 1)
+        slots = [(tables[b, j // 16], h // 2, j % 16) for j in keys]
+        s = np.array([q[b, i, h].astype(np.float64) @ k[slot] / 4 for slot in slots])
+        want = sum((np.exp(x) * v[slot] for x, slot in zip(s, slots, strict=True)), np.zeros(16))
+        total = np.exp(s).sum()
+        np.testing.assert_allclose(got[b, i, h], want / (total or 1), rtol=1e-5, atol=1e-6)
+        with np.errstate(divide="ignore"):
+            np.testing.assert_allclose(lse[b, i, h], np.log(total), rtol=1e-5)
+
+
+@pytest.mark.parametrize("num_splits", [None, 1, 3])
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("case", DECODE, ids=str)
+def test_matches_mirror(xp, case, dtype, num_splits):
+    arrays = _inputs(case, dtype)
+    want, want_lse = _run(reference.attention_decode, np, arrays, **case.rule, return_lse=True)
+    out, buffer = cases.guarded(xp, want.shape, want.dtype)
+    got, lse = _run(
+        kernels.attention_decode,
+        xp,
+        arrays,
+        **case.rule,
+        num_splits=num_splits,
+        max_context_len=max(case.lens_k),
+        out=out,
+        return_lse=True,
+    )
+    assert got is out
+    assert_close(got, want, reduction=case.reduction)
+    assert_close(lse, want_lse, reduction=case.reduction, name="lse")
+    assert bool(xp.isnan(buffer[:64]).all()) and bool(xp.isnan(buffer[-64:]).all())
+
+
+@pytest.mark.parametrize("num_queries", range(1, 9))
+@pytest.mark.parametrize("group", [1, 3, 4, 8])
+def test_queries_and_groups(xp, num_queries, group):
+    """Every way to fill a tile of rows: one to 64 of them."""
+    case = AttentionCase((num_queries,) * 3, (130, 64, 7), 2 * group, 2, 64, block_size=16)
+    arrays = _inputs(case, "bfloat16")
+    got = _run(kernels.attention_decode, xp, arrays)
+    assert_close(got, _run(reference.attention_decode, np, arrays), reduction=case.reduction)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_shared_blocks_and_any_number_of_splits(xp, dtype):
+    """Sequences with a common prefix in the same pages; more splits than there are keys."""
+    case = AttentionCase((1,) * 4, (500, 48, 49, 300), 8, 2, 64, block_size=16)
+    arrays = _inputs(case, dtype, num_shared=3)
+    assert (arrays[3][:, :3] == arrays[3][0, :3]).all()
+    want = _run(reference.attention_decode, np, arrays)
+    for num_splits in (2, 5, 8, 40):
+        got = _run(kernels.attention_decode, xp, arrays, num_splits=num_splits)
+        assert_close(got, want, reduction=case.reduction)
+
+
+def test_the_same_twice(xp):
+    """Splits are combined in a fixed order: bit by bit the same, whoever finishes first."""
+    arrays = _inputs(AttentionCase((1, 1), (1000, 700), 8, 2, 128, block_size=16), "float16")
+    first, second = (_run(kernels.attention_decode, xp, arrays, num_splits=8) for _ in range(2))
+    np.testing.assert_array_equal(to_numpy(first), to_numpy(second))
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("head_dim", [64, 20])
+def test_views_into_fused_qkv_in_place(xp, head_dim, dtype):
+    """q is the head of wider rows, block tables are columns of wider tables, out replaces q."""
+    case = AttentionCase((2, 2, 2), (70, 5, 300), 6, 2, head_dim, block_size=16)
+    q, k, v, tables, lens = _inputs(case, dtype)
+    want = _run(reference.attention_decode, np, (q, k, v, tables, lens))
+    rows = xp.zeros((6, 10 * head_dim), q.dtype)
+    view = rows[:, : 6 * head_dim].reshape(3, 2, 6, head_dim)
+    view[:] = xp.asarray(q)
+    assert xp.may_share_memory(view, rows)
+    wide = xp.full((3, tables.shape[1] + 5), -1, np.int32)
+    wide[:, : tables.shape[1]] = xp.asarray(tables)
+    got = kernels.attention_decode(
+        view,
+        *cases.to_module(xp, k, v),
+        block_tables=wide[:, : tables.shape[1]],
+        context_lens=xp.asarray(lens),
+        out=view,
+        num_splits=2,
+    )
+    assert got is view
+    assert_close(xp.ascontiguousarray(view), want, reduction=case.reduction)
+    assert not bool(rows[:, 6 * head_dim :].any())
+
+
+def test_nothing_to_do(xp):
+    pages, tables = xp.zeros((2, 2, 16, 64), np.float16), xp.zeros((0, 1), np.int32)
+    got = kernels.attention_decode(
+        xp.zeros((0, 1, 4, 64), np.float16),
+        pages,
+        pages,
+        block_tables=tables,
+        context_lens=xp.zeros(0, np.int32),
+    )
+    assert got.shape == (0, 1, 4, 64)
+
+
+def test_num_splits_is_a_pure_function():
+    assert choose_num_splits(8, 64, sm_count=132) == 1  # one split's worth of keys
+    assert choose_num_splits(8, 1024, sm_count=132) == 16  # 128 blocks for 132 multiprocessors
+    assert choose_num_splits(2048, 16384, sm_count=132) == 1  # full without splitting
+    for blocks in (1, 8, 100, 5000):
+        for keys in (1, 64, 65, 5000, 200_000):
+            splits = choose_num_splits(blocks, keys, sm_count=132)
+            assert 1 <= splits <= max(1, -(-keys // 64))
+
+
+def test_tiles_fit_every_chip():
+    for dtype in cases.DTYPES:
+        for spec in specs(dtype):
+            assert dict(spec.defines)["SHARED_BYTES"] <= 99 * 1024
+    assert choose_tile("float16", 96, num_rows=16).warps_n == 4
+    assert choose_tile("float16", 96, num_rows=17).warps_m == 4
+    assert len(specs("float16", head_dim=64, num_rows=4)) == 1
+
+
+def test_contract(xp):
+    q, pages = xp.ones((2, 1, 4, 8), np.float32), xp.ones((3, 2, 16, 8), np.float32)
+    where = {"block_tables": xp.zeros((2, 1), np.int32), "context_lens": xp.ones(2, np.int32)}
+    op = kernels.attention_decode
+    with pytest.raises(ShapeError, match=r"v_pages: must have shape \(P, K, block_size, D\)"):
+        op(q, pages, pages[:, :, :8], **where)
+    with pytest.raises(DTypeError, match="k_pages: must be float32; got float16"):
+        op(q, pages.astype(np.float16), pages, **where)
+    with pytest.raises(ShapeError, match="v_pages: must be C-contiguous"):
+        op(q, xp.ones((3, 1, 16, 8), np.float32), pages[:, :1], **where)
+    with pytest.raises(ShapeError, match=r"context_lens: must have shape \(B\); B = 2 from q"):
+        op(q, pages, pages, **{**where, "context_lens": xp.ones(3, np.int32)})
+    with pytest.raises(DTypeError, match="block_tables: must be int32; got int64"):
+        op(q, pages, pages, **{**where, "block_tables": xp.zeros((2, 1), np.int64)})
+    with pytest.raises(ContractError, match="K: must be a divisor"):
+        op(q[:, :, :3], pages, pages, **where)
+    with pytest.raises(ContractError, match="num_splits: must be from 1 to 1024; got 0"):
+        op(q, pages, pages, **where, num_splits=0)
+    with pytest.raises(ContractError, match="window: must be an int of 0 or more; got -1"):
+        op(q, pages, pages, **where, window=-1)
+    with pytest.raises(
+        ContractError, match=r"max_context_len: must be an int of 0 or more; got 1\.5"
+    ):
+        op(q, pages, pages, **where, max_context_len=1.5)
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_follows_the_lengths(cp):
+    """Lengths and tables are read on the device: replaying after they grew gives the new result."""
+    case = AttentionCase((1,) * 2, (600, 300), 8, 2, 64, block_size=16)
+    arrays = _inputs(case, "bfloat16")
+    q, k, v, tables, lens = cases.to_module(cp, *arrays)
+    short = cp.asarray(np.array([70, 3], np.int32))
+    current, out = short.copy(), cp.zeros_like(q)
+    keywords = {"block_tables": tables, "context_lens": current, "max_context_len": 600, "out": out}
+    stream = cp.cuda.Stream(non_blocking=True)
+    with stream:
+        kernels.attention_decode(q, k, v, **keywords)  # compiles, and fills the memory pool
+        stream.synchronize()
+        stream.begin_capture()
+        kernels.attention_decode(q, k, v, **keywords)
+        graph = stream.end_capture()
+        current[:] = lens
+        graph.launch(stream)
+    stream.synchronize()
+    want = _run(reference.attention_decode, np, arrays)
+    assert_close(out, want, reduction=case.reduction)
