@@ -202,3 +202,11 @@ class Request:
         if self.max_num_tokens and self.num_known_tokens >= self.max_num_tokens:
             return RequestStatus.FINISHED_LENGTH
         return None
+
+    def append_tokens(self, token_ids: Sequence[int]) -> RequestStatus | None:
+        """Add sampled ids up to the first that ends the request; return the status it ends with."""
+        for token_id in token_ids:
+            status = self.append_token(token_id)
+            if status is not None:
+                return status
+        return None

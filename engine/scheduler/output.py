@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from engine.errors import ContractError
 from engine.request import Request
 
-__all__ = ["ScheduleOutput", "ScheduledSequence"]
+__all__ = ["Flight", "ScheduleOutput", "ScheduledSequence"]
 
 
 class ScheduledSequence:
@@ -107,3 +108,23 @@ class ScheduleOutput:
     def is_empty(self) -> bool:
         """Tell whether there is nothing to compute and nothing to copy."""
         return not (self.sequences or self.swap_out or self.copies or self.swap_in)
+
+
+class Flight(list[ScheduleOutput]):
+    """The steps that are scheduled and not settled, oldest first."""
+
+    def settle_oldest(self, output: ScheduleOutput) -> None:
+        """Take out `output`, which must be the oldest step (an empty one is not there)."""
+        self._settle(output, 0)
+
+    def settle_newest(self, output: ScheduleOutput) -> None:
+        """Take out `output`, which must be the newest step (an empty one is not there)."""
+        self._settle(output, -1)
+
+    def _settle(self, output: ScheduleOutput, index: int) -> None:
+        if output.is_empty:
+            return
+        if not self or self[index] is not output:
+            wanted = f"step {self[index].step_id} comes first" if self else "none is in flight"
+            raise ContractError(f"step {output.step_id} is not to be settled now; {wanted}")
+        self.pop(index)

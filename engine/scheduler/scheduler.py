@@ -19,14 +19,16 @@ from engine.errors import ContractError
 from engine.request import FINISH_REASONS, Request, RequestStatus
 from engine.scheduler.check import check_output
 from engine.scheduler.config import SchedulerConfig
-from engine.scheduler.output import ScheduledSequence, ScheduleOutput
+from engine.scheduler.output import Flight, ScheduledSequence, ScheduleOutput
 from engine.scheduler.preemption import prefers_swap
 from engine.scheduler.roster import Roster
 from engine.scheduler.stats import SchedulerStats, collect
+from engine.scheduler.under_way import PrefixesUnderWay
 
 __all__ = ["Scheduler"]
 
 _RUNNING = RequestStatus.RUNNING
+_MAX_HELD = 16  # requests passed over in one step because their prefix is under way
 
 
 class Scheduler:
@@ -62,7 +64,7 @@ class Scheduler:
         if config.debug:
             self.blocks.allocator.record_freed()
         self._roster = Roster(config, self.blocks)
-        self._in_flight: list[ScheduleOutput] = []  # scheduled, not settled; oldest first
+        self._in_flight = Flight()
         self._num_steps = 0
         self._num_preemptions = 0
         self._num_swaps = 0
@@ -189,7 +191,7 @@ class Scheduler:
         list of Request
             Those that this step finished, by a stop id or by their length; their blocks are freed.
         """
-        self._leave_flight(output, oldest=True)
+        self._in_flight.settle_oldest(output)
         self.blocks.settle(output.swap_in)
         finished: list[Request] = []
         for sequence in output.sequences:
@@ -204,7 +206,11 @@ class Scheduler:
                     self.blocks.cache_prefix(request)
                     if sequence.is_sampled:
                         self._roster.release_siblings(request)
-            if sequence.is_sampled and (end := self._append(request, sampled)) is not None:
+            if not sequence.is_sampled:
+                continue
+            if not (ids := sampled.get(request.request_id)):
+                raise ContractError(f"no token was sampled for request {request.request_id!r}")
+            if (end := request.append_tokens(ids)) is not None:
                 self._roster.retire(request, end)
                 finished.append(request)
         if finished:
@@ -219,7 +225,7 @@ class Scheduler:
         Whatever the step had written or copied is forgotten. With several steps in flight, roll
         back the newest first.
         """
-        self._leave_flight(output, oldest=False)
+        self._in_flight.settle_newest(output)
         moves = BlockMoves(output.swap_out, output.copies, output.swap_in)
         self.blocks.distrust(moves)
         self.blocks.settle(output.swap_in)
@@ -269,18 +275,31 @@ class Scheduler:
     def _admit(self, output: ScheduleOutput) -> None:
         """Let waiting requests in, in order of service, until one does not fit."""
         roster, config = self._roster, self.config
+        if not len(roster.waiting):
+            return
+        held: list[Request] = []
+        under_way = PrefixesUnderWay(self.blocks, [*self._in_flight, output])
         while len(roster.waiting) and len(roster.running) < config.max_num_seqs:
             request = self._next_waiting()
             if request.num_pending_tokens or not self._chunk(request, output):
                 break
+            if under_way.has_most_of(request):
+                if len(held) == _MAX_HELD:
+                    break
+                roster.waiting.discard(request)
+                held.append(request)
+                continue
             # Room kept for those that run; a request alone may have everything.
             spare = config.watermark_blocks if roster.running else 0
             if not self.blocks.admit(request, spare=spare):
                 break
             roster.waiting.take(request)
             roster.run(request)
+            under_way.add(request)
             output.admitted.append(request)
             self._schedule_chunk(request, output)
+        for request in held:
+            roster.waiting.push(request)
 
     def _complete(self, output: ScheduleOutput) -> None:
         """Put one-token sequences first, and add the block moves."""
@@ -339,17 +358,6 @@ class Scheduler:
 
     # ---- parts of commit() and rollback()
 
-    def _append(
-        self, request: Request, sampled: Mapping[str, Sequence[int]]
-    ) -> RequestStatus | None:
-        ids = sampled.get(request.request_id)
-        if not ids:
-            raise ContractError(f"no token was sampled for request {request.request_id!r}")
-        for token_id in ids:
-            if (status := request.append_token(token_id)) is not None:
-                return status
-        return None
-
     def _undo(self, sequence: ScheduledSequence) -> None:
         request = sequence.request
         if request.is_finished:
@@ -360,15 +368,6 @@ class Scheduler:
         if request.status is _RUNNING:
             self._roster.retry(request)
             self._num_retries += 1
-
-    def _leave_flight(self, output: ScheduleOutput, *, oldest: bool) -> None:
-        if output.is_empty:
-            return
-        expected = self._in_flight[0 if oldest else -1] if self._in_flight else None
-        if output is not expected:
-            wanted = "none is" if expected is None else f"step {expected.step_id} comes first"
-            raise ContractError(f"step {output.step_id} is not to be settled now; {wanted}")
-        self._in_flight.pop(0 if oldest else -1)
 
     # ---- for metrics and tests
 

@@ -7,7 +7,7 @@ import numpy as np
 from engine.cache.kv_cache import KVCache, KVGeometry
 from engine.cache.memory_pool import MemoryPool
 from engine.cache.swap import SwapSpace
-from engine.device import resolve_device, to_numpy
+from engine.device import to_numpy
 from engine.testing.timing import time_cpu
 
 # Llama-3.1-8B and SmolLM2-135M, bfloat16: blocks of 2 MiB and of 360 KiB.
@@ -86,9 +86,8 @@ def _rows(name, geometry, device):
     kv.close()
 
 
-def main():
+def main(device):
     """Measure, print, and return the rows."""
-    device, _ = resolve_device("auto")
     rows = [row for name, geometry in _MODELS.items() for row in _rows(name, geometry, device)]
     for row in rows:
         print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else v for k, v in row.items()))

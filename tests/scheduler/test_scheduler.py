@@ -230,6 +230,32 @@ def test_many_requests_share_one_prefix_while_they_run():
     drive(scheduler, mock)
 
 
+@pytest.mark.parametrize("late", [0, 1])
+def test_requests_with_a_common_prefix_wait_for_the_first_to_compute_it(late):
+    scheduler, mock = build(num_blocks=64, max_num_batched_tokens=128, max_num_seqs=32)
+    requests = [make_request(f"r{i}", [3] * 160 + [i % 7], 4) for i in range(6)]
+    other = make_request("other", [4] * 20, 4)
+    for request in [*requests, other]:
+        scheduler.add_request(request)
+    output = scheduler.schedule()
+    assert shares(output) == [("r0", 0, 128)]
+    scheduler.commit(output, mock.run(output))
+    output = scheduler.schedule()
+    assert shares(output) == [("r0", 128, 33), ("other", 0, 20)]
+    scheduler.commit(output, mock.run(output))
+    assert len(scheduler.schedule().admitted) == 5
+    scheduler.rollback(scheduler._in_flight[-1])
+    drive(scheduler, mock, late=late)
+    assert all(r.output_token_ids == oracle(r) for r in [*requests, other])
+
+
+def test_a_short_common_beginning_is_not_waited_for():
+    scheduler, _ = build(num_blocks=64, max_num_batched_tokens=512)
+    for number in range(4):
+        scheduler.add_request(make_request(f"r{number}", [3] * 16 + [number] * 40, 4))
+    assert len(scheduler.schedule().admitted) == 4
+
+
 def test_siblings_share_the_prompt_and_copy_on_write():
     scheduler, mock = build()
     samples = [make_request(f"s{i}", [1] * 20, 6, ignore_eos=True) for i in range(4)]

@@ -1,0 +1,73 @@
+"""Prefixes that are being computed right now: who starts with one had better wait a step.
+
+Requests with a long common prefix often arrive together. The first one computes it; if the others
+were let in at once, each would compute it again, for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from engine.cache.block_manager import BlockManager
+from engine.request import Request, RequestStatus
+from engine.scheduler.output import ScheduleOutput
+
+__all__ = ["PrefixesUnderWay"]
+
+_Key = tuple[object, int, tuple[int, ...]]
+
+
+class PrefixesUnderWay:
+    """The prompts of which some step, scheduled but not committed, computes a part.
+
+    They are found by their next block that is not in the tree yet: same salt and rope kind, same
+    block before it, same token ids.
+
+    Parameters
+    ----------
+    blocks : BlockManager
+    outputs : iterable of ScheduleOutput
+        Steps that are not committed, the present one included.
+    """
+
+    def __init__(self, blocks: BlockManager, outputs: Iterable[ScheduleOutput]) -> None:
+        self._blocks = blocks
+        self._by_key: dict[_Key, Request] = {}
+        for output in outputs:
+            for sequence in output.sequences:
+                if sequence.num_scheduled_tokens > 1:
+                    self.add(sequence.request)
+
+    def add(self, request: Request) -> None:
+        """Note that `request` computes its prompt."""
+        if self._blocks.tree is None or request.status is not RequestStatus.RUNNING:
+            return  # nobody could share it
+        known = request.num_tree_blocks
+        last = request.block_table[known - 1] if known else -1
+        key = self._key(request, known, last)
+        if key is not None:
+            self._by_key.setdefault(key, request)
+
+    def has_most_of(self, request: Request) -> bool:
+        """Tell whether half or more of what `request` has to compute is under way elsewhere."""
+        if not self._by_key or not request.reuse_prefix:
+            return False
+        found = self._blocks.match(request)
+        if found.host_nodes:
+            return False
+        known = len(found.blocks)
+        key = self._key(request, known, found.blocks[-1] if known else -1)
+        other = self._by_key.get(key) if key is not None else None
+        if other is None:
+            return False
+        start = known * self._blocks.block_size
+        middle = (start + request.num_tokens + 1) // 2
+        ids = request.token_ids(start, middle)
+        return other.prompt_token_ids[start:middle] == ids
+
+    def _key(self, request: Request, known: int, last: int) -> _Key | None:
+        start = known * self._blocks.block_size
+        stop = start + self._blocks.block_size
+        if stop >= request.num_tokens:
+            return None
+        return request.prefix_key, last, tuple(request.token_ids(start, stop))
