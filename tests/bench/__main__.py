@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import importlib
 import json
+import os
 import pkgutil
+import platform
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +42,23 @@ def _measure(case, xp):
     return row
 
 
+def _conditions(chosen):
+    """Return what a figure means nothing without: card, date, commit, command."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    if chosen.is_cuda:
+        card = chosen.xp.cuda.runtime.getDeviceProperties(chosen.index)["name"].decode()
+    else:
+        card = f"{platform.machine()}, {os.cpu_count()} cores"
+    return {
+        "card": card,
+        "date": datetime.date.today().isoformat(),
+        "commit": commit or os.environ.get("ENGINE_COMMIT", "unknown"),
+        "command": "python -m tests.bench " + " ".join(sys.argv[1:]),
+    }
+
+
 def main() -> None:
     known = sorted(
         m.name.removeprefix("bench_")
@@ -55,14 +77,15 @@ def main() -> None:
     for op in known if "all" in options.ops else options.ops:
         module = importlib.import_module(f"tests.bench.bench_{op}")
         if hasattr(module, "main"):
-            rows += module.main()
+            rows += module.main(chosen) if module.main.__code__.co_argcount else module.main()
             continue
         for case in module.CASES:
             row = {"op": op, **_measure(case, chosen.xp)}
             rows.append(row)
             print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else v for k, v in row.items()))
     if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+        record = {**_conditions(chosen), "rows": rows}
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":
