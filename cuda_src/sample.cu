@@ -15,10 +15,9 @@
 // Parallelisation: sample_process, one block a row, only where rows are to be changed. sample_scan,
 // one block of 256 threads per chunk of up to 4096 logits of a row, is the one read of memory: it
 // finds the largest logit, sums exponentials, and lists the chunk's largest logits, 64 of them or
-// a few more. sample_choose, one block of 512 threads a row, merges the lists, all above the
-// highest of the chunks' bounds, and cuts and draws there. Where the candidates are more than the
-// lists hold it searches the row itself (common/row_select.cuh); where nothing is cut, several
-// blocks share the row.
+// a few more. sample_choose, one block of 512 threads a row, merges the lists, or their largest
+// entries, and cuts and draws there. Where the candidates are more than the lists hold it searches
+// the row itself (common/row_select.cuh); where nothing is cut, several blocks share the row.
 // Mirror: engine/reference/sample.py
 #include "common/candidates.cuh"
 #include "common/chunk_lists.cuh"
@@ -39,9 +38,9 @@ __device__ __forceinline__ bool is_filtered(int top_k, float top_p, float min_p,
 }
 
 extern "C" __global__ void __launch_bounds__(kProcessThreads, 1) sample_process(
-    const float* __restrict__ logits, int64_t stride, int vocab, const int* history, int max_history,
-    const int* history_lens, const int* prompt_lens, const float* repetition_penalty,
-    const float* presence_penalty, const float* frequency_penalty, const int* logit_bias_ids,
+    const float* __restrict__ logits, int64_t stride, int vocab, const int* history,
+    int max_history, const int* history_lens, const int* prompt_lens,
+    const float* repetition_penalty, const float* presence_penalty, const float* frequency_penalty, const int* logit_bias_ids,
     const float* logit_bias_values, const int* cu_logit_bias, int num_bias, const int* allowed,
     float* processed, int64_t processed_stride, int* counts, int* is_processed) {
   const int64_t b = blockIdx.x;

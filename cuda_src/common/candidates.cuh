@@ -55,9 +55,9 @@ struct ChooseShared {
   bool is_whole, is_last;
 };
 
+// Scores are numbers as order_of gives them: the largest wins, of equal ones the lowest id.
 __device__ __forceinline__ uint64_t score_of(float x, float noise, int id) {
-  return static_cast<uint64_t>(ordered_key(__fadd_rn(x, noise))) << kIdBits |
-         (kIdMask - static_cast<uint32_t>(id));
+  return order_of(__fadd_rn(x, noise), id);
 }
 
 // Calls body(order) for every listed logit of the row from `bound` up.

@@ -1,4 +1,4 @@
-// First stage of sampling: what one block learns of a chunk of a row while it holds it in registers.
+// First stage of sampling: what a block learns of a chunk of a row while it holds it in registers.
 //
 // Besides its largest logit, a chunk lists all of its logits from some bound up: at least 64 of
 // them (or all it has), and seldom many more. All logits of the row from the highest bound of its

@@ -34,8 +34,9 @@ __device__ __forceinline__ float exact_log2(float y) {
 
 // 2^x for x <= 0 in steps of 2^-40, rounded down; 0 below -40.
 __device__ __forceinline__ uint64_t mass(float x) {
-  constexpr float kExp2[] = {0.6931471824645996f,  0.2402271330356598f,    0.055496569722890854f,
-                             0.009650635533034801f, 0.0012710212031379342f, 0.00020745005167555064f};
+  constexpr float kExp2[] = {0.6931471824645996f,   0.2402271330356598f,
+                             0.055496569722890854f, 0.009650635533034801f,
+                             0.0012710212031379342f, 0.00020745005167555064f};
   if (!(x >= -kMassBits)) return 0;
   const float whole = floorf(x);
   const float f = __fsub_rn(x, whole);

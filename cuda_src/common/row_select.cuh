@@ -11,15 +11,18 @@
 constexpr int kIdBits = 22;  // vocabularies of up to 2^22
 constexpr uint32_t kIdMask = (1u << kIdBits) - 1;
 
-__device__ __forceinline__ float minus_inf() { return __int_as_float(static_cast<int>(0xff800000u)); }
+__device__ __forceinline__ float minus_inf() { return __uint_as_float(0xff800000u); }
 
 __device__ __forceinline__ uint64_t order_of(float logit, int id) {
-  return static_cast<uint64_t>(ordered_key(logit)) << kIdBits | (kIdMask - static_cast<uint32_t>(id));
+  return static_cast<uint64_t>(ordered_key(logit)) << kIdBits |
+         (kIdMask - static_cast<uint32_t>(id));
 }
 __device__ __forceinline__ uint32_t key_of(uint64_t order) {
   return static_cast<uint32_t>(order >> kIdBits);
 }
-__device__ __forceinline__ float logit_of(uint64_t order) { return from_ordered_key(key_of(order)); }
+__device__ __forceinline__ float logit_of(uint64_t order) {
+  return from_ordered_key(key_of(order));
+}
 __device__ __forceinline__ int id_of(uint64_t order) {
   return static_cast<int>(kIdMask - (static_cast<uint32_t>(order) & kIdMask));
 }

@@ -10,6 +10,7 @@ each kernel declares its parameters once, by name and C type, and every launch i
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -112,5 +113,10 @@ def ceil_div(a: int, b: int) -> int:
 
 def sm_count() -> int:
     """Return the number of multiprocessors of the current device."""
-    cupy = device.cupy()
-    return int(cupy.cuda.Device().attributes["MultiProcessorCount"])
+    return _sm_count(device.cupy().cuda.runtime.getDevice())
+
+
+@cache
+def _sm_count(index: int) -> int:
+    """Asked once a device: CuPy would query a hundred attributes at every launch."""
+    return int(device.cupy().cuda.Device(index).attributes["MultiProcessorCount"])
