@@ -40,9 +40,10 @@ __device__ __forceinline__ bool is_filtered(int top_k, float top_p, float min_p,
 extern "C" __global__ void __launch_bounds__(kProcessThreads, 1) sample_process(
     const float* __restrict__ logits, int64_t stride, int vocab, const int* history,
     int max_history, const int* history_lens, const int* prompt_lens,
-    const float* repetition_penalty, const float* presence_penalty, const float* frequency_penalty, const int* logit_bias_ids,
-    const float* logit_bias_values, const int* cu_logit_bias, int num_bias, const int* allowed,
-    float* processed, int64_t processed_stride, int* counts, int* is_processed) {
+    const float* repetition_penalty, const float* presence_penalty, const float* frequency_penalty,
+    const int* logit_bias_ids, const float* logit_bias_values, const int* cu_logit_bias,
+    int num_bias, const int* allowed, float* processed, int64_t processed_stride, int* counts,
+    int* is_processed) {
   const int64_t b = blockIdx.x;
   const float repetition = repetition_penalty ? repetition_penalty[b] : 1.0f;
   const float presence = presence_penalty ? presence_penalty[b] : 0.0f;
