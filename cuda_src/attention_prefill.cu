@@ -1,4 +1,4 @@
-// Attention over whole sequences, or chunks of them, of any lengths in one launch (flash attention).
+// Flash attention over whole sequences, or chunks of them, of any lengths in one launch.
 //
 //   out = softmax(cap(scale * Q K^T) + mask) V        for every sequence b and query head h
 //
@@ -11,12 +11,12 @@
 //   out          (Tq, H, D)  scalar_t   lse (Tq, H) float, contiguous, or null
 //   *_stride_t, *_stride_h              elements from token to token and from head to head
 //
-// Query i of n sees keys 0 to len - n + i (causal) or all; with a window only its last `window` ones.
+// Query i of n sees keys 0 to len - n + i (causal) or all; with a window its last `window` ones.
 //
-// Numerics: scores, softmax, sums and O in float; P is rounded to scalar_t for P V (the sum is not);
-// out is rounded once. Float inputs never meet a tensor core, so nothing becomes TF32.
-// Parallelisation: a block takes kRows rows (token, head of the group) of one sequence and key/value
-// head, and walks over the keys that these see; the blocks with most keys start first.
+// Numerics: scores, softmax, sums and O in float; P is rounded to scalar_t for P V (its sum is
+// not); out is rounded once. Float inputs never meet a tensor core, so nothing becomes TF32.
+// Parallelisation: a block takes kRows rows (token, head of the group) of one sequence and
+// key/value head, and walks over the keys that these see; the blocks with most keys start first.
 // Mirror: engine/reference/attention_prefill.py
 #if ENGINE_DTYPE == 0
 #include "common/attention_simt.cuh"
@@ -28,14 +28,15 @@ using Core = MmaAttention<HEAD_DIM, WARPS_M, 1, ROW_TILES, TILE_KEYS, STAGES>;
 static_assert(Core::kSharedBytes == SHARED_BYTES, "kernels/_attention.py computes another size");
 
 extern "C" __global__ void __launch_bounds__(Core::kThreads, 1)
-    attention_prefill(const scalar_t* q, const scalar_t* k, const scalar_t* v, const int* cu_seqlens_q,
-                      const int* cu_seqlens_k, const int* block_tables, const int* context_lens,
-                      scalar_t* out, float* lse, int64_t q_stride_t, int64_t q_stride_h,
-                      int64_t k_stride_t, int64_t k_stride_h, int64_t v_stride_t, int64_t v_stride_h,
-                      int64_t page_stride, int64_t table_stride, int64_t out_stride_t,
-                      int64_t out_stride_h, int64_t max_keys, int total_q, int num_heads, int group,
-                      int head_dim, int block_shift, int num_blocks, int causal, int window,
-                      int is_vector, float score_inner, float score_factor) {
+    attention_prefill(const scalar_t* q, const scalar_t* k, const scalar_t* v,
+                      const int* cu_seqlens_q, const int* cu_seqlens_k, const int* block_tables,
+                      const int* context_lens, scalar_t* out, float* lse, int64_t q_stride_t,
+                      int64_t q_stride_h, int64_t k_stride_t, int64_t k_stride_h,
+                      int64_t v_stride_t, int64_t v_stride_h, int64_t page_stride,
+                      int64_t table_stride, int64_t out_stride_t, int64_t out_stride_h,
+                      int64_t max_keys, int total_q, int num_heads, int group, int head_dim,
+                      int block_shift, int num_blocks, int causal, int window, int is_vector,
+                      float score_inner, float score_factor) {
   extern __shared__ __align__(128) unsigned char smem_bytes[];
   scalar_t* const smem = reinterpret_cast<scalar_t*>(smem_bytes);
   const int b = blockIdx.z, kv_head = blockIdx.y;
@@ -55,12 +56,17 @@ extern "C" __global__ void __launch_bounds__(Core::kThreads, 1)
   if (row_begin >= rows.count) return;
 
   const int head = kv_head * group;
-  const Queries queries{q + q_begin * q_stride_t + head * q_stride_h, q_stride_t, q_stride_h, head_dim,
-                        is_vector != 0};
+  const Queries queries{q + q_begin * q_stride_t + head * q_stride_h, q_stride_t, q_stride_h,
+                        head_dim, is_vector != 0};
   const KeyValues kv{k + k_begin * k_stride_t + kv_head * k_stride_h,
                      v + k_begin * v_stride_t + kv_head * v_stride_h,
                      block_tables == nullptr ? nullptr : block_tables + b * table_stride,
-                     k_stride_t, v_stride_t, page_stride, block_shift, num_blocks, head_dim,
+                     k_stride_t,
+                     v_stride_t,
+                     page_stride,
+                     block_shift,
+                     num_blocks,
+                     head_dim,
                      is_vector != 0};
   const int last_row = min(row_begin + Core::kRows, rows.count) - 1;
   const int begin = rows.first_key(row_begin);

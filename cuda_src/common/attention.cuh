@@ -1,7 +1,7 @@
 // What every attention kernel needs: which keys a query row sees, where keys and values lie, how a
 // tile of them comes to shared memory, and where results go.
 //
-// Query heads that share a key/value head are packed: row = token * group + head, with group = H / K,
+// Query heads that share a key/value head are packed: row = token * group + head (group = H / K),
 // so one tile of keys serves the whole group, and short queries still fill a tile of rows.
 #pragma once
 
@@ -20,8 +20,8 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
-// Hides from the compiler that x is what it was: what depends on it is computed here again, instead of
-// being kept in registers over a whole loop, where there are none to spare.
+// Hides from the compiler that x is what it was: what depends on it is computed here again, instead
+// of being kept in registers over a whole loop, where there are none to spare.
 __device__ __forceinline__ int recomputed(int x) {
   asm volatile("" : "+r"(x));
   return x;
@@ -30,8 +30,8 @@ __device__ __forceinline__ int recomputed(int x) {
 // -inf as a reference to subtract would give NaN: a row without any key so far subtracts 0.
 __device__ __forceinline__ float finite_or_zero(float max) { return max == -kInf ? 0.0f : max; }
 
-// How a score is made of q.k, in units of log2: with softcap c, c * tanh(scale * q.k / c). Comes from the
-// host, so that it stays in constant memory: the kernels need their registers.
+// How a score is made of q.k, in units of log2: with softcap c, c * tanh(scale * q.k / c). Comes
+// from the host, so that it stays in constant memory: the kernels need their registers.
 struct ScoreRule {
   float inner;   // scale / softcap: tanh(inner * q.k) comes first; 0: no softcap
   float factor;  // times this gives the score * log2(e): scale or softcap, times log2(e)
@@ -51,7 +51,8 @@ struct RowRule {
   int causal;          // 1: each further token sees one key more; 0: all tokens see the same
   unsigned reach;      // keys a row sees, counted back from its last one: window, or 2^31
 
-  __device__ __forceinline__ RowRule(int num_tokens, int group, int num_keys, bool causal, int window)
+  __device__ __forceinline__ RowRule(int num_tokens, int group, int num_keys, bool causal,
+                                     int window)
       : count(num_tokens * group),
         group(group),
         first_last_key(causal ? num_keys - num_tokens : num_keys - 1),
@@ -89,9 +90,9 @@ struct KeyValues {
 };
 
 // Where a 16-byte word of a row lies in a tile of kHeadDim columns. 16-bit rows are swizzled: the
-// eight rows that ldmatrix reads at once must lie in eight different bank groups, but their pitch is a
-// multiple of 128 bytes (or of 64, where four words alternate by themselves). Float rows are padded by
-// one word, for the same reason.
+// eight rows that ldmatrix reads at once must lie in eight different bank groups, but their pitch
+// is a multiple of 128 bytes (or of 64, where four words alternate by themselves). Float rows are
+// padded by one word, for the same reason.
 template <int kHeadDim>
 struct TileLayout {
   static constexpr int kWords = kHeadDim / kVec;
@@ -109,8 +110,8 @@ struct TileLayout {
 
 // Copies one word of a row of head_dim values (none of it if !valid), zeros past the row's end.
 template <bool kIsVector>
-__device__ __forceinline__ void load_word(scalar_t* smem, const scalar_t* row, int word, int head_dim,
-                                          bool valid) {
+__device__ __forceinline__ void load_word(scalar_t* smem, const scalar_t* row, int word,
+                                          int head_dim, bool valid) {
   const int column = word * kVec;
   if constexpr (kIsVector) {
     valid = valid && column < head_dim;
@@ -125,12 +126,13 @@ __device__ __forceinline__ void load_word(scalar_t* smem, const scalar_t* row, i
 }
 
 template <int kHeadDim, int kKeys, int kThreads, bool kIsVector>
-__device__ __forceinline__ void load_tile_words(scalar_t* smem_k, scalar_t* smem_v, const KeyValues& kv,
-                                                int first_key, int begin, int end) {
+__device__ __forceinline__ void load_tile_words(scalar_t* smem_k, scalar_t* smem_v,
+                                                const KeyValues& kv, int first_key, int begin,
+                                                int end) {
   using Layout = TileLayout<kHeadDim>;
   static_assert(kKeys * Layout::kWords % kThreads == 0, "every thread copies as many words");
   const int thread = recomputed(threadIdx.x);
-#pragma unroll (kIsVector ? 4 : 1)
+#pragma unroll(kIsVector ? 4 : 1)
   for (int step = 0; step < kKeys * Layout::kWords / kThreads; ++step) {
     const int i = step * kThreads + thread;
     const int row = i / Layout::kWords, word = i % Layout::kWords;
@@ -152,8 +154,9 @@ __device__ __forceinline__ void load_tile_words(scalar_t* smem_k, scalar_t* smem
   }
 }
 
-// Starts the copy of keys and values [first_key, first_key + kKeys) to smem_k and smem_v. Those outside
-// [begin, end) become zero and are not read: what lies there may be NaN, and 0 * NaN would reach the sum.
+// Starts the copy of keys and values [first_key, first_key + kKeys) to smem_k and smem_v. Those
+// outside [begin, end) become zero and are not read: what lies there may be NaN, and 0 * NaN would
+// reach the sum.
 template <int kHeadDim, int kKeys, int kThreads>
 __device__ __forceinline__ void load_tile(scalar_t* smem_k, scalar_t* smem_v, const KeyValues& kv,
                                           int first_key, int begin, int end) {
@@ -180,9 +183,9 @@ __device__ __forceinline__ void load_queries(scalar_t* smem_q, const Queries& qu
   for (int i = threadIdx.x; i < kRows * Layout::kWords; i += kThreads) {
     const int row = row_begin + i / Layout::kWords, word = i % Layout::kWords;
     const bool valid = row < rows.count;
-    const int64_t offset = valid ? row / rows.group * queries.token_stride +
-                                       row % rows.group * queries.head_stride
-                                 : 0;
+    const int64_t offset =
+        valid ? row / rows.group * queries.token_stride + row % rows.group * queries.head_stride
+              : 0;
     scalar_t* const target = smem_q + Layout::offset(i / Layout::kWords, word);
     if (queries.is_vector)
       load_word<true>(target, queries.q + offset, word, queries.head_dim, valid);
@@ -191,9 +194,9 @@ __device__ __forceinline__ void load_queries(scalar_t* smem_q, const Queries& qu
   }
 }
 
-// A writer of finished rows: out = o / sum, lse = ln(sum 2^max) (where asked for). What a core calls, for
-// a row's o = sum of P V: row() once a row; factor(), by which it multiplies o; at(), where the row
-// goes; pair() or single(), for every column of kHeadDim.
+// A writer of finished rows: out = o / sum, lse = ln(sum 2^max) (where asked for). What a core
+// calls, for a row's o = sum of P V: row() once a row; factor(), by which it multiplies o; at(),
+// where the row goes; pair() or single(), for every column of kHeadDim.
 struct Output {
   scalar_t* out;  // first token, first head of the group
   int64_t token_stride, head_stride;
@@ -208,7 +211,9 @@ struct Output {
     const int64_t index = static_cast<int64_t>(row / group) * num_heads + row % group;
     lse[index] = sum == 0.0f ? -kInf : (max + log2f(sum)) * kLn2;
   }
-  __device__ __forceinline__ float factor(float sum) const { return sum == 0.0f ? 0.0f : 1.0f / sum; }
+  __device__ __forceinline__ float factor(float sum) const {
+    return sum == 0.0f ? 0.0f : 1.0f / sum;
+  }
   __device__ __forceinline__ scalar_t* at(int row) const {
     return out + row / group * token_stride + row % group * head_stride;
   }

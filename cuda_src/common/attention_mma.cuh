@@ -5,7 +5,8 @@
 // warps' results are merged at the end. Q, K and V come to shared memory by cp.async; K and V have
 // kStages tiles, so kStages - 1 are in flight while one is used.
 //
-// Per tile: S = Q K^T in float; P = 2^(S - running max), rounded to scalar_t; O = O 2^(old max - new)
+// Per tile: S = Q K^T in float; P = 2^(S - running max), rounded to scalar_t; O = O 2^(old max -
+// new)
 // + P V in float. The accumulators of S have the layout of the A operand of P V: P never leaves
 // registers. A lane 4 g + t holds rows g and g + 8 of each row tile (common/mma.cuh).
 #pragma once
@@ -48,8 +49,8 @@ struct MmaAttention {
     for (int tile = 1 - kStages; tile < num_tiles; ++tile) {  // the first rounds only load
       if (tile >= 0) {
         cp_async_wait<kStages - 2>();
-        // SAFETY: makes every thread's copies of this tile visible, and says that all warps are done
-        // with the tile before, whose place the next load takes.
+        // SAFETY: makes every thread's copies of this tile visible, and says that all warps are
+        // done with the tile before, whose place the next load takes.
         __syncthreads();
       }
       load(smem_kv, kv, tile + kStages - 1, num_tiles, first, begin, end);
@@ -114,7 +115,8 @@ struct MmaAttention {
                                               int num_tiles, int first, int begin, int end) {
     if (tile < num_tiles) {
       scalar_t* smem_k = smem_kv + tile % kStages * 2 * kTile;
-      load_tile<kHeadDim, kKeys, kThreads>(smem_k, smem_k + kTile, kv, first + tile * kKeys, begin, end);
+      load_tile<kHeadDim, kKeys, kThreads>(smem_k, smem_k + kTile, kv, first + tile * kKeys, begin,
+                                           end);
     }
     cp_async_commit();
   }
@@ -122,7 +124,8 @@ struct MmaAttention {
   // One tile of keys, of which the warp takes kWarpKeys from `key` on.
   __device__ __forceinline__ void update(const scalar_t* smem_q, const scalar_t* smem_k,
                                          const scalar_t* smem_v, const RowRule& rows,
-                                         const ScoreRule& rule, int warp_row, int key, bool is_whole) {
+                                         const ScoreRule& rule, int warp_row, int key,
+                                         bool is_whole) {
     float s[kRowTiles][kWarpKeys / 8][4];
     multiply_qk(s, smem_q, smem_k);
     if (rule.inner != 0.0f) {
@@ -143,7 +146,8 @@ struct MmaAttention {
           for (int j = 0; j < kWarpKeys / 8; ++j)
 #pragma unroll
             for (int i = 0; i < 2; ++i)
-              if (!rows.sees(last_key, key + j * 8 + lane() % 4 * 2 + i)) s[r][j][2 * half + i] = -kInf;
+              if (!rows.sees(last_key, key + j * 8 + lane() % 4 * 2 + i))
+                s[r][j][2 * half + i] = -kInf;
         }
     }
 #pragma unroll
@@ -155,7 +159,8 @@ struct MmaAttention {
   }
 
   __device__ static __forceinline__ void multiply_qk(float (&s)[kRowTiles][kWarpKeys / 8][4],
-                                                     const scalar_t* smem_q, const scalar_t* smem_k) {
+                                                     const scalar_t* smem_q,
+                                                     const scalar_t* smem_k) {
 #pragma unroll
     for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
@@ -167,7 +172,8 @@ struct MmaAttention {
     const int k_row = warp_n() * kWarpKeys + lane % 8 + lane / 16 * 8, k_word = lane / 8 % 2;
     const scalar_t* q = smem_q + q_row * Layout::kPitch;
     const scalar_t* k = smem_k + k_row * Layout::kPitch;
-    const int q_swizzle = Layout::swizzle(q_row) ^ q_word, k_swizzle = Layout::swizzle(k_row) ^ k_word;
+    const int q_swizzle = Layout::swizzle(q_row) ^ q_word,
+              k_swizzle = Layout::swizzle(k_row) ^ k_word;
 #pragma unroll
     for (int step = 0; step < kHeadDim / 16; ++step) {
       uint32_t frag_q[kRowTiles][4];
@@ -193,7 +199,8 @@ struct MmaAttention {
   __device__ __forceinline__ void softmax(float (&s)[kWarpKeys / 8][4], int r, float factor) {
     float top = s[0][2 * kHalf];
 #pragma unroll
-    for (int j = 0; j < kWarpKeys / 8; ++j) top = fmaxf(top, fmaxf(s[j][2 * kHalf], s[j][2 * kHalf + 1]));
+    for (int j = 0; j < kWarpKeys / 8; ++j)
+      top = fmaxf(top, fmaxf(s[j][2 * kHalf], s[j][2 * kHalf + 1]));
     top = fmaxf(top, __shfl_xor_sync(kFullMask, top, 1));
     top = fmaxf(top, __shfl_xor_sync(kFullMask, top, 2));
     const float new_max = fmaxf(max[r][kHalf], top * factor);
@@ -229,7 +236,8 @@ struct MmaAttention {
       for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          frag_p[r][i] = pack2<scalar_t>(p[r][2 * j + i / 2][i % 2 * 2], p[r][2 * j + i / 2][i % 2 * 2 + 1]);
+          frag_p[r][i] =
+              pack2<scalar_t>(p[r][2 * j + i / 2][i % 2 * 2], p[r][2 * j + i / 2][i % 2 * 2 + 1]);
 #pragma unroll
       for (int d = 0; d < kHeadDim / 16; ++d) {
         uint32_t frag[4];
@@ -267,10 +275,12 @@ struct MmaAttention {
   template <typename Writer>
   __device__ __forceinline__ void merge(float* smem, const RowRule& rows, int row_begin,
                                         const Writer& writer) {
-    float* const smem_max = smem;  // [kWarpsN][kRows], then the sums, then O [kWarpsN][kRows][kHeadDim]
+    float* const smem_max =
+        smem;  // [kWarpsN][kRows], then the sums, then O [kWarpsN][kRows][kHeadDim]
     float* const smem_sum = smem_max + kWarpsN * kRows;
     float* const smem_o = smem_sum + kWarpsN * kRows;
-    static_assert(kWarpsN * kRows * (2 + kHeadDim) * 4 <= kSharedBytes, "the merge fits in the tiles");
+    static_assert(kWarpsN * kRows * (2 + kHeadDim) * 4 <= kSharedBytes,
+                  "the merge fits in the tiles");
     __syncthreads();  // SAFETY: other warps may still read the last tile, which this overwrites.
 #pragma unroll
     for (int r = 0; r < kRowTiles; ++r)

@@ -1,8 +1,8 @@
 // Flash attention in true float32 on CUDA cores: one block, one tile of query rows, any keys.
 //
-// kWarps warps of kWarpRows rows each; tiles of 32 keys. For the scores a lane is a key, for P V it is
-// every 32nd column of the result, and P goes from one to the other by shuffles. Nothing is rounded on
-// the way. This is the path of checks and small models, not of speed.
+// kWarps warps of kWarpRows rows each; tiles of 32 keys. For the scores a lane is a key, for P V it
+// is every 32nd column of the result, and P goes from one to the other by shuffles. Nothing is
+// rounded on the way. This is the path of checks and small models, not of speed.
 #pragma once
 
 #include "common/attention.cuh"
@@ -63,7 +63,8 @@ struct SimtAttention {
       const float factor = writer.factor(total);
       auto* out = writer.at(row);
 #pragma unroll
-      for (int c = 0; c < kColumns; ++c) writer.single(out, c * kWarpSize + lane(), o[r][c] * factor);
+      for (int c = 0; c < kColumns; ++c)
+        writer.single(out, c * kWarpSize + lane(), o[r][c] * factor);
     }
   }
 
@@ -73,7 +74,8 @@ struct SimtAttention {
 
   __device__ __forceinline__ void update(const scalar_t* q, const scalar_t* smem_k,
                                          const scalar_t* smem_v, const RowRule& rows,
-                                         const ScoreRule& rule, int warp_row, int key, int head_dim) {
+                                         const ScoreRule& rule, int warp_row, int key,
+                                         int head_dim) {
     float p[kWarpRows];
 #pragma unroll
     for (int r = 0; r < kWarpRows; ++r) p[r] = 0.0f;
@@ -89,7 +91,8 @@ struct SimtAttention {
       }
     }
 #pragma unroll
-    for (int r = 0; r < kWarpRows; ++r) softmax(p[r], rows, rule, r, rows.last_key(warp_row + r), key);
+    for (int r = 0; r < kWarpRows; ++r)
+      softmax(p[r], rows, rule, r, rows.last_key(warp_row + r), key);
     const scalar_t* v = smem_v + lane();
 #pragma unroll 4
     for (int j = 0; j < kKeys; ++j) {
@@ -106,8 +109,8 @@ struct SimtAttention {
   }
 
   // Turns the lane's q.k into P, and carries max, sum and O of row r along.
-  __device__ __forceinline__ void softmax(float& p, const RowRule& rows, const ScoreRule& rule, int r,
-                                          int last_key, int key) {
+  __device__ __forceinline__ void softmax(float& p, const RowRule& rows, const ScoreRule& rule,
+                                          int r, int last_key, int key) {
     if (rule.inner != 0.0f) p = rule.cap(p);
     if (!rows.sees(last_key, key + lane())) p = -kInf;
     const float new_max = fmaxf(max[r], warp_max(p) * rule.factor);
