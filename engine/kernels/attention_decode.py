@@ -235,24 +235,8 @@ def _launch(
         keys = min(bound, rule.window + num_queries) if rule.window else bound
         rounded = ceil_div(keys, _SPLIT_GRAIN) * _SPLIT_GRAIN  # so that the cache of choices hits
         num_splits = choose_num_splits(batch * num_kv_heads * row_tiles, rounded, sm_count())
-    partial_o, partial_stats = _scratch(q, num_splits)
-    out_strides, q_strides = element_strides(out), element_strides(q)
-    shared = {
-        "context_lens": pages.context_lens,
-        "out": out,
-        "lse": lse,
-        "partial_o": partial_o,
-        "partial_stats": partial_stats,
-        "out_stride_b": out_strides[0],
-        "out_stride_t": out_strides[1],
-        "out_stride_h": out_strides[2],
-        "max_keys": pages.block_tables.shape[1] * pages.k.shape[2] if pages.k.size else 0,
-        "num_queries": num_queries,
-        "num_heads": num_heads,
-        "head_dim": head_dim,
-        "window": rule.window,
-        "num_splits": num_splits,
-    }
+    shared = _shared_arguments(q, pages, out, lse, rule, num_splits)
+    q_strides = element_strides(q)
     _KERNEL.launch(
         spec,
         (batch, num_kv_heads, num_splits * row_tiles),
@@ -267,25 +251,42 @@ def _launch(
         q_stride_h=q_strides[2],
         page_stride=element_strides(pages.k)[0],
         table_stride=element_strides(pages.block_tables)[0],
+        group=num_heads // num_kv_heads,
         block_shift=pages.k.shape[2].bit_length() - 1,
         num_blocks=pages.k.shape[0],
         is_vector=int(are_aligned(q, pages.k, pages.v, out)),
-        group=num_heads // num_kv_heads,
         score_inner=rule.inner,
         score_factor=rule.factor,
         **shared,
     )
-    if partial_o is not None:
-        num_slots = batch * num_heads * num_queries
-        grid = (ceil_div(num_slots, _COMBINE_THREADS // 32),)
-        _COMBINE.launch(
-            spec,
-            grid,
-            (_COMBINE_THREADS,),
-            num_slots=num_slots,
-            num_kv_heads=num_kv_heads,
-            **shared,
-        )
+    if num_splits > 1:
+        slots = batch * num_heads * num_queries
+        grid, block = (ceil_div(slots, _COMBINE_THREADS // 32),), (_COMBINE_THREADS,)
+        _COMBINE.launch(spec, grid, block, num_slots=slots, num_kv_heads=num_kv_heads, **shared)
+
+
+def _shared_arguments(
+    q: Any, pages: Pages, out: Any, lse: Any, rule: ScoreRule, num_splits: int
+) -> dict[str, Any]:
+    """Return what both kernels take, the splits' scratch memory among it."""
+    partial_o, partial_stats = _scratch(q, num_splits)
+    strides = element_strides(out)
+    return {
+        "context_lens": pages.context_lens,
+        "out": out,
+        "lse": lse,
+        "partial_o": partial_o,
+        "partial_stats": partial_stats,
+        "out_stride_b": strides[0],
+        "out_stride_t": strides[1],
+        "out_stride_h": strides[2],
+        "max_keys": pages.block_tables.shape[1] * pages.k.shape[2] if pages.k.size else 0,
+        "num_queries": q.shape[1],
+        "num_heads": q.shape[2],
+        "head_dim": q.shape[3],
+        "window": rule.window,
+        "num_splits": num_splits,
+    }
 
 
 def _scratch(q: Any, num_splits: int) -> tuple[Any, Any]:

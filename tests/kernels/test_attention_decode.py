@@ -210,6 +210,7 @@ def test_a_captured_graph_follows_the_lengths(cp):
     current, out = short.copy(), cp.zeros_like(q)
     keywords = {"block_tables": tables, "context_lens": current, "max_context_len": 600, "out": out}
     stream = cp.cuda.Stream(non_blocking=True)
+    cp.cuda.runtime.deviceSynchronize()  # what was copied above, on another stream
     with stream:
         kernels.attention_decode(q, k, v, **keywords)  # compiles, and fills the memory pool
         stream.synchronize()
