@@ -72,6 +72,6 @@ def _softmax_product(scores: Array, v: Array, dtype: Any) -> tuple[Array, Array]
 def gather_pages(pages: Array, block_table: Array, length: int) -> Array:
     """Return the first `length` tokens of a sequence, (K, length, D), from its pages."""
     _, num_kv_heads, block_size, head_dim = pages.shape
-    blocks = pages[block_table[: -(-length // block_size)]]
-    tokens: Array = blocks.transpose(1, 0, 2, 3).reshape(num_kv_heads, -1, head_dim)
-    return tokens[:, :length]
+    blocks = block_table[: -(-length // block_size)]
+    tokens: Array = pages[blocks, np.arange(num_kv_heads)[:, None]]  # (K, blocks, block_size, D)
+    return tokens.reshape(num_kv_heads, -1, head_dim)[:, :length]
