@@ -74,6 +74,8 @@ def check_output(output: ScheduleOutput, config: SchedulerConfig) -> None:
         _verify(sequence.context_len <= slots, f"{name}: no slots for the chunk")
     written = [block for _, block in output.copies] + [block for _, block in output.swap_in]
     _verify(len(set(written)) == len(written), "two moves fill the same block")
+    sources = {block for block, _ in output.copies}
+    _verify(not sources & set(written), "a move fills a block that another has yet to copy")
     saved = [block for _, block in output.swap_out]
     _verify(len(set(saved)) == len(saved), "two moves fill the same host block")
 

@@ -189,10 +189,16 @@ def test_a_full_host_forgets_its_oldest():
         put(tree, [start] * 4)
     tree.evict(4)
     assert [tree.match([start] * 4).num_blocks for start in range(4)] == [0, 0, 1, 1]
-    # A copy that was never begun is not made, once its target belongs to another block.
-    targets = [host for _, host in tree.take_offloads()]
-    assert sorted(targets) == [0, 1]
+    assert sorted(host for _, host in tree.take_offloads()) == [0, 1]
     assert tree.evict_host(5) == 2 and tree.host_allocator.num_free == 2
+
+
+def test_a_copy_that_was_not_begun_is_not_made_once_its_target_is_free_again():
+    tree = build(num_blocks=8, num_host=2)
+    put(tree, [1] * 8)
+    tree.evict(2)
+    assert tree.evict_host(1) == 1
+    assert len(tree.take_offloads()) == 1
 
 
 def test_forget_drops_what_cannot_be_trusted_with_all_below_it():

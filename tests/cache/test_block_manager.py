@@ -1,0 +1,77 @@
+"""Block tables: what the scheduler's tests reach only by chance."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from engine.cache.block_manager import BlockManager
+from engine.request import Request
+
+RULES = SimpleNamespace(max_tokens=40, min_tokens=0, ignore_eos=True, stop_token_ids=None)
+
+
+def running(manager, name, token, num_tokens=20):
+    """A request whose prompt is computed and that has sampled one token."""
+    request = Request(name, [token] * num_tokens, RULES)
+    assert manager.admit(request)
+    request.num_computed_tokens = request.num_committed_tokens = num_tokens
+    request.append_token(token)
+    return request
+
+
+def fork(manager, parent, name):
+    child = Request(name, parent.prompt_token_ids, RULES)
+    child.append_token(parent.output_token_ids[0])
+    manager.fork(parent, child)
+    return child
+
+
+def test_a_block_that_is_to_be_copied_is_not_filled_before():
+    manager = BlockManager(8, 16, prefix_caching=False)
+    first, second = running(manager, "a", 1), running(manager, "b", 2)
+    child, other = fork(manager, first, "a2"), fork(manager, second, "b2")
+    assert manager.grow(child, child.num_tokens)  # copies the partial block of the first
+    manager.release(first)  # whose last owner leaves in the same step
+    assert manager.grow(other, other.num_tokens)
+    copies = manager.take_moves().copies
+    assert [source for source, _ in copies] == [1, 3]
+    assert not {source for source, _ in copies} & {target for _, target in copies}
+    manager.check_integrity([child, second, other])
+    assert manager.allocator.num_free == 8 - 1 - 1 - 3
+
+
+def test_the_last_owner_writes_in_place():
+    manager = BlockManager(8, 16)
+    parent = running(manager, "a", 1)
+    children = [fork(manager, parent, f"c{i}") for i in range(3)]
+    for request in (*children, parent):
+        assert manager.grow(request, request.num_tokens)
+    assert len(manager.take_moves().copies) == 3
+    assert parent.block_table == [0, 1]
+    manager.check_integrity([parent, *children])
+
+
+def test_no_growth_without_blocks_changes_nothing():
+    manager = BlockManager(4, 16)
+    parent = running(manager, "a", 1, 60)
+    child = Request("c", parent.prompt_token_ids, RULES)
+    child.append_token(1)
+    manager.fork(parent, child)
+    table = list(child.block_table)
+    assert not manager.grow(child, child.num_tokens)  # the partial block must be copied
+    assert child.block_table == table and child.shares_last_block
+    assert not manager.admit(Request("b", [2], RULES))
+    assert manager.take_moves().copies == []
+    manager.check_integrity([parent, child])
+
+
+def test_freed_blocks_leave_out_what_a_move_fills():
+    manager = BlockManager(4, 16, prefix_caching=False)
+    manager.allocator.record_freed()
+    parent = running(manager, "a", 1)
+    child = fork(manager, parent, "c")
+    manager.release(running(manager, "gone", 2, 16))
+    assert manager.grow(child, child.num_tokens)
+    moves = manager.take_moves()
+    assert moves.copies == [(1, 2)]
+    assert manager.take_freed(moves) == []  # block 2 was freed, and is filled by the copy
