@@ -24,8 +24,8 @@ ENGINE_GEMM_ENTRIES(gemm, false)
 // Adds the splits' partial sums in their order and applies the epilogue; a thread an element.
 extern "C" __global__ void __launch_bounds__(256)
     gemm_reduce(const float* partials, int num_splits, const scalar_t* bias, const void* residual,
-                int64_t residual_stride, void* out, int64_t out_stride, int m, int n, int activation,
-                int is_float) {
+                int64_t residual_stride, void* out, int64_t out_stride, int m, int n,
+                int activation, int is_float) {
   const int64_t size = static_cast<int64_t>(m) * n;
   const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i >= size) return;

@@ -10,12 +10,12 @@
 //   out          (M, N) scalar_t   rows out_stride apart
 //   row_scales   (M,)   float      scratch of the tiled kernels: 1 / rms of each row
 //
-// Numerics: the norm in float; h is rounded before the product, so that the result is that of the two
-// ops one after the other up to the order of summation. The product is gemm.cu's.
-// Parallelisation: gemm.cu's kernels, with h made from x on its way into shared memory (or, with few
-// rows, into registers). The skinny kernels work out 1 / rms in every block while their first weights
-// are on their way: one launch. For more rows every block of a row of tiles would read its rows once
-// more, so rmsnorm_row_scales does it once for all, in a launch of its own.
+// Numerics: the norm in float; h is rounded before the product, so that the result is that of the
+// two ops one after the other up to the order of summation. The product is gemm.cu's.
+// Parallelisation: gemm.cu's kernels, with h made from x on its way into shared memory (or, with
+// few rows, into registers). The skinny kernels work out 1 / rms in every block while their first
+// weights are on their way: one launch. For more rows every block of a row of tiles would read its
+// rows once more, so rmsnorm_row_scales does it once for all, in a launch of its own.
 // Mirror: engine/reference/rmsnorm_gemm.py
 #include "common/gemm_entries.cuh"
 
@@ -23,8 +23,8 @@ ENGINE_GEMM_ENTRIES(rmsnorm_gemm, true)
 
 // row_scales[m] = 1 / sqrt(mean(x[m]^2) + eps), a warp a row.
 extern "C" __global__ void __launch_bounds__(256)
-    rmsnorm_row_scales(const scalar_t* x, int64_t x_stride, float* row_scales, int m, int k, float eps,
-                       int is_vector) {
+    rmsnorm_row_scales(const scalar_t* x, int64_t x_stride, float* row_scales, int m, int k,
+                       float eps, int is_vector) {
   constexpr int kRowsPerBlock = 256 / kWarpSize;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kRowsPerBlock + threadIdx.x / kWarpSize;
   const int lane_idx = threadIdx.x % kWarpSize;

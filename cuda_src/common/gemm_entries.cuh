@@ -7,40 +7,40 @@
 #include "common/gemm_skinny.cuh"
 
 // `...` is the device function, taking a Problem.
-#define ENGINE_GEMM_ENTRY(name, threads, min_blocks, ...)                                           \
-  extern "C" __global__ void __launch_bounds__(threads, min_blocks)                                 \
-      name(const scalar_t* x, int64_t x_stride, const scalar_t* weight, const scalar_t* norm_weight, \
-           const float* row_scales, float eps, float weight_offset, const scalar_t* bias,           \
-           const void* residual, int64_t residual_stride, void* out, int64_t out_stride,            \
-           float* partials, int m, int n, int k, int k_per_split, int activation, int is_float,     \
-           int is_vector) {                                                                         \
-    const Epilogue epilogue{bias,       residual,   out,           residual_stride,                 \
-                            out_stride, activation, is_float != 0, is_vector != 0};                 \
-    __VA_ARGS__(Problem{x, weight, x_stride, m, n, k, k_per_split, partials,                        \
-                        Norm{norm_weight, row_scales, eps, weight_offset}, epilogue});              \
+#define ENGINE_GEMM_ENTRY(name, threads, min_blocks, ...)                                        \
+  extern "C" __global__ void __launch_bounds__(threads, min_blocks)                              \
+      name(const scalar_t* x, int64_t x_stride, const scalar_t* weight,                          \
+           const scalar_t* norm_weight, const float* row_scales, float eps, float weight_offset, \
+           const scalar_t* bias, const void* residual, int64_t residual_stride, void* out,       \
+           int64_t out_stride, float* partials, int m, int n, int k, int k_per_split,            \
+           int activation, int is_float, int is_vector) {                                        \
+    const Epilogue epilogue{bias,       residual,   out,           residual_stride,              \
+                            out_stride, activation, is_float != 0, is_vector != 0};              \
+    __VA_ARGS__(Problem{x, weight, x_stride, m, n, k, k_per_split, partials,                     \
+                        Norm{norm_weight, row_scales, eps, weight_offset}, epilogue});           \
   }
 
 #if ENGINE_DTYPE != 0
 // tile: m, n of the block's tile, m, n of a warp's, stages. skinny: tokens / 8, weight rows / 16,
 // warps (float32: tokens, weight rows, warps). Registers bound the blocks that share a
 // multiprocessor: 128 accumulators a thread with warps of 64 x 64.
-#define ENGINE_GEMM_ENTRIES(op, norm)                                                               \
-  ENGINE_GEMM_ENTRY(op##_tile_128x256, 256, 1, mma_tile<128, 256, 64, 64, 4, true, norm>)           \
-  ENGINE_GEMM_ENTRY(op##_tile_128x128, 128, 2, mma_tile<128, 128, 64, 64, 4, true, norm>)           \
-  ENGINE_GEMM_ENTRY(op##_tile_64x128, 128, 3, mma_tile<64, 128, 32, 64, 5, true, norm>)             \
-  ENGINE_GEMM_ENTRY(op##_tile_64x64, 128, 4, mma_tile<64, 64, 32, 32, 6, true, norm>)               \
-  ENGINE_GEMM_ENTRY(op##_unaligned_64x64, 128, 3, mma_tile<64, 64, 32, 32, 3, false, norm>)         \
-  ENGINE_GEMM_ENTRY(op##_skinny_8x16_w8, 256, 3, skinny<1, 1, 8, norm>)                             \
-  ENGINE_GEMM_ENTRY(op##_skinny_16x32_w8, 256, 2, skinny<2, 2, 8, norm>)                            \
-  ENGINE_GEMM_ENTRY(op##_skinny_32x32_w8, 256, 1, skinny<4, 2, 8, norm>)                            \
-  ENGINE_GEMM_ENTRY(op##_skinny_8x16_w16, 512, 2, skinny<1, 1, 16, norm>)                           \
-  ENGINE_GEMM_ENTRY(op##_skinny_16x16_w16, 512, 1, skinny<2, 1, 16, norm>)                          \
+#define ENGINE_GEMM_ENTRIES(op, norm)                                                       \
+  ENGINE_GEMM_ENTRY(op##_tile_128x256, 256, 1, mma_tile<128, 256, 64, 64, 4, true, norm>)   \
+  ENGINE_GEMM_ENTRY(op##_tile_128x128, 128, 2, mma_tile<128, 128, 64, 64, 4, true, norm>)   \
+  ENGINE_GEMM_ENTRY(op##_tile_64x128, 128, 3, mma_tile<64, 128, 32, 64, 5, true, norm>)     \
+  ENGINE_GEMM_ENTRY(op##_tile_64x64, 128, 4, mma_tile<64, 64, 32, 32, 6, true, norm>)       \
+  ENGINE_GEMM_ENTRY(op##_unaligned_64x64, 128, 3, mma_tile<64, 64, 32, 32, 3, false, norm>) \
+  ENGINE_GEMM_ENTRY(op##_skinny_8x16_w8, 256, 3, skinny<1, 1, 8, norm>)                     \
+  ENGINE_GEMM_ENTRY(op##_skinny_16x32_w8, 256, 2, skinny<2, 2, 8, norm>)                    \
+  ENGINE_GEMM_ENTRY(op##_skinny_32x32_w8, 256, 1, skinny<4, 2, 8, norm>)                    \
+  ENGINE_GEMM_ENTRY(op##_skinny_8x16_w16, 512, 2, skinny<1, 1, 16, norm>)                   \
+  ENGINE_GEMM_ENTRY(op##_skinny_16x16_w16, 512, 1, skinny<2, 1, 16, norm>)                  \
   ENGINE_GEMM_ENTRY(op##_skinny_32x16_w16, 512, 1, skinny<4, 1, 16, norm>)
 #else
-#define ENGINE_GEMM_ENTRIES(op, norm)                                                               \
-  ENGINE_GEMM_ENTRY(op##_tile_128x128, kSimtThreads, 2, simt_tile<8, 4, true, norm>)                \
-  ENGINE_GEMM_ENTRY(op##_tile_64x64, kSimtThreads, 3, simt_tile<4, 4, true, norm>)                  \
-  ENGINE_GEMM_ENTRY(op##_unaligned_64x64, kSimtThreads, 3, simt_tile<4, 3, false, norm>)            \
-  ENGINE_GEMM_ENTRY(op##_skinny_1x4_w8, 256, 3, skinny<1, 4, 8, norm>)                                 \
+#define ENGINE_GEMM_ENTRIES(op, norm)                                                    \
+  ENGINE_GEMM_ENTRY(op##_tile_128x128, kSimtThreads, 2, simt_tile<8, 4, true, norm>)     \
+  ENGINE_GEMM_ENTRY(op##_tile_64x64, kSimtThreads, 3, simt_tile<4, 4, true, norm>)       \
+  ENGINE_GEMM_ENTRY(op##_unaligned_64x64, kSimtThreads, 3, simt_tile<4, 3, false, norm>) \
+  ENGINE_GEMM_ENTRY(op##_skinny_1x4_w8, 256, 3, skinny<1, 4, 8, norm>)                   \
   ENGINE_GEMM_ENTRY(op##_skinny_8x2_w8, 256, 2, skinny<8, 2, 8, norm>)
 #endif

@@ -1,8 +1,8 @@
 // Tiled product of 16-bit values on tensor cores: cp.async into a ring of kStages shared-memory
 // stages, ldmatrix one step ahead of mma, float accumulation.
 //
-// Each element sums k in ascending steps of 16 whatever the tile, so results depend on the number of
-// splits along k but not on the tile nor on m.
+// Each element sums k in ascending steps of 16 whatever the tile, so results depend on the number
+// of splits along k but not on the tile nor on m.
 #pragma once
 
 #include "common/gemm_problem.cuh"
@@ -46,15 +46,16 @@ struct MmaCore {
     for (int i = 0; i < kTilesM; ++i)
 #pragma unroll
       for (int j = 0; j < kTilesN; ++j) {
-        const uint32_t b[2] = {frag_b[kStep][j / 2][j % 2 * 2], frag_b[kStep][j / 2][j % 2 * 2 + 1]};
+        const uint32_t b[2] = {frag_b[kStep][j / 2][j % 2 * 2],
+                               frag_b[kStep][j / 2][j % 2 * 2 + 1]};
         mma_m16n8k16<scalar_t>(acc[i][j], frag_a[kStep][i], b);
       }
   }
 
   // Through this warp's own part of shared memory, 16 rows at a time, so that global memory sees
   // whole lines. The outer loop stays rolled: the epilogue's code is there once.
-  __device__ __forceinline__ void store(const Epilogue& e, float* staging, int row0, int col0, int m,
-                                        int n) {
+  __device__ __forceinline__ void store(const Epilogue& e, float* staging, int row0, int col0,
+                                        int m, int n) {
     const int lane_idx = threadIdx.x % kWarpSize;
 #pragma unroll 1
     for (int slice = 0; slice < kTilesM; ++slice) {
@@ -63,11 +64,13 @@ struct MmaCore {
       for (int i = 0; i < kTilesM; ++i)
         if (i == slice) stage(acc[i], staging, lane_idx);
       __syncwarp();
-      store_slice(e, Slice<kWarpN, kPitch, kWarpSize>{staging, lane_idx, row0 + slice * 16, col0, m, n});
+      store_slice(
+          e, Slice<kWarpN, kPitch, kWarpSize>{staging, lane_idx, row0 + slice * 16, col0, m, n});
     }
   }
 
-  __device__ __forceinline__ void stage(const float (&rows)[kTilesN][4], float* staging, int lane_idx) {
+  __device__ __forceinline__ void stage(const float (&rows)[kTilesN][4], float* staging,
+                                        int lane_idx) {
     float* p = staging + lane_idx / 4 * kPitch + lane_idx % 4 * 2;
 #pragma unroll
     for (int j = 0; j < kTilesN; ++j) {

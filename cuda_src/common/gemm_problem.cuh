@@ -3,8 +3,8 @@
 //
 //   out[m, n] = activation(sum_k x[m, k] * weight[n, k] + bias[n]) + residual[m, n]
 //
-// With kNorm, x[m, k] is replaced by round(x[m, k] * row_scales[m] * (norm_weight[k] + weight_offset)):
-// rmsnorm fused in front of the product.
+// With kNorm, rmsnorm is fused in front: x[m, k] is replaced by
+// round(x[m, k] * row_scales[m] * (norm_weight[k] + weight_offset)).
 #pragma once
 
 #include "common/activation.cuh"
@@ -22,30 +22,37 @@ struct Norm {
   }
 };
 
-// ---- epilogue ------------------------------------------------------------------------------------
+// ---- epilogue --------------------------------------------------------------------------------
 
 enum Activation { kIdentity = 0, kSilu = 1, kGelu = 2, kGeluTanh = 3, kRelu = 4 };
 
 __device__ __forceinline__ float activate(int activation, float x) {
   switch (activation) {
-    case kSilu: return silu(x);
-    case kGelu: return gelu_erf(x);
-    case kGeluTanh: return gelu_tanh(x);
-    case kRelu: return relu(x);
-    default: return x;
+    case kSilu:
+      return silu(x);
+    case kGelu:
+      return gelu_erf(x);
+    case kGeluTanh:
+      return gelu_tanh(x);
+    case kRelu:
+      return relu(x);
+    default:
+      return x;
   }
 }
 
 struct Epilogue {
-  const scalar_t* bias;      // (n,), or null
-  const void* residual;      // (m, n) of out's type, or null; may be out
-  void* out;                 // (m, n)
+  const scalar_t* bias;  // (n,), or null
+  const void* residual;  // (m, n) of out's type, or null; may be out
+  void* out;             // (m, n)
   int64_t residual_stride, out_stride;
   int activation;
   bool is_float;   // out and residual are float, else scalar_t
   bool is_vector;  // n, strides and addresses allow accesses of four elements
 
-  __device__ __forceinline__ bool is_bare() const { return bias == nullptr && activation == kIdentity; }
+  __device__ __forceinline__ bool is_bare() const {
+    return bias == nullptr && activation == kIdentity;
+  }
 
   __device__ __forceinline__ float biased(int n, float sum) const {
     return activate(activation, bias != nullptr ? sum + to_float(bias[n]) : sum);
@@ -110,20 +117,25 @@ template <int kCols_, int kPitch_, int kThreads_>
 struct Slice {
   static constexpr int kCols = kCols_, kPitch = kPitch_, kThreads = kThreads_;
   static constexpr int kGroups = 16 * kCols / 4 / kThreads;
-  static constexpr int kBatch = kGroups < 4 ? kGroups : 4;  // groups whose loads are in flight at once
-  static_assert(kGroups * kThreads * 4 == 16 * kCols && kGroups % kBatch == 0, "threads do not fit");
+  static constexpr int kBatch = kGroups < 4 ? kGroups : 4;  // groups loaded at once
+  static_assert(kGroups * kThreads * 4 == 16 * kCols && kGroups % kBatch == 0,
+                "threads do not fit");
 
   float* smem;
   int thread, row0, col0, m, n;
 
-  __device__ __forceinline__ int row(int group) const { return (group * kThreads + thread) / (kCols / 4); }
+  __device__ __forceinline__ int row(int group) const {
+    return (group * kThreads + thread) / (kCols / 4);
+  }
   __device__ __forceinline__ int col(int group) const {
     return (group * kThreads + thread) % (kCols / 4) * 4;
   }
   __device__ __forceinline__ bool exists(int group) const {
     return row0 + row(group) < m && col0 + col(group) < n;
   }
-  __device__ __forceinline__ float* at(int group) const { return smem + row(group) * kPitch + col(group); }
+  __device__ __forceinline__ float* at(int group) const {
+    return smem + row(group) * kPitch + col(group);
+  }
 };
 
 // Bias and activation, in place. Rolled: this is much code, and a small part of the time.
@@ -153,7 +165,8 @@ __device__ __forceinline__ void store_slice_as(const Epilogue& e, const S& s) {
       const Vec<float, 4> sum = load_vec<float, 4>(s.at(first + i));
 #pragma unroll
       for (int j = 0; j < 4; ++j)  // without a residual r is 0, and -0 + 0 would lose the sign
-        r[i].v[j] = from_float<Out>(e.residual != nullptr ? sum.v[j] + to_float(r[i].v[j]) : sum.v[j]);
+        r[i].v[j] =
+            from_float<Out>(e.residual != nullptr ? sum.v[j] + to_float(r[i].v[j]) : sum.v[j]);
       if (s.exists(first + i))
         e.store<Out>(s.row0 + s.row(first + i), s.col0 + s.col(first + i), s.n, r[i]);
     }
@@ -168,12 +181,12 @@ __device__ __forceinline__ void store_slice(const Epilogue& e, const S& s) {
   else store_slice_as<scalar_t>(e, s);
 }
 
-// ---- tiles ---------------------------------------------------------------------------------------
+// ---- tiles -----------------------------------------------------------------------------------
 
-// A tile in shared memory is rows of 64 bytes: four 16-byte chunks, 32 values of 16 bits or 16 floats
-// along k. Chunk c of row r lies in place c ^ (r / 2) % 4, so that the chunks c of any eight rows
-// that follow each other (from a multiple of 8) lie in eight different places of 128 bytes: neither
-// ldmatrix nor a 16-byte load of eight lanes meets a bank twice.
+// A tile in shared memory is rows of 64 bytes: four 16-byte chunks, 32 values of 16 bits or 16
+// floats along k. Chunk c of row r lies in place c ^ (r / 2) % 4, so that the chunks c of any eight
+// rows that follow each other (from a multiple of 8) lie in eight different places of 128 bytes:
+// neither ldmatrix nor a 16-byte load of eight lanes meets a bank twice.
 constexpr int kRowBytes = 64;
 constexpr int kChunksPerRow = 4;
 constexpr int kTileK = kChunksPerRow * kVec;
@@ -186,8 +199,8 @@ struct TileOrigin {
   int row, col;
 };
 
-// Blocks walk the tiles in bands of kBandRows tiles along m, down first: blocks that run at the same
-// time share few rows of x and of weight, which stay in L2.
+// Blocks walk the tiles in bands of kBandRows tiles along m, down first: blocks that run at the
+// same time share few rows of x and of weight, which stay in L2.
 template <int kTileM, int kTileN>
 __device__ __forceinline__ TileOrigin tile_origin(int m, int n) {
   constexpr int kBandRows = 8;
@@ -198,7 +211,8 @@ __device__ __forceinline__ TileOrigin tile_origin(int m, int n) {
 }
 
 // Moves kRows rows of a matrix into shared memory, a tile along k at a time. A thread always moves
-// the same chunk of the rows first_row + i * kRowStep, so only the column changes from call to call.
+// the same chunk of the rows first_row + i * kRowStep, so only the column changes from call to
+// call.
 template <int kRows, int kThreads, bool kAligned>
 struct TileLoader {
   static constexpr int kRowStep = kThreads / kChunksPerRow;
@@ -206,7 +220,7 @@ struct TileLoader {
   static_assert(kRowStep % 8 == 0 && kNumRows * kRowStep == kRows, "the swizzle must not change");
 
   const scalar_t* matrix;
-  int64_t offset, step;  // of this thread's first row, and between its rows, in elements
+  int64_t offset, step;     // of this thread's first row, and between its rows, in elements
   int first_row, num_rows;  // within the tile, and how many rows of the tile exist
   int column, smem_offset;
 
@@ -220,7 +234,9 @@ struct TileLoader {
     smem_offset = swizzled(first_row, threadIdx.x % kChunksPerRow);
   }
 
-  __device__ __forceinline__ bool has_row(int i) const { return first_row + i * kRowStep < num_rows; }
+  __device__ __forceinline__ bool has_row(int i) const {
+    return first_row + i * kRowStep < num_rows;
+  }
 
   // Columns [k, k + kTileK); those from k_end on, and rows that do not exist, become zero.
   __device__ __forceinline__ void load(unsigned char* smem, int k, int k_end) const {
@@ -249,7 +265,8 @@ struct TileNorm {
   const Norm norm;
   int row0;
 
-  __device__ __forceinline__ void apply(const Loader& loader, unsigned char* smem, int k, int k_end) const {
+  __device__ __forceinline__ void apply(const Loader& loader, unsigned char* smem, int k,
+                                        int k_end) const {
     if constexpr (!kEnabled) return;
     using V = Vec<scalar_t, kVec>;
     const int column = k + loader.column;
@@ -264,10 +281,11 @@ struct TileNorm {
     }
 #pragma unroll 2  // of 4: registers are scarce here
     for (int i = 0; i < Loader::kNumRows; ++i) {
-      scalar_t* p = reinterpret_cast<scalar_t*>(smem + loader.smem_offset +
-                                                i * Loader::kRowStep * kRowBytes);
+      scalar_t* p =
+          reinterpret_cast<scalar_t*>(smem + loader.smem_offset + i * Loader::kRowStep * kRowBytes);
       const int row = row0 + loader.first_row + i * Loader::kRowStep;
-      const float scale = loader.has_row(i) ? norm.row_scales[row] : 0.0f;  // from L1; no register free
+      // From L1 each time: no register is free to keep it.
+      const float scale = loader.has_row(i) ? norm.row_scales[row] : 0.0f;
       V x = load_vec<scalar_t, kVec>(p);
 #pragma unroll
       for (int j = 0; j < kVec; ++j) x.v[j] = norm.apply(x.v[j], scale, w.v[j]);

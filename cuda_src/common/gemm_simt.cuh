@@ -22,7 +22,8 @@ struct SimtCore {
     col = warp_idx % 2 * 8 + lane_idx % 8;
   }
 
-  __device__ __forceinline__ void multiply(const unsigned char* smem_a, const unsigned char* smem_b) {
+  __device__ __forceinline__ void multiply(const unsigned char* smem_a,
+                                           const unsigned char* smem_b) {
 #pragma unroll 1  // four copies would keep too much in registers
     for (int chunk = 0; chunk < kChunksPerRow; ++chunk) {
       const unsigned char* from_a = smem_a + swizzled(row, chunk);
@@ -33,7 +34,8 @@ struct SimtCore {
         a[i] = load_vec<float, kVec>(reinterpret_cast<const float*>(from_a + i * 16 * kRowBytes));
 #pragma unroll
       for (int j = 0; j < kPerThread; ++j) {
-        const V b = load_vec<float, kVec>(reinterpret_cast<const float*>(from_b + j * 16 * kRowBytes));
+        const V b =
+            load_vec<float, kVec>(reinterpret_cast<const float*>(from_b + j * 16 * kRowBytes));
 #pragma unroll
         for (int k = 0; k < kVec; ++k)
 #pragma unroll

@@ -16,8 +16,8 @@ __device__ __forceinline__ Vec<scalar_t, kVec> load_stream(const scalar_t* p) {
   return *reinterpret_cast<Vec<scalar_t, kVec>*>(&v);
 }
 
-// 1 / rms of kTokens rows of x from row0 on, into smem_scales. All threads of the block must call it.
-// Several rows at once, so that their loads are in flight together.
+// 1 / rms of kTokens rows of x from row0 on, into smem_scales. All threads of the block must call
+// it. Several rows at once, so that their loads are in flight together.
 template <int kTokens, int kWarps>
 __device__ __forceinline__ void skinny_row_scales(const Problem& p, int row0, float* smem_scales) {
   constexpr int kGroup = kTokens < 8 ? kTokens : 8;
@@ -53,8 +53,8 @@ __device__ __forceinline__ void skinny_row_scales(const Problem& p, int row0, fl
 
 // Adds the warps' sums, smem_partials[warp][token][weight row], and writes the block's part of out.
 template <int kTokens, int kRows, int kPitch, int kWarps>
-__device__ __forceinline__ void skinny_finish(const Problem& p, const float* smem_partials, int row0,
-                                              int col0) {
+__device__ __forceinline__ void skinny_finish(const Problem& p, const float* smem_partials,
+                                              int row0, int col0) {
   __syncthreads();
   for (int i = threadIdx.x; i < kTokens * kRows; i += kWarps * kWarpSize) {
     const int token = i / kRows, row = i % kRows;
@@ -68,11 +68,11 @@ __device__ __forceinline__ void skinny_finish(const Problem& p, const float* sme
 
 #if ENGINE_DTYPE != 0
 
-// Tensor cores with the weight as the 16-row operand and tokens as its 8 columns. A lane loads eight
-// neighbours along k of weight rows g and g + 8, and of token g. The mma sums over k, so which k a
-// fragment register stands for does not matter as long as both operands agree: the eight values
-// serve two mma, the first taking values 0-3 and the second 4-7 of each lane. No shared memory, no
-// shuffles. A warp takes 64 values of k (whole 128-byte lines), then every kWarps-th 64.
+// Tensor cores with the weight as the 16-row operand and tokens as its 8 columns. A lane loads
+// eight neighbours along k of weight rows g and g + 8, and of token g. The mma sums over k, so
+// which k a fragment register stands for does not matter as long as both operands agree: the eight
+// values serve two mma, the first taking values 0-3 and the second 4-7 of each lane. No shared
+// memory, no shuffles. A warp takes 64 values of k (whole 128-byte lines), then every kWarps-th 64.
 template <int kTokenTiles, int kRowTiles, int kWarps, bool kNorm>
 __device__ __forceinline__ void skinny(const Problem& p) {
   constexpr int kTokens = kTokenTiles * 8, kRows = kRowTiles * 16;
@@ -88,13 +88,14 @@ __device__ __forceinline__ void skinny(const Problem& p) {
   const scalar_t* weight = p.weight + (static_cast<int64_t>(col0) + g) * p.k + t * kVec;
   const scalar_t* x = p.x + (static_cast<int64_t>(row0) + g) * p.x_stride + t * kVec;
 
-  const auto load_weight = [&](V(&w)[kRowTiles * 2][2], int k) {
+  const auto load_weight = [&](V (&w)[kRowTiles * 2][2], int k) {
 #pragma unroll
     for (int r = 0; r < kRowTiles * 2; ++r)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const bool valid = col0 + g + r * 8 < p.n && k + half * 32 + t * kVec < p.k;
-        w[r][half] = valid ? load_stream(weight + static_cast<int64_t>(r * 8) * p.k + k + half * 32) : V{};
+        w[r][half] =
+            valid ? load_stream(weight + static_cast<int64_t>(r * 8) * p.k + k + half * 32) : V{};
       }
   };
 
@@ -111,7 +112,8 @@ __device__ __forceinline__ void skinny(const Problem& p) {
     for (int half = 0; half < 2; ++half) {
       const bool has_k = k + half * 32 + t * kVec < p.k;
       V norm_weight = {};
-      if (kNorm && has_k) norm_weight = load_vec<scalar_t, kVec>(p.norm.weight + k + half * 32 + t * kVec);
+      if (kNorm && has_k)
+        norm_weight = load_vec<scalar_t, kVec>(p.norm.weight + k + half * 32 + t * kVec);
 #pragma unroll
       for (int i = 0; i < kTokenTiles; ++i) {
         V& v = tokens[i][half];
@@ -132,7 +134,8 @@ __device__ __forceinline__ void skinny(const Problem& p) {
       for (int r = 0; r < kRowTiles; ++r) {
         const uint4 low = *reinterpret_cast<const uint4*>(&w[r * 2][half]);
         const uint4 high = *reinterpret_cast<const uint4*>(&w[r * 2 + 1][half]);
-        const uint32_t a0[4] = {low.x, high.x, low.y, high.y}, a1[4] = {low.z, high.z, low.w, high.w};
+        const uint32_t a0[4] = {low.x, high.x, low.y, high.y};
+        const uint32_t a1[4] = {low.z, high.z, low.w, high.w};
 #pragma unroll
         for (int i = 0; i < kTokenTiles; ++i) {
           const uint4 v = *reinterpret_cast<const uint4*>(&tokens[i][half]);
@@ -171,10 +174,11 @@ __device__ __forceinline__ void skinny(const Problem& p) {
   const float* weight = p.weight + static_cast<int64_t>(col0) * p.k;
   const float* x = p.x + static_cast<int64_t>(row0) * p.x_stride;
 
-  const auto load_weight = [&](V(&w)[kRows], int k) {
+  const auto load_weight = [&](V (&w)[kRows], int k) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r)
-      w[r] = col0 + r < p.n && k < p.k ? load_stream(weight + static_cast<int64_t>(r) * p.k + k) : V{};
+      w[r] =
+          col0 + r < p.n && k < p.k ? load_stream(weight + static_cast<int64_t>(r) * p.k + k) : V{};
   };
 
   V next[kRows];

@@ -1,15 +1,16 @@
-// Tensor-core products of 16-bit operands with float accumulation (mma.sync, ldmatrix; sm_80 and up).
+// Tensor-core products of 16-bit operands with float accumulation (mma.sync, ldmatrix; sm_80 up).
 //
-// mma_m16n8k16: D (16,8) += A (16,16) B (16,8). With lane = 4 g + t (g = lane / 4, t = lane % 4) a lane holds
-//   a[0] = A[g    ][2t, 2t+1]     a[2] = A[g    ][2t+8, 2t+9]     two values a register, lower index low
+// mma_m16n8k16: D (16,8) += A (16,16) B (16,8). Lane 4 g + t (t < 4) holds, two values a register
+// with the lower index in the lower half:
+//   a[0] = A[g    ][2t, 2t+1]     a[2] = A[g    ][2t+8, 2t+9]
 //   a[1] = A[g + 8][2t, 2t+1]     a[3] = A[g + 8][2t+8, 2t+9]
 //   b[0] = B[2t, 2t+1][g]         b[1] = B[2t+8, 2t+9][g]
 //   d[0], d[1] = D[g][2t, 2t+1]   d[2], d[3] = D[g + 8][2t, 2t+1]
 //
 // ldmatrix loads 8x8 matrices of 16-bit values: lane i passes the address of row i % 8 of matrix
-// i / 8 (16 bytes, 16-byte aligned), and of matrix m gets r[m] = M[g][2t, 2t+1] (.trans: M[2t, 2t+1][g]).
-// So an A tile stored row by row, and a B tile stored as rows of n (that is B^T, as weights are), load
-// without .trans; a B tile stored as rows of k (as V in attention is) loads with it.
+// i / 8 (16 bytes, 16-byte aligned), and of matrix m gets r[m] = M[g][2t, 2t+1], or with .trans
+// M[2t, 2t+1][g]. So an A tile stored row by row, and a B tile stored as rows of n (that is B^T, as
+// weights are), load without .trans; a B tile stored as rows of k (V in attention) loads with it.
 #pragma once
 
 #include "common/cp_async.cuh"
