@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from engine import env
 from engine.cache.kv_cache import KVGeometry, MemoryBudget, plan_num_blocks
 from engine.cache.memory_pool import device_memory
 from engine.config import ModelConfig
@@ -22,6 +23,19 @@ _BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 _SEQUENCES = {"cpu": 16, "cuda": 256}
 # On the CPU the pages compete with the user's own programs.
 _UTILIZATION = {"cpu": 0.5, "cuda": 0.9}
+
+_SCHEDULER_OPTIONS = {
+    "enable_prefix_caching": "prefix_caching",
+    "max_blocks_per_salt": "max_blocks_per_salt",
+    "max_prefill_chunk": "max_prefill_chunk",
+    "scheduling_policy": "policy",
+    "priority_window": "priority_window",
+    "max_num_queued_requests": "max_queued_requests",
+    "max_num_queued_tokens": "max_queued_tokens",
+    "watermark": "watermark",
+    "preemption_mode": "preemption",
+}
+"""Options that the scheduler takes as they are -> what it calls them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +59,34 @@ class EngineConfig:
         CPU. vLLM's name `gpu_memory_utilization` is understood too.
     seed : int
         Seeds the requests that bring no seed of their own.
+    enable_prefix_caching : bool
+        Keep computed prefixes, and share their blocks among requests that begin alike.
+    max_blocks_per_salt : int, optional
+        Most blocks that are kept for one `cache_salt`, so that no tenant pushes out the others.
+    max_prefill_chunk : int
+        Most tokens of one prompt in one step; 0 = as many as the budget allows.
+    scheduling_policy : str
+        "fcfs" = first come, first served; "lpm" = longest known prefix first, within a window.
+    priority_window : int
+        How many later requests one step of priority outweighs; 0 ignores priorities.
+    max_num_queued_requests, max_num_queued_tokens : int, optional
+        What may wait; a request beyond that is refused with `QueueFullError`.
+    watermark : float
+        Share of the blocks that an admission leaves free, as room for running requests to grow.
+    swap_space_gb : float
+        Host memory, in GiB, for blocks of preempted requests and evicted prefixes; 0 is none.
+    preemption_mode : str
+        What becomes of the blocks taken from a request: "recompute", "swap" or "auto" (by cost).
+    async_scheduling : bool, optional
+        Launch each step before the ids of the last one are on the host: results come one step
+        late, tokens are the same. On by default on CUDA, off on the CPU.
+    step_timeout : float, optional
+        Seconds after which a step counts as stuck: it is logged, with the engine's state.
+    raise_on_timeout : bool
+        Whether such a step also ends in a `StepTimeoutError`.
+    debug : bool, optional
+        Check all invariants after each step and all block tables before, and fill freed blocks
+        with NaN; slow. By default as `ENGINE_DEBUG` says.
 
     Raises
     ------
@@ -68,6 +110,20 @@ class EngineConfig:
     num_blocks: int | None = None
     memory_utilization: float | None = None
     seed: int = 0
+    enable_prefix_caching: bool = True
+    max_blocks_per_salt: int | None = None
+    max_prefill_chunk: int = 0
+    scheduling_policy: str = "fcfs"
+    priority_window: int = 256
+    max_num_queued_requests: int | None = None
+    max_num_queued_tokens: int | None = None
+    watermark: float = 0.01
+    swap_space_gb: float = 0.0
+    preemption_mode: str = "auto"
+    async_scheduling: bool | None = None
+    step_timeout: float | None = None
+    raise_on_timeout: bool = False
+    debug: bool | None = None
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:
@@ -93,6 +149,12 @@ class EngineConfig:
             raise ConfigError(f"memory_utilization must be in (0, 1]; got {share}")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed must be in [0, 2**63); got {self.seed}")
+        if not 0.0 <= self.swap_space_gb < 2**20:
+            raise ConfigError(f"swap_space_gb must be in [0, 2**20); got {self.swap_space_gb}")
+        if self.step_timeout is not None and not self.step_timeout > 0:
+            raise ConfigError(f"step_timeout must be above 0 seconds; got {self.step_timeout}")
+        if self.raise_on_timeout and self.step_timeout is None:
+            raise ConfigError("raise_on_timeout needs a step_timeout; got None")
 
     def resolve(
         self, model: ModelConfig, device: Device, dtype: str, max_model_len: int, weight_bytes: int
@@ -128,14 +190,31 @@ class EngineConfig:
             memory, geometry, max_model_len=length, max_num_seqs=seqs, num_blocks=self.num_blocks
         )
         reasons["num_blocks"] = plan.reason
+        is_debug = env.debug() if self.debug is None else self.debug
         scheduler = SchedulerConfig(
             num_blocks=plan.num_blocks,
             max_model_len=length,
             block_size=self.block_size,
             max_num_seqs=seqs,
             max_num_batched_tokens=tokens,
+            num_host_blocks=self._host_blocks(geometry, reasons),
+            debug=is_debug,
+            **{theirs: getattr(self, ours) for ours, theirs in _SCHEDULER_OPTIONS.items()},
         )
-        return ResolvedConfig(scheduler, geometry, self.seed, reasons)
+        is_late = self._is_late(device, reasons)
+        return ResolvedConfig(scheduler, geometry, self.seed, is_late, is_debug, reasons)
+
+    def _host_blocks(self, geometry: KVGeometry, reasons: dict[str, str]) -> int:
+        count = int(self.swap_space_gb * 2**30) // geometry.bytes_per_block
+        if self.swap_space_gb:
+            reasons["num_host_blocks"] = f"{count}: what {self.swap_space_gb:g} GiB hold"
+        return count
+
+    def _is_late(self, device: Device, reasons: dict[str, str]) -> bool:
+        if self.async_scheduling is not None:
+            return self.async_scheduling
+        reasons["async_scheduling"] = f"{device.is_cuda}: the default on {device.kind}"
+        return device.is_cuda
 
     def _length(self, model_length: int, reasons: dict[str, str]) -> int:
         if self.max_model_len is None:
@@ -175,6 +254,8 @@ class ResolvedConfig:
     scheduler: SchedulerConfig
     geometry: KVGeometry
     seed: int
+    is_late: bool
+    is_debug: bool
     reasons: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -12,6 +12,7 @@
     ├── DeviceError         RuntimeError  the device asked for is not there
     ├── CompileError        RuntimeError  NVRTC refused a kernel
     ├── DownloadError       RuntimeError  a model could not be pulled
+    ├── StepTimeoutError    TimeoutError  a step took longer than it may
     └── OutOfMemoryError    MemoryError   with the numbers: who uses what, what would fit
 
 Each one derives from the builtin that NumPy would raise in its place, so `except ValueError`
@@ -34,6 +35,7 @@ __all__ = [
     "OutOfMemoryError",
     "RequestError",
     "ShapeError",
+    "StepTimeoutError",
     "TemplateError",
     "UnknownOptionError",
     "WeightsError",
@@ -87,6 +89,10 @@ class CompileError(EngineError, RuntimeError):
 
 class DownloadError(EngineError, RuntimeError):
     """A model could not be pulled."""
+
+
+class StepTimeoutError(EngineError, TimeoutError):
+    """A step took longer than the engine's `step_timeout`."""
 
 
 class OutOfMemoryError(EngineError, MemoryError):

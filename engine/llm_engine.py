@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
-
-import numpy as np
 
 from engine.cache.kv_cache import KVCache
 from engine.cache.memory_pool import MemoryPool
+from engine.cache.swap import SwapSpace
+from engine.deadlines import Deadlines
 from engine.engine_config import EngineConfig
 from engine.errors import RequestError
+from engine.input_processor import InputProcessor, Prompt, PromptInput
 from engine.model import Model, load
-from engine.output_processor import OutputStream
+from engine.output_processor import End, OutputGroup, OutputStream
 from engine.outputs import RequestOutput
-from engine.request import Request, RequestStatus
-from engine.runner.model_runner import ModelRunner, StepResult
+from engine.request import FINISH_REASONS, Request
+from engine.runner.model_runner import ModelRunner
+from engine.runner.result import StepResult
+from engine.runner.sampling import SamplingSpec
 from engine.sampling_params import SamplingParams
+from engine.scheduler.admission import QueueFullError
 from engine.scheduler.output import ScheduleOutput
 from engine.scheduler.scheduler import Scheduler
+from engine.stats import EngineStats, StatsCollector
+from engine.step_loop import StepLoop
+from engine.watchdog import Watchdog
 
-__all__ = ["LLMEngine", "Prompt"]
-
-Prompt = str | Sequence[int] | Mapping[str, Any]
-"""A text, token ids, or a mapping with "prompt" or "prompt_token_ids"."""
+__all__ = ["LLMEngine", "Prompt", "QueueFullError"]
 
 
 class LLMEngine:
@@ -50,19 +53,46 @@ class LLMEngine:
     """
 
     def __init__(self, model: Model, **options: Any) -> None:
+        given = EngineConfig.from_options(options)
         self.model = model
         self.tokenizer = model.tokenizer if model.has_tokenizer else None
-        self.config = EngineConfig.from_options(options).resolve(
+        self.config = config = given.resolve(
             model.config, model.device, model.dtype, model.max_model_len, model.weight_bytes
         )
+        limits = config.scheduler
+        self._inputs = InputProcessor(
+            self.tokenizer,
+            vocab_size=model.config.vocab_size,
+            max_model_len=limits.max_model_len,
+            seed=config.seed,
+        )
         self._pool = MemoryPool(model.device)
-        self.kv_cache = KVCache(self.config.geometry, self.config.scheduler.num_blocks, self._pool)
-        self.scheduler = Scheduler(self.config.scheduler)
-        self._seeds: dict[str, int] = {}
-        self.runner = ModelRunner(model, self.kv_cache, self._seeds)
-        self._streams: dict[str, OutputStream] = {}
-        self._aborted: list[OutputStream] = []
-        self._counter = itertools.count()
+        self.kv_cache = KVCache(config.geometry, limits.num_blocks, self._pool)
+        self._swap = (
+            SwapSpace(self.kv_cache, limits.num_host_blocks) if limits.num_host_blocks else None
+        )
+        self.scheduler = Scheduler(limits)
+        self.runner = ModelRunner(
+            model,
+            self.kv_cache,
+            max_num_seqs=limits.max_num_seqs,
+            max_model_len=limits.max_model_len,
+            swap=self._swap,
+            is_debug=config.is_debug,
+        )
+        self._watchdog = Watchdog(given.step_timeout, self._describe, raises=given.raise_on_timeout)
+        self._loop = StepLoop(
+            self.scheduler,
+            self.runner,
+            self._watchdog,
+            depth=int(config.is_late),
+            on_schedule=self._note_start,
+        )
+        self._groups: dict[str, OutputGroup] = {}  # unfinished, by the user's id
+        self._streams: dict[Request, OutputStream] = {}  # of these
+        self._ended: dict[OutputGroup, None] = {}  # by abort or timeout, not reported yet
+        self._deadlines = Deadlines()
+        self._stats = StatsCollector()
 
     @classmethod
     def from_name(cls, model: str = "smollm2", **options: Any) -> LLMEngine:
@@ -77,14 +107,21 @@ class LLMEngine:
         """Compute one step and return the outputs of the requests that took part.
 
         Every request that got a token, failed, or was aborted since the last step has one output.
+        With `async_scheduling`, tokens are those of the step before.
+
+        Raises
+        ------
+        StepTimeoutError
+            With `raise_on_timeout`, if the step is stuck. Nothing is lost: it is computed again.
         """
-        output = self.scheduler.schedule()
-        self._note_start(output)
-        result = self.runner.execute(output) if not output.is_empty else StepResult()
-        self._fail(result.failed)
-        self.scheduler.commit(output, result.token_ids)
-        streams = self._collect(result)
-        return [stream.output() for stream in streams if stream.wants_output]
+        self._end_overdue()
+        results = self._loop.advance()
+        groups = self._take_ended()
+        for result in results:
+            groups |= self._take(result)
+        return [group.output() for group in groups if group.wants_output]
+
+    # ---- requests come and go
 
     def add_request(
         self,
@@ -94,6 +131,8 @@ class LLMEngine:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        timeout: float | None = None,
+        parent: str | None = None,
     ) -> None:
         """Queue a request.
 
@@ -102,37 +141,43 @@ class LLMEngine:
         request_id : str
             Unique among unfinished requests.
         prompt : str, sequence of int, or mapping
-            Text, token ids, or {"prompt": ...} / {"prompt_token_ids": ...}.
+            Text, token ids, or {"prompt": ...} / {"prompt_token_ids": ...}, in which "cache_salt"
+            may stand too.
         params : SamplingParams, optional
         priority : int
             Smaller is served earlier.
         cache_salt : str, optional
             Requests share cached prefixes only with requests of the same salt.
+        timeout : float, optional
+            Seconds after which the request ends with finish_reason "abort", stop_reason "timeout".
+        parent : str, optional
+            An unfinished request whose tokens this prompt begins with. All that it has computed
+            of them is shared at once, also a block that is not full (tree search, beam search).
 
         Raises
         ------
+        QueueFullError
+            If too much waits already (a RequestError, too); try again later.
         RequestError
             If the request cannot be served; nothing is queued and the others go on.
         """
         params = params or SamplingParams()
-        text, ids = self._encode(prompt)
-        _refuse_unserved(params)
-        if params.stop and self.tokenizer is None:
-            raise RequestError(f"stop: the model has no tokenizer; got {params.stop!r}")
-        params.validate_for(self.model.config.vocab_size)
-        request = Request(
-            request_id,
-            ids,
-            params,
-            arrival_time=time.monotonic(),
-            priority=priority,
-            cache_salt=cache_salt,
-            long_rope=self._uses_long_rope(ids, params),
-            eos_token_ids=self.model.eos_token_ids,
-        )
-        self.scheduler.add_request(request)
-        self._seeds[request_id] = self._seed(params)
-        self._streams[request_id] = OutputStream(request, params, text, self.tokenizer)
+        checked = self._inputs.encode(prompt)
+        self._inputs.check(params)
+        if timeout is not None and not timeout > 0:
+            raise RequestError(f"timeout must be above 0 seconds; got {timeout!r}")
+        if not isinstance(request_id, str) or request_id in self._groups:
+            raise RequestError(f"request id {request_id!r} is in use, or no str")
+        specs = self._inputs.sampling_specs(params)
+        salt = cache_salt if cache_salt is not None else checked.cache_salt
+        group = OutputGroup(request_id, checked.text, params, time.monotonic(), self.tokenizer)
+        requests = self._requests(group, checked, specs, priority, salt)
+        group.streams = [
+            OutputStream(request, spec, group, self.tokenizer)
+            for request, spec in zip(requests, specs, strict=True)
+        ]
+        self._queue(requests, parent)
+        self._register(group, specs, timeout)
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """End these requests, in whatever state; unknown and finished ones are left alone.
@@ -141,27 +186,61 @@ class LLMEngine:
         """
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         for request_id in ids:
-            if self.scheduler.abort_request(request_id):
-                self._aborted.append(self._release(request_id))
+            if request_id in self._groups:
+                self._end_group(self._groups[request_id], None)
 
     def forget_aborted(self, request_ids: Iterable[str]) -> None:
         """Do not report these requests, which were aborted since the last step."""
         ids = set(request_ids)
-        self._aborted = [s for s in self._aborted if s.request.request_id not in ids]
+        self._ended = {g: None for g in self._ended if g.request_id not in ids}
 
     def has_unfinished_requests(self) -> bool:
         """Tell whether another step has something to do or to report."""
-        return self.scheduler.has_unfinished_requests() or bool(self._aborted)
+        return bool(self._groups or self._ended or self._loop.num_under_way)
 
     @property
     def num_unfinished_requests(self) -> int:
         """Requests that wait or run."""
-        return len(self._streams)
+        return len(self._groups)
+
+    # ---- the engine as a whole
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes; requests under way keep what they have."""
+        self.scheduler.reset_prefix_cache()
+
+    def stats(self) -> EngineStats:
+        """Return counts and distributions since the engine was made."""
+        return self._stats.snapshot(
+            self.scheduler.stats(),
+            num_step_failures=self._loop.num_failures,
+            num_stuck_steps=self._watchdog.num_stuck,
+        )
+
+    def check_integrity(self) -> None:
+        """Verify every invariant of scheduler, blocks and slots, and that nobody is forgotten.
+
+        Raises
+        ------
+        EngineError
+            Naming what is wrong.
+        """
+        self.scheduler.check_integrity()
+        self.runner.check_integrity()
+        known = set(self.scheduler.unfinished_requests())
+        held = {request for request in self._streams if not request.is_finished}
+        if known != held:
+            names = sorted(request.request_id for request in known ^ held)
+            raise RequestError(f"scheduler and engine disagree about the requests {names}")
 
     def close(self) -> None:
-        """Abort everything and give the pages back."""
-        self.abort_request(list(self._streams))
-        self._aborted.clear()
+        """Abort everything and give the memory back."""
+        self.abort_request(list(self._groups))
+        self._ended.clear()
+        self._loop.drain()
+        self._watchdog.close()
+        if self._swap is not None:
+            self._swap.close()
         self.kv_cache.close()
 
     def __enter__(self) -> LLMEngine:
@@ -170,107 +249,135 @@ class LLMEngine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """Return the prompt's text, if it has one, and its checked ids."""
-        text: str | None = None
-        if isinstance(prompt, Mapping):
-            unknown = set(prompt) - {"prompt", "prompt_token_ids"}
-            if unknown or not prompt:
-                raise RequestError(
-                    'prompt: a mapping must hold "prompt" or "prompt_token_ids"; '
-                    f"got {sorted(map(str, prompt))}"
-                )
-            text = prompt.get("prompt")
-            prompt = prompt.get("prompt_token_ids", text)
-        if isinstance(prompt, str):
-            return prompt, self._checked(self._encode_text(prompt))
-        return text, self._checked(prompt)
+    # ---- parts of add_request
 
-    def _encode_text(self, text: str) -> list[int]:
-        """Tokenize, unless the text is so long that it cannot fit: no token is longer than this."""
-        if self.tokenizer is None:
-            raise RequestError("prompt: the model has no tokenizer; give token ids, not text")
-        limit = self.config.scheduler.max_model_len * self.tokenizer.max_token_chars
-        if len(text) > limit:
-            raise RequestError(
-                f"prompt: at most {limit} characters can fit in max_model_len "
-                f"{self.config.scheduler.max_model_len} tokens; got {len(text)}"
+    def _requests(
+        self,
+        group: OutputGroup,
+        prompt: PromptInput,
+        specs: Sequence[SamplingSpec],
+        priority: int,
+        salt: str | None,
+    ) -> list[Request]:
+        """Make one scheduler's request for each continuation; they share the list of ids."""
+        params = group.params
+        return [
+            Request(
+                f"{group.request_id}#{index}" if index else group.request_id,
+                prompt.token_ids,
+                params,
+                arrival_time=group.metrics.arrival_time,
+                priority=priority,
+                cache_salt=salt,
+                long_rope=self._uses_long_rope(prompt.token_ids, params),
+                reuse_prefix=params.prompt_logprobs is None,
+                eos_token_ids=self.model.eos_token_ids,
             )
-        return list(self.tokenizer.encode(text))
-
-    def _checked(self, ids: Any) -> list[int]:
-        vocab_size = self.model.config.vocab_size
-        if isinstance(ids, bytes | bytearray) or not hasattr(ids, "__iter__"):
-            raise RequestError(f"prompt: must be text or token ids; got {type(ids).__name__}")
-        checked: list[int] = []
-        for index, token in enumerate(ids):
-            is_id = isinstance(token, int | np.integer) and not isinstance(token, bool)
-            if not (is_id and 0 <= token < vocab_size):
-                raise RequestError(
-                    f"prompt: token id {token!r} at {index} must be a whole number in "
-                    f"[0, {vocab_size}) (the vocabulary)"
-                )
-            checked.append(int(token))
-        return checked
+            for index in range(len(specs))
+        ]
 
     def _uses_long_rope(self, ids: list[int], params: SamplingParams) -> bool:
         limit = self.config.scheduler.max_model_len
         longest = limit if params.max_tokens is None else len(ids) + params.max_tokens
         return self.model.uses_long_rope(min(longest, limit))
 
-    def _seed(self, params: SamplingParams) -> int:
-        """Return the request's own seed, or one made of the engine's and the request's number."""
-        number = next(self._counter)
-        if params.seed is not None:
-            return params.seed
-        state = np.random.SeedSequence([self.config.seed, number]).generate_state(1, np.uint64)
-        return int(state[0])
+    def _queue(self, requests: Sequence[Request], parent: str | None) -> None:
+        first, *others = requests
+        if parent is None:
+            try:
+                self.scheduler.add_request(first, others)
+            except QueueFullError:
+                self._stats.admission_rejections += 1
+                raise
+            return
+        origin = self._groups.get(parent)
+        if origin is None or others or len(origin.streams) > 1:
+            raise RequestError(
+                f"parent must be an unfinished request, and neither may have n > 1; got {parent!r}"
+            )
+        self.scheduler.fork_request(origin.streams[0].request, first)
+
+    def _register(
+        self, group: OutputGroup, specs: Sequence[SamplingSpec], timeout: float | None
+    ) -> None:
+        self._groups[group.request_id] = group
+        for stream, spec in zip(group.streams, specs, strict=True):
+            self._streams[stream.request] = stream
+            self.runner.add(stream.request, spec)
+        if timeout is not None:
+            self._deadlines.add(group, group.metrics.arrival_time + timeout)
+
+    # ---- parts of step
+
+    def _end_overdue(self) -> None:
+        """End the requests whose time is up."""
+        for group in self._deadlines.pop_overdue():
+            self._end_group(group, "timeout")
 
     def _note_start(self, output: ScheduleOutput) -> None:
         for request in output.admitted:
-            metrics = self._streams[request.request_id].metrics
-            metrics.first_scheduled_time = metrics.first_scheduled_time or time.monotonic()
+            stream = self._streams.get(request)
+            if stream is not None and stream.group.metrics.first_scheduled_time is None:
+                stream.group.metrics.first_scheduled_time = time.monotonic()
 
-    def _fail(self, failed: Mapping[str, str]) -> None:
-        for request_id, why in failed.items():
-            request = self._streams[request_id].request
-            self.scheduler.finish_request(request, "error", stop_reason=why)
+    def _take_ended(self) -> dict[OutputGroup, None]:
+        ended, self._ended = self._ended, {}
+        return ended
 
-    def _collect(self, result: StepResult) -> list[OutputStream]:
-        """Hand the step's tokens to their streams; return those that changed."""
-        changed, self._aborted = self._aborted, []
-        for request_id, token_ids in result.token_ids.items():
-            stream = self._streams[request_id]
-            stop = stream.append(token_ids, result.logprobs.get(request_id, ()))
-            if stop is not None:
-                self._stop(stream.request, stop)
-            changed.append(stream)
-            if stream.request.is_finished:
-                self._release(request_id)
-        changed += [self._release(request_id) for request_id in result.failed]
+    def _take(self, result: StepResult) -> dict[OutputGroup, None]:
+        """Hand a step's results to their streams; return the requests that have news."""
+        changed: dict[OutputGroup, None] = {}
+        streams, now = self._streams, time.monotonic()
+        for request, (position, entries) in result.prompt_logprobs.items():
+            if request in streams:
+                streams[request].group.add_prompt_logprobs(position, entries)
+        for request, token_ids in result.token_ids.items():
+            stream = streams.get(request)
+            if stream is None:
+                continue  # ended while the step was under way
+            self._stats.generation_tokens += len(token_ids)
+            stream.group.note_tokens(len(token_ids), now)
+            end = stream.append(token_ids, result.logprobs.get(request, ()))
+            if end is not None:
+                self._end(request, end)
+            changed[stream.group] = None
+            if request.is_finished:
+                self._release(stream)
+        for request in result.failed:
+            if request in streams:
+                changed[streams[request].group] = None
+                self._release(streams[request])
         return changed
 
-    def _stop(self, request: Request, stop: str) -> None:
-        """End a request at a stop string, which counts before the length it may have reached."""
-        self.scheduler.finish_request(request, "stop", stop_reason=stop)
-        request.status, request.stop_reason = RequestStatus.FINISHED_STOPPED, stop
+    def _end(self, request: Request, end: End) -> None:
+        """End a request because of its text, which counts before what the scheduler found."""
+        self.scheduler.finish_request(request, end.finish_reason, stop_reason=end.stop_reason)
+        request.status = FINISH_REASONS[end.finish_reason]
+        request.stop_reason = end.stop_reason
 
-    def _release(self, request_id: str) -> OutputStream:
-        """Forget a finished request; its stream still has to be shown once."""
-        del self._seeds[request_id]
-        stream = self._streams.pop(request_id)
+    def _end_group(self, group: OutputGroup, stop_reason: str | None) -> None:
+        """Abort what is left of a request; the next step reports it."""
+        for stream in group.streams:
+            if not stream.request.is_finished:
+                self.scheduler.finish_request(stream.request, "abort", stop_reason=stop_reason)
+                self._release(stream)
+        self._ended[group] = None
+
+    def _release(self, stream: OutputStream) -> None:
+        """Forget a finished continuation; its request still has to be shown once."""
+        del self._streams[stream.request]
+        self._loop.forget(stream.request)
         stream.finish()
-        return stream
+        group = stream.group
+        if group.is_finished:
+            del self._groups[group.request_id]
+            group.metrics.finished_time = time.monotonic()
+            first = stream.request
+            self._stats.add_request(
+                first.num_prompt_tokens, first.finish_reason or "error", group.metrics
+            )
 
-
-def _refuse_unserved(params: SamplingParams) -> None:
-    """Refuse what this engine does not do yet; nothing is ignored in silence."""
-    asked = {
-        "n": params.n > 1,
-        "prompt_logprobs": params.prompt_logprobs is not None,
-        "bad_words": bool(params.bad_words),
-        "logits_processors": bool(params.logits_processors),
-    }
-    for name, is_asked in asked.items():
-        if is_asked:
-            raise RequestError(f"{name} is not served yet; got {getattr(params, name)!r}")
+    def _describe(self) -> str:
+        """Return the engine's state for the watchdog's log."""
+        names = [r.request_id for r in self.scheduler.unfinished_requests()]
+        return f"{self.scheduler.stats()}\n{len(names)} unfinished requests: {names[:64]}"

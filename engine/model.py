@@ -285,6 +285,15 @@ class Model:
         self.device.activate()
         return self.decoder.forward(batch, kv_pages)
 
+    def hidden_states(self, batch: ForwardBatch, kv_pages: Pages) -> Any:
+        """Compute one step up to the final norm; see `Decoder.hidden_states`."""
+        self.device.activate()
+        return self.decoder.hidden_states(batch, kv_pages)
+
+    def logits(self, hidden: Any) -> Any:
+        """Return the logits (R, V) float32 of what `hidden_states` gave, or of some rows of it."""
+        return self.decoder.logits(hidden)
+
     def trace(self, token_ids: Any) -> Trace:
         """Read a sequence and keep attention weights and residual streams, for looking at.
 

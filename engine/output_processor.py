@@ -1,126 +1,264 @@
 """From sampled ids to `RequestOutput`: text, stop strings, log-probabilities, metrics.
 
-One `OutputStream` a request. It holds what the user sees; what the scheduler needs stays in
-`Request`.
+`OutputStream` is one continuation, `OutputGroup` a request with all its continuations. They hold
+what the user sees; what the scheduler needs stays in `Request`.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from engine.request import Request
+from engine.request import Request, RequestStatus
+from engine.runner.sampling import SamplingSpec
 from engine.sampling_params import RequestOutputKind, SamplingParams
 from engine.text.detokenizer import IncrementalDetokenizer
 from engine.text.stop import StopChecker
 
-__all__ = ["OutputStream"]
+__all__ = ["End", "OutputGroup", "OutputStream"]
+
+_FINAL_ONLY, _DELTA = RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA
+
+
+class End(NamedTuple):
+    """Why a request ends that the scheduler would continue."""
+
+    finish_reason: str
+    stop_reason: int | str | None
 
 
 class OutputStream:
-    """What one request has produced so far, ready to be shown.
+    """What one continuation has produced so far.
 
     Parameters
     ----------
     request : Request
-        Its ids and its end; read, never written.
-    params : SamplingParams
-    prompt : str or None
-        The prompt's text, if it came as text.
+        Its ids and its end; only `finish` writes, if the text cannot be made.
+    spec : SamplingSpec
+    group : OutputGroup
+        The request that it belongs to.
     tokenizer : Tokenizer or None
         None leaves the text empty.
     """
 
     def __init__(
-        self, request: Request, params: SamplingParams, prompt: str | None, tokenizer: Any
+        self, request: Request, spec: SamplingSpec, group: OutputGroup, tokenizer: Any
     ) -> None:
         self.request = request
-        self.params = params
-        self.prompt = prompt
-        self.tokenizer = tokenizer
-        self.metrics = RequestMetrics(arrival_time=request.arrival_time)
+        self.group = group
+        self.cumulative_logprob = 0.0
+        params = self._params = spec.params
         self._detokenizer = None
-        if tokenizer is not None and params.detokenize:
+        self._tokenizer = tokenizer if params.detokenize else None
+        if self._tokenizer is not None:
             self._detokenizer = IncrementalDetokenizer(
                 tokenizer, request.prompt_token_ids, params.skip_special_tokens
             )
+        # Text that nobody looks at before the end is made at the end, at once.
+        self._is_lazy = params.output_kind is _FINAL_ONLY and not params.stop
         self._stop = StopChecker(params.stop or (), params.include_stop_str_in_output)
         self._text: list[str] = []
-        self._logprobs: list[dict[int, Logprob]] | None = (
-            [] if params.logprobs is not None else None
-        )
-        self._cumulative_logprob = 0.0
+        self._logprobs: list[dict[int, Logprob]] | None = None if spec.num_logprobs is None else []
+        self._num_read = 0  # ids that went into the text
         self._sent_tokens = 0
         self._sent_text = 0
+        self._is_finish_sent = False
 
     def append(
         self, token_ids: Sequence[int], logprobs: Sequence[dict[int, Logprob]]
-    ) -> str | None:
-        """Take new ids of the request; return the stop string that they complete, if any.
-
-        A stop id's text is left out unless the stop is to be included, as vLLM does.
-        """
-        if self.metrics.first_token_time is None:
-            self.metrics.first_token_time = time.monotonic()
+    ) -> End | None:
+        """Take new ids, which the request has already; return why it ends, if its text says so."""
         if self._logprobs is not None:
-            self._logprobs += logprobs
-            self._cumulative_logprob += sum(
-                entry[token].logprob for token, entry in zip(token_ids, logprobs, strict=True)
-            )
-        if self._detokenizer is None:
-            return None
-        shown = list(token_ids)
-        ends_by_id = self.request.stop_reason is not None and self.request.is_finished
-        if ends_by_id and not self.params.include_stop_str_in_output:
-            shown = shown[:-1]
-        can_stop = self.request.num_output_tokens >= self.params.min_tokens
-        result = self._stop.push(self._detokenizer.push(shown), check=can_stop)
-        self._text.append(result.text)
-        return result.stop
+            self._logprobs += [with_text(entry, self._tokenizer) for entry in logprobs]
+            for token, entry in zip(token_ids, logprobs, strict=True):
+                self.cumulative_logprob += entry[token].logprob
+        return None if self._is_lazy else self._read_ids()
 
     def finish(self) -> None:
-        """Release the text that was held back, and note the time."""
-        self.metrics.finished_time = time.monotonic()
-        if self._detokenizer is not None and self._stop.stop is None:
-            self._text += [self._stop.flush(), self._detokenizer.finish()]
+        """Make the rest of the text; the request is finished."""
+        end = None
+        if self._detokenizer is not None:
+            end = self._read_ids()
+            if self._stop.stop is None and end is None:
+                end = self._guarded(self._flush)
+        if end is not None and end.finish_reason == "error":
+            self.request.status = RequestStatus.FINISHED_ERROR
+            self.request.stop_reason = end.stop_reason
 
-    @property
-    def wants_output(self) -> bool:
-        """Tell whether the user wants to see the request in its present state."""
-        kind = self.params.output_kind
-        return self.request.is_finished or kind is not RequestOutputKind.FINAL_ONLY
-
-    def output(self) -> RequestOutput:
-        """Return the request's state: all of it, or what is new since the last call (DELTA)."""
+    def has_news(self) -> bool:
+        """Tell whether `completion` would give anything that it did not give before."""
         request = self.request
-        text, start = self._new_text(), 0
-        if self.params.output_kind is RequestOutputKind.DELTA:
-            start, self._sent_tokens = self._sent_tokens, request.num_output_tokens
-        completion = CompletionOutput(
-            index=0,
-            text=text,
+        return len(request.output_token_ids) > self._sent_tokens or (
+            request.is_finished and not self._is_finish_sent
+        )
+
+    def completion(self, index: int) -> CompletionOutput:
+        """Return the continuation: all of it, or what is new since the last call (DELTA)."""
+        request = self.request
+        start = 0
+        if self._params.output_kind is _DELTA:
+            start = self._sent_tokens
+        self._sent_tokens = request.num_output_tokens
+        self._is_finish_sent = request.is_finished
+        wants_logprobs = self._params.logprobs is not None and self._logprobs is not None
+        return CompletionOutput(
+            index=index,
+            text=self._new_text(),
             token_ids=request.output_token_ids[start:],
-            cumulative_logprob=None if self._logprobs is None else self._cumulative_logprob,
-            logprobs=None if self._logprobs is None else self._logprobs[start:],
+            cumulative_logprob=None if self._logprobs is None else self.cumulative_logprob,
+            logprobs=self._logprobs[start:] if wants_logprobs and self._logprobs else None,
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
         )
-        return RequestOutput(
-            request_id=request.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=request.prompt_token_ids,
-            outputs=[completion],
-            finished=request.is_finished,
-            metrics=self.metrics,
-            num_cached_tokens=request.num_cached_tokens,
-        )
+
+    def _read_ids(self) -> End | None:
+        """Make text of the ids that were not read yet."""
+        return self._guarded(self._push) if self._detokenizer is not None else None
+
+    def _push(self) -> End | None:
+        assert self._detokenizer is not None
+        ids = self.request.output_token_ids[self._num_read :]
+        self._num_read += len(ids)
+        # The text of what ended it is left out unless it is to be included, as vLLM does.
+        ended_by_id = self.request.status is RequestStatus.FINISHED_STOPPED and not self._stop.stop
+        if ids and ended_by_id and not self._params.include_stop_str_in_output:
+            ids = ids[:-1]
+        can_stop = self.request.num_output_tokens >= self._params.min_tokens
+        result = self._stop.push(self._detokenizer.push(ids), check=can_stop)
+        self._text.append(result.text)
+        return None if result.stop is None else End("stop", result.stop)
+
+    def _flush(self) -> None:
+        assert self._detokenizer is not None
+        self._text += [self._stop.flush(), self._detokenizer.finish()]
+
+    def _guarded(self, part: Any) -> End | None:
+        """Call `part`; if the tokenizer raises, there is no more text, and the request fails."""
+        try:
+            end: End | None = part()
+        except Exception as error:
+            self._detokenizer = None
+            return End("error", f"the tokenizer raised {type(error).__name__}: {error}")
+        return end
 
     def _new_text(self) -> str:
         """Return the text to show; pieces are joined once, so that a stream stays linear."""
-        if self.params.output_kind is RequestOutputKind.DELTA:
+        if self._params.output_kind is _DELTA:
             start, self._sent_text = self._sent_text, len(self._text)
             return "".join(self._text[start:])
         self._text = ["".join(self._text)]
         return self._text[0]
+
+
+class OutputGroup:
+    """A request as the user knows it.
+
+    Parameters
+    ----------
+    request_id : str
+    prompt : str or None
+        Its text, if it came as text.
+    params : SamplingParams
+    arrival_time : float
+    tokenizer : Tokenizer or None
+
+    Attributes
+    ----------
+    streams : list of OutputStream
+        Its continuations.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        params: SamplingParams,
+        arrival_time: float,
+        tokenizer: Any = None,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.params = params
+        self.metrics = RequestMetrics(arrival_time, num_continuations=params.num_continuations)
+        self.streams: list[OutputStream] = []
+        self._tokenizer = tokenizer
+        self._prompt_logprobs: list[dict[int, Logprob] | None] = []
+        self._is_prompt_sent = False
+
+    @property
+    def is_finished(self) -> bool:
+        """Tell whether all continuations are."""
+        return all(stream.request.is_finished for stream in self.streams)
+
+    @property
+    def wants_output(self) -> bool:
+        """Tell whether the user wants to see the request in its present state."""
+        is_ranked = self.params.num_continuations > self.params.n
+        return (self.params.output_kind is not _FINAL_ONLY and not is_ranked) or self.is_finished
+
+    def note_tokens(self, count: int, now: float) -> None:
+        """Count tokens that arrived."""
+        metrics = self.metrics
+        if metrics.first_token_time is None:
+            metrics.first_token_time = now
+        metrics.last_token_time = now
+        metrics.num_generation_tokens += count
+
+    def add_prompt_logprobs(self, position: int, entries: Sequence[dict[int, Logprob]]) -> None:
+        """Take the log-probabilities of prompt tokens from `position` on."""
+        if not self._prompt_logprobs:
+            self._prompt_logprobs = [None] * len(self.streams[0].request.prompt_token_ids)
+        tokenizer = self._tokenizer if self.params.detokenize else None
+        shown = [with_text(entry, tokenizer) for entry in entries]
+        self._prompt_logprobs[position : position + len(entries)] = shown
+
+    def output(self) -> RequestOutput:
+        """Return the request's state: all of it, or what is new since the last call (DELTA)."""
+        request = self.streams[0].request
+        self.metrics.num_cached_tokens = request.num_cached_tokens
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=request.prompt_token_ids,
+            outputs=self._completions(),
+            finished=self.is_finished,
+            prompt_logprobs=self._shown_prompt_logprobs(request),
+            metrics=self.metrics,
+            num_cached_tokens=request.num_cached_tokens,
+        )
+
+    def _completions(self) -> list[CompletionOutput]:
+        streams = self.streams
+        if self.params.num_continuations > self.params.n:
+            # A failed one has too few tokens to be compared.
+            ranked = sorted(streams, key=_rank)
+            return [s.completion(i) for i, s in enumerate(ranked[: self.params.n])]
+        is_delta = self.params.output_kind is _DELTA
+        return [s.completion(i) for i, s in enumerate(streams) if not is_delta or s.has_news()]
+
+    def _shown_prompt_logprobs(self, request: Request) -> Any:
+        """Return them with the first output that has a token; a stream does not repeat them."""
+        is_repeat = self.params.output_kind is _DELTA and self._is_prompt_sent
+        if self.params.prompt_logprobs is None or is_repeat:
+            return None
+        self._is_prompt_sent = True
+        return self._prompt_logprobs or [None] * request.num_prompt_tokens
+
+
+def with_text(entry: dict[int, Logprob], tokenizer: Any) -> dict[int, Logprob]:
+    """Return `entry` with the text of each token, if there is a tokenizer.
+
+    A byte that is no character by itself is shown as U+FFFD.
+    """
+    if tokenizer is None:
+        return entry
+    return {
+        i: Logprob(p.logprob, p.rank, tokenizer.token_bytes(i).decode("utf-8", "replace"))
+        for i, p in entry.items()
+    }
+
+
+def _rank(stream: OutputStream) -> tuple[bool, float]:
+    is_whole = stream.request.finish_reason in ("stop", "length")
+    return not is_whole, -stream.cumulative_logprob

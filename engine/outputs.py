@@ -71,6 +71,15 @@ class CompletionOutput:
 class RequestMetrics:
     """When a request passed each station, in seconds; None for a station ahead of it.
 
+    Attributes
+    ----------
+    num_generation_tokens : int
+        Tokens of all continuations.
+    num_cached_tokens : int
+        Prompt tokens found in the prefix cache.
+    num_continuations : int
+        How many are generated.
+
     Examples
     --------
     >>> metrics = RequestMetrics(arrival_time=10.0, first_scheduled_time=10.5)
@@ -81,7 +90,11 @@ class RequestMetrics:
     arrival_time: float
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
+    last_token_time: float | None = None
     finished_time: float | None = None
+    num_generation_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_continuations: int = 1
 
     @property
     def queue_time(self) -> float | None:
@@ -102,6 +115,18 @@ class RequestMetrics:
     def ttft(self) -> float | None:
         """Time to first token: seconds from arrival to the first token."""
         return _span(self.arrival_time, self.first_token_time)
+
+    @property
+    def itl(self) -> float | None:
+        """Mean inter-token latency: seconds between one token of a continuation and the next."""
+        span = _span(self.first_token_time, self.last_token_time)
+        gaps = self.num_generation_tokens - self.num_continuations
+        return None if span is None or gaps < 1 else span * self.num_continuations / gaps
+
+    @property
+    def e2e_time(self) -> float | None:
+        """Seconds from arrival to the end."""
+        return _span(self.arrival_time, self.finished_time)
 
 
 @dataclass(frozen=True)

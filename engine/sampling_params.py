@@ -85,6 +85,7 @@ class NumberRange:
 
 RANGES: dict[str, NumberRange] = {
     "n": NumberRange(1, 16, integer=True),
+    "best_of": NumberRange(1, 16, integer=True, optional=True),
     "presence_penalty": NumberRange(-2.0, 2.0),
     "frequency_penalty": NumberRange(-2.0, 2.0),
     "repetition_penalty": NumberRange(0.0, 100.0, low_open=True),
@@ -112,6 +113,8 @@ class SamplingParams:
     ----------
     n : int
         Independent continuations of the prompt.
+    best_of : int or None
+        Generate so many and return the `n` of largest `cumulative_logprob`, best first.
     presence_penalty, frequency_penalty : float
         Taken from the logit of a token generated before: once, and per occurrence.
     repetition_penalty : float
@@ -174,6 +177,7 @@ class SamplingParams:
     """
 
     n: int = 1
+    best_of: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -251,10 +255,22 @@ class SamplingParams:
             )
         if self.stop and not self.detokenize:
             raise RequestError("stop needs the text of the output; got detokenize=False")
-        if self.greedy and self.n > 1:
-            raise RequestError(
-                f"n must be 1 when temperature is 0 (all continuations are equal); got {self.n}"
-            )
+        for name, count in (("n", self.n), ("best_of", self.best_of or 1)):
+            if self.greedy and count > 1:
+                raise RequestError(
+                    f"{name} must be 1 when temperature is 0 (all continuations are equal); "
+                    f"got {count}"
+                )
+        if self.best_of is not None and self.best_of < self.n:
+            raise RequestError(f"best_of must be at least n ({self.n}); got {self.best_of}")
+        is_ranked = self.best_of is not None and self.best_of > self.n
+        if is_ranked and self.output_kind is RequestOutputKind.DELTA:
+            raise RequestError("best_of ranks what is finished; got RequestOutputKind.DELTA")
+
+    @property
+    def num_continuations(self) -> int:
+        """How many continuations are generated."""
+        return self.best_of or self.n
 
     @property
     def greedy(self) -> bool:

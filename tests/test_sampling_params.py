@@ -25,6 +25,7 @@ def test_defaults_are_vllms():
     params = SamplingParams()
     assert dataclasses.asdict(params) == {
         "n": 1,
+        "best_of": None,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "repetition_penalty": 1.0,

@@ -2,52 +2,124 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from engine.layers.batch import ForwardBatch
+from engine.runner.slots import SlotTable
 from engine.scheduler.output import ScheduledSequence, ScheduleOutput
 
-__all__ = ["build_batch", "sampled_sequences"]
+__all__ = ["StepInputs", "build_inputs"]
+
+IntArray = np.ndarray[Any, np.dtype[Any]]
 
 
-def sampled_sequences(output: ScheduleOutput) -> list[ScheduledSequence]:
-    """Return the sequences for which a token is sampled, in the order of their logits."""
-    return [sequence for sequence in output.sequences if sequence.is_sampled]
+@dataclass(frozen=True)
+class StepInputs:
+    """One step on the host.
+
+    Attributes
+    ----------
+    batch : ForwardBatch
+        Logits are wanted for the last token of every sampled sequence.
+    rows : (B,) int64
+        The slot of each sequence.
+    linked : (n,) int64
+        Which of the batch's tokens were sampled by the step before: their ids are to be taken from
+        `SlotTable.last_ids`, and are 0 here.
+    linked_rows : (n,) int64
+        The slots of these.
+    sampled : list of ScheduledSequence
+        For whom a token is sampled (R), in the order of their logits.
+    sampled_rows : (R,) int64
+        Their slots.
+    sampled_positions : (R,) int32
+        Where the tokens to be sampled stand in their sequences.
+    """
+
+    batch: ForwardBatch
+    rows: IntArray
+    linked: IntArray
+    linked_rows: IntArray
+    sampled: Sequence[ScheduledSequence]
+    sampled_rows: IntArray
+    sampled_positions: IntArray
 
 
-def build_batch(
-    output: ScheduleOutput, *, block_size: int, long_rope_offset: int = 0
-) -> ForwardBatch:
-    """Lay out `output` on the host.
+def build_inputs(output: ScheduleOutput, slots: SlotTable, block_size: int) -> StepInputs:
+    """Lay out `output`, whose requests all have a slot.
 
     Parameters
     ----------
     output : ScheduleOutput
-        Not empty; sequences of one query token first.
+        With at least one sequence; those of one query token first.
+    slots : SlotTable
+        Its block tables are brought up to date here.
     block_size : int
         Tokens of a block.
-    long_rope_offset : int
-        First row of the long factors in the rope table, for requests that use them.
-
-    Returns
-    -------
-    ForwardBatch
-        NumPy arrays; logits are wanted for the last token of every sampled sequence.
     """
-    sequences = output.sequences
-    batch = ForwardBatch.build(
-        [s.request.token_ids(s.start, s.context_len) for s in sequences],
-        [s.start for s in sequences],
-        [s.request.block_table for s in sequences],
-        block_size,
+    sequences, num_decodes = output.sequences, output.num_decodes
+    rows = slots.rows(sequences)
+    width = slots.update_tables(sequences, rows, rewritten=bool(output.copies))
+    starts = np.array([s.start for s in sequences], np.int32)
+    counts = np.ones(len(sequences), np.int32)
+    counts[num_decodes:] = [s.num_scheduled_tokens for s in sequences[num_decodes:]]
+    lens = starts + counts
+    is_linked = slots.last_positions[rows] == lens - 1
+    cu_seqlens = np.zeros(len(sequences) + 1, np.int32)
+    np.cumsum(counts, out=cu_seqlens[1:])
+    owners, positions = _positions(starts, counts, cu_seqlens, num_decodes)
+    tables = slots.block_tables[rows, :width]
+    blocks = tables[owners, positions // block_size].astype(np.int64)
+    is_sampled = np.array([s.is_sampled for s in sequences], np.bool_)
+    batch = ForwardBatch(
+        token_ids=_token_ids(sequences, num_decodes, is_linked),
+        positions=positions,
+        rope_positions=positions + slots.rope_offsets[rows][owners],
+        slot_mapping=blocks * block_size + positions % block_size,
+        cu_seqlens_q=cu_seqlens,
+        context_lens=lens,
+        block_tables=tables,
+        logits_indices=(cu_seqlens[1:] - 1)[is_sampled],
+        num_decodes=num_decodes,
+        max_seqlen_q=int(counts.max()),
+        max_context_len=int(lens.max()),
     )
-    is_sampled = np.array([s.is_sampled for s in sequences])
-    rope_positions = batch.rope_positions
-    if any(s.request.long_rope for s in sequences):
-        offsets = np.array([s.request.long_rope * long_rope_offset for s in sequences], np.int32)
-        rope_positions = rope_positions + np.repeat(offsets, np.diff(batch.cu_seqlens_q))
-    return dataclasses.replace(
-        batch, rope_positions=rope_positions, logits_indices=batch.logits_indices[is_sampled]
+    return StepInputs(
+        batch=batch,
+        rows=rows,
+        linked=(cu_seqlens[1:] - 1)[is_linked].astype(np.int64),
+        linked_rows=rows[is_linked],
+        sampled=sequences if is_sampled.all() else [s for s in sequences if s.is_sampled],
+        sampled_rows=rows[is_sampled],
+        sampled_positions=lens[is_sampled],
     )
+
+
+def _positions(
+    starts: IntArray, counts: IntArray, cu_seqlens: IntArray, num_decodes: int
+) -> tuple[IntArray, IntArray]:
+    """Return whose token each one is, and its position in the sequence, both (T,)."""
+    if num_decodes == len(counts):
+        return np.arange(len(counts)), starts
+    owners = np.repeat(np.arange(len(counts)), counts)
+    index = np.arange(len(owners), dtype=np.int32)
+    return owners, index - cu_seqlens[owners] + starts[owners]
+
+
+def _token_ids(
+    sequences: Sequence[ScheduledSequence], num_decodes: int, is_linked: IntArray
+) -> IntArray:
+    """Return the ids that the host knows, 0 for the last token of a linked sequence."""
+    if num_decodes == len(sequences) and is_linked.all():
+        return np.zeros(num_decodes, np.int32)
+    ids: list[int] = []
+    for sequence, last_is_linked in zip(sequences, is_linked.tolist(), strict=True):
+        stop = sequence.context_len - last_is_linked
+        ids += sequence.request.token_ids(sequence.start, stop)
+        if last_is_linked:
+            ids.append(0)
+    return np.array(ids, np.int32)

@@ -1,29 +1,45 @@
-"""Runs one step: moves blocks, lays out the batch, walks the model, samples."""
+"""Runs steps: moves blocks, lays out the batch, walks the model, samples.
+
+`launch` starts a step and `read` waits for it, so that the next step can be launched in between:
+the ids that a step samples stay on the device, where the next one takes them from.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 
-from engine import kernels
 from engine.cache.kv_cache import KVCache
-from engine.device import Device, to_numpy
+from engine.cache.swap import SwapSpace, move_blocks
+from engine.config import ModelConfig
+from engine.device import Device
 from engine.layers.batch import ForwardBatch
-from engine.layers.sampler import Sampler, SamplingRow, build_sampling_batch
-from engine.outputs import Logprob
+from engine.layers.sampler import Sampler, SamplingBatch
 from engine.request import Request
-from engine.runner.batch import build_batch, sampled_sequences
-from engine.sampling_params import SamplingParams
+from engine.runner.batch import StepInputs, build_inputs
+from engine.runner.processors import apply_processors
+from engine.runner.prompt_logprobs import PromptPart, ScoredPart, prompt_parts, score_parts
+from engine.runner.result import StepResult, logprob_entries, ranks_of
+from engine.runner.sampling import SamplingSpec, SamplingTable
+from engine.runner.slots import SlotTable
+from engine.runner.transfer import Readback, Upload
 from engine.scheduler.output import ScheduledSequence, ScheduleOutput
 
-__all__ = ["ModelRunner", "RunnableModel", "StepResult"]
+__all__ = ["LaunchedStep", "ModelRunner", "RunnableModel", "StepResult"]
+
+_NO_SAMPLE = "its logits are NaN, or leave no token to choose"
 
 
 class RunnableModel(Protocol):
-    """What the runner needs of a model (tests bring a mock)."""
+    """What the runner needs of a model (`engine.testing.mock_model` has another one)."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """Its sizes."""
 
     @property
     def device(self) -> Device:
@@ -40,24 +56,27 @@ class RunnableModel(Protocol):
     def forward(self, batch: ForwardBatch, kv_pages: Any) -> Any:
         """Return the logits (R, V) float32 of the batch's `logits_indices`."""
 
+    def hidden_states(self, batch: ForwardBatch, kv_pages: Any) -> Any:
+        """Return what `logits` makes logits of, (R, N)."""
+
+    def logits(self, hidden: Any) -> Any:
+        """Return the logits (R, V) float32."""
+
 
 @dataclass
-class StepResult:
-    """What a step sampled.
+class LaunchedStep:
+    """A step that the device works on.
 
-    Attributes
-    ----------
-    token_ids : dict of str to list of int
-        Request id -> the ids sampled for it.
-    logprobs : dict of str to list of dict
-        Request id -> per id, token -> `Logprob`; only where asked for.
-    failed : dict of str to str
-        Request id -> why nothing could be sampled for it.
+    SAFETY: holds what the device reads and writes; keep it until `ModelRunner.read`.
     """
 
-    token_ids: dict[str, list[int]] = field(default_factory=dict)
-    logprobs: dict[str, list[dict[int, Logprob]]] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
+    output: ScheduleOutput
+    sampled: Sequence[ScheduledSequence] = ()
+    counts: Sequence[int | None] = ()  # num_logprobs of each
+    tokens: Readback | None = None
+    prompts: list[ScoredPart] = field(default_factory=list)
+    failed: dict[Request, str] = field(default_factory=dict)
+    sent: Upload | None = None
 
 
 class ModelRunner:
@@ -68,99 +87,228 @@ class ModelRunner:
     model : RunnableModel
     kv_cache : KVCache
         On the model's device.
-    seeds : mapping of str to int
-        Request id -> seed; kept by the engine, read here.
+    max_num_seqs, max_model_len : int
+        Most sequences of a step, and tokens of a sequence.
+    swap : SwapSpace, optional
+        Where swapped blocks go.
+    is_debug : bool
+        Check every block table before it is used.
     """
 
-    def __init__(self, model: RunnableModel, kv_cache: KVCache, seeds: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        model: RunnableModel,
+        kv_cache: KVCache,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        swap: SwapSpace | None = None,
+        is_debug: bool = False,
+    ) -> None:
         self.model = model
         self.kv_cache = kv_cache
-        self._seeds = seeds
-        self._eos_token_ids = model.eos_token_ids
-        self._sampler = Sampler()
-
-    def execute(self, output: ScheduleOutput) -> StepResult:
-        """Compute `output` and return what was sampled."""
-        self._move_blocks(output)
-        batch = build_batch(
-            output,
-            block_size=self.kv_cache.geometry.block_size,
-            long_rope_offset=self.model.long_rope_offset,
+        self.sampler = Sampler()
+        self._block_size = kv_cache.geometry.block_size
+        self._pages = kv_cache.layers
+        self._swap = swap
+        self._is_debug = is_debug
+        self._specs: dict[Request, SamplingSpec] = {}
+        max_blocks = -(-max_model_len // self._block_size)
+        self._slots = SlotTable(max_num_seqs, max_blocks, model.device)
+        self._sampling = SamplingTable(
+            max_num_seqs, model.config.vocab_size, model.eos_token_ids, model.device
         )
-        logits = self.model.forward(batch.to(self.model.device), self.kv_cache.layers)
-        return self._sample(logits, sampled_sequences(output))
 
-    def _move_blocks(self, output: ScheduleOutput) -> None:
-        if output.copies:
-            pairs = self.model.device.xp.asarray(output.copies, np.int32)
-            kernels.kv_copy(self.kv_cache.flat_pages, pairs)
+    @property
+    def needs_host_ids(self) -> bool:
+        """Tell whether a request in the slots must know its last id before the next step."""
+        return self._sampling.num_host_bound > 0
 
-    def _sample(self, logits: Any, sequences: list[ScheduledSequence]) -> StepResult:
-        result = StepResult()
-        if not sequences:
-            return result
-        rows = [self._row(sequence) for sequence in sequences]
-        sampled = self._sampler(logits, build_sampling_batch(self.model.device.xp, rows))
-        token_ids = to_numpy(sampled.token_ids).tolist()
-        for row, (sequence, status) in enumerate(
-            zip(sequences, to_numpy(sampled.status).tolist(), strict=True)
-        ):
-            name = sequence.request.request_id
-            if status:
-                result.failed[name] = "its logits are NaN, or leave no token to choose"
-                continue
-            result.token_ids[name] = [token_ids[row]]
-        _add_logprobs(result, sequences, sampled)
+    def add(self, request: Request, spec: SamplingSpec) -> None:
+        """Take note of a request that may be scheduled from now on."""
+        self._specs[request] = spec
+
+    def remove(self, request: Request) -> None:
+        """Forget a request that is finished."""
+        self.release([request])
+        self._specs.pop(request, None)
+
+    def release(self, requests: Iterable[Request]) -> None:
+        """Forget the device state of these requests; they may be scheduled again."""
+        for request in requests:
+            slot = self._slots.release(request)
+            if slot is not None:
+                self._sampling.release(slot)
+
+    def recover(self) -> None:
+        """Give back what memory can be given back, after a step that failed."""
+        if self.model.device.is_cuda:
+            self.model.device.xp.get_default_memory_pool().free_all_blocks()
+
+    def check_integrity(self) -> None:
+        """Verify the slots.
+
+        Raises
+        ------
+        EngineError
+            Naming what is wrong.
+        """
+        self._slots.check_integrity(self._specs)
+
+    def launch(self, output: ScheduleOutput) -> LaunchedStep:
+        """Start `output`; steps are launched in the order in which they were scheduled."""
+        self.model.device.activate()
+        self.release(output.preempted)
+        move_blocks(self.kv_cache, self._swap, output)
+        if not output.sequences:
+            return LaunchedStep(output)
+        self._assign_slots(output.sequences)
+        inputs = build_inputs(output, self._slots, self._block_size)
+        if self._is_debug:
+            self._slots.check(output.sequences, self.kv_cache.num_blocks, self._block_size)
+        return self._compute(output, inputs)
+
+    def read(self, step: LaunchedStep, timeout: float | None = None) -> StepResult:
+        """Wait for a step and return what it sampled.
+
+        Raises
+        ------
+        StepTimeoutError
+            If the device takes more than `timeout` seconds.
+        """
+        result = StepResult(failed=step.failed)
+        if step.tokens is not None:
+            self._read_tokens(step, step.tokens.wait(timeout), result)
+        for scored in step.prompts:
+            scored.read(result)
         return result
 
-    def _row(self, sequence: ScheduledSequence) -> SamplingRow:
-        request = sequence.request
-        return SamplingRow(
-            params=_params(request),
-            history=_History(request),
-            prompt_len=request.num_prompt_tokens,
-            seed=self._seeds[request.request_id],
-            position=request.num_known_tokens,
-            eos_token_ids=self._eos_token_ids,
+    # ---- launch
+
+    def _assign_slots(self, sequences: Sequence[ScheduledSequence]) -> None:
+        """Give a slot to each request that is new, or comes back."""
+        for sequence in sequences:
+            request = sequence.request
+            if request not in self._slots:
+                slot = self._slots.assign(request)
+                self._slots.rope_offsets[slot] = request.long_rope * self.model.long_rope_offset
+                self._sampling.assign(slot, request, self._specs[request])
+
+    def _compute(self, output: ScheduleOutput, inputs: StepInputs) -> LaunchedStep:
+        sampling = None
+        if inputs.sampled:
+            sampling = self._sampling.build(
+                inputs.sampled, inputs.sampled_rows, inputs.sampled_positions
+            )
+        parts = self._prompt_parts(output, inputs)
+        sent = self._send(inputs, sampling, parts)
+        logits, scored = self._forward(inputs, sent, parts)
+        step = LaunchedStep(output, inputs.sampled, prompts=scored, sent=sent)
+        if sampling is not None:
+            self._sample(step, logits, inputs, sampling)
+        return step
+
+    def _prompt_parts(self, output: ScheduleOutput, inputs: StepInputs) -> list[PromptPart]:
+        if not self._sampling.num_prompt_scored:
+            return []
+        counts = [self._specs[s.request].params.prompt_logprobs for s in output.sequences]
+        return prompt_parts(output.sequences, inputs.batch.cu_seqlens_q[:-1].tolist(), counts)
+
+    def _send(
+        self, inputs: StepInputs, sampling: SamplingBatch | None, parts: Sequence[PromptPart]
+    ) -> Upload:
+        """Send the step's arrays; those of sampling are called "sampling.<name>"."""
+        arrays = _arrays(inputs.batch) | {
+            name: getattr(inputs, name) for name in ("linked", "linked_rows", "sampled_rows")
+        }
+        if parts:
+            wanted = [inputs.batch.logits_indices, *(part.rows for part in parts)]
+            arrays["logits_indices"] = np.concatenate(wanted)
+        if sampling is not None:
+            arrays |= {f"sampling.{n}": a for n, a in _arrays(sampling).items()}
+            if sampling.history_lens is not None:
+                arrays["penalised"] = np.flatnonzero(sampling.history_lens)
+        return Upload(self.model.device, arrays)
+
+    def _forward(
+        self, inputs: StepInputs, sent: Upload, parts: Sequence[PromptPart]
+    ) -> tuple[Any, list[ScoredPart]]:
+        """Return the logits of the sampled sequences, and the scores of prompt tokens."""
+        there = sent.arrays
+        batch = dataclasses.replace(inputs.batch, **{n: there[n] for n in _arrays(inputs.batch)})
+        if inputs.linked.size:
+            batch.token_ids[there["linked"]] = self._slots.last_ids[there["linked_rows"]]
+        model = self.model
+        if not parts:
+            return model.forward(batch, self._pages), []
+        hidden = model.hidden_states(batch, self._pages)
+        num_sampled = len(inputs.sampled)
+        scored = score_parts(
+            parts,
+            hidden[num_sampled:],
+            model.logits,
+            self.sampler,
+            model.device,
+            model.config.vocab_size,
         )
+        return model.logits(hidden[:num_sampled]) if num_sampled else None, scored
+
+    def _sample(
+        self, step: LaunchedStep, logits: Any, inputs: StepInputs, sampling: SamplingBatch
+    ) -> None:
+        """Sample, keep the ids on the device for the next step, and send them to the host."""
+        assert step.sent is not None
+        there, rows = step.sent.arrays, inputs.sampled_rows
+        self._process(step, logits, rows)
+        columns = {n: there[f"sampling.{n}"] for n in _arrays(sampling)}
+        if sampling.history_lens is not None:
+            longest = int(sampling.history_lens.max())
+            columns["history"] = self._sampling.history.gather(there["sampled_rows"], longest)
+        sampled = self.sampler(logits, dataclasses.replace(sampling, **columns))
+        self._slots.last_ids[there["sampled_rows"]] = sampled.token_ids
+        self._slots.last_positions[rows] = inputs.sampled_positions
+        if "penalised" in there:
+            chosen = there["penalised"]
+            places = there["sampled_rows"][chosen], columns["positions"][chosen]
+            self._sampling.history.append(*places, sampled.token_ids[chosen])
+        wanted = {"token_ids": sampled.token_ids, "status": sampled.status}
+        if sampling.num_logprobs is not None:
+            step.counts = [self._specs[s.request].num_logprobs for s in inputs.sampled]
+            xp = self.model.device.xp
+            wanted |= {
+                "logprobs": sampled.logprobs,
+                "top_ids": sampled.top_ids,
+                "top_logprobs": sampled.top_logprobs,
+                "ranks": ranks_of(xp, logits, sampled.token_ids),
+            }
+        step.tokens = Readback(self.model.device, wanted)
+
+    def _process(self, step: LaunchedStep, logits: Any, rows: np.ndarray[Any, Any]) -> None:
+        """Call the logits processors of those who have some."""
+        for row in np.flatnonzero(self._sampling.has_processors[rows]).tolist():
+            request = step.sampled[row].request
+            processors = self._specs[request].params.logits_processors or ()
+            why = apply_processors(processors, request.output_token_ids, logits[row])
+            if why:
+                step.failed[request] = why
+
+    # ---- read
+
+    def _read_tokens(self, step: LaunchedStep, arrays: dict[str, Any], result: StepResult) -> None:
+        token_ids = arrays["token_ids"].tolist()
+        requests = [sequence.request for sequence in step.sampled]
+        for row in np.flatnonzero(arrays["status"]).tolist():
+            result.failed.setdefault(requests[row], _NO_SAMPLE)
+        result.token_ids = {r: [i] for r, i in zip(requests, token_ids, strict=True)}
+        for request in result.failed:
+            result.token_ids.pop(request, None)
+        for row, count in enumerate(step.counts):
+            if count is not None and requests[row] not in result.failed:
+                entries = logprob_entries(arrays, [row], [token_ids[row]], count)
+                result.logprobs[requests[row]] = entries
 
 
-def _params(request: Request) -> SamplingParams:
-    """Return what the engine put into the request; the scheduler knows only a part of it."""
-    return cast(SamplingParams, request.sampling_params)
-
-
-class _History(Sequence[int]):
-    """The known ids of a request; joined only if a penalty reads them."""
-
-    def __init__(self, request: Request) -> None:
-        self._request = request
-
-    def __len__(self) -> int:
-        return self._request.num_known_tokens
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._request.token_ids(0, len(self))[index]
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        return np.array(self._request.token_ids(0, len(self)), dtype)
-
-
-def _add_logprobs(result: StepResult, sequences: list[ScheduledSequence], sampled: Any) -> None:
-    """Turn the sampler's arrays into `Logprob`s, for the requests that asked for them."""
-    if sampled.logprobs is None:
-        return
-    chosen = to_numpy(sampled.logprobs).tolist()
-    top_ids = to_numpy(sampled.top_ids).tolist() if sampled.top_ids is not None else None
-    top = to_numpy(sampled.top_logprobs).tolist() if sampled.top_logprobs is not None else None
-    for row, sequence in enumerate(sequences):
-        request = sequence.request
-        count, ids = _params(request).logprobs, result.token_ids.get(request.request_id)
-        if count is None or ids is None:
-            continue
-        entry = {}
-        if top_ids is not None and top is not None:
-            for rank in range(min(count, len(top_ids[row]))):
-                entry[top_ids[row][rank]] = Logprob(top[row][rank], rank + 1)
-        entry.setdefault(ids[0], Logprob(chosen[row]))
-        result.logprobs[request.request_id] = [entry]
+def _arrays(batch: ForwardBatch | SamplingBatch) -> dict[str, Any]:
+    """Return the NumPy arrays of `batch` by name."""
+    values = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
+    return {name: value for name, value in values.items() if isinstance(value, np.ndarray)}

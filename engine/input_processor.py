@@ -1,0 +1,154 @@
+"""From what the user gives to what the engine works on: prompts, seeds, bad words. All checked."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engine.errors import RequestError
+from engine.runner.sampling import SamplingSpec
+from engine.sampling_params import SamplingParams
+
+__all__ = ["InputProcessor", "Prompt", "PromptInput"]
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""A text, token ids, or a mapping with "prompt" or "prompt_token_ids" (and "cache_salt")."""
+
+_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
+
+
+@dataclass(frozen=True)
+class PromptInput:
+    """A checked prompt; `text` is None if it came as ids alone."""
+
+    text: str | None
+    token_ids: list[int]
+    cache_salt: str | None = None
+
+
+class InputProcessor:
+    """Checks and encodes what comes in.
+
+    Parameters
+    ----------
+    tokenizer : Tokenizer or None
+    vocab_size, max_model_len : int
+    seed : int
+        Seeds the requests that bring no seed of their own.
+    """
+
+    def __init__(
+        self, tokenizer: Any, *, vocab_size: int, max_model_len: int, seed: int = 0
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._seed = seed
+        self._counter = itertools.count()
+
+    def encode(self, prompt: Prompt) -> PromptInput:
+        """Return the prompt's text, if it has one, its ids, and its salt.
+
+        Raises
+        ------
+        RequestError
+            If it is no prompt, holds an id outside the vocabulary, or cannot fit.
+        """
+        text, salt, content = None, None, prompt
+        if isinstance(prompt, Mapping):
+            unknown = set(prompt) - _KEYS
+            if unknown or not ({"prompt", "prompt_token_ids"} & set(prompt)):
+                raise RequestError(
+                    'prompt: a mapping must hold "prompt" or "prompt_token_ids", and may hold '
+                    f'"cache_salt"; got {sorted(map(str, prompt))}'
+                )
+            text, salt = prompt.get("prompt"), _checked_salt(prompt.get("cache_salt"))
+            content = prompt.get("prompt_token_ids", text)
+        if isinstance(content, str):
+            return PromptInput(content, self._checked_ids(self._encode_text(content)), salt)
+        return PromptInput(text, self._checked_ids(content), salt)
+
+    def check(self, params: SamplingParams) -> None:
+        """Verify `params` against the model.
+
+        Raises
+        ------
+        RequestError
+            If they name ids that the model does not have, or need text and there is no tokenizer.
+        """
+        params.validate_for(self._vocab_size)
+        for name in ("stop", "bad_words"):
+            if getattr(params, name) and self.tokenizer is None:
+                raise RequestError(
+                    f"{name}: the model has no tokenizer; got {getattr(params, name)!r}"
+                )
+
+    def sampling_specs(self, params: SamplingParams) -> list[SamplingSpec]:
+        """Return how each continuation is sampled; only their seeds differ.
+
+        The first one has the request's own seed, or one made of the engine's seed and the number
+        of the request; the others have seeds made of that one and their index.
+        """
+        seed = params.seed
+        if seed is None:
+            seed = _derived_seed(self._seed, next(self._counter))
+        is_ranked = params.num_continuations > params.n
+        num_logprobs = 0 if params.logprobs is None and is_ranked else params.logprobs
+        bad_words = self._bad_words(params)
+        return [
+            SamplingSpec(
+                params, seed if index == 0 else _derived_seed(seed, index), bad_words, num_logprobs
+            )
+            for index in range(params.num_continuations)
+        ]
+
+    def _encode_text(self, text: str) -> list[int]:
+        """Tokenize, unless the text is so long that it cannot fit: no token is longer than this."""
+        if self.tokenizer is None:
+            raise RequestError("prompt: the model has no tokenizer; give token ids, not text")
+        limit = self._max_model_len * self.tokenizer.max_token_chars
+        if len(text) > limit:
+            raise RequestError(
+                f"prompt: at most {limit} characters can fit in max_model_len "
+                f"{self._max_model_len} tokens; got {len(text)}"
+            )
+        return list(self.tokenizer.encode(text))
+
+    def _checked_ids(self, ids: Any) -> list[int]:
+        if isinstance(ids, bytes | bytearray) or not hasattr(ids, "__iter__"):
+            raise RequestError(f"prompt: must be text or token ids; got {type(ids).__name__}")
+        checked: list[int] = []
+        for index, token in enumerate(ids):
+            is_id = isinstance(token, int | np.integer) and not isinstance(token, bool)
+            if not (is_id and 0 <= token < self._vocab_size):
+                raise RequestError(
+                    f"prompt: token id {token!r} at {index} must be a whole number in "
+                    f"[0, {self._vocab_size}) (the vocabulary)"
+                )
+            checked.append(int(token))
+        return checked
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Return the token sequences of the bad words, at the start of a text and after a space."""
+        words: dict[tuple[int, ...], None] = {}
+        for word in params.bad_words or ():
+            for text in (word.lstrip() or word, " " + word.lstrip()):
+                ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
+                if ids:
+                    words[ids] = None
+        return tuple(words)
+
+
+def _checked_salt(salt: Any) -> str | None:
+    if salt is not None and (not isinstance(salt, str) or not salt):
+        raise RequestError(f"cache_salt must be a str that is not empty, or None; got {salt!r}")
+    return salt
+
+
+def _derived_seed(seed: int, number: int) -> int:
+    """Return a seed in [0, 2**64) that depends on both numbers."""
+    return int(np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0])

@@ -1,0 +1,56 @@
+"""The user's own callables between the model and the sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+__all__ = ["apply_processors"]
+
+Processor = Callable[[list[int], Any], Any]
+
+
+def apply_processors(processors: Sequence[Processor], output_ids: list[int], row: Any) -> str:
+    """Let `processors`, one after the other, change one row of logits in place.
+
+    Parameters
+    ----------
+    processors : sequence of callable
+        ``processor(output_token_ids, logits)``: `logits` (V,) float32, NumPy or CuPy as the model.
+        It may write into `logits` and return None, or return another array of that shape.
+    output_ids : list of int
+        What was generated so far; each processor gets a copy.
+    row : (V,) array of float32
+        A view of the logits.
+
+    Returns
+    -------
+    str
+        What went wrong; empty if nothing did. The row is then of no use.
+
+    Examples
+    --------
+    >>> row = np.array([1.0, 2.0], np.float32)
+    >>> apply_processors([lambda ids, logits: logits * len(ids)], [5, 6, 7], row), row
+    ('', array([3., 6.], dtype=float32))
+    >>> apply_processors([lambda ids, logits: "x"], [], row)
+    'a logits processor returned str; wanted None or an array of shape (2,)'
+    """
+    for processor in processors:
+        try:
+            changed = processor(list(output_ids), row)
+        except Exception as error:
+            return f"a logits processor raised {type(error).__name__}: {error}"
+        if changed is None or changed is row:
+            continue
+        shape = getattr(changed, "shape", None)
+        kind = getattr(getattr(changed, "dtype", None), "kind", "")
+        if shape != row.shape or kind not in "fiu" or kind == "":
+            given = type(changed).__name__ if shape is None else f"{kind!r} of shape {shape}"
+            return (
+                f"a logits processor returned {given}; wanted None or an array of shape {row.shape}"
+            )
+        row[...] = changed.astype(np.float32)
+    return ""

@@ -1,0 +1,148 @@
+"""Log-probabilities of prompt tokens, from the hidden states of a prefill.
+
+The logits of a long prompt would not fit into memory, so they are made and thrown away a slice at
+a time; what is kept per token is its own log-probability, its rank and the few best ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engine.device import Device
+from engine.layers.sampler import Sampler, SamplingBatch
+from engine.outputs import Logprob
+from engine.request import Request
+from engine.runner.result import StepResult, logprob_entries, ranks_of
+from engine.runner.transfer import Readback, Upload
+from engine.scheduler.output import ScheduledSequence
+
+__all__ = ["PromptPart", "ScoredPart", "prompt_parts", "score_parts"]
+
+_SLICE_LOGITS = 1 << 24  # logits in memory at once: 64 MiB
+_CERTAIN = np.float32(1e30)  # a bias that makes one id the most probable one
+
+
+@dataclass(frozen=True)
+class PromptPart:
+    """The prompt tokens that one step can score for one request.
+
+    Attributes
+    ----------
+    request : Request
+    count : int
+        How many most probable ids are wanted besides each token; -1 is all.
+    position : int
+        Of the first token that is scored.
+    token_ids : list of int
+        The tokens.
+    first_row : int
+        Of the batch: where the hidden state that predicts the first one stands.
+    """
+
+    request: Request
+    count: int
+    position: int
+    token_ids: list[int]
+    first_row: int
+
+    @property
+    def rows(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """Rows of the batch whose logits are wanted."""
+        return np.arange(self.first_row, self.first_row + len(self.token_ids), dtype=np.int32)
+
+
+@dataclass(frozen=True)
+class ScoredPart:
+    """A part whose scores are on their way to the host."""
+
+    part: PromptPart
+    slices: list[Readback]
+
+    def read(self, result: StepResult) -> None:
+        """Wait for the scores and put them into `result`."""
+        entries: list[dict[int, Logprob]] = []
+        ids = self.part.token_ids
+        for readback in self.slices:
+            arrays = readback.wait()
+            num_rows = len(arrays["logprobs"])
+            chosen = ids[len(entries) : len(entries) + num_rows]
+            entries += logprob_entries(arrays, range(num_rows), chosen, self.part.count)
+        result.prompt_logprobs[self.part.request] = self.part.position, entries
+
+
+def prompt_parts(
+    sequences: Sequence[ScheduledSequence],
+    first_rows: Sequence[int],
+    counts: Sequence[int | None],
+) -> list[PromptPart]:
+    """Return what a step can score: the token after each one it computes, inside the prompt.
+
+    Parameters
+    ----------
+    sequences : sequence of ScheduledSequence
+    first_rows : sequence of int
+        Where each one's tokens begin in the batch.
+    counts : sequence of (int or None)
+        `prompt_logprobs` of each one.
+    """
+    parts = []
+    for sequence, row, count in zip(sequences, first_rows, counts, strict=True):
+        prompt = sequence.request.prompt_token_ids
+        ids = prompt[sequence.start + 1 : sequence.context_len + 1]
+        if count is not None and ids:
+            parts.append(PromptPart(sequence.request, count, sequence.start + 1, ids, row))
+    return parts
+
+
+def score_parts(
+    parts: Sequence[PromptPart],
+    hidden: Any,
+    to_logits: Callable[[Any], Any],
+    sampler: Sampler,
+    device: Device,
+    vocab_size: int,
+) -> list[ScoredPart]:
+    """Score `parts`, whose hidden states follow one another in `hidden` (M, N)."""
+    size = max(1, _SLICE_LOGITS // vocab_size)
+    scored, first = [], 0
+    for part in parts:
+        slices = []
+        for start in range(0, len(part.token_ids), size):
+            ids = part.token_ids[start : start + size]
+            rows = hidden[first + start : first + start + len(ids)]
+            slices.append(_score(to_logits(rows), ids, part.count, sampler, device))
+        scored.append(ScoredPart(part, slices))
+        first += len(part.token_ids)
+    return scored
+
+
+def _score(
+    logits: Any, token_ids: list[int], count: int, sampler: Sampler, device: Device
+) -> Readback:
+    """Let the sampler "choose" the prompt's own tokens: its log-probabilities are theirs."""
+    num_rows = len(token_ids)
+    columns = {
+        "temperature": np.zeros(num_rows, np.float32),
+        "top_k": np.zeros(num_rows, np.int32),
+        "top_p": np.ones(num_rows, np.float32),
+        "min_p": np.zeros(num_rows, np.float32),
+        "seeds": np.zeros(num_rows, np.uint64),
+        "positions": np.zeros(num_rows, np.int64),
+        "logit_bias_ids": np.array(token_ids, np.int32),
+        "logit_bias_values": np.full(num_rows, _CERTAIN),
+        "cu_logit_bias": np.arange(num_rows + 1, dtype=np.int32),
+    }
+    sent = Upload(device, columns)
+    sampled = sampler(logits, SamplingBatch(num_logprobs=count, **sent.arrays))
+    ranks = ranks_of(device.xp, logits, sent.arrays["logit_bias_ids"])
+    arrays = {
+        "logprobs": sampled.logprobs,
+        "ranks": ranks,
+        "top_ids": sampled.top_ids,
+        "top_logprobs": sampled.top_logprobs,
+    }
+    return Readback(device, arrays, keep=sent)

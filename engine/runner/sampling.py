@@ -1,0 +1,228 @@
+"""How the requests in the slots are sampled: persistent arrays, from which a step is gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from engine.device import Device
+from engine.layers.sampler import SamplingBatch, pack_allowed
+from engine.request import Request
+from engine.runner.history import HistoryTable
+from engine.sampling_params import SamplingParams
+from engine.scheduler.output import ScheduledSequence
+
+__all__ = ["SamplingSpec", "SamplingTable"]
+
+IntArray = np.ndarray[Any, np.dtype[Any]]
+
+_NO_LOGPROBS = -2
+_TINY = np.finfo(np.float32).tiny  # what a positive parameter is at least, once it is a float32
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+@dataclass(frozen=True, eq=False)
+class SamplingSpec:
+    """How one request is sampled.
+
+    Attributes
+    ----------
+    params : SamplingParams
+    seed : int
+        In [0, 2**64).
+    bad_words : tuple of tuple of int
+        Token sequences that must not be completed.
+    num_logprobs : int or None
+        As `SamplingParams.logprobs`; 0 also where only their sum is wanted.
+    """
+
+    params: SamplingParams
+    seed: int
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    num_logprobs: int | None = field(default=None)
+
+    @property
+    def needs_host_ids(self) -> bool:
+        """Tell whether the next token cannot be sampled before the host knows the last one."""
+        return bool(self.bad_words or self.params.logits_processors)
+
+    @property
+    def is_penalised(self) -> bool:
+        """Tell whether any penalty changes a logit."""
+        p = self.params
+        return (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) != (1, 0, 0)
+
+
+class SamplingTable:
+    """Sampling parameters of every slot.
+
+    Parameters
+    ----------
+    num_slots, vocab_size : int
+    eos_token_ids : sequence of int
+        What must not be sampled before `min_tokens` tokens, besides `stop_token_ids`.
+    device : Device
+        Where histories live; all else is on the host.
+
+    Attributes
+    ----------
+    num_host_bound, num_prompt_scored : int
+        Slots whose request needs its ids on the host, and whose prompt tokens are to be scored.
+    """
+
+    def __init__(
+        self, num_slots: int, vocab_size: int, eos_token_ids: Sequence[int], device: Device
+    ) -> None:
+        self.history = HistoryTable(num_slots, device)
+        self.specs: list[SamplingSpec | None] = [None] * num_slots
+        self.is_penalised = np.zeros(num_slots, np.bool_)
+        self.has_processors = np.zeros(num_slots, np.bool_)
+        self.num_host_bound = 0
+        self.num_prompt_scored = 0
+        self._vocab_size = vocab_size
+        self._eos = tuple(eos_token_ids)
+        self._floats = {
+            name: np.zeros(num_slots, np.float32)
+            for name in ("temperature", "top_p", "min_p", *_PENALTIES)
+        }
+        self._top_k = np.zeros(num_slots, np.int32)
+        self._seeds = np.zeros(num_slots, np.uint64)
+        self._prompt_lens = np.zeros(num_slots, np.int32)
+        self._num_logprobs = np.full(num_slots, _NO_LOGPROBS, np.int64)
+        self._has_bias = np.zeros(num_slots, np.bool_)
+        self._allowed: dict[int, IntArray] = {}
+
+    def assign(self, slot: int, request: Request, spec: SamplingSpec) -> None:
+        """Fill the row of `request`."""
+        params = spec.params
+        self.specs[slot] = spec
+        for name, column in self._floats.items():
+            column[slot] = getattr(params, name)
+        if params.greedy:
+            self._floats["temperature"][slot] = 0.0
+        for name in ("top_p", "repetition_penalty"):
+            self._floats[name][slot] = max(self._floats[name][slot], _TINY)
+        self._top_k[slot] = max(params.top_k, 0)
+        self._seeds[slot] = spec.seed
+        self._prompt_lens[slot] = request.num_prompt_tokens
+        self._num_logprobs[slot] = _NO_LOGPROBS if spec.num_logprobs is None else spec.num_logprobs
+        self._has_bias[slot] = bool(params.logit_bias or spec.bad_words or params.min_tokens)
+        self.has_processors[slot] = bool(params.logits_processors)
+        self.is_penalised[slot] = spec.is_penalised
+        self.num_host_bound += spec.needs_host_ids
+        self.num_prompt_scored += params.prompt_logprobs is not None
+        if spec.is_penalised:
+            ids = request.token_ids(0, request.num_known_tokens)
+            self.history.assign(slot, ids, request.max_num_tokens)
+        if params.allowed_token_ids is not None:
+            self._allowed[slot] = pack_allowed(params.allowed_token_ids, self._vocab_size)
+
+    def release(self, slot: int) -> None:
+        """Forget the row."""
+        spec = self.specs[slot]
+        assert spec is not None
+        self.specs[slot] = None
+        self.num_host_bound -= spec.needs_host_ids
+        self.num_prompt_scored -= spec.params.prompt_logprobs is not None
+        self._allowed.pop(slot, None)
+
+    def build(
+        self, sampled: Sequence[ScheduledSequence], rows: IntArray, positions: IntArray
+    ) -> SamplingBatch:
+        """Return the arrays of R sequences, on the host, but for the history.
+
+        Parameters
+        ----------
+        sampled : sequence of ScheduledSequence
+        rows : (R,) int64
+            Their slots.
+        positions : (R,) int32
+            Where the tokens to be sampled stand.
+        """
+        return SamplingBatch(
+            temperature=self._floats["temperature"][rows],
+            top_k=self._top_k[rows],
+            top_p=self._floats["top_p"][rows],
+            min_p=self._floats["min_p"][rows],
+            seeds=self._seeds[rows],
+            positions=positions.astype(np.int64),
+            num_logprobs=self._most_logprobs(rows),
+            allowed=self._allowed_masks(rows),
+            **self._penalties(rows, positions),
+            **self._biases(sampled, rows, positions),
+        )
+
+    def _most_logprobs(self, rows: IntArray) -> int | None:
+        """Return the count that serves every row: -1 (all) beats any other, None is none."""
+        wanted = self._num_logprobs[rows]
+        most = int(wanted.max())
+        if most == _NO_LOGPROBS:
+            return None
+        return -1 if (wanted == -1).any() else most
+
+    def _allowed_masks(self, rows: IntArray) -> IntArray | None:
+        if not self._allowed:
+            return None
+        masks = np.full((len(rows), -(-self._vocab_size // 32)), -1, np.int32)
+        for mask, slot in zip(masks, rows.tolist(), strict=True):
+            if slot in self._allowed:
+                mask[:] = self._allowed[slot]
+        return masks
+
+    def _penalties(self, rows: IntArray, positions: IntArray) -> dict[str, IntArray]:
+        is_penalised = self.is_penalised[rows]
+        if not is_penalised.any():
+            return {}
+        lens = np.where(is_penalised, positions, 0).astype(np.int32)
+        return {
+            "history_lens": lens,
+            "prompt_lens": np.minimum(self._prompt_lens[rows], lens),
+            **{name: self._floats[name][rows] for name in _PENALTIES},
+        }
+
+    def _biases(
+        self, sampled: Sequence[ScheduledSequence], rows: IntArray, positions: IntArray
+    ) -> dict[str, IntArray]:
+        """Return the biases of all rows one after the other, if there are any."""
+        ids: list[int] = []
+        values: list[float] = []
+        counts = np.zeros(len(rows) + 1, np.int32)
+        for index in np.flatnonzero(self._has_bias[rows]).tolist():
+            bias = self._bias(int(rows[index]), sampled[index].request, int(positions[index]))
+            ids += bias
+            values += bias.values()
+            counts[index + 1] = len(bias)
+        if not ids:
+            return {}
+        return {
+            "logit_bias_ids": np.array(ids, np.int32),
+            "logit_bias_values": np.array(values, np.float32),
+            "cu_logit_bias": np.cumsum(counts, dtype=np.int32),
+        }
+
+    def _bias(self, slot: int, request: Request, position: int) -> dict[int, float]:
+        """Return id -> what is added to its logit, for the token at `position`."""
+        spec = self.specs[slot]
+        assert spec is not None
+        params = spec.params
+        bias = dict(params.logit_bias or {})
+        if position - request.num_prompt_tokens < params.min_tokens:
+            eos = () if params.ignore_eos else self._eos
+            bias |= dict.fromkeys((*eos, *(params.stop_token_ids or ())), -np.inf)
+        elif not bias and not spec.bad_words:
+            self._has_bias[slot] = False  # nothing is held off any more
+        return bias | dict.fromkeys(_last_of_bad_words(spec, request), -np.inf)
+
+
+def _last_of_bad_words(spec: SamplingSpec, request: Request) -> list[int]:
+    """Return the ids that would complete a bad word after the output so far."""
+    output = request.output_token_ids
+    return [
+        word[-1]
+        for word in spec.bad_words
+        if len(word) <= len(output) + 1
+        and tuple(output[len(output) - len(word) + 1 :]) == word[:-1]
+    ]

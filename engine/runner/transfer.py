@@ -1,0 +1,122 @@
+"""A step's arrays to the device and its results back, each in as few copies as possible.
+
+On CUDA both ways go through pinned memory and wait for nothing; on the CPU nothing is copied.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from engine.device import Device
+from engine.errors import StepTimeoutError
+
+__all__ = ["Readback", "Upload"]
+
+_ALIGNMENT = 16  # bytes; every array of an upload starts at a multiple of it
+_POLL_SECONDS = 0.0002
+
+
+class Upload:
+    """NumPy arrays on the device, sent in one copy.
+
+    SAFETY: the pinned buffer is read while the step runs; keep this object until it is done.
+
+    Parameters
+    ----------
+    device : Device
+    arrays : mapping of str to array
+        C-contiguous; what is on the device already is passed through.
+
+    Attributes
+    ----------
+    arrays : dict of str to array
+        The same, on the device. On the CPU they are the very arrays given.
+    """
+
+    def __init__(self, device: Device, arrays: Mapping[str, Any]) -> None:
+        self.arrays = dict(arrays)
+        self._pinned: Any = None
+        if device.is_cuda:
+            self._send(device)
+
+    def _send(self, device: Device) -> None:
+        cp = device.xp
+        host = {n: a for n, a in self.arrays.items() if isinstance(a, np.ndarray)}
+        offsets, size = [], 0
+        for array in host.values():
+            offsets.append(size)
+            size += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+        memory = cp.cuda.alloc_pinned_memory(max(size, 1))
+        self._pinned = np.frombuffer(memory, np.uint8, max(size, 1))
+        for offset, array in zip(offsets, host.values(), strict=True):
+            part = self._pinned[offset : offset + array.nbytes]
+            part.view(array.dtype).reshape(array.shape)[...] = array
+        there = cp.empty(self._pinned.shape, np.uint8)
+        there.set(self._pinned, stream=cp.cuda.get_current_stream())
+        for offset, (name, array) in zip(offsets, host.items(), strict=True):
+            part = there[offset : offset + array.nbytes]
+            self.arrays[name] = part.view(array.dtype).reshape(array.shape)
+
+
+class Readback:
+    """Results on their way to the host.
+
+    Parameters
+    ----------
+    device : Device
+    arrays : mapping of str to (array or None)
+        On the device.
+    keep : object, optional
+        What must live until they have arrived.
+
+    Examples
+    --------
+    >>> from engine.device import CPU
+    >>> Readback(CPU, {"token_ids": np.array([7]), "logprobs": None}).wait()
+    {'token_ids': array([7]), 'logprobs': None}
+    """
+
+    def __init__(self, device: Device, arrays: Mapping[str, Any], keep: object = None) -> None:
+        self._arrays = dict(arrays)
+        self._keep = keep
+        self._done: Any = None
+        if device.is_cuda:
+            self._receive(device)
+
+    def _receive(self, device: Device) -> None:
+        cp = device.xp
+        stream = cp.cuda.get_current_stream()
+        # SAFETY: the device arrays may be reused by what follows on the same stream only.
+        for name, array in self._arrays.items():
+            if array is None:
+                continue
+            memory = cp.cuda.alloc_pinned_memory(max(array.nbytes, 1))
+            host = np.frombuffer(memory, array.dtype, array.size).reshape(array.shape)
+            array.get(stream=stream, out=host, blocking=False)
+            self._arrays[name] = host
+        self._done = cp.cuda.Event(disable_timing=True)
+        self._done.record(stream)
+
+    def wait(self, timeout: float | None = None) -> dict[str, Any]:
+        """Return the arrays on the host, once they are there.
+
+        Raises
+        ------
+        StepTimeoutError
+            If that takes more than `timeout` seconds.
+        """
+        if self._done is None:
+            return self._arrays
+        if timeout is None:
+            self._done.synchronize()
+            return self._arrays
+        deadline = time.monotonic() + timeout
+        while not self._done.done:
+            if time.monotonic() > deadline:
+                raise StepTimeoutError(f"the device did not finish a step within {timeout} s")
+            time.sleep(_POLL_SECONDS)
+        return self._arrays

@@ -1,0 +1,180 @@
+"""The engine's counts since it started, with vLLM's metric names."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from engine.outputs import RequestMetrics
+from engine.scheduler.stats import SchedulerStats
+
+__all__ = ["EngineStats", "Histogram", "StatsCollector"]
+
+_SHORT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 40, 160)
+_LONG = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+_PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.4, 0.8, 2, 5)
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """How often a value fell between two bounds.
+
+    Attributes
+    ----------
+    bounds : tuple of float
+        Upper bounds, ascending; a value equal to one counts below it.
+    counts : tuple of int
+        One more than bounds: the last one counts what is above all of them.
+    total : float
+        Sum of the values.
+    """
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    total: float
+
+    @property
+    def count(self) -> int:
+        """Values seen."""
+        return sum(self.counts)
+
+    @property
+    def mean(self) -> float:
+        """Their mean; 0 before the first one."""
+        return self.total / self.count if self.count else 0.0
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """A snapshot.
+
+    Attributes
+    ----------
+    scheduler : SchedulerStats
+        Queues, blocks, prefix cache, preemptions.
+    prompt_tokens, generation_tokens : int
+        Of all requests, so far; prompt tokens found in the prefix cache are included.
+    request_success : mapping of str to int
+        Finish reason -> requests that ended with it ("abort" and "error" too, as in vLLM).
+    admission_rejections : int
+        Requests refused because the queue was full.
+    num_step_failures, num_stuck_steps : int
+        Steps that raised and were undone; steps that the watchdog reported.
+    time_to_first_token_seconds, request_queue_time_seconds, request_prefill_time_seconds,
+    request_decode_time_seconds, e2e_request_latency_seconds : Histogram
+        Of requests that ended.
+    request_time_per_output_token_seconds : Histogram
+        Mean time between the tokens of a request, of requests that ended.
+    """
+
+    scheduler: SchedulerStats
+    prompt_tokens: int
+    generation_tokens: int
+    request_success: Mapping[str, int]
+    admission_rejections: int
+    num_step_failures: int
+    num_stuck_steps: int
+    time_to_first_token_seconds: Histogram
+    request_queue_time_seconds: Histogram
+    request_prefill_time_seconds: Histogram
+    request_decode_time_seconds: Histogram
+    e2e_request_latency_seconds: Histogram
+    request_time_per_output_token_seconds: Histogram
+
+    @property
+    def num_requests_running(self) -> int:
+        """Requests that hold blocks."""
+        return self.scheduler.num_requests_running
+
+    @property
+    def num_requests_waiting(self) -> int:
+        """Requests that wait."""
+        return self.scheduler.num_requests_waiting
+
+    @property
+    def kv_cache_usage_perc(self) -> float:
+        """Share of the blocks that requests hold, 0 to 1 (the name is vLLM's)."""
+        return self.scheduler.kv_cache_usage
+
+    @property
+    def num_preemptions(self) -> int:
+        """Requests whose blocks were taken."""
+        return self.scheduler.num_preemptions
+
+    @property
+    def prefix_cache_queries(self) -> int:
+        """Tokens looked up in the prefix cache."""
+        return self.scheduler.prefix_cache_queries
+
+    @property
+    def prefix_cache_hits(self) -> int:
+        """Tokens found there."""
+        return self.scheduler.prefix_cache_hits
+
+
+class _Bins:
+    """A histogram that grows."""
+
+    __slots__ = ("_bounds", "_counts", "_total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(bounds) + 1)
+        self._total = 0.0
+
+    def add(self, value: float | None) -> None:
+        if value is not None:
+            self._counts[bisect_left(self._bounds, value)] += 1
+            self._total += value
+
+    def snapshot(self) -> Histogram:
+        return Histogram(self._bounds, tuple(self._counts), self._total)
+
+
+@dataclass
+class StatsCollector:
+    """Counts what ends."""
+
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    admission_rejections: int = 0
+    request_success: Counter[str] = field(default_factory=Counter)
+    _bins: dict[str, _Bins] = field(
+        default_factory=lambda: {
+            "time_to_first_token_seconds": _Bins(_SHORT),
+            "request_queue_time_seconds": _Bins(_LONG),
+            "request_prefill_time_seconds": _Bins(_LONG),
+            "request_decode_time_seconds": _Bins(_LONG),
+            "e2e_request_latency_seconds": _Bins(_LONG),
+            "request_time_per_output_token_seconds": _Bins(_PER_TOKEN),
+        }
+    )
+
+    def add_request(self, num_prompt_tokens: int, finish_reason: str, m: RequestMetrics) -> None:
+        """Count a request that ended."""
+        self.prompt_tokens += num_prompt_tokens
+        self.request_success[finish_reason] += 1
+        bins = self._bins
+        bins["time_to_first_token_seconds"].add(m.ttft)
+        bins["request_queue_time_seconds"].add(m.queue_time)
+        bins["request_prefill_time_seconds"].add(m.prefill_time)
+        bins["request_decode_time_seconds"].add(m.decode_time)
+        bins["e2e_request_latency_seconds"].add(m.e2e_time)
+        bins["request_time_per_output_token_seconds"].add(m.itl)
+
+    def snapshot(
+        self, scheduler: SchedulerStats, *, num_step_failures: int, num_stuck_steps: int
+    ) -> EngineStats:
+        """Return all counts."""
+        return EngineStats(
+            scheduler=scheduler,
+            prompt_tokens=self.prompt_tokens,
+            generation_tokens=self.generation_tokens,
+            request_success=dict(self.request_success),
+            admission_rejections=self.admission_rejections,
+            num_step_failures=num_step_failures,
+            num_stuck_steps=num_stuck_steps,
+            **{name: bins.snapshot() for name, bins in self._bins.items()},
+        )

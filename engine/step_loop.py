@@ -1,0 +1,159 @@
+"""The loop under `LLMEngine.step`: schedule, launch, read, commit; and what happens when one fails.
+
+With `depth` 0 each step is read before the next one is scheduled. With `depth` 1 the next step is
+scheduled and launched first, while the device still works, so its host part costs no time: a step's
+results arrive one step late. The tokens are the same.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from engine.errors import StepTimeoutError
+from engine.request import Request
+from engine.runner.model_runner import LaunchedStep, ModelRunner
+from engine.runner.result import StepResult
+from engine.scheduler.output import ScheduleOutput
+from engine.scheduler.scheduler import Scheduler
+from engine.watchdog import Watchdog
+
+__all__ = ["StepLoop"]
+
+_LOG = logging.getLogger("engine")
+
+
+class StepLoop:
+    """Turns the scheduler's decisions into committed tokens.
+
+    A step that raises is rolled back: its requests return to the queue and are computed again. If
+    a request is in a failing step twice in a row, it fails; the engine goes on.
+
+    Parameters
+    ----------
+    scheduler : Scheduler
+    runner : ModelRunner
+    watchdog : Watchdog
+    depth : int
+        How many steps may be under way when the next one is scheduled: 0 or 1.
+    on_schedule : callable
+        Called with each output before it is launched.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        watchdog: Watchdog,
+        *,
+        depth: int,
+        on_schedule: Callable[[ScheduleOutput], None],
+    ) -> None:
+        self.num_failures = 0
+        self._scheduler = scheduler
+        self._runner = runner
+        self._watchdog = watchdog
+        self._depth = depth
+        self._on_schedule = on_schedule
+        self._under_way: deque[LaunchedStep] = deque()
+        self._suspects: set[Request] = set()  # were in a step that failed
+        self._has_just_failed = False
+        self._results: list[StepResult] = []  # committed, but not given back
+
+    @property
+    def num_under_way(self) -> int:
+        """Steps launched and not read."""
+        return len(self._under_way)
+
+    def advance(self) -> list[StepResult]:
+        """Launch a step, and read those that are due; return the results that were committed.
+
+        Raises
+        ------
+        StepTimeoutError
+            If the watchdog is to give up stuck steps. What was launched is rolled back.
+        """
+        with self._watchdog:
+            if self._runner.needs_host_ids:
+                self._settle(keep=0)  # without the last ids on the host, some cannot go on
+            launched = self._launch()
+            self._settle(keep=self._depth if launched else 0)
+        results, self._results = self._results, []
+        return results
+
+    def drain(self) -> None:
+        """Wait for everything that is under way, and forget its results."""
+        while self._under_way:
+            step = self._under_way.pop()
+            self._scheduler.rollback(step.output)
+            self._runner.read(step)
+
+    def forget(self, request: Request) -> None:
+        """Drop what is kept for a finished request."""
+        self._suspects.discard(request)
+        self._runner.remove(request)
+
+    def _launch(self) -> bool:
+        """Schedule and launch; False if there was nothing to do."""
+        output = self._scheduler.schedule()
+        if output.is_empty:
+            return False
+        self._on_schedule(output)
+        try:
+            step = self._runner.launch(output)
+            self._watchdog.check()
+        except BaseException as error:
+            self._undo([output], error)
+            return True
+        self._under_way.append(step)
+        return True
+
+    def _settle(self, *, keep: int) -> None:
+        """Read and commit the oldest steps until `keep` are under way."""
+        while len(self._under_way) > keep:
+            step = self._under_way[0]
+            try:
+                result = self._runner.read(step, self._watchdog.remaining())
+            except BaseException as error:
+                outputs = [s.output for s in reversed(self._under_way)]
+                self._under_way.clear()
+                self._undo(outputs, error)
+                return
+            self._under_way.popleft()
+            self._commit(step.output, result)
+
+    def _commit(self, output: ScheduleOutput, result: StepResult) -> None:
+        self._fail(result)
+        sampled = {request.request_id: ids for request, ids in result.token_ids.items()}
+        self._scheduler.commit(output, sampled)
+        self._results.append(result)
+        self._has_just_failed = False
+        if self._suspects:
+            self._suspects.difference_update(s.request for s in output.sequences)
+
+    def _fail(self, result: StepResult) -> None:
+        """End the requests that failed; those that ended meanwhile did not fail."""
+        result.failed = {r: why for r, why in result.failed.items() if not r.is_finished}
+        for request, why in result.failed.items():
+            self._scheduler.finish_request(request, "error", stop_reason=why)
+
+    def _undo(self, outputs: Sequence[ScheduleOutput], error: BaseException) -> None:
+        """Roll back `outputs`, newest first, because the last of them raised `error`."""
+        for output in outputs:
+            self._scheduler.rollback(output)
+            self._runner.release([s.request for s in output.sequences])
+        failed = outputs[-1]
+        is_hopeless = self._has_just_failed and not failed.sequences
+        if not isinstance(error, Exception) or isinstance(error, StepTimeoutError) or is_hopeless:
+            raise error
+        self.num_failures += 1
+        self._has_just_failed = True
+        _LOG.warning("step %d failed and is undone", failed.step_id, exc_info=error)
+        self._runner.recover()
+        requests = [s.request for s in failed.sequences]
+        why = f"the step failed twice: {type(error).__name__}: {error}"
+        result = StepResult(failed={r: why for r in requests if r in self._suspects})
+        self._suspects.update(requests)
+        self._fail(result)
+        self._results.append(result)

@@ -1,0 +1,126 @@
+"""A watchdog: sees steps that take too long, and says what the engine was doing."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+
+from engine.errors import StepTimeoutError
+
+__all__ = ["Watchdog"]
+
+_LOG = logging.getLogger("engine")
+
+
+class Watchdog:
+    """Watches over steps: ``with watchdog: ...step...``.
+
+    A step that lasts longer than `timeout` is logged, once, from a thread of its own, with the
+    engine's state and the stack of the thread that makes the step. With `raises`, the step itself
+    ends in a `StepTimeoutError` as soon as the engine gets to look (`check`, `remaining`).
+
+    Parameters
+    ----------
+    timeout : float or None
+        Seconds; None watches nothing and starts no thread.
+    describe : callable
+        Returns the engine's state as text.
+    raises : bool
+        Whether a stuck step is to be given up.
+    """
+
+    def __init__(
+        self, timeout: float | None, describe: Callable[[], str], *, raises: bool = False
+    ) -> None:
+        self.timeout = timeout
+        self.raises = raises
+        self.num_stuck = 0
+        self._describe = describe
+        self._started: float | None = None
+        self._reported: float | None = None
+        self._stepping = 0  # thread id
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Watchdog:
+        if self.timeout is not None:
+            self._stepping = threading.get_ident()
+            self._started = time.monotonic()
+            if self._thread is None:
+                self._thread = _start_thread(self, self.timeout, self._closed)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._started = None
+
+    def check(self) -> None:
+        """Raise if the step has lasted too long and is to be given up.
+
+        Raises
+        ------
+        StepTimeoutError
+        """
+        left = self.remaining()
+        if left is not None and left < 0:
+            raise StepTimeoutError(f"a step took longer than step_timeout={self.timeout} s")
+
+    def remaining(self) -> float | None:
+        """Return the seconds after which the step is to be given up; None is never."""
+        if not self.raises or self.timeout is None or self._started is None:
+            return None
+        return self._started + self.timeout - time.monotonic()
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def look(self) -> None:
+        """Report the step under way if it is stuck and was not reported (the thread's part)."""
+        started = self._started
+        if started is None or started == self._reported or self.timeout is None:
+            return
+        seconds = time.monotonic() - started
+        if seconds > self.timeout:
+            self._reported = started
+            self.num_stuck += 1
+            frame = sys._current_frames().get(self._stepping)
+            stack = "".join(traceback.format_stack(frame)) if frame else "(the thread is gone)"
+            _LOG.error(
+                "a step has taken %.1f s (step_timeout is %g s)\n%s\n%s",
+                seconds,
+                self.timeout,
+                self._describe(),
+                stack,
+            )
+
+
+def _start_thread(dog: Watchdog, timeout: float, closed: threading.Event) -> threading.Thread:
+    # The thread must not keep an engine alive that nobody closed.
+    name, seen = "engine-watchdog", weakref.ref(dog)
+    thread = threading.Thread(target=_watch, args=(seen, timeout / 4, closed), name=name)
+    thread.daemon = True
+    thread.start()
+    return thread
+
+
+def _watch(seen: weakref.ReferenceType[Watchdog], interval: float, closed: threading.Event) -> None:
+    while not closed.wait(interval):
+        dog = seen()
+        if dog is None:
+            return
+        dog.look()
+        del dog
