@@ -88,7 +88,7 @@ def test_any_text_after_any_prompt(tokenizer, data):
 
 @every_tokenizer
 @given(data=st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=400, deadline=None)
 def test_any_ids_after_any_prompt(tokenizer, data):
     # Bytes of characters are what is hard: take many of those.
     byte_ids = [i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i)[:1] >= b"\x80"]
@@ -168,3 +168,12 @@ def test_work_does_not_grow_with_the_text(byte_level):
     seconds(100)
     late = min(seconds(5) for _ in range(3))
     assert late < 3 * early + 0.01
+
+
+@pytest.mark.parametrize("tokenizer", ["sentencepiece"], indirect=True)
+def test_half_a_surrogate_at_the_end_of_the_prompt(tokenizer):
+    """Two bytes that Python decodes to two replacement characters, both of them the prompt's."""
+    by_byte = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
+    prompt = [by_byte[b"\xed"], by_byte[b"\xa2"]]
+    assert run(tokenizer, prompt, [])[0] == after(tokenizer, prompt, []) == ""
+    assert run(tokenizer, prompt[:1], [prompt[1:]])[0] == after(tokenizer, prompt[:1], prompt[1:])
