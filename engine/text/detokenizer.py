@@ -72,8 +72,9 @@ class IncrementalDetokenizer:
         tail = self._tail(prompt_ids)
         # Bytes of a character that is not complete yet.
         self._pending = tail[codecs.utf_8_decode(tail, "replace", False)[1] :]
-        # Whether the prompt began it; then it is not ours before it is complete.
-        self._is_prompts = bool(self._pending)
+        # If the prompt began it, it is not ours before it is complete. Until then the prompt's own
+        # text shows it as U+FFFD: once, or twice where it is half of a surrogate.
+        self._num_shown = len(self._pending.decode("utf-8", "replace"))
         self._num_strip = 0 if tail else tokenizer.strip_left
 
     @property
@@ -97,7 +98,7 @@ class IncrementalDetokenizer:
         data = self._pending + data
         piece, used = codecs.utf_8_decode(data, "replace", final)
         self._pending = data[used:]
-        if self._is_prompts and (piece or final):
+        if self._num_shown and (piece or final):
             piece = self._without_broken(piece, data)
         if self._num_strip and piece:
             # Taken off once, from the first text there is; a lone space may be all of it.
@@ -109,13 +110,10 @@ class IncrementalDetokenizer:
         return piece
 
     def _without_broken(self, piece: str, data: bytes) -> str:
-        """Return `piece` without the character that the prompt began, if it stayed broken.
-
-        The prompt's own text already shows U+FFFD for it.
-        """
-        self._is_prompts = False
+        """Return `piece` without the character that the prompt began, if it stayed broken."""
+        num_shown, self._num_shown = self._num_shown, 0
         is_broken = piece.startswith(_REPLACEMENT) and not data.startswith(_REPLACEMENT_BYTES)
-        return piece[1:] if is_broken else piece
+        return piece[num_shown:] if is_broken else piece
 
     def _tail(self, prompt_ids: Sequence[int]) -> bytes:
         """Return the last bytes of the prompt: enough to know whether it ends in a character."""

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from engine.text.detokenizer import IncrementalDetokenizer
 
-TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
+# U+2581 is how sentencepiece spells a space: no vocabulary gives it back.
+TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"), max_size=30)
 NAMES = ["byte_level", "sentencepiece", "bare_sentencepiece"]
 
 
