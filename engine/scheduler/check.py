@@ -59,6 +59,7 @@ def check_output(output: ScheduleOutput, config: SchedulerConfig) -> None:
     _verify(total == output.num_scheduled_tokens, "the step's tokens do not add up")
     _verify(total <= config.max_num_batched_tokens, "the step exceeds its token budget")
     _verify(len(sequences) <= config.max_num_seqs, "the step has too many sequences")
+    _verify(not (output.preempted and output.admitted), "admits in a step that preempts")
     requests = {id(sequence.request) for sequence in sequences}
     _verify(len(requests) == len(sequences), "a request is twice in one step")
     for index, sequence in enumerate(sequences):

@@ -75,3 +75,33 @@ def test_freed_blocks_leave_out_what_a_move_fills():
     moves = manager.take_moves()
     assert moves.copies == [(1, 2)]
     assert manager.take_freed(moves) == []  # block 2 was freed, and is filled by the copy
+
+
+def test_a_swapped_request_shares_no_more_than_it_had_computed():
+    manager = BlockManager(8, 16, num_host_blocks=4)
+    request, other = Request("a", [1] * 60, RULES), running(manager, "b", 1, 60)
+    assert manager.admit(request)
+    request.num_computed_tokens = request.num_committed_tokens = 20  # of a long prefill
+    manager.swap_out(request)
+    manager.take_moves()
+    manager.release(other)  # the tree knows 48 tokens now
+    assert manager.match(request).num_blocks == 3
+    assert manager.admit(request)
+    moves = manager.take_moves()
+    assert len(moves.swap_in) == 1 and request.num_computed_tokens == 20
+    manager.settle(moves.swap_in)
+    manager.check_integrity([request])
+    assert manager.host_allocator.num_free == 4
+
+
+def test_after_a_reset_a_request_makes_its_prefix_known_again():
+    manager = BlockManager(8, 16)
+    request = running(manager, "a", 1, 40)
+    manager.cache_prefix(request)
+    assert request.num_tree_blocks == 2
+    manager.tree.reset()
+    request.num_computed_tokens = request.num_committed_tokens = 48
+    request.output_token_ids += [1] * 8
+    manager.cache_prefix(request)
+    assert request.num_tree_blocks == manager.tree.num_nodes == 3
+    manager.check_integrity([request])

@@ -74,7 +74,19 @@ class PagedMock:
         self._sampled = {}  # (request, position) -> id, as the device knows it
 
     def run(self, output):
-        """Move blocks, then compute; return the sampled ids by request id."""
+        """Compute a step at once; return the sampled ids by request id."""
+        return self.execute(output, self.lay_out(output))
+
+    def lay_out(self, output):
+        """What a batch holds of the scheduler's state at the time of the call."""
+        assert not any(r.num_pending_tokens > 1 for r in output.admitted)
+        return [
+            (s, s.request.token_ids(0, s.context_len), list(s.request.block_table))
+            for s in output.sequences
+        ]
+
+    def execute(self, output, batch):
+        """Move blocks, then compute a batch that was laid out before."""
         for device, host in output.swap_out:
             self.host[host] = list(self.pages[device])
         copied = [(list(self.pages[source]), target) for source, target in output.copies]
@@ -84,19 +96,17 @@ class PagedMock:
             self.pages[device] = list(self.host[host])
         for block in output.freed_blocks:
             self.pages[block] = [None] * self.block_size
-        return dict(filter(None, [self._run(sequence) for sequence in output.sequences]))
+        return dict(filter(None, [self._run(*entry) for entry in batch]))
 
-    def _run(self, sequence):
+    def _run(self, sequence, known, table):
         request = sequence.request
-        known = request.token_ids(0, sequence.context_len)
         unknown = range(len(known), sequence.context_len)
         ids = [*known, *(self._sampled[request, position] for position in unknown)]
         assert sequence.num_pending_tokens == min(len(unknown), 1)
         value = seed_of(request)
         for position, token in enumerate(ids):
             value = chain(value, token)
-            block = request.block_table[position // self.block_size]
-            slot = position % self.block_size
+            block, slot = table[position // self.block_size], position % self.block_size
             if position >= sequence.start:
                 self.pages[block][slot] = value
             where = f"{request.request_id}: slot {position} (block {block})"

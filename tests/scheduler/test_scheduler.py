@@ -438,17 +438,35 @@ def test_a_failed_step_is_repeated(late):
     assert scheduler.stats().num_retries > 0
 
 
+def test_a_prefill_never_takes_the_blocks_of_a_request_scheduled_before_it():
+    scheduler, mock = build(
+        num_blocks=6, max_num_batched_tokens=12, max_prefill_chunk=4, watermark=0.0
+    )
+    parent, decode = make_request("parent", [1] * 60, 4), make_request("decode", [2] * 4, 8)
+    scheduler.add_request(parent)
+    scheduler.add_request(decode)
+    step(scheduler, mock)
+    child = make_request("child", [1] * 60, 4)
+    scheduler.fork_request(parent, child)  # it needs 3 blocks of its own, but one is free
+    output, _ = step(scheduler, mock)
+    assert shares(output) == [("decode", 4, 1), ("parent", 4, 4)]
+    assert output.preempted == [] and child.status is RequestStatus.RUNNING
+    drive(scheduler, mock)
+    assert all(r.output_token_ids == oracle(r) for r in (parent, child, decode))
+
+
 def test_steps_are_settled_in_order():
     scheduler, mock = build()
     scheduler.add_request(make_request("a", [1] * 5))
     first = scheduler.schedule()
+    batch = mock.lay_out(first)
     second = scheduler.schedule()
     assert second.sequences[0].num_pending_tokens == 1
     with pytest.raises(ContractError, match="step 0 comes first"):
         scheduler.commit(second, {})
     with pytest.raises(ContractError, match="step 1 comes first"):
         scheduler.rollback(first)
-    scheduler.commit(first, mock.run(first))
+    scheduler.commit(first, mock.execute(first, batch))
     with pytest.raises(ContractError, match="no token was sampled for request 'a'"):
         scheduler.commit(second, {})
 

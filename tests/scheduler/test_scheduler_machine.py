@@ -108,36 +108,36 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.commit_all()
 
     @rule()
-    @precondition(lambda self: len(self.in_flight) < 2)
+    @precondition(lambda self: len(self.in_flight) < 3)
     def dispatch(self):
-        """Schedule and run a step; it is committed by another rule."""
+        """Schedule a step and lay it out; it runs, and is committed, by another rule."""
         had_requests = self.has_requests
         output = self.scheduler.schedule()
         self.num_copies += len(output.copies)
         if not output.is_empty:
-            self.in_flight.append((output, self.mock.run(output)))
+            self.in_flight.append((output, self.mock.lay_out(output)))
         elif had_requests:
             assert self.in_flight, "requests, but no progress"
 
     @rule()
     def commit_one(self):
         if self.in_flight:
-            self.scheduler.commit(*self.in_flight.pop(0))
+            output, batch = self.in_flight.pop(0)
+            self.scheduler.commit(output, self.mock.execute(output, batch))
 
     @rule()
     def commit_all(self):
         while self.in_flight:
             self.commit_one()
 
-    @rule(runs=st.booleans())
-    def fail(self, runs):
-        """A step fails, before or after it has written; what runs before it is thrown away too."""
-        if len(self.in_flight) > 1:
-            self.commit_one()
+    @rule(num_run=st.integers(0, 4))
+    def fail(self, num_run):
+        """A step fails, before or after some have written; all in flight are thrown away."""
         output = self.scheduler.schedule()
-        if runs:
-            self.mock.run(output)
-        self.scheduler.rollback(output)
+        if not output.is_empty:
+            self.in_flight.append((output, self.mock.lay_out(output)))
+        for output, batch in self.in_flight[:num_run]:
+            self.mock.execute(output, batch)
         while self.in_flight:
             self.scheduler.rollback(self.in_flight.pop()[0])
 
