@@ -150,5 +150,5 @@ def _checked_salt(salt: Any) -> str | None:
 
 
 def _derived_seed(seed: int, number: int) -> int:
-    """Return a seed in [0, 2**64) that depends on both numbers."""
-    return int(np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0])
+    """Return a seed in [0, 2**63), what a user may give too, that depends on both numbers."""
+    return int(np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0] >> 1)

@@ -369,7 +369,8 @@ class LLMEngine:
         self._loop.forget(stream.request)
         stream.finish()
         group = stream.group
-        if group.is_finished:
+        group.num_open -= 1
+        if not group.num_open:
             del self._groups[group.request_id]
             group.metrics.finished_time = time.monotonic()
             first = stream.request

@@ -167,6 +167,8 @@ class OutputGroup:
     ----------
     streams : list of OutputStream
         Its continuations.
+    num_open : int
+        How many of these the engine still serves.
     """
 
     def __init__(
@@ -182,6 +184,7 @@ class OutputGroup:
         self.params = params
         self.metrics = RequestMetrics(arrival_time, num_continuations=params.num_continuations)
         self.streams: list[OutputStream] = []
+        self.num_open = params.num_continuations
         self._tokenizer = tokenizer
         self._prompt_logprobs: list[dict[int, Logprob] | None] = []
         self._is_prompt_sent = False

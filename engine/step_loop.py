@@ -97,6 +97,7 @@ class StepLoop:
     def _launch(self) -> bool:
         """Schedule and launch; False if there was nothing to do."""
         output = self._scheduler.schedule()
+        self._runner.release(output.preempted)
         if output.is_empty:
             return False
         self._on_schedule(output)
@@ -126,7 +127,7 @@ class StepLoop:
     def _commit(self, output: ScheduleOutput, result: StepResult) -> None:
         self._fail(result)
         sampled = {request.request_id: ids for request, ids in result.token_ids.items()}
-        self._scheduler.commit(output, sampled)
+        self._runner.release(self._scheduler.commit(output, sampled))
         self._results.append(result)
         self._has_just_failed = False
         if self._suspects:
@@ -137,6 +138,7 @@ class StepLoop:
         result.failed = {r: why for r, why in result.failed.items() if not r.is_finished}
         for request, why in result.failed.items():
             self._scheduler.finish_request(request, "error", stop_reason=why)
+        self._runner.release(result.failed)
 
     def _undo(self, outputs: Sequence[ScheduleOutput], error: BaseException) -> None:
         """Roll back `outputs`, newest first, because the last of them raised `error`."""

@@ -158,7 +158,6 @@ class ModelRunner:
     def launch(self, output: ScheduleOutput) -> LaunchedStep:
         """Start `output`; steps are launched in the order in which they were scheduled."""
         self.model.device.activate()
-        self.release(output.preempted)
         move_blocks(self.kv_cache, self._swap, output)
         if not output.sequences:
             return LaunchedStep(output)

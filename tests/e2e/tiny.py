@@ -1,0 +1,102 @@
+"""A tiny random model, engines around it, and what a request gives alone."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from engine import LLMEngine, SamplingParams, device, load
+from engine.config import ModelConfig, RopeConfig
+from engine.input_processor import InputProcessor
+
+VOCAB = 97
+EOS = 3
+CONFIG = ModelConfig(
+    model_type="llama",
+    vocab_size=VOCAB,
+    hidden_size=48,
+    num_layers=2,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=8,
+    intermediate_size=64,
+    max_position_embeddings=256,
+    rope=RopeConfig(rotary_dim=8),
+    eos_token_ids=(EOS,),
+)
+BYTES_PER_BLOCK = 2 * 2 * 2 * 8 * 4 * 16  # of 16 tokens
+
+
+def tiny_model(where="cpu", config=CONFIG):
+    """The model in float32; skips where there is no GPU."""
+    if where == "cuda" and not device.resolve_device("auto")[0].is_cuda:
+        pytest.skip("no GPU")
+    return load(config=config, load_format="dummy", device=where, dtype="float32")
+
+
+def make_engine(model, **options):
+    """A small engine that checks itself after each step."""
+    defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "num_blocks": 64, "debug": True}
+    return LLMEngine(model, **(defaults | options))
+
+
+def swap_gb(num_blocks, block_size=16):
+    """The `swap_space_gb` that holds so many blocks."""
+    return (num_blocks + 0.5) * BYTES_PER_BLOCK * (block_size // 16) / 2**30
+
+
+def run(engine, max_steps=5000, num_failures=0):
+    """Step until nothing is left; return the last output of each request."""
+    last = {}
+    for _ in range(max_steps):
+        if not engine.has_unfinished_requests():
+            check_drained(engine, num_failures)
+            return last
+        last.update((output.request_id, output) for output in engine.step())
+        engine.check_integrity()
+    raise AssertionError(f"not drained after {max_steps} steps")
+
+
+def check_drained(engine, num_failures=0):
+    """After the last request, nobody holds anything."""
+    assert engine.stats().num_step_failures == num_failures
+    assert engine.scheduler.blocks.num_available == engine.config.scheduler.num_blocks
+    stats = engine.scheduler.stats()
+    assert stats.num_requests_running == stats.num_requests_waiting == 0
+    assert not engine._streams and not engine._groups and not len(engine.runner._slots)
+    assert not engine.runner._specs and not engine._loop._suspects
+
+
+def generate(model, prompt, params=None, **options):
+    """The output of one request in an engine of its own."""
+    engine = make_engine(model, **options)
+    engine.add_request("r", prompt, params or SamplingParams())
+    return run(engine)["r"]
+
+
+def alone(model, prompt, params):
+    """The token ids of each continuation, computed one by one and without sharing anything."""
+    inputs = InputProcessor(None, vocab_size=VOCAB, max_model_len=256)
+    options = {"max_num_seqs": 1, "max_num_batched_tokens": 256, "enable_prefix_caching": False}
+    ids = []
+    for spec in inputs.sampling_specs(params):
+        one = dataclasses.replace(params, n=1, best_of=None, seed=spec.seed)
+        output = generate(model, prompt, one, async_scheduling=False, **options)
+        ids.append(list(output.outputs[0].token_ids))
+    return ids
+
+
+def greedy_alone(model, prompt, count, eos=True):
+    """Decode with the array door: independent of scheduler, pages and chunks."""
+    cache = model.new_cache(1, len(prompt) + count)
+    logits = model.step(np.array([prompt]), cache)
+    ids = []
+    while len(ids) < count:
+        ids.append(int(logits[0].argmax()))
+        if eos and ids[-1] == EOS:
+            break
+        if len(ids) < count:
+            logits = model.step(np.array([ids[-1:]]), cache)
+    return ids
