@@ -19,6 +19,7 @@ from engine._version import __version__
 
 if TYPE_CHECKING:
     from engine import errors, kernels, reference
+    from engine.beam_search import BeamSearchParams
     from engine.llm import LLM
     from engine.llm_engine import LLMEngine
     from engine.model import Model, load
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "BeamSearchParams",
     "CompletionOutput",
     "LLMEngine",
     "Model",
@@ -41,6 +43,7 @@ __all__ = [
 
 _HOMES = {
     "LLM": "engine.llm",
+    "BeamSearchParams": "engine.beam_search",
     "CompletionOutput": "engine.outputs",
     "LLMEngine": "engine.llm_engine",
     "Model": "engine.model",

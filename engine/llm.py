@@ -8,10 +8,12 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from engine.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from engine.errors import RequestError
 from engine.llm_engine import LLMEngine, Prompt
 from engine.outputs import RequestOutput
 from engine.sampling_params import RequestOutputKind, SamplingParams
+from engine.stats import EngineStats
 
 __all__ = ["LLM"]
 
@@ -58,6 +60,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        priority: int | Sequence[int] = 0,
         progress: bool = False,
     ) -> list[RequestOutput]:
         """Continue every prompt.
@@ -66,9 +69,11 @@ class LLM:
         ----------
         prompts : prompt or sequence of prompts
             A prompt is a str, a sequence of token ids, {"prompt": str} or
-            {"prompt_token_ids": ids}.
+            {"prompt_token_ids": ids}; a mapping may hold "cache_salt" too.
         sampling_params : SamplingParams or sequence of it, optional
             One for all, or one a prompt; the model's defaults if left out.
+        priority : int or sequence of int
+            Smaller is served earlier; one for all, or one a prompt.
         progress : bool
             Show a bar on stderr.
 
@@ -84,7 +89,12 @@ class LLM:
         """
         batch = _as_prompts(prompts)
         params = self._params_for(len(batch), sampling_params)
-        ids = self._add(batch, params)
+        priorities = [priority] * len(batch) if isinstance(priority, int) else list(priority)
+        if len(priorities) != len(batch):
+            raise RequestError(
+                f"priority: must be one, or one a prompt ({len(batch)}); got {len(priorities)}"
+            )
+        ids = self._add(batch, params, priorities)
         finished: dict[str, RequestOutput] = {}
         from tqdm import tqdm
 
@@ -135,6 +145,49 @@ class LLM:
         self._inbox[request_id] = []
         return self._run([request_id])
 
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams
+    ) -> list[BeamSearchOutput]:
+        """Search the most probable continuations of every prompt, several at a time.
+
+        Parameters
+        ----------
+        prompts : prompt or sequence of prompts
+            As for `generate`.
+        params : BeamSearchParams
+
+        Returns
+        -------
+        list of BeamSearchOutput
+            In the order of the prompts; each with its best sequences, the best one first.
+
+        Raises
+        ------
+        RequestError
+            If a prompt cannot be served.
+        """
+        searches: list[BeamSearch] = []
+        try:
+            for prompt in _as_prompts(prompts):
+                name = self._next_id()
+                searches.append(BeamSearch(self.llm_engine, prompt, params, name, self._inbox))
+            while not all(search.is_done for search in searches):
+                self._step()
+                for search in searches:
+                    search.advance()
+        finally:
+            for search in searches:
+                search.close()
+        return [search.output() for search in searches]
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes."""
+        self.llm_engine.reset_prefix_cache()
+
+    def get_metrics(self) -> EngineStats:
+        """Return the engine's counts and distributions so far."""
+        return self.llm_engine.stats()
+
     def close(self) -> None:
         """Give the memory back."""
         self.llm_engine.close()
@@ -163,14 +216,21 @@ class LLM:
         final = RequestOutputKind.FINAL_ONLY  # nobody sees the steps between
         return [dataclasses.replace(p, output_kind=final) for p in params]
 
-    def _add(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[str]:
+    def _add(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        priorities: Sequence[int],
+    ) -> list[str]:
         """Queue all prompts, or none."""
         ids: list[str] = []
         try:
-            for index, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+            for index, prompt in enumerate(prompts):
                 ids.append(self._next_id())
                 try:
-                    self.llm_engine.add_request(ids[-1], prompt, param)
+                    self.llm_engine.add_request(
+                        ids[-1], prompt, params[index], priority=priorities[index]
+                    )
                 except RequestError as error:
                     raise RequestError(f"prompts[{index}]: {error}") from error
         except BaseException:

@@ -123,6 +123,16 @@ class LLMEngine:
 
     # ---- requests come and go
 
+    def encode(self, prompt: Prompt) -> PromptInput:
+        """Return the text, if there is one, the checked ids and the salt of a prompt.
+
+        Raises
+        ------
+        RequestError
+            If it is no prompt, or holds an id outside the vocabulary.
+        """
+        return self._inputs.encode(prompt)
+
     def add_request(
         self,
         request_id: str,
@@ -197,6 +207,10 @@ class LLMEngine:
     def has_unfinished_requests(self) -> bool:
         """Tell whether another step has something to do or to report."""
         return bool(self._groups or self._ended or self._loop.num_under_way)
+
+    def is_unfinished(self, request_id: str) -> bool:
+        """Tell whether this request waits or runs."""
+        return request_id in self._groups
 
     @property
     def num_unfinished_requests(self) -> int:

@@ -1,0 +1,283 @@
+"""Beam search: the best few continuations by log-probability, side by side.
+
+Each beam is a request of the engine. A beam whose most probable token is kept just goes on; for
+every other child a request is forked from it, which shares all its blocks (`add_request(parent=)`),
+and a beam that nobody continues is aborted.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.errors import RequestError, unknown_keyword
+from engine.llm_engine import LLMEngine, Prompt
+from engine.outputs import Logprob, RequestOutput
+from engine.sampling_params import NumberRange, RequestOutputKind, SamplingParams
+
+__all__ = ["BeamSearch", "BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"]
+
+_RANGES = {
+    "beam_width": NumberRange(1, 10, integer=True),
+    "max_tokens": NumberRange(1, 2**31 - 1, integer=True),
+    "length_penalty": NumberRange(-10.0, 10.0),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeamSearchParams:
+    """How beams are searched.
+
+    Attributes
+    ----------
+    beam_width : int
+        Beams that go on, and sequences that are returned.
+    max_tokens : int
+        Most tokens of a sequence.
+    length_penalty : float
+        A sequence of n generated tokens, the end of sequence not counted, is worth its cumulative
+        log-probability divided by ``n ** length_penalty``; more than 0 favours long ones.
+    ignore_eos : bool
+        Whether the model's end-of-sequence tokens are ordinary ones.
+
+    Raises
+    ------
+    RequestError
+        If a value is out of its range.
+    UnknownOptionError
+        If a keyword is none of the above.
+
+    Examples
+    --------
+    >>> BeamSearchParams(beam_width=4, max_tokens=8).length_penalty
+    1.0
+    """
+
+    beam_width: int
+    max_tokens: int = 16
+    length_penalty: float = 1.0
+    ignore_eos: bool = False
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> BeamSearchParams:
+        """Refuse unknown keywords with the nearest known one."""
+        known = (*_RANGES, "ignore_eos")
+        for name in kwargs:
+            if name not in known:
+                raise unknown_keyword("BeamSearchParams", name, known)
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        for name, allowed in _RANGES.items():
+            object.__setattr__(self, name, allowed.check(name, getattr(self, name)))
+        if not isinstance(self.ignore_eos, bool):
+            raise RequestError(f"ignore_eos must be True or False; got {self.ignore_eos!r}")
+
+
+@dataclass(frozen=True)
+class BeamSearchSequence:
+    """One sequence that was found.
+
+    Attributes
+    ----------
+    token_ids : tuple of int
+        Generated tokens, the end of sequence included.
+    cum_logprob : float
+        Sum of their log-probabilities.
+    score : float
+        What it was ranked by.
+    text : str or None
+        Its text without special tokens; None if the model has no tokenizer.
+    finish_reason : str
+        "stop" or "length".
+    """
+
+    token_ids: tuple[int, ...]
+    cum_logprob: float
+    score: float
+    text: str | None
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class BeamSearchOutput:
+    """What `LLM.beam_search` returns for a prompt: at most `beam_width` sequences, best first."""
+
+    prompt: str | None
+    prompt_token_ids: Sequence[int]
+    sequences: list[BeamSearchSequence]
+
+
+@dataclass
+class _Beam:
+    """A sequence that goes on, and the request that computes it.
+
+    `logprobs[i]` is the distribution of its token number `start + i`; the request may have run
+    ahead with its own most probable tokens.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    cum_logprob: float
+    start: int
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    own_ids: list[int] = field(default_factory=list)
+
+    @property
+    def next_logprobs(self) -> dict[int, Logprob] | None:
+        """The distribution of the token after `token_ids`, once it is known."""
+        index = len(self.token_ids) - self.start
+        return self.logprobs[index] if index < len(self.logprobs) else None
+
+    @property
+    def next_own_id(self) -> int:
+        """The token with which the request itself goes on."""
+        return self.own_ids[len(self.token_ids) - self.start]
+
+
+class BeamSearch:
+    """The search for one prompt; `advance` whenever its requests have given outputs.
+
+    Parameters
+    ----------
+    engine : LLMEngine
+    prompt : prompt
+    params : BeamSearchParams
+    name : str
+        Begins the ids of all its requests.
+    inbox : dict of str to list of RequestOutput
+        Where outputs arrive: requests enter their ids here, whoever steps the engine fills it.
+
+    Attributes
+    ----------
+    is_done : bool
+    """
+
+    def __init__(
+        self,
+        engine: LLMEngine,
+        prompt: Prompt,
+        params: BeamSearchParams,
+        name: str,
+        inbox: dict[str, list[RequestOutput]],
+    ) -> None:
+        self.is_done = False
+        self._engine = engine
+        self._params = params
+        self._names = (f"{name}/{number}" for number in itertools.count())
+        self._inbox = inbox
+        self._eos = () if params.ignore_eos else engine.model.eos_token_ids
+        self._done: list[BeamSearchSequence] = []
+        self._prompt = engine.encode(prompt)
+        first = next(self._names)
+        self._beams = [_Beam(first, (), 0.0, 0)]
+        self._start(first, (), None)
+
+    def advance(self) -> None:
+        """Take what has arrived; choose the next beams if all of them have said what follows."""
+        for beam in self._beams:
+            self._receive(beam)
+        while not self.is_done and all(b.next_logprobs is not None for b in self._beams):
+            self._choose()
+
+    def close(self) -> None:
+        """Abort what is left."""
+        self.is_done = True
+        for beam in self._beams:
+            self._stop(beam.request_id)
+        self._beams = []
+
+    def output(self) -> BeamSearchOutput:
+        """Return the best sequences found."""
+        best = sorted(self._done, key=lambda s: -s.score)[: self._params.beam_width]
+        return BeamSearchOutput(self._prompt.text, self._prompt.token_ids, best)
+
+    def _receive(self, beam: _Beam) -> None:
+        outputs, self._inbox[beam.request_id] = self._inbox[beam.request_id], []
+        for output in outputs:
+            for completion in output.outputs:
+                if completion.finish_reason in ("error", "abort"):
+                    self.close()
+                    raise RequestError(
+                        f"beam search ended early: {completion.finish_reason} "
+                        f"({completion.stop_reason})"
+                    )
+                beam.logprobs += completion.logprobs or ()
+                beam.own_ids += completion.token_ids
+
+    def _choose(self) -> None:
+        """Keep the best continuations of all beams."""
+        width = self._params.beam_width
+        chosen: list[tuple[float, _Beam, int]] = []
+        for total, beam, token_id in self._candidates():
+            if token_id in self._eos:
+                self._finish(beam, token_id, total, "stop")
+            elif len(chosen) < width:
+                chosen.append((total, beam, token_id))
+        length = len(self._beams[0].token_ids) + 1
+        room = self._engine.config.scheduler.max_model_len - len(self._prompt.token_ids)
+        if length >= min(self._params.max_tokens, room) or not chosen:
+            for total, beam, token_id in chosen:
+                self._finish(beam, token_id, total, "length")
+            self.close()
+        else:
+            self._follow(chosen)
+
+    def _candidates(self) -> list[tuple[float, _Beam, int]]:
+        """Return the 2 * beam_width best continuations, best first; equal ones in a fixed order."""
+        candidates = []
+        for beam in self._beams:
+            for token_id, entry in (beam.next_logprobs or {}).items():
+                candidates.append((beam.cum_logprob + entry.logprob, beam, token_id))
+        candidates.sort(key=lambda c: -c[0])  # stable
+        return candidates[: 2 * self._params.beam_width]
+
+    def _follow(self, chosen: Iterable[tuple[float, _Beam, int]]) -> None:
+        """Make the beams of the next token: forks first, while their parents are there."""
+        beams: list[_Beam] = []
+        for total, parent, token_id in chosen:
+            token_ids = (*parent.token_ids, token_id)
+            if token_id == parent.next_own_id:
+                beam = _Beam(parent.request_id, token_ids, total, parent.start)
+                beam.logprobs, beam.own_ids = parent.logprobs, parent.own_ids
+            else:
+                beam = _Beam(next(self._names), token_ids, total, len(token_ids))
+                self._start(beam.request_id, token_ids, parent.request_id)
+            beams.append(beam)
+        going_on = {beam.request_id for beam in beams}
+        for beam in self._beams:
+            if beam.request_id not in going_on:
+                self._stop(beam.request_id)
+        self._beams = beams
+
+    def _start(self, request_id: str, token_ids: Sequence[int], parent: str | None) -> None:
+        params = SamplingParams(
+            temperature=0.0,
+            logprobs=min(2 * self._params.beam_width, self._engine.model.config.vocab_size),
+            max_tokens=self._params.max_tokens - len(token_ids),
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        prompt: Mapping[str, Any] = {
+            "prompt_token_ids": [*self._prompt.token_ids, *token_ids],
+            "cache_salt": self._prompt.cache_salt,
+        }
+        if parent is not None and not self._engine.is_unfinished(parent):
+            parent = None  # it ran ahead to its end; the prefix tree has its blocks
+        self._engine.add_request(request_id, prompt, params, parent=parent)
+        self._inbox[request_id] = []
+
+    def _stop(self, request_id: str) -> None:
+        self._engine.abort_request(request_id)
+        self._engine.forget_aborted([request_id])
+        self._inbox.pop(request_id, None)
+
+    def _finish(self, beam: _Beam, token_id: int, total: float, finish_reason: str) -> None:
+        token_ids = (*beam.token_ids, token_id)
+        length = len(token_ids) - (finish_reason == "stop")
+        score = total / max(1, length) ** self._params.length_penalty
+        tokenizer = self._engine.tokenizer
+        text = None if tokenizer is None else tokenizer.decode(token_ids)
+        self._done.append(BeamSearchSequence(token_ids, total, score, text, finish_reason))

@@ -1,0 +1,142 @@
+"""Beam search against one written in NumPy, a few lines long and without any cache."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from engine import LLM, BeamSearchParams, SamplingParams
+from engine.errors import RequestError, UnknownOptionError
+from tests.e2e.tiny import CONFIG, EOS, check_drained, make_engine, swap_gb, tiny_model
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+def _llm(model, **options):
+    llm = LLM.__new__(LLM)  # around a model that has no files
+    llm.llm_engine = make_engine(model, **options)
+    llm._counter, llm._inbox = itertools.count(), {}
+    return llm
+
+
+def _log_softmax(x):
+    x = x.astype(np.float64) - x.max()
+    return x - np.log(np.exp(x).sum())
+
+
+def _plain_beam_search(model, prompt, width, max_tokens, penalty, ignore_eos):
+    beams, done = [((), 0.0)], []
+    for step in range(max_tokens):
+        candidates = []
+        for ids, total in beams:
+            cache = model.new_cache(1, len(prompt) + len(ids) + 1)
+            logprobs = _log_softmax(model.step(np.array([[*prompt, *ids]]), cache)[0])
+            best = np.argsort(-logprobs)[: 2 * width]
+            candidates += [((*ids, int(i)), total + logprobs[i]) for i in best]
+        candidates.sort(key=lambda c: -c[1])
+        beams = []
+        for ids, total in candidates[: 2 * width]:
+            if ids[-1] == EOS and not ignore_eos:
+                done.append((total / max(1, len(ids) - 1) ** penalty, ids))
+            elif len(beams) < width:
+                beams.append((ids, total))
+        if step == max_tokens - 1:
+            done += [(total / len(ids) ** penalty, ids) for ids, total in beams]
+    return sorted(done, key=lambda d: -d[0])[:width]
+
+
+PROMPTS = [[5, 6, 7], list(range(10, 45)), [50] * 16]
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(
+    ("width", "max_tokens", "penalty", "ignore_eos", "options"),
+    [
+        (1, 6, 1.0, True, {}),
+        (3, 8, 1.0, False, {}),
+        (4, 20, 0.0, False, {"max_num_seqs": 9}),
+        (4, 6, -2.0, False, {"max_num_seqs": 16, "enable_prefix_caching": False}),
+        (5, 7, 2.0, True, {"max_num_seqs": 2}),  # not even all beams run at once
+        (4, 18, 1.0, False, {"num_blocks": 8, "max_model_len": 96, "max_num_seqs": 6}),
+        (4, 18, 1.0, False, {"num_blocks": 8, "max_model_len": 96, "swap_space_gb": swap_gb(40)}),
+    ],
+)
+def test_it_finds_what_a_plain_search_finds(
+    model, width, max_tokens, penalty, ignore_eos, options, late
+):
+    llm = _llm(model, async_scheduling=late, **options)
+    params = BeamSearchParams(
+        beam_width=width, max_tokens=max_tokens, length_penalty=penalty, ignore_eos=ignore_eos
+    )
+    outputs = llm.beam_search(PROMPTS, params)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        want = _plain_beam_search(model, prompt, width, max_tokens, penalty, ignore_eos)
+        assert [s.token_ids for s in output.sequences] == [ids for _, ids in want]
+        np.testing.assert_allclose([s.score for s in output.sequences], [s for s, _ in want], 1e-4)
+        assert list(output.prompt_token_ids) == prompt
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+    check_drained(llm.llm_engine)
+    assert not llm._inbox
+
+
+def test_some_beams_end_early(model):
+    """Cases above do meet the end of sequence, and others do not."""
+    params = BeamSearchParams(beam_width=4, max_tokens=20, length_penalty=0.0)
+    outputs = _llm(model, max_num_seqs=9).beam_search(PROMPTS, params)
+    reasons = {s.finish_reason for output in outputs for s in output.sequences}
+    assert reasons == {"stop", "length"}
+
+
+def test_beams_share_their_blocks(model):
+    llm = _llm(model, max_num_seqs=9, num_blocks=64)
+    engine, most = llm.llm_engine, 0
+    step = llm._step
+
+    def watched():
+        nonlocal most
+        step()
+        engine.check_integrity()
+        stats = engine.scheduler.stats()
+        most = max(most, stats.num_blocks - stats.num_free_blocks - stats.num_cached_blocks)
+
+    llm._step = watched
+    prompt = [int(i) for i in np.random.default_rng(0).integers(4, 97, 160)]
+    llm.beam_search(prompt, BeamSearchParams(beam_width=4, max_tokens=10))
+    # 10 blocks of the prompt once, and for each beam and its parent one or two of their own.
+    assert most <= 10 + 2 * 8
+
+
+def test_other_requests_go_on_beside_it(model):
+    llm = _llm(model, max_num_seqs=9)
+    [alone] = _llm(model).generate([[9, 8, 7]], _greedy())
+    stream = llm.stream([9, 8, 7], _greedy())
+    first = next(stream)
+    llm.beam_search([5, 6, 7], BeamSearchParams(beam_width=3, max_tokens=6))
+    ids = [i for o in (first, *stream) for i in o.outputs[0].token_ids]
+    assert ids == list(alone.outputs[0].token_ids)
+
+
+def _greedy():
+    return SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+def test_bad_params_are_refused(model):
+    with pytest.raises(RequestError, match=r"beam_width must be a whole number in \[1, 10\]"):
+        BeamSearchParams(beam_width=0)
+    with pytest.raises(UnknownOptionError, match="did you mean 'length_penalty'"):
+        BeamSearchParams(beam_width=2, lenght_penalty=1.0)
+    with pytest.raises(RequestError, match="ignore_eos must be True or False"):
+        BeamSearchParams(beam_width=2, ignore_eos=1)
+    llm = _llm(model)
+    with pytest.raises(RequestError, match="token id 97"):
+        llm.beam_search([[5], [97]], BeamSearchParams(beam_width=2))
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+    check_drained(llm.llm_engine)
+    assert CONFIG.vocab_size == 97
