@@ -31,6 +31,7 @@ _CASTS: dict[str, Callable[[Any], Any]] = {
     "u64": np.uint64,
     "f32": np.float32,
     "f64": np.float64,
+    "tmap": lambda value: value,
 }
 
 _DEFAULT_SHARED_LIMIT = 48 * 1024
@@ -45,7 +46,7 @@ class Kernel:
         Name of the `extern "C" __global__` function.
     params : str
         Its parameters in order, "name:type" split by blanks; types are ptr (None is a null
-        pointer), i32, i64, u32, u64, f32 and f64.
+        pointer), i32, i64, u32, u64, f32, f64, and tmap (of `_tensor_map.py`, passed by value).
     """
 
     def __init__(self, entry: str, params: str) -> None:

@@ -1,0 +1,209 @@
+// Hopper's own instructions (sm_90a), one thin wrapper each: mbarriers, TMA, clusters, registers.
+//
+// How they fit together: one thread tells an mbarrier how many bytes will come and asks TMA for
+// tiles; TMA writes shared memory and counts the bytes on the mbarrier; whoever wants the tile
+// waits for the mbarrier's phase. A second mbarrier a stage, on which readers arrive, says that
+// the stage may be overwritten. Addresses of shared memory are 32-bit, as PTX has them.
+#pragma once
+
+#include "common/cp_async.cuh"  // smem_address
+#include "common/types.cuh"
+
+// A CUtensorMap, encoded on the host (engine/kernels/_tensor_map.py). Kernels take it as
+// `const __grid_constant__`: TMA wants its address in parameter or constant space.
+struct alignas(64) TensorMap {
+  unsigned char bytes[128];
+};
+
+// ---- mbarriers -------------------------------------------------------------------------------
+
+__device__ __forceinline__ void mbarrier_init(unsigned barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Shows initialised mbarriers to TMA and to the cluster; a block or cluster barrier must follow.
+__device__ __forceinline__ void mbarrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive(unsigned barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives once and announces `bytes` that TMA will write: the phase ends when they are there too.
+__device__ __forceinline__ void mbarrier_arrive_expect(unsigned barrier, unsigned bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
+// Arrives on the mbarrier at the same place in block `rank` of the cluster (one's own is allowed).
+//
+// NOTE: not .release.cluster, which costs a fence of all memory (it halved gemm's speed). Enough
+// where what is let go was only read, by wgmma or loads that are over.
+__device__ __forceinline__ void mbarrier_arrive_cluster(unsigned barrier, unsigned rank) {
+  asm volatile(
+      "{\n.reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
+      "r"(rank)
+      : "memory");
+}
+
+// Waits until the phase of this parity (0 for the first) is over. On a fresh mbarrier parity 1 is
+// over at once: that is how a producer finds all stages empty at the start.
+__device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned parity) {
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// ---- TMA -------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void tma_prefetch_map(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Copies the box at (column, row) of a matrix to shared memory; what lies outside becomes zero.
+__device__ __forceinline__ void tma_load_2d(unsigned to, const TensorMap* map, int column, int row,
+                                            unsigned barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+      "l"(map), "r"(column), "r"(row), "r"(barrier)
+      : "memory");
+}
+
+// The same to every block of the cluster whose bit is set in `blocks`, at the same place in each,
+// counted on the mbarrier at the same place in each.
+__device__ __forceinline__ void tma_load_2d_multicast(unsigned to, const TensorMap* map, int column,
+                                                      int row, unsigned barrier,
+                                                      unsigned short blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
+      "l"(map), "r"(column), "r"(row), "r"(barrier), "h"(blocks)
+      : "memory");
+}
+
+// How L2 should treat what is read once and never again.
+__device__ __forceinline__ uint64_t policy_evict_first() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// Copies `bytes` as they lie, without a map; addresses and bytes are multiples of 16.
+__device__ __forceinline__ void bulk_load(unsigned to, const void* from, unsigned bytes,
+                                          unsigned barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1], %2, [%3], %4;" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
+// Makes ordinary writes to shared memory visible to TMA and wgmma; a barrier must follow.
+__device__ __forceinline__ void fence_async_proxy() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// ---- clusters --------------------------------------------------------------------------------
+
+__device__ __forceinline__ unsigned cluster_rank() {
+  unsigned rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// All threads of all blocks of the cluster; the warps need not be converged.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile(
+      "barrier.cluster.arrive.release;\n"
+      "barrier.cluster.wait.acquire;" ::
+          : "memory");
+}
+
+// The same without ordering any memory: cheaper, where nobody reads what another wrote.
+__device__ __forceinline__ void cluster_sync_relaxed() {
+  asm volatile(
+      "barrier.cluster.arrive.relaxed;\n"
+      "barrier.cluster.wait;" ::
+          : "memory");
+}
+
+// Reads 16 bytes of block `rank`'s shared memory, at this block's address for the same place.
+__device__ __forceinline__ Vec<float, 4> cluster_load(unsigned address, unsigned rank) {
+  Vec<float, 4> x;
+  asm volatile(
+      "{\n.reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %4, %5;\n"
+      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [remote];\n}"
+      : "=f"(x.v[0]), "=f"(x.v[1]), "=f"(x.v[2]), "=f"(x.v[3])
+      : "r"(address), "r"(rank)
+      : "memory");
+  return x;
+}
+
+// A barrier among kThreads threads of the block: the others need not come. Number 0 is
+// __syncthreads.
+template <int kNumber, int kThreads>
+__device__ __forceinline__ void named_barrier() {
+  asm volatile("bar.sync %0, %1;" ::"n"(kNumber), "n"(kThreads) : "memory");
+}
+
+// ---- registers -------------------------------------------------------------------------------
+
+// Moves registers between warpgroups; every warp of the warpgroup must come by. Needs
+// __launch_bounds__(threads, 1).
+template <int kRegisters>
+__device__ __forceinline__ void registers_give_up() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void registers_take() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// ---- wgmma -----------------------------------------------------------------------------------
+
+// Orders the registers that wgmma will read or write after what was done to them before.
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+// Waits until at most kPending of this warpgroup's latest groups are still under way.
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// Tells the compiler that these registers change here, so that it moves no access to them across.
+template <int kCount>
+__device__ __forceinline__ void wgmma_pin(float (&acc)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(acc[i])::"memory");
+}
+
+// A tile in shared memory with rows of 128 bytes along k, as TMA's 128-byte swizzle writes it:
+// atoms of 8 rows, 1024 bytes apart, aligned to 1024. To step along k inside the row add
+// bytes / 16.
+__device__ __forceinline__ unsigned long long wgmma_descriptor(unsigned address) {
+  return static_cast<unsigned long long>((address & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) |
+         (1ull << 62);
+}
+
+// ---- stmatrix --------------------------------------------------------------------------------
+
+// Four 8 x 8 matrices of 16-bit values; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void stmatrix_x4(unsigned address, unsigned a, unsigned b, unsigned c,
+                                            unsigned d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+               "r"(a), "r"(b), "r"(c), "r"(d)
+               : "memory");
+}

@@ -1,0 +1,75 @@
+// wgmma: 64 x N += A (64 x 16) B (16 x N), operands in shared memory, sums in registers.
+//
+// Thread t of the warpgroup, in warp w = t / 32 with lane l, holds of each 8 columns j
+//   acc[4 j], acc[4 j + 1]      row 16 w + l / 4,      columns 8 j + 2 (l % 4) and the next
+//   acc[4 j + 2], acc[4 j + 3]  row 16 w + l / 4 + 8,  the same columns
+// PTX wants every register named, so the instruction is spelled out for each N by macros.
+#pragma once
+
+#include "common/types.cuh"
+
+#define ENGINE_R0 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define ENGINE_R1 "%8, %9, %10, %11, %12, %13, %14, %15"
+#define ENGINE_R2 "%16, %17, %18, %19, %20, %21, %22, %23"
+#define ENGINE_R3 "%24, %25, %26, %27, %28, %29, %30, %31"
+#define ENGINE_R4 "%32, %33, %34, %35, %36, %37, %38, %39"
+#define ENGINE_R5 "%40, %41, %42, %43, %44, %45, %46, %47"
+#define ENGINE_R6 "%48, %49, %50, %51, %52, %53, %54, %55"
+#define ENGINE_R7 "%56, %57, %58, %59, %60, %61, %62, %63"
+#define ENGINE_R8 "%64, %65, %66, %67, %68, %69, %70, %71"
+#define ENGINE_R9 "%72, %73, %74, %75, %76, %77, %78, %79"
+#define ENGINE_R10 "%80, %81, %82, %83, %84, %85, %86, %87"
+#define ENGINE_R11 "%88, %89, %90, %91, %92, %93, %94, %95"
+#define ENGINE_R12 "%96, %97, %98, %99, %100, %101, %102, %103"
+#define ENGINE_R13 "%104, %105, %106, %107, %108, %109, %110, %111"
+#define ENGINE_R14 "%112, %113, %114, %115, %116, %117, %118, %119"
+#define ENGINE_R15 "%120, %121, %122, %123, %124, %125, %126, %127"
+
+#define ENGINE_L64 ENGINE_R0 ", " ENGINE_R1 ", " ENGINE_R2 ", " ENGINE_R3
+#define ENGINE_L96 ENGINE_L64 ", " ENGINE_R4 ", " ENGINE_R5
+#define ENGINE_L128 ENGINE_L96 ", " ENGINE_R6 ", " ENGINE_R7
+#define ENGINE_L160 ENGINE_L128 ", " ENGINE_R8 ", " ENGINE_R9
+#define ENGINE_L192 ENGINE_L160 ", " ENGINE_R10 ", " ENGINE_R11
+#define ENGINE_L224 ENGINE_L192 ", " ENGINE_R12 ", " ENGINE_R13
+#define ENGINE_L256 ENGINE_L224 ", " ENGINE_R14 ", " ENGINE_R15
+
+#define ENGINE_O(i)                                                                         \
+  "+f"(acc[i]), "+f"(acc[i + 1]), "+f"(acc[i + 2]), "+f"(acc[i + 3]), "+f"(acc[i + 4]),     \
+      "+f"(acc[i + 5]), "+f"(acc[i + 6]), "+f"(acc[i + 7])
+#define ENGINE_O64 ENGINE_O(0), ENGINE_O(8), ENGINE_O(16), ENGINE_O(24)
+#define ENGINE_O96 ENGINE_O64, ENGINE_O(32), ENGINE_O(40)
+#define ENGINE_O128 ENGINE_O96, ENGINE_O(48), ENGINE_O(56)
+#define ENGINE_O160 ENGINE_O128, ENGINE_O(64), ENGINE_O(72)
+#define ENGINE_O192 ENGINE_O160, ENGINE_O(80), ENGINE_O(88)
+#define ENGINE_O224 ENGINE_O192, ENGINE_O(96), ENGINE_O(104)
+#define ENGINE_O256 ENGINE_O224, ENGINE_O(112), ENGINE_O(120)
+
+#if ENGINE_DTYPE == 1
+#define ENGINE_WGMMA_TYPES ".f32.f16.f16 "
+#else
+#define ENGINE_WGMMA_TYPES ".f32.bf16.bf16 "
+#endif
+
+// `accumulate` false: the sums start at zero, whatever the registers hold.
+template <int kN>
+__device__ __forceinline__ void wgmma(float (&acc)[kN / 2], uint64_t a, uint64_t b,
+                                      bool accumulate);
+
+// %a, %b and %s are the numbers of the operands after the kN / 2 sums.
+#define ENGINE_WGMMA(N, a, b, s)                                                                   \
+  template <>                                                                                      \
+  __device__ __forceinline__ void wgmma<N>(float (&acc)[N / 2], uint64_t desc_a, uint64_t desc_b,  \
+                                           bool accumulate) {                                      \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #s ", 0;\n"                                  \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16" ENGINE_WGMMA_TYPES                   \
+                 "{" ENGINE_L##N "}, %" #a ", %" #b ", p, 1, 1, 0, 0;\n}"                          \
+                 : ENGINE_O##N                                                                     \
+                 : "l"(desc_a), "l"(desc_b), "r"(static_cast<int>(accumulate)));                   \
+  }
+ENGINE_WGMMA(64, 32, 33, 34)
+ENGINE_WGMMA(96, 48, 49, 50)
+ENGINE_WGMMA(128, 64, 65, 66)
+ENGINE_WGMMA(160, 80, 81, 82)
+ENGINE_WGMMA(192, 96, 97, 98)
+ENGINE_WGMMA(224, 112, 113, 114)
+ENGINE_WGMMA(256, 128, 129, 130)

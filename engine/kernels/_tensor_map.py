@@ -1,0 +1,106 @@
+"""Descriptions of matrices for Hopper's copy engine (TMA), encoded by the driver, kept by key."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache, lru_cache
+from typing import Any
+
+import numpy as np
+
+from engine.errors import DeviceError
+
+__all__ = ["tensor_map", "tensor_map_2d"]
+
+_BYTES = 128
+_ALIGNMENT = 64  # of the map's own address
+
+_DTYPES = {"float16": 6, "bfloat16": 9}  # CUtensorMapDataType
+_SWIZZLE_128B = 3
+_L2_PROMOTION_256B = 3
+
+
+def tensor_map_2d(array: Any, dtype: str, box: tuple[int, int]) -> Any:
+    """Return the 128-byte map of a matrix, to be passed to a kernel by value.
+
+    Parameters
+    ----------
+    array : (R, C) CuPy array, 16-bit
+        Columns contiguous; address and row stride multiples of 16 bytes.
+    dtype : "float16" or "bfloat16"
+    box : (rows, columns)
+        What one copy moves; columns * 2 bytes at most 128. Copies use the 128-byte swizzle, and
+        what lies outside the matrix arrives as zeros.
+
+    Raises
+    ------
+    DeviceError
+        If the driver refuses.
+    """
+    rows, columns = array.shape
+    return tensor_map(array.data.ptr, dtype, (columns, rows), (array.strides[0],), box[::-1])
+
+
+def tensor_map(
+    pointer: int,
+    dtype: str,
+    sizes: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+) -> Any:
+    """Return the map of an array of up to 5 axes, the contiguous one first.
+
+    Parameters
+    ----------
+    pointer : int
+        Address, a multiple of 16.
+    dtype : "float16" or "bfloat16"
+    sizes : tuple of int
+    strides : tuple of int
+        In bytes, of all axes but the first: multiples of 16 (that of an axis of 1 says nothing).
+    box : tuple of int
+        What one copy moves along each axis, as in `tensor_map_2d`.
+    """
+    row = -(-sizes[0] * 2 // 16) * 16
+    known = (row if n == 1 else step for n, step in zip(sizes[1:], strides, strict=True))
+    return _encode(pointer, dtype, sizes, tuple(known), box)
+
+
+@cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
+
+
+@lru_cache(maxsize=1 << 14)
+def _encode(
+    pointer: int,
+    dtype: str,
+    sizes: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+) -> Any:
+    """The map holds no memory: a stale one only describes where an array once was."""
+    buffer = np.zeros(_BYTES + _ALIGNMENT, np.uint8)
+    start = -buffer.ctypes.data % _ALIGNMENT
+    encoded = buffer[start : start + _BYTES]
+    rank = len(sizes)
+    status = _driver()(
+        ctypes.c_void_p(encoded.ctypes.data),
+        ctypes.c_int(_DTYPES[dtype]),
+        ctypes.c_uint32(rank),
+        ctypes.c_void_p(pointer),
+        (ctypes.c_uint64 * rank)(*sizes),
+        (ctypes.c_uint64 * (rank - 1))(*strides),
+        (ctypes.c_uint32 * rank)(*box),
+        (ctypes.c_uint32 * rank)(*[1] * rank),
+        ctypes.c_int(0),  # not interleaved
+        ctypes.c_int(_SWIZZLE_128B),
+        ctypes.c_int(_L2_PROMOTION_256B),
+        ctypes.c_int(0),  # zeros outside
+    )
+    if status != 0:
+        raise DeviceError(
+            f"cuTensorMapEncodeTiled failed with status {status} for {dtype} {sizes}, "
+            f"{strides} bytes apart, box {box}, at {pointer:#x}"
+        )
+    return encoded.view(np.dtype((np.void, _BYTES)))
