@@ -8,9 +8,11 @@ import numpy as np
 
 from engine import device
 
-__all__ = ["workspace"]
+__all__ = ["counters", "workspace"]
 
 _buffers: dict[tuple[int, int], list[Any]] = {}
+_counters: dict[tuple[int, int], list[Any]] = {}
+_counters: dict[tuple[int, int], Any] = {}
 
 
 def workspace(num_floats: int) -> Any:
@@ -29,4 +31,26 @@ def workspace(num_floats: int) -> Any:
     if not kept or kept[-1].size < num_floats:
         size = 1 << max(16, (num_floats - 1).bit_length())
         kept.append(cupy.empty(size, np.float32))
+    return kept[-1]
+
+
+def counters() -> Any:
+    """Return int32 counters that are 0, owned by the current device and stream.
+
+    A kernel that counts on them leaves them at 0, so that the next one need not clear them first.
+    """
+    cupy = device.cupy()
+    key = (cupy.cuda.runtime.getDevice(), cupy.cuda.get_current_stream().ptr)
+    if key not in _counters:
+        _counters[key] = cupy.zeros(64, np.int32)
+    return _counters[key]
+
+
+def counters(count: int) -> Any:
+    """Return at least `count` zeroed int32 that kernels leave at zero, as `workspace` otherwise."""
+    cupy = device.cupy()
+    key = (cupy.cuda.runtime.getDevice(), cupy.cuda.get_current_stream().ptr)
+    kept = _counters.setdefault(key, [])
+    if not kept or kept[-1].size < count:
+        kept.append(cupy.zeros(1 << max(12, (count - 1).bit_length()), np.int32))
     return kept[-1]

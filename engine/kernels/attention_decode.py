@@ -9,6 +9,7 @@ import numpy as np
 
 from engine import device, reference
 from engine.dtypes import dtype_name
+from engine.kernels import _decode_sm90
 from engine.kernels._attention import (
     MAX_HEAD_DIM,
     Pages,
@@ -74,7 +75,8 @@ def specs(
     dims = range(1, MAX_HEAD_DIM + 1) if head_dim is None else (head_dim,)
     rows = (1, 17) if num_rows is None else (num_rows,)
     tiles = dict.fromkeys(choose_tile(dtype, dim, n) for n in rows for dim in dims)
-    return tuple(tile.spec("attention_decode.cu", dtype) for tile in tiles)
+    portable = tuple(tile.spec("attention_decode.cu", dtype) for tile in tiles)
+    return portable + _decode_sm90.specs(dtype, head_dim=head_dim, num_rows=num_rows)
 
 
 @lru_cache(maxsize=4096)
@@ -216,6 +218,9 @@ def attention_decode(
         return (out, result[1]) if return_lse else out
     out = call.output("out", out, q.shape, q.dtype, layout="rows")
     lse = call.xp.empty(q.shape[:3], np.float32) if return_lse else None
+    if _decode_sm90.takes(q, pages, out):
+        _decode_sm90.launch(q, pages, out, lse, rule, num_splits)
+        return out if lse is None else (out, lse)
     bound = pages.block_tables.shape[1] * call["block_size"]
     if max_context_len is not None:
         bound = min(bound, max_context_len)

@@ -28,35 +28,34 @@ MAX_VOCAB = 1 << 21
 
 _UINT64 = np.dtype(np.uint64)
 
-# Sizes that cuda_src/common/chunk_lists.cuh and candidates.cuh also have.
-_SCAN_THREADS = 256
+# Sizes that cuda_src/sample.cu and the headers it includes also have.
+_SCAN_THREADS = 128
 _CHOOSE_THREADS = 512
-_PROCESS_THREADS = 1024
-_CHUNK_GROUPS = 1024  # groups of four logits that one block scans
-_MAX_LISTED = 256
-_CHUNK_WORDS = 4  # a Chunk and
+_SEGMENT, _TILE = 128, 1024  # logits
+_TILES_PER_BLOCK = 4
+_MAX_SEGMENTS = 2048
+_TILE_WORDS = 4  # a Tile and
 _STATE_WORDS = 2  # a State, in words of 8 bytes
 
-_ROWS = (
-    "logits:ptr stride:i64 vocab:i32 processed:ptr processed_stride:i64 is_processed:ptr "
-    "temperature:ptr top_k:ptr top_p:ptr min_p:ptr "
-)
 _PENALTIES = "repetition_penalty:ptr presence_penalty:ptr frequency_penalty:ptr "
 _PENALTY_NAMES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-_PROCESS = Kernel(
-    "sample_process",
-    "logits:ptr stride:i64 vocab:i32 history:ptr max_history:i32 history_lens:ptr "
-    f"prompt_lens:ptr {_PENALTIES}logit_bias_ids:ptr logit_bias_values:ptr cu_logit_bias:ptr "
-    "num_bias:i32 allowed:ptr processed:ptr processed_stride:i64 counts:ptr is_processed:ptr",
+_LOGITS = "logits:ptr stride:i64 vocab:i32 "
+_FILTERS = "temperature:ptr top_k:ptr top_p:ptr min_p:ptr "
+_STAGES = (
+    "num_top:i32 num_tiles:i32 num_segments:i32 shift:i32 keys:ptr tiles:ptr states:ptr "
 )
-_SCAN = Kernel(
-    "sample_scan", _ROWS + "num_top:i32 chunk_groups:i32 chunks:ptr listed:ptr states:ptr"
+_SCAN = Kernel("sample_scan", _LOGITS + _FILTERS + _STAGES)
+_SCAN_PROCESS = Kernel(
+    "sample_scan_process",
+    f"{_LOGITS}{_FILTERS}{_STAGES}history:ptr max_history:i32 history_lens:ptr prompt_lens:ptr "
+    f"{_PENALTIES}logit_bias_ids:ptr logit_bias_values:ptr cu_logit_bias:ptr num_bias:i32 "
+    "allowed:ptr processed:ptr processed_stride:i64 is_processed:ptr",
 )
 _CHOOSE = Kernel(
     "sample_choose",
-    f"{_ROWS}seeds:ptr positions:ptr {_PENALTIES}num_top:i32 num_chunks:i32 chunks:ptr "
-    "listed:ptr states:ptr token_ids:ptr status:ptr num_kept:ptr logprobs:ptr top_ids:ptr "
-    "top_logprobs:ptr",
+    f"{_LOGITS}processed:ptr processed_stride:i64 is_processed:ptr {_FILTERS}seeds:ptr "
+    f"positions:ptr {_PENALTIES}{_STAGES}token_ids:ptr status:ptr num_kept:ptr logprobs:ptr "
+    "top_ids:ptr top_logprobs:ptr",
 )
 
 
@@ -66,14 +65,19 @@ class Config:
 
     Attributes
     ----------
-    num_chunks, chunk_groups : int
-        `sample_scan` cuts a row into so many chunks of so many groups of four logits.
+    num_tiles : int
+        A row's pieces of 1024 logits; a warp of `sample_scan` reads one.
+    shift : int
+        2**shift segments of 128 logits are kept as one, so that a row has at most 2048.
+    num_segments : int
+        How many that makes.
     draw_blocks : int
         Blocks of `sample_choose` that share the draw of a row without filters.
     """
 
-    num_chunks: int
-    chunk_groups: int
+    num_tiles: int
+    shift: int
+    num_segments: int
     draw_blocks: int
 
 
@@ -88,12 +92,14 @@ def choose_config(num_rows: int, vocab_size: int, *, num_sms: int) -> Config:
     Examples
     --------
     >>> choose_config(1, 151936, num_sms=132)
-    Config(num_chunks=38, chunk_groups=1000, draw_blocks=75)
+    Config(num_tiles=149, shift=0, num_segments=1187, draw_blocks=75)
     """
-    num_groups = ceil_div(vocab_size, 4)
-    num_chunks = ceil_div(num_groups, _CHUNK_GROUPS)
-    draw_blocks = min(ceil_div(num_groups, _CHOOSE_THREADS), 2 * num_sms // max(num_rows, 1))
-    return Config(num_chunks, ceil_div(num_groups, num_chunks), max(draw_blocks, 1))
+    num_segments, shift = ceil_div(vocab_size, _SEGMENT), 0
+    while num_segments > _MAX_SEGMENTS:
+        num_segments, shift = ceil_div(num_segments, 2), shift + 1
+    per_row = ceil_div(vocab_size, 4 * _CHOOSE_THREADS)
+    draw_blocks = min(per_row, 2 * num_sms // max(num_rows, 1))
+    return Config(ceil_div(vocab_size, _TILE), shift, num_segments, max(draw_blocks, 1))
 
 
 def sample(
@@ -226,16 +232,24 @@ def _launch(call: Contract, args: dict[str, Any]) -> SampleResult:
     num_logprobs = args["num_logprobs"]
     spec = specs("float32")[0]
     config = choose_config(num_rows, vocab_size, num_sms=sm_count())
-    rows = {
-        name: args[name] for name in ("logits", "temperature", "top_k", "top_p", "min_p")
-    } | _process(call, args, spec)
-    num_listed = config.num_chunks * _MAX_LISTED
-    stages = {
+    rows = {name: args[name] for name in ("logits", "temperature", "top_k", "top_p", "min_p")}
+    rows |= {
+        "stride": args["logits"].strides[0] // 4,
+        "vocab": vocab_size,
         "num_top": -1 if num_logprobs is None else num_logprobs,
-        "chunks": xp.empty((num_rows, config.num_chunks * _CHUNK_WORDS), _UINT64),
-        "listed": xp.empty((num_rows, num_listed), _UINT64),
+        "num_tiles": config.num_tiles,
+        "num_segments": config.num_segments,
+        "shift": config.shift,
+        "keys": xp.empty((num_rows, 2 * _MAX_SEGMENTS), np.uint32),
+        "tiles": xp.empty((num_rows, config.num_tiles * _TILE_WORDS), _UINT64),
         "states": xp.empty((num_rows, _STATE_WORDS), _UINT64),
     }
+    grid = (num_rows * ceil_div(config.num_tiles, _TILES_PER_BLOCK),)
+    processing = _processing(call, args)
+    if processing["is_processed"] is None:
+        _SCAN.launch(spec, grid, (_SCAN_THREADS,), **rows)
+    else:
+        _SCAN_PROCESS.launch(spec, grid, (_SCAN_THREADS,), **rows, **processing)
     result = SampleResult(
         token_ids=xp.empty(num_rows, INT32),
         status=xp.empty(num_rows, INT32),
@@ -244,50 +258,33 @@ def _launch(call: Contract, args: dict[str, Any]) -> SampleResult:
         top_logprobs=xp.empty((num_rows, num_logprobs), FLOAT32) if num_logprobs else None,
         num_kept=xp.empty(num_rows, INT32),
     )
-    grid = (num_rows, config.num_chunks)
-    chunk_groups = config.chunk_groups
-    _SCAN.launch(spec, grid, (_SCAN_THREADS,), **rows, **stages, chunk_groups=chunk_groups)
+    shared = ("processed", "processed_stride", "is_processed", *_PENALTY_NAMES)
     _CHOOSE.launch(
         spec,
         (num_rows, config.draw_blocks),
         (_CHOOSE_THREADS,),
         **rows,
-        **stages,
-        **{name: args[name] for name in (*_PENALTY_NAMES, "seeds", "positions")},
-        num_chunks=config.num_chunks,
+        **{name: processing[name] for name in shared},
+        seeds=args["seeds"],
+        positions=args["positions"],
         **result._asdict(),
     )
     return result
 
 
-def _process(call: Contract, args: dict[str, Any], spec: ModuleSpec) -> dict[str, Any]:
-    """Launch `sample_process` if anything may change a logit; return where its rows are."""
-    num_rows, vocab_size = call["B"], call["V"]
-    rows = {
-        "stride": args["logits"].strides[0] // 4,
-        "vocab": vocab_size,
-        "processed": None,
-        "processed_stride": ceil_div(vocab_size, 4) * 4,
-        "is_processed": None,
-    }
-    names: tuple[str, ...] = ("history", "cu_logit_bias", "allowed")
-    if all(args[name] is None for name in names):
-        return rows
-    rows["processed"] = call.xp.empty((num_rows, rows["processed_stride"]), FLOAT32)
-    rows["is_processed"] = call.xp.empty(num_rows, INT32)
-    has_history = args["history"] is not None
-    names = (*names, *_PENALTY_NAMES, "history_lens", "prompt_lens", "logits")
-    _PROCESS.launch(
-        spec,
-        (num_rows,),
-        (_PROCESS_THREADS,),
-        **rows,
-        **{name: args[name] for name in (*names, "logit_bias_ids", "logit_bias_values")},
-        max_history=call["L"] if has_history else 0,
-        num_bias=call["M"] if args["cu_logit_bias"] is not None else 0,
-        counts=call.xp.empty((num_rows, vocab_size), INT32) if has_history else None,
-    )
-    return rows
+def _processing(call: Contract, args: dict[str, Any]) -> dict[str, Any]:
+    """Return what `sample_scan_process` is told; no `is_processed` if nothing can change a row."""
+    names = ("history", "history_lens", "prompt_lens", *_PENALTY_NAMES)
+    names = (*names, "logit_bias_ids", "logit_bias_values", "cu_logit_bias", "allowed")
+    told: dict[str, Any] = {name: args[name] for name in names}
+    told["max_history"] = call["L"] if args["history"] is not None else 0
+    told["num_bias"] = call["M"] if args["cu_logit_bias"] is not None else 0
+    told["processed"] = told["is_processed"] = None
+    told["processed_stride"] = ceil_div(call["V"], 4) * 4
+    if any(args[name] is not None for name in ("history", "cu_logit_bias", "allowed")):
+        told["processed"] = call.xp.empty((call["B"], told["processed_stride"]), FLOAT32)
+        told["is_processed"] = call.xp.empty(call["B"], INT32)
+    return told
 
 
 def _check_rows(call: Contract, args: dict[str, Any]) -> None:

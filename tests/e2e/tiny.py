@@ -10,6 +10,7 @@ import pytest
 from engine import LLMEngine, SamplingParams, device, load
 from engine.config import ModelConfig, RopeConfig
 from engine.input_processor import InputProcessor
+from engine.sampling_params import RequestOutputKind
 
 VOCAB = 97
 EOS = 3
@@ -82,7 +83,9 @@ def alone(model, prompt, params):
     options = {"max_num_seqs": 1, "max_num_batched_tokens": 256, "enable_prefix_caching": False}
     ids = []
     for spec in inputs.sampling_specs(params):
-        one = dataclasses.replace(params, n=1, best_of=None, seed=spec.seed)
+        one = dataclasses.replace(
+            params, n=1, best_of=None, seed=spec.seed, output_kind=RequestOutputKind.FINAL_ONLY
+        )
         output = generate(model, prompt, one, async_scheduling=False, **options)
         ids.append(list(output.outputs[0].token_ids))
     return ids
