@@ -45,6 +45,7 @@ def load(
     dtype: str = "auto",
     load_format: Literal["auto", "dummy"] = "auto",
     max_model_len: int | None = None,
+    deterministic: bool = False,
     progress: bool | None = None,
     config: ModelConfig | None = None,
     **unknown: Any,
@@ -65,6 +66,9 @@ def load(
         "auto" reads the weights; "dummy" draws random ones and needs a configuration only.
     max_model_len : int, optional
         Longest sequence in tokens; the model's own limit by default, and at most that.
+    deterministic : bool
+        Give each token the same bits in any batch, any chunk and after any recomputation, with
+        kernels whose sums do not depend on what else is computed; slower for few tokens.
     progress : bool, optional
         Show bars on stderr; by default if it is a terminal.
     config : ModelConfig, optional
@@ -90,7 +94,15 @@ def load(
     >>> model.step([[1, 2, 3], [4, 5, 6]], cache).shape
     (2, 64)
     """
-    known = ("device", "dtype", "load_format", "max_model_len", "progress", "config")
+    known = (
+        "device",
+        "dtype",
+        "load_format",
+        "max_model_len",
+        "deterministic",
+        "progress",
+        "config",
+    )
     for name in unknown:
         raise unknown_keyword("load", name, known)
     if load_format not in ("auto", "dummy"):
@@ -101,7 +113,9 @@ def load(
     if config is None or load_format == "auto":
         source = resolve_model(model, progress=show)
         config = config or load_config(source)
-    options = resolve_load_config(config, source, (place, why), dtype, load_format, max_model_len)
+    options = resolve_load_config(
+        config, source, (place, why), dtype, load_format, max_model_len, deterministic
+    )
     if device == "auto":
         print(f"engine: device {place} ({why}), dtype {options.dtype}", file=sys.stderr)
     return _load(source, config, options, show)
@@ -116,7 +130,7 @@ def _load(
     else:
         weights = load_weights(source, config, device=device, dtype=dtype, progress=progress)
     device.activate()
-    decoder = Decoder(config, weights, options.max_model_len)
+    decoder = Decoder(config, weights, options.max_model_len, batch_invariant=options.deterministic)
     if device.is_cuda:
         prepare_kernels(config, dtype, device, progress=progress)
     return Model(decoder, options, source)

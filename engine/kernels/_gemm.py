@@ -48,6 +48,7 @@ class Operands:
     bias: Any = None
     residual: Any = None
     activation: str | None = None
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,9 @@ def launch(op: str, operands: Operands, norm: Norm | None = None) -> None:
         return
     dtype = dtype_name(x.dtype)
     aligned = _is_aligned(x, operands.weight, norm)
-    config = choose_config(m, n, k, dtype, sm_count(), is_aligned=aligned)
+    config = choose_config(
+        m, n, k, dtype, sm_count(), is_aligned=aligned, batch_invariant=operands.batch_invariant
+    )
     if math.prod(config.grid(m, n)) > _MAX_INT32 or max(m, n, k) > _MAX_INT32 - 256:
         raise ContractError(f"{op}: x: {m} x {k} by {n} x {k} is more than one launch can do")
     row_scales, partials = _scratch(config, m, n, needs_scales=norm is not None)

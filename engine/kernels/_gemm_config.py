@@ -94,14 +94,22 @@ _MIN_SHARE_BYTES = 512  # of k: less is not worth a block
 
 @cache
 def choose_config(
-    m: int, n: int, k: int, dtype: str, sm_count: int, *, is_aligned: bool = True
+    m: int,
+    n: int,
+    k: int,
+    dtype: str,
+    sm_count: int,
+    *,
+    is_aligned: bool = True,
+    batch_invariant: bool = False,
 ) -> Config:
     """Choose for x (m, k) and weight (n, k) of `dtype` on `sm_count` multiprocessors.
 
     `is_aligned` says that rows start at, and have the length of, whole 16-byte accesses. Few rows
     take a skinny kernel; else the tile and the number of splits with the least estimated time. The
     skinny kernels sum in an order that depends on n and k alone, the tiled ones in one that depends
-    on `num_splits` too, and so on m.
+    on `num_splits` too, and so on m. With `batch_invariant` it is always a tiled one with a single
+    split: these sum a row in the same order whatever the tile.
 
     Examples
     --------
@@ -113,14 +121,16 @@ def choose_config(
     size = itemsize(dtype)
     if not is_aligned:
         return (_HALF_UNALIGNED if size == 2 else _FLOAT_UNALIGNED).config(k)
-    if m <= _SKINNY_MAX_M[size]:
+    if m <= _SKINNY_MAX_M[size] and not batch_invariant:
         return _skinny(m, n, k, size, sm_count)
     step = 64 // size
     choices = [
         tile.config(k, splits, step)
         for tile in (_HALF_TILES if size == 2 else _FLOAT_TILES)
-        for splits in _splits(
-            ceil_div(m, tile.tile_m) * ceil_div(n, tile.tile_n), k, size, sm_count
+        for splits in (
+            [1]
+            if batch_invariant
+            else _splits(ceil_div(m, tile.tile_m) * ceil_div(n, tile.tile_n), k, size, sm_count)
         )
     ]
     return min(choices, key=lambda config: _estimate(config, m, n, k, size, sm_count))

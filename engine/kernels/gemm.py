@@ -31,6 +31,7 @@ def gemm(
     residual: Any = None,
     activation: str | None = None,
     out_dtype: Any = None,
+    batch_invariant: bool = False,
     out: Any = None,
 ) -> Any:
     """Multiply rows by a weight matrix: activation(x Wᵀ + bias) + residual.
@@ -47,6 +48,9 @@ def gemm(
     activation : None, "silu", "gelu" (erf), "gelu_tanh" or "relu"
     out_dtype : dtype, optional
         x's dtype (the default) or float32.
+    batch_invariant : bool
+        Sum each row in an order that does not depend on M, so that a row's result has the same
+        bits in any company; slower for few rows.
     out : (M, N) array of `out_dtype`, optional
         Where to put the result; its rows may lie apart.
 
@@ -84,9 +88,15 @@ def gemm(
         residual = call.array("residual", residual, "M N", dtype, layout="rows")
     if call.on_cpu:
         result = reference.gemm(
-            x, weight, bias=bias, residual=residual, activation=activation, out_dtype=dtype
+            x,
+            weight,
+            bias=bias,
+            residual=residual,
+            activation=activation,
+            out_dtype=dtype,
+            batch_invariant=batch_invariant,
         )
         return call.finish(out, result)
     out = call.output("out", out, (call["M"], call["N"]), dtype, layout="rows")
-    launch("gemm", Operands(x, weight, out, bias, residual, activation))
+    launch("gemm", Operands(x, weight, out, bias, residual, activation, batch_invariant))
     return out

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from engine import kernels
 from engine.device import array_module
 from engine.layers.batch import ForwardBatch
@@ -28,6 +30,8 @@ class AttentionParams:
         Keys that a query sees, its own included; 0 is all.
     softcap : float
         c in c·tanh(s/c); 0 is none.
+    batch_invariant : bool
+        Give each token the same bits in any company and any chunk of its sequence.
     """
 
     num_heads: int
@@ -36,6 +40,7 @@ class AttentionParams:
     scale: float
     window: int = 0
     softcap: float = 0.0
+    batch_invariant: bool = False
 
 
 class Attention:
@@ -93,6 +98,8 @@ class Attention:
     def _attend(self, q: Any, batch: ForwardBatch, k_pages: Any, v_pages: Any) -> Any:
         """Send the sequences of one token to one kernel and the others to the other."""
         n = batch.num_decodes
+        if self.params.batch_invariant:
+            return self._attend_invariantly(q, batch, k_pages, v_pages)
         if n == batch.num_sequences:
             return self._decode(q, batch, k_pages, v_pages)
         if n == 0:
@@ -101,6 +108,37 @@ class Attention:
         self._decode(q, batch, k_pages, v_pages, out)
         self._prefill(q, batch, k_pages, v_pages, out)
         return out
+
+    def _attend_invariantly(self, q: Any, batch: ForwardBatch, k_pages: Any, v_pages: Any) -> Any:
+        """Send every token to one kernel, whose sums do not depend on the tokens beside it.
+
+        On CUDA that is the prefill kernel: it walks over the keys in tiles that begin at fixed
+        positions. The mirrors give BLAS matrices whose shape must not depend on the chunk, so on
+        the CPU each token is decoded by itself.
+        """
+        p = self.params
+        rule = {"scale": p.scale, "window": p.window, "softcap": p.softcap}
+        if array_module(q) is not np:
+            return kernels.attention_prefill(
+                q,
+                k_pages,
+                v_pages,
+                cu_seqlens_q=batch.cu_seqlens_q,
+                block_tables=batch.block_tables,
+                context_lens=batch.context_lens,
+                max_seqlen_q=batch.max_seqlen_q,
+                **rule,
+            )
+        rows = np.repeat(np.arange(batch.num_sequences), np.diff(batch.cu_seqlens_q))
+        result = kernels.attention_decode(
+            q[:, None],
+            k_pages,
+            v_pages,
+            block_tables=batch.block_tables[rows],
+            context_lens=batch.positions + np.int32(1),
+            **rule,
+        )
+        return result[:, 0]
 
     def _decode(
         self, q: Any, batch: ForwardBatch, k_pages: Any, v_pages: Any, out: Any = None

@@ -27,6 +27,8 @@ class LoadConfig:
         Longest sequence in tokens.
     load_format : str
         "auto" (the weights of the files) or "dummy" (random ones).
+    deterministic : bool
+        Whether a token's bits may not depend on what else is computed.
     reasons : mapping of str to str
         Option -> why.
     """
@@ -35,6 +37,7 @@ class LoadConfig:
     dtype: str
     max_model_len: int
     load_format: str
+    deterministic: bool = False
     reasons: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -45,6 +48,7 @@ def resolve_load_config(
     dtype: str,
     load_format: str,
     max_model_len: int | None,
+    deterministic: bool = False,
 ) -> LoadConfig:
     """Derive what the user left open.
 
@@ -56,7 +60,7 @@ def resolve_load_config(
         Its files, if there are any.
     device : (Device, str)
         The device and why it was chosen.
-    dtype, load_format, max_model_len
+    dtype, load_format, max_model_len, deterministic
         As `load` takes them.
 
     Raises
@@ -78,7 +82,7 @@ def resolve_load_config(
         raise ConfigError(
             f"max_model_len must be from 1 to the model's own {limit}; got {max_model_len}"
         )
-    return LoadConfig(device[0], dtype, max_model_len, load_format, reasons)
+    return LoadConfig(device[0], dtype, max_model_len, load_format, deterministic, reasons)
 
 
 def _choose_dtype(

@@ -95,6 +95,8 @@ class Decoder:
         The fused arrays of `loading.weights.load_weights`, all of one dtype on one device.
     max_model_len : int
         Longest sequence in tokens; the rope tables have so many rows.
+    batch_invariant : bool
+        Give each token the same bits whatever else is computed with it.
 
     Attributes
     ----------
@@ -112,8 +114,16 @@ class Decoder:
         If a weight that the config asks for is not there.
     """
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, Any], max_model_len: int) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Mapping[str, Any],
+        max_model_len: int,
+        *,
+        batch_invariant: bool = False,
+    ) -> None:
         self.config = config
+        self.batch_invariant = batch_invariant
         self.weights = dict(weights)
         self.max_model_len = max_model_len
         self.xp = array_module(*self.weights.values())
@@ -122,7 +132,7 @@ class Decoder:
         self.embed = Embedding(self._weight("embed"), config.embed_scale)
         self.layers = tuple(self._layer(index) for index in range(config.num_layers))
         self.final_norm = self._norm("final_norm")
-        self.lm_head = Linear(self._weight("lm_head"))
+        self.lm_head = self._linear("lm_head", False)
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -194,7 +204,8 @@ class Decoder:
             raise WeightsError(f"weight {name!r}, which the config asks for, is missing") from None
 
     def _linear(self, name: str, has_bias: bool) -> Linear:
-        return Linear(self._weight(name), self._weight(f"{name}_bias") if has_bias else None)
+        bias = self._weight(f"{name}_bias") if has_bias else None
+        return Linear(self._weight(name), bias, batch_invariant=self.batch_invariant)
 
     def _norm(self, name: str) -> Norm:
         return Norm(self._weight(name), self.config.rms_norm_eps, self.config.norm_weight_offset)
@@ -227,6 +238,7 @@ class Decoder:
             scale=config.attn_scale or config.head_dim**-0.5,
             window=config.window(index),
             softcap=config.attn_softcap,
+            batch_invariant=self.batch_invariant,
         )
         return Attention(
             params,

@@ -233,3 +233,16 @@ def test_contract(xp):
         kernels.gemm(x, weight, out=xp.empty((3, 3), np.float32))
     with pytest.raises(DTypeError, match="out: must be float32"):
         kernels.gemm(x, weight, out=xp.empty((2, 3), np.float16))
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize(("n", "k"), [(96, 128), (960, 576), (70, 1096)])
+def test_batch_invariant_rows_have_the_same_bits(xp, n, k, dtype):
+    x = cases.normal((300, k), dtype, seed=11)
+    weight = xp.asarray(cases.normal((n, k), dtype, seed=12, scale=k**-0.5))
+    gx = xp.asarray(x)
+    want = kernels.gemm(gx, weight, batch_invariant=True)
+    for start, stop in [(0, 1), (7, 8), (3, 20), (100, 133), (299, 300), (0, 200), (40, 169)]:
+        got = kernels.gemm(gx[start:stop], weight, batch_invariant=True)
+        assert bool((got == want[start:stop]).all()), (start, stop)
+    assert_close(want, reference.gemm(x, cases.to_module(np, to_numpy(weight))), reduction=k)

@@ -1,0 +1,89 @@
+"""deterministic=True: a token's logits have the same bits whatever is computed beside it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import engine
+from engine.config import ModelConfig, RopeConfig
+from engine.device import to_numpy
+from engine.layers.batch import ForwardBatch
+
+CONFIG = ModelConfig(
+    model_type="llama",
+    vocab_size=199,
+    hidden_size=128,
+    num_layers=2,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=32,
+    intermediate_size=256,
+    max_position_embeddings=512,
+    rope=RopeConfig(rotary_dim=32),
+    layer_windows=(0, 40),
+)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("cpu", "float32"),
+        *(
+            pytest.param(("cuda", dtype), marks=pytest.mark.gpu, id=f"cuda-{dtype}")
+            for dtype in ("float32", "float16", "bfloat16")
+        ),
+    ],
+    ids=str,
+)
+def model(request):
+    device, dtype = request.param
+    if device == "cuda" and not engine.device.resolve_device("auto")[0].is_cuda:
+        pytest.skip("no GPU")
+    return engine.load(
+        config=CONFIG, load_format="dummy", device=device, dtype=dtype, deterministic=True
+    )
+
+
+def _ids(seed, count):
+    return np.random.default_rng(seed).integers(0, CONFIG.vocab_size, count).tolist()
+
+
+def _alone(model, ids):
+    """Logits of every token, the prompt in one piece."""
+    return to_numpy(model.step([ids], model.new_cache(1, len(ids)), logits="all"))[0]
+
+
+@pytest.mark.parametrize("chunks", [[1] * 70, [69, 1], [5, 30, 35], [33, 37], [64, 6]])
+def test_chunks_change_no_bit(model, chunks):
+    ids = _ids(1, sum(chunks))
+    cache, parts, start = model.new_cache(1, len(ids)), [], 0
+    for count in chunks:
+        part = model.step([ids[start : start + count]], cache, logits="all")
+        parts.append(to_numpy(part)[0])
+        start += count
+    np.testing.assert_array_equal(np.concatenate(parts), _alone(model, ids))
+
+
+@pytest.mark.parametrize("company", [[1], [3, 50], [1] * 20, [17, 1, 130, 64, 2]])
+def test_company_changes_no_bit(model, company):
+    """The sequence of interest stands among others, at a place that none of its blocks tells."""
+    mine = _ids(2, 45)
+    others = [_ids(10 + i, count) for i, count in enumerate(company)]
+    sequences = [*others[: len(others) // 2], mine, *others[len(others) // 2 :]]
+    cache = model.new_cache(len(sequences), max(map(len, sequences)))
+    batch = ForwardBatch.build(
+        sequences, [0] * len(sequences), cache.block_tables, 16, logits="all"
+    )
+    logits = to_numpy(model.forward(batch.to(model.device), cache.pages))
+    start = sum(map(len, others[: len(others) // 2]))
+    np.testing.assert_array_equal(logits[start : start + 45], _alone(model, mine))
+
+
+def test_the_plain_mode_is_close(model):
+    plain = engine.load(
+        config=CONFIG, load_format="dummy", device=str(model.device), dtype=model.dtype
+    )
+    want, got = _alone(plain, _ids(3, 60)), _alone(model, _ids(3, 60))
+    limit = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 2e-1}[model.dtype]
+    assert np.abs(got - want).max() < limit * want.std()
