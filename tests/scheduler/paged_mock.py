@@ -118,17 +118,22 @@ class PagedMock:
 
 
 def drive(scheduler, mock, *, late=0, max_steps=10_000):
-    """Step until nothing is left, committing each step `late` steps after it was scheduled."""
+    """Step until nothing is left; commit each step when `late` more have been scheduled."""
     in_flight = []
+
+    def commit_oldest():
+        output, batch = in_flight.pop(0)
+        scheduler.commit(output, mock.execute(output, batch))
+
     for _ in range(max_steps):
         if not scheduler.has_unfinished_requests():
             break
         output = scheduler.schedule()
         assert not output.is_empty or in_flight, "no progress"
         if not output.is_empty:
-            in_flight.append((output, mock.run(output)))
+            in_flight.append((output, mock.lay_out(output)))
         if in_flight and (len(in_flight) > late or output.is_empty):
-            scheduler.commit(*in_flight.pop(0))
-    for output, ids in in_flight:
-        scheduler.commit(output, ids)
+            commit_oldest()
+    while in_flight:
+        commit_oldest()
     assert not scheduler.has_unfinished_requests(), f"not drained after {max_steps} steps"

@@ -455,6 +455,43 @@ def test_a_prefill_never_takes_the_blocks_of_a_request_scheduled_before_it():
     assert all(r.output_token_ids == oracle(r) for r in (parent, child, decode))
 
 
+@pytest.mark.parametrize("way", ["abort", "fork"])
+def test_what_is_not_committed_is_not_shared(way):
+    """A step that never ran must leave nothing behind, whatever was done while it was in flight."""
+    scheduler, mock = build()
+    request = make_request("a", [1] * 15, 20)
+    scheduler.add_request(request)
+    first = scheduler.schedule()
+    batch = mock.lay_out(first)
+    second = scheduler.schedule()  # computes position 15, the last slot of the block
+    scheduler.commit(first, mock.execute(first, batch))
+    known = [*request.prompt_token_ids, *request.output_token_ids]
+    assert (request.num_committed_tokens, request.num_computed_tokens) == (15, 16)
+    if way == "fork":
+        child = make_request("child", [1] * 15, 20)
+        child.output_token_ids = [known[-1], 3]
+        scheduler.fork_request(request, child)
+    else:
+        scheduler.abort_request("a")
+        child = make_request("child", [*known, 3], 20)
+        scheduler.add_request(child)
+    scheduler.rollback(second)
+    drive(scheduler, mock)
+    assert child.output_token_ids == oracle(child, 2 if way == "fork" else 0)
+
+
+def test_a_request_with_a_pending_token_is_not_admitted():
+    """Preempted while two steps were in flight, it waits until its last id is known."""
+    for length in range(1, 40):
+        scheduler, mock = build(num_blocks=6, watermark=0.0)
+        requests = [make_request("a", [1] * 16, length), make_request("b", [2] * 32, 20)]
+        requests.append(make_request("c", [3] * 16, 30))
+        for request in requests:
+            scheduler.add_request(request)
+        drive(scheduler, mock, late=2)
+        assert all(request.output_token_ids == oracle(request) for request in requests)
+
+
 def test_steps_are_settled_in_order():
     scheduler, mock = build()
     scheduler.add_request(make_request("a", [1] * 5))
