@@ -16,25 +16,30 @@ class Deadlines:
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, OutputGroup]] = []
+        self._open: set[OutputGroup] = set()
         self._serial = itertools.count()
-        self._limit = 64
 
     def add(self, group: OutputGroup, deadline: float) -> None:
         """Let `group` end at `deadline`, in seconds on the monotonic clock."""
         heapq.heappush(self._heap, (deadline, next(self._serial), group))
-        if len(self._heap) > self._limit:  # those that ended in time are still there
-            self._heap = [entry for entry in self._heap if not entry[2].is_finished]
+        self._open.add(group)
+
+    def discard(self, group: OutputGroup) -> None:
+        """Forget `group`, which has ended."""
+        self._open.discard(group)
+        if len(self._heap) > 2 * len(self._open) + 64:  # those that ended in time are still there
+            self._heap = [entry for entry in self._heap if entry[2] in self._open]
             heapq.heapify(self._heap)
-            self._limit = 2 * len(self._heap) + 64
 
     def pop_overdue(self) -> list[OutputGroup]:
-        """Take out the unfinished groups whose time is up."""
+        """Take out the groups whose time is up."""
         overdue: list[OutputGroup] = []
         if not self._heap:
             return overdue
         now = time.monotonic()
         while self._heap and self._heap[0][0] <= now:
             group = heapq.heappop(self._heap)[2]
-            if not group.is_finished:
+            if group in self._open:
+                self._open.remove(group)
                 overdue.append(group)
         return overdue

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 
 from engine.errors import RequestError
+from engine.model import Model
+from engine.request import Request
 from engine.runner.sampling import SamplingSpec
 from engine.sampling_params import SamplingParams
 
@@ -35,17 +37,18 @@ class InputProcessor:
 
     Parameters
     ----------
+    model : Model
     tokenizer : Tokenizer or None
-    vocab_size, max_model_len : int
+    max_model_len : int
+        Most tokens of a request.
     seed : int
         Seeds the requests that bring no seed of their own.
     """
 
-    def __init__(
-        self, tokenizer: Any, *, vocab_size: int, max_model_len: int, seed: int = 0
-    ) -> None:
+    def __init__(self, model: Model, tokenizer: Any, *, max_model_len: int, seed: int = 0) -> None:
         self.tokenizer = tokenizer
-        self._vocab_size = vocab_size
+        self._model = model
+        self._vocab_size = model.config.vocab_size
         self._max_model_len = max_model_len
         self._seed = seed
         self._counter = itertools.count()
@@ -102,6 +105,37 @@ class InputProcessor:
         return [
             SamplingSpec(
                 params, seed if index == 0 else _derived_seed(seed, index), bad_words, num_logprobs
+            )
+            for index in range(params.num_continuations)
+        ]
+
+    def requests(
+        self,
+        request_id: str,
+        token_ids: list[int],
+        params: SamplingParams,
+        arrival_time: float,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> list[Request]:
+        """Return the scheduler's requests, one for each continuation; they share the list of ids.
+
+        The first one has the user's id, the others "<id>#1", "<id>#2" and so on.
+        """
+        longest = self._max_model_len
+        if params.max_tokens is not None:
+            longest = min(longest, len(token_ids) + params.max_tokens)
+        return [
+            Request(
+                f"{request_id}#{index}" if index else request_id,
+                token_ids,
+                params,
+                arrival_time=arrival_time,
+                priority=priority,
+                cache_salt=cache_salt,
+                long_rope=self._model.uses_long_rope(longest),
+                reuse_prefix=params.prompt_logprobs is None,
+                eos_token_ids=self._model.eos_token_ids,
             )
             for index in range(params.num_continuations)
         ]

@@ -61,10 +61,7 @@ class LLMEngine:
         )
         limits = config.scheduler
         self._inputs = InputProcessor(
-            self.tokenizer,
-            vocab_size=model.config.vocab_size,
-            max_model_len=limits.max_model_len,
-            seed=config.seed,
+            model, self.tokenizer, max_model_len=limits.max_model_len, seed=config.seed
         )
         self._pool = MemoryPool(model.device)
         self.kv_cache = KVCache(config.geometry, limits.num_blocks, self._pool)
@@ -86,6 +83,7 @@ class LLMEngine:
             self.runner,
             self._watchdog,
             depth=int(config.is_late),
+            is_debug=config.is_debug,
             on_schedule=self._note_start,
         )
         self._groups: dict[str, OutputGroup] = {}  # unfinished, by the user's id
@@ -97,7 +95,7 @@ class LLMEngine:
     @classmethod
     def from_name(cls, model: str = "smollm2", **options: Any) -> LLMEngine:
         """Load `model` and build an engine around it; takes the keywords of both."""
-        names = ("device", "dtype", "load_format", "progress")
+        names = ("device", "dtype", "load_format", "deterministic", "progress")
         loading = {name: options.pop(name) for name in names if name in options}
         if "max_model_len" in options:
             loading["max_model_len"] = options["max_model_len"]
@@ -181,7 +179,9 @@ class LLMEngine:
         specs = self._inputs.sampling_specs(params)
         salt = cache_salt if cache_salt is not None else checked.cache_salt
         group = OutputGroup(request_id, checked.text, params, time.monotonic(), self.tokenizer)
-        requests = self._requests(group, checked, specs, priority, salt)
+        requests = self._inputs.requests(
+            request_id, checked.token_ids, params, group.metrics.arrival_time, priority, salt
+        )
         group.streams = [
             OutputStream(request, spec, group, self.tokenizer)
             for request, spec in zip(requests, specs, strict=True)
@@ -264,36 +264,6 @@ class LLMEngine:
         self.close()
 
     # ---- parts of add_request
-
-    def _requests(
-        self,
-        group: OutputGroup,
-        prompt: PromptInput,
-        specs: Sequence[SamplingSpec],
-        priority: int,
-        salt: str | None,
-    ) -> list[Request]:
-        """Make one scheduler's request for each continuation; they share the list of ids."""
-        params = group.params
-        return [
-            Request(
-                f"{group.request_id}#{index}" if index else group.request_id,
-                prompt.token_ids,
-                params,
-                arrival_time=group.metrics.arrival_time,
-                priority=priority,
-                cache_salt=salt,
-                long_rope=self._uses_long_rope(prompt.token_ids, params),
-                reuse_prefix=params.prompt_logprobs is None,
-                eos_token_ids=self.model.eos_token_ids,
-            )
-            for index in range(len(specs))
-        ]
-
-    def _uses_long_rope(self, ids: list[int], params: SamplingParams) -> bool:
-        limit = self.config.scheduler.max_model_len
-        longest = limit if params.max_tokens is None else len(ids) + params.max_tokens
-        return self.model.uses_long_rope(min(longest, limit))
 
     def _queue(self, requests: Sequence[Request], parent: str | None) -> None:
         first, *others = requests
@@ -386,6 +356,7 @@ class LLMEngine:
         group.num_open -= 1
         if not group.num_open:
             del self._groups[group.request_id]
+            self._deadlines.discard(group)
             group.metrics.finished_time = time.monotonic()
             first = stream.request
             self._stats.add_request(

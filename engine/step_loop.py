@@ -11,7 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from engine.errors import StepTimeoutError
+from engine.errors import EngineError, OutOfMemoryError, StepTimeoutError
 from engine.request import Request
 from engine.runner.model_runner import LaunchedStep, ModelRunner
 from engine.runner.result import StepResult
@@ -37,6 +37,9 @@ class StepLoop:
     watchdog : Watchdog
     depth : int
         How many steps may be under way when the next one is scheduled: 0 or 1.
+    is_debug : bool
+        Whether errors of the engine's own checks are raised (after the roll-back) like an
+        interrupt, and not taken for a passing fault.
     on_schedule : callable
         Called with each output before it is launched.
     """
@@ -48,6 +51,7 @@ class StepLoop:
         watchdog: Watchdog,
         *,
         depth: int,
+        is_debug: bool,
         on_schedule: Callable[[ScheduleOutput], None],
     ) -> None:
         self.num_failures = 0
@@ -55,6 +59,7 @@ class StepLoop:
         self._runner = runner
         self._watchdog = watchdog
         self._depth = depth
+        self._is_debug = is_debug
         self._on_schedule = on_schedule
         self._under_way: deque[LaunchedStep] = deque()
         self._suspects: set[Request] = set()  # were in a step that failed
@@ -146,8 +151,7 @@ class StepLoop:
             self._scheduler.rollback(output)
             self._runner.release([s.request for s in output.sequences])
         failed = outputs[-1]
-        is_hopeless = self._has_just_failed and not failed.sequences
-        if not isinstance(error, Exception) or isinstance(error, StepTimeoutError) or is_hopeless:
+        if self._is_to_be_raised(error) or (self._has_just_failed and not failed.sequences):
             raise error
         self.num_failures += 1
         self._has_just_failed = True
@@ -159,3 +163,11 @@ class StepLoop:
         self._suspects.update(requests)
         self._fail(result)
         self._results.append(result)
+
+    def _is_to_be_raised(self, error: BaseException) -> bool:
+        is_bug = isinstance(error, EngineError) and not isinstance(error, OutOfMemoryError)
+        return (
+            not isinstance(error, Exception)
+            or isinstance(error, StepTimeoutError)
+            or (self._is_debug and is_bug)
+        )

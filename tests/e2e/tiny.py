@@ -79,7 +79,7 @@ def generate(model, prompt, params=None, **options):
 
 def alone(model, prompt, params):
     """The token ids of each continuation, computed one by one and without sharing anything."""
-    inputs = InputProcessor(None, vocab_size=VOCAB, max_model_len=256)
+    inputs = InputProcessor(model, None, max_model_len=256)
     options = {"max_num_seqs": 1, "max_num_batched_tokens": 256, "enable_prefix_caching": False}
     ids = []
     for spec in inputs.sampling_specs(params):

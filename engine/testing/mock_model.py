@@ -1,0 +1,92 @@
+"""A model without arithmetic: for tests of the engine and for measuring its host time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from engine.config import ModelConfig, RopeConfig
+from engine.device import CPU, Device
+from engine.layers.batch import ForwardBatch
+
+__all__ = ["MockModel"]
+
+
+class MockModel:
+    """Stands in for `engine.Model` under `LLMEngine`, on the CPU.
+
+    The token after one with id t at position p is ``(5 t + 3 p + 1) % vocab_size``, with certainty.
+
+    Parameters
+    ----------
+    vocab_size, max_model_len : int
+    eos_token_ids : tuple of int
+        Ids that end a sequence.
+
+    Examples
+    --------
+    >>> MockModel(vocab_size=64).continuation([7], 3)
+    [36, 56, 31]
+    """
+
+    dtype = "float32"
+    weight_bytes = 0
+    long_rope_offset = 0
+    has_tokenizer = False
+    tokenizer: Any = None
+
+    def __init__(
+        self,
+        vocab_size: int = 64,
+        max_model_len: int = 4096,
+        eos_token_ids: tuple[int, ...] = (),
+    ) -> None:
+        self.device: Device = CPU
+        self.max_model_len = max_model_len
+        self.eos_token_ids = eos_token_ids
+        self.generation_config: dict[str, Any] = {}
+        self.config = ModelConfig(
+            model_type="llama",
+            vocab_size=vocab_size,
+            hidden_size=2,
+            num_layers=1,
+            num_heads=1,
+            num_kv_heads=1,
+            head_dim=2,
+            intermediate_size=2,
+            max_position_embeddings=max_model_len,
+            rope=RopeConfig(rotary_dim=2),
+            eos_token_ids=eos_token_ids,
+        )
+
+    def uses_long_rope(self, num_tokens: int) -> bool:
+        """Tell that nothing is rotated."""
+        return False
+
+    def forward(self, batch: ForwardBatch, kv_pages: Any) -> Any:
+        """Return logits (R, V) that leave no choice."""
+        return self.logits(self.hidden_states(batch, kv_pages))
+
+    def hidden_states(self, batch: ForwardBatch, kv_pages: Any) -> Any:
+        """Return id and position of the tokens whose logits are wanted, (R, 2)."""
+        rows = slice(None) if batch.logits_indices is None else batch.logits_indices
+        return np.stack([batch.token_ids[rows], batch.positions[rows]], axis=1)
+
+    def logits(self, hidden: Any) -> Any:
+        """Return logits of what `hidden_states` gave."""
+        vocab_size = self.config.vocab_size
+        logits = np.full((len(hidden), vocab_size), -1e9, np.float32)
+        following = (5 * hidden[:, 0] + 3 * hidden[:, 1] + 1) % vocab_size
+        logits[np.arange(len(hidden)), following] = 0.0
+        return logits
+
+    def continuation(self, prompt: list[int], count: int) -> list[int]:
+        """Return the `count` tokens after `prompt`, if none of them ends the sequence."""
+        ids = list(prompt)
+        for position in range(len(ids) - 1, len(ids) - 1 + count):
+            ids.append((5 * ids[position] + 3 * position + 1) % self.config.vocab_size)
+        return ids[len(prompt) :]
+
+    def close(self) -> None:
+        """Do nothing."""

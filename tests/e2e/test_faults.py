@@ -1,0 +1,255 @@
+"""What goes wrong around a step: the engine lives, and says whom it hit."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+import tracemalloc
+
+import pytest
+
+from engine import LLMEngine, SamplingParams
+from engine.errors import EngineError, OutOfMemoryError, StepTimeoutError
+from engine.sampling_params import RequestOutputKind
+from engine.testing.mock_model import MockModel
+from tests.e2e.tiny import greedy_alone, make_engine, run, swap_gb, tiny_model
+
+PROMPTS = [list(range(4 + i, 30 + 2 * i)) for i in range(6)]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+@pytest.fixture(params=[False, True], ids=["sync", "late"])
+def late(request):
+    return request.param
+
+
+def _engine(model, **options):
+    engine = make_engine(model, **options)
+    for index, prompt in enumerate(PROMPTS):
+        engine.add_request(str(index), prompt, GREEDY)
+    return engine
+
+
+def _break(monkeypatch, owner, name, faults):
+    """Let the calls of `owner.name` whose numbers are in `faults` raise what stands there."""
+    original, calls = getattr(owner, name), iter(range(10**9))
+
+    def broken(*args, **kwargs):
+        error = faults.get(next(calls))
+        if error is not None:
+            raise error
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, broken)
+
+
+def _assert_all_as_alone(model, outputs):
+    for index, prompt in enumerate(PROMPTS):
+        assert list(outputs[str(index)].outputs[0].token_ids) == greedy_alone(
+            model, prompt, 12, eos=False
+        )
+
+
+@pytest.mark.parametrize("part", ["launch", "read", "sampler", "forward"])
+@pytest.mark.parametrize("number", [0, 1, 5, 9])
+@pytest.mark.parametrize("options", [{}, {"num_blocks": 9, "max_model_len": 64}])
+def test_a_step_that_fails_once_is_computed_again(
+    model, monkeypatch, late, part, number, options, caplog
+):
+    swap = {"swap_space_gb": swap_gb(8), "preemption_mode": "swap", "watermark": 0.0}
+    engine = _engine(model, async_scheduling=late, **options, **(swap if options else {}))
+    owner = {"forward": type(model), "sampler": engine.runner}.get(part, engine.runner)
+    fault = OutOfMemoryError("no memory for this step")
+    _break(monkeypatch, owner, part, {number: fault})
+    with caplog.at_level(logging.WARNING, "engine"):
+        outputs = run(engine, num_failures=1)
+    _assert_all_as_alone(model, outputs)
+    assert "failed and is undone" in caplog.text and "no memory for this step" in caplog.text
+    assert engine.stats().num_step_failures == 1
+    assert engine.stats().request_success == {"length": 6}
+
+
+def test_failures_far_apart_are_all_survived(model, monkeypatch, late):
+    engine = _engine(model, async_scheduling=late)
+    _break(monkeypatch, engine.runner, "launch", {n: MemoryError("m") for n in range(2, 60, 4)})
+    outputs = {}
+    while engine.has_unfinished_requests():
+        outputs.update((o.request_id, o) for o in engine.step())
+        engine.check_integrity()
+    _assert_all_as_alone(model, outputs)
+    assert engine.stats().num_step_failures >= 5
+
+
+def test_requests_of_a_step_that_fails_twice_fail_and_others_live(model, monkeypatch, late):
+    engine = make_engine(model, async_scheduling=late, max_num_seqs=2, max_num_batched_tokens=99)
+    prompts = [[96, 5], [96, 6], *PROMPTS[2:]]
+    for index, prompt in enumerate(prompts):
+        engine.add_request(str(index), prompt, GREEDY)
+    forward = type(model).forward
+
+    def broken(self, batch, pages):
+        if ((batch.token_ids == 96) & (batch.positions == 0)).any():
+            raise RuntimeError("bad pill")
+        return forward(self, batch, pages)
+
+    monkeypatch.setattr(type(model), "forward", broken)
+    outputs = run(engine, num_failures=2)
+    monkeypatch.undo()
+    for name in ("0", "1"):
+        completion = outputs[name].outputs[0]
+        assert completion.finish_reason == "error"
+        assert completion.stop_reason == "the step failed twice: RuntimeError: bad pill"
+    for index in range(2, 6):
+        ids = list(outputs[str(index)].outputs[0].token_ids)
+        assert ids == greedy_alone(model, PROMPTS[index], 12, eos=False)
+    assert engine.stats().request_success == {"error": 2, "length": 4}
+
+
+def test_an_interrupt_leaves_a_whole_engine(model, monkeypatch, late):
+    engine = _engine(model, async_scheduling=late)
+    _break(monkeypatch, engine.runner, "launch", {3: KeyboardInterrupt()})
+    _break(monkeypatch, engine.runner, "read", {4: KeyboardInterrupt()})
+    outputs, interrupts = {}, 0
+    while engine.has_unfinished_requests():
+        try:
+            outputs.update((o.request_id, o) for o in engine.step())
+        except KeyboardInterrupt:
+            interrupts += 1
+        engine.check_integrity()
+    assert interrupts == 2
+    _assert_all_as_alone(model, outputs)
+
+
+class _BrokenTokenizer:
+    special_ids, strip_left, max_token_chars, eos_token_ids = frozenset(), 0, 4, ()
+
+    def __init__(self):
+        self.bad_id = None
+
+    def encode(self, text, add_special_tokens=True):
+        return [int(word) for word in text.split()]
+
+    def token_bytes(self, token_id):
+        if token_id == self.bad_id:
+            raise UnicodeError("bad vocabulary")
+        return b"%d " % token_id
+
+
+@pytest.mark.parametrize("kind", ["CUMULATIVE", "FINAL_ONLY"])
+def test_a_tokenizer_that_raises_fails_its_request_only(model, monkeypatch, late, kind):
+    tokenizer = _BrokenTokenizer()
+    monkeypatch.setattr(type(model), "has_tokenizer", True)
+    monkeypatch.setitem(model.__dict__, "tokenizer", tokenizer)
+    bad, good = [5, 6, 7], [8, 9]
+    bad_ids = greedy_alone(model, bad, 12, eos=False)
+    good_ids = greedy_alone(model, good, 12, eos=False)
+    tokenizer.bad_id = next(i for i in bad_ids[2:] if i not in good_ids)
+    engine = make_engine(model, async_scheduling=late)
+    params = SamplingParams(
+        temperature=0, max_tokens=12, ignore_eos=True, output_kind=RequestOutputKind[kind]
+    )
+    engine.add_request("bad", bad, params)
+    engine.add_request("good", good, params)
+    outputs = run(engine)
+    completion = outputs["bad"].outputs[0]
+    assert completion.finish_reason == "error"
+    assert completion.stop_reason == "the tokenizer raised UnicodeError: bad vocabulary"
+    assert outputs["good"].outputs[0].text == "".join(f"{i} " for i in good_ids)
+    assert engine.stats().request_success == {"error": 1, "length": 1}
+
+
+def test_the_watchdog_reports_a_stuck_step(model, monkeypatch, caplog):
+    engine = _engine(model, step_timeout=0.05)
+    forward, calls = type(model).forward, iter(range(10**9))
+
+    def slow(self, batch, pages):
+        if next(calls) == 2:
+            time.sleep(0.2)
+        return forward(self, batch, pages)
+
+    monkeypatch.setattr(type(model), "forward", slow)
+    with caplog.at_level(logging.ERROR, "engine"):
+        outputs = run(engine)
+    _assert_all_as_alone(model, outputs)
+    [record] = caplog.records
+    text = record.getMessage()
+    assert "step_timeout is 0.05 s" in text and "unfinished requests: ['0'" in text
+    assert "in slow" in text, "the stack shows where it hangs"
+    assert engine.stats().num_stuck_steps == 1
+    engine.close()
+
+
+def test_the_watchdog_may_give_up_a_stuck_step(model, monkeypatch, late):
+    engine = _engine(model, step_timeout=0.05, raise_on_timeout=True, async_scheduling=late)
+    forward, calls = type(model).forward, iter(range(10**9))
+
+    def slow(self, batch, pages):
+        if next(calls) == 2:
+            time.sleep(0.2)
+        return forward(self, batch, pages)
+
+    monkeypatch.setattr(type(model), "forward", slow)
+    outputs = {}
+    with pytest.raises(StepTimeoutError, match=r"longer than step_timeout=0.05 s"):
+        while engine.has_unfinished_requests():
+            outputs.update((o.request_id, o) for o in engine.step())
+    engine.check_integrity()
+    outputs |= run(engine)
+    _assert_all_as_alone(model, outputs)
+    engine.close()
+
+
+def test_a_wrong_block_table_is_noticed_in_debug_mode(model, monkeypatch):
+    engine = make_engine(model)
+    engine.add_request("r", PROMPTS[0], GREEDY)
+    engine.step()
+    engine.runner._slots.block_tables[0, 0] += 1
+    with pytest.raises(EngineError, match=r"block table of request 'r' must be \[0, 1\]"):
+        engine.step()
+
+
+def test_freed_blocks_are_poisoned_in_debug_mode(model):
+    engine = make_engine(model, enable_prefix_caching=False)
+    engine.add_request("r", PROMPTS[0], GREEDY)
+    run(engine)
+    engine.add_request("s", [5], GREEDY)
+    engine.step()
+    slab = engine.kv_cache.slab
+    [request] = engine.scheduler.unfinished_requests()
+    freed = set(range(3)) - set(request.block_table)
+    assert freed and all((slab[:, :, b] != slab[:, :, b]).all() for b in freed)
+
+
+def test_ten_thousand_short_requests_leave_nothing_behind():
+    model = MockModel(vocab_size=64, max_model_len=64)
+    engine = LLMEngine(model, max_num_seqs=64, max_num_batched_tokens=512, num_blocks=200)
+
+    def serve(count):
+        for index in range(count):
+            prompt = [index % 64, (index // 64) % 64, 5]
+            engine.add_request(str(index), prompt, SamplingParams(max_tokens=2), timeout=1e6)
+            while engine.num_unfinished_requests > 100:
+                for output in engine.step():
+                    ids = output.outputs[0].token_ids
+                    prompt = list(output.prompt_token_ids)
+                    assert list(ids) == model.continuation(prompt, len(ids))
+        run(engine)
+
+    serve(1000)
+    gc.collect()
+    tracemalloc.start()
+    before = tracemalloc.take_snapshot()
+    serve(9000)
+    gc.collect()
+    grown = tracemalloc.take_snapshot().compare_to(before, "filename")
+    tracemalloc.stop()
+    ours = sum(d.size_diff for d in grown if "/engine/" in d.traceback[0].filename)
+    assert ours < 64 << 10, [str(d) for d in grown[:5]]
+    assert engine.stats().request_success == {"length": 10_000}
+    assert engine.stats().generation_tokens == 20_000
