@@ -2,6 +2,8 @@
 
 from engine.kernels.attention_decode import attention_decode
 from engine.kernels.attention_prefill import attention_prefill
+from engine.kernels.decode_inputs import decode_inputs
+from engine.kernels.decode_outputs import decode_outputs
 from engine.kernels.embedding import embedding
 from engine.kernels.geglu import geglu
 from engine.kernels.gelu import gelu
@@ -22,6 +24,8 @@ from engine.kernels.swiglu import swiglu
 __all__ = [
     "attention_decode",
     "attention_prefill",
+    "decode_inputs",
+    "decode_outputs",
     "embedding",
     "geglu",
     "gelu",

@@ -14,6 +14,8 @@ __all__ = ["kernel_specs", "prepare_kernels"]
 _OPS = (
     "attention_decode",
     "attention_prefill",
+    "decode_inputs",
+    "decode_outputs",
     "embedding",
     "gemm",
     "kv_copy",

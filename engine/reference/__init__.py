@@ -2,6 +2,8 @@
 
 from engine.reference.attention_decode import attention_decode
 from engine.reference.attention_prefill import attention_prefill
+from engine.reference.decode_inputs import decode_inputs
+from engine.reference.decode_outputs import decode_outputs
 from engine.reference.embedding import embedding
 from engine.reference.geglu import geglu
 from engine.reference.gelu import gelu
@@ -22,6 +24,8 @@ from engine.reference.swiglu import swiglu
 __all__ = [
     "attention_decode",
     "attention_prefill",
+    "decode_inputs",
+    "decode_outputs",
     "embedding",
     "geglu",
     "gelu",

@@ -1,0 +1,134 @@
+"""What a decode step reads of its slots: `cuda_src/decode_inputs.cu`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine import reference
+from engine.kernels._contract import INT32, INT64, Contract
+from engine.kernels._launch import Kernel
+from engine.kernels._module import ModuleSpec
+
+__all__ = ["decode_inputs", "specs"]
+
+_THREADS = 128
+_POINTERS = (
+    *("rows", "token_ids", "positions", "last_ids", "tables"),
+    *("new_starts", "cu_new_blocks", "new_blocks"),
+    *("ids_out", "slots_out", "tables_out"),
+)
+_KERNEL = Kernel(
+    "decode_inputs",
+    " ".join(f"{name}:ptr" for name in _POINTERS)
+    + " num_slots:i32 width:i32 num_new:i32 block_size:i32",
+)
+
+
+def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
+    """Return the modules that the op may launch; integers, whatever the model's dtype."""
+    return (ModuleSpec("decode_inputs.cu", "float32"),)
+
+
+def decode_inputs(
+    rows: Any,
+    token_ids: Any,
+    positions: Any,
+    last_ids: Any,
+    tables: Any,
+    new_starts: Any,
+    cu_new_blocks: Any,
+    new_blocks: Any,
+    *,
+    block_size: int,
+    out: Any = None,
+) -> Any:
+    """Bring the slots' block tables up to date and lay out one decode step.
+
+    Parameters
+    ----------
+    rows : (B,) array of int32
+        The slot of each row of the batch, all different; -1 is padding.
+    token_ids : (B,) array of int32
+        The ids that the host knows; -1: the id sampled last in the slot.
+    positions : (B,) array of int32
+        Where these tokens stand; less than W * block_size.
+    last_ids : (S,) array of int32
+        The id sampled last in every slot.
+    tables : (S, W) array of int32
+        Block ids of every slot; written where blocks are new.
+    new_starts : (B,) array of int32
+        Where in the table the row's new blocks begin.
+    cu_new_blocks : (B+1,) array of int32
+        Row b's new blocks are [cu_new_blocks[b], cu_new_blocks[b+1]) of `new_blocks`.
+    new_blocks : (C,) array of int32
+    block_size : int
+        Tokens of a block.
+    out : (token_ids, slot_mapping, block_tables), optional
+        Where to put the results.
+
+    Returns
+    -------
+    token_ids : (B,) array of int32
+        0 for padding.
+    slot_mapping : (B,) array of int64
+        Where the key and value go; -1 for padding.
+    block_tables : (B, W) array of int32
+        Entries past the position's block are not defined, nor are those of padding.
+
+    Raises
+    ------
+    ShapeError, DTypeError, ContractError
+        If an argument breaks the contract. Numbers inside the arrays are not checked; on the GPU
+        nothing outside the arrays is read or written, whatever they are.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> i32 = lambda *values: np.array(values, np.int32)
+    >>> tables = np.zeros((2, 2), np.int32)
+    >>> ids, slots, rows = decode_inputs(i32(1, -1), i32(-1, -1), i32(17, 0), i32(5, 6), tables,
+    ...                                  i32(0, 0), i32(0, 2, 2), i32(9, 4), block_size=16)
+    >>> ids, slots, tables[1]
+    (array([6, 0], dtype=int32), array([65, -1]), array([9, 4], dtype=int32))
+    """
+    call = Contract("decode_inputs")
+    rows = call.array("rows", rows, "B", INT32)
+    token_ids = call.array("token_ids", token_ids, "B", INT32)
+    positions = call.array("positions", positions, "B", INT32)
+    last_ids = call.array("last_ids", last_ids, "S", INT32)
+    tables = call.written("tables", tables, "S W", INT32)
+    new_starts = call.array("new_starts", new_starts, "B", INT32)
+    cu_new_blocks = call.array("cu_new_blocks", cu_new_blocks, str(call["B"] + 1), INT32)
+    new_blocks = call.array("new_blocks", new_blocks, "C", INT32)
+    is_size = isinstance(block_size, int) and not isinstance(block_size, bool) and block_size > 0
+    call.check("block_size", is_size, "a whole number of at least 1", block_size)
+    is_triple = out is None or (isinstance(out, tuple | list) and len(out) == 3)
+    call.check("out", is_triple, "None or three arrays", type(out).__name__)
+    arrays = (rows, token_ids, positions, last_ids, tables, new_starts, cu_new_blocks, new_blocks)
+    outs = (None, None, None) if out is None else out
+    if call.on_cpu:
+        results = reference.decode_inputs(*arrays, block_size=block_size)
+        names = ("out[0]", "out[1]", "out[2]")
+        return tuple(call.finish(*three) for three in zip(outs, results, names, strict=True))
+    shapes = ((call["B"],), INT32), ((call["B"],), INT64), ((call["B"], call["W"]), INT32)
+    outs = tuple(
+        call.output(f"out[{i}]", one, *shape)
+        for i, (one, shape) in enumerate(zip(outs, shapes, strict=True))
+    )
+    _launch(arrays, outs, block_size)
+    return outs
+
+
+def _launch(arrays: tuple[Any, ...], outs: tuple[Any, ...], block_size: int) -> None:
+    given = dict(zip(_POINTERS, (*arrays, *outs), strict=True))
+    num_slots, width = given["tables"].shape
+    _KERNEL.launch(
+        specs("float32")[0],
+        (given["rows"].shape[0],),
+        (_THREADS,),
+        num_slots=num_slots,
+        width=width,
+        num_new=given["new_blocks"].shape[0],
+        block_size=block_size,
+        **given,
+    )

@@ -1,0 +1,81 @@
+"""What a decode step leaves behind: `cuda_src/decode_outputs.cu`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine import reference
+from engine.kernels._contract import INT32, Contract
+from engine.kernels._launch import Kernel, ceil_div
+from engine.kernels._module import ModuleSpec
+
+__all__ = ["decode_outputs", "specs"]
+
+_THREADS = 128
+_KERNEL = Kernel(
+    "decode_outputs",
+    "token_ids:ptr status:ptr rows:ptr last_ids:ptr out:ptr num_rows:i32 num_slots:i32",
+)
+
+
+def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
+    """Return the modules that the op may launch; integers, whatever the model's dtype."""
+    return (ModuleSpec("decode_outputs.cu", "float32"),)
+
+
+def decode_outputs(
+    token_ids: Any, status: Any, rows: Any, last_ids: Any, *, out: Any = None
+) -> Any:
+    """Keep the sampled ids for the next step, and put them beside their status for the host.
+
+    Parameters
+    ----------
+    token_ids, status : (B,) array of int32
+        As `sample` returns them.
+    rows : (B,) array of int32
+        The slot of each row, all different; what is no slot is padding.
+    last_ids : (S,) array of int32
+        The id sampled last in every slot; written.
+    out : (2, B) array of int32, optional
+        Where to put the result.
+
+    Returns
+    -------
+    (2, B) array of int32
+        The ids, then their status.
+
+    Raises
+    ------
+    ShapeError, DTypeError, ContractError
+        If an argument breaks the contract.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> i32 = lambda *values: np.array(values, np.int32)
+    >>> last_ids = i32(1, 2, 3)
+    >>> decode_outputs(i32(7, 8), i32(0, 0), i32(2, -1), last_ids), last_ids
+    (array([[7, 8],
+           [0, 0]], dtype=int32), array([1, 2, 7], dtype=int32))
+    """
+    call = Contract("decode_outputs")
+    token_ids = call.array("token_ids", token_ids, "B", INT32)
+    status = call.array("status", status, "B", INT32)
+    rows = call.array("rows", rows, "B", INT32)
+    last_ids = call.written("last_ids", last_ids, "S", INT32)
+    if call.on_cpu:
+        return call.finish(out, reference.decode_outputs(token_ids, status, rows, last_ids))
+    out = call.output("out", out, (2, call["B"]), INT32)
+    _KERNEL.launch(
+        specs("float32")[0],
+        (ceil_div(call["B"], _THREADS),),
+        (_THREADS,),
+        token_ids=token_ids,
+        status=status,
+        rows=rows,
+        last_ids=last_ids,
+        out=out,
+        num_rows=call["B"],
+        num_slots=call["S"],
+    )
+    return out

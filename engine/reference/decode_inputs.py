@@ -1,0 +1,38 @@
+"""NumPy mirror of `engine.kernels.decode_inputs`: its specification."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+__all__ = ["decode_inputs"]
+
+Array = np.ndarray[Any, Any]
+
+
+def decode_inputs(
+    rows: Array,
+    token_ids: Array,
+    positions: Array,
+    last_ids: Array,
+    tables: Array,
+    new_starts: Array,
+    cu_new_blocks: Array,
+    new_blocks: Array,
+    *,
+    block_size: int,
+) -> tuple[Array, Array, Array]:
+    """Update the slots' tables, then gather; 0, -1 and a table of 0 where the row is padding."""
+    used = np.flatnonzero(rows >= 0)
+    for b in used[np.diff(cu_new_blocks)[used] > 0]:
+        blocks = new_blocks[cu_new_blocks[b] : cu_new_blocks[b + 1]]
+        tables[rows[b], new_starts[b] : new_starts[b] + len(blocks)] = blocks
+    ids, slots = np.zeros_like(rows), np.full(len(rows), -1, np.int64)
+    tables_out = np.zeros((len(rows), tables.shape[1]), np.int32)
+    slot, position = rows[used], positions[used]
+    ids[used] = np.where(token_ids[used] >= 0, token_ids[used], last_ids[slot])
+    blocks = tables[slot, position // block_size].astype(np.int64)
+    slots[used] = blocks * block_size + position % block_size
+    tables_out[used] = tables[slot]
+    return ids, slots, tables_out

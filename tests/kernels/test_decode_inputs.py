@@ -1,0 +1,116 @@
+"""decode_inputs: the kernel against its mirror, the mirror against a loop over requests."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from engine import kernels, reference
+from engine.device import to_numpy
+from engine.errors import ContractError, DTypeError, ShapeError
+
+# (B, padding, S, W, block_size)
+_CASES = ((1, 0, 1, 1, 16), (5, 3, 9, 7, 16), (33, 7, 64, 300, 32), (256, 0, 256, 2, 128))
+
+
+def _inputs(case, seed=0):
+    """Slots with tables that grow, in the order of the op's arguments."""
+    batch, padding, num_slots, width, block_size = case
+    rng = np.random.default_rng(seed)
+    rows = np.full(batch + padding, -1, np.int32)
+    rows[:batch] = rng.permutation(num_slots)[:batch]
+    counts = np.zeros(batch + padding, np.int32)
+    counts[:batch] = rng.integers(0, width + 1, batch)
+    starts = np.zeros(batch + padding, np.int32)
+    starts[:batch] = [rng.integers(0, width - n + 1) for n in counts[:batch]]
+    positions = np.zeros(batch + padding, np.int32)
+    positions[:batch] = rng.integers(0, width * block_size, batch)
+    known = np.where(rng.random(batch + padding) < 0.5, -1, rng.integers(0, 99, len(rows)))
+    cu = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    new = rng.integers(0, 2**31 - 1, max(1, int(cu[-1])) + 2).astype(np.int32)
+    last_ids = rng.integers(0, 99, num_slots).astype(np.int32)
+    tables = rng.integers(0, 2**31 - 1, (num_slots, width)).astype(np.int32)
+    return rows, known.astype(np.int32), positions, last_ids, tables, starts, cu, new
+
+
+@pytest.mark.parametrize("case", _CASES)
+def test_matches_mirror(xp, case):
+    arrays = _inputs(case)
+    there = [xp.asarray(a.copy()) for a in arrays]
+    batch, size = len(arrays[0]), case[-1]
+    outs = (
+        xp.full(batch, -7, np.int32),
+        xp.full(batch, -7, np.int64),
+        xp.full((batch, case[3]), -7, np.int32),
+    )
+    got = kernels.decode_inputs(*there, block_size=size, out=outs)
+    assert all(a is b for a, b in zip(got, outs, strict=True))
+    want = reference.decode_inputs(*arrays, block_size=size)
+    np.testing.assert_array_equal(to_numpy(there[4]), arrays[4])  # the mirror wrote its own
+    np.testing.assert_array_equal(to_numpy(got[0]), want[0])
+    np.testing.assert_array_equal(to_numpy(got[1]), want[1])
+    for row, slot in enumerate(arrays[0]):
+        count = arrays[2][row] // size + 1 if slot >= 0 else 0
+        np.testing.assert_array_equal(to_numpy(got[2])[row, :count], want[2][row, :count])
+
+
+def test_mirror_is_a_loop():
+    rows, known, positions, last_ids, tables, starts, cu, new = _inputs(_CASES[1], seed=3)
+    kept = [list(map(int, table)) for table in tables]
+    got = reference.decode_inputs(
+        rows, known, positions, last_ids, tables, starts, cu, new, block_size=16
+    )
+    for b, slot in enumerate(rows):
+        if slot < 0:
+            assert (got[0][b], got[1][b]) == (0, -1)
+            continue
+        blocks = new[cu[b] : cu[b + 1]]
+        kept[slot][starts[b] : starts[b] + len(blocks)] = blocks
+        block, offset = divmod(int(positions[b]), 16)
+        assert got[0][b] == (known[b] if known[b] >= 0 else last_ids[slot])
+        assert got[1][b] == int(kept[slot][block]) * 16 + offset
+        assert list(got[2][b]) == kept[slot] == list(tables[slot])
+
+
+def test_nothing_outside_is_touched(xp):
+    """Numbers that fit no array: the row is left out, and the others are right."""
+    if xp is np:
+        pytest.skip("the mirror trusts its caller")
+    i32 = lambda *values: xp.asarray(np.array(values, np.int32))  # noqa: E731
+    tables = xp.zeros((2, 3), np.int32)
+    ids, slots, _ = kernels.decode_inputs(
+        i32(9, 1, 0),
+        i32(-1, -1, 4),
+        i32(0, 16, 5000),
+        i32(5, 6),
+        tables,
+        i32(0, 1, 2),
+        i32(0, 2, 4, 9),
+        i32(1, 2, 7, 8),
+        block_size=16,
+    )
+    assert to_numpy(ids).tolist() == [0, 6, 4]
+    assert to_numpy(slots).tolist() == [-1, 7 * 16, -1]
+    assert to_numpy(tables).tolist() == [[0, 0, 0], [0, 7, 8]]
+
+
+def test_contract(xp):
+    arrays = [xp.asarray(a) for a in _inputs(_CASES[1])]
+    with pytest.raises(ShapeError, match="cu_new_blocks: must have shape"):
+        kernels.decode_inputs(*arrays[:6], arrays[6][1:], arrays[7], block_size=16)
+    with pytest.raises(DTypeError, match="rows: must be int32"):
+        kernels.decode_inputs(arrays[0].astype(np.int64), *arrays[1:], block_size=16)
+    with pytest.raises(ContractError, match="block_size: must be a whole number"):
+        kernels.decode_inputs(*arrays, block_size=0)
+    with pytest.raises(ContractError, match="out: must be None or three arrays"):
+        kernels.decode_inputs(*arrays, block_size=16, out=arrays[0])
+
+
+def test_nobody(xp):
+    empty, tables = xp.zeros(0, np.int32), xp.zeros((2, 3), np.int32)
+    one = xp.zeros(1, np.int32)
+    last_ids = xp.zeros(2, np.int32)
+    got = kernels.decode_inputs(
+        empty, empty, empty, last_ids, tables, empty, one, one, block_size=16
+    )
+    assert [a.shape for a in got] == [(0,), (0,), (0, 3)]
