@@ -117,7 +117,7 @@ class Attention:
         the CPU each token is decoded by itself.
         """
         p = self.params
-        rule = {"scale": p.scale, "window": p.window, "softcap": p.softcap}
+        rule: dict[str, Any] = {"scale": p.scale, "window": p.window, "softcap": p.softcap}
         if array_module(q) is not np:
             return kernels.attention_prefill(
                 q,
