@@ -3,29 +3,31 @@
 //   logits    (B, V) float   row b starts at b * stride; only read
 //   The other arguments are those of engine/kernels/sample.py, by the same names, null if absent.
 //   processed (B, processed_stride) float   scratch: rows changed by bias, mask or penalties
-//   counts    (B, V) int     scratch: how often an id was seen
-//   chunks, listed, states   scratch: what sample_scan tells sample_choose
+//   keys, tiles, states                     scratch: what the scan tells sample_choose
 //   token_ids, status, num_kept (B,) int;  logprobs (B,) float, or null
 //   top_ids (B, num_top) int, top_logprobs (B, num_top) float, or null
 //
 // Formula and order of the steps: the notes of engine/kernels/sample.py.
 // Numerics: whatever decides which token is chosen is float32 with one rounding per operation, or
 // integer arithmetic, so that it equals the mirror bit for bit (common/exact_math.cuh). Only the
-// log-probabilities use expf and logf.
-// Parallelisation: sample_process, one block a row, only where rows are to be changed. sample_scan,
-// one block of 256 threads per chunk of up to 4096 logits of a row, is the one read of memory: it
-// finds the largest logit, sums exponentials, and lists the chunk's largest logits, 64 of them or
-// a few more. sample_choose, one block of 512 threads a row, merges the lists, or their largest
-// entries, and cuts and draws there. Where the candidates are more than the lists hold it searches
-// the row itself (common/row_select.cuh); where nothing is cut, several blocks share the row.
+// log-probabilities, and bounds with a proven margin, use other functions.
+// Parallelisation: sample_scan, one warp per tile of 1024 logits and no barrier, is the one read of
+// memory: it keeps the largest logit of every segment (common/segments.cuh). sample_scan_process
+// does the same where rows may have to be changed first; a block does so for its four tiles in
+// shared memory. sample_choose, one block of 512 threads a row, finds in the keys which segments can
+// hold a candidate, lists these and cuts and draws there (common/candidates.cuh). Where the
+// candidates are more than a list holds it walks the row (common/row_cut.cuh); where nothing is cut,
+// several blocks share the row.
 // Mirror: engine/reference/sample.py
 #include "common/candidates.cuh"
-#include "common/chunk_lists.cuh"
 #include "common/penalties.cuh"
-#include "common/row_select.cuh"
+#include "common/row_cut.cuh"
+#include "common/segments.cuh"
 #include "common/types.cuh"
 
-constexpr int kProcessThreads = 1024;
+constexpr int kScanThreads = 128;
+constexpr int kScanWarps = kScanThreads / kWarpSize;
+constexpr int kChunk = kScanWarps * kTile;  // logits of a block of the scan
 constexpr int kOk = 0, kBadLogits = 1, kBadParameter = 2;
 
 struct State {  // shared by the blocks of sample_choose that work on one row
@@ -33,18 +35,99 @@ struct State {  // shared by the blocks of sample_choose that work on one row
   uint32_t num_kept, num_done;
 };
 
+// What both scans are told.
+struct Scan {
+  const float* logits;
+  int64_t stride;
+  int vocab;
+  const float *temperature, *top_p, *min_p;
+  const int* top_k;
+  int num_top, num_tiles, num_segments, shift;
+  uint32_t* keys;  // (B, 2, kMaxSegments): of the row, and of the raw logits where they differ
+  Tile* tiles;
+  State* states;
+};
+
 __device__ __forceinline__ bool is_filtered(int top_k, float top_p, float min_p, int vocab) {
   return (top_k > 0 && top_k < vocab) || top_p < 1.0f || min_p > 0.0f;
 }
 
-extern "C" __global__ void __launch_bounds__(kProcessThreads, 1) sample_process(
-    const float* __restrict__ logits, int64_t stride, int vocab, const int* history,
-    int max_history, const int* history_lens, const int* prompt_lens,
-    const float* repetition_penalty, const float* presence_penalty, const float* frequency_penalty,
-    const int* logit_bias_ids, const float* logit_bias_values, const int* cu_logit_bias,
-    int num_bias, const int* allowed, float* processed, int64_t processed_stride, int* counts,
-    int* is_processed) {
-  const int64_t b = blockIdx.x;
+// Keys and sums of one tile; x is as changed, where the row is.
+__device__ __forceinline__ void scan_tile(const Scan& scan, int64_t b, int tile,
+                                          const TileValues& x, bool is_changed) {
+  uint32_t* keys = scan.keys + b * 2 * kMaxSegments;
+  Tile* result = scan.tiles + b * scan.num_tiles + tile;
+  const bool is_first_lane = threadIdx.x % kWarpSize == 0;
+  if (tile == 0 && is_first_lane) scan.states[b] = State{0, 0, 0};
+  const uint32_t key = store_keys(x, tile, scan.shift, scan.num_segments, keys);
+
+  // Where top_k says how many candidates there are, they are found without the sums.
+  const float temperature = scan.temperature[b];
+  const int top_k = scan.top_k[b];
+  const bool has_limit = top_k > 0 && top_k <= kMaxCandidates;
+  if (temperature > 0.0f && !has_limit &&
+      is_filtered(top_k, scan.top_p[b], scan.min_p[b], scan.vocab)) {
+    float largest = minus_inf(), lowest = -minus_inf(), sum = 0.0f;
+    if (key > kMinusInfKey && key < kInfKey) {
+      largest = from_ordered_key(key);
+      lowest = tile_lowest(x);
+      sum = tile_sum(x, largest, scale_of(temperature));
+    }
+    if (is_first_lane) store_vec(&result->largest, Vec<float, 4>{{largest, lowest, sum, 0.0f}});
+  }
+
+  if (scan.num_top < 0) return;
+  const Row raw(scan.logits + b * scan.stride, scan.vocab);
+  const TileValues y = is_changed ? load_tile(raw, tile) : x;  // log-probabilities are of these
+  if (is_changed && scan.num_top > 0) {
+    store_keys(y, tile, scan.shift, scan.num_segments, keys + kMaxSegments);
+  }
+  const float largest = tile_largest(y);
+  float sum = 0.0f;
+#pragma unroll
+  for (int j = 0; j < kTileSegments; ++j) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sum += y.v[j].v[i] > minus_inf() ? expf(y.v[j].v[i] - largest) : 0;
+  }
+  sum = warp_sum(sum);
+  if (is_first_lane) store_vec(&result->raw_largest, Vec<float, 2>{{largest, sum}});
+}
+
+#define ENGINE_SCAN_PARAMETERS                                                                    \
+  const float *logits, int64_t stride, int vocab, const float *temperature, const int *top_k,     \
+      const float *top_p, const float *min_p, int num_top, int num_tiles, int num_segments,       \
+      int shift, uint32_t *keys, Tile *tiles, State *states
+#define ENGINE_SCAN                                                                               \
+  Scan {                                                                                          \
+    logits, stride, vocab, temperature, top_p, min_p, top_k, num_top, num_tiles, num_segments,    \
+        shift, keys, tiles, states                                                                \
+  }
+
+extern "C" __global__ void __launch_bounds__(kScanThreads, 8) sample_scan(ENGINE_SCAN_PARAMETERS) {
+  const int num_chunks = (num_tiles + kScanWarps - 1) / kScanWarps;
+  const int64_t b = blockIdx.x / num_chunks;
+  const int chunk = blockIdx.x % num_chunks;
+  const int tile = chunk * kScanWarps + static_cast<int>(threadIdx.x) / kWarpSize;
+  if (tile >= num_tiles) return;
+  const TileValues x = load_tile(Row(logits + b * stride, vocab), tile);
+  scan_tile(ENGINE_SCAN, b, tile, x, false);
+}
+
+extern "C" __global__ void __launch_bounds__(kScanThreads, 4) sample_scan_process(
+    ENGINE_SCAN_PARAMETERS, const int* history, int max_history, const int* history_lens,
+    const int* prompt_lens, const float* repetition_penalty, const float* presence_penalty,
+    const float* frequency_penalty, const int* logit_bias_ids, const float* logit_bias_values,
+    const int* cu_logit_bias, int num_bias, const int* allowed, float* processed,
+    int64_t processed_stride, int* is_processed) {
+  __shared__ alignas(16) float changed[kChunk];
+  __shared__ int counts[kChunk];
+  const int num_chunks = (num_tiles + kScanWarps - 1) / kScanWarps;
+  const int64_t b = blockIdx.x / num_chunks;
+  const int chunk = blockIdx.x % num_chunks;
+  const int tile = chunk * kScanWarps + static_cast<int>(threadIdx.x) / kWarpSize;
+  const int begin = chunk * kChunk, size = min(kChunk, vocab - begin);
+  const float* row = logits + b * stride;
+
   const float repetition = repetition_penalty ? repetition_penalty[b] : 1.0f;
   const float presence = presence_penalty ? presence_penalty[b] : 0.0f;
   const float frequency = frequency_penalty ? frequency_penalty[b] : 0.0f;
@@ -53,81 +136,40 @@ extern "C" __global__ void __launch_bounds__(kProcessThreads, 1) sample_process(
   const int bias_end = cu_logit_bias ? min(cu_logit_bias[b + 1], num_bias) : 0;
   const bool has_penalty = len > 0 && (repetition != 1.0f || presence != 0.0f || frequency != 0.0f);
   const bool has_work = allowed || has_penalty || bias_begin < bias_end;
-  if (threadIdx.x == 0) is_processed[b] = has_work;
-  if (!has_work) return;
+  if (chunk == 0 && threadIdx.x == 0) is_processed[b] = has_work;
+  if (!has_work) {
+    if (tile >= num_tiles) return;
+    scan_tile(ENGINE_SCAN, b, tile, load_tile(Row(row, vocab), tile), false);
+    return;
+  }
 
-  const float* source = logits + b * stride;
   const int* mask = allowed ? allowed + b * ((vocab + 31) / 32) : nullptr;
-  float* row = processed + b * processed_stride;
-  for (int id = threadIdx.x; id < vocab; id += kProcessThreads) {
-    const float x = source[id];
+  for (int i = threadIdx.x; i < size; i += kScanThreads) {
+    const int id = begin + i;
+    const float x = row[id];
     const bool stays = !mask || (static_cast<uint32_t>(mask[id / 32]) >> (id % 32) & 1u);
-    row[id] = stays || is_bad(x) ? x : minus_inf();  // a NaN is reported even where it is masked
+    changed[i] = stays || is_bad(x) ? x : minus_inf();  // a NaN is reported even where it is masked
+    counts[i] = 0;
   }
   __syncthreads();
-  for (int i = bias_begin + threadIdx.x; i < bias_end; i += kProcessThreads) {
-    const int id = logit_bias_ids[i];
-    if (id >= 0 && id < vocab) row[id] = __fadd_rn(row[id], logit_bias_values[i]);
+  for (int i = bias_begin + threadIdx.x; i < bias_end; i += kScanThreads) {
+    const int at = logit_bias_ids[i] - begin;
+    if (logit_bias_ids[i] >= 0 && at >= 0 && at < size) {
+      changed[at] = __fadd_rn(changed[at], logit_bias_values[i]);
+    }
   }
   __syncthreads();
   if (has_penalty) {
-    penalize(row, counts + b * vocab, history + b * max_history, len, prompt_lens[b], vocab,
+    penalize(changed, counts, history + b * max_history, len, prompt_lens[b], begin, size,
              repetition, presence, frequency);
+    __syncthreads();
   }
-}
-
-extern "C" __global__ void __launch_bounds__(kScanThreads, 4) sample_scan(
-    const float* __restrict__ logits, int64_t stride, int vocab, const float* processed,
-    int64_t processed_stride, const int* is_processed, const float* temperature, const int* top_k,
-    const float* top_p, const float* min_p, int num_top, int chunk_groups, Chunk* chunks,
-    uint64_t* listed, State* states) {
-  __shared__ ScanShared s;
-  const int64_t b = blockIdx.x;
-  const int64_t slot = b * gridDim.y + blockIdx.y;
-  const bool is_changed = is_processed && is_processed[b];
-  const Row raw(logits + b * stride, vocab);
-  const Row row = is_changed ? Row(processed + b * processed_stride, vocab) : raw;
-  const int first_group = blockIdx.y * chunk_groups;
-  const int end_group = min(first_group + chunk_groups, row.num_groups());
-  if (blockIdx.y == 0 && threadIdx.x == 0) states[b] = State{0, 0, 0};
-
-  float x[kScanValues];
-  scan_load(row, first_group, end_group, x);
-  bool has_bad = false;
-  uint64_t best = 0;
-  float largest = minus_inf();
-#pragma unroll
-  for (int i = 0; i < kScanValues; ++i) {
-    has_bad |= is_bad(x[i]);
-    largest = fmaxf(largest, x[i]);
-    const int group = first_group + (i / 4) * kScanThreads + threadIdx.x;
-    if (x[i] > minus_inf()) best = Max<uint64_t>()(best, order_of(x[i], 4 * group + i % 4));
-  }
-  best = block_reduce<kScanWarps>(best, Max<uint64_t>(), s.scratch);
-  has_bad = __syncthreads_or(has_bad);
-  Chunk* chunk = chunks + slot;
-  if (threadIdx.x == 0) *chunk = Chunk{best, minus_inf(), 0.0f, kNoList, 0, has_bad, 0};
-
-  const bool is_cut = temperature[b] > 0.0f && is_filtered(top_k[b], top_p[b], min_p[b], vocab);
-  if ((is_cut || (num_top > 0 && !is_changed)) && !has_bad) {
-    scan_list(x, first_group, scan_bound(largest, s), s, chunk, listed + slot * kMaxListed);
-  }
-  if (num_top < 0) return;
-  if (is_changed) {  // log-probabilities are those of the raw logits
-    scan_load(raw, first_group, end_group, x);
-    largest = minus_inf();
-#pragma unroll
-    for (int i = 0; i < kScanValues; ++i) largest = fmaxf(largest, x[i]);
-  }
-  largest = block_reduce<kScanWarps>(largest, Max<float>(), s.scratch);
-  float sum = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kScanValues; ++i) sum += x[i] > minus_inf() ? expf(x[i] - largest) : 0.0f;
-  sum = block_reduce<kScanWarps>(sum, Sum<float>(), s.scratch);
-  if (threadIdx.x == 0) {
-    chunk->lse_max = largest;
-    chunk->lse_sum = sum;
-  }
+  float* out = processed + b * processed_stride + begin;
+  for (int i = threadIdx.x; i < size; i += kScanThreads) out[i] = changed[i];
+  if (tile >= num_tiles) return;
+  // Generic pointers: the tile is read from shared memory as if the chunk were a row of its own.
+  const TileValues x = load_tile(Row(changed, size), threadIdx.x / kWarpSize);
+  scan_tile(ENGINE_SCAN, b, tile, x, true);
 }
 
 __device__ __forceinline__ bool is_finite(float x) { return fabsf(x) <= kFloatMax; }
@@ -139,24 +181,66 @@ __device__ __forceinline__ bool is_usable(float temperature, float top_p, float 
          is_finite(presence) && is_finite(frequency);
 }
 
-struct Summary {  // of all chunks of a row
-  uint64_t best;
-  uint32_t bound;
-  bool is_bad;
-  float lse_max, lse_sum;
+__device__ __forceinline__ void load_keys(const uint32_t* keys, int num_segments,
+                                          uint32_t (&mine)[kKeys]) {
+#pragma unroll
+  for (int i = 0; i < kKeys; ++i) {
+    const int segment = i * kThreads + static_cast<int>(threadIdx.x);
+    mine[i] = segment < num_segments ? keys[segment] : 0;
+  }
+}
+
+__device__ __forceinline__ uint32_t largest_key(const uint32_t (&keys)[kKeys],
+                                                uint64_t* scratch) {
+  uint32_t top = 0;
+#pragma unroll
+  for (int i = 0; i < kKeys; ++i) top = max(top, keys[i]);
+  return block_max<kWarps>(top, scratch);
+}
+
+// The lowest id whose logit has the key `top`, the largest of all.
+__device__ int first_of_largest(const Row& row, const uint32_t (&keys)[kKeys], uint32_t top,
+                                int shift, uint64_t* scratch) {
+  uint32_t inverse = 0;
+#pragma unroll
+  for (int i = 0; i < kKeys; ++i) {
+    if (keys[i] == top) inverse = max(inverse, ~static_cast<uint32_t>(i * kThreads + threadIdx.x));
+  }
+  const int segment = static_cast<int>(~block_max<kWarps>(inverse, scratch));
+  inverse = 0;
+  const int group = (segment << shift) * kWarpSize + static_cast<int>(threadIdx.x);
+  if (static_cast<int>(threadIdx.x) < kWarpSize << shift) {
+    const Vec<float, 4> x = row.group(group);
+#pragma unroll
+    for (int i = 3; i >= 0; --i) {
+      if (ordered_key(x.v[i]) == top) inverse = ~static_cast<uint32_t>(4 * group + i);
+    }
+  }
+  return static_cast<int>(~block_max<kWarps>(inverse, scratch));
+}
+
+struct LogSum {
+  float largest, log_sum;
 };
 
-__device__ Summary summarize(const Chunk* chunks, int num_chunks, uint64_t* scratch) {
-  Chunk mine{0, minus_inf(), 0.0f, 0, 0, 0, 0};
-  if (static_cast<int>(threadIdx.x) < num_chunks) mine = chunks[threadIdx.x];
-  Summary all;
-  all.best = block_reduce<kWarps>(mine.best, Max<uint64_t>(), scratch);
-  all.bound = block_reduce<kWarps>(mine.bound, Max<uint32_t>(), scratch);
-  all.is_bad = __syncthreads_or(mine.is_bad);
-  all.lse_max = block_reduce<kWarps>(mine.lse_max, Max<float>(), scratch);
-  const float part = mine.lse_sum > 0.0f ? mine.lse_sum * expf(mine.lse_max - all.lse_max) : 0.0f;
-  all.lse_sum = block_reduce<kWarps>(part, Sum<float>(), scratch);
-  return all;
+// Logarithm of the sum of exponentials of the row's raw logits, in two parts.
+__device__ LogSum log_sum_of(const Tile* tiles, int num_tiles, uint64_t* scratch) {
+  float largest = minus_inf(), sum = 0.0f;
+  for (int i = threadIdx.x; i < num_tiles; i += kThreads) {
+    largest = fmaxf(largest, tiles[i].raw_largest);
+  }
+  largest = block_reduce<kWarps>(largest, Max<float>(), scratch);
+  for (int i = threadIdx.x; i < num_tiles; i += kThreads) {
+    const float own = tiles[i].raw_sum;
+    if (own > 0.0f) sum += own * expf(tiles[i].raw_largest - largest);
+  }
+  return LogSum{largest, logf(block_reduce<kWarps>(sum, Sum<float>(), scratch))};
+}
+
+__device__ float lowest_of(const Tile* tiles, int num_tiles, uint64_t* scratch) {
+  float lowest = -minus_inf();
+  for (int i = threadIdx.x; i < num_tiles; i += kThreads) lowest = fminf(lowest, tiles[i].lowest);
+  return block_reduce<kWarps>(lowest, Min<float>(), scratch);
 }
 
 // Joins the draws of the row's blocks; true in the block that came last and so knows the result.
@@ -179,7 +263,7 @@ __device__ bool join_draws(State* state, uint64_t* best, int* num_kept, ChooseSh
   return is_last;
 }
 
-// Puts the num_top largest logits of the row into s.list, descending, by a search of the row.
+// Puts the num_top largest logits of the row into s.sorted by a search of the row.
 __device__ void list_top(const Row& row, int num_top, ChooseShared& s) {
   const uint64_t threshold = select_order<kWarps>(
       row, [](uint64_t, float) -> uint64_t { return 1; }, num_top, s.select);
@@ -190,34 +274,38 @@ __device__ void list_top(const Row& row, int num_top, ChooseShared& s) {
     if (order >= threshold) s.list[atomicAdd(&s.size, 1)] = order;
   });
   __syncthreads();
-  block_sort_descending(s.list, num_top);
+  block_sort_descending(s.list, num_top, s.sorted);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) sample_choose(
-    const float* __restrict__ logits, int64_t stride, int vocab, const float* processed,
+    const float* logits, int64_t stride, int vocab, const float* processed,
     int64_t processed_stride, const int* is_processed, const float* temperature, const int* top_k,
     const float* top_p, const float* min_p, const uint64_t* seeds, const int64_t* positions,
     const float* repetition_penalty, const float* presence_penalty, const float* frequency_penalty,
-    int num_top, int num_chunks, const Chunk* chunks, const uint64_t* listed, State* states,
-    int* token_ids, int* status, int* num_kept, float* logprobs, int* top_ids,
-    float* top_logprobs) {
+    int num_top, int num_tiles, int num_segments, int shift, const uint32_t* keys,
+    const Tile* tiles, State* states, int* token_ids, int* status, int* num_kept, float* logprobs,
+    int* top_ids, float* top_logprobs) {
   __shared__ ChooseShared s;
+  uint64_t* scratch = s.select.scratch;
   const int64_t b = blockIdx.x;
-  const bool is_cut = is_filtered(top_k[b], top_p[b], min_p[b], vocab);
-  const bool is_shared = temperature[b] > 0.0f && !is_cut;
+  keys += b * 2 * kMaxSegments;
+  tiles += b * num_tiles;
+  uint32_t mine[kKeys];
+  load_keys(keys, num_segments, mine);
+  const bool is_random = temperature[b] > 0.0f;
+  const bool is_cut = is_random && is_filtered(top_k[b], top_p[b], min_p[b], vocab);
+  const bool is_shared = is_random && !is_cut;
   if (blockIdx.y > 0 && !is_shared) return;
 
   const bool is_changed = is_processed && is_processed[b];
   const Row raw(logits + b * stride, vocab);
   const Row row = is_changed ? Row(processed + b * processed_stride, vocab) : raw;
-  chunks += b * num_chunks;
-  listed += b * num_chunks * kMaxListed;
-  const Summary all = summarize(chunks, num_chunks, s.select.scratch);
   const bool can_use = is_usable(temperature[b], top_p[b], min_p[b],
                                  repetition_penalty ? repetition_penalty[b] : 1.0f,
                                  presence_penalty ? presence_penalty[b] : 0.0f,
                                  frequency_penalty ? frequency_penalty[b] : 0.0f);
-  if (!can_use || all.is_bad || all.best == 0) {
+  const uint32_t top = largest_key(mine, scratch);
+  if (!can_use || top >= kInfKey || top <= kMinusInfKey) {
     if (blockIdx.y > 0) return;
     if (threadIdx.x == 0) {
       token_ids[b] = -1;
@@ -232,42 +320,60 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) sample_choose(
     return;
   }
 
-  const Job job = make_job(row, all.best, temperature[b], top_k[b], top_p[b], min_p[b], seeds[b],
-                           positions[b]);
-  uint64_t winner = all.best;
-  int num_listed = -1, kept = 1;
-  if (is_shared) {
-    const int groups = (row.num_groups() + gridDim.y - 1) / gridDim.y;
-    const int begin = min(static_cast<int>(blockIdx.y) * groups, row.num_groups());
-    winner = draw_row(job, 0, begin, min(begin + groups, row.num_groups()), s, &kept);
-    if (!join_draws(states + b, &winner, &kept, s)) return;
-  } else if (temperature[b] > 0.0f) {
-    num_listed = merge_lists(chunks, listed, num_chunks, all.bound, job.largest, job.top_k, s);
-    kept = num_listed < 0 ? -1 : cut_list(job, num_listed, s);
-    if (kept >= 0) {
-      winner = draw_list(job, kept, s);
+  int token, num_listed = -1, kept = 1;
+  if (!is_random) {
+    token = first_of_largest(row, mine, top, shift, scratch);
+  } else {
+    const Job job = make_job(row, from_ordered_key(top), temperature[b], top_k[b], top_p[b],
+                             min_p[b], seeds[b], positions[b]);
+    uint64_t winner;
+    if (is_shared) {
+      const int groups = (row.num_groups() + gridDim.y - 1) / gridDim.y;
+      const int begin = min(static_cast<int>(blockIdx.y) * groups, row.num_groups());
+      const int end = min(begin + groups, row.num_groups());
+      winner = draw_row<false>(job, 0, begin, end, s, &kept);
+      if (!join_draws(states + b, &winner, &kept, s)) return;
     } else {
-      winner = draw_row(job, cut_row(job, s), 0, row.num_groups(), s, &kept);
+      const int wanted = max(job.top_k > 0 ? job.top_k : kListed, num_top);
+      bool is_whole;
+      if (wanted <= kMaxCandidates) {
+        num_listed = list_largest(row, mine, top, wanted, shift, s, &is_whole);
+      }
+      kept = num_listed < 0 ? -1 : cut_list(job, num_listed, is_whole, tiles, num_tiles, s);
+      if (kept >= 0) {
+        Drawing drawing{0, kGumbelLowest};
+        draw_list(job, kept, s, drawing);
+        winner = end_drawing(drawing, s);
+      } else {
+        num_listed = -1;
+        float lowest = -kFloatMax;  // known only where there is no limit that a list can hold
+        if (job.top_k == 0 || job.top_k > kMaxCandidates) {
+          lowest = lowest_of(tiles, num_tiles, scratch);
+        }
+        winner = choose_from_row(job, lowest, s, &kept);
+      }
     }
+    token = id_of(winner);
   }
-  const int token = id_of(winner);
-  const float log_sum = num_top >= 0 ? logf(all.lse_sum) : 0.0f;
+  LogSum all{0.0f, 0.0f};
+  if (num_top >= 0) all = log_sum_of(tiles, num_tiles, scratch);
   if (threadIdx.x == 0) {
     token_ids[b] = token;
     status[b] = kOk;
     num_kept[b] = kept;
-    if (num_top >= 0) logprobs[b] = raw.data[token] - all.lse_max - log_sum;
+    if (num_top >= 0) logprobs[b] = raw.data[token] - all.largest - all.log_sum;
   }
   if (num_top <= 0) return;
-  if (is_changed) {
-    num_listed = -1;  // the list is of the changed logits
-  } else if (num_listed < 0) {
-    num_listed = merge_lists(chunks, listed, num_chunks, all.bound, job.largest, num_top, s);
+  if (is_changed || num_listed < 0) {  // no list, or one of the changed logits
+    if (is_changed) load_keys(keys + kMaxSegments, num_segments, mine);
+    const uint32_t raw_top = largest_key(mine, scratch);
+    bool is_whole;
+    num_listed = list_largest(raw, mine, raw_top, num_top, shift, s, &is_whole);
   }
   if (num_listed < num_top) list_top(raw, num_top, s);
   if (static_cast<int>(threadIdx.x) < num_top) {
-    const uint64_t order = s.list[threadIdx.x];
+    const uint64_t order = s.sorted[threadIdx.x];
     top_ids[b * num_top + threadIdx.x] = id_of(order);
-    top_logprobs[b * num_top + threadIdx.x] = logit_of(order) - all.lse_max - log_sum;
+    top_logprobs[b * num_top + threadIdx.x] = logit_of(order) - all.largest - all.log_sum;
   }
 }

@@ -23,6 +23,34 @@ __device__ __forceinline__ T block_reduce(T x, Op op, uint64_t* scratch) {
   return total;
 }
 
+// Largest of x over the block, for every thread; cheaper than block_reduce.
+template <int kWarps>
+__device__ __forceinline__ uint32_t block_max(uint32_t x, uint64_t* scratch) {
+  uint32_t* slots = reinterpret_cast<uint32_t*>(scratch);
+  x = __reduce_max_sync(kFullMask, x);
+  __syncthreads();  // SAFETY: the slots may still be read by the call before.
+  if (threadIdx.x % kWarpSize == 0) slots[threadIdx.x / kWarpSize] = x;
+  __syncthreads();
+  return __reduce_max_sync(kFullMask, slots[threadIdx.x % kWarps]);
+}
+
+// Sum of x over the threads up to and including this one; cheaper than block_inclusive_scan.
+template <int kWarps>
+__device__ __forceinline__ int block_inclusive_count(int x, uint64_t* scratch) {
+  int* slots = reinterpret_cast<int*>(scratch);
+  const int warp_idx = threadIdx.x / kWarpSize, lane_idx = threadIdx.x % kWarpSize;
+#pragma unroll
+  for (int offset = 1; offset < kWarpSize; offset *= 2) {
+    const int below = __shfl_up_sync(kFullMask, x, offset);
+    if (lane_idx >= offset) x += below;
+  }
+  __syncthreads();  // SAFETY: the slots may still be read by the call before.
+  if (lane_idx == kWarpSize - 1) slots[warp_idx] = x;
+  __syncthreads();
+  const int before = lane_idx < warp_idx ? slots[lane_idx % kWarps] : 0;
+  return x + static_cast<int>(__reduce_add_sync(kFullMask, before));
+}
+
 template <typename T>
 struct Max {
   __device__ __forceinline__ T operator()(T a, T b) const { return a < b ? b : a; }
@@ -60,23 +88,19 @@ __device__ __forceinline__ uint64_t block_inclusive_scan(uint64_t x, uint64_t* s
   return x;
 }
 
-// Sort list[0..n) descending; room for the next power of two, at most twice the block's threads.
-__device__ __forceinline__ void block_sort_descending(uint64_t* list, int n) {
-  int size = 1;
-  while (size < n) size *= 2;
-  for (int i = n + threadIdx.x; i < size; i += blockDim.x) list[i] = 0;
-  __syncthreads();
-  for (int span = 2; span <= size; span *= 2) {
-    for (int step = span / 2; step > 0; step /= 2) {
-      const int low = 2 * threadIdx.x - (threadIdx.x & (step - 1));
-      if (low + step < size) {
-        const uint64_t a = list[low], b = list[low + step];
-        if ((a < b) == ((low & span) == 0)) {
-          list[low] = b;
-          list[low + step] = a;
-        }
-      }
-      __syncthreads();
-    }
+// Writes list[0..n), whose entries are distinct, to sorted[0..n) in descending order: each entry goes
+// where the number of those above it says. n is at most the block's threads, a power of two.
+__device__ __forceinline__ void block_sort_descending(const uint64_t* list, int n,
+                                                      uint64_t* sorted) {
+  int parts = kWarpSize;  // threads that share the comparisons of one entry
+  while (parts > 1 && parts * n > static_cast<int>(blockDim.x)) parts /= 2;
+  const int entry = threadIdx.x / parts;
+  const uint64_t own = entry < n ? list[entry] : ~0ull;
+  int rank = 0;
+  for (int i = threadIdx.x % parts; i < n; i += parts) rank += list[i] > own;
+  for (int offset = parts / 2; offset > 0; offset /= 2) {
+    rank += __shfl_xor_sync(kFullMask, rank, offset);
   }
+  if (entry < n && threadIdx.x % parts == 0) sorted[rank] = own;
+  __syncthreads();
 }

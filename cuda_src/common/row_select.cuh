@@ -48,16 +48,41 @@ struct Row {
   }
 };
 
+constexpr int kLoads = 4;  // accesses of a thread in flight at once while walking a row
+
+// Calls body(logits, group) for the groups [begin, end) of four ids, spread over the block's threads,
+// and after_batch() for all threads of the block at once after every kLoads of them.
+template <typename Body, typename AfterBatch>
+__device__ __forceinline__ void for_each_group(const Row& row, int begin, int end, Body body,
+                                               AfterBatch after_batch) {
+  for (int base = begin; base < end; base += kLoads * blockDim.x) {
+    Vec<float, 4> x[kLoads];
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j) {
+      const int group = base + j * blockDim.x + threadIdx.x;
+      if (group < end) x[j] = row.group(group);
+    }
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j) {
+      const int group = base + j * blockDim.x + threadIdx.x;
+      if (group < end) body(x[j], group);
+    }
+    after_batch();
+  }
+}
+
 // Calls body(logit, id) for every id of the row, each once, spread over the block's threads.
 template <typename Body>
 __device__ __forceinline__ void for_each_id(const Row& row, Body body) {
-  for (int group = threadIdx.x; group < row.num_groups(); group += blockDim.x) {
-    const Vec<float, 4> x = row.group(group);
+  for_each_group(
+      row, 0, row.num_groups(),
+      [&](const Vec<float, 4>& x, int group) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (4 * group + i < row.size) body(x.v[i], 4 * group + i);
-    }
-  }
+        for (int i = 0; i < 4; ++i) {
+          if (4 * group + i < row.size) body(x.v[i], 4 * group + i);
+        }
+      },
+      [] {});
 }
 
 constexpr int kBins = 2048;
@@ -83,7 +108,7 @@ struct SelectShared {
   Histogram bins;
   uint64_t scratch[32];
   uint64_t rest;  // what the chosen bin must still give
-  int bin;
+  int bin, before;  // and how many lie in the bins before it
   bool is_done;
 };
 

@@ -13,29 +13,29 @@ from engine.kernels._module import ModuleSpec
 
 __all__ = ["Config", "choose_config", "rmsnorm", "specs"]
 
-_THREADS = 256
 _PARAMS = (
     "x:ptr residual:ptr weight:ptr out:ptr residual_out:ptr num_rows:i64 n:i32 num_b:i32 "
     "x_stride_a:i64 x_stride_b:i64 out_stride_a:i64 out_stride_b:i64 eps:f32 weight_offset:f32"
 )
+_HELD = {1: 128, 2: 64, 4: 128, 8: 256, 16: 512, 32: 512}  # KB of a row held: threads a block
 _KERNELS = {
-    (rows, width): Kernel(f"rmsnorm_{rows}_{width}", _PARAMS)
-    for rows in ("warp", "block")
-    for width in ("vector", "scalar")
+    name: Kernel(f"rmsnorm_{name}", _PARAMS)
+    for name in (
+        *(f"held_{size}" for size in _HELD),
+        "long_vector",
+        "warp_scalar",
+        "long_scalar",
+    )
 }
 
 
 @dataclass(frozen=True)
 class Config:
-    """How rows are spread: one "warp" or one "block" a row, "vector" or "scalar" accesses."""
+    """How rows are spread: `kernel` is an entry point's name after "rmsnorm_"."""
 
-    rows: str
-    width: str
-
-    @property
-    def rows_per_block(self) -> int:
-        """Rows that one block of threads normalises."""
-        return _THREADS // 32 if self.rows == "warp" else 1
+    kernel: str
+    threads: int
+    rows_per_block: int
 
 
 def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
@@ -43,15 +43,20 @@ def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
     return (ModuleSpec("rmsnorm.cu", dtype),)
 
 
-def choose_config(n: int, *, is_aligned: bool) -> Config:
+def choose_config(n: int, itemsize: int, *, is_aligned: bool) -> Config:
     """Choose for rows of `n` features; `is_aligned` says that 16-byte accesses are possible.
 
     Examples
     --------
-    >>> choose_config(128, is_aligned=True)
-    Config(rows='warp', width='vector')
+    >>> choose_config(4096, 2, is_aligned=True)
+    Config(kernel='held_8', threads=256, rows_per_block=1)
     """
-    return Config("warp" if n <= 1024 else "block", "vector" if is_aligned else "scalar")
+    if not is_aligned:
+        return Config("warp_scalar", 128, 4) if n <= 512 else Config("long_scalar", 256, 1)
+    for size, threads in _HELD.items():
+        if n * itemsize <= 1024 * size:
+            return Config(f"held_{size}", threads, 4 if size == 1 else 1)
+    return Config("long_vector", 256, 1)
 
 
 def rmsnorm(
@@ -137,12 +142,12 @@ def _launch(x: Any, weight: Any, residual: Any, y: Any, h: Any, eps: float, offs
         y = y.reshape(-1, n)
     num_b, x_strides, y_strides = _row_strides(x, y)
     aligned = all(_is_aligned(a) for a in (x, weight, residual, y, h) if a is not None)
-    config = choose_config(n, is_aligned=aligned)
+    config = choose_config(n, x.itemsize, is_aligned=aligned)
     num_rows = x.size // n if n else 0
-    _KERNELS[config.rows, config.width].launch(
+    _KERNELS[config.kernel].launch(
         specs(dtype_name(x.dtype))[0],
         (ceil_div(num_rows, config.rows_per_block),),
-        (_THREADS,),
+        (config.threads,),
         x=x,
         residual=residual,
         weight=weight,

@@ -41,9 +41,7 @@ _PENALTIES = "repetition_penalty:ptr presence_penalty:ptr frequency_penalty:ptr 
 _PENALTY_NAMES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 _LOGITS = "logits:ptr stride:i64 vocab:i32 "
 _FILTERS = "temperature:ptr top_k:ptr top_p:ptr min_p:ptr "
-_STAGES = (
-    "num_top:i32 num_tiles:i32 num_segments:i32 shift:i32 keys:ptr tiles:ptr states:ptr "
-)
+_STAGES = "num_top:i32 num_tiles:i32 num_segments:i32 shift:i32 keys:ptr tiles:ptr states:ptr "
 _SCAN = Kernel("sample_scan", _LOGITS + _FILTERS + _STAGES)
 _SCAN_PROCESS = Kernel(
     "sample_scan_process",
@@ -98,7 +96,7 @@ def choose_config(num_rows: int, vocab_size: int, *, num_sms: int) -> Config:
     while num_segments > _MAX_SEGMENTS:
         num_segments, shift = ceil_div(num_segments, 2), shift + 1
     per_row = ceil_div(vocab_size, 4 * _CHOOSE_THREADS)
-    draw_blocks = min(per_row, 2 * num_sms // max(num_rows, 1))
+    draw_blocks = min(per_row, num_sms // max(num_rows, 1))
     return Config(ceil_div(vocab_size, _TILE), shift, num_segments, max(draw_blocks, 1))
 
 

@@ -412,6 +412,8 @@ def test_a_single_allowed_id_is_taken(xp):
 
 
 def test_config_is_a_pure_function():
-    assert choose_config(1, 151936, num_sms=132) == Config(38, 1000, 75)
-    assert choose_config(128, 151936, num_sms=132) == Config(38, 1000, 2)
-    assert choose_config(500, 5, num_sms=132) == Config(1, 2, 1)
+    assert choose_config(1, 151936, num_sms=132) == Config(149, 0, 1187, 75)
+    assert choose_config(128, 151936, num_sms=132) == Config(149, 0, 1187, 1)
+    assert choose_config(500, 5, num_sms=132) == Config(1, 0, 1, 1)
+    assert choose_config(1, 262144, num_sms=132) == Config(256, 0, 2048, 128)
+    assert choose_config(1, 1 << 21, num_sms=132) == Config(2048, 3, 2048, 132)
