@@ -80,6 +80,9 @@ class EngineConfig:
     async_scheduling : bool, optional
         Launch each step before the ids of the last one are on the host: results come one step
         late, tokens are the same. On by default on CUDA, off on the CPU.
+    cuda_graphs : bool, optional
+        Replay decode steps as CUDA graphs, which are captured when the engine is made. On by
+        default on CUDA; off launches kernel by kernel. There are none on the CPU.
     step_timeout : float, optional
         Seconds after which a step counts as stuck: it is logged, with the engine's state.
     raise_on_timeout : bool
@@ -121,6 +124,7 @@ class EngineConfig:
     swap_space_gb: float = 0.0
     preemption_mode: str = "auto"
     async_scheduling: bool | None = None
+    cuda_graphs: bool | None = None
     step_timeout: float | None = None
     raise_on_timeout: bool = False
     debug: bool | None = None
@@ -182,7 +186,8 @@ class EngineConfig:
         seqs = self._or_default("max_num_seqs", _SEQUENCES[device.kind], device, reasons)
         budget = max(_BATCHED_TOKENS[device.kind], seqs)
         tokens = self._or_default("max_num_batched_tokens", budget, device, reasons)
-        memory = self._memory(model, device, dtype, weight_bytes, tokens, seqs)
+        has_graphs = self._has_graphs(device, reasons)
+        memory = self._memory(model, device, dtype, weight_bytes, tokens, seqs, has_graphs)
         geometry = KVGeometry(
             model.num_layers, model.num_kv_heads, model.head_dim, self.block_size, dtype
         )
@@ -202,7 +207,9 @@ class EngineConfig:
             **{theirs: getattr(self, ours) for ours, theirs in _SCHEDULER_OPTIONS.items()},
         )
         is_late = self._is_late(device, reasons)
-        return ResolvedConfig(scheduler, geometry, self.seed, is_late, is_debug, reasons)
+        return ResolvedConfig(
+            scheduler, geometry, self.seed, is_late, is_debug, has_graphs, reasons
+        )
 
     def _host_blocks(self, geometry: KVGeometry, reasons: dict[str, str]) -> int:
         count = int(self.swap_space_gb * 2**30) // geometry.bytes_per_block
@@ -215,6 +222,14 @@ class EngineConfig:
             return self.async_scheduling
         reasons["async_scheduling"] = f"{device.is_cuda}: the default on {device.kind}"
         return device.is_cuda
+
+    def _has_graphs(self, device: Device, reasons: dict[str, str]) -> bool:
+        if self.cuda_graphs is None:
+            reasons["cuda_graphs"] = f"{device.is_cuda}: the default on {device.kind}"
+            return device.is_cuda
+        if self.cuda_graphs and not device.is_cuda:
+            raise ConfigError(f"cuda_graphs must be False or left out on {device}; got True")
+        return self.cuda_graphs
 
     def _length(self, model_length: int, reasons: dict[str, str]) -> int:
         if self.max_model_len is None:
@@ -235,14 +250,22 @@ class EngineConfig:
         return default
 
     def _memory(
-        self, model: ModelConfig, device: Device, dtype: str, weights: int, tokens: int, seqs: int
+        self,
+        model: ModelConfig,
+        device: Device,
+        dtype: str,
+        weights: int,
+        tokens: int,
+        seqs: int,
+        has_graphs: bool,
     ) -> MemoryBudget:
         total, free = device_memory(device)
+        graphs = activation_bytes(model, dtype, seqs, seqs) if has_graphs else 0
         return MemoryBudget(
             total=total,
             others=max(0, total - free - weights),
             weights=weights,
-            activations=activation_bytes(model, dtype, tokens, seqs),
+            activations=activation_bytes(model, dtype, tokens, seqs) + graphs,
             utilization=self.memory_utilization or _UTILIZATION[device.kind],
         )
 
@@ -256,6 +279,7 @@ class ResolvedConfig:
     seed: int
     is_late: bool
     is_debug: bool
+    cuda_graphs: bool
     reasons: Mapping[str, str] = field(default_factory=dict)
 
 

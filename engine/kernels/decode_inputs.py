@@ -110,10 +110,11 @@ def decode_inputs(
         results = reference.decode_inputs(*arrays, block_size=block_size)
         names = ("out[0]", "out[1]", "out[2]")
         return tuple(call.finish(*three) for three in zip(outs, results, names, strict=True))
-    shapes = ((call["B"],), INT32), ((call["B"],), INT64), ((call["B"], call["W"]), INT32)
-    outs = tuple(
-        call.output(f"out[{i}]", one, *shape)
-        for i, (one, shape) in enumerate(zip(outs, shapes, strict=True))
+    batch, width = call["B"], call["W"]
+    outs = (
+        call.output("out[0]", outs[0], (batch,), INT32),
+        call.output("out[1]", outs[1], (batch,), INT64),
+        call.output("out[2]", outs[2], (batch, width), INT32),
     )
     _launch(arrays, outs, block_size)
     return outs

@@ -1,0 +1,278 @@
+"""Decode steps as CUDA graphs: one copy in, one launch, one copy out.
+
+A step of decodes is hundreds of kernels, and launching each would take the host longer than the
+device needs for all. So they are captured once, at load, for a few sizes of the batch, and replayed
+as a whole: the layout of the inputs, the model, the sampler, and the hand-over of the sampled ids.
+A batch in between takes the next larger graph, with rows of padding that write nothing.
+
+A graph can be replayed because nothing it touches moves: inputs lie in `StaticInputs`, block tables
+and last ids in arrays of the slots, and what its kernels allocated while they were captured comes
+from a pool that nobody else uses. All graphs share that memory, so they run one after another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engine import kernels
+from engine.layers.batch import ForwardBatch
+from engine.layers.sampler import Sampler, SamplingBatch
+from engine.runner.sampling import SamplingTable
+from engine.runner.slots import SlotTable
+from engine.runner.static_inputs import StaticInputs, Turn
+from engine.runner.transfer import Readback
+from engine.scheduler.output import ScheduledSequence, ScheduleOutput
+
+__all__ = ["DecodeGraphs", "GraphKey", "batch_sizes", "context_buckets"]
+
+IntArray = np.ndarray[Any, np.dtype[Any]]
+
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seeds")
+
+
+@dataclass(frozen=True, order=True)
+class GraphKey:
+    """Which graph: rows of the batch, padding included, and the longest context that it serves."""
+
+    size: int
+    max_context_len: int
+
+
+def batch_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """Return the sizes for which graphs are captured; the last is `max_num_seqs`.
+
+    Examples
+    --------
+    >>> batch_sizes(20), batch_sizes(3)
+    ((1, 2, 4, 8, 16, 20), (1, 2, 3))
+    """
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, max_num_seqs, 64)]
+    return (*(size for size in sizes if size < max_num_seqs), max_num_seqs)
+
+
+def context_buckets(size: int, max_model_len: int) -> tuple[int, ...]:
+    """Return the context lengths for which graphs of `size` rows are captured.
+
+    How far attention splits the keys of a sequence is fixed in a graph. With many sequences it
+    hardly splits, whatever their lengths.
+
+    Examples
+    --------
+    >>> context_buckets(1, 40960), context_buckets(64, 40960)
+    ((1024, 4096, 16384, 40960), (40960,))
+    """
+    if size > 16:
+        return (max_model_len,)
+    lengths = (1 << power for power in range(10, 40, 2))
+    return (*itertools.takewhile(lambda length: length < max_model_len, lengths), max_model_len)
+
+
+class DecodeGraphs:
+    """Computes steps in which every sequence has one token and is sampled without extras.
+
+    On the CPU the same steps are computed without being captured, which is for tests.
+
+    Parameters
+    ----------
+    model : RunnableModel
+    kv_pages : sequence of (k_pages, v_pages)
+    slots : SlotTable
+    sampling : SamplingTable
+    block_size, max_model_len : int
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        kv_pages: Sequence[tuple[Any, Any]],
+        slots: SlotTable,
+        sampling: SamplingTable,
+        *,
+        block_size: int,
+        max_model_len: int,
+    ) -> None:
+        self._model = model
+        self._pages = kv_pages
+        self._slots = slots
+        self._sampling = sampling
+        self._block_size = block_size
+        self._sampler = Sampler()
+        xp = model.device.xp
+        max_rows, width = slots.block_tables.shape
+        self._inputs = StaticInputs(model.device, max_rows, max_rows * width)
+        self._tables = xp.zeros((max_rows, width), np.int32)  # of the slots
+        self._token_ids = xp.zeros(max_rows, np.int32)
+        self._slot_mapping = xp.zeros(max_rows, np.int64)
+        self._batch_tables = xp.zeros((max_rows, width), np.int32)  # of the batch
+        self._cu_seqlens = xp.asarray(np.arange(max_rows + 1, dtype=np.int32))
+        self._sizes = np.array(batch_sizes(max_rows))
+        self._keys = [
+            GraphKey(size, length)
+            for size in batch_sizes(max_rows)
+            for length in context_buckets(size, max_model_len)
+        ]
+        self._graphs: dict[GraphKey, Any] = {}
+        self._kept: list[Any] = []  # what the graphs live on
+
+    @property
+    def keys(self) -> tuple[GraphKey, ...]:
+        """All graphs there are, in ascending order."""
+        return tuple(self._keys)
+
+    def capture(self, *, progress: bool = False) -> None:
+        """Capture all graphs (nothing on the CPU); a bar on stderr if asked for."""
+        if not self._model.device.is_cuda:
+            return
+        from tqdm import tqdm
+
+        self._model.device.activate()
+        cuda = self._model.device.xp.cuda
+        cuda.get_current_stream().synchronize()
+        pool, stream = cuda.MemoryPool(), cuda.Stream(non_blocking=True)
+        self._kept += [pool, stream]
+        keys = tqdm(
+            self._keys[::-1],  # the largest first: the others fit into its memory
+            "capturing graphs",
+            file=sys.stderr,
+            disable=not progress,
+            leave=False,
+        )
+        with cuda.using_allocator(pool.malloc), stream:
+            for key in keys:
+                self._graphs[key] = self._capture(key, stream)
+            stream.synchronize()
+
+    def key(self, num_rows: int, max_context_len: int) -> GraphKey:
+        """Return the smallest graph for so many sequences, the longest of so many tokens."""
+        size = int(self._sizes[np.searchsorted(self._sizes, num_rows)])
+        of_size = (key for key in self._keys if key.size == size)
+        return next(key for key in of_size if key.max_context_len >= max_context_len)
+
+    def launch(self, output: ScheduleOutput, rows: IntArray) -> Readback | None:
+        """Compute `output`, whose sequences have these slots, if it is a step of this kind.
+
+        Returns
+        -------
+        Readback or None
+            Of "token_ids" and "status". None: nothing was done; compute it another way.
+        """
+        sequences = output.sequences
+        if output.num_decodes < len(sequences) or not all(s.is_sampled for s in sequences):
+            return None
+        columns = self._sampling.plain_columns(rows)
+        if columns is None:
+            return None
+        starts = np.array([s.start for s in sequences], np.int32)
+        key = self.key(len(rows), int(starts.max()) + 1)
+        num_blocks = starts // self._block_size + 1
+        self._slots.update_tables(sequences, rows, num_blocks, rewritten=bool(output.copies))
+        turn = self._inputs.next_turn()
+        turn.fill(
+            len(rows),
+            key.size,
+            rows=rows,
+            token_ids=self._token_ids_of(sequences, rows, starts),
+            positions=starts,
+            rope_positions=starts + self._slots.rope_offsets[rows],
+            context_lens=starts + 1,
+            sample_positions=starts + 1,
+            **columns,
+        )
+        self._inputs.send(turn, self._fill_blocks(turn, rows, key.size))
+        self.replay(key)
+        self._slots.num_sent[rows] = self._slots.num_blocks[rows]
+        self._slots.last_positions[rows] = starts + 1
+        return self._inputs.read(turn, len(rows), key.size)
+
+    def replay(self, key: GraphKey) -> None:
+        """Compute a step on what the static inputs hold."""
+        if self._graphs:
+            self._graphs[key].launch()
+        else:
+            self.compute(key)
+
+    def compute(self, key: GraphKey) -> None:
+        """Launch the kernels of a step one by one: what a graph is captured from."""
+        there, size, slots = self._inputs.arrays, key.size, self._slots
+        batch = self._batch(key)
+        kernels.decode_inputs(
+            there["rows"][:size],
+            there["token_ids"][:size],
+            batch.positions,
+            slots.last_ids,
+            self._tables,
+            there["new_starts"][:size],
+            there["cu_new_blocks"][: size + 1],
+            there["new_blocks"],
+            block_size=self._block_size,
+            out=(batch.token_ids, batch.slot_mapping, batch.block_tables),
+        )
+        logits = self._model.forward(batch, self._pages)
+        columns = {name: there[name][:size] for name in _SAMPLING}
+        positions = there["sample_positions"][:size]
+        sampled = self._sampler(logits, SamplingBatch(positions=positions, **columns))
+        kernels.decode_outputs(
+            sampled.token_ids,
+            sampled.status,
+            there["rows"][:size],
+            slots.last_ids,
+            out=self._inputs.results[: 2 * size].reshape(2, size),
+        )
+
+    def _batch(self, key: GraphKey) -> ForwardBatch:
+        there, size = self._inputs.arrays, key.size
+        return ForwardBatch(
+            token_ids=self._token_ids[:size],
+            positions=there["positions"][:size],
+            rope_positions=there["rope_positions"][:size],
+            slot_mapping=self._slot_mapping[:size],
+            cu_seqlens_q=self._cu_seqlens[: size + 1],
+            context_lens=there["context_lens"][:size],
+            block_tables=self._batch_tables[:size],
+            logits_indices=None,
+            num_decodes=size,
+            max_seqlen_q=1,
+            max_context_len=key.max_context_len,
+            prefill_cu_seqlens_q=self._cu_seqlens[:1],
+        )
+
+    def _capture(self, key: GraphKey, stream: Any) -> Any:
+        # Run once before: modules are loaded, scratch grows, and the pool gets its memory.
+        self.compute(key)
+        stream.begin_capture()
+        try:
+            self.compute(key)
+        except BaseException:
+            with contextlib.suppress(Exception):  # the capture is broken; the cause is above
+                stream.end_capture()
+            raise
+        return stream.end_capture()
+
+    def _token_ids_of(
+        self, sequences: Sequence[ScheduledSequence], rows: IntArray, starts: IntArray
+    ) -> IntArray:
+        """Return the ids that the host has to say; -1 where the slot's last id is the one."""
+        ids = np.full(len(rows), -1, np.int32)
+        for index in np.flatnonzero(self._slots.last_positions[rows] != starts).tolist():
+            start = sequences[index].start
+            ids[index] = sequences[index].request.token_ids(start, start + 1)[0]
+        return ids
+
+    def _fill_blocks(self, turn: Turn, rows: IntArray, size: int) -> int:
+        """Write the blocks that the device does not know of; return how many these are."""
+        sent = self._slots.num_sent[rows]
+        counts = self._slots.num_blocks[rows] - sent
+        turn.fill(len(rows), size, new_starts=sent)
+        places = turn.fill_blocks(counts, size)
+        blocks, tables = turn.fields["new_blocks"], self._slots.block_tables
+        for index in np.flatnonzero(counts).tolist():
+            new = tables[rows[index], sent[index] : sent[index] + counts[index]]
+            blocks[places[index] : places[index + 1]] = new
+        return int(places[-1])

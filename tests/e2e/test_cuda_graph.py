@@ -1,0 +1,236 @@
+"""Decode steps as graphs: the tokens of steps launched kernel by kernel, and nothing allocated."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from engine import SamplingParams, load
+from engine.device import to_numpy
+from engine.engine_config import EngineConfig
+from engine.errors import ConfigError
+from engine.kernels import _module
+from engine.runner.cuda_graph import DecodeGraphs, GraphKey, batch_sizes, context_buckets
+from tests.e2e.tiny import CONFIG, alone, make_engine, run, tiny_model
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def model(request):
+    return tiny_model(request.param)
+
+
+@pytest.fixture(scope="module")
+def half_model():
+    """In float16, with norms of q and k and enough heads to split keys."""
+    if tiny_model("cuda").device.is_cuda:
+        config = dataclasses.replace(CONFIG, num_layers=3, qk_norm=True, qkv_bias=True)
+        return load(config=config, load_format="dummy", device="cuda", dtype="float16")
+    return None
+
+
+def _engine(model, **options):
+    """An engine whose decode steps are graphs, or on the CPU the steps that would be captured."""
+    engine = make_engine(model, **options)
+    if engine.runner.graphs is None:
+        engine.runner.capture_graphs(engine.config.scheduler.max_model_len)
+    return engine
+
+
+def _count_steps(engine, monkeypatch):
+    """Count the steps that graphs take: [taken, refused]."""
+    counts, launch = [0, 0], engine.runner.graphs.launch
+
+    def counted(output, rows):
+        tokens = launch(output, rows)
+        counts[tokens is None] += 1
+        return tokens
+
+    monkeypatch.setattr(engine.runner.graphs, "launch", counted)
+    return counts
+
+
+def _params(index, **more):
+    kinds = [
+        {"temperature": 0.0},
+        {"temperature": 0.8, "seed": index},
+        {"temperature": 1.0, "seed": index, "top_k": 7},
+        {"temperature": 0.6, "seed": index, "top_p": 0.8, "min_p": 0.02},
+    ]
+    return SamplingParams(ignore_eos=True, **(kinds[index % 4] | more))
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("count", [1, 3, 6])
+def test_tokens_are_those_of_each_request_alone(model, count, is_late, monkeypatch):
+    engine = _engine(model, max_num_seqs=6, max_num_batched_tokens=64, async_scheduling=is_late)
+    counts = _count_steps(engine, monkeypatch)
+    rng = np.random.default_rng(count)
+    prompts = [rng.integers(0, 97, rng.integers(1, 40)).tolist() for _ in range(count)]
+    for index, prompt in enumerate(prompts):
+        engine.add_request(f"r{index}", prompt, _params(index, max_tokens=20 + 9 * index))
+    got = run(engine)
+    assert counts[0] >= 19
+    for index, prompt in enumerate(prompts):
+        want = alone(model, prompt, _params(index, max_tokens=20 + 9 * index))
+        assert list(got[f"r{index}"].outputs[0].token_ids) == want[0]
+
+
+def test_steps_with_extras_are_computed_kernel_by_kernel(model, monkeypatch):
+    """And the plain ones after them know what these have sampled."""
+    engine = _engine(model)
+    counts = _count_steps(engine, monkeypatch)
+    extras = [{"logprobs": 2}, {"repetition_penalty": 1.3}, {"logit_bias": {5: 2.0}}]
+    for index, extra in enumerate([{}, *extras]):
+        length = 60 if index == 0 else 6 + 8 * index
+        engine.add_request(f"r{index}", [index + 1] * 9, _params(1, max_tokens=length, **extra))
+    got = run(engine)
+    assert min(counts) > 10
+    for index, extra in enumerate([{}, *extras]):
+        length = 60 if index == 0 else 6 + 8 * index
+        want = alone(model, [index + 1] * 9, _params(1, max_tokens=length, **extra))
+        assert list(got[f"r{index}"].outputs[0].token_ids) == want[0]
+
+
+def test_forks_and_preemption_rewrite_tables(model, monkeypatch):
+    """Few blocks and parallel samples: tables are copied, taken away and given back."""
+    engine = _engine(model, max_num_seqs=9, num_blocks=13, max_model_len=176)
+    counts = _count_steps(engine, monkeypatch)
+    prompts = [[index + 2] * (30 + index) for index in range(4)]
+    for index, prompt in enumerate(prompts):
+        engine.add_request(f"r{index}", prompt, _params(1, n=2, max_tokens=50))
+    got = run(engine)
+    assert counts[0] > 10 and engine.scheduler.stats().num_preemptions > 0
+    for index, prompt in enumerate(prompts):
+        ids = [list(c.token_ids) for c in got[f"r{index}"].outputs]
+        assert ids == alone(model, prompt, _params(1, n=2, max_tokens=50))
+
+
+def _fill(graphs, key, num_rows, seed):
+    """Random sequences of different lengths in the first rows; poison in the rest."""
+    rng = np.random.default_rng(seed)
+    num_slots, width = graphs._slots.block_tables.shape
+    inputs, longest = graphs._inputs, min(key.max_context_len, width * graphs._block_size)
+    starts = rng.integers(0, longest, num_rows).astype(np.int32)
+    rows = rng.permutation(num_slots)[:num_rows]
+    turn = inputs.next_turn()
+    turn.fill(
+        num_rows,
+        key.size,
+        rows=rows,
+        token_ids=np.where(rng.random(num_rows) < 0.5, -1, rng.integers(0, 97, num_rows)),
+        positions=starts,
+        rope_positions=starts,
+        context_lens=starts + 1,
+        sample_positions=starts + 1,
+        temperature=rng.choice([0.0, 0.7], num_rows),
+        top_k=rng.choice([0, 5], num_rows),
+        top_p=rng.choice([1.0, 0.8], num_rows),
+        min_p=np.zeros(num_rows),
+        seeds=rng.integers(0, 2**40, num_rows),
+        new_starts=np.zeros(num_rows),
+    )
+    turn.fill_blocks(np.zeros(num_rows, np.int64), key.size)
+    for field in turn.fields.values():  # past the graph's rows: nobody may look
+        if field.size > key.size + 1:
+            field[key.size + 1 :] = np.array(-1).astype(field.dtype)
+    inputs.send(turn, 0)
+    return rows, starts
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_replay_is_what_was_captured(half_model, dtype):
+    """Every graph, with poison in its unused rows and pages, gives eager's bits and writes."""
+    model = tiny_model("cuda") if dtype == "float32" else half_model
+    engine = make_engine(model, max_num_seqs=20, num_blocks=320, max_num_batched_tokens=64)
+    graphs, cp = engine.runner.graphs, model.device.xp
+    rng = np.random.default_rng(3)
+    tables = rng.permutation(320).reshape(20, 16).astype(np.int32)
+    for key in graphs.keys:
+        for num_rows in {1, (key.size + 1) // 2, key.size}:
+            results = []
+            for launch in (graphs.compute, graphs.replay):
+                pages = np.random.default_rng(5).standard_normal(engine.kv_cache.slab.shape)
+                engine.kv_cache.slab[...] = cp.asarray(pages.astype(np.float32))
+                graphs._tables[...] = cp.asarray(tables)
+                graphs._slots.last_ids[...] = cp.arange(20, dtype=np.int32)
+                graphs._batch_tables[...] = 2**30
+                graphs._inputs.results[...] = -77
+                _fill(graphs, key, num_rows, seed=key.size)
+                launch(key)
+                state = (graphs._inputs.results, graphs._slots.last_ids, engine.kv_cache.slab)
+                results.append([to_numpy(a) for a in state])
+            for eager, replayed in zip(*results, strict=True):
+                np.testing.assert_array_equal(replayed, eager)
+            ids, status = results[0][0][: 2 * key.size].reshape(2, -1)[:, :num_rows]
+            assert (status == 0).all() and (ids >= 0).all()
+
+
+@pytest.mark.gpu
+def test_steady_state_allocates_and_compiles_nothing():
+    model = tiny_model("cuda")
+    engine = make_engine(model, max_num_seqs=8, debug=False, max_num_batched_tokens=256)
+    for index in range(5):
+        engine.add_request(f"r{index}", [index + 1] * 20, _params(index, max_tokens=100))
+    for _ in range(10):
+        engine.step()
+    cp = model.device.xp
+    pools = [cp.get_default_memory_pool(), engine.runner.graphs._kept[0]]
+
+    def state():
+        return [(p.used_bytes(), p.total_bytes(), p.n_free_blocks()) for p in pools]
+
+    before, free = state(), cp.get_default_pinned_memory_pool().n_free_blocks()
+    compiles = _module.stats().compiles_after_ready
+    allocated = []
+
+    class Hook(cp.cuda.MemoryHook):
+        name = "count"
+
+        def malloc_preprocess(self, **kwargs):
+            allocated.append(kwargs)
+
+    with Hook():
+        for _ in range(60):
+            engine.step()
+    assert state() == before and not allocated
+    assert cp.get_default_pinned_memory_pool().n_free_blocks() == free
+    assert _module.stats().compiles_after_ready == compiles == 0
+    run(engine)
+
+
+@pytest.mark.gpu
+def test_off_is_off():
+    engine = make_engine(tiny_model("cuda"), cuda_graphs=False)
+    assert engine.runner.graphs is None
+    engine.add_request("r", [1, 2, 3], _params(0, max_tokens=5))
+    assert len(run(engine)["r"].outputs[0].token_ids) == 5
+
+
+def test_options(model):
+    is_cuda = model.device.is_cuda
+    engine = make_engine(model)
+    assert engine.config.cuda_graphs is is_cuda
+    assert engine.config.reasons["cuda_graphs"].startswith(str(is_cuda))
+    if not is_cuda:
+        with pytest.raises(ConfigError, match="cuda_graphs must be False or left out on cpu"):
+            make_engine(model, cuda_graphs=True)
+    assert EngineConfig().cuda_graphs is None
+
+
+def test_the_next_larger_graph_is_taken(model):
+    engine = make_engine(model, max_num_seqs=20)
+    graphs = DecodeGraphs(
+        model,
+        engine.kv_cache.layers,
+        engine.runner._slots,
+        engine.runner._sampling,
+        block_size=16,
+        max_model_len=5000,
+    )
+    assert graphs.key(1, 1) == GraphKey(1, 1024) and graphs.key(3, 1025) == GraphKey(4, 4096)
+    assert graphs.key(17, 1) == GraphKey(20, 5000) and graphs.key(16, 5000).size == 16
+    assert batch_sizes(256)[-3:] == (240, 248, 256) and batch_sizes(1) == (1,)
+    assert len(batch_sizes(1024)) < 64 and context_buckets(1, 100) == (100,)
