@@ -155,6 +155,20 @@ class SamplingTable:
             **self._biases(sampled, rows, positions),
         )
 
+    def plain_columns(self, rows: IntArray) -> dict[str, IntArray] | None:
+        """Return what `kernels.sample` always needs of these slots, if none needs anything else."""
+        is_special = self.is_penalised | self.has_processors | self._has_bias
+        is_special |= self._num_logprobs != _NO_LOGPROBS
+        if self._allowed or self.num_prompt_scored or is_special[rows].any():
+            return None
+        return {
+            "temperature": self._floats["temperature"][rows],
+            "top_k": self._top_k[rows],
+            "top_p": self._floats["top_p"][rows],
+            "min_p": self._floats["min_p"][rows],
+            "seeds": self._seeds[rows],
+        }
+
     def _most_logprobs(self, rows: IntArray) -> int | None:
         """Return the count that serves every row: -1 (all) beats any other, None is none."""
         wanted = self._num_logprobs[rows]

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.device import Device
+from engine.device import CPU, Device
 from engine.errors import StepTimeoutError
 
 __all__ = ["Readback", "Upload"]
@@ -86,6 +86,13 @@ class Readback:
         self._done: Any = None
         if device.is_cuda:
             self._receive(device)
+
+    @classmethod
+    def of(cls, done: Any, arrays: Mapping[str, Any]) -> Readback:
+        """Return the readback of host arrays that are there once the event `done` has come."""
+        readback = cls(CPU, arrays)
+        readback._done = done
+        return readback
 
     def _receive(self, device: Device) -> None:
         cp = device.xp
