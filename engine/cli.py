@@ -1,4 +1,4 @@
-"""The command line: `engine generate | chat | pull | doctor | kernels`.
+"""The command line: `engine generate | chat | pull | doctor | bench | kernels`.
 
 Only the chosen command's module is imported, so that `engine --help` answers at once.
 """
@@ -21,6 +21,7 @@ COMMANDS = {
     "chat": "talk to a model in the terminal",
     "pull": "download a model into the cache",
     "doctor": "check this machine and say what to install next",
+    "bench": "measure latency, throughput, prefill or startup of a model",
     "kernels": "list every kernel: tier, dtypes, registers, shared memory, cache state",
 }
 

@@ -1,0 +1,60 @@
+"""What `engine bench` measures: a built-in configuration with random weights, or a real model."""
+
+from __future__ import annotations
+
+import argparse
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from engine.config import ModelConfig
+from engine.llm_engine import LLMEngine
+from engine.loading.hf_config import load_config
+from engine.model import Model, load
+
+__all__ = ["built_in_config", "built_in_names", "config_folder", "make_engine"]
+
+
+def built_in_names() -> list[str]:
+    """Return the names of the built-in configurations.
+
+    Examples
+    --------
+    >>> built_in_names()
+    ['llama-3.1-8b', 'llama-3.2-1b', 'qwen2.5-0.5b', 'qwen3-0.6b']
+    """
+    folder = Path(__file__).parents[1] / "testing" / "configs"
+    return sorted(path.parent.name for path in folder.glob("*/config.json"))
+
+
+def config_folder(name: str) -> Path:
+    """Return the folder of a built-in configuration, as Hugging Face has it."""
+    return Path(__file__).parents[1] / "testing" / "configs" / name
+
+
+@cache
+def built_in_config(name: str) -> ModelConfig:
+    """Return a built-in configuration."""
+    return load_config(config_folder(name))
+
+
+def make_engine(arguments: argparse.Namespace, *, max_model_len: int, max_num_seqs: int) -> Any:
+    """Load what the options name, and build an engine that holds sequences of that many tokens."""
+    model = _load(arguments, max_model_len)
+    options: dict[str, Any] = {
+        "max_num_seqs": arguments.max_num_seqs or max_num_seqs,
+        "max_num_batched_tokens": arguments.max_num_batched_tokens,
+        "cuda_graphs": False if arguments.no_cuda_graphs else None,
+    }
+    if arguments.no_async:
+        options["async_scheduling"] = False
+    return LLMEngine(model, **{k: v for k, v in options.items() if v is not None})
+
+
+def _load(arguments: argparse.Namespace, max_model_len: int) -> Model:
+    name, common = arguments.model, {"device": arguments.device, "dtype": arguments.dtype}
+    if name in built_in_names():
+        config = built_in_config(name)
+        length = min(max_model_len, config.max_position_embeddings)
+        return load(config=config, load_format="dummy", max_model_len=length, **common)
+    return load(name, load_format=arguments.load_format, max_model_len=max_model_len, **common)

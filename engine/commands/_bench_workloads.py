@@ -1,0 +1,130 @@
+"""What `engine bench` runs: the same requests with the same random numbers everywhere."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.llm_engine import LLMEngine
+from engine.sampling_params import RequestOutputKind, SamplingParams
+
+__all__ = ["Work", "latency", "prefill", "serve", "throughput"]
+
+_LENGTHS = (100, 1024)  # of prompts and of outputs, both ends included
+_MAX_ID = 9999  # every vocabulary worth measuring has so many
+
+
+@dataclass(frozen=True)
+class Work:
+    """Requests: prompts as ids, and how many tokens each is to get.
+
+    Examples
+    --------
+    >>> work = Work.mixed(256)
+    >>> work.num_prompt_tokens, work.num_output_tokens
+    (141664, 150245)
+    """
+
+    prompts: Sequence[list[int]]
+    lengths: Sequence[int]
+    temperature: float = 0.0
+
+    @classmethod
+    def mixed(cls, num_requests: int, longest: int = _LENGTHS[1], max_id: int = _MAX_ID) -> Work:
+        """Return requests with prompts and outputs of 100 to 1024 tokens, temperature 0.6."""
+        rng = random.Random(0)
+        shortest = min(_LENGTHS[0], longest)
+        prompts = [
+            [rng.randint(0, max_id) for _ in range(rng.randint(shortest, longest))]
+            for _ in range(num_requests)
+        ]
+        return cls(prompts, [rng.randint(shortest, longest) for _ in prompts], 0.6)
+
+    @classmethod
+    def same(
+        cls, num_requests: int, prompt_len: int, output_len: int, max_id: int = _MAX_ID
+    ) -> Work:
+        """Return greedy requests of one size."""
+        rng = random.Random(0)
+        prompts = [[rng.randint(0, max_id) for _ in range(prompt_len)] for _ in range(num_requests)]
+        return cls(prompts, [output_len] * num_requests)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(map(len, self.prompts))
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens of all outputs."""
+        return sum(self.lengths)
+
+
+def serve(engine: LLMEngine, work: Work) -> tuple[float, list[Any]]:
+    """Queue all requests and step until they are done.
+
+    Returns
+    -------
+    seconds : float
+        From the first step to the last output.
+    metrics : list of RequestMetrics
+        In the order of the requests.
+    """
+    engine.reset_prefix_cache()
+    for index, (prompt, length) in enumerate(zip(work.prompts, work.lengths, strict=True)):
+        params = SamplingParams(
+            temperature=work.temperature,
+            max_tokens=length,
+            ignore_eos=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        engine.add_request(str(index), prompt, params)
+    metrics: dict[str, Any] = {}
+    start = time.perf_counter()
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            metrics[output.request_id] = output.metrics
+    return time.perf_counter() - start, [metrics[str(i)] for i in range(len(work.prompts))]
+
+
+def latency(engine: LLMEngine, work: Work, repeats: int) -> dict[str, float]:
+    """Return the time of a token, without the prefill, and the time to the first one."""
+    times, first = [], []
+    for _ in range(repeats + 1):
+        _, (metrics, *_) = serve(engine, work)
+        gaps = max(1, work.lengths[0] - 1)
+        times.append((metrics.last_token_time - metrics.first_token_time) / gaps * 1e3)
+        first.append(metrics.ttft * 1e3)
+    row = {"ms_per_token": statistics.median(times[1:]), "ttft_ms": statistics.median(first[1:])}
+    streamed = engine.model.weight_bytes - _unread_bytes(engine)
+    return row | {"weight_TB_per_s": streamed / row["ms_per_token"] * 1e-9}
+
+
+def throughput(engine: LLMEngine, work: Work, repeats: int) -> dict[str, float]:
+    """Return output tokens a second."""
+    times = [serve(engine, work)[0] for _ in range(repeats)]
+    seconds = statistics.median(times)
+    return {
+        "output_tokens_per_s": work.num_output_tokens / seconds,
+        "total_tokens_per_s": (work.num_output_tokens + work.num_prompt_tokens) / seconds,
+        "seconds": seconds,
+    }
+
+
+def prefill(engine: LLMEngine, work: Work, repeats: int) -> dict[str, float]:
+    """Return prompt tokens a second; every request gets one token."""
+    serve(engine, work)
+    seconds = statistics.median(serve(engine, work)[0] for _ in range(repeats))
+    return {"prompt_tokens_per_s": work.num_prompt_tokens / seconds, "seconds": seconds}
+
+
+def _unread_bytes(engine: LLMEngine) -> int:
+    """Return the bytes that decoding does not stream: the embedding, unless it is the output's."""
+    weights = engine.model.decoder.weights
+    tables = sum(int(table.nbytes) for table in engine.model.decoder.rope_tables)
+    is_tied = weights["embed"] is weights["lm_head"]
+    return tables + (0 if is_tied else int(weights["embed"].nbytes))
