@@ -39,6 +39,10 @@ _STATE_WORDS = 2  # a State, in words of 8 bytes
 
 _PENALTIES = "repetition_penalty:ptr presence_penalty:ptr frequency_penalty:ptr "
 _PENALTY_NAMES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+_PROCESSING_NAMES = (
+    *("history", "history_lens", "prompt_lens", *_PENALTY_NAMES),
+    *("logit_bias_ids", "logit_bias_values", "cu_logit_bias", "allowed"),
+)
 _LOGITS = "logits:ptr stride:i64 vocab:i32 "
 _FILTERS = "temperature:ptr top_k:ptr top_p:ptr min_p:ptr "
 _STAGES = "num_top:i32 num_tiles:i32 num_segments:i32 shift:i32 keys:ptr tiles:ptr states:ptr "
@@ -272,9 +276,7 @@ def _launch(call: Contract, args: dict[str, Any]) -> SampleResult:
 
 def _processing(call: Contract, args: dict[str, Any]) -> dict[str, Any]:
     """Return what `sample_scan_process` is told; no `is_processed` if nothing can change a row."""
-    names = ("history", "history_lens", "prompt_lens", *_PENALTY_NAMES)
-    names = (*names, "logit_bias_ids", "logit_bias_values", "cu_logit_bias", "allowed")
-    told: dict[str, Any] = {name: args[name] for name in names}
+    told: dict[str, Any] = {name: args[name] for name in _PROCESSING_NAMES}
     told["max_history"] = call["L"] if args["history"] is not None else 0
     told["num_bias"] = call["M"] if args["cu_logit_bias"] is not None else 0
     told["processed"] = told["is_processed"] = None

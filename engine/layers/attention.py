@@ -56,7 +56,7 @@ class Attention:
     cos_sin : (P, R) float32 array
         The rope table.
     q_norm, k_norm : Norm, optional
-        Applied to every head of q and k before the rotation.
+        Applied to every head of q and k before the rotation; of the same eps and offset.
     """
 
     __slots__ = ("cos_sin", "k_norm", "o", "params", "q_norm", "qkv")
@@ -79,21 +79,30 @@ class Attention:
 
     def __call__(self, x: Any, batch: ForwardBatch, k_pages: Any, v_pages: Any) -> Any:
         """Store the keys and values of `x` (T, N) in the pages and return the output (T, N)."""
-        q, k, v = self.project(x, batch.rope_positions)
-        kernels.kv_store(k, v, k_pages, v_pages, batch.slot_mapping)
+        q, k, v = self._rows(x)
+        places = (batch.rope_positions, self.cos_sin, k_pages, v_pages, batch.slot_mapping)
+        norms: dict[str, Any] = {}
+        if self.q_norm is not None and self.k_norm is not None:
+            norms = {"q_weight": self.q_norm.weight, "k_weight": self.k_norm.weight}
+            norms |= {"eps": self.q_norm.eps, "weight_offset": self.q_norm.offset}
+        kernels.qk_norm_rope_store(q, k, v, *places, **norms)
         heads = self._attend(q, batch, k_pages, v_pages)
         return self.o(heads.reshape(heads.shape[0], -1))
 
     def project(self, x: Any, rope_positions: Any) -> tuple[Any, Any, Any]:
-        """Return the rotated q (T, H, D) and k (T, K, D), and v: views of one fused row."""
-        h, k = self.params.num_heads, self.params.num_kv_heads
-        rows = self.qkv(x).reshape(x.shape[0], h + 2 * k, self.params.head_dim)
-        query, key, value = rows[:, :h], rows[:, h : h + k], rows[:, h + k :]
+        """Return the rotated q (T, H, D) and k (T, K, D), and v: for those who want no pages."""
+        query, key, value = self._rows(x)
         if self.q_norm is not None and self.k_norm is not None:
             self.q_norm(query, out=query)
             self.k_norm(key, out=key)
         kernels.rope(query, key, rope_positions, self.cos_sin, out=(query, key))
         return query, key, value
+
+    def _rows(self, x: Any) -> tuple[Any, Any, Any]:
+        """Return q (T, H, D), k and v (T, K, D) as they are projected: views of fused rows."""
+        h, k = self.params.num_heads, self.params.num_kv_heads
+        rows = self.qkv(x).reshape(x.shape[0], h + 2 * k, self.params.head_dim)
+        return rows[:, :h], rows[:, h : h + k], rows[:, h + k :]
 
     def _attend(self, q: Any, batch: ForwardBatch, k_pages: Any, v_pages: Any) -> Any:
         """Send the sequences of one token to one kernel and the others to the other."""

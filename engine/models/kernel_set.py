@@ -19,9 +19,8 @@ _OPS = (
     "embedding",
     "gemm",
     "kv_copy",
-    "kv_store",
+    "qk_norm_rope_store",
     "rmsnorm",
-    "rope",
     "sample",
 )
 

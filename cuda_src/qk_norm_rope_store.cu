@@ -1,0 +1,262 @@
+// What lies between the qkv projection and attention, in one launch: the norm of every head of q and
+// k, their rotation, and the write of k and v into their pages.
+//
+//   q                (T, H, D)              scalar_t   in place: norm, then rotation
+//   k, v             (T, K, D)              scalar_t   only read
+//   positions        (T,)                   int32      row of cos_sin; outside [0, P): NaN if rotated
+//   cos_sin          (P, R)                 float      row = R/2 cosines, then R/2 sines; contiguous
+//   k_pages, v_pages (P, K, block_size, D)  scalar_t   contiguous; get the rotated k, and v
+//   slot_mapping     (T,)                   int64      outside the pages: k and v are written nowhere
+//   q_weight, k_weight (D,)                 scalar_t   of the norms; null: no norm
+//
+// q, k and v have token and head strides; their last axis is contiguous. The formulas are those of
+// rmsnorm.cu, rope.cu and kv_store.cu.
+//
+// Numerics: float; rounded after the norm and after the rotation, where the three ops round.
+// Parallelisation: in the vector kernels a thread has two 16-byte vectors of a head, those that the
+// rotation pairs up, so D / 2 / kVec neighbours hold a head and sum its squares by shuffles. It works
+// on the same place of up to kHeads heads at once, for which it needs one piece of the table.
+// blockIdx.x is the token, blockIdx.y walks its heads (q's, k's, v's). In the scalar kernels a warp has
+// a head. Only who read an element writes it, after all of its head were read.
+// Mirror: engine/reference/qk_norm_rope_store.py
+#include "common/reduce.cuh"
+#include "common/types.cuh"
+
+constexpr int kThreads = 128;
+constexpr int kHeads = 4;
+
+struct Job {
+  scalar_t* q;
+  const scalar_t *k, *v;
+  const int* positions;
+  const float* cos_sin;
+  scalar_t *k_pages, *v_pages;
+  const int64_t* slot_mapping;
+  const scalar_t *q_weight, *k_weight;
+  int64_t q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, num_slots;
+  int num_positions, num_q_heads, num_kv_heads, head_dim, rotary_dim, block_size, heads_per_block;
+  float eps, weight_offset;
+
+  __device__ __forceinline__ int num_heads() const { return num_q_heads + 2 * num_kv_heads; }
+
+  // The token's row of the table; null if there is none.
+  __device__ __forceinline__ const float* angles(int64_t token) const {
+    const int position = positions[token];
+    const bool is_known = position >= 0 && position < num_positions;
+    return is_known ? cos_sin + static_cast<int64_t>(position) * rotary_dim : nullptr;
+  }
+};
+
+// One head of a token.
+struct Head {
+  const scalar_t *in, *weight;  // weight is null where there is no norm
+  scalar_t* out;                // null: nothing is to be written
+  bool is_rotated;
+
+  __device__ __forceinline__ Head(const Job& job, int64_t token, int head, int64_t slot) {
+    if (head < job.num_q_heads) {
+      out = job.q + token * job.q_stride_t + head * job.q_stride_h;
+      in = out;
+      weight = job.q_weight;
+      is_rotated = true;
+      return;
+    }
+    head -= job.num_q_heads;
+    is_rotated = head < job.num_kv_heads;
+    weight = is_rotated ? job.k_weight : nullptr;
+    scalar_t* pages = is_rotated ? job.k_pages : job.v_pages;
+    if (is_rotated) {
+      in = job.k + token * job.k_stride_t + head * job.k_stride_h;
+    } else {
+      head -= job.num_kv_heads;
+      in = job.v + token * job.v_stride_t + head * job.v_stride_h;
+    }
+    const int64_t block = slot / job.block_size, offset = slot % job.block_size;
+    const int64_t row = (block * job.num_kv_heads + head) * job.block_size + offset;
+    out = slot >= 0 && slot < job.num_slots ? pages + row * job.head_dim : nullptr;
+  }
+};
+
+__device__ __forceinline__ float norm_scale(float sum_of_squares, const Job& job) {
+  return 1.0f / sqrtf(sum_of_squares / job.head_dim + job.eps);
+}
+
+__device__ __forceinline__ float normed(float x, float scale, scalar_t weight, const Job& job) {
+  return round_to_scalar(x * scale * (to_float(weight) + job.weight_offset));
+}
+
+__device__ __forceinline__ float not_a_number() { return __int_as_float(0x7fffffff); }
+
+// A vector as it is kept while others are loaded: elements of two bytes would each take a register.
+using Packed = Vec<uint32_t, kVecBytes / 4>;
+
+__device__ __forceinline__ Packed load_packed(const scalar_t* p) {
+  return *reinterpret_cast<const Packed*>(p);
+}
+__device__ __forceinline__ void unpack(const Packed& packed, float* x) {
+  const Vec<scalar_t, kVec>& v = reinterpret_cast<const Vec<scalar_t, kVec>&>(packed);
+#pragma unroll
+  for (int j = 0; j < kVec; ++j) x[j] = to_float(v.v[j]);
+}
+__device__ __forceinline__ void store_rounded(scalar_t* p, const float* x) {
+  Vec<scalar_t, kVec> y;
+#pragma unroll
+  for (int j = 0; j < kVec; ++j) y.v[j] = from_float<scalar_t>(x[j]);
+  store_vec(p, y);
+}
+
+// kVec floats of the table.
+__device__ __forceinline__ void load_angles(const float* p, float (&x)[kVec]) {
+#pragma unroll
+  for (int i = 0; i < kVec; i += 4) {
+    const Vec<float, 4> part = load_vec<float, 4>(p + i);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) x[i + j] = part.v[j];
+  }
+}
+
+template <bool kInterleaved>
+__device__ __forceinline__ void process_vectors(const Job& job) {
+  const int64_t token = blockIdx.x;
+  const int lanes = job.head_dim / (2 * kVec);  // threads of a head
+  const int lane = threadIdx.x % lanes, place = threadIdx.x / lanes;
+  const int heads_at_once = kThreads / lanes;
+  const int half = job.rotary_dim / 2, pair = lane * kVec;
+  const bool has_angles = pair < half;
+  // The pairs come first, then, if the rotation leaves some out, the other features by two vectors.
+  const bool is_split = !kInterleaved && has_angles;
+  const int lo_at = is_split ? pair : 2 * pair;
+  const int hi_at = is_split ? pair + half : 2 * pair + kVec;
+  const bool has_norm = job.q_weight != nullptr || job.k_weight != nullptr;
+  const int64_t slot = job.slot_mapping[token];
+
+  const int first = static_cast<int>(blockIdx.y) * job.heads_per_block;
+  const int end = min(first + job.heads_per_block, job.num_heads());
+  float cos[kVec], sin[kVec];
+  bool has_loaded_angles = false;
+  for (int base = first; base < end; base += kHeads * heads_at_once) {
+    Packed lo[kHeads], hi[kHeads];
+#pragma unroll
+    for (int i = 0; i < kHeads; ++i) {
+      const int head = base + i * heads_at_once + place;
+      lo[i] = hi[i] = Packed{};
+      if (place >= heads_at_once || head >= end) continue;
+      const scalar_t* in = Head(job, token, head, slot).in;
+      lo[i] = load_packed(in + lo_at);
+      hi[i] = load_packed(in + hi_at);
+    }
+    if (!has_loaded_angles) {  // after the heads were asked for
+      has_loaded_angles = true;
+      const float* row = has_angles ? job.angles(token) : nullptr;
+      if (row != nullptr) {
+        load_angles(row + pair, cos);
+        load_angles(row + half + pair, sin);
+      } else {
+#pragma unroll
+        for (int j = 0; j < kVec; ++j) cos[j] = sin[j] = not_a_number();
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kHeads; ++i) {
+      if (base + i * heads_at_once >= end) break;  // the same for the whole block
+      float x[2 * kVec];
+      unpack(lo[i], x);
+      unpack(hi[i], x + kVec);
+      float scale = 0.0f;
+      if (has_norm) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int j = 0; j < 2 * kVec; ++j) sum += x[j] * x[j];
+        for (int offset = lanes / 2; offset > 0; offset /= 2) {
+          sum += __shfl_xor_sync(kFullMask, sum, offset);
+        }
+        scale = norm_scale(sum, job);
+      }
+      const int index = base + i * heads_at_once + place;
+      if (place >= heads_at_once || index >= end) continue;
+      const Head head(job, token, index, slot);
+      if (head.out == nullptr) continue;
+      if (head.weight != nullptr) {
+        const Vec<scalar_t, kVec> w_lo = load_vec<scalar_t, kVec>(head.weight + lo_at);
+        const Vec<scalar_t, kVec> w_hi = load_vec<scalar_t, kVec>(head.weight + hi_at);
+#pragma unroll
+        for (int j = 0; j < kVec; ++j) {
+          x[j] = normed(x[j], scale, w_lo.v[j], job);
+          x[kVec + j] = normed(x[kVec + j], scale, w_hi.v[j], job);
+        }
+      }
+      if (head.is_rotated && has_angles) {
+#pragma unroll
+        for (int j = 0; j < kVec; ++j) {
+          const int ia = kInterleaved ? 2 * j : j, ib = kInterleaved ? 2 * j + 1 : kVec + j;
+          const float a = x[ia], b = x[ib];
+          x[ia] = a * cos[j] - b * sin[j];
+          x[ib] = b * cos[j] + a * sin[j];
+        }
+      }
+      store_rounded(head.out + lo_at, x);
+      store_rounded(head.out + hi_at, x + kVec);
+    }
+  }
+}
+
+template <bool kInterleaved>
+__device__ __forceinline__ void process_scalars(const Job& job) {
+  const int64_t token = blockIdx.x;
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  const int index = static_cast<int>(blockIdx.y) * job.heads_per_block + warp;
+  if (index >= job.num_heads()) return;
+  const int64_t slot = job.slot_mapping[token];
+  const Head head(job, token, index, slot);
+  if (head.out == nullptr) return;
+  float scale = 0.0f;
+  if (head.weight != nullptr) {
+    float sum = 0.0f;
+    for (int i = lane; i < job.head_dim; i += kWarpSize) {
+      sum += to_float(head.in[i]) * to_float(head.in[i]);
+    }
+    scale = norm_scale(warp_sum(sum), job);
+  }
+  const auto feature = [&](int i) {
+    const float x = to_float(head.in[i]);
+    return head.weight != nullptr ? normed(x, scale, head.weight[i], job) : x;
+  };
+  const int half = job.rotary_dim / 2;
+  const float* row = job.angles(token);
+  for (int pair = lane; pair < half; pair += kWarpSize) {
+    const int at = kInterleaved ? 2 * pair : pair, to = kInterleaved ? at + 1 : pair + half;
+    float a = feature(at), b = feature(to);
+    if (head.is_rotated) {
+      const float cos = row != nullptr ? row[pair] : not_a_number();
+      const float sin = row != nullptr ? row[half + pair] : not_a_number();
+      const float rotated = a * cos - b * sin;
+      b = b * cos + a * sin;
+      a = rotated;
+    }
+    head.out[at] = from_float<scalar_t>(a);
+    head.out[to] = from_float<scalar_t>(b);
+  }
+  for (int i = job.rotary_dim + lane; i < job.head_dim; i += kWarpSize) {
+    head.out[i] = from_float<scalar_t>(feature(i));
+  }
+}
+
+#define ENGINE_QK_NORM_ROPE_STORE(name, min_blocks, function)                                      \
+  extern "C" __global__ void __launch_bounds__(kThreads, min_blocks)                               \
+      name(scalar_t* q, const scalar_t* k, const scalar_t* v, const int* positions,                \
+           const float* cos_sin, scalar_t* k_pages, scalar_t* v_pages,                             \
+           const int64_t* slot_mapping, const scalar_t* q_weight, const scalar_t* k_weight,        \
+           int64_t q_stride_t, int64_t q_stride_h, int64_t k_stride_t, int64_t k_stride_h,         \
+           int64_t v_stride_t, int64_t v_stride_h, int64_t num_slots, int num_positions,           \
+           int num_q_heads, int num_kv_heads, int head_dim, int rotary_dim, int block_size,        \
+           int heads_per_block, float eps, float weight_offset) {                                  \
+    function(Job{q, k, v, positions, cos_sin, k_pages, v_pages, slot_mapping, q_weight, k_weight,  \
+                 q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h,           \
+                 num_slots, num_positions, num_q_heads, num_kv_heads, head_dim, rotary_dim,        \
+                 block_size, heads_per_block, eps, weight_offset});                                \
+  }
+
+ENGINE_QK_NORM_ROPE_STORE(qk_norm_rope_store_half_vector, 5, process_vectors<false>)
+ENGINE_QK_NORM_ROPE_STORE(qk_norm_rope_store_half_scalar, 8, process_scalars<false>)
+ENGINE_QK_NORM_ROPE_STORE(qk_norm_rope_store_interleaved_vector, 5, process_vectors<true>)
+ENGINE_QK_NORM_ROPE_STORE(qk_norm_rope_store_interleaved_scalar, 8, process_scalars<true>)

@@ -1,0 +1,221 @@
+"""Norm and rotation of q and k, and the write of k and v into their pages, in one launch.
+
+`cuda_src/qk_norm_rope_store.cu`, mirror `reference/qk_norm_rope_store.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from engine import reference
+from engine.dtypes import dtype_name
+from engine.kernels._contract import FLOAT32, FLOATS, INT32, INT64, Contract
+from engine.kernels._elementwise import element_strides, is_aligned, vector_width
+from engine.kernels._launch import Kernel, ceil_div, sm_count
+from engine.kernels._module import ModuleSpec
+
+__all__ = ["Config", "choose_config", "qk_norm_rope_store", "specs"]
+
+_THREADS = 128
+_WARPS = _THREADS // 32
+_HEADS_AT_ONCE = 4  # kHeads of the CUDA file
+_PARAMS = (
+    "q:ptr k:ptr v:ptr positions:ptr cos_sin:ptr k_pages:ptr v_pages:ptr slot_mapping:ptr "
+    "q_weight:ptr k_weight:ptr q_stride_t:i64 q_stride_h:i64 k_stride_t:i64 k_stride_h:i64 "
+    "v_stride_t:i64 v_stride_h:i64 num_slots:i64 num_positions:i32 num_q_heads:i32 "
+    "num_kv_heads:i32 head_dim:i32 rotary_dim:i32 block_size:i32 heads_per_block:i32 eps:f32 "
+    "weight_offset:f32"
+)
+_KERNELS = {
+    (pairing, access): Kernel(f"qk_norm_rope_store_{pairing}_{access}", _PARAMS)
+    for pairing in ("half", "interleaved")
+    for access in ("vector", "scalar")
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """`access` is "vector" or "scalar"; a block works on `heads_per_block` heads of one token."""
+
+    access: str
+    heads_per_block: int
+
+
+def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
+    """Return the modules that the op may launch for `dtype`."""
+    return (ModuleSpec("qk_norm_rope_store.cu", dtype),)
+
+
+def choose_config(
+    num_tokens: int,
+    head_dim: int,
+    rotary_dim: int,
+    *,
+    vector_width: int,
+    can_vectorise: bool,
+    has_norm: bool,
+    num_sms: int,
+) -> Config:
+    """Choose for `num_tokens` tokens: few heads a block while that fills the chip sooner.
+
+    Examples
+    --------
+    >>> choose_config(1, 128, 128, vector_width=8, can_vectorise=True, has_norm=True, num_sms=132)
+    Config(access='vector', heads_per_block=16)
+    """
+    threads = head_dim // (2 * vector_width)  # of a head
+    fits = can_vectorise and head_dim % (2 * vector_width) == 0 and 0 < threads <= _THREADS
+    fits = fits and rotary_dim // 2 % vector_width == 0
+    if has_norm:  # sums go over neighbours by shuffles
+        fits = fits and threads <= 32 and threads & (threads - 1) == 0
+    if not fits:
+        return Config("scalar", _WARPS)
+    heads = _THREADS // threads
+    return Config("vector", heads if num_tokens <= 2 * num_sms else heads * _HEADS_AT_ONCE)
+
+
+def qk_norm_rope_store(
+    q: Any,
+    k: Any,
+    v: Any,
+    positions: Any,
+    cos_sin: Any,
+    k_pages: Any,
+    v_pages: Any,
+    slot_mapping: Any,
+    *,
+    q_weight: Any = None,
+    k_weight: Any = None,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    interleaved: bool = False,
+) -> None:
+    """Turn the rows of the qkv projection into queries in place, and keys and values in pages.
+
+    The same as `rmsnorm` of each head of q and k, `rope` of both and `kv_store`, but `k` itself
+    stays as it was.
+
+    Parameters
+    ----------
+    q : (T, H, D) array of float32, float16 or bfloat16
+        Written in place. Any token and head strides (a view into the fused qkv rows).
+    k, v : (T, K, D) array of q's dtype
+        As `q`, only read; no overlap with `q`.
+    positions : (T,) array of int32
+        Row of `cos_sin` for each token.
+    cos_sin : (P, R) array of float32
+        R/2 cosines, then R/2 sines; R is even and at most D. Features R and up are not rotated.
+    k_pages, v_pages : (P, K, block_size, D) array of q's dtype, C-contiguous
+        Written in place.
+    slot_mapping : (T,) array of int64
+        ``block_id * block_size + offset`` of each token; -1 stores nothing. No slot twice.
+    q_weight, k_weight : (D,) array of q's dtype, optional
+        Weights of the norms; without one its heads are not normalised.
+    eps : float
+        Added to the mean squares.
+    weight_offset : float
+        Added to the weights (Gemma stores w - 1).
+    interleaved : bool
+        Pair features (2i, 2i+1) instead of (i, i + R/2).
+
+    Raises
+    ------
+    ShapeError, DTypeError, ContractError
+        If an argument breaks the contract. Positions and slots are checked on NumPy arrays; on
+        the GPU a position outside the table makes the rotated features NaN, and a slot outside
+        the pages stores nothing.
+
+    Notes
+    -----
+    Rounded to q's dtype after the norm and after the rotation, as the separate ops do.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> q, k = np.array([[[1.0, 0.0]]], np.float32), np.array([[[0.0, 2.0]]], np.float32)
+    >>> k_pages, v_pages = np.zeros((2, 1, 1, 1, 2), np.float32)
+    >>> quarter_turn = np.array([[0.0, 1.0]], np.float32)  # cos, sin of position 0
+    >>> zero = np.zeros(1, np.int64)
+    >>> qk_norm_rope_store(q, k, k, zero.astype(np.int32), quarter_turn, k_pages, v_pages, zero)
+    >>> [a.ravel().tolist() for a in (q, k_pages, v_pages)]
+    [[0.0, 1.0], [-2.0, 0.0], [0.0, 2.0]]
+    """
+    call = Contract("qk_norm_rope_store")
+    q = call.written("q", q, "T H D", FLOATS, layout="rows")
+    k = call.array("k", k, "T K D", q.dtype, layout="rows")
+    v = call.array("v", v, "T K D", q.dtype, layout="rows")
+    positions = call.array("positions", positions, "T", INT32)
+    cos_sin = call.array("cos_sin", cos_sin, "P R", FLOAT32)
+    k_pages = call.written("k_pages", k_pages, "pages K block_size D", q.dtype)
+    v_pages = call.written("v_pages", v_pages, "pages K block_size D", q.dtype)
+    slot_mapping = call.array("slot_mapping", slot_mapping, "T", INT64)
+    if q_weight is not None:
+        q_weight = call.array("q_weight", q_weight, "D", q.dtype)
+    if k_weight is not None:
+        k_weight = call.array("k_weight", k_weight, "D", q.dtype)
+    call.number("eps", eps, low=0.0)
+    fits = call["R"] % 2 == 0 and call["R"] <= call["D"]
+    call.check("cos_sin", fits, f"(P, R), R even and at most D = {call['D']}", cos_sin.shape)
+    arrays = {"q": q, "k": k, "v": v, "positions": positions, "cos_sin": cos_sin}
+    arrays |= {"k_pages": k_pages, "v_pages": v_pages, "slot_mapping": slot_mapping}
+    arrays |= {"q_weight": q_weight, "k_weight": k_weight}
+    if call.on_cpu:
+        _check_values(call, positions, slot_mapping)
+        reference.qk_norm_rope_store(
+            **arrays, eps=eps, weight_offset=weight_offset, interleaved=interleaved
+        )
+        return
+    pairing = "interleaved" if interleaved else "half"
+    _launch(call, arrays, pairing, eps, weight_offset)
+
+
+def _check_values(call: Contract, positions: Any, slot_mapping: Any) -> None:
+    if not positions.size:
+        return
+    low, high = int(positions.min()), int(positions.max())
+    ok, limit = low >= 0 and high < call["P"], call["P"]
+    call.check("positions", ok, f"in [0, {limit}), the rows of cos_sin", (low, high))
+    low, high = int(slot_mapping.min()), int(slot_mapping.max())
+    limit = call["pages"] * call["block_size"]
+    ok = low >= -1 and high < limit
+    call.check("slot_mapping", ok, f"-1 or in [0, {limit}), the slots", (low, high))
+
+
+def _launch(
+    call: Contract, arrays: dict[str, Any], pairing: str, eps: float, weight_offset: float
+) -> None:
+    weights = [arrays[name] for name in ("q_weight", "k_weight") if arrays[name] is not None]
+    rows = [arrays[name] for name in ("q", "k", "v")]
+    places = [arrays[name] for name in ("cos_sin", "k_pages", "v_pages")]
+    config = choose_config(
+        call["T"],
+        call["D"],
+        call["R"],
+        vector_width=vector_width(rows[0]),
+        can_vectorise=is_aligned(*rows, *places, *weights),
+        has_norm=bool(weights),
+        num_sms=sm_count(),
+    )
+    strides = {
+        f"{name}_stride_{axis}": element_strides(arrays[name])[i]
+        for name in "qkv"
+        for i, axis in enumerate("th")
+    }
+    _KERNELS[pairing, config.access].launch(
+        specs(dtype_name(rows[0].dtype))[0],
+        (call["T"], ceil_div(call["H"] + 2 * call["K"], config.heads_per_block)),
+        (_THREADS,),
+        **arrays,
+        **strides,
+        num_slots=call["pages"] * call["block_size"],
+        num_positions=call["P"],
+        num_q_heads=call["H"],
+        num_kv_heads=call["K"],
+        head_dim=call["D"],
+        rotary_dim=call["R"],
+        block_size=call["block_size"],
+        heads_per_block=config.heads_per_block,
+        eps=eps,
+        weight_offset=weight_offset,
+    )

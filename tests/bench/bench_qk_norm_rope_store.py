@@ -1,0 +1,62 @@
+"""qk_norm_rope_store, bfloat16, beside the separate ops: GB/s of rows in, rows and pages out."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from engine import kernels
+from engine.testing import cases
+from engine.testing.cases_elementwise import cos_sin_table
+from engine.testing.tolerances import assert_close
+from tests.bench.case import BenchCase
+
+_BLOCK_SIZE = 16
+
+
+def _case(tokens: int, heads: int, kv_heads: int, head_dim: int, has_norm: bool) -> BenchCase:
+    def make(xp, seed):
+        qkv = cases.normal((tokens, heads + 2 * kv_heads, head_dim), "bfloat16", seed)
+        blocks = -(-tokens // _BLOCK_SIZE)
+        pages = np.zeros((2, blocks, kv_heads, _BLOCK_SIZE, head_dim), qkv.dtype)
+        weight = cases.normal((head_dim,), "bfloat16", seed + 1, mean=1.0)
+        places = np.arange(tokens, dtype=np.int32), cos_sin_table(tokens, head_dim)
+        return cases.to_module(xp, qkv, pages, weight, *places, np.arange(tokens))
+
+    def split(qkv):
+        return qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
+
+    def run(qkv, pages, weight, positions, table, slots):
+        weights = {"q_weight": weight, "k_weight": weight} if has_norm else {}
+        rows = split(qkv)
+        kernels.qk_norm_rope_store(*rows, positions, table, *pages, slots, **weights)
+
+    def separate(qkv, pages, weight, positions, table, slots):
+        q, k, v = split(qkv)
+        if has_norm:
+            kernels.rmsnorm(q, weight, out=q)
+            kernels.rmsnorm(k, weight, out=k)
+        kernels.rope(q, k, positions, table, out=(q, k))
+        kernels.kv_store(k, v, *pages, slots)
+
+    def check(args, result):
+        # The queries were rotated by now: do so once more, both ways.
+        qkv, pages, *rest = args
+        both = [(qkv.copy(), pages.copy()) for _ in "ab"]
+        run(*both[0], *rest)
+        separate(*both[1], *rest)
+        for got, want in ((both[0][0][:, :heads], both[1][0][:, :heads]), (both[0][1], both[1][1])):
+            assert_close(got.copy(), want.copy(), reduction=head_dim)
+
+    nbytes = 2 * tokens * (heads + 2 * kv_heads) * head_dim * 2 + tokens * head_dim * 4
+    norm = "norms" if has_norm else "no norms"
+    name = f"T {tokens}, {heads}+{kv_heads} heads, D {head_dim}, {norm}"
+    return BenchCase(
+        name, make, run, nbytes=nbytes, baselines={"separate ops": separate}, check=check
+    )
+
+
+CASES = [
+    _case(tokens, heads, 8, 128, has_norm)
+    for tokens in (1, 64, 8192)
+    for heads, has_norm in ((16, True), (32, False))
+]
