@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -77,6 +78,8 @@ class LLMEngine:
             swap=self._swap,
             is_debug=config.is_debug,
         )
+        if config.cuda_graphs:
+            self.runner.capture_graphs(limits.max_model_len, progress=sys.stderr.isatty())
         self._watchdog = Watchdog(given.step_timeout, self._describe, raises=given.raise_on_timeout)
         self._loop = StepLoop(
             self.scheduler,
@@ -315,17 +318,25 @@ class LLMEngine:
         for request, (position, entries) in result.prompt_logprobs.items():
             if request in streams:
                 streams[request].group.add_prompt_logprobs(position, entries)
+        num_tokens = 0
         for request, token_ids in result.token_ids.items():
             stream = streams.get(request)
             if stream is None:
                 continue  # ended while the step was under way
-            self._stats.generation_tokens += len(token_ids)
+            num_tokens += len(token_ids)
+            if stream.is_quiet:
+                continue
             stream.group.note_tokens(len(token_ids), now)
             end = stream.append(token_ids, result.logprobs.get(request, ()))
-            if end is not None:
-                self._end(request, end)
             changed[stream.group] = None
-            if request.is_finished:
+            if end is not None:
+                self._end(stream, end)
+        self._stats.generation_tokens += num_tokens
+        for request in result.finished:
+            stream = streams.get(request)
+            if stream is not None:
+                stream.group.note_tokens(0, now)
+                changed[stream.group] = None
                 self._release(stream)
         for request in result.failed:
             if request in streams:
@@ -333,11 +344,13 @@ class LLMEngine:
                 self._release(streams[request])
         return changed
 
-    def _end(self, request: Request, end: End) -> None:
-        """End a request because of its text, which counts before what the scheduler found."""
+    def _end(self, stream: OutputStream, end: End) -> None:
+        """End a continuation because of its text: that counts before what the scheduler found."""
+        request = stream.request
         self.scheduler.finish_request(request, end.finish_reason, stop_reason=end.stop_reason)
         request.status = FINISH_REASONS[end.finish_reason]
         request.stop_reason = end.stop_reason
+        self._release(stream)
 
     def _end_group(self, group: OutputGroup, stop_reason: str | None) -> None:
         """Abort what is left of a request; the next step reports it."""
@@ -358,6 +371,7 @@ class LLMEngine:
             del self._groups[group.request_id]
             self._deadlines.discard(group)
             group.metrics.finished_time = time.monotonic()
+            group.metrics.num_generation_tokens = group.num_generation_tokens
             first = stream.request
             self._stats.add_request(
                 first.num_prompt_tokens, first.finish_reason or "error", group.metrics

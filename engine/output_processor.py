@@ -40,6 +40,11 @@ class OutputStream:
         The request that it belongs to.
     tokenizer : Tokenizer or None
         None leaves the text empty.
+
+    Attributes
+    ----------
+    is_quiet : bool
+        Whether nothing has to be done for further tokens before the end.
     """
 
     def __init__(
@@ -55,11 +60,15 @@ class OutputStream:
             self._detokenizer = IncrementalDetokenizer(
                 tokenizer, request.prompt_token_ids, params.skip_special_tokens
             )
+        self._is_delta = params.output_kind is _DELTA
+        self._shows_logprobs = params.logprobs is not None
         # Text that nobody looks at before the end is made at the end, at once.
         self._is_lazy = params.output_kind is _FINAL_ONLY and not params.stop
         self._stop = StopChecker(params.stop or (), params.include_stop_str_in_output)
         self._text: list[str] = []
         self._logprobs: list[dict[int, Logprob]] | None = None if spec.num_logprobs is None else []
+        # Whether its tokens can wait for the end, the first one excepted.
+        self.is_quiet = False
         self._num_read = 0  # ids that went into the text
         self._sent_tokens = 0
         self._sent_text = 0
@@ -73,7 +82,10 @@ class OutputStream:
             self._logprobs += [with_text(entry, self._tokenizer) for entry in logprobs]
             for token, entry in zip(token_ids, logprobs, strict=True):
                 self.cumulative_logprob += entry[token].logprob
-        return None if self._is_lazy else self._read_ids()
+        if not self._is_lazy:
+            return self._read_ids()
+        self.is_quiet = self._logprobs is None
+        return None
 
     def finish(self) -> None:
         """Make the rest of the text; the request is finished."""
@@ -95,21 +107,18 @@ class OutputStream:
 
     def completion(self, index: int) -> CompletionOutput:
         """Return the continuation: all of it, or what is new since the last call (DELTA)."""
-        request = self.request
-        start = 0
-        if self._params.output_kind is _DELTA:
-            start = self._sent_tokens
-        self._sent_tokens = request.num_output_tokens
-        self._is_finish_sent = request.is_finished
-        wants_logprobs = self._params.logprobs is not None and self._logprobs is not None
+        request, logprobs = self.request, self._logprobs
+        ids, start = request.output_token_ids, self._sent_tokens if self._is_delta else 0
+        reason = request.finish_reason
+        self._sent_tokens, self._is_finish_sent = len(ids), reason is not None
         return CompletionOutput(
-            index=index,
-            text=self._new_text(),
-            token_ids=request.output_token_ids[start:],
-            cumulative_logprob=None if self._logprobs is None else self.cumulative_logprob,
-            logprobs=self._logprobs[start:] if wants_logprobs and self._logprobs else None,
-            finish_reason=request.finish_reason,
-            stop_reason=request.stop_reason,
+            index,
+            self._new_text() if self._text else "",
+            ids[start:],
+            None if logprobs is None else self.cumulative_logprob,
+            logprobs[start:] if logprobs is not None and self._shows_logprobs else None,
+            reason,
+            request.stop_reason,
         )
 
     def _read_ids(self) -> End | None:
@@ -118,14 +127,19 @@ class OutputStream:
 
     def _push(self) -> End | None:
         assert self._detokenizer is not None
-        ids = self.request.output_token_ids[self._num_read :]
+        request = self.request
+        ids = request.output_token_ids[self._num_read :]
         self._num_read += len(ids)
         # The text of what ended it is left out unless it is to be included, as vLLM does.
-        ended_by_id = self.request.status is RequestStatus.FINISHED_STOPPED and not self._stop.stop
+        ended_by_id = request.status is RequestStatus.FINISHED_STOPPED and not self._stop.stop
         if ids and ended_by_id and not self._params.include_stop_str_in_output:
             ids = ids[:-1]
-        can_stop = self.request.num_output_tokens >= self._params.min_tokens
-        result = self._stop.push(self._detokenizer.push(ids), check=can_stop)
+        text = self._detokenizer.push(ids)
+        if not self._params.stop:
+            self._text.append(text)
+            return None
+        can_stop = request.num_output_tokens >= self._params.min_tokens
+        result = self._stop.push(text, check=can_stop)
         self._text.append(result.text)
         return None if result.stop is None else End("stop", result.stop)
 
@@ -144,7 +158,7 @@ class OutputStream:
 
     def _new_text(self) -> str:
         """Return the text to show; pieces are joined once, so that a stream stays linear."""
-        if self._params.output_kind is _DELTA:
+        if self._is_delta:
             start, self._sent_text = self._sent_text, len(self._text)
             return "".join(self._text[start:])
         self._text = ["".join(self._text)]
@@ -182,6 +196,10 @@ class OutputGroup:
         self.request_id = request_id
         self.prompt = prompt
         self.params = params
+        self._is_delta = params.output_kind is _DELTA
+        self._shows_prompt_logprobs = params.prompt_logprobs is not None
+        self._is_ranked = params.num_continuations > params.n
+        self._waits_for_end = params.output_kind is _FINAL_ONLY or self._is_ranked
         self.metrics = RequestMetrics(arrival_time, num_continuations=params.num_continuations)
         self.streams: list[OutputStream] = []
         self.num_open = params.num_continuations
@@ -191,22 +209,26 @@ class OutputGroup:
 
     @property
     def is_finished(self) -> bool:
-        """Tell whether all continuations are."""
-        return all(stream.request.is_finished for stream in self.streams)
+        """Tell whether all continuations are finished, and released by the engine."""
+        return not self.num_open
+
+    @property
+    def num_generation_tokens(self) -> int:
+        """Tokens of all continuations so far."""
+        return sum([len(stream.request.output_token_ids) for stream in self.streams])
 
     @property
     def wants_output(self) -> bool:
         """Tell whether the user wants to see the request in its present state."""
-        is_ranked = self.params.num_continuations > self.params.n
-        return (self.params.output_kind is not _FINAL_ONLY and not is_ranked) or self.is_finished
+        return not (self._waits_for_end and self.num_open)
 
     def note_tokens(self, count: int, now: float) -> None:
-        """Count tokens that arrived."""
+        """Note when tokens arrived; a quiet stream tells of its first and last one only."""
         metrics = self.metrics
+        metrics.num_generation_tokens += count
         if metrics.first_token_time is None:
             metrics.first_token_time = now
         metrics.last_token_time = now
-        metrics.num_generation_tokens += count
 
     def add_prompt_logprobs(self, position: int, entries: Sequence[dict[int, Logprob]]) -> None:
         """Take the log-probabilities of prompt tokens from `position` on."""
@@ -218,32 +240,33 @@ class OutputGroup:
 
     def output(self) -> RequestOutput:
         """Return the request's state: all of it, or what is new since the last call (DELTA)."""
-        request = self.streams[0].request
-        self.metrics.num_cached_tokens = request.num_cached_tokens
+        request, metrics = self.streams[0].request, self.metrics
+        metrics.num_cached_tokens = request.num_cached_tokens
         return RequestOutput(
-            request_id=self.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=request.prompt_token_ids,
-            outputs=self._completions(),
-            finished=self.is_finished,
-            prompt_logprobs=self._shown_prompt_logprobs(request),
-            metrics=self.metrics,
-            num_cached_tokens=request.num_cached_tokens,
+            self.request_id,
+            self.prompt,
+            request.prompt_token_ids,
+            self._completions(),
+            not self.num_open,
+            self._shown_prompt_logprobs(request) if self._shows_prompt_logprobs else None,
+            metrics,
+            request.num_cached_tokens,
         )
 
     def _completions(self) -> list[CompletionOutput]:
         streams = self.streams
-        if self.params.num_continuations > self.params.n:
+        if len(streams) == 1:
+            return [streams[0].completion(0)]
+        if self._is_ranked:
             # A failed one has too few tokens to be compared.
             ranked = sorted(streams, key=_rank)
             return [s.completion(i) for i, s in enumerate(ranked[: self.params.n])]
-        is_delta = self.params.output_kind is _DELTA
-        return [s.completion(i) for i, s in enumerate(streams) if not is_delta or s.has_news()]
+        every = not self._is_delta
+        return [s.completion(i) for i, s in enumerate(streams) if every or s.has_news()]
 
     def _shown_prompt_logprobs(self, request: Request) -> Any:
         """Return them with the first output that has a token; a stream does not repeat them."""
-        is_repeat = self.params.output_kind is _DELTA and self._is_prompt_sent
-        if self.params.prompt_logprobs is None or is_repeat:
+        if self._is_delta and self._is_prompt_sent:
             return None
         self._is_prompt_sent = True
         return self._prompt_logprobs or [None] * request.num_prompt_tokens

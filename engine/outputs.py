@@ -31,7 +31,7 @@ class Logprob:
     decoded_token: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen: many are made in every step
 class CompletionOutput:
     """One continuation of a prompt.
 
@@ -129,7 +129,7 @@ class RequestMetrics:
         return _span(self.arrival_time, self.finished_time)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class RequestOutput:
     """The state of one request after a step.
 

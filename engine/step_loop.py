@@ -64,6 +64,7 @@ class StepLoop:
         self._under_way: deque[LaunchedStep] = deque()
         self._suspects: set[Request] = set()  # were in a step that failed
         self._has_just_failed = False
+        self._abandoned: list[LaunchedStep] = []
         self._results: list[StepResult] = []  # committed, but not given back
 
     @property
@@ -108,7 +109,6 @@ class StepLoop:
         self._on_schedule(output)
         try:
             step = self._runner.launch(output)
-            self._watchdog.check()
         except BaseException as error:
             self._undo([output], error)
             return True
@@ -120,9 +120,12 @@ class StepLoop:
         while len(self._under_way) > keep:
             step = self._under_way[0]
             try:
+                self._watchdog.check()
                 result = self._runner.read(step, self._watchdog.remaining())
             except BaseException as error:
                 outputs = [s.output for s in reversed(self._under_way)]
+                # SAFETY: the device may still read and write what these steps hold.
+                self._abandoned += self._under_way
                 self._under_way.clear()
                 self._undo(outputs, error)
                 return
@@ -132,9 +135,11 @@ class StepLoop:
     def _commit(self, output: ScheduleOutput, result: StepResult) -> None:
         self._fail(result)
         sampled = {request.request_id: ids for request, ids in result.token_ids.items()}
-        self._runner.release(self._scheduler.commit(output, sampled))
+        result.finished = self._scheduler.commit(output, sampled)
+        self._runner.release(result.finished)
         self._results.append(result)
         self._has_just_failed = False
+        self._abandoned.clear()  # were before this one on the stream
         if self._suspects:
             self._suspects.difference_update(s.request for s in output.sequences)
 
@@ -151,12 +156,13 @@ class StepLoop:
             self._scheduler.rollback(output)
             self._runner.release([s.request for s in output.sequences])
         failed = outputs[-1]
+        if not isinstance(error, StepTimeoutError):
+            self._runner.recover()
         if self._is_to_be_raised(error) or (self._has_just_failed and not failed.sequences):
             raise error
         self.num_failures += 1
         self._has_just_failed = True
         _LOG.warning("step %d failed and is undone", failed.step_id, exc_info=error)
-        self._runner.recover()
         requests = [s.request for s in failed.sequences]
         why = f"the step failed twice: {type(error).__name__}: {error}"
         result = StepResult(failed={r: why for r in requests if r in self._suspects})

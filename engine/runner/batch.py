@@ -49,30 +49,34 @@ class StepInputs:
     sampled_positions: IntArray
 
 
-def build_inputs(output: ScheduleOutput, slots: SlotTable, block_size: int) -> StepInputs:
-    """Lay out `output`, whose requests all have a slot.
+def build_inputs(
+    output: ScheduleOutput, rows: IntArray, slots: SlotTable, block_size: int
+) -> StepInputs:
+    """Lay out `output`.
 
     Parameters
     ----------
     output : ScheduleOutput
         With at least one sequence; those of one query token first.
+    rows : (B,) int64
+        The slot of each sequence.
     slots : SlotTable
         Its block tables are brought up to date here.
     block_size : int
         Tokens of a block.
     """
     sequences, num_decodes = output.sequences, output.num_decodes
-    rows = slots.rows(sequences)
-    width = slots.update_tables(sequences, rows, rewritten=bool(output.copies))
     starts = np.array([s.start for s in sequences], np.int32)
     counts = np.ones(len(sequences), np.int32)
     counts[num_decodes:] = [s.num_scheduled_tokens for s in sequences[num_decodes:]]
     lens = starts + counts
+    num_blocks = (lens - 1) // block_size + 1
+    slots.update_tables(sequences, rows, num_blocks, rewritten=bool(output.copies))
     is_linked = slots.last_positions[rows] == lens - 1
     cu_seqlens = np.zeros(len(sequences) + 1, np.int32)
     np.cumsum(counts, out=cu_seqlens[1:])
     owners, positions = _positions(starts, counts, cu_seqlens, num_decodes)
-    tables = slots.block_tables[rows, :width]
+    tables = slots.block_tables[rows, : num_blocks.max()]
     blocks = tables[owners, positions // block_size].astype(np.int64)
     is_sampled = np.array([s.is_sampled for s in sequences], np.bool_)
     batch = ForwardBatch(

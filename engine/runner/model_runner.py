@@ -21,6 +21,7 @@ from engine.layers.batch import ForwardBatch
 from engine.layers.sampler import Sampler, SamplingBatch
 from engine.request import Request
 from engine.runner.batch import StepInputs, build_inputs
+from engine.runner.cuda_graph import DecodeGraphs
 from engine.runner.processors import apply_processors
 from engine.runner.prompt_logprobs import PromptPart, ScoredPart, prompt_parts, score_parts
 from engine.runner.result import StepResult, logprob_entries, ranks_of
@@ -108,6 +109,7 @@ class ModelRunner:
         self.model = model
         self.kv_cache = kv_cache
         self.sampler = Sampler()
+        self.graphs: DecodeGraphs | None = None
         self._block_size = kv_cache.geometry.block_size
         self._pages = kv_cache.layers
         self._swap = swap
@@ -118,6 +120,18 @@ class ModelRunner:
         self._sampling = SamplingTable(
             max_num_seqs, model.config.vocab_size, model.eos_token_ids, model.device
         )
+
+    def capture_graphs(self, max_model_len: int, *, progress: bool = False) -> None:
+        """Let plain decode steps be CUDA graphs from now on."""
+        self.graphs = DecodeGraphs(
+            self.model,
+            self._pages,
+            self._slots,
+            self._sampling,
+            block_size=self._block_size,
+            max_model_len=max_model_len,
+        )
+        self.graphs.capture(progress=progress)
 
     @property
     def needs_host_ids(self) -> bool:
@@ -141,9 +155,12 @@ class ModelRunner:
                 self._sampling.release(slot)
 
     def recover(self) -> None:
-        """Give back what memory can be given back, after a step that failed."""
+        """Wait for the device, and give back what memory can be, after a step that failed."""
         if self.model.device.is_cuda:
-            self.model.device.xp.get_default_memory_pool().free_all_blocks()
+            cp = self.model.device.xp
+            # SAFETY: pinned buffers of the failed step may be reused only when it has ended.
+            cp.cuda.get_current_stream().synchronize()
+            cp.get_default_memory_pool().free_all_blocks()
 
     def check_integrity(self) -> None:
         """Verify the slots.
@@ -161,10 +178,18 @@ class ModelRunner:
         move_blocks(self.kv_cache, self._swap, output)
         if not output.sequences:
             return LaunchedStep(output)
-        self._assign_slots(output.sequences)
-        inputs = build_inputs(output, self._slots, self._block_size)
+        rows = self._slots.rows(output.sequences)
+        if (rows < 0).any():
+            self._assign_slots([output.sequences[i] for i in np.flatnonzero(rows < 0)])
+            rows = self._slots.rows(output.sequences)
+        tokens = self.graphs.launch(output, rows) if self.graphs is not None else None
+        inputs = None
+        if tokens is None:
+            inputs = build_inputs(output, rows, self._slots, self._block_size)
         if self._is_debug:
             self._slots.check(output.sequences, self.kv_cache.num_blocks, self._block_size)
+        if inputs is None:
+            return LaunchedStep(output, output.sequences, tokens=tokens)
         return self._compute(output, inputs)
 
     def read(self, step: LaunchedStep, timeout: float | None = None) -> StepResult:
@@ -185,13 +210,12 @@ class ModelRunner:
     # ---- launch
 
     def _assign_slots(self, sequences: Sequence[ScheduledSequence]) -> None:
-        """Give a slot to each request that is new, or comes back."""
+        """Give a slot to requests that are new, or come back."""
         for sequence in sequences:
             request = sequence.request
-            if request not in self._slots:
-                slot = self._slots.assign(request)
-                self._slots.rope_offsets[slot] = request.long_rope * self.model.long_rope_offset
-                self._sampling.assign(slot, request, self._specs[request])
+            slot = self._slots.assign(request)
+            self._slots.rope_offsets[slot] = request.long_rope * self.model.long_rope_offset
+            self._sampling.assign(slot, request, self._specs[request])
 
     def _compute(self, output: ScheduleOutput, inputs: StepInputs) -> LaunchedStep:
         sampling = None

@@ -41,16 +41,21 @@ def apply_processors(processors: Sequence[Processor], output_ids: list[int], row
     for processor in processors:
         try:
             changed = processor(list(output_ids), row)
+            if changed is None or changed is row:
+                continue
+            kind = getattr(getattr(changed, "dtype", None), "kind", "?")
+            if getattr(changed, "shape", None) != row.shape or kind not in "fiu":
+                return (
+                    f"a logits processor returned {_name(changed)}; wanted None or an array of "
+                    f"shape {row.shape}"
+                )
+            row[...] = changed.astype(np.float32)
         except Exception as error:
             return f"a logits processor raised {type(error).__name__}: {error}"
-        if changed is None or changed is row:
-            continue
-        shape = getattr(changed, "shape", None)
-        kind = getattr(getattr(changed, "dtype", None), "kind", "")
-        if shape != row.shape or kind not in "fiu" or kind == "":
-            given = type(changed).__name__ if shape is None else f"{kind!r} of shape {shape}"
-            return (
-                f"a logits processor returned {given}; wanted None or an array of shape {row.shape}"
-            )
-        row[...] = changed.astype(np.float32)
     return ""
+
+
+def _name(value: Any) -> str:
+    """Say what `value` is, without its content."""
+    name = type(value).__name__
+    return f"{name} of shape {value.shape}" if hasattr(value, "shape") else name

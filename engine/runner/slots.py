@@ -37,6 +37,8 @@ class SlotTable:
     ----------
     block_tables : (num_slots, max_blocks) int32
         Block ids; entries past a table's length are stale.
+    num_blocks, num_sent : (num_slots,) int64
+        Lengths of the block tables: what they are, and what `decode_inputs` knows of them.
     last_ids : (num_slots,) int32, on the device
         The id sampled last for each slot. The host may not know it yet.
     last_positions : (num_slots,) int32
@@ -50,7 +52,8 @@ class SlotTable:
         self.last_ids = device.xp.zeros(num_slots, np.int32)
         self.last_positions = np.full(num_slots, -1, np.int32)
         self.rope_offsets = np.zeros(num_slots, np.int32)
-        self._num_blocks = np.zeros(num_slots, np.int64)
+        self.num_blocks = np.zeros(num_slots, np.int64)
+        self.num_sent = np.zeros(num_slots, np.int64)
         self._slots: dict[Request, int] = {}
         self._free = list(range(num_slots - 1, -1, -1))
 
@@ -70,7 +73,7 @@ class SlotTable:
             raise EngineError(f"no free slot for request {request.request_id!r}")
         slot = self._slots[request] = self._free.pop()
         self.last_positions[slot] = -1
-        self._num_blocks[slot] = 0
+        self.num_blocks[slot] = self.num_sent[slot] = 0
         return slot
 
     def release(self, request: Request) -> int | None:
@@ -97,27 +100,32 @@ class SlotTable:
         return np.array([slots.get(s.request, -1) for s in sequences], np.int64)
 
     def update_tables(
-        self, sequences: Sequence[ScheduledSequence], rows: IntArray, *, rewritten: bool
-    ) -> int:
-        """Copy what is new in the requests' block tables; return the longest length.
+        self,
+        sequences: Sequence[ScheduledSequence],
+        rows: IntArray,
+        num_blocks: IntArray,
+        *,
+        rewritten: bool,
+    ) -> None:
+        """Copy what is new in the requests' block tables, as far as this step needs it.
 
         Parameters
         ----------
         sequences : sequence of ScheduledSequence
         rows : (B,) int64
             Their slots.
+        num_blocks : (B,) int
+            How many blocks of each table the step uses.
         rewritten : bool
             Whether entries may have changed; otherwise tables have only grown.
         """
-        lengths = np.array([len(s.request.block_table) for s in sequences], np.int64)
-        changed = lengths != self._num_blocks[rows]
-        indices = range(len(sequences)) if rewritten else np.flatnonzero(changed).tolist()
-        for index in indices:
-            slot, table = rows[index], sequences[index].request.block_table
-            start = 0 if rewritten else self._num_blocks[slot]
+        held = self.num_blocks[rows]
+        if rewritten:
+            held[:] = self.num_sent[rows] = 0
+        for index in np.flatnonzero(num_blocks > held).tolist():
+            slot, table, start = rows[index], sequences[index].request.block_table, held[index]
             self.block_tables[slot, start : len(table)] = table[start:]
-            self._num_blocks[slot] = len(table)
-        return int(lengths.max())
+            self.num_blocks[slot] = len(table)
 
     def check(
         self, sequences: Sequence[ScheduledSequence], num_blocks: int, block_size: int
@@ -132,15 +140,15 @@ class SlotTable:
         """
         writers: dict[int, str] = {}
         for sequence in sequences:
-            request, table = sequence.request, sequence.request.block_table
+            request, stop = sequence.request, (sequence.context_len - 1) // block_size + 1
+            table = request.block_table[:stop]
             row = self.block_tables[self._slots[request], : len(table)].tolist()
             if row != table or not all(0 <= block < num_blocks for block in table):
                 raise EngineError(
                     f"block table of request {request.request_id!r} must be {table}, of ids in "
                     f"[0, {num_blocks}); got {row}"
                 )
-            stop = (sequence.context_len - 1) // block_size + 1
-            for block in table[sequence.start // block_size : stop]:
+            for block in table[sequence.start // block_size :]:
                 other = writers.setdefault(block, request.request_id)
                 if other != request.request_id:
                     raise EngineError(

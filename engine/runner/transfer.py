@@ -45,7 +45,9 @@ class Upload:
 
     def _send(self, device: Device) -> None:
         cp = device.xp
-        host = {n: a for n, a in self.arrays.items() if isinstance(a, np.ndarray)}
+        host = {n: a for n, a in self.arrays.items() if isinstance(a, np.ndarray) and a.size}
+        empty = {n: a for n, a in self.arrays.items() if isinstance(a, np.ndarray) and not a.size}
+        self.arrays |= {name: cp.empty(array.shape, array.dtype) for name, array in empty.items()}
         offsets, size = [], 0
         for array in host.values():
             offsets.append(size)
@@ -102,7 +104,8 @@ class Readback:
             if array is None:
                 continue
             memory = cp.cuda.alloc_pinned_memory(max(array.nbytes, 1))
-            host = np.frombuffer(memory, array.dtype, array.size).reshape(array.shape)
+            host = np.frombuffer(memory, np.uint8, array.nbytes).view(array.dtype)
+            host = host.reshape(array.shape)
             array.get(stream=stream, out=host, blocking=False)
             self._arrays[name] = host
         self._done = cp.cuda.Event(disable_timing=True)

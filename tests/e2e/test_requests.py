@@ -319,7 +319,7 @@ def _raises(output_ids, logits):
     [
         (_raises, "a logits processor raised ValueError: broken"),
         (lambda ids, logits: 5, "returned int; wanted None or an array"),
-        (lambda ids, logits: logits[:3], r"'f' of shape \(3,\)"),
+        (lambda ids, logits: logits[:3], r"array of shape \(3,\)"),
         (lambda ids, logits: logits.astype(str) if hasattr(logits, "ctypes") else 1, "wanted"),
         (lambda ids, logits: logits * np.nan, "NaN"),
         (lambda ids, logits: logits - np.inf, "NaN, or leave no token"),

@@ -1,0 +1,101 @@
+"""The host part of an engine step: what remains when model and sampler take no time.
+
+One step of N running decode requests, on the mock model: schedule, lay out, commit, hand out. The
+time of `forward` and of the sampler is taken off.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+import numpy as np
+
+from engine import LLMEngine, SamplingParams
+from engine.kernels.sample import SampleResult
+from engine.sampling_params import RequestOutputKind
+from engine.testing.mock_model import MockModel
+
+_STEPS = 200
+
+
+class _FreeOfCharge:
+    """Counts the seconds spent in the parts that are a GPU's."""
+
+    def __init__(self):
+        self.seconds = 0.0
+
+    def wrap(self, function):
+        def timed(*args, **kwargs):
+            start = time.perf_counter()
+            result = function(*args, **kwargs)
+            self.seconds += time.perf_counter() - start
+            return result
+
+        return timed
+
+
+def _sample(logits, batch):
+    ids = logits.argmax(axis=1).astype(np.int32)
+    return SampleResult(ids, np.zeros(len(ids), np.int32), None, None, None, None)
+
+
+class _Tokenizer:
+    special_ids, strip_left, eos_token_ids = frozenset(), 0, ()
+
+    def token_bytes(self, token_id):
+        return b"word "
+
+
+def _engine(num_requests, kind, *, with_text):
+    model = MockModel(vocab_size=32, max_model_len=8192)
+    model.has_tokenizer, model.tokenizer = with_text, _Tokenizer()
+    engine = LLMEngine(
+        model,
+        max_num_seqs=num_requests,
+        max_num_batched_tokens=8192,
+        num_blocks=num_requests * 48,
+        async_scheduling=True,
+    )
+    free = _FreeOfCharge()
+    model.forward = free.wrap(model.forward)
+    engine.runner.sampler = free.wrap(_sample)
+    params = SamplingParams(max_tokens=600, ignore_eos=True, output_kind=kind, temperature=0.7)
+    for index in range(num_requests):
+        engine.add_request(f"r{index}", [index % 32] * (100 + index % 16), params)
+    for _ in range(num_requests * 120 // 8192 + 8):
+        engine.step()
+    return engine, free, params
+
+
+def _measure(name, num_requests, kind, *, with_text=False, num_changed=0):
+    engine, free, params = _engine(num_requests, kind, with_text=with_text)
+    names, times = deque(f"r{index}" for index in range(num_requests)), []
+    for step in range(_STEPS):
+        for index in range(num_changed):
+            engine.abort_request(names.popleft())
+            names.append(f"r{step}-{index}")
+            engine.add_request(names[-1], [step % 32, index, *range(30)], params)
+        free.seconds = 0.0
+        start = time.perf_counter()
+        engine.step()
+        times.append(time.perf_counter() - start - free.seconds)
+    times.sort()
+    row = {
+        "op": "engine_host",
+        "case": f"{name} {num_requests}",
+        "median us": times[len(times) // 2] * 1e6,
+        "best us": times[len(times) // 20] * 1e6,
+    }
+    print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else v for k, v in row.items()))
+    return row
+
+
+def main():
+    final, delta = RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA
+    rows = [_measure("decode, final output only", n, final) for n in (1, 16, 64, 256)]
+    rows.append(_measure("decode, final output only, text at the end", 256, final, with_text=True))
+    rows.append(_measure("decode, 4 come and go a step", 256, final, num_changed=4))
+    rows.append(_measure("decode, deltas", 256, delta))
+    rows.append(_measure("decode, deltas with text", 256, delta, with_text=True))
+    return rows

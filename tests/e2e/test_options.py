@@ -1,0 +1,227 @@
+"""The engine's options: prefix cache and salts, policies, limits, swap, debug."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from engine import LLMEngine, SamplingParams
+from engine.errors import ConfigError, RequestError
+from engine.llm_engine import QueueFullError
+from engine.testing.mock_model import MockModel
+from tests.e2e.tiny import VOCAB, greedy_alone, make_engine, run, swap_gb, tiny_model
+
+LONG = [int(i) for i in np.random.default_rng(3).integers(4, VOCAB, 90)]
+SHORT = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+def _serve(engine, prompt, **options):
+    engine.add_request("r", prompt, SHORT, **options)
+    return run(engine)["r"]
+
+
+def test_a_known_prefix_is_not_computed_again(model):
+    engine = make_engine(model)
+    assert _serve(engine, LONG).num_cached_tokens == 0
+    warm = _serve(engine, LONG)
+    assert warm.num_cached_tokens == 80
+    assert list(warm.outputs[0].token_ids) == greedy_alone(model, LONG, 3, eos=False)
+    assert _serve(engine, [*LONG[:40], 5, 6]).num_cached_tokens == 32
+    engine.reset_prefix_cache()
+    assert _serve(engine, LONG).num_cached_tokens == 0
+    stats = engine.stats()
+    assert stats.prefix_cache_hits == 112 and stats.prefix_cache_queries > 112
+
+
+def test_the_cache_may_be_off(model):
+    engine = make_engine(model, enable_prefix_caching=False)
+    assert [_serve(engine, LONG).num_cached_tokens for _ in range(2)] == [0, 0]
+
+
+def test_salts_separate(model):
+    engine = make_engine(model)
+    assert _serve(engine, LONG, cache_salt="a").num_cached_tokens == 0
+    assert _serve(engine, LONG).num_cached_tokens == 0
+    assert _serve(engine, LONG, cache_salt="b").num_cached_tokens == 0
+    assert _serve(engine, LONG, cache_salt="a").num_cached_tokens == 80
+    in_prompt = {"prompt_token_ids": LONG, "cache_salt": "a"}
+    assert _serve(engine, in_prompt).num_cached_tokens == 80
+    with pytest.raises(RequestError, match="cache_salt must be a str"):
+        engine.add_request("x", {"prompt_token_ids": LONG, "cache_salt": 5})
+
+
+def test_a_salt_has_its_quota(model):
+    engine = make_engine(model, max_blocks_per_salt=2)
+    _serve(engine, LONG, cache_salt="a")
+    assert _serve(engine, LONG, cache_salt="a").num_cached_tokens <= 32
+
+
+def _order_of_ends(engine):
+    ended = []
+    while engine.has_unfinished_requests():
+        ended += [o.request_id for o in engine.step() if o.finished]
+    return ended
+
+
+def test_priorities(model):
+    engine = make_engine(model, max_num_seqs=1)
+    for name, priority in (("a", 0), ("b", 2), ("c", -1), ("d", 0)):
+        engine.add_request(name, LONG[:5], SHORT, priority=priority)
+    assert _order_of_ends(engine) == ["c", "a", "d", "b"]
+    engine = make_engine(model, max_num_seqs=1, priority_window=0)
+    for name, priority in (("a", 0), ("b", -2)):
+        engine.add_request(name, LONG[:5], SHORT, priority=priority)
+    assert _order_of_ends(engine) == ["a", "b"]
+
+
+def test_longest_prefix_first(model):
+    for policy, want in (("fcfs", ["cold", "warm"]), ("lpm", ["warm", "cold"])):
+        engine = make_engine(model, max_num_seqs=1, scheduling_policy=policy)
+        _serve(engine, LONG)
+        engine.add_request("cold", LONG[::-1], SHORT)
+        engine.add_request("warm", LONG, SHORT)
+        assert _order_of_ends(engine) == want
+
+
+def test_a_full_queue_refuses_and_goes_on(model):
+    engine = make_engine(model, max_num_seqs=1, max_num_queued_requests=2)
+    engine.add_request("a", LONG[:5], SHORT)
+    engine.add_request("b", LONG[:5], SHORT)
+    with pytest.raises(QueueFullError, match="max_queued_requests=2; try again later"):
+        engine.add_request("c", LONG[:5], SHORT)
+    engine.step()
+    engine.add_request("c", LONG[:5], SHORT)
+    with pytest.raises(QueueFullError):
+        engine.add_request("d", LONG[:5], SamplingParams(n=2, seed=1))
+    assert set(run(engine)) == {"a", "b", "c"}
+    assert engine.stats().admission_rejections == 2
+    engine = make_engine(model, max_num_seqs=1, max_num_queued_tokens=100)
+    engine.add_request("a", LONG, SHORT)
+    with pytest.raises(QueueFullError, match="max_queued_tokens=100"):
+        engine.add_request("b", LONG[:11], SHORT)
+
+
+def test_what_can_never_fit_is_refused(model):
+    engine = make_engine(model, num_blocks=8, max_model_len=128)
+    engine.add_request("fits", LONG, SamplingParams(max_tokens=38))
+    engine = make_engine(model, num_blocks=16, max_model_len=256)
+    with pytest.raises(RequestError, match="1 to 255 tokens"):
+        engine.add_request("r", LONG * 3, SHORT)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap", "auto"])
+def test_preemption_modes(model, mode):
+    engine = make_engine(
+        model,
+        num_blocks=8,
+        max_model_len=128,
+        watermark=0.0,
+        preemption_mode=mode,
+        swap_space_gb=swap_gb(16),
+        enable_prefix_caching=False,
+    )
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    for index in range(3):
+        engine.add_request(str(index), LONG[index : index + 40], params)
+    outputs = run(engine)
+    stats = engine.scheduler.stats()
+    assert stats.num_preemptions > 0 and stats.num_host_blocks == 16
+    assert (stats.num_swaps > 0) == (mode == "swap") or mode == "auto"
+    for index in range(3):
+        want = greedy_alone(model, LONG[index : index + 40], 60, eos=False)
+        assert list(outputs[str(index)].outputs[0].token_ids) == want
+
+
+def test_evicted_prefixes_come_back_from_the_host(model):
+    engine = make_engine(model, num_blocks=8, max_model_len=128, swap_space_gb=swap_gb(16))
+    _serve(engine, LONG)
+    _serve(engine, LONG[::-1])
+    back = _serve(engine, LONG)
+    assert back.num_cached_tokens == 80
+    assert engine.scheduler.stats().prefix_cache_host_hits > 0
+    assert list(back.outputs[0].token_ids) == greedy_alone(model, LONG, 3, eos=False)
+
+
+def test_one_step_late_is_one_step_late(model):
+    engine = make_engine(model, async_scheduling=True)
+    engine.add_request("r", [5, 6, 7], SHORT)
+    counts = []
+    while engine.has_unfinished_requests():
+        counts.append([len(o.outputs[0].token_ids) for o in engine.step()])
+    assert counts == [[], [1], [2], [3]]
+
+
+def test_processors_wait_for_the_host(model):
+    """No step is launched over one that is not read while such a request runs."""
+    engine = make_engine(model, async_scheduling=True)
+    params = SamplingParams(
+        temperature=0, max_tokens=3, ignore_eos=True, logits_processors=[lambda i, x: None]
+    )
+    engine.add_request("bound", [5, 6, 7], params)
+    engine.add_request("free", [8, 9], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    launch, under_way = engine.runner.launch, []
+
+    def recorded(output):
+        names = {sequence.request.request_id for sequence in output.sequences}
+        under_way.append(("bound" in names, engine._loop.num_under_way))
+        return launch(output)
+
+    engine.runner.launch = recorded
+    run(engine)
+    assert under_way == [(True, 0)] * 3 + [(False, 0)] + [(False, 1)] * 4
+
+
+def test_debug_is_an_option_or_a_variable(monkeypatch):
+    monkeypatch.setenv("ENGINE_DEBUG", "1")
+    assert LLMEngine(MockModel()).config.is_debug
+    assert not LLMEngine(MockModel(), debug=False).config.is_debug
+    monkeypatch.setenv("ENGINE_DEBUG", "yes")
+    with pytest.raises(ConfigError, match="ENGINE_DEBUG must be one of 0, 1"):
+        LLMEngine(MockModel())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"swap_space_gb": -1.0}, r"swap_space_gb must be in \[0, 2\*\*20\); got -1.0"),
+        ({"step_timeout": 0.0}, "step_timeout must be above 0"),
+        ({"raise_on_timeout": True}, "raise_on_timeout needs a step_timeout"),
+        ({"scheduling_policy": "lifo"}, "policy must be one of"),
+        ({"preemption_mode": "drop"}, "preemption must be one of"),
+        ({"preemption_mode": "swap"}, "needs num_host_blocks"),
+        ({"watermark": 1.0}, r"watermark must be in \[0, 1\)"),
+        ({"max_num_queued_requests": 0}, "max_queued_requests must be at least 1"),
+    ],
+)
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        LLMEngine(MockModel(), **options)
+
+
+def test_a_fork_shares_what_its_parent_has(model):
+    engine = make_engine(model)
+    engine.add_request("parent", LONG, SamplingParams(temperature=0, max_tokens=20))
+    outputs = {}
+    while not outputs.get("parent") or len(outputs["parent"].outputs[0].token_ids) < 3:
+        outputs.update((o.request_id, o) for o in engine.step())
+    prompt = [*LONG, *outputs["parent"].outputs[0].token_ids[:2], 42]
+    engine.add_request("child", prompt, SHORT, parent="parent")
+    child = run(engine)["child"]
+    assert child.num_cached_tokens == len(LONG) + 2
+    assert list(child.outputs[0].token_ids) == greedy_alone(model, prompt, 3, eos=False)
+    with pytest.raises(RequestError, match="parent must be an unfinished request"):
+        engine.add_request("orphan", prompt, SHORT, parent="parent")
+
+
+def test_close_gives_everything_back(model):
+    engine = make_engine(model, async_scheduling=True, step_timeout=60.0)
+    engine.add_request("r", LONG, SamplingParams(max_tokens=20))
+    for _ in range(6):
+        engine.step()
+    engine.close()
+    assert not engine.has_unfinished_requests() and engine.kv_cache.slab.size == 0
