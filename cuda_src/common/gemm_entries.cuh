@@ -5,6 +5,7 @@
 #include "common/gemm_mma.cuh"
 #include "common/gemm_simt.cuh"
 #include "common/gemm_skinny.cuh"
+#include "common/gemm_stream.cuh"
 
 // `...` is the device function, taking a Problem.
 #define ENGINE_GEMM_ENTRY(name, threads, min_blocks, ...)                                        \
@@ -20,7 +21,27 @@
                         Norm{norm_weight, row_scales, eps, weight_offset}, epilogue});           \
   }
 
+#define ENGINE_STREAM_ENTRY(name, threads, min_blocks, ...)                                         \
+  extern "C" __global__ void __launch_bounds__(threads, min_blocks)                                 \
+      name(const scalar_t* x, int64_t x_stride, const scalar_t* weight, const scalar_t* norm_weight, \
+           float eps, float weight_offset, const scalar_t* bias, const void* residual,              \
+           int64_t residual_stride, void* out, int64_t out_stride, int m, int n, int k,             \
+           int k_per_split, int activation, int is_float, int is_vector, int overlaps) {            \
+    const Epilogue epilogue{bias,       residual,   out,           residual_stride,                 \
+                            out_stride, activation, is_float != 0, is_vector != 0};                 \
+    __VA_ARGS__(Problem{x, weight, x_stride, m, n, k, k_per_split, nullptr,                         \
+                        Norm{norm_weight, nullptr, eps, weight_offset}, epilogue},                  \
+                overlaps != 0);                                                                     \
+  }
+
 #if ENGINE_DTYPE != 0
+// stream: tokens / 8, weight rows / 16 of a warp, slots of its ring, buffers of sums. These figures
+// are also in engine/kernels/_gemm_stream.py.
+#define ENGINE_STREAM_ENTRIES(op, norm)                                           \
+  ENGINE_STREAM_ENTRY(op##_stream_8, 256, 1, stream<StreamShape<1, 1, 5, 2>, norm>)  \
+  ENGINE_STREAM_ENTRY(op##_stream_16, 256, 1, stream<StreamShape<2, 1, 4, 2>, norm>) \
+  ENGINE_STREAM_ENTRY(op##_stream_32, 256, 1, stream<StreamShape<4, 1, 3, 1>, norm>)
+
 // tile: m, n of the block's tile, m, n of a warp's, stages. skinny: tokens / 8, weight rows / 16,
 // warps (float32: tokens, weight rows, warps). Registers bound the blocks that share a
 // multiprocessor: 128 accumulators a thread with warps of 64 x 64.
@@ -37,6 +58,7 @@
   ENGINE_GEMM_ENTRY(op##_skinny_16x16_w16, 512, 1, skinny<2, 1, 16, norm>)                  \
   ENGINE_GEMM_ENTRY(op##_skinny_32x16_w16, 512, 1, skinny<4, 1, 16, norm>)
 #else
+#define ENGINE_STREAM_ENTRIES(op, norm)
 #define ENGINE_GEMM_ENTRIES(op, norm)                                                    \
   ENGINE_GEMM_ENTRY(op##_tile_128x128, kSimtThreads, 2, simt_tile<8, 4, true, norm>)     \
   ENGINE_GEMM_ENTRY(op##_tile_64x64, kSimtThreads, 3, simt_tile<4, 4, true, norm>)       \

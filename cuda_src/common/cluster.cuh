@@ -1,0 +1,122 @@
+// What sm_90 adds for blocks that work together and kernels that follow each other: clusters (blocks
+// that read each other's shared memory), programmatic dependent launch, and bulk copies. On older
+// chips a cluster is one block, and a kernel begins when the one before has ended.
+#pragma once
+
+#include "common/cp_async.cuh"
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define ENGINE_HAS_CLUSTERS 1
+#else
+#define ENGINE_HAS_CLUSTERS 0
+#endif
+
+// Lets the next kernel of the stream begin as soon as every block of this one has come here. It may
+// do nothing that depends on this kernel before its own wait_for_previous_kernel().
+__device__ __forceinline__ void allow_next_kernel() {
+#if ENGINE_HAS_CLUSTERS
+  asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
+#endif
+}
+
+// Returns when the kernels before have ended and what they wrote can be read. SAFETY: a kernel that
+// is launched with overlap must call it, in every block, before it reads or writes anything that
+// another kernel writes or reads. Without overlap it returns at once.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if ENGINE_HAS_CLUSTERS
+  asm volatile("griddepcontrol.wait;\n" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ int cluster_size() {
+#if ENGINE_HAS_CLUSTERS
+  uint32_t size;
+  asm("mov.u32 %0, %%cluster_nctaid.x;\n" : "=r"(size));
+  return static_cast<int>(size);
+#else
+  return 1;
+#endif
+}
+
+__device__ __forceinline__ int cluster_rank() {
+#if ENGINE_HAS_CLUSTERS
+  uint32_t rank;
+  asm("mov.u32 %0, %%cluster_ctarank;\n" : "=r"(rank));
+  return static_cast<int>(rank);
+#else
+  return 0;
+#endif
+}
+
+// Barrier of all threads of the cluster: what one wrote to its shared memory before, all see after.
+// A block that is alone pays no more than for __syncthreads().
+__device__ __forceinline__ void cluster_sync(int size) {
+#if ENGINE_HAS_CLUSTERS
+  if (size > 1) {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;\n" ::
+                     : "memory");
+    return;
+  }
+#endif
+  __syncthreads();
+}
+
+// Four floats of the shared memory of block `rank` of the cluster, at the place `p` has in this one's.
+__device__ __forceinline__ float4 load_cluster(const float* p, int rank, int size) {
+#if ENGINE_HAS_CLUSTERS
+  if (size > 1) {
+    uint32_t address;
+    float4 v;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;\n"
+                 : "=r"(address)
+                 : "r"(smem_address(p)), "r"(rank));
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];\n"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "r"(address)
+                 : "memory");
+    return v;
+  }
+#endif
+  return *reinterpret_cast<const float4*>(p);
+}
+
+// An mbarrier that counts the bytes of bulk copies; one thread arrives. Used for one phase only.
+struct BulkBarrier {
+  uint64_t state;
+
+  // By one thread; a __syncthreads() must follow before others use it.
+  __device__ __forceinline__ void init() {
+#if ENGINE_HAS_CLUSTERS
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;\n" ::"r"(
+                     smem_address(&state))
+                 : "memory");
+#endif
+  }
+  // By one thread, before or after the copies are issued.
+  __device__ __forceinline__ void expect(uint32_t bytes) {
+#if ENGINE_HAS_CLUSTERS
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(smem_address(&state)),
+                 "r"(bytes)
+                 : "memory");
+#endif
+  }
+  __device__ __forceinline__ void wait() {
+#if ENGINE_HAS_CLUSTERS
+    asm volatile(
+        "{\n.reg .pred done;\nagain:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], 0;\n@!done bra again;\n}\n" ::"r"(
+            smem_address(&state))
+        : "memory");
+#endif
+  }
+  // Copies bytes, a multiple of 16, between addresses that are.
+  __device__ __forceinline__ void copy(void* smem, const void* gmem, uint32_t bytes) {
+#if ENGINE_HAS_CLUSTERS
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(
+            smem_address(smem)),
+        "l"(gmem), "r"(bytes), "r"(smem_address(&state))
+        : "memory");
+#endif
+  }
+};

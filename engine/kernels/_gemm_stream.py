@@ -1,0 +1,171 @@
+"""How few rows are multiplied by `cuda_src/common/gemm_stream.cuh`: a pure function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from engine.kernels._launch import ceil_div
+
+__all__ = ["PORTABLE_LIMITS", "Limits", "StreamConfig", "choose_stream", "stream_configs"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a chip allows: shared memory of a block in bytes, and clusters of blocks."""
+
+    shared_bytes: int
+    has_clusters: bool
+
+
+PORTABLE_LIMITS = Limits(99 * 1024, False)  # every chip's from sm_80 on
+
+_ROWS = 16  # of the weight a warp takes at a time
+_STEP_K = 128
+_SLOT_BYTES = _ROWS * _STEP_K * 2
+_MAX_CLUSTER = 2  # larger ones leave multiprocessors without a block
+_STATIC_BYTES = 3328  # of shared memory: the kernels' own, and what the system takes
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """A kernel: how many tokens it has room for, slots of a warp's ring, buffers of sums."""
+
+    tokens: int
+    slots: int
+    buffers: int
+    max_k: int  # beyond it tiles are faster
+
+    def shared_bytes(self, m: int, warps: int, slice_k: int) -> int:
+        sums = self.buffers * self.tokens * (_ROWS + 4) * 4
+        return warps * (self.slots * _SLOT_BYTES + sums) + min(m, self.tokens) * (slice_k * 2 + 64)
+
+
+_SHAPES = (_Shape(8, 5, 2, 1 << 30), _Shape(16, 4, 2, 1 << 30), _Shape(32, 3, 1, 3072))
+
+
+@dataclass(frozen=True)
+class StreamConfig:
+    """A streaming kernel and how the problem is cut for it.
+
+    Attributes
+    ----------
+    kernel : str
+        Entry point, without the op's prefix.
+    tile_m, tile_n : int
+        Tokens, and weight rows at a time, of a cluster.
+    threads, shared_bytes : int
+        Threads and dynamic shared memory of a block.
+    k_per_split : int
+        How much of k a warp sums up.
+    k_warps : int
+        Warps of a block that share k; the others take other rows.
+    cluster : int
+        Blocks that share k.
+    max_clusters : int
+        How many are launched at most: each makes several tiles.
+    """
+
+    kernel: str
+    tile_m: int
+    tile_n: int
+    threads: int
+    shared_bytes: int
+    k_per_split: int
+    k_warps: int
+    cluster: int
+    max_clusters: int
+    num_splits: int = 1  # none that another launch must add
+    is_skinny: bool = True
+
+    @property
+    def num_parts(self) -> int:
+        """Return how many sums over parts of k are added, in a fixed order."""
+        return self.k_warps * self.cluster
+
+    @property
+    def block(self) -> tuple[int, int, int]:
+        """Return the block's extents: lanes, warps along k, warps along rows."""
+        return 32, self.k_warps, self.threads // 32 // self.k_warps
+
+    def grid(self, m: int, n: int) -> tuple[int, int]:
+        """Return how many blocks a problem of `m` rows and `n` columns takes."""
+        clusters = min(ceil_div(n, self.tile_n), self.max_clusters)
+        return clusters * self.cluster, ceil_div(m, self.tile_m)
+
+
+def choose_stream(m: int, n: int, k: int, sm_count: int, limits: Limits) -> StreamConfig | None:
+    """Choose for x (m, k) and weight (n, k) of 16 bits; None if x does not fit.
+
+    Fitted on an H200: docs/benchmarks/gemm_skinny.md.
+    """
+    shape = next((s for s in _SHAPES if m <= s.tokens), None)
+    if shape is None or k == 0 or k > shape.max_k:
+        return None
+    parts = _num_parts(n, k, sm_count)
+    for layout in _layouts(parts, n, sm_count, limits.has_clusters):
+        config = _config(shape, m, k, *layout, sm_count, limits)
+        if config.shared_bytes + _STATIC_BYTES <= limits.shared_bytes + 1024:
+            return config
+    return None
+
+
+def _num_parts(n: int, k: int, sm_count: int) -> int:
+    """Return in how many parts k is cut: as few as spread the rows evenly over the chip.
+
+    A part has a few steps, or its warp would spend its time on beginning and ending.
+    """
+    groups, steps = ceil_div(n, _ROWS), ceil_div(k, _STEP_K)
+    least = 4 if groups >= sm_count else 1
+    parts = [p for p in (1, 2, 4, 8) if p == 1 or steps // p >= least]
+    return min(parts, key=lambda p: ceil_div(ceil_div(groups, 8 // p), sm_count) * (8 // p))
+
+
+def _layouts(
+    parts: int, n: int, sm_count: int, has_clusters: bool
+) -> Iterator[tuple[int, int, int]]:
+    """Yield (parts, cluster, warps) in the order of preference; later ones need less memory."""
+    blocks = ceil_div(n, _ROWS * 8 // parts)
+    if parts <= 4 and blocks * 5 < sm_count * 2:  # smaller blocks reach more multiprocessors
+        yield parts, 1, 4
+    yield parts, 1, 8
+    yield min(parts, 4), 1, 4
+    if has_clusters and parts >= _MAX_CLUSTER:
+        yield parts, _MAX_CLUSTER, 4
+
+
+def _config(
+    shape: _Shape,
+    m: int,
+    k: int,
+    parts: int,
+    cluster: int,
+    warps: int,
+    sm_count: int,
+    limits: Limits,
+) -> StreamConfig:
+    part_k = max(1, ceil_div(ceil_div(k, _STEP_K), parts)) * _STEP_K
+    k_warps = parts // cluster
+    shared = shape.shared_bytes(m, warps, k_warps * part_k)
+    per_sm = max(1, min(2, (limits.shared_bytes + 1024) // (shared + _STATIC_BYTES)))
+    return StreamConfig(
+        kernel=f"stream_{shape.tokens}",
+        tile_m=shape.tokens,
+        tile_n=warps // k_warps * _ROWS,
+        threads=warps * 32,
+        shared_bytes=shared,
+        k_per_split=part_k,
+        k_warps=k_warps,
+        cluster=cluster,
+        max_clusters=max(1, sm_count * per_sm // cluster),
+    )
+
+
+def stream_configs(k: int) -> list[StreamConfig]:
+    """Return every kernel with several ways to cut `k`: for tests. Any number of rows will do."""
+    layouts = ((1, 1, 8), (1, 1, 4), (2, 1, 8), (4, 1, 4), (8, 1, 8), (4, 2, 8), (2, 2, 4))
+    return [
+        _config(shape, shape.tokens, k, *layout, 3, PORTABLE_LIMITS)
+        for shape in _SHAPES
+        for layout in layouts
+    ]
