@@ -42,6 +42,12 @@ def spills(compiled: CompiledModule) -> list[str]:
     ]
 
 
+def warnings(compiled: CompiledModule) -> list[str]:
+    """Return ptxas's warnings: wgmma serialised (C7510), setmaxnreg ignored (C7504, C7508)."""
+    found = [line for line in compiled.log.splitlines() if "warning" in line.lower()]
+    return [f"{compiled.spec} for {compiled.arch}: {line}" for line in found]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.compile_kernels", description=__doc__)
     parser.add_argument("--arch", choices=ARCHITECTURES, action="append")
@@ -57,7 +63,7 @@ def main() -> int:
                     f"{entry.registers:3} registers {entry.spill_bytes:4} spilled "
                     f"{entry.shared_bytes:6} shared"
                 )
-            bad += spills(compiled)
+            bad += spills(compiled) + warnings(compiled)
     seconds = time.monotonic() - start
     print(f"{kernels_seen} kernels in {len(jobs)} modules compiled in {seconds:.0f} s")
     print("\n".join(bad), file=sys.stderr)

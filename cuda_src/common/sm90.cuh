@@ -135,17 +135,27 @@ __device__ __forceinline__ void cluster_sync_relaxed() {
           : "memory");
 }
 
-// Reads 16 bytes of block `rank`'s shared memory, at this block's address for the same place.
-__device__ __forceinline__ Vec<float, 4> cluster_load(unsigned address, unsigned rank) {
-  Vec<float, 4> x;
+// Sends 16 bytes to the same place in block `rank`, counted on the mbarrier at its place there.
+// No fence is needed: who has waited for that mbarrier (mbarrier_wait_cluster) sees them.
+__device__ __forceinline__ void cluster_send(unsigned to, unsigned barrier, unsigned rank, float a,
+                                             float b, float c, float d) {
   asm volatile(
-      "{\n.reg .b32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %4, %5;\n"
-      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [remote];\n}"
-      : "=f"(x.v[0]), "=f"(x.v[1]), "=f"(x.v[2]), "=f"(x.v[3])
-      : "r"(address), "r"(rank)
+      "{\n.reg .b32 there, counter;\n"
+      "mapa.shared::cluster.u32 there, %0, %2;\n"
+      "mapa.shared::cluster.u32 counter, %1, %2;\n"
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 "
+      "[there], {%3, %4, %5, %6}, [counter];\n}" ::"r"(to),
+      "r"(barrier), "r"(rank), "f"(a), "f"(b), "f"(c), "f"(d)
       : "memory");
-  return x;
+}
+__device__ __forceinline__ void mbarrier_wait_cluster(unsigned barrier, unsigned parity) {
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
 }
 
 // A barrier among kThreads threads of the block: the others need not come. Number 0 is
@@ -153,6 +163,18 @@ __device__ __forceinline__ Vec<float, 4> cluster_load(unsigned address, unsigned
 template <int kNumber, int kThreads>
 __device__ __forceinline__ void named_barrier() {
   asm volatile("bar.sync %0, %1;" ::"n"(kNumber), "n"(kThreads) : "memory");
+}
+
+// ---- overlapping launches --------------------------------------------------------------------
+
+// Programmatic dependent launch. The next kernel of the stream, if it was launched so
+// (engine/kernels/_launch_cluster.py), may start before this one has ended: it waits below.
+__device__ __forceinline__ void let_next_kernel_start() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+// Waits until the kernel before has ended and its writes can be seen. At once without that launch.
+__device__ __forceinline__ void wait_for_last_kernel() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
 // ---- registers -------------------------------------------------------------------------------

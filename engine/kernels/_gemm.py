@@ -11,6 +11,7 @@ from engine.dtypes import dtype_name
 from engine.errors import ContractError
 from engine.kernels._contract import FLOAT32
 from engine.kernels._gemm_config import Config, choose_config
+from engine.kernels._gemm_sm90 import HopperConfig, is_hopper, launch_hopper
 from engine.kernels._launch import Kernel, ceil_div, sm_count
 from engine.kernels._module import ModuleSpec
 from engine.kernels._workspace import workspace
@@ -69,9 +70,30 @@ def launch(op: str, operands: Operands, norm: Norm | None = None) -> None:
     dtype = dtype_name(x.dtype)
     aligned = _is_aligned(x, operands.weight, norm)
     config = choose_config(
-        m, n, k, dtype, sm_count(), is_aligned=aligned, batch_invariant=operands.batch_invariant
+        m,
+        n,
+        k,
+        dtype,
+        sm_count(),
+        is_aligned=aligned,
+        batch_invariant=operands.batch_invariant,
+        is_hopper=norm is None and is_hopper(dtype),
     )
-    if math.prod(config.grid(m, n)) > _MAX_INT32 or max(m, n, k) > _MAX_INT32 - 256:
+    if max(m, n, k) > _MAX_INT32 - 256:
+        raise ContractError(f"{op}: x: {m} x {k} by {n} x {k} is more than one launch can do")
+    if isinstance(config, HopperConfig):
+        vector = _vector_level(out, operands.residual)
+        launch_hopper(config, x, operands.weight, out, _epilogue(operands), vector)
+    else:
+        _launch_portable(op, operands, norm, config, aligned)
+
+
+def _launch_portable(
+    op: str, operands: Operands, norm: Norm | None, config: Config, aligned: bool
+) -> None:
+    x, out = operands.x, operands.out
+    (m, k), n, dtype = x.shape, out.shape[1], dtype_name(x.dtype)
+    if math.prod(config.grid(m, n)) > _MAX_INT32:
         raise ContractError(f"{op}: x: {m} x {k} by {n} x {k} is more than one launch can do")
     row_scales, partials = _scratch(config, m, n, needs_scales=norm is not None)
     if row_scales is not None and norm is not None:
@@ -178,3 +200,13 @@ def _is_vector(out: Any, residual: Any) -> bool:
         if array.shape[0] > 1 and array.strides[0] % width:
             return False
     return True
+
+
+def _vector_level(out: Any, residual: Any) -> int:
+    """Return 2 if rows of `out` can be stored 16 bytes at a time, 1 if four elements, else 0."""
+    if not _is_vector(out, residual):
+        return 0
+    steps = [out.data.ptr, out.shape[1] * out.itemsize]
+    if out.shape[0] > 1:
+        steps.append(out.strides[0])
+    return 2 if all(step % 16 == 0 for step in steps) else 1

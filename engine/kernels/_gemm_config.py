@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from engine.dtypes import itemsize
+from engine.kernels._gemm_sm90 import HopperConfig, choose_hopper
 from engine.kernels._launch import ceil_div
 
 __all__ = ["Config", "all_configs", "choose_config"]
@@ -102,14 +103,16 @@ def choose_config(
     *,
     is_aligned: bool = True,
     batch_invariant: bool = False,
-) -> Config:
+    is_hopper: bool = False,
+) -> Config | HopperConfig:
     """Choose for x (m, k) and weight (n, k) of `dtype` on `sm_count` multiprocessors.
 
     `is_aligned` says that rows start at, and have the length of, whole 16-byte accesses. Few rows
     take a skinny kernel; else the tile and the number of splits with the least estimated time. The
     skinny kernels sum in an order that depends on n and k alone, the tiled ones in one that depends
     on `num_splits` too, and so on m. With `batch_invariant` it is always a tiled one with a single
-    split: these sum a row in the same order whatever the tile.
+    split: these sum a row in the same order whatever the tile. With `is_hopper` the tiled ones are
+    those of gemm_sm90.cu.
 
     Examples
     --------
@@ -123,6 +126,8 @@ def choose_config(
         return (_HALF_UNALIGNED if size == 2 else _FLOAT_UNALIGNED).config(k)
     if m <= _SKINNY_MAX_M[size] and not batch_invariant:
         return _skinny(m, n, k, size, sm_count)
+    if is_hopper and k > 0:
+        return choose_hopper(m, n, k, sm_count, batch_invariant=batch_invariant)
     step = 64 // size
     choices = [
         tile.config(k, splits, step)

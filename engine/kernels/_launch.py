@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from engine import device
 from engine.errors import ContractError
+from engine.kernels._launch_cluster import launch_cluster
 from engine.kernels._module import ModuleSpec, load_module
 
 __all__ = ["Kernel", "ceil_div", "sm_count"]
@@ -73,17 +74,40 @@ class Kernel:
         OverflowError
             If an integer does not fit its C type.
         """
-        if 0 in grid:
-            return
+        if 0 not in grid:
+            values = self._values(args)
+            self._function(spec, shared_mem)(grid, block, values, shared_mem=shared_mem)
+
+    def launch_cluster(
+        self,
+        spec: ModuleSpec,
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        shared_mem: int,
+        *,
+        cluster: int,
+        overlap: bool,
+        **args: Any,
+    ) -> None:
+        """Launch clusters of blocks, or before the last kernel has ended: `_launch_cluster.py`."""
+        if cluster == 1 and not overlap:
+            self.launch(spec, grid, block, shared_mem, **args)
+        elif 0 not in grid:
+            function = self._function(spec, shared_mem).kernel.ptr
+            values = self._values(args)
+            launch_cluster(
+                function, grid, block, shared_mem, values, cluster=cluster, overlap=overlap
+            )
+
+    def _values(self, args: dict[str, Any]) -> tuple[Any, ...]:
         if len(args) != len(self._names):
             self._wrong_arguments(args)
         try:
-            values = tuple(
+            return tuple(
                 cast(args[name]) for name, cast in zip(self._names, self._casts, strict=True)
             )
         except KeyError:
             self._wrong_arguments(args)
-        self._function(spec, shared_mem)(grid, block, values, shared_mem=shared_mem)
 
     def _function(self, spec: ModuleSpec, shared_mem: int) -> Any:
         index = device.cupy().cuda.runtime.getDevice()
@@ -95,7 +119,7 @@ class Kernel:
             function.max_dynamic_shared_size_bytes = shared_mem
         return function
 
-    def _wrong_arguments(self, args: dict[str, Any]) -> None:
+    def _wrong_arguments(self, args: dict[str, Any]) -> NoReturn:
         missing = sorted(set(self._names) - set(args))
         unknown = sorted(set(args) - set(self._names))
         raise ContractError(f"{self.entry}: missing arguments {missing}, unknown {unknown}")

@@ -13,6 +13,7 @@ from engine import reference
 from engine.kernels._contract import FLOAT32, FLOATS, Contract
 from engine.kernels._gemm import ACTIVATIONS, Operands, launch
 from engine.kernels._gemm_config import Config, choose_config
+from engine.kernels._gemm_sm90 import hopper_specs
 from engine.kernels._module import ModuleSpec
 
 __all__ = ["Config", "choose_config", "gemm", "specs"]
@@ -20,7 +21,7 @@ __all__ = ["Config", "choose_config", "gemm", "specs"]
 
 def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
     """Return the modules that the op may launch for `dtype`."""
-    return (ModuleSpec("gemm.cu", dtype),)
+    return (ModuleSpec("gemm.cu", dtype), *hopper_specs(dtype))
 
 
 def gemm(

@@ -1,0 +1,264 @@
+// How gemm_sm90.cu's sums reach global memory, and the consumers' loop.
+//
+// A warp has 16 rows of sums (a block of 64 rows has four warps). They go through 2 KB of shared
+// memory of its own, 128 bytes of each row at a time, so that global memory is read and written in
+// whole rows. 16-byte pieces are swizzled so that no two rows of an access meet in a bank.
+#pragma once
+
+#include "common/gemm_sm90.cuh"
+
+__device__ __forceinline__ unsigned pack(float low, float high) {
+  const Vec<scalar_t, 2> pair = {from_float<scalar_t>(low), from_float<scalar_t>(high)};
+  return *reinterpret_cast<const unsigned*>(&pair);
+}
+
+// Where a warp stores: its staging memory, and the first row and column of what it holds.
+struct Corner {
+  unsigned char* staging;
+  int row, col;
+};
+
+// Chunk `kChunk` (of 64 columns) of a warp's sums, rounded; there may be fewer at the end.
+template <int kChunk, int kSums>
+__device__ __forceinline__ void stage_rounded(const float (&acc)[kSums], unsigned staging) {
+  const int lane = threadIdx.x % 32, row = lane % 16;
+#pragma unroll
+  for (int pair = 0; pair < 4 && kChunk * 32 + pair * 8 < kSums; ++pair) {
+    const float* a = acc + kChunk * 32 + pair * 8;
+    stmatrix_x4(staging + row * 128 + ((2 * pair + lane / 16) ^ (row % 8)) * 16, pack(a[0], a[1]),
+                pack(a[2], a[3]), pack(a[4], a[5]), pack(a[6], a[7]));
+  }
+}
+
+// Chunk `kChunk` (of 32 columns), as it is.
+template <int kChunk, int kSums>
+__device__ __forceinline__ void stage_float(const float (&acc)[kSums], unsigned char* staging) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int j = 0; j < 4 && (kChunk * 4 + j) * 4 < kSums; ++j)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = lane / 4 + half * 8, piece = 2 * j + lane % 4 / 2;
+      const float* a = acc + (kChunk * 4 + j) * 4 + half * 2;
+      const Vec<float, 2> pair = {a[0], a[1]};
+      unsigned char* to = staging + row * 128 + (piece ^ (row % 4 * 2)) * 16 + lane % 2 * 8;
+      store_vec(reinterpret_cast<float*>(to), pair);
+    }
+}
+
+// Stages a chunk known at run time only: registers cannot be indexed.
+template <int kChunk, int kSums>
+__device__ __forceinline__ void stage_rounded_at(int chunk, const float (&acc)[kSums],
+                                                 unsigned staging) {
+  if constexpr (kChunk * 32 < kSums) {
+    if (chunk == kChunk) stage_rounded<kChunk>(acc, staging);
+    else stage_rounded_at<kChunk + 1>(chunk, acc, staging);
+  }
+}
+template <int kChunk, int kSums>
+__device__ __forceinline__ void stage_float_at(int chunk, const float (&acc)[kSums],
+                                               unsigned char* staging) {
+  if constexpr (kChunk * 16 < kSums) {
+    if (chunk == kChunk) stage_float<kChunk>(acc, staging);
+    else stage_float_at<kChunk + 1>(chunk, acc, staging);
+  }
+}
+
+template <int kSums>
+__device__ __forceinline__ void add_bias(const Epilogue& e, float (&acc)[kSums], int col0, int n) {
+  const int first = col0 + threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int j = 0; j < kSums / 4; ++j)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int col = first + j * 8 + i;
+      const float bias = col < n ? to_float(e.bias[col]) : 0.0f;
+      acc[4 * j + i] += bias;
+      acc[4 * j + 2 + i] += bias;
+    }
+}
+
+// Results of 16 bits, at most a bias: rounded in registers, 16 bytes a store.
+template <int kSums>
+__device__ __forceinline__ void store_rounded(const Epilogue& e, float (&acc)[kSums], Corner corner,
+                                              int m, int n, bool is_wide) {
+  constexpr int kCols = kSums * 2;
+  const int lane = threadIdx.x % 32;
+  const unsigned staging = smem_address(corner.staging);
+  if (e.bias != nullptr) add_bias(e, acc, corner.col, n);
+#pragma unroll 1
+  for (int chunk = 0; chunk < (kCols + 63) / 64; ++chunk) {
+    stage_rounded_at<0>(chunk, acc, staging);
+    __syncwarp();
+    const int col = corner.col + chunk * 64 + lane % 8 * 8;
+    const bool exists = col < n && (kCols % 64 == 0 || chunk * 64 + lane % 8 * 8 < kCols);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = i * 4 + lane / 8;
+      const Vec<scalar_t, 8> y = load_vec<scalar_t, 8>(reinterpret_cast<const scalar_t*>(
+          corner.staging + row * 128 + ((lane % 8) ^ (row % 8)) * 16));
+      if (!exists || corner.row + row >= m) continue;
+      scalar_t* p = static_cast<scalar_t*>(e.out) + (corner.row + row) * e.out_stride + col;
+      if (is_wide) {
+        store_vec(p, y);
+      } else {
+#pragma unroll
+        for (int j = 0; j < 8; ++j)
+          if (col + j < n) p[j] = y.v[j];
+      }
+    }
+    __syncwarp();
+  }
+}
+
+// Bias, activation and residual, in float, for kRows groups of four columns; then rounded once.
+template <typename Out, int kRows>
+__device__ __forceinline__ void finish(const Epilogue& e, Vec<float, 4> (&sums)[kRows],
+                                       const Vec<Out, 4> (&residual)[kRows], int row, int row_step,
+                                       int col, int m, int n) {
+  if (col >= n) return;
+  if (!e.is_bare()) {
+#pragma unroll 1
+    for (int j = 0; j < 4; ++j) {  // rolled, by turning the columns: activations are much code
+      const float bias = e.bias != nullptr && col + j < n ? to_float(e.bias[col + j]) : 0.0f;
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        const float y = activate(e.activation, sums[i].v[0] + bias);
+        sums[i] = {sums[i].v[1], sums[i].v[2], sums[i].v[3], y};
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    if (row + i * row_step >= m) continue;
+    Vec<Out, 4> y;
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      y.v[j] = from_float<Out>(sums[i].v[j] + to_float(residual[i].v[j]));
+    e.store<Out>(row + i * row_step, col, n, y);
+  }
+}
+
+template <typename Out, int kRows>
+__device__ __forceinline__ void load_residuals(const Epilogue& e, Vec<Out, 4> (&residual)[kRows],
+                                               int row, int row_step, int col, int m, int n) {
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    residual[i] = {};
+    if (e.residual != nullptr && col < n && row + i * row_step < m)
+      residual[i] = e.load_residual<Out>(row + i * row_step, col, n);
+  }
+}
+
+// Everything else: floats through shared memory, four columns a thread.
+template <typename Out, int kSums>
+__device__ __forceinline__ void store_general(const Epilogue& e, const float (&acc)[kSums],
+                                              Corner corner, int m, int n) {
+  constexpr int kCols = kSums * 2;
+  constexpr int kRows = kWarpgroups == 3 ? 2 : 4;  // at once: three have few registers each
+  const int lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int chunk = 0; chunk < (kCols + 31) / 32; ++chunk) {
+    const int within = chunk * 32 + lane % 8 * 4;
+    const int col = kCols % 32 == 0 || within < kCols ? corner.col + within : n;
+#pragma unroll
+    for (int first = 0; first < 4; first += kRows) {
+      const int r0 = first * 4 + lane / 8, row = corner.row + r0;
+      Vec<Out, 4> residual[kRows];
+      load_residuals(e, residual, row, 4, col, m, n);  // under way while we stage
+      if (first == 0) {
+        stage_float_at<0>(chunk, acc, corner.staging);
+        __syncwarp();
+      }
+      Vec<float, 4> sums[kRows];
+#pragma unroll
+      for (int i = 0; i < kRows; ++i)
+        sums[i] = load_vec<float, 4>(reinterpret_cast<const float*>(
+            corner.staging + (r0 + i * 4) * 128 + ((lane % 8) ^ (r0 % 4 * 2)) * 16));
+      if (first + kRows == 4) __syncwarp();
+      finish(e, sums, residual, row, 4, col, m, n);
+    }
+  }
+}
+
+template <int kSums>
+__device__ __forceinline__ void store(const Epilogue& e, float (&acc)[kSums], Corner corner, int m,
+                                      int n, bool is_wide) {
+  const bool is_plain = !e.is_float && e.residual == nullptr && e.activation == kIdentity;
+  if (is_plain) store_rounded(e, acc, corner, m, n, is_wide);
+  else if (e.is_float) store_general<float>(e, acc, corner, m, n);
+  else store_general<scalar_t>(e, acc, corner, m, n);
+}
+
+// ---- a sum over k that the blocks of a cluster share ------------------------------------------
+//
+// Block i finishes slice i of the columns. Each thread sends its sums of the other slices to the
+// thread of its number in the block that finishes them, 16 bytes at a time, and adds what it is
+// sent to its own, in the order of the blocks.
+
+constexpr int kSliceSums = kSlice / 2, kSliceVecs = kSlice / 8;
+
+__device__ __forceinline__ unsigned sums_offset(int sender, int receiver, int vec) {
+  const int slot = sender - (sender > receiver);
+  return kOffsetSums + ((slot * kSliceVecs + vec) * kConsumers + threadIdx.x - 128) * 16;
+}
+
+__device__ __forceinline__ void swap_sums(const Pipeline& p, const Schedule& s, unsigned char* smem,
+                                          const float (&acc)[TILE_N / 2],
+                                          float (&own)[kSliceSums]) {
+  const unsigned here = smem_address(smem);
+  const int rank = s.rank_m + kClusterM * s.rank_n, me = s.rank_k;
+#pragma unroll
+  for (int to = 0; to < kClusterK; ++to) {
+    const float* a = acc + to * kSliceSums;
+    if (to == me) {
+#pragma unroll
+      for (int i = 0; i < kSliceSums; ++i) own[i] = a[i];
+      continue;
+    }
+#pragma unroll
+    for (int i = 0; i < kSliceVecs; ++i)
+      cluster_send(here + sums_offset(me, to, i), p.sums, rank + to * kClusterM * kClusterN,
+                   a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3]);
+  }
+  mbarrier_wait_cluster(p.sums, 0);
+#pragma unroll
+  for (int i = 0; i < kSliceVecs; ++i) {
+    Vec<float, 4> sum = {};
+#pragma unroll
+    for (int from = 0; from < kClusterK; ++from) {
+      Vec<float, 4> part = {own[4 * i], own[4 * i + 1], own[4 * i + 2], own[4 * i + 3]};
+      if (from != me)
+        part = load_vec<float, 4>(reinterpret_cast<const float*>(smem + sums_offset(from, me, i)));
+#pragma unroll
+      for (int c = 0; c < 4; ++c) sum.v[c] += part.v[c];
+    }
+#pragma unroll
+    for (int c = 0; c < 4; ++c) own[4 * i + c] = sum.v[c];
+  }
+}
+
+__device__ __forceinline__ void consume(const Pipeline& p, const Schedule& s, unsigned char* smem,
+                                        const Epilogue& e, bool is_wide) {
+  const int warp = threadIdx.x / 32 - 4, warpgroup = warp / 4;
+  unsigned char* staging = smem + kOffsetStaging + warp * kWarpStaging;
+  Ring ring;
+  for (int index = s.first(); index < s.count(); index += s.step()) {
+    Sums acc;
+    multiply(p, s, warpgroup, ring, acc);
+    const int2 tile = s.tile(index);
+    if constexpr (kClusterK > 1) {
+      float own[kSliceSums];
+      swap_sums(p, s, smem, acc[0], own);
+      const int row = warpgroup * 64 + warp % 4 * 16;
+      const Corner corner{staging, tile.x + row, tile.y + s.rank_k * kSlice};
+      store(e, own, corner, s.m, s.n, is_wide);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kBlocksM; ++i) {
+        const int row = (warpgroup * kBlocksM + i) * 64 + warp % 4 * 16;
+        store(e, acc[i], Corner{staging, tile.x + row, tile.y}, s.m, s.n, is_wide);
+      }
+    }
+  }
+}

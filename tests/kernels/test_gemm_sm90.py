@@ -1,0 +1,194 @@
+"""gemm on Hopper: every tile against the mirror and float64, the choice, what ptxas says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from engine import kernels, reference
+from engine.device import to_numpy
+from engine.kernels import _gemm, _module
+from engine.kernels._gemm_config import choose_config
+from engine.kernels._gemm_sm90 import HOPPER_CONFIGS, HopperConfig, choose_hopper, hopper_specs
+from engine.testing import cases
+from engine.testing.cases_gemm import MODEL_LAYERS
+from engine.testing.tolerances import assert_close
+
+HALVES = ("float16", "bfloat16")
+CONFIGS = [
+    pytest.param(c, id=f"{c.tile_m}x{c.tile_n}-{c.cluster_m}x{c.cluster_n}x{c.cluster_k}")
+    for c in HOPPER_CONFIGS
+]
+
+
+@pytest.fixture
+def hopper(cp):
+    """CuPy, on a device that runs these kernels."""
+    if _module.current_architecture(cp.cuda.runtime.getDevice()) != "sm_90a":
+        pytest.skip("not a Hopper GPU")
+    return cp
+
+
+def _force(monkeypatch, config):
+    monkeypatch.setattr(_gemm, "choose_config", lambda *_, **__: config)
+
+
+def _inputs(m, n, k, dtype, seed=0):
+    x = cases.normal((m, k), dtype, seed=seed + 1)
+    weight = cases.normal((n, k), dtype, seed=seed + 2, scale=max(k, 1) ** -0.5)
+    bias = cases.normal((n,), dtype, seed=seed + 3)
+    residual = cases.normal((m, n), dtype, seed=seed + 4)
+    return x, weight, bias, residual
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_every_tile_matches_mirror(hopper, monkeypatch, config, dtype):
+    """Random sizes that nothing divides, all results' alignments, nothing written outside."""
+    _force(monkeypatch, config)
+    rng = np.random.default_rng(config.tile_m * config.tile_n + config.cluster_size)
+    sizes = [(1, 8, 512), (130, 264, 520), (257, 300, 1000), (64, 77, 640)]
+    sizes += [(*rng.integers(1, 700, 2), 8 * int(rng.integers(64, 160)))]
+    for m, n, k in sizes:
+        x, weight, _, _ = _inputs(m, n, k, dtype)
+        out, buffer = cases.guarded(hopper, (m, n), x.dtype)
+        kernels.gemm(*cases.to_module(hopper, x, weight), out=out)
+        assert_close(out, reference.gemm(x, weight), reduction=k)
+        assert bool(hopper.isnan(buffer[:64]).all()) and bool(hopper.isnan(buffer[-64:]).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", [None, "silu", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_epilogues(hopper, monkeypatch, config, activation):
+    _force(monkeypatch, config)
+    m, n, k = 150, 268, 576
+    x, weight, bias, residual = _inputs(m, n, k, "bfloat16")
+    gx, gw, gb, gr = cases.to_module(hopper, x, weight, bias, residual.copy())
+    got = kernels.gemm(gx, gw, bias=gb, activation=activation)
+    want = reference.gemm(x, weight, bias=bias, activation=activation)
+    assert_close(got, want, reduction=k)
+    kernels.gemm(gx, gw, bias=gb, residual=gr, activation=activation, out=gr)  # in place
+    want = reference.gemm(x, weight, bias=bias, residual=residual, activation=activation)
+    assert_close(gr, want, reduction=k)
+    got = kernels.gemm(gx, gw, bias=gb, activation=activation, out_dtype=np.float32)
+    want = reference.gemm(x, weight, bias=bias, activation=activation, out_dtype=np.float32)
+    assert_close(got, want, reduction=k, dtype="float32")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_permutation_only_moves_values(hopper, monkeypatch, config):
+    _force(monkeypatch, config)
+    m, k = 700, 1032
+    x = cases.normal((m, k), "float16", seed=5)
+    order = np.random.default_rng(6).permutation(k)
+    weight = np.eye(k, dtype=np.float32)[order].astype(x.dtype)
+    got = to_numpy(kernels.gemm(*cases.to_module(hopper, x, weight)))
+    np.testing.assert_array_equal(got, x[:, order])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("m", "n", "k"), [(256, 4096, 4096), (1000, 904, 4864), (300, 1024, 72)])
+def test_error_is_no_larger_than_cublas(hopper, m, n, k, dtype):
+    x, weight, _, _ = _inputs(m, n, k, dtype)
+    gx, gw = cases.to_module(hopper, x, weight)
+    want = gx.astype(np.float64) @ gw.astype(np.float64).T
+
+    def error(got):
+        return float(hopper.linalg.norm(got.astype(np.float64) - want))
+
+    assert error(kernels.gemm(gx, gw)) <= 1.001 * error(gx @ gw.T)
+
+
+@pytest.mark.gpu
+def test_rows_are_summed_alike_by_every_tile(hopper, monkeypatch):
+    """What batch_invariant rests on: blocks that sum all of k give the same bits."""
+    x, weight, _, _ = _inputs(300, 520, 2056, "bfloat16")
+    gx, gw = cases.to_module(hopper, x, weight)
+    results = []
+    for config in HOPPER_CONFIGS:
+        if config.cluster_k == 1:
+            _force(monkeypatch, config)
+            results.append(to_numpy(kernels.gemm(gx, gw, out_dtype=np.float32)))
+            alone = to_numpy(kernels.gemm(gx[7:8], gw, out_dtype=np.float32))
+            np.testing.assert_array_equal(alone[0], results[-1][7])
+    for result in results:
+        np.testing.assert_array_equal(result, results[0])
+
+
+@pytest.mark.gpu
+def test_a_chain_in_which_each_reads_what_the_last_wrote(hopper, monkeypatch):
+    """Launches overlap: a kernel must still wait for its operands, and for those who read."""
+    configs = list(HOPPER_CONFIGS)
+    weights = [cases.normal((512, 512), "float16", seed=i, scale=512**-0.5) for i in range(20)]
+    start = cases.normal((200, 512), "float16", seed=99)
+    on_device = cases.to_module(hopper, *weights)
+    want = start
+    for weight in weights:
+        want = reference.gemm(want, weight)
+    for _ in range(3):
+        values = [hopper.asarray(start), hopper.empty_like(hopper.asarray(start))]
+        for i, weight in enumerate(on_device):
+            _force(monkeypatch, configs[i % len(configs)])
+            kernels.gemm(values[i % 2], weight, out=values[(i + 1) % 2])
+        got = to_numpy(values[0]).astype(np.float32)
+        assert np.linalg.norm(got - want.astype(np.float32)) < 0.01 * np.linalg.norm(got)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tier", ["auto", "portable"])
+def test_the_tier_decides(hopper, monkeypatch, tier):
+    monkeypatch.setenv("ENGINE_KERNEL_TIER", tier)
+    launched = []
+    monkeypatch.setattr(
+        _gemm, "launch_hopper", lambda *args: launched.append(args) or args[3].fill(0)
+    )
+    x, weight, _, _ = _inputs(200, 256, 512, "bfloat16")
+    kernels.gemm(*cases.to_module(hopper, x, weight))
+    assert len(launched) == (tier == "auto")
+    kernels.gemm(*cases.to_module(hopper, x.astype(np.float32), weight.astype(np.float32)))
+    assert len(launched) == (tier == "auto")  # float32 has no such kernel
+
+
+@pytest.mark.parametrize("sm_count", [114, 132])
+def test_choice_covers_the_problem(sm_count):
+    for n, k in [*MODEL_LAYERS.values(), (1, 8), (100, 4096), (7, 64)]:
+        for m in (1, 33, 64, 256, 1000, 4096, 100_000):
+            config = choose_hopper(m, n, k, sm_count)
+            rows = config.tile_m * config.cluster_m
+            columns = config.tile_n * config.cluster_n
+            assert config.clusters(m, n) == -(-m // rows) * -(-n // columns)
+            if config.cluster_k > 1:
+                assert config.waves(m, n, sm_count) == 1 and k >= 64 * config.cluster_k
+            invariant = choose_hopper(m, n, k, sm_count, batch_invariant=True)
+            assert invariant.cluster_k == 1
+
+
+def test_choice_at_known_problems():
+    assert choose_hopper(8192, 4096, 4096, 132) == HopperConfig(256, 128, 1, 2)
+    assert choose_hopper(256, 896, 4864, 132).cluster_k > 1
+    assert choose_hopper(256, 1152, 896, 132).tile_m == 64
+    assert choose_hopper(64, 96, 128, 132) is choose_hopper(64, 96, 128, 132)
+    chosen = choose_config(4096, 4096, 4096, "bfloat16", 132, is_hopper=True)
+    assert isinstance(chosen, HopperConfig)
+    for unfit in ({"is_hopper": False}, {"is_hopper": True, "is_aligned": False}):
+        chosen = choose_config(4096, 4096, 4096, "bfloat16", 132, **unfit)
+        assert not isinstance(chosen, HopperConfig)
+
+
+def test_configs_fit_the_chip():
+    for config in HOPPER_CONFIGS:
+        assert 3 <= config.stages <= 8
+        assert config.shared_bytes <= 232_448
+        assert config.cluster_size <= 8
+    assert hopper_specs("float32") == ()
+
+
+@pytest.mark.parametrize("config", [HopperConfig(256, 128, 1, 2), HopperConfig(192, 192)])
+def test_ptxas_neither_spills_nor_serialises(config):
+    compiled = _module.compile_module(config.spec("bfloat16"), "sm_90a")
+    assert all(entry.spill_bytes == 0 for entry in compiled.entries)
+    assert "warning" not in compiled.log.lower(), compiled.log
