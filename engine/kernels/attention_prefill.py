@@ -1,4 +1,4 @@
-"""Attention over whole sequences or chunks: `cuda_src/attention_prefill.cu`, portable tier."""
+"""Attention over whole sequences or chunks: `cuda_src/attention_prefill.cu`, or `_sm90.cu`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 
 from engine import reference
 from engine.dtypes import dtype_name
+from engine.kernels import _prefill_sm90
 from engine.kernels._attention import (
     MAX_HEAD_DIM,
     Pages,
@@ -60,7 +61,8 @@ def specs(dtype: str, *, head_dim: int | None = None, **_: Any) -> tuple[ModuleS
     """Return the modules that the op may launch: for one head dim, or for all."""
     dims = range(1, MAX_HEAD_DIM + 1) if head_dim is None else (head_dim,)
     tiles = dict.fromkeys(choose_tile(dtype, dim) for dim in dims)
-    return tuple(tile.spec("attention_prefill.cu", dtype) for tile in tiles)
+    portable = tuple(tile.spec("attention_prefill.cu", dtype) for tile in tiles)
+    return portable + _prefill_sm90.specs(dtype, head_dim=head_dim)
 
 
 def attention_prefill(
@@ -77,6 +79,7 @@ def attention_prefill(
     window: int = 0,
     softcap: float = 0.0,
     max_seqlen_q: int | None = None,
+    num_splits: int | None = None,
     out: Any = None,
     return_lse: bool = False,
 ) -> Any:
@@ -109,6 +112,9 @@ def attention_prefill(
         Replaces a scaled score s by softcap * tanh(s / softcap); 0 means not to.
     max_seqlen_q : int, optional
         Bound of the queries of one sequence. Without it CUDA must synchronise once to find out.
+    num_splits : int, optional
+        Bound of the blocks that share the keys of one token, chosen to fill the device by default.
+        With 1, a token's result has the same bits whatever other tokens it is computed with.
     out : (Tq, H, D) array of q's dtype, optional
         Where to put the result; may be `q`.
     return_lse : bool
@@ -154,6 +160,9 @@ def attention_prefill(
     call.check("window", causal or not window, "0 unless causal", window)
     if max_seqlen_q is not None:
         check_count(call, "max_seqlen_q", max_seqlen_q)
+    if num_splits is not None:
+        check_count(call, "num_splits", num_splits)
+        call.check("num_splits", num_splits > 0, "1 or more", num_splits)
     if call.on_cpu:
         result = reference.attention_prefill(
             q,
@@ -171,7 +180,10 @@ def attention_prefill(
     if max_seqlen_q is None:
         lengths = call.xp.diff(keys["cu_seqlens_q"])
         max_seqlen_q = int(lengths.max()) if lengths.size else 0
-    _launch(q, keys, out, lse, causal, rule, max_seqlen_q)
+    if _prefill_sm90.takes(q, keys["k"], keys["v"], out):
+        _prefill_sm90.launch(q, keys, out, lse, causal, rule, max_seqlen_q, num_splits)
+    else:
+        _launch(q, keys, out, lse, causal, rule, max_seqlen_q)
     return out if lse is None else (out, lse)
 
 

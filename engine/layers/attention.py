@@ -136,6 +136,7 @@ class Attention:
                 block_tables=batch.block_tables,
                 context_lens=batch.context_lens,
                 max_seqlen_q=batch.max_seqlen_q,
+                num_splits=1,
                 **rule,
             )
         rows = np.repeat(np.arange(batch.num_sequences), np.diff(batch.cu_seqlens_q))

@@ -183,9 +183,10 @@ def test_nothing_to_do(xp):
 def test_tiles_fit_every_chip():
     for dtype in cases.DTYPES:
         for spec in specs(dtype):
-            assert dict(spec.defines)["SHARED_BYTES"] <= 99 * 1024
+            limit = 99 if spec.tier == "portable" else 227
+            assert dict(spec.defines)["SHARED_BYTES"] <= limit * 1024
     assert choose_tile("float16", 80).head_dim == 96
-    assert specs("float16", head_dim=64) == (specs("float16")[0],)
+    assert specs("float32", head_dim=64) == (specs("float32")[0],)
 
 
 def test_contract(xp):

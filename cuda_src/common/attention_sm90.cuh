@@ -1,0 +1,91 @@
+// What Hopper's attention kernels add to sm90.cuh and wgmma.cuh: TMA of heads and pages, the second
+// product with P in registers, and barriers between warpgroups.
+#pragma once
+
+#include "common/attention.cuh"
+#include "common/sm90.cuh"
+#include "common/wgmma.cuh"
+
+// ---- TMA ---------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void tma_load_3d(unsigned to, const TensorMap* map, int x, int y, int z,
+                                            unsigned barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier)
+      : "memory");
+}
+
+__device__ __forceinline__ void tma_load_4d(unsigned to, const TensorMap* map, int x, int y, int z,
+                                            int w, unsigned barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier)
+      : "memory");
+}
+
+// ---- barriers between two warpgroups -----------------------------------------------------------
+
+// Waits until the other warpgroup has arrived at barrier `id` (1 to 15) too.
+__device__ __forceinline__ void pair_barrier_wait(int id) {
+  asm volatile("bar.sync %0, 256;" ::"r"(id) : "memory");
+}
+__device__ __forceinline__ void pair_barrier_arrive(int id) {
+  asm volatile("bar.arrive %0, 256;" ::"r"(id) : "memory");
+}
+
+// ---- wgmma with V ------------------------------------------------------------------------------
+
+// V as B: rows are keys (k), columns (n) are contiguous, in chunks of 64 that lie `chunk_bytes`
+// apart, with rows of 128 bytes as TMA's 128-byte swizzle writes them. 16 keys on: + 2048 bytes.
+__device__ __forceinline__ uint64_t wgmma_descriptor_transposed(unsigned address,
+                                                                unsigned chunk_bytes) {
+  return static_cast<uint64_t>((address & 0x3FFFF) >> 4) |
+         (static_cast<uint64_t>(chunk_bytes >> 4) << 16) | (64ull << 32) | (1ull << 62);
+}
+
+// Holds back the next wgmma_wait until x >= 0 is there. Left to itself, ptxas moves the wait before
+// work that should overlap with wgmma, as nothing it sees depends on the order; it does not move it
+// before a store. `address` is of shared memory, and never written to.
+__device__ __forceinline__ void wgmma_wait_after(float x, unsigned address) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.eq.f32 p, %0, 0fBF800000;\n@p st.shared.b32 [%1], %1;\n}" ::"f"(x),
+      "r"(address)
+      : "memory");
+}
+
+// acc (64 x kN) += A (64 x 16, in registers) B (16 x kN, transposed as above). A's registers are
+// what 16 columns of another wgmma's sums become when neighbours are packed to pairs.
+template <int kN>
+__device__ __forceinline__ void wgmma_transposed(float (&acc)[kN / 2], const unsigned (&a)[4],
+                                                 uint64_t b);
+
+// %a0 to %a3 and %b are the numbers of the operands after the kN / 2 sums.
+#define ENGINE_WGMMA_TRANSPOSED(N, a0, a1, a2, a3, b)                                              \
+  template <>                                                                                      \
+  __device__ __forceinline__ void wgmma_transposed<N>(float (&acc)[N / 2], const unsigned (&a)[4], \
+                                                      uint64_t desc_b) {                           \
+    asm volatile("{\n.reg .pred p;\nsetp.eq.b32 p, 1, 1;\n"                                        \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16" ENGINE_WGMMA_TYPES "{" ENGINE_L##N   \
+                 "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b ", p, 1, 1, 1;\n}"            \
+                 : ENGINE_O##N                                                                     \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(desc_b));                       \
+  }
+ENGINE_WGMMA_TRANSPOSED(64, 32, 33, 34, 35, 36)
+ENGINE_WGMMA_TRANSPOSED(96, 48, 49, 50, 51, 52)
+ENGINE_WGMMA_TRANSPOSED(128, 64, 65, 66, 67, 68)
+ENGINE_WGMMA_TRANSPOSED(192, 96, 97, 98, 99, 100)
+ENGINE_WGMMA_TRANSPOSED(256, 128, 129, 130, 131, 132)
+
+// Two floats as one register of two scalar_t, the first in the low half.
+__device__ __forceinline__ unsigned pack_pair(float low, float high) {
+  unsigned packed;
+#if ENGINE_DTYPE == 1
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+#else
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+#endif
+  return packed;
+}

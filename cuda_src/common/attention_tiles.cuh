@@ -1,0 +1,98 @@
+// The work of attention_prefill_sm90, cut into tiles.
+//
+// A tile is some query tokens of one sequence, with all the heads of one key/value head: rows of Q
+// are (token, head), and the same tiles of K and V serve them all. Blocks take tiles from a
+// counter: one section after another, each of pairs (sequence, key/value head) whose K and V fit in
+// L2, and in a section the last tokens, which see most keys, first.
+#pragma once
+
+#include "common/attention_sm90.cuh"
+
+// What all blocks know of the launch.
+struct Problem {
+  const int* cu_seqlens_q;
+  const int* cu_seqlens_k;
+  const int* block_tables;
+  const int* context_lens;
+  int* counter;          // 0 before and after
+  int64_t table_stride;  // of block_tables
+  int64_t max_keys;      // dense: rows of K; pages: keys that a row of the table can name
+  int total_q, group, num_kv_heads;
+  int tile_tokens;                  // query tokens of a tile: rows / group
+  int box_keys;                     // keys of one copy: of a tile or of a page
+  int block_shift, num_blocks;      // log2(block_size), pages
+  int num_pairs, section;           // pairs (sequence, key/value head), and how many make a section
+  int tiles_of_pair;                // tiles of the longest sequence
+  int splits;                       // blocks that share the keys of a tile
+  int causal;
+  unsigned reach;  // keys a row sees, counted back from its last one: window, or 2^31
+};
+
+// A tile, as the producer tells it to the consumers.
+struct alignas(16) TileWork {
+  int first_token;   // row of q; negative: no more work
+  int tokens;        // that exist, from first_token on (may be more than a tile has)
+  int first_last;    // last key that first_token sees; negative: none
+  int kv_head;
+  int begin, end;    // tiles of keys
+  int split;
+  int unused;
+};
+
+// Where the keys of a tile's sequence lie.
+struct KeySource {
+  int k_begin;       // dense: first row of K and V
+  int num_keys;
+  int first_key;     // the first that any row of the tile sees
+  const int* table;  // pages; else null
+  int kv_head;
+};
+
+template <int kKeys>
+__device__ __forceinline__ bool find_tile(const Problem& problem, int t, TileWork& work,
+                                          KeySource& keys) {
+  const int per_section = problem.section * problem.tiles_of_pair * problem.splits;
+  const int section = t / per_section, in_section = t - section * per_section;
+  const int first_pair = section * problem.section;
+  const int width = min(problem.section, problem.num_pairs - first_pair) * problem.splits;
+  const int step = in_section / width, column = in_section - step * width;
+  const int pair = first_pair + column / problem.splits;
+  work.split = column % problem.splits;
+  const int b = pair / problem.num_kv_heads;
+  work.kv_head = keys.kv_head = pair - b * problem.num_kv_heads;
+
+  // SAFETY: lengths that do not fit the arrays are cut to them.
+  const int q_begin = min(max(problem.cu_seqlens_q[b], 0), problem.total_q);
+  const int num_tokens = min(max(problem.cu_seqlens_q[b + 1], q_begin), problem.total_q) - q_begin;
+  const int token = (problem.tiles_of_pair - 1 - step) * problem.tile_tokens;
+  if (token >= num_tokens) return false;
+  keys.table = nullptr;
+  keys.k_begin = 0;
+  if (problem.block_tables != nullptr) {
+    keys.table = problem.block_tables + b * problem.table_stride;
+    keys.num_keys = min(static_cast<int64_t>(max(problem.context_lens[b], 0)), problem.max_keys);
+  } else {
+    const int64_t begin = max(problem.cu_seqlens_k[b], 0);
+    keys.k_begin = min(begin, problem.max_keys);
+    const int64_t end = max(problem.cu_seqlens_k[b + 1], keys.k_begin);
+    keys.num_keys = min(end, problem.max_keys) - keys.k_begin;
+  }
+
+  work.first_token = q_begin + token;
+  work.tokens = num_tokens - token;
+  work.first_last = keys.num_keys - 1;
+  int last = work.first_last;  // that any row sees
+  if (problem.causal) {
+    work.first_last += 1 - num_tokens + token;
+    last = work.first_last + min(work.tokens, problem.tile_tokens) - 1;
+  }
+  keys.first_key = 0;
+  if (problem.reach < 1u << 31)
+    keys.first_key = max(0, work.first_last - static_cast<int>(problem.reach) + 1);
+  work.begin = keys.first_key / kKeys;
+  work.end = last < keys.first_key ? work.begin : last / kKeys + 1;
+  const int share = (work.end - work.begin + problem.splits - 1) / problem.splits;
+  work.begin = min(work.begin + work.split * share, work.end);
+  work.end = min(work.begin + share, work.end);
+  return true;
+}

@@ -1,0 +1,388 @@
+// The roles of attention_prefill_sm90: a producer warp that streams Q, K and V to shared memory,
+// and consumer warpgroups of 64 rows each that turn them into sums.
+#pragma once
+
+#include "common/attention_tiles.cuh"
+
+template <int kHeadDim, int kConsumers, int kKeys, int kStages, int kQStages>
+struct Prefill {
+  static constexpr int kRows = 64 * kConsumers;
+  static constexpr int kThreads = 128 * (kConsumers + 1);
+  static constexpr int kChunks = (kHeadDim + 63) / 64;  // of 64 columns, 128 bytes
+  static constexpr int kQChunk = kRows * 128, kQBytes = kChunks * kQChunk;
+  static constexpr int kKeyChunk = kKeys * 128, kKeyBytes = kChunks * kKeyChunk;
+  static constexpr int kBarriers = 2 * kQStages + 4 * kStages + 1;
+  static constexpr int kSharedBytes = 1024 + kQStages * kQBytes + 2 * kStages * kKeyBytes +
+                                      kQStages * static_cast<int>(sizeof(TileWork)) + 8 * kBarriers;
+  static constexpr float kLargeSum = 4096.0f;  // of a thread's p of a tile: each fits float16
+  static constexpr int kProducerRegisters = 56;
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? 224 : 152;
+
+  // Shared memory, by address.
+  unsigned q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, v_whole;
+  TileWork* work;
+
+  __device__ __forceinline__ explicit Prefill(unsigned char* smem) {
+    q = (smem_address(smem) + 1023) & ~1023u;
+    k = q + kQStages * kQBytes;
+    v = k + kStages * kKeyBytes;
+    const unsigned works = v + kStages * kKeyBytes;
+    work = reinterpret_cast<TileWork*>(smem + (works - smem_address(smem)));
+    q_full = works + kQStages * sizeof(TileWork);
+    q_empty = q_full + 8 * kQStages;
+    k_full = q_empty + 8 * kQStages;
+    k_empty = k_full + 8 * kStages;
+    v_full = k_empty + 8 * kStages;
+    v_empty = v_full + 8 * kStages;
+    v_whole = v_empty + 8 * kStages;
+  }
+
+  __device__ __forceinline__ void init_barriers() const {
+    for (int i = 0; i < kQStages; ++i) {
+      mbarrier_init(q_full + 8 * i, 1);
+      mbarrier_init(q_empty + 8 * i, 4 * kConsumers);
+    }
+    for (int i = 0; i < kStages; ++i) {
+      mbarrier_init(k_full + 8 * i, 1);
+      mbarrier_init(v_full + 8 * i, 1);
+      mbarrier_init(k_empty + 8 * i, 4 * kConsumers);
+      mbarrier_init(v_empty + 8 * i, 4 * kConsumers);
+    }
+    mbarrier_init(v_whole, 1);
+    mbarrier_init_fence();
+  }
+
+  // ---- the producer warp -----------------------------------------------------------------------
+
+  // Row of the maps where lane's box of key tile n starts; far outside (so: zeros) where no key is.
+  static __device__ __forceinline__ int box_row(const Problem& problem, const KeySource& keys,
+                                                int n, int lane) {
+    const int key = n * kKeys + lane * problem.box_keys;
+    if (keys.table == nullptr) return keys.k_begin + key;
+    if (lane * problem.box_keys >= kKeys || key >= keys.num_keys ||
+        key + problem.box_keys <= keys.first_key)
+      return 0x7fffff00;
+    // SAFETY: an id outside the cache is clamped, so a damaged table cannot make us read elsewhere.
+    const unsigned id = static_cast<unsigned>(keys.table[key >> problem.block_shift]);
+    const int page = min(id, static_cast<unsigned>(problem.num_blocks - 1));
+    return ((page * problem.num_kv_heads + keys.kv_head) << problem.block_shift) +
+           (key & ((1 << problem.block_shift) - 1));
+  }
+
+  static __device__ __forceinline__ void load_keys(unsigned to, const TensorMap* map,
+                                                   const Problem& problem, const KeySource& keys,
+                                                   int row, int lane, unsigned barrier) {
+    if (lane == 0) mbarrier_arrive_expect(barrier, kKeyBytes);
+    if (lane * problem.box_keys < kKeys) {
+#pragma unroll
+      for (int chunk = 0; chunk < kChunks; ++chunk)
+        tma_load_3d(to + chunk * kKeyChunk + lane * problem.box_keys * 128, map, 64 * chunk,
+                    keys.table == nullptr ? keys.kv_head : 0, row, barrier);
+    }
+  }
+
+  // Zeroes rows [begin, kKeys) of a tile of V: P is 0 there, but 0 * NaN would reach the sum.
+  static __device__ __forceinline__ void zero_rows(unsigned to, int begin, int lane) {
+    for (int chunk = 0; chunk < kChunks; ++chunk)
+      for (int row = begin + lane / 8; row < kKeys; row += 4)
+        asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(
+                         to + chunk * kKeyChunk + row * 128 + lane % 8 * 16),
+                     "r"(0)
+                     : "memory");
+    fence_async_proxy();
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ void produce(const TensorMap* q_map, const TensorMap* k_map,
+                                          const TensorMap* v_map, const Problem& problem) const {
+    const int lane = threadIdx.x % 32;
+    const int total = problem.num_pairs * problem.tiles_of_pair * problem.splits;
+    int q_stage = 0, stage = 0;
+    unsigned q_phase = 1, phase = 1, whole_phase = 0;
+    int next = blockIdx.x;
+    while (next < total) {
+      const int t = next;
+      if (lane == 0) {
+        const int taken = atomicAdd(problem.counter, 1);
+        if (taken == total - 1) *problem.counter = 0;  // every block is past its last tile
+        next = gridDim.x + taken;
+      }
+      TileWork tile;
+      KeySource keys;
+      const bool exists = find_tile<kKeys>(problem, t, tile, keys);
+      next = __shfl_sync(~0u, next, 0);
+      if (!exists) continue;
+
+      mbarrier_wait(q_empty + 8 * q_stage, q_phase);
+      if (lane == 0) {
+        work[q_stage] = tile;
+        const unsigned barrier = q_full + 8 * q_stage;
+        mbarrier_arrive_expect(barrier, kChunks * 128 * problem.group * problem.tile_tokens);
+#pragma unroll
+        for (int chunk = 0; chunk < kChunks; ++chunk)
+          tma_load_4d(q + q_stage * kQBytes + chunk * kQChunk, q_map, 64 * chunk, 0, tile.kv_head,
+                      tile.first_token, barrier);
+      }
+      if (++q_stage == kQStages) q_stage = 0, q_phase ^= 1;
+
+      int row = box_row(problem, keys, tile.end - 1, lane);
+      for (int n = tile.end - 1; n >= tile.begin; --n) {
+        const int next_row = n > tile.begin ? box_row(problem, keys, n - 1, lane) : 0;
+        mbarrier_wait(k_empty + 8 * stage, phase);
+        load_keys(k + stage * kKeyBytes, k_map, problem, keys, row, lane, k_full + 8 * stage);
+        mbarrier_wait(v_empty + 8 * stage, phase);
+        const unsigned v_stage = v + stage * kKeyBytes;
+        const int valid = keys.num_keys - n * kKeys;
+        // Rows past the end of all of K and V are zeros already.
+        if (valid < kKeys && (keys.table != nullptr ||
+                              keys.k_begin + keys.num_keys < problem.max_keys)) {
+          load_keys(v_stage, v_map, problem, keys, row, lane, v_whole);
+          mbarrier_wait(v_whole, whole_phase);
+          whole_phase ^= 1;
+          zero_rows(v_stage, valid, lane);
+          if (lane == 0) mbarrier_arrive(v_full + 8 * stage);
+        } else {
+          load_keys(v_stage, v_map, problem, keys, row, lane, v_full + 8 * stage);
+        }
+        if (++stage == kStages) stage = 0, phase ^= 1;
+        row = next_row;
+      }
+    }
+    mbarrier_wait(q_empty + 8 * q_stage, q_phase);
+    if (lane == 0) {
+      work[q_stage].first_token = -1;
+      mbarrier_arrive(q_full + 8 * q_stage);
+    }
+  }
+
+  // ---- a consumer warpgroup --------------------------------------------------------------------
+
+  static __device__ __forceinline__ void start_scores(float (&s)[kKeys / 2], unsigned q_rows,
+                                                      unsigned keys) {
+    const uint64_t a = wgmma_descriptor(q_rows), b = wgmma_descriptor(keys);
+#pragma unroll
+    for (int i = 0; i < kHeadDim / 16; ++i)
+      wgmma<kKeys>(s, a + (i / 4 * kQChunk + i % 4 * 32) / 16,
+                   b + (i / 4 * kKeyChunk + i % 4 * 32) / 16, i != 0);
+    wgmma_commit();
+  }
+
+  static __device__ __forceinline__ void start_values(float (&o)[kHeadDim / 2],
+                                                      const unsigned (&p)[kKeys / 16][4],
+                                                      unsigned values) {
+    const uint64_t b = wgmma_descriptor_transposed(values, kKeyChunk);
+#pragma unroll
+    for (int i = 0; i < kKeys / 16; ++i) wgmma_transposed<kHeadDim>(o, p[i], b + i * 2048 / 16);
+    wgmma_commit();
+  }
+
+  // Of a thread's two rows i, score 4 j + 2 i + e belongs to key 8 j + e, counted from the thread's
+  // first one: keys it does not see become -inf. `last` is counted from the same key.
+  static __device__ __forceinline__ void mask(float (&s)[kKeys / 2], const int (&last)[2],
+                                              unsigned reach) {
+#pragma unroll
+    for (int j = 0; j < kKeys / 8; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const bool seen = static_cast<unsigned>(last[i / 2] - (8 * j + i % 2)) < reach;
+        s[4 * j + i] = seen ? s[4 * j + i] : -kInf;
+      }
+  }
+
+  // Row i's part of exp2(factor * s - base), packed for the second product; returns its sum.
+  static __device__ __forceinline__ float exponentials(unsigned (&p)[kKeys / 16][4],
+                                                       const float (&s)[kKeys / 2], int i,
+                                                       float factor, float base) {
+    float total[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int j = 0; j < kKeys / 8; ++j) {
+      const float x = exp2_approx(fmaf(s[4 * j + 2 * i], factor, -base));
+      const float y = exp2_approx(fmaf(s[4 * j + 2 * i + 1], factor, -base));
+      total[0] += x;
+      total[1] += y;
+      p[j / 2][j % 2 * 2 + i] = pack_pair(x, y);
+    }
+    return total[0] + total[1];
+  }
+
+  // Turns scores into p = exp2(factor * s - base) and adds them to `sum`. A row's base is the
+  // maximum of some keys it saw (times factor); inf: of none. It need not be the maximum of all as
+  // long as sums stay small: so the base there is is tried, without waiting for a maximum, and
+  // where that fails (returns true) a row takes a new base, and `correction` is what its earlier
+  // sums are worth now. Which rows do depends on nothing but themselves.
+  template <bool kFirst>
+  static __device__ __forceinline__ bool softmax(unsigned (&p)[kKeys / 16][4],
+                                                 const float (&s)[kKeys / 2], float factor,
+                                                 float (&base)[2], float (&sum)[2],
+                                                 float (&correction)[2]) {
+    float total[2] = {kInf, kInf};
+    if constexpr (!kFirst) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) total[i] = exponentials(p, s, i, factor, base[i]);
+    }
+    const bool fails = !(fmaxf(total[0], total[1]) <= kLargeSum) || fmaxf(base[0], base[1]) == kInf;
+    const bool any_fails = kFirst || __any_sync(~0u, fails);
+    if (any_fails) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float high[2] = {s[2 * i], s[2 * i + 1]};
+#pragma unroll
+        for (int j = 1; j < kKeys / 8; ++j) {
+          high[0] = fmaxf(high[0], s[4 * j + 2 * i]);
+          high[1] = fmaxf(high[1], s[4 * j + 2 * i + 1]);
+        }
+        high[0] = fmaxf(high[0], high[1]);
+        high[0] = fmaxf(high[0], __shfl_xor_sync(~0u, high[0], 1));
+        high[0] = fmaxf(high[0], __shfl_xor_sync(~0u, high[0], 2));
+        if constexpr (!kFirst) {
+          total[i] = fmaxf(total[i], __shfl_xor_sync(~0u, total[i], 1));
+          total[i] = fmaxf(total[i], __shfl_xor_sync(~0u, total[i], 2));
+        }
+        const bool renew = high[0] > -kInf && (total[i] > kLargeSum || base[i] == kInf);
+        const float next = renew ? high[0] * factor : base[i];
+        correction[i] = base[i] == kInf ? 1.0f : exp2_approx(base[i] - next);
+        base[i] = next;
+        sum[i] *= correction[i];
+        total[i] = exponentials(p, s, i, factor, next);
+      }
+    }
+    sum[0] += total[0];
+    sum[1] += total[1];
+    return any_fails;
+  }
+
+  template <bool kSoftcap, typename Finish>
+  __device__ __forceinline__ void consume(const Problem& problem, ScoreRule rule,
+                                          const Finish& finish) const {
+    const int group_index = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
+    const int lane = threadIdx.x % 32;
+    const int my_row = group_index * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
+    const int tokens[2] = {my_row / problem.group, (my_row + 8) / problem.group};
+    const int turn = 1 + group_index, next_turn = 1 + (group_index + 1) % kConsumers;
+    if (group_index == kConsumers - 1) pair_barrier_arrive(next_turn);
+
+    int q_stage = 0, k_stage = 0, v_stage = 0;
+    unsigned q_phase = 0, k_phase = 0, v_phase = 0;
+    const auto release = [&](unsigned barrier) {
+      if (lane == 0) mbarrier_arrive(barrier);
+    };
+    float s[kKeys / 2], o[kHeadDim / 2];
+    unsigned even[kKeys / 16][4], odd[kKeys / 16][4];  // P, in turns
+    float base[2], sum[2], correction[2];
+
+    for (;;) {
+      mbarrier_wait(q_full + 8 * q_stage, q_phase);
+      const TileWork tile = work[q_stage];
+      __syncwarp();
+      if (tile.first_token < 0) return;
+      const unsigned q_rows = q + q_stage * kQBytes + group_index * 64 * 128;
+      const unsigned q_done = q_empty + 8 * q_stage;
+      if (++q_stage == kQStages) q_stage = 0, q_phase ^= 1;
+      base[0] = base[1] = kInf;
+      sum[0] = sum[1] = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kHeadDim / 2; ++i) o[i] = 0.0f;
+
+      // Some rows do not see all of the key tiles from `whole_end` on, and before `whole_begin`.
+      const int whole_end = ::max(tile.first_last + 1, 0) / kKeys;
+      int whole_begin = 0;
+      if (problem.reach < 1u << 31) {
+        const int last = tile.first_last +
+                         (problem.causal ? min(tile.tokens, problem.tile_tokens) - 1 : 0);
+        whole_begin = (::max(last - static_cast<int>(problem.reach) + 1, 0) + kKeys - 1) / kKeys;
+      }
+      const auto prepare = [&](int n) {
+        if constexpr (kSoftcap) {
+#pragma unroll
+          for (int i = 0; i < kKeys / 2; ++i) s[i] = rule.cap(s[i]);
+        }
+        if (n >= whole_end || n < whole_begin) {
+          int last[2];
+#pragma unroll
+          for (int i = 0; i < 2; ++i)
+            last[i] = tile.first_last + (problem.causal ? tokens[i] : 0) - n * kKeys -
+                      2 * (lane % 4);
+          mask(s, last, problem.reach);
+        }
+      };
+      const auto next_k = [&] {
+        if (++k_stage == kStages) k_stage = 0, k_phase ^= 1;
+      };
+      const auto next_v = [&] {
+        if (++v_stage == kStages) v_stage = 0, v_phase ^= 1;
+      };
+
+      // Scores and P of key tile n, while P V of the tile before is under way.
+      const auto step = [&](int n, const unsigned (&p)[kKeys / 16][4],
+                            unsigned (&next)[kKeys / 16][4]) {
+        mbarrier_wait(k_full + 8 * k_stage, k_phase);
+        pair_barrier_wait(turn);
+        wgmma_fence();
+        start_scores(s, q_rows, k + k_stage * kKeyBytes);
+        mbarrier_wait(v_full + 8 * v_stage, v_phase);
+        wgmma_fence();
+        start_values(o, p, v + v_stage * kKeyBytes);
+        pair_barrier_arrive(next_turn);
+        wgmma_wait<1>();
+        wgmma_pin(s);
+        release(k_empty + 8 * k_stage);
+        next_k();
+        prepare(n);
+        const bool rescale = softmax<false>(next, s, rule.factor, base, sum, correction);
+        wgmma_wait_after(fminf(sum[0], sum[1]), v_whole);
+        wgmma_wait<0>();
+        wgmma_pin(o);
+        release(v_empty + 8 * v_stage);
+        next_v();
+        if (rescale) {
+#pragma unroll
+          for (int i = 0; i < kHeadDim / 2; ++i) o[i] *= correction[i / 2 % 2];
+        }
+      };
+      const auto last_values = [&](const unsigned (&p)[kKeys / 16][4]) {
+        release(q_done);
+        mbarrier_wait(v_full + 8 * v_stage, v_phase);
+        wgmma_fence();
+        start_values(o, p, v + v_stage * kKeyBytes);
+        wgmma_wait<0>();
+        wgmma_pin(o);
+        release(v_empty + 8 * v_stage);
+        next_v();
+      };
+
+      if (tile.begin < tile.end) {
+        mbarrier_wait(k_full + 8 * k_stage, k_phase);
+        wgmma_fence();
+        start_scores(s, q_rows, k + k_stage * kKeyBytes);
+        wgmma_wait<0>();
+        wgmma_pin(s);
+        release(k_empty + 8 * k_stage);
+        next_k();
+        prepare(tile.end - 1);
+        softmax<true>(even, s, rule.factor, base, sum, correction);
+        int n = tile.end - 2;
+#pragma unroll 1
+        for (;;) {
+          if (n < tile.begin) {
+            last_values(even);
+            break;
+          }
+          step(n--, even, odd);
+          if (n < tile.begin) {
+            last_values(odd);
+            break;
+          }
+          step(n--, odd, even);
+        }
+      } else {
+        release(q_done);
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        sum[i] += __shfl_xor_sync(~0u, sum[i], 1);
+        sum[i] += __shfl_xor_sync(~0u, sum[i], 2);
+      }
+      finish(tile, my_row, tokens, lane, o, base, sum);
+    }
+  }
+};

@@ -1,0 +1,260 @@
+"""attention_prefill on Hopper: which problems `attention_prefill_sm90.cu` takes, and its launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from engine import device, env
+from engine.dtypes import dtype_name
+from engine.kernels._attention import ScoreRule, are_aligned, element_strides
+from engine.kernels._launch import Kernel, ceil_div, sm_count
+from engine.kernels._module import ModuleSpec, current_architecture
+from engine.kernels._tensor_map import tensor_map
+from engine.kernels._workspace import counters, workspace
+
+__all__ = ["HopperTile", "choose_hopper_tile", "choose_num_splits", "launch", "specs", "takes"]
+
+_DTYPES = ("float16", "bfloat16")
+_PARAMS = (
+    "q_map:tmap k_map:tmap v_map:tmap cu_seqlens_q:ptr cu_seqlens_k:ptr block_tables:ptr "
+    "context_lens:ptr out:ptr lse:ptr partial:ptr counter:ptr table_stride:i64 out_stride_t:i64 "
+    "out_stride_h:i64 max_keys:i64 total_q:i32 num_heads:i32 num_kv_heads:i32 head_dim:i32 "
+    "box_keys:i32 block_shift:i32 num_blocks:i32 num_pairs:i32 tiles_of_pair:i32 section:i32 "
+    "splits:i32 causal:i32 window:i32 score_inner:f32 score_factor:f32"
+)
+_KERNELS = {
+    False: Kernel("attention_prefill_sm90", _PARAMS),
+    True: Kernel("attention_prefill_sm90_softcap", _PARAMS),
+}
+_COMBINE = Kernel(
+    "attention_prefill_sm90_combine",
+    "partial:ptr out:ptr lse:ptr out_stride_t:i64 out_stride_h:i64 rows:i64 num_heads:i32 "
+    "head_dim:i32 splits:i32",
+)
+
+_WHERE = ("cu_seqlens_q", "cu_seqlens_k", "block_tables", "context_lens")
+_L2_BYTES = 24 << 20  # of K and V that a section of the work may hold
+_MAX_SPLITS = 16
+_MIN_SPLIT_TILES = 4  # of keys: less is not worth the sum over splits
+
+
+@dataclass(frozen=True)
+class HopperTile:
+    """How a block divides its work; what the macros of the CUDA file say.
+
+    Attributes
+    ----------
+    head_dim : int
+        Columns that are multiplied: D, padded.
+    consumers : int
+        Warpgroups of 64 rows.
+    keys, stages, q_stages : int
+        Keys of a tile, tiles of K and of V in shared memory, tiles of Q there.
+    """
+
+    head_dim: int
+    consumers: int
+    keys: int
+    stages: int
+    q_stages: int
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a block."""
+        return 64 * self.consumers
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: a producer's warpgroup and the consumers'."""
+        return 128 * (self.consumers + 1)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory: tiles, aligned to 1024 bytes, work items and mbarriers."""
+        row = 128 * ceil_div(self.head_dim, 64)
+        tiles = self.q_stages * self.rows * row + 2 * self.stages * self.keys * row
+        return 1024 + tiles + 32 * self.q_stages + 8 * (2 * self.q_stages + 4 * self.stages + 1)
+
+    def spec(self, dtype: str) -> ModuleSpec:
+        """Return the module compiled for this tile."""
+        macros = {
+            "HEAD_DIM": self.head_dim,
+            "CONSUMERS": self.consumers,
+            "TILE_KEYS": self.keys,
+            "STAGES": self.stages,
+            "Q_STAGES": self.q_stages,
+            "SHARED_BYTES": self.shared_bytes,
+        }
+        return ModuleSpec("attention_prefill_sm90.cu", dtype, tuple(macros.items()))
+
+
+# One for each head dim, whatever the lengths: a row's bits must not depend on the rows beside it.
+_TILES = (
+    HopperTile(64, 2, 128, 4, 2),
+    HopperTile(96, 2, 128, 2, 1),
+    HopperTile(128, 2, 128, 2, 1),
+    HopperTile(192, 2, 64, 3, 1),
+)
+
+
+def choose_hopper_tile(dtype: str, head_dim: int) -> HopperTile | None:
+    """Return the tile for heads of `head_dim`; None: not for Hopper.
+
+    Examples
+    --------
+    >>> choose_hopper_tile("bfloat16", 80).head_dim, choose_hopper_tile("float32", 64)
+    (96, None)
+    """
+    if dtype not in _DTYPES or head_dim % 8 or head_dim <= 32:
+        return None
+    return next((tile for tile in _TILES if head_dim <= tile.head_dim), None)
+
+
+def choose_num_splits(tiles: int, key_tiles: int, sm_count: int) -> int:
+    """Choose how many blocks share the keys of a tile, so that all multiprocessors have work.
+
+    Examples
+    --------
+    >>> choose_num_splits(tiles=16, key_tiles=64, sm_count=132)
+    8
+    >>> choose_num_splits(tiles=100, key_tiles=64, sm_count=132)
+    1
+    """
+    wanted = min(sm_count // max(tiles, 1), key_tiles // _MIN_SPLIT_TILES, _MAX_SPLITS)
+    return max(1, wanted)
+
+
+def specs(dtype: str, *, head_dim: int | None = None) -> tuple[ModuleSpec, ...]:
+    """Return the modules that may be launched: for one head dim, or for all."""
+    dims = [tile.head_dim for tile in _TILES] if head_dim is None else [head_dim]
+    tiles = [choose_hopper_tile(dtype, dim) for dim in dims]
+    return tuple(tile.spec(dtype) for tile in tiles if tile is not None)
+
+
+def takes(q: Any, k: Any, v: Any, out: Any) -> bool:
+    """Tell whether the current device and the problem are for the Hopper kernel."""
+    tile = choose_hopper_tile(dtype_name(q.dtype), q.shape[2])
+    return (
+        tile is not None
+        and env.kernel_tier() == "auto"
+        and current_architecture(device.cupy().cuda.runtime.getDevice()) == "sm_90a"
+        and q.size > 0
+        and k.size > 0
+        and q.shape[1] // k.shape[1] <= tile.rows
+        and are_aligned(q, k, v, out)
+    )
+
+
+def launch(
+    q: Any,
+    keys: dict[str, Any],
+    out: Any,
+    lse: Any,
+    causal: bool,
+    rule: ScoreRule,
+    max_q: int,
+    num_splits: int | None = None,
+    tile: HopperTile | None = None,
+) -> None:
+    """Launch on arrays that `takes` said yes to; num_splits None: as many as fill the device."""
+    (total_q, num_heads, head_dim), dtype = q.shape, dtype_name(q.dtype)
+    tile = tile or choose_hopper_tile(dtype, head_dim)
+    assert tile is not None
+    pairs = (keys["cu_seqlens_q"].size - 1) * keys["k"].shape[1]
+    group = num_heads // keys["k"].shape[1]
+    tiles_of_pair = ceil_div(min(max_q, total_q), tile.rows // group)
+    longest = _longest(keys)
+    key_tiles = ceil_div(longest, tile.keys)
+    tiles = pairs * tiles_of_pair
+    splits = min(num_splits or choose_num_splits(tiles, key_tiles, sm_count()), key_tiles)
+    rows = total_q * num_heads
+    partial = workspace(splits * rows * (head_dim + 1)) if splits > 1 else None
+    strides = element_strides(out)
+    shared = {
+        "out": out,
+        "lse": lse,
+        "partial": partial,
+        "out_stride_t": strides[0],
+        "out_stride_h": strides[1],
+        "num_heads": num_heads,
+        "head_dim": head_dim,
+        "splits": splits,
+    }
+    _KERNELS[bool(rule.softcap)].launch(
+        tile.spec(dtype),
+        (min(tiles * splits, sm_count()),),
+        (tile.threads,),
+        tile.shared_bytes,
+        **_maps(q, keys, dtype, tile, group),
+        **_lengths(keys, tile),
+        **shared,
+        counter=counters(),
+        total_q=total_q,
+        num_pairs=pairs,
+        tiles_of_pair=tiles_of_pair,
+        section=min(max(1, _L2_BYTES // (4 * longest * head_dim)), max(pairs, 1)),
+        causal=int(causal),
+        window=rule.window,
+        score_inner=rule.inner,
+        score_factor=rule.factor,
+    )
+    if splits > 1:
+        _COMBINE.launch(tile.spec(dtype), (ceil_div(rows, 8),), (256,), **shared, rows=rows)
+
+
+def _longest(keys: dict[str, Any]) -> int:
+    """Return a guess of the longest sequence's keys: a bound in pages, the mean if dense."""
+    k, tables = keys["k"], keys["block_tables"]
+    batch = max(1, keys["cu_seqlens_q"].size - 1)
+    bound = ceil_div(k.shape[0], batch) if tables is None else tables.shape[1] * k.shape[2]
+    return max(1, int(bound))
+
+
+def _lengths(keys: dict[str, Any], tile: HopperTile) -> dict[str, Any]:
+    """Return the arguments that say where the keys of each sequence lie."""
+    k, tables = keys["k"], keys["block_tables"]
+    where = {name: keys[name] for name in _WHERE}
+    if tables is None:
+        return where | {
+            "table_stride": 0,
+            "max_keys": k.shape[0],
+            "num_kv_heads": k.shape[1],
+            "box_keys": tile.keys,
+            "block_shift": 0,
+            "num_blocks": 0,
+        }
+    num_blocks, num_kv_heads, block_size, _ = k.shape
+    return where | {
+        "table_stride": element_strides(tables)[0],
+        "max_keys": tables.shape[1] * block_size,
+        "num_kv_heads": num_kv_heads,
+        "box_keys": min(block_size, tile.keys),
+        "block_shift": block_size.bit_length() - 1,
+        "num_blocks": num_blocks,
+    }
+
+
+def _maps(q: Any, keys: dict[str, Any], dtype: str, tile: HopperTile, group: int) -> dict[str, Any]:
+    """Describe q as (Tq, K, group, D) and k, v as (rows, K or 1, D) to TMA."""
+    total_q, num_heads, head_dim = q.shape
+    q_t, q_h, _ = q.strides
+    q_map = tensor_map(
+        q.data.ptr,
+        dtype,
+        (head_dim, group, num_heads // group, total_q),
+        (q_h, q_h * group, q_t),
+        (64, group, 1, tile.rows // group),
+    )
+    maps = {"q_map": q_map}
+    for name in ("k", "v"):
+        x = keys[name]
+        if keys["block_tables"] is not None:
+            row = head_dim * x.itemsize
+            sizes, strides = (head_dim, 1, x.size // head_dim), (row, row)
+            box = (64, 1, min(x.shape[2], tile.keys))
+        else:
+            sizes, strides = (head_dim, x.shape[1], x.shape[0]), (x.strides[1], x.strides[0])
+            box = (64, 1, tile.keys)
+        maps[f"{name}_map"] = tensor_map(x.data.ptr, dtype, sizes, strides, box)
+    return maps

@@ -1,0 +1,261 @@
+"""attention_prefill on Hopper: what it takes, how it compiles, and hard inputs against float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from engine import kernels
+from engine.device import to_numpy
+from engine.errors import CompileError
+from engine.kernels import _nvrtc, _prefill_sm90
+from engine.kernels._attention import are_aligned
+from engine.kernels._module import compile_module
+from engine.kernels._prefill_sm90 import choose_hopper_tile, choose_num_splits, specs
+from engine.testing import cases
+from engine.testing.cases_attention import AttentionCase, cu_seqlens, paged_cache
+
+_HALVES = ("float16", "bfloat16")
+_ERROR = {"float16": 6e-4, "bfloat16": 4.5e-3}  # of the norm: the rounding of P, V and the result
+
+
+def test_tiles():
+    assert choose_hopper_tile("float32", 64) is None
+    assert choose_hopper_tile("float16", 36) is None  # no 16-byte rows
+    assert choose_hopper_tile("float16", 32) is None  # half of every product would be wasted
+    for head_dim in range(40, 193, 8):
+        tile = choose_hopper_tile("bfloat16", head_dim)
+        assert tile.head_dim >= head_dim and tile.shared_bytes <= 227 * 1024
+        # pages of any size cut into boxes, or boxes into pages
+        assert all(tile.keys % size == 0 or size % tile.keys == 0 for size in (16, 32, 64, 128))
+
+
+def test_splits_fill_the_device_and_no_more():
+    for tiles in (1, 5, 16, 66, 67, 132, 1000):
+        for key_tiles in (1, 7, 64, 1000):
+            splits = choose_num_splits(tiles, key_tiles, 132)
+            assert splits == 1 or (tiles * splits <= 132 and 4 * splits <= key_tiles)
+
+
+@pytest.mark.parametrize("dtype", _HALVES)
+def test_compiles_without_spills_or_serialised_products(dtype):
+    try:
+        _nvrtc.version()
+    except CompileError as error:
+        pytest.skip(str(error))
+    for spec in specs(dtype):
+        compiled = compile_module(spec, "sm_90a")
+        assert not any(entry.spill_bytes or entry.stack_bytes for entry in compiled.entries)
+        assert "serialized" not in compiled.log and "C7508" not in compiled.log
+
+
+def _float64(q, k, v, case):
+    """softmax(Q K^T) V of one sequence, all rows at once, in float64."""
+    (n, heads, head_dim), m = q.shape, len(k)
+    group = heads // case.num_kv_heads
+    q, k, v = (x.astype(np.float64) for x in (q, k, v))
+    scores = np.einsum("ihd,jhd->hij", q, np.repeat(k, group, 1)) * head_dim**-0.5
+    if case.softcap:
+        scores = case.softcap * np.tanh(scores / case.softcap)
+    last = np.arange(n)[:, None] + m - n if case.causal else np.full((n, 1), m - 1)
+    keys = np.arange(m)[None]
+    hidden = (keys > last) | (keys <= last - case.window if case.window else False)
+    scores[:, hidden] = -np.inf
+    if m == 0:
+        return np.zeros((n, heads, head_dim)), np.full((n, heads), -np.inf)
+    high = np.maximum(scores.max(-1, keepdims=True), -1e300)
+    p = np.exp(scores - high)
+    total = p.sum(-1, keepdims=True)
+    with np.errstate(divide="ignore"):
+        lse = (high + np.log(total))[..., 0].T
+    weights = np.divide(p, total, out=np.zeros_like(p), where=total > 0)
+    return np.einsum("hij,jhd->ihd", weights, np.repeat(v, group, 1)), lse
+
+
+def _run(cp, case, dtype, *, seed=0, num_splits=None):
+    """Return the result, log-sum-exp, and the same in float64; unused pages hold NaN."""
+    q = cases.normal((sum(case.lens_q), case.num_heads, case.head_dim), dtype, seed)
+    where = {"cu_seqlens_q": cu_seqlens(case.lens_q)}
+    if case.block_size:
+        sizes = case.num_kv_heads, case.block_size, case.head_dim
+        k, v, tables, lens = paged_cache(case.lens_k, *sizes, dtype, seed + 1)
+        where |= {"block_tables": tables, "context_lens": lens}
+    else:
+        shape = (sum(case.lens_k), case.num_kv_heads, case.head_dim)
+        k, v = cases.normal(shape, dtype, seed + 1), cases.normal(shape, dtype, seed + 2)
+        where["cu_seqlens_k"] = cu_seqlens(case.lens_k)
+    device_q, device_k, device_v = cases.to_module(cp, q, k, v)
+    out, guards = cases.guarded(cp, q.shape, q.dtype)
+    assert _prefill_sm90.takes(device_q, device_k, device_v, out) or not _is_hopper()
+    got, lse = kernels.attention_prefill(
+        device_q,
+        device_k,
+        device_v,
+        **{name: cp.asarray(value) for name, value in where.items()},
+        causal=case.causal,
+        window=case.window,
+        softcap=case.softcap,
+        num_splits=num_splits,
+        out=out,
+        return_lse=True,
+    )
+    assert bool(cp.isnan(guards[:64]).all()) and bool(cp.isnan(guards[-64:]).all())
+    wants = []
+    for b, length in enumerate(case.lens_k):
+        rows = slice(*where["cu_seqlens_q"][b : b + 2])
+        if case.block_size:
+            blocks = where["block_tables"][b, : -(-length // case.block_size)]
+            keys, values = (
+                x[blocks].transpose(0, 2, 1, 3).reshape(-1, *x.shape[1::2])[:length] for x in (k, v)
+            )
+        else:
+            keys, values = (x[slice(*where["cu_seqlens_k"][b : b + 2])] for x in (k, v))
+        wants.append(_float64(q[rows], keys, values, case))
+    want, want_lse = (np.concatenate(parts) for parts in zip(*wants, strict=True))
+    return to_numpy(got).astype(np.float64), to_numpy(lse), want, want_lse
+
+
+def _is_hopper():
+    from engine.kernels._module import current_architecture
+
+    return current_architecture(0) == "sm_90a"
+
+
+def _check(result, dtype):
+    got, lse, want, want_lse = result
+    assert np.isfinite(got).all()
+    assert np.linalg.norm(got - want) <= _ERROR[dtype] * max(np.linalg.norm(want), 1e-30)
+    seen = np.isfinite(want_lse)
+    np.testing.assert_array_equal(np.isneginf(lse), ~seen)
+    np.testing.assert_allclose(lse[seen], want_lse[seen], rtol=1e-5, atol=2e-5)
+    assert (got[~seen] == 0).all()
+
+
+_BORDERS = (0, 1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 191, 255, 256, 257, 400)
+
+
+def _random_case(rng):
+    batch = int(rng.integers(1, 6))
+    lens_q = rng.choice(_BORDERS, batch)
+    lens_k = np.where(rng.random(batch) < 0.7, lens_q + rng.choice(_BORDERS, batch), lens_q // 2)
+    lens_q[0], lens_k[0] = max(lens_q[0], 1), max(lens_k[0], 1)
+    kv_heads, group = int(rng.integers(1, 4)), int(rng.choice([1, 2, 3, 4, 7, 8]))
+    causal = bool(rng.random() < 0.75)
+    return AttentionCase(
+        tuple(map(int, lens_q)),
+        tuple(map(int, lens_k)),
+        kv_heads * group,
+        kv_heads,
+        int(rng.choice([40, 64, 80, 96, 128, 192])),
+        block_size=int(rng.choice([0, 0, 16, 32, 64, 128])),
+        causal=causal,
+        window=int(rng.choice([0, 0, 1, 50, 130])) if causal else 0,
+        softcap=float(rng.choice([0.0, 0.0, 5.0])),
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", _HALVES)
+@pytest.mark.parametrize("seed", range(25))
+def test_random_problems(cp, seed, dtype):
+    rng = np.random.default_rng(seed)
+    case = _random_case(rng)
+    num_splits = [None, None, 1, 3][seed % 4]
+    _check(_run(cp, case, dtype, seed=seed, num_splits=num_splits), dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", _HALVES)
+@pytest.mark.parametrize("growth", [0.02, 0.5, -0.5])
+def test_scores_that_grow_or_fall_with_the_key(cp, growth, dtype):
+    """The reference of the exponentials has to be renewed often, seldom, or never."""
+    n = 700
+    q = np.ones((n, 2, 64)) / 8
+    k = np.zeros((n, 2, 64)) + growth * np.arange(n)[:, None, None]
+    v = np.random.default_rng(8).standard_normal((n, 2, 64))
+    arrays = [x.astype(cases.normal((1,), dtype, 0).dtype) for x in (q, k, v)]
+    case = AttentionCase((n,), (n,), 2, 2)
+    want, want_lse = _float64(*arrays, case)
+    lens = cp.asarray(cu_seqlens([n]))
+    got, lse = kernels.attention_prefill(
+        *cases.to_module(cp, *arrays), cu_seqlens_q=lens, cu_seqlens_k=lens, return_lse=True
+    )
+    _check((to_numpy(got).astype(np.float64), to_numpy(lse), want, want_lse), dtype)
+
+
+@pytest.mark.gpu
+def test_a_row_has_the_same_bits_in_any_company_and_chunk(cp):
+    case = AttentionCase((500, 70), (500, 333), 8, 2, 128, block_size=16)
+    q = cases.normal((570, 8, 128), "bfloat16", 1)
+    k, v, tables, lens = paged_cache(case.lens_k, 2, 16, 128, "bfloat16", 2)
+    q, k, v, tables = cases.to_module(cp, q, k, v, tables)
+
+    def attend(rows, sequence, context):
+        return kernels.attention_prefill(
+            q[rows],
+            k,
+            v,
+            cu_seqlens_q=cp.asarray(cu_seqlens([rows.stop - rows.start])),
+            block_tables=tables[sequence : sequence + 1],
+            context_lens=cp.asarray([context], dtype=np.int32),
+            num_splits=1,
+        )
+
+    whole = kernels.attention_prefill(
+        q,
+        k,
+        v,
+        cu_seqlens_q=cp.asarray(cu_seqlens(case.lens_q)),
+        block_tables=tables,
+        context_lens=cp.asarray(lens),
+        num_splits=1,
+    )
+    for begin, end in ((0, 1), (1, 130), (130, 333), (333, 500)):
+        part = attend(slice(begin, end), 0, end)
+        assert bool((part.view(np.uint16) == whole[begin:end].view(np.uint16)).all())
+    part = attend(slice(500, 570), 1, 333)
+    assert bool((part.view(np.uint16) == whole[500:].view(np.uint16)).all())
+
+
+@pytest.mark.gpu
+def test_portable_tier_can_be_forced(cp, monkeypatch):
+    if not _is_hopper():
+        pytest.skip("needs compute capability 9.0")
+    q = cp.ones((4, 2, 64), np.float16)
+    assert _prefill_sm90.takes(q, q, q, q) and are_aligned(q)
+    monkeypatch.setenv("ENGINE_KERNEL_TIER", "portable")
+    assert not _prefill_sm90.takes(q, q, q, q)
+    lens = cp.asarray(cu_seqlens([4]))
+    assert bool(
+        (kernels.attention_prefill(q, q, q, cu_seqlens_q=lens, cu_seqlens_k=lens) == 1).all()
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_error_is_near_cudnns(cp, head_dim, causal):
+    torch = pytest.importorskip("torch")
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    n, heads = 1000, 4
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, heads, n, head_dim, device="cuda").bfloat16() for _ in range(3))
+    judge = torch.nn.functional.scaled_dot_product_attention(
+        *(x.double() for x in (q, k, v)), is_causal=causal
+    )
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    arrays = [x[0].transpose(0, 1).float().cpu().numpy() for x in (q, k, v)]
+    bfloat16 = cases.normal((1,), "bfloat16", 0).dtype
+    lens = cp.asarray(cu_seqlens([n]))
+    ours = kernels.attention_prefill(
+        *(cp.asarray(x.astype(bfloat16)) for x in arrays),
+        cu_seqlens_q=lens,
+        cu_seqlens_k=lens,
+        causal=causal,
+    )
+    want = judge[0].transpose(0, 1).cpu().numpy()
+    error = np.linalg.norm(to_numpy(ours).astype(np.float64) - want)
+    # cuDNN's P is exactly 1 for a row's largest score; ours only if that is in the first keys.
+    assert error <= 1.05 * float((theirs.double() - judge).norm())
