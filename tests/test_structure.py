@@ -34,7 +34,7 @@ LAYERS = {
 }  # fmt: skip
 
 # Public ops' keywords that only say where or how the kernel works, and so are not the mirror's.
-LAUNCH_KEYWORDS = {"max_seqlen_q", "max_context_len", "num_splits", "total_tokens"}
+LAUNCH_KEYWORDS = {"max_seqlen_q", "max_context_len", "num_splits", "overlap", "total_tokens"}
 
 
 def _sources() -> list[Path]:

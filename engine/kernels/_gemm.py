@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from engine import device
 from engine.dtypes import dtype_name
 from engine.errors import ContractError
 from engine.kernels._contract import FLOAT32
 from engine.kernels._gemm_config import Config, choose_config
 from engine.kernels._gemm_sm90 import HopperConfig, is_hopper, launch_hopper
+from engine.kernels._gemm_stream import Limits, StreamConfig
 from engine.kernels._launch import Kernel, ceil_div, sm_count
 from engine.kernels._module import ModuleSpec
 from engine.kernels._workspace import workspace
@@ -24,6 +26,11 @@ _PARAMS = (
     "x:ptr x_stride:i64 weight:ptr norm_weight:ptr row_scales:ptr eps:f32 weight_offset:f32 "
     "bias:ptr residual:ptr residual_stride:i64 out:ptr out_stride:i64 partials:ptr m:i32 n:i32 "
     "k:i32 k_per_split:i32 activation:i32 is_float:i32 is_vector:i32"
+)
+_STREAM_PARAMS = (
+    "x:ptr x_stride:i64 weight:ptr norm_weight:ptr eps:f32 weight_offset:f32 bias:ptr "
+    "residual:ptr residual_stride:i64 out:ptr out_stride:i64 m:i32 n:i32 k:i32 k_per_split:i32 "
+    "activation:i32 is_float:i32 is_vector:i32 overlaps:i32"
 )
 _REDUCE = Kernel(
     "gemm_reduce",
@@ -50,6 +57,7 @@ class Operands:
     residual: Any = None
     activation: str | None = None
     batch_invariant: bool = False
+    overlap: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,12 +86,15 @@ def launch(op: str, operands: Operands, norm: Norm | None = None) -> None:
         is_aligned=aligned,
         batch_invariant=operands.batch_invariant,
         is_hopper=norm is None and is_hopper(dtype),
+        limits=_limits(device.cupy().cuda.runtime.getDevice()),
     )
     if max(m, n, k) > _MAX_INT32 - 256:
         raise ContractError(f"{op}: x: {m} x {k} by {n} x {k} is more than one launch can do")
     if isinstance(config, HopperConfig):
         vector = _vector_level(out, operands.residual)
         launch_hopper(config, x, operands.weight, out, _epilogue(operands), vector)
+    elif isinstance(config, StreamConfig):
+        _launch_stream(op, operands, norm, config)
     else:
         _launch_portable(op, operands, norm, config, aligned)
 
@@ -132,9 +143,44 @@ def _launch_portable(
         )
 
 
+def _launch_stream(op: str, operands: Operands, norm: Norm | None, config: StreamConfig) -> None:
+    x, out = operands.x, operands.out
+    (m, k), n = x.shape, out.shape[1]
+    overlap = operands.overlap and _limits(device.cupy().cuda.runtime.getDevice()).has_clusters
+    _kernel(op, config.kernel).launch_cluster(
+        ModuleSpec(f"{op}.cu", dtype_name(x.dtype)),
+        config.grid(m, n),
+        config.block,
+        config.shared_bytes,
+        cluster=config.cluster,
+        overlap=overlap,
+        x=x,
+        x_stride=_row_stride(x),
+        weight=operands.weight,
+        norm_weight=None if norm is None else norm.weight,
+        eps=0.0 if norm is None else norm.eps,
+        weight_offset=0.0 if norm is None else norm.weight_offset,
+        m=m,
+        n=n,
+        k=k,
+        k_per_split=config.k_per_split,
+        is_vector=_is_vector(out, operands.residual),
+        overlaps=overlap,
+        **_epilogue(operands),
+    )
+
+
 @cache
 def _kernel(op: str, name: str) -> Kernel:
-    return Kernel(f"{op}_{name}", _PARAMS)
+    return Kernel(f"{op}_{name}", _STREAM_PARAMS if name.startswith("stream") else _PARAMS)
+
+
+@cache
+def _limits(index: int) -> Limits:
+    cuda = device.cupy().cuda
+    shared_bytes = int(cuda.Device(index).attributes["MaxSharedMemoryPerBlockOptin"])
+    major = int(cuda.runtime.getDeviceProperties(index)["major"])
+    return Limits(shared_bytes, has_clusters=major >= 9)
 
 
 def _scratch(config: Config, m: int, n: int, *, needs_scales: bool) -> tuple[Any, Any]:

@@ -8,6 +8,13 @@ from functools import cache
 
 from engine.dtypes import itemsize
 from engine.kernels._gemm_sm90 import HopperConfig, choose_hopper
+from engine.kernels._gemm_stream import (
+    PORTABLE_LIMITS,
+    Limits,
+    StreamConfig,
+    choose_stream,
+    stream_configs,
+)
 from engine.kernels._launch import ceil_div
 
 __all__ = ["Config", "all_configs", "choose_config"]
@@ -85,7 +92,7 @@ _FLOAT_UNALIGNED = _Tile("unaligned_64x64", 64, 64, 256, 3, 3, 0)
 # (tokens, weight rows, warps) of a block of the skinny kernels.
 _HALF_SKINNY = ((8, 16, 8), (16, 32, 8), (32, 32, 8), (8, 16, 16), (16, 16, 16), (32, 16, 16))
 _FLOAT_SKINNY = ((1, 4, 8), (8, 2, 8))
-_SKINNY_MAX_M = {2: 32, 4: 16}  # by itemsize
+_SKINNY_MAX_M = {2: 8, 4: 16}  # by itemsize
 
 _BYTES_PER_CYCLE = 2400  # of memory, whole chip
 _TILE_CYCLES = 1500  # before a block's first product and after its last
@@ -104,28 +111,33 @@ def choose_config(
     is_aligned: bool = True,
     batch_invariant: bool = False,
     is_hopper: bool = False,
-) -> Config | HopperConfig:
+    limits: Limits = PORTABLE_LIMITS,
+) -> Config | HopperConfig | StreamConfig:
     """Choose for x (m, k) and weight (n, k) of `dtype` on `sm_count` multiprocessors.
 
     `is_aligned` says that rows start at, and have the length of, whole 16-byte accesses. Few rows
-    take a skinny kernel; else the tile and the number of splits with the least estimated time. The
-    skinny kernels sum in an order that depends on n and k alone, the tiled ones in one that depends
-    on `num_splits` too, and so on m. With `batch_invariant` it is always a tiled one with a single
-    split: these sum a row in the same order whatever the tile. With `is_hopper` the tiled ones are
-    those of gemm_sm90.cu.
+    take a streaming kernel if `limits` allow it, else a skinny one; else the tile and the number of
+    splits with the least estimated time. The skinny kernels sum in an order that depends on n and k
+    alone, the streaming ones on `num_parts`, the tiled ones on `num_splits`, which depend on m too.
+    With `batch_invariant` it is always a tiled one with a single split: these sum a row in the same
+    order whatever the tile. With `is_hopper` the tiled ones are those of gemm_sm90.cu.
 
     Examples
     --------
     >>> choose_config(1, 4096, 4096, "bfloat16", 132).kernel
-    'skinny_8x16_w16'
+    'stream_8'
     >>> choose_config(4096, 4096, 4096, "bfloat16", 132).kernel
     'tile_128x256'
     """
     size = itemsize(dtype)
     if not is_aligned:
         return (_HALF_UNALIGNED if size == 2 else _FLOAT_UNALIGNED).config(k)
-    if m <= _SKINNY_MAX_M[size] and not batch_invariant:
-        return _skinny(m, n, k, size, sm_count)
+    if not batch_invariant:
+        stream = choose_stream(m, n, k, sm_count, limits) if size == 2 else None
+        if stream is not None:
+            return stream
+        if m <= _SKINNY_MAX_M[size]:
+            return _skinny(m, n, k, size, sm_count)
     if is_hopper and k > 0:
         return choose_hopper(m, n, k, sm_count, batch_invariant=batch_invariant)
     step = 64 // size
@@ -141,7 +153,7 @@ def choose_config(
     return min(choices, key=lambda config: _estimate(config, m, n, k, size, sm_count))
 
 
-def all_configs(k: int, dtype: str) -> list[Config]:
+def all_configs(k: int, dtype: str) -> list[Config | StreamConfig]:
     """Return every kernel, with and without splits of `k`: for tests and for tuning.
 
     Any of them can do any number of rows; all but "unaligned" want 16-byte rows.
@@ -153,6 +165,7 @@ def all_configs(k: int, dtype: str) -> list[Config]:
         *(tile.config(k, splits, step) for tile in tiles for splits in (1, 2, 5)),
         (_HALF_UNALIGNED if is_half else _FLOAT_UNALIGNED).config(k),
         *(_skinny_config(*s, k) for s in (_HALF_SKINNY if is_half else _FLOAT_SKINNY)),
+        *(stream_configs(k) if is_half else ()),
     ]
 
 

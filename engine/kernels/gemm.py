@@ -33,6 +33,7 @@ def gemm(
     activation: str | None = None,
     out_dtype: Any = None,
     batch_invariant: bool = False,
+    overlap: bool = False,
     out: Any = None,
 ) -> Any:
     """Multiply rows by a weight matrix: activation(x Wᵀ + bias) + residual.
@@ -52,6 +53,9 @@ def gemm(
     batch_invariant : bool
         Sum each row in an order that does not depend on M, so that a row's result has the same
         bits in any company; slower for few rows.
+    overlap : bool
+        Say that no kernel still running on the stream writes `weight`, as is true of a model's
+        parameters: with few rows, it is then read while the kernel in front ends.
     out : (M, N) array of `out_dtype`, optional
         Where to put the result; its rows may lie apart.
 
@@ -99,5 +103,6 @@ def gemm(
         )
         return call.finish(out, result)
     out = call.output("out", out, (call["M"], call["N"]), dtype, layout="rows")
-    launch("gemm", Operands(x, weight, out, bias, residual, activation, batch_invariant))
+    operands = Operands(x, weight, out, bias, residual, activation, batch_invariant, overlap)
+    launch("gemm", operands)
     return out

@@ -29,6 +29,7 @@ def rmsnorm_gemm(
     eps: float = 1e-6,
     weight_offset: float = 0.0,
     bias: Any = None,
+    overlap: bool = False,
     out: Any = None,
 ) -> Any:
     """Normalise rows by their root mean square and multiply them by a weight matrix.
@@ -44,6 +45,8 @@ def rmsnorm_gemm(
     weight_offset : float
         Added to `norm_weight` (Gemma stores w - 1).
     bias : (N,) array of x's dtype, optional
+    overlap : bool
+        As gemm's; it is said of `norm_weight` too.
     out : (M, N) array of x's dtype, optional
         Where to put the result; its rows may lie apart.
 
@@ -84,6 +87,6 @@ def rmsnorm_gemm(
         )
         return call.finish(out, result)
     out = call.output("out", out, (call["M"], call["N"]), x.dtype, layout="rows")
-    operands = Operands(x, weight, out, bias)
+    operands = Operands(x, weight, out, bias, overlap=overlap)
     launch("rmsnorm_gemm", operands, Norm(norm_weight, eps, weight_offset))
     return out

@@ -12,11 +12,13 @@ from engine.device import to_numpy
 from engine.errors import ContractError, DTypeError, ShapeError
 from engine.kernels import _gemm
 from engine.kernels._gemm_config import all_configs
+from engine.kernels._gemm_stream import Limits, StreamConfig
 from engine.kernels.gemm import choose_config
 from engine.testing import cases
 from engine.testing.cases_gemm import MODEL_LAYERS, PRODUCTS
 from engine.testing.tolerances import assert_close
 
+HOPPER = Limits(227 * 1024, True)
 ACTIVATIONS = (None, "silu", "gelu", "gelu_tanh", "relu")
 
 
@@ -32,9 +34,15 @@ def _force(monkeypatch, config):
     monkeypatch.setattr(_gemm, "choose_config", lambda *_, **__: config)
 
 
+def _name(c):
+    if isinstance(c, StreamConfig):
+        return f"{c.kernel}-{c.num_parts}-{c.cluster}-{c.threads}"
+    return f"{c.kernel}-{c.num_splits}"
+
+
 def _configs(k=264):
     return [
-        pytest.param(dtype, c, id=f"{dtype}-{c.kernel}-{c.num_splits}")
+        pytest.param(dtype, c, id=f"{dtype}-{_name(c)}")
         for dtype in cases.DTYPES
         for c in all_configs(k, dtype)
     ]
@@ -166,13 +174,33 @@ def test_doubling_x_doubles_the_result(xp):
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("n", [256, 10000])
 def test_skinny_rows_do_not_depend_on_their_neighbours(cp, n, dtype):
-    limit = 16 if dtype == "float32" else 32
-    x, weight, _, _ = _inputs(limit, n, 1096, dtype)
+    x, weight, _, _ = _inputs(16, n, 1096, dtype)
     gx, gw = cases.to_module(cp, x, weight)
     together = to_numpy(kernels.gemm(gx, gw)).astype(np.float32)
     for m in (1, 2, 8, 9, 16):
         alone = to_numpy(kernels.gemm(gx[-m:], gw)).astype(np.float32)
         np.testing.assert_array_equal(alone, together[-m:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 5, 16, 30])
+def test_overlapping_kernels_wait_for_each_other(cp, m):
+    """A chain of products, each of which reads what the one before wrote and overwrites its x."""
+    weights = [cp.asarray(cases.normal((1152, 1152), "bfloat16", s, scale=0.04)) for s in range(8)]
+    x = cp.asarray(cases.normal((m, 1152), "bfloat16", seed=9))
+
+    def chain(overlap):
+        buffers = [x.copy(), x.copy()]
+        for _ in range(5):
+            for i, weight in enumerate(weights):
+                a, b = buffers[i % 2], buffers[(i + 1) % 2]
+                kernels.gemm(a, weight, residual=x, out=b, overlap=overlap)
+        return to_numpy(buffers[0]).astype(np.float32)
+
+    want = chain(False)
+    assert np.isfinite(want).all()
+    for _ in range(10):
+        np.testing.assert_array_equal(chain(True), want)
 
 
 @pytest.mark.gpu
@@ -192,6 +220,8 @@ def test_config_covers_the_problem(dtype, sm_count):
     for n, k in [*MODEL_LAYERS.values(), (1, 8), (100, 4096), (70, 0)]:
         for m in (1, 2, 16, 17, 33, 64, 500, 4096):
             config = choose_config(m, n, k, dtype, sm_count)
+            if isinstance(config, StreamConfig):
+                continue
             assert config.num_splits * config.k_per_split >= k
             assert (config.num_splits - 1) * config.k_per_split < max(k, 1)
             assert (
@@ -204,13 +234,47 @@ def test_config_covers_the_problem(dtype, sm_count):
 
 
 def test_config_is_a_pure_function():
-    for m in (1, 2, 8, 16, 32):  # same warps, so the same order of summation
-        assert choose_config(m, 1024, 2048, "bfloat16", 132).kernel.endswith("_w16")
-        assert choose_config(m, 151936, 1024, "bfloat16", 132).kernel.endswith("_w8")
+    for m in (1, 2, 8):  # same warps, so the same order of summation
+        assert choose_config(m, 1024, 1 << 16, "bfloat16", 132).kernel.endswith("_w16")
+        assert choose_config(m, 151936, 1 << 16, "bfloat16", 132).kernel.endswith("_w8")
     assert choose_config(4096, 4096, 4096, "float16", 132).kernel == "tile_128x256"
     assert choose_config(48, 1024, 3072, "bfloat16", 132).num_splits > 1
     assert choose_config(1, 8, 7, "float32", 132, is_aligned=False).kernel == "unaligned_64x64"
     assert choose_config(64, 96, 128, "float32", 132) is choose_config(64, 96, 128, "float32", 132)
+
+
+@pytest.mark.parametrize("limits", [HOPPER, Limits(99 * 1024, False)])
+@pytest.mark.parametrize("sm_count", [16, 108, 132])
+def test_streams_cover_the_problem(sm_count, limits):
+    chosen = 0
+    for n, k in [*MODEL_LAYERS.values(), (1, 8), (100, 4096), (1, 12288), (1152, 896)]:
+        for m in (1, 2, 8, 9, 16, 17, 32):
+            c = choose_config(m, n, k, "bfloat16", sm_count, limits=limits)
+            if not isinstance(c, StreamConfig):
+                continue
+            chosen += 1
+            assert c.num_parts * c.k_per_split >= k and c.k_per_split % 128 == 0
+            assert (c.num_parts & (c.num_parts - 1)) == 0 and c.num_parts <= 8
+            assert c.shared_bytes + 2304 <= limits.shared_bytes  # what the kernels have beside it
+            assert c.cluster == 1 or limits.has_clusters
+            assert math.prod(c.block) == c.threads and c.threads in (128, 256)
+            blocks, tokens = c.grid(m, n)
+            assert tokens == 1 and blocks % c.cluster == 0
+            assert blocks // c.cluster <= math.ceil(n / c.tile_n)
+    assert chosen > 50
+
+
+def test_streams_are_chosen_as_measured():
+    def choice(m, n, k):
+        c = choose_config(m, n, k, "bfloat16", 132, limits=HOPPER)
+        return c.kernel, c.num_parts, c.cluster, c.threads
+
+    assert choice(1, 151936, 1024) == ("stream_8", 1, 1, 256)
+    assert choice(8, 1024, 3072) == ("stream_8", 8, 1, 256)
+    assert choice(4, 1152, 896) == ("stream_8", 4, 1, 128)
+    assert choice(16, 4096, 4096) == ("stream_16", 4, 1, 128)
+    assert choice(16, 2048, 8192) == ("stream_16", 8, 2, 128)
+    assert choice(32, 6144, 1024) == ("stream_32", 2, 1, 256)
 
 
 def test_contract(xp):
