@@ -39,6 +39,9 @@ def _measure(case, xp):
     for name, baseline in (case.baselines or {}).items():
         row[f"{name} us"] = seconds(baseline) * 1e6
         row[f"x {name}"] = row[f"{name} us"] / row["us"]
+    for name, peer in (case.peers or {}).items() if on_gpu else ():
+        row[f"{name} us"] = peer() * 1e6
+        row[f"x {name}"] = row[f"{name} us"] / row["us"]
     return row
 
 

@@ -1,6 +1,13 @@
-"""attention_prefill, bfloat16: TFLOP/s of Q K^T and P V, a causal square counted at half."""
+"""attention_prefill, bfloat16: TFLOP/s of Q K^T and P V, a causal square counted at half.
+
+Beside it, where torch is installed, scaled_dot_product_attention by cuDNN and by FlashAttention-2.
+"""
 
 from __future__ import annotations
+
+import importlib.util
+import statistics
+from functools import partial
 
 import numpy as np
 
@@ -11,6 +18,67 @@ from engine.testing.tolerances import assert_close
 from tests.bench.case import BenchCase
 
 _CHECKED_ROWS = 64  # the mirror takes minutes for a whole case: the last rows of the last sequence
+
+
+def _sdpa_seconds(
+    backend: str, batch: int, heads: int, head_dim: int, n: int, causal: bool
+) -> float:
+    """Return the median seconds of torch's attention on random values of these shapes."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    shape = (batch, heads, n, head_dim)
+    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    times, launches = [], 10
+    with sdpa_kernel(getattr(SDPBackend, backend)):
+        scaled_dot_product_attention(q, k, v, is_causal=causal)
+        for _ in range(5):
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(launches):
+                scaled_dot_product_attention(q, k, v, is_causal=causal)
+            stop.record()
+            stop.synchronize()
+            times.append(start.elapsed_time(stop) * 1e-3 / launches)
+    return statistics.median(times)
+
+
+def _peers(batch: int, heads: int, kv_heads: int, head_dim: int, n: int, causal: bool):
+    if heads != kv_heads or importlib.util.find_spec("torch") is None:
+        return None
+    shape = (batch, heads, head_dim, n, causal)
+    return {
+        "cudnn": partial(_sdpa_seconds, "CUDNN_ATTENTION", *shape),
+        "flash2": partial(_sdpa_seconds, "FLASH_ATTENTION", *shape),
+    }
+
+
+def _chunk_case(chunk: int, cached: int, heads: int, kv_heads: int, block_size: int) -> BenchCase:
+    """The last `chunk` of `cached` tokens in pages: too few tiles for the device without splits."""
+    num_blocks, head_dim = cached // block_size, 128
+    shape = (num_blocks, kv_heads, block_size, head_dim)
+
+    def make(xp, seed):
+        q = normal_on(xp, (chunk, heads, head_dim), "bfloat16", seed)
+        pages = (normal_on(xp, shape, "bfloat16", seed + i) for i in (1, 2))
+        table = np.random.default_rng(seed).permutation(num_blocks).astype(np.int32)[None]
+        lens = np.array([cached], np.int32)
+        return q, *pages, xp.asarray(table), xp.asarray(lens), xp.asarray(cu_seqlens([chunk]))
+
+    def attend(op, q, k, v, table, lens, starts, **options):
+        where = {"cu_seqlens_q": starts, "block_tables": table, "context_lens": lens}
+        return op(q, k, v, **where, **options)
+
+    def check(args, result):
+        want = attend(reference.attention_prefill, *map(to_numpy, args))
+        assert_close(result, want, reduction=cached)
+
+    flops = 4 * heads * head_dim * (chunk * cached - chunk * (chunk - 1) // 2)
+    nbytes = 2 * head_dim * (2 * chunk * heads + 2 * cached * kv_heads)
+    name = f"chunk of {chunk} in {cached} H{heads}/{kv_heads} D{head_dim} pages of {block_size}"
+    run = partial(attend, kernels.attention_prefill, max_seqlen_q=chunk)
+    return BenchCase(name, make, run, nbytes=nbytes, flops=flops, check=check)
 
 
 def _case(batch: int, heads: int, kv_heads: int, head_dim: int, n: int, causal: bool) -> BenchCase:
@@ -38,8 +106,9 @@ def _case(batch: int, heads: int, kv_heads: int, head_dim: int, n: int, causal: 
 
     flops = 4 * batch * heads * head_dim * n * n // (2 if causal else 1)
     nbytes = 2 * (2 * np.prod(shape) + 2 * np.prod(kv_shape))
+    peers = _peers(batch, heads, kv_heads, head_dim, n, causal)
     name = f"B{batch} H{heads}/{kv_heads} D{head_dim} S{n} {'causal' if causal else 'full'}"
-    return BenchCase(name, make, run, nbytes=int(nbytes), flops=flops, check=check)
+    return BenchCase(name, make, run, nbytes=int(nbytes), flops=flops, check=check, peers=peers)
 
 
 CASES = [
@@ -49,4 +118,5 @@ CASES = [
     _case(2, 32, 32, 128, 8192, False),
     _case(1, 32, 32, 128, 16384, True),
     _case(16, 16, 8, 128, 4096, True),  # Qwen3-0.6B, the prefill of 16 prompts
+    *(_chunk_case(256, 8192, 8, 1, block_size) for block_size in (16, 64)),
 ]

@@ -25,6 +25,9 @@ class BenchCase:
         Operations that must be done.
     baselines : dict
         Name -> `baseline(*args)` doing the same work with another library.
+    peers : dict
+        Name -> `peer()`, the seconds that another library takes by its own clock: for those whose
+        calls cannot be captured in our graphs.
     check : callable or None
         `check(args, result)` raises AssertionError when the result is wrong.
     """
@@ -35,4 +38,5 @@ class BenchCase:
     nbytes: int
     flops: int = 0
     baselines: dict[str, Callable[..., Any]] | None = None
+    peers: dict[str, Callable[[], float]] | None = None
     check: Callable[[tuple[Any, ...], Any], None] | None = None
