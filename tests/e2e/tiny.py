@@ -30,11 +30,17 @@ CONFIG = ModelConfig(
 BYTES_PER_BLOCK = 2 * 2 * 2 * 8 * 4 * 16  # of 16 tokens
 
 
-def tiny_model(where="cpu", config=CONFIG):
+def tiny_model(where="cpu", config=CONFIG, *, deterministic=False):
     """The model in float32; skips where there is no GPU."""
     if where == "cuda" and not device.resolve_device("auto")[0].is_cuda:
         pytest.skip("no GPU")
-    return load(config=config, load_format="dummy", device=where, dtype="float32")
+    return load(
+        config=config,
+        load_format="dummy",
+        device=where,
+        dtype="float32",
+        deterministic=deterministic,
+    )
 
 
 def make_engine(model, **options):
@@ -81,6 +87,7 @@ def alone(model, prompt, params):
     """The token ids of each continuation, computed one by one and without sharing anything."""
     inputs = InputProcessor(model, None, max_model_len=256)
     options = {"max_num_seqs": 1, "max_num_batched_tokens": 256, "enable_prefix_caching": False}
+    options["cuda_graphs"] = False
     ids = []
     for spec in inputs.sampling_specs(params):
         one = dataclasses.replace(
