@@ -118,6 +118,7 @@ static_assert(Core::kSharedBytes == SHARED_BYTES,
                           num_pairs, section, tiles_of_pair, splits, causal,                      \
                           window > 0 ? static_cast<unsigned>(window) : 1u << 31};                 \
     if (threadIdx.x == 0) core.init_barriers();                                                   \
+    core.init_queries(problem);                                                                   \
     __syncthreads();                                                                              \
     if (threadIdx.x < 128) {                                                                      \
       registers_give_up<Core::kProducerRegisters>();                                              \

@@ -52,6 +52,18 @@ struct Prefill {
     mbarrier_init_fence();
   }
 
+  // Zeroes Q where some rows of a tile never get a query (a group that does not divide kRows): what
+  // lay there could be NaN, and such rows would renew their base with every tile, for nothing.
+  __device__ __forceinline__ void init_queries(const Problem& problem) const {
+    if (problem.group * problem.tile_tokens == kRows) return;
+    for (int i = threadIdx.x * 16; i < kQStages * kQBytes; i += kThreads * 16) zero_word(q + i);
+    fence_async_proxy();
+  }
+
+  static __device__ __forceinline__ void zero_word(unsigned address) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");
+  }
+
   // ---- the producer warp -----------------------------------------------------------------------
 
   // Row of the maps where lane's box of key tile n starts; far outside (so: zeros) where no key is.
@@ -85,10 +97,7 @@ struct Prefill {
   static __device__ __forceinline__ void zero_rows(unsigned to, int begin, int lane) {
     for (int chunk = 0; chunk < kChunks; ++chunk)
       for (int row = begin + lane / 8; row < kKeys; row += 4)
-        asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(
-                         to + chunk * kKeyChunk + row * 128 + lane % 8 * 16),
-                     "r"(0)
-                     : "memory");
+        zero_word(to + chunk * kKeyChunk + row * 128 + lane % 8 * 16);
     fence_async_proxy();
     __syncwarp();
   }

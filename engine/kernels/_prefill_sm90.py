@@ -170,7 +170,7 @@ def launch(
     splits = min(num_splits or choose_num_splits(tiles, key_tiles, sm_count()), key_tiles)
     rows = total_q * num_heads
     partial = workspace(splits * rows * (head_dim + 1)) if splits > 1 else None
-    strides = element_strides(out)
+    strides, lengths = element_strides(out), _lengths(keys, tile)
     shared = {
         "out": out,
         "lse": lse,
@@ -187,7 +187,7 @@ def launch(
         (tile.threads,),
         tile.shared_bytes,
         **_maps(q, keys, dtype, tile, group),
-        **_lengths(keys, tile),
+        **lengths,
         **shared,
         counter=counters(),
         total_q=total_q,
@@ -195,7 +195,7 @@ def launch(
         tiles_of_pair=tiles_of_pair,
         section=min(max(1, _L2_BYTES // (4 * longest * head_dim)), max(pairs, 1)),
         causal=int(causal),
-        window=rule.window,
+        window=rule.window if rule.window < lengths["max_keys"] else 0,  # else it hides nothing
         score_inner=rule.inner,
         score_factor=rule.factor,
     )
