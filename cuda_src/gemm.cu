@@ -12,10 +12,11 @@
 // Numerics: products of 16-bit values on tensor cores (mma.sync), of float32 on CUDA cores without
 // TF32; sums, bias, activation and residual in float, one rounding at the end. Every order of
 // summation is fixed: results are the same from run to run. They do not depend on M within the
-// skinny kernels, nor within the tiled ones while k is split alike (choose_config splits by M).
+// skinny kernels, nor within the others while k is split alike (choose_config splits by M).
 // Parallelisation: a block makes one tile of out (common/gemm_mma.cuh, common/gemm_simt.cuh); where
 // too few tiles would fill the chip it makes a share of k of one, and gemm_reduce adds the shares.
-// With few rows, common/gemm_skinny.cuh streams the weight through registers.
+// With few rows, common/gemm_stream.cuh streams the weight through shared memory, and where that is
+// too small or values are float32, common/gemm_skinny.cuh through registers.
 // Mirror: engine/reference/gemm.py
 #include "common/gemm_entries.cuh"
 
