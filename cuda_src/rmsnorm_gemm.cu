@@ -13,9 +13,10 @@
 // Numerics: the norm in float; h is rounded before the product, so that the result is that of the
 // two ops one after the other up to the order of summation. The product is gemm.cu's.
 // Parallelisation: gemm.cu's kernels, with h made from x on its way into shared memory (or, with
-// few rows, into registers, or in place). The skinny and the streaming kernels work out 1 / rms in every block while their first
-// weights are on their way: one launch. For more rows every block of a row of tiles would read its
-// rows once more, so rmsnorm_row_scales does it once for all, in a launch of its own.
+// few rows, into registers, or in place). The skinny and the streaming kernels work out 1 / rms in
+// every block while their first weights are on their way: one launch. For more rows every block of a
+// row of tiles would read its rows once more, so rmsnorm_row_scales does it once for all, in a launch
+// of its own.
 // Mirror: engine/reference/rmsnorm_gemm.py
 #include "common/gemm_entries.cuh"
 
