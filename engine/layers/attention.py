@@ -77,9 +77,21 @@ class Attention:
         self.q_norm = q_norm
         self.k_norm = k_norm
 
-    def __call__(self, x: Any, batch: ForwardBatch, k_pages: Any, v_pages: Any) -> Any:
-        """Store the keys and values of `x` (T, N) in the pages and return the output (T, N)."""
-        q, k, v = self._rows(x)
+    def __call__(
+        self,
+        x: Any,
+        batch: ForwardBatch,
+        k_pages: Any,
+        v_pages: Any,
+        *,
+        norm: Norm | None = None,
+        residual: Any = None,
+    ) -> Any:
+        """Store the keys and values of `x` (T, N) in the pages and return the output (T, N).
+
+        With a `norm`, those of ``norm(x)``; with a `residual`, which may be `x`, added to that.
+        """
+        q, k, v = self._rows(x, norm)
         places = (batch.rope_positions, self.cos_sin, k_pages, v_pages, batch.slot_mapping)
         norms: dict[str, Any] = {}
         if self.q_norm is not None and self.k_norm is not None:
@@ -87,7 +99,7 @@ class Attention:
             norms |= {"eps": self.q_norm.eps, "weight_offset": self.q_norm.offset}
         kernels.qk_norm_rope_store(q, k, v, *places, **norms)
         heads = self._attend(q, batch, k_pages, v_pages)
-        return self.o(heads.reshape(heads.shape[0], -1))
+        return self.o(heads.reshape(heads.shape[0], -1), residual=residual)
 
     def project(self, x: Any, rope_positions: Any) -> tuple[Any, Any, Any]:
         """Return the rotated q (T, H, D) and k (T, K, D), and v: for those who want no pages."""
@@ -98,10 +110,11 @@ class Attention:
         kernels.rope(query, key, rope_positions, self.cos_sin, out=(query, key))
         return query, key, value
 
-    def _rows(self, x: Any) -> tuple[Any, Any, Any]:
+    def _rows(self, x: Any, norm: Norm | None = None) -> tuple[Any, Any, Any]:
         """Return q (T, H, D), k and v (T, K, D) as they are projected: views of fused rows."""
         h, k = self.params.num_heads, self.params.num_kv_heads
-        rows = self.qkv(x).reshape(x.shape[0], h + 2 * k, self.params.head_dim)
+        fused = self.qkv(x) if norm is None else self.qkv.of_normed(x, norm)
+        rows = fused.reshape(x.shape[0], h + 2 * k, self.params.head_dim)
         return rows[:, :h], rows[:, h : h + k], rows[:, h + k :]
 
     def _attend(self, q: Any, batch: ForwardBatch, k_pages: Any, v_pages: Any) -> Any:

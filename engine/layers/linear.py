@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from engine import kernels
+from engine.layers.norm import Norm
 
 __all__ = ["Linear"]
 
@@ -27,12 +28,30 @@ class Linear:
         self.bias = bias
         self.batch_invariant = batch_invariant
 
-    def __call__(self, x: Any, *, out_dtype: Any = None) -> Any:
-        """Return the product (T, out) of `x` (T, in), in `out_dtype` or x's own."""
+    def __call__(self, x: Any, *, out_dtype: Any = None, residual: Any = None) -> Any:
+        """Return the product (T, out) of `x` (T, in), in `out_dtype` or x's own.
+
+        A `residual` (T, out) is added to it, overwritten and returned.
+        """
         return kernels.gemm(
             x,
             self.weight,
             bias=self.bias,
+            residual=residual,
+            out=residual,
             out_dtype=out_dtype,
             batch_invariant=self.batch_invariant,
+            overlap=True,  # parameters: nothing writes them
+        )
+
+    def of_normed(self, x: Any, norm: Norm) -> Any:
+        """Return the product of ``norm(x)``, in one kernel if there are few tokens."""
+        return kernels.rmsnorm_gemm(
+            x,
+            norm.weight,
+            self.weight,
+            eps=norm.eps,
+            weight_offset=norm.offset,
+            bias=self.bias,
+            overlap=True,
         )

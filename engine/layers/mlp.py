@@ -7,6 +7,7 @@ from typing import Any
 from engine import kernels
 from engine.errors import ConfigError
 from engine.layers.linear import Linear
+from engine.layers.norm import Norm
 
 __all__ = ["MLP"]
 
@@ -42,9 +43,14 @@ class MLP:
         self.down = down
         self.activation = activation
 
-    def __call__(self, x: Any) -> Any:
-        """Return the block's output (T, N) for `x` (T, N)."""
-        packed = self.gate_up(x)
+    def __call__(self, x: Any, *, norm: Norm | None = None, residual: Any = None) -> Any:
+        """Return the block's output (T, N) for `x` (T, N), or for ``norm(x)``.
+
+        With a `residual` (T, N), which may be `x`, it is added to that.
+        """
+        packed = self.gate_up(x) if norm is None else self.gate_up.of_normed(x, norm)
         if self.activation == "silu":
-            return self.down(kernels.swiglu(packed))
-        return self.down(kernels.geglu(packed, approximate=_GELU[self.activation]))
+            gated = kernels.swiglu(packed)
+        else:
+            gated = kernels.geglu(packed, approximate=_GELU[self.activation])
+        return self.down(gated, residual=residual)

@@ -31,10 +31,22 @@ Pages = Sequence[tuple[Any, Any]]
 _FLOAT32 = np.dtype(np.float32)
 
 
-class DecoderLayer:
-    """Attention and MLP, each with its norms, around one residual stream."""
+# With few tokens a kernel is over before the next one has begun, so what can be one kernel is:
+# norms with the products after them, additions with the products before.
+_MAX_FUSED_ROWS = 16
 
-    __slots__ = ("attn", "attn_norm", "mlp", "mlp_norm", "post_attn_norm", "post_mlp_norm")
+
+class DecoderLayer:
+    """Attention and MLP, each with its norms, around one residual stream.
+
+    `can_fuse` allows for fewer and larger kernels with few tokens; sums are then rounded once less,
+    and a token's bits depend on how many there are.
+    """
+
+    __slots__ = (
+        *("attn", "attn_norm", "mlp", "mlp_norm", "post_attn_norm", "post_mlp_norm"),
+        "can_fuse",
+    )
 
     def __init__(
         self,
@@ -44,7 +56,10 @@ class DecoderLayer:
         mlp_norm: Norm,
         post_attn_norm: Norm | None = None,
         post_mlp_norm: Norm | None = None,
+        *,
+        can_fuse: bool = True,
     ) -> None:
+        self.can_fuse = can_fuse and post_attn_norm is None and post_mlp_norm is None
         self.attn = attn
         self.mlp = mlp
         self.attn_norm = attn_norm
@@ -69,8 +84,12 @@ class DecoderLayer:
         Returns
         -------
         (delta, residual)
-            The same two for the next layer: the addition is left to the norm that follows.
+            The same two for the next layer: the addition is left to the norm that follows, or
+            done already.
         """
+        if delta is None and self.can_fuse and residual.shape[0] <= _MAX_FUSED_ROWS:
+            residual = self.attn(residual, batch, *pages, norm=self.attn_norm, residual=residual)
+            return None, self.mlp(residual, norm=self.mlp_norm, residual=residual)
         if delta is None:
             x = self.attn_norm(residual)
         else:
@@ -166,8 +185,11 @@ class Decoder:
             delta, residual = layer(delta, residual, batch, pages)
         if batch.logits_indices is not None:
             # Rows by index: the same op as the look-up of embeddings.
-            delta = kernels.embedding(batch.logits_indices, delta)
+            if delta is not None:
+                delta = kernels.embedding(batch.logits_indices, delta)
             residual = kernels.embedding(batch.logits_indices, residual)
+        if delta is None:
+            return self.final_norm(residual)
         return self.final_norm.add(delta, residual)[0]
 
     def logits(self, hidden: Any) -> Any:
@@ -227,6 +249,7 @@ class Decoder:
             self._norm(f"{name}.mlp_norm"),
             self._norm(f"{name}.post_attn_norm") if config.post_norms else None,
             self._norm(f"{name}.post_mlp_norm") if config.post_norms else None,
+            can_fuse=not self.batch_invariant,
         )
 
     def _attention(self, index: int) -> Attention:

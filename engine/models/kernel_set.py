@@ -21,6 +21,7 @@ _OPS = (
     "kv_copy",
     "qk_norm_rope_store",
     "rmsnorm",
+    "rmsnorm_gemm",
     "sample",
 )
 
