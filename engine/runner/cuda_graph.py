@@ -250,8 +250,9 @@ class DecodeGraphs:
         try:
             self.compute(key)
         except BaseException:
-            with contextlib.suppress(Exception):  # the capture is broken; the cause is above
-                stream.end_capture()
+            # SAFETY: `Stream.end_capture` would instantiate what is no graph, and crash.
+            with contextlib.suppress(Exception):
+                self._model.device.xp.cuda.runtime.streamEndCapture(stream.ptr)
             raise
         return stream.end_capture()
 
