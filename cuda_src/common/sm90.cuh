@@ -89,20 +89,13 @@ __device__ __forceinline__ void tma_load_2d_multicast(unsigned to, const TensorM
       : "memory");
 }
 
-// How L2 should treat what is read once and never again.
-__device__ __forceinline__ uint64_t policy_evict_first() {
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
 // Copies `bytes` as they lie, without a map; addresses and bytes are multiples of 16.
 __device__ __forceinline__ void bulk_load(unsigned to, const void* from, unsigned bytes,
-                                          unsigned barrier, uint64_t policy) {
+                                          unsigned barrier) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1], %2, [%3], %4;" ::"r"(to),
-      "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          to),
+      "l"(from), "r"(bytes), "r"(barrier)
       : "memory");
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine import device, env
@@ -22,38 +22,41 @@ _KERNEL = Kernel(
     "num_queries:i32 num_heads:i32 num_kv_heads:i32 block_shift:i32 num_blocks:i32 window:i32 "
     "num_splits:i32 score_inner:f32 score_factor:f32",
 )
-_KEY_WARPS = 4  # kKeyWarps
 _DTYPES = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True)
 class HopperTile:
-    """The macros of `common/decode_ring.cuh`; `blocks_per_sm` of them share a multiprocessor."""
+    """The macros of `common/decode_ring.cuh`."""
 
     head_dim: int
     unit_keys: int
     stages: int
     row_tiles: int
-    warps_m: int
-    blocks_per_sm: int
+    key_warps: int
+    cluster: int = 1
 
     @property
     def rows(self) -> int:
         """Query rows of a block: tokens * heads of a group."""
-        return 16 * self.row_tiles * self.warps_m
+        return 16 * self.row_tiles
 
     @property
     def threads(self) -> int:
         """Threads of a block: the computing warps and one that copies."""
-        return 32 * (_KEY_WARPS * self.warps_m + 1)
+        return 32 * (self.key_warps + 1)
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory as decode_ring.cuh lays it out."""
-        tile = 8 * (self.unit_keys * self.head_dim * 2 + 16)
-        probs = self.rows * (8 * self.unit_keys * 2 + 16)
-        exchange = self.rows * _KEY_WARPS * 4
-        return self.stages * (2 * tile + 4 * 8) + 2 * probs + 3 * exchange + 16
+        ring = 2 * self.stages * 8 * (self.unit_keys * self.head_dim * 2 + 16)
+        probs = 2 * self.rows * (8 * self.unit_keys * 2 + 16)
+        exchange = 3 * self.rows * self.key_warps * 4
+        barriers = 4 * self.stages * 8
+        in_registers = self.row_tiles * self.head_dim <= 256
+        queries = 0 if in_registers else self.rows * (self.head_dim * 2 + 16)
+        progress = self.key_warps * 64
+        return ring + probs + exchange + barriers + queries + 16 + progress
 
     def spec(self, dtype: str) -> ModuleSpec:
         """Return the module compiled for this tile."""
@@ -62,8 +65,8 @@ class HopperTile:
             "UNIT_KEYS": self.unit_keys,
             "STAGES": self.stages,
             "ROW_TILES": self.row_tiles,
-            "WARPS_M": self.warps_m,
-            "BLOCKS_PER_SM": self.blocks_per_sm,
+            "KEY_WARPS": self.key_warps,
+            "CLUSTER": self.cluster,
             "SHARED_BYTES": self.shared_bytes,
         }
         return ModuleSpec("attention_decode_sm90.cu", dtype, tuple(macros.items()))
@@ -71,13 +74,14 @@ class HopperTile:
 
 # By head dim, then by rows: 16, 32, 64.
 _TILES = (
-    HopperTile(64, 8, 6, 1, 1, 2),
-    HopperTile(64, 8, 6, 2, 1, 2),
-    HopperTile(64, 8, 11, 2, 2, 1),
-    HopperTile(128, 8, 3, 1, 1, 2),
-    HopperTile(128, 8, 3, 2, 1, 2),
-    HopperTile(128, 8, 6, 2, 2, 1),
+    HopperTile(64, 16, 6, 1, 4),
+    HopperTile(64, 16, 6, 2, 4),
+    HopperTile(64, 8, 8, 4, 4),
+    HopperTile(128, 16, 3, 1, 8),
+    HopperTile(128, 16, 3, 2, 8),
+    HopperTile(128, 16, 2, 4, 8),
 )
+_CLUSTER = 8
 
 
 def choose_hopper_tile(dtype: str, head_dim: int, num_rows: int) -> HopperTile | None:
@@ -101,7 +105,10 @@ def specs(
     dims = {t.head_dim for t in _TILES} if head_dim is None else {head_dim}
     rows = {t.rows for t in _TILES} if num_rows is None else {num_rows}
     tiles = [choose_hopper_tile(dtype, dim, n) for dim in sorted(dims) for n in sorted(rows)]
-    return tuple(dict.fromkeys(tile.spec(dtype) for tile in tiles if tile is not None))
+    found = dict.fromkeys(tile for tile in tiles if tile is not None)
+    return tuple(
+        replace(tile, cluster=size).spec(dtype) for tile in found for size in (1, _CLUSTER)
+    )
 
 
 def takes(q: Any, pages: Pages, out: Any) -> bool:
@@ -115,23 +122,36 @@ def takes(q: Any, pages: Pages, out: Any) -> bool:
     )
 
 
+def choose_cluster(num_heads: int, sm_count: int) -> int:
+    """Return how many blocks share a sequence and head; 1: there are enough to fill the chip.
+
+    Examples
+    --------
+    >>> choose_cluster(8, sm_count=132), choose_cluster(128, sm_count=132)
+    (8, 1)
+    """
+    return _CLUSTER if num_heads * _CLUSTER <= sm_count else 1
+
+
 def launch(
     q: Any, pages: Pages, out: Any, lse: Any, rule: ScoreRule, num_splits: int | None
 ) -> None:
     """Launch on arrays that `takes` said yes to; num_splits None: equal work for all blocks."""
-    (batch, num_queries, num_heads, head_dim), dtype = q.shape, dtype_name(q.dtype)
-    num_kv_heads = pages.k.shape[1]
+    (batch, num_queries, num_heads, head_dim), num_kv_heads = q.shape, pages.k.shape[1]
     num_rows = num_queries * (num_heads // num_kv_heads)
-    tile = choose_hopper_tile(dtype, head_dim, num_rows)
+    tile = choose_hopper_tile(dtype_name(q.dtype), head_dim, num_rows)
     assert tile is not None
-    num_blocks = tile.blocks_per_sm * sm_count()
-    # decode_plan.cuh: two slots a block, or one a part
-    slots = batch * num_kv_heads * num_splits if num_splits else 2 * num_blocks
-    num_counters = max(num_blocks, batch * num_kv_heads)
+    num_teams = max(1, sm_count() // num_kv_heads)
+    num_blocks = num_teams * num_kv_heads
+    if num_splits is None and choose_cluster(batch * num_kv_heads, sm_count()) > 1:
+        tile = replace(tile, cluster=_CLUSTER)
+        num_blocks = batch * num_kv_heads * _CLUSTER
+    # decode_plan.cuh: two slots a team, or one a part
+    slots = (batch * num_splits if num_splits else 2 * num_teams) * num_kv_heads
     scratch = workspace(slots * num_rows * (head_dim + 2))
     q_strides, out_strides = element_strides(q), element_strides(out)
     _KERNEL.launch(
-        tile.spec(dtype),
+        tile.spec(dtype_name(q.dtype)),
         (num_blocks if batch else 0,),
         (tile.threads,),
         tile.shared_bytes,
@@ -144,7 +164,7 @@ def launch(
         lse=lse,
         partial_o=scratch,
         partial_stats=scratch[slots * num_rows * head_dim :],
-        counters=counters(num_counters),
+        counters=counters(max(num_teams, batch) * num_kv_heads),
         q_stride_b=q_strides[0],
         q_stride_t=q_strides[1],
         q_stride_h=q_strides[2],

@@ -12,7 +12,6 @@ __all__ = ["counters", "workspace"]
 
 _buffers: dict[tuple[int, int], list[Any]] = {}
 _counters: dict[tuple[int, int], list[Any]] = {}
-_counters: dict[tuple[int, int], Any] = {}
 
 
 def workspace(num_floats: int) -> Any:
@@ -34,20 +33,11 @@ def workspace(num_floats: int) -> Any:
     return kept[-1]
 
 
-def counters() -> Any:
-    """Return int32 counters that are 0, owned by the current device and stream.
+def counters(count: int = 64) -> Any:
+    """Return at least `count` int32 counters that are 0, otherwise as `workspace`.
 
     A kernel that counts on them leaves them at 0, so that the next one need not clear them first.
     """
-    cupy = device.cupy()
-    key = (cupy.cuda.runtime.getDevice(), cupy.cuda.get_current_stream().ptr)
-    if key not in _counters:
-        _counters[key] = cupy.zeros(64, np.int32)
-    return _counters[key]
-
-
-def counters(count: int) -> Any:
-    """Return at least `count` zeroed int32 that kernels leave at zero, as `workspace` otherwise."""
     cupy = device.cupy()
     key = (cupy.cuda.runtime.getDevice(), cupy.cuda.get_current_stream().ptr)
     kept = _counters.setdefault(key, [])

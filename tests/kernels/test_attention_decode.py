@@ -8,6 +8,7 @@ import pytest
 from engine import kernels, reference
 from engine.device import to_numpy
 from engine.errors import ContractError, DTypeError, ShapeError
+from engine.kernels._decode_sm90 import choose_hopper_tile
 from engine.kernels.attention_decode import choose_num_splits, choose_tile, specs
 from engine.testing import cases
 from engine.testing.cases_attention import DECODE, AttentionCase, cu_seqlens, paged_cache
@@ -143,6 +144,64 @@ def test_views_into_fused_qkv_in_place(xp, head_dim, dtype):
     assert not bool(rows[:, 6 * head_dim :].any())
 
 
+_MANY = np.random.default_rng(0).integers(0, 700, 40)
+
+# Where Hopper's kernel has borders: few and many sequences (clusters or teams of blocks), lengths
+# around its tiles of 128 keys, 16 to 64 rows, runs that begin and end inside of a page.
+_HOPPER = (
+    AttentionCase((1,), (1000,), 32, 8, 128, block_size=16),
+    AttentionCase((1,), (1,), 8, 2, 128, block_size=16),
+    AttentionCase((1,) * 10, (0, 1, 15, 16, 17, 127, 128, 129, 255, 257), 8, 2, 128, block_size=16),
+    AttentionCase((1,) * 6, (0, 127, 128, 129, 5000, 0), 8, 2, 64, block_size=32),
+    AttentionCase((1,) * 40, tuple(_MANY.tolist()), 8, 2, 128, block_size=16),
+    AttentionCase((1,) * 80, (*_MANY.tolist(), *_MANY.tolist()), 4, 1, 64, block_size=64),
+    AttentionCase((2,) * 5, (1, 2, 3, 200, 1000), 32, 8, 128, block_size=64),
+    AttentionCase((8,) * 20, (300, 7, 0, 8, 129) * 4, 8, 2, 128, block_size=16),
+    AttentionCase((8,) * 20, (700, 9) * 10, 16, 2, 128, block_size=16),
+    AttentionCase((8,) * 20, (700, 9) * 10, 16, 2, 64, block_size=16),
+    AttentionCase((3,) * 20, (2000, 20) * 10, 4, 2, 128, block_size=32, window=77),
+    AttentionCase((1,) * 20, (400, 20) * 10, 4, 1, 128, block_size=128, softcap=5.0, scale=0.2),
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tier", ["auto", "portable"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("case", _HOPPER, ids=range(len(_HOPPER)))
+def test_both_tiers(cp, case, dtype, tier, monkeypatch):
+    monkeypatch.setenv("ENGINE_KERNEL_TIER", tier)
+    arrays = _inputs(case, dtype)
+    want, want_lse = _run(reference.attention_decode, np, arrays, **case.rule, return_lse=True)
+    for num_splits in (None, 3):
+        for _ in range(2):  # the counters must be zero again
+            got, lse = _run(
+                kernels.attention_decode,
+                cp,
+                arrays,
+                **case.rule,
+                num_splits=num_splits,
+                return_lse=True,
+            )
+            assert_close(got, want, reduction=case.reduction)
+            assert_close(lse, want_lse, reduction=case.reduction, name="lse")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tier", ["auto", "portable"])
+def test_num_splits_makes_a_result_independent_of_the_batch(cp, tier, monkeypatch):
+    """A sequence alone, and between others: bit by bit the same."""
+    monkeypatch.setenv("ENGINE_KERNEL_TIER", tier)
+    case = AttentionCase((2,) * 30, (900, 40, 333) * 10, 8, 2, 128, block_size=16)
+    q, k, v, tables, lens = cases.to_module(cp, *_inputs(case, "bfloat16"))
+    whole = kernels.attention_decode(q, k, v, block_tables=tables, context_lens=lens, num_splits=5)
+    for b in (0, 1, 2, 29):
+        one = slice(b, b + 1)
+        alone = kernels.attention_decode(
+            q[one], k, v, block_tables=tables[one], context_lens=lens[one], num_splits=5
+        )
+        np.testing.assert_array_equal(to_numpy(alone), to_numpy(whole[one]))
+
+
 def test_nothing_to_do(xp):
     pages, tables = xp.zeros((2, 2, 16, 64), np.float16), xp.zeros((0, 1), np.int32)
     got = kernels.attention_decode(
@@ -168,10 +227,15 @@ def test_num_splits_is_a_pure_function():
 def test_tiles_fit_every_chip():
     for dtype in cases.DTYPES:
         for spec in specs(dtype):
-            assert dict(spec.defines)["SHARED_BYTES"] <= 99 * 1024
+            limit = 99 if spec.tier == "portable" else 227
+            assert dict(spec.defines)["SHARED_BYTES"] <= limit * 1024
     assert choose_tile("float16", 96, num_rows=16).warps_n == 4
     assert choose_tile("float16", 96, num_rows=17).warps_m == 4
-    assert len(specs("float16", head_dim=64, num_rows=4)) == 1
+    assert len(specs("float16", head_dim=80, num_rows=4)) == 1
+    assert len(specs("float16", head_dim=64, num_rows=4)) == 3  # and two of Hopper's
+    assert choose_hopper_tile("bfloat16", 128, num_rows=32).rows == 32
+    assert choose_hopper_tile("bfloat16", 128, num_rows=65) is None
+    assert choose_hopper_tile("float32", 128, num_rows=1) is None
 
 
 def test_contract(xp):
@@ -201,13 +265,13 @@ def test_contract(xp):
 
 
 @pytest.mark.gpu
-def test_a_captured_graph_follows_the_lengths(cp):
+@pytest.mark.parametrize("copies", [1, 20])
+def test_a_captured_graph_follows_the_lengths(cp, copies):
     """Lengths and tables are read on the device: replaying after they grew gives the new result."""
-    case = AttentionCase((1,) * 2, (600, 300), 8, 2, 64, block_size=16)
+    case = AttentionCase((1,) * 2 * copies, (600, 300) * copies, 8, 2, 64, block_size=16)
     arrays = _inputs(case, "bfloat16")
     q, k, v, tables, lens = cases.to_module(cp, *arrays)
-    short = cp.asarray(np.array([70, 3], np.int32))
-    current, out = short.copy(), cp.zeros_like(q)
+    current, out = cp.asarray(np.array([70, 3] * copies, np.int32)), cp.zeros_like(q)
     keywords = {"block_tables": tables, "context_lens": current, "max_context_len": 600, "out": out}
     stream = cp.cuda.Stream(non_blocking=True)
     cp.cuda.runtime.deviceSynchronize()  # what was copied above, on another stream
@@ -217,8 +281,9 @@ def test_a_captured_graph_follows_the_lengths(cp):
         stream.begin_capture()
         kernels.attention_decode(q, k, v, **keywords)
         graph = stream.end_capture()
-        current[:] = lens
-        graph.launch(stream)
-    stream.synchronize()
-    want = _run(reference.attention_decode, np, arrays)
-    assert_close(out, want, reduction=case.reduction)
+        for lengths in (np.roll(lens.get(), 1) // 2, np.zeros_like(lens.get()), lens.get()):
+            current.set(lengths)
+            graph.launch(stream)
+            stream.synchronize()
+            want = _run(reference.attention_decode, np, (*arrays[:4], lengths))
+            assert_close(out, want, reduction=case.reduction)

@@ -1,0 +1,145 @@
+// How the parts of a sequence become its result in attention_decode_sm90: always in the same order.
+#pragma once
+
+#include "common/decode_consumer.cuh"
+
+// Past L1, which does not see what other blocks write.
+template <int N>
+__device__ __forceinline__ Vec<float, N> load_of_others(const float* p) {
+  Vec<float, N> x;
+  if constexpr (N == 4)
+    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x.v[0]), "=f"(x.v[1]), "=f"(x.v[2]), "=f"(x.v[3])
+                 : "l"(p));
+  else
+    asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(x.v[0]), "=f"(x.v[1]) : "l"(p));
+  return x;
+}
+
+template <int kColumns>
+__device__ __forceinline__ void write_row(const Output& output, int row, int column, float max,
+                                          float sum, const float (&o)[kColumns]) {
+  if (column == 0) output.row(row, max, sum);
+  const float factor = output.factor(sum);
+  Vec<scalar_t, kColumns> result;
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) result.v[c] = from_float<scalar_t>(o[c] * factor);
+  store_vec(output.at(row) + column, result);
+}
+
+// By the block that came last: a warp takes kBatchRows rows at once, and kBatch parts of each,
+// whose loads are all under way together.
+template <int kBatchRows, int kBatch>
+__device__ __forceinline__ void combine(const Partials& partials, const Parts& parts,
+                                        const Output& output) {
+  constexpr int kColumns = kHeadDim / kWarpSize, kLoads = kBatchRows * kBatch;
+  static_assert(kLoads <= kWarpSize, "a lane holds one part's statistics");
+  const int lane = threadIdx.x % kWarpSize;
+#pragma unroll 1
+  for (int row = threadIdx.x / kWarpSize * kBatchRows; row < partials.num_rows;
+       row += kKeyWarps * kBatchRows) {
+    const auto clamped = [&](int r) { return min(row + r, partials.num_rows - 1); };
+    float max = -kInf, sum = 0.0f;  // of row lane / kBatch
+    float o[kBatchRows][kColumns] = {};
+#pragma unroll 1
+    for (int base = 0; base < parts.count; base += kBatch) {
+      Vec<float, kColumns> part[kLoads];
+      Vec<float, 2> stats{-kInf, 0.0f};
+      if (lane < kLoads && base + lane % kBatch < parts.count)
+        stats = load_of_others<2>(partials.at(parts.slot(base + lane % kBatch)).stats +
+                                  clamped(lane / kBatch) * 2);
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i)
+        part[i] = load_of_others<kColumns>(
+            partials.at(parts.slot(min(base + i % kBatch, parts.count - 1)))
+                .at(clamped(i / kBatch)) +
+            lane * kColumns);
+      float top = fmaxf(max, stats.v[0]);
+#pragma unroll
+      for (int offset = kBatch / 2; offset > 0; offset /= 2)
+        top = fmaxf(top, __shfl_xor_sync(kFullMask, top, offset));
+      const float weight = exp2_approx(stats.v[0] - finite_or_zero(top));
+      const float shrink = exp2_approx(max - finite_or_zero(top));
+      max = top;
+      sum = sum * shrink + stats.v[1] * weight;
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        const float w = __shfl_sync(kFullMask, weight, i);
+        const float s = i % kBatch == 0 ? __shfl_sync(kFullMask, shrink, i) : 1.0f;
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c) {
+          float& x = o[i / kBatch][c];
+          x = (i % kBatch == 0 ? x * s : x) + part[i].v[c] * w;
+        }
+      }
+    }
+#pragma unroll
+    for (int offset = kBatch / 2; offset > 0; offset /= 2)
+      sum += __shfl_xor_sync(kFullMask, sum, offset);
+#pragma unroll
+    for (int r = 0; r < kBatchRows; ++r) {
+      const float row_max = __shfl_sync(kFullMask, max, r * kBatch);
+      const float row_sum = __shfl_sync(kFullMask, sum, r * kBatch);
+      if (row + r < partials.num_rows)
+        write_row<kColumns>(output, row + r, lane * kColumns, row_max, row_sum, o[r]);
+    }
+  }
+}
+
+// ---- clusters: the parts of a sequence stay in the shared memory of the blocks that made them -
+
+// Over the ring, which nobody needs any more.
+__device__ __forceinline__ PartialOutput cluster_partial(unsigned char* smem) {
+  float* const o = reinterpret_cast<float*>(smem);
+  return PartialOutput{o, o + kRows * kHeadDim};
+}
+
+template <int N>
+__device__ __forceinline__ Vec<float, N> load_of_rank(unsigned address, int rank) {
+  unsigned remote;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+  Vec<float, N> x;
+  if constexpr (N == 4)
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x.v[0]), "=f"(x.v[1]), "=f"(x.v[2]), "=f"(x.v[3])
+                 : "r"(remote)
+                 : "memory");
+  else
+    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];"
+                 : "=f"(x.v[0]), "=f"(x.v[1])
+                 : "r"(remote)
+                 : "memory");
+  return x;
+}
+
+// Each block of the cluster adds up its share of all rows' columns.
+__device__ __forceinline__ void combine_cluster(unsigned char* smem, int num_rows,
+                                                const Output& output) {
+  constexpr int kWords = kHeadDim / 4;
+  const PartialOutput mine = cluster_partial(smem);
+  const int share = (num_rows * kWords + kCluster - 1) / kCluster;
+  const int begin = blockIdx.x % kCluster * share;
+  const int end = min(begin + share, num_rows * kWords);
+#pragma unroll 1
+  for (int i = begin + threadIdx.x; i < end; i += kKeyWarps * kWarpSize) {
+    const int row = i / kWords, column = i % kWords * 4;
+    Vec<float, 2> stats[kCluster];
+    Vec<float, 4> part[kCluster];
+#pragma unroll
+    for (int rank = 0; rank < kCluster; ++rank) {
+      stats[rank] = load_of_rank<2>(smem_address(mine.stats + row * 2), rank);
+      part[rank] = load_of_rank<4>(smem_address(mine.at(row) + column), rank);
+    }
+    float max = -kInf, sum = 0.0f, o[4] = {};
+#pragma unroll
+    for (int rank = 0; rank < kCluster; ++rank) max = fmaxf(max, stats[rank].v[0]);
+#pragma unroll
+    for (int rank = 0; rank < kCluster; ++rank) {
+      const float weight = exp2_approx(stats[rank].v[0] - finite_or_zero(max));
+      sum += stats[rank].v[1] * weight;
+#pragma unroll
+      for (int c = 0; c < 4; ++c) o[c] += part[rank].v[c] * weight;
+    }
+    write_row<4>(output, row, column, max, sum, o);
+  }
+}

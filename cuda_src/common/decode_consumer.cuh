@@ -1,0 +1,333 @@
+// The computing warps of attention_decode_sm90: scores, softmax, P V.
+#pragma once
+
+#include "common/decode_ring.cuh"
+
+// A writer (see Output) of one part's unfinished rows.
+struct PartialOutput {
+  float* o;
+  float* stats;
+
+  __device__ __forceinline__ void row(int row, float max, float sum) const {
+    store_vec(stats + row * 2, Vec<float, 2>{max, sum});
+  }
+  __device__ __forceinline__ float factor(float) const { return 1.0f; }
+  __device__ __forceinline__ float* at(int row) const { return o + row * kHeadDim; }
+  __device__ __forceinline__ void pair(float* row, int column, float x, float y) const {
+    store_vec(row + column, Vec<float, 2>{x, y});
+  }
+};
+
+// The parts' rows in scratch memory: (slots, K, rows, D) and (slots, K, rows, 2).
+struct Partials {
+  float* o;
+  float* stats;
+  int num_rows, num_kv_heads, kv_head;
+
+  __device__ __forceinline__ PartialOutput at(int64_t slot) const {
+    const int64_t row = (slot * num_kv_heads + kv_head) * num_rows;
+    return PartialOutput{o + row * kHeadDim, stats + row * 2};
+  }
+};
+
+class Consumer {
+ public:
+  __device__ __forceinline__ Consumer(unsigned char* smem, const Ring& ring, const ScoreRule& rule)
+      : smem_(smem), ring_k_(ring), ring_v_(ring), rule_(rule) {}
+
+  // All keys of a segment.
+  __device__ __forceinline__ void run(const Queries& queries, const RowRule& rows,
+                                      int first_key, int num_tiles) {
+    load_queries(queries, rows);
+    reset();
+    if (num_tiles == 0) return;
+    Scores s;
+    score(s, rows, first_key, 0);
+    barrier();
+    exponentiate(s, 0);
+#pragma unroll 1
+    for (int i = 0; i < num_tiles; ++i) {
+      const bool more = i + 1 < num_tiles;
+      if (more) score(s, rows, first_key + (i + 1) * kTileKeys, (i + 1) % 2);
+      // P of this tile and the maxima of the next are there, and all are done with the P before.
+      barrier();
+      multiply(i % 2);
+      if (more) exponentiate(s, (i + 1) % 2);
+    }
+  }
+
+  // Gives the rows to a writer.
+  template <typename Writer>
+  __device__ __forceinline__ void store(const RowRule& rows, const Writer& writer) {
+    float* const sums = reinterpret_cast<float*>(smem_ + kSumsAt);
+#pragma unroll
+    for (int i = 0; i < 2 * kRowTiles; ++i) {
+      float part = sum_[i / 2][i % 2];
+      part += __shfl_xor_sync(kFullMask, part, 1);
+      part += __shfl_xor_sync(kFullMask, part, 2);
+      if (lane() % 4 == 0) sums[row_of(i) * kKeyWarps + key_warp()] = part;
+    }
+    barrier();
+#pragma unroll
+    for (int i = 0; i < 2 * kRowTiles; ++i) {
+      const int row = row_of(i);
+      if (row >= rows.count) continue;
+      const float total =
+          over_warps(sums + row * kKeyWarps, [](float x, float y) { return x + y; });
+      if (key_warp() == 0 && lane() % 4 == 0) writer.row(row, max_[i / 2][i % 2], total);
+      const float factor = writer.factor(total);
+      auto* const to = writer.at(row);
+#pragma unroll
+      for (int d = 0; d < kSlice / 8; ++d)
+        writer.pair(to, key_warp() * kSlice + d * 8 + lane() % 4 * 2,
+                    o_[i / 2][d][i % 2 * 2] * factor, o_[i / 2][d][i % 2 * 2 + 1] * factor);
+    }
+  }
+
+  // Counts a part as done. True in all computing warps if all others were: then they may be read.
+  __device__ __forceinline__ bool is_last(int* counter, int num_parts) const {
+    int* const flag = reinterpret_cast<int*>(smem_ + kFlagAt);
+    barrier();
+    if (threadIdx.x == 0) {
+      int before;
+      // Release: all that the barrier has ordered before; acquire: what the other blocks released.
+      asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;"
+                   : "=r"(before)
+                   : "l"(counter)
+                   : "memory");
+      *flag = before == num_parts - 1;
+      if (before == num_parts - 1) *counter = 0;  // for the next launch
+    }
+    barrier();
+    return *flag != 0;
+  }
+
+ private:
+  static constexpr int kWarpRuns = kUnitKeys / kKeyWarps;  // 8-key columns of scores of a warp
+  static constexpr int kSlice = kHeadDim / kKeyWarps;      // columns of V of a warp
+  static_assert(kWarpRuns % 2 == 0 && kSlice % 16 == 0, "ldmatrix_x4 loads two at once");
+  using Scores = float[kRowTiles][kWarpRuns][4];
+  // Sums of q.k in two chains where there are few: each is D / 16 instructions, one after another.
+  static constexpr bool kTwoChains = kRowTiles * kWarpRuns <= 2;
+
+  unsigned char* smem_;
+  Ring ring_k_, ring_v_;
+  ScoreRule rule_;
+  uint32_t q_[kQueriesInRegisters ? kRowTiles : 1][kQueriesInRegisters ? kHeadDim / 16 : 1][4];
+  float o_[kRowTiles][kSlice / 8][4];
+  float max_[kRowTiles][2], sum_[kRowTiles][2];
+
+  // With two row tiles there are no registers to keep what can be computed again.
+  __device__ static __forceinline__ int thread() {
+    return kRowTiles > 1 ? recomputed(threadIdx.x) : threadIdx.x;
+  }
+  __device__ static __forceinline__ int lane() { return thread() % kWarpSize; }
+  __device__ static __forceinline__ int key_warp() { return thread() / kWarpSize; }
+  __device__ static __forceinline__ int row_of(int i) { return i * 8 + lane() / 4; }
+  // Of the computing warps.
+  __device__ static __forceinline__ void barrier() {
+    asm volatile("bar.sync 1, %0;" ::"n"(kKeyWarps * kWarpSize) : "memory");
+  }
+
+  __device__ static __forceinline__ float& at(Scores& s, int i) {
+    return s[i / 4 / kWarpRuns][i / 4 % kWarpRuns][i % 4];
+  }
+
+  __device__ __forceinline__ void reset() {
+#pragma unroll
+    for (int i = 0; i < 2 * kRowTiles; ++i) {
+      max_[i / 2][i % 2] = -kInf;
+      sum_[i / 2][i % 2] = 0.0f;
+#pragma unroll
+      for (int d = 0; d < kSlice / 8; ++d)
+        o_[i / 2][d][i % 2 * 2] = o_[i / 2][d][i % 2 * 2 + 1] = 0.0f;
+    }
+  }
+
+  // Operand A of the scores, straight from global memory.
+  __device__ __forceinline__ void load_queries(const Queries& queries, const RowRule& rows) {
+    if constexpr (!kQueriesInRegisters) {
+      stage_queries(queries, rows);
+      return;
+    } else {
+#pragma unroll
+      for (int i = 0; i < 2 * kRowTiles; ++i) {
+        const int row = row_of(i);
+        const scalar_t* from = queries.q + lane() % 4 * 2;
+        if (row < rows.count)
+          from += row / rows.group * queries.token_stride + row % rows.group * queries.head_stride;
+#pragma unroll
+        for (int d = 0; d < kHeadDim / 8; ++d)
+          q_[i / 2][d / 2][i % 2 + d % 2 * 2] =
+              row < rows.count ? *reinterpret_cast<const uint32_t*>(from + d * 8) : 0;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void stage_queries(const Queries& queries, const RowRule& rows) {
+    constexpr int kWords = kRowBytes / 16;
+    // The barrier in store() has separated this from the last reads of the segment before.
+    for (int i = threadIdx.x; i < kRows * kWords; i += kKeyWarps * kWarpSize) {
+      const int row = i / kWords;
+      Vec<uint32_t, 4> word{};
+      if (row < rows.count)
+        word = *reinterpret_cast<const Vec<uint32_t, 4>*>(
+            queries.q + row / rows.group * queries.token_stride +
+            row % rows.group * queries.head_stride + i % kWords * kVec);
+      *reinterpret_cast<Vec<uint32_t, 4>*>(smem_ + kQueriesAt + row * kQueryPitch +
+                                           i % kWords * 16) = word;
+    }
+    barrier();
+  }
+
+  // q.k of this warp's keys of the next tile, masked; their maxima go to the others.
+  __device__ __forceinline__ void score(Scores& s, const RowRule& rows, int first_key, int buffer) {
+    ring_k_.wait_full_k();
+    multiply_qk(s);
+    __syncwarp();
+    if (lane() == 0) mbarrier_arrive(ring_k_.empty_k());
+    ring_k_.advance();
+    if (rule_.inner != 0.0f) {
+#pragma unroll
+      for (int i = 0; i < kRowTiles * kWarpRuns * 4; ++i) at(s, i) = rule_.cap(at(s, i));
+    }
+    if (first_key < rows.first_key(rows.count - 1) ||
+        first_key + kTileKeys - 1 > rows.last_key(0))
+      mask(s, rows, first_key);
+    publish_maxima(s, buffer);
+  }
+
+  __device__ __forceinline__ void multiply_qk(Scores& s) {
+    Scores odd;
+#pragma unroll
+    for (int i = 0; i < kRowTiles * kWarpRuns * 4; ++i)
+      at(s, i) = at(odd, i) = 0.0f;
+    const unsigned from = ring_k_.k() + lane() % 8 * kUnitPitch +
+                          (key_warp() * kWarpRuns + lane() / 16) * kRowBytes + lane() / 8 % 2 * 16;
+#pragma unroll
+    for (int d = 0; d < kHeadDim / 16; ++d)
+#pragma unroll
+      for (int j = 0; j < kWarpRuns; j += 2) {
+        uint32_t frag[4];
+        load_matrices(frag, from + j * kRowBytes + d * 32);
+        const uint32_t left[2] = {frag[0], frag[1]}, right[2] = {frag[2], frag[3]};
+        auto& sums = kTwoChains && d % 2 ? odd : s;
+#pragma unroll
+        for (int r = 0; r < kRowTiles; ++r) {
+          if constexpr (kQueriesInRegisters) {
+            mma_m16n8k16<scalar_t>(sums[r][j], q_[r][d], left);
+            mma_m16n8k16<scalar_t>(sums[r][j + 1], q_[r][d], right);
+          } else {
+            uint32_t frag_q[4];
+            load_matrices(frag_q, smem_address(smem_) + kQueriesAt + lane() / 16 * 16 +
+                                      (r * 16 + lane() % 16) * kQueryPitch + d * 32);
+            mma_m16n8k16<scalar_t>(sums[r][j], frag_q, left);
+            mma_m16n8k16<scalar_t>(sums[r][j + 1], frag_q, right);
+          }
+        }
+      }
+    if constexpr (kTwoChains)
+#pragma unroll
+      for (int i = 0; i < kRowTiles * kWarpRuns * 4; ++i) at(s, i) += at(odd, i);
+  }
+
+  __device__ __forceinline__ void mask(Scores& s, const RowRule& rows, int first_key) const {
+#pragma unroll
+    for (int i = 0; i < 2 * kRowTiles; ++i) {
+      const int last_key = rows.last_key(row_of(i));
+#pragma unroll
+      for (int j = 0; j < kWarpRuns; ++j)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const int key = first_key + (lane() % 4 * 2 + c) * kUnitKeys + key_warp() * kWarpRuns + j;
+          if (!rows.sees(last_key, key)) s[i / 2][j][i % 2 * 2 + c] = -kInf;
+        }
+    }
+  }
+
+  template <typename Op>
+  __device__ static __forceinline__ float over_warps(const float* values, Op op) {
+    Vec<float, 4> x = load_vec<float, 4>(values);
+    if constexpr (kKeyWarps == 8) {
+      const Vec<float, 4> y = load_vec<float, 4>(values + 4);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x.v[i] = op(x.v[i], y.v[i]);
+    }
+    return op(op(x.v[0], x.v[1]), op(x.v[2], x.v[3]));
+  }
+
+  __device__ __forceinline__ float* maxima(int buffer) const {
+    return reinterpret_cast<float*>(smem_ + kMaximaAt + buffer * kExchangeBytes);
+  }
+
+  __device__ __forceinline__ void publish_maxima(const Scores& s, int buffer) const {
+#pragma unroll
+    for (int i = 0; i < 2 * kRowTiles; ++i) {
+      float top = -kInf;
+#pragma unroll
+      for (int j = 0; j < kWarpRuns; ++j)
+        top = fmaxf(top, fmaxf(s[i / 2][j][i % 2 * 2], s[i / 2][j][i % 2 * 2 + 1]));
+      top = fmaxf(top, __shfl_xor_sync(kFullMask, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(kFullMask, top, 2));
+      if (lane() % 4 == 0) maxima(buffer)[row_of(i) * kKeyWarps + key_warp()] = top * rule_.factor;
+    }
+  }
+
+  // Scores to P, for all to read after the next barrier. O is what the tiles before have left.
+  __device__ __forceinline__ void exponentiate(const Scores& s, int buffer) {
+#pragma unroll
+    for (int i = 0; i < 2 * kRowTiles; ++i) {
+      float& max = max_[i / 2][i % 2];
+      const float new_max = fmaxf(max, over_warps(maxima(buffer) + row_of(i) * kKeyWarps, fmaxf));
+      const float reference = finite_or_zero(new_max);
+      const float shrink = exp2_approx(max - reference);
+      max = new_max;
+      unsigned char* const to = smem_ + kProbsAt + buffer * kProbBytes + row_of(i) * kProbPitch +
+                                key_warp() * kWarpRuns * 16 + lane() % 4 * 4;
+      float part = 0.0f;
+#pragma unroll
+      for (int j = 0; j < kWarpRuns; ++j) {
+        const float x = exp2_approx(fmaf(s[i / 2][j][i % 2 * 2], rule_.factor, -reference));
+        const float y = exp2_approx(fmaf(s[i / 2][j][i % 2 * 2 + 1], rule_.factor, -reference));
+        part += x + y;
+        *reinterpret_cast<uint32_t*>(to + j * 16) = pack2<scalar_t>(x, y);
+      }
+      sum_[i / 2][i % 2] = sum_[i / 2][i % 2] * shrink + part;
+#pragma unroll
+      for (int d = 0; d < kSlice / 8; ++d) {
+        o_[i / 2][d][i % 2 * 2] *= shrink;
+        o_[i / 2][d][i % 2 * 2 + 1] *= shrink;
+      }
+    }
+  }
+
+  // O += P V for this warp's columns.
+  __device__ __forceinline__ void multiply(int buffer) {
+    const unsigned p = smem_address(smem_) + kProbsAt + buffer * kProbBytes +
+                       lane() % 16 * kProbPitch + lane() / 16 * 16;
+    const unsigned v = ring_v_.v() + lane() % 8 * kUnitPitch + lane() / 8 % 2 * kRowBytes +
+                       (key_warp() * kSlice + lane() / 16 * 8) * 2;
+    ring_v_.wait_full_v();
+#pragma unroll
+    for (int j = 0; j < kTileKeys / 16; ++j) {
+      uint32_t frag_p[kRowTiles][4];
+#pragma unroll
+      for (int r = 0; r < kRowTiles; ++r)
+        load_matrices(frag_p[r], p + r * 16 * kProbPitch + j * 32);
+#pragma unroll
+      for (int d = 0; d < kSlice / 16; ++d) {
+        uint32_t frag[4];
+        load_matrices_transposed(frag, v + 2 * j * kRowBytes + d * 32);
+        const uint32_t left[2] = {frag[0], frag[1]}, right[2] = {frag[2], frag[3]};
+#pragma unroll
+        for (int r = 0; r < kRowTiles; ++r) {
+          mma_m16n8k16<scalar_t>(o_[r][2 * d], frag_p[r], left);
+          mma_m16n8k16<scalar_t>(o_[r][2 * d + 1], frag_p[r], right);
+        }
+      }
+    }
+    __syncwarp();
+    if (lane() == 0) mbarrier_arrive(ring_v_.empty_v());
+    ring_v_.advance();
+  }
+};
