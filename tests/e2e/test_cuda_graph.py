@@ -202,6 +202,30 @@ def test_steady_state_allocates_and_compiles_nothing():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_crowd_gets_the_same_tokens_with_and_without_graphs(is_late):
+    """Requests that come and go, of every kind of sampling, in batches of changing size."""
+    model, results = tiny_model("cuda"), []
+    for has_graphs in (False, True):
+        engine = make_engine(
+            model,
+            max_num_seqs=13,
+            num_blocks=200,
+            max_num_batched_tokens=64,
+            cuda_graphs=has_graphs,
+            async_scheduling=is_late,
+        )
+        rng = np.random.default_rng(8)
+        for index in range(40):
+            prompt = rng.integers(0, 97, rng.integers(1, 60)).tolist()
+            params = _params(index, max_tokens=int(rng.integers(1, 60)))
+            engine.add_request(f"r{index}", prompt, params)
+        outputs = run(engine)
+        results.append([list(outputs[f"r{i}"].outputs[0].token_ids) for i in range(40)])
+    assert results[0] == results[1]
+
+
+@pytest.mark.gpu
 def test_off_is_off():
     engine = make_engine(tiny_model("cuda"), cuda_graphs=False)
     assert engine.runner.graphs is None
