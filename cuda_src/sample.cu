@@ -327,12 +327,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) sample_choose(
       winner = draw_row<false>(job, 0, begin, end, s, &kept);
       if (!join_draws(states + b, &winner, &kept, s)) return;
     } else {
-      const int wanted = max(job.top_k > 0 ? job.top_k : kListed, num_top);
-      bool is_whole;
-      if (wanted <= kMaxCandidates) {
+      int wanted = max(job.top_k > 0 ? job.top_k : kListed, num_top);
+      const int most = job.top_k > 0 ? wanted : max(wanted, most_listed(num_segments));
+      for (kept = -1; wanted <= kMaxCandidates; wanted = most) {
+        bool is_whole;
         num_listed = list_largest(row, mine, top, wanted, shift, s, &is_whole);
+        if (num_listed >= 0) kept = cut_list(job, num_listed, is_whole, tiles, num_tiles, s);
+        if (kept >= 0 || num_listed < 0 || wanted >= most) break;
       }
-      kept = num_listed < 0 ? -1 : cut_list(job, num_listed, is_whole, tiles, num_tiles, s);
       if (kept >= 0) {
         Drawing drawing{0, kGumbelLowest};
         draw_list(job, kept, s, drawing);

@@ -153,6 +153,13 @@ __device__ int list_largest(const Row& row, const uint32_t (&keys)[kKeys], uint3
   return n;
 }
 
+// How many to ask list_largest for so that what it lists seldom is too much: n logits at random lie
+// in about N (1 - e^(-n / N)) of N segments.
+__device__ __forceinline__ int most_listed(int num_segments) {
+  constexpr float kFill = 0.9f * kMaxCandidates * kLog2E;
+  return static_cast<int>(num_segments * (1.0f - approximate_exp2(-kFill / num_segments)));
+}
+
 // Sum of the masses of the row's candidates from `threshold` up, and their number.
 __device__ uint64_t row_mass(const Job& job, uint64_t threshold, uint64_t* scratch, int* count) {
   uint64_t sum = 0;
