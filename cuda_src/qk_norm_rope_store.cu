@@ -21,6 +21,7 @@
 // Mirror: engine/reference/qk_norm_rope_store.py
 #include "common/packed.cuh"
 #include "common/reduce.cuh"
+#include "common/rotary.cuh"
 #include "common/types.cuh"
 
 constexpr int kThreads = 128;
@@ -184,9 +185,7 @@ __device__ __forceinline__ void process_vectors(const Job& job) {
 #pragma unroll
         for (int j = 0; j < kVec; ++j) {
           const int ia = kInterleaved ? 2 * j : j, ib = kInterleaved ? 2 * j + 1 : kVec + j;
-          const float a = x[ia], b = x[ib];
-          x[ia] = a * cos[j] - b * sin[j];
-          x[ib] = b * cos[j] + a * sin[j];
+          rotate_pair(x[ia], x[ib], cos[j], sin[j]);
         }
       }
       store_rounded(head.out + lo_at, x);
@@ -224,9 +223,7 @@ __device__ __forceinline__ void process_scalars(const Job& job) {
     if (head.is_rotated) {
       const float cos = row != nullptr ? row[pair] : not_a_number();
       const float sin = row != nullptr ? row[half + pair] : not_a_number();
-      const float rotated = a * cos - b * sin;
-      b = b * cos + a * sin;
-      a = rotated;
+      rotate_pair(a, b, cos, sin);
     }
     head.out[at] = from_float<scalar_t>(a);
     head.out[to] = from_float<scalar_t>(b);

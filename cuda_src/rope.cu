@@ -15,6 +15,7 @@
 // thread writes only what it read itself, and reads it first, so working in place is safe.
 // Mirror: engine/reference/rope.py
 #include "common/packed.cuh"
+#include "common/rotary.cuh"
 #include "common/types.cuh"
 
 constexpr int kThreads = 128;
@@ -75,9 +76,10 @@ __device__ __forceinline__ void rotate(const Vec<scalar_t, kWidth>& lo,
   for (int j = 0; j < kWidth; ++j) {
     const int ia = kInterleaved ? 2 * j : j;
     const int ib = kInterleaved ? 2 * j + 1 : kWidth + j;
-    const float a = to_float(x[ia]), b = to_float(x[ib]);
-    x[ia] = from_float<scalar_t>(a * cos[j] - b * sin[j]);
-    x[ib] = from_float<scalar_t>(b * cos[j] + a * sin[j]);
+    float a = to_float(x[ia]), b = to_float(x[ib]);
+    rotate_pair(a, b, cos[j], sin[j]);
+    x[ia] = from_float<scalar_t>(a);
+    x[ib] = from_float<scalar_t>(b);
   }
   Vec<scalar_t, kWidth> y_lo, y_hi;
 #pragma unroll
