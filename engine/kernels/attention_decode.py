@@ -149,10 +149,10 @@ def attention_decode(
     softcap : float
         Replaces a scaled score s by softcap * tanh(s / softcap); 0 means not to.
     num_splits : int, optional
-        Into how many parts the keys of a sequence are cut, each worked on by a block of its own. The
-        cut then depends on the sequence's own length alone, and so its result, bit by bit, not on
-        the rest of the batch. By default the cut is what keeps all blocks busy. The result depends
-        on it by rounding only.
+        Into how many parts the keys of a sequence are cut, each worked on by a block of its own.
+        The cut then depends on the sequence's own length alone, and so its result, bit by bit, not
+        on the rest of the batch. By default the cut is what keeps all blocks busy. The result
+        depends on it by rounding only.
     max_context_len : int, optional
         Bound of `context_lens`, NB * block_size by default. Only `num_splits` is chosen by it.
     out : (B, Q, H, D) array of q's dtype, optional
