@@ -1,7 +1,7 @@
 """`python -m tests.bench.plot`: draw every result in docs/benchmarks as a picture beside it.
 
-A file whose rows have a baseline ("x <name>") shows how many times faster ours is; one without
-shows the share of the rate that memory allows, or operations a second.
+Rows with a peer's time in the same run become a ratio, larger is better and 1 is a tie; others the
+rate they reached.
 """
 
 from __future__ import annotations
@@ -18,34 +18,40 @@ import matplotlib.pyplot as plt
 FOLDER = Path(__file__).parents[2] / "docs" / "benchmarks"
 
 
-def _series(rows: list[dict[str, Any]]) -> tuple[str, float | None, list[tuple[str, float]]]:
-    """Return the axis label, a line to draw, and (name, value) a row."""
-    ratios = sorted({key for row in rows for key in row if key.startswith("x ")})
-    if ratios:
-        key = ratios[0]
-        values = [(f"{row['op']} {row['case']}", row[key]) for row in rows if key in row]
-        return f"times faster than {key[2:]}", 1.0, values
-    is_compute = all(row.get("TFLOP/s", 0.0) > 50 for row in rows)
-    key = "TFLOP/s" if is_compute else "GB/s"
-    return key, None, [(f"{row['op']} {row['case']}", row[key]) for row in rows]
+def _point(row: dict[str, Any]) -> tuple[str, str, float] | None:
+    """Return (axis label, name, value) of a row; None if it is no timing of a case."""
+    if "ratio" in row:
+        return "times as fast as cuBLAS", f"M={row['m']} ({row['n']}, {row['k']})", row["ratio"]
+    if "after_us" in row and row["m"] in (1, 16, 64):
+        name = f"M={row['m']} {row['layer']}"
+        return "times as fast as cuBLAS", name, row["cublas_us"] / row["after_us"]
+    if "latency_ms_per_token" in row:
+        share = row["floor_ms"] / row["latency_ms_per_token"]
+        return "share of the memory floor at batch 1", row["model"], share
+    name = f"{row.get('op', row.get('version', ''))} {row.get('case', '')}"
+    for key in (k for k in row if k.startswith("x ")):
+        return f"times as fast as {key[2:]}", name, row[key]
+    return ("GB/s", name, row["GB/s"]) if "GB/s" in row else None
 
 
 def draw(path: Path) -> Path | None:
     """Draw one file; None where its rows are no timings of cases."""
     record = json.loads(path.read_text())
-    rows = [row for row in record["rows"] if "case" in row and ("GB/s" in row)]
-    if not rows:
+    points = [point for row in record["rows"] if (point := _point(row)) is not None]
+    if not points:
         return None
-    label, line, values = _series(rows)
-    figure, axis = plt.subplots(figsize=(9, 1.2 + 0.22 * len(values)))
-    names = [name for name, _ in values]
-    axis.barh(range(len(values)), [value for _, value in values], color="#4477aa")
-    axis.set_yticks(range(len(values)), names, fontsize=7)
+    label = points[0][0]
+    points = [point for point in points if point[0] == label]
+    figure, axis = plt.subplots(figsize=(9, 1.2 + 0.19 * len(points)))
+    axis.barh(range(len(points)), [value for _, _, value in points], color="#4477aa")
+    axis.set_yticks(range(len(points)), [name for _, name, _ in points], fontsize=7)
     axis.invert_yaxis()
     axis.set_xlabel(label)
-    if line is not None:
-        axis.axvline(line, color="black", linewidth=0.8)
-    axis.set_title(f"{record['card']}, {record['date']}, commit {record['commit']}", fontsize=9)
+    if label.startswith("times"):
+        axis.axvline(1.0, color="black", linewidth=0.8)
+    axis.set_title(
+        f"{record['card']}, {record['date']}, commit {record['commit']}"[:90], fontsize=8
+    )
     figure.tight_layout()
     target = path.with_suffix(".png")
     figure.savefig(target, dpi=80)
