@@ -40,6 +40,8 @@ def time_gpu(
         The graph repeats `calls` until it holds at least so many.
     """
     cupy = device.cupy()
+    # SAFETY: the inputs were made on other streams, which a non-blocking one does not wait for.
+    cupy.cuda.Device().synchronize()
     stream = cupy.cuda.Stream(non_blocking=True)
     rounds = -(-min_launches // len(calls))
     kept = []
