@@ -21,7 +21,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 
 demo: $(VENV)/.installed   ## install, pull SmolLM2-135M-Instruct, answer a question
 	@$(BIN)/engine pull smollm2
-	@$(BIN)/engine generate --chat "What is the capital of France? Answer in one sentence."
+	@$(BIN)/engine generate --temperature 0 --chat "What is the capital of France? Answer in one sentence."
 
 test: $(VENV)/.installed-dev   ## the whole suite (GPU tests skip where there is no GPU)
 	$(BIN)/engine pull smollm2
