@@ -165,12 +165,12 @@ def test_a_tokenizer_that_raises_fails_its_request_only(model, monkeypatch, late
 
 
 def test_the_watchdog_reports_a_stuck_step(model, monkeypatch, caplog):
-    engine = _engine(model, step_timeout=0.05)
+    engine = _engine(model, step_timeout=0.5)
     forward, calls = type(model).forward, iter(range(10**9))
 
     def slow(self, batch, pages):
         if next(calls) == 2:
-            time.sleep(0.2)
+            time.sleep(1.0)
         return forward(self, batch, pages)
 
     monkeypatch.setattr(type(model), "forward", slow)
@@ -179,24 +179,24 @@ def test_the_watchdog_reports_a_stuck_step(model, monkeypatch, caplog):
     _assert_all_as_alone(model, outputs)
     [record] = caplog.records
     text = record.getMessage()
-    assert "step_timeout is 0.05 s" in text and "unfinished requests: ['0'" in text
+    assert "step_timeout is 0.5 s" in text and "unfinished requests: ['0'" in text
     assert "in slow" in text, "the stack shows where it hangs"
     assert engine.stats().num_stuck_steps == 1
     engine.close()
 
 
 def test_the_watchdog_may_give_up_a_stuck_step(model, monkeypatch, late):
-    engine = _engine(model, step_timeout=0.05, raise_on_timeout=True, async_scheduling=late)
+    engine = _engine(model, step_timeout=0.5, raise_on_timeout=True, async_scheduling=late)
     forward, calls = type(model).forward, iter(range(10**9))
 
     def slow(self, batch, pages):
         if next(calls) == 2:
-            time.sleep(0.2)
+            time.sleep(1.0)
         return forward(self, batch, pages)
 
     monkeypatch.setattr(type(model), "forward", slow)
     outputs = {}
-    with pytest.raises(StepTimeoutError, match=r"longer than step_timeout=0.05 s"):
+    with pytest.raises(StepTimeoutError, match=r"longer than step_timeout=0.5 s"):
         while engine.has_unfinished_requests():
             outputs.update((o.request_id, o) for o in engine.step())
     engine.check_integrity()
