@@ -234,7 +234,7 @@ def test_portable_tier_can_be_forced(cp, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_error_is_near_cudnns(cp, head_dim, causal):
+def test_error_is_no_larger_than_cudnns(cp, head_dim, causal):
     torch = pytest.importorskip("torch")
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -258,4 +258,4 @@ def test_error_is_near_cudnns(cp, head_dim, causal):
     want = judge[0].transpose(0, 1).cpu().numpy()
     error = np.linalg.norm(to_numpy(ours).astype(np.float64) - want)
     # cuDNN's P is exactly 1 for a row's largest score; ours only if that is in the first keys.
-    assert error <= 1.05 * float((theirs.double() - judge).norm())
+    assert error <= 1.01 * float((theirs.double() - judge).norm())
