@@ -68,7 +68,7 @@ def tiny_model(values: dict[str, Any], norm_mean: float) -> tuple[Any, dict[str,
 def all_logits(model: Any, ids: list[int], one_by_one: bool) -> np.ndarray:
     """Return (T, V) float32 logits, of one pass or of feeding token by token."""
     if not one_by_one:
-        return model(torch.tensor([ids]), use_cache=False).logits[0].numpy()
+        return model(torch.tensor([ids]), use_cache=False).logits[0].float().numpy()
     cache, rows = DynamicCache(config=model.config), []
     for token in ids:
         rows.append(model(torch.tensor([[token]]), past_key_values=cache).logits[0, -1].numpy())
@@ -129,11 +129,24 @@ def make_ropes() -> None:
     (HERE / "ropes.json").write_text(json.dumps(records, indent=1) + "\n")
 
 
+def median_distance(half: np.ndarray, exact: np.ndarray) -> float:
+    """Return the median over positions of 1 - cosine similarity of the logits."""
+    half, exact = half.astype(np.float64), exact.astype(np.float64)
+    norms = np.linalg.norm(half, axis=-1) * np.linalg.norm(exact, axis=-1)
+    return float(np.median(1 - (half * exact).sum(-1) / norms))
+
+
 def make_smollm2(path: Path) -> None:
     options = {"gguf_file": path.name}
     model = AutoModelForCausalLM.from_pretrained(
         path.parent, dtype=torch.float32, attn_implementation="eager", **options
     ).eval()
+    halves = {
+        name: AutoModelForCausalLM.from_pretrained(
+            path.parent, dtype=getattr(torch, name), attn_implementation="eager", **options
+        ).eval()
+        for name in ("float16", "bfloat16")
+    }
     tokenizer = AutoTokenizer.from_pretrained(path.parent, **options)
     vocab_size = model.config.vocab_size
     columns = np.sort(np.random.default_rng(0).choice(vocab_size, SMOL_COLUMNS, replace=False))
@@ -158,6 +171,10 @@ def make_smollm2(path: Path) -> None:
                 "std": float(logits.std()),
             }
         )
+        records[-1]["half_precision_distance"] = {
+            name: median_distance(all_logits(half, ids + tokens, one_by_one=False), logits)
+            for name, half in halves.items()
+        }
         arrays[f"columns_{index}"] = logits[:, columns]
         arrays[f"projected_{index}"] = (logits @ directions).astype(np.float32)
         print(records[-1], tokenizer.decode(tokens))

@@ -74,14 +74,22 @@ def test_prompt_encodes_to_the_same_ids(models, index):
 def test_half_precision_logits_point_the_same_way(models, smollm2_source, dtype, where):
     if where == "cpu":
         pytest.skip("the mirrors in half precision are compared on tiny models")
-    ids = [PROMPTS[1]["ids"] + PROMPTS[1]["greedy"]]
     exact = models("cpu")
-    want = exact.step(ids, exact.new_cache(1, 128), logits="all")[0]
     with engine.load(smollm2_source, device=where, dtype=dtype) as model:
-        got = to_numpy(model.step(ids, model.new_cache(1, 128), logits="all"))[0]
-    assert _cosine(got.ravel(), want.ravel()) > 0.999
-    assert min(map(_cosine, got, want)) > 0.999  # at every position
+        for record in PROMPTS:
+            ids = [record["ids"] + record["greedy"]]
+            want = exact.step(ids, exact.new_cache(1, 128), logits="all")[0]
+            got = to_numpy(model.step(ids, model.new_cache(1, 128), logits="all"))[0]
+            assert _cosine(got.ravel(), want.ravel()) > 0.999
+            # A few positions are far worse than the rest in every engine: transformers' smallest
+            # cosine in bfloat16 is 0.988. Its median says more; twice that is 1.4 times the error.
+            distance = float(
+                np.median([1 - _cosine(*rows) for rows in zip(got, want, strict=True)])
+            )
+            print(f"{dtype}: {distance:.2e}, transformers {record['half_precision_distance']}")
+            assert distance < 2 * record["half_precision_distance"][dtype]
 
 
 def _cosine(a, b):
+    a, b = a.astype(np.float64), b.astype(np.float64)
     return float(a @ b / (np.linalg.norm(a) * np.linalg.norm(b)))
