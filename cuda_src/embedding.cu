@@ -7,11 +7,14 @@
 //   out       (T, N) scalar_t   contiguous
 //
 // Numerics: the product in float, rounded once (scale 1 is exact).
-// Parallelisation: one thread per kWidth features; blockIdx.x walks a row, blockIdx.y the rows.
+// Parallelisation: one thread per kWidth features of up to kRows rows, all loaded before the first
+// is stored; blockIdx.x walks a row, blockIdx.y the rows.
 // Mirror: engine/reference/embedding.py
+#include "common/packed.cuh"
 #include "common/types.cuh"
 
 constexpr int kThreads = 128;
+constexpr int kRows = 4;
 
 template <int kWidth>
 __device__ __forceinline__ void embedding(const int* __restrict__ token_ids,
@@ -20,18 +23,32 @@ __device__ __forceinline__ void embedding(const int* __restrict__ token_ids,
                                           int64_t vocab_size, int n, float scale) {
   const int64_t feature = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * kWidth;
   if (feature >= n) return;
-  for (int64_t t = blockIdx.y; t < num_tokens; t += gridDim.y) {
-    const int64_t id = token_ids[t];
-    Vec<scalar_t, kWidth> row;
-    if (id >= 0 && id < vocab_size) {
-      row = load_vec<scalar_t, kWidth>(weight + id * n + feature);
+  for (int64_t first = blockIdx.y; first < num_tokens;
+       first += kRows * static_cast<int64_t>(gridDim.y)) {
+    const auto token = [&](int i) { return first + i * static_cast<int64_t>(gridDim.y); };
+    int64_t ids[kRows];
+    Packed<kWidth> rows[kRows];
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) row.v[j] = from_float<scalar_t>(to_float(row.v[j]) * scale);
-    } else {
+    for (int i = 0; i < kRows; ++i) ids[i] = token(i) < num_tokens ? token_ids[token(i)] : -1;
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) row.v[j] = from_float<scalar_t>(__int_as_float(0x7fffffff));
+    for (int i = 0; i < kRows; ++i) {
+      rows[i] = Packed<kWidth>{};
+      if (ids[i] >= 0 && ids[i] < vocab_size) {
+        rows[i] = load_packed<kWidth>(weight + ids[i] * n + feature);
+      }
     }
-    store_vec(out + t * n + feature, row);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      if (token(i) >= num_tokens) break;
+      const bool is_known = ids[i] >= 0 && ids[i] < vocab_size;
+      Vec<scalar_t, kWidth> row = unpack<kWidth>(rows[i]);
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) {
+        const float x = is_known ? to_float(row.v[j]) * scale : __int_as_float(0x7fffffff);
+        row.v[j] = from_float<scalar_t>(x);
+      }
+      store_vec(out + token(i) * n + feature, row);
+    }
   }
 }
 

@@ -1,25 +1,27 @@
-// What lies between the qkv projection and attention, in one launch: the norm of every head of q and
-// k, their rotation, and the write of k and v into their pages.
+// What lies between the qkv projection and attention, in one launch: the norm of every head of q
+// and k, their rotation, and the write of k and v into their pages.
 //
-//   q                (T, H, D)              scalar_t   in place: norm, then rotation
-//   k, v             (T, K, D)              scalar_t   only read
-//   positions        (T,)                   int32      row of cos_sin; outside [0, P): NaN if rotated
-//   cos_sin          (P, R)                 float      row = R/2 cosines, then R/2 sines; contiguous
-//   k_pages, v_pages (P, K, block_size, D)  scalar_t   contiguous; get the rotated k, and v
-//   slot_mapping     (T,)                   int64      outside the pages: k and v are written nowhere
-//   q_weight, k_weight (D,)                 scalar_t   of the norms; null: no norm
+//   q                (T, H, D)              scalar_t  in place: norm, then rotation
+//   k, v             (T, K, D)              scalar_t  only read
+//   positions        (T,)                   int32     row of cos_sin; outside [0, P): NaN
+//   cos_sin          (P, R)                 float     row = R/2 cosines, then R/2 sines; contiguous
+//   k_pages, v_pages (P, K, block_size, D)  scalar_t  contiguous; get the rotated k, and v
+//   slot_mapping     (T,)                   int64     outside the pages: k, v written nowhere
+//   q_weight, k_weight (D,)                 scalar_t  of the norms; null: no norm
 //
 // q, k and v have token and head strides; their last axis is contiguous. The formulas are those of
 // rmsnorm.cu, rope.cu and kv_store.cu.
 //
 // Numerics: float; rounded after the norm and after the rotation, where the three ops round.
 // Parallelisation: in the vector kernels a thread has two 16-byte vectors of a head, those that the
-// rotation pairs up, so D / 2 / kVec neighbours hold a head and sum its squares by shuffles. It works
-// on the same place of up to kHeads heads at once, for which it needs one piece of the table.
-// blockIdx.x is the token, blockIdx.y walks its heads (q's, k's, v's). In the scalar kernels a warp has
-// a head. Only who read an element writes it, after all of its head were read.
+// rotation pairs up, so D / 2 / kVec neighbours hold a head and sum its squares by shuffles. It
+// works on the same place of up to kHeads heads at once, for which it needs one piece of the table.
+// blockIdx.x is the token, blockIdx.y walks its heads (q's, k's, v's). In the scalar kernels a warp
+// has a head. Only who read an element writes it, after all of its head were read.
 // Mirror: engine/reference/qk_norm_rope_store.py
+#include "common/packed.cuh"
 #include "common/reduce.cuh"
+#include "common/rotary.cuh"
 #include "common/types.cuh"
 
 constexpr int kThreads = 128;
@@ -87,14 +89,8 @@ __device__ __forceinline__ float normed(float x, float scale, scalar_t weight, c
 
 __device__ __forceinline__ float not_a_number() { return __int_as_float(0x7fffffff); }
 
-// A vector as it is kept while others are loaded: elements of two bytes would each take a register.
-using Packed = Vec<uint32_t, kVecBytes / 4>;
-
-__device__ __forceinline__ Packed load_packed(const scalar_t* p) {
-  return *reinterpret_cast<const Packed*>(p);
-}
-__device__ __forceinline__ void unpack(const Packed& packed, float* x) {
-  const Vec<scalar_t, kVec>& v = reinterpret_cast<const Vec<scalar_t, kVec>&>(packed);
+__device__ __forceinline__ void to_floats(const Packed<kVec>& packed, float* x) {
+  const Vec<scalar_t, kVec> v = unpack<kVec>(packed);
 #pragma unroll
   for (int j = 0; j < kVec; ++j) x[j] = to_float(v.v[j]);
 }
@@ -135,15 +131,15 @@ __device__ __forceinline__ void process_vectors(const Job& job) {
   float cos[kVec], sin[kVec];
   bool has_loaded_angles = false;
   for (int base = first; base < end; base += kHeads * heads_at_once) {
-    Packed lo[kHeads], hi[kHeads];
+    Packed<kVec> lo[kHeads], hi[kHeads];
 #pragma unroll
     for (int i = 0; i < kHeads; ++i) {
       const int head = base + i * heads_at_once + place;
-      lo[i] = hi[i] = Packed{};
+      lo[i] = hi[i] = Packed<kVec>{};
       if (place >= heads_at_once || head >= end) continue;
       const scalar_t* in = Head(job, token, head, slot).in;
-      lo[i] = load_packed(in + lo_at);
-      hi[i] = load_packed(in + hi_at);
+      lo[i] = load_packed<kVec>(in + lo_at);
+      hi[i] = load_packed<kVec>(in + hi_at);
     }
     if (!has_loaded_angles) {  // after the heads were asked for
       has_loaded_angles = true;
@@ -160,8 +156,8 @@ __device__ __forceinline__ void process_vectors(const Job& job) {
     for (int i = 0; i < kHeads; ++i) {
       if (base + i * heads_at_once >= end) break;  // the same for the whole block
       float x[2 * kVec];
-      unpack(lo[i], x);
-      unpack(hi[i], x + kVec);
+      to_floats(lo[i], x);
+      to_floats(hi[i], x + kVec);
       float scale = 0.0f;
       if (has_norm) {
         float sum = 0.0f;
@@ -189,9 +185,7 @@ __device__ __forceinline__ void process_vectors(const Job& job) {
 #pragma unroll
         for (int j = 0; j < kVec; ++j) {
           const int ia = kInterleaved ? 2 * j : j, ib = kInterleaved ? 2 * j + 1 : kVec + j;
-          const float a = x[ia], b = x[ib];
-          x[ia] = a * cos[j] - b * sin[j];
-          x[ib] = b * cos[j] + a * sin[j];
+          rotate_pair(x[ia], x[ib], cos[j], sin[j]);
         }
       }
       store_rounded(head.out + lo_at, x);
@@ -229,9 +223,7 @@ __device__ __forceinline__ void process_scalars(const Job& job) {
     if (head.is_rotated) {
       const float cos = row != nullptr ? row[pair] : not_a_number();
       const float sin = row != nullptr ? row[half + pair] : not_a_number();
-      const float rotated = a * cos - b * sin;
-      b = b * cos + a * sin;
-      a = rotated;
+      rotate_pair(a, b, cos, sin);
     }
     head.out[at] = from_float<scalar_t>(a);
     head.out[to] = from_float<scalar_t>(b);
@@ -256,7 +248,7 @@ __device__ __forceinline__ void process_scalars(const Job& job) {
                  block_size, heads_per_block, eps, weight_offset});                                \
   }
 
-ENGINE_QK_NORM_ROPE_STORE(qk_norm_rope_store_half_vector, 5, process_vectors<false>)
+ENGINE_QK_NORM_ROPE_STORE(qk_norm_rope_store_half_vector, 4, process_vectors<false>)
 ENGINE_QK_NORM_ROPE_STORE(qk_norm_rope_store_half_scalar, 8, process_scalars<false>)
-ENGINE_QK_NORM_ROPE_STORE(qk_norm_rope_store_interleaved_vector, 5, process_vectors<true>)
+ENGINE_QK_NORM_ROPE_STORE(qk_norm_rope_store_interleaved_vector, 4, process_vectors<true>)
 ENGINE_QK_NORM_ROPE_STORE(qk_norm_rope_store_interleaved_scalar, 8, process_scalars<true>)

@@ -10,12 +10,13 @@
 //   residual_out (A, B, N) scalar_t   h, contiguous; may be residual; null without a residual
 //
 // Numerics: sums and products in float; y is rounded once, after the weight.
-// Parallelisation: one row per 1 to 16 warps, chosen by N alone so that a row's sum does not depend on
-// how many rows there are. A thread keeps its two or four vectors of the row in registers: one read,
-// all loads in flight at once. Rows that are longer, or not aligned to 16 bytes, are read twice by one
-// warp or eight; each thread re-reads only what it read (or wrote) itself, so the second pass comes
-// from L1 and writing in place is safe.
+// Parallelisation: one row per 1 to 16 warps, chosen by N alone so that a row's sum does not depend
+// on how many rows there are. A thread keeps its two or four vectors of the row in registers: one
+// read, all loads in flight at once. Rows that are longer, or not aligned to 16 bytes, are read
+// twice by one warp or eight; each thread re-reads only what it read (or wrote) itself, so the
+// second pass comes from L1 and writing in place is safe.
 // Mirror: engine/reference/rmsnorm.py
+#include "common/packed.cuh"
 #include "common/reduce.cuh"
 #include "common/types.cuh"
 
@@ -35,22 +36,12 @@ struct Row {
   float eps, weight_offset;
 };
 
-// A vector as a thread keeps it: elements of two bytes would each take a register.
-using Packed = Vec<uint32_t, kVecBytes / 4>;
+using Held = Packed<kVec>;
 
-__device__ __forceinline__ Packed load_packed(const scalar_t* p) {
-  return *reinterpret_cast<const Packed*>(p);
-}
-__device__ __forceinline__ Vec<scalar_t, kVec> unpack(const Packed& x) {
-  return reinterpret_cast<const Vec<scalar_t, kVec>&>(x);
-}
-__device__ __forceinline__ Packed pack(const Vec<scalar_t, kVec>& x) {
-  return reinterpret_cast<const Packed&>(x);
-}
 // Makes the compiler forget what it knows of x: it would keep the unpacked floats, twice as many.
-__device__ __forceinline__ void forget(Packed& x) {
+__device__ __forceinline__ void forget(Held& x) {
 #pragma unroll
-  for (uint32_t& word : x.v) asm volatile("" : "+r"(word));
+  for (uint32_t& word : x.v.v) asm volatile("" : "+r"(word));
 }
 
 template <int kWarpsPerRow, int kHeld>
@@ -58,20 +49,20 @@ __device__ __forceinline__ void rmsnorm_held_row(const Row& row, float* smem_sum
   constexpr int kStep = kWarpsPerRow * kWarpSize * kVec;
   const int begin = (threadIdx.x % (kWarpsPerRow * kWarpSize)) * kVec;
   const bool has_residual = row.residual != nullptr;
-  Packed h[kHeld], r[kHeld], w[kHeld];
+  Held h[kHeld], r[kHeld], w[kHeld];
 #pragma unroll
   for (int k = 0; k < kHeld; ++k) {
     const int i = begin + k * kStep;
-    h[k] = r[k] = Packed{};
-    if (i < row.n) h[k] = load_packed(row.x + i);
-    if (i < row.n && has_residual) r[k] = load_packed(row.residual + i);
+    h[k] = r[k] = Held{};
+    if (i < row.n) h[k] = load_packed<kVec>(row.x + i);
+    if (i < row.n && has_residual) r[k] = load_packed<kVec>(row.residual + i);
   }
   const auto load_weight = [&] {
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) {
       const int i = begin + k * kStep;
-      w[k] = Packed{};
-      if (i < row.n) w[k] = load_packed(row.weight + i);
+      w[k] = Held{};
+      if (i < row.n) w[k] = load_packed<kVec>(row.weight + i);
     }
   };
   constexpr bool kHasRoom = kHeld <= 2;  // else in the registers of r, once these are free
@@ -80,14 +71,14 @@ __device__ __forceinline__ void rmsnorm_held_row(const Row& row, float* smem_sum
 #pragma unroll
   for (int k = 0; k < kHeld; ++k) {
     const int i = begin + k * kStep;
-    Vec<scalar_t, kVec> own = unpack(h[k]);
+    Vec<scalar_t, kVec> own = unpack<kVec>(h[k]);
     if (has_residual) {
-      const Vec<scalar_t, kVec> other = unpack(r[k]);
+      const Vec<scalar_t, kVec> other = unpack<kVec>(r[k]);
 #pragma unroll
       for (int j = 0; j < kVec; ++j) {
         own.v[j] = from_float<scalar_t>(to_float(own.v[j]) + to_float(other.v[j]));
       }
-      h[k] = pack(own);
+      h[k] = pack<kVec>(own);
       if (i < row.n) store_vec(row.residual_out + i, own);
     }
 #pragma unroll
@@ -101,8 +92,8 @@ __device__ __forceinline__ void rmsnorm_held_row(const Row& row, float* smem_sum
     const int i = begin + k * kStep;
     forget(h[k]);
     forget(w[k]);
-    Vec<scalar_t, kVec> own = unpack(h[k]);
-    const Vec<scalar_t, kVec> weight = unpack(w[k]);
+    Vec<scalar_t, kVec> own = unpack<kVec>(h[k]);
+    const Vec<scalar_t, kVec> weight = unpack<kVec>(w[k]);
 #pragma unroll
     for (int j = 0; j < kVec; ++j) {
       const float factor = to_float(weight.v[j]) + row.weight_offset;
@@ -148,32 +139,32 @@ __device__ __forceinline__ void rmsnorm_long_row(const Row& row, float* smem_sum
 }
 
 // The entry point `name`, for blocks of `threads` threads. Both the rows of x and those of out are
-// (A, B) of them; whole warps leave where there is no row, and rows of several warps have a block of
-// their own, so no barrier is missed.
-#define ENGINE_RMSNORM(name, threads, warps_per_row, row_function)                                  \
-  extern "C" __global__ void __launch_bounds__(threads, 1024 / threads)                             \
-      name(const scalar_t* x, const scalar_t* residual, const scalar_t* weight, scalar_t* out,      \
-           scalar_t* residual_out, int64_t num_rows, int n, int num_b, int64_t x_stride_a,          \
-           int64_t x_stride_b, int64_t out_stride_a, int64_t out_stride_b, float eps,               \
-           float weight_offset) {                                                                   \
-    __shared__ float smem_sums[threads / kWarpSize];                                                \
-    constexpr int kRowThreads = warps_per_row * kWarpSize;                                          \
-    const int64_t row =                                                                             \
-        static_cast<int64_t>(blockIdx.x) * (threads / kRowThreads) + threadIdx.x / kRowThreads;     \
-    if (row >= num_rows) return;                                                                    \
-    const Rows x_rows{x_stride_a, x_stride_b, num_b}, out_rows{out_stride_a, out_stride_b, num_b};  \
-    const bool has_residual = residual != nullptr;                                                  \
-    row_function(Row{x + x_rows.offset(row), has_residual ? residual + row * n : nullptr, weight,   \
-                     out + out_rows.offset(row), has_residual ? residual_out + row * n : nullptr,   \
-                     n, eps, weight_offset},                                                        \
-                 smem_sums);                                                                        \
+// (A, B) of them; whole warps leave where there is no row, and rows of several warps have a block
+// of their own, so no barrier is missed.
+#define ENGINE_RMSNORM(name, threads, warps_per_row, row_function)                                 \
+  extern "C" __global__ void __launch_bounds__(threads, 1024 / threads)                            \
+      name(const scalar_t* x, const scalar_t* residual, const scalar_t* weight, scalar_t* out,     \
+           scalar_t* residual_out, int64_t num_rows, int n, int num_b, int64_t x_stride_a,         \
+           int64_t x_stride_b, int64_t out_stride_a, int64_t out_stride_b, float eps,              \
+           float weight_offset) {                                                                  \
+    __shared__ float smem_sums[threads / kWarpSize];                                               \
+    constexpr int kRowThreads = warps_per_row * kWarpSize;                                         \
+    const int64_t row =                                                                            \
+        static_cast<int64_t>(blockIdx.x) * (threads / kRowThreads) + threadIdx.x / kRowThreads;    \
+    if (row >= num_rows) return;                                                                   \
+    const Rows x_rows{x_stride_a, x_stride_b, num_b}, out_rows{out_stride_a, out_stride_b, num_b}; \
+    const bool has_residual = residual != nullptr;                                                 \
+    row_function(Row{x + x_rows.offset(row), has_residual ? residual + row * n : nullptr, weight,  \
+                     out + out_rows.offset(row), has_residual ? residual_out + row * n : nullptr,  \
+                     n, eps, weight_offset},                                                       \
+                 smem_sums);                                                                       \
   }
 
 ENGINE_RMSNORM(rmsnorm_held_1, 128, 1, (rmsnorm_held_row<1, 2>))
 ENGINE_RMSNORM(rmsnorm_held_2, 64, 2, (rmsnorm_held_row<2, 2>))
 ENGINE_RMSNORM(rmsnorm_held_4, 128, 4, (rmsnorm_held_row<4, 2>))
 ENGINE_RMSNORM(rmsnorm_held_8, 256, 8, (rmsnorm_held_row<8, 2>))
-ENGINE_RMSNORM(rmsnorm_held_16, 512, 16, (rmsnorm_held_row<16, 2>))
+ENGINE_RMSNORM(rmsnorm_held_16, 256, 8, (rmsnorm_held_row<8, 4>))
 ENGINE_RMSNORM(rmsnorm_held_32, 512, 16, (rmsnorm_held_row<16, 4>))
 ENGINE_RMSNORM(rmsnorm_long_vector, 256, 8, (rmsnorm_long_row<8, kVec>))
 ENGINE_RMSNORM(rmsnorm_warp_scalar, 128, 1, (rmsnorm_long_row<1, 1>))

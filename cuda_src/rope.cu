@@ -9,18 +9,29 @@
 //
 // Pair i is (x[i], x[i + R/2]), or (x[2i], x[2i + 1]) when interleaved. Features R..D are copied.
 // Numerics: float, rounded once.
-// Parallelisation: an item is kWidth pairs of one head, or kWidth of its features past R; one
-// thread an item. blockIdx.x is the token, blockIdx.y walks its items. A thread writes only what it
-// read itself, and reads it first, so working in place is safe.
+// Parallelisation: an item is kWidth pairs of a head, or kWidth of its features past R; a thread
+// has the same item of up to kHeads heads at once, for which it needs one piece of the table.
+// blockIdx.x is the token, blockIdx.y walks its heads, blockIdx.z items beyond a block's threads. A
+// thread writes only what it read itself, and reads it first, so working in place is safe.
 // Mirror: engine/reference/rope.py
+#include "common/packed.cuh"
+#include "common/rotary.cuh"
 #include "common/types.cuh"
 
 constexpr int kThreads = 128;
+constexpr int kHeads = 4;
 
 struct Heads {
   const scalar_t* in;
   scalar_t* out;
   int64_t in_stride_t, in_stride_h, out_stride_t, out_stride_h;
+};
+
+struct Job {
+  Heads q, k;
+  const int* positions;
+  const float* cos_sin;
+  int num_positions, num_q_heads, num_k_heads, rotary_dim, items_per_head, heads_per_block;
 };
 
 // kWidth floats of the table, by 16-byte reads where there is more than one.
@@ -35,84 +46,122 @@ __device__ __forceinline__ void load_angles(const float* p, float (&x)[kWidth]) 
   }
 }
 
+// The angles' cosines and sines from pair `first_pair` of a token; NaN outside the table.
+template <int kWidth>
+__device__ __forceinline__ void load_turns(const Job& job, int64_t token, int first_pair,
+                                           float (&cos)[kWidth], float (&sin)[kWidth]) {
+  const int position = job.positions[token];
+  if (position >= 0 && position < job.num_positions) {
+    const float* row = job.cos_sin + static_cast<int64_t>(position) * job.rotary_dim + first_pair;
+    load_angles(row, cos);
+    load_angles(row + job.rotary_dim / 2, sin);
+  } else {
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) cos[j] = sin[j] = __int_as_float(0x7fffffff);  // NaN
+  }
+}
+
 template <bool kInterleaved, int kWidth>
-__device__ __forceinline__ void rotate(const scalar_t* in, scalar_t* out, int first_pair, int half,
-                                       const float* cos_sin_row) {
-  using V = Vec<scalar_t, kWidth>;
-  // Both pairings read two vectors; they differ in where these lie and which elements pair up.
-  const int lo_at = kInterleaved ? 2 * first_pair : first_pair;
-  const int hi_at = kInterleaved ? lo_at + kWidth : lo_at + half;
+__device__ __forceinline__ void rotate(const Vec<scalar_t, kWidth>& lo,
+                                       const Vec<scalar_t, kWidth>& hi, const float (&cos)[kWidth],
+                                       const float (&sin)[kWidth], scalar_t* lo_out,
+                                       scalar_t* hi_out) {
   scalar_t x[2 * kWidth];
-  const V lo = load_vec<scalar_t, kWidth>(in + lo_at);
-  const V hi = load_vec<scalar_t, kWidth>(in + hi_at);
 #pragma unroll
   for (int j = 0; j < kWidth; ++j) {
     x[j] = lo.v[j];
     x[kWidth + j] = hi.v[j];
   }
-  float cos[kWidth], sin[kWidth];
-  if (cos_sin_row != nullptr) {
-    load_angles(cos_sin_row + first_pair, cos);
-    load_angles(cos_sin_row + half + first_pair, sin);
-  } else {  // a position outside the table
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) cos[j] = sin[j] = __int_as_float(0x7fffffff);  // NaN
-  }
 #pragma unroll
   for (int j = 0; j < kWidth; ++j) {
     const int ia = kInterleaved ? 2 * j : j;
     const int ib = kInterleaved ? 2 * j + 1 : kWidth + j;
-    const float a = to_float(x[ia]), b = to_float(x[ib]);
-    x[ia] = from_float<scalar_t>(a * cos[j] - b * sin[j]);
-    x[ib] = from_float<scalar_t>(b * cos[j] + a * sin[j]);
+    float a = to_float(x[ia]), b = to_float(x[ib]);
+    rotate_pair(a, b, cos[j], sin[j]);
+    x[ia] = from_float<scalar_t>(a);
+    x[ib] = from_float<scalar_t>(b);
   }
-  V y_lo, y_hi;
+  Vec<scalar_t, kWidth> y_lo, y_hi;
 #pragma unroll
   for (int j = 0; j < kWidth; ++j) {
     y_lo.v[j] = x[j];
     y_hi.v[j] = x[kWidth + j];
   }
-  store_vec(out + lo_at, y_lo);
-  store_vec(out + hi_at, y_hi);
+  store_vec(lo_out, y_lo);
+  store_vec(hi_out, y_hi);
 }
 
 template <bool kInterleaved, int kWidth>
-__device__ __forceinline__ void rope(Heads q, Heads k, const int* positions, const float* cos_sin,
-                                     int num_positions, int num_q_heads, int num_k_heads,
-                                     int rotary_dim, int items_per_head) {
-  const int item = blockIdx.y * kThreads + threadIdx.x;
-  const int head = item / items_per_head;
-  if (head >= num_q_heads + num_k_heads) return;
-  const bool is_q = head < num_q_heads;
-  const Heads& x = is_q ? q : k;
-  const int64_t token = blockIdx.x, h = is_q ? head : head - num_q_heads;
-  const scalar_t* in = x.in + token * x.in_stride_t + h * x.in_stride_h;
-  scalar_t* out = x.out + token * x.out_stride_t + h * x.out_stride_h;
+__device__ __forceinline__ void rope(const Job& job) {
+  const int64_t token = blockIdx.x;
+  const int num_heads = job.num_q_heads + job.num_k_heads;
+  const int items = min(job.items_per_head, kThreads);
+  const int heads_at_once = kThreads / items, place = threadIdx.x / items;
+  const int half = job.rotary_dim / 2;
+  const int item = blockIdx.z * kThreads + threadIdx.x % items;
+  const int at = item * kWidth;  // pairs, then the features past R
+  const bool is_pair = at < half;
+  // Both pairings read two vectors; they differ in where these lie and which elements pair up.
+  const int lo_at = !is_pair ? half + at : kInterleaved ? 2 * at : at;
+  const int hi_at = kInterleaved ? lo_at + kWidth : lo_at + half;
+  const int first = static_cast<int>(blockIdx.y) * job.heads_per_block;
+  const int end = min(first + job.heads_per_block, num_heads);
+  if (place >= heads_at_once || item >= job.items_per_head) return;
 
-  const int half = rotary_dim / 2;
-  const int at = (item % items_per_head) * kWidth;  // pairs first, then the features past R
-  if (at >= half) {
-    const int feature = rotary_dim + (at - half);
-    store_vec(out + feature, load_vec<scalar_t, kWidth>(in + feature));
-    return;
+  const auto in_of = [&](int index) -> const scalar_t* {
+    if (index < job.num_q_heads) {
+      return job.q.in + token * job.q.in_stride_t + index * job.q.in_stride_h;
+    }
+    return job.k.in + token * job.k.in_stride_t + (index - job.num_q_heads) * job.k.in_stride_h;
+  };
+  const auto out_of = [&](int index) -> scalar_t* {
+    if (index < job.num_q_heads) {
+      return job.q.out + token * job.q.out_stride_t + index * job.q.out_stride_h;
+    }
+    return job.k.out + token * job.k.out_stride_t + (index - job.num_q_heads) * job.k.out_stride_h;
+  };
+  float cos[kWidth], sin[kWidth];
+  bool has_turns = false;
+  for (int base = first + place; base < end; base += kHeads * heads_at_once) {
+    Packed<kWidth> lo[kHeads], hi[kHeads];
+#pragma unroll
+    for (int i = 0; i < kHeads; ++i) {
+      const int index = base + i * heads_at_once;
+      lo[i] = hi[i] = Packed<kWidth>{};
+      if (index >= end) continue;
+      const scalar_t* in = in_of(index);
+      lo[i] = load_packed<kWidth>(in + lo_at);
+      if (is_pair) hi[i] = load_packed<kWidth>(in + hi_at);
+    }
+    if (is_pair && !has_turns) load_turns(job, token, at, cos, sin);  // after asking for the heads
+    has_turns = true;
+#pragma unroll
+    for (int i = 0; i < kHeads; ++i) {
+      const int index = base + i * heads_at_once;
+      if (index >= end) break;
+      scalar_t* out = out_of(index);
+      if (is_pair) {
+        rotate<kInterleaved, kWidth>(unpack(lo[i]), unpack(hi[i]), cos, sin, out + lo_at,
+                                     out + hi_at);
+      } else {
+        store_vec(out + lo_at, unpack(lo[i]));
+      }
+    }
   }
-  const int position = positions[token];
-  const bool is_known = position >= 0 && position < num_positions;
-  const float* row = is_known ? cos_sin + static_cast<int64_t>(position) * rotary_dim : nullptr;
-  rotate<kInterleaved, kWidth>(in, out, at, half, row);
 }
 
 #define ENGINE_ROPE(name, is_interleaved, width)                                                   \
-  extern "C" __global__ void __launch_bounds__(kThreads)                                           \
+  extern "C" __global__ void __launch_bounds__(kThreads, 5)                                        \
       name(const scalar_t* q, const scalar_t* k, const int* positions, const float* cos_sin,       \
            scalar_t* q_out, scalar_t* k_out, int64_t q_stride_t, int64_t q_stride_h,               \
            int64_t k_stride_t, int64_t k_stride_h, int64_t q_out_stride_t, int64_t q_out_stride_h, \
            int64_t k_out_stride_t, int64_t k_out_stride_h, int num_positions, int num_q_heads,     \
-           int num_k_heads, int rotary_dim, int items_per_head) {                                  \
+           int num_k_heads, int rotary_dim, int items_per_head, int heads_per_block) {             \
     rope<is_interleaved, width>(                                                                   \
-        Heads{q, q_out, q_stride_t, q_stride_h, q_out_stride_t, q_out_stride_h},                   \
-        Heads{k, k_out, k_stride_t, k_stride_h, k_out_stride_t, k_out_stride_h}, positions,        \
-        cos_sin, num_positions, num_q_heads, num_k_heads, rotary_dim, items_per_head);             \
+        Job{Heads{q, q_out, q_stride_t, q_stride_h, q_out_stride_t, q_out_stride_h},               \
+            Heads{k, k_out, k_stride_t, k_stride_h, k_out_stride_t, k_out_stride_h}, positions,    \
+            cos_sin, num_positions, num_q_heads, num_k_heads, rotary_dim, items_per_head,          \
+            heads_per_block});                                                                     \
   }
 
 ENGINE_ROPE(rope_half_vector, false, kVec)

@@ -14,10 +14,10 @@
 // Parallelisation: sample_scan, one warp per tile of 1024 logits and no barrier, is the one read of
 // memory: it keeps the largest logit of every segment (common/segments.cuh). sample_scan_process
 // does the same where rows may have to be changed first; a block does so for its four tiles in
-// shared memory. sample_choose, one block of 512 threads a row, finds in the keys which segments can
-// hold a candidate, lists these and cuts and draws there (common/candidates.cuh). Where the
-// candidates are more than a list holds it walks the row (common/row_cut.cuh); where nothing is cut,
-// several blocks share the row.
+// shared memory. sample_choose, one block of 512 threads a row, finds in the keys which segments
+// can hold a candidate, lists these and cuts and draws there (common/candidates.cuh). Where the
+// candidates are more than a list holds it walks the row (common/row_cut.cuh); where nothing is
+// cut, several blocks share the row.
 // Mirror: engine/reference/sample.py
 #include "common/candidates.cuh"
 #include "common/penalties.cuh"
@@ -67,13 +67,12 @@ __device__ __forceinline__ void scan_tile(const Scan& scan, int64_t b, int tile,
   const bool has_limit = top_k > 0 && top_k <= kMaxCandidates;
   if (temperature > 0.0f && !has_limit &&
       is_filtered(top_k, scan.top_p[b], scan.min_p[b], scan.vocab)) {
-    float largest = minus_inf(), lowest = -minus_inf(), sum = 0.0f;
+    float largest = minus_inf(), sum = 0.0f;
     if (key > kMinusInfKey && key < kInfKey) {
       largest = from_ordered_key(key);
-      lowest = tile_lowest(x);
       sum = tile_sum(x, largest, scale_of(temperature));
     }
-    if (is_first_lane) store_vec(&result->largest, Vec<float, 4>{{largest, lowest, sum, 0.0f}});
+    if (is_first_lane) store_vec(&result->largest, Vec<float, 2>{{largest, sum}});
   }
 
   if (scan.num_top < 0) return;
@@ -83,13 +82,7 @@ __device__ __forceinline__ void scan_tile(const Scan& scan, int64_t b, int tile,
     store_keys(y, tile, scan.shift, scan.num_segments, keys + kMaxSegments);
   }
   const float largest = tile_largest(y);
-  float sum = 0.0f;
-#pragma unroll
-  for (int j = 0; j < kTileSegments; ++j) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) sum += y.v[j].v[i] > minus_inf() ? expf(y.v[j].v[i] - largest) : 0;
-  }
-  sum = warp_sum(sum);
+  const float sum = largest > minus_inf() ? tile_raw_sum(y, largest) : 0.0f;
   if (is_first_lane) store_vec(&result->raw_largest, Vec<float, 2>{{largest, sum}});
 }
 
@@ -198,6 +191,12 @@ __device__ __forceinline__ uint32_t largest_key(const uint32_t (&keys)[kKeys],
   return block_max<kWarps>(top, scratch);
 }
 
+// The least logit that is the largest, and not -inf, of a segment.
+__device__ __forceinline__ float lowest_of_largest(const uint32_t (&keys)[kKeys],
+                                                   uint64_t* scratch) {
+  return from_ordered_key(~block_max<kWarps>(inverse_of_lowest(keys), scratch));
+}
+
 // The lowest id whose logit has the key `top`, the largest of all.
 __device__ int first_of_largest(const Row& row, const uint32_t (&keys)[kKeys], uint32_t top,
                                 int shift, uint64_t* scratch) {
@@ -235,12 +234,6 @@ __device__ LogSum log_sum_of(const Tile* tiles, int num_tiles, uint64_t* scratch
     if (own > 0.0f) sum += own * expf(tiles[i].raw_largest - largest);
   }
   return LogSum{largest, logf(block_reduce<kWarps>(sum, Sum<float>(), scratch))};
-}
-
-__device__ float lowest_of(const Tile* tiles, int num_tiles, uint64_t* scratch) {
-  float lowest = -minus_inf();
-  for (int i = threadIdx.x; i < num_tiles; i += kThreads) lowest = fminf(lowest, tiles[i].lowest);
-  return block_reduce<kWarps>(lowest, Min<float>(), scratch);
 }
 
 // Joins the draws of the row's blocks; true in the block that came last and so knows the result.
@@ -334,23 +327,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) sample_choose(
       winner = draw_row<false>(job, 0, begin, end, s, &kept);
       if (!join_draws(states + b, &winner, &kept, s)) return;
     } else {
-      const int wanted = max(job.top_k > 0 ? job.top_k : kListed, num_top);
-      bool is_whole;
-      if (wanted <= kMaxCandidates) {
+      int wanted = max(job.top_k > 0 ? job.top_k : kListed, num_top);
+      const int most = job.top_k > 0 ? wanted : max(wanted, most_listed(num_segments));
+      for (kept = -1; wanted <= kMaxCandidates; wanted = most) {
+        bool is_whole;
         num_listed = list_largest(row, mine, top, wanted, shift, s, &is_whole);
+        if (num_listed >= 0) kept = cut_list(job, num_listed, is_whole, tiles, num_tiles, s);
+        if (kept >= 0 || num_listed < 0 || wanted >= most) break;
       }
-      kept = num_listed < 0 ? -1 : cut_list(job, num_listed, is_whole, tiles, num_tiles, s);
       if (kept >= 0) {
         Drawing drawing{0, kGumbelLowest};
         draw_list(job, kept, s, drawing);
         winner = end_drawing(drawing, s);
       } else {
         num_listed = -1;
-        float lowest = -kFloatMax;  // known only where there is no limit that a list can hold
-        if (job.top_k == 0 || job.top_k > kMaxCandidates) {
-          lowest = lowest_of(tiles, num_tiles, scratch);
-        }
-        winner = choose_from_row(job, lowest, s, &kept);
+        winner = choose_from_row(job, lowest_of_largest(mine, scratch), s, &kept);
       }
     }
     token = id_of(winner);

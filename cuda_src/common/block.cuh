@@ -88,8 +88,8 @@ __device__ __forceinline__ uint64_t block_inclusive_scan(uint64_t x, uint64_t* s
   return x;
 }
 
-// Writes list[0..n), whose entries are distinct, to sorted[0..n) in descending order: each entry goes
-// where the number of those above it says. n is at most the block's threads, a power of two.
+// Writes list[0..n), whose entries are distinct, to sorted[0..n) in descending order: each entry
+// goes where the number of those above it says. n is at most the block's threads, a power of two.
 __device__ __forceinline__ void block_sort_descending(const uint64_t* list, int n,
                                                       uint64_t* sorted) {
   int parts = kWarpSize;  // threads that share the comparisons of one entry

@@ -63,8 +63,8 @@ __device__ __forceinline__ uint64_t score_of(float x, float noise, int id) {
   return order_of(__fadd_rn(x, noise), id);
 }
 
-// Bins of values up to `high`, counted from there; never decreasing as the value falls. Values below
-// `low` are in the last bin, and all are if the two are equal.
+// Bins of values up to `high`, counted from there; never decreasing as the value falls. Values
+// below `low` are in the last bin, and all are if the two are equal.
 template <int kNumBins>
 struct LinearBins {
   float high, steps;
@@ -77,18 +77,23 @@ struct LinearBins {
   }
 };
 
-// Lists a beginning of the row's order in s.sorted, at least min(wanted, all) logits, but not those of
-// -inf; returns how many, or -1 if they are too many. `keys` are those of segments threadIdx.x +
+// The inverse of the thread's lowest key above that of -inf; 0 if there is none.
+__device__ __forceinline__ uint32_t inverse_of_lowest(const uint32_t (&keys)[kKeys]) {
+  uint32_t inverse = 0;
+#pragma unroll
+  for (int i = 0; i < kKeys; ++i) inverse = max(inverse, keys[i] > kMinusInfKey ? ~keys[i] : 0);
+  return inverse;
+}
+
+// Lists a beginning of the row's order in s.sorted, at least min(wanted, all) logits, but not those
+// of -inf; returns how many, or -1 if they are too many. `keys` are those of segments threadIdx.x +
 // i * kThreads, `top` is the largest of all. *is_whole tells whether the list holds all.
 __device__ int list_largest(const Row& row, const uint32_t (&keys)[kKeys], uint32_t top, int wanted,
                             int shift, ChooseShared& s, bool* is_whole) {
   int* bins = reinterpret_cast<int*>(s.select.bins.count);
-  uint32_t inverse = 0;
-#pragma unroll
-  for (int i = 0; i < kKeys; ++i) inverse = max(inverse, keys[i] > kMinusInfKey ? ~keys[i] : 0);
   bins[threadIdx.x] = 0;
   if (threadIdx.x == 0) s.size = s.num_segments = 0;
-  const float low = from_ordered_key(~block_max<kWarps>(inverse, s.select.scratch));
+  const float low = from_ordered_key(~block_max<kWarps>(inverse_of_lowest(keys), s.select.scratch));
   const LinearBins<kThreads> linear(low, from_ordered_key(top));
 
   int bin[kKeys];
@@ -148,6 +153,13 @@ __device__ int list_largest(const Row& row, const uint32_t (&keys)[kKeys], uint3
   return n;
 }
 
+// How many to ask list_largest for so that what it lists seldom is too much: n logits at random lie
+// in about N (1 - e^(-n / N)) of N segments.
+__device__ __forceinline__ int most_listed(int num_segments) {
+  constexpr float kFill = 0.9f * kMaxCandidates * kLog2E;
+  return static_cast<int>(num_segments * (1.0f - approximate_exp2(-kFill / num_segments)));
+}
+
 // Sum of the masses of the row's candidates from `threshold` up, and their number.
 __device__ uint64_t row_mass(const Job& job, uint64_t threshold, uint64_t* scratch, int* count) {
   uint64_t sum = 0;
@@ -163,9 +175,9 @@ __device__ uint64_t row_mass(const Job& job, uint64_t threshold, uint64_t* scrat
   return block_reduce<kWarps>(sum, Sum<uint64_t>(), scratch);
 }
 
-// The relative error of a row's sum of 2^x from the tiles, as against the sum of masses: x has errors
-// of 40 * 2^-23 at most where it matters (4e-6), ex2.approx 2^-22, the sums 3e-6, and the masses leave
-// out up to 2^21 steps of 2^-40 (2e-6), twice.
+// The relative error of a row's sum of 2^x from the tiles, as against the sum of masses: x has
+// errors of 40 * 2^-23 at most where it matters (4e-6), ex2.approx 2^-22, the sums 3e-6, and the
+// masses leave out up to 2^21 steps of 2^-40 (2e-6), twice.
 constexpr float kTotalError = 2e-5f;
 
 // About the sum of 2^x over the row.
@@ -238,7 +250,8 @@ __device__ __forceinline__ Drawing begin_drawing(ChooseShared& s) {
   return Drawing{0, kGumbelLowest};
 }
 
-// Tells the other threads of the best score; only saves work, so it does not matter who sees it when.
+// Tells the other threads of the best score; only saves work, so it does not matter who sees it
+// when.
 __device__ __forceinline__ void share_best(Drawing& drawing, ChooseShared& s) {
   volatile uint32_t* shared = &s.best_key;
   const uint32_t best = __reduce_max_sync(kFullMask, ordered_key(drawing.best_score));

@@ -6,8 +6,8 @@
 constexpr int kInPrompt = 1 << 30;
 
 // Counts occurrences of the ids [begin, begin + size) in the history, then lets one thread per
-// distinct id change its logit. Logit and count of id are logits[id - begin] and counts[id - begin];
-// all counts are 0 before and after.
+// distinct id change its logit. Logit and count of id are logits[id - begin] and counts[id -
+// begin]; all counts are 0 before and after.
 __device__ void penalize(float* logits, int* counts, const int* history, int len, int prompt_len,
                          int begin, int size, float repetition, float presence, float frequency) {
   for (int i = threadIdx.x; i < len; i += blockDim.x) {

@@ -15,12 +15,17 @@ struct RowBins {
 };
 constexpr int kBinsPerThread = kBins / kThreads;
 
-// Fills s.select.bins with all candidates; returns their number and their mass.
-__device__ RowBins bin_row(const Job& job, float lowest, ChooseShared& s, int* count,
+// Fills s.select.bins with all candidates; returns their number and their mass. `low` is a logit
+// that most segments reach: a cut that is of any use lies within a few times its distance from the
+// top.
+__device__ RowBins bin_row(const Job& job, float low, ChooseShared& s, int* count,
                            uint64_t* mass_of_all) {
+  constexpr float kReach = 3.0f;
   Histogram& bins = s.select.bins;
-  RowBins result{LinearBins<kBins>(fmaxf(job.x(lowest), job.lowest_x), 0.0f)};
-  for (int i = threadIdx.x; i < kBins; i += kThreads) bins.count[i] = bins.low[i] = bins.high[i] = 0;
+  RowBins result{LinearBins<kBins>(fmaxf(kReach * job.x(low), job.lowest_x), 0.0f)};
+  for (int i = threadIdx.x; i < kBins; i += kThreads) {
+    bins.count[i] = bins.low[i] = bins.high[i] = 0;
+  }
   __syncthreads();
   for_each_id(job.row, [&](float logit, int) {
     const float x = job.x(logit);
@@ -44,8 +49,8 @@ __device__ RowBins bin_row(const Job& job, float lowest, ChooseShared& s, int* c
   return result;
 }
 
-// The bin with which the counts (or masses) of `rows` reach `target`; *before_count and *before_mass
-// are those of the bins before it.
+// The bin with which the counts (or masses) of `rows` reach `target`; *before_count and
+// *before_mass are those of the bins before it.
 template <bool kByMass>
 __device__ int find_bin(const RowBins& rows, uint64_t target, ChooseShared& s, int* before_count,
                         uint64_t* before_mass) {
@@ -132,14 +137,14 @@ __device__ uint64_t search_row(const Job& job, ChooseShared& s) {
   return Max<uint64_t>()(last, threshold);
 }
 
-// Cuts and draws; `lowest` is the least logit that is not -inf. Returns the winner's score and how
-// many candidates there were.
-__device__ uint64_t choose_from_row(const Job& job, float lowest, ChooseShared& s, int* kept) {
+// Cuts and draws; `low` is as for bin_row. Returns the winner's score and how many candidates there
+// were.
+__device__ uint64_t choose_from_row(const Job& job, float low, ChooseShared& s, int* kept) {
   const int end = job.row.num_groups();
   if (job.top_k == 0 && job.share == kWholeShare) return draw_row<false>(job, 0, 0, end, s, kept);
   int count, before_count;
   uint64_t total, before_mass, threshold = 0;
-  const RowBins rows = bin_row(job, lowest, s, &count, &total);
+  const RowBins rows = bin_row(job, low, s, &count, &total);
   const auto is_small = [&](int bin) {
     return s.select.bins.count[bin] <= static_cast<uint32_t>(kMaxCandidates);
   };

@@ -50,8 +50,8 @@ struct Row {
 
 constexpr int kLoads = 4;  // accesses of a thread in flight at once while walking a row
 
-// Calls body(logits, group) for the groups [begin, end) of four ids, spread over the block's threads,
-// and after_batch() for all threads of the block at once after every kLoads of them.
+// Calls body(logits, group) for the groups [begin, end) of four ids, spread over the block's
+// threads, and after_batch() for all threads of the block at once after every kLoads of them.
 template <typename Body, typename AfterBatch>
 __device__ __forceinline__ void for_each_group(const Row& row, int begin, int end, Body body,
                                                AfterBatch after_batch) {

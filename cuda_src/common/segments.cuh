@@ -1,9 +1,10 @@
-// First stage of sampling: what is kept of a row of logits from the one time that all of it is read.
+// First stage of sampling: what is kept of a row of logits from the one time that all of it is
+// read.
 //
-// A warp reads a tile of 1024 logits as eight segments of 128, and keeps the largest of each segment
-// (or of two, four or eight neighbours, so that a row has at most kMaxSegments) as a key. The k-th
-// largest of these is a lower bound of the row's k-th largest logit, so the second stage need only
-// read again the few segments that reach it. A tile also keeps sums of exponentials.
+// A warp reads a tile of 1024 logits as eight segments of 128, and keeps the largest of each
+// segment (or of two, four or eight neighbours, so that a row has at most kMaxSegments) as a key.
+// The k-th largest of these is a lower bound of the row's k-th largest logit, so the second stage
+// need only read again the few segments that reach it. A tile also keeps sums of exponentials.
 #pragma once
 
 #include "common/exact_math.cuh"
@@ -17,17 +18,14 @@ constexpr int kTile = kSegment * kTileSegments;
 constexpr int kMaxSegments = 2048;
 
 constexpr uint32_t kMinusInfKey = 0x007fffffu;
-constexpr uint32_t kInfKey = 0xff800000u;
-constexpr uint32_t kBadKey = ~0u;  // of a segment with a NaN or +inf
+constexpr uint32_t kInfKey = 0xff800000u;  // and above: a segment with a NaN or +inf
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kFloatMax = 3.402823466e38f;
 
 struct Tile {
-  float largest, lowest;  // of its finite logits; -inf and inf if there are none
-  float sum;              // about the sum of 2^((logit - largest) * scale)
-  float padding;
+  float largest;               // -inf if there is no finite one
+  float sum;                   // about the sum of 2^((logit - largest) * scale)
   float raw_largest, raw_sum;  // of the logits as they came: sum of exp(logit - raw_largest)
-  float more_padding[2];
 };
 
 __device__ __forceinline__ bool is_bad(float x) { return !(x < -minus_inf()); }
@@ -39,6 +37,13 @@ __device__ __forceinline__ float scale_of(float temperature) {
 __device__ __forceinline__ float approximate_exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// The larger one; NaN, with a sign bit of 0, if either is.
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
   return y;
 }
 
@@ -69,9 +74,8 @@ __device__ __forceinline__ uint32_t store_keys(const TileValues& x, int tile, in
 #pragma unroll
   for (int j = 0; j < kTileSegments; ++j) {
     const float* v = x.v[j].v;
-    const float largest = fmaxf(fmaxf(v[0], v[1]), fmaxf(v[2], v[3]));
-    const bool has_bad = is_bad(v[0]) || is_bad(v[1]) || is_bad(v[2]) || is_bad(v[3]);
-    key[j] = __reduce_max_sync(kFullMask, has_bad ? kBadKey : ordered_key(largest));
+    const float largest = max_or_nan(max_or_nan(v[0], v[1]), max_or_nan(v[2], v[3]));
+    key[j] = __reduce_max_sync(kFullMask, ordered_key(largest));
   }
   const int lane = threadIdx.x % kWarpSize;
   uint32_t mine = 0, all = 0;
@@ -85,8 +89,8 @@ __device__ __forceinline__ uint32_t store_keys(const TileValues& x, int tile, in
   return all;
 }
 
-// The sum of 2^((logit - largest) * scale) over a tile whose largest logit is not -inf; its relative
-// error is that of kTotalError.
+// The sum of 2^((logit - largest) * scale) over a tile whose largest logit is not -inf; its
+// relative error is that of kTotalError.
 __device__ __forceinline__ float tile_sum(const TileValues& x, float largest, float scale) {
   float sum = 0.0f;
 #pragma unroll
@@ -97,16 +101,15 @@ __device__ __forceinline__ float tile_sum(const TileValues& x, float largest, fl
   return warp_sum(sum);
 }
 
-__device__ __forceinline__ float tile_lowest(const TileValues& x) {
-  float lowest = -minus_inf();
+// The sum of exp(logit - largest) over a tile whose largest logit is not -inf.
+__device__ __forceinline__ float tile_raw_sum(const TileValues& x, float largest) {
+  float sum = 0.0f;
 #pragma unroll
   for (int j = 0; j < kTileSegments; ++j) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      lowest = fminf(lowest, x.v[j].v[i] > minus_inf() ? x.v[j].v[i] : -minus_inf());
-    }
+    for (int i = 0; i < 4; ++i) sum += expf(x.v[j].v[i] - largest);
   }
-  return -warp_max(-lowest);
+  return warp_sum(sum);
 }
 
 __device__ __forceinline__ float tile_largest(const TileValues& x) {

@@ -13,6 +13,8 @@ from engine.kernels._module import ModuleSpec
 
 __all__ = ["embedding", "specs"]
 
+_ROWS = 4  # kRows of the CUDA file
+_MANY_TOKENS = 1024  # from here on a thread is given several rows
 _PARAMS = "token_ids:ptr weight:ptr out:ptr num_tokens:i64 vocab_size:i64 n:i32 scale:f32"
 _VECTOR = Kernel("embedding_vector", _PARAMS)
 _SCALAR = Kernel("embedding_scalar", _PARAMS)
@@ -66,9 +68,10 @@ def embedding(token_ids: Any, weight: Any, *, scale: float = 1.0, out: Any = Non
     out = call.output("out", out, (num_tokens, n), weight.dtype)
     fits = n % vector_width(weight) == 0 and is_aligned(weight, out)
     items = n // vector_width(weight) if fits else n
+    num_groups = num_tokens if num_tokens < _MANY_TOKENS else ceil_div(num_tokens, _ROWS)
     (_VECTOR if fits else _SCALAR).launch(
         specs(dtype_name(weight.dtype))[0],
-        (ceil_div(items, ROW_THREADS), min(num_tokens, MAX_GRID_Y)),
+        (ceil_div(items, ROW_THREADS), min(num_groups, MAX_GRID_Y)),
         (ROW_THREADS,),
         token_ids=token_ids,
         weight=weight,

@@ -9,17 +9,18 @@ from engine import reference
 from engine.dtypes import dtype_name
 from engine.kernels._contract import FLOAT32, FLOATS, INT32, Contract
 from engine.kernels._elementwise import element_strides, is_aligned, vector_width
-from engine.kernels._launch import Kernel, ceil_div
+from engine.kernels._launch import Kernel, ceil_div, sm_count
 from engine.kernels._module import ModuleSpec
 
 __all__ = ["Config", "choose_config", "rope", "specs"]
 
 _THREADS = 128
+_HEADS_AT_ONCE = 4  # kHeads of the CUDA file
 _PARAMS = (
     "q:ptr k:ptr positions:ptr cos_sin:ptr q_out:ptr k_out:ptr q_stride_t:i64 q_stride_h:i64 "
     "k_stride_t:i64 k_stride_h:i64 q_out_stride_t:i64 q_out_stride_h:i64 k_out_stride_t:i64 "
     "k_out_stride_h:i64 num_positions:i32 num_q_heads:i32 num_k_heads:i32 rotary_dim:i32 "
-    "items_per_head:i32"
+    "items_per_head:i32 heads_per_block:i32"
 )
 _KERNELS = {
     (pairing, access): Kernel(f"rope_{pairing}_{access}", _PARAMS)
@@ -151,7 +152,11 @@ def _launch(
         can_vectorise=is_aligned(q, k, q_out, k_out, cos_sin),
         in_place=_is_same(q, q_out) and _is_same(k, k_out),
     )
-    num_items = (num_q_heads + k.shape[1]) * config.items_per_head
+    num_heads, items = num_q_heads + k.shape[1], config.items_per_head
+    # Few heads a block while that fills the chip sooner, else all that a thread can take at once.
+    heads_per_block = _THREADS // min(max(items, 1), _THREADS)
+    if num_tokens > 2 * sm_count():
+        heads_per_block *= _HEADS_AT_ONCE
     strides = {
         f"{name}_stride_{axis}": element_strides(array)[i]
         for name, array in {"q": q, "k": k, "q_out": q_out, "k_out": k_out}.items()
@@ -159,7 +164,7 @@ def _launch(
     }
     _KERNELS[pairing, "scalar" if config.width == 1 else "vector"].launch(
         specs(dtype_name(q.dtype))[0],
-        (num_tokens, ceil_div(num_items, _THREADS)),
+        (num_tokens, ceil_div(num_heads, heads_per_block), ceil_div(items, _THREADS)),
         (_THREADS,),
         q=q,
         k=k,
@@ -172,5 +177,6 @@ def _launch(
         num_q_heads=num_q_heads,
         num_k_heads=k.shape[1],
         rotary_dim=rotary_dim,
-        items_per_head=config.items_per_head,
+        items_per_head=items,
+        heads_per_block=heads_per_block,
     )

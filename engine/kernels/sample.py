@@ -34,7 +34,7 @@ _CHOOSE_THREADS = 512
 _SEGMENT, _TILE = 128, 1024  # logits
 _TILES_PER_BLOCK = 4
 _MAX_SEGMENTS = 2048
-_TILE_WORDS = 4  # a Tile and
+_TILE_WORDS = 2  # a Tile and
 _STATE_WORDS = 2  # a State, in words of 8 bytes
 
 _PENALTIES = "repetition_penalty:ptr presence_penalty:ptr frequency_penalty:ptr "

@@ -3,7 +3,9 @@
 A step of decodes is hundreds of kernels, and launching each would take the host longer than the
 device needs for all. So they are captured once, at load, for a few sizes of the batch, and replayed
 as a whole: the layout of the inputs, the model, the sampler, and the hand-over of the sampled ids.
-A batch in between takes the next larger graph, with rows of padding that write nothing.
+A batch in between takes the next larger graph, with rows of padding that write nothing. Steps whose
+sampling has extras (penalties, log-probabilities, ...) take graphs that end with the logits; these
+are captured when they are first needed.
 
 A graph can be replayed because nothing it touches moves: inputs lie in `StaticInputs`, block tables
 and last ids in arrays of the slots, and what its kernels allocated while they were captured comes
@@ -15,8 +17,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +27,7 @@ import numpy as np
 from engine import kernels
 from engine.layers.batch import ForwardBatch
 from engine.layers.sampler import Sampler, SamplingBatch
+from engine.runner.batch import StepInputs
 from engine.runner.sampling import SamplingTable
 from engine.runner.slots import SlotTable
 from engine.runner.static_inputs import StaticInputs, Turn
@@ -75,7 +79,7 @@ def context_buckets(size: int, max_model_len: int) -> tuple[int, ...]:
 
 
 class DecodeGraphs:
-    """Computes steps in which every sequence has one token and is sampled without extras.
+    """Computes steps in which every sequence has one token and is sampled.
 
     On the CPU the same steps are computed without being captured, which is for tests.
 
@@ -119,7 +123,9 @@ class DecodeGraphs:
             for length in context_buckets(size, max_model_len)
         ]
         self._graphs: dict[GraphKey, Any] = {}
-        self._kept: list[Any] = []  # what the graphs live on
+        self._forwards: dict[GraphKey, tuple[Any, Any]] = {}  # graphs that end with the logits
+        self._pool: Any = None  # what the graphs live on
+        self._stream: Any = None
 
     @property
     def keys(self) -> tuple[GraphKey, ...]:
@@ -135,8 +141,7 @@ class DecodeGraphs:
         self._model.device.activate()
         cuda = self._model.device.xp.cuda
         cuda.get_current_stream().synchronize()
-        pool, stream = cuda.MemoryPool(), cuda.Stream(non_blocking=True)
-        self._kept += [pool, stream]
+        self._pool, self._stream = cuda.MemoryPool(), cuda.Stream(non_blocking=True)
         keys = tqdm(
             self._keys[::-1],  # the largest first: the others fit into its memory
             "capturing graphs",
@@ -144,9 +149,11 @@ class DecodeGraphs:
             disable=not progress,
             leave=False,
         )
-        with cuda.using_allocator(pool.malloc), stream:
+        with self._capturing() as stream:
             for key in keys:
-                self._graphs[key] = self._capture(key, stream)
+                # Run once before: modules are loaded, scratch grows, the pool gets its memory.
+                self.compute(key)
+                self._graphs[key], _ = self._capture(partial(self.compute, key), stream)
             stream.synchronize()
 
     def key(self, num_rows: int, max_context_len: int) -> GraphKey:
@@ -174,22 +181,29 @@ class DecodeGraphs:
         num_blocks = starts // self._block_size + 1
         self._slots.update_tables(sequences, rows, num_blocks, rewritten=bool(output.copies))
         turn = self._inputs.next_turn()
-        turn.fill(
-            len(rows),
-            key.size,
-            rows=rows,
-            token_ids=self._token_ids_of(sequences, rows, starts),
-            positions=starts,
-            rope_positions=starts + self._slots.rope_offsets[rows],
-            context_lens=starts + 1,
-            sample_positions=starts + 1,
-            **columns,
-        )
-        self._inputs.send(turn, self._fill_blocks(turn, rows, key.size))
+        turn.fill(len(rows), key.size, sample_positions=starts + 1, **columns)
+        ids = self._token_ids_of(sequences, rows, starts)
+        self._send(turn, key, rows, ids, starts)
         self.replay(key)
-        self._slots.num_sent[rows] = self._slots.num_blocks[rows]
         self._slots.last_positions[rows] = starts + 1
         return self._inputs.read(turn, len(rows), key.size)
+
+    def logits(self, inputs: StepInputs) -> Any:
+        """Compute the logits (B, V) of a step in which every sequence has one token and is sampled.
+
+        They stay as they are until the next step is computed. None: it is no such step, and nothing
+        was done.
+        """
+        batch, rows = inputs.batch, inputs.rows
+        if not len(inputs.sampled) == batch.num_decodes == batch.num_sequences:
+            return None
+        key = self.key(len(rows), batch.max_context_len)
+        ids = batch.token_ids.copy()
+        ids[inputs.linked] = -1
+        turn = self._inputs.next_turn()
+        self._send(turn, key, rows, ids, batch.positions)
+        self._inputs.release(turn)
+        return self._replay_forward(key)[: len(rows)]
 
     def replay(self, key: GraphKey) -> None:
         """Compute a step on what the static inputs hold."""
@@ -200,21 +214,8 @@ class DecodeGraphs:
 
     def compute(self, key: GraphKey) -> None:
         """Launch the kernels of a step one by one: what a graph is captured from."""
-        there, size, slots = self._inputs.arrays, key.size, self._slots
-        batch = self._batch(key)
-        kernels.decode_inputs(
-            there["rows"][:size],
-            there["token_ids"][:size],
-            batch.positions,
-            slots.last_ids,
-            self._tables,
-            there["new_starts"][:size],
-            there["cu_new_blocks"][: size + 1],
-            there["new_blocks"],
-            block_size=self._block_size,
-            out=(batch.token_ids, batch.slot_mapping, batch.block_tables),
-        )
-        logits = self._model.forward(batch, self._pages)
+        there, size = self._inputs.arrays, key.size
+        logits = self._forward(key)
         columns = {name: there[name][:size] for name in _SAMPLING}
         positions = there["sample_positions"][:size]
         sampled = self._sampler(logits, SamplingBatch(positions=positions, **columns))
@@ -222,9 +223,36 @@ class DecodeGraphs:
             sampled.token_ids,
             sampled.status,
             there["rows"][:size],
-            slots.last_ids,
+            self._slots.last_ids,
             out=self._inputs.results[: 2 * size].reshape(2, size),
         )
+
+    def _forward(self, key: GraphKey) -> Any:
+        there, size, batch = self._inputs.arrays, key.size, self._batch(key)
+        kernels.decode_inputs(
+            there["rows"][:size],
+            there["token_ids"][:size],
+            batch.positions,
+            self._slots.last_ids,
+            self._tables,
+            there["new_starts"][:size],
+            there["cu_new_blocks"][: size + 1],
+            there["new_blocks"],
+            block_size=self._block_size,
+            out=(batch.token_ids, batch.slot_mapping, batch.block_tables),
+        )
+        return self._model.forward(batch, self._pages)
+
+    def _replay_forward(self, key: GraphKey) -> Any:
+        """Compute the logits of what the static inputs hold, (size, V)."""
+        if not self._graphs:
+            return self._forward(key)
+        if key not in self._forwards:
+            with self._capturing() as stream:
+                self._forwards[key] = self._capture_forward(key, stream)
+        graph, logits = self._forwards[key]
+        graph.launch()
+        return logits
 
     def _batch(self, key: GraphKey) -> ForwardBatch:
         there, size = self._inputs.arrays, key.size
@@ -243,18 +271,51 @@ class DecodeGraphs:
             prefill_cu_seqlens_q=self._cu_seqlens[:1],
         )
 
-    def _capture(self, key: GraphKey, stream: Any) -> Any:
-        # Run once before: modules are loaded, scratch grows, and the pool gets its memory.
-        self.compute(key)
+    @contextlib.contextmanager
+    def _capturing(self) -> Iterator[Any]:
+        """Launch on the graphs' stream, and allocate from their pool."""
+        cuda = self._model.device.xp.cuda
+        with cuda.using_allocator(self._pool.malloc), self._stream:
+            yield self._stream
+
+    def _capture(self, launch: Callable[[], Any], stream: Any) -> tuple[Any, Any]:
+        """Return the graph of what `launch` does, and what it returned."""
         stream.begin_capture()
         try:
-            self.compute(key)
+            result = launch()
         except BaseException:
             # SAFETY: `Stream.end_capture` would instantiate what is no graph, and crash.
             with contextlib.suppress(Exception):
                 self._model.device.xp.cuda.runtime.streamEndCapture(stream.ptr)
             raise
-        return stream.end_capture()
+        return stream.end_capture(), result
+
+    def _capture_forward(self, key: GraphKey, stream: Any) -> tuple[Any, Any]:
+        """Return a graph that ends with the logits, and these."""
+        graph, logits = self._capture(partial(self._forward, key), stream)
+        # SAFETY: their memory goes back to the graphs' pool, where the next graph may write. Until
+        # then, on the same stream, they are read; a batch of them each graph would be gigabytes.
+        memory = self._model.device.xp.cuda.UnownedMemory(
+            logits.data.ptr, logits.nbytes, self._pool, logits.data.device_id
+        )
+        pointer = self._model.device.xp.cuda.MemoryPointer(memory, 0)
+        return graph, self._model.device.xp.ndarray(logits.shape, logits.dtype, pointer)
+
+    def _send(
+        self, turn: Turn, key: GraphKey, rows: IntArray, token_ids: IntArray, positions: IntArray
+    ) -> None:
+        """Send what the model needs, beside what `turn` holds already."""
+        turn.fill(
+            len(rows),
+            key.size,
+            rows=rows,
+            token_ids=token_ids,
+            positions=positions,
+            rope_positions=positions + self._slots.rope_offsets[rows],
+            context_lens=positions + 1,
+        )
+        self._inputs.send(turn, self._fill_blocks(turn, rows, key.size))
+        self._slots.num_sent[rows] = self._slots.num_blocks[rows]
 
     def _token_ids_of(
         self, sequences: Sequence[ScheduledSequence], rows: IntArray, starts: IntArray

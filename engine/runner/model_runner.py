@@ -257,6 +257,10 @@ class ModelRunner:
         self, inputs: StepInputs, sent: Upload, parts: Sequence[PromptPart]
     ) -> tuple[Any, list[ScoredPart]]:
         """Return the logits of the sampled sequences, and the scores of prompt tokens."""
+        if self.graphs is not None and not parts:
+            logits = self.graphs.logits(inputs)
+            if logits is not None:
+                return logits, []
         there = sent.arrays
         batch = dataclasses.replace(inputs.batch, **{n: there[n] for n in _arrays(inputs.batch)})
         if inputs.linked.size:

@@ -42,7 +42,7 @@ _FIELDS: dict[str, tuple[str, float]] = {
 class Turn:
     """Host memory of one step: its inputs, by name, and its results.
 
-    SAFETY: owned by the device from `StaticInputs.send` until `done`.
+    SAFETY: owned by the device from `StaticInputs.send` until `done`, set by `read` or `release`.
 
     Attributes
     ----------
@@ -144,6 +144,11 @@ class StaticInputs:
         turn.done.record(stream)
         lines = turn.results[: 2 * size].reshape(2, size)[:, :num_rows]
         return Readback.of(turn.done, {"token_ids": lines[0], "status": lines[1]})
+
+    def release(self, turn: Turn) -> None:
+        """Let `turn` be used again once what was sent has arrived; nothing is read back."""
+        if turn.done is not None:
+            turn.done.record(self._device.xp.cuda.get_current_stream())
 
     def _turn(self, num_bytes: int) -> Turn:
         if not self._device.is_cuda:

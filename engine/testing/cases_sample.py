@@ -32,6 +32,7 @@ FILTERS: dict[str, dict[str, float]] = {
     "top_k_1000": {"top_k": 1000},
     "top_k_beyond": {"top_k": 1 << 30},
     "top_p_90": {"top_p": 0.9},
+    "cool_top_p": {"temperature": 0.6, "top_p": 0.95},
     "top_p_half": {"top_p": 0.5},
     "top_p_tiny": {"top_p": 1e-9},
     "min_p_10": {"min_p": 0.1},

@@ -34,5 +34,5 @@ def _case(rows: int, vocab_size: int, filters: str) -> BenchCase:
 CASES = [
     _case(rows, vocab_size, filters)
     for rows, vocab_size in ((1, 49152), (1, 151936), (128, 151936))
-    for filters in ("greedy", "top_k_top_p", "top_p_90", "plain")
+    for filters in ("greedy", "top_k_top_p", "cool_top_p", "top_p_90", "plain")
 ]

@@ -39,15 +39,19 @@ def _engine(model, **options):
 
 
 def _count_steps(engine, monkeypatch):
-    """Count the steps that graphs take: [taken, refused]."""
-    counts, launch = [0, 0], engine.runner.graphs.launch
+    """Count the steps that graphs take: [whole, up to the logits]."""
+    counts, graphs = [0, 0], engine.runner.graphs
 
-    def counted(output, rows):
-        tokens = launch(output, rows)
-        counts[tokens is None] += 1
-        return tokens
+    def counted(method, index):
+        def call(*args):
+            result = method(*args)
+            counts[index] += result is not None
+            return result
 
-    monkeypatch.setattr(engine.runner.graphs, "launch", counted)
+        return call
+
+    monkeypatch.setattr(graphs, "launch", counted(graphs.launch, 0))
+    monkeypatch.setattr(graphs, "logits", counted(graphs.logits, 1))
     return counts
 
 
@@ -77,7 +81,7 @@ def test_tokens_are_those_of_each_request_alone(model, count, is_late, monkeypat
         assert list(got[f"r{index}"].outputs[0].token_ids) == want[0]
 
 
-def test_steps_with_extras_are_computed_kernel_by_kernel(model, monkeypatch):
+def test_steps_with_extras_take_graphs_up_to_the_logits(model, monkeypatch):
     """And the plain ones after them know what these have sampled."""
     engine = _engine(model)
     counts = _count_steps(engine, monkeypatch)
@@ -177,7 +181,7 @@ def test_steady_state_allocates_and_compiles_nothing():
     for _ in range(10):
         engine.step()
     cp = model.device.xp
-    pools = [cp.get_default_memory_pool(), engine.runner.graphs._kept[0]]
+    pools = [cp.get_default_memory_pool(), engine.runner.graphs._pool]
 
     def state():
         return [(p.used_bytes(), p.total_bytes(), p.n_free_blocks()) for p in pools]
@@ -199,6 +203,30 @@ def test_steady_state_allocates_and_compiles_nothing():
     assert cp.get_default_pinned_memory_pool().n_free_blocks() == free
     assert _module.stats().compiles_after_ready == compiles == 0
     run(engine)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_crowd_gets_the_same_tokens_with_and_without_graphs(is_late):
+    """Requests that come and go, of every kind of sampling, in batches of changing size."""
+    model, results = tiny_model("cuda"), []
+    for has_graphs in (False, True):
+        engine = make_engine(
+            model,
+            max_num_seqs=13,
+            num_blocks=200,
+            max_num_batched_tokens=64,
+            cuda_graphs=has_graphs,
+            async_scheduling=is_late,
+        )
+        rng = np.random.default_rng(8)
+        for index in range(40):
+            prompt = rng.integers(0, 97, rng.integers(1, 60)).tolist()
+            params = _params(index, max_tokens=int(rng.integers(1, 60)))
+            engine.add_request(f"r{index}", prompt, params)
+        outputs = run(engine)
+        results.append([list(outputs[f"r{i}"].outputs[0].token_ids) for i in range(40)])
+    assert results[0] == results[1]
 
 
 @pytest.mark.gpu
