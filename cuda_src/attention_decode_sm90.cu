@@ -14,6 +14,7 @@
 // divide a tile's keys, for P V the columns of V: what they exchange is a row's maximum and P, with
 // one barrier a tile; scores run one tile ahead. For few sequences a cluster of blocks divides one
 // sequence and head, and puts the parts together through its shared memory.
+// Overlap: lengths and tables may be read before the kernel in front has ended, the rest may not.
 // Memory: a tile is 8 runs of kUnitKeys tokens, each contiguous in its page, one bulk copy each for
 // K and V. Runs lie 16 bytes more than a multiple of 128 apart, and ldmatrix takes its 8 rows from
 // the 8 runs: no bank conflicts without a swizzle. So token r of run u has index 8 r + u in a tile.
@@ -47,6 +48,7 @@ struct Producer {
     int first = segment.first_key >> block_shift;
     int ids = page_id(table, first, begin, end);
     int next_ids = page_id(table, first + kWarpSize, begin, end);
+    wait_for_last_kernel();  // it may write the newest keys
 #pragma unroll 1
     for (int i = 0; i < segment.num_tiles; ++i) {
       const int key = segment.first_key + i * kTileKeys;
@@ -121,6 +123,7 @@ extern "C" __global__ void ENGINE_CLUSTER __launch_bounds__(kThreads, 1)
   const DecodeProblem problem{context_lens, max_keys, batch,  num_kv_heads,
                               num_queries,  group,    window, num_splits};
   const Ring ring(smem_address(smem));
+  let_next_kernel_start();
   if (threadIdx.x == 0) ring.init();
 #if CLUSTER > 1
   prefetch_table(block_tables + Cursor::sequence(problem) * table_stride, max_keys >> block_shift);
@@ -143,6 +146,7 @@ extern "C" __global__ void ENGINE_CLUSTER __launch_bounds__(kThreads, 1)
     }
     return;
   }
+  wait_for_last_kernel();  // it may write the queries
   Consumer consumer(smem, ring, ScoreRule{score_inner, score_factor});
   Progress& progress = reinterpret_cast<Progress*>(smem + kProgressAt)[threadIdx.x / kWarpSize];
   progress.cursor = cursor;

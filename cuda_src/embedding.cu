@@ -10,6 +10,7 @@
 // Parallelisation: one thread per kWidth features of up to kRows rows, all loaded before the first
 // is stored; blockIdx.x walks a row, blockIdx.y the rows.
 // Mirror: engine/reference/embedding.py
+#include "common/cluster.cuh"
 #include "common/packed.cuh"
 #include "common/types.cuh"
 
@@ -56,6 +57,8 @@ __device__ __forceinline__ void embedding(const int* __restrict__ token_ids,
   extern "C" __global__ void __launch_bounds__(kThreads)                                       \
       name(const int* token_ids, const scalar_t* weight, scalar_t* out, int64_t num_tokens,    \
            int64_t vocab_size, int n, float scale) {                                           \
+    allow_next_kernel();                                                                       \
+    wait_for_previous_kernel();                                                                \
     embedding<width>(token_ids, weight, out, num_tokens, vocab_size, n, scale);                \
   }
 

@@ -19,6 +19,7 @@
 // blockIdx.x is the token, blockIdx.y walks its heads (q's, k's, v's). In the scalar kernels a warp
 // has a head. Only who read an element writes it, after all of its head were read.
 // Mirror: engine/reference/qk_norm_rope_store.py
+#include "common/cluster.cuh"
 #include "common/packed.cuh"
 #include "common/reduce.cuh"
 #include "common/rotary.cuh"
@@ -242,6 +243,8 @@ __device__ __forceinline__ void process_scalars(const Job& job) {
            int64_t v_stride_t, int64_t v_stride_h, int64_t num_slots, int num_positions,           \
            int num_q_heads, int num_kv_heads, int head_dim, int rotary_dim, int block_size,        \
            int heads_per_block, float eps, float weight_offset) {                                  \
+    wait_for_previous_kernel();                                                                    \
+    allow_next_kernel(); /* after the wait: attention relies on it, see its `overlap` */           \
     function(Job{q, k, v, positions, cos_sin, k_pages, v_pages, slot_mapping, q_weight, k_weight,  \
                  q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h,           \
                  num_slots, num_positions, num_q_heads, num_kv_heads, head_dim, rotary_dim,        \

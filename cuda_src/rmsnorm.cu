@@ -16,6 +16,7 @@
 // twice by one warp or eight; each thread re-reads only what it read (or wrote) itself, so the
 // second pass comes from L1 and writing in place is safe.
 // Mirror: engine/reference/rmsnorm.py
+#include "common/cluster.cuh"
 #include "common/packed.cuh"
 #include "common/reduce.cuh"
 #include "common/types.cuh"
@@ -147,6 +148,8 @@ __device__ __forceinline__ void rmsnorm_long_row(const Row& row, float* smem_sum
            scalar_t* residual_out, int64_t num_rows, int n, int num_b, int64_t x_stride_a,         \
            int64_t x_stride_b, int64_t out_stride_a, int64_t out_stride_b, float eps,              \
            float weight_offset) {                                                                  \
+    allow_next_kernel();                                                                           \
+    wait_for_previous_kernel();                                                                    \
     __shared__ float smem_sums[threads / kWarpSize];                                               \
     constexpr int kRowThreads = warps_per_row * kWarpSize;                                         \
     const int64_t row =                                                                            \

@@ -1,6 +1,7 @@
 // Maps without a reduction: over flat arrays, and over packed rows [gate | up].
 #pragma once
 
+#include "common/cluster.cuh"
 #include "common/types.cuh"
 
 // out[i] = f(x[i], ...) for n elements of contiguous arrays. Thread i takes 16-byte vector i of the
@@ -50,6 +51,8 @@ __device__ __forceinline__ void map_gated(const scalar_t* x, scalar_t* out, int6
   extern "C" __global__ void __launch_bounds__(kGatedThreads)                                     \
       name(const scalar_t* x, scalar_t* out, int64_t num_rows, int num_features, int64_t x_stride, \
            int64_t out_stride) {                                                                  \
+    allow_next_kernel();                                                                          \
+    wait_for_previous_kernel();                                                                   \
     map_gated<width>(x, out, num_rows, num_features, x_stride, out_stride,                        \
                      [](float gate) { return f(gate); });                                         \
   }

@@ -134,7 +134,14 @@ def choose_cluster(num_heads: int, sm_count: int) -> int:
 
 
 def launch(
-    q: Any, pages: Pages, out: Any, lse: Any, rule: ScoreRule, num_splits: int | None
+    q: Any,
+    pages: Pages,
+    out: Any,
+    lse: Any,
+    rule: ScoreRule,
+    num_splits: int | None,
+    *,
+    overlap: bool,
 ) -> None:
     """Launch on arrays that `takes` said yes to; num_splits None: equal work for all blocks."""
     (batch, num_queries, num_heads, head_dim), num_kv_heads = q.shape, pages.k.shape[1]
@@ -155,6 +162,7 @@ def launch(
         (num_blocks if batch else 0,),
         (tile.threads,),
         tile.shared_bytes,
+        overlap=overlap,
         q=q,
         k=pages.k,
         v=pages.v,

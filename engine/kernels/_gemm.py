@@ -147,7 +147,7 @@ def _launch_stream(op: str, operands: Operands, norm: Norm | None, config: Strea
     x, out = operands.x, operands.out
     (m, k), n = x.shape, out.shape[1]
     overlap = operands.overlap and _limits(device.cupy().cuda.runtime.getDevice()).has_clusters
-    _kernel(op, config.kernel).launch_cluster(
+    _kernel(op, config.kernel).launch(
         ModuleSpec(f"{op}.cu", dtype_name(x.dtype)),
         config.grid(m, n),
         config.block,

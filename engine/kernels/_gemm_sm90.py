@@ -198,7 +198,7 @@ def launch_hopper(
     clusters = config.clusters(m, n)
     if config.cluster_k == 1:  # persistent
         clusters = min(clusters, config.max_clusters(sm_count()))
-    _KERNEL.launch_cluster(
+    _KERNEL.launch(
         config.spec(dtype),
         (clusters * config.cluster_size,),
         (config.threads,),

@@ -17,10 +17,11 @@ import numpy as np
 
 from engine import device
 from engine.errors import ContractError
-from engine.kernels._launch_cluster import launch_cluster
+from engine.kernels._launch_cluster import PreparedLaunch
 from engine.kernels._module import ModuleSpec, load_module
+from engine.kernels._replay import active_recording
 
-__all__ = ["Kernel", "ceil_div", "sm_count"]
+__all__ = ["Kernel", "can_overlap", "ceil_div", "sm_count"]
 
 _NULL = np.uint64(0)
 
@@ -63,9 +64,22 @@ class Kernel:
         grid: tuple[int, ...],
         block: tuple[int, ...],
         shared_mem: int = 0,
+        *,
+        cluster: int = 1,
+        overlap: bool = False,
         **args: Any,
     ) -> None:
         """Launch on the current device and stream; a grid with a zero is nothing to do.
+
+        Parameters
+        ----------
+        cluster : int
+            Blocks of a cluster; 1 leaves it to the module.
+        overlap : bool
+            Let the kernel start while the one in front ends, where the device can do that. SAFETY:
+            before it touches what others write it must come by `wait_for_previous_kernel`.
+        **args
+            The kernel's own parameters.
 
         Raises
         ------
@@ -74,30 +88,22 @@ class Kernel:
         OverflowError
             If an integer does not fit its C type.
         """
-        if 0 not in grid:
-            values = self._values(args)
-            self._function(spec, shared_mem)(grid, block, values, shared_mem=shared_mem)
-
-    def launch_cluster(
-        self,
-        spec: ModuleSpec,
-        grid: tuple[int, ...],
-        block: tuple[int, ...],
-        shared_mem: int,
-        *,
-        cluster: int,
-        overlap: bool,
-        **args: Any,
-    ) -> None:
-        """Launch clusters of blocks, or before the last kernel has ended: `_launch_cluster.py`."""
-        if cluster == 1 and not overlap:
-            self.launch(spec, grid, block, shared_mem, **args)
-        elif 0 not in grid:
-            function = self._function(spec, shared_mem).kernel.ptr
-            values = self._values(args)
-            launch_cluster(
-                function, grid, block, shared_mem, values, cluster=cluster, overlap=overlap
-            )
+        if 0 in grid:
+            return
+        values = self._values(args)
+        index = device.cupy().cuda.runtime.getDevice()
+        function = self._function(spec, shared_mem, index)
+        overlap = overlap and can_overlap(index)
+        recording = active_recording()
+        if cluster == 1 and not overlap and recording is None:
+            function(grid, block, values, shared_mem=shared_mem)
+            return
+        launch = PreparedLaunch(
+            function.kernel.ptr, grid, block, shared_mem, values, cluster=cluster, overlap=overlap
+        )
+        launch.launch()
+        if recording is not None:
+            recording.add(launch, values)
 
     def _values(self, args: dict[str, Any]) -> tuple[Any, ...]:
         if len(args) != len(self._names):
@@ -109,8 +115,7 @@ class Kernel:
         except KeyError:
             self._wrong_arguments(args)
 
-    def _function(self, spec: ModuleSpec, shared_mem: int) -> Any:
-        index = device.cupy().cuda.runtime.getDevice()
+    def _function(self, spec: ModuleSpec, shared_mem: int, index: int) -> Any:
         function = self._functions.get((spec, index))
         if function is None:
             function = load_module(spec).get_function(self.entry)
@@ -145,3 +150,9 @@ def sm_count() -> int:
 def _sm_count(index: int) -> int:
     """Asked once a device: CuPy would query a hundred attributes at every launch."""
     return int(device.cupy().cuda.Device(index).attributes["MultiProcessorCount"])
+
+
+@cache
+def can_overlap(index: int) -> bool:
+    """Tell whether kernels of device `index` can start while the one in front ends."""
+    return int(device.cupy().cuda.runtime.getDeviceProperties(index)["major"]) >= 9

@@ -14,7 +14,7 @@ import numpy as np
 from engine import device
 from engine.errors import DeviceError
 
-__all__ = ["launch_cluster"]
+__all__ = ["PreparedLaunch"]
 
 _CLUSTER_DIMENSION = 4  # of CUlaunchAttributeID
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
@@ -40,17 +40,8 @@ def _driver_launch() -> Any:
     return ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
 
 
-def launch_cluster(
-    function: int,
-    grid: tuple[int, ...],
-    block: tuple[int, ...],
-    shared_bytes: int,
-    values: tuple[Any, ...],
-    *,
-    cluster: int = 1,
-    overlap: bool = False,
-) -> None:
-    """Launch the driver's `function` on the current stream.
+class PreparedLaunch:
+    """A launch on the stream that is current now, laid out for the driver; it can be made again.
 
     Parameters
     ----------
@@ -63,14 +54,64 @@ def launch_cluster(
     overlap : bool
         Let the kernel start before the one in front has ended (programmatic dependent launch). It
         must wait for that one itself, before it touches what either of them writes.
-
-    Raises
-    ------
-    DeviceError
-        If the driver refuses.
     """
-    hosts = [_host_value(value) for value in values]
-    addresses = (ctypes.c_void_p * len(hosts))(*(host.ctypes.data for host in hosts))
+
+    __slots__ = ("_addresses", "_attributes", "_call", "_config", "hosts")
+
+    def __init__(
+        self,
+        function: int,
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        shared_bytes: int,
+        values: tuple[Any, ...],
+        *,
+        cluster: int = 1,
+        overlap: bool = False,
+    ) -> None:
+        self.hosts = [_host_value(value) for value in values]
+        self._addresses = (ctypes.c_void_p * len(values))(*(h.ctypes.data for h in self.hosts))
+        self._attributes, count = _attributes(cluster, overlap)
+        self._config = _Config(
+            (ctypes.c_uint * 3)(*grid, *(1,) * (3 - len(grid))),
+            (ctypes.c_uint * 3)(*block, *(1,) * (3 - len(block))),
+            shared_bytes,
+            device.cupy().cuda.get_current_stream().ptr,
+            ctypes.addressof(self._attributes),
+            count,
+        )
+        self._call = (
+            ctypes.byref(self._config),
+            ctypes.c_void_p(function),
+            self._addresses,
+            None,
+        )
+
+    def launch(self) -> None:
+        """Launch.
+
+        Raises
+        ------
+        DeviceError
+            If the driver refuses.
+        """
+        status = _driver_launch()(*self._call)
+        if status:
+            config = self._config
+            raise DeviceError(
+                f"cuLaunchKernelEx: error {status}; grid {tuple(config.grid)}, block "
+                f"{tuple(config.block)}, {config.shared_bytes} bytes of shared memory, "
+                f"{config.num_attributes} attributes"
+            )
+
+    def set_value(self, index: int, host: Any) -> None:
+        """Pass the NumPy array `host` by value as argument `index` from now on."""
+        self.hosts[index] = host
+        self._addresses[index] = host.ctypes.data
+
+
+def _attributes(cluster: int, overlap: bool) -> tuple[Any, int]:
+    """Return the launch's attributes, and how many there are."""
     attributes = (_Attribute * 2)()
     count = 0
     if cluster > 1:
@@ -81,21 +122,7 @@ def launch_cluster(
             _PROGRAMMATIC_STREAM_SERIALIZATION, 0, (ctypes.c_uint * 16)(1)
         )
         count += 1
-    stream = device.cupy().cuda.get_current_stream().ptr
-    config = _Config(
-        (ctypes.c_uint * 3)(*grid, *(1,) * (3 - len(grid))),
-        (ctypes.c_uint * 3)(*block, *(1,) * (3 - len(block))),
-        shared_bytes,
-        stream,
-        ctypes.addressof(attributes),
-        count,
-    )
-    status = _driver_launch()(ctypes.byref(config), ctypes.c_void_p(function), addresses, None)
-    if status:
-        raise DeviceError(
-            f"cuLaunchKernelEx: error {status}; grid {grid}, block {block}, "
-            f"{shared_bytes} bytes of shared memory, clusters of {cluster}"
-        )
+    return attributes, count
 
 
 def _host_value(value: Any) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 
 from engine.errors import DeviceError
 
-__all__ = ["tensor_map", "tensor_map_2d"]
+__all__ = ["map_source", "tensor_map", "tensor_map_2d", "tensor_map_of"]
 
 _BYTES = 128
 _ALIGNMENT = 64  # of the map's own address
@@ -18,6 +18,8 @@ _ALIGNMENT = 64  # of the map's own address
 _DTYPES = {"float16": 6, "bfloat16": 9}  # CUtensorMapDataType
 _SWIZZLE_128B = 3
 _L2_PROMOTION_256B = 3
+
+_sources: dict[int, tuple[Any, ...]] = {}  # where a map lies: what it was made of
 
 
 def tensor_map_2d(array: Any, dtype: str, box: tuple[int, int]) -> Any:
@@ -103,4 +105,15 @@ def _encode(
             f"cuTensorMapEncodeTiled failed with status {status} for {dtype} {sizes}, "
             f"{strides} bytes apart, box {box}, at {pointer:#x}"
         )
+    _sources[encoded.ctypes.data] = (pointer, dtype, sizes, strides, box)
     return encoded.view(np.dtype((np.void, _BYTES)))
+
+
+def map_source(encoded: Any) -> tuple[Any, ...]:
+    """Return what `tensor_map_of` made this map of: the address, and the rest."""
+    return _sources[encoded.ctypes.data]
+
+
+def tensor_map_of(pointer: int, *rest: Any) -> Any:
+    """Return the map that `map_source` describes, of the same array elsewhere."""
+    return _encode(pointer, *rest)

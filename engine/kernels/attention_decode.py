@@ -125,6 +125,7 @@ def attention_decode(
     softcap: float = 0.0,
     num_splits: int | None = None,
     max_context_len: int | None = None,
+    overlap: bool = False,
     out: Any = None,
     return_lse: bool = False,
 ) -> Any:
@@ -155,6 +156,9 @@ def attention_decode(
         depends on it by rounding only.
     max_context_len : int, optional
         Bound of `context_lens`, NB * block_size by default. Only `num_splits` is chosen by it.
+    overlap : bool
+        Say that the kernel in front on the stream is `qk_norm_rope_store`, and so that nobody who
+        is still running writes `block_tables` or `context_lens`: these are then read while it ends.
     out : (B, Q, H, D) array of q's dtype, optional
         Where to put the result; may be `q`.
     return_lse : bool
@@ -221,7 +225,7 @@ def attention_decode(
     out = call.output("out", out, q.shape, q.dtype, layout="rows")
     lse = call.xp.empty(q.shape[:3], np.float32) if return_lse else None
     if _decode_sm90.takes(q, pages, out):
-        _decode_sm90.launch(q, pages, out, lse, rule, num_splits)
+        _decode_sm90.launch(q, pages, out, lse, rule, num_splits, overlap=overlap)
         return out if lse is None else (out, lse)
     bound = pages.block_tables.shape[1] * call["block_size"]
     if max_context_len is not None:

@@ -157,7 +157,7 @@ def _launch(
     heads_per_block = _THREADS // min(max(items, 1), _THREADS)
     if num_tokens > 2 * sm_count():
         heads_per_block *= _HEADS_AT_ONCE
-    strides = {
+    strides: dict[str, Any] = {
         f"{name}_stride_{axis}": element_strides(array)[i]
         for name, array in {"q": q, "k": k, "q_out": q_out, "k_out": k_out}.items()
         for i, axis in enumerate("th")

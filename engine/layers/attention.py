@@ -177,6 +177,7 @@ class Attention:
             window=p.window,
             softcap=p.softcap,
             max_context_len=batch.max_context_len,
+            overlap=True,  # it follows qk_norm_rope_store
             out=None if out is None else out[:n, None],
         )
         return result[:, 0]

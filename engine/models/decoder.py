@@ -22,6 +22,7 @@ from engine.layers.linear import Linear
 from engine.layers.mlp import MLP
 from engine.layers.norm import Norm
 from engine.layers.rotary import long_rope_offset, rope_table
+from engine.models.layer_walk import LayerWalk
 
 __all__ = ["Decoder", "DecoderLayer"]
 
@@ -87,7 +88,7 @@ class DecoderLayer:
             The same two for the next layer: the addition is left to the norm that follows, or
             done already.
         """
-        if delta is None and self.can_fuse and residual.shape[0] <= _MAX_FUSED_ROWS:
+        if delta is None and self.is_fused(residual.shape[0]):
             residual = self.attn(residual, batch, *pages, norm=self.attn_norm, residual=residual)
             return None, self.mlp(residual, norm=self.mlp_norm, residual=residual)
         if delta is None:
@@ -102,6 +103,10 @@ class DecoderLayer:
         if self.post_mlp_norm is not None:
             x = self.post_mlp_norm(x, out=x)
         return x, residual
+
+    def is_fused(self, num_tokens: int) -> bool:
+        """Tell whether a layer that has nothing to add leaves nothing to add."""
+        return self.can_fuse and num_tokens <= _MAX_FUSED_ROWS
 
 
 class Decoder:
@@ -150,6 +155,7 @@ class Decoder:
         self.long_rope_offset = long_rope_offset(config.rope, max_model_len)
         self.embed = Embedding(self._weight("embed"), config.embed_scale)
         self.layers = tuple(self._layer(index) for index in range(config.num_layers))
+        self._walk = LayerWalk(self.layers, [_numbers(config, i) for i in range(len(self.layers))])
         self.final_norm = self._norm("final_norm")
         self.lm_head = self._linear("lm_head", False)
 
@@ -180,9 +186,7 @@ class Decoder:
 
     def hidden_states(self, batch: ForwardBatch, kv_pages: Pages) -> Any:
         """Return the normalised last hidden states (R, N) of the tokens whose logits are wanted."""
-        delta, residual = None, self.embed(batch.token_ids)
-        for layer, pages in zip(self.layers, kv_pages, strict=True):
-            delta, residual = layer(delta, residual, batch, pages)
+        delta, residual = self._walk(self.embed(batch.token_ids), batch, kv_pages)
         if batch.logits_indices is not None:
             # Rows by index: the same op as the look-up of embeddings.
             if delta is not None:
@@ -281,6 +285,11 @@ def address(array: Any) -> int:
 def _rope_index(config: ModelConfig, layer: int) -> int:
     """Return which rope table the layer reads: layers with a window may have their own."""
     return int(config.rope_local is not None and config.window(layer) > 0)
+
+
+def _numbers(config: ModelConfig, layer: int) -> tuple[int, ...]:
+    """Return what the layers of a model may differ in, beside their weights."""
+    return config.window(layer), _rope_index(config, layer)
 
 
 def _ropes(config: ModelConfig) -> tuple[RopeConfig, ...]:
