@@ -286,11 +286,11 @@ class ResolvedConfig:
 def activation_bytes(model: ModelConfig, dtype: str, num_tokens: int, num_rows: int) -> int:
     """Estimate the peak bytes of one step's activations.
 
-    Live at once, at worst: the residual stream, a normed copy, and the wider of the attention's
-    and the MLP's intermediates; and the logits with the sampler's copy of them.
+    Live at once, at worst: the residual stream and all that a layer makes, since the others use the
+    memory of the first (`models/layer_walk.py`); and the logits with the sampler's copy of them.
     """
     mlp = 3 * model.intermediate_size  # gate, up and their product
     attention = 2 * model.qkv_dim
-    per_token = (3 * model.hidden_size + max(mlp, attention)) * itemsize(dtype)
+    per_token = (4 * model.hidden_size + mlp + attention) * itemsize(dtype)
     per_row = 4 * 4 * model.vocab_size
     return math.ceil(1.1 * (num_tokens * per_token + num_rows * per_row))
