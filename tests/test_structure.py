@@ -34,7 +34,10 @@ LAYERS = {
 }  # fmt: skip
 
 # Public ops' keywords that only say where or how the kernel works, and so are not the mirror's.
-LAUNCH_KEYWORDS = {"max_seqlen_q", "max_context_len", "num_splits", "overlap", "total_tokens"}
+LAUNCH_KEYWORDS = {
+    "max_seqlen_q", "max_seqlen_k", "max_context_len", "num_splits", "overlap", "total_tokens",
+    "deterministic",
+}  # fmt: skip
 
 
 def _sources() -> list[Path]:
@@ -66,7 +69,9 @@ def test_every_cuda_file_belongs_to_an_op():
 def test_the_mirror_has_the_ops_signature(op):
     public = inspect.signature(getattr(kernels, op)).parameters
     mirror = inspect.signature(getattr(reference, op)).parameters
-    wanted = [name for name in public if name not in OUTPUT_KEYWORDS | LAUNCH_KEYWORDS]
+    keywords = {name for name, p in public.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    ignored = keywords & (OUTPUT_KEYWORDS | LAUNCH_KEYWORDS)
+    wanted = [name for name in public if name not in ignored]
     assert [name for name in mirror if name not in LAUNCH_KEYWORDS] == wanted
     for name in wanted:
         assert mirror[name].default == public[name].default, f"{op}: default of {name!r} differs"

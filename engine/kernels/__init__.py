@@ -1,5 +1,6 @@
 """The catalog of ops: NumPy arrays run the mirror, CuPy arrays the CUDA kernel."""
 
+from engine.kernels.attention_backward import attention_backward
 from engine.kernels.attention_decode import attention_decode
 from engine.kernels.attention_prefill import attention_prefill
 from engine.kernels.decode_inputs import decode_inputs
@@ -23,6 +24,7 @@ from engine.kernels.silu import silu
 from engine.kernels.swiglu import swiglu
 
 __all__ = [
+    "attention_backward",
     "attention_decode",
     "attention_prefill",
     "decode_inputs",

@@ -1,5 +1,6 @@
 """The NumPy mirrors: one file per op, each the specification of the kernel of the same name."""
 
+from engine.reference.attention_backward import attention_backward
 from engine.reference.attention_decode import attention_decode
 from engine.reference.attention_prefill import attention_prefill
 from engine.reference.decode_inputs import decode_inputs
@@ -23,6 +24,7 @@ from engine.reference.silu import silu
 from engine.reference.swiglu import swiglu
 
 __all__ = [
+    "attention_backward",
     "attention_decode",
     "attention_prefill",
     "decode_inputs",

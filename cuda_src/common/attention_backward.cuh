@@ -1,0 +1,124 @@
+// What every kernel of attention_backward needs: who sees whom, one element's gradient, tiles of
+// rows in shared memory, the rows' statistics.
+#pragma once
+
+#include "common/attention.cuh"
+
+// One sequence: which of its queries see which of its keys.
+struct Sequence {
+  int64_t q_begin, k_begin;  // first row of each in the arrays
+  int num_q, num_k;
+  int first_last;  // last key that query 0 sees; negative: none
+  int causal;
+  unsigned reach;  // keys a query sees, counted back from its last one: window, or 2^31
+
+  // SAFETY: lengths that do not fit the arrays are cut to them.
+  __device__ __forceinline__ Sequence(const int* cu_seqlens_q, const int* cu_seqlens_k, int b,
+                                      int total_q, int total_k, int causal, int window)
+      : causal(causal), reach(window > 0 ? static_cast<unsigned>(window) : 1u << 31) {
+    const int q = min(max(cu_seqlens_q[b], 0), total_q);
+    const int k = min(max(cu_seqlens_k[b], 0), total_k);
+    num_q = min(max(cu_seqlens_q[b + 1], q), total_q) - q;
+    num_k = min(max(cu_seqlens_k[b + 1], k), total_k) - k;
+    q_begin = q;
+    k_begin = k;
+    first_last = causal ? num_k - num_q : num_k - 1;
+  }
+
+  __device__ __forceinline__ int last_key(int query) const {
+    return first_last + (causal ? query : 0);
+  }
+  __device__ __forceinline__ int first_key(int query) const {
+    return reach < 1u << 31 ? max(0, last_key(query) - static_cast<int>(reach) + 1) : 0;
+  }
+  // One comparison for both borders: a negative difference is a huge unsigned one.
+  __device__ __forceinline__ bool sees(int query, int key) const {
+    return static_cast<unsigned>(last_key(query) - key) < reach;
+  }
+  // The queries that see any of keys [begin, end).
+  __device__ __forceinline__ int first_query(int begin) const {
+    return causal ? max(0, begin - first_last) : 0;
+  }
+  __device__ __forceinline__ int end_query(int end) const {
+    if (reach == 1u << 31) return num_q;
+    const int64_t last = static_cast<int64_t>(end) - 1 - first_last + reach;
+    return static_cast<int>(min(static_cast<int64_t>(num_q), max(last, static_cast<int64_t>(0))));
+  }
+};
+
+struct Gradient {
+  float p;   // the softmax
+  float ds;  // what the score's gradient is, but for `scale`
+};
+
+// Of one query and key, of q.k, dout.v, and of the query the log2-sum-exp2 and sum(dout * out).
+__device__ __forceinline__ Gradient gradient(const ScoreRule& rule, float dot, float dp, float lse,
+                                             float delta, bool seen) {
+  float slope = 1.0f;
+  if (rule.inner != 0.0f) {
+    dot = rule.cap(dot);
+    slope = 1.0f - dot * dot;
+  }
+  const float p = exp2_approx(fmaf(dot, rule.factor, -lse));
+  // SAFETY: a choice, not a product: what is not seen may be infinite or NaN.
+  return {seen ? p : 0.0f, seen ? p * (dp - delta) * slope : 0.0f};
+}
+
+// The log-sum-exp as a power of 2. A query without keys gets +inf, so that its p are 0.
+__device__ __forceinline__ float log2_sum(float lse) { return lse == -kInf ? kInf : lse * kLog2E; }
+
+// One head's rows of one sequence in an array (tokens, heads, D).
+struct Rows {
+  const scalar_t* first;
+  int64_t stride;
+  int count;
+  int head_dim;
+  bool is_vector;  // rows start at, and are whole, 16-byte words
+};
+
+// Starts the copy of rows [begin, begin + kRows) to smem, zeros past the last one.
+template <int kHeadDim, int kRows, int kThreads>
+__device__ __forceinline__ void load_rows(scalar_t* smem, const Rows& rows, int begin) {
+  using Layout = TileLayout<kHeadDim>;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < kRows * Layout::kWords; i += kThreads) {
+    const int row = i / Layout::kWords, word = i % Layout::kWords;
+    const bool valid = begin + row < rows.count;
+    const scalar_t* from = rows.first + (valid ? (begin + row) * rows.stride : 0);
+    scalar_t* const to = smem + Layout::offset(row, word);
+    if (rows.is_vector)
+      load_word<true>(to, from, word, rows.head_dim, valid);
+    else
+      load_word<false>(to, from, word, rows.head_dim, valid);
+  }
+}
+
+// The statistics of queries [begin, begin + kRows) of one head: log2-sum-exp2, then delta.
+template <int kRows, int kThreads>
+__device__ __forceinline__ void load_statistics(float* smem, const float* lse, const float* delta,
+                                                int64_t stride, int begin, int count) {
+  for (int i = threadIdx.x; i < kRows; i += kThreads) {
+    const bool valid = begin + i < count;
+    smem[i] = valid ? log2_sum(lse[(begin + i) * stride]) : kInf;
+    smem[kRows + i] = valid ? delta[(begin + i) * stride] : 0.0f;
+  }
+}
+
+// A row of a result (tokens, heads, D), where it goes and with which factor.
+struct GradientRows {
+  scalar_t* first;
+  int64_t stride;
+  int count;
+  int head_dim;
+  float factor;
+
+  __device__ __forceinline__ void pair(int row, int column, float x, float y) const {
+    if (row >= count) return;
+    single(row, column, x);
+    single(row, column + 1, y);
+  }
+  __device__ __forceinline__ void single(int row, int column, float x) const {
+    if (row < count && column < head_dim)
+      first[row * stride + column] = from_float<scalar_t>(x * factor);
+  }
+};

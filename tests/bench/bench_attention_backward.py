@@ -1,0 +1,117 @@
+"""attention_backward, bfloat16: TFLOP/s of its five products, a causal square counted at half.
+
+Beside it, where torch is installed, the backward pass of scaled_dot_product_attention by cuDNN and
+by FlashAttention-2.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+from functools import partial
+
+import numpy as np
+
+from engine import kernels, reference
+from engine.device import to_numpy
+from engine.testing.cases_attention import cu_seqlens, normal_on
+from engine.testing.tolerances import assert_close
+from tests.bench.case import BenchCase
+
+_CHECKED = 32  # the mirror takes minutes for a whole case: the last rows of the last sequence
+
+
+def _sdpa_seconds(
+    backend: str, batch: int, heads: int, head_dim: int, n: int, causal: bool
+) -> float:
+    """Return the median seconds of torch's backward pass on random values of these shapes."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    shape = (batch, heads, n, head_dim)
+    make = partial(torch.randn, shape, device="cuda", dtype=torch.bfloat16)
+    qkv = [make(requires_grad=True) for _ in range(3)]
+    dout, times, launches = make(), [], 10
+    with sdpa_kernel(getattr(SDPBackend, backend)):
+        out = scaled_dot_product_attention(*qkv, is_causal=causal)
+        for repeat in range(6):
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(launches):
+                torch.autograd.grad(out, qkv, dout, retain_graph=True)
+            stop.record()
+            stop.synchronize()
+            if repeat:
+                times.append(start.elapsed_time(stop) * 1e-3 / launches)
+    return statistics.median(times)
+
+
+def _peers(batch: int, heads: int, kv_heads: int, head_dim: int, n: int, causal: bool):
+    if heads != kv_heads or importlib.util.find_spec("torch") is None:
+        return None
+    shape = (batch, heads, head_dim, n, causal)
+    return {
+        "cudnn": partial(_sdpa_seconds, "CUDNN_ATTENTION", *shape),
+        "flash2": partial(_sdpa_seconds, "FLASH_ATTENTION", *shape),
+    }
+
+
+def _mirror(causal, dout, q, k, v, out, lse):
+    starts = {"cu_seqlens_q": cu_seqlens([len(q)]), "cu_seqlens_k": cu_seqlens([len(k)])}
+    return reference.attention_backward(dout, q, k, v, out, lse, **starts, causal=causal)
+
+
+def _case(
+    batch: int, heads: int, kv_heads: int, head_dim: int, n: int, causal: bool, deterministic: bool
+) -> BenchCase:
+    shape, kv_shape = (batch * n, heads, head_dim), (batch * n, kv_heads, head_dim)
+
+    def make(xp, seed):
+        shapes = enumerate((shape, shape, kv_shape, kv_shape))
+        dout, q, k, v = (normal_on(xp, s, "bfloat16", seed + i) for i, s in shapes)
+        starts = xp.asarray(cu_seqlens([n] * batch))
+        where = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "causal": causal}
+        out, lse = kernels.attention_prefill(q, k, v, **where, max_seqlen_q=n, return_lse=True)
+        return dout, q, k, v, out, lse, starts
+
+    def run(dout, q, k, v, out, lse, starts):
+        where = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "causal": causal}
+        options = {"max_seqlen_q": n, "max_seqlen_k": n, "deterministic": deterministic}
+        return kernels.attention_backward(dout, q, k, v, out, lse, **where, **options)
+
+    def check(args, result):
+        # With the log-sum-exp given, some queries give their dQ and some keys their dK and dV.
+        group, last = heads // kv_heads, slice(-_CHECKED, None)
+        args = [*(x[:, :group] for x in args[:2]), *(x[:, :1] for x in args[2:4]), *args[4:6]]
+        dout, q, k, v, out, lse = (to_numpy(x[-n:, :group]) for x in args)
+        dq, dk, dv = (np.ascontiguousarray(to_numpy(x[last])) for x in result)
+        few = [x[last] if causal else x for x in (dout, q, out, lse)]
+        by_query = _mirror(causal, *(x[last] for x in (dout, q)), k, v, out[last], lse[last])[0]
+        by_key = _mirror(causal, *few[:2], k[last], v[last], *few[2:])[1:]
+        got = dq[:, :group], dk[:, :1], dv[:, :1]
+        for name, x, want in zip(("dq", "dk", "dv"), got, (by_query, *by_key), strict=True):
+            x, want = np.ascontiguousarray(x), np.ascontiguousarray(want[last])
+            assert_close(x, want, reduction=3 * head_dim + n * group, name=name)
+
+    flops = 10 * batch * heads * head_dim * n * n // (2 if causal else 1)
+    nbytes = 2 * (4 * np.prod(shape) + 4 * np.prod(kv_shape))
+    peers = _peers(batch, heads, kv_heads, head_dim, n, causal)
+    order = "" if deterministic else " any order"
+    mask = "causal" if causal else "full"
+    name = f"B{batch} H{heads}/{kv_heads} D{head_dim} S{n} {mask}{order}"
+    return BenchCase(name, make, run, nbytes=int(nbytes), flops=flops, check=check, peers=peers)
+
+
+CASES = [
+    _case(*shape, deterministic)
+    for shape in (
+        *((4, 8, 8, 64, n, causal) for n in (2048, 4096, 8192) for causal in (False, True)),
+        (2, 32, 32, 128, 2048, True),
+        (2, 32, 32, 128, 8192, True),
+        (2, 32, 32, 128, 8192, False),
+        (1, 32, 32, 128, 16384, True),
+        (2, 32, 8, 128, 4096, True),
+    )
+    for deterministic in (True, False)
+]
