@@ -277,16 +277,15 @@ def _launch(
     inputs = {name: arrays[name] for name in ("dout", "q", "k", "v")}
     shape = {"num_heads": num_heads, "head_dim": head_dim}
     summed = {name: arrays[name] for name in ("dout", "out")}
-    rows = total_q * num_heads
     _DELTA.launch(
         tile.spec(dtype),
-        (ceil_div(rows, 8),),
+        (ceil_div(total_q * num_heads, 8),),
         (256,),
         **summed,
         **_strides(summed),
         **shape,
         delta=delta,
-        rows=rows,
+        rows=total_q * num_heads,
     )
     args = {
         **inputs,
