@@ -313,7 +313,7 @@ def _launch(
     _QUERIES.launch(tile.spec(dtype), (query_tiles, num_heads, batch), block, shared, **args)
 
 
-def _strides(arrays: dict[str, Any]) -> dict[str, int]:
+def _strides(arrays: dict[str, Any]) -> dict[str, Any]:
     """Return the strides from token to token and from head to head, by the kernels' names."""
     return {
         f"{name}_stride_{axis}": element_strides(array)[i]
