@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from engine.errors import EngineError, OutOfMemoryError, StepTimeoutError
 from engine.request import Request
@@ -17,6 +17,7 @@ from engine.runner.model_runner import LaunchedStep, ModelRunner
 from engine.runner.result import StepResult
 from engine.scheduler.output import ScheduleOutput
 from engine.scheduler.scheduler import Scheduler
+from engine.suspects import Suspects
 from engine.watchdog import Watchdog
 
 __all__ = ["StepLoop"]
@@ -28,7 +29,8 @@ class StepLoop:
     """Turns the scheduler's decisions into committed tokens.
 
     A step that raises is rolled back: its requests return to the queue and are computed again. If
-    a request is in a failing step twice in a row, it fails; the engine goes on.
+    that fails too, they are computed in ever smaller groups (`Suspects`), each step read before
+    the next one is launched, until the one to blame fails alone; the others go on.
 
     Parameters
     ----------
@@ -62,7 +64,7 @@ class StepLoop:
         self._is_debug = is_debug
         self._on_schedule = on_schedule
         self._under_way: deque[LaunchedStep] = deque()
-        self._suspects: set[Request] = set()  # were in a step that failed
+        self._suspects = Suspects()
         self._has_just_failed = False
         self._abandoned: list[LaunchedStep] = []
         self._results: list[StepResult] = []  # committed, but not given back
@@ -81,10 +83,11 @@ class StepLoop:
             If the watchdog is to give up stuck steps. What was launched is rolled back.
         """
         with self._watchdog:
-            if self._runner.needs_host_ids:
+            if self._runner.needs_host_ids or self._suspects.is_trying:
                 self._settle(keep=0)  # without the last ids on the host, some cannot go on
             launched = self._launch()
-            self._settle(keep=self._depth if launched else 0)
+            is_late = launched and not self._suspects.is_trying
+            self._settle(keep=self._depth if is_late else 0)
         results, self._results = self._results, []
         return results
 
@@ -102,8 +105,7 @@ class StepLoop:
 
     def _launch(self) -> bool:
         """Schedule and launch; False if there was nothing to do."""
-        output = self._scheduler.schedule()
-        self._runner.release(output.preempted)
+        output = self._schedule()
         if output.is_empty:
             return False
         self._on_schedule(output)
@@ -114,6 +116,28 @@ class StepLoop:
             return True
         self._under_way.append(step)
         return True
+
+    def _schedule(self) -> ScheduleOutput:
+        for held in self._held():
+            output = self._scheduler.schedule(held)
+            self._runner.release(output.preempted)
+            if not output.is_empty:
+                return output
+        return output
+
+    def _held(self) -> Iterator[set[Request]]:
+        """Yield whom to leave out of the next step: on trial, all but one group.
+
+        A group may lack blocks that others hold; so after the groups come all that are not on
+        trial, and at last everybody, because then something always fits.
+        """
+        if self._suspects.is_trying:
+            everybody = set(self._scheduler.unfinished_requests())
+            groups = list(self._suspects.groups())
+            for group in groups:
+                yield everybody.difference(group)
+            yield set().union(*groups)
+        yield set()
 
     def _settle(self, *, keep: int) -> None:
         """Read and commit the oldest steps until `keep` are under way."""
@@ -141,7 +165,7 @@ class StepLoop:
         self._has_just_failed = False
         self._abandoned.clear()  # were before this one on the stream
         if self._suspects:
-            self._suspects.difference_update(s.request for s in output.sequences)
+            self._suspects.note_success(output.sequences)
 
     def _fail(self, result: StepResult) -> None:
         """End the requests that failed; those that ended meanwhile did not fail."""
@@ -163,10 +187,9 @@ class StepLoop:
         self.num_failures += 1
         self._has_just_failed = True
         _LOG.warning("step %d failed and is undone", failed.step_id, exc_info=error)
-        requests = [s.request for s in failed.sequences]
+        guilty = self._suspects.note_failure(failed.sequences)
         why = f"the step failed twice: {type(error).__name__}: {error}"
-        result = StepResult(failed={r: why for r in requests if r in self._suspects})
-        self._suspects.update(requests)
+        result = StepResult(failed={} if guilty is None else {guilty: why})
         self._fail(result)
         self._results.append(result)
 

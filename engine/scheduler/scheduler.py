@@ -12,7 +12,7 @@ samples is then *pending* (see `engine.request`). Every choice depends only on t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from engine.cache.block_manager import BlockManager, BlockMoves
 from engine.errors import ContractError
@@ -28,7 +28,7 @@ from engine.scheduler.under_way import PrefixesUnderWay
 __all__ = ["Scheduler"]
 
 _RUNNING = RequestStatus.RUNNING
-_MAX_HELD = 16  # requests passed over in one step because their prefix is under way
+_MAX_PASSED = 16  # requests passed over in one step because their prefix is under way
 
 
 class Scheduler:
@@ -160,18 +160,25 @@ class Scheduler:
 
     # ---- one step
 
-    def schedule(self) -> ScheduleOutput:
+    def schedule(self, held: Collection[Request] = ()) -> ScheduleOutput:
         """Decide the next step and reserve its blocks.
 
         The output is empty if nothing waits or runs, or if all that could be computed depends on
         tokens of steps that are not committed yet. Otherwise at least one token is computed.
+
+        Parameters
+        ----------
+        held : collection of Request, optional
+            Left out of this step, whether they wait or run; they keep their places (a running one
+            may still be preempted). With them the output may be empty although others wait: what
+            these lack may be in the hands of the held.
         """
         output = ScheduleOutput(self._num_steps)
         self._num_steps += 1
-        prefills = self._schedule_decodes(output)
+        prefills = self._schedule_decodes(output, held)
         self._schedule_prefills(output, prefills)
         if not output.preempted:
-            self._admit(output)
+            self._admit(output, held)
         self._complete(output)
         return output
 
@@ -238,7 +245,9 @@ class Scheduler:
 
     # ---- parts of schedule()
 
-    def _schedule_decodes(self, output: ScheduleOutput) -> list[Request]:
+    def _schedule_decodes(
+        self, output: ScheduleOutput, held: Collection[Request]
+    ) -> list[Request]:
         """Schedule every running request that has one token to compute; return the others."""
         prefills: list[Request] = []
         running, sequences = self._roster.running, output.sequences
@@ -247,6 +256,8 @@ class Scheduler:
         while index < len(running):  # the tail may be preempted under way
             request = running[index]
             index += 1
+            if held and request in held:
+                continue
             start = request.num_computed_tokens
             if request.num_tokens - start != 1:
                 prefills.append(request)
@@ -272,22 +283,25 @@ class Scheduler:
             if self._make_room(request, output):
                 self._schedule_chunk(request, output)
 
-    def _admit(self, output: ScheduleOutput) -> None:
+    def _admit(self, output: ScheduleOutput, held: Collection[Request]) -> None:
         """Let waiting requests in, in order of service, until one does not fit."""
         roster, config = self._roster, self.config
         if not len(roster.waiting):
             return
-        held: list[Request] = []
+        passed = [request for request in held if request in roster.waiting]
+        for request in passed:
+            roster.waiting.discard(request)
+        most_passed = len(passed) + _MAX_PASSED
         under_way = PrefixesUnderWay(self.blocks, [*self._in_flight, output])
         while len(roster.waiting) and len(roster.running) < config.max_num_seqs:
             request = self._next_waiting()
             if request.num_pending_tokens or not self._chunk(request, output):
                 break
             if under_way.has_most_of(request):
-                if len(held) == _MAX_HELD:
+                if len(passed) == most_passed:
                     break
                 roster.waiting.discard(request)
-                held.append(request)
+                passed.append(request)
                 continue
             # Room kept for those that run; a request alone may have everything.
             spare = config.watermark_blocks if roster.running else 0
@@ -298,7 +312,7 @@ class Scheduler:
             under_way.add(request)
             output.admitted.append(request)
             self._schedule_chunk(request, output)
-        for request in held:
+        for request in passed:
             roster.waiting.push(request)
 
     def _complete(self, output: ScheduleOutput) -> None:

@@ -99,7 +99,8 @@ def test_requests_of_a_step_that_fails_twice_fail_and_others_live(model, monkeyp
         return forward(self, batch, pages)
 
     monkeypatch.setattr(type(model), "forward", broken)
-    outputs = run(engine, num_failures=2)
+    # The step, the step again, and each of its two requests alone.
+    outputs = run(engine, num_failures=4)
     monkeypatch.undo()
     for name in ("0", "1"):
         completion = outputs[name].outputs[0]

@@ -1,0 +1,218 @@
+"""Steps that fail again and again: the request to blame ends with an error, nobody else does."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from engine import SamplingParams
+from engine.suspects import Suspects
+from tests.e2e.tiny import VOCAB, greedy_alone, make_engine, run, swap_gb, tiny_model
+
+PILL = VOCAB - 1  # stands in no prompt but those that are to fail
+MAX_TOKENS = 12
+GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+@pytest.fixture(params=[False, True], ids=["sync", "late"])
+def late(request):
+    return request.param
+
+
+def _prompts(rng, count, longest=60):
+    return [[rng.randrange(PILL) for _ in range(rng.randint(2, longest))] for _ in range(count)]
+
+
+def _poison(monkeypatch, model, token, position=None):
+    """Let every forward pass raise that computes `token` (at `position`, if given)."""
+    forward = type(model).forward
+
+    def broken(self, batch, pages):
+        is_pill = np.asarray(batch.token_ids) == token
+        if position is not None:
+            is_pill &= np.asarray(batch.positions) == position
+        if is_pill.any():
+            raise RuntimeError("bad pill")
+        return forward(self, batch, pages)
+
+    monkeypatch.setattr(type(model), "forward", broken)
+
+
+def _serve(engine, prompts, params=GREEDY):
+    for index, prompt in enumerate(prompts):
+        engine.add_request(str(index), prompt, params)
+    outputs = {}
+    for _ in range(3000):
+        if not engine.has_unfinished_requests():
+            assert not engine._loop._suspects and not engine._loop._suspects.is_trying
+            return [outputs[str(index)].outputs[0] for index in range(len(prompts))]
+        outputs.update((o.request_id, o) for o in engine.step())
+        engine.check_integrity()
+    raise AssertionError("no end")
+
+
+def _check(model, prompts, completions, guilty):
+    for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        want = greedy_alone(model, prompt, MAX_TOKENS, eos=False)
+        if index in guilty:
+            assert completion.finish_reason == "error", index
+            assert completion.stop_reason == "the step failed twice: RuntimeError: bad pill"
+            assert list(completion.token_ids) == want[: len(completion.token_ids)]
+        else:
+            assert (completion.finish_reason, list(completion.token_ids)) == ("length", want), index
+
+
+@pytest.mark.parametrize("place", [0, 3, 40])
+@pytest.mark.parametrize("caching", [True, False])
+def test_only_the_request_to_blame_fails(model, monkeypatch, late, place, caching):
+    """At any place of its prompt: in the first chunk, and in one that follows others."""
+    prompts = _prompts(random.Random(place), 6)
+    prompts[2] = [*prompts[2][:20], *range(30)]
+    prompts[2][place] = PILL
+    engine = make_engine(
+        model,
+        async_scheduling=late,
+        max_num_seqs=6,
+        max_num_batched_tokens=16,
+        enable_prefix_caching=caching,
+    )
+    with monkeypatch.context() as patch:
+        _poison(patch, model, PILL, place)
+        completions = _serve(engine, prompts)
+    _check(model, prompts, completions, {2})
+    assert engine.stats().request_success == {"error": 1, "length": 5}
+
+
+@pytest.mark.parametrize("number", [0, 4, 9])
+def test_a_request_that_fails_while_it_decodes(model, monkeypatch, late, number):
+    prompts = _prompts(random.Random(number), 6)
+    alone = [greedy_alone(model, prompt, MAX_TOKENS, eos=False) for prompt in prompts]
+    token, position = alone[3][number], len(prompts[3]) + number
+    # Others that happen to have the same token there are as guilty; a last token is not computed.
+    sequences = [[*prompt, *ids[:-1]] for prompt, ids in zip(prompts, alone, strict=True)]
+    guilty = {i for i, ids in enumerate(sequences) if ids[position : position + 1] == [token]}
+    engine = make_engine(model, async_scheduling=late, max_num_seqs=6, max_num_batched_tokens=64)
+    with monkeypatch.context() as patch:
+        _poison(patch, model, token, position)
+        completions = _serve(engine, prompts)
+    assert 3 in guilty
+    _check(model, prompts, completions, guilty)
+    assert list(completions[3].token_ids) == alone[3][: number + 1]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_several_guilty_ones_in_a_tiny_pool(model, monkeypatch, late, seed):
+    rng = random.Random(seed)
+    prompts = _prompts(rng, 10)
+    guilty = set(rng.sample(range(10), rng.randint(1, 4)))
+    for index in guilty:
+        prompts[index][rng.randrange(len(prompts[index]))] = PILL
+    swaps = rng.random() < 0.5
+    engine = make_engine(
+        model,
+        async_scheduling=late,
+        max_model_len=96,
+        num_blocks=6 + rng.choice([0, 3]),
+        max_num_seqs=rng.choice([1, 3, 9]),
+        max_num_batched_tokens=rng.choice([9, 24, 100]),
+        scheduling_policy=rng.choice(["fcfs", "lpm"]),
+        enable_prefix_caching=rng.random() < 0.7,
+        watermark=0.0,
+        preemption_mode="swap" if swaps else "recompute",
+        swap_space_gb=swap_gb(8) if swaps else 0.0,
+    )
+    with monkeypatch.context() as patch:
+        _poison(patch, model, PILL)
+        # Greedy answers may hold the pill too: then their request is as guilty.
+        completions = _serve(engine, prompts)
+    for index, prompt in enumerate(prompts):
+        if PILL in greedy_alone(model, prompt, MAX_TOKENS, eos=False)[:-1]:
+            guilty.add(index)
+    _check(model, prompts, completions, guilty)
+
+
+def test_few_steps_find_one_of_many(model, monkeypatch, late):
+    prompts = [[index % PILL, 5 + index] for index in range(64)]
+    prompts[37] = [PILL, 7]
+    engine = make_engine(
+        model, async_scheduling=late, max_num_seqs=64, max_num_batched_tokens=200, num_blocks=200
+    )
+    with monkeypatch.context() as patch:
+        _poison(patch, model, PILL, 0)
+        completions = _serve(engine, prompts)
+    _check(model, prompts, completions, {37})
+    # The step, the step again, and one half at each of six levels.
+    assert engine.stats().num_step_failures == 2 + 6
+
+
+def test_a_step_that_is_too_large_is_computed_in_parts(model, monkeypatch, late):
+    """Nobody is to blame: together they do not fit, in parts they do."""
+    prompts = _prompts(random.Random(1), 6, longest=12)
+    engine = make_engine(model, async_scheduling=late, max_num_seqs=6, max_num_batched_tokens=99)
+    forward = type(model).forward
+
+    def narrow(self, batch, pages):
+        if len(batch.context_lens) > 2:
+            raise MemoryError("three are too many")
+        return forward(self, batch, pages)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model), "forward", narrow)
+        completions = _serve(engine, prompts)
+    _check(model, prompts, completions, set())
+
+
+def test_requests_that_come_and_go_during_a_trial(model, monkeypatch, late):
+    prompts = _prompts(random.Random(5), 6)
+    prompts[4][1] = PILL
+    engine = make_engine(model, async_scheduling=late, max_num_seqs=6, max_num_batched_tokens=300)
+    outputs = {}
+    with monkeypatch.context() as patch:
+        _poison(patch, model, PILL, 1)
+        for index, prompt in enumerate(prompts[:5]):
+            engine.add_request(str(index), prompt, GREEDY)
+        while not engine._loop._suspects.is_trying:
+            outputs.update((o.request_id, o) for o in engine.step())
+        engine.abort_request("0")
+        engine.add_request("5", prompts[5], GREEDY)
+        outputs |= run(engine, num_failures=engine.stats().num_step_failures + 2)
+    assert outputs["0"].outputs[0].finish_reason == "abort"
+    _check(model, prompts[1:], [outputs[str(i)].outputs[0] for i in range(1, 6)], {3})
+
+
+def test_continuations_of_one_prompt_share_its_fate_alone(model, monkeypatch, late):
+    prompts = _prompts(random.Random(2), 3)
+    engine = make_engine(model, async_scheduling=late, max_num_seqs=8, max_num_batched_tokens=300)
+    engine.add_request("bad", [5, PILL, 7], SamplingParams(n=3, max_tokens=4))
+    with monkeypatch.context() as patch:
+        _poison(patch, model, PILL, 1)
+        completions = _serve(engine, prompts)
+    _check(model, prompts, completions, set())
+    assert engine.stats().request_success == {"error": 1, "length": 3}
+
+
+def test_nobody_is_left_among_the_suspects(model, monkeypatch, late):
+    """One fault that passes: everybody is cleared, and is not to blame for the next one."""
+    engine = make_engine(model, async_scheduling=late, max_num_seqs=6, max_num_batched_tokens=200)
+    prompts = _prompts(random.Random(3), 6)
+    launch, calls = engine.runner.launch, iter(range(10**6))
+
+    def broken(output):
+        if next(calls) % 3 == 2:
+            raise RuntimeError("now and then")
+        return launch(output)
+
+    monkeypatch.setattr(engine.runner, "launch", broken)
+    _check(model, prompts, _serve(engine, prompts), set())
+
+
+def test_suspects_begin_empty():
+    suspects = Suspects()
+    assert not suspects and not suspects.is_trying and list(suspects.groups()) == []
