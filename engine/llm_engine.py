@@ -15,9 +15,9 @@ from engine.engine_config import EngineConfig
 from engine.errors import RequestError
 from engine.input_processor import InputProcessor, Prompt, PromptInput
 from engine.model import Model, load
-from engine.output_processor import End, OutputGroup, OutputStream
+from engine.output_processor import End, OutputGroup, OutputStream, token_texts
 from engine.outputs import RequestOutput
-from engine.request import FINISH_REASONS, Request
+from engine.request import FINISH_REASONS, Request, RequestStatus
 from engine.runner.model_runner import ModelRunner
 from engine.runner.result import StepResult
 from engine.runner.sampling import SamplingSpec
@@ -30,6 +30,9 @@ from engine.step_loop import StepLoop
 from engine.watchdog import Watchdog
 
 __all__ = ["LLMEngine", "Prompt", "QueueFullError"]
+
+_RUNNING = RequestStatus.RUNNING
+_Changed = dict[OutputGroup, RequestOutput | None]  # None: the output is still to be made
 
 
 class LLMEngine:
@@ -64,6 +67,7 @@ class LLMEngine:
         self._inputs = InputProcessor(
             model, self.tokenizer, max_model_len=limits.max_model_len, seed=config.seed
         )
+        self._texts = token_texts(self.tokenizer)
         self._pool = MemoryPool(model.device)
         self.kv_cache = KVCache(config.geometry, limits.num_blocks, self._pool)
         self._swap = (
@@ -91,7 +95,7 @@ class LLMEngine:
         )
         self._groups: dict[str, OutputGroup] = {}  # unfinished, by the user's id
         self._streams: dict[Request, OutputStream] = {}  # of these
-        self._ended: dict[OutputGroup, None] = {}  # by abort or timeout, not reported yet
+        self._ended: _Changed = {}  # by abort or timeout, not reported yet
         self._deadlines = Deadlines()
         self._stats = StatsCollector()
 
@@ -117,10 +121,14 @@ class LLMEngine:
         """
         self._end_overdue()
         results = self._loop.advance()
-        groups = self._take_ended()
+        changed = self._take_ended()
         for result in results:
-            groups |= self._take(result)
-        return [group.output() for group in groups if group.wants_output]
+            self._take(result, changed, is_only=len(results) == 1)
+        return [
+            output or group.output()
+            for group, output in changed.items()
+            if output is not None or group.wants_output
+        ]
 
     # ---- requests come and go
 
@@ -186,7 +194,7 @@ class LLMEngine:
             request_id, checked.token_ids, params, group.metrics.arrival_time, priority, salt
         )
         group.streams = [
-            OutputStream(request, spec, group, self.tokenizer)
+            OutputStream(request, spec, group, self.tokenizer, self._texts)
             for request, spec in zip(requests, specs, strict=True)
         ]
         self._queue(requests, parent)
@@ -307,13 +315,16 @@ class LLMEngine:
             if stream is not None and stream.group.metrics.first_scheduled_time is None:
                 stream.group.metrics.first_scheduled_time = time.monotonic()
 
-    def _take_ended(self) -> dict[OutputGroup, None]:
+    def _take_ended(self) -> _Changed:
         ended, self._ended = self._ended, {}
         return ended
 
-    def _take(self, result: StepResult) -> dict[OutputGroup, None]:
-        """Hand a step's results to their streams; return the requests that have news."""
-        changed: dict[OutputGroup, None] = {}
+    def _take(self, result: StepResult, changed: _Changed, *, is_only: bool) -> None:
+        """Hand a step's results to their streams, and add the requests that have news to `changed`.
+
+        With them comes their output, if it was made already: of a plain stream that goes on, in the
+        only result there is.
+        """
         streams, now = self._streams, time.monotonic()
         for request, (position, entries) in result.prompt_logprobs.items():
             if request in streams:
@@ -326,6 +337,11 @@ class LLMEngine:
             num_tokens += len(token_ids)
             if stream.is_quiet:
                 continue
+            if stream.is_plain and is_only and request.status is _RUNNING and len(token_ids) == 1:
+                output = stream.next_output(token_ids, now)
+                if output is not None:
+                    changed[stream.group] = output
+                    continue
             stream.group.note_tokens(len(token_ids), now)
             end = stream.append(token_ids, result.logprobs.get(request, ()))
             changed[stream.group] = None
@@ -342,7 +358,6 @@ class LLMEngine:
             if request in streams:
                 changed[streams[request].group] = None
                 self._release(streams[request])
-        return changed
 
     def _end(self, stream: OutputStream, end: End) -> None:
         """End a continuation because of its text: that counts before what the scheduler found."""

@@ -6,17 +6,23 @@ what the user sees; what the scheduler needs stays in `Request`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from engine.outputs import (
+    CompletionOutput,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    next_piece,
+)
 from engine.request import Request, RequestStatus
 from engine.runner.sampling import SamplingSpec
 from engine.sampling_params import RequestOutputKind, SamplingParams
-from engine.text.detokenizer import IncrementalDetokenizer
+from engine.text.detokenizer import IncrementalDetokenizer, TokenTexts
 from engine.text.stop import StopChecker
 
-__all__ = ["End", "OutputGroup", "OutputStream"]
+__all__ = ["End", "OutputGroup", "OutputStream", "token_texts"]
 
 _FINAL_ONLY, _DELTA = RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA
 
@@ -40,15 +46,44 @@ class OutputStream:
         The request that it belongs to.
     tokenizer : Tokenizer or None
         None leaves the text empty.
+    texts : mapping of bool to TokenTexts
+        From `token_texts`.
 
     Attributes
     ----------
     is_quiet : bool
         Whether nothing has to be done for further tokens before the end.
+    is_plain : bool
+        Whether `next_output` serves it: one continuation, shown as it comes, ids and text only.
     """
 
+    __slots__ = (
+        "_detokenizer",
+        "_is_delta",
+        "_is_finish_sent",
+        "_is_lazy",
+        "_logprobs",
+        "_num_read",
+        "_params",
+        "_sent_tokens",
+        "_shows_logprobs",
+        "_stop",
+        "_text",
+        "_tokenizer",
+        "cumulative_logprob",
+        "group",
+        "is_plain",
+        "is_quiet",
+        "request",
+    )
+
     def __init__(
-        self, request: Request, spec: SamplingSpec, group: OutputGroup, tokenizer: Any
+        self,
+        request: Request,
+        spec: SamplingSpec,
+        group: OutputGroup,
+        tokenizer: Any,
+        texts: Mapping[bool, TokenTexts],
     ) -> None:
         self.request = request
         self.group = group
@@ -57,21 +92,28 @@ class OutputStream:
         self._detokenizer = None
         self._tokenizer = tokenizer if params.detokenize else None
         if self._tokenizer is not None:
+            skip = params.skip_special_tokens
             self._detokenizer = IncrementalDetokenizer(
-                tokenizer, request.prompt_token_ids, params.skip_special_tokens
+                tokenizer, request.prompt_token_ids, skip, texts[skip]
             )
         self._is_delta = params.output_kind is _DELTA
         self._shows_logprobs = params.logprobs is not None
         # Text that nobody looks at before the end is made at the end, at once.
         self._is_lazy = params.output_kind is _FINAL_ONLY and not params.stop
         self._stop = StopChecker(params.stop or (), params.include_stop_str_in_output)
-        self._text: list[str] = []
+        self._text: list[str] = []  # not shown yet, or (if it is shown again and again) all of it
         self._logprobs: list[dict[int, Logprob]] | None = None if spec.num_logprobs is None else []
         # Whether its tokens can wait for the end, the first one excepted.
         self.is_quiet = False
+        self.is_plain = (
+            params.num_continuations == 1
+            and params.output_kind is not _FINAL_ONLY
+            and not params.stop
+            and spec.num_logprobs is None
+            and params.prompt_logprobs is None
+        )
         self._num_read = 0  # ids that went into the text
         self._sent_tokens = 0
-        self._sent_text = 0
         self._is_finish_sent = False
 
     def append(
@@ -86,6 +128,34 @@ class OutputStream:
             return self._read_ids()
         self.is_quiet = self._logprobs is None
         return None
+
+    def next_output(self, token_ids: list[int], now: float) -> RequestOutput | None:
+        """Take the one new id of a plain stream that goes on, and return the output at once.
+
+        The short way of `append` and `OutputGroup.output`, for the bulk of all tokens. None: the
+        tokenizer raised, nothing was done, and the long way will say so.
+        """
+        text, group, request = "", self.group, self.request
+        if self._detokenizer is not None:
+            try:
+                text = self._detokenizer.push_token(token_ids[0])
+            except Exception:
+                return None
+            self._num_read += 1
+        self._sent_tokens += 1
+        if not self._is_delta:
+            self._text.append(text)
+            text, token_ids = self._new_text(), request.output_token_ids.copy()
+        metrics = group.metrics
+        metrics.num_generation_tokens += 1
+        metrics.last_token_time = now
+        if metrics.first_token_time is None:
+            metrics.first_token_time = now
+        metrics.num_cached_tokens = num_cached = request.num_cached_tokens
+        prompt_ids = request.prompt_token_ids
+        return next_piece(
+            group.request_id, group.prompt, prompt_ids, text, token_ids, metrics, num_cached
+        )
 
     def finish(self) -> None:
         """Make the rest of the text; the request is finished."""
@@ -134,7 +204,9 @@ class OutputStream:
         ended_by_id = request.status is RequestStatus.FINISHED_STOPPED and not self._stop.stop
         if ids and ended_by_id and not self._params.include_stop_str_in_output:
             ids = ids[:-1]
-        text = self._detokenizer.push(ids)
+        text = (
+            self._detokenizer.push(ids) if len(ids) != 1 else self._detokenizer.push_token(ids[0])
+        )
         if not self._params.stop:
             self._text.append(text)
             return None
@@ -158,11 +230,9 @@ class OutputStream:
 
     def _new_text(self) -> str:
         """Return the text to show; pieces are joined once, so that a stream stays linear."""
-        if self._is_delta:
-            start, self._sent_text = self._sent_text, len(self._text)
-            return "".join(self._text[start:])
-        self._text = ["".join(self._text)]
-        return self._text[0]
+        text = "".join(self._text)
+        self._text = [] if self._is_delta else [text]
+        return text
 
 
 class OutputGroup:
@@ -184,6 +254,22 @@ class OutputGroup:
     num_open : int
         How many of these the engine still serves.
     """
+
+    __slots__ = (
+        "_is_delta",
+        "_is_prompt_sent",
+        "_is_ranked",
+        "_prompt_logprobs",
+        "_shows_prompt_logprobs",
+        "_tokenizer",
+        "_waits_for_end",
+        "metrics",
+        "num_open",
+        "params",
+        "prompt",
+        "request_id",
+        "streams",
+    )
 
     def __init__(
         self,
@@ -270,6 +356,11 @@ class OutputGroup:
             return None
         self._is_prompt_sent = True
         return self._prompt_logprobs or [None] * request.num_prompt_tokens
+
+
+def token_texts(tokenizer: Any) -> dict[bool, TokenTexts]:
+    """Return the texts of single tokens by `skip_special_tokens`; nothing without a tokenizer."""
+    return {s: TokenTexts(tokenizer, s) for s in (True, False)} if tokenizer is not None else {}
 
 
 def with_text(entry: dict[int, Logprob], tokenizer: Any) -> dict[int, Logprob]:

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"]
+__all__ = ["CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput", "next_piece"]
+
+_new = object.__new__
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class CompletionOutput:
         return self.finish_reason is not None
 
 
-@dataclass
+@dataclass(slots=True)
 class RequestMetrics:
     """When a request passed each station, in seconds; None for a station ahead of it.
 
@@ -158,6 +160,44 @@ class RequestOutput:
     prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
     metrics: RequestMetrics | None = field(default=None, compare=False)
     num_cached_tokens: int = 0
+
+
+def next_piece(
+    request_id: str,
+    prompt: str | None,
+    prompt_token_ids: Sequence[int],
+    text: str,
+    token_ids: Sequence[int],
+    metrics: RequestMetrics,
+    num_cached_tokens: int,
+) -> RequestOutput:
+    """Return the output of one continuation that goes on, with ids and text and nothing else.
+
+    Equal to calling the two constructors, which take half of a step's time when hundreds of
+    requests stream; here are no calls.
+
+    Examples
+    --------
+    >>> output = next_piece("r0", None, [5, 6], "word", [7], RequestMetrics(0.0), 0)
+    >>> output == RequestOutput("r0", None, [5, 6], [CompletionOutput(0, "word", [7])], False)
+    True
+    """
+    completion = _new(CompletionOutput)
+    completion.index = 0
+    completion.text = text
+    completion.token_ids = token_ids
+    completion.cumulative_logprob = completion.logprobs = None
+    completion.finish_reason = completion.stop_reason = None
+    output = _new(RequestOutput)
+    output.request_id = request_id
+    output.prompt = prompt
+    output.prompt_token_ids = prompt_token_ids
+    output.outputs = [completion]
+    output.finished = False
+    output.prompt_logprobs = None
+    output.metrics = metrics
+    output.num_cached_tokens = num_cached_tokens
+    return output
 
 
 def _span(start: float | None, stop: float | None) -> float | None:

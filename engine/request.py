@@ -134,12 +134,12 @@ class Request:
     order: tuple[int, int] = field(init=False, default=(0, 0))
     shares_last_block: bool = field(init=False, default=False)
     _eos: frozenset[int] = field(init=False)
-    _stops: frozenset[int] = field(init=False)
+    _ends: frozenset[int] = field(init=False)  # these, and further stop ids
 
     def __post_init__(self, eos_token_ids: Iterable[int]) -> None:
         rules = self.sampling_params
         self._eos = frozenset() if rules.ignore_eos else frozenset(eos_token_ids)
-        self._stops = frozenset(rules.stop_token_ids or ())
+        self._ends = self._eos.union(rules.stop_token_ids or ())
         self.num_tokens = len(self.prompt_token_ids)
 
     @property
@@ -189,24 +189,20 @@ class Request:
         to the scheduler; `stop_reason` is set to the id when a stop id (not an end-of-sequence
         id) was met.
         """
-        output = self.output_token_ids
-        output.append(token_id)
-        if self.num_pending_tokens:
-            self.num_pending_tokens -= 1
-        else:
-            self.num_tokens += 1
-        is_stop = token_id in self._eos or token_id in self._stops
-        if is_stop and len(output) >= self.sampling_params.min_tokens:
-            self.stop_reason = None if token_id in self._eos else token_id
-            return RequestStatus.FINISHED_STOPPED
-        if self.max_num_tokens and self.num_known_tokens >= self.max_num_tokens:
-            return RequestStatus.FINISHED_LENGTH
-        return None
+        return self.append_tokens((token_id,))
 
     def append_tokens(self, token_ids: Sequence[int]) -> RequestStatus | None:
         """Add sampled ids up to the first that ends the request; return the status it ends with."""
+        output, ends, limit = self.output_token_ids, self._ends, self.max_num_tokens
         for token_id in token_ids:
-            status = self.append_token(token_id)
-            if status is not None:
-                return status
+            output.append(token_id)
+            if self.num_pending_tokens:
+                self.num_pending_tokens -= 1
+            else:
+                self.num_tokens += 1
+            if token_id in ends and len(output) >= self.sampling_params.min_tokens:
+                self.stop_reason = None if token_id in self._eos else token_id
+                return RequestStatus.FINISHED_STOPPED
+            if limit and len(self.prompt_token_ids) + len(output) >= limit:
+                return RequestStatus.FINISHED_LENGTH
         return None

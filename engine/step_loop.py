@@ -108,8 +108,8 @@ class StepLoop:
         output = self._schedule()
         if output.is_empty:
             return False
-        self._on_schedule(output)
         try:
+            self._on_schedule(output)
             step = self._runner.launch(output)
         except BaseException as error:
             self._undo([output], error)
@@ -158,8 +158,7 @@ class StepLoop:
 
     def _commit(self, output: ScheduleOutput, result: StepResult) -> None:
         self._fail(result)
-        sampled = {request.request_id: ids for request, ids in result.token_ids.items()}
-        result.finished = self._scheduler.commit(output, sampled)
+        result.finished = self._scheduler.commit(output, result.token_ids)
         self._runner.release(result.finished)
         self._results.append(result)
         self._has_just_failed = False

@@ -31,6 +31,7 @@ class Suspects:
     (None, True)
     >>> next(suspects.groups()) == [a], suspects.note_failure([one]) is a
     (True, True)
+    >>> suspects.discard(a)
     >>> suspects.note_success([other])
     >>> suspects.is_trying
     False

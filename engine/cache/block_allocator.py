@@ -95,11 +95,17 @@ class BlockAllocator:
             )
         if num_blocks <= 0:
             return []
-        blocks = self._free[: -num_blocks - 1 : -1]
-        del self._free[-num_blocks:]
-        for block in blocks:
-            self._num_owners[block] = 1
-        self.peak_referenced = max(self.peak_referenced, self.num_referenced)
+        if num_blocks == 1:  # a request that outgrows its last block
+            blocks = [self._free.pop()]
+            self._num_owners[blocks[0]] = 1
+        else:
+            blocks = self._free[: -num_blocks - 1 : -1]
+            del self._free[-num_blocks:]
+            for block in blocks:
+                self._num_owners[block] = 1
+        num_referenced = self.num_blocks - len(self._free) - self.num_cached
+        if num_referenced > self.peak_referenced:
+            self.peak_referenced = num_referenced
         return blocks
 
     def acquire(self, blocks: Iterable[int]) -> None:

@@ -142,8 +142,8 @@ class BlockManager:
         Returns False, and changes nothing, if there are not enough blocks.
         """
         table = request.block_table
-        num_new = max(0, self.num_blocks_for(num_tokens) - len(table))
-        shared = self._shared_write_index(request)
+        num_new = max(0, -(-num_tokens // self.block_size) - len(table))
+        shared = self._shared_write_index(request) if request.shares_last_block else -1
         if num_new + (shared >= 0) > self.num_available:
             return False
         if shared >= 0:
@@ -318,9 +318,10 @@ class BlockManager:
         self.host_allocator.free(host[:num_shared])
 
     def _shared_write_index(self, request: Request) -> int:
-        """Return where in the table the next token goes, if that block is shared; else -1."""
-        if not request.shares_last_block:
-            return -1
+        """Return where the next token of a fork goes in its table, if others read that block too.
+
+        -1 otherwise.
+        """
         index = request.num_computed_tokens // self.block_size
         if index >= len(request.block_table):
             return -1

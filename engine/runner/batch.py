@@ -50,7 +50,7 @@ class StepInputs:
 
 
 def build_inputs(
-    output: ScheduleOutput, rows: IntArray, slots: SlotTable, block_size: int
+    output: ScheduleOutput, rows: IntArray, starts: IntArray, slots: SlotTable, block_size: int
 ) -> StepInputs:
     """Lay out `output`.
 
@@ -60,13 +60,16 @@ def build_inputs(
         With at least one sequence; those of one query token first.
     rows : (B,) int64
         The slot of each sequence.
+    starts : (B,) int32
+        Position of the first query token of each.
     slots : SlotTable
         Its block tables are brought up to date here.
     block_size : int
         Tokens of a block.
     """
+    if output.is_steady:
+        return _build_decodes(output, rows, starts, slots, block_size)
     sequences, num_decodes = output.sequences, output.num_decodes
-    starts = np.array([s.start for s in sequences], np.int32)
     counts = np.ones(len(sequences), np.int32)
     counts[num_decodes:] = [s.num_scheduled_tokens for s in sequences[num_decodes:]]
     lens = starts + counts
@@ -80,7 +83,7 @@ def build_inputs(
     blocks = tables[owners, positions // block_size].astype(np.int64)
     is_sampled = np.array([s.is_sampled for s in sequences], np.bool_)
     batch = ForwardBatch(
-        token_ids=_token_ids(sequences, num_decodes, is_linked),
+        token_ids=_token_ids(sequences, cu_seqlens, is_linked),
         positions=positions,
         rope_positions=positions + slots.rope_offsets[rows][owners],
         slot_mapping=blocks * block_size + positions % block_size,
@@ -103,6 +106,33 @@ def build_inputs(
     )
 
 
+def _build_decodes(
+    output: ScheduleOutput, rows: IntArray, starts: IntArray, slots: SlotTable, block_size: int
+) -> StepInputs:
+    """Lay out a step in which every sequence has one token and is sampled, without walking it."""
+    sequences, count = output.sequences, len(rows)
+    lens, places = starts + np.int32(1), starts // block_size
+    slots.update_tables(sequences, rows, places + 1, rewritten=bool(output.copies))
+    is_linked = slots.last_positions[rows] == starts
+    tables = slots.block_tables[rows, : places.max() + 1]
+    index, cu_seqlens = np.arange(count), np.arange(count + 1, dtype=np.int32)
+    linked = np.flatnonzero(is_linked)
+    batch = ForwardBatch(
+        token_ids=_token_ids(sequences, cu_seqlens, is_linked),
+        positions=starts,
+        rope_positions=starts + slots.rope_offsets[rows],
+        slot_mapping=tables[index, places].astype(np.int64) * block_size + starts % block_size,
+        cu_seqlens_q=cu_seqlens,
+        context_lens=lens,
+        block_tables=tables,
+        logits_indices=index.astype(np.int32),
+        num_decodes=count,
+        max_seqlen_q=1,
+        max_context_len=int(lens.max()),
+    )
+    return StepInputs(batch, rows, linked, rows[linked], sequences, rows, lens)
+
+
 def _positions(
     starts: IntArray, counts: IntArray, cu_seqlens: IntArray, num_decodes: int
 ) -> tuple[IntArray, IntArray]:
@@ -115,15 +145,18 @@ def _positions(
 
 
 def _token_ids(
-    sequences: Sequence[ScheduledSequence], num_decodes: int, is_linked: IntArray
+    sequences: Sequence[ScheduledSequence], cu_seqlens: IntArray, is_linked: IntArray
 ) -> IntArray:
-    """Return the ids that the host knows, 0 for the last token of a linked sequence."""
-    if num_decodes == len(sequences) and is_linked.all():
-        return np.zeros(num_decodes, np.int32)
-    ids: list[int] = []
-    for sequence, last_is_linked in zip(sequences, is_linked.tolist(), strict=True):
-        stop = sequence.context_len - last_is_linked
-        ids += sequence.request.token_ids(sequence.start, stop)
-        if last_is_linked:
-            ids.append(0)
-    return np.array(ids, np.int32)
+    """Return the ids that the host knows (T,) int32, 0 for the last token of a linked sequence."""
+    ids = np.zeros(cu_seqlens[-1], np.int32)
+    is_known = cu_seqlens[1:] - cu_seqlens[:-1] > is_linked  # what is linked needs no id
+    places: list[int] = []
+    known: list[int] = []
+    for index in np.flatnonzero(is_known).tolist():
+        sequence = sequences[index]
+        start, stop = sequence.start, sequence.context_len - int(is_linked[index])
+        first = int(cu_seqlens[index])
+        places += range(first, first + stop - start)
+        known += sequence.request.token_ids(start, stop)
+    ids[places] = known
+    return ids

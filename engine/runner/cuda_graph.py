@@ -162,8 +162,8 @@ class DecodeGraphs:
         of_size = (key for key in self._keys if key.size == size)
         return next(key for key in of_size if key.max_context_len >= max_context_len)
 
-    def launch(self, output: ScheduleOutput, rows: IntArray) -> Readback | None:
-        """Compute `output`, whose sequences have these slots, if it is a step of this kind.
+    def launch(self, output: ScheduleOutput, rows: IntArray, starts: IntArray) -> Readback | None:
+        """Compute `output`, of these slots and positions, if it is a step of this kind.
 
         Returns
         -------
@@ -171,12 +171,14 @@ class DecodeGraphs:
             Of "token_ids" and "status". None: nothing was done; compute it another way.
         """
         sequences = output.sequences
-        if output.num_decodes < len(sequences) or not all(s.is_sampled for s in sequences):
+        is_kind = output.num_decodes == len(sequences) and (
+            output.is_steady or all(s.is_sampled for s in sequences)
+        )
+        if not is_kind:
             return None
         columns = self._sampling.plain_columns(rows)
         if columns is None:
             return None
-        starts = np.array([s.start for s in sequences], np.int32)
         key = self.key(len(rows), int(starts.max()) + 1)
         num_blocks = starts // self._block_size + 1
         self._slots.update_tables(sequences, rows, num_blocks, rewritten=bool(output.copies))

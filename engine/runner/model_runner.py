@@ -6,10 +6,9 @@ the ids that a step samples stay on the device, where the next one takes them fr
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -26,11 +25,13 @@ from engine.runner.processors import apply_processors
 from engine.runner.prompt_logprobs import PromptPart, ScoredPart, prompt_parts, score_parts
 from engine.runner.result import StepResult, logprob_entries, ranks_of
 from engine.runner.sampling import SamplingSpec, SamplingTable
-from engine.runner.slots import SlotTable
+from engine.runner.slots import IntArray, SlotTable
 from engine.runner.transfer import Readback, Upload
 from engine.scheduler.output import ScheduledSequence, ScheduleOutput
 
 __all__ = ["LaunchedStep", "ModelRunner", "RunnableModel", "StepResult"]
+
+BatchT = TypeVar("BatchT", ForwardBatch, SamplingBatch)
 
 _NO_SAMPLE = "its logits are NaN, or leave no token to choose"
 
@@ -115,6 +116,8 @@ class ModelRunner:
         self._swap = swap
         self._is_debug = is_debug
         self._specs: dict[Request, SamplingSpec] = {}
+        nothing = np.zeros(0, np.int64)
+        self._last_places: tuple[int, IntArray, IntArray] = (-1, nothing, nothing)  # of a step
         max_blocks = -(-max_model_len // self._block_size)
         self._slots = SlotTable(max_num_seqs, max_blocks, model.device)
         self._sampling = SamplingTable(
@@ -178,16 +181,15 @@ class ModelRunner:
         move_blocks(self.kv_cache, self._swap, output)
         if not output.sequences:
             return LaunchedStep(output)
-        rows = self._slots.rows(output.sequences)
-        if (rows < 0).any():
-            self._assign_slots([output.sequences[i] for i in np.flatnonzero(rows < 0)])
-            rows = self._slots.rows(output.sequences)
-        tokens = self.graphs.launch(output, rows) if self.graphs is not None else None
+        rows, starts = self._places(output)
+        tokens = self.graphs.launch(output, rows, starts) if self.graphs is not None else None
         inputs = None
         if tokens is None:
-            inputs = build_inputs(output, rows, self._slots, self._block_size)
+            inputs = build_inputs(output, rows, starts, self._slots, self._block_size)
         if self._is_debug:
-            self._slots.check(output.sequences, self.kv_cache.num_blocks, self._block_size)
+            self._slots.check(
+                output.sequences, rows, starts, self.kv_cache.num_blocks, self._block_size
+            )
         if inputs is None:
             return LaunchedStep(output, output.sequences, tokens=tokens)
         return self._compute(output, inputs)
@@ -209,13 +211,25 @@ class ModelRunner:
 
     # ---- launch
 
-    def _assign_slots(self, sequences: Sequence[ScheduledSequence]) -> None:
-        """Give a slot to requests that are new, or come back."""
-        for sequence in sequences:
-            request = sequence.request
-            slot = self._slots.assign(request)
-            self._slots.rope_offsets[slot] = request.long_rope * self.model.long_rope_offset
-            self._sampling.assign(slot, request, self._specs[request])
+    def _places(self, output: ScheduleOutput) -> tuple[IntArray, IntArray]:
+        """Return the slot (B,) int64 and the first position (B,) int32 of each sequence."""
+        step_id, rows, starts = self._last_places
+        if output.is_steady and step_id == output.step_id - 1:
+            starts = starts + np.int32(1)
+        else:
+            rows = self._slots.rows(output.sequences)
+            for index in np.flatnonzero(rows < 0).tolist():
+                rows[index] = self._assign_slot(output.sequences[index].request)
+            starts = np.array([s.start for s in output.sequences], np.int32)
+        self._last_places = output.step_id, rows, starts
+        return rows, starts
+
+    def _assign_slot(self, request: Request) -> int:
+        """Give a slot to a request that is new, or comes back."""
+        slot = self._slots.assign(request)
+        self._slots.rope_offsets[slot] = request.long_rope * self.model.long_rope_offset
+        self._sampling.assign(slot, request, self._specs[request])
+        return slot
 
     def _compute(self, output: ScheduleOutput, inputs: StepInputs) -> LaunchedStep:
         sampling = None
@@ -262,7 +276,7 @@ class ModelRunner:
             if logits is not None:
                 return logits, []
         there = sent.arrays
-        batch = dataclasses.replace(inputs.batch, **{n: there[n] for n in _arrays(inputs.batch)})
+        batch = _with(inputs.batch, {name: there[name] for name in _arrays(inputs.batch)})
         if inputs.linked.size:
             batch.token_ids[there["linked"]] = self._slots.last_ids[there["linked_rows"]]
         model = self.model
@@ -291,7 +305,7 @@ class ModelRunner:
         if sampling.history_lens is not None:
             longest = int(sampling.history_lens.max())
             columns["history"] = self._sampling.history.gather(there["sampled_rows"], longest)
-        sampled = self.sampler(logits, dataclasses.replace(sampling, **columns))
+        sampled = self.sampler(logits, _with(sampling, columns))
         self._slots.last_ids[there["sampled_rows"]] = sampled.token_ids
         self._slots.last_positions[rows] = inputs.sampled_positions
         if "penalised" in there:
@@ -322,20 +336,26 @@ class ModelRunner:
     # ---- read
 
     def _read_tokens(self, step: LaunchedStep, arrays: dict[str, Any], result: StepResult) -> None:
-        token_ids = arrays["token_ids"].tolist()
-        requests = [sequence.request for sequence in step.sampled]
+        token_ids, sampled = arrays["token_ids"].tolist(), step.sampled
+        result.token_ids = {s.request: [i] for s, i in zip(sampled, token_ids, strict=True)}
         for row in np.flatnonzero(arrays["status"]).tolist():
-            result.failed.setdefault(requests[row], _NO_SAMPLE)
-        result.token_ids = {r: [i] for r, i in zip(requests, token_ids, strict=True)}
+            result.failed.setdefault(sampled[row].request, _NO_SAMPLE)
         for request in result.failed:
             result.token_ids.pop(request, None)
         for row, count in enumerate(step.counts):
-            if count is not None and requests[row] not in result.failed:
+            request = sampled[row].request
+            if count is not None and request not in result.failed:
                 entries = logprob_entries(arrays, [row], [token_ids[row]], count)
-                result.logprobs[requests[row]] = entries
+                result.logprobs[request] = entries
+
+
+def _with(batch: BatchT, arrays: Mapping[str, Any]) -> BatchT:
+    """Return `batch` with other arrays (as `dataclasses.replace`, in a tenth of the time)."""
+    other = object.__new__(type(batch))
+    vars(other).update(vars(batch), **arrays)
+    return other
 
 
 def _arrays(batch: ForwardBatch | SamplingBatch) -> dict[str, Any]:
     """Return the NumPy arrays of `batch` by name."""
-    values = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
-    return {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
+    return {name: value for name, value in vars(batch).items() if isinstance(value, np.ndarray)}

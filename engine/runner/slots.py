@@ -122,22 +122,34 @@ class SlotTable:
         held = self.num_blocks[rows]
         if rewritten:
             held[:] = self.num_sent[rows] = 0
-        for index in np.flatnonzero(num_blocks > held).tolist():
-            slot, table, start = rows[index], sequences[index].request.block_table, held[index]
-            self.block_tables[slot, start : len(table)] = table[start:]
+        for index in (num_blocks > held).nonzero()[0].tolist():
+            table, slot, start = sequences[index].request.block_table, rows[index], held[index]
+            if len(table) - start == 1:
+                self.block_tables[slot, start] = table[start]
+            else:
+                self.block_tables[slot, start : len(table)] = table[start:]
             self.num_blocks[slot] = len(table)
 
     def check(
-        self, sequences: Sequence[ScheduledSequence], num_blocks: int, block_size: int
+        self,
+        sequences: Sequence[ScheduledSequence],
+        rows: IntArray,
+        starts: IntArray,
+        num_blocks: int,
+        block_size: int,
     ) -> None:
         """Verify the rows that a step is about to use (debug mode).
 
         Raises
         ------
         EngineError
-            If a row is not its request's block table, holds an id outside [0, num_blocks), or two
-            sequences would write into the same block.
+            If `rows` or `starts` are not those of the sequences, a row is not its request's block
+            table, holds an id outside [0, num_blocks), or two sequences would write into the same
+            block.
         """
+        wanted = [(self._slots[s.request], s.start) for s in sequences]
+        if list(zip(rows.tolist(), starts.tolist(), strict=True)) != wanted:
+            raise EngineError(f"slots and positions must be {wanted}; got {rows} and {starts}")
         writers: dict[int, str] = {}
         for sequence in sequences:
             request, stop = sequence.request, (sequence.context_len - 1) // block_size + 1

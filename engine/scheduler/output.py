@@ -91,6 +91,9 @@ class ScheduleOutput:
         Sum over `sequences`.
     num_decodes : int
         How many of `sequences` have one query token; these come first.
+    is_steady : bool
+        Whether the sequences are those of step `step_id` - 1, in the same order, each one token
+        further: all of them decodes, all sampled, then as now.
     """
 
     step_id: int
@@ -103,6 +106,7 @@ class ScheduleOutput:
     freed_blocks: list[int] = field(default_factory=list)
     num_scheduled_tokens: int = 0
     num_decodes: int = 0
+    is_steady: bool = False
 
     @property
     def is_empty(self) -> bool:

@@ -32,6 +32,8 @@ class Roster:
         All unfinished requests, in the order of their arrival.
     waiting : WaitingQueue
     running : list of Request
+    num_changes : int
+        How often a request came to `running` or left it.
     """
 
     def __init__(self, config: SchedulerConfig, blocks: BlockManager) -> None:
@@ -40,6 +42,7 @@ class Roster:
         self.requests: dict[str, Request] = {}
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
+        self.num_changes = 0
         self._siblings: dict[str, list[Request]] = {}  # by the id of the request they wait for
         self._leaders: dict[str, str] = {}  # the other way round
         self._num_arrived = 0
@@ -79,11 +82,13 @@ class Roster:
     def run(self, request: Request) -> None:
         """Move `request`, which has its blocks and stands nowhere, to the running ones."""
         request.status = _RUNNING
+        self.num_changes += 1
         insort(self.running, request, key=_order)
 
     def preempt_last(self, *, swap: bool) -> Request:
         """Take the blocks of the last running request and queue it again."""
         request = self.running.pop()
+        self.num_changes += 1
         if swap:
             self.blocks.swap_out(request)
             request.status = RequestStatus.SWAPPED
@@ -96,7 +101,7 @@ class Roster:
 
     def retry(self, request: Request) -> None:
         """Queue a running request again, and trust nothing that it has computed."""
-        self.running.remove(request)
+        self._leave(request)
         self.blocks.release(request, keep=False)
         request.status = RequestStatus.PREEMPTED
         self.waiting.push(request)
@@ -104,7 +109,7 @@ class Roster:
     def finish(self, request: Request, status: RequestStatus) -> None:
         """End `request`, wherever it stands."""
         if request.status is _RUNNING:
-            self.running.remove(request)
+            self._leave(request)
         self.retire(request, status)
 
     def retire(self, request: Request, status: RequestStatus) -> None:
@@ -120,12 +125,17 @@ class Roster:
     def drop_finished(self) -> None:
         """Take retired requests out of `running`."""
         self.running = [request for request in self.running if request.status is _RUNNING]
+        self.num_changes += 1
 
     def check_integrity(self, host_in_flight: Iterable[int]) -> None:
         """Verify places, limits, counts and blocks."""
         siblings = [request for group in self._siblings.values() for request in group]
         check_queues(self.requests.values(), self.running, self.waiting, siblings, self.config)
         self.blocks.check_integrity(self.requests.values(), host_in_flight)
+
+    def _leave(self, request: Request) -> None:
+        self.running.remove(request)
+        self.num_changes += 1
 
     def _register(self, request: Request, max_num_tokens: int, place: int) -> None:
         request.max_num_tokens = max_num_tokens

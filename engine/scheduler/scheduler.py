@@ -22,12 +22,14 @@ from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.output import Flight, ScheduledSequence, ScheduleOutput
 from engine.scheduler.preemption import prefers_swap
 from engine.scheduler.roster import Roster
+from engine.scheduler.shares import SteadyWatch, add_chunk, chunk_size, put_decodes_first
 from engine.scheduler.stats import SchedulerStats, collect
 from engine.scheduler.under_way import PrefixesUnderWay
 
 __all__ = ["Scheduler"]
 
 _RUNNING = RequestStatus.RUNNING
+_new = object.__new__
 _MAX_PASSED = 16  # requests passed over in one step because their prefix is under way
 
 
@@ -44,11 +46,12 @@ class Scheduler:
     >>> from types import SimpleNamespace
     >>> rules = SimpleNamespace(max_tokens=1, min_tokens=0, ignore_eos=False, stop_token_ids=None)
     >>> scheduler = Scheduler(SchedulerConfig(num_blocks=8, max_model_len=64))
-    >>> scheduler.add_request(Request("r0", [1, 2, 3], rules))
+    >>> request = Request("r0", [1, 2, 3], rules)
+    >>> scheduler.add_request(request)
     >>> output = scheduler.schedule()
     >>> output.sequences
     [<r0[0:3]*>]
-    >>> [request.finish_reason for request in scheduler.commit(output, {"r0": [7]})]
+    >>> [request.finish_reason for request in scheduler.commit(output, {request: [7]})]
     ['length']
     """
 
@@ -65,6 +68,7 @@ class Scheduler:
             self.blocks.allocator.record_freed()
         self._roster = Roster(config, self.blocks)
         self._in_flight = Flight()
+        self._steady = SteadyWatch()
         self._num_steps = 0
         self._num_preemptions = 0
         self._num_swaps = 0
@@ -179,17 +183,20 @@ class Scheduler:
         self._schedule_prefills(output, prefills)
         if not output.preempted:
             self._admit(output, held)
+        self._steady.look(output, self._roster, has_prefills=bool(prefills))
         self._complete(output)
         return output
 
-    def commit(self, output: ScheduleOutput, sampled: Mapping[str, Sequence[int]]) -> list[Request]:
+    def commit(
+        self, output: ScheduleOutput, sampled: Mapping[Request, Sequence[int]]
+    ) -> list[Request]:
         """Take over the result of a step.
 
         Parameters
         ----------
         output : ScheduleOutput
             The oldest one not committed yet (an empty one may be left out).
-        sampled : mapping of request id to ids
+        sampled : mapping of Request to ids
             The ids sampled for every sequence with `is_sampled` (normally one each). Requests that
             finished meanwhile need not be there and are skipped.
 
@@ -206,16 +213,17 @@ class Scheduler:
             status = request.status
             if status is not _RUNNING and request.is_finished:
                 continue
-            context_len = sequence.start + sequence.num_scheduled_tokens
+            start = sequence.start
+            context_len = start + sequence.num_scheduled_tokens
             if request.num_computed_tokens >= context_len:  # not preempted meanwhile
                 request.num_committed_tokens = context_len
-                if sequence.start < len(request.prompt_token_ids) and status is _RUNNING:
+                if start < len(request.prompt_token_ids) and status is _RUNNING:
                     self.blocks.cache_prefix(request)
                     if sequence.is_sampled:
                         self._roster.release_siblings(request)
             if not sequence.is_sampled:
                 continue
-            if not (ids := sampled.get(request.request_id)):
+            if not (ids := sampled.get(request)):
                 raise ContractError(f"no token was sampled for request {request.request_id!r}")
             if (end := request.append_tokens(ids)) is not None:
                 self._roster.retire(request, end)
@@ -245,43 +253,46 @@ class Scheduler:
 
     # ---- parts of schedule()
 
-    def _schedule_decodes(
-        self, output: ScheduleOutput, held: Collection[Request]
-    ) -> list[Request]:
+    def _schedule_decodes(self, output: ScheduleOutput, held: Collection[Request]) -> list[Request]:
         """Schedule every running request that has one token to compute; return the others."""
         prefills: list[Request] = []
-        running, sequences = self._roster.running, output.sequences
-        block_size = self.config.block_size
-        index = 0
-        while index < len(running):  # the tail may be preempted under way
-            request = running[index]
-            index += 1
+        sequences, block_size = output.sequences, self.config.block_size
+        for request in self._roster.running:  # whose tail may be preempted under way
             if held and request in held:
                 continue
-            start = request.num_computed_tokens
-            if request.num_tokens - start != 1:
+            start, num_tokens = request.num_computed_tokens, request.num_tokens
+            if num_tokens - start != 1:
                 prefills.append(request)
                 continue
-            if request.num_tokens >= request.max_num_tokens:
+            if num_tokens >= request.max_num_tokens:
                 continue  # its last token is pending
-            is_full = start >= len(request.block_table) * block_size
-            if (is_full or request.shares_last_block) and not self._make_room(request, output):
+            # A table is outgrown at a block's border only.
+            if (
+                request.shares_last_block
+                or (not start % block_size and start >= len(request.block_table) * block_size)
+            ) and not self._make_room(request, output):
                 continue
-            num_pending = 1 if request.num_pending_tokens else 0  # of this step's one token
-            sequences.append(ScheduledSequence(request, start, 1, True, num_pending))
-            request.num_computed_tokens = start + 1
-            request.num_tokens += 1
-            request.num_pending_tokens += 1
-        output.num_scheduled_tokens = len(sequences)
+            num_pending = request.num_pending_tokens
+            sequence = _new(ScheduledSequence)  # its constructor would take a third of this loop
+            sequence.request = request
+            sequence.start = start
+            sequence.num_scheduled_tokens = 1
+            sequence.is_sampled = True
+            sequence.num_pending_tokens = 1 if num_pending else 0  # of this step's one token
+            sequences.append(sequence)
+            request.num_computed_tokens = num_tokens
+            request.num_tokens = num_tokens + 1
+            request.num_pending_tokens = num_pending + 1
+        output.num_scheduled_tokens = output.num_decodes = len(sequences)
         return prefills
 
     def _schedule_prefills(self, output: ScheduleOutput, prefills: list[Request]) -> None:
         """Continue prefills under way, in order of service."""
         for request in prefills:
-            if request.status is not _RUNNING or not self._chunk(request, output):
+            if request.status is not _RUNNING or not chunk_size(request, output, self.config):
                 continue  # preempted just now, or the budget is spent
             if self._make_room(request, output):
-                self._schedule_chunk(request, output)
+                add_chunk(request, output, self.config)
 
     def _admit(self, output: ScheduleOutput, held: Collection[Request]) -> None:
         """Let waiting requests in, in order of service, until one does not fit."""
@@ -295,7 +306,7 @@ class Scheduler:
         under_way = PrefixesUnderWay(self.blocks, [*self._in_flight, output])
         while len(roster.waiting) and len(roster.running) < config.max_num_seqs:
             request = self._next_waiting()
-            if request.num_pending_tokens or not self._chunk(request, output):
+            if request.num_pending_tokens or not chunk_size(request, output, config):
                 break
             if under_way.has_most_of(request):
                 if len(passed) == most_passed:
@@ -311,16 +322,13 @@ class Scheduler:
             roster.run(request)
             under_way.add(request)
             output.admitted.append(request)
-            self._schedule_chunk(request, output)
+            add_chunk(request, output, config)
         for request in passed:
             roster.waiting.push(request)
 
     def _complete(self, output: ScheduleOutput) -> None:
         """Put one-token sequences first, and add the block moves."""
-        sequences = output.sequences
-        output.num_decodes = sum(s.num_scheduled_tokens == 1 for s in sequences)
-        if output.num_decodes < len(sequences):
-            sequences.sort(key=_is_chunk)  # stable
+        put_decodes_first(output)
         moves = self.blocks.take_moves()
         output.swap_out, output.copies, output.swap_in = moves.swap_out, moves.copies, moves.swap_in
         if not output.is_empty:
@@ -335,23 +343,6 @@ class Scheduler:
         if self.config.policy == "fcfs":
             return waiting.peek()
         return waiting.best_of_first(self.config.lpm_window, self.blocks.match_length)
-
-    def _chunk(self, request: Request, output: ScheduleOutput) -> int:
-        """Return how many tokens of `request` this step may still take."""
-        room = self.config.max_num_batched_tokens - output.num_scheduled_tokens
-        if self.config.max_prefill_chunk:
-            room = min(room, self.config.max_prefill_chunk)
-        return min(room, request.num_tokens - request.num_computed_tokens)
-
-    def _schedule_chunk(self, request: Request, output: ScheduleOutput) -> None:
-        start, num_new = request.num_computed_tokens, self._chunk(request, output)
-        is_sampled = start + num_new == request.num_tokens
-        num_pending = 1 if is_sampled and request.num_pending_tokens else 0
-        output.sequences.append(ScheduledSequence(request, start, num_new, is_sampled, num_pending))
-        output.num_scheduled_tokens += num_new
-        request.num_computed_tokens += num_new
-        request.num_tokens += is_sampled
-        request.num_pending_tokens += is_sampled
 
     def _make_room(self, request: Request, output: ScheduleOutput) -> bool:
         """Get `request` the blocks it lacks, by preemption from the end if need be.
@@ -407,7 +398,3 @@ class Scheduler:
         """
         in_flight = [host for output in self._in_flight for host, _ in output.swap_in]
         self._roster.check_integrity(in_flight)
-
-
-def _is_chunk(sequence: ScheduledSequence) -> bool:
-    return sequence.num_scheduled_tokens != 1

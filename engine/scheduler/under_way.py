@@ -27,14 +27,15 @@ class PrefixesUnderWay:
     ----------
     blocks : BlockManager
     outputs : iterable of ScheduleOutput
-        Steps that are not committed, the present one included.
+        Steps that are not committed, the present one included; one-token sequences before
+        `num_decodes` are not looked at.
     """
 
     def __init__(self, blocks: BlockManager, outputs: Iterable[ScheduleOutput]) -> None:
         self._blocks = blocks
         self._by_key: dict[_Key, Request] = {}
         for output in outputs:
-            for sequence in output.sequences:
+            for sequence in output.sequences[output.num_decodes :]:
                 if sequence.num_scheduled_tokens > 1:
                     self.add(sequence.request)
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from engine.text.token_bytes import strip_spaces
 
-__all__ = ["DecodesBytes", "IncrementalDetokenizer"]
+__all__ = ["DecodesBytes", "IncrementalDetokenizer", "TokenTexts"]
 
 _REPLACEMENT = "\ufffd"
 _REPLACEMENT_BYTES = _REPLACEMENT.encode()
@@ -30,6 +30,45 @@ class DecodesBytes(Protocol):
         """Return the bytes that a token stands for."""
 
 
+class TokenTexts(dict[int, "str | None"]):
+    """The text of each token by itself, made when first asked for; None where it has none.
+
+    A token whose bytes are whole characters always adds the same text, so most tokens of a stream
+    cost one look-up. One table serves any number of streams.
+
+    Parameters
+    ----------
+    tokenizer : DecodesBytes
+    skip_special_tokens : bool
+        Special tokens have an empty text.
+
+    Examples
+    --------
+    >>> class Bytes:  # one token a byte
+    ...     special_ids, strip_left = (), 0
+    ...     def token_bytes(self, token_id):
+    ...         return bytes([token_id])
+    >>> texts = TokenTexts(Bytes())
+    >>> texts[65], texts[0xC3]
+    ('A', None)
+    """
+
+    def __init__(self, tokenizer: DecodesBytes, skip_special_tokens: bool = True) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+        self.skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+
+    def __missing__(self, token_id: int) -> str | None:
+        data = b"" if token_id in self.skipped else self._tokenizer.token_bytes(token_id)
+        text: str | None
+        try:
+            text = data.decode()
+        except UnicodeDecodeError:  # a part of a character, or nothing that is one
+            text = None
+        self[token_id] = text
+        return text
+
+
 class IncrementalDetokenizer:
     """The text of one sequence, piece by piece.
 
@@ -46,6 +85,8 @@ class IncrementalDetokenizer:
         The tokens before; with none, the text is `tokenizer.decode(ids)`.
     skip_special_tokens : bool
         Leave special tokens out.
+    texts : TokenTexts, optional
+        A table to share with other streams of the same tokenizer and `skip_special_tokens`.
 
     Examples
     --------
@@ -60,14 +101,27 @@ class IncrementalDetokenizer:
     ('', '\ufffd', 'né\ufffd')
     """
 
+    __slots__ = (
+        "_is_between",
+        "_num_shown",
+        "_num_strip",
+        "_pending",
+        "_pieces",
+        "_skipped",
+        "_texts",
+        "_tokenizer",
+    )
+
     def __init__(
         self,
         tokenizer: DecodesBytes,
         prompt_ids: Sequence[int] = (),
         skip_special_tokens: bool = True,
+        texts: TokenTexts | None = None,
     ) -> None:
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._texts = TokenTexts(tokenizer, skip_special_tokens) if texts is None else texts
+        self._skipped = self._texts.skipped
         self._pieces: list[str] = []
         tail = self._tail(prompt_ids)
         # Bytes of a character that is not complete yet.
@@ -76,6 +130,7 @@ class IncrementalDetokenizer:
         # text shows it as U+FFFD: once, or twice where it is half of a surrogate.
         self._num_shown = len(self._pending.decode("utf-8", "replace"))
         self._num_strip = 0 if tail else tokenizer.strip_left
+        self._is_between = self._ends_between()
 
     @property
     def text(self) -> str:
@@ -89,6 +144,15 @@ class IncrementalDetokenizer:
         skipped, token_bytes = self._skipped, self._tokenizer.token_bytes
         data = b"".join([token_bytes(i) for i in ids if i not in skipped])
         return self._decode(data, final=False)
+
+    def push_token(self, token_id: int) -> str:
+        """Add one token; return the text that it completes."""
+        if self._is_between:
+            text = self._texts[token_id]
+            if text is not None:
+                self._pieces.append(text)
+                return text
+        return self.push((token_id,))
 
     def finish(self) -> str:
         """Return what is left: U+FFFD where the last character is incomplete."""
@@ -107,7 +171,12 @@ class IncrementalDetokenizer:
             piece = left
         if piece:
             self._pieces.append(piece)
+        self._is_between = self._ends_between()
         return piece
+
+    def _ends_between(self) -> bool:
+        """Tell whether the next token's text does not depend on what came before it."""
+        return not (self._pending or self._num_shown or self._num_strip)
 
     def _without_broken(self, piece: str, data: bytes) -> str:
         """Return `piece` without the character that the prompt began, if it stayed broken."""

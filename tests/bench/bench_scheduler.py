@@ -37,7 +37,7 @@ def _scheduler(num_running, **options):
 
 
 def _sample(output):
-    return {s.request.request_id: [5] for s in output.sequences if s.is_sampled}
+    return {s.request: [5] for s in output.sequences if s.is_sampled}
 
 
 def _fill(scheduler, num_running, num_waiting):

@@ -13,7 +13,14 @@ from engine import LLMEngine, SamplingParams
 from engine.errors import EngineError, OutOfMemoryError, StepTimeoutError
 from engine.sampling_params import RequestOutputKind
 from engine.testing.mock_model import MockModel
-from tests.e2e.tiny import greedy_alone, make_engine, run, swap_gb, tiny_model
+from tests.e2e.tiny import (
+    check_drained,
+    greedy_alone,
+    make_engine,
+    run,
+    swap_gb,
+    tiny_model,
+)
 
 PROMPTS = [list(range(4 + i, 30 + 2 * i)) for i in range(6)]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -142,7 +149,7 @@ class _BrokenTokenizer:
         return b"%d " % token_id
 
 
-@pytest.mark.parametrize("kind", ["CUMULATIVE", "FINAL_ONLY"])
+@pytest.mark.parametrize("kind", ["CUMULATIVE", "FINAL_ONLY", "DELTA"])
 def test_a_tokenizer_that_raises_fails_its_request_only(model, monkeypatch, late, kind):
     tokenizer = _BrokenTokenizer()
     monkeypatch.setattr(type(model), "has_tokenizer", True)
@@ -157,11 +164,17 @@ def test_a_tokenizer_that_raises_fails_its_request_only(model, monkeypatch, late
     )
     engine.add_request("bad", bad, params)
     engine.add_request("good", good, params)
-    outputs = run(engine)
+    outputs, pieces = {}, []
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            outputs[output.request_id] = output
+            pieces += [output.outputs[0].text] * (output.request_id == "good")
+    check_drained(engine)
     completion = outputs["bad"].outputs[0]
     assert completion.finish_reason == "error"
     assert completion.stop_reason == "the tokenizer raised UnicodeError: bad vocabulary"
-    assert outputs["good"].outputs[0].text == "".join(f"{i} " for i in good_ids)
+    text = "".join(pieces) if kind == "DELTA" else pieces[-1]
+    assert text == "".join(f"{i} " for i in good_ids)
     assert engine.stats().request_success == {"error": 1, "length": 1}
 
 

@@ -72,14 +72,22 @@ class PagedMock:
         self.pages = [[None] * config.block_size for _ in range(config.num_blocks)]
         self.host = [None] * config.num_host_blocks
         self._sampled = {}  # (request, position) -> id, as the device knows it
+        self._next = (-1, [])  # the step after the last one, if it is to be called steady
+        self.num_steady = 0
 
     def run(self, output):
-        """Compute a step at once; return the sampled ids by request id."""
+        """Compute a step at once; return the sampled ids by request."""
         return self.execute(output, self.lay_out(output))
 
     def lay_out(self, output):
         """What a batch holds of the scheduler's state at the time of the call."""
         assert not any(r.num_pending_tokens > 1 for r in output.admitted)
+        shares = [(s.request, s.start, s.num_scheduled_tokens) for s in output.sequences]
+        if output.is_steady:
+            assert self._next == (output.step_id, shares) and not output.preempted
+            assert all(s.is_sampled for s in output.sequences)
+        self.num_steady += output.is_steady
+        self._next = (output.step_id + 1, [(r, start + n, 1) for r, start, n in shares])
         return [
             (s, s.request.token_ids(0, s.context_len), list(s.request.block_table))
             for s in output.sequences
@@ -114,7 +122,7 @@ class PagedMock:
         if not sequence.is_sampled:
             return None
         self._sampled[request, sequence.context_len] = next_token(value)
-        return request.request_id, [next_token(value)]
+        return request, [next_token(value)]
 
 
 def drive(scheduler, mock, *, late=0, max_steps=10_000):

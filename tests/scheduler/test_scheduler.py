@@ -152,6 +152,45 @@ def test_the_same_arrivals_give_the_same_steps():
     assert run() == run()
 
 
+def test_a_steady_step_is_the_one_before_moved_on():
+    scheduler, mock = build(num_blocks=64)
+    for number in range(3):
+        scheduler.add_request(make_request(f"r{number}", [number] * (10 + number), 30))
+
+    def run(count):
+        return [step(scheduler, mock)[0].is_steady for _ in range(count)]
+
+    assert run(5) == [False, False, True, True, True]  # prompts, first decodes, and on
+    scheduler.add_request(make_request("new", [5, 6], 30))
+    assert run(4) == [False, False, True, True]
+    scheduler.abort_request("r1")
+    assert run(3) == [False, True, True]
+    output = scheduler.schedule()
+    assert output.is_steady
+    scheduler.rollback(output)
+    assert run(3) == [False, False, True]
+    held = scheduler.get_request("r0")
+    scheduler.commit(output := scheduler.schedule([held]), mock.run(output))
+    assert not output.is_steady and run(2) == [False, True]
+
+
+def test_who_is_held_keeps_its_place():
+    scheduler, mock = build(num_blocks=64, max_num_seqs=2)
+    requests = [make_request(f"r{number}", [number] * 10, 6) for number in range(4)]
+    for request in requests[:3]:
+        scheduler.add_request(request)
+    output = scheduler.schedule(held={requests[0]})
+    assert shares(output) == [("r1", 0, 10), ("r2", 0, 10)]
+    scheduler.commit(output, mock.run(output))
+    scheduler.add_request(requests[3])
+    output = scheduler.schedule(held={requests[1]})  # it runs, and keeps its blocks and its slot
+    assert shares(output) == [("r2", 10, 1)] and requests[1].block_table
+    scheduler.commit(output, mock.run(output))
+    assert scheduler.schedule(held=set(requests)).is_empty
+    drive(scheduler, mock)
+    assert all(request.output_token_ids == oracle(request) for request in requests)
+
+
 def test_the_last_in_order_is_preempted_and_resumes_on_its_own_prefix():
     scheduler, mock = build(num_blocks=6, watermark=0.0)
     first = make_request("first", [1] * 32, 20)

@@ -119,6 +119,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         elif had_requests:
             assert self.in_flight, "requests, but no progress"
 
+    @rule(draw=st.data())
+    @precondition(lambda self: len(self.in_flight) < 3 and self.has_requests)
+    def dispatch_without(self, draw):
+        """Schedule a step in which some are left out."""
+        everybody = list(self.scheduler.unfinished_requests())
+        held = draw.draw(st.sets(st.sampled_from(everybody)))
+        output = self.scheduler.schedule(held)
+        assert not held & {s.request for s in output.sequences} | set(output.admitted) & held
+        self.num_copies += len(output.copies)
+        if not output.is_empty:
+            self.in_flight.append((output, self.mock.lay_out(output)))
+
     @rule()
     def commit_one(self):
         if self.in_flight:
@@ -196,6 +208,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             event(f"{name}: {'some' if getattr(stats, name) else 'none'}")
         event(f"prefix_cache_host_hits: {'some' if stats.prefix_cache_host_hits else 'none'}")
         event(f"copies: {'some' if self.num_copies else 'none'}")
+        event(f"steady steps: {'some' if self.mock.num_steady else 'none'}")
         assert stats.num_free_blocks == stats.num_blocks
         assert stats.num_free_host_blocks == stats.num_host_blocks
         assert stats.num_requests_waiting == stats.num_requests_running == 0

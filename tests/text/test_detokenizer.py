@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.text.detokenizer import IncrementalDetokenizer
+from engine.text.detokenizer import IncrementalDetokenizer, TokenTexts
 
 # U+2581 is how sentencepiece spells a space: no vocabulary gives it back.
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"), max_size=30)
@@ -38,7 +38,17 @@ def run(tokenizer, prompt, pushes, **kwargs):
     assert before == "".join(pieces)
     pieces.append(stream.finish())
     assert stream.text == "".join(pieces)
+    run_by_token(tokenizer, prompt, [i for ids in pushes for i in ids], kwargs, stream.text)
     return stream.text, pieces
+
+
+def run_by_token(tokenizer, prompt, ids, kwargs, text):
+    """The short way of one token gives what the long one gives, piece by piece."""
+    short, long = (IncrementalDetokenizer(tokenizer, prompt, **kwargs) for _ in range(2))
+    for i in ids:
+        assert short.push_token(i) == long.push([i])
+    assert short.finish() == long.finish()
+    assert short.text == long.text == text
 
 
 def after(tokenizer, prompt, ids, skip=True):
@@ -143,6 +153,17 @@ def test_the_space_in_front_is_taken_off_once(sentencepiece):
     assert first.push(ids) == "the the"
     later = IncrementalDetokenizer(sentencepiece, ids)
     assert later.push(ids) == " the the"
+
+
+def test_one_table_serves_many_streams(byte_level):
+    texts = TokenTexts(byte_level)
+    half = letters(byte_level, "é")[0]
+    assert texts[2] == "" and texts[half] is None and TokenTexts(byte_level, False)[2]
+    ids = byte_level.encode("the quick é 😀")
+    for _ in range(2):
+        stream = IncrementalDetokenizer(byte_level, texts=texts)
+        assert "".join(stream.push_token(i) for i in ids) == "the quick é 😀"
+    assert {2, half} < set(texts) <= {2, half, *ids}
 
 
 def test_special_tokens_between_bytes(byte_level):

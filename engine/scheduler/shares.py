@@ -1,0 +1,56 @@
+"""How the shares of requests make up a step: chunks, their order, and steps that only move on."""
+
+from __future__ import annotations
+
+from engine.request import Request
+from engine.scheduler.config import SchedulerConfig
+from engine.scheduler.output import ScheduledSequence, ScheduleOutput
+from engine.scheduler.roster import Roster
+
+__all__ = ["SteadyWatch", "add_chunk", "chunk_size", "put_decodes_first"]
+
+
+def chunk_size(request: Request, output: ScheduleOutput, config: SchedulerConfig) -> int:
+    """Return how many tokens of `request` the step may still take."""
+    room = config.max_num_batched_tokens - output.num_scheduled_tokens
+    if config.max_prefill_chunk:
+        room = min(room, config.max_prefill_chunk)
+    return min(room, request.num_tokens - request.num_computed_tokens)
+
+
+def add_chunk(request: Request, output: ScheduleOutput, config: SchedulerConfig) -> None:
+    """Add the next tokens of `request`, as many as the step may take, and count them."""
+    start, num_new = request.num_computed_tokens, chunk_size(request, output, config)
+    is_sampled = start + num_new == request.num_tokens
+    num_pending = 1 if is_sampled and request.num_pending_tokens else 0
+    output.sequences.append(ScheduledSequence(request, start, num_new, is_sampled, num_pending))
+    output.num_scheduled_tokens += num_new
+    request.num_computed_tokens += num_new
+    request.num_tokens += is_sampled
+    request.num_pending_tokens += is_sampled
+
+
+def put_decodes_first(output: ScheduleOutput) -> None:
+    """Move chunks of one token before longer ones; the first `num_decodes` have one already."""
+    first, sequences = output.num_decodes, output.sequences
+    if first < len(sequences):
+        rest = sequences[first:]
+        ones = [s for s in rest if s.num_scheduled_tokens == 1]
+        sequences[first:] = ones + [s for s in rest if s.num_scheduled_tokens != 1]
+        output.num_decodes += len(ones)
+
+
+class SteadyWatch:
+    """Sees steps that differ from the one before in their positions only."""
+
+    def __init__(self) -> None:
+        self._num_changes = -1  # at the last step, if all that ran decoded in it; else -1
+
+    def look(self, output: ScheduleOutput, roster: Roster, *, has_prefills: bool) -> None:
+        """Set `output.is_steady`; to be called for every step, in order."""
+        is_all = len(output.sequences) == len(roster.running) > 0
+        if has_prefills or output.admitted or not is_all:
+            self._num_changes = -1
+        else:
+            output.is_steady = self._num_changes == roster.num_changes
+            self._num_changes = roster.num_changes
