@@ -34,6 +34,8 @@ _SCHEDULER_OPTIONS = {
     "max_num_queued_tokens": "max_queued_tokens",
     "watermark": "watermark",
     "preemption_mode": "preemption",
+    "recompute_us_per_token": "recompute_us_per_token",
+    "swap_us_per_block": "swap_us_per_block",
 }
 """Options that the scheduler takes as they are -> what it calls them."""
 
@@ -77,6 +79,10 @@ class EngineConfig:
         Host memory, in GiB, for blocks of preempted requests and evicted prefixes; 0 is none.
     preemption_mode : str
         What becomes of the blocks taken from a request: "recompute", "swap" or "auto" (by cost).
+    recompute_us_per_token, swap_us_per_block : float, optional
+        The costs that "auto" compares, in microseconds: of a prompt's token, and of a block's way
+        out and back. What is left out is measured when the engine is made, once, so that the
+        choice never depends on a clock while requests run.
     async_scheduling : bool, optional
         Launch each step before the ids of the last one are on the host: results come one step
         late, tokens are the same. On by default on CUDA, off on the CPU.
@@ -123,6 +129,8 @@ class EngineConfig:
     watermark: float = 0.01
     swap_space_gb: float = 0.0
     preemption_mode: str = "auto"
+    recompute_us_per_token: float | None = None
+    swap_us_per_block: float | None = None
     async_scheduling: bool | None = None
     cuda_graphs: bool | None = None
     step_timeout: float | None = None

@@ -10,6 +10,7 @@ from typing import Any
 from engine.cache.kv_cache import KVCache
 from engine.cache.memory_pool import MemoryPool
 from engine.cache.swap import SwapSpace
+from engine.calibration import with_measured_costs
 from engine.deadlines import Deadlines
 from engine.engine_config import EngineConfig
 from engine.errors import RequestError
@@ -60,7 +61,7 @@ class LLMEngine:
         given = EngineConfig.from_options(options)
         self.model = model
         self.tokenizer = model.tokenizer if model.has_tokenizer else None
-        self.config = config = given.resolve(
+        config = given.resolve(
             model.config, model.device, model.dtype, model.max_model_len, model.weight_bytes
         )
         limits = config.scheduler
@@ -73,7 +74,8 @@ class LLMEngine:
         self._swap = (
             SwapSpace(self.kv_cache, limits.num_host_blocks) if limits.num_host_blocks else None
         )
-        self.scheduler = Scheduler(limits)
+        self.config = config = with_measured_costs(config, model, self.kv_cache, self._swap)
+        self.scheduler = Scheduler(config.scheduler)
         self.runner = ModelRunner(
             model,
             self.kv_cache,

@@ -67,8 +67,9 @@ class SchedulerConfig:
     preemption : str
         What becomes of the blocks that are taken from a request: "recompute", "swap" (to the host,
         as long as it has room), or "auto" = the cheaper one by the two costs below.
-    recompute_us_per_token, swap_us_per_block : float
-        Costs in microseconds: of one prefill token, and of one block's way out and back.
+    recompute_us_per_token, swap_us_per_block : float, optional
+        Costs in microseconds: of one prefill token, and of one block's way out and back. The engine
+        measures what is left out (`engine.calibration`); a scheduler by itself takes 50 and 100.
     max_queued_requests, max_queued_tokens : int, optional
         What may wait; a request beyond that is refused when it is added.
     debug : bool
@@ -99,8 +100,8 @@ class SchedulerConfig:
     max_blocks_per_salt: int | None = None
     num_host_blocks: int = 0
     preemption: str = "auto"
-    recompute_us_per_token: float = 50.0
-    swap_us_per_block: float = 100.0
+    recompute_us_per_token: float | None = None
+    swap_us_per_block: float | None = None
     max_queued_requests: int | None = None
     max_queued_tokens: int | None = None
     debug: bool = False
@@ -110,7 +111,8 @@ class SchedulerConfig:
             value = getattr(self, name)
             _require(self, name, value is None or value >= 1, "at least 1")
         for name in _AT_LEAST_ZERO:
-            _require(self, name, getattr(self, name) >= 0, "at least 0")
+            value = getattr(self, name)
+            _require(self, name, value is None or value >= 0, "at least 0")
         _require(self, "block_size", self.block_size in _BLOCK_SIZES, f"one of {_BLOCK_SIZES}")
         _require(self, "watermark", 0.0 <= self.watermark < 1.0, "in [0, 1)")
         _require(self, "policy", self.policy in _POLICIES, f"one of {_POLICIES}")

@@ -1,0 +1,111 @@
+"""What preemption costs on this machine: measured once, when the engine is made.
+
+Whose blocks are taken, and what becomes of them, must depend on the order of arrivals only. So
+nothing is measured while requests run: the costs are fixed before the first one comes, shown in
+`engine.config`, and can be given as options, which repeats a run exactly.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from engine.cache.kv_cache import KVCache
+from engine.cache.swap import SwapSpace
+from engine.device import Device
+from engine.engine_config import ResolvedConfig
+from engine.layers.batch import ForwardBatch
+
+__all__ = ["measure_recompute", "measure_swap", "with_measured_costs"]
+
+_SWAP_BYTES = 32 << 20  # enough to fill the link
+_PREFILL_TOKENS = {"cpu": 128, "cuda": 2048}
+
+
+def with_measured_costs(
+    config: ResolvedConfig, model: Any, kv: KVCache, swap: SwapSpace | None
+) -> ResolvedConfig:
+    """Return `config` with the costs of preemption that were left out, measured.
+
+    Nothing is measured if nothing depends on it: without host blocks, or if the mode is fixed.
+
+    Parameters
+    ----------
+    config : ResolvedConfig
+    model : RunnableModel
+    kv : KVCache
+        Not in use yet: its blocks are written.
+    swap : SwapSpace or None
+        Likewise.
+    """
+    limits, reasons = config.scheduler, dict(config.reasons)
+    if swap is None or limits.preemption != "auto":
+        return config
+    per_token, per_block = limits.recompute_us_per_token, limits.swap_us_per_block
+    if per_token is None:
+        count = _num_prefill_tokens(config, kv)
+        per_token = _rounded(measure_recompute(model, kv, count))
+        reasons["recompute_us_per_token"] = f"{per_token:g}: measured on a prompt of {count} tokens"
+    if per_block is None:
+        per_block = _rounded(measure_swap(kv, swap))
+        reasons["swap_us_per_block"] = f"{per_block:g}: measured, out and in"
+    limits = replace(limits, recompute_us_per_token=per_token, swap_us_per_block=per_block)
+    return replace(config, scheduler=limits, reasons=reasons)
+
+
+def measure_recompute(model: Any, kv: KVCache, num_tokens: int) -> float:
+    """Return the microseconds a token of a prompt of `num_tokens`; writes the first blocks."""
+    size = kv.geometry.block_size
+    table = list(range(-(-num_tokens // size)))
+    ids = np.arange(num_tokens, dtype=np.int32) % model.config.vocab_size
+    batch = ForwardBatch.build([ids], [0], [table], size).to(model.device)
+    return _microseconds(lambda: model.forward(batch, kv.layers), model.device) / num_tokens
+
+
+def measure_swap(kv: KVCache, swap: SwapSpace) -> float:
+    """Return the microseconds that a block takes out and in again."""
+    most = max(1, _SWAP_BYTES // kv.geometry.bytes_per_block)
+    count = min(most, kv.num_blocks, swap.num_blocks)
+    pairs = [(block, block) for block in range(count)]
+
+    def there_and_back() -> None:
+        swap.swap_blocks_to_cpu(pairs)
+        swap.swap_blocks_from_cpu(pairs)
+        swap.synchronize()
+
+    return _microseconds(there_and_back, kv.device) / count
+
+
+def _num_prefill_tokens(config: ResolvedConfig, kv: KVCache) -> int:
+    limits = config.scheduler
+    room = kv.num_blocks * limits.block_size
+    most = min(limits.max_num_batched_tokens, limits.max_model_len - 1, room)
+    return max(1, min(most, _PREFILL_TOKENS[kv.device.kind]))
+
+
+def _rounded(cost: float) -> float:
+    """Return the nearest power of two, so that two starts on one machine nearly always agree.
+
+    Examples
+    --------
+    >>> _rounded(47.0), _rounded(0.3)
+    (64.0, 0.25)
+    """
+    return float(2.0 ** round(math.log2(max(cost, 1e-6))))
+
+
+def _microseconds(call: Callable[[], Any], device: Device) -> float:
+    """Return the shortest of three times, after one that loads what has to be loaded."""
+    times = []
+    for _ in range(4):
+        start = time.perf_counter()
+        call()
+        if device.is_cuda:
+            device.xp.cuda.get_current_stream().synchronize()
+        times.append(time.perf_counter() - start)
+    return min(times[1:]) * 1e6
