@@ -24,7 +24,8 @@ from engine.layers.batch import ForwardBatch
 __all__ = ["measure_recompute", "measure_swap", "with_measured_costs"]
 
 _SWAP_BYTES = 32 << 20  # enough to fill the link
-_PREFILL_TOKENS = {"cpu": 128, "cuda": 2048}
+_PREFILL_TOKENS = {"cpu": 64, "cuda": 2048}
+_CALLS, _SECONDS = 4, 0.5  # enough of each: a slow machine is measured less often
 
 
 def with_measured_costs(
@@ -100,12 +101,12 @@ def _rounded(cost: float) -> float:
 
 
 def _microseconds(call: Callable[[], Any], device: Device) -> float:
-    """Return the shortest of three times, after one that loads what has to be loaded."""
-    times = []
-    for _ in range(4):
+    """Return the shortest time of a few calls; the first one loads what has to be loaded."""
+    times: list[float] = []
+    while len(times) < _CALLS and sum(times) < _SECONDS:
         start = time.perf_counter()
         call()
         if device.is_cuda:
             device.xp.cuda.get_current_stream().synchronize()
         times.append(time.perf_counter() - start)
-    return min(times[1:]) * 1e6
+    return min(times) * 1e6
