@@ -11,9 +11,10 @@
 //          (splits, Tq, H) float, their log2-sum-exp2
 //   counter  int, 0: where blocks take tiles from; 0 again at the end
 //
-// Numerics: as in attention_prefill.cu, but what exponents are less is the maximum of the first
-// keys a row saw, renewed only when later sums grow large (common/prefill_sm90.cuh). Splits are
-// summed in order. A row's bits depend on its own keys and the number of splits, on nothing else.
+// Numerics: as in attention_prefill.cu, but what exponents are less is the running maximum only
+// over the first 1,024 keys a row meets, and later renewed only when sums grow large
+// (common/softmax_sm90.cuh). Splits are summed in order. A row's bits depend on its own keys and
+// the number of splits, on nothing else.
 // Parallelisation: one block an SM. A producer warp takes tiles (common/attention_tiles.cuh) and
 // streams Q, K and V to shared memory; each consumer warpgroup owns 64 rows. It starts the scores
 // of the next keys before it waits for P V of these, so tensor cores work during the softmax, and
@@ -95,9 +96,24 @@ struct Finish {
   }
 };
 
-using Core = Prefill<HEAD_DIM, CONSUMERS, TILE_KEYS, STAGES, Q_STAGES>;
+using Core = Prefill<HEAD_DIM, CONSUMERS, TILE_KEYS, STAGES, Q_STAGES, PATTERN != 0>;
 static_assert(Core::kSharedBytes == SHARED_BYTES,
               "kernels/_prefill_sm90.py computes another size");
+
+#if PATTERN
+#define ENGINE_PATTERN_PARAMS                                                                     \
+  , const unsigned *pattern_blocks, int pattern_words, int pattern_num_q, int pattern_num_k,      \
+      int pattern_q, int pattern_k, int pattern_offset
+#define ENGINE_PATTERN                                                                            \
+  Pattern {                                                                                       \
+    pattern_blocks, pattern_words, pattern_num_q, pattern_num_k, pattern_q, pattern_k,            \
+        pattern_offset                                                                            \
+  }
+#else
+#define ENGINE_PATTERN_PARAMS
+#define ENGINE_PATTERN \
+  Pattern {}
+#endif
 
 #define ENGINE_PREFILL(NAME, SOFTCAP)                                                             \
   extern "C" __global__ void __launch_bounds__(Core::kThreads, 1)                                 \
@@ -108,7 +124,7 @@ static_assert(Core::kSharedBytes == SHARED_BYTES,
            int64_t out_stride_t, int64_t out_stride_h, int64_t max_keys, int total_q,             \
            int num_heads, int num_kv_heads, int head_dim, int box_keys, int block_shift,          \
            int num_blocks, int num_pairs, int tiles_of_pair, int section, int splits, int causal, \
-           int window, float score_inner, float score_factor) {                                   \
+           int window, float score_inner, float score_factor ENGINE_PATTERN_PARAMS) {             \
     extern __shared__ __align__(128) unsigned char smem[];                                        \
     const Core core(smem);                                                                        \
     const int group = num_heads / num_kv_heads;                                                   \
@@ -116,7 +132,8 @@ static_assert(Core::kSharedBytes == SHARED_BYTES,
                           table_stride, max_keys, total_q, group, num_kv_heads,                   \
                           Core::kRows / group, box_keys, block_shift, num_blocks,                 \
                           num_pairs, section, tiles_of_pair, splits, causal,                      \
-                          window > 0 ? static_cast<unsigned>(window) : 1u << 31};                 \
+                          window > 0 ? static_cast<unsigned>(window) : 1u << 31,                  \
+                          ENGINE_PATTERN};                                                        \
     if (threadIdx.x == 0) core.init_barriers();                                                   \
     core.init_queries(problem);                                                                   \
     __syncthreads();                                                                              \

@@ -6,6 +6,7 @@
 // L2, and in a section the last tokens, which see most keys, first.
 #pragma once
 
+#include "common/attention_pattern.cuh"
 #include "common/attention_sm90.cuh"
 
 // What all blocks know of the launch.
@@ -26,6 +27,7 @@ struct Problem {
   int splits;                       // blocks that share the keys of a tile
   int causal;
   unsigned reach;  // keys a row sees, counted back from its last one: window, or 2^31
+  Pattern pattern;  // only for kernels of patterns
 };
 
 // A tile, as the producer tells it to the consumers.
@@ -36,7 +38,7 @@ struct alignas(16) TileWork {
   int kv_head;
   int begin, end;    // tiles of keys
   int split;
-  int unused;
+  int position;      // of first_token: among the keys if causal, else among the queries
 };
 
 // Where the keys of a tile's sequence lie.
@@ -81,9 +83,10 @@ __device__ __forceinline__ bool find_tile(const Problem& problem, int t, TileWor
   work.first_token = q_begin + token;
   work.tokens = num_tokens - token;
   work.first_last = keys.num_keys - 1;
+  work.position = token;
   int last = work.first_last;  // that any row sees
   if (problem.causal) {
-    work.first_last += 1 - num_tokens + token;
+    work.position = work.first_last += 1 - num_tokens + token;
     last = work.first_last + min(work.tokens, problem.tile_tokens) - 1;
   }
   keys.first_key = 0;

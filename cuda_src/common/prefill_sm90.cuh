@@ -3,8 +3,9 @@
 #pragma once
 
 #include "common/attention_tiles.cuh"
+#include "common/softmax_sm90.cuh"
 
-template <int kHeadDim, int kConsumers, int kKeys, int kStages, int kQStages>
+template <int kHeadDim, int kConsumers, int kKeys, int kStages, int kQStages, bool kPattern>
 struct Prefill {
   static constexpr int kRows = 64 * kConsumers;
   static constexpr int kThreads = 128 * (kConsumers + 1);
@@ -13,14 +14,17 @@ struct Prefill {
   static constexpr int kKeyChunk = kKeys * 128, kKeyBytes = kChunks * kKeyChunk;
   static constexpr int kBarriers = 2 * kQStages + 4 * kStages + 1;
   static constexpr int kSharedBytes = 1024 + kQStages * kQBytes + 2 * kStages * kKeyBytes +
-                                      kQStages * static_cast<int>(sizeof(TileWork)) + 8 * kBarriers;
-  static constexpr float kLargeSum = 4096.0f;  // of a thread's p of a tile: each fits float16
+                                      kQStages * static_cast<int>(sizeof(TileWork)) +
+                                      8 * kBarriers + 4 * kStages;
+  static constexpr int kExactTiles = 1024 / kKeys;  // the first ones a row sees: OnlineSoftmax
   static constexpr int kProducerRegisters = 56;
   static constexpr int kConsumerRegisters = kConsumers == 2 ? 224 : 152;
 
   // Shared memory, by address.
   unsigned q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, v_whole;
   TileWork* work;
+  int* note;  // for each stage, with a pattern: its key tile and the flags below
+  static constexpr int kMore = 1 << 30, kMasked = 1 << 29;
 
   __device__ __forceinline__ explicit Prefill(unsigned char* smem) {
     q = (smem_address(smem) + 1023) & ~1023u;
@@ -35,12 +39,13 @@ struct Prefill {
     v_full = k_empty + 8 * kStages;
     v_empty = v_full + 8 * kStages;
     v_whole = v_empty + 8 * kStages;
+    note = reinterpret_cast<int*>(smem + (v_whole + 8 - smem_address(smem)));
   }
 
   __device__ __forceinline__ void init_barriers() const {
     for (int i = 0; i < kQStages; ++i) {
       mbarrier_init(q_full + 8 * i, 1);
-      mbarrier_init(q_empty + 8 * i, 4 * kConsumers);
+      mbarrier_init(q_empty + 8 * i, 128 * kConsumers);  // all threads read work[i], all let it go
     }
     for (int i = 0; i < kStages; ++i) {
       mbarrier_init(k_full + 8 * i, 1);
@@ -62,6 +67,18 @@ struct Prefill {
 
   static __device__ __forceinline__ void zero_word(unsigned address) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");
+  }
+
+  // All rows of a tile see all of the key tiles [begin, end), but for a pattern.
+  static __device__ __forceinline__ void whole_tiles(const Problem& problem, const TileWork& tile,
+                                                     int& begin, int& end) {
+    end = ::max(tile.first_last + 1, 0) / kKeys;
+    begin = 0;
+    if (problem.reach < 1u << 31) {
+      const int last = tile.first_last +
+                       (problem.causal ? min(tile.tokens, problem.tile_tokens) - 1 : 0);
+      begin = (::max(last - static_cast<int>(problem.reach) + 1, 0) + kKeys - 1) / kKeys;
+    }
   }
 
   // ---- the producer warp -----------------------------------------------------------------------
@@ -122,6 +139,12 @@ struct Prefill {
       next = __shfl_sync(~0u, next, 0);
       if (!exists) continue;
 
+      const int tokens = min(tile.tokens, problem.tile_tokens);
+      TileWalk<kKeys, kPattern> walk(problem.pattern, tile.position, tile.position + tokens - 1,
+                                     tile.begin, tile.end);
+      if (walk.n < tile.begin) tile.end = tile.begin;
+      int whole_begin = 0, whole_end = 0;
+      if constexpr (kPattern) whole_tiles(problem, tile, whole_begin, whole_end);
       mbarrier_wait(q_empty + 8 * q_stage, q_phase);
       if (lane == 0) {
         work[q_stage] = tile;
@@ -134,10 +157,15 @@ struct Prefill {
       }
       if (++q_stage == kQStages) q_stage = 0, q_phase ^= 1;
 
-      int row = box_row(problem, keys, tile.end - 1, lane);
-      for (int n = tile.end - 1; n >= tile.begin; --n) {
-        const int next_row = n > tile.begin ? box_row(problem, keys, n - 1, lane) : 0;
+      int row = box_row(problem, keys, walk.n, lane);
+      while (walk.n >= tile.begin) {
+        const int n = walk.n;
+        int written = walk.is_whole && n >= whole_begin && n < whole_end ? n : n | kMasked;
+        walk.next();
+        if (walk.n >= tile.begin) written |= kMore;
+        const int next_row = walk.n >= tile.begin ? box_row(problem, keys, walk.n, lane) : 0;
         mbarrier_wait(k_empty + 8 * stage, phase);
+        if (kPattern && lane == 0) note[stage] = written;
         load_keys(k + stage * kKeyBytes, k_map, problem, keys, row, lane, k_full + 8 * stage);
         mbarrier_wait(v_empty + 8 * stage, phase);
         const unsigned v_stage = v + stage * kKeyBytes;
@@ -185,81 +213,6 @@ struct Prefill {
     wgmma_commit();
   }
 
-  // Of a thread's two rows i, score 4 j + 2 i + e belongs to key 8 j + e, counted from the thread's
-  // first one: keys it does not see become -inf. `last` is counted from the same key.
-  static __device__ __forceinline__ void mask(float (&s)[kKeys / 2], const int (&last)[2],
-                                              unsigned reach) {
-#pragma unroll
-    for (int j = 0; j < kKeys / 8; ++j)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const bool seen = static_cast<unsigned>(last[i / 2] - (8 * j + i % 2)) < reach;
-        s[4 * j + i] = seen ? s[4 * j + i] : -kInf;
-      }
-  }
-
-  // Row i's part of exp2(factor * s - base), packed for the second product; returns its sum.
-  static __device__ __forceinline__ float exponentials(unsigned (&p)[kKeys / 16][4],
-                                                       const float (&s)[kKeys / 2], int i,
-                                                       float factor, float base) {
-    float total[2] = {0.0f, 0.0f};
-#pragma unroll
-    for (int j = 0; j < kKeys / 8; ++j) {
-      const float x = exp2_approx(fmaf(s[4 * j + 2 * i], factor, -base));
-      const float y = exp2_approx(fmaf(s[4 * j + 2 * i + 1], factor, -base));
-      total[0] += x;
-      total[1] += y;
-      p[j / 2][j % 2 * 2 + i] = pack_pair(x, y);
-    }
-    return total[0] + total[1];
-  }
-
-  // Turns scores into p = exp2(factor * s - base) and adds them to `sum`. A row's base is the
-  // maximum of some keys it saw (times factor); inf: of none. It need not be the maximum of all as
-  // long as sums stay small: so the base there is is tried, without waiting for a maximum, and
-  // where that fails (returns true) a row takes a new base, and `correction` is what its earlier
-  // sums are worth now. Which rows do depends on nothing but themselves.
-  template <bool kFirst>
-  static __device__ __forceinline__ bool softmax(unsigned (&p)[kKeys / 16][4],
-                                                 const float (&s)[kKeys / 2], float factor,
-                                                 float (&base)[2], float (&sum)[2],
-                                                 float (&correction)[2]) {
-    float total[2] = {kInf, kInf};
-    if constexpr (!kFirst) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) total[i] = exponentials(p, s, i, factor, base[i]);
-    }
-    const bool fails = !(fmaxf(total[0], total[1]) <= kLargeSum) || fmaxf(base[0], base[1]) == kInf;
-    const bool any_fails = kFirst || __any_sync(~0u, fails);
-    if (any_fails) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        float high[2] = {s[2 * i], s[2 * i + 1]};
-#pragma unroll
-        for (int j = 1; j < kKeys / 8; ++j) {
-          high[0] = fmaxf(high[0], s[4 * j + 2 * i]);
-          high[1] = fmaxf(high[1], s[4 * j + 2 * i + 1]);
-        }
-        high[0] = fmaxf(high[0], high[1]);
-        high[0] = fmaxf(high[0], __shfl_xor_sync(~0u, high[0], 1));
-        high[0] = fmaxf(high[0], __shfl_xor_sync(~0u, high[0], 2));
-        if constexpr (!kFirst) {
-          total[i] = fmaxf(total[i], __shfl_xor_sync(~0u, total[i], 1));
-          total[i] = fmaxf(total[i], __shfl_xor_sync(~0u, total[i], 2));
-        }
-        const bool renew = high[0] > -kInf && (total[i] > kLargeSum || base[i] == kInf);
-        const float next = renew ? high[0] * factor : base[i];
-        correction[i] = base[i] == kInf ? 1.0f : exp2_approx(base[i] - next);
-        base[i] = next;
-        sum[i] *= correction[i];
-        total[i] = exponentials(p, s, i, factor, next);
-      }
-    }
-    sum[0] += total[0];
-    sum[1] += total[1];
-    return any_fails;
-  }
-
   template <bool kSoftcap, typename Finish>
   __device__ __forceinline__ void consume(const Problem& problem, ScoreRule rule,
                                           const Finish& finish) const {
@@ -277,7 +230,7 @@ struct Prefill {
     };
     float s[kKeys / 2], o[kHeadDim / 2];
     unsigned even[kKeys / 16][4], odd[kKeys / 16][4];  // P, in turns
-    float base[2], sum[2], correction[2];
+    OnlineSoftmax<kKeys> softmax;
 
     for (;;) {
       mbarrier_wait(q_full + 8 * q_stage, q_phase);
@@ -287,31 +240,54 @@ struct Prefill {
       const unsigned q_rows = q + q_stage * kQBytes + group_index * 64 * 128;
       const unsigned q_done = q_empty + 8 * q_stage;
       if (++q_stage == kQStages) q_stage = 0, q_phase ^= 1;
-      base[0] = base[1] = kInf;
-      sum[0] = sum[1] = 0.0f;
+      int exact[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int last = tile.first_last + (problem.causal ? tokens[i] : 0);
+        exact[i] = min(::max(last, 0) / kKeys, tile.end - 1) - kExactTiles + 1;
+      }
+      softmax.start(exact);
 #pragma unroll
       for (int i = 0; i < kHeadDim / 2; ++i) o[i] = 0.0f;
 
-      // Some rows do not see all of the key tiles from `whole_end` on, and before `whole_begin`.
-      const int whole_end = ::max(tile.first_last + 1, 0) / kKeys;
-      int whole_begin = 0;
-      if (problem.reach < 1u << 31) {
-        const int last = tile.first_last +
-                         (problem.causal ? min(tile.tokens, problem.tile_tokens) - 1 : 0);
-        whole_begin = (::max(last - static_cast<int>(problem.reach) + 1, 0) + kKeys - 1) / kKeys;
-      }
-      const auto prepare = [&](int n) {
+      int whole_begin = 0, whole_end = 0;
+      if constexpr (!kPattern) whole_tiles(problem, tile, whole_begin, whole_end);
+      int n = tile.end;  // the present key tile
+      bool is_masked = false, more = tile.begin < tile.end;
+      const auto begin_tile = [&] {
+        if constexpr (kPattern) {
+          // SAFETY: the lane that lets the stage go is the one that reads.
+          int written = lane == 0 ? note[k_stage] : 0;
+          written = __shfl_sync(~0u, written, 0);
+          n = written & (kMasked - 1);
+          is_masked = written & kMasked;
+          more = written & kMore;
+        } else {
+          more = --n > tile.begin;
+          is_masked = n >= whole_end || n < whole_begin;
+        }
+      };
+      const auto prepare = [&] {
         if constexpr (kSoftcap) {
 #pragma unroll
           for (int i = 0; i < kKeys / 2; ++i) s[i] = rule.cap(s[i]);
         }
-        if (n >= whole_end || n < whole_begin) {
-          int last[2];
+        if (!is_masked) return;
+        int last[2];
 #pragma unroll
-          for (int i = 0; i < 2; ++i)
-            last[i] = tile.first_last + (problem.causal ? tokens[i] : 0) - n * kKeys -
-                      2 * (lane % 4);
-          mask(s, last, problem.reach);
+        for (int i = 0; i < 2; ++i)
+          last[i] =
+              tile.first_last + (problem.causal ? tokens[i] : 0) - n * kKeys - 2 * (lane % 4);
+        mask_scores<kKeys>(s, last, problem.reach);
+        if constexpr (kPattern) {
+          unsigned seen[2];
+          int position = tile.position + tokens[0];
+#pragma unroll 1
+          for (int i = 0; i < 2; ++i, position = tile.position + tokens[1]) {
+            seen[0] = seen[1];
+            seen[1] = problem.pattern.sees_of_thread<kKeys>(position, n * kKeys + 2 * (lane % 4));
+          }
+          mask_scores<kKeys>(s, seen);
         }
       };
       const auto next_k = [&] {
@@ -321,8 +297,8 @@ struct Prefill {
         if (++v_stage == kStages) v_stage = 0, v_phase ^= 1;
       };
 
-      // Scores and P of key tile n, while P V of the tile before is under way.
-      const auto step = [&](int n, const unsigned (&p)[kKeys / 16][4],
+      // Scores and P of the next key tile, while P V of the tile before is under way.
+      const auto step = [&](const unsigned (&p)[kKeys / 16][4],
                             unsigned (&next)[kKeys / 16][4]) {
         mbarrier_wait(k_full + 8 * k_stage, k_phase);
         pair_barrier_wait(turn);
@@ -332,24 +308,25 @@ struct Prefill {
         wgmma_fence();
         start_values(o, p, v + v_stage * kKeyBytes);
         pair_barrier_arrive(next_turn);
+        begin_tile();
         wgmma_wait<1>();
         wgmma_pin(s);
         release(k_empty + 8 * k_stage);
         next_k();
-        prepare(n);
-        const bool rescale = softmax<false>(next, s, rule.factor, base, sum, correction);
-        wgmma_wait_after(fminf(sum[0], sum[1]), v_whole);
+        prepare();
+        const bool rescale = softmax.template step<false>(next, s, rule.factor, n);
+        wgmma_wait_after(fminf(softmax.sum[0], softmax.sum[1]), v_whole);
         wgmma_wait<0>();
         wgmma_pin(o);
         release(v_empty + 8 * v_stage);
         next_v();
         if (rescale) {
 #pragma unroll
-          for (int i = 0; i < kHeadDim / 2; ++i) o[i] *= correction[i / 2 % 2];
+          for (int i = 0; i < kHeadDim / 2; ++i) o[i] *= softmax.correction[i / 2 % 2];
         }
       };
       const auto last_values = [&](const unsigned (&p)[kKeys / 16][4]) {
-        release(q_done);
+        mbarrier_arrive(q_done);
         mbarrier_wait(v_full + 8 * v_stage, v_phase);
         wgmma_fence();
         start_values(o, p, v + v_stage * kKeyBytes);
@@ -359,39 +336,35 @@ struct Prefill {
         next_v();
       };
 
-      if (tile.begin < tile.end) {
+      if (more) {
         mbarrier_wait(k_full + 8 * k_stage, k_phase);
         wgmma_fence();
         start_scores(s, q_rows, k + k_stage * kKeyBytes);
+        begin_tile();
         wgmma_wait<0>();
         wgmma_pin(s);
         release(k_empty + 8 * k_stage);
         next_k();
-        prepare(tile.end - 1);
-        softmax<true>(even, s, rule.factor, base, sum, correction);
-        int n = tile.end - 2;
+        prepare();
+        softmax.template step<true>(even, s, rule.factor, n);
 #pragma unroll 1
         for (;;) {
-          if (n < tile.begin) {
+          if (!more) {
             last_values(even);
             break;
           }
-          step(n--, even, odd);
-          if (n < tile.begin) {
+          step(even, odd);
+          if (!more) {
             last_values(odd);
             break;
           }
-          step(n--, odd, even);
+          step(odd, even);
         }
       } else {
-        release(q_done);
+        mbarrier_arrive(q_done);
       }
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        sum[i] += __shfl_xor_sync(~0u, sum[i], 1);
-        sum[i] += __shfl_xor_sync(~0u, sum[i], 2);
-      }
-      finish(tile, my_row, tokens, lane, o, base, sum);
+      softmax.add_up();
+      finish(tile, my_row, tokens, lane, o, softmax.base, softmax.sum);
     }
   }
 };

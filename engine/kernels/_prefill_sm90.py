@@ -71,13 +71,14 @@ class HopperTile:
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory: tiles, aligned to 1024 bytes, work items and mbarriers."""
+        """Dynamic shared memory: tiles, aligned to 1024 bytes, work items, mbarriers, notes."""
         row = 128 * ceil_div(self.head_dim, 64)
         tiles = self.q_stages * self.rows * row + 2 * self.stages * self.keys * row
-        return 1024 + tiles + 32 * self.q_stages + 8 * (2 * self.q_stages + 4 * self.stages + 1)
+        notes = 8 * (2 * self.q_stages + 4 * self.stages + 1) + 4 * self.stages
+        return 1024 + tiles + 32 * self.q_stages + notes
 
-    def spec(self, dtype: str) -> ModuleSpec:
-        """Return the module compiled for this tile."""
+    def spec(self, dtype: str, *, is_patterned: bool = False) -> ModuleSpec:
+        """Return the module compiled for this tile, with patterns or without."""
         macros = {
             "HEAD_DIM": self.head_dim,
             "CONSUMERS": self.consumers,
@@ -85,6 +86,7 @@ class HopperTile:
             "STAGES": self.stages,
             "Q_STAGES": self.q_stages,
             "SHARED_BYTES": self.shared_bytes,
+            "PATTERN": int(is_patterned),
         }
         return ModuleSpec("attention_prefill_sm90.cu", dtype, tuple(macros.items()))
 

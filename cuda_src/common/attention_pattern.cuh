@@ -1,0 +1,134 @@
+// Patterns of attention: which keys a query sees by its position alone, the same for all sequences
+// and heads. A tile of keys that no query of a tile of queries sees is not even loaded; only tiles
+// that some see and some do not are masked, from bits made on the spot.
+//
+// Two kinds. Blocks: a bit for each block of positions and block of keys. Periodic: the query at
+// position i sees key j if (i - j + offset) mod period < width.
+#pragma once
+
+#include "common/types.cuh"
+
+struct Pattern {
+  const unsigned* blocks;  // (num_q, words), bit j of a row: key block j is seen; null: periodic
+  int words;
+  int num_q, num_k;      // blocks; positions and keys past them see, and are seen by, none
+  int block_q, block_k;  // positions and keys of a block; periodic: period and width
+  int offset;            // periodic: 0 to period - 1
+
+  __device__ __forceinline__ bool block(int q, int k) const {
+    return blocks[static_cast<int64_t>(q) * words + k / 32] >> k % 32 & 1;
+  }
+  __device__ __forceinline__ int in_period(int x) const {
+    const int rest = x % block_q;
+    return rest < 0 ? rest + block_q : rest;
+  }
+
+  __device__ __forceinline__ bool sees(int position, int key) const {
+    if (blocks == nullptr) return in_period(position - key + offset) < block_k;
+    const int q = position / block_q, k = key / block_k;
+    return position >= 0 && q < num_q && k < num_k && block(q, k);
+  }
+
+  // Of queries at positions [first, last] and keys [begin, end): 0: none sees any; 1: some see
+  // some, or it may be so; 3: all see all.
+  __device__ __forceinline__ int sees_tile(int first, int last, int begin, int end) const {
+    if (blocks == nullptr) {
+      const int span = last - first + end - 1 - begin;
+      const int64_t high = static_cast<int64_t>(in_period(first - end + 1 + offset)) + span;
+      const bool any = high - span < block_k || high >= block_q;
+      return high < block_k || block_k == block_q ? 3 : any;
+    }
+    const int q_end = last / block_q + 1, k_begin = begin / block_k, k_end = (end - 1) / block_k + 1;
+    bool all = first >= 0 && q_end <= num_q && k_end <= num_k, any = false;
+    for (int q = max(first, 0) / block_q; q < min(q_end, num_q) && last >= 0; ++q)
+      for (int word = k_begin / 32; word * 32 < min(k_end, num_k); ++word) {
+        const unsigned wanted = bits_from(k_begin - 32 * word) & ~bits_from(k_end - 32 * word);
+        const unsigned found = blocks[static_cast<int64_t>(q) * words + word] & wanted;
+        any |= found != 0;
+        all &= found == wanted;
+      }
+    return all ? 3 : any;
+  }
+
+  // Which of a thread's keys a query sees: bit 2 j + e stands for key + 8 j + e, j < kKeys / 8.
+  template <int kKeys>
+  __device__ __forceinline__ unsigned sees_of_thread(int position, int key) const {
+    unsigned seen = 0;
+    if (blocks == nullptr) {
+      int end = in_period(position - key + offset) + 1;  // keys [end - width, end), and so on
+#pragma unroll 1
+      for (; end - block_k < kKeys; end += block_q) {
+        seen |= range<kKeys>(end - block_k, end);
+        if (end > kKeys) break;  // SAFETY: or end + block_q might overflow
+      }
+      return seen;
+    }
+    const int q = position / block_q;
+    if (position < 0 || q >= num_q) return 0;
+#pragma unroll 1
+    for (int k = key / block_k; k < num_k && k * block_k - key < kKeys; ++k)
+      if (block(q, k)) seen |= range<kKeys>(k * block_k - key, (k + 1) * block_k - key);
+    return seen;
+  }
+
+ private:
+  static __device__ __forceinline__ unsigned bits_from(int first) {
+    return first <= 0 ? ~0u : first >= 32 ? 0u : ~0u << first;
+  }
+  // Bits of a thread's keys from its first one + begin to + end.
+  template <int kKeys>
+  static __device__ __forceinline__ unsigned range(int begin, int end) {
+    return bits_from(count<kKeys>(begin)) & ~bits_from(count<kKeys>(end));
+  }
+  // How many of a thread's keys come before its first one + end.
+  template <int kKeys>
+  static __device__ __forceinline__ int count(int end) {
+    end = min(max(end, 0), kKeys);
+    return end / 8 * 2 + min(end % 8, 2);
+  }
+};
+
+// The tiles of kKeys keys that some query of a tile of queries sees, from the last to the first.
+// Without a pattern: all of [begin, end). Each warp walks for itself; all its lanes call next().
+template <int kKeys, bool kPattern>
+struct TileWalk {
+  int n;          // the present tile; less than begin: there are no more
+  bool is_whole;  // the pattern hides nothing in it
+
+  __device__ __forceinline__ TileWalk(const Pattern& pattern, int first_position, int last_position,
+                                      int begin, int end)
+      : n(end), is_whole(true), pattern(pattern), first(first_position), last(last_position),
+        begin(begin), end(end), chunk((end + 31) & ~31), seen(0), whole(0) {
+    next();
+  }
+
+  __device__ __forceinline__ void next() {
+    if constexpr (!kPattern) {
+      --n;
+    } else {
+      while (seen == 0) {
+        if (chunk <= begin) {
+          n = begin - 1;
+          return;
+        }
+        chunk -= 32;
+        const int tile = chunk + static_cast<int>(threadIdx.x % 32);
+        const int kind = tile >= begin && tile < end
+                             ? pattern.sees_tile(first, last, tile * kKeys, (tile + 1) * kKeys)
+                             : 0;
+        seen = __ballot_sync(~0u, kind != 0);
+        whole = __ballot_sync(~0u, kind == 3);
+      }
+      const int bit = 31 - __clz(seen);
+      seen ^= 1u << bit;
+      n = chunk + bit;
+      is_whole = whole >> bit & 1;
+    }
+  }
+
+ private:
+  const Pattern& pattern;
+  const int first, last, begin, end;
+  int chunk;             // tile of bit 0 of:
+  unsigned seen, whole;  // tiles that are still to come; those where all see all
+};
