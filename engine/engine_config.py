@@ -14,6 +14,7 @@ from engine.config import ModelConfig
 from engine.device import Device
 from engine.dtypes import itemsize
 from engine.errors import ConfigError, unknown_keyword
+from engine.runner.cuda_graph import batch_sizes
 from engine.scheduler.config import SchedulerConfig
 
 __all__ = ["EngineConfig", "ResolvedConfig"]
@@ -268,7 +269,8 @@ class EngineConfig:
         has_graphs: bool,
     ) -> MemoryBudget:
         total, free = device_memory(device)
-        graphs = activation_bytes(model, dtype, seqs, seqs) if has_graphs else 0
+        rows = batch_sizes(seqs)[-1]
+        graphs = activation_bytes(model, dtype, rows, rows) if has_graphs else 0
         return MemoryBudget(
             total=total,
             others=max(0, total - free - weights),

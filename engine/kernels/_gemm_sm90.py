@@ -129,6 +129,8 @@ HOPPER_CONFIGS: dict[HopperConfig, _Cost] = {
     HopperConfig(256, 128, 1, 2): _Cost(1.03, 1.85, 0.711),
     HopperConfig(128, 256, 2): _Cost(0.33, 2.11, 0.714),
     HopperConfig(192, 192): _Cost(0.3, 2.26, 0.781),
+    HopperConfig(128, 256): _Cost(0.3, 2.3, 0.8),
+    HopperConfig(128, 224): _Cost(0.3, 2.3, 0.685),
     HopperConfig(128, 224, 2): _Cost(0.3, 2.06, 0.664),
     HopperConfig(128, 192, 2): _Cost(0.3, 2.0, 0.545),
     HopperConfig(128, 160, 2): _Cost(0.3, 1.79, 0.47),

@@ -38,6 +38,7 @@ __all__ = ["DecodeGraphs", "GraphKey", "batch_sizes", "context_buckets"]
 
 IntArray = np.ndarray[Any, np.dtype[Any]]
 
+_SIZES = (1, 2, 4, 8, 16, 64, 128, 256)  # then in steps of 128
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seeds")
 
 
@@ -50,15 +51,23 @@ class GraphKey:
 
 
 def batch_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Return the sizes for which graphs are captured; the last is `max_num_seqs`.
+    """Return the sizes for which graphs are captured; the last is `max_num_seqs` or more.
+
+    Above 16 rows the products go by tiles of 64 and 128 rows. One that is not full takes as long as
+    a full one, and up to twice as long while its rows are fetched: the copy engine is slow at rows
+    that are not there. So batches are filled up to whole tiles.
 
     Examples
     --------
-    >>> batch_sizes(20), batch_sizes(3)
-    ((1, 2, 4, 8, 16, 20), (1, 2, 3))
+    >>> batch_sizes(20), batch_sizes(3), batch_sizes(300)[-3:]
+    ((1, 2, 4, 8, 16, 64), (1, 2, 4), (128, 256, 384))
     """
-    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 512, 16), *range(512, max_num_seqs, 64)]
-    return (*(size for size in sizes if size < max_num_seqs), max_num_seqs)
+    sizes: list[int] = []
+    for size in itertools.chain(_SIZES, itertools.count(_SIZES[-1] + 128, 128)):
+        sizes.append(size)
+        if size >= max_num_seqs:
+            break
+    return tuple(sizes)
 
 
 def context_buckets(size: int, max_model_len: int) -> tuple[int, ...]:
@@ -109,17 +118,18 @@ class DecodeGraphs:
         self._block_size = block_size
         self._sampler = Sampler()
         xp = model.device.xp
-        max_rows, width = slots.block_tables.shape
-        self._inputs = StaticInputs(model.device, max_rows, max_rows * width)
-        self._tables = xp.zeros((max_rows, width), np.int32)  # of the slots
+        num_slots, width = slots.block_tables.shape
+        self._sizes = np.array(batch_sizes(num_slots))
+        max_rows = int(self._sizes[-1])
+        self._inputs = StaticInputs(model.device, max_rows, num_slots * width)
+        self._tables = xp.zeros((num_slots, width), np.int32)  # of the slots
         self._token_ids = xp.zeros(max_rows, np.int32)
         self._slot_mapping = xp.zeros(max_rows, np.int64)
         self._batch_tables = xp.zeros((max_rows, width), np.int32)  # of the batch
         self._cu_seqlens = xp.asarray(np.arange(max_rows + 1, dtype=np.int32))
-        self._sizes = np.array(batch_sizes(max_rows))
         self._keys = [
             GraphKey(size, length)
-            for size in batch_sizes(max_rows)
+            for size in self._sizes.tolist()
             for length in context_buckets(size, max_model_len)
         ]
         self._graphs: dict[GraphKey, Any] = {}
