@@ -135,6 +135,9 @@ class ModelRunner:
             max_model_len=max_model_len,
         )
         self.graphs.capture(progress=progress)
+        # CuPy compiles indexing with an array when it is first done: now, not in the first step.
+        last_ids, first = self._slots.last_ids, self.model.device.xp.zeros(1, np.int64)
+        last_ids[first] = last_ids[first]
 
     @property
     def needs_host_ids(self) -> bool:

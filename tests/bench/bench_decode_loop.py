@@ -1,0 +1,144 @@
+"""Where a decode step goes: its graph without each of its kernels, and the gaps between graphs."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import statistics
+
+import numpy as np
+
+from engine import load
+from engine.commands._bench_models import built_in_config
+from engine.commands._bench_workloads import Work, latency, serve
+from engine.kernels._launch import Kernel
+from engine.llm_engine import LLMEngine
+from engine.runner.cuda_graph import DecodeGraphs
+
+_MODELS = ("qwen2.5-0.5b", "qwen3-0.6b", "llama-3.2-1b", "llama-3.1-8b")
+_SIZES = ((1, 384), (64, 1000), (256, 600))  # sequences, and keys of each
+
+
+class _Launches:
+    """Counts launches by kernel while it is open, and leaves out those of `skipped`."""
+
+    def __init__(self, skipped=()):
+        self.skipped, self.counts = set(skipped), collections.Counter()
+
+    def __enter__(self):
+        self._launch = launch = Kernel.launch
+
+        def counted(kernel, *args, **kwargs):
+            self.counts[kernel.entry] += 1
+            if kernel.entry not in self.skipped:
+                launch(kernel, *args, **kwargs)
+
+        Kernel.launch = counted
+        return self
+
+    def __exit__(self, *_):
+        Kernel.launch = self._launch
+
+
+def _milliseconds(cuda, launch, times=60):
+    """Return the time of one of `times` launches in a row."""
+    for _ in range(5):
+        launch()
+    start, stop = cuda.Event(), cuda.Event()
+    start.record()
+    for _ in range(times):
+        launch()
+    stop.record()
+    stop.synchronize()
+    return cuda.get_elapsed_time(start, stop) / times
+
+
+def _fill(engine, key, context_len):
+    """Let every row of the graph be a sequence of so many keys, in blocks of its own."""
+    inputs, size, blocks = engine.runner.graphs._inputs, key.size, -(-context_len // 16)
+    turn, last = inputs.next_turn(), np.full(size, context_len - 1)
+    turn.fill(
+        size,
+        size,
+        rows=np.arange(size),
+        token_ids=np.full(size, 5),
+        positions=last,
+        rope_positions=last,
+        context_lens=last + 1,
+        sample_positions=last + 1,
+        new_starts=np.zeros(size),
+        seeds=np.arange(size),
+    )
+    turn.fill_blocks(np.full(size, blocks), size)
+    turn.fields["new_blocks"][: size * blocks] = (
+        np.arange(size * blocks) % engine.kv_cache.num_blocks
+    )
+    inputs.send(turn, size * blocks)
+    inputs.release(turn)
+
+
+def _parts(engine, name, size, context_len, cuda):
+    graphs = engine.runner.graphs
+    key = graphs.key(size, context_len)
+    _fill(engine, key, context_len)
+    whole = _milliseconds(cuda, lambda: graphs.replay(key))
+    row = {"op": "decode_loop", "case": f"{name} {size} x {context_len}", "graph_ms": whole}
+    # Recorded layers would be replayed past the counter.
+    walk = graphs._model.decoder._walk
+    walk._is_worth_it = lambda *_: False
+    try:
+        with graphs._capturing() as stream, _Launches() as launches:
+            graphs.compute(key)
+            stream.synchronize()
+        for entry, count in launches.counts.items():
+            with graphs._capturing() as stream, _Launches([entry]):
+                graph, _ = graphs._capture(lambda: graphs.compute(key), stream)
+            row[f"{entry} us"] = (whole - _milliseconds(cuda, graph.launch, 30)) * 1e3 / count
+    finally:
+        del walk._is_worth_it
+    return row
+
+
+def _gaps(model, name, cuda):
+    """Time graphs and what is between them while one request is served."""
+    engine, events = LLMEngine(model, max_num_seqs=1, max_model_len=1024), []
+    per_token = latency(engine, Work.same(1, 128, 512), 2)["ms_per_token"]
+    replay = DecodeGraphs.replay
+
+    def timed(graphs, key):
+        events.append((cuda.Event(), cuda.Event()))
+        events[-1][0].record()
+        replay(graphs, key)
+        events[-1][1].record()
+
+    DecodeGraphs.replay = timed
+    try:
+        serve(engine, Work.same(1, 128, 300))
+    finally:
+        DecodeGraphs.replay = replay
+        engine.close()
+    pairs = list(itertools.pairwise(events[50:]))
+    return {
+        "op": "decode_loop",
+        "case": f"{name} latency",
+        "ms_per_token": per_token,
+        "graph_ms": statistics.median(cuda.get_elapsed_time(*now) for now, _ in pairs),
+        "gap_ms": statistics.median(cuda.get_elapsed_time(a[1], b[0]) for a, b in pairs),
+    }
+
+
+def main(device):
+    """Measure, print, and return the rows."""
+    if not device.is_cuda:
+        raise SystemExit("decode_loop takes a GPU: there are no graphs without one")
+    rows, cuda = [], device.xp.cuda
+    for name in _MODELS:
+        config = built_in_config(name)
+        model = load(config=config, load_format="dummy", max_model_len=2112, device="cuda")
+        rows.append(_gaps(model, name, cuda))
+        with LLMEngine(model, max_num_seqs=256) as engine:
+            rows += [_parts(engine, name, *case, cuda) for case in _SIZES]
+        model.close()
+    for row in rows:
+        print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else v for k, v in row.items()))
+    return rows
