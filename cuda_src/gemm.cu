@@ -7,6 +7,10 @@
 //   bias      (N,)   scalar_t           or null
 //   residual  (M, N) scalar_t or float  as out; rows residual_stride apart; or null; may be out
 //   out       (M, N) scalar_t or float  rows out_stride apart
+//
+// With activation "silu_and_mul" the weight's rows, and bias, are gate and up in turn, eight of each
+// (N a multiple of 16): out is silu(gate) * up + residual, (M, N / 2), as residual is.
+//
 //   partials  (splits, M, N) float      scratch, or null when k is not split
 //
 // Numerics: products of 16-bit values on tensor cores (mma.sync), of float32 on CUDA cores without
@@ -31,9 +35,13 @@ extern "C" __global__ void __launch_bounds__(256)
   const int64_t size = static_cast<int64_t>(m) * n;
   const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i >= size) return;
-  float sum = 0.0f;
-  for (int split = 0; split < num_splits; ++split) sum += partials[split * size + i];
+  const int64_t row = i / n;
   const Epilogue epilogue{bias,       residual,   out,           residual_stride,
                           out_stride, activation, is_float != 0, false};
-  epilogue.store_one(i / n, static_cast<int>(i % n), sum);
+  epilogue.store_one(row, static_cast<int>(i % n), [&](int column) {
+    float sum = 0.0f;
+    for (int split = 0; split < num_splits; ++split)
+      sum += partials[split * size + row * n + column];
+    return sum;
+  });
 }

@@ -1,13 +1,13 @@
 // RMSNorm fused in front of a matrix product.
 //
 //   h   = x / sqrt(mean(x^2) + eps) * (norm_weight + weight_offset)     (rounded to scalar_t)
-//   out = h weight^T + bias
+//   out = activation(h weight^T + bias)
 //
 //   x            (M, K) scalar_t   rows x_stride elements apart
 //   norm_weight  (K,)   scalar_t
 //   weight       (N, K) scalar_t   contiguous
 //   bias         (N,)   scalar_t   or null
-//   out          (M, N) scalar_t   rows out_stride apart
+//   out          (M, N) scalar_t   rows out_stride apart; (M, N / 2) gated, as gemm.cu says
 //   row_scales   (M,)   float      scratch of the tiled kernels: 1 / rms of each row
 //
 // Numerics: the norm in float; h is rounded before the product, so that the result is that of the

@@ -64,8 +64,8 @@ struct MmaCore {
       for (int i = 0; i < kTilesM; ++i)
         if (i == slice) stage(acc[i], staging, lane_idx);
       __syncwarp();
-      store_slice(
-          e, Slice<kWarpN, kPitch, kWarpSize>{staging, lane_idx, row0 + slice * 16, col0, m, n});
+      using Rows = Slice<kWarpN, kPitch, kWarpSize, kWarpM == 64 || kWarpN == 32>;
+      store_slice(e, Rows{staging, lane_idx, row0 + slice * 16, col0, m, n});
     }
   }
 

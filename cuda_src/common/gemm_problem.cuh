@@ -22,9 +22,12 @@ struct Norm {
   }
 };
 
+// With kSiluAndMul, weight and bias have their rows in turn: eight of the gate, eight of up. Columns
+// 16 i + j and 16 i + 8 + j of the product (j < 8) make column 8 i + j of out, which has n / 2.
+
 // ---- epilogue --------------------------------------------------------------------------------
 
-enum Activation { kIdentity = 0, kSilu = 1, kGelu = 2, kGeluTanh = 3, kRelu = 4 };
+enum Activation { kIdentity = 0, kSilu = 1, kGelu = 2, kGeluTanh = 3, kRelu = 4, kSiluAndMul = 5 };
 
 __device__ __forceinline__ float activate(int activation, float x) {
   switch (activation) {
@@ -43,19 +46,29 @@ __device__ __forceinline__ float activate(int activation, float x) {
 
 struct Epilogue {
   const scalar_t* bias;  // (n,), or null
-  const void* residual;  // (m, n) of out's type, or null; may be out
-  void* out;             // (m, n)
+  const void* residual;  // as out, of its type, or null; may be out
+  void* out;             // (m, n), or (m, n / 2) if gated
   int64_t residual_stride, out_stride;
   int activation;
   bool is_float;   // out and residual are float, else scalar_t
   bool is_vector;  // n, strides and addresses allow accesses of four elements
 
+  __device__ __forceinline__ bool is_gated() const { return activation == kSiluAndMul; }
   __device__ __forceinline__ bool is_bare() const {
     return bias == nullptr && activation == kIdentity;
   }
+  // How many columns out has, and where those of the gate in the product's column n begin there.
+  __device__ __forceinline__ int out_columns(int n) const { return is_gated() ? n / 2 : n; }
+  __device__ __forceinline__ static int gated_column(int n) { return n / 16 * 8 + n % 8; }
 
   __device__ __forceinline__ float biased(int n, float sum) const {
     return activate(activation, bias != nullptr ? sum + to_float(bias[n]) : sum);
+  }
+
+  // `gate` is of the product's column n, `up` of the one eight further.
+  __device__ __forceinline__ float gated(int n, float gate, float up) const {
+    if (bias != nullptr) gate += to_float(bias[n]), up += to_float(bias[n + 8]);
+    return silu(gate) * up;
   }
 
   // Columns n .. n + 3 of a row; n is a multiple of 4 and below num_cols.
@@ -80,16 +93,22 @@ struct Epilogue {
   }
 
   template <typename Out>
-  __device__ __forceinline__ void store_one_as(int64_t row, int n, float sum) const {
-    sum = biased(n, sum);
+  __device__ __forceinline__ void store_one_as(int64_t row, int n, float sum) const {  // but for the residual, done
     if (residual != nullptr)
       sum += to_float(static_cast<const Out*>(residual)[row * residual_stride + n]);
     static_cast<Out*>(out)[row * out_stride + n] = from_float<Out>(sum);
   }
 
-  __device__ __forceinline__ void store_one(int64_t row, int n, float sum) const {
-    if (is_float) store_one_as<float>(row, n, sum);
-    else store_one_as<scalar_t>(row, n, sum);
+  __device__ __forceinline__ void store_done(int64_t row, int n, float y) const {
+    if (is_float) store_one_as<float>(row, n, y);
+    else store_one_as<scalar_t>(row, n, y);
+  }
+
+  // Column n of the product, or of a gate; sum_at(n) gives the sum of any.
+  template <typename SumAt>
+  __device__ __forceinline__ void store_one(int64_t row, int n, const SumAt& sum_at) const {
+    if (!is_gated()) store_done(row, n, biased(n, sum_at(n)));
+    else if (n % 16 < 8) store_done(row, gated_column(n), gated(n, sum_at(n), sum_at(n + 8)));
   }
 };
 
@@ -113,8 +132,9 @@ __device__ __forceinline__ Epilogue block_epilogue(const Problem& p) {
 
 // 16 rows of a tile from (row0, col0) on, staged as floats with kPitch floats a row. The kThreads
 // threads that share them (thread is 0 .. kThreads - 1) each take groups of four columns.
-template <int kCols_, int kPitch_, int kThreads_>
+template <int kCols_, int kPitch_, int kThreads_, bool kMayGate_ = true>
 struct Slice {
+  static constexpr bool kMayGate = kMayGate_;  // a kernel short of registers does without
   static constexpr int kCols = kCols_, kPitch = kPitch_, kThreads = kThreads_;
   static constexpr int kGroups = 16 * kCols / 4 / kThreads;
   static constexpr int kBatch = kGroups < 4 ? kGroups : 4;  // groups loaded at once
@@ -138,27 +158,39 @@ struct Slice {
   }
 };
 
-// Bias and activation, in place. Rolled: this is much code, and a small part of the time.
+// Bias and activation, in place. Rolled: this is much code, and a small part of the time. Gated, a
+// thread reads up from groups of others, which nobody writes, and turns its groups of the gate alone.
 template <typename S>
 __device__ __forceinline__ void activate_slice(const Epilogue& e, const S& s) {
 #pragma unroll 1
   for (int i = 0; i < S::kGroups * 4; ++i) {
     const int col = s.col0 + s.col(i / 4) + i % 4;
     float* p = s.at(i / 4) + i % 4;
-    if (col < s.n) *p = e.biased(col, *p);
+    if (col >= s.n) continue;
+    if (!S::kMayGate || !e.is_gated()) *p = e.biased(col, *p);
+    else if (col % 16 < 8) *p = e.gated(col, *p, p[8]);
   }
 }
 
 template <typename Out, typename S>
 __device__ __forceinline__ void store_slice_as(const Epilogue& e, const S& s) {
+  const bool is_gated = S::kMayGate && e.is_gated();
+  const int n = is_gated ? s.n / 2 : s.n;
+  const auto col = [&](int group) {
+    const int c = s.col0 + s.col(group);
+    return is_gated ? Epilogue::gated_column(c) : c;
+  };
+  const auto exists = [&](int group) {
+    return s.exists(group) && !(is_gated && s.col(group) % 16 >= 8);
+  };
 #pragma unroll 1
   for (int first = 0; first < S::kGroups; first += S::kBatch) {
     Vec<Out, 4> r[S::kBatch] = {};
     if (e.residual != nullptr) {
 #pragma unroll
       for (int i = 0; i < S::kBatch; ++i)
-        if (s.exists(first + i))
-          r[i] = e.load_residual<Out>(s.row0 + s.row(first + i), s.col0 + s.col(first + i), s.n);
+        if (exists(first + i))
+          r[i] = e.load_residual<Out>(s.row0 + s.row(first + i), col(first + i), n);
     }
 #pragma unroll
     for (int i = 0; i < S::kBatch; ++i) {
@@ -167,8 +199,7 @@ __device__ __forceinline__ void store_slice_as(const Epilogue& e, const S& s) {
       for (int j = 0; j < 4; ++j)  // without a residual r is 0, and -0 + 0 would lose the sign
         r[i].v[j] =
             from_float<Out>(e.residual != nullptr ? sum.v[j] + to_float(r[i].v[j]) : sum.v[j]);
-      if (s.exists(first + i))
-        e.store<Out>(s.row0 + s.row(first + i), s.col0 + s.col(first + i), s.n, r[i]);
+      if (exists(first + i)) e.store<Out>(s.row0 + s.row(first + i), col(first + i), n, r[i]);
     }
   }
 }

@@ -58,8 +58,9 @@ struct SimtCore {
           for (int j = 0; j < kPerThread; ++j) staging[row * kPitch + col + j * 16] = acc[i][j];
         }
       __syncthreads();
-      store_slice(e, Slice<kCols, kPitch, kSimtThreads>{staging, static_cast<int>(threadIdx.x),
-                                                        origin.row + slice * 16, origin.col, m, n});
+      using Rows = Slice<kCols, kPitch, kSimtThreads, kPerThread <= 4>;
+      store_slice(e, Rows{staging, static_cast<int>(threadIdx.x), origin.row + slice * 16,
+                          origin.col, m, n});
     }
   }
 };

@@ -59,10 +59,13 @@ __device__ __forceinline__ void skinny_finish(const Problem& p, const float* sme
   for (int i = threadIdx.x; i < kTokens * kRows; i += kWarps * kWarpSize) {
     const int token = i / kRows, row = i % kRows;
     if (row0 + token >= p.m || col0 + row >= p.n) continue;
-    float sum = 0.0f;
+    p.epilogue.store_one(row0 + token, col0 + row, [&](int n) {
+      float sum = 0.0f;
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) sum += smem_partials[(w * kTokens + token) * kPitch + row];
-    p.epilogue.store_one(row0 + token, col0 + row, sum);
+      for (int w = 0; w < kWarps; ++w)
+        sum += smem_partials[(w * kTokens + token) * kPitch + n - col0];
+      return sum;
+    });
   }
 }
 

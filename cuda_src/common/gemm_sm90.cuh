@@ -5,30 +5,34 @@
 #include "common/sm90.cuh"
 #include "common/wgmma.cuh"
 
-constexpr int kMaxK = 64;  // of k in a stage: 128 bytes a row, the widest swizzle
+constexpr int kBlockK = 64;     // of k: 128 bytes a row, the widest swizzle
+constexpr int kDepth = DEPTH;   // such blocks in a stage
+constexpr int kStageK = kDepth * kBlockK;
 constexpr int kWarpgroups = TILE_M == 64 ? 1 : TILE_M == 192 ? 3 : 2;  // those that multiply
 constexpr int kBlocksM = TILE_M / 64 / kWarpgroups;                    // of 64 rows a warpgroup
-constexpr int kThreads = (1 + kWarpgroups) * 128;
 constexpr int kConsumers = kWarpgroups * 128;
+// One warp loads. Before warpgroups that take registers from each other it must be a warpgroup too.
+constexpr bool kMovesRegisters = kWarpgroups > 1;
+constexpr int kThreads = kConsumers + (kMovesRegisters ? 128 : 32);
+constexpr int kFirstConsumer = kMovesRegisters ? 128 : 0;
+constexpr int kProducer = kMovesRegisters ? 0 : kConsumers;
 constexpr int kProducerRegisters = kWarpgroups == 3 ? 32 : 40;
 constexpr int kConsumerRegisters = kWarpgroups == 3 ? 160 : 232;
-static_assert(TILE_M == kWarpgroups * kBlocksM * 64 && TILE_N % 32 == 0, "no such tile");
+static_assert(TILE_M == kWarpgroups * kBlocksM * 64 && TILE_N % 16 == 0, "no such tile");
 
 constexpr int kClusterM = CLUSTER_M, kClusterN = CLUSTER_N, kClusterK = CLUSTER_K;
 constexpr int kClusterSize = kClusterM * kClusterN * kClusterK;
 static_assert(TILE_M % (8 * kClusterN) == 0 && TILE_N % (8 * kClusterM) == 0, "atoms are 8 rows");
 
 constexpr int kRowBytes90 = 128;
-constexpr int kBytesX = TILE_M * kRowBytes90, kBytesW = TILE_N * kRowBytes90;
-constexpr int kStages = STAGES;
+constexpr int kBytesX = TILE_M * kRowBytes90, kBytesW = TILE_N * kRowBytes90;  // of a block of k
+constexpr int kStageW = kDepth * kBytesW;
 constexpr int kWarpStaging = 16 * 128;  // a warp's 16 rows on their way to global memory
-constexpr int kOffsetStaging = kStages * (kBytesX + kBytesW);
-constexpr int kOffsetSums = kOffsetStaging + kConsumers / 32 * kWarpStaging;
+constexpr int kBytesStaging = kConsumers / 32 * kWarpStaging;
 constexpr int kSlice = TILE_N / kClusterK;  // columns that a block finishes of a tile it shares
 constexpr int kBytesSums = (kClusterK - 1) * TILE_M * kSlice * 4;  // from the cluster's others
-constexpr int kOffsetBarriers = kOffsetSums + kBytesSums;
-static_assert(kOffsetBarriers + kStages * 16 + 8 + 1024 <= 232448, "more than a block may have");
-static_assert(kClusterK == 1 || (kBlocksM == 1 && kSlice % 16 == 0), "no such share of a tile");
+static_assert(kClusterK == 1 || (kBlocksM == 1 && kSlice % 8 == 0), "no such share of a tile");
+static_assert(kClusterK == 1 || kClusterM == 1, "a block of such a cluster could have no rows");
 
 // The swizzle's atoms of 1024 bytes must be aligned; every block of a cluster moves by as much.
 __device__ __forceinline__ unsigned char* align_smem(unsigned char* p) {
@@ -42,7 +46,7 @@ __device__ __forceinline__ unsigned char* align_smem(unsigned char* p) {
 struct Schedule {
   int m, n, group, rows, cols;   // rows and cols of super-tiles
   int rank_m, rank_n, rank_k;    // of this block in its cluster
-  int first_k, last_k;           // blocks of k that this block sums
+  int first_k, last_k;           // stages of k that this block sums
 
   __device__ __forceinline__ Schedule(int m_, int n_, int k, int group_)
       : m(m_),
@@ -54,9 +58,9 @@ struct Schedule {
     rank_m = rank % kClusterM;
     rank_n = rank / kClusterM % kClusterN;
     rank_k = rank / (kClusterM * kClusterN);
-    const int blocks_k = (k + kMaxK - 1) / kMaxK;
-    first_k = blocks_k * rank_k / kClusterK;
-    last_k = blocks_k * (rank_k + 1) / kClusterK;
+    const int stages_k = (k + kStageK - 1) / kStageK;
+    first_k = stages_k * rank_k / kClusterK;
+    last_k = stages_k * (rank_k + 1) / kClusterK;
   }
 
   __device__ __forceinline__ int first() const { return blockIdx.x / kClusterSize; }
@@ -78,34 +82,44 @@ struct Ring {
   int stage = 0;
   unsigned phase = 0;
 
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) {
+  __device__ __forceinline__ void advance(int stages) {
+    if (++stage == stages) {
       stage = 0;
       phase ^= 1;
     }
   }
 };
 
+// Shared memory: stages of x, stages of weight, staging of results, sums of other blocks, mbarriers.
+// With tiles of 64 rows the launch says how many stages there are, and of how many rows of x.
 struct Pipeline {
-  unsigned x, w, full, empty, sums;  // shared memory: stages of x and of weight, mbarriers
+  int stages, block_x, stage_x;  // bytes of a block of k of x, of a stage of x
+  unsigned x, w, staging, sums, full, empty, sums_barrier;
 
-  __device__ __forceinline__ explicit Pipeline(unsigned smem)
-      : x(smem),
-        w(smem + kStages * kBytesX),
-        full(smem + kOffsetBarriers),
-        empty(smem + kOffsetBarriers + kStages * 8),
-        sums(smem + kOffsetBarriers + kStages * 16) {}
+  __device__ __forceinline__ Pipeline(unsigned smem, int stages_, int x_rows) {
+    stages = TILE_M == 64 ? stages_ : STAGES;
+    block_x = TILE_M == 64 ? x_rows * kRowBytes90 : kBytesX;
+    stage_x = kDepth * block_x;
+    x = smem;
+    w = x + stages * stage_x;
+    staging = w + stages * kStageW;
+    sums = staging + kBytesStaging;
+    full = sums + kBytesSums;
+    empty = full + stages * 8;
+    sums_barrier = empty + stages * 8;
+  }
 
   // A stage is full when its bytes are there, and empty when every warpgroup that reads what this
   // block loads has let go of it: those of this block's row and column of the cluster.
-  __device__ __forceinline__ void init() const {
-    for (int i = 0; i < kStages; ++i) {
+  // `sums_rows`: of the tile, rounded to whole warps' 16, for which other blocks send sums.
+  __device__ __forceinline__ void init(int sums_rows) const {
+    for (int i = 0; i < stages; ++i) {
       mbarrier_init(full + i * 8, 1);
       mbarrier_init(empty + i * 8, kWarpgroups * (kClusterM + kClusterN - 1));
     }
     if constexpr (kClusterK > 1) {
-      mbarrier_init(sums, 1);
-      mbarrier_arrive_expect(sums, kBytesSums);
+      mbarrier_init(sums_barrier, 1);
+      mbarrier_arrive_expect(sums_barrier, (kClusterK - 1) * sums_rows * kSlice * 4);
     }
     mbarrier_init_fence();
   }
@@ -113,36 +127,85 @@ struct Pipeline {
 
 // ---- producer --------------------------------------------------------------------------------
 
-// Loads kRows rows of a tile for kSharers blocks, of which this one, number `part`, loads its part.
-template <int kRows, int kSharers>
-__device__ __forceinline__ void load_tile(unsigned to, const TensorMap* map, int k, int row,
-                                          unsigned full, int part, unsigned short blocks) {
-  constexpr int kPart = kRows / kSharers;
-  if constexpr (kSharers == 1) tma_load_2d(to, map, k, row, full);
-  else
-    tma_load_2d_multicast(to + part * kPart * kRowBytes90, map, k, row + part * kPart, full,
-                          blocks);
-}
+// What a launch leaves open about loading.
+struct Loading {
+  int x_part;     // rows of x that a block loads: TILE_M / CLUSTER_N, or fewer where x has fewer
+  bool overlaps;  // the weight may be read while the kernel in front still runs
+};
+
+// Loads stages. Rows of x that no box covers keep what shared memory held: their sums are dropped.
+struct Loader {
+  const Pipeline& p;
+  const TensorMap *map_x, *map_w;
+  int x_part, rank_m, rank_n;
+  unsigned short row_blocks = 0, col_blocks = 0;
+
+  __device__ __forceinline__ Loader(const Pipeline& p_, const Schedule& s, const TensorMap* map_x_,
+                                    const TensorMap* map_w_, int x_part_)
+      : p(p_), map_x(map_x_), map_w(map_w_), x_part(x_part_), rank_m(s.rank_m), rank_n(s.rank_n) {
+    const int layer = s.rank_k * kClusterM * kClusterN;  // first rank of those with this share of k
+    for (int j = 0; j < kClusterN; ++j) row_blocks |= 1 << (layer + j * kClusterM + s.rank_m);
+    for (int i = 0; i < kClusterM; ++i) col_blocks |= 1 << (layer + s.rank_n * kClusterM + i);
+  }
+
+  // `stage_k` is a stage's worth of k, `stage` a place in the ring.
+  __device__ __forceinline__ void weight(int stage, int stage_k, int row) const {
+    constexpr int kPart = TILE_N / kClusterM;
+    const unsigned full = p.full + stage * 8, to = p.w + stage * kStageW;
+    mbarrier_arrive_expect(full, kDepth * (x_part * kClusterN * kRowBytes90 + kBytesW));
+#pragma unroll
+    for (int d = 0; d < kDepth; ++d) {
+      const int k = stage_k * kStageK + d * kBlockK;
+      if constexpr (kClusterM == 1) tma_load_2d(to + d * kBytesW, map_w, k, row, full);
+      else
+        tma_load_2d_multicast(to + d * kBytesW + rank_m * kPart * kRowBytes90, map_w, k,
+                              row + rank_m * kPart, full, col_blocks);
+    }
+  }
+  __device__ __forceinline__ void x(int stage, int stage_k, int row) const {
+    const unsigned full = p.full + stage * 8, to = p.x + stage * p.stage_x;
+#pragma unroll
+    for (int d = 0; d < kDepth; ++d) {
+      const int k = stage_k * kStageK + d * kBlockK;
+      if constexpr (kClusterN == 1) tma_load_2d(to + d * p.block_x, map_x, k, row, full);
+      else
+        tma_load_2d_multicast(to + d * p.block_x + rank_n * x_part * kRowBytes90, map_x, k,
+                              row + rank_n * x_part, full, row_blocks);
+    }
+  }
+  // To the L2 cache only.
+  __device__ __forceinline__ void prefetch_weight(int stage_k, int row) const {
+#pragma unroll
+    for (int d = 0; d < kDepth; ++d)
+      tma_prefetch_2d(map_w, stage_k * kStageK + d * kBlockK, row + rank_m * (TILE_N / kClusterM));
+  }
+};
 
 __device__ __forceinline__ void produce(const Pipeline& p, const Schedule& s,
-                                        const TensorMap* map_x, const TensorMap* map_w) {
-  const int layer = s.rank_k * kClusterM * kClusterN;  // first rank of those with this share of k
-  unsigned short row_blocks = 0, col_blocks = 0;
-  for (int j = 0; j < kClusterN; ++j) row_blocks |= 1 << (layer + j * kClusterM + s.rank_m);
-  for (int i = 0; i < kClusterM; ++i) col_blocks |= 1 << (layer + s.rank_n * kClusterM + i);
+                                        const TensorMap* map_x, const TensorMap* map_w,
+                                        const Loading& loading) {
+  const Loader loader(p, s, map_x, map_w, loading.x_part);
+  // What fits into the ring is on its way, or in the L2 cache, before the kernel in front has ended.
+  int early = 0;
+  for (int i = 0; i < min(s.last_k - s.first_k, p.stages); ++i) {
+    const int row = s.tile(s.first()).y;
+    if (loading.overlaps) loader.weight(early++, s.first_k + i, row);
+    else loader.prefetch_weight(s.first_k + i, row);
+  }
+  wait_for_last_kernel();
   Ring ring;
   for (int index = s.first(); index < s.count(); index += s.step()) {
     const int2 tile = s.tile(index);
 #pragma unroll 1
-    for (int block = s.first_k; block < s.last_k; ++block) {
-      const unsigned full = p.full + ring.stage * 8;
-      mbarrier_wait(p.empty + ring.stage * 8, ring.phase ^ 1);
-      mbarrier_arrive_expect(full, kBytesX + kBytesW);
-      load_tile<TILE_M, kClusterN>(p.x + ring.stage * kBytesX, map_x, block * kMaxK, tile.x, full,
-                                   s.rank_n, row_blocks);
-      load_tile<TILE_N, kClusterM>(p.w + ring.stage * kBytesW, map_w, block * kMaxK, tile.y, full,
-                                   s.rank_m, col_blocks);
-      ring.advance();
+    for (int k = s.first_k; k < s.last_k; ++k) {
+      if (early > 0) {
+        --early;
+      } else {
+        mbarrier_wait(p.empty + ring.stage * 8, ring.phase ^ 1);
+        loader.weight(ring.stage, k, tile.y);
+      }
+      loader.x(ring.stage, k, tile.x);
+      ring.advance(p.stages);
     }
   }
 }
@@ -174,25 +237,28 @@ __device__ __forceinline__ void multiply(const Pipeline& p, const Schedule& s, i
   const unsigned rows = p.x + warpgroup * kBlocksM * 64 * kRowBytes90;
   int last = 0;
 #pragma unroll 1
-  for (int block = s.first_k; block < s.last_k; ++block) {
+  for (int i = s.first_k; i < s.last_k; ++i) {
     mbarrier_wait(p.full + ring.stage * 8, ring.phase);
-    const uint64_t a = wgmma_descriptor(rows + ring.stage * kBytesX);
-    const uint64_t b = wgmma_descriptor(p.w + ring.stage * kBytesW);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kMaxK / 16; ++step)
+    for (int d = 0; d < kDepth; ++d) {
+      const uint64_t a = wgmma_descriptor(rows + ring.stage * p.stage_x + d * p.block_x);
+      const uint64_t b = wgmma_descriptor(p.w + ring.stage * kStageW + d * kBytesW);
 #pragma unroll
-      for (int i = 0; i < kBlocksM; ++i)
-        wgmma<TILE_N>(acc[i], a + i * (64 * kRowBytes90 / 16) + step * 2, b + step * 2,
-                      block > s.first_k || step > 0);
+      for (int step = 0; step < kBlockK / 16; ++step)
+#pragma unroll
+        for (int j = 0; j < kBlocksM; ++j)
+          wgmma<TILE_N>(acc[j], a + j * (64 * kRowBytes90 / 16) + step * 2, b + step * 2,
+                        i > s.first_k || d > 0 || step > 0);
+    }
     wgmma_commit();
     wgmma_wait<1>();  // the stage before this one has been read
-    if (block > s.first_k) release(p, s, last);
+    if (i > s.first_k) release(p, s, last);
     last = ring.stage;
-    ring.advance();
+    ring.advance(p.stages);
   }
   wgmma_wait<0>();
   release(p, s, last);
 #pragma unroll
-  for (int i = 0; i < kBlocksM; ++i) wgmma_pin(acc[i]);
+  for (int j = 0; j < kBlocksM; ++j) wgmma_pin(acc[j]);
 }

@@ -25,8 +25,13 @@ __device__ __forceinline__ void stage_rounded(const float (&acc)[kSums], unsigne
 #pragma unroll
   for (int pair = 0; pair < 4 && kChunk * 32 + pair * 8 < kSums; ++pair) {
     const float* a = acc + kChunk * 32 + pair * 8;
-    stmatrix_x4(staging + row * 128 + ((2 * pair + lane / 16) ^ (row % 8)) * 16, pack(a[0], a[1]),
-                pack(a[2], a[3]), pack(a[4], a[5]), pack(a[6], a[7]));
+    if (kChunk * 32 + pair * 8 + 4 == kSums) {  // eight columns are left
+      stmatrix_x2(staging + row * 128 + (2 * pair ^ (row % 8)) * 16, pack(a[0], a[1]),
+                  pack(a[2], a[3]));
+    } else {
+      stmatrix_x4(staging + row * 128 + ((2 * pair + lane / 16) ^ (row % 8)) * 16,
+                  pack(a[0], a[1]), pack(a[2], a[3]), pack(a[4], a[5]), pack(a[6], a[7]));
+    }
   }
 }
 
@@ -181,9 +186,49 @@ __device__ __forceinline__ void store_general(const Epilogue& e, const float (&a
   }
 }
 
+// Gated: floats through shared memory, of 32 columns at a time, 16 of out; a lane takes four of the
+// gate and the four of up that belong to them.
+template <typename Out, int kSums>
+__device__ __forceinline__ void store_gated(const Epilogue& e, const float (&acc)[kSums],
+                                            Corner corner, int m, int n) {
+  constexpr int kCols = kSums * 2;
+  const int lane = threadIdx.x % 32;
+  const int piece = lane % 4 / 2 * 4 + lane % 2;  // of 16 bytes; that of up is two further
+#pragma unroll 1
+  for (int chunk = 0; chunk < (kCols + 31) / 32; ++chunk) {
+    stage_float_at<0>(chunk, acc, corner.staging);
+    __syncwarp();
+    const int within = chunk * 32 + piece * 4, col = corner.col + within;
+    const int out_col = Epilogue::gated_column(col);
+#pragma unroll
+    for (int r = lane / 4; r < 16; r += 8) {
+      const auto sums = [&](int i) {
+        return load_vec<float, 4>(
+            reinterpret_cast<const float*>(corner.staging + r * 128 + (i ^ (r % 4 * 2)) * 16));
+      };
+      const int row = corner.row + r;
+      if (row >= m || col >= n || (kCols % 32 != 0 && within >= kCols)) continue;
+      Vec<Out, 4> y = {};
+      if (e.residual != nullptr) y = e.load_residual<Out>(row, out_col, n / 2);
+      const Vec<float, 4> gate = sums(piece), up = sums(piece + 2);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float product = e.gated(col + j, gate.v[j], up.v[j]);
+        y.v[j] = from_float<Out>(e.residual != nullptr ? product + to_float(y.v[j]) : product);
+      }
+      e.store<Out>(row, out_col, n / 2, y);
+    }
+    __syncwarp();
+  }
+}
+
 template <int kSums>
 __device__ __forceinline__ void store(const Epilogue& e, float (&acc)[kSums], Corner corner, int m,
                                       int n, bool is_wide) {
+  if constexpr (kSums % 8 == 0) {
+    if (e.is_gated() && e.is_float) return store_gated<float>(e, acc, corner, m, n);
+    if (e.is_gated()) return store_gated<scalar_t>(e, acc, corner, m, n);
+  }
   const bool is_plain = !e.is_float && e.residual == nullptr && e.activation == kIdentity;
   if (is_plain) store_rounded(e, acc, corner, m, n, is_wide);
   else if (e.is_float) store_general<float>(e, acc, corner, m, n);
@@ -200,13 +245,12 @@ constexpr int kSliceSums = kSlice / 2, kSliceVecs = kSlice / 8;
 
 __device__ __forceinline__ unsigned sums_offset(int sender, int receiver, int vec) {
   const int slot = sender - (sender > receiver);
-  return kOffsetSums + ((slot * kSliceVecs + vec) * kConsumers + threadIdx.x - 128) * 16;
+  return ((slot * kSliceVecs + vec) * kConsumers + threadIdx.x - kFirstConsumer) * 16;
 }
 
-__device__ __forceinline__ void swap_sums(const Pipeline& p, const Schedule& s, unsigned char* smem,
-                                          const float (&acc)[TILE_N / 2],
+__device__ __forceinline__ void swap_sums(const Pipeline& p, const Schedule& s,
+                                          const unsigned char* sums, const float (&acc)[TILE_N / 2],
                                           float (&own)[kSliceSums]) {
-  const unsigned here = smem_address(smem);
   const int rank = s.rank_m + kClusterM * s.rank_n, me = s.rank_k;
 #pragma unroll
   for (int to = 0; to < kClusterK; ++to) {
@@ -218,10 +262,10 @@ __device__ __forceinline__ void swap_sums(const Pipeline& p, const Schedule& s, 
     }
 #pragma unroll
     for (int i = 0; i < kSliceVecs; ++i)
-      cluster_send(here + sums_offset(me, to, i), p.sums, rank + to * kClusterM * kClusterN,
+      cluster_send(p.sums + sums_offset(me, to, i), p.sums_barrier, rank + to * kClusterM * kClusterN,
                    a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3]);
   }
-  mbarrier_wait_cluster(p.sums, 0);
+  mbarrier_wait_cluster(p.sums_barrier, 0);
 #pragma unroll
   for (int i = 0; i < kSliceVecs; ++i) {
     Vec<float, 4> sum = {};
@@ -229,7 +273,7 @@ __device__ __forceinline__ void swap_sums(const Pipeline& p, const Schedule& s, 
     for (int from = 0; from < kClusterK; ++from) {
       Vec<float, 4> part = {own[4 * i], own[4 * i + 1], own[4 * i + 2], own[4 * i + 3]};
       if (from != me)
-        part = load_vec<float, 4>(reinterpret_cast<const float*>(smem + sums_offset(from, me, i)));
+        part = load_vec<float, 4>(reinterpret_cast<const float*>(sums + sums_offset(from, me, i)));
 #pragma unroll
       for (int c = 0; c < 4; ++c) sum.v[c] += part.v[c];
     }
@@ -240,8 +284,8 @@ __device__ __forceinline__ void swap_sums(const Pipeline& p, const Schedule& s, 
 
 __device__ __forceinline__ void consume(const Pipeline& p, const Schedule& s, unsigned char* smem,
                                         const Epilogue& e, bool is_wide) {
-  const int warp = threadIdx.x / 32 - 4, warpgroup = warp / 4;
-  unsigned char* staging = smem + kOffsetStaging + warp * kWarpStaging;
+  const int warp = (threadIdx.x - kFirstConsumer) / 32, warpgroup = warp / 4;
+  unsigned char* staging = smem + (p.staging - p.x) + warp * kWarpStaging;
   Ring ring;
   for (int index = s.first(); index < s.count(); index += s.step()) {
     Sums acc;
@@ -249,8 +293,9 @@ __device__ __forceinline__ void consume(const Pipeline& p, const Schedule& s, un
     const int2 tile = s.tile(index);
     if constexpr (kClusterK > 1) {
       float own[kSliceSums];
-      swap_sums(p, s, smem, acc[0], own);
       const int row = warpgroup * 64 + warp % 4 * 16;
+      if (tile.x + row >= s.m) continue;  // no such rows: nobody sends or waits
+      swap_sums(p, s, smem + (p.sums - p.x), acc[0], own);
       const Corner corner{staging, tile.x + row, tile.y + s.rank_k * kSlice};
       store(e, own, corner, s.m, s.n, is_wide);
     } else {

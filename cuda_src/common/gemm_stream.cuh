@@ -211,13 +211,27 @@ __device__ __forceinline__ void stream_norm(const Problem& p, const StreamBlock<
 // Writes four columns of a row of out.
 template <typename Out>
 __device__ __forceinline__ void stream_store(const Epilogue& e, int token, int column, int n,
-                                             const float (&sum)[4]) {
+                                             const Vec<float, 4>& sum) {
   Vec<Out, 4> y = {};
   if (e.residual != nullptr) y = e.load_residual<Out>(token, column, n);
 #pragma unroll
   for (int j = 0; j < 4; ++j)  // without a residual y is 0, and -0 + 0 would lose the sign
-    y.v[j] = from_float<Out>(e.residual != nullptr ? sum[j] + to_float(y.v[j]) : sum[j]);
+    y.v[j] = from_float<Out>(e.residual != nullptr ? sum.v[j] + to_float(y.v[j]) : sum.v[j]);
   e.store<Out>(token, column, n, y);
+}
+
+// The sum of four rows of the weight over all parts, in their order; `from` is the first part's.
+template <typename Shape>
+__device__ __forceinline__ Vec<float, 4> stream_sum(const StreamBlock<Shape>& b, const float* from) {
+  Vec<float, 4> sum = {};
+#pragma unroll 1
+  for (int rank = 0; rank < b.size; ++rank)
+#pragma unroll 4
+    for (int part = 0; part < static_cast<int>(blockDim.y); ++part) {
+      const float4 v = load_cluster(from + part * Shape::kSumFloats, rank, b.size);
+      sum.v[0] += v.x, sum.v[1] += v.y, sum.v[2] += v.z, sum.v[3] += v.w;
+    }
+  return sum;
 }
 
 // Adds the parts' sums of the rows that this warp shares with others, in the order of the parts, and
@@ -225,29 +239,30 @@ __device__ __forceinline__ void stream_store(const Epilogue& e, int token, int c
 template <typename Shape>
 __device__ __forceinline__ void stream_finish(const Problem& p, const StreamBlock<Shape>& b, int row0,
                                               const float* sums) {
-  constexpr int kVectors = Shape::kRows / 4;
-  const int num_k = blockDim.y;
+  const Epilogue& e = p.epilogue;
+  const int vectors = Shape::kRows >> (e.is_gated() ? 3 : 2);  // of a token
   const int step = b.parts * kWarpSize;  // the warps that share these rows
 #pragma unroll 1
-  for (int i = (b.rank * num_k + threadIdx.y) * kWarpSize + b.lane_idx; i < kVectors * p.m; i += step) {
-    const int token = i / kVectors, row = i % kVectors * 4, column = row0 + row;
-    if (column >= p.n) continue;
+  for (int i = (b.rank * static_cast<int>(blockDim.y) + threadIdx.y) * kWarpSize + b.lane_idx;
+       i < vectors * p.m; i += step) {
+    const int token = i / vectors, vector = i % vectors;
+    const int row = e.is_gated() ? vector / 2 * 16 + vector % 2 * 4 : vector * 4;
+    if (row0 + row >= p.n) continue;
     const float* from = sums + token * Shape::kPitch + row;
-    float sum[4] = {};
-#pragma unroll 1
-    for (int rank = 0; rank < b.size; ++rank)
-#pragma unroll 4
-      for (int part = 0; part < num_k; ++part) {
-        const float4 v = load_cluster(from + part * Shape::kSumFloats, rank, b.size);
-        sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
-      }
-    if (!p.epilogue.is_bare()) {
+    int column = row0 + row;
+    Vec<float, 4> y = stream_sum(b, from);
+    if (e.is_gated()) {
+      const Vec<float, 4> up = stream_sum(b, from + 8);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) y.v[j] = e.gated(column + j, y.v[j], up.v[j]);
+      column = Epilogue::gated_column(column);
+    } else if (!e.is_bare()) {
 #pragma unroll
       for (int j = 0; j < 4; ++j)
-        if (column + j < p.n) sum[j] = p.epilogue.biased(column + j, sum[j]);
+        if (column + j < p.n) y.v[j] = e.biased(column + j, y.v[j]);
     }
-    if (p.epilogue.is_float) stream_store<float>(p.epilogue, token, column, p.n, sum);
-    else stream_store<scalar_t>(p.epilogue, token, column, p.n, sum);
+    if (e.is_float) stream_store<float>(e, token, column, e.out_columns(p.n), y);
+    else stream_store<scalar_t>(e, token, column, e.out_columns(p.n), y);
   }
 }
 
@@ -319,7 +334,8 @@ __device__ __forceinline__ void stream(const Problem& whole, bool overlaps) {
   const Problem p = stream_problem<Shape>(whole);
   const StreamBlock<Shape> b(p, smem);
   __shared__ BulkBarrier barrier;
-  if (b.thread == 0) barrier.init();  // by the thread that uses it first; the others see it below
+  if (b.thread == 0) barrier.init();
+  __syncthreads();
   StreamLoader<Shape> loader(p, b);
   // When the kernel in front may still run, the weights come first. Else x does: behind the weights
   // it would wait for all of them.

@@ -89,6 +89,13 @@ __device__ __forceinline__ void tma_load_2d_multicast(unsigned to, const TensorM
       : "memory");
 }
 
+// Brings the box to the L2 cache only. Safe at any time, also before its last writer has ended.
+__device__ __forceinline__ void tma_prefetch_2d(const TensorMap* map, int column, int row) {
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(column),
+               "r"(row)
+               : "memory");
+}
+
 // Copies `bytes` as they lie, without a map; addresses and bytes are multiples of 16.
 __device__ __forceinline__ void bulk_load(unsigned to, const void* from, unsigned bytes,
                                           unsigned barrier) {
@@ -220,5 +227,12 @@ __device__ __forceinline__ void stmatrix_x4(unsigned address, unsigned a, unsign
                                             unsigned d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
                "r"(a), "r"(b), "r"(c), "r"(d)
+               : "memory");
+}
+
+// The first two of them: lanes 0 to 15 give the addresses.
+__device__ __forceinline__ void stmatrix_x2(unsigned address, unsigned a, unsigned b) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(a),
+               "r"(b)
                : "memory");
 }

@@ -25,22 +25,34 @@
 #define ENGINE_R14 "%112, %113, %114, %115, %116, %117, %118, %119"
 #define ENGINE_R15 "%120, %121, %122, %123, %124, %125, %126, %127"
 
-#define ENGINE_L64 ENGINE_R0 ", " ENGINE_R1 ", " ENGINE_R2 ", " ENGINE_R3
-#define ENGINE_L96 ENGINE_L64 ", " ENGINE_R4 ", " ENGINE_R5
+#define ENGINE_L16 ENGINE_R0
+#define ENGINE_L32 ENGINE_L16 ", " ENGINE_R1
+#define ENGINE_L48 ENGINE_L32 ", " ENGINE_R2
+#define ENGINE_L64 ENGINE_L48 ", " ENGINE_R3
+#define ENGINE_L80 ENGINE_L64 ", " ENGINE_R4
+#define ENGINE_L96 ENGINE_L80 ", " ENGINE_R5
+#define ENGINE_L112 ENGINE_L96 ", " ENGINE_R6
 #define ENGINE_L128 ENGINE_L96 ", " ENGINE_R6 ", " ENGINE_R7
 #define ENGINE_L160 ENGINE_L128 ", " ENGINE_R8 ", " ENGINE_R9
 #define ENGINE_L192 ENGINE_L160 ", " ENGINE_R10 ", " ENGINE_R11
+#define ENGINE_L208 ENGINE_L192 ", " ENGINE_R12
 #define ENGINE_L224 ENGINE_L192 ", " ENGINE_R12 ", " ENGINE_R13
 #define ENGINE_L256 ENGINE_L224 ", " ENGINE_R14 ", " ENGINE_R15
 
 #define ENGINE_O(i)                                                                         \
   "+f"(acc[i]), "+f"(acc[i + 1]), "+f"(acc[i + 2]), "+f"(acc[i + 3]), "+f"(acc[i + 4]),     \
       "+f"(acc[i + 5]), "+f"(acc[i + 6]), "+f"(acc[i + 7])
-#define ENGINE_O64 ENGINE_O(0), ENGINE_O(8), ENGINE_O(16), ENGINE_O(24)
-#define ENGINE_O96 ENGINE_O64, ENGINE_O(32), ENGINE_O(40)
+#define ENGINE_O16 ENGINE_O(0)
+#define ENGINE_O32 ENGINE_O16, ENGINE_O(8)
+#define ENGINE_O48 ENGINE_O32, ENGINE_O(16)
+#define ENGINE_O64 ENGINE_O48, ENGINE_O(24)
+#define ENGINE_O80 ENGINE_O64, ENGINE_O(32)
+#define ENGINE_O96 ENGINE_O80, ENGINE_O(40)
+#define ENGINE_O112 ENGINE_O96, ENGINE_O(48)
 #define ENGINE_O128 ENGINE_O96, ENGINE_O(48), ENGINE_O(56)
 #define ENGINE_O160 ENGINE_O128, ENGINE_O(64), ENGINE_O(72)
 #define ENGINE_O192 ENGINE_O160, ENGINE_O(80), ENGINE_O(88)
+#define ENGINE_O208 ENGINE_O192, ENGINE_O(96)
 #define ENGINE_O224 ENGINE_O192, ENGINE_O(96), ENGINE_O(104)
 #define ENGINE_O256 ENGINE_O224, ENGINE_O(112), ENGINE_O(120)
 
@@ -66,10 +78,16 @@ __device__ __forceinline__ void wgmma(float (&acc)[kN / 2], uint64_t a, uint64_t
                  : ENGINE_O##N                                                                     \
                  : "l"(desc_a), "l"(desc_b), "r"(static_cast<int>(accumulate)));                   \
   }
+ENGINE_WGMMA(16, 8, 9, 10)
+ENGINE_WGMMA(32, 16, 17, 18)
+ENGINE_WGMMA(48, 24, 25, 26)
 ENGINE_WGMMA(64, 32, 33, 34)
+ENGINE_WGMMA(80, 40, 41, 42)
 ENGINE_WGMMA(96, 48, 49, 50)
+ENGINE_WGMMA(112, 56, 57, 58)
 ENGINE_WGMMA(128, 64, 65, 66)
 ENGINE_WGMMA(160, 80, 81, 82)
 ENGINE_WGMMA(192, 96, 97, 98)
+ENGINE_WGMMA(208, 104, 105, 106)
 ENGINE_WGMMA(224, 112, 113, 114)
 ENGINE_WGMMA(256, 128, 129, 130)

@@ -10,7 +10,7 @@ from typing import Any
 from engine import device
 from engine.dtypes import dtype_name
 from engine.errors import ContractError
-from engine.kernels._contract import FLOAT32
+from engine.kernels._contract import FLOAT32, Contract
 from engine.kernels._gemm_config import Config, choose_config
 from engine.kernels._gemm_sm90 import HopperConfig, is_hopper, launch_hopper
 from engine.kernels._gemm_stream import Limits, StreamConfig
@@ -18,9 +18,9 @@ from engine.kernels._launch import Kernel, ceil_div, sm_count
 from engine.kernels._module import ModuleSpec
 from engine.kernels._workspace import workspace
 
-__all__ = ["ACTIVATIONS", "Norm", "Operands", "launch"]
+__all__ = ["ACTIVATIONS", "Norm", "Operands", "check_columns", "launch"]
 
-ACTIVATIONS: tuple[str | None, ...] = (None, "silu", "gelu", "gelu_tanh", "relu")
+ACTIVATIONS: tuple[str | None, ...] = (None, "silu", "gelu", "gelu_tanh", "relu", "silu_and_mul")
 
 _PARAMS = (
     "x:ptr x_stride:i64 weight:ptr norm_weight:ptr row_scales:ptr eps:f32 weight_offset:f32 "
@@ -69,10 +69,20 @@ class Norm:
     weight_offset: float
 
 
+def check_columns(call: Contract, activation: str | None) -> int:
+    """Return how many columns the result has, of a product with weight (N, K)."""
+    call.check("activation", activation in ACTIVATIONS, f"one of {ACTIVATIONS}", activation)
+    n = call["N"]
+    if activation != "silu_and_mul":
+        return n
+    call.check("weight", n % 16 == 0, "of 8 rows of gate and 8 of up in turn", f"{n} rows")
+    return n // 2
+
+
 def launch(op: str, operands: Operands, norm: Norm | None = None) -> None:
     """Launch `op` ("gemm", or "rmsnorm_gemm" with a norm) on CuPy arrays."""
-    x, out = operands.x, operands.out
-    (m, k), n = x.shape, out.shape[1]
+    x = operands.x
+    (m, k), n = x.shape, operands.weight.shape[0]
     if m == 0 or n == 0:
         return
     dtype = dtype_name(x.dtype)
@@ -86,13 +96,22 @@ def launch(op: str, operands: Operands, norm: Norm | None = None) -> None:
         is_aligned=aligned,
         batch_invariant=operands.batch_invariant,
         is_hopper=norm is None and is_hopper(dtype),
+        is_gated=operands.activation == "silu_and_mul",
         limits=_limits(device.cupy().cuda.runtime.getDevice()),
     )
     if max(m, n, k) > _MAX_INT32 - 256:
         raise ContractError(f"{op}: x: {m} x {k} by {n} x {k} is more than one launch can do")
     if isinstance(config, HopperConfig):
-        vector = _vector_level(out, operands.residual)
-        launch_hopper(config, x, operands.weight, out, _epilogue(operands), vector)
+        vector = _vector_level(operands.out, operands.residual)
+        launch_hopper(
+            config,
+            x,
+            operands.weight,
+            operands.out,
+            _epilogue(operands),
+            vector,
+            overlap=operands.overlap,
+        )
     elif isinstance(config, StreamConfig):
         _launch_stream(op, operands, norm, config)
     else:
@@ -103,7 +122,7 @@ def _launch_portable(
     op: str, operands: Operands, norm: Norm | None, config: Config, aligned: bool
 ) -> None:
     x, out = operands.x, operands.out
-    (m, k), n, dtype = x.shape, out.shape[1], dtype_name(x.dtype)
+    (m, k), n, dtype = x.shape, operands.weight.shape[0], dtype_name(x.dtype)
     if math.prod(config.grid(m, n)) > _MAX_INT32:
         raise ContractError(f"{op}: x: {m} x {k} by {n} x {k} is more than one launch can do")
     row_scales, partials = _scratch(config, m, n, needs_scales=norm is not None)
@@ -145,7 +164,7 @@ def _launch_portable(
 
 def _launch_stream(op: str, operands: Operands, norm: Norm | None, config: StreamConfig) -> None:
     x, out = operands.x, operands.out
-    (m, k), n = x.shape, out.shape[1]
+    (m, k), n = x.shape, operands.weight.shape[0]
     overlap = operands.overlap and _limits(device.cupy().cuda.runtime.getDevice()).has_clusters
     _kernel(op, config.kernel).launch(
         ModuleSpec(f"{op}.cu", dtype_name(x.dtype)),

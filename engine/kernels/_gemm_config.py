@@ -66,6 +66,7 @@ class _Tile:
     stages: int
     blocks_per_sm: int
     rate: int
+    gates: bool = True  # it can make gate and up one column
 
     def config(self, k: int, num_splits: int = 1, step: int = 1) -> Config:
         """Return the kernel with `k` cut into `num_splits` shares, multiples of `step`."""
@@ -79,11 +80,11 @@ class _Tile:
 _HALF_TILES = (
     _Tile("tile_128x256", 128, 256, 256, 4, 1, 1250),
     _Tile("tile_128x128", 128, 128, 128, 4, 2, 1000),
-    _Tile("tile_64x128", 64, 128, 128, 5, 3, 800),
+    _Tile("tile_64x128", 64, 128, 128, 5, 3, 800, gates=False),
     _Tile("tile_64x64", 64, 64, 128, 6, 4, 550),
 )
 _FLOAT_TILES = (
-    _Tile("tile_128x128", 128, 128, 256, 4, 2, 90),
+    _Tile("tile_128x128", 128, 128, 256, 4, 2, 90, gates=False),
     _Tile("tile_64x64", 64, 64, 256, 4, 3, 70),
 )
 _HALF_UNALIGNED = _Tile("unaligned_64x64", 64, 64, 128, 3, 3, 0)
@@ -93,6 +94,7 @@ _FLOAT_UNALIGNED = _Tile("unaligned_64x64", 64, 64, 256, 3, 3, 0)
 _HALF_SKINNY = ((8, 16, 8), (16, 32, 8), (32, 32, 8), (8, 16, 16), (16, 16, 16), (32, 16, 16))
 _FLOAT_SKINNY = ((1, 4, 8), (8, 2, 8))
 _SKINNY_MAX_M = {2: 8, 4: 16}  # by itemsize
+_STREAM_MAX_M = 8  # where there are Hopper's tiles
 
 _BYTES_PER_CYCLE = 2400  # of memory, whole chip
 _TILE_CYCLES = 1500  # before a block's first product and after its last
@@ -111,6 +113,7 @@ def choose_config(
     is_aligned: bool = True,
     batch_invariant: bool = False,
     is_hopper: bool = False,
+    is_gated: bool = False,
     limits: Limits = PORTABLE_LIMITS,
 ) -> Config | HopperConfig | StreamConfig:
     """Choose for x (m, k) and weight (n, k) of `dtype` on `sm_count` multiprocessors.
@@ -120,7 +123,8 @@ def choose_config(
     splits with the least estimated time. The skinny kernels sum in an order that depends on n and k
     alone, the streaming ones on `num_parts`, the tiled ones on `num_splits`, which depend on m too.
     With `batch_invariant` it is always a tiled one with a single split: these sum a row in the same
-    order whatever the tile. With `is_hopper` the tiled ones are those of gemm_sm90.cu.
+    order whatever the tile. With `is_hopper` the tiled ones are those of gemm_sm90.cu, and they
+    begin at nine rows. `is_gated`: activation "silu_and_mul", which not every kernel can.
 
     Examples
     --------
@@ -133,17 +137,19 @@ def choose_config(
     if not is_aligned:
         return (_HALF_UNALIGNED if size == 2 else _FLOAT_UNALIGNED).config(k)
     if not batch_invariant:
-        stream = choose_stream(m, n, k, sm_count, limits) if size == 2 else None
+        may_stream = size == 2 and not (is_hopper and m > _STREAM_MAX_M)
+        stream = choose_stream(m, n, k, sm_count, limits) if may_stream else None
         if stream is not None:
             return stream
-        if m <= _SKINNY_MAX_M[size]:
+        if m <= _SKINNY_MAX_M[size] and not (is_gated and size == 4):
             return _skinny(m, n, k, size, sm_count)
     if is_hopper and k > 0:
-        return choose_hopper(m, n, k, sm_count, batch_invariant=batch_invariant)
+        return choose_hopper(m, n, k, sm_count, batch_invariant=batch_invariant, is_gated=is_gated)
     step = 64 // size
     choices = [
         tile.config(k, splits, step)
         for tile in (_HALF_TILES if size == 2 else _FLOAT_TILES)
+        if tile.gates or not is_gated
         for splits in (
             [1]
             if batch_invariant
@@ -153,7 +159,7 @@ def choose_config(
     return min(choices, key=lambda config: _estimate(config, m, n, k, size, sm_count))
 
 
-def all_configs(k: int, dtype: str) -> list[Config | StreamConfig]:
+def all_configs(k: int, dtype: str, *, is_gated: bool = False) -> list[Config | StreamConfig]:
     """Return every kernel, with and without splits of `k`: for tests and for tuning.
 
     Any of them can do any number of rows; all but "unaligned" want 16-byte rows.
@@ -162,9 +168,17 @@ def all_configs(k: int, dtype: str) -> list[Config | StreamConfig]:
     tiles = _HALF_TILES if is_half else _FLOAT_TILES
     step = 64 // itemsize(dtype)
     return [
-        *(tile.config(k, splits, step) for tile in tiles for splits in (1, 2, 5)),
+        *(
+            tile.config(k, splits, step)
+            for tile in tiles
+            for splits in (1, 2, 5)
+            if tile.gates or not is_gated
+        ),
         (_HALF_UNALIGNED if is_half else _FLOAT_UNALIGNED).config(k),
-        *(_skinny_config(*s, k) for s in (_HALF_SKINNY if is_half else _FLOAT_SKINNY)),
+        *(
+            _skinny_config(*s, k)
+            for s in (_HALF_SKINNY if is_half else () if is_gated else _FLOAT_SKINNY)
+        ),
         *(stream_configs(k) if is_half else ()),
     ]
 

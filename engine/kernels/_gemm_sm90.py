@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -14,6 +15,7 @@ from engine.kernels._tensor_map import tensor_map_2d
 
 __all__ = [
     "HOPPER_CONFIGS",
+    "MAX_FEW_ROWS",
     "HopperConfig",
     "choose_hopper",
     "hopper_specs",
@@ -24,12 +26,14 @@ __all__ = [
 _KERNEL = Kernel(
     "gemm_sm90",
     "map_x:tmap map_w:tmap bias:ptr residual:ptr residual_stride:i64 out:ptr out_stride:i64 "
-    "m:i32 n:i32 k:i32 group:i32 activation:i32 is_float:i32 is_vector:i32",
+    "m:i32 n:i32 k:i32 group:i32 x_part:i32 stages:i32 overlaps:i32 "
+    "activation:i32 is_float:i32 is_vector:i32",
 )
 
 _TILE_K = 64  # 128 bytes: the widest swizzle
 _SHARED_BYTES = 232_448  # of a block, at most
 _WARP_STAGING = 2048
+_MAX_STAGES = 16
 _BAND = 8  # rows of clusters' tiles that are gone down before the next column
 _DTYPES = ("float16", "bfloat16")
 
@@ -46,6 +50,8 @@ class HopperConfig:
         How many neighbouring tiles a cluster makes, sharing what it reads.
     cluster_k : int
         How many blocks share the sum over k of a tile.
+    depth : int
+        Blocks of 64 of k that are loaded and multiplied at a time.
     """
 
     tile_m: int
@@ -53,6 +59,7 @@ class HopperConfig:
     cluster_m: int = 1
     cluster_n: int = 1
     cluster_k: int = 1
+    depth: int = 1
 
     @property
     def cluster_size(self) -> int:
@@ -67,19 +74,22 @@ class HopperConfig:
     @property
     def threads(self) -> int:
         """Return the threads of a block."""
-        return (self.warpgroups + 1) * 128
+        return 160 if self.warpgroups == 1 else (self.warpgroups + 1) * 128
 
-    @property
-    def stages(self) -> int:
-        """Return how many tiles of x and weight fit into shared memory."""
-        free = _SHARED_BYTES - 1024 - 256 - self._beside_stages
-        return min(8, free // ((self.tile_m + self.tile_n) * _TILE_K * 2))
+    def stages(self, m: int, limit: int = _SHARED_BYTES) -> int:
+        """Return how many stages of x (of `m` rows) and weight fit into shared memory."""
+        free = limit - 1024 - 512 - self._beside_stages
+        return min(_MAX_STAGES, free // self._stage_bytes(m))
 
-    @property
-    def shared_bytes(self) -> int:
+    def shared_bytes(self, m: int, stages: int) -> int:
         """Return the dynamic shared memory of a block: stages, staging, mbarriers, alignment."""
-        stage = (self.tile_m + self.tile_n) * _TILE_K * 2 + 16
-        return self.stages * stage + self._beside_stages + 8 + 1024
+        return stages * (self._stage_bytes(m) + 16) + self._beside_stages + 8 + 1024
+
+    def _stage_bytes(self, m: int) -> int:
+        rows = self.tile_m
+        if rows == 64:
+            rows = ceil_div(self.x_part(m) * self.cluster_n, 8) * 8
+        return (rows + self.tile_n) * self.depth * _TILE_K * 2
 
     @property
     def _beside_stages(self) -> int:
@@ -95,9 +105,15 @@ class HopperConfig:
             "CLUSTER_M": self.cluster_m,
             "CLUSTER_N": self.cluster_n,
             "CLUSTER_K": self.cluster_k,
-            "STAGES": self.stages,
+            "DEPTH": self.depth,
+            "STAGES": self.stages(self.tile_m),
         }
         return ModuleSpec("gemm_sm90.cu", dtype, tuple(macros.items()))
+
+    def x_part(self, m: int) -> int:
+        """Return how many rows of a tile of x each of the blocks that share it loads."""
+        rows = min(m, self.tile_m)
+        return rows if self.cluster_n == 1 else ceil_div(rows, 8 * self.cluster_n) * 8
 
     def clusters(self, m: int, n: int) -> int:
         """Return how many clusters' worth of tiles a problem of `m` rows and `n` columns has."""
@@ -125,25 +141,44 @@ class _Cost:
 
 # Fitted to bars' layers at 64 to 8192 rows, bfloat16 (docs/benchmarks/gemm_sm90.md). Long products
 # run at the clock that the power limit leaves, and so do these figures.
-HOPPER_CONFIGS: dict[HopperConfig, _Cost] = {
+_TILES: dict[HopperConfig, _Cost] = {
     HopperConfig(256, 128, 1, 2): _Cost(1.03, 1.85, 0.711),
     HopperConfig(128, 256, 2): _Cost(0.33, 2.11, 0.714),
     HopperConfig(192, 192): _Cost(0.3, 2.26, 0.781),
     HopperConfig(128, 256): _Cost(0.3, 2.3, 0.8),
     HopperConfig(128, 224): _Cost(0.3, 2.3, 0.685),
     HopperConfig(128, 224, 2): _Cost(0.3, 2.06, 0.664),
+    HopperConfig(128, 208, 2): _Cost(0.3, 2.03, 0.6),
     HopperConfig(128, 192, 2): _Cost(0.3, 2.0, 0.545),
     HopperConfig(128, 160, 2): _Cost(0.3, 1.79, 0.47),
     HopperConfig(128, 128, 2): _Cost(0.3, 1.44, 0.38),
     HopperConfig(128, 96, 2): _Cost(1.9, 0.88, 0.296),
+    HopperConfig(128, 80): _Cost(1.85, 0.55, 0.253),
     HopperConfig(128, 64, 2): _Cost(1.78, 0.25, 0.211),
     HopperConfig(64, 64): _Cost(2.01, 0.136, 0.157),
     HopperConfig(128, 128, 1, 1, 2): _Cost(3.94, 0.49, 0.351),
-    HopperConfig(128, 128, 2, 1, 2): _Cost(3.8, 0.9, 0.337),
     HopperConfig(128, 64, 1, 1, 2): _Cost(2.84, 0.245, 0.253),
     HopperConfig(128, 64, 1, 1, 4): _Cost(3.39, 0.295, 0.276),
     HopperConfig(64, 64, 1, 1, 2): _Cost(3.62, 0.123, 0.152),
 }
+
+# For up to 64 rows of x, where the weight's bytes are the cost: microseconds that a tile takes
+# beyond what `_few_rows_us` says of it (docs/benchmarks/gemm_skinny.md).
+_FEW_ROWS: dict[HopperConfig, float] = {
+    HopperConfig(64, 32, depth=2): 0.0,
+    HopperConfig(64, 48, depth=2): 0.2,
+    HopperConfig(64, 64, depth=2): -0.3,
+    HopperConfig(64, 128): -0.2,
+    HopperConfig(64, 192): 0.0,
+    HopperConfig(64, 64, cluster_k=2, depth=2): 0.0,
+    HopperConfig(64, 96, cluster_k=2, depth=2): 0.0,
+    HopperConfig(64, 64, cluster_k=4, depth=2): 0.0,
+    HopperConfig(64, 96, cluster_k=4, depth=2): 0.0,
+    HopperConfig(64, 128, cluster_k=8): -0.15,
+}
+MAX_FEW_ROWS = 64
+
+HOPPER_CONFIGS: tuple[HopperConfig, ...] = (*_TILES, *_FEW_ROWS)
 
 
 def hopper_specs(dtype: str) -> tuple[ModuleSpec, ...]:
@@ -160,59 +195,98 @@ def is_hopper(dtype: str) -> bool:
 
 @cache
 def choose_hopper(
-    m: int, n: int, k: int, sm_count: int, *, batch_invariant: bool = False
+    m: int,
+    n: int,
+    k: int,
+    sm_count: int,
+    *,
+    batch_invariant: bool = False,
+    is_gated: bool = False,
 ) -> HopperConfig:
     """Choose for x (m, k) and weight (n, k), both aligned: the least estimated time.
 
     Blocks share a sum over k only where all tiles run at once, and never with `batch_invariant`:
-    without that a row is summed in the same order whatever the tile.
+    without that a row is summed in the same order whatever the tile. With `is_gated` the columns
+    that a block finishes are whole pairs of gate and up.
 
     Examples
     --------
     >>> choose_hopper(1024, 6144, 4096, 132)
-    HopperConfig(tile_m=128, tile_n=192, cluster_m=2, cluster_n=1, cluster_k=1)
+    HopperConfig(tile_m=128, tile_n=192, cluster_m=2, cluster_n=1, cluster_k=1, depth=1)
     """
-    steps = ceil_div(k, _TILE_K)
-    choices = [
-        config
-        for config in HOPPER_CONFIGS
-        if config.cluster_k == 1
-        or (
+
+    def is_possible(config: HopperConfig) -> bool:
+        if is_gated and config.tile_n // config.cluster_k % 16:
+            return False
+        return config.cluster_k == 1 or (
             not batch_invariant
-            and steps >= 2 * config.cluster_k
+            and k >= 2 * config.cluster_k * config.depth * _TILE_K
             and config.waves(m, n, sm_count) == 1
         )
-    ]
 
     def estimate(config: HopperConfig) -> float:
-        cost = HOPPER_CONFIGS[config]
-        tile = cost.tile + cost.step * ceil_div(steps, config.cluster_k)
-        return cost.launch + config.waves(m, n, sm_count) * tile
+        if m <= MAX_FEW_ROWS:
+            return _few_rows_us(config, m, n, k, sm_count) + _FEW_ROWS[config]
+        cost, steps = _TILES[config], ceil_div(k, _TILE_K * config.cluster_k)
+        return cost.launch + config.waves(m, n, sm_count) * (cost.tile + cost.step * steps)
 
-    return min(choices, key=estimate)
+    configs: Iterable[HopperConfig] = _FEW_ROWS if m <= MAX_FEW_ROWS else _TILES
+    return min(filter(is_possible, configs), key=estimate)
+
+
+def _few_rows_us(config: HopperConfig, m: int, n: int, k: int, sm_count: int) -> float:
+    """Return about how long a product of few rows takes, launched with overlap.
+
+    Three things go on at once: memory gives the weight, the busiest multiprocessor takes its share
+    of weight and x (of which the first are there before it begins), and it multiplies. The figures
+    are fitted: 4.45 MB and 54 KB a microsecond, 0.09 us for 64 of k.
+    """
+    steps = config.waves(m, n, sm_count) * ceil_div(k, _TILE_K * config.cluster_k)
+    memory = 2e-6 * n * k / 4.45
+    share = max(0.0, steps * (config.tile_n + 0.09 * m) * 0.128 / 54 - 1.5)
+    multiply = 0.09 * steps
+    cluster = {1: 0.0, 2: 0.33, 4: 0.97, 8: 1.25}[config.cluster_k]
+    together: float = (memory**4 + share**4 + multiply**4) ** 0.25  # not quite the largest
+    return 2.2 + cluster + together
 
 
 def launch_hopper(
-    config: HopperConfig, x: Any, weight: Any, out: Any, epilogue: dict[str, Any], vector: int
+    config: HopperConfig,
+    x: Any,
+    weight: Any,
+    out: Any,
+    epilogue: dict[str, Any],
+    vector: int,
+    *,
+    overlap: bool = False,
 ) -> None:
-    """Launch on CuPy arrays; `vector` is 2, 1 or 0 if results move 8, 4 or 1 elements at a time."""
+    """Launch on CuPy arrays.
+
+    `vector` is 2, 1 or 0 if results move 8, 4 or 1 elements at a time; with `overlap` the weight is
+    read before the kernel in front has ended.
+    """
     (m, k), n, dtype = x.shape, weight.shape[0], dtype_name(x.dtype)
     clusters = config.clusters(m, n)
     if config.cluster_k == 1:  # persistent
         clusters = min(clusters, config.max_clusters(sm_count()))
+    x_part = config.x_part(m)
+    stages = config.stages(m)
     _KERNEL.launch(
         config.spec(dtype),
         (clusters * config.cluster_size,),
         (config.threads,),
-        config.shared_bytes,
+        config.shared_bytes(m, stages),
         cluster=1,  # the module says how large they are
-        overlap=True,  # the kernel waits before it touches global memory
-        map_x=tensor_map_2d(x, dtype, (config.tile_m // config.cluster_n, _TILE_K)),
+        overlap=True,  # the kernel waits before it touches what another may write
+        map_x=tensor_map_2d(x, dtype, (x_part, _TILE_K)),
         map_w=tensor_map_2d(weight, dtype, (config.tile_n // config.cluster_m, _TILE_K)),
         m=m,
         n=n,
         k=k,
         group=_BAND,
+        x_part=x_part,
+        stages=stages,
+        overlaps=overlap,
         is_vector=vector,
         **epilogue,
     )

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 
 from engine import reference
+from engine.errors import ContractError
 from engine.kernels._contract import FLOAT32, FLOATS, Contract
-from engine.kernels._gemm import ACTIVATIONS, Operands, launch
+from engine.kernels._gemm import Operands, check_columns, launch
 from engine.kernels._gemm_config import Config, choose_config
 from engine.kernels._gemm_sm90 import hopper_specs
 from engine.kernels._module import ModuleSpec
 
-__all__ = ["Config", "choose_config", "gemm", "specs"]
+__all__ = ["Config", "choose_config", "gemm", "interleave_gate_up", "specs"]
 
 
 def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
@@ -38,6 +39,8 @@ def gemm(
 ) -> Any:
     """Multiply rows by a weight matrix: activation(x Wᵀ + bias) + residual.
 
+    With "silu_and_mul", the first half of a gated feed-forward layer: silu(gate) * up.
+
     Parameters
     ----------
     x : (M, K) array of float32, float16 or bfloat16
@@ -47,7 +50,10 @@ def gemm(
     bias : (N,) array of x's dtype, optional
     residual : (M, N) array of the result's dtype, optional
         Added last; may be `out` itself.
-    activation : None, "silu", "gelu" (erf), "gelu_tanh" or "relu"
+    activation : None, "silu", "gelu" (erf), "gelu_tanh", "relu" or "silu_and_mul"
+        With the last, the rows of `weight` (and `bias`) are those of gate and up in turn, eight of
+        each, as `interleave_gate_up` makes them; N is a multiple of 16, and the result, like
+        `residual`, has N / 2 columns.
     out_dtype : dtype, optional
         x's dtype (the default) or float32.
     batch_invariant : bool
@@ -61,7 +67,7 @@ def gemm(
 
     Returns
     -------
-    (M, N) array of `out_dtype`
+    (M, N) or (M, N / 2) array of `out_dtype`
 
     Raises
     ------
@@ -86,11 +92,12 @@ def gemm(
     weight = call.array("weight", weight, "N K", x.dtype)
     dtype = x.dtype if out_dtype is None else np.dtype(out_dtype)
     call.check("out_dtype", dtype in (x.dtype, FLOAT32), f"{x.dtype} or float32", out_dtype)
-    call.check("activation", activation in ACTIVATIONS, f"one of {ACTIVATIONS}", activation)
+    columns = check_columns(call, activation)
     if bias is not None:
         bias = call.array("bias", bias, "N", x.dtype)
     if residual is not None:
-        residual = call.array("residual", residual, "M N", dtype, layout="rows")
+        shape = "M N" if columns == call["N"] else f"M {columns}"
+        residual = call.array("residual", residual, shape, dtype, layout="rows")
     if call.on_cpu:
         result = reference.gemm(
             x,
@@ -102,7 +109,41 @@ def gemm(
             batch_invariant=batch_invariant,
         )
         return call.finish(out, result)
-    out = call.output("out", out, (call["M"], call["N"]), dtype, layout="rows")
+    out = call.output("out", out, (call["M"], columns), dtype, layout="rows")
     operands = Operands(x, weight, out, bias, residual, activation, batch_invariant, overlap)
     launch("gemm", operands)
     return out
+
+
+def interleave_gate_up(gate_up: Any) -> Any:
+    """Return the rows of [gate; up] as "silu_and_mul" wants them: eight of each in turn.
+
+    Parameters
+    ----------
+    gate_up : (2F, ...) array
+        A weight (2F, K) or bias (2F,), all rows of the gate first; F a multiple of 8.
+
+    Returns
+    -------
+    (2F, ...) array
+        A copy.
+
+    Raises
+    ------
+    ContractError
+        If F is no multiple of 8.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> interleave_gate_up(np.arange(32))[:20]
+    array([ 0,  1,  2,  3,  4,  5,  6,  7, 16, 17, 18, 19, 20, 21, 22, 23,  8,
+            9, 10, 11])
+    """
+    rows = gate_up.shape[0]
+    if rows % 16:
+        raise ContractError(
+            f"interleave_gate_up: gate_up: must have a multiple of 16 rows; got {rows}"
+        )
+    halves = gate_up.reshape(2, rows // 16, 8, *gate_up.shape[1:])
+    return halves.swapaxes(0, 1).reshape(gate_up.shape)

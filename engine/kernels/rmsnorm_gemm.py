@@ -10,7 +10,7 @@ from typing import Any
 
 from engine import reference
 from engine.kernels._contract import FLOATS, Contract
-from engine.kernels._gemm import Norm, Operands, launch
+from engine.kernels._gemm import Norm, Operands, check_columns, launch
 from engine.kernels._module import ModuleSpec
 
 __all__ = ["rmsnorm_gemm", "specs"]
@@ -29,6 +29,7 @@ def rmsnorm_gemm(
     eps: float = 1e-6,
     weight_offset: float = 0.0,
     bias: Any = None,
+    activation: str | None = None,
     overlap: bool = False,
     out: Any = None,
 ) -> Any:
@@ -45,14 +46,16 @@ def rmsnorm_gemm(
     weight_offset : float
         Added to `norm_weight` (Gemma stores w - 1).
     bias : (N,) array of x's dtype, optional
+    activation : str, optional
+        As gemm's; with "silu_and_mul" the result has N / 2 columns.
     overlap : bool
         As gemm's; it is said of `norm_weight` too.
-    out : (M, N) array of x's dtype, optional
+    out : array of x's dtype, optional
         Where to put the result; its rows may lie apart.
 
     Returns
     -------
-    (M, N) array of x's dtype
+    (M, N) or (M, N / 2) array of x's dtype
 
     Raises
     ------
@@ -61,8 +64,8 @@ def rmsnorm_gemm(
 
     Notes
     -----
-    Equals ``gemm(rmsnorm(x, norm_weight), weight, bias=bias)`` up to the order of summation: the
-    normalised row is rounded to x's dtype before the product.
+    Equals gemm of ``rmsnorm(x, norm_weight)`` up to the order of summation: the normalised row is
+    rounded to x's dtype before the product.
 
     Examples
     --------
@@ -79,14 +82,21 @@ def rmsnorm_gemm(
     call.check("x", call["K"] > 0, "of at least one feature", x.shape)
     call.number("eps", eps, low=0.0)
     call.number("weight_offset", weight_offset)
+    columns = check_columns(call, activation)
     if bias is not None:
         bias = call.array("bias", bias, "N", x.dtype)
     if call.on_cpu:
         result = reference.rmsnorm_gemm(
-            x, norm_weight, weight, eps=eps, weight_offset=weight_offset, bias=bias
+            x,
+            norm_weight,
+            weight,
+            eps=eps,
+            weight_offset=weight_offset,
+            bias=bias,
+            activation=activation,
         )
         return call.finish(out, result)
-    out = call.output("out", out, (call["M"], call["N"]), x.dtype, layout="rows")
-    operands = Operands(x, weight, out, bias, overlap=overlap)
+    out = call.output("out", out, (call["M"], columns), x.dtype, layout="rows")
+    operands = Operands(x, weight, out, bias, activation=activation, overlap=overlap)
     launch("rmsnorm_gemm", operands, Norm(norm_weight, eps, weight_offset))
     return out

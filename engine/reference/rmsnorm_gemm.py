@@ -22,7 +22,8 @@ def rmsnorm_gemm(
     eps: float = 1e-6,
     weight_offset: float = 0.0,
     bias: Array | None = None,
+    activation: str | None = None,
 ) -> Array:
-    """y = rmsnorm(x) W^T + bias; the normalised row is rounded to x's dtype before the product."""
+    """y = activation(rmsnorm(x) W^T + bias); the normalised row is rounded to x's dtype first."""
     normalised = rmsnorm(x, norm_weight, eps=eps, weight_offset=weight_offset)
-    return gemm(normalised, weight, bias=bias)
+    return gemm(normalised, weight, bias=bias, activation=activation)

@@ -13,7 +13,7 @@ from engine.errors import ContractError, DTypeError, ShapeError
 from engine.kernels import _gemm
 from engine.kernels._gemm_config import all_configs
 from engine.kernels._gemm_stream import Limits, StreamConfig
-from engine.kernels.gemm import choose_config
+from engine.kernels.gemm import choose_config, interleave_gate_up
 from engine.testing import cases
 from engine.testing.cases_gemm import MODEL_LAYERS, PRODUCTS
 from engine.testing.tolerances import assert_close
@@ -40,11 +40,11 @@ def _name(c):
     return f"{c.kernel}-{c.num_splits}"
 
 
-def _configs(k=264):
+def _configs(k=264, is_gated=False):
     return [
         pytest.param(dtype, c, id=f"{dtype}-{_name(c)}")
         for dtype in cases.DTYPES
-        for c in all_configs(k, dtype)
+        for c in all_configs(k, dtype, is_gated=is_gated)
     ]
 
 
@@ -94,6 +94,35 @@ def test_every_kernel_matches_mirror(xp, monkeypatch, m, dtype, config):
     kernels.gemm(gx, gw, bias=gb, residual=gr, activation="silu", out=out)
     assert_close(out, want, reduction=k)
     assert bool(xp.isnan(buffer[:64]).all()) and bool(xp.isnan(buffer[-64:]).all())
+
+
+@pytest.mark.parametrize(("dtype", "config"), _configs(is_gated=True))
+@pytest.mark.parametrize("m", [1, 19, 133])
+def test_every_kernel_makes_silu_and_mul(xp, monkeypatch, m, dtype, config):
+    n, k = 304, 264
+    x, weight, bias, _ = _inputs(m, n, k, dtype)
+    residual = cases.normal((m, n // 2), dtype, seed=4)
+    _force(monkeypatch, config)
+    gx, gw, gb, gr = cases.to_module(xp, x, weight, bias, residual)
+    out, buffer = cases.guarded(xp, (m, n // 2), x.dtype)
+    for extra in ({}, {"bias": gb}, {"bias": gb, "residual": gr}):
+        want = {name: to_numpy(value) for name, value in extra.items()}
+        kernels.gemm(gx, gw, activation="silu_and_mul", out=out, **extra)
+        assert_close(out, reference.gemm(x, weight, activation="silu_and_mul", **want), reduction=k)
+        assert bool(xp.isnan(buffer[:64]).all()) and bool(xp.isnan(buffer[-64:]).all())
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize(("m", "f", "k"), [(1, 1536, 576), (3, 8, 7), (40, 72, 40), (0, 8, 8)])
+def test_silu_and_mul_of_packed_weights(xp, m, f, k, dtype):
+    """The same as the gate's and up's products one after the other, but for one rounding."""
+    x, packed, _, _ = _inputs(m, 2 * f, k, dtype)
+    weight = interleave_gate_up(xp.asarray(packed))
+    got = kernels.gemm(xp.asarray(x), weight, activation="silu_and_mul", out_dtype=np.float32)
+    gate, up = np.split(x.astype(np.float64) @ packed.astype(np.float64).T, 2, axis=1)
+    want = gate / (1 + np.exp(-gate)) * up
+    assert got.shape == (m, f)
+    assert_close(got, want.astype(np.float32), reduction=k, dtype="float32")
 
 
 @pytest.mark.parametrize(("dtype", "config"), _configs())
@@ -173,11 +202,16 @@ def test_doubling_x_doubles_the_result(xp):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("n", [256, 10000])
-def test_skinny_rows_do_not_depend_on_their_neighbours(cp, n, dtype):
+@pytest.mark.parametrize(("tier", "most"), [("portable", 16), ("auto", 8)])
+def test_skinny_rows_do_not_depend_on_their_neighbours(cp, monkeypatch, tier, most, n, dtype):
+    """Up to 16 rows; where there are Hopper's tiles, these begin at nine."""
+    monkeypatch.setenv("ENGINE_KERNEL_TIER", tier)
     x, weight, _, _ = _inputs(16, n, 1096, dtype)
     gx, gw = cases.to_module(cp, x, weight)
-    together = to_numpy(kernels.gemm(gx, gw)).astype(np.float32)
-    for m in (1, 2, 8, 9, 16):
+    together = to_numpy(kernels.gemm(gx[-most:], gw)).astype(np.float32)
+    for m in (1, 2, 7, 8, 9, 15):
+        if m > most:
+            break
         alone = to_numpy(kernels.gemm(gx[-m:], gw)).astype(np.float32)
         np.testing.assert_array_equal(alone, together[-m:])
 
@@ -231,6 +265,14 @@ def test_config_covers_the_problem(dtype, sm_count):
             assert config.shared_bytes <= 99 * 1024  # what every chip from sm_80 on has
             blocks = math.prod(config.grid(m, n)) // config.num_splits
             assert blocks == math.ceil(m / config.tile_m) * math.ceil(n / config.tile_n)
+
+
+def test_gated_products_take_kernels_that_can():
+    for dtype in cases.DTYPES:
+        for n, k in MODEL_LAYERS.values():
+            for m in (1, 16, 33, 64, 500, 4096):
+                config = choose_config(m, n, k, dtype, 132, is_gated=True)
+                assert config.kernel in {c.kernel for c in all_configs(k, dtype, is_gated=True)}
 
 
 def test_config_is_a_pure_function():
@@ -291,6 +333,13 @@ def test_contract(xp):
         kernels.gemm(x, weight, residual=xp.ones((2, 3), np.float16))
     with pytest.raises(ContractError, match=r"activation: must be one of .*; got 'swish'"):
         kernels.gemm(x, weight, activation="swish")
+    with pytest.raises(ContractError, match="weight: must be of 8 rows of gate and 8 of up"):
+        kernels.gemm(x, weight, activation="silu_and_mul")
+    gated = xp.ones((16, 8), np.float32)
+    with pytest.raises(ShapeError, match="residual: must have shape"):
+        kernels.gemm(x, gated, activation="silu_and_mul", residual=xp.ones((2, 16), np.float32))
+    with pytest.raises(ContractError, match="must have a multiple of 16 rows; got 24"):
+        interleave_gate_up(xp.ones((24, 8), np.float32))
     with pytest.raises(ContractError, match="out_dtype: must be float32 or float32"):
         kernels.gemm(x, weight, out_dtype=np.float16)
     with pytest.raises(ShapeError, match="out: must have shape"):

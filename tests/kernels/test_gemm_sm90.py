@@ -16,9 +16,10 @@ from engine.testing.tolerances import assert_close
 
 HALVES = ("float16", "bfloat16")
 CONFIGS = [
-    pytest.param(c, id=f"{c.tile_m}x{c.tile_n}-{c.cluster_m}x{c.cluster_n}x{c.cluster_k}")
+    pytest.param(c, id=f"{c.tile_m}x{c.tile_n}-{c.cluster_m}x{c.cluster_n}x{c.cluster_k}-{c.depth}")
     for c in HOPPER_CONFIGS
 ]
+GATED = [p for p in CONFIGS if p.values[0].tile_n // p.values[0].cluster_k % 16 == 0]
 
 
 @pytest.fixture
@@ -48,7 +49,15 @@ def test_every_tile_matches_mirror(hopper, monkeypatch, config, dtype):
     """Random sizes that nothing divides, all results' alignments, nothing written outside."""
     _force(monkeypatch, config)
     rng = np.random.default_rng(config.tile_m * config.tile_n + config.cluster_size)
-    sizes = [(1, 8, 512), (130, 264, 520), (257, 300, 1000), (64, 77, 640)]
+    sizes = [
+        (1, 8, 1032),
+        (9, 72, 1096),
+        (17, 2056, 2048),
+        (40, 136, 1224),
+        (130, 264, 520),
+        (257, 300, 1000),
+        (64, 77, 640),
+    ]
     sizes += [(*rng.integers(1, 700, 2), 8 * int(rng.integers(64, 160)))]
     for m, n, k in sizes:
         x, weight, _, _ = _inputs(m, n, k, dtype)
@@ -74,6 +83,25 @@ def test_epilogues(hopper, monkeypatch, config, activation):
     assert_close(gr, want, reduction=k)
     got = kernels.gemm(gx, gw, bias=gb, activation=activation, out_dtype=np.float32)
     want = reference.gemm(x, weight, bias=bias, activation=activation, out_dtype=np.float32)
+    assert_close(got, want, reduction=k, dtype="float32")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 50, 150])
+@pytest.mark.parametrize("config", GATED)
+def test_silu_and_mul(hopper, monkeypatch, config, m):
+    _force(monkeypatch, config)
+    n, k = 272, 1104
+    x, weight, bias, _ = _inputs(m, n, k, "bfloat16")
+    residual = cases.normal((m, n // 2), "bfloat16", seed=8)
+    gx, gw, gb, gr = cases.to_module(hopper, x, weight, bias, residual)
+    out, buffer = cases.guarded(hopper, (m, n // 2), x.dtype)
+    kernels.gemm(gx, gw, bias=gb, residual=gr, activation="silu_and_mul", out=out)
+    want = reference.gemm(x, weight, bias=bias, residual=residual, activation="silu_and_mul")
+    assert_close(out, want, reduction=k)
+    assert bool(hopper.isnan(buffer[:64]).all()) and bool(hopper.isnan(buffer[-64:]).all())
+    got = kernels.gemm(gx, gw, activation="silu_and_mul", out_dtype=np.float32)
+    want = reference.gemm(x, weight, activation="silu_and_mul", out_dtype=np.float32)
     assert_close(got, want, reduction=k, dtype="float32")
 
 
@@ -144,7 +172,7 @@ def test_the_tier_decides(hopper, monkeypatch, tier):
     monkeypatch.setenv("ENGINE_KERNEL_TIER", tier)
     launched = []
     monkeypatch.setattr(
-        _gemm, "launch_hopper", lambda *args: launched.append(args) or args[3].fill(0)
+        _gemm, "launch_hopper", lambda *args, **_: launched.append(args) or args[3].fill(0)
     )
     x, weight, _, _ = _inputs(200, 256, 512, "bfloat16")
     kernels.gemm(*cases.to_module(hopper, x, weight))
@@ -165,12 +193,18 @@ def test_choice_covers_the_problem(sm_count):
                 assert config.waves(m, n, sm_count) == 1 and k >= 64 * config.cluster_k
             invariant = choose_hopper(m, n, k, sm_count, batch_invariant=True)
             assert invariant.cluster_k == 1
+            gated = choose_hopper(m, n, k, sm_count, is_gated=True)
+            assert gated.tile_n // gated.cluster_k % 16 == 0
 
 
 def test_choice_at_known_problems():
     assert choose_hopper(8192, 4096, 4096, 132) == HopperConfig(256, 128, 1, 2)
     assert choose_hopper(256, 896, 4864, 132).cluster_k > 1
     assert choose_hopper(256, 1152, 896, 132).tile_m == 64
+    assert choose_hopper(1024, 1152, 896, 132) == HopperConfig(128, 80)
+    assert choose_hopper(16, 4096, 4096, 132) == HopperConfig(64, 64, cluster_k=2, depth=2)
+    assert choose_hopper(64, 24576, 4096, 132) == HopperConfig(64, 192)
+    assert choose_hopper(9, 896, 4864, 132).cluster_k == 8
     assert choose_hopper(64, 96, 128, 132) is choose_hopper(64, 96, 128, 132)
     chosen = choose_config(4096, 4096, 4096, "bfloat16", 132, is_hopper=True)
     assert isinstance(chosen, HopperConfig)
@@ -181,13 +215,17 @@ def test_choice_at_known_problems():
 
 def test_configs_fit_the_chip():
     for config in HOPPER_CONFIGS:
-        assert 3 <= config.stages <= 8
-        assert config.shared_bytes <= 232_448
+        for m in (1, 9, 64, 4096):
+            stages = config.stages(m)
+            assert 3 <= stages <= 16
+            assert config.shared_bytes(m, stages) <= 232_448
         assert config.cluster_size <= 8
     assert hopper_specs("float32") == ()
 
 
-@pytest.mark.parametrize("config", [HopperConfig(256, 128, 1, 2), HopperConfig(192, 192)])
+@pytest.mark.parametrize(
+    "config", [HopperConfig(256, 128, 1, 2), HopperConfig(192, 192), HopperConfig(64, 192)]
+)
 def test_ptxas_neither_spills_nor_serialises(config):
     compiled = _module.compile_module(config.spec("bfloat16"), "sm_90a")
     assert all(entry.spill_bytes == 0 for entry in compiled.entries)

@@ -115,3 +115,15 @@ def test_contract(xp):
         kernels.rmsnorm_gemm(x[:, :0], norm[:0], weight[:, :0])
     with pytest.raises(ShapeError, match="out: must have shape"):
         kernels.rmsnorm_gemm(x, norm, weight, out=xp.empty((2, 4), np.float32))
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 304, 264), (13, 96, 1096), (70, 272, 136)])
+def test_silu_and_mul_of_a_norm(xp, m, n, k, dtype):
+    x, norm_weight, weight, bias = _inputs(m, n, k, dtype)
+    want = reference.rmsnorm_gemm(x, norm_weight, weight, bias=bias, activation="silu_and_mul")
+    gx, gn, gw, gb = cases.to_module(xp, x, norm_weight, weight, bias)
+    out, buffer = cases.guarded(xp, (m, n // 2), x.dtype)
+    kernels.rmsnorm_gemm(gx, gn, gw, bias=gb, activation="silu_and_mul", out=out)
+    assert_close(out, want, reduction=k)
+    assert bool(xp.isnan(buffer[:64]).all()) and bool(xp.isnan(buffer[-64:]).all())
