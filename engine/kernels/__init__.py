@@ -13,6 +13,7 @@ from engine.kernels.kv_copy import kv_copy
 from engine.kernels.kv_gather import kv_gather
 from engine.kernels.kv_store import kv_store
 from engine.kernels.kv_swap import kv_swap
+from engine.kernels.merge_states import merge_states
 from engine.kernels.qk_norm_rope_store import qk_norm_rope_store
 from engine.kernels.relu import relu
 from engine.kernels.residual_add import residual_add
@@ -37,6 +38,7 @@ __all__ = [
     "kv_gather",
     "kv_store",
     "kv_swap",
+    "merge_states",
     "qk_norm_rope_store",
     "relu",
     "residual_add",

@@ -13,6 +13,7 @@ from engine.reference.kv_copy import kv_copy
 from engine.reference.kv_gather import kv_gather
 from engine.reference.kv_store import kv_store
 from engine.reference.kv_swap import kv_swap
+from engine.reference.merge_states import merge_states
 from engine.reference.qk_norm_rope_store import qk_norm_rope_store
 from engine.reference.relu import relu
 from engine.reference.residual_add import residual_add
@@ -37,6 +38,7 @@ __all__ = [
     "kv_gather",
     "kv_store",
     "kv_swap",
+    "merge_states",
     "qk_norm_rope_store",
     "relu",
     "residual_add",

@@ -1,0 +1,152 @@
+"""Decoding behind a common prefix: its pages are read once for all requests, not once for each."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from engine import device, kernels
+from engine.device import array_module
+from engine.errors import ContractError, ShapeError
+
+__all__ = ["attention_shared_prefix"]
+
+
+def attention_shared_prefix(
+    q: Any,
+    k_pages: Any,
+    v_pages: Any,
+    *,
+    prefix_blocks: Any,
+    prefix_len: Any,
+    block_tables: Any,
+    context_lens: Any,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    num_splits: int | None = None,
+    max_context_len: int | None = None,
+    out: Any = None,
+    return_lse: bool = False,
+) -> Any:
+    """Attend from the newest Q tokens of every request to a common prefix and to its own pages.
+
+    The result is that of `attention_decode` over the pages of the prefix followed by those of the
+    request, for a prefix of whole pages; here a prefix may also end inside of its last page.
+
+    Parameters
+    ----------
+    q : (B, Q, H, D) array of float32, float16 or bfloat16
+        The last Q tokens of each request.
+    k_pages, v_pages : (P, K, block_size, D) arrays of q's dtype
+        As in `attention_decode`.
+    prefix_blocks : (NP,) array of int32
+        Ids of the prefix's pages. Entries past its length are never read.
+    prefix_len : (1,) array of int32
+        Keys of the prefix; on CUDA it stays there, so that a captured graph follows it. 0 is
+        allowed.
+    block_tables : (B, NB) array of int32
+        Ids of each request's own pages, which hold what follows the prefix: ``tables[:, NP:]`` of
+        whole tables will do.
+    context_lens : (B,) array of int32
+        Keys of each request behind the prefix, its Q query tokens included: at least Q. A row of 0
+        (padding) attends to the prefix alone.
+    scale, softcap, num_splits, max_context_len : optional
+        As in `attention_decode`; the last two are about the requests' own pages.
+    out : (B, Q, H, D) array of q's dtype, optional
+        Where to put the result, contiguous; may be `q`.
+    return_lse : bool
+        Return the log-sum-exp too.
+
+    Returns
+    -------
+    out : (B, Q, H, D) array of q's dtype
+    lse : (B, Q, H) array of float32
+        Natural logarithm of the sum of exp(score) over prefix and own keys.
+
+    Raises
+    ------
+    ShapeError, DTypeError, ContractError
+        If an argument breaks the contract of one of the ops; lengths are checked on the CPU only.
+
+    Notes
+    -----
+    All B * Q tokens are queries of one problem over the prefix, which is not causal: every token
+    sees all of it. Each request's own pages are a problem of `attention_decode`. The two meet in
+    `merge_states`, exact up to rounding [1]_. There is no window: a window over the end of a
+    request seldom reaches a prefix that is worth sharing.
+
+    References
+    ----------
+    .. [1] Juravsky et al.: Hydragen, arXiv:2402.05099.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> pages = np.arange(3 * 16, dtype=np.float32).reshape(3, 1, 16, 1)
+    >>> q, lens = np.zeros((2, 1, 1, 1), np.float32), np.array([1, 2], np.int32)
+    >>> attention_shared_prefix(  # the means of 0..15 and 16, and of 0..15, 32 and 33
+    ...     q, pages, pages, prefix_blocks=np.array([0], np.int32),
+    ...     prefix_len=np.array([16], np.int32), block_tables=np.array([[1], [2]], np.int32),
+    ...     context_lens=lens).ravel().round(3)
+    array([ 8.   , 10.278], dtype=float32)
+    """
+    _check(q, prefix_blocks, prefix_len, context_lens)
+    batch, num_queries, num_heads, head_dim = q.shape
+    tokens = batch * num_queries
+    rule: dict[str, Any] = {"scale": scale, "softcap": softcap}
+    shared = kernels.attention_prefill(
+        q.reshape(tokens, num_heads, head_dim),
+        k_pages,
+        v_pages,
+        cu_seqlens_q=_one_sequence(array_module(q), tokens),
+        block_tables=prefix_blocks[None],
+        context_lens=prefix_len,
+        causal=False,
+        max_seqlen_q=tokens,
+        return_lse=True,
+        **rule,
+    )
+    own = kernels.attention_decode(
+        q,
+        k_pages,
+        v_pages,
+        block_tables=block_tables,
+        context_lens=context_lens,
+        num_splits=num_splits,
+        max_context_len=max_context_len,
+        out=out,
+        return_lse=True,
+        **rule,
+    )
+    rows = own[0].reshape(shared[0].shape)
+    merged, lse = kernels.merge_states(
+        (shared[0], rows), (shared[1], own[1].reshape(shared[1].shape)), out=rows
+    )
+    merged = merged.reshape(q.shape) if out is None else out
+    return (merged, lse.reshape(q.shape[:3])) if return_lse else merged
+
+
+def _check(q: Any, prefix_blocks: Any, prefix_len: Any, context_lens: Any) -> None:
+    """Check what the ops below cannot know; they check the rest."""
+    name = "attention_shared_prefix"
+    for arg, array, ndim in (("q", q, 4), ("prefix_blocks", prefix_blocks, 1)):
+        if array.ndim != ndim:
+            raise ShapeError(f"{name}: {arg}: must have {ndim} axes; got shape {array.shape}")
+    if prefix_len.shape != (1,):
+        raise ShapeError(f"{name}: prefix_len: must have shape (1,); got {prefix_len.shape}")
+    if array_module(q) is np and bool(np.any((context_lens > 0) & (context_lens < q.shape[1]))):
+        wanted = f"at least Q = {q.shape[1]}, or 0"
+        raise ContractError(f"{name}: context_lens: must be {wanted}; got {context_lens.tolist()}")
+
+
+def _one_sequence(xp: Any, tokens: int) -> Any:
+    """Return [0, tokens] in module `xp`; kept, so that a graph's capture finds it on the device."""
+    index = -1 if xp is np else device.cupy().cuda.runtime.getDevice()
+    return _kept_sequence(xp, index, tokens)
+
+
+@lru_cache(maxsize=1024)
+def _kept_sequence(xp: Any, index: int, tokens: int) -> Any:
+    return xp.asarray(np.array([0, tokens], np.int32))
