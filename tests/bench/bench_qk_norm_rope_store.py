@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from engine import kernels
+from engine.device import to_numpy
 from engine.testing import cases
+from engine.testing.cases_attention import normal_on
 from engine.testing.cases_elementwise import cos_sin_table
 from engine.testing.tolerances import assert_close
 from tests.bench.case import BenchCase
@@ -15,12 +17,12 @@ _BLOCK_SIZE = 16
 
 def _case(tokens: int, heads: int, kv_heads: int, head_dim: int, has_norm: bool) -> BenchCase:
     def make(xp, seed):
-        qkv = cases.normal((tokens, heads + 2 * kv_heads, head_dim), "bfloat16", seed)
+        qkv = normal_on(xp, (tokens, heads + 2 * kv_heads, head_dim), "bfloat16", seed)
         blocks = -(-tokens // _BLOCK_SIZE)
-        pages = np.zeros((2, blocks, kv_heads, _BLOCK_SIZE, head_dim), qkv.dtype)
+        pages = xp.zeros((2, blocks, kv_heads, _BLOCK_SIZE, head_dim), qkv.dtype)
         weight = cases.normal((head_dim,), "bfloat16", seed + 1, mean=1.0)
         places = np.arange(tokens, dtype=np.int32), cos_sin_table(tokens, head_dim)
-        return cases.to_module(xp, qkv, pages, weight, *places, np.arange(tokens))
+        return qkv, pages, *cases.to_module(xp, weight, *places, np.arange(tokens))
 
     def split(qkv):
         return qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
@@ -45,7 +47,7 @@ def _case(tokens: int, heads: int, kv_heads: int, head_dim: int, has_norm: bool)
         run(*both[0], *rest)
         separate(*both[1], *rest)
         for got, want in ((both[0][0][:, :heads], both[1][0][:, :heads]), (both[0][1], both[1][1])):
-            assert_close(got.copy(), want.copy(), reduction=head_dim)
+            assert_close(got.copy(), to_numpy(want.copy()), reduction=head_dim)
 
     nbytes = 2 * tokens * (heads + 2 * kv_heads) * head_dim * 2 + tokens * head_dim * 4
     norm = "norms" if has_norm else "no norms"
