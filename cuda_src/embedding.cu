@@ -4,7 +4,7 @@
 //
 //   token_ids (T,)   int32      outside [0, V): the row of out is NaN
 //   weight    (V, N) scalar_t   contiguous
-//   out       (T, N) scalar_t   contiguous
+//   out       (T, N) scalar_t   contiguous; is_large: L2 should not keep it
 //
 // Numerics: the product in float, rounded once (scale 1 is exact).
 // Parallelisation: one thread per kWidth features of up to kRows rows, all loaded before the first
@@ -21,7 +21,8 @@ template <int kWidth>
 __device__ __forceinline__ void embedding(const int* __restrict__ token_ids,
                                           const scalar_t* __restrict__ weight,
                                           scalar_t* __restrict__ out, int64_t num_tokens,
-                                          int64_t vocab_size, int n, float scale) {
+                                          int64_t vocab_size, int n, float scale,
+                                          bool is_large) {
   const int64_t feature = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * kWidth;
   if (feature >= n) return;
   for (int64_t first = blockIdx.y; first < num_tokens;
@@ -48,7 +49,7 @@ __device__ __forceinline__ void embedding(const int* __restrict__ token_ids,
         const float x = is_known ? to_float(row.v[j]) * scale : __int_as_float(0x7fffffff);
         row.v[j] = from_float<scalar_t>(x);
       }
-      store_vec(out + token(i) * n + feature, row);
+      store_vec(out + token(i) * n + feature, row, is_large);
     }
   }
 }
@@ -56,10 +57,10 @@ __device__ __forceinline__ void embedding(const int* __restrict__ token_ids,
 #define ENGINE_EMBEDDING(name, width)                                                          \
   extern "C" __global__ void __launch_bounds__(kThreads)                                       \
       name(const int* token_ids, const scalar_t* weight, scalar_t* out, int64_t num_tokens,    \
-           int64_t vocab_size, int n, float scale) {                                           \
+           int64_t vocab_size, int n, float scale, int is_large) {                             \
     allow_next_kernel();                                                                       \
     wait_for_previous_kernel();                                                                \
-    embedding<width>(token_ids, weight, out, num_tokens, vocab_size, n, scale);                \
+    embedding<width>(token_ids, weight, out, num_tokens, vocab_size, n, scale, is_large);      \
   }
 
 ENGINE_EMBEDDING(embedding_vector, kVec)

@@ -42,9 +42,18 @@ struct Job {
 
   __device__ __forceinline__ int num_heads() const { return num_q_heads + 2 * num_kv_heads; }
 
-  // The token's row of the table; null if there is none.
-  __device__ __forceinline__ const float* angles(int64_t token) const {
-    const int position = positions[token];
+  // Row of head 0 in the pages for the k and v of `slot`; -1: nowhere.
+  __device__ __forceinline__ int64_t page_row(int64_t slot) const {
+    if (slot < 0 || slot >= num_slots) return -1;
+    // A division of 64 bits takes longer than the rest of a small launch.
+    const int64_t block = num_slots <= 0x7fffffff
+                              ? static_cast<uint32_t>(slot) / static_cast<uint32_t>(block_size)
+                              : slot / block_size;
+    return block * (num_kv_heads - 1) * block_size + slot;
+  }
+
+  // The row of the table at `position`; null if there is none.
+  __device__ __forceinline__ const float* angles(int position) const {
     const bool is_known = position >= 0 && position < num_positions;
     return is_known ? cos_sin + static_cast<int64_t>(position) * rotary_dim : nullptr;
   }
@@ -56,7 +65,7 @@ struct Head {
   scalar_t* out;                // null: nothing is to be written
   bool is_rotated;
 
-  __device__ __forceinline__ Head(const Job& job, int64_t token, int head, int64_t slot) {
+  __device__ __forceinline__ Head(const Job& job, int64_t token, int head, int64_t page_row) {
     if (head < job.num_q_heads) {
       out = job.q + token * job.q_stride_t + head * job.q_stride_h;
       in = out;
@@ -74,9 +83,8 @@ struct Head {
       head -= job.num_kv_heads;
       in = job.v + token * job.v_stride_t + head * job.v_stride_h;
     }
-    const int64_t block = slot / job.block_size, offset = slot % job.block_size;
-    const int64_t row = (block * job.num_kv_heads + head) * job.block_size + offset;
-    out = slot >= 0 && slot < job.num_slots ? pages + row * job.head_dim : nullptr;
+    const int64_t row = page_row + static_cast<int64_t>(head) * job.block_size;
+    out = page_row >= 0 ? pages + row * job.head_dim : nullptr;
   }
 };
 
@@ -125,7 +133,8 @@ __device__ __forceinline__ void process_vectors(const Job& job) {
   const int lo_at = is_split ? pair : 2 * pair;
   const int hi_at = is_split ? pair + half : 2 * pair + kVec;
   const bool has_norm = job.q_weight != nullptr || job.k_weight != nullptr;
-  const int64_t slot = job.slot_mapping[token];
+  const int64_t slot = job.slot_mapping[token];  // asked for at once, used late
+  const int position = job.positions[token];
 
   const int first = static_cast<int>(blockIdx.y) * job.heads_per_block;
   const int end = min(first + job.heads_per_block, job.num_heads());
@@ -138,13 +147,13 @@ __device__ __forceinline__ void process_vectors(const Job& job) {
       const int head = base + i * heads_at_once + place;
       lo[i] = hi[i] = Packed<kVec>{};
       if (place >= heads_at_once || head >= end) continue;
-      const scalar_t* in = Head(job, token, head, slot).in;
+      const scalar_t* in = Head(job, token, head, -1).in;
       lo[i] = load_packed<kVec>(in + lo_at);
       hi[i] = load_packed<kVec>(in + hi_at);
     }
     if (!has_loaded_angles) {  // after the heads were asked for
       has_loaded_angles = true;
-      const float* row = has_angles ? job.angles(token) : nullptr;
+      const float* row = has_angles ? job.angles(position) : nullptr;
       if (row != nullptr) {
         load_angles(row + pair, cos);
         load_angles(row + half + pair, sin);
@@ -153,6 +162,7 @@ __device__ __forceinline__ void process_vectors(const Job& job) {
         for (int j = 0; j < kVec; ++j) cos[j] = sin[j] = not_a_number();
       }
     }
+    const int64_t page_row = job.page_row(slot);
 #pragma unroll
     for (int i = 0; i < kHeads; ++i) {
       if (base + i * heads_at_once >= end) break;  // the same for the whole block
@@ -171,7 +181,7 @@ __device__ __forceinline__ void process_vectors(const Job& job) {
       }
       const int index = base + i * heads_at_once + place;
       if (place >= heads_at_once || index >= end) continue;
-      const Head head(job, token, index, slot);
+      const Head head(job, token, index, page_row);
       if (head.out == nullptr) continue;
       if (head.weight != nullptr) {
         const Vec<scalar_t, kVec> w_lo = load_vec<scalar_t, kVec>(head.weight + lo_at);
@@ -201,8 +211,7 @@ __device__ __forceinline__ void process_scalars(const Job& job) {
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int index = static_cast<int>(blockIdx.y) * job.heads_per_block + warp;
   if (index >= job.num_heads()) return;
-  const int64_t slot = job.slot_mapping[token];
-  const Head head(job, token, index, slot);
+  const Head head(job, token, index, job.page_row(job.slot_mapping[token]));
   if (head.out == nullptr) return;
   float scale = 0.0f;
   if (head.weight != nullptr) {
@@ -217,7 +226,7 @@ __device__ __forceinline__ void process_scalars(const Job& job) {
     return head.weight != nullptr ? normed(x, scale, head.weight[i], job) : x;
   };
   const int half = job.rotary_dim / 2;
-  const float* row = job.angles(token);
+  const float* row = job.angles(job.positions[token]);
   for (int pair = lane; pair < half; pair += kWarpSize) {
     const int at = kInterleaved ? 2 * pair : pair, to = kInterleaved ? at + 1 : pair + half;
     float a = feature(at), b = feature(to);

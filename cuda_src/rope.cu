@@ -5,7 +5,8 @@
 //   q, k         (T, H, D), (T, K, D) scalar_t   token and head strides; last axis contiguous
 //   positions    (T,)    int32                   row of cos_sin; outside [0, P): NaN if rotated
 //   cos_sin      (P, R)  float                   row = R/2 cosines, then R/2 sines; contiguous
-//   q_out, k_out as q, k                         may be q and k; no other overlap
+//   q_out, k_out as q, k                         may be q and k; no other overlap; is_large: L2
+//                                                should not keep them
 //
 // Pair i is (x[i], x[i + R/2]), or (x[2i], x[2i + 1]) when interleaved. Features R..D are copied.
 // Numerics: float, rounded once.
@@ -19,7 +20,7 @@
 #include "common/types.cuh"
 
 constexpr int kThreads = 128;
-constexpr int kHeads = 4;
+constexpr int kHeads = 3;
 
 struct Heads {
   const scalar_t* in;
@@ -32,6 +33,7 @@ struct Job {
   const int* positions;
   const float* cos_sin;
   int num_positions, num_q_heads, num_k_heads, rotary_dim, items_per_head, heads_per_block;
+  bool is_large;
 };
 
 // kWidth floats of the table, by 16-byte reads where there is more than one.
@@ -46,11 +48,10 @@ __device__ __forceinline__ void load_angles(const float* p, float (&x)[kWidth]) 
   }
 }
 
-// The angles' cosines and sines from pair `first_pair` of a token; NaN outside the table.
+// The angles' cosines and sines from pair `first_pair` at a position; NaN outside the table.
 template <int kWidth>
-__device__ __forceinline__ void load_turns(const Job& job, int64_t token, int first_pair,
+__device__ __forceinline__ void load_turns(const Job& job, int position, int first_pair,
                                            float (&cos)[kWidth], float (&sin)[kWidth]) {
-  const int position = job.positions[token];
   if (position >= 0 && position < job.num_positions) {
     const float* row = job.cos_sin + static_cast<int64_t>(position) * job.rotary_dim + first_pair;
     load_angles(row, cos);
@@ -65,7 +66,7 @@ template <bool kInterleaved, int kWidth>
 __device__ __forceinline__ void rotate(const Vec<scalar_t, kWidth>& lo,
                                        const Vec<scalar_t, kWidth>& hi, const float (&cos)[kWidth],
                                        const float (&sin)[kWidth], scalar_t* lo_out,
-                                       scalar_t* hi_out) {
+                                       scalar_t* hi_out, bool is_large) {
   scalar_t x[2 * kWidth];
 #pragma unroll
   for (int j = 0; j < kWidth; ++j) {
@@ -87,13 +88,14 @@ __device__ __forceinline__ void rotate(const Vec<scalar_t, kWidth>& lo,
     y_lo.v[j] = x[j];
     y_hi.v[j] = x[kWidth + j];
   }
-  store_vec(lo_out, y_lo);
-  store_vec(hi_out, y_hi);
+  store_vec(lo_out, y_lo, is_large);
+  store_vec(hi_out, y_hi, is_large);
 }
 
 template <bool kInterleaved, int kWidth>
 __device__ __forceinline__ void rope(const Job& job) {
   const int64_t token = blockIdx.x;
+  const int position = job.positions[token];  // asked for at once, used late
   const int num_heads = job.num_q_heads + job.num_k_heads;
   const int items = min(job.items_per_head, kThreads);
   const int heads_at_once = kThreads / items, place = threadIdx.x / items;
@@ -130,10 +132,10 @@ __device__ __forceinline__ void rope(const Job& job) {
       lo[i] = hi[i] = Packed<kWidth>{};
       if (index >= end) continue;
       const scalar_t* in = in_of(index);
-      lo[i] = load_packed<kWidth>(in + lo_at);
-      if (is_pair) hi[i] = load_packed<kWidth>(in + hi_at);
+      lo[i] = load_packed<kWidth>(in + lo_at, job.is_large);
+      if (is_pair) hi[i] = load_packed<kWidth>(in + hi_at, job.is_large);
     }
-    if (is_pair && !has_turns) load_turns(job, token, at, cos, sin);  // after asking for the heads
+    if (is_pair && !has_turns) load_turns(job, position, at, cos, sin);  // after asking for the heads
     has_turns = true;
 #pragma unroll
     for (int i = 0; i < kHeads; ++i) {
@@ -142,26 +144,27 @@ __device__ __forceinline__ void rope(const Job& job) {
       scalar_t* out = out_of(index);
       if (is_pair) {
         rotate<kInterleaved, kWidth>(unpack(lo[i]), unpack(hi[i]), cos, sin, out + lo_at,
-                                     out + hi_at);
+                                     out + hi_at, job.is_large);
       } else {
-        store_vec(out + lo_at, unpack(lo[i]));
+        store_vec(out + lo_at, unpack(lo[i]), job.is_large);
       }
     }
   }
 }
 
 #define ENGINE_ROPE(name, is_interleaved, width)                                                   \
-  extern "C" __global__ void __launch_bounds__(kThreads, 5)                                        \
+  extern "C" __global__ void __launch_bounds__(kThreads, 6)                                        \
       name(const scalar_t* q, const scalar_t* k, const int* positions, const float* cos_sin,       \
            scalar_t* q_out, scalar_t* k_out, int64_t q_stride_t, int64_t q_stride_h,               \
            int64_t k_stride_t, int64_t k_stride_h, int64_t q_out_stride_t, int64_t q_out_stride_h, \
            int64_t k_out_stride_t, int64_t k_out_stride_h, int num_positions, int num_q_heads,     \
-           int num_k_heads, int rotary_dim, int items_per_head, int heads_per_block) {             \
+           int num_k_heads, int rotary_dim, int items_per_head, int heads_per_block,               \
+           int is_large) {                                                                         \
     rope<is_interleaved, width>(                                                                   \
         Job{Heads{q, q_out, q_stride_t, q_stride_h, q_out_stride_t, q_out_stride_h},               \
             Heads{k, k_out, k_stride_t, k_stride_h, k_out_stride_t, k_out_stride_h}, positions,    \
             cos_sin, num_positions, num_q_heads, num_k_heads, rotary_dim, items_per_head,          \
-            heads_per_block});                                                                     \
+            heads_per_block, is_large != 0});                                                      \
   }
 
 ENGINE_ROPE(rope_half_vector, false, kVec)

@@ -24,6 +24,7 @@ __all__ = [
     "element_strides",
     "gated",
     "is_aligned",
+    "is_large",
     "launch_flat",
     "unary",
     "vector_width",
@@ -32,6 +33,7 @@ __all__ = [
 VECTOR_BYTES = 16
 FLAT_THREADS = 256
 ROW_THREADS = 128
+_LARGE_BYTES = 32 << 20
 MAX_GRID_Y = 65535  # kernels whose rows lie along y loop over what is beyond
 
 UNARY_PARAMS = "x:ptr out:ptr num_vectors:i64 n:i64"
@@ -51,6 +53,11 @@ def element_strides(array: Any) -> tuple[int, ...]:
 def is_aligned(*arrays: Any) -> bool:
     """Tell whether every row of every CuPy array starts at a multiple of 16 bytes."""
     return all(step % VECTOR_BYTES == 0 for a in arrays for step in (a.data.ptr, *a.strides[:-1]))
+
+
+def is_large(*outputs: Any) -> int:
+    """Return 1 if the results are more than L2 keeps until they are read, else 0."""
+    return int(sum(array.nbytes for array in outputs) > _LARGE_BYTES)
 
 
 def launch_flat(kernel: Kernel, spec: ModuleSpec, **arrays: Any) -> None:

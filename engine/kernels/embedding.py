@@ -7,7 +7,13 @@ from typing import Any
 from engine import reference
 from engine.dtypes import dtype_name
 from engine.kernels._contract import FLOATS, INT32, Contract
-from engine.kernels._elementwise import MAX_GRID_Y, ROW_THREADS, is_aligned, vector_width
+from engine.kernels._elementwise import (
+    MAX_GRID_Y,
+    ROW_THREADS,
+    is_aligned,
+    is_large,
+    vector_width,
+)
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 
@@ -15,7 +21,9 @@ __all__ = ["embedding", "specs"]
 
 _ROWS = 4  # kRows of the CUDA file
 _MANY_TOKENS = 1024  # from here on a thread is given several rows
-_PARAMS = "token_ids:ptr weight:ptr out:ptr num_tokens:i64 vocab_size:i64 n:i32 scale:f32"
+_PARAMS = (
+    "token_ids:ptr weight:ptr out:ptr num_tokens:i64 vocab_size:i64 n:i32 scale:f32 is_large:i32"
+)
 _VECTOR = Kernel("embedding_vector", _PARAMS)
 _SCALAR = Kernel("embedding_scalar", _PARAMS)
 
@@ -81,5 +89,6 @@ def embedding(token_ids: Any, weight: Any, *, scale: float = 1.0, out: Any = Non
         vocab_size=call["V"],
         n=n,
         scale=scale,
+        is_large=is_large(out),
     )
     return out

@@ -10,7 +10,7 @@ import numpy as np
 from engine import reference
 from engine.dtypes import dtype_name
 from engine.kernels._contract import FLOAT32, FLOATS, Contract
-from engine.kernels._elementwise import is_aligned, vector_width
+from engine.kernels._elementwise import is_aligned, is_large, vector_width
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 
@@ -19,9 +19,11 @@ __all__ = ["merge_states", "specs"]
 _THREADS = 256  # kThreads of the CUDA file
 _PARAMS = (
     "outputs:ptr rest:ptr lses:ptr rest_lses:ptr rest_stride:i64 rest_lse_stride:i64 "
-    "num_states:i32 out:ptr lse_out:ptr num_rows:i64 head_dim:i32 rows_per_block:i32"
+    "num_states:i32 out:ptr lse_out:ptr num_rows:i64 head_dim:i32 rows_per_block:i32 "
+    "is_large:i32"
 )
 _VECTOR = Kernel("merge_states_vector", _PARAMS)
+_PAIRS = Kernel("merge_states_pairs", _PARAMS)  # for two states, two rows a thread
 _SCALAR = Kernel("merge_states_scalar", _PARAMS)
 
 
@@ -113,9 +115,11 @@ def _launch(outputs: Any, lses: Any, out: Any, lse: Any) -> None:
     fits = head_dim % width == 0 and is_aligned(first, rest, out)
     items = head_dim // width if fits else head_dim
     rows_per_block = _THREADS // min(items, _THREADS)
-    (_VECTOR if fits else _SCALAR).launch(
+    is_pairs = bool(fits and num_states <= 2 and is_large(out))
+    kernel = _PAIRS if is_pairs else _VECTOR if fits else _SCALAR
+    kernel.launch(
         specs(dtype_name(first.dtype))[0],
-        (ceil_div(num_rows, rows_per_block),),
+        (ceil_div(num_rows, rows_per_block * (2 if is_pairs else 1)),),
         (_THREADS,),
         outputs=first,
         rest=rest,
@@ -129,4 +133,5 @@ def _launch(outputs: Any, lses: Any, out: Any, lse: Any) -> None:
         num_rows=num_rows,
         head_dim=head_dim,
         rows_per_block=rows_per_block,
+        is_large=is_large(out),
     )

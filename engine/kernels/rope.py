@@ -8,19 +8,24 @@ from typing import Any
 from engine import reference
 from engine.dtypes import dtype_name
 from engine.kernels._contract import FLOAT32, FLOATS, INT32, Contract
-from engine.kernels._elementwise import element_strides, is_aligned, vector_width
+from engine.kernels._elementwise import (
+    element_strides,
+    is_aligned,
+    is_large,
+    vector_width,
+)
 from engine.kernels._launch import Kernel, ceil_div, sm_count
 from engine.kernels._module import ModuleSpec
 
 __all__ = ["Config", "choose_config", "rope", "specs"]
 
 _THREADS = 128
-_HEADS_AT_ONCE = 4  # kHeads of the CUDA file
+_HEADS_AT_ONCE = 3  # kHeads of the CUDA file
 _PARAMS = (
     "q:ptr k:ptr positions:ptr cos_sin:ptr q_out:ptr k_out:ptr q_stride_t:i64 q_stride_h:i64 "
     "k_stride_t:i64 k_stride_h:i64 q_out_stride_t:i64 q_out_stride_h:i64 k_out_stride_t:i64 "
     "k_out_stride_h:i64 num_positions:i32 num_q_heads:i32 num_k_heads:i32 rotary_dim:i32 "
-    "items_per_head:i32 heads_per_block:i32"
+    "items_per_head:i32 heads_per_block:i32 is_large:i32"
 )
 _KERNELS = {
     (pairing, access): Kernel(f"rope_{pairing}_{access}", _PARAMS)
@@ -179,4 +184,5 @@ def _launch(
         rotary_dim=rotary_dim,
         items_per_head=items,
         heads_per_block=heads_per_block,
+        is_large=is_large(q_out, k_out),
     )

@@ -11,7 +11,7 @@ from engine import kernels, reference
 from engine.device import to_numpy
 from engine.errors import ContractError, DTypeError, ShapeError
 from engine.testing import cases
-from engine.testing.cases_attention import cu_seqlens
+from engine.testing.cases_attention import cu_seqlens, normal_on
 from engine.testing.cases_elementwise import misaligned
 from engine.testing.tolerances import assert_close
 
@@ -74,6 +74,23 @@ def test_misaligned(xp, dtype):
     pair = [misaligned(xp, x) for x in outputs]
     got, _ = kernels.merge_states(pair, xp.asarray(lses))
     assert_close(got, reference.merge_states(outputs, lses)[0], reduction=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_states", [1, 2, 3])
+def test_large(cp, num_states):
+    """More than L2 keeps: two rows a thread; a last block that is not full."""
+    shape = (num_states, 5001, 27, 128)
+    outputs = normal_on(cp, shape, "bfloat16", 1)
+    lses = normal_on(cp, shape[:3], "float32", 2) * 4
+    lses[cp.random.default_rng(3).random(lses.shape) < 0.3] = -np.inf
+    outputs[cp.isneginf(lses)] = np.nan
+    got, lse = kernels.merge_states(outputs, lses)
+    for part in (slice(0, 70), slice(2400, 2500), slice(4950, None)):
+        states = (to_numpy(x[:, part]) for x in (outputs, lses))
+        want, want_lse = reference.merge_states(*states)
+        assert_close(got[part], want, reduction=2)
+        assert_close(lse[part], want_lse, reduction=2)
 
 
 def test_mirror_is_the_formula():
