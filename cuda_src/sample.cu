@@ -21,14 +21,15 @@
 // Mirror: engine/reference/sample.py
 #include "common/candidates.cuh"
 #include "common/penalties.cuh"
-#include "common/row_cut.cuh"
+#include "common/row_team.cuh"
+#include "common/sample_result.cuh"
 #include "common/segments.cuh"
 #include "common/types.cuh"
 
 constexpr int kScanThreads = 128;
 constexpr int kScanWarps = kScanThreads / kWarpSize;
 constexpr int kChunk = kScanWarps * kTile;  // logits of a block of the scan
-constexpr int kOk = 0, kBadLogits = 1, kBadParameter = 2;
+constexpr int kBoardWords = sizeof(Board) / sizeof(uint32_t);
 
 struct State {  // shared by the blocks of sample_choose that work on one row
   uint64_t best;
@@ -46,6 +47,7 @@ struct Scan {
   uint32_t* keys;  // (B, 2, kMaxSegments): of the row, and of the raw logits where they differ
   Tile* tiles;
   State* states;
+  Board* board;
 };
 
 __device__ __forceinline__ bool is_filtered(int top_k, float top_p, float min_p, int vocab) {
@@ -59,6 +61,10 @@ __device__ __forceinline__ void scan_tile(const Scan& scan, int64_t b, int tile,
   Tile* result = scan.tiles + b * scan.num_tiles + tile;
   const bool is_first_lane = threadIdx.x % kWarpSize == 0;
   if (tile == 0 && is_first_lane) scan.states[b] = State{0, 0, 0};
+  if (b == 0 && tile == 0) {
+    uint32_t* words = reinterpret_cast<uint32_t*>(scan.board);
+    for (int i = threadIdx.x % kWarpSize; i < kBoardWords; i += kWarpSize) words[i] = 0;
+  }
   const uint32_t key = store_keys(x, tile, scan.shift, scan.num_segments, keys);
 
   // Where top_k says how many candidates there are, they are found without the sums.
@@ -89,11 +95,11 @@ __device__ __forceinline__ void scan_tile(const Scan& scan, int64_t b, int tile,
 #define ENGINE_SCAN_PARAMETERS                                                                    \
   const float *logits, int64_t stride, int vocab, const float *temperature, const int *top_k,     \
       const float *top_p, const float *min_p, int num_top, int num_tiles, int num_segments,       \
-      int shift, uint32_t *keys, Tile *tiles, State *states
+      int shift, uint32_t *keys, Tile *tiles, State *states, Board *board
 #define ENGINE_SCAN                                                                               \
   Scan {                                                                                          \
     logits, stride, vocab, temperature, top_p, min_p, top_k, num_top, num_tiles, num_segments,    \
-        shift, keys, tiles, states                                                                \
+        shift, keys, tiles, states, board                                                         \
   }
 
 extern "C" __global__ void __launch_bounds__(kScanThreads, 8) sample_scan(ENGINE_SCAN_PARAMETERS) {
@@ -174,23 +180,6 @@ __device__ __forceinline__ bool is_usable(float temperature, float top_p, float 
          is_finite(presence) && is_finite(frequency);
 }
 
-__device__ __forceinline__ void load_keys(const uint32_t* keys, int num_segments,
-                                          uint32_t (&mine)[kKeys]) {
-#pragma unroll
-  for (int i = 0; i < kKeys; ++i) {
-    const int segment = i * kThreads + static_cast<int>(threadIdx.x);
-    mine[i] = segment < num_segments ? keys[segment] : 0;
-  }
-}
-
-__device__ __forceinline__ uint32_t largest_key(const uint32_t (&keys)[kKeys],
-                                                uint64_t* scratch) {
-  uint32_t top = 0;
-#pragma unroll
-  for (int i = 0; i < kKeys; ++i) top = max(top, keys[i]);
-  return block_max<kWarps>(top, scratch);
-}
-
 // The least logit that is the largest, and not -inf, of a segment.
 __device__ __forceinline__ float lowest_of_largest(const uint32_t (&keys)[kKeys],
                                                    uint64_t* scratch) {
@@ -218,24 +207,6 @@ __device__ int first_of_largest(const Row& row, const uint32_t (&keys)[kKeys], u
   return static_cast<int>(~block_max<kWarps>(inverse, scratch));
 }
 
-struct LogSum {
-  float largest, log_sum;
-};
-
-// Logarithm of the sum of exponentials of the row's raw logits, in two parts.
-__device__ LogSum log_sum_of(const Tile* tiles, int num_tiles, uint64_t* scratch) {
-  float largest = minus_inf(), sum = 0.0f;
-  for (int i = threadIdx.x; i < num_tiles; i += kThreads) {
-    largest = fmaxf(largest, tiles[i].raw_largest);
-  }
-  largest = block_reduce<kWarps>(largest, Max<float>(), scratch);
-  for (int i = threadIdx.x; i < num_tiles; i += kThreads) {
-    const float own = tiles[i].raw_sum;
-    if (own > 0.0f) sum += own * expf(tiles[i].raw_largest - largest);
-  }
-  return LogSum{largest, logf(block_reduce<kWarps>(sum, Sum<float>(), scratch))};
-}
-
 // Joins the draws of the row's blocks; true in the block that came last and so knows the result.
 __device__ bool join_draws(State* state, uint64_t* best, int* num_kept, ChooseShared& s) {
   if (gridDim.y == 1) return true;
@@ -256,18 +227,26 @@ __device__ bool join_draws(State* state, uint64_t* best, int* num_kept, ChooseSh
   return is_last;
 }
 
-// Puts the num_top largest logits of the row into s.sorted by a search of the row.
-__device__ void list_top(const Row& row, int num_top, ChooseShared& s) {
-  const uint64_t threshold = select_order<kWarps>(
-      row, [](uint64_t, float) -> uint64_t { return 1; }, num_top, s.select);
-  if (threadIdx.x == 0) s.size = 0;
-  __syncthreads();
-  for_each_id(row, [&](float logit, int id) {
-    const uint64_t order = order_of(logit, id);
-    if (order >= threshold) s.list[atomicAdd(&s.size, 1)] = order;
-  });
-  __syncthreads();
-  block_sort_descending(s.list, num_top, s.sorted);
+// Cuts and draws among a list of the row's largest; no token if it is too short.
+__device__ __forceinline__ Result choose_from_list(const Job& job, const uint32_t (&keys)[kKeys],
+                                                   uint32_t top, int num_top, int num_segments,
+                                                   int shift, const Tile* tiles, int num_tiles,
+                                                   ChooseShared& s) {
+  int wanted = max(job.top_k > 0 ? job.top_k : kListed, num_top);
+  const int most = job.top_k > 0 ? wanted : max(wanted, most_listed(num_segments));
+  Result result{kNoToken, -1, kUncertain};
+  for (; wanted <= kMaxCandidates; wanted = most) {
+    bool is_whole;
+    result.num_listed = list_largest(job.row, keys, top, wanted, shift, s, &is_whole);
+    if (result.num_listed < 0) break;
+    result.kept = cut_list(job, result.num_listed, is_whole, tiles, num_tiles, s);
+    if (result.kept != kUncertain || wanted >= most) break;
+  }
+  if (result.num_listed < 0 || result.kept < 0) return Result{kNoToken, -1, 0};
+  Drawing drawing{0, kGumbelLowest};
+  draw_list(job, result.kept, s, drawing);
+  result.token = id_of(end_drawing(drawing, s));
+  return result;
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) sample_choose(
@@ -276,95 +255,101 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) sample_choose(
     const float* top_p, const float* min_p, const uint64_t* seeds, const int64_t* positions,
     const float* repetition_penalty, const float* presence_penalty, const float* frequency_penalty,
     int num_top, int num_tiles, int num_segments, int shift, const uint32_t* keys,
-    const Tile* tiles, State* states, int* token_ids, int* status, int* num_kept, float* logprobs,
-    int* top_ids, float* top_logprobs) {
+    const Tile* tiles, State* states, Board* board, Walk* walks, int* token_ids, int* status,
+    int* num_kept, float* logprobs, int* top_ids, float* top_logprobs) {
   __shared__ ChooseShared s;
   uint64_t* scratch = s.select.scratch;
   const int64_t b = blockIdx.x;
-  keys += b * 2 * kMaxSegments;
-  tiles += b * num_tiles;
+  if (threadIdx.x == 0) atomicAdd(&board->num_started, 1u);
+  const uint32_t* const row_keys = keys + b * 2 * kMaxSegments;
+  const Tile* const row_tiles = tiles + b * num_tiles;
   uint32_t mine[kKeys];
-  load_keys(keys, num_segments, mine);
+  load_keys(row_keys, num_segments, mine);
+  const Team team{Batch{logits, stride, vocab, processed, processed_stride, is_processed,
+                        temperature, top_k, top_p, min_p, seeds, positions},
+                  board, walks, static_cast<int>(gridDim.x)};
   const bool is_random = temperature[b] > 0.0f;
   const bool is_cut = is_random && is_filtered(top_k[b], top_p[b], min_p[b], vocab);
   const bool is_shared = is_random && !is_cut;
-  if (blockIdx.y > 0 && !is_shared) return;
+  // Rows that may have to be walked: their blocks help those that are.
+  const bool is_helper = is_cut && !(top_k[b] > 0 && top_k[b] < vocab);
+  const bool is_owner = blockIdx.y == 0 || is_shared;
+  if (!is_owner && !is_helper) return;
 
-  const bool is_changed = is_processed && is_processed[b];
-  const Row raw(logits + b * stride, vocab);
-  const Row row = is_changed ? Row(processed + b * processed_stride, vocab) : raw;
-  const bool can_use = is_usable(temperature[b], top_p[b], min_p[b],
-                                 repetition_penalty ? repetition_penalty[b] : 1.0f,
-                                 presence_penalty ? presence_penalty[b] : 0.0f,
-                                 frequency_penalty ? frequency_penalty[b] : 0.0f);
-  const uint32_t top = largest_key(mine, scratch);
-  if (!can_use || top >= kInfKey || top <= kMinusInfKey) {
-    if (blockIdx.y > 0) return;
-    if (threadIdx.x == 0) {
-      token_ids[b] = -1;
-      status[b] = can_use ? kBadLogits : kBadParameter;
-      num_kept[b] = 0;
-      if (num_top >= 0) logprobs[b] = nanf("");
-    }
-    if (static_cast<int>(threadIdx.x) < num_top) {
-      top_ids[b * num_top + threadIdx.x] = -1;
-      top_logprobs[b * num_top + threadIdx.x] = nanf("");
-    }
-    return;
-  }
-
-  int token, num_listed = -1, kept = 1;
-  if (!is_random) {
-    token = first_of_largest(row, mine, top, shift, scratch);
-  } else {
-    const Job job = make_job(row, from_ordered_key(top), temperature[b], top_k[b], top_p[b],
-                             min_p[b], seeds[b], positions[b]);
-    uint64_t winner;
-    if (is_shared) {
-      const int groups = (row.num_groups() + gridDim.y - 1) / gridDim.y;
-      const int begin = min(static_cast<int>(blockIdx.y) * groups, row.num_groups());
-      const int end = min(begin + groups, row.num_groups());
-      winner = draw_row<false>(job, 0, begin, end, s, &kept);
-      if (!join_draws(states + b, &winner, &kept, s)) return;
+  Result result{kNoToken, -1, 1};
+  int own = -1;  // walk of this block's row
+  if (is_owner) {
+    const bool can_use = is_usable(temperature[b], top_p[b], min_p[b],
+                                   repetition_penalty ? repetition_penalty[b] : 1.0f,
+                                   presence_penalty ? presence_penalty[b] : 0.0f,
+                                   frequency_penalty ? frequency_penalty[b] : 0.0f);
+    const uint32_t top = largest_key(mine, scratch);
+    if (!can_use || top >= kInfKey || top <= kMinusInfKey) {
+      if (blockIdx.y > 0) return;
+      result = Result{can_use ? kBadLogitsToken : kBadParameterToken, -1, 0};
+    } else if (!is_random) {
+      result.token = first_of_largest(team.batch.row(b), mine, top, shift, scratch);
     } else {
-      int wanted = max(job.top_k > 0 ? job.top_k : kListed, num_top);
-      const int most = job.top_k > 0 ? wanted : max(wanted, most_listed(num_segments));
-      for (kept = -1; wanted <= kMaxCandidates; wanted = most) {
-        bool is_whole;
-        num_listed = list_largest(row, mine, top, wanted, shift, s, &is_whole);
-        if (num_listed >= 0) kept = cut_list(job, num_listed, is_whole, tiles, num_tiles, s);
-        if (kept >= 0 || num_listed < 0 || wanted >= most) break;
-      }
-      if (kept >= 0) {
-        Drawing drawing{0, kGumbelLowest};
-        draw_list(job, kept, s, drawing);
-        winner = end_drawing(drawing, s);
+      const Job job = team.batch.job(b, top);
+      uint64_t winner;
+      if (is_shared) {
+        const int groups = (job.row.num_groups() + gridDim.y - 1) / gridDim.y;
+        const int begin = min(static_cast<int>(blockIdx.y) * groups, job.row.num_groups());
+        const int end = min(begin + groups, job.row.num_groups());
+        winner = draw_row<false>(job, 0, begin, end, s, &result.kept);
+        if (!join_draws(states + b, &winner, &result.kept, s)) return;
+        result.token = id_of(winner);
       } else {
-        num_listed = -1;
-        winner = choose_from_row(job, lowest_of_largest(mine, scratch), s, &kept);
+        result = choose_from_list(job, mine, top, max(num_top, 0), num_segments, shift, row_tiles,
+                                  num_tiles, s);
+        if (result.token < 0) {
+          own = team.put_up(b, job, lowest_of_largest(mine, scratch), top, s);
+        }
       }
     }
-    token = id_of(winner);
   }
-  LogSum all{0.0f, 0.0f};
-  if (num_top >= 0) all = log_sum_of(tiles, num_tiles, scratch);
-  if (threadIdx.x == 0) {
-    token_ids[b] = token;
-    status[b] = kOk;
-    num_kept[b] = kept;
-    if (num_top >= 0) logprobs[b] = raw.data[token] - all.largest - all.log_sum;
+
+  for (uint32_t turn = blockIdx.x + blockIdx.y * gridDim.x; own != kMaxWalks; ++turn) {
+    // Opaque, so that what follows from it is not computed before the loop and kept in registers.
+    int opaque = static_cast<int>(blockIdx.x);
+    asm volatile("" : "+r"(opaque));
+    const int64_t row = opaque;
+    const uint32_t* const row_keys = keys + row * 2 * kMaxSegments;
+    const Tile* const row_tiles = tiles + row * num_tiles;
+    if (result.token != kNoToken) {
+      const OutputPointers out{token_ids + row, status + row, num_kept + row, logprobs + row,
+                               top_ids + row * num_top, top_logprobs + row * num_top};
+      write_result(result, out, team.batch, row, num_top, num_tiles, num_segments, shift, row_keys,
+                   row_tiles, s);
+      result.token = kNoToken;
+      uint32_t is_last = 0;
+      if (threadIdx.x == 0) is_last = team.finish();
+      if (!is_helper || team.broadcast(is_last, s)) return;
+    }
+    const uint32_t next = team.next(own, turn, s);
+    if (next == ~0u) return;
+    const int slot = static_cast<int>(next / 8);
+    const uint32_t phase = next % 8;
+    if (phase == kDecided) {
+      result = Result{id_of(__ldcg(&walks[slot].best)), -1,
+                      static_cast<int>(__ldcg(&walks[slot].num_drawn))};
+      own = -1;
+    } else if (phase == kTied) {
+      own = kMaxWalks;
+      break;
+    } else if (phase == 0 || !team.work(slot, phase, s)) {
+      __nanosleep(100);
+    }
   }
-  if (num_top <= 0) return;
-  if (is_changed || num_listed < 0) {  // no list, or one of the changed logits
-    if (is_changed) load_keys(keys + kMaxSegments, num_segments, mine);
-    const uint32_t raw_top = largest_key(mine, scratch);
-    bool is_whole;
-    num_listed = list_largest(raw, mine, raw_top, num_top, shift, s, &is_whole);
-  }
-  if (num_listed < num_top) list_top(raw, num_top, s);
-  if (static_cast<int>(threadIdx.x) < num_top) {
-    const uint64_t order = s.sorted[threadIdx.x];
-    top_ids[b * num_top + threadIdx.x] = id_of(order);
-    top_logprobs[b * num_top + threadIdx.x] = logit_of(order) - all.largest - all.log_sum;
-  }
+
+  // To be walked by this block alone.
+  load_keys(row_keys, num_segments, mine);
+  const Job job = team.batch.job(b, largest_key(mine, scratch));
+  const float low = lowest_of_largest(mine, scratch);
+  result.token = id_of(choose_from_row(job, low, s, &result.kept));
+  const OutputPointers out{token_ids + b, status + b, num_kept + b, logprobs + b,
+                           top_ids + b * num_top, top_logprobs + b * num_top};
+  write_result(result, out, team.batch, b, num_top, num_tiles, num_segments, shift, row_keys,
+               row_tiles, s);
+  if (threadIdx.x == 0) team.finish();
 }

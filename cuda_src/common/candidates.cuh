@@ -1,22 +1,13 @@
 // Second stage of sampling: cut the candidates of one row, and draw one of them.
 //
-// The fast way works on a list of the row's largest logits, sorted in shared memory, which it reads
-// from the segments (common/segments.cuh) that may hold them. The other way walks the row itself
+// The fast way works on a list of the row's largest logits (common/row_list.cuh), which it reads from
+// the segments (common/segments.cuh) that may hold them. The other way walks the row itself
 // (common/row_cut.cuh).
 #pragma once
 
-#include "common/block.cuh"
-#include "common/exact_math.cuh"
 #include "common/philox.cuh"
-#include "common/row_select.cuh"
-#include "common/segments.cuh"
-#include "common/types.cuh"
+#include "common/row_list.cuh"
 
-constexpr int kThreads = 512;  // one block a row
-constexpr int kWarps = kThreads / kWarpSize;
-constexpr int kKeys = kMaxSegments / kThreads;  // keys of segments a thread holds
-constexpr int kMaxCandidates = kThreads;        // of a list
-constexpr int kListed = 128;                    // listed at least, where no filter says how many
 constexpr uint32_t kWholeShare = 1u << 24;
 
 // What decides the draw of one row.
@@ -49,115 +40,9 @@ __device__ __forceinline__ Job make_job(Row row, float largest, float temperatur
   return job;
 }
 
-struct ChooseShared {
-  SelectShared select;
-  uint64_t list[kMaxCandidates], sorted[kMaxCandidates];
-  int segments[kMaxCandidates];
-  int size, num_segments;
-  uint32_t best_key;  // of the scores seen by any thread
-  bool is_last;
-};
-
 // Scores are numbers as order_of gives them: the largest wins, of equal ones the lowest id.
 __device__ __forceinline__ uint64_t score_of(float x, float noise, int id) {
   return order_of(__fadd_rn(x, noise), id);
-}
-
-// Bins of values up to `high`, counted from there; never decreasing as the value falls. Values
-// below `low` are in the last bin, and all are if the two are equal.
-template <int kNumBins>
-struct LinearBins {
-  float high, steps;
-
-  __device__ __forceinline__ LinearBins(float low, float high)
-      : high(high), steps((kNumBins - 1) / (high - low)) {}
-  __device__ __forceinline__ int bin(float value) const {
-    // fminf drops the NaN of 0 * inf.
-    return static_cast<int>(fminf((high - value) * steps, kNumBins - 1));
-  }
-};
-
-// The inverse of the thread's lowest key above that of -inf; 0 if there is none.
-__device__ __forceinline__ uint32_t inverse_of_lowest(const uint32_t (&keys)[kKeys]) {
-  uint32_t inverse = 0;
-#pragma unroll
-  for (int i = 0; i < kKeys; ++i) inverse = max(inverse, keys[i] > kMinusInfKey ? ~keys[i] : 0);
-  return inverse;
-}
-
-// Lists a beginning of the row's order in s.sorted, at least min(wanted, all) logits, but not those
-// of -inf; returns how many, or -1 if they are too many. `keys` are those of segments threadIdx.x +
-// i * kThreads, `top` is the largest of all. *is_whole tells whether the list holds all.
-__device__ int list_largest(const Row& row, const uint32_t (&keys)[kKeys], uint32_t top, int wanted,
-                            int shift, ChooseShared& s, bool* is_whole) {
-  int* bins = reinterpret_cast<int*>(s.select.bins.count);
-  bins[threadIdx.x] = 0;
-  if (threadIdx.x == 0) s.size = s.num_segments = 0;
-  const float low = from_ordered_key(~block_max<kWarps>(inverse_of_lowest(keys), s.select.scratch));
-  const LinearBins<kThreads> linear(low, from_ordered_key(top));
-
-  int bin[kKeys];
-#pragma unroll
-  for (int i = 0; i < kKeys; ++i) {
-    bin[i] = keys[i] > kMinusInfKey ? linear.bin(from_ordered_key(keys[i])) : kThreads;
-    if (bin[i] < kThreads) atomicAdd(&bins[bin[i]], 1);
-  }
-  __syncthreads();
-  const int own = bins[threadIdx.x];
-  const int sum = block_inclusive_count<kWarps>(own, s.select.scratch);
-  const bool is_end = threadIdx.x == kThreads - 1 && sum < wanted;
-  if (is_end || (sum >= wanted && sum - own < wanted)) {  // one thread
-    s.select.bin = threadIdx.x;
-    s.select.before = sum;
-  }
-  __syncthreads();
-  const int last_bin = s.select.bin, count = s.select.before;
-  if (count > kMaxCandidates) return -1;
-#pragma unroll
-  for (int i = 0; i < kKeys; ++i) {
-    if (bin[i] <= last_bin) {
-      s.segments[atomicAdd(&s.num_segments, 1)] = i * kThreads + static_cast<int>(threadIdx.x);
-    }
-  }
-  __syncthreads();
-
-  const int num_parts = count << shift;  // of kSegment logits, one warp each
-  const int warp_idx = threadIdx.x / kWarpSize, lane_idx = threadIdx.x % kWarpSize;
-  for (int first = warp_idx; first < num_parts; first += kLoads * kWarps) {
-    Vec<float, 4> x[kLoads];
-    int group[kLoads];
-#pragma unroll
-    for (int j = 0; j < kLoads; ++j) {
-      const int part = min(first + j * kWarps, num_parts - 1);
-      const int segment = s.segments[part >> shift] << shift | (part & ((1 << shift) - 1));
-      group[j] = segment * kWarpSize + lane_idx;
-      x[j] = row.group(group[j]);
-    }
-#pragma unroll
-    for (int j = 0; j < kLoads; ++j) {
-      if (first + j * kWarps >= num_parts) break;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float logit = x[j].v[i];
-        if (!(logit > minus_inf()) || linear.bin(logit) > last_bin) continue;
-        const int place = atomicAdd(&s.size, 1);
-        if (place < kMaxCandidates) s.list[place] = order_of(logit, 4 * group[j] + i);
-      }
-    }
-  }
-  __syncthreads();
-  const int n = s.size;
-  *is_whole = last_bin == kThreads - 1;
-  if (n > kMaxCandidates) return -1;
-  block_sort_descending(s.list, n, s.sorted);
-  return n;
-}
-
-// How many to ask list_largest for so that what it lists seldom is too much: n logits at random lie
-// in about N (1 - e^(-n / N)) of N segments.
-__device__ __forceinline__ int most_listed(int num_segments) {
-  constexpr float kFill = 0.9f * kMaxCandidates * kLog2E;
-  return static_cast<int>(num_segments * (1.0f - approximate_exp2(-kFill / num_segments)));
 }
 
 // Sum of the masses of the row's candidates from `threshold` up, and their number.
@@ -184,6 +69,7 @@ constexpr float kTotalError = 2e-5f;
 __device__ float approximate_total(const Job& job, const Tile* tiles, int num_tiles,
                                    uint64_t* scratch) {
   float sum = 0.0f;
+#pragma unroll 1
   for (int i = threadIdx.x; i < num_tiles; i += kThreads) {
     if (tiles[i].largest > minus_inf()) {
       sum += tiles[i].sum * approximate_exp2(job.x(tiles[i].largest));
@@ -192,36 +78,76 @@ __device__ float approximate_total(const Job& job, const Tile* tiles, int num_ti
   return block_reduce<kWarps>(sum, Sum<float>(), scratch);
 }
 
-// Cuts the n entries of s.sorted; returns how many stay, or -1 if the cut may lie behind the list.
+// The thread's entries of s.sorted, as far as they take part: kEntries neighbours of n.
+struct Entries {
+  float x[kEntries];
+  uint64_t mass_upto[kEntries];  // of the entries up to and including this one
+
+  __device__ __forceinline__ Entries(const Job& job, int n, const ChooseShared& s) {
+#pragma unroll
+    for (int k = 0; k < kEntries; ++k) {
+      const bool is_there = index(k) < n;
+      x[k] = is_there ? job.x(logit_of(s.sorted[index(k)])) : minus_inf();
+    }
+  }
+  static __device__ __forceinline__ int index(int k) {
+    return kEntries * static_cast<int>(threadIdx.x) + k;
+  }
+  // Adds masses over the first `limit` entries; returns their sum.
+  __device__ __forceinline__ uint64_t add_masses(int limit, uint64_t* scratch) {
+    uint64_t own = 0, sum;
+#pragma unroll
+    for (int k = 0; k < kEntries; ++k) {
+      own += index(k) < limit ? mass(x[k]) : 0;
+      mass_upto[k] = own;
+    }
+    const uint64_t before = block_inclusive_scan<kWarps>(own, scratch, &sum) - own;
+#pragma unroll
+    for (int k = 0; k < kEntries; ++k) mass_upto[k] += before;
+    return sum;
+  }
+  // How many of the block's entries are so.
+  template <typename Predicate>
+  __device__ __forceinline__ int count(Predicate is_so) const {
+    int sum = 0;
+#pragma unroll
+    for (int k = 0; k < kEntries; ++k) sum += __syncthreads_count(is_so(k));
+    return sum;
+  }
+  // How many of the first `limit` have less than `target` of mass up to and including themselves.
+  __device__ __forceinline__ int count_below(int limit, uint64_t target) const {
+    return count([&](int k) { return index(k) < limit && mass_upto[k] < target; });
+  }
+};
+
+constexpr int kUncertain = -1;  // the cut may lie behind the list
+constexpr int kHopeless = -2;   // it lies so far behind that a longer list would not do either
+
+// Cuts the n entries of s.sorted; returns how many stay, or one of the above.
 __device__ int cut_list(const Job& job, int n, bool is_whole, const Tile* tiles, int num_tiles,
                         ChooseShared& s) {
-  const int i = static_cast<int>(threadIdx.x);
-  const float x = i < n ? job.x(logit_of(s.sorted[i])) : minus_inf();
-  const int num_candidates = __syncthreads_count(x >= job.lowest_x);
+  Entries entries(job, n, s);
+  const int num_candidates = entries.count([&](int k) { return entries.x[k] >= job.lowest_x; });
   const bool is_limited = job.top_k > 0 && job.top_k <= num_candidates;
   const int limit = is_limited ? job.top_k : num_candidates;
   const bool is_certain = is_limited || is_whole || num_candidates < n;
   if (is_certain && job.share == kWholeShare) return limit;
-  if (!is_certain && (job.top_k > 0 || job.share == kWholeShare)) return -1;
-  uint64_t sum;
-  const uint64_t before_and_own =
-      block_inclusive_scan<kWarps>(i < limit ? mass(x) : 0, s.select.scratch, &sum);
+  if (!is_certain && (job.top_k > 0 || job.share == kWholeShare)) return kUncertain;
+  const uint64_t sum = entries.add_masses(limit, s.select.scratch);
   uint64_t total = sum;
   if (!is_certain && job.lowest_x == -kMassBits) {  // bounds of the total may do
     const float about = approximate_total(job, tiles, num_tiles, s.select.scratch) * 0x1p40f;
     const uint64_t least = share_of(__float2ull_rd(about * (1.0f - kTotalError)), job.share);
     const uint64_t most = share_of(__float2ull_ru(about * (1.0f + kTotalError)), job.share);
-    if (sum < least) return -1;
-    const int kept = __syncthreads_count(i < limit && before_and_own < least);
-    if (kept == __syncthreads_count(i < limit && before_and_own < most) && sum >= most) {
-      return 1 + kept;
-    }
+    if (sum < least) return sum < least / 2 ? kHopeless : kUncertain;
+    const int kept = entries.count_below(limit, least);
+    if (kept == entries.count_below(limit, most) && sum >= most) return 1 + kept;
   }
   int count;
   if (!is_certain) total = row_mass(job, 0, s.select.scratch, &count);
   const uint64_t needed = share_of(total, job.share);
-  if (sum < needed) return -1;
-  return 1 + __syncthreads_count(i < limit && before_and_own < needed);
+  if (sum < needed) return kUncertain;
+  return 1 + entries.count_below(limit, needed);
 }
 
 // Seldom called and long: kept out of the loops that call it.
@@ -276,10 +202,12 @@ __device__ __forceinline__ uint32_t word_of(const Job& job, int id) {
 // This thread's part of a draw among the first n entries of s.sorted.
 __device__ __forceinline__ void draw_list(const Job& job, int n, const ChooseShared& s,
                                           Drawing& drawing) {
-  if (static_cast<int>(threadIdx.x) >= n) return;
-  const uint64_t order = s.sorted[threadIdx.x];
-  const int id = id_of(order);
-  drawing.consider(job.x(logit_of(order)), word_of(job, id), id);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < n; i += kThreads) {
+    const uint64_t order = s.sorted[i];
+    const int id = id_of(order);
+    drawing.consider(job.x(logit_of(order)), word_of(job, id), id);
+  }
 }
 
 // Draws among the row's candidates from `threshold` up, in groups [begin, end); counts them.

@@ -1,37 +1,55 @@
 // Cutting and drawing by walking the row: for candidates that are too many for a list.
 //
 // One walk adds the candidates' masses to bins of x; these give the total and the bin in which the
-// cut lies. The next lists this bin, which is then sorted, and draws among what lies above it. Only
-// where a bin holds too many (ties) the order of the row is searched digit by digit.
+// cut lies. The next lists this bin, which is then sorted. Only where a bin holds too many (ties) the
+// order of the row is searched digit by digit. A last walk draws. Where only top_p and min_p cut,
+// several blocks walk together (common/row_team.cuh).
 #pragma once
 
 #include "common/candidates.cuh"
 
 struct RowBins {
-  LinearBins<kBins> linear;
   // What lies in the bins before those of this thread; these are kBinsPerThread neighbours.
   int count_before;
   uint64_t mass_before;
 };
 constexpr int kBinsPerThread = kBins / kThreads;
 
-// Fills s.select.bins with all candidates; returns their number and their mass. `low` is a logit
-// that most segments reach: a cut that is of any use lies within a few times its distance from the
-// top.
-__device__ RowBins bin_row(const Job& job, float low, ChooseShared& s, int* count,
-                           uint64_t* mass_of_all) {
+// Bins of x for a row; `low` is a logit that most segments reach: a cut that is of any use lies
+// within a few times its distance from the top.
+__device__ __forceinline__ LinearBins<kBins> bins_of(const Job& job, float low) {
   constexpr float kReach = 3.0f;
+  return LinearBins<kBins>(fmaxf(kReach * job.x(low), job.lowest_x), 0.0f);
+}
+
+__device__ __forceinline__ void clear_bins(ChooseShared& s) {
   Histogram& bins = s.select.bins;
-  RowBins result{LinearBins<kBins>(fmaxf(kReach * job.x(low), job.lowest_x), 0.0f)};
+#pragma unroll 1
   for (int i = threadIdx.x; i < kBins; i += kThreads) {
     bins.count[i] = bins.low[i] = bins.high[i] = 0;
   }
   __syncthreads();
-  for_each_id(job.row, [&](float logit, int) {
-    const float x = job.x(logit);
-    if (x >= job.lowest_x) bins.add(result.linear.bin(x), mass(x));
-  });
-  __syncthreads();
+}
+
+// Adds the candidates of groups [begin, end) to s.select.bins.
+__device__ __forceinline__ void add_to_bins(const Job& job, const LinearBins<kBins>& linear,
+                                            int begin, int end, ChooseShared& s) {
+  for_each_group(
+      job.row, begin, end,
+      [&](const Vec<float, 4>& logits, int) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float x = job.x(logits.v[i]);  // -inf past the row's end
+          if (x >= job.lowest_x) s.select.bins.add(linear.bin(x), mass(x));
+        }
+      },
+      [] {});
+}
+
+// What follows from filled bins; also the number of candidates and their mass.
+__device__ __forceinline__ RowBins sum_bins(ChooseShared& s, int* count, uint64_t* mass_of_all) {
+  Histogram& bins = s.select.bins;
+  RowBins result;
   const int first = static_cast<int>(threadIdx.x) * kBinsPerThread;
   int own_count = 0;
   uint64_t own_mass = 0, all;
@@ -77,41 +95,31 @@ __device__ int find_bin(const RowBins& rows, uint64_t target, ChooseShared& s, i
   return bin;
 }
 
-// Lists the candidates of `bin` from `threshold` up in s.sorted and returns their number; with
-// kDraws, draws among those of the bins before. The bin must not hold more than kMaxCandidates.
-template <bool kDraws>
-__device__ int walk_row(const Job& job, const LinearBins<kBins>& linear, int bin,
-                        uint64_t threshold, ChooseShared& s, Drawing& drawing) {
+// Lists the candidates of `bin` from `threshold` up in s.sorted and returns their number. The bin
+// must not hold more than kMaxCandidates.
+__device__ __forceinline__ int list_bin(const Job& job, const LinearBins<kBins>& linear, int bin,
+                                        uint64_t threshold, ChooseShared& s) {
   if (threadIdx.x == 0) s.size = 0;
   __syncthreads();
-  for_each_group(
-      job.row, 0, job.row.num_groups(),
-      [&](const Vec<float, 4>& logits, int group) {
-        float x[4];
-        bool any = false;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          x[i] = job.x(logits.v[i]);
-          const int own = x[i] >= job.lowest_x ? linear.bin(x[i]) : kBins;
-          if (own == bin) {
-            const uint64_t order = order_of(logits.v[i], 4 * group + i);
-            if (order >= threshold) s.list[atomicAdd(&s.size, 1)] = order;
-          }
-          if (own >= bin) x[i] = minus_inf();
-          any |= own < bin;
-        }
-        if (!kDraws || !any) return;
-        const Words words = philox(job.seed, job.position, group);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) drawing.consider(x[i], words.v[i], 4 * group + i);
-      },
-      [&] {
-        if (kDraws) share_best(drawing, s);
-      });
+  for_each_id(job.row, [&](float logit, int id) {
+    const float x = job.x(logit);
+    if (!(x >= job.lowest_x) || linear.bin(x) != bin) return;
+    const uint64_t order = order_of(logit, id);
+    if (order >= threshold) s.list[atomicAdd(&s.size, 1)] = order;
+  });
   __syncthreads();
   const int n = s.size;
-  block_sort_descending(s.list, n, s.sorted);
+  sort_list(n, s);
   return n;
+}
+
+// How many of the n entries of s.sorted stay, the last of which makes up `needed` together with
+// `mass_before` of the bins before.
+__device__ __forceinline__ int cut_bin(const Job& job, int n, uint64_t mass_before, uint64_t needed,
+                                       ChooseShared& s) {
+  Entries entries(job, n, s);
+  entries.add_masses(n, s.select.scratch);
+  return 1 + entries.count_below(n, needed - mass_before);
 }
 
 // The order number of the last candidate that stays, by searches for each digit of it.
@@ -137,42 +145,41 @@ __device__ uint64_t search_row(const Job& job, ChooseShared& s) {
   return Max<uint64_t>()(last, threshold);
 }
 
-// Cuts and draws; `low` is as for bin_row. Returns the winner's score and how many candidates there
-// were.
-__device__ uint64_t choose_from_row(const Job& job, float low, ChooseShared& s, int* kept) {
-  const int end = job.row.num_groups();
-  if (job.top_k == 0 && job.share == kWholeShare) return draw_row<false>(job, 0, 0, end, s, kept);
+__device__ __forceinline__ bool is_small(int bin, const ChooseShared& s) {
+  return s.select.bins.count[bin] <= static_cast<uint32_t>(kMaxCandidates);
+}
+
+// The order number of the last candidate that stays, by bins if these are fine enough.
+__device__ __forceinline__ uint64_t cut_row(const Job& job, float low, ChooseShared& s) {
   int count, before_count;
   uint64_t total, before_mass, threshold = 0;
-  const RowBins rows = bin_row(job, low, s, &count, &total);
-  const auto is_small = [&](int bin) {
-    return s.select.bins.count[bin] <= static_cast<uint32_t>(kMaxCandidates);
-  };
-  const auto search = [&] { return draw_row<true>(job, search_row(job, s), 0, end, s, kept); };
+  const LinearBins<kBins> linear = bins_of(job, low);
+  clear_bins(s);
+  add_to_bins(job, linear, 0, job.row.num_groups(), s);
+  __syncthreads();
+  const RowBins rows = sum_bins(s, &count, &total);
   if (job.top_k > 0 && job.top_k < count) {
-    Drawing none{0, 0.0f};
     const int bin = find_bin<false>(rows, job.top_k, s, &before_count, &before_mass);
-    if (!is_small(bin)) return search();
-    walk_row<false>(job, rows.linear, bin, 0, s, none);
-    const int rest = job.top_k - before_count, i = threadIdx.x;
+    if (!is_small(bin, s)) return search_row(job, s);
+    const int n = list_bin(job, linear, bin, 0, s);
+    const int rest = job.top_k - before_count;
     threshold = s.sorted[rest - 1];
-    const uint64_t own = i < rest ? mass(job.x(logit_of(s.sorted[i]))) : 0;
-    total = before_mass + block_reduce<kWarps>(own, Sum<uint64_t>(), s.select.scratch);
+    Entries entries(job, n, s);
+    total = before_mass + entries.add_masses(rest, s.select.scratch);
   }
-  if (job.share == kWholeShare) return draw_row<true>(job, threshold, 0, end, s, kept);
-
+  if (job.share == kWholeShare) return threshold;
   const uint64_t needed = share_of(total, job.share);
   const int bin = find_bin<true>(rows, needed, s, &before_count, &before_mass);
-  if (!is_small(bin)) return search();
-  Drawing drawing = begin_drawing(s);
-  const int n = walk_row<true>(job, rows.linear, bin, threshold, s, drawing);
-  const int i = static_cast<int>(threadIdx.x);
-  uint64_t sum;
-  const uint64_t before_and_own =
-      before_mass + block_inclusive_scan<kWarps>(
-                        i < n ? mass(job.x(logit_of(s.sorted[i]))) : 0, s.select.scratch, &sum);
-  const int rest = 1 + __syncthreads_count(i < n && before_and_own < needed);
-  draw_list(job, rest, s, drawing);
-  *kept = before_count + rest;
-  return end_drawing(drawing, s);
+  if (!is_small(bin, s)) return search_row(job, s);
+  const int n = list_bin(job, linear, bin, threshold, s);
+  return s.sorted[cut_bin(job, n, before_mass, needed, s) - 1];
+}
+
+// Cuts and draws by walking the row; `low` is as for bins_of. Returns the winner's score and how
+// many candidates there were.
+__device__ __forceinline__ uint64_t choose_from_row(const Job& job, float low, ChooseShared& s,
+                                                    int* kept) {
+  const bool is_all = job.top_k == 0 && job.share == kWholeShare;
+  const uint64_t threshold = is_all ? 0 : cut_row(job, low, s);
+  return draw_row<true>(job, threshold, 0, job.row.num_groups(), s, kept);
 }

@@ -48,13 +48,19 @@ struct Row {
   }
 };
 
-constexpr int kLoads = 4;  // accesses of a thread in flight at once while walking a row
+// Accesses of a thread in flight at once while walking a row: what registers allow.
+#if __CUDA_ARCH__ >= 1200
+constexpr int kLoads = 2;
+#else
+constexpr int kLoads = 4;
+#endif
 
 // Calls body(logits, group) for the groups [begin, end) of four ids, spread over the block's
 // threads, and after_batch() for all threads of the block at once after every kLoads of them.
 template <typename Body, typename AfterBatch>
 __device__ __forceinline__ void for_each_group(const Row& row, int begin, int end, Body body,
                                                AfterBatch after_batch) {
+#pragma unroll 1
   for (int base = begin; base < end; base += kLoads * blockDim.x) {
     Vec<float, 4> x[kLoads];
 #pragma unroll
@@ -124,9 +130,11 @@ __device__ uint64_t select_order(const Row& row, Weight weight, uint64_t target,
   constexpr int kBinsPerThread = kBins / (kWarps * kWarpSize);
   uint64_t prefix = 0;
   int shift = 32 + kIdBits;
+#pragma unroll 1
   while (shift > 0) {
     const int width = shift == 32 ? 10 : 11;  // three digits of the logit's key, two of the id
     shift -= width;
+#pragma unroll 1
     for (int i = threadIdx.x; i < kBins; i += blockDim.x) {
       s.bins.count[i] = s.bins.low[i] = s.bins.high[i] = 0;
     }

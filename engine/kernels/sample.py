@@ -35,7 +35,9 @@ _SEGMENT, _TILE = 128, 1024  # logits
 _TILES_PER_BLOCK = 4
 _MAX_SEGMENTS = 2048
 _TILE_WORDS = 2  # a Tile and
-_STATE_WORDS = 2  # a State, in words of 8 bytes
+_STATE_WORDS = 2  # a State, in words of 8 bytes; so too
+_BOARD_WORDS = 130
+_WALK_WORDS, _MAX_WALKS = 4104, 256
 
 _PENALTIES = "repetition_penalty:ptr presence_penalty:ptr frequency_penalty:ptr "
 _PENALTY_NAMES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -45,7 +47,9 @@ _PROCESSING_NAMES = (
 )
 _LOGITS = "logits:ptr stride:i64 vocab:i32 "
 _FILTERS = "temperature:ptr top_k:ptr top_p:ptr min_p:ptr "
-_STAGES = "num_top:i32 num_tiles:i32 num_segments:i32 shift:i32 keys:ptr tiles:ptr states:ptr "
+_STAGES = (
+    "num_top:i32 num_tiles:i32 num_segments:i32 shift:i32 keys:ptr tiles:ptr states:ptr board:ptr "
+)
 _SCAN = Kernel("sample_scan", _LOGITS + _FILTERS + _STAGES)
 _SCAN_PROCESS = Kernel(
     "sample_scan_process",
@@ -56,8 +60,8 @@ _SCAN_PROCESS = Kernel(
 _CHOOSE = Kernel(
     "sample_choose",
     f"{_LOGITS}processed:ptr processed_stride:i64 is_processed:ptr {_FILTERS}seeds:ptr "
-    f"positions:ptr {_PENALTIES}{_STAGES}token_ids:ptr status:ptr num_kept:ptr logprobs:ptr "
-    "top_ids:ptr top_logprobs:ptr",
+    f"positions:ptr {_PENALTIES}{_STAGES}walks:ptr token_ids:ptr status:ptr num_kept:ptr "
+    "logprobs:ptr top_ids:ptr top_logprobs:ptr",
 )
 
 
@@ -245,6 +249,7 @@ def _launch(call: Contract, args: dict[str, Any]) -> SampleResult:
         "keys": xp.empty((num_rows, 2 * _MAX_SEGMENTS), np.uint32),
         "tiles": xp.empty((num_rows, config.num_tiles * _TILE_WORDS), _UINT64),
         "states": xp.empty((num_rows, _STATE_WORDS), _UINT64),
+        "board": xp.empty(_BOARD_WORDS, _UINT64),
     }
     grid = (num_rows * ceil_div(config.num_tiles, _TILES_PER_BLOCK),)
     processing = _processing(call, args)
@@ -267,6 +272,7 @@ def _launch(call: Contract, args: dict[str, Any]) -> SampleResult:
         (_CHOOSE_THREADS,),
         **rows,
         **{name: processing[name] for name in shared},
+        walks=xp.empty((min(num_rows, _MAX_WALKS), _WALK_WORDS), _UINT64),
         seeds=args["seeds"],
         positions=args["positions"],
         **result._asdict(),

@@ -64,6 +64,36 @@ def test_matches_mirror_on_a_large_vocabulary(xp, filters):
     _check(xp, logits, **args, num_logprobs=20)
 
 
+# More candidates than a list holds, nearly so many, many among few, and ties at the cut.
+_WALKED = {
+    "top_p": {"top_p": [0.9, 0.5, 0.99, 0.7]},
+    "cool": {"temperature": [0.6, 0.4, 0.8, 0.5], "top_p": 0.95},
+    "min_p": {"min_p": [1e-4, 1e-3, 1e-5, 0.01]},
+    "both": {"top_p": 0.97, "min_p": 1e-5},
+    "top_k": {"top_k": [1025, 1500, 900, 0], "top_p": [1.0, 0.99, 0.8, 0.9]},
+    "few": {"top_p": [0.9, 1.0, 1.0, 0.1], "top_k": [0, 5, 0, 3], "temperature": [1, 0, 1, 0.7]},
+}
+
+
+@pytest.mark.parametrize("filters", list(_WALKED))
+@pytest.mark.parametrize("kind", ["normal", "rounded", "equal", "sorted"])
+@pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 60000), (7, 30000), (140, 9000)])
+def test_rows_that_are_walked(xp, num_rows, vocab_size, kind, filters):
+    logits = cases_sample.logits(kind, num_rows, vocab_size, seed=11)
+    columns = {name: np.resize(x, num_rows) for name, x in _WALKED[filters].items()}
+    args = parameters(num_rows, **columns, seeds=np.arange(num_rows), positions=5)
+    for _ in range(1 if xp is np else 3):  # whoever takes which piece
+        _check(xp, logits, **args, num_logprobs=3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [133, 700])
+def test_more_rows_than_are_walked_together(cp, num_rows):
+    logits = cases_sample.logits("normal", num_rows, 5000, seed=12) / np.float32(3)
+    args = parameters(num_rows, top_p=0.97, seeds=np.arange(num_rows))
+    assert (_check(cp, logits, **args).num_kept > 1024).all()
+
+
 @pytest.mark.parametrize("filters", ["greedy", "top_k_top_p", "plain"])
 @pytest.mark.parametrize("kind", cases_sample.PROCESSING)
 @pytest.mark.parametrize("vocab_size", [33, 5000])
