@@ -181,20 +181,18 @@ class ModelRunner:
     def launch(self, output: ScheduleOutput) -> LaunchedStep:
         """Start `output`; steps are launched in the order in which they were scheduled."""
         self.model.device.activate()
+        if self._is_debug:
+            self.kv_cache.check_blocks([b for pair in output.copies for b in pair], "block copies")
         move_blocks(self.kv_cache, self._swap, output)
         if not output.sequences:
             return LaunchedStep(output)
         rows, starts = self._places(output)
-        tokens = self.graphs.launch(output, rows, starts) if self.graphs is not None else None
-        inputs = None
-        if tokens is None:
-            inputs = build_inputs(output, rows, starts, self._slots, self._block_size)
         if self._is_debug:
-            self._slots.check(
-                output.sequences, rows, starts, self.kv_cache.num_blocks, self._block_size
-            )
-        if inputs is None:
+            self._check_tables(output, rows, starts)
+        tokens = self.graphs.launch(output, rows, starts) if self.graphs is not None else None
+        if tokens is not None:
             return LaunchedStep(output, output.sequences, tokens=tokens)
+        inputs = build_inputs(output, rows, starts, self._slots, self._block_size)
         return self._compute(output, inputs)
 
     def read(self, step: LaunchedStep, timeout: float | None = None) -> StepResult:
@@ -233,6 +231,14 @@ class ModelRunner:
         self._slots.rope_offsets[slot] = request.long_rope * self.model.long_rope_offset
         self._sampling.assign(slot, request, self._specs[request])
         return slot
+
+    def _check_tables(self, output: ScheduleOutput, rows: IntArray, starts: IntArray) -> None:
+        """Verify every block table, slot and position before anything is launched (debug mode)."""
+        sequences, size = output.sequences, self._block_size
+        lens = starts + np.array([s.num_scheduled_tokens for s in sequences], np.int32)
+        num_blocks = (lens - 1) // size + 1
+        self._slots.update_tables(sequences, rows, num_blocks, rewritten=bool(output.copies))
+        self._slots.check(sequences, rows, starts, self.kv_cache.num_blocks, size)
 
     def _compute(self, output: ScheduleOutput, inputs: StepInputs) -> LaunchedStep:
         sampling = None

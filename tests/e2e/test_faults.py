@@ -7,10 +7,11 @@ import logging
 import time
 import tracemalloc
 
+import numpy as np
 import pytest
 
 from engine import LLMEngine, SamplingParams
-from engine.errors import EngineError, OutOfMemoryError, StepTimeoutError
+from engine.errors import ContractError, EngineError, OutOfMemoryError, StepTimeoutError
 from engine.sampling_params import RequestOutputKind
 from engine.testing.mock_model import MockModel
 from tests.e2e.tiny import (
@@ -80,6 +81,38 @@ def test_a_step_that_fails_once_is_computed_again(
     assert "failed and is undone" in caplog.text and "no memory for this step" in caplog.text
     assert engine.stats().num_step_failures == 1
     assert engine.stats().request_success == {"length": 6}
+
+
+@pytest.mark.parametrize("part", ["swap_blocks_to_cpu", "swap_blocks_from_cpu"])
+@pytest.mark.parametrize("is_done", [False, True])
+def test_a_swap_that_fails_is_not_trusted(model, monkeypatch, late, part, is_done):
+    """Every fourth swap raises, before or after it has copied; what it moved is computed again."""
+    engine = _engine(
+        model,
+        async_scheduling=late,
+        num_blocks=9,
+        max_model_len=64,
+        swap_space_gb=swap_gb(8),
+        preemption_mode="swap",
+        watermark=0.0,
+    )
+    original, calls = getattr(engine._swap, part), iter(range(10**9))
+
+    def broken(pairs):
+        fails = bool(pairs) and next(calls) % 4 == 0
+        if is_done or not fails:
+            original(pairs)
+        if fails:
+            engine.kv_cache.slab[:, :, [pair[part.endswith("from_cpu")] for pair in pairs]] = np.nan
+            raise OutOfMemoryError("no memory for a swap")
+
+    monkeypatch.setattr(engine._swap, part, broken)
+    outputs = {}
+    while engine.has_unfinished_requests():
+        outputs.update((o.request_id, o) for o in engine.step())
+        engine.check_integrity()
+    _assert_all_as_alone(model, outputs)
+    assert engine.stats().num_step_failures > 0
 
 
 def test_failures_far_apart_are_all_survived(model, monkeypatch, late):
@@ -219,13 +252,51 @@ def test_the_watchdog_may_give_up_a_stuck_step(model, monkeypatch, late):
     engine.close()
 
 
-def test_a_wrong_block_table_is_noticed_in_debug_mode(model, monkeypatch):
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_wrong_block_table_is_noticed_before_launch_in_debug_mode(model, monkeypatch, graphs):
     engine = make_engine(model)
+    if graphs:
+        engine.runner.capture_graphs(64)
     engine.add_request("r", PROMPTS[0], GREEDY)
-    engine.step()
+    for _ in range(2):  # the prompt's chunks
+        engine.step()
     engine.runner._slots.block_tables[0, 0] += 1
+    if graphs:
+        monkeypatch.setattr(engine.runner.graphs, "launch", _never)
+    monkeypatch.setattr(type(model), "forward", _never)
     with pytest.raises(EngineError, match=r"block table of request 'r' must be \[0, 1\]"):
         engine.step()
+
+
+@pytest.mark.parametrize("wrong", ["rows", "starts"])
+def test_wrong_places_are_noticed_in_debug_mode(model, wrong):
+    engine = make_engine(model)
+    engine.add_request("r", PROMPTS[0], GREEDY)
+    for _ in range(5):
+        engine.step()
+    step_id, rows, starts = engine.runner._last_places
+    engine.runner._last_places = step_id, rows + (wrong == "rows"), starts + (wrong == "starts")
+    with pytest.raises(EngineError, match="slots and positions must be"):
+        engine.step()
+
+
+def test_a_wrong_copy_is_noticed_in_debug_mode(model, monkeypatch):
+    engine = make_engine(model)
+    engine.add_request("r", PROMPTS[0], GREEDY)
+    schedule = engine.scheduler.schedule
+
+    def wrong(held=()):
+        output = schedule(held)
+        output.copies.append((0, 64))
+        return output
+
+    monkeypatch.setattr(engine.scheduler, "schedule", wrong)
+    with pytest.raises(ContractError, match=r"block copies: block id must be in \[0, 64\)"):
+        engine.step()
+
+
+def _never(*args, **kwargs):
+    raise AssertionError("this is not to be reached")
 
 
 def test_freed_blocks_are_poisoned_in_debug_mode(model):

@@ -90,6 +90,24 @@ def test_only_the_request_to_blame_fails(model, monkeypatch, late, place, cachin
     assert engine.stats().request_success == {"error": 1, "length": 5}
 
 
+@pytest.mark.parametrize("position", [1, 30])
+def test_a_step_that_fails_when_it_is_read(model, monkeypatch, late, position):
+    """As a device reports a fault: after the next step was launched."""
+    prompts = _prompts(random.Random(position), 6)
+    prompts[3] = list(range(40))
+    engine = make_engine(model, async_scheduling=late, max_num_seqs=6, max_num_batched_tokens=24)
+    read = engine.runner.read
+
+    def broken(step, *args):
+        for s in step.output.sequences:
+            if s.request.request_id == "3" and s.start <= position < s.context_len:
+                raise RuntimeError("bad pill")
+        return read(step, *args)
+
+    monkeypatch.setattr(engine.runner, "read", broken)
+    _check(model, prompts, _serve(engine, prompts), {3})
+
+
 @pytest.mark.parametrize("number", [0, 4, 9])
 def test_a_request_that_fails_while_it_decodes(model, monkeypatch, late, number):
     prompts = _prompts(random.Random(number), 6)

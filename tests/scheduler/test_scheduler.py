@@ -137,16 +137,35 @@ def test_each_output_equals_the_requests_output_alone(options, block_size, late)
     assert stats.num_free_host_blocks == stats.num_host_blocks
 
 
-def test_the_same_arrivals_give_the_same_steps():
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_host_blocks": 9},
+        {"num_host_blocks": 5, "preemption": "swap", "policy": "lpm", "max_blocks_per_salt": 2},
+        {"prefix_caching": False, "max_prefill_chunk": 5, "priority_window": 0},
+    ],
+    ids=str,
+)
+def test_the_same_arrivals_give_the_same_steps(options, late):
     def run():
-        scheduler, mock = build(num_blocks=8)
-        seen = []
+        scheduler, mock = build(num_blocks=8, watermark=0.0, **options)
+        seen, in_flight = [], []
         for number in range(12):
-            scheduler.add_request(make_request(f"r{number}", [number % 7] * (7 * number + 1), 20))
+            prompt, fields = [number % 7] * (7 * number + 1), {"priority": number % 3 - 1}
+            salt = "a" if number % 4 == 0 else None
+            scheduler.add_request(make_request(f"r{number}", prompt, 20, cache_salt=salt, **fields))
         while scheduler.has_unfinished_requests():
-            output, _ = step(scheduler, mock)
+            output = scheduler.schedule()
+            if not output.is_empty:
+                in_flight.append((output, mock.run(output)))
             tables = [tuple(s.request.block_table) for s in output.sequences]
-            seen.append((shares(output), tables))
+            moves = output.copies, output.swap_out, output.swap_in
+            seen.append((shares(output), tables, moves, [r.request_id for r in output.preempted]))
+            if in_flight and (len(in_flight) > late or output.is_empty):
+                scheduler.commit(*in_flight.pop(0))
+        assert scheduler.stats().num_preemptions > 0
         return seen
 
     assert run() == run()

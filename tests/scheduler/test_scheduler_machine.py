@@ -19,7 +19,7 @@ from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.scheduler import Scheduler
 from tests.scheduler.paged_mock import VOCAB, PagedMock, drive, make_request, oracle
 
-EXAMPLES = int(os.environ.get("ENGINE_TEST_EXAMPLES", "40"))
+EXAMPLES = int(os.environ.get("ENGINE_TEST_EXAMPLES", "60"))
 
 configs = st.builds(
     SchedulerConfig,
@@ -180,6 +180,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         except RequestError:
             return
         self.requests[child] = kept + 1
+
+    @rule(count=st.integers(1, 4), on_host=st.booleans())
+    def evict(self, count, on_host):
+        """The tree gives up blocks, as if somebody had needed them."""
+        tree = self.scheduler.blocks.tree
+        if tree is not None:
+            (tree.evict_host if on_host else tree.evict)(count)
+
+    @rule(swap=st.booleans())
+    @precondition(lambda self: self.scheduler.num_running)
+    def preempt(self, swap):
+        """The last running request gives up its blocks, to be computed again or swapped in."""
+        roster, blocks = self.scheduler._roster, self.scheduler.blocks
+        roster.preempt_last(swap=swap and blocks.can_swap_out(roster.running[-1]))
 
     @rule()
     def reset(self):
