@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import random
+
 import pytest
 
 import engine
 from engine import LLMEngine, SamplingParams
 from engine.device import resolve_device, to_numpy
 from engine.errors import DownloadError
+from engine.input_processor import InputProcessor
 from engine.loading.download import resolve_model
+from engine.sampling_params import RequestOutputKind
 
 STEM = "You are a helpful assistant. Answer briefly and truthfully. "
 PROMPTS = [
@@ -20,18 +25,28 @@ PROMPTS = [
 COUNT = 18
 
 
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def model(request):
-    """In float32; skipped where the weights are not at hand."""
+def _load(device, **options):
+    """In float32; skips where the weights or the device are not at hand."""
     try:
         source = resolve_model("smollm2", progress=False).path
     except DownloadError as error:
         pytest.skip(f"no weights: {error}")
-    if request.param == "cuda" and not resolve_device("auto")[0].is_cuda:
+    if device == "cuda" and not resolve_device("auto")[0].is_cuda:
         pytest.skip("no GPU")
     return engine.load(
-        source, device=request.param, dtype="float32", max_model_len=128, progress=False
+        source, device=device, dtype="float32", max_model_len=128, progress=False, **options
     )
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def model(request):
+    return _load(request.param)
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def exact_model(request):
+    # On a GPU tokens are the same in any company in this mode only.
+    return _load(request.param, deterministic=request.param == "cuda")
 
 
 def _greedy_alone(model, ids, count):
@@ -75,6 +90,76 @@ def test_a_crowd_in_a_tiny_pool(model, wanted, late):
         assert completion.text == model.tokenizer.decode(want)
     assert server.stats().num_preemptions > 0
     server.close()
+
+
+def _random_crowd(rng):
+    """Names, prompts, parameters, and the steps in which requests come and are aborted."""
+    stems = [[rng.randrange(5000, 40_000) for _ in range(40)] for _ in range(2)]
+    for index in range(6):
+        prompt = rng.choice(stems)[: rng.randint(1, 40)] if rng.random() < 0.7 else []
+        prompt = prompt + [rng.randrange(5000, 40_000) for _ in range(rng.randint(1, 12))]
+        more = rng.choice([{"temperature": 0.0}, {"n": 2}, {}, {"repetition_penalty": 1.3}])
+        params = {"temperature": 0.8, "seed": index, "max_tokens": rng.randint(4, 12)} | more
+        if params["temperature"] == 0.0:
+            del params["seed"]
+        abort = rng.randint(2, 6) if index == 3 else None
+        yield str(index), prompt, SamplingParams(**params), rng.randint(0, 6), abort
+
+
+def _alone(model, prompt, params):
+    """Each continuation alone, in a new engine that shares nothing."""
+    seeds = InputProcessor(model, None, max_model_len=128).sampling_specs(params)
+    found = []
+    for spec in seeds:
+        options = {"max_num_seqs": 1, "enable_prefix_caching": False, "cuda_graphs": False}
+        server = LLMEngine(model, num_blocks=8, async_scheduling=False, **options)
+        one = dataclasses.replace(
+            params, n=1, seed=spec.seed, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        server.add_request("r", prompt, one)
+        outputs = []
+        while server.has_unfinished_requests():
+            outputs += server.step()
+        found.append(list(outputs[-1].outputs[0].token_ids))
+        server.close()
+    return found
+
+
+@pytest.mark.parametrize(("size", "mode"), [(16, "swap"), (64, "auto")])
+def test_a_random_crowd_changes_nobodys_tokens(exact_model, size, mode):
+    rng = random.Random(size)
+    server = LLMEngine(
+        exact_model,
+        block_size=size,
+        num_blocks=128 // size,
+        max_num_seqs=5,
+        max_num_batched_tokens=rng.choice([9, 24]),
+        max_prefill_chunk=rng.choice([0, 7]),
+        watermark=0.0,
+        swap_space_gb=0.05,
+        preemption_mode=mode,
+        async_scheduling=mode == "swap",
+        debug=True,
+    )
+    crowd, outputs, step = list(_random_crowd(rng)), {}, 0
+    waiting, aborts = list(crowd), {name: at for name, _, _, _, at in crowd if at is not None}
+    while waiting or server.has_unfinished_requests():
+        for entry in [entry for entry in waiting if entry[3] <= step]:
+            waiting.remove(entry)
+            server.add_request(*entry[:3])
+        for name in [name for name, at in aborts.items() if at == step and name in outputs]:
+            server.abort_request(name)
+        outputs.update((o.request_id, o) for o in server.step())
+        server.check_integrity()
+        step += 1
+    server.close()
+    for name, prompt, params, _, abort in crowd:
+        got = [list(c.token_ids) for c in outputs[name].outputs]
+        want = _alone(exact_model, prompt, params)
+        if abort is not None:
+            want = [ids[: len(part)] for ids, part in zip(want, got, strict=True)]
+        assert got == want, name
+    assert server.stats().num_preemptions > 0 or size > 16
 
 
 def test_beams_are_better_than_greedy(model):

@@ -189,11 +189,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             (tree.evict_host if on_host else tree.evict)(count)
 
     @rule(swap=st.booleans())
-    @precondition(lambda self: self.scheduler.num_running)
+    @precondition(lambda self: len(self.in_flight) < 3 and self.scheduler.num_running)
     def preempt(self, swap):
-        """The last running request gives up its blocks, to be computed again or swapped in."""
+        """Schedule a step in which the last running request gives up its blocks for no reason."""
         roster, blocks = self.scheduler._roster, self.scheduler.blocks
-        roster.preempt_last(swap=swap and blocks.can_swap_out(roster.running[-1]))
+        last = roster.preempt_last(swap=swap and blocks.can_swap_out(roster.running[-1]))
+        output = self.scheduler.schedule({last})
+        output.preempted.append(last)
+        self.num_copies += len(output.copies)
+        if not output.is_empty:
+            self.in_flight.append((output, self.mock.lay_out(output)))
 
     @rule()
     def reset(self):
