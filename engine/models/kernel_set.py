@@ -19,6 +19,7 @@ _OPS = (
     "embedding",
     "gemm",
     "kv_copy",
+    "kv_swap",
     "qk_norm_rope_store",
     "rmsnorm",
     "rmsnorm_gemm",
