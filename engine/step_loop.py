@@ -185,7 +185,9 @@ class StepLoop:
             raise error
         self.num_failures += 1
         self._has_just_failed = True
-        _LOG.warning("step %d failed and is undone", failed.step_id, exc_info=error)
+        # Once is enough to read where: a trial repeats it for every group.
+        trace = None if self._suspects.is_trying else error
+        _LOG.warning("step %d failed and is undone: %r", failed.step_id, error, exc_info=trace)
         guilty = self._suspects.note_failure(failed.sequences)
         why = f"the step failed twice: {type(error).__name__}: {error}"
         result = StepResult(failed={} if guilty is None else {guilty: why})
