@@ -57,7 +57,7 @@ def is_aligned(*arrays: Any) -> bool:
 
 def is_large(*outputs: Any) -> int:
     """Return 1 if the results are more than L2 keeps until they are read, else 0."""
-    return int(sum(array.nbytes for array in outputs) > _LARGE_BYTES)
+    return int(sum(array.nbytes for array in outputs) >= _LARGE_BYTES)
 
 
 def launch_flat(kernel: Kernel, spec: ModuleSpec, **arrays: Any) -> None:
