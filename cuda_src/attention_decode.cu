@@ -6,6 +6,7 @@
 //   k, v          (P, K, block_size, D) scalar_t   token j: page block_tables[b, j / block_size]
 //   block_tables  (B, NB) int32                    read only where context_lens says so
 //   context_lens  (B,)    int32                    keys of each sequence, the Q new ones included
+//   tree_masks    (B, Q)  uint64   bit j of token i: it sees token j, of those up to itself; or null
 //   out           (B, Q, H, D) scalar_t            lse (B, Q, H) float, contiguous, or null
 //   partial_o     (num_splits, B * H * Q, D) float       a split's sum of P V; null: one split
 //   partial_stats (num_splits, B * H * Q, 2) float       a split's maximum (log2), sum of P
@@ -17,6 +18,7 @@
 // Lengths are read on the device only, and splits without keys leave at once: a captured graph
 // stays right while sequences grow. attention_decode_combine then takes one warp a row.
 // Mirror: engine/reference/attention_decode.py
+#define TREE_MASKS
 #if ENGINE_DTYPE == 0
 #include "common/attention_simt.cuh"
 using Core = SimtAttention<HEAD_DIM, WARPS_M, ROW_TILES>;
@@ -70,9 +72,9 @@ __device__ __forceinline__ int sequence_length(const int* context_lens, int b, i
 
 extern "C" __global__ void __launch_bounds__(Core::kThreads, 2)
     attention_decode(const scalar_t* q, const scalar_t* k, const scalar_t* v,
-                     const int* block_tables, const int* context_lens, scalar_t* out, float* lse,
-                     float* partial_o, float* partial_stats, int64_t q_stride_b, int64_t q_stride_t,
-                     int64_t q_stride_h, int64_t page_stride, int64_t table_stride,
+                     const int* block_tables, const int* context_lens, const uint64_t* tree_masks,
+                     scalar_t* out, float* lse, float* partial_o, float* partial_stats,
+                     int64_t q_stride_b, int64_t q_stride_t, int64_t q_stride_h, int64_t page_stride, int64_t table_stride,
                      int64_t out_stride_b, int64_t out_stride_t, int64_t out_stride_h,
                      int64_t max_keys, int num_queries, int num_heads, int group, int head_dim,
                      int block_shift, int num_blocks, int window, int num_splits, int is_vector,
@@ -82,7 +84,8 @@ extern "C" __global__ void __launch_bounds__(Core::kThreads, 2)
   const int b = blockIdx.x, kv_head = blockIdx.y;
   const int split = blockIdx.z % num_splits, row_begin = blockIdx.z / num_splits * Core::kRows;
   const int num_keys = sequence_length(context_lens, b, max_keys);
-  const RowRule rows(num_queries, group, num_keys, true, window);
+  RowRule rows(num_queries, group, num_keys, true, window);
+  if (tree_masks != nullptr) rows.tree = tree_masks + static_cast<int64_t>(b) * num_queries;
   const Splits splits(rows, num_keys, num_splits);
   if (split >= splits.count && partial_o != nullptr) return;  // the combine does not read it
 

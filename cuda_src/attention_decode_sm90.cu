@@ -1,9 +1,10 @@
-// attention_decode for Hopper: K and V streamed by bulk copies, equal work for every block, one
-// launch.
+// attention_decode for Hopper: K and V streamed by TMA, equal work for every block, one launch.
 //
 // Same contract and shapes as attention_decode.cu, for 16-bit values, D = HEAD_DIM and up to kRows
 // rows (token, head of the group) a key/value head. More scratch memory, see decode_plan.cuh:
 //
+//   k_map, v_map  the pages as (D / 64, P K block_size, 64): halves of rows, or whole ones
+//   tree_masks    (B, Q) uint64               bit j of token i: it sees token j <= i; or null
 //   partial_o     (slots, K, rows, D) float   a part's sum of P V, where a sequence is cut
 //   partial_stats (slots, K, rows, 2) float   its maximum (log2), sum of P
 //   counters      int, zero between launches: how many parts of a sequence and head are done
@@ -15,20 +16,28 @@
 // one barrier a tile; scores run one tile ahead. For few sequences a cluster of blocks divides one
 // sequence and head, and puts the parts together through its shared memory.
 // Overlap: lengths and tables may be read before the kernel in front has ended, the rest may not.
-// Memory: a tile is 8 runs of kUnitKeys tokens, each contiguous in its page, one bulk copy each for
-// K and V. Runs lie 16 bytes more than a multiple of 128 apart, and ldmatrix takes its 8 rows from
-// the 8 runs: no bank conflicts without a swizzle. So token r of run u has index 8 r + u in a tile.
+// Memory: a tile is 8 units of kUnitKeys tokens of one head, 4 KB each, in one piece of its page (2
+// for D = 64), one copy each for K and V. TMA swizzles them, for ldmatrix without conflicts of banks;
+// see tile_offset in decode_ring.cuh. NOTE: the unit's place must be a multiple of 128 bytes, and the
+// map without L2 promotion to 256 bytes: the one cost 5 % of the bandwidth, the other 7 %.
+// Contract: lengths, tables and pages must not change while a launch runs. Every warp plans by the
+// lengths as it finds them; if these differ, warps may wait for each other for ever. Whatever they
+// are, if they stay so, a launch ends: lengths are cut to the table, ids to the pages, and no block
+// waits for another but in a cluster, whose blocks run together. Counters that are not zero at the
+// start spoil a result but stop nobody; a launch that was aborted takes them along with its context.
 // Mirror: engine/reference/attention_decode.py
+#define TREE_MASKS
 #include "common/decode_combine.cuh"
 
-// The copying warp: lanes 0 to 7 fetch the runs of K, lanes 8 to 15 those of V.
+// The copying warp: lanes 0 to 7 fetch the units of K, lanes 8 to 15 those of V, all of them Q.
 struct Producer {
   Ring ring;
-  const scalar_t* k;  // of this block's head
-  const scalar_t* v;
+  QueryRing queries;
+  const TensorMap* map;   // this lane's: of K or of V
+  const scalar_t* pages;  // likewise
   const int* block_tables;
-  int64_t table_stride, page_stride;
-  int block_shift, num_blocks;
+  int64_t table_stride;
+  int block_shift, num_blocks, num_kv_heads, kv_head;
 
   __device__ __forceinline__ int lane() const { return threadIdx.x % kWarpSize; }
 
@@ -42,13 +51,28 @@ struct Producer {
                  : 0;
   }
 
-  __device__ __forceinline__ void run(const DecodeProblem& problem, const Segment& segment) {
-    const int begin = problem.rows(segment.num_keys).first_key(0), end = segment.num_keys;
+  // The rows of Q of a segment.
+  __device__ __forceinline__ void fetch_queries(const Queries& from, const RowRule& rows) {
+    queries.wait_empty();
+    if (lane() == 0) mbarrier_arrive_expect(queries.full(), rows.count * kRowBytes);
+    __syncwarp();
+    for (int row = lane(); row < rows.count; row += kWarpSize)
+      bulk_load(queries.q() + row * kQueryPitch,
+                from.q + row / rows.group * from.token_stride +
+                    row % rows.group * from.head_stride,
+                kRowBytes, queries.full());
+    queries.advance();
+  }
+
+  __device__ __forceinline__ void run(const RowRule& rows, const Queries& from,
+                                      const Segment& segment) {
+    const int begin = rows.first_key(0), end = segment.num_keys;
     const int* table = block_tables + segment.b * table_stride;
     int first = segment.first_key >> block_shift;
     int ids = page_id(table, first, begin, end);
     int next_ids = page_id(table, first + kWarpSize, begin, end);
-    wait_for_last_kernel();  // it may write the newest keys
+    wait_for_last_kernel();  // it may write queries, and the newest keys
+    if constexpr (kCluster == 1) fetch_queries(from, rows);
 #pragma unroll 1
     for (int i = 0; i < segment.num_tiles; ++i) {
       const int key = segment.first_key + i * kTileKeys;
@@ -58,45 +82,33 @@ struct Producer {
         next_ids = page_id(table, first + kWarpSize, begin, end);
       }
       const int unit_key = key + lane() % 8 * kUnitKeys;
-      const int64_t page =
-          __shfl_sync(kFullMask, ids, ((unit_key >> block_shift) - first) % kWarpSize);
-      fetch(page * page_stride, unit_key, max(key, begin), min(key + kTileKeys, end));
+      const int page = __shfl_sync(kFullMask, ids, ((unit_key >> block_shift) - first) % kWarpSize);
+      fetch(page, unit_key, begin, end);
     }
   }
 
-  // One tile; its keys [begin, end) exist.
-  __device__ __forceinline__ void fetch(int64_t offset, int unit_key, int begin, int end) {
-    const int low = max(unit_key, begin), high = min(unit_key + kUnitKeys, end);
-    const int tokens = max(high - low, 0), first_token = low - unit_key;
-    const unsigned bytes = max(end - begin, 0) * kRowBytes;
-    const bool is_v = lane() >= 8;
-    const scalar_t* from = (is_v ? v : k) + offset +
-                           ((unit_key + first_token) & ((1 << block_shift) - 1)) * kHeadDim;
+  // One tile: the units with any of the keys [begin, end), whole. What else lies in them is masked.
+  __device__ __forceinline__ void fetch(int page, int unit_key, int begin, int end) {
+    const bool valid = unit_key < end && unit_key + kUnitKeys > begin && lane() < 16;
+    const unsigned bytes = __popc(__ballot_sync(kFullMask, valid)) / 2 * kUnitBytes;
+    const int row = ((page * num_kv_heads + kv_head) << block_shift) +
+                    (unit_key & ((1 << block_shift) - 1));
+    const unsigned unit = lane() % 8 * kUnitPitch;
     ring.wait_empty_k();
     if (lane() == 0) mbarrier_arrive_expect(ring.full_k(), bytes);
-    const unsigned run = (is_v ? ring.v() : ring.k()) + lane() % 8 * kUnitPitch;
-    const unsigned to = run + first_token * kRowBytes;
-    if (!is_v && tokens > 0) bulk_load(to, from, tokens * kRowBytes, ring.full_k());
+    if (valid && lane() < 8) copy(ring.k() + unit, row, ring.full_k());
     ring.wait_empty_v();
-    if (bytes < kTileKeys * kRowBytes)
-      clear(run, tokens > 0 ? first_token : kUnitKeys,
-            tokens > 0 ? first_token + tokens : kUnitKeys);
     if (lane() == 0) mbarrier_arrive_expect(ring.full_v(), bytes);
-    if (is_v && lane() < 16 && tokens > 0)
-      bulk_load(to, from, tokens * kRowBytes, ring.full_v());
+    if (valid && lane() >= 8) copy(ring.v() + unit, row, ring.full_v());
     ring.advance();
   }
 
-  // Zeros the tokens of V outside [low, high): P is 0 there, and 0 * NaN would reach the sum.
-  __device__ __forceinline__ void clear(unsigned run, int low, int high) const {
-    if (lane() >= 8 && lane() < 16) {
-      for (int i = 0; i < kUnitKeys * kRowBytes; i += 16)
-        if (i < low * kRowBytes || i >= high * kRowBytes)
-          asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(run + i), "r"(0)
-                       : "memory");
-      fence_async_proxy();  // SAFETY: a later bulk copy overwrites these words.
-    }
-    __syncwarp();
+  // One unit; `row` is a row of the pages.
+  __device__ __forceinline__ void copy(unsigned to, int row, unsigned barrier) const {
+    if constexpr (kSwizzled)
+      tma_load_3d(to, map, 0, row, 0, barrier);
+    else
+      bulk_load(to, pages + static_cast<int64_t>(row) * kHeadDim, kUnitBytes, barrier);
   }
 };
 
@@ -109,22 +121,25 @@ __device__ __forceinline__ void prefetch_table(const int* table, int64_t num_ent
 }
 
 extern "C" __global__ void ENGINE_CLUSTER __launch_bounds__(kThreads, 1)
-    attention_decode_sm90(const scalar_t* q, const scalar_t* k, const scalar_t* v,
-                          const int* block_tables, const int* context_lens, scalar_t* out,
-                          float* lse, float* partial_o, float* partial_stats, int* counters,
-                          int64_t q_stride_b, int64_t q_stride_t, int64_t q_stride_h,
-                          int64_t page_stride, int64_t table_stride, int64_t out_stride_b,
-                          int64_t out_stride_t, int64_t out_stride_h, int64_t max_keys, int batch,
-                          int num_queries, int num_heads, int num_kv_heads, int block_shift,
-                          int num_blocks, int window, int num_splits, float score_inner,
-                          float score_factor) {
-  extern __shared__ __align__(128) unsigned char smem[];
+    attention_decode_sm90(const __grid_constant__ TensorMap k_map,
+                          const __grid_constant__ TensorMap v_map, const scalar_t* q,
+                          const scalar_t* k, const scalar_t* v, const int* block_tables, const int* context_lens,
+                          const uint64_t* tree_masks, scalar_t* out, float* lse, float* partial_o,
+                          float* partial_stats, int* counters, int64_t q_stride_b,
+                          int64_t q_stride_t, int64_t q_stride_h, int64_t table_stride,
+                          int64_t out_stride_b, int64_t out_stride_t, int64_t out_stride_h,
+                          int64_t max_keys, int batch, int num_queries, int num_heads,
+                          int num_kv_heads, int block_shift, int num_blocks, int window,
+                          int num_splits, float score_inner, float score_factor) {
+  extern __shared__ __align__(1024) unsigned char smem[];
   const int group = num_heads / num_kv_heads;
   const DecodeProblem problem{context_lens, max_keys, batch,  num_kv_heads,
                               num_queries,  group,    window, num_splits};
-  const Ring ring(smem_address(smem));
   let_next_kernel_start();
-  if (threadIdx.x == 0) ring.init();
+  if (threadIdx.x == 0) {
+    QueryRing(smem_address(smem)).init();
+    Ring(smem_address(smem)).init();
+  }
 #if CLUSTER > 1
   prefetch_table(block_tables + Cursor::sequence(problem) * table_stride, max_keys >> block_shift);
 #endif
@@ -134,28 +149,49 @@ extern "C" __global__ void ENGINE_CLUSTER __launch_bounds__(kThreads, 1)
   const int kv_head = kCluster > 1 ? blockIdx.x / kCluster % num_kv_heads
                                    : blockIdx.x % num_kv_heads;
   const int head = kv_head * group;
+  const auto queries = [&](int b) {
+    return Queries{q + b * q_stride_b + head * q_stride_h, q_stride_t, q_stride_h, kHeadDim, true};
+  };
   Segment segment;
-  if (threadIdx.x / kWarpSize == kKeyWarps) {
-    const int64_t head_begin = (static_cast<int64_t>(kv_head) << block_shift) * kHeadDim;
-    Producer producer{ring,         k + head_begin, v + head_begin, block_tables,
-                      table_stride, page_stride,    block_shift,    num_blocks};
-    while (cursor.next(problem, segment)) producer.run(problem, segment);
+  if (threadIdx.x / kWarpSize >= kKeyWarps) {
+    if constexpr (kMovesRegisters) registers_give_up<40>();
+    if (threadIdx.x / kWarpSize == kKeyWarps) {
+      const bool is_k = threadIdx.x % kWarpSize < 8;
+      Producer producer{Ring(smem_address(smem)),
+                        QueryRing(smem_address(smem)),
+                        is_k ? &k_map : &v_map,
+                        is_k ? k : v,
+                        block_tables,
+                        table_stride,
+                        block_shift,
+                        num_blocks,
+                        num_kv_heads,
+                        kv_head};
+      if constexpr (kSwizzled) tma_prefetch_map(producer.map);
+      while (cursor.next(problem, segment)) {
+        producer.run(problem.rows(segment.num_keys), queries(segment.b), segment);
+      }
+    }
     if constexpr (kCluster > 1) {  // all threads of a cluster must come by
       cluster_sync();
       cluster_sync();
     }
     return;
   }
+  if constexpr (kMovesRegisters) registers_take<232>();
   wait_for_last_kernel();  // it may write the queries
-  Consumer consumer(smem, ring, ScoreRule{score_inner, score_factor});
+  Consumer consumer(smem, ScoreRule{score_inner, score_factor});
+#if CLUSTER > 1
+  consumer.stage_queries(queries(Cursor::sequence(problem)), num_queries * group, group);
+#endif
   Progress& progress = reinterpret_cast<Progress*>(smem + kProgressAt)[threadIdx.x / kWarpSize];
   progress.cursor = cursor;
   while (progress.next(problem)) {
     segment = progress.segment;
-    const RowRule rows = problem.rows(segment.num_keys);
-    consumer.run(Queries{q + segment.b * q_stride_b + head * q_stride_h, q_stride_t, q_stride_h,
-                         kHeadDim, true},
-                 rows, segment.first_key, segment.num_tiles);
+    RowRule rows = problem.rows(segment.num_keys);
+    if (tree_masks != nullptr)
+      rows.tree = tree_masks + static_cast<int64_t>(segment.b) * num_queries;
+    consumer.run(rows, segment.num_keys, segment.first_key, segment.num_tiles);
     segment = progress.segment;
     const int64_t lse_begin = static_cast<int64_t>(segment.b) * num_queries * num_heads + head;
     const Output output{out + segment.b * out_stride_b + head * out_stride_h,

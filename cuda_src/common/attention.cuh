@@ -50,6 +50,9 @@ struct RowRule {
   int first_last_key;  // last key that token 0 sees; negative: none
   int causal;          // 1: each further token sees one key more; 0: all tokens see the same
   unsigned reach;      // keys a row sees, counted back from its last one: window, or 2^31
+#ifdef TREE_MASKS
+  const uint64_t* tree = nullptr;  // a token's mask of the tokens it sees; null: all up to itself
+#endif
 
   __device__ __forceinline__ RowRule(int num_tokens, int group, int num_keys, bool causal,
                                      int window)
@@ -68,6 +71,22 @@ struct RowRule {
   // One comparison for both borders: a negative difference is a huge unsigned one.
   __device__ __forceinline__ bool sees(int last_key, int key) const {
     return static_cast<unsigned>(last_key - key) < reach;
+  }
+  // The same of a row whose last_key that is, by its mask of the new tokens too.
+  __device__ __forceinline__ bool sees(int row, int last_key, int key) const {
+#ifdef TREE_MASKS
+    const int token = key - first_last_key;
+    if (tree != nullptr && token >= 0 && last_key >= key)
+      return (tree[min(row, count - 1) / group] >> token & 1) != 0;
+#endif
+    return sees(last_key, key);
+  }
+  // The last key up to which this and the following rows see all, but for the window.
+  __device__ __forceinline__ int last_common_key(int row) const {
+#ifdef TREE_MASKS
+    if (tree != nullptr) return first_last_key - 1;
+#endif
+    return last_key(row);
   }
 };
 

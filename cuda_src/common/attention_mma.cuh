@@ -38,7 +38,7 @@ struct MmaAttention {
     const int warp_row = row_begin + warp_m() * kWarpRows;
     start();
     // What the warp's first and last row see; a warp past the last row has nothing to do.
-    const int low = rows.first_key(warp_row), low_last = rows.last_key(warp_row);
+    const int low = rows.first_key(warp_row), low_last = rows.last_common_key(warp_row);
     const int high_last = rows.last_key(min(warp_row + kWarpRows, rows.count) - 1);
     const bool has_rows = warp_row < rows.count;
 
@@ -141,12 +141,13 @@ struct MmaAttention {
       for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int last_key = rows.last_key(warp_row + r * 16 + half * 8 + lane() / 4);
+          const int row = warp_row + r * 16 + half * 8 + lane() / 4;
+          const int last_key = rows.last_key(row);
 #pragma unroll
           for (int j = 0; j < kWarpKeys / 8; ++j)
 #pragma unroll
             for (int i = 0; i < 2; ++i)
-              if (!rows.sees(last_key, key + j * 8 + lane() % 4 * 2 + i))
+              if (!rows.sees(row, last_key, key + j * 8 + lane() % 4 * 2 + i))
                 s[r][j][2 * half + i] = -kInf;
         }
     }

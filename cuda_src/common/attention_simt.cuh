@@ -92,7 +92,7 @@ struct SimtAttention {
     }
 #pragma unroll
     for (int r = 0; r < kWarpRows; ++r)
-      softmax(p[r], rows, rule, r, rows.last_key(warp_row + r), key);
+      softmax(p[r], rows, rule, r, warp_row + r, key);
     const scalar_t* v = smem_v + lane();
 #pragma unroll 4
     for (int j = 0; j < kKeys; ++j) {
@@ -110,9 +110,9 @@ struct SimtAttention {
 
   // Turns the lane's q.k into P, and carries max, sum and O of row r along.
   __device__ __forceinline__ void softmax(float& p, const RowRule& rows, const ScoreRule& rule,
-                                          int r, int last_key, int key) {
+                                          int r, int row, int key) {
     if (rule.inner != 0.0f) p = rule.cap(p);
-    if (!rows.sees(last_key, key + lane())) p = -kInf;
+    if (!rows.sees(row, rows.last_key(row), key + lane())) p = -kInf;
     const float new_max = fmaxf(max[r], warp_max(p) * rule.factor);
     const float reference = finite_or_zero(new_max);
     const float shrink = exp2_approx(max[r] - reference);

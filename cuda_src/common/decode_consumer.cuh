@@ -32,28 +32,38 @@ struct Partials {
 
 class Consumer {
  public:
-  __device__ __forceinline__ Consumer(unsigned char* smem, const Ring& ring, const ScoreRule& rule)
-      : smem_(smem), ring_k_(ring), ring_v_(ring), rule_(rule) {}
+  __device__ __forceinline__ Consumer(unsigned char* smem, const ScoreRule& rule)
+      : smem_(smem),
+        ring_k_(smem_address(smem)),
+        ring_v_(smem_address(smem)),
+        queries_(smem_address(smem)),
+        rule_(rule) {}
 
   // All keys of a segment.
-  __device__ __forceinline__ void run(const Queries& queries, const RowRule& rows,
+  __device__ __forceinline__ void run(const RowRule& rows, int num_keys,
                                       int first_key, int num_tiles) {
-    load_queries(queries, rows);
+    if constexpr (kCluster == 1) queries_.wait_full();
+    if constexpr (kQueriesInRegisters) load_queries();
     reset();
-    if (num_tiles == 0) return;
-    Scores s;
-    score(s, rows, first_key, 0);
-    barrier();
-    exponentiate(s, 0);
-#pragma unroll 1
-    for (int i = 0; i < num_tiles; ++i) {
-      const bool more = i + 1 < num_tiles;
-      if (more) score(s, rows, first_key + (i + 1) * kTileKeys, (i + 1) % 2);
-      // P of this tile and the maxima of the next are there, and all are done with the P before.
-      barrier();
-      multiply(i % 2);
-      if (more) exponentiate(s, (i + 1) % 2);
+    if (num_tiles > 0) tiles(rows, num_keys, first_key, num_tiles);
+    if constexpr (!kQueriesInRegisters && kCluster == 1) queries_.release();
+  }
+
+  // Q to shared memory. In a cluster only, where there is one segment, whose sequence is known
+  // before its length is; else the copying warp brings Q while the segment before is worked on.
+  __device__ __forceinline__ void stage_queries(const Queries& from, int num_rows, int group) {
+    constexpr int kWords = kRowBytes / 16;
+    for (int i = threadIdx.x; i < kRows * kWords; i += kKeyWarps * kWarpSize) {
+      const int row = i / kWords, word = i % kWords;
+      Vec<uint32_t, 4> value{};
+      if (row < num_rows)
+        value = *reinterpret_cast<const Vec<uint32_t, 4>*>(
+            from.q + row / group * from.token_stride + row % group * from.head_stride +
+            word * kVec);
+      *reinterpret_cast<Vec<uint32_t, 4>*>(smem_ + kQueriesAt + row * kQueryPitch + word * 16) =
+          value;
     }
+    barrier();
   }
 
   // Gives the rows to a writer.
@@ -104,6 +114,7 @@ class Consumer {
 
  private:
   static constexpr int kWarpRuns = kUnitKeys / kKeyWarps;  // 8-key columns of scores of a warp
+  static constexpr int kPairs = kWarpRuns / 2;
   static constexpr int kSlice = kHeadDim / kKeyWarps;      // columns of V of a warp
   static_assert(kWarpRuns % 2 == 0 && kSlice % 16 == 0, "ldmatrix_x4 loads two at once");
   using Scores = float[kRowTiles][kWarpRuns][4];
@@ -112,6 +123,7 @@ class Consumer {
 
   unsigned char* smem_;
   Ring ring_k_, ring_v_;
+  QueryRing queries_;
   ScoreRule rule_;
   uint32_t q_[kQueriesInRegisters ? kRowTiles : 1][kQueriesInRegisters ? kHeadDim / 16 : 1][4];
   float o_[kRowTiles][kSlice / 8][4];
@@ -144,55 +156,49 @@ class Consumer {
     }
   }
 
-  // Operand A of the scores, straight from global memory.
-  __device__ __forceinline__ void load_queries(const Queries& queries, const RowRule& rows) {
-    if constexpr (!kQueriesInRegisters) {
-      stage_queries(queries, rows);
-      return;
-    } else {
-#pragma unroll
-      for (int i = 0; i < 2 * kRowTiles; ++i) {
-        const int row = row_of(i);
-        const scalar_t* from = queries.q + lane() % 4 * 2;
-        if (row < rows.count)
-          from += row / rows.group * queries.token_stride + row % rows.group * queries.head_stride;
-#pragma unroll
-        for (int d = 0; d < kHeadDim / 8; ++d)
-          q_[i / 2][d / 2][i % 2 + d % 2 * 2] =
-              row < rows.count ? *reinterpret_cast<const uint32_t*>(from + d * 8) : 0;
-      }
+  __device__ __forceinline__ void tiles(const RowRule& rows, int num_keys,
+                                        int first_key, int num_tiles) {
+    Scores s;
+    score(s, rows, first_key, 0);
+    barrier();
+    exponentiate(s, 0);
+#pragma unroll 1
+    for (int i = 0; i < num_tiles; ++i) {
+      const bool more = i + 1 < num_tiles;
+      const int key = first_key + i * kTileKeys;
+      if (more) score(s, rows, key + kTileKeys, (i + 1) % 2);
+      // P of this tile and the maxima of the next are there, and all are done with the P before.
+      barrier();
+      multiply(i % 2, key, rows.first_key(0), num_keys);
+      if (more) exponentiate(s, (i + 1) % 2);
     }
   }
 
-  __device__ __forceinline__ void stage_queries(const Queries& queries, const RowRule& rows) {
-    constexpr int kWords = kRowBytes / 16;
-    // The barrier in store() has separated this from the last reads of the segment before.
-    for (int i = threadIdx.x; i < kRows * kWords; i += kKeyWarps * kWarpSize) {
-      const int row = i / kWords;
-      Vec<uint32_t, 4> word{};
-      if (row < rows.count)
-        word = *reinterpret_cast<const Vec<uint32_t, 4>*>(
-            queries.q + row / rows.group * queries.token_stride +
-            row % rows.group * queries.head_stride + i % kWords * kVec);
-      *reinterpret_cast<Vec<uint32_t, 4>*>(smem_ + kQueriesAt + row * kQueryPitch +
-                                           i % kWords * 16) = word;
-    }
-    barrier();
+  // Operand A of the scores: 16 rows, 16 columns.
+  __device__ __forceinline__ void load_query(uint32_t (&frag)[4], int r, int d) const {
+    load_matrices(frag, queries_.q() + (r * 16 + lane() % 16) * kQueryPitch + lane() / 16 * 16 +
+                            d * 32);
+  }
+  __device__ __forceinline__ void load_queries() {
+#pragma unroll
+    for (int r = 0; r < kRowTiles; ++r)
+#pragma unroll
+      for (int d = 0; d < kHeadDim / 16; ++d) load_query(q_[r][d], r, d);
+    if constexpr (kCluster == 1) queries_.release();
   }
 
   // q.k of this warp's keys of the next tile, masked; their maxima go to the others.
   __device__ __forceinline__ void score(Scores& s, const RowRule& rows, int first_key, int buffer) {
     ring_k_.wait_full_k();
     multiply_qk(s);
-    __syncwarp();
-    if (lane() == 0) mbarrier_arrive(ring_k_.empty_k());
+    mbarrier_arrive(ring_k_.empty_k());
     ring_k_.advance();
     if (rule_.inner != 0.0f) {
 #pragma unroll
       for (int i = 0; i < kRowTiles * kWarpRuns * 4; ++i) at(s, i) = rule_.cap(at(s, i));
     }
     if (first_key < rows.first_key(rows.count - 1) ||
-        first_key + kTileKeys - 1 > rows.last_key(0))
+        first_key + kTileKeys - 1 > rows.last_common_key(0))
       mask(s, rows, first_key);
     publish_maxima(s, buffer);
   }
@@ -202,30 +208,33 @@ class Consumer {
 #pragma unroll
     for (int i = 0; i < kRowTiles * kWarpRuns * 4; ++i)
       at(s, i) = at(odd, i) = 0.0f;
-    const unsigned from = ring_k_.k() + lane() % 8 * kUnitPitch +
-                          (key_warp() * kWarpRuns + lane() / 16) * kRowBytes + lane() / 8 % 2 * 16;
+    const int index = key_warp() * kWarpRuns * 8 + lane() / 16 * 8 + lane() % 8;
+    const auto load = [&](uint32_t (&frag)[4], int step) {  // always one step ahead
+      load_matrices(frag, ring_k_.k() + tile_offset(index + step % kPairs * 16,
+                                                    step / kPairs * 2 + lane() / 8 % 2));
+    };
+    uint32_t frag[2][4];
+    load(frag[0], 0);
 #pragma unroll
-    for (int d = 0; d < kHeadDim / 16; ++d)
+    for (int step = 0; step < kHeadDim / 16 * kPairs; ++step) {
+      if (step + 1 < kHeadDim / 16 * kPairs) load(frag[(step + 1) % 2], step + 1);
+      const int d = step / kPairs, j = step % kPairs * 2;
+      const auto& now = frag[step % 2];
+      const uint32_t left[2] = {now[0], now[1]}, right[2] = {now[2], now[3]};
+      auto& sums = kTwoChains && d % 2 ? odd : s;
 #pragma unroll
-      for (int j = 0; j < kWarpRuns; j += 2) {
-        uint32_t frag[4];
-        load_matrices(frag, from + j * kRowBytes + d * 32);
-        const uint32_t left[2] = {frag[0], frag[1]}, right[2] = {frag[2], frag[3]};
-        auto& sums = kTwoChains && d % 2 ? odd : s;
-#pragma unroll
-        for (int r = 0; r < kRowTiles; ++r) {
-          if constexpr (kQueriesInRegisters) {
-            mma_m16n8k16<scalar_t>(sums[r][j], q_[r][d], left);
-            mma_m16n8k16<scalar_t>(sums[r][j + 1], q_[r][d], right);
-          } else {
-            uint32_t frag_q[4];
-            load_matrices(frag_q, smem_address(smem_) + kQueriesAt + lane() / 16 * 16 +
-                                      (r * 16 + lane() % 16) * kQueryPitch + d * 32);
-            mma_m16n8k16<scalar_t>(sums[r][j], frag_q, left);
-            mma_m16n8k16<scalar_t>(sums[r][j + 1], frag_q, right);
-          }
+      for (int r = 0; r < kRowTiles; ++r) {
+        if constexpr (kQueriesInRegisters) {
+          mma_m16n8k16<scalar_t>(sums[r][j], q_[r][d], left);
+          mma_m16n8k16<scalar_t>(sums[r][j + 1], q_[r][d], right);
+        } else {
+          uint32_t frag_q[4];
+          load_query(frag_q, r, d);
+          mma_m16n8k16<scalar_t>(sums[r][j], frag_q, left);
+          mma_m16n8k16<scalar_t>(sums[r][j + 1], frag_q, right);
         }
       }
+    }
     if constexpr (kTwoChains)
 #pragma unroll
       for (int i = 0; i < kRowTiles * kWarpRuns * 4; ++i) at(s, i) += at(odd, i);
@@ -234,13 +243,14 @@ class Consumer {
   __device__ __forceinline__ void mask(Scores& s, const RowRule& rows, int first_key) const {
 #pragma unroll
     for (int i = 0; i < 2 * kRowTiles; ++i) {
-      const int last_key = rows.last_key(row_of(i));
+      const int row = row_of(i), last_key = rows.last_key(row);
 #pragma unroll
       for (int j = 0; j < kWarpRuns; ++j)
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          const int key = first_key + (lane() % 4 * 2 + c) * kUnitKeys + key_warp() * kWarpRuns + j;
-          if (!rows.sees(last_key, key)) s[i / 2][j][i % 2 * 2 + c] = -kInf;
+          const int key =
+              first_key + key_of((key_warp() * kWarpRuns + j) * 8 + lane() % 4 * 2 + c);
+          if (!rows.sees(row, last_key, key)) s[i / 2][j][i % 2 * 2 + c] = -kInf;
         }
     }
   }
@@ -301,33 +311,66 @@ class Consumer {
     }
   }
 
-  // O += P V for this warp's columns.
-  __device__ __forceinline__ void multiply(int buffer) {
-    const unsigned p = smem_address(smem_) + kProbsAt + buffer * kProbBytes +
-                       lane() % 16 * kProbPitch + lane() / 16 * 16;
-    const unsigned v = ring_v_.v() + lane() % 8 * kUnitPitch + lane() / 8 % 2 * kRowBytes +
-                       (key_warp() * kSlice + lane() / 16 * 8) * 2;
-    ring_v_.wait_full_v();
+  // Of the keys numbered first_index + 2 t, + 1, + 8, + 9 those that are in [begin, end), as masks of
+  // operand B.
+  __device__ static __forceinline__ void existing(uint32_t (&keep)[2], int first_key,
+                                                  int first_index, int begin, int end) {
 #pragma unroll
-    for (int j = 0; j < kTileKeys / 16; ++j) {
-      uint32_t frag_p[kRowTiles][4];
+    for (int i = 0; i < 2; ++i) {
+      keep[i] = 0;
 #pragma unroll
-      for (int r = 0; r < kRowTiles; ++r)
-        load_matrices(frag_p[r], p + r * 16 * kProbPitch + j * 32);
-#pragma unroll
-      for (int d = 0; d < kSlice / 16; ++d) {
-        uint32_t frag[4];
-        load_matrices_transposed(frag, v + 2 * j * kRowBytes + d * 32);
-        const uint32_t left[2] = {frag[0], frag[1]}, right[2] = {frag[2], frag[3]};
-#pragma unroll
-        for (int r = 0; r < kRowTiles; ++r) {
-          mma_m16n8k16<scalar_t>(o_[r][2 * d], frag_p[r], left);
-          mma_m16n8k16<scalar_t>(o_[r][2 * d + 1], frag_p[r], right);
-        }
+      for (int c = 0; c < 2; ++c) {
+        const int key = first_key + key_of(first_index + 8 * i + lane() % 4 * 2 + c);
+        if (key >= begin && key < end) keep[i] |= 0xffffu << (16 * c);
       }
     }
-    __syncwarp();
-    if (lane() == 0) mbarrier_arrive(ring_v_.empty_v());
+  }
+
+  // O += P V for this warp's columns. Where there are no keys in [begin, end), V may be anything: P
+  // is 0 there, but 0 * NaN would reach the sum.
+  __device__ __forceinline__ void multiply(int buffer, int first_key, int begin, int end) {
+    const unsigned p = smem_address(smem_) + kProbsAt + buffer * kProbBytes +
+                       lane() % 16 * kProbPitch + lane() / 16 * 16;
+    const bool is_whole = first_key >= begin && first_key + kTileKeys <= end;
+    struct Operands {
+      uint32_t p[kRowTiles][4], v[kSlice / 16][4];
+    } even, odd;
+    const auto load = [&](Operands& to, int j) {
+#pragma unroll
+      for (int r = 0; r < kRowTiles; ++r)
+        load_matrices(to.p[r], p + r * 16 * kProbPitch + j * 32);
+#pragma unroll
+      for (int d = 0; d < kSlice / 16; ++d) {
+        const int word = key_warp() * (kSlice / 8) + 2 * d + lane() / 16;
+        load_matrices_transposed(to.v[d], ring_v_.v() + tile_offset(16 * j + lane() % 16, word));
+      }
+    };
+    const auto use = [&](Operands& from, int j) {
+      uint32_t keep[2] = {0xffffffffu, 0xffffffffu};
+      if (!is_whole) existing(keep, recomputed(first_key), 16 * j, begin, end);
+#pragma unroll
+      for (int d = 0; d < kSlice / 16; ++d) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) from.v[d][i] &= keep[i % 2];
+        const uint32_t left[2] = {from.v[d][0], from.v[d][1]};
+        const uint32_t right[2] = {from.v[d][2], from.v[d][3]};
+#pragma unroll
+        for (int r = 0; r < kRowTiles; ++r) {
+          mma_m16n8k16<scalar_t>(o_[r][2 * d], from.p[r], left);
+          mma_m16n8k16<scalar_t>(o_[r][2 * d + 1], from.p[r], right);
+        }
+      }
+    };
+    ring_v_.wait_full_v();
+    load(even, 0);
+#pragma unroll 1
+    for (int j = 0; j < kTileKeys / 16; j += 2) {  // loads are one step ahead
+      load(odd, j + 1);
+      use(even, j);
+      if (j + 2 < kTileKeys / 16) load(even, j + 2);
+      use(odd, j + 1);
+    }
+    mbarrier_arrive(ring_v_.empty_v());
     ring_v_.advance();
   }
 };

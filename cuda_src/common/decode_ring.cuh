@@ -1,42 +1,66 @@
 // Sizes of attention_decode_sm90, and the ring of K and V tiles between its warps.
 //
-// Macros: HEAD_DIM; UNIT_KEYS, tokens of one bulk copy; STAGES, tiles of K and of V in the ring;
+// Macros: HEAD_DIM; UNIT_KEYS, tokens of one copy; STAGES, tiles of K and of V in the ring;
 // ROW_TILES, of 16 rows each; KEY_WARPS, warps that divide a tile; CLUSTER, blocks that share one
 // sequence and head, or 1 for decode_plan.cuh's teams.
 #pragma once
 
+#include "common/attention_sm90.cuh"
 #include "common/decode_plan.cuh"
 #include "common/mma.cuh"
-#include "common/sm90.cuh"
 
 constexpr int kHeadDim = HEAD_DIM, kUnitKeys = UNIT_KEYS, kStages = STAGES;
 constexpr int kRowTiles = ROW_TILES, kKeyWarps = KEY_WARPS, kCluster = CLUSTER;
-constexpr int kThreads = (kKeyWarps + 1) * kWarpSize;
+// Nine warps have 168 registers each. Where that is too few, the copying warp is in a warpgroup of
+// its own, which gives registers to the others.
+constexpr bool kMovesRegisters = kKeyWarps == 8 && kCluster == 1;
+constexpr int kThreads = (kKeyWarps + (kMovesRegisters ? 4 : 1)) * kWarpSize;
 constexpr int kRows = kRowTiles * 16;
 constexpr int kCombineLoads = kRowTiles == 4 ? 4 : 16;  // at once, as far as registers go
 
 constexpr int kRowBytes = kHeadDim * 2;
-constexpr int kUnitPitch = kUnitKeys * kRowBytes + 16;  // see attention_decode_sm90.cu
+constexpr bool kSwizzled = kCluster == 1;  // how tiles lie in shared memory, see tile_offset
+constexpr int kUnitBytes = kUnitKeys * kRowBytes;
+constexpr int kUnitPitch = kUnitBytes + (kSwizzled ? 0 : 16);
 constexpr int kTileKeys = 8 * kUnitKeys;
 constexpr int kTileBytes = 8 * kUnitPitch;
 constexpr int kProbPitch = kTileKeys * 2 + 16;  // bytes; 16 more, so that ldmatrix has no conflicts
-static_assert(kUnitKeys * kRowBytes % 128 == 0 && kUnitKeys % 8 == 0, "see kUnitPitch");
+static_assert(kHeadDim % 64 == 0 && kUnitKeys % 8 == 0, "see tile_offset");
 
-// Shared memory: tiles of K, of V, two buffers of P, two of maxima, sums, barriers, perhaps Q, one
-// flag, the warps' progress.
+// Shared memory: tiles of K, of V, two buffers of P, two of maxima, sums, barriers, Q, one flag, the
+// warps' progress.
 constexpr int kProbsAt = 2 * kStages * kTileBytes;
 constexpr int kProbBytes = kRows * kProbPitch;
 constexpr int kMaximaAt = kProbsAt + 2 * kProbBytes;
 constexpr int kExchangeBytes = kRows * kKeyWarps * 4;
 constexpr int kSumsAt = kMaximaAt + 2 * kExchangeBytes;
 constexpr int kBarriersAt = kSumsAt + kExchangeBytes;
-constexpr int kQueriesAt = kBarriersAt + 4 * kStages * 8;
+constexpr bool kQueriesInRegisters = kRowTiles * kHeadDim <= 256;  // else read from there
+constexpr int kQueryBuffers = kQueriesInRegisters ? 1 : 2;
+constexpr int kQueriesAt = kBarriersAt + (4 * kStages + 2 * kQueryBuffers) * 8;
 constexpr int kQueryPitch = kRowBytes + 16;
-constexpr bool kQueriesInRegisters = kRowTiles * kHeadDim <= 256;  // else in shared memory
-constexpr int kFlagAt = kQueriesAt + (kQueriesInRegisters ? 0 : kRows * kQueryPitch);
+constexpr int kQueryBytes = kRows * kQueryPitch;
+constexpr int kFlagAt = kQueriesAt + kQueryBuffers * kQueryBytes;
 constexpr int kProgressAt = kFlagAt + 16;
 constexpr int kSharedBytes = kProgressAt + kKeyWarps * 64;
 static_assert(kSharedBytes == SHARED_BYTES, "kernels/_decode_sm90.py computes another size");
+
+// Where 16-byte word `word` of a tile's key number `index` lies, so that ldmatrix finds that word of
+// 8 following keys in 8 different banks. Swizzled by TMA: a unit is its rows' first 128 bytes, then
+// their second 128 (D = 128), and in each a word's number is xored with the row's. Else a unit is as
+// in memory, but units are 16 bytes more than a multiple of 128 apart, and 8 following numbers are
+// the same row of the 8 units. That is 5 % slower where memory is the limit, but needs no map to be
+// fetched first: for clusters, whose launches are short.
+__device__ __forceinline__ unsigned tile_offset(int index, int word) {
+  if constexpr (!kSwizzled) return index % 8 * kUnitPitch + index / 8 * kRowBytes + word * 16;
+  const int row = index % kUnitKeys;
+  return index / kUnitKeys * kUnitBytes + word / 8 * (kUnitKeys * 128) + row * 128 +
+         (word ^ row) % 8 * 16;
+}
+// Its place among the tile's keys.
+__device__ __forceinline__ int key_of(int index) {
+  return kSwizzled ? index : index % 8 * kUnitKeys + index / 8;
+}
 
 // ldmatrix (see mma.cuh) from an address in shared memory.
 __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], unsigned from) {
@@ -88,7 +112,10 @@ class Ring {
   __device__ __forceinline__ void init() const {
     for (int stage = 0; stage < kStages; ++stage) {
       for (int kind = 0; kind < 2; ++kind) mbarrier_init(barrier(kind, stage), 1);
-      for (int kind = 2; kind < 4; ++kind) mbarrier_init(barrier(kind, stage), kKeyWarps);
+      // SAFETY: every lane that has read arrives. One for its warp after __syncwarp would do, and
+      // takes as long, but compute-sanitizer then takes the other lanes' reads for races.
+      for (int kind = 2; kind < 4; ++kind)
+        mbarrier_init(barrier(kind, stage), kKeyWarps * kWarpSize);
     }
     mbarrier_init_fence();
   }
@@ -119,5 +146,46 @@ class Ring {
 
   __device__ __forceinline__ unsigned barrier(int kind, int stage) const {
     return smem_ + kBarriersAt + (kind * kStages + stage) * 8;
+  }
+};
+
+// The buffers of Q, likewise: one copy a segment.
+class QueryRing {
+ public:
+  __device__ __forceinline__ explicit QueryRing(unsigned smem) : smem_(smem) {}
+
+  __device__ __forceinline__ void init() const {
+    for (int i = 0; i < kQueryBuffers; ++i) {
+      mbarrier_init(barrier(0, i), 1);
+      mbarrier_init(barrier(1, i), kKeyWarps * kWarpSize);
+    }
+  }
+
+  __device__ __forceinline__ unsigned q() const {
+    return smem_ + kQueriesAt + buffer_ * kQueryBytes;
+  }
+  __device__ __forceinline__ unsigned full() const { return barrier(0, buffer_); }
+  __device__ __forceinline__ void wait_full() const { mbarrier_wait(full(), phase_); }
+  __device__ __forceinline__ void wait_empty() const {
+    mbarrier_wait(barrier(1, buffer_), phase_ ^ 1);
+  }
+  __device__ __forceinline__ void release() {
+    mbarrier_arrive(barrier(1, buffer_));
+    advance();
+  }
+  __device__ __forceinline__ void advance() {
+    if (++buffer_ == kQueryBuffers) {
+      buffer_ = 0;
+      phase_ ^= 1;
+    }
+  }
+
+ private:
+  unsigned smem_;
+  int buffer_ = 0;
+  unsigned phase_ = 0;
+
+  __device__ __forceinline__ unsigned barrier(int kind, int buffer) const {
+    return smem_ + kBarriersAt + (4 * kStages + kind * kQueryBuffers + buffer) * 8;
   }
 };

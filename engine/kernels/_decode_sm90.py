@@ -10,17 +10,18 @@ from engine.dtypes import dtype_name
 from engine.kernels._attention import Pages, ScoreRule, are_aligned, element_strides
 from engine.kernels._launch import Kernel, sm_count
 from engine.kernels._module import ModuleSpec, current_architecture
+from engine.kernels._tensor_map import tensor_map
 from engine.kernels._workspace import counters, workspace
 
 __all__ = ["HopperTile", "choose_hopper_tile", "launch", "specs", "takes"]
 
 _KERNEL = Kernel(
     "attention_decode_sm90",
-    "q:ptr k:ptr v:ptr block_tables:ptr context_lens:ptr out:ptr lse:ptr partial_o:ptr "
-    "partial_stats:ptr counters:ptr q_stride_b:i64 q_stride_t:i64 q_stride_h:i64 page_stride:i64 "
-    "table_stride:i64 out_stride_b:i64 out_stride_t:i64 out_stride_h:i64 max_keys:i64 batch:i32 "
-    "num_queries:i32 num_heads:i32 num_kv_heads:i32 block_shift:i32 num_blocks:i32 window:i32 "
-    "num_splits:i32 score_inner:f32 score_factor:f32",
+    "k_map:tmap v_map:tmap q:ptr k:ptr v:ptr block_tables:ptr context_lens:ptr tree_masks:ptr "
+    "out:ptr lse:ptr partial_o:ptr partial_stats:ptr counters:ptr q_stride_b:i64 q_stride_t:i64 "
+    "q_stride_h:i64 table_stride:i64 out_stride_b:i64 out_stride_t:i64 out_stride_h:i64 "
+    "max_keys:i64 batch:i32 num_queries:i32 num_heads:i32 num_kv_heads:i32 block_shift:i32 "
+    "num_blocks:i32 window:i32 num_splits:i32 score_inner:f32 score_factor:f32",
 )
 _DTYPES = ("float16", "bfloat16")
 
@@ -43,18 +44,20 @@ class HopperTile:
 
     @property
     def threads(self) -> int:
-        """Threads of a block: the computing warps and one that copies."""
-        return 32 * (self.key_warps + 1)
+        """Threads of a block: the computing warps and one, or four, of which one copies."""
+        moves_registers = self.key_warps == 8 and self.cluster == 1
+        return 32 * (self.key_warps + (4 if moves_registers else 1))
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory as decode_ring.cuh lays it out."""
-        ring = 2 * self.stages * 8 * (self.unit_keys * self.head_dim * 2 + 16)
+        padding = 0 if self.cluster == 1 else 16
+        ring = 2 * self.stages * 8 * (self.unit_keys * self.head_dim * 2 + padding)
         probs = 2 * self.rows * (8 * self.unit_keys * 2 + 16)
         exchange = 3 * self.rows * self.key_warps * 4
-        barriers = 4 * self.stages * 8
-        in_registers = self.row_tiles * self.head_dim <= 256
-        queries = 0 if in_registers else self.rows * (self.head_dim * 2 + 16)
+        buffers = 1 if self.row_tiles * self.head_dim <= 256 else 2  # 1: Q is held in registers
+        queries = buffers * self.rows * (self.head_dim * 2 + 16)
+        barriers = (4 * self.stages + 2 * buffers) * 8
         progress = self.key_warps * 64
         return ring + probs + exchange + barriers + queries + 16 + progress
 
@@ -119,6 +122,7 @@ def takes(q: Any, pages: Pages, out: Any) -> bool:
         and env.kernel_tier() == "auto"
         and current_architecture(device.cupy().cuda.runtime.getDevice()) == "sm_90a"
         and are_aligned(q, pages.k, pages.v, out)
+        and 0 < pages.k.size // q.shape[3] < 2**31  # rows of the pages: TMA counts them in int32
     )
 
 
@@ -133,6 +137,18 @@ def choose_cluster(num_heads: int, sm_count: int) -> int:
     return _CLUSTER if num_heads * _CLUSTER <= sm_count else 1
 
 
+def _page_maps(pages: Pages, dtype: str, unit_keys: int) -> dict[str, Any]:
+    """Return maps of pages (P, K, block_size, D), of which a copy brings `unit_keys` tokens."""
+    num_blocks, num_kv_heads, block_size, head_dim = pages.k.shape
+    sizes = (64, num_blocks * num_kv_heads * block_size, head_dim // 64)
+    strides, box = (head_dim * 2, 128), (64, unit_keys, head_dim // 64)
+    k, v = (
+        tensor_map(array.data.ptr, dtype, sizes, strides, box, promote=False)
+        for array in (pages.k, pages.v)
+    )
+    return {"k_map": k, "v_map": v}
+
+
 def launch(
     q: Any,
     pages: Pages,
@@ -142,6 +158,7 @@ def launch(
     num_splits: int | None,
     *,
     overlap: bool,
+    tree_mask: Any = None,
 ) -> None:
     """Launch on arrays that `takes` said yes to; num_splits None: equal work for all blocks."""
     (batch, num_queries, num_heads, head_dim), num_kv_heads = q.shape, pages.k.shape[1]
@@ -163,11 +180,13 @@ def launch(
         (tile.threads,),
         tile.shared_bytes,
         overlap=overlap,
+        **_page_maps(pages, dtype_name(q.dtype), tile.unit_keys),
         q=q,
         k=pages.k,
         v=pages.v,
         block_tables=pages.block_tables,
         context_lens=pages.context_lens,
+        tree_masks=tree_mask,
         out=out,
         lse=lse,
         partial_o=scratch,
@@ -176,7 +195,6 @@ def launch(
         q_stride_b=q_strides[0],
         q_stride_t=q_strides[1],
         q_stride_h=q_strides[2],
-        page_stride=element_strides(pages.k)[0],
         table_stride=element_strides(pages.block_tables)[0],
         out_stride_b=out_strides[0],
         out_stride_t=out_strides[1],

@@ -17,6 +17,7 @@ _ALIGNMENT = 64  # of the map's own address
 
 _DTYPES = {"float16": 6, "bfloat16": 9}  # CUtensorMapDataType
 _SWIZZLE_128B = 3
+_L2_PROMOTION_NONE = 0
 _L2_PROMOTION_256B = 3
 
 _sources: dict[int, tuple[Any, ...]] = {}  # where a map lies: what it was made of
@@ -49,6 +50,8 @@ def tensor_map(
     sizes: tuple[int, ...],
     strides: tuple[int, ...],
     box: tuple[int, ...],
+    *,
+    promote: bool = True,
 ) -> Any:
     """Return the map of an array of up to 5 axes, the contiguous one first.
 
@@ -62,10 +65,12 @@ def tensor_map(
         In bytes, of all axes but the first: multiples of 16 (that of an axis of 1 says nothing).
     box : tuple of int
         What one copy moves along each axis, as in `tensor_map_2d`.
+    promote : bool
+        Whether L2 fetches 256 bytes for whatever is asked for.
     """
     row = -(-sizes[0] * 2 // 16) * 16
     known = (row if n == 1 else step for n, step in zip(sizes[1:], strides, strict=True))
-    return _encode(pointer, dtype, sizes, tuple(known), box)
+    return _encode(pointer, dtype, sizes, tuple(known), box, promote)
 
 
 @cache
@@ -80,6 +85,7 @@ def _encode(
     sizes: tuple[int, ...],
     strides: tuple[int, ...],
     box: tuple[int, ...],
+    promote: bool,
 ) -> Any:
     """The map holds no memory: a stale one only describes where an array once was."""
     buffer = np.zeros(_BYTES + _ALIGNMENT, np.uint8)
@@ -97,7 +103,7 @@ def _encode(
         (ctypes.c_uint32 * rank)(*[1] * rank),
         ctypes.c_int(0),  # not interleaved
         ctypes.c_int(_SWIZZLE_128B),
-        ctypes.c_int(_L2_PROMOTION_256B),
+        ctypes.c_int(_L2_PROMOTION_256B if promote else _L2_PROMOTION_NONE),
         ctypes.c_int(0),  # zeros outside
     )
     if status != 0:
@@ -105,7 +111,7 @@ def _encode(
             f"cuTensorMapEncodeTiled failed with status {status} for {dtype} {sizes}, "
             f"{strides} bytes apart, box {box}, at {pointer:#x}"
         )
-    _sources[encoded.ctypes.data] = (pointer, dtype, sizes, strides, box)
+    _sources[encoded.ctypes.data] = (pointer, dtype, sizes, strides, box, promote)
     return encoded.view(np.dtype((np.void, _BYTES)))
 
 

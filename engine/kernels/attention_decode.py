@@ -28,8 +28,8 @@ __all__ = ["attention_decode", "choose_num_splits", "choose_tile", "specs"]
 
 _KERNEL = Kernel(
     "attention_decode",
-    "q:ptr k:ptr v:ptr block_tables:ptr context_lens:ptr out:ptr lse:ptr partial_o:ptr "
-    "partial_stats:ptr q_stride_b:i64 q_stride_t:i64 q_stride_h:i64 page_stride:i64 "
+    "q:ptr k:ptr v:ptr block_tables:ptr context_lens:ptr tree_masks:ptr out:ptr lse:ptr "
+    "partial_o:ptr partial_stats:ptr q_stride_b:i64 q_stride_t:i64 q_stride_h:i64 page_stride:i64 "
     "table_stride:i64 out_stride_b:i64 out_stride_t:i64 out_stride_h:i64 max_keys:i64 "
     "num_queries:i32 num_heads:i32 group:i32 head_dim:i32 block_shift:i32 num_blocks:i32 "
     "window:i32 num_splits:i32 is_vector:i32 score_inner:f32 score_factor:f32",
@@ -44,6 +44,7 @@ _COMBINE_THREADS = 128  # kCombineThreads: one warp a row
 
 _SPLIT_GRAIN = 64  # kSplitGrain
 _MAX_SPLITS = 128
+_TREE_BITS = 64  # of a mask
 
 # Up to 16 rows: the warps divide the keys. More rows: the warps divide the rows.
 _NARROW_16 = (Tile(64, 1, 4, 1, 64, 3), Tile(128, 1, 4, 1, 64, 2), Tile(256, 1, 2, 1, 32, 2))
@@ -123,6 +124,7 @@ def attention_decode(
     scale: float | None = None,
     window: int = 0,
     softcap: float = 0.0,
+    tree_mask: Any = None,
     num_splits: int | None = None,
     max_context_len: int | None = None,
     overlap: bool = False,
@@ -149,6 +151,11 @@ def attention_decode(
         Each query sees only its last `window` keys, its own included; 0 means no limit.
     softcap : float
         Replaces a scaled score s by softcap * tanh(s / softcap); 0 means not to.
+    tree_mask : (B, Q) array of uint64, optional
+        Bit j of tree_mask[b, i] says whether query i sees query j, of those up to itself (bits
+        beyond i are ignored); all see the tokens before the Q queries. So a tree of drafts is
+        verified at once: its tokens in an order where parents come first, each with the bits of its
+        ancestors and its own [2]_. Not together with `window`; Q <= 64.
     num_splits : int, optional
         Into how many parts the keys of a sequence are cut, each worked on by a block of its own.
         The cut then depends on the sequence's own length alone, and so its result, bit by bit, not
@@ -186,6 +193,7 @@ def attention_decode(
     References
     ----------
     .. [1] Dao, Haziza, Massa, Sizov: Flash-Decoding for long-context inference, 2023.
+    .. [2] Miao et al.: SpecInfer, tree-based speculative inference and verification, 2023.
 
     Examples
     --------
@@ -203,6 +211,7 @@ def attention_decode(
     )
     check_heads(call)
     rule = ScoreRule.checked(call, call["D"], scale, window, softcap)
+    tree_mask = _checked_tree(call, tree_mask, window)
     if num_splits is not None:
         check_count(call, "num_splits", num_splits)
         call.check("num_splits", 1 <= num_splits <= 1024, "from 1 to 1024", num_splits)
@@ -218,6 +227,7 @@ def attention_decode(
             scale=rule.scale,
             window=rule.window,
             softcap=rule.softcap,
+            tree_mask=tree_mask,
             return_lse=True,
         )
         out = call.finish(out, result[0])
@@ -225,17 +235,35 @@ def attention_decode(
     out = call.output("out", out, q.shape, q.dtype, layout="rows")
     lse = call.xp.empty(q.shape[:3], np.float32) if return_lse else None
     if _decode_sm90.takes(q, pages, out):
-        _decode_sm90.launch(q, pages, out, lse, rule, num_splits, overlap=overlap)
+        _decode_sm90.launch(
+            q, pages, out, lse, rule, num_splits, overlap=overlap, tree_mask=tree_mask
+        )
         return out if lse is None else (out, lse)
     bound = pages.block_tables.shape[1] * call["block_size"]
     if max_context_len is not None:
         bound = min(bound, max_context_len)
-    _launch(q, pages, out, lse, rule, num_splits, bound)
+    _launch(q, pages, out, lse, rule, num_splits, bound, tree_mask)
     return out if lse is None else (out, lse)
 
 
+def _checked_tree(call: Contract, tree_mask: Any, window: int) -> Any:
+    """Return the checked `tree_mask`."""
+    if tree_mask is None:
+        return None
+    call.check("tree_mask", window == 0, "None with a window", "a mask")
+    call.check("Q", call["Q"] <= _TREE_BITS, f"at most {_TREE_BITS} with a tree_mask", call["Q"])
+    return call.array("tree_mask", tree_mask, "B Q", np.dtype(np.uint64))
+
+
 def _launch(
-    q: Any, pages: Pages, out: Any, lse: Any, rule: ScoreRule, num_splits: int | None, bound: int
+    q: Any,
+    pages: Pages,
+    out: Any,
+    lse: Any,
+    rule: ScoreRule,
+    num_splits: int | None,
+    bound: int,
+    tree_mask: Any,
 ) -> None:
     (batch, num_queries, num_heads, head_dim), dtype = q.shape, dtype_name(q.dtype)
     num_kv_heads = pages.k.shape[1]
@@ -257,6 +285,7 @@ def _launch(
         k=pages.k,
         v=pages.v,
         block_tables=pages.block_tables,
+        tree_masks=tree_mask,
         q_stride_b=q_strides[0],
         q_stride_t=q_strides[1],
         q_stride_h=q_strides[2],

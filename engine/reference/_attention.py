@@ -15,13 +15,22 @@ _MAX_SCORES = 1 << 20
 
 
 def attend(
-    q: Array, k: Array, v: Array, *, causal: bool, scale: float, window: int, softcap: float
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool,
+    scale: float,
+    window: int,
+    softcap: float,
+    tree: Array | None = None,
 ) -> tuple[Array, Array]:
     """Return softmax(cap(scale Q K^T)) V in q's dtype, and the log-sum-exp of each row's scores.
 
     q (n, H, D) are the last n queries of a sequence whose keys are k, v (K, m, D). All in float32,
     but P = exp(score - max) is rounded to q's dtype before P V, as tensor cores want it; the sum of
-    P, by which the result is divided, is taken before that rounding.
+    P, by which the result is divided, is taken before that rounding. `tree` (n,), an integer each:
+    of the last n keys, query i does not see key j where its bit j is 0.
     """
     (n, num_heads, _), (_, m, _) = q.shape, k.shape
     out = np.zeros(q.shape, q.dtype)
@@ -37,6 +46,9 @@ def attend(
             hidden = keys > last[:, None]
             if window:
                 hidden |= keys <= last[:, None] - window
+            if tree is not None:
+                bits = np.maximum(keys - (m - n), 0).astype(np.uint64)
+                hidden |= (keys >= m - n) & (tree[rows, None] >> bits & np.uint64(1) == 0)
             if hidden.any():
                 np.copyto(scores, -np.inf, where=hidden)
             out[rows], lse[rows] = _softmax_product(scores, v[:, low:high], q.dtype)

@@ -14,7 +14,7 @@ from tests.bench.case import BenchCase
 _HEADS, _KV_HEADS, _HEAD_DIM, _BLOCK_SIZE = 32, 8, 128, 16
 
 
-def _case(batch: int, context: int, num_queries: int) -> BenchCase:
+def _case(batch: int, context: int, num_queries: int, num_splits: int | None = None) -> BenchCase:
     blocks = batch * context // _BLOCK_SIZE
     pages = (blocks, _KV_HEADS, _BLOCK_SIZE, _HEAD_DIM)
 
@@ -27,7 +27,13 @@ def _case(batch: int, context: int, num_queries: int) -> BenchCase:
 
     def run(q, k, v, tables, lens):
         return kernels.attention_decode(
-            q, k, v, block_tables=tables, context_lens=lens, max_context_len=context
+            q,
+            k,
+            v,
+            block_tables=tables,
+            context_lens=lens,
+            max_context_len=context,
+            num_splits=num_splits,
         )
 
     def check(args, result):
@@ -44,7 +50,7 @@ def _case(batch: int, context: int, num_queries: int) -> BenchCase:
 
     nbytes = 2 * batch * context * _KV_HEADS * _HEAD_DIM * 2
     flops = 4 * batch * num_queries * _HEADS * _HEAD_DIM * context
-    name = f"B{batch} ctx{context} Q{num_queries}"
+    name = f"B{batch} ctx{context} Q{num_queries}" + f" splits {num_splits}" * bool(num_splits)
     return BenchCase(name, make, run, nbytes=nbytes, flops=flops, check=check)
 
 
@@ -55,4 +61,5 @@ CASES = [
         for b, context in ((1, 4096), (16, 4096), (64, 4096))
         for n in (2, 4, 8)
     ),
+    *(_case(b, context, 1, n) for b, context, n in ((64, 4096, 8), (16, 16384, 4), (128, 4096, 1))),
 ]

@@ -144,6 +144,90 @@ def test_views_into_fused_qkv_in_place(xp, head_dim, dtype):
     assert not bool(rows[:, 6 * head_dim :].any())
 
 
+def _random_tree(rng, num_queries):
+    """Return each token's mask: its own bit and, unless it is a root, its parent's mask."""
+    masks = np.zeros(num_queries, np.uint64)
+    for i in range(num_queries):
+        parent = int(rng.integers(-1, i)) if i else -1
+        masks[i] = np.uint64(1 << i) | (masks[parent] if parent >= 0 else np.uint64(0))
+    return masks
+
+
+def _trees(case):
+    rng = np.random.default_rng(case.lens_q[0])
+    return np.array([_random_tree(rng, n) for n in case.lens_q], np.uint64)
+
+
+_TREES = (
+    AttentionCase((8,) * 3, (130, 8, 64), 8, 2, 64, block_size=16),
+    AttentionCase((8,) * 20, (300, 9, 128, 129, 17) * 4, 8, 2, 128, block_size=16),
+    AttentionCase((5,) * 2, (1000, 70), 32, 8, 128, block_size=16, softcap=9.0),
+    AttentionCase((8,) * 18, (700, 8, 20) * 6, 16, 2, 128, block_size=64),
+    AttentionCase((3,) * 2, (40, 3), 6, 2, 80, block_size=32),
+    AttentionCase((64,), (150,), 4, 4, 64, block_size=16),
+)
+
+
+def test_mirror_of_a_tree_is_each_branch_by_itself():
+    """A token of a tree gets what it gets at the end of its path, without other branches."""
+    case = AttentionCase((6,), (46,), 4, 2, 16, block_size=64)
+    q, k, v, tables, lens = _inputs(case, "float32")
+    masks = _trees(case)
+    got = reference.attention_decode(
+        q, k, v, block_tables=tables, context_lens=lens, tree_mask=masks
+    )
+    for i in range(6):
+        path = [j for j in range(6) if int(masks[0, i]) >> j & 1]
+        keys = [*range(40), *(40 + j for j in path)]
+        branch = [np.zeros_like(pages) for pages in (k, v)]
+        for to, pages in zip(branch, (k, v), strict=True):
+            to[0, :, : len(keys)] = pages[tables[0, 0]][:, keys]
+        want = reference.attention_decode(
+            q[:, path],
+            *branch,
+            block_tables=np.zeros((1, 1), np.int32),
+            context_lens=np.array([len(keys)], np.int32),
+        )
+        np.testing.assert_allclose(got[0, i], want[0, -1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("tier", ["auto", "portable"])
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("case", _TREES, ids=str)
+def test_trees(xp, case, dtype, tier, monkeypatch):
+    monkeypatch.setenv("ENGINE_KERNEL_TIER", tier)
+    arrays, masks = _inputs(case, dtype), _trees(case)
+    want, want_lse = _run(
+        reference.attention_decode, np, arrays, **case.rule, tree_mask=masks, return_lse=True
+    )
+    noise = np.uint64(0xFFFFFFFFFFFFFFFF) << np.arange(1, masks.shape[1] + 1, dtype=np.uint64)
+    if masks.shape[1] == 64:
+        noise[-1] = 0
+    for mask in (masks, masks | noise):  # what is said of later tokens does not count
+        for num_splits in (None, 3):
+            got, lse = _run(
+                kernels.attention_decode,
+                xp,
+                arrays,
+                **case.rule,
+                tree_mask=xp.asarray(mask),
+                num_splits=num_splits,
+                return_lse=True,
+            )
+            assert_close(got, want, reduction=case.reduction)
+            assert_close(lse, want_lse, reduction=case.reduction, name="lse")
+
+
+def test_a_tree_that_is_a_chain_changes_nothing(xp):
+    arrays = _inputs(AttentionCase((7,) * 2, (300, 40), 8, 2, 128, block_size=16), "bfloat16")
+    chain = (np.uint64(2) << np.arange(7, dtype=np.uint64)) - np.uint64(1)
+    masks = xp.asarray(np.broadcast_to(chain, (2, 7)).copy())
+    got = _run(kernels.attention_decode, xp, arrays, tree_mask=masks)
+    np.testing.assert_array_equal(
+        to_numpy(got), to_numpy(_run(kernels.attention_decode, xp, arrays))
+    )
+
+
 _MANY = np.random.default_rng(0).integers(0, 700, 40)
 
 # Where Hopper's kernel has borders: few and many sequences (clusters or teams of blocks), lengths
@@ -258,6 +342,16 @@ def test_contract(xp):
         op(q, pages, pages, **where, num_splits=0)
     with pytest.raises(ContractError, match="window: must be an int of 0 or more; got -1"):
         op(q, pages, pages, **where, window=-1)
+    masks = xp.ones((2, 1), np.uint64)
+    with pytest.raises(DTypeError, match="tree_mask: must be uint64; got int64"):
+        op(q, pages, pages, **where, tree_mask=masks.astype(np.int64))
+    with pytest.raises(ShapeError, match=r"tree_mask: must have shape \(B, Q\)"):
+        op(q, pages, pages, **where, tree_mask=xp.ones((2, 2), np.uint64))
+    with pytest.raises(ContractError, match="tree_mask: must be None with a window"):
+        op(q, pages, pages, **where, tree_mask=masks, window=4)
+    with pytest.raises(ContractError, match="Q: must be at most 64 with a tree_mask; got 65"):
+        many = xp.ones((2, 65, 4, 8), np.float32)
+        op(many, pages, pages, **where, tree_mask=xp.ones((2, 65), np.uint64))
     with pytest.raises(
         ContractError, match=r"max_context_len: must be an int of 0 or more; got 1\.5"
     ):
