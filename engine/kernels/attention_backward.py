@@ -234,7 +234,7 @@ def attention_backward(
     max_q = _longest(call, starts["cu_seqlens_q"], max_seqlen_q, "Tq")
     max_k = _longest(call, starts["cu_seqlens_k"], max_seqlen_k, "Tk")
     grads = {f"d{name}": call.xp.empty(arrays[name].shape, q.dtype) for name in "qkv"}
-    if _backward_sm90.takes(rule, *arrays.values()):
+    if _backward_sm90.takes(rule, arrays):
         _backward_sm90.launch(arrays, starts, grads, causal, rule, max_q, max_k, deterministic)
     else:
         _launch(arrays, starts, grads, causal, rule, max_q, max_k)
