@@ -119,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(Core::kThreads, 1) attention_backwa
     registers_give_up<Core::kProducerRegisters>();
     const int warp = threadIdx.x / 32;
     if (warp == 0) core.produce(&q_map, &k_map, &v_map, &dout_map, problem, work);
-    if (warp == 1 || warp == 2) core.add_dq(problem, work, warp - 1, !descending);
+    else if (warp < 3) core.add_dq(problem, work, warp - 1, !descending);
   } else {
     registers_take<Core::kConsumerRegisters>();
     float dk_sum[HEAD_DIM / 2], dv_sum[HEAD_DIM / 2];

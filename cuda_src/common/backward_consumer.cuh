@@ -81,24 +81,10 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
     const unsigned to = dq + half * kHalfBytes + threadIdx.x % 128 * 16;
 #pragma unroll
     for (int j = 0; j < 8; ++j)
-      asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to + j * 2048),
-                   "f"(sum[4 * j]), "f"(sum[4 * j + 1]), "f"(sum[4 * j + 2]), "f"(sum[4 * j + 3])
-                   : "memory");
+shared_store4(to + j * 2048, sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]);
     fence_async_proxy();
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(dq_full + 8 * half);
-  }
-
-  static __device__ __forceinline__ float2 load_pair(unsigned from) {
-    float2 x;
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(from));
-    return x;
-  }
-
-  static __device__ __forceinline__ int load_int(unsigned from) {
-    int x;
-    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(from));
-    return x;
   }
 
   // S^T becomes P^T. Of the thread's keys i = 0, 1, query 8 j + e (counted from the thread's first)
@@ -108,7 +94,7 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
                                                  float factor, const int (&first)[2]) {
 #pragma unroll
     for (int j = 0; j < kQueries / 8; ++j) {
-      const float2 sum = load_pair(lse + j * 32);
+      const float2 sum = shared_load2(lse + j * 32);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float p = exp2_approx(fmaf(s[4 * j + i], factor, -(i % 2 ? sum.y : sum.x)));
@@ -123,7 +109,7 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
                                                        unsigned delta) {
 #pragma unroll
     for (int j = 0; j < kQueries / 8; ++j) {
-      const float2 sum = load_pair(delta + j * 32);
+      const float2 sum = shared_load2(delta + j * 32);
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         dp[4 * j + i] = p[4 * j + i] * (dp[4 * j + i] - (i % 2 ? sum.y : sum.x));
@@ -166,7 +152,7 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
       mbarrier_wait(dout_full + 8 * stage, turn / 2 % 2);
       wgmma_fence();
       start_scores(dp, my_v, dout_tile);
-      const int beyond = warp_row + lane / 4 - load_int(statistics + kStatBytes);
+      const int beyond = warp_row + lane / 4 - shared_load(statistics + kStatBytes);
       if (__any_sync(~0u, beyond + 8 > 0)) {
         int first[2];
 #pragma unroll

@@ -119,36 +119,28 @@ def launch(
     total_k, num_kv_heads, _ = k.shape
     tile = choose_hopper_tile(dtype, head_dim)
     assert tile is not None
-    batch = starts["cu_seqlens_q"].size - 1
+    batch, spec = starts["cu_seqlens_q"].size - 1, tile.spec(dtype)
     scratch = _scratch((total_q // tile.queries + batch) * num_heads, tile, deterministic)
-    spec, shape = tile.spec(dtype), {"num_heads": num_heads, "head_dim": head_dim}
+    common: dict[str, Any] = {
+        "cu_seqlens_q": starts["cu_seqlens_q"],
+        "dq_sum": scratch["dq_sum"],
+        "total_q": total_q,
+        "num_heads": num_heads,
+        "head_dim": head_dim,
+    }
+    between = {"statistics": scratch["statistics"], "order": scratch["order"]}
     query_tiles = (ceil_div(max_q, tile.queries), num_heads, batch)
+    _BEFORE.launch(spec, query_tiles, (256,), **_summed(arrays), **between, **common)
     key_blocks = ceil_div(max_k, _KEYS)
-    dout_strides, out_strides = element_strides(arrays["dout"]), element_strides(arrays["out"])
-    common: dict[str, Any] = {"total_q": total_q, **shape}
-    _BEFORE.launch(
-        spec,
-        query_tiles,
-        (256,),
-        dout=arrays["dout"],
-        out=arrays["out"],
-        lse=arrays["lse"],
-        cu_seqlens_q=starts["cu_seqlens_q"],
-        **scratch,
-        dout_stride_t=dout_strides[0],
-        dout_stride_h=dout_strides[1],
-        out_stride_t=out_strides[0],
-        out_stride_h=out_strides[1],
-        **common,
-    )
     _MAIN.launch(
         spec,
         (key_blocks * num_kv_heads * batch,),
         (384,),
         tile.shared_bytes,
         **_maps(arrays, dtype, tile),
-        **starts,
-        **scratch,
+        **between,
+        **common,
+        cu_seqlens_k=starts["cu_seqlens_k"],
         counter=counters(),
         dk=grads["dk"],
         dv=grads["dv"],
@@ -159,18 +151,17 @@ def launch(
         descending=int(key_blocks > sm_count()),
         score_factor=rule.factor,
         scale=rule.scale,
-        **common,
     )
-    _AFTER.launch(
-        spec,
-        query_tiles,
-        (256,),
-        dq_sum=scratch["dq_sum"],
-        cu_seqlens_q=starts["cu_seqlens_q"],
-        dq=grads["dq"],
-        scale=rule.scale,
-        **common,
-    )
+    _AFTER.launch(spec, query_tiles, (256,), dq=grads["dq"], scale=rule.scale, **common)
+
+
+def _summed(arrays: dict[str, Any]) -> dict[str, Any]:
+    """Return what delta is the sum of, and the log-sum-exp."""
+    args = {name: arrays[name] for name in ("dout", "out", "lse")}
+    for name in ("dout", "out"):
+        strides = element_strides(arrays[name])
+        args |= {f"{name}_stride_t": strides[0], f"{name}_stride_h": strides[1]}
+    return args
 
 
 def _scratch(tiles: int, tile: HopperTile, deterministic: bool) -> dict[str, Any]:

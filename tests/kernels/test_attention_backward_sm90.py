@@ -1,0 +1,193 @@
+"""attention_backward on Hopper: what it takes, how it compiles, and random problems in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from engine import kernels
+from engine.device import to_numpy
+from engine.errors import CompileError
+from engine.kernels import _backward_sm90, _nvrtc
+from engine.kernels._attention import ScoreRule
+from engine.kernels._backward_sm90 import choose_hopper_tile, specs
+from engine.kernels._module import compile_module, current_architecture
+from engine.testing import cases
+from engine.testing.cases_attention import AttentionCase, cu_seqlens
+
+_HALVES = ("float16", "bfloat16")
+_ERROR = {"float16": 1e-3, "bfloat16": 6e-3}  # of the norm: the rounding of out, P, dS, the result
+
+
+def test_tiles():
+    assert choose_hopper_tile("float32", 64) is None
+    assert choose_hopper_tile("float16", 36) is None  # no 16-byte rows
+    assert choose_hopper_tile("float16", 32) is None  # half of every product would be wasted
+    assert choose_hopper_tile("float16", 136) is None  # no registers for the sums
+    for head_dim in range(40, 129, 8):
+        tile = choose_hopper_tile("bfloat16", head_dim)
+        assert tile.head_dim >= head_dim and tile.shared_bytes <= 227 * 1024
+
+
+@pytest.mark.parametrize("dtype", _HALVES)
+def test_compiles_without_spills_or_serialised_products(dtype):
+    try:
+        _nvrtc.version()
+    except CompileError as error:
+        pytest.skip(str(error))
+    for spec in specs(dtype):
+        compiled = compile_module(spec, "sm_90a")
+        assert not any(entry.spill_bytes or entry.stack_bytes for entry in compiled.entries)
+        assert "serialized" not in compiled.log and "C7508" not in compiled.log
+
+
+def _float64(dout, q, k, v, causal):
+    """The gradients of one sequence in float64, and its result and log-sum-exp."""
+    (n, heads, head_dim), (m, kv_heads, _) = q.shape, k.shape
+    group, scale = heads // kv_heads, head_dim**-0.5
+    dout, q, k, v = (x.astype(np.float64) for x in (dout, q, k, v))
+    k, v = np.repeat(k, group, 1), np.repeat(v, group, 1)
+    scores = np.einsum("ihd,jhd->hij", q, k) * scale
+    if causal:
+        scores[:, np.arange(m) > np.arange(n)[:, None] + m - n] = -np.inf
+    high = np.maximum(scores.max(-1, keepdims=True, initial=-np.inf), -1e300)
+    p = np.exp(scores - high)
+    total = p.sum(-1, keepdims=True)
+    with np.errstate(divide="ignore"):
+        lse = (high + np.log(total))[..., 0].T
+    p = np.divide(p, total, out=np.zeros_like(p), where=total > 0)
+    out = np.einsum("hij,jhd->ihd", p, v)
+    dp = np.einsum("ihd,jhd->hij", dout, v)
+    ds = p * (dp - np.einsum("ihd,ihd->hi", dout, out)[..., None]) * scale
+    dk, dv = (
+        np.einsum("hij,ihd->jhd", x, y).reshape(m, kv_heads, group, head_dim).sum(2)
+        for x, y in ((ds, q), (p, dout))
+    )
+    return (np.einsum("hij,jhd->ihd", ds, k), dk, dv), out, lse
+
+
+def _is_hopper():
+    return current_architecture(0) == "sm_90a"
+
+
+def _inputs(case, dtype, seed):
+    """Return the arrays and where sequences start, and the float64 gradients."""
+    shape = (sum(case.lens_q), case.num_heads, case.head_dim)
+    kv_shape = (sum(case.lens_k), case.num_kv_heads, case.head_dim)
+    arrays = {
+        name: cases.normal(kv_shape if name in "kv" else shape, dtype, seed + i)
+        for i, name in enumerate(("dout", "q", "k", "v"))
+    }
+    where = {"cu_seqlens_q": cu_seqlens(case.lens_q), "cu_seqlens_k": cu_seqlens(case.lens_k)}
+    wants, outs, lses = [], [], []
+    for b in range(len(case.lens_q)):
+        rows, keys = (slice(*ends[b : b + 2]) for ends in where.values())
+        parts = (arrays[n][keys if n in "kv" else rows] for n in ("dout", "q", "k", "v"))
+        want, out, lse = _float64(*parts, case.causal)
+        wants.append(want)
+        outs.append(out)
+        lses.append(lse)
+    arrays["out"] = np.concatenate(outs).astype(arrays["q"].dtype)
+    arrays["lse"] = np.concatenate(lses).astype(np.float32)
+    return arrays, where, [np.concatenate(parts) for parts in zip(*wants, strict=True)]
+
+
+def _run(cp, arrays, where, causal, deterministic):
+    moved = {name: cp.asarray(x) for name, x in {**arrays, **where}.items()}
+    assert not _is_hopper() or _backward_sm90.takes(ScoreRule(1.0, 0, 0.0), moved)
+    got = kernels.attention_backward(**moved, causal=causal, deterministic=deterministic)
+    return [to_numpy(x) for x in got]
+
+
+def _check(got, want, dtype):
+    for name, x, wanted in zip(("dq", "dk", "dv"), got, want, strict=True):
+        assert np.isfinite(x.astype(np.float32)).all(), name
+        error = np.linalg.norm(x.astype(np.float64) - wanted)
+        assert error <= _ERROR[dtype] * max(np.linalg.norm(wanted), 1.0), name
+
+
+_BORDERS = (0, 1, 2, 15, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 400)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", _HALVES)
+@pytest.mark.parametrize("seed", range(25))
+def test_random_problems(cp, seed, dtype):
+    rng = np.random.default_rng(seed)
+    batch = int(rng.integers(1, 6))
+    lens_q = rng.choice(_BORDERS, batch)
+    lens_k = np.where(rng.random(batch) < 0.7, lens_q + rng.choice(_BORDERS, batch), lens_q // 2)
+    lens_q[0], lens_k[0] = max(lens_q[0], 1), max(lens_k[0], 1)
+    kv_heads, group = int(rng.integers(1, 4)), int(rng.choice([1, 1, 2, 3, 8]))
+    case = AttentionCase(
+        tuple(map(int, lens_q)),
+        tuple(map(int, lens_k)),
+        kv_heads * group,
+        kv_heads,
+        int(rng.choice([40, 64, 80, 96, 128])),
+        causal=bool(rng.random() < 0.6),
+    )
+    arrays, where, want = _inputs(case, dtype, seed)
+    first = _run(cp, arrays, where, case.causal, True)
+    _check(first, want, dtype)
+    for x, y in zip(_run(cp, arrays, where, case.causal, True), first, strict=True):
+        np.testing.assert_array_equal(x, y)
+    _check(_run(cp, arrays, where, case.causal, False), want, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_more_keys_than_blocks_run_at_once(cp, monkeypatch, head_dim, causal):
+    """Blocks that wait for each other's turn must not wait for one that cannot start."""
+    case = AttentionCase((300,), (20_000,), 1, 1, head_dim, causal=causal)
+    arrays, where, want = _inputs(case, "bfloat16", 3)
+    got = _run(cp, arrays, where, causal, True)
+    _check(got, want, "bfloat16")
+    for x, y in zip(_run(cp, arrays, where, causal, True), got, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.gpu
+def test_portable_tier_can_be_forced(cp, monkeypatch):
+    if not _is_hopper():
+        pytest.skip("needs compute capability 9.0")
+    x = cp.ones((4, 2, 64), np.float16)
+    arrays = {name: x for name in ("dout", "q", "k", "v", "out")}
+    assert _backward_sm90.takes(ScoreRule(1.0, 0, 0.0), arrays)
+    assert not _backward_sm90.takes(ScoreRule(1.0, 3, 0.0), arrays)
+    assert not _backward_sm90.takes(ScoreRule(1.0, 0, 5.0), arrays)
+    monkeypatch.setenv("ENGINE_KERNEL_TIER", "portable")
+    assert not _backward_sm90.takes(ScoreRule(1.0, 0, 0.0), arrays)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_error_is_no_larger_than_cudnns(cp, head_dim, causal):
+    torch = pytest.importorskip("torch")
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    n, heads = 1000, 4
+    torch.manual_seed(0)
+    tensors = [torch.randn(1, heads, n, head_dim, device="cuda").bfloat16() for _ in range(4)]
+    gradients = []
+    for backend, dtype in ((SDPBackend.MATH, torch.float64), (SDPBackend.CUDNN_ATTENTION, None)):
+        dout, *qkv = (x.to(dtype or x.dtype) for x in tensors)
+        qkv = [x.requires_grad_() for x in qkv]
+        with sdpa_kernel(backend):
+            out = torch.nn.functional.scaled_dot_product_attention(*qkv, is_causal=causal)
+            gradients.append(torch.autograd.grad(out, qkv, dout))
+    bfloat16 = cases.normal((1,), "bfloat16", 0).dtype
+    dout, q, k, v = (
+        cp.asarray(x.detach()[0].transpose(0, 1).float().cpu().numpy().astype(bfloat16))
+        for x in tensors
+    )
+    lens = cp.asarray(cu_seqlens([n]))
+    where = {"cu_seqlens_q": lens, "cu_seqlens_k": lens, "causal": causal}
+    out, lse = kernels.attention_prefill(q, k, v, **where, return_lse=True)
+    ours = kernels.attention_backward(dout, q, k, v, out, lse, **where)
+    for name, x, want, theirs in zip(("dq", "dk", "dv"), ours, *gradients, strict=True):
+        judge = want[0].transpose(0, 1).cpu().numpy()
+        error = np.linalg.norm(to_numpy(x).astype(np.float64) - judge)
+        assert error <= float((theirs.double() - want).norm()), name
