@@ -174,14 +174,12 @@ shared_store4(to + j * 2048, sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 *
       pack(ds_packed, dp);
       store_ds(ds_tile, ds_packed, warp_row, lane);
 
-      // The next tile's scores: after the last of whatever lies there, and not used.
+      // The next tile's Q: after the last whatever lies there, whose scores are not used.
       if (turn + 1 < turns) mbarrier_wait(q_full + 8 * (stage ^ 1), (turn + 1) / 2 % 2);
       wgmma_fence();
       wgmma_wait<0>();
       wgmma_pin(dv);
       release(dout_empty + 8 * stage);
-      wgmma_fence();
-      start_scores(s, my_k, q + (stage ^ 1) * kRowBytes);
       wgmma_fence();
       start_sums(dk, ds_packed, q_tile);
       // SAFETY: both warpgroups have stored dS. The other tile of dS is free when this barrier is
@@ -189,13 +187,18 @@ shared_store4(to + j * 2048, sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 *
       named_barrier<1, 128 * kConsumers>();
       wgmma_fence();
       start_dq(dq_sum, ds_tile, half);
-      wgmma_wait<0>();
-      wgmma_pin(s);
+      wgmma_fence();
+      start_scores(s, my_k, q + (stage ^ 1) * kRowBytes);
+
+      // dQ goes out while the next scores are under way.
+      wgmma_wait<1>();
       wgmma_pin(dk);
       wgmma_pin(dv);
       wgmma_pin(dq_sum);
       release(q_empty + 8 * stage);
       store_dq(dq_sum, half, (turn & 1) ^ 1);
+      wgmma_wait<0>();
+      wgmma_pin(s);
     }
     // Keeps what follows out of the loop, where there are no registers for it.
     wgmma_wait<0>();
