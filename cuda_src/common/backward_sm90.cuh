@@ -71,7 +71,7 @@ __device__ __forceinline__ KeyWork find_work(const BackwardProblem& problem,
   work.begin = first_query / kQueries;
   work.tiles = first_query < sequence.num_q ? end - work.begin : 0;
   work.start = 0;
-  if (rotates && !problem.causal)
+  if (rotates && !problem.causal && work.num_keys > 0)
     work.start = static_cast<int>(static_cast<int64_t>(key_block) * end / work.num_key_blocks);
   work.slot = first_slot<kQueries>(sequence, b);
   return work;
