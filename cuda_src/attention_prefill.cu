@@ -12,6 +12,7 @@
 //   *_stride_t, *_stride_h              elements from token to token and from head to head
 //
 // Query i of n sees keys 0 to len - n + i (causal) or all; with a window its last `window` ones.
+// Compiled with PATTERN: of these, the ones of a pattern (common/attention_pattern.cuh).
 //
 // Numerics: scores, softmax, sums and O in float; P is rounded to scalar_t for P V (its sum is
 // not); out is rounded once. Float inputs never meet a tensor core, so nothing becomes TF32.
@@ -25,6 +26,13 @@ using Core = SimtAttention<HEAD_DIM, WARPS_M, ROW_TILES>;
 #include "common/attention_mma.cuh"
 using Core = MmaAttention<HEAD_DIM, WARPS_M, 1, ROW_TILES, TILE_KEYS, STAGES>;
 #endif
+#if PATTERN
+#define ENGINE_PATTERN_PARAMS                                                                \
+  , const unsigned *pattern_blocks, int pattern_words, int pattern_num_q, int pattern_num_k, \
+      int pattern_q, int pattern_k, int pattern_offset
+#else
+#define ENGINE_PATTERN_PARAMS
+#endif
 static_assert(Core::kSharedBytes == SHARED_BYTES, "kernels/_attention.py computes another size");
 
 extern "C" __global__ void __launch_bounds__(Core::kThreads, 1)
@@ -36,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(Core::kThreads, 1)
                       int64_t table_stride, int64_t out_stride_t, int64_t out_stride_h,
                       int64_t max_keys, int total_q, int num_heads, int group, int head_dim,
                       int block_shift, int num_blocks, int causal, int window, int is_vector,
-                      float score_inner, float score_factor) {
+                      float score_inner, float score_factor ENGINE_PATTERN_PARAMS) {
   extern __shared__ __align__(128) unsigned char smem_bytes[];
   scalar_t* const smem = reinterpret_cast<scalar_t*>(smem_bytes);
   const int b = blockIdx.z, kv_head = blockIdx.y;
@@ -52,7 +60,12 @@ extern "C" __global__ void __launch_bounds__(Core::kThreads, 1)
     k_begin = min(static_cast<int64_t>(max(cu_seqlens_k[b], 0)), max_keys);
     num_keys = min(max(static_cast<int64_t>(cu_seqlens_k[b + 1]), k_begin), max_keys) - k_begin;
   }
-  const RowRule rows(num_tokens, group, static_cast<int>(num_keys), causal != 0, window);
+  RowRule rows(num_tokens, group, static_cast<int>(num_keys), causal != 0, window);
+#if PATTERN
+  rows.pattern = Pattern{pattern_blocks, pattern_words, pattern_num_q, pattern_num_k,
+                         pattern_q,      pattern_k,     pattern_offset};
+  rows.first_position = causal ? static_cast<int>(num_keys) - num_tokens : 0;
+#endif
   if (row_begin >= rows.count) return;
 
   const int head = kv_head * group;

@@ -10,6 +10,7 @@
 //   partial  with splits > 1: (splits, Tq, H, D) float, results of each split; after them
 //          (splits, Tq, H) float, their log2-sum-exp2
 //   counter  int, 0: where blocks take tiles from; 0 again at the end
+//   pattern_*  with PATTERN: see common/attention_pattern.cuh
 //
 // Numerics: as in attention_prefill.cu, but what exponents are less is the running maximum only
 // over the first 1,024 keys a row meets, and later renewed only when sums grow large

@@ -53,7 +53,15 @@ struct MmaAttention {
         // done with the tile before, whose place the next load takes.
         __syncthreads();
       }
+#if PATTERN
+      const int last_row = min(row_begin + kRows, rows.count) - 1, tile_key = first + tile * kKeys;
+      const int ahead = tile_key + (kStages - 1) * kKeys;
+      load(smem_kv, kv, tile + kStages - 1,
+           rows.skips(row_begin, last_row, ahead, kKeys) ? 0 : num_tiles, first, begin, end);
+      if (rows.skips(row_begin, last_row, tile_key, kKeys)) continue;
+#else
       load(smem_kv, kv, tile + kStages - 1, num_tiles, first, begin, end);
+#endif
       const int key = first + tile * kKeys + warp_n() * kWarpKeys;
       if (tile >= 0 && has_rows && key <= high_last && key + kWarpKeys > low) {
         const bool is_whole = key + kWarpKeys - 1 <= low_last && rows.sees(high_last, key);
@@ -151,12 +159,29 @@ struct MmaAttention {
                 s[r][j][2 * half + i] = -kInf;
         }
     }
+#if PATTERN
+    mask(s, rows, warp_row, key);
+#endif
 #pragma unroll
     for (int r = 0; r < kRowTiles; ++r) {
       softmax<0>(s[r], r, rule.factor);
       softmax<1>(s[r], r, rule.factor);
     }
     multiply_pv(s, smem_v);
+  }
+
+  // Hides what the rows' pattern hides.
+  __device__ static __forceinline__ void mask(float (&s)[kRowTiles][kWarpKeys / 8][4],
+                                              const RowRule& rows, int warp_row, int key) {
+#pragma unroll
+    for (int r = 0; r < kRowTiles; ++r)
+#pragma unroll
+      for (int j = 0; j < kWarpKeys / 8; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          if (!rows.in_pattern(warp_row + r * 16 + i / 2 * 8 + lane() / 4,
+                               key + j * 8 + lane() % 4 * 2 + i % 2))
+            s[r][j][i] = -kInf;
   }
 
   __device__ static __forceinline__ void multiply_qk(float (&s)[kRowTiles][kWarpKeys / 8][4],

@@ -40,6 +40,9 @@ struct SimtAttention {
     load_queries<kHeadDim, kRows, kThreads>(smem, queries, rows, row_begin);
 #pragma unroll 1
     for (int key = begin / kKeys * kKeys; key < end; key += kKeys) {
+#if PATTERN
+      if (rows.skips(row_begin, min(row_begin + kRows, rows.count) - 1, key, kKeys)) continue;
+#endif
       __syncthreads();  // SAFETY: all warps are done with the tile that is overwritten now.
       load_tile<kHeadDim, kKeys, kThreads>(smem_k, smem_v, kv, key, begin, end);
       cp_async_commit();
@@ -112,7 +115,8 @@ struct SimtAttention {
   __device__ __forceinline__ void softmax(float& p, const RowRule& rows, const ScoreRule& rule,
                                           int r, int row, int key) {
     if (rule.inner != 0.0f) p = rule.cap(p);
-    if (!rows.sees(row, rows.last_key(row), key + lane())) p = -kInf;
+    const bool seen = rows.sees(row, rows.last_key(row), key + lane());
+    if (!seen || !rows.in_pattern(row, key + lane())) p = -kInf;
     const float new_max = fmaxf(max[r], warp_max(p) * rule.factor);
     const float reference = finite_or_zero(new_max);
     const float shrink = exp2_approx(max[r] - reference);

@@ -17,8 +17,8 @@ struct Prefill {
                                       kQStages * static_cast<int>(sizeof(TileWork)) +
                                       8 * kBarriers + 4 * kStages;
   static constexpr int kExactTiles = 1024 / kKeys;  // the first ones a row sees: OnlineSoftmax
-  static constexpr int kProducerRegisters = 56;
-  static constexpr int kConsumerRegisters = kConsumers == 2 ? 224 : 152;
+  static constexpr int kProducerRegisters = kPattern ? 72 : 56;
+  static constexpr int kConsumerRegisters = kConsumers != 2 ? 152 : kPattern ? 216 : 224;
 
   // Shared memory, by address.
   unsigned q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, v_whole;

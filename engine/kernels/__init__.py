@@ -1,5 +1,6 @@
 """The catalog of ops: NumPy arrays run the mirror, CuPy arrays the CUDA kernel."""
 
+from engine.kernels._attention_pattern import BlockSparse, Periodic
 from engine.kernels.attention_backward import attention_backward
 from engine.kernels.attention_decode import attention_decode
 from engine.kernels.attention_prefill import attention_prefill
@@ -25,6 +26,8 @@ from engine.kernels.silu import silu
 from engine.kernels.swiglu import swiglu
 
 __all__ = [
+    "BlockSparse",
+    "Periodic",
     "attention_backward",
     "attention_decode",
     "attention_prefill",

@@ -169,8 +169,8 @@ class Tile:
         pitch = self.head_dim + (4 if dtype == "float32" else 0)
         return (self.rows(dtype) + 2 * self.stages * self.keys) * pitch * itemsize(dtype)
 
-    def spec(self, file: str, dtype: str) -> ModuleSpec:
-        """Return the module compiled for this tile."""
+    def spec(self, file: str, dtype: str, *, is_patterned: bool = False) -> ModuleSpec:
+        """Return the module compiled for this tile, with patterns or without."""
         macros = {
             "HEAD_DIM": self.head_dim,
             "WARPS_M": self.warps_m,
@@ -180,4 +180,6 @@ class Tile:
             "STAGES": self.stages,
             "SHARED_BYTES": self.shared_bytes(dtype),
         }
+        if is_patterned:
+            macros["PATTERN"] = 1
         return ModuleSpec(file, dtype, tuple(macros.items()))

@@ -8,6 +8,7 @@ from typing import Any
 from engine import device, env
 from engine.dtypes import dtype_name
 from engine.kernels._attention import ScoreRule, are_aligned, element_strides
+from engine.kernels._attention_pattern import PARAMS, Pattern, arguments
 from engine.kernels._launch import Kernel, ceil_div, sm_count
 from engine.kernels._module import ModuleSpec, current_architecture
 from engine.kernels._tensor_map import tensor_map
@@ -23,9 +24,12 @@ _PARAMS = (
     "box_keys:i32 block_shift:i32 num_blocks:i32 num_pairs:i32 tiles_of_pair:i32 section:i32 "
     "splits:i32 causal:i32 window:i32 score_inner:f32 score_factor:f32"
 )
-_KERNELS = {
-    False: Kernel("attention_prefill_sm90", _PARAMS),
-    True: Kernel("attention_prefill_sm90_softcap", _PARAMS),
+_KERNELS = {  # by soft cap and pattern
+    (softcap, patterned): Kernel(
+        "attention_prefill_sm90" + "_softcap" * softcap, _PARAMS + PARAMS * patterned
+    )
+    for softcap in (False, True)
+    for patterned in (False, True)
 }
 _COMBINE = Kernel(
     "attention_prefill_sm90_combine",
@@ -99,8 +103,13 @@ _TILES = (
     HopperTile(192, 2, 64, 3, 1),
 )
 
+# With a pattern: the tiles that can be skipped are smaller, and registers are left to mask them.
+_PATTERNED = {128: HopperTile(128, 2, 64, 4, 1)}
 
-def choose_hopper_tile(dtype: str, head_dim: int) -> HopperTile | None:
+
+def choose_hopper_tile(
+    dtype: str, head_dim: int, *, is_patterned: bool = False
+) -> HopperTile | None:
     """Return the tile for heads of `head_dim`; None: not for Hopper.
 
     Examples
@@ -110,7 +119,8 @@ def choose_hopper_tile(dtype: str, head_dim: int) -> HopperTile | None:
     """
     if dtype not in _DTYPES or head_dim % 8 or head_dim <= 32:
         return None
-    return next((tile for tile in _TILES if head_dim <= tile.head_dim), None)
+    tile = next((tile for tile in _TILES if head_dim <= tile.head_dim), None)
+    return _PATTERNED.get(tile.head_dim, tile) if tile and is_patterned else tile
 
 
 def choose_num_splits(tiles: int, key_tiles: int, sm_count: int) -> int:
@@ -157,12 +167,14 @@ def launch(
     rule: ScoreRule,
     max_q: int,
     num_splits: int | None = None,
-    tile: HopperTile | None = None,
+    pattern: Pattern | None = None,
 ) -> None:
     """Launch on arrays that `takes` said yes to; num_splits None: as many as fill the device."""
     (total_q, num_heads, head_dim), dtype = q.shape, dtype_name(q.dtype)
-    tile = tile or choose_hopper_tile(dtype, head_dim)
+    is_patterned = pattern is not None
+    tile = choose_hopper_tile(dtype, head_dim, is_patterned=is_patterned)
     assert tile is not None
+    spec = tile.spec(dtype, is_patterned=is_patterned)
     pairs = (keys["cu_seqlens_q"].size - 1) * keys["k"].shape[1]
     group = num_heads // keys["k"].shape[1]
     tiles_of_pair = ceil_div(min(max_q, total_q), tile.rows // group)
@@ -183,8 +195,8 @@ def launch(
         "head_dim": head_dim,
         "splits": splits,
     }
-    _KERNELS[bool(rule.softcap)].launch(
-        tile.spec(dtype),
+    _KERNELS[bool(rule.softcap), is_patterned].launch(
+        spec,
         (min(tiles * splits, sm_count()),),
         (tile.threads,),
         tile.shared_bytes,
@@ -200,9 +212,10 @@ def launch(
         window=rule.window if rule.window < lengths["max_keys"] else 0,  # else it hides nothing
         score_inner=rule.inner,
         score_factor=rule.factor,
+        **({} if pattern is None else arguments(pattern)),
     )
     if splits > 1:
-        _COMBINE.launch(tile.spec(dtype), (ceil_div(rows, 8),), (256,), **shared, rows=rows)
+        _COMBINE.launch(spec, (ceil_div(rows, 8),), (256,), **shared, rows=rows)
 
 
 def _longest(keys: dict[str, Any]) -> int:

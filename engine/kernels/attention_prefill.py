@@ -8,7 +8,7 @@ import numpy as np
 
 from engine import reference
 from engine.dtypes import dtype_name
-from engine.kernels import _prefill_sm90
+from engine.kernels import _attention_pattern, _prefill_sm90
 from engine.kernels._attention import (
     MAX_HEAD_DIM,
     Pages,
@@ -25,14 +25,15 @@ from engine.kernels._module import ModuleSpec
 
 __all__ = ["attention_prefill", "choose_tile", "specs"]
 
-_KERNEL = Kernel(
-    "attention_prefill",
+_PARAMS = (
     "q:ptr k:ptr v:ptr cu_seqlens_q:ptr cu_seqlens_k:ptr block_tables:ptr context_lens:ptr "
     "out:ptr lse:ptr q_stride_t:i64 q_stride_h:i64 k_stride_t:i64 k_stride_h:i64 v_stride_t:i64 "
     "v_stride_h:i64 page_stride:i64 table_stride:i64 out_stride_t:i64 out_stride_h:i64 "
     "max_keys:i64 total_q:i32 num_heads:i32 group:i32 head_dim:i32 block_shift:i32 num_blocks:i32 "
-    "causal:i32 window:i32 is_vector:i32 score_inner:f32 score_factor:f32",
+    "causal:i32 window:i32 is_vector:i32 score_inner:f32 score_factor:f32"
 )
+_KERNEL = Kernel("attention_prefill", _PARAMS)
+_PATTERNED = Kernel("attention_prefill", _PARAMS + _attention_pattern.PARAMS)
 
 # Four warps of 32 rows each hold O in half of their registers up to D = 128; D = 256 needs all of
 # them for 16 rows. Keys and stages then fill what the smallest chips allow (99 KiB).
@@ -78,6 +79,7 @@ def attention_prefill(
     scale: float | None = None,
     window: int = 0,
     softcap: float = 0.0,
+    pattern: _attention_pattern.Pattern | None = None,
     max_seqlen_q: int | None = None,
     num_splits: int | None = None,
     out: Any = None,
@@ -110,6 +112,10 @@ def attention_prefill(
         `causal`.
     softcap : float
         Replaces a scaled score s by softcap * tanh(s / softcap); 0 means not to.
+    pattern : BlockSparse or Periodic, optional
+        Of the keys above, each query sees only those that the pattern allows for its position: if
+        `causal`, of the last key it sees; else its own among the sequence's queries. Tiles of keys
+        that no query of a tile sees are not read; a mask of single keys is never made.
     max_seqlen_q : int, optional
         Bound of the queries of one sequence. Without it CUDA must synchronise once to find out.
     num_splits : int, optional
@@ -158,6 +164,8 @@ def attention_prefill(
     check_heads(call)
     rule = ScoreRule.checked(call, call["D"], scale, window, softcap)
     call.check("window", causal or not window, "0 unless causal", window)
+    is_pattern = isinstance(pattern, _attention_pattern.Pattern | None)
+    call.check("pattern", is_pattern, "BlockSparse, Periodic or None", type(pattern).__name__)
     if max_seqlen_q is not None:
         check_count(call, "max_seqlen_q", max_seqlen_q)
     if num_splits is not None:
@@ -171,6 +179,7 @@ def attention_prefill(
             scale=rule.scale,
             window=rule.window,
             softcap=rule.softcap,
+            pattern=pattern,
             return_lse=True,
         )
         out = call.finish(out, result[0])
@@ -181,9 +190,9 @@ def attention_prefill(
         lengths = call.xp.diff(keys["cu_seqlens_q"])
         max_seqlen_q = int(lengths.max()) if lengths.size else 0
     if _prefill_sm90.takes(q, keys["k"], keys["v"], out):
-        _prefill_sm90.launch(q, keys, out, lse, causal, rule, max_seqlen_q, num_splits)
+        _prefill_sm90.launch(q, keys, out, lse, causal, rule, max_seqlen_q, num_splits, pattern)
     else:
-        _launch(q, keys, out, lse, causal, rule, max_seqlen_q)
+        _launch(q, keys, out, lse, causal, rule, max_seqlen_q, pattern)
     return out if lse is None else (out, lse)
 
 
@@ -232,7 +241,14 @@ def _check_cu_seqlens(call: Contract, name: str, cu_seqlens: Any, total: int) ->
 
 
 def _launch(
-    q: Any, keys: dict[str, Any], out: Any, lse: Any, causal: bool, rule: ScoreRule, max_q: int
+    q: Any,
+    keys: dict[str, Any],
+    out: Any,
+    lse: Any,
+    causal: bool,
+    rule: ScoreRule,
+    max_q: int,
+    pattern: _attention_pattern.Pattern | None,
 ) -> None:
     (total_q, num_heads, head_dim), dtype = q.shape, dtype_name(q.dtype)
     tile = choose_tile(dtype, head_dim)
@@ -241,8 +257,8 @@ def _launch(
     k_strides, v_strides = element_strides(k), element_strides(v)
     num_rows = min(max_q, total_q) * (num_heads // num_kv_heads)
     num_tiles = ceil_div(num_rows, tile.rows(dtype))
-    _KERNEL.launch(
-        tile.spec("attention_prefill.cu", dtype),
+    (_KERNEL if pattern is None else _PATTERNED).launch(
+        tile.spec("attention_prefill.cu", dtype, is_patterned=pattern is not None),
         (num_tiles, num_kv_heads, keys["cu_seqlens_q"].size - 1),
         (tile.threads,),
         tile.shared_bytes(dtype),
@@ -272,4 +288,5 @@ def _launch(
         is_vector=int(are_aligned(q, k, v, out)),
         score_inner=rule.inner,
         score_factor=rule.factor,
+        **({} if pattern is None else _attention_pattern.arguments(pattern)),
     )

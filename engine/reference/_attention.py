@@ -24,6 +24,7 @@ def attend(
     window: int,
     softcap: float,
     tree: Array | None = None,
+    pattern: Any = None,
 ) -> tuple[Array, Array]:
     """Return softmax(cap(scale Q K^T)) V in q's dtype, and the log-sum-exp of each row's scores.
 
@@ -49,10 +50,26 @@ def attend(
             if tree is not None:
                 bits = np.maximum(keys - (m - n), 0).astype(np.uint64)
                 hidden |= (keys >= m - n) & (tree[rows, None] >> bits & np.uint64(1) == 0)
+            if pattern is not None:
+                hidden = hidden | ~_sees(pattern, last if causal else np.arange(n)[rows], keys)
             if hidden.any():
                 np.copyto(scores, -np.inf, where=hidden)
             out[rows], lse[rows] = _softmax_product(scores, v[:, low:high], q.dtype)
     return out, lse
+
+
+def _sees(pattern: Any, positions: Array, keys: Array) -> Array:
+    """Return where the pattern lets queries see keys: (positions, keys) bool."""
+    if hasattr(pattern, "period"):
+        distance = positions[:, None] - keys + pattern.offset
+        found: Array = distance % pattern.period < pattern.width
+        return found
+    rows, columns = positions // pattern.block_q, keys // pattern.block_k
+    num_rows, num_columns = pattern.mask.shape
+    seen: Array = np.zeros((len(rows), len(columns)), bool)
+    row_ok, column_ok = (rows >= 0) & (rows < num_rows), columns < num_columns
+    seen[np.ix_(row_ok, column_ok)] = pattern.mask[np.ix_(rows[row_ok], columns[column_ok])]
+    return seen
 
 
 def _scores(q: Array, k: Array, scale: float, softcap: float) -> Array:

@@ -26,6 +26,7 @@ def attention_prefill(
     scale: float | None = None,
     window: int = 0,
     softcap: float = 0.0,
+    pattern: Any = None,
     return_lse: bool = False,
 ) -> Any:
     """softmax(scale Q K^T) V for every sequence; dense k, v (Tk,K,D) or pages (P,K,bs,D)."""
@@ -40,7 +41,6 @@ def attention_prefill(
             assert cu_seqlens_k is not None
             tokens = slice(cu_seqlens_k[b], cu_seqlens_k[b + 1])
             keys, values = k[tokens].transpose(1, 0, 2), v[tokens].transpose(1, 0, 2)
-        out[rows], lse[rows] = attend(
-            q[rows], keys, values, causal=causal, scale=scale, window=window, softcap=softcap
-        )
+        rule = {"scale": scale, "window": window, "softcap": softcap, "pattern": pattern}
+        out[rows], lse[rows] = attend(q[rows], keys, values, causal=causal, **rule)
     return (out, lse) if return_lse else out

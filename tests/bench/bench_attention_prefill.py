@@ -111,6 +111,42 @@ def _case(batch: int, heads: int, kv_heads: int, head_dim: int, n: int, causal: 
     return BenchCase(name, make, run, nbytes=int(nbytes), flops=flops, check=check, peers=peers)
 
 
+def _pattern_case(n: int, head_dim: int, pattern: object, density: float, name: str) -> BenchCase:
+    """Full attention where `density` of all pairs are seen; only these count as FLOPs."""
+    heads = 8
+    shape = (n, heads, head_dim)
+
+    def make(xp, seed):
+        q, k, v = (normal_on(xp, shape, "bfloat16", seed + i) for i in range(3))
+        return q, k, v, xp.asarray(cu_seqlens([n]))
+
+    def attend(op, q, k, v, starts, **options):
+        where = {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+        return op(q, k, v, **where, causal=False, pattern=pattern, **options)
+
+    def check(args, result):
+        one = [np.ascontiguousarray(to_numpy(x)[:, :1]) for x in args[:3]]
+        want = attend(reference.attention_prefill, *one, to_numpy(args[3]))
+        assert_close(result[:, :1].copy(), want, reduction=n)
+
+    flops = int(4 * heads * head_dim * n * n * density)
+    run = partial(attend, kernels.attention_prefill, max_seqlen_q=n)
+    nbytes = int(2 * 4 * np.prod(shape))
+    return BenchCase(f"{name} D{head_dim} S{n}", make, run, nbytes=nbytes, flops=flops, check=check)
+
+
+def _quarter(n: int, head_dim: int) -> list[BenchCase]:
+    """Full attention, and a quarter of it in three patterns."""
+    blocks = n // 128
+    mask = np.random.default_rng(0).permuted(np.arange(blocks)[None].repeat(blocks, 0), axis=1)
+    patterns = (
+        (None, 1.0, "full H8"),
+        (kernels.BlockSparse(mask < blocks // 4, 128, 128), 0.25, "blocks of 128, a quarter H8"),
+        (kernels.Periodic(4096, 1024), 0.25, "period 4096, width 1024 H8"),
+    )
+    return [_pattern_case(n, head_dim, *pattern) for pattern in patterns]
+
+
 CASES = [
     *(_case(4, 8, 8, 64, n, causal) for n in (2048, 4096, 8192) for causal in (False, True)),
     _case(2, 32, 32, 128, 2048, True),
@@ -119,4 +155,5 @@ CASES = [
     _case(1, 32, 32, 128, 16384, True),
     _case(16, 16, 8, 128, 4096, True),  # Qwen3-0.6B, the prefill of 16 prompts
     *(_chunk_case(256, 8192, 8, 1, block_size) for block_size in (16, 64)),
+    *(case for head_dim in (64, 128) for case in _quarter(16384, head_dim)),
 ]

@@ -1,0 +1,140 @@
+"""Which keys a query sees by its position: patterns that attention_prefill takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from engine import device
+from engine.kernels._contract import Contract
+
+__all__ = ["PARAMS", "BlockSparse", "Pattern", "Periodic", "arguments"]
+
+# What kernels compiled with patterns take besides.
+PARAMS = (
+    " pattern_blocks:ptr pattern_words:i32 pattern_num_q:i32 pattern_num_k:i32 pattern_q:i32 "
+    "pattern_k:i32 pattern_offset:i32"
+)
+_MAX = 2**30
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class BlockSparse:
+    """A query sees the keys of the blocks that its own block of positions may see.
+
+    Parameters
+    ----------
+    mask : (NQ, NK) array_like of bool, on the host
+        Row i says which blocks of keys are seen from positions ``i * block_q`` to
+        ``(i + 1) * block_q - 1``. Positions and keys past the mask see and are seen by none.
+    block_q, block_k : int
+        Positions and keys of a block, 1 or more. Multiples of 128 leave nothing to mask inside of
+        a tile, and cost least.
+
+    Raises
+    ------
+    ContractError
+        If the mask has not two axes of bool, or a size is not an int from 1 to 2**30 - 1.
+
+    Notes
+    -----
+    The bits go to a device when it first sees the pattern, and stay there: make a pattern once.
+
+    Examples
+    --------
+    >>> BlockSparse(np.tril(np.ones((4, 4), bool)), 128, 128).mask.shape
+    (4, 4)
+    """
+
+    mask: Any
+    block_q: int
+    block_k: int
+    _words: dict[int, Any] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        call = Contract("BlockSparse")
+        mask = np.array(self.mask)
+        ok = mask.ndim == 2 and mask.dtype == bool
+        call.check("mask", ok, "an array of bool with two axes", f"{mask.dtype} {mask.shape}")
+        mask.flags.writeable = False
+        object.__setattr__(self, "mask", mask)
+        for name in ("block_q", "block_k"):
+            _check_int(call, name, getattr(self, name), 1, _MAX - 1)
+
+    def __repr__(self) -> str:
+        (rows, columns), seen = self.mask.shape, self.mask.sum()
+        return f"BlockSparse({seen} of {rows} x {columns}, {self.block_q}, {self.block_k})"
+
+    def words(self) -> Any:
+        """Return the mask's bits on the current device: (NQ, ceil(NK / 32)) uint32."""
+        cupy = device.cupy()
+        where = cupy.cuda.runtime.getDevice()
+        if where not in self._words:
+            num_q, num_k = self.mask.shape
+            padded = np.zeros((num_q, -(-num_k // 32) * 32), bool)
+            padded[:, :num_k] = self.mask
+            bits = np.packbits(padded, axis=1, bitorder="little").view(np.uint32)
+            self._words[where] = cupy.asarray(bits)
+        return self._words[where]
+
+
+@dataclass(frozen=True)
+class Periodic:
+    """The query at position i sees key j if (i - j + offset) mod period < width.
+
+    With offset 0 that is a sliding window of `width` keys, repeated every `period` keys back; with
+    ``offset = width // 2`` the window lies around the position, as neighbours in a lattice whose
+    rows have `period` sites do.
+
+    Parameters
+    ----------
+    period : int
+        1 to 2**30 - 1. Tiles of 128 queries and 64 to 128 keys are skipped whole, so time is saved
+        only where ``period - width`` is well over 256.
+    width : int
+        1 to `period`.
+    offset : int
+        0 to ``period - 1``.
+
+    Raises
+    ------
+    ContractError
+        If a number is not an int in its range.
+
+    Examples
+    --------
+    >>> Periodic(period=4096, width=1024).offset
+    0
+    """
+
+    period: int
+    width: int
+    offset: int = 0
+
+    def __post_init__(self) -> None:
+        call = Contract("Periodic")
+        _check_int(call, "period", self.period, 1, _MAX - 1)
+        _check_int(call, "width", self.width, 1, self.period)
+        _check_int(call, "offset", self.offset, 0, self.period - 1)
+
+
+Pattern = BlockSparse | Periodic
+
+
+def _check_int(call: Contract, name: str, value: Any, low: int, high: int) -> None:
+    is_int = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    call.check(name, is_int and low <= value <= high, f"an int from {low} to {high}", value)
+
+
+def arguments(pattern: Pattern) -> dict[str, Any]:
+    """Return the arguments that PARAMS names."""
+    if isinstance(pattern, Periodic):
+        numbers = (None, 0, 0, 0, pattern.period, pattern.width, pattern.offset)
+    else:
+        words = pattern.words()
+        sizes = (words.shape[1], *pattern.mask.shape)
+        numbers = (words, *sizes, pattern.block_q, pattern.block_k, 0)
+    names = [item.split(":")[0] for item in PARAMS.split()]
+    return dict(zip(names, numbers, strict=True))
