@@ -280,7 +280,7 @@ struct Prefill {
               tile.first_last + (problem.causal ? tokens[i] : 0) - n * kKeys - 2 * (lane % 4);
         mask_scores<kKeys>(s, last, problem.reach);
         if constexpr (kPattern) {
-          unsigned seen[2];
+          unsigned seen[2] = {0u, 0u};
           int position = tile.position + tokens[0];
 #pragma unroll 1
           for (int i = 0; i < 2; ++i, position = tile.position + tokens[1]) {

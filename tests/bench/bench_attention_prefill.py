@@ -142,6 +142,7 @@ def _quarter(n: int, head_dim: int) -> list[BenchCase]:
     patterns = (
         (None, 1.0, "full H8"),
         (kernels.BlockSparse(mask < blocks // 4, 128, 128), 0.25, "blocks of 128, a quarter H8"),
+        (kernels.Periodic(8192, 2048), 0.25, "period 8192, width 2048 H8"),
         (kernels.Periodic(4096, 1024), 0.25, "period 4096, width 1024 H8"),
     )
     return [_pattern_case(n, head_dim, *pattern) for pattern in patterns]
