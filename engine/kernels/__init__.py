@@ -4,6 +4,7 @@ from engine.kernels._attention_pattern import BlockSparse, Periodic
 from engine.kernels.attention_backward import attention_backward
 from engine.kernels.attention_decode import attention_decode
 from engine.kernels.attention_prefill import attention_prefill
+from engine.kernels.attention_prefill_fp8 import attention_prefill_fp8
 from engine.kernels.decode_inputs import decode_inputs
 from engine.kernels.decode_outputs import decode_outputs
 from engine.kernels.embedding import embedding
@@ -16,6 +17,7 @@ from engine.kernels.kv_store import kv_store
 from engine.kernels.kv_swap import kv_swap
 from engine.kernels.merge_states import merge_states
 from engine.kernels.qk_norm_rope_store import qk_norm_rope_store
+from engine.kernels.quantize_heads import quantize_heads
 from engine.kernels.relu import relu
 from engine.kernels.residual_add import residual_add
 from engine.kernels.rmsnorm import rmsnorm
@@ -31,6 +33,7 @@ __all__ = [
     "attention_backward",
     "attention_decode",
     "attention_prefill",
+    "attention_prefill_fp8",
     "decode_inputs",
     "decode_outputs",
     "embedding",
@@ -43,6 +46,7 @@ __all__ = [
     "kv_swap",
     "merge_states",
     "qk_norm_rope_store",
+    "quantize_heads",
     "relu",
     "residual_add",
     "rmsnorm",

@@ -15,8 +15,8 @@ __all__ = ["map_source", "tensor_map", "tensor_map_2d", "tensor_map_of"]
 _BYTES = 128
 _ALIGNMENT = 64  # of the map's own address
 
-_DTYPES = {"float16": 6, "bfloat16": 9}  # CUtensorMapDataType
-_SWIZZLE_128B = 3
+_DTYPES = {"uint8": (0, 1), "float16": (6, 2), "bfloat16": (9, 2)}  # CUtensorMapDataType, bytes
+_SWIZZLES = {64: 2, 128: 3}  # CUtensorMapSwizzle
 _L2_PROMOTION_NONE = 0
 _L2_PROMOTION_256B = 3
 
@@ -52,6 +52,7 @@ def tensor_map(
     box: tuple[int, ...],
     *,
     promote: bool = True,
+    swizzle: int = 128,
 ) -> Any:
     """Return the map of an array of up to 5 axes, the contiguous one first.
 
@@ -59,7 +60,7 @@ def tensor_map(
     ----------
     pointer : int
         Address, a multiple of 16.
-    dtype : "float16" or "bfloat16"
+    dtype : "uint8", "float16" or "bfloat16"
     sizes : tuple of int
     strides : tuple of int
         In bytes, of all axes but the first: multiples of 16 (that of an axis of 1 says nothing).
@@ -67,10 +68,12 @@ def tensor_map(
         What one copy moves along each axis, as in `tensor_map_2d`.
     promote : bool
         Whether L2 fetches 256 bytes for whatever is asked for.
+    swizzle : 64 or 128
+        Bytes of the span in which copies swap 16-byte words: at least those of the box's rows.
     """
-    row = -(-sizes[0] * 2 // 16) * 16
+    row = -(-sizes[0] * _DTYPES[dtype][1] // 16) * 16
     known = (row if n == 1 else step for n, step in zip(sizes[1:], strides, strict=True))
-    return _encode(pointer, dtype, sizes, tuple(known), box, promote)
+    return _encode(pointer, dtype, sizes, tuple(known), box, promote, swizzle)
 
 
 @cache
@@ -86,6 +89,7 @@ def _encode(
     strides: tuple[int, ...],
     box: tuple[int, ...],
     promote: bool,
+    swizzle: int,
 ) -> Any:
     """The map holds no memory: a stale one only describes where an array once was."""
     buffer = np.zeros(_BYTES + _ALIGNMENT, np.uint8)
@@ -94,7 +98,7 @@ def _encode(
     rank = len(sizes)
     status = _driver()(
         ctypes.c_void_p(encoded.ctypes.data),
-        ctypes.c_int(_DTYPES[dtype]),
+        ctypes.c_int(_DTYPES[dtype][0]),
         ctypes.c_uint32(rank),
         ctypes.c_void_p(pointer),
         (ctypes.c_uint64 * rank)(*sizes),
@@ -102,7 +106,7 @@ def _encode(
         (ctypes.c_uint32 * rank)(*box),
         (ctypes.c_uint32 * rank)(*[1] * rank),
         ctypes.c_int(0),  # not interleaved
-        ctypes.c_int(_SWIZZLE_128B),
+        ctypes.c_int(_SWIZZLES[swizzle]),
         ctypes.c_int(_L2_PROMOTION_256B if promote else _L2_PROMOTION_NONE),
         ctypes.c_int(0),  # zeros outside
     )
@@ -111,7 +115,7 @@ def _encode(
             f"cuTensorMapEncodeTiled failed with status {status} for {dtype} {sizes}, "
             f"{strides} bytes apart, box {box}, at {pointer:#x}"
         )
-    _sources[encoded.ctypes.data] = (pointer, dtype, sizes, strides, box, promote)
+    _sources[encoded.ctypes.data] = (pointer, dtype, sizes, strides, box, promote, swizzle)
     return encoded.view(np.dtype((np.void, _BYTES)))
 
 

@@ -3,6 +3,7 @@
 from engine.reference.attention_backward import attention_backward
 from engine.reference.attention_decode import attention_decode
 from engine.reference.attention_prefill import attention_prefill
+from engine.reference.attention_prefill_fp8 import attention_prefill_fp8
 from engine.reference.decode_inputs import decode_inputs
 from engine.reference.decode_outputs import decode_outputs
 from engine.reference.embedding import embedding
@@ -15,6 +16,7 @@ from engine.reference.kv_store import kv_store
 from engine.reference.kv_swap import kv_swap
 from engine.reference.merge_states import merge_states
 from engine.reference.qk_norm_rope_store import qk_norm_rope_store
+from engine.reference.quantize_heads import quantize_heads
 from engine.reference.relu import relu
 from engine.reference.residual_add import residual_add
 from engine.reference.rmsnorm import rmsnorm
@@ -28,6 +30,7 @@ __all__ = [
     "attention_backward",
     "attention_decode",
     "attention_prefill",
+    "attention_prefill_fp8",
     "decode_inputs",
     "decode_outputs",
     "embedding",
@@ -40,6 +43,7 @@ __all__ = [
     "kv_swap",
     "merge_states",
     "qk_norm_rope_store",
+    "quantize_heads",
     "relu",
     "residual_add",
     "rmsnorm",

@@ -1,0 +1,36 @@
+"""NumPy mirror of `engine.kernels.quantize_heads`: its specification."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+__all__ = ["quantize_heads"]
+
+Array = np.ndarray[Any, Any]
+
+_LARGEST = np.float32(448)  # of e4m3
+
+
+def quantize_heads(
+    x: Array, *, offset: Array | None = None, rotate: bool = False
+) -> tuple[Array, Array]:
+    """codes = e4m3(y / scale), scale = max |y| / 448 of each head; y = (x - offset) H / sqrt(D)."""
+    y = x.astype(np.float32)
+    if offset is not None:
+        y = y - offset
+    if rotate:
+        y = y @ _hadamard(x.shape[-1]) * np.float32(x.shape[-1] ** -0.5)
+    peak = np.abs(y).max(axis=(0, 2), initial=0).astype(np.float32)
+    scale = np.where(peak == 0, np.float32(1), peak / _LARGEST)
+    codes = (y / scale[:, None]).astype(ml_dtypes.float8_e4m3fn)
+    return codes.view(np.uint8), scale
+
+
+def _hadamard(n: int) -> Array:
+    h = np.ones((1, 1), np.float32)
+    while len(h) < n:
+        h = np.block([[h, h], [h, -h]])
+    return h
