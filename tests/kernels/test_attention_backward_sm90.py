@@ -164,12 +164,21 @@ def test_portable_tier_can_be_forced(cp, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # torch's, on a thread of its own
 def test_error_is_no_larger_than_cudnns(cp, head_dim, causal):
     torch = pytest.importorskip("torch")
+    errors = [_errors(cp, torch, seed, head_dim, causal) for seed in range(6)]
+    ours, cudnns = np.sqrt(np.square(errors).sum(0))  # of all inputs: dq, dk, dv
+    print(f"error, in cuDNN's: dq, dk, dv {ours / cudnns}")
+    assert (ours <= 1.01 * cudnns).all(), ours / cudnns
+
+
+def _errors(cp, torch, seed, head_dim, causal):
+    """Return the norms of (ours, cuDNN's) errors of dq, dk and dv against float64."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     n, heads = 1000, 4
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     tensors = [torch.randn(1, heads, n, head_dim, device="cuda").bfloat16() for _ in range(4)]
     gradients = []
     for backend, dtype in ((SDPBackend.MATH, torch.float64), (SDPBackend.CUDNN_ATTENTION, None)):
@@ -187,7 +196,9 @@ def test_error_is_no_larger_than_cudnns(cp, head_dim, causal):
     where = {"cu_seqlens_q": lens, "cu_seqlens_k": lens, "causal": causal}
     out, lse = kernels.attention_prefill(q, k, v, **where, return_lse=True)
     ours = kernels.attention_backward(dout, q, k, v, out, lse, **where)
-    for name, x, want, theirs in zip(("dq", "dk", "dv"), ours, *gradients, strict=True):
+    norms = []
+    for x, want, theirs in zip(ours, *gradients, strict=True):
         judge = want[0].transpose(0, 1).cpu().numpy()
         error = np.linalg.norm(to_numpy(x).astype(np.float64) - judge)
-        assert error <= float((theirs.double() - want).norm()), name
+        norms.append((error, float((theirs.double() - want).norm())))
+    return np.transpose(norms)
