@@ -133,7 +133,7 @@ def test_doctor_says_what_is_there():
 def test_kernels_lists_every_op():
     from engine.commands.kernels import op_names
 
-    text = _run("kernels", "--arch", "sm_90a", "--dtype", "float32").stdout
+    text = _run("kernels", "--arch", "sm_90a", "--dtype", "bfloat16").stdout
     assert text.startswith("architecture sm_90a")
     for op in op_names():
         assert f"\n{op} " in text

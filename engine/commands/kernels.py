@@ -14,7 +14,7 @@ from engine.kernels._module import ModuleSpec, cached_module, compile_module, cu
 __all__ = ["add_arguments", "run"]
 
 _DEFAULT_ARCH = "sm_90a"
-_ROW = "{:20} {:9} {:9} {:26} {:34} {:>9} {:>7} {:>6}  {}"
+_ROW = "{:21} {:9} {:9} {:26} {:34} {:>9} {:>7} {:>6}  {}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
