@@ -5,7 +5,9 @@ On CUDA both ways go through pinned memory and wait for nothing; on the CPU noth
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,10 +22,34 @@ _ALIGNMENT = 16  # bytes; every array of an upload starts at a multiple of it
 _POLL_SECONDS = 0.0002
 
 
+class _Departures:
+    """Pinned buffers that the device may still be reading.
+
+    Page-locked memory goes back to a pool when nobody holds it, and the next upload takes it from
+    there, while the copy of the one before may not have begun: nobody waits for a chunk of a prompt
+    that samples nothing.
+    """
+
+    def __init__(self) -> None:
+        self._held: deque[tuple[Any, Any]] = deque()
+        self._lock = threading.Lock()
+
+    def hold(self, buffer: Any, left: Any) -> None:
+        """Keep `buffer` until the event `left` has come, and let go those whose event has."""
+        with self._lock:
+            while self._held and self._held[0][0].done:
+                self._held.popleft()
+            self._held.append((left, buffer))
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+
+_departures = _Departures()
+
+
 class Upload:
     """NumPy arrays on the device, sent in one copy.
-
-    SAFETY: the pinned buffer is read while the step runs; keep this object until it is done.
 
     Parameters
     ----------
@@ -39,7 +65,6 @@ class Upload:
 
     def __init__(self, device: Device, arrays: Mapping[str, Any]) -> None:
         self.arrays = dict(arrays)
-        self._pinned: Any = None
         if device.is_cuda:
             self._send(device)
 
@@ -53,12 +78,15 @@ class Upload:
             offsets.append(size)
             size += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
         memory = cp.cuda.alloc_pinned_memory(max(size, 1))
-        self._pinned = np.frombuffer(memory, np.uint8, max(size, 1))
+        pinned = np.frombuffer(memory, np.uint8, max(size, 1))
         for offset, array in zip(offsets, host.values(), strict=True):
-            part = self._pinned[offset : offset + array.nbytes]
+            part = pinned[offset : offset + array.nbytes]
             part.view(array.dtype).reshape(array.shape)[...] = array
-        there = cp.empty(self._pinned.shape, np.uint8)
-        there.set(self._pinned, stream=cp.cuda.get_current_stream())
+        there, stream = cp.empty(pinned.shape, np.uint8), cp.cuda.get_current_stream()
+        there.set(pinned, stream=stream)
+        left = cp.cuda.Event(disable_timing=True)
+        left.record(stream)
+        _departures.hold(memory, left)
         for offset, (name, array) in zip(offsets, host.items(), strict=True):
             part = there[offset : offset + array.nbytes]
             self.arrays[name] = part.view(array.dtype).reshape(array.shape)
