@@ -69,7 +69,7 @@ class RunnableModel(Protocol):
 class LaunchedStep:
     """A step that the device works on.
 
-    SAFETY: holds what the device reads and writes; keep it until `ModelRunner.read`.
+    SAFETY: holds the host memory that the device writes; keep it until `ModelRunner.read`.
     """
 
     output: ScheduleOutput
@@ -78,7 +78,6 @@ class LaunchedStep:
     tokens: Readback | None = None
     prompts: list[ScoredPart] = field(default_factory=list)
     failed: dict[Request, str] = field(default_factory=dict)
-    sent: Upload | None = None
 
 
 class ModelRunner:
@@ -247,11 +246,11 @@ class ModelRunner:
                 inputs.sampled, inputs.sampled_rows, inputs.sampled_positions
             )
         parts = self._prompt_parts(output, inputs)
-        sent = self._send(inputs, sampling, parts)
-        logits, scored = self._forward(inputs, sent, parts)
-        step = LaunchedStep(output, inputs.sampled, prompts=scored, sent=sent)
+        there = self._send(inputs, sampling, parts)
+        logits, scored = self._forward(inputs, there, parts)
+        step = LaunchedStep(output, inputs.sampled, prompts=scored)
         if sampling is not None:
-            self._sample(step, logits, inputs, sampling)
+            self._sample(step, logits, inputs, sampling, there)
         return step
 
     def _prompt_parts(self, output: ScheduleOutput, inputs: StepInputs) -> list[PromptPart]:
@@ -262,8 +261,8 @@ class ModelRunner:
 
     def _send(
         self, inputs: StepInputs, sampling: SamplingBatch | None, parts: Sequence[PromptPart]
-    ) -> Upload:
-        """Send the step's arrays; those of sampling are called "sampling.<name>"."""
+    ) -> dict[str, Any]:
+        """Return the step's arrays on the device; those of sampling are "sampling.<name>"."""
         arrays = _arrays(inputs.batch) | {
             name: getattr(inputs, name) for name in ("linked", "linked_rows", "sampled_rows")
         }
@@ -274,17 +273,16 @@ class ModelRunner:
             arrays |= {f"sampling.{n}": a for n, a in _arrays(sampling).items()}
             if sampling.history_lens is not None:
                 arrays["penalised"] = np.flatnonzero(sampling.history_lens)
-        return Upload(self.model.device, arrays)
+        return Upload(self.model.device, arrays).arrays
 
     def _forward(
-        self, inputs: StepInputs, sent: Upload, parts: Sequence[PromptPart]
+        self, inputs: StepInputs, there: Mapping[str, Any], parts: Sequence[PromptPart]
     ) -> tuple[Any, list[ScoredPart]]:
         """Return the logits of the sampled sequences, and the scores of prompt tokens."""
         if self.graphs is not None and not parts:
             logits = self.graphs.logits(inputs)
             if logits is not None:
                 return logits, []
-        there = sent.arrays
         batch = _with(inputs.batch, {name: there[name] for name in _arrays(inputs.batch)})
         if inputs.linked.size:
             batch.token_ids[there["linked"]] = self._slots.last_ids[there["linked_rows"]]
@@ -304,11 +302,15 @@ class ModelRunner:
         return model.logits(hidden[:num_sampled]) if num_sampled else None, scored
 
     def _sample(
-        self, step: LaunchedStep, logits: Any, inputs: StepInputs, sampling: SamplingBatch
+        self,
+        step: LaunchedStep,
+        logits: Any,
+        inputs: StepInputs,
+        sampling: SamplingBatch,
+        there: Mapping[str, Any],
     ) -> None:
         """Sample, keep the ids on the device for the next step, and send them to the host."""
-        assert step.sent is not None
-        there, rows = step.sent.arrays, inputs.sampled_rows
+        rows = inputs.sampled_rows
         self._process(step, logits, rows)
         columns = {n: there[f"sampling.{n}"] for n in _arrays(sampling)}
         if sampling.history_lens is not None:

@@ -136,13 +136,13 @@ def _score(
         "logit_bias_values": np.full(num_rows, _CERTAIN),
         "cu_logit_bias": np.arange(num_rows + 1, dtype=np.int32),
     }
-    sent = Upload(device, columns)
-    sampled = sampler(logits, SamplingBatch(num_logprobs=count, **sent.arrays))
-    ranks = ranks_of(device.xp, logits, sent.arrays["logit_bias_ids"])
+    there = Upload(device, columns).arrays
+    sampled = sampler(logits, SamplingBatch(num_logprobs=count, **there))
+    ranks = ranks_of(device.xp, logits, there["logit_bias_ids"])
     arrays = {
         "logprobs": sampled.logprobs,
         "ranks": ranks,
         "top_ids": sampled.top_ids,
         "top_logprobs": sampled.top_logprobs,
     }
-    return Readback(device, arrays, keep=sent)
+    return Readback(device, arrays)

@@ -100,8 +100,6 @@ class Readback:
     device : Device
     arrays : mapping of str to (array or None)
         On the device.
-    keep : object, optional
-        What must live until they have arrived.
 
     Examples
     --------
@@ -110,9 +108,8 @@ class Readback:
     {'token_ids': array([7]), 'logprobs': None}
     """
 
-    def __init__(self, device: Device, arrays: Mapping[str, Any], keep: object = None) -> None:
+    def __init__(self, device: Device, arrays: Mapping[str, Any]) -> None:
         self._arrays = dict(arrays)
-        self._keep = keep
         self._done: Any = None
         if device.is_cuda:
             self._receive(device)
