@@ -168,7 +168,7 @@ __device__ __forceinline__ void named_barrier() {
 // ---- overlapping launches --------------------------------------------------------------------
 
 // Programmatic dependent launch. The next kernel of the stream, if it was launched so
-// (engine/kernels/_launch_cluster.py), may start before this one has ended: it waits below.
+// (engine/kernels/_prepared_launch.py), may start before this one has ended: it waits below.
 __device__ __forceinline__ void let_next_kernel_start() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }

@@ -17,8 +17,8 @@ import numpy as np
 
 from engine import device
 from engine.errors import ContractError
-from engine.kernels._launch_cluster import PreparedLaunch
 from engine.kernels._module import ModuleSpec, load_module
+from engine.kernels._prepared_launch import PreparedLaunch
 from engine.kernels._replay import active_recording
 
 __all__ = ["Kernel", "can_overlap", "ceil_div", "sm_count"]

@@ -1,6 +1,7 @@
-"""Launches in clusters, and ones that overlap the end of the kernel before.
+"""Launches laid out for the driver: in clusters, before the last kernel has ended, or again.
 
-CuPy cannot say either, hence the driver's cuLaunchKernelEx; in a captured graph both are kept.
+CuPy can say none of these, hence the driver's cuLaunchKernelEx; a captured graph keeps the first
+two.
 """
 
 from __future__ import annotations

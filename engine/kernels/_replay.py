@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.kernels._launch_cluster import PreparedLaunch
+from engine.kernels._prepared_launch import PreparedLaunch
 from engine.kernels._tensor_map import map_source, tensor_map_of
 
 __all__ = ["Recording", "active_recording", "record"]

@@ -11,8 +11,8 @@ import pytest
 import engine
 from engine.config import ModelConfig, RopeConfig
 from engine.device import to_numpy
-from engine.kernels import _launch_cluster
-from engine.kernels._launch_cluster import PreparedLaunch
+from engine.kernels import _prepared_launch
+from engine.kernels._prepared_launch import PreparedLaunch
 from engine.kernels._replay import Recording, active_recording, record
 from engine.layers.batch import ForwardBatch
 
@@ -55,7 +55,7 @@ def launches(monkeypatch):
     seen, current = [], []
     stream = SimpleNamespace(ptr=0)
     cupy = SimpleNamespace(cuda=SimpleNamespace(get_current_stream=lambda: stream))
-    monkeypatch.setattr(_launch_cluster.device, "cupy", lambda: cupy)
+    monkeypatch.setattr(_prepared_launch.device, "cupy", lambda: cupy)
 
     def drive(config, function, addresses, extra):
         seen.append([int(host) for host in current[-1].hosts])
@@ -66,7 +66,7 @@ def launches(monkeypatch):
             current.append(self)
             super().launch()
 
-    monkeypatch.setattr(_launch_cluster, "_driver_launch", lambda: drive)
+    monkeypatch.setattr(_prepared_launch, "_driver_launch", lambda: drive)
     return SimpleNamespace(seen=seen, kind=Seen)
 
 
