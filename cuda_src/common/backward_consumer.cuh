@@ -81,10 +81,9 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
     const unsigned to = dq + half * kHalfBytes + threadIdx.x % 128 * 16;
 #pragma unroll
     for (int j = 0; j < 8; ++j)
-shared_store4(to + j * 2048, sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]);
+      shared_store4(to + j * 2048, sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]);
     fence_async_proxy();
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(dq_full + 8 * half);
+    mbarrier_arrive(dq_full + 8 * half);
   }
 
   // S^T becomes P^T. Of the thread's keys i = 0, 1, query 8 j + e (counted from the thread's first)
@@ -123,9 +122,6 @@ shared_store4(to + j * 2048, sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 *
     const int half = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
     const int lane = threadIdx.x % 32, warp_row = half * 64 + threadIdx.x / 32 % 4 * 16;
     const unsigned my_k = k + half * 64 * 128, my_v = v + half * 64 * 128;
-    const auto release = [&](unsigned barrier) {
-      if (lane == 0) mbarrier_arrive(barrier);
-    };
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) dk[i] = dv[i] = 0.0f;
     if (turns == 0) return;
@@ -179,7 +175,7 @@ shared_store4(to + j * 2048, sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 *
       wgmma_fence();
       wgmma_wait<0>();
       wgmma_pin(dv);
-      release(dout_empty + 8 * stage);
+      if (lane == 0) mbarrier_arrive(dout_empty + 8 * stage);
       wgmma_fence();
       start_sums(dk, ds_packed, q_tile);
       // SAFETY: both warpgroups have stored dS. The other tile of dS is free when this barrier is
@@ -195,7 +191,7 @@ shared_store4(to + j * 2048, sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 *
       wgmma_pin(dk);
       wgmma_pin(dv);
       wgmma_pin(dq_sum);
-      release(q_empty + 8 * stage);
+      mbarrier_arrive(q_empty + 8 * stage);
       store_dq(dq_sum, half, (turn & 1) ^ 1);
       wgmma_wait<0>();
       wgmma_pin(s);

@@ -144,11 +144,11 @@ struct Backward {
     for (int i = 0; i < kStages; ++i) {
       mbarrier_init(q_full + 8 * i, 2);  // statistics, Q
       mbarrier_init(dout_full + 8 * i, 1);
-      mbarrier_init(q_empty + 8 * i, 4 * kConsumers);
+      mbarrier_init(q_empty + 8 * i, 128 * kConsumers);  // all threads have read the statistics
       mbarrier_init(dout_empty + 8 * i, 4 * kConsumers);
     }
     for (int i = 0; i < kConsumers; ++i) {
-      mbarrier_init(dq_full + 8 * i, 4);
+      mbarrier_init(dq_full + 8 * i, 128);
       mbarrier_init(dq_empty + 8 * i, 1);
     }
     mbarrier_init_fence();
