@@ -37,7 +37,7 @@ _TOO_LARGE = ("two_to_the_31", "frequenc", "draws", "chi", "graph", "real_model"
 
 
 class _FewCases:
-    """A pytest plugin that keeps `per_test` cases of each test function, spread evenly."""
+    """A pytest plugin that keeps `per_test` cases of each test function and tier, spread evenly."""
 
     def __init__(self, per_test: int) -> None:
         self.per_test = per_test
@@ -48,8 +48,9 @@ class _FewCases:
         for item in items:
             wanted = item.get_closest_marker("gpu")
             if wanted and not any(word in item.nodeid for word in _TOO_LARGE):
-                groups[item.nodeid.split("[")[0]].append(item)
-        self.functions = list(groups)
+                tier = item.callspec.params.get("tier") if hasattr(item, "callspec") else None
+                groups[item.nodeid.split("[")[0], tier].append(item)
+        self.functions = list(dict.fromkeys(function for function, _ in groups))
         kept = []
         for group in groups.values():
             step = max(1, len(group) // self.per_test)
