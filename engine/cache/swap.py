@@ -31,7 +31,9 @@ __all__ = ["Moves", "SwapSpace", "move_blocks"]
 
 Pairs = Sequence[tuple[int, int]]
 
-_BUFFER_BYTES = 64 << 20  # large enough to fill the link, small beside the pages
+# Of one of the two buffers. What fits into both is hidden behind what the main stream computes; the
+# rest waits for it. From 64 MiB on the link is full, and 1/128 of the pages is little beside them.
+_MIN_BUFFER_BYTES, _MAX_BUFFER_BYTES, _PAGES_PER_BUFFER = 64 << 20, 256 << 20, 128
 
 
 class Moves(Protocol):
@@ -71,6 +73,9 @@ class SwapSpace:
         The pages on the device.
     num_blocks : int
         Host blocks, at least 1; `SchedulerConfig.num_host_blocks`.
+    buffer_bytes : int, optional
+        Of each of the two buffers on the device, rounded down to blocks; by default 64 to 256 MiB,
+        depending on the size of the pages. The CPU has none.
 
     Attributes
     ----------
@@ -94,16 +99,19 @@ class SwapSpace:
     7.0
     """
 
-    def __init__(self, kv: KVCache, num_blocks: int) -> None:
+    def __init__(self, kv: KVCache, num_blocks: int, *, buffer_bytes: int | None = None) -> None:
         if num_blocks < 1:
             raise ConfigError(f"num_blocks of a SwapSpace must be at least 1; got {num_blocks}")
+        if buffer_bytes is None:
+            share = kv.slab.nbytes // _PAGES_PER_BUFFER
+            buffer_bytes = min(max(share, _MIN_BUFFER_BYTES), _MAX_BUFFER_BYTES)
         g = kv.geometry
         self.num_blocks = num_blocks
         self._kv = kv
         shape = (num_blocks, 2 * g.num_layers, g.num_kv_heads, g.block_size, g.head_dim)
         _check_host_memory(num_blocks * g.bytes_per_block)
         self.blocks = _host_array(shape, g.dtype, pinned=kv.device.is_cuda)
-        self._lane = _DmaLane(kv, self.blocks) if kv.device.is_cuda else None
+        self._lane = _DmaLane(kv, self.blocks, buffer_bytes) if kv.device.is_cuda else None
 
     def swap_blocks_to_cpu(self, pairs: Pairs) -> None:
         """Copy (device block, host block) pairs out; the device blocks may be reused at once.
@@ -165,12 +173,12 @@ class _DmaLane:
     the order of calls.
     """
 
-    def __init__(self, kv: KVCache, host: np.ndarray[Any, Any]) -> None:
+    def __init__(self, kv: KVCache, host: np.ndarray[Any, Any], buffer_bytes: int) -> None:
         self._kv = kv
         self._cp = cp = kv.device.xp
         self._host = host
         self._block_bytes = kv.geometry.bytes_per_block
-        self._capacity = min(max(1, _BUFFER_BYTES // self._block_bytes), len(host))
+        self._capacity = min(max(1, buffer_bytes // self._block_bytes), len(host))
         shape = (2, self._capacity, *host.shape[1:])
         self._buffers = kv.pool.allocate("swap buffers", shape, host.dtype)
         self._stream = cp.cuda.Stream(non_blocking=True)

@@ -20,7 +20,8 @@ _MODELS = {
 
 def _build(geometry, num_blocks, device):
     kv = KVCache(geometry, 2 * num_blocks, MemoryPool(device))
-    swap = SwapSpace(kv, num_blocks)
+    # As large as of a server's pages: those here are a gigabyte at most.
+    swap = SwapSpace(kv, num_blocks, buffer_bytes=256 << 20)
     kv.slab.view(np.uint16)[...] = (
         device.xp.arange(2 * num_blocks, dtype=np.uint16).reshape(1, 1, -1, 1, 1, 1) + 1
     )
@@ -64,7 +65,7 @@ def _overlap(device, move, way, seconds, swap):
 
     The order is a step's: blocks go out before it computes, and come in while the step before does.
     """
-    x = device.xp.ones((4096, 4096), np.float16)
+    x = device.xp.ones((8192, 8192), np.float16)  # large, so that few launches keep the device busy
 
     def compute(count):
         for _ in range(count):
@@ -79,7 +80,7 @@ def _overlap(device, move, way, seconds, swap):
         return time_cpu(run, repeats=5)
 
     compute(1)
-    count = max(1, round(seconds / (timed(lambda: compute(20)) / 20)))
+    count = max(1, round(seconds / (timed(lambda: compute(5)) / 5)))
     alone = timed(lambda: compute(count))
     parts = (move, lambda: compute(count)) if way == "out" else (lambda: compute(count), move)
     both = timed(lambda: [part() for part in parts])

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from engine.cache import swap as swap_module
 from engine.cache.kv_cache import KVCache, KVGeometry
 from engine.cache.memory_pool import MemoryPool
 from engine.cache.swap import SwapSpace, move_blocks
@@ -32,11 +31,10 @@ def moves(**fields):
 
 @pytest.mark.parametrize("buffer_blocks", [1, 2, 100])
 @pytest.mark.parametrize("dtype", cases.DTYPES)
-def test_there_and_back(xp, dtype, buffer_blocks, monkeypatch):
-    geometry = KVGeometry(num_layers=2, num_kv_heads=3, head_dim=8, dtype=dtype)
-    size = buffer_blocks * geometry.bytes_per_block
-    monkeypatch.setattr(swap_module, "_BUFFER_BYTES", size)
-    kv, swap, content = build(xp, dtype)
+def test_there_and_back(xp, dtype, buffer_blocks):
+    kv, default, content = build(xp, dtype)
+    default.close()
+    swap = SwapSpace(kv, 6, buffer_bytes=buffer_blocks * kv.geometry.bytes_per_block)
     out = [(8, 3), (1, 4), (5, 0), (2, 5), (0, 1)]
     swap.swap_blocks_to_cpu(out)
     swap.synchronize()
