@@ -225,10 +225,9 @@ class SamplingParams:
             self._set("seed", None)
         flags = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
         for name in flags:
-            if not isinstance(getattr(self, name), bool):
-                raise RequestError(
-                    f"{name} must be True or False; got {_show(getattr(self, name))}"
-                )
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise RequestError(f"{name} must be True or False; got {_show(value)}")
         if not isinstance(self.output_kind, RequestOutputKind):
             wanted = ", ".join(f"RequestOutputKind.{kind.name}" for kind in RequestOutputKind)
             raise RequestError(
@@ -238,7 +237,8 @@ class SamplingParams:
     def _check_sequences(self) -> None:
         self._set("stop", _texts("stop", self.stop, MAX_STOP_STRINGS, MAX_STOP_CHARS))
         self._set("bad_words", _texts("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_STOP_CHARS))
-        self._set("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids or (), MAX_IDS))
+        stop_ids = () if self.stop_token_ids is None else self.stop_token_ids
+        self._set("stop_token_ids", _ids("stop_token_ids", stop_ids, MAX_IDS))
         if self.allowed_token_ids is not None:
             allowed = _ids("allowed_token_ids", self.allowed_token_ids, None)
             if not allowed:

@@ -164,6 +164,7 @@ def test_unknown_keywords_name_the_nearest(given_name, nearest):
         ({"stop_token_ids": [1, -1]}, r"stop_token_ids\[1\] must be .*got -1"),
         ({"stop_token_ids": [True]}, r"stop_token_ids\[0\] must be"),
         ({"stop_token_ids": 5}, "sequence of token ids"),
+        ({"stop_token_ids": 0}, "sequence of token ids; got 0"),
         ({"stop_token_ids": [0] * 1025}, "at most 1024"),
         ({"allowed_token_ids": []}, "must not be empty"),
         ({"allowed_token_ids": ["a"]}, r"allowed_token_ids\[0\]"),
@@ -198,6 +199,7 @@ def test_values_are_brought_to_one_form():
     assert SamplingParams(logit_bias={np.int32(3): 1}).logit_bias == {3: 1.0}
     assert SamplingParams(max_tokens=None, min_tokens=10**6).min_tokens == 10**6
     assert SamplingParams(stop=None, stop_token_ids=None).stop_token_ids == ()
+    assert SamplingParams(stop_token_ids=np.array([5, 6])).stop_token_ids == (5, 6)
 
 
 def test_callers_cannot_change_them_later():
