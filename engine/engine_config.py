@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -13,9 +13,10 @@ from engine.cache.memory_pool import device_memory
 from engine.config import ModelConfig
 from engine.device import Device
 from engine.dtypes import itemsize
-from engine.errors import ConfigError, unknown_keyword
+from engine.errors import ConfigError, RequestError, unknown_keyword
 from engine.runner.cuda_graph import batch_sizes
-from engine.scheduler.config import SchedulerConfig
+from engine.sampling_params import NumberRange
+from engine.scheduler.config import POLICIES, PREEMPTIONS, SchedulerConfig
 
 __all__ = ["EngineConfig", "ResolvedConfig"]
 
@@ -31,14 +32,47 @@ _SCHEDULER_OPTIONS = {
     "max_prefill_chunk": "max_prefill_chunk",
     "scheduling_policy": "policy",
     "priority_window": "priority_window",
-    "max_num_queued_requests": "max_queued_requests",
-    "max_num_queued_tokens": "max_queued_tokens",
+    "max_num_queued_requests": "max_num_queued_requests",
+    "max_num_queued_tokens": "max_num_queued_tokens",
     "watermark": "watermark",
     "preemption_mode": "preemption",
     "recompute_us_per_token": "recompute_us_per_token",
     "swap_us_per_block": "swap_us_per_block",
 }
 """Options that the scheduler takes as they are -> what it calls them."""
+
+_INT32 = 2**31 - 1
+_RANGES = {
+    "max_model_len": NumberRange(1, _INT32, integer=True, optional=True),
+    "max_num_seqs": NumberRange(1, 2**16, integer=True, optional=True),
+    "max_num_batched_tokens": NumberRange(1, _INT32, integer=True, optional=True),
+    "block_size": NumberRange(16, 128, integer=True),
+    "num_blocks": NumberRange(1, _INT32, integer=True, optional=True),
+    "memory_utilization": NumberRange(0.0, 1.0, optional=True, low_open=True),
+    "seed": NumberRange(0, 2**63 - 1, integer=True),
+    "max_blocks_per_salt": NumberRange(1, _INT32, integer=True, optional=True),
+    "max_prefill_chunk": NumberRange(0, _INT32, integer=True),
+    "priority_window": NumberRange(0, _INT32, integer=True),
+    "max_num_queued_requests": NumberRange(1, 2**63 - 1, integer=True, optional=True),
+    "max_num_queued_tokens": NumberRange(1, 2**63 - 1, integer=True, optional=True),
+    "watermark": NumberRange(0.0, 1.0),
+    "swap_space_gb": NumberRange(0.0, 2.0**20),
+    "recompute_us_per_token": NumberRange(0.0, 1e12, optional=True),
+    "swap_us_per_block": NumberRange(0.0, 1e12, optional=True),
+    "step_timeout": NumberRange(0.0, 1e9, optional=True, low_open=True),
+}
+"""Range of every numeric option."""
+
+_FLAGS = {
+    "enable_prefix_caching": (True, False),
+    "async_scheduling": (True, False, None),
+    "cuda_graphs": (True, False, None),
+    "raise_on_timeout": (True, False),
+    "debug": (True, False, None),
+    "scheduling_policy": POLICIES,
+    "preemption_mode": PREEMPTIONS,
+}
+"""Every other option -> what it may be."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +144,7 @@ class EngineConfig:
     >>> EngineConfig(max_num_seqs=0)
     Traceback (most recent call last):
     ...
-    engine.errors.ConfigError: max_num_seqs must be at least 1; got 0
+    engine.errors.ConfigError: max_num_seqs must be a whole number in [1, 65536], or None; got 0
     """
 
     max_model_len: int | None = None
@@ -139,33 +173,37 @@ class EngineConfig:
     debug: bool | None = None
 
     @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:
-        """Build from keywords; an unknown one is an error that names the nearest."""
+    def from_options(cls, options: Mapping[str, Any], others: Iterable[str] = ()) -> EngineConfig:
+        """Build from keywords; an unknown one is an error that names the nearest.
+
+        `others` are keywords that the caller takes itself, and could be the nearest.
+        """
         given = dict(options)
         if "gpu_memory_utilization" in given:
+            if "memory_utilization" in given:
+                raise ConfigError("give memory_utilization or gpu_memory_utilization, not both")
             given["memory_utilization"] = given.pop("gpu_memory_utilization")
         known = [f.name for f in fields(cls)]
         for name in given:
             if name not in known:
-                raise unknown_keyword("LLM", name, [*known, "gpu_memory_utilization"])
+                raise unknown_keyword("LLM", name, [*known, "gpu_memory_utilization", *others])
         return cls(**given)
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_blocks"):
+        for name, allowed in _RANGES.items():
+            try:
+                number = allowed.check(name, getattr(self, name))
+            except RequestError as error:
+                raise ConfigError(str(error)) from None
+            object.__setattr__(self, name, number)
+        for name, choices in _FLAGS.items():
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                raise ConfigError(f"{name} must be a whole number; got {value!r}")
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1; got {value}")
-        share = self.memory_utilization
-        if share is not None and not 0.0 < share <= 1.0:
-            raise ConfigError(f"memory_utilization must be in (0, 1]; got {share}")
-        if not 0 <= self.seed < 2**63:
-            raise ConfigError(f"seed must be in [0, 2**63); got {self.seed}")
-        if not 0.0 <= self.swap_space_gb < 2**20:
-            raise ConfigError(f"swap_space_gb must be in [0, 2**20); got {self.swap_space_gb}")
-        if self.step_timeout is not None and not self.step_timeout > 0:
-            raise ConfigError(f"step_timeout must be above 0 seconds; got {self.step_timeout}")
+            # 1 == True, and yet it is none of the two.
+            if not any(value == c and type(value) is type(c) for c in choices):
+                wanted = ", ".join(map(repr, choices))
+                raise ConfigError(f"{name} must be one of {wanted}; got {value!r}")
+        if self.preemption_mode == "swap" and not self.swap_space_gb:
+            raise ConfigError("preemption_mode='swap' needs a swap_space_gb above 0; got 0.0")
         if self.raise_on_timeout and self.step_timeout is None:
             raise ConfigError("raise_on_timeout needs a step_timeout; got None")
 

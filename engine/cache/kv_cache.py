@@ -40,8 +40,8 @@ class KVGeometry:
         for name in ("num_layers", "num_kv_heads", "head_dim"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1; got {getattr(self, name)}")
-        if self.block_size not in BLOCK_SIZES:
-            raise ConfigError(f"block_size must be one of {BLOCK_SIZES}; got {self.block_size}")
+        if self.block_size not in BLOCK_SIZES or isinstance(self.block_size, float):
+            raise ConfigError(f"block_size must be one of {BLOCK_SIZES}; got {self.block_size!r}")
         dtypes.np_dtype(self.dtype)
 
     @property
@@ -97,6 +97,11 @@ class KVCache:
         """Where the pages live."""
         return self.pool.device
 
+    @property
+    def is_closed(self) -> bool:
+        """Tell whether the slab was given back."""
+        return not self.slab.size
+
     def layer(self, index: int) -> tuple[Any, Any]:
         """Return (k_pages, v_pages) of a layer, views of shape (num_blocks, K, block_size, D)."""
         return self.slab[index, 0], self.slab[index, 1]
@@ -131,8 +136,9 @@ class KVCache:
                 )
 
     def close(self) -> None:
-        """Give the slab back to the pool."""
-        self.pool.free("kv")
+        """Give the slab back to the pool; a second time does nothing."""
+        if not self.is_closed:
+            self.pool.free("kv")
         self.slab = np.empty((self.geometry.num_layers, 2, 0, 0, 0, 0))
 
 

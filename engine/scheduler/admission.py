@@ -61,19 +61,19 @@ def check_queue(
     Raises
     ------
     QueueFullError
-        If that would exceed `max_queued_requests` or `max_queued_tokens`.
+        If that would exceed `max_num_queued_requests` or `max_num_queued_tokens`.
     """
-    limit = config.max_queued_requests
+    limit = config.max_num_queued_requests
     if limit is not None and num_waiting + len(requests) > limit:
         raise QueueFullError(
             f"the queue is full: {num_waiting} requests wait, {len(requests)} more would exceed "
-            f"max_queued_requests={limit}; try again later"
+            f"max_num_queued_requests={limit}; try again later"
         )
-    limit = config.max_queued_tokens
+    limit = config.max_num_queued_tokens
     num_tokens = sum(request.num_prompt_tokens for request in requests)
     # Alone in the queue, a request of any length is let in.
     if limit is not None and waiting.num_tokens and waiting.num_tokens + num_tokens > limit:
         raise QueueFullError(
             f"the queue is full: {waiting.num_tokens} tokens wait, {num_tokens} more would exceed "
-            f"max_queued_tokens={limit}; try again later"
+            f"max_num_queued_tokens={limit}; try again later"
         )

@@ -7,19 +7,19 @@ from dataclasses import dataclass
 
 from engine.errors import ConfigError
 
-__all__ = ["SchedulerConfig"]
+__all__ = ["POLICIES", "PREEMPTIONS", "SchedulerConfig"]
 
 _BLOCK_SIZES = (16, 32, 64, 128)
-_POLICIES = ("fcfs", "lpm")
-_PREEMPTIONS = ("auto", "recompute", "swap")
+POLICIES = ("fcfs", "lpm")
+PREEMPTIONS = ("auto", "recompute", "swap")
 _AT_LEAST_ONE = (
     "num_blocks",
     "max_model_len",
     "max_num_seqs",
     "max_num_batched_tokens",
     "lpm_window",
-    "max_queued_requests",
-    "max_queued_tokens",
+    "max_num_queued_requests",
+    "max_num_queued_tokens",
     "max_blocks_per_salt",
 )
 _AT_LEAST_ZERO = (
@@ -70,7 +70,7 @@ class SchedulerConfig:
     recompute_us_per_token, swap_us_per_block : float, optional
         Costs in microseconds: of one prefill token, and of one block's way out and back. The engine
         measures what is left out (`engine.calibration`); a scheduler by itself takes 50 and 100.
-    max_queued_requests, max_queued_tokens : int, optional
+    max_num_queued_requests, max_num_queued_tokens : int, optional
         What may wait; a request beyond that is refused when it is added.
     debug : bool
         Check all invariants after each call, and list freed blocks in every output.
@@ -102,8 +102,8 @@ class SchedulerConfig:
     preemption: str = "auto"
     recompute_us_per_token: float | None = None
     swap_us_per_block: float | None = None
-    max_queued_requests: int | None = None
-    max_queued_tokens: int | None = None
+    max_num_queued_requests: int | None = None
+    max_num_queued_tokens: int | None = None
     debug: bool = False
 
     def __post_init__(self) -> None:
@@ -115,8 +115,8 @@ class SchedulerConfig:
             _require(self, name, value is None or value >= 0, "at least 0")
         _require(self, "block_size", self.block_size in _BLOCK_SIZES, f"one of {_BLOCK_SIZES}")
         _require(self, "watermark", 0.0 <= self.watermark < 1.0, "in [0, 1)")
-        _require(self, "policy", self.policy in _POLICIES, f"one of {_POLICIES}")
-        _require(self, "preemption", self.preemption in _PREEMPTIONS, f"one of {_PREEMPTIONS}")
+        _require(self, "policy", self.policy in POLICIES, f"one of {POLICIES}")
+        _require(self, "preemption", self.preemption in PREEMPTIONS, f"one of {PREEMPTIONS}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens must be at least max_num_seqs ({self.max_num_seqs}), so "

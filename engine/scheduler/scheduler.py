@@ -126,7 +126,7 @@ class Scheduler:
 
         Raises
         ------
-        RequestError, ContractError
+        RequestError
             As `add_request`; or if the tokens do not agree.
         """
         self._roster.add_fork(parent, child)

@@ -92,7 +92,7 @@ def test_a_full_queue_refuses_and_goes_on(model):
     engine = make_engine(model, max_num_seqs=1, max_num_queued_requests=2)
     engine.add_request("a", LONG[:5], SHORT)
     engine.add_request("b", LONG[:5], SHORT)
-    with pytest.raises(QueueFullError, match="max_queued_requests=2; try again later"):
+    with pytest.raises(QueueFullError, match="max_num_queued_requests=2; try again later"):
         engine.add_request("c", LONG[:5], SHORT)
     engine.step()
     engine.add_request("c", LONG[:5], SHORT)
@@ -102,7 +102,7 @@ def test_a_full_queue_refuses_and_goes_on(model):
     assert engine.stats().admission_rejections == 2
     engine = make_engine(model, max_num_seqs=1, max_num_queued_tokens=100)
     engine.add_request("a", LONG, SHORT)
-    with pytest.raises(QueueFullError, match="max_queued_tokens=100"):
+    with pytest.raises(QueueFullError, match="max_num_queued_tokens=100"):
         engine.add_request("b", LONG[:11], SHORT)
 
 
@@ -188,19 +188,42 @@ def test_debug_is_an_option_or_a_variable(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"swap_space_gb": -1.0}, r"swap_space_gb must be in \[0, 2\*\*20\); got -1.0"),
-        ({"step_timeout": 0.0}, "step_timeout must be above 0"),
+        ({"swap_space_gb": -1.0}, r"swap_space_gb must be a number in \[0.0, .*; got -1.0"),
+        ({"swap_space_gb": "4"}, "swap_space_gb must be a number .*; got '4'"),
+        ({"step_timeout": 0.0}, r"step_timeout must be a number in \(0.0, .*; got 0.0"),
+        ({"step_timeout": float("inf")}, "step_timeout must be a number .*; got inf"),
         ({"raise_on_timeout": True}, "raise_on_timeout needs a step_timeout"),
-        ({"scheduling_policy": "lifo"}, "policy must be one of"),
-        ({"preemption_mode": "drop"}, "preemption must be one of"),
-        ({"preemption_mode": "swap"}, "needs num_host_blocks"),
+        ({"raise_on_timeout": "no"}, "raise_on_timeout must be one of True, False; got 'no'"),
+        ({"scheduling_policy": "lifo"}, "scheduling_policy must be one of 'fcfs', 'lpm'"),
+        ({"preemption_mode": "drop"}, "preemption_mode must be one of .*; got 'drop'"),
+        ({"preemption_mode": "swap"}, "preemption_mode='swap' needs a swap_space_gb above 0"),
         ({"watermark": 1.0}, r"watermark must be in \[0, 1\)"),
-        ({"max_num_queued_requests": 0}, "max_queued_requests must be at least 1"),
+        ({"watermark": float("nan")}, "watermark must be a number .*; got nan"),
+        ({"max_num_queued_requests": 0}, "max_num_queued_requests must be a whole number .* got 0"),
+        ({"max_num_seqs": 2**70}, r"max_num_seqs must be a whole number in \[1, 65536\], or None"),
+        ({"max_prefill_chunk": 1.5}, "max_prefill_chunk must be a whole number .*; got 1.5"),
+        ({"block_size": 24}, "block_size must be one of .*; got 24"),
+        ({"block_size": 16.0}, "block_size must be a whole number .*; got 16.0"),
+        ({"seed": "a"}, "seed must be a whole number .*; got 'a'"),
+        ({"enable_prefix_caching": 1}, "enable_prefix_caching must be one of True, False; got 1"),
+        ({"async_scheduling": "no"}, "async_scheduling must be one of True, False, None; got 'no'"),
+        (
+            {"memory_utilization": 0.5, "gpu_memory_utilization": 0.5},
+            "give memory_utilization or gpu_memory_utilization, not both",
+        ),
     ],
 )
 def test_bad_options_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         LLMEngine(MockModel(), **options)
+
+
+def test_numbers_of_numpy_are_numbers():
+    engine = LLMEngine(
+        MockModel(), max_num_seqs=np.int64(3), block_size=np.int32(32), watermark=np.float32(0.5)
+    )
+    limits = engine.config.scheduler
+    assert (limits.max_num_seqs, limits.block_size, limits.watermark) == (3, 32, 0.5)
 
 
 def test_a_fork_shares_what_its_parent_has(model):
@@ -225,3 +248,7 @@ def test_close_gives_everything_back(model):
         engine.step()
     engine.close()
     assert not engine.has_unfinished_requests() and engine.kv_cache.slab.size == 0
+    engine.close()  # a second time does nothing
+    assert engine.step() == []
+    with pytest.raises(RequestError, match="the engine was closed"):
+        engine.add_request("late", LONG)

@@ -361,7 +361,7 @@ def test_a_fork_continues_on_its_parents_blocks():
     other = make_request("y", [1] * 30, 20)
     scheduler.add_request(other)
     step(scheduler, mock)
-    with pytest.raises(ContractError, match="tokens, salt or rope differ"):
+    with pytest.raises(RequestError, match="tokens, salt or rope differ"):
         scheduler.fork_request(other, stranger)
     assert scheduler.get_request("x") is None
 
@@ -418,14 +418,14 @@ def test_what_can_never_be_served_is_refused_when_added():
 
 
 def test_a_full_queue_refuses():
-    scheduler, mock = build(max_queued_requests=2, max_queued_tokens=30)
+    scheduler, mock = build(max_num_queued_requests=2, max_num_queued_tokens=30)
     scheduler.add_request(make_request("long", [1] * 100))  # alone, any length may wait
-    with pytest.raises(QueueFullError, match=r"100 tokens wait, 5 more.*max_queued_tokens=30"):
+    with pytest.raises(QueueFullError, match=r"100 tokens wait, 5 more.*max_num_queued_tokens=30"):
         scheduler.add_request(make_request("a", [1] * 5))
     step(scheduler, mock)
     scheduler.add_request(make_request("a", [1] * 5))
     scheduler.add_request(make_request("b", [1] * 5))
-    with pytest.raises(QueueFullError, match=r"2 requests wait, 1 more.*max_queued_requests=2"):
+    with pytest.raises(QueueFullError, match=r"2 requests wait, 1 more.*max_num_queued_requests=2"):
         scheduler.add_request(make_request("c", [1] * 5))
     drive(scheduler, mock)
 
@@ -589,7 +589,7 @@ def test_nothing_grows_over_ten_thousand_requests():
         ("preemption", "never"),
         ("preemption", "swap"),
         ("max_num_batched_tokens", 4),
-        ("max_queued_requests", 0),
+        ("max_num_queued_requests", 0),
         ("num_host_blocks", -1),
     ],
 )

@@ -36,8 +36,8 @@ configs = st.builds(
     max_blocks_per_salt=st.sampled_from([None, 1, 3]),
     num_host_blocks=st.sampled_from([1, 4, 12]),
     preemption=st.sampled_from(["auto", "recompute", "swap"]),
-    max_queued_requests=st.sampled_from([None, 6]),
-    max_queued_tokens=st.sampled_from([None, 100]),
+    max_num_queued_requests=st.sampled_from([None, 6]),
+    max_num_queued_tokens=st.sampled_from([None, 100]),
     debug=st.just(True),
 )
 
