@@ -149,6 +149,8 @@ def resolve_device(device: str | Device = "auto") -> tuple[Device, str]:
     """
     if isinstance(device, Device):
         return device, f"{device} was asked for"
+    if not isinstance(device, str):
+        raise DeviceError(f"device must be a str or a Device; got {device!r}")
     if device == "cpu":
         return CPU, "cpu was asked for"
     kind, _, index = device.partition(":")

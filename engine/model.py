@@ -60,8 +60,8 @@ def load(
         "cpu", "cuda", "cuda:<index>" or "auto" (CUDA if there is one; says on stderr what was
         chosen). "cuda" never falls back.
     dtype : str
-        "float32", "float16", "bfloat16", or "auto": float32 on the CPU; on CUDA the checkpoint's
-        own if that is float16 or bfloat16, else bfloat16.
+        "float32", "float16", "bfloat16" (or NumPy's type of that name), or "auto": float32 on the
+        CPU; on CUDA the checkpoint's own if that is float16 or bfloat16, else bfloat16.
     load_format : str
         "auto" reads the weights; "dummy" draws random ones and needs a configuration only.
     max_model_len : int, optional
@@ -107,6 +107,10 @@ def load(
         raise unknown_keyword("load", name, known)
     if load_format not in ("auto", "dummy"):
         raise ConfigError(f"load_format must be 'auto' or 'dummy'; got {load_format!r}")
+    if config is not None and not isinstance(config, ModelConfig):
+        raise ConfigError(f"config must be a ModelConfig; got {type(config).__name__}")
+    if not isinstance(model, str | PathLike) or not str(model):
+        raise ConfigError(f"model must be a name or a path; got {model!r}")
     show = sys.stderr.isatty() if progress is None else progress
     place, why = resolve_device(device)
     source = None
@@ -277,7 +281,7 @@ class Model:
         """
         if logits not in ("last", "all"):
             raise RequestError(f"logits must be 'last' or 'all'; got {logits!r}")
-        if cache.owner is not self.load_config:
+        if not isinstance(cache, Cache) or cache.owner is not self.load_config:
             raise RequestError("cache must be made by this model's new_cache")
         ids = checked_token_ids(token_ids, cache.batch_size, self.config.vocab_size)
         num_new = ids.shape[1]

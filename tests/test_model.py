@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from types import SimpleNamespace
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -77,11 +78,27 @@ def test_dummy_needs_a_configuration_only(tmp_path):
         ({"max_model_len": 8.0}, ValueError, "must be a whole number; got 8.0"),
         ({"device": "tpu"}, RuntimeError, "device must be .*; got 'tpu'"),
         ({"device": "cuda:99"}, RuntimeError, "'cuda:99' was asked for"),
+        ({"device": None}, RuntimeError, "device must be a str or a Device; got None"),
+        (
+            {"dtype": np.float64},
+            ValueError,
+            "dtype must be one of auto, float32, .*; got 'float64'",
+        ),
+        ({"deterministic": "no"}, ValueError, "deterministic must be True or False; got 'no'"),
+        ({"config": {}}, ValueError, "config must be a ModelConfig; got dict"),
+        ({"model": None}, ValueError, "model must be a name or a path; got None"),
+        ({"model": ""}, ValueError, "model must be a name or a path; got ''"),
     ],
 )
 def test_load_refuses(options, error, message):
     with pytest.raises(error, match=message):
         engine.load(**{"config": CONFIG, "load_format": "dummy", "device": "cpu", **options})
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.dtype("float32"), ml_dtypes.bfloat16])
+def test_load_takes_types_and_numbers_of_numpy(dtype):
+    model = _load(dtype=dtype, max_model_len=np.int64(64))
+    assert (model.dtype, model.max_model_len) == (np.dtype(dtype).name, 64)
 
 
 def test_a_missing_model_is_named(tmp_path):
@@ -254,6 +271,17 @@ def test_closed(model):
         model.step(IDS, model.new_cache(2, 32))
 
 
+def test_a_cache_that_is_closed_or_none(model):
+    cache = model.new_cache(2, 32)
+    cache.close()
+    cache.close()  # a second time does nothing
+    with pytest.raises(errors.RequestError, match="cache: was closed"):
+        model.step(IDS, cache)
+    for other in (None, _load().new_cache(2, 32)):
+        with pytest.raises(errors.RequestError, match="cache must be made by this model's"):
+            model.step(IDS, other)
+
+
 # --- the cache ----------------------------------------------------------------------------------
 
 
@@ -315,6 +343,7 @@ def test_bad_truncation(args, message):
         ((1, 129), {}, "max_tokens must be a whole number from 1 to 128; got 129"),
         ((1, True), {}, "max_tokens must be a whole number"),
         ((1, 16), {"block_size": 24}, "block_size must be one of"),
+        ((1, 16), {"block_size": 16.0}, r"block_size must be one of .*; got 16\.0"),
     ],
 )
 def test_bad_cache(args, options, message):

@@ -88,8 +88,10 @@ class Cache:
         Raises
         ------
         RequestError
-            Naming the row, what it holds, what was given and the limit.
+            If the cache was closed, or naming the row, what it holds, what was given and the limit.
         """
+        if not self.pages:
+            raise RequestError("cache: was closed")
         row = int(self._lengths.argmax())
         held = int(self._lengths[row])
         if held + num_tokens > self.max_tokens:

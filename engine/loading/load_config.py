@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 from engine.config import ModelConfig
 from engine.device import Device
@@ -45,7 +49,7 @@ def resolve_load_config(
     config: ModelConfig,
     source: ModelSource | None,
     device: tuple[Device, str],
-    dtype: str,
+    dtype: Any,
     load_format: str,
     max_model_len: int | None,
     deterministic: bool = False,
@@ -66,8 +70,13 @@ def resolve_load_config(
     Raises
     ------
     ConfigError
-        If the dtype is unknown or the length is not within the model's own.
+        If the dtype is unknown, the length is not within the model's own, or `deterministic` is
+        neither True nor False.
     """
+    if not isinstance(deterministic, bool):
+        raise ConfigError(f"deterministic must be True or False; got {deterministic!r}")
+    if isinstance(dtype, type | np.dtype):
+        dtype = np.dtype(dtype).name  # np.float32, ml_dtypes.bfloat16, an array's dtype
     reasons = {"device": device[1]}
     if dtype == "auto":
         dtype, reasons["dtype"] = _choose_dtype(config, source, device[0])
@@ -76,13 +85,13 @@ def resolve_load_config(
     limit = config.max_position_embeddings
     if max_model_len is None:
         max_model_len, reasons["max_model_len"] = limit, "the model's own"
-    elif isinstance(max_model_len, bool) or not isinstance(max_model_len, int):
+    elif isinstance(max_model_len, bool) or not isinstance(max_model_len, numbers.Integral):
         raise ConfigError(f"max_model_len must be a whole number; got {max_model_len!r}")
     elif not 1 <= max_model_len <= limit:
         raise ConfigError(
             f"max_model_len must be from 1 to the model's own {limit}; got {max_model_len}"
         )
-    return LoadConfig(device[0], dtype, max_model_len, load_format, deterministic, reasons)
+    return LoadConfig(device[0], dtype, int(max_model_len), load_format, deterministic, reasons)
 
 
 def _choose_dtype(
