@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,15 +54,15 @@ class InputProcessor:
         self._seed = seed
         self._counter = itertools.count()
 
-    def encode(self, prompt: Prompt) -> PromptInput:
-        """Return the prompt's text, if it has one, its ids, and its salt.
+    def encode(self, prompt: Prompt, cache_salt: str | None = None) -> PromptInput:
+        """Return the prompt's text, if it has one, its ids, and its salt; `cache_salt` wins.
 
         Raises
         ------
         RequestError
             If it is no prompt, holds an id outside the vocabulary, or cannot fit.
         """
-        text, salt, content = None, None, prompt
+        text, salt, content = None, _checked_salt(cache_salt), prompt
         if isinstance(prompt, Mapping):
             unknown = set(prompt) - _KEYS
             if unknown or not ({"prompt", "prompt_token_ids"} & set(prompt)):
@@ -69,20 +70,32 @@ class InputProcessor:
                     'prompt: a mapping must hold "prompt" or "prompt_token_ids", and may hold '
                     f'"cache_salt"; got {sorted(map(str, prompt))}'
                 )
-            text, salt = prompt.get("prompt"), _checked_salt(prompt.get("cache_salt"))
+            text, own_salt = prompt.get("prompt"), _checked_salt(prompt.get("cache_salt"))
+            salt = own_salt if salt is None else salt
             content = prompt.get("prompt_token_ids", text)
         if isinstance(content, str):
             return PromptInput(content, self._checked_ids(self._encode_text(content)), salt)
         return PromptInput(text, self._checked_ids(content), salt)
 
-    def check(self, params: SamplingParams) -> None:
-        """Verify `params` against the model.
+    def check(
+        self, request_id: str, params: SamplingParams, priority: int, timeout: float | None
+    ) -> None:
+        """Verify what comes with a prompt.
 
         Raises
         ------
         RequestError
-            If they name ids that the model does not have, or need text and there is no tokenizer.
+            If something is of the wrong type, the parameters name ids that the model does not
+            have, or need text and there is no tokenizer.
         """
+        if not isinstance(request_id, str):
+            raise RequestError(f"request_id must be a str; got {request_id!r}")
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"params: must be a SamplingParams; got {type(params).__name__}")
+        if not isinstance(priority, numbers.Integral):
+            raise RequestError(f"priority must be a whole number; got {priority!r}")
+        if timeout is not None and not (isinstance(timeout, numbers.Real) and timeout > 0):
+            raise RequestError(f"timeout must be above 0 seconds, or None; got {timeout!r}")
         params.validate_for(self._vocab_size)
         for name in ("stop", "bad_words"):
             if getattr(params, name) and self.tokenizer is None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import numbers
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from engine.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
@@ -88,12 +89,9 @@ class LLM:
             If a prompt cannot be served; then none of them is.
         """
         batch = _as_prompts(prompts)
-        params = self._params_for(len(batch), sampling_params)
-        priorities = [priority] * len(batch) if isinstance(priority, int) else list(priority)
-        if len(priorities) != len(batch):
-            raise RequestError(
-                f"priority: must be one, or one a prompt ({len(batch)}); got {len(priorities)}"
-            )
+        # Nobody sees the steps between.
+        params = self._params_for(len(batch), sampling_params, RequestOutputKind.FINAL_ONLY)
+        priorities = _one_a_prompt("priority", priority, len(batch), numbers.Integral)
         ids = self._add(batch, params, priorities)
         finished: dict[str, RequestOutput] = {}
         from tqdm import tqdm
@@ -124,22 +122,22 @@ class LLM:
         **template_options
             Passed to the model's chat template (add_generation_prompt, tools, ...).
         """
-        many = messages and not isinstance(messages[0], Mapping)
-        conversations: Any = messages if many else [messages]
+        is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
+        is_many = is_list and messages and not isinstance(messages[0], Mapping)
+        conversations: Any = messages if is_many else [messages]
         prompts = [self._chat_prompt(c, template_options) for c in conversations]
         return self.generate(prompts, sampling_params, progress=progress)
 
     def stream(
         self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput, None, None]:
         """Continue one prompt, or answer one conversation, yielding what is new as it comes.
 
         Closing the iterator aborts the request.
         """
         if _is_conversation(prompt):
             prompt = self._chat_prompt(prompt, {})
-        params = sampling_params or self.get_default_sampling_params()
-        params = dataclasses.replace(params, output_kind=RequestOutputKind.DELTA)
+        [params] = self._params_for(1, sampling_params, RequestOutputKind.DELTA)
         request_id = self._next_id()
         self.llm_engine.add_request(request_id, prompt, params)  # type: ignore[arg-type]
         self._inbox[request_id] = []
@@ -166,6 +164,8 @@ class LLM:
         RequestError
             If a prompt cannot be served.
         """
+        if not isinstance(params, BeamSearchParams):
+            raise RequestError(f"params: must be BeamSearchParams; got {type(params).__name__}")
         searches: list[BeamSearch] = []
         try:
             for prompt in _as_prompts(prompts):
@@ -205,16 +205,16 @@ class LLM:
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         return {"prompt": text, "prompt_token_ids": ids}
 
-    def _params_for(self, count: int, given: Any) -> list[SamplingParams]:
+    def _params_for(self, count: int, given: Any, kind: RequestOutputKind) -> list[SamplingParams]:
         if given is None:
             given = self.get_default_sampling_params()
-        params = [given] * count if isinstance(given, SamplingParams) else list(given)
-        if len(params) != count:
-            raise RequestError(
-                f"sampling_params: must be one, or one a prompt ({count}); got {len(params)}"
-            )
-        final = RequestOutputKind.FINAL_ONLY  # nobody sees the steps between
-        return [dataclasses.replace(p, output_kind=final) for p in params]
+        params = _one_a_prompt("sampling_params", given, count, SamplingParams)
+        for index, item in enumerate(params):
+            if not isinstance(item, SamplingParams):
+                raise RequestError(
+                    f"sampling_params[{index}]: must be SamplingParams; got {type(item).__name__}"
+                )
+        return [dataclasses.replace(p, output_kind=kind) for p in params]
 
     def _add(
         self,
@@ -239,13 +239,19 @@ class LLM:
         self._inbox.update((request_id, []) for request_id in ids)
         return ids
 
-    def _run(self, ids: Sequence[str]) -> Iterator[RequestOutput]:
+    def _run(self, ids: Sequence[str]) -> Generator[RequestOutput, None, None]:
         """Step until the requests are finished; abort them if the caller gives up.
 
         Several such iterators may take turns: outputs of the others wait in their inboxes.
         """
+        outputs = self._outputs(ids)
+        next(outputs)  # into its `try`, so that one that is closed unread aborts its requests too
+        return outputs
+
+    def _outputs(self, ids: Sequence[str]) -> Generator[Any, None, None]:
         waiting = list(ids)
         try:
+            yield None
             while waiting:
                 if not any(self._inbox[request_id] for request_id in waiting):
                     self._step()
@@ -282,6 +288,24 @@ def _as_prompts(prompts: Any) -> list[Prompt]:
     """Return a list of prompts: a text, a mapping and a list of ids are one prompt each."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
+    if isinstance(prompts, bytes | bytearray) or not hasattr(prompts, "__iter__"):
+        raise RequestError(
+            f"prompts: must be a prompt or a sequence of them; got {type(prompts).__name__}"
+        )
     items = list(prompts)
     is_ids = items and not isinstance(items[0], str | Mapping) and not hasattr(items[0], "__iter__")
     return [items] if is_ids else items
+
+
+def _one_a_prompt(name: str, values: Any, count: int, kind: type) -> list[Any]:
+    """Return `values`, one for all (of this kind) or one a prompt, as a list of `count`."""
+    if isinstance(values, kind):
+        return [values] * count
+    if isinstance(values, str | Mapping) or not hasattr(values, "__iter__"):
+        got = type(values).__name__
+    else:
+        items = list(values)
+        if len(items) == count:
+            return items
+        got = str(len(items))
+    raise RequestError(f"{name}: must be one, or one a prompt ({count}); got {got}")

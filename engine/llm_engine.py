@@ -104,8 +104,9 @@ class LLMEngine:
     @classmethod
     def from_name(cls, model: str = "smollm2", **options: Any) -> LLMEngine:
         """Load `model` and build an engine around it; takes the keywords of both."""
-        names = ("device", "dtype", "load_format", "deterministic", "progress")
+        names = ("device", "dtype", "load_format", "deterministic", "progress", "config")
         loading = {name: options.pop(name) for name in names if name in options}
+        EngineConfig.from_options(options, names)  # a mistake is said now, not after the load
         if "max_model_len" in options:
             loading["max_model_len"] = options["max_model_len"]
         return cls(load(model, **loading), **options)
@@ -123,7 +124,7 @@ class LLMEngine:
         """
         self._end_overdue()
         results = self._loop.advance()
-        changed = self._take_ended()
+        changed, self._ended = self._ended, {}
         for result in results:
             self._take(result, changed, is_only=len(results) == 1)
         return [
@@ -182,15 +183,14 @@ class LLMEngine:
         RequestError
             If the request cannot be served; nothing is queued and the others go on.
         """
-        params = params or SamplingParams()
-        checked = self._inputs.encode(prompt)
-        self._inputs.check(params)
-        if timeout is not None and not timeout > 0:
-            raise RequestError(f"timeout must be above 0 seconds; got {timeout!r}")
-        if not isinstance(request_id, str) or request_id in self._groups:
-            raise RequestError(f"request id {request_id!r} is in use, or no str")
-        specs = self._inputs.sampling_specs(params)
-        salt = cache_salt if cache_salt is not None else checked.cache_salt
+        params = SamplingParams() if params is None else params
+        if self.kv_cache.is_closed:
+            raise RequestError(f"request {request_id!r} cannot be served: the engine was closed")
+        checked = self._inputs.encode(prompt, cache_salt)
+        self._inputs.check(request_id, params, priority, timeout)
+        if request_id in self._groups:
+            raise RequestError(f"request id {request_id!r} is in use")
+        specs, salt = self._inputs.sampling_specs(params), checked.cache_salt
         group = OutputGroup(request_id, checked.text, params, time.monotonic(), self.tokenizer)
         requests = self._inputs.requests(
             request_id, checked.token_ids, params, group.metrics.arrival_time, priority, salt
@@ -261,7 +261,9 @@ class LLMEngine:
             raise RequestError(f"scheduler and engine disagree about the requests {names}")
 
     def close(self) -> None:
-        """Abort everything and give the memory back."""
+        """Abort everything and give the memory back; a second time does nothing."""
+        if self.kv_cache.is_closed:
+            return
         self.abort_request(list(self._groups))
         self._ended.clear()
         self._loop.drain()
@@ -316,10 +318,6 @@ class LLMEngine:
             stream = self._streams.get(request)
             if stream is not None and stream.group.metrics.first_scheduled_time is None:
                 stream.group.metrics.first_scheduled_time = time.monotonic()
-
-    def _take_ended(self) -> _Changed:
-        ended, self._ended = self._ended, {}
-        return ended
 
     def _take(self, result: StepResult, changed: _Changed, *, is_only: bool) -> None:
         """Hand a step's results to their streams, and add the requests that have news to `changed`.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from engine.cache.block_allocator import BlockAllocator
 from engine.cache.prefix_tree import PrefixTree
 from engine.cache.tree_node import NO_BLOCK, PrefixMatch
-from engine.errors import ContractError, EngineError
+from engine.errors import EngineError, RequestError
 from engine.request import Request
 
 __all__ = ["BlockManager", "BlockMoves"]
@@ -161,7 +161,7 @@ class BlockManager:
 
         Raises
         ------
-        ContractError
+        RequestError
             If the tokens differ or the child holds blocks.
         """
         shared = self.check_fork(parent, child)
@@ -177,7 +177,7 @@ class BlockManager:
         shared = min(parent.num_committed_tokens, child.num_tokens - 1)
         differs = parent.token_ids(0, shared) != child.token_ids(0, shared)
         if differs or parent.prefix_key != child.prefix_key or child.block_table:
-            raise ContractError(
+            raise RequestError(
                 f"request {child.request_id!r} cannot share the blocks of {parent.request_id!r}: "
                 f"its first {shared} tokens, salt or rope differ, or it holds blocks"
             )

@@ -72,7 +72,7 @@ def _turn(llm: LLM, history: list[dict[str, str]], question: str, params: Sampli
                 ids += len(output.outputs[0].token_ids)
                 print(pieces[-1], end="", flush=True)
         except KeyboardInterrupt:
-            stream.close()  # type: ignore[attr-defined]
+            stream.close()
             print(" [stopped]", end="")
         print()
         if output is not None and output.finished:

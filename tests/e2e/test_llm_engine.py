@@ -246,6 +246,33 @@ def test_bad_parameters_are_refused(model):
     engine.add_request("twice", [5], SamplingParams(max_tokens=1))
     with pytest.raises(RequestError, match="'twice' is in use"):
         engine.add_request("twice", [5], SamplingParams(max_tokens=1))
+    with pytest.raises(RequestError, match="request_id must be a str; got 5"):
+        engine.add_request(5, [5])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"params": {"temperature": 0}}, "params: must be a SamplingParams; got dict"),
+        ({"priority": 1.5}, "priority must be a whole number; got 1.5"),
+        ({"priority": "high"}, "priority must be a whole number; got 'high'"),
+        ({"priority": 2**31}, "priority must be within 2.*31 of 0; got 2147483648"),
+        ({"timeout": "1"}, "timeout must be above 0 seconds, or None; got '1'"),
+        ({"timeout": float("nan")}, "timeout must be above 0 seconds, or None; got nan"),
+        ({"cache_salt": 5}, "cache_salt must be a str that is not empty, or None; got 5"),
+        ({"cache_salt": ""}, "cache_salt must be a str that is not empty, or None; got ''"),
+    ],
+)
+def test_what_comes_with_a_prompt_is_checked(model, options, message):
+    engine = _engine(model)
+    with pytest.raises(RequestError, match=message):
+        engine.add_request("r", [5], **options)
+    assert not engine.has_unfinished_requests()
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    engine.add_request(
+        "r", [5], params, priority=np.int64(1), timeout=np.float32(60), cache_salt="a"
+    )
+    assert _run(engine)["r"].outputs[0].finish_reason == "length"
 
 
 def test_bad_options_are_refused(model):

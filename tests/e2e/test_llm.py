@@ -1,0 +1,103 @@
+"""`LLM`: what it takes and refuses, and requests that nobody wants any more."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+
+from engine import LLM, BeamSearchParams, SamplingParams, llm_engine
+from engine.errors import RequestError, UnknownOptionError
+from tests.e2e.tiny import CONFIG, check_drained, greedy_alone, tiny_model
+
+GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+
+
+@pytest.fixture
+def llm():
+    with LLM(config=CONFIG, load_format="dummy", device="cpu", num_blocks=64) as llm:
+        yield llm
+        check_drained(llm.llm_engine)
+
+
+def _ids(outputs):
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def test_prompts_may_be_ids_mappings_and_arrays(llm):
+    want = greedy_alone(tiny_model(), [5, 6, 7], 3, eos=False)
+    array = np.array([[5, 6, 7], [5, 6, 7]], np.uint16)
+    for prompts in ([5, 6, 7], {"prompt_token_ids": [5, 6, 7]}, [[5, 6, 7]], array, array[0]):
+        outputs = llm.generate(prompts, GREEDY)
+        assert _ids(outputs) == [want] * len(outputs)
+    assert llm.generate([], GREEDY) == llm.generate((), []) == []
+    assert len(llm.generate([[5], [6]], (GREEDY, GREEDY), priority=np.int64(1))) == 2
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        (None, {}, "prompts: must be a prompt or a sequence of them; got NoneType"),
+        (5, {}, "prompts: must be .*; got int"),
+        (b"text", {}, "prompts: must be .*; got bytes"),
+        ([[]], {}, r"prompts\[0\]: the prompt must have 1 to 255 tokens .*; got 0"),
+        ([[5], [-1]], {}, r"prompts\[1\]: prompt: token id -1 at 0 must be .* \[0, 97\)"),
+        ([[5]], {"sampling_params": {"n": 1}}, "sampling_params: must be one, .*; got dict"),
+        ([[5]], {"sampling_params": 5}, r"sampling_params: must be one, or .* \(1\); got int"),
+        ([[5]], {"sampling_params": [GREEDY] * 2}, "sampling_params: must be .*; got 2"),
+        ([[5]], {"sampling_params": [None]}, r"sampling_params\[0\]: must be .*; got NoneType"),
+        ([[5]], {"priority": None}, r"priority: must be one, or one a prompt \(1\); got NoneType"),
+        ([[5]], {"priority": 1.5}, "priority: must be one, .*; got float"),
+        ([[5]], {"priority": [1.5]}, r"prompts\[0\]: priority must be a whole number; got 1.5"),
+    ],
+)
+def test_bad_arguments_are_named(llm, prompts, options, message):
+    with pytest.raises(RequestError, match=message):
+        llm.generate(prompts, **options)
+
+
+def test_other_bad_arguments_are_named(llm):
+    with pytest.raises(RequestError, match="params: must be BeamSearchParams; got SamplingParams"):
+        llm.beam_search([5], GREEDY)
+    with pytest.raises(RequestError, match=r"sampling_params: must be one, .*; got dict"):
+        llm.stream([5], {"n": 1})
+
+
+def test_unknown_options_are_refused_before_anything_is_loaded(monkeypatch):
+    monkeypatch.setattr(llm_engine, "load", None)  # not to be called
+    for name, nearest in (("devcie", "device"), ("max_num_seq", "max_num_seqs")):
+        with pytest.raises(UnknownOptionError, match=f"'{name}'; did you mean '{nearest}'"):
+            LLM(**{name: 1})
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+@pytest.mark.parametrize("num_read", [0, 1])
+def test_a_stream_that_nobody_reads_on_is_aborted(llm, num_read, is_closed):
+    stream = llm.stream([5, 6], SamplingParams(max_tokens=50, ignore_eos=True))
+    for _ in range(num_read):
+        next(stream)
+    if is_closed:
+        stream.close()
+    else:
+        del stream
+        gc.collect()
+    assert llm.llm_engine.num_unfinished_requests == 0 and not llm._inbox
+
+
+def test_streams_may_take_turns(llm):
+    prompts = [[5, 6], [7, 8, 9]]
+    turns = zip(*[llm.stream(prompt, GREEDY) for prompt in prompts], strict=True)
+    got = [[output.outputs[0].token_ids[0] for output in outputs] for outputs in turns]
+    assert np.transpose(got).tolist() == _ids(llm.generate(prompts, GREEDY))
+
+
+def test_closed_twice_and_used_afterwards():
+    llm = LLM(config=CONFIG, load_format="dummy", device="cpu", num_blocks=8, swap_space_gb=0.001)
+    llm.generate([5], GREEDY)
+    llm.close()
+    llm.close()
+    with pytest.raises(RequestError, match="closed"):
+        llm.generate([5], GREEDY)
+    with pytest.raises(RequestError, match="closed"):
+        llm.beam_search([5], BeamSearchParams(beam_width=2))
