@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -43,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line; exits with 0, 1 (the command failed) or 2 (bad usage)."""
     options = _parser().parse_args(argv)
     command = importlib.import_module(f"engine.commands.{options.command}")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a model writes what no terminal can show
     parser = argparse.ArgumentParser(
         prog=f"engine {options.command}", description=COMMANDS[options.command]
     )

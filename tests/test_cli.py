@@ -62,6 +62,11 @@ def test_generate_json():
     assert record["ttft_seconds"] > 0 and len(record["token_ids"]) <= 8
 
 
+def test_what_the_terminal_cannot_show_is_replaced():
+    done = _run("generate", "--chat", "Write an emoji and é", *GREEDY, PYTHONIOENCODING="ascii")
+    assert "?" in done.stdout
+
+
 def test_chat_remembers_and_resets():
     lines = "My name is Tom.\nWhat is my name?\n/reset\n\nMy name is Tom.\n"
     done = _run("chat", "--temperature", "0", "--max-tokens", "12", "--device", "cpu", text=lines)
@@ -105,6 +110,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program():
         (("generate", "x", "--device", "cpu", "--max-tokens", "-1"), "max_tokens must be"),
         (("generate", "--file", "/no/such/file"), "--file /no/such/file cannot be read"),
         (("generate", "", "--device", "cpu"), "the prompt must have 1 to"),
+        (("kernels", "--arch", "hopper"), "--arch must be an architecture like sm_80"),
     ],
 )
 def test_bad_usage_is_one_line_and_status_2(arguments, message):

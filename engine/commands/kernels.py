@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import pkgutil
+import re
 
 from engine import device, kernels
 from engine.dtypes import FLOAT_NAMES
-from engine.errors import CompileError
+from engine.errors import CompileError, ConfigError
 from engine.kernels._module import ModuleSpec, cached_module, compile_module, current_architecture
 
 __all__ = ["add_arguments", "run"]
@@ -39,6 +40,8 @@ def op_specs(op: str, dtype: str) -> tuple[ModuleSpec, ...]:
 def run(arguments: argparse.Namespace) -> int:
     """Print one line a kernel, or one a module where its registers are not known yet."""
     arch = arguments.arch or _this_arch()
+    if not re.fullmatch(r"sm_\d{2,3}a?", arch):
+        raise ConfigError(f"--arch must be an architecture like sm_80 or sm_90a; got {arch!r}")
     print(f"architecture {arch}")
     heads = ("op", "tier", "dtype", "macros", "kernel", "registers", "spilled", "shared", "cache")
     print(_ROW.format(*heads))
