@@ -10,11 +10,12 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from engine.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
-from engine.errors import RequestError
+from engine.errors import RequestError, unknown_keyword
 from engine.llm_engine import LLMEngine, Prompt
 from engine.outputs import RequestOutput
 from engine.sampling_params import RequestOutputKind, SamplingParams
 from engine.stats import EngineStats
+from engine.text.chat_template import RESERVED_VARIABLES
 
 __all__ = ["LLM"]
 
@@ -120,7 +121,15 @@ class LLM:
         progress : bool
             Show a bar on stderr.
         **template_options
-            Passed to the model's chat template (add_generation_prompt, tools, ...).
+            add_generation_prompt, tools, and what the model's chat template reads besides
+            (enable_thinking, ...).
+
+        Raises
+        ------
+        UnknownOptionError
+            If the model's template reads no such option.
+        RequestError
+            If a conversation cannot be served; then none of them is.
         """
         is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
         is_many = is_list and messages and not isinstance(messages[0], Mapping)
@@ -201,6 +210,11 @@ class LLM:
 
     def _chat_prompt(self, messages: Any, options: Mapping[str, Any]) -> Prompt:
         """Render a conversation; its template writes every special token itself."""
+        own = self.tokenizer.template_variables("tools" in options)
+        for name in options:
+            if name not in own and name not in RESERVED_VARIABLES:
+                known = ("add_generation_prompt", "progress", "sampling_params", "tools", *own)
+                raise unknown_keyword("chat", name, known)
         text = self.tokenizer.apply_chat_template(messages, **options)
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         return {"prompt": text, "prompt_token_ids": ids}

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 
 from engine.errors import RequestError, TemplateError
 from engine.text.parts import SPECIAL_NAMES
@@ -118,13 +118,21 @@ class ChatTemplate:
             _fail(error)
 
     @functools.cached_property
-    def takes_parts(self) -> bool:
-        """Whether the template itself walks through a content that is a list of parts."""
+    def _tree(self) -> nodes.Template:
         try:
-            tree = _sandbox().parse(self.source)
+            return _sandbox().parse(self.source)
         except Exception as error:
             _fail(error)
-        return any(_is_content(loop.iter) for loop in tree.find_all(nodes.For))
+
+    @functools.cached_property
+    def takes_parts(self) -> bool:
+        """Whether the template itself walks through a content that is a list of parts."""
+        return any(_is_content(loop.iter) for loop in self._tree.find_all(nodes.For))
+
+    @functools.cached_property
+    def variables(self) -> frozenset[str]:
+        """Names of the variables that the template reads and a request may give."""
+        return frozenset(meta.find_undeclared_variables(self._tree)) - RESERVED_VARIABLES
 
     def _check_messages(self, messages: Any) -> list[dict[str, Any]]:
         """Return plain copies of the messages, or say which one is wrong."""

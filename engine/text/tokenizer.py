@@ -197,6 +197,10 @@ class Tokenizer:
             variables=kwargs,
         )
 
+    def template_variables(self, has_tools: bool = False) -> frozenset[str]:
+        """Return which further variables the template reads that `apply_chat_template` chooses."""
+        return self._choose_template(has_tools).variables
+
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> list[int]:
         """Return the ids of a chat; takes what `apply_chat_template` takes.
 

@@ -10,7 +10,7 @@ import pytest
 import engine
 from engine import LLMEngine, SamplingParams
 from engine.device import resolve_device, to_numpy
-from engine.errors import DownloadError
+from engine.errors import DownloadError, RequestError, UnknownOptionError
 from engine.input_processor import InputProcessor
 from engine.loading.download import resolve_model
 from engine.sampling_params import RequestOutputKind
@@ -162,9 +162,14 @@ def test_a_random_crowd_changes_nobodys_tokens(exact_model, size, mode):
     assert server.stats().num_preemptions > 0 or size > 16
 
 
-def test_beams_are_better_than_greedy(model):
+def _llm(model):
     llm = engine.LLM.__new__(engine.LLM)
     llm.llm_engine, llm._counter, llm._inbox = LLMEngine(model), iter(range(99)), {}
+    return llm
+
+
+def test_beams_are_better_than_greedy(model):
+    llm = _llm(model)
     params = engine.BeamSearchParams(beam_width=3, max_tokens=8)
     [output] = llm.beam_search("The capital of France is", params)
     best = output.sequences[0]
@@ -173,4 +178,22 @@ def test_beams_are_better_than_greedy(model):
     mean = alone.outputs[0].cumulative_logprob / len(alone.outputs[0].token_ids)
     assert len(output.sequences) == 3 and best.score >= mean - 1e-4
     assert "Paris" in best.text
+    llm.llm_engine.close()
+
+
+def test_chats(model):
+    llm, greedy = _llm(model), SamplingParams(temperature=0.0, max_tokens=8)
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    [one] = llm.chat(question, greedy)
+    assert one.outputs[0].text == "The capital of France is Paris."
+    several = llm.chat([question, (*question,)], greedy, add_generation_prompt=True)
+    assert [output.outputs[0].text for output in several] == [one.outputs[0].text] * 2
+    assert "".join(o.outputs[0].text for o in llm.stream(question, greedy)) == one.outputs[0].text
+    for messages in ([], "hi", question[0]):
+        with pytest.raises(RequestError, match="messages must"):
+            llm.chat(messages, greedy)
+    with pytest.raises(UnknownOptionError, match="chat got an unknown keyword 'use_tqdm'"):
+        llm.chat(question, greedy, use_tqdm=False)
+    with pytest.raises(RequestError, match="'chat_template' cannot be a variable"):
+        llm.chat(question, greedy, chat_template="")
     llm.llm_engine.close()

@@ -336,6 +336,12 @@ def test_reserved_variables_are_refused_by_the_tokenizer(byte_level_metadata):
             tokenizer.apply_chat_template(HI, **{name: True})
 
 
+def test_a_template_says_which_variables_it_reads():
+    source = "{% set a = 1 %}{{ a }}{{ bos_token }}{% for m in messages %}{{ m.b }}{% endfor %}"
+    source += "{{ x | default(y) }}{% if add_generation_prompt and z is defined %}{% endif %}"
+    assert ChatTemplate(source).variables == {"x", "y", "z"}
+
+
 def test_variables_are_plain_copies():
     class Name(str):
         def danger(self):
