@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import numbers
 import sys
+import threading
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,8 @@ Message = Mapping[str, Any]
 
 class LLM:
     """A model that answers prompts, offline.
+
+    Several threads may use one LLM: their requests are served together, in the same steps.
 
     Parameters
     ----------
@@ -46,6 +49,9 @@ class LLM:
         self.llm_engine = LLMEngine.from_name(model, **options)
         self._counter = itertools.count()
         self._inbox: dict[str, list[RequestOutput]] = {}  # per unfinished request of this object
+        # Whoever touches engine or inbox holds it. A generator may be closed by the garbage
+        # collector of a thread that holds it already.
+        self._lock = threading.RLock()
 
     @property
     def tokenizer(self) -> Any:
@@ -148,8 +154,9 @@ class LLM:
             prompt = self._chat_prompt(prompt, {})
         [params] = self._params_for(1, sampling_params, RequestOutputKind.DELTA)
         request_id = self._next_id()
-        self.llm_engine.add_request(request_id, prompt, params)  # type: ignore[arg-type]
-        self._inbox[request_id] = []
+        with self._lock:
+            self.llm_engine.add_request(request_id, prompt, params)  # type: ignore[arg-type]
+            self._inbox[request_id] = []
         return self._run([request_id])
 
     def beam_search(
@@ -179,14 +186,17 @@ class LLM:
         try:
             for prompt in _as_prompts(prompts):
                 name = self._next_id()
-                searches.append(BeamSearch(self.llm_engine, prompt, params, name, self._inbox))
+                with self._lock:
+                    searches.append(BeamSearch(self.llm_engine, prompt, params, name, self._inbox))
             while not all(search.is_done for search in searches):
-                self._step()
-                for search in searches:
-                    search.advance()
+                with self._lock:
+                    self._step()
+                    for search in searches:
+                        search.advance()
         finally:
-            for search in searches:
-                search.close()
+            with self._lock:
+                for search in searches:
+                    search.close()
         return [search.output() for search in searches]
 
     def reset_prefix_cache(self) -> None:
@@ -238,19 +248,20 @@ class LLM:
     ) -> list[str]:
         """Queue all prompts, or none."""
         ids: list[str] = []
-        try:
-            for index, prompt in enumerate(prompts):
-                ids.append(self._next_id())
-                try:
-                    self.llm_engine.add_request(
-                        ids[-1], prompt, params[index], priority=priorities[index]
-                    )
-                except RequestError as error:
-                    raise RequestError(f"prompts[{index}]: {error}") from error
-        except BaseException:
-            self._drop(ids)
-            raise
-        self._inbox.update((request_id, []) for request_id in ids)
+        with self._lock:
+            try:
+                for index, prompt in enumerate(prompts):
+                    ids.append(self._next_id())
+                    try:
+                        self.llm_engine.add_request(
+                            ids[-1], prompt, params[index], priority=priorities[index]
+                        )
+                    except RequestError as error:
+                        raise RequestError(f"prompts[{index}]: {error}") from error
+            except BaseException:
+                self._drop(ids)
+                raise
+            self._inbox.update((request_id, []) for request_id in ids)
         return ids
 
     def _run(self, ids: Sequence[str]) -> Generator[RequestOutput, None, None]:
@@ -267,10 +278,12 @@ class LLM:
         try:
             yield None
             while waiting:
-                if not any(self._inbox[request_id] for request_id in waiting):
-                    self._step()
-                for request_id in list(waiting):
-                    outputs, self._inbox[request_id] = self._inbox[request_id], []
+                with self._lock:
+                    if not any(self._inbox[request_id] for request_id in waiting):
+                        self._step()
+                    arrived = {i: self._inbox[i] for i in waiting}
+                    self._inbox.update((i, []) for i in waiting)
+                for request_id, outputs in arrived.items():
                     if outputs and outputs[-1].finished:
                         waiting.remove(request_id)
                     yield from outputs
@@ -286,8 +299,9 @@ class LLM:
 
     def _drop(self, ids: Sequence[str]) -> None:
         """Abort these requests; their last outputs interest nobody."""
-        self.llm_engine.abort_request(ids)
-        self.llm_engine.forget_aborted(ids)
+        with self._lock:
+            self.llm_engine.abort_request(ids)
+            self.llm_engine.forget_aborted(ids)
 
     def _next_id(self) -> str:
         return f"llm-{next(self._counter)}"

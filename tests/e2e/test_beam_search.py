@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 
-from engine import LLM, BeamSearchParams, SamplingParams
+from engine import BeamSearchParams, SamplingParams
 from engine.errors import RequestError, UnknownOptionError
-from tests.e2e.tiny import CONFIG, EOS, check_drained, make_engine, swap_gb, tiny_model
+from tests.e2e.tiny import CONFIG, EOS, check_drained, make_llm, swap_gb, tiny_model
 
 
 @pytest.fixture(scope="module")
 def model():
     return tiny_model()
-
-
-def _llm(model, **options):
-    llm = LLM.__new__(LLM)  # around a model that has no files
-    llm.llm_engine = make_engine(model, **options)
-    llm._counter, llm._inbox = itertools.count(), {}
-    return llm
 
 
 def _log_softmax(x):
@@ -69,7 +60,7 @@ PROMPTS = [[5, 6, 7], list(range(10, 45)), [50] * 16]
 def test_it_finds_what_a_plain_search_finds(
     model, width, max_tokens, penalty, ignore_eos, options, late
 ):
-    llm = _llm(model, async_scheduling=late, **options)
+    llm = make_llm(model, async_scheduling=late, **options)
     params = BeamSearchParams(
         beam_width=width, max_tokens=max_tokens, length_penalty=penalty, ignore_eos=ignore_eos
     )
@@ -88,13 +79,13 @@ def test_it_finds_what_a_plain_search_finds(
 def test_some_beams_end_early(model):
     """Cases above do meet the end of sequence, and others do not."""
     params = BeamSearchParams(beam_width=4, max_tokens=20, length_penalty=0.0)
-    outputs = _llm(model, max_num_seqs=9).beam_search(PROMPTS, params)
+    outputs = make_llm(model, max_num_seqs=9).beam_search(PROMPTS, params)
     reasons = {s.finish_reason for output in outputs for s in output.sequences}
     assert reasons == {"stop", "length"}
 
 
 def test_beams_share_their_blocks(model):
-    llm = _llm(model, max_num_seqs=9, num_blocks=64)
+    llm = make_llm(model, max_num_seqs=9, num_blocks=64)
     engine, most = llm.llm_engine, 0
     step = llm._step
 
@@ -113,8 +104,8 @@ def test_beams_share_their_blocks(model):
 
 
 def test_other_requests_go_on_beside_it(model):
-    llm = _llm(model, max_num_seqs=9)
-    [alone] = _llm(model).generate([[9, 8, 7]], _greedy())
+    llm = make_llm(model, max_num_seqs=9)
+    [alone] = make_llm(model).generate([[9, 8, 7]], _greedy())
     stream = llm.stream([9, 8, 7], _greedy())
     first = next(stream)
     llm.beam_search([5, 6, 7], BeamSearchParams(beam_width=3, max_tokens=6))
@@ -133,7 +124,7 @@ def test_bad_params_are_refused(model):
         BeamSearchParams(beam_width=2, lenght_penalty=1.0)
     with pytest.raises(RequestError, match="ignore_eos must be True or False"):
         BeamSearchParams(beam_width=2, ignore_eos=1)
-    llm = _llm(model)
+    llm = make_llm(model)
     with pytest.raises(RequestError, match="token id 97"):
         llm.beam_search([[5], [97]], BeamSearchParams(beam_width=2))
     while llm.llm_engine.has_unfinished_requests():

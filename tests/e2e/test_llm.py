@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -90,6 +91,24 @@ def test_streams_may_take_turns(llm):
     turns = zip(*[llm.stream(prompt, GREEDY) for prompt in prompts], strict=True)
     got = [[output.outputs[0].token_ids[0] for output in outputs] for outputs in turns]
     assert np.transpose(got).tolist() == _ids(llm.generate(prompts, GREEDY))
+
+
+def test_threads_are_served_together(llm):
+    prompts = [[5 + i, 6] for i in range(6)]
+    want = _ids(llm.generate(prompts, GREEDY))
+    params = BeamSearchParams(beam_width=2, max_tokens=3)
+    beams = llm.beam_search(prompts[:1], params)
+
+    def work(number):
+        if number == 0:
+            return llm.beam_search(prompts[:1], params) == beams
+        if number == 1:
+            streamed = [list(llm.stream(prompt, GREEDY)) for prompt in prompts]
+            return [[i for o in s for i in o.outputs[0].token_ids] for s in streamed] == want
+        return _ids(llm.generate(prompts, GREEDY)) == want
+
+    with ThreadPoolExecutor(6) as pool:
+        assert all(pool.map(work, [0, 1, 2, 2, 2, 2] * 4, timeout=60))
 
 
 def test_closed_twice_and_used_afterwards():

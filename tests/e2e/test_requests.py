@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from engine import LLM, SamplingParams
+from engine import SamplingParams
 from engine.device import to_numpy
 from engine.errors import RequestError
 from engine.request import RequestStatus
@@ -22,6 +22,7 @@ from tests.e2e.tiny import (
     generate,
     greedy_alone,
     make_engine,
+    make_llm,
     run,
     swap_gb,
     tiny_model,
@@ -458,8 +459,7 @@ def test_metrics(model, late):
 
 
 def test_llm_takes_priorities_and_salts(model):
-    llm = LLM.__new__(LLM)
-    llm.llm_engine, llm._counter, llm._inbox = make_engine(model), iter(range(99)), {}
+    llm = make_llm(model)
     prompts = [{"prompt_token_ids": LONG, "cache_salt": "a"}, LONG]
     params = SamplingParams(temperature=0, max_tokens=3)
     outputs = llm.generate(prompts, params, priority=[1, 0])

@@ -162,14 +162,15 @@ def test_a_random_crowd_changes_nobodys_tokens(exact_model, size, mode):
     assert server.stats().num_preemptions > 0 or size > 16
 
 
-def _llm(model):
-    llm = engine.LLM.__new__(engine.LLM)
-    llm.llm_engine, llm._counter, llm._inbox = LLMEngine(model), iter(range(99)), {}
-    return llm
+@pytest.fixture(scope="module")
+def llm(model):
+    """The same weights, with an engine around them."""
+    options = {"dtype": "float32", "max_model_len": 128}
+    with engine.LLM("smollm2", device=str(model.device), **options) as llm:
+        yield llm
 
 
-def test_beams_are_better_than_greedy(model):
-    llm = _llm(model)
+def test_beams_are_better_than_greedy(llm):
     params = engine.BeamSearchParams(beam_width=3, max_tokens=8)
     [output] = llm.beam_search("The capital of France is", params)
     best = output.sequences[0]
@@ -178,11 +179,10 @@ def test_beams_are_better_than_greedy(model):
     mean = alone.outputs[0].cumulative_logprob / len(alone.outputs[0].token_ids)
     assert len(output.sequences) == 3 and best.score >= mean - 1e-4
     assert "Paris" in best.text
-    llm.llm_engine.close()
 
 
-def test_chats(model):
-    llm, greedy = _llm(model), SamplingParams(temperature=0.0, max_tokens=8)
+def test_chats(llm):
+    greedy = SamplingParams(temperature=0.0, max_tokens=8)
     question = [{"role": "user", "content": "What is the capital of France?"}]
     [one] = llm.chat(question, greedy)
     assert one.outputs[0].text == "The capital of France is Paris."
@@ -196,4 +196,3 @@ def test_chats(model):
         llm.chat(question, greedy, use_tqdm=False)
     with pytest.raises(RequestError, match="'chat_template' cannot be a variable"):
         llm.chat(question, greedy, chat_template="")
-    llm.llm_engine.close()

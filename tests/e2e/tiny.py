@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import threading
 
 import numpy as np
 import pytest
 
-from engine import LLMEngine, SamplingParams, device, load
+from engine import LLM, LLMEngine, SamplingParams, device, load
 from engine.config import ModelConfig, RopeConfig
 from engine.input_processor import InputProcessor
 from engine.sampling_params import RequestOutputKind
@@ -52,6 +54,14 @@ def make_engine(model, **options):
 def swap_gb(num_blocks, block_size=16):
     """The `swap_space_gb` that holds so many blocks."""
     return (num_blocks + 0.5) * BYTES_PER_BLOCK * (block_size // 16) / 2**30
+
+
+def make_llm(model, **options):
+    """An `LLM` around such an engine, which loads nothing."""
+    llm = LLM.__new__(LLM)
+    llm.llm_engine, llm._lock = make_engine(model, **options), threading.RLock()
+    llm._counter, llm._inbox = itertools.count(), {}
+    return llm
 
 
 def run(engine, max_steps=5000, num_failures=0):
