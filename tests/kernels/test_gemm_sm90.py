@@ -204,7 +204,7 @@ def test_choice_at_known_problems():
     assert choose_hopper(1024, 1152, 896, 132) == HopperConfig(128, 80)
     assert choose_hopper(16, 4096, 4096, 132) == HopperConfig(64, 64, cluster_k=2, depth=2)
     assert choose_hopper(64, 24576, 4096, 132) == HopperConfig(64, 192)
-    assert choose_hopper(9, 896, 4864, 132).cluster_k == 8
+    assert choose_hopper(9, 896, 4864, 132).cluster_k == 4
     assert choose_hopper(64, 96, 128, 132) is choose_hopper(64, 96, 128, 132)
     chosen = choose_config(4096, 4096, 4096, "bfloat16", 132, is_hopper=True)
     assert isinstance(chosen, HopperConfig)
