@@ -9,8 +9,10 @@
 //   counter  int, 0: where blocks take tiles from; 0 again at the end
 //
 // Numerics: common/softmax_fp8.cuh. P is rounded to e4m3 times a power of 2; the softmax divides by
-// the sum of these rounded P, which a column of ones beside V gives. A row's bits depend on its
-// own keys and nothing else.
+// the sum of these rounded P, which eight columns beside V give: each has ones for an eighth of the
+// keys. The tensor cores keep some 14 bits of a sum, so what they add up goes to float32 sums in
+// shared memory every SUM_TILES tiles of keys. A row's bits depend on its own keys and nothing
+// else.
 // Parallelisation: one block an SM. A warp takes tiles (common/attention_tiles.cuh) and asks TMA
 // for them; two warps transpose V, as wgmma wants both operands along k in 8 bits; each consumer
 // warpgroup owns 64 rows and runs by itself: while one waits for its products, the others have
@@ -18,7 +20,7 @@
 // Mirror: engine/reference/attention_prefill_fp8.py
 #include "common/prefill_fp8_sm90.cuh"
 
-using Core = PrefillFp8<HEAD_DIM, CONSUMERS, STAGES, SPAN, TURNS, LINE_KEYS>;
+using Core = PrefillFp8<HEAD_DIM, CONSUMERS, STAGES, SPAN, TURNS, LINE_KEYS, SUM_TILES>;
 static_assert(Core::kSharedBytes == SHARED_BYTES,
               "kernels/_prefill_fp8_sm90.py computes another size");
 
@@ -47,7 +49,8 @@ struct Finish {
   int64_t stride_t, stride_h;
   int num_heads, head_dim;
 
-  // Sums of rows my_row and my_row + 8: of the columns in transpose_block's order, then of P.
+  // Sums of rows my_row and my_row + 8: of the columns in transpose_block's order, then of P, of
+  // which each thread of four has two eighths.
   template <int kCount>
   __device__ __forceinline__ void operator()(const TileWork& tile, int my_row,
                                              const int (&tokens)[2], int lane,
@@ -56,8 +59,10 @@ struct Finish {
     const float scale = v_scale[tile.kv_head];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
+      float sum = o[kCount - 4 + 2 * i] + o[kCount - 3 + 2 * i];
+      sum += __shfl_xor_sync(~0u, sum, 1);
+      sum += __shfl_xor_sync(~0u, sum, 2);
       if (tokens[i] >= min(tile.tokens, problem.tile_tokens)) continue;
-      const float sum = o[kCount - 4 + 2 * i];
       const float inverse = sum == 0.0f ? 0.0f : scale / sum;
       const int head = tile.kv_head * problem.group + my_row + 8 * i - tokens[i] * problem.group;
       const int64_t token = tile.first_token + tokens[i];

@@ -14,12 +14,14 @@
 //
 // Numerics: as in attention_prefill.cu, but what exponents are less is the running maximum only
 // over the first 1,024 keys a row meets, and later renewed only when sums grow large
-// (common/softmax_sm90.cuh). Splits are summed in order. A row's bits depend on its own keys and
-// the number of splits, on nothing else.
+// (common/softmax_sm90.cuh); for D > 192 it always is the maximum. Splits are summed in order. A
+// row's bits depend on its own keys and the number of splits (and on whether there is a pattern,
+// where patterns have smaller tiles of keys), on nothing else.
 // Parallelisation: one block an SM. A producer warp takes tiles (common/attention_tiles.cuh) and
 // streams Q, K and V to shared memory; each consumer warpgroup owns 64 rows. It starts the scores
 // of the next keys before it waits for P V of these, so tensor cores work during the softmax, and
-// warpgroups start their products in turns, so one's softmax meets the other's products.
+// warpgroups start their products in turns, so one's softmax meets the other's products. For D >
+// 192, where O takes half of the registers, the turns alone see to that.
 // Mirror: engine/reference/attention_prefill.py
 #include "common/prefill_sm90.cuh"
 

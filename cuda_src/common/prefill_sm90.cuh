@@ -17,6 +17,9 @@ struct Prefill {
                                       kQStages * static_cast<int>(sizeof(TileWork)) +
                                       8 * kBarriers + 4 * kStages;
   static constexpr int kExactTiles = 1024 / kKeys;  // the first ones a row sees: OnlineSoftmax
+  // O takes so many registers that there are none for a second P: a warpgroup's softmax meets the
+  // other's products only, which take longer. So there is time for the maximum of each tile, too.
+  static constexpr bool kOneP = kHeadDim > 192;
   static constexpr int kProducerRegisters = kPattern ? 72 : 56;
   static constexpr int kConsumerRegisters = kConsumers != 2 ? 152 : kPattern ? 216 : 224;
 
@@ -230,7 +233,7 @@ struct Prefill {
     };
     float s[kKeys / 2], o[kHeadDim / 2];
     unsigned even[kKeys / 16][4], odd[kKeys / 16][4];  // P, in turns
-    OnlineSoftmax<kKeys> softmax;
+    OnlineSoftmax<kKeys, kOneP> softmax;
 
     for (;;) {
       mbarrier_wait(q_full + 8 * q_stage, q_phase);
@@ -325,6 +328,30 @@ struct Prefill {
           for (int i = 0; i < kHeadDim / 2; ++i) o[i] *= softmax.correction[i / 2 % 2];
         }
       };
+      // The same with one P: the products are over before the softmax.
+      const auto step_alone = [&](unsigned (&p)[kKeys / 16][4]) {
+        mbarrier_wait(k_full + 8 * k_stage, k_phase);
+        mbarrier_wait(v_full + 8 * v_stage, v_phase);
+        pair_barrier_wait(turn);
+        wgmma_fence();
+        start_values(o, p, v + v_stage * kKeyBytes);
+        start_scores(s, q_rows, k + k_stage * kKeyBytes);
+        pair_barrier_arrive(next_turn);
+        begin_tile();
+        wgmma_wait<1>();
+        wgmma_pin(o);
+        release(v_empty + 8 * v_stage);
+        next_v();
+        wgmma_wait<0>();
+        wgmma_pin(s);
+        release(k_empty + 8 * k_stage);
+        next_k();
+        prepare();
+        if (softmax.template step<false>(p, s, rule.factor, n)) {
+#pragma unroll
+          for (int i = 0; i < kHeadDim / 2; ++i) o[i] *= softmax.correction[i / 2 % 2];
+        }
+      };
       const auto last_values = [&](const unsigned (&p)[kKeys / 16][4]) {
         mbarrier_arrive(q_done);
         mbarrier_wait(v_full + 8 * v_stage, v_phase);
@@ -353,12 +380,16 @@ struct Prefill {
             last_values(even);
             break;
           }
-          step(even, odd);
-          if (!more) {
-            last_values(odd);
-            break;
+          if constexpr (kOneP) {
+            step_alone(even);
+          } else {
+            step(even, odd);
+            if (!more) {
+              last_values(odd);
+              break;
+            }
+            step(odd, even);
           }
-          step(odd, even);
         }
       } else {
         mbarrier_arrive(q_done);

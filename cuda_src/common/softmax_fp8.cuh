@@ -22,6 +22,7 @@
 template <int kKeys, unsigned kLineKeys, bool kTurns>
 struct SoftmaxFp8 {
   static constexpr float kOffset = 4.0f, kLine = -0.46f;
+  static constexpr float kHalfStep = 0x1p-24f;  // between the smallest halves
   using Words = unsigned[kKeys / 32][4];
 
   float factor[2], base[2], correction[2];
@@ -49,12 +50,13 @@ struct SoftmaxFp8 {
                      exp2_approx(fmaf(c, factor, shift)), exp2_approx(fmaf(d, factor, shift)));
   }
 
-  // Two P by line: 1024 + code each, as halves, whole numbers there; `top` is the largest.
+  // Two P by line, as halves so small that their bits are the codes; `top` is the largest. What is
+  // negative becomes 0.
   static __device__ __forceinline__ unsigned by_line(float a, float b, float factor, float shift,
                                                      unsigned& top) {
-    const unsigned v = half2_from(fmaf(a, factor, shift), fmaf(b, factor, shift));
+    const unsigned v = half2_from_positive(fmaf(a, factor, shift), fmaf(b, factor, shift));
     top = half2_max(top, v);
-    return half2_max(v, 0x64006400);
+    return v;
   }
 
   // Row i's P; true if one of them is 256 or more, or NaN (which lines hide).
@@ -62,23 +64,23 @@ struct SoftmaxFp8 {
   __device__ __forceinline__ bool exponentials(Words& p, const float (&s)[kKeys / 2],
                                                int i) const {
     const float shift = kOffset - base[i];
-    const float factor8 = 8.0f * factor[i];
-    const float shift8 = fmaf(8.0f, shift, 1024 + 8 * 7 + kLine);
-    unsigned large = 0, top = 0x64006400;
+    const float line_factor = 8.0f * kHalfStep * factor[i];
+    const float line_shift = fmaf(8.0f, shift, 8 * 7 + kLine) * kHalfStep;
+    unsigned large = 0, top = 0;
 #pragma unroll
     for (int w = 0; w < kKeys / 16; ++w) {
       const float* const x = s + 8 * w + 2 * i;
       unsigned& word = p[w / 2][w % 2 * 2 + i];
       if (kLines >> w & 1) {
-        word = __byte_perm(by_line(x[0], x[1], factor8, shift8, top),
-                           by_line(x[4], x[5], factor8, shift8, top), 0x6420);
+        word = __byte_perm(by_line(x[0], x[1], line_factor, line_shift, top),
+                           by_line(x[4], x[5], line_factor, line_shift, top), 0x6420);
       } else {
         word = by_unit(x[0], x[1], x[4], x[5], factor[i], shift);
         large |= word + 0x08080808;  // sets a byte's highest bit from 256 on, the code 0x78
       }
     }
-    // Likewise a half's from 1024 + 0x78 on, 0x6478 as bits.
-    return (large & 0x80808080) | ((top + 0x1B881B88) & 0x80008000);
+    // Likewise a half's from 0x78 on.
+    return (large & 0x80808080) | ((top + 0x7F887F88) & 0x80008000);
   }
 
   // Row i's base from its scores: they are finite numbers, or -inf where no key is seen.

@@ -30,7 +30,8 @@ __device__ __forceinline__ void mask_scores(float (&s)[kKeys / 2], const unsigne
       s[4 * j + i] = seen[i / 2] >> (2 * j + i % 2) & 1 ? s[4 * j + i] : -kInf;
 }
 
-template <int kKeys>
+// kExact: the base is the running maximum in all tiles.
+template <int kKeys, bool kExact>
 struct OnlineSoftmax {
   // A row's base may be smaller than a later maximum, as long as a thread's exponentials of a tile
   // sum to no more than this: each fits float16.
@@ -65,8 +66,8 @@ struct OnlineSoftmax {
   __device__ __forceinline__ bool step(unsigned (&p)[kKeys / 16][4], const float (&s)[kKeys / 2],
                                        float factor, int n) {
     float total[2];
-    const bool tries = !kFirst && n < exact_high;
-    bool renews = kFirst || n >= exact_low;
+    const bool tries = !kExact && !kFirst && n < exact_high;
+    bool renews = kExact || kFirst || n >= exact_low;
     if (tries) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) total[i] = exponentials(p, s, i, factor, base[i]);
@@ -75,7 +76,7 @@ struct OnlineSoftmax {
                                      fmaxf(base[0], base[1]) == kInf);
     }
     if (renews) {
-      bool renew[2] = {n >= exact[0], n >= exact[1]};
+      bool renew[2] = {kExact || n >= exact[0], kExact || n >= exact[1]};
       if (tries) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) renew[i] |= !(quad_max(total[i]) <= kLargeSum);

@@ -81,9 +81,10 @@ __device__ __forceinline__ unsigned half2_max(unsigned a, unsigned b) {
   asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   return d;
 }
-__device__ __forceinline__ unsigned half2_from(float low, float high) {
+// Negative values become 0.
+__device__ __forceinline__ unsigned half2_from_positive(float low, float high) {
   unsigned d;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+  asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
   return d;
 }
 

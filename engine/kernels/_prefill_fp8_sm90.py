@@ -44,6 +44,8 @@ class Fp8Tile:
         Whether warpgroups make P one after another.
     line_keys : int
         Bit w: P of the w-th 16 keys of a span comes from a line: common/softmax_fp8.cuh.
+    sum_tiles : int
+        Key tiles that the tensor cores add up before the sums go to float32 ones in shared memory.
     """
 
     head_dim: int
@@ -52,6 +54,7 @@ class Fp8Tile:
     span: int
     turns: bool
     line_keys: int
+    sum_tiles: int
 
     @property
     def rows(self) -> int:
@@ -70,6 +73,8 @@ class Fp8Tile:
         values = _KEYS * (self.head_dim + 8)
         tiles = _Q_STAGES * self.rows * self.head_dim
         tiles += self.stages * (2 * keys + values)
+        if self.sum_tiles:
+            tiles += 4 * self.rows * (self.head_dim + 8)
         barriers = 2 * _Q_STAGES + 6 * self.stages
         return 1024 + tiles + 48 * _Q_STAGES + 8 * barriers
 
@@ -82,13 +87,14 @@ class Fp8Tile:
             "SPAN": self.span,
             "TURNS": int(self.turns),
             "LINE_KEYS": self.line_keys,
+            "SUM_TILES": self.sum_tiles,
             "SHARED_BYTES": self.shared_bytes,
         }
         return ModuleSpec("attention_prefill_fp8_sm90.cu", dtype, tuple(macros.items()))
 
 
 # One for each head dim, whatever the lengths: a row's bits must not depend on the rows beside it.
-_TILES = (Fp8Tile(64, 3, 4, 128, False, 0x55), Fp8Tile(128, 2, 3, 128, True, 0))
+_TILES = (Fp8Tile(64, 3, 4, 128, False, 0x77, 4), Fp8Tile(128, 2, 2, 128, True, 0x55, 8))
 
 
 def choose_fp8_tile(head_dim: int) -> Fp8Tile | None:

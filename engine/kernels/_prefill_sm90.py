@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,10 +102,11 @@ _TILES = (
     HopperTile(96, 2, 128, 2, 1),
     HopperTile(128, 2, 128, 2, 1),
     HopperTile(192, 2, 64, 3, 1),
+    HopperTile(256, 2, 80, 2, 1),
 )
 
 # With a pattern: the tiles that can be skipped are smaller, and registers are left to mask them.
-_PATTERNED = {128: HopperTile(128, 2, 64, 4, 1)}
+_PATTERNED = {128: HopperTile(128, 2, 64, 4, 1), 256: HopperTile(256, 2, 64, 2, 1)}
 
 
 def choose_hopper_tile(
@@ -244,10 +246,15 @@ def _lengths(keys: dict[str, Any], tile: HopperTile) -> dict[str, Any]:
         "table_stride": element_strides(tables)[0],
         "max_keys": tables.shape[1] * block_size,
         "num_kv_heads": num_kv_heads,
-        "box_keys": min(block_size, tile.keys),
+        "box_keys": _box_keys(block_size, tile),
         "block_shift": block_size.bit_length() - 1,
         "num_blocks": num_blocks,
     }
+
+
+def _box_keys(block_size: int, tile: HopperTile) -> int:
+    """Return the keys of one copy: they lie in one page, and a tile is a whole number of them."""
+    return math.gcd(block_size, tile.keys)
 
 
 def _maps(q: Any, keys: dict[str, Any], dtype: str, tile: HopperTile, group: int) -> dict[str, Any]:
@@ -267,7 +274,7 @@ def _maps(q: Any, keys: dict[str, Any], dtype: str, tile: HopperTile, group: int
         if keys["block_tables"] is not None:
             row = head_dim * x.itemsize
             sizes, strides = (head_dim, 1, x.size // head_dim), (row, row)
-            box = (64, 1, min(x.shape[2], tile.keys))
+            box = (64, 1, _box_keys(x.shape[2], tile))
         else:
             sizes, strides = (head_dim, x.shape[1], x.shape[0]), (x.strides[1], x.strides[0])
             box = (64, 1, tile.keys)

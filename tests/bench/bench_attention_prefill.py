@@ -154,6 +154,7 @@ CASES = [
     _case(2, 32, 32, 128, 8192, True),
     _case(2, 32, 32, 128, 8192, False),
     _case(1, 32, 32, 128, 16384, True),
+    *(_case(2, 16, 16, 256, 4096, causal) for causal in (False, True)),
     _case(16, 16, 8, 128, 4096, True),  # Qwen3-0.6B, the prefill of 16 prompts
     *(_chunk_case(256, 8192, 8, 1, block_size) for block_size in (16, 64)),
     *(case for head_dim in (64, 128) for case in _quarter(16384, head_dim)),

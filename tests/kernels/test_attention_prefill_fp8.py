@@ -148,6 +148,24 @@ def test_random_problems(cp, monkeypatch, seed, tier):
     _check(got, *_pair(want, lse))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("mean", [0.0, 2.0])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("num_keys", [2048, 16384])
+def test_error_does_not_grow_with_the_keys(cp, num_keys, head_dim, mean):
+    """The tensor cores keep some 14 bits of a sum: long ones must not be theirs alone."""
+    case = AttentionCase((70,), (num_keys,), 2, 2, head_dim, causal=False)
+    named = _arguments(case, seed=12)
+    v = cases.normal((num_keys, 2, head_dim), "float32", 13) + np.float32(mean)
+    named["v"], named["v_scale"] = reference.quantize_heads(v)
+    want, want_lse = _float64(named, case)
+    got, lse = _run(cp, named, case)
+    _check(got, want, lse, want_lse)
+    assert np.abs(to_numpy(lse) - want_lse).mean() < 0.01
+    error = np.linalg.norm((to_numpy(got) - want).mean(axis=0))
+    assert error <= 0.015 * np.linalg.norm(want.mean(axis=0)) or mean == 0
+
+
 @pytest.mark.parametrize("growth", [0.02, 0.5, -0.5])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_scores_that_grow_or_fall_with_the_key(xp, growth, head_dim):
@@ -190,20 +208,26 @@ def test_nan_stays_where_it_is(xp, head_dim):
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_a_row_has_the_same_bits_in_any_company(cp, head_dim):
-    case = AttentionCase((500, 70), (500, 333), 8, 2, head_dim)
+    case = AttentionCase((1700, 70), (1700, 1333), 8, 2, head_dim)
     named = _arguments(case, seed=6, spread=3.0)
     whole, _ = _run(cp, named, case)
     again, _ = _run(cp, named, case)
     assert bool((whole.view(np.uint16) == again.view(np.uint16)).all())
     part = {name: x for name, x in named.items() if name.endswith("_scale")}
-    part["q"], part["k"], part["v"] = (named[x][500:] for x in "qkv")
-    part["cu_seqlens_q"], part["cu_seqlens_k"] = cu_seqlens([70]), cu_seqlens([333])
+    part["q"], part["k"], part["v"] = (named[x][1700:] for x in "qkv")
+    part["cu_seqlens_q"], part["cu_seqlens_k"] = cu_seqlens([70]), cu_seqlens([1333])
     alone, _ = _run(cp, part, case)
-    assert bool((alone.view(np.uint16) == whole[500:].view(np.uint16)).all())
+    assert bool((alone.view(np.uint16) == whole[1700:].view(np.uint16)).all())
     # The last rows of a chunk of their own: tiles begin at other tokens.
-    part["q"], part["cu_seqlens_q"] = named["q"][537:], cu_seqlens([33])
+    part["q"], part["cu_seqlens_q"] = named["q"][1737:], cu_seqlens([33])
     tail, _ = _run(cp, part, case)
-    assert bool((tail.view(np.uint16) == whole[537:].view(np.uint16)).all())
+    assert bool((tail.view(np.uint16) == whole[1737:].view(np.uint16)).all())
+    # A query among the first rows of a tile, and later its last.
+    first = {name: x for name, x in named.items() if name.endswith("_scale")}
+    first |= {x: named[x][:1500] for x in "kv"} | {"q": named["q"][1399:1500]}
+    first["cu_seqlens_q"], first["cu_seqlens_k"] = cu_seqlens([101]), cu_seqlens([1500])
+    head, _ = _run(cp, first, case)
+    assert bool((head.view(np.uint16) == whole[1399:1500].view(np.uint16)).all())
 
 
 def test_heads_of_fused_rows(xp):

@@ -103,7 +103,7 @@ def test_matches_mirror(xp, pattern, head_dim, block_size, causal, dtype, tier, 
 
 @pytest.mark.parametrize("options", [{"window": 50}, {"softcap": 5.0}, {"num_splits": 3}], ids=str)
 @pytest.mark.parametrize("pattern", [_PATTERNS[0], _PATTERNS[6]], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 192])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_goes_with_the_other_options(xp, head_dim, pattern, options):
     case = AttentionCase((300, 33), (700, 33), 8, 1, head_dim)
     q, k, v, where = _inputs(case, "bfloat16")
@@ -158,7 +158,7 @@ def test_compiles_without_spills(dtype):
         pytest.skip(str(error))
     tiles = _TILES_32 if dtype == "float32" else _TILES_16
     specs = [tile.spec("attention_prefill.cu", dtype, is_patterned=True) for tile in tiles]
-    for head_dim in (64, 96, 128, 192):
+    for head_dim in (64, 96, 128, 192, 256):
         tile = _prefill_sm90.choose_hopper_tile(dtype, head_dim, is_patterned=True)
         specs += [tile.spec(dtype, is_patterned=True)] if tile else []
     for spec in specs:

@@ -23,11 +23,13 @@ def test_tiles():
     assert choose_hopper_tile("float32", 64) is None
     assert choose_hopper_tile("float16", 36) is None  # no 16-byte rows
     assert choose_hopper_tile("float16", 32) is None  # half of every product would be wasted
-    for head_dim in range(40, 193, 8):
+    for head_dim in range(40, 257, 8):
         tile = choose_hopper_tile("bfloat16", head_dim)
         assert tile.head_dim >= head_dim and tile.shared_bytes <= 227 * 1024
-        # pages of any size cut into boxes, or boxes into pages
-        assert all(tile.keys % size == 0 or size % tile.keys == 0 for size in (16, 32, 64, 128))
+        # a box lies in one page, and each lane of a warp asks for one at most
+        for size in (16, 32, 64, 128):
+            box = _prefill_sm90._box_keys(size, tile)
+            assert size % box == 0 and tile.keys % box == 0 and tile.keys <= 32 * box
 
 
 def test_splits_fill_the_device_and_no_more():
@@ -146,7 +148,7 @@ def _random_case(rng):
         tuple(map(int, lens_k)),
         kv_heads * group,
         kv_heads,
-        int(rng.choice([40, 64, 80, 96, 128, 192])),
+        int(rng.choice([40, 64, 80, 96, 128, 192, 224, 256])),
         block_size=int(rng.choice([0, 0, 16, 32, 64, 128])),
         causal=causal,
         window=int(rng.choice([0, 0, 1, 50, 130])) if causal else 0,
@@ -156,7 +158,7 @@ def _random_case(rng):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", _HALVES)
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(32))
 def test_random_problems(cp, seed, dtype):
     rng = np.random.default_rng(seed)
     case = _random_case(rng)
@@ -167,14 +169,15 @@ def test_random_problems(cp, seed, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", _HALVES)
 @pytest.mark.parametrize("growth", [0.02, 0.5, -0.5])
-def test_scores_that_grow_or_fall_with_the_key(cp, growth, dtype):
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_scores_that_grow_or_fall_with_the_key(cp, growth, dtype, head_dim):
     """The reference of the exponentials has to be renewed often, seldom, or never."""
     n = 700
-    q = np.ones((n, 2, 64)) / 8
-    k = np.zeros((n, 2, 64)) + growth * np.arange(n)[:, None, None]
-    v = np.random.default_rng(8).standard_normal((n, 2, 64))
+    q = np.ones((n, 2, head_dim)) / head_dim**0.5
+    k = np.zeros((n, 2, head_dim)) + growth * np.arange(n)[:, None, None]
+    v = np.random.default_rng(8).standard_normal((n, 2, head_dim))
     arrays = [x.astype(cases.normal((1,), dtype, 0).dtype) for x in (q, k, v)]
-    case = AttentionCase((n,), (n,), 2, 2)
+    case = AttentionCase((n,), (n,), 2, 2, head_dim)
     want, want_lse = _float64(*arrays, case)
     lens = cp.asarray(cu_seqlens([n]))
     got, lse = kernels.attention_prefill(
@@ -184,10 +187,11 @@ def test_scores_that_grow_or_fall_with_the_key(cp, growth, dtype):
 
 
 @pytest.mark.gpu
-def test_a_row_has_the_same_bits_in_any_company_and_chunk(cp):
-    case = AttentionCase((500, 70), (500, 333), 8, 2, 128, block_size=16)
-    q = cases.normal((570, 8, 128), "bfloat16", 1)
-    k, v, tables, lens = paged_cache(case.lens_k, 2, 16, 128, "bfloat16", 2)
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_a_row_has_the_same_bits_in_any_company_and_chunk(cp, head_dim):
+    case = AttentionCase((500, 70), (500, 333), 8, 2, head_dim, block_size=16)
+    q = cases.normal((570, 8, head_dim), "bfloat16", 1)
+    k, v, tables, lens = paged_cache(case.lens_k, 2, 16, head_dim, "bfloat16", 2)
     q, k, v, tables = cases.to_module(cp, q, k, v, tables)
 
     def attend(rows, sequence, context):
@@ -233,7 +237,7 @@ def test_portable_tier_can_be_forced(cp, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_error_is_no_larger_than_cudnns(cp, head_dim, causal):
     torch = pytest.importorskip("torch")
     from torch.nn.attention import SDPBackend, sdpa_kernel
