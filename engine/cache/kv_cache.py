@@ -174,8 +174,9 @@ class MemoryBudget:
         return int(self.total * self.utilization) - self.others - self.weights - self.activations
 
     def __str__(self) -> str:
+        share = f"{100 * self.utilization:.3g}%"
         return (
-            f"{format_bytes(self.total)} in total, of which {self.utilization:.0%} may be used; "
+            f"{format_bytes(self.total)} in total, of which {share} may be used; "
             f"others use {format_bytes(self.others)}, weights {format_bytes(self.weights)}, "
             f"activations {format_bytes(self.activations)}; left for the KV cache: "
             f"{format_bytes(self.left)}"
@@ -262,7 +263,11 @@ def _does_not_fit(
     utilization = math.ceil((budget.utilization + lacking / budget.total) * 1000) / 1000
     if utilization <= 1.0:
         cures.append(f"memory_utilization={utilization:.3f}")
-    if geometry.dtype == "float32":
+    if 0 < lacking <= budget.activations:
+        room = format_bytes(budget.activations - lacking)
+        cures.append(f"max_num_batched_tokens and max_num_seqs whose activations take {room}")
+    saved = budget.weights / 2 + wanted * geometry.bytes_per_block / 2
+    if geometry.dtype == "float32" and saved >= lacking:
         cures.append('dtype="bfloat16", which halves weights and cache')
     cures.append(f"free {format_bytes(lacking)} elsewhere")
     return OutOfMemoryError(

@@ -275,5 +275,5 @@ def _check_host_memory(num_bytes: int) -> None:
     if num_bytes > free:
         raise OutOfMemoryError(
             f"host blocks need {format_bytes(num_bytes)}, but of the host's {format_bytes(total)} "
-            f"only {format_bytes(free)} are free; lower num_host_blocks"
+            f"only {format_bytes(free)} are free; lower swap_space_gb"
         )

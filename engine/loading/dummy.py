@@ -11,8 +11,7 @@ import numpy as np
 from engine.config import ModelConfig
 from engine.device import CPU, Device, array_module
 from engine.dtypes import np_dtype
-from engine.errors import OutOfMemoryError
-from engine.loading.weight_table import weight_bytes, weight_shapes
+from engine.loading.weight_table import weight_room, weight_shapes
 
 __all__ = ["dummy_weights"]
 
@@ -60,7 +59,7 @@ def dummy_weights(
     pool = np.random.default_rng(seed).standard_normal(_POOL, np.float32) * np.float32(_STD)
     tile = xp.asarray(pool.astype(np_dtype(dtype)))
     arrays: dict[str, Any] = {}
-    try:
+    with weight_room(config, device, dtype):
         for name, shape in weight_shapes(config).items():
             if name == "lm_head" and config.tie_word_embeddings:
                 arrays[name] = arrays["embed"]
@@ -69,10 +68,6 @@ def dummy_weights(
                 arrays[name] = xp.asarray(norm.astype(np_dtype(dtype)))
             else:
                 arrays[name] = _tiled(tile, shape, _start(name))
-    except MemoryError as error:  # CuPy's own error derives from it
-        raise OutOfMemoryError(
-            f"{device} has no room for {weight_bytes(config, dtype)} bytes of weights ({error})"
-        ) from error
     return arrays
 
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+from engine.cache.memory_pool import device_memory, format_bytes
 from engine.config import ModelConfig
+from engine.device import Device
 from engine.dtypes import itemsize
-from engine.errors import WeightsError
+from engine.errors import OutOfMemoryError, WeightsError
 from engine.models.family import TensorName
 
-__all__ = ["Placement", "place_tensors", "weight_bytes", "weight_shapes"]
+__all__ = ["Placement", "place_tensors", "weight_bytes", "weight_room", "weight_shapes"]
 
 # Tables that the engine computes itself, in old checkpoints and in .gguf files.
 _IGNORED = re.compile(
@@ -74,6 +77,33 @@ def weight_bytes(config: ModelConfig, dtype: str) -> int:
     if config.tie_word_embeddings:
         del shapes["lm_head"]
     return sum(math.prod(shape) for shape in shapes.values()) * itemsize(dtype)
+
+
+@contextmanager
+def weight_room(config: ModelConfig, device: Device, dtype: str) -> Iterator[None]:
+    """Refuse the weights that are allocated inside if the device has no room for them.
+
+    Raises
+    ------
+    OutOfMemoryError
+        With what is wanted, what there is and who uses it.
+    """
+    needed, (total, free) = weight_bytes(config, dtype), device_memory(device)
+    text = (
+        f"{device} has no room for {format_bytes(needed)} of weights in {dtype}: of "
+        f"{format_bytes(total)} in total, others use {format_bytes(total - free)} and "
+        f"{format_bytes(free)} are free"
+    )
+    if dtype == "float32" and weight_bytes(config, "bfloat16") <= free:
+        text += '. What would fit: dtype="bfloat16"'
+    # The system would promise the memory, and end whoever uses it. A GPU refuses by itself, and
+    # CuPy may hold blocks that count as used.
+    if needed > free and not device.is_cuda:
+        raise OutOfMemoryError(text)
+    try:
+        yield
+    except MemoryError as error:  # CuPy's own error derives from it
+        raise OutOfMemoryError(f"{text} ({error})") from error
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,17 @@ import numpy as np
 from engine.config import ModelConfig
 from engine.device import CPU, Device
 from engine.dtypes import BFLOAT16, np_dtype
-from engine.errors import OutOfMemoryError, WeightsError
+from engine.errors import WeightsError
 from engine.loading.dummy import dummy_weights
 from engine.loading.gguf import GgufFile
 from engine.loading.safetensors import open_safetensors
-from engine.loading.weight_table import Placement, place_tensors, weight_bytes, weight_shapes
+from engine.loading.weight_table import (
+    Placement,
+    place_tensors,
+    weight_bytes,
+    weight_room,
+    weight_shapes,
+)
 from engine.models.registry import family
 
 __all__ = ["dummy_weights", "load_weights", "weight_bytes", "weight_shapes"]
@@ -140,12 +146,8 @@ def _allocate(config: ModelConfig, device: Device, dtype: str) -> dict[str, Any]
     shapes = weight_shapes(config)
     if config.tie_word_embeddings:
         del shapes["lm_head"]
-    try:
+    with weight_room(config, device, dtype):
         arrays = {name: device.xp.empty(shape, np_dtype(dtype)) for name, shape in shapes.items()}
-    except MemoryError as error:  # CuPy's own error derives from it
-        raise OutOfMemoryError(
-            f"{device} has no room for {weight_bytes(config, dtype)} bytes of weights ({error})"
-        ) from error
     if device.is_cuda:
         # SAFETY: the memory may have been freed under a kernel that still runs on another stream.
         device.xp.cuda.runtime.deviceSynchronize()

@@ -125,6 +125,18 @@ def test_out_of_memory_proposes_settings_that_work():
     plan_num_blocks(tight, LARGE, max_model_len=64, max_num_seqs=4, num_blocks=716)
 
 
+def test_out_of_memory_proposes_only_what_helps():
+    geometry = KVGeometry(num_layers=32, num_kv_heads=8, head_dim=128)
+    sizes = {"max_model_len": 4096, "max_num_seqs": 1}  # 1 GiB
+    with pytest.raises(OutOfMemoryError, match='dtype="bfloat16", which halves'):
+        plan_num_blocks(budget(total=20 * GIB), geometry, **sizes)
+    large_steps = budget(activations=200 * GIB, weights=GIB)
+    with pytest.raises(OutOfMemoryError, match=r"whose activations take 123\.00 GiB") as caught:
+        plan_num_blocks(large_steps, geometry, **sizes)
+    assert "bfloat16" not in str(caught.value)
+    plan_num_blocks(budget(activations=123 * GIB, weights=GIB), geometry, **sizes)
+
+
 def test_no_room_at_all():
     full = budget(total=12 * GIB)
     with pytest.raises(OutOfMemoryError, match=r"buys 0 tokens.*fit: free 8.20 GiB elsewhere"):

@@ -104,7 +104,7 @@ def test_wrong_pairs(xp):
 
 def test_the_host_must_have_the_memory():
     kv = KVCache(KVGeometry(num_layers=2, num_kv_heads=3, head_dim=8), 2)
-    with pytest.raises(OutOfMemoryError, match="lower num_host_blocks"):
+    with pytest.raises(OutOfMemoryError, match="lower swap_space_gb"):
         SwapSpace(kv, 1 << 40)
     with pytest.raises(ConfigError, match="at least 1; got 0"):
         SwapSpace(kv, 0)

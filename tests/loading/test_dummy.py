@@ -9,9 +9,9 @@ from engine.config import ModelConfig
 from engine.device import Device
 from engine.dtypes import FLOAT_NAMES, np_dtype
 from engine.errors import OutOfMemoryError
-from engine.loading import dummy
+from engine.loading import dummy, weight_table
 from engine.loading.hf_config import config_from_dict
-from engine.loading.weights import dummy_weights, weight_shapes
+from engine.loading.weights import dummy_weights, weight_bytes, weight_shapes
 
 
 @pytest.mark.parametrize("dtype", FLOAT_NAMES)
@@ -57,8 +57,20 @@ def test_without_memory_the_error_says_how_much_was_wanted(tiny, monkeypatch):
         raise MemoryError("no")
 
     monkeypatch.setattr("engine.loading.dummy._tiled", tiled)
-    with pytest.raises(OutOfMemoryError, match=r"cpu has no room for \d+ bytes of weights"):
+    with pytest.raises(OutOfMemoryError, match=r"cpu has no room for \d.* of weights"):
         dummy_weights(config_from_dict(tiny.config_of("llama")))
+
+
+def test_what_cannot_fit_is_refused_before_it_is_allocated(tiny, monkeypatch):
+    config = config_from_dict(tiny.config_of("llama"))
+    needed = weight_bytes(config, "float32")
+    monkeypatch.setattr(weight_table, "device_memory", lambda device: (4 * needed, needed // 2))
+    monkeypatch.setattr(dummy, "_tiled", None)  # not to be called
+    with pytest.raises(OutOfMemoryError, match=r'others use .* are free. .* dtype="bfloat16"'):
+        dummy_weights(config)
+    monkeypatch.setattr(weight_table, "device_memory", lambda device: (4 * needed, needed // 4))
+    with pytest.raises(OutOfMemoryError, match=r"are free$"):
+        dummy_weights(config, dtype="bfloat16")
 
 
 @pytest.mark.gpu

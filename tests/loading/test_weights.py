@@ -182,9 +182,7 @@ def test_without_memory_the_error_says_how_much_was_wanted(make_model, monkeypat
         raise MemoryError("no")
 
     monkeypatch.setattr("engine.loading.weights.np.empty", empty)
-    with pytest.raises(
-        OutOfMemoryError, match=f"cpu has no room for {weight_bytes(config, 'float16')}"
-    ):
+    with pytest.raises(OutOfMemoryError, match=r"cpu has no room for .* in float16: .* \(no\)"):
         load_weights(path, config, dtype="float16")
 
 
