@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+from engine.device import gpu_extra
 from engine.errors import CompileError
 
 __all__ = ["EntryInfo", "Program", "compile_source", "include_dirs", "version"]
@@ -41,20 +43,25 @@ class Program:
     log: str
 
 
-@cache
-def _library() -> ctypes.CDLL:
+def _pathfinder() -> Any:
     try:
         from cuda import pathfinder
     except ImportError as error:
         raise CompileError(
-            "NVRTC cannot be looked for: cuda-pathfinder is not installed; "
-            "install a GPU extra: pip install 'rawengine[cuda12]'"
+            "NVRTC and the CUDA headers cannot be looked for: cuda-pathfinder is not installed; "
+            f"install a GPU extra: pip install '{gpu_extra()}'"
         ) from error
+    return pathfinder
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    pathfinder = _pathfinder()
     try:
         found = pathfinder.load_nvidia_dynamic_lib("nvrtc")
     except Exception as error:
         raise CompileError(
-            f"NVRTC was not found ({error}); install it with: pip install 'rawengine[cuda12]'"
+            f"NVRTC was not found ({error}); install it with: pip install '{gpu_extra()}'"
         ) from error
     return ctypes.CDLL(found.abs_path)
 
@@ -79,9 +86,7 @@ def version() -> tuple[int, int]:
 @cache
 def include_dirs() -> tuple[str, ...]:
     """Return the folders of the CUDA headers (cuda_fp16.h, cuda_bf16.h, cuda_fp8.h)."""
-    from cuda import pathfinder
-
-    folder = pathfinder.find_nvidia_header_directory("cudart")
+    folder = _pathfinder().find_nvidia_header_directory("cudart")
     if not folder or not (Path(folder) / "cuda_fp16.h").exists():
         raise CompileError(
             f"the CUDA headers were not found (looked in {folder}); "
