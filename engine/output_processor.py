@@ -344,7 +344,7 @@ class OutputGroup:
         if len(streams) == 1:
             return [streams[0].completion(0)]
         if self._is_ranked:
-            # A failed one has too few tokens to be compared.
+            # One that failed or was aborted has too few tokens to be compared.
             ranked = sorted(streams, key=_rank)
             return [s.completion(i) for i, s in enumerate(ranked[: self.params.n])]
         every = not self._is_delta
@@ -376,6 +376,8 @@ def with_text(entry: dict[int, Logprob], tokenizer: Any) -> dict[int, Logprob]:
     }
 
 
-def _rank(stream: OutputStream) -> tuple[bool, float]:
+def _rank(stream: OutputStream) -> tuple[bool, int, float]:
+    """Return what sorts whole continuations by log-probability, and behind them the longest."""
     is_whole = stream.request.finish_reason in ("stop", "length")
-    return not is_whole, -stream.cumulative_logprob
+    length = 0 if is_whole else stream.request.num_output_tokens
+    return not is_whole, -length, -stream.cumulative_logprob

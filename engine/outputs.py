@@ -141,6 +141,7 @@ class RequestOutput:
     prompt : str or None
         The prompt's text, if it was given as text.
     prompt_token_ids : sequence of int
+        The engine's own list: not to be changed while the request is unfinished.
     prompt_logprobs : sequence of (dict from int to Logprob, or None), or None
         Per prompt token, if asked for; the first has no distribution.
     outputs : sequence of CompletionOutput

@@ -121,6 +121,24 @@ def test_best_of_returns_the_most_probable(model):
     assert completions[0].logprobs is None  # nobody asked for them
 
 
+def test_best_of_that_is_aborted_returns_the_longest(model):
+    params = SamplingParams(n=2, best_of=4, seed=3, max_tokens=9, ignore_eos=True)
+    engine = make_engine(model, max_num_seqs=2)
+    engine.add_request("r", LONG, params)
+    while sum(len(s.request.output_token_ids) for s in engine._groups["r"].streams) < 20:
+        engine.step()  # two are whole, two are not
+    engine.abort_request("r")
+    first, second = run(engine)["r"].outputs
+    assert first.finish_reason == second.finish_reason == "length"
+    engine.add_request("r", LONG, params)
+    while not any(s.request.output_token_ids for s in engine._groups["r"].streams):
+        engine.step()  # some have not begun
+    engine.abort_request("r")
+    first, second = run(engine)["r"].outputs
+    assert first.finish_reason == second.finish_reason == "abort"
+    assert len(first.token_ids) >= len(second.token_ids) and first.token_ids
+
+
 # ---- log-probabilities
 
 
