@@ -1,7 +1,9 @@
 """`python -m tests.bench.plot`: draw every result in docs/benchmarks as a picture beside it.
 
 Rows with a peer's time in the same run become a ratio, larger is better and 1 is a tie; others the
-rate they reached. Attention is drawn over the length too (`<name>_length.png`), beside the peer.
+rate they reached. Attention is drawn over the length too (`<name>_length.png`), beside the peer, and
+all of it over its operations per byte, under the card's roofs (`attention_roofline.png`). Files of
+what was tried (`_tried`) are not drawn.
 """
 
 from __future__ import annotations
@@ -22,6 +24,16 @@ FOLDER = Path(__file__).parents[2] / "docs" / "benchmarks"
 _OVER_LENGTH = ("attention_prefill_sm90", "attention_decode")
 _LENGTH = re.compile(r" (?:S|ctx)(\d+)")
 _RATES = ("TFLOP/s", "GB/s")
+_ROOFS = {"bfloat16, 989 TFLOP/s": 989.0, "e4m3, 1,979 TFLOP/s": 1979.0}  # H200's datasheet, dense
+_BANDWIDTH = 4.8  # TB/s, likewise
+_ROOFLINE = {
+    "attention_prefill_sm90": "forward",
+    "attention_prefill_256": "forward, D = 256",
+    "attention_prefill_fp8": "forward, 8 bits",
+    "attention_backward": "backward",
+    "attention_decode": "decoding",
+}
+_DECODE_INTENSITY = 4.0  # operations per byte of K and V for one query token: 4 heads share them
 
 
 def _point(row: dict[str, Any]) -> tuple[str, str, float] | None:
@@ -97,6 +109,38 @@ def draw_over_length(path: Path) -> Path:
     return _save(figure, path.with_name(f"{path.stem}_length.png"))
 
 
+def _intensity(row: dict[str, Any]) -> tuple[float, float] | None:
+    """Return a row's (operations per byte, TFLOP/s): bytes are counted once, as the bench does."""
+    if "TFLOP/s" in row and "GB/s" in row:
+        return row["TFLOP/s"] / row["GB/s"] * 1e3, row["TFLOP/s"]
+    tokens = re.search(r" Q(\d+)$", row["case"])
+    if tokens is None or "GB/s" not in row:
+        return None
+    intensity = _DECODE_INTENSITY * int(tokens[1])
+    return intensity, intensity * row["GB/s"] * 1e-3
+
+
+def draw_roofline() -> Path:
+    """Draw what every attention kernel reaches over its operations per byte."""
+    figure, axis = plt.subplots(figsize=(8, 5))
+    for (stem, label), marker in zip(_ROOFLINE.items(), "osD^v", strict=True):
+        rows = json.loads((FOLDER / f"{stem}.json").read_text())["rows"]
+        rows = [row for row in rows if row.get("version") == rows[0].get("version")]
+        points = [point for row in rows if (point := _intensity(row)) is not None]
+        axis.plot(*zip(*points, strict=True), marker, markersize=4, label=label)
+    for style, (label, roof) in zip(("-", "--"), _ROOFS.items(), strict=True):
+        edge = roof / _BANDWIDTH
+        label = f"{_BANDWIDTH} TB/s; {label}"
+        axis.plot((1, edge, 1e5), (_BANDWIDTH, roof, roof), style, color="black", label=label)
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.set_xlabel("operations per byte that must move")
+    axis.set_ylabel("TFLOP/s")
+    axis.legend(fontsize=7)
+    axis.set_title("Attention on one H200 under its datasheet's roofs", fontsize=9)
+    return _save(figure, FOLDER / "attention_roofline.png")
+
+
 def _save(figure: Any, target: Path) -> Path:
     figure.tight_layout()
     figure.savefig(target, dpi=80)
@@ -106,6 +150,9 @@ def _save(figure: Any, target: Path) -> Path:
 
 if __name__ == "__main__":
     for source in sorted(FOLDER.glob("*.json")):
+        if source.stem.endswith("_tried"):
+            continue
         print(source.name, "->", draw(source))
         if source.stem in _OVER_LENGTH:
             print(source.name, "->", draw_over_length(source))
+    print("attention ->", draw_roofline())
