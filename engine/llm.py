@@ -7,6 +7,7 @@ import itertools
 import numbers
 import sys
 import threading
+from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
@@ -49,9 +50,8 @@ class LLM:
         self.llm_engine = LLMEngine.from_name(model, **options)
         self._counter = itertools.count()
         self._inbox: dict[str, list[RequestOutput]] = {}  # per unfinished request of this object
-        # Whoever touches engine or inbox holds it. A generator may be closed by the garbage
-        # collector of a thread that holds it already.
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()  # held by whoever uses the engine
+        self._unwanted: deque[str] = deque()  # requests to be aborted
 
     @property
     def tokenizer(self) -> Any:
@@ -201,7 +201,8 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
-        self.llm_engine.reset_prefix_cache()
+        with self._lock:
+            self.llm_engine.reset_prefix_cache()
 
     def get_metrics(self) -> EngineStats:
         """Return the engine's counts and distributions so far."""
@@ -209,8 +210,9 @@ class LLM:
 
     def close(self) -> None:
         """Give the memory back."""
-        self.llm_engine.close()
-        self.llm_engine.model.close()
+        with self._lock:
+            self.llm_engine.close()
+            self.llm_engine.model.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -259,7 +261,8 @@ class LLM:
                     except RequestError as error:
                         raise RequestError(f"prompts[{index}]: {error}") from error
             except BaseException:
-                self._drop(ids)
+                self._unwanted.extend(ids)
+                self._abort_unwanted()
                 raise
             self._inbox.update((request_id, []) for request_id in ids)
         return ids
@@ -293,13 +296,30 @@ class LLM:
                 self._inbox.pop(request_id, None)
 
     def _step(self) -> None:
+        if self.llm_engine.kv_cache.is_closed:
+            raise RequestError("the request has no end: the engine was closed")
+        self._abort_unwanted()
         for output in self.llm_engine.step():
-            if output.request_id in self._inbox:
-                self._inbox[output.request_id].append(output)
+            inbox = self._inbox.get(output.request_id)
+            if inbox is not None:
+                inbox.append(output)
 
     def _drop(self, ids: Sequence[str]) -> None:
-        """Abort these requests; their last outputs interest nobody."""
-        with self._lock:
+        """Abort these requests; their last outputs interest nobody.
+
+        The garbage collector may close an iterator at any point of any thread, and so in the
+        middle of a step: then they are aborted before the next one.
+        """
+        self._unwanted.extend(ids)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._abort_unwanted()
+            finally:
+                self._lock.release()
+
+    def _abort_unwanted(self) -> None:
+        while self._unwanted:
+            ids = [self._unwanted.popleft()]
             self.llm_engine.abort_request(ids)
             self.llm_engine.forget_aborted(ids)
 

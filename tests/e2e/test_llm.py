@@ -86,6 +86,22 @@ def test_a_stream_that_nobody_reads_on_is_aborted(llm, num_read, is_closed):
     assert llm.llm_engine.num_unfinished_requests == 0 and not llm._inbox
 
 
+def test_a_stream_may_be_closed_in_the_middle_of_a_step(llm):
+    """As the garbage collector does."""
+    streams = [llm.stream([i, 6], SamplingParams(max_tokens=50)) for i in range(5, 8)]
+    launch = llm.llm_engine.runner.launch
+
+    def closing(output):
+        while streams:
+            streams.pop().close()
+        return launch(output)
+
+    llm.llm_engine.runner.launch = closing
+    want = greedy_alone(tiny_model(), [5, 6, 7], 3, eos=False)
+    assert _ids(llm.generate([5, 6, 7], GREEDY)) == [want]
+    assert llm.llm_engine.num_unfinished_requests == 0 and not llm._inbox
+
+
 def test_streams_may_take_turns(llm):
     prompts = [[5, 6], [7, 8, 9]]
     turns = zip(*[llm.stream(prompt, GREEDY) for prompt in prompts], strict=True)
@@ -113,9 +129,12 @@ def test_threads_are_served_together(llm):
 
 def test_closed_twice_and_used_afterwards():
     llm = LLM(config=CONFIG, load_format="dummy", device="cpu", num_blocks=8, swap_space_gb=0.001)
-    llm.generate([5], GREEDY)
+    stream = llm.stream([5], GREEDY)
+    next(stream)
     llm.close()
     llm.close()
+    with pytest.raises(RequestError, match="the engine was closed"):
+        next(stream)
     with pytest.raises(RequestError, match="closed"):
         llm.generate([5], GREEDY)
     with pytest.raises(RequestError, match="closed"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import threading
+from collections import deque
 
 import numpy as np
 import pytest
@@ -59,8 +60,8 @@ def swap_gb(num_blocks, block_size=16):
 def make_llm(model, **options):
     """An `LLM` around such an engine, which loads nothing."""
     llm = LLM.__new__(LLM)
-    llm.llm_engine, llm._lock = make_engine(model, **options), threading.RLock()
-    llm._counter, llm._inbox = itertools.count(), {}
+    llm.llm_engine, llm._lock = make_engine(model, **options), threading.Lock()
+    llm._counter, llm._inbox, llm._unwanted = itertools.count(), {}, deque()
     return llm
 
 
