@@ -336,7 +336,8 @@ def _as_prompts(prompts: Any) -> list[Prompt]:
     """Return a list of prompts: a text, a mapping and a list of ids are one prompt each."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    if isinstance(prompts, bytes | bytearray) or not hasattr(prompts, "__iter__"):
+    is_none = isinstance(prompts, bytes | bytearray | set | frozenset)
+    if is_none or not hasattr(prompts, "__iter__") or getattr(prompts, "ndim", 1) == 0:
         raise RequestError(
             f"prompts: must be a prompt or a sequence of them; got {type(prompts).__name__}"
         )

@@ -326,6 +326,8 @@ def test_rows_of_different_length(model):
         ((21,), "from 0 to the 20 tokens there are; got 21"),
         ((-1,), "got -1"),
         ((1, 2), r"row must be in \[0, 2\); got 2"),
+        ((0.5,), "from 0 to the 20 tokens there are; got 0.5"),
+        ((1, 0.0), r"row must be in \[0, 2\); got 0.0"),
     ],
 )
 def test_bad_truncation(args, message):

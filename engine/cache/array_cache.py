@@ -112,13 +112,13 @@ class Cache:
         RequestError
             If a row has fewer tokens, or there is no such row.
         """
-        if row is not None and not 0 <= row < self.batch_size:
-            raise RequestError(f"row must be in [0, {self.batch_size}); got {row}")
+        if row is not None and not (_is_int(row) and 0 <= row < self.batch_size):
+            raise RequestError(f"row must be in [0, {self.batch_size}); got {row!r}")
         rows = slice(None) if row is None else slice(row, row + 1)
         shortest = int(self._lengths[rows].min())
-        if not 0 <= num_tokens <= shortest:
+        if not (_is_int(num_tokens) and 0 <= num_tokens <= shortest):
             raise RequestError(
-                f"num_tokens must be from 0 to the {shortest} tokens there are; got {num_tokens}"
+                f"num_tokens must be from 0 to the {shortest} tokens there are; got {num_tokens!r}"
             )
         self._lengths[rows] = num_tokens
 
@@ -133,3 +133,7 @@ class Cache:
 
     def __repr__(self) -> str:
         return f"<Cache {self.lengths.tolist()} of {self.max_tokens} tokens on {self.device}>"
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)

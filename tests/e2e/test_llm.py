@@ -42,6 +42,8 @@ def test_prompts_may_be_ids_mappings_and_arrays(llm):
         (None, {}, "prompts: must be a prompt or a sequence of them; got NoneType"),
         (5, {}, "prompts: must be .*; got int"),
         (b"text", {}, "prompts: must be .*; got bytes"),
+        ({5, 6}, {}, "prompts: must be .*; got set"),
+        (np.array(5), {}, "prompts: must be .*; got ndarray"),
         ([[]], {}, r"prompts\[0\]: the prompt must have 1 to 255 tokens .*; got 0"),
         ([[5], [-1]], {}, r"prompts\[1\]: prompt: token id -1 at 0 must be .* \[0, 97\)"),
         ([[5]], {"sampling_params": {"n": 1}}, "sampling_params: must be one, .*; got dict"),

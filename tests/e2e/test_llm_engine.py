@@ -227,6 +227,9 @@ def test_a_row_of_nan_fails_its_request_only(model, monkeypatch):
         (list(range(4, 90)) * 3, r"must have 1 to 255 tokens .*; got 258"),
         ({"text": "x"}, r"a mapping must hold"),
         (b"bytes", r"must be text or token ids; got bytes"),
+        ({5, 6}, r"must be text or token ids; got set"),
+        (np.array(5), r"must be text or token ids; got ndarray"),
+        (np.array([[5]]), r"must be text or token ids; got ndarray"),
     ],
 )
 def test_bad_prompts_are_refused_and_the_others_go_on(model, prompt, message):
