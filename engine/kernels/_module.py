@@ -227,7 +227,10 @@ def _cache_key(spec: ModuleSpec, arch: str) -> str:
 def _cache_folder(base: Path) -> Path:
     """Return the kernel cache, made private; a folder that others may write to is refused."""
     folder = base / "kernels"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise _not_written(folder, error) from error
     status = folder.stat()
     if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o022):
         raise CompileError(
@@ -257,15 +260,24 @@ def _write_cache(spec: ModuleSpec, arch: str, key: str, program: _nvrtc.Program)
     folder = _cache_folder(env.cache_dir())
     digest = hashlib.sha256(program.cubin).hexdigest()
     path = folder / f"{key}-{digest[:16]}.cubin"
-    _write_atomic(path, program.cubin)
     record = {
         "cubin": path.name,
         "sha256": digest,
         "entries": [asdict(entry) for entry in program.entries],
         "log": program.log,
     }
-    _write_atomic(folder / f"{key}.json", json.dumps(record).encode())
+    try:
+        _write_atomic(path, program.cubin)
+        _write_atomic(folder / f"{key}.json", json.dumps(record).encode())
+    except OSError as error:
+        raise _not_written(folder, error) from error
     return CompiledModule(spec, arch, path, program.entries, program.log)
+
+
+def _not_written(folder: Path, error: OSError) -> CompileError:
+    return CompileError(
+        f"kernel cache {folder} cannot be written ({error}); fix it or set ENGINE_CACHE_DIR"
+    )
 
 
 def _write_atomic(path: Path, data: bytes) -> None:

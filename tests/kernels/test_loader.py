@@ -1,0 +1,324 @@
+"""Under every op: the loader of kernels, its disk cache, the launch helper and the contract."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from engine.dtypes import BFLOAT16
+from engine.errors import CompileError, ContractError, DTypeError, ShapeError
+from engine.kernels import _module, _nvrtc
+from engine.kernels._contract import FLOATS, INT32, Contract
+from engine.kernels._launch import Kernel
+from engine.kernels._module import CompileStats, ModuleSpec
+
+ROOT = Path(__file__).parents[2]
+SOURCE = """#include "common/scale.cuh"
+extern "C" __global__ void tiny(float* x) { x[threadIdx.x] *= kScale * FACTOR + ENGINE_DTYPE; }
+"""
+SPEC = ModuleSpec("tiny.cu", "float32", (("FACTOR", 3),))
+
+
+@pytest.fixture
+def sources(tmp_path, monkeypatch):
+    """A folder of one small CUDA file with a header, and an empty cache."""
+    try:
+        _nvrtc.version()
+    except CompileError as error:
+        pytest.skip(f"no NVRTC: {error}")
+    folder = tmp_path / "cuda_src"
+    (folder / "common").mkdir(parents=True)
+    (folder / "common/scale.cuh").write_text("#pragma once\nconstexpr float kScale = 2.0f;\n")
+    (folder / "tiny.cu").write_text(SOURCE)
+    monkeypatch.setattr(_module, "source_dir", lambda: folder)
+    monkeypatch.setattr(_module, "_stats", CompileStats())
+    monkeypatch.setattr(_module, "_is_ready", False)
+    monkeypatch.setenv("ENGINE_CACHE_DIR", str(tmp_path / "cache"))
+    _forget_sources()
+    yield folder
+    _forget_sources()
+
+
+def _forget_sources():
+    _module._source.cache_clear()
+    _module._digest.cache_clear()
+
+
+def _compile(spec=SPEC, arch="sm_80"):
+    """Compile, or find it; return the module and how often was compiled."""
+    before = _module.stats().compiled
+    found = _module.compile_module(spec, arch)
+    assert found.path.read_bytes()[:4] == b"\x7fELF"
+    assert [entry.name for entry in found.entries] == ["tiny"] and found.entries[0].registers > 0
+    return found, _module.stats().compiled - before
+
+
+# --- the cache on disk --------------------------------------------------------------------------
+
+
+def test_a_module_is_compiled_once(sources, tmp_path):
+    assert _module.cached_module(SPEC, "sm_80") is None
+    first, count = _compile()
+    assert count == 1 and _compile() == (first, 0) and _module.stats().cache_hits == 1
+    assert _module.cached_module(SPEC, "sm_80") == first
+    folder = tmp_path / "cache/kernels"
+    assert first.path.parent == folder and stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert sorted(p.suffix for p in folder.iterdir()) == [".cubin", ".json"]
+
+
+def test_what_the_result_depends_on_is_in_the_key(sources):
+    seen = {_compile()[0].path}
+    for spec, arch in (
+        (SPEC, "sm_90a"),
+        (ModuleSpec("tiny.cu", "float16", SPEC.defines), "sm_80"),
+        (ModuleSpec("tiny.cu", "float32", (("FACTOR", 4),)), "sm_80"),
+    ):
+        found, count = _compile(spec, arch)
+        assert count == 1
+        seen.add(found.path)
+    header = sources / "common/scale.cuh"
+    header.write_text(header.read_text().replace("2.0f", "5.0f"))
+    _forget_sources()  # as a new process does
+    found, count = _compile()
+    assert count == 1 and len(seen | {found.path}) == 5
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "gone", "other"])
+@pytest.mark.parametrize("suffix", [".cubin", ".json"])
+def test_a_damaged_file_is_made_again(sources, suffix, damage):
+    found, _ = _compile()
+    whole = found.path.read_bytes()
+    [path] = found.path.parent.glob(f"*{suffix}")
+    data = path.read_bytes()
+    if damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes({"cut": data[: len(data) // 2], "empty": b"", "other": b"[1]"}[damage])
+    assert _module.cached_module(SPEC, "sm_80") is None
+    again, count = _compile()
+    assert count == 1 and again.path.read_bytes() == whole and _compile()[1] == 0
+
+
+def test_a_record_with_other_fields_is_made_again(sources):
+    found, _ = _compile()
+    [path] = found.path.parent.glob("*.json")
+    record = json.loads(path.read_text())
+    for change in ({"entries": [{"name": "tiny"}]}, {"entries": 3}, {"cubin": 3}, {"sha256": ""}):
+        path.write_text(json.dumps(record | change))
+        assert _compile()[1] == 1
+
+
+_RACER = """
+import pathlib, sys, time
+from engine.kernels import _module, _nvrtc
+_nvrtc.version()
+sources, go, ready = map(pathlib.Path, sys.argv[1:])
+_module.source_dir = lambda: sources
+ready.touch()
+while not go.exists():
+    time.sleep(0.001)
+for factor in range(3):
+    spec = _module.ModuleSpec("tiny.cu", "float32", (("FACTOR", factor),))
+    assert _module.compile_module(spec, "sm_80").path.read_bytes()[:4] == b"\\x7fELF"
+print(_module.stats().compiled)
+"""
+
+
+def test_processes_that_compile_the_same_at_once(sources, tmp_path):
+    go, ready = tmp_path / "go", [tmp_path / f"ready{i}" for i in range(3)]
+    command = [sys.executable, "-c", _RACER, str(sources), str(go)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    racers = [
+        subprocess.Popen([*command, str(r)], stdout=subprocess.PIPE, text=True, env=env)
+        for r in ready
+    ]
+    while not all(r.exists() for r in ready) and all(p.poll() is None for p in racers):
+        time.sleep(0.01)
+    go.touch()
+    counts = [int(p.communicate(timeout=120)[0]) for p in racers]
+    assert [p.returncode for p in racers] == [0, 0, 0] and sum(counts) >= 3
+    names = [path.name for path in (tmp_path / "cache/kernels").iterdir()]
+    assert len([n for n in names if n.endswith(".json")]) == 3
+    assert not [n for n in names if n.startswith(".tmp-")]
+    for factor in range(3):
+        assert _compile(ModuleSpec("tiny.cu", "float32", (("FACTOR", factor),)))[1] == 0
+
+
+def test_a_folder_of_others_is_refused(sources, tmp_path):
+    folder = tmp_path / "cache/kernels"
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    with pytest.raises(CompileError, match=r"can be written by others \(mode 777\); .*CACHE_DIR"):
+        _module.compile_module(SPEC, "sm_80")
+
+
+def test_a_folder_that_cannot_be_made_is_named(sources, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("ENGINE_CACHE_DIR", str(tmp_path / "file"))
+    with pytest.raises(CompileError, match=r"kernel cache .*file/kernels .* set ENGINE_CACHE_DIR"):
+        _module.compile_module(SPEC, "sm_80")
+
+
+def test_a_disk_that_is_full_is_named(sources, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(_module.os, "replace", full)
+    with pytest.raises(CompileError, match=r"kernel cache .* No space left .* ENGINE_CACHE_DIR"):
+        _module.compile_module(SPEC, "sm_80")
+    folder = _module._cache_folder(Path(os.environ["ENGINE_CACHE_DIR"]))
+    assert not list(folder.iterdir())  # nothing half written stays
+
+
+# --- compiling ----------------------------------------------------------------------------------
+
+
+def test_errors_carry_the_compilers_words(sources):
+    (sources / "tiny.cu").write_text("__global__ void broken() { undeclared = 1; }")
+    with pytest.raises(CompileError, match=r'tiny.cu(.|\n)*"undeclared" is undefined'):
+        _module.compile_module(SPEC, "sm_80")
+    with pytest.raises(CompileError, match=r"no CUDA file 'none.cu'"):
+        _module.compile_module(ModuleSpec("none.cu", "float32"), "sm_80")
+
+
+def test_many_at_once(sources, capsys):
+    specs = [ModuleSpec("tiny.cu", "float32", (("FACTOR", i % 5),)) for i in range(10)]
+    hopper = ModuleSpec("tiny_sm90.cu", "float32")  # is not for this architecture
+    found = _module.compile_all([*specs, hopper], "sm_80")
+    assert [module.spec for module in found] == specs[:5] and _module.stats().compiled == 5
+    assert capsys.readouterr() == ("", "")
+    _module.compile_all(specs, "sm_80", progress=True)
+    assert "compiling kernels" in capsys.readouterr().err and _module.stats().compiled == 5
+
+
+def test_threads_may_share_the_cache(sources):
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: _module.compile_module(SPEC, "sm_80"), range(8)))
+    assert len({module.path for module in found}) == 1 and _compile()[1] == 0
+
+
+def test_what_is_compiled_after_ready_is_counted(sources):
+    _compile()
+    _module.mark_ready()
+    assert _compile()[1] == 0 and _module.stats().compiles_after_ready == 0
+    _module.compile_module(SPEC, "sm_86")
+    assert _module.stats().compiles_after_ready == 1 and "tiny.cu" in _module.stats().late[0]
+
+
+# --- the launch helper --------------------------------------------------------------------------
+
+
+def test_arguments_are_cast_to_the_types_of_the_kernel():
+    kernel = Kernel("k", "x:ptr none:ptr n:i32 rows:i64 bits:u32 eps:f32 scale:f64")
+    values = kernel._values(
+        {"scale": 2, "eps": 0.1, "bits": 7, "rows": 2**40, "n": 5, "none": None, "x": "array"}
+    )
+    kinds = [np.uint64, np.int32, np.int64, np.uint32, np.float32, np.float64]
+    assert values[0] == "array" and [type(v) for v in values[1:]] == kinds
+    assert values[1:] == (0, 5, 2**40, 7, np.float32(0.1), 2.0)
+
+
+def test_wrong_arguments_are_named():
+    kernel = Kernel("k", "x:ptr n:i32")
+    with pytest.raises(ContractError, match=r"k: missing arguments \['n'\], unknown \['m'\]"):
+        kernel._values({"x": None, "m": 1})
+    with pytest.raises(ContractError, match=r"missing arguments \['n', 'x'\], unknown \[\]"):
+        kernel._values({})
+    for number in (2**31, -(2**31) - 1):
+        with pytest.raises(OverflowError):
+            kernel._values({"x": None, "n": number})
+
+
+# --- the contract -------------------------------------------------------------------------------
+
+
+def _floats(*shape, dtype=np.float32):
+    return np.zeros(shape, dtype)
+
+
+def test_sizes_are_bound_by_name():
+    call = Contract("op")
+    call.array("x", _floats(2, 3, 8), "* H D", FLOATS)
+    call.array("y", _floats(8, 3), "D H", FLOATS)
+    assert call.dims == {"H": 3, "D": 8} and call["D"] == 8 and call.on_cpu
+    call.array("z", _floats(16, 8), "16 D", FLOATS)
+
+
+@pytest.mark.parametrize(
+    ("value", "shape", "message"),
+    [
+        (_floats(7), "N", r"op: w: must have shape \(N\); N = 8 from x; got \(7,\)"),
+        (_floats(2, 9), "2 N", r"w: must have shape \(2, N\); N = 8 from x; got \(2, 9\)"),
+        (_floats(3, 8), "2 N", r"w: must have shape \(2, N\); got \(3, 8\)"),
+        (_floats(8), "M N", r"w: must have shape \(M, N\); got \(8,\)"),
+        (_floats(8), "* M N", r"w: must have shape \(..., M, N\); got \(8,\)"),
+        (_floats(4, 5), "M M", r"w: must have shape \(M, M\); M = 4 from w; got \(4, 5\)"),
+    ],
+)
+def test_a_wrong_shape_names_both_arguments_and_both_values(value, shape, message):
+    call = Contract("op")
+    call.array("x", _floats(2, 8), "T N", FLOATS)
+    with pytest.raises(ShapeError, match=message):
+        call.array("w", value, shape, FLOATS)
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "message"),
+    [
+        (_floats(8, dtype=np.float64), FLOATS, "must be float32 or float16 or bfloat16; got float"),
+        (_floats(8, dtype=">f4"), FLOATS, "got >f4"),
+        (_floats(8), INT32, "op: x: must be int32; got float32"),
+        (_floats(8), BFLOAT16, "must be bfloat16; got float32"),
+        ([1.0, 2.0], FLOATS, "op: x: must be an array; got list"),
+        (None, FLOATS, "must be an array; got NoneType"),
+    ],
+)
+def test_a_wrong_type_is_named(value, dtype, message):
+    with pytest.raises(DTypeError, match=message):
+        Contract("op").array("x", value, "N", dtype)
+
+
+def test_layouts():
+    wide = _floats(4, 16)
+    rows, turned = wide[:, :8], wide.T
+    assert Contract("op").array("x", rows, "M N", FLOATS).flags.c_contiguous
+    assert Contract("op").array("x", rows, "M N", FLOATS, layout="rows") is rows
+    assert Contract("op").array("x", turned, "M N", FLOATS, layout="rows").flags.c_contiguous
+    assert Contract("op").array("x", turned, "M N", FLOATS, layout="any") is turned
+    with pytest.raises(ShapeError, match=r"op: out: must be C-contiguous; strides \(64, 4\)"):
+        Contract("op").written("out", rows, "M N", FLOATS)
+    with pytest.raises(ShapeError, match="op: out: its last axis must be contiguous"):
+        Contract("op").written("out", turned, "M N", FLOATS, layout="rows")
+
+
+def test_foreign_arrays_are_taken_without_a_copy():
+    array = _floats(3)
+    foreign = SimpleNamespace(
+        __dlpack__=array.__dlpack__, __dlpack_device__=array.__dlpack_device__
+    )
+    assert np.shares_memory(Contract("op").array("x", foreign, "N", FLOATS), array)
+
+
+@pytest.mark.parametrize("value", [float("nan"), -1, 2, True, "1", None])
+def test_numbers_have_bounds(value):
+    with pytest.raises(ContractError, match=r"op: eps: must be a number from 0 to 1; got"):
+        Contract("op").number("eps", value, low=0, high=1)
+    assert Contract("op").number("eps", np.float32(1), low=0, high=1) == 1.0
+
+
+@pytest.mark.gpu
+def test_arrays_of_two_modules_are_refused(cp):
+    call = Contract("op")
+    call.array("x", cp.zeros(3, cp.float32), "N", FLOATS)
+    with pytest.raises(ContractError, match="y: is a numpy array, but x is a cupy array; move one"):
+        call.array("y", _floats(3), "N", FLOATS)
