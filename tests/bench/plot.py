@@ -1,9 +1,9 @@
 """`python -m tests.bench.plot`: draw every result in docs/benchmarks as a picture beside it.
 
 Rows with a peer's time in the same run become a ratio, larger is better and 1 is a tie; others the
-rate they reached. Attention is drawn over the length too (`<name>_length.png`), beside the peer, and
-all of it over its operations per byte, under the card's roofs (`attention_roofline.png`). Files of
-what was tried (`_tried`) are not drawn.
+rate they reached. Attention is drawn over the length too (`<name>_length.png`), beside the peer,
+and all of it over its operations per byte, under the card's roofs (`attention_roofline.png`). Files
+of what was tried (`_tried`) are not drawn.
 """
 
 from __future__ import annotations
