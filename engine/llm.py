@@ -8,7 +8,7 @@ import numbers
 import sys
 import threading
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 from engine.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
@@ -49,7 +49,9 @@ class LLM:
     def __init__(self, model: str = "smollm2", **options: Any) -> None:
         self.llm_engine = LLMEngine.from_name(model, **options)
         self._counter = itertools.count()
-        self._inbox: dict[str, list[RequestOutput]] = {}  # per unfinished request of this object
+        # Where the outputs of each unfinished request go. Requests of one call share a list, so
+        # that a step costs what has arrived and not what waits.
+        self._inbox: dict[str, list[RequestOutput]] = {}
         self._lock = threading.Lock()  # held by whoever uses the engine
         self._unwanted: deque[str] = deque()  # requests to be aborted
 
@@ -264,7 +266,8 @@ class LLM:
                 self._unwanted.extend(ids)
                 self._abort_unwanted()
                 raise
-            self._inbox.update((request_id, []) for request_id in ids)
+            inbox: list[RequestOutput] = []
+            self._inbox.update((request_id, inbox) for request_id in ids)
         return ids
 
     def _run(self, ids: Sequence[str]) -> Generator[RequestOutput, None, None]:
@@ -277,19 +280,18 @@ class LLM:
         return outputs
 
     def _outputs(self, ids: Sequence[str]) -> Generator[Any, None, None]:
-        waiting = list(ids)
+        waiting, inbox = dict.fromkeys(ids), self._inbox[ids[0]] if ids else []
         try:
             yield None
             while waiting:
                 with self._lock:
-                    if not any(self._inbox[request_id] for request_id in waiting):
+                    if not inbox:
                         self._step()
-                    arrived = {i: self._inbox[i] for i in waiting}
-                    self._inbox.update((i, []) for i in waiting)
-                for request_id, outputs in arrived.items():
-                    if outputs and outputs[-1].finished:
-                        waiting.remove(request_id)
-                    yield from outputs
+                    arrived, inbox[:] = inbox[:], []
+                for output in arrived:
+                    if output.finished:
+                        del waiting[output.request_id]
+                    yield output
         finally:
             self._drop(waiting)
             for request_id in ids:
@@ -304,7 +306,7 @@ class LLM:
             if inbox is not None:
                 inbox.append(output)
 
-    def _drop(self, ids: Sequence[str]) -> None:
+    def _drop(self, ids: Iterable[str]) -> None:
         """Abort these requests; their last outputs interest nobody.
 
         The garbage collector may close an iterator at any point of any thread, and so in the
