@@ -68,15 +68,15 @@ struct PrefillFp8 {
   __device__ __forceinline__ void init_barriers() const {
     for (int i = 0; i < kQStages; ++i) {
       mbarrier_init(q_full + 8 * i, 1);
-      mbarrier_init(q_empty + 8 * i, 4 * kConsumers + kTransposers);
+      mbarrier_init(q_empty + 8 * i, 128 * kConsumers + 32 * kTransposers);  // all read work[i]
     }
     for (int i = 0; i < kStages; ++i) {
       mbarrier_init(k_full + 8 * i, 1);
       mbarrier_init(k_empty + 8 * i, 4 * kConsumers);
-      mbarrier_init(v_full + 8 * i, kTransposers);
+      mbarrier_init(v_full + 8 * i, 32 * kTransposers);
       mbarrier_init(v_empty + 8 * i, 4 * kConsumers);
       mbarrier_init(raw_full + 8 * i, 1);
-      mbarrier_init(raw_empty + 8 * i, kTransposers);
+      mbarrier_init(raw_empty + 8 * i, 32 * kTransposers);
     }
     mbarrier_init_fence();
   }
@@ -212,8 +212,7 @@ struct PrefillFp8 {
       if (tile.first_token < 0) return;
       const int begin = tile.begin, num_keys = tile.num_keys;
       int n = tile.end;
-      __syncwarp();
-      if (lane == 0) mbarrier_arrive(q_empty + 8 * q_ring.stage);
+      mbarrier_arrive(q_empty + 8 * q_ring.stage);
       q_ring.next();
       while (--n >= begin) {
         mbarrier_wait(v_empty + 8 * ring.stage, ring.phase ^ 1);
@@ -227,11 +226,8 @@ struct PrefillFp8 {
           transpose_tile<false>(from, to, worker, recomputed(lane), valid);
         }
         fence_async_proxy();
-        __syncwarp();
-        if (lane == 0) {
-          mbarrier_arrive(v_full + 8 * ring.stage);
-          mbarrier_arrive(raw_empty + 8 * ring.stage);
-        }
+        mbarrier_arrive(v_full + 8 * ring.stage);
+        mbarrier_arrive(raw_empty + 8 * ring.stage);
         ring.next();
       }
     }
@@ -407,8 +403,7 @@ struct PrefillFp8 {
         for (int i = 0; i < kColumns / 2; ++i) o[i] = 0.0f;
       }
       const TileWork done = tile;  // read again: the loop has no registers for it
-      __syncwarp();
-      release(q_empty + 8 * q_ring.stage);
+      mbarrier_arrive(q_empty + 8 * q_ring.stage);
       q_ring.next();
       const int last_row = my_row(tokens);
       finish(done, last_row, tokens, lane, o, softmax.base);
