@@ -31,9 +31,9 @@ __all__ = ["Moves", "SwapSpace", "move_blocks"]
 
 Pairs = Sequence[tuple[int, int]]
 
-# Of one of the two buffers. What fits into both is hidden behind what the main stream computes; the
-# rest waits for it. From 64 MiB on the link is full, and 1/128 of the pages is little beside them.
-_MIN_BUFFER_BYTES, _MAX_BUFFER_BYTES, _PAGES_PER_BUFFER = 64 << 20, 256 << 20, 128
+# Of one of the two buffers: large enough to fill the link. Larger ones hide more of a large swap
+# behind what the main stream computes, but what fits into one is packed before any of it moves.
+_BUFFER_BYTES = 64 << 20
 
 
 class Moves(Protocol):
@@ -73,9 +73,8 @@ class SwapSpace:
         The pages on the device.
     num_blocks : int
         Host blocks, at least 1; `SchedulerConfig.num_host_blocks`.
-    buffer_bytes : int, optional
-        Of each of the two buffers on the device, rounded down to blocks; by default 64 to 256 MiB,
-        depending on the size of the pages. The CPU has none.
+    buffer_bytes : int
+        Of each of the two buffers on the device, rounded down to blocks. The CPU has none.
 
     Attributes
     ----------
@@ -99,12 +98,9 @@ class SwapSpace:
     7.0
     """
 
-    def __init__(self, kv: KVCache, num_blocks: int, *, buffer_bytes: int | None = None) -> None:
+    def __init__(self, kv: KVCache, num_blocks: int, *, buffer_bytes: int = _BUFFER_BYTES) -> None:
         if num_blocks < 1:
             raise ConfigError(f"num_blocks of a SwapSpace must be at least 1; got {num_blocks}")
-        if buffer_bytes is None:
-            share = kv.slab.nbytes // _PAGES_PER_BUFFER
-            buffer_bytes = min(max(share, _MIN_BUFFER_BYTES), _MAX_BUFFER_BYTES)
         g = kv.geometry
         self.num_blocks = num_blocks
         self._kv = kv

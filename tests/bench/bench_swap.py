@@ -20,8 +20,7 @@ _MODELS = {
 
 def _build(geometry, num_blocks, device):
     kv = KVCache(geometry, 2 * num_blocks, MemoryPool(device))
-    # As large as of a server's pages: those here are a gigabyte at most.
-    swap = SwapSpace(kv, num_blocks, buffer_bytes=256 << 20)
+    swap = SwapSpace(kv, num_blocks)
     kv.slab.view(np.uint16)[...] = (
         device.xp.arange(2 * num_blocks, dtype=np.uint16).reshape(1, 1, -1, 1, 1, 1) + 1
     )
