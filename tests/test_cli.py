@@ -86,6 +86,8 @@ def test_ctrl_c_stops_the_answer_and_not_the_program():
         stderr=subprocess.PIPE,
         text=True,
         bufsize=0,
+        # Where the suite runs in a shell's background, SIGINT is ignored, and that is inherited.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write("Count from one to one thousand.\n")
