@@ -84,7 +84,8 @@ class ChatTemplate:
         Raises
         ------
         RequestError
-            If the messages, tools or variables are not acceptable.
+            If the messages, tools or variables are not acceptable, or there are tools and the
+            template does not read them.
         TemplateError
             If the template fails, leaves its sandbox, or takes too long.
         """
@@ -93,7 +94,7 @@ class ChatTemplate:
             "documents": None,
             **_check_variables(variables or {}),
             "messages": self._check_messages(messages),
-            "tools": None if tools is None else _check_tools(tools),
+            "tools": None if tools is None else self._check_tools(tools),
             "add_generation_prompt": bool(add_generation_prompt),
         }
         compiled = self._compiled
@@ -132,7 +133,18 @@ class ChatTemplate:
     @functools.cached_property
     def variables(self) -> frozenset[str]:
         """Names of the variables that the template reads and a request may give."""
-        return frozenset(meta.find_undeclared_variables(self._tree)) - RESERVED_VARIABLES
+        return self._reads - RESERVED_VARIABLES
+
+    @functools.cached_property
+    def _reads(self) -> frozenset[str]:
+        return frozenset(meta.find_undeclared_variables(self._tree))
+
+    def _check_tools(self, tools: Any) -> list[Any]:
+        """Return plain copies; a model whose template ignores them would never hear of them."""
+        found = _check_tools(tools)
+        if found and "tools" not in self._reads:
+            raise RequestError(f"tools: the chat template does not read them; got {len(found)}")
+        return found
 
     def _check_messages(self, messages: Any) -> list[dict[str, Any]]:
         """Return plain copies of the messages, or say which one is wrong."""

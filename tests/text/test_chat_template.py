@@ -318,6 +318,12 @@ def test_bad_tools_are_named(tools, message):
         render(CHATML, tools=tools)
 
 
+def test_tools_that_the_template_does_not_read_are_refused():
+    with pytest.raises(RequestError, match="tools: the chat template does not read them; got 1"):
+        render("{{ messages[0].content }}", tools=[{"name": "f"}])
+    assert render("{{ messages[0].content }}", tools=[]) == HI[0]["content"]
+
+
 @pytest.mark.parametrize(
     "name",
     [*sorted(RESERVED_VARIABLES), "_private", "__class__", "not a name", ""],

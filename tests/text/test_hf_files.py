@@ -141,18 +141,21 @@ def test_any_known_decoder_decodes_as_the_backend_does(directory):
 
 
 def test_templates_by_name_and_by_file(directory):
-    entries = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]
+    entries = [
+        {"name": "default", "template": "D"},
+        {"name": "tool_use", "template": "T{{ tools }}"},
+    ]
     _edit(directory / "tokenizer_config.json", chat_template=entries)
     messages = [{"role": "user", "content": "x"}]
     tokenizer = load_tokenizer(directory)
     assert tokenizer.apply_chat_template(messages) == "D"
-    assert tokenizer.apply_chat_template(messages, tools=[{}]) == "T"
+    assert tokenizer.apply_chat_template(messages, tools=[{}]) == "T[{}]"
     (directory / "chat_template.jinja").write_text("F{{ eos_token }}")
     extra = directory / "additional_chat_templates"
     extra.mkdir()
-    (extra / "tool_use.jinja").write_text("U")
+    (extra / "tool_use.jinja").write_text("U{{ tools }}")
     tokenizer = load_tokenizer(directory)
     assert tokenizer.apply_chat_template(messages) == "F<|im_end|>"
-    assert tokenizer.apply_chat_template(messages, tools=[{}]) == "U"
+    assert tokenizer.apply_chat_template(messages, tools=[{}]) == "U[{}]"
     assert tokenizer.chat_template == "F{{ eos_token }}"
     assert load_tokenizer(directory, chat_template="O").apply_chat_template(messages) == "O"
