@@ -167,8 +167,8 @@ class InputProcessor:
 
     def _checked_ids(self, ids: Any) -> list[int]:
         # A set has no order, and an array of rank 0 cannot be walked through.
-        is_none = isinstance(ids, bytes | bytearray | set | frozenset)
-        if is_none or not hasattr(ids, "__iter__") or getattr(ids, "ndim", 1) != 1:
+        is_no_list = isinstance(ids, bytes | bytearray | set | frozenset)
+        if is_no_list or not hasattr(ids, "__iter__") or getattr(ids, "ndim", 1) != 1:
             raise RequestError(f"prompt: must be text or token ids; got {type(ids).__name__}")
         checked: list[int] = []
         for index, token in enumerate(ids):

@@ -224,7 +224,7 @@ class LLM:
 
     def _chat_prompt(self, messages: Any, options: Mapping[str, Any]) -> Prompt:
         """Render a conversation; its template writes every special token itself."""
-        own = self.tokenizer.template_variables("tools" in options)
+        own = self.tokenizer.template_variables(options.get("tools") is not None)
         for name in options:
             if name not in own and name not in RESERVED_VARIABLES:
                 known = ("add_generation_prompt", "progress", "sampling_params", "tools", *own)
@@ -338,8 +338,8 @@ def _as_prompts(prompts: Any) -> list[Prompt]:
     """Return a list of prompts: a text, a mapping and a list of ids are one prompt each."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    is_none = isinstance(prompts, bytes | bytearray | set | frozenset)
-    if is_none or not hasattr(prompts, "__iter__") or getattr(prompts, "ndim", 1) == 0:
+    is_no_list = isinstance(prompts, bytes | bytearray | set | frozenset)
+    if is_no_list or not hasattr(prompts, "__iter__") or getattr(prompts, "ndim", 1) == 0:
         raise RequestError(
             f"prompts: must be a prompt or a sequence of them; got {type(prompts).__name__}"
         )

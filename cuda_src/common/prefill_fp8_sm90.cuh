@@ -3,7 +3,7 @@
 //
 // wgmma adds products of 8 bits up with some 14 bits: what is less than 2^-13 of a sum is cut off.
 // Sums over 16,384 keys lost 2 to 23 % so (a V with a mean lost most). kSumTiles tiles of keys at
-// once lose 0.6 % at 4 and 1.4 % at 8, however many follow.
+// once lose 0.6 % at 4 (measured) and 1.4 % at 8 (emulated), however many follow.
 #pragma once
 
 #include "common/attention_tiles.cuh"

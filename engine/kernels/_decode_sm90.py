@@ -143,7 +143,7 @@ def _page_maps(pages: Pages, dtype: str, unit_keys: int) -> dict[str, Any]:
     sizes = (64, num_blocks * num_kv_heads * block_size, head_dim // 64)
     strides, box = (head_dim * 2, 128), (64, unit_keys, head_dim // 64)
     k, v = (
-        tensor_map(array.data.ptr, dtype, sizes, strides, box, promote=False)
+        tensor_map(array.data.ptr, dtype, sizes, strides, box, promote=0)
         for array in (pages.k, pages.v)
     )
     return {"k_map": k, "v_map": v}

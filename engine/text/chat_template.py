@@ -94,7 +94,7 @@ class ChatTemplate:
             "documents": None,
             **_check_variables(variables or {}),
             "messages": self._check_messages(messages),
-            "tools": None if tools is None else self._check_tools(tools),
+            "tools": None if tools is None else self._readable_tools(tools),
             "add_generation_prompt": bool(add_generation_prompt),
         }
         compiled = self._compiled
@@ -139,7 +139,7 @@ class ChatTemplate:
     def _reads(self) -> frozenset[str]:
         return frozenset(meta.find_undeclared_variables(self._tree))
 
-    def _check_tools(self, tools: Any) -> list[Any]:
+    def _readable_tools(self, tools: Any) -> list[Any]:
         """Return plain copies; a model whose template ignores them would never hear of them."""
         found = _check_tools(tools)
         if found and "tools" not in self._reads:

@@ -197,7 +197,7 @@ class Tokenizer:
             variables=kwargs,
         )
 
-    def template_variables(self, has_tools: bool = False) -> frozenset[str]:
+    def template_variables(self, has_tools: bool) -> frozenset[str]:
         """Return which further variables the template reads that `apply_chat_template` chooses."""
         return self._choose_template(has_tools).variables
 
