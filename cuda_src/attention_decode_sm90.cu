@@ -9,13 +9,24 @@
 //   partial_stats (slots, K, rows, 2) float   its maximum (log2), sum of P
 //   counters      int, zero between launches: how many parts of a sequence and head are done
 //
+// Compiled with FRESH it takes the newest token (Q = 1) as the projection left it, and does first
+// what qk_norm_rope_store.cu does, to the same bits; see decode_fresh.cuh. In addition then:
+//
+//   fresh_k, fresh_v  (B, K, D) scalar_t      rows of the projection, as q
+//   positions, slot_mapping  (B,)             int32 rows of cos_sin; int64 places in the pages
+//   cos_sin           (P, D) float            cosines, then sines
+//   q_weight, k_weight  (D,) scalar_t         of the norms; null: no norm
+//   k, v                                      get the newest key and value
+//
 // Numerics: as attention_decode. Parts are combined in the order of the keys by whoever comes last,
 // so a result does not depend on who that is.
 // Parallelisation: one block an SM; one warp copies, kKeyWarps warps compute. For the scores they
 // divide a tile's keys, for P V the columns of V: what they exchange is a row's maximum and P, with
 // one barrier a tile; scores run one tile ahead. For few sequences a cluster of blocks divides one
-// sequence and head, and puts the parts together through its shared memory.
+// sequence and head, and its blocks send each other the parts.
 // Overlap: lengths and tables may be read before the kernel in front has ended, the rest may not.
+// With FRESH only the rows wait: the tiles are on their way by then. The newest key and value are
+// written into their tile in shared memory when it has landed, whatever the copy found in the pages.
 // Memory: a tile is 8 units of kUnitKeys tokens of one head, 4 KB each, in one piece of its page (2
 // for D = 64), one copy each for K and V. TMA swizzles them, for ldmatrix without conflicts of banks;
 // see tile_offset in decode_ring.cuh. NOTE: the unit's place must be a multiple of 128 bytes, and the
@@ -71,8 +82,10 @@ struct Producer {
     int first = segment.first_key >> block_shift;
     int ids = page_id(table, first, begin, end);
     int next_ids = page_id(table, first + kWarpSize, begin, end);
-    wait_for_last_kernel();  // it may write queries, and the newest keys
-    if constexpr (kCluster == 1) fetch_queries(from, rows);
+    if constexpr (!kFresh) {
+      wait_for_last_kernel();  // it may write queries, and the newest keys
+      if constexpr (kCluster == 1) fetch_queries(from, rows);
+    }
 #pragma unroll 1
     for (int i = 0; i < segment.num_tiles; ++i) {
       const int key = segment.first_key + i * kTileKeys;
@@ -122,15 +135,16 @@ __device__ __forceinline__ void prefetch_table(const int* table, int64_t num_ent
 
 extern "C" __global__ void ENGINE_CLUSTER __launch_bounds__(kThreads, 1)
     attention_decode_sm90(const __grid_constant__ TensorMap k_map,
-                          const __grid_constant__ TensorMap v_map, const scalar_t* q,
-                          const scalar_t* k, const scalar_t* v, const int* block_tables, const int* context_lens,
+                          const __grid_constant__ TensorMap v_map, const scalar_t* q, scalar_t* k,
+                          scalar_t* v, const int* block_tables, const int* context_lens,
                           const uint64_t* tree_masks, scalar_t* out, float* lse, float* partial_o,
                           float* partial_stats, int* counters, int64_t q_stride_b,
                           int64_t q_stride_t, int64_t q_stride_h, int64_t table_stride,
                           int64_t out_stride_b, int64_t out_stride_t, int64_t out_stride_h,
                           int64_t max_keys, int batch, int num_queries, int num_heads,
                           int num_kv_heads, int block_shift, int num_blocks, int window,
-                          int num_splits, float score_inner, float score_factor) {
+                          int num_splits, float score_inner,
+                          float score_factor ENGINE_FRESH_PARAMETERS) {
   extern __shared__ __align__(1024) unsigned char smem[];
   const int group = num_heads / num_kv_heads;
   const DecodeProblem problem{context_lens, max_keys, batch,  num_kv_heads,
@@ -139,7 +153,9 @@ extern "C" __global__ void ENGINE_CLUSTER __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     QueryRing(smem_address(smem)).init();
     Ring(smem_address(smem)).init();
+    if constexpr (kSends) Inbox{smem}.init(num_queries * group);
   }
+  if constexpr (kSends) cluster_arrive_relaxed();  // others may send; the fence is part of init
 #if CLUSTER > 1
   prefetch_table(block_tables + Cursor::sequence(problem) * table_stride, max_keys >> block_shift);
 #endif
@@ -173,15 +189,19 @@ extern "C" __global__ void ENGINE_CLUSTER __launch_bounds__(kThreads, 1)
       }
     }
     if constexpr (kCluster > 1) {  // all threads of a cluster must come by
-      cluster_sync();
-      cluster_sync();
+      if constexpr (kSends) {
+        cluster_wait();
+      } else {
+        cluster_sync();
+        cluster_sync();
+      }
     }
     return;
   }
   if constexpr (kMovesRegisters) registers_take<232>();
-  wait_for_last_kernel();  // it may write the queries
+  if constexpr (!kFresh) wait_for_last_kernel();  // it may write the queries
   Consumer consumer(smem, ScoreRule{score_inner, score_factor});
-#if CLUSTER > 1
+#if CLUSTER > 1 && !FRESH
   consumer.stage_queries(queries(Cursor::sequence(problem)), num_queries * group, group);
 #endif
   Progress& progress = reinterpret_cast<Progress*>(smem + kProgressAt)[threadIdx.x / kWarpSize];
@@ -191,6 +211,9 @@ extern "C" __global__ void ENGINE_CLUSTER __launch_bounds__(kThreads, 1)
     RowRule rows = problem.rows(segment.num_keys);
     if (tree_masks != nullptr)
       rows.tree = tree_masks + static_cast<int64_t>(segment.b) * num_queries;
+    if constexpr (kFresh)
+      consumer.make_fresh(ENGINE_FRESH_ROWS, PageLayout{block_shift, num_blocks, num_kv_heads},
+                          segment, block_tables + segment.b * table_stride, kv_head, group);
     consumer.run(rows, segment.num_keys, segment.first_key, segment.num_tiles);
     segment = progress.segment;
     const int64_t lse_begin = static_cast<int64_t>(segment.b) * num_queries * num_heads + head;
@@ -202,7 +225,12 @@ extern "C" __global__ void ENGINE_CLUSTER __launch_bounds__(kThreads, 1)
                         group,
                         kHeadDim,
                         true};
-    if constexpr (kCluster > 1) {
+    if constexpr (kSends) {
+      cluster_wait();  // SAFETY: before a block has begun, nobody may write its shared memory.
+      consumer.store(rows, Inbox{smem});
+      Inbox{smem}.wait();  // SAFETY: whoever leaves has all that is sent to it.
+      combine_inbox(smem, rows.count, output);
+    } else if constexpr (kCluster > 1) {
       consumer.store(rows, cluster_partial(smem));
       cluster_sync();
       combine_cluster(smem, rows.count, output);

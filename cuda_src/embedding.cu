@@ -58,8 +58,8 @@ __device__ __forceinline__ void embedding(const int* __restrict__ token_ids,
   extern "C" __global__ void __launch_bounds__(kThreads)                                       \
       name(const int* token_ids, const scalar_t* weight, scalar_t* out, int64_t num_tokens,    \
            int64_t vocab_size, int n, float scale, int is_large) {                             \
-    allow_next_kernel();                                                                       \
     wait_for_previous_kernel();                                                                \
+    allow_next_kernel(); /* after the wait: decoding relies on it, see layers/attention.py */  \
     embedding<width>(token_ids, weight, out, num_tokens, vocab_size, n, scale, is_large);      \
   }
 

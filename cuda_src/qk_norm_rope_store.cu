@@ -20,10 +20,7 @@
 // has a head. Only who read an element writes it, after all of its head were read.
 // Mirror: engine/reference/qk_norm_rope_store.py
 #include "common/cluster.cuh"
-#include "common/packed.cuh"
-#include "common/reduce.cuh"
-#include "common/rotary.cuh"
-#include "common/types.cuh"
+#include "common/qk_head.cuh"
 
 constexpr int kThreads = 128;
 constexpr int kHeads = 4;
@@ -88,38 +85,6 @@ struct Head {
   }
 };
 
-__device__ __forceinline__ float norm_scale(float sum_of_squares, const Job& job) {
-  return 1.0f / sqrtf(sum_of_squares / job.head_dim + job.eps);
-}
-
-__device__ __forceinline__ float normed(float x, float scale, scalar_t weight, const Job& job) {
-  return round_to_scalar(x * scale * (to_float(weight) + job.weight_offset));
-}
-
-__device__ __forceinline__ float not_a_number() { return __int_as_float(0x7fffffff); }
-
-__device__ __forceinline__ void to_floats(const Packed<kVec>& packed, float* x) {
-  const Vec<scalar_t, kVec> v = unpack<kVec>(packed);
-#pragma unroll
-  for (int j = 0; j < kVec; ++j) x[j] = to_float(v.v[j]);
-}
-__device__ __forceinline__ void store_rounded(scalar_t* p, const float* x) {
-  Vec<scalar_t, kVec> y;
-#pragma unroll
-  for (int j = 0; j < kVec; ++j) y.v[j] = from_float<scalar_t>(x[j]);
-  store_vec(p, y);
-}
-
-// kVec floats of the table.
-__device__ __forceinline__ void load_angles(const float* p, float (&x)[kVec]) {
-#pragma unroll
-  for (int i = 0; i < kVec; i += 4) {
-    const Vec<float, 4> part = load_vec<float, 4>(p + i);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) x[i + j] = part.v[j];
-  }
-}
-
 template <bool kInterleaved>
 __device__ __forceinline__ void process_vectors(const Job& job) {
   const int64_t token = blockIdx.x;
@@ -171,13 +136,7 @@ __device__ __forceinline__ void process_vectors(const Job& job) {
       to_floats(hi[i], x + kVec);
       float scale = 0.0f;
       if (has_norm) {
-        float sum = 0.0f;
-#pragma unroll
-        for (int j = 0; j < 2 * kVec; ++j) sum += x[j] * x[j];
-        for (int offset = lanes / 2; offset > 0; offset /= 2) {
-          sum += __shfl_xor_sync(kFullMask, sum, offset);
-        }
-        scale = norm_scale(sum, job);
+        scale = norm_scale(head_sum_of_squares(x, lanes), job.head_dim, job.eps);
       }
       const int index = base + i * heads_at_once + place;
       if (place >= heads_at_once || index >= end) continue;
@@ -188,8 +147,8 @@ __device__ __forceinline__ void process_vectors(const Job& job) {
         const Vec<scalar_t, kVec> w_hi = load_vec<scalar_t, kVec>(head.weight + hi_at);
 #pragma unroll
         for (int j = 0; j < kVec; ++j) {
-          x[j] = normed(x[j], scale, w_lo.v[j], job);
-          x[kVec + j] = normed(x[kVec + j], scale, w_hi.v[j], job);
+          x[j] = normed(x[j], scale, w_lo.v[j], job.weight_offset);
+          x[kVec + j] = normed(x[kVec + j], scale, w_hi.v[j], job.weight_offset);
         }
       }
       if (head.is_rotated && has_angles) {
@@ -199,8 +158,8 @@ __device__ __forceinline__ void process_vectors(const Job& job) {
           rotate_pair(x[ia], x[ib], cos[j], sin[j]);
         }
       }
-      store_rounded(head.out + lo_at, x);
-      store_rounded(head.out + hi_at, x + kVec);
+      store_vec(head.out + lo_at, rounded(x));
+      store_vec(head.out + hi_at, rounded(x + kVec));
     }
   }
 }
@@ -219,11 +178,11 @@ __device__ __forceinline__ void process_scalars(const Job& job) {
     for (int i = lane; i < job.head_dim; i += kWarpSize) {
       sum += to_float(head.in[i]) * to_float(head.in[i]);
     }
-    scale = norm_scale(warp_sum(sum), job);
+    scale = norm_scale(warp_sum(sum), job.head_dim, job.eps);
   }
   const auto feature = [&](int i) {
     const float x = to_float(head.in[i]);
-    return head.weight != nullptr ? normed(x, scale, head.weight[i], job) : x;
+    return head.weight != nullptr ? normed(x, scale, head.weight[i], job.weight_offset) : x;
   };
   const int half = job.rotary_dim / 2;
   const float* row = job.angles(job.positions[token]);

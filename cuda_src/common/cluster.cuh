@@ -48,6 +48,27 @@ __device__ __forceinline__ int cluster_rank() {
 #endif
 }
 
+// Which cluster this block is of, along the grid's first axis, and how many there are.
+__device__ __forceinline__ int cluster_index() {
+#if ENGINE_HAS_CLUSTERS
+  uint32_t index;
+  asm("mov.u32 %0, %%clusterid.x;\n" : "=r"(index));
+  return static_cast<int>(index);
+#else
+  return blockIdx.x;
+#endif
+}
+
+__device__ __forceinline__ int num_clusters() {
+#if ENGINE_HAS_CLUSTERS
+  uint32_t count;
+  asm("mov.u32 %0, %%nclusterid.x;\n" : "=r"(count));
+  return static_cast<int>(count);
+#else
+  return gridDim.x;
+#endif
+}
+
 // Barrier of all threads of the cluster: what one wrote to its shared memory before, all see after.
 // A block that is alone pays no more than for __syncthreads().
 __device__ __forceinline__ void cluster_sync(int size) {
@@ -78,6 +99,19 @@ __device__ __forceinline__ float4 load_cluster(const float* p, int rank, int siz
   }
 #endif
   return *reinterpret_cast<const float4*>(p);
+}
+
+__device__ __forceinline__ float load_cluster_float(const float* p, int rank, int size) {
+#if ENGINE_HAS_CLUSTERS
+  if (size > 1) {
+    uint32_t address;
+    float v;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;\n" : "=r"(address) : "r"(smem_address(p)), "r"(rank));
+    asm volatile("ld.shared::cluster.f32 %0, [%1];\n" : "=f"(v) : "r"(address) : "memory");
+    return v;
+  }
+#endif
+  return *p;
 }
 
 // An mbarrier that counts the bytes of bulk copies; one thread arrives. Used for one phase only.

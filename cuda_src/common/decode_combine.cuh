@@ -86,9 +86,103 @@ __device__ __forceinline__ void combine(const Partials& partials, const Parts& p
   }
 }
 
-// ---- clusters: the parts of a sequence stay in the shared memory of the blocks that made them -
+// ---- clusters: the parts of a sequence stay in the shared memory of its blocks -----------------
 
-// Over the ring, which nobody needs any more.
+// Columns of a row of the parts of all ranks, added up by their weights.
+template <int N>
+struct ClusterSum {
+  float max = -kInf, sum = 0.0f, o[N] = {};
+
+  __device__ __forceinline__ ClusterSum(const Vec<float, 2> (&stats)[kCluster],
+                                        const Vec<float, N> (&part)[kCluster]) {
+#pragma unroll
+    for (int rank = 0; rank < kCluster; ++rank) max = fmaxf(max, stats[rank].v[0]);
+#pragma unroll
+    for (int rank = 0; rank < kCluster; ++rank) {
+      const float weight = exp2_approx(stats[rank].v[0] - finite_or_zero(max));
+      sum += stats[rank].v[1] * weight;
+#pragma unroll
+      for (int c = 0; c < N; ++c) o[c] += part[rank].v[c] * weight;
+    }
+  }
+};
+
+__device__ __forceinline__ unsigned address_of_rank(unsigned address, int rank) {
+  unsigned remote;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+  return remote;
+}
+
+// Few rows: a part's columns are sent to the blocks that add them up, rank r those from r D / 8 on.
+// They lie outside of the ring: a block may still compute when others send. A writer (see Output).
+//
+// An mbarrier counts what has come. Barriers of the cluster would do instead, at the price of two
+// fences of all memory, those to the pages too.
+struct Inbox {
+  unsigned char* smem;
+
+  static constexpr int kShare = kHeadDim / kCluster;  // columns of a block
+
+  // By one thread; before others send, the cluster must know that it was done.
+  __device__ __forceinline__ void init(int num_rows) const {
+    mbarrier_init(barrier(), 1);
+    mbarrier_init_fence();
+    mbarrier_arrive_expect(barrier(), num_rows * kCluster * (kShare * 4 + 8));
+  }
+  __device__ __forceinline__ void wait() const { mbarrier_wait_cluster(barrier(), 0); }
+
+  // Where the columns of one row are that rank `from` sent to rank `to`, and their maximum and sum.
+  // racecheck sees addresses, not blocks: what a block sends to others has places of its own each.
+  __device__ static __forceinline__ int columns_at(int row, int from, int to) {
+    return kInboxAt + (row * kCluster + (from + to) % kCluster) * kShare * 4;
+  }
+  __device__ static __forceinline__ int stats_at(int row, int from, int to) {
+    return kInboxAt + kRows * kHeadDim * 4 + (row * kCluster + (from + to) % kCluster) * 8;
+  }
+
+  __device__ __forceinline__ void row(int row, float max, float sum) const {
+#pragma unroll
+    for (int rank = 0; rank < kCluster; ++rank)
+      send(stats_at(row, blockIdx.x % kCluster, rank), rank, max, sum);
+  }
+  __device__ __forceinline__ float factor(float) const { return 1.0f; }
+  __device__ __forceinline__ int at(int row) const { return row; }
+  __device__ __forceinline__ void pair(int row, int column, float x, float y) const {
+    const int to = column / kShare;
+    send(columns_at(row, blockIdx.x % kCluster, to) + column % kShare * 4, to, x, y);
+  }
+
+ private:
+  __device__ __forceinline__ unsigned barrier() const {
+    return smem_address(smem) + kInboxBarrierAt;
+  }
+  __device__ __forceinline__ void send(int at, int rank, float x, float y) const {
+    cluster_send(smem_address(smem) + at, barrier(), rank, x, y);
+  }
+};
+
+// Each block of the cluster adds up its columns of all rows.
+__device__ __forceinline__ void combine_inbox(const unsigned char* smem, int num_rows,
+                                              const Output& output) {
+  constexpr int kWords = Inbox::kShare / 4;
+  const int row = threadIdx.x / kWords, column = threadIdx.x % kWords * 4;
+  const int own = blockIdx.x % kCluster;
+  static_assert(!kSends || kRows * kWords <= kKeyWarps * kWarpSize, "a word a thread");
+  if (row >= num_rows) return;
+  const auto at = [&](int place) { return reinterpret_cast<const float*>(smem + place); };
+  Vec<float, 2> stats[kCluster];
+  Vec<float, 4> part[kCluster];
+#pragma unroll
+  for (int rank = 0; rank < kCluster; ++rank) {
+    stats[rank] = load_vec<float, 2>(at(Inbox::stats_at(row, rank, own)));
+    part[rank] = load_vec<float, 4>(at(Inbox::columns_at(row, rank, own)) + column);
+  }
+  const ClusterSum<4> all(stats, part);
+  const int first = own * Inbox::kShare;
+  write_row<4>(output, row, first + column, all.max, all.sum, all.o);
+}
+
+// Many rows: over the ring, which nobody needs any more, for the others to fetch.
 __device__ __forceinline__ PartialOutput cluster_partial(unsigned char* smem) {
   float* const o = reinterpret_cast<float*>(smem);
   return PartialOutput{o, o + kRows * kHeadDim};
@@ -96,8 +190,7 @@ __device__ __forceinline__ PartialOutput cluster_partial(unsigned char* smem) {
 
 template <int N>
 __device__ __forceinline__ Vec<float, N> load_of_rank(unsigned address, int rank) {
-  unsigned remote;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+  const unsigned remote = address_of_rank(address, rank);
   Vec<float, N> x;
   if constexpr (N == 4)
     asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -130,16 +223,7 @@ __device__ __forceinline__ void combine_cluster(unsigned char* smem, int num_row
       stats[rank] = load_of_rank<2>(smem_address(mine.stats + row * 2), rank);
       part[rank] = load_of_rank<4>(smem_address(mine.at(row) + column), rank);
     }
-    float max = -kInf, sum = 0.0f, o[4] = {};
-#pragma unroll
-    for (int rank = 0; rank < kCluster; ++rank) max = fmaxf(max, stats[rank].v[0]);
-#pragma unroll
-    for (int rank = 0; rank < kCluster; ++rank) {
-      const float weight = exp2_approx(stats[rank].v[0] - finite_or_zero(max));
-      sum += stats[rank].v[1] * weight;
-#pragma unroll
-      for (int c = 0; c < 4; ++c) o[c] += part[rank].v[c] * weight;
-    }
-    write_row<4>(output, row, column, max, sum, o);
+    const ClusterSum<4> all(stats, part);
+    write_row<4>(output, row, column, all.max, all.sum, all.o);
   }
 }

@@ -1,7 +1,7 @@
 // The computing warps of attention_decode_sm90: scores, softmax, P V.
 #pragma once
 
-#include "common/decode_ring.cuh"
+#include "common/decode_fresh.cuh"
 
 // A writer (see Output) of one part's unfinished rows.
 struct PartialOutput {
@@ -42,11 +42,29 @@ class Consumer {
   // All keys of a segment.
   __device__ __forceinline__ void run(const RowRule& rows, int num_keys,
                                       int first_key, int num_tiles) {
-    if constexpr (kCluster == 1) queries_.wait_full();
+    if constexpr (kCluster == 1 && !kFresh) queries_.wait_full();
     if constexpr (kQueriesInRegisters) load_queries();
     reset();
     if (num_tiles > 0) tiles(rows, num_keys, first_key, num_tiles);
     if constexpr (!kQueriesInRegisters && kCluster == 1) queries_.release();
+  }
+
+  // The newest token of a segment's sequence: its queries, and where the segment has the last keys
+  // its key and value, to shared memory, and these two to the pages.
+  __device__ __forceinline__ void make_fresh(const FreshRows& from, const PageLayout& layout,
+                                             const Segment& segment, const int* table, int kv_head,
+                                             int group) {
+    const int newest = segment.num_keys - 1;
+    const int end = segment.first_key + segment.num_tiles * kTileKeys;
+    const bool is_stored = segment.num_tiles > 0 && newest < end;
+    const FreshToken token(from, layout, segment.b, kv_head, group, is_stored);
+    // Elsewhere in the pages, or nowhere, it is not what the sequence has as its newest key.
+    fresh_key_ = -1;
+    if (is_stored && newest >= 0 && from.slot_mapping[segment.b] == layout.slot(table, newest))
+      fresh_key_ = newest;
+    wait_for_last_kernel();  // it writes the rows
+    token.make(from, smem_);
+    barrier();
   }
 
   // Q to shared memory. In a cluster only, where there is one segment, whose sequence is known
@@ -86,7 +104,7 @@ class Consumer {
           over_warps(sums + row * kKeyWarps, [](float x, float y) { return x + y; });
       if (key_warp() == 0 && lane() % 4 == 0) writer.row(row, max_[i / 2][i % 2], total);
       const float factor = writer.factor(total);
-      auto* const to = writer.at(row);
+      const auto to = writer.at(row);
 #pragma unroll
       for (int d = 0; d < kSlice / 8; ++d)
         writer.pair(to, key_warp() * kSlice + d * 8 + lane() % 4 * 2,
@@ -125,6 +143,7 @@ class Consumer {
   Ring ring_k_, ring_v_;
   QueryRing queries_;
   ScoreRule rule_;
+  int fresh_key_ = -1;  // the key that is patched into its tile; -1: none
   uint32_t q_[kQueriesInRegisters ? kRowTiles : 1][kQueriesInRegisters ? kHeadDim / 16 : 1][4];
   float o_[kRowTiles][kSlice / 8][4];
   float max_[kRowTiles][2], sum_[kRowTiles][2];
@@ -184,12 +203,43 @@ class Consumer {
     for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
       for (int d = 0; d < kHeadDim / 16; ++d) load_query(q_[r][d], r, d);
-    if constexpr (kCluster == 1) queries_.release();
+    if constexpr (kCluster == 1 && !kFresh) queries_.release();
+  }
+
+  // 16 bytes of a tile that has landed, and what must follow before others read them.
+  __device__ static __forceinline__ void store_word(unsigned to, const Vec<uint32_t, 4>& x) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.v[0]), "r"(x.v[1]),
+                 "r"(x.v[2]), "r"(x.v[3])
+                 : "memory");
+  }
+  __device__ static __forceinline__ void end_of_stores() {
+    if constexpr (kCluster == 1) fence_async_proxy();  // TMA will write there again
+    __syncwarp();
+  }
+
+  // Words of the newest token's key (kind 0) or value (1) to their places in a tile that has landed,
+  // which was fetched before they were in the pages, or while. By the warp that alone reads them.
+  __device__ __forceinline__ void patch(unsigned tile, int kind, int index, int first_word,
+                                        int num_words) const {
+    if (lane() < num_words) {
+      const int word = first_word + lane(), from = kFreshAt + kind * kRowBytes + word * 16;
+      store_word(tile + tile_offset(index, word),
+                 *reinterpret_cast<const Vec<uint32_t, 4>*>(smem_ + from));
+    }
+    end_of_stores();
+  }
+  __device__ __forceinline__ bool has_fresh(int first_key) const {
+    return fresh_key_ >= first_key && fresh_key_ < first_key + kTileKeys;
   }
 
   // q.k of this warp's keys of the next tile, masked; their maxima go to the others.
   __device__ __forceinline__ void score(Scores& s, const RowRule& rows, int first_key, int buffer) {
     ring_k_.wait_full_k();
+    if constexpr (kFresh) {
+      const int index = has_fresh(first_key) ? index_of(fresh_key_ - first_key) : -1;
+      if (index >= 0 && index / (kWarpRuns * 8) == key_warp())
+        patch(ring_k_.k(), 0, index, 0, kRowBytes / 16);
+    }
     multiply_qk(s);
     mbarrier_arrive(ring_k_.empty_k());
     ring_k_.advance();
@@ -240,7 +290,10 @@ class Consumer {
       for (int i = 0; i < kRowTiles * kWarpRuns * 4; ++i) at(s, i) += at(odd, i);
   }
 
-  __device__ __forceinline__ void mask(Scores& s, const RowRule& rows, int first_key) const {
+  // `sees` says of (row, last key of the row, key) whether the row sees the key.
+  template <typename Sees>
+  __device__ __forceinline__ void mask(Scores& s, const RowRule& rows, int first_key,
+                                       Sees sees) const {
 #pragma unroll
     for (int i = 0; i < 2 * kRowTiles; ++i) {
       const int row = row_of(i), last_key = rows.last_key(row);
@@ -250,9 +303,17 @@ class Consumer {
         for (int c = 0; c < 2; ++c) {
           const int key =
               first_key + key_of((key_warp() * kWarpRuns + j) * 8 + lane() % 4 * 2 + c);
-          if (!rows.sees(row, last_key, key)) s[i / 2][j][i % 2 * 2 + c] = -kInf;
+          if (!sees(row, last_key, key)) s[i / 2][j][i % 2 * 2 + c] = -kInf;
         }
     }
+  }
+  __device__ __forceinline__ void mask(Scores& s, const RowRule& rows, int first_key) const {
+    if (!kFresh && rows.tree != nullptr)  // asked once: it costs more than all the rest
+      mask(s, rows, first_key,
+           [&](int row, int last_key, int key) { return rows.sees(row, last_key, key); });
+    else
+      mask(s, rows, first_key,
+           [&](int, int last_key, int key) { return rows.sees(last_key, key); });
   }
 
   template <typename Op>
@@ -311,47 +372,42 @@ class Consumer {
     }
   }
 
-  // Of the keys numbered first_index + 2 t, + 1, + 8, + 9 those that are in [begin, end), as masks of
-  // operand B.
-  __device__ static __forceinline__ void existing(uint32_t (&keep)[2], int first_key,
-                                                  int first_index, int begin, int end) {
+  // Zeroes V of the keys outside [begin, end): their P is 0, but 0 * NaN would reach the sum. Each
+  // warp does so in the columns that it alone reads.
+  __device__ __forceinline__ void clear_v(int first_key, int begin, int end) const {
+    constexpr int kWords = kSlice / 8, kKeysAtOnce = kWarpSize / kWords;
+    const int word = key_warp() * kWords + lane() % kWords;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      keep[i] = 0;
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int key = first_key + key_of(first_index + 8 * i + lane() % 4 * 2 + c);
-        if (key >= begin && key < end) keep[i] |= 0xffffu << (16 * c);
-      }
+    for (int i = 0; i < kTileKeys / kKeysAtOnce; ++i) {
+      const int index = i * kKeysAtOnce + lane() / kWords, key = first_key + key_of(index);
+      if (key < begin || key >= end)
+        store_word(ring_v_.v() + tile_offset(index, word), Vec<uint32_t, 4>{});
     }
+    end_of_stores();
   }
 
-  // O += P V for this warp's columns. Where there are no keys in [begin, end), V may be anything: P
-  // is 0 there, but 0 * NaN would reach the sum.
+  // O += P V for this warp's columns.
   __device__ __forceinline__ void multiply(int buffer, int first_key, int begin, int end) {
-    const unsigned p = smem_address(smem_) + kProbsAt + buffer * kProbBytes +
-                       lane() % 16 * kProbPitch + lane() / 16 * 16;
-    const bool is_whole = first_key >= begin && first_key + kTileKeys <= end;
     struct Operands {
       uint32_t p[kRowTiles][4], v[kSlice / 16][4];
     } even, odd;
+    const unsigned p = smem_address(smem_) + kProbsAt + buffer * kProbBytes +
+                       lane() % 16 * kProbPitch + lane() / 16 * 16;
+    const int word = key_warp() * (kSlice / 8) + lane() / 16;
+    unsigned v[kSlice / 16];  // the first 16 keys; those that follow lie so many bytes further on
+    constexpr int kStep = kSwizzled ? 16 * kRowBytes : 2 * kRowBytes;
+#pragma unroll
+    for (int d = 0; d < kSlice / 16; ++d)
+      v[d] = ring_v_.v() + tile_offset(lane() % 16, word + 2 * d);
     const auto load = [&](Operands& to, int j) {
 #pragma unroll
-      for (int r = 0; r < kRowTiles; ++r)
-        load_matrices(to.p[r], p + r * 16 * kProbPitch + j * 32);
+      for (int r = 0; r < kRowTiles; ++r) load_matrices(to.p[r], p + r * 16 * kProbPitch + j * 32);
 #pragma unroll
-      for (int d = 0; d < kSlice / 16; ++d) {
-        const int word = key_warp() * (kSlice / 8) + 2 * d + lane() / 16;
-        load_matrices_transposed(to.v[d], ring_v_.v() + tile_offset(16 * j + lane() % 16, word));
-      }
+      for (int d = 0; d < kSlice / 16; ++d) load_matrices_transposed(to.v[d], v[d] + j * kStep);
     };
-    const auto use = [&](Operands& from, int j) {
-      uint32_t keep[2] = {0xffffffffu, 0xffffffffu};
-      if (!is_whole) existing(keep, recomputed(first_key), 16 * j, begin, end);
+    const auto use = [&](const Operands& from) {
 #pragma unroll
       for (int d = 0; d < kSlice / 16; ++d) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) from.v[d][i] &= keep[i % 2];
         const uint32_t left[2] = {from.v[d][0], from.v[d][1]};
         const uint32_t right[2] = {from.v[d][2], from.v[d][3]};
 #pragma unroll
@@ -362,13 +418,19 @@ class Consumer {
       }
     };
     ring_v_.wait_full_v();
+    if (first_key < begin || first_key + kTileKeys > end) clear_v(first_key, begin, end);
+    if constexpr (kFresh) {
+      if (has_fresh(first_key))
+        patch(ring_v_.v(), 1, index_of(fresh_key_ - first_key), key_warp() * (kSlice / 8),
+              kSlice / 8);
+    }
     load(even, 0);
-#pragma unroll 1
+#pragma unroll(kRowTiles == 1 ? kTileKeys / 32 : 1)
     for (int j = 0; j < kTileKeys / 16; j += 2) {  // loads are one step ahead
       load(odd, j + 1);
-      use(even, j);
+      use(even);
       if (j + 2 < kTileKeys / 16) load(even, j + 2);
-      use(odd, j + 1);
+      use(odd);
     }
     mbarrier_arrive(ring_v_.empty_v());
     ring_v_.advance();

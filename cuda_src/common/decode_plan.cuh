@@ -81,7 +81,6 @@ class DecodeCursor {
     for (int b = lane; b < problem.batch; b += kWarpSize) units += Plan(problem, b).units;
     total_ = __reduce_add_sync(kFullMask, units);
     const int team = blockIdx.x / problem.num_kv_heads;
-    unit_ = end_ = 0;
     if (team >= num_teams(problem)) return;
     unit_ = begin_of(team, problem);
     end_ = begin_of(team + 1, problem);
@@ -118,11 +117,11 @@ class DecodeCursor {
 
  private:
   int total_;
-  int unit_, end_;          // what is left of this team's units
-  int b_, sequence_begin_;  // the sequence of unit_, and its first unit
+  int unit_ = 0, end_ = 0;          // what is left of this team's units
+  int b_ = 0, sequence_begin_ = 0;  // the sequence of unit_, and its first unit
 
   __device__ __forceinline__ int num_teams(const DecodeProblem& problem) const {
-return min(total_, static_cast<int>(gridDim.x) / problem.num_kv_heads);
+    return min(total_, static_cast<int>(gridDim.x) / problem.num_kv_heads);
   }
   __device__ __forceinline__ int begin_of(int team, const DecodeProblem& problem) const {
     return static_cast<int>(static_cast<int64_t>(team) * total_ / num_teams(problem));

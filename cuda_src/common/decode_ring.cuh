@@ -2,7 +2,8 @@
 //
 // Macros: HEAD_DIM; UNIT_KEYS, tokens of one copy; STAGES, tiles of K and of V in the ring;
 // ROW_TILES, of 16 rows each; KEY_WARPS, warps that divide a tile; CLUSTER, blocks that share one
-// sequence and head, or 1 for decode_plan.cuh's teams.
+// sequence and head, or 1 for decode_plan.cuh's teams; FRESH, whether the newest token comes as
+// decode_fresh.cuh takes it.
 #pragma once
 
 #include "common/attention_sm90.cuh"
@@ -11,6 +12,7 @@
 
 constexpr int kHeadDim = HEAD_DIM, kUnitKeys = UNIT_KEYS, kStages = STAGES;
 constexpr int kRowTiles = ROW_TILES, kKeyWarps = KEY_WARPS, kCluster = CLUSTER;
+constexpr bool kFresh = FRESH;
 // Nine warps have 168 registers each. Where that is too few, the copying warp is in a warpgroup of
 // its own, which gives registers to the others.
 constexpr bool kMovesRegisters = kKeyWarps == 8 && kCluster == 1;
@@ -28,7 +30,7 @@ constexpr int kProbPitch = kTileKeys * 2 + 16;  // bytes; 16 more, so that ldmat
 static_assert(kHeadDim % 64 == 0 && kUnitKeys % 8 == 0, "see tile_offset");
 
 // Shared memory: tiles of K, of V, two buffers of P, two of maxima, sums, barriers, Q, one flag, the
-// warps' progress.
+// warps' progress, the newest token's key and value, what a cluster's blocks send each other.
 constexpr int kProbsAt = 2 * kStages * kTileBytes;
 constexpr int kProbBytes = kRows * kProbPitch;
 constexpr int kMaximaAt = kProbsAt + 2 * kProbBytes;
@@ -36,13 +38,19 @@ constexpr int kExchangeBytes = kRows * kKeyWarps * 4;
 constexpr int kSumsAt = kMaximaAt + 2 * kExchangeBytes;
 constexpr int kBarriersAt = kSumsAt + kExchangeBytes;
 constexpr bool kQueriesInRegisters = kRowTiles * kHeadDim <= 256;  // else read from there
+static_assert(!kFresh || kQueriesInRegisters, "decode_fresh.cuh has one buffer of Q");
 constexpr int kQueryBuffers = kQueriesInRegisters ? 1 : 2;
 constexpr int kQueriesAt = kBarriersAt + (4 * kStages + 2 * kQueryBuffers) * 8;
 constexpr int kQueryPitch = kRowBytes + 16;
 constexpr int kQueryBytes = kRows * kQueryPitch;
 constexpr int kFlagAt = kQueriesAt + kQueryBuffers * kQueryBytes;
 constexpr int kProgressAt = kFlagAt + 16;
-constexpr int kSharedBytes = kProgressAt + kKeyWarps * 64;
+constexpr int kFreshAt = kProgressAt + kKeyWarps * 64;
+constexpr int kInboxAt = kFreshAt + (kFresh ? 2 * kRowBytes : 0);
+constexpr bool kSends = kCluster > 1 && kRowTiles == 1;  // there is room for it
+constexpr int kInboxBytes = kSends ? kRows * (kHeadDim * 4 + kCluster * 8) + 16 : 0;
+constexpr int kInboxBarrierAt = kInboxAt + kInboxBytes - 16;
+constexpr int kSharedBytes = kInboxAt + kInboxBytes;
 static_assert(kSharedBytes == SHARED_BYTES, "kernels/_decode_sm90.py computes another size");
 
 // Where 16-byte word `word` of a tile's key number `index` lies, so that ldmatrix finds that word of
@@ -57,9 +65,12 @@ __device__ __forceinline__ unsigned tile_offset(int index, int word) {
   return index / kUnitKeys * kUnitBytes + word / 8 * (kUnitKeys * 128) + row * 128 +
          (word ^ row) % 8 * 16;
 }
-// Its place among the tile's keys.
+// Its place among the tile's keys, and the number of the key at a place.
 __device__ __forceinline__ int key_of(int index) {
   return kSwizzled ? index : index % 8 * kUnitKeys + index / 8;
+}
+__device__ __forceinline__ int index_of(int place) {
+  return kSwizzled ? place : place % kUnitKeys * 8 + place / kUnitKeys;
 }
 
 // ldmatrix (see mma.cuh) from an address in shared memory.

@@ -127,6 +127,14 @@ __device__ __forceinline__ void cluster_sync() {
           : "memory");
 }
 
+// Its two halves, for work in between. The arrival orders no memory.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+}
+
 // The same without ordering any memory: cheaper, where nobody reads what another wrote.
 __device__ __forceinline__ void cluster_sync_relaxed() {
   asm volatile(
@@ -146,6 +154,18 @@ __device__ __forceinline__ void cluster_send(unsigned to, unsigned barrier, unsi
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 "
       "[there], {%3, %4, %5, %6}, [counter];\n}" ::"r"(to),
       "r"(barrier), "r"(rank), "f"(a), "f"(b), "f"(c), "f"(d)
+      : "memory");
+}
+// The same of 8 bytes.
+__device__ __forceinline__ void cluster_send(unsigned to, unsigned barrier, unsigned rank, float a,
+                                             float b) {
+  asm volatile(
+      "{\n.reg .b32 there, counter;\n"
+      "mapa.shared::cluster.u32 there, %0, %2;\n"
+      "mapa.shared::cluster.u32 counter, %1, %2;\n"
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 "
+      "[there], {%3, %4}, [counter];\n}" ::"r"(to),
+      "r"(barrier), "r"(rank), "f"(a), "f"(b)
       : "memory");
 }
 __device__ __forceinline__ void mbarrier_wait_cluster(unsigned barrier, unsigned parity) {

@@ -8,6 +8,8 @@ from typing import Any
 from engine import device, env
 from engine.dtypes import dtype_name
 from engine.kernels._attention import Pages, ScoreRule, are_aligned, element_strides
+from engine.kernels._decode_fresh import PARAMS as _FRESH_PARAMS
+from engine.kernels._decode_fresh import FreshTokens
 from engine.kernels._launch import Kernel, sm_count
 from engine.kernels._module import ModuleSpec, current_architecture
 from engine.kernels._tensor_map import tensor_map
@@ -15,14 +17,18 @@ from engine.kernels._workspace import counters, workspace
 
 __all__ = ["HopperTile", "choose_hopper_tile", "launch", "specs", "takes"]
 
-_KERNEL = Kernel(
-    "attention_decode_sm90",
+_ENTRY = "attention_decode_sm90"
+_PARAMS = (
     "k_map:tmap v_map:tmap q:ptr k:ptr v:ptr block_tables:ptr context_lens:ptr tree_masks:ptr "
     "out:ptr lse:ptr partial_o:ptr partial_stats:ptr counters:ptr q_stride_b:i64 q_stride_t:i64 "
     "q_stride_h:i64 table_stride:i64 out_stride_b:i64 out_stride_t:i64 out_stride_h:i64 "
     "max_keys:i64 batch:i32 num_queries:i32 num_heads:i32 num_kv_heads:i32 block_shift:i32 "
-    "num_blocks:i32 window:i32 num_splits:i32 score_inner:f32 score_factor:f32",
+    "num_blocks:i32 window:i32 num_splits:i32 score_inner:f32 score_factor:f32"
 )
+_KERNELS = {
+    False: Kernel(_ENTRY, _PARAMS),
+    True: Kernel(_ENTRY, f"{_PARAMS} {_FRESH_PARAMS}"),  # with FRESH
+}
 _DTYPES = ("float16", "bfloat16")
 
 
@@ -36,6 +42,7 @@ class HopperTile:
     row_tiles: int
     key_warps: int
     cluster: int = 1
+    is_fresh: bool = False
 
     @property
     def rows(self) -> int:
@@ -59,7 +66,15 @@ class HopperTile:
         queries = buffers * self.rows * (self.head_dim * 2 + 16)
         barriers = (4 * self.stages + 2 * buffers) * 8
         progress = self.key_warps * 64
-        return ring + probs + exchange + barriers + queries + 16 + progress
+        fresh = 2 * self.head_dim * 2 if self.is_fresh else 0
+        inbox = self.rows * (self.head_dim * 4 + self.cluster * 8) + 16
+        if self.cluster == 1 or self.row_tiles > 1:
+            inbox = 0
+        return ring + probs + exchange + barriers + queries + 16 + progress + fresh + inbox
+
+    def takes_fresh(self, group: int) -> bool:
+        """Tell whether it can make the newest tokens' rows: a thread has 16 values of one head."""
+        return self.row_tiles == 1 and group + 2 <= 32 * self.key_warps // (self.head_dim // 16)
 
     def spec(self, dtype: str) -> ModuleSpec:
         """Return the module compiled for this tile."""
@@ -70,6 +85,7 @@ class HopperTile:
             "ROW_TILES": self.row_tiles,
             "KEY_WARPS": self.key_warps,
             "CLUSTER": self.cluster,
+            "FRESH": int(self.is_fresh),
             "SHARED_BYTES": self.shared_bytes,
         }
         return ModuleSpec("attention_decode_sm90.cu", dtype, tuple(macros.items()))
@@ -85,6 +101,12 @@ _TILES = (
     HopperTile(128, 16, 2, 4, 8),
 )
 _CLUSTER = 8
+# Of clusters, for up to so many keys: more blocks have some of few keys.
+_SHORT_TILES = {
+    64: HopperTile(64, 8, 2, 1, 4, _CLUSTER),
+    128: HopperTile(128, 8, 2, 1, 4, _CLUSTER),
+}
+_SHORT_KEYS = 1024
 
 
 def choose_hopper_tile(dtype: str, head_dim: int, num_rows: int) -> HopperTile | None:
@@ -107,22 +129,35 @@ def specs(
     """Return the modules for one head dim and number of rows, or for all (None)."""
     dims = {t.head_dim for t in _TILES} if head_dim is None else {head_dim}
     rows = {t.rows for t in _TILES} if num_rows is None else {num_rows}
-    tiles = [choose_hopper_tile(dtype, dim, n) for dim in sorted(dims) for n in sorted(rows)]
-    found = dict.fromkeys(tile for tile in tiles if tile is not None)
-    return tuple(
-        replace(tile, cluster=size).spec(dtype) for tile in found for size in (1, _CLUSTER)
-    )
+    tiles: dict[HopperTile, None] = {}
+    for dim in sorted(dims):
+        for n in sorted(rows):
+            tile = choose_hopper_tile(dtype, dim, n)
+            if tile is not None:
+                tiles |= dict.fromkeys(_variants(tile))
+    return tuple(tile.spec(dtype) for tile in tiles)
 
 
-def takes(q: Any, pages: Pages, out: Any) -> bool:
+def _variants(tile: HopperTile) -> list[HopperTile]:
+    """Return all that may be launched in the place of `tile`."""
+    found = [tile, replace(tile, cluster=_CLUSTER)]
+    if tile.row_tiles == 1:
+        found.append(_SHORT_TILES[tile.head_dim])
+        found += [replace(each, is_fresh=True) for each in found]
+    return found
+
+
+def takes(q: Any, pages: Pages, out: Any, fresh: FreshTokens | None = None) -> bool:
     """Tell whether the current device and the problem are for the Hopper kernel."""
-    rows = q.shape[1] * (q.shape[2] // pages.k.shape[1])
+    group = q.shape[2] // pages.k.shape[1]
+    tile = choose_hopper_tile(dtype_name(q.dtype), q.shape[3], q.shape[1] * group)
     return (
-        choose_hopper_tile(dtype_name(q.dtype), q.shape[3], rows) is not None
+        tile is not None
         and env.kernel_tier() == "auto"
         and current_architecture(device.cupy().cuda.runtime.getDevice()) == "sm_90a"
         and are_aligned(q, pages.k, pages.v, out)
         and 0 < pages.k.size // q.shape[3] < 2**31  # rows of the pages: TMA counts them in int32
+        and (fresh is None or (tile.takes_fresh(group) and fresh.are_vectors()))
     )
 
 
@@ -135,6 +170,23 @@ def choose_cluster(num_heads: int, sm_count: int) -> int:
     (8, 1)
     """
     return _CLUSTER if num_heads * _CLUSTER <= sm_count else 1
+
+
+def _choose(
+    dtype: str, shape: tuple[int, ...], num_kv_heads: int, bound: int, *, may_share: bool
+) -> HopperTile:
+    """Choose for q of this shape and up to `bound` keys; `may_share`: blocks may share a head."""
+    batch, num_queries, num_heads, head_dim = shape
+    tile = choose_hopper_tile(dtype, head_dim, num_queries * (num_heads // num_kv_heads))
+    assert tile is not None
+    if not may_share or choose_cluster(batch * num_kv_heads, sm_count()) == 1:
+        return tile
+    short = _SHORT_TILES[head_dim]
+    # Not only for newest tokens: the bits are then the same with and without them.
+    is_short = bound <= _SHORT_KEYS and short.takes_fresh(num_heads // num_kv_heads)
+    if tile.row_tiles == 1 and is_short:
+        return short
+    return replace(tile, cluster=_CLUSTER)
 
 
 def _page_maps(pages: Pages, dtype: str, unit_keys: int) -> dict[str, Any]:
@@ -156,58 +208,65 @@ def launch(
     lse: Any,
     rule: ScoreRule,
     num_splits: int | None,
+    bound: int,
     *,
     overlap: bool,
     tree_mask: Any = None,
+    fresh: FreshTokens | None = None,
 ) -> None:
     """Launch on arrays that `takes` said yes to; num_splits None: equal work for all blocks."""
     (batch, num_queries, num_heads, head_dim), num_kv_heads = q.shape, pages.k.shape[1]
-    num_rows = num_queries * (num_heads // num_kv_heads)
-    tile = choose_hopper_tile(dtype_name(q.dtype), head_dim, num_rows)
-    assert tile is not None
+    num_rows, dtype = num_queries * (num_heads // num_kv_heads), dtype_name(q.dtype)
+    tile = _choose(dtype, q.shape, num_kv_heads, bound, may_share=num_splits is None)
+    tile = replace(tile, is_fresh=fresh is not None)
     num_teams = max(1, sm_count() // num_kv_heads)
-    num_blocks = num_teams * num_kv_heads
-    if num_splits is None and choose_cluster(batch * num_kv_heads, sm_count()) > 1:
-        tile = replace(tile, cluster=_CLUSTER)
-        num_blocks = batch * num_kv_heads * _CLUSTER
+    num_blocks = (num_teams if tile.cluster == 1 else batch * tile.cluster) * num_kv_heads
     # decode_plan.cuh: two slots a team, or one a part
     slots = (batch * num_splits if num_splits else 2 * num_teams) * num_kv_heads
     scratch = workspace(slots * num_rows * (head_dim + 2))
-    q_strides, out_strides = element_strides(q), element_strides(out)
-    _KERNEL.launch(
-        tile.spec(dtype_name(q.dtype)),
+    _KERNELS[tile.is_fresh].launch(
+        tile.spec(dtype),
         (num_blocks if batch else 0,),
         (tile.threads,),
         tile.shared_bytes,
         overlap=overlap,
-        **_page_maps(pages, dtype_name(q.dtype), tile.unit_keys),
-        q=q,
-        k=pages.k,
-        v=pages.v,
-        block_tables=pages.block_tables,
-        context_lens=pages.context_lens,
+        **_page_maps(pages, dtype, tile.unit_keys),
+        **_arrays(q, pages, out, lse),
         tree_masks=tree_mask,
-        out=out,
-        lse=lse,
         partial_o=scratch,
         partial_stats=scratch[slots * num_rows * head_dim :],
         counters=counters(max(num_teams, batch) * num_kv_heads),
-        q_stride_b=q_strides[0],
-        q_stride_t=q_strides[1],
-        q_stride_h=q_strides[2],
-        table_stride=element_strides(pages.block_tables)[0],
-        out_stride_b=out_strides[0],
-        out_stride_t=out_strides[1],
-        out_stride_h=out_strides[2],
-        max_keys=pages.block_tables.shape[1] * pages.k.shape[2] if pages.k.size else 0,
         batch=batch,
         num_queries=num_queries,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        block_shift=pages.k.shape[2].bit_length() - 1,
-        num_blocks=pages.k.shape[0],
         window=rule.window,
         num_splits=num_splits or 0,
         score_inner=rule.inner,
         score_factor=rule.factor,
+        **({} if fresh is None else fresh.launch_arguments()),
     )
+
+
+def _arrays(q: Any, pages: Pages, out: Any, lse: Any) -> dict[str, Any]:
+    """Return the arrays, and how they lie."""
+    q_strides, out_strides = element_strides(q), element_strides(out)
+    return {
+        "q": q,
+        "k": pages.k,
+        "v": pages.v,
+        "block_tables": pages.block_tables,
+        "context_lens": pages.context_lens,
+        "out": out,
+        "lse": lse,
+        "q_stride_b": q_strides[0],
+        "q_stride_t": q_strides[1],
+        "q_stride_h": q_strides[2],
+        "table_stride": element_strides(pages.block_tables)[0],
+        "out_stride_b": out_strides[0],
+        "out_stride_t": out_strides[1],
+        "out_stride_h": out_strides[2],
+        "max_keys": pages.block_tables.shape[1] * pages.k.shape[2] if pages.k.size else 0,
+        "block_shift": pages.k.shape[2].bit_length() - 1,
+        "num_blocks": pages.k.shape[0],
+    }

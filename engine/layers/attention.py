@@ -93,12 +93,13 @@ class Attention:
         """
         q, k, v = self._rows(x, norm)
         places = (batch.rope_positions, self.cos_sin, k_pages, v_pages, batch.slot_mapping)
-        norms: dict[str, Any] = {}
-        if self.q_norm is not None and self.k_norm is not None:
-            norms = {"q_weight": self.q_norm.weight, "k_weight": self.k_norm.weight}
-            norms |= {"eps": self.q_norm.eps, "weight_offset": self.q_norm.offset}
-        kernels.qk_norm_rope_store(q, k, v, *places, **norms)
-        heads = self._attend(q, batch, k_pages, v_pages)
+        if batch.num_decodes == batch.num_sequences and not self.params.batch_invariant:
+            fresh = {"k": k[:, None], "v": v[:, None], "positions": batch.rope_positions}
+            fresh |= {"cos_sin": self.cos_sin, "slot_mapping": batch.slot_mapping}
+            heads = self._decode(q, batch, k_pages, v_pages, **fresh, **self._norms())
+        else:
+            kernels.qk_norm_rope_store(q, k, v, *places, **self._norms())
+            heads = self._attend(q, batch, k_pages, v_pages)
         return self.o(heads.reshape(heads.shape[0], -1), residual=residual)
 
     def project(self, x: Any, rope_positions: Any) -> tuple[Any, Any, Any]:
@@ -117,13 +118,17 @@ class Attention:
         rows = fused.reshape(x.shape[0], h + 2 * k, self.params.head_dim)
         return rows[:, :h], rows[:, h : h + k], rows[:, h + k :]
 
+    def _norms(self) -> dict[str, Any]:
+        if self.q_norm is None or self.k_norm is None:
+            return {}
+        norms = {"q_weight": self.q_norm.weight, "k_weight": self.k_norm.weight}
+        return norms | {"eps": self.q_norm.eps, "weight_offset": self.q_norm.offset}
+
     def _attend(self, q: Any, batch: ForwardBatch, k_pages: Any, v_pages: Any) -> Any:
         """Send the sequences of one token to one kernel and the others to the other."""
         n = batch.num_decodes
         if self.params.batch_invariant:
             return self._attend_invariantly(q, batch, k_pages, v_pages)
-        if n == batch.num_sequences:
-            return self._decode(q, batch, k_pages, v_pages)
         if n == 0:
             return self._prefill(q, batch, k_pages, v_pages)
         out = array_module(q).empty(q.shape, q.dtype)
@@ -164,8 +169,20 @@ class Attention:
         return result[:, 0]
 
     def _decode(
-        self, q: Any, batch: ForwardBatch, k_pages: Any, v_pages: Any, out: Any = None
+        self,
+        q: Any,
+        batch: ForwardBatch,
+        k_pages: Any,
+        v_pages: Any,
+        out: Any = None,
+        **fresh: Any,
     ) -> Any:
+        """Attend from the sequences of one token, whose rows are stored first if they are `fresh`.
+
+        SAFETY: overlap. Tables, lengths, positions and older keys were written before `embedding`,
+        which lets nobody begin before that has ended; or the kernel in front is
+        `qk_norm_rope_store`, which does the same.
+        """
         n, p = batch.num_decodes, self.params
         result = kernels.attention_decode(
             q[:n, None],
@@ -177,8 +194,9 @@ class Attention:
             window=p.window,
             softcap=p.softcap,
             max_context_len=batch.max_context_len,
-            overlap=True,  # it follows qk_norm_rope_store
+            overlap=True,
             out=None if out is None else out[:n, None],
+            **fresh,
         )
         return result[:, 0]
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from engine.reference._attention import attend, gather_pages
+from engine.reference.qk_norm_rope_store import qk_norm_rope_store
 
 __all__ = ["attention_decode"]
 
@@ -20,6 +21,15 @@ def attention_decode(
     *,
     block_tables: Array,
     context_lens: Array,
+    k: Array | None = None,
+    v: Array | None = None,
+    positions: Array | None = None,
+    cos_sin: Array | None = None,
+    slot_mapping: Array | None = None,
+    q_weight: Array | None = None,
+    k_weight: Array | None = None,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
     scale: float | None = None,
     window: int = 0,
     softcap: float = 0.0,
@@ -28,17 +38,31 @@ def attention_decode(
 ) -> Any:
     """softmax(scale Q K^T) V of the last Q tokens of every sequence, causal among themselves.
 
-    tree_mask (B, Q) uint64: query i sees query j only where bit j of its mask is set as well.
+    tree_mask (B, Q) uint64: query i sees query j only where bit j of its mask is set as well. With
+    k and v (B, 1, K, D) it comes after qk_norm_rope_store of the one token.
     """
+    if k is not None:
+        assert v is not None and positions is not None
+        assert cos_sin is not None and slot_mapping is not None
+        q = q.copy()
+        qk_norm_rope_store(
+            *(q[:, 0], k[:, 0], v[:, 0], positions, cos_sin, k_pages, v_pages, slot_mapping),
+            q_weight=q_weight,
+            k_weight=k_weight,
+            eps=eps,
+            weight_offset=weight_offset,
+        )
     out = np.zeros(q.shape, q.dtype)
     lse = np.full(q.shape[:3], -np.inf, np.float32)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     for b, length in enumerate(context_lens):
-        k, v = (gather_pages(pages, block_tables[b], length) for pages in (k_pages, v_pages))
+        keys, values = (
+            gather_pages(pages, block_tables[b], length) for pages in (k_pages, v_pages)
+        )
         out[b], lse[b] = attend(
             q[b],
-            k,
-            v,
+            keys,
+            values,
             causal=True,
             scale=scale,
             window=window,

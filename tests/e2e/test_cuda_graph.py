@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from engine import SamplingParams, load
+from engine.config import RopeConfig
 from engine.device import to_numpy
 from engine.engine_config import EngineConfig
 from engine.errors import ConfigError
-from engine.kernels import _module
+from engine.kernels import _decode_sm90, _module
 from engine.runner.cuda_graph import DecodeGraphs, GraphKey, batch_sizes, context_buckets
 from tests.e2e.tiny import CONFIG, alone, make_engine, run, tiny_model
 
@@ -227,6 +228,42 @@ def test_a_crowd_gets_the_same_tokens_with_and_without_graphs(is_late):
         outputs = run(engine)
         results.append([list(outputs[f"r{i}"].outputs[0].token_ids) for i in range(40)])
     assert results[0] == results[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_rows_made_inside_attention_give_the_tokens_of_kernels_apart(head_dim, dtype, monkeypatch):
+    """Graphs whose attention takes the projection's rows, and steps that store them before."""
+    tiny_model("cuda")  # or skip
+    config = dataclasses.replace(
+        CONFIG,
+        hidden_size=64,
+        num_layers=3,
+        head_dim=head_dim,
+        rope=RopeConfig(rotary_dim=head_dim),
+        qk_norm=head_dim == 128,
+        qkv_bias=head_dim == 64,
+    )
+    model = load(config=config, load_format="dummy", device="cuda", dtype=dtype)
+    takes, results, num_fused = _decode_sm90.takes, [], [0, 0]
+
+    def counted(q, pages, out, fresh=None):
+        is_taken = (fresh is None or bool(results)) and takes(q, pages, out, fresh)
+        num_fused[len(results)] += fresh is not None and is_taken
+        return is_taken
+
+    monkeypatch.setattr(_decode_sm90, "takes", counted)
+    for has_graphs in (False, True):
+        engine = make_engine(model, cuda_graphs=has_graphs, max_num_batched_tokens=64)
+        for index in range(4):
+            params = _params(index, max_tokens=120 + index)
+            engine.add_request(f"r{index}", [index + 1] * (20 + 9 * index), params)
+        outputs = run(engine)
+        results.append([list(outputs[f"r{i}"].outputs[0].token_ids) for i in range(4)])
+    assert results[0] == results[1]
+    is_hopper = model.device.xp.cuda.Device().compute_capability == "90"
+    assert num_fused[0] == 0 and (num_fused[1] > 0) == is_hopper
 
 
 @pytest.mark.gpu

@@ -1,0 +1,119 @@
+"""The newest tokens of attention_decode, when they come as the projection left them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from engine.kernels._attention import Pages, are_aligned, element_strides
+from engine.kernels._contract import FLOAT32, INT32, INT64, Contract
+from engine.kernels.qk_norm_rope_store import qk_norm_rope_store
+
+__all__ = ["PARAMS", "FreshTokens"]
+
+PARAMS = (
+    "fresh_k:ptr fresh_v:ptr positions:ptr cos_sin:ptr slot_mapping:ptr q_weight:ptr k_weight:ptr "
+    "k_stride_b:i64 k_stride_h:i64 v_stride_b:i64 v_stride_h:i64 num_positions:i32 eps:f32 "
+    "weight_offset:f32"
+)
+
+
+@dataclass(frozen=True)
+class FreshTokens:
+    """Keys and values (B, 1, K, D) of the newest tokens, and what is to be done to them and to q.
+
+    The names are those of `qk_norm_rope_store`, whose formulas these are.
+    """
+
+    k: Any
+    v: Any
+    positions: Any
+    cos_sin: Any
+    slot_mapping: Any
+    q_weight: Any
+    k_weight: Any
+    eps: float
+    weight_offset: float
+
+    @classmethod
+    def checked(cls, call: Contract, dtype: Any, **given: Any) -> FreshTokens | None:
+        """Check the arguments of these names, q and pages having been; None: there are none."""
+        needed = ("k", "v", "positions", "cos_sin", "slot_mapping")
+        is_given = [given[name] is not None for name in needed]
+        if not any(is_given):
+            for name in ("q_weight", "k_weight"):
+                call.check(name, given[name] is None, "None without k", "an array")
+            return None
+        for name, ok in zip(needed, is_given, strict=True):
+            call.check(name, ok, f"an array: {', '.join(needed)} belong together", None)
+        call.check("Q", call["Q"] == 1, "1 with k", call["Q"])
+        for name, shape, kind, layout in (
+            ("k", "B 1 K D", dtype, "rows"),
+            ("v", "B 1 K D", dtype, "rows"),
+            ("positions", "B", INT32, "C"),
+            ("cos_sin", "num_positions R", FLOAT32, "C"),
+            ("slot_mapping", "B", INT64, "C"),
+            ("q_weight", "D", dtype, "C"),
+            ("k_weight", "D", dtype, "C"),
+        ):
+            if given[name] is not None:
+                given[name] = call.array(name, given[name], shape, kind, layout=layout)
+        call.number("eps", given["eps"], low=0.0)
+        call.number("weight_offset", given["weight_offset"])
+        fits = call["R"] % 2 == 0 and call["R"] <= call["D"]
+        wanted = f"(P, R), R even and at most D = {call['D']}"
+        call.check("cos_sin", fits, wanted, given["cos_sin"].shape)
+        if call.on_cpu:
+            _check_range(call, "positions", given["positions"], 0, call["num_positions"])
+            num_slots = call["P"] * call["block_size"]
+            _check_range(call, "slot_mapping", given["slot_mapping"], -1, num_slots)
+        return cls(**given)
+
+    def are_vectors(self) -> bool:
+        """Tell whether a kernel may take all rows 16 bytes at a time, and rotates whole heads."""
+        arrays = [self.k, self.v, self.cos_sin, self.q_weight, self.k_weight]
+        is_whole = int(self.cos_sin.shape[1]) == int(self.k.shape[3])
+        return is_whole and are_aligned(*(a for a in arrays if a is not None))
+
+    def store(self, q: Any, pages: Pages) -> None:
+        """Do it by `qk_norm_rope_store`: q (B, 1, H, D) in place, keys and values to the pages."""
+        qk_norm_rope_store(
+            q[:, 0],
+            self.k[:, 0],
+            self.v[:, 0],
+            self.positions,
+            self.cos_sin,
+            pages.k,
+            pages.v,
+            self.slot_mapping,
+            q_weight=self.q_weight,
+            k_weight=self.k_weight,
+            eps=self.eps,
+            weight_offset=self.weight_offset,
+        )
+
+    def launch_arguments(self) -> dict[str, Any]:
+        """Return the values of `PARAMS`."""
+        k_strides, v_strides = element_strides(self.k), element_strides(self.v)
+        return {
+            "fresh_k": self.k,
+            "fresh_v": self.v,
+            "positions": self.positions,
+            "cos_sin": self.cos_sin,
+            "slot_mapping": self.slot_mapping,
+            "q_weight": self.q_weight,
+            "k_weight": self.k_weight,
+            "k_stride_b": k_strides[0],
+            "k_stride_h": k_strides[2],
+            "v_stride_b": v_strides[0],
+            "v_stride_h": v_strides[2],
+            "num_positions": self.cos_sin.shape[0],
+            "eps": self.eps,
+            "weight_offset": self.weight_offset,
+        }
+
+
+def _check_range(call: Contract, name: str, values: Any, first: int, end: int) -> None:
+    if values.size:
+        low, high = int(values.min()), int(values.max())
+        call.check(name, low >= first and high < end, f"from {first} to {end - 1}", (low, high))

@@ -1,0 +1,341 @@
+"""attention_decode of rows as the projection left them: it is qk_norm_rope_store, then itself."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from engine import kernels, reference
+from engine.device import to_numpy
+from engine.errors import ContractError, DTypeError, ShapeError
+from engine.kernels import _decode_sm90
+from engine.kernels._decode_sm90 import HopperTile
+from engine.testing import cases
+from engine.testing.cases_attention import AttentionCase, paged_cache
+from engine.testing.cases_elementwise import cos_sin_table
+from engine.testing.tolerances import assert_close
+
+_POSITIONS = 97
+_NORMS = ["none", "both", "only_q", "only_k"]
+_MANY = tuple(np.random.default_rng(0).integers(0, 700, 40).tolist())
+
+# Few and many sequences (clusters or teams of blocks), lengths around the tiles of 64 and 128 keys
+# and around pages, groups up to what a kernel has threads for, and beyond.
+_CASES = (
+    AttentionCase((1,), (1,), 8, 2, 128, block_size=16),
+    AttentionCase((1,), (1000,), 32, 8, 128, block_size=16),
+    AttentionCase((1,), (2049,), 16, 8, 128, block_size=16),
+    AttentionCase((1,) * 6, (0, 1, 15, 16, 17, 64), 14, 2, 64, block_size=16),
+    AttentionCase((1,) * 5, (63, 65, 127, 128, 129), 8, 2, 128, block_size=64),
+    AttentionCase((1,) * 4, (0, 511, 513, 1024), 4, 4, 64, block_size=32),
+    AttentionCase((1,) * 6, (0, 127, 128, 129, 5000, 0), 8, 2, 64, block_size=32),
+    AttentionCase((1,) * 40, _MANY, 8, 2, 128, block_size=16),
+    AttentionCase((1,) * 80, (*_MANY, *_MANY), 4, 1, 64, block_size=128),
+    AttentionCase((1,) * 20, (1, 128, 129, 255, 256) * 4, 32, 2, 128, block_size=16),
+    AttentionCase((1,) * 2, (300, 40), 14, 1, 128, block_size=16),
+    AttentionCase((1,) * 2, (300, 40), 16, 1, 128, block_size=16),
+    AttentionCase((1,) * 2, (300, 40), 17, 1, 64, block_size=16),
+    AttentionCase((1,) * 3, (400, 20, 77), 4, 2, 64, block_size=16, window=100),
+    AttentionCase((1,) * 30, (400, 20, 77) * 10, 4, 2, 128, block_size=16, window=1),
+    AttentionCase((1,) * 20, (400, 20) * 10, 4, 1, 128, block_size=16, softcap=5.0, scale=0.2),
+    AttentionCase((1,) * 2, (70, 16), 4, 2, 96, block_size=16),
+    AttentionCase((1,) * 2, (70, 16), 6, 2, 20, block_size=16),
+)
+
+
+def _inputs(case, dtype, norms, *, seed=0, rotary_dim=None, num_shared=0, num_lost=0):
+    """Fused rows (B, H + 2K, D), both kinds of pages and the keywords, as NumPy arrays.
+
+    The place of each newest key is poisoned. `num_lost` tokens are stored nowhere: their places
+    have other keys.
+    """
+    rng = np.random.default_rng(seed)
+    batch, dim, kv_heads = len(case.lens_k), case.head_dim, case.num_kv_heads
+    sizes = kv_heads, case.block_size, dim
+    k_pages, v_pages, tables, lens = paged_cache(
+        case.lens_k, *sizes, dtype, seed=seed + 1, num_shared=num_shared
+    )
+    qkv = cases.normal((batch, case.num_heads + 2 * kv_heads, dim), dtype, seed=seed + 4)
+    last = np.maximum(lens - 1, 0)
+    size = case.block_size
+    pages = tables[np.arange(batch), last // size].astype(np.int64)
+    slots = np.where(lens > 0, pages * size + last % size, -1)
+    slots[rng.permutation(batch)[:num_lost]] = -1
+    for slot in slots[slots >= 0]:
+        for pool in (k_pages, v_pages):
+            pool[slot // size, :, slot % size] = np.nan
+    keywords = {
+        "block_tables": tables,
+        "context_lens": lens,
+        "positions": rng.integers(0, _POSITIONS, batch).astype(np.int32),
+        "cos_sin": cos_sin_table(_POSITIONS, dim if rotary_dim is None else rotary_dim),
+        "slot_mapping": slots,
+    }
+    for i, name in enumerate("qk"):
+        if norms in ("both", f"only_{name}"):
+            weight = cases.normal((dim,), dtype, seed=seed + 5 + i, scale=0.1, mean=1.0)
+            keywords[f"{name}_weight"] = weight
+    return qkv, k_pages, v_pages, keywords
+
+
+def _split(qkv, case):
+    """Return the rows of q, k and v, each (B, 1, heads, D): views."""
+    h, k = case.num_heads, case.num_kv_heads
+    rows = qkv[:, None]
+    return rows[:, :, :h], rows[:, :, h : h + k], rows[:, :, h + k :]
+
+
+def _run(op, xp, case, inputs, **more):
+    """Call the op on copies; return what it returns, and the pages after it."""
+    qkv, k_pages, v_pages, keywords = inputs
+    qkv, k_pages, v_pages = (xp.array(a) for a in (qkv, k_pages, v_pages))
+    keywords = {name: xp.asarray(a) for name, a in keywords.items()}
+    q, k, v = _split(qkv, case)
+    result = op(q, k_pages, v_pages, k=k, v=v, **keywords, **case.rule, **more)
+    return result, (k_pages, v_pages)
+
+
+def _unfused(xp, case, inputs, *, module=kernels, eps=1e-6, weight_offset=0.0, **more):
+    qkv, k_pages, v_pages, keywords = inputs
+    qkv, k_pages, v_pages = (xp.array(a) for a in (qkv, k_pages, v_pages))
+    keywords = {name: xp.asarray(a) for name, a in keywords.items()}
+    where = {name: keywords.pop(name) for name in ("block_tables", "context_lens")}
+    places = [keywords.pop(name) for name in ("positions", "cos_sin", "slot_mapping")]
+    q, k, v = (rows[:, 0] for rows in _split(qkv, case))
+    keywords |= {"eps": eps, "weight_offset": weight_offset}
+    module.qk_norm_rope_store(q, k, v, *places[:2], k_pages, v_pages, places[2], **keywords)
+    result = module.attention_decode(q[:, None], k_pages, v_pages, **where, **case.rule, **more)
+    return result, (k_pages, v_pages)
+
+
+def _bits(array):
+    host = np.ascontiguousarray(to_numpy(array))
+    return host.view({2: np.uint16, 4: np.uint32}[host.itemsize])
+
+
+@pytest.mark.parametrize("norms", _NORMS)
+@pytest.mark.parametrize("case", _CASES, ids=range(len(_CASES)))
+def test_mirror_is_one_mirror_after_the_other(case, norms):
+    inputs = _inputs(case, "float32", norms, num_lost=len(case.lens_k) // 3)
+    options = {"eps": 1e-5, "weight_offset": 0.5, "return_lse": True}
+    got, pages = _run(reference.attention_decode, np, case, inputs, **options)
+    want, want_pages = _unfused(np, case, inputs, module=reference, **options)
+    for a, b in zip((*got, *pages), (*want, *want_pages), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_mirror_leaves_its_rows():
+    case = _CASES[4]
+    qkv, k_pages, v_pages, keywords = _inputs(case, "float32", "both")
+    before = qkv.copy()
+    q, k, v = _split(qkv, case)
+    reference.attention_decode(q, k_pages, v_pages, k=k, v=v, **keywords)
+    np.testing.assert_array_equal(qkv, before)
+
+
+@pytest.mark.parametrize("tier", ["auto", "portable"])
+@pytest.mark.parametrize("norms", _NORMS[:2])
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("case", _CASES, ids=range(len(_CASES)))
+def test_matches_mirror(xp, case, dtype, norms, tier, monkeypatch):
+    monkeypatch.setenv("ENGINE_KERNEL_TIER", tier)
+    lost = len(case.lens_k) // 3 if norms == "both" else 0
+    inputs = _inputs(case, dtype, norms, num_lost=lost, seed=len(norms))
+    options = {"eps": 1e-5, "weight_offset": 0.5, "return_lse": True}
+    want, want_pages = _run(reference.attention_decode, np, case, inputs, **options)
+    for num_splits in (None, 3):
+        out, buffer = cases.guarded(xp, want[0].shape, want[0].dtype)
+        more = {"num_splits": num_splits, "max_context_len": max(case.lens_k), "out": out}
+        got, pages = _run(kernels.attention_decode, xp, case, inputs, **options, **more)
+        assert got[0] is out
+        assert_close(got[0], want[0], reduction=case.reduction)
+        # q and k are rounded once more on the way, so a score is no closer than their dtype allows.
+        assert_close(got[1], want[1], reduction=case.reduction, name="lse", dtype=dtype)
+        assert bool(xp.isnan(buffer[:64]).all()) and bool(xp.isnan(buffer[-64:]).all())
+        for name, have, wanted in zip("kv", pages, want_pages, strict=True):
+            assert_close(have, wanted, reduction=case.head_dim, name=name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("norms", _NORMS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("case", _CASES, ids=range(len(_CASES)))
+def test_bits_are_those_of_the_two_ops(cp, case, dtype, norms):
+    inputs = _inputs(case, dtype, norms, num_lost=len(case.lens_k) // 4, seed=7)
+    for num_splits in (None, 3):
+        for bound in (None, max(case.lens_k)):
+            more = {"num_splits": num_splits, "max_context_len": bound, "return_lse": True}
+            got, pages = _run(kernels.attention_decode, cp, case, inputs, **more)
+            want, want_pages = _unfused(cp, case, inputs, **more)
+            for a, b in zip((*got, *pages), (*want, *want_pages), strict=True):
+                np.testing.assert_array_equal(_bits(a), _bits(b))
+
+
+@pytest.mark.gpu
+def test_random_problems(cp):
+    """Shapes, lengths and options at random."""
+    rng = np.random.default_rng(11)
+    for seed in range(25):
+        batch = int(rng.choice([1, 2, 5, 9, 33]))
+        kv_heads, group = int(rng.choice([1, 2, 3, 8])), int(rng.choice([1, 2, 3, 4, 7, 14]))
+        case = AttentionCase(
+            (1,) * batch,
+            tuple(rng.integers(0, rng.choice([20, 200, 3000]), batch).tolist()),
+            kv_heads * group,
+            kv_heads,
+            int(rng.choice([64, 128])),
+            block_size=int(rng.choice([16, 32, 64, 128])),
+            window=int(rng.choice([0, 0, 50])),
+        )
+        dtype, norms = str(rng.choice(["float16", "bfloat16"])), str(rng.choice(_NORMS))
+        inputs = _inputs(case, dtype, norms, seed=seed, num_lost=int(rng.integers(0, batch + 1)))
+        got, pages = _run(kernels.attention_decode, cp, case, inputs)
+        want, want_pages = _run(reference.attention_decode, np, case, inputs)
+        assert_close(got, want, reduction=case.reduction)
+        for have, wanted in zip(pages, want_pages, strict=True):
+            assert_close(have, wanted, reduction=case.head_dim)
+        same, _ = _unfused(cp, case, inputs)
+        np.testing.assert_array_equal(_bits(got), _bits(same))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_pages_that_sequences_share(xp, dtype):
+    """A prefix in the same pages; each newest key in a page of the sequence's own."""
+    case = AttentionCase((1,) * 4, (500, 49, 65, 300), 8, 2, 64, block_size=16)
+    inputs = _inputs(case, dtype, "both", num_shared=3)
+    got, _ = _run(kernels.attention_decode, xp, case, inputs)
+    want, _ = _run(reference.attention_decode, np, case, inputs)
+    assert_close(got, want, reduction=case.reduction)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rotary_dim", [0, 32, 48])
+def test_partial_rotation_goes_the_unfused_way(xp, rotary_dim, dtype):
+    inputs = _inputs(_CASES[4], dtype, "both", rotary_dim=rotary_dim)
+    got, pages = _run(kernels.attention_decode, xp, _CASES[4], inputs)
+    want, want_pages = _run(reference.attention_decode, np, _CASES[4], inputs)
+    assert_close(got, want, reduction=_CASES[4].reduction)
+    assert_close(pages[0], want_pages[0], reduction=_CASES[4].head_dim)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("copies", [1, 20])
+def test_bad_positions_and_slots_on_the_gpu(cp, copies):
+    """A position outside the table gives NaN; a slot outside the pages stores nothing."""
+    case = AttentionCase((1,) * 3 * copies, (40, 128, 7) * copies, 8, 2, 64, block_size=16)
+    inputs = _inputs(case, "bfloat16", "none")
+    _, k_pages, v_pages, keywords = inputs
+    for b, slot in enumerate(keywords["slot_mapping"]):  # old keys in the places of the newest
+        if b % 3 == 2:
+            k_pages[slot // 16, :, slot % 16] = v_pages[slot // 16, :, slot % 16] = 1
+    keywords["positions"][::3] = 10**6
+    keywords["slot_mapping"][2::3] = 2**40
+    out, pages = _run(kernels.attention_decode, cp, case, inputs)
+    want, want_pages = _unfused(cp, case, inputs)
+    for a, b in zip((out, *pages), (want, *want_pages), strict=True):
+        np.testing.assert_array_equal(np.isnan(to_numpy(a)), np.isnan(to_numpy(b)))
+    out = to_numpy(out).astype(np.float32)
+    assert np.isnan(out[::3]).all()
+    assert np.isfinite(out[1::3]).all() and np.isfinite(out[2::3]).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("copies", [1, 20])
+def test_a_captured_graph_stores_and_follows(cp, copies):
+    """Behind the product that makes the rows, each launched before the one in front has ended."""
+    case = AttentionCase((1,) * 2 * copies, (600, 300) * copies, 8, 2, 64, block_size=16)
+    _, k_pages, v_pages, keywords = _inputs(case, "bfloat16", "both")
+    batch, width = 2 * copies, 12 * 64
+    weight = cases.normal((width, 256), "bfloat16", seed=1, scale=0.1)
+    x, gweight = cp.zeros((batch, 256), weight.dtype), cp.asarray(weight)
+    there = {name: cp.asarray(a) for name, a in keywords.items()}
+    pages = [cp.asarray(np.nan_to_num(a)) for a in (k_pages, v_pages)]
+    want_pages = [a.copy() for a in pages]
+    rows, out = cp.zeros((batch, 12, 64), x.dtype), cp.zeros((batch, 1, 8, 64), x.dtype)
+    current, places = there["context_lens"], there["slot_mapping"]
+    stream = cp.cuda.Stream(non_blocking=True)
+
+    def step():
+        kernels.gemm(x, gweight, out=rows.reshape(batch, width), overlap=True)
+        q, k, v = _split(rows, case)
+        kernels.attention_decode(q, *pages, k=k, v=v, **there, overlap=True, out=out)
+
+    cp.cuda.runtime.deviceSynchronize()
+    with stream:
+        step()  # compiles, and fills the memory pool
+        stream.synchronize()
+        stream.begin_capture()
+        step()
+        graph = stream.end_capture()
+        for pool, other in zip(pages, want_pages, strict=True):
+            pool[:] = other
+        for turn in range(4):
+            lengths = np.maximum(keywords["context_lens"] // 2, 1) + turn
+            blocks = keywords["block_tables"][np.arange(batch), (lengths - 1) // 16]
+            current.set(lengths.astype(np.int32))
+            places.set(blocks.astype(np.int64) * 16 + (lengths - 1) % 16)
+            x.set(cases.normal((batch, 256), "bfloat16", seed=turn))
+            graph.launch(stream)
+            stream.synchronize()
+            host = {n: to_numpy(a) for n, a in there.items()}
+            inputs = (to_numpy(rows), *(to_numpy(a) for a in want_pages), host)
+            want, wanted = _unfused(cp, case, inputs)
+            want_pages = list(wanted)
+            for a, b in zip((out, *pages), (want, *want_pages), strict=True):
+                np.testing.assert_array_equal(_bits(a), _bits(b))
+
+
+def test_tiles_that_make_rows():
+    tile = HopperTile(128, 16, 3, 1, 8)
+    assert [tile.takes_fresh(group) for group in (1, 16, 30, 31)] == [True, True, True, False]
+    assert not HopperTile(128, 16, 3, 2, 8).takes_fresh(17)
+    for dim in (64, 128):
+        for tile in _decode_sm90._variants(_decode_sm90.choose_hopper_tile("float16", dim, 1)):
+            fresh = dataclasses.replace(tile, is_fresh=True)
+            assert fresh.shared_bytes == tile.shared_bytes + (not tile.is_fresh) * 4 * dim
+
+
+def test_contract(xp):
+    case = AttentionCase((1,) * 2, (16, 5), 4, 2, 8, block_size=16)
+    qkv, k_pages, v_pages, keywords = _inputs(case, "float32", "none")
+    qkv, *pages = cases.to_module(xp, qkv, k_pages, v_pages)
+    keywords = {name: xp.asarray(a) for name, a in keywords.items()}
+    q, k, v = _split(qkv, case)
+
+    def op(**changes):
+        given = {"k": k, "v": v, **keywords, **changes}
+        return kernels.attention_decode(given.pop("q", q), *pages, **given)
+
+    together = "an array: k, v, positions, cos_sin, slot_mapping belong together; got None"
+    for name in ("k", "v", "positions", "cos_sin", "slot_mapping"):
+        with pytest.raises(ContractError, match=f"attention_decode: {name}: must be {together}"):
+            op(**{name: None})
+    nothing = dict.fromkeys(("k", "v", "positions", "cos_sin", "slot_mapping"))
+    with pytest.raises(ContractError, match="q_weight: must be None without k; got 'an array'"):
+        op(**nothing, q_weight=xp.ones(8, np.float32))
+    with pytest.raises(ShapeError, match=r"v: must have shape \(B, 1, K, D\); K = 2"):
+        op(v=v[:, :, :1])
+    with pytest.raises(ContractError, match="Q: must be 1 with k; got 2"):
+        op(q=xp.zeros((2, 2, 4, 8), np.float32))
+    with pytest.raises(DTypeError, match="slot_mapping: must be int64; got int32"):
+        op(slot_mapping=keywords["slot_mapping"].astype(np.int32))
+    with pytest.raises(DTypeError, match="k_weight: must be float32; got float16"):
+        op(k_weight=xp.ones(8, np.float16))
+    with pytest.raises(ContractError, match=r"cos_sin: must be \(P, R\), R even and at most D = 8"):
+        op(cos_sin=keywords["cos_sin"][:, :7])
+    with pytest.raises(ContractError, match="tree_mask: must be None with k; got 'a mask'"):
+        op(tree_mask=xp.ones((2, 1), np.uint64))
+    with pytest.raises(ContractError, match=r"eps: must be a number from 0\.0"):
+        op(eps=-1.0)
+
+
+def test_contract_checks_values_on_the_host():
+    case = AttentionCase((1,) * 2, (16, 5), 4, 2, 8, block_size=16)
+    qkv, *pages, keywords = _inputs(case, "float32", "none")
+    q, k, v = _split(qkv, case)
+    for name, by, limit in (("positions", np.int32(97), 96), ("slot_mapping", 64, 63)):
+        changed = {**keywords, name: keywords[name] + by}
+        with pytest.raises(ContractError, match=rf"{name}: must be from (0|-1) to {limit}; got"):
+            kernels.attention_decode(q, *pages, k=k, v=v, **changed)
