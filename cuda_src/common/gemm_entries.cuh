@@ -26,21 +26,24 @@
       name(const scalar_t* x, int64_t x_stride, const scalar_t* weight, const scalar_t* norm_weight, \
            float eps, float weight_offset, const scalar_t* bias, const void* residual,              \
            int64_t residual_stride, void* out, int64_t out_stride, int m, int n, int k,             \
-           int k_per_split, int activation, int is_float, int is_vector, int overlaps) {            \
+           int k_per_split, int num_tiles, int slots, int num_gates, int activation, int is_float,  \
+           int is_vector, int overlaps, int rehearses) {                                            \
     const Epilogue epilogue{bias,       residual,   out,           residual_stride,                 \
                             out_stride, activation, is_float != 0, is_vector != 0};                 \
     __VA_ARGS__(Problem{x, weight, x_stride, m, n, k, k_per_split, nullptr,                         \
                         Norm{norm_weight, nullptr, eps, weight_offset}, epilogue},                  \
-                overlaps != 0);                                                                     \
+                StreamCut{num_tiles, slots, num_gates, rehearses != 0}, overlaps != 0);                             \
   }
 
 #if ENGINE_DTYPE != 0
-// stream: tokens / 8, weight rows / 16 of a warp, slots of its ring, buffers of sums. These figures
-// are also in engine/kernels/_gemm_stream.py.
+// stream: tokens / 8, slots of a warp's ring, buffers of sums. These figures are also in
+// engine/kernels/_gemm_stream.py.
 #define ENGINE_STREAM_ENTRIES(op, norm)                                           \
-  ENGINE_STREAM_ENTRY(op##_stream_8, 256, 1, stream<StreamShape<1, 1, 5, 2>, norm>)  \
-  ENGINE_STREAM_ENTRY(op##_stream_16, 256, 1, stream<StreamShape<2, 1, 4, 2>, norm>) \
-  ENGINE_STREAM_ENTRY(op##_stream_32, 256, 1, stream<StreamShape<4, 1, 3, 1>, norm>)
+  ENGINE_STREAM_ENTRY(op##_stream_8, 512, 1, stream<StreamShape<1, 5, 2>, norm>)  \
+  ENGINE_STREAM_ENTRY(op##_stream_16, 256, 1, stream<StreamShape<2, 4, 2>, norm>) \
+  ENGINE_STREAM_ENTRY(op##_stream_32, 256, 1, stream<StreamShape<4, 3, 1>, norm>)    \
+  ENGINE_STREAM_ENTRY(op##_stream_held_2, 512, 1, stream_held<2, norm>)              \
+  ENGINE_STREAM_ENTRY(op##_stream_held_4, 256, 1, stream_held<4, norm>)
 
 // tile: m, n of the block's tile, m, n of a warp's, stages. skinny: tokens / 8, weight rows / 16,
 // warps (float32: tokens, weight rows, warps). Registers bound the blocks that share a

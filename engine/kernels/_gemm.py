@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -17,10 +17,12 @@ from engine.kernels._gemm_stream import Limits, StreamConfig
 from engine.kernels._launch import Kernel, ceil_div, sm_count
 from engine.kernels._module import ModuleSpec
 from engine.kernels._workspace import workspace
+from engine.kernels.swiglu import swiglu
 
-__all__ = ["ACTIVATIONS", "Norm", "Operands", "check_columns", "launch"]
+__all__ = ["ACTIVATIONS", "SWIGLU", "Norm", "Operands", "check_columns", "launch"]
 
 ACTIVATIONS: tuple[str | None, ...] = (None, "silu", "gelu", "gelu_tanh", "relu", "silu_and_mul")
+SWIGLU = "swiglu"  # "silu_and_mul" of a weight with all rows of gate first
 
 _PARAMS = (
     "x:ptr x_stride:i64 weight:ptr norm_weight:ptr row_scales:ptr eps:f32 weight_offset:f32 "
@@ -30,7 +32,8 @@ _PARAMS = (
 _STREAM_PARAMS = (
     "x:ptr x_stride:i64 weight:ptr norm_weight:ptr eps:f32 weight_offset:f32 bias:ptr "
     "residual:ptr residual_stride:i64 out:ptr out_stride:i64 m:i32 n:i32 k:i32 k_per_split:i32 "
-    "activation:i32 is_float:i32 is_vector:i32 overlaps:i32"
+    "num_tiles:i32 slots:i32 num_gates:i32 activation:i32 is_float:i32 is_vector:i32 overlaps:i32 "
+    "rehearses:i32"
 )
 _REDUCE = Kernel(
     "gemm_reduce",
@@ -97,8 +100,12 @@ def launch(op: str, operands: Operands, norm: Norm | None = None) -> None:
         batch_invariant=operands.batch_invariant,
         is_hopper=norm is None and is_hopper(dtype),
         is_gated=operands.activation == "silu_and_mul",
+        has_norm=norm is not None,
         limits=_limits(device.cupy().cuda.runtime.getDevice()),
     )
+    if operands.activation == SWIGLU and not (isinstance(config, StreamConfig) and n % 16 == 0):
+        _launch_apart(op, operands, norm)
+        return
     if max(m, n, k) > _MAX_INT32 - 256:
         raise ContractError(f"{op}: x: {m} x {k} by {n} x {k} is more than one launch can do")
     if isinstance(config, HopperConfig):
@@ -116,6 +123,14 @@ def launch(op: str, operands: Operands, norm: Norm | None = None) -> None:
         _launch_stream(op, operands, norm, config)
     else:
         _launch_portable(op, operands, norm, config, aligned)
+
+
+def _launch_apart(op: str, operands: Operands, norm: Norm | None) -> None:
+    """Launch the product, then swiglu: only streams can bring gate and up together."""
+    x, rows = operands.x, operands.weight.shape[0]
+    packed = device.cupy().empty((x.shape[0], rows), x.dtype)
+    launch(op, replace(operands, activation=None, out=packed), norm)
+    swiglu(packed, out=operands.out)
 
 
 def _launch_portable(
@@ -183,8 +198,12 @@ def _launch_stream(op: str, operands: Operands, norm: Norm | None, config: Strea
         n=n,
         k=k,
         k_per_split=config.k_per_split,
+        num_tiles=config.num_tiles(n),
+        slots=config.slots,
+        num_gates=n // 2 if operands.activation == SWIGLU else 0,
         is_vector=_is_vector(out, operands.residual),
         overlaps=overlap,
+        rehearses=config.rehearses and overlap,
         **_epilogue(operands),
     )
 
@@ -230,13 +249,14 @@ def _launch_row_scales(spec: ModuleSpec, x: Any, scales: Any, eps: float, aligne
 
 def _epilogue(operands: Operands) -> dict[str, Any]:
     out, residual = operands.out, operands.residual
+    activation = "silu_and_mul" if operands.activation == SWIGLU else operands.activation
     return {
         "bias": operands.bias,
         "residual": residual,
         "residual_stride": 0 if residual is None else _row_stride(residual),
         "out": out,
         "out_stride": _row_stride(out),
-        "activation": ACTIVATIONS.index(operands.activation),
+        "activation": ACTIVATIONS.index(activation),
         "is_float": out.dtype == FLOAT32,
     }
 

@@ -114,6 +114,7 @@ def choose_config(
     batch_invariant: bool = False,
     is_hopper: bool = False,
     is_gated: bool = False,
+    has_norm: bool = False,
     limits: Limits = PORTABLE_LIMITS,
 ) -> Config | HopperConfig | StreamConfig:
     """Choose for x (m, k) and weight (n, k) of `dtype` on `sm_count` multiprocessors.
@@ -125,6 +126,7 @@ def choose_config(
     With `batch_invariant` it is always a tiled one with a single split: these sum a row in the same
     order whatever the tile. With `is_hopper` the tiled ones are those of gemm_sm90.cu, and they
     begin at nine rows. `is_gated`: activation "silu_and_mul", which not every kernel can.
+    `has_norm`: a norm is fused in front.
 
     Examples
     --------
@@ -138,9 +140,10 @@ def choose_config(
         return (_HALF_UNALIGNED if size == 2 else _FLOAT_UNALIGNED).config(k)
     if not batch_invariant:
         may_stream = size == 2 and not (is_hopper and m > _STREAM_MAX_M)
-        stream = choose_stream(m, n, k, sm_count, limits) if may_stream else None
-        if stream is not None:
-            return stream
+        if may_stream:
+            stream = choose_stream(m, n, k, sm_count, limits, has_norm=has_norm)
+            if stream is not None:
+                return stream
         if m <= _SKINNY_MAX_M[size] and not (is_gated and size == 4):
             return _skinny(m, n, k, size, sm_count)
     if is_hopper and k > 0:

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 
 from engine.kernels._launch import ceil_div
 
-__all__ = ["PORTABLE_LIMITS", "Limits", "StreamConfig", "choose_stream", "stream_configs"]
+__all__ = [
+    "PORTABLE_LIMITS",
+    "Limits",
+    "StreamConfig",
+    "choose_stream",
+    "held_configs",
+    "stream_configs",
+]
 
 
 @dataclass(frozen=True)
@@ -36,12 +43,21 @@ class _Shape:
     buffers: int
     max_k: int  # beyond it tiles are faster
 
-    def shared_bytes(self, m: int, warps: int, slice_k: int) -> int:
-        sums = self.buffers * self.tokens * (_ROWS + 4) * 4
-        return warps * (self.slots * _SLOT_BYTES + sums) + min(m, self.tokens) * (slice_k * 2 + 64)
+    def shared_bytes(self, m: int, warps: int, slots: int, buffers: int, slice_k: int) -> int:
+        sums = buffers * self.tokens * (_ROWS + 4) * 4
+        return warps * (slots * _SLOT_BYTES + sums) + min(m, self.tokens) * (slice_k * 2 + 64)
 
 
 _SHAPES = (_Shape(8, 5, 2, 1 << 30), _Shape(16, 4, 2, 1 << 30), _Shape(32, 3, 1, 3072))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a problem is cut: parts of k, blocks that share them, warps of a block."""
+
+    parts: int
+    cluster: int
+    warps: int
 
 
 @dataclass(frozen=True)
@@ -56,6 +72,8 @@ class StreamConfig:
         Tokens, and weight rows at a time, of a cluster.
     threads, shared_bytes : int
         Threads and dynamic shared memory of a block.
+    slots : int
+        Of each warp's ring.
     k_per_split : int
         How much of k a warp sums up.
     k_warps : int
@@ -64,6 +82,8 @@ class StreamConfig:
         Blocks that share k.
     max_clusters : int
         How many are launched at most: each makes several tiles.
+    rehearses : bool
+        Whether a block goes through its work once before the kernel in front has ended.
     """
 
     kernel: str
@@ -71,10 +91,12 @@ class StreamConfig:
     tile_n: int
     threads: int
     shared_bytes: int
+    slots: int
     k_per_split: int
     k_warps: int
     cluster: int
     max_clusters: int
+    rehearses: bool = False
     num_splits: int = 1  # none that another launch must add
     is_skinny: bool = True
 
@@ -90,11 +112,17 @@ class StreamConfig:
 
     def grid(self, m: int, n: int) -> tuple[int, int]:
         """Return how many blocks a problem of `m` rows and `n` columns takes."""
-        clusters = min(ceil_div(n, self.tile_n), self.max_clusters)
+        clusters = min(self.num_tiles(n), self.max_clusters)
         return clusters * self.cluster, ceil_div(m, self.tile_m)
 
+    def num_tiles(self, n: int) -> int:
+        """Return how many tiles `n` columns make."""
+        return ceil_div(n, self.tile_n)
 
-def choose_stream(m: int, n: int, k: int, sm_count: int, limits: Limits) -> StreamConfig | None:
+
+def choose_stream(
+    m: int, n: int, k: int, sm_count: int, limits: Limits, *, has_norm: bool = False
+) -> StreamConfig | None:
     """Choose for x (m, k) and weight (n, k) of 16 bits; None if x does not fit.
 
     Fitted on an H200: docs/benchmarks/gemm_skinny.md.
@@ -102,9 +130,13 @@ def choose_stream(m: int, n: int, k: int, sm_count: int, limits: Limits) -> Stre
     shape = next((s for s in _SHAPES if m <= s.tokens), None)
     if shape is None or k == 0 or k > shape.max_k:
         return None
+    if limits.has_clusters and m == 1:
+        held = _choose_held(n, k, sm_count, has_norm=has_norm)
+        if held is not None:
+            return held
     parts = _num_parts(n, k, sm_count)
     for layout in _layouts(parts, n, sm_count, limits.has_clusters):
-        config = _config(shape, m, k, *layout, sm_count, limits)
+        config = _config(shape, m, n, k, layout, sm_count, limits)
         if config.shared_bytes + _STATIC_BYTES <= limits.shared_bytes + 1024:
             return config
     return None
@@ -121,39 +153,36 @@ def _num_parts(n: int, k: int, sm_count: int) -> int:
     return min(parts, key=lambda p: ceil_div(ceil_div(groups, 8 // p), sm_count) * (8 // p))
 
 
-def _layouts(
-    parts: int, n: int, sm_count: int, has_clusters: bool
-) -> Iterator[tuple[int, int, int]]:
-    """Yield (parts, cluster, warps) in the order of preference; later ones need less memory."""
+def _layouts(parts: int, n: int, sm_count: int, has_clusters: bool) -> Iterator[Layout]:
+    """Yield layouts in the order of preference; later ones need less memory."""
     blocks = ceil_div(n, _ROWS * 8 // parts)
     if parts <= 4 and blocks * 5 < sm_count * 2:  # smaller blocks reach more multiprocessors
-        yield parts, 1, 4
-    yield parts, 1, 8
-    yield min(parts, 4), 1, 4
+        yield Layout(parts, 1, 4)
+    yield Layout(parts, 1, 8)
+    yield Layout(min(parts, 4), 1, 4)
     if has_clusters and parts >= _MAX_CLUSTER:
-        yield parts, _MAX_CLUSTER, 4
+        yield Layout(parts, _MAX_CLUSTER, 4)
 
 
 def _config(
-    shape: _Shape,
-    m: int,
-    k: int,
-    parts: int,
-    cluster: int,
-    warps: int,
-    sm_count: int,
-    limits: Limits,
+    shape: _Shape, m: int, n: int, k: int, layout: Layout, sm_count: int, limits: Limits
 ) -> StreamConfig:
-    part_k = max(1, ceil_div(ceil_div(k, _STEP_K), parts)) * _STEP_K
-    k_warps = parts // cluster
-    shared = shape.shared_bytes(m, warps, k_warps * part_k)
+    warps, cluster = layout.warps, layout.cluster
+    part_k = max(1, ceil_div(ceil_div(k, _STEP_K), layout.parts)) * _STEP_K
+    k_warps = layout.parts // cluster
+    tile_n = warps // k_warps * _ROWS
+    slots, buffers = shape.slots, shape.buffers
+    if ceil_div(n, tile_n) * cluster <= sm_count:  # a tile each
+        slots, buffers = min(slots, part_k // _STEP_K), 1
+    shared = shape.shared_bytes(m, warps, slots, buffers, k_warps * part_k)
     per_sm = max(1, min(2, (limits.shared_bytes + 1024) // (shared + _STATIC_BYTES)))
     return StreamConfig(
         kernel=f"stream_{shape.tokens}",
         tile_m=shape.tokens,
-        tile_n=warps // k_warps * _ROWS,
+        tile_n=tile_n,
         threads=warps * 32,
         shared_bytes=shared,
+        slots=slots,
         k_per_split=part_k,
         k_warps=k_warps,
         cluster=cluster,
@@ -161,11 +190,64 @@ def _config(
     )
 
 
+_HELD_NORM_MAX_K = 4096  # under a norm
+_HELD_REGISTERS = {2: 128, 4: 208}  # of a thread, by steps that its warp holds
+_HELD_MAX_WARPS = {2: 16, 4: 8}  # of a block
+_HELD_BUDGETS = (32 << 10, 40 << 10)  # registers of a block: the next kernel's fits in beside it
+
+
+def _choose_held(n: int, k: int, sm_count: int, *, has_norm: bool) -> StreamConfig | None:
+    """Choose a kernel that holds a warp's weights in registers; None: they are too many."""
+    if has_norm and k > _HELD_NORM_MAX_K:
+        return None
+    groups = ceil_div(ceil_div(n, _ROWS), sm_count)
+    for budget in _HELD_BUDGETS:
+        for steps, registers in _HELD_REGISTERS.items():
+            for cluster in (1,) if has_norm else (2, 1):  # a norm wants the whole row in a block
+                config = _held_config(k, n, steps, groups, cluster)
+                blocks, warps = config.max_clusters * cluster, config.threads // 32
+                if (
+                    blocks <= sm_count
+                    and warps <= _HELD_MAX_WARPS[steps]
+                    and config.threads * registers <= budget
+                ):
+                    return config
+    return None
+
+
+def held_configs(n: int, k: int, clusters: tuple[int, ...] = (1, 2)) -> list[StreamConfig]:
+    """Return the kernels for one row with several ways to cut the problem: for tests."""
+    cuts = [(s, g, c) for s in _HELD_MAX_WARPS for g in (1, 2, 3) for c in clusters]
+    configs = [(_held_config(k, n, *cut), cut[0]) for cut in cuts]
+    return [c for c, steps in configs if c.threads <= _HELD_MAX_WARPS[steps] * 32]
+
+
+def _held_config(k: int, n: int, steps: int, groups: int, cluster: int) -> StreamConfig:
+    """Return the kernel for one row whose warps hold `steps` steps of 16 rows in registers."""
+    k_warps = ceil_div(ceil_div(ceil_div(k, _STEP_K), steps), cluster)
+    warps, part_k = k_warps * groups, steps * _STEP_K
+    tile_n = groups * _ROWS
+    return StreamConfig(
+        kernel=f"stream_held_{steps}",
+        tile_m=1,
+        tile_n=tile_n,
+        threads=warps * 32,
+        shared_bytes=k_warps * part_k * 4 + 64 + warps * _ROWS * 4,  # x and the norm's weight
+        slots=0,
+        k_per_split=part_k,
+        k_warps=k_warps,
+        cluster=cluster,
+        max_clusters=ceil_div(n, tile_n),
+        rehearses=True,
+    )
+
+
 def stream_configs(k: int) -> list[StreamConfig]:
-    """Return every kernel with several ways to cut `k`: for tests. Any number of rows will do."""
+    """Return every kernel with several ways to cut `k`: for tests, of up to 2048 columns."""
     layouts = ((1, 1, 8), (1, 1, 4), (2, 1, 8), (4, 1, 4), (8, 1, 8), (4, 2, 8), (2, 2, 4))
+    wide = ((4, 1, 12), (8, 1, 16))
     return [
-        _config(shape, shape.tokens, k, *layout, 3, PORTABLE_LIMITS)
+        _config(shape, shape.tokens, 1 << 20, k, Layout(*layout), 3, PORTABLE_LIMITS)
         for shape in _SHAPES
         for layout in layouts
-    ]
+    ] + [_config(_SHAPES[0], 8, 1 << 11, k, Layout(*w), 132, PORTABLE_LIMITS) for w in wide]

@@ -60,8 +60,8 @@ def gemm(
         Sum each row in an order that does not depend on M, so that a row's result has the same
         bits in any company; slower for few rows.
     overlap : bool
-        Say that no kernel still running on the stream writes `weight`, as is true of a model's
-        parameters: with few rows, it is then read while the kernel in front ends.
+        Say that no kernel still running on the stream writes `weight` or `bias`, as is true of a
+        model's parameters: with few rows, they are then read while the kernel in front ends.
     out : (M, N) array of `out_dtype`, optional
         Where to put the result; its rows may lie apart.
 

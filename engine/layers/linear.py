@@ -44,8 +44,11 @@ class Linear:
             overlap=True,  # parameters: nothing writes them
         )
 
-    def of_normed(self, x: Any, norm: Norm) -> Any:
-        """Return the product of ``norm(x)``, in one kernel if there are few tokens."""
+    def of_normed(self, x: Any, norm: Norm, *, activation: str | None = None) -> Any:
+        """Return activation of the product of ``norm(x)``, in one kernel if there are few tokens.
+
+        With "swiglu", the matrix is that of gate and up, and the result (T, out / 2).
+        """
         return kernels.rmsnorm_gemm(
             x,
             norm.weight,
@@ -53,5 +56,6 @@ class Linear:
             eps=norm.eps,
             weight_offset=norm.offset,
             bias=self.bias,
+            activation=activation,
             overlap=True,
         )

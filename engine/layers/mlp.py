@@ -48,9 +48,14 @@ class MLP:
 
         With a `residual` (T, N), which may be `x`, it is added to that.
         """
+        return self.down(self._gated(x, norm), residual=residual)
+
+    def _gated(self, x: Any, norm: Norm | None) -> Any:
+        """Return act(gate) * up (T, F)."""
+        is_silu = self.activation == "silu"
+        if norm is not None and is_silu:
+            return self.gate_up.of_normed(x, norm, activation="swiglu")
         packed = self.gate_up(x) if norm is None else self.gate_up.of_normed(x, norm)
-        if self.activation == "silu":
-            gated = kernels.swiglu(packed)
-        else:
-            gated = kernels.geglu(packed, approximate=_GELU[self.activation])
-        return self.down(gated, residual=residual)
+        if is_silu:
+            return kernels.swiglu(packed)
+        return kernels.geglu(packed, approximate=_GELU[self.activation])

@@ -12,7 +12,7 @@ from engine.device import to_numpy
 from engine.errors import ContractError, DTypeError, ShapeError
 from engine.kernels import _gemm
 from engine.kernels._gemm_config import all_configs
-from engine.kernels._gemm_stream import Limits, StreamConfig
+from engine.kernels._gemm_stream import Limits, StreamConfig, held_configs
 from engine.kernels.gemm import choose_config, interleave_gate_up
 from engine.testing import cases
 from engine.testing.cases_gemm import MODEL_LAYERS, PRODUCTS
@@ -110,6 +110,42 @@ def test_every_kernel_makes_silu_and_mul(xp, monkeypatch, m, dtype, config):
         kernels.gemm(gx, gw, activation="silu_and_mul", out=out, **extra)
         assert_close(out, reference.gemm(x, weight, activation="silu_and_mul", **want), reduction=k)
         assert bool(xp.isnan(buffer[:64]).all()) and bool(xp.isnan(buffer[-64:]).all())
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("config", held_configs(304, 1032), ids=_name)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_weights_held_in_registers(xp, monkeypatch, config, dtype, overlap):
+    n, k = 304, 1032
+    x, weight, bias, residual = _inputs(1, n, k, dtype)
+    _force(monkeypatch, config)
+    arrays = cases.to_module(xp, x, weight, bias, residual, residual[:, : n // 2].copy())
+    gx, gw, gb, gr, half = arrays
+    for extra, columns in (
+        ({}, n),
+        ({"bias": gb, "residual": gr, "activation": "silu"}, n),
+        ({"bias": gb, "residual": half, "activation": "silu_and_mul"}, n // 2),
+    ):
+        out, buffer = cases.guarded(xp, (1, columns), x.dtype)
+        kernels.gemm(gx, gw, out=out, overlap=overlap, **extra)
+        host = {key: to_numpy(v) if hasattr(v, "shape") else v for key, v in extra.items()}
+        assert_close(out, reference.gemm(x, weight, **host), reduction=k)
+        assert bool(xp.isnan(buffer[:64]).all()) and bool(xp.isnan(buffer[-64:]).all())
+    got = kernels.gemm(gx, gw, out_dtype=np.float32, overlap=overlap)
+    assert_close(got, reference.gemm(x, weight, out_dtype=np.float32), reduction=k, dtype="float32")
+
+
+@pytest.mark.parametrize("config", held_configs(300, 264), ids=_name)
+def test_held_weights_end_anywhere(xp, monkeypatch, config):
+    """Neither rows nor k are whole tiles; what lies behind the weight is not a number."""
+    x, weight, _, _ = _inputs(1, 300, 264, "bfloat16")
+    _force(monkeypatch, config)
+    around = xp.full((310, 264), float("nan"), x.dtype)
+    around[:300] = xp.asarray(weight)
+    out, buffer = cases.guarded(xp, (1, 300), x.dtype)
+    kernels.gemm(xp.asarray(x), around[:300], out=out, overlap=True)
+    assert_close(out, reference.gemm(x, weight), reduction=264)
+    assert bool(xp.isnan(buffer[:64]).all()) and bool(xp.isnan(buffer[-64:]).all())
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
@@ -296,10 +332,13 @@ def test_streams_cover_the_problem(sm_count, limits):
                 continue
             chosen += 1
             assert c.num_parts * c.k_per_split >= k and c.k_per_split % 128 == 0
-            assert (c.num_parts & (c.num_parts - 1)) == 0 and c.num_parts <= 8
+            is_held = c.kernel.startswith("stream_held")
+            assert is_held or ((c.num_parts & (c.num_parts - 1)) == 0 and c.num_parts <= 8)
+            assert not is_held or (m == 1 and c.num_tiles(n) * c.cluster <= sm_count)
             assert c.shared_bytes + 2304 <= limits.shared_bytes  # what the kernels have beside it
             assert c.cluster == 1 or limits.has_clusters
-            assert math.prod(c.block) == c.threads and c.threads in (128, 256)
+            assert math.prod(c.block) == c.threads
+            assert is_held or c.threads in (128, 256)
             blocks, tokens = c.grid(m, n)
             assert tokens == 1 and blocks % c.cluster == 0
             assert blocks // c.cluster <= math.ceil(n / c.tile_n)

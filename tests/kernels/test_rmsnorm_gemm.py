@@ -9,7 +9,8 @@ from engine import kernels, reference
 from engine.device import to_numpy
 from engine.errors import ContractError, DTypeError, ShapeError
 from engine.kernels import _gemm
-from engine.kernels._gemm_config import all_configs
+from engine.kernels._gemm_config import all_configs, choose_config
+from engine.kernels._gemm_stream import held_configs, stream_configs
 from engine.testing import cases
 from engine.testing.cases_gemm import PRODUCTS
 from engine.testing.tolerances import assert_close
@@ -127,3 +128,100 @@ def test_silu_and_mul_of_a_norm(xp, m, n, k, dtype):
     kernels.rmsnorm_gemm(gx, gn, gw, bias=gb, activation="silu_and_mul", out=out)
     assert_close(out, want, reduction=k)
     assert bool(xp.isnan(buffer[:64]).all()) and bool(xp.isnan(buffer[-64:]).all())
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    [(1, 304, 264), (5, 96, 1096), (13, 96, 1096), (1, 32, 5128), (70, 272, 136), (2, 34, 72)],
+)
+def test_swiglu_of_a_norm(xp, m, n, k, dtype):
+    x, norm_weight, weight, bias = _inputs(m, n, k, dtype)
+    want = reference.rmsnorm_gemm(x, norm_weight, weight, bias=bias, activation="swiglu")
+    gx, gn, gw, gb = cases.to_module(xp, x, norm_weight, weight, bias)
+    out, buffer = cases.guarded(xp, (m, n // 2), x.dtype)
+    kernels.rmsnorm_gemm(gx, gn, gw, bias=gb, activation="swiglu", out=out)
+    assert_close(out, want, reduction=k)
+    assert bool(xp.isnan(buffer[:64]).all()) and bool(xp.isnan(buffer[-64:]).all())
+
+
+@pytest.mark.parametrize(("dtype", "config"), _configs())
+@pytest.mark.parametrize("m", [1, 6])
+def test_every_kernel_makes_swiglu(xp, monkeypatch, m, dtype, config):
+    n, k = 304, 264
+    x, norm_weight, weight, _ = _inputs(m, n, k, dtype)
+    monkeypatch.setattr(_gemm, "choose_config", lambda *_, **__: config)
+    want = reference.rmsnorm_gemm(x, norm_weight, weight, activation="swiglu")
+    out, buffer = cases.guarded(xp, (m, n // 2), x.dtype)
+    kernels.rmsnorm_gemm(*cases.to_module(xp, x, norm_weight, weight), activation="swiglu", out=out)
+    assert_close(out, want, reduction=k)
+    assert bool(xp.isnan(buffer[:64]).all()) and bool(xp.isnan(buffer[-64:]).all())
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("config", range(len(held_configs(304, 1032, (1,)))))
+@pytest.mark.parametrize("overlap", [False, True])
+def test_weights_held_in_registers(xp, monkeypatch, config, dtype, overlap):
+    n, k = 304, 1032
+    x, norm_weight, weight, bias = _inputs(1, n, k, dtype)
+    found = held_configs(n, k, (1,))[config]
+    monkeypatch.setattr(_gemm, "choose_config", lambda *_, **__: found)
+    arrays = cases.to_module(xp, x, norm_weight, weight)
+    gb = xp.asarray(bias)
+    for activation, columns in ((None, n), ("swiglu", n // 2), ("silu_and_mul", n // 2)):
+        for extra in ({}, {"bias": gb}):
+            host = {key: to_numpy(v) for key, v in extra.items()}
+            want = reference.rmsnorm_gemm(x, norm_weight, weight, activation=activation, **host)
+            out, buffer = cases.guarded(xp, (1, columns), x.dtype)
+            kernels.rmsnorm_gemm(*arrays, activation=activation, out=out, overlap=overlap, **extra)
+            assert_close(out, want, reduction=k)
+            assert bool(xp.isnan(buffer[:64]).all()) and bool(xp.isnan(buffer[-64:]).all())
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("k", [264, 896, 4096, 4104, 9000])
+def test_a_row_has_the_same_bits_alone(xp, monkeypatch, k, dtype):
+    """One row goes through registers, several through a bulk copy."""
+    if xp is np:
+        pytest.skip("BLAS sums a row as the matrix's shape wants it")
+    limits = _gemm._limits(xp.cuda.runtime.getDevice())
+    config = choose_config(3, 64, k, dtype, 132, limits=limits)
+    monkeypatch.setattr(_gemm, "choose_config", lambda *_, **__: config)
+    x, norm_weight, weight, _ = _inputs(3, 64, k, dtype)
+    gx, gn, gw = cases.to_module(xp, x, norm_weight, weight)
+    together = to_numpy(kernels.rmsnorm_gemm(gx, gn, gw))
+    for row in range(3):
+        alone = to_numpy(kernels.rmsnorm_gemm(gx[row : row + 1], gn, gw))
+        np.testing.assert_array_equal(alone[0].astype(np.float32), together[row].astype(np.float32))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("steps", [2, 4])
+def test_held_weights_sum_as_streams_do(xp, monkeypatch, steps, dtype):
+    """Parts of the same length have the same sums, bit for bit."""
+    if xp is np:
+        pytest.skip("there is one mirror for both")
+    n, k = 64, 2 * steps * 128
+    x, norm_weight, weight, _ = _inputs(1, n, k, dtype)
+    arrays = cases.to_module(xp, x, norm_weight, weight)
+    held = next(c for c in held_configs(n, k, (1,)) if c.kernel == f"stream_held_{steps}")
+    configs = [c for c in stream_configs(k) if c.k_per_split == held.k_per_split]
+    results = []
+    for config in (held, *configs):
+        monkeypatch.setattr(_gemm, "choose_config", lambda *_, c=config, **__: c)
+        results.append(to_numpy(kernels.rmsnorm_gemm(*arrays)).astype(np.float32))
+    assert len(results) > 1
+    for result in results[1:]:
+        np.testing.assert_array_equal(result, results[0])
+
+
+def test_swiglu_is_the_formula():
+    rng = np.random.default_rng(1)
+    x, g, w, b = (rng.standard_normal(s) for s in ((4, 60), 60, (14, 60), 14))
+    rms = np.sqrt((x * x).sum(axis=1) / 60 + 1e-6)
+    gate, up = np.split((x * g / rms[:, None]) @ w.T + b, 2, axis=1)
+    x, g, w, b = (a.astype(np.float32) for a in (x, g, w, b))
+    got = reference.rmsnorm_gemm(x, g, w, bias=b, activation="swiglu")
+    np.testing.assert_allclose(got, gate / (1 + np.exp(-gate)) * up, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ContractError, match="weight: must be of as many rows of gate as of up"):
+        kernels.rmsnorm_gemm(x, g, w[:13], activation="swiglu")
