@@ -206,25 +206,40 @@ extern "C" __global__ void ENGINE_CLUSTER __launch_bounds__(kThreads, 1)
 #endif
   Progress& progress = reinterpret_cast<Progress*>(smem + kProgressAt)[threadIdx.x / kWarpSize];
   progress.cursor = cursor;
+  const auto output_of = [&](int b) {
+    const int64_t lse_begin = static_cast<int64_t>(b) * num_queries * num_heads + head;
+    return Output{out + b * out_stride_b + head * out_stride_h,
+                  out_stride_t,
+                  out_stride_h,
+                  lse == nullptr ? nullptr : lse + lse_begin,
+                  num_heads,
+                  group,
+                  kHeadDim,
+                  true};
+  };
+  const PageLayout layout{block_shift, num_blocks, num_kv_heads};
+  if constexpr (kCluster == 1)
+    for_each_empty(problem, [&](int b) {
+      if constexpr (kFresh) {
+        const FreshRows rows = ENGINE_FRESH_ROWS;
+        if (rows.slot_mapping[b] >= 0)
+          consumer.make_fresh(rows, layout, Segment{b, 0, 0, 1}, nullptr, kv_head, group);
+        else
+          wait_for_last_kernel();  // it may read what the output overwrites
+      }
+      write_empty(output_of(b), num_queries * group);
+    });
   while (progress.next(problem)) {
     segment = progress.segment;
     RowRule rows = problem.rows(segment.num_keys);
     if (tree_masks != nullptr)
       rows.tree = tree_masks + static_cast<int64_t>(segment.b) * num_queries;
     if constexpr (kFresh)
-      consumer.make_fresh(ENGINE_FRESH_ROWS, PageLayout{block_shift, num_blocks, num_kv_heads},
-                          segment, block_tables + segment.b * table_stride, kv_head, group);
+      consumer.make_fresh(ENGINE_FRESH_ROWS, layout, segment,
+                          block_tables + segment.b * table_stride, kv_head, group);
     consumer.run(rows, segment.num_keys, segment.first_key, segment.num_tiles);
     segment = progress.segment;
-    const int64_t lse_begin = static_cast<int64_t>(segment.b) * num_queries * num_heads + head;
-    const Output output{out + segment.b * out_stride_b + head * out_stride_h,
-                        out_stride_t,
-                        out_stride_h,
-                        lse == nullptr ? nullptr : lse + lse_begin,
-                        num_heads,
-                        group,
-                        kHeadDim,
-                        true};
+    const Output output = output_of(segment.b);
     if constexpr (kSends) {
       cluster_wait();  // SAFETY: before a block has begun, nobody may write its shared memory.
       consumer.store(rows, Inbox{smem});

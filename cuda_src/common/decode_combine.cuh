@@ -27,6 +27,15 @@ __device__ __forceinline__ void write_row(const Output& output, int row, int col
   store_vec(output.at(row) + column, result);
 }
 
+// The rows of a sequence without keys, by the computing warps.
+__device__ __forceinline__ void write_empty(const Output& output, int num_rows) {
+  constexpr int kWords = kHeadDim / 4;
+  constexpr float kZeros[4] = {};
+#pragma unroll 1
+  for (int i = threadIdx.x; i < num_rows * kWords; i += kKeyWarps * kWarpSize)
+    write_row<4>(output, i / kWords, i % kWords * 4, -kInf, 0.0f, kZeros);
+}
+
 // By the block that came last: a warp takes kBatchRows rows at once, and kBatch parts of each,
 // whose loads are all under way together.
 template <int kBatchRows, int kBatch>

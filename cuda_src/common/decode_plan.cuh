@@ -6,7 +6,8 @@
 // i T / G to (i + 1) T / G, wherever they lie: all blocks have equal work, whatever the lengths,
 // and a sequence is cut only where a team's share ends. With num_splits > 0 a sequence is cut into
 // that many parts by its own length alone, and teams take whole parts: its result then does not
-// depend on its neighbours. Nothing is read on the host, so captured graphs follow the lengths.
+// depend on its neighbours. Sequences without keys are dealt out apart: batches are filled up with
+// them. Nothing is read on the host, so captured graphs follow the lengths.
 #pragma once
 
 #include "common/attention.cuh"
@@ -29,7 +30,7 @@ struct DecodeProblem {
 };
 
 // How the keys of a sequence are cut. A unit is what is dealt to teams: a tile, or with num_splits
-// a part. Without keys there still is one tile, which writes the zeros.
+// a part. Without keys there are no units; in a cluster one tile, which writes the zeros.
 template <int kTileKeys>
 struct SequencePlan {
   int num_keys;
@@ -43,7 +44,7 @@ struct SequencePlan {
     first_tile = problem.rows(num_keys).first_key(0) / kTileKeys;
     tiles = max((num_keys + kTileKeys - 1) / kTileKeys - first_tile, 1);
     chunk = problem.num_splits > 0 ? (tiles + problem.num_splits - 1) / problem.num_splits : 1;
-    units = (tiles + chunk - 1) / chunk;
+    units = num_keys > 0 ? (tiles + chunk - 1) / chunk : 0;
   }
 };
 
@@ -90,7 +91,8 @@ class DecodeCursor {
   // False: nothing is left.
   __device__ __forceinline__ bool next(const DecodeProblem& problem, Segment& segment) {
     if (unit_ >= end_) return false;
-    const Plan plan(problem, b_);
+    Plan plan(problem, b_);
+    while (plan.units == 0 && b_ + 1 < problem.batch) plan = Plan(problem, ++b_);
     const int unit = unit_ - sequence_begin_;
     const bool balanced = problem.num_splits == 0;
     const int taken = balanced ? min(plan.units - unit, end_ - unit_) : 1;
@@ -149,6 +151,22 @@ class DecodeCursor {
     b_ += skipped;
   }
 };
+
+// Calls `each(b)` for this team's share of the sequences without keys. All lanes of a warp must call
+// it together.
+template <typename Each>
+__device__ __forceinline__ void for_each_empty(const DecodeProblem& problem, Each each) {
+  const int team = blockIdx.x / problem.num_kv_heads, teams = gridDim.x / problem.num_kv_heads;
+#pragma unroll 1
+  for (int first = team; first < problem.batch; first += kWarpSize * teams) {
+    const int b = first + threadIdx.x % kWarpSize * teams;
+    const bool is_empty =
+        b < problem.batch && sequence_length(problem.context_lens, b, problem.max_keys) == 0;
+    unsigned found = __ballot_sync(kFullMask, is_empty);
+#pragma unroll 1
+    for (; found != 0; found &= found - 1) each(first + (__ffs(found) - 1) * teams);
+  }
+}
 
 // For few sequences: a cluster of blocks divides one sequence and head, by its length alone.
 template <int kTileKeys, int kCluster>

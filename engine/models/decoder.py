@@ -32,9 +32,10 @@ Pages = Sequence[tuple[Any, Any]]
 _FLOAT32 = np.dtype(np.float32)
 
 
-# With few tokens a kernel is over before the next one has begun, so what can be one kernel is:
-# norms with the products after them, additions with the products before.
-_MAX_FUSED_ROWS = 16
+# With one token a kernel is over before the next one has begun, so what can be one kernel is: norms
+# with the products after them, additions with the products before. With two, kernels of their own
+# take the same time, and with more less (docs/benchmarks/decode_loop.md).
+_MAX_FUSED_ROWS = 1
 
 
 class DecoderLayer:

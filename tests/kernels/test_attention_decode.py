@@ -238,6 +238,10 @@ _HOPPER = (
     AttentionCase((1,) * 10, (0, 1, 15, 16, 17, 127, 128, 129, 255, 257), 8, 2, 128, block_size=16),
     AttentionCase((1,) * 6, (0, 127, 128, 129, 5000, 0), 8, 2, 64, block_size=32),
     AttentionCase((1,) * 40, tuple(_MANY.tolist()), 8, 2, 128, block_size=16),
+    AttentionCase(
+        (1,) * 300, (*_MANY.tolist(), *(0, 9, 0) * 20, *(0,) * 200), 32, 32, 64, block_size=16
+    ),
+    AttentionCase((2,) * 30, (0,) * 30, 8, 8, 128, block_size=16),
     AttentionCase((1,) * 80, (*_MANY.tolist(), *_MANY.tolist()), 4, 1, 64, block_size=64),
     AttentionCase((2,) * 5, (1, 2, 3, 200, 1000), 32, 8, 128, block_size=64),
     AttentionCase((8,) * 20, (300, 7, 0, 8, 129) * 4, 8, 2, 128, block_size=16),

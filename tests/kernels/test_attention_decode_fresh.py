@@ -34,6 +34,8 @@ _CASES = (
     AttentionCase((1,) * 40, _MANY, 8, 2, 128, block_size=16),
     AttentionCase((1,) * 80, (*_MANY, *_MANY), 4, 1, 64, block_size=128),
     AttentionCase((1,) * 20, (1, 128, 129, 255, 256) * 4, 32, 2, 128, block_size=16),
+    AttentionCase((1,) * 50, (*_MANY[:11], 0, *_MANY[:7], *(0,) * 31), 8, 8, 128, block_size=16),
+    AttentionCase((1,) * 20, (0,) * 20, 8, 8, 64, block_size=16),
     AttentionCase((1,) * 2, (300, 40), 14, 1, 128, block_size=16),
     AttentionCase((1,) * 2, (300, 40), 16, 1, 128, block_size=16),
     AttentionCase((1,) * 2, (300, 40), 17, 1, 64, block_size=16),
@@ -218,6 +220,24 @@ def test_partial_rotation_goes_the_unfused_way(xp, rotary_dim, dtype):
     want, want_pages = _run(reference.attention_decode, np, _CASES[4], inputs)
     assert_close(got, want, reduction=_CASES[4].reduction)
     assert_close(pages[0], want_pages[0], reduction=_CASES[4].head_dim)
+
+
+@pytest.mark.parametrize("copies", [1, 20])
+def test_without_keys_it_is_stored_where_the_slot_says(xp, copies):
+    case = AttentionCase((1,) * 3 * copies, (0, 30, 0) * copies, 8, 2, 64, block_size=16)
+    inputs = _inputs(case, "bfloat16", "both")
+    _, k_pages, v_pages, keywords = inputs
+    free = np.setdiff1d(np.arange(len(k_pages)), keywords["block_tables"])
+    assert len(free)
+    for pool in (k_pages, v_pages):
+        pool[free] = 0
+    keywords["slot_mapping"][0] = free[-1] * 16 + 5
+    got, pages = _run(kernels.attention_decode, xp, case, inputs)
+    want, want_pages = _run(reference.attention_decode, np, case, inputs)
+    assert_close(got, want, reduction=case.reduction)
+    for have, wanted in zip(pages, want_pages, strict=True):
+        assert bool((wanted[free[-1], :, 5] != 0).any())
+        assert_close(have, wanted, reduction=case.head_dim)
 
 
 @pytest.mark.gpu
