@@ -133,7 +133,7 @@ __device__ __forceinline__ void prefetch_table(const int* table, int64_t num_ent
     asm volatile("prefetch.global.L2 [%0];" ::"l"(table + threadIdx.x * kLine));
 }
 
-extern "C" __global__ void ENGINE_CLUSTER __launch_bounds__(kThreads, 1)
+extern "C" __global__ void ENGINE_CLUSTER __launch_bounds__(kThreads, kBlocksPerSm)
     attention_decode_sm90(const __grid_constant__ TensorMap k_map,
                           const __grid_constant__ TensorMap v_map, const scalar_t* q, scalar_t* k,
                           scalar_t* v, const int* block_tables, const int* context_lens,
@@ -198,7 +198,7 @@ extern "C" __global__ void ENGINE_CLUSTER __launch_bounds__(kThreads, 1)
     }
     return;
   }
-  if constexpr (kMovesRegisters) registers_take<232>();
+  if constexpr (kMovesRegisters) registers_take<kKeyWarps == 8 ? 232 : 208>();
   if constexpr (!kFresh) wait_for_last_kernel();  // it may write the queries
   Consumer consumer(smem, ScoreRule{score_inner, score_factor});
 #if CLUSTER > 1 && !FRESH

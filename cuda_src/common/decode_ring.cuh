@@ -13,9 +13,9 @@
 constexpr int kHeadDim = HEAD_DIM, kUnitKeys = UNIT_KEYS, kStages = STAGES;
 constexpr int kRowTiles = ROW_TILES, kKeyWarps = KEY_WARPS, kCluster = CLUSTER;
 constexpr bool kFresh = FRESH;
-// Nine warps have 168 registers each. Where that is too few, the copying warp is in a warpgroup of
-// its own, which gives registers to the others.
-constexpr bool kMovesRegisters = kKeyWarps == 8 && kCluster == 1;
+// Nine warps of a block, or ten of two blocks, have 168 registers each. Where that is too few, the
+// copying warp is in a warpgroup of its own, which gives registers to the others.
+constexpr bool kMovesRegisters = (kKeyWarps == 8 || kFresh) && kCluster == 1;
 constexpr int kThreads = (kKeyWarps + (kMovesRegisters ? 4 : 1)) * kWarpSize;
 constexpr int kRows = kRowTiles * 16;
 constexpr int kCombineLoads = kRowTiles == 4 ? 4 : 16;  // at once, as far as registers go
@@ -52,6 +52,7 @@ constexpr int kInboxBytes = kSends ? kRows * (kHeadDim * 4 + kCluster * 8) + 16 
 constexpr int kInboxBarrierAt = kInboxAt + kInboxBytes - 16;
 constexpr int kSharedBytes = kInboxAt + kInboxBytes;
 static_assert(kSharedBytes == SHARED_BYTES, "kernels/_decode_sm90.py computes another size");
+constexpr int kBlocksPerSm = kSharedBytes <= 113 * 1024 ? 2 : 1;
 
 // Where 16-byte word `word` of a tile's key number `index` lies, so that ldmatrix finds that word of
 // 8 following keys in 8 different banks. Swizzled by TMA: a unit is its rows' first 128 bytes, then

@@ -32,7 +32,7 @@
                             out_stride, activation, is_float != 0, is_vector != 0};                 \
     __VA_ARGS__(Problem{x, weight, x_stride, m, n, k, k_per_split, nullptr,                         \
                         Norm{norm_weight, nullptr, eps, weight_offset}, epilogue},                  \
-                StreamCut{num_tiles, slots, num_gates, rehearses != 0}, overlaps != 0);                             \
+                StreamCut{num_tiles, slots, num_gates, rehearses != 0}, overlaps != 0);            \
   }
 
 #if ENGINE_DTYPE != 0
@@ -41,9 +41,8 @@
 #define ENGINE_STREAM_ENTRIES(op, norm)                                           \
   ENGINE_STREAM_ENTRY(op##_stream_8, 512, 1, stream<StreamShape<1, 5, 2>, norm>)  \
   ENGINE_STREAM_ENTRY(op##_stream_16, 256, 1, stream<StreamShape<2, 4, 2>, norm>) \
-  ENGINE_STREAM_ENTRY(op##_stream_32, 256, 1, stream<StreamShape<4, 3, 1>, norm>)    \
-  ENGINE_STREAM_ENTRY(op##_stream_held_2, 512, 1, stream_held<2, norm>)              \
-  ENGINE_STREAM_ENTRY(op##_stream_held_4, 256, 1, stream_held<4, norm>)
+  ENGINE_STREAM_ENTRY(op##_stream_32, 256, 1, stream<StreamShape<4, 3, 1>, norm>) \
+  ENGINE_STREAM_ENTRY(op##_stream_held, 512, 1, stream_held<norm>)
 
 // tile: m, n of the block's tile, m, n of a warp's, stages. skinny: tokens / 8, weight rows / 16,
 // warps (float32: tokens, weight rows, warps). Registers bound the blocks that share a

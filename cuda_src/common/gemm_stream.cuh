@@ -661,18 +661,18 @@ __device__ __forceinline__ void stream(const Problem& whole, const StreamCut& cu
 
 // ---- weights in registers --------------------------------------------------------------------
 
-// One row of x, and weights that the chip's registers hold: a warp has kSteps steps along k of 16
+// One row of x, and weights that the registers hold: a warp has kHeldSteps steps along k of 16
 // rows, and there is a block for every tile. All weights are there when the kernel in front ends,
 // and what is left to do after that is short: shared memory, with its 128 bytes a clock, need not
 // be read for them. The sums are those of the streams with parts of the same length, bit for bit.
-template <int kSteps>
+constexpr int kHeldSteps = 2;
 struct HeldWeights {
-  StreamWeights step[kSteps];
+  StreamWeights step[kHeldSteps];
 
   __device__ __forceinline__ HeldWeights(const scalar_t* low, const scalar_t* high, int k_left,
                                          bool has_low, bool has_high) {
 #pragma unroll
-    for (int s = 0; s < kSteps; ++s)
+    for (int s = 0; s < kHeldSteps; ++s)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
 #pragma unroll
@@ -811,7 +811,7 @@ struct HeldRow {
 };
 
 // `overlaps` says nothing here: x comes behind the weights in any case.
-template <int kSteps, bool kNorm>
+template <bool kNorm>
 __device__ __forceinline__ void stream_held(const Problem& p, const StreamCut& cut, bool) {
   using Shape = StreamShape<1, 1, 1>;
   extern __shared__ __align__(128) unsigned char smem[];
@@ -828,8 +828,8 @@ __device__ __forceinline__ void stream_held(const Problem& p, const StreamCut& c
   const scalar_t* low = p.weight + static_cast<int64_t>((is_split ? row0 / 2 : row0) + g) * p.k +
                         b.k_begin + t * kVec;
   const scalar_t* high = low + static_cast<int64_t>(is_split ? b.num_gates : 8) * p.k;
-  const HeldWeights<kSteps> weights(low, high, b.k_end - b.k_begin - t * kVec, row0 + g < p.n,
-                                    row0 + 8 + g < p.n);
+  const HeldWeights weights(low, high, b.k_end - b.k_begin - t * kVec, row0 + g < p.n,
+                            row0 + 8 + g < p.n);
   if constexpr (kNorm) row.store(row.norm, b);
   row.pad(b);
   __syncthreads();
@@ -847,7 +847,7 @@ __device__ __forceinline__ void stream_held(const Problem& p, const StreamCut& c
     row.finish(p, b, smem_squares);
     float acc[Shape::kSets][1][4] = {};
 #pragma unroll
-    for (int s = 0; s < kSteps; ++s)
+    for (int s = 0; s < kHeldSteps; ++s)
       stream_multiply_held<Shape>(acc, weights.step[s], x, s * kStreamK * 2);
     if (t == 0) {
       sums[g] = ((acc[0][0][0] + acc[1][0][0]) + acc[2][0][0]) + acc[3][0][0];

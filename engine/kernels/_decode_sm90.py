@@ -52,7 +52,7 @@ class HopperTile:
     @property
     def threads(self) -> int:
         """Threads of a block: the computing warps and one, or four, of which one copies."""
-        moves_registers = self.key_warps == 8 and self.cluster == 1
+        moves_registers = (self.key_warps == 8 or self.is_fresh) and self.cluster == 1
         return 32 * (self.key_warps + (4 if moves_registers else 1))
 
     @property
@@ -71,6 +71,11 @@ class HopperTile:
         if self.cluster == 1 or self.row_tiles > 1:
             inbox = 0
         return ring + probs + exchange + barriers + queries + 16 + progress + fresh + inbox
+
+    @property
+    def blocks_per_sm(self) -> int:
+        """How many blocks share a multiprocessor."""
+        return 2 if self.cluster == 1 and self.shared_bytes <= _HALF_SHARED_BYTES else 1
 
     def takes_fresh(self, group: int) -> bool:
         """Tell whether it can make the newest tokens' rows: a thread has 16 values of one head."""
@@ -100,6 +105,13 @@ _TILES = (
     HopperTile(128, 16, 3, 2, 8),
     HopperTile(128, 16, 2, 4, 8),
 )
+_HALF_SHARED_BYTES = 113 << 10  # half of a multiprocessor's
+# Of up to 16 rows, where a block has several sequences: two blocks share a multiprocessor, and
+# while one ends a sequence the other one's tiles keep memory busy.
+_MANY_TILES = {
+    64: HopperTile(64, 16, 3, 1, 4),
+    128: HopperTile(128, 8, 3, 1, 4),
+}
 _CLUSTER = 8
 # Of clusters, for up to so many keys: more blocks have some of few keys.
 _SHORT_TILES = {
@@ -142,7 +154,7 @@ def _variants(tile: HopperTile) -> list[HopperTile]:
     """Return all that may be launched in the place of `tile`."""
     found = [tile, replace(tile, cluster=_CLUSTER)]
     if tile.row_tiles == 1:
-        found.append(_SHORT_TILES[tile.head_dim])
+        found += [_MANY_TILES[tile.head_dim], _SHORT_TILES[tile.head_dim]]
         found += [replace(each, is_fresh=True) for each in found]
     return found
 
@@ -175,11 +187,16 @@ def choose_cluster(num_heads: int, sm_count: int) -> int:
 def _choose(
     dtype: str, shape: tuple[int, ...], num_kv_heads: int, bound: int, *, may_share: bool
 ) -> HopperTile:
-    """Choose for q of this shape and up to `bound` keys; `may_share`: blocks may share a head."""
+    """Choose for q of this shape and up to `bound` keys; `may_share`: blocks may share a head.
+
+    Without `may_share` it is the same tile whatever the batch.
+    """
     batch, num_queries, num_heads, head_dim = shape
     tile = choose_hopper_tile(dtype, head_dim, num_queries * (num_heads // num_kv_heads))
     assert tile is not None
-    if not may_share or choose_cluster(batch * num_kv_heads, sm_count()) == 1:
+    if not may_share or batch * num_kv_heads > sm_count():
+        return tile if tile.row_tiles > 1 else _MANY_TILES[head_dim]
+    if choose_cluster(batch * num_kv_heads, sm_count()) == 1:
         return tile
     short = _SHORT_TILES[head_dim]
     # Not only for newest tokens: the bits are then the same with and without them.
@@ -219,7 +236,7 @@ def launch(
     num_rows, dtype = num_queries * (num_heads // num_kv_heads), dtype_name(q.dtype)
     tile = _choose(dtype, q.shape, num_kv_heads, bound, may_share=num_splits is None)
     tile = replace(tile, is_fresh=fresh is not None)
-    num_teams = max(1, sm_count() // num_kv_heads)
+    num_teams = max(1, sm_count() * tile.blocks_per_sm // num_kv_heads)
     num_blocks = (num_teams if tile.cluster == 1 else batch * tile.cluster) * num_kv_heads
     # decode_plan.cuh: two slots a team, or one a part
     slots = (batch * num_splits if num_splits else 2 * num_teams) * num_kv_heads

@@ -191,44 +191,40 @@ def _config(
 
 
 _HELD_NORM_MAX_K = 4096  # under a norm
-_HELD_REGISTERS = {2: 128, 4: 208}  # of a thread, by steps that its warp holds
-_HELD_MAX_WARPS = {2: 16, 4: 8}  # of a block
-_HELD_BUDGETS = (32 << 10, 40 << 10)  # registers of a block: the next kernel's fits in beside it
+_HELD_STEPS = 2  # of 16 rows, that a warp holds
+_HELD_MAX_WARPS = 8  # of a block, 128 registers a thread: the next kernel's fits in beside it
+_HELD_LAUNCH_WARPS = 16  # with which it could be launched
 
 
 def _choose_held(n: int, k: int, sm_count: int, *, has_norm: bool) -> StreamConfig | None:
-    """Choose a kernel that holds a warp's weights in registers; None: they are too many."""
+    """Choose the kernel that holds a warp's weights in registers; None: another one is faster.
+
+    It is where one block on (almost) every multiprocessor holds all weights.
+    """
     if has_norm and k > _HELD_NORM_MAX_K:
         return None
     groups = ceil_div(ceil_div(n, _ROWS), sm_count)
-    for budget in _HELD_BUDGETS:
-        for steps, registers in _HELD_REGISTERS.items():
-            for cluster in (1,) if has_norm else (2, 1):  # a norm wants the whole row in a block
-                config = _held_config(k, n, steps, groups, cluster)
-                blocks, warps = config.max_clusters * cluster, config.threads // 32
-                if (
-                    blocks <= sm_count
-                    and warps <= _HELD_MAX_WARPS[steps]
-                    and config.threads * registers <= budget
-                ):
-                    return config
+    for cluster in (1,) if has_norm else (2, 1):  # a norm wants the whole row in a block
+        config = _held_config(k, n, groups, cluster)
+        blocks, warps = config.max_clusters * cluster, config.threads // 32
+        if warps <= _HELD_MAX_WARPS and 0.9 * sm_count <= blocks <= sm_count:
+            return config
     return None
 
 
 def held_configs(n: int, k: int, clusters: tuple[int, ...] = (1, 2)) -> list[StreamConfig]:
-    """Return the kernels for one row with several ways to cut the problem: for tests."""
-    cuts = [(s, g, c) for s in _HELD_MAX_WARPS for g in (1, 2, 3) for c in clusters]
-    configs = [(_held_config(k, n, *cut), cut[0]) for cut in cuts]
-    return [c for c, steps in configs if c.threads <= _HELD_MAX_WARPS[steps] * 32]
+    """Return the kernel for one row with several ways to cut the problem: for tests."""
+    configs = [_held_config(k, n, groups, c) for groups in (1, 2, 3) for c in clusters]
+    return [c for c in configs if c.threads <= _HELD_LAUNCH_WARPS * 32]
 
 
-def _held_config(k: int, n: int, steps: int, groups: int, cluster: int) -> StreamConfig:
-    """Return the kernel for one row whose warps hold `steps` steps of 16 rows in registers."""
-    k_warps = ceil_div(ceil_div(ceil_div(k, _STEP_K), steps), cluster)
-    warps, part_k = k_warps * groups, steps * _STEP_K
+def _held_config(k: int, n: int, groups: int, cluster: int) -> StreamConfig:
+    """Return the kernel for one row whose warps hold their weights in registers."""
+    k_warps = ceil_div(ceil_div(ceil_div(k, _STEP_K), _HELD_STEPS), cluster)
+    warps, part_k = k_warps * groups, _HELD_STEPS * _STEP_K
     tile_n = groups * _ROWS
     return StreamConfig(
-        kernel=f"stream_held_{steps}",
+        kernel="stream_held",
         tile_m=1,
         tile_n=tile_n,
         threads=warps * 32,

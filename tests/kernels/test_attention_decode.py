@@ -8,6 +8,7 @@ import pytest
 from engine import kernels, reference
 from engine.device import to_numpy
 from engine.errors import ContractError, DTypeError, ShapeError
+from engine.kernels import _decode_sm90
 from engine.kernels._decode_sm90 import choose_hopper_tile
 from engine.kernels.attention_decode import choose_num_splits, choose_tile, specs
 from engine.testing import cases
@@ -320,10 +321,27 @@ def test_tiles_fit_every_chip():
     assert choose_tile("float16", 96, num_rows=16).warps_n == 4
     assert choose_tile("float16", 96, num_rows=17).warps_m == 4
     assert len(specs("float16", head_dim=80, num_rows=4)) == 1
-    assert len(specs("float16", head_dim=64, num_rows=4)) == 7  # and six of Hopper's
+    assert len(specs("float16", head_dim=64, num_rows=4)) == 9  # and eight of Hopper's
     assert choose_hopper_tile("bfloat16", 128, num_rows=32).rows == 32
     assert choose_hopper_tile("bfloat16", 128, num_rows=65) is None
     assert choose_hopper_tile("float32", 128, num_rows=1) is None
+
+
+def test_hopper_tiles_are_chosen_as_measured(monkeypatch):
+    monkeypatch.setattr(_decode_sm90, "sm_count", lambda: 132)
+
+    def choice(batch, bound, num_queries=1, may_share=True):
+        shape = batch, num_queries, 32, 128
+        tile = _decode_sm90._choose("bfloat16", shape, 8, bound, may_share=may_share)
+        return tile.unit_keys, tile.row_tiles, tile.cluster, tile.blocks_per_sm
+
+    assert choice(1, 1024) == choice(2, 1024) == (8, 1, 8, 1)
+    assert choice(1, 1025) == choice(2, 16384) == (16, 1, 8, 1)
+    assert choice(3, 1024) == choice(16, 16384) == (16, 1, 1, 1)
+    assert choice(17, 1024) == choice(256, 16384) == (8, 1, 1, 2)
+    assert choice(256, 1024, num_queries=8) == (16, 2, 1, 1)
+    for batch in (1, 3, 200):  # bits that do not depend on the batch
+        assert choice(batch, 1024, may_share=False) == (8, 1, 1, 2)
 
 
 def test_contract(xp):

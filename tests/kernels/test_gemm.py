@@ -321,6 +321,23 @@ def test_config_is_a_pure_function():
     assert choose_config(64, 96, 128, "float32", 132) is choose_config(64, 96, 128, "float32", 132)
 
 
+def test_weights_are_held_where_blocks_fill_the_chip():
+    def kernel(n, k, has_norm=False):
+        config = choose_config(1, n, k, "bfloat16", 132, limits=HOPPER, has_norm=has_norm)
+        return config.kernel
+
+    held = {
+        layer
+        for layer, shape in MODEL_LAYERS.items()
+        if kernel(*shape, has_norm=layer[1] in ("qkv", "gate_up")) == "stream_held"
+    }
+    qwen = {("Qwen3-0.6B", name) for name in ("qkv", "o", "down")}
+    assert held == qwen | {("Llama-3.2-1B", "o")}
+    for shape in ((1152, 896), (896, 896), (9728, 896), (896, 4864)):  # Qwen2.5-0.5B
+        assert kernel(*shape) == "stream_8"
+    assert kernel(2048, 4096) == "stream_8"  # too many warps
+
+
 @pytest.mark.parametrize("limits", [HOPPER, Limits(99 * 1024, False)])
 @pytest.mark.parametrize("sm_count", [16, 108, 132])
 def test_streams_cover_the_problem(sm_count, limits):
