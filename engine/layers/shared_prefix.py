@@ -9,7 +9,7 @@ import numpy as np
 
 from engine import device, kernels
 from engine.device import array_module
-from engine.errors import ContractError, ShapeError
+from engine.kernels._contract import FLOATS, INT32, Contract
 
 __all__ = ["attention_shared_prefix"]
 
@@ -92,7 +92,7 @@ def attention_shared_prefix(
     ...     context_lens=lens).ravel().round(3)
     array([ 8.   , 10.278], dtype=float32)
     """
-    _check(q, prefix_blocks, prefix_len, context_lens)
+    q, prefix_blocks, prefix_len = _checked(q, prefix_blocks, prefix_len, context_lens, out)
     batch, num_queries, num_heads, head_dim = q.shape
     tokens = batch * num_queries
     rule: dict[str, Any] = {"scale": scale, "softcap": softcap}
@@ -128,17 +128,21 @@ def attention_shared_prefix(
     return (merged, lse.reshape(q.shape[:3])) if return_lse else merged
 
 
-def _check(q: Any, prefix_blocks: Any, prefix_len: Any, context_lens: Any) -> None:
-    """Check what the ops below cannot know; they check the rest."""
-    name = "attention_shared_prefix"
-    for arg, array, ndim in (("q", q, 4), ("prefix_blocks", prefix_blocks, 1)):
-        if array.ndim != ndim:
-            raise ShapeError(f"{name}: {arg}: must have {ndim} axes; got shape {array.shape}")
-    if prefix_len.shape != (1,):
-        raise ShapeError(f"{name}: prefix_len: must have shape (1,); got {prefix_len.shape}")
-    if array_module(q) is np and bool(np.any((context_lens > 0) & (context_lens < q.shape[1]))):
-        wanted = f"at least Q = {q.shape[1]}, or 0"
-        raise ContractError(f"{name}: context_lens: must be {wanted}; got {context_lens.tolist()}")
+def _checked(
+    q: Any, prefix_blocks: Any, prefix_len: Any, context_lens: Any, out: Any
+) -> tuple[Any, Any, Any]:
+    """Check what the ops below cannot know, as they check the rest; return the first three."""
+    call = Contract("attention_shared_prefix")
+    q = call.array("q", q, "B Q H D", FLOATS, layout="rows")
+    prefix_blocks = call.array("prefix_blocks", prefix_blocks, "NP", INT32)
+    prefix_len = call.array("prefix_len", prefix_len, "1", INT32)
+    lens = call.array("context_lens", context_lens, "B", INT32)
+    if out is not None:  # merged in place, as rows of tokens: in a copy the result would be lost
+        call.written("out", out, "B Q H D", q.dtype)
+    if call.on_cpu:
+        ok = not bool(np.any((lens > 0) & (lens < call["Q"])))
+        call.check("context_lens", ok, f"at least Q = {call['Q']}, or 0", lens.tolist())
+    return q, prefix_blocks, prefix_len
 
 
 def _one_sequence(xp: Any, tokens: int) -> Any:

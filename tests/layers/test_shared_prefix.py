@@ -133,14 +133,29 @@ def test_contract():
         _run(np, shape, arrays, length=9 * 16 + 1)
     good = {"prefix_blocks": tables[0, :9], "block_tables": tables[:, 9:], "context_lens": lens}
     length = np.array([9], np.int32)
-    with pytest.raises(ShapeError, match=r"prefix_len: must have shape \(1,\); got \(2,\)"):
+    with pytest.raises(ShapeError, match=r"prefix_len: must have shape \(1\); got \(2,\)"):
         attention_shared_prefix(q, k, v, prefix_len=np.tile(length, 2), **good)
-    with pytest.raises(ShapeError, match="prefix_blocks: must have 1 axes"):
+    with pytest.raises(ShapeError, match=r"prefix_blocks: must have shape \(NP\); got \(5,"):
         attention_shared_prefix(q, k, v, prefix_len=length, **(good | {"prefix_blocks": tables}))
-    with pytest.raises(DTypeError, match="context_lens: must be int32; got int64"):
+    with pytest.raises(DTypeError, match="prefix_len: must be int32; got int64"):
         attention_shared_prefix(q, k, v, prefix_len=length.astype(np.int64), **good)
     with pytest.raises(TypeError, match="window"):
         attention_shared_prefix(q, k, v, prefix_len=length, window=5, **good)
+    with pytest.raises(DTypeError, match="q: must be an array; got list"):
+        attention_shared_prefix(q.tolist(), k, v, prefix_len=length, **good)
+    with pytest.raises(DTypeError, match="context_lens: must be an array; got list"):
+        attention_shared_prefix(q, k, v, prefix_len=length, **(good | {"context_lens": [2] * 5}))
+
+
+def test_out_is_never_left_without_the_prefix(xp):
+    """Rows of tokens that are no view of `out` would take the merged result with them."""
+    shape = SHAPES[3]
+    arrays = _inputs(shape, "float32")
+    wide = xp.zeros((5, 3, 9, 64), np.float32)
+    with pytest.raises(ShapeError, match="shared_prefix: out: must be C-contiguous"):
+        _run(xp, shape, arrays, out=wide[:, :2])
+    with pytest.raises(ShapeError, match=r"out: must have shape \(B, Q, H, D\); Q = 2 from q"):
+        _run(xp, shape, arrays, out=wide)
 
 
 @pytest.mark.gpu
