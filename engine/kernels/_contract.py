@@ -60,6 +60,11 @@ class Contract:
     def __getitem__(self, symbol: str) -> int:
         return self.dims[symbol]
 
+    def bind(self, symbol: str, size: int, name: str) -> int:
+        """Return what `symbol` is bound to: `size`, from argument `name`, unless it was already."""
+        self._origin.setdefault(symbol, name)
+        return self.dims.setdefault(symbol, size)
+
     def array(self, name: str, value: Any, shape: str, dtype: DTypes, *, layout: str = "C") -> Any:
         """Check an input and return it as an array of the call's module.
 
@@ -186,11 +191,9 @@ class Contract:
             if symbol.isdecimal():
                 if size != int(symbol):
                     self._shape_error(name, shape, array.shape, "")
-            elif self.dims.setdefault(symbol, size) != size:
+            elif self.bind(symbol, size, name) != size:
                 where = f"; {symbol} = {self.dims[symbol]} from {self._origin[symbol]}"
                 self._shape_error(name, shape, array.shape, where)
-            else:
-                self._origin.setdefault(symbol, name)
 
     def _shape_error(self, name: str, shape: str, got: tuple[int, ...], where: str) -> None:
         wanted = "(" + ", ".join(shape.replace("*", "...").split()) + ")"

@@ -100,7 +100,7 @@ def _states(call: Contract, name: str, value: Any, shape: str, dtype: Any) -> An
         call.check(name, call["S"] > 0, "of one state or more", array.shape)
         return array
     call.check(name, len(value) == 2, "one array or a pair", f"{len(value)} arrays")
-    bound = call.dims.setdefault("S", 2)
+    bound = call.bind("S", len(value), name)
     call.check(name, bound == 2, f"of S = {bound} states, as outputs", "a pair")
     first = call.array(f"{name}[0]", value[0], shape, dtype)
     return first, call.array(f"{name}[1]", value[1], shape, first.dtype)

@@ -154,6 +154,11 @@ def test_contract(xp):
         ContractError, match="lses: must be of S = 1 states, as outputs; got 'a pair'"
     ):
         op(outputs[:1], (lses[0], lses[1]))
+    pair = outputs[0], outputs[1]
+    with pytest.raises(
+        ShapeError, match=r"lses: must have shape \(S, T, H\); S = 2 from outputs; got \(3, 3"
+    ):
+        op(pair, xp.zeros((3, 3, 4), np.float32))
     with pytest.raises(ContractError, match="outputs: must be of D = 1 or more; got 0"):
         op(outputs[..., :0], lses)
     with pytest.raises(ShapeError, match="out: must have shape"):
