@@ -44,7 +44,7 @@ def attention_backward(
                 scores, slope = np.float32(softcap) * tanh, 1 - tanh * tanh
             top = np.where(np.isneginf(lse[rows, heads]), np.inf, lse[rows, heads]).T[..., None]
             hidden = _hidden(scores.shape[1], len(k_), causal, window)
-            p = np.where(hidden, np.float32(0.0), np.exp(np.where(hidden, 0, scores) - top))
+            p = np.exp(np.where(hidden, np.float32(-np.inf), scores) - top)
             delta = np.sum(dout_ * out_, axis=-1, keepdims=True)
             ds = _float32((p * (dout_ @ v_.T - delta) * slope).astype(q.dtype))
             dq[rows, heads] = (scale * (ds @ k_)).swapaxes(0, 1)

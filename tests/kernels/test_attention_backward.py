@@ -223,6 +223,24 @@ def test_large_scores(xp, dtype):
         assert error <= 1e-2 * np.linalg.norm(wanted), name
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_hidden_keys_of_large_scores_raise_no_warning(sign):
+    """exp(0 - lse) of a hidden key overflows where all scores are far below 0."""
+    case = AttentionCase((9,), (9,), 2, 1, 8, window=4)
+    arrays, where, rule = _inputs(case, "float32")
+    arrays["q"][...] = sign * (np.abs(arrays["q"]) + 8)
+    arrays["k"][...] = np.abs(arrays["k"]) + 8
+    qkv = (arrays[name] for name in "qkv")
+    arrays["out"], arrays["lse"] = reference.attention_prefill(
+        *qkv, **where, **rule, return_lse=True
+    )
+    assert (sign * arrays["lse"] > 100).all()
+    got = kernels.attention_backward(**arrays, **where, **rule)
+    for name, x, want in zip("qkv", got, _expected(case, arrays, where), strict=True):
+        error = np.linalg.norm(x - want)
+        assert error <= 1e-3 * np.linalg.norm(want), name
+
+
 def test_nothing_to_do(xp):
     q, k = xp.zeros((0, 4, 64), np.float16), xp.ones((5, 2, 64), np.float16)
     lse, none = xp.zeros((0, 4), np.float32), xp.zeros(1, np.int32)
