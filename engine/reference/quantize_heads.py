@@ -17,15 +17,19 @@ _LARGEST = np.float32(448)  # of e4m3
 def quantize_heads(
     x: Array, *, offset: Array | None = None, rotate: bool = False
 ) -> tuple[Array, Array]:
-    """codes = e4m3(y / scale), scale = max |y| / 448 of each head; y = (x - offset) H / sqrt(D)."""
+    """codes = e4m3(y / scale), scale = max |y| / 448 of each head; y = (x - offset) H / sqrt(D).
+
+    NaN has a code of its own and no part in the scale; codes saturate (a tiny scale is rounded).
+    """
     y = x.astype(np.float32)
     if offset is not None:
         y = y - offset
     if rotate:
         y = y @ _hadamard(x.shape[-1]) * np.float32(x.shape[-1] ** -0.5)
-    peak = np.abs(y).max(axis=(0, 2), initial=0).astype(np.float32)
+    peak = np.fmax.reduce(np.abs(y), axis=(0, 2), initial=0).astype(np.float32)
     scale = np.where(peak == 0, np.float32(1), peak / _LARGEST)
-    codes = (y / scale[:, None]).astype(ml_dtypes.float8_e4m3fn)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        codes = np.clip(y / scale[:, None], -_LARGEST, _LARGEST).astype(ml_dtypes.float8_e4m3fn)
     return codes.view(np.uint8), scale
 
 

@@ -76,6 +76,31 @@ def test_a_head_of_zeros(xp):
     assert not to_numpy(codes).any() and (to_numpy(scale) == 1).all()
 
 
+@pytest.mark.parametrize("rotate", [False, True])
+def test_nan_stays_in_its_row(xp, rotate):
+    """Without a rotation, in its element; the scale is that of the others."""
+    x = cases.normal((6, 2, 64), "float32", 8)
+    want, want_scale = kernels.quantize_heads(xp.asarray(np.delete(x, 3, axis=0)), rotate=rotate)
+    x[3, 0] = 0
+    x[3, 0, 5] = x[3, 1] = np.nan
+    codes, scale = map(to_numpy, kernels.quantize_heads(xp.asarray(x), rotate=rotate))
+    np.testing.assert_array_equal(scale, to_numpy(want_scale))
+    np.testing.assert_array_equal(np.delete(codes, 3, axis=0), to_numpy(want))
+    is_nan = np.isnan(codes[3].view(_E4M3).astype(np.float32))
+    assert (
+        is_nan[1].all() and is_nan[0, 5] and (is_nan[0].all() if rotate else is_nan[0].sum() == 1)
+    )
+
+
+def test_a_tiny_scale_saturates(xp):
+    """1.4 of the smallest float32 is rounded to 1 of them: what is left over 448 is no NaN."""
+    x = np.array([[[627, -627, 300, 0]]], np.float32) * np.float32(1e-45)
+    codes, scale = kernels.quantize_heads(xp.asarray(x))
+    assert to_numpy(scale)[0] == np.float32(1e-45)
+    values = to_numpy(codes).view(_E4M3).astype(np.float32)[0, 0]
+    np.testing.assert_array_equal(values, np.array([448, -448, 288, 0], np.float32))
+
+
 def test_contract(xp):
     x = xp.ones((2, 2, 12), np.float32)
     with pytest.raises(ContractError, match="rotate: must be False unless D is a power of 2"):
