@@ -61,7 +61,7 @@ class BlockSparse:
         mask.flags.writeable = False
         object.__setattr__(self, "mask", mask)
         for name in ("block_q", "block_k"):
-            _check_int(call, name, getattr(self, name), 1, _MAX - 1)
+            object.__setattr__(self, name, _check_int(call, name, getattr(self, name), 1, _MAX - 1))
 
     def __repr__(self) -> str:
         (rows, columns), seen = self.mask.shape, self.mask.sum()
@@ -115,17 +115,21 @@ class Periodic:
 
     def __post_init__(self) -> None:
         call = Contract("Periodic")
-        _check_int(call, "period", self.period, 1, _MAX - 1)
-        _check_int(call, "width", self.width, 1, self.period)
-        _check_int(call, "offset", self.offset, 0, self.period - 1)
+        period = _check_int(call, "period", self.period, 1, _MAX - 1)
+        width = _check_int(call, "width", self.width, 1, period)
+        offset = _check_int(call, "offset", self.offset, 0, period - 1)
+        for name, value in (("period", period), ("width", width), ("offset", offset)):
+            object.__setattr__(self, name, value)
 
 
 Pattern = BlockSparse | Periodic
 
 
-def _check_int(call: Contract, name: str, value: Any, low: int, high: int) -> None:
+def _check_int(call: Contract, name: str, value: Any, low: int, high: int) -> int:
+    """Return Python's int: those of NumPy without a sign turn positions into floats."""
     is_int = isinstance(value, int | np.integer) and not isinstance(value, bool)
     call.check(name, is_int and low <= value <= high, f"an int from {low} to {high}", value)
+    return int(value)
 
 
 def arguments(pattern: Pattern) -> dict[str, Any]:

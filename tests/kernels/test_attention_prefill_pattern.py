@@ -168,6 +168,23 @@ def test_compiles_without_spills(dtype):
             assert "serialized" not in compiled.log
 
 
+@pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int64, np.uint64])
+def test_numbers_of_numpy(xp, kind):
+    """Positions over an int without a sign would be floats."""
+    q, k, v, where = _inputs(_CASE, "float32")
+    moved = {name: xp.asarray(array) for name, array in where.items()}
+    arrays, mask = cases.to_module(xp, q, k, v), _PATTERNS[2].mask
+    for given, plain in (
+        (Periodic(kind(100), kind(90), kind(99)), Periodic(100, 90, 99)),
+        (BlockSparse(mask, kind(17), kind(7)), BlockSparse(mask, 17, 7)),
+    ):
+        assert repr(given) == repr(plain)
+        got, want = (
+            to_numpy(kernels.attention_prefill(*arrays, **moved, pattern=p)) for p in (given, plain)
+        )
+        np.testing.assert_array_equal(got, want)
+
+
 def test_contract(xp):
     q = xp.ones((4, 2, 8), np.float32)
     lens = xp.asarray(cu_seqlens([4]))
