@@ -22,11 +22,13 @@ __all__ = [
     "are_aligned",
     "check_count",
     "check_heads",
+    "checked_scale",
     "element_strides",
 ]
 
 MAX_HEAD_DIM = 256
 BLOCK_SIZES = (16, 32, 64, 128)
+_USUAL = "from 1e-18 to 1e18"  # said of a scale or soft cap
 
 
 @dataclass(frozen=True)
@@ -42,12 +44,12 @@ class ScoreRule:
         cls, call: Contract, head_dim: int, scale: float | None, window: int, softcap: float
     ) -> ScoreRule:
         """Check the three numbers; a `scale` of None is head_dim**-0.5."""
-        scale = head_dim**-0.5 if scale is None else call.number("scale", scale)
-        call.check("scale", 0 < scale < math.inf, "positive and finite", scale)
-        check_count(call, "window", window)
+        scale = checked_scale(call, head_dim, scale)
+        window = check_count(call, "window", window)
         softcap = call.number("softcap", softcap, low=0.0)
         call.check("softcap", softcap < math.inf, "finite", softcap)
-        return cls(scale, int(window), softcap)
+        call.check("softcap", not softcap or _is_usual(softcap), f"0 or {_USUAL}", softcap)
+        return cls(scale, window, softcap)
 
     @property
     def inner(self) -> float:
@@ -105,17 +107,37 @@ class Pages:
             call.check("block_tables", False, f"ids from 0 to {num_blocks - 1}", int(bad[0]))
 
 
+def checked_scale(call: Contract, head_dim: int, scale: float | None) -> float:
+    """Check the factor of scores and return it; None is head_dim**-0.5."""
+    if scale is None:
+        return float(head_dim**-0.5)
+    scale = call.number("scale", scale)
+    call.check("scale", 0 < scale < math.inf, "positive and finite", scale)
+    call.check("scale", _is_usual(scale), _USUAL, scale)
+    return scale
+
+
+def _is_usual(number: float) -> bool:
+    """Tell whether this, and its ratio to another such number, is a normal float32."""
+    return 1e-18 <= number <= 1e18
+
+
 def check_heads(call: Contract) -> None:
     """Check the sizes H, K and D that the arrays have bound."""
     h, k, d = call["H"], call["K"], call["D"]
+    call.check("H", h > 0, "1 or more", h)
     call.check("K", k > 0 and h % k == 0, f"a divisor of the number of query heads, {h}", k)
     call.check("D", 0 < d <= MAX_HEAD_DIM, f"from 1 to {MAX_HEAD_DIM}", d)
 
 
-def check_count(call: Contract, name: str, value: Any) -> None:
-    """Check an int that counts something: 0 or more, and small enough for CUDA's int."""
+def check_count(call: Contract, name: str, value: Any) -> int:
+    """Check an int that counts something, and fits CUDA's int; return it as Python's.
+
+    NumPy's small ints keep their width in a product with Python's, and overflow.
+    """
     is_int = isinstance(value, int | np.integer) and not isinstance(value, bool)
     call.check(name, is_int and 0 <= value < 2**31, "an int of 0 or more", value)
+    return int(value)
 
 
 def are_aligned(*arrays: Any) -> bool:

@@ -219,9 +219,10 @@ def attention_backward(
     check_heads(call)
     rule = ScoreRule.checked(call, call["D"], scale, window, softcap)
     call.check("window", causal or not window, "0 unless causal", window)
-    for name, limit in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if limit is not None:
-            check_count(call, name, limit)
+    if max_seqlen_q is not None:
+        max_seqlen_q = check_count(call, "max_seqlen_q", max_seqlen_q)
+    if max_seqlen_k is not None:
+        max_seqlen_k = check_count(call, "max_seqlen_k", max_seqlen_k)
     if call.on_cpu:
         return reference.attention_backward(
             **arrays,

@@ -174,8 +174,10 @@ def attention_decode(
         weight_offset=weight_offset,
     )
     call.check("tree_mask", fresh is None or tree_mask is None, "None with k", "a mask")
-    bound = _checked_bound(call, num_splits, max_context_len)
+    num_splits, bound = _checked_bounds(call, num_splits, max_context_len)
     if call.on_cpu:
+        if out is not None:  # before the pages are written
+            call.written("out", out, "B Q H D", q.dtype, layout="rows")
         result = _mirror(q, pages, rule, tree_mask, fresh)
         out = call.finish(out, result[0])
         return (out, result[1]) if return_lse else out
@@ -202,16 +204,17 @@ def attention_decode(
     return out if lse is None else (out, lse)
 
 
-def _checked_bound(call: Contract, num_splits: int | None, max_context_len: int | None) -> int:
-    """Check the two counts; return how long a sequence can be."""
+def _checked_bounds(
+    call: Contract, num_splits: int | None, max_context_len: int | None
+) -> tuple[int | None, int]:
+    """Check the two counts; return the first, and how long a sequence can be."""
     if num_splits is not None:
-        check_count(call, "num_splits", num_splits)
+        num_splits = check_count(call, "num_splits", num_splits)
         call.check("num_splits", 1 <= num_splits <= 1024, "from 1 to 1024", num_splits)
     bound = call["NB"] * call["block_size"]
     if max_context_len is None:
-        return bound
-    check_count(call, "max_context_len", max_context_len)
-    return min(bound, max_context_len)
+        return num_splits, bound
+    return num_splits, min(bound, check_count(call, "max_context_len", max_context_len))
 
 
 def _mirror(

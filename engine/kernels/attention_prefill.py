@@ -167,9 +167,9 @@ def attention_prefill(
     is_pattern = isinstance(pattern, _attention_pattern.Pattern | None)
     call.check("pattern", is_pattern, "BlockSparse, Periodic or None", type(pattern).__name__)
     if max_seqlen_q is not None:
-        check_count(call, "max_seqlen_q", max_seqlen_q)
+        max_seqlen_q = check_count(call, "max_seqlen_q", max_seqlen_q)
     if num_splits is not None:
-        check_count(call, "num_splits", num_splits)
+        num_splits = check_count(call, "num_splits", num_splits)
         call.check("num_splits", num_splits > 0, "1 or more", num_splits)
     if call.on_cpu:
         result = reference.attention_prefill(

@@ -12,7 +12,7 @@ from engine import reference
 from engine.dtypes import np_dtype
 from engine.errors import DTypeError
 from engine.kernels import _prefill_fp8_sm90
-from engine.kernels._attention import check_count, check_heads, element_strides
+from engine.kernels._attention import check_count, check_heads, checked_scale, element_strides
 from engine.kernels._contract import FLOAT32, INT32, Contract
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
@@ -98,8 +98,8 @@ def attention_prefill_fp8(
     Raises
     ------
     ShapeError, DTypeError, ContractError
-        If an argument breaks the contract. Lengths are checked on the CPU only; on CUDA they are
-        clamped to the arrays.
+        If an argument breaks the contract. Lengths and signs of scales are checked on the CPU only;
+        on CUDA lengths are clamped to the arrays.
 
     Notes
     -----
@@ -130,12 +130,11 @@ def attention_prefill_fp8(
     call = Contract("attention_prefill_fp8")
     arrays = _check_arrays(call, q, k, v, q_scale, k_scale, v_scale, cu_seqlens_q, cu_seqlens_k)
     check_heads(call)
-    scale = call["D"] ** -0.5 if scale is None else call.number("scale", scale)
-    call.check("scale", 0 < scale < math.inf, "positive and finite", scale)
-    if dtype not in _OUT_DTYPES:
+    scale = checked_scale(call, call["D"], scale)
+    if not isinstance(dtype, str) or dtype not in _OUT_DTYPES:
         raise DTypeError(f"{call.op}: dtype: must be one of {_OUT_DTYPES}; got {dtype!r}")
     if max_seqlen_q is not None:
-        check_count(call, "max_seqlen_q", max_seqlen_q)
+        max_seqlen_q = check_count(call, "max_seqlen_q", max_seqlen_q)
     if call.on_cpu:
         result = reference.attention_prefill_fp8(
             **arrays, causal=causal, scale=scale, dtype=dtype, return_lse=True
@@ -179,6 +178,10 @@ def _check_arrays(
     arrays["q_scale"] = call.array("q_scale", q_scale, "H", FLOAT32)
     arrays["k_scale"] = call.array("k_scale", k_scale, "K", FLOAT32)
     arrays["v_scale"] = call.array("v_scale", v_scale, "K", FLOAT32)
+    if call.on_cpu:
+        for name in ("q_scale", "k_scale", "v_scale"):  # NaN is what heads of NaN have
+            ok = not bool(np.any(arrays[name] <= 0))
+            call.check(name, ok, "positive", arrays[name].tolist())
     for name, value, total in (
         ("cu_seqlens_q", cu_seqlens_q, arrays["q"].shape[0]),
         ("cu_seqlens_k", cu_seqlens_k, arrays["k"].shape[0]),

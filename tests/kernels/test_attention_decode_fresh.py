@@ -351,6 +351,21 @@ def test_contract(xp):
         op(eps=-1.0)
 
 
+def test_a_wrong_out_is_found_before_pages_are_written(xp):
+    case = AttentionCase((1,) * 2, (16, 5), 4, 2, 8, block_size=16)
+    qkv, k_pages, v_pages, keywords = _inputs(case, "float32", "none")
+    qkv, *pages = cases.to_module(xp, qkv, k_pages, v_pages)
+    before = [to_numpy(a).copy() for a in pages]
+    keywords = {name: xp.asarray(a) for name, a in keywords.items()}
+    q, k, v = _split(qkv, case)
+    wide = xp.zeros((2, 1, 4, 16), np.float32)
+    for out, message in ((wide, "must have shape"), (wide[..., ::2], "last axis must be contig")):
+        with pytest.raises(ShapeError, match=message):
+            kernels.attention_decode(q, *pages, k=k, v=v, **keywords, out=out)
+    for have, kept in zip(pages, before, strict=True):
+        np.testing.assert_array_equal(to_numpy(have), kept)
+
+
 def test_contract_checks_values_on_the_host():
     case = AttentionCase((1,) * 2, (16, 5), 4, 2, 8, block_size=16)
     qkv, *pages, keywords = _inputs(case, "float32", "none")

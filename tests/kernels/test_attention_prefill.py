@@ -10,6 +10,8 @@ import pytest
 from engine import kernels, reference
 from engine.device import to_numpy
 from engine.errors import ContractError, DTypeError, ShapeError
+from engine.kernels._attention import ScoreRule, check_count
+from engine.kernels._contract import Contract
 from engine.kernels.attention_prefill import choose_tile, specs
 from engine.testing import cases
 from engine.testing.cases_attention import PREFILL, AttentionCase, cu_seqlens, paged_cache
@@ -208,6 +210,13 @@ def test_contract(xp):
         op(q, k, k, **dense, causal=False, window=3)
     with pytest.raises(ContractError, match="scale: must be positive and finite; got 0"):
         op(q, k, k, **dense, scale=0)
+    for number in (1e-300, 1e300, np.float64(1e39)):
+        with pytest.raises(ContractError, match="scale: must be from 1e-18 to 1e18; got"):
+            op(q, k, k, **dense, scale=number)
+        with pytest.raises(ContractError, match="softcap: must be 0 or from 1e-18 to 1e18; got"):
+            op(q, k, k, **dense, softcap=number)
+    with pytest.raises(ContractError, match="H: must be 1 or more; got 0"):
+        op(q[:, :0], k, k, **dense)
     with pytest.raises(ContractError, match="softcap: must be a number from 0"):
         op(q, k, k, **dense, softcap=-1.0)
     with pytest.raises(ContractError, match="cu_seqlens_k: must be None with block_tables"):
@@ -226,6 +235,14 @@ def test_contract(xp):
         op(q, pages[:, :1], pages[:, :1], **paged)
     with pytest.raises(ShapeError, match="out: must have shape"):
         op(q, k, k, **dense, out=q[:2])
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.uint16, np.int64, np.uint64, int])
+def test_counts_become_ints_of_python(kind):
+    """NumPy's keep their width in a product, and a grid of 100 * 8 rows would be one of 32."""
+    count = check_count(Contract("op"), "max_seqlen_q", kind(100))
+    assert type(count) is int and count * 8 == 800
+    assert type(ScoreRule.checked(Contract("op"), 64, None, kind(3), 0.0).window) is int
 
 
 @pytest.mark.parametrize(

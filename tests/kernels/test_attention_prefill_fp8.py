@@ -285,6 +285,12 @@ def test_contract(xp):
         call(v_scale=arrays["v_scale"].astype(np.float16))
     with pytest.raises(DTypeError, match="dtype: must be one of"):
         call(dtype="float32")
+    with pytest.raises(
+        DTypeError, match=r"attention_prefill_fp8: dtype: must be one of \('float16'"
+    ):
+        call(dtype=np.dtype(np.float16))
+    with pytest.raises(ContractError, match="scale: must be from 1e-18 to 1e18; got 1e-300"):
+        call(scale=1e-300)
     with pytest.raises(ContractError, match="scale: must be positive and finite"):
         call(scale=-1.0)
     with pytest.raises(ContractError, match="K: must be a divisor"):
@@ -292,3 +298,7 @@ def test_contract(xp):
     if xp is np:
         with pytest.raises(ContractError, match="cu_seqlens_k: must be rising from 0 to 4"):
             call(cu_seqlens_k=cu_seqlens([3]))
+        for name in ("q_scale", "k_scale", "v_scale"):
+            for factor in (0, -1):
+                with pytest.raises(ContractError, match=f"{name}: must be positive; got"):
+                    call(**{name: arrays[name] * np.float32(factor)})
