@@ -145,6 +145,102 @@ def test_views_into_fused_qkv_in_place(xp, head_dim, dtype):
     assert not bool(rows[:, 6 * head_dim :].any())
 
 
+def _float64(case, q, keys, values, tree):
+    """One sequence, one query and head at a time: (Q, H, D) and (Q, H)."""
+    (n, num_heads, _), m = q.shape, len(keys)
+    out, lse = np.zeros(q.shape), np.full(q.shape[:2], -np.inf)
+    for i, h in np.ndindex(n, num_heads):
+        last, kv_head = m - n + i, h // (num_heads // case.num_kv_heads)
+        seen = [j for j in range(last + 1) if not case.window or j > last - case.window]
+        if tree is not None:
+            seen = [j for j in seen if j < m - n or int(tree[i]) >> (j - (m - n)) & 1]
+        s = keys[seen, kv_head].astype(np.float64) @ q[i, h].astype(np.float64)
+        s = s * (case.head_dim**-0.5 if case.scale is None else case.scale)
+        s = case.softcap * np.tanh(s / case.softcap) if case.softcap else s
+        if len(s) and s.max() > -np.inf:
+            p = np.exp(s - s.max())
+            out[i, h] = p @ values[seen, kv_head].astype(np.float64) / p.sum()
+            lse[i, h] = s.max() + np.log(p.sum())
+    return out, lse
+
+
+@pytest.mark.parametrize("tier", ["auto", "portable"])
+@pytest.mark.parametrize("seed", range(24))
+def test_random_problems(xp, seed, tier, monkeypatch):
+    """Shapes, lengths around the borders of pages and tiles, shared blocks, options: at random."""
+    monkeypatch.setenv("ENGINE_KERNEL_TIER", tier)
+    rng = np.random.default_rng(seed)
+    num_queries, batch = int(rng.choice([1, 1, 2, 3, 5, 8])), int(rng.choice([1, 2, 5, 18]))
+    borders = [0, 1, 2, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 257]
+    kv_heads, is_tree = int(rng.integers(1, 4)), bool(rng.random() < 0.4)
+    case = AttentionCase(
+        (num_queries,) * batch,
+        tuple(rng.choice(borders, batch).tolist()),
+        kv_heads * int(rng.choice([1, 2, 3, 4, 7, 8])),
+        kv_heads,
+        int(rng.choice([20, 64, 64, 80, 128, 128, 256])),
+        block_size=int(rng.choice([16, 32, 64, 128])),
+        window=0 if is_tree else int(rng.choice([0, 1, 50])),
+        softcap=float(rng.choice([0.0, 0.0, 5.0])),
+    )
+    dtype = cases.DTYPES[seed % 3]
+    q, k, v, tables, _ = arrays = _inputs(case, dtype, num_shared=int(rng.integers(0, 3)))
+    masks = _trees(case) if is_tree else None
+    options = {**case.rule, "return_lse": True}
+    want, want_lse = _run(reference.attention_decode, np, arrays, **options, tree_mask=masks)
+    for b, m in enumerate(case.lens_k) if dtype == "float32" else ():
+        blocks = tables[b, : -(-m // case.block_size)]
+        kv = (x[blocks].transpose(0, 2, 1, 3).reshape(-1, kv_heads, case.head_dim) for x in (k, v))
+        out, lse = _float64(case, q[b], *(x[:m] for x in kv), None if masks is None else masks[b])
+        np.testing.assert_allclose(want[b], out, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(want_lse[b], lse, rtol=1e-5, atol=1e-5)
+    options |= {"tree_mask": None if masks is None else xp.asarray(masks)}
+    for num_splits in (None, 3):
+        options["num_splits"] = num_splits
+        got, lse = _run(kernels.attention_decode, xp, arrays, **options)
+        assert_close(got, want, reduction=case.reduction)
+        assert_close(lse, want_lse, reduction=case.reduction, name="lse")
+
+
+@pytest.mark.parametrize("tier", ["auto", "portable"])
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("num_queries", [1, 3])
+def test_huge_and_infinite_scores(xp, num_queries, dtype, tier, monkeypatch):
+    """Whole-number scores up to 16,384 are exact, so only the softmax can go wrong."""
+    monkeypatch.setenv("ENGINE_KERNEL_TIER", tier)
+    case = AttentionCase((num_queries,) * 2, (90, 300), 4, 2, 64, block_size=16, scale=1.0)
+    q, k, v, tables, lens = _inputs(case, dtype)
+    rng = np.random.default_rng(6)
+    q[...] = rng.integers(-1, 2, q.shape) * 16
+    k[...] = np.where(np.isnan(k), np.nan, rng.integers(-1, 2, k.shape) * 16)
+    q[:, :, 2:] = np.abs(q[:, :, 2:]) + 1  # times -inf is -inf, for all keys but one, or for all
+    for b, spared in ((0, 50), (1, 300)):
+        slots = np.setdiff1d(np.arange(lens[b]), spared)
+        k[tables[b, slots // 16], 1, slots % 16] = -np.inf
+    arrays = q, k, v, tables, lens
+    want, want_lse = _run(reference.attention_decode, np, arrays, scale=1.0, return_lse=True)
+    assert np.isfinite(want.astype(np.float32)).all() and np.isneginf(want_lse[1, :, 2:]).all()
+    assert not want[1, :, 2:].any() and want_lse[0].min() > -np.inf and want_lse.max() > 2000
+    for b, m in enumerate(case.lens_k):
+        blocks = tables[b, : -(-m // 16)]
+        kv = (x[blocks].transpose(0, 2, 1, 3).reshape(-1, 2, 64)[:m] for x in (k, v))
+        with np.errstate(invalid="ignore"):
+            out, lse = _float64(case, q[b], *kv, None)
+        np.testing.assert_allclose(want_lse[b], lse, rtol=1e-6)
+        assert_close(want[b], out.astype(want.dtype), reduction=case.reduction)
+    for num_splits in (None, 3):
+        got, lse = _run(
+            kernels.attention_decode,
+            xp,
+            arrays,
+            scale=1.0,
+            num_splits=num_splits,
+            return_lse=True,
+        )
+        assert_close(got, want, reduction=case.reduction)
+        assert_close(lse, want_lse, reduction=case.reduction, name="lse")
+
+
 def _random_tree(rng, num_queries):
     """Return each token's mask: its own bit and, unless it is a root, its parent's mask."""
     masks = np.zeros(num_queries, np.uint64)
