@@ -1,0 +1,142 @@
+"""Attention over arrays of more than 2**31 elements: offsets are of 64 bits, in both tiers.
+
+The same on a CPU with few elements around, so that what is tested is itself known to hold.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from engine import kernels, reference
+from engine.device import to_numpy
+from engine.dtypes import np_dtype
+from engine.testing import cases
+from engine.testing.cases_attention import AttentionCase, cu_seqlens, paged_cache
+from engine.testing.tolerances import assert_close
+
+_HEADS, _KV_HEADS, _DIM, _SIZE = 32, 8, 128, 16
+_NUM_QUERIES, _NUM_KEYS = 70, 300
+
+
+@pytest.fixture(params=[pytest.param("auto"), pytest.param("portable")])
+def tier(request, monkeypatch):
+    monkeypatch.setenv("ENGINE_KERNEL_TIER", request.param)
+
+
+def _needs(xp, gigabytes):
+    if xp is not np and xp.cuda.Device().mem_info[0] < gigabytes << 30:
+        pytest.skip(f"needs {gigabytes} GB of free device memory")
+
+
+def _pool(xp, pages, tables):
+    """Return the pages at both ends of a large pool full of NaN, and tables that say so."""
+    count, others = len(pages[0]), 140_000 if xp is not np else 50
+    places = np.arange(count)
+    places[1::2] += others  # every other one behind 2**31 elements
+    pools = []
+    for values in pages:
+        pool = xp.full((count + others, *values.shape[1:]), np.nan, values.dtype)
+        pool[xp.asarray(places)] = xp.asarray(values)
+        assert xp is np or pool[: others - 1].size > 2**31
+        pools.append(pool)
+    is_used = tables < count
+    return *pools, np.where(is_used, places[np.where(is_used, tables, 0)], tables).astype(np.int32)
+
+
+@pytest.mark.parametrize(("batch", "num_queries"), [(1, 1), (1, 4), (30, 1), (30, 8)])
+def test_decode(xp, tier, batch, num_queries):
+    _needs(xp, 12)
+    case = AttentionCase((num_queries,) * batch, (_NUM_KEYS,) * batch, head_dim=_DIM)
+    *pages, tables, lens = paged_cache(case.lens_k, _KV_HEADS, _SIZE, _DIM, "float16", seed=1)
+    q = cases.normal((batch, num_queries, _HEADS, _DIM), "float16", seed=5)
+    want = reference.attention_decode(q, *pages, block_tables=tables, context_lens=lens)
+    *pools, tables = _pool(xp, pages, tables)
+    where = {"block_tables": xp.asarray(tables), "context_lens": xp.asarray(lens)}
+    got = kernels.attention_decode(xp.asarray(q), *pools, **where)
+    assert_close(got, want, reduction=case.reduction)
+
+
+def test_prefill_of_pages(xp, tier):
+    _needs(xp, 12)
+    case = AttentionCase((_NUM_QUERIES, 1), (_NUM_KEYS, 40), head_dim=_DIM)
+    *pages, tables, lens = paged_cache(case.lens_k, _KV_HEADS, _SIZE, _DIM, "float16", seed=1)
+    q = cases.normal((sum(case.lens_q), _HEADS, _DIM), "float16", seed=5)
+    starts = cu_seqlens(case.lens_q)
+    want = reference.attention_prefill(
+        q, *pages, cu_seqlens_q=starts, block_tables=tables, context_lens=lens
+    )
+    *pools, tables = _pool(xp, pages, tables)
+    where = {"block_tables": xp.asarray(tables), "context_lens": xp.asarray(lens)}
+    got = kernels.attention_prefill(xp.asarray(q), *pools, cu_seqlens_q=xp.asarray(starts), **where)
+    assert_close(got, want, reduction=case.reduction)
+
+
+def _behind_others(xp, named):
+    """Return the arrays at the end of large ones, and where three sequences start.
+
+    The first has queries without keys, the second keys without queries: nothing to compute.
+    """
+    others = (600_000, 2_200_000) if xp is not np else (50, 60)
+    large = {}
+    for name, values in named.items():
+        before = others[values.shape[1] == _KV_HEADS]
+        large[name] = xp.zeros((before + len(values), *values.shape[1:]), values.dtype)
+        large[name][before:] = xp.asarray(values)
+        assert xp is np or values.ndim < 3 or large[name][:before].size > 2**31
+    starts = {
+        "cu_seqlens_q": xp.asarray(cu_seqlens([others[0], 0, _NUM_QUERIES])),
+        "cu_seqlens_k": xp.asarray(cu_seqlens([0, others[1], _NUM_KEYS])),
+    }
+    return large, starts
+
+
+_STARTS = {"cu_seqlens_q": cu_seqlens([_NUM_QUERIES]), "cu_seqlens_k": cu_seqlens([_NUM_KEYS])}
+
+
+def _dense():
+    shapes = {"q": (_NUM_QUERIES, _HEADS, _DIM)} | dict.fromkeys("kv", (_NUM_KEYS, _KV_HEADS, _DIM))
+    return {name: cases.normal(s, "bfloat16", i) for i, (name, s) in enumerate(shapes.items())}
+
+
+def _check(got, want, reduction):
+    assert_close(got[-len(want) :], want, reduction=reduction)
+    assert not bool(got[: -len(want)].any())
+
+
+def test_prefill(xp, tier):
+    _needs(xp, 30)
+    named = _dense()
+    want = reference.attention_prefill(**named, **_STARTS)
+    large, starts = _behind_others(xp, named)
+    _check(kernels.attention_prefill(**large, **starts), want, _NUM_KEYS)
+
+
+def test_prefill_fp8(xp, tier):
+    _needs(xp, 20)
+    codes, scales = {}, {}
+    for name, x in _dense().items():
+        codes[name], scales[f"{name}_scale"] = reference.quantize_heads(x)
+    want = reference.attention_prefill_fp8(**codes, **scales, **_STARTS).astype(np.float64)
+    large, starts = _behind_others(xp, codes)
+    scales = {name: xp.asarray(x) for name, x in scales.items()}
+    got = kernels.attention_prefill_fp8(**large, **scales, **starts)
+    error = np.linalg.norm(to_numpy(got[-_NUM_QUERIES:]).astype(np.float64) - want)
+    assert error <= 0.05 * np.linalg.norm(want)  # as in test_attention_prefill_fp8
+    assert not bool(got[:-_NUM_QUERIES].any())
+
+
+def test_backward(xp, tier):
+    _needs(xp, 70)
+    named = _dense() | {"dout": cases.normal((_NUM_QUERIES, _HEADS, _DIM), "bfloat16", 7)}
+    q, k, v = (named[name] for name in "qkv")
+    named["out"], named["lse"] = reference.attention_prefill(q, k, v, **_STARTS, return_lse=True)
+    wants = reference.attention_backward(**named, **_STARTS)
+    large, starts = _behind_others(xp, named)
+    large["lse"][:-_NUM_QUERIES] = -np.inf
+    assert large["out"].dtype == np_dtype("bfloat16")
+    group = _HEADS // _KV_HEADS
+    for deterministic in (True, False):
+        got = kernels.attention_backward(**large, **starts, deterministic=deterministic)
+        for x, want in zip(got, wants, strict=True):
+            _check(x, want, 3 * _DIM + max(_NUM_KEYS, group * _NUM_QUERIES))
