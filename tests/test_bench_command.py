@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import os
+import subprocess
+from types import SimpleNamespace
 
 import pytest
 
 from engine import cli
-from engine.commands import _bench_compare, bench
+from engine.commands import _bench_compare, _bench_workloads, bench
 from engine.commands._bench_models import built_in_config, built_in_names
 from engine.commands._bench_workloads import Work, prefill, serve, throughput
-from engine.errors import ConfigError
+from engine.errors import ConfigError, EngineError
 from engine.loading.weight_table import weight_shapes
 from tests.e2e.tiny import make_engine, tiny_model
 
@@ -21,6 +25,21 @@ def _run(capsys, *arguments):
         cli.main(["bench", *arguments])
     captured = capsys.readouterr()
     return end.value.code, captured.out + captured.err
+
+
+@pytest.fixture
+def tiny_folder(tmp_path):
+    """A configuration of a model that holds 64 tokens, without weights."""
+    fields = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 96,
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5,
+    }  # fmt: skip
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(fields))
+    return ["--model", str(folder), "--device", "cpu", "--load-format", "dummy"]
 
 
 def test_the_workload_is_the_published_one():
@@ -66,7 +85,9 @@ def test_work_is_served_whole():
 def test_on_the_cpu(kind, capsys, tmp_path):
     file = tmp_path / "result.json"
     options = ["--device", "cpu", "--model", "smollm2", "--load-format", "dummy", "--repeats", "1"]
-    sizes = ["--num-requests", "1", "--prompt-len", "5", "--output-len", "2", "--json", str(file)]
+    sizes = ["--num-requests", "1", "--prompt-len", "5", "--json", str(file)]
+    if kind != "prefill":  # always one token
+        sizes += ["--output-len", "2"]
     status, text = _run(capsys, kind, *options, *sizes)
     assert status == 0 and kind in text
     record = json.loads(file.read_text())
@@ -92,6 +113,151 @@ def test_without_torch_the_comparison_says_so(monkeypatch):
     options = argparse.Namespace(model="qwen3-0.6b", device="cpu")
     with pytest.raises(ConfigError, match="--compare needs torch, which is not installed"):
         _bench_compare.transformers_latency(options, Work.same(1, 4, 2), 1)
+
+
+def test_the_table_names_its_numbers(capsys, tiny_folder):
+    sizes = ["--num-requests", "2", "--prompt-len", "5", "--output-len", "3", "--repeats", "1"]
+    status, text = _run(capsys, "throughput", *tiny_folder, *sizes)
+    assert status == 0, text
+    for part in ("num_requests 2", "prompt_tokens", "output_tokens", "cuda_graphs False"):
+        assert part in text
+
+
+def test_outputs_of_throughput_have_a_length_of_their_own():
+    work = Work.mixed(20, longest=30, longest_output=4)
+    assert {len(p) for p in work.prompts} == {30} and set(work.lengths) == {4}
+    assert Work.mixed(20, 300).prompts == Work.mixed(20, 300, longest_output=5).prompts
+
+
+def test_tokens_that_were_not_made_are_not_counted(monkeypatch):
+    """A request that fails ends early (a row of NaN, say)."""
+    engine = make_engine(tiny_model())
+    work = Work.same(1, 5, 4, max_id=96)
+    add = engine.add_request
+
+    def add_shorter(request_id, prompt, params):
+        add(request_id, prompt, dataclasses.replace(params, max_tokens=2))
+
+    monkeypatch.setattr(engine, "add_request", add_shorter)
+    with pytest.raises(EngineError, match="request 0 ended after 2 of 4 tokens"):
+        serve(engine, work)
+
+
+@pytest.fixture
+def stations(monkeypatch):
+    """Replace the measured processes; returns the calls."""
+    calls = []
+
+    def answer(command, **options):
+        calls.append((command, options))
+        return SimpleNamespace(returncode=0, stdout=json.dumps({"ready": 2e9}), stderr="")
+
+    monkeypatch.setattr(subprocess, "run", answer)
+    return calls
+
+
+def test_startup_measures_what_the_options_say(capsys, stations, tiny_folder):
+    options = ["--no-cuda-graphs", "--max-num-seqs", "3", "--max-num-batched-tokens", "64"]
+    assert _run(capsys, "startup", *tiny_folder, *options, "--no-async")[0] == 0
+    for command, _ in stations:
+        assert {"--no-cuda-graphs", "--no-async", "--max-num-seqs=3"} < set(command)
+        assert {"--max-num-batched-tokens=64", "--load-format=dummy"} < set(command)
+
+
+def test_startup_takes_a_pulled_model_from_where_it_is(capsys, stations, monkeypatch, tmp_path):
+    """The measured processes have an empty cache: a download must not be part of the start."""
+    file = tmp_path / "SmolLM2.gguf"
+    monkeypatch.setattr("engine.loading.download.pull", lambda name, **_: file)
+    source = type("Source", (), {"__fspath__": lambda self: str(file)})()
+    monkeypatch.setattr("engine.loading.download._source_at", lambda path: source)
+    assert _run(capsys, "startup", "--device", "cpu", "--model", "smollm2")[0] == 0
+    for command, options in stations:
+        assert f"--model={file}" in command
+        assert options["env"]["ENGINE_CACHE_DIR"] != os.environ.get("ENGINE_CACHE_DIR")
+
+
+def test_startup_of_a_model_that_holds_few_tokens(capsys, tiny_folder):
+    status, text = _run(capsys, "startup", *tiny_folder)
+    assert status == 0, text
+
+
+def test_a_start_that_fails_is_one_line(capsys, tiny_folder):
+    status, text = _run(capsys, "startup", *tiny_folder, "--dtype", "int8")
+    assert status == 2 and "int8" in text and len(text.splitlines()) == 1
+    status, text = _run(capsys, "startup", "--device", "cpu", "--model", "nosuch")
+    assert status == 2 and "'nosuch'" in text and len(text.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "wanted", "got"),
+    [
+        ("latency", "--num-requests 0", "--num-requests must be at least 1", "0"),
+        ("throughput", "--num-requests -2", "--num-requests must be at least 1", "-2"),
+        ("prefill", "--num-requests 0", "--num-requests must be at least 1", "0"),
+        ("latency", "--repeats 0", "--repeats must be at least 1", "0"),
+        ("throughput", "--repeats -1", "--repeats must be at least 1", "-1"),
+        ("latency", "--prompt-len -3", "--prompt-len must be at least 1", "-3"),
+        ("throughput", "--prompt-len 0", "--prompt-len must be at least 1", "0"),
+        ("latency", "--output-len 1", "--output-len must be at least 2", "1"),
+        ("throughput", "--output-len 0", "--output-len must be at least 1", "0"),
+        ("latency", "--max-num-seqs 0", "--max-num-seqs must be at least 1", "0"),
+        ("latency", "--max-num-batched-tokens 0", "--max-num-batched-tokens must be", "0"),
+        ("prefill", "--output-len 7", "--output-len is for latency, throughput", "prefill"),
+        ("startup", "--repeats 2", "--repeats is for latency, throughput, prefill", "startup"),
+        ("startup", "--num-requests 2", "--num-requests is for latency", "startup"),
+        ("throughput", "--compare", "--compare is for latency", "throughput"),
+        ("latency", "--json /no/such/folder/x.json", "--json must be", "/no/such/folder/x.json"),
+        ("latency", "--json /", "--json must be a file", "/"),
+        ("latency", "--prompt-len 60 --output-len 5", "the 64 tokens of ", "65"),
+    ],
+)
+def test_a_bad_option_is_named_before_anything_is_measured(
+    capsys, tiny_folder, monkeypatch, kind, options, wanted, got
+):
+    monkeypatch.setattr(_bench_workloads, "serve", None)
+    status, text = _run(capsys, kind, *tiny_folder, *options.split())
+    assert status == 2 and wanted in text and text.rstrip().endswith(got), text
+    assert len(text.splitlines()) == 1 and text.startswith("engine bench: ")
+
+
+def test_a_result_that_cannot_be_written_is_one_line(capsys, tiny_folder, monkeypatch, tmp_path):
+    def fail(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    file = tmp_path / "x.json"
+    monkeypatch.setattr(type(file), "write_text", fail)
+    sizes = ["--prompt-len", "5", "--output-len", "2", "--repeats", "1", "--json", str(file)]
+    status, text = _run(capsys, "latency", *tiny_folder, *sizes)
+    assert status == 2 and f"--json {file} cannot be written" in text and "ms_per_token" in text
+
+
+def test_the_comparison_is_of_the_same_kind(monkeypatch):
+    """Same dtype, same device, one request; what cannot be is refused, not replaced."""
+    monkeypatch.setattr(_bench_compare.importlib.util, "find_spec", lambda name: True)
+    options = argparse.Namespace(model="qwen3-0.6b", device="auto", num_requests=3)
+    with pytest.raises(ConfigError, match="--num-requests 1; got 3"):
+        _bench_compare.check(options)
+    options.num_requests = None
+    _bench_compare.check(options)
+    asked = []
+    torch = SimpleNamespace(
+        float16="half", tensor=lambda *_, **__: None, cuda=SimpleNamespace(is_available=bool)
+    )
+    made = SimpleNamespace(generate=lambda *_, **__: None, eval=lambda: made)
+    made.to = lambda place: asked.append(place) or made
+    auto = SimpleNamespace(from_config=lambda config, dtype: asked.append(dtype) or made)
+    transformers = SimpleNamespace(
+        AutoConfig=SimpleNamespace(for_model=lambda **_: None),
+        AutoModelForCausalLM=auto,
+        __version__="0",
+    )
+    modules = {"torch": torch, "transformers": transformers}
+    monkeypatch.setattr(_bench_compare.importlib, "import_module", modules.__getitem__)
+    work = Work.same(1, 4, 2)
+    row = _bench_compare.transformers_latency(options, work, 1, dtype="float16", device="cpu")
+    assert row["dtype"] == "float16" and asked == ["half", "cpu"]
+    with pytest.raises(ConfigError, match="PyTorch with CUDA for cuda:1"):
+        _bench_compare.transformers_latency(options, work, 1, dtype="float16", device="cuda:1")
 
 
 def test_nonsense_is_refused(capsys):

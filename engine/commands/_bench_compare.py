@@ -16,25 +16,57 @@ from typing import Any
 from engine.commands._bench_models import built_in_names, config_folder
 from engine.commands._bench_workloads import Work
 from engine.errors import ConfigError
+from engine.loading.download import resolve_model
 
-__all__ = ["transformers_latency"]
+__all__ = ["check", "transformers_latency"]
 
 
-def transformers_latency(arguments: argparse.Namespace, work: Work, repeats: int) -> dict[str, Any]:
-    """Return milliseconds a token of `generate` with a static cache, without the prefill.
+def check(arguments: argparse.Namespace) -> None:
+    """Refuse what cannot be compared, before anything is measured.
 
     Raises
     ------
     ConfigError
-        If PyTorch or transformers is not installed.
+        If PyTorch or transformers is not installed, or cannot run the model that the options name.
     """
     for name in ("torch", "transformers"):
         if importlib.util.find_spec(name) is None:
             raise ConfigError(f"--compare needs {name}, which is not installed")
+    if arguments.num_requests not in (None, 1):
+        raise ConfigError(f"--compare needs --num-requests 1; got {arguments.num_requests}")
+    if arguments.model in built_in_names():
+        return
+    source = resolve_model(arguments.model)
+    if source.kind != "hf_dir":
+        raise ConfigError(
+            f"--compare needs a built-in configuration or a model that transformers reads; "
+            f"got {arguments.model}"
+        )
+
+
+def transformers_latency(
+    arguments: argparse.Namespace,
+    work: Work,
+    repeats: int,
+    *,
+    dtype: str = "float32",
+    device: str = "cpu",
+) -> dict[str, Any]:
+    """Return milliseconds a token of `generate` with a static cache, without the prefill.
+
+    In the dtype and on the device that the engine had.
+
+    Raises
+    ------
+    ConfigError
+        As `check` does; also if the engine ran on a GPU and PyTorch cannot.
+    """
+    check(arguments)
     torch, transformers = map(importlib.import_module, ("torch", "transformers"))
-    place = "cuda" if torch.cuda.is_available() and arguments.device != "cpu" else "cpu"
-    model = _model(torch, transformers, arguments, place)
-    prompt = torch.tensor([work.prompts[0]], device=place)
+    if device != "cpu" and not torch.cuda.is_available():
+        raise ConfigError(f"--compare needs a PyTorch with CUDA for {device}; this one has none")
+    model = _model(torch, transformers, arguments, dtype).to(device).eval()
+    prompt = torch.tensor([work.prompts[0]], device=device)
 
     def seconds(num_tokens: int) -> float:
         start = time.perf_counter()
@@ -46,8 +78,8 @@ def transformers_latency(arguments: argparse.Namespace, work: Work, repeats: int
             cache_implementation="static",
             pad_token_id=0,
         )
-        if place == "cuda":
-            torch.cuda.synchronize()
+        if device != "cpu":
+            torch.cuda.synchronize(device)
         return time.perf_counter() - start
 
     count = work.lengths[0]
@@ -56,17 +88,16 @@ def transformers_latency(arguments: argparse.Namespace, work: Work, repeats: int
     spans = [seconds(count) - seconds(1) for _ in range(repeats)]
     return {
         "what": f"transformers {transformers.__version__}, static cache",
+        "dtype": dtype,
         "ms_per_token": statistics.median(spans) / max(1, count - 1) * 1e3,
     }
 
 
-def _model(torch: Any, transformers: Any, arguments: argparse.Namespace, place: str) -> Any:
-    dtype = torch.float32 if place == "cpu" else torch.bfloat16
-    name = arguments.model
-    if name in built_in_names():
-        fields = json.loads((config_folder(name) / "config.json").read_text())
-        config = transformers.AutoConfig.for_model(**fields)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    else:
-        model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-    return model.to(place).eval()
+def _model(torch: Any, transformers: Any, arguments: argparse.Namespace, dtype: str) -> Any:
+    name, kind = arguments.model, getattr(torch, dtype)
+    if name not in built_in_names():
+        path = resolve_model(name).path
+        return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=kind)
+    fields = json.loads((config_folder(name) / "config.json").read_text())
+    config = transformers.AutoConfig.for_model(**fields)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=kind)

@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import ModelConfig
+from engine.errors import ConfigError
 from engine.llm_engine import LLMEngine
+from engine.loading.download import resolve_model
 from engine.loading.hf_config import load_config
 from engine.model import Model, load
 
 __all__ = ["built_in_config", "built_in_names", "config_folder", "make_engine"]
+
+_STARTUP_LEN = 2048  # of a sequence, where nothing says how long it is
 
 
 def built_in_names() -> list[str]:
@@ -38,8 +42,18 @@ def built_in_config(name: str) -> ModelConfig:
     return load_config(config_folder(name))
 
 
-def make_engine(arguments: argparse.Namespace, *, max_model_len: int, max_num_seqs: int) -> Any:
-    """Load what the options name, and build an engine that holds sequences of that many tokens."""
+def make_engine(
+    arguments: argparse.Namespace, *, max_model_len: int | None, max_num_seqs: int
+) -> Any:
+    """Load what the options name, and build an engine that holds sequences of that many tokens.
+
+    None: 2048, or as many as the model can if that is less.
+
+    Raises
+    ------
+    ConfigError
+        If the model cannot hold so many.
+    """
     model = _load(arguments, max_model_len)
     options: dict[str, Any] = {
         "max_num_seqs": arguments.max_num_seqs or max_num_seqs,
@@ -51,10 +65,23 @@ def make_engine(arguments: argparse.Namespace, *, max_model_len: int, max_num_se
     return LLMEngine(model, **{k: v for k, v in options.items() if v is not None})
 
 
-def _load(arguments: argparse.Namespace, max_model_len: int) -> Model:
-    name, common = arguments.model, {"device": arguments.device, "dtype": arguments.dtype}
-    if name in built_in_names():
-        config = built_in_config(name)
-        length = min(max_model_len, config.max_position_embeddings)
-        return load(config=config, load_format="dummy", max_model_len=length, **common)
-    return load(name, load_format=arguments.load_format, max_model_len=max_model_len, **common)
+def _load(arguments: argparse.Namespace, max_model_len: int | None) -> Model:
+    name, is_built_in = arguments.model, arguments.model in built_in_names()
+    config = built_in_config(name) if is_built_in else load_config(resolve_model(name))
+    most = config.max_position_embeddings
+    if max_model_len is not None and max_model_len > most:
+        raise ConfigError(
+            f"--prompt-len and --output-len must be at most the {most} tokens of {name} together; "
+            f"got {max_model_len}"
+        )
+    load_format = arguments.load_format
+    if is_built_in and load_format == "auto":
+        load_format = "dummy"
+    return load(
+        name,
+        config=config,
+        load_format=load_format,
+        max_model_len=min(_STARTUP_LEN, most) if max_model_len is None else max_model_len,
+        device=arguments.device,
+        dtype=arguments.dtype,
+    )

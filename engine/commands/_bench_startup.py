@@ -11,26 +11,34 @@ import tempfile
 import time
 from typing import Any
 
+from engine.errors import EngineError
+
 __all__ = ["child", "measure"]
 
 
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Start a process with an empty kernel cache, and one with the cache that this one filled."""
+    """Start a process with an empty kernel cache, and one with the cache that this one filled.
+
+    Raises
+    ------
+    EngineError
+        If the model is not known, or such a process fails.
+    """
+    command = _command(arguments)
     rows = []
     with tempfile.TemporaryDirectory() as cache:
         for kernels in ("cold", "warm"):
-            command = [sys.executable, "-m", "engine", "bench", "startup", "--in-child"]
-            command += ["--model", arguments.model, "--device", arguments.device]
-            command += ["--dtype", arguments.dtype, "--load-format", arguments.load_format]
             start = time.time()
             done = subprocess.run(
                 command,
-                env={**os.environ, "ENGINE_CACHE_DIR": cache} if kernels else None,
-                stdout=subprocess.PIPE,
+                env={**os.environ, "ENGINE_CACHE_DIR": cache},
+                capture_output=True,
+                text=True,
                 check=False,
             )
             if done.returncode:
-                raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}")
+                lines = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
+                raise EngineError(f"the process to be measured failed: {lines[-1]}")
             stations = json.loads(done.stdout.splitlines()[-1])
             row: dict[str, Any] = {"kernel_cache": kernels}
             for name, moment in stations.items():
@@ -39,13 +47,36 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+def _command(arguments: argparse.Namespace) -> list[str]:
+    """Return the command to be measured; it takes a model that is on this machine by its path.
+
+    Pulled models lie in the cache too, and the measured process is given an empty one.
+    """
+    from engine.commands._bench_models import built_in_names
+    from engine.loading.download import resolve_model
+
+    model = arguments.model
+    if model not in built_in_names():
+        model = os.fspath(resolve_model(model))
+    command = [sys.executable, "-m", "engine", "bench", "startup", "--in-child"]
+    for name in ("device", "dtype", "load_format", "max_num_seqs", "max_num_batched_tokens"):
+        if (value := getattr(arguments, name)) is not None:
+            command.append(f"--{name.replace('_', '-')}={value}")
+    command += [f"--{name}" for name in ("no-cuda-graphs", "no-async") if _is_set(arguments, name)]
+    return [*command, f"--model={model}"]
+
+
+def _is_set(arguments: argparse.Namespace, name: str) -> bool:
+    return bool(getattr(arguments, name.replace("-", "_")))
+
+
 def child(arguments: argparse.Namespace) -> None:
     """Print when each station was passed, in seconds of the clock, as one line of JSON."""
     stations = {"imported": time.time()}
     from engine.commands._bench_models import make_engine
     from engine.commands._bench_workloads import Work, serve
 
-    engine = make_engine(arguments, max_model_len=2048, max_num_seqs=256)
+    engine = make_engine(arguments, max_model_len=None, max_num_seqs=256)
     stations["ready"] = time.time()
     serve(engine, Work.same(1, 16, 1, max_id=engine.model.config.vocab_size - 1))
     stations["first_token"] = time.time()

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from engine.errors import EngineError
 from engine.llm_engine import LLMEngine
 from engine.sampling_params import RequestOutputKind, SamplingParams
 
@@ -34,15 +35,27 @@ class Work:
     temperature: float = 0.0
 
     @classmethod
-    def mixed(cls, num_requests: int, longest: int = _LENGTHS[1], max_id: int = _MAX_ID) -> Work:
-        """Return requests with prompts and outputs of 100 to 1024 tokens, temperature 0.6."""
+    def mixed(
+        cls,
+        num_requests: int,
+        longest: int = _LENGTHS[1],
+        max_id: int = _MAX_ID,
+        *,
+        longest_output: int | None = None,
+    ) -> Work:
+        """Return requests with prompts and outputs of 100 to 1024 tokens, temperature 0.6.
+
+        `longest` replaces the 1024, for outputs unless `longest_output` does; 100 where it is less.
+        """
         rng = random.Random(0)
         shortest = min(_LENGTHS[0], longest)
         prompts = [
             [rng.randint(0, max_id) for _ in range(rng.randint(shortest, longest))]
             for _ in range(num_requests)
         ]
-        return cls(prompts, [rng.randint(shortest, longest) for _ in prompts], 0.6)
+        most = longest if longest_output is None else longest_output
+        least = min(_LENGTHS[0], most)
+        return cls(prompts, [rng.randint(least, most) for _ in prompts], 0.6)
 
     @classmethod
     def same(
@@ -73,6 +86,11 @@ def serve(engine: LLMEngine, work: Work) -> tuple[float, list[Any]]:
         From the first step to the last output.
     metrics : list of RequestMetrics
         In the order of the requests.
+
+    Raises
+    ------
+    EngineError
+        If a request ended early: its tokens must not be counted.
     """
     engine.reset_prefix_cache()
     for index, (prompt, length) in enumerate(zip(work.prompts, work.lengths, strict=True)):
@@ -88,7 +106,12 @@ def serve(engine: LLMEngine, work: Work) -> tuple[float, list[Any]]:
     while engine.has_unfinished_requests():
         for output in engine.step():
             metrics[output.request_id] = output.metrics
-    return time.perf_counter() - start, [metrics[str(i)] for i in range(len(work.prompts))]
+    seconds = time.perf_counter() - start
+    for index, length in enumerate(work.lengths):
+        made = metrics[str(index)].num_generation_tokens
+        if made != length:
+            raise EngineError(f"request {index} ended after {made} of {length} tokens")
+    return seconds, [metrics[str(i)] for i in range(len(work.prompts))]
 
 
 def latency(engine: LLMEngine, work: Work, repeats: int) -> dict[str, float]:

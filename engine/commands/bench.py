@@ -7,6 +7,7 @@ import datetime
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 from engine import __version__
 from engine.device import Device
+from engine.errors import ConfigError
 
 __all__ = ["add_arguments", "run"]
 
@@ -24,6 +26,19 @@ _KINDS = {
     "startup": "a new process: seconds until the first token, without and with cached kernels",
 }
 _DEFAULTS = {"latency": (1, 128, 512), "throughput": (256, 1024, 1024), "prefill": (16, 4096, 1)}
+_REPEATS = 3
+
+_COUNTS = (
+    *("num_requests", "prompt_len", "output_len", "repeats"),
+    *("max_num_seqs", "max_num_batched_tokens"),
+)
+_MEANT_FOR = {
+    "num_requests": ("latency", "throughput", "prefill"),
+    "prompt_len": ("latency", "throughput", "prefill"),
+    "output_len": ("latency", "throughput"),
+    "repeats": ("latency", "throughput", "prefill"),
+    "compare": ("latency",),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,8 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--load-format", default="auto", help="dummy takes random weights")
     parser.add_argument("--num-requests", type=int, help="how many requests")
     parser.add_argument("--prompt-len", type=int, help="tokens of a prompt (throughput: at most)")
-    parser.add_argument("--output-len", type=int, help="tokens of an output (latency)")
-    parser.add_argument("--repeats", type=int, default=3, help="runs, of which the median counts")
+    parser.add_argument("--output-len", type=int, help="tokens of an output (throughput: at most)")
+    parser.add_argument("--repeats", type=int, help="runs, of which the median counts (default 3)")
     parser.add_argument("--max-num-seqs", type=int, help="most requests at once")
     parser.add_argument("--max-num-batched-tokens", type=int, help="token budget of a step")
     parser.add_argument("--no-cuda-graphs", action="store_true", help="launch kernel by kernel")
@@ -59,6 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.in_child:
         _bench_startup.child(arguments)
         return 0
+    _check(arguments)
     if arguments.kind == "startup":
         from engine.device import resolve_device
 
@@ -67,11 +83,65 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         device, rows = _measure(arguments)
     for row in rows:
-        print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{v}" for k, v in row.items()))
+        print("  ".join(_cell(name, value) for name, value in row.items()))
     if arguments.json is not None:
         record = {**_conditions(device), "rows": rows}
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+        try:
+            arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+        except OSError as error:
+            raise ConfigError(f"--json {arguments.json} cannot be written: {error}") from error
     return 0
+
+
+def _cell(name: str, value: Any) -> str:
+    """Return a value as the table shows it: words speak for themselves, numbers have a name."""
+    if isinstance(value, str):
+        return value
+    return f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Refuse what makes no sense before anything is loaded."""
+    kind = arguments.kind
+    for name in _COUNTS:
+        value = getattr(arguments, name)
+        least = 2 if (kind, name) == ("latency", "output_len") else 1  # a time between two tokens
+        if value is not None and value < least:
+            raise ConfigError(f"{_option(name)} must be at least {least}; got {value}")
+    for name, kinds in _MEANT_FOR.items():
+        if getattr(arguments, name) and kind not in kinds:
+            raise ConfigError(f"{_option(name)} is for {', '.join(kinds)}; not for {kind}")
+    if arguments.compare:
+        from engine.commands import _bench_compare
+
+        _bench_compare.check(arguments)
+    if arguments.json is not None:
+        _check_file(arguments.json)
+
+
+def _check_file(file: Path) -> None:
+    if file.is_dir():
+        raise ConfigError(f"--json must be a file; got the folder {file}")
+    if not file.parent.is_dir():
+        raise ConfigError(f"--json must be a file in a folder that exists; got {file}")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ConfigError(f"--json must be a file that may be written; got {file}")
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _sizes(arguments: argparse.Namespace) -> tuple[int, int, int]:
+    """Return requests, tokens of a prompt and of an output (throughput: at most)."""
+    num_requests, prompt_len, output_len = _DEFAULTS[arguments.kind]
+    if arguments.prompt_len and arguments.kind == "throughput":
+        output_len = arguments.prompt_len
+    return (
+        arguments.num_requests or num_requests,
+        arguments.prompt_len or prompt_len,
+        arguments.output_len or output_len,
+    )
 
 
 def _measure(arguments: argparse.Namespace) -> tuple[Device, list[dict[str, Any]]]:
@@ -79,33 +149,34 @@ def _measure(arguments: argparse.Namespace) -> tuple[Device, list[dict[str, Any]
     from engine.commands._bench_models import make_engine
     from engine.commands._bench_workloads import Work
 
-    kind = arguments.kind
-    given = (arguments.num_requests, arguments.prompt_len, arguments.output_len)
-    sizes = [a if a is not None else b for a, b in zip(given, _DEFAULTS[kind], strict=True)]
-    length = sizes[1] + max(sizes[1:] if kind == "throughput" else sizes[2:])
-    engine = make_engine(arguments, max_model_len=length, max_num_seqs=max(1, sizes[0]))
+    kind, repeats = arguments.kind, arguments.repeats or _REPEATS
+    num_requests, prompt_len, output_len = _sizes(arguments)
+    length = prompt_len + output_len
+    engine = make_engine(arguments, max_model_len=length, max_num_seqs=num_requests)
     max_id = min(9999, engine.model.config.vocab_size - 1)
     if kind == "throughput":
-        work = Work.mixed(sizes[0], sizes[1], max_id)
-        _bench_workloads.serve(engine, Work.mixed(min(8, sizes[0]), min(64, sizes[1]), max_id))
+        work = Work.mixed(num_requests, prompt_len, max_id, longest_output=output_len)
+        warm_up = (min(8, num_requests), min(64, prompt_len), max_id)
+        _bench_workloads.serve(engine, Work.mixed(*warm_up, longest_output=min(64, output_len)))
     else:
-        work = Work.same(sizes[0], sizes[1], sizes[2], max_id)
+        work = Work.same(num_requests, prompt_len, output_len, max_id)
     row = {
         "kind": kind,
         "model": arguments.model,
         "dtype": engine.model.dtype,
-        "num_requests": sizes[0],
+        "num_requests": num_requests,
         "prompt_tokens": work.num_prompt_tokens,
         "output_tokens": work.num_output_tokens,
         "cuda_graphs": engine.config.cuda_graphs,
     }
-    row |= getattr(_bench_workloads, kind)(engine, work, arguments.repeats)
+    row |= getattr(_bench_workloads, kind)(engine, work, repeats)
     device = engine.model.device
     engine.close()
     engine.model.close()
     rows = [row]
-    if arguments.compare and kind == "latency":
-        rows.append(_bench_compare.transformers_latency(arguments, work, arguments.repeats))
+    if arguments.compare:
+        same = {"dtype": row["dtype"], "device": str(device)}
+        rows.append(_bench_compare.transformers_latency(arguments, work, repeats, **same))
     return device, rows
 
 
@@ -125,5 +196,5 @@ def _conditions(device: Device) -> dict[str, str]:
         "date": datetime.date.today().isoformat(),
         "version": __version__,
         "commit": commit or "unknown",
-        "command": "engine " + " ".join(sys.argv[1:]),
+        "command": "engine " + shlex.join(sys.argv[1:]),
     }
