@@ -90,8 +90,7 @@ def gemm(
     call = Contract("gemm")
     x = call.array("x", x, "M K", FLOATS, layout="rows")
     weight = call.array("weight", weight, "N K", x.dtype)
-    dtype = x.dtype if out_dtype is None else np.dtype(out_dtype)
-    call.check("out_dtype", dtype in (x.dtype, FLOAT32), f"{x.dtype} or float32", out_dtype)
+    dtype = _out_dtype(call, x.dtype, out_dtype)
     columns = check_columns(call, activation)
     if bias is not None:
         bias = call.array("bias", bias, "N", x.dtype)
@@ -113,6 +112,17 @@ def gemm(
     operands = Operands(x, weight, out, bias, residual, activation, batch_invariant, overlap)
     launch("gemm", operands)
     return out
+
+
+def _out_dtype(call: Contract, own: np.dtype[Any], wanted: Any) -> np.dtype[Any]:
+    """Return the dtype of the result: x's `own` or float32."""
+    try:
+        dtype = own if wanted is None else np.dtype(wanted)
+        ok = dtype in (own, FLOAT32)
+    except TypeError:  # NumPy knows no such dtype
+        ok = False
+    call.check("out_dtype", ok, f"{own} or float32", wanted)
+    return dtype
 
 
 def interleave_gate_up(gate_up: Any) -> Any:

@@ -56,7 +56,8 @@ def silu_and_mul(y: Array) -> Array:
 
 def _in_blocks(x: Array, matrix: Array) -> Array:
     """Multiply 16 rows at a time: how BLAS sums a row depends on how many rows it is given."""
-    padded = np.zeros((-(-len(x) // 16), 16, x.shape[1]), np.float32)
-    padded.reshape(-1, x.shape[1])[: len(x)] = x
-    y: Array = np.matmul(padded, matrix)
-    return y.reshape(-1, matrix.shape[1])[: len(x)]
+    blocks, (rows, k), columns = -(-len(x) // 16), x.shape, matrix.shape[1]
+    padded = np.zeros((blocks * 16, k), np.float32)
+    padded[:rows] = x
+    y: Array = np.matmul(padded.reshape(blocks, 16, k), matrix)
+    return y.reshape(blocks * 16, columns)[:rows]

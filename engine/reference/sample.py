@@ -215,8 +215,9 @@ def _result(
         return SampleResult(token_ids, status, None, None, None, num_kept)
     bad = (status != OK)[:, None]
     safe = np.where(bad, np.float32(0), logits)
-    top = safe.max(axis=1, keepdims=True, initial=-np.inf)
-    logprobs = safe - top - np.log(np.exp(safe - top).sum(axis=1, keepdims=True))
+    with np.errstate(over="ignore"):  # what lies too far below the largest has probability 0
+        below = safe - safe.max(axis=1, keepdims=True, initial=-np.inf)
+    logprobs = below - np.log(np.exp(below).sum(axis=1, keepdims=True))
     chosen = np.take_along_axis(logprobs, np.maximum(token_ids, 0)[:, None], axis=1)
     chosen = np.where(bad, np.float32(np.nan), chosen)[:, 0]
     if num_logprobs == 0:

@@ -209,6 +209,23 @@ def test_mirror_is_the_formula():
         np.testing.assert_allclose(got, want + r, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize(("m", "n", "k"), [(3, 32, 0), (0, 8, 8), (3, 0, 8), (0, 0, 0), (17, 4, 8)])
+def test_rows_are_multiplied_alone_whatever_is_empty(m, n, k):
+    x, weight, bias, _ = _inputs(m, n, k, "float32")
+    got = kernels.gemm(x, weight, bias=bias, batch_invariant=True)
+    assert got.shape == (m, n)
+    assert_close(got, reference.gemm(x, weight, bias=bias), reduction=k)
+
+
+@pytest.mark.parametrize("wanted", ["float64", "nonsense", object()])
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_a_dtype_that_the_result_cannot_have_is_named(xp, dtype, wanted):
+    x, weight = cases.to_module(xp, *_inputs(2, 8, 8, dtype)[:2])
+    with pytest.raises(ContractError, match=f"out_dtype: must be {dtype} or float32; got"):
+        kernels.gemm(x, weight, out_dtype=wanted)
+    assert str(kernels.gemm(x, weight, out_dtype=dtype).dtype) == dtype
+
+
 @pytest.mark.parametrize("m", [1, 40])
 def test_rounds_once(xp, m):
     """1 + 3/1024 + 3/1024 is 1.0078125 in bfloat16, but 1 if it is rounded on the way."""

@@ -432,6 +432,15 @@ def test_equal_logits_stay_equal_when_cold(xp):
     assert abs(int(counts[2]) - 2048) < 4 * 32
 
 
+def test_log_probabilities_of_logits_as_far_apart_as_can_be():
+    """Their difference is more than a float holds; the mirror says -inf, without a warning."""
+    logits = np.array([[3e38, -3e38, 3e38]], np.float32)
+    result = reference.sample(logits, **parameters(1, temperature=0), num_logprobs=3)
+    assert result.top_ids.tolist() == [[0, 2, 1]]
+    half = -np.log(np.float32(2))
+    np.testing.assert_allclose(result.top_logprobs, [[half, half, -np.inf]], rtol=1e-6)
+
+
 def test_a_single_allowed_id_is_taken(xp):
     logits = cases_sample.logits("normal", 3, 4099)
     allowed = np.zeros((3, 129), np.int32)
