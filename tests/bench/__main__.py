@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from engine import device
+from engine.errors import ConfigError, DeviceError
 from engine.testing.timing import time_cpu, time_gpu
 
 _L2_BYTES = 60 << 20
@@ -73,7 +74,12 @@ def main() -> None:
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     options = parser.parse_args()
-    chosen, reason = device.resolve_device(options.device)
+    if options.json is not None and (options.json.is_dir() or not options.json.parent.is_dir()):
+        parser.error(f"--json must be a file in a folder that exists; got {options.json}")
+    try:
+        chosen, reason = device.resolve_device(options.device)
+    except (ConfigError, DeviceError) as error:
+        parser.error(str(error))
     chosen.activate()
     print(f"device {chosen}: {reason}")
     rows = []
