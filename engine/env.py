@@ -15,6 +15,7 @@ __all__ = [
     "VARIABLES",
     "Variable",
     "cache_dir",
+    "commit",
     "compile_workers",
     "debug",
     "kernel_tier",
@@ -49,6 +50,11 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable("ENGINE_DEBUG", "0", "1 checks every block table and poisons freed memory (slow)"),
     Variable("ENGINE_OFFLINE", "0", "1 never opens a connection (also HF_HUB_OFFLINE=1)"),
+    Variable(
+        "ENGINE_COMMIT",
+        "git's, in a checkout",
+        "the commit that `engine bench` writes beside its figures where git cannot say it",
+    ),
 )
 
 
@@ -85,6 +91,11 @@ def offline() -> bool:
         _choice("ENGINE_OFFLINE", "0", ("0", "1")),
         os.environ.get("HF_HUB_OFFLINE", "0"),
     )
+
+
+def commit() -> str:
+    """Return the commit that was given by hand; empty if none was."""
+    return os.environ.get("ENGINE_COMMIT", "")
 
 
 def _choice(name: str, default: str, allowed: tuple[str, ...]) -> str:

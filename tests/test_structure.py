@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from engine import kernels, reference
+from engine import env, kernels, reference
 
 ROOT = Path(__file__).parents[1]
 OPS = sorted(m.name for m in pkgutil.iter_modules(kernels.__path__) if not m.name.startswith("_"))
@@ -46,6 +46,15 @@ def _sources() -> list[Path]:
 
 def _part(path: Path) -> str:
     return path.relative_to(ROOT / "engine").parts[0].removesuffix(".py")
+
+
+def test_every_environment_variable_is_declared():
+    read = {
+        name
+        for path in _sources()
+        for name in re.findall(r"[\"'](ENGINE_[A-Z_]+)[\"']", path.read_text())
+    }
+    assert read == {variable.name for variable in env.VARIABLES}
 
 
 @pytest.mark.parametrize("op", OPS)

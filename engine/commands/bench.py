@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from engine import __version__
+from engine import __version__, env
 from engine.device import Device
 from engine.errors import ConfigError
 
@@ -186,7 +186,7 @@ def _conditions(device: Device) -> dict[str, str]:
         card = device.xp.cuda.runtime.getDeviceProperties(device.index)["name"].decode()
     else:
         card = f"{platform.machine()}, {os.cpu_count()} cores"
-    commit = os.environ.get("ENGINE_COMMIT", "")
+    commit = env.commit()
     folder = Path(__file__).parents[2]
     if not commit and (folder / ".git").exists():
         command = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]

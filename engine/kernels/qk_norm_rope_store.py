@@ -155,6 +155,7 @@ def qk_norm_rope_store(
     if k_weight is not None:
         k_weight = call.array("k_weight", k_weight, "D", q.dtype)
     call.number("eps", eps, low=0.0)
+    call.number("weight_offset", weight_offset)
     fits = call["R"] % 2 == 0 and call["R"] <= call["D"]
     call.check("cos_sin", fits, f"(P, R), R even and at most D = {call['D']}", cos_sin.shape)
     arrays = {"q": q, "k": k, "v": v, "positions": positions, "cos_sin": cos_sin}

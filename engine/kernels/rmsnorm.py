@@ -115,6 +115,7 @@ def rmsnorm(
     x = call.array("x", x, "* N", FLOATS, layout="rows")
     weight = call.array("weight", weight, "N", x.dtype)
     call.number("eps", eps, low=0.0)
+    call.number("weight_offset", weight_offset)
     call.check("residual_out", residual is not None or residual_out is None, "None", residual_out)
     shape = " ".join(map(str, x.shape))
     if residual is not None:

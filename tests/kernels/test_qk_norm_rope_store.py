@@ -187,6 +187,8 @@ def test_contract(xp):
         op(q, k, v, *arrays, *pages, gslots, q_weight=xp.ones(8, np.float16))
     with pytest.raises(ShapeError, match=r"k_weight: must have shape \(D\); D = 8 from q"):
         op(q, k, v, *arrays, *pages, gslots, k_weight=xp.ones(7, np.float32))
+    with pytest.raises(ContractError, match="weight_offset: must be a number from -inf to inf; go"):
+        op(q, k, v, *arrays, *pages, gslots, weight_offset=float("nan"))
     with pytest.raises(ContractError, match=r"cos_sin: must be \(P, R\), R even and at most D = 8"):
         op(q, k, v, arrays[0], arrays[1][:, :7], *pages, gslots)
     with pytest.raises(ShapeError, match="k_pages: must be C-contiguous"):

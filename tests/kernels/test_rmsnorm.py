@@ -93,6 +93,8 @@ def test_contract(xp):
         kernels.rmsnorm([1.0], weight)
     with pytest.raises(ContractError, match=r"eps: must be a number from 0\.0 to inf; got nan"):
         kernels.rmsnorm(x, weight, eps=float("nan"))
+    with pytest.raises(ContractError, match="weight_offset: must be a number from -inf to inf; go"):
+        kernels.rmsnorm(x, weight, weight_offset="1")
     with pytest.raises(ShapeError, match="out: must have shape"):
         kernels.rmsnorm(x, weight, out=xp.empty((3, 8), np.float32))
 
