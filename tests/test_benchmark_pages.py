@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
+
+from tests.bench.__main__ import main
+from tests.bench.bench_deterministic import CASES
 
 FOLDER = Path(__file__).parents[1] / "docs" / "benchmarks"
 DATA = sorted(FOLDER.glob("*.json"))
@@ -36,3 +40,23 @@ def test_every_file_is_in_the_list():
     names = {path.name for path in FOLDER.iterdir()} - {"README.md"}
     assert names == {name for name in names if f"]({name})" in text}
     assert all((FOLDER / target).exists() for target in re.findall(r"\]\(([^)#:]+)\)", text))
+
+
+def test_the_command_of_batch_invariance_measures_what_is_published():
+    rows = json.loads((FOLDER / "deterministic.json").read_text())["rows"]
+    assert [case.name for case in CASES] == [row["case"] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--device", "tpu"], "got 'tpu'"),
+        (["--device", "cpu", "--json", "/no/such/folder/x"], "--json must be a file in a folder"),
+        (["--device", "cpu", "--json", "/"], "got /"),
+    ],
+)
+def test_the_command_names_a_bad_option(options, said, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["tests.bench", "residual_add", *options])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2 and said in capsys.readouterr().err
