@@ -194,14 +194,14 @@ def _choose(
     batch, num_queries, num_heads, head_dim = shape
     tile = choose_hopper_tile(dtype, head_dim, num_queries * (num_heads // num_kv_heads))
     assert tile is not None
+    group = num_heads // num_kv_heads
+    many, short = _MANY_TILES[head_dim], _SHORT_TILES[head_dim]
+    # takes_fresh, not only for newest tokens: the bits are then the same with and without them.
     if not may_share or batch * num_kv_heads > sm_count():
-        return tile if tile.row_tiles > 1 else _MANY_TILES[head_dim]
+        return many if tile.row_tiles == 1 and many.takes_fresh(group) else tile
     if choose_cluster(batch * num_kv_heads, sm_count()) == 1:
         return tile
-    short = _SHORT_TILES[head_dim]
-    # Not only for newest tokens: the bits are then the same with and without them.
-    is_short = bound <= _SHORT_KEYS and short.takes_fresh(num_heads // num_kv_heads)
-    if tile.row_tiles == 1 and is_short:
+    if tile.row_tiles == 1 and bound <= _SHORT_KEYS and short.takes_fresh(group):
         return short
     return replace(tile, cluster=_CLUSTER)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -315,6 +316,18 @@ def test_tiles_that_make_rows():
         for tile in _decode_sm90._variants(_decode_sm90.choose_hopper_tile("float16", dim, 1)):
             fresh = dataclasses.replace(tile, is_fresh=True)
             assert fresh.shared_bytes == tile.shared_bytes + (not tile.is_fresh) * 4 * dim
+
+
+def test_whatever_tile_is_chosen_can_make_the_rows(monkeypatch):
+    monkeypatch.setattr(_decode_sm90, "sm_count", lambda: 132)
+    for dim, group, batch in itertools.product((64, 128), range(1, 17), (1, 3, 40, 300)):
+        base = _decode_sm90.choose_hopper_tile("float16", dim, group)
+        assert base.takes_fresh(group)
+        for kv_heads, bound, may_share in itertools.product((1, 8), (64, 4096), (True, False)):
+            shape = batch, 1, group * kv_heads, dim
+            tile = _decode_sm90._choose("float16", shape, kv_heads, bound, may_share=may_share)
+            assert tile.takes_fresh(group)
+            assert tile.spec("float16") in _decode_sm90.specs("float16", head_dim=dim)
 
 
 def test_contract(xp):
