@@ -123,7 +123,7 @@ class HopperConfig:
     def max_clusters(self, sm_count: int) -> int:
         """Return how many clusters run at a time: larger ones do not fill every GPC."""
         size = self.cluster_size
-        return sm_count // size if size <= 2 else sm_count * 10 // (11 * size)
+        return max(1, sm_count // size if size <= 2 else sm_count * 10 // (11 * size))
 
     def waves(self, m: int, n: int, sm_count: int) -> int:
         """Return how many tiles the busiest block makes."""
@@ -216,7 +216,7 @@ def choose_hopper(
     """
 
     def is_possible(config: HopperConfig) -> bool:
-        if is_gated and config.tile_n // config.cluster_k % 16:
+        if config.cluster_size > sm_count or (is_gated and config.tile_n // config.cluster_k % 16):
             return False
         return config.cluster_k == 1 or (
             not batch_invariant

@@ -181,7 +181,7 @@ def test_the_tier_decides(hopper, monkeypatch, tier):
     assert len(launched) == (tier == "auto")  # float32 has no such kernel
 
 
-@pytest.mark.parametrize("sm_count", [114, 132])
+@pytest.mark.parametrize("sm_count", [1, 8, 16, 114, 132])  # a part of a chip has few
 def test_choice_covers_the_problem(sm_count):
     for n, k in [*MODEL_LAYERS.values(), (1, 8), (100, 4096), (7, 64)]:
         for m in (1, 33, 64, 256, 1000, 4096, 100_000):
@@ -189,6 +189,7 @@ def test_choice_covers_the_problem(sm_count):
             rows = config.tile_m * config.cluster_m
             columns = config.tile_n * config.cluster_n
             assert config.clusters(m, n) == -(-m // rows) * -(-n // columns)
+            assert config.cluster_size <= sm_count
             if config.cluster_k > 1:
                 assert config.waves(m, n, sm_count) == 1 and k >= 64 * config.cluster_k
             invariant = choose_hopper(m, n, k, sm_count, batch_invariant=True)
