@@ -1,0 +1,72 @@
+"""What each kernel adds to a decode step: from the end of the kernel before it to its own end.
+
+Kernels begin before the ones in front have ended, so their durations do not add up; these do. The
+ends come from the profiler of PyTorch, which must be importable.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+
+from engine import load
+from engine.commands._bench_models import built_in_config
+from engine.commands._bench_workloads import Work, serve
+from engine.llm_engine import LLMEngine
+from engine.sampling_params import SamplingParams
+
+_MODELS = ("qwen2.5-0.5b", "qwen3-0.6b", "llama-3.2-1b", "llama-3.1-8b")
+_SIZES = (1, 8, 64, 256)
+_PROMPT, _WARM_STEPS, _STEPS = 500, 60, 20
+
+
+def _kernels_of(engine, size, torch):
+    """Return (end in us, name) of what the device did in `_STEPS` steps of `size` requests."""
+    params = SamplingParams(temperature=0.6, max_tokens=4 * _WARM_STEPS, ignore_eos=True)
+    prompts = {f"{size}-{i}": p for i, p in enumerate(Work.same(size, _PROMPT, 1).prompts)}
+    for request_id, prompt in prompts.items():
+        engine.add_request(request_id, prompt, params)
+    for _ in range(_WARM_STEPS):
+        engine.step()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(_STEPS):
+            engine.step()
+        torch.cuda.synchronize()
+    engine.abort_request(list(prompts))
+    on_device = torch.autograd.DeviceType.CUDA
+    found = [e for e in profile.events() if e.device_type == on_device]
+    return sorted((event.time_range.end, event.name) for event in found)
+
+
+def _row(name, size, ends):
+    added, counts = collections.Counter(), collections.Counter()
+    for (before, _), (end, kernel) in itertools.pairwise(ends):
+        added[kernel] += end - before
+        counts[kernel] += 1
+    row = {"op": "decode_steps", "case": f"{name} {size} x {_PROMPT}"}
+    row["step us"] = (ends[-1][0] - ends[0][0]) / _STEPS
+    for kernel, us in added.most_common(12):
+        row[f"{kernel} a step"] = counts[kernel] / _STEPS
+        row[f"{kernel} us"] = us / counts[kernel]
+    return row
+
+
+def main(device):
+    """Measure, print, and return the rows."""
+    if not device.is_cuda:
+        raise SystemExit("decode_steps takes a GPU: it looks at kernels")
+    import torch
+
+    torch.cuda.init()
+    rows = []
+    for name in _MODELS:
+        config = built_in_config(name)
+        model = load(config=config, load_format="dummy", max_model_len=1024, device="cuda")
+        with LLMEngine(model, max_num_seqs=max(_SIZES)) as engine:
+            serve(engine, Work.same(2, 64, 20))
+            rows += [_row(name, size, _kernels_of(engine, size, torch)) for size in _SIZES]
+        model.close()
+    for row in rows:
+        print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else v for k, v in row.items()))
+    return rows
