@@ -14,7 +14,7 @@ import pytest
 from engine import cli
 from engine.commands import _bench_compare, _bench_workloads, bench
 from engine.commands._bench_models import built_in_config, built_in_names
-from engine.commands._bench_workloads import Work, prefill, serve, throughput
+from engine.commands._bench_workloads import Work, latency, prefill, serve, throughput
 from engine.errors import ConfigError, EngineError
 from engine.loading.weight_table import weight_shapes
 from tests.e2e.tiny import make_engine, tiny_model
@@ -127,6 +127,17 @@ def test_outputs_of_throughput_have_a_length_of_their_own():
     work = Work.mixed(20, longest=30, longest_output=4)
     assert {len(p) for p in work.prompts} == {30} and set(work.lengths) == {4}
     assert Work.mixed(20, 300).prompts == Work.mixed(20, 300, longest_output=5).prompts
+
+
+def test_latency_is_of_all_requests_but_the_first_runs(monkeypatch):
+    def request(first, last):
+        return SimpleNamespace(ttft=first, first_token_time=first, last_token_time=last)
+
+    runs = iter([[request(9, 99)] * 3, [request(1, 3), request(2, 8), request(3, 13)]])
+    monkeypatch.setattr(_bench_workloads, "serve", lambda *_: (0.0, next(runs)))
+    row = latency(make_engine(tiny_model()), Work.same(3, 4, 3), repeats=1)
+    assert row["ttft_ms"] == 2000.0
+    assert row["ms_per_token"] == 3000.0  # of 1, 3 and 5 s: two gaps each
 
 
 def test_tokens_that_were_not_made_are_not_counted(monkeypatch):

@@ -115,14 +115,18 @@ def serve(engine: LLMEngine, work: Work) -> tuple[float, list[Any]]:
 
 
 def latency(engine: LLMEngine, work: Work, repeats: int) -> dict[str, float]:
-    """Return the time of a token, without the prefill, and the time to the first one."""
-    times, first = [], []
-    for _ in range(repeats + 1):
-        _, (metrics, *_) = serve(engine, work)
-        gaps = max(1, work.lengths[0] - 1)
-        times.append((metrics.last_token_time - metrics.first_token_time) / gaps * 1e3)
-        first.append(metrics.ttft * 1e3)
-    row = {"ms_per_token": statistics.median(times[1:]), "ttft_ms": statistics.median(first[1:])}
+    """Return the time of a token, without the prefill, and the time to the first one.
+
+    Medians over all requests of all runs but the first.
+    """
+    runs = [serve(engine, work)[1] for _ in range(repeats + 1)]
+    metrics = [each for run in runs[1:] for each in run]
+    gaps = max(1, work.lengths[0] - 1)
+    times = [(each.last_token_time - each.first_token_time) / gaps for each in metrics]
+    row = {
+        "ms_per_token": statistics.median(times) * 1e3,
+        "ttft_ms": statistics.median(each.ttft for each in metrics) * 1e3,
+    }
     streamed = engine.model.weight_bytes - _unread_bytes(engine)
     return row | {"weight_TB_per_s": streamed / row["ms_per_token"] * 1e-9}
 
