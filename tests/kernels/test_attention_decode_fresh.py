@@ -143,6 +143,8 @@ def test_mirror_leaves_its_rows():
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("case", _CASES, ids=range(len(_CASES)))
 def test_matches_mirror(xp, case, dtype, norms, tier, monkeypatch):
+    if xp is np and tier == "portable":
+        pytest.skip("there is one mirror for both tiers")
     monkeypatch.setenv("ENGINE_KERNEL_TIER", tier)
     lost = len(case.lens_k) // 3 if norms == "both" else 0
     inputs = _inputs(case, dtype, norms, num_lost=lost, seed=len(norms))
