@@ -20,15 +20,15 @@
 //
 // Numerics: as attention_decode. Parts are combined in the order of the keys by whoever comes last,
 // so a result does not depend on who that is.
-// Parallelisation: one block an SM; one warp copies, kKeyWarps warps compute. For the scores they
+// Parallelisation: one or two blocks an SM; a warp copies, kKeyWarps compute. For the scores they
 // divide a tile's keys, for P V the columns of V: what they exchange is a row's maximum and P, with
 // one barrier a tile; scores run one tile ahead. For few sequences a cluster of blocks divides one
 // sequence and head, and its blocks send each other the parts.
 // Overlap: lengths and tables may be read before the kernel in front has ended, the rest may not.
 // With FRESH only the rows wait: the tiles are on their way by then. The newest key and value are
 // written into their tile in shared memory when it has landed, whatever the copy found in the pages.
-// Memory: a tile is 8 units of kUnitKeys tokens of one head, 4 KB each, in one piece of its page (2
-// for D = 64), one copy each for K and V. TMA swizzles them, for ldmatrix without conflicts of banks;
+// Memory: a tile is 8 units of kUnitKeys tokens of one head, 1 to 4 KB each, in one piece of its
+// page, one copy each for K and V. TMA swizzles them, for ldmatrix without conflicts of banks;
 // see tile_offset in decode_ring.cuh. NOTE: the unit's place must be a multiple of 128 bytes, and the
 // map without L2 promotion to 256 bytes: the one cost 5 % of the bandwidth, the other 7 %.
 // Contract: lengths, tables and pages must not change while a launch runs. Every warp plans by the

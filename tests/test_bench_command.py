@@ -112,7 +112,7 @@ def test_without_torch_the_comparison_says_so(monkeypatch):
     monkeypatch.setattr(_bench_compare.importlib.util, "find_spec", lambda name: None)
     options = argparse.Namespace(model="qwen3-0.6b", device="cpu")
     with pytest.raises(ConfigError, match="--compare needs torch, which is not installed"):
-        _bench_compare.transformers_latency(options, Work.same(1, 4, 2), 1)
+        _bench_compare.check(options)
 
 
 def test_the_table_names_its_numbers(capsys, tiny_folder):

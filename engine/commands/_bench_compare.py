@@ -49,19 +49,18 @@ def transformers_latency(
     work: Work,
     repeats: int,
     *,
-    dtype: str = "float32",
-    device: str = "cpu",
+    dtype: str,
+    device: str,
 ) -> dict[str, Any]:
     """Return milliseconds a token of `generate` with a static cache, without the prefill.
 
-    In the dtype and on the device that the engine had.
+    In the dtype and on the device that the engine had; `check` has accepted the arguments.
 
     Raises
     ------
     ConfigError
-        As `check` does; also if the engine ran on a GPU and PyTorch cannot.
+        If the engine ran on a GPU and PyTorch cannot.
     """
-    check(arguments)
     torch, transformers = map(importlib.import_module, ("torch", "transformers"))
     if device != "cpu" and not torch.cuda.is_available():
         raise ConfigError(f"--compare needs a PyTorch with CUDA for {device}; this one has none")
