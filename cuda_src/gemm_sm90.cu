@@ -3,15 +3,18 @@
 //   out = activation(x weight^T + bias) + residual
 //
 // With "silu_and_mul" the weight's rows are gate and up in turn, eight of each (gemm.cu), and out
-// has N / 2 columns.
+// has N / 2 columns. With num_gates they lie one after the other in memory, and get their turns on
+// the way to shared memory: map_w has axes (k, 8 rows, gate and up, groups of 8 rows).
 //
 //   x         (M, K) half or bfloat16   by TMA: address and row stride multiples of 16 bytes
 //   weight    (N, K) half or bfloat16   by TMA: K a multiple of 8
 //   bias      (N,)   scalar_t           or null
 //   residual  (M, N) scalar_t or float  as out; rows residual_stride apart; or null; may be out
 //   out       (M, N) scalar_t or float  rows out_stride apart
-//   x_part    rows of x that a block loads of a tile; stages: of the ring, for tiles of 64 rows;
+//   map_tail  x by boxes of tail_part rows, for the last rows' tile; map_x's have x_part
+//   stages    of the ring, for tiles of 64 rows
 //   overlaps  the kernel in front may still run, and does not write the weight
+//   num_gates rows of gate, if the weight and the bias have all of these first; else 0
 //
 // Numerics: products on tensor cores (wgmma), sums, bias, activation and residual in float, one
 // rounding at the end. The order of summation is fixed by the module's macros and K alone.
@@ -26,10 +29,11 @@
 #include "common/gemm_sm90_epilogue.cuh"
 
 extern "C" __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads, 1)
-    gemm_sm90(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap map_w,
-              const scalar_t* bias, const void* residual, int64_t residual_stride, void* out,
-              int64_t out_stride, int m, int n, int k, int group, int x_part, int stages,
-              int overlaps, int activation, int is_float, int is_vector) {
+    gemm_sm90(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap map_tail,
+              const __grid_constant__ TensorMap map_w, const scalar_t* bias, const void* residual,
+              int64_t residual_stride, void* out, int64_t out_stride, int m, int n, int k, int group,
+              int x_part, int tail_part, int stages, int overlaps, int num_gates, int activation,
+              int is_float, int is_vector) {
   let_next_kernel_start();
   extern __shared__ unsigned char smem_raw[];
   unsigned char* smem = align_smem(smem_raw);
@@ -37,19 +41,23 @@ extern "C" __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds_
   const Schedule schedule(m, n, k, group);
   if (threadIdx.x == kProducer) {
     tma_prefetch_map(&map_x);
+    tma_prefetch_map(&map_tail);
     tma_prefetch_map(&map_w);
     const int rows = m - schedule.tile(schedule.first()).x;  // the only tile where k is shared
     pipeline.init(min(TILE_M, (rows + 15) / 16 * 16));
   }
   if (kClusterSize > 1) cluster_sync_relaxed();  // the fence is part of init
   else __syncthreads();
-  const Epilogue epilogue{bias,       residual,   out,           residual_stride,
-                          out_stride, activation, is_float != 0, is_vector != 0};
+  const Epilogue epilogue{bias,       residual,      out,            residual_stride, out_stride,
+                          activation, is_float != 0, is_vector != 0, num_gates};
   // One branch for each role: setmaxnreg wants it so.
   if (threadIdx.x - kFirstConsumer >= kConsumers) {
     if constexpr (kMovesRegisters) registers_give_up<kProducerRegisters>();
-    if (threadIdx.x == kProducer)
-      produce(pipeline, schedule, &map_x, &map_w, Loading{x_part, overlaps != 0});
+    if (threadIdx.x == kProducer) {
+      const Loading loading{x_part, tail_part, overlaps != 0, num_gates > 0};
+      produce(pipeline, schedule,
+              Loader(pipeline, schedule, &map_x, &map_tail, &map_w, loading));
+    }
   } else {
     if constexpr (kMovesRegisters) registers_take<kConsumerRegisters>();
     wait_for_last_kernel();  // it may read what we write, and write what we read

@@ -17,15 +17,6 @@ __device__ __forceinline__ void tma_load_3d(unsigned to, const TensorMap* map, i
       : "memory");
 }
 
-__device__ __forceinline__ void tma_load_4d(unsigned to, const TensorMap* map, int x, int y, int z,
-                                            int w, unsigned barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
-      "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
-      "l"(map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier)
-      : "memory");
-}
-
 // ---- barriers between two warpgroups -----------------------------------------------------------
 
 // Waits until the other warpgroup has arrived at barrier `id` (1 to 15) too.

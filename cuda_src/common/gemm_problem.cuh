@@ -52,6 +52,7 @@ struct Epilogue {
   int activation;
   bool is_float;   // out and residual are float, else scalar_t
   bool is_vector;  // n, strides and addresses allow accesses of four elements
+  int num_gates = 0;  // gated: rows of gate, if weight and bias have all of these first; else 0
 
   __device__ __forceinline__ bool is_gated() const { return activation == kSiluAndMul; }
   __device__ __forceinline__ bool is_bare() const {
@@ -65,9 +66,17 @@ struct Epilogue {
     return activate(activation, bias != nullptr ? sum + to_float(bias[n]) : sum);
   }
 
+  // Where the bias of the product's column n lies.
+  __device__ __forceinline__ int bias_place(int n) const {
+    return num_gates > 0 ? gated_column(n) + n / 8 % 2 * num_gates : n;
+  }
+
   // `gate` is of the product's column n, `up` of the one eight further.
   __device__ __forceinline__ float gated(int n, float gate, float up) const {
-    if (bias != nullptr) gate += to_float(bias[n]), up += to_float(bias[n + 8]);
+    if (bias != nullptr) {
+      gate += to_float(bias[bias_place(n)]);
+      up += to_float(bias[bias_place(n + 8)]);
+    }
     return silu(gate) * up;
   }
 

@@ -8,17 +8,22 @@
 constexpr int kBlockK = 64;     // of k: 128 bytes a row, the widest swizzle
 constexpr int kDepth = DEPTH;   // such blocks in a stage
 constexpr int kStageK = kDepth * kBlockK;
-constexpr int kWarpgroups = TILE_M == 64 ? 1 : TILE_M == 192 ? 3 : 2;  // those that multiply
-constexpr int kBlocksM = TILE_M / 64 / kWarpgroups;                    // of 64 rows a warpgroup
+// Warpgroups that multiply share a tile's rows, or its columns where three would have too few
+// registers each.
+constexpr bool kSharesColumns = TILE_M == 192 && TILE_N > 192;
+constexpr int kWarpgroups = TILE_M == 64 ? 1 : TILE_M == 192 && !kSharesColumns ? 3 : 2;
+constexpr int kBlocksM = TILE_M / 64 / (kSharesColumns ? 1 : kWarpgroups);  // of 64 rows, of each
+constexpr int kWarpgroupCols = TILE_N / (kSharesColumns ? kWarpgroups : 1);
+constexpr bool kMayGate = kWarpgroups != 3;  // three have no registers for it
 constexpr int kConsumers = kWarpgroups * 128;
 // One warp loads. Before warpgroups that take registers from each other it must be a warpgroup too.
 constexpr bool kMovesRegisters = kWarpgroups > 1;
 constexpr int kThreads = kConsumers + (kMovesRegisters ? 128 : 32);
 constexpr int kFirstConsumer = kMovesRegisters ? 128 : 0;
 constexpr int kProducer = kMovesRegisters ? 0 : kConsumers;
-constexpr int kProducerRegisters = kWarpgroups == 3 ? 32 : 40;
-constexpr int kConsumerRegisters = kWarpgroups == 3 ? 160 : 232;
-static_assert(TILE_M == kWarpgroups * kBlocksM * 64 && TILE_N % 16 == 0, "no such tile");
+constexpr int kProducerRegisters = kWarpgroups == 3 ? 32 : kSharesColumns ? 24 : 40;
+constexpr int kConsumerRegisters = kWarpgroups == 3 ? 160 : kSharesColumns ? 240 : 232;
+static_assert(TILE_M % 64 == 0 && TILE_N % 16 == 0 && kWarpgroupCols % 16 == 0, "no such tile");
 
 constexpr int kClusterM = CLUSTER_M, kClusterN = CLUSTER_N, kClusterK = CLUSTER_K;
 constexpr int kClusterSize = kClusterM * kClusterN * kClusterK;
@@ -129,68 +134,102 @@ struct Pipeline {
 
 // What a launch leaves open about loading.
 struct Loading {
-  int x_part;     // rows of x that a block loads: TILE_M / CLUSTER_N, or fewer where x has fewer
+  int x_part;     // rows of x that a block loads of a tile: TILE_M / CLUSTER_N, or fewer
+  int tail_part;  // the same of the last rows' tile, which may have fewer
   bool overlaps;  // the weight may be read while the kernel in front still runs
+  bool is_split;  // all rows of gate lie before those of up: map_w brings eight of each in turn
 };
 
 // Loads stages. Rows of x that no box covers keep what shared memory held: their sums are dropped.
+// A box that reached past the last row would arrive with zeros, but at less than half the speed.
 struct Loader {
   const Pipeline& p;
-  const TensorMap *map_x, *map_w;
-  int x_part, rank_m, rank_n;
+  const TensorMap *map_x, *map_tail, *map_w;
+  const Loading& loading;
+  int m, rank_m, rank_n;
   unsigned short row_blocks = 0, col_blocks = 0;
 
   __device__ __forceinline__ Loader(const Pipeline& p_, const Schedule& s, const TensorMap* map_x_,
-                                    const TensorMap* map_w_, int x_part_)
-      : p(p_), map_x(map_x_), map_w(map_w_), x_part(x_part_), rank_m(s.rank_m), rank_n(s.rank_n) {
+                                    const TensorMap* map_tail_, const TensorMap* map_w_,
+                                    const Loading& loading_)
+      : p(p_),
+        map_x(map_x_),
+        map_tail(map_tail_),
+        map_w(map_w_),
+        loading(loading_),
+        m(s.m),
+        rank_m(s.rank_m),
+        rank_n(s.rank_n) {
     const int layer = s.rank_k * kClusterM * kClusterN;  // first rank of those with this share of k
     for (int j = 0; j < kClusterN; ++j) row_blocks |= 1 << (layer + j * kClusterM + s.rank_m);
     for (int i = 0; i < kClusterM; ++i) col_blocks |= 1 << (layer + s.rank_n * kClusterM + i);
   }
 
-  // `stage_k` is a stage's worth of k, `stage` a place in the ring.
-  __device__ __forceinline__ void weight(int stage, int stage_k, int row) const {
-    constexpr int kPart = TILE_N / kClusterM;
+  // How many rows of x a block loads of the tile that begins at `row`.
+  __device__ __forceinline__ int part(int row) const {
+    if (row + TILE_M <= m) return loading.x_part;
+    return row < m ? loading.tail_part : 0;
+  }
+
+  // `stage_k` is a stage's worth of k, `stage` a place in the ring, `tile` the first row and column.
+  __device__ __forceinline__ void weight(int stage, int stage_k, int2 tile) const {
     const unsigned full = p.full + stage * 8, to = p.w + stage * kStageW;
-    mbarrier_arrive_expect(full, kDepth * (x_part * kClusterN * kRowBytes90 + kBytesW));
+    mbarrier_arrive_expect(full, kDepth * (part(tile.x) * kClusterN * kRowBytes90 + kBytesW));
+    const int row = tile.y + rank_m * kPartW;
 #pragma unroll
     for (int d = 0; d < kDepth; ++d) {
       const int k = stage_k * kStageK + d * kBlockK;
-      if constexpr (kClusterM == 1) tma_load_2d(to + d * kBytesW, map_w, k, row, full);
-      else
-        tma_load_2d_multicast(to + d * kBytesW + rank_m * kPart * kRowBytes90, map_w, k,
-                              row + rank_m * kPart, full, col_blocks);
+      const unsigned block = to + d * kBytesW + rank_m * kPartW * kRowBytes90;
+      if constexpr (kClusterM == 1) {
+        if (is_split()) tma_load_4d(block, map_w, k, 0, 0, row / 16, full);
+        else tma_load_2d(block, map_w, k, row, full);
+      } else {
+        if (is_split()) tma_load_4d_multicast(block, map_w, k, 0, 0, row / 16, full, col_blocks);
+        else tma_load_2d_multicast(block, map_w, k, row, full, col_blocks);
+      }
     }
   }
-  __device__ __forceinline__ void x(int stage, int stage_k, int row) const {
-    const unsigned full = p.full + stage * 8, to = p.x + stage * p.stage_x;
+  __device__ __forceinline__ void x(int stage, int stage_k, int2 tile) const {
+    const int rows = part(tile.x), row = tile.x + rank_n * rows;
+    if (rows == 0) return;
+    const unsigned full = p.full + stage * 8;
+    const unsigned to = p.x + stage * p.stage_x + rank_n * rows * kRowBytes90;
+    const TensorMap* map = tile.x + TILE_M <= m ? map_x : map_tail;
 #pragma unroll
     for (int d = 0; d < kDepth; ++d) {
       const int k = stage_k * kStageK + d * kBlockK;
-      if constexpr (kClusterN == 1) tma_load_2d(to + d * p.block_x, map_x, k, row, full);
-      else
-        tma_load_2d_multicast(to + d * p.block_x + rank_n * x_part * kRowBytes90, map_x, k,
-                              row + rank_n * x_part, full, row_blocks);
+      if constexpr (kClusterN == 1) tma_load_2d(to + d * p.block_x, map, k, row, full);
+      else tma_load_2d_multicast(to + d * p.block_x, map, k, row, full, row_blocks);
     }
   }
   // To the L2 cache only.
-  __device__ __forceinline__ void prefetch_weight(int stage_k, int row) const {
+  __device__ __forceinline__ void prefetch_weight(int stage_k, int column) const {
+    const int row = column + rank_m * kPartW;
 #pragma unroll
-    for (int d = 0; d < kDepth; ++d)
-      tma_prefetch_2d(map_w, stage_k * kStageK + d * kBlockK, row + rank_m * (TILE_N / kClusterM));
+    for (int d = 0; d < kDepth; ++d) {
+      const int k = stage_k * kStageK + d * kBlockK;
+      if (is_split()) tma_prefetch_4d(map_w, k, 0, 0, row / 16);
+      else tma_prefetch_2d(map_w, k, row);
+    }
+  }
+
+ private:
+  static constexpr int kPartW = TILE_N / kClusterM;  // rows of weight that a block loads of a tile
+
+  // Only whole pairs of eight can come apart.
+  __device__ __forceinline__ bool is_split() const {
+    return kPartW % 16 == 0 && loading.is_split;
   }
 };
 
 __device__ __forceinline__ void produce(const Pipeline& p, const Schedule& s,
-                                        const TensorMap* map_x, const TensorMap* map_w,
-                                        const Loading& loading) {
-  const Loader loader(p, s, map_x, map_w, loading.x_part);
+                                        const Loader& loader) {
   // What fits into the ring is on its way, or in the L2 cache, before the kernel in front has ended.
   int early = 0;
   for (int i = 0; i < min(s.last_k - s.first_k, p.stages); ++i) {
-    const int row = s.tile(s.first()).y;
-    if (loading.overlaps) loader.weight(early++, s.first_k + i, row);
-    else loader.prefetch_weight(s.first_k + i, row);
+    const int2 tile = s.tile(s.first());
+    if (loader.loading.overlaps) loader.weight(early++, s.first_k + i, tile);
+    else loader.prefetch_weight(s.first_k + i, tile.y);
   }
   wait_for_last_kernel();
   Ring ring;
@@ -202,9 +241,9 @@ __device__ __forceinline__ void produce(const Pipeline& p, const Schedule& s,
         --early;
       } else {
         mbarrier_wait(p.empty + ring.stage * 8, ring.phase ^ 1);
-        loader.weight(ring.stage, k, tile.y);
+        loader.weight(ring.stage, k, tile);
       }
-      loader.x(ring.stage, k, tile.x);
+      loader.x(ring.stage, k, tile);
       ring.advance(p.stages);
     }
   }
@@ -212,7 +251,7 @@ __device__ __forceinline__ void produce(const Pipeline& p, const Schedule& s,
 
 // ---- consumers -------------------------------------------------------------------------------
 
-using Sums = float[kBlocksM][TILE_N / 2];
+using Sums = float[kBlocksM][kWarpgroupCols / 2];
 
 // Lets go of a stage: one thread tells each block that loads into it.
 __device__ __forceinline__ void release(const Pipeline& p, const Schedule& s, int stage) {
@@ -234,7 +273,8 @@ __device__ __forceinline__ void release(const Pipeline& p, const Schedule& s, in
 // Sums this block's share of k into `acc`.
 __device__ __forceinline__ void multiply(const Pipeline& p, const Schedule& s, int warpgroup,
                                          Ring& ring, Sums& acc) {
-  const unsigned rows = p.x + warpgroup * kBlocksM * 64 * kRowBytes90;
+  const unsigned rows = p.x + (kSharesColumns ? 0 : warpgroup * kBlocksM * 64 * kRowBytes90);
+  const unsigned cols = p.w + (kSharesColumns ? warpgroup * kWarpgroupCols * kRowBytes90 : 0);
   int last = 0;
 #pragma unroll 1
   for (int i = s.first_k; i < s.last_k; ++i) {
@@ -243,12 +283,12 @@ __device__ __forceinline__ void multiply(const Pipeline& p, const Schedule& s, i
 #pragma unroll
     for (int d = 0; d < kDepth; ++d) {
       const uint64_t a = wgmma_descriptor(rows + ring.stage * p.stage_x + d * p.block_x);
-      const uint64_t b = wgmma_descriptor(p.w + ring.stage * kStageW + d * kBytesW);
+      const uint64_t b = wgmma_descriptor(cols + ring.stage * kStageW + d * kBytesW);
 #pragma unroll
       for (int step = 0; step < kBlockK / 16; ++step)
 #pragma unroll
         for (int j = 0; j < kBlocksM; ++j)
-          wgmma<TILE_N>(acc[j], a + j * (64 * kRowBytes90 / 16) + step * 2, b + step * 2,
+          wgmma<kWarpgroupCols>(acc[j], a + j * (64 * kRowBytes90 / 16) + step * 2, b + step * 2,
                         i > s.first_k || d > 0 || step > 0);
     }
     wgmma_commit();

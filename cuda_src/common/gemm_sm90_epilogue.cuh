@@ -18,19 +18,20 @@ struct Corner {
   int row, col;
 };
 
-// Chunk `kChunk` (of 64 columns) of a warp's sums, rounded; there may be fewer at the end.
-template <int kChunk, int kSums>
-__device__ __forceinline__ void stage_rounded(const float (&acc)[kSums], unsigned staging) {
+// Chunk `kChunk` (of 64 columns) of a warp's results, rounded; there may be fewer at the end. A
+// thread has kResults of them, in the order of its sums: result(i), i known at compile time.
+template <int kChunk, int kResults, typename Result>
+__device__ __forceinline__ void stage_rounded(const Result& result, unsigned staging) {
   const int lane = threadIdx.x % 32, row = lane % 16;
 #pragma unroll
-  for (int pair = 0; pair < 4 && kChunk * 32 + pair * 8 < kSums; ++pair) {
-    const float* a = acc + kChunk * 32 + pair * 8;
-    if (kChunk * 32 + pair * 8 + 4 == kSums) {  // eight columns are left
-      stmatrix_x2(staging + row * 128 + (2 * pair ^ (row % 8)) * 16, pack(a[0], a[1]),
-                  pack(a[2], a[3]));
+  for (int pair = 0; pair < 4 && kChunk * 32 + pair * 8 < kResults; ++pair) {
+    const int i = kChunk * 32 + pair * 8;
+    const unsigned low = pack(result(i), result(i + 1)), high = pack(result(i + 2), result(i + 3));
+    if (i + 4 == kResults) {  // eight columns are left
+      stmatrix_x2(staging + row * 128 + (2 * pair ^ (row % 8)) * 16, low, high);
     } else {
-      stmatrix_x4(staging + row * 128 + ((2 * pair + lane / 16) ^ (row % 8)) * 16,
-                  pack(a[0], a[1]), pack(a[2], a[3]), pack(a[4], a[5]), pack(a[6], a[7]));
+      stmatrix_x4(staging + row * 128 + ((2 * pair + lane / 16) ^ (row % 8)) * 16, low, high,
+                  pack(result(i + 4), result(i + 5)), pack(result(i + 6), result(i + 7)));
     }
   }
 }
@@ -52,12 +53,12 @@ __device__ __forceinline__ void stage_float(const float (&acc)[kSums], unsigned 
 }
 
 // Stages a chunk known at run time only: registers cannot be indexed.
-template <int kChunk, int kSums>
-__device__ __forceinline__ void stage_rounded_at(int chunk, const float (&acc)[kSums],
+template <int kChunk, int kResults, typename Result>
+__device__ __forceinline__ void stage_rounded_at(int chunk, const Result& result,
                                                  unsigned staging) {
-  if constexpr (kChunk * 32 < kSums) {
-    if (chunk == kChunk) stage_rounded<kChunk>(acc, staging);
-    else stage_rounded_at<kChunk + 1>(chunk, acc, staging);
+  if constexpr (kChunk * 32 < kResults) {
+    if (chunk == kChunk) stage_rounded<kChunk, kResults>(result, staging);
+    else stage_rounded_at<kChunk + 1, kResults>(chunk, result, staging);
   }
 }
 template <int kChunk, int kSums>
@@ -77,23 +78,22 @@ __device__ __forceinline__ void add_bias(const Epilogue& e, float (&acc)[kSums],
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int col = first + j * 8 + i;
-      const float bias = col < n ? to_float(e.bias[col]) : 0.0f;
+      const float bias = col < n ? to_float(e.bias[e.bias_place(col)]) : 0.0f;
       acc[4 * j + i] += bias;
       acc[4 * j + 2 + i] += bias;
     }
 }
 
-// Results of 16 bits, at most a bias: rounded in registers, 16 bytes a store.
-template <int kSums>
-__device__ __forceinline__ void store_rounded(const Epilogue& e, float (&acc)[kSums], Corner corner,
+// Results of 16 bits that are done: rounded in registers, 16 bytes a store.
+template <int kResults, typename Result>
+__device__ __forceinline__ void store_rounded(const Epilogue& e, const Result& result, Corner corner,
                                               int m, int n, bool is_wide) {
-  constexpr int kCols = kSums * 2;
+  constexpr int kCols = kResults * 2;
   const int lane = threadIdx.x % 32;
   const unsigned staging = smem_address(corner.staging);
-  if (e.bias != nullptr) add_bias(e, acc, corner.col, n);
 #pragma unroll 1
   for (int chunk = 0; chunk < (kCols + 63) / 64; ++chunk) {
-    stage_rounded_at<0>(chunk, acc, staging);
+    stage_rounded_at<0, kResults>(chunk, result, staging);
     __syncwarp();
     const int col = corner.col + chunk * 64 + lane % 8 * 8;
     const bool exists = col < n && (kCols % 64 == 0 || chunk * 64 + lane % 8 * 8 < kCols);
@@ -160,7 +160,7 @@ template <typename Out, int kSums>
 __device__ __forceinline__ void store_general(const Epilogue& e, const float (&acc)[kSums],
                                               Corner corner, int m, int n) {
   constexpr int kCols = kSums * 2;
-  constexpr int kRows = kWarpgroups == 3 ? 2 : 4;  // at once: three have few registers each
+  constexpr int kRows = kWarpgroups == 3 || kSharesColumns ? 2 : 4;  // at once, as registers allow
   const int lane = threadIdx.x % 32;
 #pragma unroll 1
   for (int chunk = 0; chunk < (kCols + 31) / 32; ++chunk) {
@@ -186,8 +186,20 @@ __device__ __forceinline__ void store_general(const Epilogue& e, const float (&a
   }
 }
 
-// Gated: floats through shared memory, of 32 columns at a time, 16 of out; a lane takes four of the
-// gate and the four of up that belong to them.
+// Gated, 16 bits, no residual: a thread has the gate and the up of the same column.
+template <int kSums>
+__device__ __forceinline__ void store_gated_rounded(const Epilogue& e, float (&acc)[kSums],
+                                                    Corner corner, int m, int n, bool is_wide) {
+  const auto result = [&](int i) {
+    const float gate = acc[i / 4 * 8 + i % 4], up = acc[i / 4 * 8 + 4 + i % 4];
+    return __fdividef(gate, 1.0f + __expf(-gate)) * up;  // silu, finer than 16 bits can show
+  };
+  const Corner to{corner.staging, corner.row, corner.col / 2};
+  store_rounded<kSums / 2>(e, result, to, m, n / 2, is_wide);
+}
+
+// Gated, whatever else: floats through shared memory, of 32 columns at a time, 16 of out; a lane
+// takes four of the gate and the four of up that belong to them.
 template <typename Out, int kSums>
 __device__ __forceinline__ void store_gated(const Epilogue& e, const float (&acc)[kSums],
                                             Corner corner, int m, int n) {
@@ -225,13 +237,26 @@ __device__ __forceinline__ void store_gated(const Epilogue& e, const float (&acc
 template <int kSums>
 __device__ __forceinline__ void store(const Epilogue& e, float (&acc)[kSums], Corner corner, int m,
                                       int n, bool is_wide) {
-  if constexpr (kSums % 8 == 0) {
-    if (e.is_gated() && e.is_float) return store_gated<float>(e, acc, corner, m, n);
-    if (e.is_gated()) return store_gated<scalar_t>(e, acc, corner, m, n);
+  const bool is_rounded = !e.is_float && e.residual == nullptr;
+  if constexpr (kMayGate && kSums % 8 == 0) {
+    if (e.is_gated()) {
+      if (is_rounded) {
+        if (e.bias != nullptr) add_bias(e, acc, corner.col, n);
+        store_gated_rounded(e, acc, corner, m, n, is_wide);
+      } else if (e.is_float) {
+        store_gated<float>(e, acc, corner, m, n);
+      } else {
+        store_gated<scalar_t>(e, acc, corner, m, n);
+      }
+      return;
+    }
   }
-  const bool is_plain = !e.is_float && e.residual == nullptr && e.activation == kIdentity;
-  if (is_plain) store_rounded(e, acc, corner, m, n, is_wide);
-  else if (e.is_float) store_general<float>(e, acc, corner, m, n);
+  if (is_rounded && e.activation == kIdentity) {
+    if (e.bias != nullptr) add_bias(e, acc, corner.col, n);
+    store_rounded<kSums>(e, [&](int i) { return acc[i]; }, corner, m, n, is_wide);
+    return;
+  }
+  if (e.is_float) store_general<float>(e, acc, corner, m, n);
   else store_general<scalar_t>(e, acc, corner, m, n);
 }
 
@@ -249,7 +274,8 @@ __device__ __forceinline__ unsigned sums_offset(int sender, int receiver, int ve
 }
 
 __device__ __forceinline__ void swap_sums(const Pipeline& p, const Schedule& s,
-                                          const unsigned char* sums, const float (&acc)[TILE_N / 2],
+                                          const unsigned char* sums,
+                                          const float (&acc)[kWarpgroupCols / 2],
                                           float (&own)[kSliceSums]) {
   const int rank = s.rank_m + kClusterM * s.rank_n, me = s.rank_k;
 #pragma unroll
@@ -301,8 +327,10 @@ __device__ __forceinline__ void consume(const Pipeline& p, const Schedule& s, un
     } else {
 #pragma unroll
       for (int i = 0; i < kBlocksM; ++i) {
-        const int row = (warpgroup * kBlocksM + i) * 64 + warp % 4 * 16;
-        store(e, acc[i], Corner{staging, tile.x + row, tile.y}, s.m, s.n, is_wide);
+        const int block = kSharesColumns ? i : warpgroup * kBlocksM + i;
+        const int row = tile.x + block * 64 + warp % 4 * 16;
+        const int col = tile.y + (kSharesColumns ? warpgroup * kWarpgroupCols : 0);
+        store(e, acc[i], Corner{staging, row, col}, s.m, s.n, is_wide);
       }
     }
   }

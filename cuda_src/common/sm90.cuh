@@ -89,10 +89,36 @@ __device__ __forceinline__ void tma_load_2d_multicast(unsigned to, const TensorM
       : "memory");
 }
 
+// The same of an array of four axes.
+__device__ __forceinline__ void tma_load_4d(unsigned to, const TensorMap* map, int x, int y, int z,
+                                            int w, unsigned barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier)
+      : "memory");
+}
+
+__device__ __forceinline__ void tma_load_4d_multicast(unsigned to, const TensorMap* map, int x,
+                                                      int y, int z, int w, unsigned barrier,
+                                                      unsigned short blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(to),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier), "h"(blocks)
+      : "memory");
+}
+
 // Brings the box to the L2 cache only. Safe at any time, also before its last writer has ended.
 __device__ __forceinline__ void tma_prefetch_2d(const TensorMap* map, int column, int row) {
   asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(column),
                "r"(row)
+               : "memory");
+}
+
+__device__ __forceinline__ void tma_prefetch_4d(const TensorMap* map, int x, int y, int z, int w) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(map),
+               "r"(x), "r"(y), "r"(z), "r"(w)
                : "memory");
 }
 

@@ -21,8 +21,11 @@ from engine.kernels.swiglu import swiglu
 
 __all__ = ["ACTIVATIONS", "SWIGLU", "Norm", "Operands", "check_columns", "launch"]
 
-ACTIVATIONS: tuple[str | None, ...] = (None, "silu", "gelu", "gelu_tanh", "relu", "silu_and_mul")
 SWIGLU = "swiglu"  # "silu_and_mul" of a weight with all rows of gate first
+
+# By number, as the kernels know them; they tell "swiglu" by the rows of gate that they are given.
+_NUMBERED = (None, "silu", "gelu", "gelu_tanh", "relu", "silu_and_mul")
+ACTIVATIONS: tuple[str | None, ...] = (*_NUMBERED, SWIGLU)
 
 _PARAMS = (
     "x:ptr x_stride:i64 weight:ptr norm_weight:ptr row_scales:ptr eps:f32 weight_offset:f32 "
@@ -47,6 +50,7 @@ _ROW_SCALES = Kernel(
 _REDUCE_THREADS = 256
 _ROW_SCALES_ROWS = 8  # rows a block
 _MAX_INT32 = 2**31 - 1
+_APART_MAX_M, _APART_MAX_WEIGHT = 256, 1 << 24  # elements
 
 
 @dataclass(frozen=True)
@@ -76,9 +80,12 @@ def check_columns(call: Contract, activation: str | None) -> int:
     """Return how many columns the result has, of a product with weight (N, K)."""
     call.check("activation", activation in ACTIVATIONS, f"one of {ACTIVATIONS}", activation)
     n = call["N"]
-    if activation != "silu_and_mul":
+    if activation == "silu_and_mul":
+        call.check("weight", n % 16 == 0, "of 8 rows of gate and 8 of up in turn", f"{n} rows")
+    elif activation == SWIGLU:
+        call.check("weight", n % 2 == 0, "of as many rows of gate as of up", f"{n} rows")
+    else:
         return n
-    call.check("weight", n % 16 == 0, "of 8 rows of gate and 8 of up in turn", f"{n} rows")
     return n // 2
 
 
@@ -99,11 +106,12 @@ def launch(op: str, operands: Operands, norm: Norm | None = None) -> None:
         is_aligned=aligned,
         batch_invariant=operands.batch_invariant,
         is_hopper=norm is None and is_hopper(dtype),
-        is_gated=operands.activation == "silu_and_mul",
+        is_gated=operands.activation in ("silu_and_mul", SWIGLU),
         has_norm=norm is not None,
         limits=_limits(device.cupy().cuda.runtime.getDevice()),
     )
-    if operands.activation == SWIGLU and not (isinstance(config, StreamConfig) and n % 16 == 0):
+    is_split = operands.activation == SWIGLU
+    if is_split and not _brings_together(config, m, n, k, operands.batch_invariant):
         _launch_apart(op, operands, norm)
         return
     if max(m, n, k) > _MAX_INT32 - 256:
@@ -118,6 +126,7 @@ def launch(op: str, operands: Operands, norm: Norm | None = None) -> None:
             _epilogue(operands),
             vector,
             overlap=operands.overlap,
+            is_split=is_split,
         )
     elif isinstance(config, StreamConfig):
         _launch_stream(op, operands, norm, config)
@@ -125,8 +134,23 @@ def launch(op: str, operands: Operands, norm: Norm | None = None) -> None:
         _launch_portable(op, operands, norm, config, aligned)
 
 
+def _brings_together(
+    config: Config | HopperConfig | StreamConfig, m: int, n: int, k: int, batch_invariant: bool
+) -> bool:
+    """Tell whether the kernel multiplies gate and up, too; the portable ones cannot.
+
+    Hopper's tiles leave it to swiglu where weights and rows are few: meanwhile the product after it
+    asks for its weights, for which there was no room (docs/benchmarks/decode_loop.md).
+    """
+    if n % 16:
+        return False
+    if isinstance(config, HopperConfig):
+        return batch_invariant or m > _APART_MAX_M or n * k > _APART_MAX_WEIGHT
+    return isinstance(config, StreamConfig)
+
+
 def _launch_apart(op: str, operands: Operands, norm: Norm | None) -> None:
-    """Launch the product, then swiglu: only streams can bring gate and up together."""
+    """Launch the product, then swiglu."""
     x, rows = operands.x, operands.weight.shape[0]
     packed = device.cupy().empty((x.shape[0], rows), x.dtype)
     launch(op, replace(operands, activation=None, out=packed), norm)
@@ -256,7 +280,7 @@ def _epilogue(operands: Operands) -> dict[str, Any]:
         "residual_stride": 0 if residual is None else _row_stride(residual),
         "out": out,
         "out_stride": _row_stride(out),
-        "activation": ACTIVATIONS.index(activation),
+        "activation": _NUMBERED.index(activation),
         "is_float": out.dtype == FLOAT32,
     }
 

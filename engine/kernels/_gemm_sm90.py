@@ -11,7 +11,7 @@ from engine import device, env
 from engine.dtypes import dtype_name
 from engine.kernels._launch import Kernel, ceil_div, sm_count
 from engine.kernels._module import ModuleSpec, current_architecture
-from engine.kernels._tensor_map import tensor_map_2d
+from engine.kernels._tensor_map import tensor_map, tensor_map_2d
 
 __all__ = [
     "HOPPER_CONFIGS",
@@ -25,9 +25,9 @@ __all__ = [
 
 _KERNEL = Kernel(
     "gemm_sm90",
-    "map_x:tmap map_w:tmap bias:ptr residual:ptr residual_stride:i64 out:ptr out_stride:i64 "
-    "m:i32 n:i32 k:i32 group:i32 x_part:i32 stages:i32 overlaps:i32 "
-    "activation:i32 is_float:i32 is_vector:i32",
+    "map_x:tmap map_tail:tmap map_w:tmap bias:ptr residual:ptr residual_stride:i64 out:ptr "
+    "out_stride:i64 m:i32 n:i32 k:i32 group:i32 x_part:i32 tail_part:i32 stages:i32 overlaps:i32 "
+    "num_gates:i32 activation:i32 is_float:i32 is_vector:i32",
 )
 
 _TILE_K = 64  # 128 bytes: the widest swizzle
@@ -35,6 +35,7 @@ _SHARED_BYTES = 232_448  # of a block, at most
 _WARP_STAGING = 2048
 _MAX_STAGES = 16
 _BAND = 8  # rows of clusters' tiles that are gone down before the next column
+_PAIR = 8  # rows of gate, then as many of up
 _DTYPES = ("float16", "bfloat16")
 
 
@@ -69,12 +70,24 @@ class HopperConfig:
     @property
     def warpgroups(self) -> int:
         """Return how many warpgroups multiply; one more loads."""
-        return {64: 1, 192: 3}.get(self.tile_m, 2)
+        if self.tile_m == 192:
+            return 3 if self.tile_n <= 192 else 2
+        return 1 if self.tile_m == 64 else 2
 
     @property
     def threads(self) -> int:
         """Return the threads of a block."""
         return 160 if self.warpgroups == 1 else (self.warpgroups + 1) * 128
+
+    @property
+    def gates(self) -> bool:
+        """Tell whether the kernel can multiply gate and up, too.
+
+        What a block loads of weight and what it finishes must be whole pairs, and three warpgroups
+        have no registers for it.
+        """
+        is_paired = all(self.tile_n // size % 16 == 0 for size in (self.cluster_m, self.cluster_k))
+        return is_paired and self.warpgroups != 3
 
     def stages(self, m: int, limit: int = _SHARED_BYTES) -> int:
         """Return how many stages of x (of `m` rows) and weight fit into shared memory."""
@@ -144,7 +157,8 @@ class _Cost:
 _TILES: dict[HopperConfig, _Cost] = {
     HopperConfig(256, 128, 1, 2): _Cost(1.03, 1.85, 0.711),
     HopperConfig(128, 256, 2): _Cost(0.33, 2.11, 0.714),
-    HopperConfig(192, 192): _Cost(0.3, 2.26, 0.781),
+    HopperConfig(192, 224): _Cost(0.3, 2.3, 1.09),
+    HopperConfig(192, 192): _Cost(0.3, 2.26, 0.8),
     HopperConfig(128, 256): _Cost(0.3, 2.3, 0.8),
     HopperConfig(128, 224): _Cost(0.3, 2.3, 0.685),
     HopperConfig(128, 224, 2): _Cost(0.3, 2.06, 0.664),
@@ -157,6 +171,7 @@ _TILES: dict[HopperConfig, _Cost] = {
     HopperConfig(128, 64, 2): _Cost(2.35, 0.25, 0.236),
     HopperConfig(64, 64): _Cost(2.01, 0.136, 0.157),
     HopperConfig(128, 128, 1, 1, 2): _Cost(3.94, 0.49, 0.351),
+    HopperConfig(192, 64, 1, 1, 2): _Cost(2.84, 0.3, 0.373),
     HopperConfig(128, 64, 1, 1, 2): _Cost(2.84, 0.245, 0.253),
     HopperConfig(128, 64, 1, 1, 4): _Cost(3.39, 0.295, 0.276),
     HopperConfig(64, 64, 1, 1, 2): _Cost(3.62, 0.123, 0.152),
@@ -206,8 +221,8 @@ def choose_hopper(
     """Choose for x (m, k) and weight (n, k), both aligned: the least estimated time.
 
     Blocks share a sum over k only where all tiles run at once, and never with `batch_invariant`:
-    without that a row is summed in the same order whatever the tile. With `is_gated` the columns
-    that a block finishes are whole pairs of gate and up.
+    without that a row is summed in the same order whatever the tile. With `is_gated` only those
+    that `gates`.
 
     Examples
     --------
@@ -216,7 +231,7 @@ def choose_hopper(
     """
 
     def is_possible(config: HopperConfig) -> bool:
-        if config.cluster_size > sm_count or (is_gated and config.tile_n // config.cluster_k % 16):
+        if config.cluster_size > sm_count or (is_gated and not config.gates):
             return False
         return config.cluster_k == 1 or (
             not batch_invariant
@@ -259,18 +274,21 @@ def launch_hopper(
     vector: int,
     *,
     overlap: bool = False,
+    is_split: bool = False,
 ) -> None:
     """Launch on CuPy arrays.
 
     `vector` is 2, 1 or 0 if results move 8, 4 or 1 elements at a time; with `overlap` the weight is
-    read before the kernel in front has ended.
+    read before the kernel in front has ended; with `is_split` all rows of gate lie before those of
+    up, else eight of each in turn.
     """
     (m, k), n, dtype = x.shape, weight.shape[0], dtype_name(x.dtype)
     clusters = config.clusters(m, n)
     if config.cluster_k == 1:  # persistent
         clusters = min(clusters, config.max_clusters(sm_count()))
-    x_part = config.x_part(m)
+    x_part, tail_part = config.x_part(m), config.x_part(m % config.tile_m or config.tile_m)
     stages = config.stages(m)
+    num_gates = n // 2 if is_split else 0
     _KERNEL.launch(
         config.spec(dtype),
         (clusters * config.cluster_size,),
@@ -279,14 +297,28 @@ def launch_hopper(
         cluster=1,  # the module says how large they are
         overlap=True,  # the kernel waits before it touches what another may write
         map_x=tensor_map_2d(x, dtype, (x_part, _TILE_K)),
-        map_w=tensor_map_2d(weight, dtype, (config.tile_n // config.cluster_m, _TILE_K)),
+        map_tail=tensor_map_2d(x, dtype, (tail_part, _TILE_K)),
+        map_w=_weight_map(weight, dtype, config.tile_n // config.cluster_m, num_gates),
         m=m,
         n=n,
         k=k,
         group=_BAND,
         x_part=x_part,
+        tail_part=tail_part,
         stages=stages,
         overlaps=overlap,
+        num_gates=num_gates,
         is_vector=vector,
         **epilogue,
     )
+
+
+def _weight_map(weight: Any, dtype: str, box: int, num_gates: int) -> Any:
+    """Return the map that loads `box` rows; those of gate and up by eights, if there are gates."""
+    if num_gates == 0:
+        return tensor_map_2d(weight, dtype, (box, _TILE_K))
+    row = weight.shape[1] * weight.itemsize
+    sizes = (weight.shape[1], _PAIR, 2, num_gates // _PAIR)
+    strides = (row, num_gates * row, _PAIR * row)
+    boxes = (_TILE_K, _PAIR, 2, box // (2 * _PAIR))
+    return tensor_map(weight.data.ptr, dtype, sizes, strides, boxes, promote=128)

@@ -12,17 +12,18 @@ import numpy as np
 from engine import reference
 from engine.errors import ContractError
 from engine.kernels._contract import FLOAT32, FLOATS, Contract
-from engine.kernels._gemm import Operands, check_columns, launch
+from engine.kernels._gemm import SWIGLU, Operands, check_columns, launch
 from engine.kernels._gemm_config import Config, choose_config
 from engine.kernels._gemm_sm90 import hopper_specs
 from engine.kernels._module import ModuleSpec
+from engine.kernels.swiglu import specs as swiglu_specs
 
 __all__ = ["Config", "choose_config", "gemm", "interleave_gate_up", "specs"]
 
 
 def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
     """Return the modules that the op may launch for `dtype`."""
-    return (ModuleSpec("gemm.cu", dtype), *hopper_specs(dtype))
+    return (ModuleSpec("gemm.cu", dtype), *hopper_specs(dtype), *swiglu_specs(dtype))
 
 
 def gemm(
@@ -39,7 +40,7 @@ def gemm(
 ) -> Any:
     """Multiply rows by a weight matrix: activation(x Wᵀ + bias) + residual.
 
-    With "silu_and_mul", the first half of a gated feed-forward layer: silu(gate) * up.
+    With "swiglu" or "silu_and_mul", the first half of a gated feed-forward layer: silu(gate) * up.
 
     Parameters
     ----------
@@ -50,10 +51,11 @@ def gemm(
     bias : (N,) array of x's dtype, optional
     residual : (M, N) array of the result's dtype, optional
         Added last; may be `out` itself.
-    activation : None, "silu", "gelu" (erf), "gelu_tanh", "relu" or "silu_and_mul"
-        With the last, the rows of `weight` (and `bias`) are those of gate and up in turn, eight of
-        each, as `interleave_gate_up` makes them; N is a multiple of 16, and the result, like
-        `residual`, has N / 2 columns.
+    activation : None, "silu", "gelu" (erf), "gelu_tanh", "relu", "swiglu" or "silu_and_mul"
+        With "swiglu", `weight` (and `bias`) have all rows of gate, then as many of up, and the
+        result, in x's dtype and without a residual, has N / 2 columns. With "silu_and_mul" they
+        come in turn, eight of each, as `interleave_gate_up` makes them; N is a multiple of 16, and
+        the result, like `residual`, has N / 2 columns.
     out_dtype : dtype, optional
         x's dtype (the default) or float32.
     batch_invariant : bool
@@ -76,8 +78,8 @@ def gemm(
 
     Notes
     -----
-    Sums, bias, activation and residual are float32; the result is rounded once. float32 operands
-    are multiplied as float32 (never TF32).
+    Sums, bias, activation and residual are float32; the result is rounded once, but with "swiglu"
+    gate and up may be rounded, too. float32 operands are multiplied as float32 (never TF32).
 
     Examples
     --------
@@ -92,6 +94,9 @@ def gemm(
     weight = call.array("weight", weight, "N K", x.dtype)
     dtype = _out_dtype(call, x.dtype, out_dtype)
     columns = check_columns(call, activation)
+    if activation == SWIGLU:
+        call.check("residual", residual is None, 'None with "swiglu"', "an array")
+        call.check("out_dtype", dtype == x.dtype, f'{x.dtype} with "swiglu"', str(dtype))
     if bias is not None:
         bias = call.array("bias", bias, "N", x.dtype)
     if residual is not None:

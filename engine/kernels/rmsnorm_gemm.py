@@ -10,7 +10,7 @@ from typing import Any
 
 from engine import reference
 from engine.kernels._contract import FLOATS, Contract
-from engine.kernels._gemm import SWIGLU, Norm, Operands, check_columns, launch
+from engine.kernels._gemm import Norm, Operands, check_columns, launch
 from engine.kernels._module import ModuleSpec
 from engine.kernels.swiglu import specs as swiglu_specs
 
@@ -49,9 +49,7 @@ def rmsnorm_gemm(
         Added to `norm_weight` (Gemma stores w - 1).
     bias : (N,) array of x's dtype, optional
     activation : str, optional
-        As gemm's, or "swiglu": the op of that name on the product, whose `weight` has all rows of
-        gate first, then those of up. With few rows it is part of the product, and sums are rounded
-        once less. With it and with "silu_and_mul" the result has N / 2 columns.
+        As gemm's.
     overlap : bool
         As gemm's; it is said of `norm_weight` too.
     out : array of x's dtype, optional
@@ -86,9 +84,7 @@ def rmsnorm_gemm(
     call.check("x", call["K"] > 0, "of at least one feature", x.shape)
     call.number("eps", eps, low=0.0)
     call.number("weight_offset", weight_offset)
-    columns = call["N"] // 2 if activation == SWIGLU else check_columns(call, activation)
-    is_paired = activation != SWIGLU or call["N"] % 2 == 0
-    call.check("weight", is_paired, "of as many rows of gate as of up", f"{call['N']} rows")
+    columns = check_columns(call, activation)
     if bias is not None:
         bias = call.array("bias", bias, "N", x.dtype)
     if call.on_cpu:

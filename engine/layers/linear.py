@@ -28,16 +28,25 @@ class Linear:
         self.bias = bias
         self.batch_invariant = batch_invariant
 
-    def __call__(self, x: Any, *, out_dtype: Any = None, residual: Any = None) -> Any:
-        """Return the product (T, out) of `x` (T, in), in `out_dtype` or x's own.
+    def __call__(
+        self,
+        x: Any,
+        *,
+        activation: str | None = None,
+        out_dtype: Any = None,
+        residual: Any = None,
+    ) -> Any:
+        """Return activation of the product (T, out) of `x` (T, in), in `out_dtype` or x's own.
 
-        A `residual` (T, out) is added to it, overwritten and returned.
+        A `residual` (T, out) is added to it, overwritten and returned. With "swiglu", the matrix is
+        that of gate and up, and the result (T, out / 2).
         """
         return kernels.gemm(
             x,
             self.weight,
             bias=self.bias,
             residual=residual,
+            activation=activation,
             out=residual,
             out_dtype=out_dtype,
             batch_invariant=self.batch_invariant,
@@ -45,10 +54,7 @@ class Linear:
         )
 
     def of_normed(self, x: Any, norm: Norm, *, activation: str | None = None) -> Any:
-        """Return activation of the product of ``norm(x)``, in one kernel if there are few tokens.
-
-        With "swiglu", the matrix is that of gate and up, and the result (T, out / 2).
-        """
+        """Return activation of the product of ``norm(x)``; with few tokens, in one kernel."""
         return kernels.rmsnorm_gemm(
             x,
             norm.weight,

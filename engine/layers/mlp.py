@@ -53,9 +53,11 @@ class MLP:
     def _gated(self, x: Any, norm: Norm | None) -> Any:
         """Return act(gate) * up (T, F)."""
         is_silu = self.activation == "silu"
-        if norm is not None and is_silu:
-            return self.gate_up.of_normed(x, norm, activation="swiglu")
-        packed = self.gate_up(x) if norm is None else self.gate_up.of_normed(x, norm)
+        fused = "swiglu" if is_silu else None
+        if norm is None:
+            packed = self.gate_up(x, activation=fused)
+        else:
+            packed = self.gate_up.of_normed(x, norm, activation=fused)
         if is_silu:
-            return kernels.swiglu(packed)
+            return packed
         return kernels.geglu(packed, approximate=_GELU[self.activation])

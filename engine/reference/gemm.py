@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from engine.reference import _activation
+from engine.reference.swiglu import swiglu
 
 __all__ = ["gemm"]
 
@@ -32,13 +33,16 @@ def gemm(
 ) -> Array:
     """y = activation(x W^T + bias) + residual, in float32, rounded once.
 
-    "silu_and_mul": of each 16 columns eight are the gate and eight are up: silu(gate) * up.
+    "swiglu": silu(gate) * up, of the columns' first half and their second. "silu_and_mul": of each
+    16 columns eight are the gate and eight are up.
     """
-    multiply = _in_blocks if batch_invariant else np.matmul
+    multiply = _in_blocks if batch_invariant else _multiply
     y: Array = multiply(x.astype(np.float32, copy=False), weight.astype(np.float32, copy=False).T)
     if bias is not None:
         y += bias.astype(np.float32, copy=False)
-    if activation == "silu_and_mul":
+    if activation == "swiglu":
+        y = swiglu(y)
+    elif activation == "silu_and_mul":
         y = silu_and_mul(y)
     elif activation is not None:
         y = _ACTIVATIONS[activation](y)
@@ -52,6 +56,14 @@ def silu_and_mul(y: Array) -> Array:
     blocks = y.reshape(len(y), y.shape[1] // 16, 2, 8)
     product: Array = _activation.silu(blocks[:, :, 0]) * blocks[:, :, 1]
     return product.reshape(len(y), y.shape[1] // 2)
+
+
+def _multiply(x: Array, matrix: Array) -> Array:
+    """Multiply; for few rows BLAS takes half the time if the weight comes first."""
+    if 16 * len(x) <= matrix.shape[1]:
+        return np.ascontiguousarray(np.matmul(matrix.T, x.T).T)
+    y: Array = np.matmul(x, matrix)
+    return y
 
 
 def _in_blocks(x: Array, matrix: Array) -> Array:

@@ -8,7 +8,6 @@ import numpy as np
 
 from engine.reference.gemm import gemm
 from engine.reference.rmsnorm import rmsnorm
-from engine.reference.swiglu import swiglu
 
 __all__ = ["rmsnorm_gemm"]
 
@@ -25,11 +24,6 @@ def rmsnorm_gemm(
     bias: Array | None = None,
     activation: str | None = None,
 ) -> Array:
-    """y = activation(rmsnorm(x) W^T + bias); the normalised row is rounded to x's dtype first.
-
-    "swiglu": silu(gate) * up of the product's two halves, rounded once.
-    """
+    """y = activation(rmsnorm(x) W^T + bias); the normalised row is rounded to x's dtype first."""
     normalised = rmsnorm(x, norm_weight, eps=eps, weight_offset=weight_offset)
-    if activation != "swiglu":
-        return gemm(normalised, weight, bias=bias, activation=activation)
-    return swiglu(gemm(normalised, weight, bias=bias, out_dtype=np.float32)).astype(x.dtype)
+    return gemm(normalised, weight, bias=bias, activation=activation)

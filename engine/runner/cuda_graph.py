@@ -38,7 +38,7 @@ __all__ = ["DecodeGraphs", "GraphKey", "batch_sizes", "context_buckets"]
 
 IntArray = np.ndarray[Any, np.dtype[Any]]
 
-_SIZES = (1, 2, 4, 8, 16, 64, 128, 256)  # then in steps of 128
+_SIZES = (1, 2, 4, 8, 16, 64, 128, 192, 256)  # then in steps of 128
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seeds")
 
 
@@ -53,14 +53,13 @@ class GraphKey:
 def batch_sizes(max_num_seqs: int) -> tuple[int, ...]:
     """Return the sizes for which graphs are captured; the last is `max_num_seqs` or more.
 
-    Above 16 rows the products go by tiles of 64 and 128 rows. One that is not full takes as long as
-    a full one, and up to twice as long while its rows are fetched: the copy engine is slow at rows
-    that are not there. So batches are filled up to whole tiles.
+    Above 16 rows the products go by tiles of 64, 128 and 192 rows, and one that is not full takes
+    about as long as a full one. So batches are filled up to whole tiles.
 
     Examples
     --------
     >>> batch_sizes(20), batch_sizes(3), batch_sizes(300)[-3:]
-    ((1, 2, 4, 8, 16, 64), (1, 2, 4), (128, 256, 384))
+    ((1, 2, 4, 8, 16, 64), (1, 2, 4), (192, 256, 384))
     """
     sizes: list[int] = []
     for size in itertools.chain(_SIZES, itertools.count(_SIZES[-1] + 128, 128)):

@@ -112,6 +112,43 @@ def test_every_kernel_makes_silu_and_mul(xp, monkeypatch, m, dtype, config):
         assert bool(xp.isnan(buffer[:64]).all()) and bool(xp.isnan(buffer[-64:]).all())
 
 
+@pytest.mark.parametrize(("dtype", "config"), _configs())
+@pytest.mark.parametrize("m", [1, 6, 133])
+def test_every_kernel_makes_swiglu(xp, monkeypatch, m, dtype, config):
+    """In the product, or by a kernel of its own after it."""
+    n, k = 304, 264
+    x, weight, bias, _ = _inputs(m, n, k, dtype)
+    real = _gemm.choose_config
+
+    def forced(*args, is_gated, **options):
+        return config if is_gated else real(*args, is_gated=is_gated, **options)
+
+    monkeypatch.setattr(_gemm, "choose_config", forced)
+    gx, gw, gb = cases.to_module(xp, x, weight, bias)
+    for extra in ({}, {"bias": gb}):
+        want = {name: to_numpy(value) for name, value in extra.items()}
+        out, buffer = cases.guarded(xp, (m, n // 2), x.dtype)
+        kernels.gemm(gx, gw, activation="swiglu", out=out, **extra)
+        assert_close(out, reference.gemm(x, weight, activation="swiglu", **want), reduction=k)
+        assert bool(xp.isnan(buffer[:64]).all()) and bool(xp.isnan(buffer[-64:]).all())
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize(
+    ("m", "f", "k"), [(1, 1536, 576), (3, 8, 7), (40, 71, 40), (0, 8, 8), (700, 40, 64), (5, 3, 0)]
+)
+def test_swiglu_is_the_formula(xp, m, f, k, dtype):
+    x, weight, _, _ = _inputs(m, 2 * f, k, dtype)
+    got = kernels.gemm(*cases.to_module(xp, x, weight), activation="swiglu")
+    product = x.astype(np.float64) @ weight.astype(np.float64).T
+    if xp is not np and (f % 8 or k % 8):  # by a kernel of its own
+        product = product.astype(x.dtype).astype(np.float64)
+    gate, up = np.split(product, 2, axis=1)
+    want = (gate / (1 + np.exp(-gate)) * up).astype(x.dtype)
+    assert got.shape == (m, f)
+    assert_close(got, want, reduction=max(k, 1))
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("config", held_configs(304, 1032), ids=_name)
 @pytest.mark.parametrize("overlap", [False, True])
@@ -408,7 +445,14 @@ def test_contract(xp):
         kernels.gemm(x, weight, activation="swish")
     with pytest.raises(ContractError, match="weight: must be of 8 rows of gate and 8 of up"):
         kernels.gemm(x, weight, activation="silu_and_mul")
+    with pytest.raises(ContractError, match="weight: must be of as many rows of gate as of up"):
+        kernels.gemm(x, weight, activation="swiglu")
     gated = xp.ones((16, 8), np.float32)
+    with pytest.raises(ContractError, match='residual: must be None with "swiglu"'):
+        kernels.gemm(x, gated, activation="swiglu", residual=xp.ones((2, 8), np.float32))
+    with pytest.raises(ContractError, match='out_dtype: must be float16 with "swiglu"'):
+        half = (array.astype(np.float16) for array in (x, gated))
+        kernels.gemm(*half, activation="swiglu", out_dtype=np.float32)
     with pytest.raises(ShapeError, match="residual: must have shape"):
         kernels.gemm(x, gated, activation="silu_and_mul", residual=xp.ones((2, 16), np.float32))
     with pytest.raises(ContractError, match="must have a multiple of 16 rows; got 24"):

@@ -19,7 +19,7 @@ CONFIGS = [
     pytest.param(c, id=f"{c.tile_m}x{c.tile_n}-{c.cluster_m}x{c.cluster_n}x{c.cluster_k}-{c.depth}")
     for c in HOPPER_CONFIGS
 ]
-GATED = [p for p in CONFIGS if p.values[0].tile_n // p.values[0].cluster_k % 16 == 0]
+GATED = [p for p in CONFIGS if p.values[0].gates]
 
 
 @pytest.fixture
@@ -103,6 +103,86 @@ def test_silu_and_mul(hopper, monkeypatch, config, m):
     got = kernels.gemm(gx, gw, activation="silu_and_mul", out_dtype=np.float32)
     want = reference.gemm(x, weight, activation="silu_and_mul", out_dtype=np.float32)
     assert_close(got, want, reduction=k, dtype="float32")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("config", GATED)
+def test_swiglu(hopper, monkeypatch, config, dtype):
+    """Gate and up as they lie; a half that ends within a tile, rows that fill none."""
+    _force(monkeypatch, config)
+    monkeypatch.setattr(_gemm, "_APART_MAX_M", 0)
+    for m, n, k in [(1, 16, 1032), (50, 272, 1104), (193, 624, 1032), (300, 2096, 1096)]:
+        x, weight, bias, _ = _inputs(m, n, k, dtype)
+        gx, gw, gb = cases.to_module(hopper, x, weight, bias)
+        for has_bias in (False, True):
+            out, buffer = cases.guarded(hopper, (m, n // 2), x.dtype)
+            kernels.gemm(gx, gw, bias=gb if has_bias else None, activation="swiglu", out=out)
+            want = reference.gemm(x, weight, bias=bias if has_bias else None, activation="swiglu")
+            assert_close(out, want, reduction=k)
+            assert bool(hopper.isnan(buffer[:64]).all()) and bool(hopper.isnan(buffer[-64:]).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+def test_swiglu_of_a_row_has_the_same_bits_in_any_company(hopper, dtype):
+    x, weight, _, _ = _inputs(700, 624, 1032, dtype)
+    gx, gw = cases.to_module(hopper, x, weight)
+    many = kernels.gemm(gx, gw, activation="swiglu", batch_invariant=True)
+    for m in (1, 7, 60, 200, 257):
+        few = kernels.gemm(gx[:m], gw, activation="swiglu", batch_invariant=True)
+        np.testing.assert_array_equal(
+            to_numpy(few.view(np.int16)), to_numpy(many[:m].view(np.int16))
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+def test_gate_and_up_have_the_same_bits_in_every_tile(hopper, monkeypatch, dtype):
+    x, weight, bias, _ = _inputs(300, 1040, 1032, dtype)
+    gx, gw, gb = cases.to_module(hopper, x, weight, bias)
+    options = {"bias": gb, "activation": "swiglu", "batch_invariant": True}
+    results = []
+    for config in HOPPER_CONFIGS:
+        if config.gates and config.cluster_k == 1:
+            _force(monkeypatch, config)
+            results.append(to_numpy(kernels.gemm(gx, gw, **options).view(np.int16)))
+    assert len(results) > 10
+    for result in results:
+        np.testing.assert_array_equal(result, results[0])
+
+
+def test_where_gate_and_up_come_together():
+    hopper, stream = (
+        choose_hopper(64, 6144, 1024, 132),
+        choose_config(4, 6144, 1024, "float16", 132),
+    )
+    portable = choose_config(64, 6144, 1024, "float16", 132)
+    for config, m, n, k, batch_invariant, together in (
+        (hopper, 64, 6144, 1024, False, False),
+        (hopper, 64, 6144, 1024, True, True),
+        (hopper, 257, 6144, 1024, False, True),
+        (hopper, 64, 28672, 4096, False, True),
+        (hopper, 300, 6152, 1024, True, False),
+        (stream, 4, 6144, 1024, False, True),
+        (portable, 64, 6144, 1024, True, False),
+    ):
+        assert _gemm._brings_together(config, m, n, k, batch_invariant) == together
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", CONFIGS)
+def test_rows_that_do_not_fill_a_tile(hopper, monkeypatch, config):
+    """A last tile of one row to all but one, also where a cluster's second tile has none."""
+    _force(monkeypatch, config)
+    n, k = 200, 1032
+    tile = config.tile_m
+    for m in (tile - 1, tile + 1, 2 * tile - 8, 2 * tile + 9, 3 * tile - 1):
+        x, weight, _, _ = _inputs(m, n, k, "bfloat16")
+        out, buffer = cases.guarded(hopper, (m, n), x.dtype)
+        kernels.gemm(*cases.to_module(hopper, x, weight), out=out)
+        assert_close(out, reference.gemm(x, weight), reduction=k)
+        assert bool(hopper.isnan(buffer[:64]).all()) and bool(hopper.isnan(buffer[-64:]).all())
 
 
 @pytest.mark.gpu
@@ -206,6 +286,8 @@ def test_choice_at_known_problems():
     assert choose_hopper(16, 4096, 4096, 132) == HopperConfig(64, 64, cluster_k=2, depth=2)
     assert choose_hopper(64, 24576, 4096, 132) == HopperConfig(64, 192)
     assert choose_hopper(9, 896, 4864, 132).cluster_k == 4
+    assert choose_hopper(192, 28672, 4096, 132, is_gated=True) == HopperConfig(192, 224)
+    assert choose_hopper(192, 4096, 4096, 132) == HopperConfig(192, 64, cluster_k=2)
     assert choose_hopper(64, 96, 128, 132) is choose_hopper(64, 96, 128, 132)
     chosen = choose_config(4096, 4096, 4096, "bfloat16", 132, is_hopper=True)
     assert isinstance(chosen, HopperConfig)
@@ -225,7 +307,13 @@ def test_configs_fit_the_chip():
 
 
 @pytest.mark.parametrize(
-    "config", [HopperConfig(256, 128, 1, 2), HopperConfig(192, 192), HopperConfig(64, 192)]
+    "config",
+    [
+        HopperConfig(256, 128, 1, 2),
+        HopperConfig(192, 192),
+        HopperConfig(192, 224),
+        HopperConfig(64, 192),
+    ],
 )
 def test_ptxas_neither_spills_nor_serialises(config):
     compiled = _module.compile_module(config.spec("bfloat16"), "sm_90a")
