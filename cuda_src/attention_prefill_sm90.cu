@@ -18,10 +18,11 @@
 // row's bits depend on its own keys and the number of splits (and on whether there is a pattern,
 // where patterns have smaller tiles of keys), on nothing else.
 // Parallelisation: one block an SM. A producer warp takes tiles (common/attention_tiles.cuh) and
-// streams Q, K and V to shared memory; each consumer warpgroup owns 64 rows. It starts the scores
-// of the next keys before it waits for P V of these, so tensor cores work during the softmax, and
-// warpgroups start their products in turns, so one's softmax meets the other's products. For D >
-// 192, where O takes half of the registers, the turns alone see to that.
+// streams Q, K and V to shared memory, from small pages with the help of three more; each consumer
+// warpgroup owns 64 rows. It starts the scores of the next keys before it waits for P V of these, so
+// tensor cores work during the softmax, and warpgroups start their products in turns, so one's
+// softmax meets the other's products. For D > 192, where O takes half of the registers, the turns
+// alone see to that.
 // Mirror: engine/reference/attention_prefill.py
 #include "common/prefill_sm90.cuh"
 
@@ -137,12 +138,13 @@ static_assert(Core::kSharedBytes == SHARED_BYTES,
                           num_pairs, section, tiles_of_pair, splits, causal,                      \
                           window > 0 ? static_cast<unsigned>(window) : 1u << 31,                  \
                           ENGINE_PATTERN};                                                        \
-    if (threadIdx.x == 0) core.init_barriers();                                                   \
+    if (threadIdx.x == 0) core.init_barriers(problem);                                            \
     core.init_queries(problem);                                                                   \
     __syncthreads();                                                                              \
     if (threadIdx.x < 128) {                                                                      \
       registers_give_up<Core::kProducerRegisters>();                                              \
       if (threadIdx.x < 32) core.produce(&q_map, &k_map, &v_map, problem);                        \
+      else if (core.has_help(problem)) core.help(&k_map, &v_map, problem);                        \
     } else {                                                                                      \
       registers_take<Core::kConsumerRegisters>();                                                 \
       core.consume<SOFTCAP>(problem, ScoreRule{score_inner, score_factor},                        \

@@ -50,6 +50,19 @@ struct Pattern {
     return all ? 3 : any;
   }
 
+  // Of the keys of a tile, `keys` of them from a multiple of that on, a query sees one piece at most.
+  __device__ __forceinline__ bool has_pieces(int keys) const {
+    return blocks == nullptr ? block_q - block_k >= keys : block_k % keys == 0;
+  }
+  // Then of those from `key` on it sees `width`, up to key + what is returned.
+  __device__ __forceinline__ int piece(int position, int key, int& width) const {
+    width = block_k;
+    if (blocks == nullptr) return in_period(position - key + offset);
+    const int q = position / block_q, k = key / block_k;
+    if (position < 0 || q >= num_q || k >= num_k || !block(q, k)) width = 0;
+    return block_k - 1;
+  }
+
   // Which of a thread's keys a query sees: bit 2 j + e stands for key + 8 j + e, j < kKeys / 8.
   template <int kKeys>
   __device__ __forceinline__ unsigned sees_of_thread(int position, int key) const {

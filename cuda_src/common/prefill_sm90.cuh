@@ -1,5 +1,6 @@
 // The roles of attention_prefill_sm90: a producer warp that streams Q, K and V to shared memory,
-// and consumer warpgroups of 64 rows each that turn them into sums.
+// three more that help it where pages are small, and consumer warpgroups of 64 rows each that turn
+// them into sums.
 #pragma once
 
 #include "common/attention_tiles.cuh"
@@ -12,10 +13,11 @@ struct Prefill {
   static constexpr int kChunks = (kHeadDim + 63) / 64;  // of 64 columns, 128 bytes
   static constexpr int kQChunk = kRows * 128, kQBytes = kChunks * kQChunk;
   static constexpr int kKeyChunk = kKeys * 128, kKeyBytes = kChunks * kKeyChunk;
-  static constexpr int kBarriers = 2 * kQStages + 4 * kStages + 1;
+  static constexpr int kBoxes = kKeys / 16;  // of a tile of keys, at most: a page has 16 or more
+  static constexpr int kBarriers = 2 * kQStages + 5 * kStages + 1;
   static constexpr int kSharedBytes = 1024 + kQStages * kQBytes + 2 * kStages * kKeyBytes +
                                       kQStages * static_cast<int>(sizeof(TileWork)) +
-                                      8 * kBarriers + 4 * kStages;
+                                      8 * kBarriers + 4 * kStages * (1 + kBoxes);
   static constexpr int kExactTiles = 1024 / kKeys;  // the first ones a row sees: OnlineSoftmax
   // O takes so many registers that there are none for a second P: a warpgroup's softmax meets the
   // other's products only, which take longer. So there is time for the maximum of each tile, too.
@@ -24,10 +26,12 @@ struct Prefill {
   static constexpr int kConsumerRegisters = kConsumers != 2 ? 152 : kPattern ? 216 : 224;
 
   // Shared memory, by address.
-  unsigned q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, v_whole;
+  unsigned q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, v_whole, boxes_full;
   TileWork* work;
   int* note;  // for each stage, with a pattern: its key tile and the flags below
   static constexpr int kMore = 1 << 30, kMasked = 1 << 29;
+  int* boxes;  // for each stage: the rows at which its boxes start, for those that help
+  static constexpr int kOnlyK = static_cast<int>(1u << 31), kStop = -1;
 
   __device__ __forceinline__ explicit Prefill(unsigned char* smem) {
     q = (smem_address(smem) + 1023) & ~1023u;
@@ -42,10 +46,14 @@ struct Prefill {
     v_full = k_empty + 8 * kStages;
     v_empty = v_full + 8 * kStages;
     v_whole = v_empty + 8 * kStages;
-    note = reinterpret_cast<int*>(smem + (v_whole + 8 - smem_address(smem)));
+    boxes_full = v_whole + 8;
+    note = reinterpret_cast<int*>(smem + (boxes_full + 8 * kStages - smem_address(smem)));
+    boxes = note + kStages;
   }
 
-  __device__ __forceinline__ void init_barriers() const {
+  __device__ __forceinline__ void init_barriers(const Problem& problem) const {
+    // SAFETY: who helps lets a stage of K go when it has read where its boxes start.
+    const int helpers = has_help(problem) ? 3 * 32 : 0;
     for (int i = 0; i < kQStages; ++i) {
       mbarrier_init(q_full + 8 * i, 1);
       mbarrier_init(q_empty + 8 * i, 128 * kConsumers);  // all threads read work[i], all let it go
@@ -53,8 +61,9 @@ struct Prefill {
     for (int i = 0; i < kStages; ++i) {
       mbarrier_init(k_full + 8 * i, 1);
       mbarrier_init(v_full + 8 * i, 1);
-      mbarrier_init(k_empty + 8 * i, 4 * kConsumers);
+      mbarrier_init(k_empty + 8 * i, 4 * kConsumers + helpers);
       mbarrier_init(v_empty + 8 * i, 4 * kConsumers);
+      mbarrier_init(boxes_full + 8 * i, 1);
     }
     mbarrier_init(v_whole, 1);
     mbarrier_init_fence();
@@ -84,7 +93,7 @@ struct Prefill {
     }
   }
 
-  // ---- the producer warp -----------------------------------------------------------------------
+  // ---- the producer warps ----------------------------------------------------------------------
 
   // Row of the maps where lane's box of key tile n starts; far outside (so: zeros) where no key is.
   static __device__ __forceinline__ int box_row(const Problem& problem, const KeySource& keys,
@@ -101,16 +110,21 @@ struct Prefill {
            (key & ((1 << problem.block_shift) - 1));
   }
 
-  static __device__ __forceinline__ void load_keys(unsigned to, const TensorMap* map,
-                                                   const Problem& problem, const KeySource& keys,
-                                                   int row, int lane, unsigned barrier) {
-    if (lane == 0) mbarrier_arrive_expect(barrier, kKeyBytes);
-    if (lane * problem.box_keys < kKeys) {
+  // Box number `box` of a tile of keys starts at `row` of the map.
+  static __device__ __forceinline__ void load_box(unsigned to, const TensorMap* map,
+                                                  const Problem& problem, int head, int row,
+                                                  int box, unsigned barrier) {
+    if (box * problem.box_keys >= kKeys) return;
 #pragma unroll
-      for (int chunk = 0; chunk < kChunks; ++chunk)
-        tma_load_3d(to + chunk * kKeyChunk + lane * problem.box_keys * 128, map, 64 * chunk,
-                    keys.table == nullptr ? keys.kv_head : 0, row, barrier);
-    }
+    for (int chunk = 0; chunk < kChunks; ++chunk)
+      tma_load_3d(to + chunk * kKeyChunk + box * problem.box_keys * 128, map, 64 * chunk, head, row,
+                  barrier);
+  }
+
+  // A copy takes its warp about 100 cycles. With many a tile, four warps share them; but a walk along
+  // a pattern leaves no registers for that.
+  static __device__ __forceinline__ bool has_help(const Problem& problem) {
+    return !kPattern && 4 * problem.box_keys <= kKeys;
   }
 
   // Zeroes rows [begin, kKeys) of a tile of V: P is 0 there, but 0 * NaN would reach the sum.
@@ -126,6 +140,7 @@ struct Prefill {
                                           const TensorMap* v_map, const Problem& problem) const {
     const int lane = threadIdx.x % 32;
     const int total = problem.num_pairs * problem.tiles_of_pair * problem.splits;
+    const bool is_helped = has_help(problem);
     int q_stage = 0, stage = 0;
     unsigned q_phase = 1, phase = 1, whole_phase = 0;
     int next = blockIdx.x;
@@ -160,6 +175,7 @@ struct Prefill {
       }
       if (++q_stage == kQStages) q_stage = 0, q_phase ^= 1;
 
+      const int head = keys.table == nullptr ? keys.kv_head : 0;  // of the maps
       int row = box_row(problem, keys, walk.n, lane);
       while (walk.n >= tile.begin) {
         const int n = walk.n;
@@ -167,22 +183,28 @@ struct Prefill {
         walk.next();
         if (walk.n >= tile.begin) written |= kMore;
         const int next_row = walk.n >= tile.begin ? box_row(problem, keys, walk.n, lane) : 0;
-        mbarrier_wait(k_empty + 8 * stage, phase);
-        if (kPattern && lane == 0) note[stage] = written;
-        load_keys(k + stage * kKeyBytes, k_map, problem, keys, row, lane, k_full + 8 * stage);
-        mbarrier_wait(v_empty + 8 * stage, phase);
-        const unsigned v_stage = v + stage * kKeyBytes;
         const int valid = keys.num_keys - n * kKeys;
         // Rows past the end of all of K and V are zeros already.
-        if (valid < kKeys && (keys.table != nullptr ||
-                              keys.k_begin + keys.num_keys < problem.max_keys)) {
-          load_keys(v_stage, v_map, problem, keys, row, lane, v_whole);
+        const bool has_rest = valid < kKeys && (keys.table != nullptr ||
+                                                keys.k_begin + keys.num_keys < problem.max_keys);
+        mbarrier_wait(k_empty + 8 * stage, phase);
+        if (kPattern && lane == 0) note[stage] = written;
+        if (is_helped) ask(stage, has_rest ? row | kOnlyK : row, lane);
+        const int box = is_helped ? lane * 4 : lane;
+        const int box_start = __shfl_sync(~0u, row, box % 32);
+        if (lane == 0) mbarrier_arrive_expect(k_full + 8 * stage, kKeyBytes);
+        load_box(k + stage * kKeyBytes, k_map, problem, head, box_start, box, k_full + 8 * stage);
+        mbarrier_wait(v_empty + 8 * stage, phase);
+        const unsigned v_stage = v + stage * kKeyBytes;
+        if (lane == 0) mbarrier_arrive_expect(has_rest ? v_whole : v_full + 8 * stage, kKeyBytes);
+        if (has_rest) {
+          load_box(v_stage, v_map, problem, head, row, lane, v_whole);
           mbarrier_wait(v_whole, whole_phase);
           whole_phase ^= 1;
           zero_rows(v_stage, valid, lane);
           if (lane == 0) mbarrier_arrive(v_full + 8 * stage);
         } else {
-          load_keys(v_stage, v_map, problem, keys, row, lane, v_full + 8 * stage);
+          load_box(v_stage, v_map, problem, head, box_start, box, v_full + 8 * stage);
         }
         if (++stage == kStages) stage = 0, phase ^= 1;
         row = next_row;
@@ -192,6 +214,34 @@ struct Prefill {
     if (lane == 0) {
       work[q_stage].first_token = -1;
       mbarrier_arrive(q_full + 8 * q_stage);
+    }
+    if (is_helped) {
+      mbarrier_wait(k_empty + 8 * stage, phase);
+      ask(stage, kStop, lane);
+    }
+  }
+
+  // Tells those that help where the boxes of a stage start.
+  __device__ __forceinline__ void ask(int stage, int row, int lane) const {
+    if (lane < kBoxes) boxes[stage * kBoxes + lane] = row;
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(boxes_full + 8 * stage);
+  }
+
+  // Warps 1 to 3 of the producer's warpgroup: every fourth box is theirs.
+  __device__ __forceinline__ void help(const TensorMap* k_map, const TensorMap* v_map,
+                                       const Problem& problem) const {
+    const int box = threadIdx.x % 32 * 4 + threadIdx.x / 32;
+    unsigned phase = 0;
+    for (int stage = 0;;) {
+      mbarrier_wait(boxes_full + 8 * stage, phase);
+      const int row = boxes[stage * kBoxes + min(box, kBoxes - 1)];
+      if (row == kStop) return;
+      mbarrier_arrive(k_empty + 8 * stage);
+      load_box(k + stage * kKeyBytes, k_map, problem, 0, row & ~kOnlyK, box, k_full + 8 * stage);
+      mbarrier_wait(v_empty + 8 * stage, phase ^ 1);
+      if (row >= 0) load_box(v + stage * kKeyBytes, v_map, problem, 0, row, box, v_full + 8 * stage);
+      if (++stage == kStages) stage = 0, phase ^= 1;
     }
   }
 
@@ -281,7 +331,25 @@ struct Prefill {
         for (int i = 0; i < 2; ++i)
           last[i] =
               tile.first_last + (problem.causal ? tokens[i] : 0) - n * kKeys - 2 * (lane % 4);
-        mask_scores<kKeys>(s, last, problem.reach);
+        unsigned reach[2] = {problem.reach, problem.reach};
+        if constexpr (kPattern) {
+          if (problem.reach == 1u << 31 && problem.pattern.has_pieces(kKeys)) {
+            const int key = n * kKeys + 2 * (lane % 4);
+            int position = tile.position + tokens[0];
+#pragma unroll 1
+            for (int i = 0; i < 2; ++i, position = tile.position + tokens[1]) {
+              int width;
+              const int end = problem.pattern.piece(position, key, width);
+              const int high = min(last[0], end);
+              last[0] = last[1], reach[0] = reach[1];
+              last[1] = high;
+              reach[1] = ::max(high - end + width, 0);
+            }
+            mask_scores<kKeys>(s, last, reach);
+            return;
+          }
+        }
+        mask_scores<kKeys>(s, last, reach);
         if constexpr (kPattern) {
           unsigned seen[2] = {0u, 0u};
           int position = tile.position + tokens[0];

@@ -10,12 +10,12 @@
 // first key; `reach` is how many it sees up to there.
 template <int kKeys>
 __device__ __forceinline__ void mask_scores(float (&s)[kKeys / 2], const int (&last)[2],
-                                            unsigned reach) {
+                                            const unsigned (&reach)[2]) {
 #pragma unroll
   for (int j = 0; j < kKeys / 8; ++j)
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const bool seen = static_cast<unsigned>(last[i / 2] - (8 * j + i % 2)) < reach;
+      const bool seen = static_cast<unsigned>(last[i / 2] - (8 * j + i % 2)) < reach[i / 2];
       s[4 * j + i] = seen ? s[4 * j + i] : -kInf;
     }
 }

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine import device, env
 from engine.dtypes import dtype_name
 from engine.kernels._attention import ScoreRule, are_aligned, element_strides
-from engine.kernels._attention_pattern import PARAMS, Pattern, arguments
+from engine.kernels._attention_pattern import PARAMS, Pattern, Periodic, arguments
 from engine.kernels._launch import Kernel, ceil_div, sm_count
 from engine.kernels._module import ModuleSpec, current_architecture
 from engine.kernels._tensor_map import tensor_map
 from engine.kernels._workspace import counters, workspace
 
-__all__ = ["HopperTile", "choose_hopper_tile", "choose_num_splits", "launch", "specs", "takes"]
+__all__ = [
+    "HopperTile",
+    "choose_hopper_tile",
+    "choose_num_splits",
+    "launch",
+    "specs",
+    "takes",
+]
 
 _DTYPES = ("float16", "bfloat16")
 _PARAMS = (
@@ -56,6 +63,8 @@ class HopperTile:
         Warpgroups of 64 rows.
     keys, stages, q_stages : int
         Keys of a tile, tiles of K and of V in shared memory, tiles of Q there.
+    is_patterned : bool
+        Whether it may skip and mask keys by a pattern.
     """
 
     head_dim: int
@@ -63,6 +72,7 @@ class HopperTile:
     keys: int
     stages: int
     q_stages: int
+    is_patterned: bool = False
 
     @property
     def rows(self) -> int:
@@ -79,11 +89,12 @@ class HopperTile:
         """Dynamic shared memory: tiles, aligned to 1024 bytes, work items, mbarriers, notes."""
         row = 128 * ceil_div(self.head_dim, 64)
         tiles = self.q_stages * self.rows * row + 2 * self.stages * self.keys * row
-        notes = 8 * (2 * self.q_stages + 4 * self.stages + 1) + 4 * self.stages
+        boxes = self.keys // 16  # of the smallest pages
+        notes = 8 * (2 * self.q_stages + 5 * self.stages + 1) + 4 * self.stages * (1 + boxes)
         return 1024 + tiles + 32 * self.q_stages + notes
 
-    def spec(self, dtype: str, *, is_patterned: bool = False) -> ModuleSpec:
-        """Return the module compiled for this tile, with patterns or without."""
+    def spec(self, dtype: str) -> ModuleSpec:
+        """Return the module compiled for this tile."""
         macros = {
             "HEAD_DIM": self.head_dim,
             "CONSUMERS": self.consumers,
@@ -91,7 +102,7 @@ class HopperTile:
             "STAGES": self.stages,
             "Q_STAGES": self.q_stages,
             "SHARED_BYTES": self.shared_bytes,
-            "PATTERN": int(is_patterned),
+            "PATTERN": int(self.is_patterned),
         }
         return ModuleSpec("attention_prefill_sm90.cu", dtype, tuple(macros.items()))
 
@@ -105,12 +116,14 @@ _TILES = (
     HopperTile(256, 2, 80, 2, 1),
 )
 
-# With a pattern: the tiles that can be skipped are smaller, and registers are left to mask them.
-_PATTERNED = {128: HopperTile(128, 2, 64, 4, 1), 256: HopperTile(256, 2, 64, 2, 1)}
+# With a pattern: registers are left to mask tiles that some rows see in parts. 64 divides the sizes
+# of blocks rather than 96 does.
+_PERIODIC = {128: HopperTile(128, 2, 96, 2, 1), 256: HopperTile(256, 2, 64, 2, 1)}
+_BLOCKS = {128: HopperTile(128, 2, 64, 4, 1), 256: HopperTile(256, 2, 64, 2, 1)}
 
 
 def choose_hopper_tile(
-    dtype: str, head_dim: int, *, is_patterned: bool = False
+    dtype: str, head_dim: int, pattern: Pattern | None = None
 ) -> HopperTile | None:
     """Return the tile for heads of `head_dim`; None: not for Hopper.
 
@@ -118,11 +131,16 @@ def choose_hopper_tile(
     --------
     >>> choose_hopper_tile("bfloat16", 80).head_dim, choose_hopper_tile("float32", 64)
     (96, None)
+    >>> choose_hopper_tile("bfloat16", 128, Periodic(4096, 1024)).keys
+    96
     """
     if dtype not in _DTYPES or head_dim % 8 or head_dim <= 32:
         return None
     tile = next((tile for tile in _TILES if head_dim <= tile.head_dim), None)
-    return _PATTERNED.get(tile.head_dim, tile) if tile and is_patterned else tile
+    if tile is None or pattern is None:
+        return tile
+    tiles = _PERIODIC if isinstance(pattern, Periodic) else _BLOCKS
+    return replace(tiles.get(tile.head_dim, tile), is_patterned=True)
 
 
 def choose_num_splits(tiles: int, key_tiles: int, sm_count: int) -> int:
@@ -173,10 +191,9 @@ def launch(
 ) -> None:
     """Launch on arrays that `takes` said yes to; num_splits None: as many as fill the device."""
     (total_q, num_heads, head_dim), dtype = q.shape, dtype_name(q.dtype)
-    is_patterned = pattern is not None
-    tile = choose_hopper_tile(dtype, head_dim, is_patterned=is_patterned)
+    tile = choose_hopper_tile(dtype, head_dim, pattern)
     assert tile is not None
-    spec = tile.spec(dtype, is_patterned=is_patterned)
+    spec = tile.spec(dtype)
     pairs = (keys["cu_seqlens_q"].size - 1) * keys["k"].shape[1]
     group = num_heads // keys["k"].shape[1]
     tiles_of_pair = ceil_div(min(max_q, total_q), tile.rows // group)
@@ -197,7 +214,7 @@ def launch(
         "head_dim": head_dim,
         "splits": splits,
     }
-    _KERNELS[bool(rule.softcap), is_patterned].launch(
+    _KERNELS[bool(rule.softcap), pattern is not None].launch(
         spec,
         (min(tiles * splits, sm_count()),),
         (tile.threads,),

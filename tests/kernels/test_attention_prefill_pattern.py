@@ -27,6 +27,10 @@ _PATTERNS = [
     Periodic(7, 3, 2),
     Periodic(1, 1),
     Periodic(2**29, 30),
+    # A row sees one piece of any 128 keys, and just not.
+    Periodic(168, 40, 160),
+    Periodic(167, 40, 9),
+    BlockSparse(np.random.default_rng(4).random((12, 4)) < 0.5, 33, 128),
 ]
 _CASE = AttentionCase((200, 70, 0, 1), (200, 390, 5, 129), 4, 2)
 
@@ -150,8 +154,9 @@ def test_skipped_keys_are_not_read(cp, tier, monkeypatch):
     assert_close(got, want, reduction=n + 64)
 
 
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_compiles_without_spills(dtype):
+def test_compiles_without_spills(dtype, arch):
     try:
         _nvrtc.version()
     except CompileError as error:
@@ -159,13 +164,21 @@ def test_compiles_without_spills(dtype):
     tiles = _TILES_32 if dtype == "float32" else _TILES_16
     specs = [tile.spec("attention_prefill.cu", dtype, is_patterned=True) for tile in tiles]
     for head_dim in (64, 96, 128, 192, 256):
-        tile = _prefill_sm90.choose_hopper_tile(dtype, head_dim, is_patterned=True)
-        specs += [tile.spec(dtype, is_patterned=True)] if tile else []
+        for pattern in (_PATTERNS[1], _PATTERNS[6]):
+            tile = _prefill_sm90.choose_hopper_tile(dtype, head_dim, pattern)
+            specs += [tile.spec(dtype)] if tile else []
     for spec in specs:
-        for arch in ARCHITECTURES if spec.tier == "portable" else ("sm_90a",):
+        if spec.supports(arch):
             compiled = compile_module(spec, arch)
             assert not any(entry.spill_bytes or entry.stack_bytes for entry in compiled.entries)
             assert "serialized" not in compiled.log
+
+
+@pytest.mark.parametrize(("pattern", "keys"), [(_PATTERNS[1], 64), (_PATTERNS[6], 96)], ids=str)
+def test_tiles_of_patterns(pattern, keys):
+    for head_dim, want in ((64, 128), (128, keys), (256, 64)):
+        tile = _prefill_sm90.choose_hopper_tile("float16", head_dim, pattern)
+        assert tile.is_patterned and tile.keys == want
 
 
 @pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int64, np.uint64])
