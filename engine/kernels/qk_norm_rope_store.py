@@ -19,7 +19,7 @@ __all__ = ["Config", "choose_config", "qk_norm_rope_store", "specs"]
 
 _THREADS = 128
 _WARPS = _THREADS // 32
-_HEADS_AT_ONCE = 4  # kHeads of the CUDA file
+_HEADS_AT_ONCE = 3  # kHeads of the CUDA file
 _PARAMS = (
     "q:ptr k:ptr v:ptr positions:ptr cos_sin:ptr k_pages:ptr v_pages:ptr slot_mapping:ptr "
     "q_weight:ptr k_weight:ptr q_stride_t:i64 q_stride_h:i64 k_stride_t:i64 k_stride_h:i64 "
