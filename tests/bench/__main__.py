@@ -18,13 +18,12 @@ import numpy as np
 from engine import device
 from engine.errors import ConfigError, DeviceError
 from engine.testing.timing import time_cpu, time_gpu
-
-_L2_BYTES = 60 << 20
+from tests.bench.case import num_copies
 
 
 def _measure(case, xp):
     on_gpu = xp is not np
-    copies = max(2, min(16, -(-3 * _L2_BYTES // max(case.nbytes, 1)))) if on_gpu else 1
+    copies = num_copies(case.nbytes) if on_gpu else 1
     args = [case.make(xp, 100 * i) for i in range(copies)]
     if case.check is not None:
         case.check(args[0], case.run(*args[0]))
@@ -40,10 +39,33 @@ def _measure(case, xp):
     for name, baseline in (case.baselines or {}).items():
         row[f"{name} us"] = seconds(baseline) * 1e6
         row[f"x {name}"] = row[f"{name} us"] / row["us"]
-    for name, peer in (case.peers or {}).items() if on_gpu else ():
-        row[f"{name} us"] = peer() * 1e6
-        row[f"x {name}"] = row[f"{name} us"] / row["us"]
+    if case.peers and on_gpu:
+        args.clear()
+        xp.get_default_memory_pool().free_all_blocks()  # peers have pools of their own
+        for name, peer in case.peers.items():
+            row |= _peer_columns(name, peer, case.nbytes, row["us"])
     return row
+
+
+def _peer_columns(name, peer, nbytes, us):
+    """Return a peer's columns, or why it has none: another library's refusal ends no benchmark."""
+    try:
+        theirs = peer() * 1e6
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        return {f"no {name}": f"{type(error).__name__}: {reason}"}
+    return {f"{name} us": theirs, f"{name} GB/s": nbytes / theirs * 1e-3, f"x {name}": theirs / us}
+
+
+def _line(row):
+    """Return a row as text: numbers and reasons with their names, the op and case without."""
+    parts = []
+    for name, value in row.items():
+        if isinstance(value, float):
+            parts.append(f"{name} {value:.4g}")
+        else:
+            parts.append(f"{name} ({value})" if name.startswith("no ") else value)
+    return "  ".join(parts)
 
 
 def _conditions(chosen):
@@ -91,7 +113,7 @@ def main() -> None:
         for case in module.CASES:
             row = {"op": op, **_measure(case, chosen.xp)}
             rows.append(row)
-            print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else v for k, v in row.items()))
+            print(_line(row))
     if options.json:
         record = {**_conditions(chosen), "rows": rows}
         options.json.write_text(json.dumps(record, indent=1) + "\n")

@@ -1,6 +1,12 @@
-"""attention_decode, bfloat16, 32 query and 8 key/value heads, D = 128: GB/s of K and V read."""
+"""attention_decode, bfloat16, 32 query and 8 key/value heads, D = 128: GB/s of K and V read.
+
+Beside it, where torch is installed, scaled_dot_product_attention by cuDNN and by FlashAttention-2,
+which know no pages: dense keys and values, (B, K, S, D), heads grouped by enable_gqa.
+"""
 
 from __future__ import annotations
+
+from functools import partial
 
 import numpy as np
 
@@ -9,9 +15,18 @@ from engine.device import to_numpy
 from engine.testing import cases
 from engine.testing.cases_attention import normal_on
 from engine.testing.tolerances import assert_close
+from tests.bench import sdpa
 from tests.bench.case import BenchCase
 
 _HEADS, _KV_HEADS, _HEAD_DIM, _BLOCK_SIZE = 32, 8, 128, 16
+
+
+def _peers(batch: int, context: int, num_queries: int, nbytes: int):
+    shapes = (batch, _HEADS, num_queries, _HEAD_DIM), (batch, _KV_HEADS, context, _HEAD_DIM)
+    return {
+        name: partial(sdpa.decode_seconds, backend, *shapes, nbytes)
+        for name, backend in sdpa.BACKENDS.items()
+    }
 
 
 def _case(batch: int, context: int, num_queries: int, num_splits: int | None = None) -> BenchCase:
@@ -51,7 +66,8 @@ def _case(batch: int, context: int, num_queries: int, num_splits: int | None = N
     nbytes = 2 * batch * context * _KV_HEADS * _HEAD_DIM * 2
     flops = 4 * batch * num_queries * _HEADS * _HEAD_DIM * context
     name = f"B{batch} ctx{context} Q{num_queries}" + f" splits {num_splits}" * bool(num_splits)
-    return BenchCase(name, make, run, nbytes=nbytes, flops=flops, check=check)
+    peers = None if num_splits else _peers(batch, context, num_queries, nbytes)
+    return BenchCase(name, make, run, nbytes=nbytes, flops=flops, check=check, peers=peers)
 
 
 CASES = [

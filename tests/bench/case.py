@@ -6,6 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+L2_BYTES = 60 << 20
+
+
+def num_copies(nbytes: int) -> int:
+    """Return over how many copies of `nbytes` to rotate so that none is found in the L2 cache."""
+    return max(2, min(16, -(-3 * L2_BYTES // max(nbytes, 1))))
+
 
 @dataclass(frozen=True)
 class BenchCase:
@@ -27,7 +34,7 @@ class BenchCase:
         Name -> `baseline(*args)` doing the same work with another library.
     peers : dict
         Name -> `peer()`, the seconds that another library takes by its own clock: for those whose
-        calls cannot be captured in our graphs.
+        calls cannot be captured in our graphs. One that raises has no columns but its reason.
     check : callable or None
         `check(args, result)` raises AssertionError when the result is wrong.
     """

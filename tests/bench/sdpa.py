@@ -1,0 +1,145 @@
+"""PyTorch's scaled_dot_product_attention as a peer: by one backend, checked, timed from HBM.
+
+torch is imported when something here is called: nothing else of the suite needs it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tests.bench.case import num_copies
+
+__all__ = ["BACKENDS", "RefusedError", "attend", "decode_seconds", "exact", "newest_mask"]
+
+BACKENDS = {"cudnn": "CUDNN_ATTENTION", "flash2": "FLASH_ATTENTION"}
+
+_REFUSALS = ("No available kernel", "No viable backend", "cuDNN Frontend error")
+_HIDDEN = -1e4  # added to a score: exp of it is 0. Some versions of cuDNN fail on infinities
+_ERROR = 0.005  # of the norm: twice what bfloat16 rounds, half of what a forgotten mask makes
+_ONE_COPY_BYTES = 4 << 30  # so much of it passes the L2 cache that what it keeps does not count
+
+
+class RefusedError(RuntimeError):
+    """A backend does not take the problem; the message is its reason."""
+
+
+def attend(backend: str, q: Any, k: Any, v: Any, mask: Any = None) -> Any:
+    """Return attention from q (B, H, Q, D) to k and v (B, K, S, D) by one backend and no other.
+
+    Heads are grouped by `enable_gqa`: K and V have K heads, not H.
+
+    Raises
+    ------
+    RefusedError
+        If the backend does not take them. torch gives the reasons as warnings only.
+    """
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            with sdpa_kernel(getattr(SDPBackend, backend)):
+                return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        except RuntimeError as error:
+            if not any(text in str(error) for text in _REFUSALS):
+                raise
+            raise RefusedError(_reason(str(error), [str(w.message) for w in said])) from error
+
+
+def _reason(error: str, said: Sequence[str]) -> str:
+    """Return what torch said of the backend that was asked: the others it calls disabled."""
+    said = [text.partition(" (Triggered internally")[0] for text in said]
+    reasons = [t for t in said if "not used because" not in t and "runtime disabled" not in t]
+    return " ".join(reasons) or error
+
+
+def newest_mask(backend: str, num_queries: int, num_keys: int, like: Any) -> Any:
+    """Return the mask by which query i of Q sees keys 0 to S - Q + i; None for one query.
+
+    `is_causal` would let it see keys 0 to i. FlashAttention takes no array, but has this rule by
+    name. cuDNN takes an array to add, of q's dtype: it reads any other as if it were of that.
+    """
+    import torch
+
+    if num_queries == 1:
+        return None
+    if backend == "FLASH_ATTENTION":
+        from torch.nn.attention.bias import causal_lower_right
+
+        return causal_lower_right(num_queries, num_keys)
+    zeros = torch.zeros(num_queries, num_keys, dtype=like.dtype, device=like.device)
+    later = torch.ones_like(zeros, dtype=torch.bool).triu(num_keys - num_queries + 1)
+    return zeros.masked_fill(later, _HIDDEN)
+
+
+def exact(q: Any, k: Any, v: Any) -> Any:
+    """Return attention of the newest Q tokens in float64: the judge of the others."""
+    q, k, v = (x.double() for x in (q, k, v))
+    return attend("MATH", q, k, v, newest_mask("MATH", q.shape[2], k.shape[2], q))
+
+
+def decode_seconds(
+    backend: str, q_shape: Sequence[int], kv_shape: Sequence[int], nbytes: int
+) -> float:
+    """Return the median seconds of attention from the newest tokens, bfloat16, random values.
+
+    Parameters
+    ----------
+    backend : str
+        A value of BACKENDS.
+    q_shape : (B, H, Q, D)
+    kv_shape : (B, K, S, D)
+    nbytes : int
+        Of K and V: over how many copies of them the calls rotate follows from it.
+    """
+    import torch
+
+    try:
+        return _seconds(torch, backend, q_shape, kv_shape, nbytes)
+    finally:
+        torch.cuda.empty_cache()
+
+
+def _copies(nbytes: int) -> int:
+    return min(num_copies(nbytes), max(1, _ONE_COPY_BYTES // nbytes))
+
+
+def _seconds(torch, backend, q_shape, kv_shape, nbytes):
+    inputs = [
+        [torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in (q_shape, kv_shape, kv_shape)]
+        for _ in range(_copies(nbytes))
+    ]
+    mask = newest_mask(backend, q_shape[2], kv_shape[2], inputs[0][0])
+    calls = [lambda qkv=qkv: attend(backend, *qkv, mask) for qkv in inputs]
+    want = exact(*(x[-1:] for x in inputs[0]))
+    error = float((calls[0]()[-1:].double() - want).norm() / want.norm())
+    assert error < _ERROR, f"{backend} is wrong here: relative error {error:.3g}"
+    return _graph_seconds(torch.cuda, calls)
+
+
+def _graph_seconds(
+    cuda: Any, calls: Sequence[Callable[[], Any]], *, replays: int = 5, min_launches: int = 10
+) -> float:
+    """Return the median seconds of one call: as `engine.testing.timing.time_gpu`, torch's calls."""
+    rounds = -(-min_launches // len(calls))
+    for call in calls:
+        call()
+    graph = cuda.CUDAGraph()
+    with cuda.graph(graph):
+        for _ in range(rounds):
+            for call in calls:
+                call()
+    graph.replay()
+    times = []
+    for _ in range(replays):
+        start, stop = (cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) * 1e-3)
+    return statistics.median(times) / (rounds * len(calls))

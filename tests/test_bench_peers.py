@@ -1,0 +1,141 @@
+"""Other libraries beside ours in `python -m tests.bench`: their columns, and why some are empty."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from types import SimpleNamespace
+
+import pytest
+
+from tests.bench import __main__ as bench
+from tests.bench import sdpa
+from tests.bench.bench_attention_decode import CASES
+from tests.bench.case import L2_BYTES, BenchCase, num_copies
+
+
+def _raise(error):
+    raise error
+
+
+def _row(monkeypatch, **peers):
+    """What is printed of a case that took 2 us, on a GPU that is none."""
+    freed = []
+    pool = SimpleNamespace(free_all_blocks=lambda: freed.append(True))
+    monkeypatch.setattr(bench, "time_gpu", lambda calls: 2e-6)
+    case = BenchCase("one", lambda xp, seed: (seed,), lambda x: x, nbytes=8000, peers=peers)
+    row = bench._measure(case, SimpleNamespace(get_default_memory_pool=lambda: pool))
+    assert freed == [True]
+    return row, bench._line({"op": "an_op", **row})
+
+
+def test_a_peers_columns(monkeypatch):
+    row, line = _row(monkeypatch, other=lambda: 8e-6)
+    assert row["other us"] == pytest.approx(8) and row["x other"] == pytest.approx(4)
+    assert row["other GB/s"] == pytest.approx(1)
+    assert line == "an_op  one  us 2  GB/s 4  TFLOP/s 0  other us 8  other GB/s 1  x other 4"
+
+
+def test_a_peer_that_raises_leaves_its_reason_and_the_others(monkeypatch):
+    refusal = RuntimeError("head_dim should be\n a multiple of 8")
+    row, line = _row(monkeypatch, first=lambda: _raise(refusal), second=lambda: 2e-6)
+    assert row["no first"] == "RuntimeError: head_dim should be a multiple of 8"
+    assert not {"first us", "x first"} & row.keys() and row["x second"] == pytest.approx(1)
+    assert "  no first (RuntimeError: head_dim should be a multiple of 8)  second us 2" in line
+
+
+def test_without_torch_the_row_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    row, _ = _row(monkeypatch, **CASES[0].peers)
+    for name in sdpa.BACKENDS:
+        assert "torch" in row[f"no {name}"] and f"{name} us" not in row
+
+
+def test_decode_has_peers_that_rotate_over_more_than_the_cache_and_little_more():
+    for case in CASES:
+        assert ("splits" in case.name) == (case.peers is None)
+        copies = sdpa._copies(case.nbytes)
+        assert copies * case.nbytes > L2_BYTES
+        assert copies == 1 or copies == num_copies(case.nbytes)
+        assert copies == 1 or copies * case.nbytes <= sdpa._ONE_COPY_BYTES
+
+
+def _fake_torch(monkeypatch, refuse):
+    functional = SimpleNamespace(scaled_dot_product_attention=refuse)
+    attention = SimpleNamespace(
+        SDPBackend=SimpleNamespace(CUDNN_ATTENTION=1), sdpa_kernel=contextlib.nullcontext
+    )
+    for name, module in (("attention", attention), ("functional", functional)):
+        monkeypatch.setitem(sys.modules, f"torch.nn.{name}", module)
+    for name in ("torch", "torch.nn"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace())
+
+
+def test_a_refusal_has_the_reasons_that_torch_warns_of(monkeypatch):
+    def refuse(*_, **__):
+        for text in (
+            "Flash attention kernel not used because: (Triggered internally at a.cpp:1.)",
+            "Flash attention has been runtime disabled. (Triggered internally at a.cpp:2.)",
+            "cuDNN attention kernel not used because: (Triggered internally at a.cpp:3.)",
+            "head_dim should be a multiple of 8 (Triggered internally at a.cpp:4.)",
+        ):
+            warnings.warn(text, stacklevel=1)
+        raise RuntimeError("No available kernel. Aborting execution.")
+
+    _fake_torch(monkeypatch, refuse)
+    with pytest.raises(sdpa.RefusedError, match=r"^head_dim should be a multiple of 8$"):
+        sdpa.attend("CUDNN_ATTENTION", None, None, None)
+
+
+def test_only_a_refusal_is_one(monkeypatch):
+    errors = [RuntimeError("cuDNN Frontend error: no plan"), RuntimeError("out of memory")]
+    _fake_torch(monkeypatch, lambda *_, **__: _raise(errors.pop(0)))
+    with pytest.raises(sdpa.RefusedError, match="cuDNN Frontend error: no plan"):
+        sdpa.attend("CUDNN_ATTENTION", None, None, None)
+    with pytest.raises(RuntimeError, match="out of memory") as raised:
+        sdpa.attend("CUDNN_ATTENTION", None, None, None)
+    assert raised.type is RuntimeError
+
+
+def test_time_is_a_calls_share_of_a_graphs():
+    launched, recording = [], []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = len(launched)
+
+        def synchronize(self):
+            pass
+
+        def elapsed_time(self, stop):
+            return 1.0 * (stop.at - self.at)  # ms: one a launch
+
+    @contextlib.contextmanager
+    def record_into(graph):
+        before = list(launched)
+        yield
+        recording.extend(launched[len(before) :])
+        launched[:] = before
+
+    cuda = SimpleNamespace(
+        CUDAGraph=lambda: SimpleNamespace(replay=lambda: launched.extend(recording)),
+        graph=record_into,
+        Event=Event,
+    )
+    calls = [lambda i=i: launched.append(i) for i in range(4)]
+    assert sdpa._graph_seconds(cuda, calls) == pytest.approx(1e-3)
+    assert recording == [0, 1, 2, 3] * 3  # rotated: none is called twice in a row
+
+
+def test_the_newest_query_needs_no_mask_and_others_see_up_to_themselves():
+    torch = pytest.importorskip("torch")
+    like = torch.zeros(1, dtype=torch.bfloat16)
+    assert sdpa.newest_mask("CUDNN_ATTENTION", 1, 5, like) is None
+    mask = sdpa.newest_mask("CUDNN_ATTENTION", 3, 5, like)
+    assert mask.dtype == torch.bfloat16
+    assert (mask == 0).tolist() == [[j <= 2 + i for j in range(5)] for i in range(3)]
+    assert (mask <= 0).all() and (mask[mask < 0] < -9000).all()
