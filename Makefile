@@ -4,28 +4,33 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types kernels format gpu-test clean
+.PHONY: help demo model test lint types kernels format gpu-test clean
 
 help:            ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
 
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.made:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
+	@touch $@
+
+$(VENV)/.installed: pyproject.toml $(VENV)/.made
 	$(BIN)/python -m pip install --quiet --editable .
 	@touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed
+$(VENV)/.installed-dev: pyproject.toml $(VENV)/.made
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
-	@touch $@
+	@touch $(VENV)/.installed $@
 
 demo: $(VENV)/.installed   ## install, pull SmolLM2-135M-Instruct, answer a question
 	@$(BIN)/engine pull smollm2
 	@$(BIN)/engine generate --temperature 0 --chat "What is the capital of France? Answer in one sentence."
 
-test: $(VENV)/.installed-dev   ## the whole suite (GPU tests skip where there is no GPU)
+model: $(VENV)/.installed-dev   ## pull SmolLM2-135M-Instruct, which the tests read
 	$(BIN)/engine pull smollm2
-	$(BIN)/python -m pytest -q -n auto
+
+test: model   ## the whole suite (GPU tests skip where there is no GPU)
+	$(BIN)/python -m pytest -q -n auto --dist worksteal
 
 lint: $(VENV)/.installed-dev   ## ruff
 	$(BIN)/ruff check .

@@ -5,7 +5,9 @@ Always: one row, sizes that no vector width divides, real model shapes, empty, a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,8 @@ ROWS: tuple[tuple[int, int], ...] = (
     (0, 64),
 )
 
+_MAX_KEPT = 2**25  # elements of an array that is kept
+
 
 def normal(
     shape: Sequence[int], dtype: str, seed: int, *, scale: float = 1.0, mean: float = 0.0
@@ -39,8 +43,18 @@ def normal(
     >>> normal((2, 3), "float16", seed=0).shape
     (2, 3)
     """
+    draw = _normal if math.prod(shape) <= _MAX_KEPT else _normal.__wrapped__
+    array: np.ndarray[Any, Any] = draw(tuple(shape), dtype, seed, scale, mean)
+    return np.copy(array)  # the caller may write into it
+
+
+@lru_cache(maxsize=8)  # tests of one function mostly want the same arrays again
+def _normal(
+    shape: tuple[int, ...], dtype: str, seed: int, scale: float, mean: float
+) -> np.ndarray[Any, Any]:
     rng = np.random.default_rng([seed, *shape])
-    return (rng.standard_normal(tuple(shape), np.float32) * scale + mean).astype(np_dtype(dtype))
+    values: np.ndarray[Any, Any] = rng.standard_normal(shape, np.float32) * scale + mean
+    return values.astype(np_dtype(dtype))
 
 
 def to_module(xp: Any, *arrays: Any) -> Any:

@@ -85,7 +85,7 @@ def assert_close(
     if not np.issubdtype(want.dtype, np.floating) and want.dtype.kind != "V":
         np.testing.assert_array_equal(host, want, err_msg=name)
         return
-    if want.size == 0:
+    if want.size == 0 or _is_same(host, want):
         return
     limit = tolerance(dtype if dtype is not None else want.dtype, reduction)
     a, b = host.astype(np.float64), want.astype(np.float64)
@@ -102,3 +102,9 @@ def assert_close(
             f"{np.nanmax(error):.3g} (rms {rms:.3g}); first at {first}: got {a[first]!r}, "
             f"wanted {b[first]!r}; allowed rtol {limit.rtol:g}, atol {limit.atol:g} rms"
         )
+
+
+def _is_same(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:
+    """Tell whether two arrays are equal byte by byte: a mirror's result and its repetition."""
+    bytes_a, bytes_b = (np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in (a, b))
+    return bool(np.array_equal(bytes_a, bytes_b))

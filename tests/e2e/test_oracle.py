@@ -139,4 +139,6 @@ def test_the_pools_were_tiny_enough():
         _serve(engine, requests)
         for name in totals:
             totals[name] += getattr(engine.scheduler.stats(), name)
-    assert min(totals.values()) > 10, totals
+        if min(totals.values()) > 10:  # they only grow
+            return
+    raise AssertionError(totals)

@@ -38,15 +38,22 @@ def _load(device, **options):
     )
 
 
+@pytest.fixture(scope="module")
+def model_on_cpu():
+    return _load("cpu")
+
+
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def model(request):
-    return _load(request.param)
+    return _load("cuda") if request.param == "cuda" else request.getfixturevalue("model_on_cpu")
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def exact_model(request):
     # On a GPU tokens are the same in any company in this mode only.
-    return _load(request.param, deterministic=request.param == "cuda")
+    if request.param == "cuda":
+        return _load("cuda", deterministic=True)
+    return request.getfixturevalue("model_on_cpu")
 
 
 def _greedy_alone(model, ids, count):
