@@ -31,7 +31,7 @@ def every_spec() -> list[ModuleSpec]:
         if not info.name.startswith("_"):
             module = importlib.import_module(f"engine.kernels.{info.name}")
             for dtype in FLOAT_NAMES:
-                specs += module.specs(dtype)
+                specs += module.specs(dtype, patterns=True)
     return list(dict.fromkeys(specs))
 
 

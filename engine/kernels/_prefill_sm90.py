@@ -139,8 +139,11 @@ def choose_hopper_tile(
     tile = next((tile for tile in _TILES if head_dim <= tile.head_dim), None)
     if tile is None or pattern is None:
         return tile
-    tiles = _PERIODIC if isinstance(pattern, Periodic) else _BLOCKS
-    return replace(tiles.get(tile.head_dim, tile), is_patterned=True)
+    return _patterned(tile, _PERIODIC if isinstance(pattern, Periodic) else _BLOCKS)
+
+
+def _patterned(tile: HopperTile, instead: dict[int, HopperTile]) -> HopperTile:
+    return replace(instead.get(tile.head_dim, tile), is_patterned=True)
 
 
 def choose_num_splits(tiles: int, key_tiles: int, sm_count: int) -> int:
@@ -157,11 +160,15 @@ def choose_num_splits(tiles: int, key_tiles: int, sm_count: int) -> int:
     return max(1, wanted)
 
 
-def specs(dtype: str, *, head_dim: int | None = None) -> tuple[ModuleSpec, ...]:
-    """Return the modules that may be launched: for one head dim, or for all."""
+def specs(
+    dtype: str, *, head_dim: int | None = None, patterns: bool = False
+) -> tuple[ModuleSpec, ...]:
+    """Return the modules that may be launched, of one head dim or all; `patterns`: those too."""
     dims = [tile.head_dim for tile in _TILES] if head_dim is None else [head_dim]
-    tiles = [choose_hopper_tile(dtype, dim) for dim in dims]
-    return tuple(tile.spec(dtype) for tile in tiles if tile is not None)
+    tiles = [tile for dim in dims if (tile := choose_hopper_tile(dtype, dim)) is not None]
+    if patterns:
+        tiles += [_patterned(tile, table) for table in (_PERIODIC, _BLOCKS) for tile in tiles]
+    return tuple(dict.fromkeys(tile.spec(dtype) for tile in tiles))
 
 
 def takes(q: Any, k: Any, v: Any, out: Any) -> bool:

@@ -58,12 +58,19 @@ def choose_tile(dtype: str, head_dim: int) -> Tile:
     return next(tile for tile in tiles if head_dim <= tile.head_dim)
 
 
-def specs(dtype: str, *, head_dim: int | None = None, **_: Any) -> tuple[ModuleSpec, ...]:
-    """Return the modules that the op may launch: for one head dim, or for all."""
+def specs(
+    dtype: str, *, head_dim: int | None = None, patterns: bool = False, **_: Any
+) -> tuple[ModuleSpec, ...]:
+    """Return the modules that the op may launch, of one head dim or all; `patterns`: those too."""
     dims = range(1, MAX_HEAD_DIM + 1) if head_dim is None else (head_dim,)
     tiles = dict.fromkeys(choose_tile(dtype, dim) for dim in dims)
-    portable = tuple(tile.spec("attention_prefill.cu", dtype) for tile in tiles)
-    return portable + _prefill_sm90.specs(dtype, head_dim=head_dim)
+    kinds = (False, True) if patterns else (False,)
+    portable = tuple(
+        tile.spec("attention_prefill.cu", dtype, is_patterned=kind)
+        for kind in kinds
+        for tile in tiles
+    )
+    return portable + _prefill_sm90.specs(dtype, head_dim=head_dim, patterns=patterns)
 
 
 def attention_prefill(

@@ -7,10 +7,8 @@ import pytest
 
 from engine import kernels, reference
 from engine.device import to_numpy
-from engine.errors import CompileError, ContractError
-from engine.kernels import BlockSparse, Periodic, _nvrtc, _prefill_sm90
-from engine.kernels._module import ARCHITECTURES, compile_module
-from engine.kernels.attention_prefill import _TILES_16, _TILES_32
+from engine.errors import ContractError
+from engine.kernels import BlockSparse, Periodic, _prefill_sm90
 from engine.testing import cases
 from engine.testing.cases_attention import AttentionCase, cu_seqlens, paged_cache
 from engine.testing.tolerances import assert_close
@@ -152,26 +150,6 @@ def test_skipped_keys_are_not_read(cp, tier, monkeypatch):
         pattern=BlockSparse(mask, 128, 128),
     )
     assert_close(got, want, reduction=n + 64)
-
-
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_compiles_without_spills(dtype, arch):
-    try:
-        _nvrtc.version()
-    except CompileError as error:
-        pytest.skip(str(error))
-    tiles = _TILES_32 if dtype == "float32" else _TILES_16
-    specs = [tile.spec("attention_prefill.cu", dtype, is_patterned=True) for tile in tiles]
-    for head_dim in (64, 96, 128, 192, 256):
-        for pattern in (_PATTERNS[1], _PATTERNS[6]):
-            tile = _prefill_sm90.choose_hopper_tile(dtype, head_dim, pattern)
-            specs += [tile.spec(dtype)] if tile else []
-    for spec in specs:
-        if spec.supports(arch):
-            compiled = compile_module(spec, arch)
-            assert not any(entry.spill_bytes or entry.stack_bytes for entry in compiled.entries)
-            assert "serialized" not in compiled.log
 
 
 @pytest.mark.parametrize(("pattern", "keys"), [(_PATTERNS[1], 64), (_PATTERNS[6], 96)], ids=str)
