@@ -15,7 +15,7 @@ from engine.kernels._module import ModuleSpec, cached_module, compile_module, cu
 __all__ = ["add_arguments", "run"]
 
 _DEFAULT_ARCH = "sm_90a"
-_ROW = "{:21} {:9} {:9} {:26} {:34} {:>9} {:>7} {:>6}  {}"
+_ROW = "{:21} {:9} {:9} {:42} {:>9} {:>7} {:>6}  {:8}  {}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +34,7 @@ def op_names() -> list[str]:
 def op_specs(op: str, dtype: str) -> tuple[ModuleSpec, ...]:
     """Return every module that op `op` may launch for `dtype`."""
     module = importlib.import_module(f"engine.kernels.{op}")
-    return tuple(module.specs(dtype))
+    return tuple(module.specs(dtype, patterns=True))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not re.fullmatch(r"sm_\d{2,3}a?", arch):
         raise ConfigError(f"--arch must be an architecture like sm_80 or sm_90a; got {arch!r}")
     print(f"architecture {arch}")
-    heads = ("op", "tier", "dtype", "macros", "kernel", "registers", "spilled", "shared", "cache")
+    heads = ("op", "tier", "dtype", "kernel", "registers", "spilled", "shared", "cache", "macros")
     print(_ROW.format(*heads))
     for op in op_names():
         for dtype in [arguments.dtype] if arguments.dtype else FLOAT_NAMES:
@@ -63,11 +63,11 @@ def _print_module(op: str, spec: ModuleSpec, arch: str, compile_missing: bool) -
     if found is None and compile_missing:
         found, state = compile_module(spec, arch), "compiled"
     if found is None:
-        print(_ROW.format(op, spec.tier, spec.dtype, macros, "-", "-", "-", "-", state))
+        print(_ROW.format(op, spec.tier, spec.dtype, "-", "-", "-", "-", state, macros).rstrip())
         return
     for entry in found.entries:
         numbers = (entry.registers, entry.spill_bytes, entry.shared_bytes)
-        print(_ROW.format(op, spec.tier, spec.dtype, macros, entry.name, *numbers, state))
+        print(_ROW.format(op, spec.tier, spec.dtype, entry.name, *numbers, state, macros).rstrip())
 
 
 def _this_arch() -> str:

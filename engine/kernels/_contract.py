@@ -123,11 +123,11 @@ class Contract:
             return self.xp.empty(tuple(shape), dtype)
         return self.written(name, out, " ".join(map(str, shape)), dtype, layout=layout)
 
-    def finish(self, out: Any, result: Any, name: str = "out") -> Any:
-        """Return the mirror's `result`, in `out` when the caller gave one."""
+    def finish(self, out: Any, result: Any, name: str = "out", *, layout: str = "C") -> Any:
+        """Return the mirror's `result`, in `out` when the caller gave one that `output` takes."""
         if out is None:
             return result
-        self.output(name, out, result.shape, result.dtype, layout="any")
+        self.output(name, out, result.shape, result.dtype, layout=layout)
         np.copyto(out, result)
         return out
 
@@ -148,6 +148,8 @@ class Contract:
         return float(value)
 
     def _as_array(self, name: str, value: Any) -> Any:
+        if isinstance(value, np.ma.MaskedArray):  # its mask would be lost
+            raise DTypeError(f"{self.op}: {name}: must be an array without a mask")
         if isinstance(value, np.ndarray) or device.is_cupy_array(value):
             return value
         if hasattr(value, "__cuda_array_interface__"):

@@ -97,10 +97,11 @@ def gated(
     """
     x = call.array("x", x, "* 2F", FLOATS, layout="rows")
     call.check("x", x.shape[-1] % 2 == 0, "of even length along its last axis", x.shape)
-    if call.on_cpu:
-        return call.finish(out, mirror(x))
     shape = (*x.shape[:-1], x.shape[-1] // 2)
-    out = call.output("out", out, shape, x.dtype, layout="rows" if len(shape) == 2 else "C")
+    layout = "rows" if len(shape) == 2 else "C"
+    if call.on_cpu:
+        return call.finish(out, mirror(x), layout=layout)
+    out = call.output("out", out, shape, x.dtype, layout=layout)
     num_rows, f = math.prod(shape[:-1]), shape[-1]
     rows, out_rows = x.reshape(num_rows, 2 * f), out.reshape(num_rows, f)
     fits = f % vector_width(x) == 0 and is_aligned(rows, out_rows)

@@ -179,7 +179,7 @@ def attention_decode(
         if out is not None:  # before the pages are written
             call.written("out", out, "B Q H D", q.dtype, layout="rows")
         result = _mirror(q, pages, rule, tree_mask, fresh)
-        out = call.finish(out, result[0])
+        out = call.finish(out, result[0], layout="rows")
         return (out, result[1]) if return_lse else out
     out = call.output("out", out, q.shape, q.dtype, layout="rows")
     lse = call.xp.empty(q.shape[:3], np.float32) if return_lse else None

@@ -189,7 +189,7 @@ def attention_prefill(
             pattern=pattern,
             return_lse=True,
         )
-        out = call.finish(out, result[0])
+        out = call.finish(out, result[0], layout="rows")
         return (out, result[1]) if return_lse else out
     out = call.output("out", out, q.shape, q.dtype, layout="rows")
     lse = call.xp.empty(q.shape[:2], np.float32) if return_lse else None

@@ -139,7 +139,7 @@ def attention_prefill_fp8(
         result = reference.attention_prefill_fp8(
             **arrays, causal=causal, scale=scale, dtype=dtype, return_lse=True
         )
-        out = call.finish(out, result[0])
+        out = call.finish(out, result[0], layout="rows")
         return (out, result[1]) if return_lse else out
     q = arrays["q"]
     out = call.output("out", out, q.shape, np_dtype(dtype), layout="rows")

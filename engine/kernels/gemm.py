@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from engine import reference
-from engine.errors import ContractError
+from engine.errors import ContractError, ShapeError
 from engine.kernels._contract import FLOAT32, FLOATS, Contract
 from engine.kernels._gemm import SWIGLU, Operands, check_columns, launch
 from engine.kernels._gemm_config import Config, choose_config
@@ -112,7 +112,7 @@ def gemm(
             out_dtype=dtype,
             batch_invariant=batch_invariant,
         )
-        return call.finish(out, result)
+        return call.finish(out, result, layout="rows")
     out = call.output("out", out, (call["M"], columns), dtype, layout="rows")
     operands = Operands(x, weight, out, bias, residual, activation, batch_invariant, overlap)
     launch("gemm", operands)
@@ -145,8 +145,8 @@ def interleave_gate_up(gate_up: Any) -> Any:
 
     Raises
     ------
-    ContractError
-        If F is no multiple of 8.
+    ShapeError, ContractError
+        If it has no rows, or F is no multiple of 8.
 
     Examples
     --------
@@ -155,6 +155,9 @@ def interleave_gate_up(gate_up: Any) -> Any:
     array([ 0,  1,  2,  3,  4,  5,  6,  7, 16, 17, 18, 19, 20, 21, 22, 23,  8,
             9, 10, 11])
     """
+    gate_up = gate_up if hasattr(gate_up, "swapaxes") else np.asarray(gate_up)
+    if gate_up.ndim == 0:
+        raise ShapeError("interleave_gate_up: gate_up: must have rows; got a single value")
     rows = gate_up.shape[0]
     if rows % 16:
         raise ContractError(

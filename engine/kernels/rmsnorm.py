@@ -120,15 +120,17 @@ def rmsnorm(
     shape = " ".join(map(str, x.shape))
     if residual is not None:
         residual = call.array("residual", residual, shape, x.dtype)
+    layout = "rows" if x.ndim <= 3 else "C"
     if call.on_cpu:
         result = reference.rmsnorm(
             x, weight, eps=eps, residual=residual, weight_offset=weight_offset
         )
         if residual is None:
-            return call.finish(out, result)
+            return call.finish(out, result, layout=layout)
         y, h = result
-        return call.finish(out, y), call.finish(residual_out, h, "residual_out")
-    y = call.output("out", out, x.shape, x.dtype, layout="rows" if x.ndim <= 3 else "C")
+        y = call.finish(out, y, layout=layout)
+        return y, call.finish(residual_out, h, "residual_out")
+    y = call.output("out", out, x.shape, x.dtype, layout=layout)
     h = None
     if residual is not None:
         h = call.output("residual_out", residual_out, x.shape, x.dtype)

@@ -97,7 +97,7 @@ def rmsnorm_gemm(
             bias=bias,
             activation=activation,
         )
-        return call.finish(out, result)
+        return call.finish(out, result, layout="rows")
     out = call.output("out", out, (call["M"], columns), x.dtype, layout="rows")
     operands = Operands(x, weight, out, bias, activation=activation, overlap=overlap)
     launch("rmsnorm_gemm", operands, Norm(norm_weight, eps, weight_offset))

@@ -124,7 +124,7 @@ def rope(
         _check_positions(call, positions)
         results = reference.rope(q, k, positions, cos_sin, interleaved=interleaved)
         return tuple(
-            call.finish(o, r, name)
+            call.finish(o, r, name, layout="rows")
             for o, r, name in zip(outs, results, ("out[0]", "out[1]"), strict=True)
         )
     q_out = call.output("out[0]", outs[0], q.shape, q.dtype, layout="rows")

@@ -457,6 +457,14 @@ def test_contract(xp):
         kernels.gemm(x, gated, activation="silu_and_mul", residual=xp.ones((2, 16), np.float32))
     with pytest.raises(ContractError, match="must have a multiple of 16 rows; got 24"):
         interleave_gate_up(xp.ones((24, 8), np.float32))
+    with pytest.raises(ShapeError, match="must have rows; got a single value"):
+        interleave_gate_up(np.float32(1))
+    assert interleave_gate_up(list(range(16)))[8] == 8
+    # On a CPU as on a GPU: rows may lie apart, columns may not.
+    wide = xp.empty((2, 6), np.float32)
+    kernels.gemm(x, weight, out=wide[:, :3])
+    with pytest.raises(ShapeError, match="out: its last axis must be contiguous"):
+        kernels.gemm(x, weight, out=wide[:, ::2])
     with pytest.raises(ContractError, match="out_dtype: must be float32 or float32"):
         kernels.gemm(x, weight, out_dtype=np.float16)
     with pytest.raises(ShapeError, match="out: must have shape"):

@@ -280,6 +280,7 @@ def test_a_wrong_shape_names_both_arguments_and_both_values(value, shape, messag
         (_floats(8), INT32, "op: x: must be int32; got float32"),
         (_floats(8), BFLOAT16, "must be bfloat16; got float32"),
         ([1.0, 2.0], FLOATS, "op: x: must be an array; got list"),
+        (np.ma.array([1.0, 2.0], mask=[0, 1]), FLOATS, "op: x: must be an array without a mask"),
         (None, FLOATS, "must be an array; got NoneType"),
     ],
 )
