@@ -18,7 +18,8 @@ $(VENV)/.installed: pyproject.toml $(VENV)/.made
 	$(BIN)/python -m pip install --quiet --editable .
 	@touch $@
 
-$(VENV)/.installed-dev: pyproject.toml $(VENV)/.made
+# After the other where both are wanted: two pips at once would meet in one environment.
+$(VENV)/.installed-dev: pyproject.toml $(VENV)/.made $(if $(filter demo,$(MAKECMDGOALS)),$(VENV)/.installed)
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $(VENV)/.installed $@
 

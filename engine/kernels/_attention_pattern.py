@@ -55,6 +55,7 @@ class BlockSparse:
 
     def __post_init__(self) -> None:
         call = Contract("BlockSparse")
+        call.check("mask", not isinstance(self.mask, np.ma.MaskedArray), "plain", "a masked array")
         mask = np.array(self.mask)
         ok = mask.ndim == 2 and mask.dtype == bool
         call.check("mask", ok, "an array of bool with two axes", f"{mask.dtype} {mask.shape}")

@@ -101,6 +101,8 @@ class Contract:
     ) -> Any:
         """Check an argument that is written: as `array`, but a copy would lose the result."""
         array = self.array(name, value, shape, dtype, layout="any")
+        if isinstance(array, np.ndarray) and not array.flags.writeable:
+            raise ContractError(f"{self.op}: {name}: must be writeable; got a read-only array")
         if layout == "C" and not array.flags.c_contiguous:
             raise ShapeError(f"{self.op}: {name}: must be C-contiguous; strides {array.strides}")
         if layout == "rows" and array.size and array.strides[-1] != array.itemsize:
@@ -125,11 +127,25 @@ class Contract:
 
     def finish(self, out: Any, result: Any, name: str = "out", *, layout: str = "C") -> Any:
         """Return the mirror's `result`, in `out` when the caller gave one that `output` takes."""
-        if out is None:
-            return result
-        self.output(name, out, result.shape, result.dtype, layout=layout)
-        np.copyto(out, result)
-        return out
+        return self.fill(self.target(out, result, name, layout=layout), result)
+
+    def target(self, out: Any, result: Any, name: str = "out", *, layout: str = "C") -> Any:
+        """Return where to `fill` in the mirror's `result`: `out` after checking it, or itself.
+
+        Of several results all targets are checked before the first is filled.
+        """
+        return (
+            result
+            if out is None
+            else self.output(name, out, result.shape, result.dtype, layout=layout)
+        )
+
+    @staticmethod
+    def fill(target: Any, result: Any) -> Any:
+        """Copy the mirror's `result` to its `target`, and return that."""
+        if target is not result:
+            np.copyto(target, result)
+        return target
 
     def check(self, name: str, ok: bool, wanted: str, got: Any) -> None:
         """Raise ContractError unless `ok`, naming argument, wish and value."""
@@ -149,7 +165,7 @@ class Contract:
 
     def _as_array(self, name: str, value: Any) -> Any:
         if isinstance(value, np.ma.MaskedArray):  # its mask would be lost
-            raise DTypeError(f"{self.op}: {name}: must be an array without a mask")
+            raise DTypeError(f"{self.op}: {name}: must be a plain array; got a masked one")
         if isinstance(value, np.ndarray) or device.is_cupy_array(value):
             return value
         if hasattr(value, "__cuda_array_interface__"):

@@ -96,7 +96,7 @@ def launch(op: str, operands: Operands, norm: Norm | None = None) -> None:
     if m == 0 or n == 0:
         return
     dtype = dtype_name(x.dtype)
-    aligned = _is_aligned(x, operands.weight, norm)
+    aligned = _is_aligned(x, operands.weight, norm, batch_invariant=operands.batch_invariant)
     config = choose_config(
         m,
         n,
@@ -290,10 +290,13 @@ def _row_stride(array: Any) -> int:
     return int(array.strides[0]) // int(array.itemsize)
 
 
-def _is_aligned(x: Any, weight: Any, norm: Norm | None) -> bool:
-    """Tell whether all rows of the operands can be read 16 bytes at a time."""
+def _is_aligned(x: Any, weight: Any, norm: Norm | None, *, batch_invariant: bool) -> bool:
+    """Tell whether all rows of the operands can be read 16 bytes at a time.
+
+    With `batch_invariant` one row of x counts as one of many with its stride.
+    """
     steps = [x.data.ptr, weight.data.ptr, x.shape[1] * x.itemsize]
-    if x.shape[0] > 1:
+    if x.shape[0] > 1 or batch_invariant:
         steps.append(x.strides[0])
     if norm is not None:
         steps.append(norm.weight.data.ptr)

@@ -125,7 +125,7 @@ def choose_config(
     alone, the streaming ones on `num_parts`, the tiled ones on `num_splits`, which depend on m too.
     With `batch_invariant` it is always a tiled one with a single split: these sum a row in the same
     order whatever the tile. With `is_hopper` the tiled ones are those of gemm_sm90.cu, and they
-    begin at nine rows. `is_gated`: activation "silu_and_mul", which not every kernel can.
+    begin at nine rows. `is_gated`: gate and up become one column, which not every kernel can.
     `has_norm`: a norm is fused in front.
 
     Examples

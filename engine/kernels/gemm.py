@@ -95,7 +95,8 @@ def gemm(
     dtype = _out_dtype(call, x.dtype, out_dtype)
     columns = check_columns(call, activation)
     if activation == SWIGLU:
-        call.check("residual", residual is None, 'None with "swiglu"', "an array")
+        got = getattr(residual, "shape", residual)
+        call.check("residual", residual is None, 'None with "swiglu"', got)
         call.check("out_dtype", dtype == x.dtype, f'{x.dtype} with "swiglu"', str(dtype))
     if bias is not None:
         bias = call.array("bias", bias, "N", x.dtype)

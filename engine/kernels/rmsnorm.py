@@ -128,8 +128,9 @@ def rmsnorm(
         if residual is None:
             return call.finish(out, result, layout=layout)
         y, h = result
-        y = call.finish(out, y, layout=layout)
-        return y, call.finish(residual_out, h, "residual_out")
+        y_to = call.target(out, y, layout=layout)
+        h_to = call.target(residual_out, h, "residual_out")
+        return call.fill(y_to, y), call.fill(h_to, h)
     y = call.output("out", out, x.shape, x.dtype, layout=layout)
     h = None
     if residual is not None:

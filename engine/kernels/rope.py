@@ -123,10 +123,11 @@ def rope(
     if call.on_cpu:
         _check_positions(call, positions)
         results = reference.rope(q, k, positions, cos_sin, interleaved=interleaved)
-        return tuple(
-            call.finish(o, r, name, layout="rows")
+        targets = [
+            call.target(o, r, name, layout="rows")
             for o, r, name in zip(outs, results, ("out[0]", "out[1]"), strict=True)
-        )
+        ]
+        return tuple(map(call.fill, targets, results))
     q_out = call.output("out[0]", outs[0], q.shape, q.dtype, layout="rows")
     k_out = call.output("out[1]", outs[1], k.shape, k.dtype, layout="rows")
     _launch(q, k, positions, cos_sin, q_out, k_out, "interleaved" if interleaved else "half")

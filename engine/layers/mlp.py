@@ -15,7 +15,7 @@ _GELU = {"gelu": "none", "gelu_tanh": "tanh"}
 
 
 class MLP:
-    """Gate and up in one product, their gated product in one kernel, then down.
+    """Gate and up in one product, with SiLU their gated product too where that pays, then down.
 
     Parameters
     ----------

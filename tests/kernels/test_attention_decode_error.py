@@ -12,7 +12,7 @@ from tests.bench import sdpa
 _HEADS, _BLOCK_SIZE = 8, 16
 _ROUNDS = 32  # of queries: one alone differs by a few per cent from the next
 # A P of exactly 1 has no rounding error; how many of a row's are depends on how its keys are cut.
-# Of 108 cases 80 are no worse than cuDNN, the others 1.0011 to 1.0405 (H200, 2026-11-22): lengths
+# Of 108 cases 80 have at most 1.001 of cuDNN's, the others up to 1.0405 (H200, 2026-11-22): lengths
 # of 100 without a split, 8,192 cut into few parts, groups of 8.
 _MARGIN = 1.05
 _WRONG = 0.005  # of the norm: more is no rounding, and then cuDNN solved another problem

@@ -25,9 +25,12 @@ _PATTERNS = [
     Periodic(7, 3, 2),
     Periodic(1, 1),
     Periodic(2**29, 30),
-    # A row sees one piece of any 128 keys, and just not.
+    # A thread's keys end up to 7 before a tile's. One piece of 128, 96, 64 of them; and just not.
     Periodic(168, 40, 160),
-    Periodic(167, 40, 9),
+    Periodic(160, 40, 9),
+    Periodic(136, 40, 7),
+    Periodic(128, 40, 70),
+    Periodic(96, 40, 95),
     BlockSparse(np.random.default_rng(4).random((12, 4)) < 0.5, 33, 128),
 ]
 _CASE = AttentionCase((200, 70, 0, 1), (200, 390, 5, 129), 4, 2)

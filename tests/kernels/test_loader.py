@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from engine import kernels
 from engine.dtypes import BFLOAT16
 from engine.errors import CompileError, ContractError, DTypeError, ShapeError
 from engine.kernels import _module, _nvrtc
@@ -280,7 +281,11 @@ def test_a_wrong_shape_names_both_arguments_and_both_values(value, shape, messag
         (_floats(8), INT32, "op: x: must be int32; got float32"),
         (_floats(8), BFLOAT16, "must be bfloat16; got float32"),
         ([1.0, 2.0], FLOATS, "op: x: must be an array; got list"),
-        (np.ma.array([1.0, 2.0], mask=[0, 1]), FLOATS, "op: x: must be an array without a mask"),
+        (
+            np.ma.array([1.0, 2.0], mask=[0, 1]),
+            FLOATS,
+            "x: must be a plain array; got a masked one",
+        ),
         (None, FLOATS, "must be an array; got NoneType"),
     ],
 )
@@ -323,3 +328,37 @@ def test_arrays_of_two_modules_are_refused(cp):
     call.array("x", cp.zeros(3, cp.float32), "N", FLOATS)
     with pytest.raises(ContractError, match="y: is a numpy array, but x is a cupy array; move one"):
         call.array("y", _floats(3), "N", FLOATS)
+
+
+def test_a_target_may_come_by_dlpack_and_must_be_writeable():
+    class Foreign:
+        """What other libraries' arrays are to an op."""
+
+        def __init__(self, array):
+            self.array = array
+
+        def __dlpack__(self, **options):
+            return self.array.__dlpack__(**options)
+
+        def __dlpack_device__(self):
+            return self.array.__dlpack_device__()
+
+    x, weight = _floats(2, 8), np.ones(8, np.float32)
+    into = np.zeros((2, 8), np.float32)
+    kernels.rmsnorm(x, weight, out=Foreign(into))
+    np.testing.assert_array_equal(into, kernels.rmsnorm(x, weight))
+    into.flags.writeable = False
+    with pytest.raises(ContractError, match="out: must be writeable; got a read-only array"):
+        kernels.rmsnorm(x, weight, out=into)
+
+
+def test_of_several_targets_none_is_filled_if_one_is_refused():
+    q, table = np.ones((3, 2, 8), np.float32), np.zeros((4, 8), np.float32)
+    good, positions = np.full_like(q, 7), np.zeros(3, np.int32)
+    with pytest.raises(ShapeError, match=r"out\[1\]: must have shape"):
+        kernels.rope(q, q.copy(), positions, table, out=(good, np.zeros((3, 1, 8), np.float32)))
+    assert (good == 7).all()
+    x = np.ones((2, 8), np.float32)
+    with pytest.raises(ShapeError, match="residual_out: must have shape"):
+        kernels.rmsnorm(x, x[0], residual=x, out=good[:2, 0], residual_out=x[:1])
+    assert (good == 7).all()
