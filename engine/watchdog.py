@@ -97,14 +97,19 @@ class Watchdog:
         if seconds > self.timeout:
             self._reported = started
             self.num_stuck += 1
+            # Stack and state belong together: reading the lines of the sources can wait.
             frame = sys._current_frames().get(self._stepping)
-            stack = "".join(traceback.format_stack(frame)) if frame else "(the thread is gone)"
+            calls = traceback.StackSummary.extract(
+                traceback.walk_stack(frame) if frame else (), lookup_lines=False
+            )
+            state = self._describe()
+            calls.reverse()
             _LOG.error(
                 "a step has taken %.1f s (step_timeout is %g s)\n%s\n%s",
                 seconds,
                 self.timeout,
-                self._describe(),
-                stack,
+                state,
+                "".join(calls.format()) or "(the thread is gone)",
             )
 
 
