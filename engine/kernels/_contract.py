@@ -134,11 +134,9 @@ class Contract:
 
         Of several results all targets are checked before the first is filled.
         """
-        return (
-            result
-            if out is None
-            else self.output(name, out, result.shape, result.dtype, layout=layout)
-        )
+        if out is None:
+            return result
+        return self.output(name, out, result.shape, result.dtype, layout=layout)
 
     @staticmethod
     def fill(target: Any, result: Any) -> Any:

@@ -15,14 +15,7 @@ from engine.kernels._module import ModuleSpec, current_architecture
 from engine.kernels._tensor_map import tensor_map
 from engine.kernels._workspace import counters, workspace
 
-__all__ = [
-    "HopperTile",
-    "choose_hopper_tile",
-    "choose_num_splits",
-    "launch",
-    "specs",
-    "takes",
-]
+__all__ = ["HopperTile", "choose_hopper_tile", "choose_num_splits", "launch", "specs", "takes"]
 
 _DTYPES = ("float16", "bfloat16")
 _PARAMS = (
@@ -118,8 +111,8 @@ _TILES = (
 
 # With a pattern: registers are left to mask tiles that some rows see in parts. 64 divides the sizes
 # of blocks rather than 96 does.
-_PERIODIC = {128: HopperTile(128, 2, 96, 2, 1), 256: HopperTile(256, 2, 64, 2, 1)}
 _BLOCKS = {128: HopperTile(128, 2, 64, 4, 1), 256: HopperTile(256, 2, 64, 2, 1)}
+_PERIODIC = _BLOCKS | {128: HopperTile(128, 2, 96, 2, 1)}
 
 
 def choose_hopper_tile(

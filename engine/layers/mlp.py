@@ -52,12 +52,11 @@ class MLP:
 
     def _gated(self, x: Any, norm: Norm | None) -> Any:
         """Return act(gate) * up (T, F)."""
-        is_silu = self.activation == "silu"
-        fused = "swiglu" if is_silu else None
+        activation = "swiglu" if self.activation == "silu" else None
         if norm is None:
-            packed = self.gate_up(x, activation=fused)
+            product = self.gate_up(x, activation=activation)
         else:
-            packed = self.gate_up.of_normed(x, norm, activation=fused)
-        if is_silu:
-            return packed
-        return kernels.geglu(packed, approximate=_GELU[self.activation])
+            product = self.gate_up.of_normed(x, norm, activation=activation)
+        if activation is not None:
+            return product
+        return kernels.geglu(product, approximate=_GELU[self.activation])

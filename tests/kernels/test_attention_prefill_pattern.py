@@ -7,8 +7,10 @@ import pytest
 
 from engine import kernels, reference
 from engine.device import to_numpy
-from engine.errors import ContractError
-from engine.kernels import BlockSparse, Periodic, _prefill_sm90
+from engine.errors import CompileError, ContractError
+from engine.kernels import BlockSparse, Periodic, _nvrtc, _prefill_sm90
+from engine.kernels._module import ARCHITECTURES, compile_module
+from engine.kernels.attention_prefill import specs as prefill_specs
 from engine.testing import cases
 from engine.testing.cases_attention import AttentionCase, cu_seqlens, paged_cache
 from engine.testing.tolerances import assert_close
@@ -153,6 +155,22 @@ def test_skipped_keys_are_not_read(cp, tier, monkeypatch):
         pattern=BlockSparse(mask, 128, 128),
     )
     assert_close(got, want, reduction=n + 64)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_compiles_without_spills(dtype, arch):
+    try:
+        _nvrtc.version()
+    except CompileError as error:
+        pytest.skip(str(error))
+    specs = [s for s in prefill_specs(dtype, patterns=True) if dict(s.defines).get("PATTERN")]
+    assert specs
+    for spec in specs:
+        if spec.supports(arch):
+            compiled = compile_module(spec, arch)
+            assert not any(entry.spill_bytes or entry.stack_bytes for entry in compiled.entries)
+            assert "serialized" not in compiled.log
 
 
 @pytest.mark.parametrize(("pattern", "keys"), [(_PATTERNS[1], 64), (_PATTERNS[6], 96)], ids=str)
