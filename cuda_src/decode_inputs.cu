@@ -11,7 +11,7 @@
 //   last_ids      (S,)    int32
 //   tables        (S, W)  int32   block ids of every slot, updated in place
 //   new_starts    (B,)    int32   cu_new_blocks (B+1,) int32   new_blocks (C,) int32
-//   ids_out       (B,)    int32   padding: 0
+//   ids_out       (B,)    int32   padding: -1, which embedding.cu makes a row of zeros
 //   slots_out     (B,)    int64   padding: -1, so that nothing is written
 //   tables_out    (B, W)  int32   padding, and entries past the position: left alone
 //
@@ -32,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const int64_t slot = rows[b];
   if (slot < 0 || slot >= num_slots) {
     if (threadIdx.x == 0) {
-      ids_out[b] = 0;
+      ids_out[b] = -1;
       slots_out[b] = -1;
     }
     return;

@@ -2,7 +2,7 @@
 //
 //   out[t] = weight[token_ids[t]] * scale
 //
-//   token_ids (T,)   int32      outside [0, V): the row of out is NaN
+//   token_ids (T,)   int32      -1 is padding: the row of out is 0; else outside [0, V): it is NaN
 //   weight    (V, N) scalar_t   contiguous
 //   out       (T, N) scalar_t   contiguous; is_large: L2 should not keep it
 //
@@ -16,6 +16,7 @@
 
 constexpr int kThreads = 128;
 constexpr int kRows = 4;
+constexpr int kPadding = -1;
 
 template <int kWidth>
 __device__ __forceinline__ void embedding(const int* __restrict__ token_ids,
@@ -31,7 +32,9 @@ __device__ __forceinline__ void embedding(const int* __restrict__ token_ids,
     int64_t ids[kRows];
     Packed<kWidth> rows[kRows];
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) ids[i] = token(i) < num_tokens ? token_ids[token(i)] : -1;
+    for (int i = 0; i < kRows; ++i) {
+      ids[i] = token(i) < num_tokens ? token_ids[token(i)] : kPadding;
+    }
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       rows[i] = Packed<kWidth>{};
@@ -42,7 +45,7 @@ __device__ __forceinline__ void embedding(const int* __restrict__ token_ids,
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       if (token(i) >= num_tokens) break;
-      const bool is_known = ids[i] >= 0 && ids[i] < vocab_size;
+      const bool is_known = ids[i] >= kPadding && ids[i] < vocab_size;
       Vec<scalar_t, kWidth> row = unpack<kWidth>(rows[i]);
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {

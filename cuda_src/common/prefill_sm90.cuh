@@ -63,7 +63,7 @@ struct Prefill {
       mbarrier_init(v_full + 8 * i, 1);
       mbarrier_init(k_empty + 8 * i, 4 * kConsumers + helpers);
       mbarrier_init(v_empty + 8 * i, 4 * kConsumers);
-      mbarrier_init(boxes_full + 8 * i, 1);
+      mbarrier_init(boxes_full + 8 * i, kBoxes);  // each lane lets go what it has written
     }
     mbarrier_init(v_whole, 1);
     mbarrier_init_fence();
@@ -223,9 +223,9 @@ struct Prefill {
 
   // Tells those that help where the boxes of a stage start.
   __device__ __forceinline__ void ask(int stage, int row, int lane) const {
-    if (lane < kBoxes) boxes[stage * kBoxes + lane] = row;
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(boxes_full + 8 * stage);
+    if (lane >= kBoxes) return;
+    boxes[stage * kBoxes + lane] = row;
+    mbarrier_arrive(boxes_full + 8 * stage);
   }
 
   // Warps 1 to 3 of the producer's warpgroup: every fourth box is theirs.
@@ -239,8 +239,12 @@ struct Prefill {
       if (row == kStop) return;
       mbarrier_arrive(k_empty + 8 * stage);
       load_box(k + stage * kKeyBytes, k_map, problem, 0, row & ~kOnlyK, box, k_full + 8 * stage);
-      mbarrier_wait(v_empty + 8 * stage, phase ^ 1);
-      if (row >= 0) load_box(v + stage * kKeyBytes, v_map, problem, 0, row, box, v_full + 8 * stage);
+      // SAFETY: who fills nothing does not wait, for nothing would wait for him: the phase after
+      // next could begin before he looks.
+      if (row >= 0 && box * problem.box_keys < kKeys) {
+        mbarrier_wait(v_empty + 8 * stage, phase ^ 1);
+        load_box(v + stage * kKeyBytes, v_map, problem, 0, row, box, v_full + 8 * stage);
+      }
       if (++stage == kStages) stage = 0, phase ^= 1;
     }
   }

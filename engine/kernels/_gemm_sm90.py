@@ -171,7 +171,7 @@ _TILES: dict[HopperConfig, _Cost] = {
     HopperConfig(128, 64, 2): _Cost(2.35, 0.25, 0.236),
     HopperConfig(64, 64): _Cost(2.01, 0.136, 0.157),
     HopperConfig(128, 128, 1, 1, 2): _Cost(3.94, 0.49, 0.351),
-    HopperConfig(192, 64, 1, 1, 2): _Cost(2.84, 0.3, 0.373),
+    HopperConfig(192, 64, 1, 1, 2): _Cost(2.84, 0.3, 0.36),
     HopperConfig(128, 64, 1, 1, 2): _Cost(2.84, 0.245, 0.253),
     HopperConfig(128, 64, 1, 1, 4): _Cost(3.39, 0.295, 0.276),
     HopperConfig(64, 64, 1, 1, 2): _Cost(3.62, 0.123, 0.152),

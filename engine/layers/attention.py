@@ -86,10 +86,12 @@ class Attention:
         *,
         norm: Norm | None = None,
         residual: Any = None,
+        rows: Any = None,
     ) -> Any:
         """Store the keys and values of `x` (T, N) in the pages and return the output (T, N).
 
-        With a `norm`, those of ``norm(x)``; with a `residual`, which may be `x`, added to that.
+        With a `norm`, those of ``norm(x)``; with a `residual`, which may be `x`, added to that;
+        with `rows` (R,) int32, the output of these tokens only, (R, N).
         """
         q, k, v = self._rows(x, norm)
         places = (batch.rope_positions, self.cos_sin, k_pages, v_pages, batch.slot_mapping)
@@ -100,7 +102,10 @@ class Attention:
         else:
             kernels.qk_norm_rope_store(q, k, v, *places, **self._norms())
             heads = self._attend(q, batch, k_pages, v_pages)
-        return self.o(heads.reshape(heads.shape[0], -1), residual=residual)
+        heads = heads.reshape(heads.shape[0], -1)
+        if rows is not None:
+            heads = kernels.embedding(rows, heads)
+        return self.o(heads, residual=residual)
 
     def project(self, x: Any, rope_positions: Any) -> tuple[Any, Any, Any]:
         """Return the rotated q (T, H, D) and k (T, K, D), and v: for those who want no pages."""

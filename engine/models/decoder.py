@@ -32,6 +32,11 @@ Pages = Sequence[tuple[Any, Any]]
 _FLOAT32 = np.dtype(np.float32)
 
 
+# In the last layer only those tokens go on from attention whose logits are wanted. On a GPU the
+# host launches that layer itself then instead of replaying the one before, which takes it a
+# millisecond more. So that is done where what is saved takes an H200 0.4 ms or more.
+_LEAST_SAVED = 1 << 37
+
 # With one token a kernel is over before the next one has begun, so what can be one kernel is: norms
 # with the products after them, additions with the products before. With two, kernels of their own
 # take the same time, and with more less (docs/benchmarks/decode_loop.md).
@@ -70,7 +75,12 @@ class DecoderLayer:
         self.post_mlp_norm = post_mlp_norm
 
     def __call__(
-        self, delta: Any, residual: Any, batch: ForwardBatch, pages: tuple[Any, Any]
+        self,
+        delta: Any,
+        residual: Any,
+        batch: ForwardBatch,
+        pages: tuple[Any, Any],
+        rows: Any = None,
     ) -> tuple[Any, Any]:
         """Walk the layer.
 
@@ -82,21 +92,25 @@ class DecoderLayer:
             The residual stream; overwritten.
         batch : ForwardBatch
         pages : (k_pages, v_pages)
+        rows : (R,) int32 array, optional
+            The tokens that go on; the others leave their keys and values.
 
         Returns
         -------
         (delta, residual)
-            The same two for the next layer: the addition is left to the norm that follows, or
-            done already.
+            The same two for the next layer, (R, N) if there are `rows`: the addition is left to the
+            norm that follows, or done already.
         """
-        if delta is None and self.is_fused(residual.shape[0]):
+        if delta is None and rows is None and self.is_fused(residual.shape[0]):
             residual = self.attn(residual, batch, *pages, norm=self.attn_norm, residual=residual)
             return None, self.mlp(residual, norm=self.mlp_norm, residual=residual)
         if delta is None:
             x = self.attn_norm(residual)
         else:
             x, residual = self.attn_norm.add(delta, residual)
-        x = self.attn(x, batch, *pages)
+        x = self.attn(x, batch, *pages, rows=rows)
+        if rows is not None:
+            residual = kernels.embedding(rows, residual)
         if self.post_attn_norm is not None:
             x = self.post_attn_norm(x, out=x)
         x, residual = self.mlp_norm.add(x, residual)
@@ -159,6 +173,10 @@ class Decoder:
         self._walk = LayerWalk(self.layers, [_numbers(config, i) for i in range(len(self.layers))])
         self.final_norm = self._norm("final_norm")
         self.lm_head = self._linear("lm_head", False)
+        last = self.layers[-1]
+        linears = (last.attn.o, last.mlp.gate_up, last.mlp.down)
+        # of a token, behind attention
+        self._last_products = sum(int(linear.weight.size) for linear in linears)
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -187,15 +205,23 @@ class Decoder:
 
     def hidden_states(self, batch: ForwardBatch, kv_pages: Pages) -> Any:
         """Return the normalised last hidden states (R, N) of the tokens whose logits are wanted."""
-        delta, residual = self._walk(self.embed(batch.token_ids), batch, kv_pages)
-        if batch.logits_indices is not None:
-            # Rows by index: the same op as the look-up of embeddings.
-            if delta is not None:
-                delta = kernels.embedding(batch.logits_indices, delta)
-            residual = kernels.embedding(batch.logits_indices, residual)
+        rows, x = batch.logits_indices, self.embed(batch.token_ids)
+        if rows is not None and self._drops_early(batch.num_tokens - rows.shape[0]):
+            delta, residual = self._walk(x, batch, kv_pages, rows)
+        else:
+            delta, residual = self._walk(x, batch, kv_pages)
+            if rows is not None:
+                # Rows by index: the same op as the look-up of embeddings.
+                delta = None if delta is None else kernels.embedding(rows, delta)
+                residual = kernels.embedding(rows, residual)
         if delta is None:
             return self.final_norm(residual)
         return self.final_norm.add(delta, residual)[0]
+
+    def _drops_early(self, num_dropped: int) -> bool:
+        """Tell whether tokens whose logits nobody wants leave before the end of the last layer."""
+        least = 1 if self.xp is np else _LEAST_SAVED
+        return num_dropped * self._last_products >= least
 
     def logits(self, hidden: Any) -> Any:
         """Return the logits (R, V) float32 of normalised hidden states (R, N)."""

@@ -94,15 +94,25 @@ class LayerWalk:
         self._last = {kind: index for index, kind in enumerate(self._kinds)}
 
     def __call__(
-        self, residual: Any, batch: ForwardBatch, kv_pages: Sequence[tuple[Any, Any]]
+        self,
+        residual: Any,
+        batch: ForwardBatch,
+        kv_pages: Sequence[tuple[Any, Any]],
+        rows: Any = None,
     ) -> tuple[Any, Any]:
-        """Return (delta, residual) of the last layer, of a residual stream that is overwritten."""
+        """Return (delta, residual) of the last layer, of a residual stream that is overwritten.
+
+        With `rows` (R,) int32, those of these tokens only: the others leave within the last layer.
+        """
         delta = None
+        last = len(self._layers) - 1
         recorded: dict[Hashable, _Recorded | None] = {}
         for index, (layer, pages) in enumerate(zip(self._layers, kv_pages, strict=True)):
             kind = self._kinds[index], delta is None
             known = recorded.get(kind)
-            if known is not None and residual is known.residual:
+            if rows is not None and index == last:
+                delta, residual = layer(delta, residual, batch, pages, rows)
+            elif known is not None and residual is known.residual:
                 pointers = self._pointers[index] + [int(page.data.ptr) for page in pages]
                 delta, residual = known.replay(pointers, delta)
             elif self._is_worth_it(index, delta, batch) and kind not in recorded:

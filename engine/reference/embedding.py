@@ -12,9 +12,10 @@ Array = np.ndarray[Any, Any]
 
 
 def embedding(token_ids: Array, weight: Array, *, scale: float = 1.0) -> Array:
-    """out[t] = weight[token_ids[t]] * scale; a row of NaN where the id is not in the table."""
+    """out[t] = weight[token_ids[t]] * scale; zeros for -1, NaN where the id is not in the table."""
     is_known = (token_ids >= 0) & (token_ids < weight.shape[0])
     rows = weight[np.where(is_known, token_ids, 0)].astype(np.float32, copy=False)
     rows *= np.float32(scale)
     rows[~is_known] = np.nan
+    rows[token_ids == -1] = 0
     return rows.astype(weight.dtype, copy=False)

@@ -62,7 +62,7 @@ def test_mirror_is_a_loop():
     )
     for b, slot in enumerate(rows):
         if slot < 0:
-            assert (got[0][b], got[1][b]) == (0, -1)
+            assert (got[0][b], got[1][b]) == (-1, -1)
             continue
         blocks = new[cu[b] : cu[b + 1]]
         kept[slot][starts[b] : starts[b] + len(blocks)] = blocks
@@ -89,7 +89,7 @@ def test_nothing_outside_is_touched(xp):
         i32(1, 2, 7, 8),
         block_size=16,
     )
-    assert to_numpy(ids).tolist() == [0, 6, 4]
+    assert to_numpy(ids).tolist() == [-1, 6, 4]
     assert to_numpy(slots).tolist() == [-1, 7 * 16, -1]
     assert to_numpy(tables).tolist() == [[0, 0, 0], [0, 7, 8]]
 

@@ -42,14 +42,15 @@ def test_misaligned_table(xp, dtype):
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
-def test_ids_outside_the_table_give_nan(xp, dtype):
-    ids = np.array([-1, 3, 10, 2**31 - 1, -(2**31), 9], np.int32)
+def test_ids_outside_the_table_give_nan_and_padding_zeros(xp, dtype):
+    ids = np.array([-2, 3, 10, 2**31 - 1, -(2**31), 9, -1], np.int32)
     weight = cases.normal((10, 24), dtype, seed=3)
     got = to_numpy(kernels.embedding(*cases.to_module(xp, ids, weight), scale=2.0))
     want = reference.embedding(ids, weight, scale=2.0)
     assert_close(got, want)
     assert np.isnan(got[[0, 2, 3, 4]]).all()
     assert np.isfinite(got[[1, 5]]).all()
+    assert not got[6].any()
 
 
 def test_mirror_is_a_loop():

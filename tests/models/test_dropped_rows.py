@@ -1,0 +1,118 @@
+"""Tokens whose logits nobody wants leave within the last layer, and change nothing by it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import engine
+from engine.device import to_numpy
+from engine.layers.batch import ForwardBatch
+from engine.layers.mlp import MLP
+from engine.models import decoder
+from tests.models.test_layer_walk import CONFIG, FAMILIES
+
+COUNTS, STARTS = [1, 1, 300, 40, 2], [20, 64, 0, 7, 100]
+NUM_BLOCKS = 20
+# The last token of each sequence, some in no order and one twice, one, none.
+WANTED = {
+    "last": [0, 1, 301, 341, 343],
+    "any": [200, 3, 3, 341, 0],
+    "one": [1],
+    "none": [],
+}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("cpu", "float32"),
+        *(
+            pytest.param(("cuda", dtype), marks=pytest.mark.gpu, id=f"cuda-{dtype}")
+            for dtype in ("float32", "float16", "bfloat16")
+        ),
+    ],
+    ids=str,
+)
+def place(request):
+    device, dtype = request.param
+    if device == "cuda" and not engine.device.resolve_device("auto")[0].is_cuda:
+        pytest.skip("no GPU")
+    return {"device": device, "dtype": dtype}
+
+
+def _run(model, wanted):
+    """Return the logits of the tokens `wanted` (None: of all), and all pages."""
+    rng = np.random.default_rng(0)
+    ids = [rng.integers(0, CONFIG.vocab_size, count).tolist() for count in COUNTS]
+    blocks = rng.permutation(len(COUNTS) * NUM_BLOCKS).reshape(len(COUNTS), NUM_BLOCKS)
+    batch = ForwardBatch.build(ids, STARTS, blocks.astype(np.int32), 16, logits="all")
+    if wanted is not None:
+        batch = dataclasses.replace(batch, logits_indices=np.array(wanted, np.int32))
+    config = model.config
+    shape = (config.num_layers, 2, blocks.size, config.num_kv_heads, 16, config.head_dim)
+    noise = rng.standard_normal(shape, np.float32).astype(model.decoder.dtype)
+    pages = model.device.xp.asarray(noise)
+    logits = model.forward(batch.to(model.device), [tuple(layer) for layer in pages])
+    return to_numpy(logits), to_numpy(pages).view(np.uint8)
+
+
+@pytest.fixture
+def always(monkeypatch):
+    """Small as the model is, dropping pays."""
+    monkeypatch.setattr(decoder, "_LEAST_SAVED", 1)
+
+
+@pytest.fixture
+def rows_of_mlps(monkeypatch):
+    """How many tokens each MLP was called with."""
+    seen, call = [], MLP.__call__
+
+    def spy(self, x, **rest):
+        seen.append(len(x))
+        return call(self, x, **rest)
+
+    monkeypatch.setattr(MLP, "__call__", spy)
+    return seen
+
+
+@pytest.mark.parametrize("wanted", WANTED.values(), ids=WANTED)
+def test_bits_do_not_tell_who_left(place, wanted, always, rows_of_mlps):
+    model = engine.load(config=CONFIG, load_format="dummy", deterministic=True, **place)
+    want, want_pages = _run(model, None)
+    assert rows_of_mlps[-1] == sum(COUNTS)
+    got, got_pages = _run(model, wanted)
+    assert rows_of_mlps[-1] == len(wanted)
+    assert got.dtype == np.float32
+    np.testing.assert_array_equal(got, want[wanted])
+    np.testing.assert_array_equal(got_pages, want_pages)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("wanted", WANTED.values(), ids=WANTED)
+def test_logits_are_close_in_the_plain_mode(place, family, wanted, always, rows_of_mlps):
+    model = engine.load(config=FAMILIES[family], load_format="dummy", **place)
+    want, want_pages = _run(model, None)
+    got, got_pages = _run(model, wanted)
+    assert rows_of_mlps[-1] == len(wanted)
+    limit = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 2e-1}[place["dtype"]]
+    assert got.shape == (len(wanted), CONFIG.vocab_size)
+    assert np.abs(got - want[wanted]).max(initial=0) < limit * want.std()
+    np.testing.assert_array_equal(got_pages, want_pages)
+
+
+def test_a_gpu_drops_only_what_pays(place, rows_of_mlps, monkeypatch):
+    """The host launches the last layer itself then, so a short prompt would wait for it."""
+    model = engine.load(config=CONFIG, load_format="dummy", **place)
+    ids = np.arange(40).tolist()
+    n, f = CONFIG.hidden_size, CONFIG.intermediate_size
+    saved = 39 * (n * CONFIG.num_heads * CONFIG.head_dim + 3 * n * f)
+    rows = []
+    for least in (saved, saved + 1):
+        monkeypatch.setattr(decoder, "_LEAST_SAVED", least)
+        logits = to_numpy(model.step([ids], model.new_cache(1, 48)))
+        assert logits.shape == (1, CONFIG.vocab_size)
+        rows.append(rows_of_mlps[-1])
+    assert rows == ([1, 1] if place["device"] == "cpu" else [1, 40])
