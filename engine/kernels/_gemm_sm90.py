@@ -145,7 +145,7 @@ class HopperConfig:
 
 @dataclass(frozen=True)
 class _Cost:
-    """Microseconds on an H200: a launch, a tile beside its products, 64 of k of a tile."""
+    """Microseconds on an H200: a launch, a tile beside its products, a stage of k of a tile."""
 
     launch: float
     tile: float
@@ -168,10 +168,12 @@ _TILES: dict[HopperConfig, _Cost] = {
     HopperConfig(128, 128, 2): _Cost(0.3, 1.44, 0.38),
     HopperConfig(128, 96, 2): _Cost(1.9, 0.88, 0.296),
     HopperConfig(128, 80): _Cost(1.85, 0.55, 0.253),
+    HopperConfig(128, 112, 1, 2): _Cost(1.03, 1.22, 0.34),
     HopperConfig(128, 64, 2): _Cost(2.35, 0.25, 0.236),
-    HopperConfig(64, 64): _Cost(2.01, 0.136, 0.157),
+    HopperConfig(64, 96, 2, depth=2): _Cost(2.32, 0.595, 0.352),
+    HopperConfig(64, 64): _Cost(2.01, 0.136, 0.166),
     HopperConfig(128, 128, 1, 1, 2): _Cost(3.94, 0.49, 0.351),
-    HopperConfig(192, 64, 1, 1, 2): _Cost(2.84, 0.3, 0.36),
+    HopperConfig(192, 64, 1, 1, 2): _Cost(2.84, 0.3, 0.343),
     HopperConfig(128, 64, 1, 1, 2): _Cost(2.84, 0.245, 0.253),
     HopperConfig(128, 64, 1, 1, 4): _Cost(3.39, 0.295, 0.276),
     HopperConfig(64, 64, 1, 1, 2): _Cost(3.62, 0.123, 0.152),
@@ -242,7 +244,7 @@ def choose_hopper(
     def estimate(config: HopperConfig) -> float:
         if m <= MAX_FEW_ROWS:
             return _few_rows_us(config, m, n, k, sm_count) + _FEW_ROWS[config]
-        cost, steps = _TILES[config], ceil_div(k, _TILE_K * config.cluster_k)
+        cost, steps = _TILES[config], ceil_div(k, config.depth * _TILE_K * config.cluster_k)
         return cost.launch + config.waves(m, n, sm_count) * (cost.tile + cost.step * steps)
 
     configs: Iterable[HopperConfig] = _FEW_ROWS if m <= MAX_FEW_ROWS else _TILES

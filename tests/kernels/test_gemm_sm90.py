@@ -283,6 +283,8 @@ def test_choice_at_known_problems():
     assert choose_hopper(256, 896, 4864, 132).cluster_k > 1
     assert choose_hopper(256, 1152, 896, 132).tile_m == 64
     assert choose_hopper(1024, 1152, 896, 132) == HopperConfig(128, 80)
+    assert choose_hopper(256, 3072, 2048, 132) == HopperConfig(64, 96, 2, depth=2)
+    assert choose_hopper(2048, 896, 4864, 132) == HopperConfig(128, 112, 1, 2)
     assert choose_hopper(16, 4096, 4096, 132) == HopperConfig(64, 64, cluster_k=2, depth=2)
     assert choose_hopper(64, 24576, 4096, 132) == HopperConfig(64, 192)
     assert choose_hopper(9, 896, 4864, 132).cluster_k == 4
