@@ -11,13 +11,14 @@
 //   last_ids      (S,)    int32
 //   tables        (S, W)  int32   block ids of every slot, updated in place
 //   new_starts    (B,)    int32   cu_new_blocks (B+1,) int32   new_blocks (C,) int32
-//   ids_out       (B,)    int32   padding: -1, which embedding.cu makes a row of zeros
+//   ids_out       (B,)    int32   padding: kPaddingId, which embedding.cu makes zeros of
 //   slots_out     (B,)    int64   padding: -1, so that nothing is written
 //   tables_out    (B, W)  int32   padding, and entries past the position: left alone
 //
 // Numerics: integers. Parallelisation: one block a row of the batch. Rows have distinct slots, so a
 // block reads no table that another one writes.
 // Mirror: engine/reference/decode_inputs.py
+#include "common/padding.cuh"
 #include "common/types.cuh"
 
 constexpr int kThreads = 128;
@@ -32,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const int64_t slot = rows[b];
   if (slot < 0 || slot >= num_slots) {
     if (threadIdx.x == 0) {
-      ids_out[b] = -1;
+      ids_out[b] = kPaddingId;
       slots_out[b] = -1;
     }
     return;

@@ -2,7 +2,7 @@
 //
 //   out[t] = weight[token_ids[t]] * scale
 //
-//   token_ids (T,)   int32      -1 is padding: the row of out is 0; else outside [0, V): it is NaN
+//   token_ids (T,)   int32      outside [0, V): the row of out is NaN, but 0 for kPaddingId
 //   weight    (V, N) scalar_t   contiguous
 //   out       (T, N) scalar_t   contiguous; is_large: L2 should not keep it
 //
@@ -12,11 +12,11 @@
 // Mirror: engine/reference/embedding.py
 #include "common/cluster.cuh"
 #include "common/packed.cuh"
+#include "common/padding.cuh"
 #include "common/types.cuh"
 
 constexpr int kThreads = 128;
 constexpr int kRows = 4;
-constexpr int kPadding = -1;
 
 template <int kWidth>
 __device__ __forceinline__ void embedding(const int* __restrict__ token_ids,
@@ -33,7 +33,7 @@ __device__ __forceinline__ void embedding(const int* __restrict__ token_ids,
     Packed<kWidth> rows[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      ids[i] = token(i) < num_tokens ? token_ids[token(i)] : kPadding;
+      ids[i] = token(i) < num_tokens ? token_ids[token(i)] : kPaddingId;
     }
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -45,7 +45,7 @@ __device__ __forceinline__ void embedding(const int* __restrict__ token_ids,
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       if (token(i) >= num_tokens) break;
-      const bool is_known = ids[i] >= kPadding && ids[i] < vocab_size;
+      const bool is_known = (ids[i] >= 0 && ids[i] < vocab_size) || ids[i] == kPaddingId;
       Vec<scalar_t, kWidth> row = unpack<kWidth>(rows[i]);
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {

@@ -69,7 +69,7 @@ def decode_inputs(
     Returns
     -------
     token_ids : (B,) array of int32
-        -1 for padding, of which `embedding` makes zeros: they cost the products less power.
+        -2**31 for padding, of which `embedding` makes zeros: they cost the products less power.
     slot_mapping : (B,) array of int64
         Where the key and value go; -1 for padding.
     block_tables : (B, W) array of int32
@@ -89,7 +89,7 @@ def decode_inputs(
     >>> ids, slots, rows = decode_inputs(i32(1, -1), i32(-1, -1), i32(17, 0), i32(5, 6), tables,
     ...                                  i32(0, 0), i32(0, 2, 2), i32(9, 4), block_size=16)
     >>> ids, slots, tables[1]
-    (array([ 6, -1], dtype=int32), array([65, -1]), array([9, 4], dtype=int32))
+    (array([          6, -2147483648], dtype=int32), array([65, -1]), array([9, 4], dtype=int32))
     """
     call = Contract("decode_inputs")
     rows = call.array("rows", rows, "B", INT32)

@@ -39,7 +39,7 @@ def embedding(token_ids: Any, weight: Any, *, scale: float = 1.0, out: Any = Non
     Parameters
     ----------
     token_ids : (T,) array of int32
-        -1 is padding and gives a row of zeros, any other id outside [0, V) a row of NaN.
+        An id outside [0, V) gives a row of NaN, but -2**31, which is padding, a row of zeros.
     weight : (V, N) array of float32, float16 or bfloat16
         At least one row.
     scale : float
@@ -60,7 +60,7 @@ def embedding(token_ids: Any, weight: Any, *, scale: float = 1.0, out: Any = Non
     --------
     >>> import numpy as np
     >>> table = np.array([[1.0, 2.0], [3.0, 4.0]], np.float32)
-    >>> embedding(np.array([1, -1, 7], np.int32), table)
+    >>> embedding(np.array([1, -(2**31), 7], np.int32), table)
     array([[ 3.,  4.],
            [ 0.,  0.],
            [nan, nan]], dtype=float32)

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from engine.reference.embedding import PADDING_ID
+
 __all__ = ["decode_inputs"]
 
 Array = np.ndarray[Any, Any]
@@ -23,12 +25,12 @@ def decode_inputs(
     *,
     block_size: int,
 ) -> tuple[Array, Array, Array]:
-    """Update the slots' tables, then gather; -1, -1 and a table of 0 where the row is padding."""
+    """Update the slots' tables, then gather; `PADDING_ID`, -1 and a table of 0 for padding."""
     used = np.flatnonzero(rows >= 0)
     for b in used[np.diff(cu_new_blocks)[used] > 0]:
         blocks = new_blocks[cu_new_blocks[b] : cu_new_blocks[b + 1]]
         tables[rows[b], new_starts[b] : new_starts[b] + len(blocks)] = blocks
-    ids, slots = np.full_like(rows, -1), np.full(len(rows), -1, np.int64)
+    ids, slots = np.full_like(rows, PADDING_ID), np.full(len(rows), -1, np.int64)
     tables_out = np.zeros((len(rows), tables.shape[1]), np.int32)
     slot, position = rows[used], positions[used]
     ids[used] = np.where(token_ids[used] >= 0, token_ids[used], last_ids[slot])

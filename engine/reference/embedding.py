@@ -6,16 +6,19 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["embedding"]
+__all__ = ["PADDING_ID", "embedding"]
 
 Array = np.ndarray[Any, Any]
 
+PADDING_ID = -(2**31)
+"""The id of a row that only fills a batch; as in `cuda_src/common/padding.cuh`."""
+
 
 def embedding(token_ids: Array, weight: Array, *, scale: float = 1.0) -> Array:
-    """out[t] = weight[token_ids[t]] * scale; zeros for -1, NaN where the id is not in the table."""
+    """out[t] = weight[token_ids[t]] * scale; NaN for ids outside the table, 0 for `PADDING_ID`."""
     is_known = (token_ids >= 0) & (token_ids < weight.shape[0])
     rows = weight[np.where(is_known, token_ids, 0)].astype(np.float32, copy=False)
     rows *= np.float32(scale)
     rows[~is_known] = np.nan
-    rows[token_ids == -1] = 0
+    rows[token_ids == PADDING_ID] = 0
     return rows.astype(weight.dtype, copy=False)

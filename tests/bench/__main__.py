@@ -23,7 +23,7 @@ from tests.bench.case import num_copies
 
 def _measure(case, xp):
     on_gpu = xp is not np
-    copies = num_copies(case.nbytes) if on_gpu else 1
+    copies = (case.copies or num_copies(case.nbytes)) if on_gpu else 1
     args = [case.make(xp, 100 * i) for i in range(copies)]
     if case.check is not None:
         case.check(args[0], case.run(*args[0]))

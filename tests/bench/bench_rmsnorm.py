@@ -10,7 +10,7 @@ from engine.testing.tolerances import assert_close
 from tests.bench.case import BenchCase
 
 
-def _case(rows: int, n: int) -> BenchCase:
+def _case(rows: int, n: int, *, is_cached: bool = False) -> BenchCase:
     def make(xp, seed):
         x, residual = (normal_on(xp, (rows, n), "bfloat16", seed + i) for i in (0, 1))
         return x, residual, xp.asarray(cases.normal((n,), "bfloat16", seed + 2, mean=1.0))
@@ -23,13 +23,17 @@ def _case(rows: int, n: int) -> BenchCase:
         want = reference.rmsnorm(x, weight, residual=residual)[0]
         assert_close(result[0][:512], want, reduction=n)
 
-    return BenchCase(f"({rows}, {n})", make, run, nbytes=4 * rows * n * 2, check=check)
+    name, copies = (", from L2", 2) if is_cached else ("", 0)
+    nbytes = 4 * rows * n * 2
+    return BenchCase(f"({rows}, {n}){name}", make, run, nbytes, copies=copies, check=check)
 
 
 CASES = [
     _case(1, 1024),
     _case(64, 4096),
+    _case(64, 4096, is_cached=True),
     _case(256, 4096),
+    _case(256, 4096, is_cached=True),
     _case(16384, 1024),
     _case(16384, 4096),
     _case(8192, 8192),

@@ -35,6 +35,9 @@ class BenchCase:
     peers : dict
         Name -> `peer()`, the seconds that another library takes by its own clock: for those whose
         calls cannot be captured in our graphs. One that raises has no columns but its reason.
+    copies : int
+        Over how many copies of the arguments to rotate; 0: over so many that they come from HBM.
+        Two for what the kernel in front leaves in the L2 cache.
     check : callable or None
         `check(args, result)` raises AssertionError when the result is wrong.
     """
@@ -46,4 +49,5 @@ class BenchCase:
     flops: int = 0
     baselines: dict[str, Callable[..., Any]] | None = None
     peers: dict[str, Callable[[], float]] | None = None
+    copies: int = 0
     check: Callable[[tuple[Any, ...], Any], None] | None = None

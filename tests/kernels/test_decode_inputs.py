@@ -8,6 +8,7 @@ import pytest
 from engine import kernels, reference
 from engine.device import to_numpy
 from engine.errors import ContractError, DTypeError, ShapeError
+from engine.reference.embedding import PADDING_ID
 
 # (B, padding, S, W, block_size)
 _CASES = ((1, 0, 1, 1, 16), (5, 3, 9, 7, 16), (33, 7, 64, 300, 32), (256, 0, 256, 2, 128))
@@ -62,7 +63,7 @@ def test_mirror_is_a_loop():
     )
     for b, slot in enumerate(rows):
         if slot < 0:
-            assert (got[0][b], got[1][b]) == (-1, -1)
+            assert (got[0][b], got[1][b]) == (PADDING_ID, -1)
             continue
         blocks = new[cu[b] : cu[b + 1]]
         kept[slot][starts[b] : starts[b] + len(blocks)] = blocks
@@ -89,7 +90,7 @@ def test_nothing_outside_is_touched(xp):
         i32(1, 2, 7, 8),
         block_size=16,
     )
-    assert to_numpy(ids).tolist() == [-1, 6, 4]
+    assert to_numpy(ids).tolist() == [PADDING_ID, 6, 4]
     assert to_numpy(slots).tolist() == [-1, 7 * 16, -1]
     assert to_numpy(tables).tolist() == [[0, 0, 0], [0, 7, 8]]
 

@@ -103,6 +103,17 @@ def test_logits_are_close_in_the_plain_mode(place, family, wanted, always, rows_
     np.testing.assert_array_equal(got_pages, want_pages)
 
 
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_a_single_token_may_leave_too(place, always, num_layers):
+    """Nothing is added within the products then, as it is for one token that stays."""
+    config = dataclasses.replace(CONFIG, num_layers=num_layers)
+    model = engine.load(config=config, load_format="dummy", **place)
+    cache = model.new_cache(1, 16)
+    batch = ForwardBatch.build([[5]], [0], cache.block_tables, 16, logits="none")
+    logits = to_numpy(model.forward(batch.to(model.device), cache.pages))
+    assert logits.shape == (0, CONFIG.vocab_size)
+
+
 def test_a_gpu_drops_only_what_pays(place, rows_of_mlps, monkeypatch):
     """The host launches the last layer itself then, so a short prompt would wait for it."""
     model = engine.load(config=CONFIG, load_format="dummy", **place)
