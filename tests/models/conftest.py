@@ -89,3 +89,22 @@ def smollm2_source():
         return resolve_model("smollm2")
     except DownloadError as error:
         pytest.skip(f"SmolLM2 cannot be pulled: {error}")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("cpu", "float32"),
+        *(
+            pytest.param(("cuda", dtype), marks=pytest.mark.gpu, id=f"cuda-{dtype}")
+            for dtype in ("float32", "float16", "bfloat16")
+        ),
+    ],
+    ids=str,
+)
+def place(request):
+    """A device and a dtype, as options of `engine.load`; skips where there is no GPU."""
+    where, dtype = request.param
+    if where == "cuda" and not device.resolve_device("auto")[0].is_cuda:
+        pytest.skip("no GPU")
+    return {"device": where, "dtype": dtype}

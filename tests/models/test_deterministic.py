@@ -25,24 +25,9 @@ CONFIG = ModelConfig(
 )
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        ("cpu", "float32"),
-        *(
-            pytest.param(("cuda", dtype), marks=pytest.mark.gpu, id=f"cuda-{dtype}")
-            for dtype in ("float32", "float16", "bfloat16")
-        ),
-    ],
-    ids=str,
-)
-def model(request):
-    device, dtype = request.param
-    if device == "cuda" and not engine.device.resolve_device("auto")[0].is_cuda:
-        pytest.skip("no GPU")
-    return engine.load(
-        config=CONFIG, load_format="dummy", device=device, dtype=dtype, deterministic=True
-    )
+@pytest.fixture(scope="module")
+def model(place):
+    return engine.load(config=CONFIG, load_format="dummy", deterministic=True, **place)
 
 
 def _ids(seed, count):

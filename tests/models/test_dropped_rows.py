@@ -25,24 +25,6 @@ WANTED = {
 }
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        ("cpu", "float32"),
-        *(
-            pytest.param(("cuda", dtype), marks=pytest.mark.gpu, id=f"cuda-{dtype}")
-            for dtype in ("float32", "float16", "bfloat16")
-        ),
-    ],
-    ids=str,
-)
-def place(request):
-    device, dtype = request.param
-    if device == "cuda" and not engine.device.resolve_device("auto")[0].is_cuda:
-        pytest.skip("no GPU")
-    return {"device": device, "dtype": dtype}
-
-
 def _run(model, wanted):
     """Return the logits of the tokens `wanted` (None: of all), and all pages."""
     rng = np.random.default_rng(0)
