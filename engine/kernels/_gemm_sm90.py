@@ -152,8 +152,9 @@ class _Cost:
     step: float
 
 
-# Fitted to bars' layers at 64 to 8192 rows, bfloat16 (docs/benchmarks/gemm_sm90.md). Long products
-# run at the clock that the power limit leaves, and so do these figures.
+# Fitted to bars' layers at 64 to 8192 rows, some later to more layers at 72 to 4096, bfloat16
+# (docs/benchmarks/gemm_sm90.md). Long products run at the clock that the power limit leaves, and so
+# do these figures.
 _TILES: dict[HopperConfig, _Cost] = {
     HopperConfig(256, 128, 1, 2): _Cost(1.03, 1.85, 0.711),
     HopperConfig(128, 256, 2): _Cost(0.33, 2.11, 0.714),

@@ -105,17 +105,27 @@ class LayerWalk:
 
         With `rows` (R,) int32, those of these tokens only: the others leave within the last layer.
         """
+        if rows is None:
+            return self._walk(self._layers, residual, batch, kv_pages)
+        # The recordings are gone when the last layer is called: what they held is memory for it.
+        delta, residual = self._walk(self._layers[:-1], residual, batch, kv_pages[:-1])
+        called: tuple[Any, Any] = self._layers[-1](delta, residual, batch, kv_pages[-1], rows)
+        return called
+
+    def _walk(
+        self,
+        layers: Sequence[Any],
+        residual: Any,
+        batch: ForwardBatch,
+        kv_pages: Sequence[tuple[Any, Any]],
+    ) -> tuple[Any, Any]:
+        """Call or replay the first `layers`."""
         delta = None
-        last = len(self._layers) - 1
         recorded: dict[Hashable, _Recorded | None] = {}
-        for index, (layer, pages) in enumerate(zip(self._layers, kv_pages, strict=True)):
+        for index, (layer, pages) in enumerate(zip(layers, kv_pages, strict=True)):
             kind = self._kinds[index], delta is None
             known = recorded.get(kind)
-            if rows is not None and index == last:
-                known = None  # with `recorded`: what the recordings hold is memory for this layer
-                recorded.clear()
-                delta, residual = layer(delta, residual, batch, pages, rows)
-            elif known is not None and residual is known.residual:
+            if known is not None and residual is known.residual:
                 pointers = self._pointers[index] + [int(page.data.ptr) for page in pages]
                 delta, residual = known.replay(pointers, delta)
             elif self._is_worth_it(index, delta, batch) and kind not in recorded:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +16,7 @@ from engine.kernels import _prepared_launch
 from engine.kernels._prepared_launch import PreparedLaunch
 from engine.kernels._replay import Recording, active_recording, record
 from engine.layers.batch import ForwardBatch
+from engine.models.layer_walk import LayerWalk
 
 CONFIG = ModelConfig(
     model_type="llama",
@@ -105,6 +107,62 @@ def test_only_the_thread_inside_is_recorded():
             assert active_recording() is inner
         assert active_recording() is outer
     assert active_recording() is None
+
+
+class Layer:
+    """A layer that takes note of what it is called with."""
+
+    def __init__(self, index, done):
+        self.index, self.done = index, done
+
+    def is_fused(self, num_tokens):
+        return False
+
+    def __call__(self, delta, residual, batch, pages, rows=None):
+        self.done.append(("called", self.index, delta, rows))
+        return f"delta {self.index}", residual
+
+
+class Recorded:
+    """A recording, which is told a layer's number for its pointers."""
+
+    def __init__(self, residual, done):
+        self.residual, self.done = residual, done
+
+    def replay(self, pointers, delta):
+        self.done.append(("replayed", *pointers, delta, None))
+        return f"delta {pointers[0]}", self.residual
+
+
+@pytest.mark.parametrize("rows", [None, [3]])
+def test_the_last_layer_is_called_where_tokens_leave(monkeypatch, rows):
+    """And what the recordings hold is free by then."""
+    done, recordings, alive = [], [], []
+    layers = [Layer(index, done) for index in range(4)]
+
+    def record_layer(walk, index, *arguments):
+        recording = Recorded(arguments[1], done)
+        recordings.append(weakref.ref(recording))
+        return *layers[index](*arguments), recording
+
+    def call_last(*arguments):
+        alive.append(recordings[0]())
+        return Layer.__call__(layers[3], *arguments)
+
+    monkeypatch.setattr(LayerWalk, "_record", record_layer)
+    walk = LayerWalk(layers, [0] * 4)
+    walk._pointers = [[index] for index in range(4)]
+    if rows is not None:
+        walk._layers = (*layers[:3], call_last)
+    got = walk("residual", SimpleNamespace(num_tokens=9), [()] * 4, rows)
+    assert got == ("delta 3", "residual")
+    assert done == [
+        ("called", 0, None, None),
+        ("called", 1, "delta 0", None),
+        ("replayed", 2, "delta 1", None),
+        ("replayed" if rows is None else "called", 3, "delta 2", rows),
+    ]
+    assert alive == ([] if rows is None else [None])
 
 
 @pytest.fixture(scope="module", params=["float32", "float16", "bfloat16"])
