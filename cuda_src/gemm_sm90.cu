@@ -12,6 +12,7 @@
 //   residual  (M, N) scalar_t or float  as out; rows residual_stride apart; or null; may be out
 //   out       (M, N) scalar_t or float  rows out_stride apart
 //   map_tail  x by boxes of tail_part rows, for the last rows' tile; map_x's have x_part
+//   map_out   out by boxes of 16 rows and 64 columns, where is_vector is 2 (compiled with STORES)
 //   stages    of the ring, for tiles of 64 rows
 //   overlaps  the kernel in front may still run, and does not write the weight
 //   num_gates rows of gate, if the weight and the bias have all of these first; else 0
@@ -30,10 +31,11 @@
 
 extern "C" __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads, 1)
     gemm_sm90(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap map_tail,
-              const __grid_constant__ TensorMap map_w, const scalar_t* bias, const void* residual,
-              int64_t residual_stride, void* out, int64_t out_stride, int m, int n, int k, int group,
-              int x_part, int tail_part, int stages, int overlaps, int num_gates, int activation,
-              int is_float, int is_vector) {
+              const __grid_constant__ TensorMap map_w, const __grid_constant__ TensorMap map_out,
+              const scalar_t* bias, const void* residual, int64_t residual_stride, void* out,
+              int64_t out_stride, int m, int n, int k, int group, int x_part, int tail_part,
+              int stages, int overlaps, int num_gates, int activation, int is_float,
+              int is_vector) {
   let_next_kernel_start();
   extern __shared__ unsigned char smem_raw[];
   unsigned char* smem = align_smem(smem_raw);
@@ -61,7 +63,7 @@ extern "C" __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds_
   } else {
     if constexpr (kMovesRegisters) registers_take<kConsumerRegisters>();
     wait_for_last_kernel();  // it may read what we write, and write what we read
-    consume(pipeline, schedule, smem, epilogue, is_vector > 1);
+    consume(pipeline, schedule, smem, epilogue, is_vector > 1, &map_out);
   }
   // SAFETY: a block that ended would take its mbarriers away from the others' arrivals. (Sums from
   // other blocks it has waited for.)

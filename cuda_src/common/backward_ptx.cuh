@@ -12,17 +12,6 @@ __device__ __forceinline__ void bulk_add(void* to, unsigned from, unsigned bytes
                "r"(from), "r"(bytes)
                : "memory");
 }
-__device__ __forceinline__ void bulk_commit() {
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
-// Waits until all groups of this thread have read shared memory: it may be written again.
-__device__ __forceinline__ void bulk_wait_read() {
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-}
-// Waits until all groups of this thread are over, and their sums can be seen.
-__device__ __forceinline__ void bulk_wait() {
-  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-}
 
 // Orders this thread's accesses by loads and stores with those by the copy engine, everywhere.
 __device__ __forceinline__ void fence_proxy_all() {

@@ -33,7 +33,9 @@ constexpr int kRowBytes90 = 128;
 constexpr int kBytesX = TILE_M * kRowBytes90, kBytesW = TILE_N * kRowBytes90;  // of a block of k
 constexpr int kStageW = kDepth * kBytesW;
 constexpr int kWarpStaging = 16 * 128;  // a warp's 16 rows on their way to global memory
-constexpr int kBytesStaging = kConsumers / 32 * kWarpStaging;
+constexpr bool kStores = STORES;  // results by TMA, while the next tile is multiplied
+constexpr int kStagings = kStores ? 2 : 1;  // of a warp: one is filled while the other is read
+constexpr int kBytesStaging = kConsumers / 32 * kStagings * kWarpStaging;
 constexpr int kSlice = TILE_N / kClusterK;  // columns that a block finishes of a tile it shares
 constexpr int kBytesSums = (kClusterK - 1) * TILE_M * kSlice * 4;  // from the cluster's others
 static_assert(kClusterK == 1 || (kBlocksM == 1 && kSlice % 8 == 0), "no such share of a tile");

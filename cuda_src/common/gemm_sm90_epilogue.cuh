@@ -2,7 +2,9 @@
 //
 // A warp has 16 rows of sums (a block of 64 rows has four warps). They go through 2 KB of shared
 // memory of its own, 128 bytes of each row at a time, so that global memory is read and written in
-// whole rows. 16-byte pieces are swizzled so that no two rows of an access meet in a bank.
+// whole rows. 16-byte pieces are swizzled so that no two rows of an access meet in a bank. In the
+// tiles of large products TMA takes them from there, out of two such places in turns: the warp goes
+// on with the next tile at once.
 #pragma once
 
 #include "common/gemm_sm90.cuh"
@@ -116,6 +118,29 @@ __device__ __forceinline__ void store_rounded(const Epilogue& e, const Result& r
   }
 }
 
+// The same by TMA. `block`: which of this warp's blocks of rows it is, so that its two places for
+// staging take turns; so nothing is left out here, but by TMA, where rows or columns do not exist.
+template <int kResults, typename Result>
+__device__ __forceinline__ void store_by_map(const TensorMap* map_out, const Result& result,
+                                             Corner corner, int block) {
+  constexpr int kChunks = kResults / 32;
+  const int lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int chunk = 0; chunk < kChunks; ++chunk) {
+    const unsigned staging =
+        smem_address(corner.staging) + (block * kChunks + chunk) % 2 * kWarpStaging;
+    if (lane == 0) bulk_wait_read<1>();
+    __syncwarp();
+    stage_rounded_at<0, kResults>(chunk, result, staging);
+    fence_async_proxy();
+    __syncwarp();
+    if (lane == 0) {
+      tma_store_2d(map_out, corner.col + chunk * 64, corner.row, staging);
+      bulk_commit();
+    }
+  }
+}
+
 // Bias, activation and residual, in float, for kRows groups of four columns; then rounded once.
 template <typename Out, int kRows>
 __device__ __forceinline__ void finish(const Epilogue& e, Vec<float, 4> (&sums)[kRows],
@@ -189,12 +214,19 @@ __device__ __forceinline__ void store_general(const Epilogue& e, const float (&a
 // Gated, 16 bits, no residual: a thread has the gate and the up of the same column.
 template <int kSums>
 __device__ __forceinline__ void store_gated_rounded(const Epilogue& e, float (&acc)[kSums],
-                                                    Corner corner, int m, int n, bool is_wide) {
+                                                    Corner corner, int m, int n, bool is_wide,
+                                                    const TensorMap* map_out, int block) {
   const auto result = [&](int i) {
     const float gate = acc[i / 4 * 8 + i % 4], up = acc[i / 4 * 8 + 4 + i % 4];
     return __fdividef(gate, 1.0f + __expf(-gate)) * up;  // silu, finer than 16 bits can show
   };
   const Corner to{corner.staging, corner.row, corner.col / 2};
+  if constexpr (kStores && kSums % 64 == 0) {
+    if (is_wide) {
+      store_by_map<kSums / 2>(map_out, result, to, block);
+      return;
+    }
+  }
   store_rounded<kSums / 2>(e, result, to, m, n / 2, is_wide);
 }
 
@@ -236,13 +268,13 @@ __device__ __forceinline__ void store_gated(const Epilogue& e, const float (&acc
 
 template <int kSums>
 __device__ __forceinline__ void store(const Epilogue& e, float (&acc)[kSums], Corner corner, int m,
-                                      int n, bool is_wide) {
+                                      int n, bool is_wide, const TensorMap* map_out, int block) {
   const bool is_rounded = !e.is_float && e.residual == nullptr;
   if constexpr (kMayGate && kSums % 8 == 0) {
     if (e.is_gated()) {
       if (is_rounded) {
         if (e.bias != nullptr) add_bias(e, acc, corner.col, n);
-        store_gated_rounded(e, acc, corner, m, n, is_wide);
+        store_gated_rounded(e, acc, corner, m, n, is_wide, map_out, block);
       } else if (e.is_float) {
         store_gated<float>(e, acc, corner, m, n);
       } else {
@@ -253,7 +285,14 @@ __device__ __forceinline__ void store(const Epilogue& e, float (&acc)[kSums], Co
   }
   if (is_rounded && e.activation == kIdentity) {
     if (e.bias != nullptr) add_bias(e, acc, corner.col, n);
-    store_rounded<kSums>(e, [&](int i) { return acc[i]; }, corner, m, n, is_wide);
+    const auto result = [&](int i) { return acc[i]; };
+    if constexpr (kStores && kSums % 32 == 0) {
+      if (is_wide) {
+        store_by_map<kSums>(map_out, result, corner, block);
+        return;
+      }
+    }
+    store_rounded<kSums>(e, result, corner, m, n, is_wide);
     return;
   }
   if (e.is_float) store_general<float>(e, acc, corner, m, n);
@@ -309,9 +348,10 @@ __device__ __forceinline__ void swap_sums(const Pipeline& p, const Schedule& s,
 }
 
 __device__ __forceinline__ void consume(const Pipeline& p, const Schedule& s, unsigned char* smem,
-                                        const Epilogue& e, bool is_wide) {
+                                        const Epilogue& e, bool is_wide,
+                                        const TensorMap* map_out) {
   const int warp = (threadIdx.x - kFirstConsumer) / 32, warpgroup = warp / 4;
-  unsigned char* staging = smem + (p.staging - p.x) + warp * kWarpStaging;
+  unsigned char* staging = smem + (p.staging - p.x) + warp * kStagings * kWarpStaging;
   Ring ring;
   for (int index = s.first(); index < s.count(); index += s.step()) {
     Sums acc;
@@ -323,15 +363,16 @@ __device__ __forceinline__ void consume(const Pipeline& p, const Schedule& s, un
       if (tile.x + row >= s.m) continue;  // no such rows: nobody sends or waits
       swap_sums(p, s, smem + (p.sums - p.x), acc[0], own);
       const Corner corner{staging, tile.x + row, tile.y + s.rank_k * kSlice};
-      store(e, own, corner, s.m, s.n, is_wide);
+      store(e, own, corner, s.m, s.n, is_wide, map_out, 0);
     } else {
 #pragma unroll
       for (int i = 0; i < kBlocksM; ++i) {
         const int block = kSharesColumns ? i : warpgroup * kBlocksM + i;
         const int row = tile.x + block * 64 + warp % 4 * 16;
         const int col = tile.y + (kSharesColumns ? warpgroup * kWarpgroupCols : 0);
-        store(e, acc[i], Corner{staging, row, col}, s.m, s.n, is_wide);
+        store(e, acc[i], Corner{staging, row, col}, s.m, s.n, is_wide, map_out, i);
       }
     }
   }
+  if constexpr (kStores) bulk_wait();  // shared memory must outlive the last copies
 }

@@ -137,6 +137,31 @@ __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// ---- from shared memory ------------------------------------------------------------------------
+
+// Copies a box from shared memory to (column, row) of a matrix, asynchronously; what lies outside is
+// left out. Needs a commit; the box must have been written before a fence_async_proxy.
+__device__ __forceinline__ void tma_store_2d(const TensorMap* map, int column, int row,
+                                             unsigned from) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map),
+      "r"(column), "r"(row), "r"(from)
+      : "memory");
+}
+__device__ __forceinline__ void bulk_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// Waits until all groups of this thread but the last kPending have read shared memory: it may be
+// written again.
+template <int kPending = 0>
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+// Waits until all groups of this thread are over, and what they wrote can be seen.
+__device__ __forceinline__ void bulk_wait() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
 // ---- clusters --------------------------------------------------------------------------------
 
 __device__ __forceinline__ unsigned cluster_rank() {

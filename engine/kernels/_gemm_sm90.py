@@ -25,7 +25,7 @@ __all__ = [
 
 _KERNEL = Kernel(
     "gemm_sm90",
-    "map_x:tmap map_tail:tmap map_w:tmap bias:ptr residual:ptr residual_stride:i64 out:ptr "
+    "map_x:tmap map_tail:tmap map_w:tmap map_out:tmap bias:ptr residual:ptr residual_stride:i64 out:ptr "
     "out_stride:i64 m:i32 n:i32 k:i32 group:i32 x_part:i32 tail_part:i32 stages:i32 overlaps:i32 "
     "num_gates:i32 activation:i32 is_float:i32 is_vector:i32",
 )
@@ -33,6 +33,7 @@ _KERNEL = Kernel(
 _TILE_K = 64  # 128 bytes: the widest swizzle
 _SHARED_BYTES = 232_448  # of a block, at most
 _WARP_STAGING = 2048
+_BOX_ROWS = 16  # of out, that a warp stores
 _MAX_STAGES = 16
 _BAND = 8  # rows of clusters' tiles that are gone down before the next column
 _PAIR = 8  # rows of gate, then as many of up
@@ -80,6 +81,14 @@ class HopperConfig:
         return 160 if self.warpgroups == 1 else (self.warpgroups + 1) * 128
 
     @property
+    def stores(self) -> bool:
+        """Tell whether TMA stores results of 16 bits while the next tile is multiplied.
+
+        That pays where a block makes many tiles, and takes twice the staging.
+        """
+        return self.tile_m * self.tile_n >= 128 * 256 and self.tile_m != 192 and self.tile_n % 64 == 0
+
+    @property
     def gates(self) -> bool:
         """Tell whether the kernel can multiply gate and up, too.
 
@@ -108,7 +117,7 @@ class HopperConfig:
     def _beside_stages(self) -> int:
         """Return the bytes of staging, and of sums that the cluster's other blocks send."""
         sums = self.tile_m * self.tile_n * 4 * (self.cluster_k - 1) // self.cluster_k
-        return self.warpgroups * 4 * _WARP_STAGING + sums
+        return self.warpgroups * 4 * (2 if self.stores else 1) * _WARP_STAGING + sums
 
     def spec(self, dtype: str) -> ModuleSpec:
         """Return the module for `dtype`."""
@@ -120,6 +129,7 @@ class HopperConfig:
             "CLUSTER_K": self.cluster_k,
             "DEPTH": self.depth,
             "STAGES": self.stages(self.tile_m),
+            "STORES": int(self.stores),
         }
         return ModuleSpec("gemm_sm90.cu", dtype, tuple(macros.items()))
 
@@ -292,6 +302,7 @@ def launch_hopper(
     x_part, tail_part = config.x_part(m), config.x_part(m % config.tile_m or config.tile_m)
     stages = config.stages(m)
     num_gates = n // 2 if is_split else 0
+    is_stored = config.stores and vector == 2 and dtype_name(out.dtype) == dtype
     _KERNEL.launch(
         config.spec(dtype),
         (clusters * config.cluster_size,),
@@ -302,6 +313,7 @@ def launch_hopper(
         map_x=tensor_map_2d(x, dtype, (x_part, _TILE_K)),
         map_tail=tensor_map_2d(x, dtype, (tail_part, _TILE_K)),
         map_w=_weight_map(weight, dtype, config.tile_n // config.cluster_m, num_gates),
+        map_out=tensor_map_2d(out if is_stored else x, dtype, (_BOX_ROWS, _TILE_K)),
         m=m,
         n=n,
         k=k,
