@@ -25,9 +25,9 @@ __all__ = [
 
 _KERNEL = Kernel(
     "gemm_sm90",
-    "map_x:tmap map_tail:tmap map_w:tmap map_out:tmap bias:ptr residual:ptr residual_stride:i64 out:ptr "
-    "out_stride:i64 m:i32 n:i32 k:i32 group:i32 x_part:i32 tail_part:i32 stages:i32 overlaps:i32 "
-    "num_gates:i32 activation:i32 is_float:i32 is_vector:i32",
+    "map_x:tmap map_tail:tmap map_w:tmap map_out:tmap bias:ptr residual:ptr residual_stride:i64 "
+    "out:ptr out_stride:i64 m:i32 n:i32 k:i32 group:i32 x_part:i32 tail_part:i32 stages:i32 "
+    "overlaps:i32 num_gates:i32 activation:i32 is_float:i32 is_vector:i32",
 )
 
 _TILE_K = 64  # 128 bytes: the widest swizzle
@@ -86,7 +86,9 @@ class HopperConfig:
 
         That pays where a block makes many tiles, and takes twice the staging.
         """
-        return self.tile_m * self.tile_n >= 128 * 256 and self.tile_m != 192 and self.tile_n % 64 == 0
+        return (
+            self.tile_m * self.tile_n >= 128 * 256 and self.tile_m != 192 and self.tile_n % 64 == 0
+        )
 
     @property
     def gates(self) -> bool:

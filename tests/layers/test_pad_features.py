@@ -1,0 +1,77 @@
+"""An MLP with features of zeros behind its own: the same outputs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import engine
+from engine.device import to_numpy
+from engine.dtypes import np_dtype
+from engine.kernels import _gemm
+from engine.layers.batch import ForwardBatch
+from engine.layers.linear import Linear
+from engine.layers.mlp import MLP, pad_features
+from engine.models.decoder import Decoder
+from engine.testing import cases
+from tests.models.test_layer_walk import CONFIG
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("features", [1, 12, 16, 43])
+def test_zeros_add_nothing(xp, dtype, features):
+    weights = [
+        cases.normal(shape, dtype, seed=i, scale=0.2)
+        for i, shape in enumerate([(2 * features, 32), (32, features), (2 * features,)])
+    ]
+    x = xp.asarray(cases.normal((5, 32), dtype, seed=9))
+    there = [xp.asarray(array) for array in weights]
+    padded = pad_features(*there, multiple=8)
+    total = -(-features // 8) * 8
+    assert [a.shape for a in padded] == [(2 * total, 32), (32, total), (2 * total,)]
+    assert all(a.dtype == np_dtype(dtype) for a in padded)
+    assert (padded[0] is there[0]) == (total == features)
+    for activation in ("silu", "gelu_tanh"):
+        want, got = (
+            to_numpy(MLP(Linear(gate_up, bias), Linear(down), activation)(x)).astype(np.float32)
+            for gate_up, down, bias in (there, padded)
+        )
+        limit = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}[dtype]
+        assert np.abs(got - want).max() <= limit * np.abs(want).max()
+
+
+def test_no_bias_stays_none():
+    gate_up, down, bias = pad_features(np.ones((6, 4)), np.ones((4, 3)), multiple=2)
+    assert gate_up.shape == (8, 4) and down.shape == (4, 4) and bias is None
+
+
+def test_a_model_is_padded():
+    """As on CUDA, done on the CPU."""
+    config = dataclasses.replace(CONFIG, intermediate_size=171, mlp_bias=True)
+    model = engine.load(config=config, load_format="dummy", device="cpu", dtype="float32")
+    padded = Decoder(config, model.decoder.weights, 64)
+    padded._pad_features()
+    assert padded.weights["layers.3.down"].shape == (128, 172)
+    assert model.decoder.weights["layers.3.down"].shape == (128, 171)
+    cache = model.new_cache(1, 32)
+    batch = ForwardBatch.build([list(range(30))], [0], cache.block_tables, 16, logits="all")
+    want = model.decoder.forward(batch, cache.pages)
+    got = Decoder(config, padded.weights, 64).forward(batch, cache.pages)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_a_gpu_gives_its_fast_kernels_every_model(monkeypatch):
+    if not engine.device.resolve_device("auto")[0].is_cuda:
+        pytest.skip("no GPU")
+    config = dataclasses.replace(CONFIG, intermediate_size=172)
+    seen, choose = [], _gemm.choose_config
+    monkeypatch.setattr(
+        _gemm, "choose_config", lambda *a, **o: seen.append((a, o)) or choose(*a, **o)
+    )
+    model = engine.load(config=config, load_format="dummy", device="cuda", dtype="bfloat16")
+    assert model.decoder.weights["layers.0.down"].shape == (128, 176)
+    model.step([list(range(100))], model.new_cache(1, 112))
+    assert seen and all(arguments[2] % 8 == 0 for arguments, _ in seen)
