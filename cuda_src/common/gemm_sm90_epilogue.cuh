@@ -350,7 +350,8 @@ __device__ __forceinline__ void swap_sums(const Pipeline& p, const Schedule& s,
 __device__ __forceinline__ void consume(const Pipeline& p, const Schedule& s, unsigned char* smem,
                                         const Epilogue& e, bool is_wide,
                                         const TensorMap* map_out) {
-  const int warp = (threadIdx.x - kFirstConsumer) / 32, warpgroup = warp / 4;
+  // The same for all lanes, and said so: wgmma's descriptors are then worked out once a warp.
+  const int warp = __shfl_sync(~0u, (threadIdx.x - kFirstConsumer) / 32, 0), warpgroup = warp / 4;
   unsigned char* staging = smem + (p.staging - p.x) + warp * kStagings * kWarpStaging;
   Ring ring;
   for (int index = s.first(); index < s.count(); index += s.step()) {
