@@ -45,6 +45,7 @@ extern "C" __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds_
     tma_prefetch_map(&map_x);
     tma_prefetch_map(&map_tail);
     tma_prefetch_map(&map_w);
+    if (kStores) tma_prefetch_map(&map_out);
     const int rows = m - schedule.tile(schedule.first()).x;  // the only tile where k is shared
     pipeline.init(min(TILE_M, (rows + 15) / 16 * 16));
   }
