@@ -14,7 +14,8 @@
 //   map_tail  x by boxes of tail_part rows, for the last rows' tile; map_x's have x_part
 //   map_out   out by boxes of 16 rows and 64 columns, where is_vector is 2 (compiled with STORES)
 //   stages    of the ring, for tiles of 64 rows
-//   overlaps  the kernel in front may still run, and does not write the weight
+//   overlaps  the kernel in front may still run, and does not write the weight: some of this is
+//             loaded early, and the instructions are gone through once
 //   num_gates rows of gate, if the weight and the bias have all of these first; else 0
 //
 // Numerics: products on tensor cores (wgmma), sums, bias, activation and residual in float, one
@@ -41,30 +42,34 @@ extern "C" __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds_
   unsigned char* smem = align_smem(smem_raw);
   const Pipeline pipeline(smem_address(smem), stages, (x_part * kClusterN + 7) / 8 * 8);
   const Schedule schedule(m, n, k, group);
-  if (threadIdx.x == kProducer) {
+  const Loading loading{x_part, tail_part, overlaps != 0, num_gates > 0};
+  const Loader loader(pipeline, schedule, &map_x, &map_tail, &map_w, loading);
+  // The same for all lanes, and said so.
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);
+  if (warp == kProducer / 32 && elect_one()) {
+    tma_prefetch_map(&map_w);
     tma_prefetch_map(&map_x);
     tma_prefetch_map(&map_tail);
-    tma_prefetch_map(&map_w);
     if (kStores) tma_prefetch_map(&map_out);
     const int rows = m - schedule.tile(schedule.first()).x;  // the only tile where k is shared
     pipeline.init(min(TILE_M, (rows + 15) / 16 * 16));
+    if (kLoadsAlone) load_early(pipeline, schedule, loader);
   }
   if (kClusterSize > 1) cluster_sync_relaxed();  // the fence is part of init
   else __syncthreads();
   const Epilogue epilogue{bias,       residual,      out,            residual_stride, out_stride,
                           activation, is_float != 0, is_vector != 0, num_gates};
   // One branch for each role: setmaxnreg wants it so.
-  if (threadIdx.x - kFirstConsumer >= kConsumers) {
+  if (warp < kFirstConsumer / 32 || warp >= (kFirstConsumer + kConsumers) / 32) {
     if constexpr (kMovesRegisters) registers_give_up<kProducerRegisters>();
-    if (threadIdx.x == kProducer) {
-      const Loading loading{x_part, tail_part, overlaps != 0, num_gates > 0};
-      produce(pipeline, schedule,
-              Loader(pipeline, schedule, &map_x, &map_tail, &map_w, loading));
+    if (warp == kProducer / 32 && elect_one()) {
+      if (!kLoadsAlone) load_early(pipeline, schedule, loader);
+      produce(pipeline, schedule, loader);
     }
   } else {
     if constexpr (kMovesRegisters) registers_take<kConsumerRegisters>();
-    wait_for_last_kernel();  // it may read what we write, and write what we read
-    consume(pipeline, schedule, smem, epilogue, is_vector > 1, &map_out);
+    consume(pipeline, schedule, smem, epilogue, is_vector > 1, &map_out,
+            kRehearses && overlaps != 0);
   }
   // SAFETY: a block that ended would take its mbarriers away from the others' arrivals. (Sums from
   // other blocks it has waited for.)

@@ -29,6 +29,11 @@ constexpr int kClusterM = CLUSTER_M, kClusterN = CLUSTER_N, kClusterK = CLUSTER_
 constexpr int kClusterSize = kClusterM * kClusterN * kClusterK;
 static_assert(TILE_M % (8 * kClusterN) == 0 && TILE_N % (8 * kClusterM) == 0, "atoms are 8 rows");
 
+constexpr bool kRehearses = TILE_M * TILE_N <= 128 * 128;  // larger tiles have more to do than begin
+
+// A block whose copies go to itself alone asks for them as soon as its own mbarriers are ready.
+constexpr bool kLoadsAlone = kClusterM * kClusterN == 1;
+
 constexpr int kRowBytes90 = 128;
 constexpr int kBytesX = TILE_M * kRowBytes90, kBytesW = TILE_N * kRowBytes90;  // of a block of k
 constexpr int kStageW = kDepth * kBytesW;
@@ -76,6 +81,7 @@ struct Schedule {
 
   // The first row and column of this block's tile of the super-tile.
   __device__ __forceinline__ int2 tile(int index) const {
+    if (rows == 1) return {rank_m * TILE_M, (index * kClusterN + rank_n) * TILE_N};
     const int band = index / (group * cols), within = index - band * group * cols;
     const int height = min(group, rows - band * group);
     const int row = band * group + within % height, col = within / height;
@@ -97,11 +103,12 @@ struct Ring {
   }
 };
 
-// Shared memory: stages of x, stages of weight, staging of results, sums of other blocks, mbarriers.
+// Shared memory: stages of x, stages of weight, staging of results, sums of other blocks, mbarriers;
+// `idle` is one on which nobody arrives.
 // With tiles of 64 rows the launch says how many stages there are, and of how many rows of x.
 struct Pipeline {
   int stages, block_x, stage_x;  // bytes of a block of k of x, of a stage of x
-  unsigned x, w, staging, sums, full, empty, sums_barrier;
+  unsigned x, w, staging, sums, full, empty, sums_barrier, idle;
 
   __device__ __forceinline__ Pipeline(unsigned smem, int stages_, int x_rows) {
     stages = TILE_M == 64 ? stages_ : STAGES;
@@ -114,6 +121,7 @@ struct Pipeline {
     full = sums + kBytesSums;
     empty = full + stages * 8;
     sums_barrier = empty + stages * 8;
+    idle = sums_barrier + 8;
   }
 
   // A stage is full when its bytes are there, and empty when every warpgroup that reads what this
@@ -124,6 +132,7 @@ struct Pipeline {
       mbarrier_init(full + i * 8, 1);
       mbarrier_init(empty + i * 8, kWarpgroups * (kClusterM + kClusterN - 1));
     }
+    mbarrier_init(idle, 1);
     if constexpr (kClusterK > 1) {
       mbarrier_init(sums_barrier, 1);
       mbarrier_arrive_expect(sums_barrier, (kClusterK - 1) * sums_rows * kSlice * 4);
@@ -225,15 +234,20 @@ struct Loader {
   }
 };
 
-__device__ __forceinline__ void produce(const Pipeline& p, const Schedule& s,
-                                        const Loader& loader) {
-  // What fits into the ring is on its way, or in the L2 cache, before the kernel in front has ended.
-  int early = 0;
+// Of the first tile's weight, what fits into the ring is on its way, or in the L2 cache, before the
+// kernel in front has ended.
+__device__ __forceinline__ void load_early(const Pipeline& p, const Schedule& s,
+                                           const Loader& loader) {
+  const int2 tile = s.tile(s.first());
   for (int i = 0; i < min(s.last_k - s.first_k, p.stages); ++i) {
-    const int2 tile = s.tile(s.first());
-    if (loader.loading.overlaps) loader.weight(early++, s.first_k + i, tile);
+    if (loader.loading.overlaps) loader.weight(i, s.first_k + i, tile);
     else loader.prefetch_weight(s.first_k + i, tile.y);
   }
+}
+
+__device__ __forceinline__ void produce(const Pipeline& p, const Schedule& s,
+                                        const Loader& loader) {
+  int early = loader.loading.overlaps ? min(s.last_k - s.first_k, p.stages) : 0;
   wait_for_last_kernel();
   Ring ring;
   for (int index = s.first(); index < s.count(); index += s.step()) {
@@ -273,15 +287,20 @@ __device__ __forceinline__ void release(const Pipeline& p, const Schedule& s, in
   }
 }
 
-// Sums this block's share of k into `acc`.
+// Sums this block's share of k into `acc`. In a rehearsal: the same instructions once, on whatever
+// shared memory holds; nobody is waited for and nothing is let go of.
 __device__ __forceinline__ void multiply(const Pipeline& p, const Schedule& s, int warpgroup,
-                                         Ring& ring, Sums& acc) {
+                                         bool is_rehearsal, Ring& ring, Sums& acc) {
   const unsigned rows = p.x + (kSharesColumns ? 0 : warpgroup * kBlocksM * 64 * kRowBytes90);
   const unsigned cols = p.w + (kSharesColumns ? warpgroup * kWarpgroupCols * kRowBytes90 : 0);
+  const unsigned full = is_rehearsal ? p.idle : p.full;
+  const int last_k = is_rehearsal ? s.first_k + 1 : s.last_k;
+  if (is_rehearsal) ring.phase = 1;  // the phase before the first: it is over
+  ring.stage = __shfl_sync(~0u, ring.stage, 0);  // the same for all lanes, and said so
   int last = 0;
 #pragma unroll 1
-  for (int i = s.first_k; i < s.last_k; ++i) {
-    mbarrier_wait(p.full + ring.stage * 8, ring.phase);
+  for (int i = s.first_k; i < last_k; ++i) {
+    mbarrier_wait(full + ring.stage * 8, ring.phase);
     wgmma_fence();
 #pragma unroll
     for (int d = 0; d < kDepth; ++d) {
@@ -301,7 +320,8 @@ __device__ __forceinline__ void multiply(const Pipeline& p, const Schedule& s, i
     ring.advance(p.stages);
   }
   wgmma_wait<0>();
-  release(p, s, last);
+  if (is_rehearsal) ring = Ring{};
+  else release(p, s, last);
 #pragma unroll
   for (int j = 0; j < kBlocksM; ++j) wgmma_pin(acc[j]);
 }

@@ -162,6 +162,18 @@ __device__ __forceinline__ void bulk_wait() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
+// ---- one thread of a warp ------------------------------------------------------------------------
+
+// True in one thread of a converged warp. Unlike a comparison with threadIdx.x it tells ptxas that
+// only one thread goes on: copies then take their operands from uniform registers, where they
+// would move them there for each lane in a loop.
+__device__ __forceinline__ bool elect_one() {
+  int is_elected;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.s32 %0, 1, 0, p;\n}"
+               : "=r"(is_elected));
+  return is_elected != 0;
+}
+
 // ---- clusters --------------------------------------------------------------------------------
 
 __device__ __forceinline__ unsigned cluster_rank() {

@@ -36,6 +36,7 @@ _WARP_STAGING = 2048
 _BOX_ROWS = 16  # of out, that a warp stores
 _MAX_STAGES = 16
 _BAND = 8  # rows of clusters' tiles that are gone down before the next column
+_FEW_WAVES = 2  # with more, or with large tiles, that is always best
 _PAIR = 8  # rows of gate, then as many of up
 _DTYPES = ("float16", "bfloat16")
 
@@ -107,7 +108,7 @@ class HopperConfig:
 
     def shared_bytes(self, m: int, stages: int) -> int:
         """Return the dynamic shared memory of a block: stages, staging, mbarriers, alignment."""
-        return stages * (self._stage_bytes(m) + 16) + self._beside_stages + 8 + 1024
+        return stages * (self._stage_bytes(m) + 16) + self._beside_stages + 16 + 1024
 
     def _stage_bytes(self, m: int) -> int:
         rows = self.tile_m
@@ -154,6 +155,23 @@ class HopperConfig:
         """Return how many tiles the busiest block makes."""
         return ceil_div(self.clusters(m, n), self.max_clusters(sm_count))
 
+    def steps(self, m: int, n: int, k: int, sm_count: int) -> int:
+        """Return how many stages the busiest block goes through."""
+        steps = ceil_div(ceil_div(k, self.depth * _TILE_K), self.cluster_k)
+        return max(1, self.waves(m, n, sm_count) * steps)
+
+    def band(self, m: int, n: int, sm_count: int) -> int:
+        """Return how many rows of clusters' tiles are gone down before the next column.
+
+        Measured (docs/benchmarks/gemm_sm90.md): where blocks make few small tiles, those that run
+        next to each other should share what their clusters do not.
+        """
+        if self.waves(m, n, sm_count) > _FEW_WAVES or self.tile_m * self.tile_n >= 128 * 128:
+            return _BAND
+        if self.cluster_n > 1:
+            return 2 * _BAND
+        return 1 if self.cluster_m > 1 or self.tile_m > 64 else _BAND
+
 
 @dataclass(frozen=True)
 class _Cost:
@@ -164,47 +182,44 @@ class _Cost:
     step: float
 
 
-# Fitted to bars' layers at 64 to 8192 rows, some later to more layers at 72 to 4096, bfloat16
-# (docs/benchmarks/gemm_sm90.md). Long products run at the clock that the power limit leaves, and so
-# do these figures.
+# Fitted to 23 layers at 96 to 8192 rows, bfloat16, measured in bursts
+# (docs/benchmarks/gemm_sm90.md).
 _TILES: dict[HopperConfig, _Cost] = {
-    HopperConfig(256, 128, 1, 2): _Cost(1.03, 1.85, 0.711),
-    HopperConfig(128, 256, 2): _Cost(0.33, 2.11, 0.714),
-    HopperConfig(192, 224): _Cost(0.3, 2.3, 1.09),
-    HopperConfig(192, 192): _Cost(0.3, 2.26, 0.8),
-    HopperConfig(128, 256): _Cost(0.3, 2.3, 0.8),
-    HopperConfig(128, 224): _Cost(0.3, 2.3, 0.685),
-    HopperConfig(128, 224, 2): _Cost(0.3, 2.06, 0.664),
-    HopperConfig(128, 208, 2): _Cost(0.3, 2.03, 0.6),
-    HopperConfig(128, 192, 2): _Cost(0.3, 2.0, 0.545),
-    HopperConfig(128, 160, 2): _Cost(0.3, 1.79, 0.47),
-    HopperConfig(128, 128, 2): _Cost(0.3, 1.44, 0.38),
-    HopperConfig(128, 96, 2): _Cost(1.9, 0.88, 0.296),
-    HopperConfig(128, 80): _Cost(1.85, 0.55, 0.253),
-    HopperConfig(128, 112, 1, 2): _Cost(1.03, 1.22, 0.34),
-    HopperConfig(128, 64, 2): _Cost(2.35, 0.25, 0.236),
-    HopperConfig(64, 96, 2, depth=2): _Cost(2.32, 0.595, 0.352),
-    HopperConfig(64, 64): _Cost(2.01, 0.136, 0.166),
-    HopperConfig(128, 128, 1, 1, 2): _Cost(3.94, 0.49, 0.351),
-    HopperConfig(192, 64, 1, 1, 2): _Cost(2.84, 0.3, 0.343),
-    HopperConfig(128, 64, 1, 1, 2): _Cost(2.84, 0.245, 0.253),
-    HopperConfig(128, 64, 1, 1, 4): _Cost(3.39, 0.295, 0.276),
-    HopperConfig(64, 64, 1, 1, 2): _Cost(3.62, 0.123, 0.152),
+    HopperConfig(192, 224): _Cost(2.98, 2.06, 0.837),
+    HopperConfig(192, 192): _Cost(2.62, 1.34, 0.729),
+    HopperConfig(256, 128, cluster_n=2): _Cost(2.86, 1.18, 0.645),
+    HopperConfig(128, 256, cluster_m=2): _Cost(2.56, 1.18, 0.6455),
+    HopperConfig(128, 224): _Cost(2.6, 1.21, 0.598),
+    HopperConfig(128, 224, cluster_m=2): _Cost(2.15, 1.91, 0.561),
+    HopperConfig(192, 128): _Cost(1.88, 1.14, 0.527),
+    HopperConfig(128, 192, cluster_m=2): _Cost(2.43, 1.3, 0.486),
+    HopperConfig(128, 160, cluster_m=2): _Cost(2.2, 1.37, 0.422),
+    HopperConfig(192, 96): _Cost(1.84, 1.09, 0.39),
+    HopperConfig(128, 128, cluster_n=2): _Cost(2.29, 0.87, 0.342),
+    HopperConfig(128, 128, cluster_m=2): _Cost(1.86, 1.02, 0.333),
+    HopperConfig(128, 112, cluster_n=2): _Cost(2.08, 0.86, 0.314),
+    HopperConfig(128, 96): _Cost(1.63, 0.93, 0.278),
+    HopperConfig(128, 96, cluster_m=2): _Cost(1.65, 1.1, 0.265),
+    HopperConfig(128, 64, cluster_m=2): _Cost(1.43, 0.68, 0.201),
+    HopperConfig(64, 96, cluster_m=2, depth=2): _Cost(1.48, 0.92, 0.342),
+    HopperConfig(64, 64, cluster_m=2, depth=2): _Cost(1.54, 0.51, 0.264),
+    HopperConfig(64, 48, cluster_m=2, depth=2): _Cost(1.63, 0.54, 0.191),
+    HopperConfig(128, 128, cluster_k=2): _Cost(0.0, 4.0, 0.343),
+    HopperConfig(192, 64, cluster_k=2): _Cost(0.0, 2.84, 0.323),
+    HopperConfig(128, 64, cluster_k=2): _Cost(0.0, 3.14, 0.219),
+    HopperConfig(128, 64, cluster_k=4): _Cost(0.0, 3.09, 0.23),
 }
 
 # For up to 64 rows of x, where the weight's bytes are the cost: microseconds that a tile takes
 # beyond what `_few_rows_us` says of it (docs/benchmarks/gemm_skinny.md).
 _FEW_ROWS: dict[HopperConfig, float] = {
-    HopperConfig(64, 32, depth=2): 0.0,
-    HopperConfig(64, 48, depth=2): 0.2,
-    HopperConfig(64, 64, depth=2): -0.2,
-    HopperConfig(64, 128): -0.2,
-    HopperConfig(64, 192): 0.2,
-    HopperConfig(64, 64, cluster_k=2, depth=2): 0.0,
-    HopperConfig(64, 96, cluster_k=2, depth=2): 0.0,
-    HopperConfig(64, 64, cluster_k=4, depth=2): -0.6,
-    HopperConfig(64, 96, cluster_k=4, depth=2): 0.0,
-    HopperConfig(64, 128, cluster_k=8): -0.15,
+    HopperConfig(64, 48, depth=2): -0.03,
+    HopperConfig(64, 64, depth=2): -0.11,
+    HopperConfig(64, 128): 0.3,
+    HopperConfig(64, 32, cluster_k=2, depth=2): 0.09,
+    HopperConfig(64, 48, cluster_k=2, depth=2): 0.02,
+    HopperConfig(64, 64, cluster_k=2, depth=2): -0.06,
+    HopperConfig(64, 64, cluster_k=4, depth=2): -0.15,
 }
 MAX_FEW_ROWS = 64
 
@@ -267,17 +282,15 @@ def choose_hopper(
 def _few_rows_us(config: HopperConfig, m: int, n: int, k: int, sm_count: int) -> float:
     """Return about how long a product of few rows takes, launched with overlap.
 
-    Three things go on at once: memory gives the weight, the busiest multiprocessor takes its share
-    of weight and x (of which the first are there before it begins), and it multiplies. The figures
-    are fitted: 4.45 MB and 54 KB a microsecond, 0.09 us for 64 of k.
+    Memory gives the weight while the busiest multiprocessor goes through its steps, of 64 of k
+    each, which load weight and x. The figures are fitted to 19 layers with 1 to 64 rows.
     """
     steps = config.waves(m, n, sm_count) * ceil_div(k, _TILE_K * config.cluster_k)
-    memory = 2e-6 * n * k / 4.45
-    share = max(0.0, steps * (config.tile_n + 0.09 * m) * 0.128 / 54 - 1.5)
-    multiply = 0.09 * steps
-    cluster = {1: 0.0, 2: 0.33, 4: 0.97, 8: 1.25}[config.cluster_k]
-    together: float = (memory**4 + share**4 + multiply**4) ** 0.25  # not quite the largest
-    return 2.2 + cluster + together
+    memory = 2e-6 * n * k / 4.49
+    work = steps * (0.021 + 0.00104 * (config.tile_n + 0.21 * m))
+    cluster = {1: 0.0, 2: 0.21, 4: 0.56}[config.cluster_k]
+    together: float = (memory**4 + work**4) ** 0.25  # not quite the larger
+    return 1.52 + 0.011 * m + cluster + together
 
 
 def launch_hopper(
@@ -303,6 +316,8 @@ def launch_hopper(
         clusters = min(clusters, config.max_clusters(sm_count()))
     x_part, tail_part = config.x_part(m), config.x_part(m % config.tile_m or config.tile_m)
     stages = config.stages(m)
+    if config.tile_m == 64:  # what no tile needs is left to the kernels in front and behind
+        stages = min(stages, config.steps(m, n, k, sm_count()))
     num_gates = n // 2 if is_split else 0
     is_stored = config.stores and vector == 2 and dtype_name(out.dtype) == dtype
     _KERNEL.launch(
@@ -319,7 +334,7 @@ def launch_hopper(
         m=m,
         n=n,
         k=k,
-        group=_BAND,
+        group=config.band(m, n, sm_count()),
         x_part=x_part,
         tail_part=tail_part,
         stages=stages,

@@ -59,12 +59,28 @@ def test_every_tile_matches_mirror(hopper, monkeypatch, config, dtype):
         (64, 77, 640),
     ]
     sizes += [(*rng.integers(1, 700, 2), 8 * int(rng.integers(64, 160)))]
-    for m, n, k in sizes:
+    for i, (m, n, k) in enumerate(sizes):
         x, weight, _, _ = _inputs(m, n, k, dtype)
         out, buffer = cases.guarded(hopper, (m, n), x.dtype)
-        kernels.gemm(*cases.to_module(hopper, x, weight), out=out)
+        kernels.gemm(*cases.to_module(hopper, x, weight), out=out, overlap=i % 2 == 0)
         assert_close(out, reference.gemm(x, weight), reduction=k)
         assert bool(hopper.isnan(buffer[:64]).all()) and bool(hopper.isnan(buffer[-64:]).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_blocks_that_make_many_tiles(hopper, monkeypatch, config, overlap):
+    """Two launches, so that the second one begins while the first one stores."""
+    _force(monkeypatch, config)
+    m, n, k = 2312, 2056, 1096
+    x, weight, _, _ = _inputs(m, n, k, "bfloat16", seed=config.tile_m + config.tile_n)
+    gx, gw = cases.to_module(hopper, x, weight)
+    out, buffer = cases.guarded(hopper, (m, n), x.dtype)
+    for _ in range(2):
+        kernels.gemm(gx, gw, out=out, overlap=overlap)
+    assert_close(out, reference.gemm(x, weight), reduction=k)
+    assert bool(hopper.isnan(buffer[:64]).all()) and bool(hopper.isnan(buffer[-64:]).all())
 
 
 @pytest.mark.gpu
@@ -75,10 +91,11 @@ def test_epilogues(hopper, monkeypatch, config, activation):
     m, n, k = 150, 268, 576
     x, weight, bias, residual = _inputs(m, n, k, "bfloat16")
     gx, gw, gb, gr = cases.to_module(hopper, x, weight, bias, residual.copy())
-    got = kernels.gemm(gx, gw, bias=gb, activation=activation)
+    got = kernels.gemm(gx, gw, bias=gb, activation=activation, overlap=True)
     want = reference.gemm(x, weight, bias=bias, activation=activation)
     assert_close(got, want, reduction=k)
-    kernels.gemm(gx, gw, bias=gb, residual=gr, activation=activation, out=gr)  # in place
+    in_place = {"residual": gr, "out": gr}
+    kernels.gemm(gx, gw, bias=gb, activation=activation, overlap=True, **in_place)
     want = reference.gemm(x, weight, bias=bias, residual=residual, activation=activation)
     assert_close(gr, want, reduction=k)
     got = kernels.gemm(gx, gw, bias=gb, activation=activation, out_dtype=np.float32)
@@ -117,7 +134,8 @@ def test_swiglu(hopper, monkeypatch, config, dtype):
         gx, gw, gb = cases.to_module(hopper, x, weight, bias)
         for has_bias in (False, True):
             out, buffer = cases.guarded(hopper, (m, n // 2), x.dtype)
-            kernels.gemm(gx, gw, bias=gb if has_bias else None, activation="swiglu", out=out)
+            given = gb if has_bias else None
+            kernels.gemm(gx, gw, bias=given, activation="swiglu", out=out, overlap=has_bias)
             want = reference.gemm(x, weight, bias=bias if has_bias else None, activation="swiglu")
             assert_close(out, want, reduction=k)
             assert bool(hopper.isnan(buffer[:64]).all()) and bool(hopper.isnan(buffer[-64:]).all())
@@ -237,11 +255,11 @@ def test_a_chain_in_which_each_reads_what_the_last_wrote(hopper, monkeypatch):
     want = start
     for weight in weights:
         want = reference.gemm(want, weight)
-    for _ in range(3):
+    for overlap in (False, True, True):
         values = [hopper.asarray(start), hopper.empty_like(hopper.asarray(start))]
         for i, weight in enumerate(on_device):
             _force(monkeypatch, configs[i % len(configs)])
-            kernels.gemm(values[i % 2], weight, out=values[(i + 1) % 2])
+            kernels.gemm(values[i % 2], weight, out=values[(i + 1) % 2], overlap=overlap)
         got = to_numpy(values[0]).astype(np.float32)
         assert np.linalg.norm(got - want.astype(np.float32)) < 0.01 * np.linalg.norm(got)
 
@@ -279,14 +297,14 @@ def test_choice_covers_the_problem(sm_count):
 
 
 def test_choice_at_known_problems():
-    assert choose_hopper(8192, 4096, 4096, 132) == HopperConfig(256, 128, 1, 2)
+    assert choose_hopper(8192, 6144, 4096, 132) == HopperConfig(256, 128, 1, 2)
     assert choose_hopper(256, 896, 4864, 132).cluster_k > 1
     assert choose_hopper(256, 1152, 896, 132).tile_m == 64
-    assert choose_hopper(1024, 1152, 896, 132) == HopperConfig(128, 80)
+    assert choose_hopper(1024, 1024, 3072, 132) == HopperConfig(128, 64, 2)
     assert choose_hopper(256, 3072, 2048, 132) == HopperConfig(64, 96, 2, depth=2)
     assert choose_hopper(2048, 896, 4864, 132) == HopperConfig(128, 112, 1, 2)
     assert choose_hopper(16, 4096, 4096, 132) == HopperConfig(64, 64, cluster_k=2, depth=2)
-    assert choose_hopper(64, 24576, 4096, 132) == HopperConfig(64, 192)
+    assert choose_hopper(64, 24576, 4096, 132) == HopperConfig(64, 64, depth=2)
     assert choose_hopper(9, 896, 4864, 132).cluster_k == 4
     assert choose_hopper(192, 28672, 4096, 132, is_gated=True) == HopperConfig(192, 224)
     assert choose_hopper(192, 4096, 4096, 132) == HopperConfig(192, 64, cluster_k=2)
@@ -298,12 +316,26 @@ def test_choice_at_known_problems():
         assert not isinstance(chosen, HopperConfig)
 
 
+def test_bands():
+    """Neighbours share what clusters do not, until blocks make many tiles."""
+    for config, m, band in (
+        (HopperConfig(128, 64, cluster_m=2), 1024, 1),
+        (HopperConfig(128, 112, cluster_n=2), 2048, 16),
+        (HopperConfig(128, 96), 1024, 1),
+        (HopperConfig(64, 64, depth=2), 512, 8),
+        (HopperConfig(256, 128, cluster_n=2), 1024, 8),
+        (HopperConfig(128, 64, cluster_m=2), 65536, 8),
+    ):
+        assert config.band(m, 1024, 132) == band
+
+
 def test_configs_fit_the_chip():
     for config in HOPPER_CONFIGS:
         for m in (1, 9, 64, 4096):
             stages = config.stages(m)
             assert 3 <= stages <= 16
             assert config.shared_bytes(m, stages) <= 232_448
+            assert config.steps(m, 1024, 0, 132) == 1 <= config.steps(m, 1024, 1024, 132)
         assert config.cluster_size <= 8
     assert hopper_specs("float32") == ()
 
@@ -314,7 +346,7 @@ def test_configs_fit_the_chip():
         HopperConfig(256, 128, 1, 2),
         HopperConfig(192, 192),
         HopperConfig(192, 224),
-        HopperConfig(64, 192),
+        HopperConfig(64, 128),
     ],
 )
 def test_ptxas_neither_spills_nor_serialises(config):
