@@ -12,10 +12,11 @@
 //   residual  (M, N) scalar_t or float  as out; rows residual_stride apart; or null; may be out
 //   out       (M, N) scalar_t or float  rows out_stride apart
 //   map_tail  x by boxes of tail_part rows, for the last rows' tile; map_x's have x_part
-//   map_out   out by boxes of 16 rows and 64 columns, where is_vector is 2 (compiled with STORES)
+//   map_out   out by boxes of 16 rows and 64 columns, where it has 16 bits, is_vector is 2 and
+//             there is no residual (compiled with STORES); else any map
 //   stages    of the ring, for tiles of 64 rows
-//   overlaps  the kernel in front may still run, and does not write the weight: some of this is
-//             loaded early, and the instructions are gone through once
+//   overlaps  the kernel in front may still run, and writes neither weight nor bias: some of the
+//             weight is loaded early, and small tiles go through their instructions once
 //   num_gates rows of gate, if the weight and the bias have all of these first; else 0
 //
 // Numerics: products on tensor cores (wgmma), sums, bias, activation and residual in float, one

@@ -26,6 +26,7 @@ from engine.layers.token_ids import checked_token_ids
 from engine.loading.download import ModelSource, resolve_model
 from engine.loading.hf_config import generation_config, load_config
 from engine.loading.load_config import LoadConfig, resolve_load_config
+from engine.loading.mlp_padding import pad_mlps
 from engine.loading.weights import dummy_weights, load_weights
 from engine.models.decoder import Decoder, Pages
 from engine.models.kernel_set import prepare_kernels
@@ -134,6 +135,8 @@ def _load(
     else:
         weights = load_weights(source, config, device=device, dtype=dtype, progress=progress)
     device.activate()
+    if device.is_cuda:
+        pad_mlps(weights, config, device, dtype)
     decoder = Decoder(config, weights, options.max_model_len, batch_invariant=options.deterministic)
     if device.is_cuda:
         prepare_kernels(config, dtype, device, progress=progress)

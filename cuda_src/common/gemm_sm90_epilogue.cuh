@@ -348,8 +348,9 @@ __device__ __forceinline__ void swap_sums(const Pipeline& p, const Schedule& s,
 }
 
 // The consumers' loop. A block that may start before the kernel in front has ended `rehearses`: it
-// makes a tile that no result has, below the last row. So its instructions have been fetched when
-// there is something to do with them: 1 to 5 % of a step of 16 to 64 sequences.
+// makes a tile that no result has, below the last row (of a tile whose sum blocks share, only the
+// products). So its instructions have been fetched when there is something to do with them: 1 to
+// 5 % of a step of 16 to 64 sequences.
 __device__ __forceinline__ void consume(const Pipeline& p, const Schedule& s, unsigned char* smem,
                                         const Epilogue& e, bool is_wide, const TensorMap* map_out,
                                         bool rehearses) {

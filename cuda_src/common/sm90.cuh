@@ -21,7 +21,8 @@ __device__ __forceinline__ void mbarrier_init(unsigned barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Shows initialised mbarriers to TMA and to the cluster; a block or cluster barrier must follow.
+// Shows initialised mbarriers to TMA and to the cluster; a block or cluster barrier must follow
+// before others use them.
 __device__ __forceinline__ void mbarrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }

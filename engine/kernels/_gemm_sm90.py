@@ -182,7 +182,7 @@ class _Cost:
     step: float
 
 
-# Fitted to 23 layers at 96 to 8192 rows, bfloat16, measured in bursts
+# Fitted to 24 layers at 96 to 8192 rows and 43 cells more, bfloat16, in bursts
 # (docs/benchmarks/gemm_sm90.md).
 _TILES: dict[HopperConfig, _Cost] = {
     HopperConfig(192, 224): _Cost(2.98, 2.06, 0.837),
@@ -306,9 +306,9 @@ def launch_hopper(
 ) -> None:
     """Launch on CuPy arrays.
 
-    `vector` is 2, 1 or 0 if results move 8, 4 or 1 elements at a time; with `overlap` the weight is
-    read before the kernel in front has ended; with `is_split` all rows of gate lie before those of
-    up, else eight of each in turn.
+    `vector` is 2, 1 or 0 if results move 8, 4 or 1 elements at a time; with `overlap` weight and
+    bias are read before the kernel in front has ended; with `is_split` all rows of gate lie before
+    those of up, else eight of each in turn.
     """
     (m, k), n, dtype = x.shape, weight.shape[0], dtype_name(x.dtype)
     clusters = config.clusters(m, n)
@@ -319,7 +319,13 @@ def launch_hopper(
     if config.tile_m == 64:  # what no tile needs is left to the kernels in front and behind
         stages = min(stages, config.steps(m, n, k, sm_count()))
     num_gates = n // 2 if is_split else 0
-    is_stored = config.stores and vector == 2 and dtype_name(out.dtype) == dtype
+    map_x = tensor_map_2d(x, dtype, (x_part, _TILE_K))
+    map_out = map_x  # where results go by ordinary stores, which reach further than a map
+    if config.stores and epilogue["residual"] is None and dtype_name(out.dtype) == dtype:
+        if out.shape[0] > 1 and out.strides[0] < out.shape[1] * out.itemsize:
+            vector = min(vector, 1)
+        if vector == 2:
+            map_out = tensor_map_2d(out, dtype, (_BOX_ROWS, _TILE_K))
     _KERNEL.launch(
         config.spec(dtype),
         (clusters * config.cluster_size,),
@@ -327,10 +333,10 @@ def launch_hopper(
         config.shared_bytes(m, stages),
         cluster=1,  # the module says how large they are
         overlap=True,  # the kernel waits before it touches what another may write
-        map_x=tensor_map_2d(x, dtype, (x_part, _TILE_K)),
+        map_x=map_x,
         map_tail=tensor_map_2d(x, dtype, (tail_part, _TILE_K)),
         map_w=_weight_map(weight, dtype, config.tile_n // config.cluster_m, num_gates),
-        map_out=tensor_map_2d(out if is_stored else x, dtype, (_BOX_ROWS, _TILE_K)),
+        map_out=map_out,
         m=m,
         n=n,
         k=k,

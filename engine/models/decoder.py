@@ -19,7 +19,7 @@ from engine.layers.attention import Attention, AttentionParams
 from engine.layers.batch import ForwardBatch
 from engine.layers.embedding import Embedding
 from engine.layers.linear import Linear
-from engine.layers.mlp import MLP, pad_features
+from engine.layers.mlp import MLP
 from engine.layers.norm import Norm
 from engine.layers.rotary import long_rope_offset, rope_table
 from engine.models.layer_walk import LayerWalk
@@ -36,9 +36,6 @@ _FLOAT32 = np.dtype(np.float32)
 # host launches that layer itself then instead of replaying the one before, which takes it a
 # millisecond more. So that is done where so many multiplications are saved, 0.4 ms of an H200.
 _LEAST_SAVED = 1 << 37
-
-# Bytes: rows of a matrix begin at multiples of so many, or few kernels take it.
-_ROW_ALIGNMENT = 16
 
 # With one token a kernel is over before the next one has begun, so what can be one kernel is: norms
 # with the products after them, additions with the products before. With two, kernels of their own
@@ -144,8 +141,8 @@ class Decoder:
     ----------
     layers : tuple of DecoderLayer
     weights : dict of str to array
-        The same arrays, by name: "layers.0.qkv", ... On CUDA an MLP whose rows are no multiple of
-        16 bytes has features of zeros behind its own.
+        The same arrays, by name: "layers.0.qkv", ...; an MLP may have more features than the config
+        says (`loading.mlp_padding`).
     rope_tables : tuple of array
         One (P, R) float32 table, or two: of full-attention layers, of layers with a window.
     long_rope_offset : int
@@ -170,8 +167,6 @@ class Decoder:
         self.weights = dict(weights)
         self.max_model_len = max_model_len
         self.xp = array_module(*self.weights.values())
-        if self.xp is not np:
-            self._pad_features()
         self.rope_tables = tuple(self._rope_table(rope) for rope in _ropes(config))
         self.long_rope_offset = long_rope_offset(config.rope, max_model_len)
         self.embed = Embedding(self._weight("embed"), config.embed_scale)
@@ -183,7 +178,7 @@ class Decoder:
     @property
     def dtype(self) -> np.dtype[Any]:
         """Dtype of weights, activations and pages."""
-        dtype: np.dtype[Any] = self._weight("embed").dtype
+        dtype: np.dtype[Any] = self.embed.weight.dtype
         return dtype
 
     def forward(self, batch: ForwardBatch, kv_pages: Pages) -> Any:
@@ -253,19 +248,6 @@ class Decoder:
             for index in range(self.config.num_layers)
         ]
         return names, np.array(rows, np.uint64)
-
-    def _pad_features(self) -> None:
-        """Give every MLP whole 16 bytes of features."""
-        multiple = _ROW_ALIGNMENT // self.dtype.itemsize
-        for index in range(self.config.num_layers):
-            names = [f"layers.{index}.{name}" for name in ("gate_up", "down", "gate_up_bias")]
-            padded = pad_features(
-                self._weight(names[0]),
-                self._weight(names[1]),
-                self.weights.get(names[2]),
-                multiple=multiple,
-            )
-            self.weights |= {n: a for n, a in zip(names, padded, strict=True) if a is not None}
 
     def _weight(self, name: str) -> Any:
         try:

@@ -84,6 +84,25 @@ def test_blocks_that_make_many_tiles(hopper, monkeypatch, config, overlap):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("activation", [None, "swiglu"])
+@pytest.mark.parametrize("config", [p for p in CONFIGS if p.values[0].stores])
+def test_results_by_map_into_rows_that_lie_apart(hopper, monkeypatch, config, activation):
+    """Also upside down, which no map describes, and into a view that begins 8 bytes off."""
+    _force(monkeypatch, config)
+    m, n, k = 530, 1040, 264
+    x, weight, _, _ = _inputs(m, n, k, "bfloat16")
+    gx, gw = cases.to_module(hopper, x, weight)
+    want = reference.gemm(x, weight, activation=activation)
+    n = want.shape[1]
+    for place in (np.s_[:, 8 : 8 + n], np.s_[::-1, 8 : 8 + n], np.s_[:, 4 : 4 + n]):
+        buffer = hopper.asarray(np.full((m, n + 24), np.nan, np.float32).astype(x.dtype))
+        kernels.gemm(gx, gw, activation=activation, out=buffer[place])
+        got = to_numpy(buffer)
+        assert_close(got[place], want, reduction=k)
+        assert np.isnan(got.astype(np.float32)).sum() == 24 * m
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("activation", [None, "silu", "gelu", "gelu_tanh", "relu"])
 @pytest.mark.parametrize("config", CONFIGS)
 def test_epilogues(hopper, monkeypatch, config, activation):
@@ -255,10 +274,10 @@ def test_a_chain_in_which_each_reads_what_the_last_wrote(hopper, monkeypatch):
     want = start
     for weight in weights:
         want = reference.gemm(want, weight)
-    for overlap in (False, True, True):
+    for turn, overlap in enumerate((False, True, True)):
         values = [hopper.asarray(start), hopper.empty_like(hopper.asarray(start))]
         for i, weight in enumerate(on_device):
-            _force(monkeypatch, configs[i % len(configs)])
+            _force(monkeypatch, configs[(i + 10 * turn) % len(configs)])
             kernels.gemm(values[i % 2], weight, out=values[(i + 1) % 2], overlap=overlap)
         got = to_numpy(values[0]).astype(np.float32)
         assert np.linalg.norm(got - want.astype(np.float32)) < 0.01 * np.linalg.norm(got)
@@ -347,6 +366,8 @@ def test_configs_fit_the_chip():
         HopperConfig(192, 192),
         HopperConfig(192, 224),
         HopperConfig(64, 128),
+        HopperConfig(128, 64, 2),
+        HopperConfig(64, 64, cluster_k=4, depth=2),
     ],
 )
 def test_ptxas_neither_spills_nor_serialises(config):

@@ -12,7 +12,8 @@ import pytest
 import engine
 from engine.config import ModelConfig, RopeConfig
 from engine.device import to_numpy
-from engine.kernels import _prepared_launch
+from engine.kernels import _gemm, _prepared_launch
+from engine.kernels._gemm_sm90 import HopperConfig
 from engine.kernels._prepared_launch import PreparedLaunch
 from engine.kernels._replay import Recording, active_recording, record
 from engine.layers.batch import ForwardBatch
@@ -206,6 +207,26 @@ def _pages(model, count):
     ids=["one", "few", "many", "prompts", "mixed"],
 )
 def test_bits_are_those_of_each_layer_called_by_itself(model, counts, starts):
+    _check_bits(model, counts, starts)
+
+
+@pytest.mark.gpu
+def test_results_that_are_stored_by_map_move_in_a_replay(model, dtype, monkeypatch):
+    """A tile of large products, whose results' address is inside a map."""
+    tile, choose, forced = HopperConfig(256, 128, cluster_n=2), _gemm.choose_config, []
+
+    def choose_tile(*problem, **options):
+        if not options["is_hopper"]:
+            return choose(*problem, **options)
+        forced.append(problem)
+        return tile
+
+    monkeypatch.setattr(_gemm, "choose_config", choose_tile)
+    _check_bits(model, [70, 50], [0, 16])
+    assert bool(forced) == _gemm.is_hopper(dtype)
+
+
+def _check_bits(model, counts, starts):
     batch = _batch(counts, starts, model.device)
     decoder = model.decoder
     want_pages = _pages(model, len(counts) * 8)

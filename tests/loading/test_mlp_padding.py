@@ -13,7 +13,8 @@ from engine.dtypes import np_dtype
 from engine.kernels import _gemm
 from engine.layers.batch import ForwardBatch
 from engine.layers.linear import Linear
-from engine.layers.mlp import MLP, pad_features
+from engine.layers.mlp import MLP
+from engine.loading.mlp_padding import pad_features, pad_mlps
 from engine.models.decoder import Decoder
 from engine.testing import cases
 from tests.models.test_layer_walk import CONFIG
@@ -51,14 +52,15 @@ def test_a_model_is_padded():
     """As on CUDA, done on the CPU."""
     config = dataclasses.replace(CONFIG, intermediate_size=171, mlp_bias=True)
     model = engine.load(config=config, load_format="dummy", device="cpu", dtype="float32")
-    padded = Decoder(config, model.decoder.weights, 64)
-    padded._pad_features()
-    assert padded.weights["layers.3.down"].shape == (128, 172)
+    padded = dict(model.decoder.weights)
+    pad_mlps(padded, config, model.device, "float32")
+    assert padded["layers.3.down"].shape == (128, 172)
+    assert padded["layers.3.gate_up_bias"].shape == (344,)
     assert model.decoder.weights["layers.3.down"].shape == (128, 171)
     cache = model.new_cache(1, 32)
     batch = ForwardBatch.build([list(range(30))], [0], cache.block_tables, 16, logits="all")
     want = model.decoder.forward(batch, cache.pages)
-    got = Decoder(config, padded.weights, 64).forward(batch, cache.pages)
+    got = Decoder(config, padded, 64).forward(batch, cache.pages)
     np.testing.assert_allclose(got, want, atol=1e-5)
 
 

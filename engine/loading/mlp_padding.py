@@ -1,0 +1,88 @@
+"""Features of zeros behind an MLP's own, so that rows of its weights are whole 16-byte accesses.
+
+The fast kernels want that, and some models have a number of features that is no such multiple.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.config import ModelConfig
+from engine.device import Device, array_module
+from engine.dtypes import itemsize
+from engine.loading.weight_table import weight_room
+
+__all__ = ["pad_features", "pad_mlps"]
+
+_ROW_ALIGNMENT = 16  # bytes
+
+
+def pad_mlps(weights: dict[str, Any], config: ModelConfig, device: Device, dtype: str) -> None:
+    """Give every MLP in `weights` whole 16 bytes of features, one layer at a time, in place.
+
+    Raises
+    ------
+    OutOfMemoryError
+        If the device has no room for a second copy of a layer's MLP.
+    """
+    multiple = _ROW_ALIGNMENT // itemsize(dtype)
+    if config.intermediate_size % multiple == 0:
+        return
+    with weight_room(config, device, dtype):
+        for layer in range(config.num_layers):
+            names = [f"layers.{layer}.{name}" for name in ("gate_up", "down", "gate_up_bias")]
+            padded = pad_features(*map(weights.get, names), multiple=multiple)
+            weights |= {n: a for n, a in zip(names, padded, strict=True) if a is not None}
+            if device.is_cuda:  # the pool has no use for blocks that are a little too small
+                device.xp.get_default_memory_pool().free_all_blocks()
+
+
+def pad_features(
+    gate_up: Any, down: Any, gate_up_bias: Any = None, *, multiple: int
+) -> tuple[Any, Any, Any]:
+    """Return the weights of the same block with a multiple of so many features.
+
+    Parameters
+    ----------
+    gate_up : (2F, N) array
+    down : (N, F) array
+    gate_up_bias : (2F,) array, optional
+    multiple : int
+
+    Returns
+    -------
+    gate_up, down, gate_up_bias
+        New arrays, of F rounded up: act(0) * 0 = 0 is what the new features are, and their columns
+        of `down` are 0. The same arrays if F is a multiple already.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> gate_up, down, _ = pad_features(np.ones((6, 2)), np.ones((2, 3)), multiple=4)
+    >>> gate_up[:, 0], down[0]
+    (array([1., 1., 1., 0., 1., 1., 1., 0.]), array([1., 1., 1., 0.]))
+    """
+    features = down.shape[1]
+    total = -(-features // multiple) * multiple
+    if total == features:
+        return gate_up, down, gate_up_bias
+
+    def halves(array: Any) -> Any:
+        wide = _zeros_like(array, (2, total, *array.shape[1:]))
+        wide[:, :features] = _bits(array).reshape(2, features, *array.shape[1:])
+        return wide.reshape(2 * total, *array.shape[1:]).view(array.dtype)
+
+    columns = _zeros_like(down, (down.shape[0], total))
+    columns[:, :features] = _bits(down)
+    bias = None if gate_up_bias is None else halves(gate_up_bias)
+    return halves(gate_up), columns.view(down.dtype), bias
+
+
+def _bits(array: Any) -> Any:
+    """Return the array as integers: CuPy cannot copy every dtype of ours by slices."""
+    return array.view(f"u{array.itemsize}")
+
+
+def _zeros_like(array: Any, shape: tuple[int, ...]) -> Any:
+    """Return zeros of `shape`, as integers of the array's size, beside the array."""
+    return array_module(array).zeros(shape, f"u{array.itemsize}")
