@@ -94,7 +94,9 @@ _FLOAT_UNALIGNED = _Tile("unaligned_64x64", 64, 64, 256, 3, 3, 0)
 _HALF_SKINNY = ((8, 16, 8), (16, 32, 8), (32, 32, 8), (8, 16, 16), (16, 16, 16), (32, 16, 16))
 _FLOAT_SKINNY = ((1, 4, 8), (8, 2, 8))
 _SKINNY_MAX_M = {2: 8, 4: 16}  # by itemsize
-_STREAM_MAX_M = 8  # where there are Hopper's tiles
+# Where there are Hopper's tiles, streams take so many rows, and more beside a weight of so few
+# elements. Tiles are faster alone, in a model's step streams are (docs/benchmarks/gemm_sm90.md).
+_STREAM_MAX_M, _STREAM_MAX_M_SMALL, _SMALL_WEIGHT = 8, 16, 1 << 23
 
 _BYTES_PER_CYCLE = 2400  # of memory, whole chip
 _TILE_CYCLES = 1500  # before a block's first product and after its last
@@ -125,8 +127,8 @@ def choose_config(
     alone, the streaming ones on `num_parts`, the tiled ones on `num_splits`, which depend on m too.
     With `batch_invariant` it is always a tiled one with a single split: these sum a row in the same
     order whatever the tile. With `is_hopper` the tiled ones are those of gemm_sm90.cu, and they
-    begin at nine rows. `is_gated`: gate and up become one column, which not every kernel can.
-    `has_norm`: a norm is fused in front.
+    begin at nine rows, or at 17 if the weight is small. `is_gated`: gate and up become one column,
+    which not every kernel can. `has_norm`: a norm is fused in front.
 
     Examples
     --------
@@ -139,7 +141,8 @@ def choose_config(
     if not is_aligned:
         return (_HALF_UNALIGNED if size == 2 else _FLOAT_UNALIGNED).config(k)
     if not batch_invariant:
-        may_stream = size == 2 and not (is_hopper and m > _STREAM_MAX_M)
+        most = _STREAM_MAX_M_SMALL if n * k <= _SMALL_WEIGHT else _STREAM_MAX_M
+        may_stream = size == 2 and not (is_hopper and m > most)
         if may_stream:
             stream = choose_stream(m, n, k, sm_count, limits, has_norm=has_norm)
             if stream is not None:

@@ -98,7 +98,7 @@ def test_results_by_map_into_rows_that_lie_apart(hopper, monkeypatch, config, ac
         buffer = hopper.asarray(np.full((m, n + 24), np.nan, np.float32).astype(x.dtype))
         kernels.gemm(gx, gw, activation=activation, out=buffer[place])
         got = to_numpy(buffer)
-        assert_close(got[place], want, reduction=k)
+        assert_close(np.ascontiguousarray(got[place]), want, reduction=k)
         assert np.isnan(got.astype(np.float32)).sum() == 24 * m
 
 
@@ -328,8 +328,15 @@ def test_choice_at_known_problems():
     assert choose_hopper(192, 28672, 4096, 132, is_gated=True) == HopperConfig(192, 224)
     assert choose_hopper(192, 4096, 4096, 132) == HopperConfig(192, 64, cluster_k=2)
     assert choose_hopper(64, 96, 128, 132) is choose_hopper(64, 96, 128, 132)
-    chosen = choose_config(4096, 4096, 4096, "bfloat16", 132, is_hopper=True)
-    assert isinstance(chosen, HopperConfig)
+    for m, n, k, is_tile in (
+        (4096, 4096, 4096, True),
+        (9, 4096, 4096, True),
+        (8, 4096, 4096, False),
+        (17, 6144, 1024, True),
+        (16, 6144, 1024, False),  # a small weight
+    ):
+        chosen = choose_config(m, n, k, "bfloat16", 132, is_hopper=True)
+        assert isinstance(chosen, HopperConfig) == is_tile
     for unfit in ({"is_hopper": False}, {"is_hopper": True, "is_aligned": False}):
         chosen = choose_config(4096, 4096, 4096, "bfloat16", 132, **unfit)
         assert not isinstance(chosen, HopperConfig)
