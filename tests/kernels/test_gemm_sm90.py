@@ -10,6 +10,7 @@ from engine.device import to_numpy
 from engine.kernels import _gemm, _module
 from engine.kernels._gemm_config import choose_config
 from engine.kernels._gemm_sm90 import HOPPER_CONFIGS, HopperConfig, choose_hopper, hopper_specs
+from engine.kernels._gemm_stream import Limits
 from engine.testing import cases
 from engine.testing.cases_gemm import MODEL_LAYERS
 from engine.testing.tolerances import assert_close
@@ -328,6 +329,7 @@ def test_choice_at_known_problems():
     assert choose_hopper(192, 28672, 4096, 132, is_gated=True) == HopperConfig(192, 224)
     assert choose_hopper(192, 4096, 4096, 132) == HopperConfig(192, 64, cluster_k=2)
     assert choose_hopper(64, 96, 128, 132) is choose_hopper(64, 96, 128, 132)
+    limits = Limits(231_424, has_clusters=True)
     for m, n, k, is_tile in (
         (4096, 4096, 4096, True),
         (9, 4096, 4096, True),
@@ -335,7 +337,7 @@ def test_choice_at_known_problems():
         (17, 6144, 1024, True),
         (16, 6144, 1024, False),  # a small weight
     ):
-        chosen = choose_config(m, n, k, "bfloat16", 132, is_hopper=True)
+        chosen = choose_config(m, n, k, "bfloat16", 132, is_hopper=True, limits=limits)
         assert isinstance(chosen, HopperConfig) == is_tile
     for unfit in ({"is_hopper": False}, {"is_hopper": True, "is_aligned": False}):
         chosen = choose_config(4096, 4096, 4096, "bfloat16", 132, **unfit)
