@@ -182,7 +182,7 @@ class _Cost:
     step: float
 
 
-# Fitted to 24 layers at 96 to 8192 rows and 43 cells more, bfloat16, in bursts
+# Fitted to 22 layers at 96 to 8192 rows and 47 cells more, bfloat16, in bursts
 # (docs/benchmarks/gemm_sm90.md).
 _TILES: dict[HopperConfig, _Cost] = {
     HopperConfig(192, 224): _Cost(2.98, 2.06, 0.837),
