@@ -118,8 +118,8 @@ __device__ __forceinline__ void store_rounded(const Epilogue& e, const Result& r
   }
 }
 
-// The same by TMA. `block`: which of this warp's blocks of rows it is, so that its two places for
-// staging take turns; so nothing is left out here, but by TMA, where rows or columns do not exist.
+// The same by TMA, which leaves out rows and columns that do not exist. `block`: which of this warp's
+// blocks of rows it is. Every chunk of every tile is staged, so that the two places take turns.
 template <int kResults, typename Result>
 __device__ __forceinline__ void store_by_map(const TensorMap* map_out, const Result& result,
                                              Corner corner, int block) {

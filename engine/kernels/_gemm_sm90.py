@@ -87,9 +87,7 @@ class HopperConfig:
 
         That pays where a block makes many tiles, and takes twice the staging.
         """
-        return (
-            self.tile_m * self.tile_n >= 128 * 256 and self.tile_m != 192 and self.tile_n % 64 == 0
-        )
+        return self.tile_m * self.tile_n == 128 * 256
 
     @property
     def gates(self) -> bool:
@@ -157,7 +155,7 @@ class HopperConfig:
 
     def steps(self, m: int, n: int, k: int, sm_count: int) -> int:
         """Return how many stages the busiest block goes through."""
-        steps = ceil_div(ceil_div(k, self.depth * _TILE_K), self.cluster_k)
+        steps = ceil_div(k, self.depth * _TILE_K * self.cluster_k)
         return max(1, self.waves(m, n, sm_count) * steps)
 
     def band(self, m: int, n: int, sm_count: int) -> int:
@@ -311,13 +309,13 @@ def launch_hopper(
     those of up, else eight of each in turn.
     """
     (m, k), n, dtype = x.shape, weight.shape[0], dtype_name(x.dtype)
-    clusters = config.clusters(m, n)
+    num_sms, clusters = sm_count(), config.clusters(m, n)
     if config.cluster_k == 1:  # persistent
-        clusters = min(clusters, config.max_clusters(sm_count()))
+        clusters = min(clusters, config.max_clusters(num_sms))
     x_part, tail_part = config.x_part(m), config.x_part(m % config.tile_m or config.tile_m)
     stages = config.stages(m)
     if config.tile_m == 64:  # what no tile needs is left to the kernels in front and behind
-        stages = min(stages, config.steps(m, n, k, sm_count()))
+        stages = min(stages, config.steps(m, n, k, num_sms))
     num_gates = n // 2 if is_split else 0
     map_x = tensor_map_2d(x, dtype, (x_part, _TILE_K))
     map_out = map_x  # where results go by ordinary stores, which reach further than a map
@@ -340,7 +338,7 @@ def launch_hopper(
         m=m,
         n=n,
         k=k,
-        group=config.band(m, n, sm_count()),
+        group=config.band(m, n, num_sms),
         x_part=x_part,
         tail_part=tail_part,
         stages=stages,
