@@ -36,7 +36,6 @@ _WARP_STAGING = 2048
 _BOX_ROWS = 16  # of out, that a warp stores
 _MAX_STAGES = 16
 _BAND = 8  # rows of clusters' tiles that are gone down before the next column
-_FEW_WAVES = 2  # with more, or with large tiles, that is always best
 _PAIR = 8  # rows of gate, then as many of up
 _DTYPES = ("float16", "bfloat16")
 
@@ -161,10 +160,12 @@ class HopperConfig:
     def band(self, m: int, n: int, sm_count: int) -> int:
         """Return how many rows of clusters' tiles are gone down before the next column.
 
-        Measured (docs/benchmarks/gemm_sm90.md): where blocks make few small tiles, those that run
-        next to each other should share what their clusters do not.
+        Measured (docs/benchmarks/gemm_sm90.md): where blocks make few tiles, those that run next to
+        each other should share what their clusters do not.
         """
-        if self.waves(m, n, sm_count) > _FEW_WAVES or self.tile_m * self.tile_n >= 128 * 128:
+        area = self.tile_m * self.tile_n
+        few_waves = 2 if area < 128 * 128 else 1 if area <= 128 * 192 and self.cluster_m > 1 else 0
+        if self.waves(m, n, sm_count) > few_waves:
             return _BAND
         if self.cluster_n > 1:
             return 2 * _BAND
@@ -199,6 +200,8 @@ _TILES: dict[HopperConfig, _Cost] = {
     HopperConfig(128, 96): _Cost(1.63, 0.93, 0.278),
     HopperConfig(128, 96, cluster_m=2): _Cost(1.65, 1.1, 0.265),
     HopperConfig(128, 64, cluster_m=2): _Cost(1.43, 0.68, 0.201),
+    HopperConfig(64, 128, cluster_m=4): _Cost(1.0, 1.5, 0.166),
+    HopperConfig(64, 96, cluster_m=4): _Cost(1.7, 1.15, 0.139),
     HopperConfig(64, 96, cluster_m=2, depth=2): _Cost(1.48, 0.92, 0.342),
     HopperConfig(64, 64, cluster_m=2, depth=2): _Cost(1.54, 0.51, 0.264),
     HopperConfig(64, 48, cluster_m=2, depth=2): _Cost(1.63, 0.54, 0.191),

@@ -321,7 +321,9 @@ def test_choice_at_known_problems():
     assert choose_hopper(256, 896, 4864, 132).cluster_k > 1
     assert choose_hopper(256, 1152, 896, 132).tile_m == 64
     assert choose_hopper(1024, 1024, 3072, 132) == HopperConfig(128, 64, 2)
-    assert choose_hopper(256, 3072, 2048, 132) == HopperConfig(64, 96, 2, depth=2)
+    assert choose_hopper(256, 3072, 2048, 132) == HopperConfig(64, 128, 4)
+    assert choose_hopper(1024, 896, 4864, 132) == HopperConfig(64, 128, 4)
+    assert choose_hopper(768, 896, 4864, 132) == HopperConfig(64, 96, 4)
     assert choose_hopper(2048, 896, 4864, 132) == HopperConfig(128, 112, 1, 2)
     assert choose_hopper(16, 4096, 4096, 132) == HopperConfig(64, 64, cluster_k=2, depth=2)
     assert choose_hopper(64, 24576, 4096, 132) == HopperConfig(64, 64, depth=2)
@@ -350,6 +352,12 @@ def test_bands():
         (HopperConfig(128, 64, cluster_m=2), 1024, 1),
         (HopperConfig(128, 112, cluster_n=2), 2048, 16),
         (HopperConfig(128, 96), 1024, 1),
+        (HopperConfig(64, 128, cluster_m=4), 1024, 1),
+        (HopperConfig(128, 128, cluster_m=2), 2048, 1),
+        (HopperConfig(128, 128, cluster_m=2), 4096, 8),
+        (HopperConfig(128, 192, cluster_m=2), 1024, 1),
+        (HopperConfig(128, 256, cluster_m=2), 1024, 8),
+        (HopperConfig(128, 128, cluster_k=2), 1024, 8),
         (HopperConfig(64, 64, depth=2), 512, 8),
         (HopperConfig(256, 128, cluster_n=2), 1024, 8),
         (HopperConfig(128, 64, cluster_m=2), 65536, 8),
@@ -377,6 +385,7 @@ def test_configs_fit_the_chip():
         HopperConfig(64, 128),
         HopperConfig(128, 64, 2),
         HopperConfig(64, 64, cluster_k=4, depth=2),
+        HopperConfig(64, 128, 4),
     ],
 )
 def test_ptxas_neither_spills_nor_serialises(config):
