@@ -160,9 +160,12 @@ struct Drawing {
   uint64_t best;
   float best_score;  // of this thread, or of another of the block: what is below cannot win
 
+  __device__ __forceinline__ bool can_win(float x, uint32_t word) const {
+    return x + gumbel_bound(word) >= best_score;
+  }
   // Two logarithms only for what can still win: one in thousands.
   __device__ __forceinline__ void consider(float x, uint32_t word, int id) {
-    if (x + gumbel_bound(word) < best_score) return;
+    if (!can_win(x, word)) return;
     best = Max<uint64_t>()(best, exact_score(x, word, id));
     best_score = fmaxf(best_score, logit_of(best));
   }
@@ -210,32 +213,60 @@ __device__ __forceinline__ void draw_list(const Job& job, int n, const ChooseSha
   }
 }
 
+// This thread's part of a draw among kGroups groups, kThreads apart: first the words of all, which do
+// not wait for each other, then, seldom, what can win with them. Adds the candidates to n.
+template <bool kHasThreshold, int kGroups>
+__device__ __forceinline__ void draw_batch(const Job& job, uint64_t threshold, int first, int end,
+                                            Drawing& drawing, int& n) {
+  const auto group = [&](int j) { return first + j * kThreads; };
+  Vec<float, 4> x[kGroups];
+#pragma unroll
+  for (int j = 0; j < kGroups; ++j) {
+    x[j] = Vec<float, 4>{minus_inf(), minus_inf(), minus_inf(), minus_inf()};
+    if (group(j) < end) x[j] = job.row.group(group(j));
+  }
+  float top = minus_inf();
+#pragma unroll
+  for (int i = 0; i < 4 * kGroups; ++i) {
+    float& value = x[i / 4].v[i % 4];
+    const float logit = value;
+    value = job.x(logit);
+    bool is_kept = value >= job.lowest_x;
+    if (kHasThreshold) is_kept &= order_of(logit, 4 * group(i / 4) + i % 4) >= threshold;
+    if (!is_kept) value = minus_inf();
+    n += is_kept;
+    top = fmaxf(top, value);
+  }
+  if (!__any_sync(kFullMask, top + kGumbelHighest >= drawing.best_score)) return;
+  Words words[kGroups];
+#pragma unroll
+  for (int j = 0; j < kGroups; ++j) words[j] = philox(job.seed, job.position, group(j));
+  bool any = false;
+#pragma unroll
+  for (int i = 0; i < 4 * kGroups; ++i)
+    any |= drawing.can_win(x[i / 4].v[i % 4], words[i / 4].v[i % 4]);
+  if (!any) return;
+#pragma unroll
+  for (int i = 0; i < 4 * kGroups; ++i)
+    drawing.consider(x[i / 4].v[i % 4], words[i / 4].v[i % 4], 4 * group(i / 4) + i % 4);
+}
+
 // Draws among the row's candidates from `threshold` up, in groups [begin, end); counts them.
 template <bool kHasThreshold>
 __device__ uint64_t draw_row(const Job& job, uint64_t threshold, int begin, int end,
                              ChooseShared& s, int* count) {
   Drawing drawing = begin_drawing(s);
-  int n = 0;
-  for_each_group(
-      job.row, begin, end,
-      [&](const Vec<float, 4>& logits, int group) {
-        float x[4];
-        bool any = false;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          x[i] = job.x(logits.v[i]);
-          bool is_kept = x[i] >= job.lowest_x;
-          if (kHasThreshold) is_kept &= order_of(logits.v[i], 4 * group + i) >= threshold;
-          if (!is_kept) x[i] = minus_inf();
-          n += is_kept;
-          any |= is_kept;
-        }
-        if (!any) return;
-        const Words words = philox(job.seed, job.position, group);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) drawing.consider(x[i], words.v[i], 4 * group + i);
-      },
-      [&] { share_best(drawing, s); });
+  int n = 0, base = begin;
+#pragma unroll 1
+  for (; end - base > (kLoads - 1) * kThreads; base += kLoads * kThreads) {
+    draw_batch<kHasThreshold, kLoads>(job, threshold, base + threadIdx.x, end, drawing, n);
+    share_best(drawing, s);
+  }
+#pragma unroll 1
+  for (; base < end; base += kThreads) {
+    draw_batch<kHasThreshold, 1>(job, threshold, base + threadIdx.x, end, drawing, n);
+    share_best(drawing, s);
+  }
   *count = block_reduce<kWarps>(n, Sum<int>(), s.select.scratch);
   return end_drawing(drawing, s);
 }

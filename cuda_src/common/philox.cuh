@@ -44,3 +44,4 @@ __device__ __forceinline__ float gumbel_bound(uint32_t word) {
   return __int2float_rn(__clz(~word)) + 0.5f;
 }
 constexpr float kGumbelLowest = -6.0f;  // below gumbel(0) = -5.04
+constexpr float kGumbelHighest = 32.5f;  // no gumbel_bound is higher
