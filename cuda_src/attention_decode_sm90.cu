@@ -169,8 +169,10 @@ extern "C" __global__ void ENGINE_CLUSTER __launch_bounds__(kThreads, kBlocksPer
     return Queries{q + b * q_stride_b + head * q_stride_h, q_stride_t, q_stride_h, kHeadDim, true};
   };
   Segment segment;
+  const PageLayout layout{block_shift, num_blocks, num_kv_heads};
+  Progress& progress = progress_of(smem);
   if (threadIdx.x / kWarpSize >= kKeyWarps) {
-    if constexpr (kMovesRegisters) registers_give_up<40>();
+    if constexpr (kMovesRegisters) registers_give_up<kOtherRegisters>();
     if (threadIdx.x / kWarpSize == kKeyWarps) {
       const bool is_k = threadIdx.x % kWarpSize < 8;
       Producer producer{Ring(smem_address(smem)),
@@ -188,6 +190,14 @@ extern "C" __global__ void ENGINE_CLUSTER __launch_bounds__(kThreads, kBlocksPer
         producer.run(problem.rows(segment.num_keys), queries(segment.b), segment);
       }
     }
+    if constexpr (kMakesAhead) {
+      if (threadIdx.x / kWarpSize > kKeyWarps) {
+        const FreshRows rows = ENGINE_FRESH_ROWS;
+        progress.cursor = cursor;
+        Maker{rows, layout, smem, kv_head, group}.run(problem, progress, block_tables,
+                                                      table_stride);
+      }
+    }
     if constexpr (kCluster > 1) {  // all threads of a cluster must come by
       if constexpr (kSends) {
         cluster_wait();
@@ -198,13 +208,13 @@ extern "C" __global__ void ENGINE_CLUSTER __launch_bounds__(kThreads, kBlocksPer
     }
     return;
   }
-  if constexpr (kMovesRegisters) registers_take<kKeyWarps == 8 ? 232 : 208>();
-  if constexpr (!kFresh) wait_for_last_kernel();  // it may write the queries
+  if constexpr (kMovesRegisters) registers_take<kKeyRegisters>();
+  // It may write the queries, and read what the output overwrites.
+  if constexpr (!kFresh || kMakesAhead) wait_for_last_kernel();
   Consumer consumer(smem, ScoreRule{score_inner, score_factor});
 #if CLUSTER > 1 && !FRESH
   consumer.stage_queries(queries(Cursor::sequence(problem)), num_queries * group, group);
 #endif
-  Progress& progress = reinterpret_cast<Progress*>(smem + kProgressAt)[threadIdx.x / kWarpSize];
   progress.cursor = cursor;
   const auto output_of = [&](int b) {
     const int64_t lse_begin = static_cast<int64_t>(b) * num_queries * num_heads + head;
@@ -217,10 +227,9 @@ extern "C" __global__ void ENGINE_CLUSTER __launch_bounds__(kThreads, kBlocksPer
                   kHeadDim,
                   true};
   };
-  const PageLayout layout{block_shift, num_blocks, num_kv_heads};
   if constexpr (kCluster == 1)
     for_each_empty(problem, [&](int b) {
-      if constexpr (kFresh) {
+      if constexpr (kFresh && !kMakesAhead) {
         const FreshRows rows = ENGINE_FRESH_ROWS;
         if (rows.slot_mapping[b] >= 0)
           consumer.make_fresh(rows, layout, Segment{b, 0, 0, 1}, nullptr, kv_head, group);
@@ -234,7 +243,7 @@ extern "C" __global__ void ENGINE_CLUSTER __launch_bounds__(kThreads, kBlocksPer
     RowRule rows = problem.rows(segment.num_keys);
     if (tree_masks != nullptr)
       rows.tree = tree_masks + static_cast<int64_t>(segment.b) * num_queries;
-    if constexpr (kFresh)
+    if constexpr (kFresh && !kMakesAhead)
       consumer.make_fresh(ENGINE_FRESH_ROWS, layout, segment,
                           block_tables + segment.b * table_stride, kv_head, group);
     consumer.run(rows, segment.num_keys, segment.first_key, segment.num_tiles);

@@ -42,28 +42,26 @@ class Consumer {
   // All keys of a segment.
   __device__ __forceinline__ void run(const RowRule& rows, int num_keys,
                                       int first_key, int num_tiles) {
-    if constexpr (kCluster == 1 && !kFresh) queries_.wait_full();
+    if constexpr (kCluster == 1 && (!kFresh || kMakesAhead)) queries_.wait_full();
+    if constexpr (kMakesAhead)
+      fresh_key_ = *reinterpret_cast<const int*>(smem_ + queries_.fresh_at() + 2 * kRowBytes);
     if constexpr (kQueriesInRegisters) load_queries();
     reset();
     if (num_tiles > 0) tiles(rows, num_keys, first_key, num_tiles);
-    if constexpr (!kQueriesInRegisters && kCluster == 1) queries_.release();
+    if constexpr (kCluster == 1 && kQueryBuffers == 2) queries_.release();  // it was used until here
   }
 
-  // The newest token of a segment's sequence: its queries, and where the segment has the last keys
-  // its key and value, to shared memory, and these two to the pages.
+  // Where no warps make them ahead: the newest token of a segment's sequence to shared memory; its
+  // key and value, where the segment has the last keys, to the pages too.
   __device__ __forceinline__ void make_fresh(const FreshRows& from, const PageLayout& layout,
                                              const Segment& segment, const int* table, int kv_head,
                                              int group) {
-    const int newest = segment.num_keys - 1;
-    const int end = segment.first_key + segment.num_tiles * kTileKeys;
-    const bool is_stored = segment.num_tiles > 0 && newest < end;
-    const FreshToken token(from, layout, segment.b, kv_head, group, is_stored);
-    // Elsewhere in the pages, or nowhere, it is not what the sequence has as its newest key.
-    fresh_key_ = -1;
-    if (is_stored && newest >= 0 && from.slot_mapping[segment.b] == layout.slot(table, newest))
-      fresh_key_ = newest;
+    const FreshPlan plan{segment.b, kv_head, group, true, has_newest(segment), kQueriesAt, kFreshAt};
+    const FreshToken token(from, layout, plan, threadIdx.x / FreshToken::kLanes);
+    fresh_key_ = fresh_key_of(from, layout, segment, table);
+    const FreshToken::Inputs inputs = token.inputs(from);
     wait_for_last_kernel();  // it writes the rows
-    token.make(from, smem_);
+    token.make(from, smem_, &inputs);
     barrier();
   }
 
@@ -203,7 +201,7 @@ class Consumer {
     for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
       for (int d = 0; d < kHeadDim / 16; ++d) load_query(q_[r][d], r, d);
-    if constexpr (kCluster == 1 && !kFresh) queries_.release();
+    if constexpr (kCluster == 1 && kQueryBuffers == 1 && !kFresh) queries_.release();
   }
 
   // 16 bytes of a tile that has landed, and what must follow before others read them.
@@ -222,7 +220,7 @@ class Consumer {
   __device__ __forceinline__ void patch(unsigned tile, int kind, int index, int first_word,
                                         int num_words) const {
     if (lane() < num_words) {
-      const int word = first_word + lane(), from = kFreshAt + kind * kRowBytes + word * 16;
+      const int word = first_word + lane(), from = queries_.fresh_at() + kind * kRowBytes + word * 16;
       store_word(tile + tile_offset(index, word),
                  *reinterpret_cast<const Vec<uint32_t, 4>*>(smem_ + from));
     }

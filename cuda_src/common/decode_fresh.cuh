@@ -54,62 +54,62 @@ struct PageLayout {
   }
 };
 
-// A computing thread's share of the newest token of one sequence, for one key/value head: two
-// vectors of one of the group's queries, of the key or of the value. The formulas, and so the bits,
-// are those of qk_norm_rope_store.cu.
+// What a block makes of the newest token of a sequence, and where in shared memory it goes.
+struct FreshPlan {
+  int b, kv_head, group;
+  bool has_queries, is_stored;  // the group's queries are made; key and value are
+  int q_at, fresh_at;
+};
+
+// A thread's share of the newest token of one sequence, for one key/value head: two vectors of one
+// of the group's queries (0 to group - 1), of the key (group) or of the value. The formulas, and so
+// the bits, are those of qk_norm_rope_store.cu.
 class FreshToken {
  public:
   static constexpr int kLanes = kHeadDim / (2 * kVec);  // of a head
-  static constexpr int kHeads = kKeyWarps * kWarpSize / kLanes;
 
-  // Asks for what the kernel in front does not write. With `is_stored` this block makes key and
-  // value too.
-  __device__ __forceinline__ FreshToken(const FreshRows& rows, const PageLayout& layout, int b,
-                                        int kv_head, int group, bool is_stored)
-      : head_(threadIdx.x / kLanes), column_(threadIdx.x % kLanes * kVec) {
-    const int position = rows.positions[b];
-    const int64_t page_row = layout.row(rows.slot_mapping[b], kv_head);
-    from_ = nullptr;
-    page_ = nullptr;
-    const scalar_t* weight = nullptr;
-    is_rotated_ = head_ <= group;
-    if (head_ < group) {
-      const int64_t head = static_cast<int64_t>(kv_head) * group + head_;
-      from_ = rows.q + b * rows.q_stride_b + head * rows.q_stride_h;
-      weight = rows.q_weight;
-      to_ = kQueriesAt + head_ * kQueryPitch;
-    } else if (head_ < group + 2 && is_stored) {
-      from_ = is_rotated_ ? rows.k + b * rows.k_stride_b + kv_head * rows.k_stride_h
-                          : rows.v + b * rows.v_stride_b + kv_head * rows.v_stride_h;
-      if (is_rotated_) weight = rows.k_weight;
-      to_ = kFreshAt + (head_ - group) * kRowBytes;
+  // What the kernel in front does not write.
+  struct Inputs {
+    Packed<kVec> weight[2];
+    float cos[kVec], sin[kVec];
+  };
+
+  // Lanes of a head follow each other.
+  __device__ __forceinline__ FreshToken(const FreshRows& rows, const PageLayout& layout,
+                                        const FreshPlan& plan, int head)
+      : column_(threadIdx.x % kLanes * kVec), is_rotated_(head <= plan.group) {
+    if (head < plan.group) {
+      if (!plan.has_queries) return;
+      const int64_t number = static_cast<int64_t>(plan.kv_head) * plan.group + head;
+      from_ = rows.q + plan.b * rows.q_stride_b + number * rows.q_stride_h;
+      weight_ = rows.q_weight;
+      to_ = plan.q_at + head * kQueryPitch;
+    } else if (head < plan.group + 2 && plan.is_stored) {
+      from_ = is_rotated_ ? rows.k + plan.b * rows.k_stride_b + plan.kv_head * rows.k_stride_h
+                          : rows.v + plan.b * rows.v_stride_b + plan.kv_head * rows.v_stride_h;
+      if (is_rotated_) weight_ = rows.k_weight;
+      if (plan.fresh_at >= 0) to_ = plan.fresh_at + (head - plan.group) * kRowBytes;
+      const int64_t page_row = layout.row(rows.slot_mapping[plan.b], plan.kv_head);
       if (page_row >= 0)
         page_ = (is_rotated_ ? rows.k_pages : rows.v_pages) + page_row * kHeadDim + column_;
     }
-    if (from_ == nullptr) return;
-    from_ += column_;
-    to_ += column_ * sizeof(scalar_t);
-    is_normed_ = weight != nullptr;
-    if (is_normed_) {
-      weight_[0] = load_packed<kVec>(weight + column_);
-      weight_[1] = load_packed<kVec>(weight + column_ + kHalf);
-    }
-    if (position >= 0 && position < rows.num_positions) {
-      const float* angles = rows.cos_sin + static_cast<int64_t>(position) * kHeadDim + column_;
-      load_angles(angles, cos_);
-      load_angles(angles + kHalf, sin_);
-    } else {
-#pragma unroll
-      for (int j = 0; j < kVec; ++j) cos_[j] = sin_[j] = not_a_number();
-    }
+    if (from_ != nullptr && is_rotated_) position_ = rows.positions[plan.b];
   }
 
-  // Makes the rows, for all computing warps to read after a barrier of theirs.
-  __device__ __forceinline__ void make(const FreshRows& rows, unsigned char* smem) const {
+  __device__ __forceinline__ Inputs inputs(const FreshRows& rows) const {
+    Inputs inputs{};
+    load_weights(inputs.weight);
+    load_rotation(rows, inputs.cos, inputs.sin);
+    return inputs;
+  }
+
+  // Makes the rows, for others to read after a barrier. All lanes of a warp must call it together.
+  __device__ __forceinline__ void make(const FreshRows& rows, unsigned char* smem,
+                                       const Inputs* inputs = nullptr) const {
     Packed<kVec> raw[2] = {};
     if (from_ != nullptr) {
-      raw[0] = load_packed<kVec>(from_);
-      raw[1] = load_packed<kVec>(from_ + kHalf);
+      raw[0] = load_packed<kVec>(from_ + column_);
+      raw[1] = load_packed<kVec>(from_ + column_ + kHalf);
     }
     float x[2 * kVec];
     to_floats(raw[0], x);
@@ -118,23 +118,31 @@ class FreshToken {
     if (rows.q_weight != nullptr || rows.k_weight != nullptr)
       scale = norm_scale(head_sum_of_squares(x, kLanes), kHeadDim, rows.eps);
     if (from_ == nullptr) return;
-    if (is_normed_) {
+    if (weight_ != nullptr) {
+      Packed<kVec> weights[2];
+      if (inputs == nullptr) load_weights(weights);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const Vec<scalar_t, kVec> weight = unpack<kVec>(weight_[i]);
+        const Vec<scalar_t, kVec> weight =
+            unpack<kVec>(inputs == nullptr ? weights[i] : inputs->weight[i]);
 #pragma unroll
         for (int j = 0; j < kVec; ++j)
           x[i * kVec + j] = normed(x[i * kVec + j], scale, weight.v[j], rows.weight_offset);
       }
     }
     if (is_rotated_) {
+      float cos[kVec], sin[kVec];
+      if (inputs == nullptr) load_rotation(rows, cos, sin);
 #pragma unroll
-      for (int j = 0; j < kVec; ++j) rotate_pair(x[j], x[kVec + j], cos_[j], sin_[j]);
+      for (int j = 0; j < kVec; ++j)
+        rotate_pair(x[j], x[kVec + j], inputs == nullptr ? cos[j] : inputs->cos[j],
+                    inputs == nullptr ? sin[j] : inputs->sin[j]);
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const Vec<scalar_t, kVec> y = rounded(x + i * kVec);
-      store_vec(reinterpret_cast<scalar_t*>(smem + to_) + i * kHalf, y);
+      if (to_ >= 0)
+        store_vec(reinterpret_cast<scalar_t*>(smem + to_) + column_ + i * kHalf, y);
       if (page_ != nullptr) store_vec(page_ + i * kHalf, y);
     }
   }
@@ -142,11 +150,86 @@ class FreshToken {
  private:
   static constexpr int kHalf = kHeadDim / 2;
 
-  int head_, column_;
-  const scalar_t* from_;  // null: nothing is to be made
-  scalar_t* page_;        // where it goes in the pages; null: nowhere
-  int to_ = 0;            // where it goes in shared memory
-  bool is_rotated_, is_normed_ = false;
-  Packed<kVec> weight_[2];
-  float cos_[kVec], sin_[kVec];
+  int column_;
+  bool is_rotated_;
+  const scalar_t* from_ = nullptr;  // null: nothing is to be made
+  const scalar_t* weight_ = nullptr;  // of its norm; null: none
+  scalar_t* page_ = nullptr;        // where it goes in the pages; null: nowhere
+  int to_ = -1;                     // where it goes in shared memory; -1: nowhere
+  int position_ = -1;
+
+  __device__ __forceinline__ void load_weights(Packed<kVec> (&weights)[2]) const {
+    if (weight_ == nullptr) return;
+    weights[0] = load_packed<kVec>(weight_ + column_);
+    weights[1] = load_packed<kVec>(weight_ + column_ + kHalf);
+  }
+  __device__ __forceinline__ void load_rotation(const FreshRows& rows, float (&cos)[kVec],
+                                                float (&sin)[kVec]) const {
+    if (position_ >= 0 && position_ < rows.num_positions) {
+      const float* angles = rows.cos_sin + static_cast<int64_t>(position_) * kHeadDim + column_;
+      load_angles(angles, cos);
+      load_angles(angles + kHalf, sin);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) cos[j] = sin[j] = not_a_number();
+    }
+  }
+};
+
+// Whether a segment has its sequence's last keys.
+__device__ __forceinline__ bool has_newest(const Segment& segment) {
+  return segment.num_tiles > 0 &&
+         segment.num_keys <= segment.first_key + segment.num_tiles * kTileKeys;
+}
+
+// The newest key of a segment's sequence if the segment has it and its place in the pages is where
+// the newest token goes, else -1: elsewhere, or nowhere, it is not what the sequence has there.
+__device__ __forceinline__ int fresh_key_of(const FreshRows& rows, const PageLayout& layout,
+                                            const Segment& segment, const int* table) {
+  const int newest = segment.num_keys - 1;
+  if (!has_newest(segment) || newest < 0) return -1;
+  return rows.slot_mapping[segment.b] == layout.slot(table, newest) ? newest : -1;
+}
+
+// The making warps: rows of one segment after another, as buffers become free, for the computing
+// warps; and to the pages, too, the keys and values of sequences without keys that have a place.
+struct Maker {
+  const FreshRows& rows;
+  const PageLayout& layout;
+  unsigned char* smem;
+  int kv_head, group;
+
+  // Heads of the newest token that are made at a time.
+  static constexpr int kHeads = kMakers / FreshToken::kLanes;
+
+  __device__ __forceinline__ int thread() const {
+    return threadIdx.x - (kKeyWarps + 1) * kWarpSize;
+  }
+  __device__ __forceinline__ void make(const FreshPlan& plan) const {
+#pragma unroll 1
+    for (int head = thread() / FreshToken::kLanes; head - thread() / FreshToken::kLanes < group + 2;
+         head += kHeads)
+      FreshToken(rows, layout, plan, head).make(rows, smem);
+  }
+
+  __device__ __forceinline__ void run(const DecodeProblem& problem, Progress& progress,
+                                      const int* block_tables, int64_t table_stride) const {
+    wait_for_last_kernel();  // it writes the rows
+    for_each_empty(problem, [&](int b) {
+      if (rows.slot_mapping[b] >= 0) make(FreshPlan{b, kv_head, group, false, true, 0, -1});
+    });
+    QueryRing queries(smem_address(smem));
+    while (progress.next(problem)) {
+      const Segment& segment = progress.segment;
+      const bool is_stored = has_newest(segment);
+      const int key =
+          fresh_key_of(rows, layout, segment, block_tables + segment.b * table_stride);
+      queries.wait_empty();
+      make(FreshPlan{segment.b, kv_head, group, true, is_stored, queries.q_at(),
+                     queries.fresh_at()});
+      if (thread() == 0) *reinterpret_cast<int*>(smem + queries.fresh_at() + 2 * kRowBytes) = key;
+      mbarrier_arrive(queries.full());
+      queries.advance();
+    }
+  }
 };

@@ -3,7 +3,7 @@
 // Macros: HEAD_DIM; UNIT_KEYS, tokens of one copy; STAGES, tiles of K and of V in the ring;
 // ROW_TILES, of 16 rows each; KEY_WARPS, warps that divide a tile; CLUSTER, blocks that share one
 // sequence and head, or 1 for decode_plan.cuh's teams; FRESH, whether the newest token comes as
-// decode_fresh.cuh takes it.
+// decode_fresh.cuh takes it; BLOCKS_PER_SM.
 #pragma once
 
 #include "common/attention_sm90.cuh"
@@ -13,8 +13,10 @@
 constexpr int kHeadDim = HEAD_DIM, kUnitKeys = UNIT_KEYS, kStages = STAGES;
 constexpr int kRowTiles = ROW_TILES, kKeyWarps = KEY_WARPS, kCluster = CLUSTER;
 constexpr bool kFresh = FRESH;
+constexpr int kBlocksPerSm = BLOCKS_PER_SM;
 // Nine warps of a block, or ten of two blocks, have 168 registers each. Where that is too few, the
-// copying warp is in a warpgroup of its own, which gives registers to the others.
+// copying warp is in a warpgroup of its own, which gives registers to the others. With FRESH the
+// warpgroup's other warps make rows, and keep more.
 constexpr bool kMovesRegisters = (kKeyWarps == 8 || kFresh) && kCluster == 1;
 constexpr int kThreads = (kKeyWarps + (kMovesRegisters ? 4 : 1)) * kWarpSize;
 constexpr int kRows = kRowTiles * 16;
@@ -30,7 +32,7 @@ constexpr int kProbPitch = kTileKeys * 2 + 16;  // bytes; 16 more, so that ldmat
 static_assert(kHeadDim % 64 == 0 && kUnitKeys % 8 == 0, "see tile_offset");
 
 // Shared memory: tiles of K, of V, two buffers of P, two of maxima, sums, barriers, Q, one flag, the
-// warps' progress, the newest token's key and value, what a cluster's blocks send each other.
+// warps' progress, the newest tokens' keys and values, what a cluster's blocks send each other.
 constexpr int kProbsAt = 2 * kStages * kTileBytes;
 constexpr int kProbBytes = kRows * kProbPitch;
 constexpr int kMaximaAt = kProbsAt + 2 * kProbBytes;
@@ -38,21 +40,29 @@ constexpr int kExchangeBytes = kRows * kKeyWarps * 4;
 constexpr int kSumsAt = kMaximaAt + 2 * kExchangeBytes;
 constexpr int kBarriersAt = kSumsAt + kExchangeBytes;
 constexpr bool kQueriesInRegisters = kRowTiles * kHeadDim <= 256;  // else read from there
-static_assert(!kFresh || kQueriesInRegisters, "decode_fresh.cuh has one buffer of Q");
-constexpr int kQueryBuffers = kQueriesInRegisters ? 1 : 2;
+// Where a block has many sequences, three warps beside the copying one make the newest tokens' rows
+// while others are attended to; else the computing warps do it themselves, which is sooner.
+constexpr bool kMakesAhead = kFresh && kBlocksPerSm > 1;
+constexpr int kMakers = 3 * kWarpSize;
+constexpr int kQueryBuffers = kQueriesInRegisters && !kMakesAhead ? 1 : 2;
 constexpr int kQueriesAt = kBarriersAt + (4 * kStages + 2 * kQueryBuffers) * 8;
 constexpr int kQueryPitch = kRowBytes + 16;
 constexpr int kQueryBytes = kRows * kQueryPitch;
 constexpr int kFlagAt = kQueriesAt + kQueryBuffers * kQueryBytes;
 constexpr int kProgressAt = kFlagAt + 16;
-constexpr int kFreshAt = kProgressAt + kKeyWarps * 64;
-constexpr int kInboxAt = kFreshAt + (kFresh ? 2 * kRowBytes : 0);
+constexpr int kFreshAt = kProgressAt + (kKeyWarps + (kMakesAhead ? 3 : 0)) * 64;
+constexpr int kFreshBytes = 2 * kRowBytes + 16;  // key, value, and where the key belongs
+constexpr int kInboxAt = kFreshAt + (kFresh ? kQueryBuffers * kFreshBytes : 0);
 constexpr bool kSends = kCluster > 1 && kRowTiles == 1;  // there is room for it
 constexpr int kInboxBytes = kSends ? kRows * (kHeadDim * 4 + kCluster * 8) + 16 : 0;
 constexpr int kInboxBarrierAt = kInboxAt + kInboxBytes - 16;
 constexpr int kSharedBytes = kInboxAt + kInboxBytes;
 static_assert(kSharedBytes == SHARED_BYTES, "kernels/_decode_sm90.py computes another size");
-constexpr int kBlocksPerSm = kSharedBytes <= 113 * 1024 ? 2 : 1;
+static_assert(kSharedBytes <= (kBlocksPerSm == 2 ? 113 : 227) * 1024, "they do not fit");
+
+// What a launch gives each thread, divided anew. Two blocks: 8 warps of 128 registers.
+constexpr int kKeyRegisters = kKeyWarps == 8 ? 232 : kMakesAhead ? 160 : 208;
+constexpr int kOtherRegisters = kMakesAhead ? 96 : 40;
 
 // Where 16-byte word `word` of a tile's key number `index` lies, so that ldmatrix finds that word of
 // 8 following keys in 8 different banks. Swizzled by TMA: a unit is its rows' first 128 bytes, then
@@ -115,6 +125,12 @@ struct Progress {
 };
 static_assert(sizeof(Progress) <= 64, "see kProgressAt");
 
+// Of this warp; the copying one, between the computing and the making ones, has none.
+__device__ __forceinline__ Progress& progress_of(unsigned char* smem) {
+  const int warp = threadIdx.x / kWarpSize;
+  return reinterpret_cast<Progress*>(smem + kProgressAt)[warp - (warp > kKeyWarps)];
+}
+
 // Where one side of the ring is. Everything is an address in shared memory.
 class Ring {
  public:
@@ -161,21 +177,21 @@ class Ring {
   }
 };
 
-// The buffers of Q, likewise: one copy a segment.
+// The buffers of Q, and of what comes with it, likewise: one a segment.
 class QueryRing {
  public:
   __device__ __forceinline__ explicit QueryRing(unsigned smem) : smem_(smem) {}
 
   __device__ __forceinline__ void init() const {
     for (int i = 0; i < kQueryBuffers; ++i) {
-      mbarrier_init(barrier(0, i), 1);
+      mbarrier_init(barrier(0, i), kMakesAhead ? kMakers : 1);
       mbarrier_init(barrier(1, i), kKeyWarps * kWarpSize);
     }
   }
 
-  __device__ __forceinline__ unsigned q() const {
-    return smem_ + kQueriesAt + buffer_ * kQueryBytes;
-  }
+  __device__ __forceinline__ int q_at() const { return kQueriesAt + buffer_ * kQueryBytes; }
+  __device__ __forceinline__ int fresh_at() const { return kFreshAt + buffer_ * kFreshBytes; }
+  __device__ __forceinline__ unsigned q() const { return smem_ + q_at(); }
   __device__ __forceinline__ unsigned full() const { return barrier(0, buffer_); }
   __device__ __forceinline__ void wait_full() const { mbarrier_wait(full(), phase_); }
   __device__ __forceinline__ void wait_empty() const {

@@ -43,6 +43,7 @@ class HopperTile:
     key_warps: int
     cluster: int = 1
     is_fresh: bool = False
+    blocks_per_sm: int = 1
 
     @property
     def rows(self) -> int:
@@ -62,20 +63,17 @@ class HopperTile:
         ring = 2 * self.stages * 8 * (self.unit_keys * self.head_dim * 2 + padding)
         probs = 2 * self.rows * (8 * self.unit_keys * 2 + 16)
         exchange = 3 * self.rows * self.key_warps * 4
-        buffers = 1 if self.row_tiles * self.head_dim <= 256 else 2  # 1: Q is held in registers
+        makes_ahead = self.is_fresh and self.blocks_per_sm > 1
+        in_registers = self.row_tiles * self.head_dim <= 256
+        buffers = 1 if in_registers and not makes_ahead else 2
         queries = buffers * self.rows * (self.head_dim * 2 + 16)
         barriers = (4 * self.stages + 2 * buffers) * 8
-        progress = self.key_warps * 64
-        fresh = 2 * self.head_dim * 2 if self.is_fresh else 0
+        progress = (self.key_warps + (3 if makes_ahead else 0)) * 64
+        fresh = buffers * (2 * self.head_dim * 2 + 16) if self.is_fresh else 0
         inbox = self.rows * (self.head_dim * 4 + self.cluster * 8) + 16
         if self.cluster == 1 or self.row_tiles > 1:
             inbox = 0
         return ring + probs + exchange + barriers + queries + 16 + progress + fresh + inbox
-
-    @property
-    def blocks_per_sm(self) -> int:
-        """How many blocks share a multiprocessor."""
-        return 2 if self.cluster == 1 and self.shared_bytes <= _HALF_SHARED_BYTES else 1
 
     def takes_fresh(self, group: int) -> bool:
         """Tell whether it can make the newest tokens' rows: a thread has 16 values of one head."""
@@ -91,6 +89,7 @@ class HopperTile:
             "KEY_WARPS": self.key_warps,
             "CLUSTER": self.cluster,
             "FRESH": int(self.is_fresh),
+            "BLOCKS_PER_SM": self.blocks_per_sm,
             "SHARED_BYTES": self.shared_bytes,
         }
         return ModuleSpec("attention_decode_sm90.cu", dtype, tuple(macros.items()))
@@ -105,12 +104,11 @@ _TILES = (
     HopperTile(128, 16, 3, 2, 8),
     HopperTile(128, 16, 2, 4, 8),
 )
-_HALF_SHARED_BYTES = 113 << 10  # half of a multiprocessor's
 # Of up to 16 rows, where a block has several sequences: two blocks share a multiprocessor, and
 # while one ends a sequence the other one's tiles keep memory busy.
 _MANY_TILES = {
-    64: HopperTile(64, 16, 3, 1, 4),
-    128: HopperTile(128, 8, 3, 1, 4),
+    64: HopperTile(64, 16, 3, 1, 4, blocks_per_sm=2),
+    128: HopperTile(128, 8, 3, 1, 4, blocks_per_sm=2),
 }
 _CLUSTER = 8
 # Of clusters, for up to so many keys: more blocks have some of few keys.

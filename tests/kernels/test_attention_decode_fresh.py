@@ -22,8 +22,11 @@ _POSITIONS = 97
 _NORMS = ["none", "both", "only_q", "only_k"]
 _MANY = tuple(np.random.default_rng(0).integers(0, 700, 40).tolist())
 
-# Few and many sequences (clusters or teams of blocks), lengths around the tiles of 64 and 128 keys
-# and around pages, groups up to what a kernel has threads for, and beyond.
+_SHORT = tuple(np.random.default_rng(1).integers(0, 200, 140).tolist())
+
+# Few and many sequences (clusters or teams of blocks, warps that make rows ahead), lengths around
+# the tiles of 64 and 128 keys and around pages, groups up to what a kernel has threads for, and
+# beyond.
 _CASES = (
     AttentionCase((1,), (1,), 8, 2, 128, block_size=16),
     AttentionCase((1,), (1000,), 32, 8, 128, block_size=16),
@@ -37,6 +40,10 @@ _CASES = (
     AttentionCase((1,) * 20, (1, 128, 129, 255, 256) * 4, 32, 2, 128, block_size=16),
     AttentionCase((1,) * 50, (*_MANY[:11], 0, *_MANY[:7], *(0,) * 31), 8, 8, 128, block_size=16),
     AttentionCase((1,) * 20, (0,) * 20, 8, 8, 64, block_size=16),
+    AttentionCase((1,) * 40, _MANY, 16, 4, 128, block_size=16),
+    AttentionCase((1,) * 80, (*_MANY, *_MANY), 14, 2, 64, block_size=16),
+    AttentionCase((1,) * 140, _SHORT, 14, 1, 128, block_size=32),
+    AttentionCase((1,) * 40, _MANY, 8, 4, 64, block_size=16, window=100),
     AttentionCase((1,) * 2, (300, 40), 14, 1, 128, block_size=16),
     AttentionCase((1,) * 2, (300, 40), 16, 1, 128, block_size=16),
     AttentionCase((1,) * 2, (300, 40), 17, 1, 64, block_size=16),
@@ -316,8 +323,13 @@ def test_tiles_that_make_rows():
     assert not HopperTile(128, 16, 3, 2, 8).takes_fresh(17)
     for dim in (64, 128):
         for tile in _decode_sm90._variants(_decode_sm90.choose_hopper_tile("float16", dim, 1)):
+            if tile.is_fresh:
+                continue
             fresh = dataclasses.replace(tile, is_fresh=True)
-            assert fresh.shared_bytes == tile.shared_bytes + (not tile.is_fresh) * 4 * dim
+            more = 4 * dim + 16  # key, value and where the key belongs
+            if tile.blocks_per_sm == 2:  # made ahead: twice, and queries too; and warps' progress
+                more += more + 16 * (2 * dim + 16) + 16 + 3 * 64
+            assert fresh.shared_bytes == tile.shared_bytes + more
 
 
 def test_whatever_tile_is_chosen_can_make_the_rows(monkeypatch):
