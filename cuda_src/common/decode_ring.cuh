@@ -44,6 +44,7 @@ constexpr bool kQueriesInRegisters = kRowTiles * kHeadDim <= 256;  // else read 
 // while others are attended to; else the computing warps do it themselves, which is sooner.
 constexpr bool kMakesAhead = kFresh && kBlocksPerSm > 1;
 constexpr int kMakers = 3 * kWarpSize;
+static_assert(!kFresh || kMakesAhead || kQueriesInRegisters, "make_fresh has one buffer of Q");
 constexpr int kQueryBuffers = kQueriesInRegisters && !kMakesAhead ? 1 : 2;
 constexpr int kQueriesAt = kBarriersAt + (4 * kStages + 2 * kQueryBuffers) * 8;
 constexpr int kQueryPitch = kRowBytes + 16;
@@ -60,9 +61,13 @@ constexpr int kSharedBytes = kInboxAt + kInboxBytes;
 static_assert(kSharedBytes == SHARED_BYTES, "kernels/_decode_sm90.py computes another size");
 static_assert(kSharedBytes <= (kBlocksPerSm == 2 ? 113 : 227) * 1024, "they do not fit");
 
-// What a launch gives each thread, divided anew. Two blocks: 8 warps of 128 registers.
+// Registers of a thread, where warpgroups divide them anew. Two blocks have 8 warps of 128 each.
 constexpr int kKeyRegisters = kKeyWarps == 8 ? 232 : kMakesAhead ? 160 : 208;
 constexpr int kOtherRegisters = kMakesAhead ? 96 : 40;
+// SAFETY: a warpgroup that takes more than the launch has left waits for ever.
+static_assert(!kMakesAhead || (kKeyWarps == 4 && kKeyRegisters + kOtherRegisters <= 2 * 128),
+              "more registers than two blocks have");
+static_assert(kKeyWarps != 8 || 2 * kKeyRegisters + kOtherRegisters <= 3 * 168, "nor a block");
 
 // Where 16-byte word `word` of a tile's key number `index` lies, so that ldmatrix finds that word of
 // 8 following keys in 8 different banks. Swizzled by TMA: a unit is its rows' first 128 bytes, then
@@ -106,7 +111,7 @@ using Cursor = DecodeCursor<kTileKeys>;
 #define ENGINE_CLUSTER
 #endif
 
-// A computing warp's place in its work. In shared memory: its registers are for the inner loop.
+// A computing or making warp's place in its work. In shared memory: its registers are for the inner loop.
 struct Progress {
   Cursor cursor;
   Segment segment;

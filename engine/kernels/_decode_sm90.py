@@ -52,7 +52,7 @@ class HopperTile:
 
     @property
     def threads(self) -> int:
-        """Threads of a block: the computing warps and one, or four, of which one copies."""
+        """Threads of a block: the computing warps and one that copies; or three more, see FRESH."""
         moves_registers = (self.key_warps == 8 or self.is_fresh) and self.cluster == 1
         return 32 * (self.key_warps + (4 if moves_registers else 1))
 

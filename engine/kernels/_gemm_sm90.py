@@ -160,8 +160,8 @@ class HopperConfig:
     def band(self, m: int, n: int, sm_count: int) -> int:
         """Return how many rows of clusters' tiles are gone down before the next column.
 
-        Measured (docs/benchmarks/gemm_sm90.md): where blocks make few tiles, those that run next to
-        each other should share what their clusters do not.
+        Measured (docs/benchmarks/gemm_sm90.md): where blocks make few tiles, and not the largest,
+        those that run next to each other should share what their clusters do not.
         """
         area = self.tile_m * self.tile_n
         few_waves = 2 if area < 128 * 128 else 1 if area <= 128 * 192 and self.cluster_m > 1 else 0
@@ -182,7 +182,8 @@ class _Cost:
 
 
 # Fitted to 22 layers at 96 to 8192 rows and 47 cells more, bfloat16, in bursts
-# (docs/benchmarks/gemm_sm90.md).
+# (docs/benchmarks/gemm_sm90.md); the two in clusters of four to what they win and lose against the
+# others in two further runs.
 _TILES: dict[HopperConfig, _Cost] = {
     HopperConfig(192, 224): _Cost(2.98, 2.06, 0.837),
     HopperConfig(192, 192): _Cost(2.62, 1.34, 0.729),

@@ -44,6 +44,8 @@ _CASES = (
     AttentionCase((1,) * 80, (*_MANY, *_MANY), 14, 2, 64, block_size=16),
     AttentionCase((1,) * 140, _SHORT, 14, 1, 128, block_size=32),
     AttentionCase((1,) * 40, _MANY, 8, 4, 64, block_size=16, window=100),
+    AttentionCase((1,) * 280, _SHORT * 2, 16, 8, 64, block_size=16),
+    AttentionCase((1,) * 140, _SHORT, 112, 8, 128, block_size=16, window=70),
     AttentionCase((1,) * 2, (300, 40), 14, 1, 128, block_size=16),
     AttentionCase((1,) * 2, (300, 40), 16, 1, 128, block_size=16),
     AttentionCase((1,) * 2, (300, 40), 17, 1, 64, block_size=16),
@@ -222,6 +224,20 @@ def test_pages_that_sequences_share(xp, dtype):
     assert_close(got, want, reduction=case.reduction)
 
 
+@pytest.mark.parametrize("copies", [1, 10, 50])  # clusters, one block a multiprocessor, two
+def test_the_output_may_take_the_place_of_the_queries(xp, copies):
+    case = AttentionCase((1,) * 4 * copies, (0, 300, 129, 65) * copies, 8, 2, 64, block_size=16)
+    qkv, *pages, keywords = inputs = _inputs(case, "bfloat16", "both")
+    want, want_pages = _run(kernels.attention_decode, xp, case, inputs)
+    q, k, v = _split(xp.array(qkv), case)
+    pages = [xp.array(a) for a in pages]
+    there = {name: xp.asarray(a) for name, a in keywords.items()}
+    got = kernels.attention_decode(q, *pages, k=k, v=v, **there, **case.rule, out=q)
+    assert got is q
+    for a, b in zip((got, *pages), (want, *want_pages), strict=True):
+        np.testing.assert_array_equal(_bits(a), _bits(b))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rotary_dim", [0, 32, 48])
 def test_partial_rotation_goes_the_unfused_way(xp, rotary_dim, dtype):
@@ -232,7 +248,7 @@ def test_partial_rotation_goes_the_unfused_way(xp, rotary_dim, dtype):
     assert_close(pages[0], want_pages[0], reduction=_CASES[4].head_dim)
 
 
-@pytest.mark.parametrize("copies", [1, 20])
+@pytest.mark.parametrize("copies", [1, 20, 50])
 def test_without_keys_it_is_stored_where_the_slot_says(xp, copies):
     case = AttentionCase((1,) * 3 * copies, (0, 30, 0) * copies, 8, 2, 64, block_size=16)
     inputs = _inputs(case, "bfloat16", "both")
@@ -251,7 +267,7 @@ def test_without_keys_it_is_stored_where_the_slot_says(xp, copies):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("copies", [1, 20])
+@pytest.mark.parametrize("copies", [1, 20, 50])
 def test_bad_positions_and_slots_on_the_gpu(cp, copies):
     """A position outside the table gives NaN; a slot outside the pages stores nothing."""
     case = AttentionCase((1,) * 3 * copies, (40, 128, 7) * copies, 8, 2, 64, block_size=16)
@@ -272,7 +288,7 @@ def test_bad_positions_and_slots_on_the_gpu(cp, copies):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("copies", [1, 20])
+@pytest.mark.parametrize("copies", [1, 20, 100])
 def test_a_captured_graph_stores_and_follows(cp, copies):
     """Behind the product that makes the rows, each launched before the one in front has ended."""
     case = AttentionCase((1,) * 2 * copies, (600, 300) * copies, 8, 2, 64, block_size=16)
