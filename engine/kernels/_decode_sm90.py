@@ -52,7 +52,7 @@ class HopperTile:
 
     @property
     def threads(self) -> int:
-        """Threads of a block: the computing warps and one that copies; or three more, see FRESH."""
+        """Threads of a block: the computing warps and the copying one, or its warpgroup."""
         moves_registers = (self.key_warps == 8 or self.is_fresh) and self.cluster == 1
         return 32 * (self.key_warps + (4 if moves_registers else 1))
 
