@@ -48,7 +48,7 @@ class Consumer {
     if constexpr (kQueriesInRegisters) load_queries();
     reset();
     if (num_tiles > 0) tiles(rows, num_keys, first_key, num_tiles);
-    if constexpr (kCluster == 1 && kQueryBuffers == 2) queries_.release();  // it was used until here
+    if constexpr (kCluster == 1 && kQueryBuffers == 2) queries_.release();  // read until here
   }
 
   // Where no warps make them ahead: the newest token of a segment's sequence to shared memory; its

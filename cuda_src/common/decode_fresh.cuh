@@ -68,7 +68,7 @@ class FreshToken {
  public:
   static constexpr int kLanes = kHeadDim / (2 * kVec);  // of a head
 
-  // What the kernel in front does not write.
+  // What the kernel in front does not write, for those who ask for it before they wait.
   struct Inputs {
     Packed<kVec> weight[2];
     float cos[kVec], sin[kVec];

@@ -3,7 +3,7 @@
 // Macros: HEAD_DIM; UNIT_KEYS, tokens of one copy; STAGES, tiles of K and of V in the ring;
 // ROW_TILES, of 16 rows each; KEY_WARPS, warps that divide a tile; CLUSTER, blocks that share one
 // sequence and head, or 1 for decode_plan.cuh's teams; FRESH, whether the newest token comes as
-// decode_fresh.cuh takes it; BLOCKS_PER_SM.
+// decode_fresh.cuh takes it; BLOCKS_PER_SM, which share a multiprocessor.
 #pragma once
 
 #include "common/attention_sm90.cuh"
@@ -15,8 +15,8 @@ constexpr int kRowTiles = ROW_TILES, kKeyWarps = KEY_WARPS, kCluster = CLUSTER;
 constexpr bool kFresh = FRESH;
 constexpr int kBlocksPerSm = BLOCKS_PER_SM;
 // Nine warps of a block, or ten of two blocks, have 168 registers each. Where that is too few, the
-// copying warp is in a warpgroup of its own, which gives registers to the others. With FRESH the
-// warpgroup's other warps make rows, and keep more.
+// copying warp is in a warpgroup of its own, which gives registers to the others, and keeps more of
+// them if its other warps make rows (kMakesAhead).
 constexpr bool kMovesRegisters = (kKeyWarps == 8 || kFresh) && kCluster == 1;
 constexpr int kThreads = (kKeyWarps + (kMovesRegisters ? 4 : 1)) * kWarpSize;
 constexpr int kRows = kRowTiles * 16;
@@ -51,7 +51,7 @@ constexpr int kQueryPitch = kRowBytes + 16;
 constexpr int kQueryBytes = kRows * kQueryPitch;
 constexpr int kFlagAt = kQueriesAt + kQueryBuffers * kQueryBytes;
 constexpr int kProgressAt = kFlagAt + 16;
-constexpr int kFreshAt = kProgressAt + (kKeyWarps + (kMakesAhead ? 3 : 0)) * 64;
+constexpr int kFreshAt = kProgressAt + (kKeyWarps + (kMakesAhead ? kMakers / kWarpSize : 0)) * 64;
 constexpr int kFreshBytes = 2 * kRowBytes + 16;  // key, value, and where the key belongs
 constexpr int kInboxAt = kFreshAt + (kFresh ? kQueryBuffers * kFreshBytes : 0);
 constexpr bool kSends = kCluster > 1 && kRowTiles == 1;  // there is room for it

@@ -263,8 +263,8 @@ __device__ __forceinline__ void wait_for_last_kernel() {
 
 // ---- registers -------------------------------------------------------------------------------
 
-// Moves registers between warpgroups; every warp of the warpgroup must come by. Needs
-// __launch_bounds__(threads, 1).
+// Moves registers between warpgroups; every warp of the warpgroup must come by. Needs a
+// __launch_bounds__ that says how many blocks share a multiprocessor.
 template <int kRegisters>
 __device__ __forceinline__ void registers_give_up() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));

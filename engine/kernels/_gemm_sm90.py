@@ -152,10 +152,13 @@ class HopperConfig:
         """Return how many tiles the busiest block makes."""
         return ceil_div(self.clusters(m, n), self.max_clusters(sm_count))
 
+    def tile_steps(self, k: int) -> int:
+        """Return how many stages of k a block goes through for a tile."""
+        return ceil_div(k, self.depth * _TILE_K * self.cluster_k)
+
     def steps(self, m: int, n: int, k: int, sm_count: int) -> int:
         """Return how many stages the busiest block goes through."""
-        steps = ceil_div(k, self.depth * _TILE_K * self.cluster_k)
-        return max(1, self.waves(m, n, sm_count) * steps)
+        return max(1, self.waves(m, n, sm_count) * self.tile_steps(k))
 
     def band(self, m: int, n: int, sm_count: int) -> int:
         """Return how many rows of clusters' tiles are gone down before the next column.
@@ -274,8 +277,8 @@ def choose_hopper(
     def estimate(config: HopperConfig) -> float:
         if m <= MAX_FEW_ROWS:
             return _few_rows_us(config, m, n, k, sm_count) + _FEW_ROWS[config]
-        cost, steps = _TILES[config], ceil_div(k, config.depth * _TILE_K * config.cluster_k)
-        return cost.launch + config.waves(m, n, sm_count) * (cost.tile + cost.step * steps)
+        cost, waves = _TILES[config], config.waves(m, n, sm_count)
+        return cost.launch + waves * (cost.tile + cost.step * config.tile_steps(k))
 
     configs: Iterable[HopperConfig] = _FEW_ROWS if m <= MAX_FEW_ROWS else _TILES
     return min(filter(is_possible, configs), key=estimate)
