@@ -12,17 +12,15 @@
 //   counter  int, 0: where blocks take tiles from; 0 again at the end
 //   pattern_*  with PATTERN: see common/attention_pattern.cuh
 //
-// Numerics: as in attention_prefill.cu, but what exponents are less is the running maximum only
-// over the first 1,024 keys a row meets, and later renewed only when sums grow large
-// (common/softmax_sm90.cuh); for D > 192 it always is the maximum. Splits are summed in order. A
-// row's bits depend on its own keys and the number of splits (and on whether there is a pattern,
-// where patterns have smaller tiles of keys), on nothing else.
-// Parallelisation: one block an SM. A producer warp takes tiles (common/attention_tiles.cuh) and
-// streams Q, K and V to shared memory, from small pages with the help of three more; each consumer
-// warpgroup owns 64 rows. It starts the scores of the next keys before it waits for P V of these, so
-// tensor cores work during the softmax, and warpgroups start their products in turns, so one's
-// softmax meets the other's products. For D > 192, where O takes half of the registers, the turns
-// alone see to that.
+// Numerics: as in attention_prefill.cu. Splits are summed in order. A row's bits depend on its own
+// keys and the number of splits (and on whether there is a pattern, where tiles of keys have other
+// sizes), on nothing else.
+// Parallelisation: one block an SM. Of four producer warps one takes tiles
+// (common/attention_tiles.cuh) and loads Q, one K and V, with the help of two where pages are
+// small; each consumer warpgroup owns 64 rows. It starts the scores of the next keys and P V of
+// these, in turns with the others, and finds the maxima of the scores while P V is under way; then
+// come the exponentials, while the tensor cores work for the others. Three warpgroups keep them, and
+// the units of the exponentials, busier than two, as long as registers suffice.
 // Mirror: engine/reference/attention_prefill.py
 #include "common/prefill_sm90.cuh"
 
@@ -48,7 +46,7 @@ struct Finish {
     for (int j = 0; j < kCount; ++j) o[j] *= inverse[j / 2 % 2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const bool exists = tokens[i] < min(tile.tokens, problem.tile_tokens);
+      const bool exists = tokens[i] < tile.tokens;
       const int head = tile.kv_head * problem.group + my_row + 8 * i - tokens[i] * problem.group;
       const int64_t token = tile.first_token + tokens[i];
       const float log2_sum = sum[i] == 0.0f ? -kInf : base[i] + log2f(sum[i]);
@@ -126,30 +124,34 @@ static_assert(Core::kSharedBytes == SHARED_BYTES,
            const int* cu_seqlens_k, const int* block_tables, const int* context_lens,             \
            scalar_t* out, float* lse, float* partial, int* counter, int64_t table_stride,         \
            int64_t out_stride_t, int64_t out_stride_h, int64_t max_keys, int total_q,             \
-           int num_heads, int num_kv_heads, int head_dim, int box_keys, int block_shift,          \
-           int num_blocks, int num_pairs, int tiles_of_pair, int section, int splits, int causal, \
-           int window, float score_inner, float score_factor ENGINE_PATTERN_PARAMS) {             \
+           int num_heads, int num_kv_heads, int group, int head_dim, int tile_tokens,             \
+           int q_bytes, int box_keys, int block_shift, int num_blocks, int num_pairs,             \
+           int tiles_of_pair, int long_tiles, int short_tokens, int total, int section,           \
+           int splits, int causal, int window, float score_inner,                                 \
+           float score_factor ENGINE_PATTERN_PARAMS) {                                            \
     extern __shared__ __align__(128) unsigned char smem[];                                        \
     const Core core(smem);                                                                        \
-    const int group = num_heads / num_kv_heads;                                                   \
     const Problem problem{cu_seqlens_q, cu_seqlens_k, block_tables, context_lens, counter,        \
                           table_stride, max_keys, total_q, group, num_kv_heads,                   \
-                          Core::kRows / group, box_keys, block_shift, num_blocks,                 \
-                          num_pairs, section, tiles_of_pair, splits, causal,                      \
+                          tile_tokens, q_bytes, box_keys, block_shift, num_blocks,                \
+                          num_pairs, section, tiles_of_pair, long_tiles, short_tokens, total,     \
+                          splits, causal,                                                         \
                           window > 0 ? static_cast<unsigned>(window) : 1u << 31,                  \
                           ENGINE_PATTERN};                                                        \
     if (threadIdx.x == 0) core.init_barriers(problem);                                            \
     core.init_queries(problem);                                                                   \
     __syncthreads();                                                                              \
-    if (threadIdx.x < 128) {                                                                      \
-      registers_give_up<Core::kProducerRegisters>();                                              \
-      if (threadIdx.x < 32) core.produce(&q_map, &k_map, &v_map, problem);                        \
-      else if (core.has_help(problem)) core.help(&k_map, &v_map, problem);                        \
-    } else {                                                                                      \
+    if (threadIdx.x < 128 * CONSUMERS) {                                                          \
       registers_take<Core::kConsumerRegisters>();                                                 \
       core.consume<SOFTCAP>(problem, ScoreRule{score_inner, score_factor},                        \
                             Finish{problem, out, lse, partial, out_stride_t, out_stride_h,        \
                                    num_heads, head_dim});                                         \
+    } else {                                                                                      \
+      registers_give_up<Core::kProducerRegisters>();                                              \
+      const int warp = threadIdx.x / 32 - 4 * CONSUMERS;                                          \
+      if (warp == 0) core.plan(&q_map, problem);                                                  \
+      else if (warp == 1) core.load(&k_map, &v_map, problem);                                     \
+      else if (core.has_help(problem)) core.help(&k_map, &v_map, problem);                        \
     }                                                                                             \
   }
 ENGINE_PREFILL(attention_prefill_sm90, false)

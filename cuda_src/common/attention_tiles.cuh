@@ -20,39 +20,36 @@ struct Problem {
   int64_t max_keys;      // dense: rows of K; pages: keys that a row of the table can name
   int total_q, group, num_kv_heads;
   int tile_tokens;                  // query tokens of a tile: rows / group
+  int q_bytes;                      // of their Q in shared memory
   int box_keys;                     // keys of one copy: of a tile or of a page
   int block_shift, num_blocks;      // log2(block_size), pages
   int num_pairs, section;           // pairs (sequence, key/value head), and how many make a section
   int tiles_of_pair;                // tiles of the longest sequence
+  int long_tiles, short_tokens;     // a sequence's tiles of tile_tokens; tokens of those after them
+  int total;                        // tiles of the launch
   int splits;                       // blocks that share the keys of a tile
   int causal;
   unsigned reach;  // keys a row sees, counted back from its last one: window, or 2^31
   Pattern pattern;  // only for kernels of patterns
 };
 
-// A tile, as the producer tells it to the consumers.
+// A tile, and where its keys lie: in shared memory, where the producer puts it.
 struct alignas(16) TileWork {
   int first_token;   // row of q; negative: no more work
-  int tokens;        // that exist, from first_token on (may be more than a tile has)
+  int tokens;        // that are the tile's, from first_token on
   int first_last;    // last key that first_token sees; negative: none
   int kv_head;
   int begin, end;    // tiles of keys
   int split;
   int position;      // of first_token: among the keys if causal, else among the queries
-};
-
-// Where the keys of a tile's sequence lie.
-struct KeySource {
   int k_begin;       // dense: first row of K and V
   int num_keys;
   int first_key;     // the first that any row of the tile sees
   const int* table;  // pages; else null
-  int kv_head;
 };
 
 template <int kKeys>
-__device__ __forceinline__ bool find_tile(const Problem& problem, int t, TileWork& work,
-                                          KeySource& keys) {
+__device__ __forceinline__ bool find_tile(const Problem& problem, int t, TileWork& work) {
   const int per_section = problem.section * problem.tiles_of_pair * problem.splits;
   const int section = t / per_section, in_section = t - section * per_section;
   const int first_pair = section * problem.section;
@@ -61,39 +58,42 @@ __device__ __forceinline__ bool find_tile(const Problem& problem, int t, TileWor
   const int pair = first_pair + column / problem.splits;
   work.split = column % problem.splits;
   const int b = pair / problem.num_kv_heads;
-  work.kv_head = keys.kv_head = pair - b * problem.num_kv_heads;
+  work.kv_head = pair - b * problem.num_kv_heads;
 
   // SAFETY: lengths that do not fit the arrays are cut to them.
   const int q_begin = min(max(problem.cu_seqlens_q[b], 0), problem.total_q);
   const int num_tokens = min(max(problem.cu_seqlens_q[b + 1], q_begin), problem.total_q) - q_begin;
-  const int token = (problem.tiles_of_pair - 1 - step) * problem.tile_tokens;
+  const int i = problem.causal ? problem.tiles_of_pair - 1 - step : step;
+  const int token = min(i, problem.long_tiles) * problem.tile_tokens +
+                    max(i - problem.long_tiles, 0) * problem.short_tokens;
+  const int most = i < problem.long_tiles ? problem.tile_tokens : problem.short_tokens;
   if (token >= num_tokens) return false;
-  keys.table = nullptr;
-  keys.k_begin = 0;
+  work.table = nullptr;
+  work.k_begin = 0;
   if (problem.block_tables != nullptr) {
-    keys.table = problem.block_tables + b * problem.table_stride;
-    keys.num_keys = min(static_cast<int64_t>(max(problem.context_lens[b], 0)), problem.max_keys);
+    work.table = problem.block_tables + b * problem.table_stride;
+    work.num_keys = min(static_cast<int64_t>(max(problem.context_lens[b], 0)), problem.max_keys);
   } else {
     const int64_t begin = max(problem.cu_seqlens_k[b], 0);
-    keys.k_begin = min(begin, problem.max_keys);
-    const int64_t end = max(problem.cu_seqlens_k[b + 1], keys.k_begin);
-    keys.num_keys = min(end, problem.max_keys) - keys.k_begin;
+    work.k_begin = min(begin, problem.max_keys);
+    const int64_t end = max(problem.cu_seqlens_k[b + 1], work.k_begin);
+    work.num_keys = min(end, problem.max_keys) - work.k_begin;
   }
 
   work.first_token = q_begin + token;
-  work.tokens = num_tokens - token;
-  work.first_last = keys.num_keys - 1;
+  work.tokens = min(num_tokens - token, most);
+  work.first_last = work.num_keys - 1;
   work.position = token;
   int last = work.first_last;  // that any row sees
   if (problem.causal) {
     work.position = work.first_last += 1 - num_tokens + token;
-    last = work.first_last + min(work.tokens, problem.tile_tokens) - 1;
+    last = work.first_last + work.tokens - 1;
   }
-  keys.first_key = 0;
+  work.first_key = 0;
   if (problem.reach < 1u << 31)
-    keys.first_key = max(0, work.first_last - static_cast<int>(problem.reach) + 1);
-  work.begin = keys.first_key / kKeys;
-  work.end = last < keys.first_key ? work.begin : last / kKeys + 1;
+    work.first_key = max(0, work.first_last - static_cast<int>(problem.reach) + 1);
+  work.begin = work.first_key / kKeys;
+  work.end = last < work.first_key ? work.begin : last / kKeys + 1;
   const int share = (work.end - work.begin + problem.splits - 1) / problem.splits;
   work.begin = min(work.begin + work.split * share, work.end);
   work.end = min(work.begin + share, work.end);

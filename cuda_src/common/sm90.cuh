@@ -62,6 +62,19 @@ __device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned parity)
       : "memory");
 }
 
+// The same without waiting: whether that phase is over.
+__device__ __forceinline__ bool mbarrier_is_over(unsigned barrier, unsigned parity) {
+  int over;
+  asm volatile(
+      "{\n.reg .pred over;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 over, [%1], %2;\n"
+      "selp.s32 %0, 1, 0, over;\n}"
+      : "=r"(over)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return over != 0;
+}
+
 // ---- TMA -------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void tma_prefetch_map(const TensorMap* map) {

@@ -30,75 +30,54 @@ __device__ __forceinline__ void mask_scores(float (&s)[kKeys / 2], const unsigne
       s[4 * j + i] = seen[i / 2] >> (2 * j + i % 2) & 1 ? s[4 * j + i] : -kInf;
 }
 
-// kExact: the base is the running maximum in all tiles.
-template <int kKeys, bool kExact>
+template <int kKeys>
 struct OnlineSoftmax {
-  // A row's base may be smaller than a later maximum, as long as a thread's exponentials of a tile
-  // sum to no more than this: each fits float16.
-  static constexpr float kLargeSum = 4096.0f;
-
-  float base[2];        // what exponents are less, as powers of 2; inf: no key was seen
+  float base[2];        // what exponents are less: factor times the running maximum; inf: no key
   float sum[2];         // of this thread's exponentials
-  float correction[2];  // what earlier sums are worth after the last step
+  float correction[2];  // what earlier sums are worth after the last call of raise
 
-  // Before the first tile of keys. From tile first_exact[i] on row i's base is its maximum.
-  __device__ __forceinline__ void start(const int (&first_exact)[2]) {
+  // Before the first tile of keys.
+  __device__ __forceinline__ void start() {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       base[i] = kInf;
       sum[i] = 0.0f;
-      exact[i] = first_exact[i];
     }
-    exact_low = __reduce_min_sync(~0u, min(exact[0], exact[1]));
-    exact_high = __reduce_max_sync(~0u, ::max(exact[0], exact[1]));
   }
 
-  // Turns the scores of key tile n into p = exp2(factor * s - base), packed for the second product,
-  // and adds them to the sum. Returns true if some row of the warp has a new base. Which rows do,
-  // and so each row's bits, depends on nothing but their own scores and where these lie.
-  //
-  // Tiles come from the last to the first. In the first ones that row i sees, n >= exact[i], its
-  // base becomes the running maximum, so that its largest p is 1, without a rounding error. But to
-  // wait for the maximum of a tile costs a sixth of the time, and the more keys a row has seen, the
-  // less its largest p weighs. So in later tiles the base there is is tried at once, and renewed
-  // only where sums grow large.
-  template <bool kFirst>
-  __device__ __forceinline__ bool step(unsigned (&p)[kKeys / 16][4], const float (&s)[kKeys / 2],
-                                       float factor, int n) {
-    float total[2];
-    const bool tries = !kExact && !kFirst && n < exact_high;
-    bool renews = kExact || kFirst || n >= exact_low;
-    if (tries) {
+  // Takes a tile's scores into the bases, so that a row's largest p is 1, without a rounding error.
+  // Returns true if some row of the warp has a new one.
+  __device__ __forceinline__ bool raise(const float (&s)[kKeys / 2], float factor) {
+    float top[2];
+    maxima(s, top);
 #pragma unroll
-      for (int i = 0; i < 2; ++i) total[i] = exponentials(p, s, i, factor, base[i]);
-      if (!renews)
-        renews = __any_sync(~0u, !(fmaxf(total[0], total[1]) <= kLargeSum) ||
-                                     fmaxf(base[0], base[1]) == kInf);
+    for (int i = 0; i < 2; ++i) {
+      const bool is_new = base[i] == kInf;
+      const float high = fmaxf(is_new ? -kInf : base[i], top[i] * factor);
+      const float next = high == -kInf ? kInf : high;
+      correction[i] = exp2_approx(is_new ? 0.0f : base[i] - next);
+      base[i] = next;
+      sum[i] *= correction[i];
     }
-    if (renews) {
-      bool renew[2] = {kExact || n >= exact[0], kExact || n >= exact[1]};
-      if (tries) {
+    return __any_sync(~0u, correction[0] != 1.0f || correction[1] != 1.0f);
+  }
+
+  // p = exp2(factor * s - base), packed for the second product; the sums gain them.
+  __device__ __forceinline__ void exponentials(unsigned (&p)[kKeys / 16][4],
+                                               const float (&s)[kKeys / 2], float factor) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) renew[i] |= !(quad_max(total[i]) <= kLargeSum);
-      }
-      float top[2];
-      maxima(s, top);
+    for (int i = 0; i < 2; ++i) {
+      float total[2] = {0.0f, 0.0f};
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const bool is_new = base[i] == kInf;
-        const float old = is_new ? -kInf : base[i];
-        const float high = is_new || renew[i] ? top[i] * factor : -kInf;
-        const float next = fmaxf(old, high) == -kInf ? kInf : fmaxf(old, high);
-        correction[i] = exp2_approx(is_new ? 0.0f : base[i] - next);
-        base[i] = next;
-        sum[i] *= correction[i];
-        total[i] = exponentials(p, s, i, factor, next);
+      for (int j = 0; j < kKeys / 8; ++j) {
+        const float x = exp2_approx(fmaf(s[4 * j + 2 * i], factor, -base[i]));
+        const float y = exp2_approx(fmaf(s[4 * j + 2 * i + 1], factor, -base[i]));
+        total[0] += x;
+        total[1] += y;
+        p[j / 2][j % 2 * 2 + i] = pack_pair(x, y);
       }
-      renews = __any_sync(~0u, correction[0] != 1.0f || correction[1] != 1.0f);
+      sum[i] += total[0] + total[1];
     }
-    sum[0] += total[0];
-    sum[1] += total[1];
-    return renews;
   }
 
   // The sums of whole rows.
@@ -111,25 +90,6 @@ struct OnlineSoftmax {
   }
 
  private:
-  int exact[2];
-  int exact_low, exact_high;  // of the warp's rows
-
-  // Row i's part of exp2(factor * s - base); returns its sum.
-  static __device__ __forceinline__ float exponentials(unsigned (&p)[kKeys / 16][4],
-                                                       const float (&s)[kKeys / 2], int i,
-                                                       float factor, float base) {
-    float total[2] = {0.0f, 0.0f};
-#pragma unroll
-    for (int j = 0; j < kKeys / 8; ++j) {
-      const float x = exp2_approx(fmaf(s[4 * j + 2 * i], factor, -base));
-      const float y = exp2_approx(fmaf(s[4 * j + 2 * i + 1], factor, -base));
-      total[0] += x;
-      total[1] += y;
-      p[j / 2][j % 2 * 2 + i] = pack_pair(x, y);
-    }
-    return total[0] + total[1];
-  }
-
   static __device__ __forceinline__ float quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
     return fmaxf(x, __shfl_xor_sync(~0u, x, 2));

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
+from heapq import heapreplace
 from typing import Any
 
 from engine import device, env
 from engine.dtypes import dtype_name
 from engine.kernels._attention import ScoreRule, are_aligned, element_strides
-from engine.kernels._attention_pattern import PARAMS, Pattern, Periodic, arguments
+from engine.kernels._attention_pattern import PARAMS, Pattern, arguments
 from engine.kernels._launch import Kernel, ceil_div, sm_count
 from engine.kernels._module import ModuleSpec, current_architecture
 from engine.kernels._tensor_map import tensor_map
@@ -21,8 +23,9 @@ _DTYPES = ("float16", "bfloat16")
 _PARAMS = (
     "q_map:tmap k_map:tmap v_map:tmap cu_seqlens_q:ptr cu_seqlens_k:ptr block_tables:ptr "
     "context_lens:ptr out:ptr lse:ptr partial:ptr counter:ptr table_stride:i64 out_stride_t:i64 "
-    "out_stride_h:i64 max_keys:i64 total_q:i32 num_heads:i32 num_kv_heads:i32 head_dim:i32 "
-    "box_keys:i32 block_shift:i32 num_blocks:i32 num_pairs:i32 tiles_of_pair:i32 section:i32 "
+    "out_stride_h:i64 max_keys:i64 total_q:i32 num_heads:i32 num_kv_heads:i32 group:i32 "
+    "head_dim:i32 tile_tokens:i32 q_bytes:i32 box_keys:i32 block_shift:i32 num_blocks:i32 "
+    "num_pairs:i32 tiles_of_pair:i32 long_tiles:i32 short_tokens:i32 total:i32 section:i32 "
     "splits:i32 causal:i32 window:i32 score_inner:f32 score_factor:f32"
 )
 _KERNELS = {  # by soft cap and pattern
@@ -42,6 +45,9 @@ _WHERE = ("cu_seqlens_q", "cu_seqlens_k", "block_tables", "context_lens")
 _L2_BYTES = 24 << 20  # of K and V that a section of the work may hold
 _MAX_SPLITS = 16
 _MIN_SPLIT_TILES = 4  # of keys: less is not worth the sum over splits
+_TILE_COST = 1.3  # of a tile for a block, beside what each warpgroup with work adds; in such
+_MANY_ROUNDS = 16  # of tiles: what the last one leaves idle does not count
+_MAX_CUT = 8  # of a sequence's tiles are cut smaller at most, if there is one for each block
 
 
 @dataclass(frozen=True)
@@ -83,8 +89,8 @@ class HopperTile:
         row = 128 * ceil_div(self.head_dim, 64)
         tiles = self.q_stages * self.rows * row + 2 * self.stages * self.keys * row
         boxes = self.keys // 16  # of the smallest pages
-        notes = 8 * (2 * self.q_stages + 5 * self.stages + 1) + 4 * self.stages * (1 + boxes)
-        return 1024 + tiles + 32 * self.q_stages + notes
+        notes = 8 * (3 * self.q_stages + 5 * self.stages + 1) + 4 * self.stages * (1 + boxes)
+        return 1024 + tiles + 64 * self.q_stages + notes
 
     def spec(self, dtype: str) -> ModuleSpec:
         """Return the module compiled for this tile."""
@@ -101,18 +107,25 @@ class HopperTile:
 
 
 # One for each head dim, whatever the lengths: a row's bits must not depend on the rows beside it.
+# Scores, P and O of a tile take keys / 2 + keys / 4 + head_dim / 2 registers of a consumer's 160
+# (three warpgroups) or 232.
 _TILES = (
-    HopperTile(64, 2, 128, 4, 2),
-    HopperTile(96, 2, 128, 2, 1),
-    HopperTile(128, 2, 128, 2, 1),
-    HopperTile(192, 2, 64, 3, 1),
+    HopperTile(64, 3, 128, 4, 2),
+    HopperTile(96, 3, 112, 2, 1),
+    HopperTile(128, 3, 80, 3, 1),
+    HopperTile(192, 2, 112, 2, 1),
     HopperTile(256, 2, 80, 2, 1),
 )
 
-# With a pattern: registers are left to mask tiles that some rows see in parts. 64 divides the sizes
-# of blocks rather than 96 does.
-_BLOCKS = {128: HopperTile(128, 2, 64, 4, 1), 256: HopperTile(256, 2, 64, 2, 1)}
-_PERIODIC = _BLOCKS | {128: HopperTile(128, 2, 96, 2, 1)}
+# With a pattern: two warpgroups, whose rows mostly lie in one block of a pattern, and tiles of keys
+# that divide the sizes of blocks.
+_PATTERNED = (
+    HopperTile(64, 2, 128, 4, 2, is_patterned=True),
+    HopperTile(96, 2, 128, 2, 1, is_patterned=True),
+    HopperTile(128, 2, 128, 2, 1, is_patterned=True),
+    HopperTile(192, 2, 64, 3, 1, is_patterned=True),
+    HopperTile(256, 2, 64, 2, 1, is_patterned=True),
+)
 
 
 def choose_hopper_tile(
@@ -124,19 +137,11 @@ def choose_hopper_tile(
     --------
     >>> choose_hopper_tile("bfloat16", 80).head_dim, choose_hopper_tile("float32", 64)
     (96, None)
-    >>> choose_hopper_tile("bfloat16", 128, Periodic(4096, 1024)).keys
-    96
     """
     if dtype not in _DTYPES or head_dim % 8 or head_dim <= 32:
         return None
-    tile = next((tile for tile in _TILES if head_dim <= tile.head_dim), None)
-    if tile is None or pattern is None:
-        return tile
-    return _patterned(tile, _PERIODIC if isinstance(pattern, Periodic) else _BLOCKS)
-
-
-def _patterned(tile: HopperTile, instead: dict[int, HopperTile]) -> HopperTile:
-    return replace(instead.get(tile.head_dim, tile), is_patterned=True)
+    tiles = _TILES if pattern is None else _PATTERNED
+    return next((tile for tile in tiles if head_dim <= tile.head_dim), None)
 
 
 def choose_num_splits(tiles: int, key_tiles: int, sm_count: int) -> int:
@@ -153,20 +158,75 @@ def choose_num_splits(tiles: int, key_tiles: int, sm_count: int) -> int:
     return max(1, wanted)
 
 
+@lru_cache(4096)
+def choose_cut(
+    tokens: int, tile_tokens: int, pairs: int, consumers: int, sm_count: int
+) -> tuple[int, int]:
+    """Choose how a sequence is cut where all tiles take the same time, to fill the last round.
+
+    Parameters
+    ----------
+    tokens : int
+        Of the longest sequence.
+    tile_tokens : int
+        Of a tile of all warpgroups.
+    pairs : int
+        Of sequences and key/value heads.
+
+    Returns
+    -------
+    long_tiles : int
+        How many tiles of `tile_tokens` come first.
+    short_tokens : int
+        Of each tile after them, which leaves some of the warpgroups without work.
+
+    Examples
+    --------
+    >>> choose_cut(8192, tile_tokens=192, pairs=1, consumers=3, sm_count=132)
+    (0, 64)
+    >>> choose_cut(2048, tile_tokens=192, pairs=32, consumers=3, sm_count=132)
+    (8, 128)
+    """
+    all_long = ceil_div(tokens, tile_tokens)
+    best = (_rounds(pairs * all_long, 0, 1.0, sm_count), -all_long, tile_tokens)
+    if pairs * all_long > _MANY_ROUNDS * sm_count:
+        return all_long, tile_tokens
+    fewest = 0 if pairs * all_long < sm_count else max(0, all_long - _MAX_CUT)
+    for warpgroups in range(1, consumers):
+        short_tokens = tile_tokens * warpgroups // consumers
+        share = (warpgroups + _TILE_COST) / (consumers + _TILE_COST)
+        for long_tiles in range(fewest, all_long if short_tokens else 0):
+            short = ceil_div(tokens - long_tiles * tile_tokens, short_tokens)
+            rounds = _rounds(pairs * long_tiles, pairs * short, share, sm_count)
+            best = min(best, (rounds, -long_tiles, short_tokens))
+    return -best[1], best[2]
+
+
+def _rounds(long: int, short: int, share: float, sm_count: int) -> float:
+    """Return when the last of `long` tasks of 1 and then `short` ones of `share` are done."""
+    whole, rest = divmod(long, sm_count)
+    ends = [float(whole)] * (sm_count - rest) + [whole + 1.0] * rest  # a heap: it rises
+    for _ in range(short):
+        heapreplace(ends, ends[0] + share)
+    return max(ends)
+
+
 def specs(
     dtype: str, *, head_dim: int | None = None, patterns: bool = False
 ) -> tuple[ModuleSpec, ...]:
     """Return the modules that may be launched, of one head dim or all; `patterns`: those too."""
-    dims = [tile.head_dim for tile in _TILES] if head_dim is None else [head_dim]
-    tiles = [tile for dim in dims if (tile := choose_hopper_tile(dtype, dim)) is not None]
-    if patterns:
-        tiles += [_patterned(tile, table) for table in (_PERIODIC, _BLOCKS) for tile in tiles]
-    return tuple(dict.fromkeys(tile.spec(dtype) for tile in tiles))
+    if dtype not in _DTYPES:
+        return ()
+    tiles = _TILES + _PATTERNED * patterns
+    if head_dim is not None:
+        wanted = choose_hopper_tile(dtype, head_dim)
+        tiles = tuple(t for t in tiles if wanted is not None and t.head_dim == wanted.head_dim)
+    return tuple(tile.spec(dtype) for tile in tiles)
 
 
-def takes(q: Any, k: Any, v: Any, out: Any) -> bool:
+def takes(q: Any, k: Any, v: Any, out: Any, pattern: Pattern | None = None) -> bool:
     """Tell whether the current device and the problem are for the Hopper kernel."""
-    tile = choose_hopper_tile(dtype_name(q.dtype), q.shape[2])
+    tile = choose_hopper_tile(dtype_name(q.dtype), q.shape[2], pattern)
     return (
         tile is not None
         and env.kernel_tier() == "auto"
@@ -196,11 +256,19 @@ def launch(
     spec = tile.spec(dtype)
     pairs = (keys["cu_seqlens_q"].size - 1) * keys["k"].shape[1]
     group = num_heads // keys["k"].shape[1]
-    tiles_of_pair = ceil_div(min(max_q, total_q), tile.rows // group)
+    tile_tokens = tile.rows // group
+    tokens = min(max_q, total_q)
+    long_tiles, short_tokens = ceil_div(tokens, tile_tokens), tile_tokens
     longest = _longest(keys)
     key_tiles = ceil_div(longest, tile.keys)
-    tiles = pairs * tiles_of_pair
-    splits = min(num_splits or choose_num_splits(tiles, key_tiles, sm_count()), key_tiles)
+    splits = num_splits or choose_num_splits(pairs * long_tiles, key_tiles, sm_count())
+    splits = min(splits, key_tiles)
+    if not causal and splits == 1:
+        long_tiles, short_tokens = choose_cut(
+            tokens, tile_tokens, pairs, tile.consumers, sm_count()
+        )
+    tiles_of_pair = long_tiles + ceil_div(max(tokens - long_tiles * tile_tokens, 0), short_tokens)
+    total = pairs * tiles_of_pair * splits
     rows = total_q * num_heads
     partial = workspace(splits * rows * (head_dim + 1)) if splits > 1 else None
     strides, lengths = element_strides(out), _lengths(keys, tile)
@@ -216,7 +284,7 @@ def launch(
     }
     _KERNELS[bool(rule.softcap), pattern is not None].launch(
         spec,
-        (min(tiles * splits, sm_count()),),
+        (min(total, sm_count()),),
         (tile.threads,),
         tile.shared_bytes,
         **_maps(q, keys, dtype, tile, group),
@@ -224,9 +292,15 @@ def launch(
         **shared,
         counter=counters(),
         total_q=total_q,
+        group=group,
+        tile_tokens=tile_tokens,
+        q_bytes=tile_tokens * group * 128 * ceil_div(tile.head_dim, 64),
         num_pairs=pairs,
         tiles_of_pair=tiles_of_pair,
-        section=min(max(1, _L2_BYTES // (4 * longest * head_dim)), max(pairs, 1)),
+        long_tiles=long_tiles,
+        short_tokens=short_tokens,
+        total=total,
+        section=_section(pairs, 4 * longest * head_dim),
         causal=int(causal),
         window=rule.window if rule.window < lengths["max_keys"] else 0,  # else it hides nothing
         score_inner=rule.inner,
@@ -235,6 +309,12 @@ def launch(
     )
     if splits > 1:
         _COMBINE.launch(spec, (ceil_div(rows, 8),), (256,), **shared, rows=rows)
+
+
+def _section(pairs: int, nbytes: int) -> int:
+    """Return how many pairs make a section: all alike, and K and V, `nbytes` a pair, fit in L2."""
+    sections = ceil_div(pairs, max(1, _L2_BYTES // nbytes))
+    return ceil_div(pairs, max(1, sections))
 
 
 def _longest(keys: dict[str, Any]) -> int:

@@ -196,7 +196,7 @@ def attention_prefill(
     if max_seqlen_q is None:
         lengths = call.xp.diff(keys["cu_seqlens_q"])
         max_seqlen_q = int(lengths.max()) if lengths.size else 0
-    if _prefill_sm90.takes(q, keys["k"], keys["v"], out):
+    if _prefill_sm90.takes(q, keys["k"], keys["v"], out, pattern):
         _prefill_sm90.launch(q, keys, out, lse, causal, rule, max_seqlen_q, num_splits, pattern)
     else:
         _launch(q, keys, out, lse, causal, rule, max_seqlen_q, pattern)

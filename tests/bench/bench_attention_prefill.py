@@ -6,7 +6,6 @@ Beside it, where torch is installed, scaled_dot_product_attention by cuDNN and b
 from __future__ import annotations
 
 import importlib.util
-import statistics
 from functools import partial
 
 import numpy as np
@@ -15,33 +14,10 @@ from engine import kernels, reference
 from engine.device import to_numpy
 from engine.testing.cases_attention import cu_seqlens, normal_on
 from engine.testing.tolerances import assert_close
+from tests.bench import sdpa
 from tests.bench.case import BenchCase
 
 _CHECKED_ROWS = 64  # the mirror takes minutes for a whole case: the last rows of the last sequence
-
-
-def _sdpa_seconds(
-    backend: str, batch: int, heads: int, head_dim: int, n: int, causal: bool
-) -> float:
-    """Return the median seconds of torch's attention on random values of these shapes."""
-    import torch
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.nn.functional import scaled_dot_product_attention
-
-    shape = (batch, heads, n, head_dim)
-    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    times, launches = [], 10
-    with sdpa_kernel(getattr(SDPBackend, backend)):
-        scaled_dot_product_attention(q, k, v, is_causal=causal)
-        for _ in range(5):
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            for _ in range(launches):
-                scaled_dot_product_attention(q, k, v, is_causal=causal)
-            stop.record()
-            stop.synchronize()
-            times.append(start.elapsed_time(stop) * 1e-3 / launches)
-    return statistics.median(times)
 
 
 def _peers(batch: int, heads: int, kv_heads: int, head_dim: int, n: int, causal: bool):
@@ -49,8 +25,8 @@ def _peers(batch: int, heads: int, kv_heads: int, head_dim: int, n: int, causal:
         return None
     shape = (batch, heads, head_dim, n, causal)
     return {
-        "cudnn": partial(_sdpa_seconds, "CUDNN_ATTENTION", *shape),
-        "flash2": partial(_sdpa_seconds, "FLASH_ATTENTION", *shape),
+        name: partial(sdpa.prefill_seconds, backend, *shape)
+        for name, backend in sdpa.BACKENDS.items()
     }
 
 

@@ -12,7 +12,15 @@ from typing import Any
 
 from tests.bench.case import num_copies
 
-__all__ = ["BACKENDS", "RefusedError", "attend", "decode_seconds", "exact", "newest_mask"]
+__all__ = [
+    "BACKENDS",
+    "RefusedError",
+    "attend",
+    "decode_seconds",
+    "exact",
+    "newest_mask",
+    "prefill_seconds",
+]
 
 BACKENDS = {"cudnn": "CUDNN_ATTENTION", "flash2": "FLASH_ATTENTION"}
 
@@ -101,6 +109,37 @@ def decode_seconds(
     try:
         return _seconds(torch, backend, q_shape, kv_shape, nbytes)
     finally:
+        torch.cuda.empty_cache()
+
+
+def prefill_seconds(
+    backend: str, batch: int, heads: int, head_dim: int, n: int, causal: bool
+) -> float:
+    """Return the median seconds of attention of whole sequences, bfloat16, random values.
+
+    Timed as long as our kernels are (`engine.testing.timing.time_gpu`): under a long load the
+    card's clock falls.
+
+    Parameters
+    ----------
+    backend : str
+        A value of BACKENDS.
+    """
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    shape = (batch, heads, n, head_dim)
+    inputs = [
+        [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+        for _ in range(num_copies(2 * 4 * batch * heads * n * head_dim))
+    ]
+    calls = [lambda qkv=qkv: scaled_dot_product_attention(*qkv, is_causal=causal) for qkv in inputs]
+    try:
+        with sdpa_kernel(getattr(SDPBackend, backend)):
+            return _graph_seconds(torch.cuda, calls, replays=20, min_launches=20)
+    finally:
+        inputs.clear()
         torch.cuda.empty_cache()
 
 

@@ -173,11 +173,25 @@ def test_compiles_without_spills(dtype, arch):
             assert "serialized" not in compiled.log
 
 
-@pytest.mark.parametrize(("pattern", "keys"), [(_PATTERNS[1], 64), (_PATTERNS[6], 96)], ids=str)
-def test_tiles_of_patterns(pattern, keys):
-    for head_dim, want in ((64, 128), (128, keys), (256, 64)):
+@pytest.mark.parametrize("pattern", [_PATTERNS[1], _PATTERNS[6]], ids=str)
+def test_tiles_of_patterns(pattern):
+    for head_dim, want in ((64, 128), (80, 128), (128, 128), (192, 64), (256, 64)):
         tile = _prefill_sm90.choose_hopper_tile("float16", head_dim, pattern)
-        assert tile.is_patterned and tile.keys == want
+        assert tile.is_patterned and tile.keys == want and tile.shared_bytes <= 227 * 1024
+
+
+def test_more_heads_a_group_than_rows_of_a_tile(xp):
+    """Tiles of patterns have 128 rows, others up to 192: the heads of a token must fit."""
+    lens, pattern = xp.asarray(cu_seqlens([3])), Periodic(5, 2)
+    q, k, v = (cases.normal((3, h, 64), "bfloat16", seed=h) for h in (150, 1, 1))
+    got = kernels.attention_prefill(
+        *cases.to_module(xp, q, k, v), cu_seqlens_q=lens, cu_seqlens_k=lens, pattern=pattern
+    )
+    starts = cu_seqlens([3])
+    want = reference.attention_prefill(
+        q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts, pattern=pattern
+    )
+    assert_close(to_numpy(got), to_numpy(want), reduction=3)
 
 
 @pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int64, np.uint64])

@@ -11,7 +11,12 @@ from engine.errors import CompileError
 from engine.kernels import _nvrtc, _prefill_sm90
 from engine.kernels._attention import are_aligned
 from engine.kernels._module import compile_module
-from engine.kernels._prefill_sm90 import choose_hopper_tile, choose_num_splits, specs
+from engine.kernels._prefill_sm90 import (
+    choose_cut,
+    choose_hopper_tile,
+    choose_num_splits,
+    specs,
+)
 from engine.testing import cases
 from engine.testing.cases_attention import AttentionCase, cu_seqlens, paged_cache
 
@@ -37,6 +42,39 @@ def test_splits_fill_the_device_and_no_more():
         for key_tiles in (1, 7, 64, 1000):
             splits = choose_num_splits(tiles, key_tiles, 132)
             assert splits == 1 or (tiles * splits <= 132 and 4 * splits <= key_tiles)
+
+
+def test_a_cut_covers_all_tokens_and_ends_no_later():
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        consumers, group = int(rng.integers(2, 4)), int(rng.integers(1, 129))
+        tile_tokens, pairs = 64 * consumers // group, int(rng.integers(1, 200))
+        tokens = int(rng.integers(1, 60 * tile_tokens))
+        long_tiles, short_tokens = choose_cut(tokens, tile_tokens, pairs, consumers, 132)
+        uncut = -(-tokens // tile_tokens)
+        rest = tokens - long_tiles * tile_tokens
+        assert 0 <= long_tiles <= uncut and 0 < short_tokens <= tile_tokens
+        assert (rest <= 0) == (long_tiles == uncut)
+        warpgroups = -(-short_tokens * group // 64)  # that have rows of a short tile
+        cost = _prefill_sm90._TILE_COST
+        share = (warpgroups + cost) / (consumers + cost)
+        short = pairs * max(0, -(-rest // short_tokens))
+        rounds = _prefill_sm90._rounds(pairs * long_tiles, short, share, 132)
+        assert rounds <= _prefill_sm90._rounds(pairs * uncut, 0, 1.0, 132)
+
+
+def test_rounds():
+    assert _prefill_sm90._rounds(265, 0, 0.5, 132) == 3
+    assert _prefill_sm90._rounds(264, 1, 0.5, 132) == 2.5
+    assert _prefill_sm90._rounds(133, 131 + 131, 0.5, 132) == 2
+
+
+def test_sections_are_equal_and_fit():
+    for pairs in (0, 1, 23, 24, 25, 32, 1000):
+        section = _prefill_sm90._section(pairs, 1 << 20)
+        assert section <= 24 and section * 24 >= min(pairs, 24)
+        assert pairs == 0 or -(-pairs // section) == -(-pairs // 24)
+    assert _prefill_sm90._section(5, 1 << 40) == 1
 
 
 @pytest.mark.parametrize("dtype", _HALVES)
@@ -133,7 +171,8 @@ def _check(result, dtype):
     assert (got[~seen] == 0).all()
 
 
-_BORDERS = (0, 1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 191, 255, 256, 257, 400)
+_BORDERS = (0, 1, 2, 15, 16, 17, 63, 64, 65, 79, 80, 81, 111, 112, 113, 127, 128, 129, 191, 192)
+_BORDERS += (193, 255, 256, 257, 383, 384, 385, 400)
 
 
 def _random_case(rng):
@@ -222,6 +261,27 @@ def test_a_row_has_the_same_bits_in_any_company_and_chunk(cp, head_dim):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_row_has_the_same_bits_however_sequences_are_cut(cp, head_dim):
+    """One sequence is cut into tiles of 64 rows, many of them are not: where all keys are seen."""
+    n, batch = 450, 30
+    assert choose_cut(n, 192, 2, 3, 132) != choose_cut(n, 192, 2 * batch, 3, 132)
+    q, k, v = (
+        cp.asarray(cases.normal((batch * n, 2, head_dim), "bfloat16", seed)) for seed in range(3)
+    )
+
+    def attend(count):
+        lens = cp.asarray(cu_seqlens([n] * count))
+        rows = slice(0, count * n)
+        return kernels.attention_prefill(
+            q[rows], k[rows], v[rows], cu_seqlens_q=lens, cu_seqlens_k=lens, causal=False,
+            num_splits=1,
+        )  # fmt: skip
+
+    assert bool((attend(1).view(np.uint16) == attend(batch)[:n].view(np.uint16)).all())
+
+
+@pytest.mark.gpu
 def test_portable_tier_can_be_forced(cp, monkeypatch):
     if not _is_hopper():
         pytest.skip("needs compute capability 9.0")
@@ -237,12 +297,13 @@ def test_portable_tier_can_be_forced(cp, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_error_is_no_larger_than_cudnns(cp, head_dim, causal):
+@pytest.mark.parametrize("n", [1000, 8192])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_error_is_no_larger_than_cudnns(cp, head_dim, n, causal):
     torch = pytest.importorskip("torch")
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    n, heads = 1000, 4
+    heads = 2
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, heads, n, head_dim, device="cuda").bfloat16() for _ in range(3))
     judge = torch.nn.functional.scaled_dot_product_attention(
@@ -261,5 +322,6 @@ def test_error_is_no_larger_than_cudnns(cp, head_dim, causal):
     )
     want = judge[0].transpose(0, 1).cpu().numpy()
     error = np.linalg.norm(to_numpy(ours).astype(np.float64) - want)
-    # cuDNN's P is exactly 1 for a row's largest score; ours only if that is in the first keys.
-    assert error <= 1.01 * float((theirs.double() - judge).norm())
+    ratio = error / float((theirs.double() - judge).norm())
+    print(f"error, in cuDNN's: {ratio:.4f}")
+    assert ratio <= 1.003  # both round P, whose largest is exactly 1, and the result: what is left
