@@ -58,6 +58,7 @@ struct RowRule {
   unsigned reach;      // keys a row sees, counted back from its last one: window, or 2^31
 #ifdef TREE_MASKS
   const uint64_t* tree = nullptr;  // a token's mask of the tokens it sees; null: all up to itself
+  int earlier = 0;                 // tokens before token 0 that the masks have bits for
 #endif
 #if PATTERN
   Pattern pattern;
@@ -98,7 +99,7 @@ struct RowRule {
   // The same of a row whose last_key that is, by its mask of the new tokens too.
   __device__ __forceinline__ bool sees(int row, int last_key, int key) const {
 #ifdef TREE_MASKS
-    const int token = key - first_last_key;
+    const int token = key - first_last_key + earlier;
     if (tree != nullptr && token >= 0 && last_key >= key)
       return (tree[min(row, count - 1) / group] >> token & 1) != 0;
 #endif
@@ -107,7 +108,7 @@ struct RowRule {
   // The last key up to which this and the following rows see all, but for the window.
   __device__ __forceinline__ int last_common_key(int row) const {
 #ifdef TREE_MASKS
-    if (tree != nullptr) return first_last_key - 1;
+    if (tree != nullptr) return first_last_key - earlier - 1;
 #endif
     return last_key(row);
   }

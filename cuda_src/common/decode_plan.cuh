@@ -8,6 +8,9 @@
 // that many parts by its own length alone, and teams take whole parts: its result then does not
 // depend on its neighbours. Sequences without keys are dealt out apart: batches are filled up with
 // them. Nothing is read on the host, so captured graphs follow the lengths.
+//
+// In clusters the query tokens of a sequence may be divided too: a sequence is then row_parts of
+// them here, of num_queries tokens each, and the earlier ones end before the later one's tokens.
 #pragma once
 
 #include "common/attention.cuh"
@@ -23,7 +26,12 @@ struct DecodeProblem {
   int64_t max_keys;
   int batch, num_kv_heads, num_queries, group, window;
   int num_splits;  // 0: balanced
+  int row_parts;   // of a sequence's tokens
 
+  __device__ __forceinline__ int length(int b) const {
+    const int later = (row_parts - 1 - b % row_parts) * num_queries;
+    return max(sequence_length(context_lens, b / row_parts, max_keys) - later, 0);
+  }
   __device__ __forceinline__ RowRule rows(int num_keys) const {
     return RowRule(num_queries, group, num_keys, true, window);
   }
@@ -40,7 +48,7 @@ struct SequencePlan {
   int units;
 
   __device__ __forceinline__ SequencePlan(const DecodeProblem& problem, int b)
-      : num_keys(sequence_length(problem.context_lens, b, problem.max_keys)) {
+      : num_keys(problem.length(b)) {
     first_tile = problem.rows(num_keys).first_key(0) / kTileKeys;
     tiles = max((num_keys + kTileKeys - 1) / kTileKeys - first_tile, 1);
     chunk = problem.num_splits > 0 ? (tiles + problem.num_splits - 1) / problem.num_splits : 1;
@@ -160,8 +168,7 @@ __device__ __forceinline__ void for_each_empty(const DecodeProblem& problem, Eac
 #pragma unroll 1
   for (int first = team; first < problem.batch; first += kWarpSize * teams) {
     const int b = first + threadIdx.x % kWarpSize * teams;
-    const bool is_empty =
-        b < problem.batch && sequence_length(problem.context_lens, b, problem.max_keys) == 0;
+    const bool is_empty = b < problem.batch && problem.length(b) == 0;
     unsigned found = __ballot_sync(kFullMask, is_empty);
 #pragma unroll 1
     for (; found != 0; found &= found - 1) each(first + (__ffs(found) - 1) * teams);

@@ -23,7 +23,7 @@ _PARAMS = (
     "out:ptr lse:ptr partial_o:ptr partial_stats:ptr counters:ptr q_stride_b:i64 q_stride_t:i64 "
     "q_stride_h:i64 table_stride:i64 out_stride_b:i64 out_stride_t:i64 out_stride_h:i64 "
     "max_keys:i64 batch:i32 num_queries:i32 num_heads:i32 num_kv_heads:i32 block_shift:i32 "
-    "num_blocks:i32 window:i32 num_splits:i32 score_inner:f32 score_factor:f32"
+    "num_blocks:i32 window:i32 num_splits:i32 row_parts:i32 score_inner:f32 score_factor:f32"
 )
 _KERNELS = {
     False: Kernel(_ENTRY, _PARAMS),
@@ -48,7 +48,7 @@ class HopperTile:
     @property
     def rows(self) -> int:
         """Query rows of a block: tokens * heads of a group."""
-        return 16 * self.row_tiles
+        return _ROWS * self.row_tiles
 
     @property
     def threads(self) -> int:
@@ -111,6 +111,7 @@ _MANY_TILES = {
     128: HopperTile(128, 8, 3, 1, 4, blocks_per_sm=2),
 }
 _CLUSTER = 8
+_ROWS = 16  # of a row tile
 # Of clusters, for up to so many keys: more blocks have some of few keys.
 _SHORT_TILES = {
     64: HopperTile(64, 8, 2, 1, 4, _CLUSTER),
@@ -151,7 +152,12 @@ def specs(
 def _variants(tile: HopperTile) -> list[HopperTile]:
     """Return all that may be launched in the place of `tile`."""
     found = [tile, replace(tile, cluster=_CLUSTER)]
-    if tile.row_tiles == 1:
+    for other in _TILES:  # of parts of the tokens
+        if other.head_dim == tile.head_dim and other.row_tiles < tile.row_tiles:
+            found.append(replace(other, cluster=_CLUSTER))
+    if tile.row_tiles > 1:
+        found.append(_SHORT_TILES[tile.head_dim])
+    else:
         found += [_MANY_TILES[tile.head_dim], _SHORT_TILES[tile.head_dim]]
         found += [replace(each, is_fresh=True) for each in found]
     return found
@@ -174,12 +180,39 @@ def takes(q: Any, pages: Pages, out: Any, fresh: FreshTokens | None = None) -> b
 def choose_cluster(num_heads: int, sm_count: int) -> int:
     """Return how many blocks share a sequence and head; 1: there are enough to fill the chip.
 
+    A cluster lies in one GPC, whose multiprocessors are no multiple of 8: of 132, 15 clusters find
+    room at once, as was measured, and a 16th would run after them.
+
     Examples
     --------
-    >>> choose_cluster(8, sm_count=132), choose_cluster(128, sm_count=132)
+    >>> choose_cluster(8, sm_count=132), choose_cluster(16, sm_count=132)
     (8, 1)
     """
-    return _CLUSTER if num_heads * _CLUSTER <= sm_count else 1
+    return _CLUSTER if num_heads < sm_count // _CLUSTER else 1
+
+
+def choose_row_parts(
+    batch: int, num_queries: int, num_heads: int, num_kv_heads: int, sm_count: int
+) -> int:
+    """Return into how many parts clusters divide a sequence's query tokens.
+
+    Few sequences with many tokens leave most of the chip idle. Clusters that read the same keys for
+    some of the tokens each get them from L2, and have fewer rows to work on.
+
+    Examples
+    --------
+    >>> choose_row_parts(1, 8, num_heads=16, num_kv_heads=4, sm_count=132)
+    2
+    >>> choose_row_parts(1, 8, num_heads=32, num_kv_heads=8, sm_count=132)  # 16 clusters
+    1
+    """
+    rows = num_queries * (num_heads // num_kv_heads)
+    fit = [
+        parts
+        for parts in range(1, num_queries + 1)
+        if num_queries % parts == 0 and choose_cluster(batch * parts * num_kv_heads, sm_count) > 1
+    ]
+    return min(fit, key=lambda parts: (-(-rows // parts // _ROWS), parts), default=1)
 
 
 def _choose(
@@ -231,8 +264,13 @@ def launch(
 ) -> None:
     """Launch on arrays that `takes` said yes to; num_splits None: equal work for all blocks."""
     (batch, num_queries, num_heads, head_dim), num_kv_heads = q.shape, pages.k.shape[1]
+    row_parts = 1
+    if num_splits is None:
+        row_parts = choose_row_parts(batch, num_queries, num_heads, num_kv_heads, sm_count())
+    batch, num_queries = batch * row_parts, num_queries // row_parts
     num_rows, dtype = num_queries * (num_heads // num_kv_heads), dtype_name(q.dtype)
-    tile = _choose(dtype, q.shape, num_kv_heads, bound, may_share=num_splits is None)
+    shape = batch, num_queries, num_heads, head_dim
+    tile = _choose(dtype, shape, num_kv_heads, bound, may_share=num_splits is None)
     tile = replace(tile, is_fresh=fresh is not None)
     num_teams = max(1, sm_count() * tile.blocks_per_sm // num_kv_heads)
     num_blocks = (num_teams if tile.cluster == 1 else batch * tile.cluster) * num_kv_heads
@@ -257,6 +295,7 @@ def launch(
         num_kv_heads=num_kv_heads,
         window=rule.window,
         num_splits=num_splits or 0,
+        row_parts=row_parts,
         score_inner=rule.inner,
         score_factor=rule.factor,
         **({} if fresh is None else fresh.launch_arguments()),

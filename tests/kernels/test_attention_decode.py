@@ -315,10 +315,13 @@ def test_trees(xp, case, dtype, tier, monkeypatch):
             assert_close(lse, want_lse, reduction=case.reduction, name="lse")
 
 
-def test_a_tree_that_is_a_chain_changes_nothing(xp):
-    arrays = _inputs(AttentionCase((7,) * 2, (300, 40), 8, 2, 128, block_size=16), "bfloat16")
-    chain = (np.uint64(2) << np.arange(7, dtype=np.uint64)) - np.uint64(1)
-    masks = xp.asarray(np.broadcast_to(chain, (2, 7)).copy())
+@pytest.mark.parametrize("shape", [(7, 2), (8, 3)])  # tokens in one part, in two
+def test_a_tree_that_is_a_chain_changes_nothing(xp, shape):
+    tokens, kv_heads = shape
+    case = AttentionCase((tokens,) * 2, (300, 40), 4 * kv_heads, kv_heads, 128, block_size=16)
+    arrays = _inputs(case, "bfloat16")
+    chain = (np.uint64(2) << np.arange(tokens, dtype=np.uint64)) - np.uint64(1)
+    masks = xp.asarray(np.broadcast_to(chain, (2, tokens)).copy())
     got = _run(kernels.attention_decode, xp, arrays, tree_mask=masks)
     np.testing.assert_array_equal(
         to_numpy(got), to_numpy(_run(kernels.attention_decode, xp, arrays))
@@ -346,6 +349,13 @@ _HOPPER = (
     AttentionCase((8,) * 20, (700, 9) * 10, 16, 2, 64, block_size=16),
     AttentionCase((3,) * 20, (2000, 20) * 10, 4, 2, 128, block_size=32, window=77),
     AttentionCase((1,) * 20, (400, 20) * 10, 4, 1, 128, block_size=128, softcap=5.0, scale=0.2),
+    # few sequences, whose tokens clusters divide into 2 parts, 2, 4, 4, 3 and 3; short ones, too
+    AttentionCase((8,), (1500,), 28, 7, 128, block_size=16),
+    AttentionCase((8,) * 2, (0, 3), 12, 3, 128, block_size=16),
+    AttentionCase((8,) * 3, (4, 5, 130), 8, 1, 128, block_size=16),
+    AttentionCase((8,), (6,), 8, 1, 64, block_size=32),
+    AttentionCase((3,), (900,), 32, 2, 64, block_size=16, window=100),
+    AttentionCase((6,) * 2, (1100, 2), 8, 1, 128, block_size=16, window=3, softcap=4.0),
 )
 
 
@@ -431,13 +441,40 @@ def test_hopper_tiles_are_chosen_as_measured(monkeypatch):
         tile = _decode_sm90._choose("bfloat16", shape, 8, bound, may_share=may_share)
         return tile.unit_keys, tile.row_tiles, tile.cluster, tile.blocks_per_sm
 
-    assert choice(1, 1024) == choice(2, 1024) == (8, 1, 8, 1)
-    assert choice(1, 1025) == choice(2, 16384) == (16, 1, 8, 1)
-    assert choice(3, 1024) == choice(16, 16384) == (16, 1, 1, 1)
+    assert choice(1, 1024) == (8, 1, 8, 1)
+    assert choice(1, 1025) == choice(1, 16384) == (16, 1, 8, 1)
+    assert choice(2, 1024) == choice(3, 1024) == choice(16, 16384) == (16, 1, 1, 1)
     assert choice(17, 1024) == choice(256, 16384) == (8, 1, 1, 2)
     assert choice(256, 1024, num_queries=8) == (16, 2, 1, 1)
     for batch in (1, 3, 200):  # bits that do not depend on the batch
         assert choice(batch, 1024, may_share=False) == (8, 1, 1, 2)
+
+
+def test_tokens_are_divided_where_the_chip_has_room():
+    for batch in (1, 2, 5, 16):
+        for num_queries in range(1, 9):
+            for kv_heads, group in ((1, 1), (1, 16), (2, 8), (4, 4), (8, 4), (8, 8)):
+                parts = _decode_sm90.choose_row_parts(
+                    batch, num_queries, kv_heads * group, kv_heads, 132
+                )
+                rows = num_queries * group
+                assert num_queries % parts == 0
+                assert parts == 1 or batch * parts * kv_heads <= 15
+                assert parts == 1 or -(-rows // parts // 16) < -(-rows // 16)
+    assert _decode_sm90.choose_row_parts(1, 8, 28, 7, 132) == 2
+    assert _decode_sm90.choose_row_parts(1, 8, 32, 8, 132) == 1  # 16 clusters are too many
+    assert _decode_sm90.choose_row_parts(1, 8, 16, 1, 132) == 8
+    assert _decode_sm90.choose_row_parts(3, 8, 8, 1, 132) == 4
+    assert _decode_sm90.choose_row_parts(1, 4, 32, 8, 132) == 1  # one tile of rows already
+
+
+def test_all_that_divided_tokens_launch_is_compiled_beforehand():
+    wanted = set(specs("bfloat16", head_dim=128, num_rows=64))
+    assert {s for s in specs("bfloat16", head_dim=128, num_rows=32) if _is_cluster(s)} <= wanted
+
+
+def _is_cluster(spec):
+    return int(dict(spec.defines).get("CLUSTER", 1)) > 1
 
 
 def test_contract(xp):
