@@ -62,7 +62,7 @@ struct Finish {
       float sum = o[kCount - 4 + 2 * i] + o[kCount - 3 + 2 * i];
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
-      if (tokens[i] >= min(tile.tokens, problem.tile_tokens)) continue;
+      if (tokens[i] >= tile.tokens) continue;
       const float inverse = sum == 0.0f ? 0.0f : scale / sum;
       const int head = tile.kv_head * problem.group + my_row + 8 * i - tokens[i] * problem.group;
       const int64_t token = tile.first_token + tokens[i];
@@ -92,9 +92,22 @@ extern "C" __global__ void __launch_bounds__(Core::kThreads, 1) attention_prefil
   extern __shared__ __align__(128) unsigned char smem[];
   const Core core(smem);
   const int group = num_heads / num_kv_heads;
-  const Problem problem{cu_seqlens_q, cu_seqlens_k, nullptr, nullptr, counter, 0, max_keys,
-                        total_q, group, num_kv_heads, Core::kRows / group, Core::kKeys, 0, 0,
-                        num_pairs, section, tiles_of_pair, 1, causal, 1u << 31};
+  Problem problem{};  // what is not said is of pages, which there are none of
+  problem.cu_seqlens_q = cu_seqlens_q;
+  problem.cu_seqlens_k = cu_seqlens_k;
+  problem.counter = counter;
+  problem.max_keys = max_keys;
+  problem.total_q = total_q;
+  problem.group = group;
+  problem.num_kv_heads = num_kv_heads;
+  problem.tile_tokens = problem.short_tokens = Core::kRows / group;
+  problem.num_pairs = num_pairs;
+  problem.section = section;
+  problem.tiles_of_pair = problem.long_tiles = tiles_of_pair;
+  problem.total = num_pairs * tiles_of_pair;
+  problem.splits = 1;
+  problem.causal = causal;
+  problem.reach = 1u << 31;
   if (threadIdx.x == 0) core.init_barriers();
   core.init_tiles(problem);
   __syncthreads();

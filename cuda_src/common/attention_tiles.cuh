@@ -3,7 +3,8 @@
 // A tile is some query tokens of one sequence, with all the heads of one key/value head: rows of Q
 // are (token, head), and the same tiles of K and V serve them all. Blocks take tiles from a
 // counter: one section after another, each of pairs (sequence, key/value head) whose K and V fit in
-// L2, and in a section the last tokens, which see most keys, first.
+// L2, and in a section those with most work first: the last tokens if causal, else the tiles that
+// are not cut.
 #pragma once
 
 #include "common/attention_pattern.cuh"
@@ -21,7 +22,7 @@ struct Problem {
   int total_q, group, num_kv_heads;
   int tile_tokens;                  // query tokens of a tile: rows / group
   int q_bytes;                      // of their Q in shared memory
-  int box_keys;                     // keys of one copy: of a tile or of a page
+  int box_keys;                     // keys of one copy: they divide those of a tile and of a page
   int block_shift, num_blocks;      // log2(block_size), pages
   int num_pairs, section;           // pairs (sequence, key/value head), and how many make a section
   int tiles_of_pair;                // tiles of the longest sequence

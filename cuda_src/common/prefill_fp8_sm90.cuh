@@ -10,11 +10,6 @@
 #include "common/softmax_fp8.cuh"
 #include "common/wgmma_fp8.cuh"
 
-// A tile, and how many keys its sequence has: the last tile of V is zeroed from there on.
-struct WorkFp8 : TileWork {
-  int num_keys;
-};
-
 template <bool kValue>
 struct Constant {
   constexpr operator bool() const { return kValue; }
@@ -37,7 +32,7 @@ struct PrefillFp8 {
   static constexpr int kBarriers = 2 * kQStages + 6 * kStages;
   static constexpr int kSharedBytes =
       1024 + kQStages * kQBytes + kStages * (2 * kKeyBytes + kValueBytes) + kSumBytes +
-      kQStages * static_cast<int>(sizeof(WorkFp8)) + 8 * kBarriers;
+      kQStages * static_cast<int>(sizeof(TileWork)) + 8 * kBarriers;
   static constexpr int kProducerRegisters = kConsumers == 2 ? 56 : 32;
   static constexpr int kConsumerRegisters = kConsumers == 2 ? 224 : kConsumers == 3 ? 160 : 112;
   using Softmax = SoftmaxFp8<kSpan, kLineKeys, kTurns>;
@@ -45,7 +40,7 @@ struct PrefillFp8 {
   // Shared memory, by address: raw is V as it comes, v its transpose.
   unsigned q, v, k, raw, sums;
   unsigned q_full, q_empty, k_full, k_empty, v_full, v_empty, raw_full, raw_empty;
-  WorkFp8* work;
+  TileWork* work;
 
   __device__ __forceinline__ explicit PrefillFp8(unsigned char* smem) {
     v = (smem_address(smem) + 1023) & ~1023u;
@@ -54,8 +49,8 @@ struct PrefillFp8 {
     raw = k + kStages * kKeyBytes;
     sums = raw + kStages * kKeyBytes;
     const unsigned works = sums + kSumBytes;
-    work = reinterpret_cast<WorkFp8*>(smem + (works - smem_address(smem)));
-    q_full = works + kQStages * sizeof(WorkFp8);
+    work = reinterpret_cast<TileWork*>(smem + (works - smem_address(smem)));
+    q_full = works + kQStages * sizeof(TileWork);
     q_empty = q_full + 8 * kQStages;
     k_full = q_empty + 8 * kQStages;
     k_empty = k_full + 8 * kStages;
@@ -116,19 +111,16 @@ struct PrefillFp8 {
 
   __device__ __forceinline__ void produce(const TensorMap* q_map, const TensorMap* k_map,
                                           const TensorMap* v_map, const Problem& problem) const {
-    const int total = problem.num_pairs * problem.tiles_of_pair;
     Ring<kQStages> q_ring(1);
     Ring<kStages> ring(1);
     int next = blockIdx.x;
-    while (next < total) {
+    while (next < problem.total) {
       const int t = next;
       const int taken = atomicAdd(problem.counter, 1);
-      if (taken == total - 1) *problem.counter = 0;  // every block is past its last tile
+      if (taken == problem.total - 1) *problem.counter = 0;  // every block is past its last tile
       next = gridDim.x + taken;
-      WorkFp8 tile;
-      KeySource keys;
-      if (!find_tile<kKeys>(problem, t, tile, keys)) continue;
-      tile.num_keys = keys.num_keys;
+      TileWork tile;
+      if (!find_tile<kKeys>(problem, t, tile)) continue;
 
       mbarrier_wait(q_empty + 8 * q_ring.stage, q_ring.phase);
       work[q_ring.stage] = tile;
@@ -139,7 +131,7 @@ struct PrefillFp8 {
       q_ring.next();
 
       for (int n = tile.end - 1; n >= tile.begin; --n) {
-        const int row = keys.k_begin + n * kKeys;
+        const int row = tile.k_begin + n * kKeys;
         mbarrier_wait(k_empty + 8 * ring.stage, ring.phase);
         mbarrier_arrive_expect(k_full + 8 * ring.stage, kKeyBytes);
         tma_load_3d(k + ring.stage * kKeyBytes, k_map, 0, tile.kv_head, row,
@@ -208,7 +200,7 @@ struct PrefillFp8 {
     Ring<kStages> ring(0);
     for (;;) {
       mbarrier_wait(q_full + 8 * q_ring.stage, q_ring.phase);
-      const WorkFp8& tile = work[q_ring.stage];
+      const TileWork& tile = work[q_ring.stage];
       if (tile.first_token < 0) return;
       const int begin = tile.begin, num_keys = tile.num_keys;
       int n = tile.end;

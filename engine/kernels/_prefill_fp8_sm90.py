@@ -76,7 +76,7 @@ class Fp8Tile:
         if self.sum_tiles:
             tiles += 4 * self.rows * (self.head_dim + 8)
         barriers = 2 * _Q_STAGES + 6 * self.stages
-        return 1024 + tiles + 48 * _Q_STAGES + 8 * barriers
+        return 1024 + tiles + 64 * _Q_STAGES + 8 * barriers
 
     def spec(self, dtype: str) -> ModuleSpec:
         """Return the module compiled for this tile."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from heapq import heapreplace
 from typing import Any
 
 from engine import device, env
 from engine.dtypes import dtype_name
 from engine.kernels._attention import ScoreRule, are_aligned, element_strides
-from engine.kernels._attention_pattern import PARAMS, Pattern, arguments
+from engine.kernels._attention_pattern import PARAMS, BlockSparse, Pattern, arguments
 from engine.kernels._launch import Kernel, ceil_div, sm_count
 from engine.kernels._module import ModuleSpec, current_architecture
 from engine.kernels._tensor_map import tensor_map
@@ -47,7 +46,7 @@ _MAX_SPLITS = 16
 _MIN_SPLIT_TILES = 4  # of keys: less is not worth the sum over splits
 _TILE_COST = 1.3  # of a tile for a block, beside what each warpgroup with work adds; in such
 _MANY_ROUNDS = 16  # of tiles: what the last one leaves idle does not count
-_MAX_CUT = 8  # of a sequence's tiles are cut smaller at most, if there is one for each block
+_MAX_CUT = 8  # of a sequence's tiles are cut smaller at most, if not all of them
 
 
 @dataclass(frozen=True)
@@ -117,14 +116,20 @@ _TILES = (
     HopperTile(256, 2, 80, 2, 1),
 )
 
-# With a pattern: two warpgroups, whose rows mostly lie in one block of a pattern, and tiles of keys
-# that divide the sizes of blocks.
+# With a pattern: two warpgroups, whose rows mostly lie in one block of it.
 _PATTERNED = (
     HopperTile(64, 2, 128, 4, 2, is_patterned=True),
     HopperTile(96, 2, 128, 2, 1, is_patterned=True),
     HopperTile(128, 2, 128, 2, 1, is_patterned=True),
     HopperTile(192, 2, 64, 3, 1, is_patterned=True),
     HopperTile(256, 2, 64, 2, 1, is_patterned=True),
+)
+# For blocks that are no multiples of 128 keys: less is touched, and 64 divides more of them. At
+# D = 64 and 96 no tile of 64 keys is compiled: one of 128 took less time (blocks of 128, D = 64).
+_SMALL_BLOCKS = (
+    *_PATTERNED[:2],
+    HopperTile(128, 2, 64, 4, 1, is_patterned=True),
+    *_PATTERNED[3:],
 )
 
 
@@ -141,6 +146,8 @@ def choose_hopper_tile(
     if dtype not in _DTYPES or head_dim % 8 or head_dim <= 32:
         return None
     tiles = _TILES if pattern is None else _PATTERNED
+    if isinstance(pattern, BlockSparse) and pattern.block_k % 128:
+        tiles = _SMALL_BLOCKS
     return next((tile for tile in tiles if head_dim <= tile.head_dim), None)
 
 
@@ -191,11 +198,11 @@ def choose_cut(
     best = (_rounds(pairs * all_long, 0, 1.0, sm_count), -all_long, tile_tokens)
     if pairs * all_long > _MANY_ROUNDS * sm_count:
         return all_long, tile_tokens
-    fewest = 0 if pairs * all_long < sm_count else max(0, all_long - _MAX_CUT)
+    counts = {0, *range(max(0, all_long - _MAX_CUT), all_long)}
     for warpgroups in range(1, consumers):
         short_tokens = tile_tokens * warpgroups // consumers
         share = (warpgroups + _TILE_COST) / (consumers + _TILE_COST)
-        for long_tiles in range(fewest, all_long if short_tokens else 0):
+        for long_tiles in counts if short_tokens else ():
             short = ceil_div(tokens - long_tiles * tile_tokens, short_tokens)
             rounds = _rounds(pairs * long_tiles, pairs * short, share, sm_count)
             best = min(best, (rounds, -long_tiles, short_tokens))
@@ -203,12 +210,21 @@ def choose_cut(
 
 
 def _rounds(long: int, short: int, share: float, sm_count: int) -> float:
-    """Return when the last of `long` tasks of 1 and then `short` ones of `share` are done."""
+    """Return when `long` tasks of 1 and then `short` ones of `share` are done, by who is free."""
     whole, rest = divmod(long, sm_count)
-    ends = [float(whole)] * (sm_count - rest) + [whole + 1.0] * rest  # a heap: it rises
-    for _ in range(short):
-        heapreplace(ends, ends[0] + share)
-    return max(ends)
+    last = whole + (rest > 0)
+    if not short:
+        return float(last)
+
+    def over_by(end: float) -> int:  # short tasks
+        early = int((end - whole) / share + 1e-6) * (sm_count - rest)
+        return early + max(0, int((end - whole - 1) / share + 1e-6)) * rest
+
+    # The last one ends some tasks after a long one does; each multiprocessor has about `each`.
+    each, spread = short // sm_count, int(1 / share) + 2
+    around = range(max(0, each - spread), each + spread + 1)
+    ends = sorted([whole + n * share for n in around] + [whole + 1 + n * share for n in around])
+    return max(float(last), next(end for end in ends if end >= whole and over_by(end) >= short))
 
 
 def specs(
@@ -217,7 +233,7 @@ def specs(
     """Return the modules that may be launched, of one head dim or all; `patterns`: those too."""
     if dtype not in _DTYPES:
         return ()
-    tiles = _TILES + _PATTERNED * patterns
+    tiles = _TILES + tuple(dict.fromkeys(_PATTERNED + _SMALL_BLOCKS)) * patterns
     if head_dim is not None:
         wanted = choose_hopper_tile(dtype, head_dim)
         tiles = tuple(t for t in tiles if wanted is not None and t.head_dim == wanted.head_dim)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+
 import numpy as np
 import pytest
 
@@ -67,6 +69,15 @@ def test_rounds():
     assert _prefill_sm90._rounds(265, 0, 0.5, 132) == 3
     assert _prefill_sm90._rounds(264, 1, 0.5, 132) == 2.5
     assert _prefill_sm90._rounds(133, 131 + 131, 0.5, 132) == 2
+    rng = np.random.default_rng(1)
+    for _ in range(500):
+        sm_count, long, short = (int(rng.integers(a, b)) for a, b in ((1, 20), (0, 60), (0, 90)))
+        share = float(rng.choice([0.535, 0.697, 0.767, 0.5, 1 / 3]))
+        ends = [0.0] * sm_count
+        for task in [1.0] * long + [share] * short:
+            heapq.heapreplace(ends, ends[0] + task)
+        got = _prefill_sm90._rounds(long, short, share, sm_count)
+        np.testing.assert_allclose(got, max(ends), rtol=1e-9)
 
 
 def test_sections_are_equal_and_fit():
@@ -210,7 +221,7 @@ def test_random_problems(cp, seed, dtype):
 @pytest.mark.parametrize("growth", [0.02, 0.5, -0.5])
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_scores_that_grow_or_fall_with_the_key(cp, growth, dtype, head_dim):
-    """The reference of the exponentials has to be renewed often, seldom, or never."""
+    """The maximum rises with every tile, or never, as tiles come from the last key on."""
     n = 700
     q = np.ones((n, 2, head_dim)) / head_dim**0.5
     k = np.zeros((n, 2, head_dim)) + growth * np.arange(n)[:, None, None]
