@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from engine import device, env
@@ -13,10 +12,16 @@ from engine.kernels._attention import ScoreRule, are_aligned, element_strides
 from engine.kernels._attention_pattern import PARAMS, BlockSparse, Pattern, arguments
 from engine.kernels._launch import Kernel, ceil_div, sm_count
 from engine.kernels._module import ModuleSpec, current_architecture
+from engine.kernels._prefill_work import (
+    choose_cut,
+    choose_num_splits,
+    choose_section,
+    cut_into_tiles,
+)
 from engine.kernels._tensor_map import tensor_map
 from engine.kernels._workspace import counters, workspace
 
-__all__ = ["HopperTile", "choose_hopper_tile", "choose_num_splits", "launch", "specs", "takes"]
+__all__ = ["HopperTile", "choose_hopper_tile", "launch", "specs", "takes"]
 
 _DTYPES = ("float16", "bfloat16")
 _PARAMS = (
@@ -41,12 +46,6 @@ _COMBINE = Kernel(
 )
 
 _WHERE = ("cu_seqlens_q", "cu_seqlens_k", "block_tables", "context_lens")
-_L2_BYTES = 24 << 20  # of K and V that a section of the work may hold
-_MAX_SPLITS = 16
-_MIN_SPLIT_TILES = 4  # of keys: less is not worth the sum over splits
-_TILE_COST = 1.3  # of a tile for a block, beside what each warpgroup with work adds; in such
-_MANY_ROUNDS = 16  # of tiles: what the last one leaves idle does not count
-_MAX_CUT = 8  # of a sequence's tiles are cut smaller at most, if not all of them
 
 
 @dataclass(frozen=True)
@@ -151,82 +150,6 @@ def choose_hopper_tile(
     return next((tile for tile in tiles if head_dim <= tile.head_dim), None)
 
 
-def choose_num_splits(tiles: int, key_tiles: int, sm_count: int) -> int:
-    """Choose how many blocks share the keys of a tile, so that all multiprocessors have work.
-
-    Examples
-    --------
-    >>> choose_num_splits(tiles=16, key_tiles=64, sm_count=132)
-    8
-    >>> choose_num_splits(tiles=100, key_tiles=64, sm_count=132)
-    1
-    """
-    wanted = min(sm_count // max(tiles, 1), key_tiles // _MIN_SPLIT_TILES, _MAX_SPLITS)
-    return max(1, wanted)
-
-
-@lru_cache(4096)
-def choose_cut(
-    tokens: int, tile_tokens: int, pairs: int, consumers: int, sm_count: int
-) -> tuple[int, int]:
-    """Choose how a sequence is cut where all tiles take the same time, to fill the last round.
-
-    Parameters
-    ----------
-    tokens : int
-        Of the longest sequence.
-    tile_tokens : int
-        Of a tile of all warpgroups.
-    pairs : int
-        Of sequences and key/value heads.
-
-    Returns
-    -------
-    long_tiles : int
-        How many tiles of `tile_tokens` come first.
-    short_tokens : int
-        Of each tile after them, which leaves some of the warpgroups without work.
-
-    Examples
-    --------
-    >>> choose_cut(8192, tile_tokens=192, pairs=1, consumers=3, sm_count=132)
-    (0, 64)
-    >>> choose_cut(2048, tile_tokens=192, pairs=32, consumers=3, sm_count=132)
-    (8, 128)
-    """
-    all_long = ceil_div(tokens, tile_tokens)
-    best = (_rounds(pairs * all_long, 0, 1.0, sm_count), -all_long, tile_tokens)
-    if pairs * all_long > _MANY_ROUNDS * sm_count:
-        return all_long, tile_tokens
-    counts = {0, *range(max(0, all_long - _MAX_CUT), all_long)}
-    for warpgroups in range(1, consumers):
-        short_tokens = tile_tokens * warpgroups // consumers
-        share = (warpgroups + _TILE_COST) / (consumers + _TILE_COST)
-        for long_tiles in counts if short_tokens else ():
-            short = ceil_div(tokens - long_tiles * tile_tokens, short_tokens)
-            rounds = _rounds(pairs * long_tiles, pairs * short, share, sm_count)
-            best = min(best, (rounds, -long_tiles, short_tokens))
-    return -best[1], best[2]
-
-
-def _rounds(long: int, short: int, share: float, sm_count: int) -> float:
-    """Return when `long` tasks of 1 and then `short` ones of `share` are done, by who is free."""
-    whole, rest = divmod(long, sm_count)
-    last = whole + (rest > 0)
-    if not short:
-        return float(last)
-
-    def over_by(end: float) -> int:  # short tasks
-        early = int((end - whole) / share + 1e-6) * (sm_count - rest)
-        return early + max(0, int((end - whole - 1) / share + 1e-6)) * rest
-
-    # The last one ends some tasks after a long one does; each multiprocessor has about `each`.
-    each, spread = short // sm_count, int(1 / share) + 2
-    around = range(max(0, each - spread), each + spread + 1)
-    ends = sorted([whole + n * share for n in around] + [whole + 1 + n * share for n in around])
-    return max(float(last), next(end for end in ends if end >= whole and over_by(end) >= short))
-
-
 def specs(
     dtype: str, *, head_dim: int | None = None, patterns: bool = False
 ) -> tuple[ModuleSpec, ...]:
@@ -272,19 +195,15 @@ def launch(
     spec = tile.spec(dtype)
     pairs = (keys["cu_seqlens_q"].size - 1) * keys["k"].shape[1]
     group = num_heads // keys["k"].shape[1]
+    tokens, longest = min(max_q, total_q), _longest(keys)
     tile_tokens = tile.rows // group
-    tokens = min(max_q, total_q)
-    long_tiles, short_tokens = ceil_div(tokens, tile_tokens), tile_tokens
-    longest = _longest(keys)
     key_tiles = ceil_div(longest, tile.keys)
-    splits = num_splits or choose_num_splits(pairs * long_tiles, key_tiles, sm_count())
+    tiles = pairs * ceil_div(tokens, tile_tokens)
+    splits = num_splits or choose_num_splits(tiles, key_tiles, sm_count())
     splits = min(splits, key_tiles)
-    if not causal and splits == 1:
-        long_tiles, short_tokens = choose_cut(
-            tokens, tile_tokens, pairs, tile.consumers, sm_count()
-        )
-    tiles_of_pair = long_tiles + ceil_div(max(tokens - long_tiles * tile_tokens, 0), short_tokens)
-    total = pairs * tiles_of_pair * splits
+    are_equal = not causal and splits == 1  # what tiles take
+    cut = choose_cut(tokens, tile_tokens, pairs, tile.consumers, sm_count()) if are_equal else None
+    work = cut_into_tiles(tokens, tile_tokens, pairs, splits, cut)
     rows = total_q * num_heads
     partial = workspace(splits * rows * (head_dim + 1)) if splits > 1 else None
     strides, lengths = element_strides(out), _lengths(keys, tile)
@@ -300,7 +219,7 @@ def launch(
     }
     _KERNELS[bool(rule.softcap), pattern is not None].launch(
         spec,
-        (min(total, sm_count()),),
+        (min(work["total"], sm_count()),),
         (tile.threads,),
         tile.shared_bytes,
         **_maps(q, keys, dtype, tile, group),
@@ -309,14 +228,9 @@ def launch(
         counter=counters(),
         total_q=total_q,
         group=group,
-        tile_tokens=tile_tokens,
+        **work,
         q_bytes=tile_tokens * group * 128 * ceil_div(tile.head_dim, 64),
-        num_pairs=pairs,
-        tiles_of_pair=tiles_of_pair,
-        long_tiles=long_tiles,
-        short_tokens=short_tokens,
-        total=total,
-        section=_section(pairs, 4 * longest * head_dim),
+        section=choose_section(pairs, 4 * longest * head_dim),
         causal=int(causal),
         window=rule.window if rule.window < lengths["max_keys"] else 0,  # else it hides nothing
         score_inner=rule.inner,
@@ -325,12 +239,6 @@ def launch(
     )
     if splits > 1:
         _COMBINE.launch(spec, (ceil_div(rows, 8),), (256,), **shared, rows=rows)
-
-
-def _section(pairs: int, nbytes: int) -> int:
-    """Return how many pairs make a section: all alike, and K and V, `nbytes` a pair, fit in L2."""
-    sections = ceil_div(pairs, max(1, _L2_BYTES // nbytes))
-    return ceil_div(pairs, max(1, sections))
 
 
 def _longest(keys: dict[str, Any]) -> int:

@@ -10,15 +10,11 @@ import pytest
 from engine import kernels
 from engine.device import to_numpy
 from engine.errors import CompileError
-from engine.kernels import _nvrtc, _prefill_sm90
+from engine.kernels import _nvrtc, _prefill_sm90, _prefill_work
 from engine.kernels._attention import are_aligned
 from engine.kernels._module import compile_module
-from engine.kernels._prefill_sm90 import (
-    choose_cut,
-    choose_hopper_tile,
-    choose_num_splits,
-    specs,
-)
+from engine.kernels._prefill_sm90 import choose_hopper_tile, specs
+from engine.kernels._prefill_work import choose_cut, choose_num_splits, cut_into_tiles
 from engine.testing import cases
 from engine.testing.cases_attention import AttentionCase, cu_seqlens, paged_cache
 
@@ -58,17 +54,19 @@ def test_a_cut_covers_all_tokens_and_ends_no_later():
         assert 0 <= long_tiles <= uncut and 0 < short_tokens <= tile_tokens
         assert (rest <= 0) == (long_tiles == uncut)
         warpgroups = -(-short_tokens * group // 64)  # that have rows of a short tile
-        cost = _prefill_sm90._TILE_COST
+        cost = _prefill_work._TILE_COST
         share = (warpgroups + cost) / (consumers + cost)
         short = pairs * max(0, -(-rest // short_tokens))
-        rounds = _prefill_sm90._rounds(pairs * long_tiles, short, share, 132)
-        assert rounds <= _prefill_sm90._rounds(pairs * uncut, 0, 1.0, 132)
+        rounds = _prefill_work._rounds(pairs * long_tiles, short, share, 132)
+        work = cut_into_tiles(tokens, tile_tokens, pairs, 1, (long_tiles, short_tokens))
+        assert work["total"] == pairs * min(long_tiles, uncut) + short
+        assert rounds <= _prefill_work._rounds(pairs * uncut, 0, 1.0, 132)
 
 
 def test_rounds():
-    assert _prefill_sm90._rounds(265, 0, 0.5, 132) == 3
-    assert _prefill_sm90._rounds(264, 1, 0.5, 132) == 2.5
-    assert _prefill_sm90._rounds(133, 131 + 131, 0.5, 132) == 2
+    assert _prefill_work._rounds(265, 0, 0.5, 132) == 3
+    assert _prefill_work._rounds(264, 1, 0.5, 132) == 2.5
+    assert _prefill_work._rounds(133, 131 + 131, 0.5, 132) == 2
     rng = np.random.default_rng(1)
     for _ in range(500):
         sm_count, long, short = (int(rng.integers(a, b)) for a, b in ((1, 20), (0, 60), (0, 90)))
@@ -76,16 +74,16 @@ def test_rounds():
         ends = [0.0] * sm_count
         for task in [1.0] * long + [share] * short:
             heapq.heapreplace(ends, ends[0] + task)
-        got = _prefill_sm90._rounds(long, short, share, sm_count)
+        got = _prefill_work._rounds(long, short, share, sm_count)
         np.testing.assert_allclose(got, max(ends), rtol=1e-9)
 
 
 def test_sections_are_equal_and_fit():
     for pairs in (0, 1, 23, 24, 25, 32, 1000):
-        section = _prefill_sm90._section(pairs, 1 << 20)
+        section = _prefill_work.choose_section(pairs, 1 << 20)
         assert section <= 24 and section * 24 >= min(pairs, 24)
         assert pairs == 0 or -(-pairs // section) == -(-pairs // 24)
-    assert _prefill_sm90._section(5, 1 << 40) == 1
+    assert _prefill_work.choose_section(5, 1 << 40) == 1
 
 
 @pytest.mark.parametrize("dtype", _HALVES)

@@ -1,0 +1,132 @@
+"""How attention_prefill on Hopper cuts its work: into tiles of tokens, sections, splits of keys."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from engine.kernels._launch import ceil_div
+
+__all__ = ["choose_cut", "choose_num_splits", "choose_section", "cut_into_tiles"]
+
+_L2_BYTES = 24 << 20  # of K and V that a section of the work may hold
+_MAX_SPLITS = 16
+_MIN_SPLIT_TILES = 4  # of keys: less is not worth the sum over splits
+_TILE_COST = 1.3  # of a tile for a block, beside what each warpgroup with work adds; in such
+_MANY_ROUNDS = 16  # of tiles: what the last one leaves idle does not count
+_MAX_CUT = 8  # of a sequence's tiles are cut smaller at most, if not all of them
+
+
+def choose_num_splits(tiles: int, key_tiles: int, sm_count: int) -> int:
+    """Choose how many blocks share the keys of a tile, so that all multiprocessors have work.
+
+    Examples
+    --------
+    >>> choose_num_splits(tiles=16, key_tiles=64, sm_count=132)
+    8
+    >>> choose_num_splits(tiles=100, key_tiles=64, sm_count=132)
+    1
+    """
+    wanted = min(sm_count // max(tiles, 1), key_tiles // _MIN_SPLIT_TILES, _MAX_SPLITS)
+    return max(1, wanted)
+
+
+@lru_cache(4096)
+def choose_cut(
+    tokens: int, tile_tokens: int, pairs: int, consumers: int, sm_count: int
+) -> tuple[int, int]:
+    """Choose how a sequence is cut where all tiles take the same time, to fill the last round.
+
+    Parameters
+    ----------
+    tokens : int
+        Of the longest sequence.
+    tile_tokens : int
+        Of a tile of all warpgroups.
+    pairs : int
+        Of sequences and key/value heads.
+
+    Returns
+    -------
+    long_tiles : int
+        How many tiles of `tile_tokens` come first.
+    short_tokens : int
+        Of each tile after them, which leaves some of the warpgroups without work.
+
+    Examples
+    --------
+    >>> choose_cut(8192, tile_tokens=192, pairs=1, consumers=3, sm_count=132)
+    (0, 64)
+    >>> choose_cut(2048, tile_tokens=192, pairs=32, consumers=3, sm_count=132)
+    (8, 128)
+    """
+    all_long = ceil_div(tokens, tile_tokens)
+    best = (_rounds(pairs * all_long, 0, 1.0, sm_count), -all_long, tile_tokens)
+    if pairs * all_long > _MANY_ROUNDS * sm_count:
+        return all_long, tile_tokens
+    counts = {0, *range(max(0, all_long - _MAX_CUT), all_long)}
+    for warpgroups in range(1, consumers):
+        short_tokens = tile_tokens * warpgroups // consumers
+        share = (warpgroups + _TILE_COST) / (consumers + _TILE_COST)
+        for long_tiles in counts if short_tokens else ():
+            short = ceil_div(tokens - long_tiles * tile_tokens, short_tokens)
+            rounds = _rounds(pairs * long_tiles, pairs * short, share, sm_count)
+            best = min(best, (rounds, -long_tiles, short_tokens))
+    return -best[1], best[2]
+
+
+def _rounds(long: int, short: int, share: float, sm_count: int) -> float:
+    """Return when `long` tasks of 1 and then `short` ones of `share` are done, by who is free."""
+    whole, rest = divmod(long, sm_count)
+    last = whole + (rest > 0)
+    if not short:
+        return float(last)
+
+    def over_by(end: float) -> int:  # short tasks
+        early = int((end - whole) / share + 1e-6) * (sm_count - rest)
+        return early + max(0, int((end - whole - 1) / share + 1e-6)) * rest
+
+    # The last one ends some tasks after a long one does; each multiprocessor has about `each`.
+    each, spread = short // sm_count, int(1 / share) + 2
+    around = range(max(0, each - spread), each + spread + 1)
+    ends = sorted([whole + n * share for n in around] + [whole + 1 + n * share for n in around])
+    return max(float(last), next(end for end in ends if end >= whole and over_by(end) >= short))
+
+
+def choose_section(pairs: int, nbytes: int) -> int:
+    """Return how many pairs make a section: all alike, and K and V, `nbytes` a pair, fit in L2."""
+    sections = ceil_div(pairs, max(1, _L2_BYTES // nbytes))
+    return ceil_div(pairs, max(1, sections))
+
+
+def cut_into_tiles(
+    tokens: int, tile_tokens: int, pairs: int, splits: int, cut: tuple[int, int] | None
+) -> dict[str, Any]:
+    """Return the kernel's arguments that say how sequences are cut.
+
+    Parameters
+    ----------
+    tokens, tile_tokens, pairs : int
+        As for `choose_cut`.
+    splits : int
+        Blocks that share the keys of a tile.
+    cut : (int, int) or None
+        What `choose_cut` returned; None: all tiles are whole.
+
+    Examples
+    --------
+    >>> work = cut_into_tiles(2048, 192, 32, 1, (8, 128))
+    >>> work["tiles_of_pair"], work["total"]
+    (12, 384)
+    """
+    long_tiles, short_tokens = cut or (ceil_div(tokens, tile_tokens), tile_tokens)
+    rest = max(tokens - long_tiles * tile_tokens, 0)
+    tiles_of_pair = long_tiles + ceil_div(rest, short_tokens)
+    return {
+        "tile_tokens": tile_tokens,
+        "num_pairs": pairs,
+        "tiles_of_pair": tiles_of_pair,
+        "long_tiles": long_tiles,
+        "short_tokens": short_tokens,
+        "total": pairs * tiles_of_pair * splits,
+    }
