@@ -49,7 +49,7 @@ struct Producer {
   const scalar_t* pages;  // likewise
   const int* block_tables;
   int64_t table_stride;
-  int row_parts;
+  int token_parts;
   int block_shift, num_blocks, num_kv_heads, kv_head;
 
   __device__ __forceinline__ int lane() const { return threadIdx.x % kWarpSize; }
@@ -80,7 +80,7 @@ struct Producer {
   __device__ __forceinline__ void run(const RowRule& rows, const Queries& from,
                                       const Segment& segment) {
     const int begin = rows.first_key(0), end = segment.num_keys;
-    const int* table = block_tables + segment.b / row_parts * table_stride;
+    const int* table = block_tables + segment.b / token_parts * table_stride;
     int first = segment.first_key >> block_shift;
     int ids = page_id(table, first, begin, end);
     int next_ids = page_id(table, first + kWarpSize, begin, end);
@@ -145,13 +145,14 @@ extern "C" __global__ void ENGINE_CLUSTER __launch_bounds__(kThreads, kBlocksPer
                           int64_t out_stride_b, int64_t out_stride_t, int64_t out_stride_h,
                           int64_t max_keys, int batch, int num_queries, int num_heads,
                           int num_kv_heads, int block_shift, int num_blocks, int window,
-                          int num_splits, int row_parts, float score_inner,
+                          int num_splits, int token_parts, float score_inner,
                           float score_factor ENGINE_FRESH_PARAMETERS) {
   extern __shared__ __align__(1024) unsigned char smem[];
   const int group = num_heads / num_kv_heads;
-  const int parts = kCluster > 1 ? row_parts : 1;
-  const DecodeProblem problem{context_lens, max_keys, batch,      num_kv_heads, num_queries,
-                              group,        window,   num_splits, parts};
+  // Without clusters a constant: divisions by it cost nothing then.
+  const int num_token_parts = kCluster > 1 ? token_parts : 1;
+  const DecodeProblem problem{context_lens, max_keys, batch,      num_kv_heads,   num_queries,
+                              group,        window,   num_splits, num_token_parts};
   let_next_kernel_start();
   if (threadIdx.x == 0) {
     QueryRing(smem_address(smem)).init();
@@ -160,7 +161,7 @@ extern "C" __global__ void ENGINE_CLUSTER __launch_bounds__(kThreads, kBlocksPer
   }
   if constexpr (kSends) cluster_arrive_relaxed();  // others may send; the fence is part of init
 #if CLUSTER > 1
-  prefetch_table(block_tables + Cursor::sequence(problem) / parts * table_stride,
+  prefetch_table(block_tables + Cursor::sequence(problem) / num_token_parts * table_stride,
                  max_keys >> block_shift);
 #endif
   Cursor cursor(problem);
@@ -170,9 +171,9 @@ extern "C" __global__ void ENGINE_CLUSTER __launch_bounds__(kThreads, kBlocksPer
                                    : blockIdx.x % num_kv_heads;
   const int head = kv_head * group;
   const auto queries = [&](int b) {
-    return Queries{q + b / parts * q_stride_b + b % parts * num_queries * q_stride_t +
-                       head * q_stride_h,
-                   q_stride_t, q_stride_h, kHeadDim, true};
+    const int sequence = b / num_token_parts, token = b % num_token_parts * num_queries;
+    return Queries{q + sequence * q_stride_b + token * q_stride_t + head * q_stride_h, q_stride_t,
+                   q_stride_h, kHeadDim, true};
   };
   Segment segment;
   const PageLayout layout{block_shift, num_blocks, num_kv_heads};
@@ -187,7 +188,7 @@ extern "C" __global__ void ENGINE_CLUSTER __launch_bounds__(kThreads, kBlocksPer
                         is_k ? k : v,
                         block_tables,
                         table_stride,
-                        parts,
+                        num_token_parts,
                         block_shift,
                         num_blocks,
                         num_kv_heads,
@@ -225,8 +226,8 @@ extern "C" __global__ void ENGINE_CLUSTER __launch_bounds__(kThreads, kBlocksPer
   progress.cursor = cursor;
   const auto output_of = [&](int b) {
     const int64_t lse_begin = static_cast<int64_t>(b) * num_queries * num_heads + head;
-    return Output{out + b / parts * out_stride_b + b % parts * num_queries * out_stride_t +
-                      head * out_stride_h,
+    const int sequence = b / num_token_parts, token = b % num_token_parts * num_queries;
+    return Output{out + sequence * out_stride_b + token * out_stride_t + head * out_stride_h,
                   out_stride_t,
                   out_stride_h,
                   lse == nullptr ? nullptr : lse + lse_begin,
@@ -251,7 +252,7 @@ extern "C" __global__ void ENGINE_CLUSTER __launch_bounds__(kThreads, kBlocksPer
     RowRule rows = problem.rows(segment.num_keys);
     if (tree_masks != nullptr) {
       rows.tree = tree_masks + static_cast<int64_t>(segment.b) * num_queries;
-      rows.earlier = segment.b % parts * num_queries;
+      rows.earlier = segment.b % num_token_parts * num_queries;
     }
     if constexpr (kFresh && !kMakesAhead)
       consumer.make_fresh(ENGINE_FRESH_ROWS, layout, segment,

@@ -10,7 +10,8 @@
 #include "common/attention_pattern.cuh"
 #include "common/attention_sm90.cuh"
 
-// What all blocks know of the launch.
+// What all blocks know of the launch. Some of it follows from the rest, and is an argument all the
+// same: the divisions would take registers, of which the producer's warps have few.
 struct Problem {
   const int* cu_seqlens_q;
   const int* cu_seqlens_k;

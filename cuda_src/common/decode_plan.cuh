@@ -9,8 +9,8 @@
 // depend on its neighbours. Sequences without keys are dealt out apart: batches are filled up with
 // them. Nothing is read on the host, so captured graphs follow the lengths.
 //
-// In clusters the query tokens of a sequence may be divided too: a sequence is then row_parts of
-// them here, of num_queries tokens each, and the earlier ones end before the later one's tokens.
+// In clusters the query tokens of a sequence may be divided too. Each part counts as a sequence of
+// num_queries tokens then, whose keys end with its last token's.
 #pragma once
 
 #include "common/attention.cuh"
@@ -26,11 +26,11 @@ struct DecodeProblem {
   int64_t max_keys;
   int batch, num_kv_heads, num_queries, group, window;
   int num_splits;  // 0: balanced
-  int row_parts;   // of a sequence's tokens
+  int token_parts;   // into which a sequence's query tokens are divided
 
   __device__ __forceinline__ int length(int b) const {
-    const int later = (row_parts - 1 - b % row_parts) * num_queries;
-    return max(sequence_length(context_lens, b / row_parts, max_keys) - later, 0);
+    const int later = (token_parts - 1 - b % token_parts) * num_queries;
+    return max(sequence_length(context_lens, b / token_parts, max_keys) - later, 0);
   }
   __device__ __forceinline__ RowRule rows(int num_keys) const {
     return RowRule(num_queries, group, num_keys, true, window);

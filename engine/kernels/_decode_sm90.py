@@ -23,7 +23,7 @@ _PARAMS = (
     "out:ptr lse:ptr partial_o:ptr partial_stats:ptr counters:ptr q_stride_b:i64 q_stride_t:i64 "
     "q_stride_h:i64 table_stride:i64 out_stride_b:i64 out_stride_t:i64 out_stride_h:i64 "
     "max_keys:i64 batch:i32 num_queries:i32 num_heads:i32 num_kv_heads:i32 block_shift:i32 "
-    "num_blocks:i32 window:i32 num_splits:i32 row_parts:i32 score_inner:f32 score_factor:f32"
+    "num_blocks:i32 window:i32 num_splits:i32 token_parts:i32 score_inner:f32 score_factor:f32"
 )
 _KERNELS = {
     False: Kernel(_ENTRY, _PARAMS),
@@ -180,8 +180,8 @@ def takes(q: Any, pages: Pages, out: Any, fresh: FreshTokens | None = None) -> b
 def choose_cluster(num_heads: int, sm_count: int) -> int:
     """Return how many blocks share a sequence and head; 1: there are enough to fill the chip.
 
-    A cluster lies in one GPC, whose multiprocessors are no multiple of 8: of 132, 15 clusters find
-    room at once, as was measured, and a 16th would run after them.
+    On 132 multiprocessors 15 clusters find room at once, as was measured, and a 16th runs after
+    them: a cluster lies in one GPC, and some GPC seems to have fewer than two clusters' worth.
 
     Examples
     --------
@@ -191,7 +191,7 @@ def choose_cluster(num_heads: int, sm_count: int) -> int:
     return _CLUSTER if num_heads < sm_count // _CLUSTER else 1
 
 
-def choose_row_parts(
+def choose_token_parts(
     batch: int, num_queries: int, num_heads: int, num_kv_heads: int, sm_count: int
 ) -> int:
     """Return into how many parts clusters divide a sequence's query tokens.
@@ -201,9 +201,9 @@ def choose_row_parts(
 
     Examples
     --------
-    >>> choose_row_parts(1, 8, num_heads=16, num_kv_heads=4, sm_count=132)
+    >>> choose_token_parts(1, 8, num_heads=16, num_kv_heads=4, sm_count=132)
     2
-    >>> choose_row_parts(1, 8, num_heads=32, num_kv_heads=8, sm_count=132)  # 16 clusters
+    >>> choose_token_parts(1, 8, num_heads=32, num_kv_heads=8, sm_count=132)  # 16 clusters
     1
     """
     rows = num_queries * (num_heads // num_kv_heads)
@@ -264,10 +264,10 @@ def launch(
 ) -> None:
     """Launch on arrays that `takes` said yes to; num_splits None: equal work for all blocks."""
     (batch, num_queries, num_heads, head_dim), num_kv_heads = q.shape, pages.k.shape[1]
-    row_parts = 1
+    token_parts = 1
     if num_splits is None:
-        row_parts = choose_row_parts(batch, num_queries, num_heads, num_kv_heads, sm_count())
-    batch, num_queries = batch * row_parts, num_queries // row_parts
+        token_parts = choose_token_parts(batch, num_queries, num_heads, num_kv_heads, sm_count())
+    batch, num_queries = batch * token_parts, num_queries // token_parts
     num_rows, dtype = num_queries * (num_heads // num_kv_heads), dtype_name(q.dtype)
     shape = batch, num_queries, num_heads, head_dim
     tile = _choose(dtype, shape, num_kv_heads, bound, may_share=num_splits is None)
@@ -295,7 +295,7 @@ def launch(
         num_kv_heads=num_kv_heads,
         window=rule.window,
         num_splits=num_splits or 0,
-        row_parts=row_parts,
+        token_parts=token_parts,
         score_inner=rule.inner,
         score_factor=rule.factor,
         **({} if fresh is None else fresh.launch_arguments()),

@@ -123,8 +123,8 @@ _PATTERNED = (
     HopperTile(192, 2, 64, 3, 1, is_patterned=True),
     HopperTile(256, 2, 64, 2, 1, is_patterned=True),
 )
-# For blocks that are no multiples of 128 keys: less is touched, and 64 divides more of them. At
-# D = 64 and 96 no tile of 64 keys is compiled: one of 128 took less time (blocks of 128, D = 64).
+# For blocks that are no multiples of 128 keys: less is touched, and 64 divides more of them. Heads
+# of up to 64 keep 128, which took less time with blocks of 128; of 96, neither was measured.
 _SMALL_BLOCKS = (
     *_PATTERNED[:2],
     HopperTile(128, 2, 64, 4, 1, is_patterned=True),

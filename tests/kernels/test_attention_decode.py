@@ -454,18 +454,18 @@ def test_tokens_are_divided_where_the_chip_has_room():
     for batch in (1, 2, 5, 16):
         for num_queries in range(1, 9):
             for kv_heads, group in ((1, 1), (1, 16), (2, 8), (4, 4), (8, 4), (8, 8)):
-                parts = _decode_sm90.choose_row_parts(
+                parts = _decode_sm90.choose_token_parts(
                     batch, num_queries, kv_heads * group, kv_heads, 132
                 )
                 rows = num_queries * group
                 assert num_queries % parts == 0
                 assert parts == 1 or batch * parts * kv_heads <= 15
                 assert parts == 1 or -(-rows // parts // 16) < -(-rows // 16)
-    assert _decode_sm90.choose_row_parts(1, 8, 28, 7, 132) == 2
-    assert _decode_sm90.choose_row_parts(1, 8, 32, 8, 132) == 1  # 16 clusters are too many
-    assert _decode_sm90.choose_row_parts(1, 8, 16, 1, 132) == 8
-    assert _decode_sm90.choose_row_parts(3, 8, 8, 1, 132) == 4
-    assert _decode_sm90.choose_row_parts(1, 4, 32, 8, 132) == 1  # one tile of rows already
+    assert _decode_sm90.choose_token_parts(1, 8, 28, 7, 132) == 2
+    assert _decode_sm90.choose_token_parts(1, 8, 32, 8, 132) == 1  # 16 clusters are too many
+    assert _decode_sm90.choose_token_parts(1, 8, 16, 1, 132) == 8
+    assert _decode_sm90.choose_token_parts(3, 8, 8, 1, 132) == 4
+    assert _decode_sm90.choose_token_parts(1, 4, 32, 8, 132) == 1  # one tile of rows already
 
 
 def test_all_that_divided_tokens_launch_is_compiled_beforehand():
