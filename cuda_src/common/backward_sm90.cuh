@@ -217,7 +217,7 @@ struct Backward {
       const int query = work.tile(i) * kQueries;
       const int64_t place =
           static_cast<int64_t>(work.slot + work.tile(i)) * problem.num_heads + head;
-      mbarrier_wait(q_empty + 8 * stage, phase);
+      mbarrier_wait_to_overwrite(q_empty + 8 * stage, phase);
       load_tile(q_map, problem.statistics + place * 2 * kQueries, head, work.query_row + query,
                 work.num_queries - query, work.first_last + (problem.causal ? query : 0), stage,
                 tail_phase, lane);

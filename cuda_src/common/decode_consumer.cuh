@@ -204,15 +204,11 @@ class Consumer {
     if constexpr (kCluster == 1 && kQueryBuffers == 1 && !kFresh) queries_.release();
   }
 
-  // 16 bytes of a tile that has landed, and what must follow before others read them.
+  // 16 bytes of a tile that has landed; __syncwarp must follow before other lanes read them.
   __device__ static __forceinline__ void store_word(unsigned to, const Vec<uint32_t, 4>& x) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.v[0]), "r"(x.v[1]),
                  "r"(x.v[2]), "r"(x.v[3])
                  : "memory");
-  }
-  __device__ static __forceinline__ void end_of_stores() {
-    if constexpr (kCluster == 1) fence_async_proxy();  // TMA will write there again
-    __syncwarp();
   }
 
   // Words of the newest token's key (kind 0) or value (1) to their places in a tile that has landed,
@@ -224,7 +220,7 @@ class Consumer {
       store_word(tile + tile_offset(index, word),
                  *reinterpret_cast<const Vec<uint32_t, 4>*>(smem_ + from));
     }
-    end_of_stores();
+    __syncwarp();
   }
   __device__ __forceinline__ bool has_fresh(int first_key) const {
     return fresh_key_ >= first_key && fresh_key_ < first_key + kTileKeys;
@@ -381,7 +377,7 @@ class Consumer {
       if (key < begin || key >= end)
         store_word(ring_v_.v() + tile_offset(index, word), Vec<uint32_t, 4>{});
     }
-    end_of_stores();
+    __syncwarp();
   }
 
   // O += P V for this warp's columns.

@@ -162,8 +162,12 @@ class Ring {
 
   __device__ __forceinline__ void wait_full_k() const { mbarrier_wait(full_k(), phase_); }
   __device__ __forceinline__ void wait_full_v() const { mbarrier_wait(full_v(), phase_); }
-  __device__ __forceinline__ void wait_empty_k() const { mbarrier_wait(empty_k(), phase_ ^ 1); }
-  __device__ __forceinline__ void wait_empty_v() const { mbarrier_wait(empty_v(), phase_ ^ 1); }
+  __device__ __forceinline__ void wait_empty_k() const {
+    mbarrier_wait_to_overwrite(empty_k(), phase_ ^ 1);
+  }
+  __device__ __forceinline__ void wait_empty_v() const {
+    mbarrier_wait_to_overwrite(empty_v(), phase_ ^ 1);
+  }
 
   __device__ __forceinline__ void advance() {
     if (++stage_ == kStages) {
@@ -200,7 +204,8 @@ class QueryRing {
   __device__ __forceinline__ unsigned full() const { return barrier(0, buffer_); }
   __device__ __forceinline__ void wait_full() const { mbarrier_wait(full(), phase_); }
   __device__ __forceinline__ void wait_empty() const {
-    mbarrier_wait(barrier(1, buffer_), phase_ ^ 1);
+    if constexpr (kMakesAhead) mbarrier_wait(barrier(1, buffer_), phase_ ^ 1);
+    else mbarrier_wait_to_overwrite(barrier(1, buffer_), phase_ ^ 1);
   }
   __device__ __forceinline__ void release() {
     mbarrier_arrive(barrier(1, buffer_));

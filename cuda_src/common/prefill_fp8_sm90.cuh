@@ -136,7 +136,7 @@ struct PrefillFp8 {
         mbarrier_arrive_expect(k_full + 8 * ring.stage, kKeyBytes);
         tma_load_3d(k + ring.stage * kKeyBytes, k_map, 0, tile.kv_head, row,
                     k_full + 8 * ring.stage);
-        mbarrier_wait(raw_empty + 8 * ring.stage, ring.phase);
+        mbarrier_wait_to_overwrite(raw_empty + 8 * ring.stage, ring.phase);
         mbarrier_arrive_expect(raw_full + 8 * ring.stage, kKeyBytes);
         tma_load_3d(raw + ring.stage * kKeyBytes, v_map, 0, tile.kv_head, row,
                     raw_full + 8 * ring.stage);

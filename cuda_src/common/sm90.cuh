@@ -151,6 +151,14 @@ __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// Waits until others have let memory go that they read by ordinary loads or ldmatrix, to have TMA
+// overwrite it; for each thread that does. SAFETY: an arrival orders such reads before ordinary
+// writes, not before TMA's. Without the fence attention_decode sometimes read the next tile's values.
+__device__ __forceinline__ void mbarrier_wait_to_overwrite(unsigned barrier, unsigned parity) {
+  mbarrier_wait(barrier, parity);
+  fence_async_proxy();
+}
+
 // ---- from shared memory ------------------------------------------------------------------------
 
 // Copies a box from shared memory to (column, row) of a matrix, asynchronously; what lies outside is
