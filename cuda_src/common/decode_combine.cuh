@@ -122,7 +122,8 @@ __device__ __forceinline__ unsigned address_of_rank(unsigned address, int rank) 
   return remote;
 }
 
-// Few rows: a part's columns are sent to the blocks that add them up, rank r those from r D / 8 on.
+// Few rows: a part's columns are sent to the blocks that add them up, rank r those from
+// r D / kCluster on.
 // They lie outside of the ring: a block may still compute when others send. A writer (see Output).
 //
 // An mbarrier counts what has come. Barriers of the cluster would do instead, at the price of two

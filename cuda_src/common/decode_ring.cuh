@@ -42,7 +42,7 @@ constexpr int kBarriersAt = kSumsAt + kExchangeBytes;
 constexpr bool kQueriesInRegisters = kRowTiles * kHeadDim <= 256;  // else read from there
 // Where a block has many sequences, three warps beside the copying one make the newest tokens' rows
 // while others are attended to; else the computing warps do it themselves, which is sooner.
-constexpr bool kMakesAhead = kFresh && kBlocksPerSm > 1;
+constexpr bool kMakesAhead = kFresh && kBlocksPerSm > 1 && kCluster == 1;
 constexpr int kMakers = 3 * kWarpSize;
 static_assert(!kFresh || kMakesAhead || kQueriesInRegisters, "make_fresh has one buffer of Q");
 constexpr int kQueryBuffers = kQueriesInRegisters && !kMakesAhead ? 1 : 2;

@@ -63,7 +63,7 @@ class HopperTile:
         ring = 2 * self.stages * 8 * (self.unit_keys * self.head_dim * 2 + padding)
         probs = 2 * self.rows * (8 * self.unit_keys * 2 + 16)
         exchange = 3 * self.rows * self.key_warps * 4
-        makes_ahead = self.is_fresh and self.blocks_per_sm > 1
+        makes_ahead = self.is_fresh and self.blocks_per_sm > 1 and self.cluster == 1
         in_registers = self.row_tiles * self.head_dim <= 256
         buffers = 1 if in_registers and not makes_ahead else 2
         queries = buffers * self.rows * (self.head_dim * 2 + 16)
@@ -112,12 +112,14 @@ _MANY_TILES = {
 }
 _CLUSTER = 8
 _ROWS = 16  # of a row tile
-# Of clusters, for up to so many keys: more blocks have some of few keys.
+# Of clusters, for up to so many keys: more blocks have some of few keys. Two blocks find room on a
+# multiprocessor, if they are compiled for it.
 _SHORT_TILES = {
     64: HopperTile(64, 8, 2, 1, 4, _CLUSTER),
     128: HopperTile(128, 8, 2, 1, 4, _CLUSTER),
 }
 _SHORT_KEYS = 1024
+_HALF_CLUSTER_KEYS = 4096
 
 
 def choose_hopper_tile(dtype: str, head_dim: int, num_rows: int) -> HopperTile | None:
@@ -151,14 +153,16 @@ def specs(
 
 def _variants(tile: HopperTile) -> list[HopperTile]:
     """Return all that may be launched in the place of `tile`."""
-    found = [tile, replace(tile, cluster=_CLUSTER)]
+    short = _SHORT_TILES[tile.head_dim]
+    found = [tile, replace(tile, cluster=_CLUSTER), replace(tile, cluster=_CLUSTER // 2)]
     for other in _TILES:  # of parts of the tokens
         if other.head_dim == tile.head_dim and other.row_tiles < tile.row_tiles:
             found.append(replace(other, cluster=_CLUSTER))
     if tile.row_tiles > 1:
-        found.append(_SHORT_TILES[tile.head_dim])
+        found.append(short)
     else:
-        found += [_MANY_TILES[tile.head_dim], _SHORT_TILES[tile.head_dim]]
+        found += [_MANY_TILES[tile.head_dim], short]
+        found.append(replace(short, cluster=_CLUSTER // 2, blocks_per_sm=2))
         found += [replace(each, is_fresh=True) for each in found]
     return found
 
@@ -177,18 +181,36 @@ def takes(q: Any, pages: Pages, out: Any, fresh: FreshTokens | None = None) -> b
     )
 
 
-def choose_cluster(num_heads: int, sm_count: int) -> int:
-    """Return how many blocks share a sequence and head; 1: there are enough to fill the chip.
+def _room(sm_count: int) -> int:
+    """Return how many clusters find room at once, of one block a multiprocessor.
 
-    On 132 multiprocessors 15 clusters find room at once, as was measured, and a 16th runs after
-    them: a cluster lies in one GPC, and some GPC seems to have fewer than two clusters' worth.
+    15 on 132 multiprocessors, as was measured; a 16th runs after them. A cluster lies in one GPC,
+    and some GPC seems to have fewer than two clusters' worth.
+    """
+    return sm_count // _CLUSTER - 1
+
+
+def choose_cluster(num_heads: int, sm_count: int, bound: int) -> tuple[int, int]:
+    """Return how many blocks share a sequence and head, and how many of them a multiprocessor.
+
+    (1, 1): none, teams divide all keys. Clusters of four are for up to so many keys (`bound`) that
+    even one sequence alone, most of the chip being idle, does not take longer than with teams.
 
     Examples
     --------
-    >>> choose_cluster(8, sm_count=132), choose_cluster(16, sm_count=132)
-    (8, 1)
+    >>> [choose_cluster(heads, sm_count=132, bound=1000) for heads in (15, 30, 60, 61)]
+    [(8, 1), (4, 1), (4, 2), (1, 1)]
+    >>> [choose_cluster(heads, sm_count=132, bound=2000) for heads in (15, 30, 60, 61)]
+    [(8, 1), (4, 1), (1, 1), (1, 1)]
     """
-    return _CLUSTER if num_heads < sm_count // _CLUSTER else 1
+    room = _room(sm_count)
+    if num_heads <= room:
+        return _CLUSTER, 1
+    if num_heads <= 2 * room and bound <= _HALF_CLUSTER_KEYS:
+        return _CLUSTER // 2, 1
+    if num_heads <= 4 * room and bound <= _SHORT_KEYS:
+        return _CLUSTER // 2, 2
+    return 1, 1
 
 
 def choose_token_parts(
@@ -210,7 +232,7 @@ def choose_token_parts(
     fit = [
         parts
         for parts in range(1, num_queries + 1)
-        if num_queries % parts == 0 and choose_cluster(batch * parts * num_kv_heads, sm_count) > 1
+        if num_queries % parts == 0 and batch * parts * num_kv_heads <= _room(sm_count)
     ]
     return min(fit, key=lambda parts: (-(-rows // parts // _ROWS), parts), default=1)
 
@@ -230,11 +252,11 @@ def _choose(
     # takes_fresh, not only for newest tokens: the bits are then the same with and without them.
     if not may_share or batch * num_kv_heads > sm_count():
         return many if tile.row_tiles == 1 and many.takes_fresh(group) else tile
-    if choose_cluster(batch * num_kv_heads, sm_count()) == 1:
-        return tile
-    if tile.row_tiles == 1 and bound <= _SHORT_KEYS and short.takes_fresh(group):
-        return short
-    return replace(tile, cluster=_CLUSTER)
+    cluster, blocks_per_sm = choose_cluster(batch * num_kv_heads, sm_count(), bound)
+    is_short = blocks_per_sm == 2 or (cluster == _CLUSTER and bound <= _SHORT_KEYS)
+    if is_short and tile.row_tiles == 1 and short.takes_fresh(group):
+        return replace(short, cluster=cluster, blocks_per_sm=blocks_per_sm)
+    return tile if blocks_per_sm == 2 else replace(tile, cluster=cluster)
 
 
 def _page_maps(pages: Pages, dtype: str, unit_keys: int) -> dict[str, Any]:

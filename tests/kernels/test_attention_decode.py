@@ -356,6 +356,12 @@ _HOPPER = (
     AttentionCase((8,), (6,), 8, 1, 64, block_size=32),
     AttentionCase((3,), (900,), 32, 2, 64, block_size=16, window=100),
     AttentionCase((6,) * 2, (1100, 2), 8, 1, 128, block_size=16, window=3, softcap=4.0),
+    # clusters of four: one block a multiprocessor, two
+    AttentionCase((1,) * 12, (*range(126, 131), 0, 1, 4000, 513, 77, 0, 3), 14, 2, 128, 16),
+    AttentionCase((8,) * 2, (3, 2100), 32, 8, 128, block_size=64),
+    AttentionCase((8,) * 2, (1300, 0), 64, 8, 64, block_size=16, window=300),
+    AttentionCase((1,) * 15, (*range(60, 70), 0, 1, 1000, 513, 2), 28, 4, 128, block_size=16),
+    AttentionCase((2,) * 15, (*range(60, 70), 0, 1, 1000, 513, 2), 28, 4, 64, block_size=32),
 )
 
 
@@ -427,7 +433,7 @@ def test_tiles_fit_every_chip():
     assert choose_tile("float16", 96, num_rows=16).warps_n == 4
     assert choose_tile("float16", 96, num_rows=17).warps_m == 4
     assert len(specs("float16", head_dim=80, num_rows=4)) == 1
-    assert len(specs("float16", head_dim=64, num_rows=4)) == 9  # and eight of Hopper's
+    assert len(specs("float16", head_dim=64, num_rows=4)) == 13  # and twelve of Hopper's
     assert choose_hopper_tile("bfloat16", 128, num_rows=32).rows == 32
     assert choose_hopper_tile("bfloat16", 128, num_rows=65) is None
     assert choose_hopper_tile("float32", 128, num_rows=1) is None
@@ -443,7 +449,12 @@ def test_hopper_tiles_are_chosen_as_measured(monkeypatch):
 
     assert choice(1, 1024) == (8, 1, 8, 1)
     assert choice(1, 1025) == choice(1, 16384) == (16, 1, 8, 1)
-    assert choice(2, 1024) == choice(3, 1024) == choice(16, 16384) == (16, 1, 1, 1)
+    assert choice(2, 1024) == choice(3, 4096) == (16, 1, 4, 1)
+    assert choice(4, 1024) == choice(7, 1024) == (8, 1, 4, 2)
+    assert choice(3, 4097) == choice(4, 1025) == choice(16, 16384) == (16, 1, 1, 1)
+    assert choice(8, 1024) == (16, 1, 1, 1)
+    assert choice(2, 4096, num_queries=8) == (16, 2, 4, 1)
+    assert choice(4, 1024, num_queries=8) == (16, 2, 1, 1)
     assert choice(17, 1024) == choice(256, 16384) == (8, 1, 1, 2)
     assert choice(256, 1024, num_queries=8) == (16, 2, 1, 1)
     for batch in (1, 3, 200):  # bits that do not depend on the batch
@@ -470,11 +481,13 @@ def test_tokens_are_divided_where_the_chip_has_room():
 
 def test_all_that_divided_tokens_launch_is_compiled_beforehand():
     wanted = set(specs("bfloat16", head_dim=128, num_rows=64))
-    assert {s for s in specs("bfloat16", head_dim=128, num_rows=32) if _is_cluster(s)} <= wanted
+    assert {
+        s for s in specs("bfloat16", head_dim=128, num_rows=32) if _is_whole_cluster(s)
+    } <= wanted
 
 
-def _is_cluster(spec):
-    return int(dict(spec.defines).get("CLUSTER", 1)) > 1
+def _is_whole_cluster(spec):
+    return int(dict(spec.defines).get("CLUSTER", 1)) == 8
 
 
 def test_contract(xp):

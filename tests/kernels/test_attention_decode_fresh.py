@@ -51,6 +51,10 @@ _CASES = (
     AttentionCase((1,) * 3, (400, 20, 77), 4, 2, 64, block_size=16, window=100),
     AttentionCase((1,) * 30, (400, 20, 77) * 10, 4, 2, 128, block_size=16, window=1),
     AttentionCase((1,) * 20, (400, 20) * 10, 4, 1, 128, block_size=16, softcap=5.0, scale=0.2),
+    AttentionCase((1,) * 12, (*range(126, 131), 0, 1, 4000, 513, 77, 0, 3), 14, 2, 128, 16),
+    AttentionCase((1,) * 12, (*range(126, 131), 0, 1, 4000, 513, 77, 0, 3), 14, 2, 64, 16),
+    AttentionCase((1,) * 15, (*range(60, 70), 0, 1, 1000, 513, 2), 28, 4, 128, block_size=16),
+    AttentionCase((1,) * 15, (*range(60, 70), 0, 1, 1000, 513, 2), 28, 4, 64, block_size=32),
     AttentionCase((1,) * 2, (70, 16), 4, 2, 96, block_size=16),
     AttentionCase((1,) * 2, (70, 16), 6, 2, 20, block_size=16),
 )
@@ -373,17 +377,21 @@ def test_tiles_that_make_rows():
         for tile in _decode_sm90._variants(_decode_sm90.choose_hopper_tile("float16", dim, 1)):
             fresh = dataclasses.replace(tile, is_fresh=True)
             more = 4 * dim + 16  # key, value and where the key belongs
-            if tile.blocks_per_sm == 2:  # made ahead: twice, and queries too; and warps' progress
+            if (
+                tile.blocks_per_sm == 2 and tile.cluster == 1
+            ):  # made ahead: twice, and queries too; and warps' progress
                 more += more + 16 * (2 * dim + 16) + 16 + 3 * 64
             assert fresh.shared_bytes == tile.shared_bytes + (not tile.is_fresh) * more
 
 
 def test_whatever_tile_is_chosen_can_make_the_rows(monkeypatch):
     monkeypatch.setattr(_decode_sm90, "sm_count", lambda: 132)
-    for dim, group, batch in itertools.product((64, 128), range(1, 17), (1, 3, 40, 300)):
+    for dim, group, batch in itertools.product((64, 128), range(1, 17), (1, 3, 7, 40, 300)):
         base = _decode_sm90.choose_hopper_tile("float16", dim, group)
         assert base.takes_fresh(group)
-        for kv_heads, bound, may_share in itertools.product((1, 8), (64, 4096), (True, False)):
+        for kv_heads, bound, may_share in itertools.product(
+            (1, 8), (64, 4096, 9999), (True, False)
+        ):
             shape = batch, 1, group * kv_heads, dim
             tile = _decode_sm90._choose("float16", shape, kv_heads, bound, may_share=may_share)
             assert tile.takes_fresh(group)
