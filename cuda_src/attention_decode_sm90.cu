@@ -6,7 +6,7 @@
 //   k_map, v_map  the pages as (D / 64, P K block_size, 64): halves of rows, or whole ones
 //   tree_masks    (B, Q) uint64               bit j of token i: it sees token j <= i; or null
 //   partial_o     (slots, K, rows, D) float   a part's sum of P V, where a sequence is cut
-//   partial_stats (slots, K, rows, 2) float   its maximum (log2), sum of P
+//   partial_stats (slots, K, rows, 2) float   what it is relative to (log2), sum of P
 //   counters      int, zero between launches: how many parts of a sequence and head are done
 //
 // Compiled with FRESH it takes the newest token (Q = 1) as the projection left it, and does first
@@ -18,8 +18,9 @@
 //   q_weight, k_weight  (D,) scalar_t         of the norms; null: no norm
 //   k, v                                      get the newest key and value
 //
-// Numerics: as attention_decode. Parts are combined in the order of the keys by whoever comes last,
-// so a result does not depend on who that is.
+// Numerics: as attention_decode, but that P is relative to its own tile's maximum: see exponentiate in
+// decode_consumer.cuh. Parts are combined in the order of the keys by whoever comes last, so a result
+// does not depend on who that is.
 // Parallelisation: one or two blocks an SM; a warp copies, kKeyWarps compute. For the scores they
 // divide a tile's keys, for P V the columns of V: what they exchange is a row's maximum and P, with
 // one barrier a tile; scores run one tile ahead. For few sequences a cluster of blocks divides one

@@ -100,7 +100,7 @@ class Consumer {
       if (row >= rows.count) continue;
       const float total =
           over_warps(sums + row * kKeyWarps, [](float x, float y) { return x + y; });
-      if (key_warp() == 0 && lane() % 4 == 0) writer.row(row, max_[i / 2][i % 2], total);
+      if (key_warp() == 0 && lane() % 4 == 0) writer.row(row, base_[i / 2][i % 2], total);
       const float factor = writer.factor(total);
       const auto to = writer.at(row);
 #pragma unroll
@@ -136,6 +136,7 @@ class Consumer {
   using Scores = float[kRowTiles][kWarpRuns][4];
   // Sums of q.k in two chains where there are few: each is D / 16 instructions, one after another.
   static constexpr bool kTwoChains = kRowTiles * kWarpRuns <= 2;
+  static constexpr float kBaseRange = 8.0f;  // by how much the base may be below, log2
 
   unsigned char* smem_;
   Ring ring_k_, ring_v_;
@@ -144,7 +145,8 @@ class Consumer {
   int fresh_key_ = -1;  // the key that is patched into its tile; -1: none
   uint32_t q_[kQueriesInRegisters ? kRowTiles : 1][kQueriesInRegisters ? kHeadDim / 16 : 1][4];
   float o_[kRowTiles][kSlice / 8][4];
-  float max_[kRowTiles][2], sum_[kRowTiles][2];
+  // Of a row: the highest score so far, what O and the sum are relative to (log2 both), the sum.
+  float max_[kRowTiles][2], base_[kRowTiles][2], sum_[kRowTiles][2];
 
   // With two row tiles there are no registers to keep what can be computed again.
   __device__ static __forceinline__ int thread() {
@@ -165,7 +167,7 @@ class Consumer {
   __device__ __forceinline__ void reset() {
 #pragma unroll
     for (int i = 0; i < 2 * kRowTiles; ++i) {
-      max_[i / 2][i % 2] = -kInf;
+      max_[i / 2][i % 2] = base_[i / 2][i % 2] = -kInf;
       sum_[i / 2][i % 2] = 0.0f;
 #pragma unroll
       for (int d = 0; d < kSlice / 8; ++d)
@@ -339,14 +341,20 @@ class Consumer {
   }
 
   // Scores to P, for all to read after the next barrier. O is what the tiles before have left.
+  //
+  // P is relative to its own tile's maximum, also where one before was higher: each tile has a P of
+  // exactly 1 then, which no rounding changes. But it is at most kBaseRange below the highest, so that
+  // O does not overflow.
   __device__ __forceinline__ void exponentiate(const Scores& s, int buffer) {
 #pragma unroll
     for (int i = 0; i < 2 * kRowTiles; ++i) {
-      float& max = max_[i / 2][i % 2];
-      const float new_max = fmaxf(max, over_warps(maxima(buffer) + row_of(i) * kKeyWarps, fmaxf));
-      const float reference = finite_or_zero(new_max);
-      const float shrink = exp2_approx(max - reference);
-      max = new_max;
+      float &max = max_[i / 2][i % 2], &base = base_[i / 2][i % 2];
+      const float tile_max = over_warps(maxima(buffer) + row_of(i) * kKeyWarps, fmaxf);
+      max = fmaxf(max, tile_max);
+      const float new_base = fmaxf(tile_max, max - kBaseRange);
+      const float reference = finite_or_zero(new_base);
+      const float rescale = exp2_approx(base - reference);
+      base = new_base;
       unsigned char* const to = smem_ + kProbsAt + buffer * kProbBytes + row_of(i) * kProbPitch +
                                 key_warp() * kWarpRuns * 16 + lane() % 4 * 4;
       float part = 0.0f;
@@ -357,11 +365,11 @@ class Consumer {
         part += x + y;
         *reinterpret_cast<uint32_t*>(to + j * 16) = pack2<scalar_t>(x, y);
       }
-      sum_[i / 2][i % 2] = sum_[i / 2][i % 2] * shrink + part;
+      sum_[i / 2][i % 2] = sum_[i / 2][i % 2] * rescale + part;
 #pragma unroll
       for (int d = 0; d < kSlice / 8; ++d) {
-        o_[i / 2][d][i % 2 * 2] *= shrink;
-        o_[i / 2][d][i % 2 * 2 + 1] *= shrink;
+        o_[i / 2][d][i % 2 * 2] *= rescale;
+        o_[i / 2][d][i % 2 * 2 + 1] *= rescale;
       }
     }
   }

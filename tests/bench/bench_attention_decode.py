@@ -72,6 +72,7 @@ def _case(batch: int, context: int, num_queries: int, num_splits: int | None = N
 
 CASES = [
     *(_case(b, context, 1) for b in (1, 16, 64, 128) for context in (1024, 4096, 16384)),
+    *(_case(b, context, 1) for b, context in ((2, 1024), (2, 4096), (4, 1024), (7, 1024))),
     *(
         _case(b, context, n)
         for b, context in ((1, 4096), (16, 4096), (64, 4096))
