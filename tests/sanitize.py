@@ -33,7 +33,16 @@ _TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 _LAUNCHED = "launched "
 _OPTIONS = ("-q", "-p", "no:cacheprovider")
 # Tests that want gigabytes, time or statistics, and launch nothing that the others do not.
-_TOO_LARGE = ("two_to_the_31", "frequenc", "draws", "chi", "graph", "real_model", "large")
+_TOO_LARGE = (
+    "two_to_the_31",
+    "frequenc",
+    "draws",
+    "chi",
+    "graph",
+    "real_model",
+    "large",
+    "thousands",
+)
 
 
 class _FewCases:

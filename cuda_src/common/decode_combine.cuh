@@ -17,9 +17,9 @@ __device__ __forceinline__ Vec<float, N> load_of_others(const float* p) {
 }
 
 template <int kColumns>
-__device__ __forceinline__ void write_row(const Output& output, int row, int column, float max,
+__device__ __forceinline__ void write_row(const Output& output, int row, int column, float base,
                                           float sum, const float (&o)[kColumns]) {
-  if (column == 0) output.row(row, max, sum);
+  if (column == 0) output.row(row, base, sum);
   const float factor = output.factor(sum);
   Vec<scalar_t, kColumns> result;
 #pragma unroll
@@ -48,28 +48,28 @@ __device__ __forceinline__ void combine(const Partials& partials, const Parts& p
   for (int row = threadIdx.x / kWarpSize * kBatchRows; row < partials.num_rows;
        row += kKeyWarps * kBatchRows) {
     const auto clamped = [&](int r) { return min(row + r, partials.num_rows - 1); };
-    float max = -kInf, sum = 0.0f;  // of row lane / kBatch
+    float base = -kInf, sum = 0.0f;  // of row lane / kBatch
     float o[kBatchRows][kColumns] = {};
 #pragma unroll 1
-    for (int base = 0; base < parts.count; base += kBatch) {
+    for (int first = 0; first < parts.count; first += kBatch) {
       Vec<float, kColumns> part[kLoads];
       Vec<float, 2> stats{-kInf, 0.0f};
-      if (lane < kLoads && base + lane % kBatch < parts.count)
-        stats = load_of_others<2>(partials.at(parts.slot(base + lane % kBatch)).stats +
+      if (lane < kLoads && first + lane % kBatch < parts.count)
+        stats = load_of_others<2>(partials.at(parts.slot(first + lane % kBatch)).stats +
                                   clamped(lane / kBatch) * 2);
 #pragma unroll
       for (int i = 0; i < kLoads; ++i)
         part[i] = load_of_others<kColumns>(
-            partials.at(parts.slot(min(base + i % kBatch, parts.count - 1)))
+            partials.at(parts.slot(min(first + i % kBatch, parts.count - 1)))
                 .at(clamped(i / kBatch)) +
             lane * kColumns);
-      float top = fmaxf(max, stats.v[0]);
+      float top = fmaxf(base, stats.v[0]);
 #pragma unroll
       for (int offset = kBatch / 2; offset > 0; offset /= 2)
         top = fmaxf(top, __shfl_xor_sync(kFullMask, top, offset));
       const float weight = exp2_approx(stats.v[0] - finite_or_zero(top));
-      const float shrink = exp2_approx(max - finite_or_zero(top));
-      max = top;
+      const float shrink = exp2_approx(base - finite_or_zero(top));
+      base = top;
       sum = sum * shrink + stats.v[1] * weight;
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
@@ -87,10 +87,10 @@ __device__ __forceinline__ void combine(const Partials& partials, const Parts& p
       sum += __shfl_xor_sync(kFullMask, sum, offset);
 #pragma unroll
     for (int r = 0; r < kBatchRows; ++r) {
-      const float row_max = __shfl_sync(kFullMask, max, r * kBatch);
+      const float row_base = __shfl_sync(kFullMask, base, r * kBatch);
       const float row_sum = __shfl_sync(kFullMask, sum, r * kBatch);
       if (row + r < partials.num_rows)
-        write_row<kColumns>(output, row + r, lane * kColumns, row_max, row_sum, o[r]);
+        write_row<kColumns>(output, row + r, lane * kColumns, row_base, row_sum, o[r]);
     }
   }
 }
@@ -100,15 +100,15 @@ __device__ __forceinline__ void combine(const Partials& partials, const Parts& p
 // Columns of a row of the parts of all ranks, added up by their weights.
 template <int N>
 struct ClusterSum {
-  float max = -kInf, sum = 0.0f, o[N] = {};
+  float base = -kInf, sum = 0.0f, o[N] = {};
 
   __device__ __forceinline__ ClusterSum(const Vec<float, 2> (&stats)[kCluster],
                                         const Vec<float, N> (&part)[kCluster]) {
 #pragma unroll
-    for (int rank = 0; rank < kCluster; ++rank) max = fmaxf(max, stats[rank].v[0]);
+    for (int rank = 0; rank < kCluster; ++rank) base = fmaxf(base, stats[rank].v[0]);
 #pragma unroll
     for (int rank = 0; rank < kCluster; ++rank) {
-      const float weight = exp2_approx(stats[rank].v[0] - finite_or_zero(max));
+      const float weight = exp2_approx(stats[rank].v[0] - finite_or_zero(base));
       sum += stats[rank].v[1] * weight;
 #pragma unroll
       for (int c = 0; c < N; ++c) o[c] += part[rank].v[c] * weight;
@@ -141,7 +141,7 @@ struct Inbox {
   }
   __device__ __forceinline__ void wait() const { mbarrier_wait_cluster(barrier(), 0); }
 
-  // Where the columns of one row are that rank `from` sent to rank `to`, and their maximum and sum.
+  // Where the columns of one row are that rank `from` sent to rank `to`, and their base and sum.
   // racecheck sees addresses, not blocks: what a block sends to others has places of its own each.
   __device__ static __forceinline__ int columns_at(int row, int from, int to) {
     return kInboxAt + (row * kCluster + (from + to) % kCluster) * kShare * 4;
@@ -150,10 +150,10 @@ struct Inbox {
     return kInboxAt + kRows * kHeadDim * 4 + (row * kCluster + (from + to) % kCluster) * 8;
   }
 
-  __device__ __forceinline__ void row(int row, float max, float sum) const {
+  __device__ __forceinline__ void row(int row, float base, float sum) const {
 #pragma unroll
     for (int rank = 0; rank < kCluster; ++rank)
-      send(stats_at(row, blockIdx.x % kCluster, rank), rank, max, sum);
+      send(stats_at(row, blockIdx.x % kCluster, rank), rank, base, sum);
   }
   __device__ __forceinline__ float factor(float) const { return 1.0f; }
   __device__ __forceinline__ int at(int row) const { return row; }
@@ -189,7 +189,7 @@ __device__ __forceinline__ void combine_inbox(const unsigned char* smem, int num
   }
   const ClusterSum<4> all(stats, part);
   const int first = own * Inbox::kShare;
-  write_row<4>(output, row, first + column, all.max, all.sum, all.o);
+  write_row<4>(output, row, first + column, all.base, all.sum, all.o);
 }
 
 // Many rows: over the ring, which nobody needs any more, for the others to fetch.
@@ -234,6 +234,6 @@ __device__ __forceinline__ void combine_cluster(unsigned char* smem, int num_row
       part[rank] = load_of_rank<4>(smem_address(mine.at(row) + column), rank);
     }
     const ClusterSum<4> all(stats, part);
-    write_row<4>(output, row, column, all.max, all.sum, all.o);
+    write_row<4>(output, row, column, all.base, all.sum, all.o);
   }
 }

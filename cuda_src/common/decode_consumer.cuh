@@ -3,13 +3,13 @@
 
 #include "common/decode_fresh.cuh"
 
-// A writer (see Output) of one part's unfinished rows.
+// A writer (see Output) of one part's unfinished rows, whose sums are relative to 2^base.
 struct PartialOutput {
   float* o;
   float* stats;
 
-  __device__ __forceinline__ void row(int row, float max, float sum) const {
-    store_vec(stats + row * 2, Vec<float, 2>{max, sum});
+  __device__ __forceinline__ void row(int row, float base, float sum) const {
+    store_vec(stats + row * 2, Vec<float, 2>{base, sum});
   }
   __device__ __forceinline__ float factor(float) const { return 1.0f; }
   __device__ __forceinline__ float* at(int row) const { return o + row * kHeadDim; }
@@ -136,7 +136,7 @@ class Consumer {
   using Scores = float[kRowTiles][kWarpRuns][4];
   // Sums of q.k in two chains where there are few: each is D / 16 instructions, one after another.
   static constexpr bool kTwoChains = kRowTiles * kWarpRuns <= 2;
-  static constexpr float kBaseRange = 8.0f;  // by how much the base may be below, log2
+  static constexpr float kBaseRange = 8.0f;  // how far below the highest score a base may be, log2
 
   unsigned char* smem_;
   Ring ring_k_, ring_v_;
@@ -344,7 +344,7 @@ class Consumer {
   //
   // P is relative to its own tile's maximum, also where one before was higher: each tile has a P of
   // exactly 1 then, which no rounding changes. But it is at most kBaseRange below the highest, so that
-  // O does not overflow.
+  // O and the sum become no more than 2^kBaseRange times as large.
   __device__ __forceinline__ void exponentiate(const Scores& s, int buffer) {
 #pragma unroll
     for (int i = 0; i < 2 * kRowTiles; ++i) {

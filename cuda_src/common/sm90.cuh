@@ -146,14 +146,16 @@ __device__ __forceinline__ void bulk_load(unsigned to, const void* from, unsigne
       : "memory");
 }
 
-// Makes ordinary writes to shared memory visible to TMA and wgmma; a barrier must follow.
+// Orders ordinary accesses to shared memory, one's own and those of threads that one has waited for,
+// before TMA's and wgmma's. After one's own writes a barrier must follow, if others start these.
 __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Waits until others have let memory go that they read by ordinary loads or ldmatrix, to have TMA
-// overwrite it; for each thread that does. SAFETY: an arrival orders such reads before ordinary
-// writes, not before TMA's. Without the fence attention_decode sometimes read the next tile's values.
+// Waits until others have let memory go that they read by ordinary loads or ldmatrix, and that TMA is
+// to overwrite. Every thread that starts a copy must call it. SAFETY: an arrival orders such reads
+// before ordinary writes, not before TMA's. Without the fence attention_decode sometimes read the next
+// tile's values.
 __device__ __forceinline__ void mbarrier_wait_to_overwrite(unsigned barrier, unsigned parity) {
   mbarrier_wait(barrier, parity);
   fence_async_proxy();

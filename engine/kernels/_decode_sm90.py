@@ -112,14 +112,14 @@ _MANY_TILES = {
 }
 _CLUSTER = 8
 _ROWS = 16  # of a row tile
-# Of clusters, for up to so many keys: more blocks have some of few keys. Two blocks find room on a
-# multiprocessor, if they are compiled for it.
+# Of clusters, for up to _SHORT_KEYS keys: with tiles of 64 keys more of their blocks have any. They
+# are small enough for two blocks a multiprocessor.
 _SHORT_TILES = {
     64: HopperTile(64, 8, 2, 1, 4, _CLUSTER),
     128: HopperTile(128, 8, 2, 1, 4, _CLUSTER),
 }
 _SHORT_KEYS = 1024
-_HALF_CLUSTER_KEYS = 4096
+_HALF_CLUSTER_KEYS = 4096  # up to which clusters of four are taken
 
 
 def choose_hopper_tile(dtype: str, head_dim: int, num_rows: int) -> HopperTile | None:
@@ -194,7 +194,7 @@ def choose_cluster(num_heads: int, sm_count: int, bound: int) -> tuple[int, int]
     """Return how many blocks share a sequence and head, and how many of them a multiprocessor.
 
     (1, 1): none, teams divide all keys. Clusters of four are for up to so many keys (`bound`) that
-    even one sequence alone, most of the chip being idle, does not take longer than with teams.
+    even one sequence of eight heads alone, most of the chip being idle, does not take longer.
 
     Examples
     --------
@@ -256,6 +256,7 @@ def _choose(
     is_short = blocks_per_sm == 2 or (cluster == _CLUSTER and bound <= _SHORT_KEYS)
     if is_short and tile.row_tiles == 1 and short.takes_fresh(group):
         return replace(short, cluster=cluster, blocks_per_sm=blocks_per_sm)
+    # There is no room for two of the large blocks.
     return tile if blocks_per_sm == 2 else replace(tile, cluster=cluster)
 
 

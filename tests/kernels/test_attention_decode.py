@@ -241,6 +241,35 @@ def test_huge_and_infinite_scores(xp, num_queries, dtype, tier, monkeypatch):
         assert_close(lse, want_lse, reduction=case.reduction, name="lse")
 
 
+_OFFSETS = {
+    "first": lambda j: np.where(j == 5, 250, 0),
+    "last": lambda j: np.where(j == 1490, 250, 0),
+    "falling": lambda j: -10 * (j // 64),
+    "rising": lambda j: 10 * (j // 64),
+    "slowly falling": lambda j: -3 * (j // 64),
+}
+
+
+@pytest.mark.parametrize("offsets", _OFFSETS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("batch", "num_splits"), [(1, 1), (1, None), (10, None), (40, None)])
+def test_tiles_whose_scores_lie_far_apart(xp, batch, num_splits, head_dim, dtype, offsets):
+    """Many tiles of one sequence a block: alone, in clusters of eight and of four, in teams."""
+    case = AttentionCase((1,) * batch, (1500,) * batch, 4, 2, head_dim, block_size=16, scale=1.0)
+    q, k, v, tables, lens = _inputs(case, dtype)
+    q *= np.array(0.1, q.dtype)
+    q[..., 0] = 1
+    slots = np.arange(1500)
+    k[tables[:, slots // 16], :, slots % 16, 0] = _OFFSETS[offsets](slots)[None, :, None]
+    arrays, options = (q, k, v, tables, lens), {"scale": 1.0, "return_lse": True}
+    want, want_lse = _run(reference.attention_decode, np, arrays, **options)
+    assert np.isfinite(want.astype(np.float32)).all() and np.isfinite(want_lse).all()
+    got, lse = _run(kernels.attention_decode, xp, arrays, num_splits=num_splits, **options)
+    assert_close(got, want, reduction=case.reduction)
+    assert_close(lse, want_lse, reduction=case.reduction, name="lse")
+
+
 def _random_tree(rng, num_queries):
     """Return each token's mask: its own bit and, unless it is a root, its parent's mask."""
     masks = np.zeros(num_queries, np.uint64)

@@ -11,8 +11,9 @@ from tests.bench import sdpa
 
 _HEADS, _BLOCK_SIZE = 8, 16
 _ROUNDS = 32  # of queries: one alone differs by a few per cent from the next
-# Of 108 cases 97 have at most 1.001 of cuDNN's, the others up to 1.014 (H200, 2026-11-22): those of
-# 100 keys in one tile. A P of exactly 1 has no rounding error, and every tile has one for each row.
+# Of 108 cases 97 have at most 1.001 of cuDNN's, the others up to 1.014 (H200, 2026-11-22): all
+# but one those of 100 keys in one tile. A P of exactly 1 has no rounding error, and every tile has
+# one for each row.
 _MARGIN = 1.02
 _WRONG = 0.005  # of the norm: more is no rounding, and then cuDNN solved another problem
 

@@ -23,6 +23,9 @@ _NORMS = ["none", "both", "only_q", "only_k"]
 _MANY = tuple(np.random.default_rng(0).integers(0, 700, 40).tolist())
 _SHORT = tuple(np.random.default_rng(1).integers(0, 200, 140).tolist())
 
+# With three parts: most are one tile, so that Q is fetched as often as K and V.
+_SHORT_PARTS = AttentionCase((1,) * 140, _SHORT, 112, 8, 128, block_size=16, window=70)
+
 # Few and many sequences (clusters or teams of blocks, warps that make rows ahead), lengths around
 # the tiles of 64 and 128 keys and around pages, groups up to what a kernel has threads for, and
 # beyond.
@@ -44,7 +47,7 @@ _CASES = (
     AttentionCase((1,) * 140, _SHORT, 14, 1, 128, block_size=32),
     AttentionCase((1,) * 40, _MANY, 8, 4, 64, block_size=16, window=100),
     AttentionCase((1,) * 280, _SHORT * 2, 16, 8, 64, block_size=16),
-    AttentionCase((1,) * 140, _SHORT, 112, 8, 128, block_size=16, window=70),
+    _SHORT_PARTS,
     AttentionCase((1,) * 2, (300, 40), 14, 1, 128, block_size=16),
     AttentionCase((1,) * 2, (300, 40), 16, 1, 128, block_size=16),
     AttentionCase((1,) * 2, (300, 40), 17, 1, 64, block_size=16),
@@ -195,9 +198,10 @@ def test_bits_are_those_of_the_two_ops(cp, case, dtype, norms):
 def test_the_same_bits_in_thousands_of_launches(cp, is_fused):
     """What TMA brings must not come over what is still read.
 
-    It did in three of ten thousand launches: more than once in most runs of this test.
+    It did in up to three of a thousand launches. With half as many as here, four of six runs side
+    by side failed (H200, 2026-11-22).
     """
-    case = _CASES[17]  # most parts are one tile, so that all is fetched often
+    case = _SHORT_PARTS
     *arrays, keywords = _inputs(case, "bfloat16", "only_k", seed=7)
     qkv, *pages = (cp.asarray(np.nan_to_num(a)) for a in arrays)
     q, k, v = _split(qkv, case)
@@ -211,7 +215,7 @@ def test_the_same_bits_in_thousands_of_launches(cp, is_fused):
     stream, beside = (cp.cuda.Stream(non_blocking=True) for _ in range(2))
     cp.cuda.runtime.deviceSynchronize()
     first, wrong = None, 0
-    for _ in range(250):
+    for _ in range(500):
         with beside:
             cp.copyto(target, source)
         with stream:
@@ -377,9 +381,8 @@ def test_tiles_that_make_rows():
         for tile in _decode_sm90._variants(_decode_sm90.choose_hopper_tile("float16", dim, 1)):
             fresh = dataclasses.replace(tile, is_fresh=True)
             more = 4 * dim + 16  # key, value and where the key belongs
-            if (
-                tile.blocks_per_sm == 2 and tile.cluster == 1
-            ):  # made ahead: twice, and queries too; and warps' progress
+            makes_ahead = tile.blocks_per_sm == 2 and tile.cluster == 1
+            if makes_ahead:  # twice, and queries too; and warps' progress
                 more += more + 16 * (2 * dim + 16) + 16 + 3 * 64
             assert fresh.shared_bytes == tile.shared_bytes + (not tile.is_fresh) * more
 
