@@ -25,7 +25,7 @@
 // divide a tile's keys, for P V the columns of V: what they exchange is a row's maximum and P, with
 // one barrier a tile; scores run one tile ahead. For few sequences a cluster of blocks divides one
 // sequence and head, and its blocks send each other the parts. With FRESH and two blocks an SM,
-// but in clusters, three more warps make the newest tokens' rows of the sequences that come next.
+// outside of clusters, three more warps make the newest tokens' rows of the sequences that come next.
 // Overlap: lengths and tables may be read before the kernel in front has ended, the rest may not.
 // With FRESH only the rows wait: the tiles are on their way by then. The newest key and value are
 // written into their tile in shared memory when it has landed, whatever the copy found in the pages.

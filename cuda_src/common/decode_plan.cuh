@@ -25,8 +25,8 @@ struct DecodeProblem {
   const int* context_lens;
   int64_t max_keys;
   int batch, num_kv_heads, num_queries, group, window;
-  int num_splits;  // 0: balanced
-  int token_parts;   // into which a sequence's query tokens are divided
+  int num_splits;   // 0: balanced
+  int token_parts;  // into which a sequence's query tokens are divided
 
   __device__ __forceinline__ int length(int b) const {
     const int later = (token_parts - 1 - b % token_parts) * num_queries;

@@ -154,8 +154,8 @@ __device__ __forceinline__ void fence_async_proxy() {
 
 // Waits until others have let memory go that they read by ordinary loads or ldmatrix, and that TMA is
 // to overwrite. Every thread that starts a copy must call it. SAFETY: an arrival orders such reads
-// before ordinary writes, not before TMA's. Without the fence attention_decode sometimes read the next
-// tile's values.
+// before ordinary writes, not before TMA's. Without the fence attention_decode sometimes read what came
+// next into that place.
 __device__ __forceinline__ void mbarrier_wait_to_overwrite(unsigned barrier, unsigned parity) {
   mbarrier_wait(barrier, parity);
   fence_async_proxy();
