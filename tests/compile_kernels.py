@@ -2,16 +2,23 @@
 
 `python -m tests.compile_kernels [--arch sm_90a]` needs NVRTC and no GPU. It prints, for each
 kernel, registers, spilled bytes and static shared memory.
+
+A kernel that is only renamed or moved keeps its machine code: `--save before.json` writes a digest
+of every kernel's instructions, and `--compare before.json` names those that differ from it.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib
+import json
 import pkgutil
+import struct
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 from engine import kernels
 from engine.dtypes import FLOAT_NAMES
@@ -52,13 +59,50 @@ def warnings(compiled: CompiledModule) -> list[str]:
     return [f"{compiled.spec} for {compiled.arch}: {line}" for line in found]
 
 
+def machine_code(cubin: bytes) -> dict[str, bytes]:
+    """Return the instructions of each kernel in a cubin: the ELF sections `.text.<entry>`."""
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    entry_size, count, names_index = struct.unpack_from("<3H", cubin, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQ", cubin, table + i * entry_size) for i in range(count)]
+    names_offset = headers[names_index][4]
+    code = {}
+    for name_index, _, _, _, offset, size in headers:
+        start = names_offset + name_index
+        name = cubin[start : cubin.index(b"\0", start)].decode()
+        if name.startswith(".text."):
+            code[name.removeprefix(".text.")] = cubin[offset : offset + size]
+    return code
+
+
+def digests(compiled: CompiledModule) -> dict[str, str]:
+    """Return a digest of each kernel's machine code, by architecture, module and entry."""
+    spec = compiled.spec
+    macros = "".join(f" {name}={value}" for name, value in spec.defines)
+    module = f"{compiled.arch} {Path(spec.file).name}[{spec.dtype}{macros}]"
+    return {
+        f"{module} {entry}": hashlib.sha256(code).hexdigest()[:16]
+        for entry, code in machine_code(compiled.path.read_bytes()).items()
+    }
+
+
+def differences(before: dict[str, str], now: dict[str, str]) -> list[str]:
+    """Return a line for each kernel that is new, gone, or has other instructions."""
+    lines = [f"only before: {name}" for name in sorted(before.keys() - now.keys())]
+    lines += [f"only now:    {name}" for name in sorted(now.keys() - before.keys())]
+    both = sorted(before.keys() & now.keys())
+    return lines + [f"differs:     {name}" for name in both if before[name] != now[name]]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.compile_kernels", description=__doc__)
     parser.add_argument("--arch", choices=ARCHITECTURES, action="append")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write digests of machine code")
+    parser.add_argument("--compare", type=Path, metavar="FILE", help="name kernels that differ")
     options = parser.parse_args()
     jobs = [(s, a) for s in every_spec() for a in options.arch or ARCHITECTURES if s.supports(a)]
     jobs.sort(key=lambda job: job[0].file not in SLOWEST)
     start, bad, kernels_seen = time.monotonic(), [], 0
+    code: dict[str, str] = {}
     with ProcessPoolExecutor() as pool:
         for compiled in pool.map(compile_module, *zip(*jobs, strict=True)):
             for entry in compiled.entries:
@@ -69,8 +113,13 @@ def main() -> int:
                     f"{entry.shared_bytes:6} shared"
                 )
             bad += spills(compiled) + warnings(compiled)
+            code |= digests(compiled)
     seconds = time.monotonic() - start
     print(f"{kernels_seen} kernels in {len(jobs)} modules compiled in {seconds:.0f} s")
+    if options.save:
+        options.save.write_text(json.dumps(code, indent=1, sort_keys=True))
+    if options.compare:
+        bad += differences(json.loads(options.compare.read_text()), code)
     print("\n".join(bad), file=sys.stderr)
     return 1 if bad or not kernels_seen else 0
 
