@@ -33,9 +33,12 @@ model: $(VENV)/.installed-dev   ## pull SmolLM2-135M-Instruct, which the tests r
 test: model   ## the whole suite (GPU tests skip where there is no GPU)
 	$(BIN)/python -m pytest -q -n auto --dist worksteal
 
-lint: $(VENV)/.installed-dev   ## ruff
+CUDA_FILES := $(shell find cuda_src -name '*.cu' -o -name '*.cuh')
+
+lint: $(VENV)/.installed-dev   ## ruff for Python, clang-format for CUDA
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(CUDA_FILES)
 
 types: $(VENV)/.installed-dev   ## mypy --strict on engine/
 	$(BIN)/mypy
@@ -46,6 +49,7 @@ kernels: $(VENV)/.installed-dev   ## compile every kernel for every architecture
 format: $(VENV)/.installed-dev   ## reformat
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CUDA_FILES)
 
 gpu-test: $(VENV)/.installed-dev   ## the GPU tests; fails where there is no GPU
 	ENGINE_REQUIRE_GPU=1 $(BIN)/python -m pytest -q -m gpu

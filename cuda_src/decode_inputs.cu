@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) {
     const int known = token_ids[b];
     ids_out[b] = known >= 0 ? known : last_ids[slot];
-    slots_out[b] = is_valid ? static_cast<int64_t>(table[index]) * block_size + position % block_size
-                            : -1;
+    slots_out[b] =
+        is_valid ? static_cast<int64_t>(table[index]) * block_size + position % block_size : -1;
   }
 }

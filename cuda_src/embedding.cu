@@ -22,8 +22,7 @@ template <int kWidth>
 __device__ __forceinline__ void embedding(const int* __restrict__ token_ids,
                                           const scalar_t* __restrict__ weight,
                                           scalar_t* __restrict__ out, int64_t num_tokens,
-                                          int64_t vocab_size, int n, float scale,
-                                          bool is_large) {
+                                          int64_t vocab_size, int n, float scale, bool is_large) {
   const int64_t feature = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * kWidth;
   if (feature >= n) return;
   for (int64_t first = blockIdx.y; first < num_tokens;
@@ -57,13 +56,13 @@ __device__ __forceinline__ void embedding(const int* __restrict__ token_ids,
   }
 }
 
-#define ENGINE_EMBEDDING(name, width)                                                          \
-  extern "C" __global__ void __launch_bounds__(kThreads)                                       \
-      name(const int* token_ids, const scalar_t* weight, scalar_t* out, int64_t num_tokens,    \
-           int64_t vocab_size, int n, float scale, int is_large) {                             \
-    wait_for_previous_kernel();                                                                \
-    allow_next_kernel(); /* after the wait: decoding relies on it, see layers/attention.py */  \
-    embedding<width>(token_ids, weight, out, num_tokens, vocab_size, n, scale, is_large);      \
+#define ENGINE_EMBEDDING(name, width)                                                       \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                    \
+      name(const int* token_ids, const scalar_t* weight, scalar_t* out, int64_t num_tokens, \
+           int64_t vocab_size, int n, float scale, int is_large) {                          \
+    pdl_wait();                                                                             \
+    pdl_trigger(); /* after the wait: decoding relies on it, see layers/attention.py */     \
+    embedding<width>(token_ids, weight, out, num_tokens, vocab_size, n, scale, is_large);   \
   }
 
 ENGINE_EMBEDDING(embedding_vector, kVec)

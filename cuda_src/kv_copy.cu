@@ -29,11 +29,11 @@ __device__ __forceinline__ void kv_copy(scalar_t* pages, const int* block_pairs,
   }
 }
 
-#define ENGINE_KV_COPY(name, width)                                                         \
-  extern "C" __global__ void __launch_bounds__(kThreads)                                    \
-      name(scalar_t* pages, const int* block_pairs, int64_t num_slabs, int64_t num_blocks,  \
-           int64_t block_elements) {                                                        \
-    kv_copy<width>(pages, block_pairs, num_slabs, num_blocks, block_elements);              \
+#define ENGINE_KV_COPY(name, width)                                                        \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                   \
+      name(scalar_t* pages, const int* block_pairs, int64_t num_slabs, int64_t num_blocks, \
+           int64_t block_elements) {                                                       \
+    kv_copy<width>(pages, block_pairs, num_slabs, num_blocks, block_elements);             \
   }
 
 ENGINE_KV_COPY(kv_copy_vector, kVec)

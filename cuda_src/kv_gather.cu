@@ -24,8 +24,10 @@ __device__ __forceinline__ int find_sequence(const int* cu_seqlens, int num_sequ
   int low = 0, high = num_sequences;
   while (high - low > 1) {
     const int middle = low + (high - low) / 2;
-    if (cu_seqlens[middle] <= row) low = middle;
-    else high = middle;
+    if (cu_seqlens[middle] <= row)
+      low = middle;
+    else
+      high = middle;
   }
   return low;
 }
@@ -76,15 +78,15 @@ __device__ __forceinline__ void kv_gather(const scalar_t* __restrict__ k_pages,
   store_vec((is_k ? k : v) + (row * num_heads + head) * head_dim + feature, x);
 }
 
-#define ENGINE_KV_GATHER(name, width)                                                             \
-  extern "C" __global__ void __launch_bounds__(kThreads)                                          \
-      name(const scalar_t* k_pages, const scalar_t* v_pages, const int* block_tables,             \
-           const int* context_lens, const int* cu_seqlens_k, scalar_t* k, scalar_t* v,            \
-           int num_sequences, int num_columns, int block_size, int64_t table_stride,              \
-           int64_t num_blocks, int num_heads, int head_dim) {                                     \
-    const Tables tables{block_tables, context_lens, cu_seqlens_k, num_sequences,                  \
-                        num_columns,  block_size,   table_stride, num_blocks};                    \
-    kv_gather<width>(k_pages, v_pages, tables, k, v, num_heads, head_dim);                        \
+#define ENGINE_KV_GATHER(name, width)                                                  \
+  extern "C" __global__ void __launch_bounds__(kThreads)                               \
+      name(const scalar_t* k_pages, const scalar_t* v_pages, const int* block_tables,  \
+           const int* context_lens, const int* cu_seqlens_k, scalar_t* k, scalar_t* v, \
+           int num_sequences, int num_columns, int block_size, int64_t table_stride,   \
+           int64_t num_blocks, int num_heads, int head_dim) {                          \
+    const Tables tables{block_tables, context_lens, cu_seqlens_k, num_sequences,       \
+                        num_columns,  block_size,   table_stride, num_blocks};         \
+    kv_gather<width>(k_pages, v_pages, tables, k, v, num_heads, head_dim);             \
   }
 
 ENGINE_KV_GATHER(kv_gather_vector, kVec)

@@ -37,14 +37,13 @@ __device__ __forceinline__ void kv_store(const scalar_t* __restrict__ k,
   store_vec((is_k ? k_pages : v_pages) + to, load_vec<scalar_t, kWidth>(from + feature));
 }
 
-#define ENGINE_KV_STORE(name, width)                                                              \
-  extern "C" __global__ void __launch_bounds__(kThreads)                                          \
-      name(const scalar_t* k, const scalar_t* v, scalar_t* k_pages, scalar_t* v_pages,            \
-           const int64_t* slot_mapping, int64_t num_slots, int num_heads, int head_dim,           \
-           int block_size, int64_t k_stride_t, int64_t k_stride_h, int64_t v_stride_t,            \
-           int64_t v_stride_h) {                                                                  \
-    kv_store<width>(k, v, k_pages, v_pages, slot_mapping, num_slots, num_heads, head_dim,         \
-                    block_size, k_stride_t, k_stride_h, v_stride_t, v_stride_h);                  \
+#define ENGINE_KV_STORE(name, width)                                                               \
+  extern "C" __global__ void __launch_bounds__(kThreads) name(                                     \
+      const scalar_t* k, const scalar_t* v, scalar_t* k_pages, scalar_t* v_pages,                  \
+      const int64_t* slot_mapping, int64_t num_slots, int num_heads, int head_dim, int block_size, \
+      int64_t k_stride_t, int64_t k_stride_h, int64_t v_stride_t, int64_t v_stride_h) {            \
+    kv_store<width>(k, v, k_pages, v_pages, slot_mapping, num_slots, num_heads, head_dim,          \
+                    block_size, k_stride_t, k_stride_h, v_stride_t, v_stride_h);                   \
   }
 
 ENGINE_KV_STORE(kv_store_vector, kVec)

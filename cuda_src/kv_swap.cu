@@ -46,16 +46,15 @@ __device__ __forceinline__ void kv_swap(const scalar_t* __restrict__ source,
   }
 }
 
-#define ENGINE_KV_SWAP(name, width)                                                              \
-  extern "C" __global__ void __launch_bounds__(kThreads)                                         \
-      name(const scalar_t* source, scalar_t* target, const int* block_pairs,                     \
-           int64_t source_blocks, int64_t source_slab_stride, int64_t source_block_stride,       \
-           int64_t target_blocks, int64_t target_slab_stride, int64_t target_block_stride,       \
-           int64_t num_slabs, int64_t block_elements) {                                          \
-    kv_swap<width>(source, target, block_pairs,                                                  \
-                   Side{source_blocks, source_slab_stride, source_block_stride},                 \
-                   Side{target_blocks, target_slab_stride, target_block_stride}, num_slabs,      \
-                   block_elements);                                                              \
+#define ENGINE_KV_SWAP(name, width)                                                                \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                           \
+      name(const scalar_t* source, scalar_t* target, const int* block_pairs,                       \
+           int64_t source_blocks, int64_t source_slab_stride, int64_t source_block_stride,         \
+           int64_t target_blocks, int64_t target_slab_stride, int64_t target_block_stride,         \
+           int64_t num_slabs, int64_t block_elements) {                                            \
+    kv_swap<width>(                                                                                \
+        source, target, block_pairs, Side{source_blocks, source_slab_stride, source_block_stride}, \
+        Side{target_blocks, target_slab_stride, target_block_stride}, num_slabs, block_elements);  \
   }
 
 ENGINE_KV_SWAP(kv_swap_vector, kVec)

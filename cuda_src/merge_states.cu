@@ -118,12 +118,11 @@ __device__ __forceinline__ void merge_states(const States& states, scalar_t* out
   }
 }
 
-#define ENGINE_MERGE_STATES(name, width, states_at_once, rows)                                                           \
-  extern "C" __global__ void __launch_bounds__(kThreads)                                           \
-      name(const scalar_t* outputs, const scalar_t* rest, const float* lses,                       \
-           const float* rest_lses, int64_t rest_stride, int64_t rest_lse_stride, int num_states,   \
-           scalar_t* out, float* lse_out, int64_t num_rows, int head_dim, int rows_per_block,      \
-           int is_large) {                                                                         \
+#define ENGINE_MERGE_STATES(name, width, states_at_once, rows)                                     \
+  extern "C" __global__ void __launch_bounds__(kThreads) name(                                     \
+      const scalar_t* outputs, const scalar_t* rest, const float* lses, const float* rest_lses,    \
+      int64_t rest_stride, int64_t rest_lse_stride, int num_states, scalar_t* out, float* lse_out, \
+      int64_t num_rows, int head_dim, int rows_per_block, int is_large) {                          \
     merge_states<width, states_at_once, rows>(                                                     \
         States{outputs, rest, lses, rest_lses, rest_stride, rest_lse_stride, num_states}, out,     \
         lse_out, num_rows, head_dim, rows_per_block, is_large != 0);                               \

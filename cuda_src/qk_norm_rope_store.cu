@@ -217,21 +217,29 @@ __device__ __forceinline__ void process_scalars(const Job& job) {
   }
 }
 
-#define ENGINE_QK_NORM_ROPE_STORE(name, min_blocks, function)                                      \
-  extern "C" __global__ void __launch_bounds__(kThreads, min_blocks)                               \
-      name(scalar_t* q, const scalar_t* k, const scalar_t* v, const int* positions,                \
-           const float* cos_sin, scalar_t* k_pages, scalar_t* v_pages,                             \
-           const int64_t* slot_mapping, const scalar_t* q_weight, const scalar_t* k_weight,        \
-           int64_t q_stride_t, int64_t q_stride_h, int64_t k_stride_t, int64_t k_stride_h,         \
-           int64_t v_stride_t, int64_t v_stride_h, int64_t num_slots, int num_positions,           \
-           int num_q_heads, int num_kv_heads, int head_dim, int rotary_dim, int block_size,        \
-           int heads_per_block, float eps, float weight_offset) {                                  \
-    wait_for_previous_kernel();                                                                    \
-    allow_next_kernel(); /* after the wait: attention relies on it, see its `overlap` */           \
-    function(Job{q, k, v, positions, cos_sin, k_pages, v_pages, slot_mapping, q_weight, k_weight,  \
-                 q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h,           \
-                 num_slots, num_positions, num_q_heads, num_kv_heads, head_dim, rotary_dim,        \
-                 block_size, heads_per_block, eps, weight_offset});                                \
+#define ENGINE_QK_NORM_ROPE_STORE(name, min_blocks, function)                                     \
+  extern "C" __global__ void __launch_bounds__(kThreads, min_blocks) name(                        \
+      scalar_t* q, const scalar_t* k, const scalar_t* v, const int* positions,                    \
+      const float* cos_sin, scalar_t* k_pages, scalar_t* v_pages, const int64_t* slot_mapping,    \
+      const scalar_t* q_weight, const scalar_t* k_weight, int64_t q_stride_t, int64_t q_stride_h, \
+      int64_t k_stride_t, int64_t k_stride_h, int64_t v_stride_t, int64_t v_stride_h,             \
+      int64_t num_slots, int num_positions, int num_q_heads, int num_kv_heads, int head_dim,      \
+      int rotary_dim, int block_size, int heads_per_block, float eps, float weight_offset) {      \
+    pdl_wait();                                                                                   \
+    pdl_trigger(); /* after the wait: attention relies on it, see its `pdl` */                    \
+    function(Job{q,           k,                                                                  \
+                 v,           positions,                                                          \
+                 cos_sin,     k_pages,                                                            \
+                 v_pages,     slot_mapping,                                                       \
+                 q_weight,    k_weight,                                                           \
+                 q_stride_t,  q_stride_h,                                                         \
+                 k_stride_t,  k_stride_h,                                                         \
+                 v_stride_t,  v_stride_h,                                                         \
+                 num_slots,   num_positions,                                                      \
+                 num_q_heads, num_kv_heads,                                                       \
+                 head_dim,    rotary_dim,                                                         \
+                 block_size,  heads_per_block,                                                    \
+                 eps,         weight_offset});                                                    \
   }
 
 ENGINE_QK_NORM_ROPE_STORE(qk_norm_rope_store_half_vector, kMinBlocks, process_vectors<false>)

@@ -148,8 +148,8 @@ __device__ __forceinline__ void rmsnorm_long_row(const Row& row, float* smem_sum
            scalar_t* residual_out, int64_t num_rows, int n, int num_b, int64_t x_stride_a,         \
            int64_t x_stride_b, int64_t out_stride_a, int64_t out_stride_b, float eps,              \
            float weight_offset) {                                                                  \
-    allow_next_kernel();                                                                           \
-    wait_for_previous_kernel();                                                                    \
+    pdl_trigger();                                                                                 \
+    pdl_wait();                                                                                    \
     __shared__ float smem_sums[threads / kWarpSize];                                               \
     constexpr int kRowThreads = warps_per_row * kWarpSize;                                         \
     const int64_t row =                                                                            \

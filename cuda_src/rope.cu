@@ -135,7 +135,8 @@ __device__ __forceinline__ void rope(const Job& job) {
       lo[i] = load_packed<kWidth>(in + lo_at, job.is_large);
       if (is_pair) hi[i] = load_packed<kWidth>(in + hi_at, job.is_large);
     }
-    if (is_pair && !has_turns) load_turns(job, position, at, cos, sin);  // after asking for the heads
+    if (is_pair && !has_turns)
+      load_turns(job, position, at, cos, sin);  // after asking for the heads
     has_turns = true;
 #pragma unroll
     for (int i = 0; i < kHeads; ++i) {
@@ -152,19 +153,18 @@ __device__ __forceinline__ void rope(const Job& job) {
   }
 }
 
-#define ENGINE_ROPE(name, is_interleaved, width)                                                   \
-  extern "C" __global__ void __launch_bounds__(kThreads, 6)                                        \
-      name(const scalar_t* q, const scalar_t* k, const int* positions, const float* cos_sin,       \
-           scalar_t* q_out, scalar_t* k_out, int64_t q_stride_t, int64_t q_stride_h,               \
-           int64_t k_stride_t, int64_t k_stride_h, int64_t q_out_stride_t, int64_t q_out_stride_h, \
-           int64_t k_out_stride_t, int64_t k_out_stride_h, int num_positions, int num_q_heads,     \
-           int num_k_heads, int rotary_dim, int items_per_head, int heads_per_block,               \
-           int is_large) {                                                                         \
-    rope<is_interleaved, width>(                                                                   \
-        Job{Heads{q, q_out, q_stride_t, q_stride_h, q_out_stride_t, q_out_stride_h},               \
-            Heads{k, k_out, k_stride_t, k_stride_h, k_out_stride_t, k_out_stride_h}, positions,    \
-            cos_sin, num_positions, num_q_heads, num_k_heads, rotary_dim, items_per_head,          \
-            heads_per_block, is_large != 0});                                                      \
+#define ENGINE_ROPE(name, is_interleaved, width)                                                \
+  extern "C" __global__ void __launch_bounds__(kThreads, 6) name(                               \
+      const scalar_t* q, const scalar_t* k, const int* positions, const float* cos_sin,         \
+      scalar_t* q_out, scalar_t* k_out, int64_t q_stride_t, int64_t q_stride_h,                 \
+      int64_t k_stride_t, int64_t k_stride_h, int64_t q_out_stride_t, int64_t q_out_stride_h,   \
+      int64_t k_out_stride_t, int64_t k_out_stride_h, int num_positions, int num_q_heads,       \
+      int num_k_heads, int rotary_dim, int items_per_head, int heads_per_block, int is_large) { \
+    rope<is_interleaved, width>(                                                                \
+        Job{Heads{q, q_out, q_stride_t, q_stride_h, q_out_stride_t, q_out_stride_h},            \
+            Heads{k, k_out, k_stride_t, k_stride_h, k_out_stride_t, k_out_stride_h}, positions, \
+            cos_sin, num_positions, num_q_heads, num_k_heads, rotary_dim, items_per_head,       \
+            heads_per_block, is_large != 0});                                                   \
   }
 
 ENGINE_ROPE(rope_half_vector, false, kVec)

@@ -137,7 +137,7 @@ def _load(
     device.activate()
     if device.is_cuda:
         pad_mlps(weights, config, device, dtype)
-    decoder = Decoder(config, weights, options.max_model_len, batch_invariant=options.deterministic)
+    decoder = Decoder(config, weights, options.max_model_len, deterministic=options.deterministic)
     if device.is_cuda:
         prepare_kernels(config, dtype, device, progress=progress)
     return Model(decoder, options, source)

@@ -28,7 +28,7 @@ from engine.kernels._module import ARCHITECTURES, CompiledModule, ModuleSpec, co
 ALLOWED_SPILLS: dict[tuple[str, str, str, str], str] = {}
 
 # Their modules take longest: they go first, so that no core waits for one of them at the end.
-SLOWEST = ("sample.cu", "rmsnorm_gemm.cu", "gemm.cu")
+SLOWEST = ("sample/sample.cu", "gemm/rmsnorm_gemm.cu", "gemm/gemm.cu")
 
 
 def every_spec() -> list[ModuleSpec]:

@@ -38,7 +38,8 @@ struct Pattern {
       const bool any = high - span < block_k || high >= block_q;
       return high < block_k || block_k == block_q ? 3 : any;
     }
-    const int q_end = last / block_q + 1, k_begin = begin / block_k, k_end = (end - 1) / block_k + 1;
+    const int q_end = last / block_q + 1, k_begin = begin / block_k,
+              k_end = (end - 1) / block_k + 1;
     bool all = first >= 0 && q_end <= num_q && k_end <= num_k, any = false;
     for (int q = max(first, 0) / block_q; q < min(q_end, num_q) && last >= 0; ++q)
       for (int word = k_begin / 32; word * 32 < min(k_end, num_k); ++word) {
@@ -110,8 +111,16 @@ struct TileWalk {
 
   __device__ __forceinline__ TileWalk(const Pattern& pattern, int first_position, int last_position,
                                       int begin, int end)
-      : n(end), is_whole(true), pattern(pattern), first(first_position), last(last_position),
-        begin(begin), end(end), chunk((end + 31) & ~31), seen(0), whole(0) {
+      : n(end),
+        is_whole(true),
+        pattern(pattern),
+        first(first_position),
+        last(last_position),
+        begin(begin),
+        end(end),
+        chunk((end + 31) & ~31),
+        seen(0),
+        whole(0) {
     next();
   }
 

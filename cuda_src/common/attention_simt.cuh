@@ -94,8 +94,7 @@ struct SimtAttention {
       }
     }
 #pragma unroll
-    for (int r = 0; r < kWarpRows; ++r)
-      softmax(p[r], rows, rule, r, warp_row + r, key);
+    for (int r = 0; r < kWarpRows; ++r) softmax(p[r], rows, rule, r, warp_row + r, key);
     const scalar_t* v = smem_v + lane();
 #pragma unroll 4
     for (int j = 0; j < kKeys; ++j) {

@@ -58,11 +58,12 @@ __device__ __forceinline__ void wgmma_transposed(float (&acc)[kN / 2], const uns
   template <>                                                                                      \
   __device__ __forceinline__ void wgmma_transposed<N>(float (&acc)[N / 2], const unsigned (&a)[4], \
                                                       uint64_t desc_b) {                           \
-    asm volatile("{\n.reg .pred p;\nsetp.eq.b32 p, 1, 1;\n"                                        \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k16" ENGINE_WGMMA_TYPES "{" ENGINE_L##N   \
-                 "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b ", p, 1, 1, 1;\n}"            \
-                 : ENGINE_O##N                                                                     \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(desc_b));                       \
+    asm volatile(                                                                                  \
+        "{\n.reg .pred p;\nsetp.eq.b32 p, 1, 1;\n"                                                 \
+        "wgmma.mma_async.sync.aligned.m64n" #N "k16" ENGINE_WGMMA_TYPES "{" ENGINE_L##N            \
+        "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b ", p, 1, 1, 1;\n}"                     \
+        : ENGINE_O##N                                                                              \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(desc_b));                                \
   }
 ENGINE_WGMMA_TRANSPOSED(64, 32, 33, 34, 35, 36)
 ENGINE_WGMMA_TRANSPOSED(96, 48, 49, 50, 51, 52)

@@ -21,30 +21,30 @@ struct Problem {
   int64_t table_stride;  // of block_tables
   int64_t max_keys;      // dense: rows of K; pages: keys that a row of the table can name
   int total_q, group, num_kv_heads;
-  int tile_tokens;                  // query tokens of a tile: rows / group
-  int q_bytes;                      // of their Q in shared memory
-  int box_keys;                     // keys of one copy: they divide those of a tile and of a page
-  int block_shift, num_blocks;      // log2(block_size), pages
-  int num_pairs, section;           // pairs (sequence, key/value head), and how many make a section
-  int tiles_of_pair;                // tiles of the longest sequence
-  int long_tiles, short_tokens;     // a sequence's tiles of tile_tokens; tokens of those after them
-  int total;                        // tiles of the launch
-  int splits;                       // blocks that share the keys of a tile
+  int tile_tokens;               // query tokens of a tile: rows / group
+  int q_bytes;                   // of their Q in shared memory
+  int box_keys;                  // keys of one copy: they divide those of a tile and of a page
+  int block_shift, num_blocks;   // log2(block_size), pages
+  int num_pairs, section;        // pairs (sequence, key/value head), and how many make a section
+  int tiles_of_pair;             // tiles of the longest sequence
+  int long_tiles, short_tokens;  // a sequence's tiles of tile_tokens; tokens of those after them
+  int total;                     // tiles of the launch
+  int splits;                    // blocks that share the keys of a tile
   int causal;
-  unsigned reach;  // keys a row sees, counted back from its last one: window, or 2^31
+  unsigned reach;   // keys a row sees, counted back from its last one: window, or 2^31
   Pattern pattern;  // only for kernels of patterns
 };
 
 // A tile, and where its keys lie: in shared memory, where the producer puts it.
 struct alignas(16) TileWork {
-  int first_token;   // row of q; negative: no more work
-  int tokens;        // that are the tile's, from first_token on
-  int first_last;    // last key that first_token sees; negative: none
+  int first_token;  // row of q; negative: no more work
+  int tokens;       // that are the tile's, from first_token on
+  int first_last;   // last key that first_token sees; negative: none
   int kv_head;
-  int begin, end;    // tiles of keys
+  int begin, end;  // tiles of keys
   int split;
-  int position;      // of first_token: among the keys if causal, else among the queries
-  int k_begin;       // dense: first row of K and V
+  int position;  // of first_token: among the keys if causal, else among the queries
+  int k_begin;   // dense: first row of K and V
   int num_keys;
   int first_key;     // the first that any row of the tile sees
   const int* table;  // pages; else null

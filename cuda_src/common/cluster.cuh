@@ -1,32 +1,15 @@
-// What sm_90 adds for blocks that work together and kernels that follow each other: clusters (blocks
-// that read each other's shared memory), programmatic dependent launch, and bulk copies. On older
-// chips a cluster is one block, and a kernel begins when the one before has ended.
+// What portable kernels use of sm_90: thread block clusters (blocks that read each other's shared
+// memory) and bulk copies. On older chips a cluster is one block.
 #pragma once
 
 #include "common/cp_async.cuh"
+#include "common/pdl.cuh"
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 #define ENGINE_HAS_CLUSTERS 1
 #else
 #define ENGINE_HAS_CLUSTERS 0
 #endif
-
-// Lets the next kernel of the stream begin as soon as every block of this one has come here. It may
-// do nothing that depends on this kernel before its own wait_for_previous_kernel().
-__device__ __forceinline__ void allow_next_kernel() {
-#if ENGINE_HAS_CLUSTERS
-  asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
-#endif
-}
-
-// Returns when the kernels before have ended and what they wrote can be read. SAFETY: a kernel that
-// is launched with overlap must call it, in every block, before it reads or writes anything that
-// another kernel writes or reads. Without overlap it returns at once.
-__device__ __forceinline__ void wait_for_previous_kernel() {
-#if ENGINE_HAS_CLUSTERS
-  asm volatile("griddepcontrol.wait;\n" ::: "memory");
-#endif
-}
 
 __device__ __forceinline__ int cluster_size() {
 #if ENGINE_HAS_CLUSTERS
@@ -74,8 +57,9 @@ __device__ __forceinline__ int num_clusters() {
 __device__ __forceinline__ void cluster_sync(int size) {
 #if ENGINE_HAS_CLUSTERS
   if (size > 1) {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;\n" ::
-                     : "memory");
+    asm volatile(
+        "barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;\n" ::
+            : "memory");
     return;
   }
 #endif
@@ -106,7 +90,9 @@ __device__ __forceinline__ float load_cluster_float(const float* p, int rank, in
   if (size > 1) {
     uint32_t address;
     float v;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;\n" : "=r"(address) : "r"(smem_address(p)), "r"(rank));
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;\n"
+                 : "=r"(address)
+                 : "r"(smem_address(p)), "r"(rank));
     asm volatile("ld.shared::cluster.f32 %0, [%1];\n" : "=f"(v) : "r"(address) : "memory");
     return v;
   }
@@ -121,17 +107,19 @@ struct BulkBarrier {
   // By one thread; a __syncthreads() must follow before others use it.
   __device__ __forceinline__ void init() {
 #if ENGINE_HAS_CLUSTERS
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;\n" ::"r"(
-                     smem_address(&state))
-                 : "memory");
+    asm volatile(
+        "mbarrier.init.shared::cta.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;\n" ::"r"(
+            smem_address(&state))
+        : "memory");
 #endif
   }
   // By one thread, before or after the copies are issued.
   __device__ __forceinline__ void expect(uint32_t bytes) {
 #if ENGINE_HAS_CLUSTERS
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(smem_address(&state)),
-                 "r"(bytes)
-                 : "memory");
+    asm volatile(
+        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(smem_address(&state)),
+        "r"(bytes)
+        : "memory");
 #endif
   }
   __device__ __forceinline__ void wait() {
@@ -147,8 +135,8 @@ struct BulkBarrier {
   __device__ __forceinline__ void copy(void* smem, const void* gmem, uint32_t bytes) {
 #if ENGINE_HAS_CLUSTERS
     asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(
-            smem_address(smem)),
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+        "[%3];\n" ::"r"(smem_address(smem)),
         "l"(gmem), "r"(bytes), "r"(smem_address(&state))
         : "memory");
 #endif

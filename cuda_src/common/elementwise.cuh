@@ -47,19 +47,19 @@ __device__ __forceinline__ void map_gated(const scalar_t* x, scalar_t* out, int6
 }
 
 // The entry point `name` of a gated op whose activation is `f`, a function of activation.cuh.
-#define ENGINE_GATED(name, width, f)                                                              \
-  extern "C" __global__ void __launch_bounds__(kGatedThreads)                                     \
+#define ENGINE_GATED(name, width, f)                                                               \
+  extern "C" __global__ void __launch_bounds__(kGatedThreads)                                      \
       name(const scalar_t* x, scalar_t* out, int64_t num_rows, int num_features, int64_t x_stride, \
-           int64_t out_stride) {                                                                  \
-    allow_next_kernel();                                                                          \
-    wait_for_previous_kernel();                                                                   \
-    map_gated<width>(x, out, num_rows, num_features, x_stride, out_stride,                        \
-                     [](float gate) { return f(gate); });                                         \
+           int64_t out_stride) {                                                                   \
+    pdl_trigger();                                                                                 \
+    pdl_wait();                                                                                    \
+    map_gated<width>(x, out, num_rows, num_features, x_stride, out_stride,                         \
+                     [](float gate) { return f(gate); });                                          \
   }
 
 // The entry point `name` of an activation `f` over n elements.
-#define ENGINE_UNARY(name, f)                                                                \
-  extern "C" __global__ void __launch_bounds__(256)                                          \
-      name(const scalar_t* x, scalar_t* out, int64_t num_vectors, int64_t n) {               \
-    map_flat(num_vectors, n, [](float a) { return f(a); }, out, x);                          \
+#define ENGINE_UNARY(name, f)                                                  \
+  extern "C" __global__ void __launch_bounds__(256)                            \
+      name(const scalar_t* x, scalar_t* out, int64_t num_vectors, int64_t n) { \
+    map_flat(num_vectors, n, [](float a) { return f(a); }, out, x);            \
   }

@@ -49,14 +49,15 @@ template <typename T>
 __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4],
                                              const uint32_t (&b)[2]);
 
-#define ENGINE_MMA_M16N8K16(type, ptx_type)                                                        \
-  template <>                                                                                      \
-  __device__ __forceinline__ void mma_m16n8k16<type>(float (&d)[4], const uint32_t (&a)[4],        \
-                                                     const uint32_t (&b)[2]) {                     \
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." ptx_type "." ptx_type ".f32 "            \
-                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};\n"               \
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                  \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));              \
+#define ENGINE_MMA_M16N8K16(type, ptx_type)                                                 \
+  template <>                                                                               \
+  __device__ __forceinline__ void mma_m16n8k16<type>(float (&d)[4], const uint32_t (&a)[4], \
+                                                     const uint32_t (&b)[2]) {              \
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." ptx_type "." ptx_type             \
+                 ".f32 "                                                                    \
+                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};\n"        \
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                           \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));       \
   }
 
 ENGINE_MMA_M16N8K16(__half, "f16")

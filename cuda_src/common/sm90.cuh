@@ -7,6 +7,7 @@
 #pragma once
 
 #include "common/cp_async.cuh"  // smem_address
+#include "common/pdl.cuh"
 #include "common/types.cuh"
 
 // A CUtensorMap, encoded on the host (engine/kernels/_tensor_map.py). Kernels take it as
@@ -32,7 +33,7 @@ __device__ __forceinline__ void mbarrier_arrive(unsigned barrier) {
 }
 
 // Arrives once and announces `bytes` that TMA will write: the phase ends when they are there too.
-__device__ __forceinline__ void mbarrier_arrive_expect(unsigned barrier, unsigned bytes) {
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(unsigned barrier, unsigned bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
@@ -63,7 +64,7 @@ __device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned parity)
 }
 
 // The same without waiting: whether that phase is over.
-__device__ __forceinline__ bool mbarrier_is_over(unsigned barrier, unsigned parity) {
+__device__ __forceinline__ bool mbarrier_test_wait(unsigned barrier, unsigned parity) {
   int over;
   asm volatile(
       "{\n.reg .pred over;\n"
@@ -140,8 +141,8 @@ __device__ __forceinline__ void tma_prefetch_4d(const TensorMap* map, int x, int
 __device__ __forceinline__ void bulk_load(unsigned to, const void* from, unsigned bytes,
                                           unsigned barrier) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-          to),
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(to),
       "l"(from), "r"(bytes), "r"(barrier)
       : "memory");
 }
@@ -272,28 +273,16 @@ __device__ __forceinline__ void named_barrier() {
   asm volatile("bar.sync %0, %1;" ::"n"(kNumber), "n"(kThreads) : "memory");
 }
 
-// ---- overlapping launches --------------------------------------------------------------------
-
-// Programmatic dependent launch. The next kernel of the stream, if it was launched so
-// (engine/kernels/_prepared_launch.py), may start before this one has ended: it waits below.
-__device__ __forceinline__ void let_next_kernel_start() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-// Waits until the kernel before has ended and its writes can be seen. At once without that launch.
-__device__ __forceinline__ void wait_for_last_kernel() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-
 // ---- registers -------------------------------------------------------------------------------
 
 // Moves registers between warpgroups; every warp of the warpgroup must come by. Needs a
 // __launch_bounds__ that says how many blocks share a multiprocessor.
 template <int kRegisters>
-__device__ __forceinline__ void registers_give_up() {
+__device__ __forceinline__ void warpgroup_reg_dealloc() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 template <int kRegisters>
-__device__ __forceinline__ void registers_take() {
+__device__ __forceinline__ void warpgroup_reg_alloc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 

@@ -39,8 +39,8 @@
 #define ENGINE_L224 ENGINE_L192 ", " ENGINE_R12 ", " ENGINE_R13
 #define ENGINE_L256 ENGINE_L224 ", " ENGINE_R14 ", " ENGINE_R15
 
-#define ENGINE_O(i)                                                                         \
-  "+f"(acc[i]), "+f"(acc[i + 1]), "+f"(acc[i + 2]), "+f"(acc[i + 3]), "+f"(acc[i + 4]),     \
+#define ENGINE_O(i)                                                                     \
+  "+f"(acc[i]), "+f"(acc[i + 1]), "+f"(acc[i + 2]), "+f"(acc[i + 3]), "+f"(acc[i + 4]), \
       "+f"(acc[i + 5]), "+f"(acc[i + 6]), "+f"(acc[i + 7])
 #define ENGINE_O16 ENGINE_O(0)
 #define ENGINE_O32 ENGINE_O16, ENGINE_O(8)
@@ -68,15 +68,16 @@ __device__ __forceinline__ void wgmma(float (&acc)[kN / 2], uint64_t a, uint64_t
                                       bool accumulate);
 
 // %a, %b and %s are the numbers of the operands after the kN / 2 sums.
-#define ENGINE_WGMMA(N, a, b, s)                                                                   \
-  template <>                                                                                      \
-  __device__ __forceinline__ void wgmma<N>(float (&acc)[N / 2], uint64_t desc_a, uint64_t desc_b,  \
-                                           bool accumulate) {                                      \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #s ", 0;\n"                                  \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k16" ENGINE_WGMMA_TYPES                   \
-                 "{" ENGINE_L##N "}, %" #a ", %" #b ", p, 1, 1, 0, 0;\n}"                          \
-                 : ENGINE_O##N                                                                     \
-                 : "l"(desc_a), "l"(desc_b), "r"(static_cast<int>(accumulate)));                   \
+#define ENGINE_WGMMA(N, a, b, s)                                                                  \
+  template <>                                                                                     \
+  __device__ __forceinline__ void wgmma<N>(float (&acc)[N / 2], uint64_t desc_a, uint64_t desc_b, \
+                                           bool accumulate) {                                     \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #s                                          \
+                 ", 0;\n"                                                                         \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16" ENGINE_WGMMA_TYPES "{" ENGINE_L##N  \
+                 "}, %" #a ", %" #b ", p, 1, 1, 0, 0;\n}"                                         \
+                 : ENGINE_O##N                                                                    \
+                 : "l"(desc_a), "l"(desc_b), "r"(static_cast<int>(accumulate)));                  \
   }
 ENGINE_WGMMA(16, 8, 9, 10)
 ENGINE_WGMMA(32, 16, 17, 18)

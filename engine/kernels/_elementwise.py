@@ -111,7 +111,7 @@ def gated(
         ModuleSpec(file, dtype_name(x.dtype)),
         (ceil_div(items, ROW_THREADS), min(num_rows, MAX_GRID_Y)),
         (ROW_THREADS,),
-        overlap=True,
+        pdl=True,
         x=rows,
         out=out_rows,
         num_rows=num_rows,

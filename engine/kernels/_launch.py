@@ -21,7 +21,7 @@ from engine.kernels._module import ModuleSpec, load_module
 from engine.kernels._prepared_launch import PreparedLaunch
 from engine.kernels._replay import active_recording
 
-__all__ = ["Kernel", "can_overlap", "ceil_div", "sm_count"]
+__all__ = ["Kernel", "ceil_div", "has_pdl", "sm_count"]
 
 _NULL = np.uint64(0)
 
@@ -66,7 +66,7 @@ class Kernel:
         shared_mem: int = 0,
         *,
         cluster: int = 1,
-        overlap: bool = False,
+        pdl: bool = False,
         **args: Any,
     ) -> None:
         """Launch on the current device and stream; a grid with a zero is nothing to do.
@@ -75,9 +75,9 @@ class Kernel:
         ----------
         cluster : int
             Blocks of a cluster; 1 leaves it to the module.
-        overlap : bool
+        pdl : bool
             Let the kernel start while the one in front ends, where the device can do that. SAFETY:
-            before it touches what others write it must come by `wait_for_previous_kernel`.
+            before it touches what others write it must come by `pdl_wait`.
         **args
             The kernel's own parameters.
 
@@ -93,13 +93,13 @@ class Kernel:
         values = self._values(args)
         index = device.cupy().cuda.runtime.getDevice()
         function = self._function(spec, shared_mem, index)
-        overlap = overlap and can_overlap(index)
+        pdl = pdl and has_pdl(index)
         recording = active_recording()
-        if cluster == 1 and not overlap and recording is None:
+        if cluster == 1 and not pdl and recording is None:
             function(grid, block, values, shared_mem=shared_mem)
             return
         launch = PreparedLaunch(
-            function.kernel.ptr, grid, block, shared_mem, values, cluster=cluster, overlap=overlap
+            function.kernel.ptr, grid, block, shared_mem, values, cluster=cluster, pdl=pdl
         )
         launch.launch()
         if recording is not None:
@@ -153,6 +153,6 @@ def _sm_count(index: int) -> int:
 
 
 @cache
-def can_overlap(index: int) -> bool:
+def has_pdl(index: int) -> bool:
     """Tell whether kernels of device `index` can start while the one in front ends."""
     return int(device.cupy().cuda.runtime.getDeviceProperties(index)["major"]) >= 9

@@ -52,7 +52,7 @@ class PreparedLaunch:
         NumPy scalars, CuPy arrays (passed as pointers), NumPy arrays (by value).
     cluster : int
         Blocks of a cluster, along the grid's first axis.
-    overlap : bool
+    pdl : bool
         Let the kernel start before the one in front has ended (programmatic dependent launch). It
         must wait for that one itself, before it touches what either of them writes.
     """
@@ -68,11 +68,11 @@ class PreparedLaunch:
         values: tuple[Any, ...],
         *,
         cluster: int = 1,
-        overlap: bool = False,
+        pdl: bool = False,
     ) -> None:
         self.hosts = [_host_value(value) for value in values]
         self._addresses = (ctypes.c_void_p * len(values))(*(h.ctypes.data for h in self.hosts))
-        self._attributes, count = _attributes(cluster, overlap)
+        self._attributes, count = _attributes(cluster, pdl)
         self._config = _Config(
             (ctypes.c_uint * 3)(*grid, *(1,) * (3 - len(grid))),
             (ctypes.c_uint * 3)(*block, *(1,) * (3 - len(block))),
@@ -111,14 +111,14 @@ class PreparedLaunch:
         self._addresses[index] = host.ctypes.data
 
 
-def _attributes(cluster: int, overlap: bool) -> tuple[Any, int]:
+def _attributes(cluster: int, pdl: bool) -> tuple[Any, int]:
     """Return the launch's attributes, and how many there are."""
     attributes = (_Attribute * 2)()
     count = 0
     if cluster > 1:
         attributes[count] = _Attribute(_CLUSTER_DIMENSION, 0, (ctypes.c_uint * 16)(cluster, 1, 1))
         count += 1
-    if overlap:
+    if pdl:
         attributes[count] = _Attribute(
             _PROGRAMMATIC_STREAM_SERIALIZATION, 0, (ctypes.c_uint * 16)(1)
         )

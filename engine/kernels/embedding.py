@@ -81,7 +81,7 @@ def embedding(token_ids: Any, weight: Any, *, scale: float = 1.0, out: Any = Non
         specs(dtype_name(weight.dtype))[0],
         (ceil_div(items, ROW_THREADS), min(num_groups, MAX_GRID_Y)),
         (ROW_THREADS,),
-        overlap=True,
+        pdl=True,
         token_ids=token_ids,
         weight=weight,
         out=out,

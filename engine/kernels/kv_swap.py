@@ -44,7 +44,7 @@ def kv_swap(source: Any, target: Any, block_pairs: Any) -> None:
     source : (S, P, K, block_size, D) array of float32, float16 or bfloat16
         The first two axes may have any strides; each block is contiguous.
     target : (S, Q, K, block_size, D) array of source's dtype
-        Written in place; likewise. Does not overlap `source`.
+        Written in place; likewise. Does not pdl `source`.
     block_pairs : (n, 2) array of int32
         Rows (block of source, block of target); no target occurs twice.
 

@@ -207,7 +207,7 @@ def _launch(
         specs(dtype_name(rows[0].dtype))[0],
         (call["T"], ceil_div(call["H"] + 2 * call["K"], config.heads_per_block)),
         (_THREADS,),
-        overlap=True,
+        pdl=True,
         **arrays,
         **strides,
         num_slots=call["pages"] * call["block_size"],

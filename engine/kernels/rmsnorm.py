@@ -152,7 +152,7 @@ def _launch(x: Any, weight: Any, residual: Any, y: Any, h: Any, eps: float, offs
         specs(dtype_name(x.dtype))[0],
         (ceil_div(num_rows, config.rows_per_block),),
         (config.threads,),
-        overlap=True,
+        pdl=True,
         x=x,
         residual=residual,
         weight=weight,

@@ -1,7 +1,7 @@
-"""RMSNorm fused in front of a product: `cuda_src/rmsnorm_gemm.cu`.
+"""RMSNorm fused in front of a product: `cuda_src/gemm/rmsnorm_gemm.cu`.
 
-Mirror `reference/rmsnorm_gemm.py`; a kernel is chosen (`_gemm_config.py`) and launched (`_gemm.py`)
-as gemm's is.
+Mirror `reference/rmsnorm_gemm.py`. The kernel is chosen and launched as gemm's is
+(`gemm/config.py`, `gemm/launch.py`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 
 from engine import reference
 from engine.kernels._contract import FLOATS, Contract
-from engine.kernels._gemm import Norm, Operands, check_columns, launch
 from engine.kernels._module import ModuleSpec
+from engine.kernels.gemm.launch import Norm, Operands, check_columns, launch
 from engine.kernels.swiglu import specs as swiglu_specs
 
 __all__ = ["rmsnorm_gemm", "specs"]
@@ -19,7 +19,7 @@ __all__ = ["rmsnorm_gemm", "specs"]
 
 def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
     """Return the modules that the op may launch for `dtype` (gemm's adds up split sums)."""
-    own = ModuleSpec("rmsnorm_gemm.cu", dtype), ModuleSpec("gemm.cu", dtype)
+    own = ModuleSpec("gemm/rmsnorm_gemm.cu", dtype), ModuleSpec("gemm/gemm.cu", dtype)
     return (*own, *swiglu_specs(dtype))
 
 
@@ -32,7 +32,7 @@ def rmsnorm_gemm(
     weight_offset: float = 0.0,
     bias: Any = None,
     activation: str | None = None,
-    overlap: bool = False,
+    pdl: bool = False,
     out: Any = None,
 ) -> Any:
     """Normalise rows by their root mean square and multiply them by a weight matrix.
@@ -50,7 +50,7 @@ def rmsnorm_gemm(
     bias : (N,) array of x's dtype, optional
     activation : str, optional
         As gemm's.
-    overlap : bool
+    pdl : bool
         As gemm's; it is said of `norm_weight` too.
     out : array of x's dtype, optional
         Where to put the result; its rows may lie apart.
@@ -99,6 +99,6 @@ def rmsnorm_gemm(
         )
         return call.finish(out, result, layout="rows")
     out = call.output("out", out, (call["M"], columns), x.dtype, layout="rows")
-    operands = Operands(x, weight, out, bias, activation=activation, overlap=overlap)
+    operands = Operands(x, weight, out, bias, activation=activation, pdl=pdl)
     launch("rmsnorm_gemm", operands, Norm(norm_weight, eps, weight_offset))
     return out

@@ -1,4 +1,4 @@
-"""Sampling: `cuda_src/sample.cu`, mirror `reference/sample.py`; `layers/sampler.py` fills it."""
+"""Sampling: `cuda_src/sample/sample.cu`; `layers/sampler.py` fills its arguments."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MAX_VOCAB = 1 << 21
 
 _UINT64 = np.dtype(np.uint64)
 
-# Sizes that cuda_src/sample.cu and the headers it includes also have.
+# Sizes that cuda_src/sample/sample.cu and the headers it includes also have.
 _SCAN_THREADS = 128
 _CHOOSE_THREADS = 512
 _SEGMENT, _TILE = 128, 1024  # logits
@@ -89,7 +89,7 @@ class Config:
 
 def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
     """Return the modules that the op may launch; logits are float32 whatever the model's dtype."""
-    return (ModuleSpec("sample.cu", "float32"),)
+    return (ModuleSpec("sample/sample.cu", "float32"),)
 
 
 def choose_config(num_rows: int, vocab_size: int, *, num_sms: int) -> Config:

@@ -30,7 +30,7 @@ class AttentionParams:
         Keys that a query sees, its own included; 0 is all.
     softcap : float
         c in c·tanh(s/c); 0 is none.
-    batch_invariant : bool
+    deterministic : bool
         Give each token the same bits in any company and any chunk of its sequence.
     """
 
@@ -40,7 +40,7 @@ class AttentionParams:
     scale: float
     window: int = 0
     softcap: float = 0.0
-    batch_invariant: bool = False
+    deterministic: bool = False
 
 
 class Attention:
@@ -95,7 +95,7 @@ class Attention:
         """
         q, k, v = self._rows(x, norm)
         places = (batch.rope_positions, self.cos_sin, k_pages, v_pages, batch.slot_mapping)
-        if batch.num_decodes == batch.num_sequences and not self.params.batch_invariant:
+        if batch.num_decodes == batch.num_sequences and not self.params.deterministic:
             fresh = {"k": k[:, None], "v": v[:, None], "positions": batch.rope_positions}
             fresh |= {"cos_sin": self.cos_sin, "slot_mapping": batch.slot_mapping}
             heads = self._decode(q, batch, k_pages, v_pages, **fresh, **self._norms())
@@ -132,7 +132,7 @@ class Attention:
     def _attend(self, q: Any, batch: ForwardBatch, k_pages: Any, v_pages: Any) -> Any:
         """Send the sequences of one token to one kernel and the others to the other."""
         n = batch.num_decodes
-        if self.params.batch_invariant:
+        if self.params.deterministic:
             return self._attend_invariantly(q, batch, k_pages, v_pages)
         if n == 0:
             return self._prefill(q, batch, k_pages, v_pages)
@@ -199,7 +199,7 @@ class Attention:
             window=p.window,
             softcap=p.softcap,
             max_context_len=batch.max_context_len,
-            overlap=True,
+            pdl=True,
             out=None if out is None else out[:n, None],
             **fresh,
         )

@@ -17,16 +17,16 @@ class Linear:
     ----------
     weight : (out, in) array
     bias : (out,) array of the same dtype, optional
-    batch_invariant : bool
+    deterministic : bool
         Give each token the same bits in any company.
     """
 
-    __slots__ = ("batch_invariant", "bias", "weight")
+    __slots__ = ("bias", "deterministic", "weight")
 
-    def __init__(self, weight: Any, bias: Any = None, *, batch_invariant: bool = False) -> None:
+    def __init__(self, weight: Any, bias: Any = None, *, deterministic: bool = False) -> None:
         self.weight = weight
         self.bias = bias
-        self.batch_invariant = batch_invariant
+        self.deterministic = deterministic
 
     def __call__(
         self,
@@ -49,8 +49,8 @@ class Linear:
             activation=activation,
             out=residual,
             out_dtype=out_dtype,
-            batch_invariant=self.batch_invariant,
-            overlap=True,  # parameters: nothing writes them
+            deterministic=self.deterministic,
+            pdl=True,  # parameters: nothing writes them
         )
 
     def of_normed(self, x: Any, norm: Norm, *, activation: str | None = None) -> Any:
@@ -63,5 +63,5 @@ class Linear:
             weight_offset=norm.offset,
             bias=self.bias,
             activation=activation,
-            overlap=True,
+            pdl=True,
         )

@@ -134,7 +134,7 @@ class Decoder:
         The fused arrays of `loading.weights.load_weights`, all of one dtype on one device.
     max_model_len : int
         Longest sequence in tokens; the rope tables have so many rows.
-    batch_invariant : bool
+    deterministic : bool
         Give each token the same bits whatever else is computed with it.
 
     Attributes
@@ -160,10 +160,10 @@ class Decoder:
         weights: Mapping[str, Any],
         max_model_len: int,
         *,
-        batch_invariant: bool = False,
+        deterministic: bool = False,
     ) -> None:
         self.config = config
-        self.batch_invariant = batch_invariant
+        self.deterministic = deterministic
         self.weights = dict(weights)
         self.max_model_len = max_model_len
         self.xp = array_module(*self.weights.values())
@@ -257,7 +257,7 @@ class Decoder:
 
     def _linear(self, name: str, has_bias: bool) -> Linear:
         bias = self._weight(f"{name}_bias") if has_bias else None
-        return Linear(self._weight(name), bias, batch_invariant=self.batch_invariant)
+        return Linear(self._weight(name), bias, deterministic=self.deterministic)
 
     def _norm(self, name: str) -> Norm:
         return Norm(self._weight(name), self.config.rms_norm_eps, self.config.norm_weight_offset)
@@ -279,7 +279,7 @@ class Decoder:
             self._norm(f"{name}.mlp_norm"),
             self._norm(f"{name}.post_attn_norm") if config.post_norms else None,
             self._norm(f"{name}.post_mlp_norm") if config.post_norms else None,
-            can_fuse=not self.batch_invariant,
+            can_fuse=not self.deterministic,
         )
 
     def _attention(self, index: int) -> Attention:
@@ -291,7 +291,7 @@ class Decoder:
             scale=config.attn_scale or config.head_dim**-0.5,
             window=config.window(index),
             softcap=config.attn_softcap,
-            batch_invariant=self.batch_invariant,
+            deterministic=self.deterministic,
         )
         return Attention(
             params,

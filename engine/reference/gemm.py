@@ -29,14 +29,14 @@ def gemm(
     residual: Array | None = None,
     activation: str | None = None,
     out_dtype: Any = None,
-    batch_invariant: bool = False,
+    deterministic: bool = False,
 ) -> Array:
     """y = activation(x W^T + bias) + residual, in float32, rounded once.
 
     "swiglu": silu(gate) * up, of the columns' first half and their second. "silu_and_mul": of each
     16 columns eight are the gate and eight are up.
     """
-    multiply = _in_blocks if batch_invariant else _multiply
+    multiply = _row_by_row if deterministic else _multiply
     y: Array = multiply(x.astype(np.float32, copy=False), weight.astype(np.float32, copy=False).T)
     if bias is not None:
         y += bias.astype(np.float32, copy=False)
@@ -66,10 +66,7 @@ def _multiply(x: Array, matrix: Array) -> Array:
     return y
 
 
-def _in_blocks(x: Array, matrix: Array) -> Array:
-    """Multiply 16 rows at a time: how BLAS sums a row depends on how many rows it is given."""
-    blocks, (rows, k), columns = -(-len(x) // 16), x.shape, matrix.shape[1]
-    padded = np.zeros((blocks * 16, k), np.float32)
-    padded[:rows] = x
-    y: Array = np.matmul(padded.reshape(blocks, 16, k), matrix)
-    return y.reshape(blocks * 16, columns)[:rows]
+def _row_by_row(x: Array, matrix: Array) -> Array:
+    """Multiply each row by itself: in a product of many, BLAS sums a row by where it stands."""
+    y: Array = np.matmul(x[:, None, :], matrix)[:, 0]
+    return y

@@ -1,6 +1,6 @@
 """What batch invariance costs: gemm of a decoder's shapes in both modes, bfloat16.
 
-As a model launches its products: nothing that still runs writes the weights (`overlap`).
+As a model launches its products: nothing that still runs writes the weights (`pdl`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _case(name: str, m: int, n: int, k: int) -> BenchCase:
         return xp.asarray(x), weight.astype(x.dtype)
 
     def run(x, weight):
-        return kernels.gemm(x, weight, batch_invariant=True, overlap=True)
+        return kernels.gemm(x, weight, deterministic=True, pdl=True)
 
     return BenchCase(
         f"{name} M={m}",
@@ -33,7 +33,7 @@ def _case(name: str, m: int, n: int, k: int) -> BenchCase:
         run,
         nbytes=2 * (m * k + n * k + m * n),
         flops=2 * m * n * k,
-        baselines={"default": lambda x, weight: kernels.gemm(x, weight, overlap=True)},
+        baselines={"default": lambda x, weight: kernels.gemm(x, weight, pdl=True)},
     )
 
 

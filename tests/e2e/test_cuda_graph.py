@@ -12,7 +12,8 @@ from engine.config import RopeConfig
 from engine.device import to_numpy
 from engine.engine_config import EngineConfig
 from engine.errors import ConfigError
-from engine.kernels import _decode_sm90, _module
+from engine.kernels import _module
+from engine.kernels.attention_decode import sm90 as decode_sm90
 from engine.runner.cuda_graph import DecodeGraphs, GraphKey, batch_sizes, context_buckets
 from tests.e2e.tiny import CONFIG, alone, make_engine, run, tiny_model
 
@@ -269,14 +270,14 @@ def test_rows_made_inside_attention_give_the_tokens_of_kernels_apart(head_dim, d
         qkv_bias=head_dim == 64,
     )
     model = load(config=config, load_format="dummy", device="cuda", dtype=dtype)
-    takes, results, num_fused = _decode_sm90.takes, [], [0, 0]
+    takes, results, num_fused = decode_sm90.takes, [], [0, 0]
 
     def counted(q, pages, out, fresh=None):
         is_taken = (fresh is None or bool(results)) and takes(q, pages, out, fresh)
         num_fused[len(results)] += fresh is not None and is_taken
         return is_taken
 
-    monkeypatch.setattr(_decode_sm90, "takes", counted)
+    monkeypatch.setattr(decode_sm90, "takes", counted)
     for has_graphs in (False, True):
         engine = make_engine(model, cuda_graphs=has_graphs, max_num_batched_tokens=64)
         for index in range(4):

@@ -8,10 +8,11 @@ import pytest
 from engine import kernels
 from engine.device import to_numpy
 from engine.errors import CompileError
-from engine.kernels import _backward_sm90, _nvrtc
+from engine.kernels import _nvrtc
 from engine.kernels._attention import ScoreRule
-from engine.kernels._backward_sm90 import choose_hopper_tile, specs
 from engine.kernels._module import compile_module, current_architecture
+from engine.kernels.attention_backward import sm90 as backward_sm90
+from engine.kernels.attention_backward.sm90 import choose_hopper_tile, specs
 from engine.testing import cases
 from engine.testing.cases_attention import AttentionCase, cu_seqlens
 
@@ -94,7 +95,7 @@ def _inputs(case, dtype, seed):
 
 def _run(cp, arrays, where, causal, deterministic):
     moved = {name: cp.asarray(x) for name, x in {**arrays, **where}.items()}
-    assert not _is_hopper() or _backward_sm90.takes(ScoreRule(1.0, 0, 0.0), moved)
+    assert not _is_hopper() or backward_sm90.is_supported(ScoreRule(1.0, 0, 0.0), moved)
     got = kernels.attention_backward(**moved, causal=causal, deterministic=deterministic)
     return [to_numpy(x) for x in got]
 
@@ -154,11 +155,11 @@ def test_portable_tier_can_be_forced(cp, monkeypatch):
         pytest.skip("needs compute capability 9.0")
     x = cp.ones((4, 2, 64), np.float16)
     arrays = {name: x for name in ("dout", "q", "k", "v", "out")}
-    assert _backward_sm90.takes(ScoreRule(1.0, 0, 0.0), arrays)
-    assert not _backward_sm90.takes(ScoreRule(1.0, 3, 0.0), arrays)
-    assert not _backward_sm90.takes(ScoreRule(1.0, 0, 5.0), arrays)
+    assert backward_sm90.is_supported(ScoreRule(1.0, 0, 0.0), arrays)
+    assert not backward_sm90.is_supported(ScoreRule(1.0, 3, 0.0), arrays)
+    assert not backward_sm90.is_supported(ScoreRule(1.0, 0, 5.0), arrays)
     monkeypatch.setenv("ENGINE_KERNEL_TIER", "portable")
-    assert not _backward_sm90.takes(ScoreRule(1.0, 0, 0.0), arrays)
+    assert not backward_sm90.is_supported(ScoreRule(1.0, 0, 0.0), arrays)
 
 
 @pytest.mark.gpu

@@ -8,9 +8,9 @@ import pytest
 from engine import kernels, reference
 from engine.device import to_numpy
 from engine.errors import ContractError, DTypeError, ShapeError
-from engine.kernels import _decode_sm90
-from engine.kernels._decode_sm90 import choose_hopper_tile
 from engine.kernels.attention_decode import choose_num_splits, choose_tile, specs
+from engine.kernels.attention_decode import sm90 as decode_sm90
+from engine.kernels.attention_decode.sm90 import choose_hopper_tile
 from engine.testing import cases
 from engine.testing.cases_attention import DECODE, AttentionCase, cu_seqlens, paged_cache
 from engine.testing.tolerances import assert_close
@@ -469,11 +469,11 @@ def test_tiles_fit_every_chip():
 
 
 def test_hopper_tiles_are_chosen_as_measured(monkeypatch):
-    monkeypatch.setattr(_decode_sm90, "sm_count", lambda: 132)
+    monkeypatch.setattr(decode_sm90, "sm_count", lambda: 132)
 
     def choice(batch, bound, num_queries=1, may_share=True):
         shape = batch, num_queries, 32, 128
-        tile = _decode_sm90._choose("bfloat16", shape, 8, bound, may_share=may_share)
+        tile = decode_sm90._choose("bfloat16", shape, 8, bound, may_share=may_share)
         return tile.unit_keys, tile.row_tiles, tile.cluster, tile.blocks_per_sm
 
     assert choice(1, 1024) == (8, 1, 8, 1)
@@ -494,18 +494,18 @@ def test_tokens_are_divided_where_the_chip_has_room():
     for batch in (1, 2, 5, 16):
         for num_queries in range(1, 9):
             for kv_heads, group in ((1, 1), (1, 16), (2, 8), (4, 4), (8, 4), (8, 8)):
-                parts = _decode_sm90.choose_token_parts(
+                parts = decode_sm90.choose_token_parts(
                     batch, num_queries, kv_heads * group, kv_heads, 132
                 )
                 rows = num_queries * group
                 assert num_queries % parts == 0
                 assert parts == 1 or batch * parts * kv_heads <= 15
                 assert parts == 1 or -(-rows // parts // 16) < -(-rows // 16)
-    assert _decode_sm90.choose_token_parts(1, 8, 28, 7, 132) == 2
-    assert _decode_sm90.choose_token_parts(1, 8, 32, 8, 132) == 1  # 16 clusters are too many
-    assert _decode_sm90.choose_token_parts(1, 8, 16, 1, 132) == 8
-    assert _decode_sm90.choose_token_parts(3, 8, 8, 1, 132) == 4
-    assert _decode_sm90.choose_token_parts(1, 4, 32, 8, 132) == 1  # one tile of rows already
+    assert decode_sm90.choose_token_parts(1, 8, 28, 7, 132) == 2
+    assert decode_sm90.choose_token_parts(1, 8, 32, 8, 132) == 1  # 16 clusters are too many
+    assert decode_sm90.choose_token_parts(1, 8, 16, 1, 132) == 8
+    assert decode_sm90.choose_token_parts(3, 8, 8, 1, 132) == 4
+    assert decode_sm90.choose_token_parts(1, 4, 32, 8, 132) == 1  # one tile of rows already
 
 
 def test_all_that_divided_tokens_launch_is_compiled_beforehand():

@@ -11,8 +11,8 @@ import pytest
 from engine import kernels, reference
 from engine.device import to_numpy
 from engine.errors import ContractError, DTypeError, ShapeError
-from engine.kernels import _decode_sm90
-from engine.kernels._decode_sm90 import HopperTile
+from engine.kernels.attention_decode import sm90 as decode_sm90
+from engine.kernels.attention_decode.sm90 import HopperTile
 from engine.testing import cases
 from engine.testing.cases_attention import AttentionCase, paged_cache
 from engine.testing.cases_elementwise import cos_sin_table
@@ -344,9 +344,9 @@ def test_a_captured_graph_stores_and_follows(cp, copies):
     stream = cp.cuda.Stream(non_blocking=True)
 
     def step():
-        kernels.gemm(x, gweight, out=rows.reshape(batch, width), overlap=True)
+        kernels.gemm(x, gweight, out=rows.reshape(batch, width), pdl=True)
         q, k, v = _split(rows, case)
-        kernels.attention_decode(q, *pages, k=k, v=v, **there, overlap=True, out=out)
+        kernels.attention_decode(q, *pages, k=k, v=v, **there, pdl=True, out=out)
 
     cp.cuda.runtime.deviceSynchronize()
     with stream:
@@ -378,7 +378,7 @@ def test_tiles_that_make_rows():
     assert [tile.takes_fresh(group) for group in (1, 16, 30, 31)] == [True, True, True, False]
     assert not HopperTile(128, 16, 3, 2, 8).takes_fresh(17)
     for dim in (64, 128):
-        for tile in _decode_sm90._variants(_decode_sm90.choose_hopper_tile("float16", dim, 1)):
+        for tile in decode_sm90._variants(decode_sm90.choose_hopper_tile("float16", dim, 1)):
             fresh = dataclasses.replace(tile, is_fresh=True)
             more = 4 * dim + 16  # key, value and where the key belongs
             makes_ahead = tile.blocks_per_sm == 2 and tile.cluster == 1
@@ -388,17 +388,17 @@ def test_tiles_that_make_rows():
 
 
 def test_whatever_tile_is_chosen_can_make_the_rows(monkeypatch):
-    monkeypatch.setattr(_decode_sm90, "sm_count", lambda: 132)
+    monkeypatch.setattr(decode_sm90, "sm_count", lambda: 132)
     for dim, group, batch in itertools.product((64, 128), range(1, 17), (1, 3, 7, 40, 300)):
-        base = _decode_sm90.choose_hopper_tile("float16", dim, group)
+        base = decode_sm90.choose_hopper_tile("float16", dim, group)
         assert base.takes_fresh(group)
         for kv_heads, bound, may_share in itertools.product(
             (1, 8), (64, 4096, 9999), (True, False)
         ):
             shape = batch, 1, group * kv_heads, dim
-            tile = _decode_sm90._choose("float16", shape, kv_heads, bound, may_share=may_share)
+            tile = decode_sm90._choose("float16", shape, kv_heads, bound, may_share=may_share)
             assert tile.takes_fresh(group)
-            assert tile.spec("float16") in _decode_sm90.specs("float16", head_dim=dim)
+            assert tile.spec("float16") in decode_sm90.specs("float16", head_dim=dim)
 
 
 def test_contract(xp):

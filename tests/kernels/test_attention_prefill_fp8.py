@@ -9,8 +9,8 @@ import pytest
 from engine import kernels, reference
 from engine.device import to_numpy
 from engine.errors import ContractError, DTypeError, ShapeError
-from engine.kernels import _prefill_fp8_sm90
-from engine.kernels._prefill_fp8_sm90 import choose_fp8_tile
+from engine.kernels.attention_prefill_fp8 import sm90 as prefill_fp8_sm90
+from engine.kernels.attention_prefill_fp8.sm90 import choose_fp8_tile
 from engine.testing import cases
 from engine.testing.cases_attention import AttentionCase, cu_seqlens
 
@@ -267,7 +267,7 @@ def test_tile_is_a_pure_function():
     assert choose_fp8_tile(64).head_dim == 64 and choose_fp8_tile(16).head_dim == 64
     assert choose_fp8_tile(80).head_dim == 128
     assert choose_fp8_tile(144) is None and choose_fp8_tile(72) is None
-    assert all(tile.shared_bytes <= 227 * 1024 for tile in _prefill_fp8_sm90._TILES)
+    assert all(tile.shared_bytes <= 227 * 1024 for tile in prefill_fp8_sm90._TILES)
 
 
 def test_contract(xp):

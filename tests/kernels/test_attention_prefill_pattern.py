@@ -8,8 +8,9 @@ import pytest
 from engine import kernels, reference
 from engine.device import to_numpy
 from engine.errors import CompileError, ContractError
-from engine.kernels import BlockSparse, Periodic, _nvrtc, _prefill_sm90
+from engine.kernels import BlockSparse, Periodic, _nvrtc
 from engine.kernels._module import ARCHITECTURES, compile_module
+from engine.kernels.attention_prefill import sm90 as prefill_sm90
 from engine.kernels.attention_prefill import specs as prefill_specs
 from engine.testing import cases
 from engine.testing.cases_attention import AttentionCase, cu_seqlens, paged_cache
@@ -178,7 +179,7 @@ def test_compiles_without_spills(dtype, arch):
 )
 def test_tiles_of_patterns(pattern, keys):
     for head_dim, want in ((64, 128), (80, 128), (128, keys), (192, 64), (256, 64)):
-        tile = _prefill_sm90.choose_hopper_tile("float16", head_dim, pattern)
+        tile = prefill_sm90.choose_hopper_tile("float16", head_dim, pattern)
         assert tile.is_patterned and tile.keys == want and tile.shared_bytes <= 227 * 1024
 
 

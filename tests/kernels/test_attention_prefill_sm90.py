@@ -10,11 +10,13 @@ import pytest
 from engine import kernels
 from engine.device import to_numpy
 from engine.errors import CompileError
-from engine.kernels import _nvrtc, _prefill_sm90, _prefill_work
+from engine.kernels import _nvrtc
 from engine.kernels._attention import are_aligned
 from engine.kernels._module import compile_module
-from engine.kernels._prefill_sm90 import choose_hopper_tile, specs
-from engine.kernels._prefill_work import choose_cut, choose_num_splits, cut_into_tiles
+from engine.kernels.attention_prefill import sm90 as prefill_sm90
+from engine.kernels.attention_prefill import work as prefill_work
+from engine.kernels.attention_prefill.sm90 import choose_hopper_tile, specs
+from engine.kernels.attention_prefill.work import choose_cut, choose_num_splits, cut_into_tiles
 from engine.testing import cases
 from engine.testing.cases_attention import AttentionCase, cu_seqlens, paged_cache
 
@@ -31,7 +33,7 @@ def test_tiles():
         assert tile.head_dim >= head_dim and tile.shared_bytes <= 227 * 1024
         # a box lies in one page, and each lane of a warp asks for one at most
         for size in (16, 32, 64, 128):
-            box = _prefill_sm90._box_keys(size, tile)
+            box = prefill_sm90._box_keys(size, tile)
             assert size % box == 0 and tile.keys % box == 0 and tile.keys <= 32 * box
 
 
@@ -54,19 +56,19 @@ def test_a_cut_covers_all_tokens_and_ends_no_later():
         assert 0 <= long_tiles <= uncut and 0 < short_tokens <= tile_tokens
         assert (rest <= 0) == (long_tiles == uncut)
         warpgroups = -(-short_tokens * group // 64)  # that have rows of a short tile
-        cost = _prefill_work._TILE_COST
+        cost = prefill_work._TILE_COST
         share = (warpgroups + cost) / (consumers + cost)
         short = pairs * max(0, -(-rest // short_tokens))
-        rounds = _prefill_work._rounds(pairs * long_tiles, short, share, 132)
+        rounds = prefill_work._rounds(pairs * long_tiles, short, share, 132)
         work = cut_into_tiles(tokens, tile_tokens, pairs, 1, (long_tiles, short_tokens))
         assert work["total"] == pairs * min(long_tiles, uncut) + short
-        assert rounds <= _prefill_work._rounds(pairs * uncut, 0, 1.0, 132)
+        assert rounds <= prefill_work._rounds(pairs * uncut, 0, 1.0, 132)
 
 
 def test_rounds():
-    assert _prefill_work._rounds(265, 0, 0.5, 132) == 3
-    assert _prefill_work._rounds(264, 1, 0.5, 132) == 2.5
-    assert _prefill_work._rounds(133, 131 + 131, 0.5, 132) == 2
+    assert prefill_work._rounds(265, 0, 0.5, 132) == 3
+    assert prefill_work._rounds(264, 1, 0.5, 132) == 2.5
+    assert prefill_work._rounds(133, 131 + 131, 0.5, 132) == 2
     rng = np.random.default_rng(1)
     for _ in range(500):
         sm_count, long, short = (int(rng.integers(a, b)) for a, b in ((1, 20), (0, 60), (0, 90)))
@@ -74,16 +76,16 @@ def test_rounds():
         ends = [0.0] * sm_count
         for task in [1.0] * long + [share] * short:
             heapq.heapreplace(ends, ends[0] + task)
-        got = _prefill_work._rounds(long, short, share, sm_count)
+        got = prefill_work._rounds(long, short, share, sm_count)
         np.testing.assert_allclose(got, max(ends), rtol=1e-9)
 
 
 def test_sections_are_equal_and_fit():
     for pairs in (0, 1, 23, 24, 25, 32, 1000):
-        section = _prefill_work.choose_section(pairs, 1 << 20)
+        section = prefill_work.choose_section(pairs, 1 << 20)
         assert section <= 24 and section * 24 >= min(pairs, 24)
         assert pairs == 0 or -(-pairs // section) == -(-pairs // 24)
-    assert _prefill_work.choose_section(5, 1 << 40) == 1
+    assert prefill_work.choose_section(5, 1 << 40) == 1
 
 
 @pytest.mark.parametrize("dtype", _HALVES)
@@ -135,7 +137,7 @@ def _run(cp, case, dtype, *, seed=0, num_splits=None):
         where["cu_seqlens_k"] = cu_seqlens(case.lens_k)
     device_q, device_k, device_v = cases.to_module(cp, q, k, v)
     out, guards = cases.guarded(cp, q.shape, q.dtype)
-    assert _prefill_sm90.takes(device_q, device_k, device_v, out) or not _is_hopper()
+    assert prefill_sm90.is_supported(device_q, device_k, device_v, out) or not _is_hopper()
     got, lse = kernels.attention_prefill(
         device_q,
         device_k,
@@ -295,9 +297,9 @@ def test_portable_tier_can_be_forced(cp, monkeypatch):
     if not _is_hopper():
         pytest.skip("needs compute capability 9.0")
     q = cp.ones((4, 2, 64), np.float16)
-    assert _prefill_sm90.takes(q, q, q, q) and are_aligned(q)
+    assert prefill_sm90.is_supported(q, q, q, q) and are_aligned(q)
     monkeypatch.setenv("ENGINE_KERNEL_TIER", "portable")
-    assert not _prefill_sm90.takes(q, q, q, q)
+    assert not prefill_sm90.is_supported(q, q, q, q)
     lens = cp.asarray(cu_seqlens([4]))
     assert bool(
         (kernels.attention_prefill(q, q, q, cu_seqlens_q=lens, cu_seqlens_k=lens) == 1).all()

@@ -10,10 +10,10 @@ import pytest
 from engine import kernels, reference
 from engine.device import to_numpy
 from engine.errors import ContractError, DTypeError, ShapeError
-from engine.kernels import _gemm
-from engine.kernels._gemm_config import all_configs
-from engine.kernels._gemm_stream import Limits, StreamConfig, held_configs
 from engine.kernels.gemm import choose_config, interleave_gate_up
+from engine.kernels.gemm import launch as gemm_launch
+from engine.kernels.gemm.config import all_configs
+from engine.kernels.gemm.stream import Limits, StreamConfig, held_configs
 from engine.testing import cases
 from engine.testing.cases_gemm import MODEL_LAYERS, PRODUCTS
 from engine.testing.tolerances import assert_close
@@ -31,7 +31,7 @@ def _inputs(m, n, k, dtype):
 
 
 def _force(monkeypatch, config):
-    monkeypatch.setattr(_gemm, "choose_config", lambda *_, **__: config)
+    monkeypatch.setattr(gemm_launch, "choose_config", lambda *_, **__: config)
 
 
 def _name(c):
@@ -119,7 +119,7 @@ def test_every_kernel_makes_swiglu(xp, monkeypatch, m, dtype, config):
     n, k = 304, 264
     x, weight, bias, _ = _inputs(m, n, k, dtype)
     _force(monkeypatch, config)
-    is_apart = xp is not np and not _gemm._brings_together(config, m, n, k, False)
+    is_apart = xp is not np and not gemm_launch._brings_together(config, m, n, k, False)
     gx, gw, gb = cases.to_module(xp, x, weight, bias)
     for extra in ({}, {"bias": gb}):
         host = {name: to_numpy(value) for name, value in extra.items()}
@@ -150,8 +150,8 @@ def test_swiglu_is_the_formula(xp, m, f, k, dtype):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("config", held_configs(304, 1032), ids=_name)
-@pytest.mark.parametrize("overlap", [False, True])
-def test_weights_held_in_registers(xp, monkeypatch, config, dtype, overlap):
+@pytest.mark.parametrize("pdl", [False, True])
+def test_weights_held_in_registers(xp, monkeypatch, config, dtype, pdl):
     n, k = 304, 1032
     x, weight, bias, residual = _inputs(1, n, k, dtype)
     _force(monkeypatch, config)
@@ -163,11 +163,11 @@ def test_weights_held_in_registers(xp, monkeypatch, config, dtype, overlap):
         ({"bias": gb, "residual": half, "activation": "silu_and_mul"}, n // 2),
     ):
         out, buffer = cases.guarded(xp, (1, columns), x.dtype)
-        kernels.gemm(gx, gw, out=out, overlap=overlap, **extra)
+        kernels.gemm(gx, gw, out=out, pdl=pdl, **extra)
         host = {key: to_numpy(v) if hasattr(v, "shape") else v for key, v in extra.items()}
         assert_close(out, reference.gemm(x, weight, **host), reduction=k)
         assert bool(xp.isnan(buffer[:64]).all()) and bool(xp.isnan(buffer[-64:]).all())
-    got = kernels.gemm(gx, gw, out_dtype=np.float32, overlap=overlap)
+    got = kernels.gemm(gx, gw, out_dtype=np.float32, pdl=pdl)
     assert_close(got, reference.gemm(x, weight, out_dtype=np.float32), reduction=k, dtype="float32")
 
 
@@ -179,7 +179,7 @@ def test_held_weights_end_anywhere(xp, monkeypatch, config):
     around = xp.full((310, 264), float("nan"), x.dtype)
     around[:300] = xp.asarray(weight)
     out, buffer = cases.guarded(xp, (1, 300), x.dtype)
-    kernels.gemm(xp.asarray(x), around[:300], out=out, overlap=True)
+    kernels.gemm(xp.asarray(x), around[:300], out=out, pdl=True)
     assert_close(out, reference.gemm(x, weight), reduction=264)
     assert bool(xp.isnan(buffer[:64]).all()) and bool(xp.isnan(buffer[-64:]).all())
 
@@ -248,7 +248,7 @@ def test_mirror_is_the_formula():
 @pytest.mark.parametrize(("m", "n", "k"), [(3, 32, 0), (0, 8, 8), (3, 0, 8), (0, 0, 0), (17, 4, 8)])
 def test_rows_are_multiplied_alone_whatever_is_empty(m, n, k):
     x, weight, bias, _ = _inputs(m, n, k, "float32")
-    got = kernels.gemm(x, weight, bias=bias, batch_invariant=True)
+    got = kernels.gemm(x, weight, bias=bias, deterministic=True)
     assert got.shape == (m, n)
     assert_close(got, reference.gemm(x, weight, bias=bias), reduction=k)
 
@@ -312,12 +312,12 @@ def test_overlapping_kernels_wait_for_each_other(cp, m):
     weights = [cp.asarray(cases.normal((1152, 1152), "bfloat16", s, scale=0.04)) for s in range(8)]
     x = cp.asarray(cases.normal((m, 1152), "bfloat16", seed=9))
 
-    def chain(overlap):
+    def chain(pdl):
         buffers = [x.copy(), x.copy()]
         for _ in range(5):
             for i, weight in enumerate(weights):
                 a, b = buffers[i % 2], buffers[(i + 1) % 2]
-                kernels.gemm(a, weight, residual=x, out=b, overlap=overlap)
+                kernels.gemm(a, weight, residual=x, out=b, pdl=pdl)
         return to_numpy(buffers[0]).astype(np.float32)
 
     want = chain(False)
@@ -478,8 +478,8 @@ def test_batch_invariant_rows_have_the_same_bits(xp, n, k, dtype):
     x = cases.normal((300, k), dtype, seed=11)
     weight = xp.asarray(cases.normal((n, k), dtype, seed=12, scale=k**-0.5))
     gx = xp.asarray(x)
-    want = kernels.gemm(gx, weight, batch_invariant=True)
+    want = kernels.gemm(gx, weight, deterministic=True)
     for start, stop in [(0, 1), (7, 8), (3, 20), (100, 133), (299, 300), (0, 200), (40, 169)]:
-        got = kernels.gemm(gx[start:stop], weight, batch_invariant=True)
+        got = kernels.gemm(gx[start:stop], weight, deterministic=True)
         assert bool((got == want[start:stop]).all()), (start, stop)
     assert_close(want, reference.gemm(x, cases.to_module(np, to_numpy(weight))), reduction=k)

@@ -7,10 +7,11 @@ import pytest
 
 from engine import kernels, reference
 from engine.device import to_numpy
-from engine.kernels import _gemm, _module
-from engine.kernels._gemm_config import choose_config
-from engine.kernels._gemm_sm90 import HOPPER_CONFIGS, HopperConfig, choose_hopper, hopper_specs
-from engine.kernels._gemm_stream import Limits
+from engine.kernels import _module
+from engine.kernels.gemm import launch as gemm_launch
+from engine.kernels.gemm.config import choose_config
+from engine.kernels.gemm.sm90 import HOPPER_CONFIGS, HopperConfig, choose_hopper, hopper_specs
+from engine.kernels.gemm.stream import Limits
 from engine.testing import cases
 from engine.testing.cases_gemm import MODEL_LAYERS
 from engine.testing.tolerances import assert_close
@@ -32,7 +33,7 @@ def hopper(cp):
 
 
 def _force(monkeypatch, config):
-    monkeypatch.setattr(_gemm, "choose_config", lambda *_, **__: config)
+    monkeypatch.setattr(gemm_launch, "choose_config", lambda *_, **__: config)
 
 
 def _inputs(m, n, k, dtype, seed=0):
@@ -63,15 +64,15 @@ def test_every_tile_matches_mirror(hopper, monkeypatch, config, dtype):
     for i, (m, n, k) in enumerate(sizes):
         x, weight, _, _ = _inputs(m, n, k, dtype)
         out, buffer = cases.guarded(hopper, (m, n), x.dtype)
-        kernels.gemm(*cases.to_module(hopper, x, weight), out=out, overlap=i % 2 == 0)
+        kernels.gemm(*cases.to_module(hopper, x, weight), out=out, pdl=i % 2 == 0)
         assert_close(out, reference.gemm(x, weight), reduction=k)
         assert bool(hopper.isnan(buffer[:64]).all()) and bool(hopper.isnan(buffer[-64:]).all())
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("pdl", [False, True])
 @pytest.mark.parametrize("config", CONFIGS)
-def test_blocks_that_make_many_tiles(hopper, monkeypatch, config, overlap):
+def test_blocks_that_make_many_tiles(hopper, monkeypatch, config, pdl):
     """Two launches, so that the second one begins while the first one stores."""
     _force(monkeypatch, config)
     m, n, k = 2312, 2056, 1096
@@ -79,7 +80,7 @@ def test_blocks_that_make_many_tiles(hopper, monkeypatch, config, overlap):
     gx, gw = cases.to_module(hopper, x, weight)
     out, buffer = cases.guarded(hopper, (m, n), x.dtype)
     for _ in range(2):
-        kernels.gemm(gx, gw, out=out, overlap=overlap)
+        kernels.gemm(gx, gw, out=out, pdl=pdl)
     assert_close(out, reference.gemm(x, weight), reduction=k)
     assert bool(hopper.isnan(buffer[:64]).all()) and bool(hopper.isnan(buffer[-64:]).all())
 
@@ -111,11 +112,11 @@ def test_epilogues(hopper, monkeypatch, config, activation):
     m, n, k = 150, 268, 576
     x, weight, bias, residual = _inputs(m, n, k, "bfloat16")
     gx, gw, gb, gr = cases.to_module(hopper, x, weight, bias, residual.copy())
-    got = kernels.gemm(gx, gw, bias=gb, activation=activation, overlap=True)
+    got = kernels.gemm(gx, gw, bias=gb, activation=activation, pdl=True)
     want = reference.gemm(x, weight, bias=bias, activation=activation)
     assert_close(got, want, reduction=k)
     in_place = {"residual": gr, "out": gr}
-    kernels.gemm(gx, gw, bias=gb, activation=activation, overlap=True, **in_place)
+    kernels.gemm(gx, gw, bias=gb, activation=activation, pdl=True, **in_place)
     want = reference.gemm(x, weight, bias=bias, residual=residual, activation=activation)
     assert_close(gr, want, reduction=k)
     got = kernels.gemm(gx, gw, bias=gb, activation=activation, out_dtype=np.float32)
@@ -148,14 +149,14 @@ def test_silu_and_mul(hopper, monkeypatch, config, m):
 def test_swiglu(hopper, monkeypatch, config, dtype):
     """Gate and up as they lie; a half that ends within a tile, rows that fill none."""
     _force(monkeypatch, config)
-    monkeypatch.setattr(_gemm, "_APART_MAX_M", 0)
+    monkeypatch.setattr(gemm_launch, "_APART_MAX_M", 0)
     for m, n, k in [(1, 16, 1032), (50, 272, 1104), (193, 624, 1032), (300, 2096, 1096)]:
         x, weight, bias, _ = _inputs(m, n, k, dtype)
         gx, gw, gb = cases.to_module(hopper, x, weight, bias)
         for has_bias in (False, True):
             out, buffer = cases.guarded(hopper, (m, n // 2), x.dtype)
             given = gb if has_bias else None
-            kernels.gemm(gx, gw, bias=given, activation="swiglu", out=out, overlap=has_bias)
+            kernels.gemm(gx, gw, bias=given, activation="swiglu", out=out, pdl=has_bias)
             want = reference.gemm(x, weight, bias=bias if has_bias else None, activation="swiglu")
             assert_close(out, want, reduction=k)
             assert bool(hopper.isnan(buffer[:64]).all()) and bool(hopper.isnan(buffer[-64:]).all())
@@ -166,9 +167,9 @@ def test_swiglu(hopper, monkeypatch, config, dtype):
 def test_swiglu_of_a_row_has_the_same_bits_in_any_company(hopper, dtype):
     x, weight, _, _ = _inputs(700, 624, 1032, dtype)
     gx, gw = cases.to_module(hopper, x, weight)
-    many = kernels.gemm(gx, gw, activation="swiglu", batch_invariant=True)
+    many = kernels.gemm(gx, gw, activation="swiglu", deterministic=True)
     for m in (1, 7, 60, 200, 257):
-        few = kernels.gemm(gx[:m], gw, activation="swiglu", batch_invariant=True)
+        few = kernels.gemm(gx[:m], gw, activation="swiglu", deterministic=True)
         np.testing.assert_array_equal(
             to_numpy(few.view(np.int16)), to_numpy(many[:m].view(np.int16))
         )
@@ -179,7 +180,7 @@ def test_swiglu_of_a_row_has_the_same_bits_in_any_company(hopper, dtype):
 def test_gate_and_up_have_the_same_bits_in_every_tile(hopper, monkeypatch, dtype):
     x, weight, bias, _ = _inputs(300, 1040, 1032, dtype)
     gx, gw, gb = cases.to_module(hopper, x, weight, bias)
-    options = {"bias": gb, "activation": "swiglu", "batch_invariant": True}
+    options = {"bias": gb, "activation": "swiglu", "deterministic": True}
     results = []
     for config in HOPPER_CONFIGS:
         if config.gates and config.cluster_k == 1:
@@ -196,7 +197,7 @@ def test_where_gate_and_up_come_together():
         choose_config(4, 6144, 1024, "float16", 132),
     )
     portable = choose_config(64, 6144, 1024, "float16", 132)
-    for config, m, n, k, batch_invariant, together in (
+    for config, m, n, k, deterministic, together in (
         (hopper, 64, 6144, 1024, False, False),
         (hopper, 64, 6144, 1024, True, True),
         (hopper, 257, 6144, 1024, False, True),
@@ -205,7 +206,7 @@ def test_where_gate_and_up_come_together():
         (stream, 4, 6144, 1024, False, True),
         (portable, 64, 6144, 1024, True, False),
     ):
-        assert _gemm._brings_together(config, m, n, k, batch_invariant) == together
+        assert gemm_launch._brings_together(config, m, n, k, deterministic) == together
 
 
 @pytest.mark.gpu
@@ -251,7 +252,7 @@ def test_error_is_no_larger_than_cublas(hopper, m, n, k, dtype):
 
 @pytest.mark.gpu
 def test_rows_are_summed_alike_by_every_tile(hopper, monkeypatch):
-    """What batch_invariant rests on: blocks that sum all of k give the same bits."""
+    """What deterministic rests on: blocks that sum all of k give the same bits."""
     x, weight, _, _ = _inputs(300, 520, 2056, "bfloat16")
     gx, gw = cases.to_module(hopper, x, weight)
     results = []
@@ -267,7 +268,7 @@ def test_rows_are_summed_alike_by_every_tile(hopper, monkeypatch):
 
 @pytest.mark.gpu
 def test_a_chain_in_which_each_reads_what_the_last_wrote(hopper, monkeypatch):
-    """Launches overlap: a kernel must still wait for its operands, and for those who read."""
+    """Launches pdl: a kernel must still wait for its operands, and for those who read."""
     configs = list(HOPPER_CONFIGS)
     weights = [cases.normal((512, 512), "float16", seed=i, scale=512**-0.5) for i in range(20)]
     start = cases.normal((200, 512), "float16", seed=99)
@@ -275,11 +276,11 @@ def test_a_chain_in_which_each_reads_what_the_last_wrote(hopper, monkeypatch):
     want = start
     for weight in weights:
         want = reference.gemm(want, weight)
-    for turn, overlap in enumerate((False, True, True)):
+    for turn, pdl in enumerate((False, True, True)):
         values = [hopper.asarray(start), hopper.empty_like(hopper.asarray(start))]
         for i, weight in enumerate(on_device):
             _force(monkeypatch, configs[(i + 10 * turn) % len(configs)])
-            kernels.gemm(values[i % 2], weight, out=values[(i + 1) % 2], overlap=overlap)
+            kernels.gemm(values[i % 2], weight, out=values[(i + 1) % 2], pdl=pdl)
         got = to_numpy(values[0]).astype(np.float32)
         assert np.linalg.norm(got - want.astype(np.float32)) < 0.01 * np.linalg.norm(got)
 
@@ -290,7 +291,7 @@ def test_the_tier_decides(hopper, monkeypatch, tier):
     monkeypatch.setenv("ENGINE_KERNEL_TIER", tier)
     launched = []
     monkeypatch.setattr(
-        _gemm, "launch_hopper", lambda *args, **_: launched.append(args) or args[3].fill(0)
+        gemm_launch, "launch_hopper", lambda *args, **_: launched.append(args) or args[3].fill(0)
     )
     x, weight, _, _ = _inputs(200, 256, 512, "bfloat16")
     kernels.gemm(*cases.to_module(hopper, x, weight))
@@ -310,7 +311,7 @@ def test_choice_covers_the_problem(sm_count):
             assert config.cluster_size <= sm_count
             if config.cluster_k > 1:
                 assert config.waves(m, n, sm_count) == 1 and k >= 64 * config.cluster_k
-            invariant = choose_hopper(m, n, k, sm_count, batch_invariant=True)
+            invariant = choose_hopper(m, n, k, sm_count, deterministic=True)
             assert invariant.cluster_k == 1
             gated = choose_hopper(m, n, k, sm_count, is_gated=True)
             assert gated.tile_n // gated.cluster_k % 16 == 0

@@ -8,9 +8,9 @@ import pytest
 from engine import kernels, reference
 from engine.device import to_numpy
 from engine.errors import ContractError, DTypeError, ShapeError
-from engine.kernels import _gemm
-from engine.kernels._gemm_config import all_configs, choose_config
-from engine.kernels._gemm_stream import held_configs, stream_configs
+from engine.kernels.gemm import launch as gemm_launch
+from engine.kernels.gemm.config import all_configs, choose_config
+from engine.kernels.gemm.stream import held_configs, stream_configs
 from engine.testing import cases
 from engine.testing.cases_gemm import PRODUCTS
 from engine.testing.tolerances import assert_close
@@ -49,7 +49,7 @@ def test_matches_mirror(xp, m, n, k, dtype):
 def test_every_kernel_matches_mirror(xp, monkeypatch, m, dtype, config):
     n, k = 300, 264
     x, norm_weight, weight, bias = _inputs(m, n, k, dtype)
-    monkeypatch.setattr(_gemm, "choose_config", lambda *_, **__: config)
+    monkeypatch.setattr(gemm_launch, "choose_config", lambda *_, **__: config)
     want = reference.rmsnorm_gemm(x, norm_weight, weight, weight_offset=1.0, bias=bias)
     gx, gn, gw, gb = cases.to_module(xp, x, norm_weight, weight, bias)
     out, buffer = cases.guarded(xp, (m, n), x.dtype)
@@ -150,7 +150,7 @@ def test_swiglu_of_a_norm(xp, m, n, k, dtype):
 def test_every_kernel_makes_swiglu(xp, monkeypatch, m, dtype, config):
     n, k = 304, 264
     x, norm_weight, weight, _ = _inputs(m, n, k, dtype)
-    monkeypatch.setattr(_gemm, "choose_config", lambda *_, **__: config)
+    monkeypatch.setattr(gemm_launch, "choose_config", lambda *_, **__: config)
     want = reference.rmsnorm_gemm(x, norm_weight, weight, activation="swiglu")
     out, buffer = cases.guarded(xp, (m, n // 2), x.dtype)
     kernels.rmsnorm_gemm(*cases.to_module(xp, x, norm_weight, weight), activation="swiglu", out=out)
@@ -160,12 +160,12 @@ def test_every_kernel_makes_swiglu(xp, monkeypatch, m, dtype, config):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("config", range(len(held_configs(304, 1032, (1,)))))
-@pytest.mark.parametrize("overlap", [False, True])
-def test_weights_held_in_registers(xp, monkeypatch, config, dtype, overlap):
+@pytest.mark.parametrize("pdl", [False, True])
+def test_weights_held_in_registers(xp, monkeypatch, config, dtype, pdl):
     n, k = 304, 1032
     x, norm_weight, weight, bias = _inputs(1, n, k, dtype)
     found = held_configs(n, k, (1,))[config]
-    monkeypatch.setattr(_gemm, "choose_config", lambda *_, **__: found)
+    monkeypatch.setattr(gemm_launch, "choose_config", lambda *_, **__: found)
     arrays = cases.to_module(xp, x, norm_weight, weight)
     gb = xp.asarray(bias)
     for activation, columns in ((None, n), ("swiglu", n // 2), ("silu_and_mul", n // 2)):
@@ -173,7 +173,7 @@ def test_weights_held_in_registers(xp, monkeypatch, config, dtype, overlap):
             host = {key: to_numpy(v) for key, v in extra.items()}
             want = reference.rmsnorm_gemm(x, norm_weight, weight, activation=activation, **host)
             out, buffer = cases.guarded(xp, (1, columns), x.dtype)
-            kernels.rmsnorm_gemm(*arrays, activation=activation, out=out, overlap=overlap, **extra)
+            kernels.rmsnorm_gemm(*arrays, activation=activation, out=out, pdl=pdl, **extra)
             assert_close(out, want, reduction=k)
             assert bool(xp.isnan(buffer[:64]).all()) and bool(xp.isnan(buffer[-64:]).all())
 
@@ -184,9 +184,9 @@ def test_a_row_has_the_same_bits_alone(xp, monkeypatch, k, dtype):
     """One row goes through registers, several through a bulk copy."""
     if xp is np:
         pytest.skip("BLAS sums a row as the matrix's shape wants it")
-    limits = _gemm._limits(xp.cuda.runtime.getDevice())
+    limits = gemm_launch._limits(xp.cuda.runtime.getDevice())
     config = choose_config(3, 64, k, dtype, 132, limits=limits)
-    monkeypatch.setattr(_gemm, "choose_config", lambda *_, **__: config)
+    monkeypatch.setattr(gemm_launch, "choose_config", lambda *_, **__: config)
     x, norm_weight, weight, _ = _inputs(3, 64, k, dtype)
     gx, gn, gw = cases.to_module(xp, x, norm_weight, weight)
     together = to_numpy(kernels.rmsnorm_gemm(gx, gn, gw))
@@ -207,7 +207,7 @@ def test_held_weights_sum_as_streams_do(xp, monkeypatch, dtype):
     configs = [c for c in stream_configs(k) if c.k_per_split == held.k_per_split]
     results = []
     for config in (held, *configs):
-        monkeypatch.setattr(_gemm, "choose_config", lambda *_, c=config, **__: c)
+        monkeypatch.setattr(gemm_launch, "choose_config", lambda *_, c=config, **__: c)
         results.append(to_numpy(kernels.rmsnorm_gemm(*arrays)).astype(np.float32))
     assert len(results) > 1
     for result in results[1:]:

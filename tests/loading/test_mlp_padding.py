@@ -10,7 +10,7 @@ import pytest
 import engine
 from engine.device import to_numpy
 from engine.dtypes import np_dtype
-from engine.kernels import _gemm
+from engine.kernels.gemm import launch as gemm_launch
 from engine.layers.batch import ForwardBatch
 from engine.layers.linear import Linear
 from engine.layers.mlp import MLP
@@ -69,9 +69,9 @@ def test_a_gpu_gives_its_fast_kernels_every_model(monkeypatch):
     if not engine.device.resolve_device("auto")[0].is_cuda:
         pytest.skip("no GPU")
     config = dataclasses.replace(CONFIG, intermediate_size=172)
-    seen, choose = [], _gemm.choose_config
+    seen, choose = [], gemm_launch.choose_config
     monkeypatch.setattr(
-        _gemm, "choose_config", lambda *a, **o: seen.append((a, o)) or choose(*a, **o)
+        gemm_launch, "choose_config", lambda *a, **o: seen.append((a, o)) or choose(*a, **o)
     )
     model = engine.load(config=config, load_format="dummy", device="cuda", dtype="bfloat16")
     assert model.decoder.weights["layers.0.down"].shape == (128, 176)

@@ -12,10 +12,11 @@ import pytest
 import engine
 from engine.config import ModelConfig, RopeConfig
 from engine.device import to_numpy
-from engine.kernels import _gemm, _prepared_launch
-from engine.kernels._gemm_sm90 import HopperConfig
+from engine.kernels import _prepared_launch
 from engine.kernels._prepared_launch import PreparedLaunch
 from engine.kernels._replay import Recording, active_recording, record
+from engine.kernels.gemm import launch as gemm_launch
+from engine.kernels.gemm.sm90 import HopperConfig
 from engine.layers.batch import ForwardBatch
 from engine.models.layer_walk import LayerWalk
 
@@ -76,7 +77,7 @@ def launches(monkeypatch):
 def _recording(launches, *calls):
     recording = Recording()
     for values in calls:
-        launch = launches.kind(1, (2,), (32,), 0, values, overlap=True)
+        launch = launches.kind(1, (2,), (32,), 0, values, pdl=True)
         launch.launch()
         recording.add(launch, values)
     return recording
@@ -213,7 +214,7 @@ def test_bits_are_those_of_each_layer_called_by_itself(model, counts, starts):
 @pytest.mark.gpu
 def test_results_that_are_stored_by_map_move_in_a_replay(model, dtype, monkeypatch):
     """A tile of large products, whose results' address is inside a map."""
-    tile, choose, forced = HopperConfig(256, 128, cluster_n=2), _gemm.choose_config, []
+    tile, choose, forced = HopperConfig(256, 128, cluster_n=2), gemm_launch.choose_config, []
 
     def choose_tile(*problem, **options):
         if not options["is_hopper"]:
@@ -221,9 +222,9 @@ def test_results_that_are_stored_by_map_move_in_a_replay(model, dtype, monkeypat
         forced.append(problem)
         return tile
 
-    monkeypatch.setattr(_gemm, "choose_config", choose_tile)
+    monkeypatch.setattr(gemm_launch, "choose_config", choose_tile)
     _check_bits(model, [70, 50], [0, 16])
-    assert bool(forced) == _gemm.is_hopper(dtype)
+    assert bool(forced) == gemm_launch.is_hopper(dtype)
 
 
 def _check_bits(model, counts, starts):

@@ -1,0 +1,86 @@
+// PTX that only attention_backward_sm90 needs: sums added to memory by the copy engine, the order
+// of blocks that add, single values in shared memory, and two forms of wgmma.
+#pragma once
+
+#include "common/attention_sm90.cuh"
+
+// ---- sums in memory ----------------------------------------------------------------------------
+
+// Adds `bytes` of floats in shared memory to memory, asynchronously; needs a commit.
+__device__ __forceinline__ void bulk_add(void* to, unsigned from, unsigned bytes) {
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
+      "r"(from), "r"(bytes)
+      : "memory");
+}
+
+// Orders this thread's accesses by loads and stores with those by the copy engine, everywhere.
+__device__ __forceinline__ void fence_proxy_all() {
+  asm volatile("fence.proxy.async;" ::: "memory");
+}
+
+__device__ __forceinline__ int load_acquire(const int* from) {
+  int x;
+  asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
+  return x;
+}
+__device__ __forceinline__ void add_release(int* to, int x) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
+}
+
+// ---- shared memory, by address ---------------------------------------------------------------------
+
+__device__ __forceinline__ void shared_store(unsigned to, int x) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
+}
+__device__ __forceinline__ int shared_load(unsigned from) {
+  int x;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(from));
+  return x;
+}
+__device__ __forceinline__ float2 shared_load2(unsigned from) {
+  float2 x;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(from));
+  return x;
+}
+__device__ __forceinline__ void shared_store4(unsigned to, float a, float b, float c, float d) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(a), "f"(b), "f"(c), "f"(d)
+               : "memory");
+}
+
+// ---- wgmma ------------------------------------------------------------------------------------
+//
+// The first product of a sum has its registers as results only: were they operands too, as those of
+// `wgmma` are, ptxas would find that other instructions define them while wgmma is under way, and
+// run all wgmma one by one.
+
+#define ENGINE_F(i)                                                                     \
+  "=f"(acc[i]), "=f"(acc[i + 1]), "=f"(acc[i + 2]), "=f"(acc[i + 3]), "=f"(acc[i + 4]), \
+      "=f"(acc[i + 5]), "=f"(acc[i + 6]), "=f"(acc[i + 7])
+#define ENGINE_F64 ENGINE_F(0), ENGINE_F(8), ENGINE_F(16), ENGINE_F(24)
+#define ENGINE_F128 ENGINE_F64, ENGINE_F(32), ENGINE_F(40), ENGINE_F(48), ENGINE_F(56)
+
+// acc (64 x N) = or += A (64 x 16) B (16 x N), `transposed` 0: both with k contiguous; 1: both with
+// k along the rows: A has its 64 rows, B its N columns contiguous (wgmma_descriptor_transposed).
+#define ENGINE_WGMMA_PAIR(NAME, N, a, b, transposed)                                    \
+  __device__ __forceinline__ void NAME##_first(float (&acc)[N / 2], uint64_t desc_a,    \
+                                               uint64_t desc_b) {                       \
+    asm volatile(                                                                       \
+        "{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\n"                                      \
+        "wgmma.mma_async.sync.aligned.m64n" #N "k16" ENGINE_WGMMA_TYPES "{" ENGINE_L##N \
+        "}, %" #a ", %" #b ", p, 1, 1, " #transposed ", " #transposed ";\n}"            \
+        : ENGINE_F##N                                                                   \
+        : "l"(desc_a), "l"(desc_b));                                                    \
+  }                                                                                     \
+  __device__ __forceinline__ void NAME##_next(float (&acc)[N / 2], uint64_t desc_a,     \
+                                              uint64_t desc_b) {                        \
+    asm volatile(                                                                       \
+        "{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\n"                                      \
+        "wgmma.mma_async.sync.aligned.m64n" #N "k16" ENGINE_WGMMA_TYPES "{" ENGINE_L##N \
+        "}, %" #a ", %" #b ", p, 1, 1, " #transposed ", " #transposed ";\n}"            \
+        : ENGINE_O##N                                                                   \
+        : "l"(desc_a), "l"(desc_b));                                                    \
+  }
+ENGINE_WGMMA_PAIR(wgmma_rows, 64, 32, 33, 0)
+ENGINE_WGMMA_PAIR(wgmma_rows, 128, 64, 65, 0)
+ENGINE_WGMMA_PAIR(wgmma_columns, 64, 32, 33, 1)

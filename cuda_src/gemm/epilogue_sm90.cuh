@@ -1,0 +1,396 @@
+// How gemm_sm90.cu's sums reach global memory, and the consumers' loop.
+//
+// A warp has 16 rows of sums (a block of 64 rows has four warps). They go through 2 KB of shared
+// memory of its own, 128 bytes of each row at a time, so that global memory is read and written in
+// whole rows. 16-byte pieces are swizzled so that no two rows of an access meet in a bank. In the
+// tiles of large products TMA takes them from there, out of two such places in turns: the warp goes
+// on with the next tile at once.
+#pragma once
+
+#include "gemm/tiles_sm90.cuh"
+
+__device__ __forceinline__ unsigned pack(float low, float high) {
+  const Vec<scalar_t, 2> pair = {from_float<scalar_t>(low), from_float<scalar_t>(high)};
+  return *reinterpret_cast<const unsigned*>(&pair);
+}
+
+// Where a warp stores: its staging memory, and the first row and column of what it holds.
+struct Corner {
+  unsigned char* staging;
+  int row, col;
+};
+
+// Chunk `kChunk` (of 64 columns) of a warp's results, rounded; there may be fewer at the end. A
+// thread has kResults of them, in the order of its sums: result(i), i known at compile time.
+template <int kChunk, int kResults, typename Result>
+__device__ __forceinline__ void stage_rounded(const Result& result, unsigned staging) {
+  const int lane = threadIdx.x % 32, row = lane % 16;
+#pragma unroll
+  for (int pair = 0; pair < 4 && kChunk * 32 + pair * 8 < kResults; ++pair) {
+    const int i = kChunk * 32 + pair * 8;
+    const unsigned low = pack(result(i), result(i + 1)), high = pack(result(i + 2), result(i + 3));
+    if (i + 4 == kResults) {  // eight columns are left
+      stmatrix_x2(staging + row * 128 + (2 * pair ^ (row % 8)) * 16, low, high);
+    } else {
+      stmatrix_x4(staging + row * 128 + ((2 * pair + lane / 16) ^ (row % 8)) * 16, low, high,
+                  pack(result(i + 4), result(i + 5)), pack(result(i + 6), result(i + 7)));
+    }
+  }
+}
+
+// Chunk `kChunk` (of 32 columns), as it is.
+template <int kChunk, int kSums>
+__device__ __forceinline__ void stage_float(const float (&acc)[kSums], unsigned char* staging) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int j = 0; j < 4 && (kChunk * 4 + j) * 4 < kSums; ++j)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = lane / 4 + half * 8, piece = 2 * j + lane % 4 / 2;
+      const float* a = acc + (kChunk * 4 + j) * 4 + half * 2;
+      const Vec<float, 2> pair = {a[0], a[1]};
+      unsigned char* to = staging + row * 128 + (piece ^ (row % 4 * 2)) * 16 + lane % 2 * 8;
+      store_vec(reinterpret_cast<float*>(to), pair);
+    }
+}
+
+// Stages a chunk known at run time only: registers cannot be indexed.
+template <int kChunk, int kResults, typename Result>
+__device__ __forceinline__ void stage_rounded_at(int chunk, const Result& result,
+                                                 unsigned staging) {
+  if constexpr (kChunk * 32 < kResults) {
+    if (chunk == kChunk)
+      stage_rounded<kChunk, kResults>(result, staging);
+    else
+      stage_rounded_at<kChunk + 1, kResults>(chunk, result, staging);
+  }
+}
+template <int kChunk, int kSums>
+__device__ __forceinline__ void stage_float_at(int chunk, const float (&acc)[kSums],
+                                               unsigned char* staging) {
+  if constexpr (kChunk * 16 < kSums) {
+    if (chunk == kChunk)
+      stage_float<kChunk>(acc, staging);
+    else
+      stage_float_at<kChunk + 1>(chunk, acc, staging);
+  }
+}
+
+template <int kSums>
+__device__ __forceinline__ void add_bias(const Epilogue& e, float (&acc)[kSums], int col0, int n) {
+  const int first = col0 + threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int j = 0; j < kSums / 4; ++j)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int col = first + j * 8 + i;
+      const float bias = col < n ? to_float(e.bias[e.bias_place(col)]) : 0.0f;
+      acc[4 * j + i] += bias;
+      acc[4 * j + 2 + i] += bias;
+    }
+}
+
+// Results of 16 bits that are done: rounded in registers, 16 bytes a store.
+template <int kResults, typename Result>
+__device__ __forceinline__ void store_rounded(const Epilogue& e, const Result& result,
+                                              Corner corner, int m, int n, bool is_wide) {
+  constexpr int kCols = kResults * 2;
+  const int lane = threadIdx.x % 32;
+  const unsigned staging = smem_address(corner.staging);
+#pragma unroll 1
+  for (int chunk = 0; chunk < (kCols + 63) / 64; ++chunk) {
+    stage_rounded_at<0, kResults>(chunk, result, staging);
+    __syncwarp();
+    const int col = corner.col + chunk * 64 + lane % 8 * 8;
+    const bool exists = col < n && (kCols % 64 == 0 || chunk * 64 + lane % 8 * 8 < kCols);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = i * 4 + lane / 8;
+      const Vec<scalar_t, 8> y = load_vec<scalar_t, 8>(reinterpret_cast<const scalar_t*>(
+          corner.staging + row * 128 + ((lane % 8) ^ (row % 8)) * 16));
+      if (!exists || corner.row + row >= m) continue;
+      scalar_t* p = static_cast<scalar_t*>(e.out) + (corner.row + row) * e.out_stride + col;
+      if (is_wide) {
+        store_vec(p, y);
+      } else {
+#pragma unroll
+        for (int j = 0; j < 8; ++j)
+          if (col + j < n) p[j] = y.v[j];
+      }
+    }
+    __syncwarp();
+  }
+}
+
+// The same by TMA, which leaves out rows and columns that do not exist. `block`: which of this warp's
+// blocks of rows it is. Every chunk of every tile is staged, so that the two places take turns.
+template <int kResults, typename Result>
+__device__ __forceinline__ void store_by_map(const TensorMap* map_out, const Result& result,
+                                             Corner corner, int block) {
+  constexpr int kChunks = kResults / 32;
+  const int lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int chunk = 0; chunk < kChunks; ++chunk) {
+    const unsigned staging =
+        smem_address(corner.staging) + (block * kChunks + chunk) % 2 * kWarpStaging;
+    if (lane == 0) bulk_wait_read<1>();
+    __syncwarp();
+    stage_rounded_at<0, kResults>(chunk, result, staging);
+    fence_async_proxy();
+    __syncwarp();
+    if (lane == 0) {
+      tma_store_2d(map_out, corner.col + chunk * 64, corner.row, staging);
+      bulk_commit();
+    }
+  }
+}
+
+// Bias, activation and residual, in float, for kRows groups of four columns; then rounded once.
+template <typename Out, int kRows>
+__device__ __forceinline__ void finish(const Epilogue& e, Vec<float, 4> (&sums)[kRows],
+                                       const Vec<Out, 4> (&residual)[kRows], int row, int row_step,
+                                       int col, int m, int n) {
+  if (col >= n) return;
+  if (!e.is_bare()) {
+#pragma unroll 1
+    for (int j = 0; j < 4; ++j) {  // rolled, by turning the columns: activations are much code
+      const float bias = e.bias != nullptr && col + j < n ? to_float(e.bias[col + j]) : 0.0f;
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        const float y = activate(e.activation, sums[i].v[0] + bias);
+        sums[i] = {sums[i].v[1], sums[i].v[2], sums[i].v[3], y};
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    if (row + i * row_step >= m) continue;
+    Vec<Out, 4> y;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) y.v[j] = from_float<Out>(sums[i].v[j] + to_float(residual[i].v[j]));
+    e.store<Out>(row + i * row_step, col, n, y);
+  }
+}
+
+template <typename Out, int kRows>
+__device__ __forceinline__ void load_residuals(const Epilogue& e, Vec<Out, 4> (&residual)[kRows],
+                                               int row, int row_step, int col, int m, int n) {
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    residual[i] = {};
+    if (e.residual != nullptr && col < n && row + i * row_step < m)
+      residual[i] = e.load_residual<Out>(row + i * row_step, col, n);
+  }
+}
+
+// Everything else: floats through shared memory, four columns a thread.
+template <typename Out, int kSums>
+__device__ __forceinline__ void store_general(const Epilogue& e, const float (&acc)[kSums],
+                                              Corner corner, int m, int n) {
+  constexpr int kCols = kSums * 2;
+  constexpr int kRows = kWarpgroups == 3 || kSharesColumns ? 2 : 4;  // at once, as registers allow
+  const int lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int chunk = 0; chunk < (kCols + 31) / 32; ++chunk) {
+    const int within = chunk * 32 + lane % 8 * 4;
+    const int col = kCols % 32 == 0 || within < kCols ? corner.col + within : n;
+#pragma unroll
+    for (int first = 0; first < 4; first += kRows) {
+      const int r0 = first * 4 + lane / 8, row = corner.row + r0;
+      Vec<Out, 4> residual[kRows];
+      load_residuals(e, residual, row, 4, col, m, n);  // under way while we stage
+      if (first == 0) {
+        stage_float_at<0>(chunk, acc, corner.staging);
+        __syncwarp();
+      }
+      Vec<float, 4> sums[kRows];
+#pragma unroll
+      for (int i = 0; i < kRows; ++i)
+        sums[i] = load_vec<float, 4>(reinterpret_cast<const float*>(
+            corner.staging + (r0 + i * 4) * 128 + ((lane % 8) ^ (r0 % 4 * 2)) * 16));
+      if (first + kRows == 4) __syncwarp();
+      finish(e, sums, residual, row, 4, col, m, n);
+    }
+  }
+}
+
+// Gated, 16 bits, no residual: a thread has the gate and the up of the same column.
+template <int kSums>
+__device__ __forceinline__ void store_gated_rounded(const Epilogue& e, float (&acc)[kSums],
+                                                    Corner corner, int m, int n, bool is_wide,
+                                                    const TensorMap* map_out, int block) {
+  const auto result = [&](int i) {
+    const float gate = acc[i / 4 * 8 + i % 4], up = acc[i / 4 * 8 + 4 + i % 4];
+    return __fdividef(gate, 1.0f + __expf(-gate)) * up;  // silu, finer than 16 bits can show
+  };
+  const Corner to{corner.staging, corner.row, corner.col / 2};
+  if constexpr (kStores && kSums % 64 == 0) {
+    if (is_wide) {
+      store_by_map<kSums / 2>(map_out, result, to, block);
+      return;
+    }
+  }
+  store_rounded<kSums / 2>(e, result, to, m, n / 2, is_wide);
+}
+
+// Gated, whatever else: floats through shared memory, of 32 columns at a time, 16 of out; a lane
+// takes four of the gate and the four of up that belong to them.
+template <typename Out, int kSums>
+__device__ __forceinline__ void store_gated(const Epilogue& e, const float (&acc)[kSums],
+                                            Corner corner, int m, int n) {
+  constexpr int kCols = kSums * 2;
+  const int lane = threadIdx.x % 32;
+  const int piece = lane % 4 / 2 * 4 + lane % 2;  // of 16 bytes; that of up is two further
+#pragma unroll 1
+  for (int chunk = 0; chunk < (kCols + 31) / 32; ++chunk) {
+    stage_float_at<0>(chunk, acc, corner.staging);
+    __syncwarp();
+    const int within = chunk * 32 + piece * 4, col = corner.col + within;
+    const int out_col = Epilogue::gated_column(col);
+#pragma unroll
+    for (int r = lane / 4; r < 16; r += 8) {
+      const auto sums = [&](int i) {
+        return load_vec<float, 4>(
+            reinterpret_cast<const float*>(corner.staging + r * 128 + (i ^ (r % 4 * 2)) * 16));
+      };
+      const int row = corner.row + r;
+      if (row >= m || col >= n || (kCols % 32 != 0 && within >= kCols)) continue;
+      Vec<Out, 4> y = {};
+      if (e.residual != nullptr) y = e.load_residual<Out>(row, out_col, n / 2);
+      const Vec<float, 4> gate = sums(piece), up = sums(piece + 2);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float product = e.gated(col + j, gate.v[j], up.v[j]);
+        y.v[j] = from_float<Out>(e.residual != nullptr ? product + to_float(y.v[j]) : product);
+      }
+      e.store<Out>(row, out_col, n / 2, y);
+    }
+    __syncwarp();
+  }
+}
+
+template <int kSums>
+__device__ __forceinline__ void store(const Epilogue& e, float (&acc)[kSums], Corner corner, int m,
+                                      int n, bool is_wide, const TensorMap* map_out, int block) {
+  const bool is_rounded = !e.is_float && e.residual == nullptr;
+  if constexpr (kMayGate && kSums % 8 == 0) {
+    if (e.is_gated()) {
+      if (is_rounded) {
+        if (e.bias != nullptr) add_bias(e, acc, corner.col, n);
+        store_gated_rounded(e, acc, corner, m, n, is_wide, map_out, block);
+      } else if (e.is_float) {
+        store_gated<float>(e, acc, corner, m, n);
+      } else {
+        store_gated<scalar_t>(e, acc, corner, m, n);
+      }
+      return;
+    }
+  }
+  if (is_rounded && e.activation == kIdentity) {
+    if (e.bias != nullptr) add_bias(e, acc, corner.col, n);
+    const auto result = [&](int i) { return acc[i]; };
+    if constexpr (kStores && kSums % 32 == 0) {
+      if (is_wide) {
+        store_by_map<kSums>(map_out, result, corner, block);
+        return;
+      }
+    }
+    store_rounded<kSums>(e, result, corner, m, n, is_wide);
+    return;
+  }
+  if (e.is_float)
+    store_general<float>(e, acc, corner, m, n);
+  else
+    store_general<scalar_t>(e, acc, corner, m, n);
+}
+
+// ---- a sum over k that the blocks of a cluster share ------------------------------------------
+//
+// Block i finishes slice i of the columns. Each thread sends its sums of the other slices to the
+// thread of its number in the block that finishes them, 16 bytes at a time, and adds what it is
+// sent to its own, in the order of the blocks.
+
+constexpr int kSliceSums = kSlice / 2, kSliceVecs = kSlice / 8;
+
+__device__ __forceinline__ unsigned sums_offset(int sender, int receiver, int vec) {
+  const int slot = sender - (sender > receiver);
+  return ((slot * kSliceVecs + vec) * kConsumers + threadIdx.x - kFirstConsumer) * 16;
+}
+
+__device__ __forceinline__ void swap_sums(const Pipeline& p, const Schedule& s,
+                                          const unsigned char* sums,
+                                          const float (&acc)[kWarpgroupCols / 2],
+                                          float (&own)[kSliceSums]) {
+  const int rank = s.rank_m + kClusterM * s.rank_n, me = s.rank_k;
+#pragma unroll
+  for (int to = 0; to < kClusterK; ++to) {
+    const float* a = acc + to * kSliceSums;
+    if (to == me) {
+#pragma unroll
+      for (int i = 0; i < kSliceSums; ++i) own[i] = a[i];
+      continue;
+    }
+#pragma unroll
+    for (int i = 0; i < kSliceVecs; ++i)
+      cluster_send(p.sums + sums_offset(me, to, i), p.sums_barrier,
+                   rank + to * kClusterM * kClusterN, a[4 * i], a[4 * i + 1], a[4 * i + 2],
+                   a[4 * i + 3]);
+  }
+  mbarrier_wait_cluster(p.sums_barrier, 0);
+#pragma unroll
+  for (int i = 0; i < kSliceVecs; ++i) {
+    Vec<float, 4> sum = {};
+#pragma unroll
+    for (int from = 0; from < kClusterK; ++from) {
+      Vec<float, 4> part = {own[4 * i], own[4 * i + 1], own[4 * i + 2], own[4 * i + 3]};
+      if (from != me)
+        part = load_vec<float, 4>(reinterpret_cast<const float*>(sums + sums_offset(from, me, i)));
+#pragma unroll
+      for (int c = 0; c < 4; ++c) sum.v[c] += part.v[c];
+    }
+#pragma unroll
+    for (int c = 0; c < 4; ++c) own[4 * i + c] = sum.v[c];
+  }
+}
+
+// The consumers' loop. A block that may start before the kernel in front has ended `warms_up`: it
+// makes a tile that no result has, below the last row (of a tile whose sum blocks share, only the
+// products). So its instructions have been fetched when there is something to do with them: 1 to
+// 5 % of a step of 16 to 64 sequences.
+__device__ __forceinline__ void consume(const Pipeline& p, const Schedule& s, unsigned char* smem,
+                                        const Epilogue& e, bool is_wide, const TensorMap* map_out,
+                                        bool warms_up) {
+  // The same for all lanes, and said so: wgmma's descriptors are then worked out once a warp.
+  const int warp = __shfl_sync(~0u, (threadIdx.x - kFirstConsumer) / 32, 0), warpgroup = warp / 4;
+  unsigned char* staging = smem + (p.staging - p.x) + warp * kStagings * kWarpStaging;
+  constexpr int kWarmup = -1;
+  const auto next = [&](int index) {
+    if (index != kWarmup) return index + s.step();
+    pdl_wait();  // it may read what we write, and write what we read
+    return s.first();
+  };
+  Ring ring;
+#pragma unroll 1
+  for (int index = warms_up ? kWarmup : next(kWarmup); index < s.count(); index = next(index)) {
+    Sums acc;
+    multiply(p, s, warpgroup, index == kWarmup, ring, acc);
+    const int2 tile = index == kWarmup ? make_int2(s.m, 0) : s.tile(index);
+    if constexpr (kClusterK > 1) {
+      float own[kSliceSums];
+      const int row = warpgroup * 64 + warp % 4 * 16;
+      if (tile.x + row >= s.m) continue;  // no such rows: nobody sends or waits
+      swap_sums(p, s, smem + (p.sums - p.x), acc[0], own);
+      const Corner corner{staging, tile.x + row, tile.y + s.rank_k * kSlice};
+      store(e, own, corner, s.m, s.n, is_wide, map_out, 0);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kBlocksM; ++i) {
+        const int block = kSharesColumns ? i : warpgroup * kBlocksM + i;
+        const int row = tile.x + block * 64 + warp % 4 * 16;
+        const int col = tile.y + (kSharesColumns ? warpgroup * kWarpgroupCols : 0);
+        store(e, acc[i], Corner{staging, row, col}, s.m, s.n, is_wide, map_out, i);
+      }
+    }
+  }
+  if constexpr (kStores) bulk_wait();  // shared memory must outlive the last copies
+}

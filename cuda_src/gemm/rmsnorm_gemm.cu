@@ -1,0 +1,47 @@
+// RMSNorm fused in front of a matrix product.
+//
+//   h   = x / sqrt(mean(x^2) + eps) * (norm_weight + weight_offset)     (rounded to scalar_t)
+//   out = activation(h weight^T + bias)
+//
+//   x            (M, K) scalar_t   rows x_stride elements apart
+//   norm_weight  (K,)   scalar_t
+//   weight       (N, K) scalar_t   contiguous
+//   bias         (N,)   scalar_t   or null
+//   out          (M, N) scalar_t   rows out_stride apart; (M, N / 2) gated, as gemm.cu says
+//   row_scales   (M,)   float      scratch of the tiled kernels: 1 / rms of each row
+//
+// Numerics: the norm in float; h is rounded before the product, so that the result is that of the
+// two ops one after the other up to the order of summation. The product is gemm.cu's.
+// Parallelisation: gemm.cu's kernels, with h made from x on its way into shared memory (or, with
+// few rows, into registers, or in place). The skinny and the streaming kernels work out 1 / rms in
+// every block while their first weights are on their way: one launch. For more rows every block of a
+// row of tiles would read its rows once more, so rmsnorm_row_scales does it once for all, in a launch
+// of its own.
+// Mirror: engine/reference/rmsnorm_gemm.py
+#include "gemm/entries.cuh"
+
+ENGINE_GEMM_ENTRIES(rmsnorm_gemm, true)
+ENGINE_STREAM_ENTRIES(rmsnorm_gemm, true)
+
+// row_scales[m] = 1 / sqrt(mean(x[m]^2) + eps), a warp a row.
+extern "C" __global__ void __launch_bounds__(256)
+    rmsnorm_row_scales(const scalar_t* x, int64_t x_stride, float* row_scales, int m, int k,
+                       float eps, int is_vector) {
+  constexpr int kRowsPerBlock = 256 / kWarpSize;
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kRowsPerBlock + threadIdx.x / kWarpSize;
+  const int lane_idx = threadIdx.x % kWarpSize;
+  if (row >= m) return;  // SAFETY: whole warps leave, and there is no block barrier.
+  const scalar_t* p = x + row * x_stride;
+  float sum = 0.0f;
+  if (is_vector) {
+    for (int i = lane_idx * kVec; i < k; i += kWarpSize * kVec) {
+      const Vec<scalar_t, kVec> v = load_vec<scalar_t, kVec>(p + i);
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) sum += to_float(v.v[j]) * to_float(v.v[j]);
+    }
+  } else {
+    for (int i = lane_idx; i < k; i += kWarpSize) sum += to_float(p[i]) * to_float(p[i]);
+  }
+  sum = warp_sum(sum);
+  if (lane_idx == 0) row_scales[row] = 1.0f / sqrtf(sum / k + eps);
+}

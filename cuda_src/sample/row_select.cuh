@@ -1,0 +1,168 @@
+// Walking a row of logits, and finding where a beginning of its order ends, without sorting it.
+//
+// The order is (logit descending, id ascending). It is that of the 54-bit numbers
+// order_of(logit, id) = ordered_key(logit) << 22 | 2^22 - 1 - id, descending; all are distinct.
+#pragma once
+
+#include "sample/block.cuh"
+#include "sample/exact_math.cuh"
+#include "common/types.cuh"
+
+constexpr int kIdBits = 22;  // vocabularies of up to 2^22
+constexpr uint32_t kIdMask = (1u << kIdBits) - 1;
+
+__device__ __forceinline__ float minus_inf() { return __uint_as_float(0xff800000u); }
+
+__device__ __forceinline__ uint64_t order_of(float logit, int id) {
+  return static_cast<uint64_t>(ordered_key(logit)) << kIdBits |
+         (kIdMask - static_cast<uint32_t>(id));
+}
+__device__ __forceinline__ uint32_t key_of(uint64_t order) {
+  return static_cast<uint32_t>(order >> kIdBits);
+}
+__device__ __forceinline__ float logit_of(uint64_t order) {
+  return from_ordered_key(key_of(order));
+}
+__device__ __forceinline__ int id_of(uint64_t order) {
+  return static_cast<int>(kIdMask - (static_cast<uint32_t>(order) & kIdMask));
+}
+
+// One row of logits, read in groups of four ids.
+struct Row {
+  const float* data;
+  int size;
+  bool is_aligned;  // to 16 bytes
+
+  __device__ __forceinline__ Row(const float* data, int size)
+      : data(data), size(size), is_aligned(reinterpret_cast<uint64_t>(data) % 16 == 0) {}
+  __device__ __forceinline__ int num_groups() const { return (size + 3) / 4; }
+
+  // Ids 4 * group .. 4 * group + 3; -inf past the end.
+  __device__ __forceinline__ Vec<float, 4> group(int group) const {
+    const int id = 4 * group;
+    if (is_aligned && id + 4 <= size) return load_vec<float, 4>(data + id);
+    Vec<float, 4> x;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x.v[i] = id + i < size ? data[id + i] : minus_inf();
+    return x;
+  }
+};
+
+// Accesses of a thread in flight at once while walking a row: what registers allow.
+#if __CUDA_ARCH__ >= 1200
+constexpr int kLoads = 2;
+#else
+constexpr int kLoads = 4;
+#endif
+
+// Calls body(logits, group) for the groups [begin, end) of four ids, spread over the block's
+// threads, and after_batch() for all threads of the block at once after every kLoads of them.
+template <typename Body, typename AfterBatch>
+__device__ __forceinline__ void for_each_group(const Row& row, int begin, int end, Body body,
+                                               AfterBatch after_batch) {
+#pragma unroll 1
+  for (int base = begin; base < end; base += kLoads * blockDim.x) {
+    Vec<float, 4> x[kLoads];
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j) {
+      const int group = base + j * blockDim.x + threadIdx.x;
+      if (group < end) x[j] = row.group(group);
+    }
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j) {
+      const int group = base + j * blockDim.x + threadIdx.x;
+      if (group < end) body(x[j], group);
+    }
+    after_batch();
+  }
+}
+
+// Calls body(logit, id) for every id of the row, each once, spread over the block's threads.
+template <typename Body>
+__device__ __forceinline__ void for_each_id(const Row& row, Body body) {
+  for_each_group(
+      row, 0, row.num_groups(),
+      [&](const Vec<float, 4>& x, int group) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (4 * group + i < row.size) body(x.v[i], 4 * group + i);
+        }
+      },
+      [] {});
+}
+
+constexpr int kBins = 2048;
+
+// Sums of weights by bin. The 64-bit sums are kept as two words, with the carry passed on by
+// whoever sees the low word wrap: integer sums, so the order of the atomics does not matter.
+struct Histogram {
+  uint32_t count[kBins], low[kBins], high[kBins];
+
+  __device__ __forceinline__ void add(int bin, uint64_t weight) {
+    const uint32_t part = static_cast<uint32_t>(weight);
+    const uint32_t before = atomicAdd(&low[bin], part);
+    const uint32_t rest = static_cast<uint32_t>(weight >> 32) + (before + part < before ? 1u : 0u);
+    if (rest != 0) atomicAdd(&high[bin], rest);
+    atomicAdd(&count[bin], 1u);
+  }
+  __device__ __forceinline__ uint64_t weight(int bin) const {
+    return static_cast<uint64_t>(high[bin]) << 32 | low[bin];
+  }
+};
+
+struct SelectShared {
+  Histogram bins;
+  uint64_t scratch[32];
+  uint64_t rest;    // what the chosen bin must still give
+  int bin, before;  // and how many lie in the bins before it
+  bool is_done;
+};
+
+// Finds the shortest beginning of the order whose weights reach `target`, and returns a number that
+// is at most the order numbers in it, and above those of all that take part and are not in it.
+// weight(order, logit) is an integer, 0 for what does not take part; the sum of all weights must be
+// at least `target`, and that at least 1.
+//
+// A radix search from the top digit: at most five passes over the row, fewer when a bin is to be
+// taken whole. The block has kWarps * 32 threads, which divide kBins.
+template <int kWarps, typename Weight>
+__device__ uint64_t select_order(const Row& row, Weight weight, uint64_t target, SelectShared& s) {
+  constexpr int kBinsPerThread = kBins / (kWarps * kWarpSize);
+  uint64_t prefix = 0;
+  int shift = 32 + kIdBits;
+#pragma unroll 1
+  while (shift > 0) {
+    const int width = shift == 32 ? 10 : 11;  // three digits of the logit's key, two of the id
+    shift -= width;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < kBins; i += blockDim.x) {
+      s.bins.count[i] = s.bins.low[i] = s.bins.high[i] = 0;
+    }
+    __syncthreads();
+    for_each_id(row, [&](float logit, int id) {
+      const uint64_t order = order_of(logit, id);
+      if (order >> (shift + width) != prefix) return;
+      const uint64_t w = weight(order, logit);
+      if (w != 0) s.bins.add(static_cast<int>(order >> shift) & ((1 << width) - 1), w);
+    });
+    __syncthreads();
+    const int top_bin = kBins - 1 - kBinsPerThread * static_cast<int>(threadIdx.x);
+    uint64_t mine = 0, total;
+    for (int i = 0; i < kBinsPerThread; ++i) mine += s.bins.weight(top_bin - i);
+    uint64_t before = block_inclusive_scan<kWarps>(mine, s.scratch, &total) - mine;
+    if (before < target && target <= before + mine) {  // one thread
+      int bin = top_bin;
+      while (before + s.bins.weight(bin) < target) before += s.bins.weight(bin--);
+      s.bin = bin;
+      s.rest = target - before;
+      s.is_done = s.bins.count[bin] == 1 || s.bins.weight(bin) == s.rest;
+    }
+    __syncthreads();
+    prefix = prefix << width | static_cast<uint64_t>(s.bin);
+    target = s.rest;
+    const bool is_done = s.is_done;
+    __syncthreads();  // SAFETY: all have read the choice before a next digit overwrites it.
+    if (is_done) break;
+  }
+  return prefix << shift;
+}

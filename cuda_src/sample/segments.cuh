@@ -1,0 +1,123 @@
+// First stage of sampling: what is kept of a row of logits from the one time that all of it is
+// read.
+//
+// A warp reads a tile of 1024 logits as eight segments of 128, and keeps the largest of each
+// segment (or of two, four or eight neighbours, so that a row has at most kMaxSegments) as a key.
+// The k-th largest of these is a lower bound of the row's k-th largest logit, so the second stage
+// need only read again the few segments that reach it. A tile also keeps sums of exponentials.
+#pragma once
+
+#include "sample/exact_math.cuh"
+#include "common/reduce.cuh"
+#include "sample/row_select.cuh"
+#include "common/types.cuh"
+
+constexpr int kSegment = 128;  // one access of 16 bytes by each lane of a warp
+constexpr int kTileSegments = 8;
+constexpr int kTile = kSegment * kTileSegments;
+constexpr int kMaxSegments = 2048;
+
+constexpr uint32_t kMinusInfKey = 0x007fffffu;
+constexpr uint32_t kInfKey = 0xff800000u;  // and above: a segment with a NaN or +inf
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kFloatMax = 3.402823466e38f;
+
+struct Tile {
+  float largest;               // -inf if there is no finite one
+  float sum;                   // about the sum of 2^((logit - largest) * scale)
+  float raw_largest, raw_sum;  // of the logits as they came: sum of exp(logit - raw_largest)
+};
+
+__device__ __forceinline__ bool is_bad(float x) { return !(x < -minus_inf()); }
+
+__device__ __forceinline__ float scale_of(float temperature) {
+  return fminf(__fdiv_rn(kLog2E, temperature), kFloatMax);
+}
+
+__device__ __forceinline__ float approximate_exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// The larger one; NaN, with a sign bit of 0, if either is.
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+
+// The lane's 32 logits of a tile: those of segment j are 128 j + 4 lane .. 128 j + 4 lane + 3.
+struct TileValues {
+  Vec<float, 4> v[kTileSegments];
+};
+
+__device__ __forceinline__ TileValues load_tile(const Row& row, int tile) {
+  TileValues x;
+  const int group = tile * (kTile / 4) + static_cast<int>(threadIdx.x) % kWarpSize;
+  if (row.is_aligned && (tile + 1) * kTile <= row.size) {
+#pragma unroll
+    for (int j = 0; j < kTileSegments; ++j) {
+      x.v[j] = load_vec<float, 4>(row.data + 4 * (group + j * kWarpSize));
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < kTileSegments; ++j) x.v[j] = row.group(group + j * kWarpSize);
+  }
+  return x;
+}
+
+// Writes the keys of the tile's segments, 2^shift of them joined to one; returns the largest.
+__device__ __forceinline__ uint32_t store_keys(const TileValues& x, int tile, int shift,
+                                               int num_segments, uint32_t* keys) {
+  uint32_t key[kTileSegments];
+#pragma unroll
+  for (int j = 0; j < kTileSegments; ++j) {
+    const float* v = x.v[j].v;
+    const float largest = max_or_nan(max_or_nan(v[0], v[1]), max_or_nan(v[2], v[3]));
+    key[j] = __reduce_max_sync(kFullMask, ordered_key(largest));
+  }
+  const int lane = threadIdx.x % kWarpSize;
+  uint32_t mine = 0, all = 0;
+#pragma unroll
+  for (int j = 0; j < kTileSegments; ++j) {
+    if (j >> shift == lane) mine = max(mine, key[j]);
+    all = max(all, key[j]);
+  }
+  const int segment = tile * (kTileSegments >> shift) + lane;
+  if (lane < (kTileSegments >> shift) && segment < num_segments) keys[segment] = mine;
+  return all;
+}
+
+// The sum of 2^((logit - largest) * scale) over a tile whose largest logit is not -inf; its
+// relative error is that of kTotalError.
+__device__ __forceinline__ float tile_sum(const TileValues& x, float largest, float scale) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int j = 0; j < kTileSegments; ++j) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sum += approximate_exp2((x.v[j].v[i] - largest) * scale);
+  }
+  return warp_sum(sum);
+}
+
+// The sum of exp(logit - largest) over a tile whose largest logit is not -inf.
+__device__ __forceinline__ float tile_raw_sum(const TileValues& x, float largest) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int j = 0; j < kTileSegments; ++j) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sum += expf(x.v[j].v[i] - largest);
+  }
+  return warp_sum(sum);
+}
+
+__device__ __forceinline__ float tile_largest(const TileValues& x) {
+  float largest = minus_inf();
+#pragma unroll
+  for (int j = 0; j < kTileSegments; ++j) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) largest = fmaxf(largest, x.v[j].v[i]);
+  }
+  return warp_max(largest);
+}

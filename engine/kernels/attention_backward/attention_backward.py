@@ -1,0 +1,323 @@
+"""Gradients of attention: `cuda_src/attention_backward/`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engine import reference
+from engine.dtypes import dtype_name, itemsize
+from engine.kernels._attention import (
+    MAX_HEAD_DIM,
+    ScoreRule,
+    are_aligned,
+    check_count,
+    check_heads,
+    element_strides,
+)
+from engine.kernels._contract import FLOAT32, FLOATS, INT32, Contract
+from engine.kernels._launch import Kernel, ceil_div
+from engine.kernels._module import ModuleSpec
+from engine.kernels._workspace import workspace
+from engine.kernels.attention_backward import sm90
+
+__all__ = ["BackwardTile", "attention_backward", "choose_tile", "specs"]
+
+_DELTA = Kernel(
+    "attention_backward_delta",
+    "dout:ptr out:ptr delta:ptr dout_stride_t:i64 dout_stride_h:i64 out_stride_t:i64 "
+    "out_stride_h:i64 rows:i64 num_heads:i32 head_dim:i32",
+)
+_PARAMS = (
+    "dout:ptr q:ptr k:ptr v:ptr lse:ptr delta:ptr cu_seqlens_q:ptr cu_seqlens_k:ptr dq:ptr dk:ptr "
+    "dv:ptr dout_stride_t:i64 dout_stride_h:i64 q_stride_t:i64 q_stride_h:i64 k_stride_t:i64 "
+    "k_stride_h:i64 v_stride_t:i64 v_stride_h:i64 total_q:i32 total_k:i32 num_heads:i32 group:i32 "
+    "head_dim:i32 causal:i32 window:i32 is_vector:i32 score_inner:f32 score_factor:f32 scale:f32"
+)
+_KEYS = Kernel("attention_backward_keys", _PARAMS)
+_QUERIES = Kernel("attention_backward_queries", _PARAMS)
+
+
+@dataclass(frozen=True)
+class BackwardTile:
+    """How a block divides its work; what the macros of the CUDA file say.
+
+    Attributes
+    ----------
+    head_dim : int
+        Columns in shared memory: D, padded.
+    warps, warp_rows : int
+        Warps of a block, and the rows each of them owns.
+    stream, stages : int
+        Rows of a tile that streams by, and tiles of it in shared memory.
+    """
+
+    head_dim: int
+    warps: int
+    warp_rows: int
+    stream: int
+    stages: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of a block: keys for dK and dV, queries for dQ."""
+        return self.warps * self.warp_rows
+
+    @property
+    def key_parts(self) -> int:
+        """Blocks that share the columns of dK and dV, for want of registers."""
+        return 2 if self.warp_rows == 16 and self.head_dim > 128 else 1
+
+    def shared_bytes(self, dtype: str) -> int:
+        """Return the dynamic shared memory: two tiles of rows, two a stage, their statistics."""
+        pitch = self.head_dim + (4 if dtype == "float32" else 0)
+        rows = self.rows + self.stages * self.stream
+        return 2 * rows * (pitch * itemsize(dtype) + 4)
+
+    def spec(self, dtype: str) -> ModuleSpec:
+        """Return the module compiled for this tile."""
+        macros = {
+            "HEAD_DIM": self.head_dim,
+            "WARPS": self.warps,
+            "WARP_ROWS": self.warp_rows,
+            "STREAM": self.stream,
+            "STAGES": self.stages,
+            "SHARED_BYTES": self.shared_bytes(dtype),
+        }
+        return ModuleSpec("attention_backward/attention_backward.cu", dtype, tuple(macros.items()))
+
+
+# As many rows as fit beside two stages in what the smallest chips allow (99 KiB).
+_TILES_16 = (
+    BackwardTile(64, 8, 16, 64, 2),
+    BackwardTile(96, 8, 16, 32, 2),
+    BackwardTile(128, 8, 16, 32, 2),
+    BackwardTile(256, 4, 16, 32, 1),
+)
+_TILES_32 = (BackwardTile(128, 4, 4, 32, 1), BackwardTile(256, 4, 4, 32, 1))
+
+
+def choose_tile(dtype: str, head_dim: int) -> BackwardTile:
+    """Choose the tile for heads of `head_dim`: the smallest padding there is.
+
+    Examples
+    --------
+    >>> choose_tile("bfloat16", 80).head_dim
+    96
+    """
+    tiles = _TILES_32 if dtype == "float32" else _TILES_16
+    return next(tile for tile in tiles if head_dim <= tile.head_dim)
+
+
+def specs(dtype: str, *, head_dim: int | None = None, **_: Any) -> tuple[ModuleSpec, ...]:
+    """Return the modules that the op may launch: for one head dim, or for all."""
+    dims = range(1, MAX_HEAD_DIM + 1) if head_dim is None else (head_dim,)
+    tiles = dict.fromkeys(choose_tile(dtype, dim) for dim in dims)
+    portable = tuple(tile.spec(dtype) for tile in tiles)
+    return portable + sm90.specs(dtype, head_dim=head_dim)
+
+
+def attention_backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    *,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    deterministic: bool = True,
+) -> Any:
+    """Return the gradients of ``sum(dout * attention_prefill(q, k, v))`` by q, k and v.
+
+    Parameters
+    ----------
+    dout : (Tq, H, D) array of q's dtype
+        Gradient of the attention's result. This, `q`, `k`, `v` and `out` may be views whose last
+        axis is contiguous.
+    q : (Tq, H, D) array of float32, float16 or bfloat16
+        Query tokens of all sequences, one after another. D <= 256.
+    k, v : (Tk, K, D) arrays of q's dtype
+        H is a multiple of K: query head h reads head h // (H // K).
+    out : (Tq, H, D) array of q's dtype
+    lse : (Tq, H) array of float32
+        What `attention_prefill` returned, with `return_lse`, for the same arguments.
+    cu_seqlens_q, cu_seqlens_k : (B+1,) arrays of int32
+        Where each sequence starts in q and in k, and the end: from 0 to Tq, and to Tk.
+    causal : bool
+        Query i of n sees keys 0 to len - n + i; else every query sees all keys.
+    scale : float, optional
+        Factor of the scores; D**-0.5 by default.
+    window : int
+        Each query sees only its last `window` keys, its own included; 0 means no limit. Needs
+        `causal`.
+    softcap : float
+        Replaces a scaled score s by softcap * tanh(s / softcap); 0 means not to.
+    max_seqlen_q, max_seqlen_k : int, optional
+        Bounds of the lengths of one sequence. Without them CUDA must synchronise to find out.
+    deterministic : bool
+        Give the same bits every time. False lets kernels add to dQ in any order, where that is
+        faster.
+
+    Returns
+    -------
+    dq : (Tq, H, D) array of q's dtype
+        0 where a query sees no key.
+    dk, dv : (Tk, K, D) arrays of q's dtype
+        Summed over the query heads that read a head; 0 where no query sees a key.
+
+    Raises
+    ------
+    ShapeError, DTypeError, ContractError
+        If an argument breaks the contract. Lengths are checked on the CPU only; on CUDA they are
+        clamped to the arrays.
+
+    Notes
+    -----
+    P is computed again from the log-sum-exp [1]_, in float32 as all sums are; P and dS are rounded
+    to q's dtype where they are factors of a product; each result is rounded once.
+
+    References
+    ----------
+    .. [1] Dao: FlashAttention-2, arXiv:2307.08691.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> q = k = np.ones((2, 1, 4), np.float32)
+    >>> v = np.array([[[0, 0, 0, 0]], [[2, 4, 6, 8]]], np.float32)
+    >>> where = {"cu_seqlens_q": np.array([0, 2], np.int32)}
+    >>> where["cu_seqlens_k"] = where["cu_seqlens_q"]
+    >>> out, lse = reference.attention_prefill(q, k, v, **where, return_lse=True)
+    >>> dq, dk, dv = attention_backward(np.ones_like(q), q, k, v, out, lse, **where)
+    >>> dv[:, 0, 0], dk[:, 0, 0]
+    (array([1.5, 0.5], dtype=float32), array([-2.5,  2.5], dtype=float32))
+    """
+    call = Contract("attention_backward")
+    q = call.array("q", q, "Tq H D", FLOATS, layout="rows")
+    arrays = {
+        "dout": call.array("dout", dout, "Tq H D", q.dtype, layout="rows"),
+        "q": q,
+        "k": call.array("k", k, "Tk K D", q.dtype, layout="rows"),
+        "v": call.array("v", v, "Tk K D", q.dtype, layout="rows"),
+        "out": call.array("out", out, "Tq H D", q.dtype, layout="rows"),
+        "lse": call.array("lse", lse, "Tq H", FLOAT32),
+    }
+    starts = {
+        "cu_seqlens_q": _check_starts(call, "cu_seqlens_q", cu_seqlens_q, "Tq"),
+        "cu_seqlens_k": _check_starts(call, "cu_seqlens_k", cu_seqlens_k, "Tk"),
+    }
+    check_heads(call)
+    rule = ScoreRule.checked(call, call["D"], scale, window, softcap)
+    call.check("window", causal or not window, "0 unless causal", window)
+    if max_seqlen_q is not None:
+        max_seqlen_q = check_count(call, "max_seqlen_q", max_seqlen_q)
+    if max_seqlen_k is not None:
+        max_seqlen_k = check_count(call, "max_seqlen_k", max_seqlen_k)
+    if call.on_cpu:
+        return reference.attention_backward(
+            **arrays,
+            **starts,
+            causal=causal,
+            scale=rule.scale,
+            window=rule.window,
+            softcap=rule.softcap,
+        )
+    max_q = _longest(call, starts["cu_seqlens_q"], max_seqlen_q, "Tq")
+    max_k = _longest(call, starts["cu_seqlens_k"], max_seqlen_k, "Tk")
+    grads = {f"d{name}": call.xp.empty(arrays[name].shape, q.dtype) for name in "qkv"}
+    if sm90.is_supported(rule, arrays):
+        sm90.launch(arrays, starts, grads, causal, rule, max_q, max_k, deterministic)
+    else:
+        _launch(arrays, starts, grads, causal, rule, max_q, max_k)
+    return grads["dq"], grads["dk"], grads["dv"]
+
+
+def _check_starts(call: Contract, name: str, starts: Any, rows: str) -> Any:
+    """Check where sequences start; on the CPU also that they cover all of the rows."""
+    starts = call.array(name, starts, "B+1", INT32)
+    call.check(name, starts.size > 0, "of length B+1, 1 or more", starts)
+    if call.on_cpu:
+        ends = bool(starts[0] == 0 and starts[-1] == call[rows])
+        ok = ends and bool(np.all(starts[1:] >= starts[:-1]))
+        call.check(name, ok, f"rising from 0 to {call[rows]}", starts.tolist())
+    return starts
+
+
+def _longest(call: Contract, starts: Any, limit: int | None, rows: str) -> int:
+    """Return a bound of the lengths: the caller's, or else what CUDA says after a sync."""
+    if limit is None:
+        lengths = call.xp.diff(starts)
+        limit = int(lengths.max()) if lengths.size else 0
+    return min(limit, call[rows])
+
+
+def _launch(
+    arrays: dict[str, Any],
+    starts: dict[str, Any],
+    grads: dict[str, Any],
+    causal: bool,
+    rule: ScoreRule,
+    max_q: int,
+    max_k: int,
+) -> None:
+    q, k = arrays["q"], arrays["k"]
+    (total_q, num_heads, head_dim), dtype = q.shape, dtype_name(q.dtype)
+    num_kv_heads = k.shape[1]
+    tile = choose_tile(dtype, head_dim)
+    delta = workspace(total_q * num_heads)
+    inputs = {name: arrays[name] for name in ("dout", "q", "k", "v")}
+    shape = {"num_heads": num_heads, "head_dim": head_dim}
+    summed = {name: arrays[name] for name in ("dout", "out")}
+    _DELTA.launch(
+        tile.spec(dtype),
+        (ceil_div(total_q * num_heads, 8),),
+        (256,),
+        **summed,
+        **_strides(summed),
+        **shape,
+        delta=delta,
+        rows=total_q * num_heads,
+    )
+    args = {
+        **inputs,
+        **_strides(inputs),
+        **starts,
+        **grads,
+        **shape,
+        "lse": arrays["lse"],
+        "delta": delta,
+        "total_q": total_q,
+        "total_k": k.shape[0],
+        "group": num_heads // num_kv_heads,
+        "causal": int(causal),
+        "window": rule.window,
+        "is_vector": int(are_aligned(*inputs.values())),
+        "score_inner": rule.inner,
+        "score_factor": rule.factor,
+        "scale": rule.scale,
+    }
+    key_tiles, query_tiles = (ceil_div(n, tile.rows) for n in (max_k, max_q))
+    batch = starts["cu_seqlens_q"].size - 1
+    block, shared = (32 * tile.warps,), tile.shared_bytes(dtype)
+    grid = (key_tiles * tile.key_parts, num_kv_heads, batch)
+    _KEYS.launch(tile.spec(dtype), grid, block, shared, **args)
+    _QUERIES.launch(tile.spec(dtype), (query_tiles, num_heads, batch), block, shared, **args)
+
+
+def _strides(arrays: dict[str, Any]) -> dict[str, Any]:
+    """Return the strides from token to token and from head to head, by the kernels' names."""
+    return {
+        f"{name}_stride_{axis}": element_strides(array)[i]
+        for name, array in arrays.items()
+        for i, axis in enumerate("th")
+    }

@@ -1,0 +1,188 @@
+"""attention_backward on Hopper: which problems `attention_backward_sm90.cu` takes, its launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engine import device, env
+from engine.dtypes import dtype_name
+from engine.kernels._attention import ScoreRule, are_aligned, element_strides
+from engine.kernels._launch import Kernel, ceil_div, sm_count
+from engine.kernels._module import ModuleSpec, current_architecture
+from engine.kernels._tensor_map import tensor_map
+from engine.kernels._workspace import counters, workspace
+
+__all__ = ["HopperTile", "choose_hopper_tile", "is_supported", "launch", "specs"]
+
+_BEFORE = Kernel(
+    "attention_backward_sm90_before",
+    "dout:ptr out:ptr lse:ptr cu_seqlens_q:ptr statistics:ptr dq_sum:ptr order:ptr "
+    "dout_stride_t:i64 dout_stride_h:i64 out_stride_t:i64 out_stride_h:i64 total_q:i32 "
+    "num_heads:i32 head_dim:i32",
+)
+_MAIN = Kernel(
+    "attention_backward_sm90",
+    "q_map:tmap k_map:tmap v_map:tmap dout_map:tmap cu_seqlens_q:ptr cu_seqlens_k:ptr "
+    "statistics:ptr dq_sum:ptr order:ptr counter:ptr dk:ptr dv:ptr total_q:i32 total_k:i32 "
+    "num_heads:i32 group:i32 head_dim:i32 causal:i32 key_blocks:i32 descending:i32 "
+    "score_factor:f32 scale:f32",
+)
+_AFTER = Kernel(
+    "attention_backward_sm90_after",
+    "dq_sum:ptr cu_seqlens_q:ptr dq:ptr total_q:i32 num_heads:i32 head_dim:i32 scale:f32",
+)
+
+_KEYS = 128  # of a block
+_STAGES = 2
+_HALF_FLOATS = 64 * 64  # of a tile of dQ
+
+
+@dataclass(frozen=True)
+class HopperTile:
+    """How a block divides its work: columns (D, padded), and queries of a tile."""
+
+    head_dim: int
+    queries: int
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory: K, V, stages of Q and dO, dS twice, dQ, statistics, mbarriers."""
+        row = 2 * self.head_dim
+        tiles = 2 * _KEYS * row + 2 * _STAGES * self.queries * row + 2 * _KEYS * self.queries * 2
+        statistics = _STAGES * (2 * self.queries * 4 + 16)
+        return 1024 + tiles + 2 * _HALF_FLOATS * 4 + statistics + 8 * (3 + 4 * _STAGES + 4)
+
+    def spec(self, dtype: str) -> ModuleSpec:
+        """Return the module compiled for this tile."""
+        macros = {
+            "HEAD_DIM": self.head_dim,
+            "QUERIES": self.queries,
+            "SHARED_BYTES": self.shared_bytes,
+        }
+        return ModuleSpec(
+            "attention_backward/attention_backward_sm90.cu", dtype, tuple(macros.items())
+        )
+
+
+_TILES = (HopperTile(64, 128), HopperTile(128, 64))
+
+
+def choose_hopper_tile(dtype: str, head_dim: int) -> HopperTile | None:
+    """Return the tile for heads of `head_dim`; None: not for Hopper.
+
+    Examples
+    --------
+    >>> choose_hopper_tile("bfloat16", 80).head_dim, choose_hopper_tile("float32", 64)
+    (128, None)
+    """
+    if dtype not in ("float16", "bfloat16") or head_dim % 8 or head_dim <= 32:
+        return None
+    return next((tile for tile in _TILES if head_dim <= tile.head_dim), None)
+
+
+def specs(dtype: str, *, head_dim: int | None = None) -> tuple[ModuleSpec, ...]:
+    """Return the modules that may be launched: for one head dim, or for all."""
+    dims = [tile.head_dim for tile in _TILES] if head_dim is None else [head_dim]
+    tiles = [choose_hopper_tile(dtype, dim) for dim in dims]
+    return tuple(tile.spec(dtype) for tile in tiles if tile is not None)
+
+
+def is_supported(rule: ScoreRule, arrays: dict[str, Any]) -> bool:
+    """Tell whether the current device and the problem are for the Hopper kernel."""
+    q, k = arrays["q"], arrays["k"]
+    return (
+        choose_hopper_tile(dtype_name(q.dtype), q.shape[2]) is not None
+        and not rule.window
+        and not rule.softcap
+        and env.kernel_tier() == "auto"
+        and current_architecture(device.cupy().cuda.runtime.getDevice()) == "sm_90a"
+        and q.size > 0
+        and k.size > 0
+        and are_aligned(*(arrays[name] for name in ("dout", "q", "k", "v", "out")))
+    )
+
+
+def launch(
+    arrays: dict[str, Any],
+    starts: dict[str, Any],
+    grads: dict[str, Any],
+    causal: bool,
+    rule: ScoreRule,
+    max_q: int,
+    max_k: int,
+    deterministic: bool,
+) -> None:
+    """Launch on arrays that `is_supported` accepts."""
+    q, k = arrays["q"], arrays["k"]
+    (total_q, num_heads, head_dim), dtype = q.shape, dtype_name(q.dtype)
+    total_k, num_kv_heads, _ = k.shape
+    tile = choose_hopper_tile(dtype, head_dim)
+    assert tile is not None
+    batch, spec = starts["cu_seqlens_q"].size - 1, tile.spec(dtype)
+    scratch = _scratch((total_q // tile.queries + batch) * num_heads, tile, deterministic)
+    common: dict[str, Any] = {
+        "cu_seqlens_q": starts["cu_seqlens_q"],
+        "dq_sum": scratch["dq_sum"],
+        "total_q": total_q,
+        "num_heads": num_heads,
+        "head_dim": head_dim,
+    }
+    between = {"statistics": scratch["statistics"], "order": scratch["order"]}
+    query_tiles = (ceil_div(max_q, tile.queries), num_heads, batch)
+    _BEFORE.launch(spec, query_tiles, (256,), **_summed(arrays), **between, **common)
+    key_blocks = ceil_div(max_k, _KEYS)
+    _MAIN.launch(
+        spec,
+        (key_blocks * num_kv_heads * batch,),
+        (384,),
+        tile.shared_bytes,
+        **_maps(arrays, dtype, tile),
+        **between,
+        **common,
+        cu_seqlens_k=starts["cu_seqlens_k"],
+        counter=counters(),
+        dk=grads["dk"],
+        dv=grads["dv"],
+        total_k=total_k,
+        group=num_heads // num_kv_heads,
+        causal=int(causal),
+        key_blocks=key_blocks,
+        descending=int(key_blocks > sm_count()),
+        score_factor=rule.factor,
+        scale=rule.scale,
+    )
+    _AFTER.launch(spec, query_tiles, (256,), dq=grads["dq"], scale=rule.scale, **common)
+
+
+def _summed(arrays: dict[str, Any]) -> dict[str, Any]:
+    """Return what delta is the sum of, and the log-sum-exp."""
+    args = {name: arrays[name] for name in ("dout", "out", "lse")}
+    for name in ("dout", "out"):
+        strides = element_strides(arrays[name])
+        args |= {f"{name}_stride_t": strides[0], f"{name}_stride_h": strides[1]}
+    return args
+
+
+def _scratch(tiles: int, tile: HopperTile, deterministic: bool) -> dict[str, Any]:
+    """Return what lies between the launches, for `tiles` tiles of queries of one head."""
+    sizes = {"dq_sum": 2 * _HALF_FLOATS, "statistics": 2 * tile.queries, "order": 2}
+    floats, found, at = workspace(tiles * sum(sizes.values())), {}, 0
+    for name, size in sizes.items():
+        found[name] = floats[at : at + tiles * size]
+        at += tiles * size
+    found["order"] = found["order"].view(np.int32) if deterministic else None
+    return found
+
+
+def _maps(arrays: dict[str, Any], dtype: str, tile: HopperTile) -> dict[str, Any]:
+    """Describe q and dout as (Tq, H, D), k and v as (Tk, K, D) to TMA."""
+    maps = {}
+    for name in ("q", "k", "v", "dout"):
+        x = arrays[name]
+        rows = _KEYS if name in "kv" else tile.queries
+        sizes, strides = (x.shape[2], x.shape[1], x.shape[0]), (x.strides[1], x.strides[0])
+        maps[f"{name}_map"] = tensor_map(x.data.ptr, dtype, sizes, strides, (64, 1, rows))
+    return maps

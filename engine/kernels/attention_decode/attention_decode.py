@@ -1,0 +1,245 @@
+"""Attention of the newest tokens against pages: `cuda_src/attention_decode/`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from engine import reference
+from engine.kernels._attention import (
+    MAX_HEAD_DIM,
+    Pages,
+    ScoreRule,
+    check_count,
+    check_heads,
+)
+from engine.kernels._contract import FLOATS, Contract
+from engine.kernels._module import ModuleSpec
+from engine.kernels.attention_decode import portable, sm90
+from engine.kernels.attention_decode.new_tokens import FreshTokens
+from engine.kernels.attention_decode.portable import choose_num_splits, choose_tile
+
+__all__ = ["attention_decode", "choose_num_splits", "choose_tile", "specs"]
+
+_TREE_BITS = 64  # of a mask
+
+
+def specs(
+    dtype: str, *, head_dim: int | None = None, num_rows: int | None = None, **_: Any
+) -> tuple[ModuleSpec, ...]:
+    """Return the modules that the op may launch: for one head dim and number of rows, or for all.
+
+    `num_rows` is Q * H / K; None stands for any.
+    """
+    dims = range(1, MAX_HEAD_DIM + 1) if head_dim is None else (head_dim,)
+    rows = (1, 17) if num_rows is None else (num_rows,)
+    tiles = dict.fromkeys(choose_tile(dtype, dim, n) for n in rows for dim in dims)
+    any_chip = tuple(tile.spec("attention_decode/attention_decode.cu", dtype) for tile in tiles)
+    return any_chip + sm90.specs(dtype, head_dim=head_dim, num_rows=num_rows)
+
+
+def attention_decode(
+    q: Any,
+    k_pages: Any,
+    v_pages: Any,
+    *,
+    block_tables: Any,
+    context_lens: Any,
+    k: Any = None,
+    v: Any = None,
+    positions: Any = None,
+    cos_sin: Any = None,
+    slot_mapping: Any = None,
+    q_weight: Any = None,
+    k_weight: Any = None,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    scale: float | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+    tree_mask: Any = None,
+    num_splits: int | None = None,
+    max_context_len: int | None = None,
+    pdl: bool = False,
+    out: Any = None,
+    return_lse: bool = False,
+) -> Any:
+    """Attend from the newest Q tokens of every sequence to its pages: softmax(scale Q Kᵀ) V.
+
+    Parameters
+    ----------
+    q : (B, Q, H, D) array of float32, float16 or bfloat16
+        The last Q tokens of each sequence, D <= 256. A view whose last axis is contiguous is taken
+        as it is.
+    k_pages, v_pages : (P, K, block_size, D) arrays of q's dtype
+        Contiguous. H is a multiple of K: query head h reads head h // (H // K). block_size is 16,
+        32, 64 or 128.
+    block_tables : (B, NB) array of int32
+        Ids of each sequence's pages. Entries past its length are never read.
+    context_lens : (B,) array of int32
+        Keys of each sequence, the Q query tokens included: query i of Q sees keys 0 to len - Q + i.
+    k, v : (B, 1, K, D) arrays of q's dtype, optional
+        Keys and values of the newest tokens. With them `q` (Q = 1), `k` and `v` are as the
+        projection left them, and before anything else is done what `qk_norm_rope_store` does with
+        them and the arguments of its names that follow: norm of q and k, rotation of both (features
+        i and i + R/2), k and v into the pages. On Hopper it is one kernel, if R = D. `q` may be
+        overwritten by the rotated queries.
+    positions, cos_sin : (B,) array of int32, (P, R) array of float32
+    slot_mapping : (B,) array of int64
+        Where k and v of a token go: to the place of its sequence's last key, which no other
+        sequence may have in its pages; -1 stores nothing.
+    q_weight, k_weight : (D,) arrays of q's dtype, optional
+    eps, weight_offset : float
+    scale : float, optional
+        Factor of the scores; D**-0.5 by default.
+    window : int
+        Each query sees only its last `window` keys, its own included; 0 means no limit.
+    softcap : float
+        Replaces a scaled score s by softcap * tanh(s / softcap); 0 means not to.
+    tree_mask : (B, Q) array of uint64, optional
+        Bit j of tree_mask[b, i] says whether query i sees query j, of those up to itself (bits
+        beyond i are ignored); all see the tokens before the Q queries. So a tree of drafts is
+        verified at once: its tokens in an order where parents come first, each with the bits of its
+        ancestors and its own [2]_. Not together with `window`; Q <= 64.
+    num_splits : int, optional
+        Into how many parts the keys of a sequence are cut, each worked on by a block of its own.
+        The cut then depends on the sequence's own length alone, and so its result, bit by bit, not
+        on the rest of the batch. By default the cut is what keeps all blocks busy. The result
+        depends on it by rounding only.
+    max_context_len : int, optional
+        Bound of `context_lens`, NB * block_size by default. Only `num_splits` is chosen by it.
+    pdl : bool
+        Say that nobody who may still be running writes `block_tables` or `context_lens`, nor, with
+        `k`, `positions`, `slot_mapping`, the table, the weights or the pages' older keys: these are
+        then read while the kernel in front ends. It is true behind `qk_norm_rope_store`, which lets
+        nobody begin before the kernels before it have ended; most others do let them.
+    out : (B, Q, H, D) array of q's dtype, optional
+        Where to put the result; may be `q`.
+    return_lse : bool
+        Return the log-sum-exp too.
+
+    Returns
+    -------
+    out : (B, Q, H, D) array of q's dtype
+        0 where a query sees no key.
+    lse : (B, Q, H) array of float32
+        Natural logarithm of the sum of exp(score); -inf where a query sees no key.
+
+    Raises
+    ------
+    ShapeError, DTypeError, ContractError
+        If an argument breaks the contract. Lengths and block ids are checked on the CPU only; on
+        CUDA they are clamped to the arrays.
+
+    Notes
+    -----
+    Scores, softmax and sums are float32; exp(score - running max) is rounded to q's dtype before it
+    multiplies V; the parts are combined by their log-sum-exp in float32, always in the same order,
+    and the result is rounded once [1]_.
+
+    References
+    ----------
+    .. [1] Dao, Haziza, Massa, Sizov: Flash-Decoding for long-context inference, 2023.
+    .. [2] Miao et al.: SpecInfer, tree-based speculative inference and verification, 2023.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> pages = np.arange(4 * 16, dtype=np.float32).reshape(4, 1, 16, 1)
+    >>> tables, lens = np.array([[3, 1]], np.int32), np.array([17], np.int32)
+    >>> q = np.zeros((1, 1, 1, 1), np.float32)
+    >>> attention_decode(q, pages, pages, block_tables=tables, context_lens=lens).round(3)
+    array([[[[53.176]]]], dtype=float32)
+    """
+    call = Contract("attention_decode")
+    q = call.array("q", q, "B Q H D", FLOATS, layout="rows")
+    pages = Pages.checked(
+        call, {"k_pages": k_pages, "v_pages": v_pages}, q.dtype, block_tables, context_lens
+    )
+    check_heads(call)
+    rule = ScoreRule.checked(call, call["D"], scale, window, softcap)
+    tree_mask = _checked_tree(call, tree_mask, window)
+    fresh = FreshTokens.checked(
+        call,
+        q.dtype,
+        k=k,
+        v=v,
+        positions=positions,
+        cos_sin=cos_sin,
+        slot_mapping=slot_mapping,
+        q_weight=q_weight,
+        k_weight=k_weight,
+        eps=eps,
+        weight_offset=weight_offset,
+    )
+    call.check("tree_mask", fresh is None or tree_mask is None, "None with k", "a mask")
+    num_splits, bound = _checked_bounds(call, num_splits, max_context_len)
+    if call.on_cpu:
+        if out is not None:  # before the pages are written
+            call.written("out", out, "B Q H D", q.dtype, layout="rows")
+        result = _mirror(q, pages, rule, tree_mask, fresh)
+        out = call.finish(out, result[0], layout="rows")
+        return (out, result[1]) if return_lse else out
+    out = call.output("out", out, q.shape, q.dtype, layout="rows")
+    lse = call.xp.empty(q.shape[:3], np.float32) if return_lse else None
+    if fresh is not None and not sm90.is_supported(q, pages, out, fresh):
+        fresh.store(q, pages)
+        fresh, pdl = None, True
+    if sm90.is_supported(q, pages, out):
+        sm90.launch(
+            q,
+            pages,
+            out,
+            lse,
+            rule,
+            num_splits,
+            bound,
+            pdl=pdl,
+            tree_mask=tree_mask,
+            fresh=fresh,
+        )
+    else:
+        portable.launch(q, pages, out, lse, rule, num_splits, bound, tree_mask)
+    return out if lse is None else (out, lse)
+
+
+def _checked_bounds(
+    call: Contract, num_splits: int | None, max_context_len: int | None
+) -> tuple[int | None, int]:
+    """Check the two counts; return the first, and how long a sequence can be."""
+    if num_splits is not None:
+        num_splits = check_count(call, "num_splits", num_splits)
+        call.check("num_splits", 1 <= num_splits <= 1024, "from 1 to 1024", num_splits)
+    bound = call["NB"] * call["block_size"]
+    if max_context_len is None:
+        return num_splits, bound
+    return num_splits, min(bound, check_count(call, "max_context_len", max_context_len))
+
+
+def _mirror(
+    q: Any, pages: Pages, rule: ScoreRule, tree_mask: Any, fresh: FreshTokens | None
+) -> tuple[Any, Any]:
+    result: tuple[Any, Any] = reference.attention_decode(
+        q,
+        pages.k,
+        pages.v,
+        block_tables=pages.block_tables,
+        context_lens=pages.context_lens,
+        **({} if fresh is None else vars(fresh)),
+        scale=rule.scale,
+        window=rule.window,
+        softcap=rule.softcap,
+        tree_mask=tree_mask,
+        return_lse=True,
+    )
+    return result
+
+
+def _checked_tree(call: Contract, tree_mask: Any, window: int) -> Any:
+    """Return the checked `tree_mask`."""
+    if tree_mask is None:
+        return None
+    call.check("tree_mask", window == 0, "None with a window", "a mask")
+    call.check("Q", call["Q"] <= _TREE_BITS, f"at most {_TREE_BITS} with a tree_mask", call["Q"])
+    return call.array("tree_mask", tree_mask, "B Q", np.dtype(np.uint64))

@@ -1,0 +1,297 @@
+"""Attention over whole sequences or chunks: `cuda_src/attention_prefill/`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from engine import reference
+from engine.dtypes import dtype_name
+from engine.kernels import _attention_pattern
+from engine.kernels._attention import (
+    MAX_HEAD_DIM,
+    Pages,
+    ScoreRule,
+    Tile,
+    are_aligned,
+    check_count,
+    check_heads,
+    element_strides,
+)
+from engine.kernels._contract import FLOATS, INT32, Contract
+from engine.kernels._launch import Kernel, ceil_div
+from engine.kernels._module import ModuleSpec
+from engine.kernels.attention_prefill import sm90
+
+__all__ = ["attention_prefill", "choose_tile", "specs"]
+
+_PARAMS = (
+    "q:ptr k:ptr v:ptr cu_seqlens_q:ptr cu_seqlens_k:ptr block_tables:ptr context_lens:ptr "
+    "out:ptr lse:ptr q_stride_t:i64 q_stride_h:i64 k_stride_t:i64 k_stride_h:i64 v_stride_t:i64 "
+    "v_stride_h:i64 page_stride:i64 table_stride:i64 out_stride_t:i64 out_stride_h:i64 "
+    "max_keys:i64 total_q:i32 num_heads:i32 group:i32 head_dim:i32 block_shift:i32 num_blocks:i32 "
+    "causal:i32 window:i32 is_vector:i32 score_inner:f32 score_factor:f32"
+)
+_FILE = "attention_prefill/attention_prefill.cu"
+_KERNEL = Kernel("attention_prefill", _PARAMS)
+_PATTERNED = Kernel("attention_prefill", _PARAMS + _attention_pattern.PARAMS)
+
+# Four warps of 32 rows each hold O in half of their registers up to D = 128; D = 256 needs all of
+# them for 16 rows. Keys and stages then fill what the smallest chips allow (99 KiB).
+_TILES_16 = (
+    Tile(64, 4, 1, 2, 64, 2),
+    Tile(96, 4, 1, 2, 32, 3),
+    Tile(128, 4, 1, 2, 32, 3),
+    Tile(256, 4, 1, 1, 32, 2),
+)
+_TILES_32 = (Tile(128, 4, 1, 4, 32, 1), Tile(256, 4, 1, 4, 32, 1))
+
+
+def choose_tile(dtype: str, head_dim: int) -> Tile:
+    """Choose the tile for heads of `head_dim`: the smallest padding there is.
+
+    Examples
+    --------
+    >>> choose_tile("bfloat16", 80).head_dim
+    96
+    """
+    tiles = _TILES_32 if dtype == "float32" else _TILES_16
+    return next(tile for tile in tiles if head_dim <= tile.head_dim)
+
+
+def specs(
+    dtype: str, *, head_dim: int | None = None, patterns: bool = False, **_: Any
+) -> tuple[ModuleSpec, ...]:
+    """Return the modules that the op may launch, of one head dim or all; `patterns`: those too."""
+    dims = range(1, MAX_HEAD_DIM + 1) if head_dim is None else (head_dim,)
+    tiles = dict.fromkeys(choose_tile(dtype, dim) for dim in dims)
+    kinds = (False, True) if patterns else (False,)
+    portable = tuple(tile.spec(_FILE, dtype, is_patterned=kind) for kind in kinds for tile in tiles)
+    return portable + sm90.specs(dtype, head_dim=head_dim, patterns=patterns)
+
+
+def attention_prefill(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any = None,
+    block_tables: Any = None,
+    context_lens: Any = None,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+    pattern: _attention_pattern.Pattern | None = None,
+    max_seqlen_q: int | None = None,
+    num_splits: int | None = None,
+    out: Any = None,
+    return_lse: bool = False,
+) -> Any:
+    """Attend from the last tokens of every sequence to its keys: softmax(scale Q Kᵀ) V.
+
+    Parameters
+    ----------
+    q : (Tq, H, D) array of float32, float16 or bfloat16
+        Query tokens of all sequences, one after another. D <= 256. A view whose last axis is
+        contiguous is taken as it is, such as the heads of a fused qkv row.
+    k, v : (Tk, K, D) or (P, K, block_size, D) arrays of q's dtype
+        Dense keys and values (views as for `q`), or contiguous pages. H is a multiple of K: query
+        head h reads head h // (H // K). block_size is 16, 32, 64 or 128.
+    cu_seqlens_q : (B+1,) array of int32
+        Sequence b's queries are ``q[cu_seqlens_q[b]:cu_seqlens_q[b + 1]]``: from 0 to Tq.
+    cu_seqlens_k : (B+1,) array of int32
+        The same for dense `k` and `v`; not together with `block_tables`.
+    block_tables : (B, NB) array of int32
+        Ids of each sequence's pages. Entries past its length are never read.
+    context_lens : (B,) array of int32
+        Keys of each sequence in pages, the query tokens' own included.
+    causal : bool
+        Query i of n sees keys 0 to len - n + i; else every query sees all keys.
+    scale : float, optional
+        Factor of the scores; D**-0.5 by default.
+    window : int
+        Each query sees only its last `window` keys, its own included; 0 means no limit. Needs
+        `causal`.
+    softcap : float
+        Replaces a scaled score s by softcap * tanh(s / softcap); 0 means not to.
+    pattern : BlockSparse or Periodic, optional
+        Of the keys above, each query sees only those that the pattern allows for its position: if
+        `causal`, of the last key it sees; else its own among the sequence's queries. Tiles of keys
+        that no query of a tile sees are not read; a mask of single keys is never made.
+    max_seqlen_q : int, optional
+        Bound of the queries of one sequence. Without it CUDA must synchronise once to find out.
+    num_splits : int, optional
+        Bound of the blocks that share the keys of one token, chosen to fill the device by default.
+        With 1, a token's result has the same bits whatever other tokens it is computed with.
+    out : (Tq, H, D) array of q's dtype, optional
+        Where to put the result; may be `q`.
+    return_lse : bool
+        Return the log-sum-exp too.
+
+    Returns
+    -------
+    out : (Tq, H, D) array of q's dtype
+        0 where a query sees no key.
+    lse : (Tq, H) array of float32
+        Natural logarithm of the sum of exp(score); -inf where a query sees no key.
+
+    Raises
+    ------
+    ShapeError, DTypeError, ContractError
+        If an argument breaks the contract. Lengths and block ids are checked on the CPU only; on
+        CUDA they are clamped to the arrays.
+
+    Notes
+    -----
+    Scores, softmax and sums are float32; exp(score - running max) is rounded to q's dtype before it
+    multiplies V; the result is rounded once [1]_.
+
+    References
+    ----------
+    .. [1] Dao: FlashAttention-2, arXiv:2307.08691.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> q = k = np.ones((2, 1, 4), np.float32)
+    >>> v = np.array([[[0, 0, 0, 0]], [[2, 4, 6, 8]]], np.float32)
+    >>> cu_seqlens = np.array([0, 2], np.int32)
+    >>> attention_prefill(q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)[:, 0]
+    array([[0., 0., 0., 0.],
+           [1., 2., 3., 4.]], dtype=float32)
+    """
+    call = Contract("attention_prefill")
+    q = call.array("q", q, "Tq H D", FLOATS, layout="rows")
+    keys = _check_keys(call, q, k, v, cu_seqlens_q, cu_seqlens_k, block_tables, context_lens)
+    check_heads(call)
+    rule = ScoreRule.checked(call, call["D"], scale, window, softcap)
+    call.check("window", causal or not window, "0 unless causal", window)
+    is_pattern = isinstance(pattern, _attention_pattern.Pattern | None)
+    call.check("pattern", is_pattern, "BlockSparse, Periodic or None", type(pattern).__name__)
+    if max_seqlen_q is not None:
+        max_seqlen_q = check_count(call, "max_seqlen_q", max_seqlen_q)
+    if num_splits is not None:
+        num_splits = check_count(call, "num_splits", num_splits)
+        call.check("num_splits", num_splits > 0, "1 or more", num_splits)
+    if call.on_cpu:
+        result = reference.attention_prefill(
+            q,
+            **keys,
+            causal=causal,
+            scale=rule.scale,
+            window=rule.window,
+            softcap=rule.softcap,
+            pattern=pattern,
+            return_lse=True,
+        )
+        out = call.finish(out, result[0], layout="rows")
+        return (out, result[1]) if return_lse else out
+    out = call.output("out", out, q.shape, q.dtype, layout="rows")
+    lse = call.xp.empty(q.shape[:2], np.float32) if return_lse else None
+    if max_seqlen_q is None:
+        lengths = call.xp.diff(keys["cu_seqlens_q"])
+        max_seqlen_q = int(lengths.max()) if lengths.size else 0
+    if sm90.is_supported(q, keys["k"], keys["v"], out, pattern):
+        sm90.launch(q, keys, out, lse, causal, rule, max_seqlen_q, num_splits, pattern)
+    else:
+        _launch(q, keys, out, lse, causal, rule, max_seqlen_q, pattern)
+    return out if lse is None else (out, lse)
+
+
+def _check_keys(
+    call: Contract,
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    block_tables: Any,
+    context_lens: Any,
+) -> dict[str, Any]:
+    """Check what says where sequences lie; return it by name, dense or in pages."""
+    cu_seqlens_q = call.array("cu_seqlens_q", cu_seqlens_q, "B+1", INT32)
+    call.check("cu_seqlens_q", cu_seqlens_q.size > 0, "of length B+1, 1 or more", cu_seqlens_q)
+    _check_cu_seqlens(call, "cu_seqlens_q", cu_seqlens_q, q.shape[0])
+    if block_tables is not None:
+        call.check("cu_seqlens_k", cu_seqlens_k is None, "None with block_tables", cu_seqlens_k)
+        pages = Pages.checked(call, {"k": k, "v": v}, q.dtype, block_tables, context_lens)
+        k, v, block_tables, context_lens = pages.k, pages.v, pages.block_tables, pages.context_lens
+        wanted = f"of length B+1 = {call['B'] + 1}, with B from block_tables"
+        call.check("cu_seqlens_q", call["B+1"] == call["B"] + 1, wanted, call["B+1"])
+    else:
+        call.check("context_lens", context_lens is None, "None without block_tables", context_lens)
+        k = call.array("k", k, "Tk K D", q.dtype, layout="rows")
+        v = call.array("v", v, "Tk K D", q.dtype, layout="rows")
+        cu_seqlens_k = call.array("cu_seqlens_k", cu_seqlens_k, "B+1", INT32)
+        _check_cu_seqlens(call, "cu_seqlens_k", cu_seqlens_k, k.shape[0])
+    return {
+        "k": k,
+        "v": v,
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "block_tables": block_tables,
+        "context_lens": context_lens,
+    }
+
+
+def _check_cu_seqlens(call: Contract, name: str, cu_seqlens: Any, total: int) -> None:
+    """On the CPU, check that the sequences cover rows 0 to `total` (on the GPU: a sync)."""
+    if call.on_cpu:
+        ends = bool(cu_seqlens[0] == 0 and cu_seqlens[-1] == total)
+        ok = ends and bool(np.all(cu_seqlens[1:] >= cu_seqlens[:-1]))
+        call.check(name, ok, f"rising from 0 to {total}", cu_seqlens.tolist())
+
+
+def _launch(
+    q: Any,
+    keys: dict[str, Any],
+    out: Any,
+    lse: Any,
+    causal: bool,
+    rule: ScoreRule,
+    max_q: int,
+    pattern: _attention_pattern.Pattern | None,
+) -> None:
+    (total_q, num_heads, head_dim), dtype = q.shape, dtype_name(q.dtype)
+    tile = choose_tile(dtype, head_dim)
+    k, v, tables = keys["k"], keys["v"], keys["block_tables"]
+    is_paged, num_kv_heads = tables is not None, k.shape[1]
+    k_strides, v_strides = element_strides(k), element_strides(v)
+    num_rows = min(max_q, total_q) * (num_heads // num_kv_heads)
+    num_tiles = ceil_div(num_rows, tile.rows(dtype))
+    (_KERNEL if pattern is None else _PATTERNED).launch(
+        tile.spec(_FILE, dtype, is_patterned=pattern is not None),
+        (num_tiles, num_kv_heads, keys["cu_seqlens_q"].size - 1),
+        (tile.threads,),
+        tile.shared_bytes(dtype),
+        q=q,
+        **keys,
+        out=out,
+        lse=lse,
+        q_stride_t=element_strides(q)[0],
+        q_stride_h=element_strides(q)[1],
+        k_stride_t=k_strides[2 if is_paged else 0],
+        k_stride_h=k_strides[1],
+        v_stride_t=v_strides[2 if is_paged else 0],
+        v_stride_h=v_strides[1],
+        page_stride=k_strides[0] if is_paged else 0,
+        table_stride=element_strides(tables)[0] if is_paged else 0,
+        out_stride_t=element_strides(out)[0],
+        out_stride_h=element_strides(out)[1],
+        max_keys=(tables.shape[1] * k.shape[2] if k.size else 0) if is_paged else k.shape[0],
+        total_q=total_q,
+        num_heads=num_heads,
+        group=num_heads // num_kv_heads,
+        head_dim=head_dim,
+        block_shift=k.shape[2].bit_length() - 1 if is_paged else 0,
+        num_blocks=k.shape[0] if is_paged else 0,
+        causal=int(causal),
+        window=rule.window,
+        is_vector=int(are_aligned(q, k, v, out)),
+        score_inner=rule.inner,
+        score_factor=rule.factor,
+        **({} if pattern is None else _attention_pattern.arguments(pattern)),
+    )

@@ -1,0 +1,305 @@
+"""attention_prefill on Hopper: which problems `attention_prefill_sm90.cu` takes, and its launch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from engine import device, env
+from engine.dtypes import dtype_name
+from engine.kernels._attention import ScoreRule, are_aligned, element_strides
+from engine.kernels._attention_pattern import PARAMS, BlockSparse, Pattern, arguments
+from engine.kernels._launch import Kernel, ceil_div, sm_count
+from engine.kernels._module import ModuleSpec, current_architecture
+from engine.kernels._tensor_map import tensor_map
+from engine.kernels._workspace import counters, workspace
+from engine.kernels.attention_prefill.work import (
+    choose_cut,
+    choose_num_splits,
+    choose_section,
+    cut_into_tiles,
+)
+
+__all__ = ["HopperTile", "choose_hopper_tile", "is_supported", "launch", "specs"]
+
+_DTYPES = ("float16", "bfloat16")
+_PARAMS = (
+    "q_map:tmap k_map:tmap v_map:tmap cu_seqlens_q:ptr cu_seqlens_k:ptr block_tables:ptr "
+    "context_lens:ptr out:ptr lse:ptr partial:ptr counter:ptr table_stride:i64 out_stride_t:i64 "
+    "out_stride_h:i64 max_keys:i64 total_q:i32 num_heads:i32 num_kv_heads:i32 group:i32 "
+    "head_dim:i32 tile_tokens:i32 q_bytes:i32 box_keys:i32 block_shift:i32 num_blocks:i32 "
+    "num_pairs:i32 tiles_of_pair:i32 long_tiles:i32 short_tokens:i32 total:i32 section:i32 "
+    "splits:i32 causal:i32 window:i32 score_inner:f32 score_factor:f32"
+)
+_KERNELS = {  # by soft cap and pattern
+    (softcap, patterned): Kernel(
+        "attention_prefill_sm90" + "_softcap" * softcap, _PARAMS + PARAMS * patterned
+    )
+    for softcap in (False, True)
+    for patterned in (False, True)
+}
+_COMBINE = Kernel(
+    "attention_prefill_sm90_combine",
+    "partial:ptr out:ptr lse:ptr out_stride_t:i64 out_stride_h:i64 rows:i64 num_heads:i32 "
+    "head_dim:i32 splits:i32",
+)
+
+_WHERE = ("cu_seqlens_q", "cu_seqlens_k", "block_tables", "context_lens")
+
+
+@dataclass(frozen=True)
+class HopperTile:
+    """How a block divides its work; what the macros of the CUDA file say.
+
+    Attributes
+    ----------
+    head_dim : int
+        Columns that are multiplied: D, padded.
+    consumers : int
+        Warpgroups of 64 rows.
+    keys, stages, q_stages : int
+        Keys of a tile, tiles of K and of V in shared memory, tiles of Q there.
+    is_patterned : bool
+        Whether it may skip and mask keys by a pattern.
+    """
+
+    head_dim: int
+    consumers: int
+    keys: int
+    stages: int
+    q_stages: int
+    is_patterned: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a block."""
+        return 64 * self.consumers
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: a producer's warpgroup and the consumers'."""
+        return 128 * (self.consumers + 1)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory: tiles, aligned to 1024 bytes, work items, mbarriers, notes."""
+        row = 128 * ceil_div(self.head_dim, 64)
+        tiles = self.q_stages * self.rows * row + 2 * self.stages * self.keys * row
+        boxes = self.keys // 16  # of the smallest pages
+        notes = 8 * (3 * self.q_stages + 5 * self.stages + 1) + 4 * self.stages * (1 + boxes)
+        return 1024 + tiles + 64 * self.q_stages + notes
+
+    def spec(self, dtype: str) -> ModuleSpec:
+        """Return the module compiled for this tile."""
+        macros = {
+            "HEAD_DIM": self.head_dim,
+            "CONSUMERS": self.consumers,
+            "TILE_KEYS": self.keys,
+            "STAGES": self.stages,
+            "Q_STAGES": self.q_stages,
+            "SHARED_BYTES": self.shared_bytes,
+            "PATTERN": int(self.is_patterned),
+        }
+        return ModuleSpec(
+            "attention_prefill/attention_prefill_sm90.cu", dtype, tuple(macros.items())
+        )
+
+
+# One for each head dim, whatever the lengths: a row's bits must not depend on the rows beside it.
+# Scores, P and O of a tile take keys / 2 + keys / 4 + head_dim / 2 registers of a consumer's 160
+# (three warpgroups) or 232.
+_TILES = (
+    HopperTile(64, 3, 128, 4, 2),
+    HopperTile(96, 3, 112, 2, 1),
+    HopperTile(128, 3, 80, 3, 1),
+    HopperTile(192, 2, 112, 2, 1),
+    HopperTile(256, 2, 80, 2, 1),
+)
+
+# With a pattern: two warpgroups, whose rows mostly lie in one block of it.
+_PATTERNED = (
+    HopperTile(64, 2, 128, 4, 2, is_patterned=True),
+    HopperTile(96, 2, 128, 2, 1, is_patterned=True),
+    HopperTile(128, 2, 128, 2, 1, is_patterned=True),
+    HopperTile(192, 2, 64, 3, 1, is_patterned=True),
+    HopperTile(256, 2, 64, 2, 1, is_patterned=True),
+)
+# For blocks that are no multiples of 128 keys: less is touched, and 64 divides more of them. Heads
+# of up to 64 keep 128, which took less time with blocks of 128; of 96, neither was measured.
+_SMALL_BLOCKS = (
+    *_PATTERNED[:2],
+    HopperTile(128, 2, 64, 4, 1, is_patterned=True),
+    *_PATTERNED[3:],
+)
+
+
+def choose_hopper_tile(
+    dtype: str, head_dim: int, pattern: Pattern | None = None
+) -> HopperTile | None:
+    """Return the tile for heads of `head_dim`; None: not for Hopper.
+
+    Examples
+    --------
+    >>> choose_hopper_tile("bfloat16", 80).head_dim, choose_hopper_tile("float32", 64)
+    (96, None)
+    """
+    if dtype not in _DTYPES or head_dim % 8 or head_dim <= 32:
+        return None
+    tiles = _TILES if pattern is None else _PATTERNED
+    if isinstance(pattern, BlockSparse) and pattern.block_k % 128:
+        tiles = _SMALL_BLOCKS
+    return next((tile for tile in tiles if head_dim <= tile.head_dim), None)
+
+
+def specs(
+    dtype: str, *, head_dim: int | None = None, patterns: bool = False
+) -> tuple[ModuleSpec, ...]:
+    """Return the modules that may be launched, of one head dim or all; `patterns`: those too."""
+    if dtype not in _DTYPES:
+        return ()
+    tiles = _TILES + tuple(dict.fromkeys(_PATTERNED + _SMALL_BLOCKS)) * patterns
+    if head_dim is not None:
+        wanted = choose_hopper_tile(dtype, head_dim)
+        tiles = tuple(t for t in tiles if wanted is not None and t.head_dim == wanted.head_dim)
+    return tuple(tile.spec(dtype) for tile in tiles)
+
+
+def is_supported(q: Any, k: Any, v: Any, out: Any, pattern: Pattern | None = None) -> bool:
+    """Tell whether the current device and the problem are for the Hopper kernel."""
+    tile = choose_hopper_tile(dtype_name(q.dtype), q.shape[2], pattern)
+    return (
+        tile is not None
+        and env.kernel_tier() == "auto"
+        and current_architecture(device.cupy().cuda.runtime.getDevice()) == "sm_90a"
+        and q.size > 0
+        and k.size > 0
+        and q.shape[1] // k.shape[1] <= tile.rows
+        and are_aligned(q, k, v, out)
+    )
+
+
+def launch(
+    q: Any,
+    keys: dict[str, Any],
+    out: Any,
+    lse: Any,
+    causal: bool,
+    rule: ScoreRule,
+    max_q: int,
+    num_splits: int | None = None,
+    pattern: Pattern | None = None,
+) -> None:
+    """Launch on arrays that `is_supported` accepts; num_splits None: as many as fill the device."""
+    (total_q, num_heads, head_dim), dtype = q.shape, dtype_name(q.dtype)
+    tile = choose_hopper_tile(dtype, head_dim, pattern)
+    assert tile is not None
+    spec = tile.spec(dtype)
+    pairs = (keys["cu_seqlens_q"].size - 1) * keys["k"].shape[1]
+    group = num_heads // keys["k"].shape[1]
+    tokens, longest = min(max_q, total_q), _longest(keys)
+    tile_tokens = tile.rows // group
+    key_tiles = ceil_div(longest, tile.keys)
+    tiles = pairs * ceil_div(tokens, tile_tokens)
+    splits = num_splits or choose_num_splits(tiles, key_tiles, sm_count())
+    splits = min(splits, key_tiles)
+    are_equal = not causal and splits == 1  # what tiles take
+    cut = choose_cut(tokens, tile_tokens, pairs, tile.consumers, sm_count()) if are_equal else None
+    work = cut_into_tiles(tokens, tile_tokens, pairs, splits, cut)
+    rows = total_q * num_heads
+    partial = workspace(splits * rows * (head_dim + 1)) if splits > 1 else None
+    strides, lengths = element_strides(out), _lengths(keys, tile)
+    shared = {
+        "out": out,
+        "lse": lse,
+        "partial": partial,
+        "out_stride_t": strides[0],
+        "out_stride_h": strides[1],
+        "num_heads": num_heads,
+        "head_dim": head_dim,
+        "splits": splits,
+    }
+    _KERNELS[bool(rule.softcap), pattern is not None].launch(
+        spec,
+        (min(work["total"], sm_count()),),
+        (tile.threads,),
+        tile.shared_bytes,
+        **_maps(q, keys, dtype, tile, group),
+        **lengths,
+        **shared,
+        counter=counters(),
+        total_q=total_q,
+        group=group,
+        **work,
+        q_bytes=tile_tokens * group * 128 * ceil_div(tile.head_dim, 64),
+        section=choose_section(pairs, 4 * longest * head_dim),
+        causal=int(causal),
+        window=rule.window if rule.window < lengths["max_keys"] else 0,  # else it hides nothing
+        score_inner=rule.inner,
+        score_factor=rule.factor,
+        **({} if pattern is None else arguments(pattern)),
+    )
+    if splits > 1:
+        _COMBINE.launch(spec, (ceil_div(rows, 8),), (256,), **shared, rows=rows)
+
+
+def _longest(keys: dict[str, Any]) -> int:
+    """Return a guess of the longest sequence's keys: a bound in pages, the mean if dense."""
+    k, tables = keys["k"], keys["block_tables"]
+    batch = max(1, keys["cu_seqlens_q"].size - 1)
+    bound = ceil_div(k.shape[0], batch) if tables is None else tables.shape[1] * k.shape[2]
+    return max(1, int(bound))
+
+
+def _lengths(keys: dict[str, Any], tile: HopperTile) -> dict[str, Any]:
+    """Return the arguments that say where the keys of each sequence lie."""
+    k, tables = keys["k"], keys["block_tables"]
+    where = {name: keys[name] for name in _WHERE}
+    if tables is None:
+        return where | {
+            "table_stride": 0,
+            "max_keys": k.shape[0],
+            "num_kv_heads": k.shape[1],
+            "box_keys": tile.keys,
+            "block_shift": 0,
+            "num_blocks": 0,
+        }
+    num_blocks, num_kv_heads, block_size, _ = k.shape
+    return where | {
+        "table_stride": element_strides(tables)[0],
+        "max_keys": tables.shape[1] * block_size,
+        "num_kv_heads": num_kv_heads,
+        "box_keys": _box_keys(block_size, tile),
+        "block_shift": block_size.bit_length() - 1,
+        "num_blocks": num_blocks,
+    }
+
+
+def _box_keys(block_size: int, tile: HopperTile) -> int:
+    """Return the keys of one copy: they lie in one page, and a tile is a whole number of them."""
+    return math.gcd(block_size, tile.keys)
+
+
+def _maps(q: Any, keys: dict[str, Any], dtype: str, tile: HopperTile, group: int) -> dict[str, Any]:
+    """Describe q as (Tq, K, group, D) and k, v as (rows, K or 1, D) to TMA."""
+    total_q, num_heads, head_dim = q.shape
+    q_t, q_h, _ = q.strides
+    q_map = tensor_map(
+        q.data.ptr,
+        dtype,
+        (head_dim, group, num_heads // group, total_q),
+        (q_h, q_h * group, q_t),
+        (64, group, 1, tile.rows // group),
+    )
+    maps = {"q_map": q_map}
+    for name in ("k", "v"):
+        x = keys[name]
+        if keys["block_tables"] is not None:
+            row = head_dim * x.itemsize
+            sizes, strides = (head_dim, 1, x.size // head_dim), (row, row)
+            box = (64, 1, _box_keys(x.shape[2], tile))
+        else:
+            sizes, strides = (head_dim, x.shape[1], x.shape[0]), (x.strides[1], x.strides[0])
+            box = (64, 1, tile.keys)
+        maps[f"{name}_map"] = tensor_map(x.data.ptr, dtype, sizes, strides, box)
+    return maps

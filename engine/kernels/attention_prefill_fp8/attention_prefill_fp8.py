@@ -1,0 +1,220 @@
+"""Attention of e4m3 Q, K and V: `cuda_src/attention_prefill_fp8/`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from engine import reference
+from engine.dtypes import np_dtype
+from engine.errors import DTypeError
+from engine.kernels._attention import check_count, check_heads, checked_scale, element_strides
+from engine.kernels._contract import FLOAT32, INT32, Contract
+from engine.kernels._launch import Kernel, ceil_div
+from engine.kernels._module import ModuleSpec
+from engine.kernels.attention_prefill_fp8 import sm90
+
+__all__ = ["attention_prefill_fp8", "specs"]
+
+_KERNEL = Kernel(
+    "attention_prefill_fp8",
+    "q:ptr k:ptr v:ptr cu_seqlens_q:ptr cu_seqlens_k:ptr q_scale:ptr k_scale:ptr v_scale:ptr "
+    "out:ptr lse:ptr q_stride_t:i64 q_stride_h:i64 k_stride_t:i64 k_stride_h:i64 v_stride_t:i64 "
+    "v_stride_h:i64 out_stride_t:i64 out_stride_h:i64 max_keys:i64 total_q:i32 num_heads:i32 "
+    "group:i32 head_dim:i32 causal:i32 factor:f32",
+)
+_ROWS = 4  # of a block: a warp each
+_OUT_DTYPES = ("float16", "bfloat16")
+_E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+_CODES = (np.dtype(np.uint8), _E4M3)
+
+
+def specs(dtype: str, *, head_dim: int | None = None, **_: Any) -> tuple[ModuleSpec, ...]:
+    """Return the modules that the op may launch for results of `dtype`: none for float32."""
+    if dtype not in _OUT_DTYPES:
+        return ()
+    portable = ModuleSpec("attention_prefill_fp8/attention_prefill_fp8.cu", dtype)
+    return (portable, *sm90.specs(dtype, head_dim=head_dim))
+
+
+def attention_prefill_fp8(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    q_scale: Any,
+    k_scale: Any,
+    v_scale: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    causal: bool = True,
+    scale: float | None = None,
+    dtype: str = "bfloat16",
+    max_seqlen_q: int | None = None,
+    out: Any = None,
+    return_lse: bool = False,
+) -> Any:
+    """Attend as `attention_prefill` does, to e4m3 values with a scale for each head.
+
+    Parameters
+    ----------
+    q : (Tq, H, D) array of uint8 or float8_e4m3fn
+        Query tokens of all sequences, as e4m3: query head h stands for ``q[:, h] * q_scale[h]``.
+        CuPy has no 8-bit floats: there, uint8 holds their bits. D <= 256. A view whose last axis is
+        contiguous is taken as it is.
+    k, v : (Tk, K, D) arrays of uint8 or float8_e4m3fn
+        Keys and values likewise. H is a multiple of K: query head h reads head h // (H // K).
+    q_scale : (H,) array of float32
+        Positive.
+    k_scale, v_scale : (K,) arrays of float32
+        Positive.
+    cu_seqlens_q, cu_seqlens_k : (B+1,) arrays of int32
+        Sequence b's queries are ``q[cu_seqlens_q[b]:cu_seqlens_q[b + 1]]``, from 0 to Tq; its keys
+        likewise, from 0 to Tk.
+    causal : bool
+        Query i of n sees keys 0 to len - n + i; else every query sees all keys.
+    scale : float, optional
+        Factor of the scores; D**-0.5 by default.
+    dtype : "bfloat16" or "float16"
+        Of the result.
+    max_seqlen_q : int, optional
+        Bound of the queries of one sequence. Without it CUDA must synchronise once to find out.
+    out : (Tq, H, D) array of `dtype`, optional
+        Where to put the result.
+    return_lse : bool
+        Return the log-sum-exp too.
+
+    Returns
+    -------
+    out : (Tq, H, D) array of `dtype`
+        0 where a query sees no key.
+    lse : (Tq, H) array of float32
+        Natural logarithm of the sum of exp(score), with the exponentials rounded as below; -inf
+        where a query sees no key.
+
+    Raises
+    ------
+    ShapeError, DTypeError, ContractError
+        If an argument breaks the contract. Lengths and signs of scales are checked on the CPU only;
+        on CUDA lengths are clamped to the arrays.
+
+    Notes
+    -----
+    Products are exact, sums float32. P = 2^(log2(e) score - n), with a whole number n for each row,
+    is rounded to e4m3 before it multiplies V, and the result is divided by the sum of the rounded P
+    [1]_. On Hopper most of P comes from straight lines between powers of two (three quarters for
+    D <= 64, half else), with an error of 3.2 % rms where rounding alone has 2.7 %; and sums of 512
+    keys (1024 for D > 64) are the tensor cores' own, of some 14 bits, before they are added up in
+    float32. `quantize_heads` makes such arrays.
+
+    References
+    ----------
+    .. [1] Shah et al.: FlashAttention-3, arXiv:2407.08608, section 3.3.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from ml_dtypes import float8_e4m3fn
+    >>> q = k = np.ones((2, 1, 4), float8_e4m3fn)
+    >>> v = np.array([[[0, 0, 0, 0]], [[2, 4, 6, 8]]], float8_e4m3fn)
+    >>> ends, one = np.array([0, 2], np.int32), np.ones(1, np.float32)
+    >>> scales = dict(q_scale=one, k_scale=one, v_scale=one)
+    >>> y = attention_prefill_fp8(q, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends, **scales)
+    >>> y[:, 0].astype(np.float32)
+    array([[0., 0., 0., 0.],
+           [1., 2., 3., 4.]], dtype=float32)
+    """
+    call = Contract("attention_prefill_fp8")
+    arrays = _check_arrays(call, q, k, v, q_scale, k_scale, v_scale, cu_seqlens_q, cu_seqlens_k)
+    check_heads(call)
+    scale = checked_scale(call, call["D"], scale)
+    if not isinstance(dtype, str) or dtype not in _OUT_DTYPES:
+        raise DTypeError(f"{call.op}: dtype: must be one of {_OUT_DTYPES}; got {dtype!r}")
+    if max_seqlen_q is not None:
+        max_seqlen_q = check_count(call, "max_seqlen_q", max_seqlen_q)
+    if call.on_cpu:
+        result = reference.attention_prefill_fp8(
+            **arrays, causal=causal, scale=scale, dtype=dtype, return_lse=True
+        )
+        out = call.finish(out, result[0], layout="rows")
+        return (out, result[1]) if return_lse else out
+    q = arrays["q"]
+    out = call.output("out", out, q.shape, np_dtype(dtype), layout="rows")
+    lse = call.xp.empty(q.shape[:2], np.float32) if return_lse else None
+    if max_seqlen_q is None:
+        lengths = call.xp.diff(arrays["cu_seqlens_q"])
+        max_seqlen_q = int(lengths.max()) if lengths.size else 0
+    shared: dict[str, Any] = {"causal": int(causal), "factor": scale * math.log2(math.e)}
+    if sm90.is_supported(q, arrays["k"], arrays["v"], out):
+        sm90.launch(**arrays, **shared, out=out, lse=lse, dtype=dtype, max_q=max_seqlen_q)
+    else:
+        _launch(**arrays, **shared, out=out, lse=lse, dtype=dtype, max_q=max_seqlen_q)
+    return out if lse is None else (out, lse)
+
+
+def _check_arrays(
+    call: Contract,
+    q: Any,
+    k: Any,
+    v: Any,
+    q_scale: Any,
+    k_scale: Any,
+    v_scale: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+) -> dict[str, Any]:
+    """Check all arrays; return them by name, codes as uint8."""
+    arrays = {
+        "q": call.array("q", q, "Tq H D", _CODES, layout="rows"),
+        "k": call.array("k", k, "Tk K D", _CODES, layout="rows"),
+        "v": call.array("v", v, "Tk K D", _CODES, layout="rows"),
+    }
+    arrays = {name: x.view(np.uint8) for name, x in arrays.items()}
+    arrays["q_scale"] = call.array("q_scale", q_scale, "H", FLOAT32)
+    arrays["k_scale"] = call.array("k_scale", k_scale, "K", FLOAT32)
+    arrays["v_scale"] = call.array("v_scale", v_scale, "K", FLOAT32)
+    if call.on_cpu:
+        for name in ("q_scale", "k_scale", "v_scale"):  # NaN is what heads of NaN have
+            ok = not bool(np.any(arrays[name] <= 0))
+            call.check(name, ok, "positive", arrays[name].tolist())
+    for name, value, total in (
+        ("cu_seqlens_q", cu_seqlens_q, arrays["q"].shape[0]),
+        ("cu_seqlens_k", cu_seqlens_k, arrays["k"].shape[0]),
+    ):
+        ends = arrays[name] = call.array(name, value, "B+1", INT32)
+        call.check(name, ends.size > 0, "of length B+1, 1 or more", ends)
+        if call.on_cpu:
+            ok = ends[0] == 0 and ends[-1] == total and bool(np.all(ends[1:] >= ends[:-1]))
+            call.check(name, bool(ok), f"rising from 0 to {total}", ends.tolist())
+    return arrays
+
+
+def _launch(
+    q: Any, k: Any, v: Any, out: Any, lse: Any, dtype: str, max_q: int, **shared: Any
+) -> None:
+    total_q, num_heads, head_dim = q.shape
+    strides: dict[str, Any] = {
+        f"{name}_stride_{axis}": element_strides(x)[i]
+        for name, x in (("q", q), ("k", k), ("v", v), ("out", out))
+        for i, axis in enumerate("th")
+    }
+    _KERNEL.launch(
+        specs(dtype)[0],
+        (ceil_div(min(max_q, total_q), _ROWS), num_heads, shared["cu_seqlens_q"].size - 1),
+        (32 * _ROWS,),
+        q=q,
+        k=k,
+        v=v,
+        out=out,
+        lse=lse,
+        max_keys=k.shape[0],
+        total_q=total_q,
+        num_heads=num_heads,
+        group=num_heads // k.shape[1],
+        head_dim=head_dim,
+        **strides,
+        **shared,
+    )

@@ -1,0 +1,197 @@
+"""attention_prefill_fp8 on Hopper: which problems `attention_prefill_fp8_sm90.cu` takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from engine import device, env
+from engine.kernels._attention import are_aligned, element_strides
+from engine.kernels._launch import Kernel, ceil_div, sm_count
+from engine.kernels._module import ModuleSpec, current_architecture
+from engine.kernels._tensor_map import tensor_map
+from engine.kernels._workspace import counters
+
+__all__ = ["Fp8Tile", "choose_fp8_tile", "is_supported", "launch", "specs"]
+
+_KERNEL = Kernel(
+    "attention_prefill_fp8_sm90",
+    "q_map:tmap k_map:tmap v_map:tmap cu_seqlens_q:ptr cu_seqlens_k:ptr q_scale:ptr k_scale:ptr "
+    "v_scale:ptr out:ptr lse:ptr counter:ptr out_stride_t:i64 out_stride_h:i64 max_keys:i64 "
+    "total_q:i32 num_heads:i32 num_kv_heads:i32 head_dim:i32 num_pairs:i32 tiles_of_pair:i32 "
+    "section:i32 causal:i32 factor:f32",
+)
+_KEYS = 128
+_Q_STAGES = 2
+_L2_BYTES = 24 << 20  # of K and V that a section of the work may hold
+
+
+@dataclass(frozen=True)
+class Fp8Tile:
+    """How a block divides its work; what the macros of the CUDA file say.
+
+    Attributes
+    ----------
+    head_dim : int
+        Columns that are multiplied: D, padded.
+    consumers : int
+        Warpgroups of 64 rows.
+    stages : int
+        Tiles of K, of V and of its transpose in shared memory.
+    span : int
+        Keys that a warpgroup works on at once: 64, or the whole tile of 128.
+    turns : bool
+        Whether warpgroups make P one after another.
+    line_keys : int
+        Bit w: P of the w-th 16 keys of a span comes from a line: common/softmax_fp8.cuh.
+    sum_tiles : int
+        Key tiles that the tensor cores add up before the sums go to float32 ones in shared memory.
+    """
+
+    head_dim: int
+    consumers: int
+    stages: int
+    span: int
+    turns: bool
+    line_keys: int
+    sum_tiles: int
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a block."""
+        return 64 * self.consumers
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: the producer's warpgroup and the consumers'."""
+        return 128 * (self.consumers + 1)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory: tiles, aligned to 1024 bytes, work items and mbarriers."""
+        keys = _KEYS * self.head_dim
+        values = _KEYS * (self.head_dim + 8)
+        tiles = _Q_STAGES * self.rows * self.head_dim
+        tiles += self.stages * (2 * keys + values)
+        if self.sum_tiles:
+            tiles += 4 * self.rows * (self.head_dim + 8)
+        barriers = 2 * _Q_STAGES + 6 * self.stages
+        return 1024 + tiles + 64 * _Q_STAGES + 8 * barriers
+
+    def spec(self, dtype: str) -> ModuleSpec:
+        """Return the module compiled for this tile."""
+        macros = {
+            "HEAD_DIM": self.head_dim,
+            "CONSUMERS": self.consumers,
+            "STAGES": self.stages,
+            "SPAN": self.span,
+            "TURNS": int(self.turns),
+            "LINE_KEYS": self.line_keys,
+            "SUM_TILES": self.sum_tiles,
+            "SHARED_BYTES": self.shared_bytes,
+        }
+        return ModuleSpec(
+            "attention_prefill_fp8/attention_prefill_fp8_sm90.cu", dtype, tuple(macros.items())
+        )
+
+
+# One for each head dim, whatever the lengths: a row's bits must not depend on the rows beside it.
+_TILES = (Fp8Tile(64, 3, 4, 128, False, 0x77, 4), Fp8Tile(128, 2, 2, 128, True, 0x55, 8))
+
+
+def choose_fp8_tile(head_dim: int) -> Fp8Tile | None:
+    """Return the tile for heads of `head_dim`; None: not for Hopper.
+
+    Examples
+    --------
+    >>> choose_fp8_tile(80).head_dim, choose_fp8_tile(72)
+    (128, None)
+    """
+    if head_dim % 16:
+        return None
+    return next((tile for tile in _TILES if head_dim <= tile.head_dim), None)
+
+
+def specs(dtype: str, *, head_dim: int | None = None) -> tuple[ModuleSpec, ...]:
+    """Return the modules that may be launched for results of `dtype`."""
+    tiles = _TILES if head_dim is None else (choose_fp8_tile(head_dim),)
+    return tuple(tile.spec(dtype) for tile in tiles if tile is not None)
+
+
+def is_supported(q: Any, k: Any, v: Any, out: Any) -> bool:
+    """Tell whether the current device and the problem are for the Hopper kernel."""
+    tile = choose_fp8_tile(q.shape[2])
+    return (
+        tile is not None
+        and env.kernel_tier() == "auto"
+        and current_architecture(device.cupy().cuda.runtime.getDevice()) == "sm_90a"
+        and q.size > 0
+        and k.size > 0
+        and q.shape[1] // k.shape[1] <= tile.rows
+        and are_aligned(q, k, v, out)
+    )
+
+
+def launch(
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    dtype: str,
+    max_q: int,
+    *,
+    tile: Fp8Tile | None = None,
+    **shared: Any,
+) -> None:
+    """Launch on arrays that `is_supported` accepts; `shared` is what both kernels take."""
+    total_q, num_heads, head_dim = q.shape
+    tile = tile or choose_fp8_tile(head_dim)
+    assert tile is not None
+    max_keys, num_kv_heads, _ = k.shape
+    group, batch = num_heads // num_kv_heads, shared["cu_seqlens_q"].size - 1
+    pairs = batch * num_kv_heads
+    tiles_of_pair = ceil_div(min(max_q, total_q), tile.rows // group)
+    longest = ceil_div(max_keys, max(1, batch))
+    strides = element_strides(out)
+    _KERNEL.launch(
+        tile.spec(dtype),
+        (min(pairs * tiles_of_pair, sm_count()),),
+        (tile.threads,),
+        tile.shared_bytes,
+        q_map=_query_map(q, tile, group),
+        k_map=_key_map(k, tile),
+        v_map=_key_map(v, tile),
+        out=out,
+        lse=lse,
+        counter=counters(),
+        out_stride_t=strides[0],
+        out_stride_h=strides[1],
+        max_keys=max_keys,
+        total_q=total_q,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        num_pairs=pairs,
+        tiles_of_pair=tiles_of_pair,
+        section=min(max(1, _L2_BYTES // (2 * longest * head_dim)), max(pairs, 1)),
+        **shared,
+    )
+
+
+def _query_map(q: Any, tile: Fp8Tile, group: int) -> Any:
+    """Describe q as (Tq, K, group, D) to TMA."""
+    total_q, num_heads, head_dim = q.shape
+    q_t, q_h, _ = q.strides
+    sizes = (head_dim, group, num_heads // group, total_q)
+    box = (tile.head_dim, group, 1, tile.rows // group)
+    return tensor_map(
+        q.data.ptr, "uint8", sizes, (q_h, q_h * group, q_t), box, swizzle=tile.head_dim
+    )
+
+
+def _key_map(x: Any, tile: Fp8Tile) -> Any:
+    """Describe k or v as (Tk, K, D) to TMA."""
+    sizes, strides = (x.shape[2], x.shape[1], x.shape[0]), (x.strides[1], x.strides[0])
+    box = (tile.head_dim, 1, _KEYS)
+    return tensor_map(x.data.ptr, "uint8", sizes, strides, box, swizzle=tile.head_dim)

@@ -1,0 +1,228 @@
+"""Which kernel multiplies a problem, and how it is cut: a pure function, testable without a GPU."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+from engine.dtypes import itemsize
+from engine.kernels._launch import ceil_div
+from engine.kernels.gemm.sm90 import HopperConfig, choose_hopper
+from engine.kernels.gemm.stream import (
+    PORTABLE_LIMITS,
+    Limits,
+    StreamConfig,
+    choose_stream,
+    stream_configs,
+)
+
+__all__ = ["Config", "all_configs", "choose_config"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """A kernel and how the problem is cut for it.
+
+    Attributes
+    ----------
+    kernel : str
+        Entry point, without the op's prefix.
+    tile_m, tile_n : int
+        Rows and columns of out that a block makes.
+    threads, shared_bytes : int
+        Threads and dynamic shared memory of a block.
+    num_splits, k_per_split : int
+        How many blocks share the sum over k of a tile, and how much of k each takes.
+    """
+
+    kernel: str
+    tile_m: int
+    tile_n: int
+    threads: int
+    shared_bytes: int
+    num_splits: int
+    k_per_split: int
+
+    @property
+    def is_skinny(self) -> bool:
+        """Tell whether weights stream through registers (few rows of x)."""
+        return self.kernel.startswith("skinny")
+
+    def grid(self, m: int, n: int) -> tuple[int, int]:
+        """Return how many blocks a problem of `m` rows and `n` columns takes."""
+        rows, cols = ceil_div(m, self.tile_m), ceil_div(n, self.tile_n)
+        return (cols, rows) if self.is_skinny else (rows * cols, self.num_splits)
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """A tiled kernel, and what it is worth: `rate` products a cycle of a full multiprocessor."""
+
+    kernel: str
+    tile_m: int
+    tile_n: int
+    threads: int
+    stages: int
+    blocks_per_sm: int
+    rate: int
+    gates: bool = True  # it can make gate and up one column
+
+    def config(self, k: int, num_splits: int = 1, step: int = 1) -> Config:
+        """Return the kernel with `k` cut into `num_splits` shares, multiples of `step`."""
+        shared = self.stages * (self.tile_m + self.tile_n) * 64
+        share = max(step, ceil_div(ceil_div(k, num_splits), step) * step)
+        splits = max(1, ceil_div(k, share))
+        return Config(self.kernel, self.tile_m, self.tile_n, self.threads, shared, splits, share)
+
+
+# The rates are estimates for Hopper from instruction and L2 throughput; only their ratios matter.
+_HALF_TILES = (
+    _Tile("tile_128x256", 128, 256, 256, 4, 1, 1250),
+    _Tile("tile_128x128", 128, 128, 128, 4, 2, 1000),
+    _Tile("tile_64x128", 64, 128, 128, 5, 3, 800, gates=False),
+    _Tile("tile_64x64", 64, 64, 128, 6, 4, 550),
+)
+_FLOAT_TILES = (
+    _Tile("tile_128x128", 128, 128, 256, 4, 2, 90, gates=False),
+    _Tile("tile_64x64", 64, 64, 256, 4, 3, 70),
+)
+_HALF_UNALIGNED = _Tile("unaligned_64x64", 64, 64, 128, 3, 3, 0)
+_FLOAT_UNALIGNED = _Tile("unaligned_64x64", 64, 64, 256, 3, 3, 0)
+
+# (tokens, weight rows, warps) of a block of the skinny kernels.
+_HALF_SKINNY = ((8, 16, 8), (16, 32, 8), (32, 32, 8), (8, 16, 16), (16, 16, 16), (32, 16, 16))
+_FLOAT_SKINNY = ((1, 4, 8), (8, 2, 8))
+_SKINNY_MAX_M = {2: 8, 4: 16}  # by itemsize
+# Where there are Hopper's tiles, streams take so many rows, and more beside a weight of so few
+# elements. Tiles are faster alone, in a model's step streams are (docs/benchmarks/gemm_sm90.md).
+_STREAM_MAX_M, _STREAM_MAX_M_SMALL, _SMALL_WEIGHT = 8, 16, 1 << 23
+
+_BYTES_PER_CYCLE = 2400  # of memory, whole chip
+_TILE_CYCLES = 1500  # before a block's first product and after its last
+_REDUCE_CYCLES = 3000  # a second launch
+_MIN_SHARE_BYTES = 512  # of k: less is not worth a block
+
+
+@cache
+def choose_config(
+    m: int,
+    n: int,
+    k: int,
+    dtype: str,
+    sm_count: int,
+    *,
+    is_aligned: bool = True,
+    deterministic: bool = False,
+    is_hopper: bool = False,
+    is_gated: bool = False,
+    has_norm: bool = False,
+    limits: Limits = PORTABLE_LIMITS,
+) -> Config | HopperConfig | StreamConfig:
+    """Choose for x (m, k) and weight (n, k) of `dtype` on `sm_count` multiprocessors.
+
+    `is_aligned` says that rows start at, and have the length of, whole 16-byte accesses. Few rows
+    take a streaming kernel if `limits` allow it, else a skinny one; else the tile and the number of
+    splits with the least estimated time. The skinny kernels sum in an order that depends on n and k
+    alone, the streaming ones on `num_parts`, the tiled ones on `num_splits`, which depend on m too.
+    With `deterministic` it is always a tiled one with a single split: these sum a row in the same
+    order whatever the tile. With `is_hopper` the tiled ones are those of gemm_sm90.cu, and they
+    begin at nine rows, or at 17 if the weight is small. `is_gated`: gate and up become one column,
+    which not every kernel can. `has_norm`: a norm is fused in front.
+
+    Examples
+    --------
+    >>> choose_config(1, 4096, 4096, "bfloat16", 132).kernel
+    'stream_8'
+    >>> choose_config(4096, 4096, 4096, "bfloat16", 132).kernel
+    'tile_128x256'
+    """
+    size = itemsize(dtype)
+    if not is_aligned:
+        return (_HALF_UNALIGNED if size == 2 else _FLOAT_UNALIGNED).config(k)
+    if not deterministic:
+        most = _STREAM_MAX_M_SMALL if n * k <= _SMALL_WEIGHT else _STREAM_MAX_M
+        may_stream = size == 2 and not (is_hopper and m > most)
+        if may_stream:
+            stream = choose_stream(m, n, k, sm_count, limits, has_norm=has_norm)
+            if stream is not None:
+                return stream
+        if m <= _SKINNY_MAX_M[size] and not (is_gated and size == 4):
+            return _skinny(m, n, k, size, sm_count)
+    if is_hopper and k > 0:
+        return choose_hopper(m, n, k, sm_count, deterministic=deterministic, is_gated=is_gated)
+    step = 64 // size
+    choices = [
+        tile.config(k, splits, step)
+        for tile in (_HALF_TILES if size == 2 else _FLOAT_TILES)
+        if tile.gates or not is_gated
+        for splits in (
+            [1]
+            if deterministic
+            else _splits(ceil_div(m, tile.tile_m) * ceil_div(n, tile.tile_n), k, size, sm_count)
+        )
+    ]
+    return min(choices, key=lambda config: _estimate(config, m, n, k, size, sm_count))
+
+
+def all_configs(k: int, dtype: str, *, is_gated: bool = False) -> list[Config | StreamConfig]:
+    """Return every kernel, with and without splits of `k`: for tests and for tuning.
+
+    Any of them can do any number of rows; all but "unaligned" want 16-byte rows.
+    """
+    is_half = itemsize(dtype) == 2
+    tiles = _HALF_TILES if is_half else _FLOAT_TILES
+    step = 64 // itemsize(dtype)
+    return [
+        *(
+            tile.config(k, splits, step)
+            for tile in tiles
+            for splits in (1, 2, 5)
+            if tile.gates or not is_gated
+        ),
+        (_HALF_UNALIGNED if is_half else _FLOAT_UNALIGNED).config(k),
+        *(
+            _skinny_config(*s, k)
+            for s in (_HALF_SKINNY if is_half else () if is_gated else _FLOAT_SKINNY)
+        ),
+        *(stream_configs(k) if is_half else ()),
+    ]
+
+
+def _skinny(m: int, n: int, k: int, size: int, sm_count: int) -> Config:
+    """Choose for few rows. How many warps share k is settled by n alone: see `choose_config`."""
+    if size == 4:
+        return _skinny_config(*_FLOAT_SKINNY[0 if m <= 1 else 1], k)
+    # Many weight rows: blocks of eight warps, several a multiprocessor. Few: sixteen warps a block,
+    # or too few loads would be in flight.
+    warps = 8 if n >= 64 * sm_count else 16
+    return _skinny_config(*next(s for s in _HALF_SKINNY if s[0] >= m and s[2] == warps), k)
+
+
+def _skinny_config(tokens: int, rows: int, warps: int, k: int) -> Config:
+    return Config(f"skinny_{tokens}x{rows}_w{warps}", tokens, rows, warps * 32, 0, 1, k)
+
+
+def _splits(tiles: int, k: int, size: int, sm_count: int) -> list[int]:
+    """Return the numbers of splits worth looking at: more than one only if tiles are few."""
+    most = min(16, 4 * sm_count // max(1, tiles), k * size // _MIN_SHARE_BYTES)
+    return [s for s in (1, 2, 3, 4, 6, 8, 12, 16) if s <= max(1, most)]
+
+
+def _estimate(config: Config, m: int, n: int, k: int, size: int, sm_count: int) -> float:
+    """Return about how many cycles a tiled configuration takes."""
+    tile = next(
+        t for t in (_HALF_TILES if size == 2 else _FLOAT_TILES) if t.kernel == config.kernel
+    )
+    blocks = math.prod(config.grid(m, n))
+    per_sm = ceil_div(blocks, sm_count)
+    resident = min(per_sm, tile.blocks_per_sm)
+    rate = tile.rate * (1 + resident / tile.blocks_per_sm) / 2  # a lone block hides less
+    compute = per_sm * tile.tile_m * tile.tile_n * config.k_per_split / rate
+    memory = (m + n) * k * size / _BYTES_PER_CYCLE
+    waves = ceil_div(per_sm, tile.blocks_per_sm)
+    overlapped = max(compute, memory) + min(compute, memory) / 4  # never perfectly
+    cycles = overlapped + waves * _TILE_CYCLES
+    if config.num_splits > 1:
+        cycles += _REDUCE_CYCLES + 2 * config.num_splits * m * n * 4 / _BYTES_PER_CYCLE
+    return cycles

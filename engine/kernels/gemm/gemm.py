@@ -1,0 +1,168 @@
+"""Matrix product with a fused epilogue: `cuda_src/gemm/gemm.cu`, mirror `reference/gemm.py`.
+
+`config.py` chooses the kernel and `launch.py` launches it, for rmsnorm_gemm too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from engine import reference
+from engine.errors import ContractError, ShapeError
+from engine.kernels._contract import FLOAT32, FLOATS, Contract
+from engine.kernels._module import ModuleSpec
+from engine.kernels.gemm.config import Config, choose_config
+from engine.kernels.gemm.launch import SWIGLU, Operands, check_columns, launch
+from engine.kernels.gemm.sm90 import hopper_specs
+from engine.kernels.swiglu import specs as swiglu_specs
+
+__all__ = ["Config", "choose_config", "gemm", "interleave_gate_up", "specs"]
+
+
+def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
+    """Return the modules that the op may launch for `dtype`."""
+    return (ModuleSpec("gemm/gemm.cu", dtype), *hopper_specs(dtype), *swiglu_specs(dtype))
+
+
+def gemm(
+    x: Any,
+    weight: Any,
+    *,
+    bias: Any = None,
+    residual: Any = None,
+    activation: str | None = None,
+    out_dtype: Any = None,
+    deterministic: bool = False,
+    pdl: bool = False,
+    out: Any = None,
+) -> Any:
+    """Multiply rows by a weight matrix: activation(x Wᵀ + bias) + residual.
+
+    With "swiglu" or "silu_and_mul", the first half of a gated feed-forward layer: silu(gate) * up.
+
+    Parameters
+    ----------
+    x : (M, K) array of float32, float16 or bfloat16
+        The rows may lie apart (a view); the last axis must be contiguous, else it is copied.
+    weight : (N, K) array of x's dtype
+        As checkpoints have it: (out features, in features).
+    bias : (N,) array of x's dtype, optional
+    residual : (M, N) array of the result's dtype, optional
+        Added last; may be `out` itself.
+    activation : None, "silu", "gelu" (erf), "gelu_tanh", "relu", "swiglu" or "silu_and_mul"
+        With "swiglu", `weight` (and `bias`) have all rows of gate, then as many of up, and the
+        result, in x's dtype and without a residual, has N / 2 columns. With "silu_and_mul" they
+        come in turn, eight of each, as `interleave_gate_up` makes them; N is a multiple of 16, and
+        the result, like `residual`, has N / 2 columns.
+    out_dtype : dtype, optional
+        x's dtype (the default) or float32.
+    deterministic : bool
+        Sum each row in an order that does not depend on M, so that a row's result has the same
+        bits in any company; slower for few rows.
+    pdl : bool
+        Say that no kernel still running on the stream writes `weight` or `bias`, as is true of a
+        model's parameters: with few rows, they are then read while the kernel in front ends.
+    out : (M, N) array of `out_dtype`, optional
+        Where to put the result; its rows may lie apart.
+
+    Returns
+    -------
+    (M, N) or (M, N / 2) array of `out_dtype`
+
+    Raises
+    ------
+    ShapeError, DTypeError, ContractError
+        If an argument breaks the contract.
+
+    Notes
+    -----
+    Sums, bias, activation and residual are float32; the result is rounded once, but with "swiglu"
+    gate and up may be rounded, too. float32 operands are multiplied as float32 (never TF32).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> x = np.array([[1.0, 2.0]], np.float32)
+    >>> weight = np.array([[1.0, 0.0], [0.0, 1.0], [-1.0, -1.0]], np.float32)
+    >>> gemm(x, weight, bias=np.ones(3, np.float32), activation="relu")
+    array([[2., 3., 0.]], dtype=float32)
+    """
+    call = Contract("gemm")
+    x = call.array("x", x, "M K", FLOATS, layout="rows")
+    weight = call.array("weight", weight, "N K", x.dtype)
+    dtype = _out_dtype(call, x.dtype, out_dtype)
+    columns = check_columns(call, activation)
+    if activation == SWIGLU:
+        got = getattr(residual, "shape", residual)
+        call.check("residual", residual is None, 'None with "swiglu"', got)
+        call.check("out_dtype", dtype == x.dtype, f'{x.dtype} with "swiglu"', str(dtype))
+    if bias is not None:
+        bias = call.array("bias", bias, "N", x.dtype)
+    if residual is not None:
+        shape = "M N" if columns == call["N"] else f"M {columns}"
+        residual = call.array("residual", residual, shape, dtype, layout="rows")
+    if call.on_cpu:
+        result = reference.gemm(
+            x,
+            weight,
+            bias=bias,
+            residual=residual,
+            activation=activation,
+            out_dtype=dtype,
+            deterministic=deterministic,
+        )
+        return call.finish(out, result, layout="rows")
+    out = call.output("out", out, (call["M"], columns), dtype, layout="rows")
+    operands = Operands(x, weight, out, bias, residual, activation, deterministic, pdl)
+    launch("gemm", operands)
+    return out
+
+
+def _out_dtype(call: Contract, own: np.dtype[Any], wanted: Any) -> np.dtype[Any]:
+    """Return the dtype of the result: x's `own` or float32."""
+    try:
+        dtype = own if wanted is None else np.dtype(wanted)
+        ok = dtype in (own, FLOAT32)
+    except TypeError:  # NumPy knows no such dtype
+        ok = False
+    call.check("out_dtype", ok, f"{own} or float32", wanted)
+    return dtype
+
+
+def interleave_gate_up(gate_up: Any) -> Any:
+    """Return the rows of [gate; up] as "silu_and_mul" wants them: eight of each in turn.
+
+    Parameters
+    ----------
+    gate_up : (2F, ...) array
+        A weight (2F, K) or bias (2F,), all rows of the gate first; F a multiple of 8.
+
+    Returns
+    -------
+    (2F, ...) array
+        A copy.
+
+    Raises
+    ------
+    ShapeError, ContractError
+        If it has no rows, or F is no multiple of 8.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> interleave_gate_up(np.arange(32))[:20]
+    array([ 0,  1,  2,  3,  4,  5,  6,  7, 16, 17, 18, 19, 20, 21, 22, 23,  8,
+            9, 10, 11])
+    """
+    gate_up = gate_up if hasattr(gate_up, "swapaxes") else np.asarray(gate_up)
+    if gate_up.ndim == 0:
+        raise ShapeError("interleave_gate_up: gate_up: must have rows; got a single value")
+    rows = gate_up.shape[0]
+    if rows % 16:
+        raise ContractError(
+            f"interleave_gate_up: gate_up: must have a multiple of 16 rows; got {rows}"
+        )
+    halves = gate_up.reshape(2, rows // 16, 8, *gate_up.shape[1:])
+    return halves.swapaxes(0, 1).reshape(gate_up.shape)

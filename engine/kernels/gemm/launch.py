@@ -1,0 +1,324 @@
+"""How gemm and rmsnorm_gemm are launched, with the kernel that `gemm/config.py` chooses."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from engine import device
+from engine.dtypes import dtype_name
+from engine.errors import ContractError
+from engine.kernels._contract import FLOAT32, Contract
+from engine.kernels._launch import Kernel, ceil_div, sm_count
+from engine.kernels._module import ModuleSpec
+from engine.kernels._workspace import workspace
+from engine.kernels.gemm.config import Config, choose_config
+from engine.kernels.gemm.sm90 import HopperConfig, is_hopper, launch_hopper
+from engine.kernels.gemm.stream import Limits, StreamConfig
+from engine.kernels.swiglu import swiglu
+
+__all__ = ["ACTIVATIONS", "SWIGLU", "Norm", "Operands", "check_columns", "launch"]
+
+SWIGLU = "swiglu"  # "silu_and_mul" of a weight with all rows of gate first
+
+# By number, as the kernels know them; they tell "swiglu" by the rows of gate that they are given.
+_NUMBERED = (None, "silu", "gelu", "gelu_tanh", "relu", "silu_and_mul")
+ACTIVATIONS: tuple[str | None, ...] = (*_NUMBERED, SWIGLU)
+
+_PARAMS = (
+    "x:ptr x_stride:i64 weight:ptr norm_weight:ptr row_scales:ptr eps:f32 weight_offset:f32 "
+    "bias:ptr residual:ptr residual_stride:i64 out:ptr out_stride:i64 partials:ptr m:i32 n:i32 "
+    "k:i32 k_per_split:i32 activation:i32 is_float:i32 is_vector:i32"
+)
+_STREAM_PARAMS = (
+    "x:ptr x_stride:i64 weight:ptr norm_weight:ptr eps:f32 weight_offset:f32 bias:ptr "
+    "residual:ptr residual_stride:i64 out:ptr out_stride:i64 m:i32 n:i32 k:i32 k_per_split:i32 "
+    "num_tiles:i32 slots:i32 num_gates:i32 activation:i32 is_float:i32 is_vector:i32 uses_pdl:i32 "
+    "warms_up:i32"
+)
+_REDUCE = Kernel(
+    "gemm_reduce",
+    "partials:ptr num_splits:i32 bias:ptr residual:ptr residual_stride:i64 out:ptr "
+    "out_stride:i64 m:i32 n:i32 activation:i32 is_float:i32",
+)
+_ROW_SCALES = Kernel(
+    "rmsnorm_row_scales",
+    "x:ptr x_stride:i64 row_scales:ptr m:i32 k:i32 eps:f32 is_vector:i32",
+)
+_REDUCE_THREADS = 256
+_ROW_SCALES_ROWS = 8  # rows a block
+_MAX_INT32 = 2**31 - 1
+_APART_MAX_M, _APART_MAX_WEIGHT = 256, 1 << 24  # elements
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The arrays of one product, checked; x, residual and out have rows that may lie apart."""
+
+    x: Any
+    weight: Any
+    out: Any
+    bias: Any = None
+    residual: Any = None
+    activation: str | None = None
+    deterministic: bool = False
+    pdl: bool = False
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A norm in front of the product: its weight (K,), epsilon and the weight's offset."""
+
+    weight: Any
+    eps: float
+    weight_offset: float
+
+
+def check_columns(call: Contract, activation: str | None) -> int:
+    """Return how many columns the result has, of a product with weight (N, K)."""
+    call.check("activation", activation in ACTIVATIONS, f"one of {ACTIVATIONS}", activation)
+    n = call["N"]
+    if activation == "silu_and_mul":
+        call.check("weight", n % 16 == 0, "of 8 rows of gate and 8 of up in turn", f"{n} rows")
+    elif activation == SWIGLU:
+        call.check("weight", n % 2 == 0, "of as many rows of gate as of up", f"{n} rows")
+    else:
+        return n
+    return n // 2
+
+
+def launch(op: str, operands: Operands, norm: Norm | None = None) -> None:
+    """Launch `op` ("gemm", or "rmsnorm_gemm" with a norm) on CuPy arrays."""
+    x = operands.x
+    (m, k), n = x.shape, operands.weight.shape[0]
+    if m == 0 or n == 0:
+        return
+    dtype = dtype_name(x.dtype)
+    aligned = _is_aligned(x, operands.weight, norm, deterministic=operands.deterministic)
+    config = choose_config(
+        m,
+        n,
+        k,
+        dtype,
+        sm_count(),
+        is_aligned=aligned,
+        deterministic=operands.deterministic,
+        is_hopper=norm is None and is_hopper(dtype),
+        is_gated=operands.activation in ("silu_and_mul", SWIGLU),
+        has_norm=norm is not None,
+        limits=_limits(device.cupy().cuda.runtime.getDevice()),
+    )
+    is_split = operands.activation == SWIGLU
+    if is_split and not _brings_together(config, m, n, k, operands.deterministic):
+        _launch_apart(op, operands, norm)
+        return
+    if max(m, n, k) > _MAX_INT32 - 256:
+        raise ContractError(f"{op}: x: {m} x {k} by {n} x {k} is more than one launch can do")
+    if isinstance(config, HopperConfig):
+        vector = _vector_level(operands.out, operands.residual)
+        launch_hopper(
+            config,
+            x,
+            operands.weight,
+            operands.out,
+            _epilogue(operands),
+            vector,
+            pdl=operands.pdl,
+            is_split=is_split,
+        )
+    elif isinstance(config, StreamConfig):
+        _launch_stream(op, operands, norm, config)
+    else:
+        _launch_portable(op, operands, norm, config, aligned)
+
+
+def _brings_together(
+    config: Config | HopperConfig | StreamConfig, m: int, n: int, k: int, deterministic: bool
+) -> bool:
+    """Tell whether the kernel multiplies gate and up, too; the portable ones cannot.
+
+    Hopper's tiles leave it to swiglu where weights and rows are few: meanwhile the product after it
+    asks for its weights, for which there was no room (docs/benchmarks/decode_loop.md).
+    """
+    if n % 16:
+        return False
+    if isinstance(config, HopperConfig):
+        return deterministic or m > _APART_MAX_M or n * k > _APART_MAX_WEIGHT
+    return isinstance(config, StreamConfig)
+
+
+def _launch_apart(op: str, operands: Operands, norm: Norm | None) -> None:
+    """Launch the product, then swiglu."""
+    x, rows = operands.x, operands.weight.shape[0]
+    packed = device.cupy().empty((x.shape[0], rows), x.dtype)
+    launch(op, replace(operands, activation=None, out=packed), norm)
+    swiglu(packed, out=operands.out)
+
+
+def _launch_portable(
+    op: str, operands: Operands, norm: Norm | None, config: Config, aligned: bool
+) -> None:
+    x, out = operands.x, operands.out
+    (m, k), n, dtype = x.shape, operands.weight.shape[0], dtype_name(x.dtype)
+    if math.prod(config.grid(m, n)) > _MAX_INT32:
+        raise ContractError(f"{op}: x: {m} x {k} by {n} x {k} is more than one launch can do")
+    row_scales, partials = _scratch(config, m, n, needs_scales=norm is not None)
+    if row_scales is not None and norm is not None:
+        _launch_row_scales(ModuleSpec(f"gemm/{op}.cu", dtype), x, row_scales, norm.eps, aligned)
+    epilogue = _epilogue(operands)
+    _kernel(op, config.kernel).launch(
+        ModuleSpec(f"gemm/{op}.cu", dtype),
+        config.grid(m, n),
+        (config.threads,),
+        config.shared_bytes,
+        x=x,
+        x_stride=_row_stride(x),
+        weight=operands.weight,
+        norm_weight=None if norm is None else norm.weight,
+        row_scales=row_scales,
+        eps=0.0 if norm is None else norm.eps,
+        weight_offset=0.0 if norm is None else norm.weight_offset,
+        partials=partials,
+        m=m,
+        n=n,
+        k=k,
+        k_per_split=config.k_per_split,
+        is_vector=_is_vector(out, operands.residual),
+        **epilogue,
+    )
+    if partials is not None:
+        _REDUCE.launch(
+            ModuleSpec("gemm/gemm.cu", dtype),
+            (ceil_div(m * n, _REDUCE_THREADS),),
+            (_REDUCE_THREADS,),
+            partials=partials,
+            num_splits=config.num_splits,
+            m=m,
+            n=n,
+            **epilogue,
+        )
+
+
+def _launch_stream(op: str, operands: Operands, norm: Norm | None, config: StreamConfig) -> None:
+    x, out = operands.x, operands.out
+    (m, k), n = x.shape, operands.weight.shape[0]
+    pdl = operands.pdl and _limits(device.cupy().cuda.runtime.getDevice()).has_clusters
+    _kernel(op, config.kernel).launch(
+        ModuleSpec(f"gemm/{op}.cu", dtype_name(x.dtype)),
+        config.grid(m, n),
+        config.block,
+        config.shared_bytes,
+        cluster=config.cluster,
+        pdl=pdl,
+        x=x,
+        x_stride=_row_stride(x),
+        weight=operands.weight,
+        norm_weight=None if norm is None else norm.weight,
+        eps=0.0 if norm is None else norm.eps,
+        weight_offset=0.0 if norm is None else norm.weight_offset,
+        m=m,
+        n=n,
+        k=k,
+        k_per_split=config.k_per_split,
+        num_tiles=config.num_tiles(n),
+        slots=config.slots,
+        num_gates=n // 2 if operands.activation == SWIGLU else 0,
+        is_vector=_is_vector(out, operands.residual),
+        uses_pdl=pdl,
+        warms_up=config.warms_up and pdl,
+        **_epilogue(operands),
+    )
+
+
+@cache
+def _kernel(op: str, name: str) -> Kernel:
+    return Kernel(f"{op}_{name}", _STREAM_PARAMS if name.startswith("stream") else _PARAMS)
+
+
+@cache
+def _limits(index: int) -> Limits:
+    cuda = device.cupy().cuda
+    shared_bytes = int(cuda.Device(index).attributes["MaxSharedMemoryPerBlockOptin"])
+    major = int(cuda.runtime.getDeviceProperties(index)["major"])
+    return Limits(shared_bytes, has_clusters=major >= 9)
+
+
+def _scratch(config: Config, m: int, n: int, *, needs_scales: bool) -> tuple[Any, Any]:
+    """Return scratch for 1 / rms of each row and for the splits' sums; None what is not needed."""
+    scales = 0 if config.is_skinny or not needs_scales else ceil_div(m, 4) * 4
+    partials = config.num_splits * m * n if config.num_splits > 1 else 0
+    if scales + partials == 0:
+        return None, None
+    buffer = workspace(scales + partials)
+    return (buffer[:scales] if scales else None), (buffer[scales:] if partials else None)
+
+
+def _launch_row_scales(spec: ModuleSpec, x: Any, scales: Any, eps: float, aligned: bool) -> None:
+    m, k = x.shape
+    _ROW_SCALES.launch(
+        spec,
+        (ceil_div(m, _ROW_SCALES_ROWS),),
+        (_ROW_SCALES_ROWS * 32,),
+        x=x,
+        x_stride=_row_stride(x),
+        row_scales=scales,
+        m=m,
+        k=k,
+        eps=eps,
+        is_vector=aligned,
+    )
+
+
+def _epilogue(operands: Operands) -> dict[str, Any]:
+    out, residual = operands.out, operands.residual
+    activation = "silu_and_mul" if operands.activation == SWIGLU else operands.activation
+    return {
+        "bias": operands.bias,
+        "residual": residual,
+        "residual_stride": 0 if residual is None else _row_stride(residual),
+        "out": out,
+        "out_stride": _row_stride(out),
+        "activation": _NUMBERED.index(activation),
+        "is_float": out.dtype == FLOAT32,
+    }
+
+
+def _row_stride(array: Any) -> int:
+    """Return the elements from one row to the next."""
+    return int(array.strides[0]) // int(array.itemsize)
+
+
+def _is_aligned(x: Any, weight: Any, norm: Norm | None, *, deterministic: bool) -> bool:
+    """Tell whether all rows of the operands can be read 16 bytes at a time.
+
+    With `deterministic` one row of x counts as one of many with its stride.
+    """
+    steps = [x.data.ptr, weight.data.ptr, x.shape[1] * x.itemsize]
+    if x.shape[0] > 1 or deterministic:
+        steps.append(x.strides[0])
+    if norm is not None:
+        steps.append(norm.weight.data.ptr)
+    return all(step % 16 == 0 for step in steps)
+
+
+def _is_vector(out: Any, residual: Any) -> bool:
+    """Tell whether all rows of the results can be accessed four elements at a time."""
+    width = 4 * out.itemsize
+    for array in (out,) if residual is None else (out, residual):
+        if array.data.ptr % width or array.shape[1] % 4:
+            return False
+        if array.shape[0] > 1 and array.strides[0] % width:
+            return False
+    return True
+
+
+def _vector_level(out: Any, residual: Any) -> int:
+    """Return 2 if rows of `out` can be stored 16 bytes at a time, 1 if four elements, else 0."""
+    if not _is_vector(out, residual):
+        return 0
+    steps = [out.data.ptr, out.shape[1] * out.itemsize]
+    if out.shape[0] > 1:
+        steps.append(out.strides[0])
+    return 2 if all(step % 16 == 0 for step in steps) else 1

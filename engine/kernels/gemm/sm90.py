@@ -1,0 +1,367 @@
+"""gemm on Hopper, `gemm_sm90.cu`: which tile for which problem, and its launch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from engine import device, env
+from engine.dtypes import dtype_name
+from engine.kernels._launch import Kernel, ceil_div, sm_count
+from engine.kernels._module import ModuleSpec, current_architecture
+from engine.kernels._tensor_map import tensor_map, tensor_map_2d
+
+__all__ = [
+    "HOPPER_CONFIGS",
+    "MAX_FEW_ROWS",
+    "HopperConfig",
+    "choose_hopper",
+    "hopper_specs",
+    "is_hopper",
+    "launch_hopper",
+]
+
+_KERNEL = Kernel(
+    "gemm_sm90",
+    "map_x:tmap map_tail:tmap map_w:tmap map_out:tmap bias:ptr residual:ptr residual_stride:i64 "
+    "out:ptr out_stride:i64 m:i32 n:i32 k:i32 group:i32 x_part:i32 tail_part:i32 stages:i32 "
+    "uses_pdl:i32 num_gates:i32 activation:i32 is_float:i32 is_vector:i32",
+)
+
+_TILE_K = 64  # 128 bytes: the widest swizzle
+_SHARED_BYTES = 232_448  # of a block, at most
+_WARP_STAGING = 2048
+_BOX_ROWS = 16  # of out, that a warp stores
+_MAX_STAGES = 16
+_BAND = 8  # rows of clusters' tiles that are gone down before the next column
+_PAIR = 8  # rows of gate, then as many of up
+_DTYPES = ("float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class HopperConfig:
+    """One module of gemm_sm90.cu.
+
+    Attributes
+    ----------
+    tile_m, tile_n : int
+        Rows and columns of out that a block makes at a time.
+    cluster_m, cluster_n : int
+        How many neighbouring tiles a cluster makes, sharing what it reads.
+    cluster_k : int
+        How many blocks share the sum over k of a tile.
+    depth : int
+        Blocks of 64 of k that are loaded and multiplied at a time.
+    """
+
+    tile_m: int
+    tile_n: int
+    cluster_m: int = 1
+    cluster_n: int = 1
+    cluster_k: int = 1
+    depth: int = 1
+
+    @property
+    def cluster_size(self) -> int:
+        """Return how many blocks a cluster has."""
+        return self.cluster_m * self.cluster_n * self.cluster_k
+
+    @property
+    def warpgroups(self) -> int:
+        """Return how many warpgroups multiply; one more loads."""
+        if self.tile_m == 192:
+            return 3 if self.tile_n <= 192 else 2
+        return 1 if self.tile_m == 64 else 2
+
+    @property
+    def threads(self) -> int:
+        """Return the threads of a block."""
+        return 160 if self.warpgroups == 1 else (self.warpgroups + 1) * 128
+
+    @property
+    def stores(self) -> bool:
+        """Tell whether TMA stores results of 16 bits while the next tile is multiplied.
+
+        That pays where a block makes many tiles, and takes twice the staging.
+        """
+        return self.tile_m * self.tile_n == 128 * 256
+
+    @property
+    def gates(self) -> bool:
+        """Tell whether the kernel can multiply gate and up, too.
+
+        What a block loads of weight and what it finishes must be whole pairs, and three warpgroups
+        have no registers for it.
+        """
+        is_paired = all(self.tile_n // size % 16 == 0 for size in (self.cluster_m, self.cluster_k))
+        return is_paired and self.warpgroups != 3
+
+    def stages(self, m: int, limit: int = _SHARED_BYTES) -> int:
+        """Return how many stages of x (of `m` rows) and weight fit into shared memory."""
+        free = limit - 1024 - 512 - self._beside_stages
+        return min(_MAX_STAGES, free // self._stage_bytes(m))
+
+    def shared_bytes(self, m: int, stages: int) -> int:
+        """Return the dynamic shared memory of a block: stages, staging, mbarriers, alignment."""
+        return stages * (self._stage_bytes(m) + 16) + self._beside_stages + 16 + 1024
+
+    def _stage_bytes(self, m: int) -> int:
+        rows = self.tile_m
+        if rows == 64:
+            rows = ceil_div(self.x_part(m) * self.cluster_n, 8) * 8
+        return (rows + self.tile_n) * self.depth * _TILE_K * 2
+
+    @property
+    def _beside_stages(self) -> int:
+        """Return the bytes of staging, and of sums that the cluster's other blocks send."""
+        sums = self.tile_m * self.tile_n * 4 * (self.cluster_k - 1) // self.cluster_k
+        return self.warpgroups * 4 * (2 if self.stores else 1) * _WARP_STAGING + sums
+
+    def spec(self, dtype: str) -> ModuleSpec:
+        """Return the module for `dtype`."""
+        macros = {
+            "TILE_M": self.tile_m,
+            "TILE_N": self.tile_n,
+            "CLUSTER_M": self.cluster_m,
+            "CLUSTER_N": self.cluster_n,
+            "CLUSTER_K": self.cluster_k,
+            "DEPTH": self.depth,
+            "STAGES": self.stages(self.tile_m),
+            "STORES": int(self.stores),
+        }
+        return ModuleSpec("gemm/gemm_sm90.cu", dtype, tuple(macros.items()))
+
+    def x_part(self, m: int) -> int:
+        """Return how many rows of a tile of x each of the blocks that share it loads."""
+        rows = min(m, self.tile_m)
+        return rows if self.cluster_n == 1 else ceil_div(rows, 8 * self.cluster_n) * 8
+
+    def clusters(self, m: int, n: int) -> int:
+        """Return how many clusters' worth of tiles a problem of `m` rows and `n` columns has."""
+        rows = ceil_div(m, self.tile_m * self.cluster_m)
+        return rows * ceil_div(n, self.tile_n * self.cluster_n)
+
+    def max_clusters(self, sm_count: int) -> int:
+        """Return how many clusters run at a time: larger ones do not fill every GPC."""
+        size = self.cluster_size
+        return max(1, sm_count // size if size <= 2 else sm_count * 10 // (11 * size))
+
+    def waves(self, m: int, n: int, sm_count: int) -> int:
+        """Return how many tiles the busiest block makes."""
+        return ceil_div(self.clusters(m, n), self.max_clusters(sm_count))
+
+    def tile_steps(self, k: int) -> int:
+        """Return how many stages of k a block goes through for a tile."""
+        return ceil_div(k, self.depth * _TILE_K * self.cluster_k)
+
+    def steps(self, m: int, n: int, k: int, sm_count: int) -> int:
+        """Return how many stages the busiest block goes through."""
+        return max(1, self.waves(m, n, sm_count) * self.tile_steps(k))
+
+    def band(self, m: int, n: int, sm_count: int) -> int:
+        """Return how many rows of clusters' tiles are gone down before the next column.
+
+        Measured (docs/benchmarks/gemm_sm90.md): where blocks make few tiles, and not the largest,
+        those that run next to each other should share what their clusters do not.
+        """
+        area = self.tile_m * self.tile_n
+        few_waves = 2 if area < 128 * 128 else 1 if area <= 128 * 192 and self.cluster_m > 1 else 0
+        if self.waves(m, n, sm_count) > few_waves:
+            return _BAND
+        if self.cluster_n > 1:
+            return 2 * _BAND
+        return 1 if self.cluster_m > 1 or self.tile_m > 64 else _BAND
+
+
+@dataclass(frozen=True)
+class _Cost:
+    """Microseconds on an H200: a launch, a tile beside its products, a stage of k of a tile."""
+
+    launch: float
+    tile: float
+    step: float
+
+
+# Fitted to 22 layers at 96 to 8192 rows and 47 cells more, bfloat16, in bursts
+# (docs/benchmarks/gemm_sm90.md); the two in clusters of four to what they win and lose against the
+# others in two further runs.
+_TILES: dict[HopperConfig, _Cost] = {
+    HopperConfig(192, 224): _Cost(2.98, 2.06, 0.837),
+    HopperConfig(192, 192): _Cost(2.62, 1.34, 0.729),
+    HopperConfig(256, 128, cluster_n=2): _Cost(2.86, 1.18, 0.645),
+    HopperConfig(128, 256, cluster_m=2): _Cost(2.56, 1.18, 0.6455),
+    HopperConfig(128, 224): _Cost(2.6, 1.21, 0.598),
+    HopperConfig(128, 224, cluster_m=2): _Cost(2.15, 1.91, 0.561),
+    HopperConfig(192, 128): _Cost(1.88, 1.14, 0.527),
+    HopperConfig(128, 192, cluster_m=2): _Cost(2.43, 1.3, 0.486),
+    HopperConfig(128, 160, cluster_m=2): _Cost(2.2, 1.37, 0.422),
+    HopperConfig(192, 96): _Cost(1.84, 1.09, 0.39),
+    HopperConfig(128, 128, cluster_n=2): _Cost(2.29, 0.87, 0.342),
+    HopperConfig(128, 128, cluster_m=2): _Cost(1.86, 1.02, 0.333),
+    HopperConfig(128, 112, cluster_n=2): _Cost(2.08, 0.86, 0.314),
+    HopperConfig(128, 96): _Cost(1.63, 0.93, 0.278),
+    HopperConfig(128, 96, cluster_m=2): _Cost(1.65, 1.1, 0.265),
+    HopperConfig(128, 64, cluster_m=2): _Cost(1.43, 0.68, 0.201),
+    HopperConfig(64, 128, cluster_m=4): _Cost(1.0, 1.5, 0.166),
+    HopperConfig(64, 96, cluster_m=4): _Cost(1.7, 1.15, 0.139),
+    HopperConfig(64, 96, cluster_m=2, depth=2): _Cost(1.48, 0.92, 0.342),
+    HopperConfig(64, 64, cluster_m=2, depth=2): _Cost(1.54, 0.51, 0.264),
+    HopperConfig(64, 48, cluster_m=2, depth=2): _Cost(1.63, 0.54, 0.191),
+    HopperConfig(128, 128, cluster_k=2): _Cost(0.0, 4.0, 0.343),
+    HopperConfig(192, 64, cluster_k=2): _Cost(0.0, 2.84, 0.323),
+    HopperConfig(128, 64, cluster_k=2): _Cost(0.0, 3.14, 0.219),
+    HopperConfig(128, 64, cluster_k=4): _Cost(0.0, 3.09, 0.23),
+}
+
+# For up to 64 rows of x, where the weight's bytes are the cost: microseconds that a tile takes
+# beyond what `_few_rows_us` says of it (docs/benchmarks/gemm_skinny.md).
+_FEW_ROWS: dict[HopperConfig, float] = {
+    HopperConfig(64, 48, depth=2): -0.03,
+    HopperConfig(64, 64, depth=2): -0.11,
+    HopperConfig(64, 128): 0.3,
+    HopperConfig(64, 32, cluster_k=2, depth=2): 0.09,
+    HopperConfig(64, 48, cluster_k=2, depth=2): 0.02,
+    HopperConfig(64, 64, cluster_k=2, depth=2): -0.06,
+    HopperConfig(64, 64, cluster_k=4, depth=2): -0.15,
+}
+MAX_FEW_ROWS = 64
+
+HOPPER_CONFIGS: tuple[HopperConfig, ...] = (*_TILES, *_FEW_ROWS)
+
+
+def hopper_specs(dtype: str) -> tuple[ModuleSpec, ...]:
+    """Return the modules that `launch_hopper` may launch for `dtype`."""
+    return tuple(config.spec(dtype) for config in HOPPER_CONFIGS) if dtype in _DTYPES else ()
+
+
+def is_hopper(dtype: str) -> bool:
+    """Tell whether the current device runs gemm_sm90.cu for `dtype`, and may."""
+    index = device.cupy().cuda.runtime.getDevice()
+    tier = env.kernel_tier()
+    return dtype in _DTYPES and tier == "auto" and current_architecture(index) == "sm_90a"
+
+
+@cache
+def choose_hopper(
+    m: int,
+    n: int,
+    k: int,
+    sm_count: int,
+    *,
+    deterministic: bool = False,
+    is_gated: bool = False,
+) -> HopperConfig:
+    """Choose for x (m, k) and weight (n, k), both aligned: the least estimated time.
+
+    Blocks share a sum over k only where all tiles run at once, and never with `deterministic`:
+    without that a row is summed in the same order whatever the tile. With `is_gated` only those
+    that `gates`.
+
+    Examples
+    --------
+    >>> choose_hopper(1024, 6144, 4096, 132)
+    HopperConfig(tile_m=128, tile_n=192, cluster_m=2, cluster_n=1, cluster_k=1, depth=1)
+    """
+
+    def is_possible(config: HopperConfig) -> bool:
+        if config.cluster_size > sm_count or (is_gated and not config.gates):
+            return False
+        return config.cluster_k == 1 or (
+            not deterministic
+            and k >= 2 * config.cluster_k * config.depth * _TILE_K
+            and config.waves(m, n, sm_count) == 1
+        )
+
+    def estimate(config: HopperConfig) -> float:
+        if m <= MAX_FEW_ROWS:
+            return _few_rows_us(config, m, n, k, sm_count) + _FEW_ROWS[config]
+        cost, waves = _TILES[config], config.waves(m, n, sm_count)
+        return cost.launch + waves * (cost.tile + cost.step * config.tile_steps(k))
+
+    configs: Iterable[HopperConfig] = _FEW_ROWS if m <= MAX_FEW_ROWS else _TILES
+    return min(filter(is_possible, configs), key=estimate)
+
+
+def _few_rows_us(config: HopperConfig, m: int, n: int, k: int, sm_count: int) -> float:
+    """Return about how long a product of few rows takes, launched with pdl.
+
+    Memory gives the weight while the busiest multiprocessor goes through its steps, of 64 of k
+    each, which load weight and x. The figures are fitted to 19 layers with 1 to 64 rows.
+    """
+    steps = config.waves(m, n, sm_count) * ceil_div(k, _TILE_K * config.cluster_k)
+    memory = 2e-6 * n * k / 4.49
+    work = steps * (0.021 + 0.00104 * (config.tile_n + 0.21 * m))
+    cluster = {1: 0.0, 2: 0.21, 4: 0.56}[config.cluster_k]
+    together: float = (memory**4 + work**4) ** 0.25  # not quite the larger
+    return 1.52 + 0.011 * m + cluster + together
+
+
+def launch_hopper(
+    config: HopperConfig,
+    x: Any,
+    weight: Any,
+    out: Any,
+    epilogue: dict[str, Any],
+    vector: int,
+    *,
+    pdl: bool = False,
+    is_split: bool = False,
+) -> None:
+    """Launch on CuPy arrays.
+
+    `vector` is 2, 1 or 0 if results move 8, 4 or 1 elements at a time; with `pdl` weight and
+    bias are read before the kernel in front has ended; with `is_split` all rows of gate lie before
+    those of up, else eight of each in turn.
+    """
+    (m, k), n, dtype = x.shape, weight.shape[0], dtype_name(x.dtype)
+    num_sms, clusters = sm_count(), config.clusters(m, n)
+    if config.cluster_k == 1:  # persistent
+        clusters = min(clusters, config.max_clusters(num_sms))
+    x_part, tail_part = config.x_part(m), config.x_part(m % config.tile_m or config.tile_m)
+    stages = config.stages(m)
+    if config.tile_m == 64:  # what no tile needs is left to the kernels in front and behind
+        stages = min(stages, config.steps(m, n, k, num_sms))
+    num_gates = n // 2 if is_split else 0
+    map_x = tensor_map_2d(x, dtype, (x_part, _TILE_K))
+    map_out = map_x  # where results go by ordinary stores, which reach further than a map
+    if config.stores and epilogue["residual"] is None and dtype_name(out.dtype) == dtype:
+        if out.shape[0] > 1 and out.strides[0] < out.shape[1] * out.itemsize:
+            vector = min(vector, 1)
+        if vector == 2:
+            map_out = tensor_map_2d(out, dtype, (_BOX_ROWS, _TILE_K))
+    _KERNEL.launch(
+        config.spec(dtype),
+        (clusters * config.cluster_size,),
+        (config.threads,),
+        config.shared_bytes(m, stages),
+        cluster=1,  # the module says how large they are
+        pdl=True,  # the kernel waits before it touches what another may write
+        map_x=map_x,
+        map_tail=tensor_map_2d(x, dtype, (tail_part, _TILE_K)),
+        map_w=_weight_map(weight, dtype, config.tile_n // config.cluster_m, num_gates),
+        map_out=map_out,
+        m=m,
+        n=n,
+        k=k,
+        group=config.band(m, n, num_sms),
+        x_part=x_part,
+        tail_part=tail_part,
+        stages=stages,
+        uses_pdl=pdl,
+        num_gates=num_gates,
+        is_vector=vector,
+        **epilogue,
+    )
+
+
+def _weight_map(weight: Any, dtype: str, box: int, num_gates: int) -> Any:
+    """Return the map that loads `box` rows; those of gate and up by eights, if there are gates."""
+    if num_gates == 0:
+        return tensor_map_2d(weight, dtype, (box, _TILE_K))
+    row = weight.shape[1] * weight.itemsize
+    sizes = (weight.shape[1], _PAIR, 2, num_gates // _PAIR)
+    strides = (row, num_gates * row, _PAIR * row)
+    boxes = (_TILE_K, _PAIR, 2, box // (2 * _PAIR))
+    return tensor_map(weight.data.ptr, dtype, sizes, strides, boxes, promote=128)

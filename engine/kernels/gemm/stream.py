@@ -1,0 +1,249 @@
+"""How few rows are multiplied by `cuda_src/gemm/stream.cuh`: a pure function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from engine.kernels._launch import ceil_div
+
+__all__ = [
+    "PORTABLE_LIMITS",
+    "Limits",
+    "StreamConfig",
+    "choose_stream",
+    "held_configs",
+    "stream_configs",
+]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a chip allows: shared memory of a block in bytes, and clusters of blocks."""
+
+    shared_bytes: int
+    has_clusters: bool
+
+
+PORTABLE_LIMITS = Limits(99 * 1024, False)  # every chip's from sm_80 on
+
+_ROWS = 16  # of the weight a warp takes at a time
+_STEP_K = 128
+_SLOT_BYTES = _ROWS * _STEP_K * 2
+_MAX_CLUSTER = 2  # larger ones leave multiprocessors without a block
+_STATIC_BYTES = 3328  # of shared memory: the kernels' own, and what the system takes
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """A kernel: how many tokens it has room for, slots of a warp's ring, buffers of sums."""
+
+    tokens: int
+    slots: int
+    buffers: int
+    max_k: int  # beyond it tiles are faster
+
+    def shared_bytes(self, m: int, warps: int, slots: int, buffers: int, slice_k: int) -> int:
+        sums = buffers * self.tokens * (_ROWS + 4) * 4
+        return warps * (slots * _SLOT_BYTES + sums) + min(m, self.tokens) * (slice_k * 2 + 64)
+
+
+_SHAPES = (_Shape(8, 5, 2, 1 << 30), _Shape(16, 4, 2, 1 << 30), _Shape(32, 3, 1, 3072))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a problem is cut: parts of k, blocks that share them, warps of a block."""
+
+    parts: int
+    cluster: int
+    warps: int
+
+
+@dataclass(frozen=True)
+class StreamConfig:
+    """A streaming kernel and how the problem is cut for it.
+
+    Attributes
+    ----------
+    kernel : str
+        Entry point, without the op's prefix.
+    tile_m, tile_n : int
+        Tokens, and weight rows at a time, of a cluster.
+    threads, shared_bytes : int
+        Threads and dynamic shared memory of a block.
+    slots : int
+        Of each warp's ring.
+    k_per_split : int
+        How much of k a warp sums up.
+    k_warps : int
+        Warps of a block that share k; the others take other rows.
+    cluster : int
+        Blocks that share k.
+    max_clusters : int
+        How many are launched at most: each makes several tiles.
+    warms_up : bool
+        Whether a block goes through its work once before the kernel in front has ended.
+    """
+
+    kernel: str
+    tile_m: int
+    tile_n: int
+    threads: int
+    shared_bytes: int
+    slots: int
+    k_per_split: int
+    k_warps: int
+    cluster: int
+    max_clusters: int
+    warms_up: bool = False
+    num_splits: int = 1  # none that another launch must add
+    is_skinny: bool = True
+
+    @property
+    def num_parts(self) -> int:
+        """Return how many sums over parts of k are added, in a fixed order."""
+        return self.k_warps * self.cluster
+
+    @property
+    def block(self) -> tuple[int, int, int]:
+        """Return the block's extents: lanes, warps along k, warps along rows."""
+        return 32, self.k_warps, self.threads // 32 // self.k_warps
+
+    def grid(self, m: int, n: int) -> tuple[int, int]:
+        """Return how many blocks a problem of `m` rows and `n` columns takes."""
+        clusters = min(self.num_tiles(n), self.max_clusters)
+        return clusters * self.cluster, ceil_div(m, self.tile_m)
+
+    def num_tiles(self, n: int) -> int:
+        """Return how many tiles `n` columns make."""
+        return ceil_div(n, self.tile_n)
+
+
+def choose_stream(
+    m: int, n: int, k: int, sm_count: int, limits: Limits, *, has_norm: bool = False
+) -> StreamConfig | None:
+    """Choose for x (m, k) and weight (n, k) of 16 bits; None if x does not fit.
+
+    Fitted on an H200: docs/benchmarks/gemm_skinny.md.
+    """
+    shape = next((s for s in _SHAPES if m <= s.tokens), None)
+    if shape is None or k == 0 or k > shape.max_k:
+        return None
+    if limits.has_clusters and m == 1:
+        held = _choose_held(n, k, sm_count, has_norm=has_norm)
+        if held is not None:
+            return held
+    parts = _num_parts(n, k, sm_count)
+    for layout in _layouts(parts, n, sm_count, limits.has_clusters):
+        config = _config(shape, m, n, k, layout, sm_count, limits)
+        if config.shared_bytes + _STATIC_BYTES <= limits.shared_bytes + 1024:
+            return config
+    return None
+
+
+def _num_parts(n: int, k: int, sm_count: int) -> int:
+    """Return in how many parts k is cut: as few as spread the rows evenly over the chip.
+
+    A part has a few steps, or its warp would spend its time on beginning and ending.
+    """
+    groups, steps = ceil_div(n, _ROWS), ceil_div(k, _STEP_K)
+    least = 4 if groups >= sm_count else 1
+    parts = [p for p in (1, 2, 4, 8) if p == 1 or steps // p >= least]
+    return min(parts, key=lambda p: ceil_div(ceil_div(groups, 8 // p), sm_count) * (8 // p))
+
+
+def _layouts(parts: int, n: int, sm_count: int, has_clusters: bool) -> Iterator[Layout]:
+    """Yield layouts in the order of preference; later ones need less memory."""
+    blocks = ceil_div(n, _ROWS * 8 // parts)
+    if parts <= 4 and blocks * 5 < sm_count * 2:  # smaller blocks reach more multiprocessors
+        yield Layout(parts, 1, 4)
+    yield Layout(parts, 1, 8)
+    yield Layout(min(parts, 4), 1, 4)
+    if has_clusters and parts >= _MAX_CLUSTER:
+        yield Layout(parts, _MAX_CLUSTER, 4)
+
+
+def _config(
+    shape: _Shape, m: int, n: int, k: int, layout: Layout, sm_count: int, limits: Limits
+) -> StreamConfig:
+    warps, cluster = layout.warps, layout.cluster
+    part_k = max(1, ceil_div(ceil_div(k, _STEP_K), layout.parts)) * _STEP_K
+    k_warps = layout.parts // cluster
+    tile_n = warps // k_warps * _ROWS
+    slots, buffers = shape.slots, shape.buffers
+    if ceil_div(n, tile_n) * cluster <= sm_count:  # a tile each
+        slots, buffers = min(slots, part_k // _STEP_K), 1
+    shared = shape.shared_bytes(m, warps, slots, buffers, k_warps * part_k)
+    per_sm = max(1, min(2, (limits.shared_bytes + 1024) // (shared + _STATIC_BYTES)))
+    return StreamConfig(
+        kernel=f"stream_{shape.tokens}",
+        tile_m=shape.tokens,
+        tile_n=tile_n,
+        threads=warps * 32,
+        shared_bytes=shared,
+        slots=slots,
+        k_per_split=part_k,
+        k_warps=k_warps,
+        cluster=cluster,
+        max_clusters=max(1, sm_count * per_sm // cluster),
+    )
+
+
+_HELD_NORM_MAX_K = 4096  # under a norm
+_HELD_STEPS = 2  # of 16 rows, that a warp holds
+_HELD_MAX_WARPS = 8  # of a block, 128 registers a thread: the next kernel's fits in beside it
+_HELD_LAUNCH_WARPS = 16  # with which it could be launched
+
+
+def _choose_held(n: int, k: int, sm_count: int, *, has_norm: bool) -> StreamConfig | None:
+    """Choose the kernel that holds a warp's weights in registers; None: another one is faster.
+
+    It is where one block on (almost) every multiprocessor holds all weights.
+    """
+    if has_norm and k > _HELD_NORM_MAX_K:
+        return None
+    groups = ceil_div(ceil_div(n, _ROWS), sm_count)
+    for cluster in (1,) if has_norm else (2, 1):  # a norm wants the whole row in a block
+        config = _held_config(k, n, groups, cluster)
+        blocks, warps = config.max_clusters * cluster, config.threads // 32
+        if warps <= _HELD_MAX_WARPS and 0.9 * sm_count <= blocks <= sm_count:
+            return config
+    return None
+
+
+def held_configs(n: int, k: int, clusters: tuple[int, ...] = (1, 2)) -> list[StreamConfig]:
+    """Return the kernel for one row with several ways to cut the problem: for tests."""
+    configs = [_held_config(k, n, groups, c) for groups in (1, 2, 3) for c in clusters]
+    return [c for c in configs if c.threads <= _HELD_LAUNCH_WARPS * 32]
+
+
+def _held_config(k: int, n: int, groups: int, cluster: int) -> StreamConfig:
+    """Return the kernel for one row whose warps hold their weights in registers."""
+    k_warps = ceil_div(ceil_div(ceil_div(k, _STEP_K), _HELD_STEPS), cluster)
+    warps, part_k = k_warps * groups, _HELD_STEPS * _STEP_K
+    tile_n = groups * _ROWS
+    return StreamConfig(
+        kernel="stream_held",
+        tile_m=1,
+        tile_n=tile_n,
+        threads=warps * 32,
+        shared_bytes=k_warps * part_k * 4 + 64 + warps * _ROWS * 4,  # x and the norm's weight
+        slots=0,
+        k_per_split=part_k,
+        k_warps=k_warps,
+        cluster=cluster,
+        max_clusters=ceil_div(n, tile_n),
+        warms_up=True,
+    )
+
+
+def stream_configs(k: int) -> list[StreamConfig]:
+    """Return every kernel with several ways to cut `k`: for tests, of up to 2048 columns."""
+    layouts = ((1, 1, 8), (1, 1, 4), (2, 1, 8), (4, 1, 4), (8, 1, 8), (4, 2, 8), (2, 2, 4))
+    wide = ((4, 1, 12), (8, 1, 16))
+    return [
+        _config(shape, shape.tokens, 1 << 20, k, Layout(*layout), 3, PORTABLE_LIMITS)
+        for shape in _SHAPES
+        for layout in layouts
+    ] + [_config(_SHAPES[0], 8, 1 << 11, k, Layout(*w), 132, PORTABLE_LIMITS) for w in wide]
