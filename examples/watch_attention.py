@@ -8,7 +8,10 @@
 import os
 from pathlib import Path
 
-import matplotlib
+try:
+    import matplotlib
+except ModuleNotFoundError:
+    raise SystemExit("this example draws pictures; pip install '.[examples]' first") from None
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

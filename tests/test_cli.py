@@ -138,10 +138,61 @@ def test_doctor_says_what_is_there():
     assert "CPU: ready" in text
 
 
-def test_kernels_lists_every_op():
+def test_doctor_without_a_gpu_calls_nothing_a_failure(monkeypatch, capsys):
+    import argparse
+
+    from engine import device
+    from engine.commands import doctor
+    from engine.errors import CompileError
+    from engine.kernels import _nvrtc
+
+    def no_compiler():
+        raise CompileError("NVRTC was not found")
+
+    monkeypatch.setattr(device, "driver_version", lambda: None)
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(_nvrtc, "version", no_compiler)
+    monkeypatch.setattr(_nvrtc, "include_dirs", no_compiler)
+    assert doctor.run(argparse.Namespace()) == 0
+    text = capsys.readouterr().out
+    assert "FAIL" not in text and text.count("not here") == 6
+    *_, cpu, cuda = text.splitlines()
+    assert cpu == "CPU: ready" and cuda.startswith("CUDA: no GPU here") and "pip install" in cuda
+
+
+def test_doctor_with_a_driver_calls_a_broken_compiler_a_failure(monkeypatch, capsys):
+    import argparse
+
+    from engine import device
+    from engine.commands import doctor
+    from engine.errors import CompileError
+    from engine.kernels import _nvrtc
+
+    def no_compiler():
+        raise CompileError("NVRTC was not found")
+
+    monkeypatch.setattr(device, "driver_version", lambda: 12090)
+    monkeypatch.setattr(_nvrtc, "version", no_compiler)
+    assert doctor.run(argparse.Namespace()) == 0
+    text = capsys.readouterr().out
+    assert "FAIL nvrtc          CompileError: NVRTC was not found" in text
+    assert "CUDA: not ready, see FAIL above" in text
+
+
+def test_kernels_is_a_short_table_with_every_op():
     from engine.commands.kernels import op_names
 
-    text = _run("kernels", "--arch", "sm_90a", "--dtype", "bfloat16").stdout
-    assert text.startswith("architecture sm_90a")
-    for op in op_names():
-        assert f"\n{op} " in text
+    lines = _run("kernels", "--arch", "sm_90a").stdout.splitlines()
+    assert lines[0] == "architecture sm_90a" and len(lines) < len(op_names()) + 8
+    rows = {line.split()[0] for line in lines[2:]}
+    assert rows >= set(op_names())
+
+
+def test_kernels_of_one_op_and_of_all():
+    options = ("--arch", "sm_90a", "--dtype", "bfloat16")
+    one = _run("kernels", "rmsnorm", *options).stdout.splitlines()
+    assert {line.split()[0] for line in one[2:]} == {"rmsnorm"}
+    everything = _run("kernels", "--all", *options).stdout.splitlines()
+    assert set(one) <= set(everything) and len(everything) > 10 * len(one)
+    done = _run("kernels", "rmsnrom", *options, status=2)
+    assert "op must be one of" in done.stderr and "got 'rmsnrom'" in done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -26,3 +27,18 @@ def test_example_is_a_notebook(path):
     cells = path.read_text().split("\n# %%")
     assert cells[0].startswith("# %% [markdown]\n# # ") or cells[0] == "", "a title comes first"
     assert sum("[markdown]" in cell[:12] for cell in cells) >= 3
+
+
+def test_an_example_without_its_packages_says_what_to_install(tmp_path):
+    (tmp_path / "matplotlib.py").write_text("raise ModuleNotFoundError('matplotlib')\n")
+    path = next(path for path in EXAMPLES if path.stem == "watch_attention")
+    done = subprocess.run(
+        [sys.executable, str(path)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert done.stderr.strip() == "this example draws pictures; pip install '.[examples]' first"

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import sys
 import tempfile
 from collections.abc import Callable
+from typing import TypeVar
 
 from engine import device, env
 from engine._version import __version__
-from engine.errors import EngineError
+from engine.errors import CompileError
 
 __all__ = ["add_arguments", "run"]
+
+_T = TypeVar("_T")
 
 # The headers that the kernels include, and the one instruction set they cannot do without.
 _FIVE_LINES = """#include <cuda_bf16.h>
@@ -23,6 +27,10 @@ extern "C" __global__ void five_lines(__nv_bfloat16* x, __nv_fp8_e4m3* y) {
   y[threadIdx.x] = __nv_fp8_e4m3(__bfloat162float(x[threadIdx.x]) * 2.0f);
 }
 """
+
+
+class _NotHereError(Exception):
+    """Something that only a GPU needs is not on this machine: no fault of the machine's."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,22 +48,37 @@ def run(arguments: argparse.Namespace) -> int:
         ("cache", _cache),
         ("model smollm2", _model),
     ]
-    failed = [name for name, check in checks if not _show(name, check)]
+    failed = [name for name, check in checks if _show(name, check) != "ok"]
     gpu_checks = (_driver, _cupy, _gpu, _nvrtc, _headers, _kernel)
-    on_gpu = all([_show(check.__name__.strip("_"), check) for check in gpu_checks])
+    states = [_show(check.__name__.strip("_"), check) for check in gpu_checks]
     print()
-    print("CUDA: ready" if on_gpu else f"CUDA: not ready. {_next_step()}")
     print("CPU: ready" if not failed else f"CPU: not ready, see {', '.join(failed)}")
+    print(_verdict(states))
     return 1 if failed else 0
 
 
-def _show(name: str, check: Callable[[], str]) -> bool:
+def _show(name: str, check: Callable[[], str]) -> str:
+    """Run a check, print its line, and return "ok", "--" (not here) or "FAIL"."""
     try:
-        text, ok = check(), True
+        text, state = check(), "ok"
+    except _NotHereError as error:
+        text, state = f"not here: {error}", "--"
     except Exception as error:  # a doctor reports every failure, whatever it is
-        text, ok = f"{type(error).__name__}: {error}", False
-    print(f"{'ok  ' if ok else 'FAIL'} {name:14} {text}")
-    return ok
+        text, state = f"{type(error).__name__}: {error}", "FAIL"
+    print(f"{state:4} {name:14} {text}")
+    return state
+
+
+def _verdict(states: list[str]) -> str:
+    """Return the line on CUDA, with the one next step."""
+    if all(state == "ok" for state in states):
+        return "CUDA: ready"
+    install = f"{sys.executable} -m pip install '{device.gpu_extra()}'"
+    if device.driver_version() is None:
+        return f"CUDA: no GPU here, models run on the CPU. On a machine that has one: {install}"
+    if "FAIL" in states:
+        return "CUDA: not ready, see FAIL above"
+    return f"CUDA: not ready. Next: {install}"
 
 
 def _packages() -> str:
@@ -89,15 +112,19 @@ def _model() -> str:
 def _driver() -> str:
     version = device.driver_version()
     if version is None:
-        raise EngineError("no NVIDIA driver (libcuda) on this machine")
+        raise _NotHereError("no NVIDIA driver (libcuda)")
     return f"CUDA {version // 1000}.{version % 1000 // 10}"
 
 
 def _cupy() -> str:
+    if importlib.util.find_spec("cupy") is None:
+        raise _NotHereError("CuPy is not installed")
     return f"CuPy {device.cupy().__version__}"
 
 
 def _gpu() -> str:
+    if device.driver_version() is None or importlib.util.find_spec("cupy") is None:
+        raise _NotHereError("needs the driver and CuPy")
     chosen, _ = device.resolve_device("cuda")
     runtime = device.cupy().cuda.runtime
     properties = runtime.getDeviceProperties(chosen.index)
@@ -111,13 +138,13 @@ def _gpu() -> str:
 def _nvrtc() -> str:
     from engine.kernels import _nvrtc
 
-    return "{}.{}".format(*_nvrtc.version())
+    return "{}.{}".format(*_compiler(_nvrtc.version))
 
 
 def _headers() -> str:
     from engine.kernels import _nvrtc
 
-    return " ".join(_nvrtc.include_dirs())
+    return " ".join(_compiler(_nvrtc.include_dirs))
 
 
 def _kernel() -> str:
@@ -126,12 +153,16 @@ def _kernel() -> str:
     chosen, _ = device.resolve_device("auto")
     arch = _module.current_architecture(chosen.index) if chosen.is_cuda else "sm_90a"
     options = [f"-arch={arch}", "-std=c++17", "-default-device", "-Xptxas=-v"]
-    options += [f"-I{folder}" for folder in _nvrtc.include_dirs()]
+    options += [f"-I{folder}" for folder in _compiler(_nvrtc.include_dirs)]
     entry = _nvrtc.compile_source(_FIVE_LINES, "five_lines.cu", options).entries[0]
     return f"five lines compiled for {arch}: {entry.registers} registers"
 
 
-def _next_step() -> str:
-    if device.driver_version() is None:
-        return "There is no NVIDIA driver here; models run on the CPU with NumPy."
-    return f"Next: {sys.executable} -m pip install '{device.gpu_extra()}'"
+def _compiler(part: Callable[[], _T]) -> _T:
+    """Return a part of the compiler; without a GPU nobody misses it."""
+    try:
+        return part()
+    except CompileError as error:
+        if device.driver_version() is None:
+            raise _NotHereError("NVRTC and CUDA's headers are not installed") from error
+        raise

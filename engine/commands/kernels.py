@@ -6,20 +6,30 @@ import argparse
 import importlib
 import pkgutil
 import re
+from collections.abc import Iterator, Sequence
 
 from engine import device, kernels
 from engine.dtypes import FLOAT_NAMES
 from engine.errors import CompileError, ConfigError
-from engine.kernels._module import ModuleSpec, cached_module, compile_module, current_architecture
+from engine.kernels._module import (
+    CompiledModule,
+    ModuleSpec,
+    cached_module,
+    compile_module,
+    current_architecture,
+)
 
 __all__ = ["add_arguments", "run"]
 
 _DEFAULT_ARCH = "sm_90a"
 _ROW = "{:21} {:9} {:9} {:42} {:>9} {:>7} {:>6}  {:8}  {}"
+_SHORT = "{:22} {:16} {:>8} {:>8} {:>10} {:>8}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
+    parser.add_argument("op", nargs="*", help="only these ops, a line for each kernel")
+    parser.add_argument("--all", action="store_true", help="a line for each kernel of every op")
     parser.add_argument("--arch", help="architecture, such as sm_80 (default: this GPU's)")
     parser.add_argument("--dtype", choices=FLOAT_NAMES, help="only this dtype")
     parser.add_argument("--compile", action="store_true", help="compile what is not in the cache")
@@ -38,36 +48,72 @@ def op_specs(op: str, dtype: str) -> tuple[ModuleSpec, ...]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print one line a kernel, or one a module where its registers are not known yet."""
+    """Print one line an op; for the ops named, or with --all, one line a kernel."""
     arch = arguments.arch or _this_arch()
     if not re.fullmatch(r"sm_\d{2,3}a?", arch):
         raise ConfigError(f"--arch must be an architecture like sm_80 or sm_90a; got {arch!r}")
+    if unknown := sorted(set(arguments.op) - set(op_names())):
+        raise ConfigError(f"op must be one of {op_names()}; got {unknown[0]!r}")
     print(f"architecture {arch}")
-    heads = ("op", "tier", "dtype", "kernel", "registers", "spilled", "shared", "cache", "macros")
-    print(_ROW.format(*heads))
-    for op in op_names():
-        for dtype in [arguments.dtype] if arguments.dtype else FLOAT_NAMES:
-            for spec in op_specs(op, dtype):
-                if spec.supports(arch):
-                    _print_module(op, spec, arch, arguments.compile)
+    if arguments.op or arguments.all:
+        _print_kernels(arguments.op or op_names(), arguments, arch)
+    else:
+        _print_ops(arguments, arch)
     return 0
 
 
-def _print_module(op: str, spec: ModuleSpec, arch: str, compile_missing: bool) -> None:
-    macros = " ".join(f"{name}={value}" for name, value in spec.defines)
+def _modules(
+    op: str, arguments: argparse.Namespace, arch: str
+) -> Iterator[tuple[ModuleSpec, CompiledModule | None, str]]:
+    """Yield each module of an op for `arch`, the compiled one, and how that was come by."""
+    for dtype in [arguments.dtype] if arguments.dtype else FLOAT_NAMES:
+        for spec in op_specs(op, dtype):
+            if spec.supports(arch):
+                yield spec, *_found(spec, arch, arguments.compile)
+
+
+def _found(spec: ModuleSpec, arch: str, compile_missing: bool) -> tuple[CompiledModule | None, str]:
     try:
         found = cached_module(spec, arch)
     except CompileError:  # no NVRTC here: nothing can have been compiled
         found = None
-    state = "cached" if found else "missing"
     if found is None and compile_missing:
-        found, state = compile_module(spec, arch), "compiled"
-    if found is None:
-        print(_ROW.format(op, spec.tier, spec.dtype, "-", "-", "-", "-", state, macros).rstrip())
-        return
-    for entry in found.entries:
-        numbers = (entry.registers, entry.spill_bytes, entry.shared_bytes)
-        print(_ROW.format(op, spec.tier, spec.dtype, entry.name, *numbers, state, macros).rstrip())
+        return compile_module(spec, arch), "compiled"
+    return found, "cached" if found else "missing"
+
+
+def _print_ops(arguments: argparse.Namespace, arch: str) -> None:
+    print(_SHORT.format("op", "tiers", "modules", "kernels", "registers", "spilled"))
+    num_missing = 0
+    for op in op_names():
+        modules = list(_modules(op, arguments, arch))
+        found = [compiled for _, compiled, _ in modules if compiled is not None]
+        num_missing += len(modules) - len(found)
+        entries = [entry for compiled in found for entry in compiled.entries]
+        registers = [entry.registers for entry in entries]
+        tiers = " ".join(sorted({spec.tier for spec, _, _ in modules}))
+        span = f"{min(registers)}-{max(registers)}" if registers else "-"
+        spilled = sum(entry.spill_bytes for entry in entries) if entries else "-"
+        counts = len(modules), len(entries) or "-", span, spilled
+        print(_SHORT.format(op, tiers, *counts))
+    if num_missing:
+        print(f"{num_missing} modules are not compiled yet: --compile, or the first load, does it")
+    print("`engine kernels OP` has a line for each kernel of one op, --all of all")
+
+
+def _print_kernels(ops: Sequence[str], arguments: argparse.Namespace, arch: str) -> None:
+    heads = ("op", "tier", "dtype", "kernel", "registers", "spilled", "shared", "cache", "macros")
+    print(_ROW.format(*heads))
+    for op in ops:
+        for spec, compiled, state in _modules(op, arguments, arch):
+            macros = " ".join(f"{name}={value}" for name, value in spec.defines)
+            about = op, spec.tier, spec.dtype
+            if compiled is None:
+                print(_ROW.format(*about, "-", "-", "-", "-", state, macros).rstrip())
+                continue
+            for entry in compiled.entries:
+                numbers = (entry.registers, entry.spill_bytes, entry.shared_bytes)
+                print(_ROW.format(*about, entry.name, *numbers, state, macros).rstrip())
 
 
 def _this_arch() -> str:
