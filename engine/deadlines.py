@@ -16,30 +16,32 @@ class Deadlines:
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, OutputGroup]] = []
-        self._open: set[OutputGroup] = set()
+        self._num_unfinished = 0
         self._serial = itertools.count()
 
     def add(self, group: OutputGroup, deadline: float) -> None:
         """Let `group` end at `deadline`, in seconds on the monotonic clock."""
+        group.deadline = deadline
+        self._num_unfinished += 1
         heapq.heappush(self._heap, (deadline, next(self._serial), group))
-        self._open.add(group)
 
     def discard(self, group: OutputGroup) -> None:
-        """Forget `group`, which has ended."""
-        self._open.discard(group)
-        if len(self._heap) > 2 * len(self._open) + 64:  # those that ended in time are still there
-            self._heap = [entry for entry in self._heap if entry[2] in self._open]
+        """Forget `group`, which has finished, with a deadline or without."""
+        if group.deadline is None:
+            return
+        self._num_unfinished -= 1
+        if len(self._heap) > 2 * self._num_unfinished + 64:  # finished ones are still there
+            self._heap = [entry for entry in self._heap if not entry[2].is_finished]
             heapq.heapify(self._heap)
 
     def pop_overdue(self) -> list[OutputGroup]:
-        """Take out the groups whose time is up."""
+        """Take out the unfinished groups whose time is up."""
         overdue: list[OutputGroup] = []
         if not self._heap:
             return overdue
         now = time.monotonic()
         while self._heap and self._heap[0][0] <= now:
             group = heapq.heappop(self._heap)[2]
-            if group in self._open:
-                self._open.remove(group)
+            if not group.is_finished:
                 overdue.append(group)
         return overdue

@@ -126,16 +126,16 @@ class InputProcessor:
         self,
         request_id: str,
         token_ids: list[int],
-        params: SamplingParams,
+        specs: Sequence[SamplingSpec],
         arrival_time: float,
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> list[Request]:
-        """Return the scheduler's requests, one for each continuation; they share the list of ids.
+        """Return the scheduler's requests, one for each of `specs`; they share the list of ids.
 
         The first one has the user's id, the others "<id>#1", "<id>#2" and so on.
         """
-        longest = self._max_model_len
+        params, longest = specs[0].params, self._max_model_len
         if params.max_tokens is not None:
             longest = min(longest, len(token_ids) + params.max_tokens)
         return [
@@ -149,8 +149,9 @@ class InputProcessor:
                 long_rope=self._model.uses_long_rope(longest),
                 reuse_prefix=params.prompt_logprobs is None,
                 eos_token_ids=self._model.eos_token_ids,
+                spec=spec,
             )
-            for index in range(params.num_continuations)
+            for index, spec in enumerate(specs)
         ]
 
     def _encode_text(self, text: str) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -18,22 +19,20 @@ from engine.input_processor import InputProcessor, Prompt, PromptInput
 from engine.model import Model, load
 from engine.output_processor import End, OutputGroup, OutputStream, token_texts
 from engine.outputs import RequestOutput
-from engine.request import FINISH_REASONS, Request, RequestStatus
-from engine.runner.model_runner import ModelRunner
+from engine.recovery import StepRecovery
+from engine.request import Request, RequestStatus
+from engine.runner.model_runner import LaunchedStep, ModelRunner
 from engine.runner.result import StepResult
-from engine.runner.sampling import SamplingSpec
 from engine.sampling_params import SamplingParams
 from engine.scheduler.admission import QueueFullError
 from engine.scheduler.output import ScheduleOutput
 from engine.scheduler.scheduler import Scheduler
 from engine.stats import EngineStats, StatsCollector
-from engine.step_loop import StepLoop
 from engine.watchdog import Watchdog
 
 __all__ = ["LLMEngine", "Prompt", "QueueFullError"]
 
 _RUNNING = RequestStatus.RUNNING
-_Changed = dict[OutputGroup, RequestOutput | None]  # None: the output is still to be made
 
 
 class LLMEngine:
@@ -87,17 +86,12 @@ class LLMEngine:
         if config.cuda_graphs:
             self.runner.capture_graphs(limits.max_model_len, progress=sys.stderr.isatty())
         self._watchdog = Watchdog(given.step_timeout, self._describe, raises=given.raise_on_timeout)
-        self._loop = StepLoop(
-            self.scheduler,
-            self.runner,
-            self._watchdog,
-            depth=int(config.is_late),
-            is_debug=config.is_debug,
-            on_schedule=self._note_start,
-        )
+        self._recovery = StepRecovery(self.scheduler, self.runner, is_debug=config.is_debug)
+        self._in_flight: deque[LaunchedStep] = deque()  # launched and not read, oldest first
+        self._max_in_flight = int(config.is_late)  # over which the next step is launched
         self._groups: dict[str, OutputGroup] = {}  # unfinished, by the user's id
-        self._streams: dict[Request, OutputStream] = {}  # of these
-        self._ended: _Changed = {}  # by abort or timeout, not reported yet
+        # What the next outputs are of; None: the output is still to be made.
+        self._changed: dict[OutputGroup, RequestOutput | None] = {}
         self._deadlines = Deadlines()
         self._stats = StatsCollector()
 
@@ -123,15 +117,13 @@ class LLMEngine:
             With `raise_on_timeout`, if the step is stuck. Nothing is lost: it is computed again.
         """
         self._end_overdue()
-        results = self._loop.advance()
-        changed, self._ended = self._ended, {}
-        for result in results:
-            self._take(result, changed, is_only=len(results) == 1)
-        return [
-            output or group.output()
-            for group, output in changed.items()
-            if output is not None or group.wants_output
-        ]
+        with self._watchdog:
+            scheduled = self._schedule()
+            self._launch(scheduled)
+            for step in (due := self._due(scheduled)):
+                result = self._read_back(step)
+                self._commit(step, result, is_last=step is due[-1])
+        return self._take_outputs()
 
     # ---- requests come and go
 
@@ -193,14 +185,13 @@ class LLMEngine:
         specs, salt = self._inputs.sampling_specs(params), checked.cache_salt
         group = OutputGroup(request_id, checked.text, params, time.monotonic(), self.tokenizer)
         requests = self._inputs.requests(
-            request_id, checked.token_ids, params, group.metrics.arrival_time, priority, salt
+            request_id, checked.token_ids, specs, group.metrics.arrival_time, priority, salt
         )
-        group.streams = [
-            OutputStream(request, spec, group, self.tokenizer, self._texts)
-            for request, spec in zip(requests, specs, strict=True)
-        ]
+        for request in requests:
+            request.stream = OutputStream(request, group, self.tokenizer, self._texts)
+        group.streams = [request.stream for request in requests]
         self._queue(requests, parent)
-        self._register(group, specs, timeout)
+        self._register(group, timeout)
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """End these requests, in whatever state; unknown and finished ones are left alone.
@@ -215,11 +206,11 @@ class LLMEngine:
     def forget_aborted(self, request_ids: Iterable[str]) -> None:
         """Do not report these requests, which were aborted since the last step."""
         ids = set(request_ids)
-        self._ended = {g: None for g in self._ended if g.request_id not in ids}
+        self._changed = {g: o for g, o in self._changed.items() if g.request_id not in ids}
 
     def has_unfinished_requests(self) -> bool:
         """Tell whether another step has something to do or to report."""
-        return bool(self._groups or self._ended or self._loop.num_under_way)
+        return bool(self._groups or self._changed or self._in_flight)
 
     def is_unfinished(self, request_id: str) -> bool:
         """Tell whether this request waits or runs."""
@@ -233,19 +224,19 @@ class LLMEngine:
     # ---- the engine as a whole
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes; requests under way keep what they have."""
+        """Forget all cached prefixes; unfinished requests keep what they have."""
         self.scheduler.reset_prefix_cache()
 
     def stats(self) -> EngineStats:
         """Return counts and distributions since the engine was made."""
         return self._stats.snapshot(
             self.scheduler.stats(),
-            num_step_failures=self._loop.num_failures,
+            num_step_failures=self._recovery.num_failures,
             num_stuck_steps=self._watchdog.num_stuck,
         )
 
     def check_integrity(self) -> None:
-        """Verify every invariant of scheduler, blocks and slots, and that nobody is forgotten.
+        """Verify every invariant of scheduler, blocks and rows, and that nobody is forgotten.
 
         Raises
         ------
@@ -255,9 +246,10 @@ class LLMEngine:
         self.scheduler.check_integrity()
         self.runner.check_integrity()
         known = set(self.scheduler.unfinished_requests())
-        held = {request for request in self._streams if not request.is_finished}
-        if known != held:
-            names = sorted(request.request_id for request in known ^ held)
+        streams = [stream for group in self._groups.values() for stream in group.streams]
+        served = {s.request for s in streams if s.request.stream is not None}
+        if known != served:
+            names = sorted(request.request_id for request in known ^ served)
             raise RequestError(f"scheduler and engine disagree about the requests {names}")
 
     def close(self) -> None:
@@ -265,8 +257,11 @@ class LLMEngine:
         if self.kv_cache.is_closed:
             return
         self.abort_request(list(self._groups))
-        self._ended.clear()
-        self._loop.drain()
+        self._changed.clear()
+        while self._in_flight:
+            step = self._in_flight.pop()
+            self.scheduler.rollback(step.output)
+            self.runner.read(step)
         self._watchdog.close()
         if self._swap is not None:
             self._swap.close()
@@ -296,75 +291,136 @@ class LLMEngine:
             )
         self.scheduler.fork_request(origin.streams[0].request, first)
 
-    def _register(
-        self, group: OutputGroup, specs: Sequence[SamplingSpec], timeout: float | None
-    ) -> None:
+    def _register(self, group: OutputGroup, timeout: float | None) -> None:
         self._groups[group.request_id] = group
-        for stream, spec in zip(group.streams, specs, strict=True):
-            self._streams[stream.request] = stream
-            self.runner.add(stream.request, spec)
         if timeout is not None:
             self._deadlines.add(group, group.metrics.arrival_time + timeout)
 
-    # ---- parts of step
+    # ---- parts of step, in this order
 
     def _end_overdue(self) -> None:
         """End the requests whose time is up."""
         for group in self._deadlines.pop_overdue():
             self._end_group(group, "timeout")
 
-    def _note_start(self, output: ScheduleOutput) -> None:
-        for request in output.admitted:
-            stream = self._streams.get(request)
-            if stream is not None and stream.group.metrics.first_scheduled_time is None:
-                stream.group.metrics.first_scheduled_time = time.monotonic()
+    def _schedule(self) -> ScheduleOutput:
+        """Decide the next step; empty if there is nothing to do."""
+        for excluded in self._recovery.excluded():
+            scheduled = self.scheduler.schedule(excluded)
+            self.runner.release(scheduled.preempted)
+            if not scheduled.is_empty:
+                break
+        for request in scheduled.admitted:
+            metrics = request.stream.group.metrics
+            if metrics.first_scheduled_time is None:
+                metrics.first_scheduled_time = time.monotonic()
+        return scheduled
 
-    def _take(self, result: StepResult, changed: _Changed, *, is_only: bool) -> None:
-        """Hand a step's results to their streams, and add the requests that have news to `changed`.
+    def _launch(self, scheduled: ScheduleOutput) -> None:
+        """Start the device on a step, which is in flight then."""
+        if scheduled.is_empty:
+            return
+        try:
+            self._in_flight.append(self.runner.launch(scheduled))
+        except BaseException as error:
+            self._recover([scheduled], error)
 
-        With them comes their output, if it was made already: of a plain stream that goes on, in the
-        only result there is.
+    def _due(self, scheduled: ScheduleOutput) -> list[LaunchedStep]:
+        """Return the steps in flight that are to be read before another one is launched."""
+        must_wait = self._recovery.is_bisecting or self.runner.needs_host_ids
+        keep = 0 if scheduled.is_empty or must_wait else self._max_in_flight
+        return list(self._in_flight)[: max(0, len(self._in_flight) - keep)]
+
+    def _read_back(self, step: LaunchedStep) -> StepResult | None:
+        """Wait for a step that is due; None: it was undone, because it or one before it failed."""
+        if step not in self._in_flight:
+            return None
+        try:
+            self._watchdog.check()
+            result = self.runner.read(step, self._watchdog.remaining())
+        except BaseException as error:
+            outputs = [s.output for s in reversed(self._in_flight)]
+            self._recovery.abandon(self._in_flight)
+            self._in_flight.clear()
+            self._recover(outputs, error)
+            return None
+        self._in_flight.popleft()
+        return result
+
+    def _commit(self, step: LaunchedStep, result: StepResult | None, *, is_last: bool) -> None:
+        """Take a step's tokens over: first into the requests, then into what the user sees.
+
+        `is_last`: no other step is read before the outputs are made.
         """
-        streams, now = self._streams, time.monotonic()
+        if result is None:
+            return
+        failed = {r: why for r, why in result.failed.items() if not r.is_finished}
+        for request, why in failed.items():
+            self.scheduler.finish_request(request, "error", stop_reason=why)
+        finished = self.scheduler.commit(step.output, result.token_ids)
+        self._recovery.note_success(step.output)
+        self._update_streams(result, is_last=is_last)
+        for request in (*finished, *failed):
+            if request.stream is not None:  # else its text has ended it
+                self._release(request.stream)
+
+    def _take_outputs(self) -> list[RequestOutput]:
+        """Return the outputs of the requests that changed."""
+        changed, self._changed = self._changed, {}
+        return [
+            output or group.output()
+            for group, output in changed.items()
+            if output is not None or group.wants_output
+        ]
+
+    # ---- parts of these
+
+    def _recover(self, outputs: Sequence[ScheduleOutput], error: BaseException) -> None:
+        """Undo steps, newest first, of which the oldest raised `error`; go on if that is right."""
+        guilty = self._recovery.undo(outputs, error)
+        if guilty is not None:
+            request, why = guilty
+            self.scheduler.finish_request(request, "error", stop_reason=why)
+            self._release(request.stream)
+
+    def _update_streams(self, result: StepResult, *, is_last: bool) -> None:
+        """Hand a step's results to the streams of its requests; note whose output changed."""
+        now, changed, num_tokens = time.monotonic(), self._changed, 0
         for request, (position, entries) in result.prompt_logprobs.items():
-            if request in streams:
-                streams[request].group.add_prompt_logprobs(position, entries)
-        num_tokens = 0
+            if request.stream is not None:
+                request.stream.group.add_prompt_logprobs(position, entries)
         for request, token_ids in result.token_ids.items():
-            stream = streams.get(request)
+            stream: OutputStream | None = request.stream
             if stream is None:
-                continue  # ended while the step was under way
+                continue  # it ended while the step was in flight
             num_tokens += len(token_ids)
             if stream.is_quiet:
                 continue
-            if stream.is_plain and is_only and request.status is _RUNNING and len(token_ids) == 1:
+            group = stream.group
+            if (
+                stream.is_plain
+                and is_last
+                and request.status is _RUNNING
+                and len(token_ids) == 1
+                and group not in changed
+            ):
                 output = stream.next_output(token_ids, now)
                 if output is not None:
-                    changed[stream.group] = output
+                    changed[group] = output
                     continue
-            stream.group.note_tokens(len(token_ids), now)
+            group.note_tokens(len(token_ids), now)
             end = stream.append(token_ids, result.logprobs.get(request, ()))
-            changed[stream.group] = None
+            changed[group] = None
             if end is not None:
                 self._end(stream, end)
         self._stats.generation_tokens += num_tokens
-        for request in result.finished:
-            stream = streams.get(request)
-            if stream is not None:
-                stream.group.note_tokens(0, now)
-                changed[stream.group] = None
-                self._release(stream)
-        for request in result.failed:
-            if request in streams:
-                changed[streams[request].group] = None
-                self._release(streams[request])
 
     def _end(self, stream: OutputStream, end: End) -> None:
         """End a continuation because of its text: that counts before what the scheduler found."""
         request = stream.request
-        self.scheduler.finish_request(request, end.finish_reason, stop_reason=end.stop_reason)
-        request.status = FINISH_REASONS[end.finish_reason]
-        request.stop_reason = end.stop_reason
+        is_finished = request.is_finished
+        finish = self.scheduler.correct_finish if is_finished else self.scheduler.finish_request
+        finish(request, end.finish_reason, stop_reason=end.stop_reason)
         self._release(stream)
 
     def _end_group(self, group: OutputGroup, stop_reason: str | None) -> None:
@@ -373,14 +429,19 @@ class LLMEngine:
             if not stream.request.is_finished:
                 self.scheduler.finish_request(stream.request, "abort", stop_reason=stop_reason)
                 self._release(stream)
-        self._ended[group] = None
 
     def _release(self, stream: OutputStream) -> None:
         """Forget a finished continuation; its request still has to be shown once."""
-        del self._streams[stream.request]
-        self._loop.forget(stream.request)
-        stream.finish()
-        group = stream.group
+        request, group = stream.request, stream.group
+        request.stream = None
+        self._recovery.forget(request)
+        self.runner.release([request])
+        if stream.is_quiet and request.finish_reason in ("stop", "length"):
+            group.note_tokens(0, time.monotonic())  # its last token arrived now
+        end = stream.finish()
+        if end is not None:
+            self.scheduler.correct_finish(request, end.finish_reason, stop_reason=end.stop_reason)
+        self._changed[group] = None
         group.num_open -= 1
         if not group.num_open:
             del self._groups[group.request_id]

@@ -40,8 +40,7 @@ class OutputStream:
     Parameters
     ----------
     request : Request
-        Its ids and its end; only `finish` writes, if the text cannot be made.
-    spec : SamplingSpec
+        Its ids, its end and its sampling spec; only read.
     group : OutputGroup
         The request that it belongs to.
     tokenizer : Tokenizer or None
@@ -80,11 +79,11 @@ class OutputStream:
     def __init__(
         self,
         request: Request,
-        spec: SamplingSpec,
         group: OutputGroup,
         tokenizer: Any,
         texts: Mapping[bool, TokenTexts],
     ) -> None:
+        spec: SamplingSpec = request.spec
         self.request = request
         self.group = group
         self.cumulative_logprob = 0.0
@@ -157,16 +156,14 @@ class OutputStream:
             group.request_id, group.prompt, prompt_ids, text, token_ids, metrics, num_cached
         )
 
-    def finish(self) -> None:
-        """Make the rest of the text; the request is finished."""
+    def finish(self) -> End | None:
+        """Make the rest of the text of a finished request; return why it fails, if it does now."""
         end = None
         if self._detokenizer is not None:
             end = self._read_ids()
             if self._stop.stop is None and end is None:
                 end = self._guarded(self._flush)
-        if end is not None and end.finish_reason == "error":
-            self.request.status = RequestStatus.FINISHED_ERROR
-            self.request.stop_reason = end.stop_reason
+        return end if end is not None and end.finish_reason == "error" else None
 
     def has_news(self) -> bool:
         """Tell whether `completion` would give anything that it did not give before."""
@@ -253,6 +250,8 @@ class OutputGroup:
         Its continuations.
     num_open : int
         How many of these the engine still serves.
+    deadline : float or None
+        When it ends unfinished, in seconds on the monotonic clock.
     """
 
     __slots__ = (
@@ -263,6 +262,7 @@ class OutputGroup:
         "_shows_prompt_logprobs",
         "_tokenizer",
         "_waits_for_end",
+        "deadline",
         "metrics",
         "num_open",
         "params",
@@ -289,6 +289,7 @@ class OutputGroup:
         self.metrics = RequestMetrics(arrival_time, num_continuations=params.num_continuations)
         self.streams: list[OutputStream] = []
         self.num_open = params.num_continuations
+        self.deadline: float | None = None
         self._tokenizer = tokenizer
         self._prompt_logprobs: list[dict[int, Logprob] | None] = []
         self._is_prompt_sent = False

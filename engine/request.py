@@ -17,7 +17,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 __all__ = ["FINISH_REASONS", "Request", "RequestStatus", "StopRules"]
 
@@ -68,10 +68,12 @@ class StopRules(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sequence to be continued.
+    """One sequence to be continued: the one record that every part of the engine keeps it in.
 
-    The caller fills the constructor's arguments and reads the rest; the scheduler alone writes
-    the state below `# state`.
+    The caller fills the constructor's arguments and reads the rest. The state has one writer: the
+    scheduler, with its queues and its block manager. The parts after it find here what they know
+    of the request, so that nobody looks a request up in a table of their own; each writes its one
+    attribute: the engine `stream`, the runner `row`, the recovery `failed_at`.
 
     Parameters
     ----------
@@ -93,6 +95,20 @@ class Request:
         False computes every prompt position anew (prompt_logprobs needs all of them).
     eos_token_ids : iterable of int
         The model's end-of-sequence ids (ignored when `sampling_params.ignore_eos`).
+    spec : SamplingSpec, optional
+        How the runner samples it; opaque here.
+
+    Attributes
+    ----------
+    leader, siblings : Request or None, list of Request
+        Of parallel samples, who computes their common prompt, and who waits for that.
+    stream : OutputStream or None
+        Where its tokens go; None before `add_request` is done, and once the request has ended.
+    row : int
+        Its row in the runner's tables; -1 while it has none.
+    failed_at : int
+        Tokens it would have reached in a step that failed; 0 if it got beyond that, or never was
+        in one.
 
     Examples
     --------
@@ -115,8 +131,9 @@ class Request:
     long_rope: bool = False
     reuse_prefix: bool = True
     eos_token_ids: InitVar[Iterable[int]] = ()
+    spec: Any = field(default=None, repr=False)
 
-    # state
+    # state: written by the scheduler
     status: RequestStatus = field(init=False, default=RequestStatus.WAITING)
     stop_reason: int | str | None = field(init=False, default=None)
     output_token_ids: list[int] = field(init=False, default_factory=list)
@@ -133,6 +150,12 @@ class Request:
     max_num_tokens: int = field(init=False, default=0)
     order: tuple[int, int] = field(init=False, default=(0, 0))
     shares_last_block: bool = field(init=False, default=False)
+    leader: Request | None = field(init=False, default=None, repr=False)
+    siblings: list[Request] = field(init=False, default_factory=list, repr=False)
+    # written by the engine, the runner and the recovery
+    stream: Any = field(init=False, default=None, repr=False)
+    row: int = field(init=False, default=-1)
+    failed_at: int = field(init=False, default=0)
     _eos: frozenset[int] = field(init=False)
     _ends: frozenset[int] = field(init=False)  # these, and further stop ids
 

@@ -26,24 +26,25 @@ def _row(history=(3, 4, 5), prompt_len=2, seed=1, eos=(), bad_words=(), **params
     for token_id in history[prompt_len:]:
         request.append_token(token_id)
     request.max_num_tokens = len(history) + 1
-    spec = SamplingSpec(params, seed, tuple(bad_words), params.logprobs)
-    return SimpleNamespace(request=request, spec=spec, eos=eos)
+    request.spec = SamplingSpec(params, seed, tuple(bad_words), params.logprobs)
+    return SimpleNamespace(request=request, eos=eos)
 
 
 def _batch(xp, rows):
-    """What the runner makes of requests in the slots 0, 1, ..., on the host but for the history."""
+    """What the runner makes of requests in the rows 0, 1, ..., on the host but for the history."""
     device, _ = resolve_device("cpu" if xp is np else "cuda")
     eos = {token_id for row in rows for token_id in row.eos}
     table = SamplingTable(len(rows), V, sorted(eos), device)
-    for slot, row in enumerate(rows):
-        table.assign(slot, row.request, row.spec)
-    slots = np.arange(len(rows))
+    for index, row in enumerate(rows):
+        row.request.row = index
+        table.assign(row.request)
+    index = np.arange(len(rows))
     positions = np.array([row.request.num_known_tokens for row in rows], np.int32)
-    batch = table.build(rows, slots, positions)
+    batch = table.build(rows, index, positions)
     if batch.history_lens is None:
         return batch
     longest = int(batch.history_lens.max())
-    return replace(batch, history=table.history.gather(xp.asarray(slots), longest))
+    return replace(batch, history=table.history.gather(xp.asarray(index), longest))
 
 
 def _arrays(batch):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from engine.layers.batch import ForwardBatch
-from engine.runner.slots import SlotTable
+from engine.runner.request_rows import RequestRows
 from engine.scheduler.output import ScheduledSequence, ScheduleOutput
 
 __all__ = ["StepInputs", "build_inputs"]
@@ -26,16 +26,16 @@ class StepInputs:
     batch : ForwardBatch
         Logits are wanted for the last token of every sampled sequence.
     rows : (B,) int64
-        The slot of each sequence.
+        The row of each sequence.
     linked : (n,) int64
         Which of the batch's tokens were sampled by the step before: their ids are to be taken from
-        `SlotTable.last_ids`, and are 0 here.
+        `RequestRows.last_ids`, and are 0 here.
     linked_rows : (n,) int64
-        The slots of these.
+        The rows of these.
     sampled : list of ScheduledSequence
         For whom a token is sampled (R), in the order of their logits.
     sampled_rows : (R,) int64
-        Their slots.
+        Their table.
     sampled_positions : (R,) int32
         Where the tokens to be sampled stand in their sequences.
     """
@@ -50,7 +50,7 @@ class StepInputs:
 
 
 def build_inputs(
-    output: ScheduleOutput, rows: IntArray, starts: IntArray, slots: SlotTable, block_size: int
+    output: ScheduleOutput, rows: IntArray, starts: IntArray, table: RequestRows, block_size: int
 ) -> StepInputs:
     """Lay out `output`.
 
@@ -59,33 +59,33 @@ def build_inputs(
     output : ScheduleOutput
         With at least one sequence; those of one query token first.
     rows : (B,) int64
-        The slot of each sequence.
+        The row of each sequence.
     starts : (B,) int32
         Position of the first query token of each.
-    slots : SlotTable
+    table : RequestRows
         Its block tables are brought up to date here.
     block_size : int
         Tokens of a block.
     """
-    if output.is_steady:
-        return _build_decodes(output, rows, starts, slots, block_size)
+    if output.is_unchanged:
+        return _build_decodes(output, rows, starts, table, block_size)
     sequences, num_decodes = output.sequences, output.num_decodes
     counts = np.ones(len(sequences), np.int32)
     counts[num_decodes:] = [s.num_scheduled_tokens for s in sequences[num_decodes:]]
     lens = starts + counts
     num_blocks = (lens - 1) // block_size + 1
-    slots.update_tables(sequences, rows, num_blocks, rewritten=bool(output.copies))
-    is_linked = slots.last_positions[rows] == lens - 1
+    table.update_tables(sequences, rows, num_blocks, rewritten=bool(output.copies))
+    is_linked = table.last_positions[rows] == lens - 1
     cu_seqlens = np.zeros(len(sequences) + 1, np.int32)
     np.cumsum(counts, out=cu_seqlens[1:])
     owners, positions = _positions(starts, counts, cu_seqlens, num_decodes)
-    tables = slots.block_tables[rows, : num_blocks.max()]
+    tables = table.block_tables[rows, : num_blocks.max()]
     blocks = tables[owners, positions // block_size].astype(np.int64)
     is_sampled = np.array([s.is_sampled for s in sequences], np.bool_)
     batch = ForwardBatch(
         token_ids=_token_ids(sequences, cu_seqlens, is_linked),
         positions=positions,
-        rope_positions=positions + slots.rope_offsets[rows][owners],
+        rope_positions=positions + table.rope_offsets[rows][owners],
         slot_mapping=blocks * block_size + positions % block_size,
         cu_seqlens_q=cu_seqlens,
         context_lens=lens,
@@ -107,20 +107,20 @@ def build_inputs(
 
 
 def _build_decodes(
-    output: ScheduleOutput, rows: IntArray, starts: IntArray, slots: SlotTable, block_size: int
+    output: ScheduleOutput, rows: IntArray, starts: IntArray, table: RequestRows, block_size: int
 ) -> StepInputs:
     """Lay out a step in which every sequence has one token and is sampled, without walking it."""
     sequences, count = output.sequences, len(rows)
     lens, places = starts + np.int32(1), starts // block_size
-    slots.update_tables(sequences, rows, places + 1, rewritten=bool(output.copies))
-    is_linked = slots.last_positions[rows] == starts
-    tables = slots.block_tables[rows, : places.max() + 1]
+    table.update_tables(sequences, rows, places + 1, rewritten=bool(output.copies))
+    is_linked = table.last_positions[rows] == starts
+    tables = table.block_tables[rows, : places.max() + 1]
     index, cu_seqlens = np.arange(count), np.arange(count + 1, dtype=np.int32)
     linked = np.flatnonzero(is_linked)
     batch = ForwardBatch(
         token_ids=_token_ids(sequences, cu_seqlens, is_linked),
         positions=starts,
-        rope_positions=starts + slots.rope_offsets[rows],
+        rope_positions=starts + table.rope_offsets[rows],
         slot_mapping=tables[index, places].astype(np.int64) * block_size + starts % block_size,
         cu_seqlens_q=cu_seqlens,
         context_lens=lens,

@@ -8,8 +8,9 @@ sampling has extras (penalties, log-probabilities, ...) take graphs that end wit
 are captured when they are first needed.
 
 A graph can be replayed because nothing it touches moves: inputs lie in `StaticInputs`, block tables
-and last ids in arrays of the slots, and what its kernels allocated while they were captured comes
-from a pool that nobody else uses. All graphs share that memory, so they run one after another.
+and last ids in arrays of the request rows, and what its kernels allocated while they were captured
+comes from a pool that nobody else uses. All graphs share that memory, so they run one after
+another.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from engine import kernels
 from engine.layers.batch import ForwardBatch
 from engine.layers.sampler import Sampler, SamplingBatch
 from engine.runner.batch import StepInputs
+from engine.runner.request_rows import RequestRows
 from engine.runner.sampling import SamplingTable
-from engine.runner.slots import SlotTable
 from engine.runner.static_inputs import StaticInputs, Turn
 from engine.runner.transfer import Readback
 from engine.scheduler.output import ScheduledSequence, ScheduleOutput
@@ -95,7 +96,7 @@ class DecodeGraphs:
     ----------
     model : RunnableModel
     kv_pages : sequence of (k_pages, v_pages)
-    slots : SlotTable
+    table : RequestRows
     sampling : SamplingTable
     block_size, max_model_len : int
     """
@@ -104,7 +105,7 @@ class DecodeGraphs:
         self,
         model: Any,
         kv_pages: Sequence[tuple[Any, Any]],
-        slots: SlotTable,
+        table: RequestRows,
         sampling: SamplingTable,
         *,
         block_size: int,
@@ -112,16 +113,16 @@ class DecodeGraphs:
     ) -> None:
         self._model = model
         self._pages = kv_pages
-        self._slots = slots
+        self._table = table
         self._sampling = sampling
         self._block_size = block_size
         self._sampler = Sampler()
         xp = model.device.xp
-        num_slots, width = slots.block_tables.shape
-        self._sizes = np.array(batch_sizes(num_slots))
+        num_rows, width = table.block_tables.shape
+        self._sizes = np.array(batch_sizes(num_rows))
         max_rows = int(self._sizes[-1])
-        self._inputs = StaticInputs(model.device, max_rows, num_slots * width)
-        self._tables = xp.zeros((num_slots, width), np.int32)  # of the slots
+        self._inputs = StaticInputs(model.device, max_rows, num_rows * width)
+        self._tables = xp.zeros((num_rows, width), np.int32)  # of the request rows
         self._token_ids = xp.zeros(max_rows, np.int32)
         self._slot_mapping = xp.zeros(max_rows, np.int64)
         self._batch_tables = xp.zeros((max_rows, width), np.int32)  # of the batch
@@ -172,7 +173,7 @@ class DecodeGraphs:
         return next(key for key in of_size if key.max_context_len >= max_context_len)
 
     def launch(self, output: ScheduleOutput, rows: IntArray, starts: IntArray) -> Readback | None:
-        """Compute `output`, of these slots and positions, if it is a step of this kind.
+        """Compute `output`, of these rows and positions, if it is a step of this kind.
 
         Returns
         -------
@@ -181,7 +182,7 @@ class DecodeGraphs:
         """
         sequences = output.sequences
         is_kind = output.num_decodes == len(sequences) and (
-            output.is_steady or all(s.is_sampled for s in sequences)
+            output.is_unchanged or all(s.is_sampled for s in sequences)
         )
         if not is_kind:
             return None
@@ -190,13 +191,13 @@ class DecodeGraphs:
             return None
         key = self.key(len(rows), int(starts.max()) + 1)
         num_blocks = starts // self._block_size + 1
-        self._slots.update_tables(sequences, rows, num_blocks, rewritten=bool(output.copies))
+        self._table.update_tables(sequences, rows, num_blocks, rewritten=bool(output.copies))
         turn = self._inputs.next_turn()
         turn.fill(len(rows), key.size, sample_positions=starts + 1, **columns)
         ids = self._token_ids_of(sequences, rows, starts)
         self._send(turn, key, rows, ids, starts)
         self.replay(key)
-        self._slots.last_positions[rows] = starts + 1
+        self._table.last_positions[rows] = starts + 1
         return self._inputs.read(turn, len(rows), key.size)
 
     def logits(self, inputs: StepInputs) -> Any:
@@ -234,7 +235,7 @@ class DecodeGraphs:
             sampled.token_ids,
             sampled.status,
             there["rows"][:size],
-            self._slots.last_ids,
+            self._table.last_ids,
             out=self._inputs.results[: 2 * size].reshape(2, size),
         )
 
@@ -244,7 +245,7 @@ class DecodeGraphs:
             there["rows"][:size],
             there["token_ids"][:size],
             batch.positions,
-            self._slots.last_ids,
+            self._table.last_ids,
             self._tables,
             there["new_starts"][:size],
             there["cu_new_blocks"][: size + 1],
@@ -322,29 +323,29 @@ class DecodeGraphs:
             rows=rows,
             token_ids=token_ids,
             positions=positions,
-            rope_positions=positions + self._slots.rope_offsets[rows],
+            rope_positions=positions + self._table.rope_offsets[rows],
             context_lens=positions + 1,
         )
         self._inputs.send(turn, self._fill_blocks(turn, rows, key.size))
-        self._slots.num_sent[rows] = self._slots.num_blocks[rows]
+        self._table.num_sent[rows] = self._table.num_blocks[rows]
 
     def _token_ids_of(
         self, sequences: Sequence[ScheduledSequence], rows: IntArray, starts: IntArray
     ) -> IntArray:
-        """Return the ids that the host has to say; -1 where the slot's last id is the one."""
+        """Return the ids that the host has to say; -1 where the row's last id is the one."""
         ids = np.full(len(rows), -1, np.int32)
-        for index in np.flatnonzero(self._slots.last_positions[rows] != starts).tolist():
+        for index in np.flatnonzero(self._table.last_positions[rows] != starts).tolist():
             start = sequences[index].start
             ids[index] = sequences[index].request.token_ids(start, start + 1)[0]
         return ids
 
     def _fill_blocks(self, turn: Turn, rows: IntArray, size: int) -> int:
         """Write the blocks that the device does not know of; return how many these are."""
-        sent = self._slots.num_sent[rows]
-        counts = self._slots.num_blocks[rows] - sent
+        sent = self._table.num_sent[rows]
+        counts = self._table.num_blocks[rows] - sent
         turn.fill(len(rows), size, new_starts=sent)
         places = turn.fill_blocks(counts, size)
-        blocks, tables = turn.fields["new_blocks"], self._slots.block_tables
+        blocks, tables = turn.fields["new_blocks"], self._table.block_tables
         for index in np.flatnonzero(counts).tolist():
             new = tables[rows[index], sent[index] : sent[index] + counts[index]]
             blocks[places[index] : places[index + 1]] = new

@@ -13,28 +13,28 @@ __all__ = ["HistoryTable"]
 
 
 class HistoryTable:
-    """One row of token ids a slot; grows with the longest request that needs it.
+    """One row of token ids for each running request; grows with the longest request that needs it.
 
     Sampled ids are added on the device, so that penalties do not wait for the host.
 
     Examples
     --------
     >>> from engine.device import CPU
-    >>> table = HistoryTable(num_slots=2, device=CPU)
+    >>> table = HistoryTable(num_rows=2, device=CPU)
     >>> table.assign(1, [7, 8], max_num_tokens=4)
     >>> table.append(np.array([1]), np.array([2]), np.array([9], np.int32))
     >>> table.gather(np.array([1]), 3)
     array([[7, 8, 9]], dtype=int32)
     """
 
-    def __init__(self, num_slots: int, device: Device) -> None:
+    def __init__(self, num_rows: int, device: Device) -> None:
         self._xp = device.xp
-        self._ids = self._xp.zeros((num_slots, 0), np.int32)
+        self._ids = self._xp.zeros((num_rows, 0), np.int32)
 
-    def assign(self, slot: int, token_ids: Sequence[int], max_num_tokens: int) -> None:
+    def assign(self, row: int, token_ids: Sequence[int], max_num_tokens: int) -> None:
         """Begin a row with known ids; it may grow to `max_num_tokens`."""
         self._reserve(max_num_tokens)
-        self._ids[slot, : len(token_ids)] = self._xp.asarray(np.array(token_ids, np.int32))
+        self._ids[row, : len(token_ids)] = self._xp.asarray(np.array(token_ids, np.int32))
 
     def append(self, rows: Any, positions: Any, token_ids: Any) -> None:
         """Put one id into each row, at its position; all arrays on the device."""
@@ -45,8 +45,8 @@ class HistoryTable:
         return self._xp.ascontiguousarray(self._ids[:, :length][rows])
 
     def _reserve(self, length: int) -> None:
-        num_slots, width = self._ids.shape
+        num_rows, width = self._ids.shape
         if length > width:
-            wider = self._xp.zeros((num_slots, max(length, 2 * width)), np.int32)
+            wider = self._xp.zeros((num_rows, max(length, 2 * width)), np.int32)
             wider[:, :width] = self._ids
             self._ids = wider

@@ -23,9 +23,9 @@ from engine.runner.batch import StepInputs, build_inputs
 from engine.runner.cuda_graph import DecodeGraphs
 from engine.runner.processors import apply_processors
 from engine.runner.prompt_logprobs import PromptPart, ScoredPart, prompt_parts, score_parts
+from engine.runner.request_rows import IntArray, RequestRows
 from engine.runner.result import StepResult, logprob_entries, ranks_of
-from engine.runner.sampling import SamplingSpec, SamplingTable
-from engine.runner.slots import IntArray, SlotTable
+from engine.runner.sampling import SamplingTable
 from engine.runner.transfer import Readback, Upload
 from engine.scheduler.output import ScheduledSequence, ScheduleOutput
 
@@ -65,7 +65,7 @@ class RunnableModel(Protocol):
         """Return the logits (R, V) float32."""
 
 
-@dataclass
+@dataclass(eq=False)
 class LaunchedStep:
     """A step that the device works on.
 
@@ -114,11 +114,10 @@ class ModelRunner:
         self._pages = kv_cache.layers
         self._swap = swap
         self._is_debug = is_debug
-        self._specs: dict[Request, SamplingSpec] = {}
         nothing = np.zeros(0, np.int64)
         self._last_places: tuple[int, IntArray, IntArray] = (-1, nothing, nothing)  # of a step
         max_blocks = -(-max_model_len // self._block_size)
-        self._slots = SlotTable(max_num_seqs, max_blocks, model.device)
+        self._table = RequestRows(max_num_seqs, max_blocks, model.device)
         self._sampling = SamplingTable(
             max_num_seqs, model.config.vocab_size, model.eos_token_ids, model.device
         )
@@ -128,36 +127,27 @@ class ModelRunner:
         self.graphs = DecodeGraphs(
             self.model,
             self._pages,
-            self._slots,
+            self._table,
             self._sampling,
             block_size=self._block_size,
             max_model_len=max_model_len,
         )
         self.graphs.capture(progress=progress)
         # CuPy compiles indexing with an array when it is first done: now, not in the first step.
-        last_ids, first = self._slots.last_ids, self.model.device.xp.zeros(1, np.int64)
+        last_ids, first = self._table.last_ids, self.model.device.xp.zeros(1, np.int64)
         last_ids[first] = last_ids[first]
 
     @property
     def needs_host_ids(self) -> bool:
-        """Tell whether a request in the slots must know its last id before the next step."""
+        """Tell whether a running request must know its last id before the next step."""
         return self._sampling.num_host_bound > 0
-
-    def add(self, request: Request, spec: SamplingSpec) -> None:
-        """Take note of a request that may be scheduled from now on."""
-        self._specs[request] = spec
-
-    def remove(self, request: Request) -> None:
-        """Forget a request that is finished."""
-        self.release([request])
-        self._specs.pop(request, None)
 
     def release(self, requests: Iterable[Request]) -> None:
         """Forget the device state of these requests; they may be scheduled again."""
         for request in requests:
-            slot = self._slots.release(request)
-            if slot is not None:
-                self._sampling.release(slot)
+            if request.row >= 0:
+                self._sampling.release(request)
+                self._table.release(request)
 
     def recover(self) -> None:
         """Wait for the device, and give back what memory can be, after a step that failed."""
@@ -168,14 +158,14 @@ class ModelRunner:
             cp.get_default_memory_pool().free_all_blocks()
 
     def check_integrity(self) -> None:
-        """Verify the slots.
+        """Verify the rows of running requests.
 
         Raises
         ------
         EngineError
             Naming what is wrong.
         """
-        self._slots.check_integrity(self._specs)
+        self._table.check_integrity()
 
     def launch(self, output: ScheduleOutput) -> LaunchedStep:
         """Start `output`; steps are launched in the order in which they were scheduled."""
@@ -191,7 +181,7 @@ class ModelRunner:
         tokens = self.graphs.launch(output, rows, starts) if self.graphs is not None else None
         if tokens is not None:
             return LaunchedStep(output, output.sequences, tokens=tokens)
-        inputs = build_inputs(output, rows, starts, self._slots, self._block_size)
+        inputs = build_inputs(output, rows, starts, self._table, self._block_size)
         return self._compute(output, inputs)
 
     def read(self, step: LaunchedStep, timeout: float | None = None) -> StepResult:
@@ -212,32 +202,32 @@ class ModelRunner:
     # ---- launch
 
     def _places(self, output: ScheduleOutput) -> tuple[IntArray, IntArray]:
-        """Return the slot (B,) int64 and the first position (B,) int32 of each sequence."""
+        """Return the row (B,) int64 and the first position (B,) int32 of each sequence."""
         step_id, rows, starts = self._last_places
-        if output.is_steady and step_id == output.step_id - 1:
+        if output.is_unchanged and step_id == output.step_id - 1:
             starts = starts + np.int32(1)
         else:
-            rows = self._slots.rows(output.sequences)
+            rows = self._table.of(output.sequences)
             for index in np.flatnonzero(rows < 0).tolist():
-                rows[index] = self._assign_slot(output.sequences[index].request)
+                rows[index] = self._assign_row(output.sequences[index].request)
             starts = np.array([s.start for s in output.sequences], np.int32)
         self._last_places = output.step_id, rows, starts
         return rows, starts
 
-    def _assign_slot(self, request: Request) -> int:
-        """Give a slot to a request that is new, or comes back."""
-        slot = self._slots.assign(request)
-        self._slots.rope_offsets[slot] = request.long_rope * self.model.long_rope_offset
-        self._sampling.assign(slot, request, self._specs[request])
-        return slot
+    def _assign_row(self, request: Request) -> int:
+        """Give a row to a request that is new, or comes back."""
+        row = self._table.assign(request)
+        self._table.rope_offsets[row] = request.long_rope * self.model.long_rope_offset
+        self._sampling.assign(request)
+        return row
 
     def _check_tables(self, output: ScheduleOutput, rows: IntArray, starts: IntArray) -> None:
-        """Verify every block table, slot and position before anything is launched (debug mode)."""
+        """Verify every block table, row and position before anything is launched (debug mode)."""
         sequences, size = output.sequences, self._block_size
         lens = starts + np.array([s.num_scheduled_tokens for s in sequences], np.int32)
         num_blocks = (lens - 1) // size + 1
-        self._slots.update_tables(sequences, rows, num_blocks, rewritten=bool(output.copies))
-        self._slots.check(sequences, rows, starts, self.kv_cache.num_blocks, size)
+        self._table.update_tables(sequences, rows, num_blocks, rewritten=bool(output.copies))
+        self._table.check(sequences, rows, starts, self.kv_cache.num_blocks, size)
 
     def _compute(self, output: ScheduleOutput, inputs: StepInputs) -> LaunchedStep:
         sampling = None
@@ -256,7 +246,7 @@ class ModelRunner:
     def _prompt_parts(self, output: ScheduleOutput, inputs: StepInputs) -> list[PromptPart]:
         if not self._sampling.num_prompt_scored:
             return []
-        counts = [self._specs[s.request].params.prompt_logprobs for s in output.sequences]
+        counts = [s.request.spec.params.prompt_logprobs for s in output.sequences]
         return prompt_parts(output.sequences, inputs.batch.cu_seqlens_q[:-1].tolist(), counts)
 
     def _send(
@@ -285,7 +275,7 @@ class ModelRunner:
                 return logits, []
         batch = _with(inputs.batch, {name: there[name] for name in _arrays(inputs.batch)})
         if inputs.linked.size:
-            batch.token_ids[there["linked"]] = self._slots.last_ids[there["linked_rows"]]
+            batch.token_ids[there["linked"]] = self._table.last_ids[there["linked_rows"]]
         model = self.model
         if not parts:
             return model.forward(batch, self._pages), []
@@ -317,15 +307,15 @@ class ModelRunner:
             longest = int(sampling.history_lens.max())
             columns["history"] = self._sampling.history.gather(there["sampled_rows"], longest)
         sampled = self.sampler(logits, _with(sampling, columns))
-        self._slots.last_ids[there["sampled_rows"]] = sampled.token_ids
-        self._slots.last_positions[rows] = inputs.sampled_positions
+        self._table.last_ids[there["sampled_rows"]] = sampled.token_ids
+        self._table.last_positions[rows] = inputs.sampled_positions
         if "penalised" in there:
             chosen = there["penalised"]
             places = there["sampled_rows"][chosen], columns["positions"][chosen]
             self._sampling.history.append(*places, sampled.token_ids[chosen])
         wanted = {"token_ids": sampled.token_ids, "status": sampled.status}
         if sampling.num_logprobs is not None:
-            step.counts = [self._specs[s.request].num_logprobs for s in inputs.sampled]
+            step.counts = [s.request.spec.num_logprobs for s in inputs.sampled]
             xp = self.model.device.xp
             wanted |= {
                 "logprobs": sampled.logprobs,
@@ -339,7 +329,7 @@ class ModelRunner:
         """Call the logits processors of those who have some."""
         for row in np.flatnonzero(self._sampling.has_processors[rows]).tolist():
             request = step.sampled[row].request
-            processors = self._specs[request].params.logits_processors or ()
+            processors = request.spec.params.logits_processors or ()
             why = apply_processors(processors, request.output_token_ids, logits[row])
             if why:
                 step.failed[request] = why

@@ -26,8 +26,6 @@ class StepResult:
         First position, and per prompt token from there on, likewise.
     failed : dict of Request to str
         Why nothing could be sampled.
-    finished : list of Request
-        Whom these ids ended, by a stop id or by their length; known once they are committed.
     """
 
     token_ids: dict[Request, list[int]] = field(default_factory=dict)
@@ -36,7 +34,6 @@ class StepResult:
         default_factory=dict
     )
     failed: dict[Request, str] = field(default_factory=dict)
-    finished: list[Request] = field(default_factory=list)
 
 
 def ranks_of(xp: Any, logits: Any, token_ids: Any) -> Any:

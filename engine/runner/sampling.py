@@ -1,4 +1,4 @@
-"""How the requests in the slots are sampled: persistent arrays, from which a step is gathered."""
+"""How running requests are sampled: persistent arrays, from which a step is gathered."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ class SamplingSpec:
 
 
 class SamplingTable:
-    """Sampling parameters of every slot.
+    """Sampling parameters, a row for each running request (see `RequestRows`).
 
     Parameters
     ----------
-    num_slots, vocab_size : int
+    num_rows, vocab_size : int
     eos_token_ids : sequence of int
         What must not be sampled before `min_tokens` tokens, besides `stop_token_ids`.
     device : Device
@@ -70,64 +70,61 @@ class SamplingTable:
     Attributes
     ----------
     num_host_bound, num_prompt_scored : int
-        Slots whose request needs its ids on the host, and whose prompt tokens are to be scored.
+        Running requests that need their ids on the host; whose prompt tokens are scored.
     """
 
     def __init__(
-        self, num_slots: int, vocab_size: int, eos_token_ids: Sequence[int], device: Device
+        self, num_rows: int, vocab_size: int, eos_token_ids: Sequence[int], device: Device
     ) -> None:
-        self.history = HistoryTable(num_slots, device)
-        self.specs: list[SamplingSpec | None] = [None] * num_slots
-        self.is_penalised = np.zeros(num_slots, np.bool_)
-        self.has_processors = np.zeros(num_slots, np.bool_)
+        self.history = HistoryTable(num_rows, device)
+        self.is_penalised = np.zeros(num_rows, np.bool_)
+        self.has_processors = np.zeros(num_rows, np.bool_)
         self.num_host_bound = 0
         self.num_prompt_scored = 0
         self._vocab_size = vocab_size
         self._eos = tuple(eos_token_ids)
         self._floats = {
-            name: np.zeros(num_slots, np.float32)
+            name: np.zeros(num_rows, np.float32)
             for name in ("temperature", "top_p", "min_p", *_PENALTIES)
         }
-        self._top_k = np.zeros(num_slots, np.int32)
-        self._seeds = np.zeros(num_slots, np.uint64)
-        self._prompt_lens = np.zeros(num_slots, np.int32)
-        self._num_logprobs = np.full(num_slots, _NO_LOGPROBS, np.int64)
-        self._has_bias = np.zeros(num_slots, np.bool_)
+        self._top_k = np.zeros(num_rows, np.int32)
+        self._seeds = np.zeros(num_rows, np.uint64)
+        self._prompt_lens = np.zeros(num_rows, np.int32)
+        self._num_logprobs = np.full(num_rows, _NO_LOGPROBS, np.int64)
+        self._has_bias = np.zeros(num_rows, np.bool_)
         self._allowed: dict[int, IntArray] = {}
 
-    def assign(self, slot: int, request: Request, spec: SamplingSpec) -> None:
+    def assign(self, request: Request) -> None:
         """Fill the row of `request`."""
+        row, spec = request.row, request.spec
         params = spec.params
-        self.specs[slot] = spec
         for name, column in self._floats.items():
-            column[slot] = getattr(params, name)
+            column[row] = getattr(params, name)
         if params.greedy:
-            self._floats["temperature"][slot] = 0.0
+            self._floats["temperature"][row] = 0.0
         for name in ("top_p", "repetition_penalty"):
-            self._floats[name][slot] = max(self._floats[name][slot], _TINY)
-        self._top_k[slot] = max(params.top_k, 0)
-        self._seeds[slot] = spec.seed
-        self._prompt_lens[slot] = request.num_prompt_tokens
-        self._num_logprobs[slot] = _NO_LOGPROBS if spec.num_logprobs is None else spec.num_logprobs
-        self._has_bias[slot] = bool(params.logit_bias or spec.bad_words or params.min_tokens)
-        self.has_processors[slot] = bool(params.logits_processors)
-        self.is_penalised[slot] = spec.is_penalised
+            self._floats[name][row] = max(self._floats[name][row], _TINY)
+        self._top_k[row] = max(params.top_k, 0)
+        self._seeds[row] = spec.seed
+        self._prompt_lens[row] = request.num_prompt_tokens
+        self._num_logprobs[row] = _NO_LOGPROBS if spec.num_logprobs is None else spec.num_logprobs
+        self._has_bias[row] = bool(params.logit_bias or spec.bad_words or params.min_tokens)
+        self.has_processors[row] = bool(params.logits_processors)
+        self.is_penalised[row] = spec.is_penalised
         self.num_host_bound += spec.needs_host_ids
         self.num_prompt_scored += params.prompt_logprobs is not None
         if spec.is_penalised:
             ids = request.token_ids(0, request.num_known_tokens)
-            self.history.assign(slot, ids, request.max_num_tokens)
+            self.history.assign(row, ids, request.max_num_tokens)
         if params.allowed_token_ids is not None:
-            self._allowed[slot] = pack_allowed(params.allowed_token_ids, self._vocab_size)
+            self._allowed[row] = pack_allowed(params.allowed_token_ids, self._vocab_size)
 
-    def release(self, slot: int) -> None:
-        """Forget the row."""
-        spec = self.specs[slot]
-        assert spec is not None
-        self.specs[slot] = None
+    def release(self, request: Request) -> None:
+        """Forget the row of `request`."""
+        spec = request.spec
         self.num_host_bound -= spec.needs_host_ids
         self.num_prompt_scored -= spec.params.prompt_logprobs is not None
-        self._allowed.pop(slot, None)
+        self._allowed.pop(request.row, None)
 
     def build(
         self, sampled: Sequence[ScheduledSequence], rows: IntArray, positions: IntArray
@@ -138,7 +135,7 @@ class SamplingTable:
         ----------
         sampled : sequence of ScheduledSequence
         rows : (R,) int64
-            Their slots.
+            Their rows.
         positions : (R,) int32
             Where the tokens to be sampled stand.
         """
@@ -156,7 +153,7 @@ class SamplingTable:
         )
 
     def plain_columns(self, rows: IntArray) -> dict[str, IntArray] | None:
-        """Return what `kernels.sample` always needs of these slots, if none needs anything else."""
+        """Return what `kernels.sample` always needs of these rows, if none needs anything else."""
         is_special = self.is_penalised | self.has_processors | self._has_bias
         is_special |= self._num_logprobs != _NO_LOGPROBS
         if self._allowed or self.num_prompt_scored or is_special[rows].any():
@@ -181,9 +178,9 @@ class SamplingTable:
         if not self._allowed:
             return None
         masks = np.full((len(rows), -(-self._vocab_size // 32)), -1, np.int32)
-        for mask, slot in zip(masks, rows.tolist(), strict=True):
-            if slot in self._allowed:
-                mask[:] = self._allowed[slot]
+        for mask, row in zip(masks, rows.tolist(), strict=True):
+            if row in self._allowed:
+                mask[:] = self._allowed[row]
         return masks
 
     def _penalties(self, rows: IntArray, positions: IntArray) -> dict[str, IntArray]:
@@ -205,7 +202,7 @@ class SamplingTable:
         values: list[float] = []
         counts = np.zeros(len(rows) + 1, np.int32)
         for index in np.flatnonzero(self._has_bias[rows]).tolist():
-            bias = self._bias(int(rows[index]), sampled[index].request, int(positions[index]))
+            bias = self._bias(sampled[index].request, int(positions[index]))
             ids += bias
             values += bias.values()
             counts[index + 1] = len(bias)
@@ -217,17 +214,16 @@ class SamplingTable:
             "cu_logit_bias": np.cumsum(counts, dtype=np.int32),
         }
 
-    def _bias(self, slot: int, request: Request, position: int) -> dict[int, float]:
+    def _bias(self, request: Request, position: int) -> dict[int, float]:
         """Return id -> what is added to its logit, for the token at `position`."""
-        spec = self.specs[slot]
-        assert spec is not None
+        spec: SamplingSpec = request.spec
         params = spec.params
         bias = dict(params.logit_bias or {})
         if position - request.num_prompt_tokens < params.min_tokens:
             eos = () if params.ignore_eos else self._eos
             bias |= dict.fromkeys((*eos, *(params.stop_token_ids or ())), -np.inf)
         elif not bias and not spec.bad_words:
-            self._has_bias[slot] = False  # nothing is held off any more
+            self._has_bias[request.row] = False  # min_tokens was all there was
         return bias | dict.fromkeys(_last_of_bad_words(spec, request), -np.inf)
 
 

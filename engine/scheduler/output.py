@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from engine.errors import ContractError
 from engine.request import Request
 
-__all__ = ["Flight", "ScheduleOutput", "ScheduledSequence"]
+__all__ = ["InFlightSteps", "ScheduleOutput", "ScheduledSequence"]
 
 
 class ScheduledSequence:
@@ -91,7 +91,7 @@ class ScheduleOutput:
         Sum over `sequences`.
     num_decodes : int
         How many of `sequences` have one query token; these come first.
-    is_steady : bool
+    is_unchanged : bool
         Whether the sequences are those of step `step_id` - 1, in the same order, each one token
         further: all of them decodes, all sampled, then as now.
     """
@@ -106,7 +106,7 @@ class ScheduleOutput:
     freed_blocks: list[int] = field(default_factory=list)
     num_scheduled_tokens: int = 0
     num_decodes: int = 0
-    is_steady: bool = False
+    is_unchanged: bool = False
 
     @property
     def is_empty(self) -> bool:
@@ -114,7 +114,7 @@ class ScheduleOutput:
         return not (self.sequences or self.swap_out or self.copies or self.swap_in)
 
 
-class Flight(list[ScheduleOutput]):
+class InFlightSteps(list[ScheduleOutput]):
     """The steps that are scheduled and not settled, oldest first."""
 
     def settle_oldest(self, output: ScheduleOutput) -> None:

@@ -18,28 +18,28 @@ from engine.cache.block_manager import BlockManager, BlockMoves
 from engine.errors import ContractError
 from engine.request import FINISH_REASONS, Request, RequestStatus
 from engine.scheduler.check import check_output
+from engine.scheduler.chunks import UnchangedBatch, add_chunk, chunk_size, put_decodes_first
 from engine.scheduler.config import SchedulerConfig
-from engine.scheduler.output import Flight, ScheduledSequence, ScheduleOutput
+from engine.scheduler.output import InFlightSteps, ScheduledSequence, ScheduleOutput
 from engine.scheduler.preemption import prefers_swap
-from engine.scheduler.roster import Roster
-from engine.scheduler.shares import SteadyWatch, add_chunk, chunk_size, put_decodes_first
+from engine.scheduler.prefixes_in_flight import PrefixesInFlight
+from engine.scheduler.request_queues import RequestQueues
 from engine.scheduler.stats import SchedulerStats, collect
-from engine.scheduler.under_way import PrefixesUnderWay
 
 __all__ = ["Scheduler"]
 
 _RUNNING = RequestStatus.RUNNING
 _new = object.__new__
-_MAX_PASSED = 16  # requests passed over in one step because their prefix is under way
+_MAX_PASSED = 16  # requests passed over in one step because another computes their prefix
 
 
 class Scheduler:
     """Continuous batching over pages, first come first served within a priority.
 
-    Decodes come first, then the prefills under way, then new requests, as far as the token budget,
-    the number of sequences and the blocks go. A request gets the blocks of all its tokens when it
-    is admitted, and one more block whenever it outgrows them; if there is none, the request that
-    is last in the order of service gives up its blocks, to be recomputed or swapped in later.
+    Decodes come first, then the prefills that have begun, then new requests, as far as the token
+    budget, the number of sequences and the blocks go. A request gets the blocks of all its tokens
+    when it is admitted, and one more block whenever it outgrows them; if there is none, the request
+    that is last in the order of service gives up its blocks, to be recomputed or swapped in later.
 
     Examples
     --------
@@ -66,9 +66,9 @@ class Scheduler:
         )
         if config.debug:
             self.blocks.allocator.record_freed()
-        self._roster = Roster(config, self.blocks)
-        self._in_flight = Flight()
-        self._steady = SteadyWatch()
+        self._queues = RequestQueues(config, self.blocks)
+        self._in_flight = InFlightSteps()
+        self._unchanged = UnchangedBatch()
         self._num_steps = 0
         self._num_preemptions = 0
         self._num_swaps = 0
@@ -77,24 +77,24 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests that do not run, preempted ones included."""
-        return self._roster.num_waiting
+        return self._queues.num_waiting
 
     @property
     def num_running(self) -> int:
         """Requests that hold device blocks."""
-        return len(self._roster.running)
+        return len(self._queues.running)
 
     def has_unfinished_requests(self) -> bool:
         """Tell whether any request is waiting or running."""
-        return bool(self._roster.requests)
+        return bool(self._queues.requests)
 
     def unfinished_requests(self) -> Iterator[Request]:
         """Iterate over waiting and running requests in the order of their arrival."""
-        return iter(self._roster.requests.values())
+        return iter(self._queues.requests.values())
 
     def get_request(self, request_id: str) -> Request | None:
         """Return the unfinished request of this id, if there is one."""
-        return self._roster.requests.get(request_id)
+        return self._queues.requests.get(request_id)
 
     # ---- requests come and go
 
@@ -116,7 +116,7 @@ class Scheduler:
         QueueFullError
             If the queue's limits would be exceeded (a RequestError, too). Nothing is queued.
         """
-        self._roster.add(request, siblings)
+        self._queues.add(request, siblings)
 
     def fork_request(self, parent: Request, child: Request) -> None:
         """Add `child`, whose tokens continue those that `parent` has computed (beam search).
@@ -129,13 +129,13 @@ class Scheduler:
         RequestError
             As `add_request`; or if the tokens do not agree.
         """
-        self._roster.add_fork(parent, child)
+        self._queues.add_fork(parent, child)
 
     def abort_request(self, request_id: str) -> bool:
         """End the request of this id, in whatever state; False if no such request is unfinished."""
-        request = self._roster.requests.get(request_id)
+        request = self._queues.requests.get(request_id)
         if request is not None:
-            self._roster.finish(request, RequestStatus.FINISHED_ABORTED)
+            self._queues.finish(request, RequestStatus.FINISHED_ABORTED)
         return request is not None
 
     def finish_request(
@@ -151,20 +151,28 @@ class Scheduler:
             "stop", "length", "abort" or "error".
         stop_reason : int or str, optional
         """
-        if reason not in FINISH_REASONS:
-            raise ContractError(f"reason must be one of {list(FINISH_REASONS)}; got {reason!r}")
+        status = _finished_status(reason)
         if not request.is_finished:
             request.stop_reason = stop_reason
-            self._roster.finish(request, FINISH_REASONS[reason])
+            self._queues.finish(request, status)
+
+    def correct_finish(
+        self, request: Request, reason: str, *, stop_reason: int | str | None = None
+    ) -> None:
+        """Say why `request` ended, where that counts before what `commit` found (its text)."""
+        status = _finished_status(reason)
+        if not request.is_finished:
+            raise ContractError(f"request {request.request_id!r} has not finished")
+        request.status, request.stop_reason = status, stop_reason
 
     def reset_prefix_cache(self) -> None:
-        """Forget all prefixes; requests under way keep their blocks."""
+        """Forget all prefixes; unfinished requests keep their blocks."""
         if self.blocks.tree is not None:
             self.blocks.tree.reset()
 
     # ---- one step
 
-    def schedule(self, held: Collection[Request] = ()) -> ScheduleOutput:
+    def schedule(self, excluded: Collection[Request] = ()) -> ScheduleOutput:
         """Decide the next step and reserve its blocks.
 
         The output is empty if nothing waits or runs, or if all that could be computed depends on
@@ -172,18 +180,18 @@ class Scheduler:
 
         Parameters
         ----------
-        held : collection of Request, optional
+        excluded : collection of Request, optional
             Left out of this step, whether they wait or run; they keep their places (a running one
             may still be preempted). With them the output may be empty although others wait: what
-            these lack may be in the hands of the held.
+            these lack may be in the hands of the excluded.
         """
         output = ScheduleOutput(self._num_steps)
         self._num_steps += 1
-        prefills = self._schedule_decodes(output, held)
+        prefills = self._schedule_decodes(output, excluded)
         self._schedule_prefills(output, prefills)
         if not output.preempted:
-            self._admit(output, held)
-        self._steady.look(output, self._roster, has_prefills=bool(prefills))
+            self._admit(output, excluded)
+        self._unchanged.mark(output, self._queues, has_prefills=bool(prefills))
         self._complete(output)
         return output
 
@@ -220,16 +228,16 @@ class Scheduler:
                 if start < len(request.prompt_token_ids) and status is _RUNNING:
                     self.blocks.cache_prefix(request)
                     if sequence.is_sampled:
-                        self._roster.release_siblings(request)
+                        self._queues.release_siblings(request)
             if not sequence.is_sampled:
                 continue
             if not (ids := sampled.get(request)):
                 raise ContractError(f"no token was sampled for request {request.request_id!r}")
             if (end := request.append_tokens(ids)) is not None:
-                self._roster.retire(request, end)
+                self._queues.retire(request, end)
                 finished.append(request)
         if finished:
-            self._roster.drop_finished()
+            self._queues.drop_finished()
         if self.config.debug:
             self.check_integrity()
         return finished
@@ -253,12 +261,14 @@ class Scheduler:
 
     # ---- parts of schedule()
 
-    def _schedule_decodes(self, output: ScheduleOutput, held: Collection[Request]) -> list[Request]:
+    def _schedule_decodes(
+        self, output: ScheduleOutput, excluded: Collection[Request]
+    ) -> list[Request]:
         """Schedule every running request that has one token to compute; return the others."""
         prefills: list[Request] = []
         sequences, block_size = output.sequences, self.config.block_size
-        for request in self._roster.running:  # whose tail may be preempted under way
-            if held and request in held:
+        for request in self._queues.running:  # whose tail may be preempted in this loop
+            if excluded and request in excluded:
                 continue
             start, num_tokens = request.num_computed_tokens, request.num_tokens
             if num_tokens - start != 1:
@@ -287,44 +297,44 @@ class Scheduler:
         return prefills
 
     def _schedule_prefills(self, output: ScheduleOutput, prefills: list[Request]) -> None:
-        """Continue prefills under way, in order of service."""
+        """Continue the prefills that have begun, in order of service."""
         for request in prefills:
             if request.status is not _RUNNING or not chunk_size(request, output, self.config):
                 continue  # preempted just now, or the budget is spent
             if self._make_room(request, output):
                 add_chunk(request, output, self.config)
 
-    def _admit(self, output: ScheduleOutput, held: Collection[Request]) -> None:
+    def _admit(self, output: ScheduleOutput, excluded: Collection[Request]) -> None:
         """Let waiting requests in, in order of service, until one does not fit."""
-        roster, config = self._roster, self.config
-        if not len(roster.waiting):
+        queues, config = self._queues, self.config
+        if not len(queues.waiting):
             return
-        passed = [request for request in held if request in roster.waiting]
+        passed = [request for request in excluded if request in queues.waiting]
         for request in passed:
-            roster.waiting.discard(request)
+            queues.waiting.discard(request)
         most_passed = len(passed) + _MAX_PASSED
-        under_way = PrefixesUnderWay(self.blocks, [*self._in_flight, output])
-        while len(roster.waiting) and len(roster.running) < config.max_num_seqs:
+        in_flight = PrefixesInFlight(self.blocks, [*self._in_flight, output])
+        while len(queues.waiting) and len(queues.running) < config.max_num_seqs:
             request = self._next_waiting()
             if request.num_pending_tokens or not chunk_size(request, output, config):
                 break
-            if under_way.has_most_of(request):
+            if in_flight.has_most_of(request):
                 if len(passed) == most_passed:
                     break
-                roster.waiting.discard(request)
+                queues.waiting.discard(request)
                 passed.append(request)
                 continue
             # Room kept for those that run; a request alone may have everything.
-            spare = config.watermark_blocks if roster.running else 0
+            spare = config.watermark_blocks if queues.running else 0
             if not self.blocks.admit(request, spare=spare):
                 break
-            roster.waiting.take(request)
-            roster.run(request)
-            under_way.add(request)
+            queues.waiting.take(request)
+            queues.run(request)
+            in_flight.add(request)
             output.admitted.append(request)
             add_chunk(request, output, config)
         for request in passed:
-            roster.waiting.push(request)
+            queues.waiting.push(request)
 
     def _complete(self, output: ScheduleOutput) -> None:
         """Put one-token sequences first, and add the block moves."""
@@ -339,7 +349,7 @@ class Scheduler:
             self.check_integrity()
 
     def _next_waiting(self) -> Request:
-        waiting = self._roster.waiting
+        waiting = self._queues.waiting
         if self.config.policy == "fcfs":
             return waiting.peek()
         return waiting.best_of_first(self.config.lpm_window, self.blocks.match_length)
@@ -350,11 +360,11 @@ class Scheduler:
         False if it has to wait: it was preempted itself, or all that came later is scheduled.
         """
         while not self.blocks.grow(request, request.num_tokens):
-            last = self._roster.running[-1]
+            last = self._queues.running[-1]
             if any(sequence.request is last for sequence in output.sequences):
                 return False
             swap = prefers_swap(last, self.blocks, self.config)
-            output.preempted.append(self._roster.preempt_last(swap=swap))
+            output.preempted.append(self._queues.preempt_last(swap=swap))
             self._num_preemptions += 1
             self._num_swaps += swap
             if last is request:
@@ -371,7 +381,7 @@ class Scheduler:
             request.num_pending_tokens -= 1
             request.num_tokens -= 1
         if request.status is _RUNNING:
-            self._roster.retry(request)
+            self._queues.retry(request)
             self._num_retries += 1
 
     # ---- for metrics and tests
@@ -397,4 +407,10 @@ class Scheduler:
             Naming what is wrong.
         """
         in_flight = [host for output in self._in_flight for host, _ in output.swap_in]
-        self._roster.check_integrity(in_flight)
+        self._queues.check_integrity(in_flight)
+
+
+def _finished_status(reason: str) -> RequestStatus:
+    if reason not in FINISH_REASONS:
+        raise ContractError(f"reason must be one of {list(FINISH_REASONS)}; got {reason!r}")
+    return FINISH_REASONS[reason]

@@ -116,10 +116,10 @@ def test_forks_and_preemption_rewrite_tables(model, monkeypatch):
 def _fill(graphs, key, num_rows, seed):
     """Random sequences of different lengths in the first rows; poison in the rest."""
     rng = np.random.default_rng(seed)
-    num_slots, width = graphs._slots.block_tables.shape
+    most, width = graphs._table.block_tables.shape
     inputs, longest = graphs._inputs, min(key.max_context_len, width * graphs._block_size)
     starts = rng.integers(0, longest, num_rows).astype(np.int32)
-    rows = rng.permutation(num_slots)[:num_rows]
+    rows = rng.permutation(most)[:num_rows]
     turn = inputs.next_turn()
     turn.fill(
         num_rows,
@@ -161,12 +161,12 @@ def test_a_replay_is_what_was_captured(half_model, dtype):
                 pages = np.random.default_rng(5).standard_normal(engine.kv_cache.slab.shape)
                 engine.kv_cache.slab[...] = cp.asarray(pages.astype(np.float32))
                 graphs._tables[...] = cp.asarray(tables)
-                graphs._slots.last_ids[...] = cp.arange(20, dtype=np.int32)
+                graphs._table.last_ids[...] = cp.arange(20, dtype=np.int32)
                 graphs._batch_tables[...] = 2**30
                 graphs._inputs.results[...] = -77
                 _fill(graphs, key, num_rows, seed=key.size)
                 launch(key)
-                state = (graphs._inputs.results, graphs._slots.last_ids, engine.kv_cache.slab)
+                state = (graphs._inputs.results, graphs._table.last_ids, engine.kv_cache.slab)
                 results.append([to_numpy(a) for a in state])
             for eager, replayed in zip(*results, strict=True):
                 np.testing.assert_array_equal(replayed, eager)
@@ -314,7 +314,7 @@ def test_the_next_larger_graph_is_taken(model):
     graphs = DecodeGraphs(
         model,
         engine.kv_cache.layers,
-        engine.runner._slots,
+        engine.runner._table,
         engine.runner._sampling,
         block_size=16,
         max_model_len=5000,

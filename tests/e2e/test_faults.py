@@ -260,7 +260,7 @@ def test_a_wrong_block_table_is_noticed_before_launch_in_debug_mode(model, monke
     engine.add_request("r", PROMPTS[0], GREEDY)
     for _ in range(2):  # the prompt's chunks
         engine.step()
-    engine.runner._slots.block_tables[0, 0] += 1
+    engine.runner._table.block_tables[0, 0] += 1
     if graphs:
         monkeypatch.setattr(engine.runner.graphs, "launch", _never)
     monkeypatch.setattr(type(model), "forward", _never)
@@ -276,7 +276,7 @@ def test_wrong_places_are_noticed_in_debug_mode(model, wrong):
         engine.step()
     step_id, rows, starts = engine.runner._last_places
     engine.runner._last_places = step_id, rows + (wrong == "rows"), starts + (wrong == "starts")
-    with pytest.raises(EngineError, match="slots and positions must be"):
+    with pytest.raises(EngineError, match="rows and positions must be"):
         engine.step()
 
 
@@ -285,8 +285,8 @@ def test_a_wrong_copy_is_noticed_in_debug_mode(model, monkeypatch):
     engine.add_request("r", PROMPTS[0], GREEDY)
     schedule = engine.scheduler.schedule
 
-    def wrong(held=()):
-        output = schedule(held)
+    def wrong(excluded=()):
+        output = schedule(excluded)
         output.copies.append((0, 64))
         return output
 

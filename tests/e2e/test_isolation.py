@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from engine import SamplingParams
-from engine.suspects import Suspects
+from engine.fault_bisection import FaultBisection
 from tests.e2e.tiny import VOCAB, greedy_alone, make_engine, run, swap_gb, tiny_model
 
 PILL = VOCAB - 1  # stands in no prompt but those that are to fail
@@ -51,7 +51,7 @@ def _serve(engine, prompts, params=GREEDY):
     outputs = {}
     for _ in range(3000):
         if not engine.has_unfinished_requests():
-            assert not engine._loop._suspects and not engine._loop._suspects.is_trying
+            assert not engine._recovery.num_suspects and not engine._recovery.is_bisecting
             return [outputs[str(index)].outputs[0] for index in range(len(prompts))]
         outputs.update((o.request_id, o) for o in engine.step())
         engine.check_integrity()
@@ -196,7 +196,7 @@ def test_requests_that_come_and_go_during_a_trial(model, monkeypatch, late):
         _poison(patch, model, PILL, 1)
         for index, prompt in enumerate(prompts[:5]):
             engine.add_request(str(index), prompt, GREEDY)
-        while not engine._loop._suspects.is_trying:
+        while not engine._recovery.is_bisecting:
             outputs.update((o.request_id, o) for o in engine.step())
         engine.abort_request("0")
         engine.add_request("5", prompts[5], GREEDY)
@@ -231,6 +231,7 @@ def test_nobody_is_left_among_the_suspects(model, monkeypatch, late):
     _check(model, prompts, _serve(engine, prompts), set())
 
 
-def test_suspects_begin_empty():
-    suspects = Suspects()
-    assert not suspects and not suspects.is_trying and list(suspects.groups()) == []
+def test_a_bisection_begins_without_suspects():
+    bisection = FaultBisection()
+    assert not bisection.num_suspects and not bisection.is_active
+    assert list(bisection.groups()) == []

@@ -164,16 +164,16 @@ def test_processors_wait_for_the_host(model):
     )
     engine.add_request("bound", [5, 6, 7], params)
     engine.add_request("free", [8, 9], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
-    launch, under_way = engine.runner.launch, []
+    launch, in_flight = engine.runner.launch, []
 
     def recorded(output):
         names = {sequence.request.request_id for sequence in output.sequences}
-        under_way.append(("bound" in names, engine._loop.num_under_way))
+        in_flight.append(("bound" in names, len(engine._in_flight)))
         return launch(output)
 
     engine.runner.launch = recorded
     run(engine)
-    assert under_way == [(True, 0)] * 3 + [(False, 0)] + [(False, 1)] * 4
+    assert in_flight == [(True, 0)] * 3 + [(False, 0)] + [(False, 1)] * 4
 
 
 def test_debug_is_an_option_or_a_variable(monkeypatch):

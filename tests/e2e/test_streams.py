@@ -60,6 +60,8 @@ def _serve(model, seed):
         max_model_len=80,
         watermark=0.0,
         swap_space_gb=swap_gb(4),
+        recompute_us_per_token=50.0,  # else they are measured, and choices depend on the time
+        swap_us_per_block=100.0,
         async_scheduling=rng.random() < 0.7,
     )
     waiting, steps = sorted(_requests(rng), key=lambda r: r[3]), []

@@ -83,8 +83,8 @@ def check_drained(engine, num_failures=0):
     assert engine.scheduler.blocks.num_available == engine.config.scheduler.num_blocks
     stats = engine.scheduler.stats()
     assert stats.num_requests_running == stats.num_requests_waiting == 0
-    assert not engine._streams and not engine._groups and not len(engine.runner._slots)
-    assert not engine.runner._specs and not engine._loop._suspects
+    assert not engine._groups and not len(engine.runner._table)
+    assert not engine._recovery.num_suspects
 
 
 def generate(model, prompt, params=None, **options):

@@ -72,8 +72,8 @@ class PagedMock:
         self.pages = [[None] * config.block_size for _ in range(config.num_blocks)]
         self.host = [None] * config.num_host_blocks
         self._sampled = {}  # (request, position) -> id, as the device knows it
-        self._next = (-1, [])  # the step after the last one, if it is to be called steady
-        self.num_steady = 0
+        self._next = (-1, [])  # the step after the last one, if its batch is unchanged
+        self.num_unchanged = 0
 
     def run(self, output):
         """Compute a step at once; return the sampled ids by request."""
@@ -83,10 +83,10 @@ class PagedMock:
         """What a batch holds of the scheduler's state at the time of the call."""
         assert not any(r.num_pending_tokens > 1 for r in output.admitted)
         shares = [(s.request, s.start, s.num_scheduled_tokens) for s in output.sequences]
-        if output.is_steady:
+        if output.is_unchanged:
             assert self._next == (output.step_id, shares) and not output.preempted
             assert all(s.is_sampled for s in output.sequences)
-        self.num_steady += output.is_steady
+        self.num_unchanged += output.is_unchanged
         self._next = (output.step_id + 1, [(r, start + n, 1) for r, start, n in shares])
         return [
             (s, s.request.token_ids(0, s.context_len), list(s.request.block_table))

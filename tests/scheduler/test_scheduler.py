@@ -171,13 +171,13 @@ def test_the_same_arrivals_give_the_same_steps(options, late):
     assert run() == run()
 
 
-def test_a_steady_step_is_the_one_before_moved_on():
+def test_an_unchanged_batch_is_the_one_before_moved_on():
     scheduler, mock = build(num_blocks=64)
     for number in range(3):
         scheduler.add_request(make_request(f"r{number}", [number] * (10 + number), 30))
 
     def run(count):
-        return [step(scheduler, mock)[0].is_steady for _ in range(count)]
+        return [step(scheduler, mock)[0].is_unchanged for _ in range(count)]
 
     assert run(5) == [False, False, True, True, True]  # prompts, first decodes, and on
     scheduler.add_request(make_request("new", [5, 6], 30))
@@ -185,12 +185,12 @@ def test_a_steady_step_is_the_one_before_moved_on():
     scheduler.abort_request("r1")
     assert run(3) == [False, True, True]
     output = scheduler.schedule()
-    assert output.is_steady
+    assert output.is_unchanged
     scheduler.rollback(output)
     assert run(3) == [False, False, True]
     held = scheduler.get_request("r0")
     scheduler.commit(output := scheduler.schedule([held]), mock.run(output))
-    assert not output.is_steady and run(2) == [False, True]
+    assert not output.is_unchanged and run(2) == [False, True]
 
 
 def test_who_is_held_keeps_its_place():
@@ -198,14 +198,16 @@ def test_who_is_held_keeps_its_place():
     requests = [make_request(f"r{number}", [number] * 10, 6) for number in range(4)]
     for request in requests[:3]:
         scheduler.add_request(request)
-    output = scheduler.schedule(held={requests[0]})
+    output = scheduler.schedule(excluded={requests[0]})
     assert shares(output) == [("r1", 0, 10), ("r2", 0, 10)]
     scheduler.commit(output, mock.run(output))
     scheduler.add_request(requests[3])
-    output = scheduler.schedule(held={requests[1]})  # it runs, and keeps its blocks and its slot
+    output = scheduler.schedule(
+        excluded={requests[1]}
+    )  # it runs, and keeps its blocks and its slot
     assert shares(output) == [("r2", 10, 1)] and requests[1].block_table
     scheduler.commit(output, mock.run(output))
-    assert scheduler.schedule(held=set(requests)).is_empty
+    assert scheduler.schedule(excluded=set(requests)).is_empty
     drive(scheduler, mock)
     assert all(request.output_token_ids == oracle(request) for request in requests)
 
@@ -574,7 +576,7 @@ def test_nothing_grows_over_ten_thousand_requests():
             drive(scheduler, mock)
     tree = scheduler.blocks.tree
     assert tree.num_nodes <= 16 and len(tree._device_lru) <= 2 * 16 + 64
-    assert len(scheduler._roster.waiting._heap) <= 64
+    assert len(scheduler._queues.waiting._heap) <= 64
     scheduler.check_integrity()
 
 

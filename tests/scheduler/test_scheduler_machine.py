@@ -192,8 +192,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.in_flight) < 3 and self.scheduler.num_running)
     def preempt(self, swap):
         """Schedule a step in which the last running request gives up its blocks for no reason."""
-        roster, blocks = self.scheduler._roster, self.scheduler.blocks
-        last = roster.preempt_last(swap=swap and blocks.can_swap_out(roster.running[-1]))
+        queues, blocks = self.scheduler._queues, self.scheduler.blocks
+        last = queues.preempt_last(swap=swap and blocks.can_swap_out(queues.running[-1]))
         output = self.scheduler.schedule({last})
         output.preempted.append(last)
         self.num_copies += len(output.copies)
@@ -227,7 +227,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             event(f"{name}: {'some' if getattr(stats, name) else 'none'}")
         event(f"prefix_cache_host_hits: {'some' if stats.prefix_cache_host_hits else 'none'}")
         event(f"copies: {'some' if self.num_copies else 'none'}")
-        event(f"steady steps: {'some' if self.mock.num_steady else 'none'}")
+        event(f"unchanged batches: {'some' if self.mock.num_unchanged else 'none'}")
         assert stats.num_free_blocks == stats.num_blocks
         assert stats.num_free_host_blocks == stats.num_host_blocks
         assert stats.num_requests_waiting == stats.num_requests_running == 0

@@ -12,12 +12,12 @@ from engine.cache.block_manager import BlockManager
 from engine.request import Request, RequestStatus
 from engine.scheduler.output import ScheduleOutput
 
-__all__ = ["PrefixesUnderWay"]
+__all__ = ["PrefixesInFlight"]
 
 _Key = tuple[object, int, tuple[int, ...]]
 
 
-class PrefixesUnderWay:
+class PrefixesInFlight:
     """The prompts of which some step, scheduled but not committed, computes a part.
 
     They are found by their next block that is not in the tree yet: same salt and rope kind, same
@@ -50,7 +50,7 @@ class PrefixesUnderWay:
             self._by_key.setdefault(key, request)
 
     def has_most_of(self, request: Request) -> bool:
-        """Tell whether half or more of what `request` has to compute is under way elsewhere."""
+        """Tell whether half or more of what `request` has to compute is computed elsewhere."""
         if not self._by_key or not request.reuse_prefix:
             return False
         found = self._blocks.match(request)

@@ -1,4 +1,4 @@
-"""Slots: one row of persistent arrays for each running request.
+"""Persistent arrays with one row for each running request.
 
 A step's arrays are gathered from these rows, so the host work of a step is a few array operations
 plus what changed: a request that came or went, a block table that grew.
@@ -6,7 +6,7 @@ plus what changed: a request that came or went, a block table that grew.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,17 +16,17 @@ from engine.errors import EngineError
 from engine.request import Request
 from engine.scheduler.output import ScheduledSequence
 
-__all__ = ["SlotTable"]
+__all__ = ["RequestRows"]
 
 IntArray = np.ndarray[Any, np.dtype[Any]]
 
 
-class SlotTable:
-    """The rows of running requests.
+class RequestRows:
+    """The rows of running requests; `Request.row` says which one a request has.
 
     Parameters
     ----------
-    num_slots : int
+    num_rows : int
         Most requests that run at once.
     max_blocks : int
         Longest block table.
@@ -35,69 +35,66 @@ class SlotTable:
 
     Attributes
     ----------
-    block_tables : (num_slots, max_blocks) int32
+    owners : list of Request or None
+        Whose row each is.
+    block_tables : (num_rows, max_blocks) int32
         Block ids; entries past a table's length are stale.
-    num_blocks, num_sent : (num_slots,) int64
+    num_blocks, num_sent : (num_rows,) int64
         Lengths of the block tables: what they are, and what `decode_inputs` knows of them.
-    last_ids : (num_slots,) int32, on the device
-        The id sampled last for each slot. The host may not know it yet.
-    last_positions : (num_slots,) int32
-        Where that id stands in its sequence; -1 if nothing was sampled in this slot.
-    rope_offsets : (num_slots,) int32
+    last_ids : (num_rows,) int32, on the device
+        The id sampled last in each row. The host may not know it yet.
+    last_positions : (num_rows,) int32
+        Where that id stands in its sequence; -1 if nothing was sampled in this row.
+    rope_offsets : (num_rows,) int32
         First row of the rope table for the request.
     """
 
-    def __init__(self, num_slots: int, max_blocks: int, device: Device) -> None:
-        self.block_tables = np.zeros((num_slots, max_blocks), np.int32)
-        self.last_ids = device.xp.zeros(num_slots, np.int32)
-        self.last_positions = np.full(num_slots, -1, np.int32)
-        self.rope_offsets = np.zeros(num_slots, np.int32)
-        self.num_blocks = np.zeros(num_slots, np.int64)
-        self.num_sent = np.zeros(num_slots, np.int64)
-        self._slots: dict[Request, int] = {}
-        self._free = list(range(num_slots - 1, -1, -1))
-
-    def __contains__(self, request: Request) -> bool:
-        return request in self._slots
+    def __init__(self, num_rows: int, max_blocks: int, device: Device) -> None:
+        self.owners: list[Request | None] = [None] * num_rows
+        self.block_tables = np.zeros((num_rows, max_blocks), np.int32)
+        self.last_ids = device.xp.zeros(num_rows, np.int32)
+        self.last_positions = np.full(num_rows, -1, np.int32)
+        self.rope_offsets = np.zeros(num_rows, np.int32)
+        self.num_blocks = np.zeros(num_rows, np.int64)
+        self.num_sent = np.zeros(num_rows, np.int64)
+        self._free = list(range(num_rows - 1, -1, -1))
 
     def __len__(self) -> int:
-        return len(self._slots)
-
-    def slot(self, request: Request) -> int:
-        """Return the row of a request that has one."""
-        return self._slots[request]
+        return len(self.owners) - len(self._free)
 
     def assign(self, request: Request) -> int:
         """Give `request`, which has no row, a free one."""
         if not self._free:
-            raise EngineError(f"no free slot for request {request.request_id!r}")
-        slot = self._slots[request] = self._free.pop()
-        self.last_positions[slot] = -1
-        self.num_blocks[slot] = self.num_sent[slot] = 0
-        return slot
+            raise EngineError(f"no free row for request {request.request_id!r}")
+        row = request.row = self._free.pop()
+        self.owners[row] = request
+        self.last_positions[row] = -1
+        self.num_blocks[row] = self.num_sent[row] = 0
+        return row
 
-    def release(self, request: Request) -> int | None:
-        """Take the row of `request` back, if it has one, and return it."""
-        slot = self._slots.pop(request, None)
-        if slot is not None:
-            self._free.append(slot)
-        return slot
+    def release(self, request: Request) -> None:
+        """Take the row of `request` back."""
+        self.owners[request.row] = None
+        self._free.append(request.row)
+        request.row = -1
 
-    def check_integrity(self, known: Collection[Request]) -> None:
-        """Verify that each slot is free or has one owner, which is among `known`."""
-        owned = list(self._slots.values())
-        if sorted(owned + self._free) != list(range(len(self.last_positions))):
-            raise EngineError(f"slots: owned {sorted(owned)} and free {sorted(self._free)}")
-        for request in self._slots:
-            if request not in known:
+    def check_integrity(self) -> None:
+        """Verify that each row is free or has one owner, an unfinished request."""
+        owned = [row for row, owner in enumerate(self.owners) if owner is not None]
+        if sorted(owned + self._free) != list(range(len(self.owners))):
+            raise EngineError(f"rows: owned {owned} and free {sorted(self._free)}")
+        for row in owned:
+            request = self.owners[row]
+            assert request is not None
+            if request.row != row or request.is_finished:
                 raise EngineError(
-                    f"slots: request {request.request_id!r} is finished, but owns one"
+                    f"rows: {row} is owned by request {request.request_id!r}, which is "
+                    f"{request.status.value} and has row {request.row}"
                 )
 
-    def rows(self, sequences: Sequence[ScheduledSequence]) -> IntArray:
+    def of(self, sequences: Sequence[ScheduledSequence]) -> IntArray:
         """Return the row of each sequence (B,) int64; -1 where it has none yet."""
-        slots = self._slots
-        return np.array([slots.get(s.request, -1) for s in sequences], np.int64)
+        return np.array([s.request.row for s in sequences], np.int64)
 
     def update_tables(
         self,
@@ -113,7 +110,7 @@ class SlotTable:
         ----------
         sequences : sequence of ScheduledSequence
         rows : (B,) int64
-            Their slots.
+            Their rows here.
         num_blocks : (B,) int
             How many blocks of each table the step uses.
         rewritten : bool
@@ -123,12 +120,12 @@ class SlotTable:
         if rewritten:
             held[:] = self.num_sent[rows] = 0
         for index in (num_blocks > held).nonzero()[0].tolist():
-            table, slot, start = sequences[index].request.block_table, rows[index], held[index]
+            table, row, start = sequences[index].request.block_table, rows[index], held[index]
             if len(table) - start == 1:
-                self.block_tables[slot, start] = table[start]
+                self.block_tables[row, start] = table[start]
             else:
-                self.block_tables[slot, start : len(table)] = table[start:]
-            self.num_blocks[slot] = len(table)
+                self.block_tables[row, start : len(table)] = table[start:]
+            self.num_blocks[row] = len(table)
 
     def check(
         self,
@@ -147,14 +144,14 @@ class SlotTable:
             table, holds an id outside [0, num_blocks), or two sequences would write into the same
             block.
         """
-        wanted = [(self._slots[s.request], s.start) for s in sequences]
+        wanted = [(s.request.row, s.start) for s in sequences]
         if list(zip(rows.tolist(), starts.tolist(), strict=True)) != wanted:
-            raise EngineError(f"slots and positions must be {wanted}; got {rows} and {starts}")
+            raise EngineError(f"rows and positions must be {wanted}; got {rows} and {starts}")
         writers: dict[int, str] = {}
         for sequence in sequences:
             request, stop = sequence.request, (sequence.context_len - 1) // block_size + 1
             table = request.block_table[:stop]
-            row = self.block_tables[self._slots[request], : len(table)].tolist()
+            row = self.block_tables[request.row, : len(table)].tolist()
             if row != table or not all(0 <= block < num_blocks for block in table):
                 raise EngineError(
                     f"block table of request {request.request_id!r} must be {table}, of ids in "

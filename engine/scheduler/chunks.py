@@ -1,13 +1,13 @@
-"""How the shares of requests make up a step: chunks, their order, and steps that only move on."""
+"""How many tokens of each request a step computes, in which order, and unchanged batches."""
 
 from __future__ import annotations
 
 from engine.request import Request
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.output import ScheduledSequence, ScheduleOutput
-from engine.scheduler.roster import Roster
+from engine.scheduler.request_queues import RequestQueues
 
-__all__ = ["SteadyWatch", "add_chunk", "chunk_size", "put_decodes_first"]
+__all__ = ["UnchangedBatch", "add_chunk", "chunk_size", "put_decodes_first"]
 
 
 def chunk_size(request: Request, output: ScheduleOutput, config: SchedulerConfig) -> int:
@@ -40,17 +40,17 @@ def put_decodes_first(output: ScheduleOutput) -> None:
         output.num_decodes += len(ones)
 
 
-class SteadyWatch:
-    """Sees steps that differ from the one before in their positions only."""
+class UnchangedBatch:
+    """Recognises steps that differ from the one before in their positions only."""
 
     def __init__(self) -> None:
         self._num_changes = -1  # at the last step, if all that ran decoded in it; else -1
 
-    def look(self, output: ScheduleOutput, roster: Roster, *, has_prefills: bool) -> None:
-        """Set `output.is_steady`; to be called for every step, in order."""
-        is_all = len(output.sequences) == len(roster.running) > 0
+    def mark(self, output: ScheduleOutput, queues: RequestQueues, *, has_prefills: bool) -> None:
+        """Set `output.is_unchanged`; to be called for every step, in order."""
+        is_all = len(output.sequences) == len(queues.running) > 0
         if has_prefills or output.admitted or not is_all:
             self._num_changes = -1
         else:
-            output.is_steady = self._num_changes == roster.num_changes
-            self._num_changes = roster.num_changes
+            output.is_unchanged = self._num_changes == queues.num_changes
+            self._num_changes = queues.num_changes

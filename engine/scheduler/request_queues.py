@@ -18,13 +18,13 @@ from engine.scheduler.check import check_queues
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.waiting import WaitingQueue
 
-__all__ = ["Roster"]
+__all__ = ["RequestQueues"]
 
 _RUNNING = RequestStatus.RUNNING
 
 
-class Roster:
-    """The places of requests, and the moves between them.
+class RequestQueues:
+    """The queues of requests, and the moves between them.
 
     Attributes
     ----------
@@ -43,8 +43,6 @@ class Roster:
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
         self.num_changes = 0
-        self._siblings: dict[str, list[Request]] = {}  # by the id of the request they wait for
-        self._leaders: dict[str, str] = {}  # the other way round
         self._num_arrived = 0
 
     @property
@@ -75,8 +73,9 @@ class Roster:
 
     def release_siblings(self, request: Request) -> None:
         """Let those that waited for the prompt of `request` join it."""
-        for sibling in self._siblings.pop(request.request_id, ()):
-            del self._leaders[sibling.request_id]
+        siblings, request.siblings = request.siblings, []
+        for sibling in siblings:
+            sibling.leader = None
             self._join(request, sibling)
 
     def run(self, request: Request) -> None:
@@ -129,7 +128,7 @@ class Roster:
 
     def check_integrity(self, host_in_flight: Iterable[int]) -> None:
         """Verify places, limits, counts and blocks."""
-        siblings = [request for group in self._siblings.values() for request in group]
+        siblings = [sibling for request in self.requests.values() for sibling in request.siblings]
         check_queues(self.requests.values(), self.running, self.waiting, siblings, self.config)
         self.blocks.check_integrity(self.requests.values(), host_in_flight)
 
@@ -152,21 +151,20 @@ class Roster:
             self.waiting.push(child)
 
     def _lead(self, request: Request, siblings: Sequence[Request]) -> None:
-        if siblings:
-            self._siblings[request.request_id] = list(siblings)
-            self._leaders.update((s.request_id, request.request_id) for s in siblings)
+        request.siblings = list(siblings)
+        for sibling in siblings:
+            sibling.leader = request
 
     def _leave_siblings(self, request: Request) -> None:
         """Let the siblings of a request that ends early wait for another one of them."""
-        orphans = self._siblings.pop(request.request_id, None)
-        if orphans:
-            first, *others = orphans
-            del self._leaders[first.request_id]
+        if request.siblings:
+            first, *others = request.siblings
+            request.siblings, first.leader = [], None
             self.waiting.push(first)
             self._lead(first, others)
-        leader = self._leaders.pop(request.request_id, None)
-        if leader is not None:
-            self._siblings[leader].remove(request)
+        if request.leader is not None:
+            request.leader.siblings.remove(request)
+            request.leader = None
 
     def _check_new(self, request: Request, leader: Request) -> int:
         if request.request_id in self.requests:

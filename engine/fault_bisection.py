@@ -1,0 +1,97 @@
+"""Which request makes steps fail: the requests of a failing step are tried in halves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from engine.request import Request
+from engine.scheduler.output import ScheduledSequence
+
+__all__ = ["FaultBisection"]
+
+
+class FaultBisection:
+    """Halves a step that keeps failing until one request fails alone.
+
+    A step that fails once is computed again as it was; its requests are suspects until they get
+    beyond the point where it failed (`Request.failed_at`). If a suspect is in a failing step again,
+    that step is divided: each half is tried in steps of its own, and halved again when it fails. So
+    only a request that failed alone, after it had failed before, is to blame; of n requests it is
+    found in about 2 log2(n) short steps, while the others wait.
+
+    Attributes
+    ----------
+    num_suspects : int
+
+    Examples
+    --------
+    >>> from types import SimpleNamespace
+    >>> rules = SimpleNamespace(max_tokens=4, min_tokens=0, ignore_eos=False, stop_token_ids=None)
+    >>> a, b = (Request(name, [1, 2], rules) for name in "ab")
+    >>> one, other = (ScheduledSequence(request, 0, 2, True, 0) for request in (a, b))
+    >>> bisection = FaultBisection()
+    >>> bisection.note_failure([one, other]), bisection.is_active
+    (None, False)
+    >>> bisection.note_failure([one, other]), bisection.is_active
+    (None, True)
+    >>> next(bisection.groups()) == [a], bisection.note_failure([one]) is a
+    (True, True)
+    >>> bisection.discard(a)
+    >>> bisection.note_success([other])
+    >>> bisection.is_active, bisection.num_suspects
+    (False, 0)
+    """
+
+    def __init__(self) -> None:
+        self.num_suspects = 0
+        self._groups: list[list[Request]] = []  # to be tried, the next one last
+
+    @property
+    def is_active(self) -> bool:
+        """Tell whether a group waits for its trial."""
+        return bool(self._groups)
+
+    def groups(self) -> Iterator[list[Request]]:
+        """Iterate over the groups that are to be tried apart from all others, in this order."""
+        return reversed(self._groups)
+
+    def note_failure(self, sequences: Sequence[ScheduledSequence]) -> Request | None:
+        """Take note of a failing step; return the request to blame, if it is known now."""
+        unfinished = [s for s in sequences if not s.request.is_finished]
+        is_repeated = any(s.request.failed_at for s in unfinished)
+        for sequence in unfinished:
+            request = sequence.request
+            self.num_suspects += not request.failed_at
+            request.failed_at = max(request.failed_at, sequence.context_len)
+        if not is_repeated:
+            return None
+        requests = [s.request for s in unfinished]
+        if len(sequences) == 1:
+            return requests[0]
+        self._drop(requests)
+        middle = (len(requests) + 1) // 2
+        self._groups += [half for half in (requests[middle:], requests[:middle]) if half]
+        return None
+
+    def note_success(self, sequences: Iterable[ScheduledSequence]) -> None:
+        """Clear the suspects that got beyond the point where they failed."""
+        cleared = [s.request for s in sequences if 0 < s.request.failed_at <= s.context_len]
+        self._clear(cleared)
+
+    def discard(self, request: Request) -> None:
+        """Forget a request that ended."""
+        if request.failed_at:
+            self._clear([request])
+
+    def _clear(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            request.failed_at = 0
+        self.num_suspects -= len(requests)
+        self._drop(requests)
+
+    def _drop(self, requests: Iterable[Request]) -> None:
+        """Take requests out of their groups."""
+        if self._groups:
+            gone = set(requests)
+            groups = ([r for r in group if r not in gone] for group in self._groups)
+            self._groups = [group for group in groups if group]
