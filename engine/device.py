@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from engine.errors import DeviceError
+from engine.plan_array import PlanArray
 
 __all__ = [
     "CPU",
@@ -22,6 +23,7 @@ __all__ = [
     "array_module",
     "cupy",
     "driver_version",
+    "empty_like",
     "gpu_extra",
     "is_cupy_array",
     "resolve_device",
@@ -77,14 +79,20 @@ def cupy() -> Any:
 
 
 def is_cupy_array(x: Any) -> bool:
-    """Tell whether `x` is a CuPy array, without importing CuPy."""
+    """Tell whether `x` is a CuPy array, or stands for one; CuPy is not imported."""
     module = sys.modules.get("cupy")
-    return module is not None and isinstance(x, module.ndarray)
+    return module is not None and isinstance(x, module.ndarray | PlanArray)
 
 
 def array_module(*arrays: Any) -> Any:
     """Return `cupy` if any argument is a CuPy array, else `numpy`."""
     return sys.modules["cupy"] if any(is_cupy_array(a) for a in arrays) else np
+
+
+def empty_like(x: Any) -> Any:
+    """Return an array as `x` that is not filled; what stands for an array gives the same."""
+    new = array_module(x).empty(x.shape, x.dtype)
+    return PlanArray(new) if isinstance(x, PlanArray) else new
 
 
 def to_numpy(x: Any) -> np.ndarray[Any, Any]:

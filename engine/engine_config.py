@@ -335,7 +335,7 @@ def activation_bytes(model: ModelConfig, dtype: str, num_tokens: int, num_rows: 
     """Estimate the peak bytes of one step's activations.
 
     Live at once, at worst: the residual stream and all that a layer makes, since the others use the
-    memory of the first (`models/layer_walk.py`); and the logits with the sampler's copy of them.
+    memory of the first (`models/layer_plans.py`); and the logits with the sampler's copy of them.
     """
     mlp = 3 * model.intermediate_size  # gate, up and their product
     attention = 2 * model.qkv_dim

@@ -11,6 +11,7 @@
     ├── UnknownOptionError  TypeError     a keyword nobody knows, with the nearest known one
     ├── DeviceError         RuntimeError  the device asked for is not there
     ├── CompileError        RuntimeError  NVRTC refused a kernel
+    ├── LaunchPlanError     RuntimeError  a layer did what its launch plan cannot repeat
     ├── DownloadError       RuntimeError  a model could not be pulled
     ├── StepTimeoutError    TimeoutError  a step took longer than it may
     └── OutOfMemoryError    MemoryError   with the numbers: who uses what, what would fit
@@ -32,6 +33,7 @@ __all__ = [
     "DeviceError",
     "DownloadError",
     "EngineError",
+    "LaunchPlanError",
     "OutOfMemoryError",
     "RequestError",
     "ShapeError",
@@ -85,6 +87,10 @@ class DeviceError(EngineError, RuntimeError):
 
 class CompileError(EngineError, RuntimeError):
     """NVRTC refused a kernel; the message carries its log."""
+
+
+class LaunchPlanError(EngineError, RuntimeError):
+    """A layer did something, while its launch plan was made, that the plan cannot repeat."""
 
 
 class DownloadError(EngineError, RuntimeError):

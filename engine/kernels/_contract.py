@@ -19,7 +19,8 @@ import numpy as np
 
 from engine import device
 from engine.dtypes import BFLOAT16
-from engine.errors import ContractError, DTypeError, ShapeError
+from engine.errors import ContractError, DTypeError, LaunchPlanError, ShapeError
+from engine.plan_array import PlanArray
 
 __all__ = ["FLOATS", "INT32", "INT64", "Contract"]
 
@@ -42,7 +43,7 @@ class Contract:
         `numpy` or `cupy`, whichever the arrays seen so far belong to.
     """
 
-    __slots__ = ("_device", "_first", "_origin", "dims", "op", "xp")
+    __slots__ = ("_device", "_first", "_is_planned", "_origin", "dims", "op", "xp")
 
     def __init__(self, op: str) -> None:
         self.op = op
@@ -51,6 +52,7 @@ class Contract:
         self._origin: dict[str, str] = {}
         self._first = ""
         self._device: int | None = None
+        self._is_planned = False  # a launch plan is being made: results stand for arrays, too
 
     @property
     def on_cpu(self) -> bool:
@@ -91,9 +93,9 @@ class Contract:
         self._check_dtype(name, array, dtype)
         self._check_shape(name, array, shape)
         if layout == "C" and not array.flags.c_contiguous:
-            return self.xp.ascontiguousarray(array)
+            return self._copied(name, array)
         if layout == "rows" and array.size and array.strides[-1] != array.itemsize:
-            return self.xp.ascontiguousarray(array)
+            return self._copied(name, array)
         return array
 
     def written(
@@ -122,7 +124,8 @@ class Contract:
     ) -> Any:
         """Return `out` after checking it, or a new array when it is None."""
         if out is None:
-            return self.xp.empty(tuple(shape), dtype)
+            new = self.xp.empty(tuple(shape), dtype)
+            return PlanArray(new) if self._is_planned else new
         return self.written(name, out, " ".join(map(str, shape)), dtype, layout=layout)
 
     def finish(self, out: Any, result: Any, name: str = "out", *, layout: str = "C") -> Any:
@@ -161,10 +164,18 @@ class Contract:
             )
         return float(value)
 
+    def _copied(self, name: str, array: Any) -> Any:
+        if self._is_planned:  # CuPy's copy would be missing from the plan
+            raise LaunchPlanError(f"{self.op}: {name}: must be contiguous; strides {array.strides}")
+        return self.xp.ascontiguousarray(array)
+
     def _as_array(self, name: str, value: Any) -> Any:
         if isinstance(value, np.ma.MaskedArray):  # its mask would be lost
             raise DTypeError(f"{self.op}: {name}: must be a plain array; got a masked one")
-        if isinstance(value, np.ndarray) or device.is_cupy_array(value):
+        if isinstance(value, np.ndarray):
+            return value
+        if device.is_cupy_array(value):
+            self._is_planned |= isinstance(value, PlanArray)
             return value
         if hasattr(value, "__cuda_array_interface__"):
             return device.cupy().asarray(value)

@@ -5,6 +5,8 @@ each kernel declares its parameters once, by name and C type, and every launch i
 
     _KERNEL = Kernel("rmsnorm_kernel", "x:ptr num_rows:i64 n:i32 eps:f32")
     _KERNEL.launch(spec, grid, block, x=x, num_rows=8, n=64, eps=1e-6)
+
+A kernel of many parameters takes them as one struct (`_params.py`); launches look the same.
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ import numpy as np
 
 from engine import device
 from engine.errors import ContractError
+from engine.kernels._launch_plan import active_builder
 from engine.kernels._module import ModuleSpec, load_module
+from engine.kernels._params import struct_dtype
 from engine.kernels._prepared_launch import PreparedLaunch
-from engine.kernels._replay import active_recording
 
 __all__ = ["Kernel", "ceil_div", "has_pdl", "sm_count"]
 
@@ -38,6 +41,9 @@ _CASTS: dict[str, Callable[[Any], Any]] = {
 
 _DEFAULT_SHARED_LIMIT = 48 * 1024
 
+STRUCTS: dict[str, np.dtype[Any]] = {}
+"""Every struct of parameters: its name in CUDA -> its layout."""
+
 
 class Kernel:
     """One entry point, in any of the modules that define it.
@@ -49,13 +55,24 @@ class Kernel:
     params : str
         Its parameters in order, "name:type" split by blanks; types are ptr (None is a null
         pointer), i32, i64, u32, u64, f32, f64, and tmap (of `_tensor_map.py`, passed by value).
+    struct : str, optional
+        Name of the C struct that holds the parameters: the kernel has this one argument, by value.
+
+    Attributes
+    ----------
+    layout : np.dtype or None
+        The struct's fields, offsets and size.
     """
 
-    def __init__(self, entry: str, params: str) -> None:
+    def __init__(self, entry: str, params: str, struct: str | None = None) -> None:
         self.entry = entry
-        pairs = [item.split(":") for item in params.split()]
-        self._names = tuple(name for name, _ in pairs)
-        self._casts = tuple(_CASTS[kind] for _, kind in pairs)
+        self.struct = struct
+        names, kinds = zip(*(item.split(":") for item in params.split()), strict=True)
+        self._names: tuple[str, ...] = names
+        self._casts = tuple(_CASTS[kind] for kind in kinds)
+        self.layout: np.dtype[Any] | None = None
+        if struct is not None:
+            self.layout = STRUCTS[struct] = struct_dtype(names, kinds)
         self._functions: dict[tuple[ModuleSpec, int], Any] = {}
 
     def launch(
@@ -77,7 +94,7 @@ class Kernel:
             Blocks of a cluster; 1 leaves it to the module.
         pdl : bool
             Let the kernel start while the one in front ends, where the device can do that. SAFETY:
-            before it touches what others write it must come by `pdl_wait`.
+            before it touches what others write it must call `pdl_wait`.
         **args
             The kernel's own parameters.
 
@@ -94,16 +111,23 @@ class Kernel:
         index = device.cupy().cuda.runtime.getDevice()
         function = self._function(spec, shared_mem, index)
         pdl = pdl and has_pdl(index)
-        recording = active_recording()
-        if cluster == 1 and not pdl and recording is None:
+        builder = active_builder()
+        if cluster == 1 and not pdl and builder is None and self.layout is None:
             function(grid, block, values, shared_mem=shared_mem)
             return
         launch = PreparedLaunch(
-            function.kernel.ptr, grid, block, shared_mem, values, cluster=cluster, pdl=pdl
+            function.kernel.ptr,
+            grid,
+            block,
+            shared_mem,
+            values,
+            layout=self.layout,
+            cluster=cluster,
+            pdl=pdl,
         )
         launch.launch()
-        if recording is not None:
-            recording.add(launch, values)
+        if builder is not None:
+            builder.add_launch(self.entry, launch, values)
 
     def _values(self, args: dict[str, Any]) -> tuple[Any, ...]:
         if len(args) != len(self._names):

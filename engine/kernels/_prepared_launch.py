@@ -50,6 +50,8 @@ class PreparedLaunch:
         A CUfunction.
     values : tuple
         NumPy scalars, CuPy arrays (passed as pointers), NumPy arrays (by value).
+    layout : np.dtype, optional
+        Pass the values as one struct of this layout, a field each.
     cluster : int
         Blocks of a cluster, along the grid's first axis.
     pdl : bool
@@ -57,7 +59,7 @@ class PreparedLaunch:
         must wait for that one itself, before it touches what either of them writes.
     """
 
-    __slots__ = ("_addresses", "_attributes", "_call", "_config", "hosts")
+    __slots__ = ("_addresses", "_attributes", "_call", "_config", "_struct", "hosts")
 
     def __init__(
         self,
@@ -67,11 +69,17 @@ class PreparedLaunch:
         shared_bytes: int,
         values: tuple[Any, ...],
         *,
+        layout: np.dtype[Any] | None = None,
         cluster: int = 1,
         pdl: bool = False,
     ) -> None:
         self.hosts = [_host_value(value) for value in values]
-        self._addresses = (ctypes.c_void_p * len(values))(*(h.ctypes.data for h in self.hosts))
+        self._struct = None
+        if layout is not None:
+            self._struct = np.zeros((), layout)
+            self.hosts = _into_struct(self._struct, self.hosts)
+        passed = self.hosts if self._struct is None else [self._struct]
+        self._addresses = (ctypes.c_void_p * len(passed))(*(h.ctypes.data for h in passed))
         self._attributes, count = _attributes(cluster, pdl)
         self._config = _Config(
             (ctypes.c_uint * 3)(*grid, *(1,) * (3 - len(grid))),
@@ -107,6 +115,9 @@ class PreparedLaunch:
 
     def set_value(self, index: int, host: Any) -> None:
         """Pass the NumPy array `host` by value as argument `index` from now on."""
+        if self._struct is not None:
+            self.hosts[index][()] = host
+            return
         self.hosts[index] = host
         self._addresses[index] = host.ctypes.data
 
@@ -124,6 +135,14 @@ def _attributes(cluster: int, pdl: bool) -> tuple[Any, int]:
         )
         count += 1
     return attributes, count
+
+
+def _into_struct(struct: Any, values: list[Any]) -> list[Any]:
+    """Copy the values into the fields, in their order; return a view of each field."""
+    views = [struct[name] for name in struct.dtype.names]
+    for view, value in zip(views, values, strict=True):
+        view[()] = value
+    return views
 
 
 def _host_value(value: Any) -> Any:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from engine import kernels
-from engine.device import array_module
+from engine.device import array_module, empty_like
+from engine.layers.arrays import arrays_of
 from engine.layers.batch import ForwardBatch
 from engine.layers.linear import Linear
 from engine.layers.norm import Norm
@@ -77,6 +79,12 @@ class Attention:
         self.q_norm = q_norm
         self.k_norm = k_norm
 
+    def arrays(self) -> Iterator[tuple[str, Any]]:
+        """Yield the name and the array of everything that it holds."""
+        yield "cos_sin", self.cos_sin
+        parts = {"qkv": self.qkv, "o": self.o, "q_norm": self.q_norm, "k_norm": self.k_norm}
+        yield from arrays_of(parts)
+
     def __call__(
         self,
         x: Any,
@@ -136,7 +144,7 @@ class Attention:
             return self._attend_invariantly(q, batch, k_pages, v_pages)
         if n == 0:
             return self._prefill(q, batch, k_pages, v_pages)
-        out = array_module(q).empty(q.shape, q.dtype)
+        out = empty_like(q)
         self._decode(q, batch, k_pages, v_pages, out)
         self._prefill(q, batch, k_pages, v_pages, out)
         return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from engine import kernels
@@ -27,6 +28,12 @@ class Linear:
         self.weight = weight
         self.bias = bias
         self.deterministic = deterministic
+
+    def arrays(self) -> Iterator[tuple[str, Any]]:
+        """Yield the name and the array of everything that it holds."""
+        yield "weight", self.weight
+        if self.bias is not None:
+            yield "bias", self.bias
 
     def __call__(
         self,

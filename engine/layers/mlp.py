@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from engine import kernels
 from engine.errors import ConfigError
+from engine.layers.arrays import arrays_of
 from engine.layers.linear import Linear
 from engine.layers.norm import Norm
 
@@ -42,6 +44,10 @@ class MLP:
         self.gate_up = gate_up
         self.down = down
         self.activation = activation
+
+    def arrays(self) -> Iterator[tuple[str, Any]]:
+        """Yield the name and the array of everything that it holds."""
+        yield from arrays_of({"gate_up": self.gate_up, "down": self.down})
 
     def __call__(self, x: Any, *, norm: Norm | None = None, residual: Any = None) -> Any:
         """Return the block's output (T, N) for `x` (T, N), or for ``norm(x)``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from engine import kernels
@@ -27,6 +28,10 @@ class Norm:
         self.weight = weight
         self.eps = eps
         self.offset = offset
+
+    def arrays(self) -> Iterator[tuple[str, Any]]:
+        """Yield the name and the array of everything that it holds."""
+        yield "weight", self.weight
 
     def __call__(self, x: Any, *, out: Any = None) -> Any:
         """Return the normalised `x` (..., N), in `out` if given (which may be `x`)."""

@@ -6,7 +6,7 @@ beside this one only declare them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from engine import kernels
 from engine.config import ModelConfig, RopeConfig
 from engine.device import array_module
 from engine.errors import WeightsError
+from engine.layers.arrays import arrays_of
 from engine.layers.attention import Attention, AttentionParams
 from engine.layers.batch import ForwardBatch
 from engine.layers.embedding import Embedding
@@ -22,7 +23,7 @@ from engine.layers.linear import Linear
 from engine.layers.mlp import MLP
 from engine.layers.norm import Norm
 from engine.layers.rotary import long_rope_offset, rope_table
-from engine.models.layer_walk import LayerWalk
+from engine.models.layer_plans import LayerPlans
 
 __all__ = ["Decoder", "DecoderLayer"]
 
@@ -32,14 +33,14 @@ Pages = Sequence[tuple[Any, Any]]
 _FLOAT32 = np.dtype(np.float32)
 
 
-# In the last layer only those tokens go on from attention whose logits are wanted. On a GPU the
-# host launches that layer itself then instead of replaying the one before, which takes it a
-# millisecond more. So that is done where so many multiplications are saved, 0.4 ms of an H200.
+# In the last layer only the tokens whose logits are wanted need what follows attention. On a GPU
+# that layer is then called instead of run from a plan, which costs the host a millisecond. It pays
+# from this many saved multiplications on: 0.4 ms of an H200.
 _LEAST_SAVED = 1 << 37
 
-# With one token a kernel is over before the next one has begun, so what can be one kernel is: norms
-# with the products after them, additions with the products before. With two, kernels of their own
-# take the same time, and with more less (docs/benchmarks/decode_loop.md).
+# Rows up to which a norm is fused with the product after it, and an addition with the product
+# before. For one row the launches between them cost more than the kernels; for two, separate
+# kernels are as fast, for more they are faster (docs/benchmarks/decode_loop.md).
 _MAX_FUSED_ROWS = 1
 
 
@@ -73,6 +74,11 @@ class DecoderLayer:
         self.mlp_norm = mlp_norm
         self.post_attn_norm = post_attn_norm
         self.post_mlp_norm = post_mlp_norm
+
+    def arrays(self) -> Iterator[tuple[str, Any]]:
+        """Yield the name and the array of everything that it holds."""
+        parts = ("attn", "attn_norm", "mlp", "mlp_norm", "post_attn_norm", "post_mlp_norm")
+        yield from arrays_of({name: getattr(self, name) for name in parts})
 
     def __call__(
         self,
@@ -171,7 +177,9 @@ class Decoder:
         self.long_rope_offset = long_rope_offset(config.rope, max_model_len)
         self.embed = Embedding(self._weight("embed"), config.embed_scale)
         self.layers = tuple(self._layer(index) for index in range(config.num_layers))
-        self._walk = LayerWalk(self.layers, [_numbers(config, i) for i in range(len(self.layers))])
+        self._run_layers = LayerPlans(
+            self.layers, [_numbers(config, i) for i in range(len(self.layers))]
+        )
         self.final_norm = self._norm("final_norm")
         self.lm_head = self._linear("lm_head", False)
 
@@ -204,9 +212,9 @@ class Decoder:
         """Return the normalised last hidden states (R, N) of the tokens whose logits are wanted."""
         rows, x = batch.logits_indices, self.embed(batch.token_ids)
         if rows is not None and self._drops_early(batch.num_tokens - rows.shape[0]):
-            delta, residual = self._walk(x, batch, kv_pages, rows)
+            delta, residual = self._run_layers(x, batch, kv_pages, rows)
         else:
-            delta, residual = self._walk(x, batch, kv_pages)
+            delta, residual = self._run_layers(x, batch, kv_pages)
             if rows is not None:
                 # Rows by index: the same op as the look-up of embeddings.
                 delta = None if delta is None else kernels.embedding(rows, delta)

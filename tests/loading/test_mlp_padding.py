@@ -17,7 +17,7 @@ from engine.layers.mlp import MLP
 from engine.loading.mlp_padding import pad_features, pad_mlps
 from engine.models.decoder import Decoder
 from engine.testing import cases
-from tests.models.test_layer_walk import CONFIG
+from tests.models.test_layer_plans import CONFIG
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)

@@ -12,7 +12,7 @@ from engine.device import to_numpy
 from engine.layers.batch import ForwardBatch
 from engine.layers.mlp import MLP
 from engine.models import decoder
-from tests.models.test_layer_walk import CONFIG, FAMILIES
+from tests.models.test_layer_plans import CONFIG, FAMILIES
 
 COUNTS, STARTS = [1, 1, 300, 40, 2], [20, 64, 0, 7, 100]
 NUM_BLOCKS = 20

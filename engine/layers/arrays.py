@@ -1,0 +1,31 @@
+"""The arrays that a layer holds, by name: what a launch plan takes for the layer's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+__all__ = ["HoldsArrays", "arrays_of"]
+
+
+class HoldsArrays(Protocol):
+    """A layer, or a part of one."""
+
+    def arrays(self) -> Iterator[tuple[str, Any]]:
+        """Yield the name and the array of everything that it holds."""
+
+
+def arrays_of(parts: Mapping[str, HoldsArrays | None]) -> Iterator[tuple[str, Any]]:
+    """Yield the arrays of `parts`, with a part's name in front of each name; None holds none.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from engine.layers.norm import Norm
+    >>> list(arrays_of({"attn_norm": Norm(np.ones(2), 1e-6), "post_attn_norm": None}))
+    [('attn_norm.weight', array([1., 1.]))]
+    """
+    for prefix, part in parts.items():
+        if part is not None:
+            for name, array in part.arrays():
+                yield f"{prefix}.{name}", array

@@ -1,0 +1,95 @@
+"""Arrays as a layer sees them while its launch plan is made: they can be launched on, and no more.
+
+A plan (`kernels/_launch_plan.py`) repeats what a layer launched through the engine's ops. What a
+layer did beside these, a CuPy product say, would be missing from every other layer of its kind. So
+while the plan is made the layer gets `PlanArray`s, which have what an op wants to know of a CuPy
+array, and views, but no arithmetic, no methods and no conversion to what CuPy takes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from engine.errors import LaunchPlanError
+
+__all__ = ["PlanArray", "unwrapped"]
+
+_OPERATORS = (
+    *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"),
+    *("lshift", "rshift"),
+)
+_OTHERS = (
+    *("neg", "pos", "abs", "invert", "bool", "int", "float", "index", "len", "iter", "setitem"),
+    *("contains", "eq", "ne", "lt", "le", "gt", "ge", "array"),
+)
+
+
+class PlanArray:
+    """Stands for a CuPy array while a launch plan is made.
+
+    Parameters
+    ----------
+    array : cupy.ndarray
+        What it stands for; shares its memory.
+    """
+
+    __slots__ = ("array",)
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def __repr__(self) -> str:
+        return f"PlanArray(shape={self.shape}, dtype={self.dtype})"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As of the array; so are the other attributes that ops read."""
+        shape: tuple[int, ...] = self.array.shape
+        return shape
+
+    def reshape(self, *shape: Any) -> PlanArray:
+        """Return a view of another shape; one that would need a copy raises."""
+        view = self.array.reshape(*shape)
+        if view.data.ptr != self.array.data.ptr:
+            raise LaunchPlanError(f"reshape of {self!r} to {shape} would copy it")
+        return PlanArray(view)
+
+    def __getitem__(self, index: Any) -> PlanArray:
+        """Return a view: slices, whole numbers, None and ... only."""
+        parts = index if isinstance(index, tuple) else (index,)
+        if not all(isinstance(p, slice | int) or p is None or p is Ellipsis for p in parts):
+            raise LaunchPlanError(f"an index of {self!r} by arrays would copy it")
+        return PlanArray(self.array[index])
+
+    def __getattr__(self, name: str) -> NoReturn:
+        _refuse(self, name)
+
+
+def _refuse(array: PlanArray, name: str) -> NoReturn:
+    raise LaunchPlanError(
+        f"while a launch plan is made a layer launches the engine's ops only, and anything else "
+        f"goes through plan_call; got {name!r} of {array!r}"
+    )
+
+
+def _forwarded(name: str) -> property:
+    return property(lambda self: getattr(self.array, name))
+
+
+def _refused(name: str) -> Any:
+    def method(self: PlanArray, *_: Any) -> NoReturn:
+        _refuse(self, name)
+
+    return method
+
+
+for _name in ("dtype", "strides", "data", "flags", "size", "ndim", "itemsize", "nbytes", "device"):
+    setattr(PlanArray, _name, _forwarded(_name))
+for _name in (*(f"{p}{o}" for o in _OPERATORS for p in ("", "r", "i")), *_OTHERS):
+    setattr(PlanArray, f"__{_name}__", _refused(f"__{_name}__"))
+PlanArray.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+
+def unwrapped(array: Any) -> Any:
+    """Return the CuPy array that a PlanArray stands for; anything else as it is."""
+    return array.array if isinstance(array, PlanArray) else array

@@ -1,0 +1,378 @@
+"""Launch plans: bit for bit what each layer called by itself gives, and nothing left out."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import engine
+from engine.config import ModelConfig, RopeConfig
+from engine.device import to_numpy
+from engine.errors import LaunchPlanError
+from engine.kernels import _prepared_launch
+from engine.kernels._launch_plan import PlanBuilder, active_builder, making_plan, plan_call
+from engine.kernels._params import struct_dtype
+from engine.kernels._prepared_launch import PreparedLaunch
+from engine.kernels.gemm import launch as gemm_launch
+from engine.kernels.gemm.sm90 import HopperConfig
+from engine.layers.batch import ForwardBatch
+from engine.models.layer_plans import LayerPlans
+from engine.plan_array import PlanArray, unwrapped
+
+CONFIG = ModelConfig(
+    model_type="llama",
+    vocab_size=199,
+    hidden_size=128,
+    num_layers=6,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    intermediate_size=256,
+    max_position_embeddings=512,
+    rope=RopeConfig(rotary_dim=64),
+)
+FAMILIES = {
+    "plain": CONFIG,
+    "norms and biases": dataclasses.replace(CONFIG, qk_norm=True, qkv_bias=True),
+    "windows": dataclasses.replace(
+        CONFIG,
+        layer_windows=(0, 8, 0, 8, 8, 0),
+        rope_local=RopeConfig(rotary_dim=64, theta=500.0),
+        post_norms=True,
+        norm_weight_offset=1.0,
+        activation="gelu_tanh",
+    ),
+}
+
+
+class Array:
+    """What a launch wants to know of a CuPy array."""
+
+    def __init__(self, pointer):
+        self.data = SimpleNamespace(ptr=pointer)
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The arguments of every launch, as the driver would read them."""
+    seen, current = [], []
+    stream = SimpleNamespace(ptr=0)
+    cupy = SimpleNamespace(cuda=SimpleNamespace(get_current_stream=lambda: stream))
+    monkeypatch.setattr(_prepared_launch.device, "cupy", lambda: cupy)
+
+    def drive(config, function, addresses, extra):
+        seen.append([int(host) for host in current[-1].hosts])
+        return 0
+
+    class Seen(PreparedLaunch):
+        def launch(self):
+            current.append(self)
+            super().launch()
+
+    monkeypatch.setattr(_prepared_launch, "_driver_launch", lambda: drive)
+    return SimpleNamespace(seen=seen, kind=Seen)
+
+
+def _builder(launches, *calls, layout=None):
+    builder = PlanBuilder()
+    for values in calls:
+        launch = launches.kind(1, (2,), (32,), 0, values, layout=layout, pdl=True)
+        launch.launch()
+        builder.add_launch("kernel", launch, values)
+    return builder
+
+
+STRUCT = struct_dtype(["x", "weight", "n"], ["ptr", "ptr", "i32"])
+
+
+@pytest.mark.parametrize("layout", [None, STRUCT], ids=["arguments", "struct"])
+def test_a_plan_moves_its_arrays_and_nothing_else(launches, layout):
+    x, weight = Array(1000), Array(2000)
+    builder = _builder(launches, (x, weight, np.int32(2000)), layout=layout)
+    plan = builder.finish([("weight", 2000, 100), ("x", 1000, 50)])
+    assert plan.arrays == ("weight", "x") and str(plan) == "kernel(0=x, 1=weight)"
+    plan.run([2500, 1500])
+    assert launches.seen[1:] == [[1500, 2500, 2000]]
+    plan.run([2000, 1000])
+    assert launches.seen[2] == launches.seen[0]
+
+
+def test_a_view_of_an_array_moves_with_it(launches):
+    plan = _builder(launches, (Array(2040), Array(2100))).finish([("weight", 2000, 100)])
+    plan.run([5000])
+    assert launches.seen[1] == [5040, 2100] and str(plan) == "kernel(0=weight+40)"
+
+
+def test_arrays_that_share_memory_are_refused(launches):
+    with pytest.raises(LaunchPlanError, match="'a' and 'b' do"):
+        _builder(launches, (Array(2000),)).finish([("a", 1990, 20), ("b", 2000, 8)])
+
+
+def test_what_is_no_kernel_has_its_place_in_a_plan(launches):
+    calls = []
+
+    def all_reduce(*addresses):
+        calls.append((len(launches.seen), addresses))
+
+    with making_plan() as builder:
+        first = launches.kind(1, (2,), (32,), 0, (Array(1000),), pdl=True)
+        first.launch()
+        builder.add_launch("first", first, (Array(1000),))
+        plan_call(all_reduce, Array(1010), Array(7000))
+        first.launch()
+        builder.add_launch("second", first, (Array(1000),))
+    plan = builder.finish([("delta", 1000, 64)])
+    assert str(plan) == "first(0=delta)\nall_reduce(0=delta+10)\nsecond(0=delta)"
+    plan.run([3000])
+    assert calls == [(1, (1010, 7000)), (3, (3010, 7000))]
+
+
+def test_a_call_outside_of_a_plan_is_just_made():
+    seen = []
+    plan_call(lambda *addresses: seen.append(addresses), Array(8))
+    assert seen == [(8,)]
+
+
+def test_only_the_thread_inside_is_heard():
+    assert active_builder() is None
+    with making_plan() as outer:
+        with making_plan() as inner:
+            assert active_builder() is inner
+        assert active_builder() is outer
+    assert active_builder() is None
+
+
+class OnDevice:
+    """A CuPy array as far as a PlanArray asks for it: NumPy's, with an address."""
+
+    def __init__(self, array):
+        self.numpy, self.data = array, SimpleNamespace(ptr=array.ctypes.data)
+
+    def __getattr__(self, name):
+        return getattr(self.numpy, name)
+
+    def __getitem__(self, index):
+        return OnDevice(self.numpy[index])
+
+    def reshape(self, *shape):
+        return OnDevice(self.numpy.reshape(*shape))
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda x: x * 2,
+        lambda x: 2 - x,
+        lambda x: x @ x,
+        lambda x: -x,
+        lambda x: x.copy(),
+        lambda x: x.sum(),
+        lambda x: x.fill(0),
+        lambda x: x[[0, 1]],
+        lambda x: x[:, 1:].reshape(-1),
+        lambda x: np.add(x, 1),
+        lambda x: np.asarray(x),
+        lambda x: x.__setitem__(0, 1),
+        lambda x: float(x),
+        lambda x: x.T,
+    ],
+)
+def test_a_layer_does_nothing_that_its_plan_would_miss(work):
+    x = PlanArray(OnDevice(np.ones((4, 4), np.float32)))
+    with pytest.raises(LaunchPlanError, match=r"copy it|ops only"):
+        work(x)
+
+
+def test_a_plan_array_gives_what_ops_ask_for():
+    array = np.zeros((4, 6), np.float32)
+    x = PlanArray(OnDevice(array))
+    assert (x.shape, x.dtype, x.strides, x.itemsize) == ((4, 6), np.float32, (24, 4), 4)
+    assert x[1:, None, 2].shape == (3, 1) and x.reshape(2, -1).shape == (2, 12)
+    assert x[1:].data.ptr == array.ctypes.data + 24 and unwrapped(x).numpy is array
+
+
+def _parts(part):
+    """A layer and all its parts."""
+    yield part
+    slots = [name for kind in type(part).__mro__ for name in getattr(kind, "__slots__", ())]
+    for name in (*slots, *getattr(part, "__dict__", ())):
+        value = getattr(part, name, None)
+        if type(value).__module__.startswith("engine.layers"):
+            yield from _parts(value)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_array_of_a_layer_is_declared(family):
+    """What a layer holds and does not declare would be the first layer's in all others."""
+    decoder = engine.load(config=FAMILIES[family], load_format="dummy", device="cpu").decoder
+    for layer in decoder.layers:
+        declared = [id(array) for _, array in layer.arrays()]
+        names = [name for name, _ in layer.arrays()]
+        assert len(set(names)) == len(names)
+        held = {
+            id(value)
+            for part in _parts(layer)
+            for name in dir(part)
+            if isinstance(value := getattr(part, name), np.ndarray)
+        }
+        assert held == set(declared) and len(held) >= 7
+
+
+class Layer:
+    """A layer that takes note of what it is called with."""
+
+    def __init__(self, index, done):
+        self.index, self.done = index, done
+
+    def arrays(self):
+        return iter(())
+
+    def is_fused(self, num_tokens):
+        return False
+
+    def __call__(self, delta, residual, batch, pages, rows=None):
+        self.done.append(("called", self.index, delta, rows))
+        return f"delta {self.index}", residual
+
+
+class Planned:
+    """A plan, which is told a layer's number for its addresses."""
+
+    def __init__(self, residual, done):
+        self.residual, self.done = residual, done
+
+    def run(self, addresses, delta):
+        self.done.append(("run", *addresses, delta, None))
+        return f"delta {addresses[0]}", self.residual
+
+
+@pytest.mark.parametrize("rows", [None, [3]])
+def test_the_last_layer_is_called_where_tokens_leave(monkeypatch, rows):
+    """And what the plans hold is free by then."""
+    done, plans, alive = [], [], []
+    layers = [Layer(index, done) for index in range(4)]
+
+    def plan_layer(self, index, *arguments):
+        planned = Planned(arguments[1], done)
+        plans.append(weakref.ref(planned))
+        return *layers[index](*arguments), planned
+
+    def call_last(*arguments):
+        alive.append(plans[0]())
+        return Layer.__call__(layers[3], *arguments)
+
+    monkeypatch.setattr(LayerPlans, "_plan", plan_layer)
+    run_layers = LayerPlans(layers, [0] * 4)
+    for index, arrays in enumerate(run_layers._arrays):
+        arrays.addresses = [index]
+    if rows is not None:
+        run_layers._layers = (*layers[:3], call_last)
+    got = run_layers("residual", SimpleNamespace(num_tokens=9), [()] * 4, rows)
+    assert got == ("delta 3", "residual")
+    assert done == [
+        ("called", 0, None, None),
+        ("called", 1, "delta 0", None),
+        ("run", 2, "delta 1", None),
+        ("run" if rows is None else "called", 3, "delta 2", rows),
+    ]
+    assert alive == ([] if rows is None else [None])
+
+
+@pytest.fixture(scope="module", params=["float32", "float16", "bfloat16"])
+def dtype(request):
+    return request.param
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request, dtype):
+    if not engine.device.resolve_device("auto")[0].is_cuda:
+        pytest.skip("no GPU")
+    return engine.load(
+        config=FAMILIES[request.param], load_format="dummy", device="cuda", dtype=dtype
+    )
+
+
+def _batch(counts, starts, device):
+    rng = np.random.default_rng(0)
+    ids = [rng.integers(0, CONFIG.vocab_size, count).tolist() for count in counts]
+    blocks = rng.permutation(len(counts) * 8).reshape(len(counts), 8)
+    return ForwardBatch.build(ids, starts, blocks.astype(np.int32), 16, logits="all").to(device)
+
+
+def _pages(model, count):
+    xp, config = model.device.xp, model.config
+    shape = (config.num_layers, 2, count, config.num_kv_heads, 16, config.head_dim)
+    noise = np.random.default_rng(1).standard_normal(shape, np.float32)
+    return xp.asarray(noise.astype(model.decoder.dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("counts", "starts"),
+    [
+        ([1], [37]),
+        ([1] * 7, [3, 37, 90, 0, 15, 16, 100]),
+        ([1] * 40, [index * 2 for index in range(40)]),
+        ([70, 50], [0, 16]),
+        ([1, 1, 40, 33], [20, 64, 0, 7]),
+    ],
+    ids=["one", "few", "many", "prompts", "mixed"],
+)
+def test_bits_are_those_of_each_layer_called_by_itself(model, counts, starts):
+    _check_bits(model, counts, starts)
+
+
+@pytest.mark.gpu
+def test_results_that_are_stored_by_map_move_in_a_plan(model, dtype, monkeypatch):
+    """A tile of large products, whose results' address is inside a map."""
+    tile, choose, forced = HopperConfig(256, 128, cluster_n=2), gemm_launch.choose_config, []
+
+    def choose_tile(*problem, **options):
+        if not options["is_hopper"]:
+            return choose(*problem, **options)
+        forced.append(problem)
+        return tile
+
+    monkeypatch.setattr(gemm_launch, "choose_config", choose_tile)
+    _check_bits(model, [70, 50], [0, 16])
+    assert bool(forced) == gemm_launch.is_hopper(dtype)
+
+
+def _check_bits(model, counts, starts):
+    batch = _batch(counts, starts, model.device)
+    decoder = model.decoder
+    want_pages = _pages(model, len(counts) * 8)
+    delta, residual = None, decoder.embed(batch.token_ids)
+    for layer, pages in zip(decoder.layers, want_pages, strict=True):
+        delta, residual = layer(delta, residual, batch, tuple(pages))
+    if delta is None:
+        hidden = decoder.final_norm(residual)
+    else:
+        hidden = decoder.final_norm.add(delta, residual)[0]
+    want = to_numpy(decoder.logits(hidden))
+    for _ in range(2):
+        got_pages = _pages(model, len(counts) * 8)
+        got = decoder.forward(batch, [tuple(pages) for pages in got_pages])
+        np.testing.assert_array_equal(to_numpy(got), want)
+        np.testing.assert_array_equal(
+            to_numpy(got_pages).view(np.uint8), to_numpy(want_pages).view(np.uint8)
+        )
+    assert np.isfinite(want).all()
+
+
+@pytest.mark.gpu
+def test_a_layer_that_uses_cupy_beside_the_ops_raises(model, monkeypatch):
+    """Its product by 2 would be missing from every other layer."""
+    batch, decoder = _batch([70, 50], [0, 16], model.device), model.decoder
+    call = type(decoder.layers[0].mlp).__call__
+
+    def doubled(self, x, **options):
+        return call(self, x, **options) * 2
+
+    monkeypatch.setattr(type(decoder.layers[0].mlp), "__call__", doubled)
+    with pytest.raises(LaunchPlanError, match="__mul__"):
+        decoder.forward(batch, [tuple(pages) for pages in _pages(model, 16)])
