@@ -24,9 +24,11 @@ from engine.errors import ConfigError, RequestError, unknown_keyword
 from engine.layers.batch import ForwardBatch
 from engine.layers.token_ids import checked_token_ids
 from engine.loading.download import ModelSource, resolve_model
-from engine.loading.hf_config import generation_config, load_config
+from engine.loading.gguf import GgufFile
+from engine.loading.hf_config import generation_config
 from engine.loading.load_config import LoadConfig, resolve_load_config
 from engine.loading.mlp_padding import pad_mlps
+from engine.loading.model_config import load_config
 from engine.loading.weights import dummy_weights, load_weights
 from engine.models.decoder import Decoder, Pages
 from engine.models.kernel_set import prepare_kernels
@@ -131,9 +133,18 @@ def _load(
 ) -> Model:
     device, dtype = options.device, options.dtype
     if options.load_format == "dummy" or source is None:
-        weights = dummy_weights(config, device=device, dtype=dtype)
+        weights = dummy_weights(
+            config, device=device, dtype=dtype, max_model_len=options.max_model_len
+        )
     else:
-        weights = load_weights(source, config, device=device, dtype=dtype, progress=progress)
+        weights = load_weights(
+            source,
+            config,
+            device=device,
+            dtype=dtype,
+            max_model_len=options.max_model_len,
+            progress=progress,
+        )
     device.activate()
     if device.is_cuda:
         pad_mlps(weights, config, device, dtype)
@@ -191,8 +202,7 @@ class Model:
     @cached_property
     def weight_bytes(self) -> int:
         """Bytes of the weights and rope tables on the device."""
-        arrays = [*self.decoder.weights.values(), *self.decoder.rope_tables]
-        return sum({id(array): int(array.nbytes) for array in arrays}.values())
+        return self.decoder.num_bytes
 
     @property
     def has_tokenizer(self) -> bool:
@@ -214,8 +224,6 @@ class Model:
         if self._source is None:
             raise ConfigError("the model has no tokenizer: it was made of a configuration alone")
         if self._source.kind == "gguf":
-            from engine.loading.gguf import GgufFile
-
             return load_tokenizer(GgufFile(self._source.path).metadata)
         return load_tokenizer(self._source.path)
 

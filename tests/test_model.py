@@ -17,8 +17,9 @@ from engine.config import ModelConfig, RopeConfig
 from engine.device import Device, to_numpy
 from engine.kernels import _module
 from engine.loading.load_config import resolve_load_config
-from engine.loading.weights import dummy_weights
-from engine.models.decoder import Decoder
+from engine.loading.weights import dummy_weights, weight_bytes
+from engine.models import decoder as decoder_module
+from engine.models.decoder import Decoder, rope_bytes
 
 CONFIG = ModelConfig(
     "llama",
@@ -149,7 +150,7 @@ def test_weights_as_a_table_of_addresses():
     names, addresses = decoder.pointer_table()
     assert addresses.shape == (2, len(names)) and addresses.dtype == np.uint64
     weight = decoder.weights["layers.1.qkv"]
-    assert addresses[1, names.index("qkv")] == weight.ctypes.data
+    assert addresses[1, names.index("qkv")] == weight.data.ctypes.data
 
 
 def test_weight_bytes_count_tied_embeddings_once():
@@ -388,3 +389,29 @@ def test_device_memory_is_the_weights_and_little_more(cp):
         assert pool.total_bytes() - before < 1.05 * model.weight_bytes
     pool.free_all_blocks()
     assert pool.total_bytes() <= before
+
+
+# --- memory -------------------------------------------------------------------------------------
+
+
+def test_the_plan_counts_all_that_was_made():
+    model = _load()
+    decoder = model.decoder
+    arrays = {id(w): w.data for w in decoder.weights.values()}
+    tables = sum(table.nbytes for table in decoder.rope_tables)
+    assert tables == rope_bytes(model.config, model.max_model_len) > 0
+    assert model.weight_bytes == sum(a.nbytes for a in arrays.values()) + tables
+    assert model.weight_bytes == weight_bytes(model.config, model.dtype) + tables
+
+
+def test_rope_tables_that_cannot_fit_are_refused_before_they_are_made(monkeypatch):
+    """2**24 positions with 1024 features are 64 GiB."""
+    config = replace(
+        CONFIG,
+        head_dim=1024,
+        max_position_embeddings=1 << 24,
+        rope=replace(CONFIG.rope, rotary_dim=1024),
+    )
+    monkeypatch.setattr(decoder_module, "rope_table", None)  # not to be called
+    with pytest.raises(errors.OutOfMemoryError, match=r"64\.00 GiB for max_model_len=16777216"):
+        _load(config=config)

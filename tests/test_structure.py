@@ -22,7 +22,7 @@ OUTPUT_KEYWORDS = {"out", "residual_out"}
 LAYERS = {
     "errors": 0, "env": 0, "dtypes": 0, "device": 0, "config": 0, "request": 0, "plan_array": 0,
     "sampling_params": 0, "outputs": 0, "_version": 0, "reference": 0,
-    "kernels": 1, "text": 1,
+    "kernels": 1, "text": 1, "quantization": 1,
     "testing": 2, "layers": 2,
     "models": 3,
     "cache": 4, "loading": 4,
@@ -147,6 +147,79 @@ def test_imports_only_go_down(path):
     for other in _imports(path):
         assert LAYERS[other] <= LAYERS[part], f"{path} (L{LAYERS[part]}) imports {other}"
         assert not (part == "reference" and other == "kernels"), "a mirror imports its kernel"
+
+
+def _module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _first_party_imports(path: Path) -> dict[int, set[str]]:
+    """Return the package's modules that a file imports, by the line that does."""
+    modules = {_module_name(source) for source in _sources()}
+    found: dict[int, set[str]] = {}
+    for node in ast.walk(ast.parse(path.read_text())):
+        names: list[str] = []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names] + [node.module]
+            # `from engine import kernels` runs engine/__init__ too, but that imports nothing.
+            inner = [name for name in names[:-1] if name in modules]
+            names = inner if len(inner) == len(names) - 1 else names
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        known = {name for name in names if name in modules and name != "engine"}
+        if known:
+            found.setdefault(node.lineno, set()).update(known)
+    return found
+
+
+def test_no_import_is_a_cycle():
+    """Nor one that a function makes: two modules that need each other are one."""
+    graph = {
+        _module_name(path): set().union(*_first_party_imports(path).values())
+        for path in _sources()
+        if path != ROOT / "engine" / "__init__.py"  # its names are imported when asked for
+    }
+    done: set[str] = set()
+
+    def visit(module: str, way: tuple[str, ...]) -> None:
+        assert module not in way, f"cycle: {' -> '.join((*way[way.index(module) :], module))}"
+        if module not in done:
+            for other in sorted(graph.get(module, ()) - {module}):
+                # A package's __init__ gathers the names of its own modules.
+                if not module.startswith(f"{other}."):
+                    visit(other, (*way, module))
+            done.add(module)
+
+    for module in sorted(graph):
+        visit(module, ())
+
+
+@pytest.mark.parametrize("path", _sources(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_an_import_inside_a_function_says_why(path):
+    lines = path.read_text().splitlines()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        previous_end = 0
+        for inner in ast.walk(node):
+            if not isinstance(inner, ast.Import | ast.ImportFrom):
+                continue
+            module = getattr(inner, "module", None) or inner.names[0].name
+            if module.split(".")[0] == "engine":
+                above = lines[inner.lineno - 2].strip()
+                has_reason = "#" in lines[inner.lineno - 1] or above.startswith("#")
+                follows = above.startswith(("from engine", "import engine")) and previous_end
+                assert has_reason or follows, f"{path}:{inner.lineno}: no reason beside the import"
+                previous_end = inner.end_lineno or 0
+
+
+def test_sizes_of_weights_are_asked_of_the_weight():
+    """`Weight` knows formats, scales and shards; an array's size is not the weight's."""
+    for path in _sources():
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            bare = re.search(r"\.weight\.(data\.)?(size|nbytes)\b", line)
+            assert not bare, f"{path}:{number}: use num_elements or num_bytes"
 
 
 def test_nothing_dangerous_in_the_package():

@@ -11,7 +11,7 @@ from engine.config import ModelConfig
 from engine.errors import ConfigError
 from engine.llm_engine import LLMEngine
 from engine.loading.download import resolve_model
-from engine.loading.hf_config import load_config
+from engine.loading.model_config import load_config
 from engine.model import Model, load
 
 __all__ = ["built_in_config", "built_in_names", "config_folder", "make_engine"]

@@ -52,6 +52,7 @@ def _command(arguments: argparse.Namespace) -> list[str]:
 
     Pulled models lie in the cache too, and the measured process is given an empty one.
     """
+    # Imported late: a child process times the import of the engine itself.
     from engine.commands._bench_models import built_in_names
     from engine.loading.download import resolve_model
 
@@ -73,6 +74,7 @@ def _is_set(arguments: argparse.Namespace, name: str) -> bool:
 def child(arguments: argparse.Namespace) -> None:
     """Print when each station was passed, in seconds of the clock, as one line of JSON."""
     stations = {"imported": time.time()}
+    # Imported late: this import is what is timed.
     from engine.commands._bench_models import make_engine
     from engine.commands._bench_workloads import Work, serve
 

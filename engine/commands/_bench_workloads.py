@@ -151,7 +151,7 @@ def prefill(engine: LLMEngine, work: Work, repeats: int) -> dict[str, float]:
 
 def _unread_bytes(engine: LLMEngine) -> int:
     """Return the bytes that decoding does not stream: the embedding, unless it is the output's."""
-    weights = engine.model.decoder.weights
-    tables = sum(int(table.nbytes) for table in engine.model.decoder.rope_tables)
-    is_tied = weights["embed"] is weights["lm_head"]
-    return tables + (0 if is_tied else int(weights["embed"].nbytes))
+    decoder = engine.model.decoder
+    embed = decoder.weights["embed"]
+    is_tied = embed is decoder.weights["lm_head"]
+    return decoder.table_bytes + (0 if is_tied else embed.num_bytes)

@@ -69,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print a table, and write JSON if asked for."""
+    # Imported late: a child process times the import of the engine itself.
     from engine.commands import _bench_startup
 
     if arguments.in_child:
@@ -76,6 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     _check(arguments)
     if arguments.kind == "startup":
+        # Imported late: a child process times the import of the engine itself.
         from engine.device import resolve_device
 
         device = resolve_device(arguments.device)[0]
@@ -112,6 +114,7 @@ def _check(arguments: argparse.Namespace) -> None:
         if getattr(arguments, name) and kind not in kinds:
             raise ConfigError(f"{_option(name)} is for {', '.join(kinds)}; not for {kind}")
     if arguments.compare:
+        # Imported late: a child process times the import of the engine itself.
         from engine.commands import _bench_compare
 
         _bench_compare.check(arguments)
@@ -145,6 +148,7 @@ def _sizes(arguments: argparse.Namespace) -> tuple[int, int, int]:
 
 
 def _measure(arguments: argparse.Namespace) -> tuple[Device, list[dict[str, Any]]]:
+    # Imported late: a child process times the import of the engine itself.
     from engine.commands import _bench_compare, _bench_workloads
     from engine.commands._bench_models import make_engine
     from engine.commands._bench_workloads import Work

@@ -15,6 +15,8 @@ from typing import TypeVar
 from engine import device, env
 from engine._version import __version__
 from engine.errors import CompileError
+from engine.kernels import _module, _nvrtc
+from engine.loading.download import local_path
 
 __all__ = ["add_arguments", "run"]
 
@@ -49,8 +51,9 @@ def run(arguments: argparse.Namespace) -> int:
         ("model smollm2", _model),
     ]
     failed = [name for name, check in checks if _show(name, check) != "ok"]
-    gpu_checks = (_driver, _cupy, _gpu, _nvrtc, _headers, _kernel)
-    states = [_show(check.__name__.strip("_"), check) for check in gpu_checks]
+    gpu_checks = (_driver, _cupy, _gpu, _compiler, _headers, _kernel)
+    names = ("driver", "cupy", "gpu", "nvrtc", "headers", "kernel")
+    states = [_show(*pair) for pair in zip(names, gpu_checks, strict=True)]
     print()
     print("CPU: ready" if not failed else f"CPU: not ready, see {', '.join(failed)}")
     print(_verdict(states))
@@ -103,8 +106,6 @@ def _cache() -> str:
 
 
 def _model() -> str:
-    from engine.loading.download import local_path
-
     path = local_path("smollm2")
     return str(path) if path else "not pulled yet: engine pull smollm2"
 
@@ -135,30 +136,24 @@ def _gpu() -> str:
     )
 
 
-def _nvrtc() -> str:
-    from engine.kernels import _nvrtc
-
-    return "{}.{}".format(*_compiler(_nvrtc.version))
+def _compiler() -> str:
+    return "{}.{}".format(*_part(_nvrtc.version))
 
 
 def _headers() -> str:
-    from engine.kernels import _nvrtc
-
-    return " ".join(_compiler(_nvrtc.include_dirs))
+    return " ".join(_part(_nvrtc.include_dirs))
 
 
 def _kernel() -> str:
-    from engine.kernels import _module, _nvrtc
-
     chosen, _ = device.resolve_device("auto")
     arch = _module.current_architecture(chosen.index) if chosen.is_cuda else "sm_90a"
     options = [f"-arch={arch}", "-std=c++17", "-default-device", "-Xptxas=-v"]
-    options += [f"-I{folder}" for folder in _compiler(_nvrtc.include_dirs)]
+    options += [f"-I{folder}" for folder in _part(_nvrtc.include_dirs)]
     entry = _nvrtc.compile_source(_FIVE_LINES, "five_lines.cu", options).entries[0]
     return f"five lines compiled for {arch}: {entry.registers} registers"
 
 
-def _compiler(part: Callable[[], _T]) -> _T:
+def _part(part: Callable[[], _T]) -> _T:
     """Return a part of the compiler; without a GPU nobody misses it."""
     try:
         return part()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
+from engine.loading.download import pull
+
 __all__ = ["add_arguments", "run"]
 
 
@@ -15,7 +17,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Download the model unless it is there, and print where it is."""
-    from engine.loading.download import pull
-
     print(pull(arguments.model, progress=sys.stderr.isatty()))
     return 0

@@ -15,6 +15,7 @@ from engine.config import RopeConfig
 from engine.errors import ConfigError
 
 __all__ = ["attention_factor", "inverse_frequencies", "long_rope_offset", "rope_table"]
+__all__ += ["table_shape"]
 
 Array = np.ndarray[Any, Any]
 
@@ -48,8 +49,8 @@ def rope_table(config: RopeConfig, num_positions: int) -> Array:
     array([[1.   , 0.   ],
            [0.54 , 0.841]], dtype=float32)
     """
-    halves = [False, True] if long_rope_offset(config, num_positions) else [False]
-    table = np.empty((len(halves) * num_positions, config.rotary_dim), np.float32)
+    table = np.empty(table_shape(config, num_positions), np.float32)
+    halves = [False, True] if len(table) > num_positions else [False]
     scale = attention_factor(config)
     half = config.rotary_dim // 2
     for part, is_long in enumerate(halves):
@@ -60,6 +61,12 @@ def rope_table(config: RopeConfig, num_positions: int) -> Array:
             rows[:, :half] = np.cos(angles) * scale
             rows[:, half:] = np.sin(angles) * scale
     return table
+
+
+def table_shape(config: RopeConfig, num_positions: int) -> tuple[int, int]:
+    """Return the shape (P, R) of `rope_table`."""
+    halves = 2 if long_rope_offset(config, num_positions) else 1
+    return halves * num_positions, config.rotary_dim
 
 
 def long_rope_offset(config: RopeConfig, num_positions: int) -> int:

@@ -12,6 +12,7 @@ from engine.config import ModelConfig
 from engine.device import CPU, Device, array_module
 from engine.dtypes import np_dtype
 from engine.loading.weight_table import weight_room, weight_shapes
+from engine.quantization import Weight
 
 __all__ = ["dummy_weights"]
 
@@ -21,8 +22,13 @@ _POOL = 1_048_573
 
 
 def dummy_weights(
-    config: ModelConfig, *, device: Device = CPU, dtype: str = "float32", seed: int = 0
-) -> dict[str, Any]:
+    config: ModelConfig,
+    *,
+    device: Device = CPU,
+    dtype: str = "float32",
+    seed: int = 0,
+    max_model_len: int = 0,
+) -> dict[str, Weight]:
     """Return random weights for a model: normal with standard deviation 0.02, norms near 1.
 
     A weight depends on its name, its size, the dtype and the seed only; it is the same on every
@@ -36,10 +42,12 @@ def dummy_weights(
     dtype : str
         "float32", "float16" or "bfloat16".
     seed : int
+    max_model_len : int
+        Leave room for the rope tables of sequences of so many tokens.
 
     Returns
     -------
-    dict of str to array
+    dict of str to Weight
         As `load_weights` gives them.
 
     Raises
@@ -51,24 +59,24 @@ def dummy_weights(
     --------
     >>> config = ModelConfig("llama", 64, 32, 1, 4, 2, 8, 48, 128)
     >>> weights = dummy_weights(config, dtype="bfloat16")
-    >>> weights["layers.0.qkv"].shape, round(float(weights["final_norm"].mean()), 1)
-    ((64, 32), 1.0)
+    >>> weights["layers.0.qkv"].shape, weights["final_norm"].format.name
+    ((64, 32), 'bfloat16')
     """
     device.activate()
     xp = device.xp
     pool = np.random.default_rng(seed).standard_normal(_POOL, np.float32) * np.float32(_STD)
     tile = xp.asarray(pool.astype(np_dtype(dtype)))
-    arrays: dict[str, Any] = {}
-    with weight_room(config, device, dtype):
+    weights: dict[str, Weight] = {}
+    with weight_room(config, device, dtype, max_model_len=max_model_len):
         for name, shape in weight_shapes(config).items():
             if name == "lm_head" and config.tie_word_embeddings:
-                arrays[name] = arrays["embed"]
+                weights[name] = weights["embed"]
             elif name.endswith("norm"):
                 norm = _tiled(pool, shape, _start(name)) + np.float32(1 - config.norm_weight_offset)
-                arrays[name] = xp.asarray(norm.astype(np_dtype(dtype)))
+                weights[name] = Weight.dense(xp.asarray(norm.astype(np_dtype(dtype))))
             else:
-                arrays[name] = _tiled(tile, shape, _start(name))
-    return arrays
+                weights[name] = Weight.dense(_tiled(tile, shape, _start(name)))
+    return weights
 
 
 def _start(name: str) -> int:

@@ -208,18 +208,26 @@ class GgufFile:
         """Return the shape of tensor `name`, (out, in) for a matrix."""
         return self.tensors[name].shape
 
-    def read(self, name: str, start: int, stop: int) -> np.ndarray[Any, Any]:
+    def read(
+        self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None
+    ) -> np.ndarray[Any, Any]:
         """Return rows [start, stop) of tensor `name` (in whole blocks if it is quantized, 1-D).
 
-        A view for F32, F16 and BF16; a fresh float32 array for the quantized formats.
+        Of `columns` only, if given: the blocks in which these lie are decoded, and no others. A
+        view for F32, F16 and BF16; a fresh float32 array for the quantized formats.
         """
         tensor = self.tensors[name]
-        form = tensor.format
-        columns = tensor.shape[1:]
-        width = math.prod(columns)
+        form, rest = tensor.format, tensor.shape[1:]
+        width = math.prod(rest)
         first = tensor.start + form.nbytes(start * width)
         raw = np.frombuffer(self._data, np.uint8, form.nbytes((stop - start) * width), first)
-        return form.decode(raw).reshape(stop - start, *columns)
+        if columns is None:
+            return form.decode(raw).reshape(stop - start, *rest)
+        begin, end = columns[0] // form.block, -(-columns[1] // form.block)
+        bytes_per_block = form.nbytes(form.block)
+        blocks = raw.reshape(stop - start, -1, bytes_per_block)[:, begin:end]
+        part = form.decode(np.ascontiguousarray(blocks).reshape(-1)).reshape(stop - start, -1)
+        return part[:, columns[0] - begin * form.block : columns[1] - begin * form.block]
 
 
 def _read_preamble(cursor: _Cursor) -> int:

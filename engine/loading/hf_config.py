@@ -1,4 +1,4 @@
-"""config.json and generation_config.json, or a .gguf's metadata, to `ModelConfig`.
+"""config.json and generation_config.json to `ModelConfig`.
 
 Files are untrusted: every number is typed and has a range, so that a mutated file ends in a
 `ConfigError` that names the key, never in a huge allocation.
@@ -23,7 +23,7 @@ from engine.loading.rope_config import MAX_POSITIONS, rope_configs, scaled_max_p
 from engine.models.family import Family
 from engine.models.registry import family
 
-__all__ = ["config_from_dict", "generation_config", "load_config"]
+__all__ = ["build_config", "config_from_dict", "generation_config", "load_hf_config"]
 
 _MAX_LAYERS = 1024
 _MAX_HEADS = 4096
@@ -40,28 +40,9 @@ _ACTIVATIONS = {
 }
 
 
-def load_config(path: str | PathLike[str]) -> ModelConfig:
-    """Read the configuration of the model at `path`.
-
-    Parameters
-    ----------
-    path : str or path
-        A directory with a config.json (and perhaps a generation_config.json, whose end-of-text
-        ids come first, as in Hugging Face), or a .gguf file.
-
-    Raises
-    ------
-    ConfigError
-        If a file is missing or damaged, a key is missing, a value makes no sense, or the model
-        needs something that the engine does not have.
-    WeightsError
-        If the .gguf file is damaged.
-    """
-    path = Path(path)
-    if path.suffix == ".gguf":
-        from engine.loading.gguf_config import load_gguf_config
-
-        return load_gguf_config(path)
+def load_hf_config(directory: str | PathLike[str]) -> ModelConfig:
+    """Read the configuration in `directory`; see `model_config.load_config`."""
+    path = Path(directory)
     values = read_json(path / "config.json")
     generation = generation_config(path)
     tokens = {key: generation[key] for key in ("eos_token_id",) if key in generation}
@@ -81,7 +62,7 @@ def config_from_dict(values: Mapping[str, Any], where: str = "config") -> ModelC
     Raises
     ------
     ConfigError
-        As in `load_config`.
+        As in `model_config.load_config`.
 
     Examples
     --------

@@ -11,13 +11,14 @@ from engine.config import ModelConfig
 from engine.device import Device, array_module
 from engine.dtypes import itemsize
 from engine.loading.weight_table import weight_room
+from engine.quantization import Weight
 
 __all__ = ["pad_features", "pad_mlps"]
 
 _ROW_ALIGNMENT = 16  # bytes
 
 
-def pad_mlps(weights: dict[str, Any], config: ModelConfig, device: Device, dtype: str) -> None:
+def pad_mlps(weights: dict[str, Weight], config: ModelConfig, device: Device, dtype: str) -> None:
     """Give every MLP in `weights` whole 16 bytes of features, one layer at a time, in place.
 
     Raises
@@ -31,8 +32,11 @@ def pad_mlps(weights: dict[str, Any], config: ModelConfig, device: Device, dtype
     with weight_room(config, device, dtype):
         for layer in range(config.num_layers):
             names = [f"layers.{layer}.{name}" for name in ("gate_up", "down", "gate_up_bias")]
-            padded = pad_features(*map(weights.get, names), multiple=multiple)
-            weights |= {n: a for n, a in zip(names, padded, strict=True) if a is not None}
+            held = [weights[name].data if name in weights else None for name in names]
+            padded = pad_features(*held, multiple=multiple)
+            for name, array in zip(names, padded, strict=True):
+                if array is not None:
+                    weights[name] = Weight.dense(array)
             if device.is_cuda:  # the pool has no use for blocks that are a little too small
                 device.xp.get_default_memory_pool().free_all_blocks()
 

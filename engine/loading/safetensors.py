@@ -108,8 +108,12 @@ class SafetensorsFile:
         view: np.ndarray[Any, Any] = np.ndarray(info.shape, dtype, self._map, info.start)
         return view
 
-    def read(self, name: str, start: int, stop: int) -> np.ndarray[Any, Any]:
+    def read(
+        self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None
+    ) -> np.ndarray[Any, Any]:
         """Return rows [start, stop) of weight `name`: a view in float32, float16 or bfloat16.
+
+        Of `columns` only, if given; the pages of the file in which none of these lie are not read.
 
         Raises
         ------
@@ -122,7 +126,8 @@ class SafetensorsFile:
                 f"{self.path}: tensor {name!r} must be one of {', '.join(_WEIGHT_DTYPES)}; "
                 f"got {dtype} (quantized safetensors are not supported)"
             )
-        return self.view(name)[start:stop]
+        rows = self.view(name)[start:stop]
+        return rows if columns is None else rows[:, slice(*columns)]
 
 
 class SafetensorsDirectory:
@@ -172,9 +177,11 @@ class SafetensorsDirectory:
         """Return tensor `name` as a read-only view of its mapped shard."""
         return self._home[name].view(name)
 
-    def read(self, name: str, start: int, stop: int) -> np.ndarray[Any, Any]:
+    def read(
+        self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None
+    ) -> np.ndarray[Any, Any]:
         """Return rows [start, stop) of weight `name`, as `SafetensorsFile.read` does."""
-        return self._home[name].read(name, start, stop)
+        return self._home[name].read(name, start, stop, columns)
 
 
 def open_safetensors(directory: str | PathLike[str]) -> SafetensorsFile | SafetensorsDirectory:

@@ -1,4 +1,4 @@
-"""What weights a model has, and which rows of them each tensor of a checkpoint fills."""
+"""What weights a model has, and which part of them each tensor of a checkpoint fills."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from dataclasses import dataclass
 
 from engine.cache.memory_pool import device_memory, format_bytes
 from engine.config import ModelConfig
-from engine.device import Device
-from engine.dtypes import itemsize
+from engine.device import CPU, Device
 from engine.errors import OutOfMemoryError, WeightsError
-from engine.models.family import TensorName
+from engine.models.decoder import rope_bytes
+from engine.models.family import TensorName, WeightName
+from engine.quantization import WHOLE, Shard, dense_format
 
-__all__ = ["Placement", "place_tensors", "weight_bytes", "weight_room", "weight_shapes"]
+__all__ = ["Placement", "place_tensors", "shard_axis", "weight_bytes", "weight_room"]
+__all__ += ["weight_shapes"]
 
 # Tables that the engine computes itself, in old checkpoints and in .gguf files.
 _IGNORED = re.compile(
@@ -25,47 +27,109 @@ _IGNORED = re.compile(
 _OUTPUT_NAMES = ("lm_head.weight", "output.weight")
 
 
-def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the name and shape of every (fused) weight of a model, (out, in) for a matrix.
+# The fused weights whose rows are divided among shards -> the parts that their rows are of.
+_ROW_PARTS = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
+# Those whose columns are divided -> the part whose rows make these columns.
+_COLUMN_PART = {"o": "q", "down": "gate"}
+_VOCABULARY = ("embed", "lm_head")
 
-    "lm_head" is in the table of a tied model too, where it is the same array as "embed".
+
+def shard_axis(kind: str) -> int | None:
+    """Return the axis along which weights of this kind are divided among shards; None: not.
+
+    Examples
+    --------
+    >>> [shard_axis(kind) for kind in ("qkv", "gate_up_bias", "down", "embed", "attn_norm")]
+    [0, 0, 1, 0, None]
+    """
+    if kind.removesuffix("_bias") in _ROW_PARTS or kind in _VOCABULARY:
+        return 0
+    return 1 if kind in _COLUMN_PART else None
+
+
+class _Parts:
+    """The parts that fused weights are made of: rows of the whole, and those of one shard.
+
+    Heads of q, k and v and features of an MLP are divided evenly; a key/value head is shared by
+    several shards if there are more of these. The vocabulary is padded to equal parts.
+    """
+
+    def __init__(self, config: ModelConfig, shard: Shard) -> None:
+        d, f = config.head_dim, config.intermediate_size
+        heads = shard.cut("num_attention_heads", config.num_heads)
+        kv_heads = shard.cut_shared("num_key_value_heads", config.num_kv_heads)
+        features = shard.cut("intermediate_size", f)
+        self.whole = {"q": config.num_heads * d, "k": config.num_kv_heads * d, "gate": f}
+        self.local = {
+            "q": (heads[0] * d, heads[1] * d),
+            "k": (kv_heads[0] * d, kv_heads[1] * d),
+            "gate": features,
+        }
+        for twin, part in (("v", "k"), ("up", "gate")):
+            self.whole[twin], self.local[twin] = self.whole[part], self.local[part]
+
+    def size(self, part: str) -> int:
+        """Return the rows of a part that the shard has."""
+        first, last = self.local[part]
+        return last - first
+
+    def pieces(self, parts: Iterable[str]) -> Iterator[tuple[int, int, int]]:
+        """Yield [first, last) of a tensor of these parts, and the row where they go."""
+        before, place = 0, 0
+        for part in parts:
+            first, last = self.local[part]
+            yield before + first, before + last, place
+            before, place = before + self.whole[part], place + last - first
+
+
+def weight_shapes(config: ModelConfig, shard: Shard = WHOLE) -> dict[str, tuple[int, ...]]:
+    """Return the name and shape of every (fused) weight of a shard, (out, in) for a matrix.
+
+    "lm_head" is in the table of a tied model too, where it is the same weight as "embed".
+
+    Raises
+    ------
+    ConfigError
+        If the model cannot be divided into so many shards.
 
     Examples
     --------
     >>> config = ModelConfig("llama", 64, 32, 1, 4, 2, 8, 48, 128)
-    >>> weight_shapes(config)["layers.0.qkv"]
-    (64, 32)
+    >>> weight_shapes(config)["layers.0.qkv"], weight_shapes(config, Shard(1, 4))["layers.0.qkv"]
+    ((64, 32), (24, 32))
     """
-    n, table = config.hidden_size, (config.vocab_size, config.hidden_size)
+    n, parts = config.hidden_size, _Parts(config, shard)
+    table = (shard.cut_padded(config.vocab_size)[2], n)
     shapes: dict[str, tuple[int, ...]] = {"embed": table}
     for layer in range(config.num_layers):
-        for name, shape in _layer_shapes(config).items():
-            shapes[f"layers.{layer}.{name}"] = shape
+        for kind, shape in _layer_shapes(config, parts).items():
+            shapes[str(WeightName(kind, layer))] = shape
     return {**shapes, "final_norm": (n,), "lm_head": table}
 
 
-def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def _layer_shapes(config: ModelConfig, parts: _Parts) -> dict[str, tuple[int, ...]]:
     """Return the weights of one layer."""
-    n, f, d = config.hidden_size, config.intermediate_size, config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {"attn_norm": (n,), "qkv": (config.qkv_dim, n)}
+    n, d = config.hidden_size, config.head_dim
+    qkv, gate_up = (sum(map(parts.size, _ROW_PARTS[kind])) for kind in ("qkv", "gate_up"))
+    shapes: dict[str, tuple[int, ...]] = {"attn_norm": (n,), "qkv": (qkv, n)}
     if config.qkv_bias:
-        shapes["qkv_bias"] = (config.qkv_dim,)
+        shapes["qkv_bias"] = (qkv,)
     if config.qk_norm:
         shapes |= {"q_norm": (d,), "k_norm": (d,)}
-    shapes["o"] = (n, config.num_heads * d)
+    shapes["o"] = (n, parts.size("q"))
     if config.o_bias:
         shapes["o_bias"] = (n,)
     if config.post_norms:
         shapes["post_attn_norm"] = (n,)
-    shapes |= {"mlp_norm": (n,), "gate_up": (2 * f, n), "down": (n, f)}
+    shapes |= {"mlp_norm": (n,), "gate_up": (gate_up, n), "down": (n, parts.size("gate"))}
     if config.mlp_bias:
-        shapes |= {"gate_up_bias": (2 * f,), "down_bias": (n,)}
+        shapes |= {"gate_up_bias": (gate_up,), "down_bias": (n,)}
     if config.post_norms:
         shapes["post_mlp_norm"] = (n,)
     return shapes
 
 
-def weight_bytes(config: ModelConfig, dtype: str) -> int:
+def weight_bytes(config: ModelConfig, dtype: str, shard: Shard = WHOLE) -> int:
     """Return the bytes of all weights in `dtype`; tied embeddings count once.
 
     Examples
@@ -73,49 +137,88 @@ def weight_bytes(config: ModelConfig, dtype: str) -> int:
     >>> weight_bytes(ModelConfig("llama", 64, 32, 1, 4, 2, 8, 48, 128), "float16")
     23744
     """
-    shapes = weight_shapes(config)
+    shapes, form = weight_shapes(config, shard), dense_format(dtype)
     if config.tie_word_embeddings:
         del shapes["lm_head"]
-    return sum(math.prod(shape) for shape in shapes.values()) * itemsize(dtype)
+    return sum(map(form.num_bytes, shapes.values()))
 
 
 @contextmanager
-def weight_room(config: ModelConfig, device: Device, dtype: str) -> Iterator[None]:
+def weight_room(
+    config: ModelConfig,
+    device: Device,
+    dtype: str,
+    *,
+    shard: Shard = WHOLE,
+    max_model_len: int = 0,
+) -> Iterator[None]:
     """Refuse the weights that are allocated inside if the device has no room for them.
+
+    The rope tables for sequences of `max_model_len` tokens count, too: they are made on the host.
 
     Raises
     ------
     OutOfMemoryError
         With what is wanted, what there is and who uses it.
     """
-    needed, (total, free) = weight_bytes(config, dtype), device_memory(device)
-    text = (
-        f"{device} has no room for {format_bytes(needed)} of weights in {dtype}: of "
-        f"{format_bytes(total)} in total, others use {format_bytes(total - free)} and "
-        f"{format_bytes(free)} are free"
-    )
-    if dtype == "float32" and weight_bytes(config, "bfloat16") <= free:
-        text += '. What would fit: dtype="bfloat16"'
+    tables = rope_bytes(config, max_model_len)
+    what = f"of weights in {dtype}"
+    if tables:
+        what += f" and of rope tables ({format_bytes(tables)} for max_model_len={max_model_len})"
+
+    def text(place: Device, needed: int) -> str:
+        total, free = device_memory(place)
+        said = (
+            f"{place} has no room for {format_bytes(needed)} {what}: of {format_bytes(total)} in "
+            f"total, others use {format_bytes(total - free)} and {format_bytes(free)} are free"
+        )
+        if dtype == "float32" and weight_bytes(config, "bfloat16", shard) + tables <= free:
+            said += '. What would fit: dtype="bfloat16"'
+        return said
+
+    needed = weight_bytes(config, dtype, shard) + tables
     # The system would promise the memory, and end whoever uses it. A GPU refuses by itself, and
     # CuPy may hold blocks that count as used.
-    if needed > free and not device.is_cuda:
-        raise OutOfMemoryError(text)
+    on_host = tables if device.is_cuda else needed
+    if on_host > device_memory(CPU)[1]:
+        raise OutOfMemoryError(text(CPU, on_host))
     try:
         yield
     except MemoryError as error:  # CuPy's own error derives from it
-        raise OutOfMemoryError(f"{text} ({error})") from error
+        raise OutOfMemoryError(f"{text(device, needed)} ({error})") from error
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Tensor `name` of shape `shape` fills rows [start, start + shape[0]) of weight `target`."""
+    """Where rows of a tensor go: rows [first, last) of `name` to rows from `start` on of `target`.
+
+    Attributes
+    ----------
+    name, target : str, WeightName
+    shape : tuple of int
+        Of the whole tensor.
+    first, last, start : int
+    columns : (int, int) or None
+        Which columns of these rows; None: all.
+    is_rotated : bool
+        Whether these are rows of q or k, which rope turns.
+    """
 
     name: str
-    target: str
-    start: int
+    target: WeightName
     shape: tuple[int, ...]
+    first: int
+    last: int
+    start: int = 0
+    columns: tuple[int, int] | None = None
     is_rotated: bool = False
-    """Whether these are rows of q or k, which rope turns."""
+
+    @property
+    def width(self) -> int:
+        """Numbers of a row that are read."""
+        if self.columns is not None:
+            return self.columns[1] - self.columns[0]
+        return math.prod(self.shape[1:])
 
 
 def place_tensors(
@@ -123,6 +226,7 @@ def place_tensors(
     config: ModelConfig,
     table: Iterable[TensorName],
     found: Mapping[str, tuple[int, ...]],
+    shard: Shard = WHOLE,
 ) -> list[Placement]:
     """Return where every tensor of a checkpoint goes, in the checkpoint's order.
 
@@ -134,13 +238,15 @@ def place_tensors(
         The family's names.
     found : mapping
         Name and shape of the tensors that are there.
+    shard : Shard
+        Whose parts are placed.
 
     Raises
     ------
     WeightsError
         If a tensor is missing, unexpected, or has another shape than the config says.
     """
-    wanted = _wanted(config, table)
+    wanted = _wanted(config, table, shard)
     ignored = set(_OUTPUT_NAMES) if config.tie_word_embeddings else set()
     unexpected = [
         name
@@ -149,13 +255,13 @@ def place_tensors(
     ]
     _refuse(where, "missing", [name for name in wanted if name not in found])
     _refuse(where, f"unknown to a {config.model_type} model of this config", unexpected)
-    for name, place in wanted.items():
-        if found[name] != place.shape:
+    for name, (shape, _) in wanted.items():
+        if found[name] != shape:
             raise WeightsError(
-                f"{where}: tensor {name!r} must have shape {place.shape}, as the config says; "
+                f"{where}: tensor {name!r} must have shape {shape}, as the config says; "
                 f"got {found[name]}"
             )
-    return [wanted[name] for name in found if name in wanted]
+    return [place for name in found if name in wanted for place in wanted[name][1]]
 
 
 def _refuse(where: str, fault: str, names: list[str]) -> None:
@@ -165,27 +271,46 @@ def _refuse(where: str, fault: str, names: list[str]) -> None:
         raise WeightsError(f"{where}: {count} {fault}: {', '.join(names[:4])}{more}")
 
 
-def _wanted(config: ModelConfig, table: Iterable[TensorName]) -> dict[str, Placement]:
-    """Return the placement of every tensor that the checkpoint must have."""
-    shapes = weight_shapes(config)
+def _wanted(
+    config: ModelConfig, table: Iterable[TensorName], shard: Shard
+) -> dict[str, tuple[tuple[int, ...], list[Placement]]]:
+    """Return the shape of every tensor that the checkpoint must have, and where it goes."""
+    shapes, parts = weight_shapes(config), _Parts(config, shard)
     if config.tie_word_embeddings:
         del shapes["lm_head"]
-    rows = _parts(config)
-    placements: dict[str, Placement] = {}
+    wanted: dict[str, tuple[tuple[int, ...], list[Placement]]] = {}
     for template in table:
-        layers = range(config.num_layers) if "{i}" in template.checkpoint else (0,)
-        for layer in layers:
-            name, target = (text.replace("{i}", str(layer)) for text in template[:2])
-            if target not in shapes:
-                continue
-            start, count = rows.get(template.part, (0, shapes[target][0]))
-            shape = (count, *shapes[target][1:])
-            placements[name] = Placement(name, target, start, shape, template.part in ("q", "k"))
-    return placements
+        for name, target in template.expand(config.num_layers):
+            if str(target) in shapes:
+                rows, *rest = shapes[str(target)]
+                shape = (parts.whole.get(template.part, rows), *rest)
+                places = list(_places(name, target, template.part, shape, parts, shard))
+                wanted[name] = (shape, places)
+    return wanted
 
 
-def _parts(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Return the first row and the number of rows of each part of a fused weight."""
-    q, k = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    f = config.intermediate_size
-    return {"q": (0, q), "k": (q, k), "v": (q + k, k), "gate": (0, f), "up": (f, f)}
+def _places(
+    name: str,
+    target: WeightName,
+    part: str,
+    shape: tuple[int, ...],
+    parts: _Parts,
+    shard: Shard,
+) -> Iterator[Placement]:
+    """Yield the pieces of one tensor that the shard has."""
+    fused = _ROW_PARTS.get(target.kind.removesuffix("_bias"))
+    if fused is not None:
+        here = (part,) if part else fused
+        before = fused[: fused.index(part)] if part else ()
+        start = sum(map(parts.size, before))
+        for first, last, place in parts.pieces(here):
+            is_rotated = part in ("q", "k")
+            yield Placement(name, target, shape, first, last, start + place, None, is_rotated)
+    elif target.kind in _COLUMN_PART:
+        columns = None if shard.is_whole else parts.local[_COLUMN_PART[target.kind]]
+        yield Placement(name, target, shape, 0, shape[0], columns=columns)
+    elif target.kind in _VOCABULARY:
+        first, last, _ = shard.cut_padded(shape[0])
+        yield Placement(name, target, shape, first, last)
+    else:
+        yield Placement(name, target, shape, 0, shape[0])

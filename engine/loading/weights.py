@@ -1,4 +1,4 @@
-"""Checkpoint tensors to the model's fused arrays, streamed in slabs of rows.
+"""Checkpoint tensors to the model's fused weights, streamed in slabs of rows.
 
 Every fused array is allocated once, on the target device, and filled slab by slab: a reader
 gives some rows (a view of the mapped file, or freshly dequantized), they are cast into place,
@@ -31,11 +31,13 @@ from engine.loading.safetensors import open_safetensors
 from engine.loading.weight_table import (
     Placement,
     place_tensors,
+    shard_axis,
     weight_bytes,
     weight_room,
     weight_shapes,
 )
 from engine.models.registry import family
+from engine.quantization import WHOLE, Shard, Weight
 
 __all__ = ["dummy_weights", "load_weights", "weight_bytes", "weight_shapes"]
 
@@ -63,13 +65,18 @@ class Checkpoint(Protocol):
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of tensor `name`."""
 
-    def read(self, name: str, start: int, stop: int) -> Array:
-        """Return rows [start, stop) of tensor `name` in any float dtype."""
+    def read(
+        self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None
+    ) -> Array:
+        """Return rows [start, stop) of tensor `name`, of some columns, in any float dtype.
+
+        Of the file no more is read than holds these.
+        """
 
 
 @dataclass(frozen=True)
 class _Work:
-    """Rows [first, last) of one tensor, to be written to rows of an array on the device."""
+    """Rows [first, last) of a placement's tensor, to be written to rows of a weight."""
 
     place: Placement
     first: int
@@ -82,9 +89,11 @@ def load_weights(
     *,
     device: Device = CPU,
     dtype: str = "float32",
+    shard: Shard = WHOLE,
+    max_model_len: int = 0,
     progress: bool = False,
-) -> dict[str, Any]:
-    """Load the weights of a model into fused arrays.
+) -> dict[str, Weight]:
+    """Load the weights of a model, or of one shard of it.
 
     Parameters
     ----------
@@ -96,25 +105,33 @@ def load_weights(
         Where the arrays live: NumPy arrays on the CPU, CuPy arrays on CUDA.
     dtype : str
         "float32", "float16" or "bfloat16"; tensors in other dtypes are cast.
+    shard : Shard
+        Which part to load; of the file nothing else is read. A vocabulary that cannot be divided
+        is padded with rows of zeros.
+    max_model_len : int
+        Leave room for the rope tables of sequences of so many tokens.
     progress : bool
         Show a bar on stderr, if that is a terminal.
 
     Returns
     -------
-    dict of str to array
-        The names and shapes of `weight_shapes(config)`. Tied embeddings are one array under two
-        names. Rows of q and k are in half-split rope order, whatever the file's order.
+    dict of str to Weight
+        The names and shapes of `weight_shapes(config, shard)`. Tied embeddings are one weight under
+        two names. Rows of q and k are in half-split rope order, whatever the file's order.
 
     Raises
     ------
     WeightsError
         If a file is damaged, or a tensor is missing, unexpected, or of another shape.
+    ConfigError
+        If the model cannot be divided into so many shards.
     OutOfMemoryError
-        If the device has no room for the arrays.
+        If the device has no room for the weights.
     """
-    checkpoint, placements = _plan(Path(source), config)
+    checkpoint, placements = _plan(Path(source), config, shard)
     device.activate()
-    arrays = _allocate(config, device, dtype)
+    with weight_room(config, device, dtype, shard=shard, max_model_len=max_model_len):
+        arrays = _allocate(config, device, dtype, shard)
     loader = _Loader(checkpoint, config, arrays, device, dtype)
     works = list(_slabs(placements, dtype))
     with _progress_bar(works, dtype, progress) as advance, ThreadPoolExecutor(_workers()) as pool:
@@ -126,10 +143,18 @@ def load_weights(
         finally:
             for future in futures:
                 future.cancel()
-    return arrays
+    weights = {
+        name: Weight.dense(
+            array, shard, None if shard.is_whole else shard_axis(name.split(".")[-1])
+        )
+        for name, array in arrays.items()
+    }
+    if config.tie_word_embeddings:
+        weights["lm_head"] = weights["embed"]
+    return weights
 
 
-def _plan(source: Path, config: ModelConfig) -> tuple[Checkpoint, list[Placement]]:
+def _plan(source: Path, config: ModelConfig, shard: Shard) -> tuple[Checkpoint, list[Placement]]:
     """Open the checkpoint and match its tensors with the model's."""
     kind = family(config.model_type)
     checkpoint: Checkpoint
@@ -138,31 +163,32 @@ def _plan(source: Path, config: ModelConfig) -> tuple[Checkpoint, list[Placement
     else:
         checkpoint, table = open_safetensors(source), kind.names
     found = {name: checkpoint.shape(name) for name in checkpoint.names()}
-    return checkpoint, place_tensors(str(checkpoint.path), config, table, found)
+    return checkpoint, place_tensors(str(checkpoint.path), config, table, found, shard)
 
 
-def _allocate(config: ModelConfig, device: Device, dtype: str) -> dict[str, Any]:
+def _allocate(config: ModelConfig, device: Device, dtype: str, shard: Shard) -> dict[str, Any]:
     """Return the fused arrays, not filled yet."""
-    shapes = weight_shapes(config)
+    shapes = weight_shapes(config, shard)
     if config.tie_word_embeddings:
         del shapes["lm_head"]
-    with weight_room(config, device, dtype):
-        arrays = {name: device.xp.empty(shape, np_dtype(dtype)) for name, shape in shapes.items()}
+    arrays = {name: device.xp.empty(shape, np_dtype(dtype)) for name, shape in shapes.items()}
     if device.is_cuda:
         # SAFETY: the memory may have been freed under a kernel that still runs on another stream.
         device.xp.cuda.runtime.deviceSynchronize()
-    if config.tie_word_embeddings:
-        arrays["lm_head"] = arrays["embed"]
+    first, last, rows = shard.cut_padded(config.vocab_size)
+    for name in ("embed", "lm_head"):
+        if name in arrays and last - first < rows:  # the rows of padding
+            arrays[name][last - first :].view(f"u{arrays[name].itemsize}").fill(0)
     return arrays
 
 
 def _slabs(placements: list[Placement], dtype: str) -> Iterator[_Work]:
     """Cut every tensor into slabs of rows, whole heads at a time."""
     for place in placements:
-        rows = place.shape[0]
-        step = rows if len(place.shape) == 1 else _rows_of(_SLAB_BYTES // 4, place.shape[1], 1024)
-        for first in range(0, rows, step):
-            yield _Work(place, first, min(rows, first + step))
+        is_vector = len(place.shape) == 1
+        step = place.last if is_vector else _rows_of(_SLAB_BYTES // 4, place.width, 1024)
+        for first in range(place.first, place.last, max(1, step)):
+            yield _Work(place, first, min(place.last, first + step))
 
 
 def _rows_of(weights: int, width: int, multiple: int) -> int:
@@ -194,8 +220,9 @@ class _Loader:
 
     def run(self, work: _Work) -> None:
         """Load one slab."""
-        start = work.place.start
-        rows = self.arrays[work.place.target][start + work.first : start + work.last]
+        place = work.place
+        start = place.start - place.first
+        rows = self.arrays[str(place.target)][start + work.first : start + work.last]
         if not self.device.is_cuda:
             self._fill(rows, work)
             return
@@ -221,14 +248,14 @@ class _Loader:
     def _fill(self, out: Array, work: _Work) -> None:
         """Write the slab's rows to the host array `out`."""
         place = work.place
-        width = place.shape[1] if len(place.shape) > 1 else 1
-        step = _rows_of(_STEP_WEIGHTS, width, self.head_dim if len(place.shape) > 1 else 4096)
+        is_vector = len(place.shape) == 1
+        step = _rows_of(_STEP_WEIGHTS, place.width, 4096 if is_vector else self.head_dim)
         for first in range(work.first, work.last, step):
             last = min(work.last, first + step)
-            rows = self.checkpoint.read(place.name, first, last)
+            rows = self.checkpoint.read(place.name, first, last, place.columns)
             if self.is_interleaved and place.is_rotated:
                 rows = _half_split(rows, self.head_dim)
-            if self.norm_offset and place.target.endswith("norm"):
+            if self.norm_offset and place.target.kind.endswith("norm"):
                 rows = rows.astype(np.float32) - np.float32(self.norm_offset)
             part = out[first - work.first : last - work.first]
             _cast_into(part, rows)
@@ -272,8 +299,7 @@ def _progress_bar(works: list[_Work], dtype: str, progress: bool) -> Iterator[An
     from tqdm import tqdm
 
     def nbytes(work: _Work) -> int:
-        width = work.place.shape[1] if len(work.place.shape) > 1 else 1
-        return (work.last - work.first) * width * np_dtype(dtype).itemsize
+        return (work.last - work.first) * work.place.width * np_dtype(dtype).itemsize
 
     total = sum(map(nbytes, works))
     with tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights") as bar:

@@ -22,10 +22,11 @@ from engine.layers.embedding import Embedding
 from engine.layers.linear import Linear
 from engine.layers.mlp import MLP
 from engine.layers.norm import Norm
-from engine.layers.rotary import long_rope_offset, rope_table
+from engine.layers.rotary import long_rope_offset, rope_table, table_shape
 from engine.models.layer_plans import LayerPlans
+from engine.quantization import Weight
 
-__all__ = ["Decoder", "DecoderLayer"]
+__all__ = ["Decoder", "DecoderLayer", "rope_bytes"]
 
 Pages = Sequence[tuple[Any, Any]]
 """(k_pages, v_pages) of every layer, each (P, K, block_size, D)."""
@@ -136,8 +137,8 @@ class Decoder:
     Parameters
     ----------
     config : ModelConfig
-    weights : mapping of str to array
-        The fused arrays of `loading.weights.load_weights`, all of one dtype on one device.
+    weights : mapping of str to Weight
+        Of `loading.weights.load_weights`, on one device.
     max_model_len : int
         Longest sequence in tokens; the rope tables have so many rows.
     deterministic : bool
@@ -146,8 +147,8 @@ class Decoder:
     Attributes
     ----------
     layers : tuple of DecoderLayer
-    weights : dict of str to array
-        The same arrays, by name: "layers.0.qkv", ...; an MLP may have more features than the config
+    weights : dict of str to Weight
+        The same, by name: "layers.0.qkv", ...; an MLP may have more features than the config
         says (`loading.mlp_padding`).
     rope_tables : tuple of array
         One (P, R) float32 table, or two: of full-attention layers, of layers with a window.
@@ -163,7 +164,7 @@ class Decoder:
     def __init__(
         self,
         config: ModelConfig,
-        weights: Mapping[str, Any],
+        weights: Mapping[str, Weight],
         max_model_len: int,
         *,
         deterministic: bool = False,
@@ -172,7 +173,7 @@ class Decoder:
         self.deterministic = deterministic
         self.weights = dict(weights)
         self.max_model_len = max_model_len
-        self.xp = array_module(*self.weights.values())
+        self.xp = array_module(*(weight.data for weight in self.weights.values()))
         self.rope_tables = tuple(self._rope_table(rope) for rope in _ropes(config))
         self.long_rope_offset = long_rope_offset(config.rope, max_model_len)
         self.embed = Embedding(self._weight("embed"), config.embed_scale)
@@ -186,8 +187,19 @@ class Decoder:
     @property
     def dtype(self) -> np.dtype[Any]:
         """Dtype of weights, activations and pages."""
-        dtype: np.dtype[Any] = self.embed.weight.dtype
+        dtype: np.dtype[Any] = self.embed.weight.data.dtype
         return dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the weights and the rope tables; what has two names counts once."""
+        weights = {id(weight): weight.num_bytes for weight in self.weights.values()}
+        return sum(weights.values()) + self.table_bytes
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the rope tables."""
+        return sum(int(table.nbytes) for table in self.rope_tables)
 
     def forward(self, batch: ForwardBatch, kv_pages: Pages) -> Any:
         """Compute one step.
@@ -227,7 +239,7 @@ class Decoder:
         """Tell whether tokens whose logits nobody wants leave before the end of the last layer."""
         last = self.layers[-1]
         behind_attention = (last.attn.o, last.mlp.gate_up, last.mlp.down)
-        saved = num_dropped * sum(int(linear.weight.size) for linear in behind_attention)
+        saved = num_dropped * sum(linear.weight.num_elements for linear in behind_attention)
         return saved >= (1 if self.xp is np else _LEAST_SAVED)
 
     def logits(self, hidden: Any) -> Any:
@@ -245,19 +257,26 @@ class Decoder:
         Returns
         -------
         names : tuple of str
-            Columns: the weights of a layer, without "layers.<i>.".
+            Columns: the weights of a layer, without "layers.<i>."; scales as "qkv.scales".
         addresses : (num_layers, len(names)) array of uint64
             On the host. SAFETY: valid as long as this decoder lives.
         """
         prefix = "layers.0."
-        names = tuple(n.removeprefix(prefix) for n in self.weights if n.startswith(prefix))
+        kinds = [name.removeprefix(prefix) for name in self.weights if name.startswith(prefix)]
+        columns = [
+            (kind, array) for kind in kinds for array, _ in self.weights[f"{prefix}{kind}"].arrays()
+        ]
         rows = [
-            [address(self.weights[f"layers.{index}.{name}"]) for name in names]
+            [
+                address(getattr(self.weights[f"layers.{index}.{kind}"], array))
+                for kind, array in columns
+            ]
             for index in range(self.config.num_layers)
         ]
+        names = tuple(kind if array == "data" else f"{kind}.{array}" for kind, array in columns)
         return names, np.array(rows, np.uint64)
 
-    def _weight(self, name: str) -> Any:
+    def _weight(self, name: str) -> Weight:
         try:
             return self.weights[name]
         except KeyError:
@@ -268,7 +287,9 @@ class Decoder:
         return Linear(self._weight(name), bias, deterministic=self.deterministic)
 
     def _norm(self, name: str) -> Norm:
-        return Norm(self._weight(name), self.config.rms_norm_eps, self.config.norm_weight_offset)
+        return Norm(
+            self._weight(name).data, self.config.rms_norm_eps, self.config.norm_weight_offset
+        )
 
     def _rope_table(self, rope: RopeConfig) -> Any:
         return self.xp.asarray(rope_table(rope, self.max_model_len))
@@ -309,6 +330,12 @@ class Decoder:
             self._norm(f"{name}.q_norm") if config.qk_norm else None,
             self._norm(f"{name}.k_norm") if config.qk_norm else None,
         )
+
+
+def rope_bytes(config: ModelConfig, max_model_len: int) -> int:
+    """Return the bytes of the rope tables for sequences of up to `max_model_len` tokens."""
+    shapes = [table_shape(rope, max_model_len) for rope in _ropes(config)]
+    return sum(rows * columns * _FLOAT32.itemsize for rows, columns in shapes)
 
 
 def address(array: Any) -> int:

@@ -7,7 +7,8 @@ these declarations, `loading/weights.py` finds the tensors by the tables of name
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -18,10 +19,36 @@ __all__ = [
     "HF_NAMES",
     "Family",
     "TensorName",
+    "WeightName",
     "WindowRule",
 ]
 
 WindowRule = Literal["never", "every_layer", "max_window_layers", "pattern"]
+
+
+class WeightName(NamedTuple):
+    """The engine's name of a (fused) weight.
+
+    Attributes
+    ----------
+    kind : str
+        "qkv", "down", "embed", ...
+    layer, expert : int or None
+        Whose it is; None: the model's, or the layer's.
+
+    Examples
+    --------
+    >>> str(WeightName("qkv", 3)), str(WeightName("down", 3, 7)), str(WeightName("embed"))
+    ('layers.3.qkv', 'layers.3.experts.7.down', 'embed')
+    """
+
+    kind: str
+    layer: int | None = None
+    expert: int | None = None
+
+    def __str__(self) -> str:
+        expert = "" if self.expert is None else f"experts.{self.expert}."
+        return self.kind if self.layer is None else f"layers.{self.layer}.{expert}{self.kind}"
 
 
 class TensorName(NamedTuple):
@@ -30,23 +57,37 @@ class TensorName(NamedTuple):
     Attributes
     ----------
     checkpoint : str
-        Its name in the file; "{i}" stands for the layer.
-    target : str
-        The engine's (fused) array.
+        Its name in the file; "{i}" stands for the layer, "{e}" for the expert.
+    kind : str
+        The engine's (fused) weight, as in `WeightName`.
     part : str
         Which rows of it: "q", "k", "v", "gate", "up", or "" for all of them.
     """
 
     checkpoint: str
-    target: str
+    kind: str
     part: str = ""
 
+    def expand(self, num_layers: int, num_experts: int = 0) -> Iterator[tuple[str, WeightName]]:
+        """Yield the name in the file and the engine's name for each layer and expert.
 
-def _linear(checkpoint: str, target: str, part: str = "") -> tuple[TensorName, TensorName]:
+        Examples
+        --------
+        >>> list(TensorName("blk.{i}.{e}.up", "gate_up", "up").expand(1, 2))[1]
+        ('blk.0.1.up', WeightName(kind='gate_up', layer=0, expert=1))
+        """
+        layers = range(num_layers) if "{i}" in self.checkpoint else (None,)
+        experts = range(num_experts) if "{e}" in self.checkpoint else (None,)
+        for layer, expert in itertools.product(layers, experts):
+            name = self.checkpoint.replace("{i}", str(layer)).replace("{e}", str(expert))
+            yield name, WeightName(self.kind, layer, expert)
+
+
+def _linear(checkpoint: str, kind: str, part: str = "") -> tuple[TensorName, TensorName]:
     """Name a weight and its bias; a bias that the config does not have is never looked for."""
     return (
-        TensorName(f"{checkpoint}.weight", target, part),
-        TensorName(f"{checkpoint}.bias", f"{target}_bias", part),
+        TensorName(f"{checkpoint}.weight", kind, part),
+        TensorName(f"{checkpoint}.bias", f"{kind}_bias", part),
     )
 
 
@@ -54,20 +95,20 @@ HF_NAMES: tuple[TensorName, ...] = (
     TensorName("model.embed_tokens.weight", "embed"),
     TensorName("model.norm.weight", "final_norm"),
     TensorName("lm_head.weight", "lm_head"),
-    TensorName("model.layers.{i}.input_layernorm.weight", "layers.{i}.attn_norm"),
-    *_linear("model.layers.{i}.self_attn.o_proj", "layers.{i}.o"),
-    *_linear("model.layers.{i}.mlp.down_proj", "layers.{i}.down"),
+    TensorName("model.layers.{i}.input_layernorm.weight", "attn_norm"),
+    *_linear("model.layers.{i}.self_attn.o_proj", "o"),
+    *_linear("model.layers.{i}.mlp.down_proj", "down"),
 )
 """The names that every family shares in a Hugging Face checkpoint."""
 
 HF_LAYER_NAMES: tuple[TensorName, ...] = (
-    *_linear("model.layers.{i}.self_attn.q_proj", "layers.{i}.qkv", "q"),
-    *_linear("model.layers.{i}.self_attn.k_proj", "layers.{i}.qkv", "k"),
-    *_linear("model.layers.{i}.self_attn.v_proj", "layers.{i}.qkv", "v"),
-    TensorName("model.layers.{i}.self_attn.q_norm.weight", "layers.{i}.q_norm"),
-    TensorName("model.layers.{i}.self_attn.k_norm.weight", "layers.{i}.k_norm"),
-    *_linear("model.layers.{i}.mlp.gate_proj", "layers.{i}.gate_up", "gate"),
-    *_linear("model.layers.{i}.mlp.up_proj", "layers.{i}.gate_up", "up"),
+    *_linear("model.layers.{i}.self_attn.q_proj", "qkv", "q"),
+    *_linear("model.layers.{i}.self_attn.k_proj", "qkv", "k"),
+    *_linear("model.layers.{i}.self_attn.v_proj", "qkv", "v"),
+    TensorName("model.layers.{i}.self_attn.q_norm.weight", "q_norm"),
+    TensorName("model.layers.{i}.self_attn.k_norm.weight", "k_norm"),
+    *_linear("model.layers.{i}.mlp.gate_proj", "gate_up", "gate"),
+    *_linear("model.layers.{i}.mlp.up_proj", "gate_up", "up"),
 )
 """Separate projections, with norms of q and k where the config has them."""
 
@@ -75,31 +116,31 @@ _GGUF_NAMES: tuple[TensorName, ...] = (
     TensorName("token_embd.weight", "embed"),
     TensorName("output_norm.weight", "final_norm"),
     TensorName("output.weight", "lm_head"),
-    TensorName("blk.{i}.attn_norm.weight", "layers.{i}.attn_norm"),
-    TensorName("blk.{i}.ffn_norm.weight", "layers.{i}.mlp_norm"),
-    *_linear("blk.{i}.attn_output", "layers.{i}.o"),
-    *_linear("blk.{i}.ffn_down", "layers.{i}.down"),
+    TensorName("blk.{i}.attn_norm.weight", "attn_norm"),
+    TensorName("blk.{i}.ffn_norm.weight", "mlp_norm"),
+    *_linear("blk.{i}.attn_output", "o"),
+    *_linear("blk.{i}.ffn_down", "down"),
 )
 
 GGUF_SPLIT_NAMES: tuple[TensorName, ...] = (
     *_GGUF_NAMES,
-    *_linear("blk.{i}.attn_q", "layers.{i}.qkv", "q"),
-    *_linear("blk.{i}.attn_k", "layers.{i}.qkv", "k"),
-    *_linear("blk.{i}.attn_v", "layers.{i}.qkv", "v"),
-    TensorName("blk.{i}.attn_q_norm.weight", "layers.{i}.q_norm"),
-    TensorName("blk.{i}.attn_k_norm.weight", "layers.{i}.k_norm"),
-    *_linear("blk.{i}.ffn_gate", "layers.{i}.gate_up", "gate"),
-    *_linear("blk.{i}.ffn_up", "layers.{i}.gate_up", "up"),
-    TensorName("blk.{i}.post_attention_norm.weight", "layers.{i}.post_attn_norm"),
-    TensorName("blk.{i}.post_ffw_norm.weight", "layers.{i}.post_mlp_norm"),
+    *_linear("blk.{i}.attn_q", "qkv", "q"),
+    *_linear("blk.{i}.attn_k", "qkv", "k"),
+    *_linear("blk.{i}.attn_v", "qkv", "v"),
+    TensorName("blk.{i}.attn_q_norm.weight", "q_norm"),
+    TensorName("blk.{i}.attn_k_norm.weight", "k_norm"),
+    *_linear("blk.{i}.ffn_gate", "gate_up", "gate"),
+    *_linear("blk.{i}.ffn_up", "gate_up", "up"),
+    TensorName("blk.{i}.post_attention_norm.weight", "post_attn_norm"),
+    TensorName("blk.{i}.post_ffw_norm.weight", "post_mlp_norm"),
 )
 """A .gguf with separate projections."""
 
 GGUF_PACKED_NAMES: tuple[TensorName, ...] = (
     *_GGUF_NAMES,
-    *_linear("blk.{i}.attn_qkv", "layers.{i}.qkv"),
+    *_linear("blk.{i}.attn_qkv", "qkv"),
     # NOTE: a packed gate and up is stored under the name of up alone.
-    *_linear("blk.{i}.ffn_up", "layers.{i}.gate_up"),
+    *_linear("blk.{i}.ffn_up", "gate_up"),
 )
 """A .gguf with packed projections (phi3)."""
 

@@ -11,11 +11,9 @@ GEMMA3 = Family(
     names=(
         *HF_NAMES,
         *HF_LAYER_NAMES,
-        TensorName("model.layers.{i}.post_attention_layernorm.weight", "layers.{i}.post_attn_norm"),
-        TensorName("model.layers.{i}.pre_feedforward_layernorm.weight", "layers.{i}.mlp_norm"),
-        TensorName(
-            "model.layers.{i}.post_feedforward_layernorm.weight", "layers.{i}.post_mlp_norm"
-        ),
+        TensorName("model.layers.{i}.post_attention_layernorm.weight", "post_attn_norm"),
+        TensorName("model.layers.{i}.pre_feedforward_layernorm.weight", "mlp_norm"),
+        TensorName("model.layers.{i}.post_feedforward_layernorm.weight", "post_mlp_norm"),
     ),
     gguf_arch="gemma3",
     defaults={

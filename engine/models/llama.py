@@ -9,7 +9,7 @@ __all__ = ["LLAMA", "LLAMA_NAMES"]
 LLAMA_NAMES: tuple[TensorName, ...] = (
     *HF_NAMES,
     *HF_LAYER_NAMES,
-    TensorName("model.layers.{i}.post_attention_layernorm.weight", "layers.{i}.mlp_norm"),
+    TensorName("model.layers.{i}.post_attention_layernorm.weight", "mlp_norm"),
 )
 """Two norms a layer: the layout of llama, mistral, qwen2 and qwen3."""
 

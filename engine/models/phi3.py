@@ -10,9 +10,9 @@ PHI3 = Family(
     model_type="phi3",
     names=(
         *HF_NAMES,
-        TensorName("model.layers.{i}.self_attn.qkv_proj.weight", "layers.{i}.qkv"),
-        TensorName("model.layers.{i}.mlp.gate_up_proj.weight", "layers.{i}.gate_up"),
-        TensorName("model.layers.{i}.post_attention_layernorm.weight", "layers.{i}.mlp_norm"),
+        TensorName("model.layers.{i}.self_attn.qkv_proj.weight", "qkv"),
+        TensorName("model.layers.{i}.mlp.gate_up_proj.weight", "gate_up"),
+        TensorName("model.layers.{i}.post_attention_layernorm.weight", "mlp_norm"),
     ),
     gguf_names=GGUF_PACKED_NAMES,
     gguf_arch="phi3",

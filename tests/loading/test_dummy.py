@@ -20,34 +20,35 @@ def test_shapes_dtypes_and_ties(tiny, family, dtype):
     config = config_from_dict(tiny.config_of(family))
     weights = dummy_weights(config, dtype=dtype)
     assert {name: value.shape for name, value in weights.items()} == weight_shapes(config)
-    assert {value.dtype for value in weights.values()} == {np_dtype(dtype)}
+    assert {value.data.dtype for value in weights.values()} == {np_dtype(dtype)}
     assert (weights["lm_head"] is weights["embed"]) == config.tie_word_embeddings
 
 
 def test_distribution(tiny):
     config = config_from_dict(tiny.config_of("gemma3_text", vocab_size=4000, hidden_size=256))
     weights = dummy_weights(config)
-    for name, value in weights.items():
+    for name, weight in weights.items():
+        value = weight.data
         assert abs(value.mean()) < 0.02, name  # norms too: Gemma adds the 1 itself
         assert 0.01 < value.std() < 0.03, name
     plain = dummy_weights(config_from_dict(tiny.config_of("llama")))
-    assert all(abs(plain[name].mean() - 1) < 0.02 for name in plain if name.endswith("norm"))
+    assert all(abs(plain[name].data.mean() - 1) < 0.02 for name in plain if name.endswith("norm"))
 
 
 def test_a_weight_depends_on_its_name_and_the_seed_only(tiny):
     small = dummy_weights(config_from_dict(tiny.config_of("llama")))
     large = dummy_weights(config_from_dict(tiny.config_of("llama", num_hidden_layers=5)))
     for name, value in small.items():
-        np.testing.assert_array_equal(large[name], value)
+        np.testing.assert_array_equal(large[name].data, value.data)
     other = dummy_weights(config_from_dict(tiny.config_of("llama")), seed=1)
-    assert not np.array_equal(other["embed"], small["embed"])
-    assert not np.array_equal(small["layers.0.qkv"], small["layers.1.qkv"])
+    assert not np.array_equal(other["embed"].data, small["embed"].data)
+    assert not np.array_equal(small["layers.0.qkv"].data, small["layers.1.qkv"].data)
 
 
 def test_no_two_rows_of_a_large_matrix_are_equal():
     """The pool is tiled, but a power of two as width never meets its prime length."""
     config = ModelConfig("llama", 4096, 1024, 1, 8, 8, 128, 64, 64)
-    embed = dummy_weights(config)["embed"]
+    embed = dummy_weights(config)["embed"].data
     assert embed.size > 3 * dummy._POOL
     assert len(np.unique(embed[:, :4], axis=0)) == len(embed)
 
@@ -79,5 +80,5 @@ def test_cuda_weights_equal_those_of_the_cpu(cp, tiny, dtype):
     config = config_from_dict(tiny.config_of("gemma3_text", vocab_size=50_000))
     on_gpu = dummy_weights(config, device=Device("cuda"), dtype=dtype)
     for name, value in dummy_weights(config, dtype=dtype).items():
-        assert isinstance(on_gpu[name], cp.ndarray)
-        np.testing.assert_array_equal(on_gpu[name].get(), value)
+        assert isinstance(on_gpu[name].data, cp.ndarray)
+        np.testing.assert_array_equal(on_gpu[name].data.get(), value.data)

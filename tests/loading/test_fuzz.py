@@ -10,7 +10,7 @@ import pytest
 
 from engine.errors import ConfigError, WeightsError
 from engine.loading.gguf import GgufFile
-from engine.loading.hf_config import load_config
+from engine.loading.model_config import load_config
 from engine.loading.weights import load_weights, weight_shapes
 
 NUMBERS = [0, 1, 2, 3, 4, 8, 9, 16, 31, 32, 33, 64, 127, 128, 255]

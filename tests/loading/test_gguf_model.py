@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType as Type
 
 from engine.errors import ConfigError, WeightsError
 from engine.loading.gguf import GgufFile
-from engine.loading.hf_config import load_config
+from engine.loading.model_config import load_config
 from engine.loading.weights import load_weights
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text"]
@@ -95,7 +95,7 @@ def test_a_gguf_of_every_family(tmp_path, tiny, family, quantize):
     assert any(config.layer_windows) == (family in ("mistral", "gemma3_text"))
     for name, value in wanted.items():
         atol = 3e-7 if family == "gemma3_text" and "norm" in name else 0  # (w + 1) - 1
-        np.testing.assert_allclose(weights[name], value, rtol=0, atol=atol, err_msg=name)
+        np.testing.assert_allclose(weights[name].data, value, rtol=0, atol=atol, err_msg=name)
 
 
 def test_a_gguf_that_does_not_fit_its_metadata_is_refused(tmp_path, tiny):
@@ -118,12 +118,12 @@ def test_smollm2_is_read_as_the_package_reads_it(smollm2):
         tensor = by_name[f"{name}.weight"]
         return gguf.dequantize(tensor.data, tensor.tensor_type)
 
-    np.testing.assert_array_equal(weights["embed"], other("token_embd"))
+    np.testing.assert_array_equal(weights["embed"].data, other("token_embd"))
     assert weights["lm_head"] is weights["embed"]
-    np.testing.assert_array_equal(weights["layers.29.gate_up"][1536:], other("blk.29.ffn_up"))
-    q = weights["layers.3.qkv"][:576]
+    np.testing.assert_array_equal(weights["layers.29.gate_up"].data[1536:], other("blk.29.ffn_up"))
+    q = weights["layers.3.qkv"].data[:576]
     np.testing.assert_array_equal(interleaved(q, 9), other("blk.3.attn_q"))
-    np.testing.assert_array_equal(weights["layers.3.qkv"][768:], other("blk.3.attn_v"))
+    np.testing.assert_array_equal(weights["layers.3.qkv"].data[768:], other("blk.3.attn_v"))
 
 
 def test_smollm2_opens_quickly_and_has_its_tokenizer(smollm2):

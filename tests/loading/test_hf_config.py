@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from engine.config import ModelConfig, RopeConfig
 from engine.errors import ConfigError
-from engine.loading.hf_config import config_from_dict, generation_config, load_config
+from engine.loading.hf_config import config_from_dict, generation_config
+from engine.loading.model_config import load_config
 
 CONFIGS = json.loads((Path(__file__).parent / "configs.json").read_text())
 NEW = [name for name in CONFIGS if "new" in CONFIGS[name]]

@@ -16,6 +16,7 @@ from engine.layers.linear import Linear
 from engine.layers.mlp import MLP
 from engine.loading.mlp_padding import pad_features, pad_mlps
 from engine.models.decoder import Decoder
+from engine.quantization import Weight
 from engine.testing import cases
 from tests.models.test_layer_plans import CONFIG
 
@@ -37,7 +38,7 @@ def test_zeros_add_nothing(xp, dtype, features):
     for activation in ("silu", "gelu_tanh"):
         want, got = (
             to_numpy(MLP(Linear(gate_up, bias), Linear(down), activation)(x)).astype(np.float32)
-            for gate_up, down, bias in (there, padded)
+            for gate_up, down, bias in (map(Weight.dense, arrays) for arrays in (there, padded))
         )
         limit = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}[dtype]
         assert np.abs(got - want).max() <= limit * np.abs(want).max()

@@ -16,7 +16,8 @@ from engine.device import CPU, Device
 from engine.dtypes import np_dtype
 from engine.errors import OutOfMemoryError, WeightsError
 from engine.loading.download import resolve_model
-from engine.loading.hf_config import config_from_dict, load_config
+from engine.loading.hf_config import config_from_dict
+from engine.loading.model_config import load_config
 from engine.loading.weights import load_weights, weight_bytes, weight_shapes
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text"]
@@ -25,8 +26,9 @@ FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text"]
 def assert_same(got: dict, wanted: dict, dtype) -> None:
     assert got.keys() == wanted.keys()
     for name, value in wanted.items():
-        assert got[name].dtype == dtype and got[name].flags.c_contiguous, name
-        np.testing.assert_array_equal(got[name], value.astype(dtype), err_msg=name)
+        array = got[name].data
+        assert array.dtype == dtype and array.flags.c_contiguous, name
+        np.testing.assert_array_equal(array, value.astype(dtype), err_msg=name)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -38,7 +40,7 @@ def test_a_checkpoint_of_every_family(make_model, family, tiny):
     assert {name: w.shape for name, w in weights.items()} == weight_shapes(loaded)
     tied = config.get("tie_word_embeddings", family == "gemma3_text")
     assert (weights["lm_head"] is weights["embed"]) == tied
-    distinct = {id(w): w.nbytes for w in weights.values()}
+    distinct = {id(w): w.num_bytes for w in weights.values()}
     assert sum(distinct.values()) == weight_bytes(loaded, "float32")
 
 
@@ -204,7 +206,7 @@ def test_loading_keeps_no_second_copy(tmp_path, tiny):
     weights = load_weights(tmp_path, config, dtype="bfloat16")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert weights["embed"].nbytes == 1 << 26
+    assert weights["embed"].num_bytes == 1 << 26
     assert peak < weight_bytes(config, "bfloat16") + (16 << 20)
 
 
@@ -234,8 +236,8 @@ def test_cuda_arrays_equal_those_of_the_cpu(cp, make_model, monkeypatch, dtype):
     on_cpu = load_weights(path, config, device=CPU, dtype=dtype)
     assert on_gpu["lm_head"] is on_gpu["embed"]
     for name, value in on_cpu.items():
-        assert isinstance(on_gpu[name], cp.ndarray)
-        np.testing.assert_array_equal(on_gpu[name].get(), value)
+        assert isinstance(on_gpu[name].data, cp.ndarray)
+        np.testing.assert_array_equal(on_gpu[name].data.get(), value.data)
 
 
 @pytest.mark.gpu

@@ -52,10 +52,10 @@ def test_an_unknown_architecture_lists_the_known_ones(arch):
 def filled(table, kind: Family, config: ModelConfig) -> dict[str, set[str]]:
     """Which parts of each weight of the model the tensors of `table` fill."""
     result: dict[str, set[str]] = {}
-    for name in table:
-        target = name.target.replace("{i}", "0")
-        if target in weight_shapes(config):
-            result.setdefault(target, set()).add(name.part)
+    for template in table:
+        for _, target in template.expand(num_layers=1):
+            if str(target) in weight_shapes(config):
+                result.setdefault(str(target), set()).add(template.part)
     return result
 
 

@@ -16,7 +16,7 @@ from engine.cache.kv_cache import KVCache, KVGeometry
 from engine.cache.memory_pool import MemoryPool
 from engine.device import to_numpy
 from engine.layers.batch import ForwardBatch
-from engine.loading.hf_config import load_config
+from engine.loading.model_config import load_config
 
 CASES = sorted(p.stem for p in (Path(__file__).parents[1] / "golden/models").glob("*.json"))
 # The engine's float32 against another program's: rounding in another order, nothing else.

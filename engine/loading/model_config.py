@@ -1,0 +1,32 @@
+"""The configuration of a model, from a folder in Hugging Face layout or from a .gguf file."""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+
+from engine.config import ModelConfig
+from engine.loading.gguf_config import load_gguf_config
+from engine.loading.hf_config import load_hf_config
+
+__all__ = ["load_config"]
+
+
+def load_config(path: str | PathLike[str]) -> ModelConfig:
+    """Read the configuration of the model at `path`.
+
+    Parameters
+    ----------
+    path : str or path
+        A directory with a config.json (and perhaps a generation_config.json, whose end-of-text
+        ids come first, as in Hugging Face), or a .gguf file.
+
+    Raises
+    ------
+    ConfigError
+        If a file is missing or damaged, a key is missing, a value makes no sense, or the model
+        needs something that the engine does not have.
+    WeightsError
+        If the .gguf file is damaged.
+    """
+    return load_gguf_config(path) if Path(path).suffix == ".gguf" else load_hf_config(path)

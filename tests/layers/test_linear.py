@@ -1,0 +1,67 @@
+"""Linear: the product is chosen by the weight's format, and an unknown format is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from engine.errors import WeightsError
+from engine.layers import linear
+from engine.layers.embedding import Embedding
+from engine.layers.linear import Linear, Product
+from engine.layers.norm import Norm
+from engine.quantization import FORMATS, Format, Weight
+
+INT8 = Format("int8 a row", 8, (1, 0), 32)
+
+
+def _quantized(array):
+    """One scale a row, the numbers in 8 bits: what a format of tomorrow looks like."""
+    scales = np.abs(array).max(axis=1, keepdims=True) / 127
+    data = np.round(array / scales).astype(np.int8)
+    return Weight(INT8, data, array.shape, scales=scales.astype(np.float32))
+
+
+def test_a_new_format_is_one_line_in_the_table(monkeypatch):
+    def plain(x, weight, *, bias, out_dtype, **others):
+        y = x @ (weight.data * weight.scales).T
+        return (y if bias is None else y + bias).astype(out_dtype or x.dtype)
+
+    def of_normed(x, norm, weight, *, bias, activation):
+        return plain(norm(x), weight, bias=bias, out_dtype=None)
+
+    monkeypatch.setitem(linear.PRODUCTS, INT8.name, Product(plain, of_normed))
+    rng = np.random.default_rng(0)
+    array = rng.standard_normal((24, 16)).astype(np.float32)
+    bias = rng.standard_normal(24).astype(np.float32)
+    x = rng.standard_normal((5, 16)).astype(np.float32)
+    weight = _quantized(array)
+    assert weight.num_bytes == 24 * 16 + 24 * 4 == INT8.num_bytes((24, 16))
+    made = Linear(weight, Weight.dense(bias))
+    np.testing.assert_allclose(made(x), x @ array.T + bias, atol=0.2)
+    assert [name for name, _ in made.arrays()] == ["weight.data", "weight.scales", "bias"]
+    norm = Norm(np.ones(16, np.float32), 1e-6)
+    np.testing.assert_allclose(made.of_normed(x, norm), norm(x) @ array.T + bias, atol=0.2)
+
+
+def test_an_unknown_format_is_refused():
+    weight = _quantized(np.ones((4, 4), np.float32))
+    known = ", ".join(FORMATS)
+    with pytest.raises(WeightsError, match=f"must be one of {known}; got 'int8 a row'"):
+        Linear(weight)
+    with pytest.raises(WeightsError, match="embed: format must be dense; got 'int8 a row'"):
+        Embedding(weight)
+
+
+@pytest.mark.parametrize(
+    ("form", "shape", "num_bytes"),
+    [
+        (FORMATS["bfloat16"], (3, 5), 30),
+        (Format("fp8", 8, (0, 0), 32), (256, 512), 256 * 512 + 4),
+        (Format("fp8 blocks", 8, (128, 128), 32), (256, 300), 256 * 300 + 2 * 3 * 4),
+        (Format("int4 zeros", 4, (1, 64), 32), (8, 128), 8 * 128 // 2 + 8 * 2 * 4),
+        (Format("mxfp4", 4, (1, 32), 8), (8, 64), 8 * 32 + 8 * 2),
+    ],
+)
+def test_bytes_of_formats(form, shape, num_bytes):
+    assert form.num_bytes(shape) == num_bytes and form.is_dense == (form.block is None)

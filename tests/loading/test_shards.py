@@ -1,0 +1,147 @@
+"""Shards: together they are the whole model, and each reads its part of the file only."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from engine.config import ModelConfig
+from engine.errors import ConfigError
+from engine.loading.gguf import GgufFile
+from engine.loading.model_config import load_config
+from engine.loading.safetensors import SafetensorsFile
+from engine.loading.weight_table import shard_axis, weight_bytes, weight_shapes
+from engine.loading.weights import load_weights
+from engine.quantization import Shard
+
+FAMILIES = ("llama", "qwen2", "qwen3", "phi3", "gemma3_text")
+SIZES = {
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "hidden_size": 96,
+    "intermediate_size": 48,
+    "vocab_size": 50,  # no multiple of 3 or 4
+}
+
+
+def _rows_of(config: ModelConfig, kind: str) -> list[int]:
+    """Rows of the parts of a fused weight, in their order."""
+    q, k = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    return [q, k, k] if kind.startswith("qkv") else [config.intermediate_size] * 2
+
+
+def _joined(config, name, weights):
+    """The whole weight, put together by hand from those of all shards."""
+    kind, count = name.rpartition(".")[2], len(weights)
+    arrays = [weight.data for weight in weights]
+    if kind in ("embed", "lm_head"):
+        whole = np.concatenate(arrays)
+        assert not whole[config.vocab_size :].any(), "padding is zeros"
+        return whole[: config.vocab_size]
+    if kind.removesuffix("_bias") in ("qkv", "gate_up"):
+        parts = []
+        for index, rows in enumerate(_rows_of(config, kind)):
+            copies = max(1, count // config.num_kv_heads) if kind.startswith("qkv") and index else 1
+            sizes = [size * copies // count for size in _rows_of(config, kind)]
+            if kind.startswith("qkv"):
+                sizes[0] = _rows_of(config, kind)[0] // count
+                kv = _rows_of(config, kind)[1]
+                sizes[1] = sizes[2] = max(kv // count, config.head_dim)
+            start = sum(sizes[:index])
+            pieces = [array[start : start + sizes[index]] for array in arrays]
+            for first in range(0, count, copies):
+                for other in pieces[first : first + copies]:
+                    np.testing.assert_array_equal(other, pieces[first])
+            parts.append(np.concatenate(pieces[::copies]))
+            assert len(parts[-1]) == rows
+        return np.concatenate(parts)
+    if kind in ("o", "down"):
+        return np.concatenate(arrays, axis=1)
+    for array in arrays:
+        np.testing.assert_array_equal(array, arrays[0])
+    return arrays[0]
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 12])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_shards_are_the_whole(make_model, family, count):
+    sizes = SIZES | ({"num_key_value_heads": 3} if count == 3 else {})
+    path, _, _ = make_model(family, **sizes)
+    config = load_config(path)
+    whole = load_weights(path, config)
+    shards = [load_weights(path, config, shard=Shard(index, count)) for index in range(count)]
+    for index, shard in enumerate(shards):
+        assert {n: w.shape for n, w in shard.items()} == weight_shapes(config, Shard(index, count))
+        distinct = {id(weight): weight.num_bytes for weight in shard.values()}
+        assert sum(distinct.values()) == weight_bytes(config, "float32", Shard(index, count))
+        for name, weight in shard.items():
+            assert weight.shard == Shard(index, count)
+            assert (
+                weight.axis == shard_axis(name.rpartition(".")[2])
+                and weight.data.flags.c_contiguous
+            )
+    for name, weight in whole.items():
+        got = _joined(config, name, [shard[name] for shard in shards])
+        np.testing.assert_array_equal(got, weight.data, err_msg=name)
+
+
+def test_a_shard_reads_its_part_of_the_file_only(make_model, monkeypatch):
+    path, _, _ = make_model("qwen2", **SIZES)
+    config = load_config(path)
+    read, seen = SafetensorsFile.read, []
+
+    def counted(self, *arguments):
+        rows = read(self, *arguments)
+        seen.append(rows.nbytes)
+        return rows
+
+    monkeypatch.setattr(SafetensorsFile, "read", counted)
+    for count in (1, 2, 4):
+        for index in range(count):
+            seen.clear()
+            shard = Shard(index, count)
+            weights = load_weights(path, config, shard=shard)
+            first, last, rows = shard.cut_padded(config.vocab_size)
+            padding = (rows - (last - first)) * config.hidden_size * 4
+            distinct = {id(weight): weight.num_bytes for weight in weights.values()}
+            num_tables = 1 if config.tie_word_embeddings else 2
+            assert sum(seen) == sum(distinct.values()) - num_tables * padding
+
+
+def test_columns_of_a_gguf_are_whole_blocks_decoded(smollm2):
+    """SmolLM2's Q4_1 has blocks of 32: of columns 40 to 100 three blocks a row are decoded."""
+    file = GgufFile(smollm2)
+    whole = file.read("blk.0.ffn_up.weight", 5, 9)
+    for columns in ((40, 100), (0, 32), (0, 576), (575, 576)):
+        part = file.read("blk.0.ffn_up.weight", 5, 9, columns)
+        np.testing.assert_array_equal(part, whole[:, slice(*columns)])
+
+
+def test_shards_of_a_gguf_are_the_whole(smollm2):
+    config = load_config(smollm2)
+    whole = load_weights(smollm2, config)
+    shards = [load_weights(smollm2, config, shard=Shard(index, 3)) for index in range(3)]
+    for name in ("layers.7.qkv", "layers.7.o", "layers.7.down", "layers.7.gate_up", "embed"):
+        got = _joined(config, name, [shard[name] for shard in shards])
+        np.testing.assert_array_equal(got, whole[name].data, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("count", "message"),
+    [
+        (5, "num_attention_heads must be a multiple of 5 shards; got 12"),
+        (8, "num_attention_heads must be a multiple of 8 shards; got 12"),
+        (6, "num_key_value_heads must be a multiple of 6 shards; got 4"),
+    ],
+)
+def test_a_model_that_cannot_be_divided(make_model, count, message):
+    path, _, _ = make_model("llama", **SIZES)
+    with pytest.raises(ConfigError, match=message):
+        load_weights(path, load_config(path), shard=Shard(0, count))
+
+
+@pytest.mark.parametrize(("index", "count"), [(2, 2), (-1, 2), (0, 0), (0.0, 1), (True, 2)])
+def test_there_is_no_such_shard(index, count):
+    with pytest.raises(ConfigError, match="shard"):
+        Shard(index, count)
