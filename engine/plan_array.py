@@ -19,7 +19,7 @@ _OPERATORS = (
     *("lshift", "rshift"),
 )
 _OTHERS = (
-    *("neg", "pos", "abs", "invert", "bool", "int", "float", "index", "len", "iter", "setitem"),
+    *("neg", "pos", "abs", "invert", "bool", "int", "float", "index", "iter", "setitem"),
     *("contains", "eq", "ne", "lt", "le", "gt", "ge", "array"),
 )
 
@@ -46,6 +46,9 @@ class PlanArray:
         """As of the array; so are the other attributes that ops read."""
         shape: tuple[int, ...] = self.array.shape
         return shape
+
+    def __len__(self) -> int:
+        return len(self.array)
 
     def reshape(self, *shape: Any) -> PlanArray:
         """Return a view of another shape; one that would need a copy raises."""
