@@ -3,11 +3,7 @@
 //   h = x + residual                     (rounded to scalar_t; h = x without a residual)
 //   y = h / sqrt(mean(h^2) + eps) * (weight + weight_offset)
 //
-//   x            (A, B, N) scalar_t   row (a, b) starts at a * x_stride_a + b * x_stride_b
-//   residual     (A, B, N) scalar_t   contiguous, or null
-//   weight       (N,)      scalar_t
-//   out          (A, B, N) scalar_t   strides like x's; may be x
-//   residual_out (A, B, N) scalar_t   h, contiguous; may be residual; null without a residual
+// Arguments: RmsnormParams, below.
 //
 // Numerics: sums and products in float; y is rounded once, after the weight.
 // Parallelisation: one row per 1 to 16 warps, chosen by N alone so that a row's sum does not depend
@@ -20,6 +16,18 @@
 #include "common/packed.cuh"
 #include "common/reduce.cuh"
 #include "common/types.cuh"
+
+struct RmsnormParams {
+  const scalar_t* x;         // (A, B, N); row (a, b) starts at a * x_stride_a + b * x_stride_b
+  const scalar_t* residual;  // (A, B, N) contiguous, or null
+  const scalar_t* weight;    // (N,)
+  scalar_t* out;             // (A, B, N), strides like x's; may be x
+  scalar_t* residual_out;    // (A, B, N) h, contiguous; may be residual; null without a residual
+  int64_t num_rows;          // A * B
+  int n, num_b;
+  int64_t x_stride_a, x_stride_b, out_stride_a, out_stride_b;  // elements
+  float eps, weight_offset;
+};
 
 struct Rows {
   int64_t stride_a, stride_b;
@@ -139,28 +147,31 @@ __device__ __forceinline__ void rmsnorm_long_row(const Row& row, float* smem_sum
   }
 }
 
-// The entry point `name`, for blocks of `threads` threads. Both the rows of x and those of out are
-// (A, B) of them; whole warps leave where there is no row, and rows of several warps have a block
-// of their own, so no barrier is missed.
-#define ENGINE_RMSNORM(name, threads, warps_per_row, row_function)                                 \
-  extern "C" __global__ void __launch_bounds__(threads, 1024 / threads)                            \
-      name(const scalar_t* x, const scalar_t* residual, const scalar_t* weight, scalar_t* out,     \
-           scalar_t* residual_out, int64_t num_rows, int n, int num_b, int64_t x_stride_a,         \
-           int64_t x_stride_b, int64_t out_stride_a, int64_t out_stride_b, float eps,              \
-           float weight_offset) {                                                                  \
-    pdl_trigger();                                                                                 \
-    pdl_wait();                                                                                    \
-    __shared__ float smem_sums[threads / kWarpSize];                                               \
-    constexpr int kRowThreads = warps_per_row * kWarpSize;                                         \
-    const int64_t row =                                                                            \
-        static_cast<int64_t>(blockIdx.x) * (threads / kRowThreads) + threadIdx.x / kRowThreads;    \
-    if (row >= num_rows) return;                                                                   \
-    const Rows x_rows{x_stride_a, x_stride_b, num_b}, out_rows{out_stride_a, out_stride_b, num_b}; \
-    const bool has_residual = residual != nullptr;                                                 \
-    row_function(Row{x + x_rows.offset(row), has_residual ? residual + row * n : nullptr, weight,  \
-                     out + out_rows.offset(row), has_residual ? residual_out + row * n : nullptr,  \
-                     n, eps, weight_offset},                                                       \
-                 smem_sums);                                                                       \
+// Both the rows of x and those of out are (A, B) of them; whole warps leave where there is no row,
+// and rows of several warps have a block of their own, so no barrier is missed.
+template <int kThreads, int kWarpsPerRow, auto kRowFunction>
+__device__ __forceinline__ void rmsnorm(const RmsnormParams& p) {
+  pdl_trigger();
+  pdl_wait();
+  __shared__ float smem_sums[kThreads / kWarpSize];
+  constexpr int kRowThreads = kWarpsPerRow * kWarpSize;
+  const int64_t row =
+      static_cast<int64_t>(blockIdx.x) * (kThreads / kRowThreads) + threadIdx.x / kRowThreads;
+  if (row >= p.num_rows) return;
+  const Rows x_rows{p.x_stride_a, p.x_stride_b, p.num_b};
+  const Rows out_rows{p.out_stride_a, p.out_stride_b, p.num_b};
+  const bool has_residual = p.residual != nullptr;
+  kRowFunction(
+      Row{p.x + x_rows.offset(row), has_residual ? p.residual + row * p.n : nullptr, p.weight,
+          p.out + out_rows.offset(row), has_residual ? p.residual_out + row * p.n : nullptr, p.n,
+          p.eps, p.weight_offset},
+      smem_sums);
+}
+
+#define ENGINE_RMSNORM(name, threads, warps_per_row, row_function)      \
+  extern "C" __global__ void __launch_bounds__(threads, 1024 / threads) \
+      name(const __grid_constant__ RmsnormParams p) {                   \
+    rmsnorm<threads, warps_per_row, row_function>(p);                   \
   }
 
 ENGINE_RMSNORM(rmsnorm_held_1, 128, 1, (rmsnorm_held_row<1, 2>))

@@ -24,7 +24,7 @@ from engine.kernels._module import ModuleSpec, load_module
 from engine.kernels._params import struct_dtype
 from engine.kernels._prepared_launch import PreparedLaunch
 
-__all__ = ["Kernel", "ceil_div", "has_pdl", "sm_count"]
+__all__ = ["KERNELS", "Kernel", "ceil_div", "has_pdl", "sm_count"]
 
 _NULL = np.uint64(0)
 
@@ -41,8 +41,8 @@ _CASTS: dict[str, Callable[[Any], Any]] = {
 
 _DEFAULT_SHARED_LIMIT = 48 * 1024
 
-STRUCTS: dict[str, np.dtype[Any]] = {}
-"""Every struct of parameters: its name in CUDA -> its layout."""
+KERNELS: list[Kernel] = []
+"""Every kernel that the imported modules declare."""
 
 
 class Kernel:
@@ -72,8 +72,14 @@ class Kernel:
         self._casts = tuple(_CASTS[kind] for kind in kinds)
         self.layout: np.dtype[Any] | None = None
         if struct is not None:
-            self.layout = STRUCTS[struct] = struct_dtype(names, kinds)
+            self.layout = struct_dtype(names, kinds)
         self._functions: dict[tuple[ModuleSpec, int], Any] = {}
+        KERNELS.append(self)
+
+    @property
+    def num_arguments(self) -> int:
+        """How many arguments the CUDA function has."""
+        return 1 if self.struct is not None else len(self._names)
 
     def launch(
         self,

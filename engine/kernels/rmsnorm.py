@@ -19,7 +19,7 @@ _PARAMS = (
 )
 _HELD = {1: 128, 2: 64, 4: 128, 8: 256, 16: 256, 32: 512}  # KB of a row held: threads a block
 _KERNELS = {
-    name: Kernel(f"rmsnorm_{name}", _PARAMS)
+    name: Kernel(f"rmsnorm_{name}", _PARAMS, struct="RmsnormParams")
     for name in (
         *(f"held_{size}" for size in _HELD),
         "long_vector",
