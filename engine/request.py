@@ -10,6 +10,10 @@ is scheduled, and *committed* once that step has come back. *Pending* tokens wer
 whose result has not reached the host yet: they have a place in the sequence, but their ids live on
 the device only. A loop that commits each step before it schedules the next one never sees a
 pending token between two steps; a loop that runs one step late does.
+
+Drafts are none of these: a step computes them behind the last token, and what is accepted of them
+becomes known, and computed, when that step is committed. Until then the request is in no other
+step, for nobody knows how long it is.
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Any, Protocol
+
+from engine.drafts import Drafts
 
 __all__ = ["FINISH_REASONS", "Request", "RequestStatus", "StopRules"]
 
@@ -100,6 +106,10 @@ class Request:
 
     Attributes
     ----------
+    drafts : Drafts or None
+        What `Scheduler.propose` was given, until a step that computes it is committed.
+    num_draft_tokens : int
+        Those in the step in flight; 0 if there is no such step.
     leader, siblings : Request or None, list of Request
         Of parallel samples, who computes their common prompt, and who waits for that.
     stream : OutputStream or None
@@ -150,6 +160,8 @@ class Request:
     max_num_tokens: int = field(init=False, default=0)
     order: tuple[int, int] = field(init=False, default=(0, 0))
     shares_last_block: bool = field(init=False, default=False)
+    drafts: Drafts | None = field(init=False, default=None, repr=False)
+    num_draft_tokens: int = field(init=False, default=0)
     leader: Request | None = field(init=False, default=None, repr=False)
     siblings: list[Request] = field(init=False, default_factory=list, repr=False)
     # written by the engine, the runner and the recovery
@@ -204,6 +216,11 @@ class Request:
         if stop > num_prompt:
             ids = ids + self.output_token_ids[: stop - num_prompt]
         return ids
+
+    def drop_drafts(self) -> None:
+        """Forget what was proposed, and the step that computes it."""
+        self.drafts = None
+        self.num_draft_tokens = 0
 
     def append_token(self, token_id: int) -> RequestStatus | None:
         """Add a sampled id, and return the status with which the request ends here, if it does.

@@ -46,6 +46,7 @@ def check_request_state(request: Request, config: SchedulerConfig) -> None:
         computed <= len(request.block_table) * config.block_size or status is RequestStatus.SWAPPED,
         f"{name}: more tokens computed than slots held",
     )
+    _verify(not request.num_draft_tokens or request.drafts is not None, f"{name}: drafts in flight")
     is_running, is_swapped = status is RequestStatus.RUNNING, status is RequestStatus.SWAPPED
     _verify(is_running or not request.block_table, f"{name} waits, but holds blocks")
     _verify(is_swapped == bool(request.host_block_table), f"{name}: blocks on the host")
@@ -57,6 +58,8 @@ def check_output(output: ScheduleOutput, config: SchedulerConfig) -> None:
     sequences = output.sequences
     total = sum(sequence.num_scheduled_tokens for sequence in sequences)
     _verify(total == output.num_scheduled_tokens, "the step's tokens do not add up")
+    total_drafts = sum(sequence.num_draft_tokens for sequence in sequences)
+    _verify(total_drafts == output.num_draft_tokens, "the step's drafts do not add up")
     _verify(total <= config.max_num_batched_tokens, "the step exceeds its token budget")
     _verify(len(sequences) <= config.max_num_seqs, "the step has too many sequences")
     _verify(not (output.preempted and output.admitted), "admits in a step that preempts")
@@ -65,11 +68,20 @@ def check_output(output: ScheduleOutput, config: SchedulerConfig) -> None:
     for index, sequence in enumerate(sequences):
         request = sequence.request
         name = _name(request)
-        _verify(sequence.is_decode == (index < output.num_decodes), f"{name}: decodes come first")
+        is_decode = sequence.is_decode and sequence.num_scheduled_tokens == output.query_len
+        _verify(is_decode or index >= output.num_decodes, f"{name}: decodes come first")
+        _verify(
+            not is_decode or index < output.num_decodes or output.num_draft_tokens > 0,
+            f"{name}: a decode among the prefills",
+        )
         _verify(sequence.num_scheduled_tokens >= 1, f"{name}: nothing scheduled")
         _verify(
-            sequence.context_len == request.num_computed_tokens,
+            sequence.num_reached_tokens == request.num_computed_tokens,
             f"{name}: the chunk does not end where the computed tokens do",
+        )
+        _verify(
+            sequence.num_draft_tokens == request.num_draft_tokens <= config.max_draft_tokens,
+            f"{name}: drafts",
         )
         slots = len(request.block_table) * config.block_size
         _verify(sequence.context_len <= slots, f"{name}: no slots for the chunk")

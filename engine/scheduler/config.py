@@ -25,6 +25,7 @@ _AT_LEAST_ONE = (
 _AT_LEAST_ZERO = (
     "max_prefill_chunk",
     "num_host_blocks",
+    "max_draft_tokens",
     "priority_window",
     "recompute_us_per_token",
     "swap_us_per_block",
@@ -49,6 +50,8 @@ class SchedulerConfig:
         Token budget of one step; at least `max_num_seqs`, so that every decode fits.
     max_prefill_chunk : int
         Most tokens of one prefill in one step; 0 = as many as the budget allows.
+    max_draft_tokens : int
+        Most drafts of a sequence that one step verifies (`Scheduler.propose`).
     watermark : float
         Share of the blocks that an admission leaves free while others run, as room to grow.
     policy : str
@@ -92,6 +95,7 @@ class SchedulerConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     max_prefill_chunk: int = 0
+    max_draft_tokens: int = 0
     watermark: float = 0.01
     policy: str = "fcfs"
     lpm_window: int = 16

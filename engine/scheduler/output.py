@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from engine.drafts import MAX_QUERY_LEN, Drafts
 from engine.errors import ContractError
 from engine.request import Request
 
@@ -22,13 +23,22 @@ class ScheduledSequence:
     num_scheduled_tokens : int
         Tokens [start, start + num_scheduled_tokens) are computed.
     is_sampled : bool
-        Whether the last of them is the sequence's last one, so that a new token is sampled.
+        Whether the sequence's last token is among them, so that a new token is sampled.
     num_pending_tokens : int
-        How many of the last ones have ids that only the device knows (0 unless the loop runs one
-        step late, then 0 or 1): the id sampled for this request by the step before.
+        How many of the last ones, drafts aside, have ids that only the device knows (0 unless the
+        loop runs one step late, then 0 or 1): the id sampled for this request by the step before.
+    drafts : Drafts or None
+        The tokens behind the sequence's last one, if any: its logits and theirs are all wanted.
     """
 
-    __slots__ = ("is_sampled", "num_pending_tokens", "num_scheduled_tokens", "request", "start")
+    __slots__ = (
+        "drafts",
+        "is_sampled",
+        "num_pending_tokens",
+        "num_scheduled_tokens",
+        "request",
+        "start",
+    )
 
     def __init__(
         self,
@@ -37,22 +47,41 @@ class ScheduledSequence:
         num_scheduled_tokens: int,
         is_sampled: bool,
         num_pending_tokens: int,
+        drafts: Drafts | None = None,
     ) -> None:
         self.request = request
         self.start = start
         self.num_scheduled_tokens = num_scheduled_tokens
         self.is_sampled = is_sampled
         self.num_pending_tokens = num_pending_tokens
+        self.drafts = drafts
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """How many of the last tokens are drafts."""
+        return 0 if self.drafts is None else len(self.drafts)
+
+    @property
+    def num_logits(self) -> int:
+        """Tokens whose logits are wanted: the last ones."""
+        return 1 + self.num_draft_tokens if self.is_sampled else 0
 
     @property
     def is_decode(self) -> bool:
-        """Tell whether there is exactly one query token."""
-        return self.num_scheduled_tokens == 1
+        """Tell whether the decode kernel may compute it, in a step of as many query tokens."""
+        return self.num_scheduled_tokens == 1 or (
+            self.drafts is not None and self.num_scheduled_tokens <= MAX_QUERY_LEN
+        )
 
     @property
     def context_len(self) -> int:
-        """Keys that the last query token sees, its own included."""
+        """Tokens up to the last query token, drafts included: the keys that are in the pages."""
         return self.start + self.num_scheduled_tokens
+
+    @property
+    def num_reached_tokens(self) -> int:
+        """Tokens of the sequence that are computed after this step, drafts aside."""
+        return self.start + self.num_scheduled_tokens - self.num_draft_tokens
 
     def __repr__(self) -> str:
         stop = self.start + self.num_scheduled_tokens
@@ -71,7 +100,7 @@ class ScheduleOutput:
     step_id : int
         Counts calls of `schedule()`; outputs are committed in this order.
     sequences : list of ScheduledSequence
-        Those with exactly one query token first (`num_decodes` of them), then the others.
+        The decodes first: `num_decodes` of them, with `query_len` query tokens each.
     admitted : list of Request
         Requests that begin or resume in this step.
     preempted : list of Request
@@ -89,8 +118,12 @@ class ScheduleOutput:
         after the moves and before the computation.
     num_scheduled_tokens : int
         Sum over `sequences`.
+    num_draft_tokens : int
+        How many of these are drafts.
     num_decodes : int
-        How many of `sequences` have one query token; these come first.
+        How many of `sequences` are decodes.
+    query_len : int
+        Query tokens of each decode: one, and its drafts where there are any.
     is_unchanged : bool
         Whether the sequences are those of step `step_id` - 1, in the same order, each one token
         further: all of them decodes, all sampled, then as now.
@@ -105,7 +138,9 @@ class ScheduleOutput:
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     freed_blocks: list[int] = field(default_factory=list)
     num_scheduled_tokens: int = 0
+    num_draft_tokens: int = 0
     num_decodes: int = 0
+    query_len: int = 1
     is_unchanged: bool = False
 
     @property

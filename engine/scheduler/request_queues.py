@@ -94,6 +94,7 @@ class RequestQueues:
         else:
             self.blocks.release(request)
             request.status = RequestStatus.PREEMPTED
+        request.drop_drafts()
         request.num_preemptions += 1
         self.waiting.push(request)
         return request

@@ -8,6 +8,9 @@ Pure Python on integers. One step is
 
 and a loop may call `schedule()` for step n + 1 before it commits step n: the token that step n
 samples is then *pending* (see `engine.request`). Every choice depends only on the order of calls.
+
+A step computes one token of a request that decodes, or more: its next tokens may be guessed
+(`propose`), and are then verified in the step (see `engine.drafts`).
 """
 
 from __future__ import annotations
@@ -15,10 +18,17 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from engine.cache.block_manager import BlockManager, BlockMoves
-from engine.errors import ContractError
+from engine.drafts import Drafts
+from engine.errors import ContractError, RequestError
 from engine.request import FINISH_REASONS, Request, RequestStatus
 from engine.scheduler.check import check_output
-from engine.scheduler.chunks import UnchangedBatch, add_chunk, chunk_size, put_decodes_first
+from engine.scheduler.chunks import (
+    UnchangedBatch,
+    add_chunk,
+    chunk_size,
+    fitting_drafts,
+    put_decodes_first,
+)
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.output import InFlightSteps, ScheduledSequence, ScheduleOutput
 from engine.scheduler.preemption import prefers_swap
@@ -170,6 +180,44 @@ class Scheduler:
         if self.blocks.tree is not None:
             self.blocks.tree.reset()
 
+    def propose(
+        self, request: Request, token_ids: Sequence[int], parents: Sequence[int] | None = None
+    ) -> bool:
+        """Guess how `request` goes on: its next step verifies these tokens behind its last one.
+
+        They cost no other request a block or a place in the step: what does not fit is left out.
+        A later proposal replaces an earlier one; the request's next step uses it up.
+
+        Parameters
+        ----------
+        request : Request
+        token_ids : sequence of int
+            At most `max_draft_tokens`.
+        parents : sequence of int, optional
+            For a tree of drafts, the index of the one before each; -1: the request's last token.
+
+        Returns
+        -------
+        bool
+            False if nothing was noted: the request does not run, or such a step is in flight.
+
+        Raises
+        ------
+        RequestError
+            If they are too many, no ids, or no tree.
+        """
+        limit = self.config.max_draft_tokens
+        if len(token_ids) > limit:
+            raise RequestError(
+                f"request {request.request_id!r}: token_ids must be at most max_draft_tokens = "
+                f"{limit} drafts; got {len(token_ids)}"
+            )
+        drafts = Drafts(tuple(token_ids), None if parents is None else tuple(parents))
+        if request.status is not _RUNNING or request.num_draft_tokens:
+            return False
+        request.drafts = drafts if len(drafts) else None
+        return True
+
     # ---- one step
 
     def schedule(self, excluded: Collection[Request] = ()) -> ScheduleOutput:
@@ -205,8 +253,9 @@ class Scheduler:
         output : ScheduleOutput
             The oldest one not committed yet (an empty one may be left out).
         sampled : mapping of Request to ids
-            The ids sampled for every sequence with `is_sampled` (normally one each). Requests that
-            finished meanwhile need not be there and are skipped.
+            The ids sampled for every sequence with `is_sampled`: one, or with drafts the accepted
+            ones and the one after them. Requests that finished meanwhile need not be there and are
+            skipped.
 
         Returns
         -------
@@ -221,10 +270,12 @@ class Scheduler:
             status = request.status
             if status is not _RUNNING and request.is_finished:
                 continue
-            start = sequence.start
-            context_len = start + sequence.num_scheduled_tokens
-            if request.num_computed_tokens >= context_len:  # not preempted meanwhile
-                request.num_committed_tokens = context_len
+            start, drafts = sequence.start, sequence.drafts
+            reached = start + sequence.num_scheduled_tokens
+            if drafts is not None:
+                reached -= len(drafts)
+            if request.num_computed_tokens >= reached:  # not preempted meanwhile
+                request.num_committed_tokens = reached
                 if start < len(request.prompt_token_ids) and status is _RUNNING:
                     self.blocks.cache_prefix(request)
                     if sequence.is_sampled:
@@ -233,6 +284,8 @@ class Scheduler:
                 continue
             if not (ids := sampled.get(request)):
                 raise ContractError(f"no token was sampled for request {request.request_id!r}")
+            if drafts is not None:
+                _take_drafts(request, drafts, ids)
             if (end := request.append_tokens(ids)) is not None:
                 self._queues.retire(request, end)
                 finished.append(request)
@@ -264,14 +317,17 @@ class Scheduler:
     def _schedule_decodes(
         self, output: ScheduleOutput, excluded: Collection[Request]
     ) -> list[Request]:
-        """Schedule every running request that has one token to compute; return the others."""
+        """Schedule every running request that has one token to compute; return the others.
+
+        One of the others is a prefill that goes on, or has drafts.
+        """
         prefills: list[Request] = []
         sequences, block_size = output.sequences, self.config.block_size
         for request in self._queues.running:  # whose tail may be preempted in this loop
             if excluded and request in excluded:
                 continue
             start, num_tokens = request.num_computed_tokens, request.num_tokens
-            if num_tokens - start != 1:
+            if num_tokens - start != 1 or request.drafts is not None:
                 prefills.append(request)
                 continue
             if num_tokens >= request.max_num_tokens:
@@ -289,6 +345,7 @@ class Scheduler:
             sequence.num_scheduled_tokens = 1
             sequence.is_sampled = True
             sequence.num_pending_tokens = 1 if num_pending else 0  # of this step's one token
+            sequence.drafts = None
             sequences.append(sequence)
             request.num_computed_tokens = num_tokens
             request.num_tokens = num_tokens + 1
@@ -297,12 +354,18 @@ class Scheduler:
         return prefills
 
     def _schedule_prefills(self, output: ScheduleOutput, prefills: list[Request]) -> None:
-        """Continue the prefills that have begun, in order of service."""
-        for request in prefills:
-            if request.status is not _RUNNING or not chunk_size(request, output, self.config):
+        """Continue the prefills that have begun, and decodes with drafts, in order of service."""
+        config = self.config
+        for index, request in enumerate(prefills):
+            if request.status is not _RUNNING or not chunk_size(request, output, config):
                 continue  # preempted just now, or the budget is spent
+            if request.num_draft_tokens or request.num_tokens >= request.max_num_tokens:
+                continue  # how it goes on is not known yet, or its last token is pending
             if self._make_room(request, output):
-                add_chunk(request, output, self.config)
+                drafts = fitting_drafts(request, output, config, len(prefills) - index - 1)
+                if drafts and not self.blocks.grow(request, request.num_tokens + len(drafts)):
+                    drafts = None
+                add_chunk(request, output, config, drafts)
 
     def _admit(self, output: ScheduleOutput, excluded: Collection[Request]) -> None:
         """Let waiting requests in, in order of service, until one does not fit."""
@@ -380,6 +443,7 @@ class Scheduler:
         if sequence.is_sampled:
             request.num_pending_tokens -= 1
             request.num_tokens -= 1
+            request.drop_drafts()
         if request.status is _RUNNING:
             self._queues.retry(request)
             self._num_retries += 1
@@ -408,6 +472,15 @@ class Scheduler:
         """
         in_flight = [host for output in self._in_flight for host, _ in output.swap_in]
         self._queues.check_integrity(in_flight)
+
+
+def _take_drafts(request: Request, drafts: Drafts, token_ids: Sequence[int]) -> None:
+    """Count the accepted drafts as computed, as far as their keys lie where they belong."""
+    if request.status is _RUNNING:
+        num_in_place = drafts.num_in_place(token_ids)
+        request.num_computed_tokens += num_in_place
+        request.num_committed_tokens += num_in_place
+    request.drop_drafts()
 
 
 def _finished_status(reason: str) -> RequestStatus:

@@ -73,7 +73,7 @@ class PagedMock:
         self.host = [None] * config.num_host_blocks
         self._sampled = {}  # (request, position) -> id, as the device knows it
         self._next = (-1, [])  # the step after the last one, if its batch is unchanged
-        self.num_unchanged = 0
+        self.num_unchanged = self.num_accepted = self.num_rejected = 0
 
     def run(self, output):
         """Compute a step at once; return the sampled ids by request."""
@@ -88,8 +88,10 @@ class PagedMock:
             assert all(s.is_sampled for s in output.sequences)
         self.num_unchanged += output.is_unchanged
         self._next = (output.step_id + 1, [(r, start + n, 1) for r, start, n in shares])
+        if output.num_draft_tokens:
+            self._next = (-1, [])
         return [
-            (s, s.request.token_ids(0, s.context_len), list(s.request.block_table))
+            (s, s.request.token_ids(0, s.num_reached_tokens), list(s.request.block_table))
             for s in output.sequences
         ]
 
@@ -107,8 +109,8 @@ class PagedMock:
         return dict(filter(None, [self._run(*entry) for entry in batch]))
 
     def _run(self, sequence, known, table):
-        request = sequence.request
-        unknown = range(len(known), sequence.context_len)
+        request, stop = sequence.request, sequence.num_reached_tokens
+        unknown = range(len(known), stop)
         ids = [*known, *(self._sampled[request, position] for position in unknown)]
         assert sequence.num_pending_tokens == min(len(unknown), 1)
         value = seed_of(request)
@@ -121,8 +123,21 @@ class PagedMock:
             assert self.pages[block][slot] == value, where
         if not sequence.is_sampled:
             return None
-        self._sampled[request, sequence.context_len] = next_token(value)
-        return request, [next_token(value)]
+        drafts = sequence.drafts
+        if drafts is None:
+            self._sampled[request, stop] = next_token(value)
+            return request, [next_token(value)]
+        values = [value]
+        for index, token in enumerate(drafts.token_ids):
+            parent = index - 1 if drafts.parents is None else drafts.parents[index]
+            values.append(chain(values[parent + 1], token))
+            block, slot = divmod(stop + index, self.block_size)
+            self.pages[table[block]][slot] = values[-1]
+        sampled = [next_token(value) for value in values]
+        rows = drafts.accepted_rows(sampled)
+        self.num_accepted += len(rows) - 1
+        self.num_rejected += len(drafts) - len(rows) + 1
+        return request, [sampled[row] for row in rows]
 
 
 def drive(scheduler, mock, *, late=0, max_steps=10_000):

@@ -36,6 +36,7 @@ configs = st.builds(
     max_blocks_per_salt=st.sampled_from([None, 1, 3]),
     num_host_blocks=st.sampled_from([1, 4, 12]),
     preemption=st.sampled_from(["auto", "recompute", "swap"]),
+    max_draft_tokens=st.just(20),
     max_num_queued_requests=st.sampled_from([None, 6]),
     max_num_queued_tokens=st.sampled_from([None, 100]),
     debug=st.just(True),
@@ -101,9 +102,17 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.requests.update((request, 0) for request in group)
 
-    @rule(turns=st.sampled_from([25, 10, 3]))
-    def steps(self, turns):
-        for _ in range(turns):
+    @rule(
+        turns=st.sampled_from([25, 10, 3]),
+        length=st.sampled_from([0, 0, 1, 4, 20]),
+        wrong=st.integers(0, 4),
+        is_tree=st.booleans(),
+    )
+    def steps(self, turns, length, wrong, is_tree):
+        for turn in range(turns):
+            if length:
+                for request in self.scheduler.unfinished_requests():
+                    self.guess(request, length, (wrong + turn) % 5, is_tree=is_tree)
             self.dispatch()
             self.commit_all()
 
@@ -181,6 +190,31 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.requests[child] = kept + 1
 
+    @rule(
+        draw=st.data(),
+        length=st.sampled_from([1, 3, 20]),
+        wrong=st.integers(0, 20),
+        is_tree=st.booleans(),
+    )
+    @precondition(lambda self: self.requests)
+    def propose(self, draw, length, wrong, is_tree):
+        for request in draw.draw(st.sets(st.sampled_from(list(self.requests)), min_size=1)):
+            self.guess(request, length, wrong, is_tree=is_tree)
+
+    def guess(self, request, length, wrong, *, is_tree):
+        """Propose what comes next, from place `wrong` on something else; or a tree with both."""
+        start = request.num_tokens - request.num_prompt_tokens
+        ids = [*oracle(request, self.requests[request])[start:], *range(length)][:length]
+        ids[wrong:] = [(token + 1) % VOCAB for token in ids[wrong:]]
+        parents = None
+        if is_tree:  # an alternative to each, before it or behind it
+            order = (1, 0) if wrong % 2 else (0, 1)
+            ids = [(token + add) % VOCAB for token in ids for add in order][:20]
+            right = order.index(0)
+            parents = [-1 if i < 2 else i // 2 * 2 - 2 + right for i in range(len(ids))]
+        noted = self.scheduler.propose(request, ids, parents)
+        assert not (noted and request.is_finished)
+
     @rule(count=st.integers(1, 4), on_host=st.booleans())
     def evict(self, count, on_host):
         """The tree gives up blocks, as if somebody had needed them."""
@@ -227,6 +261,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             event(f"{name}: {'some' if getattr(stats, name) else 'none'}")
         event(f"prefix_cache_host_hits: {'some' if stats.prefix_cache_host_hits else 'none'}")
         event(f"copies: {'some' if self.num_copies else 'none'}")
+        event(f"accepted drafts: {'some' if self.mock.num_accepted else 'none'}")
+        event(f"rejected drafts: {'some' if self.mock.num_rejected else 'none'}")
         event(f"unchanged batches: {'some' if self.mock.num_unchanged else 'none'}")
         assert stats.num_free_blocks == stats.num_blocks
         assert stats.num_free_host_blocks == stats.num_host_blocks

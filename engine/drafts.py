@@ -1,0 +1,143 @@
+"""Draft tokens: a proposal of how a sequence goes on, verified by one step of the model.
+
+A step computes a sequence's last known token and its drafts together, and samples at each of them.
+A draft is accepted if it is what was sampled at the token before it; behind the last accepted one
+comes one more token for free. Draws are keyed by seed and position, so the tokens are those of
+decoding one by one, whatever was proposed.
+
+Row 0 is the last known token, row 1 + i is draft i: the rows of logits that a step has for a
+sequence with drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+from engine.errors import RequestError
+
+__all__ = ["MAX_QUERY_LEN", "Drafts"]
+
+MAX_QUERY_LEN = 64
+"""Tokens of a sequence that one step can compute with a tree among them (bits of a tree mask)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """Tokens that may follow a sequence: a chain, or a tree of alternatives.
+
+    Parameters
+    ----------
+    token_ids : tuple of int
+    parents : tuple of int, optional
+        For each draft, the index of the one before it; -1: the last known token. Parents come
+        before their children. None is a chain.
+
+    Examples
+    --------
+    >>> tree = Drafts((5, 6, 7), parents=(-1, -1, 0))  # 5 or 6; after 5 comes 7
+    >>> tree.accepted_rows([5, 7, 0, 9])  # sampled at each row
+    [0, 1, 3]
+    >>> tree.depths, tree.path(3)
+    ((1, 1, 2), (5, 7))
+    """
+
+    token_ids: tuple[int, ...]
+    parents: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        ids, parents = self.token_ids, self.parents
+        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+            raise RequestError(f"draft token_ids must be whole numbers of at least 0; got {ids}")
+        if parents is None:
+            return
+        if len(parents) != len(ids) or not all(-1 <= p < i for i, p in enumerate(parents)):
+            raise RequestError(
+                f"draft parents must be {len(ids)} indices of earlier drafts or -1; got {parents}"
+            )
+        if len(set(zip(parents, ids, strict=True))) != len(ids):
+            raise RequestError(
+                f"drafts with the same parent must differ; got token_ids {ids}, parents {parents}"
+            )
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def is_tree(self) -> bool:
+        """Tell whether any draft does not follow the one before it."""
+        return len(self) != len(self.chain())
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """How many tokens after the last known one each draft stands."""
+        depths: list[int] = []
+        for index in range(len(self)):
+            parent = self._parent(index)
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return tuple(depths)
+
+    def prefix(self, count: int) -> Drafts:
+        """Return the first `count` drafts."""
+        parents = None if self.parents is None else self.parents[:count]
+        return Drafts(self.token_ids[:count], parents)
+
+    def chain(self) -> Drafts:
+        """Return the first drafts, as far as each follows the one before it."""
+        if self.parents is None:
+            return self
+        count = len(list(takewhile(lambda i: self._parent(i) == i - 1, range(len(self)))))
+        return Drafts(self.token_ids[:count])
+
+    def path(self, row: int) -> tuple[int, ...]:
+        """Return the drafts between the last known token and the token sampled at `row`."""
+        path: list[int] = []
+        index = row - 1
+        while index >= 0:
+            path.append(self.token_ids[index])
+            index = self._parent(index)
+        return tuple(reversed(path))
+
+    def masks(self, num_known: int) -> list[int]:
+        """Return, for `num_known` tokens and the drafts, which of them each one sees (as bits)."""
+        known = (1 << num_known) - 1
+        masks = [(2 << i) - 1 for i in range(num_known)]
+        for index in range(len(self)):
+            parent = self._parent(index)
+            seen = known if parent < 0 else masks[num_known + parent]
+            masks.append(seen | 1 << (num_known + index))
+        return masks
+
+    def accepted_rows(self, sampled: Sequence[int]) -> list[int]:
+        """Return the rows whose sampled ids are the sequence's next tokens, in their order.
+
+        Parameters
+        ----------
+        sampled : sequence of int
+            What was sampled at each row, 1 + len(self).
+        """
+        children = {(self._parent(i), t): i for i, t in enumerate(self.token_ids)}
+        rows, index = [0], -1
+        while (found := children.get((index, sampled[rows[-1]]))) is not None:
+            index = found
+            rows.append(1 + index)
+        return rows
+
+    def num_in_place(self, token_ids: Sequence[int]) -> int:
+        """Return how many of the accepted tokens have their keys where the sequence needs them.
+
+        A draft's keys and values lie behind those of the drafts before it in the list, so only the
+        drafts that begin the list as a chain are where the next step looks for them.
+
+        Parameters
+        ----------
+        token_ids : sequence of int
+            The accepted drafts and the one token after them.
+        """
+        chain = self.chain().token_ids
+        pairs = zip(chain, token_ids[:-1], strict=False)
+        return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+
+    def _parent(self, index: int) -> int:
+        return index - 1 if self.parents is None else self.parents[index]
