@@ -67,7 +67,7 @@ class Drafts:
     @property
     def is_tree(self) -> bool:
         """Tell whether any draft does not follow the one before it."""
-        return len(self) != len(self.chain())
+        return self.parents is not None and len(self) != len(self.chain())
 
     @property
     def depths(self) -> tuple[int, ...]:

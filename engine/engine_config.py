@@ -12,6 +12,7 @@ from engine.cache.kv_cache import KVGeometry, MemoryBudget, plan_num_blocks
 from engine.cache.memory_pool import device_memory
 from engine.config import ModelConfig
 from engine.device import Device
+from engine.drafts import MAX_QUERY_LEN
 from engine.dtypes import itemsize
 from engine.errors import ConfigError, RequestError, unknown_keyword
 from engine.runner.cuda_graph import batch_sizes
@@ -30,6 +31,7 @@ _SCHEDULER_OPTIONS = {
     "enable_prefix_caching": "prefix_caching",
     "max_blocks_per_salt": "max_blocks_per_salt",
     "max_prefill_chunk": "max_prefill_chunk",
+    "max_draft_tokens": "max_draft_tokens",
     "scheduling_policy": "policy",
     "priority_window": "priority_window",
     "max_num_queued_requests": "max_num_queued_requests",
@@ -52,6 +54,7 @@ _RANGES = {
     "seed": NumberRange(0, 2**63 - 1, integer=True),
     "max_blocks_per_salt": NumberRange(1, _INT32, integer=True, optional=True),
     "max_prefill_chunk": NumberRange(0, _INT32, integer=True),
+    "max_draft_tokens": NumberRange(0, MAX_QUERY_LEN - 1, integer=True),
     "priority_window": NumberRange(0, _INT32, integer=True),
     "max_num_queued_requests": NumberRange(1, 2**63 - 1, integer=True, optional=True),
     "max_num_queued_tokens": NumberRange(1, 2**63 - 1, integer=True, optional=True),
@@ -102,6 +105,9 @@ class EngineConfig:
         Most blocks that are kept for one `cache_salt`, so that no tenant pushes out the others.
     max_prefill_chunk : int
         Most tokens of one prompt in one step; 0 = as many as the budget allows.
+    max_draft_tokens : int
+        Most draft tokens of a request that one step verifies (`Scheduler.propose`); CUDA graphs
+        are captured for steps without drafts and with so many.
     scheduling_policy : str
         "fcfs" = first come, first served; "lpm" = longest known prefix first, within a window.
     priority_window : int
@@ -157,6 +163,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     max_blocks_per_salt: int | None = None
     max_prefill_chunk: int = 0
+    max_draft_tokens: int = 0
     scheduling_policy: str = "fcfs"
     priority_window: int = 256
     max_num_queued_requests: int | None = None
@@ -208,7 +215,14 @@ class EngineConfig:
             raise ConfigError("raise_on_timeout needs a step_timeout; got None")
 
     def resolve(
-        self, model: ModelConfig, device: Device, dtype: str, max_model_len: int, weight_bytes: int
+        self,
+        model: ModelConfig,
+        device: Device,
+        dtype: str,
+        max_model_len: int,
+        weight_bytes: int,
+        *,
+        deterministic: bool = False,
     ) -> ResolvedConfig:
         """Derive every open value for `model`, and say why.
 
@@ -222,6 +236,8 @@ class EngineConfig:
             Longest sequence that the loaded model can take.
         weight_bytes : int
             Bytes of the weights, already on the device.
+        deterministic : bool
+            As the model was loaded.
 
         Raises
         ------
@@ -250,6 +266,9 @@ class EngineConfig:
             max_num_seqs=seqs,
             max_num_batched_tokens=tokens,
             num_host_blocks=self._host_blocks(geometry, reasons),
+            # The decode kernel alone takes a tree; it takes none together with a window, and its
+            # sums depend on the company.
+            draft_trees=not deterministic and not any(model.layer_windows),
             debug=is_debug,
             **{theirs: getattr(self, ours) for ours, theirs in _SCHEDULER_OPTIONS.items()},
         )
@@ -307,7 +326,7 @@ class EngineConfig:
         has_graphs: bool,
     ) -> MemoryBudget:
         total, free = device_memory(device)
-        rows = batch_sizes(seqs)[-1]
+        rows, seqs = (n * (1 + self.max_draft_tokens) for n in (batch_sizes(seqs)[-1], seqs))
         graphs = activation_bytes(model, dtype, rows, rows) if has_graphs else 0
         return MemoryBudget(
             total=total,

@@ -61,7 +61,12 @@ class LLMEngine:
         self.model = model
         self.tokenizer = model.tokenizer if model.has_tokenizer else None
         config = given.resolve(
-            model.config, model.device, model.dtype, model.max_model_len, model.weight_bytes
+            model.config,
+            model.device,
+            model.dtype,
+            model.max_model_len,
+            model.weight_bytes,
+            deterministic=model.deterministic,
         )
         limits = config.scheduler
         self._inputs = InputProcessor(
@@ -84,7 +89,11 @@ class LLMEngine:
             is_debug=config.is_debug,
         )
         if config.cuda_graphs:
-            self.runner.capture_graphs(limits.max_model_len, progress=sys.stderr.isatty())
+            self.runner.capture_graphs(
+                limits.max_model_len,
+                max_draft_tokens=limits.max_draft_tokens,
+                progress=sys.stderr.isatty(),
+            )
         self._watchdog = Watchdog(given.step_timeout, self._describe, raises=given.raise_on_timeout)
         self._recovery = StepRecovery(self.scheduler, self.runner, is_debug=config.is_debug)
         self._in_flight: deque[LaunchedStep] = deque()  # launched and not read, oldest first
@@ -357,7 +366,12 @@ class LLMEngine:
         failed = {r: why for r, why in result.failed.items() if not r.is_finished}
         for request, why in failed.items():
             self.scheduler.finish_request(request, "error", stop_reason=why)
+        before = {}
+        if step.output.num_draft_tokens:
+            before = {request: request.num_output_tokens for request in result.token_ids}
         finished = self.scheduler.commit(step.output, result.token_ids)
+        for request, count in before.items():  # it may have ended inside its accepted drafts
+            result.keep(request, request.num_output_tokens - count)
         self._recovery.note_success(step.output)
         self._update_streams(result, is_last=is_last)
         for request in (*finished, *failed):
@@ -412,16 +426,24 @@ class LLMEngine:
             end = stream.append(token_ids, result.logprobs.get(request, ()))
             changed[group] = None
             if end is not None:
-                self._end(stream, end)
+                num_tokens -= self._end(stream, end)
         self._stats.generation_tokens += num_tokens
 
-    def _end(self, stream: OutputStream, end: End) -> None:
-        """End a continuation because of its text: that counts before what the scheduler found."""
-        request = stream.request
-        is_finished = request.is_finished
-        finish = self.scheduler.correct_finish if is_finished else self.scheduler.finish_request
-        finish(request, end.finish_reason, stop_reason=end.stop_reason)
+    def _end(self, stream: OutputStream, end: End) -> int:
+        """End a continuation because of its text: that counts before what the scheduler found.
+
+        Return how many of its tokens stand behind that end, and are gone.
+        """
+        request, reason = stream.request, end.finish_reason
+        self.scheduler.finish_request(request, reason)  # if it has not finished
+        num_cut = self.scheduler.correct_finish(
+            request,
+            reason,
+            stop_reason=end.stop_reason,
+            num_output_tokens=end.num_output_tokens,
+        )
         self._release(stream)
+        return num_cut
 
     def _end_group(self, group: OutputGroup, stop_reason: str | None) -> None:
         """Abort what is left of a request; the next step reports it."""

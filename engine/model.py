@@ -199,6 +199,11 @@ class Model:
         """First row of longrope's long factors in the rope table; 0 where there are none."""
         return self.decoder.long_rope_offset
 
+    @property
+    def deterministic(self) -> bool:
+        """Whether a token has the same bits in any company, as the model was loaded."""
+        return self.decoder.deterministic
+
     @cached_property
     def weight_bytes(self) -> int:
         """Bytes of the weights and rope tables on the device."""

@@ -32,6 +32,8 @@ class End(NamedTuple):
 
     finish_reason: str
     stop_reason: int | str | None
+    num_output_tokens: int | None = None
+    """How many of its output tokens count; None is all."""
 
 
 class OutputStream:
@@ -119,14 +121,16 @@ class OutputStream:
         self, token_ids: Sequence[int], logprobs: Sequence[dict[int, Logprob]]
     ) -> End | None:
         """Take new ids, which the request has already; return why it ends, if its text says so."""
+        end = None if self._is_lazy else self._read_ids()
         if self._logprobs is not None:
-            self._logprobs += [with_text(entry, self._tokenizer) for entry in logprobs]
-            for token, entry in zip(token_ids, logprobs, strict=True):
+            num_cut = 0
+            if end is not None and end.num_output_tokens is not None:
+                num_cut = self.request.num_output_tokens - end.num_output_tokens
+            for token, entry in list(zip(token_ids, logprobs, strict=True))[: -num_cut or None]:
+                self._logprobs.append(with_text(entry, self._tokenizer))
                 self.cumulative_logprob += entry[token].logprob
-        if not self._is_lazy:
-            return self._read_ids()
-        self.is_quiet = self._logprobs is None
-        return None
+        self.is_quiet = self._is_lazy and self._logprobs is None
+        return end
 
     def next_output(self, token_ids: list[int], now: float) -> RequestOutput | None:
         """Take the one new id of a plain stream that goes on, and return the output at once.
@@ -196,21 +200,31 @@ class OutputStream:
         assert self._detokenizer is not None
         request = self.request
         ids = request.output_token_ids[self._num_read :]
-        self._num_read += len(ids)
+        num_new = len(ids)
+        self._num_read += num_new
         # The text of what ended it is left out unless it is to be included, as vLLM does.
         ended_by_id = request.status is RequestStatus.FINISHED_STOPPED and not self._stop.stop
         if ids and ended_by_id and not self._params.include_stop_str_in_output:
             ids = ids[:-1]
-        text = (
-            self._detokenizer.push(ids) if len(ids) != 1 else self._detokenizer.push_token(ids[0])
-        )
         if not self._params.stop:
+            text = (
+                self._detokenizer.push(ids)
+                if len(ids) != 1
+                else self._detokenizer.push_token(ids[0])
+            )
             self._text.append(text)
             return None
-        can_stop = request.num_output_tokens >= self._params.min_tokens
-        result = self._stop.push(text, check=can_stop)
-        self._text.append(result.text)
-        return None if result.stop is None else End("stop", result.stop)
+        pieces = [self._detokenizer.push_token(token_id) for token_id in ids]
+        return self._push_until_stop(pieces, request.num_output_tokens - num_new)
+
+    def _push_until_stop(self, pieces: Sequence[str], num_before: int) -> End | None:
+        """Take the text of one id after the other, up to the one that completes a stop string."""
+        for count, text in enumerate(pieces, num_before + 1):
+            result = self._stop.push(text, check=count >= self._params.min_tokens)
+            self._text.append(result.text)
+            if result.stop is not None:
+                return End("stop", result.stop, count)
+        return None
 
     def _flush(self) -> None:
         assert self._detokenizer is not None

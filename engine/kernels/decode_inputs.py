@@ -1,4 +1,4 @@
-"""What a decode step reads of its slots: `cuda_src/decode_inputs.cu`."""
+"""What a step of decodes reads of its rows: `cuda_src/decode_inputs.cu`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _POINTERS = (
 _KERNEL = Kernel(
     "decode_inputs",
     " ".join(f"{name}:ptr" for name in _POINTERS)
-    + " num_slots:i32 width:i32 num_new:i32 block_size:i32",
+    + " num_rows:i32 width:i32 num_new:i32 block_size:i32 query_len:i32",
+    struct="DecodeInputsParams",
 )
 
 
@@ -42,24 +43,24 @@ def decode_inputs(
     block_size: int,
     out: Any = None,
 ) -> Any:
-    """Bring the slots' block tables up to date and lay out one decode step.
+    """Bring the requests' block tables up to date and lay out a step of Q tokens a sequence.
 
     Parameters
     ----------
     rows : (B,) array of int32
-        The slot of each row of the batch, all different; -1 is padding.
-    token_ids : (B,) array of int32
-        The ids that the host knows; -1: the id sampled last in the slot.
-    positions : (B,) array of int32
+        The row of each sequence's request, all different; -1 is padding.
+    token_ids : (B, Q) array of int32
+        The ids that the host knows; -1: the id sampled last in the row.
+    positions : (B, Q) array of int32
         Where these tokens stand; less than W * block_size.
     last_ids : (S,) array of int32
-        The id sampled last in every slot.
+        The id sampled last in every row.
     tables : (S, W) array of int32
-        Block ids of every slot; written where blocks are new.
+        Block ids of every row; written where blocks are new.
     new_starts : (B,) array of int32
-        Where in the table the row's new blocks begin.
+        Where in the table the sequence's new blocks begin.
     cu_new_blocks : (B+1,) array of int32
-        Row b's new blocks are [cu_new_blocks[b], cu_new_blocks[b+1]) of `new_blocks`.
+        Sequence b's new blocks are [cu_new_blocks[b], cu_new_blocks[b+1]) of `new_blocks`.
     new_blocks : (C,) array of int32
     block_size : int
         Tokens of a block.
@@ -68,12 +69,12 @@ def decode_inputs(
 
     Returns
     -------
-    token_ids : (B,) array of int32
+    token_ids : (B, Q) array of int32
         -2**31 for padding, of which `embedding` makes zeros: they cost the products less power.
-    slot_mapping : (B,) array of int64
-        Where the key and value go; -1 for padding.
+    slot_mapping : (B, Q) array of int64
+        Where the keys and values go; -1 for padding.
     block_tables : (B, W) array of int32
-        Entries past the position's block are not defined, nor are those of padding.
+        Entries past the last position's block are not defined, nor are those of padding.
 
     Raises
     ------
@@ -86,15 +87,15 @@ def decode_inputs(
     >>> import numpy as np
     >>> i32 = lambda *values: np.array(values, np.int32)
     >>> tables = np.zeros((2, 2), np.int32)
-    >>> ids, slots, rows = decode_inputs(i32(1, -1), i32(-1, -1), i32(17, 0), i32(5, 6), tables,
-    ...                                  i32(0, 0), i32(0, 2, 2), i32(9, 4), block_size=16)
+    >>> ids, slots, _ = decode_inputs(i32(1), i32([-1, 8]), i32([17, 18]), i32(5, 6), tables,
+    ...                               i32(0), i32(0, 2), i32(9, 4), block_size=16)
     >>> ids, slots, tables[1]
-    (array([          6, -2147483648], dtype=int32), array([65, -1]), array([9, 4], dtype=int32))
+    (array([[6, 8]], dtype=int32), array([[65, 66]]), array([9, 4], dtype=int32))
     """
     call = Contract("decode_inputs")
     rows = call.array("rows", rows, "B", INT32)
-    token_ids = call.array("token_ids", token_ids, "B", INT32)
-    positions = call.array("positions", positions, "B", INT32)
+    token_ids = call.array("token_ids", token_ids, "B Q", INT32)
+    positions = call.array("positions", positions, "B Q", INT32)
     last_ids = call.array("last_ids", last_ids, "S", INT32)
     tables = call.written("tables", tables, "S W", INT32)
     new_starts = call.array("new_starts", new_starts, "B", INT32)
@@ -111,10 +112,10 @@ def decode_inputs(
         names = ("out[0]", "out[1]", "out[2]")
         targets = [call.target(*three) for three in zip(outs, results, names, strict=True)]
         return tuple(map(call.fill, targets, results))
-    batch, width = call["B"], call["W"]
+    batch, width, query_len = call["B"], call["W"], call["Q"]
     outs = (
-        call.output("out[0]", outs[0], (batch,), INT32),
-        call.output("out[1]", outs[1], (batch,), INT64),
+        call.output("out[0]", outs[0], (batch, query_len), INT32),
+        call.output("out[1]", outs[1], (batch, query_len), INT64),
         call.output("out[2]", outs[2], (batch, width), INT32),
     )
     _launch(arrays, outs, block_size)
@@ -123,14 +124,15 @@ def decode_inputs(
 
 def _launch(arrays: tuple[Any, ...], outs: tuple[Any, ...], block_size: int) -> None:
     given = dict(zip(_POINTERS, (*arrays, *outs), strict=True))
-    num_slots, width = given["tables"].shape
+    num_rows, width = given["tables"].shape
     _KERNEL.launch(
         specs("float32")[0],
         (given["rows"].shape[0],),
         (_THREADS,),
-        num_slots=num_slots,
+        num_rows=num_rows,
         width=width,
         num_new=given["new_blocks"].shape[0],
         block_size=block_size,
+        query_len=given["token_ids"].shape[1],
         **given,
     )

@@ -1,4 +1,4 @@
-"""What a decode step leaves behind: `cuda_src/decode_outputs.cu`."""
+"""What a step of decodes leaves behind: `cuda_src/decode_outputs.cu`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ __all__ = ["decode_outputs", "specs"]
 _THREADS = 128
 _KERNEL = Kernel(
     "decode_outputs",
-    "token_ids:ptr status:ptr rows:ptr last_ids:ptr out:ptr num_rows:i32 num_slots:i32",
+    "token_ids:ptr status:ptr rows:ptr last_ids:ptr out:ptr num_tokens:i32 query_len:i32 "
+    "num_rows:i32",
 )
 
 
@@ -26,22 +27,22 @@ def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
 def decode_outputs(
     token_ids: Any, status: Any, rows: Any, last_ids: Any, *, out: Any = None
 ) -> Any:
-    """Keep the sampled ids for the next step, and put them beside their status for the host.
+    """Keep the ids sampled last for the next step, and put all beside their status for the host.
 
     Parameters
     ----------
-    token_ids, status : (B,) array of int32
-        As `sample` returns them.
+    token_ids, status : (B, Q) array of int32
+        As `sample` returns them, for Q tokens a sequence.
     rows : (B,) array of int32
-        The slot of each row, all different; what is no slot is padding.
+        The row of each sequence's request, all different; outside [0, S): padding.
     last_ids : (S,) array of int32
-        The id sampled last in every slot; written.
-    out : (2, B) array of int32, optional
+        The id sampled last in every row; written: of the sequence's last token.
+    out : (2, B, Q) array of int32, optional
         Where to put the result.
 
     Returns
     -------
-    (2, B) array of int32
+    (2, B, Q) array of int32
         The ids, then their status.
 
     Raises
@@ -54,28 +55,30 @@ def decode_outputs(
     >>> import numpy as np
     >>> i32 = lambda *values: np.array(values, np.int32)
     >>> last_ids = i32(1, 2, 3)
-    >>> decode_outputs(i32(7, 8), i32(0, 0), i32(2, -1), last_ids), last_ids
-    (array([[7, 8],
-           [0, 0]], dtype=int32), array([1, 2, 7], dtype=int32))
+    >>> out = decode_outputs(i32([7, 9], [8, 4]), i32([0, 0], [0, 0]), i32(2, -1), last_ids)
+    >>> out[0].tolist(), last_ids
+    ([[7, 9], [8, 4]], array([1, 2, 9], dtype=int32))
     """
     call = Contract("decode_outputs")
-    token_ids = call.array("token_ids", token_ids, "B", INT32)
-    status = call.array("status", status, "B", INT32)
+    token_ids = call.array("token_ids", token_ids, "B Q", INT32)
+    status = call.array("status", status, "B Q", INT32)
     rows = call.array("rows", rows, "B", INT32)
     last_ids = call.written("last_ids", last_ids, "S", INT32)
     if call.on_cpu:
         return call.finish(out, reference.decode_outputs(token_ids, status, rows, last_ids))
-    out = call.output("out", out, (2, call["B"]), INT32)
+    num_tokens = call["B"] * call["Q"]
+    out = call.output("out", out, (2, call["B"], call["Q"]), INT32)
     _KERNEL.launch(
         specs("float32")[0],
-        (ceil_div(call["B"], _THREADS),),
+        (ceil_div(num_tokens, _THREADS),),
         (_THREADS,),
         token_ids=token_ids,
         status=status,
         rows=rows,
         last_ids=last_ids,
         out=out,
-        num_rows=call["B"],
-        num_slots=call["S"],
+        num_tokens=num_tokens,
+        query_len=call["Q"],
+        num_rows=call["S"],
     )
     return out

@@ -10,6 +10,7 @@ import numpy as np
 
 from engine import kernels
 from engine.device import array_module, empty_like
+from engine.errors import ContractError
 from engine.layers.arrays import arrays_of
 from engine.layers.batch import ForwardBatch
 from engine.layers.linear import Linear
@@ -103,10 +104,10 @@ class Attention:
         """
         q, k, v = self._rows(x, norm)
         places = (batch.rope_positions, self.cos_sin, k_pages, v_pages, batch.slot_mapping)
-        if batch.num_decodes == batch.num_sequences and not self.params.deterministic:
-            fresh = {"k": k[:, None], "v": v[:, None], "positions": batch.rope_positions}
-            fresh |= {"cos_sin": self.cos_sin, "slot_mapping": batch.slot_mapping}
-            heads = self._decode(q, batch, k_pages, v_pages, **fresh, **self._norms())
+        if self._stores_while_decoding(batch):
+            new = {"k": k[:, None], "v": v[:, None], "positions": batch.rope_positions}
+            new |= {"cos_sin": self.cos_sin, "slot_mapping": batch.slot_mapping}
+            heads = self._decode(q, batch, k_pages, v_pages, **new, **self._norms())
         else:
             kernels.qk_norm_rope_store(q, k, v, *places, **self._norms())
             heads = self._attend(q, batch, k_pages, v_pages)
@@ -131,6 +132,11 @@ class Attention:
         rows = fused.reshape(x.shape[0], h + 2 * k, self.params.head_dim)
         return rows[:, :h], rows[:, h : h + k], rows[:, h + k :]
 
+    def _stores_while_decoding(self, batch: ForwardBatch) -> bool:
+        """Tell whether the decode kernel stores the new keys and values as well: one a sequence."""
+        is_all = batch.num_decodes == batch.num_sequences and batch.query_len == 1
+        return is_all and not self.params.deterministic
+
     def _norms(self) -> dict[str, Any]:
         if self.q_norm is None or self.k_norm is None:
             return {}
@@ -138,15 +144,15 @@ class Attention:
         return norms | {"eps": self.q_norm.eps, "weight_offset": self.q_norm.offset}
 
     def _attend(self, q: Any, batch: ForwardBatch, k_pages: Any, v_pages: Any) -> Any:
-        """Send the sequences of one token to one kernel and the others to the other."""
-        n = batch.num_decodes
+        """Send the decodes to one kernel and the other sequences to the other."""
         if self.params.deterministic:
             return self._attend_invariantly(q, batch, k_pages, v_pages)
-        if n == 0:
+        if batch.num_decodes == 0:
             return self._prefill(q, batch, k_pages, v_pages)
         out = empty_like(q)
         self._decode(q, batch, k_pages, v_pages, out)
-        self._prefill(q, batch, k_pages, v_pages, out)
+        if batch.num_decodes < batch.num_sequences:
+            self._prefill(q, batch, k_pages, v_pages, out)
         return out
 
     def _attend_invariantly(self, q: Any, batch: ForwardBatch, k_pages: Any, v_pages: Any) -> Any:
@@ -156,6 +162,8 @@ class Attention:
         positions. The mirrors give BLAS matrices whose shape must not depend on the chunk, so on
         the CPU each token is decoded by itself.
         """
+        if batch.tree_mask is not None:
+            raise ContractError("a batch with a tree_mask needs deterministic=False; got True")
         p = self.params
         rule: dict[str, Any] = {"scale": p.scale, "window": p.window, "softcap": p.softcap}
         if array_module(q) is not np:
@@ -188,17 +196,18 @@ class Attention:
         k_pages: Any,
         v_pages: Any,
         out: Any = None,
-        **fresh: Any,
+        **new: Any,
     ) -> Any:
-        """Attend from the sequences of one token, whose rows are stored first if they are `fresh`.
+        """Attend from the decodes; `new`: their keys and values, to be stored first.
 
-        SAFETY: overlap. Tables, lengths, positions and older keys were written before `embedding`,
-        which lets nobody begin before that has ended; or the kernel in front is
-        `qk_norm_rope_store`, which does the same.
+        SAFETY: with `pdl`, tables, lengths, positions and older keys are read while the kernel in
+        front may still run. They were written before `embedding`, which lets no kernel start before
+        those in front of it have ended; so does `qk_norm_rope_store`.
         """
-        n, p = batch.num_decodes, self.params
+        n, num_tokens, p = batch.num_decodes, batch.num_decode_tokens, self.params
+        shape = n, batch.query_len, *q.shape[1:]
         result = kernels.attention_decode(
-            q[:n, None],
+            q[:num_tokens].reshape(shape),
             k_pages,
             v_pages,
             block_tables=batch.block_tables[:n],
@@ -207,18 +216,19 @@ class Attention:
             window=p.window,
             softcap=p.softcap,
             max_context_len=batch.max_context_len,
+            tree_mask=batch.tree_mask,
             pdl=True,
-            out=None if out is None else out[:n, None],
-            **fresh,
+            out=None if out is None else out[:num_tokens].reshape(shape),
+            **new,
         )
-        return result[:, 0]
+        return result.reshape(num_tokens, *q.shape[1:])
 
     def _prefill(
         self, q: Any, batch: ForwardBatch, k_pages: Any, v_pages: Any, out: Any = None
     ) -> Any:
-        n, p = batch.num_decodes, self.params
+        n, num_decode_tokens, p = batch.num_decodes, batch.num_decode_tokens, self.params
         return kernels.attention_prefill(
-            q[n:],
+            q[num_decode_tokens:],
             k_pages,
             v_pages,
             cu_seqlens_q=batch.prefill_cu_seqlens_q,
@@ -228,5 +238,5 @@ class Attention:
             window=p.window,
             softcap=p.softcap,
             max_seqlen_q=batch.max_seqlen_q,
-            out=None if out is None else out[n:],
+            out=None if out is None else out[num_decode_tokens:],
         )

@@ -46,12 +46,17 @@ class ForwardBatch:
     logits_indices : (R,) int32 or None
         Tokens whose logits are wanted; None is every token.
     num_decodes : int
-        The first so many sequences have exactly one token each and are the decode kernel's; the
-        rest are the prefill kernel's.
+        The first sequences, which the decode kernel computes; it has `query_len` tokens of each.
+        The prefill kernel computes the others.
     max_seqlen_q, max_context_len : int
         Bounds of the lengths, known on the host so that no kernel launch has to wait for them.
     prefill_cu_seqlens_q : (B - num_decodes + 1,) int32
         `cu_seqlens_q` of the prefill part, counted from its first token. Derived; leave it out.
+    query_len : int
+        Q, the tokens of each decode.
+    tree_mask : (num_decodes, Q) uint64, optional
+        Bit j of tree_mask[b, i] says whether token i of decode b sees its token j, for j <= i; all
+        tokens see the ones in front of the Q. By default each sees all up to itself.
     """
 
     token_ids: Any
@@ -66,16 +71,23 @@ class ForwardBatch:
     max_seqlen_q: int
     max_context_len: int
     prefill_cu_seqlens_q: Any = None
+    query_len: int = 1
+    tree_mask: Any = None
 
     def __post_init__(self) -> None:
         if self.prefill_cu_seqlens_q is None:
-            rest = self.cu_seqlens_q[self.num_decodes :] - np.int32(self.num_decodes)
+            rest = self.cu_seqlens_q[self.num_decodes :] - np.int32(self.num_decode_tokens)
             object.__setattr__(self, "prefill_cu_seqlens_q", rest)
 
     @property
     def num_tokens(self) -> int:
         """T."""
         return int(self.token_ids.shape[0])
+
+    @property
+    def num_decode_tokens(self) -> int:
+        """The first tokens, which are those of the decodes."""
+        return self.num_decodes * self.query_len
 
     @property
     def num_sequences(self) -> int:

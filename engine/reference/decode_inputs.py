@@ -25,16 +25,16 @@ def decode_inputs(
     *,
     block_size: int,
 ) -> tuple[Array, Array, Array]:
-    """Update the slots' tables, then gather; `PADDING_ID`, -1 and a table of 0 for padding."""
+    """Update the rows' tables, then gather; `PADDING_ID`, -1 and a table of 0 for padding."""
     used = np.flatnonzero(rows >= 0)
     for b in used[np.diff(cu_new_blocks)[used] > 0]:
         blocks = new_blocks[cu_new_blocks[b] : cu_new_blocks[b + 1]]
         tables[rows[b], new_starts[b] : new_starts[b] + len(blocks)] = blocks
-    ids, slots = np.full_like(rows, PADDING_ID), np.full(len(rows), -1, np.int64)
+    ids, slots = np.full_like(token_ids, PADDING_ID), np.full(token_ids.shape, -1, np.int64)
     tables_out = np.zeros((len(rows), tables.shape[1]), np.int32)
-    slot, position = rows[used], positions[used]
-    ids[used] = np.where(token_ids[used] >= 0, token_ids[used], last_ids[slot])
-    blocks = tables[slot, position // block_size].astype(np.int64)
+    row, position = rows[used, None], positions[used]
+    ids[used] = np.where(token_ids[used] >= 0, token_ids[used], last_ids[row])
+    blocks = tables[row, position // block_size].astype(np.int64)
     slots[used] = blocks * block_size + position % block_size
-    tables_out[used] = tables[slot]
+    tables_out[used] = tables[rows[used]]
     return ids, slots, tables_out

@@ -40,6 +40,11 @@ class HistoryTable:
         """Put one id into each row, at its position; all arrays on the device."""
         self._ids[rows, positions] = token_ids
 
+    def write(self, row: int, position: int, token_ids: Sequence[int]) -> None:
+        """Put ids that the host knows into a row, the first of them at `position`."""
+        ids = self._xp.asarray(np.array(token_ids, np.int32))
+        self._ids[row, position : position + len(token_ids)] = ids
+
     def gather(self, rows: Any, length: int) -> Any:
         """Return the first `length` ids of these rows, (R, length) int32."""
         return self._xp.ascontiguousarray(self._ids[:, :length][rows])

@@ -26,7 +26,7 @@ from engine.runner.prompt_logprobs import PromptPart, ScoredPart, prompt_parts, 
 from engine.runner.request_rows import IntArray, RequestRows
 from engine.runner.result import StepResult, logprob_entries, ranks_of
 from engine.runner.sampling import SamplingTable
-from engine.runner.transfer import Readback, Upload
+from engine.runner.transfer import DeviceToHostCopy, HostToDeviceCopy
 from engine.scheduler.output import ScheduledSequence, ScheduleOutput
 
 __all__ = ["LaunchedStep", "ModelRunner", "RunnableModel", "StepResult"]
@@ -74,8 +74,9 @@ class LaunchedStep:
 
     output: ScheduleOutput
     sampled: Sequence[ScheduledSequence] = ()
+    first_rows: Sequence[int] | None = None  # of the results, for each; None: one row each
     counts: Sequence[int | None] = ()  # num_logprobs of each
-    tokens: Readback | None = None
+    tokens: DeviceToHostCopy | None = None
     prompts: list[ScoredPart] = field(default_factory=list)
     failed: dict[Request, str] = field(default_factory=dict)
 
@@ -122,8 +123,10 @@ class ModelRunner:
             max_num_seqs, model.config.vocab_size, model.eos_token_ids, model.device
         )
 
-    def capture_graphs(self, max_model_len: int, *, progress: bool = False) -> None:
-        """Let plain decode steps be CUDA graphs from now on."""
+    def capture_graphs(
+        self, max_model_len: int, *, max_draft_tokens: int = 0, progress: bool = False
+    ) -> None:
+        """Let steps of decodes be CUDA graphs from now on: without drafts, and with the most."""
         self.graphs = DecodeGraphs(
             self.model,
             self._pages,
@@ -131,6 +134,7 @@ class ModelRunner:
             self._sampling,
             block_size=self._block_size,
             max_model_len=max_model_len,
+            query_lens=sorted({1, 1 + max_draft_tokens}),
         )
         self.graphs.capture(progress=progress)
         # CuPy compiles indexing with an array when it is first done: now, not in the first step.
@@ -180,7 +184,13 @@ class ModelRunner:
             self._check_tables(output, rows, starts)
         tokens = self.graphs.launch(output, rows, starts) if self.graphs is not None else None
         if tokens is not None:
-            return LaunchedStep(output, output.sequences, tokens=tokens)
+            first_rows = None
+            if output.num_draft_tokens:
+                first_rows = [
+                    (index + 1) * output.query_len - s.num_logits
+                    for index, s in enumerate(output.sequences)
+                ]
+            return LaunchedStep(output, output.sequences, first_rows, tokens=tokens)
         inputs = build_inputs(output, rows, starts, self._table, self._block_size)
         return self._compute(output, inputs)
 
@@ -233,12 +243,15 @@ class ModelRunner:
         sampling = None
         if inputs.sampled:
             sampling = self._sampling.build(
-                inputs.sampled, inputs.sampled_rows, inputs.sampled_positions
+                inputs.sampled, inputs.sampled_rows, inputs.sampled_positions, inputs.paths
             )
         parts = self._prompt_parts(output, inputs)
         there = self._send(inputs, sampling, parts)
         logits, scored = self._forward(inputs, there, parts)
         step = LaunchedStep(output, inputs.sampled, prompts=scored)
+        if inputs.paths is not None:
+            step.sampled = [s for s in output.sequences if s.is_sampled]
+            step.first_rows = np.cumsum([0] + [s.num_logits for s in step.sampled])[:-1].tolist()
         if sampling is not None:
             self._sample(step, logits, inputs, sampling, there)
         return step
@@ -262,8 +275,8 @@ class ModelRunner:
         if sampling is not None:
             arrays |= {f"sampling.{n}": a for n, a in _arrays(sampling).items()}
             if sampling.history_lens is not None:
-                arrays["penalised"] = np.flatnonzero(sampling.history_lens)
-        return Upload(self.model.device, arrays).arrays
+                arrays |= _history_places(inputs, sampling.history_lens)
+        return HostToDeviceCopy(self.model.device, arrays).arrays
 
     def _forward(
         self, inputs: StepInputs, there: Mapping[str, Any], parts: Sequence[PromptPart]
@@ -280,7 +293,7 @@ class ModelRunner:
         if not parts:
             return model.forward(batch, self._pages), []
         hidden = model.hidden_states(batch, self._pages)
-        num_sampled = len(inputs.sampled)
+        num_sampled = len(inputs.sampled_rows)
         scored = score_parts(
             parts,
             hidden[num_sampled:],
@@ -301,21 +314,27 @@ class ModelRunner:
     ) -> None:
         """Sample, keep the ids on the device for the next step, and send them to the host."""
         rows = inputs.sampled_rows
-        self._process(step, logits, rows)
+        self._process(step, logits, inputs)
         columns = {n: there[f"sampling.{n}"] for n in _arrays(sampling)}
         if sampling.history_lens is not None:
             longest = int(sampling.history_lens.max())
-            columns["history"] = self._sampling.history.gather(there["sampled_rows"], longest)
+            history = self._sampling.history.gather(there["sampled_rows"], longest)
+            if inputs.paths is not None:
+                history[there["path_rows"], there["path_places"]] = there["path_ids"]
+            columns["history"] = history
         sampled = self.sampler(logits, _with(sampling, columns))
         self._table.last_ids[there["sampled_rows"]] = sampled.token_ids
         self._table.last_positions[rows] = inputs.sampled_positions
+        for sequence in step.sampled if inputs.paths is not None else ():
+            if sequence.drafts is not None:  # the host sends the next id, which it knows by then
+                self._table.last_positions[sequence.request.row] = -1
         if "penalised" in there:
             chosen = there["penalised"]
             places = there["sampled_rows"][chosen], columns["positions"][chosen]
             self._sampling.history.append(*places, sampled.token_ids[chosen])
         wanted = {"token_ids": sampled.token_ids, "status": sampled.status}
         if sampling.num_logprobs is not None:
-            step.counts = [s.request.spec.num_logprobs for s in inputs.sampled]
+            step.counts = [s.request.spec.num_logprobs for s in step.sampled]
             xp = self.model.device.xp
             wanted |= {
                 "logprobs": sampled.logprobs,
@@ -323,20 +342,26 @@ class ModelRunner:
                 "top_logprobs": sampled.top_logprobs,
                 "ranks": ranks_of(xp, logits, sampled.token_ids),
             }
-        step.tokens = Readback(self.model.device, wanted)
+        step.tokens = DeviceToHostCopy(self.model.device, wanted)
 
-    def _process(self, step: LaunchedStep, logits: Any, rows: np.ndarray[Any, Any]) -> None:
+    def _process(self, step: LaunchedStep, logits: Any, inputs: StepInputs) -> None:
         """Call the logits processors of those who have some."""
-        for row in np.flatnonzero(self._sampling.has_processors[rows]).tolist():
-            request = step.sampled[row].request
+        for row in np.flatnonzero(self._sampling.has_processors[inputs.sampled_rows]).tolist():
+            request = inputs.sampled[row].request
             processors = request.spec.params.logits_processors or ()
-            why = apply_processors(processors, request.output_token_ids, logits[row])
+            output_ids = request.output_token_ids
+            if inputs.paths is not None:
+                output_ids = [*output_ids, *inputs.paths[row]]
+            why = apply_processors(processors, output_ids, logits[row])
             if why:
                 step.failed[request] = why
 
     # ---- read
 
     def _read_tokens(self, step: LaunchedStep, arrays: dict[str, Any], result: StepResult) -> None:
+        if step.first_rows is not None:
+            self._read_drafted(step, step.first_rows, arrays, result)
+            return
         token_ids, sampled = arrays["token_ids"].tolist(), step.sampled
         result.token_ids = {s.request: [i] for s, i in zip(sampled, token_ids, strict=True)}
         for row in np.flatnonzero(arrays["status"]).tolist():
@@ -348,6 +373,56 @@ class ModelRunner:
             if count is not None and request not in result.failed:
                 entries = logprob_entries(arrays, [row], [token_ids[row]], count)
                 result.logprobs[request] = entries
+
+    def _read_drafted(
+        self,
+        step: LaunchedStep,
+        first_rows: Sequence[int],
+        arrays: dict[str, Any],
+        result: StepResult,
+    ) -> None:
+        """Read a step in which some have drafts: of these, what is accepted, and one token more."""
+        all_ids, status = arrays["token_ids"].tolist(), arrays["status"]
+        counts = step.counts or [None] * len(step.sampled)
+        for sequence, first, count in zip(step.sampled, first_rows, counts, strict=True):
+            request, drafts = sequence.request, sequence.drafts
+            rows = [first]
+            if drafts is not None:
+                ids = all_ids[first : first + sequence.num_logits]
+                rows = [first + row for row in drafts.accepted_rows(ids)]
+            if status[rows].any():
+                result.failed.setdefault(request, _NO_SAMPLE)
+            if request in result.failed:
+                continue
+            ids = result.token_ids[request] = [all_ids[row] for row in rows]
+            if count is not None:
+                result.logprobs[request] = logprob_entries(arrays, rows, ids, count)
+            if drafts is not None and request.row >= 0 and request.spec.is_penalised:
+                self._sampling.history.write(request.row, sequence.num_reached_tokens, ids)
+
+
+def _history_places(inputs: StepInputs, history_lens: IntArray) -> dict[str, IntArray]:
+    """Return what `_sample` needs to keep histories: for whom, and where drafts stand in them.
+
+    "penalised": the rows of logits whose sampled ids are added on the device; with drafts the host
+    adds the ids, once it knows which are accepted. "path_rows", "path_places", "path_ids": the
+    drafts in front of each row.
+    """
+    penalised = np.flatnonzero(history_lens)
+    if inputs.paths is None:
+        return {"penalised": penalised}
+    is_plain = [inputs.sampled[row].drafts is None for row in penalised.tolist()]
+    places: list[tuple[int, int, int]] = []
+    for row in penalised.tolist():
+        path, stop = inputs.paths[row], int(history_lens[row])
+        places += [(row, stop - len(path) + i, token) for i, token in enumerate(path)]
+    rows, columns, ids = np.array(places, np.int64).reshape(-1, 3).T.copy()
+    return {
+        "penalised": penalised[np.array(is_plain, np.bool_)],
+        "path_rows": rows,
+        "path_places": columns,
+        "path_ids": ids.astype(np.int32),
+    }
 
 
 def _with(batch: BatchT, arrays: Mapping[str, Any]) -> BatchT:

@@ -17,7 +17,7 @@ from engine.layers.sampler import Sampler, SamplingBatch
 from engine.outputs import Logprob
 from engine.request import Request
 from engine.runner.result import StepResult, logprob_entries, ranks_of
-from engine.runner.transfer import Readback, Upload
+from engine.runner.transfer import DeviceToHostCopy, HostToDeviceCopy
 from engine.scheduler.output import ScheduledSequence
 
 __all__ = ["PromptPart", "ScoredPart", "prompt_parts", "score_parts"]
@@ -60,14 +60,14 @@ class ScoredPart:
     """A part whose scores are on their way to the host."""
 
     part: PromptPart
-    slices: list[Readback]
+    slices: list[DeviceToHostCopy]
 
     def read(self, result: StepResult) -> None:
         """Wait for the scores and put them into `result`."""
         entries: list[dict[int, Logprob]] = []
         ids = self.part.token_ids
-        for readback in self.slices:
-            arrays = readback.wait()
+        for copy in self.slices:
+            arrays = copy.wait()
             num_rows = len(arrays["logprobs"])
             chosen = ids[len(entries) : len(entries) + num_rows]
             entries += logprob_entries(arrays, range(num_rows), chosen, self.part.count)
@@ -122,7 +122,7 @@ def score_parts(
 
 def _score(
     logits: Any, token_ids: list[int], count: int, sampler: Sampler, device: Device
-) -> Readback:
+) -> DeviceToHostCopy:
     """Let the sampler "choose" the prompt's own tokens: its log-probabilities are theirs."""
     num_rows = len(token_ids)
     columns = {
@@ -136,7 +136,7 @@ def _score(
         "logit_bias_values": np.full(num_rows, _CERTAIN),
         "cu_logit_bias": np.arange(num_rows + 1, dtype=np.int32),
     }
-    there = Upload(device, columns).arrays
+    there = HostToDeviceCopy(device, columns).arrays
     sampled = sampler(logits, SamplingBatch(num_logprobs=count, **there))
     ranks = ranks_of(device.xp, logits, there["logit_bias_ids"])
     arrays = {
@@ -145,4 +145,4 @@ def _score(
         "top_ids": sampled.top_ids,
         "top_logprobs": sampled.top_logprobs,
     }
-    return Readback(device, arrays)
+    return DeviceToHostCopy(device, arrays)

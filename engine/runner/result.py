@@ -35,6 +35,12 @@ class StepResult:
     )
     failed: dict[Request, str] = field(default_factory=dict)
 
+    def keep(self, request: Request, count: int) -> None:
+        """Keep the first `count` of the ids sampled for `request`: it has ended there."""
+        del self.token_ids[request][count:]
+        if request in self.logprobs:
+            del self.logprobs[request][count:]
+
 
 def ranks_of(xp: Any, logits: Any, token_ids: Any) -> Any:
     """Return the rank of one id a row, (R,) int64: 1 + how many logits are larger."""

@@ -127,18 +127,26 @@ class SamplingTable:
         self._allowed.pop(request.row, None)
 
     def build(
-        self, sampled: Sequence[ScheduledSequence], rows: IntArray, positions: IntArray
+        self,
+        sampled: Sequence[ScheduledSequence],
+        rows: IntArray,
+        positions: IntArray,
+        paths: Sequence[tuple[int, ...]] | None = None,
     ) -> SamplingBatch:
-        """Return the arrays of R sequences, on the host, but for the history.
+        """Return the arrays for R rows of logits, on the host, but for the history.
 
         Parameters
         ----------
         sampled : sequence of ScheduledSequence
+            Whose they are.
         rows : (R,) int64
-            Their rows.
+            The requests' rows.
         positions : (R,) int32
             Where the tokens to be sampled stand.
+        paths : sequence of tuple of int, optional
+            The drafts in front of each.
         """
+        paths = [()] * len(rows) if paths is None else paths
         return SamplingBatch(
             temperature=self._floats["temperature"][rows],
             top_k=self._top_k[rows],
@@ -149,7 +157,7 @@ class SamplingTable:
             num_logprobs=self._most_logprobs(rows),
             allowed=self._allowed_masks(rows),
             **self._penalties(rows, positions),
-            **self._biases(sampled, rows, positions),
+            **self._biases(sampled, rows, positions, paths),
         )
 
     def plain_columns(self, rows: IntArray) -> dict[str, IntArray] | None:
@@ -195,14 +203,18 @@ class SamplingTable:
         }
 
     def _biases(
-        self, sampled: Sequence[ScheduledSequence], rows: IntArray, positions: IntArray
+        self,
+        sampled: Sequence[ScheduledSequence],
+        rows: IntArray,
+        positions: IntArray,
+        paths: Sequence[tuple[int, ...]],
     ) -> dict[str, IntArray]:
         """Return the biases of all rows one after the other, if there are any."""
         ids: list[int] = []
         values: list[float] = []
         counts = np.zeros(len(rows) + 1, np.int32)
         for index in np.flatnonzero(self._has_bias[rows]).tolist():
-            bias = self._bias(sampled[index].request, int(positions[index]))
+            bias = self._bias(sampled[index].request, int(positions[index]), paths[index])
             ids += bias
             values += bias.values()
             counts[index + 1] = len(bias)
@@ -214,22 +226,24 @@ class SamplingTable:
             "cu_logit_bias": np.cumsum(counts, dtype=np.int32),
         }
 
-    def _bias(self, request: Request, position: int) -> dict[int, float]:
-        """Return id -> what is added to its logit, for the token at `position`."""
+    def _bias(self, request: Request, position: int, path: tuple[int, ...]) -> dict[int, float]:
+        """Return id -> what is added to its logit, for the token at `position` behind `path`."""
         spec: SamplingSpec = request.spec
         params = spec.params
         bias = dict(params.logit_bias or {})
         if position - request.num_prompt_tokens < params.min_tokens:
             eos = () if params.ignore_eos else self._eos
             bias |= dict.fromkeys((*eos, *(params.stop_token_ids or ())), -np.inf)
-        elif not bias and not spec.bad_words:
+        elif not bias and not spec.bad_words and not path:
             self._has_bias[request.row] = False  # min_tokens was all there was
-        return bias | dict.fromkeys(_last_of_bad_words(spec, request), -np.inf)
+        if not spec.bad_words:
+            return bias
+        output = [*request.output_token_ids, *path]
+        return bias | dict.fromkeys(_last_of_bad_words(spec, output), -np.inf)
 
 
-def _last_of_bad_words(spec: SamplingSpec, request: Request) -> list[int]:
-    """Return the ids that would complete a bad word after the output so far."""
-    output = request.output_token_ids
+def _last_of_bad_words(spec: SamplingSpec, output: list[int]) -> list[int]:
+    """Return the ids that would complete a bad word after these."""
     return [
         word[-1]
         for word in spec.bad_words

@@ -16,39 +16,38 @@ import numpy as np
 from engine.device import CPU, Device
 from engine.errors import StepTimeoutError
 
-__all__ = ["Readback", "Upload"]
+__all__ = ["DeviceToHostCopy", "HostToDeviceCopy"]
 
-_ALIGNMENT = 16  # bytes; every array of an upload starts at a multiple of it
+_ALIGNMENT = 16  # bytes; every array of a copy starts at a multiple of it
 _POLL_SECONDS = 0.0002
 
 
-class _Departures:
+class _PinnedBuffers:
     """Pinned buffers that the device may still be reading.
 
-    Page-locked memory goes back to a pool when nobody holds it, and the next upload takes it from
-    there, while the copy of the one before may not have begun: nobody waits for a chunk of a prompt
-    that samples nothing.
+    Page-locked memory goes back to a pool when nobody refers to it, and the next copy takes it from
+    there, while the one before may not have begun: nobody waits for a step that samples nothing.
     """
 
     def __init__(self) -> None:
-        self._held: deque[tuple[Any, Any]] = deque()
+        self._in_flight: deque[tuple[Any, Any]] = deque()
         self._lock = threading.Lock()
 
-    def hold(self, buffer: Any, left: Any) -> None:
-        """Keep `buffer` until the event `left` has come, and let go those whose event has."""
+    def hold(self, buffer: Any, done: Any) -> None:
+        """Keep `buffer` until the event `done` has come; drop those whose event has."""
         with self._lock:
-            while self._held and self._held[0][0].done:
-                self._held.popleft()
-            self._held.append((left, buffer))
+            while self._in_flight and self._in_flight[0][0].done:
+                self._in_flight.popleft()
+            self._in_flight.append((done, buffer))
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._in_flight)
 
 
-_departures = _Departures()
+_pinned_buffers = _PinnedBuffers()
 
 
-class Upload:
+class HostToDeviceCopy:
     """NumPy arrays on the device, sent in one copy.
 
     Parameters
@@ -84,15 +83,15 @@ class Upload:
             part.view(array.dtype).reshape(array.shape)[...] = array
         there, stream = cp.empty(pinned.shape, np.uint8), cp.cuda.get_current_stream()
         there.set(pinned, stream=stream)
-        left = cp.cuda.Event(disable_timing=True)
-        left.record(stream)
-        _departures.hold(memory, left)
+        done = cp.cuda.Event(disable_timing=True)
+        done.record(stream)
+        _pinned_buffers.hold(memory, done)
         for offset, (name, array) in zip(offsets, host.items(), strict=True):
             part = there[offset : offset + array.nbytes]
             self.arrays[name] = part.view(array.dtype).reshape(array.shape)
 
 
-class Readback:
+class DeviceToHostCopy:
     """Results on their way to the host.
 
     Parameters
@@ -104,7 +103,7 @@ class Readback:
     Examples
     --------
     >>> from engine.device import CPU
-    >>> Readback(CPU, {"token_ids": np.array([7]), "logprobs": None}).wait()
+    >>> DeviceToHostCopy(CPU, {"token_ids": np.array([7]), "logprobs": None}).wait()
     {'token_ids': array([7]), 'logprobs': None}
     """
 
@@ -115,11 +114,11 @@ class Readback:
             self._receive(device)
 
     @classmethod
-    def of(cls, done: Any, arrays: Mapping[str, Any]) -> Readback:
-        """Return the readback of host arrays that are there once the event `done` has come."""
-        readback = cls(CPU, arrays)
-        readback._done = done
-        return readback
+    def of(cls, done: Any, arrays: Mapping[str, Any]) -> DeviceToHostCopy:
+        """Return a copy into these host arrays, which is over once the event `done` has come."""
+        copy = cls(CPU, arrays)
+        copy._done = done
+        return copy
 
     def _receive(self, device: Device) -> None:
         cp = device.xp

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
-from engine.drafts import MAX_QUERY_LEN, Drafts
+from engine.drafts import Drafts
 from engine.request import Request
 from engine.scheduler.config import SchedulerConfig
+from engine.scheduler.drafting import group_decodes
 from engine.scheduler.output import ScheduledSequence, ScheduleOutput
 from engine.scheduler.request_queues import RequestQueues
 
-__all__ = ["UnchangedBatch", "add_chunk", "chunk_size", "fitting_drafts", "put_decodes_first"]
+__all__ = ["UnchangedBatch", "add_chunk", "chunk_size", "put_decodes_first"]
 
 
 def chunk_size(request: Request, output: ScheduleOutput, config: SchedulerConfig) -> int:
@@ -19,25 +18,6 @@ def chunk_size(request: Request, output: ScheduleOutput, config: SchedulerConfig
     if config.max_prefill_chunk:
         room = min(room, config.max_prefill_chunk)
     return min(room, request.num_tokens - request.num_computed_tokens)
-
-
-def fitting_drafts(
-    request: Request, output: ScheduleOutput, config: SchedulerConfig, reserved: int
-) -> Drafts | None:
-    """Return what the step may take of the drafts of `request` behind its next chunk.
-
-    `reserved`: tokens of the step's budget that are for requests which come later.
-    """
-    drafts, num_new = request.drafts, chunk_size(request, output, config)
-    if drafts is None or request.num_computed_tokens + num_new < request.num_tokens:
-        return None
-    room = min(
-        config.max_num_batched_tokens - output.num_scheduled_tokens - num_new - reserved,
-        request.max_num_tokens - request.num_tokens - 1,
-    )
-    if drafts.is_tree:
-        room = min(room, MAX_QUERY_LEN - num_new)
-    return drafts.prefix(room) if room > 0 else None
 
 
 def add_chunk(
@@ -72,37 +52,12 @@ def put_decodes_first(output: ScheduleOutput) -> None:
     """Move the decodes before the other chunks; the first `num_decodes` stand there already."""
     first, sequences = output.num_decodes, output.sequences
     if output.num_draft_tokens:
-        _group_decodes(output)
+        group_decodes(output)
     elif first < len(sequences):
         rest = sequences[first:]
         ones = [s for s in rest if s.num_scheduled_tokens == 1]
         sequences[first:] = ones + [s for s in rest if s.num_scheduled_tokens != 1]
         output.num_decodes += len(ones)
-
-
-def _group_decodes(output: ScheduleOutput) -> None:
-    """Let the most frequent number of query tokens be that of the decodes.
-
-    The others are computed like prefills, which know no trees: theirs are cut back to a chain.
-    """
-    lengths = Counter(s.num_scheduled_tokens for s in output.sequences if s.is_decode)
-    length = max(lengths, key=lambda n: (lengths[n], n), default=1)
-    decodes = [s for s in output.sequences if s.is_decode and s.num_scheduled_tokens == length]
-    kept = set(map(id, decodes))
-    others = [s for s in output.sequences if id(s) not in kept]
-    for sequence in others:
-        drafts = sequence.drafts
-        if drafts is not None and drafts.is_tree:
-            chain = drafts.chain()
-            num_cut = len(drafts) - len(chain)
-            sequence.drafts = chain
-            sequence.num_scheduled_tokens -= num_cut
-            sequence.request.num_draft_tokens -= num_cut
-            output.num_scheduled_tokens -= num_cut
-            output.num_draft_tokens -= num_cut
-    # A chain that was cut may be as long as the decodes now; it is computed like a prefill.
-    output.sequences[:] = decodes + others
-    output.num_decodes, output.query_len = len(decodes), length
 
 
 class UnchangedBatch:

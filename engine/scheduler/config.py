@@ -52,6 +52,8 @@ class SchedulerConfig:
         Most tokens of one prefill in one step; 0 = as many as the budget allows.
     max_draft_tokens : int
         Most drafts of a sequence that one step verifies (`Scheduler.propose`).
+    draft_trees : bool
+        Whether drafts may be trees; if not, they are cut to the chain that they begin with.
     watermark : float
         Share of the blocks that an admission leaves free while others run, as room to grow.
     policy : str
@@ -96,6 +98,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 8192
     max_prefill_chunk: int = 0
     max_draft_tokens: int = 0
+    draft_trees: bool = True
     watermark: float = 0.01
     policy: str = "fcfs"
     lpm_window: int = 16

@@ -18,18 +18,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from engine.cache.block_manager import BlockManager, BlockMoves
-from engine.drafts import Drafts
-from engine.errors import ContractError, RequestError
+from engine.errors import ContractError
 from engine.request import FINISH_REASONS, Request, RequestStatus
 from engine.scheduler.check import check_output
-from engine.scheduler.chunks import (
-    UnchangedBatch,
-    add_chunk,
-    chunk_size,
-    fitting_drafts,
-    put_decodes_first,
-)
+from engine.scheduler.chunks import UnchangedBatch, add_chunk, chunk_size, put_decodes_first
 from engine.scheduler.config import SchedulerConfig
+from engine.scheduler.drafting import checked_drafts, fitting_drafts, take_drafts
 from engine.scheduler.output import InFlightSteps, ScheduledSequence, ScheduleOutput
 from engine.scheduler.preemption import prefers_swap
 from engine.scheduler.prefixes_in_flight import PrefixesInFlight
@@ -167,13 +161,28 @@ class Scheduler:
             self._queues.finish(request, status)
 
     def correct_finish(
-        self, request: Request, reason: str, *, stop_reason: int | str | None = None
-    ) -> None:
-        """Say why `request` ended, where that counts before what `commit` found (its text)."""
+        self,
+        request: Request,
+        reason: str,
+        *,
+        stop_reason: int | str | None = None,
+        num_output_tokens: int | None = None,
+    ) -> int:
+        """Say why `request` ended, where that counts before what `commit` found (its text).
+
+        `num_output_tokens`: where its output ends; a step of many tokens may have gone on behind
+        that. Return how many tokens are dropped.
+        """
         status = _finished_status(reason)
         if not request.is_finished:
             raise ContractError(f"request {request.request_id!r} has not finished")
         request.status, request.stop_reason = status, stop_reason
+        num_cut = 0
+        if num_output_tokens is not None:
+            num_cut = request.num_output_tokens - num_output_tokens
+            del request.output_token_ids[num_output_tokens:]
+            request.num_tokens -= num_cut
+        return num_cut
 
     def reset_prefix_cache(self) -> None:
         """Forget all prefixes; unfinished requests keep their blocks."""
@@ -206,16 +215,10 @@ class Scheduler:
         RequestError
             If they are too many, no ids, or no tree.
         """
-        limit = self.config.max_draft_tokens
-        if len(token_ids) > limit:
-            raise RequestError(
-                f"request {request.request_id!r}: token_ids must be at most max_draft_tokens = "
-                f"{limit} drafts; got {len(token_ids)}"
-            )
-        drafts = Drafts(tuple(token_ids), None if parents is None else tuple(parents))
+        drafts = checked_drafts(request, token_ids, parents, self.config)
         if request.status is not _RUNNING or request.num_draft_tokens:
             return False
-        request.drafts = drafts if len(drafts) else None
+        request.drafts = drafts
         return True
 
     # ---- one step
@@ -285,7 +288,7 @@ class Scheduler:
             if not (ids := sampled.get(request)):
                 raise ContractError(f"no token was sampled for request {request.request_id!r}")
             if drafts is not None:
-                _take_drafts(request, drafts, ids)
+                take_drafts(request, drafts, ids)
             if (end := request.append_tokens(ids)) is not None:
                 self._queues.retire(request, end)
                 finished.append(request)
@@ -357,12 +360,14 @@ class Scheduler:
         """Continue the prefills that have begun, and decodes with drafts, in order of service."""
         config = self.config
         for index, request in enumerate(prefills):
-            if request.status is not _RUNNING or not chunk_size(request, output, config):
+            num_new = chunk_size(request, output, config)
+            if request.status is not _RUNNING or not num_new:
                 continue  # preempted just now, or the budget is spent
             if request.num_draft_tokens or request.num_tokens >= request.max_num_tokens:
                 continue  # how it goes on is not known yet, or its last token is pending
             if self._make_room(request, output):
-                drafts = fitting_drafts(request, output, config, len(prefills) - index - 1)
+                later = len(prefills) - index - 1
+                drafts = fitting_drafts(request, num_new, output, config, reserved=later)
                 if drafts and not self.blocks.grow(request, request.num_tokens + len(drafts)):
                     drafts = None
                 add_chunk(request, output, config, drafts)
@@ -472,15 +477,6 @@ class Scheduler:
         """
         in_flight = [host for output in self._in_flight for host, _ in output.swap_in]
         self._queues.check_integrity(in_flight)
-
-
-def _take_drafts(request: Request, drafts: Drafts, token_ids: Sequence[int]) -> None:
-    """Count the accepted drafts as computed, as far as their keys lie where they belong."""
-    if request.status is _RUNNING:
-        num_in_place = drafts.num_in_place(token_ids)
-        request.num_computed_tokens += num_in_place
-        request.num_committed_tokens += num_in_place
-    request.drop_drafts()
 
 
 def _finished_status(reason: str) -> RequestStatus:

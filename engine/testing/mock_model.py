@@ -44,6 +44,7 @@ class MockModel:
     ) -> None:
         self.device: Device = CPU
         self.max_model_len = max_model_len
+        self.deterministic = True
         self.eos_token_ids = eos_token_ids
         self.generation_config: dict[str, Any] = {}
         self.config = ModelConfig(

@@ -25,13 +25,13 @@ def _case(batch: int, context: int) -> BenchCase:
         tables = rng.integers(0, 1 << 16, (_SLOTS, width))
         last_ids = rng.integers(0, 1000, _SLOTS)
         nothing = np.zeros(batch + 1)
-        arrays = (rows, nothing[1:] - 1, nothing[1:] + context - 1, last_ids, tables)
-        arrays += (nothing[1:], nothing, nothing)
+        ids, positions = nothing[1:, None] - 1, nothing[1:, None] + context - 1
+        arrays = (rows, ids, positions, last_ids, tables, nothing[1:], nothing, nothing)
         return tuple(xp.asarray(a.astype(np.int32)) for a in arrays)
 
     def check(args, result):
         rows, _, _, last_ids, tables = (to_numpy(a) for a in args[:5])
-        assert_same(to_numpy(result[0]), last_ids[rows])
+        assert_same(to_numpy(result[0]), last_ids[rows][:, None])
         assert_same(to_numpy(result[2]), tables[rows])
 
     nbytes = batch * (8 * width + 40)

@@ -56,8 +56,8 @@ def _milliseconds(cuda, launch, times=60):
 def _fill(engine, key, context_len):
     """Let every row of the graph be a sequence of so many keys, in blocks of its own."""
     inputs, size, blocks = engine.runner.graphs._inputs, key.size, -(-context_len // 16)
-    turn, last = inputs.next_turn(), np.full(size, context_len - 1)
-    turn.fill(
+    buffer, last = inputs.next_buffer(), np.full(size, context_len - 1)
+    buffer.fill(
         size,
         size,
         rows=np.arange(size),
@@ -69,12 +69,12 @@ def _fill(engine, key, context_len):
         new_starts=np.zeros(size),
         seeds=np.arange(size),
     )
-    turn.fill_blocks(np.full(size, blocks), size)
-    turn.fields["new_blocks"][: size * blocks] = (
+    buffer.fill_blocks(np.full(size, blocks), size)
+    buffer.fields["new_blocks"][: size * blocks] = (
         np.arange(size * blocks) % engine.kv_cache.num_blocks
     )
-    inputs.send(turn, size * blocks)
-    inputs.release(turn)
+    inputs.send(buffer, size * blocks)
+    inputs.release(buffer)
 
 
 def _parts(engine, name, size, context_len, cuda):

@@ -13,12 +13,12 @@ from tests.bench.case import BenchCase
 def _case(batch: int) -> BenchCase:
     def make(xp, seed):
         rng = np.random.default_rng(seed)
-        ids, status = rng.integers(0, 1000, (2, batch)).astype(np.int32)
+        ids, status = rng.integers(0, 1000, (2, batch, 1)).astype(np.int32)
         rows = rng.permutation(batch).astype(np.int32)
         return tuple(xp.asarray(a) for a in (ids, status, rows, np.zeros_like(rows)))
 
     def check(args, result):
-        assert_same(to_numpy(args[3])[to_numpy(args[2])], to_numpy(args[0]))
+        assert_same(to_numpy(args[3])[to_numpy(args[2])], to_numpy(args[0])[:, -1])
         assert_same(to_numpy(result[0]), to_numpy(args[0]))
 
     return BenchCase(f"B {batch}", make, kernels.decode_outputs, nbytes=batch * 24, check=check)

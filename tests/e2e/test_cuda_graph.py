@@ -120,8 +120,8 @@ def _fill(graphs, key, num_rows, seed):
     inputs, longest = graphs._inputs, min(key.max_context_len, width * graphs._block_size)
     starts = rng.integers(0, longest, num_rows).astype(np.int32)
     rows = rng.permutation(most)[:num_rows]
-    turn = inputs.next_turn()
-    turn.fill(
+    buffer = inputs.next_buffer()
+    buffer.fill(
         num_rows,
         key.size,
         rows=rows,
@@ -137,11 +137,11 @@ def _fill(graphs, key, num_rows, seed):
         seeds=rng.integers(0, 2**40, num_rows),
         new_starts=np.zeros(num_rows),
     )
-    turn.fill_blocks(np.zeros(num_rows, np.int64), key.size)
-    for field in turn.fields.values():  # past the graph's rows: nobody may look
+    buffer.fill_blocks(np.zeros(num_rows, np.int64), key.size)
+    for field in buffer.fields.values():  # past the graph's rows: nobody may look
         if field.size > key.size + 1:
             field[key.size + 1 :] = np.array(-1).astype(field.dtype)
-    inputs.send(turn, 0)
+    inputs.send(buffer, 0)
     return rows, starts
 
 
@@ -270,14 +270,14 @@ def test_rows_made_inside_attention_give_the_tokens_of_kernels_apart(head_dim, d
         qkv_bias=head_dim == 64,
     )
     model = load(config=config, load_format="dummy", device="cuda", dtype=dtype)
-    takes, results, num_fused = decode_sm90.takes, [], [0, 0]
+    takes, results, num_fused = decode_sm90.is_supported, [], [0, 0]
 
     def counted(q, pages, out, fresh=None):
         is_taken = (fresh is None or bool(results)) and takes(q, pages, out, fresh)
         num_fused[len(results)] += fresh is not None and is_taken
         return is_taken
 
-    monkeypatch.setattr(decode_sm90, "takes", counted)
+    monkeypatch.setattr(decode_sm90, "is_supported", counted)
     for has_graphs in (False, True):
         engine = make_engine(model, cuda_graphs=has_graphs, max_num_batched_tokens=64)
         for index in range(4):

@@ -18,6 +18,7 @@ from engine.sampling_params import RequestOutputKind
 from tests.e2e.tiny import (
     EOS,
     VOCAB,
+    Words,
     alone,
     generate,
     greedy_alone,
@@ -233,30 +234,11 @@ def test_penalties_count_the_output_only_once_each(model, late):
     assert list(output.outputs[0].token_ids).count(42) == 1
 
 
-class _Words:
-    """A tokenizer of one word an id, as far as the engine needs it."""
-
-    special_ids = frozenset({EOS})
-    strip_left = 0
-    max_token_chars = 4
-    eos_token_ids = (EOS,)
-
-    def encode(self, text, add_special_tokens=True):
-        words = text.split()
-        return [int(word.removeprefix("w")) for word in words]
-
-    def decode(self, ids, skip_special_tokens=True):
-        return "".join(self.token_bytes(i).decode() for i in ids if i != EOS)
-
-    def token_bytes(self, token_id):
-        return b"w%d " % token_id
-
-
 @pytest.fixture
 def worded(model, monkeypatch):
     """The model, with a tokenizer."""
     monkeypatch.setattr(type(model), "has_tokenizer", True)
-    monkeypatch.setitem(model.__dict__, "tokenizer", _Words())
+    monkeypatch.setitem(model.__dict__, "tokenizer", Words())
     return model
 
 

@@ -121,3 +121,22 @@ def greedy_alone(model, prompt, count, eos=True):
         if len(ids) < count:
             logits = model.step(np.array([ids[-1:]]), cache)
     return ids
+
+
+class Words:
+    """A tokenizer of one word an id, as far as the engine needs it."""
+
+    special_ids = frozenset({EOS})
+    strip_left = 0
+    max_token_chars = 4
+    eos_token_ids = (EOS,)
+
+    def encode(self, text, add_special_tokens=True):
+        words = text.split()
+        return [int(word.removeprefix("w")) for word in words]
+
+    def decode(self, ids, skip_special_tokens=True):
+        return "".join(self.token_bytes(i).decode() for i in ids if i != EOS)
+
+    def token_bytes(self, token_id):
+        return b"w%d " % token_id

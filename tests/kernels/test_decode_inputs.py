@@ -10,27 +10,35 @@ from engine.device import to_numpy
 from engine.errors import ContractError, DTypeError, ShapeError
 from engine.reference.embedding import PADDING_ID
 
-# (B, padding, S, W, block_size)
-_CASES = ((1, 0, 1, 1, 16), (5, 3, 9, 7, 16), (33, 7, 64, 300, 32), (256, 0, 256, 2, 128))
+# (B, padding, Q, S, W, block_size)
+_CASES = (
+    (1, 0, 1, 1, 1, 16),
+    (5, 3, 1, 9, 7, 16),
+    (5, 3, 4, 9, 7, 16),
+    (33, 7, 1, 64, 300, 32),
+    (3, 1, 200, 4, 300, 32),
+    (256, 0, 2, 256, 2, 128),
+)
 
 
 def _inputs(case, seed=0):
-    """Slots with tables that grow, in the order of the op's arguments."""
-    batch, padding, num_slots, width, block_size = case
+    """Rows with tables that grow, in the order of the op's arguments."""
+    batch, padding, query_len, num_rows, width, block_size = case
     rng = np.random.default_rng(seed)
     rows = np.full(batch + padding, -1, np.int32)
-    rows[:batch] = rng.permutation(num_slots)[:batch]
+    rows[:batch] = rng.permutation(num_rows)[:batch]
     counts = np.zeros(batch + padding, np.int32)
     counts[:batch] = rng.integers(0, width + 1, batch)
     starts = np.zeros(batch + padding, np.int32)
     starts[:batch] = [rng.integers(0, width - n + 1) for n in counts[:batch]]
-    positions = np.zeros(batch + padding, np.int32)
-    positions[:batch] = rng.integers(0, width * block_size, batch)
-    known = np.where(rng.random(batch + padding) < 0.5, -1, rng.integers(0, 99, len(rows)))
+    shape = batch + padding, query_len
+    positions = np.zeros(shape, np.int32)
+    positions[:batch] = rng.integers(0, width * block_size, (batch, query_len))
+    known = np.where(rng.random(shape) < 0.5, -1, rng.integers(0, 99, shape))
     cu = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     new = rng.integers(0, 2**31 - 1, max(1, int(cu[-1])) + 2).astype(np.int32)
-    last_ids = rng.integers(0, 99, num_slots).astype(np.int32)
-    tables = rng.integers(0, 2**31 - 1, (num_slots, width)).astype(np.int32)
+    last_ids = rng.integers(0, 99, num_rows).astype(np.int32)
+    tables = rng.integers(0, 2**31 - 1, (num_rows, width)).astype(np.int32)
     return rows, known.astype(np.int32), positions, last_ids, tables, starts, cu, new
 
 
@@ -38,11 +46,11 @@ def _inputs(case, seed=0):
 def test_matches_mirror(xp, case):
     arrays = _inputs(case)
     there = [xp.asarray(a.copy()) for a in arrays]
-    batch, size = len(arrays[0]), case[-1]
+    batch, query_len, (width, size) = len(arrays[0]), case[2], case[-2:]
     outs = (
-        xp.full(batch, -7, np.int32),
-        xp.full(batch, -7, np.int64),
-        xp.full((batch, case[3]), -7, np.int32),
+        xp.full((batch, query_len), -7, np.int32),
+        xp.full((batch, query_len), -7, np.int64),
+        xp.full((batch, width), -7, np.int32),
     )
     got = kernels.decode_inputs(*there, block_size=size, out=outs)
     assert all(a is b for a, b in zip(got, outs, strict=True))
@@ -50,27 +58,28 @@ def test_matches_mirror(xp, case):
     np.testing.assert_array_equal(to_numpy(there[4]), arrays[4])  # the mirror wrote its own
     np.testing.assert_array_equal(to_numpy(got[0]), want[0])
     np.testing.assert_array_equal(to_numpy(got[1]), want[1])
-    for row, slot in enumerate(arrays[0]):
-        count = arrays[2][row] // size + 1 if slot >= 0 else 0
-        np.testing.assert_array_equal(to_numpy(got[2])[row, :count], want[2][row, :count])
+    for b, row in enumerate(arrays[0]):
+        count = arrays[2][b].max() // size + 1 if row >= 0 else 0
+        np.testing.assert_array_equal(to_numpy(got[2])[b, :count], want[2][b, :count])
 
 
 def test_mirror_is_a_loop():
-    rows, known, positions, last_ids, tables, starts, cu, new = _inputs(_CASES[1], seed=3)
+    rows, known, positions, last_ids, tables, starts, cu, new = _inputs(_CASES[2], seed=3)
     kept = [list(map(int, table)) for table in tables]
     got = reference.decode_inputs(
         rows, known, positions, last_ids, tables, starts, cu, new, block_size=16
     )
-    for b, slot in enumerate(rows):
-        if slot < 0:
-            assert (got[0][b], got[1][b]) == (PADDING_ID, -1)
+    for b, row in enumerate(rows):
+        if row < 0:
+            assert set(got[0][b]) == {PADDING_ID} and set(got[1][b]) == {-1}
             continue
         blocks = new[cu[b] : cu[b + 1]]
-        kept[slot][starts[b] : starts[b] + len(blocks)] = blocks
-        block, offset = divmod(int(positions[b]), 16)
-        assert got[0][b] == (known[b] if known[b] >= 0 else last_ids[slot])
-        assert got[1][b] == int(kept[slot][block]) * 16 + offset
-        assert list(got[2][b]) == kept[slot] == list(tables[slot])
+        kept[row][starts[b] : starts[b] + len(blocks)] = blocks
+        for i, position in enumerate(positions[b].tolist()):
+            block, offset = divmod(position, 16)
+            assert got[0][b, i] == (known[b, i] if known[b, i] >= 0 else last_ids[row])
+            assert got[1][b, i] == int(kept[row][block]) * 16 + offset
+        assert list(got[2][b]) == kept[row] == list(tables[row])
 
 
 def test_nothing_outside_is_touched(xp):
@@ -81,8 +90,8 @@ def test_nothing_outside_is_touched(xp):
     tables = xp.zeros((2, 3), np.int32)
     ids, slots, _ = kernels.decode_inputs(
         i32(9, 1, 0),
-        i32(-1, -1, 4),
-        i32(0, 16, 5000),
+        i32([-1, 3], [-1, 2], [4, -1]),
+        i32([0, 1], [16, -1], [5000, 3]),
         i32(5, 6),
         tables,
         i32(0, 1, 2),
@@ -90,8 +99,8 @@ def test_nothing_outside_is_touched(xp):
         i32(1, 2, 7, 8),
         block_size=16,
     )
-    assert to_numpy(ids).tolist() == [PADDING_ID, 6, 4]
-    assert to_numpy(slots).tolist() == [-1, 7 * 16, -1]
+    assert to_numpy(ids).tolist() == [[PADDING_ID] * 2, [6, 2], [4, 5]]
+    assert to_numpy(slots).tolist() == [[-1, -1], [7 * 16, -1], [-1, 3]]
     assert to_numpy(tables).tolist() == [[0, 0, 0], [0, 7, 8]]
 
 
@@ -112,6 +121,6 @@ def test_nobody(xp):
     one = xp.zeros(1, np.int32)
     last_ids = xp.zeros(2, np.int32)
     got = kernels.decode_inputs(
-        empty, empty, empty, last_ids, tables, empty, one, one, block_size=16
+        *(empty, empty[:, None], empty[:, None], last_ids, tables, empty, one, one), block_size=16
     )
-    assert [a.shape for a in got] == [(0,), (0,), (0, 3)]
+    assert [a.shape for a in got] == [(0, 1), (0, 1), (0, 3)]

@@ -28,7 +28,7 @@ NOT_YET = {
     *("qk_norm_rope_store_interleaved_vector", "qk_norm_rope_store_interleaved_scalar"),
     *("rope_half_vector", "rope_half_scalar", "rope_interleaved_vector", "rope_interleaved_scalar"),
     *("kv_gather_vector", "kv_gather_scalar", "kv_store_vector", "kv_store_scalar"),
-    *("merge_states_vector", "merge_states_pairs", "merge_states_scalar", "decode_inputs"),
+    *("merge_states_vector", "merge_states_pairs", "merge_states_scalar"),
 }
 
 for _info in pkgutil.walk_packages(kernels.__path__, "engine.kernels."):

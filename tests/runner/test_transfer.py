@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from engine import device
-from engine.runner.transfer import Upload, _Departures
+from engine.runner.transfer import HostToDeviceCopy, _PinnedBuffers
 
 _SPIN = r"""
 extern "C" __global__ void spin(long long clocks) {
@@ -24,26 +24,28 @@ class _Buffer:
 
 
 def test_a_buffer_is_held_until_its_event_has_come():
-    departures, events = _Departures(), [SimpleNamespace(done=False) for _ in range(3)]
+    pinned, events = _PinnedBuffers(), [SimpleNamespace(done=False) for _ in range(3)]
     buffers = [_Buffer() for _ in events]
     alive = [weakref.ref(buffer) for buffer in buffers]
     for buffer, event in zip(buffers, events, strict=True):
-        departures.hold(buffer, event)
+        pinned.hold(buffer, event)
     del buffer, buffers
     assert all(ref() is not None for ref in alive)
     events[0].done = True
-    departures.hold(None, SimpleNamespace(done=True))
+    pinned.hold(None, SimpleNamespace(done=True))
     assert [ref() is None for ref in alive] == [True, False, False]
     events[1].done = events[2].done = True
-    departures.hold(None, SimpleNamespace(done=True))
+    pinned.hold(None, SimpleNamespace(done=True))
     assert all(ref() is None for ref in alive)
-    assert len(departures) == 1, "what has left goes when the next one comes"
+    assert len(pinned) == 1, "those that are over go when the next one comes"
 
 
 @pytest.mark.gpu
-def test_an_upload_that_nobody_keeps_arrives_as_it_was(cp):
+def test_a_copy_that_nobody_keeps_arrives_as_it_was(cp):
     where, _ = device.resolve_device("cuda")
     cp.RawKernel(_SPIN, "spin")((1,), (1,), (np.int64(50_000_000),))  # the copies wait for it
-    sent = [Upload(where, {"a": np.full(1000, i, np.int32)}).arrays["a"] for i in range(8)]
+    sent = [
+        HostToDeviceCopy(where, {"a": np.full(1000, i, np.int32)}).arrays["a"] for i in range(8)
+    ]
     for i, array in enumerate(sent):
         np.testing.assert_array_equal(cp.asnumpy(array), np.full(1000, i))

@@ -1,0 +1,91 @@
+"""Drafts in a step: what was proposed, how much of it fits, and what is accepted of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from engine.drafts import MAX_QUERY_LEN, Drafts
+from engine.errors import RequestError
+from engine.request import Request, RequestStatus
+from engine.scheduler.config import SchedulerConfig
+from engine.scheduler.output import ScheduleOutput
+
+__all__ = ["checked_drafts", "fitting_drafts", "group_decodes", "take_drafts"]
+
+
+def checked_drafts(
+    request: Request,
+    token_ids: Sequence[int],
+    parents: Sequence[int] | None,
+    config: SchedulerConfig,
+) -> Drafts | None:
+    """Return a proposal for `request`, None if it is empty; raise if it is too long or no tree."""
+    limit = config.max_draft_tokens
+    if len(token_ids) > limit:
+        raise RequestError(
+            f"request {request.request_id!r}: token_ids must be at most max_draft_tokens = {limit} "
+            f"drafts; got {len(token_ids)}"
+        )
+    drafts = Drafts(tuple(token_ids), None if parents is None else tuple(parents))
+    return drafts if len(drafts) else None
+
+
+def fitting_drafts(
+    request: Request,
+    num_new: int,
+    output: ScheduleOutput,
+    config: SchedulerConfig,
+    *,
+    reserved: int,
+) -> Drafts | None:
+    """Return what the step may take of the drafts of `request` behind its next `num_new` tokens.
+
+    `reserved`: tokens of the step's budget that are for requests which come later.
+    """
+    drafts = request.drafts
+    if drafts is not None and not config.draft_trees:
+        drafts = drafts.chain()
+    if drafts is None or request.num_computed_tokens + num_new < request.num_tokens:
+        return None
+    room = min(
+        config.max_num_batched_tokens - output.num_scheduled_tokens - num_new - reserved,
+        request.max_num_tokens - request.num_tokens - 1,
+    )
+    if drafts.is_tree:
+        room = min(room, MAX_QUERY_LEN - num_new)
+    return drafts.prefix(room) if room > 0 else None
+
+
+def group_decodes(output: ScheduleOutput) -> None:
+    """Let the most frequent number of query tokens be that of the decodes.
+
+    The others are computed like prefills, which know no trees: theirs are cut back to a chain.
+    """
+    lengths = Counter(s.num_scheduled_tokens for s in output.sequences if s.is_decode)
+    length = max(lengths, key=lambda n: (lengths[n], n), default=1)
+    decodes = [s for s in output.sequences if s.is_decode and s.num_scheduled_tokens == length]
+    kept = set(map(id, decodes))
+    others = [s for s in output.sequences if id(s) not in kept]
+    for sequence in others:
+        drafts = sequence.drafts
+        if drafts is not None and drafts.is_tree:
+            chain = drafts.chain()
+            num_cut = len(drafts) - len(chain)
+            sequence.drafts = chain
+            sequence.num_scheduled_tokens -= num_cut
+            sequence.request.num_draft_tokens -= num_cut
+            output.num_scheduled_tokens -= num_cut
+            output.num_draft_tokens -= num_cut
+    # A chain that was cut may be as long as the decodes now; it is computed like a prefill.
+    output.sequences[:] = decodes + others
+    output.num_decodes, output.query_len = len(decodes), length
+
+
+def take_drafts(request: Request, drafts: Drafts, token_ids: Sequence[int]) -> None:
+    """Count the accepted drafts as computed, as far as their keys lie where they belong."""
+    if request.status is RequestStatus.RUNNING:
+        num_in_place = drafts.num_in_place(token_ids)
+        request.num_computed_tokens += num_in_place
+        request.num_committed_tokens += num_in_place
+    request.drop_drafts()
