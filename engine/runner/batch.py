@@ -77,22 +77,25 @@ def build_inputs(
     sequences, num_decodes = output.sequences, output.num_decodes
     counts = np.full(len(sequences), output.query_len, np.int32)
     counts[num_decodes:] = [s.num_scheduled_tokens for s in sequences[num_decodes:]]
-    num_drafts = np.zeros(len(sequences), np.int32)
-    if output.num_draft_tokens:
-        num_drafts[:] = [s.num_draft_tokens for s in sequences]
     lens = starts + counts
     num_blocks = (lens - 1) // block_size + 1
     table.update_tables(sequences, rows, num_blocks, rewritten=bool(output.copies))
-    is_linked = table.last_positions[rows] == lens - num_drafts - 1
     cu_seqlens = np.zeros(len(sequences) + 1, np.int32)
     np.cumsum(counts, out=cu_seqlens[1:])
-    last = cu_seqlens[1:] - num_drafts - 1  # the last token of each sequence that is no draft
     owners, places = _places(starts, counts, cu_seqlens)
-    positions = _tree_positions(places, sequences, last) if output.num_draft_tokens else places
     tables = table.block_tables[rows, : num_blocks.max()]
     blocks = tables[owners, places // block_size].astype(np.int64)
     is_sampled = np.array([s.is_sampled for s in sequences], np.bool_)
-    sampled, logits_indices = _logits(last, is_sampled, num_drafts)
+    last = cu_seqlens[1:] - np.int32(1)  # the last token of each sequence that is no draft
+    positions, paths = places, None
+    if output.num_draft_tokens:
+        num_drafts = np.array([s.num_draft_tokens for s in sequences], np.int32)
+        last -= num_drafts
+        sampled, logits_indices = _logits(last, is_sampled, num_drafts)
+        positions, paths = _tree_positions(places, sequences, last), _paths(sequences)
+    else:
+        sampled, logits_indices = is_sampled.nonzero()[0], last[is_sampled]
+    is_linked = table.last_positions[rows] == places[last]
     batch = ForwardBatch(
         token_ids=_token_ids(sequences, cu_seqlens, is_linked),
         positions=places,
@@ -108,7 +111,7 @@ def build_inputs(
         query_len=output.query_len,
         tree_mask=tree_mask(output),
     )
-    is_plain = is_sampled.all() and not output.num_draft_tokens
+    is_plain = paths is None and len(sampled) == len(sequences)
     return StepInputs(
         batch=batch,
         rows=rows,
@@ -117,7 +120,7 @@ def build_inputs(
         sampled=sequences if is_plain else [sequences[i] for i in sampled.tolist()],
         sampled_rows=rows[sampled],
         sampled_positions=positions[logits_indices] + np.int32(1),
-        paths=_paths(sequences) if output.num_draft_tokens else None,
+        paths=paths,
     )
 
 

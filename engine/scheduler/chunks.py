@@ -6,7 +6,7 @@ from engine.drafts import Drafts
 from engine.request import Request
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.drafting import group_decodes
-from engine.scheduler.output import ScheduledSequence, ScheduleOutput
+from engine.scheduler.output import DraftedSequence, ScheduledSequence, ScheduleOutput
 from engine.scheduler.request_queues import RequestQueues
 
 __all__ = ["UnchangedBatch", "add_chunk", "chunk_size", "put_decodes_first"]
@@ -33,10 +33,12 @@ def add_chunk(
     start, num_new = request.num_computed_tokens, chunk_size(request, output, config)
     is_sampled = start + num_new == request.num_tokens
     num_pending = 1 if is_sampled and request.num_pending_tokens else 0
-    num_drafts = 0 if drafts is None else len(drafts)
-    sequence = ScheduledSequence(
-        request, start, num_new + num_drafts, is_sampled, num_pending, drafts
-    )
+    num_drafts = 0
+    if drafts is None:
+        sequence = ScheduledSequence(request, start, num_new, is_sampled, num_pending)
+    else:
+        num_drafts = len(drafts)
+        sequence = DraftedSequence(request, start, num_new + num_drafts, num_pending, drafts)
     output.sequences.append(sequence)
     output.num_scheduled_tokens += num_new + num_drafts
     output.num_draft_tokens += num_drafts

@@ -9,7 +9,7 @@ from engine.drafts import MAX_QUERY_LEN, Drafts
 from engine.errors import RequestError
 from engine.request import Request, RequestStatus
 from engine.scheduler.config import SchedulerConfig
-from engine.scheduler.output import ScheduleOutput
+from engine.scheduler.output import DraftedSequence, ScheduleOutput
 
 __all__ = ["checked_drafts", "fitting_drafts", "group_decodes", "take_drafts"]
 
@@ -68,10 +68,9 @@ def group_decodes(output: ScheduleOutput) -> None:
     kept = set(map(id, decodes))
     others = [s for s in output.sequences if id(s) not in kept]
     for sequence in others:
-        drafts = sequence.drafts
-        if drafts is not None and drafts.is_tree:
-            chain = drafts.chain()
-            num_cut = len(drafts) - len(chain)
+        if isinstance(sequence, DraftedSequence) and sequence.drafts.is_tree:
+            chain = sequence.drafts.chain()
+            num_cut = len(sequence.drafts) - len(chain)
             sequence.drafts = chain
             sequence.num_scheduled_tokens -= num_cut
             sequence.request.num_draft_tokens -= num_cut

@@ -8,7 +8,7 @@ from engine.drafts import MAX_QUERY_LEN, Drafts
 from engine.errors import ContractError
 from engine.request import Request
 
-__all__ = ["InFlightSteps", "ScheduleOutput", "ScheduledSequence"]
+__all__ = ["DraftedSequence", "InFlightSteps", "ScheduleOutput", "ScheduledSequence"]
 
 
 class ScheduledSequence:
@@ -28,17 +28,12 @@ class ScheduledSequence:
         How many of the last ones, drafts aside, have ids that only the device knows (0 unless the
         loop runs one step late, then 0 or 1): the id sampled for this request by the step before.
     drafts : Drafts or None
-        The tokens behind the sequence's last one, if any: its logits and theirs are all wanted.
+        The tokens behind the sequence's last one, of a `DraftedSequence`: its logits and theirs are
+        all wanted.
     """
 
-    __slots__ = (
-        "drafts",
-        "is_sampled",
-        "num_pending_tokens",
-        "num_scheduled_tokens",
-        "request",
-        "start",
-    )
+    __slots__ = ("is_sampled", "num_pending_tokens", "num_scheduled_tokens", "request", "start")
+    drafts: Drafts | None = None
 
     def __init__(
         self,
@@ -47,14 +42,12 @@ class ScheduledSequence:
         num_scheduled_tokens: int,
         is_sampled: bool,
         num_pending_tokens: int,
-        drafts: Drafts | None = None,
     ) -> None:
         self.request = request
         self.start = start
         self.num_scheduled_tokens = num_scheduled_tokens
         self.is_sampled = is_sampled
         self.num_pending_tokens = num_pending_tokens
-        self.drafts = drafts
 
     @property
     def num_draft_tokens(self) -> int:
@@ -86,6 +79,23 @@ class ScheduledSequence:
     def __repr__(self) -> str:
         stop = self.start + self.num_scheduled_tokens
         return f"<{self.request.request_id}[{self.start}:{stop}]{'*' if self.is_sampled else ''}>"
+
+
+class DraftedSequence(ScheduledSequence):
+    """The share of a request that has drafts; apart, so that others need no place for them."""
+
+    __slots__ = ("drafts",)
+
+    def __init__(
+        self,
+        request: Request,
+        start: int,
+        num_scheduled_tokens: int,
+        num_pending_tokens: int,
+        drafts: Drafts,
+    ) -> None:
+        super().__init__(request, start, num_scheduled_tokens, True, num_pending_tokens)
+        self.drafts: Drafts = drafts
 
 
 @dataclass(slots=True)

@@ -73,6 +73,7 @@ class Scheduler:
         self._queues = RequestQueues(config, self.blocks)
         self._in_flight = InFlightSteps()
         self._unchanged = UnchangedBatch()
+        self._has_drafts = False  # whether any running request may have some
         self._num_steps = 0
         self._num_preemptions = 0
         self._num_swaps = 0
@@ -219,6 +220,7 @@ class Scheduler:
         if request.status is not _RUNNING or request.num_draft_tokens:
             return False
         request.drafts = drafts
+        self._has_drafts = True
         return True
 
     # ---- one step
@@ -268,15 +270,16 @@ class Scheduler:
         self._in_flight.settle_oldest(output)
         self.blocks.settle(output.swap_in)
         finished: list[Request] = []
+        has_drafts = output.num_draft_tokens > 0
         for sequence in output.sequences:
             request = sequence.request
             status = request.status
             if status is not _RUNNING and request.is_finished:
                 continue
-            start, drafts = sequence.start, sequence.drafts
+            start = sequence.start
             reached = start + sequence.num_scheduled_tokens
-            if drafts is not None:
-                reached -= len(drafts)
+            if has_drafts:
+                reached = sequence.num_reached_tokens
             if request.num_computed_tokens >= reached:  # not preempted meanwhile
                 request.num_committed_tokens = reached
                 if start < len(request.prompt_token_ids) and status is _RUNNING:
@@ -287,8 +290,8 @@ class Scheduler:
                 continue
             if not (ids := sampled.get(request)):
                 raise ContractError(f"no token was sampled for request {request.request_id!r}")
-            if drafts is not None:
-                take_drafts(request, drafts, ids)
+            if has_drafts and sequence.drafts is not None:
+                take_drafts(request, sequence.drafts, ids)
             if (end := request.append_tokens(ids)) is not None:
                 self._queues.retire(request, end)
                 finished.append(request)
@@ -326,11 +329,13 @@ class Scheduler:
         """
         prefills: list[Request] = []
         sequences, block_size = output.sequences, self.config.block_size
+        if has_drafts := self._has_drafts:
+            self._has_drafts = any(r.drafts is not None for r in self._queues.running)
         for request in self._queues.running:  # whose tail may be preempted in this loop
             if excluded and request in excluded:
                 continue
             start, num_tokens = request.num_computed_tokens, request.num_tokens
-            if num_tokens - start != 1 or request.drafts is not None:
+            if num_tokens - start != 1 or (has_drafts and request.drafts is not None):
                 prefills.append(request)
                 continue
             if num_tokens >= request.max_num_tokens:
@@ -348,7 +353,6 @@ class Scheduler:
             sequence.num_scheduled_tokens = 1
             sequence.is_sampled = True
             sequence.num_pending_tokens = 1 if num_pending else 0  # of this step's one token
-            sequence.drafts = None
             sequences.append(sequence)
             request.num_computed_tokens = num_tokens
             request.num_tokens = num_tokens + 1
