@@ -1,27 +1,28 @@
-// How gemm_sm90.cu's sums reach global memory, and the consumers' loop.
+// How a consumer warp of gemm_sm90.cu writes its sums to global memory.
 //
 // A warp has 16 rows of sums (a block of 64 rows has four warps). They go through 2 KB of shared
-// memory of its own, 128 bytes of each row at a time, so that global memory is read and written in
-// whole rows. 16-byte pieces are swizzled so that no two rows of an access meet in a bank. In the
-// tiles of large products TMA takes them from there, out of two such places in turns: the warp goes
+// memory of its own, 128 bytes of each row at a time, so that global memory is accessed in whole
+// rows. 16-byte pieces are swizzled so that the rows of an access have no bank conflicts. In the
+// tiles of large products TMA copies them from there, from two such buffers in turn: the warp goes
 // on with the next tile at once.
 #pragma once
 
-#include "gemm/tiles_sm90.cuh"
+#include "gemm/config_sm90.cuh"
+#include "gemm/epilogue.cuh"
 
 __device__ __forceinline__ unsigned pack(float low, float high) {
   const Vec<scalar_t, 2> pair = {from_float<scalar_t>(low), from_float<scalar_t>(high)};
   return *reinterpret_cast<const unsigned*>(&pair);
 }
 
-// Where a warp stores: its staging memory, and the first row and column of what it holds.
+// A warp's staging memory, and the first row and column of the sums it holds.
 struct Corner {
   unsigned char* staging;
   int row, col;
 };
 
-// Chunk `kChunk` (of 64 columns) of a warp's results, rounded; there may be fewer at the end. A
-// thread has kResults of them, in the order of its sums: result(i), i known at compile time.
+// Stages chunk kChunk (64 columns, or fewer at the end) of a warp's results, rounded. A thread has
+// kResults of them, in the order of its accumulators: result(i) with i known at compile time.
 template <int kChunk, int kResults, typename Result>
 __device__ __forceinline__ void stage_rounded(const Result& result, unsigned staging) {
   const int lane = threadIdx.x % 32, row = lane % 16;
@@ -38,7 +39,7 @@ __device__ __forceinline__ void stage_rounded(const Result& result, unsigned sta
   }
 }
 
-// Chunk `kChunk` (of 32 columns), as it is.
+// Stages chunk kChunk (32 columns) as float.
 template <int kChunk, int kSums>
 __device__ __forceinline__ void stage_float(const float (&acc)[kSums], unsigned char* staging) {
   const int lane = threadIdx.x % 32;
@@ -54,7 +55,7 @@ __device__ __forceinline__ void stage_float(const float (&acc)[kSums], unsigned 
     }
 }
 
-// Stages a chunk known at run time only: registers cannot be indexed.
+// The same of a chunk known at run time: registers cannot be indexed.
 template <int kChunk, int kResults, typename Result>
 __device__ __forceinline__ void stage_rounded_at(int chunk, const Result& result,
                                                  unsigned staging) {
@@ -90,7 +91,7 @@ __device__ __forceinline__ void add_bias(const Epilogue& e, float (&acc)[kSums],
     }
 }
 
-// Results of 16 bits that are done: rounded in registers, 16 bytes a store.
+// Stores finished 16-bit results: rounded in registers, 16 bytes a store.
 template <int kResults, typename Result>
 __device__ __forceinline__ void store_rounded(const Epilogue& e, const Result& result,
                                               Corner corner, int m, int n, bool is_wide) {
@@ -122,8 +123,8 @@ __device__ __forceinline__ void store_rounded(const Epilogue& e, const Result& r
   }
 }
 
-// The same by TMA, which leaves out rows and columns that do not exist. `block`: which of this warp's
-// blocks of rows it is. Every chunk of every tile is staged, so that the two places take turns.
+// The same by TMA, which clips rows and columns that do not exist. `block`: which of this warp's blocks
+// of rows it is. Every chunk of every tile is staged, so that the two buffers alternate.
 template <int kResults, typename Result>
 __device__ __forceinline__ void store_by_map(const TensorMap* map_out, const Result& result,
                                              Corner corner, int block) {
@@ -153,7 +154,7 @@ __device__ __forceinline__ void finish(const Epilogue& e, Vec<float, 4> (&sums)[
   if (col >= n) return;
   if (!e.is_bare()) {
 #pragma unroll 1
-    for (int j = 0; j < 4; ++j) {  // rolled, by turning the columns: activations are much code
+    for (int j = 0; j < 4; ++j) {  // rolled, by rotating the columns: activations are long
       const float bias = e.bias != nullptr && col + j < n ? to_float(e.bias[col + j]) : 0.0f;
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
@@ -188,7 +189,8 @@ template <typename Out, int kSums>
 __device__ __forceinline__ void store_general(const Epilogue& e, const float (&acc)[kSums],
                                               Corner corner, int m, int n) {
   constexpr int kCols = kSums * 2;
-  constexpr int kRows = kWarpgroups == 3 || kSharesColumns ? 2 : 4;  // at once, as registers allow
+  constexpr int kRows =
+      kWarpgroups == 3 || kSharesColumns ? 2 : 4;  // at once: a matter of registers
   const int lane = threadIdx.x % 32;
 #pragma unroll 1
   for (int chunk = 0; chunk < (kCols + 31) / 32; ++chunk) {
@@ -198,7 +200,7 @@ __device__ __forceinline__ void store_general(const Epilogue& e, const float (&a
     for (int first = 0; first < 4; first += kRows) {
       const int r0 = first * 4 + lane / 8, row = corner.row + r0;
       Vec<Out, 4> residual[kRows];
-      load_residuals(e, residual, row, 4, col, m, n);  // under way while we stage
+      load_residuals(e, residual, row, 4, col, m, n);  // in flight while we stage
       if (first == 0) {
         stage_float_at<0>(chunk, acc, corner.staging);
         __syncwarp();
@@ -214,14 +216,14 @@ __device__ __forceinline__ void store_general(const Epilogue& e, const float (&a
   }
 }
 
-// Gated, 16 bits, no residual: a thread has the gate and the up of the same column.
+// Gated, 16 bits, no residual: a thread has gate and up of the same column.
 template <int kSums>
 __device__ __forceinline__ void store_gated_rounded(const Epilogue& e, float (&acc)[kSums],
                                                     Corner corner, int m, int n, bool is_wide,
                                                     const TensorMap* map_out, int block) {
   const auto result = [&](int i) {
     const float gate = acc[i / 4 * 8 + i % 4], up = acc[i / 4 * 8 + 4 + i % 4];
-    return __fdividef(gate, 1.0f + __expf(-gate)) * up;  // silu, finer than 16 bits can show
+    return __fdividef(gate, 1.0f + __expf(-gate)) * up;  // silu, to more digits than 16 bits hold
   };
   const Corner to{corner.staging, corner.row, corner.col / 2};
   if constexpr (kStores && kSums % 64 == 0) {
@@ -233,14 +235,15 @@ __device__ __forceinline__ void store_gated_rounded(const Epilogue& e, float (&a
   store_rounded<kSums / 2>(e, result, to, m, n / 2, is_wide);
 }
 
-// Gated, whatever else: floats through shared memory, of 32 columns at a time, 16 of out; a lane
-// takes four of the gate and the four of up that belong to them.
+// Gated in all other cases: floats through shared memory, 32 columns at a time, 16 of out; a lane
+// takes four of gate and the matching four of up.
 template <typename Out, int kSums>
 __device__ __forceinline__ void store_gated(const Epilogue& e, const float (&acc)[kSums],
                                             Corner corner, int m, int n) {
   constexpr int kCols = kSums * 2;
   const int lane = threadIdx.x % 32;
-  const int piece = lane % 4 / 2 * 4 + lane % 2;  // of 16 bytes; that of up is two further
+  const int piece =
+      lane % 4 / 2 * 4 + lane % 2;  // of 16 bytes of gate; the matching one of up is two further
 #pragma unroll 1
   for (int chunk = 0; chunk < (kCols + 31) / 32; ++chunk) {
     stage_float_at<0>(chunk, acc, corner.staging);
@@ -302,95 +305,4 @@ __device__ __forceinline__ void store(const Epilogue& e, float (&acc)[kSums], Co
     store_general<float>(e, acc, corner, m, n);
   else
     store_general<scalar_t>(e, acc, corner, m, n);
-}
-
-// ---- a sum over k that the blocks of a cluster share ------------------------------------------
-//
-// Block i finishes slice i of the columns. Each thread sends its sums of the other slices to the
-// thread of its number in the block that finishes them, 16 bytes at a time, and adds what it is
-// sent to its own, in the order of the blocks.
-
-constexpr int kSliceSums = kSlice / 2, kSliceVecs = kSlice / 8;
-
-__device__ __forceinline__ unsigned sums_offset(int sender, int receiver, int vec) {
-  const int slot = sender - (sender > receiver);
-  return ((slot * kSliceVecs + vec) * kConsumers + threadIdx.x - kFirstConsumer) * 16;
-}
-
-__device__ __forceinline__ void swap_sums(const Pipeline& p, const Schedule& s,
-                                          const unsigned char* sums,
-                                          const float (&acc)[kWarpgroupCols / 2],
-                                          float (&own)[kSliceSums]) {
-  const int rank = s.rank_m + kClusterM * s.rank_n, me = s.rank_k;
-#pragma unroll
-  for (int to = 0; to < kClusterK; ++to) {
-    const float* a = acc + to * kSliceSums;
-    if (to == me) {
-#pragma unroll
-      for (int i = 0; i < kSliceSums; ++i) own[i] = a[i];
-      continue;
-    }
-#pragma unroll
-    for (int i = 0; i < kSliceVecs; ++i)
-      cluster_send(p.sums + sums_offset(me, to, i), p.sums_barrier,
-                   rank + to * kClusterM * kClusterN, a[4 * i], a[4 * i + 1], a[4 * i + 2],
-                   a[4 * i + 3]);
-  }
-  mbarrier_wait_cluster(p.sums_barrier, 0);
-#pragma unroll
-  for (int i = 0; i < kSliceVecs; ++i) {
-    Vec<float, 4> sum = {};
-#pragma unroll
-    for (int from = 0; from < kClusterK; ++from) {
-      Vec<float, 4> part = {own[4 * i], own[4 * i + 1], own[4 * i + 2], own[4 * i + 3]};
-      if (from != me)
-        part = load_vec<float, 4>(reinterpret_cast<const float*>(sums + sums_offset(from, me, i)));
-#pragma unroll
-      for (int c = 0; c < 4; ++c) sum.v[c] += part.v[c];
-    }
-#pragma unroll
-    for (int c = 0; c < 4; ++c) own[4 * i + c] = sum.v[c];
-  }
-}
-
-// The consumers' loop. A block that may start before the kernel in front has ended `warms_up`: it
-// makes a tile that no result has, below the last row (of a tile whose sum blocks share, only the
-// products). So its instructions have been fetched when there is something to do with them: 1 to
-// 5 % of a step of 16 to 64 sequences.
-__device__ __forceinline__ void consume(const Pipeline& p, const Schedule& s, unsigned char* smem,
-                                        const Epilogue& e, bool is_wide, const TensorMap* map_out,
-                                        bool warms_up) {
-  // The same for all lanes, and said so: wgmma's descriptors are then worked out once a warp.
-  const int warp = __shfl_sync(~0u, (threadIdx.x - kFirstConsumer) / 32, 0), warpgroup = warp / 4;
-  unsigned char* staging = smem + (p.staging - p.x) + warp * kStagings * kWarpStaging;
-  constexpr int kWarmup = -1;
-  const auto next = [&](int index) {
-    if (index != kWarmup) return index + s.step();
-    pdl_wait();  // it may read what we write, and write what we read
-    return s.first();
-  };
-  Ring ring;
-#pragma unroll 1
-  for (int index = warms_up ? kWarmup : next(kWarmup); index < s.count(); index = next(index)) {
-    Sums acc;
-    multiply(p, s, warpgroup, index == kWarmup, ring, acc);
-    const int2 tile = index == kWarmup ? make_int2(s.m, 0) : s.tile(index);
-    if constexpr (kClusterK > 1) {
-      float own[kSliceSums];
-      const int row = warpgroup * 64 + warp % 4 * 16;
-      if (tile.x + row >= s.m) continue;  // no such rows: nobody sends or waits
-      swap_sums(p, s, smem + (p.sums - p.x), acc[0], own);
-      const Corner corner{staging, tile.x + row, tile.y + s.rank_k * kSlice};
-      store(e, own, corner, s.m, s.n, is_wide, map_out, 0);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kBlocksM; ++i) {
-        const int block = kSharesColumns ? i : warpgroup * kBlocksM + i;
-        const int row = tile.x + block * 64 + warp % 4 * 16;
-        const int col = tile.y + (kSharesColumns ? warpgroup * kWarpgroupCols : 0);
-        store(e, acc[i], Corner{staging, row, col}, s.m, s.n, is_wide, map_out, i);
-      }
-    }
-  }
-  if constexpr (kStores) bulk_wait();  // shared memory must outlive the last copies
 }

@@ -25,7 +25,7 @@
 #include "gemm/entries.cuh"
 
 ENGINE_GEMM_ENTRIES(gemm, false)
-ENGINE_STREAM_ENTRIES(gemm, false)
+ENGINE_SKINNY_ENTRIES(gemm, false)
 
 // Adds the splits' partial sums in their order and applies the epilogue; a thread an element.
 extern "C" __global__ void __launch_bounds__(256)

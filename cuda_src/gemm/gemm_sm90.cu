@@ -2,79 +2,85 @@
 //
 //   out = activation(x weight^T + bias) + residual
 //
-// With "silu_and_mul" the weight's rows are gate and up in turn, eight of each (gemm.cu), and out
-// has N / 2 columns. With num_gates they lie one after the other in memory, and get their turns on
-// the way to shared memory: map_w has axes (k, 8 rows, gate and up, groups of 8 rows).
-//
-//   x         (M, K) half or bfloat16   by TMA: address and row stride multiples of 16 bytes
-//   weight    (N, K) half or bfloat16   by TMA: K a multiple of 8
-//   bias      (N,)   scalar_t           or null
-//   residual  (M, N) scalar_t or float  as out; rows residual_stride apart; or null; may be out
-//   out       (M, N) scalar_t or float  rows out_stride apart
-//   map_tail  x by boxes of tail_part rows, for the last rows' tile; map_x's have x_part
-//   map_out   out by boxes of 16 rows and 64 columns, where it has 16 bits, is_vector is 2 and
-//             there is no residual (compiled with STORES); else any map
-//   stages    of the ring, for tiles of 64 rows
-//   uses_pdl  the kernel in front may still run, and writes neither weight nor bias: some of the
-//             weight is loaded early, and small tiles go through their instructions once
-//   num_gates rows of gate, if the weight and the bias have all of these first; else 0
+// With "silu_and_mul" the weight's rows are gate and up in turn, eight of each (epilogue.cuh), and out
+// has N / 2 columns. With num_gates all rows of gate precede those of up in memory, and TMA interleaves
+// them on the way to shared memory: map_w has axes (k, 8 rows, gate and up, groups of 8 rows).
+// Arguments: GemmSm90Params, below.
 //
 // Numerics: products on tensor cores (wgmma), sums, bias, activation and residual in float, one
-// rounding at the end. The order of summation is fixed by the module's macros and K alone.
-// Parallelisation: a persistent block makes tiles of TILE_M x TILE_N one after another. One thread
-// asks TMA for tiles of x and weight, a stage of 64 * DEPTH of k at a time, as many stages ahead as
-// fit; the first weights before the kernel in front has ended. One to three warpgroups multiply.
-// Blocks of a cluster make neighbouring tiles, CLUSTER_M x CLUSTER_N, and share what they read: each
-// loads a part of a row's x tile or a column's weight tile and multicasts it. CLUSTER_K blocks
-// share one tile's sum over k: they swap their sums through distributed shared memory and each
-// finishes some of the columns.
+// rounding at the end. The order of summation depends on the module's tile and on K alone.
+// Parallelisation: a persistent CTA makes work tiles of kTileM x kTileN one after another. One
+// producer thread fills a ring of stages by TMA, 64 * kDepth of k at a time; it loads the first
+// weights before the kernel in front has ended. One to three consumer warpgroups multiply.
+// CTAs of a cluster make neighbouring tiles, kClusterM x kClusterN: each loads a part of a row's x tile
+// or a column's weight tile and multicasts it. kClusterK CTAs share one tile's sum over k: they
+// exchange partial sums through distributed shared memory, and each finishes some of the columns.
 // Mirror: engine/reference/gemm.py
-#include "gemm/epilogue_sm90.cuh"
+#include "gemm/consumer_sm90.cuh"
+#include "gemm/producer_sm90.cuh"
+
+struct GemmSm90Params {
+  TensorMap map_x;  // x (M, K) by boxes of x_part rows; address, row stride: multiples of 16 bytes
+  TensorMap map_tail;  // x by boxes of tail_part rows, for the tile of the last rows
+  TensorMap map_w;     // weight (N, K), K a multiple of 8
+  TensorMap
+      map_out;  // out by boxes of 16 rows, 64 columns, if kStores, is_vector is 2, residual null
+  const scalar_t* bias;  // (N,), or null
+  const void* residual;  // shape and dtype of out, rows residual_stride apart; may be out; or null
+  int64_t residual_stride;  // elements
+  void* out;                // (M, N), or (M, N / 2) gated; scalar_t, or float if is_float
+  int64_t out_stride;       // elements
+  int m, n, k;
+  int band;               // rows of super-tiles, as TileScheduler has them
+  int x_part, tail_part;  // rows of x that a CTA loads of a tile, and of the last rows' tile
+  int stages;             // of the ring, for tiles of 64 rows
+  int uses_pdl;           // the kernel in front may still run; it writes neither weight nor bias
+  int num_gates;          // rows of gate, if all of these precede those of up; else 0
+  int activation;         // an Activation
+  int is_float;
+  int is_vector;  // elements that an access of out and residual may have: 0: 1, 1: 4, 2: 8
+};
 
 extern "C" __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads, 1)
-    gemm_sm90(const __grid_constant__ TensorMap map_x, const __grid_constant__ TensorMap map_tail,
-              const __grid_constant__ TensorMap map_w, const __grid_constant__ TensorMap map_out,
-              const scalar_t* bias, const void* residual, int64_t residual_stride, void* out,
-              int64_t out_stride, int m, int n, int k, int group, int x_part, int tail_part,
-              int stages, int uses_pdl, int num_gates, int activation, int is_float,
-              int is_vector) {
+    gemm_sm90(const __grid_constant__ GemmSm90Params p) {
   pdl_trigger();
   extern __shared__ unsigned char smem_raw[];
   unsigned char* smem = align_smem(smem_raw);
-  const Pipeline pipeline(smem_address(smem), stages, (x_part * kClusterN + 7) / 8 * 8);
-  const Schedule schedule(m, n, k, group);
-  const Loading loading{x_part, tail_part, uses_pdl != 0, num_gates > 0};
-  const Loader loader(pipeline, schedule, &map_x, &map_tail, &map_w, loading);
-  // The same for all lanes, and said so.
+  const Pipeline pipeline(smem_address(smem), p.stages, (p.x_part * kClusterN + 7) / 8 * 8);
+  const TileScheduler scheduler(p.m, p.n, p.k, p.band);
+  const Loading loading{p.x_part, p.tail_part, p.uses_pdl != 0, p.num_gates > 0};
+  const Loader loader(pipeline, scheduler, &p.map_x, &p.map_tail, &p.map_w, loading);
+  // Shuffled, to tell ptxas that it is warp-uniform.
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);
   if (warp == kProducer / 32 && elect_one()) {
-    tma_prefetch_map(&map_w);
-    tma_prefetch_map(&map_x);
-    tma_prefetch_map(&map_tail);
-    if (kStores) tma_prefetch_map(&map_out);
-    const int rows = m - schedule.tile(schedule.first()).x;  // the only tile where k is shared
-    pipeline.init(min(TILE_M, (rows + 15) / 16 * 16));
-    if (kLoadsAlone) load_early(pipeline, schedule, loader);
+    tma_prefetch_map(&p.map_w);
+    tma_prefetch_map(&p.map_x);
+    tma_prefetch_map(&p.map_tail);
+    if (kStores) tma_prefetch_map(&p.map_out);
+    const int rows = p.m - scheduler.tile(scheduler.first()).x;  // the only tile where k is shared
+    pipeline.init(min(kTileM, (rows + 15) / 16 * 16));
+    if (kLoadsAlone) load_early(pipeline, scheduler, loader);
   }
   if (kClusterSize > 1)
     cluster_sync_relaxed();  // the fence is part of init
   else
     __syncthreads();
-  const Epilogue epilogue{bias,       residual,   out,           residual_stride,
-                          out_stride, activation, is_float != 0, is_vector != 0,
-                          num_gates};
-  // One branch for each role: setmaxnreg wants it so.
+  const Epilogue epilogue{p.bias,       p.residual,   p.out,           p.residual_stride,
+                          p.out_stride, p.activation, p.is_float != 0, p.is_vector != 0,
+                          p.num_gates};
+  // Producer and consumers part here for good, as setmaxnreg requires.
   if (warp < kFirstConsumer / 32 || warp >= (kFirstConsumer + kConsumers) / 32) {
     if constexpr (kMovesRegisters) warpgroup_reg_dealloc<kProducerRegisters>();
     if (warp == kProducer / 32 && elect_one()) {
-      if (!kLoadsAlone) load_early(pipeline, schedule, loader);
-      produce(pipeline, schedule, loader);
+      if (!kLoadsAlone) load_early(pipeline, scheduler, loader);
+      produce(pipeline, scheduler, loader);
     }
   } else {
     if constexpr (kMovesRegisters) warpgroup_reg_alloc<kConsumerRegisters>();
-    consume(pipeline, schedule, smem, epilogue, is_vector > 1, &map_out, kWarmsUp && uses_pdl != 0);
+    consume(pipeline, scheduler, smem, epilogue, p.is_vector > 1, &p.map_out,
+            kWarmsUp && p.uses_pdl != 0);
   }
-  // SAFETY: a block that ended would take its mbarriers away from the others' arrivals. (Sums from
-  // other blocks it has waited for.)
+  // SAFETY: other CTAs still arrive on this one's mbarriers, so it must not end before them. (With
+  // kClusterK alone it has waited for all that they send.)
   if (kClusterM * kClusterN > 1) cluster_sync_relaxed();
 }

@@ -5,8 +5,9 @@
 // of splits along k but not on the tile nor on m.
 #pragma once
 
-#include "gemm/problem.cuh"
 #include "common/mma.cuh"
+#include "gemm/tile_epilogue.cuh"
+#include "gemm/tile_loader.cuh"
 
 // A warp's kWarpM x kWarpN part of the tile: accumulators, and two sets of operand fragments.
 template <int kWarpM, int kWarpN>

@@ -21,7 +21,7 @@
 #include "gemm/entries.cuh"
 
 ENGINE_GEMM_ENTRIES(rmsnorm_gemm, true)
-ENGINE_STREAM_ENTRIES(rmsnorm_gemm, true)
+ENGINE_SKINNY_ENTRIES(rmsnorm_gemm, true)
 
 // row_scales[m] = 1 / sqrt(mean(x[m]^2) + eps), a warp a row.
 extern "C" __global__ void __launch_bounds__(256)

@@ -4,7 +4,8 @@
 // Each element sums k in ascending order whatever the tile.
 #pragma once
 
-#include "gemm/problem.cuh"
+#include "gemm/tile_epilogue.cuh"
+#include "gemm/tile_loader.cuh"
 
 constexpr int kSimtThreads = 256;
 

@@ -13,7 +13,7 @@ from engine.errors import ContractError, DTypeError, ShapeError
 from engine.kernels.gemm import choose_config, interleave_gate_up
 from engine.kernels.gemm import launch as gemm_launch
 from engine.kernels.gemm.config import all_configs
-from engine.kernels.gemm.stream import Limits, StreamConfig, held_configs
+from engine.kernels.gemm.skinny import Limits, SkinnyConfig, gemv_configs
 from engine.testing import cases
 from engine.testing.cases_gemm import MODEL_LAYERS, PRODUCTS
 from engine.testing.tolerances import assert_close
@@ -35,7 +35,7 @@ def _force(monkeypatch, config):
 
 
 def _name(c):
-    if isinstance(c, StreamConfig):
+    if isinstance(c, SkinnyConfig):
         return f"{c.kernel}-{c.num_parts}-{c.cluster}-{c.threads}"
     return f"{c.kernel}-{c.num_splits}"
 
@@ -119,7 +119,7 @@ def test_every_kernel_makes_swiglu(xp, monkeypatch, m, dtype, config):
     n, k = 304, 264
     x, weight, bias, _ = _inputs(m, n, k, dtype)
     _force(monkeypatch, config)
-    is_apart = xp is not np and not gemm_launch._brings_together(config, m, n, k, False)
+    is_apart = xp is not np and not gemm_launch._fuses_swiglu(config, m, n, k, False)
     gx, gw, gb = cases.to_module(xp, x, weight, bias)
     for extra in ({}, {"bias": gb}):
         host = {name: to_numpy(value) for name, value in extra.items()}
@@ -149,9 +149,9 @@ def test_swiglu_is_the_formula(xp, m, f, k, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("config", held_configs(304, 1032), ids=_name)
+@pytest.mark.parametrize("config", gemv_configs(304, 1032), ids=_name)
 @pytest.mark.parametrize("pdl", [False, True])
-def test_weights_held_in_registers(xp, monkeypatch, config, dtype, pdl):
+def test_gemv(xp, monkeypatch, config, dtype, pdl):
     n, k = 304, 1032
     x, weight, bias, residual = _inputs(1, n, k, dtype)
     _force(monkeypatch, config)
@@ -171,8 +171,8 @@ def test_weights_held_in_registers(xp, monkeypatch, config, dtype, pdl):
     assert_close(got, reference.gemm(x, weight, out_dtype=np.float32), reduction=k, dtype="float32")
 
 
-@pytest.mark.parametrize("config", held_configs(300, 264), ids=_name)
-def test_held_weights_end_anywhere(xp, monkeypatch, config):
+@pytest.mark.parametrize("config", gemv_configs(300, 264), ids=_name)
+def test_gemv_of_sizes_that_nothing_divides(xp, monkeypatch, config):
     """Neither rows nor k are whole tiles; what lies behind the weight is not a number."""
     x, weight, _, _ = _inputs(1, 300, 264, "bfloat16")
     _force(monkeypatch, config)
@@ -343,7 +343,7 @@ def test_config_covers_the_problem(dtype, sm_count):
     for n, k in [*MODEL_LAYERS.values(), (1, 8), (100, 4096), (70, 0)]:
         for m in (1, 2, 16, 17, 33, 64, 500, 4096):
             config = choose_config(m, n, k, dtype, sm_count)
-            if isinstance(config, StreamConfig):
+            if isinstance(config, SkinnyConfig):
                 continue
             assert config.num_splits * config.k_per_split >= k
             assert (config.num_splits - 1) * config.k_per_split < max(k, 1)
@@ -374,58 +374,58 @@ def test_config_is_a_pure_function():
     assert choose_config(64, 96, 128, "float32", 132) is choose_config(64, 96, 128, "float32", 132)
 
 
-def test_weights_are_held_where_blocks_fill_the_chip():
+def test_gemv_is_chosen_where_blocks_fill_the_chip():
     def kernel(n, k, has_norm=False):
         config = choose_config(1, n, k, "bfloat16", 132, limits=HOPPER, has_norm=has_norm)
         return config.kernel
 
-    held = {
+    chosen = {
         layer
         for layer, shape in MODEL_LAYERS.items()
-        if kernel(*shape, has_norm=layer[1] in ("qkv", "gate_up")) == "stream_held"
+        if kernel(*shape, has_norm=layer[1] in ("qkv", "gate_up")) == "gemv"
     }
     qwen = {("Qwen3-0.6B", name) for name in ("qkv", "o", "down")}
-    assert held == qwen | {("Llama-3.2-1B", "o")}
+    assert chosen == qwen | {("Llama-3.2-1B", "o")}
     for shape in ((1152, 896), (896, 896), (9728, 896), (896, 4864)):  # Qwen2.5-0.5B
-        assert kernel(*shape) == "stream_8"
-    assert kernel(2048, 4096) == "stream_8"  # too many warps
+        assert kernel(*shape) == "skinny_ring_8"
+    assert kernel(2048, 4096) == "skinny_ring_8"  # too many warps
 
 
 @pytest.mark.parametrize("limits", [HOPPER, Limits(99 * 1024, False)])
 @pytest.mark.parametrize("sm_count", [16, 108, 132])
-def test_streams_cover_the_problem(sm_count, limits):
+def test_skinny_kernels_cover_the_problem(sm_count, limits):
     chosen = 0
     for n, k in [*MODEL_LAYERS.values(), (1, 8), (100, 4096), (1, 12288), (1152, 896)]:
         for m in (1, 2, 8, 9, 16, 17, 32):
             c = choose_config(m, n, k, "bfloat16", sm_count, limits=limits)
-            if not isinstance(c, StreamConfig):
+            if not isinstance(c, SkinnyConfig):
                 continue
             chosen += 1
             assert c.num_parts * c.k_per_split >= k and c.k_per_split % 128 == 0
-            is_held = c.kernel.startswith("stream_held")
-            assert is_held or ((c.num_parts & (c.num_parts - 1)) == 0 and c.num_parts <= 8)
-            assert not is_held or (m == 1 and c.num_tiles(n) * c.cluster <= sm_count)
+            is_gemv = c.kernel == "gemv"
+            assert is_gemv or ((c.num_parts & (c.num_parts - 1)) == 0 and c.num_parts <= 8)
+            assert not is_gemv or (m == 1 and c.num_tiles(n) * c.cluster <= sm_count)
             assert c.shared_bytes + 2304 <= limits.shared_bytes  # what the kernels have beside it
             assert c.cluster == 1 or limits.has_clusters
             assert math.prod(c.block) == c.threads
-            assert is_held or c.threads in (128, 256)
+            assert is_gemv or c.threads in (128, 256)
             blocks, tokens = c.grid(m, n)
             assert tokens == 1 and blocks % c.cluster == 0
             assert blocks // c.cluster <= math.ceil(n / c.tile_n)
     assert chosen > 50
 
 
-def test_streams_are_chosen_as_measured():
+def test_skinny_kernels_are_chosen_as_measured():
     def choice(m, n, k):
         c = choose_config(m, n, k, "bfloat16", 132, limits=HOPPER)
         return c.kernel, c.num_parts, c.cluster, c.threads
 
-    assert choice(1, 151936, 1024) == ("stream_8", 1, 1, 256)
-    assert choice(8, 1024, 3072) == ("stream_8", 8, 1, 256)
-    assert choice(4, 1152, 896) == ("stream_8", 4, 1, 128)
-    assert choice(16, 4096, 4096) == ("stream_16", 4, 1, 128)
-    assert choice(16, 2048, 8192) == ("stream_16", 8, 2, 128)
-    assert choice(32, 6144, 1024) == ("stream_32", 2, 1, 256)
+    assert choice(1, 151936, 1024) == ("skinny_ring_8", 1, 1, 256)
+    assert choice(8, 1024, 3072) == ("skinny_ring_8", 8, 1, 256)
+    assert choice(4, 1152, 896) == ("skinny_ring_8", 4, 1, 128)
+    assert choice(16, 4096, 4096) == ("skinny_ring_16", 4, 1, 128)
+    assert choice(16, 2048, 8192) == ("skinny_ring_16", 8, 2, 128)
+    assert choice(32, 6144, 1024) == ("skinny_ring_32", 2, 1, 256)
 
 
 def test_contract(xp):
@@ -474,7 +474,7 @@ def test_contract(xp):
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize(("n", "k"), [(96, 128), (960, 576), (70, 1096)])
-def test_batch_invariant_rows_have_the_same_bits(xp, n, k, dtype):
+def test_deterministic_rows_have_the_same_bits(xp, n, k, dtype):
     x = cases.normal((300, k), dtype, seed=11)
     weight = xp.asarray(cases.normal((n, k), dtype, seed=12, scale=k**-0.5))
     gx = xp.asarray(x)

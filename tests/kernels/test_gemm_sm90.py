@@ -10,8 +10,8 @@ from engine.device import to_numpy
 from engine.kernels import _module
 from engine.kernels.gemm import launch as gemm_launch
 from engine.kernels.gemm.config import choose_config
+from engine.kernels.gemm.skinny import Limits
 from engine.kernels.gemm.sm90 import HOPPER_CONFIGS, HopperConfig, choose_hopper, hopper_specs
-from engine.kernels.gemm.stream import Limits
 from engine.testing import cases
 from engine.testing.cases_gemm import MODEL_LAYERS
 from engine.testing.tolerances import assert_close
@@ -191,8 +191,8 @@ def test_gate_and_up_have_the_same_bits_in_every_tile(hopper, monkeypatch, dtype
         np.testing.assert_array_equal(result, results[0])
 
 
-def test_where_gate_and_up_come_together():
-    hopper, stream = (
+def test_where_swiglu_is_fused():
+    hopper, skinny = (
         choose_hopper(64, 6144, 1024, 132),
         choose_config(4, 6144, 1024, "float16", 132),
     )
@@ -203,10 +203,10 @@ def test_where_gate_and_up_come_together():
         (hopper, 257, 6144, 1024, False, True),
         (hopper, 64, 28672, 4096, False, True),
         (hopper, 300, 6152, 1024, True, False),
-        (stream, 4, 6144, 1024, False, True),
+        (skinny, 4, 6144, 1024, False, True),
         (portable, 64, 6144, 1024, True, False),
     ):
-        assert gemm_launch._brings_together(config, m, n, k, deterministic) == together
+        assert gemm_launch._fuses_swiglu(config, m, n, k, deterministic) == together
 
 
 @pytest.mark.gpu

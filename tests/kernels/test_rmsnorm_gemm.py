@@ -10,7 +10,7 @@ from engine.device import to_numpy
 from engine.errors import ContractError, DTypeError, ShapeError
 from engine.kernels.gemm import launch as gemm_launch
 from engine.kernels.gemm.config import all_configs, choose_config
-from engine.kernels.gemm.stream import held_configs, stream_configs
+from engine.kernels.gemm.skinny import gemv_configs, ring_configs
 from engine.testing import cases
 from engine.testing.cases_gemm import PRODUCTS
 from engine.testing.tolerances import assert_close
@@ -159,12 +159,12 @@ def test_every_kernel_makes_swiglu(xp, monkeypatch, m, dtype, config):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("config", range(len(held_configs(304, 1032, (1,)))))
+@pytest.mark.parametrize("config", range(len(gemv_configs(304, 1032, (1,)))))
 @pytest.mark.parametrize("pdl", [False, True])
-def test_weights_held_in_registers(xp, monkeypatch, config, dtype, pdl):
+def test_gemv(xp, monkeypatch, config, dtype, pdl):
     n, k = 304, 1032
     x, norm_weight, weight, bias = _inputs(1, n, k, dtype)
-    found = held_configs(n, k, (1,))[config]
+    found = gemv_configs(n, k, (1,))[config]
     monkeypatch.setattr(gemm_launch, "choose_config", lambda *_, **__: found)
     arrays = cases.to_module(xp, x, norm_weight, weight)
     gb = xp.asarray(bias)
@@ -196,17 +196,17 @@ def test_a_row_has_the_same_bits_alone(xp, monkeypatch, k, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_held_weights_sum_as_streams_do(xp, monkeypatch, dtype):
+def test_gemv_sums_as_ring_kernels_do(xp, monkeypatch, dtype):
     """Parts of the same length have the same sums, bit for bit."""
     if xp is np:
         pytest.skip("there is one mirror for both")
     n, k = 64, 512
     x, norm_weight, weight, _ = _inputs(1, n, k, dtype)
     arrays = cases.to_module(xp, x, norm_weight, weight)
-    held = held_configs(n, k, (1,))[0]
-    configs = [c for c in stream_configs(k) if c.k_per_split == held.k_per_split]
+    gemv = gemv_configs(n, k, (1,))[0]
+    configs = [c for c in ring_configs(k) if c.k_per_split == gemv.k_per_split]
     results = []
-    for config in (held, *configs):
+    for config in (gemv, *configs):
         monkeypatch.setattr(gemm_launch, "choose_config", lambda *_, c=config, **__: c)
         results.append(to_numpy(kernels.rmsnorm_gemm(*arrays)).astype(np.float32))
     assert len(results) > 1

@@ -8,16 +8,16 @@ from functools import cache
 
 from engine.dtypes import itemsize
 from engine.kernels._launch import ceil_div
-from engine.kernels.gemm.sm90 import HopperConfig, choose_hopper
-from engine.kernels.gemm.stream import (
+from engine.kernels.gemm.skinny import (
     PORTABLE_LIMITS,
     Limits,
-    StreamConfig,
-    choose_stream,
-    stream_configs,
+    SkinnyConfig,
+    choose_skinny,
+    ring_configs,
 )
+from engine.kernels.gemm.sm90 import HopperConfig, choose_hopper
 
-__all__ = ["Config", "all_configs", "choose_config"]
+__all__ = ["KERNELS", "Config", "all_configs", "choose_config"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Config:
 
     @property
     def is_skinny(self) -> bool:
-        """Tell whether weights stream through registers (few rows of x)."""
+        """Tell whether it is a direct skinny kernel: weights go straight to registers."""
         return self.kernel.startswith("skinny")
 
     def grid(self, m: int, n: int) -> tuple[int, int]:
@@ -66,7 +66,7 @@ class _Tile:
     stages: int
     blocks_per_sm: int
     rate: int
-    gates: bool = True  # it can make gate and up one column
+    gates: bool = True  # it can combine gate and up
 
     def config(self, k: int, num_splits: int = 1, step: int = 1) -> Config:
         """Return the kernel with `k` cut into `num_splits` shares, multiples of `step`."""
@@ -90,13 +90,14 @@ _FLOAT_TILES = (
 _HALF_UNALIGNED = _Tile("unaligned_64x64", 64, 64, 128, 3, 3, 0)
 _FLOAT_UNALIGNED = _Tile("unaligned_64x64", 64, 64, 256, 3, 3, 0)
 
-# (tokens, weight rows, warps) of a block of the skinny kernels.
-_HALF_SKINNY = ((8, 16, 8), (16, 32, 8), (32, 32, 8), (8, 16, 16), (16, 16, 16), (32, 16, 16))
-_FLOAT_SKINNY = ((1, 4, 8), (8, 2, 8))
-_SKINNY_MAX_M = {2: 8, 4: 16}  # by itemsize
-# Where there are Hopper's tiles, streams take so many rows, and more beside a weight of so few
-# elements. Tiles are faster alone, in a model's step streams are (docs/benchmarks/gemm_sm90.md).
-_STREAM_MAX_M, _STREAM_MAX_M_SMALL, _SMALL_WEIGHT = 8, 16, 1 << 23
+# (tokens, weight rows, warps) of a block of the direct skinny kernels.
+_HALF_DIRECT = ((8, 16, 8), (16, 32, 8), (32, 32, 8), (8, 16, 16), (16, 16, 16), (32, 16, 16))
+_FLOAT_DIRECT = ((1, 4, 8), (8, 2, 8))
+_DIRECT_MAX_M = {2: 8, 4: 16}  # rows of x, by itemsize
+# Where there are Hopper's tiles, ring kernels take up to _RING_MAX_M rows, or _RING_MAX_M_SMALL with a
+# weight of at most _SMALL_WEIGHT elements. From a model's step (python -m tests.bench decode_loop);
+# alone, tiles are faster (docs/benchmarks/gemm_sm90.md).
+_RING_MAX_M, _RING_MAX_M_SMALL, _SMALL_WEIGHT = 8, 16, 1 << 23
 
 _BYTES_PER_CYCLE = 2400  # of memory, whole chip
 _TILE_CYCLES = 1500  # before a block's first product and after its last
@@ -118,22 +119,23 @@ def choose_config(
     is_gated: bool = False,
     has_norm: bool = False,
     limits: Limits = PORTABLE_LIMITS,
-) -> Config | HopperConfig | StreamConfig:
+) -> Config | HopperConfig | SkinnyConfig:
     """Choose for x (m, k) and weight (n, k) of `dtype` on `sm_count` multiprocessors.
 
     `is_aligned` says that rows start at, and have the length of, whole 16-byte accesses. Few rows
-    take a streaming kernel if `limits` allow it, else a skinny one; else the tile and the number of
-    splits with the least estimated time. The skinny kernels sum in an order that depends on n and k
-    alone, the streaming ones on `num_parts`, the tiled ones on `num_splits`, which depend on m too.
+    take a skinny kernel (with rings or registers if `limits` allow it, else a direct one); else the
+    tile and the number of splits with the least estimated time. The direct kernels sum in an order
+    that depends on n and k alone, the other skinny ones on `num_parts`, the tiled ones on
+    `num_splits`, which depend on m too.
     With `deterministic` it is always a tiled one with a single split: these sum a row in the same
     order whatever the tile. With `is_hopper` the tiled ones are those of gemm_sm90.cu, and they
-    begin at nine rows, or at 17 if the weight is small. `is_gated`: gate and up become one column,
-    which not every kernel can. `has_norm`: a norm is fused in front.
+    begin at nine rows, or at 17 if the weight is small. `is_gated`: gate and up are combined, which
+    not every kernel can do. `has_norm`: a norm is fused in front.
 
     Examples
     --------
     >>> choose_config(1, 4096, 4096, "bfloat16", 132).kernel
-    'stream_8'
+    'skinny_ring_8'
     >>> choose_config(4096, 4096, 4096, "bfloat16", 132).kernel
     'tile_128x256'
     """
@@ -141,14 +143,13 @@ def choose_config(
     if not is_aligned:
         return (_HALF_UNALIGNED if size == 2 else _FLOAT_UNALIGNED).config(k)
     if not deterministic:
-        most = _STREAM_MAX_M_SMALL if n * k <= _SMALL_WEIGHT else _STREAM_MAX_M
-        may_stream = size == 2 and not (is_hopper and m > most)
-        if may_stream:
-            stream = choose_stream(m, n, k, sm_count, limits, has_norm=has_norm)
-            if stream is not None:
-                return stream
-        if m <= _SKINNY_MAX_M[size] and not (is_gated and size == 4):
-            return _skinny(m, n, k, size, sm_count)
+        most = _RING_MAX_M_SMALL if n * k <= _SMALL_WEIGHT else _RING_MAX_M
+        if size == 2 and not (is_hopper and m > most):
+            skinny = choose_skinny(m, n, k, sm_count, limits, has_norm=has_norm)
+            if skinny is not None:
+                return skinny
+        if m <= _DIRECT_MAX_M[size] and not (is_gated and size == 4):
+            return _direct(m, n, k, size, sm_count)
     if is_hopper and k > 0:
         return choose_hopper(m, n, k, sm_count, deterministic=deterministic, is_gated=is_gated)
     step = 64 // size
@@ -165,10 +166,10 @@ def choose_config(
     return min(choices, key=lambda config: _estimate(config, m, n, k, size, sm_count))
 
 
-def all_configs(k: int, dtype: str, *, is_gated: bool = False) -> list[Config | StreamConfig]:
+def all_configs(k: int, dtype: str, *, is_gated: bool = False) -> list[Config | SkinnyConfig]:
     """Return every kernel, with and without splits of `k`: for tests and for tuning.
 
-    Any of them can do any number of rows; all but "unaligned" want 16-byte rows.
+    Any of them can do any number of rows; all but "unaligned" need rows of whole 16 bytes.
     """
     is_half = itemsize(dtype) == 2
     tiles = _HALF_TILES if is_half else _FLOAT_TILES
@@ -182,25 +183,40 @@ def all_configs(k: int, dtype: str, *, is_gated: bool = False) -> list[Config | 
         ),
         (_HALF_UNALIGNED if is_half else _FLOAT_UNALIGNED).config(k),
         *(
-            _skinny_config(*s, k)
-            for s in (_HALF_SKINNY if is_half else () if is_gated else _FLOAT_SKINNY)
+            _direct_config(*s, k)
+            for s in (_HALF_DIRECT if is_half else () if is_gated else _FLOAT_DIRECT)
         ),
-        *(stream_configs(k) if is_half else ()),
+        *(ring_configs(k) if is_half else ()),
     ]
 
 
-def _skinny(m: int, n: int, k: int, size: int, sm_count: int) -> Config:
-    """Choose for few rows. How many warps share k is settled by n alone: see `choose_config`."""
+def _direct(m: int, n: int, k: int, size: int, sm_count: int) -> Config:
+    """Choose a direct skinny kernel. How many warps share k depends on n alone, not on m."""
     if size == 4:
-        return _skinny_config(*_FLOAT_SKINNY[0 if m <= 1 else 1], k)
+        return _direct_config(*_FLOAT_DIRECT[0 if m <= 1 else 1], k)
     # Many weight rows: blocks of eight warps, several a multiprocessor. Few: sixteen warps a block,
     # or too few loads would be in flight.
     warps = 8 if n >= 64 * sm_count else 16
-    return _skinny_config(*next(s for s in _HALF_SKINNY if s[0] >= m and s[2] == warps), k)
+    return _direct_config(*next(s for s in _HALF_DIRECT if s[0] >= m and s[2] == warps), k)
 
 
-def _skinny_config(tokens: int, rows: int, warps: int, k: int) -> Config:
-    return Config(f"skinny_{tokens}x{rows}_w{warps}", tokens, rows, warps * 32, 0, 1, k)
+def _direct_config(tokens: int, rows: int, warps: int, k: int) -> Config:
+    return Config(_direct_name(tokens, rows, warps), tokens, rows, warps * 32, 0, 1, k)
+
+
+def _direct_name(tokens: int, rows: int, warps: int) -> str:
+    return f"skinny_direct_{tokens}x{rows}_w{warps}"
+
+
+KERNELS = tuple(
+    dict.fromkeys(
+        (
+            *(tile.kernel for tile in (*_HALF_TILES, *_FLOAT_TILES, _HALF_UNALIGNED)),
+            *(_direct_name(*sizes) for sizes in (*_HALF_DIRECT, *_FLOAT_DIRECT)),
+        )
+    )
+)
+"""The entry points of `Config`s, without the op's prefix."""
 
 
 def _splits(tiles: int, k: int, size: int, sm_count: int) -> list[int]:

@@ -14,16 +14,18 @@ from engine.kernels._contract import FLOAT32, Contract
 from engine.kernels._launch import Kernel, ceil_div, sm_count
 from engine.kernels._module import ModuleSpec
 from engine.kernels._workspace import workspace
+from engine.kernels.gemm import config as configs
+from engine.kernels.gemm import skinny
 from engine.kernels.gemm.config import Config, choose_config
+from engine.kernels.gemm.skinny import Limits, SkinnyConfig
 from engine.kernels.gemm.sm90 import HopperConfig, is_hopper, launch_hopper
-from engine.kernels.gemm.stream import Limits, StreamConfig
 from engine.kernels.swiglu import swiglu
 
 __all__ = ["ACTIVATIONS", "SWIGLU", "Norm", "Operands", "check_columns", "launch"]
 
 SWIGLU = "swiglu"  # "silu_and_mul" of a weight with all rows of gate first
 
-# By number, as the kernels know them; they tell "swiglu" by the rows of gate that they are given.
+# By their numbers in `enum Activation`; "swiglu" is silu_and_mul with a number of gate rows.
 _NUMBERED = (None, "silu", "gelu", "gelu_tanh", "relu", "silu_and_mul")
 ACTIVATIONS: tuple[str | None, ...] = (*_NUMBERED, SWIGLU)
 
@@ -32,12 +34,21 @@ _PARAMS = (
     "bias:ptr residual:ptr residual_stride:i64 out:ptr out_stride:i64 partials:ptr m:i32 n:i32 "
     "k:i32 k_per_split:i32 activation:i32 is_float:i32 is_vector:i32"
 )
-_STREAM_PARAMS = (
+_SKINNY_PARAMS = (
     "x:ptr x_stride:i64 weight:ptr norm_weight:ptr eps:f32 weight_offset:f32 bias:ptr "
     "residual:ptr residual_stride:i64 out:ptr out_stride:i64 m:i32 n:i32 k:i32 k_per_split:i32 "
-    "num_tiles:i32 slots:i32 num_gates:i32 activation:i32 is_float:i32 is_vector:i32 uses_pdl:i32 "
-    "warms_up:i32"
+    "num_tiles:i32 num_stages:i32 num_gates:i32 activation:i32 is_float:i32 is_vector:i32 "
+    "uses_pdl:i32 warms_up:i32"
 )
+_KERNELS = {
+    f"{op}_{name}": Kernel(f"{op}_{name}", params, struct=struct)
+    for op in ("gemm", "rmsnorm_gemm")
+    for names, params, struct in (
+        (configs.KERNELS, _PARAMS, "GemmParams"),
+        (skinny.KERNELS, _SKINNY_PARAMS, "SkinnyParams"),
+    )
+    for name in names
+}
 _REDUCE = Kernel(
     "gemm_reduce",
     "partials:ptr num_splits:i32 bias:ptr residual:ptr residual_stride:i64 out:ptr "
@@ -111,7 +122,7 @@ def launch(op: str, operands: Operands, norm: Norm | None = None) -> None:
         limits=_limits(device.cupy().cuda.runtime.getDevice()),
     )
     is_split = operands.activation == SWIGLU
-    if is_split and not _brings_together(config, m, n, k, operands.deterministic):
+    if is_split and not _fuses_swiglu(config, m, n, k, operands.deterministic):
         _launch_apart(op, operands, norm)
         return
     if max(m, n, k) > _MAX_INT32 - 256:
@@ -128,25 +139,25 @@ def launch(op: str, operands: Operands, norm: Norm | None = None) -> None:
             pdl=operands.pdl,
             is_split=is_split,
         )
-    elif isinstance(config, StreamConfig):
-        _launch_stream(op, operands, norm, config)
+    elif isinstance(config, SkinnyConfig):
+        _launch_skinny(op, operands, norm, config)
     else:
         _launch_portable(op, operands, norm, config, aligned)
 
 
-def _brings_together(
-    config: Config | HopperConfig | StreamConfig, m: int, n: int, k: int, deterministic: bool
+def _fuses_swiglu(
+    config: Config | HopperConfig | SkinnyConfig, m: int, n: int, k: int, deterministic: bool
 ) -> bool:
-    """Tell whether the kernel multiplies gate and up, too; the portable ones cannot.
+    """Tell whether the kernel applies swiglu itself; the portable tiles cannot.
 
-    Hopper's tiles leave it to swiglu where weights and rows are few: meanwhile the product after it
-    asks for its weights, for which there was no room (docs/benchmarks/decode_loop.md).
+    Hopper's tiles leave it to swiglu where weights and rows are few: while that runs, the next
+    product can already load its weights (docs/benchmarks/decode_loop.md).
     """
     if n % 16:
         return False
     if isinstance(config, HopperConfig):
         return deterministic or m > _APART_MAX_M or n * k > _APART_MAX_WEIGHT
-    return isinstance(config, StreamConfig)
+    return isinstance(config, SkinnyConfig)
 
 
 def _launch_apart(op: str, operands: Operands, norm: Norm | None) -> None:
@@ -168,7 +179,7 @@ def _launch_portable(
     if row_scales is not None and norm is not None:
         _launch_row_scales(ModuleSpec(f"gemm/{op}.cu", dtype), x, row_scales, norm.eps, aligned)
     epilogue = _epilogue(operands)
-    _kernel(op, config.kernel).launch(
+    _KERNELS[f"{op}_{config.kernel}"].launch(
         ModuleSpec(f"gemm/{op}.cu", dtype),
         config.grid(m, n),
         (config.threads,),
@@ -201,11 +212,11 @@ def _launch_portable(
         )
 
 
-def _launch_stream(op: str, operands: Operands, norm: Norm | None, config: StreamConfig) -> None:
+def _launch_skinny(op: str, operands: Operands, norm: Norm | None, config: SkinnyConfig) -> None:
     x, out = operands.x, operands.out
     (m, k), n = x.shape, operands.weight.shape[0]
     pdl = operands.pdl and _limits(device.cupy().cuda.runtime.getDevice()).has_clusters
-    _kernel(op, config.kernel).launch(
+    _KERNELS[f"{op}_{config.kernel}"].launch(
         ModuleSpec(f"gemm/{op}.cu", dtype_name(x.dtype)),
         config.grid(m, n),
         config.block,
@@ -223,18 +234,13 @@ def _launch_stream(op: str, operands: Operands, norm: Norm | None, config: Strea
         k=k,
         k_per_split=config.k_per_split,
         num_tiles=config.num_tiles(n),
-        slots=config.slots,
+        num_stages=config.num_stages,
         num_gates=n // 2 if operands.activation == SWIGLU else 0,
         is_vector=_is_vector(out, operands.residual),
         uses_pdl=pdl,
         warms_up=config.warms_up and pdl,
         **_epilogue(operands),
     )
-
-
-@cache
-def _kernel(op: str, name: str) -> Kernel:
-    return Kernel(f"{op}_{name}", _STREAM_PARAMS if name.startswith("stream") else _PARAMS)
 
 
 @cache

@@ -26,8 +26,9 @@ __all__ = [
 _KERNEL = Kernel(
     "gemm_sm90",
     "map_x:tmap map_tail:tmap map_w:tmap map_out:tmap bias:ptr residual:ptr residual_stride:i64 "
-    "out:ptr out_stride:i64 m:i32 n:i32 k:i32 group:i32 x_part:i32 tail_part:i32 stages:i32 "
+    "out:ptr out_stride:i64 m:i32 n:i32 k:i32 band:i32 x_part:i32 tail_part:i32 stages:i32 "
     "uses_pdl:i32 num_gates:i32 activation:i32 is_float:i32 is_vector:i32",
+    struct="GemmSm90Params",
 )
 
 _TILE_K = 64  # 128 bytes: the widest swizzle
@@ -345,7 +346,7 @@ def launch_hopper(
         m=m,
         n=n,
         k=k,
-        group=config.band(m, n, num_sms),
+        band=config.band(m, n, num_sms),
         x_part=x_part,
         tail_part=tail_part,
         stages=stages,

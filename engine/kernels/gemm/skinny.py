@@ -1,4 +1,8 @@
-"""How few rows are multiplied by `cuda_src/gemm/stream.cuh`: a pure function."""
+"""Few rows of x: which skinny kernel, and how the problem is cut for it; a pure function.
+
+`cuda_src/gemm/skinny_ring.cuh` streams the weight through rings of shared memory, and `gemv.cuh`
+keeps it in registers for one row of x.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,13 @@ from dataclasses import dataclass
 from engine.kernels._launch import ceil_div
 
 __all__ = [
+    "KERNELS",
     "PORTABLE_LIMITS",
     "Limits",
-    "StreamConfig",
-    "choose_stream",
-    "held_configs",
-    "stream_configs",
+    "SkinnyConfig",
+    "choose_skinny",
+    "gemv_configs",
+    "ring_configs",
 ]
 
 
@@ -27,27 +32,32 @@ class Limits:
 
 PORTABLE_LIMITS = Limits(99 * 1024, False)  # every chip's from sm_80 on
 
-_ROWS = 16  # of the weight a warp takes at a time
-_STEP_K = 128
-_SLOT_BYTES = _ROWS * _STEP_K * 2
+_ROWS = 16  # of the weight, of a warp
+_STEP_K = 128  # values of k that a warp multiplies at a time
+_STAGE_BYTES = _ROWS * _STEP_K * 2
 _MAX_CLUSTER = 2  # larger ones leave multiprocessors without a block
-_STATIC_BYTES = 3328  # of shared memory: the kernels' own, and what the system takes
+_STATIC_BYTES = 3328  # of shared memory: what kernels declare, and what the driver reserves
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """A kernel: how many tokens it has room for, slots of a warp's ring, buffers of sums."""
+    """A ring kernel: tokens it has room for, stages of a warp's ring, buffers of partial sums."""
 
     tokens: int
-    slots: int
+    stages: int
     buffers: int
     max_k: int  # beyond it tiles are faster
 
-    def shared_bytes(self, m: int, warps: int, slots: int, buffers: int, slice_k: int) -> int:
+    @property
+    def kernel(self) -> str:
+        return f"skinny_ring_{self.tokens}"
+
+    def shared_bytes(self, m: int, warps: int, stages: int, buffers: int, slice_k: int) -> int:
         sums = buffers * self.tokens * (_ROWS + 4) * 4
-        return warps * (slots * _SLOT_BYTES + sums) + min(m, self.tokens) * (slice_k * 2 + 64)
+        return warps * (stages * _STAGE_BYTES + sums) + min(m, self.tokens) * (slice_k * 2 + 64)
 
 
+# `max_k` of the 32-token kernel: python -m tests.bench gemm, and docs/benchmarks/gemm_skinny.md.
 _SHAPES = (_Shape(8, 5, 2, 1 << 30), _Shape(16, 4, 2, 1 << 30), _Shape(32, 3, 1, 3072))
 
 
@@ -61,8 +71,8 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class StreamConfig:
-    """A streaming kernel and how the problem is cut for it.
+class SkinnyConfig:
+    """A ring kernel or the GEMV, and how the problem is cut for it.
 
     Attributes
     ----------
@@ -72,18 +82,18 @@ class StreamConfig:
         Tokens, and weight rows at a time, of a cluster.
     threads, shared_bytes : int
         Threads and dynamic shared memory of a block.
-    slots : int
+    num_stages : int
         Of each warp's ring.
     k_per_split : int
-        How much of k a warp sums up.
+        How much of k a warp sums.
     k_warps : int
         Warps of a block that share k; the others take other rows.
     cluster : int
         Blocks that share k.
     max_clusters : int
-        How many are launched at most: each makes several tiles.
+        How many are launched at most; each makes several tiles then.
     warms_up : bool
-        Whether a block goes through its work once before the kernel in front has ended.
+        Whether a block makes a warm-up pass before the kernel in front has ended.
     """
 
     kernel: str
@@ -91,7 +101,7 @@ class StreamConfig:
     tile_n: int
     threads: int
     shared_bytes: int
-    slots: int
+    num_stages: int
     k_per_split: int
     k_warps: int
     cluster: int
@@ -120,9 +130,9 @@ class StreamConfig:
         return ceil_div(n, self.tile_n)
 
 
-def choose_stream(
+def choose_skinny(
     m: int, n: int, k: int, sm_count: int, limits: Limits, *, has_norm: bool = False
-) -> StreamConfig | None:
+) -> SkinnyConfig | None:
     """Choose for x (m, k) and weight (n, k) of 16 bits; None if x does not fit.
 
     Fitted on an H200: docs/benchmarks/gemm_skinny.md.
@@ -131,9 +141,9 @@ def choose_stream(
     if shape is None or k == 0 or k > shape.max_k:
         return None
     if limits.has_clusters and m == 1:
-        held = _choose_held(n, k, sm_count, has_norm=has_norm)
-        if held is not None:
-            return held
+        gemv = _choose_gemv(n, k, sm_count, has_norm=has_norm)
+        if gemv is not None:
+            return gemv
     parts = _num_parts(n, k, sm_count)
     for layout in _layouts(parts, n, sm_count, limits.has_clusters):
         config = _config(shape, m, n, k, layout, sm_count, limits)
@@ -145,7 +155,7 @@ def choose_stream(
 def _num_parts(n: int, k: int, sm_count: int) -> int:
     """Return in how many parts k is cut: as few as spread the rows evenly over the chip.
 
-    A part has a few steps, or its warp would spend its time on beginning and ending.
+    A part has a few steps: the prologue and the reduction cost a warp as much as a step or two.
     """
     groups, steps = ceil_div(n, _ROWS), ceil_div(k, _STEP_K)
     least = 4 if groups >= sm_count else 1
@@ -166,23 +176,23 @@ def _layouts(parts: int, n: int, sm_count: int, has_clusters: bool) -> Iterator[
 
 def _config(
     shape: _Shape, m: int, n: int, k: int, layout: Layout, sm_count: int, limits: Limits
-) -> StreamConfig:
+) -> SkinnyConfig:
     warps, cluster = layout.warps, layout.cluster
     part_k = max(1, ceil_div(ceil_div(k, _STEP_K), layout.parts)) * _STEP_K
     k_warps = layout.parts // cluster
     tile_n = warps // k_warps * _ROWS
-    slots, buffers = shape.slots, shape.buffers
+    stages, buffers = shape.stages, shape.buffers
     if ceil_div(n, tile_n) * cluster <= sm_count:  # a tile each
-        slots, buffers = min(slots, part_k // _STEP_K), 1
-    shared = shape.shared_bytes(m, warps, slots, buffers, k_warps * part_k)
+        stages, buffers = min(stages, part_k // _STEP_K), 1
+    shared = shape.shared_bytes(m, warps, stages, buffers, k_warps * part_k)
     per_sm = max(1, min(2, (limits.shared_bytes + 1024) // (shared + _STATIC_BYTES)))
-    return StreamConfig(
-        kernel=f"stream_{shape.tokens}",
+    return SkinnyConfig(
+        kernel=shape.kernel,
         tile_m=shape.tokens,
         tile_n=tile_n,
         threads=warps * 32,
         shared_bytes=shared,
-        slots=slots,
+        num_stages=stages,
         k_per_split=part_k,
         k_warps=k_warps,
         cluster=cluster,
@@ -190,46 +200,50 @@ def _config(
     )
 
 
-_HELD_NORM_MAX_K = 4096  # under a norm
-_HELD_STEPS = 2  # of 16 rows, that a warp holds
-_HELD_MAX_WARPS = 8  # of a block, 128 registers a thread: the next kernel's fits in beside it
-_HELD_LAUNCH_WARPS = 16  # with which it could be launched
+_GEMV = "gemv"
+_GEMV_NORM_MAX_K = 4096  # with a norm in front
+_GEMV_STEPS = 2  # of 16 rows, that a warp keeps in registers
+_GEMV_MAX_WARPS = 8  # of a block, at 128 registers a thread: the next kernel's block fits beside it
+_GEMV_LAUNCH_WARPS = 16  # with which it could be launched
+
+KERNELS = (*(shape.kernel for shape in _SHAPES), _GEMV)
+"""The entry points, without the op's prefix."""
 
 
-def _choose_held(n: int, k: int, sm_count: int, *, has_norm: bool) -> StreamConfig | None:
-    """Choose the kernel that holds a warp's weights in registers; None: another one is faster.
+def _choose_gemv(n: int, k: int, sm_count: int, *, has_norm: bool) -> SkinnyConfig | None:
+    """Choose the kernel with register-resident weights, or None where another one is faster.
 
-    It is where one block on (almost) every multiprocessor holds all weights.
+    It is fastest where one block on (almost) every multiprocessor has room for all weights.
     """
-    if has_norm and k > _HELD_NORM_MAX_K:
+    if has_norm and k > _GEMV_NORM_MAX_K:
         return None
     groups = ceil_div(ceil_div(n, _ROWS), sm_count)
-    for cluster in (1,) if has_norm else (2, 1):  # a norm wants the whole row in a block
-        config = _held_config(k, n, groups, cluster)
+    for cluster in (1,) if has_norm else (2, 1):  # a norm needs the whole row in a block
+        config = _gemv_config(k, n, groups, cluster)
         blocks, warps = config.max_clusters * cluster, config.threads // 32
-        if warps <= _HELD_MAX_WARPS and 0.9 * sm_count <= blocks <= sm_count:
+        if warps <= _GEMV_MAX_WARPS and 0.9 * sm_count <= blocks <= sm_count:
             return config
     return None
 
 
-def held_configs(n: int, k: int, clusters: tuple[int, ...] = (1, 2)) -> list[StreamConfig]:
-    """Return the kernel for one row with several ways to cut the problem: for tests."""
-    configs = [_held_config(k, n, groups, c) for groups in (1, 2, 3) for c in clusters]
-    return [c for c in configs if c.threads <= _HELD_LAUNCH_WARPS * 32]
+def gemv_configs(n: int, k: int, clusters: tuple[int, ...] = (1, 2)) -> list[SkinnyConfig]:
+    """Return the GEMV with several ways to cut the problem: for tests."""
+    configs = [_gemv_config(k, n, groups, c) for groups in (1, 2, 3) for c in clusters]
+    return [c for c in configs if c.threads <= _GEMV_LAUNCH_WARPS * 32]
 
 
-def _held_config(k: int, n: int, groups: int, cluster: int) -> StreamConfig:
-    """Return the kernel for one row whose warps hold their weights in registers."""
-    k_warps = ceil_div(ceil_div(ceil_div(k, _STEP_K), _HELD_STEPS), cluster)
-    warps, part_k = k_warps * groups, _HELD_STEPS * _STEP_K
+def _gemv_config(k: int, n: int, groups: int, cluster: int) -> SkinnyConfig:
+    """Return the GEMV with `groups` of 16 rows a block."""
+    k_warps = ceil_div(ceil_div(ceil_div(k, _STEP_K), _GEMV_STEPS), cluster)
+    warps, part_k = k_warps * groups, _GEMV_STEPS * _STEP_K
     tile_n = groups * _ROWS
-    return StreamConfig(
-        kernel="stream_held",
+    return SkinnyConfig(
+        kernel=_GEMV,
         tile_m=1,
         tile_n=tile_n,
         threads=warps * 32,
         shared_bytes=k_warps * part_k * 4 + 64 + warps * _ROWS * 4,  # x and the norm's weight
-        slots=0,
+        num_stages=0,
         k_per_split=part_k,
         k_warps=k_warps,
         cluster=cluster,
@@ -238,8 +252,8 @@ def _held_config(k: int, n: int, groups: int, cluster: int) -> StreamConfig:
     )
 
 
-def stream_configs(k: int) -> list[StreamConfig]:
-    """Return every kernel with several ways to cut `k`: for tests, of up to 2048 columns."""
+def ring_configs(k: int) -> list[SkinnyConfig]:
+    """Return every ring kernel with several ways to cut `k`: for tests, of up to 2048 columns."""
     layouts = ((1, 1, 8), (1, 1, 4), (2, 1, 8), (4, 1, 4), (8, 1, 8), (4, 2, 8), (2, 2, 4))
     wide = ((4, 1, 12), (8, 1, 16))
     return [

@@ -1,25 +1,18 @@
-// Product with few rows of x (decoding): the weights are what costs, so they stream once, straight
-// from global memory into registers, 16 bytes a load. The warps of a block share a few rows of the
-// weight and split k; their sums meet in shared memory and are added in the order of the warps.
-// Nothing of this depends on m: a row of out is bit for bit the same whatever stands beside it.
+// Few rows of x (decoding): the weight is read once, from global memory straight into registers, 16
+// bytes a load. The warps of a block share a few rows of the weight and split k; their partial sums are
+// added in shared memory in the order of the warps. None of this depends on m: a row of out has the
+// same bits whatever rows are beside it.
 #pragma once
 
-#include "gemm/problem.cuh"
 #include "common/mma.cuh"
-
-// 16 bytes that are read once, from memory nobody writes while the kernel runs.
-__device__ __forceinline__ Vec<scalar_t, kVec> load_stream(const scalar_t* p) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];\n"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p));
-  return *reinterpret_cast<Vec<scalar_t, kVec>*>(&v);
-}
+#include "common/reduce.cuh"
+#include "gemm/problem.cuh"
+#include "gemm/skinny_loads.cuh"
 
 // 1 / rms of kTokens rows of x from row0 on, into smem_scales. All threads of the block must call
 // it. Several rows at once, so that their loads are in flight together.
 template <int kTokens, int kWarps>
-__device__ __forceinline__ void skinny_row_scales(const Problem& p, int row0, float* smem_scales) {
+__device__ __forceinline__ void direct_row_scales(const Problem& p, int row0, float* smem_scales) {
   constexpr int kGroup = kTokens < 8 ? kTokens : 8;
   __shared__ float smem_sums[kWarps][kTokens];
   const int warp_idx = threadIdx.x / kWarpSize, lane_idx = threadIdx.x % kWarpSize;
@@ -53,7 +46,7 @@ __device__ __forceinline__ void skinny_row_scales(const Problem& p, int row0, fl
 
 // Adds the warps' sums, smem_partials[warp][token][weight row], and writes the block's part of out.
 template <int kTokens, int kRows, int kPitch, int kWarps>
-__device__ __forceinline__ void skinny_finish(const Problem& p, const float* smem_partials,
+__device__ __forceinline__ void direct_finish(const Problem& p, const float* smem_partials,
                                               int row0, int col0) {
   __syncthreads();
   for (int i = threadIdx.x; i < kTokens * kRows; i += kWarps * kWarpSize) {
@@ -77,7 +70,7 @@ __device__ __forceinline__ void skinny_finish(const Problem& p, const float* sme
 // values serve two mma, the first taking values 0-3 and the second 4-7 of each lane. No shared
 // memory, no shuffles. A warp takes 64 values of k (whole 128-byte lines), then every kWarps-th 64.
 template <int kTokenTiles, int kRowTiles, int kWarps, bool kNorm>
-__device__ __forceinline__ void skinny(const Problem& p) {
+__device__ __forceinline__ void skinny_direct(const Problem& p) {
   constexpr int kTokens = kTokenTiles * 8, kRows = kRowTiles * 16;
   constexpr int kPitch = kRows + 4;  // 2 * kPitch is 8 mod 32: the partial sums meet no bank twice
   constexpr int kStepK = 64, kStride = kWarps * kStepK;
@@ -98,13 +91,13 @@ __device__ __forceinline__ void skinny(const Problem& p) {
       for (int half = 0; half < 2; ++half) {
         const bool valid = col0 + g + r * 8 < p.n && k + half * 32 + t * kVec < p.k;
         w[r][half] =
-            valid ? load_stream(weight + static_cast<int64_t>(r * 8) * p.k + k + half * 32) : V{};
+            valid ? load_vec_once(weight + static_cast<int64_t>(r * 8) * p.k + k + half * 32) : V{};
       }
   };
 
   V next[kRowTiles * 2][2];
   load_weight(next, warp_idx * kStepK);  // on its way while the norm is worked out
-  if constexpr (kNorm) skinny_row_scales<kTokens, kWarps>(p, row0, smem_scales);
+  if constexpr (kNorm) direct_row_scales<kTokens, kWarps>(p, row0, smem_scales);
   float acc[kRowTiles][kTokenTiles][4] = {};
 #pragma unroll 1  // twice would keep more in registers than lets two blocks share a multiprocessor
   for (int k = warp_idx * kStepK; k < p.k; k += kStride) {
@@ -157,7 +150,7 @@ __device__ __forceinline__ void skinny(const Problem& p) {
       to[0] = acc[r][i][0], to[kPitch] = acc[r][i][1];
       to[8] = acc[r][i][2], to[kPitch + 8] = acc[r][i][3];
     }
-  skinny_finish<kTokens, kRows, kPitch, kWarps>(p, smem_partials, row0, col0);
+  direct_finish<kTokens, kRows, kPitch, kWarps>(p, smem_partials, row0, col0);
 }
 
 #else
@@ -165,7 +158,7 @@ __device__ __forceinline__ void skinny(const Problem& p) {
 // True float32 on CUDA cores. A warp takes 128 values of k of kRows rows of the weight, then every
 // kWarps-th 128; its lanes' sums are added by shuffles.
 template <int kTokens, int kRows, int kWarps, bool kNorm>
-__device__ __forceinline__ void skinny(const Problem& p) {
+__device__ __forceinline__ void skinny_direct(const Problem& p) {
   constexpr int kPitch = kRows;
   constexpr int kStride = kWarps * kWarpSize * kVec;
   using V = Vec<float, kVec>;
@@ -180,13 +173,13 @@ __device__ __forceinline__ void skinny(const Problem& p) {
   const auto load_weight = [&](V(&w)[kRows], int k) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r)
-      w[r] =
-          col0 + r < p.n && k < p.k ? load_stream(weight + static_cast<int64_t>(r) * p.k + k) : V{};
+      w[r] = col0 + r < p.n && k < p.k ? load_vec_once(weight + static_cast<int64_t>(r) * p.k + k)
+                                       : V{};
   };
 
   V next[kRows];
   load_weight(next, threadIdx.x * kVec);  // on its way while the norm is worked out
-  if constexpr (kNorm) skinny_row_scales<kTokens, kWarps>(p, row0, smem_scales);
+  if constexpr (kNorm) direct_row_scales<kTokens, kWarps>(p, row0, smem_scales);
   float acc[kTokens][kRows] = {};
 #pragma unroll 2
   for (int k = threadIdx.x * kVec; k < p.k; k += kStride) {
@@ -216,7 +209,7 @@ __device__ __forceinline__ void skinny(const Problem& p) {
       const float sum = warp_sum(acc[i][r]);
       if (lane_idx == 0) smem_partials[(warp_idx * kTokens + i) * kPitch + r] = sum;
     }
-  skinny_finish<kTokens, kRows, kPitch, kWarps>(p, smem_partials, row0, col0);
+  direct_finish<kTokens, kRows, kPitch, kWarps>(p, smem_partials, row0, col0);
 }
 
 #endif

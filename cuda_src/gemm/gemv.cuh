@@ -1,0 +1,202 @@
+// One row of x (GEMV), 16-bit types, with register-resident weights.
+//
+// A warp holds kResidentSteps steps of k of 16 rows of the weight in registers, and there is a block for
+// every tile. All weights have arrived when the kernel in front ends, and little is left to do after
+// that: shared memory, with its 128 bytes a clock, is not read for weights. The sums are, bit for bit,
+// those of skinny_ring.cuh with parts of the same length.
+#pragma once
+
+#include "gemm/skinny_loads.cuh"
+#include "gemm/skinny_mma.cuh"
+#include "gemm/skinny_x.cuh"
+
+constexpr int kResidentSteps = 2;
+
+struct ResidentWeights {
+  WeightFragments step[kResidentSteps];
+
+  __device__ __forceinline__ ResidentWeights(const scalar_t* low, const scalar_t* high, int k_left,
+                                             bool has_low, bool has_high) {
+#pragma unroll
+    for (int s = 0; s < kResidentSteps; ++s)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            const int k = s * kStepK + half * 64 + j * 32;
+            uint4 v = {};
+            if ((i == 0 ? has_low : has_high) && k < k_left)
+              v = load_once((i == 0 ? low : high) + k);
+            step[s].of[half][i][j] = v;
+          }
+  }
+};
+
+// The column of out that this lane finishes, if any.
+struct GemvColumn {
+  bool exists;
+  int column;
+  float bias, up_bias, residual;
+
+  template <typename Shape>
+  __device__ __forceinline__ GemvColumn(const Problem& p, const SkinnyBlock<Shape>& b, int row0) {
+    const Epilogue& e = p.epilogue;
+    const int lane = b.lane_idx;
+    column = (e.is_gated() ? row0 / 2 : row0) + lane;
+    exists = b.rank == 0 && threadIdx.y == 0 && lane < (e.is_gated() ? 8 : 16) && row0 + lane < p.n;
+    bias = up_bias = residual = 0.0f;
+    if (!exists || e.bias == nullptr) return;
+    const int gate = e.is_gated() && b.num_gates == 0 ? row0 + lane : column;
+    bias = to_float(e.bias[gate]);
+    if (e.is_gated()) up_bias = to_float(e.bias[gate + (b.num_gates > 0 ? b.num_gates : 8)]);
+  }
+  __device__ __forceinline__ void load_residual(const Epilogue& e) {
+    if (!exists || e.residual == nullptr) return;
+    if (e.is_float)
+      residual = static_cast<const float*>(e.residual)[column];
+    else
+      residual = to_float(static_cast<const scalar_t*>(e.residual)[column]);
+  }
+  __device__ __forceinline__ void store(const Epilogue& e, float sum, float up) const {
+    float y = sum;
+    if (e.is_gated())
+      y = silu(sum + bias) * (up + up_bias);
+    else if (!e.is_bare())
+      y = activate(e.activation, sum + bias);
+    if (e.residual != nullptr) y += residual;  // -0 + 0 would lose the sign
+    if (e.is_float)
+      static_cast<float*>(e.out)[column] = y;
+    else
+      static_cast<scalar_t*>(e.out)[column] = from_float<scalar_t>(y);
+  }
+};
+
+// The sum over all parts of row `row` of this warp's 16, in their order.
+template <typename Shape>
+__device__ __forceinline__ float gemv_sum(const SkinnyBlock<Shape>& b, int row) {
+  const float* from = b.sums + threadIdx.z * (blockDim.y * 16) + row;
+  float sum = 0.0f;
+#pragma unroll 1
+  for (int rank = 0; rank < b.size; ++rank)
+#pragma unroll 4
+    for (int part = 0; part < static_cast<int>(blockDim.y); ++part)
+      sum += load_cluster_float(from + part * 16, rank, b.size);
+  return sum;
+}
+
+// The row of x between L2 and shared memory, kPieces of 16 bytes in each thread. The norm's weight
+// waits in shared memory at the same offsets: registers are for the weights.
+template <typename Shape, bool kNorm>
+struct GemvRow {
+  using V = Vec<scalar_t, kVec>;
+  static constexpr int kPieces = 2;
+  scalar_t *to, *norm;
+  int vectors;
+  V v[kPieces];
+
+  __device__ __forceinline__ GemvRow(const Problem& p, const SkinnyBlock<Shape>& b)
+      : to(b.x_row(0)),
+        norm(reinterpret_cast<scalar_t*>(b.sums + b.num_warps * 16)),
+        vectors((b.slice_end - b.slice_begin) / kVec) {}
+  __device__ __forceinline__ void load(const scalar_t* from, const SkinnyBlock<Shape>& b) {
+#pragma unroll
+    for (int j = 0; j < kPieces; ++j) {
+      const int i = b.thread + j * b.threads;
+      v[j] = V{};
+      if (i < vectors) v[j] = load_from_l2(from + b.slice_begin + i * kVec);
+    }
+  }
+  __device__ __forceinline__ void store(scalar_t* smem, const SkinnyBlock<Shape>& b) const {
+#pragma unroll
+    for (int j = 0; j < kPieces; ++j) {
+      const int i = b.thread + j * b.threads;
+      if (i < vectors) store_vec(smem + i * kVec, v[j]);
+    }
+  }
+  // Zeros after its end, where the weights are zeros too.
+  __device__ __forceinline__ void pad(const SkinnyBlock<Shape>& b) const {
+    const int all = static_cast<int>(blockDim.y) * b.part_k / kVec;
+    for (int i = vectors + b.thread; i < all; i += b.threads) store_vec(to + i * kVec, V{});
+  }
+  // Ends with a barrier of the block.
+  __device__ __forceinline__ void finish(const Problem& p, const SkinnyBlock<Shape>& b,
+                                         RowSquares& squares) {
+    if constexpr (kNorm) {
+#pragma unroll
+      for (int j = 0; j < kPieces; ++j) {
+        const int chunk = b.warp_idx + j * b.num_warps;
+        if (chunk * kWarpSize >= vectors) break;
+        const float sum = warp_sum(sum_of_squares(v[j], 0.0f));
+        if (b.lane_idx == 0) squares.of[chunk] = sum;
+      }
+      __syncthreads();
+      const float scale = squares.scale(p);
+#pragma unroll
+      for (int j = 0; j < kPieces; ++j) {
+        const int i = b.thread + j * b.threads;
+        if (i >= vectors) break;
+        const V w = load_vec<scalar_t, kVec>(norm + i * kVec);
+#pragma unroll
+        for (int n = 0; n < kVec; ++n) v[j].v[n] = p.norm.apply(v[j].v[n], scale, w.v[n]);
+      }
+    }
+    store(to, b);
+    __syncthreads();
+  }
+};
+
+// Weights are always loaded before x.
+template <bool kNorm>
+__device__ __forceinline__ void gemv(const SkinnyParams& params) {
+  using Shape = SkinnyShape<1, 1, 1>;
+  extern __shared__ __align__(128) unsigned char smem[];
+  __shared__ RowSquares smem_squares;
+  pdl_trigger();
+  const Problem p = make_problem(params);
+  const SkinnyBlock<Shape> b(p, params, smem);
+  const int g = b.lane_idx / 4, t = b.lane_idx % 4, row0 = b.row0(b.tile);
+  if constexpr (kNorm)  // a row may have fewer chunks
+    if (b.thread < kSquareChunks) smem_squares.of[b.thread] = 0.0f;
+  GemvRow<Shape, kNorm> row(p, b);
+  if constexpr (kNorm) row.load(p.norm.weight, b);
+  GemvColumn column(p, b, row0);
+  const bool is_split = b.num_gates > 0;
+  const scalar_t* low = p.weight + static_cast<int64_t>((is_split ? row0 / 2 : row0) + g) * p.k +
+                        b.k_begin + t * kVec;
+  const scalar_t* high = low + static_cast<int64_t>(is_split ? b.num_gates : 8) * p.k;
+  const ResidentWeights weights(low, high, b.k_end - b.k_begin - t * kVec, row0 + g < p.n,
+                                row0 + 8 + g < p.n);
+  if constexpr (kNorm) row.store(row.norm, b);
+  row.pad(b);
+  __syncthreads();
+  float* sums = b.sums + b.warp_idx * 16;
+  const TokenFragments<Shape> x(p, b, g, t);
+  // Before the kernel in front has ended there is time for a warm-up pass, whose result is dropped: it
+  // brings the instructions and the translation of x's address into the caches.
+#pragma unroll 1
+  for (int pass = params.warms_up != 0 ? 0 : 1; pass < 2; ++pass) {
+    if (pass == 1) {
+      pdl_wait();
+      column.load_residual(p.epilogue);
+    }
+    row.load(p.x, b);
+    row.finish(p, b, smem_squares);
+    float acc[Shape::kSets][1][4] = {};
+#pragma unroll
+    for (int s = 0; s < kResidentSteps; ++s)
+      multiply_fragments<Shape>(acc, weights.step[s], x, s * kStepK * 2);
+    if (t == 0) {
+      sums[g] = ((acc[0][0][0] + acc[1][0][0]) + acc[2][0][0]) + acc[3][0][0];
+      sums[g + 8] = ((acc[0][0][2] + acc[1][0][2]) + acc[2][0][2]) + acc[3][0][2];
+    }
+    cluster_sync(b.size);
+    if (column.exists) {
+      const float sum = gemv_sum(b, b.lane_idx);
+      const float up = p.epilogue.is_gated() ? gemv_sum(b, b.lane_idx + 8) : 0.0f;
+      if (pass == 1) column.store(p.epilogue, sum, up);
+    }
+  }
+  if (b.size > 1) cluster_sync(b.size);  // SAFETY: others may still read this block's partial sums.
+}

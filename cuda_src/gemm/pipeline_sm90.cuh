@@ -1,0 +1,56 @@
+// The ring of stages of gemm_sm90.cu: shared memory and its mbarriers.
+#pragma once
+
+#include "gemm/config_sm90.cuh"
+
+// Stage index and phase parity of a producer or consumer.
+struct PipelineState {
+  int stage = 0;
+  unsigned phase = 0;
+
+  __device__ __forceinline__ void advance(int stages) {
+    if (++stage == stages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+// Addresses in shared memory: stages of x, stages of weight, staging of results, sums from other
+// blocks, mbarriers (a full and an empty one a stage). Nothing arrives on `idle`: the warm-up pass
+// waits on it for a phase that is already over. With tiles of 64 rows the launch gives the number of
+// stages and their rows of x.
+struct Pipeline {
+  int stages, block_x, stage_x;  // bytes of a block of k of x, of a stage of x
+  unsigned x, w, staging, sums, full, empty, sums_barrier, idle;
+
+  __device__ __forceinline__ Pipeline(unsigned smem, int stages_, int x_rows) {
+    stages = kTileM == 64 ? stages_ : kStages;
+    block_x = kTileM == 64 ? x_rows * kRowBytes : kBytesX;
+    stage_x = kDepth * block_x;
+    x = smem;
+    w = x + stages * stage_x;
+    staging = w + stages * kStageW;
+    sums = staging + kBytesStaging;
+    full = sums + kBytesSums;
+    empty = full + stages * 8;
+    sums_barrier = empty + stages * 8;
+    idle = sums_barrier + 8;
+  }
+
+  // A stage is full when its bytes have arrived, and empty when every warpgroup that reads what this
+  // block loads has released it: those of this block's row and column of the cluster. `sums_rows`:
+  // rows of the tile, in whole warps' 16, for which other blocks send sums.
+  __device__ __forceinline__ void init(int sums_rows) const {
+    for (int i = 0; i < stages; ++i) {
+      mbarrier_init(full + i * 8, 1);
+      mbarrier_init(empty + i * 8, kWarpgroups * (kClusterM + kClusterN - 1));
+    }
+    mbarrier_init(idle, 1);
+    if constexpr (kClusterK > 1) {
+      mbarrier_init(sums_barrier, 1);
+      mbarrier_arrive_expect_tx(sums_barrier, (kClusterK - 1) * sums_rows * kSlice * 4);
+    }
+    mbarrier_init_fence();
+  }
+};

@@ -1,0 +1,90 @@
+// Products of the skinny kernels on tensor cores: fragments of weights and tokens.
+//
+// The weight is the 16-row operand of mma.sync and tokens are its 8 columns. A lane has eight
+// neighbours along k of weight rows g and g + 8, and of token g (g = lane / 4). The mma sums over k, so
+// which k a fragment register stands for does not matter as long as both operands agree: the eight
+// values serve two mma, the first with values 0-3 and the second with 4-7 of each lane.
+#pragma once
+
+#include "common/mma.cuh"
+#include "gemm/skinny_block.cuh"
+
+// The tokens that a lane multiplies, in shared memory; zeros for those that do not exist.
+template <typename Shape>
+struct TokenFragments {
+  const unsigned char* row;  // of the first
+  int pitch;                 // bytes of eight rows
+  int count;                 // tokens from this lane's first on; <= 0: it has none
+
+  __device__ __forceinline__ TokenFragments(const Problem& p, const SkinnyBlock<Shape>& b, int g,
+                                            int t)
+      : row(b.x + g * b.x_pitch + threadIdx.y * b.part_k * 2 + t * 16),
+        pitch(8 * b.x_pitch),
+        count(p.m - g) {}
+  __device__ __forceinline__ uint4 load(int i, int offset) const {
+    uint4 v = {};
+    if (count > i * 8) v = *reinterpret_cast<const uint4*>(row + i * pitch + offset);
+    return v;
+  }
+};
+
+// 16 rows of the weight by kStepK values of k, as a warp multiplies them: [half][rows / 8][j].
+struct WeightFragments {
+  uint4 of[2][2][2];
+};
+
+template <typename Shape>
+__device__ __forceinline__ void multiply_fragments(
+    float (&acc)[Shape::kSets][Shape::kTokenTiles][4], const WeightFragments& w,
+    const TokenFragments<Shape>& x, int k_offset) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+#pragma unroll
+    for (int j = 0; j < 2; ++j)
+#pragma unroll
+      for (int i = 0; i < Shape::kTokenTiles; ++i) {
+        const uint4 v = x.load(i, k_offset + half * 128 + j * 64);
+        const uint32_t b0[2] = {v.x, v.y}, b1[2] = {v.z, v.w};
+        const uint4 low = w.of[half][0][j], high = w.of[half][1][j];
+        const uint32_t a0[4] = {low.x, high.x, low.y, high.y};
+        const uint32_t a1[4] = {low.z, high.z, low.w, high.w};
+        mma_m16n8k16<scalar_t>(acc[(j * 2) % Shape::kSets][i], a0, b0);
+        mma_m16n8k16<scalar_t>(acc[(j * 2 + 1) % Shape::kSets][i], a1, b1);
+      }
+}
+
+// The same with the weights of a stage of the ring.
+template <typename Shape>
+__device__ __forceinline__ void multiply_stage(float (&acc)[Shape::kSets][Shape::kTokenTiles][4],
+                                               const unsigned char* stage, int g, int t,
+                                               const TokenFragments<Shape>& x, int k_offset) {
+  WeightFragments w;
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+      for (int j = 0; j < 2; ++j)
+        w.of[half][i][j] =
+            *reinterpret_cast<const uint4*>(stage + half * (Shape::kStageBytes / 2) + i * 1024 +
+                                            g * 128 + (((j ^ (g & 1)) * 4 + t) << 4));
+  multiply_fragments<Shape>(acc, w, x, k_offset);
+}
+
+// Adds the sets of a warp's accumulators and stores them for the warps that share its rows.
+template <typename Shape>
+__device__ __forceinline__ void skinny_store_sums(
+    const float (&acc)[Shape::kSets][Shape::kTokenTiles][4], float* sums, int g, int t) {
+#pragma unroll
+  for (int i = 0; i < Shape::kTokenTiles; ++i) {
+    float sum[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      sum[j] = acc[0][i][j];
+#pragma unroll
+      for (int set = 1; set < Shape::kSets; ++set) sum[j] += acc[set][i][j];
+    }
+    float* to = sums + (i * 8 + t * 2) * Shape::kPitch + g;
+    to[0] = sum[0], to[Shape::kPitch] = sum[1], to[8] = sum[2], to[Shape::kPitch + 8] = sum[3];
+  }
+}

@@ -1,0 +1,61 @@
+// A warp's ring of weight stages, filled by cp.async.
+//
+// A stage is two halves of 64 values of k, each of 16 rows of 128 bytes in eight 16-byte chunks; in odd
+// rows chunks 0-3 and 4-7 change places, so that a read by eight lanes has no bank conflicts. One copy
+// instruction of a warp covers four whole 128-byte lines: L1 looks up one tag a clock, so twice as
+// many half lines would take twice as long.
+#pragma once
+
+#include "common/cp_async.cuh"
+#include "gemm/skinny_block.cuh"
+
+// Loads the weights of a warp in the order it multiplies them, a stage at a time. Where all rows of
+// gate precede those of up, the first eight of the 16 rows are of gate, the others the matching ones of
+// up.
+template <typename Shape>
+struct WeightLoader {
+  const Problem& p;
+  const SkinnyBlock<Shape>& b;
+  const scalar_t* from;
+  int64_t row_step, half_step;  // to the row four further; from the first eight rows to the others
+  int tile, k, rows_left, stage;
+  uint32_t to;
+
+  __device__ __forceinline__ WeightLoader(const Problem& p_, const SkinnyBlock<Shape>& b_)
+      : p(p_), b(b_), row_step(static_cast<int64_t>(p_.k) * 4), tile(b_.tile), stage(0) {
+    half_step = b.num_gates > 0 ? static_cast<int64_t>(p.k) * b.num_gates : row_step * 2;
+    const int row = b.lane_idx / 8, chunk = b.lane_idx % 8;
+    to = row * 128 + ((chunk ^ ((row & 1) << 2)) << 4);
+    start_tile();
+  }
+
+  __device__ __forceinline__ void start_tile() {
+    const int row0 = b.row0(tile), row = b.lane_idx / 8;
+    k = b.k_begin + (b.lane_idx % 8) * kVec;
+    rows_left = p.n - row0 - row;
+    from = p.weight + static_cast<int64_t>((b.num_gates > 0 ? row0 / 2 : row0) + row) * p.k + k;
+  }
+
+  // Always commits a group of copies, an empty one at the end: the wait counts groups.
+  __device__ __forceinline__ void load() {
+    if (tile < b.num_tiles && b.k_begin < b.k_end) {
+      unsigned char* smem = b.ring + stage * Shape::kStageBytes + to;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const bool has_k = k + half * 64 < b.k_end;
+        const scalar_t* source = from + half * 64;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const bool valid = has_k && i * 4 < rows_left;
+          const scalar_t* row = source + i / 2 * half_step + i % 2 * row_step;
+          cp_async_16(smem + half * (Shape::kStageBytes / 2) + i * 512, valid ? row : p.weight,
+                      valid);
+        }
+      }
+      k += kStepK, from += kStepK;
+      if (k - (b.lane_idx % 8) * kVec >= b.k_end) tile += b.tile_step, start_tile();
+    }
+    cp_async_commit();
+    stage = stage + 1 == Shape::kStages ? 0 : stage + 1;
+  }
+};
