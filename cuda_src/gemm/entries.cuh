@@ -34,24 +34,25 @@
 // tile: m, n of the block's tile, m, n of a warp's, stages. direct: tokens / 8, weight rows / 16,
 // warps (float32: tokens, weight rows, warps). Registers bound the blocks that share a
 // multiprocessor: 128 accumulators a thread with warps of 64 x 64.
-#define ENGINE_GEMM_ENTRIES(op, norm)                                                       \
-  ENGINE_GEMM_ENTRY(op##_tile_128x256, 256, 1, mma_tile<128, 256, 64, 64, 4, true, norm>)   \
-  ENGINE_GEMM_ENTRY(op##_tile_128x128, 128, 2, mma_tile<128, 128, 64, 64, 4, true, norm>)   \
-  ENGINE_GEMM_ENTRY(op##_tile_64x128, 128, 3, mma_tile<64, 128, 32, 64, 5, true, norm>)     \
-  ENGINE_GEMM_ENTRY(op##_tile_64x64, 128, 4, mma_tile<64, 64, 32, 32, 6, true, norm>)       \
-  ENGINE_GEMM_ENTRY(op##_unaligned_64x64, 128, 3, mma_tile<64, 64, 32, 32, 3, false, norm>) \
-  ENGINE_GEMM_ENTRY(op##_skinny_direct_8x16_w8, 256, 3, skinny_direct<1, 1, 8, norm>)       \
-  ENGINE_GEMM_ENTRY(op##_skinny_direct_16x32_w8, 256, 2, skinny_direct<2, 2, 8, norm>)      \
-  ENGINE_GEMM_ENTRY(op##_skinny_direct_32x32_w8, 256, 1, skinny_direct<4, 2, 8, norm>)      \
-  ENGINE_GEMM_ENTRY(op##_skinny_direct_8x16_w16, 512, 2, skinny_direct<1, 1, 16, norm>)     \
-  ENGINE_GEMM_ENTRY(op##_skinny_direct_16x16_w16, 512, 1, skinny_direct<2, 1, 16, norm>)    \
-  ENGINE_GEMM_ENTRY(op##_skinny_direct_32x16_w16, 512, 1, skinny_direct<4, 1, 16, norm>)
+#define ENGINE_GEMM_ENTRIES(op, norm)                                                        \
+  ENGINE_GEMM_ENTRY(op##_tile_128x256, 256, 1, mma_tile<128, 256, 64, 64, 4, true, norm>)    \
+  ENGINE_GEMM_ENTRY(op##_tile_128x128, 128, 2, mma_tile<128, 128, 64, 64, 4, true, norm>)    \
+  ENGINE_GEMM_ENTRY(op##_tile_64x128, 128, 3, mma_tile<64, 128, 32, 64, 5, true, norm>)      \
+  ENGINE_GEMM_ENTRY(op##_tile_64x64, 128, 4, mma_tile<64, 64, 32, 32, 6, true, norm>)        \
+  ENGINE_GEMM_ENTRY(op##_unaligned_64x64, 128, 3, mma_tile<64, 64, 32, 32, 3, false, norm>)  \
+  ENGINE_GEMM_ENTRY(op##_skinny_direct_8x16_w8, 256, 3, skinny_direct_mma<1, 1, 8, norm>)    \
+  ENGINE_GEMM_ENTRY(op##_skinny_direct_16x32_w8, 256, 2, skinny_direct_mma<2, 2, 8, norm>)   \
+  ENGINE_GEMM_ENTRY(op##_skinny_direct_32x32_w8, 256, 1, skinny_direct_mma<4, 2, 8, norm>)   \
+  ENGINE_GEMM_ENTRY(op##_skinny_direct_8x16_w16, 512, 2, skinny_direct_mma<1, 1, 16, norm>)  \
+  ENGINE_GEMM_ENTRY(op##_skinny_direct_16x16_w16, 512, 1, skinny_direct_mma<2, 1, 16, norm>) \
+  ENGINE_GEMM_ENTRY(op##_skinny_direct_32x16_w16, 512, 1, skinny_direct_mma<4, 1, 16, norm>)
 #else
 #define ENGINE_SKINNY_ENTRIES(op, norm)
 #define ENGINE_GEMM_ENTRIES(op, norm)                                                    \
   ENGINE_GEMM_ENTRY(op##_tile_128x128, kSimtThreads, 2, simt_tile<8, 4, true, norm>)     \
   ENGINE_GEMM_ENTRY(op##_tile_64x64, kSimtThreads, 3, simt_tile<4, 4, true, norm>)       \
   ENGINE_GEMM_ENTRY(op##_unaligned_64x64, kSimtThreads, 3, simt_tile<4, 3, false, norm>) \
-  ENGINE_GEMM_ENTRY(op##_skinny_direct_1x4_w8, 256, 3, skinny_direct<1, 4, 8, norm>)     \
-  ENGINE_GEMM_ENTRY(op##_skinny_direct_8x2_w8, 256, 2, skinny_direct<8, 2, 8, norm>)
+  ENGINE_GEMM_ENTRY(op##_skinny_direct_1x4_w8, 256, (norm) ? 3 : 4,                      \
+                    skinny_direct_simt<1, 4, 8, norm>)                                   \
+  ENGINE_GEMM_ENTRY(op##_skinny_direct_8x2_w8, 256, 2, skinny_direct_simt<8, 2, 8, norm>)
 #endif

@@ -1,4 +1,4 @@
-// What is done to a product's sums on their way to out, in float, rounded once:
+// The epilogue of a product, in float, rounded once:
 //
 //   out = activation(sum + bias) + residual
 //
@@ -29,19 +29,19 @@ __device__ __forceinline__ float activate(int activation, float x) {
 
 struct Epilogue {
   const scalar_t* bias;  // (n,), or null
-  const void* residual;  // as out, of its type, or null; may be out
+  const void* residual;  // of out's shape and dtype, or null; may be out
   void* out;             // (m, n), or (m, n / 2) if gated
   int64_t residual_stride, out_stride;
   int activation;
   bool is_float;      // out and residual are float, else scalar_t
   bool is_vector;     // n, strides and addresses allow accesses of four elements
-  int num_gates = 0;  // gated: rows of gate, if weight and bias have all of these first; else 0
+  int num_gates = 0;  // gated: rows of gate, if all of these precede those of up; else 0
 
   __device__ __forceinline__ bool is_gated() const { return activation == kSiluAndMul; }
   __device__ __forceinline__ bool is_bare() const {
     return bias == nullptr && activation == kIdentity;
   }
-  // How many columns out has, and where those of the gate in the product's column n begin there.
+  // The columns of out, and the one that the gate in the product's column n belongs to.
   __device__ __forceinline__ int out_columns(int n) const { return is_gated() ? n / 2 : n; }
   __device__ __forceinline__ static int gated_column(int n) { return n / 16 * 8 + n % 8; }
 
@@ -49,16 +49,16 @@ struct Epilogue {
     return activate(activation, bias != nullptr ? sum + to_float(bias[n]) : sum);
   }
 
-  // Where the bias of the product's column n lies.
-  __device__ __forceinline__ int bias_place(int n) const {
+  // The index of the bias of the product's column n.
+  __device__ __forceinline__ int bias_index(int n) const {
     return num_gates > 0 ? gated_column(n) + n / 8 % 2 * num_gates : n;
   }
 
-  // `gate` is of the product's column n, `up` of the one eight further.
+  // `gate` is the sum of the product's column n, `up` that of column n + 8.
   __device__ __forceinline__ float gated(int n, float gate, float up) const {
     if (bias != nullptr) {
-      gate += to_float(bias[bias_place(n)]);
-      up += to_float(bias[bias_place(n + 8)]);
+      gate += to_float(bias[bias_index(n)]);
+      up += to_float(bias[bias_index(n + 8)]);
     }
     return silu(gate) * up;
   }
@@ -84,27 +84,27 @@ struct Epilogue {
       if (n + j < num_cols) p[j] = y.v[j];
   }
 
+  // `sum` lacks only the residual.
   template <typename Out>
-  __device__ __forceinline__ void store_one_as(int64_t row, int n,
-                                               float sum) const {  // but for the residual, done
+  __device__ __forceinline__ void store_one_as(int64_t row, int n, float sum) const {
     if (residual != nullptr)
       sum += to_float(static_cast<const Out*>(residual)[row * residual_stride + n]);
     static_cast<Out*>(out)[row * out_stride + n] = from_float<Out>(sum);
   }
 
-  __device__ __forceinline__ void store_done(int64_t row, int n, float y) const {
+  __device__ __forceinline__ void store_activated(int64_t row, int n, float y) const {
     if (is_float)
       store_one_as<float>(row, n, y);
     else
       store_one_as<scalar_t>(row, n, y);
   }
 
-  // Column n of the product, or of a gate; sum_at(n) gives the sum of any.
+  // Column n of the product; sum_at(n) gives the sum of any column. Columns of up store nothing.
   template <typename SumAt>
   __device__ __forceinline__ void store_one(int64_t row, int n, const SumAt& sum_at) const {
     if (!is_gated())
-      store_done(row, n, biased(n, sum_at(n)));
+      store_activated(row, n, biased(n, sum_at(n)));
     else if (n % 16 < 8)
-      store_done(row, gated_column(n), gated(n, sum_at(n), sum_at(n + 8)));
+      store_activated(row, gated_column(n), gated(n, sum_at(n), sum_at(n + 8)));
   }
 };

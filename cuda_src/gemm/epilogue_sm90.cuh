@@ -85,7 +85,7 @@ __device__ __forceinline__ void add_bias(const Epilogue& e, float (&acc)[kSums],
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int col = first + j * 8 + i;
-      const float bias = col < n ? to_float(e.bias[e.bias_place(col)]) : 0.0f;
+      const float bias = col < n ? to_float(e.bias[e.bias_index(col)]) : 0.0f;
       acc[4 * j + i] += bias;
       acc[4 * j + 2 + i] += bias;
     }

@@ -2,32 +2,27 @@
 //
 //   out = activation(x weight^T + bias) + residual
 //
-//   x         (M, K) scalar_t           rows x_stride elements apart
-//   weight    (N, K) scalar_t           contiguous
-//   bias      (N,)   scalar_t           or null
-//   residual  (M, N) scalar_t or float  as out; rows residual_stride apart; or null; may be out
-//   out       (M, N) scalar_t or float  rows out_stride apart
-//
-// With activation "silu_and_mul" the weight's rows, and bias, are gate and up in turn, eight of each
+// With activation "silu_and_mul" the weight's rows, and the bias, are gate and up in turn, eight of each
 // (N a multiple of 16): out is silu(gate) * up + residual, (M, N / 2), as residual is.
-//
-//   partials  (splits, M, N) float      scratch, or null when k is not split
+// Arguments: GemmParams and SkinnyParams in gemm/problem.cuh; of gemm_reduce, below.
 //
 // Numerics: products of 16-bit values on tensor cores (mma.sync), of float32 on CUDA cores without
 // TF32; sums, bias, activation and residual in float, one rounding at the end. Every order of
-// summation is fixed: results are the same from run to run. They do not depend on M within the
-// skinny kernels, nor within the others while k is split alike (choose_config splits by M).
-// Parallelisation: a block makes one tile of out (common/gemm_mma.cuh, common/gemm_simt.cuh); where
-// too few tiles would fill the chip it makes a share of k of one, and gemm_reduce adds the shares.
-// With few rows, common/gemm_stream.cuh streams the weight through shared memory, and where that is
-// too small or values are float32, common/gemm_skinny.cuh through registers.
+// summation is fixed: results are the same from run to run. A row's bits do not depend on M within
+// the skinny kernels, nor within the others while k is split alike (choose_config splits by M).
+// Parallelisation: a block makes one tile of out (mma_tile.cuh, simt_tile.cuh). Where tiles are too few
+// to fill the chip, several blocks share a tile's sum over k, and gemm_reduce adds their partials.
+// With few rows the weight's bytes are the cost: skinny_ring.cuh streams it through rings of shared
+// memory, gemv.cuh keeps it in registers for one row, and skinny_direct.cuh loads it straight into
+// registers where shared memory is too small or values are float32.
 // Mirror: engine/reference/gemm.py
 #include "gemm/entries.cuh"
 
 ENGINE_GEMM_ENTRIES(gemm, false)
 ENGINE_SKINNY_ENTRIES(gemm, false)
 
-// Adds the splits' partial sums in their order and applies the epilogue; a thread an element.
+// Adds the splits' partials (num_splits, m, n) in their order and applies the epilogue, one thread an
+// element. The other arguments are as in GemmParams.
 extern "C" __global__ void __launch_bounds__(256)
     gemm_reduce(const float* partials, int num_splits, const scalar_t* bias, const void* residual,
                 int64_t residual_stride, void* out, int64_t out_stride, int m, int n,

@@ -13,7 +13,7 @@
 template <int kWarpM, int kWarpN>
 struct MmaCore {
   static constexpr int kTilesM = kWarpM / 16, kTilesN = kWarpN / 8;
-  static constexpr int kPitch = kWarpN + 8;  // floats; 8 mod 32: staging writes meet no bank twice
+  static constexpr int kPitch = kWarpN + 8;  // floats; 8 mod 32: no bank conflicts
   static constexpr int kStagingBytes = 16 * kPitch * 4;
 
   float acc[kTilesM][kTilesN][4] = {};
@@ -54,13 +54,13 @@ struct MmaCore {
   }
 
   // Through this warp's own part of shared memory, 16 rows at a time, so that global memory sees
-  // whole lines. The outer loop stays rolled: the epilogue's code is there once.
+  // whole lines. The outer loop stays rolled, to have the epilogue's code once.
   __device__ __forceinline__ void store(const Epilogue& e, float* staging, int row0, int col0,
                                         int m, int n) {
     const int lane_idx = threadIdx.x % kWarpSize;
 #pragma unroll 1
     for (int slice = 0; slice < kTilesM; ++slice) {
-      __syncwarp();  // SAFETY: the slice before has been read.
+      __syncwarp();  // SAFETY: all lanes have read the slice before.
 #pragma unroll
       for (int i = 0; i < kTilesM; ++i)
         if (i == slice) stage(acc[i], staging, lane_idx);
@@ -112,10 +112,10 @@ __device__ __forceinline__ void mma_tile(const Problem& p) {
       x.load(stage(tile), k_begin + tile * kTileK, k_end);
       weight.load(stage(tile) + kBytesA, k_begin + tile * kTileK, k_end);
     }
-    cp_async_commit();  // even when empty, so that the count of groups says which tile has landed
+    cp_async_commit();  // an empty one too: the wait counts groups
   };
-  // Waits until `tile` has landed for every thread. SAFETY: past the barrier all warps have also
-  // read all of tile - 2 and the last fragments of tile - 1, whose stage may be filled again.
+  // Waits until `tile` has arrived for every thread. SAFETY: after the barrier all warps have also
+  // read the fragments of tile - 1, whose stage may be filled again.
   const auto await = [&](int tile) {
     cp_async_wait<kStages - 2>();
     if (tile < num_tiles) norm.apply(x, stage(tile), k_begin + tile * kTileK, k_end);
@@ -135,7 +135,7 @@ __device__ __forceinline__ void mma_tile(const Problem& p) {
     core.template multiply<1>();
   }
   cp_async_wait<0>();
-  __syncthreads();  // SAFETY: the stages become staging for the epilogue.
+  __syncthreads();  // SAFETY: the stages are reused as staging of the epilogue.
   float* staging = reinterpret_cast<float*>(smem) + warp_idx * (Core::kStagingBytes / 4);
   core.store(block_epilogue(p), staging, origin.row + warp_row, origin.col + warp_col, p.m, p.n);
 }

@@ -3,34 +3,29 @@
 //   h   = x / sqrt(mean(x^2) + eps) * (norm_weight + weight_offset)     (rounded to scalar_t)
 //   out = activation(h weight^T + bias)
 //
-//   x            (M, K) scalar_t   rows x_stride elements apart
-//   norm_weight  (K,)   scalar_t
-//   weight       (N, K) scalar_t   contiguous
-//   bias         (N,)   scalar_t   or null
-//   out          (M, N) scalar_t   rows out_stride apart; (M, N / 2) gated, as gemm.cu says
-//   row_scales   (M,)   float      scratch of the tiled kernels: 1 / rms of each row
+// Arguments: GemmParams and SkinnyParams in gemm/problem.cuh; of rmsnorm_row_scales, below.
 //
 // Numerics: the norm in float; h is rounded before the product, so that the result is that of the
 // two ops one after the other up to the order of summation. The product is gemm.cu's.
-// Parallelisation: gemm.cu's kernels, with h made from x on its way into shared memory (or, with
-// few rows, into registers, or in place). The skinny and the streaming kernels work out 1 / rms in
-// every block while their first weights are on their way: one launch. For more rows every block of a
-// row of tiles would read its rows once more, so rmsnorm_row_scales does it once for all, in a launch
-// of its own.
+// Parallelisation: gemm.cu's kernels, which make h from x on its way to shared memory or registers. The
+// skinny kernels compute 1 / rms in every block while their first weights are in flight: one
+// launch. With more rows each block of a row of tiles would read its rows of x once more, so
+// rmsnorm_row_scales does it once for all, in a launch of its own.
 // Mirror: engine/reference/rmsnorm_gemm.py
 #include "gemm/entries.cuh"
 
 ENGINE_GEMM_ENTRIES(rmsnorm_gemm, true)
 ENGINE_SKINNY_ENTRIES(rmsnorm_gemm, true)
 
-// row_scales[m] = 1 / sqrt(mean(x[m]^2) + eps), a warp a row.
+// row_scales[m] = 1 / sqrt(mean(x[m]^2) + eps), one warp a row; with is_vector rows of x are read 16
+// bytes at a time.
 extern "C" __global__ void __launch_bounds__(256)
     rmsnorm_row_scales(const scalar_t* x, int64_t x_stride, float* row_scales, int m, int k,
                        float eps, int is_vector) {
   constexpr int kRowsPerBlock = 256 / kWarpSize;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kRowsPerBlock + threadIdx.x / kWarpSize;
   const int lane_idx = threadIdx.x % kWarpSize;
-  if (row >= m) return;  // SAFETY: whole warps leave, and there is no block barrier.
+  if (row >= m) return;  // SAFETY: whole warps return, and there is no block barrier.
   const scalar_t* p = x + row * x_stride;
   float sum = 0.0f;
   if (is_vector) {

@@ -9,8 +9,8 @@
 
 constexpr int kSimtThreads = 256;
 
-// Thread (ty, tx) of 16 x 16 owns rows ty + 16 i and columns tx + 16 j. A warp is 4 x 8 of them, so
-// that its reads of x are broadcasts and its reads of the weight meet no bank twice.
+// Thread (ty, tx) of 16 x 16 has rows ty + 16 i and columns tx + 16 j. A warp is 4 x 8 of them, so that
+// its reads of x are broadcasts and its reads of the weight have no bank conflicts.
 template <int kPerThread>
 struct SimtCore {
   using V = Vec<float, kVec>;
@@ -25,7 +25,7 @@ struct SimtCore {
 
   __device__ __forceinline__ void multiply(const unsigned char* smem_a,
                                            const unsigned char* smem_b) {
-#pragma unroll 1  // four copies would keep too much in registers
+#pragma unroll 1  // unrolled, it would need too many registers
     for (int chunk = 0; chunk < kChunksPerRow; ++chunk) {
       const unsigned char* from_a = smem_a + swizzled(row, chunk);
       const unsigned char* from_b = smem_b + swizzled(col, chunk);
@@ -51,7 +51,7 @@ struct SimtCore {
     constexpr int kCols = kPerThread * 16, kPitch = kCols + 8;
 #pragma unroll 1
     for (int slice = 0; slice < kPerThread; ++slice) {
-      __syncthreads();  // SAFETY: the slice before has been read.
+      __syncthreads();  // SAFETY: all threads have read the slice before.
 #pragma unroll
       for (int i = 0; i < kPerThread; ++i)
         if (i == slice) {
@@ -91,7 +91,7 @@ __device__ __forceinline__ void simt_tile(const Problem& p) {
       x.load(stage(tile), k_begin + tile * kTileK, k_end);
       weight.load(stage(tile) + kTileBytes, k_begin + tile * kTileK, k_end);
     }
-    cp_async_commit();  // even when empty, so that the count of groups says which tile has landed
+    cp_async_commit();  // an empty one too: the wait counts groups
   };
 
 #pragma unroll
@@ -99,7 +99,7 @@ __device__ __forceinline__ void simt_tile(const Problem& p) {
   for (int tile = 0; tile < num_tiles; ++tile) {
     cp_async_wait<kStages - 2>();
     norm.apply(x, stage(tile), k_begin + tile * kTileK, k_end);
-    __syncthreads();  // SAFETY: `tile` is there for all, and all have read tile - 1.
+    __syncthreads();  // SAFETY: `tile` is visible to all, and all have read tile - 1.
     load(tile + kStages - 1);
     core.multiply(stage(tile), stage(tile) + kTileBytes);
   }

@@ -62,59 +62,58 @@ __device__ __forceinline__ void direct_finish(const Problem& p, const float* sme
   }
 }
 
-#if ENGINE_DTYPE != 0
-
-// Tensor cores with the weight as the 16-row operand and tokens as its 8 columns. A lane loads
-// eight neighbours along k of weight rows g and g + 8, and of token g. The mma sums over k, so
-// which k a fragment register stands for does not matter as long as both operands agree: the eight
-// values serve two mma, the first taking values 0-3 and the second 4-7 of each lane. No shared
-// memory, no shuffles. A warp takes 64 values of k (whole 128-byte lines), then every kWarps-th 64.
-template <int kTokenTiles, int kRowTiles, int kWarps, bool kNorm>
-__device__ __forceinline__ void skinny_direct(const Problem& p) {
-  constexpr int kTokens = kTokenTiles * 8, kRows = kRowTiles * 16;
-  constexpr int kPitch = kRows + 4;  // 2 * kPitch is 8 mod 32: the partial sums meet no bank twice
-  constexpr int kStepK = 64, kStride = kWarps * kStepK;
+// 16-bit types on tensor cores, with the operands as in skinny_mma.cuh: no shared memory, no shuffles
+// for the weight. A warp takes 64 values of k (whole 128-byte lines), then every kWarps-th 64.
+template <int kTokenTiles, int kRowTiles, int kWarps>
+struct DirectMma {
+  static constexpr int kTokens = kTokenTiles * 8, kRows = kRowTiles * 16;
+  static constexpr int kPitch = kRows + 4;  // 2 * kPitch is 8 mod 32: no bank conflicts
+  static constexpr int kStepK = 64, kStride = kWarps * kStepK;
   using V = Vec<scalar_t, kVec>;
-  __shared__ float smem_partials[kWarps * kTokens * kPitch];
-  __shared__ float smem_scales[kTokens];
 
-  const int warp_idx = threadIdx.x / kWarpSize, lane_idx = threadIdx.x % kWarpSize;
-  const int g = lane_idx / 4, t = lane_idx % 4;
-  const int col0 = blockIdx.x * kRows, row0 = blockIdx.y * kTokens;
-  const scalar_t* weight = p.weight + (static_cast<int64_t>(col0) + g) * p.k + t * kVec;
-  const scalar_t* x = p.x + (static_cast<int64_t>(row0) + g) * p.x_stride + t * kVec;
+  const Problem& p;
+  int warp_idx, g, t;
+  int col0, row0;  // first rows of the weight and of x
+  const scalar_t *weight, *x;
 
-  const auto load_weight = [&](V(&w)[kRowTiles* 2][2], int k) {
+  __device__ __forceinline__ explicit DirectMma(const Problem& p_) : p(p_) {
+    const int lane_idx = threadIdx.x % kWarpSize;
+    warp_idx = threadIdx.x / kWarpSize;
+    g = lane_idx / 4, t = lane_idx % 4;
+    col0 = blockIdx.x * kRows, row0 = blockIdx.y * kTokens;
+    weight = p.weight + (static_cast<int64_t>(col0) + g) * p.k + t * kVec;
+    x = p.x + (static_cast<int64_t>(row0) + g) * p.x_stride + t * kVec;
+  }
+
+  __device__ __forceinline__ bool has_k(int k, int half) const {
+    return k + half * 32 + t * kVec < p.k;
+  }
+
+  __device__ __forceinline__ void load_weight(V (&w)[kRowTiles * 2][2], int k) const {
 #pragma unroll
     for (int r = 0; r < kRowTiles * 2; ++r)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const bool valid = col0 + g + r * 8 < p.n && k + half * 32 + t * kVec < p.k;
+        const bool valid = col0 + g + r * 8 < p.n && has_k(k, half);
         w[r][half] =
             valid ? load_vec_once(weight + static_cast<int64_t>(r * 8) * p.k + k + half * 32) : V{};
       }
-  };
+  }
 
-  V next[kRowTiles * 2][2];
-  load_weight(next, warp_idx * kStepK);  // on its way while the norm is worked out
-  if constexpr (kNorm) direct_row_scales<kTokens, kWarps>(p, row0, smem_scales);
-  float acc[kRowTiles][kTokenTiles][4] = {};
-#pragma unroll 1  // twice would keep more in registers than lets two blocks share a multiprocessor
-  for (int k = warp_idx * kStepK; k < p.k; k += kStride) {
-    V w[kRowTiles * 2][2], tokens[kTokenTiles][2];
-#pragma unroll
-    for (int r = 0; r < kRowTiles * 2; ++r) w[r][0] = next[r][0], w[r][1] = next[r][1];
+  template <bool kNorm>
+  __device__ __forceinline__ void load_tokens(V (&tokens)[kTokenTiles][2], int k,
+                                              const float* smem_scales) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const bool has_k = k + half * 32 + t * kVec < p.k;
+      const bool is_inside = has_k(k, half);
       V norm_weight = {};
-      if (kNorm && has_k)
+      if (kNorm && is_inside)
         norm_weight = load_vec<scalar_t, kVec>(p.norm.weight + k + half * 32 + t * kVec);
 #pragma unroll
       for (int i = 0; i < kTokenTiles; ++i) {
         V& v = tokens[i][half];
         v = V{};
-        if (!has_k || row0 + i * 8 + g >= p.m) continue;
+        if (!is_inside || row0 + i * 8 + g >= p.m) continue;
         v = load_vec<scalar_t, kVec>(x + i * 8 * p.x_stride + k + half * 32);
         if constexpr (kNorm) {
 #pragma unroll
@@ -123,7 +122,11 @@ __device__ __forceinline__ void skinny_direct(const Problem& p) {
         }
       }
     }
-    load_weight(next, k + kStride);
+  }
+
+  __device__ __forceinline__ static void multiply(float (&acc)[kRowTiles][kTokenTiles][4],
+                                                  const V (&w)[kRowTiles * 2][2],
+                                                  const V (&tokens)[kTokenTiles][2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
@@ -142,23 +145,49 @@ __device__ __forceinline__ void skinny_direct(const Problem& p) {
       }
   }
 
+  __device__ __forceinline__ void store(const float (&acc)[kRowTiles][kTokenTiles][4],
+                                        float* smem_partials) const {
 #pragma unroll
-  for (int r = 0; r < kRowTiles; ++r)
+    for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
-    for (int i = 0; i < kTokenTiles; ++i) {
-      float* to = smem_partials + (warp_idx * kTokens + i * 8 + t * 2) * kPitch + r * 16 + g;
-      to[0] = acc[r][i][0], to[kPitch] = acc[r][i][1];
-      to[8] = acc[r][i][2], to[kPitch + 8] = acc[r][i][3];
-    }
-  direct_finish<kTokens, kRows, kPitch, kWarps>(p, smem_partials, row0, col0);
-}
+      for (int i = 0; i < kTokenTiles; ++i) {
+        float* to = smem_partials + (warp_idx * kTokens + i * 8 + t * 2) * kPitch + r * 16 + g;
+        to[0] = acc[r][i][0], to[kPitch] = acc[r][i][1];
+        to[8] = acc[r][i][2], to[kPitch + 8] = acc[r][i][3];
+      }
+  }
+};
 
-#else
+template <int kTokenTiles, int kRowTiles, int kWarps, bool kNorm>
+__device__ __forceinline__ void skinny_direct_mma(const Problem& p) {
+  using Mma = DirectMma<kTokenTiles, kRowTiles, kWarps>;
+  using V = typename Mma::V;
+  __shared__ float smem_partials[kWarps * Mma::kTokens * Mma::kPitch];
+  __shared__ float smem_scales[Mma::kTokens];
+  const Mma mma(p);
+
+  V next[kRowTiles * 2][2];
+  mma.load_weight(next, mma.warp_idx * Mma::kStepK);  // in flight while the norm is computed
+  if constexpr (kNorm) direct_row_scales<Mma::kTokens, kWarps>(p, mma.row0, smem_scales);
+  float acc[kRowTiles][kTokenTiles][4] = {};
+#pragma unroll 1  // unrolled twice, registers would no longer let two blocks share a multiprocessor
+  for (int k = mma.warp_idx * Mma::kStepK; k < p.k; k += Mma::kStride) {
+    V w[kRowTiles * 2][2], tokens[kTokenTiles][2];
+#pragma unroll
+    for (int r = 0; r < kRowTiles * 2; ++r) w[r][0] = next[r][0], w[r][1] = next[r][1];
+    mma.template load_tokens<kNorm>(tokens, k, smem_scales);
+    mma.load_weight(next, k + Mma::kStride);
+    Mma::multiply(acc, w, tokens);
+  }
+  mma.store(acc, smem_partials);
+  direct_finish<Mma::kTokens, Mma::kRows, Mma::kPitch, kWarps>(p, smem_partials, mma.row0,
+                                                               mma.col0);
+}
 
 // True float32 on CUDA cores. A warp takes 128 values of k of kRows rows of the weight, then every
 // kWarps-th 128; its lanes' sums are added by shuffles.
 template <int kTokens, int kRows, int kWarps, bool kNorm>
-__device__ __forceinline__ void skinny_direct(const Problem& p) {
+__device__ __forceinline__ void skinny_direct_simt(const Problem& p) {
   constexpr int kPitch = kRows;
   constexpr int kStride = kWarps * kWarpSize * kVec;
   using V = Vec<float, kVec>;
@@ -178,7 +207,7 @@ __device__ __forceinline__ void skinny_direct(const Problem& p) {
   };
 
   V next[kRows];
-  load_weight(next, threadIdx.x * kVec);  // on its way while the norm is worked out
+  load_weight(next, threadIdx.x * kVec);  // in flight while the norm is computed
   if constexpr (kNorm) direct_row_scales<kTokens, kWarps>(p, row0, smem_scales);
   float acc[kTokens][kRows] = {};
 #pragma unroll 2
@@ -211,5 +240,3 @@ __device__ __forceinline__ void skinny_direct(const Problem& p) {
     }
   direct_finish<kTokens, kRows, kPitch, kWarps>(p, smem_partials, row0, col0);
 }
-
-#endif

@@ -67,7 +67,7 @@ __device__ __forceinline__ void skinny_ring(const SkinnyParams& params) {
   const Problem p = problem_of_block<Shape>(make_problem(params));
   const SkinnyBlock<Shape> b(p, params, smem);
   WeightLoader<Shape> loader(p, b);
-  SkinnyPrologue<Shape, kNorm> front(p, b, barrier, smem_squares);
+  SkinnyPrologue<Shape, kNorm> prologue(p, b, barrier, smem_squares);
   // While the kernel in front may still run, weights can be loaded. Otherwise x goes first: queued
   // behind the weights it would wait for all of them.
   if (params.uses_pdl != 0) {
@@ -75,12 +75,12 @@ __device__ __forceinline__ void skinny_ring(const SkinnyParams& params) {
     for (int i = 0; i < Shape::kStages - 1; ++i) loader.load();
   }
   pdl_wait();
-  front.load_x(p, b, barrier);
+  prologue.load_x(p, b, barrier);
   if (params.uses_pdl == 0) {
 #pragma unroll 1
     for (int i = 0; i < Shape::kStages - 1; ++i) loader.load();
   }
-  front.finish_x(p, b, barrier, smem_squares);
+  prologue.finish_x(p, b, barrier, smem_squares);
 
   const int g = b.lane_idx / 4, t = b.lane_idx % 4;
   const TokenFragments<Shape> x(p, b, g, t);
@@ -101,7 +101,7 @@ __device__ __forceinline__ void skinny_ring(const SkinnyParams& params) {
     // SAFETY: with two buffers, a warp overwrites one only after the next tile's barrier, which comes
     // after all reads of it; with one buffer a second barrier is needed.
     skinny_sync(b);
-    skinny_finish(p, b, b.row0(tile), sums - threadIdx.y * Shape::kSumFloats, front.early,
+    skinny_finish(p, b, b.row0(tile), sums - threadIdx.y * Shape::kSumFloats, prologue.early,
                   tile == b.tile);
     if constexpr (Shape::kBuffers == 1)
       skinny_sync(b);

@@ -5,7 +5,7 @@
 #include "common/reduce.cuh"  // kWarpSize
 #include "gemm/problem.cuh"
 
-// Where this block's sums go: to `out` with the epilogue, or bare into its slice of the partials.
+// This block's sums go to `out` with the epilogue, or, where k is split, as they are to its partials.
 __device__ __forceinline__ Epilogue block_epilogue(const Problem& p) {
   if (p.partials == nullptr) return p.epilogue;
   float* slice = p.partials + static_cast<int64_t>(blockIdx.y) * p.m * p.n;
@@ -16,12 +16,12 @@ __device__ __forceinline__ Epilogue block_epilogue(const Problem& p) {
 // threads that share them (thread is 0 .. kThreads - 1) each take groups of four columns.
 template <int kCols_, int kPitch_, int kThreads_, bool kMayGate_ = true>
 struct Slice {
-  static constexpr bool kMayGate = kMayGate_;  // a kernel short of registers does without
+  static constexpr bool kMayGate = kMayGate_;  // false in kernels short of registers
   static constexpr int kCols = kCols_, kPitch = kPitch_, kThreads = kThreads_;
   static constexpr int kGroups = 16 * kCols / 4 / kThreads;
   static constexpr int kBatch = kGroups < 4 ? kGroups : 4;  // groups loaded at once
   static_assert(kGroups * kThreads * 4 == 16 * kCols && kGroups % kBatch == 0,
-                "threads do not fit");
+                "threads do not divide the slice");
 
   float* smem;
   int thread, row0, col0, m, n;
@@ -40,8 +40,8 @@ struct Slice {
   }
 };
 
-// Bias and activation, in place. Rolled: this is much code, and a small part of the time. Gated, a
-// thread reads up from groups of others, which nobody writes, and turns its groups of the gate alone.
+// Bias and activation, in place. Rolled: long code, and a small part of the time. Gated, a thread reads
+// up from groups of other threads, which none writes, and replaces only its groups of gate.
 template <typename S>
 __device__ __forceinline__ void activate_slice(const Epilogue& e, const S& s) {
 #pragma unroll 1

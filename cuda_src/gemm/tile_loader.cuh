@@ -4,10 +4,9 @@
 #include "common/cp_async.cuh"
 #include "gemm/problem.cuh"
 
-// A tile in shared memory is rows of 64 bytes: four 16-byte chunks, 32 values of 16 bits or 16
-// floats along k. Chunk c of row r lies in place c ^ (r / 2) % 4, so that the chunks c of any eight
-// rows that follow each other (from a multiple of 8) lie in eight different places of 128 bytes:
-// neither ldmatrix nor a 16-byte load of eight lanes meets a bank twice.
+// A tile in shared memory has rows of 64 bytes: four 16-byte chunks, 32 values of 16 bits or 16 floats
+// along k. Chunk c of row r lies at c ^ (r / 2) % 4: chunks c of eight rows from a multiple of 8 on are
+// in different banks, so neither ldmatrix nor a 16-byte load of eight lanes has a bank conflict.
 constexpr int kRowBytes = 64;
 constexpr int kChunksPerRow = 4;
 constexpr int kTileK = kChunksPerRow * kVec;
@@ -20,8 +19,8 @@ struct TileOrigin {
   int row, col;
 };
 
-// Blocks walk the tiles in bands of kBandRows tiles along m, down first: blocks that run at the
-// same time share few rows of x and of weight, which stay in L2.
+// Blocks make the tiles in bands of kBandRows tiles along m, down first: blocks that run at the same
+// time read few rows of x and weight, which stay in L2.
 template <int kTileM, int kTileN>
 __device__ __forceinline__ TileOrigin tile_origin(int m, int n) {
   constexpr int kBandRows = 8;
@@ -31,9 +30,8 @@ __device__ __forceinline__ TileOrigin tile_origin(int m, int n) {
   return {(band * kBandRows + within % rows) * kTileM, within / rows * kTileN};
 }
 
-// Moves kRows rows of a matrix into shared memory, a tile along k at a time. A thread always moves
-// the same chunk of the rows first_row + i * kRowStep, so only the column changes from call to
-// call.
+// Copies kRows rows of a matrix to shared memory, a tile along k at a time. A thread always copies the
+// same chunk of rows first_row + i * kRowStep, so only the column changes from call to call.
 template <int kRows, int kThreads, bool kAligned>
 struct TileLoader {
   static constexpr int kRowStep = kThreads / kChunksPerRow;
@@ -79,8 +77,8 @@ struct TileLoader {
   }
 };
 
-// Applies the norm to the chunks of x's tile that this very thread has loaded, in place: after its
-// own cp_async_wait, before the barrier that shows them to others.
+// Applies the norm in place to the chunks of x's tile that this thread has loaded: after its own
+// cp_async_wait, before the barrier that makes them visible to others.
 template <typename Loader, bool kAligned, bool kEnabled>
 struct TileNorm {
   const Norm norm;
@@ -100,12 +98,12 @@ struct TileNorm {
       for (int j = 0; j < kVec; ++j)
         if (column + j < k_end) w.v[j] = norm.weight[column + j];
     }
-#pragma unroll 2  // of 4: registers are scarce here
+#pragma unroll 2  // not 4: registers are scarce here
     for (int i = 0; i < Loader::kNumRows; ++i) {
       scalar_t* p =
           reinterpret_cast<scalar_t*>(smem + loader.smem_offset + i * Loader::kRowStep * kRowBytes);
       const int row = row0 + loader.first_row + i * Loader::kRowStep;
-      // From L1 each time: no register is free to keep it.
+      // From L1 each time: no register is free for it.
       const float scale = loader.has_row(i) ? norm.row_scales[row] : 0.0f;
       V x = load_vec<scalar_t, kVec>(p);
 #pragma unroll

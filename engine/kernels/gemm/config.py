@@ -94,9 +94,9 @@ _FLOAT_UNALIGNED = _Tile("unaligned_64x64", 64, 64, 256, 3, 3, 0)
 _HALF_DIRECT = ((8, 16, 8), (16, 32, 8), (32, 32, 8), (8, 16, 16), (16, 16, 16), (32, 16, 16))
 _FLOAT_DIRECT = ((1, 4, 8), (8, 2, 8))
 _DIRECT_MAX_M = {2: 8, 4: 16}  # rows of x, by itemsize
-# Where there are Hopper's tiles, ring kernels take up to _RING_MAX_M rows, or _RING_MAX_M_SMALL with a
-# weight of at most _SMALL_WEIGHT elements. From a model's step (python -m tests.bench decode_loop);
-# alone, tiles are faster (docs/benchmarks/gemm_sm90.md).
+# Where there are Hopper's tiles, ring kernels take up to _RING_MAX_M rows, or _RING_MAX_M_SMALL
+# with a weight of at most _SMALL_WEIGHT elements. From a model's step (python -m tests.bench
+# decode_loop): alone, tiles are faster (docs/benchmarks/gemm_sm90.md).
 _RING_MAX_M, _RING_MAX_M_SMALL, _SMALL_WEIGHT = 8, 16, 1 << 23
 
 _BYTES_PER_CYCLE = 2400  # of memory, whole chip
