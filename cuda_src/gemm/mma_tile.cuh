@@ -137,5 +137,7 @@ __device__ __forceinline__ void mma_tile(const Problem& p) {
   cp_async_wait<0>();
   __syncthreads();  // SAFETY: the stages are reused as staging of the epilogue.
   float* staging = reinterpret_cast<float*>(smem) + warp_idx * (Core::kStagingBytes / 4);
-  core.store(block_epilogue(p), staging, origin.row + warp_row, origin.col + warp_col, p.m, p.n);
+  store_tile(p, [&](const Epilogue& e) {
+    core.store(e, staging, origin.row + warp_row, origin.col + warp_col, p.m, p.n);
+  });
 }

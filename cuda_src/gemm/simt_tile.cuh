@@ -104,5 +104,7 @@ __device__ __forceinline__ void simt_tile(const Problem& p) {
     core.multiply(stage(tile), stage(tile) + kTileBytes);
   }
   cp_async_wait<0>();
-  core.store(block_epilogue(p), reinterpret_cast<float*>(smem), origin, p.m, p.n);
+  store_tile(p, [&](const Epilogue& e) {
+    core.store(e, reinterpret_cast<float*>(smem), origin, p.m, p.n);
+  });
 }

@@ -5,11 +5,16 @@
 #include "common/reduce.cuh"  // kWarpSize
 #include "gemm/problem.cuh"
 
-// This block's sums go to `out` with the epilogue, or, where k is split, as they are to its partials.
-__device__ __forceinline__ Epilogue block_epilogue(const Problem& p) {
-  if (p.partials == nullptr) return p.epilogue;
-  float* slice = p.partials + static_cast<int64_t>(blockIdx.y) * p.m * p.n;
-  return Epilogue{nullptr, nullptr, slice, 0, p.n, kIdentity, true, p.n % 4 == 0};
+// Stores this block's sums: to `out` with the epilogue, or, where k is split, as they are to its
+// partials. Two calls, so that the compiler specialises the second one, which needs few registers.
+template <typename Store>
+__device__ __forceinline__ void store_tile(const Problem& p, const Store& store) {
+  if (p.partials == nullptr) {
+    store(p.epilogue);
+  } else {
+    float* partials = p.partials + static_cast<int64_t>(blockIdx.y) * p.m * p.n;
+    store(Epilogue{nullptr, nullptr, partials, 0, p.n, kIdentity, true, p.n % 4 == 0});
+  }
 }
 
 // 16 rows of a tile from (row0, col0) on, staged as floats with kPitch floats a row. The kThreads
@@ -92,7 +97,7 @@ __device__ __forceinline__ void store_slice_as(const Epilogue& e, const S& s) {
 template <typename S>
 __device__ __forceinline__ void store_slice(const Epilogue& e, const S& s) {
   if (!e.is_bare()) activate_slice(e, s);
-  if (e.is_float)
+  if (sizeof(scalar_t) == sizeof(float) || e.is_float)
     store_slice_as<float>(e, s);
   else
     store_slice_as<scalar_t>(e, s);

@@ -38,31 +38,29 @@ struct TileLoader {
   static constexpr int kNumRows = kRows / kRowStep;
   static_assert(kRowStep % 8 == 0 && kNumRows * kRowStep == kRows, "the swizzle must not change");
 
-  const scalar_t* matrix;
-  int64_t offset, step;     // of this thread's first row, and between its rows, in elements
-  int first_row, num_rows;  // within the tile, and how many rows of the tile exist
+  const scalar_t *matrix, *first;  // `first`: this thread's chunk of its first row
+  int64_t step;                    // between its rows, in elements
+  int first_row, rows_left;        // within the tile, and how many from there on exist
   int column, smem_offset;
 
   __device__ __forceinline__ TileLoader(const scalar_t* matrix_, int64_t stride, int row0, int rows)
       : matrix(matrix_),
         first_row(threadIdx.x / kChunksPerRow),
-        num_rows(rows - row0),
+        rows_left(rows - row0 - first_row),
         column(threadIdx.x % kChunksPerRow * kVec) {
-    offset = (static_cast<int64_t>(row0) + first_row) * stride + column;
+    first = matrix + (static_cast<int64_t>(row0) + first_row) * stride + column;
     step = stride * kRowStep;
     smem_offset = swizzled(first_row, threadIdx.x % kChunksPerRow);
   }
 
-  __device__ __forceinline__ bool has_row(int i) const {
-    return first_row + i * kRowStep < num_rows;
-  }
+  __device__ __forceinline__ bool has_row(int i) const { return i * kRowStep < rows_left; }
 
   // Columns [k, k + kTileK); those from k_end on, and rows that do not exist, become zero.
   __device__ __forceinline__ void load(unsigned char* smem, int k, int k_end) const {
 #pragma unroll
     for (int i = 0; i < kNumRows; ++i) {
       unsigned char* to = smem + smem_offset + i * kRowStep * kRowBytes;
-      const scalar_t* from = matrix + offset + i * step + k;
+      const scalar_t* from = first + i * step + k;
       if constexpr (kAligned) {
         const bool valid = has_row(i) && k + column < k_end;
         cp_async_16(to, valid ? from : matrix, valid);
