@@ -9,13 +9,13 @@
 //   scale   (H,)       float
 //   peaks   (H,)       uint, 0 before: max |y| as bits
 //
-// The rotation is by the Hadamard matrix over sqrt(D), its own inverse: it spreads a large column
-// over all, and leaves the products of two rotated rows as they were. D is a power of 2 then.
+// The rotation is by the Hadamard matrix over sqrt(D), which is its own inverse: it spreads a large
+// column over all, and does not change the products of two rotated rows. It needs D a power of 2.
 //
-// Numerics: float; a code is rounded once, to nearest even. Whatever the order, a maximum is the
-// same, so results do not depend on it.
-// Parallelisation: a warp a row of a head, in two launches: the maxima (one atomic a block), then
-// the codes. Lane l holds columns l, l + 32, ...: the rotation's short strides are shuffles.
+// Numerics: float; a code is rounded once, to nearest even. A maximum does not depend on the order of
+// the atomics, so results are the same from run to run.
+// Parallelisation: one warp a row of a head, in two launches: the maxima (one atomic a block), then the
+// codes. Lane l has columns l, l + 32, ...: the rotation's strides below 32 are shuffles.
 // Mirror: engine/reference/quantize_heads.py
 #include <cuda_fp8.h>
 
@@ -33,7 +33,7 @@ struct Rows {
   int num_tokens, num_heads, head_dim, rotate;
 };
 
-// Row t of head h: lane's columns in y, 0 past the last.
+// The lane's columns of row t of head h, 0 past the last.
 template <int kColumns>
 __device__ __forceinline__ void load_row(const Rows& rows, int64_t t, int h, int lane,
                                          float (&y)[kColumns]) {
@@ -90,7 +90,8 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps)
   if (threadIdx.x != 0) return;
 #pragma unroll
   for (int i = 1; i < kWarps; ++i) peak = fmaxf(peak, smem_peaks[i]);
-  atomicMax(peaks + h, __float_as_uint(peak));  // bits of positive floats rise as they do
+  atomicMax(peaks + h,
+            __float_as_uint(peak));  // bits of non-negative floats are ordered as they are
 }
 
 extern "C" __global__ void __launch_bounds__(32 * kWarps)

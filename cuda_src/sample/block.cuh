@@ -1,53 +1,53 @@
-// Reductions, scans and sorts of one value per thread over a whole block of kWarps warps.
+// Reductions, scans and sorts of one value a thread over a block of kWarps warps.
 //
-// Each contains block barriers: all threads of the block must call it. `scratch` holds kWarps
-// values and may be shared by calls that follow each other.
+// Each has block barriers: all threads of the block must call it. `scratch` holds kWarps values;
+// successive calls may share it.
 #pragma once
 
 #include "common/reduce.cuh"
 #include "common/types.cuh"
 
-// op over the block; every thread gets it, from the same order of operations.
+// op over the block, for every thread, in the same order of operations in each.
 template <int kWarps, typename T, typename Op>
 __device__ __forceinline__ T block_reduce(T x, Op op, uint64_t* scratch) {
-  T* slots = reinterpret_cast<T*>(scratch);
+  T* warp_values = reinterpret_cast<T*>(scratch);
 #pragma unroll
   for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
     x = op(x, __shfl_xor_sync(kFullMask, x, offset));
   }
-  __syncthreads();  // SAFETY: the slots may still be read by the call before.
-  if (threadIdx.x % kWarpSize == 0) slots[threadIdx.x / kWarpSize] = x;
+  __syncthreads();  // SAFETY: the call before may still read them.
+  if (threadIdx.x % kWarpSize == 0) warp_values[threadIdx.x / kWarpSize] = x;
   __syncthreads();
-  T total = slots[0];
-  for (int i = 1; i < kWarps; ++i) total = op(total, slots[i]);
+  T total = warp_values[0];
+  for (int i = 1; i < kWarps; ++i) total = op(total, warp_values[i]);
   return total;
 }
 
 // Largest of x over the block, for every thread; cheaper than block_reduce.
 template <int kWarps>
 __device__ __forceinline__ uint32_t block_max(uint32_t x, uint64_t* scratch) {
-  uint32_t* slots = reinterpret_cast<uint32_t*>(scratch);
+  uint32_t* warp_values = reinterpret_cast<uint32_t*>(scratch);
   x = __reduce_max_sync(kFullMask, x);
-  __syncthreads();  // SAFETY: the slots may still be read by the call before.
-  if (threadIdx.x % kWarpSize == 0) slots[threadIdx.x / kWarpSize] = x;
+  __syncthreads();  // SAFETY: the call before may still read them.
+  if (threadIdx.x % kWarpSize == 0) warp_values[threadIdx.x / kWarpSize] = x;
   __syncthreads();
-  return __reduce_max_sync(kFullMask, slots[threadIdx.x % kWarps]);
+  return __reduce_max_sync(kFullMask, warp_values[threadIdx.x % kWarps]);
 }
 
 // Sum of x over the threads up to and including this one; cheaper than block_inclusive_scan.
 template <int kWarps>
 __device__ __forceinline__ int block_inclusive_count(int x, uint64_t* scratch) {
-  int* slots = reinterpret_cast<int*>(scratch);
+  int* warp_values = reinterpret_cast<int*>(scratch);
   const int warp_idx = threadIdx.x / kWarpSize, lane_idx = threadIdx.x % kWarpSize;
 #pragma unroll
   for (int offset = 1; offset < kWarpSize; offset *= 2) {
     const int below = __shfl_up_sync(kFullMask, x, offset);
     if (lane_idx >= offset) x += below;
   }
-  __syncthreads();  // SAFETY: the slots may still be read by the call before.
-  if (lane_idx == kWarpSize - 1) slots[warp_idx] = x;
+  __syncthreads();  // SAFETY: the call before may still read them.
+  if (lane_idx == kWarpSize - 1) warp_values[warp_idx] = x;
   __syncthreads();
-  const int before = lane_idx < warp_idx ? slots[lane_idx % kWarps] : 0;
+  const int before = lane_idx < warp_idx ? warp_values[lane_idx % kWarps] : 0;
   return x + static_cast<int>(__reduce_add_sync(kFullMask, before));
 }
 
@@ -76,7 +76,7 @@ __device__ __forceinline__ uint64_t block_inclusive_scan(uint64_t x, uint64_t* s
     const uint64_t below = __shfl_up_sync(kFullMask, x, offset);
     if (lane_idx >= offset) x += below;
   }
-  __syncthreads();  // SAFETY: the slots may still be read by the call before.
+  __syncthreads();  // SAFETY: the call before may still read them.
   if (lane_idx == kWarpSize - 1) scratch[warp_idx] = x;
   __syncthreads();
   uint64_t sum = 0;
@@ -89,7 +89,7 @@ __device__ __forceinline__ uint64_t block_inclusive_scan(uint64_t x, uint64_t* s
 }
 
 // Writes list[0..n), whose entries are distinct, to sorted[0..n) in descending order: each entry
-// goes where the number of those above it says. n is at most the block's threads, a power of two.
+// goes to the index that is the number of those above it. n is at most the block's threads, a power of two.
 __device__ __forceinline__ void block_sort_descending(const uint64_t* list, int n,
                                                       uint64_t* sorted) {
   int parts = kWarpSize;  // threads that share the comparisons of one entry

@@ -1,8 +1,7 @@
-// Second stage of sampling: cut the candidates of one row, and draw one of them.
+// Cutting the candidates of one row, and drawing one of them.
 //
-// The fast way works on a list of the row's largest logits (common/row_list.cuh), which it reads from
-// the segments (common/segments.cuh) that may hold them. The other way walks the row itself
-// (common/row_cut.cuh).
+// The fast way works on a list of the row's largest logits (row_list.cuh), read from the segments
+// that may hold them (segments.cuh). The other way walks the row itself (row_cut.cuh).
 #pragma once
 
 #include "sample/philox.cuh"
@@ -39,7 +38,7 @@ __device__ __forceinline__ Job make_job(Row row, float largest, float temperatur
   return job;
 }
 
-// Scores are numbers as order_of gives them: the largest wins, of equal ones the lowest id.
+// Scores are ordered like order_of's numbers: the largest wins, of equal ones the lowest id.
 __device__ __forceinline__ uint64_t score_of(float x, float noise, int id) {
   return order_of(__fadd_rn(x, noise), id);
 }
@@ -59,12 +58,12 @@ __device__ uint64_t row_mass(const Job& job, uint64_t threshold, uint64_t* scrat
   return block_reduce<kWarps>(sum, Sum<uint64_t>(), scratch);
 }
 
-// The relative error of a row's sum of 2^x from the tiles, as against the sum of masses: x has
-// errors of 40 * 2^-23 at most where it matters (4e-6), ex2.approx 2^-22, the sums 3e-6, and the
-// masses leave out up to 2^21 steps of 2^-40 (2e-6), twice.
+// A bound, with a factor of 2 to spare, of the relative error of a row's sum of 2^x from the tiles
+// against the sum of masses: x is off by at most 40 * 2^-23 where it matters (4e-6), ex2.approx by
+// 2^-22, the sums by 3e-6, and the masses drop up to 2^21 steps of 2^-40 (2e-6).
 constexpr float kTotalError = 2e-5f;
 
-// About the sum of 2^x over the row.
+// The sum of 2^x over the row, within kTotalError.
 __device__ float approximate_total(const Job& job, const Tile* tiles, int num_tiles,
                                    uint64_t* scratch) {
   float sum = 0.0f;
@@ -77,7 +76,7 @@ __device__ float approximate_total(const Job& job, const Tile* tiles, int num_ti
   return block_reduce<kWarps>(sum, Sum<float>(), scratch);
 }
 
-// The thread's entries of s.sorted, as far as they take part: kEntries neighbours of n.
+// This thread's kEntries neighbours among the n entries of s.sorted; -inf past the last.
 struct Entries {
   float x[kEntries];
   uint64_t mass_upto[kEntries];  // of the entries up to and including this one
@@ -92,7 +91,7 @@ struct Entries {
   static __device__ __forceinline__ int index(int k) {
     return kEntries * static_cast<int>(threadIdx.x) + k;
   }
-  // Adds masses over the first `limit` entries; returns their sum.
+  // Fills mass_upto over the first `limit` entries; returns the sum of all their masses.
   __device__ __forceinline__ uint64_t add_masses(int limit, uint64_t* scratch) {
     uint64_t own = 0, sum;
 #pragma unroll
@@ -105,7 +104,7 @@ struct Entries {
     for (int k = 0; k < kEntries; ++k) mass_upto[k] += before;
     return sum;
   }
-  // How many of the block's entries are so.
+  // How many of the block's entries satisfy the predicate.
   template <typename Predicate>
   __device__ __forceinline__ int count(Predicate is_so) const {
     int sum = 0;
@@ -119,8 +118,8 @@ struct Entries {
   }
 };
 
-constexpr int kUncertain = -1;  // the cut may lie behind the list
-constexpr int kHopeless = -2;   // it lies so far behind that a longer list would not do either
+constexpr int kUncertain = -1;  // the cut may lie past the list
+constexpr int kHopeless = -2;   // so far past it that a longer list would not reach it either
 
 // Cuts the n entries of s.sorted; returns how many stay, or one of the above.
 __device__ int cut_list(const Job& job, int n, bool is_whole, const Tile* tiles, int num_tiles,
@@ -134,7 +133,7 @@ __device__ int cut_list(const Job& job, int n, bool is_whole, const Tile* tiles,
   if (!is_certain && (job.top_k > 0 || job.share == kWholeShare)) return kUncertain;
   const uint64_t sum = entries.add_masses(limit, s.select.scratch);
   uint64_t total = sum;
-  if (!is_certain && job.lowest_x == -kMassBits) {  // bounds of the total may do
+  if (!is_certain && job.lowest_x == -kMassBits) {  // bounds of the total may suffice
     const float about = approximate_total(job, tiles, num_tiles, s.select.scratch) * 0x1p40f;
     const uint64_t least = share_of(__float2ull_rd(about * (1.0f - kTotalError)), job.share);
     const uint64_t most = share_of(__float2ull_ru(about * (1.0f + kTotalError)), job.share);
@@ -149,7 +148,7 @@ __device__ int cut_list(const Job& job, int n, bool is_whole, const Tile* tiles,
   return 1 + entries.count_below(limit, needed);
 }
 
-// Seldom called and long: kept out of the loops that call it.
+// Rarely called and long: not inlined into the loops that call it.
 __device__ __noinline__ uint64_t exact_score(float x, uint32_t word, int id) {
   return score_of(x, gumbel(word), id);
 }
@@ -157,12 +156,12 @@ __device__ __noinline__ uint64_t exact_score(float x, uint32_t word, int id) {
 // What a thread has drawn so far.
 struct Drawing {
   uint64_t best;
-  float best_score;  // of this thread, or of another of the block: what is below cannot win
+  float best_score;  // of any thread of the block, as far as known: lower scores cannot win
 
   __device__ __forceinline__ bool can_win(float x, uint32_t word) const {
     return x + gumbel_bound(word) >= best_score;
   }
-  // Two logarithms only for what can still win: one in thousands.
+  // The exact score takes two logarithms: only for what can still win, one in thousands.
   __device__ __forceinline__ void consider(float x, uint32_t word, int id) {
     if (!can_win(x, word)) return;
     best = Max<uint64_t>()(best, exact_score(x, word, id));
@@ -172,14 +171,13 @@ struct Drawing {
 
 // Begins a drawing of the whole block.
 __device__ __forceinline__ Drawing begin_drawing(ChooseShared& s) {
-  // The score of x = 0, which some thread meets, is higher.
+  // Lower than the score of x = 0, which some thread meets.
   if (threadIdx.x == 0) s.best_key = ordered_key(kGumbelLowest);
   __syncthreads();
   return Drawing{0, kGumbelLowest};
 }
 
-// Tells the other threads of the best score; only saves work, so it does not matter who sees it
-// when.
+// Shares the best score with the other threads. It only saves work: a late reader does no harm.
 __device__ __forceinline__ void share_best(Drawing& drawing, ChooseShared& s) {
   volatile uint32_t* shared = &s.best_key;
   const uint32_t best = __reduce_max_sync(kFullMask, ordered_key(drawing.best_score));
@@ -212,8 +210,8 @@ __device__ __forceinline__ void draw_list(const Job& job, int n, const ChooseSha
   }
 }
 
-// This thread's part of a draw among kGroups groups, kThreads apart: first the words of all, which do
-// not wait for each other, then, seldom, what can win with them. Adds the candidates to n.
+// This thread's part of a draw among kGroups groups, kThreads apart: first the random words of all,
+// which are independent, then, rarely, the scores that can win. Adds the candidates to n.
 template <bool kHasThreshold, int kGroups>
 __device__ __forceinline__ void draw_batch(const Job& job, uint64_t threshold, int first, int end,
                                            Drawing& drawing, int& n) {

@@ -1,13 +1,15 @@
-// Last part of sampling: what is written of a row, its log-probabilities among it.
+// The result of a row, and how it is written, with log-probabilities.
 #pragma once
 
-#include "sample/row_team.cuh"
+#include "sample/shared_walk.cuh"
 
 constexpr int kOk = 0, kBadLogits = 1, kBadParameter = 2;
 
-// What is known of a row; the token is one of these where it is not an id.
+// What is known of a row; the token is an id, or one of these.
 struct Result {
-  int token, num_listed, kept;  // num_listed: of s.sorted; negative: there is no list
+  int token;
+  int num_listed;  // entries of s.sorted; negative: there is no list
+  int kept;        // how many candidates the draw was among
 };
 constexpr int kNoToken = -1, kBadLogitsToken = -2, kBadParameterToken = -3;
 
@@ -31,7 +33,7 @@ struct LogSum {
   float largest, log_sum;
 };
 
-// Logarithm of the sum of exponentials of the row's raw logits, in two parts.
+// The logarithm of the sum of exponentials of the row's raw logits is the sum of the two.
 __device__ LogSum log_sum_of(const Tile* tiles, int num_tiles, uint64_t* scratch) {
   float largest = minus_inf(), sum = 0.0f;
 #pragma unroll 1
@@ -47,7 +49,7 @@ __device__ LogSum log_sum_of(const Tile* tiles, int num_tiles, uint64_t* scratch
   return LogSum{largest, logf(block_reduce<kWarps>(sum, Sum<float>(), scratch))};
 }
 
-// Puts the num_top largest logits of the row into s.sorted by a search of the row.
+// Lists the num_top largest logits of the row in s.sorted, by a search of the row.
 __device__ void list_top(const Row& row, int num_top, ChooseShared& s) {
   const uint64_t threshold =
       select_order<kWarps>(row, [](uint64_t, float) -> uint64_t { return 1; }, num_top, s.select);
@@ -61,50 +63,45 @@ __device__ void list_top(const Row& row, int num_top, ChooseShared& s) {
   sort_list(num_top, s);
 }
 
-struct OutputPointers {  // of one row
-  int *token_id, *status, *num_kept;
-  float* logprob;
-  int* top_ids;
-  float* top_logprobs;
-};
-
-__device__ __forceinline__ void write_result(const Result& result, const OutputPointers& out,
-                                             const Batch& batch, int64_t b, int num_top,
-                                             int num_tiles, int num_segments, int shift,
-                                             const uint32_t* keys, const Tile* tiles,
-                                             ChooseShared& s) {
+// Writes all that is asked for of row b.
+__device__ __forceinline__ void write_result(const SampleChooseParams& p, const Result& result,
+                                             int64_t b, ChooseShared& s) {
+  const uint32_t* const keys = p.keys + b * 2 * kMaxSegments;
+  const Tile* const tiles = p.tiles + b * p.num_tiles;
+  int* const top_ids = p.top_ids + b * p.num_top;
+  float* const top_logprobs = p.top_logprobs + b * p.num_top;
   const bool is_good = result.token >= 0;
   if (threadIdx.x == 0) {
-    *out.token_id = is_good ? result.token : -1;
-    *out.status = is_good ? kOk : result.token == kBadLogitsToken ? kBadLogits : kBadParameter;
-    *out.num_kept = result.kept;
+    p.token_ids[b] = is_good ? result.token : -1;
+    p.status[b] = is_good ? kOk : result.token == kBadLogitsToken ? kBadLogits : kBadParameter;
+    p.num_kept[b] = result.kept;
   }
-  if (num_top < 0) return;
+  if (p.num_top < 0) return;
   if (!is_good) {
-    if (threadIdx.x == 0) *out.logprob = nanf("");
-    if (static_cast<int>(threadIdx.x) < num_top) {
-      out.top_ids[threadIdx.x] = -1;
-      out.top_logprobs[threadIdx.x] = nanf("");
+    if (threadIdx.x == 0) p.logprobs[b] = nanf("");
+    if (static_cast<int>(threadIdx.x) < p.num_top) {
+      top_ids[threadIdx.x] = -1;
+      top_logprobs[threadIdx.x] = nanf("");
     }
     return;
   }
-  const Row raw = batch.raw(b);
-  const bool is_changed = batch.is_changed(b);
-  const LogSum all = log_sum_of(tiles, num_tiles, s.select.scratch);
-  if (threadIdx.x == 0) *out.logprob = raw.data[result.token] - all.largest - all.log_sum;
-  if (num_top == 0) return;
+  const Row raw = raw_row(p, b);
+  const bool is_processed = is_changed(p, b);
+  const LogSum all = log_sum_of(tiles, p.num_tiles, s.select.scratch);
+  if (threadIdx.x == 0) p.logprobs[b] = raw.data[result.token] - all.largest - all.log_sum;
+  if (p.num_top == 0) return;
   int num_listed = result.num_listed;
-  if (is_changed || num_listed < 0) {  // no list, or one of the changed logits
+  if (is_processed || num_listed < 0) {  // no list, or one of the changed logits
     uint32_t mine[kKeys];
-    load_keys(is_changed ? keys + kMaxSegments : keys, num_segments, mine);
+    load_keys(is_processed ? keys + kMaxSegments : keys, p.num_segments, mine);
     const uint32_t top = largest_key(mine, s.select.scratch);
     bool is_whole;
-    num_listed = list_largest(raw, mine, top, num_top, shift, s, &is_whole);
+    num_listed = list_largest(raw, mine, top, p.num_top, p.shift, s, &is_whole);
   }
-  if (num_listed < num_top) list_top(raw, num_top, s);
-  if (static_cast<int>(threadIdx.x) < num_top) {
+  if (num_listed < p.num_top) list_top(raw, p.num_top, s);
+  if (static_cast<int>(threadIdx.x) < p.num_top) {
     const uint64_t order = s.sorted[threadIdx.x];
-    out.top_ids[threadIdx.x] = id_of(order);
-    out.top_logprobs[threadIdx.x] = logit_of(order) - all.largest - all.log_sum;
+    top_ids[threadIdx.x] = id_of(order);
+    top_logprobs[threadIdx.x] = logit_of(order) - all.largest - all.log_sum;
   }
 }

@@ -1,22 +1,22 @@
-// Cutting and drawing by walking the row: for candidates that are too many for a list.
+// Cutting and drawing by walking the row: for more candidates than a list holds.
 //
-// One walk adds the candidates' masses to bins of x; these give the total and the bin in which the
-// cut lies. The next lists this bin, which is then sorted. Only where a bin holds too many (ties) the
-// order of the row is searched digit by digit. A last walk draws. Where only top_p and min_p cut,
-// several blocks walk together (common/row_team.cuh).
+// A first walk adds the candidates' masses to bins of x, which give the total and the bin with the cut.
+// The next one lists this bin, to be sorted. Only where a bin holds too many (ties) the order of the
+// row is searched digit by digit. A last walk draws. Where only top_p and min_p cut, several blocks
+// walk together (shared_walk.cuh).
 #pragma once
 
 #include "sample/candidates.cuh"
 
+// Count and mass of the bins before this thread's kBinsPerThread neighbours.
 struct RowBins {
-  // What lies in the bins before those of this thread; these are kBinsPerThread neighbours.
   int count_before;
   uint64_t mass_before;
 };
 constexpr int kBinsPerThread = kBins / kThreads;
 
-// Bins of x for a row; `low` is a logit that most segments reach: a cut that is of any use lies
-// within a few times its distance from the top.
+// Bins of x for a row. `low` is a logit that every segment reaches but those of -inf: a useful cut lies within a few times
+// its distance from the top.
 __device__ __forceinline__ LinearBins<kBins> bins_of(const Job& job, float low) {
   constexpr float kReach = 3.0f;
   return LinearBins<kBins>(fmaxf(kReach * job.x(low), job.lowest_x), 0.0f);
@@ -46,7 +46,7 @@ __device__ __forceinline__ void add_to_bins(const Job& job, const LinearBins<kBi
       [] {});
 }
 
-// What follows from filled bins; also the number of candidates and their mass.
+// Prefix sums of the filled bins; also the number of candidates and their mass.
 __device__ __forceinline__ RowBins sum_bins(ChooseShared& s, int* count, uint64_t* mass_of_all) {
   Histogram& bins = s.select.bins;
   RowBins result;
@@ -91,7 +91,7 @@ __device__ int find_bin(const RowBins& rows, uint64_t target, ChooseShared& s, i
   const int bin = s.select.bin;
   *before_count = s.select.before;
   *before_mass = s.select.rest;
-  __syncthreads();  // SAFETY: all have read the choice before a next search overwrites it.
+  __syncthreads();  // SAFETY: all have read the choice before the next search overwrites it.
   return bin;
 }
 
@@ -113,8 +113,8 @@ __device__ __forceinline__ int list_bin(const Job& job, const LinearBins<kBins>&
   return n;
 }
 
-// How many of the n entries of s.sorted stay, the last of which makes up `needed` together with
-// `mass_before` of the bins before.
+// How many of the n entries of s.sorted stay: up to the one with which their masses and `mass_before`,
+// that of the bins before, reach `needed`.
 __device__ __forceinline__ int cut_bin(const Job& job, int n, uint64_t mass_before, uint64_t needed,
                                        ChooseShared& s) {
   Entries entries(job, n, s);
@@ -122,7 +122,7 @@ __device__ __forceinline__ int cut_bin(const Job& job, int n, uint64_t mass_befo
   return 1 + entries.count_below(n, needed - mass_before);
 }
 
-// The order number of the last candidate that stays, by searches for each digit of it.
+// The order number of the last candidate that stays, searched digit by digit.
 __device__ uint64_t search_row(const Job& job, ChooseShared& s) {
   int count;
   uint64_t total = row_mass(job, 0, s.select.scratch, &count);
@@ -149,7 +149,7 @@ __device__ __forceinline__ bool is_small(int bin, const ChooseShared& s) {
   return s.select.bins.count[bin] <= static_cast<uint32_t>(kMaxCandidates);
 }
 
-// The order number of the last candidate that stays, by bins if these are fine enough.
+// The same by bins, where these are fine enough.
 __device__ __forceinline__ uint64_t cut_row(const Job& job, float low, ChooseShared& s) {
   int count, before_count;
   uint64_t total, before_mass, threshold = 0;

@@ -12,7 +12,7 @@ constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kKeys = kMaxSegments / kThreads;  // keys of segments a thread holds
 constexpr int kEntries = 2;                     // of a list, a thread's: neighbours
 constexpr int kMaxCandidates = kEntries * kThreads;
-constexpr int kListed = 128;  // listed at least, where no filter says how many
+constexpr int kListed = 128;  // the least that is listed where no top_k says how many
 
 struct ChooseShared {
   SelectShared select;
@@ -20,12 +20,12 @@ struct ChooseShared {
   uint32_t segments[kMaxCandidates];  // or, while the list is sorted, its bins
   int size, num_segments;
   uint32_t best_key;  // of the scores seen by any thread
-  uint32_t told;      // by thread 0 to the others
+  uint32_t told;      // a broadcast by thread 0
   bool is_last;
 };
 
-// Bins of values up to `high`, counted from there; never decreasing as the value falls. Values
-// below `low` are in the last bin, and all are if the two are equal.
+// Bins of values, numbered from `high` down. Values below `low` are in the last bin, and so are all if
+// the two are equal.
 template <int kNumBins>
 struct LinearBins {
   float high, steps;
@@ -33,13 +33,13 @@ struct LinearBins {
   __device__ __forceinline__ LinearBins(float low, float high)
       : high(high), steps((kNumBins - 1) / (high - low)) {}
   __device__ __forceinline__ int bin(float value) const {
-    // fminf drops the NaN of 0 * inf.
+    // fminf returns the other operand where 0 * inf is NaN.
     return round_down(fminf((high - value) * steps, kNumBins - 1));
   }
 };
 
-// Sorts s.list[0..n), whose entries are distinct, into s.sorted, descending. Few entries each count
-// those above them; of many only those in the same bin of the range of their logits.
+// Sorts s.list[0..n), whose entries are distinct, into s.sorted, descending. An entry's rank is the number
+// of those above it; with many entries they are binned first, and compared within a bin only.
 __device__ __forceinline__ void sort_list(int n, ChooseShared& s) {
   if (n <= kThreads / 2) {
     block_sort_descending(s.list, n, s.sorted);
@@ -98,7 +98,7 @@ __device__ __forceinline__ void sort_list(int n, ChooseShared& s) {
   __syncthreads();
 }
 
-// The inverse of the thread's lowest key above that of -inf; 0 if there is none.
+// The bitwise inverse of the thread's lowest key above that of -inf; 0 if there is none.
 __device__ __forceinline__ uint32_t inverse_of_lowest(const uint32_t (&keys)[kKeys]) {
   uint32_t inverse = 0;
 #pragma unroll
@@ -106,9 +106,9 @@ __device__ __forceinline__ uint32_t inverse_of_lowest(const uint32_t (&keys)[kKe
   return inverse;
 }
 
-// Lists a beginning of the row's order in s.sorted, at least min(wanted, all) logits, but not those
-// of -inf; returns how many, or -1 if they are too many. `keys` are those of segments threadIdx.x +
-// i * kThreads, `top` is the largest of all. *is_whole tells whether the list holds all.
+// Lists the first of the row's order in s.sorted: at least min(wanted, all) logits, none of -inf. Returns
+// how many, or -1 if a list cannot hold them. `keys` are those of segments threadIdx.x + i * kThreads,
+// `top` is the largest of all. *is_whole tells whether the list holds all.
 __device__ int list_largest(const Row& row, const uint32_t (&keys)[kKeys], uint32_t top, int wanted,
                             int shift, ChooseShared& s, bool* is_whole) {
   int* bins = reinterpret_cast<int*>(s.select.bins.count);
@@ -176,8 +176,8 @@ __device__ int list_largest(const Row& row, const uint32_t (&keys)[kKeys], uint3
   return n;
 }
 
-// How many to ask list_largest for so that what it lists seldom is too much: n logits at random lie
-// in about N (1 - e^(-n / N)) of N segments.
+// How many to ask list_largest for so that the list rarely overflows: n logits at random lie in about
+// N (1 - e^(-n / N)) of N segments.
 __device__ __forceinline__ int most_listed(int num_segments) {
   constexpr float kFill = 0.9f * kMaxCandidates * kLog2E;
   return static_cast<int>(num_segments * (1.0f - approximate_exp2(-kFill / num_segments)));

@@ -1,7 +1,7 @@
-// Walking a row of logits, and finding where a beginning of its order ends, without sorting it.
+// Walking a row of logits, and selecting the first of its order without sorting it.
 //
-// The order is (logit descending, id ascending). It is that of the 54-bit numbers
-// order_of(logit, id) = ordered_key(logit) << 22 | 2^22 - 1 - id, descending; all are distinct.
+// The order is (logit descending, id ascending): that of the distinct 54-bit numbers
+// order_of(logit, id) = ordered_key(logit) << 22 | 2^22 - 1 - id, descending.
 #pragma once
 
 #include "sample/block.cuh"
@@ -48,7 +48,7 @@ struct Row {
   }
 };
 
-// Accesses of a thread in flight at once while walking a row: what registers allow.
+// Loads in flight of a thread that walks a row: as many as registers allow.
 #if __CUDA_ARCH__ >= 1200
 constexpr int kLoads = 2;
 #else
@@ -93,8 +93,8 @@ __device__ __forceinline__ void for_each_id(const Row& row, Body body) {
 
 constexpr int kBins = 2048;
 
-// Sums of weights by bin. The 64-bit sums are kept as two words, with the carry passed on by
-// whoever sees the low word wrap: integer sums, so the order of the atomics does not matter.
+// Counts and sums of weights by bin. A 64-bit sum is two words; the thread whose addition wraps the low
+// word carries. Integer sums, so the order of the atomics does not matter.
 struct Histogram {
   uint32_t count[kBins], low[kBins], high[kBins];
 
@@ -113,18 +113,16 @@ struct Histogram {
 struct SelectShared {
   Histogram bins;
   uint64_t scratch[32];
-  uint64_t rest;    // what the chosen bin must still give
-  int bin, before;  // and how many lie in the bins before it
+  uint64_t rest;    // weight still needed from the chosen bin
+  int bin, before;  // the chosen bin, and the count in the bins before it
   bool is_done;
 };
 
-// Finds the shortest beginning of the order whose weights reach `target`, and returns a number that
-// is at most the order numbers in it, and above those of all that take part and are not in it.
-// weight(order, logit) is an integer, 0 for what does not take part; the sum of all weights must be
-// at least `target`, and that at least 1.
+// Finds the shortest prefix of the order whose weights reach `target`. Returns a threshold: the prefix
+// has order numbers from it up, everything else with a weight has lower ones. weight(order, logit) is
+// an integer, 0 for what is no candidate; all weights must sum to at least `target`, which is >= 1.
 //
-// A radix search from the top digit: at most five passes over the row, fewer when a bin is to be
-// taken whole. The block has kWarps * 32 threads, which divide kBins.
+// A radix search from the top digit: at most five passes over the row, fewer where a whole bin is taken. The block has kWarps * 32 threads, which divide kBins.
 template <int kWarps, typename Weight>
 __device__ uint64_t select_order(const Row& row, Weight weight, uint64_t target, SelectShared& s) {
   constexpr int kBinsPerThread = kBins / (kWarps * kWarpSize);
@@ -161,7 +159,7 @@ __device__ uint64_t select_order(const Row& row, Weight weight, uint64_t target,
     prefix = prefix << width | static_cast<uint64_t>(s.bin);
     target = s.rest;
     const bool is_done = s.is_done;
-    __syncthreads();  // SAFETY: all have read the choice before a next digit overwrites it.
+    __syncthreads();  // SAFETY: all have read the choice before the next digit overwrites it.
     if (is_done) break;
   }
   return prefix << shift;

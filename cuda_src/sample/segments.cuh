@@ -1,10 +1,9 @@
-// First stage of sampling: what is kept of a row of logits from the one time that all of it is
-// read.
+// Tiles and segments: what the first stage of sampling keeps of a row of logits.
 //
-// A warp reads a tile of 1024 logits as eight segments of 128, and keeps the largest of each
-// segment (or of two, four or eight neighbours, so that a row has at most kMaxSegments) as a key.
-// The k-th largest of these is a lower bound of the row's k-th largest logit, so the second stage
-// need only read again the few segments that reach it. A tile also keeps sums of exponentials.
+// A warp reads a tile of 1024 logits as eight segments of 128, and keeps the largest of each segment
+// (or of two, four or eight neighbours, so that a row has at most kMaxSegments) as a key. The k-th
+// largest key is a lower bound of the row's k-th largest logit, so the second stage reads again only
+// the few segments that reach it. A tile also has sums of exponentials.
 #pragma once
 
 #include "sample/exact_math.cuh"
@@ -18,13 +17,13 @@ constexpr int kTile = kSegment * kTileSegments;
 constexpr int kMaxSegments = 2048;
 
 constexpr uint32_t kMinusInfKey = 0x007fffffu;
-constexpr uint32_t kInfKey = 0xff800000u;  // and above: a segment with a NaN or +inf
+constexpr uint32_t kInfKey = 0xff800000u;  // from here on: a segment with a NaN or +inf
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kFloatMax = 3.402823466e38f;
 
 struct Tile {
   float largest;               // -inf if there is no finite one
-  float sum;                   // about the sum of 2^((logit - largest) * scale)
+  float sum;                   // the sum, within kTotalError, of 2^((logit - largest) * scale)
   float raw_largest, raw_sum;  // of the logits as they came: sum of exp(logit - raw_largest)
 };
 
@@ -67,7 +66,7 @@ __device__ __forceinline__ TileValues load_tile(const Row& row, int tile) {
   return x;
 }
 
-// Writes the keys of the tile's segments, 2^shift of them joined to one; returns the largest.
+// Writes the keys of the tile's segments, one for 2^shift of them; returns the largest.
 __device__ __forceinline__ uint32_t store_keys(const TileValues& x, int tile, int shift,
                                                int num_segments, uint32_t* keys) {
   uint32_t key[kTileSegments];
@@ -89,8 +88,7 @@ __device__ __forceinline__ uint32_t store_keys(const TileValues& x, int tile, in
   return all;
 }
 
-// The sum of 2^((logit - largest) * scale) over a tile whose largest logit is not -inf; its
-// relative error is that of kTotalError.
+// The sum of 2^((logit - largest) * scale) over a tile whose largest logit is not -inf.
 __device__ __forceinline__ float tile_sum(const TileValues& x, float largest, float scale) {
   float sum = 0.0f;
 #pragma unroll

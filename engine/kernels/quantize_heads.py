@@ -18,8 +18,8 @@ __all__ = ["quantize_heads", "specs"]
 _SHAPE = "stride_t:i64 stride_h:i64 num_tokens:i32 num_heads:i32 head_dim:i32 rotate:i32"
 _PEAKS = Kernel("quantize_heads_peaks", f"x:ptr offset:ptr peaks:ptr {_SHAPE}")
 _CODES = Kernel("quantize_heads_codes", f"x:ptr offset:ptr peaks:ptr codes:ptr scale:ptr {_SHAPE}")
-_ROWS = 8  # of a block: a warp each
-_BLOCKS_OF_SM = 8
+_ROWS = 8  # of a block, a warp each
+_BLOCKS_PER_SM = 8  # of the kernel of maxima
 
 
 def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
@@ -100,7 +100,7 @@ def quantize_heads(x: Any, *, offset: Any = None, rotate: bool = False) -> tuple
         "head_dim": head_dim,
         "rotate": int(rotate),
     }
-    some = min(blocks, max(1, ceil_div(_BLOCKS_OF_SM * sm_count(), max(1, num_heads))))
+    some = min(blocks, max(1, ceil_div(_BLOCKS_PER_SM * sm_count(), max(1, num_heads))))
     _PEAKS.launch(spec, (some, num_heads), (32 * _ROWS,), **shared)
     _CODES.launch(spec, (blocks, num_heads), (32 * _ROWS,), codes=codes, scale=scale, **shared)
     return codes, scale

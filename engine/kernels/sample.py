@@ -28,16 +28,15 @@ MAX_VOCAB = 1 << 21
 
 _UINT64 = np.dtype(np.uint64)
 
-# Sizes that cuda_src/sample/sample.cu and the headers it includes also have.
+# Sizes that the sources in cuda_src/sample have too.
 _SCAN_THREADS = 128
 _CHOOSE_THREADS = 512
 _SEGMENT, _TILE = 128, 1024  # logits
 _TILES_PER_BLOCK = 4
 _MAX_SEGMENTS = 2048
-_TILE_WORDS = 2  # a Tile and
-_STATE_WORDS = 2  # a State, in words of 8 bytes; so too
-_BOARD_WORDS = 130
-_WALK_WORDS, _MAX_WALKS = 4104, 256
+# Words of 8 bytes of a Tile, a DrawState, the WalkQueue and a Walk.
+_TILE_WORDS, _STATE_WORDS, _QUEUE_WORDS, _WALK_WORDS = 2, 2, 130, 4104
+_MAX_WALKS = 256
 
 _PENALTIES = "repetition_penalty:ptr presence_penalty:ptr frequency_penalty:ptr "
 _PENALTY_NAMES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -48,20 +47,21 @@ _PROCESSING_NAMES = (
 _LOGITS = "logits:ptr stride:i64 vocab:i32 "
 _FILTERS = "temperature:ptr top_k:ptr top_p:ptr min_p:ptr "
 _STAGES = (
-    "num_top:i32 num_tiles:i32 num_segments:i32 shift:i32 keys:ptr tiles:ptr states:ptr board:ptr "
+    "num_top:i32 num_tiles:i32 num_segments:i32 shift:i32 keys:ptr tiles:ptr states:ptr queue:ptr "
 )
-_SCAN = Kernel("sample_scan", _LOGITS + _FILTERS + _STAGES)
-_SCAN_PROCESS = Kernel(
-    "sample_scan_process",
+_SCAN_PARAMS = (
     f"{_LOGITS}{_FILTERS}{_STAGES}history:ptr max_history:i32 history_lens:ptr prompt_lens:ptr "
     f"{_PENALTIES}logit_bias_ids:ptr logit_bias_values:ptr cu_logit_bias:ptr num_bias:i32 "
-    "allowed:ptr processed:ptr processed_stride:i64 is_processed:ptr",
+    "allowed:ptr processed:ptr processed_stride:i64 is_processed:ptr"
 )
+_SCAN = Kernel("sample_scan", _SCAN_PARAMS, struct="SampleScanParams")
+_SCAN_PROCESS = Kernel("sample_scan_process", _SCAN_PARAMS, struct="SampleScanParams")
 _CHOOSE = Kernel(
     "sample_choose",
     f"{_LOGITS}processed:ptr processed_stride:i64 is_processed:ptr {_FILTERS}seeds:ptr "
     f"positions:ptr {_PENALTIES}{_STAGES}walks:ptr token_ids:ptr status:ptr num_kept:ptr "
     "logprobs:ptr top_ids:ptr top_logprobs:ptr",
+    struct="SampleChooseParams",
 )
 
 
@@ -72,11 +72,11 @@ class Config:
     Attributes
     ----------
     num_tiles : int
-        A row's pieces of 1024 logits; a warp of `sample_scan` reads one.
+        Tiles of 1024 logits in a row; a warp of `sample_scan` reads one.
     shift : int
-        2**shift segments of 128 logits are kept as one, so that a row has at most 2048.
+        2**shift segments of 128 logits share one key, so that a row has at most 2048.
     num_segments : int
-        How many that makes.
+        Keys of a row.
     draw_blocks : int
         Blocks of `sample_choose` that share the draw of a row without filters.
     """
@@ -249,14 +249,12 @@ def _launch(call: Contract, args: dict[str, Any]) -> SampleResult:
         "keys": xp.empty((num_rows, 2 * _MAX_SEGMENTS), np.uint32),
         "tiles": xp.empty((num_rows, config.num_tiles * _TILE_WORDS), _UINT64),
         "states": xp.empty((num_rows, _STATE_WORDS), _UINT64),
-        "board": xp.empty(_BOARD_WORDS, _UINT64),
+        "queue": xp.empty(_QUEUE_WORDS, _UINT64),
     }
     grid = (num_rows * ceil_div(config.num_tiles, _TILES_PER_BLOCK),)
     processing = _processing(call, args)
-    if processing["is_processed"] is None:
-        _SCAN.launch(spec, grid, (_SCAN_THREADS,), **rows)
-    else:
-        _SCAN_PROCESS.launch(spec, grid, (_SCAN_THREADS,), **rows, **processing)
+    scan = _SCAN if processing["is_processed"] is None else _SCAN_PROCESS
+    scan.launch(spec, grid, (_SCAN_THREADS,), **rows, **processing)
     result = SampleResult(
         token_ids=xp.empty(num_rows, INT32),
         status=xp.empty(num_rows, INT32),
@@ -281,16 +279,16 @@ def _launch(call: Contract, args: dict[str, Any]) -> SampleResult:
 
 
 def _processing(call: Contract, args: dict[str, Any]) -> dict[str, Any]:
-    """Return what `sample_scan_process` is told; no `is_processed` if nothing can change a row."""
-    told: dict[str, Any] = {name: args[name] for name in _PROCESSING_NAMES}
-    told["max_history"] = call["L"] if args["history"] is not None else 0
-    told["num_bias"] = call["M"] if args["cu_logit_bias"] is not None else 0
-    told["processed"] = told["is_processed"] = None
-    told["processed_stride"] = ceil_div(call["V"], 4) * 4
+    """Return the parameters of processing; no `is_processed` if nothing can change a row."""
+    params: dict[str, Any] = {name: args[name] for name in _PROCESSING_NAMES}
+    params["max_history"] = call["L"] if args["history"] is not None else 0
+    params["num_bias"] = call["M"] if args["cu_logit_bias"] is not None else 0
+    params["processed"] = params["is_processed"] = None
+    params["processed_stride"] = ceil_div(call["V"], 4) * 4
     if any(args[name] is not None for name in ("history", "cu_logit_bias", "allowed")):
-        told["processed"] = call.xp.empty((call["B"], told["processed_stride"]), FLOAT32)
-        told["is_processed"] = call.xp.empty(call["B"], INT32)
-    return told
+        params["processed"] = call.xp.empty((call["B"], params["processed_stride"]), FLOAT32)
+        params["is_processed"] = call.xp.empty(call["B"], INT32)
+    return params
 
 
 def _check_rows(call: Contract, args: dict[str, Any]) -> None:
@@ -303,7 +301,7 @@ def _check_rows(call: Contract, args: dict[str, Any]) -> None:
 
 
 def _check_processing(call: Contract, args: dict[str, Any]) -> None:
-    """Check the optional arrays, and that those which belong together come together."""
+    """Check the optional arrays, and that those that need each other are all given."""
     bias = ("logit_bias_ids", "logit_bias_values", "cu_logit_bias")
     _check_together(call, args, "history", ("history_lens", "prompt_lens"))
     _check_together(call, args, "cu_logit_bias", bias[:2])
@@ -332,7 +330,7 @@ def _check_together(
 
 
 def _check_values(call: Contract, args: dict[str, Any]) -> None:
-    """On the host the numbers in the arrays can be checked too (the kernels clamp them)."""
+    """Check the numbers in the arrays, which only the host can; the kernels clamp them."""
     if args["history"] is not None:
         lens, prompt = args["history_lens"], args["prompt_lens"]
         ok = bool(((lens >= 0) & (lens <= call["L"])).all())

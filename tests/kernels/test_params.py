@@ -23,7 +23,6 @@ NOT_YET = {
     *("attention_decode", "attention_decode_combine", "attention_decode_sm90"),
     *("attention_prefill", "attention_prefill_sm90", "attention_prefill_sm90_softcap"),
     *("attention_prefill_fp8_sm90", "attention_prefill_fp8"),
-    *("sample_scan", "sample_scan_process", "sample_choose"),
     *("qk_norm_rope_store_half_vector", "qk_norm_rope_store_half_scalar"),
     *("qk_norm_rope_store_interleaved_vector", "qk_norm_rope_store_interleaved_scalar"),
     *("rope_half_vector", "rope_half_scalar", "rope_interleaved_vector", "rope_interleaved_scalar"),

@@ -1,22 +1,23 @@
-// Walking rows by all blocks that have nothing else to do.
+// Walking rows together: by all blocks that have nothing else to do.
 //
-// A row whose candidates do not fit a list is put up on a board as a Walk: chunks to be added to
-// bins, then, once the bin with the cut is known, chunks to be drawn from. Whoever is free takes
-// chunks; whoever ends the last one of a phase does what follows. Sums are of integers and the draw
-// is a maximum, so the result does not depend on who takes what.
+// A row whose candidates do not fit a list is queued as a Walk: chunks to be added to bins, then, once
+// the bin with the cut is known, chunks to be drawn from. Any free block takes chunks; the one that
+// ends the last chunk of a phase does what follows. Sums are of integers and the draw is a maximum,
+// so the result does not depend on which block takes what.
 //
-// Nobody waits for a block that may not have started: a row's owner waits for chunks that running
-// blocks have taken, and a block that has no row waits for more only once all have started.
+// SAFETY: no block waits for one that may not have started. A row's owner waits for chunks that
+// running blocks have taken; a block without a row waits for more walks only once all have started.
 #pragma once
 
+#include "sample/choose_params.cuh"
 #include "sample/row_cut.cuh"
 
 constexpr int kChunkGroups = kLoads * kThreads;
-constexpr int kMaxWalks = 256;  // rows beyond are walked by their owners alone
-// Phases of a walk; 0: not open yet. kTied: the cut lies among more candidates than a list holds.
+constexpr int kMaxWalks = 256;  // rows beyond are each walked by their owner alone
+// Phases of a walk; 0: not queued yet. kTied: the cut is among more candidates than a list holds.
 constexpr uint32_t kBinning = 1, kDrawing = 2, kDecided = 3, kTied = 4;
 
-struct Board {
+struct WalkQueue {
   uint32_t num_finished;  // rows
   uint32_t num_started;   // blocks
   uint32_t num_walks, unused;
@@ -25,10 +26,10 @@ struct Board {
 
 struct Walk {
   int row;
-  uint32_t top;                  // key of its largest logit
-  float low;                     // as for bins_of
-  uint32_t tickets[2], done[2];  // chunks of either phase that were taken, and ended
-  int bin;                       // that with the cut; kBins: all are drawn from
+  uint32_t top;                // key of its largest logit
+  float low;                   // as for bins_of
+  uint32_t taken[2], done[2];  // chunks of either phase
+  int bin;                     // the one with the cut; kBins: all candidates are drawn from
   uint32_t list_size;
   uint32_t num_drawn;  // candidates above the bin; in the end, all that stay
   uint64_t mass_before, needed, best;
@@ -38,57 +39,30 @@ struct Walk {
 };
 static_assert(sizeof(Walk) == 8 * 4104, "the size that engine/kernels/sample.py allocates");
 
-// The rows, and what is asked of each.
-struct Batch {
-  const float* logits;
-  int64_t stride;
-  int vocab;
-  const float* processed;
-  int64_t processed_stride;
-  const int* is_processed;
-  const float* temperature;
-  const int* top_k;
-  const float *top_p, *min_p;
-  const uint64_t* seeds;
-  const int64_t* positions;
-
-  __device__ __forceinline__ bool is_changed(int64_t b) const {
-    return is_processed && is_processed[b];
-  }
-  __device__ __forceinline__ Row raw(int64_t b) const { return Row(logits + b * stride, vocab); }
-  __device__ __forceinline__ Row row(int64_t b) const {
-    return is_changed(b) ? Row(processed + b * processed_stride, vocab) : raw(b);
-  }
-  __device__ __forceinline__ Job job(int64_t b, uint32_t top) const {
-    return make_job(row(b), from_ordered_key(top), temperature[b], top_k[b], top_p[b], min_p[b],
-                    seeds[b], positions[b]);
-  }
-};
-
 __device__ __forceinline__ uint32_t read(const uint32_t* p) {
   return *static_cast<const volatile uint32_t*>(p);
 }
 
-struct Team {
-  Batch batch;
-  Board* board;
+struct SharedWalks {
+  const SampleChooseParams& p;
+  WalkQueue* queue;
   Walk* walks;
   int num_rows;
 
-  // By thread 0 only, which must have written all that the phase needs.
-  __device__ __forceinline__ void open(int slot, uint32_t phase) const {
+  // Opens a phase. By thread 0 only, which must have written all that the phase needs.
+  __device__ __forceinline__ void open(int idx, uint32_t phase) const {
     __threadfence();  // SAFETY: others read the walk once they see the phase.
-    atomicExch(&board->phases[slot], phase);
+    atomicExch(&queue->phases[idx], phase);
   }
 
-  __device__ __forceinline__ int take_chunk(uint32_t* ticket, ChooseShared& s) const {
+  __device__ __forceinline__ int take_chunk(uint32_t* taken, ChooseShared& s) const {
     __syncthreads();  // SAFETY: s.size was read, and the chunk before is in shared memory.
-    if (threadIdx.x == 0) s.size = static_cast<int>(atomicAdd(ticket, 1u));
+    if (threadIdx.x == 0) s.size = static_cast<int>(atomicAdd(taken, 1u));
     __syncthreads();
     return s.size;
   }
 
-  // True in the block that ended the last of `all` chunks; it sees what the others wrote.
+  // True in the block that ended the last of `all` chunks, which then sees what the others wrote.
   __device__ __forceinline__ bool end_chunks(uint32_t* done, int own, int all,
                                              ChooseShared& s) const {
     __threadfence();  // SAFETY: what was added is there before the chunks count as done.
@@ -100,21 +74,21 @@ struct Team {
     return is_last;
   }
 
-  __device__ __forceinline__ Job job_of(int slot) const {
-    return batch.job(__ldcg(&walks[slot].row), __ldcg(&walks[slot].top));
+  __device__ __forceinline__ Job job(int idx) const {
+    return job_of(p, __ldcg(&walks[idx].row), __ldcg(&walks[idx].top));
   }
 
-  __device__ __forceinline__ void decide(int slot, uint64_t winner, int kept) const {
+  __device__ __forceinline__ void decide(int idx, uint64_t winner, int kept) const {
     if (threadIdx.x != 0) return;
-    walks[slot].best = winner;
-    walks[slot].num_drawn = static_cast<uint32_t>(kept);
-    open(slot, kDecided);
+    walks[idx].best = winner;
+    walks[idx].num_drawn = static_cast<uint32_t>(kept);
+    open(idx, kDecided);
   }
 
-  // What follows when all candidates are in the walk's bins.
-  __device__ __forceinline__ void find_cut(int slot, ChooseShared& s) const {
-    Walk& walk = walks[slot];
-    const Job job = job_of(slot);
+  // Finds the bin with the cut, when all candidates are in the walk's bins.
+  __device__ __forceinline__ void find_cut(int idx, ChooseShared& s) const {
+    Walk& walk = walks[idx];
+    const Job job = this->job(idx);
     Histogram& bins = s.select.bins;
 #pragma unroll 1
     for (int i = threadIdx.x; i < kBins; i += kThreads) {
@@ -133,17 +107,17 @@ struct Team {
     walk.bin = bin;
     walk.mass_before = before_mass;
     walk.needed = needed;
-    open(slot, is_small(bin, s) ? kDrawing : kTied);
+    open(idx, is_small(bin, s) ? kDrawing : kTied);
   }
 
-  __device__ __forceinline__ bool add_chunks(int slot, ChooseShared& s) const {
-    Walk& walk = walks[slot];
-    const Job job = job_of(slot);
+  __device__ __forceinline__ bool add_chunks(int idx, ChooseShared& s) const {
+    Walk& walk = walks[idx];
+    const Job job = this->job(idx);
     const LinearBins<kBins> linear = bins_of(job, __ldcg(&walk.low));
     const int end = job.row.num_groups(), all = (end + kChunkGroups - 1) / kChunkGroups;
     int own = 0;
 #pragma unroll 1
-    for (int chunk; (chunk = take_chunk(&walk.tickets[0], s)) < all; ++own) {
+    for (int chunk; (chunk = take_chunk(&walk.taken[0], s)) < all; ++own) {
       if (own == 0) clear_bins(s);
       const int begin = chunk * kChunkGroups;
       add_to_bins(job, linear, begin, min(begin + kChunkGroups, end), s);
@@ -155,7 +129,7 @@ struct Team {
       atomicAdd(&walk.counts[i], s.select.bins.count[i]);
       atomicAdd(&walk.masses[i], s.select.bins.weight(i));
     }
-    if (end_chunks(&walk.done[0], own, all, s)) find_cut(slot, s);
+    if (end_chunks(&walk.done[0], own, all, s)) find_cut(idx, s);
     return true;
   }
 
@@ -190,16 +164,16 @@ struct Team {
     return num_drawn;
   }
 
-  __device__ __forceinline__ bool draw_chunks(int slot, ChooseShared& s) const {
-    Walk& walk = walks[slot];
-    const Job job = job_of(slot);
+  __device__ __forceinline__ bool draw_chunks(int idx, ChooseShared& s) const {
+    Walk& walk = walks[idx];
+    const Job job = this->job(idx);
     const LinearBins<kBins> linear = bins_of(job, __ldcg(&walk.low));
     const int bin = __ldcg(&walk.bin);
     const int end = job.row.num_groups(), all = (end + kChunkGroups - 1) / kChunkGroups;
     Drawing drawing = begin_drawing(s);
     int own = 0, num_drawn = 0;
 #pragma unroll 1
-    for (int chunk; (chunk = take_chunk(&walk.tickets[1], s)) < all; ++own) {
+    for (int chunk; (chunk = take_chunk(&walk.taken[1], s)) < all; ++own) {
       const int begin = chunk * kChunkGroups;
       num_drawn +=
           draw_groups(walk, job, linear, bin, begin, min(begin + kChunkGroups, end), drawing, s);
@@ -211,14 +185,14 @@ struct Team {
       atomicMax(&walk.best, best);
       atomicAdd(&walk.num_drawn, static_cast<uint32_t>(num_drawn));
     }
-    if (end_chunks(&walk.done[1], own, all, s)) end_draw(slot, s);
+    if (end_chunks(&walk.done[1], own, all, s)) end_draw(idx, s);
     return true;
   }
 
-  // What follows when all chunks were drawn from: the bin's own candidates.
-  __device__ __forceinline__ void end_draw(int slot, ChooseShared& s) const {
-    const Walk& walk = walks[slot];
-    const Job job = job_of(slot);
+  // Draws from the candidates of the bin with the cut, when all chunks have been drawn from.
+  __device__ __forceinline__ void end_draw(int idx, ChooseShared& s) const {
+    const Walk& walk = walks[idx];
+    const Job job = this->job(idx);
     const int n = static_cast<int>(__ldcg(&walk.list_size));
 #pragma unroll 1
     for (int i = threadIdx.x; i < n; i += kThreads) s.list[i] = __ldcg(&walk.list[i]);
@@ -231,79 +205,78 @@ struct Team {
       draw_list(job, rest, s, last);
     }
     const int kept = static_cast<int>(__ldcg(&walk.num_drawn)) + rest;
-    decide(slot, end_drawing(last, s), kept);
+    decide(idx, end_drawing(last, s), kept);
   }
 
-  // Takes what chunks there are of a walk in `phase`; false if there were none.
-  __device__ __forceinline__ bool work(int slot, uint32_t phase, ChooseShared& s) const {
-    return phase == kBinning ? add_chunks(slot, s) : draw_chunks(slot, s);
+  // Takes the chunks that are left of a walk in `phase`; false if there were none.
+  __device__ __forceinline__ bool work(int idx, uint32_t phase, ChooseShared& s) const {
+    return phase == kBinning ? add_chunks(idx, s) : draw_chunks(idx, s);
   }
 
-  // The same value in all threads, from thread 0's.
+  // Thread 0's value, in all threads.
   __device__ __forceinline__ uint32_t broadcast(uint32_t value, ChooseShared& s) const {
-    __syncthreads();  // SAFETY: what was broadcast before has been read.
+    __syncthreads();  // SAFETY: all have read what was broadcast before.
     if (threadIdx.x == 0) s.told = value;
     __syncthreads();
     return s.told;
   }
 
-  // Puts row b up; returns its slot, or kMaxWalks if there is none left.
-  __device__ __forceinline__ int put_up(int64_t b, const Job& job, float low, uint32_t top,
-                                        ChooseShared& s) const {
+  // Queues row b; returns the walk's index, or kMaxWalks if there is no room.
+  __device__ __forceinline__ int enqueue(int64_t b, const Job& job, float low, uint32_t top,
+                                         ChooseShared& s) const {
     uint32_t first = kMaxWalks;
-    if (threadIdx.x == 0 && job.top_k == 0) first = atomicAdd(&board->num_walks, 1u);
-    const int slot = static_cast<int>(min(broadcast(first, s), static_cast<uint32_t>(kMaxWalks)));
-    if (slot == kMaxWalks) return slot;
-    Walk& walk = walks[slot];
+    if (threadIdx.x == 0 && job.top_k == 0) first = atomicAdd(&queue->num_walks, 1u);
+    const int idx = static_cast<int>(min(broadcast(first, s), static_cast<uint32_t>(kMaxWalks)));
+    if (idx == kMaxWalks) return idx;
+    Walk& walk = walks[idx];
 #pragma unroll 1
     for (int i = threadIdx.x; i < kBins; i += kThreads) walk.counts[i] = walk.masses[i] = 0;
     __threadfence();
     __syncthreads();
-    if (threadIdx.x != 0) return slot;
+    if (threadIdx.x != 0) return idx;
     walk.row = static_cast<int>(b);
     walk.top = top;
     walk.low = low;
-    walk.tickets[0] = walk.tickets[1] = walk.done[0] = walk.done[1] = 0;
+    walk.taken[0] = walk.taken[1] = walk.done[0] = walk.done[1] = 0;
     walk.bin = kBins;
     walk.list_size = walk.num_drawn = 0;
     walk.best = 0;
-    open(slot, job.share == kWholeShare ? kDrawing : kBinning);
-    return slot;
+    open(idx, job.share == kWholeShare ? kDrawing : kBinning);
+    return idx;
   }
 
-  // An open walk: its slot * 8 + phase; 0 if there is none, ~0 if there is nothing to wait for.
-  __device__ __forceinline__ uint32_t look(uint32_t turn) const {
+  // An open walk: its index * 8 + phase; 0 if there is none, ~0 if none can come any more.
+  __device__ __forceinline__ uint32_t find_open(uint32_t turn) const {
     const int lane = threadIdx.x % kWarpSize;
-    // One lane's view for the whole warp: another lane's may be later.
-    const uint32_t own = read(&board->num_finished + min(lane, 2));
+    // One lane reads each counter for the whole warp: another lane could see a later value.
+    const uint32_t own = read(&queue->num_finished + min(lane, 2));
     if (__shfl_sync(kFullMask, own, 0) >= static_cast<uint32_t>(num_rows)) return ~0u;
     if (__shfl_sync(kFullMask, own, 1) < gridDim.x * gridDim.y) return ~0u;
     const int count = min(static_cast<int>(__shfl_sync(kFullMask, own, 2)), kMaxWalks);
     for (int i = 0; i < count; i += kWarpSize) {
-      // Every block begins at a place of its own, so that they spread over the walks.
-      const int slot = (i + lane + static_cast<int>(turn)) % max(count, 1);
-      const uint32_t phase = i + lane < count ? read(&board->phases[slot]) : 0;
+      // Blocks start at different walks, to spread over them.
+      const int idx = (i + lane + static_cast<int>(turn)) % max(count, 1);
+      const uint32_t phase = i + lane < count ? read(&queue->phases[idx]) : 0;
       const uint32_t open = __ballot_sync(kFullMask, phase == kBinning || phase == kDrawing);
       if (open == 0) continue;
-      return __shfl_sync(kFullMask, static_cast<uint32_t>(slot) * 8 + phase, __ffs(open) - 1);
+      return __shfl_sync(kFullMask, static_cast<uint32_t>(idx) * 8 + phase, __ffs(open) - 1);
     }
     return 0;
   }
 
   // Counts a row as finished; true if it was the last.
   __device__ __forceinline__ bool finish() const {
-    return atomicAdd(&board->num_finished, 1u) + 1 == static_cast<uint32_t>(num_rows);
+    return atomicAdd(&queue->num_finished, 1u) + 1 == static_cast<uint32_t>(num_rows);
   }
 
-  // What is to be done next: a walk's slot * 8 + phase, of `own` unless that is negative; 0 for
-  // nothing yet, ~0 if there is nothing to wait for.
+  // The next walk to work on, as find_open returns it; `own` is asked for alone unless it is negative.
   __device__ __forceinline__ uint32_t next(int own, uint32_t turn, ChooseShared& s) const {
     uint32_t seen = 0;
     if (own >= 0) {
-      const uint32_t phase = read(&board->phases[own]);
+      const uint32_t phase = read(&queue->phases[own]);
       seen = static_cast<uint32_t>(own) * 8 + phase;
     } else if (threadIdx.x < kWarpSize) {
-      seen = look(turn);
+      seen = find_open(turn);
     }
     seen = broadcast(seen, s);
     __threadfence();  // SAFETY: the walk is read after its phase.
