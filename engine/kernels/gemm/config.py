@@ -33,7 +33,7 @@ class Config:
     threads, shared_bytes : int
         Threads and dynamic shared memory of a block.
     num_splits, k_per_split : int
-        How many blocks share the sum over k of a tile, and how much of k each takes.
+        How many blocks share the sum over k of a tile, and how much of k each sums.
     """
 
     kernel: str
@@ -57,7 +57,7 @@ class Config:
 
 @dataclass(frozen=True)
 class _Tile:
-    """A tiled kernel, and what it is worth: `rate` products a cycle of a full multiprocessor."""
+    """A tiled kernel; `rate` is its multiply-adds a cycle of a full multiprocessor."""
 
     kernel: str
     tile_m: int
@@ -77,6 +77,7 @@ class _Tile:
 
 
 # The rates are estimates for Hopper from instruction and L2 throughput; only their ratios matter.
+# `ENGINE_KERNEL_TIER=portable python -m tests.bench gemm` measures what is chosen.
 _HALF_TILES = (
     _Tile("tile_128x256", 128, 256, 256, 4, 1, 1250),
     _Tile("tile_128x128", 128, 128, 128, 4, 2, 1000),
@@ -95,14 +96,15 @@ _HALF_DIRECT = ((8, 16, 8), (16, 32, 8), (32, 32, 8), (8, 16, 16), (16, 16, 16),
 _FLOAT_DIRECT = ((1, 4, 8), (8, 2, 8))
 _DIRECT_MAX_M = {2: 8, 4: 16}  # rows of x, by itemsize
 # Where there are Hopper's tiles, ring kernels take up to _RING_MAX_M rows, or _RING_MAX_M_SMALL
-# with a weight of at most _SMALL_WEIGHT elements. From a model's step (python -m tests.bench
-# decode_loop): alone, tiles are faster (docs/benchmarks/gemm_sm90.md).
+# with a weight of at most _SMALL_WEIGHT elements. So a model's step is fastest (`python -m
+# tests.bench decode_loop`), though alone tiles are faster (docs/benchmarks/gemm_sm90.md).
 _RING_MAX_M, _RING_MAX_M_SMALL, _SMALL_WEIGHT = 8, 16, 1 << 23
 
+# Of `_estimate`, for Hopper, estimated as the rates are.
 _BYTES_PER_CYCLE = 2400  # of memory, whole chip
-_TILE_CYCLES = 1500  # before a block's first product and after its last
-_REDUCE_CYCLES = 3000  # a second launch
-_MIN_SHARE_BYTES = 512  # of k: less is not worth a block
+_TILE_CYCLES = 1500  # of a block: prologue and epilogue
+_REDUCE_CYCLES = 3000  # of the second launch
+_MIN_SHARE_BYTES = 512  # of k that a block sums, a row
 
 
 @cache
@@ -233,11 +235,11 @@ def _estimate(config: Config, m: int, n: int, k: int, size: int, sm_count: int) 
     blocks = math.prod(config.grid(m, n))
     per_sm = ceil_div(blocks, sm_count)
     resident = min(per_sm, tile.blocks_per_sm)
-    rate = tile.rate * (1 + resident / tile.blocks_per_sm) / 2  # a lone block hides less
+    rate = tile.rate * (1 + resident / tile.blocks_per_sm) / 2  # one block alone hides less latency
     compute = per_sm * tile.tile_m * tile.tile_n * config.k_per_split / rate
     memory = (m + n) * k * size / _BYTES_PER_CYCLE
     waves = ceil_div(per_sm, tile.blocks_per_sm)
-    overlapped = max(compute, memory) + min(compute, memory) / 4  # never perfectly
+    overlapped = max(compute, memory) + min(compute, memory) / 4  # the overlap is not perfect
     cycles = overlapped + waves * _TILE_CYCLES
     if config.num_splits > 1:
         cycles += _REDUCE_CYCLES + 2 * config.num_splits * m * n * 4 / _BYTES_PER_CYCLE

@@ -35,7 +35,11 @@ PORTABLE_LIMITS = Limits(99 * 1024, False)  # every chip's from sm_80 on
 _ROWS = 16  # of the weight, of a warp
 _STEP_K = 128  # values of k that a warp multiplies at a time
 _STAGE_BYTES = _ROWS * _STEP_K * 2
-_MAX_CLUSTER = 2  # larger ones leave multiprocessors without a block
+_MAX_CLUSTER = 2  # larger ones leave multiprocessors idle
+# Fitted on an H200, as _GEMV_* and `max_k` below are (docs/benchmarks/gemm_skinny.md).
+# `python -m tests.bench gemm decode_loop` measures what is chosen.
+_MIN_PART_STEPS = 4  # of kStepK values of k in a part, where rows alone fill the chip
+_SMALL_BLOCKS_BELOW = 0.4  # blocks of eight warps a multiprocessor
 _STATIC_BYTES = 3328  # of shared memory: what kernels declare, and what the driver reserves
 
 
@@ -57,7 +61,6 @@ class _Shape:
         return warps * (stages * _STAGE_BYTES + sums) + min(m, self.tokens) * (slice_k * 2 + 64)
 
 
-# `max_k` of the 32-token kernel: python -m tests.bench gemm, and docs/benchmarks/gemm_skinny.md.
 _SHAPES = (_Shape(8, 5, 2, 1 << 30), _Shape(16, 4, 2, 1 << 30), _Shape(32, 3, 1, 3072))
 
 
@@ -133,10 +136,7 @@ class SkinnyConfig:
 def choose_skinny(
     m: int, n: int, k: int, sm_count: int, limits: Limits, *, has_norm: bool = False
 ) -> SkinnyConfig | None:
-    """Choose for x (m, k) and weight (n, k) of 16 bits; None if x does not fit.
-
-    Fitted on an H200: docs/benchmarks/gemm_skinny.md.
-    """
+    """Choose for x (m, k) and weight (n, k) of 16 bits; None if x does not fit."""
     shape = next((s for s in _SHAPES if m <= s.tokens), None)
     if shape is None or k == 0 or k > shape.max_k:
         return None
@@ -158,7 +158,7 @@ def _num_parts(n: int, k: int, sm_count: int) -> int:
     A part has a few steps: the prologue and the reduction cost a warp as much as a step or two.
     """
     groups, steps = ceil_div(n, _ROWS), ceil_div(k, _STEP_K)
-    least = 4 if groups >= sm_count else 1
+    least = _MIN_PART_STEPS if groups >= sm_count else 1
     parts = [p for p in (1, 2, 4, 8) if p == 1 or steps // p >= least]
     return min(parts, key=lambda p: ceil_div(ceil_div(groups, 8 // p), sm_count) * (8 // p))
 
@@ -166,7 +166,9 @@ def _num_parts(n: int, k: int, sm_count: int) -> int:
 def _layouts(parts: int, n: int, sm_count: int, has_clusters: bool) -> Iterator[Layout]:
     """Yield layouts in the order of preference; later ones need less memory."""
     blocks = ceil_div(n, _ROWS * 8 // parts)
-    if parts <= 4 and blocks * 5 < sm_count * 2:  # smaller blocks reach more multiprocessors
+    if (
+        parts <= 4 and blocks < _SMALL_BLOCKS_BELOW * sm_count
+    ):  # smaller blocks reach more multiprocessors
         yield Layout(parts, 1, 4)
     yield Layout(parts, 1, 8)
     yield Layout(min(parts, 4), 1, 4)
@@ -204,6 +206,7 @@ _GEMV = "gemv"
 _GEMV_NORM_MAX_K = 4096  # with a norm in front
 _GEMV_STEPS = 2  # of 16 rows, that a warp keeps in registers
 _GEMV_MAX_WARPS = 8  # of a block, at 128 registers a thread: the next kernel's block fits beside it
+_GEMV_MIN_FILL = 0.9  # blocks a multiprocessor
 _GEMV_LAUNCH_WARPS = 16  # with which it could be launched
 
 KERNELS = (*(shape.kernel for shape in _SHAPES), _GEMV)
@@ -221,7 +224,7 @@ def _choose_gemv(n: int, k: int, sm_count: int, *, has_norm: bool) -> SkinnyConf
     for cluster in (1,) if has_norm else (2, 1):  # a norm needs the whole row in a block
         config = _gemv_config(k, n, groups, cluster)
         blocks, warps = config.max_clusters * cluster, config.threads // 32
-        if warps <= _GEMV_MAX_WARPS and 0.9 * sm_count <= blocks <= sm_count:
+        if warps <= _GEMV_MAX_WARPS and _GEMV_MIN_FILL * sm_count <= blocks <= sm_count:
             return config
     return None
 

@@ -31,12 +31,12 @@ _KERNEL = Kernel(
     struct="GemmSm90Params",
 )
 
-_TILE_K = 64  # 128 bytes: the widest swizzle
+_TILE_K = 64  # values of k in 128 bytes, the widest swizzle
 _SHARED_BYTES = 232_448  # of a block, at most
-_WARP_STAGING = 2048
+_WARP_STAGING = 2048  # bytes
 _BOX_ROWS = 16  # of out, that a warp stores
 _MAX_STAGES = 16
-_BAND = 8  # rows of clusters' tiles that are gone down before the next column
+_BAND = 8  # rows of super-tiles made before the next column
 _PAIR = 8  # rows of gate, then as many of up
 _DTYPES = ("float16", "bfloat16")
 
@@ -50,11 +50,11 @@ class HopperConfig:
     tile_m, tile_n : int
         Rows and columns of out that a block makes at a time.
     cluster_m, cluster_n : int
-        How many neighbouring tiles a cluster makes, sharing what it reads.
+        How many neighbouring tiles a cluster makes, multicasting what they share.
     cluster_k : int
         How many blocks share the sum over k of a tile.
     depth : int
-        Blocks of 64 of k that are loaded and multiplied at a time.
+        Blocks of 64 values of k in a stage.
     """
 
     tile_m: int
@@ -71,7 +71,7 @@ class HopperConfig:
 
     @property
     def warpgroups(self) -> int:
-        """Return how many warpgroups multiply; one more loads."""
+        """Return the number of consumer warpgroups."""
         if self.tile_m == 192:
             return 3 if self.tile_n <= 192 else 2
         return 1 if self.tile_m == 64 else 2
@@ -85,16 +85,16 @@ class HopperConfig:
     def stores(self) -> bool:
         """Tell whether TMA stores results of 16 bits while the next tile is multiplied.
 
-        That pays where a block makes many tiles, and takes twice the staging.
+        That pays where a block makes many tiles; it takes twice the staging memory.
         """
         return self.tile_m * self.tile_n == 128 * 256
 
     @property
     def gates(self) -> bool:
-        """Tell whether the kernel can multiply gate and up, too.
+        """Tell whether the kernel can combine gate and up.
 
-        What a block loads of weight and what it finishes must be whole pairs, and three warpgroups
-        have no registers for it.
+        The part of the weight that a block loads, and the columns it finishes, must be whole pairs,
+        and three warpgroups have too few registers.
         """
         is_paired = all(self.tile_n // size % 16 == 0 for size in (self.cluster_m, self.cluster_k))
         return is_paired and self.warpgroups != 3
@@ -116,7 +116,7 @@ class HopperConfig:
 
     @property
     def _beside_stages(self) -> int:
-        """Return the bytes of staging, and of sums that the cluster's other blocks send."""
+        """Return the bytes of staging, and of partial sums from the cluster's other blocks."""
         sums = self.tile_m * self.tile_n * 4 * (self.cluster_k - 1) // self.cluster_k
         return self.warpgroups * 4 * (2 if self.stores else 1) * _WARP_STAGING + sums
 
@@ -145,7 +145,7 @@ class HopperConfig:
         return rows * ceil_div(n, self.tile_n * self.cluster_n)
 
     def max_clusters(self, sm_count: int) -> int:
-        """Return how many clusters run at a time: larger ones do not fill every GPC."""
+        """Return how many clusters run at a time: those of four or more do not fill every GPC."""
         size = self.cluster_size
         return max(1, sm_count // size if size <= 2 else sm_count * 10 // (11 * size))
 
@@ -162,10 +162,10 @@ class HopperConfig:
         return max(1, self.waves(m, n, sm_count) * self.tile_steps(k))
 
     def band(self, m: int, n: int, sm_count: int) -> int:
-        """Return how many rows of clusters' tiles are gone down before the next column.
+        """Return how many rows of super-tiles are made before the next column.
 
-        Measured (docs/benchmarks/gemm_sm90.md): where blocks make few tiles, and not the largest,
-        those that run next to each other should share what their clusters do not.
+        Where blocks make few tiles, and not the largest, neighbours in time should share what
+        their clusters do not (``python -m tests.bench gemm``; docs/benchmarks/gemm_sm90.md).
         """
         area = self.tile_m * self.tile_n
         few_waves = 2 if area < 128 * 128 else 1 if area <= 128 * 192 and self.cluster_m > 1 else 0
@@ -178,16 +178,16 @@ class HopperConfig:
 
 @dataclass(frozen=True)
 class _Cost:
-    """Microseconds on an H200: a launch, a tile beside its products, a stage of k of a tile."""
+    """Microseconds on an H200: of a launch, of a tile beside its stages, of a stage of a tile."""
 
-    launch: float
-    tile: float
-    step: float
+    launch_us: float
+    tile_us: float
+    stage_us: float
 
 
-# Fitted to 22 layers at 96 to 8192 rows and 47 cells more, bfloat16, in bursts
-# (docs/benchmarks/gemm_sm90.md); the two in clusters of four to what they win and lose against the
-# others in two further runs.
+# For more than MAX_FEW_ROWS rows of x. Fitted to sweeps of the configurations over 22 layers at 96
+# to 8192 rows and 47 cells more, bfloat16; clusters of four to two further runs, against the others
+# (docs/benchmarks/gemm_sm90.md). `python -m tests.bench gemm` measures what is chosen.
 _TILES: dict[HopperConfig, _Cost] = {
     HopperConfig(192, 224): _Cost(2.98, 2.06, 0.837),
     HopperConfig(192, 192): _Cost(2.62, 1.34, 0.729),
@@ -216,8 +216,48 @@ _TILES: dict[HopperConfig, _Cost] = {
     HopperConfig(128, 64, cluster_k=4): _Cost(0.0, 3.09, 0.23),
 }
 
-# For up to 64 rows of x, where the weight's bytes are the cost: microseconds that a tile takes
-# beyond what `_few_rows_us` says of it (docs/benchmarks/gemm_skinny.md).
+MAX_FEW_ROWS = 64
+
+
+@dataclass(frozen=True)
+class _FewRowsCost:
+    """Microseconds on an H200 of a product whose cost is reading the weight.
+
+    Attributes
+    ----------
+    bytes_per_us : float
+        At which memory gives the weight.
+    launch_us, row_us : float
+        Of a launch, and for each row of x.
+    stage_us, column_us : float
+        Of 64 values of k of a tile, and for each of the tile's columns.
+    row_columns : float
+        A row of x costs a stage as much as so many columns.
+    cluster_us : dict
+        By the blocks that share a sum over k.
+    """
+
+    bytes_per_us: float
+    launch_us: float
+    row_us: float
+    stage_us: float
+    column_us: float
+    row_columns: float
+    cluster_us: dict[int, float]
+
+
+# For up to MAX_FEW_ROWS rows of x. Fitted to 19 layers at 1 to 64 rows, bfloat16, launched with pdl
+# (docs/benchmarks/gemm_skinny.md). `python -m tests.bench gemm` measures what is chosen.
+_FEW_ROWS_COST = _FewRowsCost(
+    bytes_per_us=4.49e6,
+    launch_us=1.52,
+    row_us=0.011,
+    stage_us=0.021,
+    column_us=0.00104,
+    row_columns=0.21,
+    cluster_us={1: 0.0, 2: 0.21, 4: 0.56},
+)
+# The configurations, and microseconds to add to that cost.
 _FEW_ROWS: dict[HopperConfig, float] = {
     HopperConfig(64, 48, depth=2): -0.03,
     HopperConfig(64, 64, depth=2): -0.11,
@@ -227,7 +267,6 @@ _FEW_ROWS: dict[HopperConfig, float] = {
     HopperConfig(64, 64, cluster_k=2, depth=2): -0.06,
     HopperConfig(64, 64, cluster_k=4, depth=2): -0.15,
 }
-MAX_FEW_ROWS = 64
 
 HOPPER_CONFIGS: tuple[HopperConfig, ...] = (*_TILES, *_FEW_ROWS)
 
@@ -256,9 +295,8 @@ def choose_hopper(
 ) -> HopperConfig:
     """Choose for x (m, k) and weight (n, k), both aligned: the least estimated time.
 
-    Blocks share a sum over k only where all tiles run at once, and never with `deterministic`:
-    without that a row is summed in the same order whatever the tile. With `is_gated` only those
-    that `gates`.
+    Blocks share a sum over k only where all tiles run at once, and never with `deterministic`: all
+    other configurations sum a row in the same order. With `is_gated`, only those with `gates`.
 
     Examples
     --------
@@ -279,7 +317,7 @@ def choose_hopper(
         if m <= MAX_FEW_ROWS:
             return _few_rows_us(config, m, n, k, sm_count) + _FEW_ROWS[config]
         cost, waves = _TILES[config], config.waves(m, n, sm_count)
-        return cost.launch + waves * (cost.tile + cost.step * config.tile_steps(k))
+        return cost.launch_us + waves * (cost.tile_us + cost.stage_us * config.tile_steps(k))
 
     configs: Iterable[HopperConfig] = _FEW_ROWS if m <= MAX_FEW_ROWS else _TILES
     return min(filter(is_possible, configs), key=estimate)
@@ -288,15 +326,15 @@ def choose_hopper(
 def _few_rows_us(config: HopperConfig, m: int, n: int, k: int, sm_count: int) -> float:
     """Return about how long a product of few rows takes, launched with pdl.
 
-    Memory gives the weight while the busiest multiprocessor goes through its steps, of 64 of k
-    each, which load weight and x. The figures are fitted to 19 layers with 1 to 64 rows.
+    Memory gives the weight while the busiest multiprocessor goes through its stages.
     """
-    steps = config.waves(m, n, sm_count) * ceil_div(k, _TILE_K * config.cluster_k)
-    memory = 2e-6 * n * k / 4.49
-    work = steps * (0.021 + 0.00104 * (config.tile_n + 0.21 * m))
-    cluster = {1: 0.0, 2: 0.21, 4: 0.56}[config.cluster_k]
-    together: float = (memory**4 + work**4) ** 0.25  # not quite the larger
-    return 1.52 + 0.011 * m + cluster + together
+    cost = _FEW_ROWS_COST
+    stages = config.waves(m, n, sm_count) * ceil_div(k, _TILE_K * config.cluster_k)
+    memory = 2 * n * k / cost.bytes_per_us
+    columns = config.tile_n + cost.row_columns * m
+    work = stages * (cost.stage_us + cost.column_us * columns)
+    both: float = (memory**4 + work**4) ** 0.25  # a little more than the larger one
+    return cost.launch_us + cost.row_us * m + cost.cluster_us[config.cluster_k] + both
 
 
 def launch_hopper(
@@ -322,11 +360,11 @@ def launch_hopper(
         clusters = min(clusters, config.max_clusters(num_sms))
     x_part, tail_part = config.x_part(m), config.x_part(m % config.tile_m or config.tile_m)
     stages = config.stages(m)
-    if config.tile_m == 64:  # what no tile needs is left to the kernels in front and behind
+    if config.tile_m == 64:  # the kernels in front and behind can have the rest
         stages = min(stages, config.steps(m, n, k, num_sms))
     num_gates = n // 2 if is_split else 0
     map_x = tensor_map_2d(x, dtype, (x_part, _TILE_K))
-    map_out = map_x  # where results go by ordinary stores, which reach further than a map
+    map_out = map_x  # any map, where results go by ordinary stores
     if config.stores and epilogue["residual"] is None and dtype_name(out.dtype) == dtype:
         if out.shape[0] > 1 and out.strides[0] < out.shape[1] * out.itemsize:
             vector = min(vector, 1)
