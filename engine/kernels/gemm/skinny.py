@@ -166,9 +166,7 @@ def _num_parts(n: int, k: int, sm_count: int) -> int:
 def _layouts(parts: int, n: int, sm_count: int, has_clusters: bool) -> Iterator[Layout]:
     """Yield layouts in the order of preference; later ones need less memory."""
     blocks = ceil_div(n, _ROWS * 8 // parts)
-    if (
-        parts <= 4 and blocks < _SMALL_BLOCKS_BELOW * sm_count
-    ):  # smaller blocks reach more multiprocessors
+    if parts <= 4 and blocks < _SMALL_BLOCKS_BELOW * sm_count:  # reach more multiprocessors
         yield Layout(parts, 1, 4)
     yield Layout(parts, 1, 8)
     yield Layout(min(parts, 4), 1, 4)
