@@ -18,7 +18,6 @@
 // Lengths are read on the device only, and splits without keys leave at once: a captured graph
 // stays right while sequences grow. attention_decode_combine then takes one warp a row.
 // Mirror: engine/reference/attention_decode.py
-#define TREE_MASKS
 #if ENGINE_DTYPE == 0
 #include "common/attention_simt.cuh"
 using Core = SimtAttention<HEAD_DIM, WARPS_M, ROW_TILES>;

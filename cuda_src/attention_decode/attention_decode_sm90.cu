@@ -39,7 +39,6 @@
 // waits for another but in a cluster, whose blocks run together. Counters that are not zero at the
 // start spoil a result but stop nobody; a launch that was aborted takes them along with its context.
 // Mirror: engine/reference/attention_decode.py
-#define TREE_MASKS
 #include "attention_decode/combine.cuh"
 
 // The copying warp: lanes 0 to 7 fetch the units of K, lanes 8 to 15 those of V, all of them Q.

@@ -5,15 +5,9 @@
 // so one tile of keys serves the whole group, and short queries still fill a tile of rows.
 #pragma once
 
-#include "common/attention_pattern.cuh"
 #include "common/cp_async.cuh"
 #include "common/reduce.cuh"
 #include "common/types.cuh"
-
-// 1 where a file was compiled for patterns; otherwise no row asks for one.
-#ifndef PATTERN
-#define PATTERN 0
-#endif
 
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
@@ -56,14 +50,8 @@ struct RowRule {
   int first_last_key;  // last key that token 0 sees; negative: none
   int causal;          // 1: each further token sees one key more; 0: all tokens see the same
   unsigned reach;      // keys a row sees, counted back from its last one: window, or 2^31
-#ifdef TREE_MASKS
   const uint64_t* tree = nullptr;  // a token's mask of the tokens it sees; null: all up to itself
   int earlier = 0;                 // tokens before token 0 that the masks have bits for
-#endif
-#if PATTERN
-  Pattern pattern;
-  int first_position;  // of token 0
-#endif
 
   __device__ __forceinline__ RowRule(int num_tokens, int group, int num_keys, bool causal,
                                      int window)
@@ -79,37 +67,25 @@ struct RowRule {
   __device__ __forceinline__ int first_key(int row) const {
     return reach < 1u << 31 ? max(0, last_key(row) - static_cast<int>(reach) + 1) : 0;
   }
-  // Whether a pattern lets a row see a key, and whether rows [first, last] see none of `keys` keys.
-#if PATTERN
-  __device__ __forceinline__ bool in_pattern(int row, int key) const {
-    return pattern.sees(first_position + row / group, key);
-  }
-  __device__ __forceinline__ bool skips(int first, int last, int key, int keys) const {
-    return pattern.sees_tile(first_position + first / group, first_position + last / group, key,
-                             key + keys) == 0;
-  }
-#else
+  // Whether a pattern lets a row see a key, and whether it hides `keys` keys from rows [first,
+  // last]: PatternRowRule has one.
+  static constexpr bool kHasPattern = false;
   __device__ __forceinline__ bool in_pattern(int, int) const { return true; }
   __device__ __forceinline__ bool skips(int, int, int, int) const { return false; }
-#endif
   // One comparison for both borders: a negative difference is a huge unsigned one.
   __device__ __forceinline__ bool sees(int last_key, int key) const {
     return static_cast<unsigned>(last_key - key) < reach;
   }
   // The same of a row whose last_key that is, by its mask of the new tokens too.
   __device__ __forceinline__ bool sees(int row, int last_key, int key) const {
-#ifdef TREE_MASKS
     const int token = key - first_last_key + earlier;
     if (tree != nullptr && token >= 0 && last_key >= key)
       return (tree[min(row, count - 1) / group] >> token & 1) != 0;
-#endif
     return sees(last_key, key);
   }
   // The last key up to which this and the following rows see all, but for the window.
   __device__ __forceinline__ int last_common_key(int row) const {
-#ifdef TREE_MASKS
     if (tree != nullptr) return first_last_key - earlier - 1;
-#endif
     return last_key(row);
   }
 };

@@ -31,8 +31,9 @@ struct MmaAttention {
   float sum[kRowTiles][2];  // this lane's part of the running sum of P
 
   // Work through keys [begin, end) for rows row_begin and on; `smem` holds kSharedBytes.
+  template <typename Rows>
   __device__ __forceinline__ void run(scalar_t* smem, const Queries& queries, const KeyValues& kv,
-                                      const RowRule& rows, const ScoreRule& rule, int row_begin,
+                                      const Rows& rows, const ScoreRule& rule, int row_begin,
                                       int begin, int end) {
     scalar_t* const smem_kv = smem + kRows * Layout::kPitch;
     const int warp_row = row_begin + warp_m() * kWarpRows;
@@ -53,15 +54,14 @@ struct MmaAttention {
         // done with the tile before, whose place the next load takes.
         __syncthreads();
       }
-#if PATTERN
-      const int last_row = min(row_begin + kRows, rows.count) - 1, tile_key = first + tile * kKeys;
-      const int ahead = tile_key + (kStages - 1) * kKeys;
-      load(smem_kv, kv, tile + kStages - 1,
-           rows.skips(row_begin, last_row, ahead, kKeys) ? 0 : num_tiles, first, begin, end);
-      if (rows.skips(row_begin, last_row, tile_key, kKeys)) continue;
-#else
-      load(smem_kv, kv, tile + kStages - 1, num_tiles, first, begin, end);
-#endif
+      const auto is_hidden = [&](int tile) {
+        const int last_row = min(row_begin + kRows, rows.count) - 1;
+        return rows.skips(row_begin, last_row, first + tile * kKeys, kKeys);
+      };
+      const int next = tile + kStages - 1;
+      load(smem_kv, kv, next, Rows::kHasPattern && is_hidden(next) ? 0 : num_tiles, first, begin,
+           end);
+      if (Rows::kHasPattern && is_hidden(tile)) continue;
       const int key = first + tile * kKeys + warp_n() * kWarpKeys;
       if (tile >= 0 && has_rows && key <= high_last && key + kWarpKeys > low) {
         const bool is_whole = key + kWarpKeys - 1 <= low_last && rows.sees(high_last, key);
@@ -130,8 +130,9 @@ struct MmaAttention {
   }
 
   // One tile of keys, of which the warp takes kWarpKeys from `key` on.
+  template <typename Rows>
   __device__ __forceinline__ void update(const scalar_t* smem_q, const scalar_t* smem_k,
-                                         const scalar_t* smem_v, const RowRule& rows,
+                                         const scalar_t* smem_v, const Rows& rows,
                                          const ScoreRule& rule, int warp_row, int key,
                                          bool is_whole) {
     float s[kRowTiles][kWarpKeys / 8][4];
@@ -159,9 +160,7 @@ struct MmaAttention {
                 s[r][j][2 * half + i] = -kInf;
         }
     }
-#if PATTERN
-    mask(s, rows, warp_row, key);
-#endif
+    if constexpr (Rows::kHasPattern) mask_pattern(s, rows, warp_row, key);
 #pragma unroll
     for (int r = 0; r < kRowTiles; ++r) {
       softmax<0>(s[r], r, rule.factor);
@@ -170,9 +169,9 @@ struct MmaAttention {
     multiply_pv(s, smem_v);
   }
 
-  // Hides what the rows' pattern hides.
-  __device__ static __forceinline__ void mask(float (&s)[kRowTiles][kWarpKeys / 8][4],
-                                              const RowRule& rows, int warp_row, int key) {
+  template <typename Rows>
+  __device__ static __forceinline__ void mask_pattern(float (&s)[kRowTiles][kWarpKeys / 8][4],
+                                                      const Rows& rows, int warp_row, int key) {
 #pragma unroll
     for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll

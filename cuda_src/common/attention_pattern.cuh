@@ -102,6 +102,14 @@ struct Pattern {
   }
 };
 
+// The pattern in a kernel's parameters, which have these fields whether or not there is one
+// (PARAMS of kernels/_attention_pattern.py): a kernel compiled without patterns never reads them.
+template <typename Params>
+__device__ __forceinline__ Pattern make_pattern(const Params& p) {
+  return {p.pattern_blocks, p.pattern_words, p.pattern_num_q, p.pattern_num_k,
+          p.pattern_q,      p.pattern_k,     p.pattern_offset};
+}
+
 // The tiles of kKeys keys that some query of a tile of queries sees, from the last to the first.
 // Without a pattern: all of [begin, end). Each warp walks for itself; all its lanes call next().
 template <int kKeys, bool kPattern>

@@ -21,8 +21,9 @@ struct SimtAttention {
   float max[kWarpRows];  // running maximum, in units of log2
   float sum[kWarpRows];  // this lane's part of the running sum of P
 
+  template <typename Rows>
   __device__ __forceinline__ void run(scalar_t* smem, const Queries& queries, const KeyValues& kv,
-                                      const RowRule& rows, const ScoreRule& rule, int row_begin,
+                                      const Rows& rows, const ScoreRule& rule, int row_begin,
                                       int begin, int end) {
     scalar_t* const smem_k = smem + kRows * Layout::kPitch;
     scalar_t* const smem_v = smem_k + kKeys * Layout::kPitch;
@@ -40,9 +41,7 @@ struct SimtAttention {
     load_queries<kHeadDim, kRows, kThreads>(smem, queries, rows, row_begin);
 #pragma unroll 1
     for (int key = begin / kKeys * kKeys; key < end; key += kKeys) {
-#if PATTERN
       if (rows.skips(row_begin, min(row_begin + kRows, rows.count) - 1, key, kKeys)) continue;
-#endif
       __syncthreads();  // SAFETY: all warps are done with the tile that is overwritten now.
       load_tile<kHeadDim, kKeys, kThreads>(smem_k, smem_v, kv, key, begin, end);
       cp_async_commit();
@@ -75,8 +74,9 @@ struct SimtAttention {
   __device__ static __forceinline__ int lane() { return threadIdx.x % kWarpSize; }
   __device__ static __forceinline__ int warp_idx() { return threadIdx.x / kWarpSize; }
 
+  template <typename Rows>
   __device__ __forceinline__ void update(const scalar_t* q, const scalar_t* smem_k,
-                                         const scalar_t* smem_v, const RowRule& rows,
+                                         const scalar_t* smem_v, const Rows& rows,
                                          const ScoreRule& rule, int warp_row, int key,
                                          int head_dim) {
     float p[kWarpRows];
@@ -111,8 +111,9 @@ struct SimtAttention {
   }
 
   // Turns the lane's q.k into P, and carries max, sum and O of row r along.
-  __device__ __forceinline__ void softmax(float& p, const RowRule& rows, const ScoreRule& rule,
-                                          int r, int row, int key) {
+  template <typename Rows>
+  __device__ __forceinline__ void softmax(float& p, const Rows& rows, const ScoreRule& rule, int r,
+                                          int row, int key) {
     if (rule.inner != 0.0f) p = rule.cap(p);
     const bool seen = rows.sees(row, rows.last_key(row), key + lane());
     if (!seen || !rows.in_pattern(row, key + lane())) p = -kInf;

@@ -191,8 +191,8 @@ class Tile:
         pitch = self.head_dim + (4 if dtype == "float32" else 0)
         return (self.rows(dtype) + 2 * self.stages * self.keys) * pitch * itemsize(dtype)
 
-    def spec(self, file: str, dtype: str, *, is_patterned: bool = False) -> ModuleSpec:
-        """Return the module compiled for this tile, with patterns or without."""
+    def spec(self, file: str, dtype: str, **more: int) -> ModuleSpec:
+        """Return the module compiled for this tile, with `more` macros."""
         macros = {
             "HEAD_DIM": self.head_dim,
             "WARPS_M": self.warps_m,
@@ -202,6 +202,4 @@ class Tile:
             "STAGES": self.stages,
             "SHARED_BYTES": self.shared_bytes(dtype),
         }
-        if is_patterned:
-            macros["PATTERN"] = 1
-        return ModuleSpec(file, dtype, tuple(macros.items()))
+        return ModuleSpec(file, dtype, tuple((macros | more).items()))

@@ -12,7 +12,7 @@ from engine.kernels._contract import Contract
 
 __all__ = ["PARAMS", "BlockSparse", "Pattern", "Periodic", "arguments"]
 
-# What kernels compiled with patterns take besides.
+# Fields of the parameters of a kernel that can be compiled with patterns; `arguments` fills them.
 PARAMS = (
     " pattern_blocks:ptr pattern_words:i32 pattern_num_q:i32 pattern_num_k:i32 pattern_q:i32 "
     "pattern_k:i32 pattern_offset:i32"
@@ -133,9 +133,12 @@ def _check_int(call: Contract, name: str, value: Any, low: int, high: int) -> in
     return int(value)
 
 
-def arguments(pattern: Pattern) -> dict[str, Any]:
-    """Return the arguments that PARAMS names."""
-    if isinstance(pattern, Periodic):
+def arguments(pattern: Pattern | None) -> dict[str, Any]:
+    """Return the arguments that PARAMS names; without a pattern null and zeros."""
+    numbers: tuple[Any, ...]
+    if pattern is None:
+        numbers = (None, 0, 0, 0, 0, 0, 0)
+    elif isinstance(pattern, Periodic):
         numbers = (None, 0, 0, 0, pattern.period, pattern.width, pattern.offset)
     else:
         words = pattern.words()

@@ -34,8 +34,9 @@ _PARAMS = (
     "causal:i32 window:i32 is_vector:i32 score_inner:f32 score_factor:f32"
 )
 _FILE = "attention_prefill/attention_prefill.cu"
-_KERNEL = Kernel("attention_prefill", _PARAMS)
-_PATTERNED = Kernel("attention_prefill", _PARAMS + _attention_pattern.PARAMS)
+_KERNEL = Kernel(
+    "attention_prefill", _PARAMS + _attention_pattern.PARAMS, struct="AttentionPrefillParams"
+)
 
 # Four warps of 32 rows each hold O in half of their registers up to D = 128; D = 256 needs all of
 # them for 16 rows. Keys and stages then fill what the smallest chips allow (99 KiB).
@@ -66,8 +67,8 @@ def specs(
     """Return the modules that the op may launch, of one head dim or all; `patterns`: those too."""
     dims = range(1, MAX_HEAD_DIM + 1) if head_dim is None else (head_dim,)
     tiles = dict.fromkeys(choose_tile(dtype, dim) for dim in dims)
-    kinds = (False, True) if patterns else (False,)
-    portable = tuple(tile.spec(_FILE, dtype, is_patterned=kind) for kind in kinds for tile in tiles)
+    kinds = (0, 1) if patterns else (0,)
+    portable = tuple(tile.spec(_FILE, dtype, PATTERN=kind) for kind in kinds for tile in tiles)
     return portable + sm90.specs(dtype, head_dim=head_dim, patterns=patterns)
 
 
@@ -262,8 +263,8 @@ def _launch(
     k_strides, v_strides = element_strides(k), element_strides(v)
     num_rows = min(max_q, total_q) * (num_heads // num_kv_heads)
     num_tiles = ceil_div(num_rows, tile.rows(dtype))
-    (_KERNEL if pattern is None else _PATTERNED).launch(
-        tile.spec(_FILE, dtype, is_patterned=pattern is not None),
+    _KERNEL.launch(
+        tile.spec(_FILE, dtype, PATTERN=int(pattern is not None)),
         (num_tiles, num_kv_heads, keys["cu_seqlens_q"].size - 1),
         (tile.threads,),
         tile.shared_bytes(dtype),
@@ -293,5 +294,5 @@ def _launch(
         is_vector=int(are_aligned(q, k, v, out)),
         score_inner=rule.inner,
         score_factor=rule.factor,
-        **({} if pattern is None else _attention_pattern.arguments(pattern)),
+        **_attention_pattern.arguments(pattern),
     )
