@@ -2,15 +2,7 @@
 //
 //   out = softmax(cap(scale * Q K^T) + mask) V        for every sequence b and query head h
 //
-//   q_map  of q (Tq, K, H / K, D), boxes of 64 columns, the heads of one key/value head and
-//          tile_tokens tokens
-//   k_map, v_map  of k, v: dense (Tk, K, D), or pages as (P * K * block_size, 1, D): boxes of 64
-//          columns, one head and box_keys keys
-//   cu_seqlens_q, cu_seqlens_k, block_tables, context_lens, out, lse: see attention_prefill.cu
-//   partial  with splits > 1: (splits, Tq, H, D) float, results of each split; after them
-//          (splits, Tq, H) float, their log2-sum-exp2
-//   counter  int, 0: where blocks take tiles from; 0 again at the end
-//   pattern_*  with PATTERN: see common/attention_pattern.cuh
+// Arguments: AttentionPrefillSm90Params, below.
 //
 // Numerics: as in attention_prefill.cu. Splits are summed in order. A row's bits depend on its own
 // keys and the number of splits (and on whether there is a pattern, where tiles of keys have other
@@ -22,137 +14,83 @@
 // come the exponentials, while the tensor cores work for the others. Three warpgroups keep them, and
 // the units of the exponentials, busier than two, as long as registers suffice.
 // Mirror: engine/reference/attention_prefill.py
+#include "attention_prefill/epilogue_sm90.cuh"
 #include "attention_prefill/tiles_sm90.cuh"
-
-// Where results go.
-struct Finish {
-  const Problem& problem;
-  scalar_t* out;
-  float* lse;
-  float* partial;
-  int64_t stride_t, stride_h;
-  int num_heads, head_dim;
-
-  // o, base (what exponents were less, as powers of 2) and sum of rows my_row and my_row + 8; their
-  // layout is wgmma.cuh's.
-  template <int kCount>
-  __device__ __forceinline__ void operator()(const TileWork& tile, int my_row,
-                                             const int (&tokens)[2], int lane, float (&o)[kCount],
-                                             const float (&base)[2], const float (&sum)[2]) const {
-    float inverse[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) inverse[i] = sum[i] == 0.0f ? 0.0f : __fdividef(1.0f, sum[i]);
-#pragma unroll
-    for (int j = 0; j < kCount; ++j) o[j] *= inverse[j / 2 % 2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const bool exists = tokens[i] < tile.tokens;
-      const int head = tile.kv_head * problem.group + my_row + 8 * i - tokens[i] * problem.group;
-      const int64_t token = tile.first_token + tokens[i];
-      const float log2_sum = sum[i] == 0.0f ? -kInf : base[i] + log2f(sum[i]);
-      if (problem.splits == 1) {
-        if (exists && lse != nullptr && lane % 4 == 0)
-          lse[token * num_heads + head] = log2_sum * kLn2;
-        store_row(out + token * stride_t + head * stride_h, exists, lane, o, i);
-      } else if (exists) {
-        const int64_t rows = static_cast<int64_t>(problem.total_q) * num_heads;
-        const int64_t index = tile.split * rows + token * num_heads + head;
-        if (lane % 4 == 0) partial[problem.splits * rows * head_dim + index] = log2_sum;
-        float* const row = partial + index * head_dim + 2 * (lane % 4);
-#pragma unroll
-        for (int j = 0; j < kCount / 4; ++j)
-          if (8 * j < head_dim)
-            *reinterpret_cast<float2*>(row + 8 * j) =
-                make_float2(o[4 * j + 2 * i], o[4 * j + 2 * i + 1]);
-      }
-    }
-  }
-
-  // The four threads of a row hold two columns of each eight: they trade for whole ones.
-  template <int kCount>
-  __device__ __forceinline__ void store_row(scalar_t* row, bool exists, int lane,
-                                            const float (&o)[kCount], int i) const {
-    const bool odd = lane & 1, upper = lane & 2;
-#pragma unroll
-    for (int j = 0; j < kCount / 16; ++j) {
-      unsigned x[4];
-#pragma unroll
-      for (int w = 0; w < 4; ++w)
-        x[w] = pack_pair(o[16 * j + 4 * w + 2 * i], o[16 * j + 4 * w + 2 * i + 1]);
-      // Neighbours: pairs of words of eights 0, 2 (even threads) or 1, 3 (odd ones).
-      unsigned y[4];
-#pragma unroll
-      for (int w = 0; w < 4; w += 2) {
-        const unsigned other = __shfl_xor_sync(~0u, odd ? x[w] : x[w + 1], 1);
-        y[w] = odd ? other : x[w];
-        y[w + 1] = odd ? x[w + 1] : other;
-      }
-      // Across: all four words of eight `lane % 4`.
-      const unsigned low = __shfl_xor_sync(~0u, upper ? y[0] : y[2], 2);
-      const unsigned high = __shfl_xor_sync(~0u, upper ? y[1] : y[3], 2);
-      const uint4 eight =
-          upper ? make_uint4(low, high, y[2], y[3]) : make_uint4(y[0], y[1], low, high);
-      const int column = 32 * j + 8 * (lane % 4);
-      if (exists && column < head_dim) *reinterpret_cast<uint4*>(row + column) = eight;
-    }
-  }
-};
 
 using Core = Prefill<HEAD_DIM, CONSUMERS, TILE_KEYS, STAGES, Q_STAGES, PATTERN != 0>;
 static_assert(Core::kSharedBytes == SHARED_BYTES,
               "kernels/attention_prefill/sm90.py computes another size");
 
-#if PATTERN
-#define ENGINE_PATTERN_PARAMS                                                                \
-  , const unsigned *pattern_blocks, int pattern_words, int pattern_num_q, int pattern_num_k, \
-      int pattern_q, int pattern_k, int pattern_offset
-#define ENGINE_PATTERN                                                                 \
-  Pattern {                                                                            \
-    pattern_blocks, pattern_words, pattern_num_q, pattern_num_k, pattern_q, pattern_k, \
-        pattern_offset                                                                 \
-  }
-#else
-#define ENGINE_PATTERN_PARAMS
-#define ENGINE_PATTERN \
-  Pattern {}
-#endif
+// Strides are in elements: _t from token to token, _h from head to head.
+struct AttentionPrefillSm90Params {
+  TensorMap q_map;  // q (Tq, K, H / K, D): boxes of 64 columns, a group of heads, tile_tokens
+  TensorMap k_map;  // k: dense (Tk, K, D), or pages as (P * K * block_size, 1, D): boxes of
+  TensorMap v_map;  // 64 columns, one head, box_keys keys; v likewise
+  const int* cu_seqlens_q;  // this and the next three: see AttentionPrefillParams
+  const int* cu_seqlens_k;
+  const int* block_tables;
+  const int* context_lens;
+  scalar_t* out;   // (Tq, H, D)
+  float* lse;      // (Tq, H) contiguous, or null
+  float* partial;  // with splits > 1: (splits, Tq, H, D), then (splits, Tq, H) log2-sum-exp2
+  int* counter;    // 0: the next tile; 0 again at the end
+  int64_t table_stride, out_stride_t, out_stride_h;
+  int64_t max_keys;  // dense: Tk; pages: keys that a row of the table can name
+  int total_q, num_heads, num_kv_heads;
+  int group;  // H / K
+  int head_dim;
+  // From here on: see Problem.
+  int tile_tokens, q_bytes, box_keys, block_shift, num_blocks;
+  int num_pairs, tiles_of_pair, long_tiles, short_tokens, total, section, splits;
+  int causal;
+  int window;                       // 0: none
+  float score_inner, score_factor;  // ScoreRule
+  // See attention_pattern.cuh; zeros without a pattern.
+  const unsigned* pattern_blocks;
+  int pattern_words, pattern_num_q, pattern_num_k, pattern_q, pattern_k, pattern_offset;
+};
 
-#define ENGINE_PREFILL(NAME, SOFTCAP)                                                              \
-  extern "C" __global__ void __launch_bounds__(Core::kThreads, 1) NAME(                            \
-      const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,            \
-      const __grid_constant__ TensorMap v_map, const int* cu_seqlens_q, const int* cu_seqlens_k,   \
-      const int* block_tables, const int* context_lens, scalar_t* out, float* lse, float* partial, \
-      int* counter, int64_t table_stride, int64_t out_stride_t, int64_t out_stride_h,              \
-      int64_t max_keys, int total_q, int num_heads, int num_kv_heads, int group, int head_dim,     \
-      int tile_tokens, int q_bytes, int box_keys, int block_shift, int num_blocks, int num_pairs,  \
-      int tiles_of_pair, int long_tiles, int short_tokens, int total, int section, int splits,     \
-      int causal, int window, float score_inner, float score_factor ENGINE_PATTERN_PARAMS) {       \
-    extern __shared__ __align__(128) unsigned char smem[];                                         \
-    const Core core(smem);                                                                         \
-    const Problem problem {                                                                        \
-      cu_seqlens_q, cu_seqlens_k, block_tables, context_lens, counter, table_stride, max_keys,     \
-          total_q, group, num_kv_heads, tile_tokens, q_bytes, box_keys, block_shift, num_blocks,   \
-          num_pairs, section, tiles_of_pair, long_tiles, short_tokens, total, splits, causal,      \
-          window > 0 ? static_cast<unsigned>(window) : 1u << 31, ENGINE_PATTERN                    \
-    };                                                                                             \
-    if (threadIdx.x == 0) core.init_barriers(problem);                                             \
-    core.init_queries(problem);                                                                    \
-    __syncthreads();                                                                               \
-    if (threadIdx.x < 128 * CONSUMERS) {                                                           \
-      warpgroup_reg_alloc<Core::kConsumerRegisters>();                                             \
-      core.consume<SOFTCAP>(                                                                       \
-          problem, ScoreRule{score_inner, score_factor},                                           \
-          Finish{problem, out, lse, partial, out_stride_t, out_stride_h, num_heads, head_dim});    \
-    } else {                                                                                       \
-      warpgroup_reg_dealloc<Core::kProducerRegisters>();                                           \
-      const int warp = threadIdx.x / 32 - 4 * CONSUMERS;                                           \
-      if (warp == 0)                                                                               \
-        core.plan(&q_map, problem);                                                                \
-      else if (warp == 1)                                                                          \
-        core.load(&k_map, &v_map, problem);                                                        \
-      else if (core.has_help(problem))                                                             \
-        core.help(&k_map, &v_map, problem);                                                        \
-    }                                                                                              \
+__device__ __forceinline__ Problem make_problem(const AttentionPrefillSm90Params& p) {
+  return {p.cu_seqlens_q, p.cu_seqlens_k, p.block_tables,
+          p.context_lens, p.counter,      p.table_stride,
+          p.max_keys,     p.total_q,      p.group,
+          p.num_kv_heads, p.tile_tokens,  p.q_bytes,
+          p.box_keys,     p.block_shift,  p.num_blocks,
+          p.num_pairs,    p.section,      p.tiles_of_pair,
+          p.long_tiles,   p.short_tokens, p.total,
+          p.splits,       p.causal,       p.window > 0 ? static_cast<unsigned>(p.window) : 1u << 31,
+          make_pattern(p)};
+}
+
+template <bool kSoftcap>
+__device__ __forceinline__ void prefill(const AttentionPrefillSm90Params& p, unsigned char* smem) {
+  const Core core(smem);
+  const Problem problem = make_problem(p);
+  if (threadIdx.x == 0) core.init_barriers(problem);
+  core.init_queries(problem);
+  __syncthreads();
+  if (threadIdx.x < 128 * CONSUMERS) {
+    warpgroup_reg_alloc<Core::kConsumerRegisters>();
+    core.consume<kSoftcap>(problem, ScoreRule{p.score_inner, p.score_factor},
+                           Epilogue{problem, p.out, p.lse, p.partial, p.out_stride_t,
+                                    p.out_stride_h, p.num_heads, p.head_dim});
+  } else {
+    warpgroup_reg_dealloc<Core::kProducerRegisters>();
+    const int warp = threadIdx.x / 32 - 4 * CONSUMERS;
+    if (warp == 0)
+      core.plan(&p.q_map, problem);
+    else if (warp == 1)
+      core.load(&p.k_map, &p.v_map, problem);
+    else if (core.has_help(problem))
+      core.help(&p.k_map, &p.v_map, problem);
+  }
+}
+
+#define ENGINE_PREFILL(name, softcap)                              \
+  extern "C" __global__ void __launch_bounds__(Core::kThreads, 1)  \
+      name(const __grid_constant__ AttentionPrefillSm90Params p) { \
+    extern __shared__ __align__(128) unsigned char smem[];         \
+    prefill<softcap>(p, smem);                                     \
   }
 ENGINE_PREFILL(attention_prefill_sm90, false)
 ENGINE_PREFILL(attention_prefill_sm90_softcap, true)

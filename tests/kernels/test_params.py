@@ -21,7 +21,6 @@ NOT_YET = {
     *("attention_backward_sm90_before", "attention_backward_sm90"),
     *("attention_backward_keys", "attention_backward_queries"),
     *("attention_decode", "attention_decode_combine", "attention_decode_sm90"),
-    *("attention_prefill_sm90", "attention_prefill_sm90_softcap"),
     *("attention_prefill_fp8_sm90", "attention_prefill_fp8"),
     *("qk_norm_rope_store_half_vector", "qk_norm_rope_store_half_scalar"),
     *("qk_norm_rope_store_interleaved_vector", "qk_norm_rope_store_interleaved_scalar"),

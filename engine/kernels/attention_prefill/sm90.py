@@ -32,12 +32,13 @@ _PARAMS = (
     "num_pairs:i32 tiles_of_pair:i32 long_tiles:i32 short_tokens:i32 total:i32 section:i32 "
     "splits:i32 causal:i32 window:i32 score_inner:f32 score_factor:f32"
 )
-_KERNELS = {  # by soft cap and pattern
-    (softcap, patterned): Kernel(
-        "attention_prefill_sm90" + "_softcap" * softcap, _PARAMS + PARAMS * patterned
+_KERNELS = {  # by soft cap
+    softcap: Kernel(
+        "attention_prefill_sm90" + "_softcap" * softcap,
+        _PARAMS + PARAMS,
+        struct="AttentionPrefillSm90Params",
     )
     for softcap in (False, True)
-    for patterned in (False, True)
 }
 _COMBINE = Kernel(
     "attention_prefill_sm90_combine",
@@ -219,7 +220,7 @@ def launch(
         "head_dim": head_dim,
         "splits": splits,
     }
-    _KERNELS[bool(rule.softcap), pattern is not None].launch(
+    _KERNELS[bool(rule.softcap)].launch(
         spec,
         (min(work["total"], sm_count()),),
         (tile.threads,),
@@ -237,7 +238,7 @@ def launch(
         window=rule.window if rule.window < lengths["max_keys"] else 0,  # else it hides nothing
         score_inner=rule.inner,
         score_factor=rule.factor,
-        **({} if pattern is None else arguments(pattern)),
+        **arguments(pattern),
     )
     if splits > 1:
         _COMBINE.launch(spec, (ceil_div(rows, 8),), (256,), **shared, rows=rows)

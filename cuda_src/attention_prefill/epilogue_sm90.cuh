@@ -1,0 +1,77 @@
+// What attention_prefill_sm90 does with a finished tile: rows go to `out`, or with splits to `partial`.
+#pragma once
+
+#include "common/attention_tiles.cuh"
+
+struct Epilogue {
+  const Problem& problem;
+  scalar_t* out;
+  float* lse;
+  float* partial;
+  int64_t stride_t, stride_h;
+  int num_heads, head_dim;
+
+  // o, base (what exponents were less, as powers of 2) and sum of rows my_row and my_row + 8; their
+  // layout is wgmma.cuh's.
+  template <int kCount>
+  __device__ __forceinline__ void operator()(const TileWork& tile, int my_row,
+                                             const int (&tokens)[2], int lane, float (&o)[kCount],
+                                             const float (&base)[2], const float (&sum)[2]) const {
+    float inverse[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) inverse[i] = sum[i] == 0.0f ? 0.0f : __fdividef(1.0f, sum[i]);
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) o[j] *= inverse[j / 2 % 2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const bool exists = tokens[i] < tile.tokens;
+      const int head = tile.kv_head * problem.group + my_row + 8 * i - tokens[i] * problem.group;
+      const int64_t token = tile.first_token + tokens[i];
+      const float log2_sum = sum[i] == 0.0f ? -kInf : base[i] + log2f(sum[i]);
+      if (problem.splits == 1) {
+        if (exists && lse != nullptr && lane % 4 == 0)
+          lse[token * num_heads + head] = log2_sum * kLn2;
+        store_row(out + token * stride_t + head * stride_h, exists, lane, o, i);
+      } else if (exists) {
+        const int64_t rows = static_cast<int64_t>(problem.total_q) * num_heads;
+        const int64_t index = tile.split * rows + token * num_heads + head;
+        if (lane % 4 == 0) partial[problem.splits * rows * head_dim + index] = log2_sum;
+        float* const row = partial + index * head_dim + 2 * (lane % 4);
+#pragma unroll
+        for (int j = 0; j < kCount / 4; ++j)
+          if (8 * j < head_dim)
+            *reinterpret_cast<float2*>(row + 8 * j) =
+                make_float2(o[4 * j + 2 * i], o[4 * j + 2 * i + 1]);
+      }
+    }
+  }
+
+  // The four threads of a row hold two columns of each eight: they trade for whole ones.
+  template <int kCount>
+  __device__ __forceinline__ void store_row(scalar_t* row, bool exists, int lane,
+                                            const float (&o)[kCount], int i) const {
+    const bool odd = lane & 1, upper = lane & 2;
+#pragma unroll
+    for (int j = 0; j < kCount / 16; ++j) {
+      unsigned x[4];
+#pragma unroll
+      for (int w = 0; w < 4; ++w)
+        x[w] = pack_pair(o[16 * j + 4 * w + 2 * i], o[16 * j + 4 * w + 2 * i + 1]);
+      // Neighbours: pairs of words of eights 0, 2 (even threads) or 1, 3 (odd ones).
+      unsigned y[4];
+#pragma unroll
+      for (int w = 0; w < 4; w += 2) {
+        const unsigned other = __shfl_xor_sync(~0u, odd ? x[w] : x[w + 1], 1);
+        y[w] = odd ? other : x[w];
+        y[w + 1] = odd ? x[w + 1] : other;
+      }
+      // Across: all four words of eight `lane % 4`.
+      const unsigned low = __shfl_xor_sync(~0u, upper ? y[0] : y[2], 2);
+      const unsigned high = __shfl_xor_sync(~0u, upper ? y[1] : y[3], 2);
+      const uint4 eight =
+          upper ? make_uint4(low, high, y[2], y[3]) : make_uint4(y[0], y[1], low, high);
+      const int column = 32 * j + 8 * (lane % 4);
+      if (exists && column < head_dim) *reinterpret_cast<uint4*>(row + column) = eight;
+    }
+  }
+};
