@@ -2,13 +2,7 @@
 //
 //   out = softmax(scale * Q K^T * q_scale k_scale + mask) V * v_scale   for every sequence, head
 //
-//   q        (Tq, H, D)  e4m3     token t, head h starts at t * q_stride_t + h * q_stride_h
-//   k, v     (Tk, K, D)  e4m3     query head h reads head h / group
-//   q_scale  (H,)        float    k_scale, v_scale (K,) float
-//   cu_seqlens_q, cu_seqlens_k (B + 1,) int   where sequences begin
-//   out      (Tq, H, D)  scalar_t; 0 where a query sees no key
-//   lse      (Tq, H)     float, or null
-//   factor   scale * log2(e)
+// Arguments: AttentionPrefillFp8Params, below.
 //
 // Numerics: sums in float. P = 2^(score * log2(e) - n), with a whole number n for each row that
 // makes the largest P at most 16, is rounded to e4m3; the sum by which the result is divided is
@@ -40,59 +34,76 @@ __device__ __forceinline__ int2 span(const int* cu_seqlens, int b, int64_t total
   return make_int2(static_cast<int>(begin), static_cast<int>(end));
 }
 
+// Strides are in elements: _t from token to token, _h from head to head.
+struct AttentionPrefillFp8Params {
+  const unsigned char* q;   // (Tq, H, D) e4m3
+  const unsigned char* k;   // (Tk, K, D) e4m3; query head h reads head h / group
+  const unsigned char* v;   // (Tk, K, D) e4m3
+  const int* cu_seqlens_q;  // (B + 1,) sequence b's queries: rows cu_seqlens_q[b] to [b + 1]
+  const int* cu_seqlens_k;  // (B + 1,) its keys likewise
+  const float* q_scale;     // (H,)
+  const float* k_scale;     // (K,)
+  const float* v_scale;     // (K,)
+  scalar_t* out;            // (Tq, H, D); 0 where a query sees no key
+  float* lse;               // (Tq, H) contiguous, or null
+  int64_t q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h;
+  int64_t out_stride_t, out_stride_h;
+  int64_t max_keys;  // Tk
+  int total_q, num_heads;
+  int group;  // H / K
+  int head_dim;
+  int causal;
+  float factor;  // scale * log2(e)
+};
+
 extern "C" __global__ void __launch_bounds__(32 * kRows)
-    attention_prefill_fp8(const unsigned char* q, const unsigned char* k, const unsigned char* v,
-                          const int* cu_seqlens_q, const int* cu_seqlens_k, const float* q_scale,
-                          const float* k_scale, const float* v_scale, scalar_t* out, float* lse,
-                          int64_t q_stride_t, int64_t q_stride_h, int64_t k_stride_t,
-                          int64_t k_stride_h, int64_t v_stride_t, int64_t v_stride_h,
-                          int64_t out_stride_t, int64_t out_stride_h, int64_t max_keys, int total_q,
-                          int num_heads, int group, int head_dim, int causal, float factor) {
+    attention_prefill_fp8(const __grid_constant__ AttentionPrefillFp8Params p) {
   __shared__ float smem_q[kRows][32 * kMaxColumns];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int h = blockIdx.y, kv_head = h / group;
-  const int2 rows = span(cu_seqlens_q, blockIdx.z, total_q);
-  const int2 keys = span(cu_seqlens_k, blockIdx.z, max_keys);
+  const int h = blockIdx.y, kv_head = h / p.group;
+  const int2 rows = span(p.cu_seqlens_q, blockIdx.z, p.total_q);
+  const int2 keys = span(p.cu_seqlens_k, blockIdx.z, p.max_keys);
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + warp + rows.x;
   if (row >= rows.y) return;
-  for (int i = lane; i < head_dim; i += 32)
-    smem_q[warp][i] = from_e4m3(q[row * q_stride_t + h * q_stride_h + i]);
+  for (int i = lane; i < p.head_dim; i += 32)
+    smem_q[warp][i] = from_e4m3(p.q[row * p.q_stride_t + h * p.q_stride_h + i]);
   __syncwarp();
 
   const int num_keys = keys.y - keys.x;
-  const int last = causal ? num_keys - rows.y + static_cast<int>(row) : num_keys - 1;
-  const float to_log2 = factor * q_scale[h] * k_scale[kv_head];
+  const int last = p.causal ? num_keys - rows.y + static_cast<int>(row) : num_keys - 1;
+  const float to_log2 = p.factor * p.q_scale[h] * p.k_scale[kv_head];
   float base = -kInf, sum = 0.0f, acc[kMaxColumns] = {};
   for (int first = 0; first <= last; first += 32) {
     const int key = first + lane;
     float score = -kInf;
     if (key <= last) {
-      const unsigned char* const x = k + (keys.x + key) * k_stride_t + kv_head * k_stride_h;
+      const unsigned char* const x = p.k + (keys.x + key) * p.k_stride_t + kv_head * p.k_stride_h;
       float dot = 0.0f;
-      for (int i = 0; i < head_dim; ++i) dot = fmaf(smem_q[warp][i], from_e4m3(x[i]), dot);
+      for (int i = 0; i < p.head_dim; ++i) dot = fmaf(smem_q[warp][i], from_e4m3(x[i]), dot);
       score = dot * to_log2;
     }
     const float top = fmaxf(base, ceilf(warp_max(score)));
     const float correction = exp2f(base - finite_or_zero(top));
     base = top;
-    const float p = round_to_e4m3(exp2f(score - finite_or_zero(base) + 4.0f));
-    sum = fmaf(sum, correction, warp_sum(p));
+    const float prob = round_to_e4m3(exp2f(score - finite_or_zero(base) + 4.0f));
+    sum = fmaf(sum, correction, warp_sum(prob));
 #pragma unroll
     for (int j = 0; j < kMaxColumns; ++j) acc[j] *= correction;
     for (int i = 0; i < 32 && first + i <= last; ++i) {
-      const float weight = __shfl_sync(~0u, p, i);
-      const unsigned char* const x = v + (keys.x + first + i) * v_stride_t + kv_head * v_stride_h;
+      const float weight = __shfl_sync(~0u, prob, i);
+      const unsigned char* const x =
+          p.v + (keys.x + first + i) * p.v_stride_t + kv_head * p.v_stride_h;
 #pragma unroll
       for (int j = 0; j < kMaxColumns; ++j)
-        if (lane + 32 * j < head_dim) acc[j] = fmaf(weight, from_e4m3(x[lane + 32 * j]), acc[j]);
+        if (lane + 32 * j < p.head_dim) acc[j] = fmaf(weight, from_e4m3(x[lane + 32 * j]), acc[j]);
     }
   }
-  const float inverse = sum == 0.0f ? 0.0f : v_scale[kv_head] / sum;
+  const float inverse = sum == 0.0f ? 0.0f : p.v_scale[kv_head] / sum;
 #pragma unroll
   for (int j = 0; j < kMaxColumns; ++j)
-    if (lane + 32 * j < head_dim)
-      out[row * out_stride_t + h * out_stride_h + lane + 32 * j] =
+    if (lane + 32 * j < p.head_dim)
+      p.out[row * p.out_stride_t + h * p.out_stride_h + lane + 32 * j] =
           from_float<scalar_t>(acc[j] * inverse);
-  if (lse != nullptr && lane == 0)
-    lse[row * num_heads + h] = sum == 0.0f ? -kInf : (base - 4.0f + log2f(sum)) * kLn2;
+  if (p.lse != nullptr && lane == 0)
+    p.lse[row * p.num_heads + h] = sum == 0.0f ? -kInf : (base - 4.0f + log2f(sum)) * kLn2;
 }

@@ -18,15 +18,28 @@ from engine.kernels._params import struct_dtype
 
 MAX_ARGUMENTS = 12
 NOT_YET = {
-    *("attention_backward_sm90_before", "attention_backward_sm90"),
-    *("attention_backward_keys", "attention_backward_queries"),
-    *("attention_decode", "attention_decode_combine", "attention_decode_sm90"),
-    *("attention_prefill_fp8_sm90", "attention_prefill_fp8"),
-    *("qk_norm_rope_store_half_vector", "qk_norm_rope_store_half_scalar"),
-    *("qk_norm_rope_store_interleaved_vector", "qk_norm_rope_store_interleaved_scalar"),
-    *("rope_half_vector", "rope_half_scalar", "rope_interleaved_vector", "rope_interleaved_scalar"),
-    *("kv_gather_vector", "kv_gather_scalar", "kv_store_vector", "kv_store_scalar"),
-    *("merge_states_vector", "merge_states_pairs", "merge_states_scalar"),
+    "attention_backward_keys",
+    "attention_backward_queries",
+    "attention_backward_sm90",
+    "attention_backward_sm90_before",
+    "attention_decode",
+    "attention_decode_combine",
+    "attention_decode_sm90",
+    "kv_gather_scalar",
+    "kv_gather_vector",
+    "kv_store_scalar",
+    "kv_store_vector",
+    "merge_states_pairs",
+    "merge_states_scalar",
+    "merge_states_vector",
+    "qk_norm_rope_store_half_scalar",
+    "qk_norm_rope_store_half_vector",
+    "qk_norm_rope_store_interleaved_scalar",
+    "qk_norm_rope_store_interleaved_vector",
+    "rope_half_scalar",
+    "rope_half_vector",
+    "rope_interleaved_scalar",
+    "rope_interleaved_vector",
 }
 
 for _info in pkgutil.walk_packages(kernels.__path__, "engine.kernels."):

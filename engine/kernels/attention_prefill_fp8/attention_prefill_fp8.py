@@ -25,6 +25,7 @@ _KERNEL = Kernel(
     "out:ptr lse:ptr q_stride_t:i64 q_stride_h:i64 k_stride_t:i64 k_stride_h:i64 v_stride_t:i64 "
     "v_stride_h:i64 out_stride_t:i64 out_stride_h:i64 max_keys:i64 total_q:i32 num_heads:i32 "
     "group:i32 head_dim:i32 causal:i32 factor:f32",
+    struct="AttentionPrefillFp8Params",
 )
 _ROWS = 4  # of a block: a warp each
 _OUT_DTYPES = ("float16", "bfloat16")

@@ -20,6 +20,7 @@ _KERNEL = Kernel(
     "v_scale:ptr out:ptr lse:ptr counter:ptr out_stride_t:i64 out_stride_h:i64 max_keys:i64 "
     "total_q:i32 num_heads:i32 num_kv_heads:i32 head_dim:i32 num_pairs:i32 tiles_of_pair:i32 "
     "section:i32 causal:i32 factor:f32",
+    struct="AttentionPrefillFp8Sm90Params",
 )
 _KEYS = 128
 _Q_STAGES = 2
