@@ -4,11 +4,7 @@
 //   delta = sum(dO * O)                dS = P * (dP - delta) * (1 - (S / softcap)^2)
 //   dV = P^T dO                        dK = scale * dS^T Q    dQ = scale * dS K
 //
-//   q, dout, out (Tq, H, D)  scalar_t   sequence b: rows cu_seqlens_q[b] to cu_seqlens_q[b + 1]
-//   k, v         (Tk, K, D)  scalar_t   sequence b: rows cu_seqlens_k[b] to cu_seqlens_k[b + 1]
-//   lse, delta   (Tq, H) float          log-sum-exp of the forward pass; what _delta computes
-//   dq           (Tq, H, D)  scalar_t   dk, dv (Tk, K, D) scalar_t: contiguous
-//   *_stride_t, *_stride_h              elements from token to token and from head to head
+// Arguments: AttentionBackwardParams, below.
 //
 // Numerics: S, P, dP, dS and all sums in float; P is rounded to scalar_t for dV, dS for dK and dQ;
 // each result is rounded once, the sum over the query heads of a key/value head inside. Float
@@ -46,76 +42,102 @@ extern "C" __global__ void __launch_bounds__(256)
   if (threadIdx.x % 32 == 0) delta[row] = sum;
 }
 
-#define ENGINE_BACKWARD_PARAMS                                                                     \
-  const scalar_t *dout, const scalar_t *q, const scalar_t *k, const scalar_t *v, const float *lse, \
-      const float *delta, const int *cu_seqlens_q, const int *cu_seqlens_k, scalar_t *dq,          \
-      scalar_t *dk, scalar_t *dv, int64_t dout_stride_t, int64_t dout_stride_h,                    \
-      int64_t q_stride_t, int64_t q_stride_h, int64_t k_stride_t, int64_t k_stride_h,              \
-      int64_t v_stride_t, int64_t v_stride_h, int total_q, int total_k, int num_heads, int group,  \
-      int head_dim, int causal, int window, int is_vector, float score_inner, float score_factor,  \
-      float scale
+// Strides are in elements: _t from token to token, _h from head to head. dq, dk, dv, lse and delta
+// are contiguous.
+struct AttentionBackwardParams {
+  const scalar_t* dout;     // (Tq, H, D)
+  const scalar_t* q;        // (Tq, H, D)
+  const scalar_t* k;        // (Tk, K, D)
+  const scalar_t* v;        // (Tk, K, D)
+  const float* lse;         // (Tq, H) log-sum-exp of the forward pass
+  const float* delta;       // (Tq, H) what _delta computes
+  const int* cu_seqlens_q;  // (B + 1,) sequence b's queries: rows cu_seqlens_q[b] to [b + 1]
+  const int* cu_seqlens_k;  // (B + 1,) its keys likewise
+  scalar_t* dq;             // (Tq, H, D)
+  scalar_t* dk;             // (Tk, K, D)
+  scalar_t* dv;             // (Tk, K, D)
+  int64_t dout_stride_t, dout_stride_h, q_stride_t, q_stride_h;
+  int64_t k_stride_t, k_stride_h, v_stride_t, v_stride_h;
+  int total_q, total_k, num_heads;
+  int group;  // H / K
+  int head_dim;
+  int causal;
+  int window;                       // 0: none
+  int is_vector;                    // all rows start at, and are whole, 16-byte words
+  float score_inner, score_factor;  // ScoreRule
+  float scale;
+};
+
+// A head's rows of one sequence in q and dout, and in k and v.
+__device__ __forceinline__ Rows q_rows(const AttentionBackwardParams& p, const Sequence& sequence,
+                                       int head) {
+  return {p.q + sequence.q_begin * p.q_stride_t + head * p.q_stride_h, p.q_stride_t, sequence.num_q,
+          p.head_dim, p.is_vector != 0};
+}
+__device__ __forceinline__ Rows dout_rows(const AttentionBackwardParams& p,
+                                          const Sequence& sequence, int head) {
+  return {p.dout + sequence.q_begin * p.dout_stride_t + head * p.dout_stride_h, p.dout_stride_t,
+          sequence.num_q, p.head_dim, p.is_vector != 0};
+}
+__device__ __forceinline__ Rows k_rows(const AttentionBackwardParams& p, const Sequence& sequence,
+                                       int kv_head) {
+  return {p.k + sequence.k_begin * p.k_stride_t + kv_head * p.k_stride_h, p.k_stride_t,
+          sequence.num_k, p.head_dim, p.is_vector != 0};
+}
+__device__ __forceinline__ Rows v_rows(const AttentionBackwardParams& p, const Sequence& sequence,
+                                       int kv_head) {
+  return {p.v + sequence.k_begin * p.v_stride_t + kv_head * p.v_stride_h, p.v_stride_t,
+          sequence.num_k, p.head_dim, p.is_vector != 0};
+}
 
 extern "C" __global__ void __launch_bounds__(KeyTile::kThreads, 1)
-    attention_backward_keys(ENGINE_BACKWARD_PARAMS) {
+    attention_backward_keys(const __grid_constant__ AttentionBackwardParams p) {
   extern __shared__ __align__(128) unsigned char smem_bytes[];
   constexpr int kParts = (HEAD_DIM + KeyTile::kColumns - 1) / KeyTile::kColumns;
   const int b = blockIdx.z, kv_head = blockIdx.y;
   const int row_begin = static_cast<int>(blockIdx.x) / kParts * KeyTile::kRows;
   const int column = static_cast<int>(blockIdx.x) % kParts * KeyTile::kColumns;
-  const Sequence sequence(cu_seqlens_q, cu_seqlens_k, b, total_q, total_k, causal, window);
+  const Sequence sequence(p.cu_seqlens_q, p.cu_seqlens_k, b, p.total_q, p.total_k, p.causal,
+                          p.window);
   if (row_begin >= sequence.num_k) return;
-  const bool vector = is_vector != 0;
-  const int num_kv_heads = num_heads / group;
-  const Rows k_rows{k + sequence.k_begin * k_stride_t + kv_head * k_stride_h, k_stride_t,
-                    sequence.num_k, head_dim, vector};
-  const Rows v_rows{v + sequence.k_begin * v_stride_t + kv_head * v_stride_h, v_stride_t,
-                    sequence.num_k, head_dim, vector};
+  const Rows k = k_rows(p, sequence, kv_head), v = v_rows(p, sequence, kv_head);
   const int end_row = min(row_begin + KeyTile::kRows, sequence.num_k);
   const int begin = sequence.first_query(row_begin), end = sequence.end_query(end_row);
   KeyTile core;
   core.start();
 #pragma unroll 1
-  for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
-    const Rows q_rows{q + sequence.q_begin * q_stride_t + head * q_stride_h, q_stride_t,
-                      sequence.num_q, head_dim, vector};
-    const Rows dout_rows{dout + sequence.q_begin * dout_stride_t + head * dout_stride_h,
-                         dout_stride_t, sequence.num_q, head_dim, vector};
-    const int64_t stat = sequence.q_begin * num_heads + head;
-    core.run(smem_bytes, sequence, ScoreRule{score_inner, score_factor}, k_rows, v_rows, q_rows,
-             dout_rows, lse + stat, delta + stat, num_heads, row_begin, begin, end, column);
+  for (int head = kv_head * p.group; head < (kv_head + 1) * p.group; ++head) {
+    const int64_t stat = sequence.q_begin * p.num_heads + head;
+    core.run(smem_bytes, sequence, ScoreRule{p.score_inner, p.score_factor}, k, v,
+             q_rows(p, sequence, head), dout_rows(p, sequence, head), p.lse + stat, p.delta + stat,
+             p.num_heads, row_begin, begin, end, column);
   }
-  const int64_t stride = static_cast<int64_t>(num_kv_heads) * head_dim;
-  const int64_t to = sequence.k_begin * stride + kv_head * head_dim;
-  core.store(GradientRows{dk + to, stride, sequence.num_k, head_dim, scale},
-             GradientRows{dv + to, stride, sequence.num_k, head_dim, 1.0f}, row_begin, column);
+  const int64_t stride = static_cast<int64_t>(p.num_heads / p.group) * p.head_dim;
+  const int64_t to = sequence.k_begin * stride + kv_head * p.head_dim;
+  core.store(GradientRows{p.dk + to, stride, sequence.num_k, p.head_dim, p.scale},
+             GradientRows{p.dv + to, stride, sequence.num_k, p.head_dim, 1.0f}, row_begin, column);
 }
 
 extern "C" __global__ void __launch_bounds__(QueryTile::kThreads, 1)
-    attention_backward_queries(ENGINE_BACKWARD_PARAMS) {
+    attention_backward_queries(const __grid_constant__ AttentionBackwardParams p) {
   extern __shared__ __align__(128) unsigned char smem_bytes[];
-  const int b = blockIdx.z, head = blockIdx.y, kv_head = head / group;
+  const int b = blockIdx.z, head = blockIdx.y, kv_head = head / p.group;
   const int row_begin = static_cast<int>(gridDim.x - 1 - blockIdx.x) * QueryTile::kRows;
-  const Sequence sequence(cu_seqlens_q, cu_seqlens_k, b, total_q, total_k, causal, window);
+  const Sequence sequence(p.cu_seqlens_q, p.cu_seqlens_k, b, p.total_q, p.total_k, p.causal,
+                          p.window);
   if (row_begin >= sequence.num_q) return;
-  const bool vector = is_vector != 0;
-  const Rows q_rows{q + sequence.q_begin * q_stride_t + head * q_stride_h, q_stride_t,
-                    sequence.num_q, head_dim, vector};
-  const Rows dout_rows{dout + sequence.q_begin * dout_stride_t + head * dout_stride_h,
-                       dout_stride_t, sequence.num_q, head_dim, vector};
-  const Rows k_rows{k + sequence.k_begin * k_stride_t + kv_head * k_stride_h, k_stride_t,
-                    sequence.num_k, head_dim, vector};
-  const Rows v_rows{v + sequence.k_begin * v_stride_t + kv_head * v_stride_h, v_stride_t,
-                    sequence.num_k, head_dim, vector};
   const int last_row = min(row_begin + QueryTile::kRows, sequence.num_q) - 1;
   const int begin = sequence.first_key(row_begin);
   const int end = min(sequence.last_key(last_row) + 1, sequence.num_k);
-  const int64_t stat = sequence.q_begin * num_heads + head;
+  const int64_t stat = sequence.q_begin * p.num_heads + head;
   QueryTile core;
   core.start();
-  core.run(smem_bytes, sequence, ScoreRule{score_inner, score_factor}, q_rows, dout_rows, k_rows,
-           v_rows, lse + stat, delta + stat, num_heads, row_begin, begin, end, 0);
-  const int64_t stride = static_cast<int64_t>(num_heads) * head_dim;
-  const GradientRows to{dq + sequence.q_begin * stride + head * head_dim, stride, sequence.num_q,
-                        head_dim, scale};
+  core.run(smem_bytes, sequence, ScoreRule{p.score_inner, p.score_factor},
+           q_rows(p, sequence, head), dout_rows(p, sequence, head), k_rows(p, sequence, kv_head),
+           v_rows(p, sequence, kv_head), p.lse + stat, p.delta + stat, p.num_heads, row_begin,
+           begin, end, 0);
+  const int64_t stride = static_cast<int64_t>(p.num_heads) * p.head_dim;
+  const GradientRows to{p.dq + sequence.q_begin * stride + head * p.head_dim, stride,
+                        sequence.num_q, p.head_dim, p.scale};
   core.store(to, to, row_begin, 0);
 }

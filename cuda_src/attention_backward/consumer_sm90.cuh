@@ -120,7 +120,7 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
                                           float (&dk)[kHeadDim / 2],
                                           float (&dv)[kHeadDim / 2]) const {
     const int half = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
-    const int lane = threadIdx.x % 32, warp_row = half * 64 + threadIdx.x / 32 % 4 * 16;
+    const int lane = threadIdx.x % 32, warp_row = (threadIdx.x - 128) / 32 * 16;
     const unsigned my_k = k + half * 64 * 128, my_v = v + half * 64 * 128;
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) dk[i] = dv[i] = 0.0f;

@@ -114,6 +114,21 @@ struct MmaBackward {
     float s[kStream / 8][4], dp[kStream / 8][4];
     multiply(s, smem_a, smem_x);
     multiply(dp, smem_b, smem_y);
+    if (rule.inner != 0.0f)
+      differentiate<true>(s, dp, stats, sequence, rule, row_begin, stream_begin);
+    else
+      differentiate<false>(s, dp, stats, sequence, rule, row_begin, stream_begin);
+    accumulate(first, dp, smem_x, column);
+    if constexpr (kOfKeys) accumulate(second, s, smem_y, column);
+  }
+
+  // Scores become P, dP becomes dS.
+  template <bool kSoftcap>
+  __device__ static __forceinline__ void differentiate(float (&s)[kStream / 8][4],
+                                                       float (&dp)[kStream / 8][4],
+                                                       const float* stats, const Sequence& sequence,
+                                                       const ScoreRule& rule, int row_begin,
+                                                       int stream_begin) {
     const int row = warp_idx() * 16 + lane() / 4;
 #pragma unroll
     for (int j = 0; j < kStream / 8; ++j)
@@ -123,14 +138,12 @@ struct MmaBackward {
         const int query = kOfKeys ? stream_begin + my_column : row_begin + my_row;
         const int key = kOfKeys ? row_begin + my_row : stream_begin + my_column;
         const int stat = kOfKeys ? my_column : my_row;
-        const Gradient g =
-            gradient(rule, s[j][i], dp[j][i], stats[stat],
-                     stats[(kOfKeys ? kStream : kRows) + stat], sequence.sees(query, key));
+        const Gradient g = gradient<kSoftcap>(rule, s[j][i], dp[j][i], stats[stat],
+                                              stats[(kOfKeys ? kStream : kRows) + stat],
+                                              sequence.sees(query, key));
         s[j][i] = g.p;
         dp[j][i] = g.ds;
       }
-    accumulate(first, dp, smem_x, column);
-    if constexpr (kOfKeys) accumulate(second, s, smem_y, column);
   }
 
   // c = rows x stream^T

@@ -9,7 +9,7 @@ struct Sequence {
   int64_t q_begin, k_begin;  // first row of each in the arrays
   int num_q, num_k;
   int first_last;  // last key that query 0 sees; negative: none
-  int causal;
+  int causal;      // 1: each further query sees one key more; 0: all see the same
   unsigned reach;  // keys a query sees, counted back from its last one: window, or 2^31
 
   // SAFETY: lengths that do not fit the arrays are cut to them.
@@ -26,7 +26,7 @@ struct Sequence {
   }
 
   __device__ __forceinline__ int last_key(int query) const {
-    return first_last + (causal ? query : 0);
+    return first_last + causal * query;  // one multiply-add
   }
   __device__ __forceinline__ int first_key(int query) const {
     return reach < 1u << 31 ? max(0, last_key(query) - static_cast<int>(reach) + 1) : 0;
@@ -52,10 +52,11 @@ struct Gradient {
 };
 
 // Of one query and key, of q.k, dout.v, and of the query the log2-sum-exp2 and sum(dout * out).
+template <bool kSoftcap>
 __device__ __forceinline__ Gradient gradient(const ScoreRule& rule, float dot, float dp, float lse,
                                              float delta, bool seen) {
   float slope = 1.0f;
-  if (rule.inner != 0.0f) {
+  if constexpr (kSoftcap) {
     dot = rule.cap(dot);
     slope = 1.0f - dot * dot;
   }

@@ -87,17 +87,10 @@ struct SimtBackward {
     const int first_row = warp_idx() * kWarpRows;
     multiply(p, smem_a + first_row * Layout::kPitch, smem_x + lane() * Layout::kPitch, head_dim);
     multiply(ds, smem_b + first_row * Layout::kPitch, smem_y + lane() * Layout::kPitch, head_dim);
-#pragma unroll
-    for (int r = 0; r < kWarpRows; ++r) {
-      const int row = row_begin + first_row + r, streamed = stream_begin + lane();
-      const int query = kOfKeys ? streamed : row, key = kOfKeys ? row : streamed;
-      const int stat = kOfKeys ? lane() : first_row + r;
-      const Gradient g =
-          gradient(rule, p[r], ds[r], stats[stat], stats[(kOfKeys ? kStream : kRows) + stat],
-                   sequence.sees(query, key));
-      p[r] = g.p;
-      ds[r] = g.ds;
-    }
+    if (rule.inner != 0.0f)
+      differentiate<true>(p, ds, stats, sequence, rule, row_begin, stream_begin);
+    else
+      differentiate<false>(p, ds, stats, sequence, rule, row_begin, stream_begin);
 #pragma unroll 4
     for (int j = 0; j < kStream; ++j) {
 #pragma unroll
@@ -113,6 +106,27 @@ struct SimtBackward {
             second[r][c] += other * to_float(smem_y[j * Layout::kPitch + c * kWarpSize + lane()]);
         }
       }
+    }
+  }
+
+  // Scores become P, dP becomes dS.
+  template <bool kSoftcap>
+  __device__ static __forceinline__ void differentiate(float (&p)[kWarpRows],
+                                                       float (&ds)[kWarpRows], const float* stats,
+                                                       const Sequence& sequence,
+                                                       const ScoreRule& rule, int row_begin,
+                                                       int stream_begin) {
+    const int first_row = warp_idx() * kWarpRows;
+#pragma unroll
+    for (int r = 0; r < kWarpRows; ++r) {
+      const int row = row_begin + first_row + r, streamed = stream_begin + lane();
+      const int query = kOfKeys ? streamed : row, key = kOfKeys ? row : streamed;
+      const int stat = kOfKeys ? lane() : first_row + r;
+      const Gradient g =
+          gradient<kSoftcap>(rule, p[r], ds[r], stats[stat],
+                             stats[(kOfKeys ? kStream : kRows) + stat], sequence.sees(query, key));
+      p[r] = g.p;
+      ds[r] = g.ds;
     }
   }
 

@@ -31,7 +31,7 @@ struct BackwardProblem {
 // Tiles of queries are numbered over all sequences: this is the first one's number. Each sequence
 // has its own tiles, so up to one a sequence more than all queries need.
 template <int kQueries>
-__device__ __forceinline__ int first_slot(const Sequence& sequence, int b) {
+__device__ __forceinline__ int first_query_tile(const Sequence& sequence, int b) {
   return static_cast<int>(sequence.q_begin) / kQueries + b;
 }
 
@@ -45,7 +45,7 @@ struct KeyWork {
   int first_last;    // last key, counted from the block's first one, that query 0 sees
   int begin, tiles;  // tiles of queries that see one of the keys
   int start;         // the one to begin with, counted from `begin`
-  int slot;          // number of the sequence's first tile
+  int first_tile;    // number of the sequence's first tile
 
   // The tile visited in turn i.
   __device__ __forceinline__ int tile(int i) const {
@@ -74,7 +74,7 @@ __device__ __forceinline__ KeyWork find_work(const BackwardProblem& problem,
   work.start = 0;
   if (rotates && !problem.causal && work.num_keys > 0)
     work.start = static_cast<int>(static_cast<int64_t>(key_block) * end / work.num_key_blocks);
-  work.slot = first_slot<kQueries>(sequence, b);
+  work.first_tile = first_query_tile<kQueries>(sequence, b);
   return work;
 }
 
@@ -217,7 +217,7 @@ struct Backward {
     for (int turn = work.tiles * problem.group; turn > 0; --turn) {
       const int query = work.tile(i) * kQueries;
       const int64_t place =
-          static_cast<int64_t>(work.slot + work.tile(i)) * problem.num_heads + head;
+          static_cast<int64_t>(work.first_tile + work.tile(i)) * problem.num_heads + head;
       mbarrier_wait_to_overwrite(q_empty + 8 * stage, phase);
       load_tile(q_map, problem.statistics + place * 2 * kQueries, head, work.query_row + query,
                 work.num_queries - query, work.first_last + (problem.causal ? query : 0), stage,
@@ -242,7 +242,7 @@ struct Backward {
     int i = 0, head = work.kv_head * problem.group;
     for (int turn = work.tiles * problem.group; turn > 0; --turn) {
       const int m = work.tile(i);
-      const int64_t place = static_cast<int64_t>(work.slot + m) * problem.num_heads + head;
+      const int64_t place = static_cast<int64_t>(work.first_tile + m) * problem.num_heads + head;
       mbarrier_wait(dq_full + 8 * half, phase);
       phase ^= 1;
       if (problem.order != nullptr) {

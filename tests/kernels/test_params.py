@@ -18,10 +18,6 @@ from engine.kernels._params import struct_dtype
 
 MAX_ARGUMENTS = 12
 NOT_YET = {
-    "attention_backward_keys",
-    "attention_backward_queries",
-    "attention_backward_sm90",
-    "attention_backward_sm90_before",
     "attention_decode",
     "attention_decode_combine",
     "attention_decode_sm90",

@@ -36,8 +36,9 @@ _PARAMS = (
     "k_stride_h:i64 v_stride_t:i64 v_stride_h:i64 total_q:i32 total_k:i32 num_heads:i32 group:i32 "
     "head_dim:i32 causal:i32 window:i32 is_vector:i32 score_inner:f32 score_factor:f32 scale:f32"
 )
-_KEYS = Kernel("attention_backward_keys", _PARAMS)
-_QUERIES = Kernel("attention_backward_queries", _PARAMS)
+_STRUCT = "AttentionBackwardParams"
+_KEYS = Kernel("attention_backward_keys", _PARAMS, struct=_STRUCT)
+_QUERIES = Kernel("attention_backward_queries", _PARAMS, struct=_STRUCT)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ _BEFORE = Kernel(
     "dout:ptr out:ptr lse:ptr cu_seqlens_q:ptr statistics:ptr dq_sum:ptr order:ptr "
     "dout_stride_t:i64 dout_stride_h:i64 out_stride_t:i64 out_stride_h:i64 total_q:i32 "
     "num_heads:i32 head_dim:i32",
+    struct="AttentionBackwardSm90BeforeParams",
 )
 _MAIN = Kernel(
     "attention_backward_sm90",
@@ -29,6 +30,7 @@ _MAIN = Kernel(
     "statistics:ptr dq_sum:ptr order:ptr counter:ptr dk:ptr dv:ptr total_q:i32 total_k:i32 "
     "num_heads:i32 group:i32 head_dim:i32 causal:i32 key_blocks:i32 descending:i32 "
     "score_factor:f32 scale:f32",
+    struct="AttentionBackwardSm90Params",
 )
 _AFTER = Kernel(
     "attention_backward_sm90_after",
