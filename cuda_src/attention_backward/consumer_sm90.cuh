@@ -81,7 +81,7 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
     const unsigned to = dq + half * kHalfBytes + threadIdx.x % 128 * 16;
 #pragma unroll
     for (int j = 0; j < 8; ++j)
-      shared_store4(to + j * 2048, sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]);
+      st_shared_v4(to + j * 2048, sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]);
     fence_async_proxy();
     mbarrier_arrive(dq_full + 8 * half);
   }
@@ -93,7 +93,7 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
                                                  float factor, const int (&first)[2]) {
 #pragma unroll
     for (int j = 0; j < kQueries / 8; ++j) {
-      const float2 sum = shared_load2(lse + j * 32);
+      const float2 sum = ld_shared_v2(lse + j * 32);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float p = exp2_approx(fmaf(s[4 * j + i], factor, -(i % 2 ? sum.y : sum.x)));
@@ -108,7 +108,7 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
                                                        unsigned delta) {
 #pragma unroll
     for (int j = 0; j < kQueries / 8; ++j) {
-      const float2 sum = shared_load2(delta + j * 32);
+      const float2 sum = ld_shared_v2(delta + j * 32);
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         dp[4 * j + i] = p[4 * j + i] * (dp[4 * j + i] - (i % 2 ? sum.y : sum.x));
@@ -148,7 +148,7 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
       mbarrier_wait(dout_full + 8 * stage, turn / 2 % 2);
       wgmma_fence();
       start_scores(dp, my_v, dout_tile);
-      const int beyond = warp_row + lane / 4 - shared_load(statistics + kStatBytes);
+      const int beyond = warp_row + lane / 4 - ld_shared(statistics + kStatBytes);
       if (__any_sync(~0u, beyond + 8 > 0)) {
         int first[2];
 #pragma unroll
@@ -180,7 +180,7 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
       start_sums(dk, ds_packed, q_tile);
       // SAFETY: both warpgroups have stored dS. The other tile of dS is free when this barrier is
       // passed again: its readers have waited for their products before they came here.
-      named_barrier<1, 128 * kConsumers>();
+      named_barrier_sync<128 * kConsumers>(1);
       wgmma_fence();
       start_dq(dq_sum, ds_tile, half);
       wgmma_fence();

@@ -1,5 +1,5 @@
 // PTX that only attention_backward_sm90 needs: sums added to memory by the copy engine, the order
-// of blocks that add, single values in shared memory, and two forms of wgmma.
+// of blocks that add, and two forms of wgmma.
 #pragma once
 
 #include "common/attention_sm90.cuh"
@@ -26,26 +26,6 @@ __device__ __forceinline__ int load_acquire(const int* from) {
 }
 __device__ __forceinline__ void add_release(int* to, int x) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
-}
-
-// ---- shared memory, by address ---------------------------------------------------------------------
-
-__device__ __forceinline__ void shared_store(unsigned to, int x) {
-  asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
-}
-__device__ __forceinline__ int shared_load(unsigned from) {
-  int x;
-  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(from));
-  return x;
-}
-__device__ __forceinline__ float2 shared_load2(unsigned from) {
-  float2 x;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(from));
-  return x;
-}
-__device__ __forceinline__ void shared_store4(unsigned to, float a, float b, float c, float d) {
-  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(a), "f"(b), "f"(c), "f"(d)
-               : "memory");
 }
 
 // ---- wgmma ------------------------------------------------------------------------------------

@@ -163,8 +163,8 @@ struct Backward {
   __device__ __forceinline__ void zero_rows(unsigned tile, int valid, int lane) const {
     for (int chunk = 0; chunk < kChunks; ++chunk)
       for (int row = valid + lane / 8; row < kRows; row += 4)
-        shared_store4(tile + chunk * kRows * 128 + row * 128 + lane % 8 * 16, 0.0f, 0.0f, 0.0f,
-                      0.0f);
+        st_shared_v4(tile + chunk * kRows * 128 + row * 128 + lane % 8 * 16, 0.0f, 0.0f, 0.0f,
+                     0.0f);
     fence_async_proxy();
     __syncwarp();
   }
@@ -198,7 +198,7 @@ struct Backward {
                                             unsigned& tail_phase, int lane) const {
     const unsigned full = q_full + 8 * stage, to = stats + stage * kStatStride;
     if (lane == 0) {
-      shared_store(to + kStatBytes, last);
+      st_shared(to + kStatBytes, last);
       mbarrier_arrive_expect_tx(full, kStatBytes);
       bulk_load(to, statistics, kStatBytes, full);
     }

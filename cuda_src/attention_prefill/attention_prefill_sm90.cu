@@ -14,11 +14,11 @@
 // come the exponentials, while the tensor cores work for the others. Three warpgroups keep them, and
 // the units of the exponentials, busier than two, as long as registers suffice.
 // Mirror: engine/reference/attention_prefill.py
+#include "attention_prefill/consumer_sm90.cuh"
 #include "attention_prefill/epilogue_sm90.cuh"
-#include "attention_prefill/tiles_sm90.cuh"
+#include "attention_prefill/producer_sm90.cuh"
 
-using Core = Prefill<HEAD_DIM, CONSUMERS, TILE_KEYS, STAGES, Q_STAGES, PATTERN != 0>;
-static_assert(Core::kSharedBytes == SHARED_BYTES,
+static_assert(SharedMemory::kBytes == SHARED_BYTES,
               "kernels/attention_prefill/sm90.py computes another size");
 
 // Strides are in elements: _t from token to token, _h from head to head.
@@ -63,34 +63,36 @@ __device__ __forceinline__ Problem make_problem(const AttentionPrefillSm90Params
 }
 
 template <bool kSoftcap>
-__device__ __forceinline__ void prefill(const AttentionPrefillSm90Params& p, unsigned char* smem) {
-  const Core core(smem);
+__device__ __forceinline__ void prefill(const AttentionPrefillSm90Params& p,
+                                        unsigned char* smem_bytes) {
+  const SharedMemory smem(smem_bytes);
   const Problem problem = make_problem(p);
-  if (threadIdx.x == 0) core.init_barriers(problem);
-  core.init_queries(problem);
+  if (threadIdx.x == 0) smem.init_barriers(problem);
+  smem.init_queries(problem);
   __syncthreads();
-  if (threadIdx.x < 128 * CONSUMERS) {
-    warpgroup_reg_alloc<Core::kConsumerRegisters>();
-    core.consume<kSoftcap>(problem, ScoreRule{p.score_inner, p.score_factor},
-                           Epilogue{problem, p.out, p.lse, p.partial, p.out_stride_t,
-                                    p.out_stride_h, p.num_heads, p.head_dim});
+  if (threadIdx.x < 128 * kConsumers) {
+    warpgroup_reg_alloc<kConsumerRegisters>();
+    Consumer<kSoftcap> consumer(smem, problem, ScoreRule{p.score_inner, p.score_factor});
+    consumer.run(Epilogue{problem, p.out, p.lse, p.partial, p.out_stride_t, p.out_stride_h,
+                          p.num_heads, p.head_dim});
   } else {
-    warpgroup_reg_dealloc<Core::kProducerRegisters>();
-    const int warp = threadIdx.x / 32 - 4 * CONSUMERS;
+    warpgroup_reg_dealloc<kProducerRegisters>();
+    const int warp = threadIdx.x / 32 - 4 * kConsumers;
+    const Producer producer{smem, problem};
     if (warp == 0)
-      core.plan(&p.q_map, problem);
+      producer.load_queries(&p.q_map);
     else if (warp == 1)
-      core.load(&p.k_map, &p.v_map, problem);
-    else if (core.has_help(problem))
-      core.help(&p.k_map, &p.v_map, problem);
+      producer.load_keys(&p.k_map, &p.v_map);
+    else if (has_helpers(problem))
+      producer.help(&p.k_map, &p.v_map);
   }
 }
 
 #define ENGINE_PREFILL(name, softcap)                              \
-  extern "C" __global__ void __launch_bounds__(Core::kThreads, 1)  \
+  extern "C" __global__ void __launch_bounds__(kThreads, 1)        \
       name(const __grid_constant__ AttentionPrefillSm90Params p) { \
-    extern __shared__ __align__(128) unsigned char smem[];         \
-    prefill<softcap>(p, smem);                                     \
+    extern __shared__ __align__(128) unsigned char smem_bytes[];   \
+    prefill<softcap>(p, smem_bytes);                               \
   }
 ENGINE_PREFILL(attention_prefill_sm90, false)
 ENGINE_PREFILL(attention_prefill_sm90_softcap, true)

@@ -14,7 +14,7 @@ struct Epilogue {
   // o, base (what exponents were less, as powers of 2) and sum of rows my_row and my_row + 8; their
   // layout is wgmma.cuh's.
   template <int kCount>
-  __device__ __forceinline__ void operator()(const TileWork& tile, int my_row,
+  __device__ __forceinline__ void operator()(const WorkTile& tile, int my_row,
                                              const int (&tokens)[2], int lane, float (&o)[kCount],
                                              const float (&base)[2], const float (&sum)[2]) const {
     float inverse[2];

@@ -11,7 +11,7 @@ struct ScoreFactors {
   const float* k_scale;
   float factor;
 
-  __device__ __forceinline__ float2 operator()(const TileWork& tile, int my_row,
+  __device__ __forceinline__ float2 operator()(const WorkTile& tile, int my_row,
                                                const int (&tokens)[2]) const {
     const float* const q = q_scale + tile.kv_head * problem.group + my_row;
     const float common = factor * k_scale[tile.kv_head];
@@ -33,7 +33,7 @@ struct Epilogue {
   // Sums of rows my_row and my_row + 8: of the columns in transpose_block's order, then of P, of
   // which each thread of four has two eighths.
   template <int kCount>
-  __device__ __forceinline__ void operator()(const TileWork& tile, int my_row,
+  __device__ __forceinline__ void operator()(const WorkTile& tile, int my_row,
                                              const int (&tokens)[2], int lane,
                                              const float (&o)[kCount],
                                              const float (&base)[2]) const {

@@ -121,7 +121,7 @@ struct SoftmaxFp8 {
       unsigned signs = 0;
 #pragma unroll
       for (int w = 0; w < kKeys / 16; ++w) signs |= kFirst ? 0 : p[w / 2][w % 2 * 2];
-      pair_barrier_arrive(next_turn + (signs & 0x80));
+      named_barrier_arrive<256>(next_turn + (signs & 0x80));
     }
     const bool any_fails = kFirst || __any_sync(~0u, fails[0] || fails[1]);
     if (any_fails) {

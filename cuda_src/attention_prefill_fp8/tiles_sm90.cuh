@@ -32,7 +32,7 @@ struct PrefillFp8 {
   static constexpr int kBarriers = 2 * kQStages + 6 * kStages;
   static constexpr int kSharedBytes = 1024 + kQStages * kQBytes +
                                       kStages * (2 * kKeyBytes + kValueBytes) + kSumBytes +
-                                      kQStages * static_cast<int>(sizeof(TileWork)) + 8 * kBarriers;
+                                      kQStages * static_cast<int>(sizeof(WorkTile)) + 8 * kBarriers;
   static constexpr int kProducerRegisters = kConsumers == 2 ? 56 : 32;
   static constexpr int kConsumerRegisters = kConsumers == 2 ? 224 : kConsumers == 3 ? 160 : 112;
   using Softmax = SoftmaxFp8<kSpan, kLineKeys, kTurns>;
@@ -40,7 +40,7 @@ struct PrefillFp8 {
   // Shared memory, by address: raw is V as it comes, v its transpose.
   unsigned q, v, k, raw, sums;
   unsigned q_full, q_empty, k_full, k_empty, v_full, v_empty, raw_full, raw_empty;
-  TileWork* work;
+  WorkTile* work;
 
   __device__ __forceinline__ explicit PrefillFp8(unsigned char* smem) {
     v = (smem_address(smem) + 1023) & ~1023u;
@@ -49,8 +49,8 @@ struct PrefillFp8 {
     raw = k + kStages * kKeyBytes;
     sums = raw + kStages * kKeyBytes;
     const unsigned works = sums + kSumBytes;
-    work = reinterpret_cast<TileWork*>(smem + (works - smem_address(smem)));
-    q_full = works + kQStages * sizeof(TileWork);
+    work = reinterpret_cast<WorkTile*>(smem + (works - smem_address(smem)));
+    q_full = works + kQStages * sizeof(WorkTile);
     q_empty = q_full + 8 * kQStages;
     k_full = q_empty + 8 * kQStages;
     k_empty = k_full + 8 * kStages;
@@ -119,8 +119,8 @@ struct PrefillFp8 {
       const int taken = atomicAdd(problem.counter, 1);
       if (taken == problem.total - 1) *problem.counter = 0;  // every block is past its last tile
       next = gridDim.x + taken;
-      TileWork tile;
-      if (!find_tile<kKeys>(problem, t, tile)) continue;
+      WorkTile tile;
+      if (!find_work_tile<kKeys>(problem, t, tile)) continue;
 
       mbarrier_wait(q_empty + 8 * q_ring.stage, q_ring.phase);
       work[q_ring.stage] = tile;
@@ -199,7 +199,7 @@ struct PrefillFp8 {
     Ring<kStages> ring(0);
     for (;;) {
       mbarrier_wait(q_full + 8 * q_ring.stage, q_ring.phase);
-      const TileWork& tile = work[q_ring.stage];
+      const WorkTile& tile = work[q_ring.stage];
       if (tile.first_token < 0) return;
       const int begin = tile.begin, num_keys = tile.num_keys;
       int n = tile.end;
@@ -292,7 +292,7 @@ struct PrefillFp8 {
     const int group_index = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
     const int lane = threadIdx.x % 32;
     const int turn = 1 + group_index, next_turn = 1 + (group_index + 1) % kConsumers;
-    if (kTurns && group_index == kConsumers - 1) pair_barrier_arrive(next_turn);
+    if (kTurns && group_index == kConsumers - 1) named_barrier_arrive<256>(next_turn);
     Ring<kQStages> q_ring(0);
     Ring<kStages> ring(0);
     const auto release = [&](unsigned barrier) {
@@ -315,7 +315,7 @@ struct PrefillFp8 {
 
     for (;;) {
       mbarrier_wait(q_full + 8 * q_ring.stage, q_ring.phase);
-      const TileWork& tile = work[q_ring.stage];
+      const WorkTile& tile = work[q_ring.stage];
       if (tile.first_token < 0) return;
       const int begin = tile.begin * kSpans, end = tile.end * kSpans;
       const int first_last = tile.first_last;
@@ -343,7 +343,7 @@ struct PrefillFp8 {
             last[i] = first_last + (problem.causal ? tokens[i] : 0) - n * kSpan - 2 * (lane % 4);
           Softmax::mask(s, last);
         }
-        if constexpr (kTurns) pair_barrier_wait(turn);
+        if constexpr (kTurns) named_barrier_sync<256>(turn);
         return softmax.template step<is_first>(p, s, next_turn);
       };
       const auto add_values = [&](int n, bool accumulate) {
@@ -392,7 +392,7 @@ struct PrefillFp8 {
 #pragma unroll
         for (int i = 0; i < kColumns / 2; ++i) o[i] = 0.0f;
       }
-      const TileWork done = tile;  // read again: the loop has no registers for it
+      const WorkTile done = tile;  // read again: the loop has no registers for it
       mbarrier_arrive(q_empty + 8 * q_ring.stage);
       q_ring.next();
       const int last_row = my_row(tokens);

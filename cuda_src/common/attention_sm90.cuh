@@ -1,5 +1,5 @@
-// What Hopper's attention kernels add to sm90.cuh and wgmma.cuh: TMA of heads and pages, the second
-// product with P in registers, and barriers between warpgroups.
+// What Hopper's attention kernels add to sm90.cuh and wgmma.cuh: TMA of heads and pages, single
+// values in shared memory, and the second product with P in registers.
 #pragma once
 
 #include "common/attention.cuh"
@@ -17,14 +17,29 @@ __device__ __forceinline__ void tma_load_3d(unsigned to, const TensorMap* map, i
       : "memory");
 }
 
-// ---- barriers between two warpgroups -----------------------------------------------------------
+// ---- shared memory, by address ---------------------------------------------------------------------
 
-// Waits until the other warpgroup has arrived at barrier `id` (1 to 15) too.
-__device__ __forceinline__ void pair_barrier_wait(int id) {
-  asm volatile("bar.sync %0, 256;" ::"r"(id) : "memory");
+__device__ __forceinline__ void st_shared(unsigned to, int x) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
 }
-__device__ __forceinline__ void pair_barrier_arrive(int id) {
-  asm volatile("bar.arrive %0, 256;" ::"r"(id) : "memory");
+__device__ __forceinline__ int ld_shared(unsigned from) {
+  int x;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(from));
+  return x;
+}
+__device__ __forceinline__ float2 ld_shared_v2(unsigned from) {
+  float2 x;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(from));
+  return x;
+}
+__device__ __forceinline__ void st_shared_v4(unsigned to, float a, float b, float c, float d) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(a), "f"(b), "f"(c), "f"(d)
+               : "memory");
+}
+__device__ __forceinline__ void st_shared_v4(unsigned to, unsigned a, unsigned b, unsigned c,
+                                             unsigned d) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d)
+               : "memory");
 }
 
 // ---- wgmma with V ------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ struct Problem {
 };
 
 // A tile, and where its keys lie: in shared memory, where the producer puts it.
-struct alignas(16) TileWork {
+struct alignas(16) WorkTile {
   int first_token;  // row of q; negative: no more work
   int tokens;       // that are the tile's, from first_token on
   int first_last;   // last key that first_token sees; negative: none
@@ -51,7 +51,7 @@ struct alignas(16) TileWork {
 };
 
 template <int kKeys>
-__device__ __forceinline__ bool find_tile(const Problem& problem, int t, TileWork& work) {
+__device__ __forceinline__ bool find_work_tile(const Problem& problem, int t, WorkTile& work) {
   const int per_section = problem.section * problem.tiles_of_pair * problem.splits;
   const int section = t / per_section, in_section = t - section * per_section;
   const int first_pair = section * problem.section;

@@ -63,6 +63,20 @@ __device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned parity)
       : "memory");
 }
 
+// Where a producer or a consumer is in a ring of stages: the stage's index, and the parity of the
+// phase that its mbarriers must have completed before the stage is used. A consumer starts with
+// parity 0, a producer with 1: on a new mbarrier the phase before the first one counts as over.
+template <int kStages>
+struct PipelineState {
+  int index = 0;
+  unsigned phase;
+
+  __device__ __forceinline__ explicit PipelineState(unsigned phase) : phase(phase) {}
+  __device__ __forceinline__ void advance() {
+    if (++index == kStages) index = 0, phase ^= 1;
+  }
+};
+
 // The same without waiting: whether that phase is over.
 __device__ __forceinline__ bool mbarrier_test_wait(unsigned barrier, unsigned parity) {
   int over;
@@ -266,11 +280,15 @@ __device__ __forceinline__ void mbarrier_wait_cluster(unsigned barrier, unsigned
       : "memory");
 }
 
-// A barrier among kThreads threads of the block: the others need not come. Number 0 is
-// __syncthreads.
-template <int kNumber, int kThreads>
-__device__ __forceinline__ void named_barrier() {
-  asm volatile("bar.sync %0, %1;" ::"n"(kNumber), "n"(kThreads) : "memory");
+// Barrier `id` of the block, 1 to 15 (0 is __syncthreads), which completes when kThreads threads
+// have come by; those of `arrive` do not wait.
+template <int kThreads>
+__device__ __forceinline__ void named_barrier_sync(int id) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
+}
+template <int kThreads>
+__device__ __forceinline__ void named_barrier_arrive(int id) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
 }
 
 // ---- registers -------------------------------------------------------------------------------

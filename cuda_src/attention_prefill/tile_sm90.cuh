@@ -1,0 +1,117 @@
+// The tile of attention_prefill_sm90: its sizes, its shared memory, and which key tiles its rows see.
+//
+// Shared memory holds three rings: of work tiles with their Q, of K and of V. Each stage has an
+// mbarrier that says it is full, and one that says it is empty.
+#pragma once
+
+#include "common/attention_tiles.cuh"
+
+// The module's configuration: HopperTile of kernels/attention_prefill/sm90.py.
+constexpr int kHeadDim = HEAD_DIM;  // columns that are multiplied: D, padded
+constexpr int kConsumers = CONSUMERS;
+constexpr int kKeys = TILE_KEYS;
+constexpr int kStages = STAGES, kQStages = Q_STAGES;
+constexpr bool kPattern = PATTERN != 0;
+
+constexpr int kRows = 64 * kConsumers;
+constexpr int kThreads = 128 * (kConsumers + 1);
+constexpr int kChunks = (kHeadDim + 63) / 64;  // of 64 columns, 128 bytes
+constexpr int kQChunk = kRows * 128, kQBytes = kChunks * kQChunk;
+constexpr int kKeyChunk = kKeys * 128, kKeyBytes = kChunks * kKeyChunk;
+constexpr int kBoxes = kKeys / 16;  // copies of a key tile, at most: a page has 16 keys or more
+constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kPattern ? 56 : 40;
+constexpr int kConsumerRegisters = (65536 / 128 - kProducerRegisters) / kConsumers / 8 * 8;
+static_assert(!kPattern || kKeys <= 128, "a thread's keys have one bit each of a register");
+
+// A copy takes its warp about 100 cycles: with many a key tile, three warps share them. With a
+// pattern the first of these warps has no registers left for that.
+__device__ __forceinline__ bool has_helpers(const Problem& problem) {
+  return !kPattern && 4 * problem.box_keys <= kKeys;
+}
+
+// Shared memory, by address; of a ring, stage 0.
+struct SharedMemory {
+  unsigned q, k, v;
+  unsigned work_full, q_full, q_empty, k_full, k_empty, v_full, v_empty;
+  unsigned v_tail;      // V of a tile that ends early: all there, but not yet zero at its end
+  unsigned boxes_full;  // `boxes` of a stage
+  WorkTile* work;       // of each stage of Q
+  int* key_tile;        // of each stage, with a pattern: which key tile it is, and the flags below
+  static constexpr int kMore = 1 << 30, kMasked = 1 << 29;
+  int* boxes;  // of each stage: the rows at which its boxes start, for the helping warps
+  static constexpr int kOnlyK = static_cast<int>(1u << 31), kStop = -1;
+
+  static constexpr int kBarriers = 3 * kQStages + 5 * kStages + 1;
+  static constexpr int kBytes = 1024 + kQStages * kQBytes + 2 * kStages * kKeyBytes +
+                                kQStages * static_cast<int>(sizeof(WorkTile)) + 8 * kBarriers +
+                                4 * kStages * (1 + kBoxes);
+
+  __device__ __forceinline__ explicit SharedMemory(unsigned char* smem) {
+    q = (smem_address(smem) + 1023) & ~1023u;
+    k = q + kQStages * kQBytes;
+    v = k + kStages * kKeyBytes;
+    const unsigned works = v + kStages * kKeyBytes;
+    work = reinterpret_cast<WorkTile*>(smem + (works - smem_address(smem)));
+    work_full = works + kQStages * sizeof(WorkTile);
+    q_full = work_full + 8 * kQStages;
+    q_empty = q_full + 8 * kQStages;
+    k_full = q_empty + 8 * kQStages;
+    k_empty = k_full + 8 * kStages;
+    v_full = k_empty + 8 * kStages;
+    v_empty = v_full + 8 * kStages;
+    v_tail = v_empty + 8 * kStages;
+    boxes_full = v_tail + 8;
+    key_tile = reinterpret_cast<int*>(smem + (boxes_full + 8 * kStages - smem_address(smem)));
+    boxes = key_tile + kStages;
+  }
+
+  __device__ __forceinline__ void init_barriers(const Problem& problem) const {
+    // SAFETY: a helping warp arrives on k_empty when it has read where the stage's boxes start.
+    const int helpers = has_helpers(problem) ? 2 * 32 : 0;
+    for (int i = 0; i < kQStages; ++i) {
+      mbarrier_init(work_full + 8 * i, 1);
+      mbarrier_init(q_full + 8 * i, 1);
+      mbarrier_init(q_empty + 8 * i, 128 * kConsumers + 32);  // every thread that reads work[i]
+    }
+    for (int i = 0; i < kStages; ++i) {
+      mbarrier_init(k_full + 8 * i, 1);
+      mbarrier_init(v_full + 8 * i, 1);
+      mbarrier_init(k_empty + 8 * i, 4 * kConsumers + helpers);
+      mbarrier_init(v_empty + 8 * i, 4 * kConsumers);
+      mbarrier_init(boxes_full + 8 * i, kBoxes);  // each lane that writes one
+    }
+    mbarrier_init(v_tail, 1);
+    mbarrier_init_fence();
+  }
+
+  // Zeroes Q where some rows of a tile never get a query (a group that does not divide kRows): NaN
+  // there would correct these rows' sums with every key tile, for nothing.
+  __device__ __forceinline__ void init_queries(const Problem& problem) const {
+    if (problem.group * problem.tile_tokens == kRows) return;
+    for (int i = threadIdx.x * 16; i < kQStages * kQBytes; i += kThreads * 16)
+      st_shared_v4(q + i, 0u, 0u, 0u, 0u);
+    fence_async_proxy();
+  }
+};
+
+// Key tiles: some of the rows asked for see keys of [begin, end), all of them see all keys of
+// [whole_begin, whole_end). A pattern is left out.
+struct KeyTileRange {
+  int begin, end, whole_begin, whole_end;
+};
+
+// For tokens [first, last] of a work tile; none if last < first.
+__device__ __forceinline__ KeyTileRange key_tile_range(const Problem& problem, const WorkTile& tile,
+                                                       int first, int last) {
+  const int first_last = tile.first_last + (problem.causal ? first : 0);
+  const int last_last = tile.first_last + (problem.causal ? last : 0);
+  KeyTileRange range{tile.begin, min(tile.end, ::max(last_last + kKeys, 0) / kKeys), 0,
+                     ::max(first_last + 1, 0) / kKeys};
+  if (problem.reach < 1u << 31) {
+    const int reach = static_cast<int>(problem.reach);
+    range.begin = ::max(range.begin, ::max(first_last - reach + 1, 0) / kKeys);
+    range.whole_begin = (::max(last_last - reach + 1, 0) + kKeys - 1) / kKeys;
+  }
+  if (first > last) range.end = range.begin;
+  return range;
+}
