@@ -25,8 +25,8 @@ __device__ __forceinline__ void store_row(scalar_t* row, bool exists, int column
     unsigned x[4], y[4];
 #pragma unroll
     for (int w = 0; w < 4; ++w)
-      x[w] =
-          pack_pair(sum[16 * j + 4 * w + 2 * i] * factor, sum[16 * j + 4 * w + 2 * i + 1] * factor);
+      x[w] = pack2<scalar_t>(sum[16 * j + 4 * w + 2 * i] * factor,
+                             sum[16 * j + 4 * w + 2 * i + 1] * factor);
     // Neighbours: pairs of words of eights 0, 2 (even threads) or 1, 3 (odd ones).
 #pragma unroll
     for (int w = 0; w < 4; w += 2) {

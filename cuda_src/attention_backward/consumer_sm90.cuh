@@ -60,7 +60,7 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
     for (int i = 0; i < kQueries / 16; ++i)
 #pragma unroll
       for (int w = 0; w < 4; ++w)
-        to[i][w] = pack_pair(from[8 * i + 2 * w], from[8 * i + 2 * w + 1]);
+        to[i][w] = pack2<scalar_t>(from[8 * i + 2 * w], from[8 * i + 2 * w + 1]);
   }
 
   // dS to shared memory: rows are keys, queries are contiguous, in chunks of 64.

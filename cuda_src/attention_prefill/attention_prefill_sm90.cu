@@ -124,7 +124,8 @@ extern "C" __global__ void __launch_bounds__(256)
       x.z += weight * y.z;
       x.w += weight * y.w;
     }
-    *reinterpret_cast<uint2*>(to + column) = make_uint2(pack_pair(x.x, x.y), pack_pair(x.z, x.w));
+    *reinterpret_cast<uint2*>(to + column) =
+        make_uint2(pack2<scalar_t>(x.x, x.y), pack2<scalar_t>(x.z, x.w));
   }
   if (lse != nullptr && lane == 0) lse[row] = total == 0.0f ? -kInf : (high + log2f(total)) * kLn2;
 }

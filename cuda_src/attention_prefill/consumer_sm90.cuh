@@ -58,10 +58,10 @@ struct Consumer {
   template <typename Epilogue>
   __device__ __forceinline__ void run(const Epilogue& epilogue) {
     for (;;) {
-      mbarrier_wait(smem.q_full + 8 * q_ring.index, q_ring.phase);
-      const WorkTile& tile = smem.work[q_ring.index];
+      mbarrier_wait(smem.q_full + 8 * q_ring.stage, q_ring.phase);
+      const WorkTile& tile = smem.work[q_ring.stage];
       if (tile.first_token < 0) return;
-      const unsigned q_rows = smem.q + q_ring.index * kQBytes + group_index * 64 * 128;
+      const unsigned q_rows = smem.q + q_ring.stage * kQBytes + group_index * 64 * 128;
       start(tile);
       const int first_last = tile.first_last;
       if constexpr (!kPattern) {
@@ -77,7 +77,7 @@ struct Consumer {
         while (more) next_keys(tile, first_last, q_rows);
       }
       const WorkTile done = tile;
-      mbarrier_arrive(smem.q_empty + 8 * q_ring.index);
+      mbarrier_arrive(smem.q_empty + 8 * q_ring.stage);
       q_ring.advance();
       if (any) {
         wait_v();
@@ -112,7 +112,7 @@ struct Consumer {
   // The first keys: there is no P V to overlap with yet.
   __device__ __forceinline__ void first_keys(const WorkTile& tile, int first_last,
                                              unsigned q_rows) {
-    mbarrier_wait(smem.k_full + 8 * k_ring.index, k_ring.phase);
+    mbarrier_wait(smem.k_full + 8 * k_ring.stage, k_ring.phase);
     named_barrier_sync<256>(my_turn);
     wgmma_fence();
     start_scores(q_rows);
@@ -141,8 +141,8 @@ struct Consumer {
     const bool is_raised = softmax.raise(s, rule.factor);
     wgmma_wait_after(fmaxf(softmax.correction[0], softmax.correction[1]), smem.v_tail);
     end_values();
-    k_is_full = more && mbarrier_test_wait(smem.k_full + 8 * k_ring.index, k_ring.phase);
-    v_is_full = mbarrier_test_wait(smem.v_full + 8 * v_ring.index, v_ring.phase);
+    k_is_full = more && mbarrier_test_wait(smem.k_full + 8 * k_ring.stage, k_ring.phase);
+    v_is_full = mbarrier_test_wait(smem.v_full + 8 * v_ring.stage, v_ring.phase);
     if (is_raised) {
 #pragma unroll
       for (int i = 0; i < kHeadDim / 2; ++i) o[i] *= softmax.correction[i / 2 % 2];
@@ -152,7 +152,7 @@ struct Consumer {
 
   __device__ __forceinline__ void start_scores(unsigned q_rows) {
     const uint64_t a = wgmma_descriptor(q_rows);
-    const uint64_t b = wgmma_descriptor(smem.k + k_ring.index * kKeyBytes);
+    const uint64_t b = wgmma_descriptor(smem.k + k_ring.stage * kKeyBytes);
 #pragma unroll
     for (int i = 0; i < kHeadDim / 16; ++i)
       wgmma<kKeys>(s, a + (i / 4 * kQChunk + i % 4 * 32) / 16,
@@ -161,7 +161,7 @@ struct Consumer {
   }
   __device__ __forceinline__ void end_scores(const WorkTile& tile, int first_last) {
     wgmma_pin(s);
-    release(smem.k_empty + 8 * k_ring.index);
+    release(smem.k_empty + 8 * k_ring.stage);
     k_ring.advance();
     if constexpr (kSoftcap) {
 #pragma unroll
@@ -171,7 +171,7 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void start_values() {
-    const uint64_t b = wgmma_descriptor_transposed(smem.v + v_ring.index * kKeyBytes, kKeyChunk);
+    const uint64_t b = wgmma_descriptor_transposed(smem.v + v_ring.stage * kKeyBytes, kKeyChunk);
 #pragma unroll
     for (int i = 0; i < kKeys / 16; ++i) wgmma_transposed<kHeadDim>(o, p[i], b + i * 2048 / 16);
     wgmma_commit();
@@ -179,16 +179,16 @@ struct Consumer {
   __device__ __forceinline__ void end_values() {
     wgmma_wait<0>();
     wgmma_pin(o);
-    release(smem.v_empty + 8 * v_ring.index);
+    release(smem.v_empty + 8 * v_ring.stage);
     v_ring.advance();
   }
 
   // To ask whether a stage is full takes some 80 cycles, full or not: next_keys asks beforehand.
   __device__ __forceinline__ void wait_k() {
-    if (!k_is_full) mbarrier_wait(smem.k_full + 8 * k_ring.index, k_ring.phase);
+    if (!k_is_full) mbarrier_wait(smem.k_full + 8 * k_ring.stage, k_ring.phase);
   }
   __device__ __forceinline__ void wait_v() {
-    if (!v_is_full) mbarrier_wait(smem.v_full + 8 * v_ring.index, v_ring.phase);
+    if (!v_is_full) mbarrier_wait(smem.v_full + 8 * v_ring.stage, v_ring.phase);
   }
   __device__ __forceinline__ void release(unsigned barrier) {
     if (is_first_lane) mbarrier_arrive(barrier);
@@ -196,13 +196,13 @@ struct Consumer {
 
   // Passes by a key tile that none of the warpgroup's rows sees.
   __device__ __forceinline__ void skip() {
-    mbarrier_wait(smem.k_full + 8 * k_ring.index, k_ring.phase);
+    mbarrier_wait(smem.k_full + 8 * k_ring.stage, k_ring.phase);
     named_barrier_sync<256>(my_turn);
     named_barrier_arrive<256>(next_turn);
-    release(smem.k_empty + 8 * k_ring.index);
+    release(smem.k_empty + 8 * k_ring.stage);
     k_ring.advance();
-    mbarrier_wait(smem.v_full + 8 * v_ring.index, v_ring.phase);
-    release(smem.v_empty + 8 * v_ring.index);
+    mbarrier_wait(smem.v_full + 8 * v_ring.stage, v_ring.phase);
+    release(smem.v_empty + 8 * v_ring.stage);
     v_ring.advance();
   }
 
@@ -210,7 +210,7 @@ struct Consumer {
   __device__ __forceinline__ void begin_key_tile() {
     if constexpr (kPattern) {
       // SAFETY: the lane that releases the stage is the one that reads.
-      int written = is_first_lane ? smem.key_tile[k_ring.index] : 0;
+      int written = is_first_lane ? smem.key_tile[k_ring.stage] : 0;
       written = __shfl_sync(~0u, written, 0);
       n = written & (smem.kMasked - 1);
       is_masked = written & smem.kMasked;

@@ -56,7 +56,7 @@ struct Epilogue {
       unsigned x[4];
 #pragma unroll
       for (int w = 0; w < 4; ++w)
-        x[w] = pack_pair(o[16 * j + 4 * w + 2 * i], o[16 * j + 4 * w + 2 * i + 1]);
+        x[w] = pack2<scalar_t>(o[16 * j + 4 * w + 2 * i], o[16 * j + 4 * w + 2 * i + 1]);
       // Neighbours: pairs of words of eights 0, 2 (even threads) or 1, 3 (odd ones).
       unsigned y[4];
 #pragma unroll

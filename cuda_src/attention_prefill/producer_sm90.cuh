@@ -61,25 +61,25 @@ struct Producer {
         const int n = walk.n;
         const bool is_whole = walk.is_whole && n >= range.whole_begin && n < range.whole_end;
         walk.next();
-        mbarrier_wait(smem.k_empty + 8 * ring.index, ring.phase);
+        mbarrier_wait(smem.k_empty + 8 * ring.stage, ring.phase);
         if (kPattern && lane == 0)
-          smem.key_tile[ring.index] =
+          smem.key_tile[ring.stage] =
               n | (is_whole ? 0 : smem.kMasked) | (walk.n >= tile.begin ? smem.kMore : 0);
         const int head = is_dense ? tile.kv_head : 0;  // of the maps
         // Rows past the end of all of K and V are zeros already.
         const int valid = tile.num_keys - n * kKeys;
         const bool has_tail =
             valid < kKeys && (!is_dense || tile.k_begin + tile.num_keys < problem.max_keys);
-        if (is_helped) ask_helpers(ring.index, has_tail ? row | smem.kOnlyK : row, lane);
+        if (is_helped) ask_helpers(ring.stage, has_tail ? row | smem.kOnlyK : row, lane);
         const int box = is_helped ? lane * 3 : lane;
         const int box_start = __shfl_sync(~0u, row, box % 32);
-        const unsigned k_full = smem.k_full + 8 * ring.index;
+        const unsigned k_full = smem.k_full + 8 * ring.stage;
         if (lane == 0) mbarrier_arrive_expect_tx(k_full, kKeyBytes);
-        load_box(smem.k + ring.index * kKeyBytes, k_map, head, box_start, box, k_full);
+        load_box(smem.k + ring.stage * kKeyBytes, k_map, head, box_start, box, k_full);
         const int next_row = walk.n >= tile.begin ? box_row(tile, walk.n, lane) : 0;
-        mbarrier_wait(smem.v_empty + 8 * ring.index, ring.phase);
-        const unsigned v_stage = smem.v + ring.index * kKeyBytes;
-        const unsigned v_full = smem.v_full + 8 * ring.index;
+        mbarrier_wait(smem.v_empty + 8 * ring.stage, ring.phase);
+        const unsigned v_stage = smem.v + ring.stage * kKeyBytes;
+        const unsigned v_full = smem.v_full + 8 * ring.stage;
         if (lane == 0) mbarrier_arrive_expect_tx(has_tail ? smem.v_tail : v_full, kKeyBytes);
         if (has_tail) {
           load_box(v_stage, v_map, head, row, lane, smem.v_tail);
@@ -96,8 +96,8 @@ struct Producer {
       mbarrier_arrive(smem.q_empty + tiles % kQStages * 8);
     }
     if (is_helped) {
-      mbarrier_wait(smem.k_empty + 8 * ring.index, ring.phase);
-      ask_helpers(ring.index, smem.kStop, lane);
+      mbarrier_wait(smem.k_empty + 8 * ring.stage, ring.phase);
+      ask_helpers(ring.stage, smem.kStop, lane);
     }
   }
 
@@ -105,17 +105,17 @@ struct Producer {
   __device__ __forceinline__ void help(const TensorMap* k_map, const TensorMap* v_map) const {
     const int box = threadIdx.x % 32 * 3 + threadIdx.x / 32 % 4 - 1;
     for (PipelineState<kStages> ring(0);; ring.advance()) {
-      mbarrier_wait(smem.boxes_full + 8 * ring.index, ring.phase);
-      const int row = smem.boxes[ring.index * kBoxes + min(box, kBoxes - 1)];
+      mbarrier_wait(smem.boxes_full + 8 * ring.stage, ring.phase);
+      const int row = smem.boxes[ring.stage * kBoxes + min(box, kBoxes - 1)];
       if (row == smem.kStop) return;
-      mbarrier_arrive(smem.k_empty + 8 * ring.index);
-      load_box(smem.k + ring.index * kKeyBytes, k_map, 0, row & ~smem.kOnlyK, box,
-               smem.k_full + 8 * ring.index);
+      mbarrier_arrive(smem.k_empty + 8 * ring.stage);
+      load_box(smem.k + ring.stage * kKeyBytes, k_map, 0, row & ~smem.kOnlyK, box,
+               smem.k_full + 8 * ring.stage);
       // SAFETY: only a lane with a box to copy waits for v_empty. For others the ring does not wait:
       // it could go on by two phases before they look, and they would wait for ever.
       if (row >= 0 && box * problem.box_keys < kKeys) {
-        mbarrier_wait(smem.v_empty + 8 * ring.index, ring.phase ^ 1);
-        load_box(smem.v + ring.index * kKeyBytes, v_map, 0, row, box, smem.v_full + 8 * ring.index);
+        mbarrier_wait(smem.v_empty + 8 * ring.stage, ring.phase ^ 1);
+        load_box(smem.v + ring.stage * kKeyBytes, v_map, 0, row, box, smem.v_full + 8 * ring.stage);
       }
     }
   }

@@ -74,7 +74,7 @@ struct OnlineSoftmax {
         const float y = exp2_approx(fmaf(s[4 * j + 2 * i + 1], factor, -base[i]));
         total[0] += x;
         total[1] += y;
-        p[j / 2][j % 2 * 2 + i] = pack_pair(x, y);
+        p[j / 2][j % 2 * 2 + i] = pack2<scalar_t>(x, y);
       }
       sum[i] += total[0] + total[1];
     }

@@ -55,8 +55,9 @@ struct Epilogue {
       for (int j = 0; j < (kCount - 4) / 8; ++j) {
         const float* const x = o + 8 * j + 2 * i;
         if (16 * j < head_dim)
-          *reinterpret_cast<uint2*>(row + 16 * j) = make_uint2(
-              pack_pair(x[0] * inverse, x[4] * inverse), pack_pair(x[1] * inverse, x[5] * inverse));
+          *reinterpret_cast<uint2*>(row + 16 * j) =
+              make_uint2(pack2<scalar_t>(x[0] * inverse, x[4] * inverse),
+                         pack2<scalar_t>(x[1] * inverse, x[5] * inverse));
       }
     }
   }

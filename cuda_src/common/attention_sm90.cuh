@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/attention.cuh"
+#include "common/pipeline_state.cuh"
 #include "common/sm90.cuh"
 #include "common/wgmma.cuh"
 
@@ -85,14 +86,3 @@ ENGINE_WGMMA_TRANSPOSED(96, 48, 49, 50, 51, 52)
 ENGINE_WGMMA_TRANSPOSED(128, 64, 65, 66, 67, 68)
 ENGINE_WGMMA_TRANSPOSED(192, 96, 97, 98, 99, 100)
 ENGINE_WGMMA_TRANSPOSED(256, 128, 129, 130, 131, 132)
-
-// Two floats as one register of two scalar_t, the first in the low half.
-__device__ __forceinline__ unsigned pack_pair(float low, float high) {
-  unsigned packed;
-#if ENGINE_DTYPE == 1
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-#else
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-#endif
-  return packed;
-}

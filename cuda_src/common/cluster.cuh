@@ -1,8 +1,9 @@
-// What portable kernels use of sm_90: thread block clusters (blocks that read each other's shared
-// memory) and bulk copies. On older chips a cluster is one block.
+// Thread block clusters (sm_90 up): blocks that run together and reach each other's shared memory,
+// distributed shared memory. In the first half are the parts that portable kernels use too: on older
+// chips a cluster is one block.
 #pragma once
 
-#include "common/cp_async.cuh"
+#include "common/mbarrier.cuh"
 #include "common/pdl.cuh"
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -100,45 +101,84 @@ __device__ __forceinline__ float load_cluster_float(const float* p, int rank, in
   return *p;
 }
 
-// An mbarrier that counts the bytes of bulk copies; one thread arrives. Used for one phase only.
+// An mbarrier for bulk copies that one thread starts and all wait for. Used for one phase only.
 struct BulkBarrier {
   uint64_t state;
 
   // By one thread; a __syncthreads() must follow before others use it.
   __device__ __forceinline__ void init() {
 #if ENGINE_HAS_CLUSTERS
-    asm volatile(
-        "mbarrier.init.shared::cta.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;\n" ::"r"(
-            smem_address(&state))
-        : "memory");
+    mbarrier_init(smem_address(&state), 1);
+    mbarrier_init_fence();
 #endif
   }
   // By one thread, before or after the copies are issued.
   __device__ __forceinline__ void expect(uint32_t bytes) {
 #if ENGINE_HAS_CLUSTERS
-    asm volatile(
-        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(smem_address(&state)),
-        "r"(bytes)
-        : "memory");
+    mbarrier_arrive_expect_tx(smem_address(&state), bytes);
 #endif
   }
   __device__ __forceinline__ void wait() {
 #if ENGINE_HAS_CLUSTERS
-    asm volatile(
-        "{\n.reg .pred done;\nagain:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], 0;\n@!done bra again;\n}\n" ::"r"(
-            smem_address(&state))
-        : "memory");
+    mbarrier_wait(smem_address(&state), 0);
 #endif
   }
   // Copies bytes, a multiple of 16, between addresses that are.
   __device__ __forceinline__ void copy(void* smem, const void* gmem, uint32_t bytes) {
 #if ENGINE_HAS_CLUSTERS
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
-        "[%3];\n" ::"r"(smem_address(smem)),
-        "l"(gmem), "r"(bytes), "r"(smem_address(&state))
-        : "memory");
+    bulk_load(smem_address(smem), gmem, bytes, smem_address(&state));
 #endif
   }
 };
+
+// ---- sm_90 only ----------------------------------------------------------------------------------
+
+// All threads of all blocks of the cluster; the warps need not be converged.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile(
+      "barrier.cluster.arrive.release;\n"
+      "barrier.cluster.wait.acquire;" ::
+          : "memory");
+}
+
+// Its two halves, for work in between. The arrival orders no memory.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// The same without ordering any memory: cheaper, where nobody reads what another wrote.
+__device__ __forceinline__ void cluster_sync_relaxed() {
+  asm volatile(
+      "barrier.cluster.arrive.relaxed;\n"
+      "barrier.cluster.wait;" ::
+          : "memory");
+}
+
+// Sends 16 bytes to the same place in block `rank`, counted on the mbarrier at its place there.
+// No fence is needed: who has waited for that mbarrier (mbarrier_wait_cluster) sees them.
+__device__ __forceinline__ void cluster_send(unsigned to, unsigned barrier, unsigned rank, float a,
+                                             float b, float c, float d) {
+  asm volatile(
+      "{\n.reg .b32 there, counter;\n"
+      "mapa.shared::cluster.u32 there, %0, %2;\n"
+      "mapa.shared::cluster.u32 counter, %1, %2;\n"
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 "
+      "[there], {%3, %4, %5, %6}, [counter];\n}" ::"r"(to),
+      "r"(barrier), "r"(rank), "f"(a), "f"(b), "f"(c), "f"(d)
+      : "memory");
+}
+// The same of 8 bytes.
+__device__ __forceinline__ void cluster_send(unsigned to, unsigned barrier, unsigned rank, float a,
+                                             float b) {
+  asm volatile(
+      "{\n.reg .b32 there, counter;\n"
+      "mapa.shared::cluster.u32 there, %0, %2;\n"
+      "mapa.shared::cluster.u32 counter, %1, %2;\n"
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 "
+      "[there], {%3, %4}, [counter];\n}" ::"r"(to),
+      "r"(barrier), "r"(rank), "f"(a), "f"(b)
+      : "memory");
+}

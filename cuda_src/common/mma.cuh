@@ -63,18 +63,3 @@ __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[
 ENGINE_MMA_M16N8K16(__half, "f16")
 ENGINE_MMA_M16N8K16(__nv_bfloat16, "bf16")
 #undef ENGINE_MMA_M16N8K16
-
-// Two floats as one register of T values, `low` in the lower half: how an operand fragment is made
-// from accumulators.
-template <typename T>
-__device__ __forceinline__ uint32_t pack2(float low, float high);
-template <>
-__device__ __forceinline__ uint32_t pack2<__half>(float low, float high) {
-  const __half2 pair = __floats2half2_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
-template <>
-__device__ __forceinline__ uint32_t pack2<__nv_bfloat16>(float low, float high) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}

@@ -48,6 +48,21 @@ __device__ __forceinline__ float round_to_scalar(float x) {
   return to_float(from_float<scalar_t>(x));
 }
 
+// Two floats as one register of T values, `low` in the lower half: how an operand fragment is made
+// from accumulators.
+template <typename T>
+__device__ __forceinline__ uint32_t pack2(float low, float high);
+template <>
+__device__ __forceinline__ uint32_t pack2<__half>(float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+template <>
+__device__ __forceinline__ uint32_t pack2<__nv_bfloat16>(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
 // N values moved as one access of up to 16 bytes; the address must be aligned to it.
 template <typename T, int N>
 struct alignas(sizeof(T) * N) Vec {

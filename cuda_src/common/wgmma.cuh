@@ -1,4 +1,4 @@
-// wgmma: 64 x N += A (64 x 16) B (16 x N), operands in shared memory, sums in registers.
+// wgmma (sm_90a): 64 x N += A (64 x 16) B (16 x N), operands in shared memory, sums in registers.
 //
 // Thread t of the warpgroup, in warp w = t / 32 with lane l, holds of each 8 columns j
 //   acc[4 j], acc[4 j + 1]      row 16 w + l / 4,      columns 8 j + 2 (l % 4) and the next
@@ -92,3 +92,33 @@ ENGINE_WGMMA(192, 96, 97, 98)
 ENGINE_WGMMA(208, 104, 105, 106)
 ENGINE_WGMMA(224, 112, 113, 114)
 ENGINE_WGMMA(256, 128, 129, 130)
+
+// ---- order, and where operands lie --------------------------------------------------------------
+
+// Orders the registers that wgmma will read or write after what was done to them before.
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+// Waits until at most the kPending latest groups of this warpgroup are still running.
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// Tells the compiler that these registers change here, so that it moves no access to them across.
+template <int kCount>
+__device__ __forceinline__ void wgmma_pin(float (&acc)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(acc[i])::"memory");
+}
+
+// A tile in shared memory with rows of 128 bytes along k, as TMA's 128-byte swizzle writes it:
+// atoms of 8 rows, 1024 bytes apart, aligned to 1024. To step along k inside the row add
+// bytes / 16.
+__device__ __forceinline__ uint64_t wgmma_descriptor(unsigned address) {
+  return static_cast<uint64_t>((address & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) |
+         (1ull << 62);
+}

@@ -1,0 +1,104 @@
+// mbarriers (sm_90 up), and the bulk copies without a tensor map that count their bytes on them.
+//
+// How they fit together: one thread tells an mbarrier how many bytes will come and starts copies;
+// the copies write shared memory and count their bytes on the mbarrier; whoever wants the data waits
+// for the mbarrier's phase. In a ring of stages each stage has two: `full`, on which the producer's
+// copies complete, and `empty`, on which consumers arrive when the stage may be overwritten.
+// Addresses of shared memory are 32-bit, as PTX has them.
+#pragma once
+
+#include "common/cp_async.cuh"  // smem_address
+
+__device__ __forceinline__ void mbarrier_init(unsigned barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Shows initialised mbarriers to TMA and to the cluster; a block or cluster barrier must follow
+// before others use them.
+__device__ __forceinline__ void mbarrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive(unsigned barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives once and announces `bytes` that TMA will write: the phase ends when they are there too.
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(unsigned barrier, unsigned bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
+// Arrives on the mbarrier at the same place in block `rank` of the cluster (one's own is allowed).
+//
+// NOTE: not .release.cluster, which fences all memory (it halved gemm's speed). That is enough where
+// the memory released was only read, by wgmma or by loads that have completed.
+__device__ __forceinline__ void mbarrier_arrive_cluster(unsigned barrier, unsigned rank) {
+  asm volatile(
+      "{\n.reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
+      "r"(rank)
+      : "memory");
+}
+
+// Waits until the phase of this parity (0 for the first) has completed. On a new mbarrier parity 1
+// counts as completed: that is how a producer finds all stages empty at the start.
+__device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned parity) {
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// The same without waiting: whether that phase is over.
+__device__ __forceinline__ bool mbarrier_test_wait(unsigned barrier, unsigned parity) {
+  int over;
+  asm volatile(
+      "{\n.reg .pred over;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 over, [%1], %2;\n"
+      "selp.s32 %0, 1, 0, over;\n}"
+      : "=r"(over)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return over != 0;
+}
+
+// Waits as mbarrier_wait does, and acquires what other blocks of the cluster have written.
+__device__ __forceinline__ void mbarrier_wait_cluster(unsigned barrier, unsigned parity) {
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// Orders ordinary accesses to shared memory, this thread's and those of threads it has waited for,
+// before those of TMA and wgmma. Where another thread starts these, a barrier must follow the fence.
+__device__ __forceinline__ void fence_async_proxy() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Waits until readers have released memory that they read by ordinary loads or ldmatrix, and that a
+// bulk copy is to overwrite. Every thread that starts such a copy must call it. SAFETY: an arrival
+// orders these reads before ordinary writes, not before bulk copies. Without the fence
+// attention_decode sometimes read the data of the next copy.
+__device__ __forceinline__ void mbarrier_wait_to_overwrite(unsigned barrier, unsigned parity) {
+  mbarrier_wait(barrier, parity);
+  fence_async_proxy();
+}
+
+// Copies `bytes` as they lie, without a map; addresses and bytes are multiples of 16.
+__device__ __forceinline__ void bulk_load(unsigned to, const void* from, unsigned bytes,
+                                          unsigned barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(to),
+      "l"(from), "r"(bytes), "r"(barrier)
+      : "memory");
+}

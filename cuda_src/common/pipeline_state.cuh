@@ -1,0 +1,16 @@
+// A ring of stages, as a producer or a consumer sees it.
+#pragma once
+
+// The stage that comes next, and the parity of the phase that its mbarrier must have completed
+// before. A consumer starts with parity 0, a producer with 1: on a new mbarrier the phase before
+// the first one counts as over.
+template <int kStages>
+struct PipelineState {
+  int stage = 0;
+  unsigned phase;
+
+  __device__ __forceinline__ explicit PipelineState(unsigned phase) : phase(phase) {}
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) stage = 0, phase ^= 1;
+  }
+};

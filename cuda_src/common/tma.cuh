@@ -1,0 +1,96 @@
+// TMA (sm_90 up): copies of boxes between shared memory and an array that a tensor map describes.
+#pragma once
+
+#include "common/mbarrier.cuh"
+
+// A CUtensorMap, encoded on the host (engine/kernels/_tensor_map.py). Kernels take it as
+// `const __grid_constant__`: TMA wants its address in parameter or constant space.
+struct alignas(64) TensorMap {
+  unsigned char bytes[128];
+};
+
+// ---- to shared memory ----------------------------------------------------------------------------
+
+__device__ __forceinline__ void tma_prefetch_map(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Copies the box at (column, row) of a matrix to shared memory; what lies outside becomes zero.
+__device__ __forceinline__ void tma_load_2d(unsigned to, const TensorMap* map, int column, int row,
+                                            unsigned barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+      "l"(map), "r"(column), "r"(row), "r"(barrier)
+      : "memory");
+}
+
+// The same to every block of the cluster whose bit is set in `blocks`, at the same place in each,
+// counted on the mbarrier at the same place in each.
+__device__ __forceinline__ void tma_load_2d_multicast(unsigned to, const TensorMap* map, int column,
+                                                      int row, unsigned barrier,
+                                                      unsigned short blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
+      "l"(map), "r"(column), "r"(row), "r"(barrier), "h"(blocks)
+      : "memory");
+}
+
+// The same of an array of four axes.
+__device__ __forceinline__ void tma_load_4d(unsigned to, const TensorMap* map, int x, int y, int z,
+                                            int w, unsigned barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier)
+      : "memory");
+}
+
+__device__ __forceinline__ void tma_load_4d_multicast(unsigned to, const TensorMap* map, int x,
+                                                      int y, int z, int w, unsigned barrier,
+                                                      unsigned short blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(to),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier), "h"(blocks)
+      : "memory");
+}
+
+// Brings the box to the L2 cache only. Safe at any time, also before its last writer has ended.
+__device__ __forceinline__ void tma_prefetch_2d(const TensorMap* map, int column, int row) {
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(column),
+               "r"(row)
+               : "memory");
+}
+
+__device__ __forceinline__ void tma_prefetch_4d(const TensorMap* map, int x, int y, int z, int w) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(map),
+               "r"(x), "r"(y), "r"(z), "r"(w)
+               : "memory");
+}
+
+// ---- from shared memory ------------------------------------------------------------------------
+
+// Copies a box from shared memory to (column, row) of a matrix, asynchronously; what lies outside is
+// left out. Needs a commit; the box must have been written before a fence_async_proxy.
+__device__ __forceinline__ void tma_store_2d(const TensorMap* map, int column, int row,
+                                             unsigned from) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map),
+      "r"(column), "r"(row), "r"(from)
+      : "memory");
+}
+__device__ __forceinline__ void bulk_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// Waits until all groups of this thread but the last kPending have read shared memory: it may be
+// written again.
+template <int kPending = 0>
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+// Waits until all groups of this thread are over, and what they wrote can be seen.
+__device__ __forceinline__ void bulk_wait() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
