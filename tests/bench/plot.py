@@ -1,158 +1,426 @@
-"""`python -m tests.bench.plot`: draw every result in docs/benchmarks as a picture beside it.
+"""`python -m tests.bench.plot [NAME ...]`: draw the pictures of docs/benchmarks from their data.
 
-Rows with a peer's time in the same run become a ratio, larger is better and 1 is a tie; others the
-rate they reached. Attention is drawn over the length too (`<name>_length.png`), beside the peer,
-and all of it over its operations per byte, under the card's roofs (`attention_roofline.png`). Files
-of what was tried (`_tried`) are not drawn.
+Each shows our figures, the peers' and what the hardware allows. Without names all are drawn.
 """
 
 from __future__ import annotations
 
-import collections
+import argparse
 import json
 import re
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-import matplotlib
+from tests.bench.figure import FOLDER, Bars, Lines, Picture, Roofline, draw
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-FOLDER = Path(__file__).parents[2] / "docs" / "benchmarks"
-
-_OVER_LENGTH = ("attention_prefill_sm90", "attention_decode")
-_LENGTH = re.compile(r" (?:S|ctx)(\d+)")
-_RATES = ("TFLOP/s", "GB/s")
-_ROOFS = {"bfloat16, 989 TFLOP/s": 989.0, "e4m3, 1,979 TFLOP/s": 1979.0}  # H200's datasheet, dense
-_BANDWIDTH = 4.8  # TB/s, likewise
-_ROOFLINE = {
-    "attention_prefill_sm90": "forward",
-    "attention_prefill_256": "forward, D = 256",
-    "attention_prefill_fp8": "forward, 8 bits",
-    "attention_backward": "backward",
-    "attention_decode": "decoding",
-}
-_DECODE_INTENSITY = 4.0  # operations per byte of K and V for one query token: 4 heads share them
+# NVIDIA H200, by its datasheet: dense tensor cores, memory.
+_BF16, _E4M3 = 989.0, 1979.0  # TFLOP/s
+_HBM = 4800.0  # GB/s
+_SHORT = {"qwen3-8b": "8B", "qwen2.5-0.5b": "0.5B", "qwen3-0.6b": "0.6B", "llama-1b": "L-1B"}
 
 
-def _point(row: dict[str, Any]) -> tuple[str, str, float] | None:
-    """Return (axis label, name, value) of a row; None if it is no timing of a case."""
-    if "ratio" in row:
-        return "times as fast as cuBLAS", f"M={row['m']} ({row['n']}, {row['k']})", row["ratio"]
-    if "after_overlap_us" in row and row["m"] in (1, 16, 64):
-        name = f"M={row['m']} {row['layer']}"
-        return "times as fast as cuBLAS", name, row["cublas_us"] / row["after_overlap_us"]
-    if "latency_ms_per_token" in row:
-        share = row["floor_ms"] / row["latency_ms_per_token"]
-        return "share of the memory floor at batch 1", row["model"], share
-    name = f"{row.get('op', row.get('version', ''))} {row.get('case', '')}"
-    for key in (k for k in row if k.startswith("x ")):
-        return f"times as fast as {key[2:]}", name, row[key]
-    return ("GB/s", name, row["GB/s"]) if "GB/s" in row else None
+def _load(stem: str) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads((FOLDER / f"{stem}.json").read_text())
+    return record
 
 
-def draw(path: Path) -> Path | None:
-    """Draw one file; None where its rows are no timings of cases."""
-    record = json.loads(path.read_text())
-    points = [point for row in record["rows"] if (point := _point(row)) is not None]
-    if not points:
-        return None
-    label = points[0][0]
-    points = [point for point in points if point[0] == label]
-    figure, axis = plt.subplots(figsize=(9, 1.2 + 0.19 * len(points)))
-    axis.barh(range(len(points)), [value for _, _, value in points], color="#4477aa")
-    axis.set_yticks(range(len(points)), [name for _, name, _ in points], fontsize=7)
-    axis.invert_yaxis()
-    axis.set_xlabel(label)
-    if label.startswith("times"):
-        axis.axvline(1.0, color="black", linewidth=0.8)
-    axis.set_title(
-        f"{record['card']}, {record['date']}, commit {record['commit']}"[:90], fontsize=8
-    )
-    return _save(figure, path.with_suffix(".png"))
+def _source(record: dict[str, Any], commit: str | None = None) -> str:
+    return f"{record['card']}, {record['date']}, commit {commit or record['commit']}"
 
 
-def draw_over_length(path: Path) -> Path:
-    """Draw what the first version in a file reaches over the length, and its peer dashed."""
-    record = json.loads(path.read_text())
-    lines: dict[str, dict[int, float]] = collections.defaultdict(dict)
-    rate = next(name for name in _RATES if name in record["rows"][0])
-    for row in record["rows"]:
-        found = _LENGTH.search(row["case"])
-        if found is None:
-            continue
-        kind, length = _LENGTH.sub("", row["case"]), int(found[1])
-        lines[kind].setdefault(length, row[rate])
-        for key in (k for k in row if k.startswith("x ")):
-            lines[f"{kind}, {key[2:]}"].setdefault(length, row[rate] / row[key])
-    figure, axis = plt.subplots(figsize=(8, 4.5))
-    colors: dict[str, Any] = {}
-    for name, points in lines.items():
-        kind, _, peer = name.partition(", ")
-        if len(points) < 2:
-            continue
-        (line,) = axis.plot(
-            *zip(*sorted(points.items()), strict=True),
-            marker=None if peer else "o",
-            linestyle="--" if peer else "-",
-            color=colors.get(kind),
-            label=name,
+def _layer(row: dict[str, Any]) -> str:
+    model, _, layer = row["layer"].partition(" ")
+    return f"{_SHORT.get(model, model)} {layer} ({row['n']}, {row['k']})".replace("  ", " ")
+
+
+def _gemm_bound_us(row: dict[str, Any]) -> float:
+    """Return the time of a product if it only multiplied, or only moved its operands once."""
+    m, n, k = row["m"], row["n"], row["k"]
+    return max(2 * m * n * k / _BF16 * 1e-6, 2 * (m * k + n * k + m * n) / _HBM * 1e-3)
+
+
+def _gemm_sm90() -> Picture:
+    record = _load("gemm_sm90")
+    panels = []
+    for m in (256, 1024, 4096, 8192):
+        rows = [row for row in record["rows"] if row["m"] == m and row["layer"] != "lm_head"]
+
+        def rate(key: str, rows: list[Any] = rows) -> list[float]:
+            return [2e-6 * r["m"] * r["n"] * r["k"] / r[key] for r in rows]
+
+        bound = [2e-6 * r["m"] * r["n"] * r["k"] / _gemm_bound_us(r) for r in rows]
+        panels.append(
+            Bars(
+                f"{m:,} rows",
+                "TFLOP/s",
+                [_layer(row) for row in rows],
+                {"ours": rate("overlap_us"), "cuBLAS": rate("cublas_us")},
+                ("tensor cores (989 TFLOP/s) or memory (4.8 TB/s)", bound),
+            )
         )
-        colors[kind] = line.get_color()
-    axis.set_xscale("log", base=2)
-    axis.set_xlabel("keys of a sequence")
-    axis.set_ylabel(rate)
-    axis.set_ylim(bottom=0)
-    axis.legend(fontsize=7)
-    axis.set_title(f"{record['card']}, {record['date']}, {record['commit']}"[:90], fontsize=8)
-    return _save(figure, path.with_name(f"{path.stem}_length.png"))
+    return Picture("Products of many rows, bfloat16", _source(record), panels, 4, 4.0,
+                   shared_cases=True)  # fmt: skip
 
 
-def _intensity(row: dict[str, Any]) -> tuple[float, float] | None:
-    """Return a row's (operations per byte, TFLOP/s): bytes are counted once, as the bench does."""
-    if "TFLOP/s" in row and "GB/s" in row:
-        return row["TFLOP/s"] / row["GB/s"] * 1e3, row["TFLOP/s"]
-    tokens = re.search(r" Q(\d+)$", row["case"])
-    if tokens is None or "GB/s" not in row:
-        return None
-    intensity = _DECODE_INTENSITY * int(tokens[1])
-    return intensity, intensity * row["GB/s"] * 1e-3
+def _gemm_skinny() -> Picture:
+    record = _load("gemm_skinny")["bars_dc0106f"]
+    panels = []
+    for m in (1, 16, 64):
+        rows = [row for row in record["rows"] if row["m"] == m]
+
+        def rate(key: str, rows: list[Any] = rows) -> list[float]:
+            return [2e-6 * (r["m"] * (r["n"] + r["k"]) + r["n"] * r["k"]) / r[key] for r in rows]
+
+        panels.append(
+            Bars(
+                f"{m} row{'s' * (m > 1)}",
+                "TB/s of operands",
+                [_layer(row) for row in rows],
+                {
+                    "ours": rate("overlap_us"),
+                    "ours, pdl=False": rate("alone_us"),
+                    "cuBLAS": rate("cublas_us"),
+                },
+                ("memory, 4.8 TB/s", _HBM / 1e3),
+                digits=".2f",
+            )
+        )
+    return Picture("Products of few rows, bfloat16", _source(record), panels, 3, 5.0,
+                   shared_cases=True)  # fmt: skip
 
 
-def draw_roofline() -> Path:
-    """Draw what every attention kernel reaches over its operations per byte."""
-    figure, axis = plt.subplots(figsize=(8, 5))
-    for (stem, label), marker in zip(_ROOFLINE.items(), "osD^v", strict=True):
-        rows = json.loads((FOLDER / f"{stem}.json").read_text())["rows"]
-        rows = [row for row in rows if row.get("version") == rows[0].get("version")]
-        points = [point for row in rows if (point := _intensity(row)) is not None]
-        axis.plot(*zip(*points, strict=True), marker, markersize=4, label=label)
-    for style, (label, roof) in zip(("-", "--"), _ROOFS.items(), strict=True):
-        edge = roof / _BANDWIDTH
-        label = f"{_BANDWIDTH} TB/s; {label}"
-        axis.plot((1, edge, 1e5), (_BANDWIDTH, roof, roof), style, color="black", label=label)
-    axis.set_xscale("log")
-    axis.set_yscale("log")
-    axis.set_xlabel("operations per byte that must move")
-    axis.set_ylabel("TFLOP/s")
-    axis.legend(fontsize=7)
-    axis.set_title("Attention on one H200 under its datasheet's roofs", fontsize=9)
-    return _save(figure, FOLDER / "attention_roofline.png")
+def _attention_case(row: dict[str, Any]) -> str:
+    found = re.search(r"B(\d+) H(\d+)(/\d+)? D(\d+) S(\d+) (full|causal)", row["case"])
+    assert found, row["case"]
+    batch, heads, kv_heads, dim, length, mask = found.groups()
+    if kv_heads and kv_heads != f"/{heads}":
+        heads += kv_heads
+    return f"{batch}, {heads}, {dim}, {int(length):,} {mask}"
 
 
-def _save(figure: Any, target: Path) -> Path:
-    figure.tight_layout()
-    figure.savefig(target, dpi=80)
-    plt.close(figure)
-    return target
+def _peer_rate(rows: list[dict[str, Any]], peer: str) -> list[float | None]:
+    return [r["TFLOP/s"] * r["us"] / r[f"{peer} us"] if f"{peer} us" in r else None for r in rows]
+
+
+def _attention_prefill() -> Picture:
+    record = _load("attention_prefill_sm90")
+    rows = [row for row in record["rows"] if "cudnn us" in row]
+    third = {r["case"]: r["flash3 TFLOP/s"] for r in record["peers_2026_11_21"]["rows"]}
+    panel = Bars(
+        "batch, heads, head dim, tokens, mask",
+        "TFLOP/s of Q Kᵀ and P V (causal: half of the square)",
+        [_attention_case(row) for row in rows],
+        {
+            "ours": [row["TFLOP/s"] for row in rows],
+            "cuDNN": _peer_rate(rows, "cudnn"),
+            "FlashAttention-3 (2026-11-21)": [third.get(row["case"]) for row in rows],
+            "FlashAttention-2": _peer_rate(rows, "flash2"),
+        },
+        ("tensor cores, 989 TFLOP/s", _BF16),
+    )
+    return Picture("attention_prefill, bfloat16", _source(record), [panel], 1, 5.2)
+
+
+def _attention_prefill_fp8() -> Picture:
+    record = _load("attention_prefill_fp8")
+    rows = record["rows"]
+    panel = Bars(
+        "batch, heads, head dim, tokens, mask",
+        "TFLOP/s of Q Kᵀ and P V (causal: half of the square)",
+        [_attention_case(row) for row in rows],
+        {
+            "ours": [row["TFLOP/s"] for row in rows],
+            "ours, bfloat16": _peer_rate(rows, "bfloat16"),
+            "cuDNN, bfloat16": _peer_rate(rows, "cudnn"),
+            "FlashAttention-2, bfloat16": _peer_rate(rows, "flash2"),
+        },
+        ("tensor cores, e4m3, 1,979 TFLOP/s", _E4M3),
+    )
+    return Picture("attention_prefill_fp8, e4m3", _source(record), [panel], 1, 4.0)
+
+
+def _attention_backward() -> Picture:
+    record = _load("attention_backward")
+    free = {r["case"]: r["TFLOP/s"] for r in record["rows"]}
+    rows = [row for row in record["rows"] if not row["case"].endswith("any order")]
+    panel = Bars(
+        "batch, heads, head dim, tokens, mask",
+        "TFLOP/s of five products (causal: half of the square)",
+        [_attention_case(row) for row in rows],
+        {
+            "ours": [row["TFLOP/s"] for row in rows],
+            "ours, deterministic=False": [free[f"{row['case']} any order"] for row in rows],
+            "cuDNN": _peer_rate(rows, "cudnn"),
+            "FlashAttention-2": _peer_rate(rows, "flash2"),
+        },
+        ("tensor cores, 989 TFLOP/s", _BF16),
+    )
+    return Picture("attention_backward, bfloat16", _source(record), [panel], 1, 5.0)
+
+
+def _attention_decode() -> Picture:
+    record = _load("attention_decode")
+    ours = {r["case"]: r["GB/s"] for r in record["rows"] if r["version"] == "09bf3f6"}
+    same = {r["case"]: r for r in record["peers_2026_11_22"]["rows"]}
+    other = {r["case"]: r for r in record["peers_2026_11_21"]["rows"]}
+    contexts, tokens = (1024, 4096, 16384), (1, 2, 4, 8)
+
+    def panel(title: str, x_name: str, x: tuple[int, ...], cases: list[str]) -> Lines:
+        series: dict[str, list[float | None]] = {"ours": [ours.get(case) for case in cases]}
+        for name, key in (("cuDNN", "cudnn"), ("FlashAttention-2", "flash2")):
+            series[f"{name}, dense keys"] = [same[case].get(f"{key} GB/s") for case in cases]
+        if x is contexts:
+            for name, key in (("FlashAttention-3", "flash3"), ("FlashInfer", "flashinfer")):
+                series[f"{name} (2026-11-21)"] = [other[case][f"{key} GB/s"] for case in cases]
+        return Lines(title, "GB/s of K and V", x_name, x, series, ("memory, 4,800 GB/s", _HBM))
+
+    panels = [
+        panel(f"{b} sequence{'s' * (b > 1)}, 1 query token", "keys of a sequence", contexts,
+              [f"B{b} ctx{n} Q1" for n in contexts])
+        for b in (1, 16, 64, 128)
+    ]  # fmt: skip
+    panels += [
+        panel(f"{b} sequence{'s' * (b > 1)} of 4,096 keys", "query tokens", tokens,
+              [f"B{b} ctx4096 Q{n}" for n in tokens])
+        for b in (1, 16)
+    ]  # fmt: skip
+    source = _source(record, "09bf3f6; ours: pages of 16 tokens in random order")
+    return Picture("attention_decode, bfloat16, 32/8 heads of 128", source, panels, 3, 2.7)
+
+
+def _shared_prefix() -> Picture:
+    record = _load("shared_prefix")
+    rows = [row for row in record["rows"] if row["op"] == "shared_prefix"]
+    cases = []
+    for row in rows:
+        batch, prefix, own, queries = map(int, re.findall(r"\d+", row["case"]))
+        cases.append(f"{batch} x ({prefix:,} + {own}), {queries} token{'s' * (queries > 1)}")
+    panel = Bars(
+        "requests x (common keys + own keys), query tokens",
+        "us, less is better",
+        cases,
+        {"ours": [r["us"] for r in rows], "ours, without sharing": [r["decode us"] for r in rows]},
+        ("its bytes at 4.8 TB/s", [r["GB/s"] * r["us"] / _HBM for r in rows]),
+        log=True,
+    )
+    return Picture("Decoding behind a shared prefix, bfloat16", _source(record), [panel], 1, 3.2)
+
+
+_SAMPLED = {
+    "greedy": "greedy",
+    "top_k_top_p": "top_k 50, top_p 0.9",
+    "cool_top_p": "temperature 0.6, top_p 0.95",
+    "top_p_90": "top_p 0.9",
+    "plain": "no filter",
+    "cool_top_p, logits x 3": "logits x 3, temperature 0.6, top_p 0.95",
+}
+_SMALL = re.compile(r"^\(1, 1024\)|^\(64, 4096\)|^\(1, 4864\)|^\(64, 4864\)|T (1|64),")
+
+
+def _sample_elementwise() -> Picture:
+    record = _load("sample_elementwise")
+    rows = [row for row in record["rows"] if row["op"] != "sample"]
+
+    def name(row: dict[str, Any]) -> str:
+        return f"{row['op']} {row['case']}".replace(", D 128", "").replace(" with residual", "")
+
+    small = [row for row in rows if _SMALL.search(row["case"])]
+    large = [row for row in rows if row["GB/s"] > 2700]
+
+    def best(row: dict[str, Any], key: str) -> float:
+        return row.get(f"fbe39b8 {key}", row[key])
+
+    peers = [r.get("take us") for r in small]
+    panels = [
+        Bars("one row or 64: latency", "us, less is better", [name(r) for r in small],
+             {"ours": [best(r, "us") for r in small],
+              "ours, separate ops": [r.get("separate ops us") for r in small],
+              "CuPy take()": peers},
+             ("an empty node of a graph, 0.98 us", 0.98), digits=".2f"),
+        Bars("many rows: bandwidth", "GB/s", [name(r) for r in large],
+             {"ours": [best(r, "GB/s") for r in large],
+              "ours, separate ops": [r["GB/s"] * r["us"] / r["separate ops us"]
+                                     if "separate ops us" in r else None for r in large],
+              "CuPy take()": [r["GB/s"] * r["us"] / r["take us"] if "take us" in r else None
+                              for r in large]},
+             ("memory, 4,800 GB/s", _HBM)),
+    ]  # fmt: skip
+    drawn = [r for r in record["rows"] if r["op"] == "sample" and "151936)" in r["case"]]
+    panels += [
+        Bars(f"sample, {rows_} row{'s' * (rows_ > 1)} of 151,936 logits", "us, less is better",
+             [_SAMPLED[r["case"].split(") ")[1]] for r in part], {"ours": [r["us"] for r in part]},
+             ("logits read once at 4.8 TB/s", 4 * 151936 * rows_ / _HBM * 1e-3), digits=".1f")
+        for rows_ in (1, 128)
+        if (part := [r for r in drawn if r["case"].startswith(f"({rows_},")])
+    ]  # fmt: skip
+    source = _source(record, f"{record['commit']}; other commits: in the data")
+    return Picture("Sampling and the ops around the products, bfloat16", source, panels, 2, 3.2)
+
+
+def _host() -> Picture:
+    record = _load("host")
+    rows = {r["case"]: r for r in record["rows"]}
+    kinds = {
+        "ids at the end": "decode, final output only 256",
+        "text at the end": "decode, final output only, text at the end 256",
+        "4 end and 4 begin a step": "decode, 4 come and go a step 256",
+        "streamed as ids": "decode, deltas 256",
+        "streamed as text": "decode, deltas with text 256",
+    }
+    sizes = (1, 16, 64, 256)
+    device = next(
+        row for row in _load("gemm_sm90")["in_a_step_2026_11_22"]["rows"]
+        if row["model"] == "qwen3-0.6b" and row["sequences"] == [16, 32, 64, 256]
+    )  # fmt: skip
+    step = 1e3 * device["rehearsed"][-1]
+    panels = [
+        Bars("256 decodes, by what is handed out", "us a step, less is better", list(kinds),
+             {"ours": [rows[case]["median us"] for case in kinds.values()]},
+             ("the device's step, Qwen3-0.6B, 256 sequences", step)),
+        Bars("ids at the end, by running requests", "us a step, less is better",
+             [str(n) for n in sizes],
+             {"ours": [rows[f"decode, final output only {n}"]["median us"] for n in sizes]}),
+    ]  # fmt: skip
+    return Picture("What the host does in a step", _source(record), panels, 2, 2.4)
+
+
+def _swap() -> Picture:
+    record = _load("swap")
+    rows = [row for row in record["rows"] if row["op"] == "swap"]
+    packed = [row for row in record["rows"] if row["op"] == "kv_swap"]
+    panels = [
+        Bars("pages to host memory and back", "GB/s",
+             [row["case"].replace(" blocks", "") for row in rows],
+             {"ours": [row["GB/s"] for row in rows]},
+             ("the link: one plain copy", [row["link GB/s"] for row in rows]), digits=".1f"),
+        Bars("the packing kernel alone", "GB/s read and written",
+             [row["case"].replace(" blocks, K 8, D 128", "").replace(" layers,", " layers x")
+              for row in packed],
+             {"ours": [row["GB/s"] for row in packed],
+              "CuPy's indexing": [r["GB/s"] * r["us"] / r["indexing us"] for r in packed]},
+             ("memory, 4,800 GB/s", _HBM)),
+    ]  # fmt: skip
+    return Picture("Swapping pages, bfloat16", _source(record), panels, 2, 3.0)
+
+
+def _decode_loop() -> Picture:
+    record = _load("decode_loop")
+    beside = record["beside_vllm_2026_11_23"]
+    now = {row["model"]: dict(row) for row in beside["rows"]}
+    for row in beside["ours_alone"]:
+        now.setdefault(row["model"], {}).update(row)
+    before = {row["model"]: row for row in record["peers_2026_11_21"]["rows"]}
+    limits = {row["model"]: row for row in record["limits"]["rows"]}
+    models = ["qwen2.5-0.5b", "qwen3-0.6b", "llama-3.2-1b", "llama-3.1-8b"]
+
+    def panel(title: str, unit: str, key: str, models: list[str], digits: str) -> Bars:
+        series = {
+            "ours": [now[m].get(key) for m in models],
+            "vLLM": [now[m].get(f"vllm_{key}", before[m].get(f"vllm_{key}")) for m in models],
+            "llama.cpp": [before[m].get(f"llama_cpp_{key}") for m in models],
+            "transformers": [before[m].get(f"transformers_{key}") for m in models],
+        }
+        series = {name: values for name, values in series.items() if any(values)}
+        bound = ("weights, keys and products at their limits", [limits[m][key] for m in models])
+        return Bars(title, unit, models, series, bound, digits=digits)
+
+    pair = ["qwen3-0.6b", "llama-3.1-8b"]
+    panels = [
+        panel("one request", "ms a token, less is better", "ms_per_token", models, ".2f"),
+        panel("256 requests", "output tokens/s", "output_tokens_per_s", pair, ".0f"),
+        panel("16 prompts of 4,096", "prompt tokens/s", "prompt_tokens_per_s", pair, ".0f"),
+    ]
+    source = f"{_source(beside)}; peers of other models and llama.cpp: 2026-11-21"
+    return Picture("Whole models, bfloat16", source, panels, 3, 2.9)
+
+
+def _deterministic() -> Picture:
+    record = _load("deterministic")
+    steps = _load("decode_loop")["deterministic_steps_2026_11_22"]
+    rows = record["rows"]
+    shapes = {row["layer"]: row for row in _load("gemm_skinny")["rows"]}
+    bounds = []
+    for row in rows:
+        layer, _, m = row["case"].rpartition(" M=")
+        bounds.append(_gemm_bound_us({**shapes[layer], "m": int(m)}))
+    panels = [
+        Bars("gemm, layer and rows", "us, less is better", [row["case"] for row in rows],
+             {"ours": [row["default_us"] for row in rows],
+              "ours, deterministic=True": [row["invariant_us"] for row in rows]},
+             ("tensor cores (989 TFLOP/s) or memory (4.8 TB/s)", bounds), log=True, digits=".1f"),
+        Bars("a decode step (2026-11-22)", "ms, less is better",
+             [f"{model}, {n} request{'s' * (n > 1)}" for model, n, _, _ in steps["rows"]],
+             {"ours": [row[2] for row in steps["rows"]],
+              "ours, deterministic=True": [row[3] for row in steps["rows"]]}, digits=".2f"),
+    ]  # fmt: skip
+    return Picture("What deterministic=True costs, bfloat16", _source(record, "a4a15c6"), panels, 2,
+                   4.6)  # fmt: skip
+
+
+def _intensities(stem: str, peer: str | None = None) -> list[tuple[float, float]]:
+    """Return (operations per byte, TFLOP/s) of a file's cases, ours or a peer's."""
+    points = []
+    for row in _load(stem)["rows"]:
+        if "TFLOP/s" in row and (peer is None or f"{peer} us" in row):
+            rate = row["TFLOP/s"] * (1 if peer is None else row["us"] / row[f"{peer} us"])
+            points.append((row["TFLOP/s"] / row["GB/s"] * 1e3, rate))
+    return points
+
+
+def _roofline() -> Picture:
+    decode = _load("attention_decode")
+    group = 4  # query heads that share a key: operations per byte of one query token
+    decoding = []
+    for row in decode["rows"]:
+        if row["version"] == "09bf3f6" and "splits" not in row["case"]:
+            intensity = group * int(row["case"].rpartition("Q")[2])
+            decoding.append((intensity, intensity * row["GB/s"] * 1e-3))
+    panel = Roofline(
+        "every case of the four pages",
+        {
+            "ours: decoding": decoding,
+            "ours: forward": _intensities("attention_prefill_sm90"),
+            "ours: backward": _intensities("attention_backward"),
+            "ours: forward, e4m3": _intensities("attention_prefill_fp8"),
+            "cuDNN: forward": _intensities("attention_prefill_sm90", "cudnn"),
+            "cuDNN: backward": _intensities("attention_backward", "cudnn"),
+        },
+        [("4.8 TB/s; bfloat16, 989 TFLOP/s", _BF16), ("e4m3, 1,979 TFLOP/s", _E4M3)],
+        _HBM / 1e3,
+    )
+    source = "NVIDIA H200, 2026-11-22; commits: on the four pages"
+    return Picture("Attention under the card's roofs", source, [panel], 1, 4.4)
+
+
+PICTURES: dict[str, Callable[[], Picture]] = {
+    "gemm_sm90": _gemm_sm90,
+    "gemm_skinny": _gemm_skinny,
+    "attention_prefill_sm90": _attention_prefill,
+    "attention_prefill_fp8": _attention_prefill_fp8,
+    "attention_backward": _attention_backward,
+    "attention_decode": _attention_decode,
+    "shared_prefix": _shared_prefix,
+    "sample_elementwise": _sample_elementwise,
+    "host": _host,
+    "swap": _swap,
+    "decode_loop": _decode_loop,
+    "deterministic": _deterministic,
+    "attention_roofline": _roofline,
+}
+
+
+def main() -> None:
+    """Draw the pictures that the command names, or all."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.plot", description=__doc__)
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(PICTURES)}; none: all")
+    names = parser.parse_args().names or list(PICTURES)
+    unknown = [name for name in names if name not in PICTURES]
+    if unknown:
+        parser.error(f"no picture is called {unknown[0]!r}; there are {', '.join(PICTURES)}")
+    for name in names:
+        target = draw(name, PICTURES[name]())
+        print(f"{target.name}  {target.stat().st_size / 1024:.0f} KB")
 
 
 if __name__ == "__main__":
-    for source in sorted(FOLDER.glob("*.json")):
-        if source.stem.endswith("_tried"):
-            continue
-        print(source.name, "->", draw(source))
-        if source.stem in _OVER_LENGTH:
-            print(source.name, "->", draw_over_length(source))
-    print("attention ->", draw_roofline())
+    main()
