@@ -1,0 +1,108 @@
+"""The documents hold together: links and symbols resolve, pages keep their form."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BENCHMARKS = ROOT / "docs" / "benchmarks"
+FOLDERS = ("docs", "cuda_src", "engine", "examples", "tests", ".github")
+DOCUMENTS = sorted(
+    [*ROOT.glob("*.md"), *(path for name in FOLDERS for path in (ROOT / name).rglob("*.md"))]
+)
+PAGES = sorted(set(BENCHMARKS.glob("*.md")) - {BENCHMARKS / "README.md"})
+HEADINGS = ["What is measured", "Picture", "Beside the peers", "Run it again", "What limits it"]
+SCREEN = (60, 112)  # lines, columns
+
+_LINK = re.compile(r"\[([^\]\[]*)\]\(([^)\s]+)\)")
+_SOURCES = {".cu", ".cuh", ".py"}
+
+
+def _links(document: Path) -> list[tuple[str, str, str]]:
+    """Return (text, target, anchor) of the relative links and pictures; code is not looked at."""
+    text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+    found = []
+    for name, target in _LINK.findall(text):
+        if not re.match(r"[a-z]+:", target):
+            path, _, anchor = target.partition("#")
+            found.append((name, path, anchor))
+    return found
+
+
+def _anchors(document: Path) -> set[str]:
+    """Return the anchors that GitHub gives a document's headings."""
+    headings = re.findall(r"^#+ (.*)$", document.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in headings}
+
+
+def _has(source: Path, symbol: str) -> bool:
+    """Tell whether a source file names the symbol, as a whole word."""
+    if source.suffix not in _SOURCES or not source.exists():
+        return False
+    return re.search(rf"(?<!\w){re.escape(symbol)}(?!\w)", source.read_text()) is not None
+
+
+def _name(document: Path) -> str:
+    return str(document.relative_to(ROOT))
+
+
+def test_there_are_documents():
+    assert {"README.md", "docs/kernels.md", "docs/lab-notebook.md"} <= set(map(_name, DOCUMENTS))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=_name)
+def test_links_resolve(document):
+    for text, path, anchor in _links(document):
+        target = (document.parent / path).resolve() if path else document
+        assert target.is_relative_to(ROOT) and target.exists(), f"[{text}]({path})"
+        if anchor and target.suffix == ".md":
+            assert anchor in _anchors(target), f"[{text}]({path}#{anchor})"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=_name)
+def test_linked_symbols_are_in_the_linked_file(document):
+    """[`symbol`](file): the one notation of a pointer into the sources."""
+    for text, path, _ in _links(document):
+        found = re.fullmatch(r"`([^`]+)`", text)
+        if not found or Path(path).suffix not in _SOURCES or "/" in found[1]:
+            continue
+        symbol = found[1].removesuffix("()")
+        source = document.parent / path
+        if symbol != source.name and not _has(source, symbol):
+            folder = ROOT / source.resolve().relative_to(ROOT).parts[0]
+            others = [_name(file) for file in folder.rglob("*.*") if _has(file, symbol)]
+            pytest.fail(f"{symbol} is not in {path}, but in {others or 'no file there'}")
+
+
+def test_the_ladder_points_at_symbols():
+    links = _links(ROOT / "docs" / "kernels.md")
+    assert sum(text.startswith("`") and Path(path).suffix in _SOURCES
+               for text, path, _ in links) > 50  # fmt: skip
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_is_one_screen_in_five_parts(page):
+    lines = page.read_text().splitlines()
+    most, widest = SCREEN
+    assert len(lines) <= most, f"{len(lines)} lines: what was tried belongs in docs/lab-notebook.md"
+    assert all(len(line) <= widest for line in lines), max(lines, key=len)
+    assert [line[3:] for line in lines if line.startswith("## ")] == HEADINGS
+
+
+def test_a_benchmark_file_is_shown_and_what_is_shown_exists():
+    shown = set()
+    for document in (*PAGES, BENCHMARKS / "README.md"):
+        for _, path, _ in _links(document):
+            target = (document.parent / path).resolve()
+            if target.parent == BENCHMARKS:
+                assert target.exists(), f"{document.name}: {path}"
+                shown.add(target)
+    assert shown >= set(BENCHMARKS.iterdir()) - {BENCHMARKS / "README.md"}
+
+
+def test_pictures_are_small():
+    for picture in BENCHMARKS.glob("*.png"):
+        assert picture.stat().st_size < 120 << 10, picture.name
