@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.bench import listing
 from tests.bench.__main__ import main
 from tests.bench.bench_deterministic import CASES
 
@@ -45,6 +46,29 @@ def test_pages_name_benchmarks_that_exist(file):
         assert words and set(words) <= known, line
 
 
+def test_the_list_names_every_benchmark_in_a_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["tests.bench", "--list"])
+    main()
+    lines = capsys.readouterr().out.split("\n\n")[0].splitlines()
+    names = sorted(path.stem.removeprefix("bench_") for path in BENCH.glob("bench_*.py"))
+    assert [line.split()[0] for line in lines] == names
+    for line, name in zip(lines, names, strict=True):
+        device, command, measures = re.split(r"  +", line)[1:]
+        assert device in listing.DEVICES
+        assert command == f"python -m tests.bench {name}"
+        assert len(measures) > 20, f"bench_{name}.py: say in its docstring what it measures"
+
+
+def test_benchmarks_that_need_a_gpu_say_so_in_the_list():
+    listed = {each.name for each in listing.benchmarks() if each.device == "GPU"}
+    refuse = {
+        path.stem.removeprefix("bench_")
+        for path in BENCH.glob("bench_*.py")
+        if re.search(r"if not device\.is_cuda:\s*raise SystemExit", path.read_text())
+    }
+    assert listed == refuse
+
+
 def test_the_command_of_batch_invariance_measures_what_is_published():
     rows = json.loads((FOLDER / "deterministic.json").read_text())["rows"]
     assert [case.name for case in CASES] == [row["case"] for row in rows]
@@ -54,6 +78,7 @@ def test_the_command_of_batch_invariance_measures_what_is_published():
     ("options", "said"),
     [
         (["--device", "tpu"], "got 'tpu'"),
+        (["no_such_op"], "no benchmark is called 'no_such_op'"),
         (["--device", "cpu", "--json", "/no/such/folder/x"], "--json must be a file in a folder"),
         (["--device", "cpu", "--json", "/"], "got /"),
     ],

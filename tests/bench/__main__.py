@@ -1,4 +1,4 @@
-"""`python -m tests.bench OP [OP ...] [--json FILE]`: verify, time, print one table."""
+"""`python -m tests.bench OP [OP ...] [--json FILE]`: verify, time, print one table; or `--list`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import datetime
 import importlib
 import json
 import os
-import pkgutil
 import platform
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import numpy as np
 from engine import device
 from engine.errors import ConfigError, DeviceError
 from engine.testing.timing import time_cpu, time_gpu
+from tests.bench import listing
 from tests.bench.case import num_copies
 
 
@@ -86,16 +86,20 @@ def _conditions(chosen):
 
 
 def main() -> None:
-    known = sorted(
-        m.name.removeprefix("bench_")
-        for m in pkgutil.iter_modules([str(Path(__file__).parent)])
-        if m.name.startswith("bench_")
-    )
+    known = [each.name for each in listing.benchmarks()]
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
-    parser.add_argument("ops", nargs="+", choices=[*known, "all"], metavar="OP")
+    parser.add_argument("ops", nargs="*", metavar="OP", help="a name that --list prints, or all")
+    parser.add_argument("--list", action="store_true", help="print every benchmark in a line")
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     options = parser.parse_args()
+    if options.list:
+        print(listing.table())
+        return
+    unknown = [op for op in options.ops if op not in (*known, "all")]
+    if unknown or not options.ops:
+        said = f"no benchmark is called {unknown[0]!r}" if unknown else "name a benchmark"
+        parser.error(f"{said}; python -m tests.bench --list prints all")
     if options.json is not None and (options.json.is_dir() or not options.json.parent.is_dir()):
         parser.error(f"--json must be a file in a folder that exists; got {options.json}")
     try:

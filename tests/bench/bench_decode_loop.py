@@ -15,6 +15,7 @@ from engine.kernels._launch import Kernel
 from engine.llm_engine import LLMEngine
 from engine.runner.cuda_graph import DecodeGraphs
 
+DEVICE = "GPU"
 _MODELS = ("qwen2.5-0.5b", "qwen3-0.6b", "llama-3.2-1b", "llama-3.1-8b")
 _SIZES = ((1, 384), (64, 1000), (256, 600))  # sequences, and keys of each
 

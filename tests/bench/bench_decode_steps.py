@@ -15,6 +15,7 @@ from engine.commands._bench_workloads import Work, serve
 from engine.llm_engine import LLMEngine
 from engine.sampling_params import SamplingParams
 
+DEVICE = "GPU"
 _MODELS = ("qwen2.5-0.5b", "qwen3-0.6b", "llama-3.2-1b", "llama-3.1-8b")
 _SIZES = (1, 8, 64, 256)
 _PROMPT, _WARM_STEPS, _STEPS = 500, 60, 20

@@ -16,6 +16,7 @@ from engine.kernels.sample import SampleResult
 from engine.sampling_params import RequestOutputKind
 from engine.testing.mock_model import MockModel
 
+DEVICE = "CPU"
 _STEPS = 200
 
 

@@ -1,4 +1,4 @@
-"""Host time of scheduling, without a model: `python -m tests.bench scheduler`.
+"""Scheduling on the host, without a model: microseconds of schedule, commit and the prefix tree.
 
 Microseconds per step against running and waiting requests; tree match and insert against depth;
 prefill work with and without the prefix tree. Each row is verified before it is printed.
@@ -17,6 +17,7 @@ from engine.request import Request
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.scheduler import Scheduler
 
+DEVICE = "CPU"
 _RULES = SimpleNamespace(max_tokens=1000, min_tokens=0, ignore_eos=True, stop_token_ids=None)
 _STEPS = 60
 _LOADS = ((1, 0), (16, 0), (64, 0), (256, 0), (256, 1000), (256, 10_000))
