@@ -55,26 +55,29 @@ def test_there_are_documents():
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=_name)
 def test_links_resolve(document):
+    missing = []
     for text, path, anchor in _links(document):
         target = (document.parent / path).resolve() if path else document
-        assert target.is_relative_to(ROOT) and target.exists(), f"[{text}]({path})"
-        if anchor and target.suffix == ".md":
-            assert anchor in _anchors(target), f"[{text}]({path}#{anchor})"
+        exists = target.is_relative_to(ROOT) and target.exists()
+        if not exists or (anchor and target.suffix == ".md" and anchor not in _anchors(target)):
+            missing.append(f"[{text}]({path}#{anchor})")
+    assert not missing, "\n".join(missing)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=_name)
 def test_linked_symbols_are_in_the_linked_file(document):
     """[`symbol`](file): the one notation of a pointer into the sources."""
+    missing = []
     for text, path, _ in _links(document):
         found = re.fullmatch(r"`([^`]+)`", text)
         if not found or Path(path).suffix not in _SOURCES or "/" in found[1]:
             continue
-        symbol = found[1].removesuffix("()")
-        source = document.parent / path
+        symbol, source = found[1].removesuffix("()"), (document.parent / path).resolve()
         if symbol != source.name and not _has(source, symbol):
-            folder = ROOT / source.resolve().relative_to(ROOT).parts[0]
-            others = [_name(file) for file in folder.rglob("*.*") if _has(file, symbol)]
-            pytest.fail(f"{symbol} is not in {path}, but in {others or 'no file there'}")
+            folder = ROOT / source.relative_to(ROOT).parts[0]
+            others = [_name(file) for file in sorted(folder.rglob("*.*")) if _has(file, symbol)]
+            missing.append(f"{symbol} is not in {path}, but in {others or 'no file there'}")
+    assert not missing, "\n".join(missing)
 
 
 def test_the_ladder_points_at_symbols():
