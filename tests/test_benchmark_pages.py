@@ -46,6 +46,21 @@ def test_pages_name_benchmarks_that_exist(file):
         assert words and set(words) <= known, line
 
 
+def test_every_picture_is_drawn_from_the_data():
+    pytest.importorskip("matplotlib")
+    from tests.bench.figure import color
+    from tests.bench.plot import PICTURES
+
+    assert set(PICTURES) == {path.stem for path in FOLDER.glob("*.png")}
+    for name, build in PICTURES.items():
+        picture = build()
+        assert re.search(r"(H200|x86).*20\d\d-\d\d-\d\d", picture.source), name
+        for panel in picture.panels:
+            series = getattr(panel, "series", None) or panel.points
+            assert any(label.startswith("ours") for label in series), name
+            assert all(color(label.partition(":")[0], list(series)) for label in series), name
+
+
 def test_the_list_names_every_benchmark_in_a_line(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["tests.bench", "--list"])
     main()

@@ -184,7 +184,7 @@ def _attention_decode() -> Picture:
               [f"B{b} ctx4096 Q{n}" for n in tokens])
         for b in (1, 16)
     ]  # fmt: skip
-    source = _source(record, "09bf3f6; ours: pages of 16 tokens in random order")
+    source = _source(record, "09bf3f6, pages of 16 tokens; dense peers: beside 565290c that day")
     return Picture("attention_decode, bfloat16, 32/8 heads of 128", source, panels, 3, 2.7)
 
 
