@@ -109,8 +109,9 @@ def _logprobs(output):
 def test_logits_have_the_bits_of_decoding_one_by_one(deterministic_model, count, graphs):
     prompts = _prompts(4, count)
     params = [_params(i, logprobs=-1, max_tokens=32) for i in range(4)]
-    want, num_plain = _generate(_engine(deterministic_model, graphs=graphs), prompts, params)
-    engine = _engine(deterministic_model, graphs=graphs)
+    options = {"graphs": graphs, "async_scheduling": False}
+    want, num_plain = _generate(_engine(deterministic_model, **options), prompts, params)
+    engine = _engine(deterministic_model, **options)
     got, num_steps = _generate(engine, prompts, params, _known(want, count))
     assert num_steps < num_plain - 31 + 32 / (count + 1) + 4
     for one, other in zip(got, want, strict=True):
@@ -179,7 +180,8 @@ def test_trees(model, graphs):
     prompts, params = _prompts(3, 9), [_params(i, logprobs=3) for i in range(3)]
     plain = [_params(i) for i in range(3)]
     for wanted in (plain, params):
-        want, num_plain = _generate(_engine(model), prompts, wanted)
+        options = {"graphs": graphs, "async_scheduling": False}
+        want, num_plain = _generate(_engine(model, **options), prompts, wanted)
 
         def propose(scheduler, request, want=want):
             known = want[int(request.request_id[1:])].token_ids
@@ -190,8 +192,7 @@ def test_trees(model, graphs):
             ids = [(right[0] + 1) % VOCAB, right[0], right[1], (right[1] + 1) % VOCAB]
             assert scheduler.propose(request, ids, [-1, -1, 1, 1]) or not request.block_table
 
-        engine = _engine(model, graphs=graphs)
-        got, num_steps = _generate(engine, prompts, wanted, propose)
+        got, num_steps = _generate(_engine(model, **options), prompts, wanted, propose)
         assert num_steps < num_plain
         for one, other in zip(got, want, strict=True):
             assert one.token_ids == other.token_ids
