@@ -62,7 +62,7 @@ class FaultBisection:
         for sequence in unfinished:
             request = sequence.request
             self.num_suspects += not request.failed_at
-            request.failed_at = max(request.failed_at, sequence.context_len)
+            request.failed_at = max(request.failed_at, sequence.num_reached_tokens)
         if not is_repeated:
             return None
         requests = [s.request for s in unfinished]
@@ -75,7 +75,7 @@ class FaultBisection:
 
     def note_success(self, sequences: Iterable[ScheduledSequence]) -> None:
         """Clear the suspects that got beyond the point where they failed."""
-        cleared = [s.request for s in sequences if 0 < s.request.failed_at <= s.context_len]
+        cleared = [s.request for s in sequences if 0 < s.request.failed_at <= s.num_reached_tokens]
         self._clear(cleared)
 
     def discard(self, request: Request) -> None:

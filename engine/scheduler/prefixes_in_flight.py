@@ -27,8 +27,7 @@ class PrefixesInFlight:
     ----------
     blocks : BlockManager
     outputs : iterable of ScheduleOutput
-        Steps that are not committed, the present one included; one-token sequences before
-        `num_decodes` are not looked at.
+        Steps that are not committed, the present one included.
     """
 
     def __init__(self, blocks: BlockManager, outputs: Iterable[ScheduleOutput]) -> None:
@@ -36,8 +35,9 @@ class PrefixesInFlight:
         self._by_key: dict[_Key, Request] = {}
         for output in outputs:
             for sequence in output.sequences[output.num_decodes :]:
-                if sequence.num_scheduled_tokens > 1:
-                    self.add(sequence.request)
+                request = sequence.request
+                if sequence.num_scheduled_tokens > 1 and sequence.start < request.num_prompt_tokens:
+                    self.add(request)
 
     def add(self, request: Request) -> None:
         """Note that `request` computes its prompt."""
