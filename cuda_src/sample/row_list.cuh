@@ -106,17 +106,13 @@ __device__ __forceinline__ uint32_t inverse_of_lowest(const uint32_t (&keys)[kKe
   return inverse;
 }
 
-// Lists the first of the row's order in s.sorted: at least min(wanted, all) logits, none of -inf. Returns
-// how many, or -1 if a list cannot hold them. `keys` are those of segments threadIdx.x + i * kThreads,
-// `top` is the largest of all. *is_whole tells whether the list holds all.
-__device__ int list_largest(const Row& row, const uint32_t (&keys)[kKeys], uint32_t top, int wanted,
-                            int shift, ChooseShared& s, bool* is_whole) {
+// Bins the keys and lists in s.segments those of the first bins that hold at least `wanted` keys, or all.
+// Returns the last such bin and *count, the number of segments; these are not listed if they are more
+// than s.segments holds.
+__device__ __forceinline__ int select_segments(const LinearBins<kThreads>& linear,
+                                               const uint32_t (&keys)[kKeys], int wanted,
+                                               ChooseShared& s, int* count) {
   int* bins = reinterpret_cast<int*>(s.select.bins.count);
-  bins[threadIdx.x] = 0;
-  if (threadIdx.x == 0) s.size = s.num_segments = 0;
-  const float low = from_ordered_key(~block_max<kWarps>(inverse_of_lowest(keys), s.select.scratch));
-  const LinearBins<kThreads> linear(low, from_ordered_key(top));
-
   int bin[kKeys];
 #pragma unroll
   for (int i = 0; i < kKeys; ++i) {
@@ -132,8 +128,9 @@ __device__ int list_largest(const Row& row, const uint32_t (&keys)[kKeys], uint3
     s.select.before = sum;
   }
   __syncthreads();
-  const int last_bin = s.select.bin, count = s.select.before;
-  if (count > kMaxCandidates) return -1;
+  const int last_bin = s.select.bin;
+  *count = s.select.before;
+  if (*count > kMaxCandidates) return last_bin;
 #pragma unroll
   for (int i = 0; i < kKeys; ++i) {
     if (bin[i] <= last_bin) {
@@ -141,7 +138,13 @@ __device__ int list_largest(const Row& row, const uint32_t (&keys)[kKeys], uint3
     }
   }
   __syncthreads();
+  return last_bin;
+}
 
+// Appends to s.list the logits of s.segments that lie in bins up to last_bin; s.size counts them, also
+// those that the list has no room for.
+__device__ __forceinline__ void read_segments(const Row& row, const LinearBins<kThreads>& linear,
+                                              int last_bin, int count, int shift, ChooseShared& s) {
   const int num_parts = count << shift;  // of kSegment logits, one warp each
   const int warp_idx = threadIdx.x / kWarpSize, lane_idx = threadIdx.x % kWarpSize;
 #pragma unroll 1
@@ -163,12 +166,28 @@ __device__ int list_largest(const Row& row, const uint32_t (&keys)[kKeys], uint3
       for (int i = 0; i < 4; ++i) {
         const float logit = x[j].v[i];
         if (!(logit > minus_inf()) || linear.bin(logit) > last_bin) continue;
-        const int place = atomicAdd(&s.size, 1);
-        if (place < kMaxCandidates) s.list[place] = order_of(logit, 4 * group[j] + i);
+        const int at = atomicAdd(&s.size, 1);
+        if (at < kMaxCandidates) s.list[at] = order_of(logit, 4 * group[j] + i);
       }
     }
   }
   __syncthreads();
+}
+
+// Lists the first of the row's order in s.sorted: at least min(wanted, all) logits, none of -inf. Returns
+// how many, or -1 if a list cannot hold them. `keys` are those of segments threadIdx.x + i * kThreads,
+// `top` is the largest of all. *is_whole tells whether the list holds all.
+__device__ int list_largest(const Row& row, const uint32_t (&keys)[kKeys], uint32_t top, int wanted,
+                            int shift, ChooseShared& s, bool* is_whole) {
+  reinterpret_cast<int*>(s.select.bins.count)[threadIdx.x] = 0;
+  if (threadIdx.x == 0) s.size = s.num_segments = 0;
+  // SAFETY: the barriers of block_max come before the bins are added to.
+  const float low = from_ordered_key(~block_max<kWarps>(inverse_of_lowest(keys), s.select.scratch));
+  const LinearBins<kThreads> linear(low, from_ordered_key(top));
+  int count;
+  const int last_bin = select_segments(linear, keys, wanted, s, &count);
+  if (count > kMaxCandidates) return -1;
+  read_segments(row, linear, last_bin, count, shift, s);
   const int n = s.size;
   *is_whole = last_bin == kThreads - 1;
   if (n > kMaxCandidates) return -1;

@@ -147,7 +147,7 @@ def test_silu_and_mul(hopper, monkeypatch, config, m):
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("config", GATED)
 def test_swiglu(hopper, monkeypatch, config, dtype):
-    """Gate and up as they lie; a half that ends within a tile, rows that fill none."""
+    """Gate before up; sizes whose halves end within a tile, and fewer rows than a tile has."""
     _force(monkeypatch, config)
     monkeypatch.setattr(gemm_launch, "_APART_MAX_M", 0)
     for m, n, k in [(1, 16, 1032), (50, 272, 1104), (193, 624, 1032), (300, 2096, 1096)]:

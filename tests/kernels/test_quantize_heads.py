@@ -35,7 +35,7 @@ def test_matches_mirror(xp, shape, dtype, has_offset):
 
 @pytest.mark.parametrize("head_dim", [1, 2, 16, 64, 128, 256])
 def test_rotation_matches_mirror(xp, head_dim):
-    """Sums are taken in another order: a value at the border of two codes may fall to either."""
+    """Sums have another order: a value on the border of two codes may be rounded to either."""
     x = cases.normal((20, 3, head_dim), "bfloat16", 3)
     codes, scale = kernels.quantize_heads(xp.asarray(x), rotate=True)
     want, want_scale = reference.quantize_heads(x, rotate=True)
@@ -58,7 +58,7 @@ def test_rotation_keeps_products(xp):
     want = q[:, 0].astype(np.float64) @ k[:, 0].T.astype(np.float64)
     turned = [_values(*kernels.quantize_heads(xp.asarray(x), rotate=True))[:, 0] for x in (q, k)]
     assert np.linalg.norm(turned[0] @ turned[1].T - want) < 0.06 * np.linalg.norm(want)
-    assert np.linalg.norm(turned[0] - q[:, 0]) > np.linalg.norm(q)  # they did turn
+    assert np.linalg.norm(turned[0] - q[:, 0]) > np.linalg.norm(q)  # they were rotated
 
 
 def test_strided_heads(xp):
@@ -78,7 +78,7 @@ def test_a_head_of_zeros(xp):
 
 @pytest.mark.parametrize("rotate", [False, True])
 def test_nan_stays_in_its_row(xp, rotate):
-    """Without a rotation, in its element; the scale is that of the others."""
+    """Without a rotation only in its element; the scale is that of the other rows."""
     x = cases.normal((6, 2, 64), "float32", 8)
     want, want_scale = kernels.quantize_heads(xp.asarray(np.delete(x, 3, axis=0)), rotate=rotate)
     x[3, 0] = 0
@@ -93,7 +93,7 @@ def test_nan_stays_in_its_row(xp, rotate):
 
 
 def test_a_tiny_scale_saturates(xp):
-    """1.4 of the smallest float32 is rounded to 1 of them: what is left over 448 is no NaN."""
+    """The scale, 1.4 times the smallest float32, is rounded to it; larger quotients become 448."""
     x = np.array([[[627, -627, 300, 0]]], np.float32) * np.float32(1e-45)
     codes, scale = kernels.quantize_heads(xp.asarray(x))
     assert to_numpy(scale)[0] == np.float32(1e-45)

@@ -64,7 +64,7 @@ def test_matches_mirror_on_a_large_vocabulary(xp, filters):
     _check(xp, logits, **args, num_logprobs=20)
 
 
-# More candidates than a list holds, nearly so many, many among few, and ties at the cut.
+# More candidates than a list holds, almost as many, rows of both kinds, and ties at the cut.
 _WALKED = {
     "top_p": {"top_p": [0.9, 0.5, 0.99, 0.7]},
     "cool": {"temperature": [0.6, 0.4, 0.8, 0.5], "top_p": 0.95},
@@ -82,7 +82,7 @@ def test_rows_that_are_walked(xp, num_rows, vocab_size, kind, filters):
     logits = cases_sample.logits(kind, num_rows, vocab_size, seed=11)
     columns = {name: np.resize(x, num_rows) for name, x in _WALKED[filters].items()}
     args = parameters(num_rows, **columns, seeds=np.arange(num_rows), positions=5)
-    for _ in range(1 if xp is np else 3):  # whoever takes which piece
+    for _ in range(1 if xp is np else 3):  # whichever block takes which chunk
         _check(xp, logits, **args, num_logprobs=3)
 
 

@@ -61,12 +61,14 @@ _ROW_SCALES = Kernel(
 _REDUCE_THREADS = 256
 _ROW_SCALES_ROWS = 8  # rows a block
 _MAX_INT32 = 2**31 - 1
-_APART_MAX_M, _APART_MAX_WEIGHT = 256, 1 << 24  # elements
+# Up to so many rows of x and elements of the weight, Hopper's tiles leave swiglu to a kernel of its
+# own. From a model's step: `python -m tests.bench decode_loop`.
+_APART_MAX_M, _APART_MAX_WEIGHT = 256, 1 << 24
 
 
 @dataclass(frozen=True)
 class Operands:
-    """The arrays of one product, checked; x, residual and out have rows that may lie apart."""
+    """The arrays of one product, checked; rows of x, residual and out may lie apart."""
 
     x: Any
     weight: Any
@@ -252,7 +254,7 @@ def _limits(index: int) -> Limits:
 
 
 def _scratch(config: Config, m: int, n: int, *, needs_scales: bool) -> tuple[Any, Any]:
-    """Return scratch for 1 / rms of each row and for the splits' sums; None what is not needed."""
+    """Return scratch for 1 / rms of each row and for partials; None for what is not needed."""
     scales = 0 if config.is_skinny or not needs_scales else ceil_div(m, 4) * 4
     partials = config.num_splits * m * n if config.num_splits > 1 else 0
     if scales + partials == 0:
