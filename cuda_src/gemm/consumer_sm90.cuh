@@ -59,7 +59,7 @@ __device__ __forceinline__ void multiply(const Pipeline& p, const TileScheduler&
   }
   wgmma_wait<0>();
   if (is_warmup)
-    state = PipelineState{};
+    state = PipelineState(0);
   else
     consumer_release(p, s, last);
 #pragma unroll
@@ -81,7 +81,7 @@ __device__ __forceinline__ void consume(const Pipeline& p, const TileScheduler& 
     pdl_wait();  // the kernel in front may read what we write, and write what we read
     return s.first();
   };
-  PipelineState state;
+  PipelineState state(0);
 #pragma unroll 1
   for (int index = warms_up ? kWarmup : next(kWarmup); index < s.count(); index = next(index)) {
     Sums acc;

@@ -3,11 +3,13 @@
 
 #include "gemm/config_sm90.cuh"
 
-// Stage index and phase parity of a producer or consumer.
+// As in common/pipeline_state.cuh, with a number of stages that is known at launch: a consumer starts
+// with parity 0, the producer with 1.
 struct PipelineState {
   int stage = 0;
-  unsigned phase = 0;
+  unsigned phase;
 
+  __device__ __forceinline__ explicit PipelineState(unsigned phase) : phase(phase) {}
   __device__ __forceinline__ void advance(int stages) {
     if (++stage == stages) {
       stage = 0;

@@ -119,7 +119,7 @@ __device__ __forceinline__ void produce(const Pipeline& p, const TileScheduler& 
                                         const Loader& loader) {
   int early = loader.loading.uses_pdl ? min(s.last_k - s.first_k, p.stages) : 0;
   pdl_wait();
-  PipelineState state;
+  PipelineState state(1);
   for (int index = s.first(); index < s.count(); index += s.step()) {
     const int2 tile = s.tile(index);
 #pragma unroll 1
@@ -127,7 +127,7 @@ __device__ __forceinline__ void produce(const Pipeline& p, const TileScheduler& 
       if (early > 0) {
         --early;
       } else {
-        mbarrier_wait(p.empty + state.stage * 8, state.phase ^ 1);
+        mbarrier_wait(p.empty + state.stage * 8, state.phase);
         loader.weight(state.stage, k, tile);
       }
       loader.x(state.stage, k, tile);
