@@ -1,4 +1,4 @@
-"""log2 and 2**x that give the same bits in NumPy and in CUDA (`common/exact_math.cuh`).
+"""log2 and 2**x that give the same bits in NumPy and in CUDA (`sample/exact_math.cuh`).
 
 Library functions differ in their last bits from one machine to the next, and one bit can decide
 which token is sampled. These are polynomials evaluated in float32, one rounding per operation and
