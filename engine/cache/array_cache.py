@@ -1,4 +1,4 @@
-"""`Cache`: the KV cache of the array door, one sequence a row, rows that own their blocks."""
+"""`Cache`: the KV cache of `Model.step`; one sequence per row, with blocks fixed in advance."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class Cache:
     batch_size : int
         B.
     max_tokens : int
-        Most tokens of a row.
+        Maximum tokens of a row.
     device : Device
         Where the pages live.
     owner : object
-        Who may fill it; told apart by identity.
+        The model that may fill it, compared by identity.
 
     Attributes
     ----------
     block_tables : (B, n) array of int32
-        On the host.
+        Block ids of each row, on the host.
     pages : list of (k_pages, v_pages)
         Of every layer, (B * n, K, block_size, D) each.
 
@@ -69,7 +69,7 @@ class Cache:
 
     @property
     def block_size(self) -> int:
-        """Tokens of a page."""
+        """Tokens per page."""
         return self._kv.geometry.block_size
 
     @property
@@ -83,29 +83,29 @@ class Cache:
         return np.array(self._lengths)
 
     def check_room(self, num_tokens: int) -> None:
-        """Verify that every row can take `num_tokens` more.
+        """Check that every row has room for `num_tokens` more.
 
         Raises
         ------
         RequestError
-            If the cache was closed, or naming the row, what it holds, what was given and the limit.
+            If the cache was closed, or a row would exceed `max_tokens`.
         """
         if not self.pages:
-            raise RequestError("cache: was closed")
+            raise RequestError("cache must be open; it was closed")
         row = int(self._lengths.argmax())
         held = int(self._lengths[row])
         if held + num_tokens > self.max_tokens:
             raise RequestError(
-                f"cache: row {row} holds {held} tokens and {num_tokens} more were given, but the "
-                f"cache was made for max_tokens={self.max_tokens}"
+                f"token_ids must fit into the cache, made for max_tokens={self.max_tokens}; "
+                f"got {num_tokens} for row {row}, which holds {held}"
             )
 
     def append(self, num_tokens: int) -> None:
-        """Count `num_tokens` more in every row; their keys and values are in the pages."""
+        """Count `num_tokens` more in every row, whose keys and values are now in the pages."""
         self._lengths += num_tokens
 
     def truncate(self, num_tokens: int, row: int | None = None) -> None:
-        """Forget all but the first `num_tokens` tokens of a row, or of every row.
+        """Drop all but the first `num_tokens` tokens of a row, or of every row.
 
         Raises
         ------
@@ -118,16 +118,16 @@ class Cache:
         shortest = int(self._lengths[rows].min())
         if not (_is_int(num_tokens) and 0 <= num_tokens <= shortest):
             raise RequestError(
-                f"num_tokens must be from 0 to the {shortest} tokens there are; got {num_tokens!r}"
+                f"num_tokens must be in [0, {shortest}], the tokens held; got {num_tokens!r}"
             )
         self._lengths[rows] = num_tokens
 
     def reset(self) -> None:
-        """Forget everything; the pages stay."""
+        """Drop all tokens; the pages stay allocated."""
         self._lengths[:] = 0
 
     def close(self) -> None:
-        """Give the pages back."""
+        """Free the pages."""
         self.pages = []
         self._kv.close()
 

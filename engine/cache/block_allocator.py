@@ -1,10 +1,10 @@
-"""Block ids and who owns them: reference counts over a fixed pool, integers only.
+"""Block ids and their owners: reference counts over a fixed pool, integers only.
 
 Every block is in exactly one of three states,
 
-    free         nobody owns it and its content is worthless
-    referenced   it stands in one or more block tables; its count says in how many
-    cached       nobody owns it, but the prefix tree knows its content: it can be owned again
+    free         it has no owner, and its content is garbage
+    referenced   it is in one or more block tables; its reference count is their number
+    cached       it has no owner, but the prefix tree knows its content: it can be owned again
                  (`acquire`) or given up (`uncache`)
 
 so `num_free + num_referenced + num_cached == num_blocks`, always.
@@ -23,15 +23,15 @@ __all__ = ["BlockAllocator"]
 class BlockAllocator:
     """Reference-counted block ids 0 .. num_blocks-1.
 
-    Ids come out in a fixed order (ascending at first, then the one freed last comes first), so
-    the same calls give the same ids.
+    Ids are handed out in a fixed order (ascending at first, then most recently freed first), so the
+    same calls give the same ids.
 
     Parameters
     ----------
     num_blocks : int
         Size of the pool, at least 1.
     block_size : int
-        Tokens in a block (only used to speak of tokens in errors and statistics).
+        Tokens per block (only used in errors and statistics).
 
     Examples
     --------
@@ -60,12 +60,12 @@ class BlockAllocator:
 
     @property
     def num_free(self) -> int:
-        """Blocks that hold nothing."""
+        """Blocks that hold no content."""
         return len(self._free)
 
     @property
     def num_referenced(self) -> int:
-        """Blocks that stand in at least one table."""
+        """Blocks that are in at least one block table."""
         return self.num_blocks - len(self._free) - self.num_cached
 
     def num_owners(self, block: int) -> int:
@@ -73,9 +73,9 @@ class BlockAllocator:
         return self._num_owners[block]
 
     def is_shared(self, block: int, *, readers: int = 0) -> bool:
-        """Tell whether writing to `block` would disturb someone: a second owner or the tree.
+        """Tell whether `block` has a reader besides its writer: another owner or the tree.
 
-        `readers` of the owners do not count, because they will have read it by then.
+        `readers` owners are not counted: they will have read the block before the write.
         """
         return self._num_owners[block] - readers > 1 or bool(self._in_tree[block])
 
@@ -85,17 +85,17 @@ class BlockAllocator:
         Raises
         ------
         OutOfMemoryError
-            If fewer are free (cached blocks must be given up by the tree first). Nothing is taken.
+            If fewer are free; then none is taken. Evict cached blocks from the tree first.
         """
         if num_blocks > len(self._free):
             raise OutOfMemoryError(
-                f"{num_blocks} KV blocks of {self.block_size} tokens wanted, {len(self._free)} are "
-                f"free ({self.num_referenced} in use, {self.num_cached} cached, of "
-                f"{self.num_blocks})"
+                f"{num_blocks} KV blocks of {self.block_size} tokens were requested, but only "
+                f"{len(self._free)} of {self.num_blocks} are free ({self.num_referenced} in use, "
+                f"{self.num_cached} cached)"
             )
         if num_blocks <= 0:
             return []
-        if num_blocks == 1:  # a request that outgrows its last block
+        if num_blocks == 1:  # fast path: a request that has filled its last block
             blocks = [self._free.pop()]
             self._num_owners[blocks[0]] = 1
         else:
@@ -119,7 +119,7 @@ class BlockAllocator:
             owners[block] += 1
 
     def free(self, blocks: Iterable[int]) -> list[int]:
-        """Take one owner from each of `blocks`; return those that thereby became cached.
+        """Remove one owner from each of `blocks`; return those that became cached.
 
         Raises
         ------
@@ -141,13 +141,13 @@ class BlockAllocator:
         return cached
 
     def cache(self, block: int) -> None:
-        """Note that the tree knows the content of `block`, which is referenced."""
+        """Mark `block`, which is referenced, as known to the tree."""
         if self._num_owners[block] == 0 or self._in_tree[block]:
             raise EngineError(f"block {block} is free or already in the tree")
         self._in_tree[block] = 1
 
     def uncache(self, block: int) -> None:
-        """Note that the tree forgot `block`; it becomes free if nobody owns it."""
+        """Mark `block` as no longer known to the tree; without an owner it becomes free."""
         if not self._in_tree[block]:
             raise EngineError(f"block {block} is not in the tree")
         self._in_tree[block] = 0
@@ -156,7 +156,7 @@ class BlockAllocator:
             self._put_back(block)
 
     def record_freed(self) -> None:
-        """From now on, note the blocks that become free (debug mode)."""
+        """Start recording the blocks that become free (debug mode)."""
         self._freed = []
 
     def take_freed(self) -> list[int]:
@@ -182,7 +182,7 @@ class BlockAllocator:
         }
 
     def check_integrity(self, tables: Iterable[Iterable[int]] | None = None) -> None:
-        """Verify the states, and, given all block tables, that each count equals its owners.
+        """Check the states, and, given all block tables, each reference count.
 
         Raises
         ------
@@ -197,10 +197,10 @@ class BlockAllocator:
             if free[block] != (count == 0 and not in_tree):
                 raise EngineError(
                     f"block {block} is {free[block]} times on the free list, with {count} owners "
-                    f"and {'a' if in_tree else 'no'} place in the tree"
+                    f"and {'is' if in_tree else 'is not'} in the tree"
                 )
         if cached != self.num_cached:
-            raise EngineError(f"{cached} blocks are cached, but num_cached says {self.num_cached}")
+            raise EngineError(f"{cached} blocks are cached, but num_cached is {self.num_cached}")
         if tables is not None:
             self._check_owners(Counter(block for table in tables for block in table))
 
@@ -208,5 +208,5 @@ class BlockAllocator:
         for block, count in enumerate(self._num_owners):
             if owners.get(block, 0) != count:
                 raise EngineError(
-                    f"block {block} has {count} owners, but stands in {owners.get(block, 0)} tables"
+                    f"block {block} has {count} owners, but is in {owners.get(block, 0)} tables"
                 )

@@ -1,7 +1,7 @@
 """Block tables of requests: admission, growth, sharing, copy-on-write, swap. Integers only.
 
-The scheduler speaks to this class and never to the allocator or the tree. It moves no bytes: what
-has to be copied is collected as block moves, which the scheduler hands to the runner with the step.
+The scheduler calls this class and never the allocator or the tree. No bytes are moved here: copies
+are collected as block moves, which the scheduler passes to the runner with the step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["BlockManager", "BlockMoves"]
 
 @dataclass(slots=True)
 class BlockMoves:
-    """Copies of whole blocks that a step starts with, to be done in this order."""
+    """Copies of whole blocks at the start of a step, to be done in this order."""
 
     swap_out: list[tuple[int, int]] = field(default_factory=list)  # (device, host)
     copies: list[tuple[int, int]] = field(default_factory=list)  # (device, device)
@@ -39,7 +39,7 @@ class BlockManager:
     prefix_caching : bool
         Whether computed prefixes are kept in a tree and shared.
     max_blocks_per_salt : int, optional
-        Most blocks that the tree keeps for one cache salt.
+        Maximum blocks that the tree keeps for one cache salt.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class BlockManager:
 
     @property
     def num_available(self) -> int:
-        """Blocks that can be had without taking any from a request."""
+        """Blocks that can be allocated without preempting a request: free and cached ones."""
         return self.allocator.num_free + self.allocator.num_cached
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -83,10 +83,10 @@ class BlockManager:
     # ---- a request gets blocks
 
     def match(self, request: Request) -> PrefixMatch:
-        """Return the known prefix of `request`; at least one token is left to compute."""
+        """Return the cached prefix of `request`, leaving at least one token to compute."""
         if self.tree is None or not request.reuse_prefix:
             return PrefixMatch()
-        # The head of the queue is asked about in every step until it fits.
+        # The head of the queue is looked up again in every step until it is admitted.
         last, state = self._last_match, (self.tree.generation, request.num_tokens)
         if last is not None and last[0] is request and last[1] == state:
             return last[2]
@@ -96,7 +96,7 @@ class BlockManager:
         return found
 
     def match_length(self, request: Request) -> int:
-        """Return the length in blocks of the known prefix of `request` (remembered a while)."""
+        """Return the length in blocks of the cached prefix of `request` (memoised)."""
         if self.tree is None:
             return 0
         if self._lengths_generation != self.tree.generation:
@@ -107,10 +107,10 @@ class BlockManager:
         return self._lengths[request]
 
     def admit(self, request: Request, *, spare: int = 0) -> bool:
-        """Give `request`, which holds no device block, the blocks of all its tokens.
+        """Allocate blocks for all tokens of `request`, which holds no device blocks yet.
 
-        What the tree knows of it is shared, what was swapped out is brought back; both count as
-        computed. Returns False, and changes nothing, if fewer than `spare` blocks would be left.
+        Blocks in the tree are shared and swapped-out blocks are swapped in; both count as
+        computed. Returns False, and changes nothing, if fewer than `spare` blocks would remain.
         """
         found = self.match(request)
         is_swapped = bool(request.host_block_table)
@@ -123,7 +123,7 @@ class BlockManager:
             return False
         nodes = [] if is_swapped else found.host_nodes
         for node in nodes:
-            node.is_pinned = True  # making room must not drop what is about to be loaded
+            node.is_pinned = True  # eviction below must not drop what is about to be loaded
         self.allocator.acquire(shared)
         new = self._take(num_new)
         request.block_table = [*shared, *new]
@@ -137,7 +137,7 @@ class BlockManager:
         return True
 
     def grow(self, request: Request, num_tokens: int) -> bool:
-        """Make the table of `request` hold `num_tokens`, and its next slot writable.
+        """Grow the table of `request` to hold `num_tokens`, and make its next slot writable.
 
         Returns False, and changes nothing, if there are not enough blocks.
         """
@@ -156,8 +156,8 @@ class BlockManager:
     def fork(self, parent: Request, child: Request) -> None:
         """Let `child`, which holds nothing, share the blocks of the tokens it begins with.
 
-        Its tokens and those of `parent` must agree as far as the parent has committed them. Whole
-        blocks are shared for good; a shared partial block is copied by whoever writes first.
+        Its tokens and those of `parent` must agree as far as the parent has committed them. Full
+        blocks stay shared; a shared partial block is copied before its first writer writes.
 
         Raises
         ------
@@ -178,15 +178,15 @@ class BlockManager:
         differs = parent.token_ids(0, shared) != child.token_ids(0, shared)
         if differs or parent.prefix_key != child.prefix_key or child.block_table:
             raise RequestError(
-                f"request {child.request_id!r} cannot share the blocks of {parent.request_id!r}: "
-                f"its first {shared} tokens, salt or rope differ, or it holds blocks"
+                f"request {child.request_id!r} must agree with its parent {parent.request_id!r} in "
+                f"its first {shared} tokens, cache salt and rope, and hold no blocks; it does not"
             )
         return shared
 
-    # ---- a request's blocks become known, are taken, or are swapped
+    # ---- a request's blocks are cached, released, or swapped
 
     def cache_prefix(self, request: Request, *, leaving: bool = False) -> None:
-        """Put the full blocks of committed tokens into the tree, for others to share."""
+        """Insert the full blocks of committed tokens into the tree, for others to share."""
         if self.tree is None:
             return
         size, start = self.block_size, request.num_tree_blocks
@@ -194,7 +194,7 @@ class BlockManager:
         if num_full <= start:
             return
         if start and not self.tree.has_block(request.block_table[start - 1]):
-            start = 0  # the tree was reset meanwhile
+            start = 0  # the tree was reset in the meantime
         request.num_tree_blocks = self.tree.insert(
             request.token_ids(start * size, num_full * size),
             request.block_table,
@@ -204,9 +204,9 @@ class BlockManager:
         )
 
     def release(self, request: Request, *, keep: bool = True) -> None:
-        """Take all blocks from `request`; nothing of it counts as computed any more.
+        """Release all blocks of `request`; none of its tokens count as computed any more.
 
-        With `keep`, what it computed stays in the tree, where it or others may find it again.
+        With `keep`, computed blocks stay in the tree, where this request or others may match them.
         """
         if keep and request.block_table:
             self.cache_prefix(request, leaving=True)
@@ -218,16 +218,16 @@ class BlockManager:
             request.host_block_table = []
 
     def can_swap_out(self, request: Request) -> bool:
-        """Tell whether the host has room for what `request` has computed."""
+        """Tell whether the host has room for the computed blocks of `request`."""
         if self.host_allocator is None:
             return False
         room = self.host_allocator.num_free + (self.tree.num_host_nodes if self.tree else 0)
         return 0 < self.num_blocks_for(request.num_computed_tokens) <= room
 
     def swap_out(self, request: Request) -> None:
-        """Take all device blocks from `request`, and note that they are to be copied to the host.
+        """Release all device blocks of `request`, and collect their copies to the host.
 
-        Its tokens still count as computed; `admit` brings them back.
+        Its tokens still count as computed; `admit` swaps them in.
         """
         assert self.host_allocator is not None
         num_blocks = self.num_blocks_for(request.num_computed_tokens)
@@ -256,12 +256,12 @@ class BlockManager:
         return sorted(set(self.allocator.take_freed()) - filled)
 
     def settle(self, swap_in: Iterable[tuple[int, int]]) -> None:
-        """Free the host blocks of a step's `swap_in`, which the step has read."""
+        """Free the host blocks of a step's `swap_in`, once the step has read them."""
         if self.host_allocator is not None:
             self.host_allocator.free(host for host, _ in swap_in)
 
-    def distrust(self, moves: BlockMoves) -> None:
-        """Forget the prefixes that `moves`, of a step that failed, may not have copied."""
+    def drop_uncopied(self, moves: BlockMoves) -> None:
+        """Drop the prefixes that `moves`, of a failed step, may not have copied."""
         if self.tree is not None:
             self.tree.forget(
                 (device for _, device in moves.swap_in), (host for _, host in moves.swap_out)
@@ -270,14 +270,14 @@ class BlockManager:
     def check_integrity(
         self, requests: Iterable[Request], host_in_flight: Iterable[int] = ()
     ) -> None:
-        """Verify allocators and tree against the tables, and who may write where.
+        """Check allocators and tree against the tables, and that written blocks are not shared.
 
         Parameters
         ----------
         requests : iterable of Request
             All unfinished ones.
         host_in_flight : iterable of int
-            Host blocks of `swap_in` of steps that are not settled yet.
+            Host blocks of the `swap_in` of steps not yet settled.
         """
         requests = list(requests)
         self.allocator.check_integrity(request.block_table for request in requests)
@@ -294,7 +294,7 @@ class BlockManager:
     # ---- inside
 
     def _use_prefix(self, request: Request, found: PrefixMatch, new: list[int]) -> None:
-        """Count a match as computed, and load the part of it that lies on the host."""
+        """Count a match as computed, and load the part of it that is on the host."""
         num_tokens = found.num_blocks * self.block_size
         request.num_computed_tokens = request.num_committed_tokens = num_tokens
         if not request.num_preemptions:
@@ -310,7 +310,7 @@ class BlockManager:
             stats.host_hit_tokens += len(nodes) * self.block_size
 
     def _bring_back(self, request: Request, num_shared: int) -> None:
-        """Note the copies of a swapped request's blocks that the tree did not have."""
+        """Collect the copies of a swapped request's blocks that were not in the tree."""
         assert self.host_allocator is not None
         host, request.host_block_table = request.host_block_table, []
         table = request.block_table[num_shared : len(host)]
@@ -318,10 +318,7 @@ class BlockManager:
         self.host_allocator.free(host[:num_shared])
 
     def _shared_write_index(self, request: Request) -> int:
-        """Return where the next token of a fork goes in its table, if others read that block too.
-
-        -1 otherwise.
-        """
+        """Return the table index of the block that a fork writes next if it is shared, else -1."""
         index = request.num_computed_tokens // self.block_size
         if index >= len(request.block_table):
             return -1
@@ -332,7 +329,7 @@ class BlockManager:
     def _copy_on_write(self, table: list[int], index: int) -> None:
         source, (table[index],) = table[index], self._take(1)
         self._moves.copies.append((source, table[index]))
-        # Owned until the moves are taken: were it free, another move could fill it too early.
+        # Owned until the moves are taken; if it were free, another move could overwrite it first.
         self._copied.append(source)
 
     def _take(self, num_blocks: int) -> list[int]:
@@ -354,7 +351,7 @@ class BlockManager:
             self.allocator.free(blocks)
 
     def _check_writable(self, request: Request) -> None:
-        """Verify that what `request` will write is its own, or marked for copy-on-write."""
+        """Check that the blocks `request` will write are its own, or marked for copy-on-write."""
         first = request.num_computed_tokens // self.block_size
         for index in range(first, len(request.block_table)):
             block = request.block_table[index]

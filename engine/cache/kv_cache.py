@@ -1,4 +1,4 @@
-"""The pages: keys and values of all layers in one slab, and how many blocks fit into memory."""
+"""The KV pages: keys and values of all layers in one slab, and how many blocks fit in memory."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from engine.errors import ConfigError, ContractError, OutOfMemoryError
 __all__ = ["BLOCK_SIZES", "BlockPlan", "KVCache", "KVGeometry", "MemoryBudget", "plan_num_blocks"]
 
 BLOCK_SIZES = (16, 32, 64, 128)
-"""Tokens that a block may hold."""
+"""Allowed numbers of tokens per block."""
 
 
 @dataclass(frozen=True)
 class KVGeometry:
-    """What one block is made of.
+    """Shape and dtype of one block.
 
     Examples
     --------
@@ -85,7 +85,7 @@ class KVCache:
         self.geometry = geometry
         self.num_blocks = num_blocks
         self.pool = pool or MemoryPool(CPU)
-        # Zero-filled: a kernel may load a whole block and mask the slots past the end.
+        # Zero-filled: a kernel may load a whole block and mask the slots past the sequence's end.
         self.slab = self.pool.allocate(
             "kv",
             (g.num_layers, 2, num_blocks, g.num_kv_heads, g.block_size, g.head_dim),
@@ -99,7 +99,7 @@ class KVCache:
 
     @property
     def is_closed(self) -> bool:
-        """Tell whether the slab was given back."""
+        """Tell whether the slab was freed."""
         return not self.slab.size
 
     def layer(self, index: int) -> tuple[Any, Any]:
@@ -113,16 +113,16 @@ class KVCache:
 
     @property
     def flat_pages(self) -> Any:
-        """All pages as (2 * num_layers, num_blocks, K, block_size, D), what block copies take."""
+        """All pages as (2 * num_layers, num_blocks, K, block_size, D), for copies of blocks."""
         return self.slab.reshape(-1, *self.slab.shape[2:])
 
     def poison(self, blocks: Sequence[int]) -> None:
-        """Fill `blocks` with NaN, so that whoever reads a freed block shows (debug mode)."""
+        """Fill `blocks` with NaN, so that reading a freed block shows (debug mode)."""
         if blocks:
             self.flat_pages[:, self.device.xp.asarray(blocks)] = math.nan
 
     def check_blocks(self, blocks: Sequence[int], what: str = "block table") -> None:
-        """Verify that all ids are in the pool (debug mode, before a launch).
+        """Check that all ids are in the pool (debug mode, before a launch).
 
         Raises
         ------
@@ -132,11 +132,11 @@ class KVCache:
         for block in blocks:
             if not 0 <= block < self.num_blocks:
                 raise ContractError(
-                    f"{what}: block id must be in [0, {self.num_blocks}); got {block}"
+                    f"{what} must hold block ids in [0, {self.num_blocks}); got {block}"
                 )
 
     def close(self) -> None:
-        """Give the slab back to the pool; a second time does nothing."""
+        """Return the slab to the pool; a second call does nothing."""
         if not self.is_closed:
             self.pool.free("kv")
         self.slab = np.empty((self.geometry.num_layers, 2, 0, 0, 0, 0))
@@ -151,11 +151,11 @@ class MemoryBudget:
     total : int
         Memory of the device.
     others : int
-        Used by other processes, and by this one outside the engine.
+        Bytes used by other processes, and by this one outside the engine.
     weights, activations : int
-        Used, or to be used at the largest step, by the model.
+        Bytes used by the model, at its largest step.
     utilization : float
-        Share of `total` that everything together may take, in (0, 1].
+        Share of `total` that all of these and the pages together may take, in (0, 1].
     """
 
     total: int
@@ -166,11 +166,11 @@ class MemoryBudget:
 
     def __post_init__(self) -> None:
         if not 0.0 < self.utilization <= 1.0:
-            raise ConfigError(f"memory utilization must be in (0, 1]; got {self.utilization}")
+            raise ConfigError(f"utilization must be in (0, 1]; got {self.utilization}")
 
     @property
     def left(self) -> int:
-        """What remains for the pages; negative if the rest is too large already."""
+        """Bytes left for the pages; negative if the rest already exceeds the share."""
         return int(self.total * self.utilization) - self.others - self.weights - self.activations
 
     def __str__(self) -> str:
@@ -185,7 +185,7 @@ class MemoryBudget:
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """How many blocks there will be, and why."""
+    """The number of blocks to allocate, and the reason for it."""
 
     num_blocks: int
     num_tokens: int
@@ -212,20 +212,20 @@ def plan_num_blocks(
     max_model_len, max_num_seqs : int
         Together they bound what can ever be used.
     num_blocks : int, optional
-        Exactly this many are wanted.
+        If given, exactly this many.
 
     Raises
     ------
     OutOfMemoryError
         If `num_blocks` do not fit, or not even one request of `max_model_len` tokens does. The
-        message says who uses what, how many tokens fit, and the smallest setting that works.
+        message says who uses what, how many tokens fit, and the nearest settings that work.
 
     Examples
     --------
     >>> geometry = KVGeometry(num_layers=2, num_kv_heads=2, head_dim=64, dtype="float16")
     >>> budget = MemoryBudget(total=1 << 20, others=0, weights=1 << 19, activations=0)
     >>> plan_num_blocks(budget, geometry, max_model_len=256, max_num_seqs=8).reason
-    '25 blocks (400 tokens, 400.00 KiB): all that 409.60 KiB hold'
+    '25 blocks (400 tokens, 400.00 KiB): as many as fit into 409.60 KiB'
     """
     size = geometry.bytes_per_block
     fitting = max(0, budget.left) // size
@@ -239,7 +239,7 @@ def plan_num_blocks(
         chosen = per_request * max_num_seqs
         why = f"enough for {max_num_seqs} requests of {max_model_len} tokens"
     else:
-        chosen, why = fitting, f"all that {format_bytes(budget.left)} hold"
+        chosen, why = fitting, f"as many as fit into {format_bytes(budget.left)}"
     tokens = chosen * geometry.block_size
     text = f"{chosen} blocks ({tokens} tokens, {format_bytes(chosen * size)}): {why}"
     return BlockPlan(chosen, tokens, chosen * size, text)
@@ -272,5 +272,5 @@ def _does_not_fit(
     cures.append(f"free {format_bytes(lacking)} elsewhere")
     return OutOfMemoryError(
         f"{what} needs {format_bytes(wanted * geometry.bytes_per_block)} of KV cache. {budget}, "
-        f"which buys {tokens} tokens. What would fit: {'; or '.join(cures)}."
+        f"enough for {tokens} tokens. What would fit: {'; or '.join(cures)}."
     )

@@ -1,4 +1,4 @@
-"""The order in which the prefix tree gives up nodes: least recently used first."""
+"""The order in which the prefix tree evicts nodes: least recently used first."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ NodeT = TypeVar("NodeT", bound=_Used)
 class LruHeap(Generic[NodeT]):
     """Candidates for eviction, oldest `last_used` first.
 
-    A node is pushed whenever it becomes a candidate, and never removed when it ceases to be one:
-    what comes up is checked with `is_candidate`, and must carry the `last_used` of its push. So
-    both operations cost O(log n), and a node in use costs nothing.
+    A node is pushed whenever it becomes a candidate, and not removed when it ceases to be one.
+    Stale entries are skipped on `pop`: the node must still pass `is_candidate`, with the
+    `last_used` it was pushed with. Both operations are O(log n), and a node in use costs nothing.
 
     Parameters
     ----------
@@ -32,13 +32,13 @@ class LruHeap(Generic[NodeT]):
     def __init__(self, is_candidate: Callable[[NodeT], bool]) -> None:
         self._is_candidate = is_candidate
         self._heap: list[tuple[int, int, NodeT]] = []
-        self._num_pushed = 0  # breaks ties in the order of pushes, and keeps nodes uncompared
+        self._num_pushed = 0  # breaks ties, so that nodes are never compared
 
     def __len__(self) -> int:
         return len(self._heap)
 
     def push(self, node: NodeT, num_nodes: int) -> None:
-        """Add a candidate; `num_nodes` is how many nodes there are, for cleaning up."""
+        """Add a candidate; stale entries are purged when they outnumber the tree's `num_nodes`."""
         self._num_pushed += 1
         heapq.heappush(self._heap, (node.last_used, self._num_pushed, node))
         if len(self._heap) > 2 * num_nodes + 64:

@@ -1,8 +1,8 @@
-"""Named slabs of memory under one limit: over `cupy.cuda.MemoryPool`, and a twin over NumPy.
+"""Named slabs of memory under one limit, over `cupy.cuda.MemoryPool` or NumPy.
 
-The engine allocates few large arrays once (weights, pages, workspaces) and nothing in the decode
-loop, so a pool here is a ledger with names more than an allocator. `device_memory` says what the
-device has; `MemoryPool` hands out slabs and knows who holds what.
+The engine allocates a few large arrays once (weights, pages, workspaces) and nothing in the decode
+loop, so a pool here is a ledger with names rather than an allocator. `device_memory` says what the
+device has; `MemoryPool` hands out slabs and records who holds what.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class MemoryPool:
         self._cuda_pool = device.xp.cuda.MemoryPool() if device.is_cuda else None
 
     def allocate(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
-        """Return a new zero-filled array of the device, remembered as `name`.
+        """Return a new zero-filled array on the device, recorded as `name`.
 
         Raises
         ------
@@ -73,7 +73,7 @@ class MemoryPool:
             If the limit or the device's memory is exceeded; the message lists the slabs.
         """
         if name in self._slabs or any(size < 0 for size in shape):
-            raise ContractError(f"slab {name!r} exists already, or its shape {shape} is negative")
+            raise ContractError(f"slab {name!r} must be new and of sizes >= 0; got shape {shape}")
         num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
         if num_bytes > self.limit - self.used:
             raise self._out_of_memory(name, num_bytes, "the pool's limit is reached")
@@ -83,9 +83,9 @@ class MemoryPool:
         return array
 
     def free(self, name: str) -> None:
-        """Forget slab `name`; its memory returns to the device once no view of it is left."""
+        """Drop slab `name`; its memory returns to the device once no view of it is left."""
         if name not in self._slabs:
-            raise ContractError(f"no slab {name!r}; there are {sorted(self._slabs)}")
+            raise ContractError(f"name must be one of {sorted(self._slabs)}; got {name!r}")
         del self._slabs[name]
         if self._cuda_pool is not None:
             self._cuda_pool.free_all_blocks()
@@ -107,7 +107,7 @@ class MemoryPool:
             try:
                 return np.zeros(shape, dtype)
             except MemoryError as error:
-                raise self._out_of_memory(name, num_bytes, "the system refused") from error
+                raise self._out_of_memory(name, num_bytes, "the system refused it") from error
         cp = self.device.xp
         with cp.cuda.Device(self.device.index):
             try:
@@ -122,14 +122,14 @@ class MemoryPool:
         total, free = device_memory(self.device)
         held = ", ".join(f"{n} {format_bytes(s)}" for n, s in self.stats().slabs.items())
         return OutOfMemoryError(
-            f"slab {name!r} needs {format_bytes(num_bytes)} on {self.device}, and {why}: "
+            f"slab {name!r} needs {format_bytes(num_bytes)} on {self.device}, but {why}: "
             f"limit {format_bytes(self.limit)}, slabs: {held or 'none'}; the device has "
             f"{format_bytes(total)}, of which {format_bytes(free)} are free"
         )
 
 
 def device_memory(device: Device) -> tuple[int, int]:
-    """Return (total, free) bytes of the device; for the CPU, what the system can still give."""
+    """Return (total, free) bytes of the device; for the CPU, free is what the system can give."""
     if device.is_cuda:
         cp = device.xp
         with cp.cuda.Device(device.index):
@@ -153,7 +153,7 @@ def _linux_available() -> int | None:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Write a number of bytes for people, in binary units.
+    """Format a number of bytes in binary units.
 
     Examples
     --------

@@ -1,16 +1,16 @@
 """The radix tree of computed prefixes: which blocks hold which tokens. Integers only.
 
 One node is one full block; the edge to it is the block's token ids, so a path from a root spells
-a prefix. Ids are compared byte for byte, never only hashed. Every `key` (cache salt, rope kind) has
-its own root, so what one tenant computed is invisible to another.
+a prefix. Ids are compared byte for byte, never by hash alone. Every `key` (cache salt, rope kind)
+has its own root, so what one tenant computed is invisible to another.
 
-A block in use has an owner in the allocator; nobody can evict it. When its last owner lets go it
-is *cached*: it waits here, least recently used first, to be owned again or evicted, leaves before
-their parents. With a host tier, an evicted block moves to host memory and its node stays.
+A block in use has an owner in the allocator and cannot be evicted. When its last owner releases it,
+it is *cached*: it can be owned again, or evicted, least recently used first and leaves before their
+parents. With a host tier, an evicted block moves to host memory and its node stays.
 
-The tree rests on one rule, which whoever inserts must keep: the owner of a node's block also owns
-the block of every node above it. So every cached block can be had by evicting leaves, and
-`allocator.num_cached` is exactly what can be freed.
+The tree relies on one invariant, which every caller of `insert` must keep: the owner of a node's
+block also owns the blocks of all its ancestors. So every cached block can be freed by evicting
+leaves, and `allocator.num_cached` is exactly what can be freed.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class PrefixTree:
     Parameters
     ----------
     allocator : BlockAllocator
-        Of the device blocks.
+        The allocator of the device blocks.
     max_blocks_per_salt : int, optional
-        Most nodes under one cache salt (requests without a salt are not bounded).
+        Maximum nodes of one cache salt (unlimited for requests without a salt).
     host_allocator : BlockAllocator, optional
-        Blocks in host memory for the host tier; without it an evicted block is forgotten.
+        Blocks in host memory for the host tier; without it an evicted block is dropped.
 
     Examples
     --------
@@ -72,8 +72,8 @@ class PrefixTree:
         self.max_blocks_per_salt = max_blocks_per_salt
         self.block_size = allocator.block_size
         self.stats = TreeStats()
-        self.generation = 0  # changes whenever a match could come out otherwise
-        self._offloads: dict[int, int] = {}  # host block -> device block: copies still to be done
+        self.generation = 0  # changes whenever the result of a match may change
+        self._offloads: dict[int, int] = {}  # host block -> device block, not yet copied
         self._spaces: dict[str | None, Space] = {}
         self._nodes: dict[int, TreeNode] = {}  # by device block
         self._clock = 0
@@ -82,12 +82,12 @@ class PrefixTree:
 
     @property
     def num_nodes(self) -> int:
-        """Blocks known, on device and host."""
+        """Nodes of the tree, on device and host."""
         return sum(space.num_nodes for space in self._spaces.values())
 
     @property
     def num_host_nodes(self) -> int:
-        """Blocks known that lie on the host."""
+        """Nodes whose block is on the host."""
         return self.num_nodes - len(self._nodes)
 
     def has_block(self, block: int) -> bool:
@@ -124,11 +124,11 @@ class PrefixTree:
         return found
 
     def lock(self, blocks: Iterable[int]) -> None:
-        """Own `blocks` (a path from a root), so that they stay."""
+        """Add an owner to `blocks` (a path from a root), so that they cannot be evicted."""
         self.allocator.acquire(blocks)
 
     def unlock(self, blocks: Iterable[int]) -> None:
-        """Give up `blocks`; those without another owner become free, or cached if known here."""
+        """Remove an owner from `blocks`; those without another become cached, or free."""
         cached = self.allocator.free(blocks)
         if not cached:
             return
@@ -149,22 +149,22 @@ class PrefixTree:
         start: int = 0,
         leaving: bool = False,
     ) -> int:
-        """Make the full blocks of an owner known.
+        """Insert the full blocks of an owner's table.
 
         Parameters
         ----------
         token_ids : sequence of int
-            Ids from block `start` on.
+            Token ids from block `start` on.
         blocks : sequence of int
-            The owner's table, from its first block on.
+            The owner's block table, from its first block on.
         key : (cache salt, rope kind)
         start : int
-            How many blocks of the table are nodes of the tree already.
+            How many blocks of the table are already nodes of the tree.
         leaving : bool
-            False: the owner goes on. Where the tree knows the same tokens under another block, it
-            stops: the owner keeps its own copy, and nothing below may rest on the tree's.
-            True: the owner gives up its table right after this. Then its copy is not needed, and
-            what comes below goes under the tree's block, unless others own it too.
+            False: the owner keeps its table. Where the tree has the same tokens in another block,
+            insertion stops: the owner does not own that block, so it may own no node below it.
+            True: the owner releases its table right after this. Its duplicate is not needed, and
+            insertion continues below the tree's block, unless the duplicate has other owners.
 
         Returns
         -------
@@ -185,7 +185,7 @@ class PrefixTree:
             if child is None:
                 child = self._add_node(node, chunk, block)
                 if child is None:
-                    break  # the salt's quota is used up by blocks in use
+                    break  # blocks in use fill the salt's quota
             elif child.block == NO_BLOCK:
                 self._return_to_device(child, block)
                 self._free_host(child)
@@ -194,10 +194,10 @@ class PrefixTree:
         return num_known
 
     def load(self, nodes: Sequence[TreeNode], blocks: Sequence[int]) -> list[tuple[int, int]]:
-        """Give host nodes of a match device blocks, owned by the caller.
+        """Assign device blocks, owned by the caller, to the host nodes of a match.
 
-        Returns the (host, device) copies to be done. The host blocks remain taken until the caller
-        frees them, after the copy.
+        Returns the (host, device) copies to be done. The host blocks stay allocated until the
+        caller frees them, after the copy.
         """
         pairs = []
         for node, block in zip(nodes, blocks, strict=True):
@@ -221,7 +221,7 @@ class PrefixTree:
         return max(0, num_blocks)
 
     def evict_host(self, num_blocks: int) -> int:
-        """Free up to `num_blocks` host blocks, likewise; return how many were freed."""
+        """Free up to `num_blocks` host blocks, in the same order; return how many were freed."""
         count, kept = 0, []
         while count < num_blocks and (node := self._host_lru.pop()) is not None:
             if node.is_pinned:
@@ -234,13 +234,13 @@ class PrefixTree:
         return count
 
     def take_offloads(self) -> list[tuple[int, int]]:
-        """Return the (device, host) block copies to be done since the last call."""
+        """Return the (device, host) copies of blocks evicted since the last call."""
         pairs = [(device, host) for host, device in self._offloads.items()]
         self._offloads.clear()
         return pairs
 
     def forget(self, blocks: Iterable[int], host_blocks: Iterable[int]) -> None:
-        """Drop the nodes of these blocks and all below them, whose content cannot be trusted."""
+        """Remove the nodes of these blocks and all below them: their content may be wrong."""
         wrong = [self._nodes[block] for block in blocks if block in self._nodes]
         wrong_host = set(host_blocks)
         wrong += [n for n in self.walk() if n.host_block in wrong_host] if wrong_host else []
@@ -248,7 +248,7 @@ class PrefixTree:
             self._remove_subtree(node)
 
     def reset(self) -> None:
-        """Forget everything; blocks in use stay with their owners."""
+        """Remove all nodes; blocks in use stay with their owners."""
         for space in list(self._spaces.values()):
             for root in list(space.roots.values()):
                 for node in list(root.children.values()):
@@ -268,7 +268,7 @@ class PrefixTree:
         return is_device_leaf(node) and self.allocator.num_owners(node.block) == 0
 
     def _offer(self, node: TreeNode) -> None:
-        """Note that `node` may be a candidate for eviction now."""
+        """Push `node` on the eviction queues if it is a candidate now."""
         if is_host_leaf(node):
             self._host_lru.push(node, self.num_host_nodes)
             if self._has_quota(node.space):
@@ -294,7 +294,7 @@ class PrefixTree:
         return node
 
     def _return_to_device(self, node: TreeNode, block: int) -> None:
-        """Let `block`, which has an owner, be the place of `node`."""
+        """Make device block `block`, which has an owner, the block of `node`."""
         assert node.parent is not None
         self.allocator.cache(block)
         self._nodes[block] = node
@@ -303,7 +303,7 @@ class PrefixTree:
         self.generation += 1
 
     def _keep_quota(self, space: Space, parent: TreeNode) -> bool:
-        """Make room for one more node in `space`, but not by giving up `parent`."""
+        """Make room for one more node in the quota of `space`, without evicting `parent`."""
         assert self.max_blocks_per_salt is not None
         parent.is_pinned = True
         while space.num_nodes >= self.max_blocks_per_salt:
@@ -315,7 +315,7 @@ class PrefixTree:
         return space.num_nodes < self.max_blocks_per_salt
 
     def _evict(self, node: TreeNode) -> None:
-        """Take the device block of a leaf; keep the node if the host has a place for it."""
+        """Free the device block of a leaf; keep the node if the host has a block for it."""
         self.stats.evicted_blocks += 1
         if self._has_host_room():
             assert self.host_allocator is not None
@@ -343,12 +343,12 @@ class PrefixTree:
     def _free_host(self, node: TreeNode) -> None:
         assert self.host_allocator is not None
         self.host_allocator.free([node.host_block])
-        # The block may be handed out again before the copy into it was even begun.
+        # Cancel a pending copy into it: the block may be reused before the copy starts.
         self._offloads.pop(node.host_block, None)
         node.host_block = NO_BLOCK
 
     def _remove(self, node: TreeNode) -> None:
-        """Take a node without children out of the tree, with whatever block it has."""
+        """Remove a childless node from the tree and free its block."""
         parent, space = node.parent, node.space
         assert parent is not None and not node.children
         if node.host_block != NO_BLOCK:
@@ -369,7 +369,7 @@ class PrefixTree:
         while stack:
             last = stack[-1]
             if last.parent is None:
-                stack.pop()  # removed already, under another name on the caller's list
+                stack.pop()  # already removed, with another node of the list
             elif last.children:
                 stack.extend(last.children.values())
             else:
@@ -386,7 +386,7 @@ class PrefixTree:
         return nodes
 
     def check_integrity(self) -> None:
-        """Verify links, counts, quotas and the rule of owners.
+        """Check links, counts, quotas and the ownership invariant.
 
         Raises
         ------

@@ -1,16 +1,16 @@
 """Blocks in host memory, and the copies between them and the device.
 
-On CUDA the host blocks are pinned. The blocks of a swap lie scattered in the pages, one piece a
-layer; one kernel packs them on the device, and DMA moves the packed piece on a side stream while
-the main stream computes on. The way back is the same, in reverse:
+On CUDA the host blocks are pinned. The blocks of a swap are scattered over the pages, one piece per
+layer; one kernel packs them on the device, and DMA moves the packed buffer on a side stream while
+the main stream continues. Swapping in is the reverse:
 
-    out:  main stream   pack -> (event) -> computes on
+    out:  main stream   pack -> (event) -> continues
           side stream              DMA to the host
-    in:   side stream   DMA from the host (begins at once, beside what the main stream still does)
-          main stream             (event) -> unpack -> computes on
+    in:   side stream   DMA from the host (starts at once, beside the main stream's work)
+          main stream             (event) -> unpack -> continues
 
-A main stream waits for DMA only where it needs the blocks or the buffer. On the CPU the same calls
-copy between NumPy slabs.
+The main stream waits for DMA only where it needs the blocks or the buffer. On the CPU the same
+calls copy between NumPy slabs.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ __all__ = ["Moves", "SwapSpace", "move_blocks"]
 
 Pairs = Sequence[tuple[int, int]]
 
-# Of one of the two buffers: large enough to fill the link. Larger ones hide more of a large swap
-# behind what the main stream computes, but what fits into one is packed before any of it moves.
+# Size of each of the two buffers: large enough to saturate the link. Larger buffers would hide more
+# of a large swap behind computation, but a buffer is packed completely before its DMA starts.
 _BUFFER_BYTES = 64 << 20
 
 
@@ -46,7 +46,7 @@ class Moves(Protocol):
 
 
 def move_blocks(kv: KVCache, swap: SwapSpace | None, moves: Moves) -> None:
-    """Do a step's block moves, in the order that keeps each from undoing another.
+    """Do a step's block moves, in the order in which none overwrites what another still reads.
 
     Raises
     ------
@@ -54,7 +54,7 @@ def move_blocks(kv: KVCache, swap: SwapSpace | None, moves: Moves) -> None:
         If blocks are to be swapped and `swap` is None.
     """
     if swap is None and (moves.swap_out or moves.swap_in):
-        raise ConfigError("blocks are to be swapped, but there is no SwapSpace for them")
+        raise ConfigError("swap must be a SwapSpace for a step that swaps blocks; got None")
     if swap is not None:
         swap.swap_blocks_to_cpu(moves.swap_out)
     if moves.copies:
@@ -74,17 +74,17 @@ class SwapSpace:
     num_blocks : int
         Host blocks, at least 1; `SchedulerConfig.num_host_blocks`.
     buffer_bytes : int
-        Of each of the two buffers on the device, rounded down to blocks. The CPU has none.
+        Size of each of the two device buffers, rounded down to whole blocks. Unused on the CPU.
 
     Attributes
     ----------
     blocks : array (num_blocks, 2 * num_layers, K, block_size, D), NumPy
-        The host blocks. On CUDA, `synchronize` before you look at them.
+        The host blocks. On CUDA, call `synchronize` before reading them.
 
     Raises
     ------
     OutOfMemoryError
-        If the host has not that much memory.
+        If the host does not have that much memory.
 
     Examples
     --------
@@ -110,7 +110,7 @@ class SwapSpace:
         self._lane = _DmaLane(kv, self.blocks, buffer_bytes) if kv.device.is_cuda else None
 
     def swap_blocks_to_cpu(self, pairs: Pairs) -> None:
-        """Copy (device block, host block) pairs out; the device blocks may be reused at once.
+        """Copy (device block, host block) pairs out; later work on the stream may reuse the blocks.
 
         Raises
         ------
@@ -125,7 +125,7 @@ class SwapSpace:
             kernels.kv_swap(self._kv.flat_pages, host, np.array(pairs, np.int32))
 
     def swap_blocks_from_cpu(self, pairs: Pairs) -> None:
-        """Copy (host block, device block) pairs in; what follows on the stream sees them.
+        """Copy (host block, device block) pairs in; later work on the stream sees them.
 
         Raises
         ------
@@ -140,12 +140,12 @@ class SwapSpace:
             kernels.kv_swap(host, self._kv.flat_pages, np.array(pairs, np.int32))
 
     def synchronize(self) -> None:
-        """Wait until all copies are done (nothing to wait for on the CPU)."""
+        """Wait until all copies are done (a no-op on the CPU)."""
         if self._lane is not None:
             self._lane.synchronize()
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free host blocks and buffers."""
         if self._lane is not None:
             self._lane.close()
         self.blocks = self.blocks[:0].copy()
@@ -154,19 +154,19 @@ class SwapSpace:
         for source, target in pairs:
             if not (0 <= source < num_sources and 0 <= target < num_targets):
                 raise ContractError(
-                    f"swap pairs must be ids below ({num_sources}, {num_targets}); "
+                    f"pairs must hold block ids below ({num_sources}, {num_targets}); "
                     f"got {(source, target)}"
                 )
         if len({target for _, target in pairs}) < len(pairs):
-            raise ContractError(f"swap pairs must fill each block once; got {list(pairs)}")
+            raise ContractError(f"pairs must write each block at most once; got {list(pairs)}")
 
 
 class _DmaLane:
-    """A side stream and two buffers, in which blocks are packed.
+    """A side stream for DMA, and two device buffers in which blocks are packed.
 
     SAFETY: a buffer is filled only after `_emptied` of its last use, and emptied only after
-    `_filled`; all DMA runs on the one side stream, so a host block is never read or written out of
-    the order of calls.
+    `_filled`. All DMA runs on one side stream, so host blocks are read and written in the order of
+    the calls.
     """
 
     def __init__(self, kv: KVCache, host: np.ndarray[Any, Any], buffer_bytes: int) -> None:
@@ -187,11 +187,11 @@ class _DmaLane:
         for turn, chunk in self._chunks([(host, device) for device, host in pairs]):
             buffer = self._buffers[turn]
             main.wait_event(self._emptied[turn])
-            self._pack([(device, slot) for slot, (_, device) in enumerate(chunk)], buffer)
+            self._pack([(device, index) for index, (_, device) in enumerate(chunk)], buffer)
             self._filled[turn].record(main)
             self._stream.wait_event(self._filled[turn])
-            for slot, host, count in _runs([host for host, _ in chunk]):
-                self._dma(self._host_ptr(host), buffer[slot].data.ptr, count, to_host=True)
+            for index, host, count in _runs([host for host, _ in chunk]):
+                self._dma(self._host_ptr(host), buffer[index].data.ptr, count, to_host=True)
             self._emptied[turn].record(self._stream)
 
     def from_host(self, pairs: Pairs) -> None:
@@ -199,11 +199,11 @@ class _DmaLane:
         for turn, chunk in self._chunks(pairs):
             buffer = self._buffers[turn]
             self._stream.wait_event(self._emptied[turn])
-            for slot, host, count in _runs([host for host, _ in chunk]):
-                self._dma(buffer[slot].data.ptr, self._host_ptr(host), count, to_host=False)
+            for index, host, count in _runs([host for host, _ in chunk]):
+                self._dma(buffer[index].data.ptr, self._host_ptr(host), count, to_host=False)
             self._filled[turn].record(self._stream)
             main.wait_event(self._filled[turn])
-            self._unpack(buffer, [(slot, device) for slot, (_, device) in enumerate(chunk)])
+            self._unpack(buffer, [(index, device) for index, (_, device) in enumerate(chunk)])
             self._emptied[turn].record(main)
 
     def synchronize(self) -> None:
@@ -215,7 +215,7 @@ class _DmaLane:
         self._kv.pool.free("swap buffers")
 
     def _chunks(self, pairs: Pairs) -> Iterator[tuple[int, Pairs]]:
-        """Yield (buffer, pairs by ascending host block), so that neighbours go in one copy."""
+        """Yield (buffer, pairs by ascending host block): adjacent host blocks share one copy."""
         ordered = sorted(pairs)
         for at in range(0, len(ordered), self._capacity):
             self._turn ^= 1
@@ -255,13 +255,13 @@ def _runs(ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 
 def _host_array(shape: tuple[int, ...], dtype: str, *, pinned: bool) -> np.ndarray[Any, Any]:
-    """Return an uninitialised host array; in pinned memory, which DMA can reach, if asked for."""
+    """Return an uninitialised host array; if `pinned`, in memory that DMA can access."""
     kind = dtypes.np_dtype(dtype)
     if not pinned:
         return np.empty(shape, kind)
     cp = cupy()
     num_bytes = math.prod(shape) * kind.itemsize
-    # Not from CuPy's pinned pool, which may round up and never gives memory back.
+    # Not from CuPy's pinned pool, which may round up and never returns memory to the system.
     memory = cp.cuda.PinnedMemoryPointer(cp.cuda.PinnedMemory(num_bytes), 0)
     return np.frombuffer(memory, np.uint8, num_bytes).view(kind).reshape(shape)
 
@@ -270,6 +270,6 @@ def _check_host_memory(num_bytes: int) -> None:
     total, free = device_memory(CPU)
     if num_bytes > free:
         raise OutOfMemoryError(
-            f"host blocks need {format_bytes(num_bytes)}, but of the host's {format_bytes(total)} "
-            f"only {format_bytes(free)} are free; lower swap_space_gb"
+            f"host blocks need {format_bytes(num_bytes)}, but only {format_bytes(free)} of the "
+            f"host's {format_bytes(total)} are free; lower swap_space_gb"
         )

@@ -1,4 +1,4 @@
-"""What must hold in the prefix tree at every moment, checked node by node."""
+"""The invariants of the prefix tree, checked node by node."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def check_tree(
     host_allocator: BlockAllocator | None,
     by_block: Mapping[int, TreeNode],
 ) -> None:
-    """Verify `nodes`, all those of one tree, against the allocators and the index of blocks.
+    """Check `nodes`, all nodes of one tree, against the allocators and the index of blocks.
 
     Raises
     ------
@@ -32,7 +32,7 @@ def check_tree(
     num_cached = sum(allocator.num_owners(node.block) == 0 for node in on_device)
     if num_cached != allocator.num_cached:
         raise EngineError(
-            f"prefix tree: {num_cached} blocks without owner, allocator says {allocator.num_cached}"
+            f"prefix tree: {num_cached} blocks without owner, but num_cached={allocator.num_cached}"
         )
     hosts = [node.host_block for node in nodes if node.host_block != NO_BLOCK]
     if len(set(hosts)) != len(hosts):
@@ -47,12 +47,12 @@ def _check_node(
     if parent is None or parent.children.get(node.chunk) is not node:
         raise EngineError(f"{where} is not its parent's child")
     if (node.block == NO_BLOCK) == (node.host_block == NO_BLOCK):
-        raise EngineError(f"{where} must lie in exactly one place")
+        raise EngineError(f"{where} must be on exactly one of device and host")
     if node.is_pinned:
         raise EngineError(f"{where} is still pinned")
     count = sum(child.block != NO_BLOCK for child in node.children.values())
     if count != node.num_device_children:
-        raise EngineError(f"{where} has {count} children on the device, not the number it says")
+        raise EngineError(f"{where} counts {node.num_device_children} device children, has {count}")
     if node.block == NO_BLOCK:
         if host_allocator is None or host_allocator.num_owners(node.host_block) != 1:
             raise EngineError(f"{where} does not own its host block")
@@ -60,6 +60,6 @@ def _check_node(
     if parent.parent is None:
         return
     if parent.block == NO_BLOCK:
-        raise EngineError(f"{where} lies on the device below one that does not")
+        raise EngineError(f"{where} is on the device, but its parent is not")
     if allocator.num_owners(node.block) and not allocator.num_owners(parent.block):
-        raise EngineError(f"{where} is owned, but the one above is not")
+        raise EngineError(f"{where} is owned, but its parent is not")

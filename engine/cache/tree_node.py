@@ -1,4 +1,4 @@
-"""Parts of the prefix tree: its nodes, the space of one cache salt, a match, statistics."""
+"""Parts of the prefix tree: nodes, the space of one cache salt, a match, statistics."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ __all__ = [
 NO_BLOCK = -1
 
 PrefixKey = tuple[str | None, bool]
-"""(cache salt, rope kind): what must be equal, besides the ids, to share a prefix."""
+"""(cache salt, rope kind): what must be equal, besides the token ids, to share a prefix."""
 
 
 class TreeNode:
-    """One full block of tokens below the tokens of its parents.
+    """One full block of tokens, following the tokens of its ancestors.
 
     Attributes
     ----------
@@ -36,13 +36,13 @@ class TreeNode:
     parent : TreeNode or None
         None for a root, and for a node that was removed.
     block, host_block : int
-        Where the keys and values lie; exactly one is not NO_BLOCK (both are for a root).
+        Where the keys and values are; exactly one is not NO_BLOCK (for a root, both are).
     num_device_children : int
-        Children that lie on the device.
+        Children whose block is on the device.
     last_used : int
-        The tree's clock when the last owner let go.
+        The tree's clock when the last owner released the block.
     is_pinned : bool
-        Whether eviction must pass over it for the moment.
+        Whether it is temporarily exempt from eviction.
     """
 
     __slots__ = (
@@ -70,17 +70,17 @@ class TreeNode:
 
 
 def is_device_leaf(node: TreeNode) -> bool:
-    """Tell whether `node` lies on the device and nothing below it does."""
+    """Tell whether `node` is on the device and none of its children is."""
     return node.block != NO_BLOCK and not node.num_device_children
 
 
 def is_host_leaf(node: TreeNode) -> bool:
-    """Tell whether `node` lies on the host and nothing is below it."""
+    """Tell whether `node` is on the host and has no children."""
     return node.host_block != NO_BLOCK and node.block == NO_BLOCK and not node.children
 
 
 class Space:
-    """The trees of one cache salt: a root per key, a count, and an eviction order of its own."""
+    """The trees of one cache salt: a root per key, a node count, and a separate eviction order."""
 
     def __init__(self, salt: str | None, can_evict: Callable[[TreeNode], bool]) -> None:
         self.salt = salt
@@ -90,7 +90,7 @@ class Space:
         self.host_lru: LruHeap[TreeNode] = LruHeap(is_host_leaf)
 
     def pop_unpinned(self) -> TreeNode | None:
-        """Return the node to give up first: the oldest on the host, else on the device."""
+        """Return the node to evict first: the oldest on the host, else on the device."""
         for lru in (self.host_lru, self.device_lru):
             kept = []
             node = lru.pop()
@@ -106,7 +106,7 @@ class Space:
 
 @dataclass(slots=True)
 class PrefixMatch:
-    """A known prefix: blocks on the device, then nodes whose blocks lie in host memory."""
+    """A cached prefix: blocks on the device, then nodes whose blocks are in host memory."""
 
     blocks: list[int] = field(default_factory=list)
     host_nodes: list[TreeNode] = field(default_factory=list)
@@ -119,7 +119,7 @@ class PrefixMatch:
 
 @dataclass(slots=True)
 class TreeStats:
-    """What the tree did so far: tokens looked up, found on the device and host; blocks moved."""
+    """Counters: tokens looked up, found on the device and on the host; blocks moved."""
 
     queried_tokens: int = 0
     hit_tokens: int = 0
@@ -130,7 +130,7 @@ class TreeStats:
 
 
 def split_chunks(token_ids: Sequence[int], block_size: int, num_chunks: int) -> Iterator[bytes]:
-    """Yield the first `num_chunks` blocks of ids as bytes: compact, and quick to compare.
+    """Yield the first `num_chunks` blocks of ids as bytes, compact and fast to compare.
 
     Examples
     --------

@@ -309,7 +309,7 @@ class Scheduler:
         """
         self._in_flight.settle_newest(output)
         moves = BlockMoves(output.swap_out, output.copies, output.swap_in)
-        self.blocks.distrust(moves)
+        self.blocks.drop_uncopied(moves)
         self.blocks.settle(output.swap_in)
         for sequence in output.sequences:
             self._undo(sequence)

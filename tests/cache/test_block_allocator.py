@@ -26,7 +26,9 @@ def test_ids_come_ascending_and_then_the_one_freed_last():
 def test_running_out_takes_nothing_and_says_who_holds_what():
     allocator = BlockAllocator(4, 16)
     allocator.allocate(3)
-    with pytest.raises(OutOfMemoryError, match=r"2 KV blocks of 16 tokens.*1 are free \(3 in use"):
+    with pytest.raises(
+        OutOfMemoryError, match=r"2 KV blocks of 16 tokens.*1 of 4 are free \(3 in use"
+    ):
         allocator.allocate(2)
     assert allocator.num_free == 1
     assert isinstance(allocator.stats()["peak_referenced"], int)
@@ -68,14 +70,14 @@ def test_integrity_sees_what_is_wrong():
     allocator = BlockAllocator(3, 16)
     table = allocator.allocate(2)
     allocator.check_integrity([table])
-    with pytest.raises(EngineError, match="block 1 has 1 owners, but stands in 0 tables"):
+    with pytest.raises(EngineError, match="block 1 has 1 owners, but is in 0 tables"):
         allocator.check_integrity([[0]])
     allocator._free.append(0)
     with pytest.raises(EngineError, match="block 0 is 1 times on the free list, with 1 owners"):
         allocator.check_integrity()
     allocator._free.pop()
     allocator.num_cached = 1
-    with pytest.raises(EngineError, match="num_cached says 1"):
+    with pytest.raises(EngineError, match="num_cached is 1"):
         allocator.check_integrity()
 
 

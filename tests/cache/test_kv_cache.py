@@ -46,7 +46,7 @@ def test_block_tables_are_checked():
     cache = build(np)
     cache.check_blocks([0, 4])
     for block in (-1, 5):
-        with pytest.raises(ContractError, match=rf"must be in \[0, 5\); got {block}"):
+        with pytest.raises(ContractError, match=rf"must hold block ids in \[0, 5\); got {block}"):
             cache.check_blocks([0, block])
 
 
@@ -90,7 +90,7 @@ def test_a_plan_takes_what_is_left_or_what_can_be_used():
     plan = plan_num_blocks(budget(), LARGE, max_model_len=131072, max_num_seqs=256)
     assert plan.num_blocks == (int(140 * GIB * 0.9) - 19 * GIB) // (2 << 20)
     assert plan.num_tokens == plan.num_blocks * 16
-    assert "all that 107.00 GiB hold" in plan.reason
+    assert "as many as fit into 107.00 GiB" in plan.reason
     plan = plan_num_blocks(budget(), LARGE, max_model_len=1000, max_num_seqs=4)
     assert plan.num_blocks == 4 * 63 and "4 requests of 1000 tokens" in plan.reason
     plan = plan_num_blocks(budget(), LARGE, max_model_len=1000, max_num_seqs=4, num_blocks=7)
@@ -107,7 +107,7 @@ def test_out_of_memory_says_all_numbers_and_what_would_fit():
         "24.00 GiB in total, of which 90% may be used",
         "others use 2.00 GiB, weights 16.00 GiB, activations 2.00 GiB",
         "left for the KV cache: 1.60 GiB",
-        "which buys 13104 tokens",
+        "enough for 13104 tokens",
         "max_model_len=13104",
         "free 14.40 GiB elsewhere",
     ):
@@ -139,7 +139,9 @@ def test_out_of_memory_proposes_only_what_helps():
 
 def test_no_room_at_all():
     full = budget(total=12 * GIB)
-    with pytest.raises(OutOfMemoryError, match=r"buys 0 tokens.*fit: free 8.20 GiB elsewhere"):
+    with pytest.raises(
+        OutOfMemoryError, match=r"enough for 0 tokens.*fit: free 8.20 GiB elsewhere"
+    ):
         plan_num_blocks(full, LARGE, max_model_len=16, max_num_seqs=1)
 
 

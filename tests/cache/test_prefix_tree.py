@@ -228,11 +228,11 @@ def test_integrity_sees_what_is_wrong():
     tree = build()
     table = put(tree, [1] * 12)
     tree.allocator.acquire(table[2:])  # owned without those above it
-    with pytest.raises(EngineError, match="owned, but the one above is not"):
+    with pytest.raises(EngineError, match="owned, but its parent is not"):
         tree.check_integrity()
     tree.unlock(table[2:])
     tree._nodes[table[0]].num_device_children = 0
-    with pytest.raises(EngineError, match="has 1 children on the device"):
+    with pytest.raises(EngineError, match="0 device children, has 1"):
         tree.check_integrity()
 
 
