@@ -1,4 +1,4 @@
-"""The arrays that a layer holds, by name: what a launch plan takes for the layer's own."""
+"""The arrays that a layer holds, by name. A launch plan replaces them from layer to layer."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class HoldsArrays(Protocol):
     """A layer, or a part of one."""
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
-        """Yield the name and the array of everything that it holds."""
+        """Yield (name, array) for every array it holds."""
 
 
 def arrays_of(parts: Mapping[str, HoldsArrays | None]) -> Iterator[tuple[str, Any]]:
-    """Yield the arrays of `parts`, with a part's name in front of each name; None holds none.
+    """Yield the arrays of `parts`, each name prefixed with its part's; None has none.
 
     Examples
     --------

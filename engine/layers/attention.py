@@ -1,4 +1,4 @@
-"""Self-attention against pages: project, rotate, store, attend, project back."""
+"""Self-attention over a paged KV cache: project, rotate, store, attend, project back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Attention", "AttentionParams"]
 
 @dataclass(frozen=True)
 class AttentionParams:
-    """The numbers of one layer's attention.
+    """The parameters of one layer's attention.
 
     Attributes
     ----------
@@ -30,11 +30,11 @@ class AttentionParams:
     scale : float
         Factor on q·k.
     window : int
-        Keys that a query sees, its own included; 0 is all.
+        Sliding window in keys, the query's own included; 0 is full attention.
     softcap : float
         c in c·tanh(s/c); 0 is none.
     deterministic : bool
-        Give each token the same bits in any company and any chunk of its sequence.
+        Batch invariance: a token's bits depend neither on the batch nor on chunking.
     """
 
     num_heads: int
@@ -57,9 +57,9 @@ class Attention:
     o : Linear
         (N, H·D).
     cos_sin : (P, R) float32 array
-        The rope table.
+        Rope table: a row of [cos | sin] per position.
     q_norm, k_norm : Norm, optional
-        Applied to every head of q and k before the rotation; of the same eps and offset.
+        Applied to every head of q and k before the rotation; both with the same eps and offset.
     """
 
     __slots__ = ("cos_sin", "k_norm", "o", "params", "q_norm", "qkv")
@@ -81,7 +81,7 @@ class Attention:
         self.k_norm = k_norm
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
-        """Yield the name and the array of everything that it holds."""
+        """Yield (name, array) for every array it holds."""
         yield "cos_sin", self.cos_sin
         parts = {"qkv": self.qkv, "o": self.o, "q_norm": self.q_norm, "k_norm": self.k_norm}
         yield from arrays_of(parts)
@@ -99,8 +99,8 @@ class Attention:
     ) -> Any:
         """Store the keys and values of `x` (T, N) in the pages and return the output (T, N).
 
-        With a `norm`, those of ``norm(x)``; with a `residual`, which may be `x`, added to that;
-        with `rows` (R,) int32, the output of these tokens only, (R, N).
+        With a `norm`, its input is ``norm(x)``. With a `residual`, which may be `x`, the output is
+        added to it. With `rows` (R,) int32, only the output of these tokens is computed, (R, N).
         """
         q, k, v = self._rows(x, norm)
         places = (batch.rope_positions, self.cos_sin, k_pages, v_pages, batch.slot_mapping)
@@ -117,7 +117,7 @@ class Attention:
         return self.o(heads, residual=residual)
 
     def project(self, x: Any, rope_positions: Any) -> tuple[Any, Any, Any]:
-        """Return the rotated q (T, H, D) and k (T, K, D), and v: for those who want no pages."""
+        """Return the rotated q (T, H, D) and k (T, K, D), and v, without storing k and v."""
         query, key, value = self._rows(x)
         if self.q_norm is not None and self.k_norm is not None:
             self.q_norm(query, out=query)
@@ -126,7 +126,7 @@ class Attention:
         return query, key, value
 
     def _rows(self, x: Any, norm: Norm | None = None) -> tuple[Any, Any, Any]:
-        """Return q (T, H, D), k and v (T, K, D) as they are projected: views of fused rows."""
+        """Return q (T, H, D), k and v (T, K, D) before norm and rotation: views of fused rows."""
         h, k = self.params.num_heads, self.params.num_kv_heads
         fused = self.qkv(x) if norm is None else self.qkv.of_normed(x, norm)
         rows = fused.reshape(x.shape[0], h + 2 * k, self.params.head_dim)
@@ -144,9 +144,9 @@ class Attention:
         return norms | {"eps": self.q_norm.eps, "weight_offset": self.q_norm.offset}
 
     def _attend(self, q: Any, batch: ForwardBatch, k_pages: Any, v_pages: Any) -> Any:
-        """Send the decodes to one kernel and the other sequences to the other."""
+        """Send the decodes to the decode kernel and the other sequences to the prefill kernel."""
         if self.params.deterministic:
-            return self._attend_invariantly(q, batch, k_pages, v_pages)
+            return self._attend_deterministic(q, batch, k_pages, v_pages)
         if batch.num_decodes == 0:
             return self._prefill(q, batch, k_pages, v_pages)
         out = empty_like(q)
@@ -155,12 +155,12 @@ class Attention:
             self._prefill(q, batch, k_pages, v_pages, out)
         return out
 
-    def _attend_invariantly(self, q: Any, batch: ForwardBatch, k_pages: Any, v_pages: Any) -> Any:
-        """Send every token to one kernel, whose sums do not depend on the tokens beside it.
+    def _attend_deterministic(self, q: Any, batch: ForwardBatch, k_pages: Any, v_pages: Any) -> Any:
+        """Compute every token with one kernel, whose sums do not depend on the other tokens.
 
-        On CUDA that is the prefill kernel: it walks over the keys in tiles that begin at fixed
-        positions. The mirrors give BLAS matrices whose shape must not depend on the chunk, so on
-        the CPU each token is decoded by itself.
+        On CUDA that is the prefill kernel, which walks over the keys in tiles that begin at fixed
+        positions. The mirrors call BLAS, whose order of summation depends on the shape of its
+        matrices; so on the CPU each token is decoded separately.
         """
         if batch.tree_mask is not None:
             raise ContractError("a batch with a tree_mask needs deterministic=False; got True")
@@ -198,11 +198,12 @@ class Attention:
         out: Any = None,
         **new: Any,
     ) -> Any:
-        """Attend from the decodes; `new`: their keys and values, to be stored first.
+        """Attend from the decodes; `new` has their keys and values if these must be stored first.
 
-        SAFETY: with `pdl`, tables, lengths, positions and older keys are read while the kernel in
-        front may still run. They were written before `embedding`, which lets no kernel start before
-        those in front of it have ended; so does `qk_norm_rope_store`.
+        SAFETY: with pdl this kernel may start before the one in front of it has ended. What it
+        reads before it waits (tables, lengths, positions, older keys) was written before
+        `embedding` or `qk_norm_rope_store`, whichever ran last; both wait for their predecessor
+        before they let the next kernel start.
         """
         n, num_tokens, p = batch.num_decodes, batch.num_decode_tokens, self.params
         shape = n, batch.query_len, *q.shape[1:]

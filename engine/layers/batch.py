@@ -1,4 +1,4 @@
-"""`ForwardBatch`: the flat arrays of one step, passed explicitly to everybody who needs them."""
+"""`ForwardBatch`: the flat arrays of one step, passed explicitly to everything that needs them."""
 
 from __future__ import annotations
 
@@ -14,49 +14,49 @@ from engine.errors import ContractError
 __all__ = ["ForwardBatch"]
 
 Rows = Sequence[Sequence[int]] | np.ndarray[Any, Any]
-"""Numbers of each sequence: lists of any length, or an array."""
+"""Integers per sequence: lists of varying length, or an array."""
 
-_ALIGNMENT = 16  # bytes; every array of a moved batch starts at a multiple of it
+_ALIGNMENT = 16  # bytes; arrays copied to the device start at multiples of it
 
 
 @dataclass(frozen=True)
 class ForwardBatch:
-    """The tokens of all sequences of a step, one sequence after the other.
+    """The tokens of all sequences of a step, concatenated.
 
-    Filled on the host by `runner/batch.py` (the engine) or `ForwardBatch.build` (the array door),
-    moved once by `to`; the model only reads it.
+    Filled on the host by `runner/batch.py` (the engine) or `ForwardBatch.build` (`Model.step`),
+    copied once by `to`; the model only reads it.
 
     Attributes
     ----------
     token_ids : (T,) int32
-        Filled from the requests, or from the caller's array; checked against V on the host.
+        Token ids, checked against V on the host.
     positions : (T,) int32
-        Place of each token in its sequence.
+        Position of each token in its sequence.
     rope_positions : (T,) int32
         Row of the rope table: the position, plus the model's `long_rope_offset` for sequences
         that use longrope's long factors.
     slot_mapping : (T,) int64
-        Where the token's key and value go: block id * block_size + offset.
+        Slot of each token's key and value: block id * block_size + offset.
     cu_seqlens_q : (B+1,) int32
         Sequence b has tokens [cu_seqlens_q[b], cu_seqlens_q[b+1]).
     context_lens : (B,) int32
-        Keys of each sequence, this step's included.
+        Number of keys of each sequence, this step's included.
     block_tables : (B, NB) int32
         Block ids of each sequence; entries past its length are never read.
     logits_indices : (R,) int32 or None
-        Tokens whose logits are wanted; None is every token.
+        Indices of the tokens whose logits are computed; None is every token.
     num_decodes : int
-        The first sequences, which the decode kernel computes; it has `query_len` tokens of each.
-        The prefill kernel computes the others.
+        The first `num_decodes` sequences have `query_len` tokens each and go to the decode kernel;
+        the others go to the prefill kernel.
     max_seqlen_q, max_context_len : int
-        Bounds of the lengths, known on the host so that no kernel launch has to wait for them.
+        Upper bounds of the lengths, known on the host so that no launch waits for the device.
     prefill_cu_seqlens_q : (B - num_decodes + 1,) int32
-        `cu_seqlens_q` of the prefill part, counted from its first token. Derived; leave it out.
+        `cu_seqlens_q` of the prefilled sequences, from 0. Derived; leave it out.
     query_len : int
-        Q, the tokens of each decode.
+        Q, the number of tokens of each decode.
     tree_mask : (num_decodes, Q) uint64, optional
-        Bit j of tree_mask[b, i] says whether token i of decode b sees its token j, for j <= i; all
-        tokens see the ones in front of the Q. By default each sees all up to itself.
+        Bit j of tree_mask[b, i] says whether token i of decode b sees token j, for j <= i; every
+        token sees those before the Q. By default, each token sees all up to itself.
     """
 
     token_ids: Any
@@ -110,23 +110,23 @@ class ForwardBatch:
         Parameters
         ----------
         token_ids : B sequences of int
-            New tokens of each sequence, at least one. Sequences with a single token that come
-            first are decoded, all others prefilled.
+            New tokens of each sequence, at least one. The leading sequences with a single token
+            are decoded, all others prefilled.
         starts : B ints
-            Tokens of each sequence that are in the pages already.
+            Number of tokens of each sequence that are already in the pages.
         block_tables : B sequences of int
-            Block ids, enough for the new tokens too.
+            Block ids of each sequence, enough for the new tokens too.
         block_size : int
-            Tokens of a block.
+            Tokens per block.
         logits : str
             For which tokens: the "last" of each sequence, "all", or "none".
         rope_offset : int
-            Added to the positions to give rows of the rope table.
+            Added to the positions to give `rope_positions`.
 
         Raises
         ------
         ContractError
-            If a sequence is empty, starts before 0, or its blocks do not reach.
+            If a sequence is empty, starts before 0, or ends beyond its blocks.
 
         Examples
         --------
@@ -140,7 +140,7 @@ class ForwardBatch:
         _check(counts, lens, [len(table) for table in block_tables], block_size)
         cu_seqlens = np.zeros(len(counts) + 1, np.int32)
         np.cumsum(counts, out=cu_seqlens[1:])
-        rows = np.repeat(np.arange(len(counts)), counts)  # (T,) whose token it is
+        rows = np.repeat(np.arange(len(counts)), counts)  # (T,) sequence of each token
         index = np.arange(len(rows), dtype=np.int32)
         positions = index - cu_seqlens[rows] + (lens - counts)[rows]
         blocks = tables[rows, positions // block_size].astype(np.int64)
@@ -161,7 +161,7 @@ class ForwardBatch:
         )
 
     def to(self, device: Device) -> ForwardBatch:
-        """Return the batch with its arrays on `device`; on CUDA they travel in one copy."""
+        """Return the batch with its arrays on `device`; on CUDA in one host-to-device copy."""
         if not device.is_cuda:
             return self
         arrays = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -184,7 +184,7 @@ class ForwardBatch:
 
 
 def _padded(tables: Rows) -> np.ndarray[Any, Any]:
-    """Return rows of different length as one array, padded with 0 (never read)."""
+    """Return rows of different lengths as one array, padded with 0 (never read)."""
     padded = np.zeros((len(tables), max((len(t) for t in tables), default=0)), np.int32)
     for row, table in zip(padded, tables, strict=True):
         row[: len(table)] = table
@@ -202,6 +202,6 @@ def _check(
     for row, (count, length, held) in enumerate(zip(counts, lens, blocks, strict=True)):
         if count < 1 or length < count or length > held * block_size:
             raise ContractError(
-                f"sequence {row}: must have at least 1 token, start at 0 or later and end within "
+                f"sequence {row} must have at least 1 token, start at 0 or later and end within "
                 f"its {held} blocks of {block_size}; got tokens [{length - count}, {length})"
             )

@@ -1,4 +1,4 @@
-"""The table of token vectors."""
+"""The token embedding."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["Embedding"]
 
 
 class Embedding:
-    """Rows of a table, times a factor.
+    """Looks up rows of a table and scales them.
 
     Parameters
     ----------
     weight : Weight
         (V, N), dense.
     scale : float
-        Rounded to the table's dtype, as training did (Gemma: sqrt(N)).
+        Factor on the rows, rounded to the table's dtype as in training (Gemma: sqrt(N)).
 
     Raises
     ------
@@ -31,7 +31,7 @@ class Embedding:
 
     def __init__(self, weight: Weight, scale: float = 1.0) -> None:
         if not weight.format.is_dense:
-            raise WeightsError(f"embed: format must be dense; got {weight.format.name!r}")
+            raise WeightsError(f"embed must be a dense weight; got {weight.format.name!r}")
         self.weight = weight
         self.scale = float(weight.data.dtype.type(scale))
 

@@ -1,4 +1,4 @@
-"""A matrix and its bias: the product is chosen by the format of the weight."""
+"""A linear layer; the op that multiplies is chosen by the format of the weight."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Product:
     Attributes
     ----------
     plain : callable
-        ``plain(x, weight, bias=, residual=, activation=, out=, out_dtype=, deterministic=)``: what
-        `kernels.gemm` is for a dense weight.
+        ``plain(x, weight, bias=, residual=, activation=, out=, out_dtype=, deterministic=)``, with
+        the semantics of `kernels.gemm`.
     of_normed : callable
         ``of_normed(x, norm, weight, bias=, activation=)``: the product of ``norm(x)``.
     """
@@ -33,7 +33,7 @@ class Product:
 
 
 def _dense(x: Any, weight: Weight, **options: Any) -> Any:
-    # pdl: the weight and the bias are parameters, which no kernel writes.
+    # pdl is safe: no kernel writes the weight or the bias, which are read before the wait.
     return kernels.gemm(x, weight.data, pdl=True, **options)
 
 
@@ -46,7 +46,7 @@ def _dense_of_normed(x: Any, norm: Norm, weight: Weight, **options: Any) -> Any:
 _DENSE = Product(_dense, _dense_of_normed)
 
 PRODUCTS: dict[str, Product] = {"float32": _DENSE, "float16": _DENSE, "bfloat16": _DENSE}
-"""Format of a weight, by name -> how it is multiplied."""
+"""Name of a weight's format -> the ops that multiply by it."""
 
 
 class Linear:
@@ -57,14 +57,14 @@ class Linear:
     weight : Weight
         (out, in).
     bias : Weight, optional
-        (out,), dense, of x's dtype.
+        (out,), dense, in x's dtype.
     deterministic : bool
-        Give each token the same bits in any company.
+        Batch invariance: a token's bits do not depend on the batch.
 
     Raises
     ------
     WeightsError
-        If there is no product for the weight's format.
+        If no op multiplies by weights of this format.
     """
 
     __slots__ = ("_product", "bias", "deterministic", "weight")
@@ -74,7 +74,7 @@ class Linear:
     ) -> None:
         if weight.format.name not in PRODUCTS:
             raise WeightsError(
-                f"weight: format must be one of {', '.join(PRODUCTS)}; got {weight.format.name!r}"
+                f"weight must have a format of {', '.join(PRODUCTS)}; got {weight.format.name!r}"
             )
         self.weight = weight
         self.bias = None if bias is None else bias.data
@@ -82,7 +82,7 @@ class Linear:
         self._product = PRODUCTS[weight.format.name]
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
-        """Yield the name and the array of everything that it holds."""
+        """Yield (name, array) for every array it holds."""
         yield from arrays_of({"weight": self.weight})
         if self.bias is not None:
             yield "bias", self.bias
@@ -95,10 +95,10 @@ class Linear:
         out_dtype: Any = None,
         residual: Any = None,
     ) -> Any:
-        """Return activation of the product (T, out) of `x` (T, in), in `out_dtype` or x's own.
+        """Return activation(x Wᵀ + b), (T, out), for `x` (T, in); in `out_dtype` or x's dtype.
 
-        A `residual` (T, out) is added to it, overwritten and returned. With "swiglu", the matrix is
-        that of gate and up, and the result (T, out / 2).
+        With a `residual` (T, out), the result is added to it in place and returned. With "swiglu",
+        the matrix is gate_up and the result has shape (T, out / 2).
         """
         return self._product.plain(
             x,
@@ -112,5 +112,5 @@ class Linear:
         )
 
     def of_normed(self, x: Any, norm: Norm, *, activation: str | None = None) -> Any:
-        """Return activation of the product of ``norm(x)``; with few tokens, in one kernel."""
+        """Return activation(norm(x) Wᵀ + b); in one kernel if there are few tokens."""
         return self._product.of_normed(x, norm, self.weight, bias=self.bias, activation=activation)

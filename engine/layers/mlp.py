@@ -1,4 +1,4 @@
-"""The gated feed-forward block: down(act(gate x) · up x)."""
+"""The gated MLP: down(act(gate x) · up x)."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _GELU = {"gelu": "none", "gelu_tanh": "tanh"}
 
 
 class MLP:
-    """Gate and up in one product, with SiLU their gated product too where that pays, then down.
+    """One product for gate and up (with SiLU, the gating may be fused into it), then down.
 
     Parameters
     ----------
     gate_up : Linear
-        (2F, N): the rows of gate, then those of up.
+        (2F, N): the rows of gate, then the rows of up.
     down : Linear
         (N, F).
     activation : str
-        Of the gate: "silu", "gelu" (erf) or "gelu_tanh".
+        Activation of the gate: "silu", "gelu" (erf) or "gelu_tanh".
 
     Raises
     ------
@@ -46,13 +46,13 @@ class MLP:
         self.activation = activation
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
-        """Yield the name and the array of everything that it holds."""
+        """Yield (name, array) for every array it holds."""
         yield from arrays_of({"gate_up": self.gate_up, "down": self.down})
 
     def __call__(self, x: Any, *, norm: Norm | None = None, residual: Any = None) -> Any:
-        """Return the block's output (T, N) for `x` (T, N), or for ``norm(x)``.
+        """Return the MLP's output (T, N) for `x` (T, N), or for ``norm(x)``.
 
-        With a `residual` (T, N), which may be `x`, it is added to that.
+        With a `residual` (T, N), which may be `x`, the output is added to it.
         """
         return self.down(self._gated(x, norm), residual=residual)
 

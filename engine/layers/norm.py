@@ -1,4 +1,4 @@
-"""RMSNorm, alone or with the addition to the residual stream."""
+"""RMSNorm, alone or fused with the addition to the residual stream."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ class Norm:
         self.offset = offset
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
-        """Yield the name and the array of everything that it holds."""
+        """Yield (name, array) for every array it holds."""
         yield "weight", self.weight
 
     def __call__(self, x: Any, *, out: Any = None) -> Any:
-        """Return the normalised `x` (..., N), in `out` if given (which may be `x`)."""
+        """Return `x` (..., N) normalised; in `out` if given (which may be `x`)."""
         return kernels.rmsnorm(x, self.weight, eps=self.eps, weight_offset=self.offset, out=out)
 
     def add(self, x: Any, residual: Any) -> tuple[Any, Any]:
-        """Return (norm(x + residual), x + residual); both overwrite their argument.
+        """Return (norm(x + residual), x + residual), written to `x` and `residual` in place.
 
-        SAFETY: `x` and `residual` (T, N) must not be needed, nor viewed, by anybody else.
+        SAFETY: nothing else may hold a view of `x` or `residual` (T, N), or read them afterwards.
         """
         y, h = kernels.rmsnorm(
             x,

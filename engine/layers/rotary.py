@@ -1,7 +1,7 @@
 """Rope tables: one row of [cos | sin] for each position, for every kind of scaling.
 
-The angle of frequency i at position p is p / wavelength_i; the scalings differ in how they stretch
-the wavelengths past the training length. Everything is computed in float64 and rounded once.
+The angle of frequency i at position p is p times that frequency; the scalings differ in how they
+lower the frequencies past the training length. Computed in float64 and rounded once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ += ["table_shape"]
 
 Array = np.ndarray[Any, Any]
 
-_ROWS = 8192  # computed at once, so that the float64 intermediates stay small
+_ROWS = 8192  # computed at a time, to keep the float64 intermediates small
 
 
 def rope_table(config: RopeConfig, num_positions: int) -> Array:
@@ -40,8 +40,8 @@ def rope_table(config: RopeConfig, num_positions: int) -> Array:
 
     Notes
     -----
-    Dynamic NTK: row p uses the base that belongs to a sequence of p + 1 tokens. This is what
-    decoding token by token gives elsewhere, and it does not depend on how a prompt is cut.
+    Dynamic NTK: row p uses the base of a sequence of p + 1 tokens. Other implementations do so when
+    they decode token by token; here it also holds for prompts, however they are chunked.
 
     Examples
     --------
@@ -119,11 +119,11 @@ def inverse_frequencies(config: RopeConfig, *, is_long: bool = False, length: in
         factors = np.array(config.long_factor if is_long else config.short_factor)
         stretched: Array = frequencies / factors
         return stretched
-    raise ConfigError(f"rope scaling must be one that the engine knows; got {config.scaling!r}")
+    raise ConfigError(f"rope scaling must be a known one; got {config.scaling!r}")
 
 
 def attention_factor(config: RopeConfig) -> float:
-    """Return the factor of cos and sin: yarn and longrope sharpen attention over long ranges.
+    """Return the factor on cos and sin, with which yarn and longrope sharpen attention.
 
     Examples
     --------
@@ -148,7 +148,7 @@ def _mscale(factor: float, mscale: float) -> float:
 
 
 def _frequencies_at(config: RopeConfig, positions: Array, is_long: bool) -> Array:
-    """Return the frequencies (R/2,), or (len(positions), R/2) where they depend on the position."""
+    """Return the frequencies (R/2,), or (len(positions), R/2) if they depend on the position."""
     if config.scaling == "dynamic":
         return _dynamic(config, positions + 1)
     return inverse_frequencies(config, is_long=is_long)
@@ -161,26 +161,26 @@ def _powers(theta: float | Array, rotary_dim: int) -> Array:
 
 
 def _dynamic(config: RopeConfig, lengths: Array) -> Array:
-    """Return the frequencies of sequences of `lengths` tokens: a larger base for longer ones."""
+    """Return the frequencies for sequences of `lengths` tokens: longer ones have a larger base."""
     dim, original = config.rotary_dim, config.original_max_position
     stretch = config.factor * np.maximum(lengths, original) / original - (config.factor - 1.0)
     return _powers(config.theta * stretch ** (dim / (dim - 2)), dim)
 
 
 def _yarn(config: RopeConfig, frequencies: Array) -> Array:
-    """Stretch what turns less than beta_slow times in training, keep what turns beta_fast times."""
+    """Scale frequencies of under beta_slow rotations in training, keep those over beta_fast."""
     dim = config.rotary_dim
 
-    def border(rotations: float) -> float:
-        """Return the (fractional) frequency index that turns so many times in training."""
+    def bound(rotations: float) -> float:
+        """Return the (fractional) frequency index with this many rotations in training."""
         wavelengths = config.original_max_position / (rotations * 2 * math.pi)
         return dim * math.log(wavelengths) / (2 * math.log(config.theta))
 
-    low, high = border(config.beta_fast), border(config.beta_slow)
+    low, high = bound(config.beta_fast), bound(config.beta_slow)
     if config.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
-    # A ramp of no width would divide by zero; the constant is the one everybody uses.
+    # A ramp of zero width would divide by zero; the constant is Hugging Face's.
     width = high - low or 0.001
     stretched = np.clip((np.arange(dim // 2) - low) / width, 0.0, 1.0)
     blend: Array = stretched / config.factor + (1.0 - stretched)
@@ -188,7 +188,7 @@ def _yarn(config: RopeConfig, frequencies: Array) -> Array:
 
 
 def _llama3(config: RopeConfig, frequencies: Array) -> Array:
-    """Stretch long wavelengths, keep short ones, blend between."""
+    """Scale long wavelengths, keep short ones, interpolate between."""
     turns = config.original_max_position * frequencies / (2 * math.pi)  # in training
     span = config.high_freq_factor - config.low_freq_factor
     keep = np.clip((turns - config.low_freq_factor) / span, 0.0, 1.0)

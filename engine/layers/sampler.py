@@ -1,7 +1,7 @@
 """The sampler: one token for each row of logits.
 
-`SamplingBatch` holds the arrays of `kernels.sample`; those that no row needs are left out, so that
-a batch of plain requests pays for no penalty, bias or mask. `Sampler` makes the call.
+`SamplingBatch` holds the arrays of `kernels.sample`. Those that no row needs are None, so that a
+batch of plain requests does not pay for penalties, biases or masks. `Sampler` makes the call.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ __all__ = ["Sampler", "SamplingBatch", "pack_allowed"]
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """Arrays of `kernels.sample` by the names they have there; None is: no row needs it.
+    """Arguments of `kernels.sample` under their names there; None if no row needs it.
 
     Filled by the runner, read by `Sampler`. B rows, in the order of the logits.
 
     Attributes
     ----------
     num_logprobs : int or None
-        Most log-probabilities that any row wants; -1 is the whole vocabulary.
+        Maximum number of log-probabilities requested by a row; -1 is the whole vocabulary.
     """
 
     temperature: Any
@@ -53,19 +53,19 @@ class Sampler:
     """Samples the logits of a batch."""
 
     def __call__(self, logits: Any, batch: SamplingBatch) -> SampleResult:
-        """Return one token, and the log-probabilities asked for, per row.
+        """Return one token, and the requested log-probabilities, per row.
 
         Parameters
         ----------
         logits : (B, V) array of float32
-            Stay as they are.
+            Not modified.
         batch : SamplingBatch
             On the same device.
 
         Raises
         ------
         ShapeError, DTypeError, ContractError
-            If the logits do not fit the batch.
+            If the shapes or dtypes of logits and batch do not match.
         """
         args = {f.name: getattr(batch, f.name) for f in fields(batch)}
         num_logprobs = args.pop("num_logprobs")
@@ -77,7 +77,7 @@ class Sampler:
 
 
 def pack_allowed(token_ids: Sequence[int], vocab_size: int) -> np.ndarray[Any, Any]:
-    """Return the mask (ceil(V/32),) int32 whose bits are the ids that may be sampled.
+    """Return the mask (ceil(V/32),) int32 with the bits of the ids that may be sampled.
 
     Examples
     --------
@@ -90,7 +90,7 @@ def pack_allowed(token_ids: Sequence[int], vocab_size: int) -> np.ndarray[Any, A
 
 
 def _add_top(xp: Any, logits: Any, result: SampleResult, count: int) -> SampleResult:
-    """Add more log-probabilities than the kernel gives (it stops at 20), by a sort of each row."""
+    """Add `count` log-probabilities by sorting each row, as the kernel returns at most 20."""
     bad = (result.status != 0)[:, None]
     safe = xp.where(bad, np.float32(0), logits)
     top_ids = xp.argsort(-safe, axis=1, kind="stable")[:, :count].astype(np.int32)

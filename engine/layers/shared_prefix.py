@@ -1,4 +1,4 @@
-"""Decoding behind a common prefix: its pages are read once for all requests, not once for each."""
+"""Decoding after a shared prefix, whose pages are read once and not once per request."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def attention_shared_prefix(
     out: Any = None,
     return_lse: bool = False,
 ) -> Any:
-    """Attend from the newest Q tokens of every request to a common prefix and to its own pages.
+    """Attend from the last Q tokens of every request to a shared prefix and to its own pages.
 
-    The result is that of `attention_decode` over the pages of the prefix followed by those of the
-    request, for a prefix of whole pages; here a prefix may also end inside of its last page.
+    For a prefix of whole pages, the result is that of `attention_decode` over the prefix's pages
+    followed by the request's own. Here a prefix may also end within its last page.
 
     Parameters
     ----------
@@ -44,18 +44,18 @@ def attention_shared_prefix(
     prefix_blocks : (NP,) array of int32
         Ids of the prefix's pages. Entries past its length are never read.
     prefix_len : (1,) array of int32
-        Keys of the prefix; on CUDA it stays there, so that a captured graph follows it. 0 is
-        allowed.
+        Number of keys of the prefix; may be 0. On CUDA it is read on the device, so that a captured
+        graph sees changes.
     block_tables : (B, NB) array of int32
         Ids of each request's own pages, which hold what follows the prefix: ``tables[:, NP:]`` of
-        whole tables will do.
+        tables that include the prefix.
     context_lens : (B,) array of int32
-        Keys of each request behind the prefix, its Q query tokens included: at least Q. A row of 0
+        Keys of each request after the prefix, its Q query tokens included: at least Q. A row with 0
         (padding) attends to the prefix alone.
     scale, softcap, num_splits, max_context_len : optional
-        As in `attention_decode`; the last two are about the requests' own pages.
+        As in `attention_decode`; the last two apply to the requests' own pages.
     out : (B, Q, H, D) array of q's dtype, optional
-        Where to put the result, contiguous; may be `q`.
+        Contiguous array for the result; may be `q`.
     return_lse : bool
         Return the log-sum-exp too.
 
@@ -68,14 +68,14 @@ def attention_shared_prefix(
     Raises
     ------
     ShapeError, DTypeError, ContractError
-        If an argument breaks the contract of one of the ops; lengths are checked on the CPU only.
+        If an argument violates the contract of one of the ops; lengths are checked on the CPU only.
 
     Notes
     -----
-    All B * Q tokens are queries of one problem over the prefix, which is not causal: every token
-    sees all of it. Each request's own pages are a problem of `attention_decode`. The two meet in
-    `merge_states`, exact up to rounding [1]_. There is no window: a window over the end of a
-    request seldom reaches a prefix that is worth sharing.
+    All B * Q tokens attend to the prefix in one non-causal call of `attention_prefill`, and to
+    their own pages in one of `attention_decode`. `merge_states` combines the two, exactly up to
+    rounding [1]_. Sliding windows are not supported: a window at the end of a request rarely
+    reaches back to a prefix that is worth sharing.
 
     References
     ----------
@@ -131,13 +131,13 @@ def attention_shared_prefix(
 def _checked(
     q: Any, prefix_blocks: Any, prefix_len: Any, context_lens: Any, out: Any
 ) -> tuple[Any, Any, Any]:
-    """Check what the ops below cannot know, as they check the rest; return the first three."""
+    """Check what the ops called do not; return `q`, `prefix_blocks` and `prefix_len`."""
     call = Contract("attention_shared_prefix")
     q = call.array("q", q, "B Q H D", FLOATS, layout="rows")
     prefix_blocks = call.array("prefix_blocks", prefix_blocks, "NP", INT32)
     prefix_len = call.array("prefix_len", prefix_len, "1", INT32)
     lens = call.array("context_lens", context_lens, "B", INT32)
-    if out is not None:  # merged in place, as rows of tokens: in a copy the result would be lost
+    if out is not None:  # must not be copied: the result is merged into it in place
         call.written("out", out, "B Q H D", q.dtype)
     if call.on_cpu:
         ok = not bool(np.any((lens > 0) & (lens < call["Q"])))
@@ -146,11 +146,11 @@ def _checked(
 
 
 def _one_sequence(xp: Any, tokens: int) -> Any:
-    """Return [0, tokens] in module `xp`; kept, so that a graph's capture finds it on the device."""
+    """Return [0, tokens] in module `xp`; cached, as a graph capture cannot copy from the host."""
     index = -1 if xp is np else device.cupy().cuda.runtime.getDevice()
-    return _kept_sequence(xp, index, tokens)
+    return _cached_sequence(xp, index, tokens)
 
 
 @lru_cache(maxsize=1024)
-def _kept_sequence(xp: Any, index: int, tokens: int) -> Any:
+def _cached_sequence(xp: Any, index: int, tokens: int) -> Any:
     return xp.asarray(np.array([0, tokens], np.int32))

@@ -1,4 +1,4 @@
-"""Token ids that come from a caller, brought to the host and checked there."""
+"""Token ids from a caller, copied to the host and checked there."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def checked_token_ids(
     Raises
     ------
     RequestError
-        If the shape is another, T is 0, the dtype is no integer, or an id is outside [0, V).
+        If the shape is not (B, T), T is 0, the dtype is no integer, or an id is outside [0, V).
 
     Examples
     --------
@@ -39,7 +39,7 @@ def checked_token_ids(
     ids = _on_host(token_ids)
     if ids.ndim != 2 or ids.shape[0] != batch_size or not ids.shape[1]:
         raise RequestError(
-            f"token_ids must have shape (B, T) with B = {batch_size}, the rows of the cache, and "
+            f"token_ids must have shape (B, T) with B = {batch_size} (rows of the cache) and "
             f"T >= 1; got {ids.shape}"
         )
     if ids.dtype.kind not in "iu":
@@ -65,4 +65,4 @@ def _on_host(token_ids: Any) -> np.ndarray[Any, Any]:
     try:
         return np.asarray(token_ids)
     except ValueError as error:
-        raise RequestError(f"token_ids must have rows of one length ({error})") from None
+        raise RequestError(f"token_ids must be rows of equal length; got {error}") from None

@@ -1,7 +1,7 @@
 """The decoder: embedding, layers of attention and MLP, final norm, logits.
 
-One class for every model family. What differs between them are fields of `ModelConfig`; the files
-beside this one only declare them.
+One class for every model family. Families differ in the fields of `ModelConfig`, which the other
+files of this folder declare.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ Pages = Sequence[tuple[Any, Any]]
 _FLOAT32 = np.dtype(np.float32)
 
 
-# In the last layer only the tokens whose logits are wanted need what follows attention. On a GPU
-# that layer is then called instead of run from a plan, which costs the host a millisecond. It pays
-# from this many saved multiplications on: 0.4 ms of an H200.
-_LEAST_SAVED = 1 << 37
+# In the last layer, only tokens whose logits are wanted need what follows attention. Dropping the
+# others means that on a GPU the layer is called instead of run from a plan, which costs the host a
+# millisecond. It pays from this many saved multiply-adds on (0.4 ms on an H200).
+_MIN_SAVED = 1 << 37
 
-# Rows up to which a norm is fused with the product after it, and an addition with the product
-# before. For one row the launches between them cost more than the kernels; for two, separate
-# kernels are as fast, for more they are faster (docs/benchmarks/decode_loop.md).
+# Up to this many rows, a norm is fused with the product after it, and a residual addition with the
+# product before it. For one row the saved launches outweigh the slower kernels; for two, separate
+# kernels are as fast, and for more they are faster (docs/benchmarks/decode_loop.md).
 _MAX_FUSED_ROWS = 1
 
 
 class DecoderLayer:
     """Attention and MLP, each with its norms, around one residual stream.
 
-    `can_fuse` allows for fewer and larger kernels with few tokens; sums are then rounded once less,
-    and a token's bits depend on how many there are.
+    `can_fuse` allows fused kernels for few tokens. They round sums once less, so a token's bits
+    depend on the number of tokens.
     """
 
     __slots__ = (
@@ -77,7 +77,7 @@ class DecoderLayer:
         self.post_mlp_norm = post_mlp_norm
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
-        """Yield the name and the array of everything that it holds."""
+        """Yield (name, array) for every array it holds."""
         parts = ("attn", "attn_norm", "mlp", "mlp_norm", "post_attn_norm", "post_mlp_norm")
         yield from arrays_of({name: getattr(self, name) for name in parts})
 
@@ -89,24 +89,24 @@ class DecoderLayer:
         pages: tuple[Any, Any],
         rows: Any = None,
     ) -> tuple[Any, Any]:
-        """Walk the layer.
+        """Run the layer.
 
         Parameters
         ----------
         delta : (T, N) array or None
-            What the layer before wants to add to the residual stream (None: nothing).
+            The previous layer's output, not yet added to the residual stream (None: nothing).
         residual : (T, N) array
             The residual stream; overwritten.
         batch : ForwardBatch
         pages : (k_pages, v_pages)
         rows : (R,) int32 array, optional
-            The tokens that go on; the others leave their keys and values.
+            The tokens to continue with; of the others only keys and values are stored.
 
         Returns
         -------
         (delta, residual)
-            The same two for the next layer, (R, N) if there are `rows`: the addition is left to the
-            norm that follows, or done already.
+            The same two for the next layer, (R, N) if `rows` is given: the next norm does the
+            addition, or delta is None and it is already done.
         """
         if delta is None and rows is None and self.is_fused(residual.shape[0]):
             residual = self.attn(residual, batch, *pages, norm=self.attn_norm, residual=residual)
@@ -127,7 +127,7 @@ class DecoderLayer:
         return x, residual
 
     def is_fused(self, num_tokens: int) -> bool:
-        """Tell whether a layer that has nothing to add leaves nothing to add."""
+        """Tell whether a layer called with delta None adds its own output to the residual."""
         return self.can_fuse and num_tokens <= _MAX_FUSED_ROWS
 
 
@@ -138,27 +138,27 @@ class Decoder:
     ----------
     config : ModelConfig
     weights : mapping of str to Weight
-        Of `loading.weights.load_weights`, on one device.
+        From `loading.weights.load_weights`, on one device.
     max_model_len : int
-        Longest sequence in tokens; the rope tables have so many rows.
+        Longest sequence in tokens; the rope tables have a row for each position.
     deterministic : bool
-        Give each token the same bits whatever else is computed with it.
+        Batch invariance: a token's bits depend neither on the batch nor on chunking.
 
     Attributes
     ----------
     layers : tuple of DecoderLayer
     weights : dict of str to Weight
-        The same, by name: "layers.0.qkv", ...; an MLP may have more features than the config
+        The weights by name: "layers.0.qkv", ...; an MLP may have more features than the config
         says (`loading.mlp_padding`).
     rope_tables : tuple of array
-        One (P, R) float32 table, or two: of full-attention layers, of layers with a window.
+        (P, R) float32 tables: one for all layers, or one for full attention and one for windows.
     long_rope_offset : int
         First row of longrope's long factors in the table; 0 where there are none.
 
     Raises
     ------
     WeightsError
-        If a weight that the config asks for is not there.
+        If a weight that the config requires is missing.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class Decoder:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the weights and the rope tables; what has two names counts once."""
+        """Bytes of the weights and rope tables; a tied weight counts once."""
         weights = {id(weight): weight.num_bytes for weight in self.weights.values()}
         return sum(weights.values()) + self.table_bytes
 
@@ -228,7 +228,7 @@ class Decoder:
         else:
             delta, residual = self._run_layers(x, batch, kv_pages)
             if rows is not None:
-                # Rows by index: the same op as the look-up of embeddings.
+                # Gathering rows by index is the same op as the embedding lookup.
                 delta = None if delta is None else kernels.embedding(rows, delta)
                 residual = kernels.embedding(rows, residual)
         if delta is None:
@@ -236,11 +236,11 @@ class Decoder:
         return self.final_norm.add(delta, residual)[0]
 
     def _drops_early(self, num_dropped: int) -> bool:
-        """Tell whether tokens whose logits nobody wants leave before the end of the last layer."""
+        """Tell whether to drop the tokens without logits after attention in the last layer."""
         last = self.layers[-1]
-        behind_attention = (last.attn.o, last.mlp.gate_up, last.mlp.down)
-        saved = num_dropped * sum(linear.weight.num_elements for linear in behind_attention)
-        return saved >= (1 if self.xp is np else _LEAST_SAVED)
+        after_attention = (last.attn.o, last.mlp.gate_up, last.mlp.down)
+        saved = num_dropped * sum(linear.weight.num_elements for linear in after_attention)
+        return saved >= (1 if self.xp is np else _MIN_SAVED)
 
     def logits(self, hidden: Any) -> Any:
         """Return the logits (R, V) float32 of normalised hidden states (R, N)."""
@@ -252,7 +252,7 @@ class Decoder:
         return logits
 
     def pointer_table(self) -> tuple[tuple[str, ...], np.ndarray[Any, np.dtype[np.uint64]]]:
-        """Return every layer's weights as addresses, for kernels that walk the layers themselves.
+        """Return the addresses of every layer's weights, for kernels that iterate over the layers.
 
         Returns
         -------
@@ -280,7 +280,7 @@ class Decoder:
         try:
             return self.weights[name]
         except KeyError:
-            raise WeightsError(f"weight {name!r}, which the config asks for, is missing") from None
+            raise WeightsError(f"weight {name!r}, which the config requires, is missing") from None
 
     def _linear(self, name: str, has_bias: bool) -> Linear:
         bias = self._weight(f"{name}_bias") if has_bias else None
@@ -339,17 +339,17 @@ def rope_bytes(config: ModelConfig, max_model_len: int) -> int:
 
 
 def address(array: Any) -> int:
-    """Return where the array's first element lies."""
+    """Return the address of the array's first element."""
     return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
 
 
 def _rope_index(config: ModelConfig, layer: int) -> int:
-    """Return which rope table the layer reads: layers with a window may have their own."""
+    """Return the index of the layer's rope table: layers with a window may have their own."""
     return int(config.rope_local is not None and config.window(layer) > 0)
 
 
 def _numbers(config: ModelConfig, layer: int) -> tuple[int, ...]:
-    """Return what the layers of a model may differ in, beside their weights."""
+    """Return the numbers, apart from weights, in which the layers of a model may differ."""
     return config.window(layer), _rope_index(config, layer)
 
 

@@ -1,8 +1,8 @@
-"""What one model family declares: defaults of its config.json and names of its tensors.
+"""The declaration of a model family: defaults of its config.json and names of its tensors.
 
-A family is data, not code: `loading/hf_config.py` reads the config.json with the help of
-these declarations, `loading/weights.py` finds the tensors by the tables of names, and
-`models/decoder.py` never needs to know the family at all.
+A family is data, not code: `loading/hf_config.py` reads the config.json according to it,
+`loading/weights.py` finds the tensors by its tables of names, and `models/decoder.py` does not
+know about families at all.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class WeightName(NamedTuple):
     kind : str
         "qkv", "down", "embed", ...
     layer, expert : int or None
-        Whose it is; None: the model's, or the layer's.
+        Layer and expert it belongs to; None for weights of the whole model or layer.
 
     Examples
     --------
@@ -52,16 +52,16 @@ class WeightName(NamedTuple):
 
 
 class TensorName(NamedTuple):
-    """Where one tensor of a checkpoint goes.
+    """The weight that one tensor of a checkpoint is loaded into.
 
     Attributes
     ----------
     checkpoint : str
-        Its name in the file; "{i}" stands for the layer, "{e}" for the expert.
+        The tensor's name in the file; "{i}" stands for the layer, "{e}" for the expert.
     kind : str
         The engine's (fused) weight, as in `WeightName`.
     part : str
-        Which rows of it: "q", "k", "v", "gate", "up", or "" for all of them.
+        The rows of that weight it fills: "q", "k", "v", "gate", "up", or "" for all.
     """
 
     checkpoint: str
@@ -84,7 +84,7 @@ class TensorName(NamedTuple):
 
 
 def _linear(checkpoint: str, kind: str, part: str = "") -> tuple[TensorName, TensorName]:
-    """Name a weight and its bias; a bias that the config does not have is never looked for."""
+    """Name a weight and its bias; a bias is only read if the config has it."""
     return (
         TensorName(f"{checkpoint}.weight", kind, part),
         TensorName(f"{checkpoint}.bias", f"{kind}_bias", part),
@@ -154,30 +154,29 @@ class Family:
     model_type : str
         Hugging Face's name.
     gguf_arch : str
-        The name in `general.architecture` of a .gguf; "" where another family reads such files.
+        The `general.architecture` of a .gguf; "" if another family reads such files.
     names, gguf_names : tuple of TensorName
         Tensors of a safetensors checkpoint and of a .gguf.
     defaults : mapping
-        What a key that config.json leaves out means (Hugging Face's defaults).
+        Values of keys missing from config.json (Hugging Face's defaults).
     qkv_bias, o_bias, mlp_bias : bool or str
-        Whether the bias exists, or the key of config.json that says so.
+        Whether the bias exists, or the key of config.json that tells.
     qk_norm, post_norms : bool
-        Norms per head of q and k; norms after each block.
+        Whether q and k are normed per head; whether attention and MLP outputs are normed.
     windows : str
-        Which layers have a sliding window: "never", "every_layer" (where `sliding_window` is
-        set), "max_window_layers" (from that layer on, if `use_sliding_window`), or "pattern"
-        (all but every n-th); `layer_types` decides where it is given and the rule is one of
-        the last two.
+        Which layers have a sliding window: "never", "every_layer" (if `sliding_window` is set),
+        "max_window_layers" (from that layer on, if `use_sliding_window`), or "pattern" (all but
+        every n-th). For the last two, `layer_types` takes precedence if given.
     norm_weight_offset : float
         Added to every norm's weight.
     scale_embedding : bool
         Whether embeddings are multiplied with sqrt(hidden_size).
     local_rope : bool
-        Whether layers with a window have a rope of their own.
+        Whether layers with a window have their own rope table.
     max_position_is_scaled : bool
-        Whether `max_position_embeddings` already counts a linear rope factor.
+        Whether `max_position_embeddings` already includes a linear rope factor.
     rope_aliases : mapping
-        Old names of rope types that mean something else in this family.
+        Rope types of old checkpoints -> what they mean in this family.
     gguf_interleaved_rope : bool
         Whether a .gguf keeps the rows of q and k in interleaved order.
     """

@@ -1,4 +1,4 @@
-"""Gemma 3, text only: sandwich norms with weight 1 + w, two ropes, a window in most layers."""
+"""Gemma 3, text only: pre- and post-norms with weight 1 + w, two ropes, mostly windowed layers."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def kernel_specs(config: ModelConfig, dtype: str) -> list[ModuleSpec]:
     gated = "swiglu" if config.activation == "silu" else "geglu"
     specs: list[ModuleSpec] = []
     for op in (*_OPS, gated):
-        # The package's attribute of this name is the op itself, not its module.
+        # By name, because the package's attribute `op` is the function and not the module.
         module = importlib.import_module(f"engine.kernels.{op}")
         specs += module.specs(dtype, head_dim=config.head_dim)
     return list(dict.fromkeys(specs))
@@ -48,12 +48,12 @@ def kernel_specs(config: ModelConfig, dtype: str) -> list[ModuleSpec]:
 def prepare_kernels(
     config: ModelConfig, dtype: str, device: Device, *, progress: bool = False
 ) -> None:
-    """Compile (or find) and load all kernels of a model on a CUDA device; later compiles count.
+    """Load all kernels of a model, compiled if not cached; later compilations are counted.
 
     Raises
     ------
     CompileError
-        If NVRTC refuses one.
+        If NVRTC fails to compile one.
     """
     _module.mark_ready(False)
     device.activate()

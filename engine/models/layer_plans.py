@@ -1,9 +1,9 @@
-"""Runs a decoder's layers: each kind of layer is worked out once a step, the others run its plan.
+"""Runs a decoder's layers: in each step the first layer of a kind makes a plan for the others.
 
-On a GPU the layers of one kind launch the same kernels, for one step, with the same numbers; only
-addresses differ. So the first of them is called while a launch plan is made
-(`kernels/_launch_plan.py`), which is run for the others: a step of 28 layers takes the host about
-4 ms instead of 24. A last layer that some tokens leave is called, too.
+In one step, all layers of a kind launch the same GPU kernels with the same arguments, apart from
+addresses. So the first of them is called while a launch plan is made (`kernels/_launch_plan.py`),
+and the plan is run for the others: a step of 28 layers costs the host about 4 ms instead of 24.
+A last layer that drops tokens is called as well.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from engine.plan_array import PlanArray, unwrapped
 
 __all__ = ["LayerPlans"]
 
-_ALIGNMENT = 16  # bytes: no kernel is chosen by more
+_ALIGNMENT = 16  # bytes: the choice of kernels depends on no larger alignment
 
 
 class _LayerArrays:
-    """The arrays of one layer on the device: what is the layer's own in a plan of its kind."""
+    """The device arrays of one layer, whose addresses a plan of its kind replaces."""
 
     def __init__(self, layer: Any, numbers: Hashable) -> None:
         named = [(name, array) for name, array in layer.arrays() if is_cupy_array(array)]
         places = [int(array.data.ptr) for _, array in named]
-        # A weight that has two names is listed once; such layers are a kind of their own.
+        # An array with two names is listed once; the layers that share so are a separate kind.
         first = [places.index(place) for place in places]
         self.named = [named[i] for i in dict.fromkeys(first)]
         self.addresses = [int(array.data.ptr) for _, array in self.named]
@@ -38,16 +38,16 @@ class _LayerArrays:
 
 @dataclass
 class _Planned:
-    """A plan, and the arrays through which its layers hand on what is to be added."""
+    """A plan, and the arrays in which its layers pass on `delta` and `residual`."""
 
     plan: LaunchPlan
-    deltas: tuple[Any, Any]  # what came into the layer, what went out of it
+    deltas: tuple[Any, Any]  # the planned layer's input and output; used alternately
     residual: Any
 
     def run(self, addresses: list[int], delta: Any) -> tuple[Any, Any]:
         """Run the plan for another layer; return its (delta, residual)."""
         if delta is not None:
-            # What went out of the layer before is read until the end of this one.
+            # The previous layer's output is read throughout this layer: write the other array.
             out = self.deltas[1 if delta is not self.deltas[1] else 0]
             addresses = [*addresses, int(delta.data.ptr), int(out.data.ptr)]
             delta = out
@@ -56,13 +56,13 @@ class _Planned:
 
 
 class LayerPlans:
-    """Calls layers in their order, or runs the plan of their kind.
+    """Runs layers in order: calls each, or runs the plan of its kind.
 
     Parameters
     ----------
     layers : sequence of DecoderLayer
     numbers : sequence of hashable
-        What each layer computes with beside its arrays: layers that agree are of one kind.
+        What each layer's launches depend on apart from arrays; equal for layers of one kind.
     """
 
     def __init__(self, layers: Sequence[Any], numbers: Sequence[Hashable]) -> None:
@@ -77,13 +77,13 @@ class LayerPlans:
         kv_pages: Sequence[tuple[Any, Any]],
         rows: Any = None,
     ) -> tuple[Any, Any]:
-        """Return (delta, residual) of the last layer, of a residual stream that is overwritten.
+        """Return (delta, residual) of the last layer; overwrites the residual stream.
 
-        With `rows` (R,) int32, those of these tokens only: the others leave within the last layer.
+        With `rows` (R,) int32, only for these tokens: the last layer drops the others.
         """
         if rows is None:
             return self._run(self._layers, residual, batch, kv_pages)
-        # The plans are gone when the last layer is called: what they held is memory for it.
+        # The plans are released before the last layer is called, which can reuse their memory.
         delta, residual = self._run(self._layers[:-1], residual, batch, kv_pages[:-1])
         called: tuple[Any, Any] = self._layers[-1](delta, residual, batch, kv_pages[-1], rows)
         return called
@@ -95,7 +95,7 @@ class LayerPlans:
         batch: ForwardBatch,
         kv_pages: Sequence[tuple[Any, Any]],
     ) -> tuple[Any, Any]:
-        """Call the first `layers`, or run their plans."""
+        """Run `layers`, the first ones of the model."""
         delta = None
         plans: dict[Hashable, _Planned | None] = {}
         for index, (layer, pages) in enumerate(zip(layers, kv_pages, strict=True)):
@@ -111,7 +111,7 @@ class LayerPlans:
         return delta, residual
 
     def _is_worth_it(self, index: int, delta: Any, batch: ForwardBatch) -> bool:
-        """Tell whether a layer is followed by one of its kind that begins as it does."""
+        """Tell whether a later layer of the same kind can run the plan of this one."""
         arrays = self._arrays[index]
         is_alike = delta is not None or self._layers[index].is_fused(batch.num_tokens)
         return bool(arrays.addresses) and is_alike and self._last[arrays.kind] > index
@@ -119,10 +119,10 @@ class LayerPlans:
     def _plan(
         self, index: int, delta: Any, residual: Any, batch: ForwardBatch, pages: tuple[Any, Any]
     ) -> tuple[Any, Any, _Planned | None]:
-        """Call a layer; return its (delta, residual), and a plan of what it launched.
+        """Call a layer; return its (delta, residual), and a plan of its launches.
 
-        None instead of a plan: the layer hands on something else than it got, so its plan would
-        not follow upon itself.
+        The plan is None if the layer returns a delta where it got none (or the reverse), or another
+        residual array: its outputs would not be valid inputs of the plan.
         """
         given = None if delta is None else PlanArray(delta)
         with making_plan() as builder:
@@ -138,5 +138,5 @@ class LayerPlans:
 
 
 def _layout(array: Any) -> tuple[Any, ...]:
-    """Return what kernels are chosen by: all of an array but where it is."""
+    """Return what the choice of kernels depends on: everything but the array's address."""
     return array.shape, array.strides, array.dtype, int(array.data.ptr) % _ALIGNMENT

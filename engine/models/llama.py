@@ -1,4 +1,4 @@
-"""Llama 2 and 3.x, SmolLM2 and everything else that calls itself "llama"."""
+"""Llama 2 and 3.x, SmolLM2 and every other model of type "llama"."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LLAMA_NAMES: tuple[TensorName, ...] = (
     *HF_LAYER_NAMES,
     TensorName("model.layers.{i}.post_attention_layernorm.weight", "mlp_norm"),
 )
-"""Two norms a layer: the layout of llama, mistral, qwen2 and qwen3."""
+"""Two norms per layer: the layout of llama, mistral, qwen2 and qwen3."""
 
 LLAMA = Family(
     model_type="llama",

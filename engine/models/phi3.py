@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4-mini: qkv and gate_up come packed, rope may be partial and long."""
+"""Phi-3 and Phi-4-mini: qkv and gate_up are packed, rope may be partial or longrope."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3 (dense): norms on every head of q and k, and a head_dim of its own."""
+"""Qwen3 (dense): per-head norms of q and k, and head_dim independent of hidden_size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every model family the engine knows, by Hugging Face's model_type and by .gguf architecture."""
+"""Every supported model family, by Hugging Face's model_type and by .gguf architecture."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def family(model_type: object) -> Family:
     Raises
     ------
     ConfigError
-        If the engine does not know it; the message lists what it knows.
+        If it is not supported; the message lists what is.
 
     Examples
     --------
@@ -45,7 +45,7 @@ def family_of_gguf(architecture: object) -> Family:
     Raises
     ------
     ConfigError
-        If the engine does not know it; the message lists what it knows.
+        If it is not supported; the message lists what is.
     """
     known = {one.gguf_arch: one for one in FAMILIES.values() if one.gguf_arch}
     if isinstance(architecture, str) and architecture in known:

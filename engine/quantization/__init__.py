@@ -1,4 +1,4 @@
-"""What a weight is: the format of its numbers, and which part of the whole it holds."""
+"""The type of a weight: the format of its numbers, and the shard of the whole it holds."""
 
 from engine.quantization.formats import FORMATS, Format, dense_format
 from engine.quantization.shard import WHOLE, Shard

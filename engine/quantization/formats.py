@@ -1,4 +1,4 @@
-"""Formats of weights: how many bits a number takes, and which numbers share a scale."""
+"""Formats of weights: bits per number, and the blocks of numbers that share a scale."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Format:
     Attributes
     ----------
     name : str
-        What checkpoints and messages call it: "bfloat16".
+        Its name in checkpoints and messages, such as "bfloat16".
     bits : int
-        Of one number.
+        Bits per number.
     block : (int, int) or None
-        Rows and columns of the block that shares a scale; 0 stands for all of them, None for no
-        scales. (1, 0) is a scale a row, (1, 128) one for 128 numbers of a row.
+        Rows and columns of a block that shares a scale; 0 stands for all of them, None for no
+        scales. (1, 0) is one scale per row, (1, 128) one per 128 numbers of a row.
     scale_bits : int
-        Of one scale, and the zero point beside it.
+        Bits per scale, including its zero point if there is one.
 
     Examples
     --------
@@ -41,7 +41,7 @@ class Format:
 
     @property
     def is_dense(self) -> bool:
-        """Tell whether the data are the numbers themselves, an array of the logical shape."""
+        """Tell whether the data is a plain array of the numbers, of the logical shape."""
         return self.block is None
 
     def num_scales(self, shape: Sequence[int]) -> int:
@@ -59,11 +59,11 @@ class Format:
 
 
 FORMATS: dict[str, Format] = {name: Format(name, 8 * itemsize(name)) for name in FLOAT_NAMES}
-"""Every format that there is, by name."""
+"""Every supported format, by name."""
 
 
 def dense_format(dtype: str) -> Format:
-    """Return the format of numbers stored as they are.
+    """Return the format of a plain array of this dtype.
 
     Raises
     ------

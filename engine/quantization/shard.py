@@ -1,4 +1,4 @@
-"""Which part of a model one rank holds."""
+"""The part of a model that one rank holds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["WHOLE", "Shard"]
 
 @dataclass(frozen=True)
 class Shard:
-    """Part `index` of `count` equal ones.
+    """Part `index` of `count` equal parts.
 
     Raises
     ------
@@ -30,23 +30,23 @@ class Shard:
     def __post_init__(self) -> None:
         if not (type(self.index) is int and type(self.count) is int and self.count >= 1):
             raise ConfigError(
-                f"shard must be two whole numbers; got {self.index!r}, {self.count!r}"
+                f"a shard must be two whole numbers; got {self.index!r}, {self.count!r}"
             )
         if not 0 <= self.index < self.count:
-            raise ConfigError(f"shard: index must be in [0, {self.count}); got {self.index}")
+            raise ConfigError(f"shard index must be in [0, {self.count}); got {self.index}")
 
     @property
     def is_whole(self) -> bool:
-        """Tell whether there is one part only."""
+        """Tell whether there is only one part."""
         return self.count == 1
 
     def cut(self, name: str, size: int) -> tuple[int, int]:
-        """Return this part's [first, last) of `size` things.
+        """Return this part's range [first, last) of `size` items.
 
         Raises
         ------
         ConfigError
-            If they cannot be divided evenly; `name` says what they are.
+            If they cannot be divided evenly; `name` says what the items are.
         """
         if size % self.count:
             raise ConfigError(f"{name} must be a multiple of {self.count} shards; got {size}")
@@ -54,13 +54,13 @@ class Shard:
         return self.index * part, (self.index + 1) * part
 
     def cut_padded(self, size: int) -> tuple[int, int, int]:
-        """Return this part's [first, last) and its length, with padding behind the last thing."""
+        """Return this part's range [first, last), and its length including padding."""
         part = -(-size // self.count)
         first = min(self.index * part, size)
         return first, min(first + part, size), part
 
     def cut_shared(self, name: str, size: int) -> tuple[int, int]:
-        """As `cut`, but where there are more parts than things, several parts share one.
+        """As `cut`, but if there are more parts than items, several parts share an item.
 
         Raises
         ------

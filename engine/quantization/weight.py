@@ -1,4 +1,4 @@
-"""One weight: its numbers, in their format, and which part of the whole they are."""
+"""One weight: its numbers in some format, and the shard of the whole they are."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ __all__ = ["Weight"]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Weight:
-    """What a product, a norm or a look-up reads.
+    """The operand of a product, a norm or an embedding lookup.
 
     Attributes
     ----------
     format : Format
     data : array
-        The numbers; of a dense format, an array of `shape`.
+        The numbers; in a dense format, an array of `shape`.
     shape : tuple of int
-        Logical shape of what is here, (out, in) for a matrix.
+        Logical shape of this shard, (out, in) for a matrix.
     scales, zeros : array or None
-        What the format says that blocks of numbers share.
+        Scale and zero point per block of numbers, if the format has them.
     shard : Shard
-        Which part of the whole it is.
+        Which part of the whole this is.
     axis : int or None
-        The axis along which the whole is divided; None: every part is the whole.
+        The axis along which the whole is divided; None if every rank holds the whole.
     """
 
     format: Format
@@ -43,7 +43,7 @@ class Weight:
 
     @classmethod
     def dense(cls, array: Any, shard: Shard = WHOLE, axis: int | None = None) -> Weight:
-        """Return the weight whose numbers are `array`.
+        """Return `array` as a weight.
 
         Examples
         --------
@@ -57,7 +57,7 @@ class Weight:
 
     @property
     def num_elements(self) -> int:
-        """Logical numbers that are here."""
+        """Number of logical elements of this shard."""
         return math.prod(self.shape)
 
     @property
@@ -66,7 +66,7 @@ class Weight:
         return sum(int(array.nbytes) for _, array in self.arrays())
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
-        """Yield the name and the array of everything that it holds."""
+        """Yield (name, array) for every array it holds."""
         for name in ("data", "scales", "zeros"):
             array = getattr(self, name)
             if array is not None:

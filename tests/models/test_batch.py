@@ -65,8 +65,8 @@ def test_all_decodes():
 @pytest.mark.parametrize(
     ("ids", "starts", "tables", "message"),
     [
-        ([[]], [0], [[0]], r"sequence 0: .* at least 1 token"),
-        ([[1], [2]], [0, -1], [[0], [1]], "sequence 1: .* start at 0 or later"),
+        ([[]], [0], [[0]], r"sequence 0 .* at least 1 token"),
+        ([[1], [2]], [0, -1], [[0], [1]], "sequence 1 .* start at 0 or later"),
         ([[1, 2]], [15], [[0]], r"within its 1 blocks of 16; got tokens \[15, 17\)"),
         ([[1], [2]], [0], [[0]], "same length"),
         ([], [], [], "at least 1; got 0, 0 and 0"),

@@ -44,7 +44,7 @@ def _run(model, wanted):
 @pytest.fixture
 def always(monkeypatch):
     """Small as the model is, dropping pays."""
-    monkeypatch.setattr(decoder, "_LEAST_SAVED", 1)
+    monkeypatch.setattr(decoder, "_MIN_SAVED", 1)
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_a_gpu_drops_only_what_pays(place, rows_of_mlps, monkeypatch):
     saved = 39 * (n * CONFIG.num_heads * CONFIG.head_dim + 3 * n * f)
     rows = []
     for least in (saved, saved + 1):
-        monkeypatch.setattr(decoder, "_LEAST_SAVED", least)
+        monkeypatch.setattr(decoder, "_MIN_SAVED", least)
         logits = to_numpy(model.step([ids], model.new_cache(1, 48)))
         assert logits.shape == (1, CONFIG.vocab_size)
         rows.append(rows_of_mlps[-1])
