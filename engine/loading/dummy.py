@@ -18,7 +18,7 @@ __all__ = ["dummy_weights"]
 
 _STD = 0.02
 _POOL = 1_048_573
-"""How many normal numbers are drawn; a prime, so that equal rows are this many rows apart."""
+"""Size of the pool of random numbers; a prime, so that rows repeat only after this many rows."""
 
 
 def dummy_weights(
@@ -31,9 +31,9 @@ def dummy_weights(
 ) -> dict[str, Weight]:
     """Return random weights for a model: normal with standard deviation 0.02, norms near 1.
 
-    A weight depends on its name, its size, the dtype and the seed only; it is the same on every
-    device. One pool of random numbers is drawn and tiled from a place that the name decides,
-    which makes billions of weights as fast as memory.
+    A weight depends only on its name, size, dtype and the seed, and is the same on every device.
+    One pool of random numbers is drawn once and tiled from an offset derived from the name, so
+    that billions of weights are made at the speed of memory.
 
     Parameters
     ----------
@@ -43,17 +43,17 @@ def dummy_weights(
         "float32", "float16" or "bfloat16".
     seed : int
     max_model_len : int
-        Leave room for the rope tables of sequences of so many tokens.
+        Leave room for the rope tables of sequences of this length.
 
     Returns
     -------
     dict of str to Weight
-        As `load_weights` gives them.
+        The weights by name, as from `load_weights`.
 
     Raises
     ------
     OutOfMemoryError
-        If the device has no room for them.
+        If the device does not have enough memory.
 
     Examples
     --------
@@ -80,7 +80,7 @@ def dummy_weights(
 
 
 def _start(name: str) -> int:
-    """Return where in the pool weight `name` begins."""
+    """Return the offset in the pool of weight `name`."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") % _POOL
 
 
@@ -98,7 +98,7 @@ def _tiled(tile: Any, shape: tuple[int, ...], start: int) -> Any:
 
 
 def _copy(out: Any, source: Any) -> None:
-    """Copy between contiguous arrays; on CUDA without a kernel, which would have to be compiled."""
+    """Copy between contiguous arrays; on CUDA by memcpy, as a kernel would have to be compiled."""
     if isinstance(out, np.ndarray):
         out[...] = source
     else:

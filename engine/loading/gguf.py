@@ -2,7 +2,7 @@
 
 The format: magic, version, counts, key-value pairs, tensor infos, padding, data. A file is
 untrusted: lengths and offsets are Python integers and every read is bounded by the file.
-Metadata is walked once and decoded when asked for, so that opening takes milliseconds.
+Metadata is scanned once and decoded on access, so that opening a file takes milliseconds.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _MIN_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """One tensor: its format, shape as NumPy has it (out, in), and bytes [start, stop)."""
+    """One tensor: its format, NumPy shape (out, in), and bytes [start, stop) of the file."""
 
     format: QuantFormat
     shape: tuple[int, ...]
@@ -55,7 +55,7 @@ class GgufTensor:
 
 
 class _Cursor:
-    """A position in the mapped file that never leaves it."""
+    """A position in the mapped file; reads beyond its end raise."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path, self.data, self.at = path, data, 0
@@ -64,11 +64,11 @@ class _Cursor:
         return WeightsError(f"{self.path}: {message}")
 
     def skip(self, count: int, what: str) -> int:
-        """Move on by `count` bytes and return where they start."""
+        """Advance by `count` bytes and return where they start."""
         start, self.at = self.at, self.at + count
         if self.at > len(self.data):
             raise self.fail(
-                f"is cut short: {what} needs {count} bytes at byte {start}; the file has "
+                f"is truncated: {what} needs {count} bytes at byte {start}; the file has "
                 f"{len(self.data)}"
             )
         return start
@@ -91,17 +91,17 @@ class _Cursor:
             raise self.fail(f"{what} must be UTF-8 ({error})") from error
 
     def count(self, least: int, what: str) -> int:
-        """Read how many items of at least `least` bytes follow; they must fit in the file."""
+        """Read the count of items that follow, of `least` bytes or more; they must fit the file."""
         count = self.number("<Q", what)
         if count * least > (left := len(self.data) - self.at):
-            raise self.fail(f"is cut short: {count} {what} do not fit in the {left} bytes left")
+            raise self.fail(f"is truncated: {count} {what} do not fit in the {left} bytes left")
         return count
 
 
 class GgufMetadata(Mapping[str, Any]):
     """The key-value pairs of a .gguf: str, int, float, bool, or lists of them.
 
-    Values are decoded when asked for. Keys of the tokenizer begin with "tokenizer.".
+    Values are decoded on access. Keys of the tokenizer start with "tokenizer.".
     """
 
     def __init__(self, cursor: _Cursor) -> None:
@@ -128,7 +128,7 @@ class GgufMetadata(Mapping[str, Any]):
         return len(self._places)
 
     def _skip(self, kind: int, key: str) -> None:
-        """Walk over one value, so that its extent is known to be inside the file."""
+        """Skip one value, checking that it ends inside the file."""
         cursor = self._cursor
         if kind in _SCALARS:
             cursor.skip(_SCALARS[kind].itemsize, key)
@@ -154,7 +154,7 @@ class GgufMetadata(Mapping[str, Any]):
                 break
             at += 8 + unpack(data, at)[0]
         if at > size:
-            raise self._cursor.fail(f"is cut short inside the strings of {key!r}")
+            raise self._cursor.fail(f"is truncated inside the strings of {key!r}")
         self._cursor.at = at
 
     def _decode(self, kind: int, start: int, key: str) -> Any:
@@ -172,7 +172,7 @@ class GgufMetadata(Mapping[str, Any]):
 
 
 class GgufFile:
-    """One .gguf file, mapped and checked.
+    """One .gguf file, memory-mapped and checked.
 
     Parameters
     ----------
@@ -181,14 +181,14 @@ class GgufFile:
     Attributes
     ----------
     metadata : GgufMetadata
-        Its key-value pairs.
+        The file's key-value pairs.
     tensors : dict of str to GgufTensor
-        Its tensors by name.
+        The file's tensors by name.
 
     Raises
     ------
     WeightsError
-        If the file is damaged or holds a tensor in a format that is not read.
+        If the file is damaged or holds a tensor in an unsupported format.
     """
 
     def __init__(self, path: str | PathLike[str]) -> None:
@@ -211,10 +211,10 @@ class GgufFile:
     def read(
         self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None
     ) -> np.ndarray[Any, Any]:
-        """Return rows [start, stop) of tensor `name` (in whole blocks if it is quantized, 1-D).
+        """Return rows [start, stop) of tensor `name` (whole blocks of a 1-D quantized tensor).
 
-        Of `columns` only, if given: the blocks in which these lie are decoded, and no others. A
-        view for F32, F16 and BF16; a fresh float32 array for the quantized formats.
+        If `columns` is given, only these; of quantized formats, only the blocks that contain them
+        are decoded. A view for F32, F16 and BF16, a new float32 array for quantized formats.
         """
         tensor = self.tensors[name]
         form, rest = tensor.format, tensor.shape[1:]
@@ -231,7 +231,7 @@ class GgufFile:
 
 
 def _read_preamble(cursor: _Cursor) -> int:
-    """Check magic and version; return how many tensors there are."""
+    """Check magic and version; return the number of tensors."""
     magic = cursor.data[:4]
     if magic != b"GGUF":
         raise cursor.fail(f"must begin with b'GGUF'; got {magic!r}")
@@ -245,7 +245,7 @@ def _read_preamble(cursor: _Cursor) -> int:
 
 def _checked_count(cursor: _Cursor, count: int) -> int:
     if count * _MIN_TENSOR_BYTES > (left := len(cursor.data) - cursor.at):
-        raise cursor.fail(f"is cut short: {count} tensors do not fit in the {left} bytes left")
+        raise cursor.fail(f"is truncated: {count} tensors do not fit in the {left} bytes left")
     return count
 
 
@@ -266,21 +266,21 @@ def _read_info(cursor: _Cursor) -> tuple[str, QuantFormat, tuple[int, ...], int]
         raise cursor.fail(f"tensor {name!r} must have 1 to {_MAX_DIMS} dimensions; got {dims}")
     shape = tuple(cursor.number("<Q", name) for _ in range(dims))[::-1]
     if min(shape) < 1:
-        raise cursor.fail(f"tensor {name!r} must have no empty dimension; got {shape}")
+        raise cursor.fail(f"tensor {name!r} must have dimensions above 0; got {shape}")
     kind = cursor.number("<I", name)
     if kind not in FORMATS:
         known = ", ".join(one.name for one in FORMATS.values())
         raise cursor.fail(f"tensor {name!r} must be one of {known}; got {_type_name(kind)}")
     if shape[-1] % FORMATS[kind].block:
         raise cursor.fail(
-            f"tensor {name!r}: rows of {FORMATS[kind].name} must be a multiple of "
-            f"{FORMATS[kind].block} long; got {shape[-1]}"
+            f"tensor {name!r}: the length of rows of {FORMATS[kind].name} must be a multiple of "
+            f"{FORMATS[kind].block}; got {shape[-1]}"
         )
     return name, FORMATS[kind], shape, cursor.number("<Q", name)
 
 
 def _type_name(kind: int) -> str:
-    """Return ggml's name of tensor type `kind`."""
+    """Return ggml's name for tensor type `kind`."""
     from gguf.constants import GGMLQuantizationType
 
     known = {int(one): one.name for one in GGMLQuantizationType}
@@ -290,7 +290,7 @@ def _type_name(kind: int) -> str:
 def _place_tensors(
     cursor: _Cursor, infos: list[tuple[str, QuantFormat, tuple[int, ...], int]], alignment: int
 ) -> dict[str, GgufTensor]:
-    """Return the tensors by name, each inside the file and apart from all others."""
+    """Return the tensors by name, checked to be inside the file and disjoint."""
     base = (cursor.at + alignment - 1) // alignment * alignment
     size = len(cursor.data)
     tensors: dict[str, GgufTensor] = {}
@@ -305,7 +305,7 @@ def _place_tensors(
             )
         if stop > size:
             raise cursor.fail(
-                f"tensor {name!r} ends at byte {stop}; the file has only {size} (cut short?)"
+                f"is truncated: tensor {name!r} ends at byte {stop}; the file has {size}"
             )
         tensors[name] = GgufTensor(form, shape, start, stop)
     _refuse_overlap(cursor, tensors)
@@ -318,6 +318,6 @@ def _refuse_overlap(cursor: _Cursor, tensors: dict[str, GgufTensor]) -> None:
         if tensor.start < end:
             raise cursor.fail(
                 f"tensor {name!r} overlaps {before!r}: it starts at byte {tensor.start}; "
-                f"wanted {end} or more"
+                f"it must start at {end} or later"
             )
         end, before = tensor.stop, name

@@ -1,7 +1,7 @@
-"""The metadata of a .gguf file to `ModelConfig`.
+"""Converts the metadata of a .gguf file to a `ModelConfig`.
 
-The keys are renamed to those of a config.json, so that one reader checks both; messages keep
-the names that the .gguf uses.
+The keys are renamed to those of a config.json, so that one reader checks both; error messages use
+the names in the .gguf.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ def load_gguf_config(path: str | PathLike[str]) -> ModelConfig:
 def gguf_config(file: GgufFile) -> ModelConfig:
     """Return the configuration of the model in `file`.
 
-    Its dtype is that of the embedding, and bfloat16 where this is quantized.
+    Its dtype is that of the embedding, or bfloat16 if that is quantized.
 
     Raises
     ------
     ConfigError
-        If a key is missing, a value makes no sense, or the architecture is not supported.
+        If a key is missing, a value is invalid, or the architecture is not supported.
     WeightsError
         If a tensor that the configuration is derived from is missing.
     """
@@ -77,7 +77,7 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
     if family is LLAMA and file.metadata.get("llama.attention.sliding_window"):
-        family = MISTRAL  # its files call themselves llama
+        family = MISTRAL  # its files have the architecture "llama"
     values, names = _renamed(file.metadata, arch)
     _refuse_unsupported(file, arch, values)
     values.update(_from_tensors(file, family))
@@ -89,18 +89,18 @@ def gguf_config(file: GgufFile) -> ModelConfig:
 
 
 def _renamed(metadata: Mapping[str, Any], arch: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the values under config.json's keys, and what the file calls those keys."""
+    """Return the values under config.json's keys, and the file's names for those keys."""
     names = {key: f"{arch}.{name}" for key, name in _KEYS.items()} | _TOKEN_KEYS
     values = {key: metadata[name] for key, name in names.items() if name in metadata}
     ends = [metadata[key] for key in _EOS_KEYS if key in metadata]
-    # What the file leaves out is absent: the defaults of a config.json do not apply to it.
+    # A missing id means there is none: the defaults of a config.json do not apply here.
     values.setdefault("bos_token_id", None)
     values["eos_token_id"] = ends or None
     return values, names | {"eos_token_id": " and ".join(_EOS_KEYS)}
 
 
 def _refuse_unsupported(file: GgufFile, arch: str, values: Mapping[str, Any]) -> None:
-    """Refuse what would change the result and is not computed."""
+    """Refuse settings that would change the result but are not implemented."""
     metadata = file.metadata
     for key, neutral in _NEUTRAL.items():
         value = metadata.get(f"{arch}.{key}", neutral)
@@ -118,7 +118,7 @@ def _refuse_unsupported(file: GgufFile, arch: str, values: Mapping[str, Any]) ->
 
 
 def _from_tensors(file: GgufFile, family: Family) -> dict[str, Any]:
-    """Return what the tensors themselves say: V, tied or not, which biases, the dtype."""
+    """Return what is derived from the tensors: V, tied embeddings, biases, dtype."""
     embed = file.tensors.get("token_embd.weight")
     if embed is None:
         raise WeightsError(f"{file.path}: tensor 'token_embd.weight' is missing")
@@ -138,7 +138,7 @@ def _window(metadata: Mapping[str, Any], arch: str) -> dict[str, Any]:
 
 
 def _head_dim(values: Mapping[str, Any]) -> int | None:
-    """Return D, or None where the metadata is too odd to tell (a later check reports it)."""
+    """Return D, or None if the metadata is invalid (a later check reports it)."""
     heads, hidden = values.get("num_attention_heads"), values.get("hidden_size")
     head_dim = values.get("head_dim")
     if head_dim is None and type(heads) is int and type(hidden) is int and heads > 0:
@@ -147,9 +147,9 @@ def _head_dim(values: Mapping[str, Any]) -> int | None:
 
 
 def _attention_scale(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return Gemma's `query_pre_attn_scalar`, which a .gguf does not keep.
+    """Return Gemma's `query_pre_attn_scalar`, which a .gguf does not store.
 
-    It is the head's size in every Gemma 3 but the largest (62 layers), where it is N / H.
+    It is the head dim in every Gemma 3 but the largest (62 layers), where it is N / H.
     """
     head_dim = _head_dim(values)
     if values.get("num_hidden_layers") == 62:
@@ -158,7 +158,7 @@ def _attention_scale(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope(file: GgufFile, arch: str, family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of the rope: scaling, factors per frequency, partial rotation."""
+    """Return config.json's rope keys: scaling, factors per frequency, partial rotation."""
     metadata = file.metadata
     result = _scaling(file, arch, values)
     if f"{arch}.rope.freq_base_swa" in metadata:
@@ -175,7 +175,7 @@ def _rope(file: GgufFile, arch: str, family: Family, values: Mapping[str, Any]) 
 
 
 def _scaling(file: GgufFile, arch: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rope keys of a config.json that say what the file says."""
+    """Return the rope scaling as keys of a config.json."""
     metadata, prefix = file.metadata, f"{arch}.rope.scaling"
     original = metadata.get(f"{prefix}.original_context_length")
     kind = metadata.get(f"{prefix}.type")
@@ -188,8 +188,8 @@ def _scaling(file: GgufFile, arch: str, values: Mapping[str, Any]) -> dict[str, 
             "attention_factor": metadata.get(f"{prefix}.attn_factor"),
         }
     elif "rope_freqs.weight" in file.tensors:
-        # Llama 3's scaling, computed by the converter: every frequency is divided by its factor,
-        # which is longrope with one set of factors and no scale of its own.
+        # Llama 3's scaling, precomputed by the converter as a divisor per frequency: longrope with
+        # one set of factors and no scale of cos and sin.
         factors = _factors(file, "rope_freqs.weight")
         scaling = {
             "rope_type": "longrope",
@@ -214,7 +214,7 @@ def _factors(file: GgufFile, name: str) -> list[float]:
     shape = file.shape(name)
     if len(shape) != 1 or shape[0] > 1024:
         raise WeightsError(
-            f"{file.path}: tensor {name!r} must be a list of at most 1024; got shape {shape}"
+            f"{file.path}: tensor {name!r} must be a vector of at most 1024; got shape {shape}"
         )
     numbers: list[float] = file.read(name, 0, shape[0]).astype(np.float32).tolist()
     return numbers

@@ -1,8 +1,8 @@
-"""The tensor formats of .gguf files that the engine reads, dequantized with NumPy.
+"""The supported tensor formats of .gguf files, dequantized with NumPy.
 
-Each quantized format is a sequence of blocks; a block holds float16 scales and packed small
-integers. Decoders take whole blocks and give float32, in the order of operations of the
-`gguf` package, which is their oracle in the tests.
+A quantized tensor is a sequence of blocks; a block holds float16 scales and small packed integers.
+Decoders take whole blocks and return float32, with the same order of operations as the `gguf`
+package, which is the reference in the tests.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["FORMATS", "QuantFormat"]
 Array = np.ndarray[Any, Any]
 
 _GROUP_WEIGHTS = 1 << 16
-"""Weights decoded at once: few enough that all intermediates stay in the L2 cache."""
+"""Weights decoded at a time: few enough that all intermediates stay in the L2 cache."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class QuantFormat:
     itemsize : int
         Bytes per block.
     dtype : numpy dtype or None
-        Of a plain format, which is only viewed.
+        Dtype of an unquantized format, which is only viewed.
     unpack : callable or None
-        Of a quantized format: (blocks (n, itemsize) uint8, out (n, block) float32) -> None.
+        Decoder of a quantized format: (blocks (n, itemsize) uint8, out (n, block) float32) -> None.
     """
 
     name: str
@@ -65,12 +65,12 @@ class QuantFormat:
 
 
 def _float16(blocks: Array, start: int, stop: int) -> Array:
-    """Return bytes [start, stop) of every block as float16 numbers, in float32."""
+    """Return bytes [start, stop) of every block, read as float16, as float32."""
     return np.ascontiguousarray(blocks[:, start:stop]).view("<f2").astype(np.float32)
 
 
 def _nibbles(packed: Array, out: Array) -> None:
-    """Write the low half-bytes of `packed` (n, b) to out[:, 0], the high ones to out[:, 1]."""
+    """Write the low nibbles of `packed` (n, b) to out[:, 0], the high ones to out[:, 1]."""
     np.bitwise_and(packed, 15, out=out[:, 0])
     np.right_shift(packed, 4, out=out[:, 1])
 
@@ -82,7 +82,7 @@ def _unpack_q8_0(blocks: Array, out: Array) -> None:
 
 
 def _unpack_q4_0(blocks: Array, out: Array) -> None:
-    """w = d·(q - 8); block: d float16, q 32 half-bytes (low ones first)."""
+    """w = d·(q - 8); block: d float16, q 32 nibbles (low ones first)."""
     q = np.empty((len(blocks), 2, 16), np.uint8)
     _nibbles(blocks[:, 2:], q)
     out[:] = q.reshape(-1, 32)
@@ -91,7 +91,7 @@ def _unpack_q4_0(blocks: Array, out: Array) -> None:
 
 
 def _unpack_q4_1(blocks: Array, out: Array) -> None:
-    """w = d·q + m; block: d, m float16, q 32 half-bytes (low ones first)."""
+    """w = d·q + m; block: d, m float16, q 32 nibbles (low ones first)."""
     q = np.empty((len(blocks), 2, 16), np.uint8)
     _nibbles(blocks[:, 4:], q)
     out[:] = q.reshape(-1, 32)
@@ -140,4 +140,4 @@ FORMATS: dict[int, QuantFormat] = {
     12: QuantFormat("Q4_K", 256, 144, unpack=_unpack_q4_k),
     14: QuantFormat("Q6_K", 256, 210, unpack=_unpack_q6_k),
 }
-"""The formats that are read, by ggml's number."""
+"""The supported formats, by ggml's number."""

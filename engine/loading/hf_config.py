@@ -1,7 +1,7 @@
-"""config.json and generation_config.json to `ModelConfig`.
+"""Converts config.json and generation_config.json to a `ModelConfig`.
 
-Files are untrusted: every number is typed and has a range, so that a mutated file ends in a
-`ConfigError` that names the key, never in a huge allocation.
+Files are untrusted: the type and range of every number are checked, so that a corrupt file raises a
+`ConfigError` that names the key and never causes a huge allocation.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ def load_hf_config(directory: str | PathLike[str]) -> ModelConfig:
 
 
 def config_from_dict(values: Mapping[str, Any], where: str = "config") -> ModelConfig:
-    """Return the configuration that the keys of a config.json describe.
+    """Return the configuration described by the content of a config.json.
 
     Parameters
     ----------
     values : mapping
         The JSON object.
     where : str
-        What to call it in messages.
+        The file's name, for messages.
 
     Raises
     ------
@@ -157,7 +157,7 @@ def _switches(fields: Fields, kind: Family) -> dict[str, Any]:
 
 def _scales(fields: Fields, kind: Family, hidden_size: int) -> dict[str, Any]:
     scalar = fields.real("query_pre_attn_scalar", 1e-6, 1e6, 0.0)
-    # NOTE: float32 here; Hugging Face rounds it once more, to the dtype of the embedding.
+    # NOTE: float32 here; `Embedding` rounds it to its dtype, as Hugging Face does.
     embed_scale = float(np.float32(math.sqrt(hidden_size))) if kind.scale_embedding else 1.0
     return {
         "norm_weight_offset": kind.norm_weight_offset,
@@ -173,7 +173,7 @@ def _tokens(fields: Fields, vocab_size: int) -> dict[str, Any]:
     return {
         "bos_token_id": next(iter(fields.token_ids("bos_token_id", vocab_size)), None),
         "eos_token_ids": fields.token_ids("eos_token_id", vocab_size),
-        "pad_token_id": None if pad == -1 else pad,  # -1 is an old spelling of "none"
+        "pad_token_id": None if pad == -1 else pad,  # old files write -1 for none
     }
 
 
@@ -188,7 +188,7 @@ def _dtype(fields: Fields) -> str:
 def _layer_windows(
     fields: Fields, kind: Family, num_layers: int, positions: int
 ) -> tuple[int, ...]:
-    """Return the window of every layer; 0 is none, as is one as long as the longest sequence."""
+    """Return the window of every layer; 0 if none, or if no shorter than the longest sequence."""
     if kind.windows == "never" or (
         kind.windows == "max_window_layers" and not fields.flag("use_sliding_window", False)
     ):
@@ -197,13 +197,13 @@ def _layer_windows(
     is_sliding = _sliding_layers(fields, kind, num_layers, window)
     if any(is_sliding) and not window:
         raise fields.error("sliding_window", "given, since some layers have a window")
-    if window >= positions and not kind.local_rope:  # there, a window also chooses the rope
+    if window >= positions and not kind.local_rope:  # with local rope, it also selects the table
         window = 0
     return tuple(window if sliding else 0 for sliding in is_sliding)
 
 
 def _sliding_layers(fields: Fields, kind: Family, num_layers: int, window: int) -> list[bool]:
-    """Tell for every layer whether it has the window."""
+    """Tell for every layer whether it has the sliding window."""
     if kind.windows == "every_layer":
         return [bool(window)] * num_layers
     if fields.has("layer_types"):
@@ -228,12 +228,12 @@ def _layer_types(fields: Fields, num_layers: int) -> list[bool]:
 
 
 def generation_config(path: str | PathLike[str]) -> dict[str, Any]:
-    """Return the sampling defaults that the model's generation_config.json states.
+    """Return the sampling defaults in the model's generation_config.json.
 
     Parameters
     ----------
     path : str or path
-        The model's directory. A .gguf file, and a directory without the file, state none.
+        The model's directory. A .gguf file, or a directory without the file, has none.
 
     Returns
     -------

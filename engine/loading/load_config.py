@@ -1,4 +1,4 @@
-"""How a model is to be loaded: the user's options with every open one decided, and why."""
+"""How a model is loaded: the user's options, with defaults resolved and the reason for each."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ __all__ = ["LoadConfig", "resolve_load_config"]
 
 @dataclass(frozen=True)
 class LoadConfig:
-    """What `load` decided, and the reason of each choice that was left to it.
+    """The resolved options of `load`, and the reason for each choice that was left to it.
 
     Attributes
     ----------
     device : Device
     dtype : str
-        Of weights, activations and pages.
+        Dtype of weights, activations and pages.
     max_model_len : int
         Longest sequence in tokens.
     load_format : str
         "auto" (the weights of the files) or "dummy" (random ones).
     deterministic : bool
-        Whether a token's bits may not depend on what else is computed.
+        Batch invariance: a token's bits depend neither on the batch nor on chunking.
     reasons : mapping of str to str
-        Option -> why.
+        Option -> the reason for its value.
     """
 
     device: Device
@@ -54,23 +54,23 @@ def resolve_load_config(
     max_model_len: int | None,
     deterministic: bool = False,
 ) -> LoadConfig:
-    """Derive what the user left open.
+    """Resolve the options that the user left out.
 
     Parameters
     ----------
     config : ModelConfig
-        Of the model.
+        The model's configuration.
     source : ModelSource or None
-        Its files, if there are any.
+        The model's files, if any.
     device : (Device, str)
-        The device and why it was chosen.
+        The device and the reason for choosing it.
     dtype, load_format, max_model_len, deterministic
-        As `load` takes them.
+        As for `load`.
 
     Raises
     ------
     ConfigError
-        If the dtype is unknown, the length is not within the model's own, or `deterministic` is
+        If the dtype is unknown, the length is above the model's own, or `deterministic` is
         neither True nor False.
     """
     if not isinstance(deterministic, bool):

@@ -1,6 +1,6 @@
-"""Features of zeros behind an MLP's own, so that rows of its weights are whole 16-byte accesses.
+"""Pads an MLP with zero features, so that rows of its weights are a multiple of 16 bytes.
 
-The fast kernels want that, and some models have a number of features that is no such multiple.
+The fast kernels require that, and some models have another number of features.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _ROW_ALIGNMENT = 16  # bytes
 
 
 def pad_mlps(weights: dict[str, Weight], config: ModelConfig, device: Device, dtype: str) -> None:
-    """Give every MLP in `weights` whole 16 bytes of features, one layer at a time, in place.
+    """Pad every MLP in `weights` to rows of whole 16 bytes, one layer at a time, in place.
 
     Raises
     ------
     OutOfMemoryError
-        If the device has no room for a second copy of a layer's MLP.
+        If the device does not have room for a second copy of a layer's MLP.
     """
     multiple = _ROW_ALIGNMENT // itemsize(dtype)
     if config.intermediate_size % multiple == 0:
@@ -37,14 +37,14 @@ def pad_mlps(weights: dict[str, Weight], config: ModelConfig, device: Device, dt
             for name, array in zip(names, padded, strict=True):
                 if array is not None:
                     weights[name] = Weight.dense(array)
-            if device.is_cuda:  # the pool has no use for blocks that are a little too small
+            if device.is_cuda:  # the pool cannot reuse these slightly smaller blocks
                 device.xp.get_default_memory_pool().free_all_blocks()
 
 
 def pad_features(
     gate_up: Any, down: Any, gate_up_bias: Any = None, *, multiple: int
 ) -> tuple[Any, Any, Any]:
-    """Return the weights of the same block with a multiple of so many features.
+    """Return the weights of an equivalent MLP with a multiple of `multiple` features.
 
     Parameters
     ----------
@@ -56,8 +56,8 @@ def pad_features(
     Returns
     -------
     gate_up, down, gate_up_bias
-        New arrays, of F rounded up: act(0) * 0 = 0 is what the new features are, and their columns
-        of `down` are 0. The same arrays if F is a multiple already.
+        New arrays with F rounded up. The value of a new feature is act(0) * 0 = 0, and its column
+        of `down` is 0. The same arrays if F already is a multiple.
 
     Examples
     --------
@@ -83,10 +83,10 @@ def pad_features(
 
 
 def _bits(array: Any) -> Any:
-    """Return the array as integers: CuPy cannot copy every dtype of ours by slices."""
+    """View the array as integers, since CuPy cannot copy slices of all our dtypes."""
     return array.view(f"u{array.itemsize}")
 
 
 def _zeros_like(array: Any, shape: tuple[int, ...]) -> Any:
-    """Return zeros of `shape`, as integers of the array's size, beside the array."""
+    """Return zeros of `shape`, as integers of the array's itemsize, on its device."""
     return array_module(array).zeros(shape, f"u{array.itemsize}")

@@ -1,4 +1,4 @@
-"""The configuration of a model, from a folder in Hugging Face layout or from a .gguf file."""
+"""Reads a model's configuration, from a folder in Hugging Face layout or from a .gguf file."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def load_config(path: str | PathLike[str]) -> ModelConfig:
     Parameters
     ----------
     path : str or path
-        A directory with a config.json (and perhaps a generation_config.json, whose end-of-text
-        ids come first, as in Hugging Face), or a .gguf file.
+        A directory with a config.json (and optionally a generation_config.json, whose end-of-text
+        ids take precedence, as in Hugging Face), or a .gguf file.
 
     Raises
     ------
     ConfigError
-        If a file is missing or damaged, a key is missing, a value makes no sense, or the model
-        needs something that the engine does not have.
+        If a file is missing or damaged, a key is missing, a value is invalid, or the model needs
+        something that is not implemented.
     WeightsError
         If the .gguf file is damaged.
     """

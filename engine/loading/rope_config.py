@@ -1,7 +1,7 @@
-"""Rope scaling as config files describe it, old keys and new, to `RopeConfig`.
+"""Converts the rope scaling of a config file, with old or new keys, to a `RopeConfig`.
 
-Old files have `rope_theta` and `rope_scaling` ({"type" or "rope_type": ...}); new ones have
-`rope_parameters`, which holds the theta too, and may have one object per kind of layer.
+Old files have `rope_theta` and `rope_scaling` ({"type" or "rope_type": ...}); new files have
+`rope_parameters`, which includes theta and may have one object per kind of layer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 def rope_configs(
     fields: Fields, family: Family, head_dim: int, max_position: int
 ) -> tuple[RopeConfig, RopeConfig | None]:
-    """Return the rope of the (full-attention) layers, and that of the layers with a window.
+    """Return the rope of the (full-attention) layers, and that of the sliding-window layers.
 
     Parameters
     ----------
@@ -39,12 +39,12 @@ def rope_configs(
     Returns
     -------
     (RopeConfig, RopeConfig or None)
-        None where every layer shares one rope.
+        The second is None if all layers share one rope.
 
     Raises
     ------
     ConfigError
-        If the scaling is unknown or one of its numbers makes no sense.
+        If the scaling is unknown or one of its numbers is invalid.
     """
     full, local = _rope_objects(fields, family)
     first = _RopeReader(fields, full, family, head_dim, max_position).read()
@@ -54,10 +54,10 @@ def rope_configs(
 
 
 def scaled_max_position(rope: RopeConfig, max_position: int, family: Family) -> int:
-    """Return the longest sequence in tokens once the rope is stretched.
+    """Return the longest sequence in tokens, with rope scaling applied.
 
-    Hugging Face's `max_position_embeddings` is the training length for linear and dynamic
-    scaling and already the stretched one for llama3 and longrope; for yarn both are found.
+    Hugging Face's `max_position_embeddings` is the training length for linear and dynamic scaling,
+    and the extended length for llama3 and longrope; for yarn, files differ.
     """
     stretched = max_position
     if rope.scaling == "dynamic" or (
@@ -94,7 +94,7 @@ def _layer_kind(fields: Fields, new: Mapping[str, Any], kind: str) -> Mapping[st
 
 
 class _RopeReader:
-    """One rope object of a config file, read by the rules of its own scaling."""
+    """Reads one rope object of a config file according to its scaling."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class _RopeReader:
         rotary_dim = int(self.head_dim * source.real(key, 0.0, 1.0, 1.0))
         if rotary_dim < 2 or rotary_dim % 2:
             raise source.error(
-                key, f"such that an even number >= 2 of the head's {self.head_dim} features turn"
+                key, f"such that an even number >= 2 of {self.head_dim} features is rotated"
             )
         return rotary_dim
 
@@ -150,7 +150,7 @@ class _RopeReader:
         return factor
 
     def _original(self, default: int) -> int:
-        """Return the training length; Phi-3 keeps it outside of the rope object, and first."""
+        """Return the training length; one outside the rope object (Phi-3) takes precedence."""
         key = "original_max_position_embeddings"
         source = self.config if self.config.has(key) else self.rope
         original: int = source.integer(key, 2, MAX_POSITIONS, default)

@@ -2,7 +2,7 @@
 
 The format: 8 bytes of header length (little endian), a JSON object {name: {"dtype", "shape",
 "data_offsets"}}, then the data, without gaps. Everything is checked against the size of the
-file with Python integers before any view is made; nothing is copied and nothing is executed.
+file, in Python integers, before any view is made; nothing is copied and nothing is executed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _WEIGHT_DTYPES = ("F32", "F16", "BF16")
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor of a file: its dtype's name, shape and bytes [start, stop) of the file."""
+    """One tensor: its dtype's name, shape, and bytes [start, stop) of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -65,7 +65,7 @@ class TensorInfo:
 
 
 class SafetensorsFile:
-    """One .safetensors file, mapped and checked.
+    """One .safetensors file, memory-mapped and checked.
 
     Parameters
     ----------
@@ -83,7 +83,7 @@ class SafetensorsFile:
     >>> with TemporaryDirectory() as folder:
     ...     save_file({"w": np.ones((2, 3), np.float32)}, f"{folder}/x.safetensors")
     ...     file = SafetensorsFile(f"{folder}/x.safetensors")
-    >>> file.shape("w"), float(file.view("w").sum())  # the mapping outlives the name
+    >>> file.shape("w"), float(file.view("w").sum())  # the mapping outlives the file name
     ((2, 3), 6.0)
     """
 
@@ -113,7 +113,7 @@ class SafetensorsFile:
     ) -> np.ndarray[Any, Any]:
         """Return rows [start, stop) of weight `name`: a view in float32, float16 or bfloat16.
 
-        Of `columns` only, if given; the pages of the file in which none of these lie are not read.
+        If `columns` is given, only these; pages of the file without any of them are not read.
 
         Raises
         ------
@@ -131,7 +131,7 @@ class SafetensorsFile:
 
 
 class SafetensorsDirectory:
-    """A sharded checkpoint: an index and its shards, which together hold each tensor once.
+    """A sharded checkpoint: an index, and shards that together hold each tensor once.
 
     Parameters
     ----------
@@ -141,7 +141,7 @@ class SafetensorsDirectory:
     Raises
     ------
     WeightsError
-        If a shard is missing, damaged, outside of the directory, or index and shards disagree.
+        If a shard is missing, damaged or outside the directory, or index and shards disagree.
     """
 
     def __init__(self, index: str | PathLike[str]) -> None:
@@ -155,14 +155,14 @@ class SafetensorsDirectory:
             for tensor in shard.names():
                 if tensor in self._home:
                     raise WeightsError(
-                        f"{self.path}: tensor {tensor!r} must be in one shard; it is in "
+                        f"{self.path}: tensor {tensor!r} must be in one shard; got "
                         f"{self._home[tensor].path.name} and {shard.path.name}"
                     )
                 self._home[tensor] = shard
         for tensor, name in wanted.items():
             if tensor not in shards[name].tensors:
                 raise WeightsError(
-                    f"{self.path}: says that {name} holds tensor {tensor!r}; it does not"
+                    f"{self.path}: shard {name} must hold tensor {tensor!r}; it does not"
                 )
 
     def names(self) -> Iterator[str]:
@@ -190,11 +190,11 @@ def open_safetensors(directory: str | PathLike[str]) -> SafetensorsFile | Safete
     Raises
     ------
     WeightsError
-        If there are no weights, or only in formats that can run code; the message says why.
+        If there are no weights, or only in a format that can run code; the message says which.
     """
     root = Path(directory)
     if not root.is_dir():
-        raise WeightsError(f"{root}: must be a directory with a model; it is not a directory")
+        raise WeightsError(f"{root} must be a directory with a model; it is not a directory")
     if (root / "model.safetensors").exists():
         return SafetensorsFile(root / "model.safetensors")
     if (root / "model.safetensors.index.json").exists():
@@ -205,31 +205,31 @@ def open_safetensors(directory: str | PathLike[str]) -> SafetensorsFile | Safete
     if found:
         names = ", ".join(one.name for one in found[:4])
         raise WeightsError(
-            f"{root}: must have model.safetensors or model.safetensors.index.json; got {names}"
+            f"{root} must have model.safetensors or model.safetensors.index.json; got {names}"
             f"{', ...' if len(found) > 4 else ''} (the index is missing: download it too)"
         )
     raise _no_weights(root)
 
 
 def _no_weights(root: Path) -> WeightsError:
-    """Say why a directory without safetensors cannot be loaded, and what to do."""
+    """Return the error for a directory without safetensors, with what to do."""
     pickled = sorted(
         one.name for one in root.iterdir() if one.suffix in (".bin", ".pt", ".pth", ".ckpt")
     )
     if pickled:
         return WeightsError(
-            f"{root}: has weights only as {pickled[0]}, a pickle, which can run any code when it "
-            "is opened; it is never read. Use a .safetensors or .gguf version of the model, or "
+            f"{root} has weights only as a pickle ({pickled[0]}), which can run any code when "
+            "loaded and is never read. Use a .safetensors or .gguf version of the model, or "
             "convert it in a sandbox with safetensors.torch.save_file"
         )
     return WeightsError(
-        f"{root}: has no weights; wanted model.safetensors, model.safetensors.index.json with its "
+        f"{root} has no weights; it needs model.safetensors, model.safetensors.index.json with its "
         "shards, or a .gguf file"
     )
 
 
 def map_file(path: Path) -> mmap.mmap:
-    """Return the bytes of file `path`, mapped for reading.
+    """Return the bytes of file `path`, memory-mapped for reading.
 
     Raises
     ------
@@ -249,7 +249,7 @@ def map_file(path: Path) -> mmap.mmap:
 
 
 def _read_header(path: Path, data: mmap.mmap) -> tuple[dict[str, Any], int]:
-    """Return the header's object and where the tensors' data starts."""
+    """Return the header's JSON object and the offset of the data."""
     length = int.from_bytes(data[:8], "little")
     if length > MAX_HEADER_BYTES:
         raise WeightsError(
@@ -257,7 +257,7 @@ def _read_header(path: Path, data: mmap.mmap) -> tuple[dict[str, Any], int]:
         )
     if 8 + length > len(data):
         raise WeightsError(
-            f"{path}: is cut short: the header needs {8 + length} bytes; the file has {len(data)}"
+            f"{path}: is truncated: the header needs {8 + length} bytes; the file has {len(data)}"
         )
     try:
         header = json.loads(data[8 : 8 + length].decode("utf-8"), object_pairs_hook=_no_duplicates)
@@ -272,7 +272,7 @@ def _read_header(path: Path, data: mmap.mmap) -> tuple[dict[str, Any], int]:
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuse an object with one key twice: readers would disagree about what it says."""
+    """Refuse an object with a duplicate key, whose value would depend on the reader."""
     result = dict(pairs)
     if len(result) != len(pairs):
         seen: set[str] = set()
@@ -294,11 +294,11 @@ def _read_tensors(
             fault = "overlaps" if info.start < end else "leaves a gap after"
             raise WeightsError(
                 f"{path}: tensor {name!r} {fault} {before}: it starts at byte {info.start}; "
-                f"wanted {end}"
+                f"it must start at {end}"
             )
         end, before = info.stop, repr(name)
     if end != size:
-        raise WeightsError(f"{path}: tensors end at byte {end}; the file has {size} bytes")
+        raise WeightsError(f"{path}: tensors must end with the file, at {size}; got {end}")
     return tensors
 
 
@@ -350,15 +350,15 @@ def _read_index(path: Path) -> dict[str, str]:
         )
     for tensor, name in names.items():
         if not isinstance(name, str) or not name:
-            raise WeightsError(f"{path}: tensor {tensor!r}: must name a file; got {shown(name)}")
+            raise WeightsError(f"{path}: tensor {tensor!r} must name a file; got {shown(name)}")
     return names
 
 
 def _inside(index: Path, name: str) -> Path:
-    """Return shard `name` beside `index`, which must not lead out of the directory.
+    """Return the path of shard `name`, which must not lead out of the directory of `index`.
 
-    A hub cache keeps `snapshots/<revision>/model...` as links into `blobs/` beside
-    `snapshots/`; this is the one way out that is allowed.
+    The one exception is the hub cache, in which `snapshots/<revision>/model...` are links into
+    `blobs/`, next to `snapshots/`.
     """
     root = index.parent
     if Path(name).name != name or "\\" in name or "\0" in name or name in (".", ".."):

@@ -1,4 +1,4 @@
-"""What weights a model has, and which part of them each tensor of a checkpoint fills."""
+"""The weights of a model, and the part of them that each tensor of a checkpoint fills."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from engine.quantization import WHOLE, Shard, dense_format
 __all__ = ["Placement", "place_tensors", "shard_axis", "weight_bytes", "weight_room"]
 __all__ += ["weight_shapes"]
 
-# Tables that the engine computes itself, in old checkpoints and in .gguf files.
+# Tables in old checkpoints and .gguf files that the engine computes itself.
 _IGNORED = re.compile(
     r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
     r"|rope_freqs\.weight|rope_factors_(long|short)\.weight"
@@ -27,15 +27,15 @@ _IGNORED = re.compile(
 _OUTPUT_NAMES = ("lm_head.weight", "output.weight")
 
 
-# The fused weights whose rows are divided among shards -> the parts that their rows are of.
+# Fused weights whose rows are divided among shards -> the parts that make up the rows.
 _ROW_PARTS = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
-# Those whose columns are divided -> the part whose rows make these columns.
+# Weights whose columns are divided -> the part whose rows these columns correspond to.
 _COLUMN_PART = {"o": "q", "down": "gate"}
 _VOCABULARY = ("embed", "lm_head")
 
 
 def shard_axis(kind: str) -> int | None:
-    """Return the axis along which weights of this kind are divided among shards; None: not.
+    """Return the axis along which weights of this kind are sharded; None if they are not.
 
     Examples
     --------
@@ -48,10 +48,10 @@ def shard_axis(kind: str) -> int | None:
 
 
 class _Parts:
-    """The parts that fused weights are made of: rows of the whole, and those of one shard.
+    """The parts of fused weights: their rows in the whole model and in one shard.
 
-    Heads of q, k and v and features of an MLP are divided evenly; a key/value head is shared by
-    several shards if there are more of these. The vocabulary is padded to equal parts.
+    Heads of q, k and v and features of an MLP are divided evenly; if there are more shards than
+    key/value heads, several shards hold the same head. The vocabulary is padded to equal parts.
     """
 
     def __init__(self, config: ModelConfig, shard: Shard) -> None:
@@ -69,12 +69,12 @@ class _Parts:
             self.whole[twin], self.local[twin] = self.whole[part], self.local[part]
 
     def size(self, part: str) -> int:
-        """Return the rows of a part that the shard has."""
+        """Return the number of rows of a part in the shard."""
         first, last = self.local[part]
         return last - first
 
     def pieces(self, parts: Iterable[str]) -> Iterator[tuple[int, int, int]]:
-        """Yield [first, last) of a tensor of these parts, and the row where they go."""
+        """Yield the rows [first, last) of a tensor of these parts, and their target row."""
         before, place = 0, 0
         for part in parts:
             first, last = self.local[part]
@@ -85,12 +85,12 @@ class _Parts:
 def weight_shapes(config: ModelConfig, shard: Shard = WHOLE) -> dict[str, tuple[int, ...]]:
     """Return the name and shape of every (fused) weight of a shard, (out, in) for a matrix.
 
-    "lm_head" is in the table of a tied model too, where it is the same weight as "embed".
+    A tied model has "lm_head" too; it is the same weight as "embed".
 
     Raises
     ------
     ConfigError
-        If the model cannot be divided into so many shards.
+        If the model cannot be divided into this many shards.
 
     Examples
     --------
@@ -108,7 +108,7 @@ def weight_shapes(config: ModelConfig, shard: Shard = WHOLE) -> dict[str, tuple[
 
 
 def _layer_shapes(config: ModelConfig, parts: _Parts) -> dict[str, tuple[int, ...]]:
-    """Return the weights of one layer."""
+    """Return name and shape of the weights of one layer."""
     n, d = config.hidden_size, config.head_dim
     qkv, gate_up = (sum(map(parts.size, _ROW_PARTS[kind])) for kind in ("qkv", "gate_up"))
     shapes: dict[str, tuple[int, ...]] = {"attn_norm": (n,), "qkv": (qkv, n)}
@@ -152,14 +152,14 @@ def weight_room(
     shard: Shard = WHOLE,
     max_model_len: int = 0,
 ) -> Iterator[None]:
-    """Refuse the weights that are allocated inside if the device has no room for them.
+    """Raise if the device has no room for the weights that the `with` block allocates.
 
-    The rope tables for sequences of `max_model_len` tokens count, too: they are made on the host.
+    Rope tables for sequences of `max_model_len` tokens are included; they are made on the host.
 
     Raises
     ------
     OutOfMemoryError
-        With what is wanted, what there is and who uses it.
+        Says what is needed, what is free and who uses the rest.
     """
     tables = rope_bytes(config, max_model_len)
     what = f"of weights in {dtype}"
@@ -177,31 +177,31 @@ def weight_room(
         return said
 
     needed = weight_bytes(config, dtype, shard) + tables
-    # The system would promise the memory, and end whoever uses it. A GPU refuses by itself, and
-    # CuPy may hold blocks that count as used.
+    # Check the host in advance: it overcommits, and kills the process that touches the memory. A
+    # GPU refuses by itself; and its free memory excludes blocks that CuPy can reuse.
     on_host = tables if device.is_cuda else needed
     if on_host > device_memory(CPU)[1]:
         raise OutOfMemoryError(text(CPU, on_host))
     try:
         yield
-    except MemoryError as error:  # CuPy's own error derives from it
+    except MemoryError as error:  # CuPy's OutOfMemoryError derives from it
         raise OutOfMemoryError(f"{text(device, needed)} ({error})") from error
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where rows of a tensor go: rows [first, last) of `name` to rows from `start` on of `target`.
+    """A copy of rows [first, last) of tensor `name` to rows of `target`, from `start` on.
 
     Attributes
     ----------
     name, target : str, WeightName
     shape : tuple of int
-        Of the whole tensor.
+        Shape of the whole tensor.
     first, last, start : int
     columns : (int, int) or None
-        Which columns of these rows; None: all.
+        The columns of these rows; None for all.
     is_rotated : bool
-        Whether these are rows of q or k, which rope turns.
+        Whether these are rows of q or k, to which rope applies.
     """
 
     name: str
@@ -215,7 +215,7 @@ class Placement:
 
     @property
     def width(self) -> int:
-        """Numbers of a row that are read."""
+        """Number of columns read per row."""
         if self.columns is not None:
             return self.columns[1] - self.columns[0]
         return math.prod(self.shape[1:])
@@ -228,23 +228,23 @@ def place_tensors(
     found: Mapping[str, tuple[int, ...]],
     shard: Shard = WHOLE,
 ) -> list[Placement]:
-    """Return where every tensor of a checkpoint goes, in the checkpoint's order.
+    """Return the placement of every tensor of a checkpoint, in the checkpoint's order.
 
     Parameters
     ----------
     where : str
         The checkpoint's name, for messages.
     table : iterable of TensorName
-        The family's names.
+        The family's tensor names.
     found : mapping
-        Name and shape of the tensors that are there.
+        Name and shape of the tensors in the checkpoint.
     shard : Shard
-        Whose parts are placed.
+        The shard to load.
 
     Raises
     ------
     WeightsError
-        If a tensor is missing, unexpected, or has another shape than the config says.
+        If a tensor is missing or unexpected, or its shape does not match the config.
     """
     wanted = _wanted(config, table, shard)
     ignored = set(_OUTPUT_NAMES) if config.tie_word_embeddings else set()
@@ -254,7 +254,7 @@ def place_tensors(
         if name not in wanted and name not in ignored and not _IGNORED.fullmatch(name)
     ]
     _refuse(where, "missing", [name for name in wanted if name not in found])
-    _refuse(where, f"unknown to a {config.model_type} model of this config", unexpected)
+    _refuse(where, f"not part of a {config.model_type} model with this config", unexpected)
     for name, (shape, _) in wanted.items():
         if found[name] != shape:
             raise WeightsError(
@@ -274,7 +274,7 @@ def _refuse(where: str, fault: str, names: list[str]) -> None:
 def _wanted(
     config: ModelConfig, table: Iterable[TensorName], shard: Shard
 ) -> dict[str, tuple[tuple[int, ...], list[Placement]]]:
-    """Return the shape of every tensor that the checkpoint must have, and where it goes."""
+    """Return shape and placements of every tensor that the checkpoint must have."""
     shapes, parts = weight_shapes(config), _Parts(config, shard)
     if config.tie_word_embeddings:
         del shapes["lm_head"]
@@ -297,7 +297,7 @@ def _places(
     parts: _Parts,
     shard: Shard,
 ) -> Iterator[Placement]:
-    """Yield the pieces of one tensor that the shard has."""
+    """Yield the placements of one tensor's pieces in the shard."""
     fused = _ROW_PARTS.get(target.kind.removesuffix("_bias"))
     if fused is not None:
         here = (part,) if part else fused

@@ -1,9 +1,9 @@
-"""Checkpoint tensors to the model's fused weights, streamed in slabs of rows.
+"""Loads checkpoint tensors into the model's fused weights, in slabs of rows.
 
 Every fused array is allocated once, on the target device, and filled slab by slab: a reader
-gives some rows (a view of the mapped file, or freshly dequantized), they are cast into place,
-and on CUDA they travel through small pinned buffers. Neither the model nor a large tensor is
-ever held twice.
+returns some rows (a view of the mapped file, or newly dequantized), which are cast into place; on
+CUDA they are copied through small pinned buffers. Neither the model nor a large tensor is ever in
+memory twice.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from engine.quantization import WHOLE, Shard, Weight
 __all__ = ["dummy_weights", "load_weights", "weight_bytes", "weight_shapes"]
 
 _SLAB_BYTES = 16 << 20
-"""A unit of work: large enough for the bus, small enough that pinned buffers stay small."""
+"""Weights per slab: enough to saturate the bus, few enough for small pinned buffers."""
 
 _STEP_WEIGHTS = 1 << 18
-"""Weights cast at once inside a slab, so that intermediates stay in the cache."""
+"""Weights cast at a time within a slab, so that intermediates stay in the cache."""
 
 _MAX_WORKERS = 8
 
@@ -57,7 +57,7 @@ class Checkpoint(Protocol):
 
     @property
     def path(self) -> Path:
-        """What to call it in messages."""
+        """Its name in messages."""
 
     def names(self) -> Iterator[str]:
         """Return the names of the tensors."""
@@ -70,7 +70,7 @@ class Checkpoint(Protocol):
     ) -> Array:
         """Return rows [start, stop) of tensor `name`, of some columns, in any float dtype.
 
-        Of the file no more is read than holds these.
+        No other part of the file is read.
         """
 
 
@@ -100,33 +100,33 @@ def load_weights(
     source : str or path
         A directory with safetensors, or a .gguf file.
     config : ModelConfig
-        What the checkpoint must fit.
+        The configuration that the checkpoint must match.
     device : Device
         Where the arrays live: NumPy arrays on the CPU, CuPy arrays on CUDA.
     dtype : str
         "float32", "float16" or "bfloat16"; tensors in other dtypes are cast.
     shard : Shard
-        Which part to load; of the file nothing else is read. A vocabulary that cannot be divided
-        is padded with rows of zeros.
+        Which part to load; the rest of the file is not read. A vocabulary that cannot be divided
+        evenly is padded with rows of zeros.
     max_model_len : int
-        Leave room for the rope tables of sequences of so many tokens.
+        Leave room for the rope tables of sequences of this length.
     progress : bool
-        Show a bar on stderr, if that is a terminal.
+        Show a progress bar on stderr, if that is a terminal.
 
     Returns
     -------
     dict of str to Weight
         The names and shapes of `weight_shapes(config, shard)`. Tied embeddings are one weight under
-        two names. Rows of q and k are in half-split rope order, whatever the file's order.
+        two names. Rows of q and k are in half-split rope order, whatever their order in the file.
 
     Raises
     ------
     WeightsError
-        If a file is damaged, or a tensor is missing, unexpected, or of another shape.
+        If a file is damaged, or a tensor is missing, unexpected, or has the wrong shape.
     ConfigError
-        If the model cannot be divided into so many shards.
+        If the model cannot be divided into this many shards.
     OutOfMemoryError
-        If the device has no room for the weights.
+        If the device does not have room for the weights.
     """
     checkpoint, placements = _plan(Path(source), config, shard)
     device.activate()
@@ -155,7 +155,7 @@ def load_weights(
 
 
 def _plan(source: Path, config: ModelConfig, shard: Shard) -> tuple[Checkpoint, list[Placement]]:
-    """Open the checkpoint and match its tensors with the model's."""
+    """Open the checkpoint and place its tensors in the model's weights."""
     kind = family(config.model_type)
     checkpoint: Checkpoint
     if source.suffix == ".gguf":
@@ -167,17 +167,17 @@ def _plan(source: Path, config: ModelConfig, shard: Shard) -> tuple[Checkpoint, 
 
 
 def _allocate(config: ModelConfig, device: Device, dtype: str, shard: Shard) -> dict[str, Any]:
-    """Return the fused arrays, not filled yet."""
+    """Return the fused arrays, uninitialised apart from padding."""
     shapes = weight_shapes(config, shard)
     if config.tie_word_embeddings:
         del shapes["lm_head"]
     arrays = {name: device.xp.empty(shape, np_dtype(dtype)) for name, shape in shapes.items()}
     if device.is_cuda:
-        # SAFETY: the memory may have been freed under a kernel that still runs on another stream.
+        # SAFETY: a kernel on another stream may still use the memory, if it was just freed.
         device.xp.cuda.runtime.deviceSynchronize()
     first, last, rows = shard.cut_padded(config.vocab_size)
     for name in ("embed", "lm_head"):
-        if name in arrays and last - first < rows:  # the rows of padding
+        if name in arrays and last - first < rows:  # rows of padding
             arrays[name][last - first :].view(f"u{arrays[name].itemsize}").fill(0)
     return arrays
 
@@ -192,7 +192,7 @@ def _slabs(placements: list[Placement], dtype: str) -> Iterator[_Work]:
 
 
 def _rows_of(weights: int, width: int, multiple: int) -> int:
-    """Return how many rows make about `weights` weights, as a multiple of `multiple`."""
+    """Return the number of rows with about `weights` weights, a multiple of `multiple`."""
     return max(1, weights // width // multiple) * multiple
 
 
@@ -214,7 +214,7 @@ class _Loader:
         self.head_dim = config.head_dim
         is_gguf = isinstance(checkpoint, GgufFile)
         self.is_interleaved = is_gguf and family(config.model_type).gguf_interleaved_rope
-        # A .gguf keeps the norms of Gemma as 1 + w.
+        # A .gguf stores Gemma's norms as 1 + w.
         self.norm_offset = config.norm_weight_offset if is_gguf else 0.0
         self._local = threading.local()
 
@@ -230,7 +230,7 @@ class _Loader:
         host = buffer[: rows.size].reshape(rows.shape)
         self._fill(host, work)
         rows.set(host, stream=stream)
-        stream.synchronize()  # the buffer is written again by the next slab
+        stream.synchronize()  # the next slab overwrites the buffer
 
     def _staging(self, size: int) -> tuple[Array, Any]:
         """Return this thread's pinned buffer of at least `size` elements, and its stream."""
@@ -262,12 +262,12 @@ class _Loader:
             if part.dtype == np.float16 and not np.isfinite(part).all():
                 raise WeightsError(
                     f"{self.checkpoint.path}: tensor {place.name!r} must have finite values up to "
-                    "65504 to be float16; it has others. Use bfloat16 or float32"
+                    "65504 for dtype float16; it has others. Use bfloat16 or float32"
                 )
 
 
 def _half_split(rows: Array, head_dim: int) -> Array:
-    """Reorder the rows of whole heads from interleaved pairs to two halves."""
+    """Reorder the rows of each head from interleaved pairs to two halves."""
     pairs = rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:])
     halves: Array = np.swapaxes(pairs, 1, 2).reshape(rows.shape)
     return halves
@@ -280,7 +280,7 @@ def _cast_into(out: Array, rows: Array) -> None:
         bits[...] = rows.view(np.uint16)
         bits <<= 16
     else:
-        with np.errstate(over="ignore"):  # the caller looks for what became infinite
+        with np.errstate(over="ignore"):  # the caller checks for infinities
             out[...] = rows
 
 
@@ -292,7 +292,7 @@ def _workers() -> int:
 
 @contextmanager
 def _progress_bar(works: list[_Work], dtype: str, progress: bool) -> Iterator[Any]:
-    """Give a function that counts a finished slab on a bar (or nowhere)."""
+    """Yield a function that counts a finished slab on a progress bar, if there is one."""
     if not (progress and sys.stderr.isatty()):
         yield lambda work: None
         return

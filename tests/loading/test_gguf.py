@@ -176,12 +176,12 @@ BAD_FILES = {
     "version": (Raw(version=1).bytes(), "version must be 2 or 3; got 1"),
     "big endian": (Raw(version=3 << 24).bytes(), "big-endian"),
     "short": (b"GGUF", "at least 8 bytes; got 4"),
-    "no counts": (b"GGUF\x03\0\0\0\0\0", "cut short: the number of tensors needs 8 bytes"),
-    "pairs": (Raw(pairs=2**63).bytes(), f"cut short: {2**63} metadata pairs do not fit in the 0"),
+    "no counts": (b"GGUF\x03\0\0\0\0\0", "truncated: the number of tensors needs 8 bytes"),
+    "pairs": (Raw(pairs=2**63).bytes(), f"truncated: {2**63} metadata pairs do not fit in the 0"),
     "tensors": (Raw(tensors=2**64 - 1).bytes(), "tensors do not fit in the 0 bytes left"),
     "key length": (
         Raw(pairs=1).string(b"key", length=2**64 - 1).pack("<II", 4, 1).bytes(),
-        "cut short: a metadata key needs 18446744073709551615 bytes",
+        "truncated: a metadata key needs 18446744073709551615 bytes",
     ),
     "key bytes": (Raw(pairs=1).string(b"\xff").pack("<II", 4, 1).bytes(), "must be UTF-8"),
     "value type": (Raw(pairs=1).string(b"k").pack("<II", 13, 1).bytes(), "unknown value type 13"),
@@ -191,7 +191,7 @@ BAD_FILES = {
     ),
     "array length": (
         Raw(pairs=1).string(b"k").pack("<IIQ", 9, 4, 2**62).bytes(),
-        "cut short: k needs 18446744073709551616 bytes",
+        "truncated: k needs 18446744073709551616 bytes",
     ),
     "string array length": (
         Raw(pairs=1).string(b"k").pack("<IIQ", 9, 8, 2**61).bytes(),
@@ -199,11 +199,11 @@ BAD_FILES = {
     ),
     "string in array": (
         Raw(pairs=1).string(b"k").pack("<IIQQQ", 9, 8, 2, 2**63, 0).bytes(),
-        "cut short inside the strings of 'k'",
+        "truncated inside the strings of 'k'",
     ),
     "last string in array": (
         Raw(pairs=1).string(b"k").pack("<IIQQ", 9, 8, 1, 1).bytes(),
-        "cut short inside the strings of 'k'",
+        "truncated inside the strings of 'k'",
     ),
     "key twice": (
         Raw(pairs=2).string(b"k").pack("<IB", 0, 1).string(b"k").pack("<IB", 0, 1).bytes(),
@@ -227,11 +227,11 @@ BAD_FILES = {
         Raw(tensors=1).string(b"w").pack("<I", 2**32 - 1).data(99),
         "'w' must have 1 to 4 dimensions",
     ),
-    "empty": (Raw(tensors=1).tensor(dims=(4, 0)).data(4), "'w' must have no empty dimension"),
+    "empty": (Raw(tensors=1).tensor(dims=(4, 0)).data(4), "'w' must have dimensions above 0"),
     "kind": (Raw(tensors=1).tensor(kind=999).data(16), "must be one of F32.*got unknown type 999"),
     "kind not read": (Raw(tensors=1).tensor(kind=13).data(999), "'w' must be one of F32.*got Q5_K"),
-    "row": (Raw(tensors=1).tensor(dims=(33, 2), kind=3).data(99), "a multiple of 32 long; got 33"),
-    "past the end": (Raw(tensors=1).tensor().data(15), "ends at byte 80; the file has only 79"),
+    "row": (Raw(tensors=1).tensor(dims=(33, 2), kind=3).data(99), "a multiple of 32; got 33"),
+    "past the end": (Raw(tensors=1).tensor().data(15), "ends at byte 80; the file has 79"),
     "offset past the end": (Raw(tensors=1).tensor(offset=2**63).data(16), "'w' ends at byte 92233"),
     "product": (Raw(tensors=1).tensor(dims=(2**32, 2**32)).data(16), "'w' ends at byte"),
     "product wraps to 0": (Raw(tensors=1).tensor(dims=(2**62, 4)).data(16), "'w' ends at byte"),
@@ -242,7 +242,7 @@ BAD_FILES = {
     ),
     "same place": (Raw(tensors=2).tensor(b"a").tensor(b"b").data(999), "'b' overlaps 'a'"),
     "tensor twice": (Raw(tensors=2).tensor().tensor(offset=32).data(99), "'w' appears twice"),
-    "info cut": (Raw(tensors=1).tensor().bytes()[:-3], "cut short"),
+    "info cut": (Raw(tensors=1).tensor().bytes()[:-3], "truncated"),
 }  # fmt: skip
 
 

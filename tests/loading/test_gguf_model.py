@@ -284,7 +284,7 @@ def test_gemma3_ropes_windows_and_scale(write_metadata):
         ({"tokenizer.ggml.eos_token_id": 40}, ConfigError, "eos_token_id.* must be token ids"),
         ({"tensors": {"rope_freqs.weight": [0.0] * 4}}, ConfigError, "short_factor must be 4"),
         ({"tensors": {"rope_freqs.weight": [1.0] * 3}}, ConfigError, "short_factor must be 4"),
-        ({"tensors": {"rope_freqs.weight": [[1.0] * 4]}}, WeightsError, "must be a list"),
+        ({"tensors": {"rope_freqs.weight": [[1.0] * 4]}}, WeightsError, "must be a vector"),
     ],
 )  # fmt: skip
 def test_metadata_that_makes_no_sense_is_refused(write_metadata, changes, error, message):

@@ -118,8 +118,8 @@ QUERY = "model.layers.0.self_attn.q_proj.weight"
     [
         ({NORM: None}, f"a tensor is missing: {NORM}"),
         ({NORM: None, QUERY: None}, "2 tensors are missing: "),
-        ({"model.extra": np.ones(2, np.float32)}, r"a tensor is unknown.*: model\.extra"),
-        ({QUERY.replace("weight", "bias"): np.ones(32, np.float32)}, r"unknown.*q_proj\.bias"),
+        ({"model.extra": np.ones(2, np.float32)}, r"a tensor is not part of.*: model\.extra"),
+        ({QUERY.replace("weight", "bias"): np.ones(32, np.float32)}, r"not part of.*q_proj\.bias"),
         ({QUERY: np.ones((32, 31), np.float32)}, rf"'{QUERY}' must .* \(32, 32\).*\(32, 31\)"),
         ({QUERY: np.ones((16, 64), np.float32)}, r"got \(16, 64\)"),
         ({QUERY: np.ones((32, 32, 1), np.float32)}, r"got \(32, 32, 1\)"),
