@@ -1,4 +1,4 @@
-"""Chat templates: messages to the text of a prompt, by the Jinja source that a model brings.
+"""Chat templates: renders messages to the text of a prompt with the model's Jinja template.
 
 The dialect is Hugging Face's: blocks are trimmed, ``break`` and ``continue`` work, ``tojson``
 does not escape HTML, and ``raise_exception(message)`` and ``strftime_now(format)`` exist.
@@ -23,20 +23,20 @@ from engine.text.template_sandbox import MAX_CHARS, Budget, Sandbox, spending
 __all__ = ["RESERVED_VARIABLES", "ChatTemplate"]
 
 MAX_SOURCE_CHARS = 1_000_000
-MAX_DEPTH = 64  # of lists and dicts in what a template is given
+MAX_DEPTH = 64  # nesting of lists and dicts in a template's arguments
 
 RESERVED_VARIABLES = frozenset(
     [
-        # arguments of their own, or of other engines' apply_chat_template: never variables
+        # arguments of apply_chat_template, here or in other engines: never variables
         *("messages", "tools", "add_generation_prompt", "chat_template", "conversation"),
         *("tokenize", "add_special_tokens", "padding", "truncation", "max_length"),
         *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
         *("continue_final_message", "self", "loop", "caller"),
-        # what the template relies on
+        # names that templates rely on
         *("raise_exception", "strftime_now", "range", "namespace", "dict", *SPECIAL_NAMES),
     ]
 )
-"""Names that a request cannot give to a template."""
+"""Names that a request cannot set as template variables."""
 
 
 class ChatTemplate:
@@ -45,7 +45,7 @@ class ChatTemplate:
     Parameters
     ----------
     source : str
-        Jinja source. It is compiled when first used.
+        Jinja source; compiled on first use.
 
     Examples
     --------
@@ -73,21 +73,21 @@ class ChatTemplate:
         messages : sequence of dict
             See `Tokenizer.apply_chat_template`.
         add_generation_prompt : bool
-            End with the opening of the assistant's answer.
+            End the prompt with the start of the assistant's answer.
         tools : sequence of dict, optional
             JSON schemas of functions.
         special_tokens : mapping of str to str, optional
-            "bos_token" and its kin.
+            "bos_token", "eos_token" and the like.
         variables : mapping, optional
-            Further variables of the template.
+            Other variables for the template.
 
         Raises
         ------
         RequestError
-            If the messages, tools or variables are not acceptable, or there are tools and the
-            template does not read them.
+            If the messages, tools or variables are invalid, or there are tools and the template
+            does not read them.
         TemplateError
-            If the template fails, leaves its sandbox, or takes too long.
+            If the template fails, violates the sandbox, or exceeds its limits.
         """
         given = {
             **(special_tokens or {}),
@@ -102,7 +102,7 @@ class ChatTemplate:
             with spending(Budget()):
                 return compiled.render(given)
         except Exception as error:
-            # Whatever a stranger's program does wrong, it is the template that failed.
+            # The template is untrusted code: whatever it raises becomes a TemplateError.
             _fail(error)
 
     @functools.cached_property
@@ -127,7 +127,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def takes_parts(self) -> bool:
-        """Whether the template itself walks through a content that is a list of parts."""
+        """Whether the template itself iterates over contents that are lists of parts."""
         return any(_is_content(loop.iter) for loop in self._tree.find_all(nodes.For))
 
     @functools.cached_property
@@ -140,14 +140,14 @@ class ChatTemplate:
         return frozenset(meta.find_undeclared_variables(self._tree))
 
     def _readable_tools(self, tools: Any) -> list[Any]:
-        """Return plain copies; a model whose template ignores them would never hear of them."""
+        """Return plain copies; refuse tools that the template would silently ignore."""
         found = _check_tools(tools)
         if found and "tools" not in self._reads:
-            raise RequestError(f"tools: the chat template does not read them; got {len(found)}")
+            raise RequestError(f"tools must be empty, the template ignores them; got {len(found)}")
         return found
 
     def _check_messages(self, messages: Any) -> list[dict[str, Any]]:
-        """Return plain copies of the messages, or say which one is wrong."""
+        """Return plain copies of the messages, or raise for the first invalid one."""
         if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
             got = type(messages).__name__
             raise RequestError(f"messages must be a list of dicts; got {got}")
@@ -184,9 +184,9 @@ def _raise_exception(message: Any = "") -> NoReturn:
 
 
 def _strftime_now(format: str) -> str:
-    # The C library takes a width ("%9999999d") and would fill it.
+    # The C library would honour a huge field width ("%9999999d").
     if len(format) > 200 or re.search(r"\d{3,}", format):
-        raise ValueError(f"strftime_now cannot take the format {format[:40]!r}")
+        raise ValueError(f"strftime_now must have a short format; got {format[:40]!r}")
     return datetime.datetime.now().strftime(format)
 
 
@@ -201,9 +201,9 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Write `value` as JSON; Jinja's own filter escapes what HTML would read."""
+    """Return `value` as JSON, without the HTML escapes of Jinja's own filter."""
     if (indent if isinstance(indent, int) else len(indent or "")) > 16:
-        raise ValueError("tojson can indent by at most 16")
+        raise ValueError("the indent of tojson must be at most 16")
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -230,13 +230,13 @@ def _check_message(message: Any, where: str) -> dict[str, Any]:
     plain: dict[str, Any] = _plain(message, where)
     role = plain.get("role")
     if not isinstance(role, str) or not role:
-        raise RequestError(f'{where}["role"] must be a str that is not empty; got {role!r:.80}')
+        raise RequestError(f'{where}["role"] must be a non-empty str; got {role!r:.80}')
     content = plain.get("content")
     if isinstance(content, list):
         for i, part in enumerate(content):
             _check_part(part, f'{where}["content"][{i}]')
     elif content is None and plain.get("tool_calls"):
-        pass  # an assistant that only calls tools says nothing
+        pass  # an assistant message with tool calls may have no content
     elif not isinstance(content, str):
         raise RequestError(
             f'{where}["content"] must be a str or a list of text parts; got '
@@ -268,14 +268,14 @@ def _check_tools(tools: Any) -> list[Any]:
 def _check_variables(variables: Mapping[str, Any]) -> dict[str, Any]:
     for name in variables:
         if name in RESERVED_VARIABLES or name.startswith("_") or not name.isidentifier():
-            raise RequestError(f"{name!r} cannot be a variable of a chat template: it is reserved")
+            raise RequestError(f"a template variable must not have a reserved name; got {name!r}")
     return {name: _plain(value, name) for name, value in variables.items()}
 
 
 def _plain(value: Any, where: str, depth: int = 0) -> Any:
-    """Rebuild `value` from plain types: methods of any other object would be callable inside."""
+    """Rebuild `value` from plain types, as a template could call methods of any other object."""
     if depth > MAX_DEPTH:
-        raise RequestError(f"{where} is nested deeper than {MAX_DEPTH}")
+        raise RequestError(f"{where} must not be nested deeper than {MAX_DEPTH}")
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):

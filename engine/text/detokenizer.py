@@ -1,4 +1,4 @@
-"""Token ids to text while they arrive: `IncrementalDetokenizer`."""
+"""Decodes a stream of token ids to text: `IncrementalDetokenizer`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["DecodesBytes", "IncrementalDetokenizer", "TokenTexts"]
 
 _REPLACEMENT = "\ufffd"
 _REPLACEMENT_BYTES = _REPLACEMENT.encode()
-_LONGEST_PARTIAL = 3  # bytes of a UTF-8 character that still lacks one
+_LONGEST_PARTIAL = 3  # bytes of the longest incomplete UTF-8 character
 
 
 class DecodesBytes(Protocol):
@@ -24,23 +24,23 @@ class DecodesBytes(Protocol):
 
     @property
     def strip_left(self) -> int:
-        """Spaces that decoding takes off the front of a text."""
+        """Number of spaces that decoding strips from the start of a text."""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that a token stands for."""
+        """Return the bytes of a token."""
 
 
 class TokenTexts(dict[int, "str | None"]):
-    """The text of each token by itself, made when first asked for; None where it has none.
+    """The text of each single token, computed on first use; None if it is not whole characters.
 
     A token whose bytes are whole characters always adds the same text, so most tokens of a stream
-    cost one look-up. One table serves any number of streams.
+    cost one lookup. One table serves any number of streams.
 
     Parameters
     ----------
     tokenizer : DecodesBytes
     skip_special_tokens : bool
-        Special tokens have an empty text.
+        Give special tokens an empty text.
 
     Examples
     --------
@@ -63,30 +63,30 @@ class TokenTexts(dict[int, "str | None"]):
         text: str | None
         try:
             text = data.decode()
-        except UnicodeDecodeError:  # a part of a character, or nothing that is one
+        except UnicodeDecodeError:  # part of a character, or invalid
             text = None
         self[token_id] = text
         return text
 
 
 class IncrementalDetokenizer:
-    """The text of one sequence, piece by piece.
+    """Decodes one sequence, piece by piece.
 
-    However the ids are split over calls of `push`, the pieces and the piece that `finish` returns
-    are together the text of all ids after the prompt. A piece never ends inside a character, and
-    no character of the prompt is in it; one that the prompt began is, once it is complete. The
-    work per token does not depend on how many came before.
+    However the ids are split over calls of `push`, the pieces that it and `finish` return add up to
+    the text of all ids after the prompt. A piece never ends inside a character and contains no
+    character of the prompt; one that the prompt left incomplete is included once it is complete.
+    The work per token does not depend on the length of the sequence.
 
     Parameters
     ----------
     tokenizer : DecodesBytes
         Usually a `Tokenizer`.
     prompt_ids : sequence of int
-        The tokens before; with none, the text is `tokenizer.decode(ids)`.
+        The tokens before; without any, the text is `tokenizer.decode(ids)`.
     skip_special_tokens : bool
         Leave special tokens out.
     texts : TokenTexts, optional
-        A table to share with other streams of the same tokenizer and `skip_special_tokens`.
+        A table shared with other streams of the same tokenizer and `skip_special_tokens`.
 
     Examples
     --------
@@ -124,10 +124,10 @@ class IncrementalDetokenizer:
         self._skipped = self._texts.skipped
         self._pieces: list[str] = []
         tail = self._tail(prompt_ids)
-        # Bytes of a character that is not complete yet.
+        # Bytes of an incomplete character.
         self._pending = tail[codecs.utf_8_decode(tail, "replace", False)[1] :]
-        # If the prompt began it, it is not ours before it is complete. Until then the prompt's own
-        # text shows it as U+FFFD: once, or twice where it is half of a surrogate.
+        # The prompt's text shows its own incomplete character as U+FFFD, or as two if it is half of
+        # a surrogate. If the character stays incomplete, these belong to the prompt, not to us.
         self._num_shown = len(self._pending.decode("utf-8", "replace"))
         self._num_strip = 0 if tail else tokenizer.strip_left
         self._is_between = self._ends_between()
@@ -155,7 +155,7 @@ class IncrementalDetokenizer:
         return self.push((token_id,))
 
     def finish(self) -> str:
-        """Return what is left: U+FFFD where the last character is incomplete."""
+        """Return the rest of the text: U+FFFD if the last character is incomplete."""
         return self._decode(b"", final=True)
 
     def _decode(self, data: bytes, final: bool) -> str:
@@ -165,7 +165,7 @@ class IncrementalDetokenizer:
         if self._num_shown and (piece or final):
             piece = self._without_broken(piece, data)
         if self._num_strip and piece:
-            # Taken off once, from the first text there is; a lone space may be all of it.
+            # Strip the start of the text once; the first pieces may be nothing but spaces.
             left = strip_spaces(piece, self._num_strip)
             self._num_strip = self._num_strip - (len(piece) - len(left)) if not left else 0
             piece = left
@@ -175,17 +175,17 @@ class IncrementalDetokenizer:
         return piece
 
     def _ends_between(self) -> bool:
-        """Tell whether the next token's text does not depend on what came before it."""
+        """Tell whether the next token's text is independent of what came before it."""
         return not (self._pending or self._num_shown or self._num_strip)
 
     def _without_broken(self, piece: str, data: bytes) -> str:
-        """Return `piece` without the character that the prompt began, if it stayed broken."""
+        """Return `piece` without the prompt's last character, if that stayed incomplete."""
         num_shown, self._num_shown = self._num_shown, 0
         is_broken = piece.startswith(_REPLACEMENT) and not data.startswith(_REPLACEMENT_BYTES)
         return piece[num_shown:] if is_broken else piece
 
     def _tail(self, prompt_ids: Sequence[int]) -> bytes:
-        """Return the last bytes of the prompt: enough to know whether it ends in a character."""
+        """Return the last bytes of the prompt: enough to see whether it ends inside a character."""
         tail = b""
         for token_id in reversed(prompt_ids):
             if token_id not in self._skipped:

@@ -1,7 +1,7 @@
 """The tokenizer inside a .gguf file: its metadata as `TokenizerParts`.
 
-Two kinds are read: "gpt2", byte-level BPE with merges, and "llama", sentencepiece's BPE with
-scores in place of merges. Keys and defaults are those of the GGUF specification:
+Two kinds are supported: "gpt2", byte-level BPE with merges, and "llama", sentencepiece's BPE with
+scores instead of merges. Keys and defaults are those of the GGUF specification:
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -29,7 +29,7 @@ _NAMED_IDS = {
     "eos_token": "eos_token_id",
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
-    "sep_token": "seperator_token_id",  # the specification's own spelling
+    "sep_token": "seperator_token_id",  # (sic) as the specification spells it
 }
 _END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|return|>")
 
@@ -46,13 +46,13 @@ class TokenType(enum.IntEnum):
 
 
 class _Metadata:
-    """Typed access to the metadata; every complaint names the key."""
+    """Typed access to the metadata; every error names the key."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = values
         self.tokens: list[str] = self.array("tokens", str)
         if not self.tokens:
-            raise ConfigError("tokenizer.ggml.tokens is missing or empty: no vocabulary")
+            raise ConfigError("tokenizer.ggml.tokens, the vocabulary, is missing or empty")
         types = self.array("token_type", int) or [TokenType.NORMAL] * len(self.tokens)
         self.types: list[int] = self._as_long_as_tokens("token_type", types)
 
@@ -96,7 +96,8 @@ class _Metadata:
     def _as_long_as_tokens(self, key: str, items: list[Any]) -> list[Any]:
         if len(items) != len(self.tokens):
             raise ConfigError(
-                f"{_PREFIX}{key} must have one entry a token ({len(self.tokens)}); got {len(items)}"
+                f"{_PREFIX}{key} must have {len(self.tokens)} entries, one per token; "
+                f"got {len(items)}"
             )
         return items
 
@@ -107,20 +108,18 @@ def parts_from_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
     Parameters
     ----------
     metadata : mapping of str to value
-        Keys of the file; arrays as lists or rank-1 NumPy arrays.
+        The file's metadata; arrays as lists or 1-d NumPy arrays.
 
     Raises
     ------
     ConfigError
-        If the vocabulary is missing or contradicts itself, or its kind or pre-tokenizer is not
-        known.
+        If the vocabulary is missing or inconsistent, or its kind or pre-tokenizer is not supported.
     """
     builders = {"gpt2": _byte_level, "llama": _sentencepiece}
     kind = metadata.get(_PREFIX + "model")
     if kind not in builders:
         raise ConfigError(
-            f"cannot read a tokenizer of kind {kind!r} (tokenizer.ggml.model); "
-            f"known: {', '.join(sorted(builders))}"
+            f"tokenizer.ggml.model must be one of {', '.join(sorted(builders))}; got {kind!r}"
         )
     meta = _Metadata(metadata)
     backend, add_bos = builders[kind](meta)
@@ -146,7 +145,7 @@ def _byte_level(meta: _Metadata) -> tuple[tokenizers.Tokenizer, bool]:
     pre = find_pre_tokenizer(meta.get("pre"))
     merges = [_split_merge(i, merge) for i, merge in enumerate(meta.array("merges", str))]
     if not merges:
-        raise ConfigError("tokenizer.ggml.merges is missing or empty: a gpt2 vocabulary needs it")
+        raise ConfigError("tokenizer.ggml.merges must hold a gpt2 vocabulary's merges; it is empty")
     backend = _backend(_numbered(meta.tokens), merges, ignore_merges=pre.ignore_merges)
     normalizer = pre.normalizer()
     if normalizer is not None:
@@ -160,8 +159,8 @@ def _sentencepiece(meta: _Metadata) -> tuple[tokenizers.Tokenizer, bool]:
     """Return the backend of a "llama" vocabulary, and whether BOS is the default."""
     tokens = [_visible(token, kind) for token, kind in zip(meta.tokens, meta.types, strict=True)]
     vocab = _numbered(tokens)
-    # The score of a user-defined piece says nothing about its rank; where pieces of spaces are
-    # such (Gemma), the order of the vocabulary is the order of the merges.
+    # The score of a user-defined piece is not a rank. If runs of spaces are user-defined (Gemma),
+    # the merges are in the order of the vocabulary.
     ordered = tokens == meta.tokens
     ranks = [-score for score in meta.scores()] if ordered else [float(i) for i in vocab.values()]
     unknown = meta.token_id("unknown_token_id")
@@ -188,7 +187,7 @@ def _backend(
     try:
         return tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=list(merges), **options))
     except Exception as error:  # the backend raises bare Exceptions
-        raise ConfigError(f"the vocabulary and its merges do not fit: {error}") from None
+        raise ConfigError(f"the vocabulary and its merges do not match: {error}") from None
 
 
 def _numbered(tokens: Sequence[str]) -> dict[str, int]:
@@ -197,13 +196,13 @@ def _numbered(tokens: Sequence[str]) -> dict[str, int]:
         first = vocab.setdefault(token, token_id)
         if first != token_id:
             raise ConfigError(
-                f"tokenizer.ggml.tokens has {token!r} twice, as ids {first} and {token_id}"
+                f"tokenizer.ggml.tokens must be unique; {token!r} has ids {first} and {token_id}"
             )
     return vocab
 
 
 def _split_merge(index: int, merge: str) -> tuple[str, str]:
-    # From 1 on: the left half may itself be a space.
+    # Search from 1, as the left half may itself be a space.
     at = merge.find(" ", 1)
     if at < 0 or at == len(merge) - 1:
         raise ConfigError(f"tokenizer.ggml.merges[{index}] must be two tokens; got {merge!r}")
@@ -211,7 +210,7 @@ def _split_merge(index: int, merge: str) -> tuple[str, str]:
 
 
 def _visible(token: str, kind: int) -> str:
-    """Spell a user-defined run of spaces as the text will be spelled when it is looked up."""
+    """Spell a user-defined run of spaces as the normalised text does."""
     is_spaces = kind == TokenType.USER_DEFINED and bool(token) and not token.strip(" ")
     return _SPACE * len(token) if is_spaces else token
 
@@ -219,10 +218,10 @@ def _visible(token: str, kind: int) -> str:
 def _merges_of_scores(
     tokens: Sequence[str], types: Sequence[int], vocab: Mapping[str, int], ranks: Sequence[float]
 ) -> list[tuple[str, str]]:
-    """List every pair of tokens whose union is a token, the best union first.
+    """List every pair of tokens whose concatenation is a token, best score first.
 
-    Sentencepiece merges the neighbours whose union has the best score; a list of merges in the
-    order of that score does the same.
+    Sentencepiece merges the neighbours whose concatenation has the best score; a list of merges in
+    the order of that score is equivalent.
     """
     found: list[tuple[float, int, int, str, str]] = []
     for token, kind, rank in zip(tokens, types, ranks, strict=True):
@@ -238,12 +237,12 @@ def _merges_of_scores(
 
 
 def _add_whole_tokens(backend: tokenizers.Tokenizer, meta: _Metadata) -> None:
-    """Declare the tokens that are recognised in a text before anything else is done to it."""
+    """Declare the tokens that are matched in the text before normalisation and splitting."""
     is_phi3 = meta.values.get("general.architecture") == "phi3" and meta.get("model") == "llama"
 
     def whole(token_id: int, special: bool) -> AddedToken:
         content = meta.tokens[token_id]
-        # Phi-3's marks swallow the blanks after them; the file has no place to say so.
+        # Phi-3's markers strip the spaces after them, which a .gguf cannot express.
         strips = is_phi3 and content.startswith("<|") and content != "<|endoftext|>"
         return AddedToken(content, normalized=False, special=special, rstrip=strips)
 
@@ -253,7 +252,7 @@ def _add_whole_tokens(backend: tokenizers.Tokenizer, meta: _Metadata) -> None:
     backend.add_tokens([whole(i, False) for i in user])
     for i in control + user:
         if backend.token_to_id(meta.tokens[i]) != i:
-            raise ConfigError(f"token {i} ({meta.tokens[i]!r}) could not be declared as a whole")
+            raise ConfigError(f"token {i} ({meta.tokens[i]!r}) cannot be added as a whole token")
 
 
 def _named_tokens(meta: _Metadata) -> dict[str, str]:
@@ -263,7 +262,7 @@ def _named_tokens(meta: _Metadata) -> dict[str, str]:
 
 def _chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
     key = "tokenizer.chat_template"
-    # By name first: a lazy mapping would decode every array to show its items.
+    # Filter by name first: iterating over items would decode every array of a lazy mapping.
     names = [name for name in metadata if name == key or name.startswith(key + ".")]
     found = {name: metadata[name] for name in names}
     for name, text in found.items():
@@ -275,8 +274,8 @@ def _chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
 def _end_ids(meta: _Metadata, templates: Mapping[str, str]) -> tuple[int, ...]:
     """List the ids that end a sequence.
 
-    Those that the file names, and the marks of an end of turn that its chat template writes:
-    files made before ``eot_token_id`` existed name only one of the two.
+    These are the ids that the file names, and the end-of-turn markers that its chat template
+    writes, since files made before ``eot_token_id`` existed name only one of the two.
     """
     named = [meta.token_id(f"{name}_token_id") for name in ("eos", "eot", "eom")]
     written = "".join(templates.values())

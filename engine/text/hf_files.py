@@ -1,12 +1,12 @@
-"""The tokenizer of a model directory in Hugging Face layout, as `TokenizerParts`.
+"""Reads the tokenizer of a model directory in Hugging Face layout as `TokenizerParts`.
 
-Read are ``tokenizer.json`` and, where they exist, ``tokenizer_config.json``,
+The files read are ``tokenizer.json`` and, if they exist, ``tokenizer_config.json``,
 ``special_tokens_map.json``, ``added_tokens.json``, ``config.json``, ``generation_config.json``,
 ``chat_template.jinja`` and ``additional_chat_templates/*.jinja``. Nothing in the directory is
 executed, except templates, in their sandbox.
 
-``tokenizer.json`` alone says whether BOS and EOS are added to a text, as in transformers 5;
-``add_bos_token`` in ``tokenizer_config.json`` is for tokenizers that have no such file.
+``tokenizer.json`` alone determines whether BOS and EOS are added to a text, as in transformers 5;
+``add_bos_token`` in ``tokenizer_config.json`` applies only to tokenizers without that file.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def parts_from_directory(directory: Path) -> TokenizerParts:
     Parameters
     ----------
     directory : Path
-        Holds at least a ``tokenizer.json``.
+        Contains at least a ``tokenizer.json``.
 
     Raises
     ------
     ConfigError
-        Naming the file that is missing, damaged or contradicts another.
+        If a file is missing, damaged or contradicts another; the message names it.
     """
     backend = _read_backend(directory)
     config = _read_json(directory, "tokenizer_config.json")
@@ -65,7 +65,7 @@ def _read_backend(directory: Path) -> tokenizers.Tokenizer:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the backend raises bare Exceptions
         raise ConfigError(f"{path} cannot be read: {error}") from None
-    # A file may carry the truncation and padding of its training.
+    # The file may still have the truncation and padding used in training.
     backend.no_truncation()
     backend.no_padding()
     return backend
@@ -80,12 +80,12 @@ def _read_json(directory: Path, name: str) -> dict[str, Any]:
     except (ValueError, OSError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} must hold an object; got {type(content).__name__}")
+        raise ConfigError(f"{path} must hold a JSON object; got {type(content).__name__}")
     return content
 
 
 def _text_of(value: object, where: str) -> str | None:
-    """Return the text of a token given as a string or as an object with "content"."""
+    """Return the text of a token, given as a string or as an object with "content"."""
     content = value.get("content") if isinstance(value, dict) else value
     if content is None or isinstance(content, str):
         return content
@@ -93,7 +93,7 @@ def _text_of(value: object, where: str) -> str | None:
 
 
 def _special_tokens(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the named special tokens; tokenizer_config.json wins over the older file."""
+    """Return the named special tokens; tokenizer_config.json takes precedence."""
     older = _read_json(directory, "special_tokens_map.json")
     found = {}
     for name in SPECIAL_NAMES:
@@ -108,14 +108,14 @@ def _id_of(backend: tokenizers.Tokenizer, name: str, special: Mapping[str, str])
         return None
     token_id = backend.token_to_id(special[name])
     if token_id is None:
-        raise ConfigError(f"{name} {special[name]!r} is not in the vocabulary of tokenizer.json")
+        raise ConfigError(f"{name} must be in tokenizer.json's vocabulary; got {special[name]!r}")
     return token_id
 
 
 def _add_missing_tokens(
     backend: tokenizers.Tokenizer, config: Mapping[str, Any], older: Mapping[str, Any]
 ) -> None:
-    """Add the tokens that only the side files know, in the order of their ids."""
+    """Add the tokens that only the other files define, in the order of their ids."""
     listed = config.get("added_tokens_decoder") or {
         str(token_id): content for content, token_id in older.items()
     }
@@ -128,7 +128,7 @@ def _add_missing_tokens(
         (backend.add_special_tokens if token.special else backend.add_tokens)([token])
         if backend.token_to_id(token.content) != _as_id(key):
             raise ConfigError(
-                f"added token {token.content!r} should have id {key}; tokenizer.json gives it "
+                f"added token {token.content!r} must have id {key}; in tokenizer.json it has "
                 f"{backend.token_to_id(token.content)}"
             )
 
@@ -142,7 +142,7 @@ def _as_id(key: str) -> int:
 def _added_token(value: Any, key: str) -> AddedToken:
     content = _text_of(value, f"added token {key}")
     if not content:
-        raise ConfigError(f"added token {key} has no content")
+        raise ConfigError(f"added token {key} must have content; it has none")
     fields = value if isinstance(value, dict) else {}
     special = bool(fields.get("special", False))
     return AddedToken(
@@ -174,7 +174,7 @@ def _end_ids(eos: int | None, configs: Iterable[Mapping[str, Any]]) -> tuple[int
 
 
 def _chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the chat templates by name; files win over tokenizer_config.json."""
+    """Return the chat templates by name; files take precedence over tokenizer_config.json."""
     listed = config.get("chat_template")
     templates: dict[str, str] = {}
     if isinstance(listed, str):

@@ -1,4 +1,4 @@
-"""What a tokenizer is made of, wherever it was read from."""
+"""The parts of a tokenizer, whatever file format they were read from."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ SPECIAL_NAMES = (
     "cls_token",
     "mask_token",
 )
-"""The special tokens that have a name, which chat templates may use as a variable."""
+"""Named special tokens, which chat templates may use as variables."""
 
 
 @dataclass(frozen=True)
 class TokenizerParts:
-    """A vocabulary and the facts around it.
+    """A vocabulary with its special tokens and chat templates.
 
     Attributes
     ----------
     backend : tokenizers.Tokenizer
-        Cuts, merges and numbers; its post-processor adds BOS and EOS.
+        Splits, merges and maps to ids; its post-processor adds BOS and EOS.
     bos_token_id : int or None
     eos_token_ids : tuple of int
         Tokens that end a sequence, the tokenizer's own first.
@@ -47,7 +47,7 @@ class TokenizerParts:
 
 
 def set_bos_eos(backend: tokenizers.Tokenizer, bos_id: int | None, eos_id: int | None) -> None:
-    """Make `backend` put BOS before and EOS after a text; None puts nothing."""
+    """Make `backend` add BOS before and EOS after a text; None adds nothing."""
     pieces = ["$A"]
     if bos_id is not None:
         pieces.insert(0, "BOS")

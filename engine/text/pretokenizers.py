@@ -1,12 +1,12 @@
-"""How a text is cut into words before byte-pair merging, by the name a .gguf file gives it.
+"""Pre-tokenizers: how text is split into words before byte-pair merging, by .gguf name.
 
-A .gguf file carries vocabulary and merges, but names its pre-tokenizer only
-(``tokenizer.ggml.pre``). A wrong one still gives valid ids that decode to the same text, and a
-model that is quietly worse: so a name that is not in this table is an error.
+A .gguf file contains vocabulary and merges, but only the name of its pre-tokenizer
+(``tokenizer.ggml.pre``). A wrong one still gives valid ids that decode to the same text, but a
+silently worse model. So a name that is not in this table is an error.
 
-Each entry is a list of regular expressions applied in turn: each cuts every piece of the one
-before into its matches and what lies between them. The expressions are those of the families'
-own ``tokenizer.json`` (Hugging Face), where the family publishes one.
+Each entry is a list of regular expressions applied in turn: each splits every piece from the one
+before into its matches and the text between them. The expressions are those of the family's
+``tokenizer.json`` (Hugging Face), if it has published one.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ __all__ = ["PRE_TOKENIZERS", "PreTokenizer", "find_pre_tokenizer"]
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """One way of cutting a text, with the habits of the tokenizers that use it.
+    """One way of splitting text, with the settings of the tokenizers that use it.
 
     Attributes
     ----------
     patterns : tuple of str
         Regular expressions applied in turn (Oniguruma's syntax).
     ignore_merges : bool
-        A word that is a token by itself is taken whole, whatever the merges say.
+        A word that is itself a token is kept whole, regardless of the merges.
     add_bos : bool
-        Whether a text begins with BOS when the file does not say.
+        Whether to add BOS if the file does not specify it.
     nfc : bool
-        Whether the text is first brought to Unicode's form C.
+        Whether the text is first normalised to Unicode NFC.
     """
 
     patterns: tuple[str, ...]
@@ -42,7 +42,7 @@ class PreTokenizer:
     nfc: bool = False
 
     def backend(self) -> pre_tokenizers.PreTokenizer:
-        """Return the `tokenizers` object, ending in the alphabet of bytes."""
+        """Return the `tokenizers` object, which ends with mapping bytes to GPT-2's alphabet."""
         cuts: list[pre_tokenizers.PreTokenizer] = [
             pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in self.patterns
         ]
@@ -50,7 +50,7 @@ class PreTokenizer:
         return pre_tokenizers.Sequence(cuts)
 
     def normalizer(self) -> normalizers.Normalizer | None:
-        """Return the `tokenizers` object that goes before, if there is one."""
+        """Return the `tokenizers` normaliser to apply first, if any."""
         return normalizers.NFC() if self.nfc else None
 
 
@@ -60,7 +60,7 @@ _ONE_DIGIT = r"\p{N}"
 
 
 def _gpt4(digits: str) -> str:
-    """Return GPT-4's expression (cl100k): any one sign may lead a word; `digits` of a number."""
+    """Return GPT-4's expression (cl100k): a symbol may precede a word; `digits` splits numbers."""
     return (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
         + digits
@@ -69,7 +69,7 @@ def _gpt4(digits: str) -> str:
 
 
 def _camel_case(suffix: str, digits: str) -> str:
-    """Return GPT-4o's expression (o200k): a word also ends where lower case meets upper case."""
+    """Return GPT-4o's expression (o200k): words also end between lower and upper case."""
     lead, upper, lower = (
         r"[^\r\n\p{L}\p{N}]?",
         r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]",
@@ -115,7 +115,7 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "gpt-4o": _GPT4O_PRE,
     "llama4": _GPT4O_PRE,
 }
-"""Every value of ``tokenizer.ggml.pre`` that is understood."""
+"""Every supported value of ``tokenizer.ggml.pre``."""
 
 
 def find_pre_tokenizer(name: object) -> PreTokenizer:
@@ -124,7 +124,7 @@ def find_pre_tokenizer(name: object) -> PreTokenizer:
     Raises
     ------
     ConfigError
-        Naming `name` and the known ones; also when the file has no name (None).
+        If `name` is unknown or None (the file has none); the message lists the known ones.
 
     Examples
     --------
@@ -134,9 +134,9 @@ def find_pre_tokenizer(name: object) -> PreTokenizer:
     known = ", ".join(sorted(PRE_TOKENIZERS))
     if name is None:
         raise ConfigError(
-            "the file has no tokenizer.ggml.pre, so nobody can tell how it cuts words; "
+            "the file has no tokenizer.ggml.pre, so it is unknown how to split words; "
             f"set it to one of: {known}"
         )
     if not isinstance(name, str) or name not in PRE_TOKENIZERS:
-        raise ConfigError(f"unknown pre-tokenizer {name!r} (tokenizer.ggml.pre); known: {known}")
+        raise ConfigError(f"tokenizer.ggml.pre must be one of {known}; got {name!r}")
     return PRE_TOKENIZERS[name]

@@ -9,14 +9,14 @@ __all__ = ["StopChecker", "StopResult"]
 
 
 class StopResult(NamedTuple):
-    """What one piece of text came to.
+    """The outcome of one piece of text.
 
     Attributes
     ----------
     text : str
-        May be emitted now.
+        Text that may be emitted now.
     stop : str or None
-        The stop string that was met; nothing after it counts.
+        The stop string that was found; text after it is discarded.
     """
 
     text: str
@@ -24,17 +24,17 @@ class StopResult(NamedTuple):
 
 
 class StopChecker:
-    """Looks for stop strings and holds back what may become one.
+    """Finds stop strings, and holds back text that may become one.
 
-    The outcome does not depend on how the text is split: the stop string that is complete first
+    The result does not depend on how the text is split: the stop string that is complete first
     wins; of several that end at the same character, the longest.
 
     Parameters
     ----------
     stop : sequence of str
-        None of them empty.
+        Non-empty strings.
     include_stop_str_in_output : bool
-        Whether the emitted text ends with the stop string or before it.
+        Whether the emitted text includes the stop string.
 
     Examples
     --------
@@ -55,7 +55,7 @@ class StopChecker:
 
     @property
     def stop(self) -> str | None:
-        """The stop string that was met, if one was."""
+        """The stop string that was found, or None."""
         return self._met
 
     def push(self, text: str, check: bool = True) -> StopResult:
@@ -64,9 +64,9 @@ class StopChecker:
         Parameters
         ----------
         text : str
-            New text, any length.
+            New text, of any length.
         check : bool
-            False lets `text`, and what was held back, pass unseen (the first `min_tokens`).
+            False emits `text` and what was held back unchecked (for the first `min_tokens`).
         """
         if self._met is not None:
             return StopResult("", self._met)
@@ -84,17 +84,17 @@ class StopChecker:
         return StopResult(seen[:kept], None)
 
     def flush(self) -> str:
-        """Return what is still held back; for the end of a text that no stop string ended."""
+        """Return the text still held back, when the text ends without a stop string."""
         held, self._held = self._held, ""
         return held
 
     def _first_match(self, seen: str) -> tuple[int, str] | None:
-        """Return (end, stop string) of the match that ends first, the longest of those."""
+        """Return (end, stop string) of the match that ends first, or the longest of several."""
         found = [(seen.find(stop) + len(stop), stop) for stop in self._stops if stop in seen]
         return min(found, key=lambda match: (match[0], -len(match[1])), default=None)
 
     def _num_held(self, seen: str) -> int:
-        """Return the length of the longest end of `seen` that begins a stop string."""
+        """Return the length of the longest suffix of `seen` that is a prefix of a stop string."""
         for start in range(max(0, len(seen) - self._longest + 1), len(seen)):
             if seen[start] in self._firsts:
                 tail = seen[start:]

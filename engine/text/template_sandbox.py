@@ -1,12 +1,12 @@
-"""The sandbox in which chat templates run: no way out, and no way to take all time or memory.
+"""The sandbox in which chat templates run: no escape, and bounded time and memory.
 
-A template comes with a model, so it is a stranger's program. Jinja's immutable sandbox keeps it
-away from Python's internals and from changing what it is given. On top of that, everything that
-loops or makes a text or a container passes one of the checkpoints here and is charged to a
-`Budget`: a template that doubles a string forty times fails after the twenty-fourth.
+A template comes with a model, so it is untrusted code. Jinja's immutable sandbox keeps it from
+Python's internals and from modifying its arguments. In addition, every loop iteration and every
+new text or container passes a checkpoint here and is charged to a `Budget`: a template that
+doubles a string forty times fails after the twenty-fourth.
 
-The checkpoints are put into the syntax tree before it is compiled: slices, literals and ``~``
-never reach the environment in Jinja's own code.
+The checkpoints are inserted into the syntax tree before it is compiled, because in Jinja's own
+code slices, literals and ``~`` never reach the environment.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from jinja2.visitor import NodeTransformer
 
 __all__ = ["MAX_CHARS", "Budget", "Sandbox", "spending"]
 
-MAX_CHARS = 16_000_000  # of one text, or of one container with all it holds
-MAX_TOTAL = 256_000_000  # characters made in one rendering, all together
-MAX_SECONDS = 2.0  # of this thread's processor time, so that a busy machine changes nothing
-_ITEM = 8  # what a number, or a place in a container, is charged
-_MAX_BITS = 4096  # of a whole number
+MAX_CHARS = 16_000_000  # of one text, or of one container with its contents
+MAX_TOTAL = 256_000_000  # characters created in one rendering, in total
+MAX_SECONDS = 2.0  # of this thread's CPU time, which does not depend on the machine's load
+_ITEM = 8  # charge for a number, or for an element of a container
+_MAX_BITS = 4096  # of an integer
 _LONG_WIDTH = re.compile(r"\*|\d{4,}")
 _PERCENT_FIELD = re.compile(r"%(?:\([^)]*\))?[^%a-zA-Z]*")
 
@@ -49,28 +49,28 @@ _FORBIDDEN_NODES = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends
 
 
 class Budget:
-    """What one rendering may still spend; every checkpoint takes from it."""
+    """What one rendering may still use; every checkpoint deducts from it."""
 
     def __init__(self) -> None:
         self._deadline = time.thread_time() + MAX_SECONDS
         self._left = MAX_TOTAL
-        # Containers cannot change in this sandbox, so a size once known stays true. The object
-        # is kept along with its size: its id must not be given to another one.
+        # Containers are immutable in this sandbox, so sizes can be cached. The object is kept
+        # alive with its size, so that no other object gets its id.
         self._sizes: dict[int, tuple[object, int]] = {}
 
     def tick(self) -> None:
-        """Refuse to go on after `MAX_SECONDS`."""
+        """Raise once `MAX_SECONDS` have passed."""
         if time.thread_time() > self._deadline:
             raise SecurityError(f"the template runs longer than {MAX_SECONDS:g} s")
 
     def reserve(self, chars: int) -> None:
-        """Refuse a text of `chars` characters that is about to be made, if it is too long."""
+        """Raise if a text of `chars` characters, about to be created, exceeds a limit."""
         self._check(chars)
         if chars > self._left:
             raise SecurityError(f"the template makes more than {MAX_TOTAL} characters")
 
     def charge(self, value: Any) -> Any:
-        """Pay for `value`, a new text or container, and return it."""
+        """Charge for `value`, a new text or container, and return it."""
         if isinstance(value, str):
             cost = len(value)
         elif isinstance(value, (list, tuple, dict)):
@@ -83,7 +83,7 @@ class Budget:
         return value
 
     def size(self, value: Any) -> int:
-        """Return how many characters `value` has when written out, shared parts repeated."""
+        """Return the number of characters of `value` in full, counting shared parts repeatedly."""
         if isinstance(value, str):
             return len(value)
         if not isinstance(value, (list, tuple, dict)):
@@ -105,7 +105,7 @@ _BUDGET: ContextVar[Budget] = ContextVar("chat_template_budget")
 
 @contextlib.contextmanager
 def spending(budget: Budget) -> Iterator[None]:
-    """Charge everything that is rendered inside to `budget`."""
+    """Charge everything rendered in the `with` block to `budget`."""
     token = _BUDGET.set(budget)
     try:
         yield
@@ -119,9 +119,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
     Parameters
     ----------
     functions : mapping of str to callable
-        What templates may call besides range and namespace.
+        Functions that templates may call besides range and namespace.
     filters : mapping of str to callable
-        What templates may pipe into besides Jinja's own harmless filters.
+        Filters besides Jinja's own harmless ones.
     """
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
@@ -129,7 +129,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def __init__(
         self, functions: Mapping[str, Callable[..., Any]], filters: Mapping[str, Callable[..., Any]]
     ) -> None:
-        # Not optimized: constant expressions would be computed while compiling, without a budget.
+        # Not optimized: constant folding would evaluate expressions without a budget.
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -144,21 +144,21 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.filters = {name: _guarded(f) for name, f in (kept | dict(filters)).items()}
 
     def parse_guarded(self, source: str) -> nodes.Template:
-        """Parse `source` and put the checkpoints into its tree."""
+        """Parse `source` and insert the checkpoints into its tree."""
         tree = self.parse(source)
         for node in tree.find_all(_FORBIDDEN_NODES):
             kind = type(node).__name__.lower()
-            raise TemplateSyntaxError(f"a chat template cannot {kind} another", node.lineno)
+            raise TemplateSyntaxError(f"a chat template must not {kind} another", node.lineno)
         guarded: nodes.Template = _Checkpoints().visit(tree)
         guarded.set_environment(self)
         return guarded
 
     def same(self, value: Any = None) -> Any:
-        """Return `value`; calling it is the checkpoint."""
+        """Check the time and return `value`."""
         return value
 
     def concat(self, pieces: Iterable[str]) -> str:
-        """Join the pieces that a block or the template itself has written."""
+        """Join the pieces of output of a block or of the whole template."""
         budget, found, total = _BUDGET.get(), [], 0
         for piece in pieces:
             total += len(piece)
@@ -167,15 +167,15 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return str(budget.charge("".join(found)))
 
     def tilde(self, *values: Any) -> str:
-        """Do what the operator ``~`` does."""
+        """Implement the operator ``~``."""
         return self.concat(str(_printable(value)) for value in values)
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> Undefined:
-        """Fail at once; Jinja would go on with an undefined value that prints as nothing."""
+        """Raise at once; Jinja would continue with an undefined value that renders as empty."""
         raise SecurityError(f"access to {attribute!r} of {type(obj).__name__!r} is not allowed")
 
     def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Call what a template calls, with the budget before and after."""
+        """Call a function for a template, checking the budget before and after."""
         budget = _BUDGET.get()
         budget.tick()
         owner = getattr(function, "__self__", None)
@@ -197,7 +197,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return budget.charge(super().call_binop(context, operator, left, right))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """Format with a formatter that refuses huge widths."""
+        """Return a `str.format` that refuses huge widths."""
         if super().wrap_str_format(value) is None:
             return None
         text, is_map = str(value.__self__), value.__name__ == "format_map"
@@ -211,22 +211,22 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class GenerationTag(Extension):
-    """``{% generation %}`` ... ``{% endgeneration %}``, the marks of what training learns from.
+    """``{% generation %}`` ... ``{% endgeneration %}``, which mark text for training.
 
-    They mean nothing when a prompt is rendered: the block is its body.
+    They have no effect when a prompt is rendered: the block is its body.
     """
 
     tags = {"generation"}  # noqa: RUF012  (Jinja declares it so)
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Return the body, in a scope of its own."""
+        """Return the body, in its own scope."""
         lineno = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.Scope(body, lineno=lineno)
 
 
 class _Checkpoints(NodeTransformer):
-    """Puts a call into every loop, and around everything that makes a text or a container."""
+    """Inserts a call into every loop, and around whatever creates a text or a container."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
@@ -258,7 +258,7 @@ class _Checkpoints(NodeTransformer):
 
 
 def _environment_call(name: str, args: list[nodes.Expr], lineno: int) -> nodes.Call:
-    # Not by a name of the template's: that it could set to something else.
+    # Not by name, which the template could rebind.
     function = nodes.EnvironmentAttribute(name, lineno=lineno)
     return nodes.Call(function, args, [], None, None, lineno=lineno)
 
@@ -271,9 +271,9 @@ class _Formatter(SandboxedFormatter):
 
 
 def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return filter `function` with the budget before and after."""
+    """Return filter `function` with checks of the budget before and after."""
 
-    @functools.wraps(function)  # keeps Jinja's mark of what is passed first
+    @functools.wraps(function)  # keeps Jinja's markers of what to pass first
     def checked(*args: Any, **kwargs: Any) -> Any:
         budget = _BUDGET.get()
         budget.tick()
@@ -283,9 +283,9 @@ def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _printable(value: Any) -> Any:
-    """Return `value` if it may be written out; functions and the like show memory addresses."""
+    """Return `value` if it may be rendered; functions and the like would show addresses."""
     if not isinstance(value, _PLAIN):
-        raise SecurityError(f"a {type(value).__name__} cannot be written out")
+        raise SecurityError(f"a {type(value).__name__} must not be rendered")
     return value
 
 
@@ -332,7 +332,7 @@ def _replace(s: Any, old: Any, new: Any, count: int | None = None) -> str:
 
 
 def _indent(s: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
-    """Indent every line but the first, and but empty ones, as Jinja does."""
+    """Indent every line except the first and empty ones, as Jinja does."""
     text = str(_printable(s))
     size = len(width) if isinstance(width, str) else width
     _BUDGET.get().reserve(len(text) + size * (len(text.splitlines()) + 1))

@@ -1,4 +1,4 @@
-"""The bytes behind each token id, for the two ways in which vocabularies spell them."""
+"""The bytes of each token, for the two ways in which vocabularies spell them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Return GPT-2's alphabet: the printable character that stands for each byte.
+    """Return GPT-2's alphabet: printable character -> the byte it stands for.
 
-    Printable bytes of Latin-1 stand for themselves; the others take, in order, the characters
-    from U+0100 on.
+    Printable bytes of Latin-1 stand for themselves; the others are assigned, in order, the
+    characters from U+0100 on.
 
     Examples
     --------
@@ -38,19 +38,19 @@ _ALPHABET = byte_alphabet()
 
 
 class TokenBytes(dict[int, bytes]):
-    """Bytes of a token by its id, computed when first asked for.
+    """Bytes of a token by its id, computed on first use.
 
-    A dict, so that the lookup of every generated token costs next to nothing.
+    A dict, so that the lookup for every generated token is fast.
 
     Parameters
     ----------
     backend : tokenizers.Tokenizer
-        Its decoder says how tokens are spelled: byte-level, or with a visible space.
+        Its decoder determines how tokens are spelled: byte-level, or with a visible space.
 
     Raises
     ------
     ConfigError
-        If the decoder is neither; such a tokenizer cannot be decoded piece by piece.
+        If the decoder is neither; such a tokenizer cannot be decoded incrementally.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -61,18 +61,18 @@ class TokenBytes(dict[int, bytes]):
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         vocab = backend.get_vocab()
         self.vocab_size = max(vocab.values(), default=-1) + 1
-        # No spelling is shorter than its text: a byte takes a letter or more.
+        # No spelling is shorter than its text: a byte is spelled with at least one character.
         self.max_token_chars = max(map(len, vocab), default=1)
         self._space, self._has_bytes, self.strip_left = _read_decoder(backend.decoder)
 
     def __missing__(self, token_id: int) -> bytes:
         known = self._compute(token_id)
-        if token_id < self.vocab_size:  # else any id at all could make it grow
+        if token_id < self.vocab_size:  # otherwise arbitrary ids would grow the dict
             self[token_id] = known
         return known
 
     def spelling(self, token_id: int) -> str | None:
-        """Return the token as the vocabulary spells it, or None where there is none."""
+        """Return the token as the vocabulary spells it, or None if there is none."""
         if isinstance(token_id, bool) or not isinstance(token_id, numbers.Integral):
             got = type(token_id).__name__
             raise RequestError(f"a token id must be an integer; got {token_id!r} ({got})")
@@ -97,7 +97,7 @@ class TokenBytes(dict[int, bytes]):
 
 
 def strip_spaces(text: str, most: int) -> str:
-    """Take up to `most` spaces off the front of `text`.
+    """Strip up to `most` spaces from the start of `text`.
 
     Examples
     --------
@@ -110,7 +110,7 @@ def strip_spaces(text: str, most: int) -> str:
 def _read_decoder(decoder: Any) -> tuple[str | None, bool, int]:
     """Return (visible space or None for byte-level, has byte tokens, spaces to strip)."""
     if decoder is None:
-        raise ConfigError("the tokenizer has no decoder, so its tokens have no text")
+        raise ConfigError("the tokenizer must have a decoder, to give its tokens text; it has none")
     state = json.loads(decoder.__getstate__())
     steps = state["decoders"] if state["type"] == "Sequence" else [state]
     space: str | None = None

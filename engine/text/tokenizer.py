@@ -1,10 +1,10 @@
-"""Text to token ids and back: `load_tokenizer` and `Tokenizer`.
+"""Encoding text to token ids and decoding them: `load_tokenizer` and `Tokenizer`.
 
-Three rules hold here and nowhere else:
+Three rules are implemented here and nowhere else:
 
-- A token's bytes, not its text, are what is decoded: a character may be spread over tokens.
-- Special tokens written in a text are parsed, so a rendered chat becomes the ids that were meant.
-- A text that already begins with BOS gets no second one.
+- Decoding concatenates the tokens' bytes, not their texts: a character may span several tokens.
+- Special tokens written in a text are parsed, so that a rendered chat gets the intended ids.
+- A text that already starts with BOS does not get a second one.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ def load_tokenizer(
     source : path or mapping
         A directory with ``tokenizer.json``, or the metadata of a .gguf file (key -> value).
     chat_template : str, optional
-        Jinja source to use in place of the model's own templates.
+        Jinja source to use instead of the model's own templates.
 
     Raises
     ------
     ConfigError
-        If something is missing, damaged or unknown; the message says what and where.
+        If something is missing, damaged or unsupported; the message says what and where.
     """
     if isinstance(source, Mapping):
         parts = parts_from_gguf(source)
     else:
         directory = Path(source)
         if not directory.is_dir():
-            raise ConfigError(f"a tokenizer is read from a directory; {directory} is none")
+            raise ConfigError(f"source must be a directory or .gguf metadata; got {directory}")
         parts = parts_from_directory(directory)
     return Tokenizer(parts, chat_template=chat_template)
 
 
 class Tokenizer:
-    """Text to token ids and back.
+    """Encodes text to token ids and decodes them.
 
     Parameters
     ----------
     parts : TokenizerParts
         See `load_tokenizer`.
     chat_template : str, optional
-        Jinja source to use in place of those of `parts`.
+        Jinja source to use instead of those of `parts`.
 
     Attributes
     ----------
@@ -68,9 +68,9 @@ class Tokenizer:
     eos_token_ids : tuple of int
         Tokens that end a sequence, the tokenizer's own first, then those of the model.
     special_ids : frozenset of int
-        Tokens that decoding leaves out.
+        Tokens that `skip_special_tokens` leaves out.
     strip_left : int
-        Spaces that decoding takes off the front of a text (sentencepiece puts one there).
+        Number of spaces that decoding strips from the start of a text (sentencepiece adds one).
     """
 
     def __init__(self, parts: TokenizerParts, *, chat_template: str | None = None) -> None:
@@ -86,12 +86,12 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id; a model may have more rows, without text."""
+        """One more than the largest id; a model's embedding may have more, padded rows."""
         return self._bytes.vocab_size
 
     @property
     def max_token_chars(self) -> int:
-        """Most characters of one token: a text of n tokens is at most n times as long."""
+        """Maximum characters of one token: a text of n tokens is at most n times as long."""
         return self._bytes.max_token_chars
 
     @property
@@ -113,34 +113,34 @@ class Tokenizer:
         text : str
             Special tokens in it are parsed.
         add_special_tokens : bool
-            Put BOS (and EOS) where the model expects them; a BOS that the text already begins
-            with is not doubled.
+            Add BOS (and EOS) as the model expects; BOS is not added if the text already starts
+            with it.
 
         Raises
         ------
         RequestError
-            If `text` is no str, or holds half of a surrogate pair.
+            If `text` is not a str, or contains an unpaired surrogate.
         """
         if not isinstance(text, str):
             raise RequestError(f"text must be a str; got {type(text).__name__}")
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise RequestError(f"text must be valid Unicode; {error}") from None
+            raise RequestError(f"text must be valid Unicode; got {error}") from None
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         bos = self.bos_token_id
         doubled = add_special_tokens and bos is not None and ids[:2] == [bos, bos]
         return ids[1:] if doubled else ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of `ids`; bytes that are no UTF-8 become U+FFFD.
+        """Return the text of `ids`; invalid UTF-8 becomes U+FFFD.
 
-        Ids without a token (a model's padded rows) have no text.
+        Ids without a token (padded rows of the embedding) have no text.
 
         Raises
         ------
         RequestError
-            If an id is negative or no integer.
+            If an id is negative or not an integer.
         """
         skipped = self.special_ids if skip_special_tokens else frozenset()
         try:
@@ -150,7 +150,7 @@ class Tokenizer:
         return strip_spaces(data.decode("utf-8", "replace"), self.strip_left)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that `token_id` stands for; none for an id without a token."""
+        """Return the bytes of `token_id`; b"" for an id without a token."""
         return self._bytes[token_id]
 
     def id_to_token(self, token_id: int) -> str | None:
@@ -169,23 +169,23 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> str:
-        """Return the prompt of a chat, as text, by the model's own template.
+        """Render a conversation to the text of a prompt with the model's template.
 
         Parameters
         ----------
         messages : sequence of dict
             Each with "role" and "content": a str or a list of ``{"type": "text", "text": ...}``.
         add_generation_prompt : bool
-            End with the opening of the assistant's answer.
+            End the prompt with the start of the assistant's answer.
         tools : sequence of dict, optional
             JSON schemas of functions that the model may call.
         **kwargs
-            Further variables of the template.
+            Other variables for the template.
 
         Raises
         ------
         RequestError
-            If the messages, the tools or the name of a variable are not acceptable.
+            If the messages, the tools or the name of a variable are invalid.
         TemplateError
             If the model has no template, or its template fails.
         """
@@ -198,13 +198,13 @@ class Tokenizer:
         )
 
     def template_variables(self, has_tools: bool) -> frozenset[str]:
-        """Return which further variables the template reads that `apply_chat_template` chooses."""
+        """Return the variables read by the template that `apply_chat_template` would choose."""
         return self._choose_template(has_tools).variables
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> list[int]:
-        """Return the ids of a chat; takes what `apply_chat_template` takes.
+        """Return the token ids of a conversation; takes the arguments of `apply_chat_template`.
 
-        A template writes every special token itself, so none is added.
+        No special tokens are added, since the template writes them all.
         """
         return self.encode(self.apply_chat_template(messages, **kwargs), add_special_tokens=False)
 
@@ -215,6 +215,6 @@ class Tokenizer:
                 return self._templates[name]
         have = f"; it has {', '.join(map(json.dumps, self._templates))}" if self._templates else ""
         raise TemplateError(
-            f"the model has no default chat template{have}; give one to load_tokenizer, "
+            f"the model has no default chat template{have}; pass one to load_tokenizer, "
             "or complete a plain prompt"
         )

@@ -319,7 +319,7 @@ def test_bad_tools_are_named(tools, message):
 
 
 def test_tools_that_the_template_does_not_read_are_refused():
-    with pytest.raises(RequestError, match="tools: the chat template does not read them; got 1"):
+    with pytest.raises(RequestError, match="tools must be empty, the template ignores them; got 1"):
         render("{{ messages[0].content }}", tools=[{"name": "f"}])
     assert render("{{ messages[0].content }}", tools=[]) == HI[0]["content"]
 

@@ -80,7 +80,7 @@ def test_truncation_and_padding_of_training_are_off(directory):
     [
         ("tokenizer.json", "{", "tokenizer.json cannot be read"),
         ("tokenizer_config.json", "{", "tokenizer_config.json cannot be read"),
-        ("tokenizer_config.json", "[]", "must hold an object"),
+        ("tokenizer_config.json", "[]", "must hold a JSON object"),
         ("tokenizer_config.json", '{"bos_token": 3}', "bos_token"),
         ("tokenizer_config.json", '{"bos_token": "<nowhere>"}', "<nowhere>"),
         ("tokenizer_config.json", '{"added_tokens_decoder": {"9999": "x"}}', "9999"),
@@ -104,7 +104,7 @@ def test_a_directory_without_tokenizer_json(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(b"x")
     with pytest.raises(ConfigError, match=r"tokenizer\.model alone is not enough"):
         load_tokenizer(str(tmp_path))
-    with pytest.raises(ConfigError, match="is none"):
+    with pytest.raises(ConfigError, match="must be a directory"):
         load_tokenizer(tmp_path / "missing")
 
 
@@ -115,7 +115,7 @@ def test_a_decoder_nobody_can_read_piece_by_piece(directory):
     with pytest.raises(ConfigError, match="WordPiece"):
         load_tokenizer(directory)
     _edit(directory / "tokenizer.json", decoder=None)
-    with pytest.raises(ConfigError, match="no decoder"):
+    with pytest.raises(ConfigError, match="must have a decoder"):
         load_tokenizer(directory)
 
 

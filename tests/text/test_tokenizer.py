@@ -76,16 +76,16 @@ def test_a_sentencepiece_text_goes_on_after_a_special_token(sentencepiece):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": "bert"}, "'bert'.*gpt2, llama"),
+        ({"model": "bert"}, "gpt2, llama.*'bert'"),
         ({"model": None}, "None"),
-        ({"tokens": []}, "tokens is missing"),
+        ({"tokens": []}, "tokens, the vocabulary, is missing"),
         ({"tokens": "abc"}, "must be an array"),
         ({"tokens": ["a", 3]}, r"tokens\[1\] must be a string"),
-        ({"tokens": ["a", "b", "a"], "token_type": [1, 1, 1]}, "'a' twice, as ids 0 and 2"),
-        ({"token_type": [1, 2]}, "one entry a token"),
-        ({"merges": []}, "merges is missing"),
+        ({"tokens": ["a", "b", "a"], "token_type": [1, 1, 1]}, "'a' has ids 0 and 2"),
+        ({"token_type": [1, 2]}, "entries, one per token"),
+        ({"merges": []}, "merges must hold"),
         ({"merges": ["ab"]}, r"merges\[0\]"),
-        ({"merges": ["a unheard"]}, "do not fit"),
+        ({"merges": ["a unheard"]}, "do not match"),
         ({"bos_token_id": 617}, r"bos_token_id must be in \[0, 617\)"),
         ({"eos_token_id": -1}, "eos_token_id must be in"),
     ],
@@ -98,7 +98,7 @@ def test_damaged_metadata(changes, message, byte_level_metadata):
 def test_sentencepiece_needs_scores(golden):
     metadata = dict(golden["sentencepiece"][0]["metadata"])
     del metadata["tokenizer.ggml.scores"]
-    with pytest.raises(ConfigError, match="scores must have one entry a token"):
+    with pytest.raises(ConfigError, match="scores must have 620 entries, one per token"):
         load_tokenizer(metadata)
 
 
