@@ -1,4 +1,4 @@
-"""The activations of the mirrors: float32 in, float32 out (`cuda_src/common/activation.cuh`)."""
+"""The activations used by the mirrors, in float32 (as in `cuda_src/common/activation.cuh`)."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ __all__ = ["apply", "erfc", "gelu_erf", "gelu_tanh", "relu", "silu"]
 
 Array = np.ndarray[Any, Any]
 
-_SMALLEST_T = 1 / 6  # |x| = 10, beyond which erfc is zero in float32
+_MIN_T = 1 / 6  # |x| = 10, beyond which erfc is zero in float32
 _DEGREE = 10
 
 
 def apply(activation: Callable[[Array], Array], x: Array) -> Array:
-    """Compute in float32, round once to x's dtype."""
+    """Apply `activation` in float32 and round once to x's dtype."""
     return np.asarray(activation(x.astype(np.float32, copy=False)), x.dtype)
 
 
 def silu(x: Array) -> Array:
     """x / (1 + exp(-x))."""
-    with np.errstate(over="ignore", invalid="ignore"):  # an infinite exp gives the right zero
+    with np.errstate(over="ignore", invalid="ignore"):  # exp may overflow; x / inf is 0
         y: Array = x / (1 + np.exp(-x))
     return y
 
@@ -55,12 +55,12 @@ def erfc(x: Array) -> Array:
     """1 - erf(x), with a relative error below 2e-6 where |x| < 3 (absolute below 4e-7).
 
     NumPy has no erf, and `math.erfc` is too slow for whole layers. For a = |x| and
-    t = 1 / (1 + a/2), erfc(a) = t exp(p(t) - a^2), where p is smooth and is interpolated.
+    t = 1 / (1 + a/2), erfc(a) = t exp(p(t) - a^2) with a smooth p, which is interpolated.
     """
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         a = np.abs(x)
         t = 1 / (1 + np.float32(0.5) * a)
-        s = (t - np.float32(_SMALLEST_T)) * np.float32(2 / (1 - _SMALLEST_T)) - 1
+        s = (t - np.float32(_MIN_T)) * np.float32(2 / (1 - _MIN_T)) - 1
         first, *others = _coefficients()
         p = np.full_like(s, first)
         for coefficient in others:
@@ -71,10 +71,10 @@ def erfc(x: Array) -> Array:
 
 @cache
 def _coefficients() -> tuple[np.float32, ...]:
-    """Return p as powers of s in [-1, 1], highest first, from `math.erfc` at Chebyshev's nodes."""
+    """Return p's coefficients in s in [-1, 1], highest first, fitted at Chebyshev nodes."""
 
     nodes = chebyshev.chebpts1(_DEGREE + 1)
-    t = _SMALLEST_T + (nodes + 1) * (1 - _SMALLEST_T) / 2
+    t = _MIN_T + (nodes + 1) * (1 - _MIN_T) / 2
     scaled = [math.erfc(a) * math.exp(a * a) for a in 2 / t - 2]
     series = chebyshev.chebfit(nodes, np.log(scaled / t), _DEGREE)
     return tuple(np.float32(c) for c in chebyshev.cheb2poly(series)[::-1])

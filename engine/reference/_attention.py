@@ -1,4 +1,4 @@
-"""Softmax attention of one sequence: what both attention mirrors compute."""
+"""Softmax attention of one sequence, used by the attention mirrors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["attend", "gather_pages"]
 
 Array = np.ndarray[Any, Any]
 
-# Scores held at once: bounds the memory of a long sequence and keeps them in the CPU's cache.
+# Scores computed at a time: bounds the memory of long sequences and stays in the CPU's cache.
 _MAX_SCORES = 1 << 20
 
 
@@ -28,10 +28,10 @@ def attend(
 ) -> tuple[Array, Array]:
     """Return softmax(cap(scale Q K^T)) V in q's dtype, and the log-sum-exp of each row's scores.
 
-    q (n, H, D) are the last n queries of a sequence whose keys are k, v (K, m, D). All in float32,
-    but P = exp(score - max) is rounded to q's dtype before P V, as tensor cores want it; the sum of
-    P, by which the result is divided, is taken before that rounding. `tree` (n,), an integer each:
-    of the last n keys, query i does not see key j where its bit j is 0.
+    q (n, H, D) are the last n queries of a sequence with k, v (K, m, D). Computed in
+    float32, except that P = exp(score - max) is rounded to q's dtype before P V, as tensor cores
+    need it; the sum of P, by which the result is divided, is taken before that rounding. `tree`
+    (n,) are bit masks: of the last n keys, query i sees key j only if bit j of tree[i] is set.
     """
     (n, num_heads, _), (_, m, _) = q.shape, k.shape
     out = np.zeros(q.shape, q.dtype)
@@ -59,7 +59,7 @@ def attend(
 
 
 def _sees(pattern: Any, positions: Array, keys: Array) -> Array:
-    """Return where the pattern lets queries see keys: (positions, keys) bool."""
+    """Return which keys the pattern lets each position see: (positions, keys) bool."""
     if hasattr(pattern, "period"):
         distance = positions[:, None] - keys + pattern.offset
         found: Array = distance % pattern.period < pattern.width
@@ -83,7 +83,7 @@ def _scores(q: Array, k: Array, scale: float, softcap: float) -> Array:
 
 
 def _softmax_product(scores: Array, v: Array, dtype: Any) -> tuple[Array, Array]:
-    """Return softmax(scores) V (n, H, D) and the log-sum-exp (n, H); no key gives 0 and -inf."""
+    """Return softmax(scores) V (n, H, D) and the log-sum-exp (n, H); 0 and -inf without keys."""
     n, m = scores.shape[2:]
     top = scores.max(axis=-1, keepdims=True)
     top[np.isneginf(top)] = 0.0

@@ -1,8 +1,8 @@
 """log2 and 2**x that give the same bits in NumPy and in CUDA (`sample/exact_math.cuh`).
 
-Library functions differ in their last bits from one machine to the next, and one bit can decide
-which token is sampled. These are polynomials evaluated in float32, one rounding per operation and
-never a fused multiply-add, so the kernels repeat them exactly.
+Library functions differ in their last bits between machines, and one bit can decide which token is
+sampled. These are polynomials evaluated in float32 with one rounding per operation and never a
+fused multiply-add, so that the kernels reproduce them exactly.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["MASS_BITS", "log2", "log2_one_plus", "mass", "ordered_key"]
 Array = np.ndarray[Any, Any]
 
 MASS_BITS = 40
-"""A mass is a whole number of steps of 2**-40; sums of them do not depend on the order."""
+"""Probability masses are integers in units of 2**-40, so sums do not depend on the order."""
 
 # Minimax fits: log2(1 + t) = t P(t) on [sqrt(1/2) - 1, sqrt(2) - 1], relative error 2e-7;
 # 2**f = 1 + f Q(f) on [0, 1], relative error 1e-8.
@@ -65,7 +65,7 @@ def log2(y: Array) -> Array:
 
 
 def mass(x: Array) -> Array:
-    """Return 2**x for float32 `x` <= 0 in steps of 2**-40, rounded down; 0 below x = -40."""
+    """Return 2**x for float32 `x` <= 0 in units of 2**-40, rounded down; 0 below x = -40."""
     whole = np.floor(np.maximum(x, np.float32(-64)))
     f = np.maximum(x, np.float32(-64)) - whole
     power = np.minimum(np.float32(1) + f * _horner(_EXP2, f), _BELOW_TWO)
@@ -77,7 +77,7 @@ def mass(x: Array) -> Array:
 
 
 def ordered_key(x: Array) -> Array:
-    """Return uint32 that compare as the float32 `x` do; -0 and 0 are one value, no NaN."""
+    """Return uint32 that compare like the float32 `x`; -0 equals 0, and NaN is not allowed."""
     bits = (x + np.float32(0)).view(np.uint32)
     keys: Array = bits ^ np.where(bits >> 31, np.uint32(0xFFFFFFFF), np.uint32(0x80000000))
     return keys

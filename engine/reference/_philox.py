@@ -1,4 +1,4 @@
-"""Philox4x32-10, and the Gumbel noise made from it; the kernels' twin is `common/philox.cuh`."""
+"""Philox4x32-10, and Gumbel noise made from it; in CUDA: `common/philox.cuh`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SQRT_HALF = np.uint32(0xB504F334)  # the first word whose u is at least sqrt(1/
 
 
 def philox4x32(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> list[Array]:
-    """Turn counters into random words.
+    """Return the random words of counters under a key.
 
     Parameters
     ----------
@@ -57,10 +57,10 @@ def philox4x32(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> list
 
 
 def gumbel(seeds: Array, positions: Array, ids: Array) -> Array:
-    """Return the noise of token `ids` (integers) at `positions` under `seeds`: arrays of one shape.
+    """Return the noise of token `ids` at `positions` under `seeds`: integer arrays of one shape.
 
-    It is -log2(-log2(u)), a standard Gumbel variable divided by ln 2 (up to a constant that an
-    argmax does not see). Word ``id % 4`` of counter (id // 4, position, 0) under the key `seed`
+    It is -log2(-log2(u)), a standard Gumbel variable divided by ln 2 (up to a constant that does
+    not change an argmax). Word ``id % 4`` of counter (id // 4, position, 0) under the key `seed`
     gives u = (word + 1/2) / 2**32, which is never 0 or 1.
     """
     words = _words(seeds, positions, ids.astype(np.uint64) >> np.uint64(2))
@@ -81,7 +81,7 @@ def _words(seeds: Array, positions: Array, groups: Array) -> list[Array]:
 
 
 def _noise(word: Array) -> Array:
-    """-log2(-log2((word + 1/2) / 2**32)); near u = 1 from 1 - u, so that no digit is lost."""
+    """-log2(-log2((word + 1/2) / 2**32)); near u = 1 computed from 1 - u, without cancellation."""
     half = np.float32(0.5)
     minus_log = np.float32(32) - log2(word.astype(np.float32) + half)
     rest = (~word).astype(np.float32) + half

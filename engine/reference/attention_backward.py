@@ -55,7 +55,7 @@ def attention_backward(
 
 
 def _hidden(num_queries: int, num_keys: int, causal: bool, window: int) -> Array:
-    """Tell which (query, key) do not meet; the last query of a causal sequence sees all keys."""
+    """Return the mask of hidden (query, key) pairs; if causal, the last query sees all keys."""
     key, query = np.arange(num_keys), np.arange(num_queries)[:, None]
     last = query + num_keys - num_queries if causal else np.full_like(query, num_keys - 1)
     return (key > last) | (key <= last - window if window else np.False_)

@@ -38,8 +38,8 @@ def attention_decode(
 ) -> Any:
     """softmax(scale Q K^T) V of the last Q tokens of every sequence, causal among themselves.
 
-    tree_mask (B, Q) uint64: query i sees query j only where bit j of its mask is set as well. With
-    k and v (B, 1, K, D) it comes after qk_norm_rope_store of the one token.
+    tree_mask (B, Q) uint64: query i sees query j only if bit j of its mask is set, too. Given
+    k and v (B, 1, K, D) of a single new token, qk_norm_rope_store is done first.
     """
     if k is not None:
         assert v is not None and positions is not None

@@ -33,8 +33,8 @@ def gemm(
 ) -> Array:
     """y = activation(x W^T + bias) + residual, in float32, rounded once.
 
-    "swiglu": silu(gate) * up, of the columns' first half and their second. "silu_and_mul": of each
-    16 columns eight are the gate and eight are up.
+    "swiglu": silu(gate) * up, where gate is the first half of the columns and up the second.
+    "silu_and_mul": likewise, with eight columns of gate and eight of up in every 16.
     """
     multiply = _row_by_row if deterministic else _multiply
     y: Array = multiply(x.astype(np.float32, copy=False), weight.astype(np.float32, copy=False).T)
@@ -52,14 +52,14 @@ def gemm(
 
 
 def silu_and_mul(y: Array) -> Array:
-    """Make one column of those of gate and up, which come eight and eight."""
+    """Return silu(gate) * up, for alternating groups of eight columns of gate and of up."""
     blocks = y.reshape(len(y), y.shape[1] // 16, 2, 8)
     product: Array = _activation.silu(blocks[:, :, 0]) * blocks[:, :, 1]
     return product.reshape(len(y), y.shape[1] // 2)
 
 
 def _multiply(x: Array, matrix: Array) -> Array:
-    """Multiply; for few rows BLAS takes half the time if the weight comes first."""
+    """Multiply; for few rows BLAS takes half the time with the weight as first operand."""
     if 16 * len(x) <= matrix.shape[1]:
         return np.ascontiguousarray(np.matmul(matrix.T, x.T).T)
     y: Array = np.matmul(x, matrix)
@@ -67,6 +67,6 @@ def _multiply(x: Array, matrix: Array) -> Array:
 
 
 def _row_by_row(x: Array, matrix: Array) -> Array:
-    """Multiply each row by itself: in a product of many, BLAS sums a row by where it stands."""
+    """Multiply each row separately: in one product, BLAS's order of summation varies by row."""
     y: Array = np.matmul(x[:, None, :], matrix)[:, 0]
     return y

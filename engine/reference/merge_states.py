@@ -15,7 +15,7 @@ Array = np.ndarray[Any, Any]
 def merge_states(
     outputs: Array | Sequence[Array], lses: Array | Sequence[Array]
 ) -> tuple[Array, Array]:
-    """out = sum_s w_s outputs_s / sum_s w_s with w_s = exp(lse_s - max lse); and the joint lse."""
+    """out = sum_s w_s outputs_s / sum_s w_s with w_s = exp(lse_s - max lse); and the merged lse."""
     top = np.max(np.stack(list(lses)), axis=0)
     base = np.where(np.isneginf(top), np.float32(0), top)
     total = np.zeros_like(top)

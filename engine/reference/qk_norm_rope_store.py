@@ -31,7 +31,7 @@ def qk_norm_rope_store(
     weight_offset: float = 0.0,
     interleaved: bool = False,
 ) -> None:
-    """Norm of the heads of q and k, rope of both, q back in place, k and v into their pages."""
+    """Norm the heads of q and k, apply rope, write q in place and k and v to their pages."""
     rotated, keys = q, k
     if q_weight is not None:
         rotated = rmsnorm(rotated, q_weight, eps=eps, weight_offset=weight_offset)

@@ -11,7 +11,7 @@ __all__ = ["quantize_heads"]
 
 Array = np.ndarray[Any, Any]
 
-_LARGEST = np.float32(448)  # of e4m3
+_LARGEST = np.float32(448)  # largest finite e4m3
 
 
 def quantize_heads(
@@ -19,7 +19,7 @@ def quantize_heads(
 ) -> tuple[Array, Array]:
     """codes = e4m3(y / scale), scale = max |y| / 448 of each head; y = (x - offset) H / sqrt(D).
 
-    NaN has a code of its own and no part in the scale; codes saturate (a tiny scale is rounded).
+    NaN has its own code and does not affect the scale; codes saturate (a tiny scale is rounded).
     """
     y = x.astype(np.float32)
     if offset is not None:

@@ -18,11 +18,11 @@ OK, BAD_LOGITS, BAD_PARAMETER = 0, 1, 2
 _LOG2_E = np.float32(1.4426950408889634)
 _FLOAT_MAX = np.finfo(np.float32).max
 _ID_MASK = np.uint64(2**32 - 1)
-_GROUP = 1 << 18  # logits worked on at once: what stays in a core's cache
+_GROUP = 1 << 18  # logits processed at a time, to stay in a core's cache
 
 
 class SampleResult(NamedTuple):
-    """What `sample` gives back, an array per field; see `engine.kernels.sample`."""
+    """The result of `sample`, an array per field; see `engine.kernels.sample`."""
 
     token_ids: Any
     status: Any
@@ -53,13 +53,13 @@ def sample(
     allowed: Array | None = None,
     num_logprobs: int | None = None,
 ) -> SampleResult:
-    """Process, filter and draw each row; rows never see each other."""
+    """Process, filter and sample each row; rows are independent of each other."""
     num_rows, vocab = logits.shape
     penalties = (repetition_penalty, presence_penalty, frequency_penalty)
     work = logits
     if cu_logit_bias is not None or allowed is not None or history is not None:
         work = logits.copy()
-        with np.errstate(all="ignore"):  # what overflows is reported as the row's status
+        with np.errstate(all="ignore"):  # overflow is reported in the row's status
             _add_bias(work, logit_bias_ids, logit_bias_values, cu_logit_bias)
             _forbid(work, allowed)
             _penalize(work, history, history_lens, prompt_lens, *penalties)
@@ -69,9 +69,9 @@ def sample(
     step = max(1, _GROUP // max(vocab, 1))
     for start in range(0, num_rows, step):
         rows = slice(start, start + step)
-        best = np.argmax(work[rows], axis=1)  # the lowest id of the largest; a NaN if there is one
+        best = np.argmax(work[rows], axis=1)  # the lowest id of ties; the NaN if there is one
         finite = np.isfinite(np.take_along_axis(work[rows], best[:, None], 1)[:, 0])
-        if work is not logits:  # a NaN or inf is reported even where it is not allowed
+        if work is not logits:  # report a NaN or inf also in forbidden ids
             finite &= ~np.any(np.isnan(logits[rows]) | (logits[rows] == np.inf), axis=1)
         status[rows][(status[rows] == OK) & ~finite] = BAD_LOGITS
         good = np.flatnonzero(status[rows] == OK)
@@ -94,7 +94,7 @@ def _add_bias(work: Array, ids: Any, values: Any, cu: Array | None) -> None:
 
 
 def _forbid(work: Array, allowed: Array | None) -> None:
-    """Every id whose bit is not set becomes -inf (bit i of word w is id 32 w + i)."""
+    """Set the logits of ids whose bit is 0 to -inf (bit i of word w is id 32 w + i)."""
     if allowed is not None:
         octets = np.ascontiguousarray(allowed).view(np.uint8)
         bits = np.unpackbits(octets, axis=1, count=work.shape[1], bitorder="little")
@@ -110,7 +110,7 @@ def _penalize(
     presence: Any,
     freq: Any,
 ) -> None:
-    """Lower the logits of ids seen: repetition in prompt or output, the others in the output."""
+    """Apply penalties: repetition to ids in prompt or output, the others to ids in the output."""
     if history is None:
         return
     for b, row in enumerate(work):
@@ -130,7 +130,7 @@ def _penalize(
 def _usable(
     temperature: Array, top_p: Array, min_p: Array, repetition: Any, presence: Any, freq: Any
 ) -> Array:
-    """Tell which rows have parameters within their ranges (a NaN is in none)."""
+    """Tell which rows have parameters within their ranges (NaN is in no range)."""
     usable = (temperature >= 0) & (temperature <= _FLOAT_MAX)
     usable &= (top_p > 0) & (top_p <= 1) & (min_p >= 0) & (min_p <= 1)
     if repetition is not None:
@@ -150,7 +150,7 @@ def _draw(
     seeds: Array,
     positions: Array,
 ) -> tuple[Array, Array]:
-    """Return the drawn ids and how many candidates there were; every row has a finite maximum."""
+    """Return the sampled ids and the number of candidates; every row has a finite maximum."""
     with np.errstate(over="ignore"):
         scale = np.minimum(_LOG2_E / temperature, _FLOAT_MAX)[:, None]
         x = (logits - logits.max(axis=1, keepdims=True)) * scale  # log2(p / largest p)
@@ -187,13 +187,13 @@ def _first_of_order(
 
 
 def _order(logits: Array) -> Array:
-    """Return uint64 that compare as (logit ascending, id descending); none is 0."""
+    """Return uint64, all above 0, that compare like (logit ascending, id descending)."""
     reverse_ids = _ID_MASK - np.arange(logits.shape[1], dtype=np.uint64)
     return np.asarray((exact.ordered_key(logits).astype(np.uint64) << np.uint64(32)) | reverse_ids)
 
 
 def _largest(order: Array, width: int) -> tuple[Array, Array]:
-    """Return each row's `width` largest values of `order`, descending, and the ids in them."""
+    """Return each row's `width` largest values of `order`, descending, and their ids."""
     if width < order.shape[1]:
         order = np.partition(order, order.shape[1] - width, axis=1)[:, order.shape[1] - width :]
     best = np.sort(order, axis=1)[:, ::-1]
@@ -210,12 +210,12 @@ def _share(total: Array, top_p: Array) -> Array:
 def _result(
     logits: Array, token_ids: Array, status: Array, num_kept: Array, num_logprobs: int | None
 ) -> SampleResult:
-    """Add log-probabilities: log_softmax of the logits as they came in."""
+    """Add log-probabilities: log_softmax of the unprocessed logits."""
     if num_logprobs is None:
         return SampleResult(token_ids, status, None, None, None, num_kept)
     bad = (status != OK)[:, None]
     safe = np.where(bad, np.float32(0), logits)
-    with np.errstate(over="ignore"):  # what lies too far below the largest has probability 0
+    with np.errstate(over="ignore"):  # logits far below the largest have probability 0
         below = safe - safe.max(axis=1, keepdims=True, initial=-np.inf)
     logprobs = below - np.log(np.exp(below).sum(axis=1, keepdims=True))
     chosen = np.take_along_axis(logprobs, np.maximum(token_ids, 0)[:, None], axis=1)

@@ -1,1 +1,1 @@
-"""Helpers for tests and benchmarks, shipped so that your own kernel can use them too."""
+"""Helpers for tests and benchmarks, shipped so that you can use them for your own kernels."""

@@ -1,6 +1,6 @@
-"""Shapes that every kernel is tried on, and random inputs for them.
+"""Shapes with which every kernel is tested, and random inputs for them.
 
-Always: one row, sizes that no vector width divides, real model shapes, empty, and views.
+They include one row, sizes not divisible by any vector width, real model shapes, empty, and views.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["DTYPES", "ROWS", "guarded", "normal", "to_module"]
 
 DTYPES: tuple[str, ...] = FLOAT_NAMES
 
-# (rows, features): one row; odd sizes; SmolLM2, Qwen and Llama widths; nothing at all.
+# (rows, features): one row; odd sizes; SmolLM2, Qwen and Llama widths; empty.
 ROWS: tuple[tuple[int, int], ...] = (
     (1, 64),
     (3, 63),
@@ -30,7 +30,7 @@ ROWS: tuple[tuple[int, int], ...] = (
     (0, 64),
 )
 
-_MAX_KEPT = 2**25  # elements of an array that is kept
+_MAX_CACHED = 2**25  # elements of an array that is cached
 
 
 def normal(
@@ -43,12 +43,12 @@ def normal(
     >>> normal((2, 3), "float16", seed=0).shape
     (2, 3)
     """
-    draw = _normal if math.prod(shape) <= _MAX_KEPT else _normal.__wrapped__
+    draw = _normal if math.prod(shape) <= _MAX_CACHED else _normal.__wrapped__
     array: np.ndarray[Any, Any] = draw(tuple(shape), dtype, seed, scale, mean)
     return np.copy(array)  # the caller may write into it
 
 
-@lru_cache(maxsize=8)  # tests of one function mostly want the same arrays again
+@lru_cache(maxsize=8)  # tests of one function mostly reuse the same arrays
 def _normal(
     shape: tuple[int, ...], dtype: str, seed: int, scale: float, mean: float
 ) -> np.ndarray[Any, Any]:
@@ -58,13 +58,13 @@ def _normal(
 
 
 def to_module(xp: Any, *arrays: Any) -> Any:
-    """Return `arrays` in module `xp` (None stays None); a single one is not wrapped in a list."""
+    """Return `arrays` in module `xp` (None stays None): a list, or the array if there is one."""
     moved = [None if a is None else xp.asarray(a) for a in arrays]
     return moved[0] if len(moved) == 1 else moved
 
 
 def guarded(xp: Any, shape: Sequence[int], dtype: Any, guard: int = 64) -> tuple[Any, Any]:
-    """Return an output full of NaN and the larger buffer around it, to catch stray writes.
+    """Return an output filled with NaN, and the larger buffer around it, to detect stray writes.
 
     The buffer's first and last `guard` elements must still be NaN after the kernel ran.
     """

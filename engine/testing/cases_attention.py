@@ -1,4 +1,4 @@
-"""Sequences, pages and shapes that the attention kernels are tried on."""
+"""Sequences, pages and shapes with which the attention kernels are tested."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["DECODE", "PREFILL", "AttentionCase", "cu_seqlens", "normal_on", "pag
 
 Array = np.ndarray[Any, Any]
 
-_NO_BLOCK = 2**30  # in entries that must not be read: far outside of any cache
+_NO_BLOCK = 2**30  # in entries that must not be read: far outside any cache
 
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """Sequences of `lens_q` new tokens out of `lens_k` in all; `block_size` 0 means dense keys."""
+    """Sequences of `lens_k` tokens, `lens_q` of them new; `block_size` 0 means dense keys."""
 
     lens_q: tuple[int, ...]
     lens_k: tuple[int, ...]
@@ -35,12 +35,12 @@ class AttentionCase:
 
     @property
     def rule(self) -> dict[str, Any]:
-        """The keywords of the public op that say how scores are made."""
+        """The keywords of the public op that determine the scores."""
         return {"scale": self.scale, "window": self.window, "softcap": self.softcap}
 
     @property
     def reduction(self) -> int:
-        """Terms behind one element of the result: D for a score, then all the keys."""
+        """Number of terms summed for one element of the result: D for a score, then the keys."""
         return self.head_dim + max(self.lens_k, default=0)
 
     def __str__(self) -> str:
@@ -52,7 +52,7 @@ class AttentionCase:
 
 
 def cu_seqlens(lens: Sequence[int]) -> Array:
-    """Return where each sequence starts, and the end: (B+1,) int32.
+    """Return the start of each sequence, and the end of the last: (B+1,) int32.
 
     Examples
     --------
@@ -63,7 +63,7 @@ def cu_seqlens(lens: Sequence[int]) -> Array:
 
 
 def normal_on(xp: Any, shape: Sequence[int], dtype: str, seed: int) -> Any:
-    """Return random values of module `xp`; a GPU makes its own, as gigabytes of them take long.
+    """Return random values in module `xp`; generated on the GPU, as copying gigabytes is slow.
 
     Examples
     --------
@@ -88,8 +88,8 @@ def paged_cache(
 ) -> tuple[Array, Array, Array, Array]:
     """Return (k_pages, v_pages, block_tables, context_lens) with blocks in random order.
 
-    The first `num_shared` blocks of every sequence are the same ones. Everything that belongs to no
-    sequence is poisoned: pages and the tails of pages with NaN, table entries with ids far outside.
+    The first `num_shared` blocks are common to all sequences. Everything that belongs to no
+    sequence is poisoned: pages and tails of pages with NaN, table entries with ids far outside.
     """
     rng = np.random.default_rng(seed)
     counts = [-(-length // block_size) for length in lens]
@@ -114,7 +114,7 @@ def paged_cache(
 
 _BASE = AttentionCase((70, 33), (70, 200))
 
-# Lengths around the borders of tiles (32, 64, 128), nothing to do, and every option.
+# Lengths around multiples of the tile sizes (32, 64, 128), empty sequences, and every option.
 PREFILL: tuple[AttentionCase, ...] = (
     AttentionCase((1,), (1,)),
     AttentionCase((1, 2, 31, 32, 33), (1, 63, 64, 65, 129), 3, 3),
@@ -136,7 +136,7 @@ PREFILL: tuple[AttentionCase, ...] = (
     replace(_BASE, num_heads=3, num_kv_heads=1, head_dim=96),  # Phi-3
     replace(_BASE, num_heads=4, num_kv_heads=1, head_dim=128, block_size=16),  # Llama 3
     replace(_BASE, num_heads=2, num_kv_heads=1, head_dim=192),
-    replace(_BASE, num_heads=2, num_kv_heads=1, head_dim=36),  # no 16-byte words: scalar loads
+    replace(_BASE, num_heads=2, num_kv_heads=1, head_dim=36),  # not 16-byte rows: scalar loads
     replace(_BASE, num_heads=2, num_kv_heads=2, head_dim=7, block_size=16, window=20),
 )
 

@@ -1,4 +1,4 @@
-"""Cases of the ops without a reduction: flat arrays, packed rows, heads to rotate, pages."""
+"""Test cases of the elementwise ops: flat arrays, packed rows, heads to rotate, pages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = [
     "misaligned",
 ]
 
-# One element, sizes that no vector divides, no axis, no element, more than one block of threads.
+# One element, sizes not divisible by a vector, 0-d, empty, more than one thread block.
 FLAT_SHAPES: tuple[tuple[int, ...], ...] = (
     (1,),
     (7,),
@@ -47,7 +47,7 @@ ROPE: tuple[tuple[int, int, int, int, int], ...] = (
     (0, 4, 2, 64, 64),
 )
 
-# (P, K, block_size, D): SmolLM2, Llama, Gemma, then sizes that no vector divides.
+# (P, K, block_size, D): SmolLM2, Llama, Gemma, then sizes not divisible by a vector.
 PAGES: tuple[tuple[int, int, int, int], ...] = (
     (11, 3, 16, 64),
     (5, 8, 32, 128),
@@ -75,7 +75,7 @@ def cos_sin_table(
 
 
 def extremes(dtype: str) -> np.ndarray[Any, Any]:
-    """Return zeros, tails, infinities and NaN of `dtype`.
+    """Return zeros, values far into the tails of activations, infinities and NaN of `dtype`.
 
     Examples
     --------
@@ -88,7 +88,7 @@ def extremes(dtype: str) -> np.ndarray[Any, Any]:
 
 
 def misaligned(xp: Any, array: np.ndarray[Any, Any]) -> Any:
-    """Return `array` in module `xp`, contiguous, but one element past an aligned address."""
+    """Return `array` in module `xp`, contiguous, one element past an aligned address."""
     buffer = xp.empty(array.size + 1, array.dtype)
     view = buffer[1:].reshape(array.shape)
     view[...] = xp.asarray(array)
@@ -99,12 +99,12 @@ def assert_guards(buffer: Any, guard: int = 64) -> None:
     """Check that nothing was written before or after the output of `cases.guarded`."""
     host = to_numpy(buffer).astype(np.float32)
     edges = np.concatenate([host[:guard], host[-guard:]])
-    assert np.isnan(edges).all(), f"{int((~np.isnan(edges)).sum())} values beside the output"
+    assert np.isnan(edges).all(), f"{int((~np.isnan(edges)).sum())} values outside the output"
 
 
 def assert_same(got: Any, want: np.ndarray[Any, Any]) -> None:
     """Check that `got` is `want` in dtype, shape and every value; a NaN equals a NaN."""
     host = to_numpy(got)
     assert host.dtype == want.dtype, f"dtype {host.dtype}, wanted {want.dtype}"
-    # NumPy does not know that bfloat16 has NaNs; float32 holds all its values.
+    # NumPy does not recognise bfloat16's NaNs; float32 represents all its values.
     np.testing.assert_array_equal(host.astype(np.float32), want.astype(np.float32), strict=True)

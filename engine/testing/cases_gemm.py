@@ -1,4 +1,4 @@
-"""Problems that the matrix products are tried and timed on."""
+"""Problem sizes with which the matrix products are tested and timed."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ __all__ = ["MODEL_LAYERS", "PRODUCTS", "Product"]
 
 Product = tuple[int, int, int]  # m rows of x, n rows of the weight, k terms of each sum
 
-# One row, few rows, more than a tile; sizes that no tile, vector or instruction divides; no rows,
-# no columns, nothing to sum; layers of real models.
+# One row, few rows, more than a tile; sizes not divisible by a tile, vector or instruction; m, n or
+# k of 0; layers of real models.
 PRODUCTS: tuple[Product, ...] = (
     (1, 1, 1),
     (1, 8, 64),

@@ -1,4 +1,4 @@
-"""Arguments and rows of logits on which `sample` is tried: ordinary ones, and nasty ones."""
+"""Parameters and logits with which `sample` is tested: ordinary ones and corner cases."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DTYPES: dict[str, Any] = {
 }
 _NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seeds": 0, "positions": 0}
 
-# Name -> parameters; what `parameters` is not told is neutral.
+# Name -> parameters; those left out are neutral.
 FILTERS: dict[str, dict[str, float]] = {
     "greedy": {"temperature": 0.0},
     "plain": {},
@@ -46,7 +46,7 @@ PROCESSING = ("bias", "mask", "penalties", "everything")
 
 
 def parameters(num_rows: int, **values: Any) -> dict[str, Array]:
-    """Return the six arrays that `sample` always takes; neutral where not given.
+    """Return the six required arrays of `sample`; neutral values where not given.
 
     Examples
     --------
@@ -67,15 +67,15 @@ def logits(kind: str, num_rows: int, vocab_size: int, seed: int = 0) -> Array:
         x *= np.float32(0.01)
     elif kind == "sharp":
         x *= np.float32(10)
-    elif kind == "rounded":  # many ties, at every border
+    elif kind == "rounded":  # many ties, also at every threshold
         x = np.round(x)
     elif kind == "equal":
         x[:] = 2.5
-    elif kind == "zeros":  # of both signs, which are one value
+    elif kind == "zeros":  # of both signs, which compare equal
         x = np.where(x > 0, np.float32(0.0), np.float32(-0.0))
-    elif kind == "sorted":  # all large ones in one place
+    elif kind == "sorted":  # the large ones are adjacent
         x = -np.sort(-x, axis=1)
-    elif kind == "sparse":  # few that can be chosen
+    elif kind == "sparse":  # few with a probability above 0
         kept: Any = rng.random(x.shape) < 0.1
         kept[:, vocab_size // 2] = True
         x = np.where(kept, x, np.float32(-np.inf))
@@ -83,7 +83,7 @@ def logits(kind: str, num_rows: int, vocab_size: int, seed: int = 0) -> Array:
 
 
 def processing(kind: str, num_rows: int, vocab_size: int, seed: int = 0) -> dict[str, Array]:
-    """Return the optional arrays of a `kind` in `PROCESSING`, with ids that repeat."""
+    """Return the optional arrays of a `kind` in `PROCESSING`, with repeated ids."""
     rng = np.random.default_rng([seed, num_rows, vocab_size])
     args: dict[str, Array] = {}
     if kind in ("bias", "everything"):

@@ -1,4 +1,4 @@
-"""A model without arithmetic: for tests of the engine and for measuring its host time."""
+"""A model without arithmetic, for testing the engine and for measuring its host time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["MockModel"]
 class MockModel:
     """Stands in for `engine.Model` under `LLMEngine`, on the CPU.
 
-    The token after one with id t at position p is ``(5 t + 3 p + 1) % vocab_size``, with certainty.
+    The token after token t at position p is always ``(5 t + 3 p + 1) % vocab_size``.
 
     Parameters
     ----------
@@ -62,20 +62,20 @@ class MockModel:
         )
 
     def uses_long_rope(self, num_tokens: int) -> bool:
-        """Tell that nothing is rotated."""
+        """Return False, as there is no rope."""
         return False
 
     def forward(self, batch: ForwardBatch, kv_pages: Any) -> Any:
-        """Return logits (R, V) that leave no choice."""
+        """Return logits (R, V) that leave only one token possible."""
         return self.logits(self.hidden_states(batch, kv_pages))
 
     def hidden_states(self, batch: ForwardBatch, kv_pages: Any) -> Any:
-        """Return id and position of the tokens whose logits are wanted, (R, 2)."""
+        """Return token id and position of the tokens whose logits are wanted, (R, 2)."""
         rows = slice(None) if batch.logits_indices is None else batch.logits_indices
         return np.stack([batch.token_ids[rows], batch.positions[rows]], axis=1)
 
     def logits(self, hidden: Any) -> Any:
-        """Return logits of what `hidden_states` gave."""
+        """Return the logits of what `hidden_states` returned."""
         vocab_size = self.config.vocab_size
         logits = np.full((len(hidden), vocab_size), -1e9, np.float32)
         following = (5 * hidden[:, 0] + 3 * hidden[:, 1] + 1) % vocab_size
@@ -83,7 +83,7 @@ class MockModel:
         return logits
 
     def continuation(self, prompt: list[int], count: int) -> list[int]:
-        """Return the `count` tokens after `prompt`, if none of them ends the sequence."""
+        """Return the `count` tokens after `prompt`, ignoring ends of sequence."""
         ids = list(prompt)
         for position in range(len(ids) - 1, len(ids) - 1 + count):
             ids.append((5 * ids[position] + 3 * position + 1) % self.config.vocab_size)

@@ -1,4 +1,4 @@
-"""Timing on a GPU: medians of graph replays over rotated inputs, so that data comes from HBM."""
+"""Timing on a GPU: the median of graph replays over rotating inputs, so that data is not in L2."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def time_cpu(call: Callable[[], Any], *, repeats: int = 20, warmup: int = 2) -> 
 def time_gpu(
     calls: Sequence[Callable[[], Any]], *, replays: int = 20, min_launches: int = 20
 ) -> float:
-    """Return the median seconds of one call, launches excluded.
+    """Return the median seconds of one call, without launch overhead.
 
     Parameters
     ----------
@@ -35,12 +35,12 @@ def time_gpu(
         The same work on different inputs. Together these should exceed the L2 cache several
         times; they are captured one after another in one graph.
     replays : int
-        How often the graph is timed.
+        Number of timed replays of the graph.
     min_launches : int
-        The graph repeats `calls` until it holds at least so many.
+        The graph repeats `calls` until it has at least this many.
     """
     cupy = device.cupy()
-    # SAFETY: the inputs were made on other streams, which a non-blocking one does not wait for.
+    # SAFETY: inputs were written on other streams, for which a non-blocking one does not wait.
     cupy.cuda.Device().synchronize()
     stream = cupy.cuda.Stream(non_blocking=True)
     rounds = -(-min_launches // len(calls))

@@ -1,8 +1,8 @@
-"""How close a kernel must be to its mirror: one table, and the comparison that reads it.
+"""How close a kernel's result must be to its mirror's: one table, and the comparison using it.
 
-An error is allowed up to ``rtol * |want| + atol * rms(want)``: the first part is the rounding of
-the result, the second what a different order of summation costs, which grows with the length of
-the reduction and does not shrink where terms cancel.
+The allowed error is ``rtol * |want| + atol * rms(want)``. The first term covers the rounding of the
+result, the second a different order of summation, whose effect grows with the length of the
+reduction and does not shrink where terms cancel.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Tolerance:
     atol: float
 
 
-# (dtype of the result, class of reduction length) -> allowed error. Half the last place is 6e-8,
-# 4.9e-4 and 3.9e-3; a value near a rounding border may fall one whole place apart.
+# (dtype of the result, class of reduction length) -> allowed error. Half a unit in the last place
+# (ulp) is 6e-8, 4.9e-4 and 3.9e-3; a value near a rounding boundary may be off by a whole ulp.
 TOLERANCES: dict[tuple[str, str], Tolerance] = {
     ("float32", "none"): Tolerance(2e-6, 1e-6),
     ("float32", "short"): Tolerance(4e-6, 4e-6),
@@ -67,16 +67,16 @@ def assert_close(
         NumPy or CuPy.
     want : np.ndarray
     reduction : int
-        How many terms each element sums: the K of a product, the N of a norm.
+        Number of terms summed per element: the K of a product, the N of a norm.
     name : str
-        For the message.
+        Name in the message.
     dtype : optional
-        The row of the table to use, where the result is wider than its operands.
+        The table's dtype to use if the result is wider than its operands.
 
     Raises
     ------
     AssertionError
-        With the largest error, the rms ratio and the first bad index.
+        With the largest error, the allowed one, and the first index that differs.
     """
     host = to_numpy(got)
     assert host.dtype == want.dtype, f"{name}: dtype {host.dtype}, wanted {want.dtype}"
@@ -105,6 +105,6 @@ def assert_close(
 
 
 def _is_same(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:
-    """Tell whether two arrays are equal byte by byte: a mirror's result and its repetition."""
+    """Tell whether two arrays are equal byte by byte, a fast path for equal results."""
     bytes_a, bytes_b = (np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in (a, b))
     return bool(np.array_equal(bytes_a, bytes_b))
