@@ -1,4 +1,4 @@
-"""The catalog of ops: NumPy arrays run the mirror, CuPy arrays the CUDA kernel."""
+"""The catalog of ops: on NumPy arrays they run the mirror, on CuPy arrays the CUDA kernel."""
 
 from engine.kernels._attention_pattern import BlockSparse, Periodic
 from engine.kernels.attention_backward import attention_backward

@@ -1,4 +1,4 @@
-"""What attention_prefill and attention_decode have in common: contract, and how D is padded."""
+"""Shared by attention_prefill and attention_decode: contract, tiles, and how D is padded."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ __all__ = [
 
 MAX_HEAD_DIM = 256
 BLOCK_SIZES = (16, 32, 64, 128)
-_USUAL = "from 1e-18 to 1e18"  # said of a scale or soft cap
+_USUAL = "from 1e-18 to 1e18"  # allowed range of a scale or soft cap, for messages
 
 
 @dataclass(frozen=True)
 class ScoreRule:
-    """How a score is made and which keys count: `scale` > 0; 0 means no `window`, no `softcap`."""
+    """How scores are computed and masked: `scale` > 0; 0 means no `window`, no `softcap`."""
 
     scale: float
     window: int
@@ -53,18 +53,18 @@ class ScoreRule:
 
     @property
     def inner(self) -> float:
-        """Factor of q.k inside the tanh of the soft cap; 0 without one."""
+        """Factor on q.k inside the tanh of the soft cap; 0 without a soft cap."""
         return self.scale / self.softcap if self.softcap else 0.0
 
     @property
     def factor(self) -> float:
-        """Factor that makes q.k, or the tanh, a score in units of log2."""
+        """Factor on q.k, or on the tanh, that gives scores for exp2."""
         return (self.softcap or self.scale) * math.log2(math.e)
 
 
 @dataclass(frozen=True)
 class Pages:
-    """K and V in pages (P, K, block_size, D), and which of them each sequence owns."""
+    """K and V in pages (P, K, block_size, D), and the block table of each sequence."""
 
     k: Any
     v: Any
@@ -75,13 +75,13 @@ class Pages:
     def checked(
         cls, call: Contract, pages: dict[str, Any], dtype: Any, tables: Any, lens: Any
     ) -> Pages:
-        """Check the arrays (`pages`: K's and V's by name); on the CPU their values too."""
+        """Check the arrays (`pages`: K's and V's by name); on the CPU also their values."""
         arrays = []
         for name, value in pages.items():
             array = call.array(name, value, "P K block_size D", dtype, layout="any")
-            if not array.flags.c_contiguous:  # to copy a whole cache in silence would be a trap
+            if not array.flags.c_contiguous:  # never copy a whole cache silently
                 raise ShapeError(
-                    f"{call.op}: {name}: must be C-contiguous; strides {array.strides}"
+                    f"{call.op}: {name}: must be C-contiguous; got strides {array.strides}"
                 )
             arrays.append(array)
         size = call["block_size"]
@@ -94,7 +94,7 @@ class Pages:
         return found
 
     def _check_values(self, call: Contract) -> None:
-        """Check lengths and the block ids they make valid (on the GPU that would be a sync)."""
+        """Check lengths, and the block ids within them (on a GPU that would synchronise)."""
         num_blocks, _, block_size, _ = self.k.shape
         limit = self.block_tables.shape[1] * block_size
         lens = self.context_lens
@@ -108,7 +108,7 @@ class Pages:
 
 
 def checked_scale(call: Contract, head_dim: int, scale: float | None) -> float:
-    """Check the factor of scores and return it; None is head_dim**-0.5."""
+    """Check and return the factor on scores; None is head_dim**-0.5."""
     if scale is None:
         return float(head_dim**-0.5)
     scale = call.number("scale", scale)
@@ -118,12 +118,12 @@ def checked_scale(call: Contract, head_dim: int, scale: float | None) -> float:
 
 
 def _is_usual(number: float) -> bool:
-    """Tell whether this, and its ratio to another such number, is a normal float32."""
+    """Tell whether `number`, and its ratio to any other such number, is a normal float32."""
     return 1e-18 <= number <= 1e18
 
 
 def check_heads(call: Contract) -> None:
-    """Check the sizes H, K and D that the arrays have bound."""
+    """Check the sizes H, K and D bound by the arrays."""
     h, k, d = call["H"], call["K"], call["D"]
     call.check("H", h > 0, "1 or more", h)
     call.check("K", k > 0 and h % k == 0, f"a divisor of the number of query heads, {h}", k)
@@ -131,9 +131,9 @@ def check_heads(call: Contract) -> None:
 
 
 def check_count(call: Contract, name: str, value: Any) -> int:
-    """Check an int that counts something, and fits CUDA's int; return it as Python's.
+    """Check a count that fits a 32-bit int; return it as a Python int.
 
-    NumPy's small ints keep their width in a product with Python's, and overflow.
+    A NumPy int keeps its width when multiplied with a Python int, and could overflow.
     """
     is_int = isinstance(value, int | np.integer) and not isinstance(value, bool)
     call.check(name, is_int and 0 <= value < 2**31, "an int of 0 or more", value)
@@ -141,7 +141,7 @@ def check_count(call: Contract, name: str, value: Any) -> int:
 
 
 def are_aligned(*arrays: Any) -> bool:
-    """Tell whether all rows of the last axis start at, and have the size of, 16-byte words."""
+    """Tell whether all rows (last axis) start at and span a multiple of 16 bytes."""
     steps = []
     for x in arrays:
         steps += [x.data.ptr, x.shape[-1] * x.itemsize]
@@ -156,18 +156,18 @@ def element_strides(array: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Tile:
-    """How a block of threads divides its work; what the macros of the CUDA files say.
+    """How a thread block divides its work; the values of the CUDA files' macros.
 
     Attributes
     ----------
     head_dim : int
-        Columns in shared memory: D, padded.
+        Columns in shared memory: D with padding.
     warps_m, warps_n : int
-        Warps that divide the query rows, and the keys of a tile, among themselves.
+        Number of warps among which the query rows, and the keys of a tile, are divided.
     row_tiles : int
-        Rows of a warp: 16 times this on tensor cores, this in float32.
+        Rows per warp: 16 times this on tensor cores, this many in float32.
     keys, stages : int
-        Keys of a tile, and tiles in shared memory.
+        Keys per tile, and number of tiles in shared memory.
     """
 
     head_dim: int
@@ -178,21 +178,21 @@ class Tile:
     stages: int
 
     def rows(self, dtype: str) -> int:
-        """Return the query rows of a block."""
+        """Return the query rows per block."""
         return self.warps_m * self.row_tiles * (1 if dtype == "float32" else 16)
 
     @property
     def threads(self) -> int:
-        """Threads of a block."""
+        """Threads per block."""
         return 32 * self.warps_m * self.warps_n
 
     def shared_bytes(self, dtype: str) -> int:
-        """Return the dynamic shared memory: the rows of Q and of `stages` tiles of K and of V."""
+        """Return the bytes of dynamic shared memory: Q, and `stages` tiles of K and of V."""
         pitch = self.head_dim + (4 if dtype == "float32" else 0)
         return (self.rows(dtype) + 2 * self.stages * self.keys) * pitch * itemsize(dtype)
 
     def spec(self, file: str, dtype: str, **more: int) -> ModuleSpec:
-        """Return the module compiled for this tile, with `more` macros."""
+        """Return the module compiled for this tile, with additional macros `more`."""
         macros = {
             "HEAD_DIM": self.head_dim,
             "WARPS_M": self.warps_m,

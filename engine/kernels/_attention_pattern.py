@@ -1,4 +1,4 @@
-"""Which keys a query sees by its position: patterns that attention_prefill takes."""
+"""Attention patterns for attention_prefill: which keys a query sees, by its position."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.kernels._contract import Contract
 
 __all__ = ["PARAMS", "BlockSparse", "Pattern", "Periodic", "arguments"]
 
-# Fields of the parameters of a kernel that can be compiled with patterns; `arguments` fills them.
+# Additional parameters of kernels that can be compiled with patterns; filled by `arguments`.
 PARAMS = (
     " pattern_blocks:ptr pattern_words:i32 pattern_num_q:i32 pattern_num_k:i32 pattern_q:i32 "
     "pattern_k:i32 pattern_offset:i32"
@@ -22,25 +22,25 @@ _MAX = 2**30
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BlockSparse:
-    """A query sees the keys of the blocks that its own block of positions may see.
+    """Block-sparse attention: a mask says which blocks of keys each block of queries sees.
 
     Parameters
     ----------
     mask : (NQ, NK) array_like of bool, on the host
-        Row i says which blocks of keys are seen from positions ``i * block_q`` to
-        ``(i + 1) * block_q - 1``. Positions and keys past the mask see and are seen by none.
+        Row i has the blocks of keys that positions ``i * block_q`` to ``(i + 1) * block_q - 1``
+        see. Positions beyond the mask see no keys, and keys beyond it are not seen.
     block_q, block_k : int
-        Positions and keys of a block, 1 or more. Multiples of 128 leave nothing to mask inside of
-        a tile, and cost least.
+        Positions and keys per block, 1 or more. Multiples of 128 are fastest: no tile is then
+        masked in part.
 
     Raises
     ------
     ContractError
-        If the mask has not two axes of bool, or a size is not an int from 1 to 2**30 - 1.
+        If the mask is not a 2-d array of bool, or a size is not an int from 1 to 2**30 - 1.
 
     Notes
     -----
-    The bits go to a device when it first sees the pattern, and stay there: make a pattern once.
+    The bits are copied to a device on first use and cached there, so create a pattern once.
 
     Examples
     --------
@@ -85,15 +85,15 @@ class BlockSparse:
 class Periodic:
     """The query at position i sees key j if (i - j + offset) mod period < width.
 
-    With offset 0 that is a sliding window of `width` keys, repeated every `period` keys back; with
-    ``offset = width // 2`` the window lies around the position, as neighbours in a lattice whose
-    rows have `period` sites do.
+    With offset 0 this is a sliding window of `width` keys, repeated every `period` keys back. With
+    ``offset = width // 2`` the window is centred on the position, like the neighbours in a lattice
+    with rows of `period` sites.
 
     Parameters
     ----------
     period : int
-        1 to 2**30 - 1. Tiles of 128 queries and 64 to 128 keys are skipped whole, so time is saved
-        only where ``period - width`` is well over 256.
+        1 to 2**30 - 1. Only whole tiles of 128 queries and 64 to 128 keys are skipped, so time is
+        saved only if ``period - width`` is well above 256.
     width : int
         1 to `period`.
     offset : int
@@ -127,14 +127,14 @@ Pattern = BlockSparse | Periodic
 
 
 def _check_int(call: Contract, name: str, value: Any, low: int, high: int) -> int:
-    """Return Python's int: those of NumPy without a sign turn positions into floats."""
+    """Return a Python int: with NumPy's unsigned ints, positions would become floats."""
     is_int = isinstance(value, int | np.integer) and not isinstance(value, bool)
     call.check(name, is_int and low <= value <= high, f"an int from {low} to {high}", value)
     return int(value)
 
 
 def arguments(pattern: Pattern | None) -> dict[str, Any]:
-    """Return the arguments that PARAMS names; without a pattern null and zeros."""
+    """Return the arguments named in PARAMS; null and zeros without a pattern."""
     numbers: tuple[Any, ...]
     if pattern is None:
         numbers = (None, 0, 0, 0, 0, 0, 0)

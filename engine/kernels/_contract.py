@@ -1,8 +1,8 @@
 """The contract of an op, checked once, at its boundary.
 
-CuPy checks nothing when it launches a raw kernel, so every op declares here what it wants: shapes
-with symbolic sizes ("T H D"), dtypes, layout. A size is bound by the first argument that names it;
-the error of a later one that disagrees names both arguments and both values.
+CuPy checks nothing when it launches a raw kernel, so every op declares its contract here: shapes
+with symbolic sizes ("T H D"), dtypes, layout. A size is bound by the first argument that has it; if
+a later one disagrees, the error names both arguments and both values.
 
     call = Contract("rmsnorm")
     x = call.array("x", x, "* N", FLOATS, layout="rows")
@@ -33,14 +33,14 @@ DTypes = np.dtype[Any] | tuple[np.dtype[Any], ...]
 
 
 class Contract:
-    """Checks the arguments of one call of op `op` and remembers the sizes they bind.
+    """Checks the arguments of one call of op `op` and records the sizes they bind.
 
     Attributes
     ----------
     dims : dict
         Size of every symbol bound so far.
     xp : module
-        `numpy` or `cupy`, whichever the arrays seen so far belong to.
+        `numpy` or `cupy`, the module of the arrays checked so far.
     """
 
     __slots__ = ("_device", "_first", "_is_planned", "_origin", "dims", "op", "xp")
@@ -52,18 +52,18 @@ class Contract:
         self._origin: dict[str, str] = {}
         self._first = ""
         self._device: int | None = None
-        self._is_planned = False  # a launch plan is being made: results stand for arrays, too
+        self._is_planned = False  # a launch plan is being made: results are PlanArrays, too
 
     @property
     def on_cpu(self) -> bool:
-        """Tell whether the arrays are NumPy's, so that the mirror is to run."""
+        """Tell whether the arrays are NumPy arrays, for which the mirror runs."""
         return self.xp is np
 
     def __getitem__(self, symbol: str) -> int:
         return self.dims[symbol]
 
     def bind(self, symbol: str, size: int, name: str) -> int:
-        """Return what `symbol` is bound to: `size`, from argument `name`, unless it was already."""
+        """Return the size bound to `symbol`, binding it to argument `name`'s `size` if unbound."""
         self._origin.setdefault(symbol, name)
         return self.dims.setdefault(symbol, size)
 
@@ -73,20 +73,20 @@ class Contract:
         Parameters
         ----------
         name, value : str, array_like
-            The argument. Anything with `__cuda_array_interface__` or `__dlpack__` is taken
+            The argument. Anything with `__cuda_array_interface__` or `__dlpack__` is accepted
             without a copy.
         shape : str
-            Sizes by symbol or number, split by blanks; a leading "*" stands for any axes.
+            Symbols or numbers, separated by spaces; a leading "*" stands for any number of axes.
         dtype : np.dtype or tuple of np.dtype
-            What is allowed.
+            The allowed dtypes.
         layout : str
-            "C": a view that is not C-contiguous is copied. "rows": only the last axis must have
-            unit stride (else it is copied). "any": strides are the op's own business.
+            "C": a view that is not C-contiguous is copied. "rows": a view whose last axis does not
+            have unit stride is copied. "any": strides are left to the op.
 
         Raises
         ------
         ShapeError, DTypeError, ContractError
-            Naming the argument, what was wanted and what was given.
+            Naming the argument, what was expected and what was given.
         """
         array = self._as_array(name, value)
         self._check_module(name, array)
@@ -101,15 +101,17 @@ class Contract:
     def written(
         self, name: str, value: Any, shape: str, dtype: DTypes, *, layout: str = "C"
     ) -> Any:
-        """Check an argument that is written: as `array`, but a copy would lose the result."""
+        """Check an argument that is written: as `array`, but never copied, to keep the result."""
         array = self.array(name, value, shape, dtype, layout="any")
         if isinstance(array, np.ndarray) and not array.flags.writeable:
             raise ContractError(f"{self.op}: {name}: must be writeable; got a read-only array")
         if layout == "C" and not array.flags.c_contiguous:
-            raise ShapeError(f"{self.op}: {name}: must be C-contiguous; strides {array.strides}")
+            raise ShapeError(
+                f"{self.op}: {name}: must be C-contiguous; got strides {array.strides}"
+            )
         if layout == "rows" and array.size and array.strides[-1] != array.itemsize:
             raise ShapeError(
-                f"{self.op}: {name}: its last axis must be contiguous; strides {array.strides}"
+                f"{self.op}: {name}: last axis must be contiguous; got strides {array.strides}"
             )
         return array
 
@@ -122,20 +124,20 @@ class Contract:
         *,
         layout: str = "C",
     ) -> Any:
-        """Return `out` after checking it, or a new array when it is None."""
+        """Return `out` after checking it, or a new array if it is None."""
         if out is None:
             new = self.xp.empty(tuple(shape), dtype)
             return PlanArray(new) if self._is_planned else new
         return self.written(name, out, " ".join(map(str, shape)), dtype, layout=layout)
 
     def finish(self, out: Any, result: Any, name: str = "out", *, layout: str = "C") -> Any:
-        """Return the mirror's `result`, in `out` when the caller gave one that `output` takes."""
+        """Return the mirror's `result`; in `out`, checked as by `output`, if it was given."""
         return self.fill(self.target(out, result, name, layout=layout), result)
 
     def target(self, out: Any, result: Any, name: str = "out", *, layout: str = "C") -> Any:
-        """Return where to `fill` in the mirror's `result`: `out` after checking it, or itself.
+        """Return the array to `fill` with the mirror's `result`: checked `out`, or `result`.
 
-        Of several results all targets are checked before the first is filled.
+        An op with several results checks all targets before it fills the first.
         """
         if out is None:
             return result
@@ -143,20 +145,20 @@ class Contract:
 
     @staticmethod
     def fill(target: Any, result: Any) -> Any:
-        """Copy the mirror's `result` to its `target`, and return that."""
+        """Copy the mirror's `result` to its `target` and return the target."""
         if target is not result:
             np.copyto(target, result)
         return target
 
     def check(self, name: str, ok: bool, wanted: str, got: Any) -> None:
-        """Raise ContractError unless `ok`, naming argument, wish and value."""
+        """Raise a ContractError unless `ok`."""
         if not ok:
             raise ContractError(f"{self.op}: {name}: must be {wanted}; got {got!r}")
 
     def number(
         self, name: str, value: Any, *, low: float = -math.inf, high: float = math.inf
     ) -> float:
-        """Check a real number between `low` and `high` (both allowed; never NaN)."""
+        """Check a real number in [`low`, `high`]; NaN is refused."""
         ok = isinstance(value, int | float | np.number) and not isinstance(value, bool)
         if not (ok and low <= value <= high):
             raise ContractError(
@@ -165,8 +167,10 @@ class Contract:
         return float(value)
 
     def _copied(self, name: str, array: Any) -> Any:
-        if self._is_planned:  # CuPy's copy would be missing from the plan
-            raise LaunchPlanError(f"{self.op}: {name}: must be contiguous; strides {array.strides}")
+        if self._is_planned:  # the plan would not contain CuPy's copy
+            raise LaunchPlanError(
+                f"{self.op}: {name}: must be contiguous; got strides {array.strides}"
+            )
         return self.xp.ascontiguousarray(array)
 
     def _as_array(self, name: str, value: Any) -> Any:

@@ -1,7 +1,7 @@
-"""What the ops without a reduction share: alignment, strides in elements, and three launches.
+"""Shared by the elementwise ops: alignment, strides in elements, and their launches.
 
-A "flat" kernel maps n elements; its threads take 16-byte vectors first and single elements for the
-rest (`cuda_src/common/elementwise.cuh`). A "gated" kernel maps packed rows [gate | up].
+A "flat" kernel maps n elements, most of them in 16-byte vectors and the rest one by one
+(`cuda_src/common/elementwise.cuh`). A "gated" kernel maps packed rows [gate | up].
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ VECTOR_BYTES = 16
 FLAT_THREADS = 256
 ROW_THREADS = 128
 _LARGE_BYTES = 32 << 20
-MAX_GRID_Y = 65535  # kernels whose rows lie along y loop over what is beyond
+MAX_GRID_Y = 65535  # with more rows, kernels with rows along y loop
 
 UNARY_PARAMS = "x:ptr out:ptr num_vectors:i64 n:i64"
 GATED_PARAMS = "x:ptr out:ptr num_rows:i64 num_features:i32 x_stride:i64 out_stride:i64"
 
 
 def vector_width(array: Any) -> int:
-    """Return how many of the array's elements one 16-byte access moves."""
+    """Return how many of the array's elements a 16-byte access holds."""
     return VECTOR_BYTES // int(array.itemsize)
 
 
@@ -56,12 +56,12 @@ def is_aligned(*arrays: Any) -> bool:
 
 
 def is_large(*outputs: Any) -> int:
-    """Return 1 if the results are more than L2 keeps until they are read, else 0."""
+    """Return 1 if the results are too large to stay in L2 until they are read, else 0."""
     return int(sum(array.nbytes for array in outputs) >= _LARGE_BYTES)
 
 
 def launch_flat(kernel: Kernel, spec: ModuleSpec, **arrays: Any) -> None:
-    """Launch a flat kernel on C-contiguous arrays of one size (named as its parameters are)."""
+    """Launch a flat kernel on C-contiguous arrays of one size, named like its parameters."""
     n = next(iter(arrays.values())).size
     width = vector_width(next(iter(arrays.values())))
     aligned = all(a.data.ptr % VECTOR_BYTES == 0 for a in arrays.values())
@@ -74,7 +74,7 @@ def launch_flat(kernel: Kernel, spec: ModuleSpec, **arrays: Any) -> None:
 def unary(
     call: Contract, kernel: Kernel, file: str, mirror: Callable[[Any], Any], x: Any, out: Any
 ) -> Any:
-    """Check, then map x by `mirror` (NumPy) or `kernel` (CuPy)."""
+    """Check x, then apply `mirror` (NumPy) or `kernel` (CuPy)."""
     x = call.array("x", x, "*", FLOATS)
     if call.on_cpu:
         return call.finish(out, mirror(x))
@@ -91,7 +91,7 @@ def gated(
     x: Any,
     out: Any,
 ) -> Any:
-    """Check, then map rows [gate | up] by `mirror` (NumPy) or `kernels` (CuPy).
+    """Check rows [gate | up], then apply `mirror` (NumPy) or `kernels` (CuPy).
 
     `kernels` has the keys "vector" and "scalar".
     """

@@ -1,12 +1,12 @@
 """The one place that launches kernels, with typed arguments.
 
 CuPy passes a Python int as `long long` and a float as `double`, whatever the kernel declares. Here
-each kernel declares its parameters once, by name and C type, and every launch is cast to them.
+each kernel declares its parameters once, by name and C type, and every argument is cast to them.
 
     _KERNEL = Kernel("rmsnorm_kernel", "x:ptr num_rows:i64 n:i32 eps:f32")
     _KERNEL.launch(spec, grid, block, x=x, num_rows=8, n=64, eps=1e-6)
 
-A kernel of many parameters takes them as one struct (`_params.py`); launches look the same.
+A kernel with many parameters takes them as one struct (`_params.py`); launches look the same.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ _CASTS: dict[str, Callable[[Any], Any]] = {
 _DEFAULT_SHARED_LIMIT = 48 * 1024
 
 KERNELS: list[Kernel] = []
-"""Every kernel that the imported modules declare."""
+"""Every kernel declared by the imported modules."""
 
 
 class Kernel:
-    """One entry point, in any of the modules that define it.
+    """A kernel entry point, which several modules may define.
 
     Parameters
     ----------
     entry : str
         Name of the `extern "C" __global__` function.
     params : str
-        Its parameters in order, "name:type" split by blanks; types are ptr (None is a null
+        Its parameters in order, "name:type" separated by spaces; types are ptr (None is a null
         pointer), i32, i64, u32, u64, f32, f64, and tmap (of `_tensor_map.py`, passed by value).
     struct : str, optional
-        Name of the C struct that holds the parameters: the kernel has this one argument, by value.
+        Name of the C struct that holds the parameters; it is the kernel's one argument, by value.
 
     Attributes
     ----------
@@ -92,17 +92,17 @@ class Kernel:
         pdl: bool = False,
         **args: Any,
     ) -> None:
-        """Launch on the current device and stream; a grid with a zero is nothing to do.
+        """Launch on the current device and stream; does nothing if the grid is empty.
 
         Parameters
         ----------
         cluster : int
-            Blocks of a cluster; 1 leaves it to the module.
+            Blocks per cluster; 1 leaves it to the kernel's own attribute, if it has one.
         pdl : bool
-            Let the kernel start while the one in front ends, where the device can do that. SAFETY:
-            before it touches what others write it must call `pdl_wait`.
+            Programmatic dependent launch, where supported: the kernel may start before the previous
+            one has ended. SAFETY: it must call `pdl_wait` before it touches what others write.
         **args
-            The kernel's own parameters.
+            The kernel's arguments, by name.
 
         Raises
         ------
@@ -178,11 +178,11 @@ def sm_count() -> int:
 
 @cache
 def _sm_count(index: int) -> int:
-    """Asked once a device: CuPy would query a hundred attributes at every launch."""
+    """Cached per device, since CuPy queries a hundred attributes each time."""
     return int(device.cupy().cuda.Device(index).attributes["MultiProcessorCount"])
 
 
 @cache
 def has_pdl(index: int) -> bool:
-    """Tell whether kernels of device `index` can start while the one in front ends."""
+    """Tell whether device `index` supports programmatic dependent launch."""
     return int(device.cupy().cuda.runtime.getDeviceProperties(index)["major"]) >= 9

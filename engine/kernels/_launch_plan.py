@@ -1,16 +1,16 @@
-"""Launch plans: what a layer launches, as a value that is made once and run for every layer alike.
+"""Launch plans: the launches of a layer as a value, made once and run for every similar layer.
 
-The layers of one kind launch the same kernels with the same numbers; what differs is where their
-arrays lie. To work out a launch takes Python 30 to 100 us, to make it again 3. So one layer is
-called while a plan is made of its launches, and the plan is run for the others:
+The layers of one kind launch the same kernels with the same scalar arguments; only the addresses of
+their arrays differ. Preparing a launch in Python takes 30 to 100 us, repeating it takes 3. So one
+layer is called while its launches are recorded in a plan, and the plan is run for the others:
 
     with making_plan() as builder:
         layer(...)
     plan = builder.finish([("qkv.weight", array.data.ptr, array.nbytes), ...])
     plan.run([array.data.ptr for array in arrays_of_another_layer])
 
-An entry is a kernel's launch or a call of a function on addresses: what is no kernel of the
-engine's (a collective, a copy on another stream) goes through `plan_call`.
+An entry is a kernel launch or a call of a host function on addresses: whatever is not one of the
+engine's kernels (a collective, a copy on another stream) goes through `plan_call`.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ __all__ = ["HostCall", "KernelLaunch", "LaunchPlan", "PlanBuilder", "active_buil
 __all__ += ["making_plan", "plan_call"]
 
 Place = tuple[int, int]
-"""Which of a plan's arrays, and how many bytes into it."""
+"""Index of one of a plan's arrays, and an offset into it in bytes."""
 
 _local = threading.local()
 
 
 class KernelLaunch:
-    """A kernel's launch, some of whose arguments are addresses inside a layer's arrays.
+    """A kernel launch, some of whose arguments are addresses inside a layer's arrays.
 
     Parameters
     ----------
     name : str
         The kernel's entry point.
     launch : PreparedLaunch
-    pointers : sequence of (argument's index, Place)
-    maps : sequence of (argument's index, Place, tuple)
-        Tensor maps, and what they are made of beside the address.
+    pointers : sequence of (argument index, Place)
+    maps : sequence of (argument index, Place, tuple)
+        Tensor maps, with everything they encode besides the address.
     """
 
     __slots__ = ("_hosts", "_maps", "launch", "name", "places")
@@ -68,7 +68,7 @@ class KernelLaunch:
         self._maps = list(maps)
 
     def run(self, addresses: Sequence[int]) -> None:
-        """Launch with these addresses of the plan's arrays."""
+        """Launch with `addresses` for the plan's arrays."""
         for host, place, offset in self._hosts:
             host[()] = addresses[place] + offset
         for index, (place, offset), rest in self._maps:
@@ -77,7 +77,7 @@ class KernelLaunch:
 
 
 class HostCall:
-    """A call of a function on addresses.
+    """A call of a host function on addresses.
 
     Parameters
     ----------
@@ -85,7 +85,7 @@ class HostCall:
     function : callable
         Called with one address for each argument.
     arguments : sequence of (int, Place or None)
-        The address, and where it lies in the plan's arrays; None: it is the same for every layer.
+        The address, and its place in the plan's arrays; None if it is the same for every layer.
     """
 
     __slots__ = ("_arguments", "_function", "name", "places")
@@ -102,7 +102,7 @@ class HostCall:
         self._arguments = list(arguments)
 
     def run(self, addresses: Sequence[int]) -> None:
-        """Call with these addresses of the plan's arrays."""
+        """Call with `addresses` for the plan's arrays."""
         self._function(
             *(
                 a if place is None else addresses[place[0]] + place[1]
@@ -112,15 +112,15 @@ class HostCall:
 
 
 class LaunchPlan:
-    """What one kind of layer launches, in its order.
+    """The launches of one kind of layer, in order.
 
-    SAFETY: it holds the arrays that are the same for every layer, so that their memory is nobody
-    else's as long as it lives; and it is bound to the stream on which it was made.
+    SAFETY: it keeps the arrays that are the same for every layer alive, so that their memory is not
+    reused; and it is bound to the stream on which it was made.
 
     Attributes
     ----------
     arrays : tuple of str
-        The names of the arrays whose addresses `run` takes, in this order.
+        Names of the arrays whose addresses `run` takes, in this order.
     entries : tuple of KernelLaunch or HostCall
     """
 
@@ -135,7 +135,7 @@ class LaunchPlan:
         self._kept = kept
 
     def __str__(self) -> str:
-        """One line an entry: its name, and which of its arguments are which arrays."""
+        """One line per entry: its name, and which arguments are addresses in which arrays."""
         lines = []
         for entry in self.entries:
             where = [
@@ -146,13 +146,13 @@ class LaunchPlan:
         return "\n".join(lines)
 
     def run(self, addresses: Sequence[int]) -> None:
-        """Make the launches with these addresses in the place of those of `arrays`."""
+        """Make the launches with `addresses` instead of those of `arrays`."""
         for run in self._runs:
             run(addresses)
 
 
 class PlanBuilder:
-    """Collects what is launched while a plan is made."""
+    """Collects the launches and calls made while a plan is recorded."""
 
     def __init__(self) -> None:
         self._steps: list[tuple[str, Any, tuple[Any, ...]]] = []
@@ -161,11 +161,11 @@ class PlanBuilder:
         return len(self._steps)
 
     def add_launch(self, name: str, launch: PreparedLaunch, values: tuple[Any, ...]) -> None:
-        """Take a launch that was just made with these arguments."""
+        """Add a launch that was just made with these arguments."""
         self._steps.append((name, launch, values))
 
     def add_call(self, function: Callable[..., Any], arrays: tuple[Any, ...]) -> None:
-        """Take a call that was just made on these arrays."""
+        """Add a call that was just made on these arrays."""
         self._steps.append((getattr(function, "__name__", str(function)), function, arrays))
 
     def finish(self, arrays: Sequence[tuple[str, int, int]]) -> LaunchPlan:
@@ -174,12 +174,12 @@ class PlanBuilder:
         Parameters
         ----------
         arrays : sequence of (name, address, bytes)
-            What differs from layer to layer. Any other array stays what it was.
+            The arrays that differ from layer to layer. Every other array stays the same.
 
         Raises
         ------
         LaunchPlanError
-            If two of them share memory: an address would not tell which one is meant.
+            If two of them overlap, so that an address would be ambiguous.
         """
         places = _Places(arrays)
         entries = [
@@ -193,7 +193,7 @@ class PlanBuilder:
 
 
 class _Places:
-    """Finds the array in which an address lies."""
+    """Maps addresses to the arrays that contain them."""
 
     def __init__(self, arrays: Sequence[tuple[str, int, int]]) -> None:
         spans = sorted((start, size, index) for index, (_, start, size) in enumerate(arrays))
@@ -201,13 +201,13 @@ class _Places:
             if start + size > following:
                 names = arrays[index][0], arrays[other][0]
                 raise LaunchPlanError(
-                    f"a layer's arrays must not share memory; {names[0]!r} and {names[1]!r} do"
+                    f"a layer's arrays must not overlap; {names[0]!r} and {names[1]!r} do"
                 )
         self._spans = spans
         self._starts = [start for start, _, _ in spans]
 
     def find(self, address: int) -> Place | None:
-        """Return the place of an address, or None if it is in no array."""
+        """Return the place of an address, or None if no array contains it."""
         at = bisect_right(self._starts, address) - 1
         if at < 0:
             return None
@@ -237,14 +237,14 @@ def _argument(array: Any, places: _Places) -> tuple[int, Place | None]:
 
 
 def active_builder() -> PlanBuilder | None:
-    """Return what takes this thread's launches into a plan, if one is being made."""
+    """Return the builder that records this thread's launches, if there is one."""
     builder: PlanBuilder | None = getattr(_local, "builder", None)
     return builder
 
 
 @contextlib.contextmanager
 def making_plan() -> Iterator[PlanBuilder]:
-    """Take every launch that this thread makes inside, as it makes it."""
+    """Record every launch that this thread makes in the `with` block; they are made as well."""
     previous, builder = active_builder(), PlanBuilder()
     _local.builder = builder
     try:
@@ -254,14 +254,14 @@ def making_plan() -> Iterator[PlanBuilder]:
 
 
 def plan_call(function: Callable[..., Any], *arrays: Any) -> None:
-    """Call ``function(*addresses)`` now, and again for each layer for which the plan is run.
+    """Call ``function(*addresses)`` now, and again whenever the plan is run.
 
-    The door for what is no kernel of the engine's: a collective, a copy on another stream.
+    For whatever is not one of the engine's kernels: a collective, a copy on another stream.
 
     Parameters
     ----------
     function : callable
-        Takes the address of each array, and launches on the current stream or on one of its own.
+        Takes the address of each array; launches on the current stream or on its own.
     *arrays : CuPy array or PlanArray
     """
     function(*(int(array.data.ptr) for array in arrays))

@@ -1,11 +1,11 @@
-"""From a `.cu` file to a loaded module: what is compiled, where it is cached, when it was done.
+"""Compiles `.cu` files, caches the cubins on disk and loads them as modules.
 
-A `ModuleSpec` says what: file, dtype, macros. `compile_module` turns it into a cubin on disk, or
-finds it there; the key holds the source, every first-party header it includes, the options, the
-architecture and NVRTC's version. `load_module` hands the cubin to `cupy.RawModule`.
+A `ModuleSpec` says what to compile: file, dtype, macros. `compile_module` compiles it to a cubin on
+disk, or finds it there; the key covers the source, every first-party header it includes, the
+options, the architecture and NVRTC's version. `load_module` passes the cubin to `cupy.RawModule`.
 
 All modules a model needs are compiled when it is loaded (`compile_all`). After `mark_ready()` every
-further compile is counted in `stats().compiles_after_ready`, which tests assert to be zero.
+further compilation is counted in `stats().compiles_after_ready`, which tests assert to be zero.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class ModuleSpec:
     Attributes
     ----------
     file : str
-        Name in `cuda_src/`, such as "rmsnorm.cu".
+        Path in `cuda_src/`, such as "rmsnorm.cu".
     dtype : str
-        Becomes the C type `scalar_t` (see common/types.cuh).
+        Selects the C type `scalar_t` (see common/types.cuh).
     defines : tuple of (str, int)
         Further macros, such as (("HEAD_DIM", 64),).
     """
@@ -81,7 +81,7 @@ class ModuleSpec:
 
 @dataclass(frozen=True)
 class CompiledModule:
-    """A cubin on disk and what ptxas said of its kernels."""
+    """A cubin on disk, and what ptxas reported about its kernels."""
 
     spec: ModuleSpec
     arch: str
@@ -92,7 +92,7 @@ class CompiledModule:
 
 @dataclass
 class CompileStats:
-    """Counts since the process began."""
+    """Counters since the process started."""
 
     compiled: int = 0
     cache_hits: int = 0
@@ -106,29 +106,29 @@ _is_ready = False
 
 
 def stats() -> CompileStats:
-    """Return the process's compile counts."""
+    """Return the process's compilation counters."""
     return _stats
 
 
 def mark_ready(ready: bool = True) -> None:
-    """Say that loading is over: from now on a compile is a defect, and counted as one."""
+    """Mark the end of loading: compilations from now on are counted as defects."""
     global _is_ready
     _is_ready = ready
 
 
 def source_dir() -> Path:
-    """Return the folder of the CUDA files: inside the wheel, or beside the package."""
+    """Return the folder of the CUDA files: inside the installed package, or beside it."""
     inside = Path(__file__).parents[1] / "_cuda_src"
     return inside if inside.is_dir() else Path(__file__).parents[2] / "cuda_src"
 
 
 def compile_module(spec: ModuleSpec, arch: str) -> CompiledModule:
-    """Return the compiled `spec` for `arch`, from the disk cache if it is there and whole.
+    """Return `spec` compiled for `arch`, from the disk cache if it is there and intact.
 
     Raises
     ------
     CompileError
-        If the file is missing, does not compile, or the cache folder cannot be trusted.
+        If the file is missing or does not compile, or the cache folder is not private.
     """
     key = _cache_key(spec, arch)
     if (found := _read_cache(spec, arch, key)) is not None:
@@ -145,14 +145,14 @@ def compile_module(spec: ModuleSpec, arch: str) -> CompiledModule:
 
 
 def cached_module(spec: ModuleSpec, arch: str) -> CompiledModule | None:
-    """Return the compiled `spec` if the disk cache holds it; never compiles."""
+    """Return the compiled `spec` if it is in the disk cache; never compiles."""
     return _read_cache(spec, arch, _cache_key(spec, arch))
 
 
 def compile_all(
     specs: Iterable[ModuleSpec], arch: str, *, progress: bool = False
 ) -> list[CompiledModule]:
-    """Compile `specs` for `arch` in parallel; a progress bar on stderr if asked for."""
+    """Compile `specs` for `arch` in parallel; with `progress`, show a bar on stderr."""
     from tqdm import tqdm
 
     wanted = list(dict.fromkeys(s for s in specs if s.supports(arch)))
@@ -164,7 +164,7 @@ def compile_all(
 
 @cache
 def current_architecture(index: int) -> str:
-    """Return NVRTC's name of CUDA device `index`'s architecture, such as "sm_90a"."""
+    """Return NVRTC's name for the architecture of CUDA device `index`, such as "sm_90a"."""
     properties = device.cupy().cuda.runtime.getDeviceProperties(index)
     major, minor = properties["major"], properties["minor"]
     if (major, minor) < (8, 0):
@@ -181,7 +181,7 @@ def _load(spec: ModuleSpec, index: int) -> Any:
 
 
 def load_module(spec: ModuleSpec) -> Any:
-    """Return `spec` as a `cupy.RawModule` on the current device (compiled if need be)."""
+    """Return `spec` as a `cupy.RawModule` on the current device, compiled if necessary."""
     return _load(spec, device.cupy().cuda.runtime.getDevice())
 
 
@@ -194,12 +194,12 @@ def _source(file: str) -> str:
     try:
         return path.read_text()
     except OSError as error:
-        raise CompileError(f"no CUDA file {file!r} in {source_dir()}: {error}") from error
+        raise CompileError(f"there is no CUDA file {file!r} in {source_dir()}: {error}") from error
 
 
 @cache
 def _digest(file: str) -> str:
-    """Hash a file and all first-party headers under it; NVRTC's own cache would miss the latter."""
+    """Hash a file and the first-party headers it includes, which CuPy's cache key leaves out."""
     text = _source(file)
     parts = [text, *(_digest(name) for name in _INCLUDE.findall(text))]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
@@ -225,7 +225,7 @@ def _cache_key(spec: ModuleSpec, arch: str) -> str:
 
 @cache
 def _cache_folder(base: Path) -> Path:
-    """Return the kernel cache, made private; a folder that others may write to is refused."""
+    """Create the kernel cache as a private folder; refuse one that others may write to."""
     folder = base / "kernels"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -234,14 +234,14 @@ def _cache_folder(base: Path) -> Path:
     status = folder.stat()
     if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o022):
         raise CompileError(
-            f"kernel cache {folder} belongs to another user or can be written by others "
-            f"(mode {status.st_mode & 0o777:o}); fix it or set ENGINE_CACHE_DIR"
+            f"kernel cache {folder} must be owned and writable by this user only; got "
+            f"uid {status.st_uid}, mode {status.st_mode & 0o777:o}. Fix it or set ENGINE_CACHE_DIR"
         )
     return folder
 
 
 def _read_cache(spec: ModuleSpec, arch: str, key: str) -> CompiledModule | None:
-    """Return the cached module, or None if it is not there or not whole."""
+    """Return the cached module, or None if it is missing or damaged."""
     folder = _cache_folder(env.cache_dir())
     try:
         record = json.loads((folder / f"{key}.json").read_text())
@@ -255,8 +255,8 @@ def _read_cache(spec: ModuleSpec, arch: str, key: str) -> CompiledModule | None:
 
 
 def _write_cache(spec: ModuleSpec, arch: str, key: str, program: _nvrtc.Program) -> CompiledModule:
-    """Store a program. The record is written last and names the cubin by its content, so two
-    processes that compile the same thing at once cannot mix their files."""
+    """Store a program. The record is written last and names the cubin by its content, so that two
+    processes compiling the same module at once cannot mix their files."""
     folder = _cache_folder(env.cache_dir())
     digest = hashlib.sha256(program.cubin).hexdigest()
     path = folder / f"{key}-{digest[:16]}.cubin"

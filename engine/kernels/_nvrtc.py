@@ -1,7 +1,7 @@
-"""NVRTC, through ctypes: CUDA C in, cubin out. Needs no GPU, and no CuPy.
+"""Compiles CUDA C to cubins with NVRTC, through ctypes. Needs neither a GPU nor CuPy.
 
 The library and the CUDA headers come from the wheels of the `cuda12` / `cuda13` extras (or from a
-toolkit that `cuda-pathfinder` finds). CuPy's own compiler is not used because it neither knows
+toolkit found by `cuda-pathfinder`). CuPy's own compiler is not used because it neither knows
 `sm_90a` nor reports registers and spills, and because the same code must compile in CI.
 """
 
@@ -20,12 +20,12 @@ from engine.errors import CompileError
 
 __all__ = ["EntryInfo", "Program", "compile_source", "include_dirs", "version"]
 
-_MIN_VERSION = (12, 9)  # the first that takes -arch=sm_90a together with our other options
+_MIN_VERSION = (12, 9)  # the first to accept -arch=sm_90a with our other options
 
 
 @dataclass(frozen=True)
 class EntryInfo:
-    """What ptxas says of one kernel: registers a thread, spilled bytes, static shared bytes."""
+    """ptxas's report on one kernel: registers per thread, spilled and static shared bytes."""
 
     name: str
     registers: int
@@ -36,7 +36,7 @@ class EntryInfo:
 
 @dataclass(frozen=True)
 class Program:
-    """A compiled source: the cubin, what ptxas says of its kernels, and the whole log."""
+    """A compiled source: the cubin, ptxas's report on its kernels, and the whole log."""
 
     cubin: bytes
     entries: tuple[EntryInfo, ...]
@@ -48,7 +48,7 @@ def _pathfinder() -> Any:
         from cuda import pathfinder
     except ImportError as error:
         raise CompileError(
-            "NVRTC and the CUDA headers cannot be looked for: cuda-pathfinder is not installed; "
+            "finding NVRTC and the CUDA headers needs cuda-pathfinder, which is not installed; "
             f"install a GPU extra: pip install '{gpu_extra()}'"
         ) from error
     return pathfinder

@@ -1,9 +1,9 @@
 """The layout of a kernel's parameters as one C struct, passed by value.
 
-A kernel of many parameters takes them as `const __grid_constant__ Params p`. The struct's Python
-twin is made here from the kernel's parameter list, by C's rules: each field at the next multiple
+A kernel with many parameters takes them as `const __grid_constant__ Params p`. The equivalent NumPy
+struct is made here from the kernel's parameter list, by C's rules: each field at the next multiple
 of its alignment, the size rounded up to the largest alignment. `tests/kernels/test_params.py`
-compiles the CUDA struct of each such kernel against its twin.
+checks each one against the CUDA struct.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FIELDS: dict[str, tuple[Any, int]] = {
 
 
 def struct_dtype(names: Sequence[str], types: Sequence[str]) -> np.dtype[Any]:
-    """Return the struct of these fields.
+    """Return the struct with these fields.
 
     Examples
     --------

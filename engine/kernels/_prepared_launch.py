@@ -1,6 +1,6 @@
-"""Launches laid out for the driver: in clusters, before the last kernel has ended, or again.
+"""Launches through the driver: with clusters, with programmatic dependent launch, repeatable.
 
-CuPy can say none of these, hence the driver's cuLaunchKernelEx; a captured graph keeps the first
+CuPy supports none of these, hence the driver's cuLaunchKernelEx. A captured graph keeps the first
 two.
 """
 
@@ -42,7 +42,7 @@ def _driver_launch() -> Any:
 
 
 class PreparedLaunch:
-    """A launch on the stream that is current now, laid out for the driver; it can be made again.
+    """A repeatable launch on the stream that is current on construction.
 
     Parameters
     ----------
@@ -51,12 +51,12 @@ class PreparedLaunch:
     values : tuple
         NumPy scalars, CuPy arrays (passed as pointers), NumPy arrays (by value).
     layout : np.dtype, optional
-        Pass the values as one struct of this layout, a field each.
+        Pass the values as the fields of one struct of this layout.
     cluster : int
-        Blocks of a cluster, along the grid's first axis.
+        Blocks per cluster, along the grid's first axis.
     pdl : bool
-        Let the kernel start before the one in front has ended (programmatic dependent launch). It
-        must wait for that one itself, before it touches what either of them writes.
+        Programmatic dependent launch: the kernel may start before the previous one has ended. It
+        must itself wait for that one before it touches anything that either of them writes.
     """
 
     __slots__ = ("_addresses", "_attributes", "_call", "_config", "_struct", "hosts")
@@ -102,7 +102,7 @@ class PreparedLaunch:
         Raises
         ------
         DeviceError
-            If the driver refuses.
+            If the driver rejects the launch.
         """
         status = _driver_launch()(*self._call)
         if status:
@@ -114,7 +114,7 @@ class PreparedLaunch:
             )
 
     def set_value(self, index: int, host: Any) -> None:
-        """Pass the NumPy array `host` by value as argument `index` from now on."""
+        """Pass the NumPy array `host` by value as argument `index` in later launches."""
         if self._struct is not None:
             self.hosts[index][()] = host
             return
@@ -123,7 +123,7 @@ class PreparedLaunch:
 
 
 def _attributes(cluster: int, pdl: bool) -> tuple[Any, int]:
-    """Return the launch's attributes, and how many there are."""
+    """Return the launch's attributes and their number."""
     attributes = (_Attribute * 2)()
     count = 0
     if cluster > 1:
@@ -138,7 +138,7 @@ def _attributes(cluster: int, pdl: bool) -> tuple[Any, int]:
 
 
 def _into_struct(struct: Any, values: list[Any]) -> list[Any]:
-    """Copy the values into the fields, in their order; return a view of each field."""
+    """Copy the values into the fields in order; return a view of each field."""
     views = [struct[name] for name in struct.dtype.names]
     for view, value in zip(views, values, strict=True):
         view[()] = value
@@ -146,7 +146,7 @@ def _into_struct(struct: Any, values: list[Any]) -> list[Any]:
 
 
 def _host_value(value: Any) -> Any:
-    """Return a NumPy array that holds the argument's bytes."""
+    """Return a NumPy array with the argument's bytes."""
     if isinstance(value, (np.ndarray, np.generic)):
         return np.asarray(value)
     return np.asarray(np.uint64(value.data.ptr))

@@ -1,4 +1,4 @@
-"""Descriptions of matrices for Hopper's copy engine (TMA), encoded by the driver, kept by key."""
+"""Tensor maps: the TMA's descriptors of arrays, encoded by the driver and cached."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from engine.errors import DeviceError
 __all__ = ["map_source", "tensor_map", "tensor_map_2d", "tensor_map_of"]
 
 _BYTES = 128
-_ALIGNMENT = 64  # of the map's own address
+_ALIGNMENT = 64  # required of the map's own address, in bytes
 
 _DTYPES = {"uint8": (0, 1), "float16": (6, 2), "bfloat16": (9, 2)}  # CUtensorMapDataType, bytes
 _SWIZZLES = {64: 2, 128: 3}  # CUtensorMapSwizzle
 _L2_PROMOTIONS = {0: 0, 64: 1, 128: 2, 256: 3}  # bytes to CUtensorMapL2promotion
 
-_sources: dict[int, tuple[Any, ...]] = {}  # where a map lies: what it was made of
+_sources: dict[int, tuple[Any, ...]] = {}  # address of a map -> what it was made of
 
 
 def tensor_map_2d(array: Any, dtype: str, box: tuple[int, int]) -> Any:
-    """Return the 128-byte map of a matrix, to be passed to a kernel by value.
+    """Return the tensor map (128 bytes) of a matrix, to be passed to a kernel by value.
 
     Parameters
     ----------
@@ -31,14 +31,14 @@ def tensor_map_2d(array: Any, dtype: str, box: tuple[int, int]) -> Any:
         Columns contiguous; address and row stride multiples of 16 bytes.
     dtype : "float16" or "bfloat16"
     box : (rows, columns)
-        What one copy moves; columns * 2 bytes at most 128. Copies use the 128-byte swizzle, and
-        what lies outside the matrix arrives as zeros. L2 fetches 128 bytes at a time: with 256
-        products of few rows took 3 % longer.
+        What one copy loads; at most 128 bytes of columns. Copies use the 128-byte swizzle, and
+        elements outside the matrix are loaded as zeros. L2 promotion is 128 bytes: with 256,
+        products of few rows take 3 % longer.
 
     Raises
     ------
     DeviceError
-        If the driver refuses.
+        If the driver rejects the map.
     """
     rows, columns = array.shape
     sizes, strides = (columns, rows), (array.strides[0],)
@@ -55,7 +55,7 @@ def tensor_map(
     promote: int = 256,
     swizzle: int = 128,
 ) -> Any:
-    """Return the map of an array of up to 5 axes, the contiguous one first.
+    """Return the tensor map of an array of up to 5 axes, the contiguous one first.
 
     Parameters
     ----------
@@ -64,13 +64,13 @@ def tensor_map(
     dtype : "uint8", "float16" or "bfloat16"
     sizes : tuple of int
     strides : tuple of int
-        In bytes, of all axes but the first: multiples of 16 (that of an axis of 1 says nothing).
+        In bytes, of all axes but the first: multiples of 16 (unused for an axis of size 1).
     box : tuple of int
-        What one copy moves along each axis, as in `tensor_map_2d`.
+        What one copy loads along each axis, as in `tensor_map_2d`.
     promote : 0, 64, 128 or 256
-        Bytes that L2 fetches for whatever is asked for; 0: no more than that.
+        L2 promotion: bytes that L2 fetches at a time; 0 for none.
     swizzle : 64 or 128
-        Bytes of the span in which copies swap 16-byte words: at least those of the box's rows.
+        Span of the swizzle in bytes; no shorter than a row of the box.
     """
     row = -(-sizes[0] * _DTYPES[dtype][1] // 16) * 16
     known = (row if n == 1 else step for n, step in zip(sizes[1:], strides, strict=True))
@@ -92,7 +92,7 @@ def _encode(
     promote: int,
     swizzle: int,
 ) -> Any:
-    """The map holds no memory: a stale one only describes where an array once was."""
+    """Encode a map. It owns no memory, so a cached one of a freed array does no harm."""
     buffer = np.zeros(_BYTES + _ALIGNMENT, np.uint8)
     start = -buffer.ctypes.data % _ALIGNMENT
     encoded = buffer[start : start + _BYTES]
@@ -121,10 +121,10 @@ def _encode(
 
 
 def map_source(encoded: Any) -> tuple[Any, ...]:
-    """Return what `tensor_map_of` made this map of: the address, and the rest."""
+    """Return the arguments of `tensor_map_of` that made this map: the address, and the rest."""
     return _sources[encoded.ctypes.data]
 
 
 def tensor_map_of(pointer: int, *rest: Any) -> Any:
-    """Return the map that `map_source` describes, of the same array elsewhere."""
+    """Return the tensor map for `map_source`'s arguments, possibly at another address."""
     return _encode(pointer, *rest)

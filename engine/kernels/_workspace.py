@@ -1,4 +1,4 @@
-"""Scratch memory for kernels that need some between two launches on one stream."""
+"""Scratch memory that passes data between two launches on one stream."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _counters: dict[tuple[int, int], list[Any]] = {}
 def workspace(num_floats: int) -> Any:
     """Return at least `num_floats` floats of scratch, owned by the current device and stream.
 
-    What is in it may be overwritten by the next kernel of the same stream that asks for scratch.
-    It grows by doubling and is never given back: a captured graph goes on writing where it was when
-    it was captured. While a graph is captured it must not grow (that would allocate), so run the
-    same calls once before.
+    The next kernel on the same stream that asks for scratch may overwrite its content. It grows by
+    doubling and is never freed, because a captured graph keeps writing to the addresses it was
+    captured with. It must not grow during a capture (that would allocate), so run the same calls
+    once before.
 
-    NOTE: graphs captured on one stream share it, so they must not be replayed side by side.
+    NOTE: graphs captured on one stream share it, so they must not be replayed concurrently.
     """
     cupy = device.cupy()
     key = (cupy.cuda.runtime.getDevice(), cupy.cuda.get_current_stream().ptr)
@@ -34,9 +34,9 @@ def workspace(num_floats: int) -> Any:
 
 
 def counters(count: int = 64) -> Any:
-    """Return at least `count` int32 counters that are 0, otherwise as `workspace`.
+    """Return at least `count` int32 counters, all 0; otherwise as `workspace`.
 
-    A kernel that counts on them leaves them at 0, so that the next one need not clear them first.
+    A kernel that uses them resets them to 0, so that the next one need not clear them.
     """
     cupy = device.cupy()
     key = (cupy.cuda.runtime.getDevice(), cupy.cuda.get_current_stream().ptr)

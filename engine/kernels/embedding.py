@@ -1,4 +1,4 @@
-"""Rows of the embedding table: `cuda_src/embedding.cu`, mirror `reference/embedding.py`."""
+"""Embedding lookup: `cuda_src/embedding.cu`, mirror `reference/embedding.py`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from engine.kernels._module import ModuleSpec
 __all__ = ["embedding", "specs"]
 
 _ROWS = 4  # kRows of the CUDA file
-_MANY_TOKENS = 1024  # from here on a thread is given several rows
+_MANY_TOKENS = 1024  # from here on, a thread copies several rows
 _PARAMS = (
     "token_ids:ptr weight:ptr out:ptr num_tokens:i64 vocab_size:i64 n:i32 scale:f32 is_large:i32"
 )
@@ -39,13 +39,13 @@ def embedding(token_ids: Any, weight: Any, *, scale: float = 1.0, out: Any = Non
     Parameters
     ----------
     token_ids : (T,) array of int32
-        An id outside [0, V) gives a row of NaN, but -2**31, which is padding, a row of zeros.
+        -2**31, the padding id, gives a row of zeros; any other id outside [0, V) a row of NaN.
     weight : (V, N) array of float32, float16 or bfloat16
         At least one row.
     scale : float
-        Factor, multiplied in float32 (Gemma: sqrt(N), which the caller rounds to its dtype).
+        Factor, applied in float32 (Gemma: sqrt(N), which the caller rounds to its dtype).
     out : (T, N) array of weight's dtype, optional
-        Where to put the result.
+        Array for the result.
 
     Returns
     -------
@@ -54,7 +54,7 @@ def embedding(token_ids: Any, weight: Any, *, scale: float = 1.0, out: Any = Non
     Raises
     ------
     ShapeError, DTypeError, ContractError
-        If an argument breaks the contract.
+        If an argument violates the contract.
 
     Examples
     --------

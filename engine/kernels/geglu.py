@@ -32,11 +32,11 @@ def geglu(x: Any, *, approximate: str = "tanh", out: Any = None) -> Any:
     Parameters
     ----------
     x : (..., 2F) array of float32, float16 or bfloat16
-        Rows [gate | up]; may be a 2-D view whose rows do not follow each other.
+        Rows [gate | up]; may be a 2-D view with gaps between its rows.
     approximate : {"tanh", "none"}
         "none" is the exact GELU, by erf.
     out : (..., F) array of x's dtype, optional
-        Where to put the result; may be the gate half of `x`, with no other overlap.
+        Array for the result; may be the gate half of `x`, but not overlap it otherwise.
 
     Returns
     -------
@@ -45,7 +45,7 @@ def geglu(x: Any, *, approximate: str = "tanh", out: Any = None) -> Any:
     Raises
     ------
     ShapeError, DTypeError, ContractError
-        If an argument breaks the contract.
+        If an argument violates the contract.
 
     Notes
     -----

@@ -33,7 +33,7 @@ def gelu(x: Any, *, approximate: str = "none", out: Any = None) -> Any:
     approximate : {"none", "tanh"}
         "none" is the exact function, by erf.
     out : array of x's shape and dtype, optional
-        Where to put the result; may be `x`.
+        Array for the result; may be `x`.
 
     Returns
     -------
@@ -42,7 +42,7 @@ def gelu(x: Any, *, approximate: str = "none", out: Any = None) -> Any:
     Raises
     ------
     ShapeError, DTypeError, ContractError
-        If an argument breaks the contract.
+        If an argument violates the contract.
 
     Notes
     -----

@@ -1,4 +1,4 @@
-"""Values of each head as e4m3 with one scale: `cuda_src/quantize_heads.cu`."""
+"""Quantization of heads to e4m3 with one scale each: `cuda_src/quantize_heads.cu`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = ["quantize_heads", "specs"]
 _SHAPE = "stride_t:i64 stride_h:i64 num_tokens:i32 num_heads:i32 head_dim:i32 rotate:i32"
 _PEAKS = Kernel("quantize_heads_peaks", f"x:ptr offset:ptr peaks:ptr {_SHAPE}")
 _CODES = Kernel("quantize_heads_codes", f"x:ptr offset:ptr peaks:ptr codes:ptr scale:ptr {_SHAPE}")
-_ROWS = 8  # of a block, a warp each
-_BLOCKS_PER_SM = 8  # of the kernel of maxima
+_ROWS = 8  # rows per block, one per warp
+_BLOCKS_PER_SM = 8  # in the kernel that finds the maxima
 
 
 def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
@@ -28,35 +28,36 @@ def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
 
 
 def quantize_heads(x: Any, *, offset: Any = None, rotate: bool = False) -> tuple[Any, Any]:
-    """Round the values of each head to e4m3, with one scale a head.
+    """Quantize the values of each head to e4m3, with one scale per head.
 
     Parameters
     ----------
     x : (T, H, D) array of float32, float16 or bfloat16
-        D <= 256. A view whose last axis is contiguous is taken as it is.
+        D <= 256. A view whose last axis is contiguous is not copied.
     offset : (H, D) array of float32, optional
-        Subtracted from every token first. For keys, any vector a head: it adds the same to all
-        scores of a query, so the softmax stays (the log-sum-exp does not). Their mean over tokens
-        takes away what all keys have in common, which is often the largest part.
+        Subtracted from every token first. For keys, any vector per head may be used: it shifts all
+        scores of a query equally, so the softmax is unchanged (the log-sum-exp is not). The mean
+        over tokens removes what all keys have in common, often their largest part.
     rotate : bool
-        Multiply each row by the Hadamard matrix over sqrt(D), for queries and keys alike: their
-        products stay, and a column of outliers is spread over all. D must be a power of 2.
+        Multiply each row by the Hadamard matrix over sqrt(D). Applied to queries and keys alike, it
+        preserves their products and spreads outliers of one column over all. D must be a power
+        of 2.
 
     Returns
     -------
     codes : (T, H, D) array of uint8
         Bits of e4m3; on NumPy, ``codes.view(ml_dtypes.float8_e4m3fn)`` shows the values.
     scale : (H,) array of float32
-        ``x`` is about ``codes * scale``: the largest magnitude of a head becomes 448.
+        ``x`` is about ``codes * scale``; the largest magnitude of a head is mapped to 448.
 
     Raises
     ------
     ShapeError, DTypeError, ContractError
-        If an argument breaks the contract.
+        If an argument violates the contract.
 
     Notes
     -----
-    Float32 until the one rounding, to nearest even: 2.7 % (rms) of a value. Smoothing of keys is
+    Float32 until one rounding to nearest even, with an error of 2.7 % (rms). Smoothing of keys is
     from [1]_, rotation from [2]_.
 
     References

@@ -29,7 +29,7 @@ def residual_add(x: Any, residual: Any, *, out: Any = None) -> Any:
     x : array of float32, float16 or bfloat16
     residual : array of x's shape and dtype
     out : array of x's shape and dtype, optional
-        Where to put the sum; may be `x` or `residual`.
+        Array for the sum; may be `x` or `residual`.
 
     Returns
     -------
@@ -39,7 +39,7 @@ def residual_add(x: Any, residual: Any, *, out: Any = None) -> Any:
     Raises
     ------
     ShapeError, DTypeError, ContractError
-        If an argument breaks the contract. Nothing is broadcast.
+        If an argument violates the contract. Shapes are not broadcast.
 
     Examples
     --------

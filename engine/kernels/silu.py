@@ -27,7 +27,7 @@ def silu(x: Any, *, out: Any = None) -> Any:
     ----------
     x : array of float32, float16 or bfloat16
     out : array of x's shape and dtype, optional
-        Where to put the result; may be `x`.
+        Array for the result; may be `x`.
 
     Returns
     -------
@@ -36,7 +36,7 @@ def silu(x: Any, *, out: Any = None) -> Any:
     Raises
     ------
     ShapeError, DTypeError, ContractError
-        If an argument breaks the contract.
+        If an argument violates the contract.
 
     Notes
     -----

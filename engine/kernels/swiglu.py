@@ -26,9 +26,9 @@ def swiglu(x: Any, *, out: Any = None) -> Any:
     Parameters
     ----------
     x : (..., 2F) array of float32, float16 or bfloat16
-        Rows [gate | up]; may be a 2-D view whose rows do not follow each other.
+        Rows [gate | up]; may be a 2-D view with gaps between its rows.
     out : (..., F) array of x's dtype, optional
-        Where to put the result; may be the gate half of `x`, with no other overlap.
+        Array for the result; may be the gate half of `x`, but not overlap it otherwise.
 
     Returns
     -------
@@ -37,7 +37,7 @@ def swiglu(x: Any, *, out: Any = None) -> Any:
     Raises
     ------
     ShapeError, DTypeError, ContractError
-        If an argument breaks the contract.
+        If an argument violates the contract.
 
     Notes
     -----
