@@ -1,8 +1,8 @@
-"""Beam search: the best few continuations by log-probability, side by side.
+"""Beam search: extend the most probable continuations of a prompt in parallel.
 
-Each beam is a request of the engine. A beam whose most probable token is kept just goes on; for
-every other child a request is forked from it, which shares all its blocks (`add_request(parent=)`),
-and a beam that nobody continues is aborted.
+Each beam is a request of the engine. A beam that is extended by its own most probable token keeps
+its request; every other child is a fork that shares the parent's blocks (`add_request(parent=)`);
+a beam without children is aborted.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _RANGES = {
 
 @dataclass(frozen=True, kw_only=True)
 class BeamSearchParams:
-    """How beams are searched.
+    """Parameters of a beam search.
 
     Attributes
     ----------
     beam_width : int
-        Beams that go on, and sequences that are returned.
+        Beams kept at each step, and sequences returned.
     max_tokens : int
-        Most tokens of a sequence.
+        Maximum number of tokens per sequence.
     length_penalty : float
-        A sequence of n generated tokens, the end of sequence not counted, is worth its cumulative
-        log-probability divided by ``n ** length_penalty``; more than 0 favours long ones.
+        A sequence of n generated tokens (not counting the end of sequence) is scored by its
+        cumulative log-probability divided by ``n ** length_penalty``; above 0 favours long ones.
     ignore_eos : bool
-        Whether the model's end-of-sequence tokens are ordinary ones.
+        Whether to treat the model's end-of-sequence tokens as ordinary ones.
 
     Raises
     ------
@@ -77,7 +77,7 @@ class BeamSearchParams:
 
 @dataclass(frozen=True)
 class BeamSearchSequence:
-    """One sequence that was found.
+    """One sequence found by the search.
 
     Attributes
     ----------
@@ -86,7 +86,7 @@ class BeamSearchSequence:
     cum_logprob : float
         Sum of their log-probabilities.
     score : float
-        What it was ranked by.
+        Length-normalised log-probability by which it was ranked.
     text : str or None
         Its text without special tokens; None if the model has no tokenizer.
     finish_reason : str
@@ -111,10 +111,10 @@ class BeamSearchOutput:
 
 @dataclass
 class _Beam:
-    """A sequence that goes on, and the request that computes it.
+    """An unfinished sequence, and the request that computes it.
 
-    `logprobs[i]` is the distribution of its token number `start + i`; the request may have run
-    ahead with its own most probable tokens.
+    `logprobs[i]` is the distribution of token `start + i`. The request may already have generated
+    further tokens: greedily, so not necessarily those of the sequence.
     """
 
     request_id: str
@@ -132,12 +132,12 @@ class _Beam:
 
     @property
     def next_own_id(self) -> int:
-        """The token with which the request itself goes on."""
+        """The token that the request itself generated after `token_ids`."""
         return self.own_ids[len(self.token_ids) - self.start]
 
 
 class BeamSearch:
-    """The search for one prompt; `advance` whenever its requests have given outputs.
+    """The search for one prompt; call `advance` when its requests have new outputs.
 
     Parameters
     ----------
@@ -145,9 +145,9 @@ class BeamSearch:
     prompt : prompt
     params : BeamSearchParams
     name : str
-        Begins the ids of all its requests.
+        Prefix of the ids of all its requests.
     inbox : dict of str to list of RequestOutput
-        Where outputs arrive: requests enter their ids here, whoever steps the engine fills it.
+        Outputs by request id: a request is entered here; whoever steps the engine appends to it.
 
     Attributes
     ----------
@@ -175,14 +175,14 @@ class BeamSearch:
         self._start(first, (), None)
 
     def advance(self) -> None:
-        """Take what has arrived; choose the next beams if all of them have said what follows."""
+        """Take new outputs; choose the next beams once every beam has a next distribution."""
         for beam in self._beams:
             self._receive(beam)
         while not self.is_done and all(b.next_logprobs is not None for b in self._beams):
             self._choose()
 
     def close(self) -> None:
-        """Abort what is left."""
+        """Abort the remaining requests."""
         self.is_done = True
         for beam in self._beams:
             self._stop(beam.request_id)
@@ -207,7 +207,7 @@ class BeamSearch:
                 beam.own_ids += completion.token_ids
 
     def _choose(self) -> None:
-        """Keep the best continuations of all beams."""
+        """Replace the beams by their best continuations; finish those that have ended."""
         width = self._params.beam_width
         chosen: list[tuple[float, _Beam, int]] = []
         for total, beam, token_id in self._candidates():
@@ -225,7 +225,7 @@ class BeamSearch:
             self._follow(chosen)
 
     def _candidates(self) -> list[tuple[float, _Beam, int]]:
-        """Return the 2 * beam_width best continuations, best first; equal ones in a fixed order."""
+        """Return the 2 * beam_width best continuations, best first; ties in a fixed order."""
         candidates = []
         for beam in self._beams:
             for token_id, entry in (beam.next_logprobs or {}).items():
@@ -234,7 +234,7 @@ class BeamSearch:
         return candidates[: 2 * self._params.beam_width]
 
     def _follow(self, chosen: Iterable[tuple[float, _Beam, int]]) -> None:
-        """Make the beams of the next token: forks first, while their parents are there."""
+        """Make the beams of the next token: fork first, while the parents still hold blocks."""
         beams: list[_Beam] = []
         for total, parent, token_id in chosen:
             token_ids = (*parent.token_ids, token_id)
@@ -265,7 +265,7 @@ class BeamSearch:
             "cache_salt": self._prompt.cache_salt,
         }
         if parent is not None and not self._engine.is_unfinished(parent):
-            parent = None  # it ran ahead to its end; the prefix tree has its blocks
+            parent = None  # it has already finished; the prefix tree has its blocks
         self._engine.add_request(request_id, prompt, params, parent=parent)
         self._inbox[request_id] = []
 

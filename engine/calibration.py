@@ -1,8 +1,8 @@
-"""What preemption costs on this machine: measured once, when the engine is made.
+"""What preemption costs on this machine, measured once when the engine is constructed.
 
-Whose blocks are taken, and what becomes of them, must depend on the order of arrivals only. So
-nothing is measured while requests run: the costs are fixed before the first one comes, shown in
-`engine.config`, and can be given as options, which repeats a run exactly.
+Which request is preempted, and how, must depend on the order of arrivals only. So nothing is
+measured while requests run: the costs are fixed before the first one arrives, shown in
+`engine.config`, and can be given as options to repeat a run exactly.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ __all__ = ["measure_recompute", "measure_swap", "with_measured_costs"]
 
 _SWAP_BYTES = 32 << 20  # enough to fill the link
 _PREFILL_TOKENS = {"cpu": 64, "cuda": 2048}
-_CALLS, _SECONDS = 4, 0.5  # enough of each: a slow machine is measured less often
+_CALLS, _SECONDS = 4, 0.5  # stop at whichever comes first
 
 
 def with_measured_costs(
     config: ResolvedConfig, model: Any, kv: KVCache, swap: SwapSpace | None
 ) -> ResolvedConfig:
-    """Return `config` with the costs of preemption that were left out, measured.
+    """Return `config` with the missing preemption costs measured.
 
-    Nothing is measured if nothing depends on it: without host blocks, or if the mode is fixed.
+    Without host blocks, or with a fixed preemption mode, nothing depends on them: not measured.
 
     Parameters
     ----------
     config : ResolvedConfig
     model : RunnableModel
     kv : KVCache
-        Not in use yet: its blocks are written.
+        Not yet in use; its blocks are overwritten.
     swap : SwapSpace or None
-        Likewise.
+        Not yet in use; its blocks are overwritten.
     """
     limits, reasons = config.scheduler, dict(config.reasons)
     if swap is None or limits.preemption != "auto":
@@ -54,13 +54,13 @@ def with_measured_costs(
         reasons["recompute_us_per_token"] = f"{per_token:g}: measured on a prompt of {count} tokens"
     if per_block is None:
         per_block = _rounded(measure_swap(kv, swap))
-        reasons["swap_us_per_block"] = f"{per_block:g}: measured, out and in"
+        reasons["swap_us_per_block"] = f"{per_block:g}: measured, both ways"
     limits = replace(limits, recompute_us_per_token=per_token, swap_us_per_block=per_block)
     return replace(config, scheduler=limits, reasons=reasons)
 
 
 def measure_recompute(model: Any, kv: KVCache, num_tokens: int) -> float:
-    """Return the microseconds a token of a prompt of `num_tokens`; writes the first blocks."""
+    """Return microseconds per token of a prompt of `num_tokens`; overwrites the first blocks."""
     size = kv.geometry.block_size
     table = list(range(-(-num_tokens // size)))
     ids = np.arange(num_tokens, dtype=np.int32) % model.config.vocab_size
@@ -69,17 +69,17 @@ def measure_recompute(model: Any, kv: KVCache, num_tokens: int) -> float:
 
 
 def measure_swap(kv: KVCache, swap: SwapSpace) -> float:
-    """Return the microseconds that a block takes out and in again."""
+    """Return the microseconds that swapping one block out and back in takes."""
     most = max(1, _SWAP_BYTES // kv.geometry.bytes_per_block)
     count = min(most, kv.num_blocks, swap.num_blocks)
     pairs = [(block, block) for block in range(count)]
 
-    def there_and_back() -> None:
+    def swap_both_ways() -> None:
         swap.swap_blocks_to_cpu(pairs)
         swap.swap_blocks_from_cpu(pairs)
         swap.synchronize()
 
-    return _microseconds(there_and_back, kv.device) / count
+    return _microseconds(swap_both_ways, kv.device) / count
 
 
 def _num_prefill_tokens(config: ResolvedConfig, kv: KVCache) -> int:
@@ -90,7 +90,7 @@ def _num_prefill_tokens(config: ResolvedConfig, kv: KVCache) -> int:
 
 
 def _rounded(cost: float) -> float:
-    """Return the nearest power of two, so that two starts on one machine nearly always agree.
+    """Return the nearest power of two, so that two starts on one machine almost always agree.
 
     Examples
     --------
@@ -101,7 +101,7 @@ def _rounded(cost: float) -> float:
 
 
 def _microseconds(call: Callable[[], Any], device: Device) -> float:
-    """Return the shortest time of a few calls; the first one loads what has to be loaded."""
+    """Return the shortest of a few calls; the first may include loading kernels."""
     times: list[float] = []
     while len(times) < _CALLS and sum(times) < _SECONDS:
         start = time.perf_counter()

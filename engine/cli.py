@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(argv)
     command = importlib.import_module(f"engine.commands.{options.command}")
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a model writes what no terminal can show
+        sys.stdout.reconfigure(errors="replace")  # the terminal may not encode all of Unicode
     parser = argparse.ArgumentParser(
         prog=f"engine {options.command}", description=COMMANDS[options.command]
     )
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         status = 130
     except BrokenPipeError:
-        # The reader went away (`engine ... | head`): leave quietly, also at interpreter exit.
+        # The reader closed the pipe (`engine ... | head`): exit quietly, at the final flush too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
     sys.exit(status)

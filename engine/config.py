@@ -1,4 +1,4 @@
-"""What a decoder is, as plain numbers: `ModelConfig` and `RopeConfig`.
+"""A decoder's architecture as plain numbers: `ModelConfig` and `RopeConfig`.
 
 Every difference between model families that the engine knows is a field here with a neutral
 default; the files of `models/` fill them in from a `config.json`, and `models/decoder.py` is the
@@ -14,7 +14,7 @@ __all__ = ["ModelConfig", "RopeConfig"]
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding: which angles, and how they stretch past the training length.
+    """Rotary position embedding: its angles, and how they scale past the training length.
 
     Attributes
     ----------
@@ -25,21 +25,21 @@ class RopeConfig:
     scaling : str
         "default", "linear", "dynamic" (NTK), "yarn", "llama3" or "longrope".
     factor : float
-        Stretch of the context, for every scaling but "default".
+        Context extension factor, for every scaling but "default".
     original_max_position : int
         Training length in tokens; 0 where the scaling does not use it.
     low_freq_factor, high_freq_factor : float
-        Borders of the llama3 ramp.
+        Bounds of the llama3 ramp.
     beta_fast, beta_slow : float
-        Borders of the yarn ramp, in rotations over the training length.
+        Bounds of the yarn ramp, in rotations over the training length.
     attention_factor : float or None
         Scale of cos and sin; None derives it from the paper's formula.
     mscale, mscale_all_dim : float
-        Yarn's two factors of the scale (0: not given).
+        YaRN's two factors of the attention scale (0: not given).
     truncate : bool
-        Whether yarn's ramp borders are rounded to whole dimensions.
+        Whether the bounds of the yarn ramp are rounded to whole dimensions.
     short_factor, long_factor : tuple of float
-        Longrope's stretch per frequency below and above the training length.
+        Longrope's divisor of each frequency below and above the training length.
     """
 
     theta: float = 10000.0
@@ -66,24 +66,24 @@ class ModelConfig:
     Attributes
     ----------
     model_type : str
-        Hugging Face's name of the family ("llama", "qwen3", ...).
+        Hugging Face's name for the family ("llama", "qwen3", ...).
     vocab_size, hidden_size, num_layers, num_heads, num_kv_heads, head_dim, intermediate_size : int
         V, N, number of layers, H, K, D and F.
     max_position_embeddings : int
         Longest sequence in tokens.
     rms_norm_eps : float
-        Added to the mean square before the root.
+        Added to the mean square before the square root.
     rope : RopeConfig
-        Of every layer, or of the full-attention layers where `rope_local` is given.
+        For every layer, or for the full-attention layers where `rope_local` is given.
     rope_local : RopeConfig or None
-        Of the layers with a window (Gemma 3).
+        For the layers with a sliding window (Gemma 3).
     layer_windows : tuple of int
-        Per layer: how many keys a query sees, itself included; 0 is all of them.
+        Per layer: sliding window in keys, the query's own included; 0 is full attention.
     tie_word_embeddings, qkv_bias, o_bias, mlp_bias, qk_norm, post_norms : bool
-        Which weights exist: a shared output embedding, biases, per-head norms of q and k,
-        norms after each block.
+        Which weights exist: an output embedding tied to the input's, biases, per-head norms of q
+        and k, norms after attention and MLP.
     activation : str
-        "silu", "gelu" (erf) or "gelu_tanh"; of the gate.
+        Activation of the gate: "silu", "gelu" (erf) or "gelu_tanh".
     norm_weight_offset : float
         Added to every norm's weight (Gemma: 1).
     embed_scale : float
@@ -135,5 +135,5 @@ class ModelConfig:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
     def window(self, layer: int) -> int:
-        """Return the window of layer `layer` in keys; 0 is none."""
+        """Return the sliding window of layer `layer` in keys; 0 is none."""
         return self.layer_windows[layer] if self.layer_windows else 0

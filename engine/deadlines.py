@@ -1,4 +1,4 @@
-"""When requests must end: a heap of times."""
+"""Timeouts of requests: a heap of deadlines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Deadlines"]
 
 
 class Deadlines:
-    """The requests that have a timeout, the most urgent one first."""
+    """The requests that have a timeout, earliest deadline first."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, OutputGroup]] = []
@@ -20,22 +20,22 @@ class Deadlines:
         self._serial = itertools.count()
 
     def add(self, group: OutputGroup, deadline: float) -> None:
-        """Let `group` end at `deadline`, in seconds on the monotonic clock."""
+        """Set the deadline of `group`, in seconds on the monotonic clock."""
         group.deadline = deadline
         self._num_unfinished += 1
         heapq.heappush(self._heap, (deadline, next(self._serial), group))
 
     def discard(self, group: OutputGroup) -> None:
-        """Forget `group`, which has finished, with a deadline or without."""
+        """Forget `group`, which has finished; it need not have a deadline."""
         if group.deadline is None:
             return
         self._num_unfinished -= 1
-        if len(self._heap) > 2 * self._num_unfinished + 64:  # finished ones are still there
+        if len(self._heap) > 2 * self._num_unfinished + 64:  # many entries are of finished ones
             self._heap = [entry for entry in self._heap if not entry[2].is_finished]
             heapq.heapify(self._heap)
 
     def pop_overdue(self) -> list[OutputGroup]:
-        """Take out the unfinished groups whose time is up."""
+        """Remove and return the unfinished groups whose deadline has passed."""
         overdue: list[OutputGroup] = []
         if not self._heap:
             return overdue

@@ -1,4 +1,4 @@
-"""Devices and array modules: who computes, and with which NumPy.
+"""Devices, and the array module (`numpy` or `cupy`) that computes on each.
 
 `import cupy` happens here and nowhere else, and only when a CUDA device is asked for, so that
 `import engine` stays fast and works without CuPy.
@@ -33,7 +33,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Device:
-    """A place that computes: `kind` is "cpu" or "cuda", `index` the CUDA ordinal."""
+    """A compute device: `kind` is "cpu" or "cuda", `index` the CUDA ordinal."""
 
     kind: str
     index: int = 0
@@ -49,7 +49,7 @@ class Device:
         return cupy() if self.is_cuda else np
 
     def activate(self) -> None:
-        """Make this the calling thread's current CUDA device (nothing on the CPU)."""
+        """Make this the calling thread's current CUDA device (a no-op on the CPU)."""
         if self.is_cuda:
             cupy().cuda.Device(self.index).use()
 
@@ -79,7 +79,7 @@ def cupy() -> Any:
 
 
 def is_cupy_array(x: Any) -> bool:
-    """Tell whether `x` is a CuPy array, or stands for one; CuPy is not imported."""
+    """Tell whether `x` is a CuPy array or a `PlanArray`; does not import CuPy."""
     module = sys.modules.get("cupy")
     return module is not None and isinstance(x, module.ndarray | PlanArray)
 
@@ -90,7 +90,7 @@ def array_module(*arrays: Any) -> Any:
 
 
 def empty_like(x: Any) -> Any:
-    """Return an array as `x` that is not filled; what stands for an array gives the same."""
+    """Return an uninitialised array like `x`; a `PlanArray` gives a `PlanArray`."""
     new = array_module(x).empty(x.shape, x.dtype)
     return PlanArray(new) if isinstance(x, PlanArray) else new
 
@@ -102,7 +102,7 @@ def to_numpy(x: Any) -> np.ndarray[Any, Any]:
 
 @cache
 def driver_version() -> int | None:
-    """Return the newest CUDA version the NVIDIA driver serves (13000 is 13.0); None without one."""
+    """Return the newest CUDA version the driver supports (13000 is 13.0); None without a driver."""
     try:
         driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     except OSError:
@@ -112,13 +112,13 @@ def driver_version() -> int | None:
 
 
 def gpu_extra() -> str:
-    """Return what to give to `pip install` for this machine's driver."""
+    """Return the extra to `pip install` for this machine's driver."""
     return f"rawengine[cuda{13 if (driver_version() or 0) >= 13000 else 12}]"
 
 
 @cache
 def _cuda_device_count() -> tuple[int, str]:
-    """Return (number of usable devices, why there is none)."""
+    """Return (number of usable devices, the reason if there are none)."""
     try:
         module = cupy()
     except DeviceError:
@@ -143,12 +143,12 @@ def resolve_device(device: str | Device = "auto") -> tuple[Device, str]:
     Returns
     -------
     (Device, str)
-        The device and the reason, one line fit to be shown.
+        The device, and a one-line reason to show to the user.
 
     Raises
     ------
     DeviceError
-        If the name is unknown, or CUDA was asked for and is not there: "cuda" never falls back.
+        If the name is unknown, or CUDA is requested but unavailable: "cuda" never falls back.
 
     Examples
     --------

@@ -45,7 +45,7 @@ def np_dtype(name: str) -> np.dtype[Any]:
 
 
 def dtype_name(dtype: Any) -> str:
-    """Return the engine's name of `dtype` (any float dtype of the engine).
+    """Return the engine's name for `dtype` (one of its float dtypes).
 
     Examples
     --------

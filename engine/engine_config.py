@@ -1,4 +1,4 @@
-"""The engine's options as the user gives them, and as they are resolved, with reasons."""
+"""The engine's options, as given by the user and as resolved, with reasons."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["EngineConfig", "ResolvedConfig"]
 # A step on the CPU should not last seconds; on a GPU it should fill the chip.
 _BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 _SEQUENCES = {"cpu": 16, "cuda": 256}
-# On the CPU the pages compete with the user's own programs.
+# On the CPU the pages compete for memory with the user's other programs.
 _UTILIZATION = {"cpu": 0.5, "cuda": 0.9}
 
 _SCHEDULER_OPTIONS = {
@@ -41,7 +41,7 @@ _SCHEDULER_OPTIONS = {
     "recompute_us_per_token": "recompute_us_per_token",
     "swap_us_per_block": "swap_us_per_block",
 }
-"""Options that the scheduler takes as they are -> what it calls them."""
+"""Options passed on to the scheduler unchanged -> their names there."""
 
 _INT32 = 2**31 - 1
 _RANGES = {
@@ -75,68 +75,68 @@ _FLAGS = {
     "scheduling_policy": POLICIES,
     "preemption_mode": PREEMPTIONS,
 }
-"""Every other option -> what it may be."""
+"""Every other checked option -> its allowed values."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """How requests are served; frozen, `resolve()` derives what is left open.
+    """How requests are served; frozen. `resolve()` derives what is left out.
 
     Parameters
     ----------
     max_model_len : int, optional
-        Most tokens of one request, prompt and output; the model's own limit if left out.
+        Maximum tokens of one request, prompt and output; the model's own limit if left out.
     max_num_seqs : int, optional
-        Most requests that run at once; 256 on CUDA, 16 on the CPU.
+        Maximum number of running requests; 256 on CUDA, 16 on the CPU.
     max_num_batched_tokens : int, optional
         Token budget of one step; 8192 on CUDA, 512 on the CPU.
     block_size : int
-        Tokens of a KV block: 16, 32, 64 or 128.
+        Tokens per KV block: 16, 32, 64 or 128.
     num_blocks : int, optional
-        KV blocks; as many as fit, or as can ever be used, if left out.
+        Number of KV blocks; if left out, as many as fit or can ever be used.
     memory_utilization : float, optional
         Share of the device's memory for weights, activations and pages; 0.9 on CUDA, 0.5 on the
-        CPU. vLLM's name `gpu_memory_utilization` is understood too.
+        CPU. vLLM's name `gpu_memory_utilization` is accepted too.
     seed : int
-        Seeds the requests that bring no seed of their own.
+        Seeds the requests that have no seed of their own.
     enable_prefix_caching : bool
-        Keep computed prefixes, and share their blocks among requests that begin alike.
+        Keep computed prefixes, and share their blocks among requests with a common prefix.
     max_blocks_per_salt : int, optional
-        Most blocks that are kept for one `cache_salt`, so that no tenant pushes out the others.
+        Maximum blocks kept for one `cache_salt`, so that no tenant can evict all others.
     max_prefill_chunk : int
-        Most tokens of one prompt in one step; 0 = as many as the budget allows.
+        Maximum tokens of one prompt in one step; 0 = as many as the budget allows.
     max_draft_tokens : int
-        Most draft tokens of a request that one step verifies (`Scheduler.propose`); CUDA graphs
-        are captured for steps without drafts and with so many.
+        Maximum draft tokens of a request that one step verifies (`Scheduler.propose`); CUDA graphs
+        are captured for steps with none and with this many.
     scheduling_policy : str
-        "fcfs" = first come, first served; "lpm" = longest known prefix first, within a window.
+        "fcfs" = first come, first served; "lpm" = longest cached prefix first, within a window.
     priority_window : int
-        How many later requests one step of priority outweighs; 0 ignores priorities.
+        How many arrivals one level of priority is worth; 0 ignores priorities.
     max_num_queued_requests, max_num_queued_tokens : int, optional
-        What may wait; a request beyond that is refused with `QueueFullError`.
+        Limits of the waiting queue; a request beyond them raises `QueueFullError`.
     watermark : float
-        Share of the blocks that an admission leaves free, as room for running requests to grow.
+        Share of the blocks that an admission must leave free for running requests to grow into.
     swap_space_gb : float
         Host memory, in GiB, for blocks of preempted requests and evicted prefixes; 0 is none.
     preemption_mode : str
-        What becomes of the blocks taken from a request: "recompute", "swap" or "auto" (by cost).
+        How a preempted request is restored: "recompute", "swap" or "auto" (the cheaper one).
     recompute_us_per_token, swap_us_per_block : float, optional
-        The costs that "auto" compares, in microseconds: of a prompt's token, and of a block's way
-        out and back. What is left out is measured when the engine is made, once, so that the
-        choice never depends on a clock while requests run.
+        The costs that "auto" compares, in microseconds: of one prompt token, and of swapping one
+        block out and back in. A cost left out is measured once, when the engine is constructed,
+        so that the choice never depends on a clock while requests run.
     async_scheduling : bool, optional
-        Launch each step before the ids of the last one are on the host: results come one step
-        late, tokens are the same. On by default on CUDA, off on the CPU.
+        Launch each step before the token ids of the previous one are on the host: outputs come one
+        step later, tokens are the same. On by default on CUDA, off on the CPU.
     cuda_graphs : bool, optional
-        Replay decode steps as CUDA graphs, which are captured when the engine is made. On by
-        default on CUDA; off launches kernel by kernel. There are none on the CPU.
+        Replay decode steps from CUDA graphs, captured when the engine is constructed. On by
+        default on CUDA; off launches kernel by kernel. Not available on the CPU.
     step_timeout : float, optional
         Seconds after which a step counts as stuck: it is logged, with the engine's state.
     raise_on_timeout : bool
-        Whether such a step also ends in a `StepTimeoutError`.
+        Whether such a step also raises a `StepTimeoutError`.
     debug : bool, optional
-        Check all invariants after each step and all block tables before, and fill freed blocks
-        with NaN; slow. By default as `ENGINE_DEBUG` says.
+        Check all block tables before each step and all invariants after it, and fill freed blocks
+        with NaN; slow. The default is the value of `ENGINE_DEBUG`.
 
     Raises
     ------
@@ -181,9 +181,9 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any], others: Iterable[str] = ()) -> EngineConfig:
-        """Build from keywords; an unknown one is an error that names the nearest.
+        """Build from keywords; an unknown one raises an error that names the nearest.
 
-        `others` are keywords that the caller takes itself, and could be the nearest.
+        `others` are keywords that the caller handles itself, as further candidates for the nearest.
         """
         given = dict(options)
         if "gpu_memory_utilization" in given:
@@ -205,7 +205,7 @@ class EngineConfig:
             object.__setattr__(self, name, number)
         for name, choices in _FLAGS.items():
             value = getattr(self, name)
-            # 1 == True, and yet it is none of the two.
+            # By type too: 1 == True, but 1 is not a flag.
             if not any(value == c and type(value) is type(c) for c in choices):
                 wanted = ", ".join(map(repr, choices))
                 raise ConfigError(f"{name} must be one of {wanted}; got {value!r}")
@@ -224,20 +224,20 @@ class EngineConfig:
         *,
         deterministic: bool = False,
     ) -> ResolvedConfig:
-        """Derive every open value for `model`, and say why.
+        """Derive every value left out, with the reason for each.
 
         Parameters
         ----------
         model : ModelConfig
         device : Device
         dtype : str
-            Of weights, activations and pages.
+            Dtype of weights, activations and pages.
         max_model_len : int
-            Longest sequence that the loaded model can take.
+            Longest sequence that the model was loaded for.
         weight_bytes : int
-            Bytes of the weights, already on the device.
+            Bytes of the weights, which are already on the device.
         deterministic : bool
-            As the model was loaded.
+            Whether the model was loaded with `deterministic=True`.
 
         Raises
         ------
@@ -280,7 +280,7 @@ class EngineConfig:
     def _host_blocks(self, geometry: KVGeometry, reasons: dict[str, str]) -> int:
         count = int(self.swap_space_gb * 2**30) // geometry.bytes_per_block
         if self.swap_space_gb:
-            reasons["num_host_blocks"] = f"{count}: what {self.swap_space_gb:g} GiB hold"
+            reasons["num_host_blocks"] = f"{count}: as many as fit into {self.swap_space_gb:g} GiB"
         return count
 
     def _is_late(self, device: Device, reasons: dict[str, str]) -> bool:
@@ -339,7 +339,7 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """Every value the engine runs with, and the reason of each one that was chosen for the user."""
+    """Every value the engine runs with, and the reason for each one that the user left open."""
 
     scheduler: SchedulerConfig
     geometry: KVGeometry
@@ -353,8 +353,9 @@ class ResolvedConfig:
 def activation_bytes(model: ModelConfig, dtype: str, num_tokens: int, num_rows: int) -> int:
     """Estimate the peak bytes of one step's activations.
 
-    Live at once, at worst: the residual stream and all that a layer makes, since the others use the
-    memory of the first (`models/layer_plans.py`); and the logits with the sampler's copy of them.
+    The largest live set is the residual stream and all intermediates of one layer (all layers of a
+    kind share the memory of the first, `models/layer_plans.py`), and the logits with the sampler's
+    copy of them.
     """
     mlp = 3 * model.intermediate_size  # gate, up and their product
     attention = 2 * model.qkv_dim

@@ -1,6 +1,6 @@
 """Every environment variable that `engine` reads, with its default and its meaning.
 
-A variable that is set to nonsense is an error, never ignored.
+A variable set to an invalid value is an error, never ignored.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "ENGINE_CACHE_DIR",
         "$XDG_CACHE_HOME/engine or ~/.cache/engine",
-        "where pulled models and compiled kernels are kept",
+        "where downloaded models and compiled kernels are kept",
     ),
     Variable(
         "ENGINE_KERNEL_TIER",
         "auto",
-        '"portable" uses only the kernels that run on sm_80 and up; "auto" the best for the device',
+        '"portable" uses only kernels that run on sm_80 and up, "auto" the fastest for the device',
     ),
     Variable(
         "ENGINE_COMPILE_WORKERS",
@@ -49,17 +49,17 @@ VARIABLES: tuple[Variable, ...] = (
         "how many kernels are compiled at once when a model is loaded",
     ),
     Variable("ENGINE_DEBUG", "0", "1 checks every block table and poisons freed memory (slow)"),
-    Variable("ENGINE_OFFLINE", "0", "1 never opens a connection (also HF_HUB_OFFLINE=1)"),
+    Variable("ENGINE_OFFLINE", "0", "1 forbids network access (also HF_HUB_OFFLINE=1)"),
     Variable(
         "ENGINE_COMMIT",
         "git's, in a checkout",
-        "the commit that `engine bench` writes beside its figures where git cannot say it",
+        "the commit that `engine bench` records where git cannot tell it",
     ),
 )
 
 
 def cache_dir() -> Path:
-    """Return the folder of pulled models and compiled kernels (not created here)."""
+    """Return the folder of downloaded models and compiled kernels (not created here)."""
     if own := os.environ.get("ENGINE_CACHE_DIR"):
         return Path(own).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -81,12 +81,12 @@ def compile_workers() -> int:
 
 
 def debug() -> bool:
-    """Tell whether the slow checks are on."""
+    """Tell whether the slow checks (`ENGINE_DEBUG`) are on."""
     return _choice("ENGINE_DEBUG", "0", ("0", "1")) == "1"
 
 
 def offline() -> bool:
-    """Tell whether connections are forbidden."""
+    """Tell whether network access is forbidden."""
     return "1" in (
         _choice("ENGINE_OFFLINE", "0", ("0", "1")),
         os.environ.get("HF_HUB_OFFLINE", "0"),
@@ -94,7 +94,7 @@ def offline() -> bool:
 
 
 def commit() -> str:
-    """Return the commit that was given by hand; empty if none was."""
+    """Return the commit given by `ENGINE_COMMIT`; empty if unset."""
     return os.environ.get("ENGINE_COMMIT", "")
 
 

@@ -1,22 +1,22 @@
 """Every error that `engine` raises on purpose.
 
     EngineError
-    ├── ConfigError         ValueError    a model's or the user's configuration makes no sense
-    ├── ContractError       ValueError    a kernel argument breaks the op's contract
+    ├── ConfigError         ValueError    a model's or the user's configuration is invalid
+    ├── ContractError       ValueError    an argument violates the op's contract
     │   ├── ShapeError
     │   └── DTypeError      TypeError
-    ├── RequestError        ValueError    a request that cannot be served (the others go on)
+    ├── RequestError        ValueError    a request cannot be served (others can)
     ├── WeightsError        ValueError    a weight file is missing, damaged or does not fit
     ├── TemplateError       ValueError    a chat template fails or tries to leave its sandbox
-    ├── UnknownOptionError  TypeError     a keyword nobody knows, with the nearest known one
-    ├── DeviceError         RuntimeError  the device asked for is not there
-    ├── CompileError        RuntimeError  NVRTC refused a kernel
-    ├── LaunchPlanError     RuntimeError  a layer did what its launch plan cannot repeat
-    ├── DownloadError       RuntimeError  a model could not be pulled
-    ├── StepTimeoutError    TimeoutError  a step took longer than it may
-    └── OutOfMemoryError    MemoryError   with the numbers: who uses what, what would fit
+    ├── UnknownOptionError  TypeError     an unknown keyword; names the nearest known one
+    ├── DeviceError         RuntimeError  the requested device is not available
+    ├── CompileError        RuntimeError  NVRTC failed to compile a kernel
+    ├── LaunchPlanError     RuntimeError  a layer did something its launch plan cannot repeat
+    ├── DownloadError       RuntimeError  a model could not be downloaded
+    ├── StepTimeoutError    TimeoutError  a step exceeded `step_timeout`
+    └── OutOfMemoryError    MemoryError   lists who uses how much, and what would fit
 
-Each one derives from the builtin that NumPy would raise in its place, so `except ValueError`
+Each derives from the built-in exception that NumPy would raise instead, so `except ValueError`
 keeps working.
 """
 
@@ -50,11 +50,11 @@ class EngineError(Exception):
 
 
 class ConfigError(EngineError, ValueError):
-    """A model's or the user's configuration makes no sense."""
+    """A model's or the user's configuration is invalid."""
 
 
 class ContractError(EngineError, ValueError):
-    """A kernel argument breaks the contract of its op."""
+    """An argument violates the contract of its op."""
 
 
 class ShapeError(ContractError):
@@ -62,7 +62,7 @@ class ShapeError(ContractError):
 
 
 class DTypeError(ContractError, TypeError):
-    """A kernel argument has the wrong dtype or is no array."""
+    """A kernel argument has the wrong dtype or is not an array."""
 
 
 class RequestError(EngineError, ValueError):
@@ -78,23 +78,23 @@ class TemplateError(EngineError, ValueError):
 
 
 class UnknownOptionError(EngineError, TypeError):
-    """A keyword that nobody knows."""
+    """An unknown keyword."""
 
 
 class DeviceError(EngineError, RuntimeError):
-    """The device asked for cannot be used."""
+    """The requested device cannot be used."""
 
 
 class CompileError(EngineError, RuntimeError):
-    """NVRTC refused a kernel; the message carries its log."""
+    """NVRTC failed to compile a kernel; the message includes its log."""
 
 
 class LaunchPlanError(EngineError, RuntimeError):
-    """A layer did something, while its launch plan was made, that the plan cannot repeat."""
+    """While its launch plan was made, a layer did something that the plan cannot repeat."""
 
 
 class DownloadError(EngineError, RuntimeError):
-    """A model could not be pulled."""
+    """A model could not be downloaded."""
 
 
 class StepTimeoutError(EngineError, TimeoutError):
@@ -102,11 +102,11 @@ class StepTimeoutError(EngineError, TimeoutError):
 
 
 class OutOfMemoryError(EngineError, MemoryError):
-    """Memory ran out; the message says who holds how much and what would fit."""
+    """Memory ran out; the message lists who holds how much and what would fit."""
 
 
 def unknown_keyword(owner: str, name: str, known: Iterable[str]) -> UnknownOptionError:
-    """Build the error for keyword `name`, which `owner` does not know.
+    """Build the error for keyword `name`, which `owner` does not take.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""From what the user gives to what the engine works on: prompts, seeds, bad words. All checked."""
+"""Checks and converts user input (prompts, sampling parameters, bad words) into requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 
 @dataclass(frozen=True)
 class PromptInput:
-    """A checked prompt; `text` is None if it came as ids alone."""
+    """A checked prompt; `text` is None if only token ids were given."""
 
     text: str | None
     token_ids: list[int]
@@ -34,16 +34,16 @@ class PromptInput:
 
 
 class InputProcessor:
-    """Checks and encodes what comes in.
+    """Checks and encodes prompts, and makes the scheduler's requests of them.
 
     Parameters
     ----------
     model : Model
     tokenizer : Tokenizer or None
     max_model_len : int
-        Most tokens of a request.
+        Maximum tokens of a request, prompt and output.
     seed : int
-        Seeds the requests that bring no seed of their own.
+        Seeds the requests that have no seed of their own.
     """
 
     def __init__(self, model: Model, tokenizer: Any, *, max_model_len: int, seed: int = 0) -> None:
@@ -55,19 +55,19 @@ class InputProcessor:
         self._counter = itertools.count()
 
     def encode(self, prompt: Prompt, cache_salt: str | None = None) -> PromptInput:
-        """Return the prompt's text, if it has one, its ids, and its salt; `cache_salt` wins.
+        """Return the prompt's text (if any), token ids and salt; `cache_salt` overrides its own.
 
         Raises
         ------
         RequestError
-            If it is no prompt, holds an id outside the vocabulary, or cannot fit.
+            If it is not a prompt, holds an id outside the vocabulary, or is too long.
         """
         text, salt, content = None, _checked_salt(cache_salt), prompt
         if isinstance(prompt, Mapping):
             unknown = set(prompt) - _KEYS
             if unknown or not ({"prompt", "prompt_token_ids"} & set(prompt)):
                 raise RequestError(
-                    'prompt: a mapping must hold "prompt" or "prompt_token_ids", and may hold '
+                    'prompt, as a mapping, must have "prompt" or "prompt_token_ids", and may have '
                     f'"cache_salt"; got {sorted(map(str, prompt))}'
                 )
             text, own_salt = prompt.get("prompt"), _checked_salt(prompt.get("cache_salt"))
@@ -80,34 +80,34 @@ class InputProcessor:
     def check(
         self, request_id: str, params: SamplingParams, priority: int, timeout: float | None
     ) -> None:
-        """Verify what comes with a prompt.
+        """Check the arguments that accompany a prompt.
 
         Raises
         ------
         RequestError
-            If something is of the wrong type, the parameters name ids that the model does not
-            have, or need text and there is no tokenizer.
+            If an argument has the wrong type, or `params` names token ids outside the vocabulary
+            or needs a tokenizer that the model does not have.
         """
         if not isinstance(request_id, str):
             raise RequestError(f"request_id must be a str; got {request_id!r}")
         if not isinstance(params, SamplingParams):
-            raise RequestError(f"params: must be a SamplingParams; got {type(params).__name__}")
+            raise RequestError(f"params must be a SamplingParams; got {type(params).__name__}")
         if not isinstance(priority, numbers.Integral):
             raise RequestError(f"priority must be a whole number; got {priority!r}")
         if timeout is not None and not (isinstance(timeout, numbers.Real) and timeout > 0):
-            raise RequestError(f"timeout must be above 0 seconds, or None; got {timeout!r}")
+            raise RequestError(f"timeout must be seconds above 0, or None; got {timeout!r}")
         params.validate_for(self._vocab_size)
         for name in ("stop", "bad_words"):
             if getattr(params, name) and self.tokenizer is None:
                 raise RequestError(
-                    f"{name}: the model has no tokenizer; got {getattr(params, name)!r}"
+                    f"{name} needs a model with a tokenizer; got {getattr(params, name)!r}"
                 )
 
     def sampling_specs(self, params: SamplingParams) -> list[SamplingSpec]:
-        """Return how each continuation is sampled; only their seeds differ.
+        """Return the sampling spec of each continuation; they differ in their seeds only.
 
-        The first one has the request's own seed, or one made of the engine's seed and the number
-        of the request; the others have seeds made of that one and their index.
+        The first has the request's own seed, or one derived from the engine's seed and the
+        request's number; each further seed is derived from the first and its index.
         """
         seed = params.seed
         if seed is None:
@@ -131,7 +131,7 @@ class InputProcessor:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> list[Request]:
-        """Return the scheduler's requests, one for each of `specs`; they share the list of ids.
+        """Return one scheduler request for each of `specs`; they share one list of prompt ids.
 
         The first one has the user's id, the others "<id>#1", "<id>#2" and so on.
         """
@@ -155,35 +155,35 @@ class InputProcessor:
         ]
 
     def _encode_text(self, text: str) -> list[int]:
-        """Tokenize, unless the text is so long that it cannot fit: no token is longer than this."""
+        """Tokenize; a text too long to fit even in the longest tokens is refused untokenized."""
         if self.tokenizer is None:
-            raise RequestError("prompt: the model has no tokenizer; give token ids, not text")
+            raise RequestError("prompt must be token ids, as the model has no tokenizer; got text")
         limit = self._max_model_len * self.tokenizer.max_token_chars
         if len(text) > limit:
             raise RequestError(
-                f"prompt: at most {limit} characters can fit in max_model_len "
-                f"{self._max_model_len} tokens; got {len(text)}"
+                f"prompt must have at most {limit} characters to fit into max_model_len="
+                f"{self._max_model_len}; got {len(text)}"
             )
         return list(self.tokenizer.encode(text))
 
     def _checked_ids(self, ids: Any) -> list[int]:
-        # A set has no order, and an array of rank 0 cannot be walked through.
+        # A set has no order, and a 0-d array cannot be iterated over.
         is_no_list = isinstance(ids, bytes | bytearray | set | frozenset)
         if is_no_list or not hasattr(ids, "__iter__") or getattr(ids, "ndim", 1) != 1:
-            raise RequestError(f"prompt: must be text or token ids; got {type(ids).__name__}")
+            raise RequestError(f"prompt must be text or token ids; got {type(ids).__name__}")
         checked: list[int] = []
         for index, token in enumerate(ids):
             is_id = isinstance(token, int | np.integer) and not isinstance(token, bool)
             if not (is_id and 0 <= token < self._vocab_size):
                 raise RequestError(
-                    f"prompt: token id {token!r} at {index} must be a whole number in "
-                    f"[0, {self._vocab_size}) (the vocabulary)"
+                    f"prompt[{index}] must be a token id, a whole number in "
+                    f"[0, {self._vocab_size}); got {token!r}"
                 )
             checked.append(int(token))
         return checked
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Return the token sequences of the bad words, at the start of a text and after a space."""
+        """Return each bad word's token sequences, at the start of a text and after a space."""
         words: dict[tuple[int, ...], None] = {}
         for word in params.bad_words or ():
             for text in (word.lstrip() or word, " " + word.lstrip()):
@@ -195,10 +195,10 @@ class InputProcessor:
 
 def _checked_salt(salt: Any) -> str | None:
     if salt is not None and (not isinstance(salt, str) or not salt):
-        raise RequestError(f"cache_salt must be a str that is not empty, or None; got {salt!r}")
+        raise RequestError(f"cache_salt must be a non-empty str, or None; got {salt!r}")
     return salt
 
 
 def _derived_seed(seed: int, number: int) -> int:
-    """Return a seed in [0, 2**63), what a user may give too, that depends on both numbers."""
+    """Return a seed in [0, 2**63), the range open to users, that depends on both numbers."""
     return int(np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0] >> 1)

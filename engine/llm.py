@@ -49,10 +49,10 @@ class LLM:
     def __init__(self, model: str = "smollm2", **options: Any) -> None:
         self.llm_engine = LLMEngine.from_name(model, **options)
         self._counter = itertools.count()
-        # Where the outputs of each unfinished request go. Requests of one call share a list, so
-        # that a step costs what has arrived and not what waits.
+        # Outputs not yet taken, by request id. Requests of one call share a list, so that the cost
+        # of a step grows with the outputs that arrived and not with the requests that wait.
         self._inbox: dict[str, list[RequestOutput]] = {}
-        self._lock = threading.Lock()  # held by whoever uses the engine
+        self._lock = threading.Lock()  # held while the engine is used
         self._unwanted: deque[str] = deque()  # requests to be aborted
 
     @property
@@ -81,11 +81,11 @@ class LLM:
             A prompt is a str, a sequence of token ids, {"prompt": str} or
             {"prompt_token_ids": ids}; a mapping may hold "cache_salt" too.
         sampling_params : SamplingParams or sequence of it, optional
-            One for all, or one a prompt; the model's defaults if left out.
+            One for all, or one per prompt; the model's defaults if left out.
         priority : int or sequence of int
-            Smaller is served earlier; one for all, or one a prompt.
+            Smaller is served earlier; one for all, or one per prompt.
         progress : bool
-            Show a bar on stderr.
+            Show a progress bar on stderr.
 
         Returns
         -------
@@ -95,12 +95,12 @@ class LLM:
         Raises
         ------
         RequestError
-            If a prompt cannot be served; then none of them is.
+            If a prompt cannot be served; then none is queued.
         """
         batch = _as_prompts(prompts)
-        # Nobody sees the steps between.
+        # Only final outputs are returned, so intermediate ones need not be made.
         params = self._params_for(len(batch), sampling_params, RequestOutputKind.FINAL_ONLY)
-        priorities = _one_a_prompt("priority", priority, len(batch), numbers.Integral)
+        priorities = _one_per_prompt("priority", priority, len(batch), numbers.Integral)
         ids = self._add(batch, params, priorities)
         finished: dict[str, RequestOutput] = {}
         from tqdm import tqdm
@@ -127,17 +127,17 @@ class LLM:
         messages : sequence of {"role": ..., "content": ...}, or a sequence of such
         sampling_params : SamplingParams or sequence of it, optional
         progress : bool
-            Show a bar on stderr.
+            Show a progress bar on stderr.
         **template_options
-            add_generation_prompt, tools, and what the model's chat template reads besides
+            add_generation_prompt, tools, and other variables that the model's chat template reads
             (enable_thinking, ...).
 
         Raises
         ------
         UnknownOptionError
-            If the model's template reads no such option.
+            If the model's template reads no variable of that name.
         RequestError
-            If a conversation cannot be served; then none of them is.
+            If a conversation cannot be served; then none is queued.
         """
         is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
         is_many = is_list and messages and not isinstance(messages[0], Mapping)
@@ -148,7 +148,7 @@ class LLM:
     def stream(
         self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None
     ) -> Generator[RequestOutput, None, None]:
-        """Continue one prompt, or answer one conversation, yielding what is new as it comes.
+        """Continue one prompt, or answer one conversation, yielding new text as it is generated.
 
         Closing the iterator aborts the request.
         """
@@ -164,7 +164,7 @@ class LLM:
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams
     ) -> list[BeamSearchOutput]:
-        """Search the most probable continuations of every prompt, several at a time.
+        """Beam search: return the most probable continuations of every prompt.
 
         Parameters
         ----------
@@ -175,7 +175,7 @@ class LLM:
         Returns
         -------
         list of BeamSearchOutput
-            In the order of the prompts; each with its best sequences, the best one first.
+            In the order of the prompts, each with its sequences, best first.
 
         Raises
         ------
@@ -183,7 +183,7 @@ class LLM:
             If a prompt cannot be served.
         """
         if not isinstance(params, BeamSearchParams):
-            raise RequestError(f"params: must be BeamSearchParams; got {type(params).__name__}")
+            raise RequestError(f"params must be a BeamSearchParams; got {type(params).__name__}")
         searches: list[BeamSearch] = []
         try:
             for prompt in _as_prompts(prompts):
@@ -202,16 +202,16 @@ class LLM:
         return [search.output() for search in searches]
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes."""
+        """Drop all cached prefixes."""
         with self._lock:
             self.llm_engine.reset_prefix_cache()
 
     def get_metrics(self) -> EngineStats:
-        """Return the engine's counts and distributions so far."""
+        """Return the engine's counters and histograms so far."""
         return self.llm_engine.stats()
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the engine's memory."""
         with self._lock:
             self.llm_engine.close()
             self.llm_engine.model.close()
@@ -223,7 +223,7 @@ class LLM:
         self.close()
 
     def _chat_prompt(self, messages: Any, options: Mapping[str, Any]) -> Prompt:
-        """Render a conversation; its template writes every special token itself."""
+        """Render a conversation and encode it as is: the template writes the special tokens."""
         own = self.tokenizer.template_variables(options.get("tools") is not None)
         for name in options:
             if name not in own and name not in RESERVED_VARIABLES:
@@ -236,11 +236,11 @@ class LLM:
     def _params_for(self, count: int, given: Any, kind: RequestOutputKind) -> list[SamplingParams]:
         if given is None:
             given = self.get_default_sampling_params()
-        params = _one_a_prompt("sampling_params", given, count, SamplingParams)
+        params = _one_per_prompt("sampling_params", given, count, SamplingParams)
         for index, item in enumerate(params):
             if not isinstance(item, SamplingParams):
                 raise RequestError(
-                    f"sampling_params[{index}]: must be SamplingParams; got {type(item).__name__}"
+                    f"sampling_params[{index}] must be a SamplingParams; got {type(item).__name__}"
                 )
         return [dataclasses.replace(p, output_kind=kind) for p in params]
 
@@ -271,12 +271,12 @@ class LLM:
         return ids
 
     def _run(self, ids: Sequence[str]) -> Generator[RequestOutput, None, None]:
-        """Step until the requests are finished; abort them if the caller gives up.
+        """Step until the requests are finished; abort them if the iterator is closed early.
 
-        Several such iterators may take turns: outputs of the others wait in their inboxes.
+        Several such iterators may take turns: each step's outputs go to the inbox of their request.
         """
         outputs = self._outputs(ids)
-        next(outputs)  # into its `try`, so that one that is closed unread aborts its requests too
+        next(outputs)  # enters its `try`, so that closing it unread aborts the requests too
         return outputs
 
     def _outputs(self, ids: Sequence[str]) -> Generator[Any, None, None]:
@@ -299,7 +299,7 @@ class LLM:
 
     def _step(self) -> None:
         if self.llm_engine.kv_cache.is_closed:
-            raise RequestError("the request has no end: the engine was closed")
+            raise RequestError("the engine was closed before the request finished")
         self._abort_unwanted()
         for output in self.llm_engine.step():
             inbox = self._inbox.get(output.request_id)
@@ -307,10 +307,10 @@ class LLM:
                 inbox.append(output)
 
     def _drop(self, ids: Iterable[str]) -> None:
-        """Abort these requests; their last outputs interest nobody.
+        """Abort these requests and discard their last outputs.
 
-        The garbage collector may close an iterator at any point of any thread, and so in the
-        middle of a step: then they are aborted before the next one.
+        The garbage collector may close an iterator at any point of any thread, even in the middle
+        of a step; its requests are then aborted before the next step.
         """
         self._unwanted.extend(ids)
         if self._lock.acquire(blocking=False):
@@ -335,21 +335,21 @@ def _is_conversation(prompt: Any) -> bool:
 
 
 def _as_prompts(prompts: Any) -> list[Prompt]:
-    """Return a list of prompts: a text, a mapping and a list of ids are one prompt each."""
+    """Return a list of prompts; a single text, mapping or list of ids becomes a list of one."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     is_no_list = isinstance(prompts, bytes | bytearray | set | frozenset)
     if is_no_list or not hasattr(prompts, "__iter__") or getattr(prompts, "ndim", 1) == 0:
         raise RequestError(
-            f"prompts: must be a prompt or a sequence of them; got {type(prompts).__name__}"
+            f"prompts must be a prompt or a sequence of prompts; got {type(prompts).__name__}"
         )
     items = list(prompts)
     is_ids = items and not isinstance(items[0], str | Mapping) and not hasattr(items[0], "__iter__")
     return [items] if is_ids else items
 
 
-def _one_a_prompt(name: str, values: Any, count: int, kind: type) -> list[Any]:
-    """Return `values`, one for all (of this kind) or one a prompt, as a list of `count`."""
+def _one_per_prompt(name: str, values: Any, count: int, kind: type) -> list[Any]:
+    """Return `values`, a single one of this `kind` or a sequence, as a list of `count`."""
     if isinstance(values, kind):
         return [values] * count
     if isinstance(values, str | Mapping) or not hasattr(values, "__iter__"):
@@ -359,4 +359,4 @@ def _one_a_prompt(name: str, values: Any, count: int, kind: type) -> list[Any]:
         if len(items) == count:
             return items
         got = str(len(items))
-    raise RequestError(f"{name}: must be one, or one a prompt ({count}); got {got}")
+    raise RequestError(f"{name} must be one value, or one per prompt ({count}); got {got}")

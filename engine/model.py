@@ -37,7 +37,7 @@ from engine.trace import Trace, trace_decoder
 
 __all__ = ["Cache", "LoadConfig", "Model", "load"]
 
-# Tokens computed at once by `step`; a longer input is cut, which bounds the activations.
+# Tokens that `step` computes at once; longer inputs are chunked, which bounds the activations.
 _MAX_STEP_TOKENS = {"cpu": 512, "cuda": 8192}
 
 
@@ -60,23 +60,24 @@ def load(
     model : str or path
         "smollm2", a directory in Hugging Face's layout, a .gguf file, or a hub id.
     device : str
-        "cpu", "cuda", "cuda:<index>" or "auto" (CUDA if there is one; says on stderr what was
+        "cpu", "cuda", "cuda:<index>" or "auto" (CUDA if available; prints on stderr what was
         chosen). "cuda" never falls back.
     dtype : str
         "float32", "float16", "bfloat16" (or NumPy's type of that name), or "auto": float32 on the
         CPU; on CUDA the checkpoint's own if that is float16 or bfloat16, else bfloat16.
     load_format : str
-        "auto" reads the weights; "dummy" draws random ones and needs a configuration only.
+        "auto" reads the weights; "dummy" makes random ones and needs only a configuration.
     max_model_len : int, optional
-        Longest sequence in tokens; the model's own limit by default, and at most that.
+        Longest sequence in tokens; at most, and by default, the model's own limit.
     deterministic : bool
-        Give each token the same bits in any batch, any chunk and after any recomputation, with
-        kernels whose sums do not depend on what else is computed; slower for few tokens.
+        Batch invariance: a token's logits have the same bits in any batch, at any chunk size and
+        after any recomputation, because no kernel's order of summation depends on the batch.
+        Slower for few tokens.
     progress : bool, optional
-        Show bars on stderr; by default if it is a terminal.
+        Show progress bars on stderr; by default if it is a terminal.
     config : ModelConfig, optional
-        Used in place of the model's own. With load_format="dummy" no files are needed then, and
-        `model` is not looked at.
+        Replaces the model's own. With load_format="dummy" no files are then needed, and `model` is
+        ignored.
 
     Returns
     -------
@@ -87,7 +88,7 @@ def load(
     UnknownOptionError
         If a keyword is none of the above.
     DeviceError, ConfigError, WeightsError, DownloadError, OutOfMemoryError
-        If the device, the configuration or the files do not do.
+        If the device is unavailable, or the configuration or the files cannot be used.
 
     Examples
     --------
@@ -196,7 +197,7 @@ class Model:
 
     @property
     def long_rope_offset(self) -> int:
-        """First row of longrope's long factors in the rope table; 0 where there are none."""
+        """First row of the rope table with longrope's long factors; 0 if it has none."""
         return self.decoder.long_rope_offset
 
     @property
@@ -219,15 +220,15 @@ class Model:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer, loaded when first used.
+        """The model's tokenizer, loaded on first use.
 
         Raises
         ------
         ConfigError
-            If the model has none (such as one made of a configuration alone).
+            If the model has none, because it was made from a configuration alone.
         """
         if self._source is None:
-            raise ConfigError("the model has no tokenizer: it was made of a configuration alone")
+            raise ConfigError("the model has no tokenizer: it was made from a configuration alone")
         if self._source.kind == "gguf":
             return load_tokenizer(GgufFile(self._source.path).metadata)
         return load_tokenizer(self._source.path)
@@ -248,17 +249,17 @@ class Model:
         return self.long_rope_offset > 0 and num_tokens > self.config.rope.original_max_position
 
     def new_cache(self, batch_size: int, max_tokens: int, *, block_size: int = 16) -> Cache:
-        """Return an empty paged KV cache, one sequence a row.
+        """Return an empty paged KV cache, one sequence per row.
 
         Parameters
         ----------
         batch_size : int
             Rows.
         max_tokens : int
-            Most tokens of a row; at most `max_model_len`. Models with longrope use their long
+            Maximum tokens of a row; at most `max_model_len`. Models with longrope use their long
             factors if this exceeds the training length.
         block_size : int
-            Tokens of a page: 16, 32, 64 or 128.
+            Tokens per page: 16, 32, 64 or 128.
 
         Raises
         ------
@@ -272,15 +273,15 @@ class Model:
         return Cache(geometry, batch_size, max_tokens, self.device, owner=self.load_config)
 
     def step(self, token_ids: Any, cache: Cache, logits: Literal["last", "all"] = "last") -> Any:
-        """Feed tokens to every row of a cache and return logits.
+        """Append tokens to every row of a cache and return logits.
 
         Parameters
         ----------
         token_ids : (B, T) array of any int dtype, or nested list
             NumPy, CuPy, or anything with `__dlpack__` or `__cuda_array_interface__`. T >= 1. The
-            ids are checked on the host, so those of a CUDA array cost a synchronisation.
+            ids are checked on the host, so a CUDA array costs a synchronisation.
         cache : Cache
-            Of this model, with B rows; T tokens are appended to each.
+            From this model's `new_cache`, with B rows; T tokens are appended to each.
         logits : str
             "last": of the last token of each row; "all": of every token.
 
@@ -292,8 +293,8 @@ class Model:
         Raises
         ------
         RequestError
-            If an id is outside [0, V), the shape is wrong, or the cache is too small. The cache
-            is then as it was.
+            If an id is outside [0, V), the shape is wrong, or the cache is too small. The cache is
+            left unchanged.
         """
         if logits not in ("last", "all"):
             raise RequestError(f"logits must be 'last' or 'all'; got {logits!r}")
@@ -315,7 +316,7 @@ class Model:
         return parts[0] if len(parts) == 1 else self.device.xp.concatenate(parts, axis=1)
 
     def forward(self, batch: ForwardBatch, kv_pages: Pages) -> Any:
-        """Compute one step of flat arrays; see `Decoder.forward`. Nothing is checked."""
+        """Compute one step on flat arrays; see `Decoder.forward`. Nothing is checked."""
         self.device.activate()
         return self.decoder.forward(batch, kv_pages)
 
@@ -325,11 +326,11 @@ class Model:
         return self.decoder.hidden_states(batch, kv_pages)
 
     def logits(self, hidden: Any) -> Any:
-        """Return the logits (R, V) float32 of what `hidden_states` gave, or of some rows of it."""
+        """Return the logits (R, V) float32 of R rows of what `hidden_states` returned."""
         return self.decoder.logits(hidden)
 
     def trace(self, token_ids: Any) -> Trace:
-        """Read a sequence and keep attention weights and residual streams, for looking at.
+        """Run a sequence through the model and return attention weights and residual streams.
 
         Parameters
         ----------
@@ -350,7 +351,7 @@ class Model:
         return trace_decoder(self.decoder, ids[0])
 
     def read_residual(self, hidden: Any) -> Any:
-        """Return the logits (T, V) that residual streams (T, N) would give as the last layer's."""
+        """Return the logits (T, V) of residual streams (T, N), as after the last layer."""
         return self.decoder.logits(self.decoder.final_norm(hidden))
 
     def _advance(
@@ -367,7 +368,7 @@ class Model:
         return self.forward(batch.to(self.device), cache.pages)
 
     def close(self) -> None:
-        """Give the weights back; the model cannot be used afterwards."""
+        """Free the weights; the model cannot be used afterwards."""
         self._decoder = None
         if self.device.is_cuda:
             self.device.activate()

@@ -1,7 +1,7 @@
 """From sampled ids to `RequestOutput`: text, stop strings, log-probabilities, metrics.
 
 `OutputStream` is one continuation, `OutputGroup` a request with all its continuations. They hold
-what the user sees; what the scheduler needs stays in `Request`.
+what the user sees; the scheduler's state stays in `Request`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FINAL_ONLY, _DELTA = RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA
 
 
 class End(NamedTuple):
-    """Why a request ends that the scheduler would continue."""
+    """Why a request ends although the scheduler would continue it."""
 
     finish_reason: str
     stop_reason: int | str | None
@@ -37,14 +37,14 @@ class End(NamedTuple):
 
 
 class OutputStream:
-    """What one continuation has produced so far.
+    """The output of one continuation so far.
 
     Parameters
     ----------
     request : Request
-        Its ids, its end and its sampling spec; only read.
+        Its token ids, status and sampling spec; only read here.
     group : OutputGroup
-        The request that it belongs to.
+        The request it belongs to.
     tokenizer : Tokenizer or None
         None leaves the text empty.
     texts : mapping of bool to TokenTexts
@@ -53,9 +53,9 @@ class OutputStream:
     Attributes
     ----------
     is_quiet : bool
-        Whether nothing has to be done for further tokens before the end.
+        Whether further tokens need no processing until the end.
     is_plain : bool
-        Whether `next_output` serves it: one continuation, shown as it comes, ids and text only.
+        Whether `next_output` applies: one continuation, streamed, token ids and text only.
     """
 
     __slots__ = (
@@ -99,12 +99,12 @@ class OutputStream:
             )
         self._is_delta = params.output_kind is _DELTA
         self._shows_logprobs = params.logprobs is not None
-        # Text that nobody looks at before the end is made at the end, at once.
+        # Text that is not needed before the end is decoded at the end, in one go.
         self._is_lazy = params.output_kind is _FINAL_ONLY and not params.stop
         self._stop = StopChecker(params.stop or (), params.include_stop_str_in_output)
-        self._text: list[str] = []  # not shown yet, or (if it is shown again and again) all of it
+        self._text: list[str] = []  # not yet shown (DELTA), or all of it
         self._logprobs: list[dict[int, Logprob]] | None = None if spec.num_logprobs is None else []
-        # Whether its tokens can wait for the end, the first one excepted.
+        # Set by the first token, whose arrival is always noted.
         self.is_quiet = False
         self.is_plain = (
             params.num_continuations == 1
@@ -113,14 +113,14 @@ class OutputStream:
             and spec.num_logprobs is None
             and params.prompt_logprobs is None
         )
-        self._num_read = 0  # ids that went into the text
+        self._num_read = 0  # token ids already decoded into the text
         self._sent_tokens = 0
         self._is_finish_sent = False
 
     def append(
         self, token_ids: Sequence[int], logprobs: Sequence[dict[int, Logprob]]
     ) -> End | None:
-        """Take new ids, which the request has already; return why it ends, if its text says so."""
+        """Process new ids, already appended to the request; return the end that its text brings."""
         end = None if self._is_lazy else self._read_ids()
         if self._logprobs is not None:
             num_cut = 0
@@ -133,10 +133,10 @@ class OutputStream:
         return end
 
     def next_output(self, token_ids: list[int], now: float) -> RequestOutput | None:
-        """Take the one new id of a plain stream that goes on, and return the output at once.
+        """Process the one new id of an unfinished plain stream and return its output.
 
-        The short way of `append` and `OutputGroup.output`, for the bulk of all tokens. None: the
-        tokenizer raised, nothing was done, and the long way will say so.
+        The fast path of `append` and `OutputGroup.output`, taken by most tokens. Returns None and
+        changes nothing if the tokenizer raised; the slow path then reports the error.
         """
         text, group, request = "", self.group, self.request
         if self._detokenizer is not None:
@@ -161,7 +161,7 @@ class OutputStream:
         )
 
     def finish(self) -> End | None:
-        """Make the rest of the text of a finished request; return why it fails, if it does now."""
+        """Decode the rest of a finished request's text; return the end if the tokenizer fails."""
         end = None
         if self._detokenizer is not None:
             end = self._read_ids()
@@ -170,7 +170,7 @@ class OutputStream:
         return end if end is not None and end.finish_reason == "error" else None
 
     def has_news(self) -> bool:
-        """Tell whether `completion` would give anything that it did not give before."""
+        """Tell whether `completion` would return anything new."""
         request = self.request
         return len(request.output_token_ids) > self._sent_tokens or (
             request.is_finished and not self._is_finish_sent
@@ -193,7 +193,7 @@ class OutputStream:
         )
 
     def _read_ids(self) -> End | None:
-        """Make text of the ids that were not read yet."""
+        """Decode the ids that are not yet part of the text."""
         return self._guarded(self._push) if self._detokenizer is not None else None
 
     def _push(self) -> End | None:
@@ -202,7 +202,7 @@ class OutputStream:
         ids = request.output_token_ids[self._num_read :]
         num_new = len(ids)
         self._num_read += num_new
-        # The text of what ended it is left out unless it is to be included, as vLLM does.
+        # As in vLLM, the text of the token that ended the request is dropped unless asked for.
         ended_by_id = request.status is RequestStatus.FINISHED_STOPPED and not self._stop.stop
         if ids and ended_by_id and not self._params.include_stop_str_in_output:
             ids = ids[:-1]
@@ -231,7 +231,7 @@ class OutputStream:
         self._text += [self._stop.flush(), self._detokenizer.finish()]
 
     def _guarded(self, part: Any) -> End | None:
-        """Call `part`; if the tokenizer raises, there is no more text, and the request fails."""
+        """Call `part`; if the tokenizer raises, stop decoding and fail the request."""
         try:
             end: End | None = part()
         except Exception as error:
@@ -240,20 +240,20 @@ class OutputStream:
         return end
 
     def _new_text(self) -> str:
-        """Return the text to show; pieces are joined once, so that a stream stays linear."""
+        """Return the text to show; pieces are joined once, so streaming takes linear time."""
         text = "".join(self._text)
         self._text = [] if self._is_delta else [text]
         return text
 
 
 class OutputGroup:
-    """A request as the user knows it.
+    """A request as the user sees it: all its continuations and their outputs.
 
     Parameters
     ----------
     request_id : str
     prompt : str or None
-        Its text, if it came as text.
+        The prompt's text, if it was given as text.
     params : SamplingParams
     arrival_time : float
     tokenizer : Tokenizer or None
@@ -263,9 +263,9 @@ class OutputGroup:
     streams : list of OutputStream
         Its continuations.
     num_open : int
-        How many of these the engine still serves.
+        How many of them the engine still serves.
     deadline : float or None
-        When it ends unfinished, in seconds on the monotonic clock.
+        When the request times out, in seconds on the monotonic clock.
     """
 
     __slots__ = (
@@ -310,7 +310,7 @@ class OutputGroup:
 
     @property
     def is_finished(self) -> bool:
-        """Tell whether all continuations are finished, and released by the engine."""
+        """Tell whether all continuations are finished and released by the engine."""
         return not self.num_open
 
     @property
@@ -320,11 +320,11 @@ class OutputGroup:
 
     @property
     def wants_output(self) -> bool:
-        """Tell whether the user wants to see the request in its present state."""
+        """Tell whether an output is due now, given `output_kind` and ranking."""
         return not (self._waits_for_end and self.num_open)
 
     def note_tokens(self, count: int, now: float) -> None:
-        """Note when tokens arrived; a quiet stream tells of its first and last one only."""
+        """Note when tokens arrived; a quiet stream reports its first and its last ones only."""
         metrics = self.metrics
         metrics.num_generation_tokens += count
         if metrics.first_token_time is None:
@@ -332,7 +332,7 @@ class OutputGroup:
         metrics.last_token_time = now
 
     def add_prompt_logprobs(self, position: int, entries: Sequence[dict[int, Logprob]]) -> None:
-        """Take the log-probabilities of prompt tokens from `position` on."""
+        """Store the log-probabilities of the prompt tokens from `position` on."""
         if not self._prompt_logprobs:
             self._prompt_logprobs = [None] * len(self.streams[0].request.prompt_token_ids)
         tokenizer = self._tokenizer if self.params.detokenize else None
@@ -359,14 +359,14 @@ class OutputGroup:
         if len(streams) == 1:
             return [streams[0].completion(0)]
         if self._is_ranked:
-            # One that failed or was aborted has too few tokens to be compared.
+            # Failed and aborted ones rank last: their sums cover too few tokens to compare.
             ranked = sorted(streams, key=_rank)
             return [s.completion(i) for i, s in enumerate(ranked[: self.params.n])]
         every = not self._is_delta
         return [s.completion(i) for i, s in enumerate(streams) if every or s.has_news()]
 
     def _shown_prompt_logprobs(self, request: Request) -> Any:
-        """Return them with the first output that has a token; a stream does not repeat them."""
+        """Return the prompt's log-probabilities; in DELTA mode with the first output only."""
         if self._is_delta and self._is_prompt_sent:
             return None
         self._is_prompt_sent = True
@@ -374,14 +374,14 @@ class OutputGroup:
 
 
 def token_texts(tokenizer: Any) -> dict[bool, TokenTexts]:
-    """Return the texts of single tokens by `skip_special_tokens`; nothing without a tokenizer."""
+    """Return the cached texts of single tokens, by `skip_special_tokens`; empty if no tokenizer."""
     return {s: TokenTexts(tokenizer, s) for s in (True, False)} if tokenizer is not None else {}
 
 
 def with_text(entry: dict[int, Logprob], tokenizer: Any) -> dict[int, Logprob]:
     """Return `entry` with the text of each token, if there is a tokenizer.
 
-    A byte that is no character by itself is shown as U+FFFD.
+    Bytes that are not a whole character are shown as U+FFFD.
     """
     if tokenizer is None:
         return entry
@@ -392,7 +392,7 @@ def with_text(entry: dict[int, Logprob], tokenizer: Any) -> dict[int, Logprob]:
 
 
 def _rank(stream: OutputStream) -> tuple[bool, int, float]:
-    """Return what sorts whole continuations by log-probability, and behind them the longest."""
+    """Return the sort key: complete ones by log-probability, then the others by length."""
     is_whole = stream.request.finish_reason in ("stop", "length")
     length = 0 if is_whole else stream.request.num_output_tokens
     return not is_whole, -length, -stream.cumulative_logprob

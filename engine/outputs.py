@@ -16,14 +16,14 @@ _new = object.__new__
 
 @dataclass(frozen=True)
 class Logprob:
-    """One token of a distribution.
+    """Log-probability of one token.
 
     Attributes
     ----------
     logprob : float
-        Natural logarithm of its probability.
+        Natural logarithm of the token's probability.
     rank : int or None
-        1 is the most probable token of the vocabulary; None where it was not asked for.
+        1 for the most probable token of the vocabulary; None if not computed.
     decoded_token : str or None
         Its text, if outputs carry text.
     """
@@ -46,11 +46,11 @@ class CompletionOutput:
     token_ids : sequence of int
         Its tokens, likewise.
     cumulative_logprob : float or None
-        Sum of the log-probabilities of all its tokens, if `logprobs` was asked for.
+        Sum of the log-probabilities of all its tokens, if `logprobs` is set.
     logprobs : sequence of dict from int to Logprob, or None
-        Per token of `token_ids`: the token taken and the most probable ones.
+        Per token of `token_ids`: the sampled token and the most probable ones.
     finish_reason : str or None
-        "stop", "length", "abort" or "error"; None while it goes on.
+        "stop", "length", "abort" or "error"; None while unfinished.
     stop_reason : int, str or None
         The stop id or stop string that ended it; None for an end-of-sequence token.
     """
@@ -65,18 +65,18 @@ class CompletionOutput:
 
     @property
     def finished(self) -> bool:
-        """Tell whether no further token will come."""
+        """Tell whether the continuation is complete."""
         return self.finish_reason is not None
 
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When a request passed each station, in seconds; None for a station ahead of it.
+    """When a request reached each stage, in seconds; None for a stage not yet reached.
 
     Attributes
     ----------
     num_generation_tokens : int
-        Tokens of all continuations.
+        Tokens generated so far, over all continuations.
     num_cached_tokens : int
         Prompt tokens found in the prefix cache.
     num_continuations : int
@@ -105,7 +105,7 @@ class RequestMetrics:
 
     @property
     def prefill_time(self) -> float | None:
-        """Seconds from then to the first token."""
+        """Seconds from the first scheduled step to the first token."""
         return _span(self.first_scheduled_time, self.first_token_time)
 
     @property
@@ -141,11 +141,11 @@ class RequestOutput:
     prompt : str or None
         The prompt's text, if it was given as text.
     prompt_token_ids : sequence of int
-        The engine's own list: not to be changed while the request is unfinished.
+        The engine's own list: do not modify it while the request is unfinished.
     prompt_logprobs : sequence of (dict from int to Logprob, or None), or None
-        Per prompt token, if asked for; the first has no distribution.
+        Per prompt token, if asked for; None for the first, which nothing precedes.
     outputs : sequence of CompletionOutput
-        One a continuation, in the order of their index.
+        One per continuation, in the order of their index.
     finished : bool
         Whether every continuation is finished.
     metrics : RequestMetrics or None
@@ -172,10 +172,10 @@ def next_piece(
     metrics: RequestMetrics,
     num_cached_tokens: int,
 ) -> RequestOutput:
-    """Return the output of one continuation that goes on, with ids and text and nothing else.
+    """Return the output of one unfinished continuation, with token ids and text only.
 
-    Equal to calling the two constructors, which take half of a step's time when hundreds of
-    requests stream; here are no calls.
+    The same as calling the two constructors, which would take half of a step's time when hundreds
+    of requests stream.
 
     Examples
     --------

@@ -1,9 +1,9 @@
-"""Arrays as a layer sees them while its launch plan is made: they can be launched on, and no more.
+"""The arrays a layer gets while its launch plan is made: fit for launches and nothing else.
 
-A plan (`kernels/_launch_plan.py`) repeats what a layer launched through the engine's ops. What a
-layer did beside these, a CuPy product say, would be missing from every other layer of its kind. So
-while the plan is made the layer gets `PlanArray`s, which have what an op wants to know of a CuPy
-array, and views, but no arithmetic, no methods and no conversion to what CuPy takes.
+A plan (`kernels/_launch_plan.py`) repeats what a layer launched through the engine's ops. Anything
+else a layer did, such as a CuPy product, would be missing from every other layer of its kind. So
+while the plan is made the layer gets `PlanArray`s: they have the attributes that ops read from a
+CuPy array, and views, but no arithmetic, no methods and no conversion that CuPy would accept.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PlanArray:
     Parameters
     ----------
     array : cupy.ndarray
-        What it stands for; shares its memory.
+        The array it stands for; the memory is shared.
     """
 
     __slots__ = ("array",)
@@ -43,7 +43,7 @@ class PlanArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As of the array; so are the other attributes that ops read."""
+        """The array's own; likewise the other attributes that ops read."""
         shape: tuple[int, ...] = self.array.shape
         return shape
 
@@ -51,17 +51,17 @@ class PlanArray:
         return len(self.array)
 
     def reshape(self, *shape: Any) -> PlanArray:
-        """Return a view of another shape; one that would need a copy raises."""
+        """Return a view of another shape; raise if that would need a copy."""
         view = self.array.reshape(*shape)
         if view.data.ptr != self.array.data.ptr:
-            raise LaunchPlanError(f"reshape of {self!r} to {shape} would copy it")
+            raise LaunchPlanError(f"reshape must return a view; {self!r} to {shape} would copy")
         return PlanArray(view)
 
     def __getitem__(self, index: Any) -> PlanArray:
-        """Return a view: slices, whole numbers, None and ... only."""
+        """Return a view; the index may hold slices, ints, None and Ellipsis only."""
         parts = index if isinstance(index, tuple) else (index,)
         if not all(isinstance(p, slice | int) or p is None or p is Ellipsis for p in parts):
-            raise LaunchPlanError(f"an index of {self!r} by arrays would copy it")
+            raise LaunchPlanError(f"an index must be slices or ints, for a view; got {index!r}")
         return PlanArray(self.array[index])
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -70,8 +70,8 @@ class PlanArray:
 
 def _refuse(array: PlanArray, name: str) -> NoReturn:
     raise LaunchPlanError(
-        f"while a launch plan is made a layer launches the engine's ops only, and anything else "
-        f"goes through plan_call; got {name!r} of {array!r}"
+        f"while its launch plan is made, a layer may only call the engine's ops (anything else "
+        f"must go through plan_call); got {name!r} of {array!r}"
     )
 
 

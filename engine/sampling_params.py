@@ -1,6 +1,6 @@
 """How a request is sampled and when it ends: `SamplingParams`, with vLLM's names and defaults.
 
-`RANGES` is the one table of what each number may be; the server, the command line and the
+`RANGES` is the one table of allowed values; the server, the command line and the
 documentation read it too.
 """
 
@@ -36,21 +36,21 @@ MAX_LOGITS_PROCESSORS = 16
 class RequestOutputKind(enum.Enum):
     """What each `RequestOutput` of an unfinished request carries."""
 
-    CUMULATIVE = 0  # everything since the start
-    DELTA = 1  # what is new since the last output
+    CUMULATIVE = 0  # everything so far
+    DELTA = 1  # only what is new since the last output
     FINAL_ONLY = 2  # nothing until the request is finished
 
 
 @dataclass(frozen=True)
 class NumberRange:
-    """Which numbers a field takes.
+    """The numbers allowed for a field.
 
     Attributes
     ----------
     low, high : int or float
-        Smallest and largest value, both allowed unless `low_open`.
+        Bounds of the range, inclusive unless `low_open`.
     integer : bool
-        Whether only whole numbers are meant.
+        Whether only whole numbers are allowed.
     optional : bool
         Whether None is allowed too.
     low_open : bool
@@ -75,7 +75,7 @@ class NumberRange:
         kind = numbers.Integral if self.integer else numbers.Real
         if isinstance(value, bool) or not isinstance(value, kind):
             raise RequestError(f"{name} must be {self}; got {_show(value)}")
-        # A NaN fails every comparison, so the range is stated as what is wanted.
+        # NaN fails every comparison, so test for being inside the range, not outside.
         number: Any = value
         above = number > self.low if self.low_open else number >= self.low
         if not (above and number <= self.high):
@@ -107,16 +107,16 @@ _TOKEN_ID = NumberRange(0, 2**31 - 1, integer=True)
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How one request is sampled and when it ends; frozen, checked when made.
+    """How one request is sampled and when it ends; frozen, and checked on construction.
 
     Attributes
     ----------
     n : int
         Independent continuations of the prompt.
     best_of : int or None
-        Generate so many and return the `n` of largest `cumulative_logprob`, best first.
+        Generate this many and return the `n` of largest `cumulative_logprob`, best first.
     presence_penalty, frequency_penalty : float
-        Taken from the logit of a token generated before: once, and per occurrence.
+        Subtracted from the logit of an already generated token: once, and per occurrence.
     repetition_penalty : float
         Divides positive and multiplies negative logits of tokens in prompt or output; 1 is none.
     temperature : float
@@ -128,34 +128,34 @@ class SamplingParams:
     min_p : float
         Drop tokens less probable than `min_p` times the most probable one.
     seed : int or None
-        Seed of this request; None (or -1) takes one from the engine's.
+        Seed of this request; None (or -1) derives one from the engine's seed.
     stop : sequence of str
-        Texts that end the request; a single str is taken as one. At most 16 of 256 characters.
+        Texts that end the request, or a single str. At most 16, of up to 256 characters each.
     stop_token_ids : sequence of int
-        Ids that end the request.
+        Token ids that end the request.
     ignore_eos : bool
-        Go on after the model's end-of-sequence tokens.
+        Continue past the model's end-of-sequence tokens.
     max_tokens : int or None
-        Most tokens to generate; None is up to the model's length.
+        Maximum tokens to generate; None is up to `max_model_len`.
     min_tokens : int
-        Neither end of sequence nor a stop counts before this many tokens.
+        Neither end-of-sequence tokens nor stops end the request before this many tokens.
     logprobs, prompt_logprobs : int or None
-        Log-probabilities of that many most probable tokens besides the one taken; 0 is the taken
-        one only, -1 the whole vocabulary, None is off.
+        Return log-probabilities of this many most probable tokens besides the sampled one; 0 is
+        the sampled one only, -1 the whole vocabulary, None is off.
     detokenize : bool
         Whether outputs carry text.
     skip_special_tokens : bool
         Leave special tokens out of the text.
     include_stop_str_in_output : bool
-        Whether the text keeps the stop string that ended it.
+        Whether the text includes the stop string that ended it.
     output_kind : RequestOutputKind
         What each output of an unfinished request carries.
     logit_bias : mapping of int to float, optional
         Added to the logits of these ids; each in [-100, 100].
     allowed_token_ids : sequence of int, optional
-        Every other token is impossible.
+        Only these tokens can be sampled.
     bad_words : sequence of str
-        Texts whose tokens must not appear in sequence.
+        Texts whose token sequences are never generated.
     logits_processors : sequence of callable
         Called in this process as ``processor(output_token_ids, logits)``; never sent over HTTP.
 
@@ -203,7 +203,7 @@ class SamplingParams:
     logits_processors: Sequence[Callable[..., Any]] | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> SamplingParams:
-        """Refuse unknown keywords with the nearest known one (dataclasses only say no)."""
+        """Refuse unknown keywords, naming the nearest known one (a dataclass would not)."""
         known = {f.name for f in fields(cls)}
         for name in kwargs:
             if name not in known:
@@ -254,7 +254,7 @@ class SamplingParams:
                 f"min_tokens must be at most max_tokens ({self.max_tokens}); got {self.min_tokens}"
             )
         if self.stop and not self.detokenize:
-            raise RequestError("stop needs the text of the output; got detokenize=False")
+            raise RequestError("stop is matched against text and needs detokenize; got False")
         for name, count in (("n", self.n), ("best_of", self.best_of or 1)):
             if self.greedy and count > 1:
                 raise RequestError(
@@ -265,7 +265,7 @@ class SamplingParams:
             raise RequestError(f"best_of must be at least n ({self.n}); got {self.best_of}")
         is_ranked = self.best_of is not None and self.best_of > self.n
         if is_ranked and self.output_kind is RequestOutputKind.DELTA:
-            raise RequestError("best_of ranks what is finished; got RequestOutputKind.DELTA")
+            raise RequestError("best_of > n cannot stream; got RequestOutputKind.DELTA")
 
     @property
     def num_continuations(self) -> int:
@@ -278,7 +278,7 @@ class SamplingParams:
         return self.temperature < GREEDY_EPSILON
 
     def validate_for(self, vocab_size: int) -> None:
-        """Check every token id, and every count of tokens, against the model.
+        """Check every token id and every number of log-probabilities against the vocabulary.
 
         Parameters
         ----------
@@ -288,7 +288,7 @@ class SamplingParams:
         Raises
         ------
         RequestError
-            Naming the field and the first id that the model does not have.
+            Naming the field and the first id outside the vocabulary.
         """
         groups = {
             "stop_token_ids": self.stop_token_ids,
@@ -316,10 +316,10 @@ class SamplingParams:
         Parameters
         ----------
         config : mapping
-            The file's content. Read are temperature, top_k, top_p, min_p, repetition_penalty,
+            The file's content. Used are temperature, top_k, top_p, min_p, repetition_penalty,
             max_new_tokens, and ``do_sample: false``, which means temperature 0.
         **overrides
-            Fields of `SamplingParams` that win over the file.
+            Fields of `SamplingParams` that take precedence over the file.
 
         Raises
         ------
@@ -341,10 +341,10 @@ _FROM_GENERATION_CONFIG = ("temperature", "top_k", "top_p", "min_p", "repetition
 
 
 def _show(value: object) -> str:
-    """Show a rejected value, whatever its size."""
+    """Return a short text of a rejected value, whatever its size."""
     try:
         text = repr(value)
-    except ValueError:  # an int of more digits than Python prints
+    except ValueError:  # an int with more digits than Python converts
         text = f"an {type(value).__name__} with too many digits"
     if isinstance(value, (str, bytes)) or not isinstance(value, numbers.Number):
         text = f"{text[:80]} ({type(value).__name__})"
@@ -352,7 +352,7 @@ def _show(value: object) -> str:
 
 
 def _items(name: str, value: object, kind: str, limit: int | None) -> list[Any]:
-    """Return a list, tuple, range or array of rank 1 as a list of at most `limit` items."""
+    """Return a sequence (list, tuple, range, 1-d array) as a list of at most `limit` items."""
     if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__iter__"):
         raise RequestError(f"{name} must be a sequence of {kind}; got {_show(value)}")
     items = list(value)

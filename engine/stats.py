@@ -1,4 +1,4 @@
-"""The engine's counts since it started, with vLLM's metric names."""
+"""The engine's counters since it started, with vLLM's metric names."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.
 
 @dataclass(frozen=True)
 class Histogram:
-    """How often a value fell between two bounds.
+    """How many values fell into each bin.
 
     Attributes
     ----------
     bounds : tuple of float
-        Upper bounds, ascending; a value equal to one counts below it.
+        Upper bounds, ascending and inclusive.
     counts : tuple of int
-        One more than bounds: the last one counts what is above all of them.
+        One more than bounds: the last counts the values above all of them.
     total : float
         Sum of the values.
     """
@@ -37,36 +37,36 @@ class Histogram:
 
     @property
     def count(self) -> int:
-        """Values seen."""
+        """Number of values."""
         return sum(self.counts)
 
     @property
     def mean(self) -> float:
-        """Their mean; 0 before the first one."""
+        """Mean of the values; 0 if there are none."""
         return self.total / self.count if self.count else 0.0
 
 
 @dataclass(frozen=True)
 class EngineStats:
-    """A snapshot.
+    """A snapshot of the engine's counters.
 
     Attributes
     ----------
     scheduler : SchedulerStats
         Queues, blocks, prefix cache, preemptions.
     prompt_tokens, generation_tokens : int
-        Of all requests, so far; prompt tokens found in the prefix cache are included.
+        Over all requests so far; prompt tokens found in the prefix cache are included.
     request_success : mapping of str to int
-        Finish reason -> requests that ended with it ("abort" and "error" too, as in vLLM).
+        Finish reason -> number of requests ("abort" and "error" included, as in vLLM).
     admission_rejections : int
         Requests refused because the queue was full.
     num_step_failures, num_stuck_steps : int
-        Steps that raised and were undone; steps that the watchdog reported.
+        Steps that raised and were rolled back; steps that the watchdog reported.
     time_to_first_token_seconds, request_queue_time_seconds, request_prefill_time_seconds,
     request_decode_time_seconds, e2e_request_latency_seconds : Histogram
-        Of requests that ended.
+        Over finished requests.
     request_time_per_output_token_seconds : Histogram
-        Mean time between the tokens of a request, of requests that ended.
+        Mean time between the tokens of a request, over finished requests.
     """
 
     scheduler: SchedulerStats
@@ -90,7 +90,7 @@ class EngineStats:
 
     @property
     def num_requests_waiting(self) -> int:
-        """Requests that wait."""
+        """Requests in the waiting queue."""
         return self.scheduler.num_requests_waiting
 
     @property
@@ -100,7 +100,7 @@ class EngineStats:
 
     @property
     def num_preemptions(self) -> int:
-        """Requests whose blocks were taken."""
+        """Preemptions so far."""
         return self.scheduler.num_preemptions
 
     @property
@@ -110,12 +110,12 @@ class EngineStats:
 
     @property
     def prefix_cache_hits(self) -> int:
-        """Tokens found there."""
+        """Tokens found in the prefix cache."""
         return self.scheduler.prefix_cache_hits
 
 
 class _Bins:
-    """A histogram that grows."""
+    """A histogram under construction."""
 
     __slots__ = ("_bounds", "_counts", "_total")
 
@@ -135,7 +135,7 @@ class _Bins:
 
 @dataclass
 class StatsCollector:
-    """Counts what ends."""
+    """Counts finished requests."""
 
     prompt_tokens: int = 0
     generation_tokens: int = 0
@@ -153,7 +153,7 @@ class StatsCollector:
     )
 
     def add_request(self, num_prompt_tokens: int, finish_reason: str, m: RequestMetrics) -> None:
-        """Count a request that ended."""
+        """Count a finished request."""
         self.prompt_tokens += num_prompt_tokens
         self.request_success[finish_reason] += 1
         bins = self._bins
@@ -167,7 +167,7 @@ class StatsCollector:
     def snapshot(
         self, scheduler: SchedulerStats, *, num_step_failures: int, num_stuck_steps: int
     ) -> EngineStats:
-        """Return all counts."""
+        """Return a snapshot, completed with the counts kept elsewhere."""
         return EngineStats(
             scheduler=scheduler,
             prompt_tokens=self.prompt_tokens,

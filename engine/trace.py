@@ -1,7 +1,7 @@
-"""Watching a model read: attention weights and the residual stream, layer by layer.
+"""Tracing a forward pass: attention weights and the residual stream, layer by layer.
 
-The kernels never hold a whole attention matrix; here it is built plainly, one sequence at a time,
-for looking at. On the CPU only.
+The kernels never materialise an attention matrix; here it is computed in full, one sequence at a
+time, for inspection. On the CPU only.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Trace:
-    """What happened inside the model while it read T tokens.
+    """Intermediate values of a forward pass over T tokens.
 
     Attributes
     ----------
     attention : list of (H, T, T) float32 arrays
-        Per layer and head: how much each token (row) took from each earlier one (column).
+        Per layer and head: the weight with which each token (row) attends to each key (column).
     hidden : list of (T, N) arrays
         The residual stream after each layer.
     """
@@ -38,7 +38,7 @@ class Trace:
 
 
 def trace_decoder(decoder: Decoder, token_ids: Array) -> Trace:
-    """Read `token_ids` (T,), keeping what the layers did.
+    """Run `token_ids` (T,) through the layers and keep their intermediate values.
 
     Raises
     ------
@@ -46,7 +46,7 @@ def trace_decoder(decoder: Decoder, token_ids: Array) -> Trace:
         If the weights are on a GPU.
     """
     if decoder.xp is not np:
-        raise DeviceError(f"tracing needs a model on {CPU}; its weights are on a GPU")
+        raise DeviceError(f"tracing needs a model on {CPU}; got one whose weights are on a GPU")
     positions = np.arange(len(token_ids), dtype=np.int32)
     result = Trace([], [])
     residual = decoder.embed(token_ids.astype(np.int32))
@@ -69,7 +69,7 @@ def _walk(layer: DecoderLayer, residual: Array, positions: Array) -> tuple[Array
 
 
 def attend(attention: Attention, x: Array, positions: Array) -> tuple[Array, Array]:
-    """Return attention weights (H, T, T) and what the heads read (T, H*D), before projection."""
+    """Return attention weights (H, T, T) and the heads' outputs (T, H*D), before o_proj."""
     p = attention.params
     q, k, v = (a.astype(np.float32) for a in attention.project(x, positions))
     k, v = (np.repeat(a, p.num_heads // p.num_kv_heads, axis=1) for a in (k, v))

@@ -1,4 +1,4 @@
-"""A watchdog: sees steps that take too long, and says what the engine was doing."""
+"""A watchdog that logs steps which take too long, with what the engine was doing."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _LOG = logging.getLogger("engine")
 class Watchdog:
     """Watches over steps: ``with watchdog: ...step...``.
 
-    A step that lasts longer than `timeout` is logged, once, from a thread of its own, with the
-    engine's state and the stack of the thread that makes the step. With `raises`, the step itself
-    ends in a `StepTimeoutError` as soon as the engine gets to look (`check`, `remaining`).
+    A step that lasts longer than `timeout` is logged once, from a separate thread, with the
+    engine's state and the stack of the stepping thread. With `raises`, the step itself raises a
+    `StepTimeoutError` when the engine next polls (`check`, `remaining`).
 
     Parameters
     ----------
     timeout : float or None
-        Seconds; None watches nothing and starts no thread.
+        Seconds; None disables the watchdog and starts no thread.
     describe : callable
         Returns the engine's state as text.
     raises : bool
-        Whether a stuck step is to be given up.
+        Whether a stuck step is to be abandoned.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Watchdog:
         self._started = None
 
     def check(self) -> None:
-        """Raise if the step has lasted too long and is to be given up.
+        """Raise if the step has lasted too long and is to be abandoned.
 
         Raises
         ------
@@ -76,7 +76,7 @@ class Watchdog:
             raise StepTimeoutError(f"a step took longer than step_timeout={self.timeout} s")
 
     def remaining(self) -> float | None:
-        """Return the seconds after which the step is to be given up; None is never."""
+        """Return the seconds left until the step is to be abandoned; None is never."""
         if not self.raises or self.timeout is None or self._started is None:
             return None
         return self._started + self.timeout - time.monotonic()
@@ -89,7 +89,7 @@ class Watchdog:
             self._thread = None
 
     def look(self) -> None:
-        """Report the step under way if it is stuck and was not reported (the thread's part)."""
+        """Report the current step if it is stuck and not yet reported (called by the thread)."""
         started = self._started
         if started is None or started == self._reported or self.timeout is None:
             return
@@ -97,7 +97,7 @@ class Watchdog:
         if seconds > self.timeout:
             self._reported = started
             self.num_stuck += 1
-            # Stack and state belong together: reading the lines of the sources can wait.
+            # Take stack and state at the same moment; source lines are looked up afterwards.
             frame = sys._current_frames().get(self._stepping)
             calls = traceback.StackSummary.extract(
                 traceback.walk_stack(frame) if frame else (), lookup_lines=False
@@ -114,7 +114,7 @@ class Watchdog:
 
 
 def _start_thread(dog: Watchdog, timeout: float, closed: threading.Event) -> threading.Thread:
-    # The thread must not keep an engine alive that nobody closed.
+    # A weak reference, so that the thread does not keep an unclosed engine alive.
     name, seen = "engine-watchdog", weakref.ref(dog)
     thread = threading.Thread(target=_watch, args=(seen, timeout / 4, closed), name=name)
     thread.daemon = True

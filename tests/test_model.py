@@ -200,10 +200,10 @@ def test_lists_and_foreign_arrays(model):
         ([[1, 2], [3, -1]], r"token_ids\[1, 1\] must be in \[0, 96\), the vocabulary; got -1"),
         ([[1, 96], [3, 4]], r"token_ids\[0, 1\] must be in \[0, 96\), the vocabulary; got 96"),
         (np.full((2, 1), 2**64 - 1, np.uint64), "got 18446744073709551615"),
-        ([[1], [2], [3]], r"B = 2, the rows of the cache, .* got \(3, 1\)"),
+        ([[1], [2], [3]], r"B = 2 \(rows of the cache\) .* got \(3, 1\)"),
         ([1, 2], r"shape \(B, T\) .* got \(2,\)"),
         ([[], []], r"T >= 1; got \(2, 0\)"),
-        ([[1, 2], [3]], "rows of one length"),
+        ([[1, 2], [3]], "rows of equal length"),
         ([[1.0], [2.0]], "must be integers; got float64"),
         ([[True], [False]], "must be integers; got bool"),
     ],
@@ -276,7 +276,7 @@ def test_a_cache_that_is_closed_or_none(model):
     cache = model.new_cache(2, 32)
     cache.close()
     cache.close()  # a second time does nothing
-    with pytest.raises(errors.RequestError, match="cache: was closed"):
+    with pytest.raises(errors.RequestError, match="cache must be open; it was closed"):
         model.step(IDS, cache)
     for other in (None, _load().new_cache(2, 32)):
         with pytest.raises(errors.RequestError, match="cache must be made by this model's"):
@@ -289,7 +289,7 @@ def test_a_cache_that_is_closed_or_none(model):
 def test_overflow_names_what_is_held_given_and_allowed(model):
     cache = model.new_cache(2, 30)
     model.step(IDS, cache)
-    with pytest.raises(ValueError, match=r"holds 20 tokens and 11 more .* max_tokens=30"):
+    with pytest.raises(ValueError, match=r"max_tokens=30; got 11 for row .*, which holds 20"):
         model.step(IDS[:, :11], cache)
     assert cache.lengths.tolist() == [20, 20]
     model.step(IDS[:, :10], cache)
@@ -324,10 +324,10 @@ def test_rows_of_different_length(model):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ((21,), "from 0 to the 20 tokens there are; got 21"),
+        ((21,), r"num_tokens must be in \[0, 20\], the tokens held; got 21"),
         ((-1,), "got -1"),
         ((1, 2), r"row must be in \[0, 2\); got 2"),
-        ((0.5,), "from 0 to the 20 tokens there are; got 0.5"),
+        ((0.5,), r"num_tokens must be in \[0, 20\], the tokens held; got 0.5"),
         ((1, 0.0), r"row must be in \[0, 2\); got 0.0"),
     ],
 )

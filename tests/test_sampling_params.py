@@ -183,7 +183,7 @@ def test_unknown_keywords_name_the_nearest(given_name, nearest):
         ({"detokenize": None}, "detokenize must be True or False"),
         ({"output_kind": "DELTA"}, "RequestOutputKind.DELTA.*got 'DELTA'"),
         ({"min_tokens": 17}, r"min_tokens must be at most max_tokens \(16\); got 17"),
-        ({"stop": "x", "detokenize": False}, "stop needs the text"),
+        ({"stop": "x", "detokenize": False}, "stop is matched against text"),
         ({"n": 2, "temperature": 0}, "n must be 1 when temperature is 0"),
     ],
 )

@@ -1,1 +1,1 @@
-"""The commands: each has `add_arguments(parser)` and `run(arguments) -> int`."""
+"""The commands. Each module has `add_arguments(parser)` and `run(arguments) -> int`."""

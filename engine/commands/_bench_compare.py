@@ -1,6 +1,6 @@
-"""transformers beside the engine: batch 1, static cache, the same configuration and workload.
+"""Measures transformers for comparison: batch 1, static cache, same configuration and workload.
 
-PyTorch is no dependency: it is imported by name, if it is there, and only for this comparison.
+PyTorch is not a dependency: it is imported if installed, and only for this comparison.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["check", "transformers_latency"]
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Refuse what cannot be compared, before anything is measured.
+    """Refuse what cannot be compared before anything is measured.
 
     Raises
     ------
@@ -52,9 +52,9 @@ def transformers_latency(
     dtype: str,
     device: str,
 ) -> dict[str, Any]:
-    """Return milliseconds a token of `generate` with a static cache, without the prefill.
+    """Return milliseconds per token of `generate` with a static cache, without the prefill.
 
-    In the dtype and on the device that the engine had; `check` has accepted the arguments.
+    Uses the engine's dtype and device; `check` must have accepted the arguments.
 
     Raises
     ------

@@ -16,7 +16,7 @@ from engine.model import Model, load
 
 __all__ = ["built_in_config", "built_in_names", "config_folder", "make_engine"]
 
-_STARTUP_LEN = 2048  # of a sequence, where nothing says how long it is
+_STARTUP_LEN = 2048  # sequence length where no option gives one
 
 
 def built_in_names() -> list[str]:
@@ -32,7 +32,7 @@ def built_in_names() -> list[str]:
 
 
 def config_folder(name: str) -> Path:
-    """Return the folder of a built-in configuration, as Hugging Face has it."""
+    """Return the folder of a built-in configuration, in Hugging Face's layout."""
     return Path(__file__).parents[1] / "testing" / "configs" / name
 
 
@@ -45,14 +45,14 @@ def built_in_config(name: str) -> ModelConfig:
 def make_engine(
     arguments: argparse.Namespace, *, max_model_len: int | None, max_num_seqs: int
 ) -> Any:
-    """Load what the options name, and build an engine that holds sequences of that many tokens.
+    """Load the model that the options name, and build an engine for sequences of `max_model_len`.
 
-    None: 2048, or as many as the model can if that is less.
+    None: 2048, or the model's limit if that is less.
 
     Raises
     ------
     ConfigError
-        If the model cannot hold so many.
+        If `max_model_len` is above the model's limit.
     """
     model = _load(arguments, max_model_len)
     options: dict[str, Any] = {
@@ -71,7 +71,7 @@ def _load(arguments: argparse.Namespace, max_model_len: int | None) -> Model:
     most = config.max_position_embeddings
     if max_model_len is not None and max_model_len > most:
         raise ConfigError(
-            f"--prompt-len and --output-len must be at most the {most} tokens of {name} together; "
+            f"--prompt-len plus --output-len must be at most {most}, the limit of {name}; "
             f"got {max_model_len}"
         )
     load_format = arguments.load_format

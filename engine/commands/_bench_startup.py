@@ -1,4 +1,4 @@
-"""From the start of a process to its first token: what `engine bench startup` runs in new ones."""
+"""`engine bench startup`: the time from the start of a process to its first token."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["child", "measure"]
 
 
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Start a process with an empty kernel cache, and one with the cache that this one filled.
+    """Time one process with an empty kernel cache, and one with the cache that the first filled.
 
     Raises
     ------
     EngineError
-        If the model is not known, or such a process fails.
+        If the model is unknown, or a measured process fails.
     """
     command = _command(arguments)
     rows = []
@@ -38,7 +38,7 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             )
             if done.returncode:
                 lines = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
-                raise EngineError(f"the process to be measured failed: {lines[-1]}")
+                raise EngineError(f"the measured process failed: {lines[-1]}")
             stations = json.loads(done.stdout.splitlines()[-1])
             row: dict[str, Any] = {"kernel_cache": kernels}
             for name, moment in stations.items():
@@ -48,9 +48,9 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _command(arguments: argparse.Namespace) -> list[str]:
-    """Return the command to be measured; it takes a model that is on this machine by its path.
+    """Return the command to measure; a model that is on this machine is named by its path.
 
-    Pulled models lie in the cache too, and the measured process is given an empty one.
+    The measured process gets an empty cache, and so would not find a downloaded model by name.
     """
     # Imported late: a child process times the import of the engine itself.
     from engine.commands._bench_models import built_in_names
@@ -72,7 +72,7 @@ def _is_set(arguments: argparse.Namespace, name: str) -> bool:
 
 
 def child(arguments: argparse.Namespace) -> None:
-    """Print when each station was passed, in seconds of the clock, as one line of JSON."""
+    """Print when each stage was reached, in seconds of the wall clock, as one line of JSON."""
     stations = {"imported": time.time()}
     # Imported late: this import is what is timed.
     from engine.commands._bench_models import make_engine

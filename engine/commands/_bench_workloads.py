@@ -1,4 +1,4 @@
-"""What `engine bench` runs: the same requests with the same random numbers everywhere."""
+"""The workloads of `engine bench`: the same pseudo-random requests on every machine."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from engine.sampling_params import RequestOutputKind, SamplingParams
 __all__ = ["Work", "latency", "prefill", "serve", "throughput"]
 
 _LENGTHS = (100, 1024)  # of prompts and of outputs, both ends included
-_MAX_ID = 9999  # every vocabulary worth measuring has so many
+_MAX_ID = 9999  # within every vocabulary that is measured
 
 
 @dataclass(frozen=True)
 class Work:
-    """Requests: prompts as ids, and how many tokens each is to get.
+    """Requests: prompts as token ids, and how many tokens to generate for each.
 
     Examples
     --------
@@ -45,7 +45,7 @@ class Work:
     ) -> Work:
         """Return requests with prompts and outputs of 100 to 1024 tokens, temperature 0.6.
 
-        `longest` replaces the 1024, for outputs unless `longest_output` does; 100 where it is less.
+        `longest` replaces 1024, for outputs too unless `longest_output` is given; and 100 if less.
         """
         rng = random.Random(0)
         shortest = min(_LENGTHS[0], longest)
@@ -61,7 +61,7 @@ class Work:
     def same(
         cls, num_requests: int, prompt_len: int, output_len: int, max_id: int = _MAX_ID
     ) -> Work:
-        """Return greedy requests of one size."""
+        """Return greedy requests of equal lengths."""
         rng = random.Random(0)
         prompts = [[rng.randint(0, max_id) for _ in range(prompt_len)] for _ in range(num_requests)]
         return cls(prompts, [output_len] * num_requests)
@@ -90,7 +90,7 @@ def serve(engine: LLMEngine, work: Work) -> tuple[float, list[Any]]:
     Raises
     ------
     EngineError
-        If a request ended early: its tokens must not be counted.
+        If a request ended early, which would make the figures wrong.
     """
     engine.reset_prefix_cache()
     for index, (prompt, length) in enumerate(zip(work.prompts, work.lengths, strict=True)):
@@ -115,7 +115,7 @@ def serve(engine: LLMEngine, work: Work) -> tuple[float, list[Any]]:
 
 
 def latency(engine: LLMEngine, work: Work, repeats: int) -> dict[str, float]:
-    """Return the time of a token, without the prefill, and the time to the first one.
+    """Return the time per token, without the prefill, and the time to the first token.
 
     Medians over all requests of all runs but the first.
     """
@@ -132,7 +132,7 @@ def latency(engine: LLMEngine, work: Work, repeats: int) -> dict[str, float]:
 
 
 def throughput(engine: LLMEngine, work: Work, repeats: int) -> dict[str, float]:
-    """Return output tokens a second."""
+    """Return output tokens per second."""
     times = [serve(engine, work)[0] for _ in range(repeats)]
     seconds = statistics.median(times)
     return {
@@ -143,14 +143,14 @@ def throughput(engine: LLMEngine, work: Work, repeats: int) -> dict[str, float]:
 
 
 def prefill(engine: LLMEngine, work: Work, repeats: int) -> dict[str, float]:
-    """Return prompt tokens a second; every request gets one token."""
+    """Return prompt tokens per second; one token is generated per request."""
     serve(engine, work)
     seconds = statistics.median(serve(engine, work)[0] for _ in range(repeats))
     return {"prompt_tokens_per_s": work.num_prompt_tokens / seconds, "seconds": seconds}
 
 
 def _unread_bytes(engine: LLMEngine) -> int:
-    """Return the bytes that decoding does not stream: the embedding, unless it is the output's."""
+    """Return the bytes of weights that decoding does not read: an embedding that is not tied."""
     decoder = engine.model.decoder
     embed = decoder.weights["embed"]
     is_tied = embed is decoder.weights["lm_head"]

@@ -1,4 +1,4 @@
-"""Options that several commands share: which model, and how to sample."""
+"""Options shared by several commands: the model and the sampling parameters."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ __all__ = [
 ]
 
 _SAMPLING = {
-    "max_tokens": (int, "most tokens to generate (default 256)"),
-    "min_tokens": (int, "no end before this many tokens"),
+    "max_tokens": (int, "maximum number of tokens to generate (default 256)"),
+    "min_tokens": (int, "generate at least this many tokens"),
     "temperature": (float, "0 always takes the most probable token"),
-    "top_p": (float, "keep the most probable tokens of this much probability"),
+    "top_p": (float, "keep the most probable tokens that sum to this probability"),
     "top_k": (int, "keep this many most probable tokens; 0 keeps all"),
-    "min_p": (float, "drop tokens less probable than this share of the best"),
+    "min_p": (float, "drop tokens less probable than this fraction of the best"),
     "repetition_penalty": (float, "above 1 makes tokens seen before less likely"),
-    "presence_penalty": (float, "taken from the logit of generated tokens, once"),
-    "frequency_penalty": (float, "taken from the logit of generated tokens, per occurrence"),
+    "presence_penalty": (float, "subtracted once from the logit of each generated token"),
+    "frequency_penalty": (float, "subtracted from it once per occurrence"),
     "seed": (int, "the same seed gives the same text"),
 }
 
@@ -37,21 +37,21 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2", help="name, folder, .gguf file or hub id")
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 or auto")
     parser.add_argument("--dtype", default="auto", help="float32, float16, bfloat16 or auto")
-    parser.add_argument("--load-format", default="auto", help="dummy takes random weights")
-    parser.add_argument("--max-model-len", type=int, help="most tokens of prompt and answer")
+    parser.add_argument("--load-format", default="auto", help="dummy makes random weights")
+    parser.add_argument("--max-model-len", type=int, help="maximum tokens of prompt and answer")
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `SamplingParams`; those left out are the model's own."""
+    """Declare the options of `SamplingParams`; the defaults are the model's own."""
     for name, (kind, text) in _SAMPLING.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=text)
     parser.add_argument("--stop", action="append", help="text that ends the answer; repeatable")
-    parser.add_argument("--ignore-eos", action="store_true", help="go on after the end token")
+    parser.add_argument("--ignore-eos", action="store_true", help="continue past the end token")
 
 
 def make_llm(arguments: argparse.Namespace) -> LLM:
-    """Load the model that the options name, after a look at the sampling options."""
-    SamplingParams(**_given(arguments))  # a mistake is said now, not after the load
+    """Check the sampling options, then load the model that the options name."""
+    SamplingParams(**_given(arguments))  # report a mistake now, not after the load
     options: dict[str, Any] = {"max_num_seqs": 1}
     if arguments.max_model_len is not None:
         options["max_model_len"] = arguments.max_model_len
@@ -66,7 +66,7 @@ def make_llm(arguments: argparse.Namespace) -> LLM:
 
 
 def sampling_params(llm: LLM, arguments: argparse.Namespace) -> SamplingParams:
-    """Return the model's own sampling, changed by the options that were given."""
+    """Return the model's own sampling parameters, overridden by the options given."""
     return llm.get_default_sampling_params(**_given(arguments))
 
 
@@ -76,7 +76,7 @@ def _given(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def summary(llm: LLM, output: RequestOutput, num_tokens: int) -> str:
-    """Return the line after an answer: tokens, tokens a second, device, dtype."""
+    """Return the line printed after an answer: tokens, tokens per second, device, dtype."""
     model, metrics = llm.llm_engine.model, output.metrics
     seconds = (metrics.decode_time or 0.0) if metrics is not None else 0.0
     rate = f"{(num_tokens - 1) / seconds:.1f} tokens/s" if seconds and num_tokens > 1 else "-"

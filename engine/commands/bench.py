@@ -20,9 +20,9 @@ from engine.errors import ConfigError
 __all__ = ["add_arguments", "run"]
 
 _KINDS = {
-    "latency": "one request, greedy: milliseconds a token",
-    "throughput": "256 requests of 100 to 1024 tokens in and out: tokens a second",
-    "prefill": "16 prompts of 4096 tokens: prompt tokens a second",
+    "latency": "one request, greedy: milliseconds per token",
+    "throughput": "256 requests of 100 to 1024 tokens in and out: tokens per second",
+    "prefill": "16 prompts of 4096 tokens: prompt tokens per second",
     "startup": "a new process: seconds until the first token, without and with cached kernels",
 }
 _DEFAULTS = {"latency": (1, 128, 512), "throughput": (256, 1024, 1024), "prefill": (16, 4096, 1)}
@@ -53,16 +53,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 or auto")
     parser.add_argument("--dtype", default="auto", help="float32, float16, bfloat16 or auto")
-    parser.add_argument("--load-format", default="auto", help="dummy takes random weights")
+    parser.add_argument("--load-format", default="auto", help="dummy makes random weights")
     parser.add_argument("--num-requests", type=int, help="how many requests")
     parser.add_argument("--prompt-len", type=int, help="tokens of a prompt (throughput: at most)")
     parser.add_argument("--output-len", type=int, help="tokens of an output (throughput: at most)")
-    parser.add_argument("--repeats", type=int, help="runs, of which the median counts (default 3)")
-    parser.add_argument("--max-num-seqs", type=int, help="most requests at once")
+    parser.add_argument("--repeats", type=int, help="runs; the median is reported (default 3)")
+    parser.add_argument("--max-num-seqs", type=int, help="maximum number of running requests")
     parser.add_argument("--max-num-batched-tokens", type=int, help="token budget of a step")
     parser.add_argument("--no-cuda-graphs", action="store_true", help="launch kernel by kernel")
     parser.add_argument("--no-async", action="store_true", help="wait for each step")
-    parser.add_argument("--compare", action="store_true", help="transformers beside it (latency)")
+    parser.add_argument("--compare", action="store_true", help="measure transformers too (latency)")
     parser.add_argument("--json", type=Path, help="also write the result to this file")
     parser.add_argument("--in-child", action="store_true", help=argparse.SUPPRESS)
 
@@ -96,23 +96,23 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _cell(name: str, value: Any) -> str:
-    """Return a value as the table shows it: words speak for themselves, numbers have a name."""
+    """Format a value for the table: text as it is, a number with its name."""
     if isinstance(value, str):
         return value
     return f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Refuse what makes no sense before anything is loaded."""
+    """Refuse invalid options before anything is loaded."""
     kind = arguments.kind
     for name in _COUNTS:
         value = getattr(arguments, name)
-        least = 2 if (kind, name) == ("latency", "output_len") else 1  # a time between two tokens
+        least = 2 if (kind, name) == ("latency", "output_len") else 1  # latency needs an interval
         if value is not None and value < least:
             raise ConfigError(f"{_option(name)} must be at least {least}; got {value}")
     for name, kinds in _MEANT_FOR.items():
         if getattr(arguments, name) and kind not in kinds:
-            raise ConfigError(f"{_option(name)} is for {', '.join(kinds)}; not for {kind}")
+            raise ConfigError(f"{_option(name)} applies to {', '.join(kinds)}; got {kind}")
     if arguments.compare:
         # Imported late: a child process times the import of the engine itself.
         from engine.commands import _bench_compare
@@ -124,11 +124,11 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _check_file(file: Path) -> None:
     if file.is_dir():
-        raise ConfigError(f"--json must be a file; got the folder {file}")
+        raise ConfigError(f"--json must name a file; got the folder {file}")
     if not file.parent.is_dir():
-        raise ConfigError(f"--json must be a file in a folder that exists; got {file}")
+        raise ConfigError(f"--json must name a file in an existing folder; got {file}")
     if not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise ConfigError(f"--json must be a file that may be written; got {file}")
+        raise ConfigError(f"--json must name a writable file; got {file}")
 
 
 def _option(name: str) -> str:
@@ -136,7 +136,7 @@ def _option(name: str) -> str:
 
 
 def _sizes(arguments: argparse.Namespace) -> tuple[int, int, int]:
-    """Return requests, tokens of a prompt and of an output (throughput: at most)."""
+    """Return the number of requests, and the prompt and output lengths (throughput: at most)."""
     num_requests, prompt_len, output_len = _DEFAULTS[arguments.kind]
     if arguments.prompt_len and arguments.kind == "throughput":
         output_len = arguments.prompt_len
@@ -185,7 +185,7 @@ def _measure(arguments: argparse.Namespace) -> tuple[Device, list[dict[str, Any]
 
 
 def _conditions(device: Device) -> dict[str, str]:
-    """Return what a figure means nothing without: card, date, version, commit, command."""
+    """Return the conditions of the measurement: device, date, version, commit, command."""
     if device.is_cuda:
         card = device.xp.cuda.runtime.getDeviceProperties(device.index)["name"].decode()
     else:

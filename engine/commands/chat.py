@@ -23,7 +23,7 @@ _HELP = "/reset forgets the conversation, /exit leaves; Ctrl-C stops an answer, 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--system", help="what the model is told first")
+    parser.add_argument("--system", help="system message")
     add_model_arguments(parser)
     add_sampling_arguments(parser)
 
@@ -59,7 +59,7 @@ def _read_line() -> str | None:
 
 
 def _turn(llm: LLM, history: list[dict[str, str]], question: str, params: SamplingParams) -> None:
-    """Answer one question; a refused one is reported and leaves the history as it was."""
+    """Answer one question; on an error, report it and leave the history unchanged."""
     asked = [*history, {"role": "user", "content": question}]
     pieces: list[str] = []
     ids = 0

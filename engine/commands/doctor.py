@@ -22,7 +22,7 @@ __all__ = ["add_arguments", "run"]
 
 _T = TypeVar("_T")
 
-# The headers that the kernels include, and the one instruction set they cannot do without.
+# Compiles only with the headers that the kernels include, and bfloat16 and fp8 conversions.
 _FIVE_LINES = """#include <cuda_bf16.h>
 #include <cuda_fp8.h>
 extern "C" __global__ void five_lines(__nv_bfloat16* x, __nv_fp8_e4m3* y) {
@@ -32,7 +32,7 @@ extern "C" __global__ void five_lines(__nv_bfloat16* x, __nv_fp8_e4m3* y) {
 
 
 class _NotHereError(Exception):
-    """Something that only a GPU needs is not on this machine: no fault of the machine's."""
+    """Something that only a GPU needs is not on this machine; not a failure."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run every check; 0 if the CPU engine works (a missing GPU is no fault)."""
+    """Run every check; 0 if the engine works on the CPU (a missing GPU is not a failure)."""
     checks: list[tuple[str, Callable[[], str]]] = [
         ("engine", lambda: f"{__version__} in {os.path.dirname(os.path.dirname(__file__))}"),
         ("python", lambda: f"{platform.python_version()} on {platform.platform()}"),
@@ -66,7 +66,7 @@ def _show(name: str, check: Callable[[], str]) -> str:
         text, state = check(), "ok"
     except _NotHereError as error:
         text, state = f"not here: {error}", "--"
-    except Exception as error:  # a doctor reports every failure, whatever it is
+    except Exception as error:  # report every failure, whatever its type
         text, state = f"{type(error).__name__}: {error}", "FAIL"
     print(f"{state:4} {name:14} {text}")
     return state
@@ -91,7 +91,7 @@ def _packages() -> str:
 
 def _settings() -> str:
     found = [f"{v.name}={os.environ[v.name]}" for v in env.VARIABLES if v.name in os.environ]
-    env.kernel_tier(), env.compile_workers(), env.debug(), env.offline()  # nonsense raises
+    env.kernel_tier(), env.compile_workers(), env.debug(), env.offline()  # raise if invalid
     return " ".join(found) or "all at their defaults"
 
 
@@ -154,7 +154,7 @@ def _kernel() -> str:
 
 
 def _part(part: Callable[[], _T]) -> _T:
-    """Return a part of the compiler; without a GPU nobody misses it."""
+    """Return a part of the compiler; if it is missing and there is no GPU, that is "not here"."""
     try:
         return part()
     except CompileError as error:

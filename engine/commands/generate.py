@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Stream the answer to stdout and one line of figures to stderr."""
+    """Stream the answer to stdout, then print one line of statistics to stderr."""
     prompt: Any = _read_prompt(arguments)
     if arguments.chat:
         prompt = [{"role": "user", "content": prompt}]

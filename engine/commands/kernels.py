@@ -1,4 +1,4 @@
-"""`engine kernels`: what is compiled, for what, at which cost."""
+"""`engine kernels`: every kernel with its architecture, dtype, registers and shared memory."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def op_specs(op: str, dtype: str) -> tuple[ModuleSpec, ...]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print one line an op; for the ops named, or with --all, one line a kernel."""
+    """Print one line per op; for the ops named, or with --all, one line per kernel."""
     arch = arguments.arch or _this_arch()
     if not re.fullmatch(r"sm_\d{2,3}a?", arch):
         raise ConfigError(f"--arch must be an architecture like sm_80 or sm_90a; got {arch!r}")
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _modules(
     op: str, arguments: argparse.Namespace, arch: str
 ) -> Iterator[tuple[ModuleSpec, CompiledModule | None, str]]:
-    """Yield each module of an op for `arch`, the compiled one, and how that was come by."""
+    """Yield each module of an op for `arch`, compiled if available, and its cache state."""
     for dtype in [arguments.dtype] if arguments.dtype else FLOAT_NAMES:
         for spec in op_specs(op, dtype):
             if spec.supports(arch):
@@ -75,7 +75,7 @@ def _modules(
 def _found(spec: ModuleSpec, arch: str, compile_missing: bool) -> tuple[CompiledModule | None, str]:
     try:
         found = cached_module(spec, arch)
-    except CompileError:  # no NVRTC here: nothing can have been compiled
+    except CompileError:  # no NVRTC, so nothing can be compiled
         found = None
     if found is None and compile_missing:
         return compile_module(spec, arch), "compiled"
@@ -97,8 +97,8 @@ def _print_ops(arguments: argparse.Namespace, arch: str) -> None:
         counts = len(modules), len(entries) or "-", span, spilled
         print(_SHORT.format(op, tiers, *counts))
     if num_missing:
-        print(f"{num_missing} modules are not compiled yet: --compile, or the first load, does it")
-    print("`engine kernels OP` has a line for each kernel of one op, --all of all")
+        print(f"{num_missing} modules are not compiled yet; --compile or a load compiles them")
+    print("`engine kernels OP` lists the kernels of one op, --all those of every op")
 
 
 def _print_kernels(ops: Sequence[str], arguments: argparse.Namespace, arch: str) -> None:

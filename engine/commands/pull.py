@@ -16,6 +16,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Download the model unless it is there, and print where it is."""
+    """Download the model unless it is in the cache, and print its path."""
     print(pull(arguments.model, progress=sys.stderr.isatty()))
     return 0

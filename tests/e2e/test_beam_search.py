@@ -125,7 +125,7 @@ def test_bad_params_are_refused(model):
     with pytest.raises(RequestError, match="ignore_eos must be True or False"):
         BeamSearchParams(beam_width=2, ignore_eos=1)
     llm = make_llm(model)
-    with pytest.raises(RequestError, match="token id 97"):
+    with pytest.raises(RequestError, match=r"prompt\[0\] must be a token id, .*; got 97"):
         llm.beam_search([[5], [97]], BeamSearchParams(beam_width=2))
     while llm.llm_engine.has_unfinished_requests():
         llm.llm_engine.step()

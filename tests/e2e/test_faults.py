@@ -291,7 +291,7 @@ def test_a_wrong_copy_is_noticed_in_debug_mode(model, monkeypatch):
         return output
 
     monkeypatch.setattr(engine.scheduler, "schedule", wrong)
-    with pytest.raises(ContractError, match=r"block copies: block id must be in \[0, 64\)"):
+    with pytest.raises(ContractError, match=r"block copies must hold block ids in \[0, 64\)"):
         engine.step()
 
 

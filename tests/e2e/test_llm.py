@@ -39,19 +39,23 @@ def test_prompts_may_be_ids_mappings_and_arrays(llm):
 @pytest.mark.parametrize(
     ("prompts", "options", "message"),
     [
-        (None, {}, "prompts: must be a prompt or a sequence of them; got NoneType"),
-        (5, {}, "prompts: must be .*; got int"),
-        (b"text", {}, "prompts: must be .*; got bytes"),
-        ({5, 6}, {}, "prompts: must be .*; got set"),
-        (np.array(5), {}, "prompts: must be .*; got ndarray"),
+        (None, {}, "prompts must be a prompt or a sequence of prompts; got NoneType"),
+        (5, {}, "prompts must be .*; got int"),
+        (b"text", {}, "prompts must be .*; got bytes"),
+        ({5, 6}, {}, "prompts must be .*; got set"),
+        (np.array(5), {}, "prompts must be .*; got ndarray"),
         ([[]], {}, r"prompts\[0\]: the prompt must have 1 to 255 tokens .*; got 0"),
-        ([[5], [-1]], {}, r"prompts\[1\]: prompt: token id -1 at 0 must be .* \[0, 97\)"),
-        ([[5]], {"sampling_params": {"n": 1}}, "sampling_params: must be one, .*; got dict"),
-        ([[5]], {"sampling_params": 5}, r"sampling_params: must be one, or .* \(1\); got int"),
-        ([[5]], {"sampling_params": [GREEDY] * 2}, "sampling_params: must be .*; got 2"),
-        ([[5]], {"sampling_params": [None]}, r"sampling_params\[0\]: must be .*; got NoneType"),
-        ([[5]], {"priority": None}, r"priority: must be one, or one a prompt \(1\); got NoneType"),
-        ([[5]], {"priority": 1.5}, "priority: must be one, .*; got float"),
+        ([[5], [-1]], {}, r"prompts\[1\]: prompt\[0\] must be .* \[0, 97\); got -1"),
+        ([[5]], {"sampling_params": {"n": 1}}, "sampling_params must be one value, .*; got dict"),
+        ([[5]], {"sampling_params": 5}, r"sampling_params must be one value, or .* \(1\); got int"),
+        ([[5]], {"sampling_params": [GREEDY] * 2}, "sampling_params must be .*; got 2"),
+        ([[5]], {"sampling_params": [None]}, r"sampling_params\[0\] must be .*; got NoneType"),
+        (
+            [[5]],
+            {"priority": None},
+            r"priority must be one value, or one per prompt \(1\); got NoneType",
+        ),
+        ([[5]], {"priority": 1.5}, "priority must be one value, .*; got float"),
         ([[5]], {"priority": [1.5]}, r"prompts\[0\]: priority must be a whole number; got 1.5"),
     ],
 )
@@ -61,9 +65,9 @@ def test_bad_arguments_are_named(llm, prompts, options, message):
 
 
 def test_other_bad_arguments_are_named(llm):
-    with pytest.raises(RequestError, match="params: must be BeamSearchParams; got SamplingParams"):
+    with pytest.raises(RequestError, match="params must be a BeamSearchParams; got SamplingParams"):
         llm.beam_search([5], GREEDY)
-    with pytest.raises(RequestError, match=r"sampling_params: must be one, .*; got dict"):
+    with pytest.raises(RequestError, match=r"sampling_params must be one value, .*; got dict"):
         llm.stream([5], {"n": 1})
 
 

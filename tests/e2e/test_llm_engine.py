@@ -220,12 +220,12 @@ def test_a_row_of_nan_fails_its_request_only(model, monkeypatch):
     ("prompt", "message"),
     [
         ([], r"must have 1 to 255 tokens .*; got 0"),
-        ([5, 97], r"token id 97 at 1 must be a whole number in \[0, 97\)"),
-        ([-1], r"token id -1 at 0"),
-        ([True], r"token id True at 0"),
-        ([1.5], r"token id 1.5 at 0"),
+        ([5, 97], r"prompt\[1\] must be a token id, a whole number in \[0, 97\); got 97"),
+        ([-1], r"prompt\[0\] must be a token id, .*; got -1"),
+        ([True], r"prompt\[0\] must be a token id, .*; got True"),
+        ([1.5], r"prompt\[0\] must be a token id, .*; got 1.5"),
         (list(range(4, 90)) * 3, r"must have 1 to 255 tokens .*; got 258"),
-        ({"text": "x"}, r"a mapping must hold"),
+        ({"text": "x"}, r"prompt, as a mapping, must have"),
         (b"bytes", r"must be text or token ids; got bytes"),
         ({5, 6}, r"must be text or token ids; got set"),
         (np.array(5), r"must be text or token ids; got ndarray"),
@@ -256,14 +256,14 @@ def test_bad_parameters_are_refused(model):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"params": {"temperature": 0}}, "params: must be a SamplingParams; got dict"),
+        ({"params": {"temperature": 0}}, "params must be a SamplingParams; got dict"),
         ({"priority": 1.5}, "priority must be a whole number; got 1.5"),
         ({"priority": "high"}, "priority must be a whole number; got 'high'"),
         ({"priority": 2**31}, "priority must be within 2.*31 of 0; got 2147483648"),
-        ({"timeout": "1"}, "timeout must be above 0 seconds, or None; got '1'"),
-        ({"timeout": float("nan")}, "timeout must be above 0 seconds, or None; got nan"),
-        ({"cache_salt": 5}, "cache_salt must be a str that is not empty, or None; got 5"),
-        ({"cache_salt": ""}, "cache_salt must be a str that is not empty, or None; got ''"),
+        ({"timeout": "1"}, "timeout must be seconds above 0, or None; got '1'"),
+        ({"timeout": float("nan")}, "timeout must be seconds above 0, or None; got nan"),
+        ({"cache_salt": 5}, "cache_salt must be a non-empty str, or None; got 5"),
+        ({"cache_salt": ""}, "cache_salt must be a non-empty str, or None; got ''"),
     ],
 )
 def test_what_comes_with_a_prompt_is_checked(model, options, message):

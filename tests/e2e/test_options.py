@@ -51,7 +51,7 @@ def test_salts_separate(model):
     assert _serve(engine, LONG, cache_salt="a").num_cached_tokens == 80
     in_prompt = {"prompt_token_ids": LONG, "cache_salt": "a"}
     assert _serve(engine, in_prompt).num_cached_tokens == 80
-    with pytest.raises(RequestError, match="cache_salt must be a str"):
+    with pytest.raises(RequestError, match="cache_salt must be a non-empty str"):
         engine.add_request("x", {"prompt_token_ids": LONG, "cache_salt": 5})
 
 

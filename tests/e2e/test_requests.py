@@ -358,7 +358,7 @@ def test_a_timeout_ends_a_request(model, late):
         assert list(completion.token_ids) == want
     assert outputs["fine"].outputs[0].finish_reason == "length"
     assert engine.stats().request_success == {"abort": 2, "length": 1}
-    with pytest.raises(RequestError, match="timeout must be above 0"):
+    with pytest.raises(RequestError, match="timeout must be seconds above 0"):
         engine.add_request("r", [5], timeout=0)
 
 
@@ -464,6 +464,8 @@ def test_llm_takes_priorities_and_salts(model):
     params = SamplingParams(temperature=0, max_tokens=3)
     outputs = llm.generate(prompts, params, priority=[1, 0])
     assert [list(o.outputs[0].token_ids) for o in outputs] == [greedy_alone(model, LONG, 3)] * 2
-    with pytest.raises(RequestError, match=r"priority: must be one, or one a prompt \(2\); got 3"):
+    with pytest.raises(
+        RequestError, match=r"priority must be one value, or one per prompt \(2\); got 3"
+    ):
         llm.generate(prompts, params, priority=[1, 2, 3])
     assert llm.get_metrics().prompt_tokens == 2 * len(LONG)

@@ -201,5 +201,5 @@ def test_chats(llm):
             llm.chat(messages, greedy)
     with pytest.raises(UnknownOptionError, match="chat got an unknown keyword 'use_tqdm'"):
         llm.chat(question, greedy, use_tqdm=False)
-    with pytest.raises(RequestError, match="'chat_template' cannot be a variable"):
+    with pytest.raises(RequestError, match="reserved name; got 'chat_template'"):
         llm.chat(question, greedy, chat_template="")
