@@ -111,7 +111,7 @@ class Contract:
             )
         if layout == "rows" and array.size and array.strides[-1] != array.itemsize:
             raise ShapeError(
-                f"{self.op}: {name}: last axis must be contiguous; got strides {array.strides}"
+                f"{self.op}: {name}: its last axis must be contiguous; got {array.strides}"
             )
         return array
 

@@ -159,9 +159,7 @@ def test_a_folder_of_others_is_refused(sources, tmp_path):
     folder = tmp_path / "cache/kernels"
     folder.mkdir(parents=True)
     folder.chmod(0o777)
-    with pytest.raises(
-        CompileError, match=r"by this user only; got .* mode 777. .*CACHE_DIR"
-    ):
+    with pytest.raises(CompileError, match=r"by this user only; got .* mode 777. .*CACHE_DIR"):
         _module.compile_module(SPEC, "sm_80")
 
 
