@@ -34,7 +34,7 @@ class AttentionParams:
     softcap : float
         c in c·tanh(s/c); 0 is none.
     deterministic : bool
-        Batch invariance: a token's bits depend neither on the batch nor on chunking.
+        Give each token the same bits in any batch and at any chunk size.
     """
 
     num_heads: int

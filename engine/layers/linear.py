@@ -59,7 +59,7 @@ class Linear:
     bias : Weight, optional
         (out,), dense, in x's dtype.
     deterministic : bool
-        Batch invariance: a token's bits do not depend on the batch.
+        Give each token the same bits in any batch.
 
     Raises
     ------

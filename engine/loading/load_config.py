@@ -32,7 +32,7 @@ class LoadConfig:
     load_format : str
         "auto" (the weights of the files) or "dummy" (random ones).
     deterministic : bool
-        Batch invariance: a token's bits depend neither on the batch nor on chunking.
+        Give each token the same bits in any batch and at any chunk size.
     reasons : mapping of str to str
         Option -> the reason for its value.
     """

@@ -142,7 +142,7 @@ class Decoder:
     max_model_len : int
         Longest sequence in tokens; the rope tables have a row for each position.
     deterministic : bool
-        Batch invariance: a token's bits depend neither on the batch nor on chunking.
+        Give each token the same bits in any batch and at any chunk size.
 
     Attributes
     ----------
