@@ -24,10 +24,10 @@ from engine import kernels
 from engine.dtypes import FLOAT_NAMES
 from engine.kernels._module import ARCHITECTURES, CompiledModule, ModuleSpec, compile_module
 
-# (architecture, file, dtype, entry) -> why its spills are tolerable. Empty is the wish.
+# (architecture, file, dtype, entry) -> why its spills are acceptable. Ideally empty.
 ALLOWED_SPILLS: dict[tuple[str, str, str, str], str] = {}
 
-# Their modules take longest: they go first, so that no core waits for one of them at the end.
+# Their modules take longest to compile: start with them, so that none is left at the end.
 SLOWEST = ("sample/sample.cu", "gemm/rmsnorm_gemm.cu", "gemm/gemm.cu")
 
 
@@ -43,7 +43,7 @@ def every_spec() -> list[ModuleSpec]:
 
 
 def spills(compiled: CompiledModule) -> list[str]:
-    """Return a line for each kernel of the module that spills and may not."""
+    """Return a line for each kernel of the module that spills and is not allowed to."""
     spec = compiled.spec
     return [
         f"{spec} for {compiled.arch}: {entry.name} spills {entry.spill_bytes} bytes"

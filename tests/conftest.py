@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-# Before NumPy is imported: the suite runs in parallel, and BLAS threads that wait for each other on
-# busy cores cost far more than they bring.
+# Before NumPy is imported: the suite runs in parallel, and BLAS threads that spin on busy cores
+# cost far more than they gain.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from pathlib import Path
@@ -20,7 +20,7 @@ from engine import device
     params=["numpy", pytest.param("cupy", marks=pytest.mark.gpu)],
 )
 def xp(request):
-    """The array modules that one test body runs on: NumPy always, CuPy where there is a GPU."""
+    """The array modules that a test body runs on: NumPy, and CuPy if there is a GPU."""
     if request.param == "numpy":
         return np
     return _cupy_or_skip()
@@ -28,7 +28,7 @@ def xp(request):
 
 @pytest.fixture
 def cp():
-    """CuPy, for tests that make sense on a GPU only (mark them `gpu`)."""
+    """CuPy, for tests that only make sense on a GPU (mark them `gpu`)."""
     return _cupy_or_skip()
 
 
@@ -43,5 +43,5 @@ def _cupy_or_skip():
 
 @pytest.fixture(scope="session")
 def repo_root() -> Path:
-    """The folder that holds `engine/`, `cuda_src/` and `tests/`."""
+    """The folder that contains `engine/`, `cuda_src/` and `tests/`."""
     return Path(__file__).parents[1]

@@ -1,15 +1,15 @@
-"""A short walk through the kernel suite under compute-sanitizer, a process for each test function.
+"""Run a part of the kernel tests under compute-sanitizer, with a process per test function.
 
     python -m tests.sanitize --tool memcheck
     python -m tests.sanitize --tool racecheck --per-test 1 --jobs 12
     python -m tests.sanitize --tool racecheck tests/kernels/test_gemm.py
 
 Runs a few cases of every GPU test in `tests/kernels` (all of them would take hours under the
-tool), and prints which kernels were launched: a clean run of nothing proves nothing. It fails if
+tool), and prints which kernels were launched, since an empty run would be clean, too. It fails if
 the tool found something, a test failed, a process took too long, or an op's kernels were never
 launched.
 
-Without --tool the cases run in this process: that is what the others are started with.
+Without --tool the cases run in this process: so the child processes are started.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ALL = "tests/kernels"
 _TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 _LAUNCHED = "launched "
 _OPTIONS = ("-q", "-p", "no:cacheprovider")
-# Tests that want gigabytes, time or statistics, and launch nothing that the others do not.
+# Tests that need gigabytes, time or statistics, and launch no kernels beyond those of the others.
 _TOO_LARGE = (
     "two_to_the_31",
     "frequenc",
@@ -100,7 +100,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _share(options: argparse.Namespace) -> int:
-    """Run the cases of each test function in a process of its own, under the tool."""
+    """Run the cases of each test function in a separate process, under the tool."""
     plugin = _FewCases(options.per_test)
     pytest.main([*_OPTIONS, "-qq", "--collect-only", *options.tests], plugins=[plugin])
     launched: collections.Counter[str] = collections.Counter()

@@ -29,7 +29,7 @@ def _run(capsys, *arguments):
 
 @pytest.fixture
 def tiny_folder(tmp_path):
-    """A configuration of a model that holds 64 tokens, without weights."""
+    """The configuration of a model with a limit of 64 tokens, without weights."""
     fields = {
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 96,
         "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
@@ -70,7 +70,7 @@ def test_built_in_configurations_have_the_published_sizes(name, millions):
     assert config.dtype == "bfloat16"
 
 
-def test_work_is_served_whole():
+def test_every_request_gets_all_its_tokens():
     engine = make_engine(tiny_model(), max_num_batched_tokens=64)
     work = Work.mixed(3, longest=20, max_id=96)
     seconds, metrics = serve(engine, work)
@@ -86,7 +86,7 @@ def test_on_the_cpu(kind, capsys, tmp_path):
     file = tmp_path / "result.json"
     options = ["--device", "cpu", "--model", "smollm2", "--load-format", "dummy", "--repeats", "1"]
     sizes = ["--num-requests", "1", "--prompt-len", "5", "--json", str(file)]
-    if kind != "prefill":  # always one token
+    if kind != "prefill":  # which always generates one token
         sizes += ["--output-len", "2"]
     status, text = _run(capsys, kind, *options, *sizes)
     assert status == 0 and kind in text
@@ -140,8 +140,8 @@ def test_latency_is_of_all_requests_but_the_first_runs(monkeypatch):
     assert row["ms_per_token"] == 3000.0  # of 1, 3 and 5 s: two gaps each
 
 
-def test_tokens_that_were_not_made_are_not_counted(monkeypatch):
-    """A request that fails ends early (a row of NaN, say)."""
+def test_missing_tokens_are_not_counted(monkeypatch):
+    """A request that fails ends early (because of a row of NaN, for example)."""
     engine = make_engine(tiny_model())
     work = Work.same(1, 5, 4, max_id=96)
     add = engine.add_request
@@ -175,8 +175,8 @@ def test_startup_measures_what_the_options_say(capsys, stations, tiny_folder):
         assert {"--max-num-batched-tokens=64", "--load-format=dummy"} < set(command)
 
 
-def test_startup_takes_a_pulled_model_from_where_it_is(capsys, stations, monkeypatch, tmp_path):
-    """The measured processes have an empty cache: a download must not be part of the start."""
+def test_startup_names_a_downloaded_model_by_its_path(capsys, stations, monkeypatch, tmp_path):
+    """The measured processes have an empty cache: a download must not be part of the time."""
     file = tmp_path / "SmolLM2.gguf"
     monkeypatch.setattr("engine.loading.download.pull", lambda name, **_: file)
     source = type("Source", (), {"__fspath__": lambda self: str(file)})()
@@ -192,7 +192,7 @@ def test_startup_of_a_model_that_holds_few_tokens(capsys, tiny_folder):
     assert status == 0, text
 
 
-def test_a_start_that_fails_is_one_line(capsys, tiny_folder):
+def test_a_failed_start_is_reported_in_one_line(capsys, tiny_folder):
     status, text = _run(capsys, "startup", *tiny_folder, "--dtype", "int8")
     assert status == 2 and "int8" in text and len(text.splitlines()) == 1
     status, text = _run(capsys, "startup", "--device", "cpu", "--model", "nosuch")
@@ -231,7 +231,7 @@ def test_a_bad_option_is_named_before_anything_is_measured(
     assert len(text.splitlines()) == 1 and text.startswith("engine bench: ")
 
 
-def test_a_result_that_cannot_be_written_is_one_line(capsys, tiny_folder, monkeypatch, tmp_path):
+def test_an_unwritable_result_is_reported_in_one_line(capsys, tiny_folder, monkeypatch, tmp_path):
     def fail(*_, **__):
         raise OSError(28, "No space left on device")
 
@@ -243,7 +243,7 @@ def test_a_result_that_cannot_be_written_is_one_line(capsys, tiny_folder, monkey
 
 
 def test_the_comparison_is_of_the_same_kind(monkeypatch):
-    """Same dtype, same device, one request; what cannot be is refused, not replaced."""
+    """Same dtype, same device, one request; what cannot be matched is refused."""
     monkeypatch.setattr(_bench_compare.importlib.util, "find_spec", lambda name: True)
     options = argparse.Namespace(model="qwen3-0.6b", device="auto", num_requests=3)
     with pytest.raises(ConfigError, match="--num-requests 1; got 3"):
@@ -271,7 +271,7 @@ def test_the_comparison_is_of_the_same_kind(monkeypatch):
         _bench_compare.transformers_latency(options, work, 1, dtype="float16", device="cuda:1")
 
 
-def test_nonsense_is_refused(capsys):
+def test_invalid_options_are_refused(capsys):
     assert _run(capsys, "speed")[0] == 2
     status, text = _run(capsys, "latency", "--model", "/no/such/model", "--device", "cpu")
     assert status == 2 and "/no/such/model" in text

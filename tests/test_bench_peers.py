@@ -1,4 +1,4 @@
-"""Other libraries beside ours in `python -m tests.bench`: their columns, and why some are empty."""
+"""The columns of other libraries in `python -m tests.bench`, and the reasons for empty ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _raise(error):
 
 
 def _row(monkeypatch, **peers):
-    """What is printed of a case that took 2 us, on a GPU that is none."""
+    """Return what is printed for a case that took 2 us on a fake GPU."""
     freed = []
     pool = SimpleNamespace(free_all_blocks=lambda: freed.append(True))
     monkeypatch.setattr(bench, "time_gpu", lambda calls: 2e-6)
@@ -128,7 +128,7 @@ def test_time_is_a_calls_share_of_a_graphs():
     )
     calls = [lambda i=i: launched.append(i) for i in range(4)]
     assert sdpa._graph_seconds(cuda, calls) == pytest.approx(1e-3)
-    assert recording == [0, 1, 2, 3] * 3  # rotated: none is called twice in a row
+    assert recording == [0, 1, 2, 3] * 3  # rotating inputs: none is used twice in a row
 
 
 def test_the_newest_query_needs_no_mask_and_others_see_up_to_themselves():

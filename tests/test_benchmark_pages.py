@@ -84,7 +84,7 @@ def test_benchmarks_that_need_a_gpu_say_so_in_the_list():
     assert listed == refuse
 
 
-def test_the_command_of_batch_invariance_measures_what_is_published():
+def test_the_deterministic_command_measures_what_is_published():
     rows = json.loads((FOLDER / "deterministic.json").read_text())["rows"]
     assert [case.name for case in CASES] == [row["case"] for row in rows]
 

@@ -62,7 +62,7 @@ def test_generate_json():
     assert record["ttft_seconds"] > 0 and len(record["token_ids"]) <= 8
 
 
-def test_what_the_terminal_cannot_show_is_replaced():
+def test_unencodable_characters_are_replaced():
     done = _run("generate", "--chat", "Write an emoji and é", *GREEDY, PYTHONIOENCODING="ascii")
     assert "?" in done.stdout
 
@@ -126,12 +126,12 @@ def test_a_misspelt_option_is_an_error():
                                                           status=2).stderr  # fmt: skip
 
 
-def test_nonsense_in_the_environment_is_an_error():
+def test_an_invalid_environment_variable_is_an_error():
     done = _run("doctor", status=1, ENGINE_KERNEL_TIER="fastest")
     assert "ENGINE_KERNEL_TIER must be one of auto, portable; got 'fastest'" in done.stdout
 
 
-def test_doctor_says_what_is_there():
+def test_doctor_reports_what_is_there():
     text = _run("doctor").stdout
     for word in ("engine", "python", "packages", "cache", "driver", "nvrtc", "kernel"):
         assert f" {word}" in text

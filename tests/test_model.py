@@ -1,4 +1,4 @@
-"""The array door: load, new_cache, step; what they give and what they refuse."""
+"""Arrays in, arrays out: load, new_cache, step, and the arguments that they refuse."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CONFIG = ModelConfig(
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def where(request):
-    """The devices that one test body runs on."""
+    """The devices that a test body runs on."""
     if request.param == "cuda" and not device.resolve_device("auto")[0].is_cuda:
         pytest.skip("no GPU")
     return request.param
@@ -97,7 +97,7 @@ def test_load_refuses(options, error, message):
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.dtype("float32"), ml_dtypes.bfloat16])
-def test_load_takes_types_and_numbers_of_numpy(dtype):
+def test_load_accepts_numpy_types_and_numbers(dtype):
     model = _load(dtype=dtype, max_model_len=np.int64(64))
     assert (model.dtype, model.max_model_len) == (np.dtype(dtype).name, 64)
 
@@ -181,7 +181,7 @@ def test_any_integers(model, dtype):
 
 def test_lists_and_foreign_arrays(model):
     class Foreign:
-        """Another library's array: no NumPy array, but it speaks DLPack."""
+        """Another library's array: not a NumPy array, but with DLPack."""
 
         def __dlpack__(self, **options):
             return IDS.__dlpack__(**options)
@@ -220,7 +220,7 @@ def test_unknown_kind_of_logits(model):
         model.step(IDS, model.new_cache(2, 32), logits="first")
 
 
-def test_long_inputs_are_cut_without_a_trace(model, monkeypatch):
+def test_chunking_long_inputs_does_not_change_the_logits(model, monkeypatch):
     every = to_numpy(model.step(IDS, model.new_cache(2, 32), logits="all"))
     monkeypatch.setattr(model_module, "_MAX_STEP_TOKENS", {"cpu": 7, "cuda": 7})
     cut = to_numpy(model.step(IDS, model.new_cache(2, 32), logits="all"))
@@ -272,10 +272,10 @@ def test_closed(model):
         model.step(IDS, model.new_cache(2, 32))
 
 
-def test_a_cache_that_is_closed_or_none(model):
+def test_a_closed_or_foreign_cache_is_refused(model):
     cache = model.new_cache(2, 32)
     cache.close()
-    cache.close()  # a second time does nothing
+    cache.close()  # a second call does nothing
     with pytest.raises(errors.RequestError, match="cache must be open; it was closed"):
         model.step(IDS, cache)
     for other in (None, _load().new_cache(2, 32)):
@@ -286,7 +286,7 @@ def test_a_cache_that_is_closed_or_none(model):
 # --- the cache ----------------------------------------------------------------------------------
 
 
-def test_overflow_names_what_is_held_given_and_allowed(model):
+def test_overflow_names_the_row_and_the_counts(model):
     cache = model.new_cache(2, 30)
     model.step(IDS, cache)
     with pytest.raises(ValueError, match=r"max_tokens=30; got 11 for row .*, which holds 20"):
@@ -307,7 +307,7 @@ def test_truncate_and_reset(model):
 
 
 def test_rows_of_different_length(model):
-    """A row cut back goes its own way; the other one does not notice."""
+    """A truncated row continues separately and does not affect the other row."""
     cache = model.new_cache(2, 40)
     model.step(IDS, cache)
     cache.truncate(5, row=0)
@@ -354,7 +354,7 @@ def test_bad_cache(args, options, message):
         _load().new_cache(*args, **options)
 
 
-# --- watching -----------------------------------------------------------------------------------
+# --- tracing ------------------------------------------------------------------------------------
 
 
 def test_trace_is_what_step_computes():
@@ -394,7 +394,7 @@ def test_device_memory_is_the_weights_and_little_more(cp):
 # --- memory -------------------------------------------------------------------------------------
 
 
-def test_the_plan_counts_all_that_was_made():
+def test_the_plan_counts_everything_allocated():
     model = _load()
     decoder = model.decoder
     arrays = {id(w): w.data for w in decoder.weights.values()}
@@ -412,6 +412,6 @@ def test_rope_tables_that_cannot_fit_are_refused_before_they_are_made(monkeypatc
         max_position_embeddings=1 << 24,
         rope=replace(CONFIG.rope, rotary_dim=1024),
     )
-    monkeypatch.setattr(decoder_module, "rope_table", None)  # not to be called
+    monkeypatch.setattr(decoder_module, "rope_table", None)  # must not be called
     with pytest.raises(errors.OutOfMemoryError, match=r"64\.00 GiB for max_model_len=16777216"):
         _load(config=config)

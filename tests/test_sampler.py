@@ -1,4 +1,4 @@
-"""The sampler layer: which arrays a batch needs, and what its rows then sample."""
+"""The sampler layer: the arrays that a batch needs, and the tokens its rows sample."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _row(history=(3, 4, 5), prompt_len=2, seed=1, eos=(), bad_words=(), **params
 
 
 def _batch(xp, rows):
-    """What the runner makes of requests in the rows 0, 1, ..., on the host but for the history."""
+    """Return the runner's batch for requests in rows 0, 1, ...; on the host except the history."""
     device, _ = resolve_device("cpu" if xp is np else "cuda")
     eos = {token_id for row in rows for token_id in row.eos}
     table = SamplingTable(len(rows), V, sorted(eos), device)
@@ -114,8 +114,8 @@ def test_biases_follow_each_other():
         ({"stop_token_ids": [7]}, set()),
     ],
 )
-def test_ends_are_forbidden_before_min_tokens(params, forbidden):
-    row = _row(eos=(50, 51), logit_bias={50: 10.0, 3: 1.0}, **params)  # one token was made
+def test_end_tokens_are_forbidden_before_min_tokens(params, forbidden):
+    row = _row(eos=(50, 51), logit_bias={50: 10.0, 3: 1.0}, **params)  # one token was generated
     batch = _batch(np, [row])
     pairs = zip(batch.logit_bias_ids.tolist(), batch.logit_bias_values.tolist(), strict=True)
     bias = dict(pairs)
@@ -124,7 +124,7 @@ def test_ends_are_forbidden_before_min_tokens(params, forbidden):
     assert bias[50] == (-math.inf if 50 in forbidden else 10.0)
 
 
-def test_log_probabilities_serve_the_row_that_wants_most():
+def test_num_logprobs_is_the_maximum_over_rows():
     def wanted(*counts):
         return _batch(np, [_row(logprobs=n) for n in counts]).num_logprobs
 
@@ -175,7 +175,7 @@ def test_a_mixed_batch_samples_each_row_as_if_it_were_alone(xp):
         assert _sample(xp, logits[b : b + 1], row).token_ids[0] == together.token_ids[b]
 
 
-def test_only_the_allowed_are_allowed(xp):
+def test_only_allowed_ids_are_sampled(xp):
     logits = cases_sample.logits("normal", 2, V)
     allowed = int(logits[0].argmin())
     result = _sample(xp, logits, _row(allowed_token_ids=[allowed]), _row(temperature=0.0))

@@ -1,4 +1,4 @@
-"""Every field of the sampling parameters has a range, and says so."""
+"""Every field of the sampling parameters has a range, which error messages state."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_defaults_are_vllms():
     "value",
     [True, False, "1", "1e309", b"1", [1], {}, object(), math.nan, math.inf, -math.inf, 1j],
 )
-def test_no_number_no_entry(name, value):
+def test_values_that_are_not_numbers_are_refused(name, value):
     with pytest.raises(RequestError, match=f"^{name} must be a") as error:
         SamplingParams(**{name: value})
     assert str(value)[:20] in str(error.value)
@@ -71,7 +71,7 @@ def test_whole_numbers_are_integers(name, value):
 
 
 @pytest.mark.parametrize("name", [name for name in RANGES if not RANGES[name].optional])
-def test_none_is_not_for_every_field(name):
+def test_none_is_refused_for_required_fields(name):
     with pytest.raises(RequestError, match=f"^{name} must be .*got None"):
         SamplingParams(**{name: None})
 
@@ -123,7 +123,7 @@ def test_huge_numbers_are_refused_or_in_range(name, value):
     ),
 )
 @settings(max_examples=500, deadline=None)
-def test_any_value_is_taken_or_refused_by_name(name, value):
+def test_any_value_is_accepted_or_refused_by_name(name, value):
     try:
         params = SamplingParams(**{name: value})
     except RequestError as error:
@@ -132,7 +132,7 @@ def test_any_value_is_taken_or_refused_by_name(name, value):
         assert copy.deepcopy(params) == params
 
 
-def test_numbers_of_numpy_are_numbers():
+def test_numpy_numbers_are_accepted():
     params = SamplingParams(top_k=np.int64(5), temperature=np.float32(0.5), seed=np.uint8(3))
     assert (params.top_k, params.temperature, params.seed) == (5, 0.5, 3)
     assert type(params.top_k) is int and type(params.temperature) is float
@@ -187,12 +187,12 @@ def test_unknown_keywords_name_the_nearest(given_name, nearest):
         ({"n": 2, "temperature": 0}, "n must be 1 when temperature is 0"),
     ],
 )
-def test_what_makes_no_sense_is_refused(kwargs, message):
+def test_inconsistent_values_are_refused(kwargs, message):
     with pytest.raises(RequestError, match=message):
         SamplingParams(**kwargs)
 
 
-def test_values_are_brought_to_one_form():
+def test_values_are_normalised():
     assert SamplingParams(stop="ab").stop == ("ab",)
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
     assert SamplingParams(seed=-1).seed is None
@@ -246,7 +246,7 @@ def test_ids_are_checked_against_the_vocabulary(kwargs):
     params.validate_for(2**31)
 
 
-def test_what_fits_the_vocabulary_passes():
+def test_ids_within_the_vocabulary_are_accepted():
     SamplingParams(
         stop_token_ids=[9], allowed_token_ids=[0, 9], logit_bias={9: 1}, logprobs=10, top_k=50
     ).validate_for(10)

@@ -1,4 +1,4 @@
-"""The house keeps its shape: five files an op, imports only downward, no forbidden code."""
+"""The structure of the repository: five files per op, imports only downward, no unsafe code."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LAYERS = {
     "commands": 7, "cli": 7, "__main__": 7, "__init__": 7,
 }  # fmt: skip
 
-# Public ops' keywords that only say where or how the kernel works, and so are not the mirror's.
+# Keywords of public ops that only affect where or how the kernel runs, absent from the mirror.
 LAUNCH_KEYWORDS = {
     "max_seqlen_q", "max_seqlen_k", "max_context_len", "num_splits", "pdl", "total_tokens",
     "deterministic",
@@ -60,7 +60,7 @@ def test_every_environment_variable_is_declared():
 
 @pytest.mark.parametrize("op", OPS)
 def test_an_op_is_five_files(op):
-    """Its sources stand in the folder itself, or in the folder of its family."""
+    """Its sources are in the folder itself, or in the folder of its family."""
     for folder, name in (
         ("cuda_src", f"{op}.cu"),
         ("engine/kernels", f"{op}.py"),
@@ -103,7 +103,7 @@ def _families_of_headers() -> dict[str, set[str]]:
 
 
 def test_a_common_header_serves_two_families():
-    """A header of one family stands in that family's folder, and no other family reads it."""
+    """A header of one family is in that family's folder, and no other family includes it."""
     for header, families in _families_of_headers().items():
         folder = header.split("/")[0]
         if folder == "common":
@@ -175,11 +175,11 @@ def _first_party_imports(path: Path) -> dict[int, set[str]]:
 
 
 def test_no_import_is_a_cycle():
-    """Nor one that a function makes: two modules that need each other are one."""
+    """Imports inside functions count, too."""
     graph = {
         _module_name(path): set().union(*_first_party_imports(path).values())
         for path in _sources()
-        if path != ROOT / "engine" / "__init__.py"  # its names are imported when asked for
+        if path != ROOT / "engine" / "__init__.py"  # imports its names on demand
     }
     done: set[str] = set()
 
@@ -187,7 +187,7 @@ def test_no_import_is_a_cycle():
         assert module not in way, f"cycle: {' -> '.join((*way[way.index(module) :], module))}"
         if module not in done:
             for other in sorted(graph.get(module, ()) - {module}):
-                # A package's __init__ gathers the names of its own modules.
+                # A package's __init__ re-exports names of its own modules.
                 if not module.startswith(f"{other}."):
                     visit(other, (*way, module))
             done.add(module)
@@ -216,7 +216,7 @@ def test_an_import_inside_a_function_says_why(path):
 
 
 def test_sizes_of_weights_are_asked_of_the_weight():
-    """`Weight` knows formats, scales and shards; an array's size is not the weight's."""
+    """With formats, scales and shards, the size of an array is not that of the `Weight`."""
     for path in _sources():
         for number, line in enumerate(path.read_text().splitlines(), 1):
             bare = re.search(r"\.weight\.(data\.)?(size|nbytes)\b", line)

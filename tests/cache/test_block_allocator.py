@@ -1,4 +1,4 @@
-"""The allocator: ids, owners, errors; and a search for a sequence of calls that breaks it."""
+"""The allocator: ids, owners, errors; and random sequences of calls (Hypothesis)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.errors import ContractError, EngineError, OutOfMemoryError
 EXAMPLES = int(os.environ.get("ENGINE_TEST_EXAMPLES", "40"))
 
 
-def test_ids_come_ascending_and_then_the_one_freed_last():
+def test_ids_are_ascending_then_most_recently_freed_first():
     allocator = BlockAllocator(6, 16)
     assert allocator.allocate(4) == [0, 1, 2, 3]
     allocator.free([1, 3])
@@ -23,7 +23,7 @@ def test_ids_come_ascending_and_then_the_one_freed_last():
     assert allocator.allocate(0) == []
 
 
-def test_running_out_takes_nothing_and_says_who_holds_what():
+def test_a_failed_allocation_takes_nothing_and_lists_the_counts():
     allocator = BlockAllocator(4, 16)
     allocator.allocate(3)
     with pytest.raises(
@@ -50,7 +50,7 @@ def test_double_free_and_sharing_of_free_blocks_are_errors():
         BlockAllocator(0, 16)
 
 
-def test_a_cached_block_can_be_owned_again_or_given_up():
+def test_a_cached_block_can_be_acquired_again_or_uncached():
     allocator = BlockAllocator(3, 16)
     blocks = allocator.allocate(2)
     for block in blocks:
@@ -66,7 +66,7 @@ def test_a_cached_block_can_be_owned_again_or_given_up():
     assert allocator.num_free == 3
 
 
-def test_integrity_sees_what_is_wrong():
+def test_check_integrity_finds_corruption():
     allocator = BlockAllocator(3, 16)
     table = allocator.allocate(2)
     allocator.check_integrity([table])
@@ -81,7 +81,7 @@ def test_integrity_sees_what_is_wrong():
         allocator.check_integrity()
 
 
-def test_freed_blocks_are_recorded_on_demand():
+def test_freed_blocks_are_recorded_after_record_freed():
     allocator = BlockAllocator(3, 16)
     allocator.free(allocator.allocate(1))
     assert allocator.take_freed() == []
@@ -91,7 +91,7 @@ def test_freed_blocks_are_recorded_on_demand():
 
 
 class AllocatorMachine(RuleBasedStateMachine):
-    """Against a model that keeps every owner's table and a set of cached blocks."""
+    """Compares with a model that keeps every owner's table and a set of cached blocks."""
 
     @initialize(num_blocks=st.integers(1, 12))
     def start(self, num_blocks):

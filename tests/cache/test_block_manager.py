@@ -1,4 +1,4 @@
-"""Block tables: what the scheduler's tests reach only by chance."""
+"""Block tables: cases that the scheduler's tests reach only by chance."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ RULES = SimpleNamespace(max_tokens=40, min_tokens=0, ignore_eos=True, stop_token
 
 
 def running(manager, name, token, num_tokens=20):
-    """A request whose prompt is computed and that has sampled one token."""
+    """Return a request whose prompt is computed and that has sampled one token."""
     request = Request(name, [token] * num_tokens, RULES)
     assert manager.admit(request)
     request.num_computed_tokens = request.num_committed_tokens = num_tokens
@@ -26,12 +26,12 @@ def fork(manager, parent, name):
     return child
 
 
-def test_a_block_that_is_to_be_copied_is_not_filled_before():
+def test_the_source_of_a_pending_copy_is_not_reused():
     manager = BlockManager(8, 16, prefix_caching=False)
     first, second = running(manager, "a", 1), running(manager, "b", 2)
     child, other = fork(manager, first, "a2"), fork(manager, second, "b2")
     assert manager.grow(child, child.num_tokens)  # copies the partial block of the first
-    manager.release(first)  # whose last owner leaves in the same step
+    manager.release(first)  # the block's last owner releases it in the same step
     assert manager.grow(other, other.num_tokens)
     copies = manager.take_moves().copies
     assert [source for source, _ in copies] == [1, 3]
@@ -51,7 +51,7 @@ def test_the_last_owner_writes_in_place():
     manager.check_integrity([parent, *children])
 
 
-def test_no_growth_without_blocks_changes_nothing():
+def test_a_failed_grow_changes_nothing():
     manager = BlockManager(4, 16)
     parent = running(manager, "a", 1, 60)
     child = Request("c", parent.prompt_token_ids, RULES)
@@ -65,7 +65,7 @@ def test_no_growth_without_blocks_changes_nothing():
     manager.check_integrity([parent, child])
 
 
-def test_freed_blocks_leave_out_what_a_move_fills():
+def test_take_freed_excludes_blocks_that_a_move_fills():
     manager = BlockManager(4, 16, prefix_caching=False)
     manager.allocator.record_freed()
     parent = running(manager, "a", 1)
@@ -81,10 +81,10 @@ def test_a_swapped_request_shares_no_more_than_it_had_computed():
     manager = BlockManager(8, 16, num_host_blocks=4)
     request, other = Request("a", [1] * 60, RULES), running(manager, "b", 1, 60)
     assert manager.admit(request)
-    request.num_computed_tokens = request.num_committed_tokens = 20  # of a long prefill
+    request.num_computed_tokens = request.num_committed_tokens = 20  # within a long prefill
     manager.swap_out(request)
     manager.take_moves()
-    manager.release(other)  # the tree knows 48 tokens now
+    manager.release(other)  # the tree has 48 tokens now
     assert manager.match(request).num_blocks == 3
     assert manager.admit(request)
     moves = manager.take_moves()
@@ -94,7 +94,7 @@ def test_a_swapped_request_shares_no_more_than_it_had_computed():
     assert manager.host_allocator.num_free == 4
 
 
-def test_after_a_reset_a_request_makes_its_prefix_known_again():
+def test_a_request_caches_its_prefix_again_after_a_reset():
     manager = BlockManager(8, 16)
     request = running(manager, "a", 1, 40)
     manager.cache_prefix(request)

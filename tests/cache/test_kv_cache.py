@@ -85,7 +85,7 @@ def budget(**changes):
     return MemoryBudget(**{**fields, **changes})
 
 
-def test_a_plan_takes_what_is_left_or_what_can_be_used():
+def test_the_plan_is_what_fits_or_what_can_be_used():
     assert LARGE.bytes_per_block == 2 << 20
     plan = plan_num_blocks(budget(), LARGE, max_model_len=131072, max_num_seqs=256)
     assert plan.num_blocks == (int(140 * GIB * 0.9) - 19 * GIB) // (2 << 20)
@@ -97,7 +97,7 @@ def test_a_plan_takes_what_is_left_or_what_can_be_used():
     assert (plan.num_blocks, plan.num_bytes) == (7, 14 << 20) and "as asked for" in plan.reason
 
 
-def test_out_of_memory_says_all_numbers_and_what_would_fit():
+def test_out_of_memory_lists_the_budget_and_what_would_fit():
     tight = budget(total=24 * GIB, others=2 * GIB)
     with pytest.raises(OutOfMemoryError) as caught:
         plan_num_blocks(tight, LARGE, max_model_len=131072, max_num_seqs=4)
@@ -112,7 +112,7 @@ def test_out_of_memory_says_all_numbers_and_what_would_fit():
         "free 14.40 GiB elsewhere",
     ):
         assert part in text, text
-    assert "memory_utilization" not in text  # no share up to 1 is enough
+    assert "memory_utilization" not in text  # even 1 would not be enough
     plan_num_blocks(tight, LARGE, max_model_len=13104, max_num_seqs=4)
 
 
@@ -137,7 +137,7 @@ def test_out_of_memory_proposes_only_what_helps():
     plan_num_blocks(budget(activations=123 * GIB, weights=GIB), geometry, **sizes)
 
 
-def test_no_room_at_all():
+def test_no_memory_is_left_for_blocks():
     full = budget(total=12 * GIB)
     with pytest.raises(
         OutOfMemoryError, match=r"enough for 0 tokens.*fit: free 8.20 GiB elsewhere"

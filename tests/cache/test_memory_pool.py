@@ -29,7 +29,7 @@ def test_slabs_are_zero_counted_and_freed(pool, xp):
     pool.allocate("kv", (1,), np.float32)  # the name is free again
 
 
-def test_the_limit_holds_and_the_error_says_who_uses_what(pool):
+def test_the_limit_is_enforced_and_the_error_lists_the_slabs(pool):
     pool.allocate("weights", (1 << 19,), np.uint8)
     with pytest.raises(
         OutOfMemoryError,
@@ -55,13 +55,13 @@ def test_wrong_names_shapes_and_limits(pool):
         MemoryPool(CPU, limit=0)
 
 
-def test_the_device_knows_its_memory(pool):
+def test_device_memory(pool):
     total, free = device_memory(pool.device)
     assert 0 < free <= total
     assert MemoryPool(pool.device).limit == total
 
 
-def test_the_system_may_refuse():
+def test_an_allocation_that_the_system_refuses():
     pool = MemoryPool(CPU, limit=1 << 62)
     with pytest.raises(OutOfMemoryError, match="the system refused"):
         pool.allocate("huge", (1 << 60,), np.uint8)

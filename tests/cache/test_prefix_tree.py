@@ -1,4 +1,4 @@
-"""The prefix tree: match, insert, lock, evict, quotas, host tier; and a search for a break."""
+"""The prefix tree: match, insert, lock, evict, quotas, host tier; and random calls (Hypothesis)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.cache.prefix_tree import PrefixTree
 from engine.errors import EngineError
 
 EXAMPLES = int(os.environ.get("ENGINE_TEST_EXAMPLES", "40"))
-SIZE = 4  # tokens of a block; the tree takes any
+SIZE = 4  # tokens per block; the tree accepts any number
 
 
 def build(num_blocks=16, num_host=0, **options):
@@ -24,7 +24,7 @@ def build(num_blocks=16, num_host=0, **options):
 
 
 def put(tree, ids, key=(None, False)):
-    """Compute `ids` as a request would: match, own, insert, let go."""
+    """Do what a request with `ids` does: match, lock, insert, unlock."""
     found = tree.match(ids, key)
     tree.lock(found.blocks)
     wanted = -(-len(ids) // SIZE) - len(found.blocks)
@@ -36,7 +36,7 @@ def put(tree, ids, key=(None, False)):
     return table
 
 
-def test_match_is_in_full_blocks_and_stops_where_tokens_differ():
+def test_match_covers_full_blocks_up_to_the_first_difference():
     tree = build()
     table = put(tree, list(range(10)))
     assert tree.match(list(range(10))).blocks == table[:2]
@@ -72,11 +72,11 @@ def test_keys_separate_tenants_and_rope_kinds():
     assert len(tree.match([1] * 8, ("a", False)).blocks) == 2
 
 
-def test_the_least_recently_used_leaf_goes_first_and_never_an_owned_one():
+def test_the_least_recently_used_unowned_leaf_is_evicted_first():
     tree = build(num_blocks=6)
     old = put(tree, [1] * 8)
     new = put(tree, [2] * 8)
-    tree.lock(tree.match([1] * 4).blocks)  # the first block of the old path
+    tree.lock(tree.match([1] * 4).blocks)  # the first block of the oldest path
     assert tree.evict(1) == 1
     assert tree.match([1] * 8).blocks == old[:1]
     assert tree.evict(1) == 1
@@ -89,7 +89,7 @@ def test_the_least_recently_used_leaf_goes_first_and_never_an_owned_one():
     tree.check_integrity()
 
 
-def test_use_makes_young():
+def test_use_postpones_eviction():
     tree = build(num_blocks=6)
     first, second = put(tree, [1] * 4), put(tree, [2] * 4)
     put(tree, [1] * 4)
@@ -98,14 +98,14 @@ def test_use_makes_young():
     assert second != first
 
 
-def test_who_goes_on_keeps_its_own_copy():
+def test_an_owner_that_continues_keeps_its_own_copy():
     tree = build()
     ids = list(range(12))
     known = put(tree, ids[:8])
     own = tree.allocator.allocate(3)
-    assert tree.insert(ids, own) == 0  # computed meanwhile by somebody else
+    assert tree.insert(ids, own) == 0  # another request has computed it in the meantime
     assert tree.match(ids).blocks == known[:2]
-    assert tree.insert(ids, own, leaving=True) == 0  # only what the tree lacks is taken over
+    assert tree.insert(ids, own, leaving=True) == 0  # only missing nodes are added
     tree.unlock(own)
     assert tree.match(ids).blocks == [*known[:2], own[2]]
     assert tree.allocator.num_free == 16 - 3
@@ -125,7 +125,7 @@ def test_a_shared_copy_is_not_put_below_blocks_that_its_owners_do_not_own():
     tree.check_integrity()
 
 
-def test_insert_continues_where_it_stopped():
+def test_insert_continues_from_start():
     tree = build()
     ids = list(range(16))
     table = tree.allocator.allocate(4)
@@ -135,20 +135,20 @@ def test_insert_continues_where_it_stopped():
     assert tree.match(ids).blocks == table
 
 
-def test_a_quota_bounds_one_salt_only():
+def test_a_quota_limits_only_its_salt():
     tree = build(num_blocks=32, max_blocks_per_salt=2)
     for start in range(6):
         put(tree, [start] * 8, ("greedy", False))
         put(tree, [start] * 8)
     assert tree.num_nodes == 2 + 12
     assert tree.match([5] * 8, ("greedy", False)).num_blocks == 2
-    put(tree, list(range(20)), ("greedy", False))  # longer than the quota: its beginning is kept
+    put(tree, list(range(20)), ("greedy", False))  # longer than the quota: a prefix is kept
     assert tree.match(list(range(20)), ("greedy", False)).num_blocks == 2
-    put(tree, [7] * 4, ("greedy", True))  # another rope kind of the same salt counts, too
+    put(tree, [7] * 4, ("greedy", True))  # the same salt with another rope kind counts, too
     assert tree.num_nodes == 2 + 12
 
 
-def test_a_quota_used_up_by_owned_blocks_takes_nothing():
+def test_a_quota_filled_by_owned_blocks_admits_nothing():
     tree = build(max_blocks_per_salt=1)
     table = tree.allocator.allocate(2)
     assert tree.insert([1] * 8, table, ("a", False)) == 1
@@ -183,7 +183,7 @@ def test_evicted_blocks_move_to_the_host_and_back():
     tree.check_integrity()
 
 
-def test_a_full_host_forgets_its_oldest():
+def test_a_full_host_drops_its_oldest_node():
     tree = build(num_blocks=8, num_host=2)
     for start in range(4):
         put(tree, [start] * 4)
@@ -193,7 +193,7 @@ def test_a_full_host_forgets_its_oldest():
     assert tree.evict_host(5) == 2 and tree.host_allocator.num_free == 2
 
 
-def test_a_copy_that_was_not_begun_is_not_made_once_its_target_is_free_again():
+def test_a_pending_offload_is_cancelled_when_its_host_block_is_freed():
     tree = build(num_blocks=8, num_host=2)
     put(tree, [1] * 8)
     tree.evict(2)
@@ -201,7 +201,7 @@ def test_a_copy_that_was_not_begun_is_not_made_once_its_target_is_free_again():
     assert len(tree.take_offloads()) == 1
 
 
-def test_forget_drops_what_cannot_be_trusted_with_all_below_it():
+def test_forget_removes_the_nodes_and_their_descendants():
     tree = build(num_host=4)
     ids = list(range(16))
     table = put(tree, ids)
@@ -224,10 +224,10 @@ def test_reset_leaves_owned_blocks_to_their_owners():
     assert tree.allocator.num_free == 4
 
 
-def test_integrity_sees_what_is_wrong():
+def test_check_integrity_finds_corruption():
     tree = build()
     table = put(tree, [1] * 12)
-    tree.allocator.acquire(table[2:])  # owned without those above it
+    tree.allocator.acquire(table[2:])  # owned, but its ancestors are not
     with pytest.raises(EngineError, match="owned, but its parent is not"):
         tree.check_integrity()
     tree.unlock(table[2:])
@@ -237,7 +237,7 @@ def test_integrity_sees_what_is_wrong():
 
 
 class TreeMachine(RuleBasedStateMachine):
-    """Against a model: what was inserted and by whom; a match must be a prefix somebody put in."""
+    """Compares with a model of what was inserted by whom; a match must be an inserted prefix."""
 
     @initialize(num_blocks=st.integers(4, 12), num_host=st.integers(0, 4), quota=st.integers(0, 4))
     def start(self, num_blocks, num_host, quota):
@@ -261,7 +261,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     @rule(ids=ids, key=keys)
     def arrive(self, ids, key):
-        """Own the known prefix, load what lies on the host, compute the rest."""
+        """Lock the cached prefix, load its host part, compute the rest."""
         tree, allocator = self.tree, self.tree.allocator
         found = tree.match(ids, key)
         self.check_match(found, ids, key)
@@ -273,7 +273,7 @@ class TreeMachine(RuleBasedStateMachine):
         for node in found.host_nodes:
             node.is_pinned = True
         lacking = wanted - allocator.num_free
-        assert tree.evict(lacking) == max(0, lacking)  # every cached block can be had
+        assert tree.evict(lacking) == max(0, lacking)  # every cached block can be evicted
         new = allocator.allocate(wanted)
         for node in found.host_nodes:
             node.is_pinned = False
@@ -288,7 +288,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def share(self, data):
-        """The owner makes its blocks known, and goes on."""
+        """The owner inserts its blocks, and continues."""
         if self.owners:
             owner = data.draw(st.sampled_from(self.owners))
             self.insert(owner, leaving=False)

@@ -1,4 +1,4 @@
-"""Blocks go to the host and come back unharmed; moves are done in the order that is safe."""
+"""Blocks are swapped out and in unchanged; block moves are done in a safe order."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def moves(**fields):
 
 @pytest.mark.parametrize("buffer_blocks", [1, 2, 100])
 @pytest.mark.parametrize("dtype", cases.DTYPES)
-def test_there_and_back(xp, dtype, buffer_blocks):
+def test_swap_out_and_in(xp, dtype, buffer_blocks):
     kv, default, content = build(xp, dtype)
     default.close()
     swap = SwapSpace(kv, 6, buffer_bytes=buffer_blocks * kv.geometry.bytes_per_block)
@@ -48,7 +48,7 @@ def test_there_and_back(xp, dtype, buffer_blocks):
     np.testing.assert_array_equal(to_numpy(kv.slab)[:, :, 7], content[:, :, 8])
 
 
-def test_a_block_may_be_reused_at_once_and_a_host_block_refilled(xp):
+def test_device_blocks_are_reusable_at_once_and_host_blocks_rewritable(xp):
     kv, swap, content = build(xp)
     for turn in range(20):  # no synchronization in between
         first, second = turn % 9, (turn + 4) % 9
@@ -62,7 +62,7 @@ def test_a_block_may_be_reused_at_once_and_a_host_block_refilled(xp):
 
 
 def test_moves_are_done_in_the_order_that_is_safe(xp):
-    """Block 0 goes out, is filled by a copy of 1, and 1 is filled from what went out before."""
+    """Block 0 is swapped out and filled by a copy of 1, then 1 is filled by an earlier swap."""
     kv, swap, content = build(xp)
     swap.swap_blocks_to_cpu([(7, 2)])
     move_blocks(
@@ -110,7 +110,7 @@ def test_the_host_must_have_the_memory():
         SwapSpace(kv, 0)
 
 
-def test_close_gives_the_memory_back(xp):
+def test_close_frees_the_memory(xp):
     kv, swap, _ = build(xp)
     used = kv.pool.used
     swap.close()

@@ -1,4 +1,4 @@
-"""Beam search against one written in NumPy, a few lines long and without any cache."""
+"""Beam search against a few lines of NumPy without any cache."""
 
 from __future__ import annotations
 
@@ -57,9 +57,7 @@ PROMPTS = [[5, 6, 7], list(range(10, 45)), [50] * 16]
         (4, 18, 1.0, False, {"num_blocks": 8, "max_model_len": 96, "swap_space_gb": swap_gb(40)}),
     ],
 )
-def test_it_finds_what_a_plain_search_finds(
-    model, width, max_tokens, penalty, ignore_eos, options, late
-):
+def test_equals_a_plain_search(model, width, max_tokens, penalty, ignore_eos, options, late):
     llm = make_llm(model, async_scheduling=late, **options)
     params = BeamSearchParams(
         beam_width=width, max_tokens=max_tokens, length_penalty=penalty, ignore_eos=ignore_eos
@@ -77,7 +75,7 @@ def test_it_finds_what_a_plain_search_finds(
 
 
 def test_some_beams_end_early(model):
-    """Cases above do meet the end of sequence, and others do not."""
+    """Some of the cases above reach an end of sequence, and others do not."""
     params = BeamSearchParams(beam_width=4, max_tokens=20, length_penalty=0.0)
     outputs = make_llm(model, max_num_seqs=9).beam_search(PROMPTS, params)
     reasons = {s.finish_reason for output in outputs for s in output.sequences}
@@ -99,11 +97,11 @@ def test_beams_share_their_blocks(model):
     llm._step = watched
     prompt = [int(i) for i in np.random.default_rng(0).integers(4, 97, 160)]
     llm.beam_search(prompt, BeamSearchParams(beam_width=4, max_tokens=10))
-    # 10 blocks of the prompt once, and for each beam and its parent one or two of their own.
+    # 10 shared blocks of the prompt, and one or two more for each beam and its parent.
     assert most <= 10 + 2 * 8
 
 
-def test_other_requests_go_on_beside_it(model):
+def test_other_requests_run_beside_it(model):
     llm = make_llm(model, max_num_seqs=9)
     [alone] = make_llm(model).generate([[9, 8, 7]], _greedy())
     stream = llm.stream([9, 8, 7], _greedy())

@@ -1,4 +1,4 @@
-"""The costs of preemption: measured once, shown, fixed by options, and acted on."""
+"""The costs of preemption: measured once, shown, overridden by options, and used."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_costs_are_measured_once_and_shown(model):
     assert "prompt of 48 tokens" in reasons["recompute_us_per_token"]
 
 
-def test_nothing_is_measured_that_nothing_depends_on(model, monkeypatch):
+def test_unused_costs_are_not_measured(model, monkeypatch):
     monkeypatch.setattr(calibration, "measure_recompute", _never)
     monkeypatch.setattr(calibration, "measure_swap", _never)
     for options in (
@@ -49,8 +49,8 @@ def test_nothing_is_measured_that_nothing_depends_on(model, monkeypatch):
 
 
 @pytest.mark.parametrize(("per_token", "per_block", "swaps"), [(100, 1, True), (1, 100, False)])
-def test_the_cheaper_way_is_taken(model, monkeypatch, per_token, per_block, swaps):
-    """As measured, and as given; the tokens are the same."""
+def test_the_cheaper_mode_is_chosen(model, monkeypatch, per_token, per_block, swaps):
+    """With measured and with given costs; the tokens are the same."""
     prompts = [[index * 7 + i % 5 for i in range(40)] for index in range(3)]
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 
@@ -90,6 +90,6 @@ def test_a_swap_is_measured_and_changes_no_page(model):
     assert (slab == before).all()
 
 
-def test_a_cost_below_nothing_is_refused(model):
+def test_a_negative_cost_is_refused(model):
     with pytest.raises(ConfigError, match=r"swap_us_per_block must be a number .*; got -1"):
         make_engine(model, swap_us_per_block=-1.0)

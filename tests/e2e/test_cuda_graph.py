@@ -1,4 +1,4 @@
-"""Decode steps as graphs: the tokens of steps launched kernel by kernel, and nothing allocated."""
+"""Decode steps from CUDA graphs: the same tokens as without graphs, and no allocations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def model(request):
 
 @pytest.fixture(scope="module")
 def half_model():
-    """In float16, with norms of q and k and enough heads to split keys."""
+    """A float16 model with norms of q and k, and enough heads to split keys."""
     if tiny_model("cuda").device.is_cuda:
         config = dataclasses.replace(CONFIG, num_layers=3, qk_norm=True, qkv_bias=True)
         return load(config=config, load_format="dummy", device="cuda", dtype="float16")
@@ -33,7 +33,7 @@ def half_model():
 
 
 def _engine(model, **options):
-    """An engine whose decode steps are graphs, or on the CPU the steps that would be captured."""
+    """An engine with graphs for decode steps; on the CPU, with the steps they would capture."""
     engine = make_engine(model, **options)
     if engine.runner.graphs is None:
         engine.runner.capture_graphs(engine.config.scheduler.max_model_len)
@@ -41,7 +41,7 @@ def _engine(model, **options):
 
 
 def _count_steps(engine, monkeypatch):
-    """Count the steps that graphs take: [whole, up to the logits]."""
+    """Count the steps replayed from graphs: [whole steps, steps up to the logits]."""
     counts, graphs = [0, 0], engine.runner.graphs
 
     def counted(method, index):
@@ -83,8 +83,8 @@ def test_tokens_are_those_of_each_request_alone(model, count, is_late, monkeypat
         assert list(got[f"r{index}"].outputs[0].token_ids) == want[0]
 
 
-def test_steps_with_extras_take_graphs_up_to_the_logits(model, monkeypatch):
-    """And the plain ones after them know what these have sampled."""
+def test_steps_with_extra_sampling_replay_graphs_up_to_the_logits(model, monkeypatch):
+    """The plain steps after them use the tokens that these have sampled."""
     engine = _engine(model)
     counts = _count_steps(engine, monkeypatch)
     extras = [{"logprobs": 2}, {"repetition_penalty": 1.3}, {"logit_bias": {5: 2.0}}]
@@ -100,7 +100,7 @@ def test_steps_with_extras_take_graphs_up_to_the_logits(model, monkeypatch):
 
 
 def test_forks_and_preemption_rewrite_tables(model, monkeypatch):
-    """Few blocks and parallel samples: tables are copied, taken away and given back."""
+    """With few blocks and parallel sampling, tables are copied, released and reallocated."""
     engine = _engine(model, max_num_seqs=9, num_blocks=13, max_model_len=176)
     counts = _count_steps(engine, monkeypatch)
     prompts = [[index + 2] * (30 + index) for index in range(4)]
@@ -114,7 +114,7 @@ def test_forks_and_preemption_rewrite_tables(model, monkeypatch):
 
 
 def _fill(graphs, key, num_rows, seed):
-    """Random sequences of different lengths in the first rows; poison in the rest."""
+    """Put random sequences of different lengths in the first rows and poison in the others."""
     rng = np.random.default_rng(seed)
     most, width = graphs._table.block_tables.shape
     inputs, longest = graphs._inputs, min(key.max_context_len, width * graphs._block_size)
@@ -138,7 +138,7 @@ def _fill(graphs, key, num_rows, seed):
         new_starts=np.zeros(num_rows),
     )
     buffer.fill_blocks(np.zeros(num_rows, np.int64), key.size)
-    for field in buffer.fields.values():  # past the graph's rows: nobody may look
+    for field in buffer.fields.values():  # beyond the graph's rows: must not be read
         if field.size > key.size + 1:
             field[key.size + 1 :] = np.array(-1).astype(field.dtype)
     inputs.send(buffer, 0)
@@ -147,8 +147,8 @@ def _fill(graphs, key, num_rows, seed):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_a_replay_is_what_was_captured(half_model, dtype):
-    """Every graph, with poison in its unused rows and pages, gives eager's bits and writes."""
+def test_a_replay_equals_the_eager_step(half_model, dtype):
+    """Every graph, with poison in unused rows and pages, gives the bits of the eager step."""
     model = tiny_model("cuda") if dtype == "float32" else half_model
     engine = make_engine(model, max_num_seqs=20, num_blocks=320, max_num_batched_tokens=64)
     graphs, cp = engine.runner.graphs, model.device.xp
@@ -186,19 +186,19 @@ def _check_padding(model, num_rows):
 
 @pytest.mark.parametrize("num_rows", [1, 3, 9])
 def test_rows_of_padding_stay_zeros(model, num_rows):
-    """Zeros cost the products less power. Without biases a layer makes zeros of them again."""
+    """Zeros need less power in products. Without biases, layers map them to zeros."""
     _check_padding(model, num_rows)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 9])
 def test_rows_of_padding_stay_zeros_in_half_precision(half_model, num_rows):
-    """Its biases are those of q, k and v: attention without keys does not see them."""
+    """Its biases are those of q, k and v, which attention without keys does not read."""
     _check_padding(half_model, num_rows)
 
 
 @pytest.mark.gpu
-def test_steady_state_allocates_and_compiles_nothing():
+def test_decoding_an_unchanged_batch_allocates_and_compiles_nothing():
     model = tiny_model("cuda")
     engine = make_engine(model, max_num_seqs=8, debug=False, max_num_batched_tokens=256)
     for index in range(5):
@@ -232,8 +232,8 @@ def test_steady_state_allocates_and_compiles_nothing():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_late", [False, True])
-def test_a_crowd_gets_the_same_tokens_with_and_without_graphs(is_late):
-    """Requests that come and go, of every kind of sampling, in batches of changing size."""
+def test_a_changing_batch_gets_the_same_tokens_with_and_without_graphs(is_late):
+    """Requests with all kinds of sampling are added and aborted, so the batch size changes."""
     model, results = tiny_model("cuda"), []
     for has_graphs in (False, True):
         engine = make_engine(
@@ -257,8 +257,8 @@ def test_a_crowd_gets_the_same_tokens_with_and_without_graphs(is_late):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_rows_made_inside_attention_give_the_tokens_of_kernels_apart(head_dim, dtype, monkeypatch):
-    """Graphs whose attention takes the projection's rows, and steps that store them before."""
+def test_fused_rope_and_kv_append_equals_separate_kernels(head_dim, dtype, monkeypatch):
+    """Compares graphs with rope and KV append fused into attention with separate kernels."""
     tiny_model("cuda")  # or skip
     config = dataclasses.replace(
         CONFIG,
@@ -291,7 +291,7 @@ def test_rows_made_inside_attention_give_the_tokens_of_kernels_apart(head_dim, d
 
 
 @pytest.mark.gpu
-def test_off_is_off():
+def test_graphs_can_be_turned_off():
     engine = make_engine(tiny_model("cuda"), cuda_graphs=False)
     assert engine.runner.graphs is None
     engine.add_request("r", [1, 2, 3], _params(0, max_tokens=5))
@@ -309,7 +309,7 @@ def test_options(model):
     assert EngineConfig().cuda_graphs is None
 
 
-def test_the_next_larger_graph_is_taken(model):
+def test_the_next_larger_graph_is_replayed(model):
     engine = make_engine(model, max_num_seqs=20)
     graphs = DecodeGraphs(
         model,

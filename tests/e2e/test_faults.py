@@ -1,4 +1,4 @@
-"""What goes wrong around a step: the engine lives, and says whom it hit."""
+"""Faults in and around a step: the engine survives and reports which requests failed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _engine(model, **options):
 
 
 def _break(monkeypatch, owner, name, faults):
-    """Let the calls of `owner.name` whose numbers are in `faults` raise what stands there."""
+    """Make the calls of `owner.name` whose numbers are keys of `faults` raise its values."""
     original, calls = getattr(owner, name), iter(range(10**9))
 
     def broken(*args, **kwargs):
@@ -67,7 +67,7 @@ def _assert_all_as_alone(model, outputs):
 @pytest.mark.parametrize("part", ["launch", "read", "sampler", "forward"])
 @pytest.mark.parametrize("number", [0, 1, 5, 9])
 @pytest.mark.parametrize("options", [{}, {"num_blocks": 9, "max_model_len": 64}])
-def test_a_step_that_fails_once_is_computed_again(
+def test_a_step_that_fails_once_is_recomputed(
     model, monkeypatch, late, part, number, options, caplog
 ):
     swap = {"swap_space_gb": swap_gb(8), "preemption_mode": "swap", "watermark": 0.0}
@@ -85,8 +85,8 @@ def test_a_step_that_fails_once_is_computed_again(
 
 @pytest.mark.parametrize("part", ["swap_blocks_to_cpu", "swap_blocks_from_cpu"])
 @pytest.mark.parametrize("is_done", [False, True])
-def test_a_swap_that_fails_is_not_trusted(model, monkeypatch, late, part, is_done):
-    """Every fourth swap raises, before or after it has copied; what it moved is computed again."""
+def test_blocks_of_a_failed_swap_are_recomputed(model, monkeypatch, late, part, is_done):
+    """Every fourth swap raises, before or after copying; its blocks are recomputed."""
     engine = _engine(
         model,
         async_scheduling=late,
@@ -115,7 +115,7 @@ def test_a_swap_that_fails_is_not_trusted(model, monkeypatch, late, part, is_don
     assert engine.stats().num_step_failures > 0
 
 
-def test_failures_far_apart_are_all_survived(model, monkeypatch, late):
+def test_the_engine_survives_repeated_separate_failures(model, monkeypatch, late):
     engine = _engine(model, async_scheduling=late)
     _break(monkeypatch, engine.runner, "launch", {n: MemoryError("m") for n in range(2, 60, 4)})
     outputs = {}
@@ -126,7 +126,7 @@ def test_failures_far_apart_are_all_survived(model, monkeypatch, late):
     assert engine.stats().num_step_failures >= 5
 
 
-def test_requests_of_a_step_that_fails_twice_fail_and_others_live(model, monkeypatch, late):
+def test_requests_of_a_step_that_fails_twice_fail_alone(model, monkeypatch, late):
     engine = make_engine(model, async_scheduling=late, max_num_seqs=2, max_num_batched_tokens=99)
     prompts = [[96, 5], [96, 6], *PROMPTS[2:]]
     for index, prompt in enumerate(prompts):
@@ -139,7 +139,7 @@ def test_requests_of_a_step_that_fails_twice_fail_and_others_live(model, monkeyp
         return forward(self, batch, pages)
 
     monkeypatch.setattr(type(model), "forward", broken)
-    # The step, the step again, and each of its two requests alone.
+    # The step, its repetition, and each of its two requests alone.
     outputs = run(engine, num_failures=4)
     monkeypatch.undo()
     for name in ("0", "1"):
@@ -152,7 +152,7 @@ def test_requests_of_a_step_that_fails_twice_fail_and_others_live(model, monkeyp
     assert engine.stats().request_success == {"error": 2, "length": 4}
 
 
-def test_an_interrupt_leaves_a_whole_engine(model, monkeypatch, late):
+def test_an_interrupt_leaves_the_engine_consistent(model, monkeypatch, late):
     engine = _engine(model, async_scheduling=late)
     _break(monkeypatch, engine.runner, "launch", {3: KeyboardInterrupt()})
     _break(monkeypatch, engine.runner, "read", {4: KeyboardInterrupt()})
@@ -232,7 +232,7 @@ def test_the_watchdog_reports_a_stuck_step(model, monkeypatch, caplog):
     engine.close()
 
 
-def test_the_watchdog_may_give_up_a_stuck_step(model, monkeypatch, late):
+def test_the_watchdog_may_abandon_a_stuck_step(model, monkeypatch, late):
     engine = _engine(model, step_timeout=0.5, raise_on_timeout=True, async_scheduling=late)
     forward, calls = type(model).forward, iter(range(10**9))
 
@@ -253,7 +253,7 @@ def test_the_watchdog_may_give_up_a_stuck_step(model, monkeypatch, late):
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-def test_a_wrong_block_table_is_noticed_before_launch_in_debug_mode(model, monkeypatch, graphs):
+def test_debug_mode_finds_a_wrong_block_table_before_the_launch(model, monkeypatch, graphs):
     engine = make_engine(model)
     if graphs:
         engine.runner.capture_graphs(64)
@@ -269,7 +269,7 @@ def test_a_wrong_block_table_is_noticed_before_launch_in_debug_mode(model, monke
 
 
 @pytest.mark.parametrize("wrong", ["rows", "starts"])
-def test_wrong_places_are_noticed_in_debug_mode(model, wrong):
+def test_debug_mode_finds_wrong_rows_and_positions(model, wrong):
     engine = make_engine(model)
     engine.add_request("r", PROMPTS[0], GREEDY)
     for _ in range(5):
@@ -280,7 +280,7 @@ def test_wrong_places_are_noticed_in_debug_mode(model, wrong):
         engine.step()
 
 
-def test_a_wrong_copy_is_noticed_in_debug_mode(model, monkeypatch):
+def test_debug_mode_finds_a_wrong_block_copy(model, monkeypatch):
     engine = make_engine(model)
     engine.add_request("r", PROMPTS[0], GREEDY)
     schedule = engine.scheduler.schedule
@@ -311,7 +311,7 @@ def test_freed_blocks_are_poisoned_in_debug_mode(model):
     assert freed and all((slab[:, :, b] != slab[:, :, b]).all() for b in freed)
 
 
-def test_ten_thousand_short_requests_leave_nothing_behind():
+def test_ten_thousand_short_requests_leak_nothing():
     model = MockModel(vocab_size=64, max_model_len=64)
     engine = LLMEngine(model, max_num_seqs=64, max_num_batched_tokens=512, num_blocks=200)
 

@@ -1,4 +1,4 @@
-"""Steps that fail again and again: the request to blame ends with an error, nobody else does."""
+"""Steps that fail repeatedly: only the faulty request ends with an error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine import SamplingParams
 from engine.fault_bisection import FaultBisection
 from tests.e2e.tiny import VOCAB, greedy_alone, make_engine, run, swap_gb, tiny_model
 
-PILL = VOCAB - 1  # stands in no prompt but those that are to fail
+PILL = VOCAB - 1  # only in prompts that are to fail
 MAX_TOKENS = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
 
@@ -31,7 +31,7 @@ def _prompts(rng, count, longest=60):
 
 
 def _poison(monkeypatch, model, token, position=None):
-    """Let every forward pass raise that computes `token` (at `position`, if given)."""
+    """Make every forward pass raise that computes `token` (at `position`, if given)."""
     forward = type(model).forward
 
     def broken(self, batch, pages):
@@ -71,8 +71,8 @@ def _check(model, prompts, completions, guilty):
 
 @pytest.mark.parametrize("place", [0, 3, 40])
 @pytest.mark.parametrize("caching", [True, False])
-def test_only_the_request_to_blame_fails(model, monkeypatch, late, place, caching):
-    """At any place of its prompt: in the first chunk, and in one that follows others."""
+def test_only_the_faulty_request_fails(model, monkeypatch, late, place, caching):
+    """The fault is anywhere in its prompt: in the first chunk, and in a later one."""
     prompts = _prompts(random.Random(place), 6)
     prompts[2] = [*prompts[2][:20], *range(30)]
     prompts[2][place] = PILL
@@ -92,7 +92,7 @@ def test_only_the_request_to_blame_fails(model, monkeypatch, late, place, cachin
 
 @pytest.mark.parametrize("position", [1, 30])
 def test_a_step_that_fails_when_it_is_read(model, monkeypatch, late, position):
-    """As a device reports a fault: after the next step was launched."""
+    """As when a device reports a fault: after the next step was launched."""
     prompts = _prompts(random.Random(position), 6)
     prompts[3] = list(range(40))
     engine = make_engine(model, async_scheduling=late, max_num_seqs=6, max_num_batched_tokens=24)
@@ -113,7 +113,7 @@ def test_a_request_that_fails_while_it_decodes(model, monkeypatch, late, number)
     prompts = _prompts(random.Random(number), 6)
     alone = [greedy_alone(model, prompt, MAX_TOKENS, eos=False) for prompt in prompts]
     token, position = alone[3][number], len(prompts[3]) + number
-    # Others that happen to have the same token there are as guilty; a last token is not computed.
+    # Others that happen to have the token there are faulty, too; a last token is not computed.
     sequences = [[*prompt, *ids[:-1]] for prompt, ids in zip(prompts, alone, strict=True)]
     guilty = {i for i, ids in enumerate(sequences) if ids[position : position + 1] == [token]}
     engine = make_engine(model, async_scheduling=late, max_num_seqs=6, max_num_batched_tokens=64)
@@ -126,7 +126,7 @@ def test_a_request_that_fails_while_it_decodes(model, monkeypatch, late, number)
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_several_guilty_ones_in_a_tiny_pool(model, monkeypatch, late, seed):
+def test_several_faulty_requests_in_a_tiny_pool(model, monkeypatch, late, seed):
     rng = random.Random(seed)
     prompts = _prompts(rng, 10)
     guilty = set(rng.sample(range(10), rng.randint(1, 4)))
@@ -148,7 +148,7 @@ def test_several_guilty_ones_in_a_tiny_pool(model, monkeypatch, late, seed):
     )
     with monkeypatch.context() as patch:
         _poison(patch, model, PILL)
-        # Greedy answers may hold the pill too: then their request is as guilty.
+        # Greedy answers may contain the pill, too: then their request is faulty as well.
         completions = _serve(engine, prompts)
     for index, prompt in enumerate(prompts):
         if PILL in greedy_alone(model, prompt, MAX_TOKENS, eos=False)[:-1]:
@@ -156,7 +156,7 @@ def test_several_guilty_ones_in_a_tiny_pool(model, monkeypatch, late, seed):
     _check(model, prompts, completions, guilty)
 
 
-def test_few_steps_find_one_of_many(model, monkeypatch, late):
+def test_bisection_takes_few_steps(model, monkeypatch, late):
     prompts = [[index % PILL, 5 + index] for index in range(64)]
     prompts[37] = [PILL, 7]
     engine = make_engine(
@@ -166,12 +166,12 @@ def test_few_steps_find_one_of_many(model, monkeypatch, late):
         _poison(patch, model, PILL, 0)
         completions = _serve(engine, prompts)
     _check(model, prompts, completions, {37})
-    # The step, the step again, and one half at each of six levels.
+    # The step, its repetition, and one half at each of six levels.
     assert engine.stats().num_step_failures == 2 + 6
 
 
-def test_a_step_that_is_too_large_is_computed_in_parts(model, monkeypatch, late):
-    """Nobody is to blame: together they do not fit, in parts they do."""
+def test_a_step_that_is_too_large_is_split(model, monkeypatch, late):
+    """No request is faulty: all together do not fit, but each part does."""
     prompts = _prompts(random.Random(1), 6, longest=12)
     engine = make_engine(model, async_scheduling=late, max_num_seqs=6, max_num_batched_tokens=99)
     forward = type(model).forward
@@ -187,7 +187,7 @@ def test_a_step_that_is_too_large_is_computed_in_parts(model, monkeypatch, late)
     _check(model, prompts, completions, set())
 
 
-def test_requests_that_come_and_go_during_a_trial(model, monkeypatch, late):
+def test_requests_added_and_aborted_during_bisection(model, monkeypatch, late):
     prompts = _prompts(random.Random(5), 6)
     prompts[4][1] = PILL
     engine = make_engine(model, async_scheduling=late, max_num_seqs=6, max_num_batched_tokens=300)
@@ -205,7 +205,7 @@ def test_requests_that_come_and_go_during_a_trial(model, monkeypatch, late):
     _check(model, prompts[1:], [outputs[str(i)].outputs[0] for i in range(1, 6)], {3})
 
 
-def test_continuations_of_one_prompt_share_its_fate_alone(model, monkeypatch, late):
+def test_continuations_of_a_faulty_prompt_fail_alone(model, monkeypatch, late):
     prompts = _prompts(random.Random(2), 3)
     engine = make_engine(model, async_scheduling=late, max_num_seqs=8, max_num_batched_tokens=300)
     engine.add_request("bad", [5, PILL, 7], SamplingParams(n=3, max_tokens=4))
@@ -216,8 +216,8 @@ def test_continuations_of_one_prompt_share_its_fate_alone(model, monkeypatch, la
     assert engine.stats().request_success == {"error": 1, "length": 3}
 
 
-def test_nobody_is_left_among_the_suspects(model, monkeypatch, late):
-    """One fault that passes: everybody is cleared, and is not to blame for the next one."""
+def test_a_transient_fault_leaves_no_suspects(model, monkeypatch, late):
+    """After a transient fault all requests are cleared, and none is suspected in the next one."""
     engine = make_engine(model, async_scheduling=late, max_num_seqs=6, max_num_batched_tokens=200)
     prompts = _prompts(random.Random(3), 6)
     launch, calls = engine.runner.launch, iter(range(10**6))

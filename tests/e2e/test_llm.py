@@ -1,4 +1,4 @@
-"""`LLM`: what it takes and refuses, and requests that nobody wants any more."""
+"""`LLM`: accepted and refused arguments, and abandoned requests."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def test_other_bad_arguments_are_named(llm):
         llm.stream([5], {"n": 1})
 
 
-def test_unknown_options_are_refused_before_anything_is_loaded(monkeypatch):
-    monkeypatch.setattr(llm_engine, "load", None)  # not to be called
+def test_unknown_options_are_refused_before_loading(monkeypatch):
+    monkeypatch.setattr(llm_engine, "load", None)  # must not be called
     for name, nearest in (("devcie", "device"), ("max_num_seq", "max_num_seqs")):
         with pytest.raises(UnknownOptionError, match=f"'{name}'; did you mean '{nearest}'"):
             LLM(**{name: 1})
@@ -80,7 +80,7 @@ def test_unknown_options_are_refused_before_anything_is_loaded(monkeypatch):
 
 @pytest.mark.parametrize("is_closed", [True, False])
 @pytest.mark.parametrize("num_read", [0, 1])
-def test_a_stream_that_nobody_reads_on_is_aborted(llm, num_read, is_closed):
+def test_an_abandoned_stream_is_aborted(llm, num_read, is_closed):
     stream = llm.stream([5, 6], SamplingParams(max_tokens=50, ignore_eos=True))
     for _ in range(num_read):
         next(stream)
@@ -120,7 +120,7 @@ def test_threads_are_served_together(llm):
     want = _ids(llm.generate(prompts, GREEDY))
     params = BeamSearchParams(beam_width=2, max_tokens=3)
 
-    def search():  # in company a probability may differ by rounding
+    def search():  # in another batch a probability may differ by rounding
         return [s.token_ids for o in llm.beam_search(prompts[:1], params) for s in o.sequences]
 
     beams = search()
@@ -137,7 +137,7 @@ def test_threads_are_served_together(llm):
         assert all(pool.map(work, [0, 1, 2, 2, 2, 2] * 4, timeout=60))
 
 
-def test_closed_twice_and_used_afterwards():
+def test_close_twice_and_use_after_close():
     llm = LLM(config=CONFIG, load_format="dummy", device="cpu", num_blocks=8, swap_space_gb=0.001)
     stream = llm.stream([5], GREEDY)
     next(stream)

@@ -1,4 +1,4 @@
-"""The engine loop on a tiny random model: every request gets what it would get alone."""
+"""The engine loop on a tiny random model: every request gets the tokens it gets alone."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _run(engine):
 
 
 def _greedy_alone(model, prompt, count, eos=True):
-    """Decode with the array door: independent of scheduler, pages and chunks."""
+    """Decode with `Model.step`: independent of scheduler, block tables and chunks."""
     cache = model.new_cache(1, len(prompt) + count)
     logits = model.step(np.array([prompt]), cache)
     ids = []
@@ -79,11 +79,11 @@ def _prompts(seed, count):
         {"max_num_seqs": 1},
         {"max_num_batched_tokens": 7},
         {"block_size": 32},
-        {"num_blocks": 7, "max_model_len": 96, "watermark": 0.0},  # far too few: preemption
+        {"num_blocks": 7, "max_model_len": 96, "watermark": 0.0},  # far too few blocks: preemption
     ],
     ids=lambda options: " ".join(f"{k}={v}" for k, v in options.items()) or "plain",
 )
-def test_a_crowd_changes_nobodys_tokens(model, options):
+def test_tokens_do_not_depend_on_other_requests(model, options):
     engine = _engine(model, **options)
     prompts = _prompts(1, 9)
     for i, prompt in enumerate(prompts):
@@ -97,7 +97,7 @@ def test_a_crowd_changes_nobodys_tokens(model, options):
         assert engine.scheduler.stats().num_preemptions > 0
 
 
-def test_requests_may_come_between_steps(model):
+def test_requests_may_be_added_between_steps(model):
     engine = _engine(model)
     prompts = _prompts(2, 6)
     outputs = {}
@@ -109,7 +109,7 @@ def test_requests_may_come_between_steps(model):
         assert list(outputs[str(i)].outputs[0].token_ids) == _greedy_alone(model, prompt, 8)
 
 
-def test_a_seed_makes_sampling_repeatable_in_any_company(model):
+def test_a_seed_makes_sampling_repeatable_in_any_batch(model):
     def sample(company):
         engine = _engine(model)
         for i in range(company):
@@ -134,7 +134,7 @@ def test_finish_reasons(model):
     assert list(completion.token_ids) == alone[: alone.index(alone[2]) + 1]
 
 
-def test_min_tokens_holds_off_the_end(model):
+def test_min_tokens_delays_the_end(model):
     alone = _greedy_alone(model, [5, 6, 7], 1, eos=False)
     params = SamplingParams(
         temperature=0, max_tokens=9, min_tokens=6, stop_token_ids=alone, ignore_eos=True
@@ -156,7 +156,7 @@ def test_delta_outputs_add_up(model):
     assert list(itertools.chain(*pieces)) == _greedy_alone(model, [5, 6, 7], 9)
 
 
-def test_final_only_is_silent_until_the_end(model):
+def test_final_only_gives_no_output_before_the_end(model):
     engine = _engine(model)
     params = SamplingParams(temperature=0, max_tokens=5, output_kind=RequestOutputKind.FINAL_ONLY)
     engine.add_request("r", [5, 6, 7], params)
@@ -188,7 +188,7 @@ def test_abort_in_every_state(model):
     engine = _engine(model, max_num_seqs=1, max_num_batched_tokens=4)
     for name in ("running", "waiting"):
         engine.add_request(name, list(range(4, 24)), SamplingParams(temperature=0, max_tokens=30))
-    engine.step()  # "running" is in the middle of its prefill
+    engine.step()  # request "running" is in the middle of its prefill
     engine.abort_request(["running", "waiting", "unknown"])
     outputs = {o.request_id: o for o in engine.step()}
     assert {o.outputs[0].finish_reason for o in outputs.values()} == {"abort"}
@@ -232,7 +232,7 @@ def test_a_row_of_nan_fails_its_request_only(model, monkeypatch):
         (np.array([[5]]), r"must be text or token ids; got ndarray"),
     ],
 )
-def test_bad_prompts_are_refused_and_the_others_go_on(model, prompt, message):
+def test_bad_prompts_are_refused_and_others_continue(model, prompt, message):
     engine = _engine(model)
     engine.add_request("good", [8, 9], SamplingParams(temperature=0, max_tokens=4))
     with pytest.raises(RequestError, match=message):
@@ -266,7 +266,7 @@ def test_bad_parameters_are_refused(model):
         ({"cache_salt": ""}, "cache_salt must be a non-empty str, or None; got ''"),
     ],
 )
-def test_what_comes_with_a_prompt_is_checked(model, options, message):
+def test_arguments_of_add_request_are_checked(model, options, message):
     engine = _engine(model)
     with pytest.raises(RequestError, match=message):
         engine.add_request("r", [5], **options)
@@ -301,10 +301,10 @@ def test_two_models_in_one_process(model):
     while a.has_unfinished_requests() or b.has_unfinished_requests():
         a.step()
         b.step()
-    assert _greedy_alone(model, [5, 6, 7], 4)  # still as it was
+    assert _greedy_alone(model, [5, 6, 7], 4)  # the first model is unaffected
 
 
-def test_choices_come_with_reasons(model):
+def test_defaults_have_reasons(model):
     reasons = LLMEngine(model).config.reasons
     assert reasons["max_num_seqs"] == "16: the default on cpu"
     assert "blocks" in reasons["num_blocks"] and "the model's own" in reasons["max_model_len"]

@@ -25,7 +25,7 @@ def _serve(engine, prompt, **options):
     return run(engine)["r"]
 
 
-def test_a_known_prefix_is_not_computed_again(model):
+def test_a_cached_prefix_is_not_recomputed(model):
     engine = make_engine(model)
     assert _serve(engine, LONG).num_cached_tokens == 0
     warm = _serve(engine, LONG)
@@ -38,12 +38,12 @@ def test_a_known_prefix_is_not_computed_again(model):
     assert stats.prefix_cache_hits == 112 and stats.prefix_cache_queries > 112
 
 
-def test_the_cache_may_be_off(model):
+def test_prefix_caching_can_be_turned_off(model):
     engine = make_engine(model, enable_prefix_caching=False)
     assert [_serve(engine, LONG).num_cached_tokens for _ in range(2)] == [0, 0]
 
 
-def test_salts_separate(model):
+def test_requests_of_different_salts_share_nothing(model):
     engine = make_engine(model)
     assert _serve(engine, LONG, cache_salt="a").num_cached_tokens == 0
     assert _serve(engine, LONG).num_cached_tokens == 0
@@ -88,7 +88,7 @@ def test_longest_prefix_first(model):
         assert _order_of_ends(engine) == want
 
 
-def test_a_full_queue_refuses_and_goes_on(model):
+def test_a_full_queue_refuses_requests_and_recovers(model):
     engine = make_engine(model, max_num_seqs=1, max_num_queued_requests=2)
     engine.add_request("a", LONG[:5], SHORT)
     engine.add_request("b", LONG[:5], SHORT)
@@ -106,7 +106,7 @@ def test_a_full_queue_refuses_and_goes_on(model):
         engine.add_request("b", LONG[:11], SHORT)
 
 
-def test_what_can_never_fit_is_refused(model):
+def test_a_request_that_can_never_fit_is_refused(model):
     engine = make_engine(model, num_blocks=8, max_model_len=128)
     engine.add_request("fits", LONG, SamplingParams(max_tokens=38))
     engine = make_engine(model, num_blocks=16, max_model_len=256)
@@ -147,7 +147,7 @@ def test_evicted_prefixes_come_back_from_the_host(model):
     assert list(back.outputs[0].token_ids) == greedy_alone(model, LONG, 3, eos=False)
 
 
-def test_one_step_late_is_one_step_late(model):
+def test_async_outputs_come_one_step_later(model):
     engine = make_engine(model, async_scheduling=True)
     engine.add_request("r", [5, 6, 7], SHORT)
     counts = []
@@ -157,7 +157,7 @@ def test_one_step_late_is_one_step_late(model):
 
 
 def test_processors_wait_for_the_host(model):
-    """No step is launched over one that is not read while such a request runs."""
+    """While such a request runs, no step is launched before the previous one is read."""
     engine = make_engine(model, async_scheduling=True)
     params = SamplingParams(
         temperature=0, max_tokens=3, ignore_eos=True, logits_processors=[lambda i, x: None]
@@ -218,7 +218,7 @@ def test_bad_options_are_refused(options, message):
         LLMEngine(MockModel(), **options)
 
 
-def test_numbers_of_numpy_are_numbers():
+def test_numpy_numbers_are_accepted():
     engine = LLMEngine(
         MockModel(), max_num_seqs=np.int64(3), block_size=np.int32(32), watermark=np.float32(0.5)
     )
@@ -226,7 +226,7 @@ def test_numbers_of_numpy_are_numbers():
     assert (limits.max_num_seqs, limits.block_size, limits.watermark) == (3, 32, 0.5)
 
 
-def test_a_fork_shares_what_its_parent_has(model):
+def test_a_fork_shares_its_parents_blocks(model):
     engine = make_engine(model)
     engine.add_request("parent", LONG, SamplingParams(temperature=0, max_tokens=20))
     outputs = {}
@@ -241,14 +241,14 @@ def test_a_fork_shares_what_its_parent_has(model):
         engine.add_request("orphan", prompt, SHORT, parent="parent")
 
 
-def test_close_gives_everything_back(model):
+def test_close_frees_everything(model):
     engine = make_engine(model, async_scheduling=True, step_timeout=60.0)
     engine.add_request("r", LONG, SamplingParams(max_tokens=20))
     for _ in range(6):
         engine.step()
     engine.close()
     assert not engine.has_unfinished_requests() and engine.kv_cache.slab.size == 0
-    engine.close()  # a second time does nothing
+    engine.close()  # a second call does nothing
     assert engine.step() == []
     with pytest.raises(RequestError, match="the engine was closed"):
         engine.add_request("late", LONG)

@@ -1,4 +1,4 @@
-"""Tokens are the oracle: whatever goes on around a request, it gets what it gets alone."""
+"""Random load: whatever other requests do, each one gets the tokens it gets alone."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tests.e2e.tiny import alone, check_drained, make_engine, swap_gb, tiny_mode
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def model(request):
-    # On a GPU tokens are the same in any company in this mode only.
+    # On a GPU, only this mode gives the same tokens in any batch.
     return tiny_model(request.param, deterministic=request.param == "cuda")
 
 
 def _hot_index(ids, logits):
-    """A logits processor: what was said last is not said again."""
+    """A logits processor that forbids repeating the last token."""
     if ids:
         logits[ids[-1]] -= 2.0
 
@@ -90,7 +90,7 @@ def _random_options(rng):
 
 
 def _serve(engine, requests):
-    """Add, step and abort as the requests say; return each one's last output."""
+    """Add requests, step, and abort as specified; return the last output of each."""
     waiting = sorted(requests, key=lambda r: r.step)
     outputs, seen = {}, {r.name: 0 for r in requests}
     aborts = {r.name: r.abort_after for r in requests if r.abort_after is not None}
@@ -113,7 +113,7 @@ def _serve(engine, requests):
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_a_random_crowd_changes_nobodys_tokens(model, seed):
+def test_tokens_do_not_depend_on_random_other_requests(model, seed):
     rng = random.Random(seed)
     requests = list(_random_requests(rng, 12))
     engine = make_engine(model, **_random_options(rng))
@@ -129,8 +129,8 @@ def test_a_random_crowd_changes_nobodys_tokens(model, seed):
             assert got == want, (r, engine.config)
 
 
-def test_the_pools_were_tiny_enough():
-    """The options above do force what they are meant to force."""
+def test_the_options_force_preemptions_swaps_and_cache_hits():
+    """The random options above actually cause what they are meant to test."""
     model, totals = tiny_model(), {"num_preemptions": 0, "num_swaps": 0, "prefix_cache_hits": 0}
     for seed in range(12):
         rng = random.Random(seed)

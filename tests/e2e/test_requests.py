@@ -1,4 +1,4 @@
-"""What a request may ask for, end to end: n, best_of, logprobs, words, processors, timeouts."""
+"""Features of a request, end to end: n, best_of, logprobs, words, processors, timeouts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LONG = [int(i) for i in np.random.default_rng(7).integers(4, VOCAB, 75)]
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def model(request):
-    # On a GPU tokens are the same in any company in this mode only.
+    # On a GPU, only this mode gives the same tokens in any batch.
     return tiny_model(request.param, deterministic=request.param == "cuda")
 
 
@@ -71,10 +71,10 @@ def test_n_continuations_share_the_prompt(model, late):
     assert [c.index for c in completions] == [0, 1, 2]
     assert [list(c.token_ids) for c in completions] == alone(model, LONG, params)
     assert len({tuple(c.token_ids) for c in completions}) == 3
-    assert max(held) <= 4 + 3 * 2  # four full blocks once; a tail and one more block each
+    assert max(held) <= 4 + 3 * 2  # four full blocks shared; a tail and one more block each
 
 
-def test_more_continuations_than_places(model):
+def test_more_continuations_than_max_num_seqs(model):
     engine = make_engine(model, max_num_seqs=2)
     params = SamplingParams(n=7, seed=5, max_tokens=20)
     engine.add_request("r", LONG, params)
@@ -119,7 +119,7 @@ def test_best_of_returns_the_most_probable(model):
     assert [list(c.token_ids) for c in completions] == [ids for _, ids in totals[:2]]
     want = [total for total, _ in totals[:2]]
     np.testing.assert_allclose([c.cumulative_logprob for c in completions], want, 1e-4)
-    assert completions[0].logprobs is None  # nobody asked for them
+    assert completions[0].logprobs is None  # not requested
 
 
 def test_best_of_that_is_aborted_returns_the_longest(model):
@@ -127,13 +127,13 @@ def test_best_of_that_is_aborted_returns_the_longest(model):
     engine = make_engine(model, max_num_seqs=2)
     engine.add_request("r", LONG, params)
     while sum(len(s.request.output_token_ids) for s in engine._groups["r"].streams) < 20:
-        engine.step()  # two are whole, two are not
+        engine.step()  # two are finished, two are not
     engine.abort_request("r")
     first, second = run(engine)["r"].outputs
     assert first.finish_reason == second.finish_reason == "length"
     engine.add_request("r", LONG, params)
     while not any(s.request.output_token_ids for s in engine._groups["r"].streams):
-        engine.step()  # some have not begun
+        engine.step()  # some have not started
     engine.abort_request("r")
     first, second = run(engine)["r"].outputs
     assert first.finish_reason == second.finish_reason == "abort"
@@ -148,7 +148,7 @@ def test_best_of_that_is_aborted_returns_the_longest(model):
 def test_prompt_logprobs(model, options, count, late, monkeypatch):
     monkeypatch.setattr(prompt_logprobs, "_SLICE_LOGITS", 5 * VOCAB)  # 5 rows at once
     engine = make_engine(model, async_scheduling=late, **options)
-    engine.add_request("warm", LONG, SamplingParams(max_tokens=1))  # a prefix to be passed over
+    engine.add_request("warm", LONG, SamplingParams(max_tokens=1))  # a prefix to ignore
     run(engine)
     params = SamplingParams(temperature=0.0, max_tokens=3, prompt_logprobs=count)
     engine.add_request("r", LONG, params)
@@ -273,7 +273,7 @@ def test_stop_strings(worded, late):
         run(engine)
 
 
-def test_text_made_at_the_end_is_the_text_made_on_the_way(worded):
+def test_text_decoded_at_the_end_equals_streamed_text(worded):
     def text(**params):
         fields = {"temperature": 0.0, "max_tokens": 20} | params
         return generate(worded, LONG, SamplingParams(**fields)).outputs[0].text

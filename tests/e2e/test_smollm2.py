@@ -1,4 +1,4 @@
-"""The real model under load: what each prompt gives in a crowd is what it gives alone."""
+"""The real model under load: each prompt gets the tokens it gets alone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COUNT = 18
 
 
 def _load(device, **options):
-    """In float32; skips where the weights or the device are not at hand."""
+    """Load the model in float32; skip if the weights or the device are not available."""
     try:
         source = resolve_model("smollm2", progress=False).path
     except DownloadError as error:
@@ -50,7 +50,7 @@ def model(request):
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def exact_model(request):
-    # On a GPU tokens are the same in any company in this mode only.
+    # On a GPU, only this mode gives the same tokens in any batch.
     if request.param == "cuda":
         return _load("cuda", deterministic=True)
     return request.getfixturevalue("model_on_cpu")
@@ -72,7 +72,7 @@ def wanted(model):
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_crowd_in_a_tiny_pool(model, wanted, late):
+def test_many_requests_in_a_tiny_pool(model, wanted, late):
     server = LLMEngine(
         model,
         max_num_seqs=4,
@@ -100,7 +100,7 @@ def test_a_crowd_in_a_tiny_pool(model, wanted, late):
 
 
 def _random_crowd(rng):
-    """Names, prompts, parameters, and the steps in which requests come and are aborted."""
+    """Return names, prompts, parameters, and the steps in which requests are added and aborted."""
     stems = [[rng.randrange(5000, 40_000) for _ in range(40)] for _ in range(2)]
     for index in range(6):
         prompt = rng.choice(stems)[: rng.randint(1, 40)] if rng.random() < 0.7 else []
@@ -114,7 +114,7 @@ def _random_crowd(rng):
 
 
 def _alone(model, prompt, params):
-    """Each continuation alone, in a new engine that shares nothing."""
+    """Generate each continuation alone, in a new engine that shares nothing."""
     seeds = InputProcessor(model, None, max_model_len=128).sampling_specs(params)
     found = []
     for spec in seeds:
@@ -133,7 +133,7 @@ def _alone(model, prompt, params):
 
 
 @pytest.mark.parametrize(("size", "mode"), [(16, "swap"), (64, "auto")])
-def test_a_random_crowd_changes_nobodys_tokens(exact_model, size, mode):
+def test_tokens_do_not_depend_on_random_other_requests(exact_model, size, mode):
     rng = random.Random(size)
     server = LLMEngine(
         exact_model,

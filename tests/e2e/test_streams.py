@@ -1,4 +1,4 @@
-"""The short way of plain streams gives the very outputs of the long one, step by step."""
+"""The fast path of plain streams gives exactly the outputs of the slow path, step by step."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from engine.output_processor import OutputStream
 from engine.sampling_params import RequestOutputKind
 from tests.e2e.tiny import EOS, make_engine, swap_gb, tiny_model
 
-TEXT = "naïve 😀 — ключ, 鍵, x".encode()  # one byte an id: most characters need several
+TEXT = "naïve 😀 — ключ, 鍵, x".encode()  # one byte per id: most characters need several
 
 
 class _Bytes:
-    """A tokenizer whose tokens are the bytes of a text, the last ones of which are special."""
+    """A tokenizer whose tokens are the bytes of a text; the last ones are special."""
 
     special_ids = frozenset({EOS, 90, 91})
     strip_left = 1
@@ -51,7 +51,7 @@ def _requests(rng):
 
 
 def _serve(model, seed):
-    """Every output of every step, and the metrics that do not tell the time."""
+    """Return every output of every step, and the metrics that are not times."""
     rng = random.Random(seed)
     engine = make_engine(
         model,
@@ -60,7 +60,7 @@ def _serve(model, seed):
         max_model_len=80,
         watermark=0.0,
         swap_space_gb=swap_gb(4),
-        recompute_us_per_token=50.0,  # else they are measured, and choices depend on the time
+        recompute_us_per_token=50.0,  # otherwise measured, and timing would affect choices
         swap_us_per_block=100.0,
         async_scheduling=rng.random() < 0.7,
     )
@@ -83,13 +83,13 @@ def _serve(model, seed):
 
 
 @pytest.mark.parametrize("seed", range(16))
-def test_both_ways_agree(worded, monkeypatch, seed):
+def test_fast_path_and_slow_path_agree(worded, monkeypatch, seed):
     short = _serve(worded, seed)
     monkeypatch.setattr(OutputStream, "next_output", lambda self, token_ids, now: None)
     assert _serve(worded, seed) == short
 
 
-def test_the_short_way_is_taken(worded, monkeypatch):
+def test_the_fast_path_is_taken(worded, monkeypatch):
     taken, original = [], OutputStream.next_output
 
     def counted(self, token_ids, now):

@@ -1,4 +1,4 @@
-"""docs/engine.md prints the way of one greedy request: it is true, and short enough to read."""
+"""docs/engine.md lists the calls that serve one greedy request: the list is true, and short."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_FILES = 15
 
 
 def _printed_way():
-    """(file, function) of each line of the table, in its order."""
+    """Return (file, function) of each line of the table, in order."""
     page = (ROOT / "docs" / "engine.md").read_text()
     section = page.split("## The way of one greedy request")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `(engine/[\w/]+\.py)` \| `([\w.]+)` \|", section, re.MULTILINE)
@@ -24,11 +24,11 @@ def _printed_way():
 
 @pytest.fixture(scope="module")
 def calls():
-    """(caller, callee) of every call while a request is served, in the order of first calls."""
+    """Return (caller, callee) of every call while a request is served, by first call."""
     found = {}
 
     def place(frame):
-        """File and function; of what stands in no line of its own (<listcomp>), its caller's."""
+        """Return file and function of a frame; of a comprehension, those of its caller."""
         while frame is not None:
             path, name = Path(frame.f_code.co_filename), frame.f_code.co_name
             if path.is_relative_to(ROOT) and not name.startswith("<"):
@@ -58,7 +58,7 @@ def test_the_way_is_short():
 
 
 def test_each_function_on_the_way_is_called_by_one_before_it(calls):
-    """So a reader who opens the files of the table meets every next one, and needs no others."""
+    """So a reader of the listed functions finds the call of each next one."""
     way = _printed_way()
     for index, place in enumerate(way[1:], 1):
         callers = {caller for caller, callee in calls if callee == place}

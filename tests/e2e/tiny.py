@@ -1,4 +1,4 @@
-"""A tiny random model, engines around it, and what a request gives alone."""
+"""A tiny random model, engines around it, and the tokens that a request gets alone."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ CONFIG = ModelConfig(
     rope=RopeConfig(rotary_dim=8),
     eos_token_ids=(EOS,),
 )
-BYTES_PER_BLOCK = 2 * 2 * 2 * 8 * 4 * 16  # of 16 tokens
+BYTES_PER_BLOCK = 2 * 2 * 2 * 8 * 4 * 16  # blocks of 16 tokens
 
 
 def tiny_model(where="cpu", config=CONFIG, *, deterministic=False):
-    """The model in float32; skips where there is no GPU."""
+    """Load the model in float32; skip if a GPU is needed and there is none."""
     if where == "cuda" and not device.resolve_device("auto")[0].is_cuda:
         pytest.skip("no GPU")
     return load(
@@ -47,18 +47,18 @@ def tiny_model(where="cpu", config=CONFIG, *, deterministic=False):
 
 
 def make_engine(model, **options):
-    """A small engine that checks itself after each step."""
+    """Make a small engine that checks its integrity after each step."""
     defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "num_blocks": 64, "debug": True}
     return LLMEngine(model, **(defaults | options))
 
 
 def swap_gb(num_blocks, block_size=16):
-    """The `swap_space_gb` that holds so many blocks."""
+    """Return the `swap_space_gb` for this many blocks."""
     return (num_blocks + 0.5) * BYTES_PER_BLOCK * (block_size // 16) / 2**30
 
 
 def make_llm(model, **options):
-    """An `LLM` around such an engine, which loads nothing."""
+    """Make an `LLM` around such an engine, without loading files."""
     llm = LLM.__new__(LLM)
     llm.llm_engine, llm._lock = make_engine(model, **options), threading.Lock()
     llm._counter, llm._inbox, llm._unwanted = itertools.count(), {}, deque()
@@ -78,7 +78,7 @@ def run(engine, max_steps=5000, num_failures=0):
 
 
 def check_drained(engine, num_failures=0):
-    """After the last request, nobody holds anything."""
+    """Check that after the last request nothing is held."""
     assert engine.stats().num_step_failures == num_failures
     assert engine.scheduler.blocks.num_available == engine.config.scheduler.num_blocks
     stats = engine.scheduler.stats()
@@ -88,14 +88,14 @@ def check_drained(engine, num_failures=0):
 
 
 def generate(model, prompt, params=None, **options):
-    """The output of one request in an engine of its own."""
+    """Return the output of one request in a new engine."""
     engine = make_engine(model, **options)
     engine.add_request("r", prompt, params or SamplingParams())
     return run(engine)["r"]
 
 
 def alone(model, prompt, params):
-    """The token ids of each continuation, computed one by one and without sharing anything."""
+    """Return the token ids of each continuation, computed one by one without sharing."""
     inputs = InputProcessor(model, None, max_model_len=256)
     options = {"max_num_seqs": 1, "max_num_batched_tokens": 256, "enable_prefix_caching": False}
     options["cuda_graphs"] = False
@@ -110,7 +110,7 @@ def alone(model, prompt, params):
 
 
 def greedy_alone(model, prompt, count, eos=True):
-    """Decode with the array door: independent of scheduler, pages and chunks."""
+    """Decode with `Model.step`: independent of scheduler, block tables and chunks."""
     cache = model.new_cache(1, len(prompt) + count)
     logits = model.step(np.array([prompt]), cache)
     ids = []

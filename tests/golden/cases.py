@@ -60,8 +60,8 @@ _LONGROPE = {
     "long_factor": [1.0, 1.5, 2.0, 3.0, 5.0, 8.0, 12.0, 16.0],
 }
 
-# Keys as old files have them (rope_theta, rope_scaling, torch_dtype) and as new ones do
-# (rope_parameters, dtype), in turns.
+# Keys as in old files (rope_theta, rope_scaling, torch_dtype) and as in new ones
+# (rope_parameters, dtype), alternating.
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {**_LLAMA, "rope_theta": 500.0, "rope_scaling": None, "torch_dtype": "float32"},
     "llama_tied_new_keys": {

@@ -28,7 +28,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 HERE = Path(__file__).parent
 NUM_PROMPT = 28
 NUM_NEW = 12
-# A greedy choice that rounding could turn around proves nothing.
+# A greedy choice that rounding could flip proves nothing.
 SMALLEST_GAP = 1e-3
 
 SMOL_PROMPTS = (
@@ -43,7 +43,7 @@ SMOL_DIRECTIONS = 16
 
 
 def load_config(values: dict[str, Any]) -> Any:
-    """Let transformers read a config.json, old keys and all."""
+    """Have transformers read a config.json, with old keys too."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(values))
         return AutoConfig.from_pretrained(folder)
@@ -66,7 +66,7 @@ def tiny_model(values: dict[str, Any], norm_mean: float) -> tuple[Any, dict[str,
 
 @torch.no_grad()
 def all_logits(model: Any, ids: list[int], one_by_one: bool) -> np.ndarray:
-    """Return (T, V) float32 logits, of one pass or of feeding token by token."""
+    """Return (T, V) float32 logits, from one pass or token by token."""
     if not one_by_one:
         return model(torch.tensor([ids]), use_cache=False).logits[0].float().numpy()
     cache, rows = DynamicCache(config=model.config), []
@@ -76,7 +76,7 @@ def all_logits(model: Any, ids: list[int], one_by_one: bool) -> np.ndarray:
 
 
 def greedy(model: Any, ids: list[int], count: int, one_by_one: bool) -> tuple[list[int], float]:
-    """Return a greedy continuation, and the smallest distance of a choice to the runner-up."""
+    """Return a greedy continuation, and the smallest margin of a choice over the runner-up."""
     ids, gap = list(ids), np.inf
     for _ in range(count):
         last = all_logits(model, ids, one_by_one)[-1]

@@ -1,4 +1,4 @@
-"""Make text.json: ids, texts and prompts that the engine's text code has to reproduce.
+"""Make text.json: ids, texts and prompts that the engine's text code must reproduce.
 
     pip install transformers regex sentencepiece
     python tests/golden/make_text.py [SmolLM2-135M-Instruct.gguf]
@@ -7,7 +7,7 @@ The oracles are independent of the engine: byte-pair merging written here in pla
 the `regex` module, the sentencepiece library, and transformers' own tokenizers and chat
 rendering. Not part of CI. Without the argument, the golden ids of SmolLM2 are kept as they are.
 """
-# ruff: noqa: RUF001  (characters that look alike are what tokenizers are tested with)
+# ruff: noqa: RUF001  (tokenizers are tested with look-alike characters)
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ TEXTS = [
     "a" * 40,
 ]
 
-# Copied from the tokenizer.json of each family, alternatives and all.
+# Copied verbatim from the tokenizer.json of each family.
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -105,7 +105,7 @@ LETTERS = byte_letters()
 
 
 class PlainBPE:
-    """Byte-pair encoding as its paper describes it, one merge at a time."""
+    """Byte-pair encoding as described in its paper, one merge at a time."""
 
     def __init__(self, tokens, merges, types, family):
         self.patterns, self.whole_words, self.form_c, self.bos = family
@@ -144,7 +144,7 @@ class PlainBPE:
 
 
 def cuts(pattern: str, text: str) -> list[str]:
-    """Matches of `pattern` and what lies between them."""
+    """Return the matches of `pattern` and the text between them."""
     found, at = [], 0
     for match in regex.finditer(pattern, text):
         found += [text[at : match.start()], match[0]]
@@ -166,7 +166,7 @@ def train_byte_level() -> dict:
     model = json.loads(backend.to_str())["model"]
     learned = sorted(model["vocab"], key=model["vocab"].get)
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    unmerged = ["Hello", "Ġworld"]  # no merges lead to these: only whole words find them
+    unmerged = ["Hello", "Ġworld"]  # no merges produce these: only matched as whole words
     assert not set(unmerged) & set(learned)
     tokens = [*special, *learned, "<think>", "[PAD]", *unmerged]
     types = [3] * len(special) + [1] * len(learned) + [4, 5, 1, 1]
@@ -231,13 +231,13 @@ def sentencepiece_cases(add_prefix: bool) -> dict:
         "texts": texts,
         "ids": ids,
         "decoded": [sp.decode(one) for one in ids],
-        # Later parts of a text, which do not begin where a text begins.
+        # Later parts of a text, which are not at its start.
         "parts": [[one[k:], sp.decode(one[k:])] for one in ids for k in (1, 3) if len(one) > 8],
     }
 
 
 def directories(metadata: dict) -> list[dict]:
-    """Model directories and what transformers' AutoTokenizer makes of them."""
+    """Return model directories and the ids of transformers' AutoTokenizer."""
     vocab = {t: i for i, t in enumerate(metadata["tokenizer.ggml.tokens"])}
     merges = [tuple(m.split(" ")) for m in metadata["tokenizer.ggml.merges"]]
     found = []
@@ -246,7 +246,7 @@ def directories(metadata: dict) -> list[dict]:
         "adds": {
             "bos_token": {"__type": "AddedToken", "content": "<|endoftext|>", "special": True},
             "eos_token": "<|im_end|>",
-            "add_bos_token": False,  # no effect: tokenizer.json says what is added
+            "add_bos_token": False,  # no effect: tokenizer.json determines what is added
         },
         "more": {
             "eos_token": "<|im_end|>",
@@ -308,12 +308,12 @@ def chats() -> list[dict]:
 
 
 def smollm2(path: str) -> dict:
-    """Ids of the real vocabulary by the plain encoder, checked against tokenizers' own layout."""
+    """Return ids of the real vocabulary by the plain encoder, checked against `tokenizers`."""
     theirs = transformers.AutoTokenizer.from_pretrained(
         str(Path(path).parent), gguf_file=Path(path).name
     )
     backend = theirs.backend_tokenizer
-    # transformers reads the vocabulary but not `pre`: this is the layout of the model's own
+    # transformers reads the vocabulary but not `pre`: this is the pipeline of the model's own
     # tokenizer.json.
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [

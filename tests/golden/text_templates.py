@@ -1,8 +1,8 @@
-"""Chats for make_text.py: templates in the manner of well-known families, and messages for them.
+"""Chats for make_text.py: templates in the style of well-known families, and messages for them.
 
 Each template uses what its family's templates are known to use: default system prompts, BOS,
 role checks that raise, trimming, tools as JSON, namespaces, macros, loop controls, contents that
-are lists of parts, and the marks of training data.
+are lists of parts, and the markers of training data.
 """
 
 from __future__ import annotations

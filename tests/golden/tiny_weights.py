@@ -15,7 +15,7 @@ __all__ = ["tiny_weight"]
 def tiny_weight(name: str, shape: list[int], norm_mean: float) -> np.ndarray:
     """Return tensor `name` in float32.
 
-    Attention is far from uniform, and the layers outweigh the embedding, so that a tied model does
+    Attention is far from uniform, and the layers dominate the embedding, so that a tied model does
     more than repeat its last token.
     """
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")

@@ -16,7 +16,7 @@ INT8 = Format("int8 a row", 8, (1, 0), 32)
 
 
 def _quantized(array):
-    """One scale a row, the numbers in 8 bits: what a format of tomorrow looks like."""
+    """Quantize to 8 bits with one scale per row, as a future format may."""
     scales = np.abs(array).max(axis=1, keepdims=True) / 127
     data = np.round(array / scales).astype(np.int8)
     return Weight(INT8, data, array.shape, scales=scales.astype(np.float32))

@@ -13,8 +13,9 @@ from engine.testing import cases
 from engine.testing.cases_attention import paged_cache
 from engine.testing.tolerances import assert_close
 
-# (B, Q, H, K, D, block_size, prefix blocks, own lengths): few and many rows, lengths around pages
-# and tiles, own parts of exactly Q tokens, groups that divide no tile, several query tokens.
+# (B, Q, H, K, D, block_size, prefix blocks, own lengths): few and many rows, lengths around page
+# and tile sizes, own parts of exactly Q tokens, group sizes that do not divide a tile, several
+# queries.
 SHAPES = (
     (1, 1, 4, 2, 64, 16, 1, (1,)),
     (3, 1, 8, 2, 64, 16, 4, (1, 17, 300)),
@@ -57,7 +58,7 @@ def _run(xp, shape, arrays, *, length=None, lens=None, **keywords):
 @pytest.mark.parametrize("tier", ["auto", "portable"])
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_is_decode_over_the_whole_table(xp, shape, dtype, tier, monkeypatch):
+def test_equals_decode_over_the_whole_table(xp, shape, dtype, tier, monkeypatch):
     monkeypatch.setenv("ENGINE_KERNEL_TIER", tier)
     q, k, v, tables, lens = _inputs(shape, dtype)
     rule = {"scale": 0.2, "softcap": 8.0} if shape[0] == 3 else {}
@@ -85,7 +86,7 @@ def test_in_place_and_out(xp, dtype):
 
 
 def test_prefix_that_ends_inside_a_page(xp):
-    """The keys of prefix and own part, put one behind the other in fresh pages."""
+    """Compares with the keys of prefix and own part concatenated in new pages."""
     shape = (2, 2, 4, 2, 16, 16, 3, (2, 20))
     q, k, v, tables, lens = _inputs(shape, "float32")
     for length in (0, 1, 16, 37, 48):
@@ -148,7 +149,7 @@ def test_contract():
 
 
 def test_out_is_never_left_without_the_prefix(xp):
-    """Rows of tokens that are no view of `out` would take the merged result with them."""
+    """If `out` had to be copied to rows of tokens, the merged result would be lost."""
     shape = SHAPES[3]
     arrays = _inputs(shape, "float32")
     wide = xp.zeros((5, 3, 9, 64), np.float32)

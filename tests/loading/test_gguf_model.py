@@ -1,4 +1,4 @@
-"""Models inside .gguf files: metadata to configuration, tensors to fused arrays."""
+"""Models in .gguf files: their metadata becomes a configuration, their tensors fused arrays."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text"]
 
 
 def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Order the rows of each head as llama.cpp's converter does: half 0 and half 1 in turns."""
+    """Order the rows of each head as llama.cpp's converter does: alternating between halves."""
     head = rows.reshape(heads, 2, -1, *rows.shape[1:])
     return np.stack([head[:, 0], head[:, 1]], axis=2).reshape(rows.shape)
 
@@ -185,13 +185,13 @@ def test_the_configuration_of_a_llama(write_metadata):
     assert config.layer_windows == (0, 0)
 
 
-def test_tokens_that_the_file_does_not_name_are_none(write_metadata):
+def test_missing_token_ids_are_none(write_metadata):
     config = load_config(write_metadata())
     assert (config.bos_token_id, config.eos_token_ids, config.pad_token_id) == (None, (), None)
 
 
 def llama3_factors(theta, dim, factor, low, high, original) -> np.ndarray:
-    """The factor of every frequency: 1 for short waves, `factor` for long ones, a ramp between."""
+    """Return the divisor of every frequency: 1 for high, `factor` for low ones, else a ramp."""
     factors = []
     for i in range(0, dim, 2):
         wave = 2 * math.pi * theta ** (i / dim)
@@ -287,6 +287,6 @@ def test_gemma3_ropes_windows_and_scale(write_metadata):
         ({"tensors": {"rope_freqs.weight": [[1.0] * 4]}}, WeightsError, "must be a vector"),
     ],
 )  # fmt: skip
-def test_metadata_that_makes_no_sense_is_refused(write_metadata, changes, error, message):
+def test_invalid_metadata_is_refused(write_metadata, changes, error, message):
     with pytest.raises(error, match=message):
         load_config(write_metadata(**changes))

@@ -1,4 +1,4 @@
-"""config.json and generation_config.json: known models, both generations of keys, nonsense."""
+"""config.json and generation_config.json: known models, old and new keys, invalid values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def known(name: str, **changes) -> ModelConfig:
 
 
 @pytest.mark.parametrize("name", NEW)
-def test_old_and_new_keys_say_the_same(name):
+def test_old_and_new_keys_give_equal_configs(name):
     assert config_from_dict(CONFIGS[name]["new"]) == config_from_dict(CONFIGS[name]["old"])
 
 
@@ -61,7 +61,7 @@ def test_llama_3_2_1b():
     )
 
 
-def test_qwen2_has_a_bias_and_yarn_stretches_the_positions():
+def test_qwen2_has_a_bias_and_yarn_extends_the_positions():
     config = known("qwen2.5-7b-instruct-yarn")
     assert (config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm) == (1, 0, 0, 0)
     assert config.rope.scaling == "yarn" and config.rope.original_max_position == 32768
@@ -74,12 +74,12 @@ def test_qwen2_windows_begin_at_max_window_layers():
     assert known("qwen2-sliding").layer_windows == (0,) * 21 + (4096,) * 7
 
 
-def test_layer_types_win_over_max_window_layers():
+def test_layer_types_take_precedence_over_max_window_layers():
     types = ["sliding_attention", "full_attention"] * 14
     assert known("qwen2-sliding", layer_types=types).layer_windows == (4096, 0) * 14
 
 
-def test_qwen3_has_norms_of_q_and_k_and_a_head_dim_of_its_own():
+def test_qwen3_has_norms_of_q_and_k_and_an_explicit_head_dim():
     config = known("qwen3-0.6b")
     assert config.qk_norm and not config.qkv_bias and config.head_dim == 128
     assert config.qkv_dim == (16 + 2 * 8) * 128 and config.rope.rotary_dim == 128
@@ -99,7 +99,7 @@ def test_phi3_old_names_of_longrope(alias):
     assert known("phi-3.5-mini-instruct", rope_scaling=scaling) == known("phi-3.5-mini-instruct")
 
 
-def test_phi4_turns_a_part_of_the_head():
+def test_phi4_has_partial_rope():
     config = known("phi-4-mini-instruct")
     assert (config.head_dim, config.rope.rotary_dim, len(config.rope.long_factor)) == (128, 96, 48)
 
@@ -121,7 +121,7 @@ def test_gemma3():
     assert config.eos_token_ids == (1, 106)
 
 
-def test_gemma3_linear_scaling_is_that_of_the_full_layers_and_already_counted():
+def test_gemma3_linear_scaling_applies_to_full_layers_and_max_position_includes_it():
     scaled = known("gemma-3-1b-it", rope_scaling={"factor": 8.0, "rope_type": "linear"})
     assert (scaled.rope.scaling, scaled.rope.factor) == ("linear", 8.0)
     assert scaled.rope_local.scaling == "default"
@@ -134,7 +134,7 @@ def test_gemma3_linear_scaling_is_that_of_the_full_layers_and_already_counted():
     assert config_from_dict(new) == scaled
 
 
-def test_linear_and_dynamic_scaling_stretch_the_positions():
+def test_linear_and_dynamic_scaling_extend_the_positions():
     assert known("vicuna-7b-16k").max_position_embeddings == 16384
     scaling = {"rope_type": "dynamic", "factor": 2.0}
     dynamic = known("vicuna-7b-16k", rope_scaling=scaling)
@@ -159,9 +159,9 @@ def test_yarn_options_are_read():
     assert (rope.attention_factor, rope.mscale, rope.mscale_all_dim) == (0.9, 0.7, 0.8)
 
 
-def test_a_window_as_long_as_the_model_is_none():
+def test_a_window_as_long_as_the_model_is_ignored():
     assert known("mistral-7b-v0.1", sliding_window=32768).layer_windows == (0,) * 32
-    # ... unless it is also what tells apart the layers with a rope of their own.
+    # ... unless it also determines which layers have a local rope.
     assert known("gemma-3-1b-it", sliding_window=10**6).layer_windows[:6] == (10**6,) * 5 + (0,)
 
 
@@ -228,7 +228,7 @@ BAD = {
 @pytest.mark.parametrize(
     ("key", "value"), [(key, value) for key, values in BAD.items() for value in values]
 )
-def test_nonsense_is_refused_by_name(key, value):
+def test_an_invalid_value_is_refused_by_name(key, value):
     values = {**CONFIGS["smollm2-135m-instruct"]["old"], key: value}
     with pytest.raises(ConfigError) as error:
         config_from_dict(values, "dir/config.json")
@@ -260,7 +260,7 @@ def test_nonsense_is_refused_by_name(key, value):
         ("phi-3.5-mini-instruct", {"original_max_position_embeddings": 0}),
     ],
 )
-def test_nonsense_of_the_families_is_refused(name, changes):
+def test_invalid_values_of_families_are_refused(name, changes):
     with pytest.raises(ConfigError, match=next(iter(changes)).split("_")[0]):
         known(name, **changes)
 
@@ -318,7 +318,7 @@ def mutated_configs(draw):
 
 @settings(max_examples=1500, deadline=5000)
 @given(mutated_configs())
-def test_a_mutated_config_is_an_error_or_a_sound_config(values):
+def test_a_mutated_config_is_an_error_or_a_valid_config(values):
     try:
         config = config_from_dict(values)
     except ConfigError:
@@ -361,7 +361,7 @@ def test_nan_in_the_file_is_refused(tmp_path):
         load_config(write(tmp_path, "config.json", text))
 
 
-def test_the_ends_of_generation_config_win(make_model):
+def test_eos_ids_of_generation_config_take_precedence(make_model):
     path, _, _ = make_model("llama")
     assert load_config(path).eos_token_ids == (2,)
     write(path, "generation_config.json", {"eos_token_id": [3, 2, 3], "temperature": 0.6})
@@ -386,7 +386,7 @@ def test_generation_config_has_only_what_the_file_has(tmp_path):
      ("repetition_penalty", 0), ("max_new_tokens", 0), ("do_sample", 1), ("eos_token_id", -1),
      ("temperature", float("nan"))],
 )  # fmt: skip
-def test_nonsense_in_generation_config_is_refused(tmp_path, key, value):
+def test_invalid_values_in_generation_config_are_refused(tmp_path, key, value):
     write(tmp_path, "generation_config.json", {key: value})
     with pytest.raises(ConfigError, match=rf"generation_config\.json: {key} must be"):
         generation_config(tmp_path)

@@ -1,4 +1,4 @@
-"""An MLP with features of zeros behind its own: the same outputs."""
+"""An MLP padded with zero features has the same outputs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.models.test_layer_plans import CONFIG
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("features", [1, 12, 16, 43])
-def test_zeros_add_nothing(xp, dtype, features):
+def test_padding_does_not_change_the_output(xp, dtype, features):
     weights = [
         cases.normal(shape, dtype, seed=i, scale=0.2)
         for i, shape in enumerate([(2 * features, 32), (32, features), (2 * features,)])
@@ -50,7 +50,7 @@ def test_no_bias_stays_none():
 
 
 def test_a_model_is_padded():
-    """As on CUDA, done on the CPU."""
+    """The padding that is used on CUDA, done on the CPU."""
     config = dataclasses.replace(CONFIG, intermediate_size=171, mlp_bias=True)
     model = engine.load(config=config, load_format="dummy", device="cpu", dtype="float32")
     padded = dict(model.decoder.weights)
@@ -66,7 +66,7 @@ def test_a_model_is_padded():
 
 
 @pytest.mark.gpu
-def test_a_gpu_gives_its_fast_kernels_every_model(monkeypatch):
+def test_models_are_padded_on_a_gpu(monkeypatch):
     if not engine.device.resolve_device("auto")[0].is_cuda:
         pytest.skip("no GPU")
     config = dataclasses.replace(CONFIG, intermediate_size=172)

@@ -29,7 +29,7 @@ def entry(dtype="F32", shape=(2,), offsets=(0, 8)):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_views_equal_what_the_package_reads(tmp_path, dtype):
+def test_views_equal_those_read_by_the_package(tmp_path, dtype):
     rng = np.random.default_rng(0)
     tensors = {
         f"t{i}": np.asarray(rng.standard_normal(shape) * 50).astype(dtype)
@@ -112,7 +112,7 @@ def test_a_damaged_header_is_refused(raw_safetensors, case):
 
 
 @pytest.mark.parametrize("content", [b"", b"1234567"])
-def test_a_file_without_room_for_a_length_is_refused(tmp_path, content):
+def test_a_file_shorter_than_its_header_length_is_refused(tmp_path, content):
     (tmp_path / "x").write_bytes(content)
     with pytest.raises(WeightsError, match=f"at least 8 bytes; got {len(content)}"):
         SafetensorsFile(tmp_path / "x")
@@ -131,7 +131,7 @@ def test_a_header_longer_than_the_file_or_the_limit_is_refused(tmp_path):
             SafetensorsFile(path)
 
 
-def test_every_cut_of_a_file_is_refused(tmp_path):
+def test_every_truncation_of_a_file_is_refused(tmp_path):
     save_file({"a": np.ones(3, np.float32), "b": np.ones((2, 2))}, tmp_path / "x")
     whole = (tmp_path / "x").read_bytes()
     for length in range(len(whole)):
@@ -141,8 +141,8 @@ def test_every_cut_of_a_file_is_refused(tmp_path):
             SafetensorsFile(tmp_path / "cut")
 
 
-def test_what_a_mutated_header_passes_the_package_reads_the_same(tmp_path):
-    """Never anything but WeightsError; and nothing is accepted that the package refuses."""
+def test_an_accepted_mutated_header_is_read_as_by_the_package(tmp_path):
+    """Only WeightsError is ever raised, and nothing is accepted that the package refuses."""
     save_file({f"layer.{i}": np.full((i, 2), i, np.float16) for i in range(4)}, tmp_path / "x")
     whole = (tmp_path / "x").read_bytes()
     header_end = 8 + struct.unpack("<Q", whole[:8])[0]
@@ -154,7 +154,7 @@ def test_what_a_mutated_header_passes_the_package_reads_the_same(tmp_path):
             mutant[place] = rng.choice([rng.randrange(256), *b'0123456789"[]{},:-.eFBI'])
         if rng.random() < 0.1:
             del mutant[rng.randrange(len(mutant)) :]
-        path.unlink(missing_ok=True)  # writing over a file waits for the disk
+        path.unlink(missing_ok=True)  # overwriting a file would wait for the disk
         path.write_bytes(mutant)
         try:
             file = SafetensorsFile(path)
@@ -166,7 +166,7 @@ def test_what_a_mutated_header_passes_the_package_reads_the_same(tmp_path):
         for name, info in others.items():
             assert tuple(info["shape"]) == file.shape(name)
             assert bytes(info["data"]) == file.view(name).tobytes()
-    assert accepted > 20  # harmless changes, as of a letter in a name
+    assert accepted > 20  # harmless changes, such as to a letter of a name
 
 
 def shard(path, names, rows=2):
@@ -249,7 +249,7 @@ def test_a_damaged_index_is_refused(tmp_path, text):
         open_safetensors(tmp_path)
 
 
-def test_a_directory_with_pickles_only_says_why_and_what_to_do(tmp_path):
+def test_a_directory_with_only_pickles_is_refused_with_a_remedy(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04")
     with pytest.raises(
         WeightsError, match=r"a pickle \(pytorch_model\.bin\).*run any code.*convert"
@@ -257,7 +257,7 @@ def test_a_directory_with_pickles_only_says_why_and_what_to_do(tmp_path):
         open_safetensors(tmp_path)
 
 
-def test_a_directory_without_weights_says_what_was_wanted(tmp_path):
+def test_a_directory_without_weights_is_refused(tmp_path):
     with pytest.raises(WeightsError, match=r"has no weights; it needs model\.safetensors"):
         open_safetensors(tmp_path)
     with pytest.raises(WeightsError, match="is not a directory"):

@@ -1,4 +1,4 @@
-"""Shards: together they are the whole model, and each reads its part of the file only."""
+"""Shards: together they are the whole model, and each reads only its part of the file."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ SIZES = {
 
 
 def _rows_of(config: ModelConfig, kind: str) -> list[int]:
-    """Rows of the parts of a fused weight, in their order."""
+    """Return the number of rows of each part of a fused weight, in order."""
     q, k = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     return [q, k, k] if kind.startswith("qkv") else [config.intermediate_size] * 2
 
 
 def _joined(config, name, weights):
-    """The whole weight, put together by hand from those of all shards."""
+    """Return the whole weight, assembled by hand from those of all shards."""
     kind, count = name.rpartition(".")[2], len(weights)
     arrays = [weight.data for weight in weights]
     if kind in ("embed", "lm_head"):
@@ -65,7 +65,7 @@ def _joined(config, name, weights):
 
 @pytest.mark.parametrize("count", [2, 3, 4, 12])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_shards_are_the_whole(make_model, family, count):
+def test_the_shards_add_up_to_the_whole(make_model, family, count):
     sizes = SIZES | ({"num_key_value_heads": 3} if count == 3 else {})
     path, _, _ = make_model(family, **sizes)
     config = load_config(path)
@@ -86,7 +86,7 @@ def test_the_shards_are_the_whole(make_model, family, count):
         np.testing.assert_array_equal(got, weight.data, err_msg=name)
 
 
-def test_a_shard_reads_its_part_of_the_file_only(make_model, monkeypatch):
+def test_a_shard_reads_only_its_part_of_the_file(make_model, monkeypatch):
     path, _, _ = make_model("qwen2", **SIZES)
     config = load_config(path)
     read, seen = SafetensorsFile.read, []
@@ -109,8 +109,8 @@ def test_a_shard_reads_its_part_of_the_file_only(make_model, monkeypatch):
             assert sum(seen) == sum(distinct.values()) - num_tables * padding
 
 
-def test_columns_of_a_gguf_are_whole_blocks_decoded(smollm2):
-    """SmolLM2's Q4_1 has blocks of 32: of columns 40 to 100 three blocks a row are decoded."""
+def test_only_the_blocks_of_a_ggufs_columns_are_decoded(smollm2):
+    """SmolLM2's Q4_1 has blocks of 32: for columns 40 to 100, three blocks per row are decoded."""
     file = GgufFile(smollm2)
     whole = file.read("blk.0.ffn_up.weight", 5, 9)
     for columns in ((40, 100), (0, 32), (0, 576), (575, 576)):
@@ -118,7 +118,7 @@ def test_columns_of_a_gguf_are_whole_blocks_decoded(smollm2):
         np.testing.assert_array_equal(part, whole[:, slice(*columns)])
 
 
-def test_shards_of_a_gguf_are_the_whole(smollm2):
+def test_shards_of_a_gguf_add_up_to_the_whole(smollm2):
     config = load_config(smollm2)
     whole = load_weights(smollm2, config)
     shards = [load_weights(smollm2, config, shard=Shard(index, 3)) for index in range(3)]
@@ -142,6 +142,6 @@ def test_a_model_that_cannot_be_divided(make_model, count, message):
 
 
 @pytest.mark.parametrize(("index", "count"), [(2, 2), (-1, 2), (0, 0), (0.0, 1), (True, 2)])
-def test_there_is_no_such_shard(index, count):
+def test_invalid_shards_are_refused(index, count):
     with pytest.raises(ConfigError, match="shard"):
         Shard(index, count)

@@ -1,4 +1,4 @@
-"""Checkpoints to fused arrays: every family, every dtype, both formats, and what does not fit."""
+"""Loading fused arrays: every family, dtype and file format, and mismatched checkpoints."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_shards(make_model, tiny):
         load_weights(path, load_config(path))
 
 
-def test_slabs_and_steps_do_not_show(make_model, monkeypatch, tiny):
+def test_results_do_not_depend_on_slab_and_step_sizes(make_model, monkeypatch, tiny):
     path, config, tensors = make_model("llama")
     monkeypatch.setattr("engine.loading.weights._SLAB_BYTES", 64)
     monkeypatch.setattr("engine.loading.weights._STEP_WEIGHTS", 16)
@@ -104,7 +104,7 @@ def test_slabs_and_steps_do_not_show(make_model, monkeypatch, tiny):
 
 
 def change(path, tensors: dict, **changes) -> None:
-    """Write the checkpoint again with tensors replaced, or removed where None."""
+    """Rewrite the checkpoint with tensors replaced, or removed if None."""
     new = {**tensors, **changes}
     write_raw(path / "model.safetensors", {k: v for k, v in new.items() if v is not None})
 
@@ -128,7 +128,7 @@ QUERY = "model.layers.0.self_attn.q_proj.weight"
         ({NORM: np.ones(32, np.int8)}, f"'{NORM}' must be one of F32, F16, BF16; got I8"),
     ],
 )  # fmt: skip
-def test_a_checkpoint_that_does_not_fit_is_refused(make_model, changes, message):
+def test_a_checkpoint_that_does_not_match_is_refused(make_model, changes, message):
     path, _, tensors = make_model("llama")
     change(path, tensors, **changes)
     with pytest.raises(WeightsError, match=message):
@@ -142,7 +142,7 @@ def test_many_missing_tensors_are_counted(make_model):
         load_weights(path, config)
 
 
-def test_another_config_is_refused_before_anything_is_allocated(make_model):
+def test_a_config_mismatch_is_refused_before_allocation(make_model):
     path, config, _ = make_model("llama")
     wrong = config_from_dict({**config, "vocab_size": 1 << 24, "hidden_size": 1 << 20})
     tracemalloc.start()
@@ -154,7 +154,7 @@ def test_another_config_is_refused_before_anything_is_allocated(make_model):
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
 @pytest.mark.parametrize("value", [1e5, -np.inf, np.nan])
-def test_what_float16_cannot_hold_is_refused(make_model, stored, value):
+def test_values_beyond_float16_are_refused(make_model, stored, value):
     path, _, tensors = make_model("llama")
     norm = np.ones(32, np_dtype(stored))
     norm[3] = value
@@ -171,12 +171,12 @@ def test_tables_that_the_engine_computes_itself_are_ignored(make_model, tiny):
     change(path, tensors, **{
         "model.layers.0.self_attn.rotary_emb.inv_freq": freq,
         "model.rotary_emb.inv_freq": freq,
-        "lm_head.weight": np.zeros((40, 32), np.float32),  # tied, but written all the same
+        "lm_head.weight": np.zeros((40, 32), np.float32),  # tied, but stored nevertheless
     })  # fmt: skip
     assert_same(load_weights(path, load_config(path)), tiny.fused(config, tensors), np.float32)
 
 
-def test_without_memory_the_error_says_how_much_was_wanted(make_model, monkeypatch):
+def test_out_of_memory_says_how_much_was_needed(make_model, monkeypatch):
     path, _, _ = make_model("llama")
     config = load_config(path)
 
@@ -197,7 +197,7 @@ def test_weight_bytes_counts_tied_embeddings_once(tiny):
 
 
 def test_loading_keeps_no_second_copy(tmp_path, tiny):
-    """Beyond the arrays themselves, only slabs are allocated."""
+    """Apart from the arrays themselves, only slabs are allocated."""
     values = tiny.config_of("llama", vocab_size=65536, hidden_size=512, num_attention_heads=8)
     tensors = tiny.random_tensors(tiny.tensor_shapes(values), np.float16)
     save_file(tensors, tmp_path / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Golden models: what transformers computed, and tiny checkpoints with the same weights."""
+"""Golden models: results of transformers, and tiny checkpoints with the same weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CASES = sorted(path.stem for path in (GOLDEN / "models").glob("*.json"))
 
 
 def _tiny_weight(name: str, shape: list[int], norm_mean: float) -> np.ndarray:
-    """`tests/golden/tiny_weights.py`, which is no package because make.py runs elsewhere."""
+    """Call `tests/golden/tiny_weights.py`, which is not a package as make.py runs standalone."""
     spec = importlib.util.spec_from_file_location("tiny_weights", GOLDEN / "tiny_weights.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -50,7 +50,7 @@ class Golden:
 
 @pytest.fixture(scope="session")
 def golden(tmp_path_factory):
-    """Give the golden model `case`; its checkpoint is written when first asked for."""
+    """Return the golden model `case`; its checkpoint is written on first use."""
     made: dict[str, Golden] = {}
 
     def make(case: str) -> Golden:
@@ -74,7 +74,7 @@ def golden(tmp_path_factory):
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def where(request):
-    """The devices that one test body runs on."""
+    """The devices that a test body runs on."""
     if request.param == "cuda":
         chosen, reason = device.resolve_device("auto")
         if not chosen.is_cuda:
@@ -84,7 +84,7 @@ def where(request):
 
 @pytest.fixture(scope="session")
 def smollm2_source():
-    """The real model's file; pulled if it is not there."""
+    """The real model's file, downloaded if necessary."""
     try:
         return resolve_model("smollm2")
     except DownloadError as error:
@@ -103,7 +103,7 @@ def smollm2_source():
     ids=str,
 )
 def place(request):
-    """A device and a dtype, as options of `engine.load`; skips where there is no GPU."""
+    """A device and a dtype, as options of `engine.load`; skips if a GPU is missing."""
     where, dtype = request.param
     if where == "cuda" and not device.resolve_device("auto")[0].is_cuda:
         pytest.skip("no GPU")

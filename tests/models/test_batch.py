@@ -77,13 +77,13 @@ def test_refused(ids, starts, tables, message):
         ForwardBatch.build(ids, starts, tables, 16)
 
 
-def test_stays_on_the_cpu():
+def test_to_is_a_no_op_on_the_cpu():
     batch = _mixed()
     assert batch.to(CPU) is batch
 
 
 @pytest.mark.gpu
-def test_moves_in_one_piece(cp):
+def test_moves_to_the_device_in_one_copy(cp):
     batch = _mixed()
     moved = batch.to(Device("cuda"))
     for name, value in vars(batch).items():

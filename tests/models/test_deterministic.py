@@ -1,4 +1,4 @@
-"""deterministic=True: a token's logits have the same bits whatever is computed beside it."""
+"""deterministic=True: a token's logits have the same bits whatever else is in the batch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _ids(seed, count):
 
 
 def _alone(model, ids):
-    """Logits of every token, the prompt in one piece."""
+    """Return the logits of every token, with the prompt in one chunk."""
     return to_numpy(model.step([ids], model.new_cache(1, len(ids)), logits="all"))[0]
 
 
@@ -51,8 +51,8 @@ def test_chunks_change_no_bit(model, chunks):
 
 
 @pytest.mark.parametrize("company", [[1], [3, 50], [1] * 20, [17, 1, 130, 64, 2]])
-def test_company_changes_no_bit(model, company):
-    """The sequence of interest stands among others, at a place that none of its blocks tells."""
+def test_other_sequences_change_no_bit(model, company):
+    """The sequence is computed among others, at an arbitrary position in the batch."""
     mine = _ids(2, 45)
     others = [_ids(10 + i, count) for i, count in enumerate(company)]
     sequences = [*others[: len(others) // 2], mine, *others[len(others) // 2 :]]
@@ -65,7 +65,7 @@ def test_company_changes_no_bit(model, company):
     np.testing.assert_array_equal(logits[start : start + 45], _alone(model, mine))
 
 
-def test_the_plain_mode_is_close(model):
+def test_the_default_mode_is_close(model):
     plain = engine.load(
         config=CONFIG, load_format="dummy", device=str(model.device), dtype=model.dtype
     )

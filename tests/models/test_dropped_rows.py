@@ -1,4 +1,4 @@
-"""Tokens whose logits nobody wants leave within the last layer, and change nothing by it."""
+"""Dropping tokens without logits in the last layer does not change the results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.models.test_layer_plans import CONFIG, FAMILIES
 
 COUNTS, STARTS = [1, 1, 300, 40, 2], [20, 64, 0, 7, 100]
 NUM_BLOCKS = 20
-# The last token of each sequence, some in no order and one twice, one, none.
+# The last token of each sequence; some, unordered and with a duplicate; one; none.
 WANTED = {
     "last": [0, 1, 301, 341, 343],
     "any": [200, 3, 3, 341, 0],
@@ -43,13 +43,13 @@ def _run(model, wanted):
 
 @pytest.fixture
 def always(monkeypatch):
-    """Small as the model is, dropping pays."""
+    """Make dropping worthwhile even for the small model."""
     monkeypatch.setattr(decoder, "_MIN_SAVED", 1)
 
 
 @pytest.fixture
 def rows_of_mlps(monkeypatch):
-    """How many tokens each MLP was called with."""
+    """Record the number of tokens of each MLP call."""
     seen, call = [], MLP.__call__
 
     def spy(self, x, **rest):
@@ -61,7 +61,7 @@ def rows_of_mlps(monkeypatch):
 
 
 @pytest.mark.parametrize("wanted", WANTED.values(), ids=WANTED)
-def test_bits_do_not_tell_who_left(place, wanted, always, rows_of_mlps):
+def test_dropping_rows_changes_no_bit(place, wanted, always, rows_of_mlps):
     model = engine.load(config=CONFIG, load_format="dummy", deterministic=True, **place)
     want, want_pages = _run(model, None)
     assert rows_of_mlps[-1] == sum(COUNTS)
@@ -74,7 +74,7 @@ def test_bits_do_not_tell_who_left(place, wanted, always, rows_of_mlps):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("wanted", WANTED.values(), ids=WANTED)
-def test_logits_are_close_in_the_plain_mode(place, family, wanted, always, rows_of_mlps):
+def test_logits_are_close_in_the_default_mode(place, family, wanted, always, rows_of_mlps):
     model = engine.load(config=FAMILIES[family], load_format="dummy", **place)
     want, want_pages = _run(model, None)
     got, got_pages = _run(model, wanted)
@@ -86,8 +86,8 @@ def test_logits_are_close_in_the_plain_mode(place, family, wanted, always, rows_
 
 
 @pytest.mark.parametrize("num_layers", [1, 2])
-def test_a_single_token_may_leave_too(place, always, num_layers):
-    """Nothing is added within the products then, as it is for one token that stays."""
+def test_a_single_token_may_be_dropped_too(place, always, num_layers):
+    """The residual addition is not fused then, as it is without dropping."""
     config = dataclasses.replace(CONFIG, num_layers=num_layers)
     model = engine.load(config=config, load_format="dummy", **place)
     cache = model.new_cache(1, 16)
@@ -97,7 +97,7 @@ def test_a_single_token_may_leave_too(place, always, num_layers):
 
 
 def test_a_gpu_drops_only_what_pays(place, rows_of_mlps, monkeypatch):
-    """The host launches the last layer itself then, so a short prompt would wait for it."""
+    """Dropping means that the host calls the last layer, which would delay a short prompt."""
     model = engine.load(config=CONFIG, load_format="dummy", **place)
     ids = np.arange(40).tolist()
     n, f = CONFIG.hidden_size, CONFIG.intermediate_size

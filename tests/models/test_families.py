@@ -1,4 +1,4 @@
-"""What the families declare: complete tables of names, and a registry that explains itself."""
+"""The declarations of families: complete tables of names, and a registry with clear errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def config_of(kind: Family, **keys) -> ModelConfig:
     return config_from_dict({"model_type": kind.model_type, **SIZES, **keys})
 
 
-def test_the_registry_knows_what_it_lists():
+def test_the_registry_resolves_what_it_lists():
     assert sorted(FAMILIES) == ["gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3"]
     for name, kind in FAMILIES.items():
         assert family(name) is kind and kind.model_type == name
@@ -50,7 +50,7 @@ def test_an_unknown_architecture_lists_the_known_ones(arch):
 
 
 def filled(table, kind: Family, config: ModelConfig) -> dict[str, set[str]]:
-    """Which parts of each weight of the model the tensors of `table` fill."""
+    """Return the parts of each weight of the model that the tensors of `table` fill."""
     result: dict[str, set[str]] = {}
     for template in table:
         for _, target in template.expand(num_layers=1):

@@ -19,7 +19,7 @@ from engine.layers.batch import ForwardBatch
 from engine.loading.model_config import load_config
 
 CASES = sorted(p.stem for p in (Path(__file__).parents[1] / "golden/models").glob("*.json"))
-# The engine's float32 against another program's: rounding in another order, nothing else.
+# The engine's float32 against another program's: only the order of rounding differs.
 LIMIT = 1e-4
 # One model of each kind of attention, for the slower properties.
 VARIED = ["llama_dynamic", "mistral_window", "qwen3", "phi3_longrope_long", "gemma3"]
@@ -40,7 +40,7 @@ def _greedy(model, cache, prompt, count):
 
 @pytest.mark.parametrize("case", CASES)
 def test_all_logits(golden, case, where):
-    """The prompt in one piece."""
+    """The prompt in one chunk."""
     want = golden(case)
     model = want.load(where)
     cache = model.new_cache(1, want.max_tokens)
@@ -59,7 +59,7 @@ def test_greedy_tokens(golden, case, where):
 
 @pytest.mark.parametrize("size", [1, 3, 11])
 @pytest.mark.parametrize("case", CASES)
-def test_prompt_in_pieces(golden, case, size, where):
+def test_prompt_in_chunks(golden, case, size, where):
     want = golden(case)
     model = want.load(where)
     cache = model.new_cache(1, want.max_tokens)
@@ -70,7 +70,7 @@ def test_prompt_in_pieces(golden, case, size, where):
 
 @settings(max_examples=25, deadline=None)
 @given(cuts=st.sets(st.integers(1, 27)), case=st.sampled_from(VARIED))
-def test_prompt_cut_anywhere(golden, cuts, case):
+def test_prompt_chunked_at_any_points(golden, cuts, case):
     want = golden(case)
     model = want.load()
     cache = model.new_cache(1, want.max_tokens)
@@ -81,7 +81,7 @@ def test_prompt_cut_anywhere(golden, cuts, case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_in_a_batch_of_others(golden, case, where):
+def test_in_a_batch_with_others(golden, case, where):
     """Sequences of many lengths, decoded and prefilled in one step, in scattered blocks."""
     want = golden(case)
     model = want.load(where)
@@ -125,7 +125,7 @@ def test_half_precision_is_close(golden, case, dtype, where):
     assert cosine.min() > {"float16": 0.9999, "bfloat16": 0.995}[dtype]
 
 
-def test_a_rows_neighbours_do_not_matter(golden, where):
+def test_a_rows_logits_do_not_depend_on_other_rows(golden, where):
     """Rows of one cache: the same tokens give the same logits in any row."""
     want = golden("qwen2_windows")
     model = want.load(where)

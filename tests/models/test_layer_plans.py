@@ -1,4 +1,4 @@
-"""Launch plans: bit for bit what each layer called by itself gives, and nothing left out."""
+"""Launch plans: bit for bit the results of calling each layer, and nothing is left out."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ FAMILIES = {
 
 
 class Array:
-    """What a launch wants to know of a CuPy array."""
+    """The attributes of a CuPy array that a launch reads."""
 
     def __init__(self, pointer):
         self.data = SimpleNamespace(ptr=pointer)
@@ -58,7 +58,7 @@ class Array:
 
 @pytest.fixture
 def launches(monkeypatch):
-    """The arguments of every launch, as the driver would read them."""
+    """Record the arguments of every launch, as the driver would read them."""
     seen, current = [], []
     stream = SimpleNamespace(ptr=0)
     cupy = SimpleNamespace(cuda=SimpleNamespace(get_current_stream=lambda: stream))
@@ -112,7 +112,7 @@ def test_arrays_that_share_memory_are_refused(launches):
         _builder(launches, (Array(2000),)).finish([("a", 1990, 20), ("b", 2000, 8)])
 
 
-def test_what_is_no_kernel_has_its_place_in_a_plan(launches):
+def test_a_host_call_is_an_entry_of_a_plan(launches):
     calls = []
 
     def all_reduce(*addresses):
@@ -131,13 +131,13 @@ def test_what_is_no_kernel_has_its_place_in_a_plan(launches):
     assert calls == [(1, (1010, 7000)), (3, (3010, 7000))]
 
 
-def test_a_call_outside_of_a_plan_is_just_made():
+def test_plan_call_without_a_plan_calls_immediately():
     seen = []
     plan_call(lambda *addresses: seen.append(addresses), Array(8))
     assert seen == [(8,)]
 
 
-def test_only_the_thread_inside_is_heard():
+def test_only_launches_of_the_same_thread_are_recorded():
     assert active_builder() is None
     with making_plan() as outer:
         with making_plan() as inner:
@@ -147,7 +147,7 @@ def test_only_the_thread_inside_is_heard():
 
 
 class OnDevice:
-    """A CuPy array as far as a PlanArray asks for it: NumPy's, with an address."""
+    """A stand-in for a CuPy array inside a PlanArray: a NumPy array with a device address."""
 
     def __init__(self, array):
         self.numpy, self.data = array, SimpleNamespace(ptr=array.ctypes.data)
@@ -181,13 +181,13 @@ class OnDevice:
         lambda x: x.T,
     ],
 )
-def test_a_layer_does_nothing_that_its_plan_would_miss(work):
+def test_operations_that_a_plan_would_miss_raise(work):
     x = PlanArray(OnDevice(np.ones((4, 4), np.float32)))
     with pytest.raises(LaunchPlanError, match=r"slices or ints|a view|engine's ops"):
         work(x)
 
 
-def test_a_plan_array_gives_what_ops_ask_for():
+def test_a_plan_array_has_the_attributes_that_ops_read():
     array = np.zeros((4, 6), np.float32)
     x = PlanArray(OnDevice(array))
     assert (x.shape, x.dtype, x.strides, x.itemsize) == ((4, 6), np.float32, (24, 4), 4)
@@ -196,7 +196,7 @@ def test_a_plan_array_gives_what_ops_ask_for():
 
 
 def _parts(part):
-    """A layer and all its parts."""
+    """Yield a layer and all its parts."""
     yield part
     slots = [name for kind in type(part).__mro__ for name in getattr(kind, "__slots__", ())]
     for name in (*slots, *getattr(part, "__dict__", ())):
@@ -207,7 +207,7 @@ def _parts(part):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_array_of_a_layer_is_declared(family):
-    """What a layer holds and does not declare would be the first layer's in all others."""
+    """An array that a layer does not declare would be the first layer's in all others."""
     decoder = engine.load(config=FAMILIES[family], load_format="dummy", device="cpu").decoder
     for layer in decoder.layers:
         declared = [id(array) for _, array in layer.arrays()]
@@ -223,7 +223,7 @@ def test_every_array_of_a_layer_is_declared(family):
 
 
 class Layer:
-    """A layer that takes note of what it is called with."""
+    """A layer that records its arguments."""
 
     def __init__(self, index, done):
         self.index, self.done = index, done
@@ -240,7 +240,7 @@ class Layer:
 
 
 class Planned:
-    """A plan, which is told a layer's number for its addresses."""
+    """A plan that gets a layer's number instead of its addresses."""
 
     def __init__(self, residual, done):
         self.residual, self.done = residual, done
@@ -251,8 +251,8 @@ class Planned:
 
 
 @pytest.mark.parametrize("rows", [None, [3]])
-def test_the_last_layer_is_called_where_tokens_leave(monkeypatch, rows):
-    """And what the plans hold is free by then."""
+def test_the_last_layer_is_called_when_it_drops_tokens(monkeypatch, rows):
+    """The memory held by the plans is free by then."""
     done, plans, alive = [], [], []
     layers = [Layer(index, done) for index in range(4)]
 
@@ -322,13 +322,13 @@ def _pages(model, count):
     ],
     ids=["one", "few", "many", "prompts", "mixed"],
 )
-def test_bits_are_those_of_each_layer_called_by_itself(model, counts, starts):
+def test_plans_give_the_bits_of_calling_each_layer(model, counts, starts):
     _check_bits(model, counts, starts)
 
 
 @pytest.mark.gpu
-def test_results_that_are_stored_by_map_move_in_a_plan(model, dtype, monkeypatch):
-    """A tile of large products, whose results' address is inside a map."""
+def test_outputs_stored_through_a_tensor_map_move_in_a_plan(model, dtype, monkeypatch):
+    """With a tile for large products, the output's address is inside a tensor map."""
     tile, choose, forced = HopperConfig(256, 128, cluster_n=2), gemm_launch.choose_config, []
 
     def choose_tile(*problem, **options):
@@ -365,8 +365,8 @@ def _check_bits(model, counts, starts):
 
 
 @pytest.mark.gpu
-def test_a_layer_that_uses_cupy_beside_the_ops_raises(model, monkeypatch):
-    """Its product by 2 would be missing from every other layer."""
+def test_a_layer_that_calls_cupy_raises(model, monkeypatch):
+    """Its multiplication by 2 would be missing from every other layer."""
     batch, decoder = _batch([70, 50], [0, 16], model.device), model.decoder
     call = type(decoder.layers[0].mlp).__call__
 

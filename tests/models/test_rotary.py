@@ -47,7 +47,7 @@ def test_rows_are_the_frequencies_times_the_position(case):
     np.testing.assert_array_equal(last, want.astype(np.float32))
 
 
-def test_table_is_split_into_parts_without_a_seam():
+def test_a_table_built_in_parts_equals_the_whole():
     rope = RopeConfig(theta=100.0, rotary_dim=4)
     table = rope_table(rope, 20000)
     positions = np.arange(20000)[:, None] * np.array([1.0, 0.1])

@@ -38,7 +38,7 @@ def arrays():
 
 @pytest.mark.parametrize("index", range(3), ids=NAMES)
 def test_all_logits(models, arrays, index, where):
-    """48 columns, and 16 random directions that see all 49152."""
+    """Compares 48 columns, and projections of all 49152 to 16 random directions."""
     record = PROMPTS[index]
     ids = record["ids"] + record["greedy"]
     model = models(where)
@@ -82,7 +82,8 @@ def test_half_precision_logits_point_the_same_way(models, smollm2_source, dtype,
             got = to_numpy(model.step(ids, model.new_cache(1, 128), logits="all"))[0]
             assert _cosine(got.ravel(), want.ravel()) > 0.999
             # A few positions are far worse than the rest in every engine: transformers' smallest
-            # cosine in bfloat16 is 0.988. Its median says more; twice that is 1.4 times the error.
+            # cosine in bfloat16 is 0.988. The median is more robust; twice its distance allows 1.4
+            # times transformers' error.
             distance = float(
                 np.median([1 - _cosine(*rows) for rows in zip(got, want, strict=True)])
             )

@@ -1,4 +1,4 @@
-"""Golden texts, and the small tokenizers that they were made with."""
+"""Golden texts, and the small tokenizers with which they were made."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def byte_level(byte_level_metadata):
 
 @pytest.fixture(scope="session")
 def sentencepiece():
-    """A sentencepiece tokenizer with BOS, byte fallback and a space in front."""
+    """A sentencepiece tokenizer with BOS, byte fallback and a leading space."""
     return load_tokenizer(GOLDEN["sentencepiece"][0]["metadata"])
 
 
 @pytest.fixture(scope="session")
 def bare_sentencepiece():
-    """One without the space in front."""
+    """A sentencepiece tokenizer without the leading space."""
     return load_tokenizer(GOLDEN["sentencepiece"][1]["metadata"])

@@ -1,4 +1,4 @@
-"""Chat templates: the prompts of transformers, the walls of the sandbox, and its limits."""
+"""Chat templates: the prompts of transformers, and the sandbox with its limits."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ ESCAPES = [
 
 
 @pytest.mark.parametrize("source", ESCAPES)
-def test_nothing_leaves_the_sandbox(source):
+def test_nothing_escapes_the_sandbox(source):
     messages = [{"role": "user", "content": "Hi"}]
     with pytest.raises(TemplateError):
         render(source, messages)
@@ -173,7 +173,7 @@ HUNGRY += [
 
 
 @pytest.mark.parametrize("source", HUNGRY)
-def test_nothing_takes_all_memory(source):
+def test_memory_is_limited(source):
     start = time.thread_time()
     with pytest.raises(TemplateError):
         render(source)
@@ -191,19 +191,19 @@ ENDLESS = [
 
 
 @pytest.mark.parametrize("source", ENDLESS)
-def test_nothing_runs_for_ever(source, monkeypatch):
+def test_run_time_is_limited(source, monkeypatch):
     monkeypatch.setattr(template_sandbox, "MAX_SECONDS", 0.2)
     with pytest.raises(TemplateError, match=r"longer than 0\.2 s|more than"):
         render(source)
 
 
 def test_output_is_counted_while_it_is_written():
-    # Kept until the end, the pieces would be 100 GB.
+    # If only counted at the end, the pieces would take 100 GB.
     with pytest.raises(TemplateError, match="more than 16000000 characters"):
         render("{% set x = 'a' * 1000000 %}{% for i in range(100000) %}{{ x }}{% endfor %}")
 
 
-def test_the_clock_is_the_threads_own(monkeypatch):
+def test_the_clock_is_the_threads_cpu_time(monkeypatch):
     monkeypatch.setattr(template_sandbox, "MAX_SECONDS", 0.05)
     template = ChatTemplate("{{ messages|length }}")
     budget = template_sandbox.Budget()
@@ -220,12 +220,12 @@ def test_a_long_chat_is_rendered_in_time():
     assert time.thread_time() - start < 4
 
 
-def test_a_text_may_be_as_long_as_a_long_context():
+def test_text_as_long_as_a_long_context_is_accepted():
     text = "word " * 1_000_000
     assert text in render(CHATML, [{"role": "user", "content": text}])
 
 
-def test_accumulating_in_a_namespace_is_fine():
+def test_accumulating_in_a_namespace_is_allowed():
     source = (
         "{% set ns = namespace(text='', items=[]) %}{% for m in messages %}"
         "{% set ns.text = ns.text ~ m.content %}{% set ns.items = ns.items + [m] %}"
@@ -234,7 +234,7 @@ def test_accumulating_in_a_namespace_is_fine():
     assert render(source, [{"role": "user", "content": "x" * 100}] * 500) == "50000 500"
 
 
-def test_a_source_that_is_too_long():
+def test_a_source_that_is_too_long_is_refused():
     with pytest.raises(TemplateError, match="at most"):
         render(" " * (MAX_SOURCE_CHARS + 1))
 
@@ -358,7 +358,7 @@ def test_variables_are_plain_copies():
         render("{{ name.danger() }}", variables={"name": Name("x")})
 
 
-def test_the_callers_messages_stay_as_they_are():
+def test_the_callers_messages_are_not_modified():
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
     before = json.dumps(parts)
     assert "a" in render(CHATML, parts)

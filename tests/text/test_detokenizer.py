@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.text.detokenizer import IncrementalDetokenizer, TokenTexts
 
-# U+2581 is how sentencepiece spells a space: no vocabulary gives it back.
+# U+2581 is sentencepiece's spelling of a space, so it cannot round-trip.
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"), max_size=30)
 NAMES = ["byte_level", "sentencepiece", "bare_sentencepiece"]
 
@@ -43,7 +43,7 @@ def run(tokenizer, prompt, pushes, **kwargs):
 
 
 def run_by_token(tokenizer, prompt, ids, kwargs, text):
-    """The short way of one token gives what the long one gives, piece by piece."""
+    """The fast path for one token gives the same pieces as the slow path."""
     short, long = (IncrementalDetokenizer(tokenizer, prompt, **kwargs) for _ in range(2))
     for i in ids:
         assert short.push_token(i) == long.push([i])
@@ -52,7 +52,7 @@ def run_by_token(tokenizer, prompt, ids, kwargs, text):
 
 
 def after(tokenizer, prompt, ids, skip=True):
-    """The text of `ids` by its definition: all of it, less what the prompt shows."""
+    """Return the text of `ids` by definition: the whole text minus what the prompt shows."""
     whole = tokenizer.decode(prompt + ids, skip)
     data = b"".join(
         tokenizer.token_bytes(i) for i in prompt if not (skip and i in tokenizer.special_ids)
@@ -68,7 +68,7 @@ def after(tokenizer, prompt, ids, skip=True):
 @every_tokenizer
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
-def test_any_ids_in_any_pieces(tokenizer, data):
+def test_any_ids_split_anywhere(tokenizer, data):
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 2), max_size=40))
     skip = data.draw(st.booleans())
     text, _ = run(tokenizer, [], split(data.draw, ids), skip_special_tokens=skip)
@@ -78,12 +78,12 @@ def test_any_ids_in_any_pieces(tokenizer, data):
 @every_tokenizer
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
-def test_any_text_comes_back(tokenizer, data):
+def test_any_text_round_trips(tokenizer, data):
     text = data.draw(TEXTS)
     ids = tokenizer.encode(text, add_special_tokens=False)
     streamed, pieces = run(tokenizer, [], split(data.draw, ids), skip_special_tokens=False)
     assert streamed == text
-    assert pieces[-1] == ""  # a whole text leaves nothing over
+    assert pieces[-1] == ""  # nothing is left of a complete text
 
 
 @every_tokenizer
@@ -101,7 +101,7 @@ def test_any_text_after_any_prompt(tokenizer, data):
 @given(data=st.data())
 @settings(max_examples=400, deadline=None)
 def test_any_ids_after_any_prompt(tokenizer, data):
-    # Bytes of characters are what is hard: take many of those.
+    # Partial characters are the difficult case: draw many single bytes.
     byte_ids = [i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i)[:1] >= b"\x80"]
     some = st.one_of(st.sampled_from(byte_ids), st.integers(0, tokenizer.vocab_size - 1))
     prompt = data.draw(st.lists(some, max_size=6))
@@ -134,7 +134,7 @@ def test_a_prompt_that_ends_inside_a_character_is_not_repeated(byte_level):
     assert nothing.finish() == nothing.text == ""
 
 
-def test_a_replacement_character_that_was_meant(byte_level):
+def test_an_intended_replacement_character(byte_level):
     ids = letters(byte_level, "\ufffd")
     stream = IncrementalDetokenizer(byte_level, ids[:1])
     assert stream.push(ids[1:2]) + stream.push(ids[2:]) == "\ufffd"
@@ -147,7 +147,7 @@ def test_invalid_bytes_end_as_replacement_characters(byte_level):
     assert stream.text == "a\ufffd"
 
 
-def test_the_space_in_front_is_taken_off_once(sentencepiece):
+def test_the_leading_space_is_stripped_once(sentencepiece):
     ids = sentencepiece.encode("the the", add_special_tokens=False)
     first = IncrementalDetokenizer(sentencepiece, [sentencepiece.bos_token_id])
     assert first.push(ids) == "the the"
@@ -174,7 +174,7 @@ def test_special_tokens_between_bytes(byte_level):
     assert shown.push([ids[0], 2, ids[1]]) == "\ufffd<|im_end|>\ufffd"
 
 
-def test_work_does_not_grow_with_the_text(byte_level):
+def test_work_per_token_is_constant(byte_level):
     ids = byte_level.encode("the quick brown fox 😀 ") * 20
     stream = IncrementalDetokenizer(byte_level)
 
@@ -194,7 +194,7 @@ def test_work_does_not_grow_with_the_text(byte_level):
 
 @pytest.mark.parametrize("tokenizer", ["sentencepiece"], indirect=True)
 def test_half_a_surrogate_at_the_end_of_the_prompt(tokenizer):
-    """Two bytes that Python decodes to two replacement characters, both of them the prompt's."""
+    """Python decodes the two bytes to two replacement characters, which belong to the prompt."""
     by_byte = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
     prompt = [by_byte[b"\xed"], by_byte[b"\xa2"]]
     assert run(tokenizer, prompt, [])[0] == after(tokenizer, prompt, []) == ""

@@ -1,4 +1,4 @@
-"""Model directories: every file that is read, and every way in which one can be wrong."""
+"""Model directories: every file that is read, and the errors for damaged ones."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_end_ids_come_from_the_tokenizer_and_the_model(directory):
     tokenizer = load_tokenizer(directory)
     assert tokenizer.eos_token_ids == (2, 0, 5)
     assert tokenizer.eos_token_id == 2
-    assert tokenizer.bos_token_id == 0  # the tokenizer's own bos_token wins
+    assert tokenizer.bos_token_id == 0  # the tokenizer's own bos_token takes precedence
 
 
 def test_the_older_files_are_read_too(directory):
@@ -108,7 +108,7 @@ def test_a_directory_without_tokenizer_json(tmp_path):
         load_tokenizer(tmp_path / "missing")
 
 
-def test_a_decoder_nobody_can_read_piece_by_piece(directory):
+def test_a_decoder_that_is_not_incremental_is_refused(directory):
     _edit(
         directory / "tokenizer.json", decoder={"type": "WordPiece", "prefix": "#", "cleanup": 0 > 1}
     )
@@ -135,7 +135,7 @@ def test_any_known_decoder_decodes_as_the_backend_does(directory):
         path = directory / "tokenizer.json"
         _edit(path, model=model, decoder=decoder, added_tokens=[], pre_tokenizer=None)
         backend, tokenizer = tokenizers.Tokenizer.from_file(str(path)), load_tokenizer(directory)
-        # The backend's Metaspace drops every space of the first token: so none has two here.
+        # The backend's Metaspace strips all spaces of the first token, so none has two here.
         for ids in ([0], [1, 3], [0, 1], [1, 7], [3, 1], [4, 5, 6], [1, 2, 3, 1], [3, 7], []):
             assert tokenizer.decode(ids) == backend.decode(ids), (decoder, ids)
 

@@ -32,7 +32,7 @@ def test_the_chat_is_that_of_transformers(tokenizer, golden):
     assert tokenizer.encode(golden["prompt"]) == golden["prompt_ids"]
 
 
-def test_facts(tokenizer):
+def test_special_ids_and_vocabulary(tokenizer):
     assert tokenizer.vocab_size == 49152
     assert tokenizer.bos_token_id == 1
     assert tokenizer.eos_token_ids == (2,)

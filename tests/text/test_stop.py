@@ -1,4 +1,4 @@
-"""Stop strings: the same outcome for every way of splitting the text."""
+"""Stop strings: the same result for every way of splitting the text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def feed(stops, pieces, include=False):
 
 
 def expected(stops, text, include):
-    """The definition: the first place where a stop string ends, the longest that ends there."""
+    """Return the result by definition: the first end of a stop string, and the longest there."""
     for end in range(1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:
@@ -47,7 +47,7 @@ def test_any_split_gives_what_the_definition_says(stops, text, include, data):
 
 @given(STOPS, SMALL)
 @settings(max_examples=200, deadline=None)
-def test_no_more_is_held_back_than_could_become_a_stop(stops, text):
+def test_only_a_possible_stop_prefix_is_held_back(stops, text):
     checker = StopChecker(stops)
     emitted = ""
     for char in text:
@@ -68,7 +68,7 @@ def test_across_pieces(size):
     assert feed(["<|end|>"], pieces, include=True)[:2] == ("Hello <|end|>", "<|end|>")
 
 
-def test_what_may_become_a_stop_is_held_back():
+def test_a_possible_stop_prefix_is_held_back():
     _, _, texts = feed(["###"], ["a#", "#b", "##"])
     assert texts == ["a", "##b", "", "##"]
 
@@ -79,14 +79,14 @@ def test_the_stop_that_is_complete_first_wins():
     assert feed(["z", "y"], ["a y z"])[:2] == ("a ", "y")
 
 
-def test_nothing_after_a_stop_counts():
+def test_text_after_a_stop_is_discarded():
     checker = StopChecker(["."])
     assert checker.push("One. Two. ") == ("One", ".")
     assert checker.push("Three.") == ("", ".")
     assert checker.flush() == ""
 
 
-def test_text_may_pass_unseen():
+def test_unchecked_text_is_emitted():
     checker = StopChecker(["stop"])
     assert checker.push("stop st", check=False) == ("stop st", None)
     assert checker.push("op st") == ("op ", None)
@@ -94,7 +94,7 @@ def test_text_may_pass_unseen():
     assert checker.push("p stop") == ("p ", "stop")
 
 
-def test_without_stop_strings_everything_passes():
+def test_without_stop_strings_everything_is_emitted():
     checker = StopChecker([])
     assert checker.push("anything") == ("anything", None)
     assert checker.flush() == ""

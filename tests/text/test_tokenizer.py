@@ -34,7 +34,7 @@ def test_every_pre_tokenizer_gives_other_ids():
 
 
 @pytest.mark.parametrize("name", sorted(PRE_TOKENIZERS))
-def test_every_pre_tokenizer_loses_nothing(name, byte_level_metadata):
+def test_every_pre_tokenizer_round_trips(name, byte_level_metadata):
     tokenizer = load_tokenizer(byte_level_metadata(name))
     for text in GOLDEN["byte_level"]["texts"]:
         ids = tokenizer.encode(text, add_special_tokens=False)
@@ -49,7 +49,7 @@ def test_an_unknown_pre_tokenizer_is_named_with_the_known_ones(pre, byte_level_m
     assert repr(pre) in str(error.value)
 
 
-def test_a_missing_pre_tokenizer_is_no_default(byte_level_metadata):
+def test_a_missing_pre_tokenizer_is_an_error(byte_level_metadata):
     metadata = byte_level_metadata()
     del metadata["tokenizer.ggml.pre"]
     with pytest.raises(ConfigError, match=r"no tokenizer\.ggml\.pre"):
@@ -67,7 +67,7 @@ def test_sentencepiece_ids_and_texts(case):
         assert tokenizer.decode(ids) == decoded
 
 
-def test_a_sentencepiece_text_goes_on_after_a_special_token(sentencepiece):
+def test_sentencepiece_text_after_a_special_token_is_encoded_like_a_start(sentencepiece):
     user = sentencepiece.token_to_id("<|user|>")
     ids = sentencepiece.encode("<|user|>the dog", add_special_tokens=False)
     assert ids == [user, *sentencepiece.encode("the dog", add_special_tokens=False)]
@@ -223,7 +223,7 @@ def test_invalid_bytes_decode_to_replacement_characters(byte_level):
 
 @given(text=st.text(st.characters(exclude_categories=["Cs"])))
 @settings(max_examples=200, deadline=None)
-def test_text_comes_back(text, byte_level, sentencepiece, bare_sentencepiece):
+def test_text_round_trips(text, byte_level, sentencepiece, bare_sentencepiece):
     for tokenizer in (byte_level, sentencepiece, bare_sentencepiece):
         ids = tokenizer.encode(text, add_special_tokens=False)
         assert tokenizer.decode(ids, skip_special_tokens=False) == text
@@ -238,7 +238,7 @@ def test_a_model_without_a_template(byte_level, byte_level_metadata):
         named.apply_chat_template([{"role": "user", "content": "x"}])
 
 
-def test_phi3_marks_swallow_the_blanks_after_them(golden):
+def test_phi3_markers_strip_the_spaces_after_them(golden):
     metadata = dict(golden["sentencepiece"][0]["metadata"])
     plain = load_tokenizer(metadata).encode("<|user|>\nthe dog<|end|>\n")
     phi3 = load_tokenizer(metadata | {"general.architecture": "phi3"})
