@@ -266,8 +266,8 @@ class EngineConfig:
             max_num_seqs=seqs,
             max_num_batched_tokens=tokens,
             num_host_blocks=self._host_blocks(geometry, reasons),
-            # The decode kernel alone takes a tree; it takes none together with a window, and its
-            # sums depend on the company.
+            # Only the decode kernel supports trees, but not with a sliding window; and its order
+            # of summation depends on the batch.
             draft_trees=not deterministic and not any(model.layer_windows),
             debug=is_debug,
             **{theirs: getattr(self, ours) for ours, theirs in _SCHEDULER_OPTIONS.items()},

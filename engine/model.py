@@ -202,7 +202,7 @@ class Model:
 
     @property
     def deterministic(self) -> bool:
-        """Whether a token has the same bits in any company, as the model was loaded."""
+        """Whether the model was loaded with `deterministic=True`."""
         return self.decoder.deterministic
 
     @cached_property

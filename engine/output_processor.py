@@ -33,7 +33,7 @@ class End(NamedTuple):
     finish_reason: str
     stop_reason: int | str | None
     num_output_tokens: int | None = None
-    """How many of its output tokens count; None is all."""
+    """How many of its output tokens are kept; None is all."""
 
 
 class OutputStream:
@@ -218,7 +218,7 @@ class OutputStream:
         return self._push_until_stop(pieces, request.num_output_tokens - num_new)
 
     def _push_until_stop(self, pieces: Sequence[str], num_before: int) -> End | None:
-        """Take the text of one id after the other, up to the one that completes a stop string."""
+        """Append the text of each id, up to the one that completes a stop string."""
         for count, text in enumerate(pieces, num_before + 1):
             result = self._stop.push(text, check=count >= self._params.min_tokens)
             self._text.append(result.text)

@@ -78,7 +78,7 @@ class Kernel:
 
     @property
     def num_arguments(self) -> int:
-        """How many arguments the CUDA function has."""
+        """Number of arguments of the CUDA function."""
         return 1 if self.struct is not None else len(self._names)
 
     def launch(

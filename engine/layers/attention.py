@@ -133,7 +133,7 @@ class Attention:
         return rows[:, :h], rows[:, h : h + k], rows[:, h + k :]
 
     def _stores_while_decoding(self, batch: ForwardBatch) -> bool:
-        """Tell whether the decode kernel stores the new keys and values as well: one a sequence."""
+        """Tell whether the decode kernel also stores k and v: one new token for every sequence."""
         is_all = batch.num_decodes == batch.num_sequences and batch.query_len == 1
         return is_all and not self.params.deterministic
 

@@ -86,7 +86,7 @@ class ForwardBatch:
 
     @property
     def num_decode_tokens(self) -> int:
-        """The first tokens, which are those of the decodes."""
+        """Number of tokens of the decodes, which come first."""
         return self.num_decodes * self.query_len
 
     @property

@@ -1,4 +1,4 @@
-"""Steps of many tokens a sequence: known tokens, proposed as drafts, give what one by one gives."""
+"""Steps of many tokens per sequence: drafts of known tokens give the same results as one by one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def model(where):
 
 
 def _engine(model, *, graphs=True, **options):
-    """With graphs, or on the CPU the steps that would be captured; `graphs`: both, or neither."""
+    """Make an engine with graphs; on the CPU, with the steps that they would capture."""
     cuda_graphs = None if graphs else False
     engine = make_engine(
         model, max_draft_tokens=MAX_DRAFTS, cuda_graphs=cuda_graphs, **{"num_blocks": 96} | options
@@ -59,7 +59,7 @@ def _prompts(count, seed=0):
 
 
 def _generate(engine, prompts, params, propose=None):
-    """Run all requests; before each step `propose` may guess how each goes on."""
+    """Run all requests; before each step, `propose` may propose drafts for each of them."""
     for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
         engine.add_request(f"r{index}", prompt, one)
     last, num_steps = {}, 0
@@ -74,7 +74,7 @@ def _generate(engine, prompts, params, propose=None):
 
 
 def _known(outputs, count):
-    """Propose the tokens that the request is known to have."""
+    """Propose the tokens that the request is known to generate."""
 
     def propose(scheduler, request):
         known = outputs[int(request.request_id[1:])].token_ids
@@ -85,7 +85,7 @@ def _known(outputs, count):
 
 
 def _mostly_known(outputs):
-    """The known tokens, the last of them often wrong."""
+    """Propose the known tokens, often with a wrong last one."""
     rng = np.random.default_rng(3)
 
     def propose(scheduler, request):
@@ -100,7 +100,7 @@ def _mostly_known(outputs):
 
 
 def _logprobs(output):
-    """Every log-probability of every step, (steps, V): the bits of the logits."""
+    """Return every log-probability of every step, (steps, V), to compare bits."""
     return np.array([[entry[i].logprob for i in range(VOCAB)] for entry in output.logprobs])
 
 
@@ -140,7 +140,7 @@ def test_logits_of_sixteen_bit_models_have_the_same_bits(graphs):
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 def test_tokens_are_those_without_drafts_whatever_is_proposed(model, graphs, is_late, monkeypatch):
-    """Right, wrong, and of different lengths: some steps are no graph's."""
+    """Drafts are right, wrong, and of different lengths: some steps have no graph."""
     prompts, params = _prompts(4, 7), [_params(i, max_tokens=30 + 9 * i) for i in range(4)]
     want, _ = _generate(_engine(model), prompts, params)
     engine = _engine(model, graphs=graphs, async_scheduling=is_late)
@@ -176,7 +176,7 @@ def test_tokens_are_those_without_drafts_whatever_is_proposed(model, graphs, is_
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 def test_trees(model, graphs):
-    """Every token has an alternative, before it or behind it; accepted branches are moved on."""
+    """Every token has an alternative before or after it; keys of accepted branches are moved."""
     prompts, params = _prompts(3, 9), [_params(i, logprobs=3) for i in range(3)]
     plain = [_params(i) for i in range(3)]
     for wanted in (plain, params):
@@ -219,7 +219,7 @@ def test_a_deterministic_model_cuts_trees_to_chains(deterministic_model):
 
 
 def _second_best(ids, logits):
-    """A processor that depends on all ids so far."""
+    """A logits processor that depends on all ids so far."""
     logits[sum(ids) % VOCAB] += 5.0
 
 
@@ -235,7 +235,7 @@ EXTRAS = [
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("extra", EXTRAS, ids=lambda extra: next(iter(extra)))
 def test_every_way_of_sampling(model, extra, is_late):
-    """Penalties, processors and biases of a draft see the drafts in front of it."""
+    """Penalties, processors and biases of a draft take the drafts before it into account."""
     prompts, params = _prompts(3, 11), [_params(i, **extra) for i in range(3)]
     want, _ = _generate(_engine(model), prompts, params)
     engine = _engine(model, async_scheduling=is_late)
@@ -249,7 +249,7 @@ def test_every_way_of_sampling(model, extra, is_late):
 
 @pytest.mark.parametrize("is_late", [False, True])
 def test_bad_words_across_drafts(model, is_late):
-    """Words of two tokens that the outputs would have."""
+    """Bad words of two tokens that the outputs would otherwise contain."""
     prompts, params = _prompts(3, 11), [_params(i) for i in range(3)]
     plain, _ = _generate(_engine(model), prompts, params)
     words = tuple(tuple(o.token_ids[i : i + 2]) for o in plain for i in range(3, 30, 4))
@@ -308,7 +308,7 @@ def test_text_that_ends_inside_accepted_drafts(model):
 
 @pytest.mark.parametrize("kind", list(RequestOutputKind))
 def test_stop_strings_inside_accepted_drafts(model, kind, monkeypatch):
-    """The tokens behind the stop string are gone, and their log-probabilities."""
+    """The tokens after the stop string are dropped, and so are their log-probabilities."""
     monkeypatch.setattr(type(model), "has_tokenizer", True)
     monkeypatch.setitem(model.__dict__, "tokenizer", Words())
     prompts, params = _prompts(2, 19), [_params(i, logprobs=1) for i in range(2)]

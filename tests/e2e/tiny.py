@@ -124,7 +124,7 @@ def greedy_alone(model, prompt, count, eos=True):
 
 
 class Words:
-    """A tokenizer of one word an id, as far as the engine needs it."""
+    """A tokenizer with one word per id, as far as the engine needs one."""
 
     special_ids = frozenset({EOS})
     strip_left = 0

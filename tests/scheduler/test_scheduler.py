@@ -363,7 +363,7 @@ def test_a_fork_continues_on_its_parents_blocks():
     other = make_request("y", [1] * 30, 20)
     scheduler.add_request(other)
     step(scheduler, mock)
-    with pytest.raises(RequestError, match="tokens, salt or rope differ"):
+    with pytest.raises(RequestError, match="must agree with its parent"):
         scheduler.fork_request(other, stranger)
     assert scheduler.get_request("x") is None
 
