@@ -15,35 +15,6 @@ using Core = BackwardConsumer<HEAD_DIM, QUERIES>;
 static_assert(Core::kSharedBytes == SHARED_BYTES,
               "kernels/attention_backward/sm90.py computes another size");
 
-// Row i (0: lane / 4, 1: that + 8) of 64 columns of sums: the four threads that hold two columns of
-// each eight trade for whole ones.
-__device__ __forceinline__ void store_row(scalar_t* row, bool exists, int columns, int lane,
-                                          const float* sum, int i, float factor) {
-  const bool odd = lane & 1, upper = lane & 2;
-#pragma unroll
-  for (int j = 0; j < 2; ++j) {
-    unsigned x[4], y[4];
-#pragma unroll
-    for (int w = 0; w < 4; ++w)
-      x[w] = pack2<scalar_t>(sum[16 * j + 4 * w + 2 * i] * factor,
-                             sum[16 * j + 4 * w + 2 * i + 1] * factor);
-    // Neighbours: pairs of words of eights 0, 2 (even threads) or 1, 3 (odd ones).
-#pragma unroll
-    for (int w = 0; w < 4; w += 2) {
-      const unsigned other = __shfl_xor_sync(~0u, odd ? x[w] : x[w + 1], 1);
-      y[w] = odd ? other : x[w];
-      y[w + 1] = odd ? x[w + 1] : other;
-    }
-    // Across: all four words of eight `lane % 4`.
-    const unsigned low = __shfl_xor_sync(~0u, upper ? y[0] : y[2], 2);
-    const unsigned high = __shfl_xor_sync(~0u, upper ? y[1] : y[3], 2);
-    const uint4 eight =
-        upper ? make_uint4(low, high, y[2], y[3]) : make_uint4(y[0], y[1], low, high);
-    const int column = 32 * j + 8 * (lane % 4);
-    if (exists && column < columns) *reinterpret_cast<uint4*>(row + column) = eight;
-  }
-}
-
 // Strides are in elements: _t from token to token, _h from head to head.
 struct AttentionBackwardSm90BeforeParams {
   const scalar_t* dout;     // (Tq, H, D)
@@ -133,8 +104,8 @@ __device__ __forceinline__ void store_keys(const AttentionBackwardSm90Params& p,
       const int columns = p.head_dim - 64 * chunk;
       const bool exists = key < work.num_keys;
       const int64_t to = row * p.head_dim + 64 * chunk;
-      store_row(p.dk + to, exists, columns, lane, dk_sum + 32 * chunk, i, p.scale);
-      store_row(p.dv + to, exists, columns, lane, dv_sum + 32 * chunk, i, 1.0f);
+      store_row<64>(p.dk + to, exists, columns, lane, dk_sum + 32 * chunk, i, p.scale);
+      store_row<64>(p.dv + to, exists, columns, lane, dv_sum + 32 * chunk, i, 1.0f);
     }
   }
 }
@@ -201,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(256)
     const int query = m * QUERIES + (QUERIES == 128 ? 64 * half : 0) + threadIdx.x / 32 % 4 * 16 +
                       lane / 4 + 8 * i;
     const int64_t row = (sequence.q_begin + query) * num_heads + head;
-    store_row(dq + row * head_dim + column, query < sequence.num_q, head_dim - column, lane, sum, i,
-              scale);
+    store_row<64>(dq + row * head_dim + column, query < sequence.num_q, head_dim - column, lane,
+                  sum, i, scale);
   }
 }

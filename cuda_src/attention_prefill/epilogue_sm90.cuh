@@ -31,7 +31,8 @@ struct Epilogue {
       if (problem.splits == 1) {
         if (exists && lse != nullptr && lane % 4 == 0)
           lse[token * num_heads + head] = log2_sum * kLn2;
-        store_row(out + token * stride_t + head * stride_h, exists, lane, o, i);
+        store_row<2 * kCount>(out + token * stride_t + head * stride_h, exists, head_dim, lane, o,
+                              i, 1.0f);
       } else if (exists) {
         const int64_t rows = static_cast<int64_t>(problem.total_q) * num_heads;
         const int64_t index = tile.split * rows + token * num_heads + head;
@@ -43,35 +44,6 @@ struct Epilogue {
             *reinterpret_cast<float2*>(row + 8 * j) =
                 make_float2(o[4 * j + 2 * i], o[4 * j + 2 * i + 1]);
       }
-    }
-  }
-
-  // The four threads of a row hold two columns of each eight: they trade for whole ones.
-  template <int kCount>
-  __device__ __forceinline__ void store_row(scalar_t* row, bool exists, int lane,
-                                            const float (&o)[kCount], int i) const {
-    const bool odd = lane & 1, upper = lane & 2;
-#pragma unroll
-    for (int j = 0; j < kCount / 16; ++j) {
-      unsigned x[4];
-#pragma unroll
-      for (int w = 0; w < 4; ++w)
-        x[w] = pack2<scalar_t>(o[16 * j + 4 * w + 2 * i], o[16 * j + 4 * w + 2 * i + 1]);
-      // Neighbours: pairs of words of eights 0, 2 (even threads) or 1, 3 (odd ones).
-      unsigned y[4];
-#pragma unroll
-      for (int w = 0; w < 4; w += 2) {
-        const unsigned other = __shfl_xor_sync(~0u, odd ? x[w] : x[w + 1], 1);
-        y[w] = odd ? other : x[w];
-        y[w + 1] = odd ? x[w + 1] : other;
-      }
-      // Across: all four words of eight `lane % 4`.
-      const unsigned low = __shfl_xor_sync(~0u, upper ? y[0] : y[2], 2);
-      const unsigned high = __shfl_xor_sync(~0u, upper ? y[1] : y[3], 2);
-      const uint4 eight =
-          upper ? make_uint4(low, high, y[2], y[3]) : make_uint4(y[0], y[1], low, high);
-      const int column = 32 * j + 8 * (lane % 4);
-      if (exists && column < head_dim) *reinterpret_cast<uint4*>(row + column) = eight;
     }
   }
 };

@@ -4,7 +4,7 @@
 //
 // Arguments: AttentionPrefillFp8Sm90Params, below.
 //
-// Numerics: softmax.cuh. P is rounded to e4m3 times a power of 2; the softmax divides by
+// Numerics: softmax_sm90.cuh. P is rounded to e4m3 times a power of 2; the softmax divides by
 // the sum of these rounded P, which eight columns beside V give: each has ones for an eighth of the
 // keys. The tensor cores keep some 14 bits of a sum, so what they add up goes to float32 sums in
 // shared memory every SUM_TILES tiles of keys. A row's bits depend on its own keys and nothing
@@ -14,11 +14,11 @@
 // warpgroup owns 64 rows and runs by itself: while one waits for its products, the others have
 // exponentials to make.
 // Mirror: engine/reference/attention_prefill_fp8.py
+#include "attention_prefill_fp8/consumer_sm90.cuh"
 #include "attention_prefill_fp8/epilogue_sm90.cuh"
-#include "attention_prefill_fp8/tiles_sm90.cuh"
+#include "attention_prefill_fp8/producer_sm90.cuh"
 
-using Core = PrefillFp8<HEAD_DIM, CONSUMERS, STAGES, SPAN, TURNS, LINE_KEYS, SUM_TILES>;
-static_assert(Core::kSharedBytes == SHARED_BYTES,
+static_assert(SharedMemory::kBytes == SHARED_BYTES,
               "kernels/attention_prefill_fp8/sm90.py computes another size");
 
 // Strides are in elements: _t from token to token, _h from head to head.
@@ -52,7 +52,7 @@ __device__ __forceinline__ Problem make_problem(const AttentionPrefillFp8Sm90Par
   problem.total_q = p.total_q;
   problem.group = p.num_heads / p.num_kv_heads;
   problem.num_kv_heads = p.num_kv_heads;
-  problem.tile_tokens = problem.short_tokens = Core::kRows / problem.group;
+  problem.tile_tokens = problem.short_tokens = kRows / problem.group;
   problem.num_pairs = p.num_pairs;
   problem.section = p.section;
   problem.tiles_of_pair = problem.long_tiles = p.tiles_of_pair;
@@ -63,26 +63,27 @@ __device__ __forceinline__ Problem make_problem(const AttentionPrefillFp8Sm90Par
   return problem;
 }
 
-extern "C" __global__ void __launch_bounds__(Core::kThreads, 1)
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
     attention_prefill_fp8_sm90(const __grid_constant__ AttentionPrefillFp8Sm90Params p) {
-  extern __shared__ __align__(128) unsigned char smem[];
-  const Core core(smem);
+  extern __shared__ __align__(128) unsigned char smem_bytes[];
+  const SharedMemory smem(smem_bytes);
   const Problem problem = make_problem(p);
-  if (threadIdx.x == 0) core.init_barriers();
-  core.init_tiles(problem);
+  if (threadIdx.x == 0) smem.init_barriers();
+  smem.init_tiles(problem);
   __syncthreads();
   if (threadIdx.x < 128) {
-    warpgroup_reg_dealloc<Core::kProducerRegisters>();
+    warpgroup_reg_dealloc<kProducerRegisters>();
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (warp == 0) {
-      if (threadIdx.x == 0) core.produce(&p.q_map, &p.k_map, &p.v_map, problem);
-    } else if (warp <= Core::kTransposers) {
-      core.transpose(warp - 1);
+      if (threadIdx.x == 0) load_tiles(smem, problem, &p.q_map, &p.k_map, &p.v_map);
+    } else if (warp <= kTransposers) {
+      transpose_values(smem, warp - 1);
     }
   } else {
-    warpgroup_reg_alloc<Core::kConsumerRegisters>();
-    core.consume(problem, ScoreFactors{problem, p.q_scale, p.k_scale, p.factor},
-                 Epilogue{problem, p.v_scale, p.out, p.lse, p.out_stride_t, p.out_stride_h,
-                          p.num_heads, p.head_dim, Core::Softmax::kOffset});
+    warpgroup_reg_alloc<kConsumerRegisters>();
+    Consumer(smem, problem)
+        .run(ScoreFactors{problem, p.q_scale, p.k_scale, p.factor},
+             Epilogue{problem, p.v_scale, p.out, p.lse, p.out_stride_t, p.out_stride_h, p.num_heads,
+                      p.head_dim, Consumer::Softmax::kOffset});
   }
 }

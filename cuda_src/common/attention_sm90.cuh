@@ -86,3 +86,36 @@ ENGINE_WGMMA_TRANSPOSED(96, 48, 49, 50, 51, 52)
 ENGINE_WGMMA_TRANSPOSED(128, 64, 65, 66, 67, 68)
 ENGINE_WGMMA_TRANSPOSED(192, 96, 97, 98, 99, 100)
 ENGINE_WGMMA_TRANSPOSED(256, 128, 129, 130, 131, 132)
+
+// ---- rows of sums ------------------------------------------------------------------------------
+
+// Writes row i of a thread's two (0: lane / 4; 1: that + 8) of 64 x kColumns sums of wgmma, times
+// `factor`, as far as the row has `columns` of them: the four threads of a row, which hold two
+// columns of each eight, exchange them for eights of their own. All lanes must call it.
+template <int kColumns>
+__device__ __forceinline__ void store_row(scalar_t* row, bool exists, int columns, int lane,
+                                          const float* sum, int i, float factor) {
+  const bool odd = lane & 1, upper = lane & 2;
+#pragma unroll
+  for (int j = 0; j < kColumns / 32; ++j) {
+    unsigned x[4], y[4];
+#pragma unroll
+    for (int w = 0; w < 4; ++w)
+      x[w] = pack2<scalar_t>(sum[16 * j + 4 * w + 2 * i] * factor,
+                             sum[16 * j + 4 * w + 2 * i + 1] * factor);
+    // With the neighbour: pairs of words of eights 0, 2 (even threads) or 1, 3 (odd ones).
+#pragma unroll
+    for (int w = 0; w < 4; w += 2) {
+      const unsigned other = __shfl_xor_sync(~0u, odd ? x[w] : x[w + 1], 1);
+      y[w] = odd ? other : x[w];
+      y[w + 1] = odd ? x[w + 1] : other;
+    }
+    // With the thread two on: all four words of eight `lane % 4`.
+    const unsigned low = __shfl_xor_sync(~0u, upper ? y[0] : y[2], 2);
+    const unsigned high = __shfl_xor_sync(~0u, upper ? y[1] : y[3], 2);
+    const uint4 eight =
+        upper ? make_uint4(low, high, y[2], y[3]) : make_uint4(y[0], y[1], low, high);
+    const int column = 32 * j + 8 * (lane % 4);
+    if (exists && column < columns) *reinterpret_cast<uint4*>(row + column) = eight;
+  }
+}

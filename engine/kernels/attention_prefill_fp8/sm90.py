@@ -44,7 +44,7 @@ class Fp8Tile:
     turns : bool
         Whether warpgroups make P one after another.
     line_keys : int
-        Bit w: P of the w-th 16 keys of a span comes from a line: common/softmax_fp8.cuh.
+        Bit w: P of the w-th 16 keys of a span comes from a line (softmax_sm90.cuh).
     sum_tiles : int
         Key tiles that the tensor cores add up before the sums go to float32 ones in shared memory.
     """

@@ -15,7 +15,7 @@
 #pragma once
 
 #include "common/attention_sm90.cuh"
-#include "attention_prefill_fp8/wgmma_fp8.cuh"
+#include "attention_prefill_fp8/wgmma_e4m3.cuh"
 
 // kLineKeys: bit w is set where P of the w-th 16 keys is made by line (the same for all rows: bits
 // must not depend on where in a tile a row lies). kTurns: warpgroups make P one after another.
