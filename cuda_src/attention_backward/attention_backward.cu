@@ -15,12 +15,18 @@
 // Mirror: engine/reference/attention_backward.py
 #if ENGINE_DTYPE == 0
 #include "attention_backward/simt.cuh"
-template <bool kOfKeys>
-using Core = SimtBackward<HEAD_DIM, WARPS, WARP_ROWS, kOfKeys>;
 #else
 #include "attention_backward/mma.cuh"
+#endif
+
+// The module's configuration: BackwardTile of kernels/attention_backward/attention_backward.py.
+constexpr int kHeadDim = HEAD_DIM;
+#if ENGINE_DTYPE == 0
 template <bool kOfKeys>
-using Core = MmaBackward<HEAD_DIM, WARPS, STREAM, STAGES, kOfKeys>;
+using Core = SimtBackward<kHeadDim, WARPS, WARP_ROWS, kOfKeys>;
+#else
+template <bool kOfKeys>
+using Core = MmaBackward<kHeadDim, WARPS, STREAM, STAGES, kOfKeys>;
 #endif
 using KeyTile = Core<true>;
 using QueryTile = Core<false>;
@@ -93,7 +99,7 @@ __device__ __forceinline__ Rows v_rows(const AttentionBackwardParams& p, const S
 extern "C" __global__ void __launch_bounds__(KeyTile::kThreads, 1)
     attention_backward_keys(const __grid_constant__ AttentionBackwardParams p) {
   extern __shared__ __align__(128) unsigned char smem_bytes[];
-  constexpr int kParts = (HEAD_DIM + KeyTile::kColumns - 1) / KeyTile::kColumns;
+  constexpr int kParts = (kHeadDim + KeyTile::kColumns - 1) / KeyTile::kColumns;
   const int b = blockIdx.z, kv_head = blockIdx.y;
   const int row_begin = static_cast<int>(blockIdx.x) / kParts * KeyTile::kRows;
   const int column = static_cast<int>(blockIdx.x) % kParts * KeyTile::kColumns;

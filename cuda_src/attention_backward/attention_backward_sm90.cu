@@ -11,7 +11,10 @@
 // Mirror: engine/reference/attention_backward.py
 #include "attention_backward/consumer_sm90.cuh"
 
-using Core = BackwardConsumer<HEAD_DIM, QUERIES>;
+// The module's configuration: HopperTile of kernels/attention_backward/sm90.py.
+constexpr int kHeadDim = HEAD_DIM;  // columns that are multiplied: D, padded
+constexpr int kQueries = QUERIES;   // of a tile
+using Core = BackwardConsumer<kHeadDim, kQueries>;
 static_assert(Core::kSharedBytes == SHARED_BYTES,
               "kernels/attention_backward/sm90.py computes another size");
 
@@ -30,24 +33,24 @@ struct AttentionBackwardSm90BeforeParams {
 
 extern "C" __global__ void __launch_bounds__(256)
     attention_backward_sm90_before(const __grid_constant__ AttentionBackwardSm90BeforeParams p) {
-  constexpr int kLanes = HEAD_DIM / 8;  // of 16 bytes, a row
+  constexpr int kLanes = kHeadDim / 8;  // of 16 bytes, a row
   const int m = blockIdx.x, head = blockIdx.y, b = blockIdx.z;
   const Sequence sequence(p.cu_seqlens_q, p.cu_seqlens_q, b, p.total_q, p.total_q, 0, 0);
-  if (m * QUERIES >= sequence.num_q) return;
+  if (m * kQueries >= sequence.num_q) return;
   const int64_t place =
-      static_cast<int64_t>(first_query_tile<QUERIES>(sequence, b) + m) * p.num_heads + head;
+      static_cast<int64_t>(first_query_tile<kQueries>(sequence, b) + m) * p.num_heads + head;
   float4* const sums = reinterpret_cast<float4*>(p.dq_sum + place * 2 * Core::kHalfFloats);
 #pragma unroll
   for (int i = 0; i < 2 * Core::kHalfFloats / 4 / 256; ++i)
     sums[i * 256 + threadIdx.x] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   if (p.order != nullptr && threadIdx.x < 2) p.order[2 * place + threadIdx.x] = 0;
 
-  float* const to = p.statistics + place * 2 * QUERIES;
+  float* const to = p.statistics + place * 2 * kQueries;
   const int column = threadIdx.x % kLanes * 8;
 #pragma unroll
-  for (int row = threadIdx.x / kLanes; row < QUERIES; row += 256 / kLanes) {
-    const bool exists = m * QUERIES + row < sequence.num_q;
-    const int64_t token = sequence.q_begin + m * QUERIES + row;
+  for (int row = threadIdx.x / kLanes; row < kQueries; row += 256 / kLanes) {
+    const bool exists = m * kQueries + row < sequence.num_q;
+    const int64_t token = sequence.q_begin + m * kQueries + row;
     float sum = 0.0f;
     if (exists && column < p.head_dim) {
       const auto x =
@@ -61,19 +64,19 @@ extern "C" __global__ void __launch_bounds__(256)
     for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
     if (column == 0) {
       to[row] = exists ? log2_sum(p.lse[token * p.num_heads + head]) : kInf;
-      to[QUERIES + row] = sum;
+      to[kQueries + row] = sum;
     }
   }
 }
 
 struct AttentionBackwardSm90Params {
-  TensorMap q_map;          // q (Tq, H, D): boxes of 64 columns, one head, QUERIES tokens
+  TensorMap q_map;          // q (Tq, H, D): boxes of 64 columns, one head, kQueries tokens
   TensorMap k_map;          // k (Tk, K, D): boxes of 64 columns, one head, 128 tokens
   TensorMap v_map;          // v like k
   TensorMap dout_map;       // dout like q
   const int* cu_seqlens_q;  // (B + 1,) sequence b's queries: rows cu_seqlens_q[b] to [b + 1]
   const int* cu_seqlens_k;  // (B + 1,) its keys likewise
-  const float* statistics;  // (tiles, H, 2, QUERIES): log2-sum-exp2 (+inf where there is no query,
+  const float* statistics;  // (tiles, H, 2, kQueries): log2-sum-exp2 (+inf where there is no query,
                             // or it sees no key), then delta; tiles of queries: first_query_tile()
   float* dq_sum;            // (tiles, H, 2, 64 * 64) dQ as threads hold it: half w is warpgroup w's
   int* order;               // (tiles, H, 2) blocks that have added to dq_sum; null: in any order
@@ -92,8 +95,8 @@ struct AttentionBackwardSm90Params {
 
 // A consumer thread's rows of dK and dV.
 __device__ __forceinline__ void store_keys(const AttentionBackwardSm90Params& p,
-                                           const KeyWork& work, const float (&dk_sum)[HEAD_DIM / 2],
-                                           const float (&dv_sum)[HEAD_DIM / 2]) {
+                                           const KeyWork& work, const float (&dk_sum)[kHeadDim / 2],
+                                           const float (&dv_sum)[kHeadDim / 2]) {
   const int lane = threadIdx.x % 32, num_kv_heads = p.num_heads / p.group;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -124,8 +127,8 @@ extern "C" __global__ void __launch_bounds__(Core::kThreads, 1)
     const int num_kv_heads = p.num_heads / p.group, pair = taken / p.key_blocks;
     const int b = pair / num_kv_heads, i = taken - pair * p.key_blocks;
     const Sequence sequence(p.cu_seqlens_q, p.cu_seqlens_k, b, p.total_q, p.total_k, p.causal, 0);
-    work = find_work<QUERIES, Core::kKeys>(problem, sequence, b, pair - b * num_kv_heads,
-                                           p.descending ? p.key_blocks - 1 - i : i, !p.descending);
+    work = find_work<kQueries, Core::kKeys>(problem, sequence, b, pair - b * num_kv_heads,
+                                            p.descending ? p.key_blocks - 1 - i : i, !p.descending);
   }
   __syncthreads();
   if (work.num_keys <= 0) return;
@@ -139,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(Core::kThreads, 1)
       core.add_dq(problem, work, warp - 1, !p.descending);
   } else {
     warpgroup_reg_alloc<Core::kConsumerRegisters>();
-    float dk_sum[HEAD_DIM / 2], dv_sum[HEAD_DIM / 2];
+    float dk_sum[kHeadDim / 2], dv_sum[kHeadDim / 2];
     core.consume(work.tiles * p.group, p.causal != 0, p.score_factor, dk_sum, dv_sum);
     store_keys(p, work, dk_sum, dv_sum);
   }
@@ -150,9 +153,9 @@ extern "C" __global__ void __launch_bounds__(256)
                                   int total_q, int num_heads, int head_dim, float scale) {
   const int m = blockIdx.x, head = blockIdx.y, b = blockIdx.z;
   const Sequence sequence(cu_seqlens_q, cu_seqlens_q, b, total_q, total_q, 0, 0);
-  if (m * QUERIES >= sequence.num_q) return;
+  if (m * kQueries >= sequence.num_q) return;
   const int64_t place =
-      static_cast<int64_t>(first_query_tile<QUERIES>(sequence, b) + m) * num_heads + head;
+      static_cast<int64_t>(first_query_tile<kQueries>(sequence, b) + m) * num_heads + head;
   const int half = threadIdx.x / 128, lane = threadIdx.x % 32;
   const float4* const from =
       reinterpret_cast<const float4*>(dq_sum + (2 * place + half) * Core::kHalfFloats) +
@@ -166,10 +169,10 @@ extern "C" __global__ void __launch_bounds__(256)
     sum[4 * j + 2] = x.z;
     sum[4 * j + 3] = x.w;
   }
-  const int column = QUERIES == 128 ? 0 : 64 * half;
+  const int column = kQueries == 128 ? 0 : 64 * half;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const int query = m * QUERIES + (QUERIES == 128 ? 64 * half : 0) + threadIdx.x / 32 % 4 * 16 +
+    const int query = m * kQueries + (kQueries == 128 ? 64 * half : 0) + threadIdx.x / 32 % 4 * 16 +
                       lane / 4 + 8 * i;
     const int64_t row = (sequence.q_begin + query) * num_heads + head;
     store_row<64>(dq + row * head_dim + column, query < sequence.num_q, head_dim - column, lane,

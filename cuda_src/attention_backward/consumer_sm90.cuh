@@ -53,7 +53,7 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
     wgmma_commit();
   }
 
-  // What the sums become as an A operand: pairs of neighbouring queries.
+  // The sums as an A operand: packed in pairs of neighbouring queries.
   static __device__ __forceinline__ void pack(unsigned (&to)[kQueries / 16][4],
                                               const float (&from)[kQueries / 2]) {
 #pragma unroll
@@ -170,7 +170,7 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
       pack(ds_packed, dp);
       store_ds(ds_tile, ds_packed, warp_row, lane);
 
-      // The next tile's Q: after the last whatever lies there, whose scores are not used.
+      // The next tile's Q. After the last tile it is whatever lies there: its scores are not used.
       if (turn + 1 < turns) mbarrier_wait(q_full + 8 * (stage ^ 1), (turn + 1) / 2 % 2);
       wgmma_fence();
       wgmma_wait<0>();

@@ -28,8 +28,8 @@ struct BackwardProblem {
   int total_q, total_k, num_heads, group, causal;
 };
 
-// Tiles of queries are numbered over all sequences: this is the first one's number. Each sequence
-// has its own tiles, so up to one a sequence more than all queries need.
+// Tiles of queries are numbered over all sequences: this is the number of a sequence's first one.
+// A tile has queries of one sequence only, which costs up to one more tile a sequence.
 template <int kQueries>
 __device__ __forceinline__ int first_query_tile(const Sequence& sequence, int b) {
   return static_cast<int>(sequence.q_begin) / kQueries + b;
@@ -78,9 +78,9 @@ __device__ __forceinline__ KeyWork find_work(const BackwardProblem& problem,
   return work;
 }
 
-// How many blocks add to dQ of query tile m before this one does. With every block one tile a turn,
-// that is the order in which they come by: from the last key block that sees the tile (or, where
-// blocks start on different tiles, that started there or before) downwards.
+// How many blocks add to dQ of query tile m before this one does. The order is that in which they
+// reach the tile if all advance at the same rate: from the last key block that sees the tile
+// downwards; where blocks start on different tiles, from the last one that started there or before.
 template <int kQueries, int kKeys>
 __device__ __forceinline__ int turn_of(const BackwardProblem& problem, const KeyWork& work, int m,
                                        bool rotates) {
@@ -211,24 +211,25 @@ struct Backward {
                                           const KeyWork& work) const {
     if (work.tiles == 0) return;
     const int lane = threadIdx.x % 32;
-    unsigned tail_phase = 0, phase = 1;
-    int stage = 0, i = 0, head = work.kv_head * problem.group;
+    unsigned tail_phase = 0;
+    PipelineState<kStages> ring(1);
+    int i = 0, head = work.kv_head * problem.group;
     load<kKeys>(k, k_map, work.kv_head, work.first_row, work.num_keys, k_full, tail_phase, lane);
     for (int turn = work.tiles * problem.group; turn > 0; --turn) {
       const int query = work.tile(i) * kQueries;
       const int64_t place =
           static_cast<int64_t>(work.first_tile + work.tile(i)) * problem.num_heads + head;
-      mbarrier_wait_to_overwrite(q_empty + 8 * stage, phase);
+      mbarrier_wait_to_overwrite(q_empty + 8 * ring.stage, ring.phase);
       load_tile(q_map, problem.statistics + place * 2 * kQueries, head, work.query_row + query,
-                work.num_queries - query, work.first_last + (problem.causal ? query : 0), stage,
-                tail_phase, lane);
+                work.num_queries - query, work.first_last + (problem.causal ? query : 0),
+                ring.stage, tail_phase, lane);
       if (turn == work.tiles * problem.group)
         load<kKeys>(v, v_map, work.kv_head, work.first_row, work.num_keys, v_full, tail_phase,
                     lane);
-      mbarrier_wait(dout_empty + 8 * stage, phase);
-      load<kQueries>(dout + stage * kRowBytes, dout_map, head, work.query_row + query,
-                     work.num_queries - query, dout_full + 8 * stage, tail_phase, lane);
-      if (++stage == kStages) stage = 0, phase ^= 1;
+      mbarrier_wait(dout_empty + 8 * ring.stage, ring.phase);
+      load<kQueries>(dout + ring.stage * kRowBytes, dout_map, head, work.query_row + query,
+                     work.num_queries - query, dout_full + 8 * ring.stage, tail_phase, lane);
+      ring.advance();
       if (++i == work.tiles) i = 0, ++head;
     }
   }

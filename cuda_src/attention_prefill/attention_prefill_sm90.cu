@@ -7,13 +7,11 @@
 // Numerics: as in attention_prefill.cu. Splits are summed in order. A row's bits depend on its own
 // keys and the number of splits (and on whether there is a pattern, where tiles of keys have other
 // sizes), on nothing else.
-// Parallelisation: one block an SM. Of four producer warps one takes tiles
-// (common/attention_tiles.cuh) and loads Q, one K and V, with the help of two where pages are
-// small; each consumer warpgroup owns 64 rows. It starts the scores of the next keys and P V of
-// these, in turns with the others, and finds the maxima of the scores while P V is under way; then
-// come the exponentials, while the tensor cores work for the others. Three warpgroups keep them, and
-// the units of the exponentials, busier than two, as long as registers suffice.
-// Mirror: engine/reference/attention_prefill.py
+// Parallelisation: a persistent CTA an SM, which takes work tiles (common/attention_tiles.cuh). Of
+// its four producer warps one loads Q, one K and V, and two help it where pages are small; each
+// consumer warpgroup owns 64 rows (consumer_sm90.cuh). While one warpgroup computes exponentials,
+// the tensor cores work for the others: three warpgroups keep both busier than two, as long as
+// registers suffice. Mirror: engine/reference/attention_prefill.py
 #include "attention_prefill/consumer_sm90.cuh"
 #include "attention_prefill/epilogue_sm90.cuh"
 #include "attention_prefill/producer_sm90.cuh"
@@ -97,7 +95,7 @@ __device__ __forceinline__ void prefill(const AttentionPrefillSm90Params& p,
 ENGINE_PREFILL(attention_prefill_sm90, false)
 ENGINE_PREFILL(attention_prefill_sm90_softcap, true)
 
-// out = sum of the splits' results, weighted by what each knows of the softmax: a warp a row.
+// out = sum of the splits' partials, weighted by their log2-sum-exp2: a warp a row.
 extern "C" __global__ void __launch_bounds__(256)
     attention_prefill_sm90_combine(const float* partial, scalar_t* out, float* lse,
                                    int64_t out_stride_t, int64_t out_stride_h, int64_t rows,

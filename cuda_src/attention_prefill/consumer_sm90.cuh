@@ -1,7 +1,8 @@
-// A consumer warpgroup of attention_prefill_sm90: 64 rows of each work tile, from scores to results.
+// A consumer warpgroup of attention_prefill_sm90: 64 rows of each work tile, from scores to
+// results.
 //
-// For each key tile it starts S = Q K^T of these keys and O += P V of the keys before, in turns with
-// the other warpgroups; finds the maxima of S while P V is under way; then makes P of S.
+// For each key tile it starts S = Q K^T of these keys and O += P V of the keys before, in turns
+// with the other warpgroups; finds the maxima of S while P V is under way; then makes P of S.
 #pragma once
 
 #include "attention_prefill/softmax_sm90.cuh"

@@ -1,4 +1,5 @@
-// What attention_prefill_sm90 does with a finished tile: rows go to `out`, or with splits to `partial`.
+// What attention_prefill_sm90 does with a finished tile: rows go to `out`, or with splits to
+// `partial`.
 #pragma once
 
 #include "common/attention_tiles.cuh"
@@ -11,8 +12,8 @@ struct Epilogue {
   int64_t stride_t, stride_h;
   int num_heads, head_dim;
 
-  // o, base (what exponents were less, as powers of 2) and sum of rows my_row and my_row + 8; their
-  // layout is wgmma.cuh's.
+  // Of rows my_row and my_row + 8: o in the layout of wgmma.cuh's sums, `base`, which was
+  // subtracted from the exponents of 2, and `sum`, of the exponentials.
   template <int kCount>
   __device__ __forceinline__ void operator()(const WorkTile& tile, int my_row,
                                              const int (&tokens)[2], int lane, float (&o)[kCount],

@@ -32,9 +32,9 @@ __device__ __forceinline__ void mask_scores(float (&s)[kKeys / 2], const unsigne
 
 template <int kKeys>
 struct OnlineSoftmax {
-  float base[2];        // what exponents are less: factor times the running maximum; inf: no key
+  float base[2];        // subtracted from exponents: factor times the running maximum; inf: no key
   float sum[2];         // of this thread's exponentials
-  float correction[2];  // what earlier sums are worth after the last call of raise
+  float correction[2];  // by which the last call of raise() scales earlier sums
 
   // Before the first tile of keys.
   __device__ __forceinline__ void start() {
@@ -45,8 +45,8 @@ struct OnlineSoftmax {
     }
   }
 
-  // Takes a tile's scores into the bases, so that a row's largest p is 1, without a rounding error.
-  // Returns true if some row of the warp has a new one.
+  // Raises the bases to a tile's scores, so that a row's largest p is exactly 1. Returns true if
+  // some row of the warp has a new base.
   __device__ __forceinline__ bool raise(const float (&s)[kKeys / 2], float factor) {
     float top[2];
     maxima(s, top);
@@ -62,7 +62,7 @@ struct OnlineSoftmax {
     return __any_sync(~0u, correction[0] != 1.0f || correction[1] != 1.0f);
   }
 
-  // p = exp2(factor * s - base), packed for the second product; the sums gain them.
+  // p = exp2(factor * s - base), packed as operands of the second product, and added to the sums.
   __device__ __forceinline__ void exponentials(unsigned (&p)[kKeys / 16][4],
                                                const float (&s)[kKeys / 2], float factor) {
 #pragma unroll
@@ -80,7 +80,7 @@ struct OnlineSoftmax {
     }
   }
 
-  // The sums of whole rows.
+  // Adds up the sums of the four threads of a row.
   __device__ __forceinline__ void add_up() {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -95,10 +95,11 @@ struct OnlineSoftmax {
     return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
   }
 
-  // Each row's largest score; one that is negative may be too small a number where base is not.
+  // Each row's largest score. A negative result may be too small where the base is positive: it
+  // does not raise that base either way.
   __device__ __forceinline__ void maxima(const float (&s)[kKeys / 2], float (&top)[2]) const {
-    // As integers floats from 0 on have their order, and more than negative ones; and Hopper takes
-    // the maximum of three integers at once.
+    // As integers, floats from 0 on keep their order and exceed all negative floats; and Hopper
+    // takes the maximum of three integers at once.
     int high[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {

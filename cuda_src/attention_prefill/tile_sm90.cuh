@@ -1,4 +1,5 @@
-// The tile of attention_prefill_sm90: its sizes, its shared memory, and which key tiles its rows see.
+// The tile of attention_prefill_sm90: its sizes, its shared memory, and which key tiles its rows
+// see.
 //
 // Shared memory holds three rings: of work tiles with their Q, of K and of V. Each stage has an
 // mbarrier that says it is full, and one that says it is empty.

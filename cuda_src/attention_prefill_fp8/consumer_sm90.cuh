@@ -1,8 +1,8 @@
 // A consumer warpgroup of attention_prefill_fp8_sm90: 64 rows of each work tile.
 //
 // wgmma adds products of 8 bits up with some 14 bits: what is less than 2^-13 of a sum is cut off.
-// Over 16,384 keys that lost 2 to 23 % of a sum (a V with a mean lost most). So the tensor cores add
-// up kSumTiles key tiles only, which loses 0.6 % at 4 (measured) and 1.4 % at 8 (emulated), and
+// Over 16,384 keys that lost 2 to 23 % of a sum (a V with a mean lost most). So the tensor cores
+// add up kSumTiles key tiles only, which loses 0.6 % at 4 (measured) and 1.4 % at 8 (emulated), and
 // float32 sums in shared memory take the rest.
 #pragma once
 

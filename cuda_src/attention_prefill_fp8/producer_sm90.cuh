@@ -1,10 +1,10 @@
-// The producer warps of attention_prefill_fp8_sm90: one thread takes work tiles and loads Q, K and V;
-// two warps transpose V, as wgmma wants both operands along k in 8 bits.
+// The producer warps of attention_prefill_fp8_sm90: one thread takes work tiles and loads Q, K and
+// V; two warps transpose V, as wgmma wants both operands along k in 8 bits.
 #pragma once
 
 #include "attention_prefill_fp8/tile_sm90.cuh"
 
-// ---- the loading thread ----------------------------------------------------------------------------
+// ---- the loading thread -------------------------------------------------------------------------
 
 __device__ __forceinline__ void load_tiles(const SharedMemory& smem, const Problem& problem,
                                            const TensorMap* q_map, const TensorMap* k_map,
@@ -46,7 +46,7 @@ __device__ __forceinline__ void load_tiles(const SharedMemory& smem, const Probl
   mbarrier_arrive(smem.q_full + 8 * q_ring.stage);
 }
 
-// ---- the warps that transpose V --------------------------------------------------------------------
+// ---- the warps that transpose V -----------------------------------------------------------------
 
 constexpr int kBlocksAtOnce = 4;  // that a warp transposes at once
 

@@ -1,24 +1,26 @@
-// Scores become P, packed to e4m3 for the second product; its sums come from there too (V has
-// columns of ones), so all that is left is p = 2^(factor * s - base + 4), for two rows a thread.
+// Scores become P, packed to e4m3 for the second product, whose columns of ones also give P's sums.
+// What is left here is p = 2^(factor * s - base + 4), for two rows a thread.
 //
-// base is a whole number, at least factor * s for the keys seen when it was chosen: P is at most 16
-// there, and later ones below 256 are fine. Whole numbers move the exponent of P only, so what is
-// rounded off does not depend on when a base was chosen. It is tried first, without waiting for a
-// maximum; where a P of 256 or more comes out, the row takes a new one.
+// base is a whole number, at least factor * s for the keys seen when it was chosen: their P is at
+// most 16, and the format holds later ones below 256. A whole number moves the exponent of P only,
+// so rounding does not depend on when a base was chosen. P is computed with the old base first,
+// without waiting for a maximum; only where a P of 256 or more comes out does the row take a new
+// base.
 //
-// The chip makes 16 exponentials a clock and multiprocessor, which would bound this kernel. But P
-// is rounded to 3 bits of mantissa, an error of 2.7 % (rms), and a straight line between the powers
-// of 2 is off by 1.9 %: so for some of P the bits of the e4m3 themselves are computed, as
+// An SM computes 16 exponentials a clock, which would bound this kernel. But P is rounded to 3 bits
+// of mantissa, an error of 2.7 % (rms), and a straight line between the powers of 2 is off by 1.9
+// %: so for some of P the bits of the e4m3 are computed directly, as
 //   code = round(8 * (7 + log2 p) + kLine)
-// which is its exponent and, below, how far log2 p is from there to the next. 3.2 % in all; kLine
-// makes the mean of the quotients 1. Codes below 8, subnormal, are less than they should be.
+// whose upper bits are the exponent and whose lower ones are how far log2 p is on the way to the
+// next. Both errors together are 3.2 %; kLine makes the mean of the quotients 1. Codes below 8
+// (subnormals) come out too small.
 #pragma once
 
 #include "common/attention_sm90.cuh"
 #include "attention_prefill_fp8/wgmma_e4m3.cuh"
 
-// kLineKeys: bit w is set where P of the w-th 16 keys is made by line (the same for all rows: bits
-// must not depend on where in a tile a row lies). kTurns: warpgroups make P one after another.
+// kLineKeys: bit w is set where P of the w-th 16 keys comes from a line (the same for all rows: a
+// row's bits must not depend on its place in the tile). kTurns: warpgroups compute P in turns.
 template <int kKeys, unsigned kLineKeys, bool kTurns>
 struct SoftmaxFp8 {
   static constexpr float kOffset = 4.0f, kLine = -0.46f;
@@ -50,8 +52,8 @@ struct SoftmaxFp8 {
                      exp2_approx(fmaf(c, factor, shift)), exp2_approx(fmaf(d, factor, shift)));
   }
 
-  // Two P by line, as halves so small that their bits are the codes; `top` is the largest. What is
-  // negative becomes 0.
+  // Two P from the line, as halves so small that their bits are the codes; negative ones become 0.
+  // `top` gathers the largest.
   static __device__ __forceinline__ unsigned by_line(float a, float b, float factor, float shift,
                                                      unsigned& top) {
     const unsigned v = half2_from_positive(fmaf(a, factor, shift), fmaf(b, factor, shift));
@@ -59,7 +61,7 @@ struct SoftmaxFp8 {
     return v;
   }
 
-  // Row i's P; true if one of them is 256 or more, or NaN (which lines hide).
+  // Row i's P; true if one of them is 256 or more, or NaN (which the line would hide).
   template <unsigned kLines>
   __device__ __forceinline__ bool exponentials(Words& p, const float (&s)[kKeys / 2], int i) const {
     const float shift = kOffset - base[i];
@@ -107,8 +109,8 @@ struct SoftmaxFp8 {
     return true;
   }
 
-  // P of a tile of keys. Returns true if `correction` is what the sums so far are worth now: a
-  // matter of a row and its keys alone, whatever rows share the warp.
+  // P of a tile of keys. Returns true if the sums so far must be multiplied by `correction`, which
+  // depends on a row and its keys alone, whatever rows share the warp.
   template <bool kFirst>
   __device__ __forceinline__ bool step(Words& p, const float (&s)[kKeys / 2], int next_turn) {
     bool fails[2] = {true, true};
@@ -117,7 +119,8 @@ struct SoftmaxFp8 {
       for (int i = 0; i < 2; ++i) fails[i] = exponentials<kLineKeys>(p, s, i) || base[i] == kInf;
     }
     if constexpr (kTurns) {
-      // No P has a sign: this is next_turn, but not before the first row's exponentials are made.
+      // No P has a sign, so this is next_turn: but it depends on the first row's exponentials, and
+      // the next warpgroup starts when these are done.
       unsigned signs = 0;
 #pragma unroll
       for (int w = 0; w < kKeys / 16; ++w) signs |= kFirst ? 0 : p[w / 2][w % 2 * 2];

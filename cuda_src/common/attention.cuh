@@ -20,8 +20,8 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
-// Hides from the compiler that x is what it was: what depends on it is computed here again, instead
-// of being kept in registers over a whole loop, where there are none to spare.
+// Hides from the compiler where x comes from: what depends on it is computed again here, instead of
+// being kept in registers through a loop that has none to spare.
 __device__ __forceinline__ int recomputed(int x) {
   asm volatile("" : "+r"(x));
   return x;
@@ -30,8 +30,8 @@ __device__ __forceinline__ int recomputed(int x) {
 // -inf as a reference to subtract would give NaN: a row without any key so far subtracts 0.
 __device__ __forceinline__ float finite_or_zero(float max) { return max == -kInf ? 0.0f : max; }
 
-// How a score is made of q.k, in units of log2: with softcap c, c * tanh(scale * q.k / c). Comes
-// from the host, so that it stays in constant memory: the kernels need their registers.
+// How a score is made of q.k, in units of log2: with softcap c, c * tanh(scale * q.k / c). Computed
+// on the host, so that the kernels read it from constant memory and keep their registers.
 struct ScoreRule {
   float inner;   // scale / softcap: tanh(inner * q.k) comes first; 0: no softcap
   float factor;  // times this gives the score * log2(e): scale or softcap, times log2(e)
@@ -76,14 +76,14 @@ struct RowRule {
   __device__ __forceinline__ bool sees(int last_key, int key) const {
     return static_cast<unsigned>(last_key - key) < reach;
   }
-  // The same of a row whose last_key that is, by its mask of the new tokens too.
+  // The same for row `row`, whose last key is last_key: with its tree mask of the new tokens.
   __device__ __forceinline__ bool sees(int row, int last_key, int key) const {
     const int token = key - first_last_key + earlier;
     if (tree != nullptr && token >= 0 && last_key >= key)
       return (tree[min(row, count - 1) / group] >> token & 1) != 0;
     return sees(last_key, key);
   }
-  // The last key up to which this and the following rows see all, but for the window.
+  // This row and all later ones see every key up to this one, the window aside.
   __device__ __forceinline__ int last_common_key(int row) const {
     if (tree != nullptr) return first_last_key - earlier - 1;
     return last_key(row);
@@ -213,9 +213,9 @@ __device__ __forceinline__ void load_queries(scalar_t* smem_q, const Queries& qu
   }
 }
 
-// A writer of finished rows: out = o / sum, lse = ln(sum 2^max) (where asked for). What a core
-// calls, for a row's o = sum of P V: row() once a row; factor(), by which it multiplies o; at(),
-// where the row goes; pair() or single(), for every column of kHeadDim.
+// A writer of finished rows: out = o / sum, and lse = ln(sum 2^max) where it is wanted. For each
+// row, with o = sum of P V, a core calls row() once, multiplies o by factor(), asks at() where the
+// row goes, and calls pair() or single() for every column of kHeadDim.
 struct Output {
   scalar_t* out;  // first token, first head of the group
   int64_t token_stride, head_stride;

@@ -5,10 +5,10 @@
 // warps' results are merged at the end. Q, K and V come to shared memory by cp.async; K and V have
 // kStages tiles, so kStages - 1 are in flight while one is used.
 //
-// Per tile: S = Q K^T in float; P = 2^(S - running max), rounded to scalar_t; O = O 2^(old max -
-// new)
-// + P V in float. The accumulators of S have the layout of the A operand of P V: P never leaves
-// registers. A lane 4 g + t holds rows g and g + 8 of each row tile (common/mma.cuh).
+// Per tile: S = Q K^T in float; P = 2^(S - running max), rounded to scalar_t; in float
+// O = O 2^(old max - new max) + P V. The accumulators of S have the layout of the A operand of P V:
+// P never leaves registers. A lane 4 g + t holds rows g and g + 8 of each row tile
+// (common/mma.cuh).
 #pragma once
 
 #include "common/attention.cuh"
@@ -30,7 +30,7 @@ struct MmaAttention {
   float max[kRowTiles][2];  // running maximum, in units of log2
   float sum[kRowTiles][2];  // this lane's part of the running sum of P
 
-  // Work through keys [begin, end) for rows row_begin and on; `smem` holds kSharedBytes.
+  // Computes keys [begin, end) for the rows from row_begin on; `smem` has kSharedBytes.
   template <typename Rows>
   __device__ __forceinline__ void run(scalar_t* smem, const Queries& queries, const KeyValues& kv,
                                       const Rows& rows, const ScoreRule& rule, int row_begin,
@@ -72,7 +72,7 @@ struct MmaAttention {
     cp_async_wait<0>();
   }
 
-  // Hand over the rows: see Output for what a writer is.
+  // Gives the rows to a writer: see Output.
   template <typename Writer>
   __device__ __forceinline__ void finish(scalar_t* smem, const RowRule& rows, int row_begin,
                                          const Writer& writer) {
@@ -295,8 +295,8 @@ struct MmaAttention {
     }
   }
 
-  // The warps that shared the keys of these rows put their results to shared memory; all threads
-  // then add them up, always in the same order.
+  // The warps that shared the keys of these rows put their partials in shared memory; all threads
+  // then add these up, always in the same order.
   template <typename Writer>
   __device__ __forceinline__ void merge(float* smem, const RowRule& rows, int row_begin,
                                         const Writer& writer) {
@@ -312,14 +312,14 @@ struct MmaAttention {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = warp_m() * kWarpRows + r * 16 + half * 8 + lane() / 4;
-        const int slot = warp_n() * kRows + row;
+        const int partial = warp_n() * kRows + row;
         if (lane() % 4 == 0) {
-          smem_max[slot] = max[r][half];
-          smem_sum[slot] = sum[r][half];
+          smem_max[partial] = max[r][half];
+          smem_sum[partial] = sum[r][half];
         }
 #pragma unroll
         for (int d = 0; d < kHeadDim / 8; ++d)
-          store_vec(smem_o + slot * kHeadDim + d * 8 + lane() % 4 * 2,
+          store_vec(smem_o + partial * kHeadDim + d * 8 + lane() % 4 * 2,
                     Vec<float, 2>{o[r][d][2 * half], o[r][d][2 * half + 1]});
       }
     __syncthreads();
@@ -333,10 +333,10 @@ struct MmaAttention {
       for (int w = 0; w < kWarpsN; ++w) top = fmaxf(top, smem_max[w * kRows + row]);
 #pragma unroll
       for (int w = 0; w < kWarpsN; ++w) {
-        const int slot = w * kRows + row;
-        const float weight = exp2_approx(smem_max[slot] - finite_or_zero(top));
-        const Vec<float, 2> part = load_vec<float, 2>(smem_o + slot * kHeadDim + column);
-        total += smem_sum[slot] * weight;
+        const int partial = w * kRows + row;
+        const float weight = exp2_approx(smem_max[partial] - finite_or_zero(top));
+        const Vec<float, 2> part = load_vec<float, 2>(smem_o + partial * kHeadDim + column);
+        total += smem_sum[partial] * weight;
         x += part.v[0] * weight;
         y += part.v[1] * weight;
       }

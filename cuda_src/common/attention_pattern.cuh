@@ -1,6 +1,6 @@
 // Patterns of attention: which keys a query sees by its position alone, the same for all sequences
 // and heads. A tile of keys that no query of a tile of queries sees is not even loaded; only tiles
-// that some see and some do not are masked, from bits made on the spot.
+// of which some are seen and some are not are masked, by bits that are computed in registers.
 //
 // Two kinds. Blocks: a bit for each block of positions and block of keys. Periodic: the query at
 // position i sees key j if (i - j + offset) mod period < width.
@@ -29,8 +29,8 @@ struct Pattern {
     return position >= 0 && q < num_q && k < num_k && block(q, k);
   }
 
-  // Of queries at positions [first, last] and keys [begin, end): 0: none sees any; 1: some see
-  // some, or it may be so; 3: all see all.
+  // For queries at positions [first, last] and keys [begin, end): 0 if no query sees any key, 3 if
+  // all see all, else 1 (also where it is not known).
   __device__ __forceinline__ int sees_tile(int first, int last, int begin, int end) const {
     if (blocks == nullptr) {
       const int span = last - first + end - 1 - begin;
@@ -51,11 +51,12 @@ struct Pattern {
     return all ? 3 : any;
   }
 
-  // Of the keys of a tile, `keys` of them from a multiple of that on, a query sees one piece at most.
+  // Whether a query sees at most one contiguous piece of any tile of `keys` keys that starts at a
+  // multiple of `keys`.
   __device__ __forceinline__ bool has_pieces(int keys) const {
     return blocks == nullptr ? block_q - block_k >= keys : block_k % keys == 0;
   }
-  // Then of those from `key` on it sees `width`, up to key + what is returned.
+  // That piece: `width` keys, the last of which is key + the result.
   __device__ __forceinline__ int piece(int position, int key, int& width) const {
     width = block_k;
     if (blocks == nullptr) return in_period(position - key + offset);
@@ -64,7 +65,7 @@ struct Pattern {
     return block_k - 1;
   }
 
-  // Which of a thread's keys a query sees: bit 2 j + e stands for key + 8 j + e, j < kKeys / 8.
+  // Which of a thread's keys a query sees: bit 2 j + e is for key + 8 j + e, j < kKeys / 8.
   template <int kKeys>
   __device__ __forceinline__ unsigned sees_of_thread(int position, int key) const {
     unsigned seen = 0;
@@ -89,12 +90,12 @@ struct Pattern {
   static __device__ __forceinline__ unsigned bits_from(int first) {
     return first <= 0 ? ~0u : first >= 32 ? 0u : ~0u << first;
   }
-  // Bits of a thread's keys from its first one + begin to + end.
+  // Bits of those of a thread's keys in [begin, end), counted from its first one.
   template <int kKeys>
   static __device__ __forceinline__ unsigned range(int begin, int end) {
     return bits_from(count<kKeys>(begin)) & ~bits_from(count<kKeys>(end));
   }
-  // How many of a thread's keys come before its first one + end.
+  // How many of a thread's keys come before `end`, counted likewise.
   template <int kKeys>
   static __device__ __forceinline__ int count(int end) {
     end = min(max(end, 0), kKeys);
@@ -114,7 +115,7 @@ __device__ __forceinline__ Pattern make_pattern(const Params& p) {
 // Without a pattern: all of [begin, end). Each warp walks for itself; all its lanes call next().
 template <int kKeys, bool kPattern>
 struct TileWalk {
-  int n;          // the present tile; less than begin: there are no more
+  int n;          // the current tile; less than begin: there are no more
   bool is_whole;  // the pattern hides nothing in it
 
   __device__ __forceinline__ TileWalk(const Pattern& pattern, int first_position, int last_position,

@@ -18,7 +18,7 @@ __device__ __forceinline__ void tma_load_3d(unsigned to, const TensorMap* map, i
       : "memory");
 }
 
-// ---- shared memory, by address ---------------------------------------------------------------------
+// ---- shared memory, by address -----------------------------------------------------------------
 
 __device__ __forceinline__ void st_shared(unsigned to, int x) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
@@ -46,16 +46,17 @@ __device__ __forceinline__ void st_shared_v4(unsigned to, unsigned a, unsigned b
 // ---- wgmma with V ------------------------------------------------------------------------------
 
 // V as B: rows are keys (k), columns (n) are contiguous, in chunks of 64 that lie `chunk_bytes`
-// apart, with rows of 128 bytes as TMA's 128-byte swizzle writes them. 16 keys on: + 2048 bytes.
+// apart, with rows of 128 bytes as TMA's 128-byte swizzle writes them. The next 16 keys are 2048
+// bytes on.
 __device__ __forceinline__ uint64_t wgmma_descriptor_transposed(unsigned address,
                                                                 unsigned chunk_bytes) {
   return static_cast<uint64_t>((address & 0x3FFFF) >> 4) |
          (static_cast<uint64_t>(chunk_bytes >> 4) << 16) | (64ull << 32) | (1ull << 62);
 }
 
-// Holds back the next wgmma_wait until x >= 0 is there. Left to itself, ptxas moves the wait before
-// work that should overlap with wgmma, as nothing it sees depends on the order; it does not move it
-// before a store. `address` is of shared memory, and never written to.
+// Holds the next wgmma_wait back until x >= 0 is computed. ptxas sees no dependence between the
+// wait and the work that should overlap with wgmma, and would move the wait before it; it does not
+// move it before a store. `address` is in shared memory, and never written.
 __device__ __forceinline__ void wgmma_wait_after(float x, unsigned address) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.eq.f32 p, %0, 0fBF800000;\n@p st.shared.b32 [%1], %1;\n}" ::"f"(x),
@@ -63,8 +64,8 @@ __device__ __forceinline__ void wgmma_wait_after(float x, unsigned address) {
       : "memory");
 }
 
-// acc (64 x kN) += A (64 x 16, in registers) B (16 x kN, transposed as above). A's registers are
-// what 16 columns of another wgmma's sums become when neighbours are packed to pairs.
+// acc (64 x kN) += A (64 x 16, in registers) B (16 x kN, transposed as above). 16 columns of
+// another wgmma's sums, packed in pairs of neighbours, are an A.
 template <int kN>
 __device__ __forceinline__ void wgmma_transposed(float (&acc)[kN / 2], const unsigned (&a)[4],
                                                  uint64_t b);

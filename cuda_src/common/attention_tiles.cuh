@@ -1,17 +1,17 @@
-// The work of attention_prefill_sm90, cut into tiles.
+// The work tiles of Hopper's prefill kernels, and the order in which persistent CTAs take them.
 //
-// A tile is some query tokens of one sequence, with all the heads of one key/value head: rows of Q
-// are (token, head), and the same tiles of K and V serve them all. Blocks take tiles from a
-// counter: one section after another, each of pairs (sequence, key/value head) whose K and V fit in
-// L2, and in a section those with most work first: the last tokens if causal, else the tiles that
-// are not cut.
+// A work tile is some query tokens of one sequence, with all the heads of one key/value head: rows
+// of Q are (token, head), and the same tiles of K and V serve them all. The tiles are numbered
+// section by section, where a section is pairs (sequence, key/value head) whose K and V fit in L2
+// together; in a section the longest tiles come first: the last tokens if causal, else the tiles
+// that are not cut. CTAs take numbers from a counter.
 #pragma once
 
 #include "common/attention_pattern.cuh"
 #include "common/attention_sm90.cuh"
 
-// What all blocks know of the launch. Some of it follows from the rest, and is an argument all the
-// same: the divisions would take registers, of which the producer's warps have few.
+// The launch, as all CTAs know it. Some fields follow from others, but come from the host: the
+// divisions would take registers, of which producer warps have few.
 struct Problem {
   const int* cu_seqlens_q;
   const int* cu_seqlens_k;
@@ -28,14 +28,14 @@ struct Problem {
   int num_pairs, section;        // pairs (sequence, key/value head), and how many make a section
   int tiles_of_pair;             // tiles of the longest sequence
   int long_tiles, short_tokens;  // a sequence's tiles of tile_tokens; tokens of those after them
-  int total;                     // tiles of the launch
-  int splits;                    // blocks that share the keys of a tile
+  int total;                     // work tiles of the launch
+  int splits;                    // CTAs that share the keys of a tile
   int causal;
   unsigned reach;   // keys a row sees, counted back from its last one: window, or 2^31
   Pattern pattern;  // only for kernels of patterns
 };
 
-// A tile, and where its keys lie: in shared memory, where the producer puts it.
+// A work tile, and where its keys lie. The producer puts it in shared memory.
 struct alignas(16) WorkTile {
   int first_token;  // row of q; negative: no more work
   int tokens;       // that are the tile's, from first_token on
@@ -50,6 +50,7 @@ struct alignas(16) WorkTile {
   const int* table;  // pages; else null
 };
 
+// Work tile number t; false if it has no tokens, as the sequence is shorter than the longest one.
 template <int kKeys>
 __device__ __forceinline__ bool find_work_tile(const Problem& problem, int t, WorkTile& work) {
   const int per_section = problem.section * problem.tiles_of_pair * problem.splits;

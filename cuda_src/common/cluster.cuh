@@ -1,6 +1,6 @@
 // Thread block clusters (sm_90 up): blocks that run together and reach each other's shared memory,
-// distributed shared memory. In the first half are the parts that portable kernels use too: on older
-// chips a cluster is one block.
+// distributed shared memory. In the first half are the parts that portable kernels use too: on
+// older chips a cluster is one block.
 #pragma once
 
 #include "common/mbarrier.cuh"
@@ -67,7 +67,8 @@ __device__ __forceinline__ void cluster_sync(int size) {
   __syncthreads();
 }
 
-// Four floats of the shared memory of block `rank` of the cluster, at the place `p` has in this one's.
+// Four floats of the shared memory of block `rank` of the cluster, at the place `p` has in this
+// one's.
 __device__ __forceinline__ float4 load_cluster(const float* p, int rank, int size) {
 #if ENGINE_HAS_CLUSTERS
   if (size > 1) {
@@ -131,7 +132,7 @@ struct BulkBarrier {
   }
 };
 
-// ---- sm_90 only ----------------------------------------------------------------------------------
+// ---- sm_90 only ---------------------------------------------------------------------------------
 
 // All threads of all blocks of the cluster; the warps need not be converged.
 __device__ __forceinline__ void cluster_sync() {

@@ -1,10 +1,10 @@
 // mbarriers (sm_90 up), and the bulk copies without a tensor map that count their bytes on them.
 //
 // How they fit together: one thread tells an mbarrier how many bytes will come and starts copies;
-// the copies write shared memory and count their bytes on the mbarrier; whoever wants the data waits
-// for the mbarrier's phase. In a ring of stages each stage has two: `full`, on which the producer's
-// copies complete, and `empty`, on which consumers arrive when the stage may be overwritten.
-// Addresses of shared memory are 32-bit, as PTX has them.
+// the copies write shared memory and count their bytes on the mbarrier; whoever wants the data
+// waits for the mbarrier's phase. In a ring of stages each stage has two: `full`, on which the
+// producer's copies complete, and `empty`, on which consumers arrive when the stage may be
+// overwritten. Addresses of shared memory are 32-bit, as PTX has them.
 #pragma once
 
 #include "common/cp_async.cuh"  // smem_address
@@ -31,8 +31,8 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(unsigned barrier, unsi
 
 // Arrives on the mbarrier at the same place in block `rank` of the cluster (one's own is allowed).
 //
-// NOTE: not .release.cluster, which fences all memory (it halved gemm's speed). That is enough where
-// the memory released was only read, by wgmma or by loads that have completed.
+// NOTE: not .release.cluster, which fences all memory (it halved gemm's speed). That is enough
+// where the memory released was only read, by wgmma or by loads that have completed.
 __device__ __forceinline__ void mbarrier_arrive_cluster(unsigned barrier, unsigned rank) {
   asm volatile(
       "{\n.reg .b32 remote;\n"
@@ -79,7 +79,8 @@ __device__ __forceinline__ void mbarrier_wait_cluster(unsigned barrier, unsigned
 }
 
 // Orders ordinary accesses to shared memory, this thread's and those of threads it has waited for,
-// before those of TMA and wgmma. Where another thread starts these, a barrier must follow the fence.
+// before those of TMA and wgmma. Where another thread starts these, a barrier must follow the
+// fence.
 __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -1,5 +1,5 @@
-// Hopper's own instructions (sm_90a), one thin wrapper each: of mbarriers, TMA and clusters in their
-// headers, of warps and warpgroups here; wgmma is in wgmma.cuh.
+// Hopper's own instructions (sm_90a), one thin wrapper each: of mbarriers, TMA and clusters in
+// their headers, of warps and warpgroups here; wgmma is in wgmma.cuh.
 #pragma once
 
 #include "common/cluster.cuh"

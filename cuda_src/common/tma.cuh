@@ -9,7 +9,7 @@ struct alignas(64) TensorMap {
   unsigned char bytes[128];
 };
 
-// ---- to shared memory ----------------------------------------------------------------------------
+// ---- to shared memory ---------------------------------------------------------------------------
 
 __device__ __forceinline__ void tma_prefetch_map(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
@@ -72,8 +72,8 @@ __device__ __forceinline__ void tma_prefetch_4d(const TensorMap* map, int x, int
 
 // ---- from shared memory ------------------------------------------------------------------------
 
-// Copies a box from shared memory to (column, row) of a matrix, asynchronously; what lies outside is
-// left out. Needs a commit; the box must have been written before a fence_async_proxy.
+// Copies a box from shared memory to (column, row) of a matrix, asynchronously; what lies outside
+// is left out. Needs a commit; the box must have been written before a fence_async_proxy.
 __device__ __forceinline__ void tma_store_2d(const TensorMap* map, int column, int row,
                                              unsigned from) {
   asm volatile(

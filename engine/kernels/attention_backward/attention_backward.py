@@ -43,7 +43,7 @@ _QUERIES = Kernel("attention_backward_queries", _PARAMS, struct=_STRUCT)
 
 @dataclass(frozen=True)
 class BackwardTile:
-    """How a block divides its work; what the macros of the CUDA file say.
+    """How a block divides its work: the macros of the CUDA file.
 
     Attributes
     ----------

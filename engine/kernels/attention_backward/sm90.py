@@ -37,14 +37,14 @@ _AFTER = Kernel(
     "dq_sum:ptr cu_seqlens_q:ptr dq:ptr total_q:i32 num_heads:i32 head_dim:i32 scale:f32",
 )
 
-_KEYS = 128  # of a block
-_STAGES = 2
-_HALF_FLOATS = 64 * 64  # of a tile of dQ
+_KEYS = 128  # of a CTA
+_STAGES = 2  # of the rings of Q and dO
+_HALF_FLOATS = 64 * 64  # half a tile of dQ: what each consumer warpgroup computes
 
 
 @dataclass(frozen=True)
 class HopperTile:
-    """How a block divides its work: columns (D, padded), and queries of a tile."""
+    """How a CTA divides its work: columns (D, padded), and queries of a tile."""
 
     head_dim: int
     queries: int

@@ -51,7 +51,7 @@ _WHERE = ("cu_seqlens_q", "cu_seqlens_k", "block_tables", "context_lens")
 
 @dataclass(frozen=True)
 class HopperTile:
-    """How a block divides its work; what the macros of the CUDA file say.
+    """How a CTA divides its work: the macros of the CUDA file.
 
     Attributes
     ----------
@@ -60,7 +60,7 @@ class HopperTile:
     consumers : int
         Warpgroups of 64 rows.
     keys, stages, q_stages : int
-        Keys of a tile, tiles of K and of V in shared memory, tiles of Q there.
+        Keys of a key tile; stages of the rings of K and V, and of Q.
     is_patterned : bool
         Whether it may skip and mask keys by a pattern.
     """
@@ -79,17 +79,17 @@ class HopperTile:
 
     @property
     def threads(self) -> int:
-        """Threads of a block: a producer's warpgroup and the consumers'."""
+        """Threads of a CTA: a producer's warpgroup and the consumers'."""
         return 128 * (self.consumers + 1)
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory: tiles, aligned to 1024 bytes, work items, mbarriers, notes."""
+        """Dynamic shared memory: tiles aligned to 1024 bytes, work tiles, mbarriers, key tiles."""
         row = 128 * ceil_div(self.head_dim, 64)
         tiles = self.q_stages * self.rows * row + 2 * self.stages * self.keys * row
         boxes = self.keys // 16  # of the smallest pages
-        notes = 8 * (3 * self.q_stages + 5 * self.stages + 1) + 4 * self.stages * (1 + boxes)
-        return 1024 + tiles + 64 * self.q_stages + notes
+        barriers = 3 * self.q_stages + 5 * self.stages + 1
+        return 1024 + tiles + 64 * self.q_stages + 8 * barriers + 4 * self.stages * (1 + boxes)
 
     def spec(self, dtype: str) -> ModuleSpec:
         """Return the module compiled for this tile."""
@@ -109,7 +109,8 @@ class HopperTile:
 
 # One for each head dim, whatever the lengths: a row's bits must not depend on the rows beside it.
 # Scores, P and O of a tile take keys / 2 + keys / 4 + head_dim / 2 registers of a consumer's 160
-# (three warpgroups) or 232.
+# (three warpgroups) or 232. To fit them to another card: `python -m tests.bench attention_prefill`.
+# head_dim, consumer warpgroups, keys, stages, stages of Q
 _TILES = (
     HopperTile(64, 3, 128, 4, 2),
     HopperTile(96, 3, 112, 2, 1),
@@ -126,8 +127,9 @@ _PATTERNED = (
     HopperTile(192, 2, 64, 3, 1, is_patterned=True),
     HopperTile(256, 2, 64, 2, 1, is_patterned=True),
 )
-# For blocks that are no multiples of 128 keys: less is touched, and 64 divides more of them. Heads
-# of up to 64 keep 128, which took less time with blocks of 128; of 96, neither was measured.
+# For blocks that are no multiples of 128 keys: smaller tiles read less that is not seen, and 64
+# divides more block sizes. Heads of up to 64 keep 128 keys, which took less time with blocks of
+# 128; for heads of 96 neither was measured.
 _SMALL_BLOCKS = (
     *_PATTERNED[:2],
     HopperTile(128, 2, 64, 4, 1, is_patterned=True),
@@ -204,7 +206,7 @@ def launch(
     tiles = pairs * ceil_div(tokens, tile_tokens)
     splits = num_splits or choose_num_splits(tiles, key_tiles, sm_count())
     splits = min(splits, key_tiles)
-    are_equal = not causal and splits == 1  # what tiles take
+    are_equal = not causal and splits == 1  # all work tiles take the same time
     cut = choose_cut(tokens, tile_tokens, pairs, tile.consumers, sm_count()) if are_equal else None
     work = cut_into_tiles(tokens, tile_tokens, pairs, splits, cut)
     rows = total_q * num_heads

@@ -1,4 +1,4 @@
-"""How attention_prefill on Hopper cuts its work: into tiles of tokens, sections, splits of keys."""
+"""How attention_prefill on Hopper cuts its work: work tiles of tokens, sections, splits of keys."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from engine.kernels._launch import ceil_div
 
 __all__ = ["choose_cut", "choose_num_splits", "choose_section", "cut_into_tiles"]
 
-_L2_BYTES = 24 << 20  # of K and V that a section of the work may hold
-_MAX_SPLITS = 16
-_MIN_SPLIT_TILES = 4  # of keys: less is not worth the sum over splits
-_TILE_COST = 1.3  # of a tile for a block, beside what each warpgroup with work adds; in such
-_MANY_ROUNDS = 16  # of tiles: what the last one leaves idle does not count
-_MAX_CUT = 8  # of a sequence's tiles are cut smaller at most, if not all of them
+# Chosen for an H200; to fit them to another card, time `python -m tests.bench attention_prefill`.
+_L2_BYTES = 24 << 20  # bytes of K and V that a section may hold, so that they stay in L2
+_MAX_SPLITS = 16  # CTAs that share the keys of a work tile
+_MIN_SPLIT_TILES = 4  # key tiles of a split: fewer do not pay for the sum over splits
+_TILE_COST = 1.3  # fixed cost of a work tile, in units of what each warpgroup with rows adds
+_MANY_ROUNDS = 16  # work tiles a CTA from which on idle CTAs in the last round do not matter
+_MAX_CUT = 8  # work tiles of a sequence that are cut smaller, if not all of them
 
 
 def choose_num_splits(tiles: int, key_tiles: int, sm_count: int) -> int:
-    """Choose how many blocks share the keys of a tile, so that all multiprocessors have work.
+    """Choose how many CTAs share the keys of a work tile, so that all multiprocessors have work.
 
     Examples
     --------
@@ -35,7 +36,7 @@ def choose_num_splits(tiles: int, key_tiles: int, sm_count: int) -> int:
 def choose_cut(
     tokens: int, tile_tokens: int, pairs: int, consumers: int, sm_count: int
 ) -> tuple[int, int]:
-    """Choose how a sequence is cut where all tiles take the same time, to fill the last round.
+    """Choose the tiles of a sequence where all take the same time, to fill the last round.
 
     Parameters
     ----------
@@ -76,7 +77,7 @@ def choose_cut(
 
 
 def _rounds(long: int, short: int, share: float, sm_count: int) -> float:
-    """Return when `long` tasks of 1 and then `short` ones of `share` are done, by who is free."""
+    """Return when `long` tasks of length 1, then `short` ones of `share`, end on a greedy queue."""
     whole, rest = divmod(long, sm_count)
     last = whole + (rest > 0)
     if not short:
@@ -109,7 +110,7 @@ def cut_into_tiles(
     tokens, tile_tokens, pairs : int
         As for `choose_cut`.
     splits : int
-        Blocks that share the keys of a tile.
+        CTAs that share the keys of a work tile.
     cut : (int, int) or None
         What `choose_cut` returned; None: all tiles are whole.
 

@@ -24,12 +24,12 @@ _KERNEL = Kernel(
 )
 _KEYS = 128
 _Q_STAGES = 2
-_L2_BYTES = 24 << 20  # of K and V that a section of the work may hold
+_L2_BYTES = 24 << 20  # bytes of K and V in a section: as in attention_prefill/work.py
 
 
 @dataclass(frozen=True)
 class Fp8Tile:
-    """How a block divides its work; what the macros of the CUDA file say.
+    """How a CTA divides its work: the macros of the CUDA file.
 
     Attributes
     ----------
@@ -38,11 +38,11 @@ class Fp8Tile:
     consumers : int
         Warpgroups of 64 rows.
     stages : int
-        Tiles of K, of V and of its transpose in shared memory.
+        Stages of the rings of K, of V and of its transpose.
     span : int
         Keys that a warpgroup works on at once: 64, or the whole tile of 128.
     turns : bool
-        Whether warpgroups make P one after another.
+        Whether warpgroups compute P in turns.
     line_keys : int
         Bit w: P of the w-th 16 keys of a span comes from a line (softmax_sm90.cuh).
     sum_tiles : int
@@ -69,7 +69,7 @@ class Fp8Tile:
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory: tiles, aligned to 1024 bytes, work items and mbarriers."""
+        """Dynamic shared memory: tiles aligned to 1024 bytes, work tiles and mbarriers."""
         keys = _KEYS * self.head_dim
         values = _KEYS * (self.head_dim + 8)
         tiles = _Q_STAGES * self.rows * self.head_dim
@@ -97,6 +97,8 @@ class Fp8Tile:
 
 
 # One for each head dim, whatever the lengths: a row's bits must not depend on the rows beside it.
+# To fit them to another card, time `python -m tests.bench attention_prefill_fp8`.
+# head_dim, consumer warpgroups, stages, span, turns, line_keys, sum_tiles
 _TILES = (Fp8Tile(64, 3, 4, 128, False, 0x77, 4), Fp8Tile(128, 2, 2, 128, True, 0x55, 8))
 
 
