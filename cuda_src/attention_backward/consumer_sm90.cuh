@@ -102,6 +102,22 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
     }
   }
 
+  // The same, masked where some key of the warp is beyond the last one that the first query sees.
+  static __device__ __forceinline__ void make_p(float (&s)[kQueries / 2], unsigned statistics,
+                                                int warp_row, int lane, bool causal, float factor) {
+    const int beyond = warp_row + lane / 4 - ld_shared(statistics + kStatBytes);
+    if (__any_sync(~0u, beyond + 8 > 0)) {
+      int first[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        first[r] = causal ? beyond + 8 * r - 2 * (lane % 4) : (beyond + 8 * r > 0 ? kQueries : 0);
+      softmax<true>(s, statistics + lane % 4 * 8, factor, first);
+    } else {
+      const int none[2] = {0, 0};
+      softmax<false>(s, statistics + lane % 4 * 8, factor, none);
+    }
+  }
+
   // dP^T becomes dS^T, without `scale`.
   static __device__ __forceinline__ void differentiate(float (&dp)[kQueries / 2],
                                                        const float (&p)[kQueries / 2],
@@ -115,87 +131,94 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
     }
   }
 
+  // A thread of the warpgroup, and where its warpgroup's keys and values lie.
+  struct Thread {
+    int half, lane, warp_row;
+    unsigned k, v;
+  };
+
+  // The first tile's scores.
+  __device__ __forceinline__ void first_scores(float (&s)[kQueries / 2], unsigned keys) const {
+    mbarrier_wait(k_full, 0);
+    mbarrier_wait(q_full, 0);
+    wgmma_fence();
+    start_scores(s, keys, q);
+    wgmma_wait<0>();
+    wgmma_pin(s);
+  }
+
+  // Adds tile number `turn` of queries, whose scores are in s, to dK and dV, and hands over its dQ;
+  // then s has the scores of the next tile.
+  __device__ __forceinline__ void add_tile(const Thread& me, int turn, int turns, bool causal,
+                                           float factor, float (&s)[kQueries / 2],
+                                           float (&dk)[kHeadDim / 2],
+                                           float (&dv)[kHeadDim / 2]) const {
+    const int stage = turn % 2;
+    const unsigned q_tile = q + stage * kRowBytes, dout_tile = dout + stage * kRowBytes;
+    const unsigned ds_tile = ds + stage * kDsBytes;
+    const unsigned statistics = stats + stage * kStatStride;
+    float dp[kQueries / 2], dq_sum[32];
+    unsigned p_packed[kQueries / 16][4], ds_packed[kQueries / 16][4];
+
+    // P, while dP is under way.
+    mbarrier_wait(dout_full + 8 * stage, turn / 2 % 2);
+    wgmma_fence();
+    start_scores(dp, me.v, dout_tile);
+    make_p(s, statistics, me.warp_row, me.lane, causal, factor);
+    pack(p_packed, s);
+    wgmma_fence();
+    start_sums(dv, p_packed, dout_tile);
+
+    // dS, while P^T dO is.
+    wgmma_wait<1>();
+    wgmma_pin(dp);
+    differentiate(dp, s, statistics + 4 * kQueries + me.lane % 4 * 8);
+    pack(ds_packed, dp);
+    store_ds(ds_tile, ds_packed, me.warp_row, me.lane);
+
+    // The next tile's Q. After the last tile it is whatever lies there: its scores are not used.
+    if (turn + 1 < turns) mbarrier_wait(q_full + 8 * (stage ^ 1), (turn + 1) / 2 % 2);
+    wgmma_fence();
+    wgmma_wait<0>();
+    wgmma_pin(dv);
+    if (me.lane == 0) mbarrier_arrive(dout_empty + 8 * stage);
+    wgmma_fence();
+    start_sums(dk, ds_packed, q_tile);
+    // SAFETY: both warpgroups have stored dS. The other tile of dS is free when this barrier is
+    // passed again: its readers have waited for their products before they came here.
+    named_barrier_sync<128 * kConsumers>(1);
+    wgmma_fence();
+    start_dq(dq_sum, ds_tile, me.half);
+    wgmma_fence();
+    start_scores(s, me.k, q + (stage ^ 1) * kRowBytes);
+
+    // dQ goes out while the next scores are under way.
+    wgmma_wait<1>();
+    wgmma_pin(dk);
+    wgmma_pin(dv);
+    wgmma_pin(dq_sum);
+    mbarrier_arrive(q_empty + 8 * stage);
+    store_dq(dq_sum, me.half, (turn & 1) ^ 1);
+    wgmma_wait<0>();
+    wgmma_pin(s);
+  }
+
   // Sums dK and dV of this warpgroup's 64 keys over `turns` tiles of queries.
   __device__ __forceinline__ void consume(int turns, bool causal, float factor,
                                           float (&dk)[kHeadDim / 2],
                                           float (&dv)[kHeadDim / 2]) const {
     const int half = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
     const int lane = threadIdx.x % 32, warp_row = (threadIdx.x - 128) / 32 * 16;
-    const unsigned my_k = k + half * 64 * 128, my_v = v + half * 64 * 128;
+    const Thread me{half, lane, warp_row, k + half * 64 * 128, v + half * 64 * 128};
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) dk[i] = dv[i] = 0.0f;
     if (turns == 0) return;
 
     float s[kQueries / 2];
-    mbarrier_wait(k_full, 0);
-    mbarrier_wait(q_full, 0);
-    wgmma_fence();
-    start_scores(s, my_k, q);
-    wgmma_wait<0>();
-    wgmma_pin(s);
+    first_scores(s, me.k);
     mbarrier_wait(v_full, 0);
-
 #pragma unroll 1
-    for (int turn = 0; turn < turns; ++turn) {
-      const int stage = turn % 2;
-      const unsigned q_tile = q + stage * kRowBytes, dout_tile = dout + stage * kRowBytes;
-      const unsigned ds_tile = ds + stage * kDsBytes;
-      const unsigned statistics = stats + stage * kStatStride;
-      float dp[kQueries / 2], dq_sum[32];
-      unsigned p_packed[kQueries / 16][4], ds_packed[kQueries / 16][4];
-
-      // P, while dP is under way.
-      mbarrier_wait(dout_full + 8 * stage, turn / 2 % 2);
-      wgmma_fence();
-      start_scores(dp, my_v, dout_tile);
-      const int beyond = warp_row + lane / 4 - ld_shared(statistics + kStatBytes);
-      if (__any_sync(~0u, beyond + 8 > 0)) {
-        int first[2];
-#pragma unroll
-        for (int r = 0; r < 2; ++r)
-          first[r] = causal ? beyond + 8 * r - 2 * (lane % 4) : (beyond + 8 * r > 0 ? kQueries : 0);
-        softmax<true>(s, statistics + lane % 4 * 8, factor, first);
-      } else {
-        const int none[2] = {0, 0};
-        softmax<false>(s, statistics + lane % 4 * 8, factor, none);
-      }
-      pack(p_packed, s);
-      wgmma_fence();
-      start_sums(dv, p_packed, dout_tile);
-
-      // dS, while P^T dO is.
-      wgmma_wait<1>();
-      wgmma_pin(dp);
-      differentiate(dp, s, statistics + 4 * kQueries + lane % 4 * 8);
-      pack(ds_packed, dp);
-      store_ds(ds_tile, ds_packed, warp_row, lane);
-
-      // The next tile's Q. After the last tile it is whatever lies there: its scores are not used.
-      if (turn + 1 < turns) mbarrier_wait(q_full + 8 * (stage ^ 1), (turn + 1) / 2 % 2);
-      wgmma_fence();
-      wgmma_wait<0>();
-      wgmma_pin(dv);
-      if (lane == 0) mbarrier_arrive(dout_empty + 8 * stage);
-      wgmma_fence();
-      start_sums(dk, ds_packed, q_tile);
-      // SAFETY: both warpgroups have stored dS. The other tile of dS is free when this barrier is
-      // passed again: its readers have waited for their products before they came here.
-      named_barrier_sync<128 * kConsumers>(1);
-      wgmma_fence();
-      start_dq(dq_sum, ds_tile, half);
-      wgmma_fence();
-      start_scores(s, my_k, q + (stage ^ 1) * kRowBytes);
-
-      // dQ goes out while the next scores are under way.
-      wgmma_wait<1>();
-      wgmma_pin(dk);
-      wgmma_pin(dv);
-      wgmma_pin(dq_sum);
-      mbarrier_arrive(q_empty + 8 * stage);
-      store_dq(dq_sum, half, (turn & 1) ^ 1);
-      wgmma_wait<0>();
-      wgmma_pin(s);
-    }
+    for (int turn = 0; turn < turns; ++turn) add_tile(me, turn, turns, causal, factor, s, dk, dv);
     // Keeps what follows out of the loop, where there are no registers for it.
     wgmma_wait<0>();
     wgmma_pin(dk);
