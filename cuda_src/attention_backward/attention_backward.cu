@@ -9,9 +9,9 @@
 // Numerics: S, P, dP, dS and all sums in float; P is rounded to scalar_t for dV, dS for dK and dQ;
 // each result is rounded once, the sum over the query heads of a key/value head inside. Float
 // inputs never meet a tensor core, so nothing becomes TF32.
-// Parallelisation: _keys: a block takes a tile of keys of one key/value head and walks over the
-// queries that see it, head by head; _queries: a tile of queries of one head, over its keys. Both
-// compute S and dP: seven products instead of five buy sums in a fixed order, without atomics.
+// Parallelisation: in _keys a block takes a tile of keys of one key/value head and loops over the
+// queries that see it, head by head; in _queries a tile of queries of one head, over its keys. Both
+// compute S and dP: with seven products instead of five, sums have a fixed order without atomics.
 // Mirror: engine/reference/attention_backward.py
 #if ENGINE_DTYPE == 0
 #include "attention_backward/simt.cuh"

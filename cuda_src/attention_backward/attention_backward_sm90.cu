@@ -4,10 +4,10 @@
 // Arguments: AttentionBackwardSm90BeforeParams and AttentionBackwardSm90Params, below.
 //
 // Numerics: as in attention_backward.cu, but dQ is a sum of float sums of 128 keys each: in a fixed
-// order with `order`, else in any.
-// Parallelisation: _before computes the statistics and clears dq_sum, a block a tile of queries and
-// head; then a block takes 128 keys of one key/value head and walks over the queries that see them
-// (tiles_sm90.cuh); _after rounds dq_sum.
+// order with `order`, else in any order.
+// Parallelisation: _before computes the statistics and clears dq_sum, a block for each tile of
+// queries and head; then a CTA takes 128 keys of one key/value head and loops over the queries that
+// see them (tiles_sm90.cuh); _after rounds dq_sum.
 // Mirror: engine/reference/attention_backward.py
 #include "attention_backward/consumer_sm90.cuh"
 
@@ -88,7 +88,7 @@ struct AttentionBackwardSm90Params {
   int head_dim;
   int causal;
   int key_blocks;      // of 128 keys, of the longest sequence
-  int descending;      // blocks take the last keys first
+  int descending;      // CTAs take the last keys first
   float score_factor;  // scale * log2(e)
   float scale;
 };
@@ -117,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(Core::kThreads, 1)
     attention_backward_sm90(const __grid_constant__ AttentionBackwardSm90Params p) {
   extern __shared__ __align__(128) unsigned char smem[];
   const Core core(smem);
-  __shared__ __align__(16) KeyWork work;  // not in registers: neither role has any to spare
+  __shared__ __align__(16) KeyWork work;  // not in registers: no role has any to spare
   const BackwardProblem problem{p.cu_seqlens_q, p.cu_seqlens_k, p.statistics, p.dq_sum, p.order,
                                 p.total_q,      p.total_k,      p.num_heads,  p.group,  p.causal};
   if (threadIdx.x == 0) {

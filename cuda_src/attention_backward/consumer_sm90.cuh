@@ -75,7 +75,7 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
     fence_async_proxy();
   }
 
-  // Puts dQ where the warp that adds it takes it from: four floats of each thread side by side.
+  // dQ to shared memory, for the warp that adds it: four floats of each thread side by side.
   __device__ __forceinline__ void store_dq(const float (&sum)[32], int half, unsigned phase) const {
     mbarrier_wait(dq_empty + 8 * half, phase);
     const unsigned to = dq + half * kHalfBytes + threadIdx.x % 128 * 16;
@@ -160,7 +160,7 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
     float dp[kQueries / 2], dq_sum[32];
     unsigned p_packed[kQueries / 16][4], ds_packed[kQueries / 16][4];
 
-    // P, while dP is under way.
+    // P, while dP runs.
     mbarrier_wait(dout_full + 8 * stage, turn / 2 % 2);
     wgmma_fence();
     start_scores(dp, me.v, dout_tile);
@@ -169,7 +169,7 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
     wgmma_fence();
     start_sums(dv, p_packed, dout_tile);
 
-    // dS, while P^T dO is.
+    // dS, while P^T dO runs.
     wgmma_wait<1>();
     wgmma_pin(dp);
     differentiate(dp, s, statistics + 4 * kQueries + me.lane % 4 * 8);
@@ -192,7 +192,7 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
     wgmma_fence();
     start_scores(s, me.k, q + (stage ^ 1) * kRowBytes);
 
-    // dQ goes out while the next scores are under way.
+    // dQ is handed over while the next scores run.
     wgmma_wait<1>();
     wgmma_pin(dk);
     wgmma_pin(dv);

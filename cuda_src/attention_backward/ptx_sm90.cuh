@@ -30,9 +30,9 @@ __device__ __forceinline__ void add_release(int* to, int x) {
 
 // ---- wgmma ------------------------------------------------------------------------------------
 //
-// The first product of a sum has its registers as results only: were they operands too, as those of
-// `wgmma` are, ptxas would find that other instructions define them while wgmma is under way, and
-// run all wgmma one by one.
+// The first product of a sum has its registers as results only. If they were operands too, as those
+// of `wgmma` are, ptxas would find instructions that define them while wgmma runs, and would
+// serialise all wgmma (warning C7510).
 
 #define ENGINE_F(i)                                                                     \
   "=f"(acc[i]), "=f"(acc[i + 1]), "=f"(acc[i + 2]), "=f"(acc[i + 3]), "=f"(acc[i + 4]), \

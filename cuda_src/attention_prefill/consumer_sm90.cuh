@@ -1,8 +1,7 @@
-// A consumer warpgroup of attention_prefill_sm90: 64 rows of each work tile, from scores to
-// results.
+// A consumer warpgroup of attention_prefill_sm90: 64 rows of each work tile.
 //
 // For each key tile it starts S = Q K^T of these keys and O += P V of the keys before, in turns
-// with the other warpgroups; finds the maxima of S while P V is under way; then makes P of S.
+// with the other warpgroups; finds the maxima of S while P V runs; then computes P from S.
 #pragma once
 
 #include "attention_prefill/softmax_sm90.cuh"
@@ -36,7 +35,7 @@ struct Consumer {
   unsigned p[kKeys / 16][4];
   OnlineSoftmax<kKeys> softmax;
   KeyTileRange range;  // of the warpgroup's own rows; not used with a pattern
-  int n;               // the key tile at hand
+  int n;               // the current key tile
   bool is_masked;      // some row does not see all of its keys
   bool more;           // another key tile follows
   bool k_is_full, v_is_full;
@@ -125,8 +124,8 @@ struct Consumer {
     softmax.exponentials(p, s, rule.factor);
   }
 
-  // P V of the keys at hand is under way while the maxima of the next ones are found: P is free
-  // again when they are.
+  // P V of the current keys runs while the maxima of the next ones are found. When these are known
+  // it has ended, and P's registers are free again.
   __device__ __forceinline__ void next_keys(const WorkTile& tile, int first_last, unsigned q_rows) {
     wait_k();
     named_barrier_sync<256>(my_turn);
@@ -184,7 +183,7 @@ struct Consumer {
     v_ring.advance();
   }
 
-  // To ask whether a stage is full takes some 80 cycles, full or not: next_keys asks beforehand.
+  // Testing whether a stage is full takes some 80 cycles, full or not: next_keys tests ahead.
   __device__ __forceinline__ void wait_k() {
     if (!k_is_full) mbarrier_wait(smem.k_full + 8 * k_ring.stage, k_ring.phase);
   }
@@ -195,7 +194,7 @@ struct Consumer {
     if (is_first_lane) mbarrier_arrive(barrier);
   }
 
-  // Passes by a key tile that none of the warpgroup's rows sees.
+  // Releases a key tile that none of the warpgroup's rows sees.
   __device__ __forceinline__ void skip() {
     mbarrier_wait(smem.k_full + 8 * k_ring.stage, k_ring.phase);
     named_barrier_sync<256>(my_turn);

@@ -1,10 +1,10 @@
-// What surrounds the keys of a tile in attention_prefill_fp8_sm90: the factors that make scores of
-// q.k, and where results go.
+// What attention_prefill_fp8_sm90 does before and after the keys of a work tile: the factors that
+// make scores of q.k, and where results go.
 #pragma once
 
 #include "common/attention_tiles.cuh"
 
-// What turns q.k into a score in units of log2, for the two rows of a thread.
+// The factors of q.k that give scores in units of log2, for the two rows of a thread.
 struct ScoreFactors {
   const Problem& problem;
   const float* q_scale;
@@ -30,8 +30,8 @@ struct Epilogue {
   int num_heads, head_dim;
   float base_offset;  // by which exponents exceed score - base
 
-  // Sums of rows my_row and my_row + 8: of the columns in transpose_block's order, then of P, of
-  // which each thread of four has two eighths.
+  // Sums of rows my_row and my_row + 8: of V's columns in the order of transpose_tile, then of P,
+  // of which each of the row's four threads has two eighths.
   template <int kCount>
   __device__ __forceinline__ void operator()(const WorkTile& tile, int my_row,
                                              const int (&tokens)[2], int lane,

@@ -112,7 +112,7 @@ __device__ __forceinline__ Pattern make_pattern(const Params& p) {
 }
 
 // The tiles of kKeys keys that some query of a tile of queries sees, from the last to the first.
-// Without a pattern: all of [begin, end). Each warp walks for itself; all its lanes call next().
+// Without a pattern: all of [begin, end). Each warp has its own; all its lanes call next().
 template <int kKeys, bool kPattern>
 struct TileWalk {
   int n;          // the current tile; less than begin: there are no more

@@ -1,22 +1,11 @@
-// What Hopper's attention kernels add to sm90.cuh and wgmma.cuh: TMA of heads and pages, single
-// values in shared memory, and the second product with P in registers.
+// What Hopper's attention kernels add to sm90.cuh and wgmma.cuh: single values in shared memory, the
+// second product with P in registers, and rows of results.
 #pragma once
 
 #include "common/attention.cuh"
 #include "common/pipeline_state.cuh"
 #include "common/sm90.cuh"
 #include "common/wgmma.cuh"
-
-// ---- TMA ---------------------------------------------------------------------------------------
-
-__device__ __forceinline__ void tma_load_3d(unsigned to, const TensorMap* map, int x, int y, int z,
-                                            unsigned barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
-      "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
-      "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier)
-      : "memory");
-}
 
 // ---- shared memory, by address -----------------------------------------------------------------
 

@@ -32,7 +32,7 @@ __device__ __forceinline__ int cluster_rank() {
 #endif
 }
 
-// Which cluster this block is of, along the grid's first axis, and how many there are.
+// The index of this block's cluster along the grid's first axis, and the number of clusters.
 __device__ __forceinline__ int cluster_index() {
 #if ENGINE_HAS_CLUSTERS
   uint32_t index;
@@ -54,7 +54,7 @@ __device__ __forceinline__ int num_clusters() {
 }
 
 // Barrier of all threads of the cluster: what one wrote to its shared memory before, all see after.
-// A block that is alone pays no more than for __syncthreads().
+// In a cluster of one block it is __syncthreads().
 __device__ __forceinline__ void cluster_sync(int size) {
 #if ENGINE_HAS_CLUSTERS
   if (size > 1) {
@@ -150,7 +150,7 @@ __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }
 
-// The same without ordering any memory: cheaper, where nobody reads what another wrote.
+// Both, without ordering any memory: cheaper, for where no block reads what another one wrote.
 __device__ __forceinline__ void cluster_sync_relaxed() {
   asm volatile(
       "barrier.cluster.arrive.relaxed;\n"
@@ -159,7 +159,7 @@ __device__ __forceinline__ void cluster_sync_relaxed() {
 }
 
 // Sends 16 bytes to the same place in block `rank`, counted on the mbarrier at its place there.
-// No fence is needed: who has waited for that mbarrier (mbarrier_wait_cluster) sees them.
+// No fence is needed: a thread that has waited for that mbarrier (mbarrier_wait_cluster) sees them.
 __device__ __forceinline__ void cluster_send(unsigned to, unsigned barrier, unsigned rank, float a,
                                              float b, float c, float d) {
   asm volatile(

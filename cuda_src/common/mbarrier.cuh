@@ -1,8 +1,8 @@
 // mbarriers (sm_90 up), and the bulk copies without a tensor map that count their bytes on them.
 //
 // How they fit together: one thread tells an mbarrier how many bytes will come and starts copies;
-// the copies write shared memory and count their bytes on the mbarrier; whoever wants the data
-// waits for the mbarrier's phase. In a ring of stages each stage has two: `full`, on which the
+// the copies write shared memory and count their bytes on the mbarrier; a thread that wants the
+// data waits for the mbarrier's phase. In a ring of stages each stage has two: `full`, on which the
 // producer's copies complete, and `empty`, on which consumers arrive when the stage may be
 // overwritten. Addresses of shared memory are 32-bit, as PTX has them.
 #pragma once
@@ -13,8 +13,8 @@ __device__ __forceinline__ void mbarrier_init(unsigned barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Shows initialised mbarriers to TMA and to the cluster; a block or cluster barrier must follow
-// before others use them.
+// Makes initialised mbarriers visible to copies and to the cluster; a block or cluster barrier must
+// follow before other threads use them.
 __device__ __forceinline__ void mbarrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -23,7 +23,8 @@ __device__ __forceinline__ void mbarrier_arrive(unsigned barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives once and announces `bytes` that TMA will write: the phase ends when they are there too.
+// Arrives once and announces `bytes` that copies will write: the phase ends when they are there
+// too.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(unsigned barrier, unsigned bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");

@@ -34,8 +34,8 @@ __device__ __forceinline__ void stmatrix_x2(unsigned address, unsigned a, unsign
 
 // ---- warpgroups ------------------------------------------------------------------------------
 
-// Barrier `id` of the block, 1 to 15 (0 is __syncthreads), which completes when kThreads threads
-// have come by; those of `arrive` do not wait.
+// Barrier `id` of the block, 1 to 15 (0 is __syncthreads). It completes when kThreads threads have
+// arrived; `sync` waits for that, `arrive` does not.
 template <int kThreads>
 __device__ __forceinline__ void named_barrier_sync(int id) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");

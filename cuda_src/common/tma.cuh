@@ -3,8 +3,9 @@
 
 #include "common/mbarrier.cuh"
 
-// A CUtensorMap, encoded on the host (engine/kernels/_tensor_map.py). Kernels take it as
-// `const __grid_constant__`: TMA wants its address in parameter or constant space.
+// A CUtensorMap, encoded on the host (engine/kernels/_tensor_map.py). Kernels take it in a struct of
+// parameters that is `const __grid_constant__`: TMA wants its address in parameter or constant
+// space. Put maps first in the struct, as they are aligned to 64 bytes.
 struct alignas(64) TensorMap {
   unsigned char bytes[128];
 };
@@ -37,7 +38,16 @@ __device__ __forceinline__ void tma_load_2d_multicast(unsigned to, const TensorM
       : "memory");
 }
 
-// The same of an array of four axes.
+// The same of arrays of three and of four axes.
+__device__ __forceinline__ void tma_load_3d(unsigned to, const TensorMap* map, int x, int y, int z,
+                                            unsigned barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier)
+      : "memory");
+}
+
 __device__ __forceinline__ void tma_load_4d(unsigned to, const TensorMap* map, int x, int y, int z,
                                             int w, unsigned barrier) {
   asm volatile(
