@@ -11,7 +11,8 @@
 // its four producer warps one loads Q, one K and V, and two help it where pages are small; each
 // consumer warpgroup owns 64 rows (consumer_sm90.cuh). While one warpgroup computes exponentials,
 // the tensor cores work for the others: three warpgroups keep both busier than two, as long as
-// registers suffice. Mirror: engine/reference/attention_prefill.py
+// registers suffice.
+// Mirror: engine/reference/attention_prefill.py
 #include "attention_prefill/consumer_sm90.cuh"
 #include "attention_prefill/epilogue_sm90.cuh"
 #include "attention_prefill/producer_sm90.cuh"

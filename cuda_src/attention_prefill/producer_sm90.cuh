@@ -8,9 +8,9 @@ struct Producer {
   const SharedMemory& smem;
   const Problem& problem;
 
-  // Warp 0: takes work tiles from the counter and loads their Q. Every tile is taken as late as
-  // possible, since a tile that one block has taken no other block can compute: with one stage of Q
-  // when the stage is empty again, with two when the stage before is.
+  // Warp 0: takes work tiles from the counter and loads their Q. It takes a tile as late as it can,
+  // since no other block can compute a tile that is taken: when a stage of Q is empty. With a
+  // single stage it takes the next tile while that stage is still in use.
   __device__ __forceinline__ void load_queries(const TensorMap* q_map) const {
     const int lane = threadIdx.x % 32;
     unsigned tiles = 0;

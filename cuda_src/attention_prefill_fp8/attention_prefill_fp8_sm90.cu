@@ -7,12 +7,13 @@
 // Numerics: softmax_sm90.cuh. P is rounded to e4m3 times a power of 2; the softmax divides by
 // the sum of these rounded P, which eight columns beside V give: each has ones for an eighth of the
 // keys. The tensor cores keep some 14 bits of a sum, so what they add up goes to float32 sums in
-// shared memory every SUM_TILES tiles of keys. A row's bits depend on its own keys and nothing
+// shared memory every SUM_TILES key tiles. A row's bits depend on its own keys and nothing
 // else.
 // Parallelisation: a persistent CTA an SM, which takes work tiles (common/attention_tiles.cuh). One
 // producer thread loads Q, K and V; two warps transpose V, as wgmma wants both operands along k in
 // 8 bits; each consumer warpgroup owns 64 rows and runs by itself: while one waits for its
-// products, the others compute exponentials. Mirror: engine/reference/attention_prefill_fp8.py
+// products, the others compute exponentials.
+// Mirror: engine/reference/attention_prefill_fp8.py
 #include "attention_prefill_fp8/consumer_sm90.cuh"
 #include "attention_prefill_fp8/epilogue_sm90.cuh"
 #include "attention_prefill_fp8/producer_sm90.cuh"

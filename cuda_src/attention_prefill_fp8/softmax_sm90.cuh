@@ -8,8 +8,8 @@
 // base.
 //
 // An SM computes 16 exponentials a clock, which would bound this kernel. But P is rounded to 3 bits
-// of mantissa, an error of 2.7 % (rms), and a straight line between the powers of 2 is off by 1.9
-// %: so for some of P the bits of the e4m3 are computed directly, as
+// of mantissa, an error of 2.7 % (rms), and a straight line between the powers of 2 is off by
+// 1.9 %: so for some of P the bits of the e4m3 are computed directly, as
 //   code = round(8 * (7 + log2 p) + kLine)
 // whose upper bits are the exponent and whose lower ones are how far log2 p is on the way to the
 // next. Both errors together are 3.2 %; kLine makes the mean of the quotients 1. Codes below 8

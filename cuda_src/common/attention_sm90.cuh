@@ -1,5 +1,5 @@
-// What Hopper's attention kernels add to sm90.cuh and wgmma.cuh: single values in shared memory, the
-// second product with P in registers, and rows of results.
+// What Hopper's attention kernels add to sm90.cuh and wgmma.cuh: single values in shared memory,
+// the second product with P in registers, and rows of results.
 #pragma once
 
 #include "common/attention.cuh"

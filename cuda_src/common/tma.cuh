@@ -3,8 +3,8 @@
 
 #include "common/mbarrier.cuh"
 
-// A CUtensorMap, encoded on the host (engine/kernels/_tensor_map.py). Kernels take it in a struct of
-// parameters that is `const __grid_constant__`: TMA wants its address in parameter or constant
+// A CUtensorMap, encoded on the host (engine/kernels/_tensor_map.py). Kernels take it in a struct
+// of parameters that is `const __grid_constant__`: TMA wants its address in parameter or constant
 // space. Put maps first in the struct, as they are aligned to 64 bytes.
 struct alignas(64) TensorMap {
   unsigned char bytes[128];
