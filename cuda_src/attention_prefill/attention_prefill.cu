@@ -22,6 +22,9 @@ using Core = MmaAttention<HEAD_DIM, WARPS_M, 1, ROW_TILES, TILE_KEYS, STAGES>;
 #endif
 static_assert(Core::kSharedBytes == SHARED_BYTES, "kernels/_attention.py computes another size");
 
+// Blocks an SM for which registers must suffice: four in float32, where 128 a thread are enough.
+constexpr int kMinBlocks = ENGINE_DTYPE == 0 && HEAD_DIM <= 128 ? 4 : 1;
+
 // Strides are in elements: _t from token to token, _h from head to head.
 struct AttentionPrefillParams {
   const scalar_t* q;        // (Tq, H, D)
@@ -68,7 +71,7 @@ struct SequenceRows {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(Core::kThreads, 1)
+extern "C" __global__ void __launch_bounds__(Core::kThreads, kMinBlocks)
     attention_prefill(const __grid_constant__ AttentionPrefillParams p) {
   extern __shared__ __align__(128) unsigned char smem_bytes[];
   scalar_t* const smem = reinterpret_cast<scalar_t*>(smem_bytes);
