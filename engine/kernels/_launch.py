@@ -21,7 +21,7 @@ from engine import device
 from engine.errors import ContractError
 from engine.kernels._launch_plan import active_builder
 from engine.kernels._module import ModuleSpec, load_module
-from engine.kernels._params import struct_dtype
+from engine.kernels._params import ParamStruct
 from engine.kernels._prepared_launch import PreparedLaunch
 
 __all__ = ["KERNELS", "Kernel", "ceil_div", "has_pdl", "sm_count"]
@@ -60,19 +60,16 @@ class Kernel:
 
     Attributes
     ----------
-    layout : np.dtype or None
-        The struct's fields, offsets and size.
+    struct : ParamStruct or None
+        The struct's layout.
     """
 
     def __init__(self, entry: str, params: str, struct: str | None = None) -> None:
         self.entry = entry
-        self.struct = struct
         names, kinds = zip(*(item.split(":") for item in params.split()), strict=True)
         self._names: tuple[str, ...] = names
         self._casts = tuple(_CASTS[kind] for kind in kinds)
-        self.layout: np.dtype[Any] | None = None
-        if struct is not None:
-            self.layout = struct_dtype(names, kinds)
+        self.struct = None if struct is None else ParamStruct(struct, names, kinds)
         self._functions: dict[tuple[ModuleSpec, int], Any] = {}
         KERNELS.append(self)
 
@@ -118,7 +115,7 @@ class Kernel:
         function = self._function(spec, shared_mem, index)
         pdl = pdl and has_pdl(index)
         builder = active_builder()
-        if cluster == 1 and not pdl and builder is None and self.layout is None:
+        if cluster == 1 and not pdl and builder is None and self.struct is None:
             function(grid, block, values, shared_mem=shared_mem)
             return
         launch = PreparedLaunch(
@@ -127,7 +124,7 @@ class Kernel:
             block,
             shared_mem,
             values,
-            layout=self.layout,
+            struct=self.struct,
             cluster=cluster,
             pdl=pdl,
         )
@@ -139,6 +136,8 @@ class Kernel:
         if len(args) != len(self._names):
             self._wrong_arguments(args)
         try:
+            if self.struct is not None:  # which casts them itself
+                return tuple([args[name] for name in self._names])
             return tuple(
                 cast(args[name]) for name, cast in zip(self._names, self._casts, strict=True)
             )

@@ -64,7 +64,7 @@ class KernelLaunch:
         self.launch = launch
         self.places: dict[int, Place] = dict(pointers)
         self.places |= {index: place for index, place, _ in maps}
-        self._hosts = [(launch.hosts[index], *place) for index, place in pointers]
+        self._hosts = [(launch.host(index), *place) for index, place in pointers]
         self._maps = list(maps)
 
     def run(self, addresses: Sequence[int]) -> None:
@@ -220,7 +220,7 @@ def _kernel_launch(
 ) -> KernelLaunch:
     pointers, maps = [], []
     for index, value in enumerate(values):
-        if isinstance(value, np.generic):
+        if value is None or isinstance(value, np.generic | int | float):
             continue
         if isinstance(value, np.ndarray):
             address, *rest = map_source(value)

@@ -14,6 +14,7 @@ import numpy as np
 
 from engine import device
 from engine.errors import DeviceError
+from engine.kernels._params import ParamStruct
 
 __all__ = ["PreparedLaunch"]
 
@@ -50,8 +51,8 @@ class PreparedLaunch:
         A CUfunction.
     values : tuple
         NumPy scalars, CuPy arrays (passed as pointers), NumPy arrays (by value).
-    layout : np.dtype, optional
-        Pass the values as the fields of one struct of this layout.
+    struct : ParamStruct, optional
+        Pass the values as the fields of this struct.
     cluster : int
         Blocks per cluster, along the grid's first axis.
     pdl : bool
@@ -59,7 +60,7 @@ class PreparedLaunch:
         must itself wait for that one before it touches anything that either of them writes.
     """
 
-    __slots__ = ("_addresses", "_attributes", "_call", "_config", "_struct", "hosts")
+    __slots__ = ("_addresses", "_attributes", "_call", "_config", "_hosts", "_memory", "_struct")
 
     def __init__(
         self,
@@ -69,17 +70,20 @@ class PreparedLaunch:
         shared_bytes: int,
         values: tuple[Any, ...],
         *,
-        layout: np.dtype[Any] | None = None,
+        struct: ParamStruct | None = None,
         cluster: int = 1,
         pdl: bool = False,
     ) -> None:
-        self.hosts = [_host_value(value) for value in values]
-        self._struct = None
-        if layout is not None:
-            self._struct = np.zeros((), layout)
-            self.hosts = _into_struct(self._struct, self.hosts)
-        passed = self.hosts if self._struct is None else [self._struct]
-        self._addresses = (ctypes.c_void_p * len(passed))(*(h.ctypes.data for h in passed))
+        self._struct = struct
+        self._hosts: list[Any] = []
+        if struct is not None:
+            self._memory = struct.pack(values)
+            whole = (ctypes.c_char * len(self._memory)).from_buffer(self._memory)
+            self._addresses = (ctypes.c_void_p * 1)(ctypes.addressof(whole))
+        else:
+            self._hosts = [_host_value(value) for value in values]
+            addresses = [host.ctypes.data for host in self._hosts]
+            self._addresses = (ctypes.c_void_p * len(addresses))(*addresses)
         self._attributes, count = _attributes(cluster, pdl)
         self._config = _Config(
             (ctypes.c_uint * 3)(*grid, *(1,) * (3 - len(grid))),
@@ -113,12 +117,18 @@ class PreparedLaunch:
                 f"{config.num_attributes} attributes"
             )
 
+    def host(self, index: int) -> Any:
+        """Return the NumPy array of argument `index`; what is written into it is launched with."""
+        if self._struct is not None:
+            return self._struct.field(self._memory, index)
+        return self._hosts[index]
+
     def set_value(self, index: int, host: Any) -> None:
         """Pass the NumPy array `host` by value as argument `index` in later launches."""
         if self._struct is not None:
-            self.hosts[index][()] = host
+            self.host(index)[()] = host.reshape(())
             return
-        self.hosts[index] = host
+        self._hosts[index] = host
         self._addresses[index] = host.ctypes.data
 
 
@@ -135,14 +145,6 @@ def _attributes(cluster: int, pdl: bool) -> tuple[Any, int]:
         )
         count += 1
     return attributes, count
-
-
-def _into_struct(struct: Any, values: list[Any]) -> list[Any]:
-    """Copy the values into the fields in order; return a view of each field."""
-    views = [struct[name] for name in struct.dtype.names]
-    for view, value in zip(views, values, strict=True):
-        view[()] = value
-    return views
 
 
 def _host_value(value: Any) -> Any:

@@ -14,9 +14,20 @@ from engine.errors import CompileError
 from engine.kernels import _nvrtc
 from engine.kernels._launch import KERNELS
 from engine.kernels._module import source_dir
-from engine.kernels._params import struct_dtype
+from engine.kernels._params import ParamStruct, struct_dtype
 
 MAX_ARGUMENTS = 12
+_KINDS = ["i32", "tmap", "ptr", "f32", "i64", "i32", "f64", "u32", "u64", "i32"]
+_VALUES = {
+    "i32": np.int32(-5),
+    "i64": -(2**40),
+    "u32": 2**32 - 1,
+    "u64": 2**64 - 1,
+    "f32": 0.5,
+    "f64": np.float64(0.1),
+    "ptr": None,
+    "tmap": np.arange(128, dtype=np.uint8).view(np.dtype((np.void, 128))),
+}
 NOT_YET = {
     "attention_decode",
     "attention_decode_combine",
@@ -41,7 +52,7 @@ NOT_YET = {
 for _info in pkgutil.walk_packages(kernels.__path__, "engine.kernels."):
     importlib.import_module(_info.name)
 
-STRUCTS = {kernel.struct: kernel.layout for kernel in KERNELS if kernel.struct is not None}
+STRUCTS = {k.struct.name: k.struct.dtype for k in KERNELS if k.struct is not None}
 
 
 def _definition(name: str) -> str:
@@ -78,7 +89,7 @@ def _check(struct: str, layout: np.dtype) -> None:
 
 @pytest.mark.parametrize("struct", sorted(STRUCTS))
 def test_a_struct_has_the_layout_of_its_python_twin(struct: str) -> None:
-    layouts = {str(kernel.layout) for kernel in KERNELS if kernel.struct == struct}
+    layouts = {str(k.struct.dtype) for k in KERNELS if k.struct and k.struct.name == struct}
     assert len(layouts) == 1, f"kernels that take {struct} declare different parameters"
     _check(struct, STRUCTS[struct])
 
@@ -92,3 +103,27 @@ def test_another_layout_is_found() -> None:
 def test_kernels_of_many_parameters_take_a_struct() -> None:
     many = {k.entry: k.num_arguments for k in KERNELS if k.num_arguments > MAX_ARGUMENTS}
     assert set(many) == NOT_YET, f"more than {MAX_ARGUMENTS} arguments: {many}"
+
+
+def test_a_packed_struct_is_numpys():
+    names, types = zip(
+        *(f"{kind}_{i}:{kind}".split(":") for i, kind in enumerate(_KINDS)), strict=True
+    )
+    params = ParamStruct("P", names, types)
+    values = tuple(_VALUES[kind] for kind in types)
+    memory = params.pack(values)
+    whole = np.frombuffer(memory, params.dtype)[0]
+    for index, (name, kind) in enumerate(zip(names, types, strict=True)):
+        if kind == "tmap":
+            assert whole[name].tobytes() == _VALUES["tmap"].tobytes()
+        else:
+            assert whole[name] == params.field(memory, index)[()] == (_VALUES[kind] or 0)
+    field = params.field(memory, types.index("ptr"))
+    field[()] = 2**63 + 5
+    assert np.frombuffer(memory, params.dtype)[0][names[types.index("ptr")]] == 2**63 + 5
+
+
+def test_a_number_that_does_not_fit_is_named():
+    params = ParamStruct("P", ["n", "x"], ["i32", "ptr"])
+    with pytest.raises(OverflowError, match=r"P: .*got \{'n': 2147483648\}"):
+        params.pack((2**31, None))

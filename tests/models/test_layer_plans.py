@@ -15,7 +15,7 @@ from engine.device import to_numpy
 from engine.errors import LaunchPlanError
 from engine.kernels import _prepared_launch
 from engine.kernels._launch_plan import PlanBuilder, active_builder, making_plan, plan_call
-from engine.kernels._params import struct_dtype
+from engine.kernels._params import ParamStruct
 from engine.kernels._prepared_launch import PreparedLaunch
 from engine.kernels.gemm import launch as gemm_launch
 from engine.kernels.gemm.sm90 import HopperConfig
@@ -65,10 +65,15 @@ def launches(monkeypatch):
     monkeypatch.setattr(_prepared_launch.device, "cupy", lambda: cupy)
 
     def drive(config, function, addresses, extra):
-        seen.append([int(host) for host in current[-1].hosts])
+        launch = current[-1]
+        seen.append([int(launch.host(index)) for index in range(launch.num_values)])
         return 0
 
     class Seen(PreparedLaunch):
+        def __init__(self, *args, **options):
+            self.num_values = len(args[4])
+            super().__init__(*args, **options)
+
         def launch(self):
             current.append(self)
             super().launch()
@@ -77,22 +82,22 @@ def launches(monkeypatch):
     return SimpleNamespace(seen=seen, kind=Seen)
 
 
-def _builder(launches, *calls, layout=None):
+def _builder(launches, *calls, struct=None):
     builder = PlanBuilder()
     for values in calls:
-        launch = launches.kind(1, (2,), (32,), 0, values, layout=layout, pdl=True)
+        launch = launches.kind(1, (2,), (32,), 0, values, struct=struct, pdl=True)
         launch.launch()
         builder.add_launch("kernel", launch, values)
     return builder
 
 
-STRUCT = struct_dtype(["x", "weight", "n"], ["ptr", "ptr", "i32"])
+STRUCT = ParamStruct("Params", ["x", "weight", "n"], ["ptr", "ptr", "i32"])
 
 
-@pytest.mark.parametrize("layout", [None, STRUCT], ids=["arguments", "struct"])
-def test_a_plan_moves_its_arrays_and_nothing_else(launches, layout):
+@pytest.mark.parametrize("struct", [None, STRUCT], ids=["arguments", "struct"])
+def test_a_plan_moves_its_arrays_and_nothing_else(launches, struct):
     x, weight = Array(1000), Array(2000)
-    builder = _builder(launches, (x, weight, np.int32(2000)), layout=layout)
+    builder = _builder(launches, (x, weight, np.int32(2000)), struct=struct)
     plan = builder.finish([("weight", 2000, 100), ("x", 1000, 50)])
     assert plan.arrays == ("weight", "x") and str(plan) == "kernel(0=x, 1=weight)"
     plan.run([2500, 1500])
