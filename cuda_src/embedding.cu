@@ -2,13 +2,13 @@
 //
 //   out[t] = weight[token_ids[t]] * scale
 //
-//   token_ids (T,)   int32      outside [0, V): the row of out is NaN, but 0 for kPaddingId
+//   token_ids (T,)   int32      outside [0, V) the row of out is NaN; for kPaddingId it is 0
 //   weight    (V, N) scalar_t   contiguous
-//   out       (T, N) scalar_t   contiguous; is_large: L2 should not keep it
+//   out       (T, N) scalar_t   contiguous; is_large: larger than L2, which should not keep it
 //
 // Numerics: the product in float, rounded once (scale 1 is exact).
 // Parallelisation: one thread per kWidth features of up to kRows rows, all loaded before the first
-// is stored; blockIdx.x walks a row, blockIdx.y the rows.
+// store; blockIdx.x walks a row, blockIdx.y the rows.
 // Mirror: engine/reference/embedding.py
 #include "common/cluster.cuh"
 #include "common/packed.cuh"
@@ -48,7 +48,7 @@ __device__ __forceinline__ void embedding(const int* __restrict__ token_ids,
       Vec<scalar_t, kWidth> row = unpack<kWidth>(rows[i]);
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {
-        const float x = is_known ? to_float(row.v[j]) * scale : __int_as_float(0x7fffffff);
+        const float x = is_known ? to_float(row.v[j]) * scale : quiet_nan();
         row.v[j] = from_float<scalar_t>(x);
       }
       store_vec(out + token(i) * n + feature, row, is_large);
@@ -61,7 +61,7 @@ __device__ __forceinline__ void embedding(const int* __restrict__ token_ids,
       name(const int* token_ids, const scalar_t* weight, scalar_t* out, int64_t num_tokens, \
            int64_t vocab_size, int n, float scale, int is_large) {                          \
     pdl_wait();                                                                             \
-    pdl_trigger(); /* after the wait: decoding relies on it, see layers/attention.py */     \
+    pdl_trigger(); /* after the wait: layers/attention.py relies on this order */           \
     embedding<width>(token_ids, weight, out, num_tokens, vocab_size, n, scale, is_large);   \
   }
 

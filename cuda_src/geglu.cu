@@ -5,7 +5,7 @@
 //   x    (T, 2F) scalar_t   row stride x_stride
 //   out  (T, F)  scalar_t   row stride out_stride; may be the gate half of x
 //
-// gelu is g Phi(g) (erf), or its approximation by tanh: see common/activation.cuh.
+// gelu(g) is g Phi(g) (erf) or its tanh approximation, see common/activation.cuh.
 // Numerics: float, rounded once. Parallelisation: one thread per 16 bytes (or per element).
 // Mirror: engine/reference/geglu.py
 #include "common/activation.cuh"

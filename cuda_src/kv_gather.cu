@@ -3,20 +3,30 @@
 //   k[cu_seqlens_k[b] + p] = k_pages[block_tables[b, p / block_size], :, p % block_size]
 //   v[...]                 = v_pages[...]
 //
-//   k_pages, v_pages (P, K, block_size, D)  scalar_t   contiguous
-//   block_tables     (B, NB)                int32      row stride; read only where < context_len
-//   context_lens     (B,)                   int32
-//   cu_seqlens_k     (B + 1,)               int32      not decreasing, from 0
-//   k, v             (T, K, D)              scalar_t   contiguous
-//
 // A row of k and v that no sequence owns, that lies past its context_len or past the table, or
-// whose block id is outside [0, P), is NaN.
+// whose block id is outside [0, P), is NaN. Arguments: KvGatherParams, below.
+//
 // Numerics: a copy. Parallelisation: one thread per kWidth features; blockIdx.x is the row, whose
 // sequence every thread finds by bisection; blockIdx.y walks the features of k, then of v.
 // Mirror: engine/reference/kv_gather.py
 #include "common/types.cuh"
 
 constexpr int kThreads = 128;
+
+struct KvGatherParams {
+  const scalar_t *k_pages, *v_pages;  // (P, K, block_size, D) contiguous
+  const int* block_tables;            // (B, NB); read only where context_lens says so
+  const int* context_lens;            // (B,)
+  const int* cu_seqlens_k;            // (B + 1,) not decreasing, from 0
+  scalar_t *k, *v;                    // (T, K, D) contiguous
+  int num_sequences;                  // B
+  int num_columns;                    // NB
+  int block_size;
+  int64_t table_stride;  // elements from one row of block_tables to the next
+  int64_t num_blocks;    // P
+  int num_heads;         // K
+  int head_dim;          // D
+};
 
 // The last b in [0, num_sequences) with cu_seqlens[b] <= row: the owner of `row`, if it has one.
 __device__ __forceinline__ int find_sequence(const int* cu_seqlens, int num_sequences,
@@ -32,32 +42,21 @@ __device__ __forceinline__ int find_sequence(const int* cu_seqlens, int num_sequ
   return low;
 }
 
-struct Tables {
-  const int* block_tables;
-  const int* context_lens;
-  const int* cu_seqlens_k;
-  int num_sequences, num_columns, block_size;
-  int64_t table_stride, num_blocks;
-
-  // The slot of dense row `row`, or -1.
-  __device__ __forceinline__ int64_t slot(int64_t row) const {
-    if (num_sequences == 0) return -1;
-    const int b = find_sequence(cu_seqlens_k, num_sequences, row);
-    const int64_t position = row - cu_seqlens_k[b];
-    if (position < 0 || row >= cu_seqlens_k[b + 1] || position >= context_lens[b]) return -1;
-    const int64_t column = position / block_size;
-    if (column >= num_columns) return -1;
-    const int64_t block = block_tables[b * table_stride + column];
-    return block < 0 || block >= num_blocks ? -1 : block * block_size + position % block_size;
-  }
-};
+// The slot of dense row `row`; -1: none.
+__device__ __forceinline__ int64_t slot_of(const KvGatherParams& p, int64_t row) {
+  if (p.num_sequences == 0) return -1;
+  const int b = find_sequence(p.cu_seqlens_k, p.num_sequences, row);
+  const int64_t position = row - p.cu_seqlens_k[b];
+  if (position < 0 || row >= p.cu_seqlens_k[b + 1] || position >= p.context_lens[b]) return -1;
+  const int64_t column = position / p.block_size;
+  if (column >= p.num_columns) return -1;
+  const int64_t block = p.block_tables[b * p.table_stride + column];
+  return block < 0 || block >= p.num_blocks ? -1 : block * p.block_size + position % p.block_size;
+}
 
 template <int kWidth>
-__device__ __forceinline__ void kv_gather(const scalar_t* __restrict__ k_pages,
-                                          const scalar_t* __restrict__ v_pages, Tables tables,
-                                          scalar_t* __restrict__ k, scalar_t* __restrict__ v,
-                                          int num_heads, int head_dim) {
-  const int items_per_head = head_dim / kWidth;
+__device__ __forceinline__ void kv_gather(const KvGatherParams& p) {
+  const int num_heads = p.num_heads, items_per_head = p.head_dim / kWidth;
   const int item = blockIdx.y * kThreads + threadIdx.x;
   const int head_of_both = item / items_per_head;
   if (head_of_both >= 2 * num_heads) return;
@@ -65,28 +64,23 @@ __device__ __forceinline__ void kv_gather(const scalar_t* __restrict__ k_pages,
   const int64_t head = is_k ? head_of_both : head_of_both - num_heads;
   const int feature = (item % items_per_head) * kWidth;
 
-  const int64_t row = blockIdx.x, slot = tables.slot(row);
+  const int64_t row = blockIdx.x, slot = slot_of(p, row);
   Vec<scalar_t, kWidth> x;
   if (slot < 0) {
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) x.v[j] = from_float<scalar_t>(__int_as_float(0x7fffffff));
+    for (int j = 0; j < kWidth; ++j) x.v[j] = from_float<scalar_t>(quiet_nan());
   } else {
-    const int64_t block = slot / tables.block_size, offset = slot % tables.block_size;
-    const int64_t at = ((block * num_heads + head) * tables.block_size + offset) * head_dim;
-    x = load_vec<scalar_t, kWidth>((is_k ? k_pages : v_pages) + at + feature);
+    const int64_t block = slot / p.block_size, offset = slot % p.block_size;
+    const int64_t at = ((block * num_heads + head) * p.block_size + offset) * p.head_dim;
+    x = load_vec<scalar_t, kWidth>((is_k ? p.k_pages : p.v_pages) + at + feature);
   }
-  store_vec((is_k ? k : v) + (row * num_heads + head) * head_dim + feature, x);
+  store_vec((is_k ? p.k : p.v) + (row * num_heads + head) * p.head_dim + feature, x);
 }
 
-#define ENGINE_KV_GATHER(name, width)                                                  \
-  extern "C" __global__ void __launch_bounds__(kThreads)                               \
-      name(const scalar_t* k_pages, const scalar_t* v_pages, const int* block_tables,  \
-           const int* context_lens, const int* cu_seqlens_k, scalar_t* k, scalar_t* v, \
-           int num_sequences, int num_columns, int block_size, int64_t table_stride,   \
-           int64_t num_blocks, int num_heads, int head_dim) {                          \
-    const Tables tables{block_tables, context_lens, cu_seqlens_k, num_sequences,       \
-                        num_columns,  block_size,   table_stride, num_blocks};         \
-    kv_gather<width>(k_pages, v_pages, tables, k, v, num_heads, head_dim);             \
+#define ENGINE_KV_GATHER(name, width)                    \
+  extern "C" __global__ void __launch_bounds__(kThreads) \
+      name(const __grid_constant__ KvGatherParams p) {   \
+    kv_gather<width>(p);                                 \
   }
 
 ENGINE_KV_GATHER(kv_gather_vector, kVec)

@@ -3,16 +3,14 @@
 //   m = max over s of lse[s]        w[s] = exp(lse[s] - m)        w = sum of w[s]
 //   out = sum of w[s] * outputs[s] / w                            lse = m + log(w)
 //
-//   outputs (S, T, H, D) scalar_t   state 0 at `outputs`, state s at rest + (s - 1) * rest_stride
-//   lses    (S, T, H)    float      the same; -inf: the state is empty, its outputs are not used
-//   out     (T, H, D)    scalar_t   may be one of the states' outputs; is_large: L2 should not keep
-//                                   it
-//   lse_out (T, H)       float      -inf, and 0 in out, where every state is empty
+// A state with lse -inf is empty: its outputs are not used. Where every state is empty out is 0 and
+// lse is -inf. Arguments: MergeStatesParams, below.
 //
-// States are contiguous. Numerics: float, added in the order of s, rounded once.
+// Numerics: float, added in the order of s, rounded once.
 // Parallelisation: one thread per kWidth features of a row (t, h); a block takes as many rows as
-// have room. Four states are asked for before the first is used, or two states of two rows where there
-// are two and many rows. A thread writes only where it read, after reading: in place is safe.
+// its threads cover. The loads of four states are in flight before the first is used; with two
+// states and many rows, those of two states of two rows. A thread writes only what it has read, so
+// working in place is safe.
 // Mirror: engine/reference/merge_states.py
 #include "common/packed.cuh"
 #include "common/types.cuh"
@@ -21,11 +19,21 @@ constexpr int kThreads = 256;
 
 __device__ __forceinline__ float minus_inf() { return __int_as_float(0xff800000); }
 
-struct States {
-  const scalar_t *outputs, *rest;
-  const float *lses, *rest_lses;
-  int64_t rest_stride, rest_lse_stride;
-  int count;
+// S states of T * H rows, each state contiguous: state 0 at `outputs` and `lses`, state s > 0 at
+// `rest` and `rest_lses`, (s - 1) strides further on.
+struct MergeStatesParams {
+  const scalar_t* outputs;               // (T, H, D)
+  const scalar_t* rest;                  // (S - 1, T, H, D)
+  const float* lses;                     // (T, H)
+  const float* rest_lses;                // (S - 1, T, H)
+  int64_t rest_stride, rest_lse_stride;  // elements from one state to the next
+  scalar_t* out;                         // (T, H, D); may be one of the states' outputs
+  float* lse_out;                        // (T, H)
+  int64_t num_rows;                      // T * H
+  int num_states;                        // S
+  int head_dim;                          // D
+  int rows_per_block;
+  int is_large;  // 1: out is larger than L2, which should not keep it
 
   __device__ __forceinline__ float lse(int s, int64_t row) const {
     return s == 0 ? lses[row] : rest_lses[(s - 1) * rest_lse_stride + row];
@@ -35,20 +43,21 @@ struct States {
   }
 };
 
-// What is in flight of a row: the log-sum-exps and kWidth features of kStates states.
+// The log-sum-exps and kWidth features of kStates states of a row.
 template <int kWidth, int kStates>
 struct Loaded {
   float lse[kStates];
   Packed<kWidth> x[kStates];
 
-  __device__ __forceinline__ void load(const States& states, int first, int64_t row, int64_t at) {
+  __device__ __forceinline__ void load(const MergeStatesParams& p, int first, int64_t row,
+                                       int64_t at) {
 #pragma unroll
     for (int i = 0; i < kStates; ++i) {
       lse[i] = minus_inf();
       x[i] = Packed<kWidth>{};
-      if (first + i >= states.count) continue;
-      lse[i] = states.lse(first + i, row);
-      x[i] = load_packed<kWidth>(states.output(first + i) + at);
+      if (first + i >= p.num_states) continue;
+      lse[i] = p.lse(first + i, row);
+      x[i] = load_packed<kWidth>(p.output(first + i) + at);
     }
   }
 };
@@ -57,23 +66,22 @@ __device__ __forceinline__ float larger(float a, float b) {  // a NaN stays
   return a > b || a != a ? a : b;
 }
 
-// Merges kWidth features from `at`, the first kStates states of which are loaded; returns the row's
-// log-sum-exp.
+// Merges kWidth features from offset `at` on, given the first kStates states in `loaded`, and
+// returns the row's log-sum-exp.
 template <int kWidth, int kStates>
-__device__ __forceinline__ float merge_features(const States& states, int64_t row, int64_t at,
-                                                Loaded<kWidth, kStates>& loaded, scalar_t* out,
-                                                bool is_large) {
+__device__ __forceinline__ float merge_features(const MergeStatesParams& p, int64_t row, int64_t at,
+                                                Loaded<kWidth, kStates>& loaded) {
   float largest = minus_inf(), total = 0.0f, sum[kWidth] = {};
 #pragma unroll
   for (int i = 0; i < kStates; ++i) largest = larger(loaded.lse[i], largest);
 #pragma unroll 1
-  for (int s = kStates; s < states.count; ++s) largest = larger(states.lse(s, row), largest);
+  for (int s = kStates; s < p.num_states; ++s) largest = larger(p.lse(s, row), largest);
 #pragma unroll 1
-  for (int first = 0; first < states.count; first += kStates) {
-    if (first > 0) loaded.load(states, first, row, at);
+  for (int first = 0; first < p.num_states; first += kStates) {
+    if (first > 0) loaded.load(p, first, row, at);
 #pragma unroll
     for (int i = 0; i < kStates; ++i) {
-      if (loaded.lse[i] == minus_inf()) continue;  // what an empty state holds may be NaN
+      if (loaded.lse[i] == minus_inf()) continue;  // the output of an empty state may be NaN
       const float weight = expf(loaded.lse[i] - largest);
       const Vec<scalar_t, kWidth> own = unpack<kWidth>(loaded.x[i]);
       total += weight;
@@ -85,47 +93,41 @@ __device__ __forceinline__ float merge_features(const States& states, int64_t ro
   Vec<scalar_t, kWidth> y;
 #pragma unroll
   for (int j = 0; j < kWidth; ++j) y.v[j] = from_float<scalar_t>(sum[j] * scale);
-  store_vec(out + at, y, is_large);
+  store_vec(p.out + at, y, p.is_large != 0);
   return total == 0.0f ? minus_inf() : largest + logf(total);
 }
 
-// kRows rows a thread, rows_per_block apart.
+// Each thread merges kRows rows, rows_per_block apart.
 template <int kWidth, int kStates, int kRows>
-__device__ __forceinline__ void merge_states(const States& states, scalar_t* out, float* lse_out,
-                                             int64_t num_rows, int head_dim, int rows_per_block,
-                                             bool is_large) {
-  const int items = head_dim / kWidth;
+__device__ __forceinline__ void merge_states(const MergeStatesParams& p) {
+  const int items = p.head_dim / kWidth;
   const int threads_per_row = min(items, kThreads);
   const int place = static_cast<int>(threadIdx.x) / threads_per_row;
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * kRows * rows_per_block + place;
-  if (place >= rows_per_block) return;
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kRows * p.rows_per_block + place;
+  if (place >= p.rows_per_block) return;
   const int first = static_cast<int>(threadIdx.x) % threads_per_row;
 #pragma unroll 1
   for (int item = first; item < items; item += threads_per_row) {
     Loaded<kWidth, kStates> loaded[kRows];
-    const auto row_of = [&](int i) { return row + i * rows_per_block; };
-    const auto at = [&](int i) { return row_of(i) * head_dim + item * kWidth; };
+    const auto row_of = [&](int i) { return row + i * p.rows_per_block; };
+    const auto at = [&](int i) { return row_of(i) * p.head_dim + item * kWidth; };
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      if (row_of(i) < num_rows) loaded[i].load(states, 0, row_of(i), at(i));
+      if (row_of(i) < p.num_rows) loaded[i].load(p, 0, row_of(i), at(i));
     }
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      if (row_of(i) >= num_rows) break;
-      const float lse = merge_features(states, row_of(i), at(i), loaded[i], out, is_large);
-      if (item == 0) lse_out[row_of(i)] = lse;
+      if (row_of(i) >= p.num_rows) break;
+      const float lse = merge_features(p, row_of(i), at(i), loaded[i]);
+      if (item == 0) p.lse_out[row_of(i)] = lse;
     }
   }
 }
 
-#define ENGINE_MERGE_STATES(name, width, states_at_once, rows)                                     \
-  extern "C" __global__ void __launch_bounds__(kThreads) name(                                     \
-      const scalar_t* outputs, const scalar_t* rest, const float* lses, const float* rest_lses,    \
-      int64_t rest_stride, int64_t rest_lse_stride, int num_states, scalar_t* out, float* lse_out, \
-      int64_t num_rows, int head_dim, int rows_per_block, int is_large) {                          \
-    merge_states<width, states_at_once, rows>(                                                     \
-        States{outputs, rest, lses, rest_lses, rest_stride, rest_lse_stride, num_states}, out,     \
-        lse_out, num_rows, head_dim, rows_per_block, is_large != 0);                               \
+#define ENGINE_MERGE_STATES(name, width, num_states_at_once, num_rows_at_once) \
+  extern "C" __global__ void __launch_bounds__(kThreads)                       \
+      name(const __grid_constant__ MergeStatesParams p) {                      \
+    merge_states<width, num_states_at_once, num_rows_at_once>(p);              \
   }
 
 ENGINE_MERGE_STATES(merge_states_vector, kVec, 4, 1)

@@ -2,8 +2,8 @@
 //
 //   x, out  (n,) scalar_t   contiguous; out may be x
 //
-// Numerics: float, rounded once. Parallelisation: one thread per 16 bytes, then one per element of
-// what is left over.
+// Numerics: float, rounded once. Parallelisation: one thread per 16 bytes, then one per remaining
+// element.
 // Mirror: engine/reference/relu.py
 #include "common/activation.cuh"
 #include "common/elementwise.cuh"

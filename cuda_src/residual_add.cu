@@ -3,7 +3,7 @@
 //   x, residual, out  (n,) scalar_t   contiguous; out may be x or residual
 //
 // Numerics: the sum in float, rounded once. Parallelisation: one thread per 16 bytes, then one per
-// element of what is left over.
+// remaining element.
 // Mirror: engine/reference/residual_add.py
 #include "common/elementwise.cuh"
 

@@ -6,11 +6,11 @@
 // Arguments: RmsnormParams, below.
 //
 // Numerics: sums and products in float; y is rounded once, after the weight.
-// Parallelisation: one row per 1 to 16 warps, chosen by N alone so that a row's sum does not depend
-// on how many rows there are. A thread keeps its two or four vectors of the row in registers: one
-// read, all loads in flight at once. Rows that are longer, or not aligned to 16 bytes, are read
-// twice by one warp or eight; each thread re-reads only what it read (or wrote) itself, so the
-// second pass comes from L1 and writing in place is safe.
+// Parallelisation: one row per 1 to 16 warps, chosen by N alone, so that a row's sum does not depend
+// on the number of rows. A thread keeps two or four vectors of the row in registers: the row is read
+// once, with all loads in flight together. Rows that are longer, or not aligned to 16 bytes, are read
+// twice, by one warp or eight; a thread re-reads only what it has read or written itself, so the
+// second pass hits L1 and writing in place is safe.
 // Mirror: engine/reference/rmsnorm.py
 #include "common/cluster.cuh"
 #include "common/packed.cuh"
@@ -32,8 +32,9 @@ struct RmsnormParams {
 struct Rows {
   int64_t stride_a, stride_b;
   int num_b;
+
   __device__ __forceinline__ int64_t offset(int64_t row) const {
-    if (num_b == 1) return row * stride_a;  // spares the division, which is slow
+    if (num_b == 1) return row * stride_a;  // avoids the slow division
     return (row / num_b) * stride_a + (row % num_b) * stride_b;
   }
 };
@@ -45,40 +46,42 @@ struct Row {
   float eps, weight_offset;
 };
 
-using Held = Packed<kVec>;
+using Words = Packed<kVec>;
 
-// Makes the compiler forget what it knows of x: it would keep the unpacked floats, twice as many.
-__device__ __forceinline__ void forget(Held& x) {
+// Hides the value of x from the compiler, which would otherwise keep the unpacked floats from the
+// first use to the second: twice as many registers.
+__device__ __forceinline__ void hide_value(Words& x) {
 #pragma unroll
   for (uint32_t& word : x.v.v) asm volatile("" : "+r"(word));
 }
 
-template <int kWarpsPerRow, int kHeld>
-__device__ __forceinline__ void rmsnorm_held_row(const Row& row, float* smem_sums) {
+// A row in registers, kVectors vectors a thread.
+template <int kWarpsPerRow, int kVectors>
+__device__ __forceinline__ void rmsnorm_register_row(const Row& row, float* smem_sums) {
   constexpr int kStep = kWarpsPerRow * kWarpSize * kVec;
   const int begin = (threadIdx.x % (kWarpsPerRow * kWarpSize)) * kVec;
   const bool has_residual = row.residual != nullptr;
-  Held h[kHeld], r[kHeld], w[kHeld];
+  Words h[kVectors], r[kVectors], w[kVectors];
 #pragma unroll
-  for (int k = 0; k < kHeld; ++k) {
+  for (int k = 0; k < kVectors; ++k) {
     const int i = begin + k * kStep;
-    h[k] = r[k] = Held{};
+    h[k] = r[k] = Words{};
     if (i < row.n) h[k] = load_packed<kVec>(row.x + i);
     if (i < row.n && has_residual) r[k] = load_packed<kVec>(row.residual + i);
   }
   const auto load_weight = [&] {
 #pragma unroll
-    for (int k = 0; k < kHeld; ++k) {
+    for (int k = 0; k < kVectors; ++k) {
       const int i = begin + k * kStep;
-      w[k] = Held{};
+      w[k] = Words{};
       if (i < row.n) w[k] = load_packed<kVec>(row.weight + i);
     }
   };
-  constexpr bool kHasRoom = kHeld <= 2;  // else in the registers of r, once these are free
-  if (kHasRoom) load_weight();
+  constexpr bool kLoadsWeightFirst = kVectors <= 2;  // else it reuses the registers of r
+  if (kLoadsWeightFirst) load_weight();
   float sum_of_squares = 0.0f;
 #pragma unroll
-  for (int k = 0; k < kHeld; ++k) {
+  for (int k = 0; k < kVectors; ++k) {
     const int i = begin + k * kStep;
     Vec<scalar_t, kVec> own = unpack<kVec>(h[k]);
     if (has_residual) {
@@ -93,14 +96,14 @@ __device__ __forceinline__ void rmsnorm_held_row(const Row& row, float* smem_sum
 #pragma unroll
     for (int j = 0; j < kVec; ++j) sum_of_squares += to_float(own.v[j]) * to_float(own.v[j]);
   }
-  if (!kHasRoom) load_weight();
+  if (!kLoadsWeightFirst) load_weight();
   sum_of_squares = block_sum<kWarpsPerRow>(sum_of_squares, smem_sums);
   const float scale = 1.0f / sqrtf(sum_of_squares / row.n + row.eps);
 #pragma unroll
-  for (int k = 0; k < kHeld; ++k) {
+  for (int k = 0; k < kVectors; ++k) {
     const int i = begin + k * kStep;
-    forget(h[k]);
-    forget(w[k]);
+    hide_value(h[k]);
+    hide_value(w[k]);
     Vec<scalar_t, kVec> own = unpack<kVec>(h[k]);
     const Vec<scalar_t, kVec> weight = unpack<kVec>(w[k]);
 #pragma unroll
@@ -112,6 +115,7 @@ __device__ __forceinline__ void rmsnorm_held_row(const Row& row, float* smem_sum
   }
 }
 
+// A row of any length, read twice.
 template <int kWarpsPerRow, int kWidth>
 __device__ __forceinline__ void rmsnorm_long_row(const Row& row, float* smem_sums) {
   using V = Vec<scalar_t, kWidth>;
@@ -147,8 +151,8 @@ __device__ __forceinline__ void rmsnorm_long_row(const Row& row, float* smem_sum
   }
 }
 
-// Both the rows of x and those of out are (A, B) of them; whole warps leave where there is no row,
-// and rows of several warps have a block of their own, so no barrier is missed.
+// SAFETY: warps without a row leave as a whole, and a row of several warps has a block of its own, so
+// no barrier waits for a thread that has left.
 template <int kThreads, int kWarpsPerRow, auto kRowFunction>
 __device__ __forceinline__ void rmsnorm(const RmsnormParams& p) {
   pdl_trigger();
@@ -174,12 +178,12 @@ __device__ __forceinline__ void rmsnorm(const RmsnormParams& p) {
     rmsnorm<threads, warps_per_row, row_function>(p);                   \
   }
 
-ENGINE_RMSNORM(rmsnorm_held_1, 128, 1, (rmsnorm_held_row<1, 2>))
-ENGINE_RMSNORM(rmsnorm_held_2, 64, 2, (rmsnorm_held_row<2, 2>))
-ENGINE_RMSNORM(rmsnorm_held_4, 128, 4, (rmsnorm_held_row<4, 2>))
-ENGINE_RMSNORM(rmsnorm_held_8, 256, 8, (rmsnorm_held_row<8, 2>))
-ENGINE_RMSNORM(rmsnorm_held_16, 256, 8, (rmsnorm_held_row<8, 4>))
-ENGINE_RMSNORM(rmsnorm_held_32, 512, 16, (rmsnorm_held_row<16, 4>))
+ENGINE_RMSNORM(rmsnorm_registers_1, 128, 1, (rmsnorm_register_row<1, 2>))
+ENGINE_RMSNORM(rmsnorm_registers_2, 64, 2, (rmsnorm_register_row<2, 2>))
+ENGINE_RMSNORM(rmsnorm_registers_4, 128, 4, (rmsnorm_register_row<4, 2>))
+ENGINE_RMSNORM(rmsnorm_registers_8, 256, 8, (rmsnorm_register_row<8, 2>))
+ENGINE_RMSNORM(rmsnorm_registers_16, 256, 8, (rmsnorm_register_row<8, 4>))
+ENGINE_RMSNORM(rmsnorm_registers_32, 512, 16, (rmsnorm_register_row<16, 4>))
 ENGINE_RMSNORM(rmsnorm_long_vector, 256, 8, (rmsnorm_long_row<8, kVec>))
 ENGINE_RMSNORM(rmsnorm_warp_scalar, 128, 1, (rmsnorm_long_row<1, 1>))
 ENGINE_RMSNORM(rmsnorm_long_scalar, 256, 8, (rmsnorm_long_row<8, 1>))

@@ -1,12 +1,12 @@
-// The activations, float to float. Forms are chosen so that nothing cancels in the tails:
+// The activations, float to float, in forms without cancellation in the tails:
 //
 //   silu(x)      = x sigmoid(x)
 //   gelu_tanh(x) = x (1 + tanh u) / 2 = x sigmoid(2 u),  u = sqrt(2 / pi) (x + 0.044715 x^3)
 //   gelu_erf(x)  = x (1 + erf(x / sqrt 2)) / 2 = x erfc(-x / sqrt 2) / 2
 //   relu(x)      = max(x, 0), and NaN stays NaN
 //
-// Where exp overflows, the quotient is the right zero. x = -inf gives NaN (relu: 0). The division
-// is the approximate one (2 units in the last place): the exact one costs a branch an element.
+// Where exp overflows the quotient is 0, which is correct. x = -inf gives NaN (relu: 0). The division
+// is the approximate one (2 units in the last place): the exact one branches for each element.
 // Mirror: engine/reference/_activation.py
 #pragma once
 

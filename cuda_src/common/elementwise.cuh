@@ -4,9 +4,9 @@
 #include "common/cluster.cuh"
 #include "common/types.cuh"
 
-// out[i] = f(x[i], ...) for n elements of contiguous arrays. Thread i takes 16-byte vector i of the
-// first num_vectors; the threads after these take one of the elements that are left. num_vectors is
-// 0 when a pointer is not aligned. A thread writes only what it read: out may be one of the inputs.
+// out[i] = f(x[i], ...) for n elements of contiguous arrays. Each of the first num_vectors threads
+// takes one 16-byte vector, each thread after them one of the remaining elements. num_vectors is 0
+// if a pointer is not aligned. A thread writes only what it has read, so out may be an input.
 template <typename F, typename... Inputs>
 __device__ __forceinline__ void map_flat(int64_t num_vectors, int64_t n, F f, scalar_t* out,
                                          const Inputs*... inputs) {
@@ -46,7 +46,7 @@ __device__ __forceinline__ void map_gated(const scalar_t* x, scalar_t* out, int6
   }
 }
 
-// The entry point `name` of a gated op whose activation is `f`, a function of activation.cuh.
+// The entry point `name` of a gated op with the activation `f` of activation.cuh.
 #define ENGINE_GATED(name, width, f)                                                               \
   extern "C" __global__ void __launch_bounds__(kGatedThreads)                                      \
       name(const scalar_t* x, scalar_t* out, int64_t num_rows, int num_features, int64_t x_stride, \

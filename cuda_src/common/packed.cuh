@@ -1,6 +1,6 @@
-// Vectors of scalar_t as they are kept while others are loaded.
+// Vectors of scalar_t that stay in registers while other loads are in flight.
 //
-// Elements of two bytes that are kept one by one take a register each; as words they share.
+// Kept as single elements, 16-bit values would take a register each; as 32-bit words two share one.
 #pragma once
 
 #include "common/types.cuh"
@@ -29,8 +29,8 @@ __device__ __forceinline__ Vec<scalar_t, kWidth> unpack(const Packed<kWidth>& x)
   return reinterpret_cast<const Vec<scalar_t, kWidth>&>(x);
 }
 
-// As store_vec; with `is_streamed` L2 gives the line up first: for results larger than L2, which
-// would push out what is read next and be pushed out themselves before anyone reads them.
+// As store_vec; with `is_streamed` L2 evicts the line first. Meant for results larger than L2: they
+// would evict what is read next, and be evicted themselves before they are read.
 template <typename T, int N>
 __device__ __forceinline__ void store_vec(T* p, const Vec<T, N>& x, bool is_streamed) {
   if constexpr (sizeof(x) == kVecBytes) {
@@ -42,7 +42,7 @@ __device__ __forceinline__ void store_vec(T* p, const Vec<T, N>& x, bool is_stre
   store_vec(p, x);
 }
 
-// As load_packed; with `is_streamed` as store_vec above, for what is not read again.
+// As load_packed; with `is_streamed` L2 evicts the line first: it is not read again.
 template <int kWidth>
 __device__ __forceinline__ Packed<kWidth> load_packed(const scalar_t* p, bool is_streamed) {
   if constexpr (kWidth == kVec) {

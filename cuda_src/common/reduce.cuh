@@ -18,18 +18,19 @@ __device__ __forceinline__ float warp_max(float x) {
   return x;
 }
 
-// Sum over the kWarps warps that share a block; every thread gets it. Contains two barriers, so all
-// threads of the block must call it; `smem` holds kWarps floats.
+// The sum over the kWarps warps of a block, in every thread. It contains two block barriers, so all
+// threads must call it; `smem` holds kWarps floats.
 template <int kWarps>
 __device__ __forceinline__ float block_sum(float x, float* smem) {
   x = warp_sum(x);
   if constexpr (kWarps == 1) return x;
   const int warp_idx = threadIdx.x / kWarpSize, lane_idx = threadIdx.x % kWarpSize;
-  __syncthreads();  // SAFETY: `smem` may still be read by the call before.
+  __syncthreads();  // SAFETY: threads may still read `smem` of the previous call.
   if (lane_idx == 0) smem[warp_idx] = x;
   __syncthreads();
   float total = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kWarps; ++i) total += smem[i];  // same order in every thread: one result
+  for (int i = 0; i < kWarps; ++i)
+    total += smem[i];  // the same order in every thread, so the same sum
   return total;
 }

@@ -1,4 +1,4 @@
-// scalar_t, the dtype a file is compiled for, and how to move between it and float.
+// scalar_t, the dtype a file is compiled for, its conversions to and from float, and vectors.
 //
 // The loader defines ENGINE_DTYPE: 0 float, 1 __half, 2 __nv_bfloat16. Arithmetic is always float;
 // scalar_t is only how values are stored. Rounding is to nearest even, as NumPy and ml_dtypes do.
@@ -42,11 +42,13 @@ __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
   return __float2bfloat16_rn(x);
 }
 
-// The value x has after being stored: what a fused kernel must use where an unfused one would read
-// its operand back from memory.
+// x as it would be read back after being stored: a fused kernel rounds where separate kernels would
+// have stored and loaded the value.
 __device__ __forceinline__ float round_to_scalar(float x) {
   return to_float(from_float<scalar_t>(x));
 }
+
+__device__ __forceinline__ float quiet_nan() { return __int_as_float(0x7fffffff); }
 
 // Two floats as one register of T values, `low` in the lower half: how an operand fragment is made
 // from accumulators.

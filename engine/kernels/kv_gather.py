@@ -20,8 +20,8 @@ _PARAMS = (
     "num_sequences:i32 num_columns:i32 block_size:i32 table_stride:i64 num_blocks:i64 "
     "num_heads:i32 head_dim:i32"
 )
-_VECTOR = Kernel("kv_gather_vector", _PARAMS)
-_SCALAR = Kernel("kv_gather_scalar", _PARAMS)
+_VECTOR = Kernel("kv_gather_vector", _PARAMS, struct="KvGatherParams")
+_SCALAR = Kernel("kv_gather_scalar", _PARAMS, struct="KvGatherParams")
 
 
 def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:

@@ -17,8 +17,8 @@ _PARAMS = (
     "k:ptr v:ptr k_pages:ptr v_pages:ptr slot_mapping:ptr num_slots:i64 num_heads:i32 "
     "head_dim:i32 block_size:i32 k_stride_t:i64 k_stride_h:i64 v_stride_t:i64 v_stride_h:i64"
 )
-_VECTOR = Kernel("kv_store_vector", _PARAMS)
-_SCALAR = Kernel("kv_store_scalar", _PARAMS)
+_VECTOR = Kernel("kv_store_vector", _PARAMS, struct="KvStoreParams")
+_SCALAR = Kernel("kv_store_scalar", _PARAMS, struct="KvStoreParams")
 
 
 def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:

@@ -18,13 +18,12 @@ __all__ = ["merge_states", "specs"]
 
 _THREADS = 256  # kThreads of the CUDA file
 _PARAMS = (
-    "outputs:ptr rest:ptr lses:ptr rest_lses:ptr rest_stride:i64 rest_lse_stride:i64 "
-    "num_states:i32 out:ptr lse_out:ptr num_rows:i64 head_dim:i32 rows_per_block:i32 "
-    "is_large:i32"
+    "outputs:ptr rest:ptr lses:ptr rest_lses:ptr rest_stride:i64 rest_lse_stride:i64 out:ptr "
+    "lse_out:ptr num_rows:i64 num_states:i32 head_dim:i32 rows_per_block:i32 is_large:i32"
 )
-_VECTOR = Kernel("merge_states_vector", _PARAMS)
-_PAIRS = Kernel("merge_states_pairs", _PARAMS)  # for two states, two rows a thread
-_SCALAR = Kernel("merge_states_scalar", _PARAMS)
+_VECTOR = Kernel("merge_states_vector", _PARAMS, struct="MergeStatesParams")
+_PAIRS = Kernel("merge_states_pairs", _PARAMS, struct="MergeStatesParams")  # two states, two rows
+_SCALAR = Kernel("merge_states_scalar", _PARAMS, struct="MergeStatesParams")
 
 
 def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:

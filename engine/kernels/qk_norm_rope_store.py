@@ -28,7 +28,9 @@ _PARAMS = (
     "weight_offset:f32"
 )
 _KERNELS = {
-    (pairing, access): Kernel(f"qk_norm_rope_store_{pairing}_{access}", _PARAMS)
+    (pairing, access): Kernel(
+        f"qk_norm_rope_store_{pairing}_{access}", _PARAMS, struct="QkNormRopeStoreParams"
+    )
     for pairing in ("half", "interleaved")
     for access in ("vector", "scalar")
 }

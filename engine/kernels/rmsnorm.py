@@ -17,11 +17,12 @@ _PARAMS = (
     "x:ptr residual:ptr weight:ptr out:ptr residual_out:ptr num_rows:i64 n:i32 num_b:i32 "
     "x_stride_a:i64 x_stride_b:i64 out_stride_a:i64 out_stride_b:i64 eps:f32 weight_offset:f32"
 )
-_HELD = {1: 128, 2: 64, 4: 128, 8: 256, 16: 256, 32: 512}  # KB of a row held: threads a block
+# Rows that stay in registers: bytes of the longest row (KiB) -> threads a block.
+_REGISTER_ROWS = {1: 128, 2: 64, 4: 128, 8: 256, 16: 256, 32: 512}
 _KERNELS = {
     name: Kernel(f"rmsnorm_{name}", _PARAMS, struct="RmsnormParams")
     for name in (
-        *(f"held_{size}" for size in _HELD),
+        *(f"registers_{size}" for size in _REGISTER_ROWS),
         "long_vector",
         "warp_scalar",
         "long_scalar",
@@ -49,13 +50,13 @@ def choose_config(n: int, itemsize: int, *, is_aligned: bool) -> Config:
     Examples
     --------
     >>> choose_config(4096, 2, is_aligned=True)
-    Config(kernel='held_8', threads=256, rows_per_block=1)
+    Config(kernel='registers_8', threads=256, rows_per_block=1)
     """
     if not is_aligned:
         return Config("warp_scalar", 128, 4) if n <= 512 else Config("long_scalar", 256, 1)
-    for size, threads in _HELD.items():
+    for size, threads in _REGISTER_ROWS.items():
         if n * itemsize <= 1024 * size:
-            return Config(f"held_{size}", threads, 4 if size == 1 else 1)
+            return Config(f"registers_{size}", threads, 4 if size == 1 else 1)
     return Config("long_vector", 256, 1)
 
 

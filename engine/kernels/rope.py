@@ -28,7 +28,7 @@ _PARAMS = (
     "items_per_head:i32 heads_per_block:i32 is_large:i32"
 )
 _KERNELS = {
-    (pairing, access): Kernel(f"rope_{pairing}_{access}", _PARAMS)
+    (pairing, access): Kernel(f"rope_{pairing}_{access}", _PARAMS, struct="RopeParams")
     for pairing in ("half", "interleaved")
     for access in ("vector", "scalar")
 }

@@ -32,21 +32,6 @@ NOT_YET = {
     "attention_decode",
     "attention_decode_combine",
     "attention_decode_sm90",
-    "kv_gather_scalar",
-    "kv_gather_vector",
-    "kv_store_scalar",
-    "kv_store_vector",
-    "merge_states_pairs",
-    "merge_states_scalar",
-    "merge_states_vector",
-    "qk_norm_rope_store_half_scalar",
-    "qk_norm_rope_store_half_vector",
-    "qk_norm_rope_store_interleaved_scalar",
-    "qk_norm_rope_store_interleaved_vector",
-    "rope_half_scalar",
-    "rope_half_vector",
-    "rope_interleaved_scalar",
-    "rope_interleaved_vector",
 }
 
 for _info in pkgutil.walk_packages(kernels.__path__, "engine.kernels."):

@@ -76,9 +76,9 @@ def test_scaling_a_row_changes_nothing(xp):
 
 
 def test_config_is_a_pure_function():
-    assert choose_config(512, 2, is_aligned=True) == Config("held_1", 128, 4)
-    assert choose_config(576, 2, is_aligned=True) == Config("held_2", 64, 1)
-    assert choose_config(16384, 2, is_aligned=True) == Config("held_32", 512, 1)
+    assert choose_config(512, 2, is_aligned=True) == Config("registers_1", 128, 4)
+    assert choose_config(576, 2, is_aligned=True) == Config("registers_2", 64, 1)
+    assert choose_config(16384, 2, is_aligned=True) == Config("registers_32", 512, 1)
     assert choose_config(16384, 4, is_aligned=True) == Config("long_vector", 256, 1)
     assert choose_config(4096, 4, is_aligned=False) == Config("long_scalar", 256, 1)
 
