@@ -2,21 +2,14 @@
 //
 //   out = softmax(cap(scale * Q K^T) + mask) V        for every sequence b and query head h
 //
-//   q             (B, Q, H, D)          scalar_t   query i of Q sees keys 0 to len - Q + i
-//   k, v          (P, K, block_size, D) scalar_t   token j: page block_tables[b, j / block_size]
-//   block_tables  (B, NB) int32                    read only where context_lens says so
-//   context_lens  (B,)    int32                    keys of each sequence, the Q new ones included
-//   tree_masks    (B, Q)  uint64   bit j of token i: it sees token j, of those up to itself; or null
-//   out           (B, Q, H, D) scalar_t            lse (B, Q, H) float, contiguous, or null
-//   partial_o     (num_splits, B * H * Q, D) float       a split's sum of P V; null: one split
-//   partial_stats (num_splits, B * H * Q, 2) float       a split's maximum (log2), sum of P
+// Query i of Q sees keys 0 to len - Q + i. Arguments: AttentionDecodeParams, below.
 //
-// Numerics: as attention_prefill. Splits are combined exactly: each is weighed by 2^(its maximum -
-// the largest), in the order of the keys, so a result does not depend on who finished first.
+// Numerics: as attention_prefill. Splits are combined exactly: each is weighted by 2^(its maximum -
+// the largest), in the order of the keys, so a result does not depend on which finished first.
 // Parallelisation: a block takes one split of the keys of one sequence and key/value head, for up
 // to kRows rows (token, head of the group). With few rows its warps divide the keys instead.
-// Lengths are read on the device only, and splits without keys leave at once: a captured graph
-// stays right while sequences grow. attention_decode_combine then takes one warp a row.
+// Lengths are read on the device only, and blocks of splits without keys exit at once, so a captured
+// graph stays valid while sequences grow. attention_decode_combine then takes one warp a row.
 // Mirror: engine/reference/attention_decode.py
 #if ENGINE_DTYPE == 0
 #include "common/attention_simt.cuh"
@@ -27,12 +20,43 @@ using Core = MmaAttention<HEAD_DIM, WARPS_M, WARPS_N, ROW_TILES, TILE_KEYS, STAG
 #endif
 static_assert(Core::kSharedBytes == SHARED_BYTES, "kernels/_attention.py computes another size");
 
-constexpr int kSplitGrain = 64;  // a split holds a multiple of this many keys, except the last
+#include "attention_decode/problem.cuh"
+
+constexpr int kHeadDim = HEAD_DIM;  // D, padded
+constexpr int kSplitGrain = 64;     // a split holds a multiple of this many keys, except the last
 constexpr int kCombineThreads = 128;
+
+// Of both kernels. Strides are in elements.
+struct AttentionDecodeParams {
+  const scalar_t* q;                  // (B, Q, H, D)
+  const scalar_t *k_pages, *v_pages;  // (P, K, block_size, D)
+  const int* block_tables;            // (B, NB) token j is in page [b, j / block_size]
+  const int* context_lens;            // (B,) keys of each sequence, the Q new ones included
+  const uint64_t* tree_masks;         // (B, Q) bit j of token i: it sees token j <= i; or null
+  scalar_t* out;                      // (B, Q, H, D)
+  float* lse;                         // (B, Q, H) contiguous, or null
+  float* partial_o;                   // (num_splits, B * H * Q, D) sums of P V; null: one split
+  float* partial_stats;               // (num_splits, B * H * Q, 2) maximum (log2) and sum of P
+  int64_t q_stride_b, q_stride_t, q_stride_h;
+  int64_t page_stride, table_stride;
+  int64_t out_stride_b, out_stride_t, out_stride_h;
+  int64_t max_keys;             // NB * block_size
+  int64_t num_rows;             // B * H * Q
+  int num_queries, num_heads;   // Q, H
+  int num_kv_heads, group;      // K, H / K
+  int head_dim;                 // D
+  int block_shift, num_blocks;  // log2(block_size), P
+  int window;                   // 0: none
+  int num_splits;
+  int is_vector;                    // all rows start at, and are whole, 16-byte words
+  float score_inner, score_factor;  // ScoreRule
+
+  __device__ __forceinline__ bool has_partials() const { return partial_o != nullptr; }
+};
 
 // How the keys that any row of a sequence sees are cut: the same in both kernels.
 struct Splits {
-  int first, chunk, count;
+  int first, chunk, count;  // the first key, keys of a split, splits with keys
 
   __device__ __forceinline__ Splits(const RowRule& rows, int num_keys, int num_splits) {
     first = rows.first_key(0) / kSplitGrain * kSplitGrain;
@@ -42,7 +66,7 @@ struct Splits {
   }
 };
 
-// A writer (see Output) of one split's unfinished rows.
+// A writer (see Output) of one split's partial rows.
 struct PartialOutput {
   float* o;  // row 0 of this sequence and key/value head
   float* stats;
@@ -64,106 +88,99 @@ struct PartialOutput {
   }
 };
 
-// SAFETY: a length that does not fit the block table is cut to it.
-__device__ __forceinline__ int sequence_length(const int* context_lens, int b, int64_t max_keys) {
-  return static_cast<int>(min(static_cast<int64_t>(max(context_lens[b], 0)), max_keys));
+// The results of one sequence and key/value head.
+__device__ __forceinline__ Output output_of(const AttentionDecodeParams& p, int b, int kv_head,
+                                            bool is_vector) {
+  const int head = kv_head * p.group;
+  const int64_t lse_begin = static_cast<int64_t>(b) * p.num_queries * p.num_heads + head;
+  return Output{p.out + b * p.out_stride_b + head * p.out_stride_h,
+                p.out_stride_t,
+                p.out_stride_h,
+                p.lse == nullptr ? nullptr : p.lse + lse_begin,
+                p.num_heads,
+                p.group,
+                p.head_dim,
+                is_vector};
 }
 
 extern "C" __global__ void __launch_bounds__(Core::kThreads, 2)
-    attention_decode(const scalar_t* q, const scalar_t* k, const scalar_t* v,
-                     const int* block_tables, const int* context_lens, const uint64_t* tree_masks,
-                     scalar_t* out, float* lse, float* partial_o, float* partial_stats,
-                     int64_t q_stride_b, int64_t q_stride_t, int64_t q_stride_h,
-                     int64_t page_stride, int64_t table_stride, int64_t out_stride_b,
-                     int64_t out_stride_t, int64_t out_stride_h, int64_t max_keys, int num_queries,
-                     int num_heads, int group, int head_dim, int block_shift, int num_blocks,
-                     int window, int num_splits, int is_vector, float score_inner,
-                     float score_factor) {
+    attention_decode(const __grid_constant__ AttentionDecodeParams p) {
   extern __shared__ __align__(128) unsigned char smem_bytes[];
   scalar_t* const smem = reinterpret_cast<scalar_t*>(smem_bytes);
   const int b = blockIdx.x, kv_head = blockIdx.y;
-  const int split = blockIdx.z % num_splits, row_begin = blockIdx.z / num_splits * Core::kRows;
-  const int num_keys = sequence_length(context_lens, b, max_keys);
-  RowRule rows(num_queries, group, num_keys, true, window);
-  if (tree_masks != nullptr) rows.tree = tree_masks + static_cast<int64_t>(b) * num_queries;
-  const Splits splits(rows, num_keys, num_splits);
-  if (split >= splits.count && partial_o != nullptr) return;  // the combine does not read it
+  const int split = blockIdx.z % p.num_splits, row_begin = blockIdx.z / p.num_splits * Core::kRows;
+  const int num_keys = sequence_length(p.context_lens, b, p.max_keys);
+  RowRule rows(p.num_queries, p.group, num_keys, true, p.window);
+  if (p.tree_masks != nullptr) rows.tree = p.tree_masks + static_cast<int64_t>(b) * p.num_queries;
+  const Splits splits(rows, num_keys, p.num_splits);
+  if (split >= splits.count && p.has_partials()) return;  // the combine does not read it
 
-  const int head = kv_head * group;
-  const Queries queries{q + b * q_stride_b + head * q_stride_h, q_stride_t, q_stride_h, head_dim,
-                        is_vector != 0};
-  const int64_t kv_begin = (static_cast<int64_t>(kv_head) << block_shift) * head_dim;
-  const KeyValues kv{k + kv_begin,  v + kv_begin, block_tables + b * table_stride,
-                     head_dim,      head_dim,     page_stride,
-                     block_shift,   num_blocks,   head_dim,
-                     is_vector != 0};
+  const bool is_vector = p.is_vector != 0;
+  const Queries queries{p.q + b * p.q_stride_b + kv_head * p.group * p.q_stride_h, p.q_stride_t,
+                        p.q_stride_h, p.head_dim, is_vector};
+  const int64_t kv_begin = (static_cast<int64_t>(kv_head) << p.block_shift) * p.head_dim;
+  const KeyValues kv{p.k_pages + kv_begin,
+                     p.v_pages + kv_begin,
+                     p.block_tables + b * p.table_stride,
+                     p.head_dim,
+                     p.head_dim,
+                     p.page_stride,
+                     p.block_shift,
+                     p.num_blocks,
+                     p.head_dim,
+                     is_vector};
   const int last_row = min(row_begin + Core::kRows, rows.count) - 1;
   const int begin = max(splits.first + split * splits.chunk, rows.first_key(row_begin));
   const int end =
       min(min(splits.first + (split + 1) * splits.chunk, num_keys), rows.last_key(last_row) + 1);
 
   Core core;
-  core.run(smem, queries, kv, rows, ScoreRule{score_inner, score_factor}, row_begin, begin, end);
-  if (partial_o != nullptr) {
-    const int64_t num_slots = static_cast<int64_t>(gridDim.x) * gridDim.y * rows.count;
-    const int64_t slot =
-        split * num_slots + (static_cast<int64_t>(b) * gridDim.y + kv_head) * rows.count;
+  core.run(smem, queries, kv, rows, ScoreRule{p.score_inner, p.score_factor}, row_begin, begin,
+           end);
+  if (p.has_partials()) {
+    const int64_t row =
+        split * p.num_rows + (static_cast<int64_t>(b) * p.num_kv_heads + kv_head) * rows.count;
     core.finish(smem, rows, row_begin,
-                PartialOutput{partial_o + slot * head_dim, partial_stats + slot * 2, head_dim,
-                              is_vector != 0});
+                PartialOutput{p.partial_o + row * p.head_dim, p.partial_stats + row * 2, p.head_dim,
+                              is_vector});
   } else {
-    const int64_t lse_begin = static_cast<int64_t>(b) * num_queries * num_heads + head;
-    core.finish(smem, rows, row_begin,
-                Output{out + b * out_stride_b + head * out_stride_h, out_stride_t, out_stride_h,
-                       lse == nullptr ? nullptr : lse + lse_begin, num_heads, group, head_dim,
-                       is_vector != 0});
+    core.finish(smem, rows, row_begin, output_of(p, b, kv_head, is_vector));
   }
 }
 
 extern "C" __global__ void __launch_bounds__(kCombineThreads)
-    attention_decode_combine(const float* partial_o, const float* partial_stats,
-                             const int* context_lens, scalar_t* out, float* lse,
-                             int64_t out_stride_b, int64_t out_stride_t, int64_t out_stride_h,
-                             int64_t max_keys, int64_t num_slots, int num_queries, int num_heads,
-                             int num_kv_heads, int head_dim, int window, int num_splits) {
-  const int64_t slot =
+    attention_decode_combine(const __grid_constant__ AttentionDecodeParams p) {
+  const int64_t index =
       static_cast<int64_t>(blockIdx.x) * (kCombineThreads / kWarpSize) + threadIdx.x / kWarpSize;
-  if (slot >= num_slots) return;
-  const int lane_idx = threadIdx.x % kWarpSize, group = num_heads / num_kv_heads;
-  const int num_rows = num_queries * group, row = slot % num_rows;
-  const int kv_head = slot / num_rows % num_kv_heads, b = slot / num_rows / num_kv_heads;
-  const int num_keys = sequence_length(context_lens, b, max_keys);
-  const int count =
-      Splits(RowRule(num_queries, group, num_keys, true, window), num_keys, num_splits).count;
+  if (index >= p.num_rows) return;
+  const int lane_idx = threadIdx.x % kWarpSize;
+  const int rows_per_head = p.num_queries * p.group, row = index % rows_per_head;
+  const int kv_head = index / rows_per_head % p.num_kv_heads;
+  const int b = index / rows_per_head / p.num_kv_heads;
+  const int num_keys = sequence_length(p.context_lens, b, p.max_keys);
+  const RowRule rows(p.num_queries, p.group, num_keys, true, p.window);
+  const int count = Splits(rows, num_keys, p.num_splits).count;
 
   float top = -kInf;
   for (int split = lane_idx; split < count; split += kWarpSize)
-    top = fmaxf(top, partial_stats[(split * num_slots + slot) * 2]);
+    top = fmaxf(top, p.partial_stats[(split * p.num_rows + index) * 2]);
   top = warp_max(top);
 
-  float sum = 0.0f, o[HEAD_DIM / kWarpSize] = {};
+  float sum = 0.0f, o[kHeadDim / kWarpSize] = {};
 #pragma unroll 2
   for (int split = 0; split < count; ++split) {
-    const Vec<float, 2> stats = load_vec<float, 2>(partial_stats + (split * num_slots + slot) * 2);
-    const float* part = partial_o + (split * num_slots + slot) * head_dim;
+    const int64_t partial = split * p.num_rows + index;
+    const Vec<float, 2> stats = load_vec<float, 2>(p.partial_stats + partial * 2);
+    const float* part = p.partial_o + partial * p.head_dim;
     const float weight = exp2_approx(stats.v[0] - finite_or_zero(top));
     sum += stats.v[1] * weight;
 #pragma unroll
-    for (int c = 0; c < HEAD_DIM / kWarpSize; ++c)
-      if (c * kWarpSize + lane_idx < head_dim) o[c] += part[c * kWarpSize + lane_idx] * weight;
+    for (int c = 0; c < kHeadDim / kWarpSize; ++c)
+      if (c * kWarpSize + lane_idx < p.head_dim) o[c] += part[c * kWarpSize + lane_idx] * weight;
   }
-  const int head = kv_head * group;
-  const int64_t lse_begin = static_cast<int64_t>(b) * num_queries * num_heads + head;
-  const Output output{out + b * out_stride_b + head * out_stride_h,
-                      out_stride_t,
-                      out_stride_h,
-                      lse == nullptr ? nullptr : lse + lse_begin,
-                      num_heads,
-                      group,
-                      head_dim,
-                      false};
+  const Output output = output_of(p, b, kv_head, false);
   if (lane_idx == 0) output.row(row, top, sum);
 #pragma unroll
-  for (int c = 0; c < HEAD_DIM / kWarpSize; ++c)
+  for (int c = 0; c < kHeadDim / kWarpSize; ++c)
     output.single(output.at(row), c * kWarpSize + lane_idx, o[c] * output.factor(sum));
 }

@@ -1,286 +1,163 @@
-// attention_decode for Hopper: K and V streamed by TMA, equal work for every block, one launch.
+// attention_decode for Hopper: K and V through TMA, equal work for every CTA, one launch.
 //
-// Same contract and shapes as attention_decode.cu, for 16-bit values, D = HEAD_DIM and up to kRows
-// rows (token, head of the group) a key/value head. More scratch memory, see plan.cuh:
+// The contract of attention_decode.cu, for 16-bit values, D = HEAD_DIM and up to kRows rows (token,
+// head of the group) a key/value head. Compiled with NEW_TOKEN it takes the newest token (Q = 1) as
+// the projection left it, and first does what qk_norm_rope_store.cu does, to the same bits.
+// Parameters and macros: config_sm90.cuh.
 //
-//   k_map, v_map  the pages as (D / 64, P K block_size, 64): halves of rows, or whole ones
-//   tree_masks    (B, Q) uint64               bit j of token i: it sees token j <= i; or null
-//   partial_o     (slots, K, rows, D) float   a part's sum of P V, where a sequence is cut
-//   partial_stats (slots, K, rows, 2) float   what it is relative to (log2), sum of P
-//   counters      int, zero between launches: how many parts of a sequence and head are done
-//
-// Compiled with FRESH it takes the newest token (Q = 1) as the projection left it, and does first
-// what qk_norm_rope_store.cu does, to the same bits; see new_token.cuh. In addition then:
-//
-//   fresh_k, fresh_v  (B, K, D) scalar_t      rows of the projection, as q
-//   positions, slot_mapping  (B,)             int32 rows of cos_sin; int64 places in the pages
-//   cos_sin           (P, D) float            cosines, then sines
-//   q_weight, k_weight  (D,) scalar_t         of the norms; null: no norm
-//   k, v                                      get the newest key and value
-//
-// Numerics: as attention_decode, but that P is relative to its own tile's maximum: see exponentiate in
-// consumer.cuh. Parts are combined in the order of the keys by whoever comes last, so a result
-// does not depend on who that is.
-// Parallelisation: one or two blocks an SM; a warp copies, kKeyWarps compute. For the scores they
-// divide a tile's keys, for P V the columns of V: what they exchange is a row's maximum and P, with
-// one barrier a tile; scores run one tile ahead. For few sequences a cluster of blocks divides one
-// sequence and head, and its blocks send each other the parts. With FRESH and two blocks an SM,
-// outside of clusters, three more warps make the newest tokens' rows of the sequences that come next.
-// Overlap: lengths and tables may be read before the kernel in front has ended, the rest may not.
-// With FRESH only the rows wait: the tiles are on their way by then. The newest key and value are
-// written into their tile in shared memory when it has landed, whatever the copy found in the pages.
-// Memory: a tile is 8 units of kUnitKeys tokens of one head, 1 to 4 KB each, in one piece of its
-// page, one copy each for K and V. TMA swizzles them, for ldmatrix without conflicts of banks;
-// see tile_offset in ring.cuh. NOTE: the unit's place must be a multiple of 128 bytes, and the
-// map without L2 promotion to 256 bytes: the one cost 5 % of the bandwidth, the other 7 %.
-// Contract: lengths, tables and pages must not change while a launch runs. Every warp plans by the
-// lengths as it finds them; if these differ, warps may wait for each other for ever. Whatever they
-// are, if they stay so, a launch ends: lengths are cut to the table, ids to the pages, and no block
-// waits for another but in a cluster, whose blocks run together. Counters that are not zero at the
-// start spoil a result but stop nobody; a launch that was aborted takes them along with its context.
+// Numerics: as attention_decode, but P is relative to its own tile's maximum (exponentiate in
+// consumer_sm90.cuh). Partials are combined in the order of the keys, whichever CTA does it.
+// Parallelisation: one or two CTAs an SM, each a producer warp, kConsumerWarps consumer warps and,
+// with NEW_TOKEN and two CTAs an SM, three warps that compute the rows of new tokens one work tile
+// ahead. scheduler_sm90.cuh says who works on which keys. For few sequences the CTAs of a cluster
+// divide one sequence and head, and exchange partials through distributed shared memory.
+// Programmatic dependent launch: lengths and tables may be read before the kernel in front has ended,
+// all else may not. With NEW_TOKEN only the new token's rows wait: the tiles are then on their way.
+// Its key and value are patched into their tile in shared memory, whatever the copy found there.
+// Memory: a tile is 8 boxes of kBoxKeys tokens of one head, 1 to 4 KB each and contiguous in a page,
+// one copy each for K and V. TMA swizzles them, so ldmatrix has no bank conflicts (tile_offset).
+// NOTE: a box must start at a multiple of 128 bytes in shared memory, and the tensor map must not
+// promote L2 fetches to 256 bytes: otherwise 5 % and 7 % of the bandwidth are lost.
+// Contract: lengths, tables and pages must not change during a launch: every warp runs the scheduler
+// by the lengths it reads, and warps that read different lengths may wait for each other for ever.
+// With constant lengths a launch ends, whatever they are: lengths are cut to the table, ids to the
+// pages, and a CTA waits for others only in a cluster, whose CTAs run together. Counters that are not
+// zero at the start spoil a result but block nothing; an aborted launch takes the context with it.
 // Mirror: engine/reference/attention_decode.py
-#include "attention_decode/combine.cuh"
+#include "attention_decode/cluster_sm90.cuh"
+#include "attention_decode/consumer_sm90.cuh"
+#include "attention_decode/producer_sm90.cuh"
 
-// The copying warp: lanes 0 to 7 fetch the units of K, lanes 8 to 15 those of V, all of them Q.
-struct Producer {
-  Ring ring;
-  QueryRing queries;
-  const TensorMap* map;   // this lane's: of K or of V
-  const scalar_t* pages;  // likewise
-  const int* block_tables;
-  int64_t table_stride;
-  int token_parts;
-  int block_shift, num_blocks, num_kv_heads, kv_head;
-
-  __device__ __forceinline__ int lane() const { return threadIdx.x % kWarpSize; }
-
-  // This lane's of 32 entries of a block table from `first` on. Only those of keys in [begin, end).
-  __device__ __forceinline__ int page_id(const int* table, int first, int begin, int end) const {
-    const int64_t key = static_cast<int64_t>(first + lane()) << block_shift;
-    const bool valid = key < end && key + (1 << block_shift) > begin;
-    // SAFETY: an id outside the cache is clamped, so a damaged table cannot make us read elsewhere.
-    return valid ? min(static_cast<unsigned>(table[first + lane()]),
-                       static_cast<unsigned>(num_blocks - 1))
-                 : 0;
-  }
-
-  // The rows of Q of a segment.
-  __device__ __forceinline__ void fetch_queries(const Queries& from, const RowRule& rows) {
-    queries.wait_empty();
-    if (lane() == 0) mbarrier_arrive_expect_tx(queries.full(), rows.count * kRowBytes);
-    __syncwarp();
-    for (int row = lane(); row < rows.count; row += kWarpSize)
-      bulk_load(queries.q() + row * kQueryPitch,
-                from.q + row / rows.group * from.token_stride + row % rows.group * from.head_stride,
-                kRowBytes, queries.full());
-    queries.advance();
-  }
-
-  __device__ __forceinline__ void run(const RowRule& rows, const Queries& from,
-                                      const Segment& segment) {
-    const int begin = rows.first_key(0), end = segment.num_keys;
-    const int* table = block_tables + segment.b / token_parts * table_stride;
-    int first = segment.first_key >> block_shift;
-    int ids = page_id(table, first, begin, end);
-    int next_ids = page_id(table, first + kWarpSize, begin, end);
-    if constexpr (!kFresh) {
-      pdl_wait();  // it may write queries, and the newest keys
-      if constexpr (kCluster == 1) fetch_queries(from, rows);
-    }
-#pragma unroll 1
-    for (int i = 0; i < segment.num_tiles; ++i) {
-      const int key = segment.first_key + i * kTileKeys;
-      if (((key + kTileKeys - 1) >> block_shift) - first >= kWarpSize) {
-        first += kWarpSize;
-        ids = next_ids;
-        next_ids = page_id(table, first + kWarpSize, begin, end);
-      }
-      const int unit_key = key + lane() % 8 * kUnitKeys;
-      const int page = __shfl_sync(kFullMask, ids, ((unit_key >> block_shift) - first) % kWarpSize);
-      fetch(page, unit_key, begin, end);
-    }
-  }
-
-  // One tile: the units with any of the keys [begin, end), whole. What else lies in them is masked.
-  __device__ __forceinline__ void fetch(int page, int unit_key, int begin, int end) {
-    const bool valid = unit_key < end && unit_key + kUnitKeys > begin && lane() < 16;
-    const unsigned bytes = __popc(__ballot_sync(kFullMask, valid)) / 2 * kUnitBytes;
-    const int row =
-        ((page * num_kv_heads + kv_head) << block_shift) + (unit_key & ((1 << block_shift) - 1));
-    const unsigned unit = lane() % 8 * kUnitPitch;
-    ring.wait_empty_k();
-    if (lane() == 0) mbarrier_arrive_expect_tx(ring.full_k(), bytes);
-    if (valid && lane() < 8) copy(ring.k() + unit, row, ring.full_k());
-    ring.wait_empty_v();
-    if (lane() == 0) mbarrier_arrive_expect_tx(ring.full_v(), bytes);
-    if (valid && lane() >= 8) copy(ring.v() + unit, row, ring.full_v());
-    ring.advance();
-  }
-
-  // One unit; `row` is a row of the pages.
-  __device__ __forceinline__ void copy(unsigned to, int row, unsigned barrier) const {
-    if constexpr (kSwizzled)
-      tma_load_3d(to, map, 0, row, 0, barrier);
-    else
-      bulk_load(to, pages + static_cast<int64_t>(row) * kHeadDim, kUnitBytes, barrier);
-  }
-};
-
-// Brings the first entries of a block table to L2 while the length, that says how many count, is
-// read.
+// Brings the first entries of a block table to L2 while the length, which says how many count, is
+// loaded.
 __device__ __forceinline__ void prefetch_table(const int* table, int64_t num_entries) {
   constexpr int kLine = 32;  // entries
   if (threadIdx.x * kLine < num_entries)
     asm volatile("prefetch.global.L2 [%0];" ::"l"(table + threadIdx.x * kLine));
 }
 
-extern "C" __global__ void ENGINE_CLUSTER __launch_bounds__(kThreads, kBlocksPerSm)
-    attention_decode_sm90(const __grid_constant__ TensorMap k_map,
-                          const __grid_constant__ TensorMap v_map, const scalar_t* q, scalar_t* k,
-                          scalar_t* v, const int* block_tables, const int* context_lens,
-                          const uint64_t* tree_masks, scalar_t* out, float* lse, float* partial_o,
-                          float* partial_stats, int* counters, int64_t q_stride_b,
-                          int64_t q_stride_t, int64_t q_stride_h, int64_t table_stride,
-                          int64_t out_stride_b, int64_t out_stride_t, int64_t out_stride_h,
-                          int64_t max_keys, int batch, int num_queries, int num_heads,
-                          int num_kv_heads, int block_shift, int num_blocks, int window,
-                          int num_splits, int token_parts, float score_inner,
-                          float score_factor ENGINE_FRESH_PARAMETERS) {
-  extern __shared__ __align__(1024) unsigned char smem[];
-  const int group = num_heads / num_kv_heads;
-  // Without clusters a constant: divisions by it cost nothing then.
-  const int num_token_parts = kCluster > 1 ? token_parts : 1;
-  const DecodeProblem problem{context_lens, max_keys, batch,      num_kv_heads,   num_queries,
-                              group,        window,   num_splits, num_token_parts};
+// The sequences without keys: their new tokens are stored, their results are zeros.
+__device__ __forceinline__ void process_empty(const Cta& cta, Consumer& consumer) {
+  for_each_empty(cta.problem, [&](int b) {
+    if constexpr (kNewToken && !kHasNewTokenWarps) {
+      if (cta.p.slot_mapping[b] >= 0)
+        consumer.compute_new_token(cta, b, true, -1);
+      else
+        pdl_wait();  // the kernel in front may read what the output overwrites
+    }
+    write_empty(cta.output(b), cta.p.num_queries * cta.group);
+  });
+}
+
+// Writes the rows of a work tile, or its partial. The last CTA of a sequence combines its partials.
+__device__ __forceinline__ void store(const Cta& cta, Consumer& consumer, const RowRule& rows,
+                                      const WorkTile& work) {
+  const Output output = cta.output(work.b);
+  if constexpr (kPushesPartials) {
+    cluster_wait();  // SAFETY: nobody may write the shared memory of a CTA that has not started.
+    consumer.store(rows, PushedPartials{cta.smem});
+    PushedPartials{cta.smem}.wait();  // SAFETY: before it exits, a CTA has received everything.
+    combine_pushed(cta.smem, rows.count, output);
+  } else if constexpr (kCluster > 1) {
+    consumer.store(rows, cluster_partial(cta.smem));
+    cluster_sync();
+    combine_pulled(cta.smem, rows.count, output);
+    cluster_sync();  // SAFETY: the shared memory of a CTA is gone once it exits.
+  } else if (work.splits.count == 1) {
+    consumer.store(rows, output);
+  } else {
+    const AttentionDecodeSm90Params& p = cta.p;
+    const Partials partials{p.partial_o, p.partial_stats, rows.count, p.num_kv_heads, cta.kv_head};
+    const Splits& splits = work.splits;
+    consumer.store(rows, partials.at(splits.partial(splits.index)));
+    if (consumer.is_last(p.counters + splits.counter * p.num_kv_heads + cta.kv_head, splits.count))
+      combine(partials, splits, output);
+  }
+}
+
+template <typename Scheduler>
+__device__ __forceinline__ void consume(const Cta& cta, const Scheduler& scheduler) {
+  // The kernel in front may write the queries, and read what the output overwrites.
+  if constexpr (!kNewToken || kHasNewTokenWarps) pdl_wait();
+  Consumer consumer(cta.smem, ScoreRule{cta.p.score_inner, cta.p.score_factor});
+  if constexpr (Scheduler::kIsCluster && !kNewToken)
+    consumer.stage_queries(cta.queries(Scheduler::sequence(cta.problem)),
+                           cta.p.num_queries * cta.group, cta.group);
+  WarpSchedule& schedule = warp_schedule(cta.smem);
+  schedule.scheduler = scheduler;
+  if constexpr (!Scheduler::kIsCluster) process_empty(cta, consumer);
+  while (schedule.next(cta.problem)) {
+    WorkTile work = schedule.work;
+    const RowRule rows = cta.rows(work);
+    if constexpr (kNewToken && !kHasNewTokenWarps)
+      consumer.compute_new_token(cta, work.b, has_last_key(work), new_key_of(cta, work));
+    consumer.run(rows, work.num_keys, work.first_key, work.num_tiles);
+    work = schedule.work;  // read again: run() needs the registers
+    store(cta, consumer, rows, work);
+  }
+}
+
+// The warps behind the consumer warps.
+template <typename Scheduler>
+__device__ __forceinline__ void produce(const Cta& cta, Scheduler& scheduler) {
+  const int warp = threadIdx.x / kWarpSize;
+  if (warp == kConsumerWarps) {
+    Producer producer(cta);
+    WorkTile work;
+    while (scheduler.next(cta.problem, work)) producer.run(work);
+  }
+  if constexpr (kHasNewTokenWarps) {
+    if (warp > kConsumerWarps) {
+      WarpSchedule& schedule = warp_schedule(cta.smem);
+      schedule.scheduler = scheduler;
+      NewTokenProducer{cta}.run(schedule);
+    }
+  }
+  // All threads of a cluster must take part in its barriers.
+  if constexpr (kPushesPartials) {
+    cluster_wait();
+  } else if constexpr (Scheduler::kIsCluster) {
+    cluster_sync();
+    cluster_sync();
+  }
+}
+
+template <typename Scheduler>
+__device__ __forceinline__ void attention_decode(const AttentionDecodeSm90Params& p,
+                                                 unsigned char* smem) {
+  const Cta cta(p, smem);
   pdl_trigger();
   if (threadIdx.x == 0) {
     QueryRing(smem_address(smem)).init();
     Ring(smem_address(smem)).init();
-    if constexpr (kSends) Inbox{smem}.init(num_queries * group);
+    if constexpr (kPushesPartials) PushedPartials{smem}.init(p.num_queries * cta.group);
   }
-  if constexpr (kSends) cluster_arrive_relaxed();  // others may send; the fence is part of init
-#if CLUSTER > 1
-  prefetch_table(block_tables + Cursor::sequence(problem) / num_token_parts * table_stride,
-                 max_keys >> block_shift);
-#endif
-  Cursor cursor(problem);
+  if constexpr (kPushesPartials) cluster_arrive_relaxed();  // others may send: init() has fenced
+  if constexpr (Scheduler::kIsCluster) {
+    const int b = Scheduler::sequence(cta.problem);
+    // With many rows no registers are left to keep the address until the producer needs it.
+    prefetch_table(cta.table(kRowTiles > 1 ? recomputed(b) : b), p.max_keys >> p.block_shift);
+  }
+  Scheduler scheduler(cta.problem);
   __syncthreads();
 
-  const int kv_head =
-      kCluster > 1 ? blockIdx.x / kCluster % num_kv_heads : blockIdx.x % num_kv_heads;
-  const int head = kv_head * group;
-  const auto queries = [&](int b) {
-    const int sequence = b / num_token_parts, token = b % num_token_parts * num_queries;
-    return Queries{q + sequence * q_stride_b + token * q_stride_t + head * q_stride_h, q_stride_t,
-                   q_stride_h, kHeadDim, true};
-  };
-  Segment segment;
-  const PageLayout layout{block_shift, num_blocks, num_kv_heads};
-  Progress& progress = progress_of(smem);
-  if (threadIdx.x / kWarpSize >= kKeyWarps) {
-    if constexpr (kMovesRegisters) warpgroup_reg_dealloc<kOtherRegisters>();
-    if (threadIdx.x / kWarpSize == kKeyWarps) {
-      const bool is_k = threadIdx.x % kWarpSize < 8;
-      Producer producer{Ring(smem_address(smem)),
-                        QueryRing(smem_address(smem)),
-                        is_k ? &k_map : &v_map,
-                        is_k ? k : v,
-                        block_tables,
-                        table_stride,
-                        num_token_parts,
-                        block_shift,
-                        num_blocks,
-                        num_kv_heads,
-                        kv_head};
-      if constexpr (kSwizzled) tma_prefetch_map(producer.map);
-      while (cursor.next(problem, segment)) {
-        producer.run(problem.rows(segment.num_keys), queries(segment.b), segment);
-      }
-    }
-    if constexpr (kMakesAhead) {
-      if (threadIdx.x / kWarpSize > kKeyWarps) {
-        const FreshRows rows = ENGINE_FRESH_ROWS;
-        progress.cursor = cursor;
-        Maker{rows, layout, smem, kv_head, group}.run(problem, progress, block_tables,
-                                                      table_stride);
-      }
-    }
-    if constexpr (kCluster > 1) {  // all threads of a cluster must come by
-      if constexpr (kSends) {
-        cluster_wait();
-      } else {
-        cluster_sync();
-        cluster_sync();
-      }
-    }
-    return;
+  if (threadIdx.x / kWarpSize >= kConsumerWarps) {
+    if constexpr (kMovesRegisters) warpgroup_reg_dealloc<kProducerRegisters>();
+    produce(cta, scheduler);
+  } else {
+    if constexpr (kMovesRegisters) warpgroup_reg_alloc<kConsumerRegisters>();
+    consume(cta, scheduler);
   }
-  if constexpr (kMovesRegisters) warpgroup_reg_alloc<kKeyRegisters>();
-  // It may write the queries, and read what the output overwrites.
-  if constexpr (!kFresh || kMakesAhead) pdl_wait();
-  Consumer consumer(smem, ScoreRule{score_inner, score_factor});
-#if CLUSTER > 1 && !FRESH
-  consumer.stage_queries(queries(Cursor::sequence(problem)), num_queries * group, group);
+}
+
+#if CLUSTER > 1
+#define ENGINE_CLUSTER __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define ENGINE_CLUSTER
 #endif
-  progress.cursor = cursor;
-  const auto output_of = [&](int b) {
-    const int64_t lse_begin = static_cast<int64_t>(b) * num_queries * num_heads + head;
-    const int sequence = b / num_token_parts, token = b % num_token_parts * num_queries;
-    return Output{out + sequence * out_stride_b + token * out_stride_t + head * out_stride_h,
-                  out_stride_t,
-                  out_stride_h,
-                  lse == nullptr ? nullptr : lse + lse_begin,
-                  num_heads,
-                  group,
-                  kHeadDim,
-                  true};
-  };
-  if constexpr (kCluster == 1)
-    for_each_empty(problem, [&](int b) {
-      if constexpr (kFresh && !kMakesAhead) {
-        const FreshRows rows = ENGINE_FRESH_ROWS;
-        if (rows.slot_mapping[b] >= 0)
-          consumer.make_fresh(rows, layout, Segment{b, 0, 0, 1}, nullptr, kv_head, group);
-        else
-          pdl_wait();  // it may read what the output overwrites
-      }
-      write_empty(output_of(b), num_queries * group);
-    });
-  while (progress.next(problem)) {
-    segment = progress.segment;
-    RowRule rows = problem.rows(segment.num_keys);
-    if (tree_masks != nullptr) {
-      rows.tree = tree_masks + static_cast<int64_t>(segment.b) * num_queries;
-      rows.earlier = segment.b % num_token_parts * num_queries;
-    }
-    if constexpr (kFresh && !kMakesAhead)
-      consumer.make_fresh(ENGINE_FRESH_ROWS, layout, segment,
-                          block_tables + segment.b * table_stride, kv_head, group);
-    consumer.run(rows, segment.num_keys, segment.first_key, segment.num_tiles);
-    segment = progress.segment;
-    const Output output = output_of(segment.b);
-    if constexpr (kSends) {
-      cluster_wait();  // SAFETY: before a block has begun, nobody may write its shared memory.
-      consumer.store(rows, Inbox{smem});
-      Inbox{smem}.wait();  // SAFETY: whoever leaves has all that is sent to it.
-      combine_inbox(smem, rows.count, output);
-    } else if constexpr (kCluster > 1) {
-      consumer.store(rows, cluster_partial(smem));
-      cluster_sync();
-      combine_cluster(smem, rows.count, output);
-      cluster_sync();  // SAFETY: a block's shared memory is gone when it leaves.
-    } else if (segment.parts.count == 1) {
-      consumer.store(rows, output);
-    } else {
-      const Partials partials{partial_o, partial_stats, rows.count, num_kv_heads, kv_head};
-      consumer.store(rows, partials.at(segment.parts.slot(segment.parts.part)));
-      if (consumer.is_last(counters + segment.parts.counter * num_kv_heads + kv_head,
-                           segment.parts.count)) {
-        if (segment.parts.count <= 4)
-          combine<kCombineLoads / 4, 4>(partials, segment.parts, output);
-        else
-          combine<1, kCombineLoads>(partials, segment.parts, output);
-      }
-    }
-  }
+
+extern "C" __global__ void ENGINE_CLUSTER __launch_bounds__(kThreads, kCtasPerSm)
+    attention_decode_sm90(const __grid_constant__ AttentionDecodeSm90Params p) {
+  extern __shared__ __align__(1024) unsigned char smem[];
+  attention_decode<Scheduler>(p, smem);
 }

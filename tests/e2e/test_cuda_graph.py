@@ -270,11 +270,12 @@ def test_fused_rope_and_kv_append_equals_separate_kernels(head_dim, dtype, monke
         qkv_bias=head_dim == 64,
     )
     model = load(config=config, load_format="dummy", device="cuda", dtype=dtype)
-    takes, results, num_fused = decode_sm90.is_supported, [], [0, 0]
+    is_supported, results, num_fused = decode_sm90.is_supported, [], [0, 0]
 
-    def counted(q, pages, out, fresh=None):
-        is_taken = (fresh is None or bool(results)) and takes(q, pages, out, fresh)
-        num_fused[len(results)] += fresh is not None and is_taken
+    def counted(q, pages, out, new_tokens=None):
+        may_fuse = new_tokens is None or bool(results)
+        is_taken = may_fuse and is_supported(q, pages, out, new_tokens)
+        num_fused[len(results)] += new_tokens is not None and is_taken
         return is_taken
 
     monkeypatch.setattr(decode_sm90, "is_supported", counted)

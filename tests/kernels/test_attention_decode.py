@@ -113,7 +113,7 @@ def test_shared_blocks_and_any_number_of_splits(xp, dtype):
 
 
 def test_the_same_twice(xp):
-    """Splits are combined in a fixed order: bit by bit the same, whoever finishes first."""
+    """Splits are combined in a fixed order: the same bits, whichever finishes first."""
     arrays = _inputs(AttentionCase((1, 1), (1000, 700), 8, 2, 128, block_size=16), "float16")
     first, second = (_run(kernels.attention_decode, xp, arrays, num_splits=8) for _ in range(2))
     np.testing.assert_array_equal(to_numpy(first), to_numpy(second))
@@ -255,7 +255,7 @@ _OFFSETS = {
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(("batch", "num_splits"), [(1, 1), (1, None), (10, None), (40, None)])
 def test_tiles_whose_scores_lie_far_apart(xp, batch, num_splits, head_dim, dtype, offsets):
-    """Many tiles of one sequence a block: alone, in clusters of eight and of four, in teams."""
+    """Many tiles of one sequence a CTA: alone, in clusters of eight and of four, persistent."""
     case = AttentionCase((1,) * batch, (1500,) * batch, 4, 2, head_dim, block_size=16, scale=1.0)
     q, k, v, tables, lens = _inputs(case, dtype)
     q *= np.array(0.1, q.dtype)
@@ -471,10 +471,10 @@ def test_tiles_fit_every_chip():
 def test_hopper_tiles_are_chosen_as_measured(monkeypatch):
     monkeypatch.setattr(decode_sm90, "sm_count", lambda: 132)
 
-    def choice(batch, bound, num_queries=1, may_share=True):
+    def choice(batch, bound, num_queries=1, may_use_clusters=True):
         shape = batch, num_queries, 32, 128
-        tile = decode_sm90._choose("bfloat16", shape, 8, bound, may_share=may_share)
-        return tile.unit_keys, tile.row_tiles, tile.cluster, tile.blocks_per_sm
+        tile = decode_sm90._choose("bfloat16", shape, 8, bound, may_use_clusters=may_use_clusters)
+        return tile.box_keys, tile.row_tiles, tile.cluster, tile.ctas_per_sm
 
     assert choice(1, 1024) == (8, 1, 8, 1)
     assert choice(1, 1025) == choice(1, 16384) == (16, 1, 8, 1)
@@ -487,7 +487,7 @@ def test_hopper_tiles_are_chosen_as_measured(monkeypatch):
     assert choice(17, 1024) == choice(256, 16384) == (8, 1, 1, 2)
     assert choice(256, 1024, num_queries=8) == (16, 2, 1, 1)
     for batch in (1, 3, 200):  # bits that do not depend on the batch
-        assert choice(batch, 1024, may_share=False) == (8, 1, 1, 2)
+        assert choice(batch, 1024, may_use_clusters=False) == (8, 1, 1, 2)
 
 
 def test_tokens_are_divided_where_the_chip_has_room():

@@ -17,7 +17,7 @@ from engine.kernels._attention import (
 from engine.kernels._contract import FLOATS, Contract
 from engine.kernels._module import ModuleSpec
 from engine.kernels.attention_decode import portable, sm90
-from engine.kernels.attention_decode.new_tokens import FreshTokens
+from engine.kernels.attention_decode.new_tokens import NewTokens
 from engine.kernels.attention_decode.portable import choose_num_splits, choose_tile
 
 __all__ = ["attention_decode", "choose_num_splits", "choose_tile", "specs"]
@@ -81,14 +81,14 @@ def attention_decode(
         Keys of each sequence, the Q query tokens included: query i of Q sees keys 0 to len - Q + i.
     k, v : (B, 1, K, D) arrays of q's dtype, optional
         Keys and values of the newest tokens. With them `q` (Q = 1), `k` and `v` are as the
-        projection left them, and before anything else is done what `qk_norm_rope_store` does with
-        them and the arguments of its names that follow: norm of q and k, rotation of both (features
-        i and i + R/2), k and v into the pages. On Hopper it is one kernel, if R = D. `q` may be
+        projection left them, and the op first does what `qk_norm_rope_store` does, with the
+        arguments of its names that follow: norm of q and k, rotation of both (features i and
+        i + R/2), k and v into the pages. On Hopper that is one kernel if R = D. `q` may be
         overwritten by the rotated queries.
     positions, cos_sin : (B,) array of int32, (P, R) array of float32
     slot_mapping : (B,) array of int64
-        Where k and v of a token go: to the place of its sequence's last key, which no other
-        sequence may have in its pages; -1 stores nothing.
+        The slot of each token's k and v: that of its sequence's last key, which no other sequence
+        may share; -1 stores nothing.
     q_weight, k_weight : (D,) arrays of q's dtype, optional
     eps, weight_offset : float
     scale : float, optional
@@ -98,22 +98,23 @@ def attention_decode(
     softcap : float
         Replaces a scaled score s by softcap * tanh(s / softcap); 0 means not to.
     tree_mask : (B, Q) array of uint64, optional
-        Bit j of tree_mask[b, i] says whether query i sees query j, of those up to itself (bits
-        beyond i are ignored); all see the tokens before the Q queries. So a tree of drafts is
-        verified at once: its tokens in an order where parents come first, each with the bits of its
-        ancestors and its own [2]_. Not together with `window`; Q <= 64.
+        Bit j of tree_mask[b, i], j <= i, says whether query i sees query j (bits beyond i are
+        ignored); every query sees the tokens before the Q queries. So a tree of drafts is verified
+        at once: parents come first, and each token has its ancestors' bits and its own [2]_. Not
+        together with `window`; Q <= 64.
     num_splits : int, optional
-        Into how many parts the keys of a sequence are cut, each worked on by a block of its own.
-        The cut then depends on the sequence's own length alone, and so its result, bit by bit, not
-        on the rest of the batch. By default the cut is what keeps all blocks busy. The result
-        depends on it by rounding only.
+        Into how many splits the keys of a sequence are cut. The cut then depends on the sequence's
+        own length alone, so its result, bit by bit, does not depend on the rest of the batch. By
+        default the keys are cut such that all blocks of threads are busy. Other cuts change the
+        result by rounding only.
     max_context_len : int, optional
         Bound of `context_lens`, NB * block_size by default. Only `num_splits` is chosen by it.
     pdl : bool
-        Say that nobody who may still be running writes `block_tables` or `context_lens`, nor, with
-        `k`, `positions`, `slot_mapping`, the table, the weights or the pages' older keys: these are
-        then read while the kernel in front ends. It is true behind `qk_norm_rope_store`, which lets
-        nobody begin before the kernels before it have ended; most others do let them.
+        Programmatic dependent launch: the kernel starts while the one in front ends. No kernel
+        that still runs then may write `block_tables` or `context_lens` nor, with `k`, `positions`,
+        `slot_mapping`, the table, the weights or the pages' older keys, which are read at once.
+        That holds behind `qk_norm_rope_store`, which starts no kernel before those in front of it
+        have ended; most kernels start them earlier.
     out : (B, Q, H, D) array of q's dtype, optional
         Where to put the result; may be `q`.
     return_lse : bool
@@ -135,8 +136,8 @@ def attention_decode(
     Notes
     -----
     Scores, softmax and sums are float32; exp(score - running max) is rounded to q's dtype before it
-    multiplies V; the parts are combined by their log-sum-exp in float32, always in the same order,
-    and the result is rounded once [1]_.
+    multiplies V; splits are combined by their log-sum-exp in float32, in the order of the keys, and
+    the result is rounded once [1]_.
 
     References
     ----------
@@ -160,7 +161,7 @@ def attention_decode(
     check_heads(call)
     rule = ScoreRule.checked(call, call["D"], scale, window, softcap)
     tree_mask = _checked_tree(call, tree_mask, window)
-    fresh = FreshTokens.checked(
+    new_tokens = NewTokens.checked(
         call,
         q.dtype,
         k=k,
@@ -173,19 +174,19 @@ def attention_decode(
         eps=eps,
         weight_offset=weight_offset,
     )
-    call.check("tree_mask", fresh is None or tree_mask is None, "None with k", "a mask")
+    call.check("tree_mask", new_tokens is None or tree_mask is None, "None with k", "a mask")
     num_splits, bound = _checked_bounds(call, num_splits, max_context_len)
     if call.on_cpu:
         if out is not None:  # before the pages are written
             call.written("out", out, "B Q H D", q.dtype, layout="rows")
-        result = _mirror(q, pages, rule, tree_mask, fresh)
+        result = _mirror(q, pages, rule, tree_mask, new_tokens)
         out = call.finish(out, result[0], layout="rows")
         return (out, result[1]) if return_lse else out
     out = call.output("out", out, q.shape, q.dtype, layout="rows")
     lse = call.xp.empty(q.shape[:3], np.float32) if return_lse else None
-    if fresh is not None and not sm90.is_supported(q, pages, out, fresh):
-        fresh.store(q, pages)
-        fresh, pdl = None, True
+    if new_tokens is not None and not sm90.is_supported(q, pages, out, new_tokens):
+        new_tokens.store(q, pages)
+        new_tokens, pdl = None, True
     if sm90.is_supported(q, pages, out):
         sm90.launch(
             q,
@@ -197,7 +198,7 @@ def attention_decode(
             bound,
             pdl=pdl,
             tree_mask=tree_mask,
-            fresh=fresh,
+            new_tokens=new_tokens,
         )
     else:
         portable.launch(q, pages, out, lse, rule, num_splits, bound, tree_mask)
@@ -207,7 +208,7 @@ def attention_decode(
 def _checked_bounds(
     call: Contract, num_splits: int | None, max_context_len: int | None
 ) -> tuple[int | None, int]:
-    """Check the two counts; return the first, and how long a sequence can be."""
+    """Check both; return `num_splits` and the longest that a sequence can be."""
     if num_splits is not None:
         num_splits = check_count(call, "num_splits", num_splits)
         call.check("num_splits", 1 <= num_splits <= 1024, "from 1 to 1024", num_splits)
@@ -218,7 +219,7 @@ def _checked_bounds(
 
 
 def _mirror(
-    q: Any, pages: Pages, rule: ScoreRule, tree_mask: Any, fresh: FreshTokens | None
+    q: Any, pages: Pages, rule: ScoreRule, tree_mask: Any, new_tokens: NewTokens | None
 ) -> tuple[Any, Any]:
     result: tuple[Any, Any] = reference.attention_decode(
         q,
@@ -226,7 +227,7 @@ def _mirror(
         pages.v,
         block_tables=pages.block_tables,
         context_lens=pages.context_lens,
-        **({} if fresh is None else vars(fresh)),
+        **({} if new_tokens is None else vars(new_tokens)),
         scale=rule.scale,
         window=rule.window,
         softcap=rule.softcap,

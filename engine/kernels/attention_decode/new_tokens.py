@@ -1,4 +1,4 @@
-"""The newest tokens of attention_decode, when they come as the projection left them."""
+"""The newest tokens of attention_decode where they come as the projection left them."""
 
 from __future__ import annotations
 
@@ -9,20 +9,25 @@ from engine.kernels._attention import Pages, are_aligned, element_strides
 from engine.kernels._contract import FLOAT32, INT32, INT64, Contract
 from engine.kernels.qk_norm_rope_store import qk_norm_rope_store
 
-__all__ = ["PARAMS", "FreshTokens"]
+__all__ = ["NO_NEW_TOKENS", "PARAMS", "NewTokens"]
 
 PARAMS = (
-    "fresh_k:ptr fresh_v:ptr positions:ptr cos_sin:ptr slot_mapping:ptr q_weight:ptr k_weight:ptr "
+    "new_k:ptr new_v:ptr positions:ptr cos_sin:ptr slot_mapping:ptr q_weight:ptr k_weight:ptr "
     "k_stride_b:i64 k_stride_h:i64 v_stride_b:i64 v_stride_h:i64 num_positions:i32 eps:f32 "
     "weight_offset:f32"
 )
+NO_NEW_TOKENS: dict[str, Any] = {
+    name: None if kind == "ptr" else 0
+    for name, kind in (item.split(":") for item in PARAMS.split())
+}
+"""The values of `PARAMS` of a kernel that is compiled without them."""
 
 
 @dataclass(frozen=True)
-class FreshTokens:
-    """Keys and values (B, 1, K, D) of the newest tokens, and what is to be done to them and to q.
+class NewTokens:
+    """Keys and values (B, 1, K, D) of the newest tokens, and their and q's norm and rotation.
 
-    The names are those of `qk_norm_rope_store`, whose formulas these are.
+    Names and formulas are those of `qk_norm_rope_store`.
     """
 
     k: Any
@@ -36,8 +41,8 @@ class FreshTokens:
     weight_offset: float
 
     @classmethod
-    def checked(cls, call: Contract, dtype: Any, **given: Any) -> FreshTokens | None:
-        """Check the arguments of these names, q and pages having been; None: there are none."""
+    def checked(cls, call: Contract, dtype: Any, **given: Any) -> NewTokens | None:
+        """Check the arguments of these names, after q and pages; None: none is given."""
         needed = ("k", "v", "positions", "cos_sin", "slot_mapping")
         is_given = [given[name] is not None for name in needed]
         if not any(is_given):
@@ -70,13 +75,13 @@ class FreshTokens:
         return cls(**given)
 
     def are_vectors(self) -> bool:
-        """Tell whether a kernel may take all rows 16 bytes at a time, and rotates whole heads."""
+        """Tell whether all rows can be read 16 bytes at a time, and whole heads are rotated."""
         arrays = [self.k, self.v, self.cos_sin, self.q_weight, self.k_weight]
         is_whole = int(self.cos_sin.shape[1]) == int(self.k.shape[3])
         return is_whole and are_aligned(*(a for a in arrays if a is not None))
 
     def store(self, q: Any, pages: Pages) -> None:
-        """Do it by `qk_norm_rope_store`: q (B, 1, H, D) in place, keys and values to the pages."""
+        """Call `qk_norm_rope_store`: q (B, 1, H, D) in place, keys and values to the pages."""
         qk_norm_rope_store(
             q[:, 0],
             self.k[:, 0],
@@ -96,8 +101,8 @@ class FreshTokens:
         """Return the values of `PARAMS`."""
         k_strides, v_strides = element_strides(self.k), element_strides(self.v)
         return {
-            "fresh_k": self.k,
-            "fresh_v": self.v,
+            "new_k": self.k,
+            "new_v": self.v,
             "positions": self.positions,
             "cos_sin": self.cos_sin,
             "slot_mapping": self.slot_mapping,

@@ -14,26 +14,26 @@ from engine.kernels._launch import Kernel, ceil_div, sm_count
 
 __all__ = ["choose_num_splits", "choose_tile", "launch"]
 
-_KERNEL = Kernel(
-    "attention_decode",
-    "q:ptr k:ptr v:ptr block_tables:ptr context_lens:ptr tree_masks:ptr out:ptr lse:ptr "
-    "partial_o:ptr partial_stats:ptr q_stride_b:i64 q_stride_t:i64 q_stride_h:i64 page_stride:i64 "
-    "table_stride:i64 out_stride_b:i64 out_stride_t:i64 out_stride_h:i64 max_keys:i64 "
-    "num_queries:i32 num_heads:i32 group:i32 head_dim:i32 block_shift:i32 num_blocks:i32 "
-    "window:i32 num_splits:i32 is_vector:i32 score_inner:f32 score_factor:f32",
+_PARAMS = (
+    "q:ptr k_pages:ptr v_pages:ptr block_tables:ptr context_lens:ptr tree_masks:ptr out:ptr "
+    "lse:ptr partial_o:ptr partial_stats:ptr q_stride_b:i64 q_stride_t:i64 q_stride_h:i64 "
+    "page_stride:i64 table_stride:i64 out_stride_b:i64 out_stride_t:i64 out_stride_h:i64 "
+    "max_keys:i64 num_rows:i64 num_queries:i32 num_heads:i32 num_kv_heads:i32 group:i32 "
+    "head_dim:i32 block_shift:i32 num_blocks:i32 window:i32 num_splits:i32 is_vector:i32 "
+    "score_inner:f32 score_factor:f32"
 )
-_COMBINE = Kernel(
-    "attention_decode_combine",
-    "partial_o:ptr partial_stats:ptr context_lens:ptr out:ptr lse:ptr out_stride_b:i64 "
-    "out_stride_t:i64 out_stride_h:i64 max_keys:i64 num_slots:i64 num_queries:i32 num_heads:i32 "
-    "num_kv_heads:i32 head_dim:i32 window:i32 num_splits:i32",
-)
+_KERNEL = Kernel("attention_decode", _PARAMS, struct="AttentionDecodeParams")
+_COMBINE = Kernel("attention_decode_combine", _PARAMS, struct="AttentionDecodeParams")
 _COMBINE_THREADS = 128  # kCombineThreads: one warp a row
 
 _SPLIT_GRAIN = 64  # kSplitGrain
 _MAX_SPLITS = 128
+# Costs in units of the time a block takes for _SPLIT_GRAIN keys; fitted with
+# `ENGINE_KERNEL_TIER=portable python -m tests.bench attention_decode`.
+_WAVE_COST = 2.0
+_COMBINE_COST, _COMBINE_COST_OF_A_SPLIT = 4.0, 0.1
 
-# Up to 16 rows: the warps divide the keys. More rows: the warps divide the rows.
+# With up to 16 rows the warps divide the keys, with more the rows.
 _NARROW_16 = (Tile(64, 1, 4, 1, 64, 3), Tile(128, 1, 4, 1, 64, 2), Tile(256, 1, 2, 1, 32, 2))
 _WIDE_16 = (Tile(64, 4, 1, 1, 64, 3), Tile(128, 4, 1, 1, 64, 2), Tile(256, 4, 1, 1, 32, 2))
 _TILES_32 = (Tile(128, 4, 1, 2, 32, 1), Tile(256, 4, 1, 2, 32, 1))
@@ -55,7 +55,7 @@ def choose_tile(dtype: str, head_dim: int, num_rows: int) -> Tile:
 
 @lru_cache(maxsize=4096)
 def choose_num_splits(num_blocks: int, max_context_len: int, sm_count: int) -> int:
-    """Choose into how many parts the keys are cut.
+    """Choose into how many splits the keys are cut.
 
     Parameters
     ----------
@@ -69,8 +69,8 @@ def choose_num_splits(num_blocks: int, max_context_len: int, sm_count: int) -> i
     Returns
     -------
     int
-        The smallest count with the least estimated time: rounds over the chip times the keys of a
-        split, with a fixed cost for every round and for the combining kernel.
+        The smallest count with the least estimated time: waves of blocks times the keys of a split,
+        with a fixed cost for each wave and for the combining kernel.
 
     Examples
     --------
@@ -80,9 +80,9 @@ def choose_num_splits(num_blocks: int, max_context_len: int, sm_count: int) -> i
     grains = ceil_div(max_context_len, _SPLIT_GRAIN)
 
     def cost(splits: int) -> float:
-        rounds = ceil_div(num_blocks * splits, 2 * sm_count)
-        combine = 4.0 + 0.1 * splits if splits > 1 else 0.0
-        return rounds * (ceil_div(grains, splits) + 2.0) + combine
+        waves = ceil_div(num_blocks * splits, 2 * sm_count)
+        combine = _COMBINE_COST + _COMBINE_COST_OF_A_SPLIT * splits if splits > 1 else 0.0
+        return waves * (ceil_div(grains, splits) + _WAVE_COST) + combine
 
     return min(range(1, max(1, min(grains, _MAX_SPLITS)) + 1), key=cost)
 
@@ -102,74 +102,73 @@ def launch(
     num_kv_heads = pages.k.shape[1]
     num_rows = num_queries * (num_heads // num_kv_heads)
     tile = choose_tile(dtype, head_dim, num_rows)
-    spec, row_tiles = (
-        tile.spec("attention_decode/attention_decode.cu", dtype),
-        ceil_div(num_rows, tile.rows(dtype)),
-    )
+    spec = tile.spec("attention_decode/attention_decode.cu", dtype)
+    row_tiles = ceil_div(num_rows, tile.rows(dtype))
     if num_splits is None:
         keys = min(bound, rule.window + num_queries) if rule.window else bound
         rounded = ceil_div(keys, _SPLIT_GRAIN) * _SPLIT_GRAIN  # so that the cache of choices hits
         num_splits = choose_num_splits(batch * num_kv_heads * row_tiles, rounded, sm_count())
-    shared = _shared_arguments(q, pages, out, lse, rule, num_splits)
-    q_strides = element_strides(q)
+    arguments = _arguments(q, pages, out, lse, rule, num_splits, tree_mask)
     _KERNEL.launch(
         spec,
         (batch, num_kv_heads, num_splits * row_tiles),
         (tile.threads,),
         tile.shared_bytes(dtype),
-        q=q,
-        k=pages.k,
-        v=pages.v,
-        block_tables=pages.block_tables,
-        tree_masks=tree_mask,
-        q_stride_b=q_strides[0],
-        q_stride_t=q_strides[1],
-        q_stride_h=q_strides[2],
-        page_stride=element_strides(pages.k)[0],
-        table_stride=element_strides(pages.block_tables)[0],
-        group=num_heads // num_kv_heads,
-        block_shift=pages.k.shape[2].bit_length() - 1,
-        num_blocks=pages.k.shape[0],
-        is_vector=int(are_aligned(q, pages.k, pages.v, out)),
-        score_inner=rule.inner,
-        score_factor=rule.factor,
-        **shared,
+        **arguments,
     )
     if num_splits > 1:
-        slots = batch * num_heads * num_queries
-        grid, block = (ceil_div(slots, _COMBINE_THREADS // 32),), (_COMBINE_THREADS,)
-        _COMBINE.launch(spec, grid, block, num_slots=slots, num_kv_heads=num_kv_heads, **shared)
+        num_blocks = ceil_div(arguments["num_rows"], _COMBINE_THREADS // 32)
+        _COMBINE.launch(spec, (num_blocks,), (_COMBINE_THREADS,), **arguments)
 
 
-def _shared_arguments(
-    q: Any, pages: Pages, out: Any, lse: Any, rule: ScoreRule, num_splits: int
+def _arguments(
+    q: Any, pages: Pages, out: Any, lse: Any, rule: ScoreRule, num_splits: int, tree_mask: Any
 ) -> dict[str, Any]:
-    """Return what both kernels take, the splits' scratch memory among it."""
+    """Return the values of `_PARAMS`, with scratch memory for the splits."""
+    batch, num_queries, num_heads, head_dim = q.shape
+    num_blocks, num_kv_heads, block_size, _ = pages.k.shape
     partial_o, partial_stats = _scratch(q, num_splits)
-    strides = element_strides(out)
+    strides = {
+        f"{name}_stride_{axis}": element_strides(array)[i]
+        for name, array in (("q", q), ("out", out))
+        for i, axis in enumerate("bth")
+    }
     return {
+        **strides,
+        "q": q,
+        "k_pages": pages.k,
+        "v_pages": pages.v,
+        "block_tables": pages.block_tables,
         "context_lens": pages.context_lens,
+        "tree_masks": tree_mask,
         "out": out,
         "lse": lse,
         "partial_o": partial_o,
         "partial_stats": partial_stats,
-        "out_stride_b": strides[0],
-        "out_stride_t": strides[1],
-        "out_stride_h": strides[2],
-        "max_keys": pages.block_tables.shape[1] * pages.k.shape[2] if pages.k.size else 0,
-        "num_queries": q.shape[1],
-        "num_heads": q.shape[2],
-        "head_dim": q.shape[3],
+        "page_stride": element_strides(pages.k)[0],
+        "table_stride": element_strides(pages.block_tables)[0],
+        "max_keys": pages.block_tables.shape[1] * block_size if pages.k.size else 0,
+        "num_rows": batch * num_heads * num_queries,
+        "num_queries": num_queries,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "group": num_heads // num_kv_heads,
+        "head_dim": head_dim,
+        "block_shift": block_size.bit_length() - 1,
+        "num_blocks": num_blocks,
         "window": rule.window,
         "num_splits": num_splits,
+        "is_vector": int(are_aligned(q, pages.k, pages.v, out)),
+        "score_inner": rule.inner,
+        "score_factor": rule.factor,
     }
 
 
 def _scratch(q: Any, num_splits: int) -> tuple[Any, Any]:
-    """Return memory for the splits' unfinished rows and their statistics; None for one split."""
+    """Return memory for the splits' partial rows and their statistics; None for one split."""
     if num_splits == 1:
         return None, None
     batch, num_queries, num_heads, head_dim = q.shape
     xp = device.cupy()
-    slots = (num_splits, batch * num_heads * num_queries)
-    return xp.empty((*slots, head_dim), np.float32), xp.empty((*slots, 2), np.float32)
+    rows = (num_splits, batch * num_heads * num_queries)
+    return xp.empty((*rows, head_dim), np.float32), xp.empty((*rows, 2), np.float32)

@@ -12,90 +12,96 @@ from engine.kernels._launch import Kernel, sm_count
 from engine.kernels._module import ModuleSpec, current_architecture
 from engine.kernels._tensor_map import tensor_map
 from engine.kernels._workspace import counters, workspace
-from engine.kernels.attention_decode.new_tokens import PARAMS as _FRESH_PARAMS
-from engine.kernels.attention_decode.new_tokens import FreshTokens
+from engine.kernels.attention_decode.new_tokens import NO_NEW_TOKENS, NewTokens
+from engine.kernels.attention_decode.new_tokens import PARAMS as _NEW_TOKEN_PARAMS
 
 __all__ = ["HopperTile", "choose_hopper_tile", "is_supported", "launch", "specs"]
 
-_ENTRY = "attention_decode_sm90"
 _PARAMS = (
-    "k_map:tmap v_map:tmap q:ptr k:ptr v:ptr block_tables:ptr context_lens:ptr tree_masks:ptr "
-    "out:ptr lse:ptr partial_o:ptr partial_stats:ptr counters:ptr q_stride_b:i64 q_stride_t:i64 "
-    "q_stride_h:i64 table_stride:i64 out_stride_b:i64 out_stride_t:i64 out_stride_h:i64 "
-    "max_keys:i64 batch:i32 num_queries:i32 num_heads:i32 num_kv_heads:i32 block_shift:i32 "
-    "num_blocks:i32 window:i32 num_splits:i32 token_parts:i32 score_inner:f32 score_factor:f32"
+    "k_map:tmap v_map:tmap q:ptr k_pages:ptr v_pages:ptr block_tables:ptr context_lens:ptr "
+    "tree_masks:ptr out:ptr lse:ptr partial_o:ptr partial_stats:ptr counters:ptr q_stride_b:i64 "
+    "q_stride_t:i64 q_stride_h:i64 table_stride:i64 out_stride_b:i64 out_stride_t:i64 "
+    "out_stride_h:i64 max_keys:i64 batch:i32 num_queries:i32 num_heads:i32 num_kv_heads:i32 "
+    "block_shift:i32 num_blocks:i32 window:i32 num_splits:i32 token_parts:i32 score_inner:f32 "
+    f"score_factor:f32 {_NEW_TOKEN_PARAMS}"
 )
-_KERNELS = {
-    False: Kernel(_ENTRY, _PARAMS),
-    True: Kernel(_ENTRY, f"{_PARAMS} {_FRESH_PARAMS}"),  # with FRESH
-}
+_KERNEL = Kernel("attention_decode_sm90", _PARAMS, struct="AttentionDecodeSm90Params")
 _DTYPES = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True)
 class HopperTile:
-    """The macros of `common/decode_ring.cuh`."""
+    """The macros of `config_sm90.cuh`, which says what they mean."""
 
     head_dim: int
-    unit_keys: int
+    box_keys: int
     stages: int
     row_tiles: int
-    key_warps: int
+    consumer_warps: int
     cluster: int = 1
-    is_fresh: bool = False
-    blocks_per_sm: int = 1
+    new_token: bool = False
+    ctas_per_sm: int = 1
 
     @property
     def rows(self) -> int:
-        """Query rows of a block: tokens * heads of a group."""
+        """Query rows of a CTA: tokens * heads of a group."""
         return _ROWS * self.row_tiles
 
     @property
+    def has_new_token_warps(self) -> bool:
+        """Whether warps of their own compute the new tokens."""
+        return self.new_token and self.ctas_per_sm > 1 and self.cluster == 1
+
+    @property
     def threads(self) -> int:
-        """Threads of a block: the computing warps and the copying one, or its warpgroup."""
-        moves_registers = (self.key_warps == 8 or self.is_fresh) and self.cluster == 1
-        return 32 * (self.key_warps + (4 if moves_registers else 1))
+        """Threads of a CTA: the consumer warps and the producer warp, or its warpgroup."""
+        moves_registers = (self.consumer_warps == 8 or self.new_token) and self.cluster == 1
+        return 32 * (self.consumer_warps + (4 if moves_registers else 1))
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory as decode_ring.cuh lays it out."""
+        """Shared memory as config_sm90.cuh lays it out."""
         padding = 0 if self.cluster == 1 else 16
-        ring = 2 * self.stages * 8 * (self.unit_keys * self.head_dim * 2 + padding)
-        probs = 2 * self.rows * (8 * self.unit_keys * 2 + 16)
-        exchange = 3 * self.rows * self.key_warps * 4
-        makes_ahead = self.is_fresh and self.blocks_per_sm > 1 and self.cluster == 1
+        ring = 2 * self.stages * 8 * (self.box_keys * self.head_dim * 2 + padding)
+        probs = 2 * self.rows * (8 * self.box_keys * 2 + 16)
+        exchange = 3 * self.rows * self.consumer_warps * 4
         in_registers = self.row_tiles * self.head_dim <= 256
-        buffers = 1 if in_registers and not makes_ahead else 2
+        buffers = 1 if in_registers and not self.has_new_token_warps else 2
         queries = buffers * self.rows * (self.head_dim * 2 + 16)
         barriers = (4 * self.stages + 2 * buffers) * 8
-        progress = (self.key_warps + (3 if makes_ahead else 0)) * 64
-        fresh = buffers * (2 * self.head_dim * 2 + 16) if self.is_fresh else 0
-        inbox = self.rows * (self.head_dim * 4 + self.cluster * 8) + 16
+        schedules = (self.consumer_warps + (3 if self.has_new_token_warps else 0)) * 64
+        new_kv = buffers * (2 * self.head_dim * 2 + 16) if self.new_token else 0
+        inbound = self.rows * (self.head_dim * 4 + self.cluster * 8) + 16
         if self.cluster == 1 or self.row_tiles > 1:
-            inbox = 0
-        return ring + probs + exchange + barriers + queries + 16 + progress + fresh + inbox
+            inbound = 0
+        flag = 16
+        return ring + probs + exchange + barriers + queries + flag + schedules + new_kv + inbound
 
-    def takes_fresh(self, group: int) -> bool:
-        """Tell whether it can make the newest tokens' rows: a thread has 16 values of one head."""
-        return self.row_tiles == 1 and group + 2 <= 32 * self.key_warps // (self.head_dim // 16)
+    def can_compute_new_token(self, group: int) -> bool:
+        """Tell whether its threads can compute a new token: each has 16 values of one head."""
+        heads = 32 * self.consumer_warps // (self.head_dim // 16)
+        return self.row_tiles == 1 and group + 2 <= heads
 
     def spec(self, dtype: str) -> ModuleSpec:
         """Return the module compiled for this tile."""
         macros = {
             "HEAD_DIM": self.head_dim,
-            "UNIT_KEYS": self.unit_keys,
+            "BOX_KEYS": self.box_keys,
             "STAGES": self.stages,
             "ROW_TILES": self.row_tiles,
-            "KEY_WARPS": self.key_warps,
+            "CONSUMER_WARPS": self.consumer_warps,
             "CLUSTER": self.cluster,
-            "FRESH": int(self.is_fresh),
-            "BLOCKS_PER_SM": self.blocks_per_sm,
+            "NEW_TOKEN": int(self.new_token),
+            "CTAS_PER_SM": self.ctas_per_sm,
             "SHARED_BYTES": self.shared_bytes,
         }
         return ModuleSpec("attention_decode/attention_decode_sm90.cu", dtype, tuple(macros.items()))
 
 
-# By head dim, then by rows: 16, 32, 64.
+# What follows is fitted to an H200 of 132 multiprocessors with
+# `python -m tests.bench attention_decode`; docs/benchmarks/attention_decode.md has the figures.
+
+# The tiles of one CTA an SM, by head dim, then by rows: 16, 32, 64.
 _TILES = (
     HopperTile(64, 16, 6, 1, 4),
     HopperTile(64, 16, 6, 2, 4),
@@ -104,22 +110,23 @@ _TILES = (
     HopperTile(128, 16, 3, 2, 8),
     HopperTile(128, 16, 2, 4, 8),
 )
-# Of up to 16 rows, where a block has several sequences: two blocks share a multiprocessor, and
-# while one ends a sequence the other one's tiles keep memory busy.
+# Of up to 16 rows, where a CTA has several sequences: while one of two CTAs an SM ends a sequence,
+# the other one's copies keep memory busy.
 _MANY_TILES = {
-    64: HopperTile(64, 16, 3, 1, 4, blocks_per_sm=2),
-    128: HopperTile(128, 8, 3, 1, 4, blocks_per_sm=2),
+    64: HopperTile(64, 16, 3, 1, 4, ctas_per_sm=2),
+    128: HopperTile(128, 8, 3, 1, 4, ctas_per_sm=2),
 }
-_CLUSTER = 8
+_CLUSTER = 8  # CTAs
 _ROWS = 16  # of a row tile
-# Of clusters, for up to _SHORT_KEYS keys: with tiles of 64 keys more of their blocks have any. They
-# are small enough for two blocks a multiprocessor.
+# Of clusters, for few keys: with tiles of 64 keys more of the CTAs have any. Two fit an SM.
 _SHORT_TILES = {
     64: HopperTile(64, 8, 2, 1, 4, _CLUSTER),
     128: HopperTile(128, 8, 2, 1, 4, _CLUSTER),
 }
-_SHORT_KEYS = 1024
-_HALF_CLUSTER_KEYS = 4096  # up to which clusters of four are taken
+_SHORT_KEYS = 1024  # keys up to which _SHORT_TILES are faster
+# Keys up to which clusters of four are taken: even one sequence of eight heads alone, which leaves
+# most of the chip idle, is then not slower than in clusters of eight.
+_HALF_CLUSTER_KEYS = 4096
 
 
 def choose_hopper_tile(dtype: str, head_dim: int, num_rows: int) -> HopperTile | None:
@@ -152,23 +159,23 @@ def specs(
 
 
 def _variants(tile: HopperTile) -> list[HopperTile]:
-    """Return all that may be launched in the place of `tile`."""
+    """Return all tiles that may be launched where `tile` is the choice by rows alone."""
     short = _SHORT_TILES[tile.head_dim]
     found = [tile, replace(tile, cluster=_CLUSTER), replace(tile, cluster=_CLUSTER // 2)]
-    for other in _TILES:  # of parts of the tokens
+    for other in _TILES:  # for query tokens divided among clusters
         if other.head_dim == tile.head_dim and other.row_tiles < tile.row_tiles:
             found.append(replace(other, cluster=_CLUSTER))
     if tile.row_tiles > 1:
         found.append(short)
     else:
         found += [_MANY_TILES[tile.head_dim], short]
-        found.append(replace(short, cluster=_CLUSTER // 2, blocks_per_sm=2))
-        found += [replace(each, is_fresh=True) for each in found]
+        found.append(replace(short, cluster=_CLUSTER // 2, ctas_per_sm=2))
+        found += [replace(each, new_token=True) for each in found]
     return found
 
 
-def is_supported(q: Any, pages: Pages, out: Any, fresh: FreshTokens | None = None) -> bool:
-    """Tell whether the current device and the problem are for the Hopper kernel."""
+def is_supported(q: Any, pages: Pages, out: Any, new_tokens: NewTokens | None = None) -> bool:
+    """Tell whether the Hopper kernel takes the problem on the current device."""
     group = q.shape[2] // pages.k.shape[1]
     tile = choose_hopper_tile(dtype_name(q.dtype), q.shape[3], q.shape[1] * group)
     return (
@@ -177,24 +184,23 @@ def is_supported(q: Any, pages: Pages, out: Any, fresh: FreshTokens | None = Non
         and current_architecture(device.cupy().cuda.runtime.getDevice()) == "sm_90a"
         and are_aligned(q, pages.k, pages.v, out)
         and 0 < pages.k.size // q.shape[3] < 2**31  # rows of the pages: TMA counts them in int32
-        and (fresh is None or (tile.takes_fresh(group) and fresh.are_vectors()))
+        and (new_tokens is None or (tile.can_compute_new_token(group) and new_tokens.are_vectors()))
     )
 
 
 def _room(sm_count: int) -> int:
-    """Return how many clusters find room at once, of one block a multiprocessor.
+    """Return how many clusters of one CTA an SM run at once.
 
-    15 on 132 multiprocessors, as was measured; a 16th runs after them. A cluster lies in one GPC,
-    and some GPC seems to have fewer than two clusters' worth.
+    15 on 132 multiprocessors (measured: a 16th runs after them). A cluster lies in one GPC, and not
+    every GPC has the multiprocessors of two clusters.
     """
     return sm_count // _CLUSTER - 1
 
 
 def choose_cluster(num_heads: int, sm_count: int, bound: int) -> tuple[int, int]:
-    """Return how many blocks share a sequence and head, and how many of them a multiprocessor.
+    """Return the CTAs of a cluster for sequences of up to `bound` keys, and the CTAs an SM.
 
-    (1, 1): none, teams divide all keys. Clusters of four are for up to so many keys (`bound`) that
-    even one sequence of eight heads alone, most of the chip being idle, does not take longer.
+    `num_heads` counts sequences * key/value heads. (1, 1): no clusters, the persistent schedule.
 
     Examples
     --------
@@ -218,8 +224,8 @@ def choose_token_parts(
 ) -> int:
     """Return into how many parts clusters divide a sequence's query tokens.
 
-    Few sequences with many tokens leave most of the chip idle. Clusters that read the same keys for
-    some of the tokens each get them from L2, and have fewer rows to work on.
+    Few sequences with many tokens leave most of the chip idle. Several clusters then take some of
+    the tokens each: they have fewer rows, and share the reads of the keys through L2.
 
     Examples
     --------
@@ -238,33 +244,33 @@ def choose_token_parts(
 
 
 def _choose(
-    dtype: str, shape: tuple[int, ...], num_kv_heads: int, bound: int, *, may_share: bool
+    dtype: str, shape: tuple[int, ...], num_kv_heads: int, bound: int, *, may_use_clusters: bool
 ) -> HopperTile:
-    """Choose for q of this shape and up to `bound` keys; `may_share`: blocks may share a head.
+    """Choose the tile for q of this shape and up to `bound` keys.
 
-    Without `may_share` it is the same tile whatever the batch.
+    Without `may_use_clusters` it does not depend on the batch.
     """
     batch, num_queries, num_heads, head_dim = shape
     tile = choose_hopper_tile(dtype, head_dim, num_queries * (num_heads // num_kv_heads))
     assert tile is not None
     group = num_heads // num_kv_heads
     many, short = _MANY_TILES[head_dim], _SHORT_TILES[head_dim]
-    # takes_fresh, not only for newest tokens: the bits are then the same with and without them.
-    if not may_share or batch * num_kv_heads > sm_count():
-        return many if tile.row_tiles == 1 and many.takes_fresh(group) else tile
-    cluster, blocks_per_sm = choose_cluster(batch * num_kv_heads, sm_count(), bound)
-    is_short = blocks_per_sm == 2 or (cluster == _CLUSTER and bound <= _SHORT_KEYS)
-    if is_short and tile.row_tiles == 1 and short.takes_fresh(group):
-        return replace(short, cluster=cluster, blocks_per_sm=blocks_per_sm)
-    # There is no room for two of the large blocks.
-    return tile if blocks_per_sm == 2 else replace(tile, cluster=cluster)
+    # can_compute_new_token also where there is no new token: the bits are then the same.
+    if not may_use_clusters or batch * num_kv_heads > sm_count():
+        return many if tile.row_tiles == 1 and many.can_compute_new_token(group) else tile
+    cluster, ctas_per_sm = choose_cluster(batch * num_kv_heads, sm_count(), bound)
+    is_short = ctas_per_sm == 2 or (cluster == _CLUSTER and bound <= _SHORT_KEYS)
+    if is_short and tile.row_tiles == 1 and short.can_compute_new_token(group):
+        return replace(short, cluster=cluster, ctas_per_sm=ctas_per_sm)
+    # Two CTAs of the large tiles do not fit an SM.
+    return tile if ctas_per_sm == 2 else replace(tile, cluster=cluster)
 
 
-def _page_maps(pages: Pages, dtype: str, unit_keys: int) -> dict[str, Any]:
-    """Return maps of pages (P, K, block_size, D), of which a copy brings `unit_keys` tokens."""
+def _page_maps(pages: Pages, dtype: str, box_keys: int) -> dict[str, Any]:
+    """Return the tensor maps of pages (P, K, block_size, D); a box is `box_keys` tokens."""
     num_blocks, num_kv_heads, block_size, head_dim = pages.k.shape
     sizes = (64, num_blocks * num_kv_heads * block_size, head_dim // 64)
-    strides, box = (head_dim * 2, 128), (64, unit_keys, head_dim // 64)
+    strides, box = (head_dim * 2, 128), (64, box_keys, head_dim // 64)
     k, v = (
         tensor_map(array.data.ptr, dtype, sizes, strides, box, promote=0)
         for array in (pages.k, pages.v)
@@ -283,9 +289,9 @@ def launch(
     *,
     pdl: bool,
     tree_mask: Any = None,
-    fresh: FreshTokens | None = None,
+    new_tokens: NewTokens | None = None,
 ) -> None:
-    """Launch on arrays that `is_supported` accepts; num_splits None: equal work for all blocks."""
+    """Launch on arrays that `is_supported` accepts; num_splits None: equal work for all CTAs."""
     (batch, num_queries, num_heads, head_dim), num_kv_heads = q.shape, pages.k.shape[1]
     token_parts = 1
     if num_splits is None:
@@ -293,25 +299,25 @@ def launch(
     batch, num_queries = batch * token_parts, num_queries // token_parts
     num_rows, dtype = num_queries * (num_heads // num_kv_heads), dtype_name(q.dtype)
     shape = batch, num_queries, num_heads, head_dim
-    tile = _choose(dtype, shape, num_kv_heads, bound, may_share=num_splits is None)
-    tile = replace(tile, is_fresh=fresh is not None)
-    num_teams = max(1, sm_count() * tile.blocks_per_sm // num_kv_heads)
-    num_blocks = (num_teams if tile.cluster == 1 else batch * tile.cluster) * num_kv_heads
-    # decode_plan.cuh: two slots a team, or one a part
-    slots = (batch * num_splits if num_splits else 2 * num_teams) * num_kv_heads
-    scratch = workspace(slots * num_rows * (head_dim + 2))
-    _KERNELS[tile.is_fresh].launch(
+    tile = _choose(dtype, shape, num_kv_heads, bound, may_use_clusters=num_splits is None)
+    tile = replace(tile, new_token=new_tokens is not None)
+    num_groups = max(1, sm_count() * tile.ctas_per_sm // num_kv_heads)
+    num_ctas = (num_groups if tile.cluster == 1 else batch * tile.cluster) * num_kv_heads
+    # Splits.partial in scheduler_sm90.cuh: one a split, or two a CTA group.
+    partials = (batch * num_splits if num_splits else 2 * num_groups) * num_kv_heads
+    scratch = workspace(partials * num_rows * (head_dim + 2))
+    _KERNEL.launch(
         tile.spec(dtype),
-        (num_blocks if batch else 0,),
+        (num_ctas if batch else 0,),
         (tile.threads,),
         tile.shared_bytes,
         pdl=pdl,
-        **_page_maps(pages, dtype, tile.unit_keys),
+        **_page_maps(pages, dtype, tile.box_keys),
         **_arrays(q, pages, out, lse),
         tree_masks=tree_mask,
         partial_o=scratch,
-        partial_stats=scratch[slots * num_rows * head_dim :],
-        counters=counters(max(num_teams, batch) * num_kv_heads),
+        partial_stats=scratch[partials * num_rows * head_dim :],
+        counters=counters(max(num_groups, batch) * num_kv_heads),
         batch=batch,
         num_queries=num_queries,
         num_heads=num_heads,
@@ -321,17 +327,17 @@ def launch(
         token_parts=token_parts,
         score_inner=rule.inner,
         score_factor=rule.factor,
-        **({} if fresh is None else fresh.launch_arguments()),
+        **(NO_NEW_TOKENS if new_tokens is None else new_tokens.launch_arguments()),
     )
 
 
 def _arrays(q: Any, pages: Pages, out: Any, lse: Any) -> dict[str, Any]:
-    """Return the arrays, and how they lie."""
+    """Return the arrays, and their strides and sizes."""
     q_strides, out_strides = element_strides(q), element_strides(out)
     return {
         "q": q,
-        "k": pages.k,
-        "v": pages.v,
+        "k_pages": pages.k,
+        "v_pages": pages.v,
         "block_tables": pages.block_tables,
         "context_lens": pages.context_lens,
         "out": out,

@@ -1,4 +1,4 @@
-"""attention_decode of rows as the projection left them: it is qk_norm_rope_store, then itself."""
+"""attention_decode of a new token as the projection left it: qk_norm_rope_store, then itself."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _NORMS = ["none", "both", "only_q", "only_k"]
 _MANY = tuple(np.random.default_rng(0).integers(0, 700, 40).tolist())
 _SHORT = tuple(np.random.default_rng(1).integers(0, 200, 140).tolist())
 
-# With three parts: most are one tile, so that Q is fetched as often as K and V.
-_SHORT_PARTS = AttentionCase((1,) * 140, _SHORT, 112, 8, 128, block_size=16, window=70)
+# In three splits: most are one tile, so that Q is copied as often as K and V.
+_SHORT_SPLITS = AttentionCase((1,) * 140, _SHORT, 112, 8, 128, block_size=16, window=70)
 
-# Few and many sequences (clusters or teams of blocks, warps that make rows ahead), lengths around
-# the tiles of 64 and 128 keys and around pages, groups up to what a kernel has threads for, and
-# beyond.
+# Few and many sequences (clusters, persistent CTAs with and without new-token warps), lengths
+# around the tiles of 64 and 128 keys and around pages, groups up to what a kernel has threads for
+# and beyond.
 _CASES = (
     AttentionCase((1,), (1,), 8, 2, 128, block_size=16),
     AttentionCase((1,), (1000,), 32, 8, 128, block_size=16),
@@ -47,7 +47,7 @@ _CASES = (
     AttentionCase((1,) * 140, _SHORT, 14, 1, 128, block_size=32),
     AttentionCase((1,) * 40, _MANY, 8, 4, 64, block_size=16, window=100),
     AttentionCase((1,) * 280, _SHORT * 2, 16, 8, 64, block_size=16),
-    _SHORT_PARTS,
+    _SHORT_SPLITS,
     AttentionCase((1,) * 2, (300, 40), 14, 1, 128, block_size=16),
     AttentionCase((1,) * 2, (300, 40), 16, 1, 128, block_size=16),
     AttentionCase((1,) * 2, (300, 40), 17, 1, 64, block_size=16),
@@ -66,8 +66,8 @@ _CASES = (
 def _inputs(case, dtype, norms, *, seed=0, rotary_dim=None, num_shared=0, num_lost=0):
     """Fused rows (B, H + 2K, D), both kinds of pages and the keywords, as NumPy arrays.
 
-    The place of each newest key is poisoned. `num_lost` tokens are stored nowhere: their places
-    have other keys.
+    The slot of each newest key is poisoned. `num_lost` tokens are not stored: their slots hold
+    other keys.
     """
     rng = np.random.default_rng(seed)
     batch, dim, kv_heads = len(case.lens_k), case.head_dim, case.num_kv_heads
@@ -196,12 +196,12 @@ def test_bits_are_those_of_the_two_ops(cp, case, dtype, norms):
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_fused", [False, True])
 def test_the_same_bits_in_thousands_of_launches(cp, is_fused):
-    """What TMA brings must not come over what is still read.
+    """TMA must not overwrite what is still being read.
 
-    It did in up to three of a thousand launches. With half as many as here, four of six runs side
-    by side failed (H200, 2026-11-22).
+    The race was seen in up to three of a thousand launches, and only beside other copies; with half
+    as many launches two of six runs missed it (H200).
     """
-    case = _SHORT_PARTS
+    case = _SHORT_SPLITS
     *arrays, keywords = _inputs(case, "bfloat16", "only_k", seed=7)
     qkv, *pages = (cp.asarray(np.nan_to_num(a)) for a in arrays)
     q, k, v = _split(qkv, case)
@@ -264,7 +264,7 @@ def test_pages_that_sequences_share(xp, dtype):
     assert_close(got, want, reduction=case.reduction)
 
 
-@pytest.mark.parametrize("copies", [1, 10, 50])  # clusters, one block a multiprocessor, two
+@pytest.mark.parametrize("copies", [1, 10, 50])  # clusters, one CTA an SM, two
 def test_the_output_may_take_the_place_of_the_queries(xp, copies):
     case = AttentionCase((1,) * 4 * copies, (0, 300, 129, 65) * copies, 8, 2, 64, block_size=16)
     qkv, *pages, keywords = inputs = _inputs(case, "bfloat16", "both")
@@ -280,7 +280,7 @@ def test_the_output_may_take_the_place_of_the_queries(xp, copies):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rotary_dim", [0, 32, 48])
-def test_partial_rotation_goes_the_unfused_way(xp, rotary_dim, dtype):
+def test_partial_rotation_is_not_fused(xp, rotary_dim, dtype):
     inputs = _inputs(_CASES[4], dtype, "both", rotary_dim=rotary_dim)
     got, pages = _run(kernels.attention_decode, xp, _CASES[4], inputs)
     want, want_pages = _run(reference.attention_decode, np, _CASES[4], inputs)
@@ -313,7 +313,7 @@ def test_bad_positions_and_slots_on_the_gpu(cp, copies):
     case = AttentionCase((1,) * 3 * copies, (40, 128, 7) * copies, 8, 2, 64, block_size=16)
     inputs = _inputs(case, "bfloat16", "none")
     _, k_pages, v_pages, keywords = inputs
-    for b, slot in enumerate(keywords["slot_mapping"]):  # old keys in the places of the newest
+    for b, slot in enumerate(keywords["slot_mapping"]):  # old keys in the slots of the newest
         if b % 3 == 2:
             k_pages[slot // 16, :, slot % 16] = v_pages[slot // 16, :, slot % 16] = 1
     keywords["positions"][::3] = 10**6
@@ -373,31 +373,38 @@ def test_a_captured_graph_stores_and_follows(cp, copies):
                 np.testing.assert_array_equal(_bits(a), _bits(b))
 
 
-def test_tiles_that_make_rows():
+def test_tiles_that_compute_a_new_token():
     tile = HopperTile(128, 16, 3, 1, 8)
-    assert [tile.takes_fresh(group) for group in (1, 16, 30, 31)] == [True, True, True, False]
-    assert not HopperTile(128, 16, 3, 2, 8).takes_fresh(17)
+    assert [tile.can_compute_new_token(group) for group in (1, 16, 30, 31)] == [
+        True,
+        True,
+        True,
+        False,
+    ]
+    assert not HopperTile(128, 16, 3, 2, 8).can_compute_new_token(17)
     for dim in (64, 128):
         for tile in decode_sm90._variants(decode_sm90.choose_hopper_tile("float16", dim, 1)):
-            fresh = dataclasses.replace(tile, is_fresh=True)
-            more = 4 * dim + 16  # key, value and where the key belongs
-            makes_ahead = tile.blocks_per_sm == 2 and tile.cluster == 1
-            if makes_ahead:  # twice, and queries too; and warps' progress
+            fused = dataclasses.replace(tile, new_token=True)
+            more = 4 * dim + 16  # key, value and the key's position
+            has_warps = tile.ctas_per_sm == 2 and tile.cluster == 1
+            if has_warps:  # two buffers, of queries too, and the warps' schedules
                 more += more + 16 * (2 * dim + 16) + 16 + 3 * 64
-            assert fresh.shared_bytes == tile.shared_bytes + (not tile.is_fresh) * more
+            assert fused.shared_bytes == tile.shared_bytes + (not tile.new_token) * more
 
 
-def test_whatever_tile_is_chosen_can_make_the_rows(monkeypatch):
+def test_every_tile_that_is_chosen_can_compute_a_new_token(monkeypatch):
     monkeypatch.setattr(decode_sm90, "sm_count", lambda: 132)
     for dim, group, batch in itertools.product((64, 128), range(1, 17), (1, 3, 7, 40, 300)):
         base = decode_sm90.choose_hopper_tile("float16", dim, group)
-        assert base.takes_fresh(group)
-        for kv_heads, bound, may_share in itertools.product(
+        assert base.can_compute_new_token(group)
+        for kv_heads, bound, may_use_clusters in itertools.product(
             (1, 8), (64, 4096, 9999), (True, False)
         ):
             shape = batch, 1, group * kv_heads, dim
-            tile = decode_sm90._choose("float16", shape, kv_heads, bound, may_share=may_share)
-            assert tile.takes_fresh(group)
+            tile = decode_sm90._choose(
+                "float16", shape, kv_heads, bound, may_use_clusters=may_use_clusters
+            )
+            assert tile.can_compute_new_token(group)
             assert tile.spec("float16") in decode_sm90.specs("float16", head_dim=dim)
 
 

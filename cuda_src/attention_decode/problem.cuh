@@ -1,0 +1,9 @@
+// What both attention_decode kernels need: how long a sequence is, as far as they believe it.
+#pragma once
+
+#include "common/types.cuh"
+
+// SAFETY: a length that does not fit the block table is cut to it.
+__device__ __forceinline__ int sequence_length(const int* context_lens, int b, int64_t max_keys) {
+  return static_cast<int>(min(static_cast<int64_t>(max(context_lens[b], 0)), max_keys));
+}
