@@ -9,7 +9,7 @@
 // Parallelisation: an item is kWidth pairs of a head, or kWidth of its features past R; a thread
 // takes the same item of up to kHeads heads at once, so it loads one piece of the table for all of
 // them. blockIdx.x is the token, blockIdx.y walks its heads, blockIdx.z items beyond a block's
-// threads. A thread reads what it writes first, and nobody else does: in place is safe.
+// threads. A thread writes only what it alone has read: in place is safe.
 // Mirror: engine/reference/rope.py
 #include "common/packed.cuh"
 #include "common/rotary.cuh"

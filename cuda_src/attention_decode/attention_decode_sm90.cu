@@ -54,7 +54,7 @@ __device__ __forceinline__ void store(const Cta& cta, Consumer& consumer, const 
                                       const WorkTile& work) {
   const Output output = cta.output(work.b);
   if constexpr (kPushesPartials) {
-    cluster_wait();  // SAFETY: nobody may write the shared memory of a CTA that has not started.
+    cluster_wait();  // SAFETY: a CTA that has not started has no shared memory to write to.
     consumer.store(rows, PushedPartials{cta.smem});
     PushedPartials{cta.smem}.wait();  // SAFETY: before it exits, a CTA has received everything.
     combine_pushed(cta.smem, rows.count, output);
@@ -150,6 +150,7 @@ __device__ __forceinline__ void attention_decode(const AttentionDecodeSm90Params
   }
 }
 
+// Even __cluster_dims__(1, 1, 1) makes a launch in clusters, and no template can leave it out.
 #if CLUSTER > 1
 #define ENGINE_CLUSTER __cluster_dims__(CLUSTER, 1, 1)
 #else

@@ -3,7 +3,7 @@
 // the order of the keys, so a result does not depend on which CTA that is.
 #pragma once
 
-#include "attention_decode/pipeline_sm90.cuh"
+#include "attention_decode/cta_sm90.cuh"
 
 // A writer (see Output) of partial rows, which are relative to 2^base.
 struct PartialOutput {

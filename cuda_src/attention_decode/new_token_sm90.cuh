@@ -3,6 +3,7 @@
 // formulas of qk_norm_rope_store.cu and so to the same bits.
 #pragma once
 
+#include "attention_decode/cta_sm90.cuh"
 #include "attention_decode/pipeline_sm90.cuh"
 #include "common/qk_head.cuh"
 

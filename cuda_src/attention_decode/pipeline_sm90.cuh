@@ -1,11 +1,8 @@
-// What passes between the warps of attention_decode_sm90: the ring of K and V, the buffers of Q, and
-// each warp's schedule.
+// The pipelines between the producer and consumer warps of attention_decode_sm90: how a tile of K or
+// V lies in shared memory, the ring of their stages, and the buffers of Q.
 #pragma once
 
 #include "attention_decode/config_sm90.cuh"
-#include "attention_decode/scheduler_sm90.cuh"
-
-using Scheduler = SchedulerOf<kTileKeys, kCluster>::Type;
 
 // ---- how a tile lies in shared memory ----------------------------------------------------------
 
@@ -13,7 +10,7 @@ using Scheduler = SchedulerOf<kTileKeys, kCluster>::Type;
 // 8 consecutive rows at once, finds them in 8 different banks.
 //
 // Swizzled by TMA: a box is its rows' first 128 bytes, then their second 128 bytes (D = 128), and
-// within each the number of a word is xored with that of its row. A row's index is its key's place.
+// within each the number of a word is xored with that of its row. Row i is key i of the tile.
 // Else a box lies as in memory, boxes are 16 bytes more than a multiple of 128 apart, and 8
 // consecutive rows are the same row of the 8 boxes.
 __device__ __forceinline__ unsigned tile_offset(int index, int word) {
@@ -22,7 +19,7 @@ __device__ __forceinline__ unsigned tile_offset(int index, int word) {
   return index / kBoxKeys * kBoxBytes + word / 8 * (kBoxKeys * 128) + row * 128 +
          (word ^ row) % 8 * 16;
 }
-// The place among the tile's keys of the row `index`, and the inverse.
+// Which key of the tile row `index` is, and the inverse.
 __device__ __forceinline__ int key_of(int index) {
   return kSwizzled ? index : index % 8 * kBoxKeys + index / 8;
 }
@@ -140,106 +137,5 @@ class QueryRing {
 
   __device__ __forceinline__ unsigned barrier(int kind, int buffer) const {
     return smem_ + kBarriersAt + (4 * kStages + kind * kQueryBuffers + buffer) * 8;
-  }
-};
-
-// ---- schedules ---------------------------------------------------------------------------------
-
-// The scheduler and work tile of a consumer or new-token warp. They lie in shared memory: the inner
-// loop needs the registers.
-struct WarpSchedule {
-  Scheduler scheduler;
-  WorkTile work;
-
-  // Takes the next work tile; false: there is none.
-  __device__ __forceinline__ bool next(const DecodeProblem& problem) {
-    __syncwarp();  // SAFETY: all lanes have read the scheduler before one of them writes it.
-    Scheduler advanced = scheduler;
-    WorkTile found;
-    const bool has_work = advanced.next(problem, found);
-    __syncwarp();
-    scheduler = advanced;
-    if (has_work) work = found;
-    __syncwarp();
-    return has_work;
-  }
-};
-static_assert(sizeof(WarpSchedule) <= kScheduleBytes, "see kScheduleAt");
-
-// This warp's. The producer warp, which lies between the consumer and the new-token warps, has none.
-__device__ __forceinline__ WarpSchedule& warp_schedule(unsigned char* smem) {
-  const int warp = threadIdx.x / kWarpSize;
-  return reinterpret_cast<WarpSchedule*>(smem + kScheduleAt)[warp - (warp > kConsumerWarps)];
-}
-
-// ---- what all warps of a CTA know ---------------------------------------------------------------
-
-// Where tokens lie in the pages: slot = id of a page * its size + offset.
-struct PageLayout {
-  int block_shift, num_blocks, num_kv_heads;
-
-  // The slot of a key of a sequence. SAFETY: an id outside the cache is clamped, as the copies do.
-  __device__ __forceinline__ int64_t slot(const int* table, int key) const {
-    const unsigned page = min(static_cast<unsigned>(table[key >> block_shift]),
-                              static_cast<unsigned>(num_blocks - 1));
-    return (static_cast<int64_t>(page) << block_shift) + (key & ((1 << block_shift) - 1));
-  }
-  // The row of the pages (rows of D) of a slot's head; -1: the slot is outside the pages.
-  __device__ __forceinline__ int64_t row(int64_t slot, int kv_head) const {
-    if (slot < 0 || slot >= static_cast<int64_t>(num_blocks) << block_shift) return -1;
-    const int64_t page = slot >> block_shift;
-    return (((page * num_kv_heads) + kv_head) << block_shift) + (slot & ((1 << block_shift) - 1));
-  }
-};
-
-struct Cta {
-  const AttentionDecodeSm90Params& p;
-  unsigned char* smem;
-  int group, token_parts;
-  int kv_head, head;  // its key/value head, and the first query head of that group
-  DecodeProblem problem;
-  PageLayout layout;
-
-  __device__ __forceinline__ Cta(const AttentionDecodeSm90Params& p, unsigned char* smem)
-      : p(p),
-        smem(smem),
-        group(p.num_heads / p.num_kv_heads),
-        token_parts(kCluster > 1 ? p.token_parts : 1),  // a constant: divisions by it are free
-        kv_head(kCluster > 1 ? blockIdx.x / kCluster % p.num_kv_heads
-                             : blockIdx.x % p.num_kv_heads),
-        head(kv_head * group),
-        problem{p.context_lens, p.max_keys, p.batch,      p.num_kv_heads, p.num_queries,
-                group,          p.window,   p.num_splits, token_parts},
-        layout{p.block_shift, p.num_blocks, p.num_kv_heads} {}
-
-  __device__ __forceinline__ const int* table(int b) const {
-    return p.block_tables + b / token_parts * p.table_stride;
-  }
-  __device__ __forceinline__ Queries queries(int b) const {
-    const int sequence = b / token_parts, token = b % token_parts * p.num_queries;
-    return Queries{p.q + sequence * p.q_stride_b + token * p.q_stride_t + head * p.q_stride_h,
-                   p.q_stride_t, p.q_stride_h, kHeadDim, true};
-  }
-  __device__ __forceinline__ Output output(int b) const {
-    const int64_t lse_begin = static_cast<int64_t>(b) * p.num_queries * p.num_heads + head;
-    const int sequence = b / token_parts, token = b % token_parts * p.num_queries;
-    return Output{
-        p.out + sequence * p.out_stride_b + token * p.out_stride_t + head * p.out_stride_h,
-        p.out_stride_t,
-        p.out_stride_h,
-        p.lse == nullptr ? nullptr : p.lse + lse_begin,
-        p.num_heads,
-        group,
-        kHeadDim,
-        true};
-  }
-  // What the rows of a work tile see.
-  __device__ __forceinline__ RowRule rows(const WorkTile& work) const {
-    RowRule rows = problem.rows(work.num_keys);
-    if (p.tree_masks != nullptr) {
-      rows.tree = p.tree_masks + static_cast<int64_t>(work.b) * p.num_queries;
-      rows.earlier = work.b % token_parts * p.num_queries;
-    }
-    return rows;
   }
 };

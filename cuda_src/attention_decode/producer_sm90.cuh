@@ -1,6 +1,7 @@
 // The producer warp of attention_decode_sm90: it copies tiles of K and V, and Q, to shared memory.
 #pragma once
 
+#include "attention_decode/cta_sm90.cuh"
 #include "attention_decode/pipeline_sm90.cuh"
 
 // Lanes 0 to 7 copy the boxes of K, lanes 8 to 15 those of V, all lanes the rows of Q.
