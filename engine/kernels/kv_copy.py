@@ -35,8 +35,8 @@ def kv_copy(pages: Any, block_pairs: Any) -> None:
     pages : (..., P, K, block_size, D) array of float32, float16 or bfloat16, C-contiguous
         Written in place. Leading axes (layers, K and V) are slabs that share block ids.
     block_pairs : (n, 2) array of int32
-        Rows (source, destination). A destination occurs once and is nobody's source: blocks are
-        copied in no particular order.
+        Rows (source, destination). A destination occurs once and is no source: blocks are copied
+        in no particular order.
 
     Raises
     ------
@@ -82,5 +82,5 @@ def _check_pairs(call: Contract, block_pairs: Any) -> None:
     is_once = np.unique(destinations).size == destinations.size
     call.check("block_pairs", is_once, "pairs with each destination once", block_pairs.tolist())
     is_chained = bool(np.isin(destinations, sources).any())
-    wanted = "pairs whose destinations are nobody's source"
+    wanted = "pairs whose destinations are no sources"
     call.check("block_pairs", not is_chained, wanted, block_pairs.tolist())

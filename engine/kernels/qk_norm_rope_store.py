@@ -59,7 +59,7 @@ def choose_config(
     has_norm: bool,
     num_sms: int,
 ) -> Config:
-    """Choose for `num_tokens` tokens: few heads a block while that fills the chip sooner.
+    """Choose for `num_tokens` tokens: with few of them few heads a block.
 
     Examples
     --------
@@ -69,7 +69,7 @@ def choose_config(
     threads = head_dim // (2 * vector_width)  # of a head
     fits = can_vectorise and head_dim % (2 * vector_width) == 0 and 0 < threads <= _THREADS
     fits = fits and rotary_dim // 2 % vector_width == 0
-    if has_norm:  # sums go over neighbours by shuffles
+    if has_norm:  # neighbouring lanes sum by shuffles
         fits = fits and threads <= 32 and threads & (threads - 1) == 0
     if not fits:
         return Config("scalar", _WARPS)

@@ -159,7 +159,7 @@ def _launch(
         in_place=_is_same(q, q_out) and _is_same(k, k_out),
     )
     num_heads, items = num_q_heads + k.shape[1], config.items_per_head
-    # Few heads a block while that fills the chip sooner, else all that a thread can take at once.
+    # With few tokens few heads a block, else as many as its threads can have in flight.
     heads_per_block = _THREADS // min(max(items, 1), _THREADS)
     if num_tokens > 2 * sm_count():
         heads_per_block *= _HEADS_AT_ONCE

@@ -108,8 +108,8 @@ def test_contract(xp):
 @pytest.mark.parametrize(
     ("pairs", "message"),
     [
-        ([[0, 1], [1, 2]], "nobody's source"),
-        ([[3, 3]], "nobody's source"),
+        ([[0, 1], [1, 2]], "destinations are no sources"),
+        ([[3, 3]], "destinations are no sources"),
         ([[0, 2], [1, 2]], "each destination once"),
     ],
 )

@@ -46,7 +46,7 @@ def test_matches_mirror(xp, shape, lens, dtype):
     assert_guards(v_buffer)
 
 
-def test_rows_that_nobody_owns_are_nan(xp):
+def test_rows_of_no_sequence_are_nan(xp):
     inputs = _inputs((5, 2, 16, 64), "bfloat16", [18, 3])
     got = [to_numpy(a) for a in kernels.kv_gather(*cases.to_module(xp, *inputs), total_tokens=30)]
     for array, want in zip(got, reference.kv_gather(*inputs, total_tokens=30), strict=True):
