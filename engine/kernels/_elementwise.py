@@ -33,6 +33,8 @@ __all__ = [
 VECTOR_BYTES = 16
 FLAT_THREADS = 256
 ROW_THREADS = 128
+# Bytes of results that L2 does not keep until they are read; fit with
+# `python -m tests.bench rope embedding merge_states` (an H200's L2 has 50 MB).
 _LARGE_BYTES = 32 << 20
 MAX_GRID_Y = 65535  # with more rows, kernels with rows along y loop
 

@@ -1,4 +1,4 @@
-"""Embedding lookup: `cuda_src/embedding.cu`, mirror `reference/embedding.py`."""
+"""Rows of the embedding table: `cuda_src/embedding.cu`, mirror `reference/embedding.py`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from engine.kernels._module import ModuleSpec
 __all__ = ["embedding", "specs"]
 
 _ROWS = 4  # kRows of the CUDA file
-_MANY_TOKENS = 1024  # from here on, a thread copies several rows
+# Tokens from which a thread takes _ROWS rows; fit with `python -m tests.bench embedding`.
+_MANY_TOKENS = 1024
 _PARAMS = (
     "token_ids:ptr weight:ptr out:ptr num_tokens:i64 vocab_size:i64 n:i32 scale:f32 is_large:i32"
 )
@@ -39,13 +40,13 @@ def embedding(token_ids: Any, weight: Any, *, scale: float = 1.0, out: Any = Non
     Parameters
     ----------
     token_ids : (T,) array of int32
-        -2**31, the padding id, gives a row of zeros; any other id outside [0, V) a row of NaN.
+        An id outside [0, V) gives a row of NaN, but -2**31, which is padding, a row of zeros.
     weight : (V, N) array of float32, float16 or bfloat16
         At least one row.
     scale : float
-        Factor, applied in float32 (Gemma: sqrt(N), which the caller rounds to its dtype).
+        Factor, multiplied in float32 (Gemma: sqrt(N), which the caller rounds to its dtype).
     out : (T, N) array of weight's dtype, optional
-        Array for the result.
+        Where to put the result.
 
     Returns
     -------
@@ -54,7 +55,7 @@ def embedding(token_ids: Any, weight: Any, *, scale: float = 1.0, out: Any = Non
     Raises
     ------
     ShapeError, DTypeError, ContractError
-        If an argument violates the contract.
+        If an argument breaks the contract.
 
     Examples
     --------

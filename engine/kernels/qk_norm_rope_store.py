@@ -20,6 +20,9 @@ __all__ = ["Config", "choose_config", "qk_norm_rope_store", "specs"]
 _THREADS = 128
 _WARPS = _THREADS // 32
 _HEADS_AT_ONCE = 3  # kHeads of the CUDA file
+# Tokens an SM up to which a block takes few heads; fit with
+# `python -m tests.bench qk_norm_rope_store`.
+_FEW_TOKENS = 2
 _PARAMS = (
     "q:ptr k:ptr v:ptr positions:ptr cos_sin:ptr k_pages:ptr v_pages:ptr slot_mapping:ptr "
     "q_weight:ptr k_weight:ptr q_stride_t:i64 q_stride_h:i64 k_stride_t:i64 k_stride_h:i64 "
@@ -74,7 +77,9 @@ def choose_config(
     if not fits:
         return Config("scalar", _WARPS)
     heads = _THREADS // threads
-    return Config("vector", heads if num_tokens <= 2 * num_sms else heads * _HEADS_AT_ONCE)
+    return Config(
+        "vector", heads if num_tokens <= _FEW_TOKENS * num_sms else heads * _HEADS_AT_ONCE
+    )
 
 
 def qk_norm_rope_store(

@@ -17,7 +17,8 @@ _PARAMS = (
     "x:ptr residual:ptr weight:ptr out:ptr residual_out:ptr num_rows:i64 n:i32 num_b:i32 "
     "x_stride_a:i64 x_stride_b:i64 out_stride_a:i64 out_stride_b:i64 eps:f32 weight_offset:f32"
 )
-# Rows that stay in registers: bytes of the longest row (KiB) -> threads a block.
+# Rows that stay in registers: size of the longest row (KiB) -> threads a block; fit with
+# `python -m tests.bench rmsnorm`.
 _REGISTER_ROWS = {1: 128, 2: 64, 4: 128, 8: 256, 16: 256, 32: 512}
 _KERNELS = {
     name: Kernel(f"rmsnorm_{name}", _PARAMS, struct="RmsnormParams")

@@ -21,6 +21,8 @@ __all__ = ["Config", "choose_config", "rope", "specs"]
 
 _THREADS = 128
 _HEADS_AT_ONCE = 3  # kHeads of the CUDA file
+# Tokens an SM up to which a block takes few heads; fit with `python -m tests.bench rope`.
+_FEW_TOKENS = 2
 _PARAMS = (
     "q:ptr k:ptr positions:ptr cos_sin:ptr q_out:ptr k_out:ptr q_stride_t:i64 q_stride_h:i64 "
     "k_stride_t:i64 k_stride_h:i64 q_out_stride_t:i64 q_out_stride_h:i64 k_out_stride_t:i64 "
@@ -159,9 +161,9 @@ def _launch(
         in_place=_is_same(q, q_out) and _is_same(k, k_out),
     )
     num_heads, items = num_q_heads + k.shape[1], config.items_per_head
-    # With few tokens few heads a block, else as many as its threads can have in flight.
+    # With few tokens as many heads a block as it has threads for, else as many as can be in flight.
     heads_per_block = _THREADS // min(max(items, 1), _THREADS)
-    if num_tokens > 2 * sm_count():
+    if num_tokens > _FEW_TOKENS * sm_count():
         heads_per_block *= _HEADS_AT_ONCE
     strides: dict[str, Any] = {
         f"{name}_stride_{axis}": element_strides(array)[i]

@@ -28,7 +28,7 @@ _COMBINE_THREADS = 128  # kCombineThreads: one warp a row
 
 _SPLIT_GRAIN = 64  # kSplitGrain
 _MAX_SPLITS = 128
-# Costs in units of the time a block takes for _SPLIT_GRAIN keys; fitted with
+# Costs in units of the time a block takes for _SPLIT_GRAIN keys; fit with
 # `ENGINE_KERNEL_TIER=portable python -m tests.bench attention_decode`.
 _WAVE_COST = 2.0
 _COMBINE_COST, _COMBINE_COST_OF_A_SPLIT = 4.0, 0.1
