@@ -132,9 +132,7 @@ class Consumer {
   __device__ static __forceinline__ int warp() { return thread() / kWarpSize; }
   __device__ static __forceinline__ int row_of(int i) { return i * 8 + lane() / 4; }
   // Of the consumer warps.
-  __device__ static __forceinline__ void barrier() {
-    asm volatile("bar.sync 1, %0;" ::"n"(kConsumers) : "memory");
-  }
+  __device__ static __forceinline__ void barrier() { named_barrier_sync<kConsumers>(1); }
 
   __device__ static __forceinline__ float& at(Scores& s, int i) {
     return s[i / 4 / kWarpRuns][i / 4 % kWarpRuns][i % 4];
@@ -184,9 +182,7 @@ class Consumer {
 
   // Writes 16 bytes of a tile that has landed; __syncwarp before other lanes read them.
   __device__ static __forceinline__ void store_word(unsigned to, const Vec<uint32_t, 4>& x) {
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.v[0]), "r"(x.v[1]),
-                 "r"(x.v[2]), "r"(x.v[3])
-                 : "memory");
+    st_shared_v4(to, x.v[0], x.v[1], x.v[2], x.v[3]);
   }
 
   // Writes words of the new token's key (kind 0) or value (1) into a tile that has landed: the copy

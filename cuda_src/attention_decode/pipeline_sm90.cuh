@@ -52,43 +52,41 @@ class Ring {
   // By one thread, before a block barrier.
   __device__ __forceinline__ void init() const {
     for (int stage = 0; stage < kStages; ++stage) {
-      for (int kind = 0; kind < 2; ++kind) mbarrier_init(barrier(kind, stage), 1);
+      mbarrier_init(barrier(kFullK, stage), 1);
+      mbarrier_init(barrier(kFullV, stage), 1);
       // SAFETY: every consumer lane arrives. One arrival a warp, after __syncwarp, would do and is as
       // fast, but compute-sanitizer then reports the other lanes' reads as races.
-      for (int kind = 2; kind < 4; ++kind) mbarrier_init(barrier(kind, stage), kConsumers);
+      mbarrier_init(barrier(kEmptyK, stage), kConsumers);
+      mbarrier_init(barrier(kEmptyV, stage), kConsumers);
     }
     mbarrier_init_fence();
   }
 
-  __device__ __forceinline__ unsigned k() const { return smem_ + stage_ * kTileBytes; }
+  __device__ __forceinline__ unsigned k() const { return smem_ + state_.stage * kTileBytes; }
   __device__ __forceinline__ unsigned v() const { return k() + kStages * kTileBytes; }
-  __device__ __forceinline__ unsigned full_k() const { return barrier(0, stage_); }
-  __device__ __forceinline__ unsigned full_v() const { return barrier(1, stage_); }
-  __device__ __forceinline__ unsigned empty_k() const { return barrier(2, stage_); }
-  __device__ __forceinline__ unsigned empty_v() const { return barrier(3, stage_); }
+  __device__ __forceinline__ unsigned full_k() const { return barrier(kFullK, state_.stage); }
+  __device__ __forceinline__ unsigned full_v() const { return barrier(kFullV, state_.stage); }
+  __device__ __forceinline__ unsigned empty_k() const { return barrier(kEmptyK, state_.stage); }
+  __device__ __forceinline__ unsigned empty_v() const { return barrier(kEmptyV, state_.stage); }
 
-  __device__ __forceinline__ void wait_full_k() const { mbarrier_wait(full_k(), phase_); }
-  __device__ __forceinline__ void wait_full_v() const { mbarrier_wait(full_v(), phase_); }
+  __device__ __forceinline__ void wait_full_k() const { mbarrier_wait(full_k(), state_.phase); }
+  __device__ __forceinline__ void wait_full_v() const { mbarrier_wait(full_v(), state_.phase); }
   __device__ __forceinline__ void wait_empty_k() const {
-    mbarrier_wait_to_overwrite(empty_k(), phase_ ^ 1);
+    mbarrier_wait_to_overwrite(empty_k(), state_.phase ^ 1);
   }
   __device__ __forceinline__ void wait_empty_v() const {
-    mbarrier_wait_to_overwrite(empty_v(), phase_ ^ 1);
+    mbarrier_wait_to_overwrite(empty_v(), state_.phase ^ 1);
   }
 
-  __device__ __forceinline__ void advance() {
-    if (++stage_ == kStages) {
-      stage_ = 0;
-      phase_ ^= 1;
-    }
-  }
+  __device__ __forceinline__ void advance() { state_.advance(); }
 
  private:
-  unsigned smem_;
-  int stage_ = 0;
-  unsigned phase_ = 0;
+  enum Kind { kFullK, kFullV, kEmptyK, kEmptyV };
 
-  __device__ __forceinline__ unsigned barrier(int kind, int stage) const {
+  unsigned smem_;
+  PipelineState<kStages> state_{0};
+
+  __device__ __forceinline__ unsigned barrier(Kind kind, int stage) const {
     return smem_ + kBarriersAt + (kind * kStages + stage) * 8;
   }
 };
@@ -101,41 +99,37 @@ class QueryRing {
   // By one thread, before the ring's init(), whose fence covers these mbarriers too.
   __device__ __forceinline__ void init() const {
     for (int i = 0; i < kQueryBuffers; ++i) {
-      mbarrier_init(barrier(0, i), kHasNewTokenWarps ? kNewTokenThreads : 1);
-      mbarrier_init(barrier(1, i), kConsumers);
+      mbarrier_init(barrier(kFull, i), kHasNewTokenWarps ? kNewTokenThreads : 1);
+      mbarrier_init(barrier(kEmpty, i), kConsumers);
     }
   }
 
   // Offsets in shared memory.
-  __device__ __forceinline__ int q_at() const { return kQueriesAt + buffer_ * kQueryBytes; }
-  __device__ __forceinline__ int new_kv_at() const { return kNewKvAt + buffer_ * kNewKvBytes; }
+  __device__ __forceinline__ int q_at() const { return kQueriesAt + state_.stage * kQueryBytes; }
+  __device__ __forceinline__ int new_kv_at() const { return kNewKvAt + state_.stage * kNewKvBytes; }
 
   __device__ __forceinline__ unsigned q() const { return smem_ + q_at(); }
-  __device__ __forceinline__ unsigned full() const { return barrier(0, buffer_); }
-  __device__ __forceinline__ void wait_full() const { mbarrier_wait(full(), phase_); }
+  __device__ __forceinline__ unsigned full() const { return barrier(kFull, state_.stage); }
+  __device__ __forceinline__ void wait_full() const { mbarrier_wait(full(), state_.phase); }
   __device__ __forceinline__ void wait_empty() const {
     if constexpr (kHasNewTokenWarps)
-      mbarrier_wait(barrier(1, buffer_), phase_ ^ 1);
+      mbarrier_wait(barrier(kEmpty, state_.stage), state_.phase ^ 1);
     else
-      mbarrier_wait_to_overwrite(barrier(1, buffer_), phase_ ^ 1);
+      mbarrier_wait_to_overwrite(barrier(kEmpty, state_.stage), state_.phase ^ 1);
   }
   __device__ __forceinline__ void release() {
-    mbarrier_arrive(barrier(1, buffer_));
+    mbarrier_arrive(barrier(kEmpty, state_.stage));
     advance();
   }
-  __device__ __forceinline__ void advance() {
-    if (++buffer_ == kQueryBuffers) {
-      buffer_ = 0;
-      phase_ ^= 1;
-    }
-  }
+  __device__ __forceinline__ void advance() { state_.advance(); }
 
  private:
-  unsigned smem_;
-  int buffer_ = 0;
-  unsigned phase_ = 0;
+  enum Kind { kFull, kEmpty };
 
-  __device__ __forceinline__ unsigned barrier(int kind, int buffer) const {
+  unsigned smem_;
+  PipelineState<kQueryBuffers> state_{0};
+
+  __device__ __forceinline__ unsigned barrier(Kind kind, int buffer) const {
     return smem_ + kBarriersAt + (4 * kStages + kind * kQueryBuffers + buffer) * 8;
   }
 };
