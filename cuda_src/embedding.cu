@@ -10,9 +10,9 @@
 // Parallelisation: one thread per kWidth features of up to kRows rows, all loaded before the first
 // store; blockIdx.x walks a row, blockIdx.y the rows.
 // Mirror: engine/reference/embedding.py
-#include "common/cluster.cuh"
 #include "common/packed.cuh"
 #include "common/padding.cuh"
+#include "common/pdl.cuh"
 #include "common/types.cuh"
 
 constexpr int kThreads = 128;

@@ -12,7 +12,7 @@
 // blockIdx.x is the token, blockIdx.y walks its heads (q's, k's, v's). In the scalar kernels a warp
 // takes a head. A thread writes only what it has read, after all of the head was read.
 // Mirror: engine/reference/qk_norm_rope_store.py
-#include "common/cluster.cuh"
+#include "common/pdl.cuh"
 #include "common/qk_head.cuh"
 
 constexpr int kThreads = 128;

@@ -12,8 +12,8 @@
 // twice, by one warp or eight; a thread re-reads only what it has read or written itself, so the
 // second pass hits L1 and writing in place is safe.
 // Mirror: engine/reference/rmsnorm.py
-#include "common/cluster.cuh"
 #include "common/packed.cuh"
+#include "common/pdl.cuh"
 #include "common/reduce.cuh"
 #include "common/types.cuh"
 

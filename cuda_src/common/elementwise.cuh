@@ -1,7 +1,7 @@
 // Maps without a reduction: over flat arrays, and over packed rows [gate | up].
 #pragma once
 
-#include "common/cluster.cuh"
+#include "common/pdl.cuh"
 #include "common/types.cuh"
 
 // out[i] = f(x[i], ...) for n elements of contiguous arrays. Each of the first num_vectors threads
