@@ -7,98 +7,94 @@
 #include "common/pdl.cuh"
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-#define ENGINE_HAS_CLUSTERS 1
+constexpr bool kHasClusters = true;
 #else
-#define ENGINE_HAS_CLUSTERS 0
+constexpr bool kHasClusters = false;
 #endif
 
 __device__ __forceinline__ int cluster_size() {
-#if ENGINE_HAS_CLUSTERS
-  uint32_t size;
-  asm("mov.u32 %0, %%cluster_nctaid.x;\n" : "=r"(size));
-  return static_cast<int>(size);
-#else
+  if constexpr (kHasClusters) {
+    uint32_t size;
+    asm("mov.u32 %0, %%cluster_nctaid.x;\n" : "=r"(size));
+    return static_cast<int>(size);
+  }
   return 1;
-#endif
 }
 
 __device__ __forceinline__ int cluster_rank() {
-#if ENGINE_HAS_CLUSTERS
-  uint32_t rank;
-  asm("mov.u32 %0, %%cluster_ctarank;\n" : "=r"(rank));
-  return static_cast<int>(rank);
-#else
+  if constexpr (kHasClusters) {
+    uint32_t rank;
+    asm("mov.u32 %0, %%cluster_ctarank;\n" : "=r"(rank));
+    return static_cast<int>(rank);
+  }
   return 0;
-#endif
 }
 
 // The index of this block's cluster along the grid's first axis, and the number of clusters.
 __device__ __forceinline__ int cluster_index() {
-#if ENGINE_HAS_CLUSTERS
-  uint32_t index;
-  asm("mov.u32 %0, %%clusterid.x;\n" : "=r"(index));
-  return static_cast<int>(index);
-#else
+  if constexpr (kHasClusters) {
+    uint32_t index;
+    asm("mov.u32 %0, %%clusterid.x;\n" : "=r"(index));
+    return static_cast<int>(index);
+  }
   return blockIdx.x;
-#endif
 }
 
 __device__ __forceinline__ int num_clusters() {
-#if ENGINE_HAS_CLUSTERS
-  uint32_t count;
-  asm("mov.u32 %0, %%nclusterid.x;\n" : "=r"(count));
-  return static_cast<int>(count);
-#else
+  if constexpr (kHasClusters) {
+    uint32_t count;
+    asm("mov.u32 %0, %%nclusterid.x;\n" : "=r"(count));
+    return static_cast<int>(count);
+  }
   return gridDim.x;
-#endif
 }
 
 // Barrier of all threads of the cluster: what one wrote to its shared memory before, all see after.
 // In a cluster of one block it is __syncthreads().
 __device__ __forceinline__ void cluster_sync(int size) {
-#if ENGINE_HAS_CLUSTERS
-  if (size > 1) {
-    asm volatile(
-        "barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;\n" ::
-            : "memory");
-    return;
+  if constexpr (kHasClusters) {
+    if (size > 1) {
+      asm volatile(
+          "barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;\n" ::
+              : "memory");
+      return;
+    }
   }
-#endif
   __syncthreads();
 }
 
 // Four floats of the shared memory of block `rank` of the cluster, at the place `p` has in this
 // one's.
 __device__ __forceinline__ float4 load_cluster(const float* p, int rank, int size) {
-#if ENGINE_HAS_CLUSTERS
-  if (size > 1) {
-    uint32_t address;
-    float4 v;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;\n"
-                 : "=r"(address)
-                 : "r"(smem_address(p)), "r"(rank));
-    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];\n"
-                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                 : "r"(address)
-                 : "memory");
-    return v;
+  if constexpr (kHasClusters) {
+    if (size > 1) {
+      uint32_t address;
+      float4 v;
+      asm volatile("mapa.shared::cluster.u32 %0, %1, %2;\n"
+                   : "=r"(address)
+                   : "r"(smem_address(p)), "r"(rank));
+      asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];\n"
+                   : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                   : "r"(address)
+                   : "memory");
+      return v;
+    }
   }
-#endif
   return *reinterpret_cast<const float4*>(p);
 }
 
 __device__ __forceinline__ float load_cluster_float(const float* p, int rank, int size) {
-#if ENGINE_HAS_CLUSTERS
-  if (size > 1) {
-    uint32_t address;
-    float v;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;\n"
-                 : "=r"(address)
-                 : "r"(smem_address(p)), "r"(rank));
-    asm volatile("ld.shared::cluster.f32 %0, [%1];\n" : "=f"(v) : "r"(address) : "memory");
-    return v;
+  if constexpr (kHasClusters) {
+    if (size > 1) {
+      uint32_t address;
+      float v;
+      asm volatile("mapa.shared::cluster.u32 %0, %1, %2;\n"
+                   : "=r"(address)
+                   : "r"(smem_address(p)), "r"(rank));
+      asm volatile("ld.shared::cluster.f32 %0, [%1];\n" : "=f"(v) : "r"(address) : "memory");
+      return v;
+    }
   }
-#endif
   return *p;
 }
 
@@ -108,27 +104,27 @@ struct BulkBarrier {
 
   // By one thread; a __syncthreads() must follow before others use it.
   __device__ __forceinline__ void init() {
-#if ENGINE_HAS_CLUSTERS
-    mbarrier_init(smem_address(&state), 1);
-    mbarrier_init_fence();
-#endif
+    if constexpr (kHasClusters) {
+      mbarrier_init(smem_address(&state), 1);
+      mbarrier_init_fence();
+    }
   }
   // By one thread, before or after the copies are issued.
   __device__ __forceinline__ void expect(uint32_t bytes) {
-#if ENGINE_HAS_CLUSTERS
-    mbarrier_arrive_expect_tx(smem_address(&state), bytes);
-#endif
+    if constexpr (kHasClusters) {
+      mbarrier_arrive_expect_tx(smem_address(&state), bytes);
+    }
   }
   __device__ __forceinline__ void wait() {
-#if ENGINE_HAS_CLUSTERS
-    mbarrier_wait(smem_address(&state), 0);
-#endif
+    if constexpr (kHasClusters) {
+      mbarrier_wait(smem_address(&state), 0);
+    }
   }
   // Copies bytes, a multiple of 16, between addresses that are.
   __device__ __forceinline__ void copy(void* smem, const void* gmem, uint32_t bytes) {
-#if ENGINE_HAS_CLUSTERS
-    bulk_load(smem_address(smem), gmem, bytes, smem_address(&state));
-#endif
+    if constexpr (kHasClusters) {
+      bulk_load(smem_address(smem), gmem, bytes, smem_address(&state));
+    }
   }
 };
 

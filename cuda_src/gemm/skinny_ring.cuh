@@ -51,7 +51,7 @@ struct SkinnyPrologue {
       skinny_norm(p, b, barrier, squares);
     } else {
       barrier.wait();
-      if constexpr (!ENGINE_HAS_CLUSTERS) __syncthreads();
+      if constexpr (!kHasClusters) __syncthreads();
     }
   }
 };

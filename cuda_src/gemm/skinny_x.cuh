@@ -107,7 +107,7 @@ __device__ __forceinline__ void skinny_load_x(const Problem& p, const SkinnyBloc
                                               BulkBarrier& barrier) {
   const int count = b.slice_end - b.slice_begin;
   const scalar_t* from = p.x + b.slice_begin;
-  if constexpr (ENGINE_HAS_CLUSTERS) {  // and bulk copies
+  if constexpr (kHasClusters) {  // and bulk copies
     if (b.warp_idx == 0) {
       if (b.lane_idx == 0) barrier.expect(p.m * count * 2);
       __syncwarp();
