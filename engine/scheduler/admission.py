@@ -1,4 +1,4 @@
-"""Which requests may enter the queue: limits, and what can never be served."""
+"""Admission checks: limits of a request, and limits of the queue."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class QueueFullError(RequestError):
 
 
 def check_request(request: Request, config: SchedulerConfig) -> int:
-    """Return the most tokens that `request` can reach.
+    """Return the maximum number of tokens, prompt and output, that `request` can reach.
 
     Raises
     ------
@@ -30,7 +30,7 @@ def check_request(request: Request, config: SchedulerConfig) -> int:
     if not 0 < num_prompt < config.max_model_len:
         raise RequestError(
             f"the prompt must have 1 to {config.max_model_len - 1} tokens (max_model_len "
-            f"{config.max_model_len} less one to generate); got {num_prompt}"
+            f"{config.max_model_len} minus one to generate); got {num_prompt}"
         )
     if not -_MAX_PRIORITY < request.priority < _MAX_PRIORITY:
         raise RequestError(f"priority must be within 2**31 of 0; got {request.priority}")
@@ -39,10 +39,10 @@ def check_request(request: Request, config: SchedulerConfig) -> int:
     longest = min(longest, config.max_model_len)
     if request.num_known_tokens >= longest:
         raise RequestError(
-            f"a fork must have room for another token; it has {request.num_known_tokens}, and "
-            f"max_tokens and max_model_len allow {longest}"
+            f"a fork must have fewer tokens than max_tokens and max_model_len allow ({longest}); "
+            f"got {request.num_known_tokens}"
         )
-    # The keys of the very last token are never needed.
+    # The last token is never computed, so it needs no slot for its key.
     num_blocks = -(-(longest - 1) // config.block_size)
     if num_blocks > config.num_blocks:
         raise RequestError(
@@ -56,7 +56,7 @@ def check_request(request: Request, config: SchedulerConfig) -> int:
 def check_queue(
     requests: Sequence[Request], num_waiting: int, waiting: WaitingQueue, config: SchedulerConfig
 ) -> None:
-    """Verify that `requests` may join `num_waiting` others.
+    """Check that `requests` may be queued behind `num_waiting` others.
 
     Raises
     ------
@@ -71,7 +71,7 @@ def check_queue(
         )
     limit = config.max_num_queued_tokens
     num_tokens = sum(request.num_prompt_tokens for request in requests)
-    # Alone in the queue, a request of any length is let in.
+    # An empty queue accepts a request of any length.
     if limit is not None and waiting.num_tokens and waiting.num_tokens + num_tokens > limit:
         raise QueueFullError(
             f"the queue is full: {waiting.num_tokens} tokens wait, {num_tokens} more would exceed "

@@ -19,11 +19,11 @@ def check_queues(
     siblings: Iterable[Request],
     config: SchedulerConfig,
 ) -> None:
-    """Verify that each request stands in exactly one place, and that the limits are kept."""
-    places = [*running, *waiting, *siblings]
-    is_partition = {id(r) for r in places} == {id(r) for r in requests}
-    _verify(is_partition and len(places) == len(requests), "a request is in two queues or none")
-    _verify(len(running) <= config.max_num_seqs, "more than max_num_seqs requests run")
+    """Verify that each request is in exactly one queue, and that the limits hold."""
+    queued = [*running, *waiting, *siblings]
+    is_partition = {id(r) for r in queued} == {id(r) for r in requests}
+    _verify(is_partition and len(queued) == len(requests), "a request is in two queues or none")
+    _verify(len(running) <= config.max_num_seqs, "more than max_num_seqs requests are running")
     orders = [request.order for request in running]
     _verify(orders == sorted(orders), "the running requests are out of order")
     for request in requests:
@@ -33,28 +33,37 @@ def check_queues(
 
 
 def check_request_state(request: Request, config: SchedulerConfig) -> None:
-    """Verify the token counts of an unfinished request, and what it holds."""
+    """Verify the token counts of an unfinished request, and the blocks it holds."""
     name, status = _name(request), request.status
     known, computed = request.num_known_tokens, request.num_computed_tokens
-    _verify(not request.is_finished, f"{name} is finished, but still there")
-    _verify(request.num_tokens == known + request.num_pending_tokens, f"{name}: num_tokens")
-    _verify(request.num_pending_tokens >= 0, f"{name}: a negative number of pending tokens")
+    _verify(not request.is_finished, f"{name} is finished, but still queued")
+    _verify(
+        request.num_tokens == known + request.num_pending_tokens,
+        f"{name}: num_tokens != known + pending",
+    )
+    _verify(request.num_pending_tokens >= 0, f"{name}: num_pending_tokens < 0")
     _verify(request.num_committed_tokens <= computed, f"{name}: committed > computed")
     _verify(computed < request.num_tokens, f"{name}: nothing left to compute")
-    _verify(request.num_tokens <= request.max_num_tokens, f"{name}: longer than it may be")
+    _verify(request.num_tokens <= request.max_num_tokens, f"{name}: longer than max_num_tokens")
     _verify(
         computed <= len(request.block_table) * config.block_size or status is RequestStatus.SWAPPED,
         f"{name}: more tokens computed than slots held",
     )
-    _verify(not request.num_draft_tokens or request.drafts is not None, f"{name}: drafts in flight")
+    _verify(
+        not request.num_draft_tokens or request.drafts is not None,
+        f"{name}: drafts are in flight, but not kept",
+    )
     is_running, is_swapped = status is RequestStatus.RUNNING, status is RequestStatus.SWAPPED
-    _verify(is_running or not request.block_table, f"{name} waits, but holds blocks")
-    _verify(is_swapped == bool(request.host_block_table), f"{name}: blocks on the host")
-    _verify(is_running or is_swapped or not computed, f"{name} waits, but counts as computed")
+    _verify(is_running or not request.block_table, f"{name} is waiting, but holds blocks")
+    _verify(
+        is_swapped == bool(request.host_block_table),
+        f"{name}: only a swapped request has host blocks",
+    )
+    _verify(is_running or is_swapped or not computed, f"{name} is waiting, but has computed tokens")
 
 
 def check_output(output: ScheduleOutput, config: SchedulerConfig) -> None:
-    """Verify one step: budget, chunks that continue what is computed, blocks enough."""
+    """Verify one step: its token budget, where its chunks begin and end, and its blocks."""
     sequences = output.sequences
     total = sum(sequence.num_scheduled_tokens for sequence in sequences)
     _verify(total == output.num_scheduled_tokens, "the step's tokens do not add up")
@@ -62,33 +71,33 @@ def check_output(output: ScheduleOutput, config: SchedulerConfig) -> None:
     _verify(total_drafts == output.num_draft_tokens, "the step's drafts do not add up")
     _verify(total <= config.max_num_batched_tokens, "the step exceeds its token budget")
     _verify(len(sequences) <= config.max_num_seqs, "the step has too many sequences")
-    _verify(not (output.preempted and output.admitted), "admits in a step that preempts")
+    _verify(not (output.preempted and output.admitted), "a step both preempts and admits")
     requests = {id(sequence.request) for sequence in sequences}
-    _verify(len(requests) == len(sequences), "a request is twice in one step")
+    _verify(len(requests) == len(sequences), "a request is in one step twice")
     for index, sequence in enumerate(sequences):
         request = sequence.request
         name = _name(request)
         is_decode = sequence.is_decode and sequence.num_scheduled_tokens == output.query_len
-        _verify(is_decode or index >= output.num_decodes, f"{name}: decodes come first")
+        _verify(is_decode or index >= output.num_decodes, f"{name}: a prefill among the decodes")
         _verify(
             not is_decode or index < output.num_decodes or output.num_draft_tokens > 0,
             f"{name}: a decode among the prefills",
         )
-        _verify(sequence.num_scheduled_tokens >= 1, f"{name}: nothing scheduled")
+        _verify(sequence.num_scheduled_tokens >= 1, f"{name}: no token is scheduled")
         _verify(
             sequence.num_reached_tokens == request.num_computed_tokens,
-            f"{name}: the chunk does not end where the computed tokens do",
+            f"{name}: the chunk does not end at num_computed_tokens",
         )
         _verify(
             sequence.num_draft_tokens == request.num_draft_tokens <= config.max_draft_tokens,
-            f"{name}: drafts",
+            f"{name}: the number of drafts is wrong",
         )
         slots = len(request.block_table) * config.block_size
-        _verify(sequence.context_len <= slots, f"{name}: no slots for the chunk")
+        _verify(sequence.context_len <= slots, f"{name}: too few slots for the chunk")
     written = [block for _, block in output.copies] + [block for _, block in output.swap_in]
     _verify(len(set(written)) == len(written), "two moves fill the same block")
     sources = {block for block, _ in output.copies}
-    _verify(not sources & set(written), "a move fills a block that another has yet to copy")
+    _verify(not sources & set(written), "a move fills a block that another still has to copy")
     saved = [block for _, block in output.swap_out]
     _verify(len(set(saved)) == len(saved), "two moves fill the same host block")
 

@@ -1,4 +1,4 @@
-"""How many tokens of each request a step computes, in which order, and unchanged batches."""
+"""Chunks of requests in a step: their size and order, and detection of unchanged batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["UnchangedBatch", "add_chunk", "chunk_size", "put_decodes_first"]
 
 
 def chunk_size(request: Request, output: ScheduleOutput, config: SchedulerConfig) -> int:
-    """Return how many tokens of `request` the step may still take."""
+    """Return how many tokens of `request` still fit into the step, drafts aside."""
     room = config.max_num_batched_tokens - output.num_scheduled_tokens
     if config.max_prefill_chunk:
         room = min(room, config.max_prefill_chunk)
@@ -26,9 +26,9 @@ def add_chunk(
     config: SchedulerConfig,
     drafts: Drafts | None = None,
 ) -> None:
-    """Add the next tokens of `request`, as many as the step may take, and count them.
+    """Schedule the next tokens of `request`, as many as fit into the step, and count them.
 
-    `drafts`: of `fitting_drafts`, with blocks for them.
+    `drafts`: from `fitting_drafts`; their blocks are allocated.
     """
     start, num_new = request.num_computed_tokens, chunk_size(request, output, config)
     is_sampled = start + num_new == request.num_tokens
@@ -47,26 +47,27 @@ def add_chunk(
     request.num_pending_tokens += is_sampled
     request.num_draft_tokens = num_drafts
     if is_sampled and not num_drafts:
-        request.drafts = None  # they would have followed the token that is sampled now
+        request.drafts = None  # stale: they were proposed for the position that is sampled now
 
 
 def put_decodes_first(output: ScheduleOutput) -> None:
-    """Move the decodes before the other chunks; the first `num_decodes` stand there already."""
+    """Move the decodes before the other chunks; the first `num_decodes` are in place already."""
     first, sequences = output.num_decodes, output.sequences
     if output.num_draft_tokens:
         group_decodes(output)
     elif first < len(sequences):
         rest = sequences[first:]
-        ones = [s for s in rest if s.num_scheduled_tokens == 1]
-        sequences[first:] = ones + [s for s in rest if s.num_scheduled_tokens != 1]
-        output.num_decodes += len(ones)
+        decodes = [s for s in rest if s.num_scheduled_tokens == 1]
+        sequences[first:] = decodes + [s for s in rest if s.num_scheduled_tokens != 1]
+        output.num_decodes += len(decodes)
 
 
 class UnchangedBatch:
-    """Recognises steps that differ from the one before in their positions only."""
+    """Detects steps that differ from the previous one in their positions only."""
 
     def __init__(self) -> None:
-        self._num_changes = -1  # at the last step, if all that ran decoded in it; else -1
+        # Of the queues at the previous step; -1 if not every running request decoded in it.
+        self._num_changes = -1
 
     def mark(self, output: ScheduleOutput, queues: RequestQueues, *, has_prefills: bool) -> None:
         """Set `output.is_unchanged`; to be called for every step, in order."""

@@ -1,4 +1,4 @@
-"""The scheduler's limits and choices, frozen and checked once."""
+"""The scheduler's limits and policies, frozen and validated once."""
 
 from __future__ import annotations
 
@@ -34,49 +34,50 @@ _AT_LEAST_ZERO = (
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """What one scheduler may hand out, and how it chooses.
+    """Limits and policies of one scheduler.
 
     Parameters
     ----------
     num_blocks : int
         KV blocks on the device.
     max_model_len : int
-        Most tokens (prompt and output) of one request.
+        Maximum tokens (prompt and output) of one request.
     block_size : int
-        Tokens in a block: 16, 32, 64 or 128.
+        Tokens per block: 16, 32, 64 or 128.
     max_num_seqs : int
-        Most requests that run at once.
+        Maximum requests that run at once.
     max_num_batched_tokens : int
         Token budget of one step; at least `max_num_seqs`, so that every decode fits.
     max_prefill_chunk : int
-        Most tokens of one prefill in one step; 0 = as many as the budget allows.
+        Maximum tokens of one prefill in one step; 0 = as many as the budget allows.
     max_draft_tokens : int
-        Most drafts of a sequence that one step verifies (`Scheduler.propose`).
+        Maximum drafts of a sequence that one step verifies (`Scheduler.propose`).
     draft_trees : bool
-        Whether drafts may be trees; if not, they are cut to the chain that they begin with.
+        Whether drafts may be trees; if not, a tree is truncated to its leading chain.
     watermark : float
-        Share of the blocks that an admission leaves free while others run, as room to grow.
+        Fraction of the blocks that an admission leaves free for running requests to grow into.
     policy : str
-        Who of the waiting comes next: "fcfs" = who came first; "lpm" = of the `lpm_window` first,
-        the one with the longest known prefix (nobody is passed over more than `lpm_window` times).
+        Which waiting request is next: "fcfs" = first come, first served; "lpm" = longest prefix
+        match among the first `lpm_window` (no request is passed over more than `lpm_window` times).
     priority_window : int
-        A request of priority p stands in the queue as if `p * priority_window` more requests had
-        come before it. So it is overtaken by a bounded number of later ones, and never starves.
-        0 ignores priorities.
+        A request of priority p is queued as if `p * priority_window` more requests had arrived
+        before it. So a bounded number of later requests can overtake it, and none starves. 0
+        ignores priorities.
     prefix_caching : bool
         Whether computed prefixes are kept and shared.
     max_blocks_per_salt : int, optional
-        Most blocks that are kept for one cache salt while nobody may be using them.
+        Maximum blocks that the prefix tree keeps for one cache salt.
     num_host_blocks : int
         KV blocks in host memory, for swapped requests and evicted prefixes; 0 = none.
     preemption : str
-        What becomes of the blocks that are taken from a request: "recompute", "swap" (to the host,
-        as long as it has room), or "auto" = the cheaper one by the two costs below.
+        What happens to the blocks of a preempted request: "recompute", "swap" (to the host, while
+        it has room), or "auto" = whichever is cheaper by the two costs below.
     recompute_us_per_token, swap_us_per_block : float, optional
-        Costs in microseconds: of one prefill token, and of one block's way out and back. The engine
-        measures what is left out (`engine.calibration`); a scheduler by itself takes 50 and 100.
+        Costs in microseconds: of one prefill token, and of swapping one block out and in. The
+        engine measures the ones left out (`engine.calibration`); a scheduler on its own assumes 50
+        and 100.
     max_num_queued_requests, max_num_queued_tokens : int, optional
-        What may wait; a request beyond that is refused when it is added.
+        Maximum requests and prompt tokens that may wait; beyond that, new ones are rejected.
     debug : bool
         Check all invariants after each call, and list freed blocks in every output.
 
@@ -130,11 +131,11 @@ class SchedulerConfig:
                 f"that every running request can decode; got {self.max_num_batched_tokens}"
             )
         if self.preemption == "swap" and not self.num_host_blocks:
-            raise ConfigError("preemption='swap' needs num_host_blocks of at least 1; got 0")
+            raise ConfigError("num_host_blocks must be at least 1 for preemption='swap'; got 0")
 
     @property
     def watermark_blocks(self) -> int:
-        """Blocks that an admission leaves free while others run."""
+        """Blocks that an admission leaves free while other requests run."""
         return math.ceil(self.watermark * self.num_blocks)
 
 

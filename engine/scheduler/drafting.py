@@ -1,4 +1,4 @@
-"""Drafts in a step: what was proposed, how much of it fits, and what is accepted of it."""
+"""Drafts in a step: which are valid, how many fit, and which are accepted."""
 
 from __future__ import annotations
 
@@ -20,12 +20,18 @@ def checked_drafts(
     parents: Sequence[int] | None,
     config: SchedulerConfig,
 ) -> Drafts | None:
-    """Return a proposal for `request`, None if it is empty; raise if it is too long or no tree."""
+    """Return the proposal for `request`, or None if it is empty.
+
+    Raises
+    ------
+    RequestError
+        If it has more than `max_draft_tokens`, or is not a valid chain or tree.
+    """
     limit = config.max_draft_tokens
     if len(token_ids) > limit:
         raise RequestError(
-            f"request {request.request_id!r}: token_ids must be at most max_draft_tokens = {limit} "
-            f"drafts; got {len(token_ids)}"
+            f"request {request.request_id!r}: token_ids must have at most max_draft_tokens = "
+            f"{limit} drafts; got {len(token_ids)}"
         )
     drafts = Drafts(tuple(token_ids), None if parents is None else tuple(parents))
     return drafts if len(drafts) else None
@@ -39,9 +45,9 @@ def fitting_drafts(
     *,
     reserved: int,
 ) -> Drafts | None:
-    """Return what the step may take of the drafts of `request` behind its next `num_new` tokens.
+    """Return the drafts of `request` that fit into the step after its next `num_new` tokens.
 
-    `reserved`: tokens of the step's budget that are for requests which come later.
+    `reserved`: tokens of the step's budget to leave for requests scheduled later.
     """
     drafts = request.drafts
     if drafts is not None and not config.draft_trees:
@@ -58,9 +64,9 @@ def fitting_drafts(
 
 
 def group_decodes(output: ScheduleOutput) -> None:
-    """Let the most frequent number of query tokens be that of the decodes.
+    """Make decodes of the sequences with the most frequent number of query tokens.
 
-    The others are computed like prefills, which know no trees: theirs are cut back to a chain.
+    The others are computed like prefills, which support no trees: a tree is truncated to a chain.
     """
     lengths = Counter(s.num_scheduled_tokens for s in output.sequences if s.is_decode)
     length = max(lengths, key=lambda n: (lengths[n], n), default=1)
@@ -76,13 +82,13 @@ def group_decodes(output: ScheduleOutput) -> None:
             sequence.request.num_draft_tokens -= num_cut
             output.num_scheduled_tokens -= num_cut
             output.num_draft_tokens -= num_cut
-    # A chain that was cut may be as long as the decodes now; it is computed like a prefill.
+    # A truncated tree stays a prefill, even if it is now as long as the decodes.
     output.sequences[:] = decodes + others
     output.num_decodes, output.query_len = len(decodes), length
 
 
 def take_drafts(request: Request, drafts: Drafts, token_ids: Sequence[int]) -> None:
-    """Count the accepted drafts as computed, as far as their keys lie where they belong."""
+    """Count the accepted drafts as computed, as far as their keys are in the right slots."""
     if request.status is RequestStatus.RUNNING:
         num_in_place = drafts.num_in_place(token_ids)
         request.num_computed_tokens += num_in_place

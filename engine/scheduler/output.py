@@ -1,4 +1,4 @@
-"""What one call of `Scheduler.schedule()` decides."""
+"""`ScheduleOutput`: what one call of `Scheduler.schedule()` decides."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["DraftedSequence", "InFlightSteps", "ScheduleOutput", "ScheduledSeque
 
 
 class ScheduledSequence:
-    """The share of one request in one step.
+    """The tokens of one request in one step.
 
     Attributes
     ----------
@@ -25,11 +25,11 @@ class ScheduledSequence:
     is_sampled : bool
         Whether the sequence's last token is among them, so that a new token is sampled.
     num_pending_tokens : int
-        How many of the last ones, drafts aside, have ids that only the device knows (0 unless the
-        loop runs one step late, then 0 or 1): the id sampled for this request by the step before.
+        How many of the last ones, drafts aside, have ids that only the device knows: 0, or 1 if
+        the previous step, which sampled the id, is still in flight.
     drafts : Drafts or None
-        The tokens behind the sequence's last one, of a `DraftedSequence`: its logits and theirs are
-        all wanted.
+        Of a `DraftedSequence`: the tokens after the sequence's last one. The logits of all of them
+        and of that last token are needed.
     """
 
     __slots__ = ("is_sampled", "num_pending_tokens", "num_scheduled_tokens", "request", "start")
@@ -56,12 +56,12 @@ class ScheduledSequence:
 
     @property
     def num_logits(self) -> int:
-        """Tokens whose logits are wanted: the last ones."""
+        """How many of the last tokens need logits."""
         return 1 + self.num_draft_tokens if self.is_sampled else 0
 
     @property
     def is_decode(self) -> bool:
-        """Tell whether the decode kernel may compute it, in a step of as many query tokens."""
+        """Tell whether the decode kernel can compute it, if `query_len` is its number of tokens."""
         return self.num_scheduled_tokens == 1 or (
             self.drafts is not None and self.num_scheduled_tokens <= MAX_QUERY_LEN
         )
@@ -82,7 +82,7 @@ class ScheduledSequence:
 
 
 class DraftedSequence(ScheduledSequence):
-    """The share of a request that has drafts; apart, so that others need no place for them."""
+    """A sequence with drafts; a separate class, so that other sequences need no such field."""
 
     __slots__ = ("drafts",)
 
@@ -102,29 +102,29 @@ class DraftedSequence(ScheduledSequence):
 class ScheduleOutput:
     """One step.
 
-    The runner first applies the block moves, in this order (each may reuse the blocks that the
-    one before has read): `swap_out`, `copies`, `swap_in`; then it computes `sequences`.
+    The runner first applies the block moves, in this order (each may overwrite blocks that an
+    earlier one has read): `swap_out`, `copies`, `swap_in`; then it computes `sequences`.
 
     Attributes
     ----------
     step_id : int
-        Counts calls of `schedule()`; outputs are committed in this order.
+        Number of earlier calls of `schedule()`; steps are committed in this order.
     sequences : list of ScheduledSequence
-        The decodes first: `num_decodes` of them, with `query_len` query tokens each.
+        Decodes first: `num_decodes` of them, with `query_len` query tokens each.
     admitted : list of Request
-        Requests that begin or resume in this step.
+        Requests that start or resume in this step.
     preempted : list of Request
-        Requests whose blocks were taken in this step; they are back in the queue, with status
+        Requests that lost their blocks in this step; they are back in the queue, with status
         PREEMPTED (to be recomputed) or SWAPPED.
     copies : list of (int, int)
-        (source, destination) device blocks, for copy-on-write. Only in a step with copies does an
-        entry of a running request's block table change; otherwise tables only grow.
+        (source, destination) device blocks, for copy-on-write. Entries of a running request's block
+        table change only in a step with copies; otherwise tables only grow.
     swap_out : list of (int, int)
         (device block, host block) to copy.
     swap_in : list of (int, int)
         (host block, device block) to copy.
     freed_blocks : list of int
-        With `SchedulerConfig.debug` only: blocks whose content became worthless. To be poisoned
+        With `SchedulerConfig.debug` only: blocks whose content is no longer needed, to be poisoned
         after the moves and before the computation.
     num_scheduled_tokens : int
         Sum over `sequences`.
@@ -135,8 +135,8 @@ class ScheduleOutput:
     query_len : int
         Query tokens of each decode: one, and its drafts where there are any.
     is_unchanged : bool
-        Whether the sequences are those of step `step_id` - 1, in the same order, each one token
-        further: all of them decodes, all sampled, then as now.
+        Whether the sequences are those of step `step_id` - 1, in the same order, each advanced by
+        one token: all of them decodes, all sampled, in both steps.
     """
 
     step_id: int
@@ -160,20 +160,20 @@ class ScheduleOutput:
 
 
 class InFlightSteps(list[ScheduleOutput]):
-    """The steps that are scheduled and not settled, oldest first."""
+    """Steps that are scheduled, but neither committed nor rolled back yet; oldest first."""
 
     def settle_oldest(self, output: ScheduleOutput) -> None:
-        """Take out `output`, which must be the oldest step (an empty one is not there)."""
+        """Remove `output`, which must be the oldest step, or empty (then it was never added)."""
         self._settle(output, 0)
 
     def settle_newest(self, output: ScheduleOutput) -> None:
-        """Take out `output`, which must be the newest step (an empty one is not there)."""
+        """Remove `output`, which must be the newest step, or empty (then it was never added)."""
         self._settle(output, -1)
 
     def _settle(self, output: ScheduleOutput, index: int) -> None:
         if output.is_empty:
             return
         if not self or self[index] is not output:
-            wanted = f"step {self[index].step_id} comes first" if self else "none is in flight"
-            raise ContractError(f"step {output.step_id} is not to be settled now; {wanted}")
+            reason = f"step {self[index].step_id} comes first" if self else "none is in flight"
+            raise ContractError(f"step {output.step_id} cannot be settled now; {reason}")
         self.pop(index)

@@ -1,4 +1,4 @@
-"""What becomes of the blocks that are taken from a request: thrown away, or swapped out."""
+"""Whether a preempted request is swapped out, or dropped and recomputed."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from engine.scheduler.config import SchedulerConfig
 
 __all__ = ["prefers_swap"]
 
-# What a scheduler reckons with if nobody told it: some model of a few billion weights.
+# Defaults without a measurement: about right for a model of a few billion weights.
 _RECOMPUTE_US_PER_TOKEN = 50.0
 _SWAP_US_PER_BLOCK = 100.0
 
 
 def prefers_swap(request: Request, blocks: BlockManager, config: SchedulerConfig) -> bool:
-    """Tell whether swapping `request` out and in again is possible and to be preferred.
+    """Tell whether swapping `request` out and in is possible and cheaper than recomputing it.
 
-    Recomputing costs per token. What others share with the request stays on the device and is
-    found again, so it costs nothing; a swap copies it all the same (it may be gone by then).
+    Recomputing costs per token. Blocks shared with other requests stay on the device and will be
+    matched again, so they cost nothing; a swap copies them anyway, since they may be freed by then.
     """
     if config.preemption == "recompute" or not blocks.can_swap_out(request):
         return False

@@ -1,7 +1,7 @@
-"""Prefixes that are being computed right now: who starts with one had better wait a step.
+"""Prefixes that are being computed right now: a request that begins with one waits for it.
 
-Requests with a long common prefix often arrive together. The first one computes it; if the others
-were let in at once, each would compute it again, for nothing.
+Requests with a long common prefix often arrive together. The first one computes it; admitted in
+the same step, each of the others would compute it again.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ _Key = tuple[object, int, tuple[int, ...]]
 
 
 class PrefixesInFlight:
-    """The prompts of which some step, scheduled but not committed, computes a part.
+    """The prompts of which a step that is not committed yet computes a part.
 
-    They are found by their next block that is not in the tree yet: same salt and rope kind, same
-    block before it, same token ids.
+    They are looked up by their first block that is not in the tree yet: same salt and rope kind,
+    same block before it, same token ids.
 
     Parameters
     ----------
     blocks : BlockManager
     outputs : iterable of ScheduleOutput
-        Steps that are not committed, the present one included.
+        Steps that are not committed, the one being scheduled included.
     """
 
     def __init__(self, blocks: BlockManager, outputs: Iterable[ScheduleOutput]) -> None:
@@ -40,17 +40,17 @@ class PrefixesInFlight:
                     self.add(request)
 
     def add(self, request: Request) -> None:
-        """Note that `request` computes its prompt."""
+        """Register `request`, which computes its prompt."""
         if self._blocks.tree is None or request.status is not RequestStatus.RUNNING:
-            return  # nobody could share it
+            return  # without a tree, or without blocks, nothing can be shared
         known = request.num_tree_blocks
         last = request.block_table[known - 1] if known else -1
         key = self._key(request, known, last)
         if key is not None:
             self._by_key.setdefault(key, request)
 
-    def has_most_of(self, request: Request) -> bool:
-        """Tell whether half or more of what `request` has to compute is computed elsewhere."""
+    def covers_most_of(self, request: Request) -> bool:
+        """Tell whether at least half of what `request` has to compute is computed already."""
         if not self._by_key or not request.reuse_prefix:
             return False
         found = self._blocks.match(request)

@@ -1,7 +1,7 @@
-"""Who waits and who runs: every unfinished request stands in exactly one place.
+"""The request queues: every unfinished request is in exactly one of them.
 
-waiting    in the queue, in order of service; holds no device block
-siblings   parallel samples that wait for another request to compute their common prompt
+waiting    in order of service; holds no device blocks
+siblings   parallel samples, waiting for another request to compute their common prompt
 running    holds device blocks; ordered by `Request.order`
 """
 
@@ -29,11 +29,11 @@ class RequestQueues:
     Attributes
     ----------
     requests : dict of str to Request
-        All unfinished requests, in the order of their arrival.
+        All unfinished requests, in order of arrival.
     waiting : WaitingQueue
     running : list of Request
     num_changes : int
-        How often a request came to `running` or left it.
+        How often a request entered or left `running`.
     """
 
     def __init__(self, config: SchedulerConfig, blocks: BlockManager) -> None:
@@ -47,45 +47,47 @@ class RequestQueues:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that do not run."""
+        """Requests that are not running."""
         return len(self.requests) - len(self.running)
 
     def add(self, request: Request, siblings: Sequence[Request]) -> None:
-        """Queue `request`, and let `siblings` wait for it; or raise and change nothing."""
+        """Queue `request`, and make `siblings` wait for it; if it raises, nothing is changed."""
         group = [request, *siblings]
         limits = [self._check_new(member, request) for member in group]
         if len({member.request_id for member in group}) < len(group):
-            raise RequestError(f"request {request.request_id!r} and its siblings share an id")
+            raise RequestError(
+                f"request {request.request_id!r} and its siblings must have different ids"
+            )
         check_queue(group, self.num_waiting, self.waiting, self.config)
         for member, limit in zip(group, limits, strict=True):
             window = self.config.priority_window
             self._register(member, limit, self._num_arrived + member.priority * window)
         self.waiting.push(request)
-        self._lead(request, siblings)
+        self._set_leader(request, siblings)
 
     def add_fork(self, parent: Request, child: Request) -> None:
-        """Add `child`; it runs at once on the blocks of `parent` if it can, else it is queued."""
+        """Add `child`: running on the blocks of `parent` if possible, otherwise queued."""
         limit = self._check_new(child, child)
         if parent.status is _RUNNING:
             self.blocks.check_fork(parent, child)
         self._register(child, limit, parent.order[0])
-        self._join(parent, child)
+        self._start_or_queue(parent, child)
 
     def release_siblings(self, request: Request) -> None:
-        """Let those that waited for the prompt of `request` join it."""
+        """Start or queue the siblings of `request`, whose prompt is now computed."""
         siblings, request.siblings = request.siblings, []
         for sibling in siblings:
             sibling.leader = None
-            self._join(request, sibling)
+            self._start_or_queue(request, sibling)
 
     def run(self, request: Request) -> None:
-        """Move `request`, which has its blocks and stands nowhere, to the running ones."""
+        """Add `request`, which has its blocks and is in no queue, to `running`."""
         request.status = _RUNNING
         self.num_changes += 1
         insort(self.running, request, key=_order)
 
     def preempt_last(self, *, swap: bool) -> Request:
-        """Take the blocks of the last running request and queue it again."""
+        """Swap out or release the blocks of the last running request, and queue it again."""
         request = self.running.pop()
         self.num_changes += 1
         if swap:
@@ -100,22 +102,22 @@ class RequestQueues:
         return request
 
     def retry(self, request: Request) -> None:
-        """Queue a running request again, and trust nothing that it has computed."""
-        self._leave(request)
+        """Queue a running request again, and discard everything that it has computed."""
+        self._remove_running(request)
         self.blocks.release(request, keep=False)
         request.status = RequestStatus.PREEMPTED
         self.waiting.push(request)
 
     def finish(self, request: Request, status: RequestStatus) -> None:
-        """End `request`, wherever it stands."""
+        """End `request`, whichever queue it is in."""
         if request.status is _RUNNING:
-            self._leave(request)
+            self._remove_running(request)
         self.retire(request, status)
 
     def retire(self, request: Request, status: RequestStatus) -> None:
-        """End `request`; if it ran, the caller takes it out of `running`."""
+        """End `request`; if it is running, the caller must remove it from `running`."""
         self.waiting.discard(request)
-        self._leave_siblings(request)
+        self._leave_group(request)
         del self.requests[request.request_id]
         self.blocks.release(request)
         request.num_tokens -= request.num_pending_tokens
@@ -123,46 +125,46 @@ class RequestQueues:
         request.status = status
 
     def drop_finished(self) -> None:
-        """Take retired requests out of `running`."""
+        """Remove retired requests from `running`."""
         self.running = [request for request in self.running if request.status is _RUNNING]
         self.num_changes += 1
 
     def check_integrity(self, host_in_flight: Iterable[int]) -> None:
-        """Verify places, limits, counts and blocks."""
+        """Verify queues, limits, counts and blocks."""
         siblings = [sibling for request in self.requests.values() for sibling in request.siblings]
         check_queues(self.requests.values(), self.running, self.waiting, siblings, self.config)
         self.blocks.check_integrity(self.requests.values(), host_in_flight)
 
-    def _leave(self, request: Request) -> None:
+    def _remove_running(self, request: Request) -> None:
         self.running.remove(request)
         self.num_changes += 1
 
-    def _register(self, request: Request, max_num_tokens: int, place: int) -> None:
+    def _register(self, request: Request, max_num_tokens: int, rank: int) -> None:
         request.max_num_tokens = max_num_tokens
         request.num_tokens = request.num_known_tokens
-        request.order = (place, self._num_arrived)
+        request.order = (rank, self._num_arrived)
         self._num_arrived += 1
         self.requests[request.request_id] = request
 
-    def _join(self, parent: Request, child: Request) -> None:
+    def _start_or_queue(self, parent: Request, child: Request) -> None:
         if parent.status is _RUNNING and len(self.running) < self.config.max_num_seqs:
             self.blocks.fork(parent, child)
             self.run(child)
         else:
             self.waiting.push(child)
 
-    def _lead(self, request: Request, siblings: Sequence[Request]) -> None:
+    def _set_leader(self, request: Request, siblings: Sequence[Request]) -> None:
         request.siblings = list(siblings)
         for sibling in siblings:
             sibling.leader = request
 
-    def _leave_siblings(self, request: Request) -> None:
-        """Let the siblings of a request that ends early wait for another one of them."""
+    def _leave_group(self, request: Request) -> None:
+        """Remove `request`, which ends early, from its group; its siblings get another leader."""
         if request.siblings:
             first, *others = request.siblings
             request.siblings, first.leader = [], None
             self.waiting.push(first)
-            self._lead(first, others)
+            self._set_leader(first, others)
         if request.leader is not None:
             request.leader.siblings.remove(request)
             request.leader = None
@@ -175,8 +177,8 @@ class RequestQueues:
             or request.prefix_key != leader.prefix_key
         ):
             raise RequestError(
-                f"request {request.request_id!r} has another prompt, salt or rope than "
-                f"{leader.request_id!r}, whose sibling it is to be"
+                f"request {request.request_id!r} must have the prompt, salt and rope of its "
+                f"sibling {leader.request_id!r}; they differ"
             )
         return check_request(request, self.config)
 

@@ -1,4 +1,4 @@
-"""Who computes what in the next step: queues, token budget, chunking, preemption.
+"""Decides what the next step computes: queues, token budget, chunking, preemption.
 
 Pure Python on integers. One step is
 
@@ -9,8 +9,8 @@ Pure Python on integers. One step is
 and a loop may call `schedule()` for step n + 1 before it commits step n: the token that step n
 samples is then *pending* (see `engine.request`). Every choice depends only on the order of calls.
 
-A step computes one token of a request that decodes, or more: its next tokens may be guessed
-(`propose`), and are then verified in the step (see `engine.drafts`).
+A step computes one token of a decoding request, or more if drafts of its next tokens were proposed
+(`propose`), which the step then verifies (see `engine.drafts`).
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _MAX_PASSED = 16  # requests passed over in one step because another computes th
 
 
 class Scheduler:
-    """Continuous batching over pages, first come first served within a priority.
+    """Continuous batching over paged KV, first come first served within a priority.
 
-    Decodes come first, then the prefills that have begun, then new requests, as far as the token
-    budget, the number of sequences and the blocks go. A request gets the blocks of all its tokens
-    when it is admitted, and one more block whenever it outgrows them; if there is none, the request
-    that is last in the order of service gives up its blocks, to be recomputed or swapped in later.
+    Decodes come first, then prefills already begun, then new requests, until the token budget,
+    `max_num_seqs` or the blocks are exhausted. A request gets blocks for all its tokens when it is
+    admitted, and one more whenever these are full; if none is available, the request that is last
+    in order of service is preempted, to be recomputed or swapped in later.
 
     Examples
     --------
@@ -73,7 +73,7 @@ class Scheduler:
         self._queues = RequestQueues(config, self.blocks)
         self._in_flight = InFlightSteps()
         self._unchanged = UnchangedBatch()
-        self._has_drafts = False  # whether any running request may have some
+        self._has_drafts = False  # whether a running request may have drafts
         self._num_steps = 0
         self._num_preemptions = 0
         self._num_swaps = 0
@@ -81,7 +81,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that do not run, preempted ones included."""
+        """Requests that are not running, preempted ones included."""
         return self._queues.num_waiting
 
     @property
@@ -94,14 +94,14 @@ class Scheduler:
         return bool(self._queues.requests)
 
     def unfinished_requests(self) -> Iterator[Request]:
-        """Iterate over waiting and running requests in the order of their arrival."""
+        """Iterate over waiting and running requests in order of arrival."""
         return iter(self._queues.requests.values())
 
     def get_request(self, request_id: str) -> Request | None:
-        """Return the unfinished request of this id, if there is one."""
+        """Return the unfinished request with this id, if there is one."""
         return self._queues.requests.get(request_id)
 
-    # ---- requests come and go
+    # ---- adding and ending requests
 
     def add_request(self, request: Request, siblings: Sequence[Request] = ()) -> None:
         """Queue `request`.
@@ -110,16 +110,16 @@ class Scheduler:
         ----------
         request : Request
         siblings : sequence of Request, optional
-            Further requests with the same prompt (parallel samples). They wait until `request` has
+            More requests with the same prompt (parallel samples). They wait until `request` has
             computed it, and then share its blocks.
 
         Raises
         ------
         RequestError
-            If an id is taken, the prompt is empty or as long as the model allows, or a request can
+            If an id is in use, the prompt is empty or leaves no room for a token, or a request can
             never fit into the pool. Nothing is queued.
         QueueFullError
-            If the queue's limits would be exceeded (a RequestError, too). Nothing is queued.
+            If the queue's limits would be exceeded (also a RequestError). Nothing is queued.
         """
         self._queues.add(request, siblings)
 
@@ -127,17 +127,17 @@ class Scheduler:
         """Add `child`, whose tokens continue those that `parent` has computed (beam search).
 
         `child` may already have output tokens. It shares the parent's blocks and runs at once if
-        the parent runs and there is a free place; otherwise it is queued like any other request.
+        the parent runs and `max_num_seqs` allows it; otherwise it is queued like any other request.
 
         Raises
         ------
         RequestError
-            As `add_request`; or if the tokens do not agree.
+            As `add_request`; or if the tokens of the two differ.
         """
         self._queues.add_fork(parent, child)
 
     def abort_request(self, request_id: str) -> bool:
-        """End the request of this id, in whatever state; False if no such request is unfinished."""
+        """End the unfinished request with this id, whatever its state; False if there is none."""
         request = self._queues.requests.get(request_id)
         if request is not None:
             self._queues.finish(request, RequestStatus.FINISHED_ABORTED)
@@ -146,12 +146,12 @@ class Scheduler:
     def finish_request(
         self, request: Request, reason: str, *, stop_reason: int | str | None = None
     ) -> None:
-        """End `request` because of something that only the caller sees (a stop string, an error).
+        """End `request` for a reason that only the caller sees (a stop string, an error).
 
         Parameters
         ----------
         request : Request
-            Nothing happens if it is finished already.
+            Left as it is if it has finished already.
         reason : str
             "stop", "length", "abort" or "error".
         stop_reason : int or str, optional
@@ -169,14 +169,14 @@ class Scheduler:
         stop_reason: int | str | None = None,
         num_output_tokens: int | None = None,
     ) -> int:
-        """Say why `request` ended, where that counts before what `commit` found (its text).
+        """Replace the reason for which `request` finished: its text takes precedence over `commit`.
 
-        `num_output_tokens`: where its output ends; a step of many tokens may have gone on behind
+        `num_output_tokens`: where its output ends; a step with drafts may have added tokens after
         that. Return how many tokens are dropped.
         """
         status = _finished_status(reason)
         if not request.is_finished:
-            raise ContractError(f"request {request.request_id!r} has not finished")
+            raise ContractError(f"request {request.request_id!r} must have finished; it has not")
         request.status, request.stop_reason = status, stop_reason
         num_cut = 0
         if num_output_tokens is not None:
@@ -186,17 +186,17 @@ class Scheduler:
         return num_cut
 
     def reset_prefix_cache(self) -> None:
-        """Forget all prefixes; unfinished requests keep their blocks."""
+        """Drop all cached prefixes; unfinished requests keep their blocks."""
         if self.blocks.tree is not None:
             self.blocks.tree.reset()
 
     def propose(
         self, request: Request, token_ids: Sequence[int], parents: Sequence[int] | None = None
     ) -> bool:
-        """Guess how `request` goes on: its next step verifies these tokens behind its last one.
+        """Propose drafts: tokens after the last one of `request`, for its next step to verify.
 
-        They cost no other request a block or a place in the step: what does not fit is left out.
-        A later proposal replaces an earlier one; the request's next step uses it up.
+        Drafts take no blocks and no token budget from other requests; those that do not fit are
+        dropped. A later proposal replaces an earlier one; the request's next step consumes it.
 
         Parameters
         ----------
@@ -204,17 +204,17 @@ class Scheduler:
         token_ids : sequence of int
             At most `max_draft_tokens`.
         parents : sequence of int, optional
-            For a tree of drafts, the index of the one before each; -1: the request's last token.
+            For a tree of drafts, the index of each one's parent; -1: the request's last token.
 
         Returns
         -------
         bool
-            False if nothing was noted: the request does not run, or such a step is in flight.
+            False if it was ignored: the request is not running, or has drafts in flight.
 
         Raises
         ------
         RequestError
-            If they are too many, no ids, or no tree.
+            If there are too many, or they are not valid ids or not a valid tree.
         """
         drafts = checked_drafts(request, token_ids, parents, self.config)
         if request.status is not _RUNNING or request.num_draft_tokens:
@@ -228,15 +228,15 @@ class Scheduler:
     def schedule(self, excluded: Collection[Request] = ()) -> ScheduleOutput:
         """Decide the next step and reserve its blocks.
 
-        The output is empty if nothing waits or runs, or if all that could be computed depends on
-        tokens of steps that are not committed yet. Otherwise at least one token is computed.
+        The output is empty if there are no requests, or if all of them depend on tokens of steps
+        that are not committed yet. Otherwise at least one token is computed.
 
         Parameters
         ----------
         excluded : collection of Request, optional
-            Left out of this step, whether they wait or run; they keep their places (a running one
-            may still be preempted). With them the output may be empty although others wait: what
-            these lack may be in the hands of the excluded.
+            Left out of this step, waiting or running; they stay in their queues (a running one may
+            still be preempted). The output may then be empty although other requests wait: the
+            excluded ones may hold the blocks that these need.
         """
         output = ScheduleOutput(self._num_steps)
         self._num_steps += 1
@@ -251,21 +251,20 @@ class Scheduler:
     def commit(
         self, output: ScheduleOutput, sampled: Mapping[Request, Sequence[int]]
     ) -> list[Request]:
-        """Take over the result of a step.
+        """Record the result of a step: append tokens, finish requests, free their blocks.
 
         Parameters
         ----------
         output : ScheduleOutput
-            The oldest one not committed yet (an empty one may be left out).
+            The oldest one not committed yet (empty ones need not be committed).
         sampled : mapping of Request to ids
             The ids sampled for every sequence with `is_sampled`: one, or with drafts the accepted
-            ones and the one after them. Requests that finished meanwhile need not be there and are
-            skipped.
+            ones and the one after them. Requests that have finished in the meantime are skipped.
 
         Returns
         -------
         list of Request
-            Those that this step finished, by a stop id or by their length; their blocks are freed.
+            Those that this step finished, by a stop id or by length; their blocks are freed.
         """
         self._in_flight.settle_oldest(output)
         self.blocks.settle(output.swap_in)
@@ -280,7 +279,7 @@ class Scheduler:
             reached = start + sequence.num_scheduled_tokens
             if has_drafts:
                 reached = sequence.num_reached_tokens
-            if request.num_computed_tokens >= reached:  # not preempted meanwhile
+            if request.num_computed_tokens >= reached:  # not preempted since
                 request.num_committed_tokens = reached
                 if start < len(request.prompt_token_ids) and status is _RUNNING:
                     self.blocks.cache_prefix(request)
@@ -302,10 +301,10 @@ class Scheduler:
         return finished
 
     def rollback(self, output: ScheduleOutput) -> None:
-        """Undo a step that failed: all its requests go back to the queue to be recomputed.
+        """Undo a failed step: all its requests go back to the queue to be recomputed.
 
-        Whatever the step had written or copied is forgotten. With several steps in flight, roll
-        back the newest first.
+        Whatever the step has written or copied is dropped. With several steps in flight, roll back
+        the newest first.
         """
         self._in_flight.settle_newest(output)
         moves = BlockMoves(output.swap_out, output.copies, output.swap_in)
@@ -325,13 +324,13 @@ class Scheduler:
     ) -> list[Request]:
         """Schedule every running request that has one token to compute; return the others.
 
-        One of the others is a prefill that goes on, or has drafts.
+        The others are prefills already begun, and requests with drafts.
         """
         prefills: list[Request] = []
         sequences, block_size = output.sequences, self.config.block_size
         if has_drafts := self._has_drafts:
             self._has_drafts = any(r.drafts is not None for r in self._queues.running)
-        for request in self._queues.running:  # whose tail may be preempted in this loop
+        for request in self._queues.running:  # `_make_room` may preempt its tail
             if excluded and request in excluded:
                 continue
             start, num_tokens = request.num_computed_tokens, request.num_tokens
@@ -340,7 +339,7 @@ class Scheduler:
                 continue
             if num_tokens >= request.max_num_tokens:
                 continue  # its last token is pending
-            # A table is outgrown at a block's border only.
+            # A request can need another block only at a block boundary.
             if (
                 request.shares_last_block
                 or (not start % block_size and start >= len(request.block_table) * block_size)
@@ -361,14 +360,14 @@ class Scheduler:
         return prefills
 
     def _schedule_prefills(self, output: ScheduleOutput, prefills: list[Request]) -> None:
-        """Continue the prefills that have begun, and decodes with drafts, in order of service."""
+        """Schedule prefills already begun, and decodes with drafts, in order of service."""
         config = self.config
         for index, request in enumerate(prefills):
             num_new = chunk_size(request, output, config)
             if request.status is not _RUNNING or not num_new:
                 continue  # preempted just now, or the budget is spent
             if request.num_draft_tokens or request.num_tokens >= request.max_num_tokens:
-                continue  # how it goes on is not known yet, or its last token is pending
+                continue  # its drafts are in flight, or its last token is pending
             if self._make_room(request, output):
                 later = len(prefills) - index - 1
                 drafts = fitting_drafts(request, num_new, output, config, reserved=later)
@@ -377,7 +376,7 @@ class Scheduler:
                 add_chunk(request, output, config, drafts)
 
     def _admit(self, output: ScheduleOutput, excluded: Collection[Request]) -> None:
-        """Let waiting requests in, in order of service, until one does not fit."""
+        """Admit waiting requests, in order of service, until one does not fit."""
         queues, config = self._queues, self.config
         if not len(queues.waiting):
             return
@@ -390,13 +389,13 @@ class Scheduler:
             request = self._next_waiting()
             if request.num_pending_tokens or not chunk_size(request, output, config):
                 break
-            if in_flight.has_most_of(request):
+            if in_flight.covers_most_of(request):
                 if len(passed) == most_passed:
                     break
                 queues.waiting.discard(request)
                 passed.append(request)
                 continue
-            # Room kept for those that run; a request alone may have everything.
+            # Keep room for running requests to grow; a request alone may take every block.
             spare = config.watermark_blocks if queues.running else 0
             if not self.blocks.admit(request, spare=spare):
                 break
@@ -409,7 +408,7 @@ class Scheduler:
             queues.waiting.push(request)
 
     def _complete(self, output: ScheduleOutput) -> None:
-        """Put one-token sequences first, and add the block moves."""
+        """Put the decodes first, and add the block moves."""
         put_decodes_first(output)
         moves = self.blocks.take_moves()
         output.swap_out, output.copies, output.swap_in = moves.swap_out, moves.copies, moves.swap_in
@@ -427,9 +426,9 @@ class Scheduler:
         return waiting.best_of_first(self.config.lpm_window, self.blocks.match_length)
 
     def _make_room(self, request: Request, output: ScheduleOutput) -> bool:
-        """Get `request` the blocks it lacks, by preemption from the end if need be.
+        """Allocate the blocks that `request` lacks, preempting from the end if need be.
 
-        False if it has to wait: it was preempted itself, or all that came later is scheduled.
+        False if it has to wait: it was preempted itself, or the last request is scheduled already.
         """
         while not self.blocks.grow(request, request.num_tokens):
             last = self._queues.running[-1]
@@ -457,10 +456,10 @@ class Scheduler:
             self._queues.retry(request)
             self._num_retries += 1
 
-    # ---- for metrics and tests
+    # ---- metrics and tests
 
     def stats(self) -> SchedulerStats:
-        """Return a snapshot of all counts."""
+        """Return a snapshot of all counters."""
         return collect(
             self.blocks,
             num_requests_running=self.num_running,
@@ -477,7 +476,7 @@ class Scheduler:
         Raises
         ------
         EngineError
-            Naming what is wrong.
+            If one is violated; the message names it.
         """
         in_flight = [host for output in self._in_flight for host, _ in output.swap_in]
         self._queues.check_integrity(in_flight)

@@ -19,16 +19,16 @@ class SchedulerStats:
     num_requests_running, num_requests_waiting : int
         Now.
     num_blocks, num_free_blocks, num_cached_blocks : int
-        Now; the rest of the blocks is in use.
+        Now; the remaining blocks are in use.
     num_host_blocks, num_free_host_blocks : int
         Now, in host memory.
     num_steps, num_preemptions, num_swaps, num_retries : int
-        So far: steps scheduled, requests whose blocks were taken (of these, swapped out), and
-        requests of failed steps.
+        So far: steps scheduled, requests preempted, those of them swapped out, and requests put
+        back into the queue by failed steps.
     prefix_cache_queries, prefix_cache_hits, prefix_cache_host_hits : int
-        So far: tokens looked up, tokens found, and those of them that lay on the host.
+        So far: tokens looked up, tokens found, and those of them found on the host.
     num_evicted_blocks, num_offloaded_blocks : int
-        So far: blocks that the prefix tree gave up, and those of them that went to the host.
+        So far: blocks evicted from the prefix tree, and those of them copied to the host.
     """
 
     num_requests_running: int
@@ -50,12 +50,12 @@ class SchedulerStats:
 
     @property
     def kv_cache_usage(self) -> float:
-        """Share of the blocks that requests hold, 0 to 1."""
+        """Fraction of the blocks that requests hold, 0 to 1."""
         return 1.0 - (self.num_free_blocks + self.num_cached_blocks) / self.num_blocks
 
 
 def collect(blocks: BlockManager, **counts: int) -> SchedulerStats:
-    """Return `counts` (the scheduler's own) together with those of `blocks`."""
+    """Return the scheduler's own `counts` together with those of `blocks`."""
     device, host = blocks.allocator, blocks.host_allocator
     tree = blocks.tree.stats if blocks.tree else TreeStats()
     return SchedulerStats(

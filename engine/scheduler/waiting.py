@@ -1,4 +1,4 @@
-"""The queue of requests that wait: ordered by `Request.order`, cheap whatever its length."""
+"""The queue of waiting requests: a heap ordered by `Request.order`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["WaitingQueue"]
 
 class _Entry(NamedTuple):
     order: tuple[int, int]
-    serial: int  # of the push: tells a stale entry from one of a request that came back
+    serial: int  # of the push: tells the entry of a request queued again from its stale one
     num_tokens: int
     request: Request
 
@@ -21,12 +21,12 @@ class _Entry(NamedTuple):
 class WaitingQueue:
     """A priority queue of requests; smallest `order` first.
 
-    Push and removal cost O(log n): what is removed stays in the heap until it comes up.
+    Push and removal cost O(log n): a removed entry stays in the heap until it reaches the top.
 
     Attributes
     ----------
     num_tokens : int
-        Tokens of all members, as they were when they were pushed.
+        Known tokens of all members, counted when they were pushed.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class WaitingQueue:
         return len(self._members)
 
     def __iter__(self) -> Iterator[Request]:
-        """Iterate in the order of service (sorts: for statistics and checks only)."""
+        """Iterate in order of service (sorts: for statistics and checks only)."""
         return (entry.request for entry in sorted(self._members.values()))
 
     def __contains__(self, request: Request) -> bool:
@@ -60,9 +60,9 @@ class WaitingQueue:
         return self._heap[0].request
 
     def best_of_first(self, window: int, gain: Callable[[Request], int]) -> Request:
-        """Return, of the first `window` requests, the first one with the largest `gain`.
+        """Return the request with the largest `gain` of the first `window`; the first on a tie.
 
-        One that was passed over `window` times comes next, whatever its gain.
+        If the head was passed over `window` times, it is next, whatever its gain.
         """
         first: list[_Entry] = []
         while self._heap and len(first) < window:
@@ -76,14 +76,14 @@ class WaitingQueue:
         return max((entry.request for entry in first), key=gain)  # the first of equals
 
     def take(self, request: Request) -> None:
-        """Remove `request` because it is its turn; whom it passed over at the head counts it."""
+        """Remove `request`, which is admitted; a head other than it counts as passed over."""
         first = self.peek()
         if first is not request:
             first.num_skips += 1
         self.discard(request)
 
     def discard(self, request: Request) -> None:
-        """Remove `request`, wherever it stands; nothing if it is not there."""
+        """Remove `request` if it is in the queue."""
         entry = self._members.pop(request.order, None)
         if entry is None:
             return

@@ -1,9 +1,10 @@
-"""A model of pages without arithmetic: it notices every slot that does not hold what it should.
+"""A mock of the paged KV cache, without arithmetic, that detects every slot with wrong content.
 
-The "keys and values" of a token are a number that depends on all tokens before it, on the cache
-salt and on the rope kind. The mock writes them where the block table says, moves blocks as it is
-told, and before it samples it compares every slot in the context with what a request alone would
-have there. The next token is a function of the last number, so `oracle` knows the whole output.
+The "keys and values" of a token are a number that depends on the token and all before it, on the
+cache salt and on the rope kind. The mock writes them to the slots given by the block table, and
+carries out the step's block moves. Before it samples, it compares every slot in the context with
+what the request would have there on its own. The next token is a function of the last number, so
+`oracle` can compute the whole output.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _MODULUS = (1 << 61) - 1
 
 
 def rules(max_tokens=8, min_tokens=0, ignore_eos=False, stop_token_ids=None):
-    """Sampling parameters as far as the scheduler reads them."""
+    """The sampling parameters that the scheduler reads."""
     return SimpleNamespace(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
@@ -28,7 +29,7 @@ def rules(max_tokens=8, min_tokens=0, ignore_eos=False, stop_token_ids=None):
 
 
 def make_request(name, prompt, max_tokens=8, *, ignore_eos=True, **fields):
-    """A request of the mock's vocabulary."""
+    """A request whose ids are in the mock's vocabulary."""
     sampling = rules(max_tokens, ignore_eos=ignore_eos)
     return Request(name, list(prompt), sampling, eos_token_ids=[EOS], **fields)
 
@@ -45,12 +46,12 @@ def chain(value, token):
 
 
 def next_token(value):
-    """What is sampled after a prefix of number `value`."""
+    """The token sampled after a prefix of number `value`."""
     return (value >> 7) % VOCAB
 
 
 def oracle(request, num_outputs=0):
-    """All output ids that `request` has in the end, if its first `num_outputs` are given."""
+    """All output ids that `request` ends with; the first `num_outputs` are taken as given."""
     value = seed_of(request)
     for token in request.prompt_token_ids + request.output_token_ids[:num_outputs]:
         value = chain(value, token)
@@ -65,14 +66,14 @@ def oracle(request, num_outputs=0):
 
 
 class PagedMock:
-    """Runs steps of a scheduler, in the order in which they are given."""
+    """Runs steps of a scheduler, in the order of the calls."""
 
     def __init__(self, config):
         self.block_size = config.block_size
         self.pages = [[None] * config.block_size for _ in range(config.num_blocks)]
         self.host = [None] * config.num_host_blocks
         self._sampled = {}  # (request, position) -> id, as the device knows it
-        self._next = (-1, [])  # the step after the last one, if its batch is unchanged
+        self._next = (-1, [])  # what the next step is if its batch is unchanged
         self.num_unchanged = self.num_accepted = self.num_rejected = 0
 
     def run(self, output):
@@ -80,14 +81,14 @@ class PagedMock:
         return self.execute(output, self.lay_out(output))
 
     def lay_out(self, output):
-        """What a batch holds of the scheduler's state at the time of the call."""
+        """A snapshot of the scheduler's state, as a step's arrays would hold it."""
         assert not any(r.num_pending_tokens > 1 for r in output.admitted)
-        shares = [(s.request, s.start, s.num_scheduled_tokens) for s in output.sequences]
+        chunks = [(s.request, s.start, s.num_scheduled_tokens) for s in output.sequences]
         if output.is_unchanged:
-            assert self._next == (output.step_id, shares) and not output.preempted
+            assert self._next == (output.step_id, chunks) and not output.preempted
             assert all(s.is_sampled for s in output.sequences)
         self.num_unchanged += output.is_unchanged
-        self._next = (output.step_id + 1, [(r, start + n, 1) for r, start, n in shares])
+        self._next = (output.step_id + 1, [(r, start + n, 1) for r, start, n in chunks])
         if output.num_draft_tokens:
             self._next = (-1, [])
         return [
@@ -96,7 +97,7 @@ class PagedMock:
         ]
 
     def execute(self, output, batch):
-        """Move blocks, then compute a batch that was laid out before."""
+        """Move blocks, then compute a batch from `lay_out`."""
         for device, host in output.swap_out:
             self.host[host] = list(self.pages[device])
         copied = [(list(self.pages[source]), target) for source, target in output.copies]
@@ -141,7 +142,7 @@ class PagedMock:
 
 
 def drive(scheduler, mock, *, late=0, max_steps=10_000):
-    """Step until nothing is left; commit each step when `late` more have been scheduled."""
+    """Step until no request is left; commit each step once `late` more have been scheduled."""
     in_flight = []
 
     def commit_oldest():

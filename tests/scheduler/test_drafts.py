@@ -1,4 +1,4 @@
-"""Steps of many tokens a sequence: proposals, what a step takes of them, and what is accepted."""
+"""Drafts: proposals, how many of them a step takes, and which are accepted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def make_scheduler(**options):
 
 
 def decoding(scheduler, mock, *requests):
-    """Add the requests and compute their prompts."""
+    """Add the requests, and compute their prompts in one step."""
     for request in requests:
         scheduler.add_request(request)
     output = scheduler.schedule()
@@ -51,8 +51,8 @@ def test_accepted_rows_of_a_tree():
     assert tree.accepted_rows([4, 7, 0, 9, 0, 0, 0]) == [0, 1, 3]
     assert tree.accepted_rows([8, 0, 0, 0, 5, 0, 1]) == [0, 4, 6]
     assert tree.accepted_rows([4, 5, 6, 0, 0, 2, 0]) == [0, 1, 2, 5]
-    assert tree.num_in_place([4, 7, 9]) == 1  # 7 lies behind 5
-    assert tree.num_in_place([4, 5, 6, 2]) == 2  # 6 lies behind 8
+    assert tree.num_in_place([4, 7, 9]) == 1  # the key of 7 is after that of 5
+    assert tree.num_in_place([4, 5, 6, 2]) == 2  # the key of 6 is after that of 8
     assert tree.num_in_place([8, 5, 1]) == 0
     assert tree.path(5) == (4, 5, 6) and tree.path(6) == (8, 5) and tree.path(0) == ()
 
@@ -82,7 +82,7 @@ def test_masks_show_ancestors_and_known_tokens_only():
         (tuple(range(21)), None, "max_draft_tokens = 20"),
     ],
 )
-def test_a_wrong_proposal_is_refused(token_ids, parents, words):
+def test_an_invalid_proposal_is_rejected(token_ids, parents, words):
     scheduler, mock = make_scheduler()
     request = make_request("a", [1, 2, 3])
     decoding(scheduler, mock, request)
@@ -107,14 +107,14 @@ def test_a_step_verifies_all_drafts(num_right):
         6,
     )
     assert (output.num_decodes, output.query_len, output.num_scheduled_tokens) == (1, 6, 6)
-    assert scheduler.schedule().is_empty  # nobody knows how long it is
+    assert scheduler.schedule().is_empty  # its length is not known yet
     scheduler.commit(output, mock.run(output))
     assert request.num_output_tokens == 1 + num_right + 1
     assert request.num_computed_tokens == request.num_tokens - 1
     assert request.drafts is None and request.num_draft_tokens == 0
 
 
-def test_a_branch_behind_another_is_accepted_and_computed_again():
+def test_an_accepted_branch_after_another_one_is_recomputed():
     scheduler, mock = make_scheduler()
     request = make_request("a", [1, 2, 3], max_tokens=30)
     decoding(scheduler, mock, request)
@@ -130,7 +130,7 @@ def test_a_branch_behind_another_is_accepted_and_computed_again():
     assert request.output_token_ids == oracle(request)[: request.num_output_tokens]
 
 
-def test_drafts_end_where_the_request_must():
+def test_drafts_are_cut_at_max_tokens():
     scheduler, mock = make_scheduler()
     request = make_request("a", [1, 2, 3], max_tokens=4)
     decoding(scheduler, mock, request)
@@ -153,7 +153,7 @@ def test_a_stop_id_inside_accepted_drafts_ends_the_request():
     assert request.finish_reason == "stop" and request.output_token_ids == oracle(request)
 
 
-def test_drafts_take_nothing_from_others():
+def test_drafts_take_no_budget_from_other_requests():
     scheduler, mock = make_scheduler(max_num_seqs=4, max_num_batched_tokens=16)
     requests = [make_request(name, [1, 2, 3], max_tokens=30) for name in "abcd"]
     decoding(scheduler, mock, *requests)
@@ -165,7 +165,7 @@ def test_drafts_take_nothing_from_others():
     scheduler.commit(output, mock.run(output))
 
 
-def test_drafts_preempt_nobody():
+def test_drafts_preempt_no_request():
     scheduler, mock = make_scheduler(num_blocks=3, prefix_caching=False, watermark=0.0)
     a, b = (make_request(name, [1] * 15, max_tokens=15) for name in "ab")
     decoding(scheduler, mock, a, b)
@@ -184,7 +184,7 @@ def test_decodes_of_the_most_frequent_length_come_first():
         scheduler.propose(request, next_tokens(request, count))
     tree = requests[4]
     ids = next_tokens(tree, 3)
-    scheduler.propose(tree, [*ids, (ids[0] + 1) % 7], [-1, 0, 1, -1])  # cut back to a chain
+    scheduler.propose(tree, [*ids, (ids[0] + 1) % 7], [-1, 0, 1, -1])  # truncated to a chain
     output = scheduler.schedule()
     assert (output.num_decodes, output.query_len) == (3, 4)
     others = {s.request: s.num_scheduled_tokens for s in output.sequences[3:]}
@@ -206,7 +206,7 @@ def test_a_failed_step_drops_its_drafts():
     assert request.output_token_ids == oracle(request)[:2]
 
 
-def test_who_waits_takes_no_proposal():
+def test_a_waiting_request_ignores_proposals():
     scheduler, _ = make_scheduler()
     request = make_request("a", [1, 2, 3])
     scheduler.add_request(request)

@@ -1,4 +1,4 @@
-"""The scheduler's plain behaviour: order, budget, chunks, limits, preemption, swap, forks."""
+"""Scheduler: order, budget, chunks, limits, preemption, swap, forks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.scheduler.paged_mock import PagedMock, drive, make_request, oracle
 
 
 def build(**options):
-    """A scheduler that checks itself, and its mock."""
+    """A scheduler in debug mode, and its mock."""
     defaults = {"num_blocks": 32, "max_model_len": 256, "max_num_seqs": 8, "debug": True}
     config = SchedulerConfig(**{"max_num_batched_tokens": 64, **defaults, **options})
     return Scheduler(config), PagedMock(config)
@@ -28,7 +28,7 @@ def step(scheduler, mock):
     return output, scheduler.commit(output, mock.run(output))
 
 
-def shares(output):
+def chunks(output):
     """(request id, start, number of tokens) of a step."""
     return [(s.request.request_id, s.start, s.num_scheduled_tokens) for s in output.sequences]
 
@@ -40,11 +40,11 @@ def test_decodes_come_first_and_prefills_fill_the_budget():
     scheduler.add_request(make_request("b", [2] * 50))
     scheduler.add_request(make_request("c", [3] * 8))
     output, _ = step(scheduler, mock)
-    assert shares(output) == [("a", 10, 1), ("b", 0, 31)]
+    assert chunks(output) == [("a", 10, 1), ("b", 0, 31)]
     assert (output.num_decodes, output.num_scheduled_tokens) == (1, 32)
     assert not output.sequences[1].is_sampled
     output, _ = step(scheduler, mock)
-    assert shares(output) == [("a", 11, 1), ("b", 31, 19), ("c", 0, 8)]
+    assert chunks(output) == [("a", 11, 1), ("b", 31, 19), ("c", 0, 8)]
     assert [s.is_sampled for s in output.sequences] == [True, True, True]
 
 
@@ -53,7 +53,7 @@ def test_a_one_token_prompt_counts_as_a_decode():
     scheduler.add_request(make_request("long", [1] * 20))
     scheduler.add_request(make_request("one", [2]))
     output = scheduler.schedule()
-    assert shares(output) == [("one", 0, 1), ("long", 0, 20)]
+    assert chunks(output) == [("one", 0, 1), ("long", 0, 20)]
     assert output.num_decodes == 1
 
 
@@ -61,7 +61,7 @@ def test_max_prefill_chunk_bounds_one_request():
     scheduler, mock = build(max_prefill_chunk=16)
     scheduler.add_request(make_request("a", [1] * 40))
     scheduler.add_request(make_request("b", [2] * 5))
-    assert shares(step(scheduler, mock)[0]) == [("a", 0, 16), ("b", 0, 5)]
+    assert chunks(step(scheduler, mock)[0]) == [("a", 0, 16), ("b", 0, 5)]
 
 
 def test_eos_stop_ids_length_and_min_tokens():
@@ -73,15 +73,15 @@ def test_eos_stop_ids_length_and_min_tokens():
     assert request.append_token(5) is None
     assert request.append_token(5) is RequestStatus.FINISHED_LENGTH
 
-    def fresh(**fields):
+    def new_request(**fields):
         from engine.request import Request
 
         return Request("r", [1], rules(**fields), eos_token_ids=[0])
 
-    assert fresh().append_token(0) is RequestStatus.FINISHED_STOPPED
-    assert fresh(ignore_eos=True).append_token(0) is None
-    assert fresh(min_tokens=2).append_token(0) is None
-    stopped = fresh(stop_token_ids=[4])
+    assert new_request().append_token(0) is RequestStatus.FINISHED_STOPPED
+    assert new_request(ignore_eos=True).append_token(0) is None
+    assert new_request(min_tokens=2).append_token(0) is None
+    stopped = new_request(stop_token_ids=[4])
     assert stopped.append_token(4) is RequestStatus.FINISHED_STOPPED
     assert stopped.stop_reason == 4
 
@@ -162,7 +162,7 @@ def test_the_same_arrivals_give_the_same_steps(options, late):
                 in_flight.append((output, mock.run(output)))
             tables = [tuple(s.request.block_table) for s in output.sequences]
             moves = output.copies, output.swap_out, output.swap_in
-            seen.append((shares(output), tables, moves, [r.request_id for r in output.preempted]))
+            seen.append((chunks(output), tables, moves, [r.request_id for r in output.preempted]))
             if in_flight and (len(in_flight) > late or output.is_empty):
                 scheduler.commit(*in_flight.pop(0))
         assert scheduler.stats().num_preemptions > 0
@@ -171,7 +171,7 @@ def test_the_same_arrivals_give_the_same_steps(options, late):
     assert run() == run()
 
 
-def test_an_unchanged_batch_is_the_one_before_moved_on():
+def test_an_unchanged_batch_is_the_previous_one_advanced_by_a_token():
     scheduler, mock = build(num_blocks=64)
     for number in range(3):
         scheduler.add_request(make_request(f"r{number}", [number] * (10 + number), 30))
@@ -179,7 +179,13 @@ def test_an_unchanged_batch_is_the_one_before_moved_on():
     def run(count):
         return [step(scheduler, mock)[0].is_unchanged for _ in range(count)]
 
-    assert run(5) == [False, False, True, True, True]  # prompts, first decodes, and on
+    assert run(5) == [
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]  # prompts, first decodes, unchanged
     scheduler.add_request(make_request("new", [5, 6], 30))
     assert run(4) == [False, False, True, True]
     scheduler.abort_request("r1")
@@ -193,26 +199,24 @@ def test_an_unchanged_batch_is_the_one_before_moved_on():
     assert not output.is_unchanged and run(2) == [False, True]
 
 
-def test_who_is_held_keeps_its_place():
+def test_an_excluded_request_stays_in_its_queue():
     scheduler, mock = build(num_blocks=64, max_num_seqs=2)
     requests = [make_request(f"r{number}", [number] * 10, 6) for number in range(4)]
     for request in requests[:3]:
         scheduler.add_request(request)
     output = scheduler.schedule(excluded={requests[0]})
-    assert shares(output) == [("r1", 0, 10), ("r2", 0, 10)]
+    assert chunks(output) == [("r1", 0, 10), ("r2", 0, 10)]
     scheduler.commit(output, mock.run(output))
     scheduler.add_request(requests[3])
-    output = scheduler.schedule(
-        excluded={requests[1]}
-    )  # it runs, and keeps its blocks and its slot
-    assert shares(output) == [("r2", 10, 1)] and requests[1].block_table
+    output = scheduler.schedule(excluded={requests[1]})  # it runs, and keeps its blocks
+    assert chunks(output) == [("r2", 10, 1)] and requests[1].block_table
     scheduler.commit(output, mock.run(output))
     assert scheduler.schedule(excluded=set(requests)).is_empty
     drive(scheduler, mock)
     assert all(request.output_token_ids == oracle(request) for request in requests)
 
 
-def test_the_last_in_order_is_preempted_and_resumes_on_its_own_prefix():
+def test_the_last_in_order_is_preempted_and_resumes_from_its_own_prefix():
     scheduler, mock = build(num_blocks=6, watermark=0.0)
     first = make_request("first", [1] * 32, 20)
     last = make_request("last", [2] * 33, 20)
@@ -255,7 +259,7 @@ def test_evicted_prefixes_come_back_from_the_host():
     assert stats.prefix_cache_host_hits > 0 and stats.num_offloaded_blocks > 0
 
 
-def test_a_known_prompt_leaves_one_token_to_compute():
+def test_a_cached_prompt_leaves_one_token_to_compute():
     scheduler, mock = build()
     for name in ("a", "b"):
         request = make_request(name, [1] * 32, 1)
@@ -264,7 +268,7 @@ def test_a_known_prompt_leaves_one_token_to_compute():
     assert request.num_cached_tokens == 16
     full = make_request("c", [1] * 33, 1)
     scheduler.add_request(full)
-    assert shares(scheduler.schedule()) == [("c", 32, 1)]
+    assert chunks(scheduler.schedule()) == [("c", 32, 1)]
 
 
 def test_salts_and_rope_kinds_do_not_share():
@@ -298,10 +302,10 @@ def test_requests_with_a_common_prefix_wait_for_the_first_to_compute_it(late):
     for request in [*requests, other]:
         scheduler.add_request(request)
     output = scheduler.schedule()
-    assert shares(output) == [("r0", 0, 128)]
+    assert chunks(output) == [("r0", 0, 128)]
     scheduler.commit(output, mock.run(output))
     output = scheduler.schedule()
-    assert shares(output) == [("r0", 128, 33), ("other", 0, 20)]
+    assert chunks(output) == [("r0", 128, 33), ("other", 0, 20)]
     scheduler.commit(output, mock.run(output))
     assert len(scheduler.schedule().admitted) == 5
     scheduler.rollback(scheduler._in_flight[-1])
@@ -309,7 +313,7 @@ def test_requests_with_a_common_prefix_wait_for_the_first_to_compute_it(late):
     assert all(r.output_token_ids == oracle(r) for r in [*requests, other])
 
 
-def test_a_short_common_beginning_is_not_waited_for():
+def test_requests_do_not_wait_for_a_short_common_prefix():
     scheduler, _ = build(num_blocks=64, max_num_batched_tokens=512)
     for number in range(4):
         scheduler.add_request(make_request(f"r{number}", [3] * 16 + [number] * 40, 4))
@@ -322,7 +326,7 @@ def test_siblings_share_the_prompt_and_copy_on_write():
     scheduler.add_request(samples[0], siblings=samples[1:])
     assert (scheduler.num_waiting, scheduler.num_running) == (4, 0)
     output, _ = step(scheduler, mock)
-    assert shares(output) == [("s0", 0, 20)]
+    assert chunks(output) == [("s0", 0, 20)]
     output, _ = step(scheduler, mock)
     assert len(output.sequences) == 4 and output.num_decodes == 4
     assert len(output.copies) == 3  # the last owner of the partial block keeps it
@@ -376,7 +380,7 @@ def test_priority_overtakes_but_never_starves():
     for number in range(10):
         scheduler.add_request(make_request(f"h{number}", [2], 1))
         served += [r.request_id for r in step(scheduler, mock)[1]]
-    assert served.index("low") == 3  # h0 to h2; h3 stands level with it, and came later
+    assert served.index("low") == 3  # after h0 to h2; h3 has the same rank, and came later
 
 
 def test_priority_window_zero_is_first_come_first_served():
@@ -386,7 +390,7 @@ def test_priority_window_zero_is_first_come_first_served():
     assert [r.request_id for r in step(scheduler, mock)[1]] == ["a"]
 
 
-def test_lpm_prefers_known_prefixes_and_never_starves():
+def test_lpm_prefers_cached_prefixes_and_never_starves():
     scheduler, mock = build(policy="lpm", lpm_window=4, max_num_seqs=1)
     scheduler.add_request(make_request("warm", [1] * 64, 1))
     step(scheduler, mock)
@@ -399,7 +403,7 @@ def test_lpm_prefers_known_prefixes_and_never_starves():
     assert served[0] == "h0" and served.index("cold") == 4
 
 
-def test_what_can_never_be_served_is_refused_when_added():
+def test_a_request_that_can_never_be_served_is_rejected_when_added():
     scheduler, _ = build(num_blocks=2, max_model_len=64)
     with pytest.raises(RequestError, match=r"1 to 63 tokens.*got 0"):
         scheduler.add_request(make_request("a", []))
@@ -410,18 +414,18 @@ def test_what_can_never_be_served_is_refused_when_added():
     scheduler.add_request(make_request("a", [1] * 30, 3))
     with pytest.raises(RequestError, match="'a' is in use"):
         scheduler.add_request(make_request("a", [1]))
-    with pytest.raises(RequestError, match="another prompt"):
+    with pytest.raises(RequestError, match="must have the prompt, salt and rope"):
         scheduler.add_request(make_request("b", [1]), siblings=[make_request("c", [2])])
-    with pytest.raises(RequestError, match="share an id"):
+    with pytest.raises(RequestError, match="must have different ids"):
         scheduler.add_request(make_request("b", [1]), siblings=[make_request("b", [1])])
     with pytest.raises(RequestError, match="priority"):
         scheduler.add_request(make_request("b", [1], priority=2**40))
     assert scheduler.num_waiting == 1
 
 
-def test_a_full_queue_refuses():
+def test_a_full_queue_rejects_requests():
     scheduler, mock = build(max_num_queued_requests=2, max_num_queued_tokens=30)
-    scheduler.add_request(make_request("long", [1] * 100))  # alone, any length may wait
+    scheduler.add_request(make_request("long", [1] * 100))  # an empty queue accepts any length
     with pytest.raises(QueueFullError, match=r"100 tokens wait, 5 more.*max_num_queued_tokens=30"):
         scheduler.add_request(make_request("a", [1] * 5))
     step(scheduler, mock)
@@ -472,7 +476,7 @@ def test_finish_request():
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_a_failed_step_is_repeated(late):
+def test_a_failed_step_is_recomputed(late):
     options = {"num_blocks": 8, "num_host_blocks": 4, "watermark": 0.0, "preemption": "swap"}
     scheduler, mock = build(**options)
     requests = [make_request(f"r{i}", [1] * 16 + [i] * 20, 30) for i in range(5)]
@@ -483,9 +487,9 @@ def test_a_failed_step_is_repeated(late):
         if not scheduler.has_unfinished_requests():
             break
         output = scheduler.schedule()
-        if turn % 11 == 10 and not output.is_empty:  # the step fails: nothing of it happened
+        if turn % 11 == 10 and not output.is_empty:  # the step fails before it has run
             scheduler.rollback(output)
-            while in_flight:  # and what ran before it is thrown away as well
+            while in_flight:  # steps before it are rolled back too, though they ran
                 scheduler.rollback(in_flight.pop()[0])
             scheduler.check_integrity()
             continue
@@ -507,17 +511,17 @@ def test_a_prefill_never_takes_the_blocks_of_a_request_scheduled_before_it():
     scheduler.add_request(decode)
     step(scheduler, mock)
     child = make_request("child", [1] * 60, 4)
-    scheduler.fork_request(parent, child)  # it needs 3 blocks of its own, but one is free
+    scheduler.fork_request(parent, child)  # needs 3 blocks of its own, but only one is free
     output, _ = step(scheduler, mock)
-    assert shares(output) == [("decode", 4, 1), ("parent", 4, 4)]
+    assert chunks(output) == [("decode", 4, 1), ("parent", 4, 4)]
     assert output.preempted == [] and child.status is RequestStatus.RUNNING
     drive(scheduler, mock)
     assert all(r.output_token_ids == oracle(r) for r in (parent, child, decode))
 
 
 @pytest.mark.parametrize("way", ["abort", "fork"])
-def test_what_is_not_committed_is_not_shared(way):
-    """A step that never ran must leave nothing behind, whatever was done while it was in flight."""
+def test_uncommitted_tokens_are_not_shared(way):
+    """A rolled-back step leaves no trace, whatever was aborted or forked while it was in flight."""
     scheduler, mock = build()
     request = make_request("a", [1] * 15, 20)
     scheduler.add_request(request)
@@ -541,7 +545,7 @@ def test_what_is_not_committed_is_not_shared(way):
 
 
 def test_a_request_with_a_pending_token_is_not_admitted():
-    """Preempted while two steps were in flight, it waits until its last id is known."""
+    """A request preempted with two steps in flight waits until its last id is known."""
     for length in range(1, 40):
         scheduler, mock = build(num_blocks=6, watermark=0.0)
         requests = [make_request("a", [1] * 16, length), make_request("b", [2] * 32, 20)]
@@ -568,7 +572,7 @@ def test_steps_are_settled_in_order():
         scheduler.commit(second, {})
 
 
-def test_nothing_grows_over_ten_thousand_requests():
+def test_ten_thousand_requests_leak_nothing():
     scheduler, mock = build(num_blocks=16, debug=False, max_num_batched_tokens=256)
     for number in range(10_000):
         scheduler.add_request(make_request(f"r{number}", [number % 7, number % 5] * 9, 1))

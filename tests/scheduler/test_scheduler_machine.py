@@ -1,7 +1,7 @@
-"""Search for an order of calls that breaks the scheduler, on the mock of pages.
+"""A state machine that searches for a sequence of calls that breaks the scheduler.
 
-After every rule all invariants are checked, and every output so far must begin the output that the
-request has alone. `ENGINE_TEST_EXAMPLES=2000` searches deeper than the default.
+After every rule all invariants are checked, and every output so far must be a prefix of the output
+that the request has on its own. `ENGINE_TEST_EXAMPLES=2000` searches deeper than the default.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ configs = st.builds(
     debug=st.just(True),
 )
 
-# Few, long, similar prompts: prefixes meet, and diverge at and inside block borders.
+# Few, long, similar prompts, whose common prefixes end at block boundaries and between them.
 prompts = st.builds(
     lambda head, length, tail: [head] * length + tail,
     st.integers(0, 1),
@@ -67,12 +67,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.config = config
         self.scheduler = Scheduler(config)
         self.mock = PagedMock(config)
-        self.requests = {}  # all of them -> output tokens they came with
+        self.requests = {}  # every request ever added -> output tokens it was added with
         self.in_flight = []
         self.count = 0
         self.num_copies = 0
 
-    def fresh(self, prompt, options):
+    def new_request(self, prompt, options):
         self.count += 1
         return make_request(f"r{self.count}", prompt, **options)
 
@@ -91,7 +91,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.add(*arrival)
 
     def add(self, prompt, options, num_siblings):
-        group = [self.fresh(prompt, options) for _ in range(1 + num_siblings)]
+        group = [self.new_request(prompt, options) for _ in range(1 + num_siblings)]
         try:
             self.scheduler.add_request(group[0], siblings=group[1:])
         except QueueFullError:
@@ -112,7 +112,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for turn in range(turns):
             if length:
                 for request in self.scheduler.unfinished_requests():
-                    self.guess(request, length, (wrong + turn) % 5, is_tree=is_tree)
+                    self.propose_for(request, length, (wrong + turn) % 5, is_tree=is_tree)
             self.dispatch()
             self.commit_all()
 
@@ -131,11 +131,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(draw=st.data())
     @precondition(lambda self: len(self.in_flight) < 3 and self.has_requests)
     def dispatch_without(self, draw):
-        """Schedule a step in which some are left out."""
-        everybody = list(self.scheduler.unfinished_requests())
-        held = draw.draw(st.sets(st.sampled_from(everybody)))
-        output = self.scheduler.schedule(held)
-        assert not held & {s.request for s in output.sequences} | set(output.admitted) & held
+        """Schedule a step that excludes some requests."""
+        unfinished = list(self.scheduler.unfinished_requests())
+        excluded = draw.draw(st.sets(st.sampled_from(unfinished)))
+        output = self.scheduler.schedule(excluded)
+        scheduled = {s.request for s in output.sequences} | set(output.admitted)
+        assert not excluded & scheduled
         self.num_copies += len(output.copies)
         if not output.is_empty:
             self.in_flight.append((output, self.mock.lay_out(output)))
@@ -153,7 +154,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(num_run=st.integers(0, 4))
     def fail(self, num_run):
-        """A step fails, before or after some have written; all in flight are thrown away."""
+        """Roll back all steps in flight, after the first `num_run` of them have run."""
         output = self.scheduler.schedule()
         if not output.is_empty:
             self.in_flight.append((output, self.mock.lay_out(output)))
@@ -181,7 +182,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def fork(self, draw, token, options):
         parent = self.unfinished(draw)
         options.update(cache_salt=parent.cache_salt, long_rope=parent.long_rope)
-        child = self.fresh(parent.prompt_token_ids, options)
+        child = self.new_request(parent.prompt_token_ids, options)
         kept = draw.draw(st.integers(0, parent.num_output_tokens))
         child.output_token_ids = [*parent.output_token_ids[:kept], token]
         try:
@@ -199,15 +200,15 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     def propose(self, draw, length, wrong, is_tree):
         for request in draw.draw(st.sets(st.sampled_from(list(self.requests)), min_size=1)):
-            self.guess(request, length, wrong, is_tree=is_tree)
+            self.propose_for(request, length, wrong, is_tree=is_tree)
 
-    def guess(self, request, length, wrong, *, is_tree):
-        """Propose what comes next, from place `wrong` on something else; or a tree with both."""
+    def propose_for(self, request, length, wrong, *, is_tree):
+        """Propose tokens, wrong ones from index `wrong` on, or a tree of right and wrong ones."""
         start = request.num_tokens - request.num_prompt_tokens
         ids = [*oracle(request, self.requests[request])[start:], *range(length)][:length]
         ids[wrong:] = [(token + 1) % VOCAB for token in ids[wrong:]]
         parents = None
-        if is_tree:  # an alternative to each, before it or behind it
+        if is_tree:  # each token has an alternative, before or after it
             order = (1, 0) if wrong % 2 else (0, 1)
             ids = [(token + add) % VOCAB for token in ids for add in order][:20]
             right = order.index(0)
@@ -217,7 +218,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 4), on_host=st.booleans())
     def evict(self, count, on_host):
-        """The tree gives up blocks, as if somebody had needed them."""
+        """Evict blocks from the tree, as an allocation would."""
         tree = self.scheduler.blocks.tree
         if tree is not None:
             (tree.evict_host if on_host else tree.evict)(count)
@@ -225,7 +226,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(swap=st.booleans())
     @precondition(lambda self: len(self.in_flight) < 3 and self.scheduler.num_running)
     def preempt(self, swap):
-        """Schedule a step in which the last running request gives up its blocks for no reason."""
+        """Schedule a step that preempts the last running request without need."""
         queues, blocks = self.scheduler._queues, self.scheduler.blocks
         last = queues.preempt_last(swap=swap and blocks.can_swap_out(queues.running[-1]))
         output = self.scheduler.schedule({last})
