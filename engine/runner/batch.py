@@ -1,4 +1,4 @@
-"""A step's schedule, laid out as flat arrays."""
+"""The schedule of a step as flat arrays: `build_inputs` makes `StepInputs`."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ IntArray = np.ndarray[Any, np.dtype[Any]]
 
 @dataclass(frozen=True)
 class StepInputs:
-    """One step on the host.
+    """The inputs of one step, on the host.
 
     Attributes
     ----------
     batch : ForwardBatch
-        Logits are wanted for the last known token of every sampled sequence, and for its drafts.
+        Logits are computed for the last known token of every sampled sequence, and for its drafts.
     rows : (B,) int64
         The row of each sequence.
-    linked : (n,) int64
-        Which of the batch's tokens were sampled by the step before: their ids are to be taken from
-        `RequestRows.last_ids`, and are 0 here.
-    linked_rows : (n,) int64
-        The rows of these.
-    sampled : list of ScheduledSequence
-        Whose logits these are (R), in their order; 1 + its drafts for each sampled sequence.
+    last_id_tokens : (n,) int64
+        Indices of the batch's tokens whose ids are read on the device, from `RequestRows.last_ids`;
+        they are 0 here.
+    last_id_rows : (n,) int64
+        The rows to read them from.
+    sampled : sequence of ScheduledSequence
+        The sequence of each row of logits (R): one row for its last token and one for each draft.
     sampled_rows : (R,) int64
-        The row of each.
+        The request's row, for each row of logits.
     sampled_positions : (R,) int32
-        Where the tokens to be sampled stand in their sequences.
-    paths : list of tuple of int, optional
+        The position of the token to be sampled from each row of logits.
+    paths : sequence of tuple of int, optional
         The drafts between a sequence's last known token and the one to be sampled (R); None if the
         step has no drafts.
     """
 
     batch: ForwardBatch
     rows: IntArray
-    linked: IntArray
-    linked_rows: IntArray
+    last_id_tokens: IntArray
+    last_id_rows: IntArray
     sampled: Sequence[ScheduledSequence]
     sampled_rows: IntArray
     sampled_positions: IntArray
@@ -57,7 +57,7 @@ class StepInputs:
 def build_inputs(
     output: ScheduleOutput, rows: IntArray, starts: IntArray, table: RequestRows, block_size: int
 ) -> StepInputs:
-    """Lay out `output`.
+    """Build the flat arrays of `output`.
 
     Parameters
     ----------
@@ -68,9 +68,9 @@ def build_inputs(
     starts : (B,) int32
         Position of the first query token of each.
     table : RequestRows
-        Its block tables are brought up to date here.
+        Its block tables are updated.
     block_size : int
-        Tokens of a block.
+        Tokens per block.
     """
     if output.is_unchanged:
         return _build_decodes(output, rows, starts, table, block_size)
@@ -82,25 +82,25 @@ def build_inputs(
     table.update_tables(sequences, rows, num_blocks, rewritten=bool(output.copies))
     cu_seqlens = np.zeros(len(sequences) + 1, np.int32)
     np.cumsum(counts, out=cu_seqlens[1:])
-    owners, places = _places(starts, counts, cu_seqlens)
+    seq_index, kv_positions = _token_positions(starts, counts, cu_seqlens)
     tables = table.block_tables[rows, : num_blocks.max()]
-    blocks = tables[owners, places // block_size].astype(np.int64)
+    blocks = tables[seq_index, kv_positions // block_size].astype(np.int64)
     is_sampled = np.array([s.is_sampled for s in sequences], np.bool_)
-    last = cu_seqlens[1:] - np.int32(1)  # the last token of each sequence that is no draft
-    positions, paths = places, None
+    last = cu_seqlens[1:] - np.int32(1)  # the last token of each sequence, drafts aside
+    positions, paths = kv_positions, None
     if output.num_draft_tokens:
         num_drafts = np.array([s.num_draft_tokens for s in sequences], np.int32)
         last -= num_drafts
         sampled, logits_indices = _logits(last, is_sampled, num_drafts)
-        positions, paths = _tree_positions(places, sequences, last), _paths(sequences)
+        positions, paths = _tree_positions(kv_positions, sequences, last), _paths(sequences)
     else:
         sampled, logits_indices = is_sampled.nonzero()[0], last[is_sampled]
-    is_linked = table.last_positions[rows] == places[last]
+    uses_last_id = table.last_positions[rows] == kv_positions[last]
     batch = ForwardBatch(
-        token_ids=_token_ids(sequences, cu_seqlens, is_linked),
-        positions=places,
-        rope_positions=positions + table.rope_offsets[rows][owners],
-        slot_mapping=blocks * block_size + places % block_size,
+        token_ids=_token_ids(sequences, cu_seqlens, uses_last_id),
+        positions=kv_positions,
+        rope_positions=positions + table.rope_offsets[rows][seq_index],
+        slot_mapping=blocks * block_size + kv_positions % block_size,
         cu_seqlens_q=cu_seqlens,
         context_lens=lens,
         block_tables=tables,
@@ -115,8 +115,8 @@ def build_inputs(
     return StepInputs(
         batch=batch,
         rows=rows,
-        linked=last[is_linked].astype(np.int64),
-        linked_rows=rows[is_linked],
+        last_id_tokens=last[uses_last_id].astype(np.int64),
+        last_id_rows=rows[uses_last_id],
         sampled=sequences if is_plain else [sequences[i] for i in sampled.tolist()],
         sampled_rows=rows[sampled],
         sampled_positions=positions[logits_indices] + np.int32(1),
@@ -125,7 +125,7 @@ def build_inputs(
 
 
 def tree_mask(output: ScheduleOutput) -> IntArray | None:
-    """Return which of its sequence's query tokens each token of a decode sees, as bits.
+    """Return, as bits, which query tokens of its sequence each token of a decode attends to.
 
     (num_decodes, query_len) uint64; None if no decode has a tree of drafts.
     """
@@ -141,19 +141,20 @@ def tree_mask(output: ScheduleOutput) -> IntArray | None:
 def _build_decodes(
     output: ScheduleOutput, rows: IntArray, starts: IntArray, table: RequestRows, block_size: int
 ) -> StepInputs:
-    """Lay out a step in which every sequence has one token and is sampled, without walking it."""
+    """Build the arrays of an unchanged batch, without a loop over its sequences."""
     sequences, count = output.sequences, len(rows)
-    lens, places = starts + np.int32(1), starts // block_size
-    table.update_tables(sequences, rows, places + 1, rewritten=bool(output.copies))
-    is_linked = table.last_positions[rows] == starts
-    tables = table.block_tables[rows, : places.max() + 1]
+    lens, block_indices = starts + np.int32(1), starts // block_size
+    table.update_tables(sequences, rows, block_indices + 1, rewritten=bool(output.copies))
+    uses_last_id = table.last_positions[rows] == starts
+    tables = table.block_tables[rows, : block_indices.max() + 1]
     index, cu_seqlens = np.arange(count), np.arange(count + 1, dtype=np.int32)
-    linked = np.flatnonzero(is_linked)
+    last_id_tokens = np.flatnonzero(uses_last_id)
+    slots = tables[index, block_indices].astype(np.int64) * block_size + starts % block_size
     batch = ForwardBatch(
-        token_ids=_token_ids(sequences, cu_seqlens, is_linked),
+        token_ids=_token_ids(sequences, cu_seqlens, uses_last_id),
         positions=starts,
         rope_positions=starts + table.rope_offsets[rows],
-        slot_mapping=tables[index, places].astype(np.int64) * block_size + starts % block_size,
+        slot_mapping=slots,
         cu_seqlens_q=cu_seqlens,
         context_lens=lens,
         block_tables=tables,
@@ -162,23 +163,25 @@ def _build_decodes(
         max_seqlen_q=1,
         max_context_len=int(lens.max()),
     )
-    return StepInputs(batch, rows, linked, rows[linked], sequences, rows, lens)
+    return StepInputs(batch, rows, last_id_tokens, rows[last_id_tokens], sequences, rows, lens)
 
 
-def _places(starts: IntArray, counts: IntArray, cu_seqlens: IntArray) -> tuple[IntArray, IntArray]:
-    """Return whose token each one is, and its place in the sequence, both (T,)."""
+def _token_positions(
+    starts: IntArray, counts: IntArray, cu_seqlens: IntArray
+) -> tuple[IntArray, IntArray]:
+    """Return the sequence index of each token, and its position in the KV pages, both (T,)."""
     if len(counts) == cu_seqlens[-1]:
         return np.arange(len(counts)), starts
-    owners = np.repeat(np.arange(len(counts)), counts)
-    index = np.arange(len(owners), dtype=np.int32)
-    return owners, index - cu_seqlens[owners] + starts[owners]
+    seq_index = np.repeat(np.arange(len(counts)), counts)
+    index = np.arange(len(seq_index), dtype=np.int32)
+    return seq_index, index - cu_seqlens[seq_index] + starts[seq_index]
 
 
 def _tree_positions(
-    places: IntArray, sequences: Sequence[ScheduledSequence], last: IntArray
+    kv_positions: IntArray, sequences: Sequence[ScheduledSequence], last: IntArray
 ) -> IntArray:
-    """Return the position of each token (T,): a draft's is its depth, wherever its keys lie."""
-    positions: IntArray = places.copy()
+    """Return the position of each token (T,): in a tree, by its depth and not by its slot."""
+    positions: IntArray = kv_positions.copy()
     for sequence, index in zip(sequences, last.tolist(), strict=True):
         if sequence.drafts is not None and sequence.drafts.is_tree:
             depths = np.array(sequence.drafts.depths, np.int32)
@@ -189,16 +192,16 @@ def _tree_positions(
 def _logits(
     last: IntArray, is_sampled: IntArray, num_drafts: IntArray
 ) -> tuple[IntArray, IntArray]:
-    """Return whose each row of logits is, and of which token, both (R,)."""
+    """Return the sequence index and the token index of each row of logits, both (R,)."""
     counts = is_sampled * (1 + num_drafts)
-    owners = np.repeat(np.arange(len(counts)), counts)
+    seq_index = np.repeat(np.arange(len(counts)), counts)
     first = np.cumsum(counts) - counts
-    index = np.arange(len(owners), dtype=np.int32)
-    return owners, (last[owners] + index - first[owners]).astype(np.int32)
+    index = np.arange(len(seq_index), dtype=np.int32)
+    return seq_index, (last[seq_index] + index - first[seq_index]).astype(np.int32)
 
 
 def _paths(sequences: Sequence[ScheduledSequence]) -> list[tuple[int, ...]]:
-    """Return the drafts before the token that each row of logits samples, (R,)."""
+    """Return the drafts before the token that is sampled from each row of logits, (R,)."""
     paths: list[tuple[int, ...]] = []
     for sequence in sequences:
         if sequence.drafts is not None:
@@ -209,22 +212,23 @@ def _paths(sequences: Sequence[ScheduledSequence]) -> list[tuple[int, ...]]:
 
 
 def _token_ids(
-    sequences: Sequence[ScheduledSequence], cu_seqlens: IntArray, is_linked: IntArray
+    sequences: Sequence[ScheduledSequence], cu_seqlens: IntArray, uses_last_id: IntArray
 ) -> IntArray:
-    """Return the ids that the host knows (T,) int32, 0 for the linked token of a sequence."""
+    """Return the ids that the host knows (T,) int32, 0 where the device reads `last_ids`."""
     ids = np.zeros(cu_seqlens[-1], np.int32)
-    is_known = cu_seqlens[1:] - cu_seqlens[:-1] > is_linked  # what is linked needs no id
-    places: list[int] = []
+    # A sequence whose only token is read from last_ids needs no id.
+    is_known = cu_seqlens[1:] - cu_seqlens[:-1] > uses_last_id
+    indices: list[int] = []
     known: list[int] = []
     for index in np.flatnonzero(is_known).tolist():
         sequence = sequences[index]
         start, first = sequence.start, int(cu_seqlens[index])
-        num_known = sequence.num_reached_tokens - int(is_linked[index]) - start
-        places += range(first, first + num_known)
+        num_known = sequence.num_reached_tokens - int(uses_last_id[index]) - start
+        indices += range(first, first + num_known)
         known += sequence.request.token_ids(start, start + num_known)
         if sequence.drafts is not None:
             stop = int(cu_seqlens[index + 1])
-            places += range(stop - len(sequence.drafts), stop)
+            indices += range(stop - len(sequence.drafts), stop)
             known += sequence.drafts.token_ids
-    ids[places] = known
+    ids[indices] = known
     return ids

@@ -1,17 +1,16 @@
-"""Decode steps as CUDA graphs: one copy in, one launch, one copy out.
+"""Decode steps as CUDA graphs: one host-to-device copy, one launch, one device-to-host copy.
 
-A step of decodes is hundreds of kernels, and launching each would take the host longer than the
-device needs for all. So they are captured once, at load, for a few sizes of the batch, and replayed
-as a whole: the layout of the inputs, the model, the sampler, and the hand-over of the sampled ids.
-A batch in between takes the next larger graph, with sequences of padding that write nothing. Steps
-with drafts have more tokens a sequence, the same number for all, and graphs of their own. Steps
-whose sampling has extras (penalties, log-probabilities, ...) take graphs that end with the logits;
-these, and graphs for trees of drafts, are captured when they are first needed.
+A decode step is hundreds of kernels, and launching them one by one would take the host longer than
+the device needs to run them. So they are captured once, at load, for a few batch sizes, and
+replayed as a whole: preparing the inputs, the model, the sampler, and storing the sampled ids for
+the next step. Other batch sizes use the next larger graph; its padding sequences write nothing.
+Steps with drafts, the same number for every sequence, have graphs of their own. Steps whose
+sampling needs more (penalties, log-probabilities, ...) use graphs that end with the logits; these,
+and the graphs for trees of drafts, are captured when they are first needed.
 
-A graph can be replayed because nothing it touches moves: inputs lie in `StaticInputs`, block tables
-and last ids in arrays of the request rows, and what its kernels allocated while they were captured
-comes from a pool that nobody else uses. All graphs share that memory, so they run one after
-another.
+A graph can be replayed because all of its addresses stay valid: inputs are in `StaticInputs`, block
+tables and last ids in arrays of fixed size, and whatever its kernels allocated during capture is
+from a pool used by graphs only. All graphs share that pool, so they must run one after another.
 """
 
 from __future__ import annotations
@@ -40,24 +39,24 @@ __all__ = ["DecodeGraphs", "GraphKey", "batch_sizes", "context_buckets"]
 
 IntArray = np.ndarray[Any, np.dtype[Any]]
 
-_SIZES = (1, 2, 4, 8, 16, 64, 128, 192, 256)  # then in steps of 128
+_SIZES = (1, 2, 4, 8, 16, 64, 128, 192, 256)  # sequences; above, in steps of 128
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seeds")
 
 
 @dataclass(frozen=True, order=True)
 class GraphKey:
-    """Which graph.
+    """Identifies a graph by the shape of its batch.
 
     Attributes
     ----------
     size : int
         Sequences, padding included.
     max_context_len : int
-        The longest context that it serves.
+        The longest context that it supports.
     query_len : int
-        Tokens of each sequence.
+        Query tokens of each sequence.
     is_tree : bool
-        Whether the tokens of a sequence are a tree, not a chain.
+        Whether the drafts of a sequence may be a tree instead of a chain.
     """
 
     size: int
@@ -67,15 +66,15 @@ class GraphKey:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of a step, padding included."""
+        """Tokens in a step, padding included."""
         return self.size * self.query_len
 
 
 def batch_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Return the sizes for which graphs are captured; the last is `max_num_seqs` or more.
+    """Return the batch sizes for which graphs are captured; the last is `max_num_seqs` or more.
 
-    Above 16 rows the products go by tiles of 64, 128 and 192 rows, and one that is not full takes
-    about as long as a full one. So batches are filled up to whole tiles.
+    Above 16 rows, matrix products use tiles of 64, 128 and 192 rows, and a partial tile takes about
+    as long as a full one. So batches are padded to full tiles.
 
     Examples
     --------
@@ -91,10 +90,10 @@ def batch_sizes(max_num_seqs: int) -> tuple[int, ...]:
 
 
 def context_buckets(size: int, max_model_len: int) -> tuple[int, ...]:
-    """Return the context lengths for which graphs of `size` rows are captured.
+    """Return the maximum context lengths for which graphs of `size` sequences are captured.
 
-    How far attention splits the keys of a sequence is fixed in a graph. With many sequences it
-    hardly splits, whatever their lengths.
+    The number of parts into which attention splits the keys of a sequence is fixed in a graph. With
+    many sequences it hardly splits, whatever their length, so one graph serves all lengths.
 
     Examples
     --------
@@ -108,18 +107,18 @@ def context_buckets(size: int, max_model_len: int) -> tuple[int, ...]:
 
 
 class _Tokens(NamedTuple):
-    """The tokens of a step of decodes, `query_len` of each sequence, (T,) each."""
+    """The tokens of a decode step, `query_len` of each sequence; every array is (T,)."""
 
-    token_ids: IntArray  # int32; -1 where the row's last id is the one
-    places: IntArray  # int32; where in the sequence's pages their keys go
-    positions: IntArray  # int32; where they stand in it: the places, but for branches of a tree
+    token_ids: IntArray  # int32; -1: the row's entry in `last_ids`
+    kv_positions: IntArray  # int32; where in the sequence's pages their keys are written
+    positions: IntArray  # int32; in the sequence; differs from the former in a tree only
     tree_mask: IntArray | None = None  # uint64
 
 
 class DecodeGraphs:
-    """Computes steps of decodes only, each sampled, with as many tokens a sequence.
+    """Computes steps in which all sequences are sampled decodes of `query_len` tokens.
 
-    On the CPU the same steps are computed without being captured, which is for tests.
+    On the CPU the same kernels are launched without capturing, for tests.
 
     Parameters
     ----------
@@ -129,7 +128,7 @@ class DecodeGraphs:
     sampling : SamplingTable
     block_size, max_model_len : int
     query_lens : sequence of int
-        Tokens a sequence for which graphs are captured.
+        Query tokens per sequence for which graphs are captured.
     """
 
     def __init__(
@@ -155,10 +154,10 @@ class DecodeGraphs:
         max_size = int(self._sizes[-1])
         max_tokens = max_size * max(query_lens)
         self._inputs = StaticInputs(model.device, max_size, max_tokens, num_rows * width)
-        self._tables = xp.zeros((num_rows, width), np.int32)  # of the request rows
+        self._tables = xp.zeros((num_rows, width), np.int32)  # block tables of the request rows
         self._token_ids = xp.zeros(max_tokens, np.int32)
         self._slot_mapping = xp.zeros(max_tokens, np.int64)
-        self._batch_tables = xp.zeros((max_size, width), np.int32)  # of the batch
+        self._batch_tables = xp.zeros((max_size, width), np.int32)  # block tables of the batch
         index = np.arange(max_size + 1, dtype=np.int32)
         self._cu_seqlens = {n: xp.asarray(index * np.int32(n)) for n in query_lens}
         self._keys = [
@@ -169,16 +168,16 @@ class DecodeGraphs:
         ]
         self._graphs: dict[GraphKey, Any] = {}
         self._forwards: dict[GraphKey, tuple[Any, Any]] = {}  # graphs that end with the logits
-        self._pool: Any = None  # what the graphs live on
+        self._pool: Any = None  # memory that graphs allocate during capture
         self._stream: Any = None
 
     @property
     def keys(self) -> tuple[GraphKey, ...]:
-        """All graphs that are captured at load: by tokens a sequence, in ascending order."""
+        """All graphs that are captured at load, by `query_len` in ascending order."""
         return tuple(self._keys)
 
     def capture(self, *, progress: bool = False) -> None:
-        """Capture all graphs (nothing on the CPU); a bar on stderr if asked for."""
+        """Capture all graphs (does nothing on the CPU); `progress` shows a bar on stderr."""
         if not self._model.device.is_cuda:
             return
         from tqdm import tqdm
@@ -189,7 +188,7 @@ class DecodeGraphs:
         self._pool, self._stream = cuda.MemoryPool(), cuda.Stream(non_blocking=True)
         largest_first = sorted(self._keys, key=lambda key: (key.num_tokens, key), reverse=True)
         keys = tqdm(
-            largest_first,  # the others fit into its memory
+            largest_first,  # smaller graphs then fit into its memory
             "capturing graphs",
             file=sys.stderr,
             disable=not progress,
@@ -197,13 +196,13 @@ class DecodeGraphs:
         )
         with self._capturing() as stream:
             for key in keys:
-                # Run once before: modules are loaded, scratch grows, the pool gets its memory.
+                # Warm-up: loads modules, grows scratch memory, and fills the pool.
                 self.compute(key)
                 self._graphs[key], _ = self._capture(partial(self.compute, key), stream)
             stream.synchronize()
 
     def key(self, num_sequences: int, max_context_len: int, query_len: int = 1) -> GraphKey:
-        """Return the smallest graph for so many sequences, the longest of so many tokens."""
+        """Return the smallest captured graph that fits this number of sequences and context."""
         size = int(self._sizes[np.searchsorted(self._sizes, num_sequences)])
         of_size = (k for k in self._keys if k.size == size and k.query_len == query_len)
         return next(key for key in of_size if key.max_context_len >= max_context_len)
@@ -211,19 +210,21 @@ class DecodeGraphs:
     def launch(
         self, output: ScheduleOutput, rows: IntArray, starts: IntArray
     ) -> DeviceToHostCopy | None:
-        """Compute `output`, of these rows and positions, if it is a step of this kind.
+        """Compute `output` if a graph supports it and its sampling needs no extras.
+
+        `rows` and `starts`: of its sequences, (B,).
 
         Returns
         -------
         DeviceToHostCopy or None
-            Of "token_ids" and "status", `query_len` for each sequence. None: nothing was done;
-            compute it another way.
+            Of "token_ids" and "status", `query_len` for each sequence. None: nothing was done, and
+            the step has to be computed kernel by kernel.
         """
         sequences, query_len = output.sequences, output.query_len
-        is_kind = output.num_decodes == len(sequences) and (
+        is_supported = output.num_decodes == len(sequences) and (
             output.is_unchanged or all(s.is_sampled for s in sequences)
         )
-        if not is_kind or query_len not in self._cu_seqlens:
+        if not is_supported or query_len not in self._cu_seqlens:
             return None
         columns = self._sampling.plain_columns(rows)
         if columns is None:
@@ -235,9 +236,9 @@ class DecodeGraphs:
         if query_len > 1:
             columns = {name: column.repeat(query_len) for name, column in columns.items()}
             tokens = self._tokens_with_drafts(output, rows, starts)
-            last_positions: Any = -1  # the host sends the next ids, which it knows by then
+            last_positions: Any = -1  # the host knows the next ids by then, and sends them
         else:
-            tokens = _Tokens(self._token_ids_of(sequences, rows, starts), starts, starts)
+            tokens = _Tokens(self._host_token_ids(sequences, rows, starts), starts, starts)
             last_positions = stops
         if tokens.tree_mask is not None:
             key = replace(key, is_tree=True)
@@ -250,19 +251,21 @@ class DecodeGraphs:
         return self._inputs.read(buffer, len(rows) * query_len, key.num_tokens)
 
     def logits(self, inputs: StepInputs) -> Any:
-        """Compute the logits (T, V) of a step of this kind all of whose tokens are sampled.
+        """Compute the logits (T, V) of a decode step in which every token is sampled.
 
-        They stay as they are until the next step is computed. None: it is no such step, and nothing
-        was done.
+        They are valid until the next step is computed. None if no graph supports the step; then
+        nothing was done.
         """
         batch, rows = inputs.batch, inputs.rows
-        is_kind = batch.num_decodes == batch.num_sequences and batch.query_len in self._cu_seqlens
-        if not is_kind or len(inputs.sampled_rows) != batch.num_tokens:
+        is_supported = (
+            batch.num_decodes == batch.num_sequences and batch.query_len in self._cu_seqlens
+        )
+        if not is_supported or len(inputs.sampled_rows) != batch.num_tokens:
             return None
         key = self.key(len(rows), batch.max_context_len, batch.query_len)
         key = replace(key, is_tree=batch.tree_mask is not None)
         ids = batch.token_ids.copy()
-        ids[inputs.linked] = -1
+        ids[inputs.last_id_tokens] = -1
         positions = inputs.sampled_positions - np.int32(1)
         mask = None if batch.tree_mask is None else batch.tree_mask.ravel()
         buffer = self._inputs.next_buffer()
@@ -272,7 +275,7 @@ class DecodeGraphs:
         return self._replay_forward(key)[: batch.num_tokens]
 
     def replay(self, key: GraphKey) -> None:
-        """Compute a step on what the static inputs hold."""
+        """Compute a step from the static inputs."""
         if not self._graphs:
             self.compute(key)
             return
@@ -282,33 +285,33 @@ class DecodeGraphs:
         self._graphs[key].launch()
 
     def compute(self, key: GraphKey) -> None:
-        """Launch the kernels of a step one by one: what a graph is captured from."""
-        there, num_tokens = self._inputs.arrays, key.num_tokens
+        """Launch the kernels of a step one by one; graphs are captured from these launches."""
+        arrays, num_tokens = self._inputs.arrays, key.num_tokens
         shape = key.size, key.query_len
         logits = self._forward(key)
-        columns = {name: there[name][:num_tokens] for name in _SAMPLING}
-        positions = there["sample_positions"][:num_tokens]
+        columns = {name: arrays[name][:num_tokens] for name in _SAMPLING}
+        positions = arrays["sample_positions"][:num_tokens]
         sampled = self._sampler(logits, SamplingBatch(positions=positions, **columns))
         kernels.decode_outputs(
             sampled.token_ids.reshape(shape),
             sampled.status.reshape(shape),
-            there["rows"][: key.size],
+            arrays["rows"][: key.size],
             self._table.last_ids,
             out=self._inputs.results[: 2 * num_tokens].reshape(2, *shape),
         )
 
     def _forward(self, key: GraphKey) -> Any:
-        there, size, batch = self._inputs.arrays, key.size, self._batch(key)
+        arrays, size, batch = self._inputs.arrays, key.size, self._batch(key)
         shape = size, key.query_len
         kernels.decode_inputs(
-            there["rows"][:size],
-            there["token_ids"][: key.num_tokens].reshape(shape),
+            arrays["rows"][:size],
+            arrays["token_ids"][: key.num_tokens].reshape(shape),
             batch.positions.reshape(shape),
             self._table.last_ids,
             self._tables,
-            there["new_starts"][:size],
-            there["cu_new_blocks"][: size + 1],
-            there["new_blocks"],
+            arrays["new_starts"][:size],
+            arrays["cu_new_blocks"][: size + 1],
+            arrays["new_blocks"],
             block_size=self._block_size,
             out=(
                 batch.token_ids.reshape(shape),
@@ -319,7 +322,7 @@ class DecodeGraphs:
         return self._model.forward(batch, self._pages)
 
     def _replay_forward(self, key: GraphKey) -> Any:
-        """Compute the logits of what the static inputs hold, (size, V)."""
+        """Compute the logits (T, V) of the static inputs, padding included."""
         if not self._graphs:
             return self._forward(key)
         if key not in self._forwards:
@@ -330,16 +333,16 @@ class DecodeGraphs:
         return logits
 
     def _batch(self, key: GraphKey) -> ForwardBatch:
-        there, size, num_tokens = self._inputs.arrays, key.size, key.num_tokens
+        arrays, size, num_tokens = self._inputs.arrays, key.size, key.num_tokens
         cu_seqlens = self._cu_seqlens[key.query_len]
-        mask = there["tree_mask"][:num_tokens].reshape(size, key.query_len)
+        mask = arrays["tree_mask"][:num_tokens].reshape(size, key.query_len)
         return ForwardBatch(
             token_ids=self._token_ids[:num_tokens],
-            positions=there["positions"][:num_tokens],
-            rope_positions=there["rope_positions"][:num_tokens],
+            positions=arrays["positions"][:num_tokens],
+            rope_positions=arrays["rope_positions"][:num_tokens],
             slot_mapping=self._slot_mapping[:num_tokens],
             cu_seqlens_q=cu_seqlens[: size + 1],
-            context_lens=there["context_lens"][:size],
+            context_lens=arrays["context_lens"][:size],
             block_tables=self._batch_tables[:size],
             logits_indices=None,
             num_decodes=size,
@@ -352,28 +355,29 @@ class DecodeGraphs:
 
     @contextlib.contextmanager
     def _capturing(self) -> Iterator[Any]:
-        """Launch on the graphs' stream, and allocate from their pool."""
+        """Within this context, launch on the graphs' stream and allocate from their pool."""
         cuda = self._model.device.xp.cuda
         with cuda.using_allocator(self._pool.malloc), self._stream:
             yield self._stream
 
     def _capture(self, launch: Callable[[], Any], stream: Any) -> tuple[Any, Any]:
-        """Return the graph of what `launch` does, and what it returned."""
+        """Return the graph of the kernels that `launch` launches, and the value it returned."""
         stream.begin_capture()
         try:
             result = launch()
         except BaseException:
-            # SAFETY: `Stream.end_capture` would instantiate what is no graph, and crash.
+            # SAFETY: `Stream.end_capture` would instantiate an invalid graph, and crash.
             with contextlib.suppress(Exception):
                 self._model.device.xp.cuda.runtime.streamEndCapture(stream.ptr)
             raise
         return stream.end_capture(), result
 
     def _capture_forward(self, key: GraphKey, stream: Any) -> tuple[Any, Any]:
-        """Return a graph that ends with the logits, and these."""
+        """Return a graph that ends with the logits, and the logits."""
         graph, logits = self._capture(partial(self._forward, key), stream)
-        # SAFETY: their memory goes back to the graphs' pool, where the next graph may write. Until
-        # then, on the same stream, they are read; a batch of them each graph would be gigabytes.
+        # SAFETY: the logits' memory returns to the graphs' pool, and another graph may write to it.
+        # They are read before that, on the same stream. Logits of its own for each graph would take
+        # gigabytes.
         memory = self._model.device.xp.cuda.UnownedMemory(
             logits.data.ptr, logits.nbytes, self._pool, logits.data.device_id
         )
@@ -388,7 +392,7 @@ class DecodeGraphs:
         tokens: _Tokens,
         context_lens: IntArray,
     ) -> None:
-        """Send what the model needs, beside what `buffer` holds already."""
+        """Add the inputs of the model to `buffer`, and send it."""
         offsets = self._table.rope_offsets[rows]
         if key.query_len > 1:
             offsets = offsets.repeat(key.query_len)
@@ -400,17 +404,17 @@ class DecodeGraphs:
             key.query_len,
             rows=rows,
             token_ids=tokens.token_ids,
-            positions=tokens.places,
+            positions=tokens.kv_positions,
             rope_positions=tokens.positions + offsets,
             context_lens=context_lens,
         )
         self._inputs.send(buffer, self._fill_blocks(buffer, rows, key.size))
         self._table.num_sent[rows] = self._table.num_blocks[rows]
 
-    def _token_ids_of(
+    def _host_token_ids(
         self, sequences: Sequence[ScheduledSequence], rows: IntArray, starts: IntArray
     ) -> IntArray:
-        """Return the ids that the host has to say; -1 where the row's last id is the one."""
+        """Return the ids that the host has to send; -1 where the device reads `last_ids`."""
         ids = np.full(len(rows), -1, np.int32)
         for index in np.flatnonzero(self._table.last_positions[rows] != starts).tolist():
             start = sequences[index].start
@@ -423,32 +427,32 @@ class DecodeGraphs:
         """Return the tokens of decodes that have drafts."""
         sequences, query_len = output.sequences, output.query_len
         ids = np.full((len(rows), query_len), -1, np.int32)
-        places = starts[:, None] + np.arange(query_len, dtype=np.int32)
-        positions = places
+        kv_positions = starts[:, None] + np.arange(query_len, dtype=np.int32)
+        positions = kv_positions
         mask = tree_mask(output)
         if mask is not None:
-            mask, positions = mask.ravel(), places.copy()
-        linked = self._table.last_positions[rows].tolist()
+            mask, positions = mask.ravel(), kv_positions.copy()
+        last_positions = self._table.last_positions[rows].tolist()
         for index, sequence in enumerate(sequences):
             reached, drafts = sequence.num_reached_tokens, sequence.drafts
             num_known = reached - sequence.start
-            is_linked = linked[index] == reached - 1
-            known = sequence.request.token_ids(sequence.start, reached - is_linked)
-            ids[index, : num_known - is_linked] = known
+            uses_last_id = last_positions[index] == reached - 1
+            known = sequence.request.token_ids(sequence.start, reached - uses_last_id)
+            ids[index, : num_known - uses_last_id] = known
             if drafts is not None:
                 ids[index, num_known:] = drafts.token_ids
                 if drafts.is_tree:
                     positions[index, num_known:] = reached - 1 + np.array(drafts.depths, np.int32)
-        return _Tokens(ids.ravel(), places.ravel(), positions.ravel(), mask)
+        return _Tokens(ids.ravel(), kv_positions.ravel(), positions.ravel(), mask)
 
     def _fill_blocks(self, buffer: StagingBuffer, rows: IntArray, size: int) -> int:
-        """Write the blocks that the device does not know of; return how many these are."""
+        """Write the block ids that the device does not have yet; return their number."""
         sent = self._table.num_sent[rows]
         counts = self._table.num_blocks[rows] - sent
         buffer.fill(len(rows), size, new_starts=sent)
-        places = buffer.fill_blocks(counts, size)
+        offsets = buffer.fill_blocks(counts, size)
         blocks, tables = buffer.fields["new_blocks"], self._table.block_tables
         for index in np.flatnonzero(counts).tolist():
             new = tables[rows[index], sent[index] : sent[index] + counts[index]]
-            blocks[places[index] : places[index + 1]] = new
-        return int(places[-1])
+            blocks[offsets[index] : offsets[index + 1]] = new
+        return int(offsets[-1])

@@ -1,4 +1,4 @@
-"""The ids of penalised requests, on the device: what penalties are counted from."""
+"""Token ids of penalised requests, on the device, from which penalties count occurrences."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["HistoryTable"]
 
 
 class HistoryTable:
-    """One row of token ids for each running request; grows with the longest request that needs it.
+    """One row of token ids for each running request; widens to the longest that is penalised.
 
-    Sampled ids are added on the device, so that penalties do not wait for the host.
+    Sampled ids are appended on the device, so that penalties do not wait for the host.
 
     Examples
     --------
@@ -32,16 +32,16 @@ class HistoryTable:
         self._ids = self._xp.zeros((num_rows, 0), np.int32)
 
     def assign(self, row: int, token_ids: Sequence[int], max_num_tokens: int) -> None:
-        """Begin a row with known ids; it may grow to `max_num_tokens`."""
+        """Fill a row with known ids, and reserve room for `max_num_tokens`."""
         self._reserve(max_num_tokens)
         self._ids[row, : len(token_ids)] = self._xp.asarray(np.array(token_ids, np.int32))
 
     def append(self, rows: Any, positions: Any, token_ids: Any) -> None:
-        """Put one id into each row, at its position; all arrays on the device."""
+        """Write one id into each row, at its position; all arrays are on the device."""
         self._ids[rows, positions] = token_ids
 
     def write(self, row: int, position: int, token_ids: Sequence[int]) -> None:
-        """Put ids that the host knows into a row, the first of them at `position`."""
+        """Write ids that the host knows into a row, from `position` on."""
         ids = self._xp.asarray(np.array(token_ids, np.int32))
         self._ids[row, position : position + len(token_ids)] = ids
 

@@ -1,7 +1,7 @@
-"""Runs steps: moves blocks, lays out the batch, walks the model, samples.
+"""Runs steps: moves blocks, builds the batch, runs the model, samples.
 
 `launch` starts a step and `read` waits for it, so that the next step can be launched in between:
-the ids that a step samples stay on the device, where the next one takes them from.
+sampled ids stay on the device, where the next step reads them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NO_SAMPLE = "its logits are NaN, or leave no token to choose"
 
 
 class RunnableModel(Protocol):
-    """What the runner needs of a model (`engine.testing.mock_model` has another one)."""
+    """What the runner requires of a model (`engine.testing.mock_model` has another one)."""
 
     @property
     def config(self) -> ModelConfig:
@@ -45,11 +45,11 @@ class RunnableModel(Protocol):
 
     @property
     def device(self) -> Device:
-        """Where it computes."""
+        """The device on which it computes."""
 
     @property
     def long_rope_offset(self) -> int:
-        """First row of the long factors in the rope table; 0 where there are none."""
+        """First row of the long factors in the rope table; 0 if there are none."""
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -59,7 +59,7 @@ class RunnableModel(Protocol):
         """Return the logits (R, V) float32 of the batch's `logits_indices`."""
 
     def hidden_states(self, batch: ForwardBatch, kv_pages: Any) -> Any:
-        """Return what `logits` makes logits of, (R, N)."""
+        """Return the hidden states (R, N) from which `logits` computes logits."""
 
     def logits(self, hidden: Any) -> Any:
         """Return the logits (R, V) float32."""
@@ -67,14 +67,14 @@ class RunnableModel(Protocol):
 
 @dataclass(eq=False)
 class LaunchedStep:
-    """A step that the device works on.
+    """A step that has been launched on the device.
 
-    SAFETY: holds the host memory that the device writes; keep it until `ModelRunner.read`.
+    SAFETY: owns the host memory that the device writes to; keep it until `ModelRunner.read`.
     """
 
     output: ScheduleOutput
     sampled: Sequence[ScheduledSequence] = ()
-    first_rows: Sequence[int] | None = None  # of the results, for each; None: one row each
+    first_rows: Sequence[int] | None = None  # in the results, of each; None: one row each
     counts: Sequence[int | None] = ()  # num_logprobs of each
     tokens: DeviceToHostCopy | None = None
     prompts: list[ScoredPart] = field(default_factory=list)
@@ -90,9 +90,9 @@ class ModelRunner:
     kv_cache : KVCache
         On the model's device.
     max_num_seqs, max_model_len : int
-        Most sequences of a step, and tokens of a sequence.
+        Maximum sequences of a step, and tokens of a sequence.
     swap : SwapSpace, optional
-        Where swapped blocks go.
+        Host memory for swapped blocks.
     is_debug : bool
         Check every block table before it is used.
     """
@@ -116,7 +116,8 @@ class ModelRunner:
         self._swap = swap
         self._is_debug = is_debug
         nothing = np.zeros(0, np.int64)
-        self._last_places: tuple[int, IntArray, IntArray] = (-1, nothing, nothing)  # of a step
+        # Step id, rows and starts of the last step.
+        self._last_step: tuple[int, IntArray, IntArray] = (-1, nothing, nothing)
         max_blocks = -(-max_model_len // self._block_size)
         self._table = RequestRows(max_num_seqs, max_blocks, model.device)
         self._sampling = SamplingTable(
@@ -126,7 +127,7 @@ class ModelRunner:
     def capture_graphs(
         self, max_model_len: int, *, max_draft_tokens: int = 0, progress: bool = False
     ) -> None:
-        """Let steps of decodes be CUDA graphs from now on: without drafts, and with the most."""
+        """Capture CUDA graphs for decode steps, without drafts and with `max_draft_tokens` each."""
         self.graphs = DecodeGraphs(
             self.model,
             self._pages,
@@ -137,27 +138,27 @@ class ModelRunner:
             query_lens=sorted({1, 1 + max_draft_tokens}),
         )
         self.graphs.capture(progress=progress)
-        # CuPy compiles indexing with an array when it is first done: now, not in the first step.
+        # CuPy compiles indexing by an array on first use: do it now, not in the first step.
         last_ids, first = self._table.last_ids, self.model.device.xp.zeros(1, np.int64)
         last_ids[first] = last_ids[first]
 
     @property
     def needs_host_ids(self) -> bool:
-        """Tell whether a running request must know its last id before the next step."""
+        """Tell whether a running request needs its last id on the host before the next step."""
         return self._sampling.num_host_bound > 0
 
     def release(self, requests: Iterable[Request]) -> None:
-        """Forget the device state of these requests; they may be scheduled again."""
+        """Release the rows of these requests; they may be scheduled again."""
         for request in requests:
             if request.row >= 0:
                 self._sampling.release(request)
                 self._table.release(request)
 
     def recover(self) -> None:
-        """Wait for the device, and give back what memory can be, after a step that failed."""
+        """Wait for the device after a failed step, and free cached memory."""
         if self.model.device.is_cuda:
             cp = self.model.device.xp
-            # SAFETY: pinned buffers of the failed step may be reused only when it has ended.
+            # SAFETY: pinned buffers of the failed step may be reused only after it has ended.
             cp.cuda.get_current_stream().synchronize()
             cp.get_default_memory_pool().free_all_blocks()
 
@@ -167,19 +168,19 @@ class ModelRunner:
         Raises
         ------
         EngineError
-            Naming what is wrong.
+            If they are inconsistent; the message names the row.
         """
         self._table.check_integrity()
 
     def launch(self, output: ScheduleOutput) -> LaunchedStep:
-        """Start `output`; steps are launched in the order in which they were scheduled."""
+        """Start `output`; steps must be launched in the order in which they were scheduled."""
         self.model.device.activate()
         if self._is_debug:
             self.kv_cache.check_blocks([b for pair in output.copies for b in pair], "block copies")
         move_blocks(self.kv_cache, self._swap, output)
         if not output.sequences:
             return LaunchedStep(output)
-        rows, starts = self._places(output)
+        rows, starts = self._rows_and_starts(output)
         if self._is_debug:
             self._check_tables(output, rows, starts)
         tokens = self.graphs.launch(output, rows, starts) if self.graphs is not None else None
@@ -195,7 +196,7 @@ class ModelRunner:
         return self._compute(output, inputs)
 
     def read(self, step: LaunchedStep, timeout: float | None = None) -> StepResult:
-        """Wait for a step and return what it sampled.
+        """Wait for a step and return its result.
 
         Raises
         ------
@@ -211,9 +212,9 @@ class ModelRunner:
 
     # ---- launch
 
-    def _places(self, output: ScheduleOutput) -> tuple[IntArray, IntArray]:
-        """Return the row (B,) int64 and the first position (B,) int32 of each sequence."""
-        step_id, rows, starts = self._last_places
+    def _rows_and_starts(self, output: ScheduleOutput) -> tuple[IntArray, IntArray]:
+        """Return the row (B,) int64 and the first query position (B,) int32 of each sequence."""
+        step_id, rows, starts = self._last_step
         if output.is_unchanged and step_id == output.step_id - 1:
             starts = starts + np.int32(1)
         else:
@@ -221,18 +222,18 @@ class ModelRunner:
             for index in np.flatnonzero(rows < 0).tolist():
                 rows[index] = self._assign_row(output.sequences[index].request)
             starts = np.array([s.start for s in output.sequences], np.int32)
-        self._last_places = output.step_id, rows, starts
+        self._last_step = output.step_id, rows, starts
         return rows, starts
 
     def _assign_row(self, request: Request) -> int:
-        """Give a row to a request that is new, or comes back."""
+        """Assign a row to a request that is new or resumes."""
         row = self._table.assign(request)
         self._table.rope_offsets[row] = request.long_rope * self.model.long_rope_offset
         self._sampling.assign(request)
         return row
 
     def _check_tables(self, output: ScheduleOutput, rows: IntArray, starts: IntArray) -> None:
-        """Verify every block table, row and position before anything is launched (debug mode)."""
+        """Verify block tables, rows and positions before anything is launched (debug mode)."""
         sequences, size = output.sequences, self._block_size
         lens = starts + np.array([s.num_scheduled_tokens for s in sequences], np.int32)
         num_blocks = (lens - 1) // size + 1
@@ -246,14 +247,14 @@ class ModelRunner:
                 inputs.sampled, inputs.sampled_rows, inputs.sampled_positions, inputs.paths
             )
         parts = self._prompt_parts(output, inputs)
-        there = self._send(inputs, sampling, parts)
-        logits, scored = self._forward(inputs, there, parts)
+        on_device = self._send(inputs, sampling, parts)
+        logits, scored = self._forward(inputs, on_device, parts)
         step = LaunchedStep(output, inputs.sampled, prompts=scored)
         if inputs.paths is not None:
             step.sampled = [s for s in output.sequences if s.is_sampled]
             step.first_rows = np.cumsum([0] + [s.num_logits for s in step.sampled])[:-1].tolist()
         if sampling is not None:
-            self._sample(step, logits, inputs, sampling, there)
+            self._sample(step, logits, inputs, sampling, on_device)
         return step
 
     def _prompt_parts(self, output: ScheduleOutput, inputs: StepInputs) -> list[PromptPart]:
@@ -265,9 +266,10 @@ class ModelRunner:
     def _send(
         self, inputs: StepInputs, sampling: SamplingBatch | None, parts: Sequence[PromptPart]
     ) -> dict[str, Any]:
-        """Return the step's arrays on the device; those of sampling are "sampling.<name>"."""
+        """Copy the step's arrays to the device; those for sampling are "sampling.<name>"."""
         arrays = _arrays(inputs.batch) | {
-            name: getattr(inputs, name) for name in ("linked", "linked_rows", "sampled_rows")
+            name: getattr(inputs, name)
+            for name in ("last_id_tokens", "last_id_rows", "sampled_rows")
         }
         if parts:
             wanted = [inputs.batch.logits_indices, *(part.rows for part in parts)]
@@ -275,20 +277,21 @@ class ModelRunner:
         if sampling is not None:
             arrays |= {f"sampling.{n}": a for n, a in _arrays(sampling).items()}
             if sampling.history_lens is not None:
-                arrays |= _history_places(inputs, sampling.history_lens)
+                arrays |= _history_indices(inputs, sampling.history_lens)
         return HostToDeviceCopy(self.model.device, arrays).arrays
 
     def _forward(
-        self, inputs: StepInputs, there: Mapping[str, Any], parts: Sequence[PromptPart]
+        self, inputs: StepInputs, on_device: Mapping[str, Any], parts: Sequence[PromptPart]
     ) -> tuple[Any, list[ScoredPart]]:
-        """Return the logits of the sampled sequences, and the scores of prompt tokens."""
+        """Return the logits of the sampled sequences, and the scored prompt tokens."""
         if self.graphs is not None and not parts:
             logits = self.graphs.logits(inputs)
             if logits is not None:
                 return logits, []
-        batch = _with(inputs.batch, {name: there[name] for name in _arrays(inputs.batch)})
-        if inputs.linked.size:
-            batch.token_ids[there["linked"]] = self._table.last_ids[there["linked_rows"]]
+        batch = _with(inputs.batch, {name: on_device[name] for name in _arrays(inputs.batch)})
+        if inputs.last_id_tokens.size:
+            last_ids = self._table.last_ids[on_device["last_id_rows"]]
+            batch.token_ids[on_device["last_id_tokens"]] = last_ids
         model = self.model
         if not parts:
             return model.forward(batch, self._pages), []
@@ -310,28 +313,31 @@ class ModelRunner:
         logits: Any,
         inputs: StepInputs,
         sampling: SamplingBatch,
-        there: Mapping[str, Any],
+        on_device: Mapping[str, Any],
     ) -> None:
-        """Sample, keep the ids on the device for the next step, and send them to the host."""
+        """Sample, keep the ids on the device for the next step, and start copying them back."""
         rows = inputs.sampled_rows
-        self._process(step, logits, inputs)
-        columns = {n: there[f"sampling.{n}"] for n in _arrays(sampling)}
+        self._apply_processors(step, logits, inputs)
+        columns = {n: on_device[f"sampling.{n}"] for n in _arrays(sampling)}
         if sampling.history_lens is not None:
             longest = int(sampling.history_lens.max())
-            history = self._sampling.history.gather(there["sampled_rows"], longest)
+            history = self._sampling.history.gather(on_device["sampled_rows"], longest)
             if inputs.paths is not None:
-                history[there["path_rows"], there["path_places"]] = there["path_ids"]
+                history[on_device["path_rows"], on_device["path_columns"]] = on_device["path_ids"]
             columns["history"] = history
         sampled = self.sampler(logits, _with(sampling, columns))
-        self._table.last_ids[there["sampled_rows"]] = sampled.token_ids
+        self._table.last_ids[on_device["sampled_rows"]] = sampled.token_ids
         self._table.last_positions[rows] = inputs.sampled_positions
         for sequence in step.sampled if inputs.paths is not None else ():
-            if sequence.drafts is not None:  # the host sends the next id, which it knows by then
+            if sequence.drafts is not None:  # the host knows the next id by then, and sends it
                 self._table.last_positions[sequence.request.row] = -1
-        if "penalised" in there:
-            chosen = there["penalised"]
-            places = there["sampled_rows"][chosen], columns["positions"][chosen]
-            self._sampling.history.append(*places, sampled.token_ids[chosen])
+        if "penalised" in on_device:
+            chosen = on_device["penalised"]
+            history_rows, positions = (
+                on_device["sampled_rows"][chosen],
+                columns["positions"][chosen],
+            )
+            self._sampling.history.append(history_rows, positions, sampled.token_ids[chosen])
         wanted = {"token_ids": sampled.token_ids, "status": sampled.status}
         if sampling.num_logprobs is not None:
             step.counts = [s.request.spec.num_logprobs for s in step.sampled]
@@ -344,8 +350,8 @@ class ModelRunner:
             }
         step.tokens = DeviceToHostCopy(self.model.device, wanted)
 
-    def _process(self, step: LaunchedStep, logits: Any, inputs: StepInputs) -> None:
-        """Call the logits processors of those who have some."""
+    def _apply_processors(self, step: LaunchedStep, logits: Any, inputs: StepInputs) -> None:
+        """Apply logits processors to the rows of requests that have them."""
         for row in np.flatnonzero(self._sampling.has_processors[inputs.sampled_rows]).tolist():
             request = inputs.sampled[row].request
             processors = request.spec.params.logits_processors or ()
@@ -381,7 +387,7 @@ class ModelRunner:
         arrays: dict[str, Any],
         result: StepResult,
     ) -> None:
-        """Read a step in which some have drafts: of these, what is accepted, and one token more."""
+        """Read a step with drafts: a sequence gets its accepted drafts and one token more."""
         all_ids, status = arrays["token_ids"].tolist(), arrays["status"]
         counts = step.counts or [None] * len(step.sampled)
         for sequence, first, count in zip(step.sampled, first_rows, counts, strict=True):
@@ -401,32 +407,32 @@ class ModelRunner:
                 self._sampling.history.write(request.row, sequence.num_reached_tokens, ids)
 
 
-def _history_places(inputs: StepInputs, history_lens: IntArray) -> dict[str, IntArray]:
-    """Return what `_sample` needs to keep histories: for whom, and where drafts stand in them.
+def _history_indices(inputs: StepInputs, history_lens: IntArray) -> dict[str, IntArray]:
+    """Return the indices with which `_sample` updates histories.
 
-    "penalised": the rows of logits whose sampled ids are added on the device; with drafts the host
-    adds the ids, once it knows which are accepted. "path_rows", "path_places", "path_ids": the
-    drafts in front of each row.
+    "penalised": the rows of logits whose sampled ids are appended on the device; for a sequence
+    with drafts the host writes the ids, once it knows which are accepted. "path_rows",
+    "path_columns", "path_ids": where the drafts before each row of logits are in its history.
     """
     penalised = np.flatnonzero(history_lens)
     if inputs.paths is None:
         return {"penalised": penalised}
     is_plain = [inputs.sampled[row].drafts is None for row in penalised.tolist()]
-    places: list[tuple[int, int, int]] = []
+    entries: list[tuple[int, int, int]] = []
     for row in penalised.tolist():
         path, stop = inputs.paths[row], int(history_lens[row])
-        places += [(row, stop - len(path) + i, token) for i, token in enumerate(path)]
-    rows, columns, ids = np.array(places, np.int64).reshape(-1, 3).T.copy()
+        entries += [(row, stop - len(path) + i, token) for i, token in enumerate(path)]
+    rows, columns, ids = np.array(entries, np.int64).reshape(-1, 3).T.copy()
     return {
         "penalised": penalised[np.array(is_plain, np.bool_)],
         "path_rows": rows,
-        "path_places": columns,
+        "path_columns": columns,
         "path_ids": ids.astype(np.int32),
     }
 
 
 def _with(batch: BatchT, arrays: Mapping[str, Any]) -> BatchT:
-    """Return `batch` with other arrays (as `dataclasses.replace`, in a tenth of the time)."""
+    """Return `batch` with other arrays; ten times as fast as `dataclasses.replace`."""
     other = object.__new__(type(batch))
     vars(other).update(vars(batch), **arrays)
     return other

@@ -1,4 +1,4 @@
-"""The user's own callables between the model and the sampler."""
+"""Logits processors: user callables that run between the model and the sampler."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ Processor = Callable[[list[int], Any], Any]
 
 
 def apply_processors(processors: Sequence[Processor], output_ids: list[int], row: Any) -> str:
-    """Let `processors`, one after the other, change one row of logits in place.
+    """Apply `processors` in order to one row of logits, in place.
 
     Parameters
     ----------
     processors : sequence of callable
-        ``processor(output_token_ids, logits)``: `logits` (V,) float32, NumPy or CuPy as the model.
+        ``processor(output_token_ids, logits)``: `logits` (V,) float32, a NumPy or CuPy array.
         It may write into `logits` and return None, or return another array of that shape.
     output_ids : list of int
-        What was generated so far; each processor gets a copy.
+        The ids generated so far; each processor gets a copy.
     row : (V,) array of float32
         A view of the logits.
 
     Returns
     -------
     str
-        What went wrong; empty if nothing did. The row is then of no use.
+        An error message, or "" on success. After an error the row must not be sampled.
 
     Examples
     --------
@@ -56,6 +56,6 @@ def apply_processors(processors: Sequence[Processor], output_ids: list[int], row
 
 
 def _name(value: Any) -> str:
-    """Say what `value` is, without its content."""
+    """Return the type of `value`, and its shape if it has one."""
     name = type(value).__name__
     return f"{name} of shape {value.shape}" if hasattr(value, "shape") else name

@@ -1,7 +1,7 @@
 """Log-probabilities of prompt tokens, from the hidden states of a prefill.
 
-The logits of a long prompt would not fit into memory, so they are made and thrown away a slice at
-a time; what is kept per token is its own log-probability, its rank and the few best ids.
+The logits of a long prompt would not fit into memory, so they are computed and discarded one slice
+at a time. Per token, only its log-probability, its rank and the most probable ids are kept.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from engine.scheduler.output import ScheduledSequence
 __all__ = ["PromptPart", "ScoredPart", "prompt_parts", "score_parts"]
 
 _SLICE_LOGITS = 1 << 24  # logits in memory at once: 64 MiB
-_CERTAIN = np.float32(1e30)  # a bias that makes one id the most probable one
+_CERTAIN = np.float32(1e30)  # a logit bias that makes greedy sampling choose its id
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ class PromptPart:
     ----------
     request : Request
     count : int
-        How many most probable ids are wanted besides each token; -1 is all.
+        Number of most probable ids to return besides each token; -1 is all.
     position : int
-        Of the first token that is scored.
+        Position of the first token that is scored.
     token_ids : list of int
-        The tokens.
+        The tokens that are scored.
     first_row : int
-        Of the batch: where the hidden state that predicts the first one stands.
+        Row of the batch whose hidden state predicts the first one.
     """
 
     request: Request
@@ -51,19 +51,19 @@ class PromptPart:
 
     @property
     def rows(self) -> np.ndarray[Any, np.dtype[np.int32]]:
-        """Rows of the batch whose logits are wanted."""
+        """Rows of the batch whose logits are needed."""
         return np.arange(self.first_row, self.first_row + len(self.token_ids), dtype=np.int32)
 
 
 @dataclass(frozen=True)
 class ScoredPart:
-    """A part whose scores are on their way to the host."""
+    """A part whose scores are being copied to the host."""
 
     part: PromptPart
     slices: list[DeviceToHostCopy]
 
     def read(self, result: StepResult) -> None:
-        """Wait for the scores and put them into `result`."""
+        """Wait for the scores, and add them to `result`."""
         entries: list[dict[int, Logprob]] = []
         ids = self.part.token_ids
         for copy in self.slices:
@@ -79,15 +79,15 @@ def prompt_parts(
     first_rows: Sequence[int],
     counts: Sequence[int | None],
 ) -> list[PromptPart]:
-    """Return what a step can score: the token after each one it computes, inside the prompt.
+    """Return the prompt tokens that a step can score: those after a token that it computes.
 
     Parameters
     ----------
     sequences : sequence of ScheduledSequence
     first_rows : sequence of int
-        Where each one's tokens begin in the batch.
+        First row of each sequence in the batch.
     counts : sequence of (int or None)
-        `prompt_logprobs` of each one.
+        `prompt_logprobs` of each request.
     """
     parts = []
     for sequence, row, count in zip(sequences, first_rows, counts, strict=True):
@@ -106,7 +106,7 @@ def score_parts(
     device: Device,
     vocab_size: int,
 ) -> list[ScoredPart]:
-    """Score `parts`, whose hidden states follow one another in `hidden` (M, N)."""
+    """Score `parts`, whose hidden states are concatenated in `hidden` (M, N)."""
     size = max(1, _SLICE_LOGITS // vocab_size)
     scored, first = [], 0
     for part in parts:
@@ -123,7 +123,7 @@ def score_parts(
 def _score(
     logits: Any, token_ids: list[int], count: int, sampler: Sampler, device: Device
 ) -> DeviceToHostCopy:
-    """Let the sampler "choose" the prompt's own tokens: its log-probabilities are theirs."""
+    """Score `token_ids`: a logit bias makes the sampler choose them and return their scores."""
     num_rows = len(token_ids)
     columns = {
         "temperature": np.zeros(num_rows, np.float32),
@@ -136,9 +136,9 @@ def _score(
         "logit_bias_values": np.full(num_rows, _CERTAIN),
         "cu_logit_bias": np.arange(num_rows + 1, dtype=np.int32),
     }
-    there = HostToDeviceCopy(device, columns).arrays
-    sampled = sampler(logits, SamplingBatch(num_logprobs=count, **there))
-    ranks = ranks_of(device.xp, logits, there["logit_bias_ids"])
+    on_device = HostToDeviceCopy(device, columns).arrays
+    sampled = sampler(logits, SamplingBatch(num_logprobs=count, **on_device))
+    ranks = ranks_of(device.xp, logits, on_device["logit_bias_ids"])
     arrays = {
         "logprobs": sampled.logprobs,
         "ranks": ranks,

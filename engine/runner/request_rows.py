@@ -1,7 +1,7 @@
 """Persistent arrays with one row for each running request.
 
-A step's arrays are gathered from these rows, so the host work of a step is a few array operations
-plus what changed: a request that came or went, a block table that grew.
+A step's arrays are gathered from these rows, so the host's work for a step is a few array
+operations, plus the changes: requests that start or end, and block tables that grow.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ IntArray = np.ndarray[Any, np.dtype[Any]]
 
 
 class RequestRows:
-    """The rows of running requests; `Request.row` says which one a request has.
+    """The rows of running requests; `Request.row` is the index of a request's row.
 
     Parameters
     ----------
     num_rows : int
-        Most requests that run at once.
+        Maximum requests that run at once.
     max_blocks : int
-        Longest block table.
+        Maximum length of a block table.
     device : Device
         Where `last_ids` lives.
 
     Attributes
     ----------
     owners : list of Request or None
-        Whose row each is.
+        The request that has each row; None: the row is free.
     block_tables : (num_rows, max_blocks) int32
         Block ids; entries past a table's length are stale.
     num_blocks, num_sent : (num_rows,) int64
-        Lengths of the block tables: what they are, and what `decode_inputs` knows of them.
+        Lengths of the block tables here, and of their copies on the device (`decode_inputs`).
     last_ids : (num_rows,) int32, on the device
-        The id sampled last in each row. The host may not know it yet.
+        The last id sampled for each row. The host may not know it yet.
     last_positions : (num_rows,) int32
-        Where that id stands in its sequence; -1 if nothing was sampled in this row.
+        Position of that id in its sequence; -1 if the entry of `last_ids` is not valid.
     rope_offsets : (num_rows,) int32
         First row of the rope table for the request.
     """
@@ -63,9 +63,9 @@ class RequestRows:
         return len(self.owners) - len(self._free)
 
     def assign(self, request: Request) -> int:
-        """Give `request`, which has no row, a free one."""
+        """Assign a free row to `request`, which has none."""
         if not self._free:
-            raise EngineError(f"no free row for request {request.request_id!r}")
+            raise EngineError(f"no row is free for request {request.request_id!r}")
         row = request.row = self._free.pop()
         self.owners[row] = request
         self.last_positions[row] = -1
@@ -73,7 +73,7 @@ class RequestRows:
         return row
 
     def release(self, request: Request) -> None:
-        """Take the row of `request` back."""
+        """Free the row of `request`."""
         self.owners[request.row] = None
         self._free.append(request.row)
         request.row = -1
@@ -82,14 +82,16 @@ class RequestRows:
         """Verify that each row is free or has one owner, an unfinished request."""
         owned = [row for row, owner in enumerate(self.owners) if owner is not None]
         if sorted(owned + self._free) != list(range(len(self.owners))):
-            raise EngineError(f"rows: owned {owned} and free {sorted(self._free)}")
+            raise EngineError(
+                f"each row must be owned or free; owned: {owned}, free: {sorted(self._free)}"
+            )
         for row in owned:
             request = self.owners[row]
             assert request is not None
             if request.row != row or request.is_finished:
                 raise EngineError(
-                    f"rows: {row} is owned by request {request.request_id!r}, which is "
-                    f"{request.status.value} and has row {request.row}"
+                    f"row {row} must be owned by an unfinished request with this row; got "
+                    f"{request.request_id!r}, {request.status.value}, with row {request.row}"
                 )
 
     def of(self, sequences: Sequence[ScheduledSequence]) -> IntArray:
@@ -104,17 +106,17 @@ class RequestRows:
         *,
         rewritten: bool,
     ) -> None:
-        """Copy what is new in the requests' block tables, as far as this step needs it.
+        """Copy new entries of the requests' block tables, as far as this step needs them.
 
         Parameters
         ----------
         sequences : sequence of ScheduledSequence
         rows : (B,) int64
-            Their rows here.
+            Their rows.
         num_blocks : (B,) int
-            How many blocks of each table the step uses.
+            Number of blocks of each table that the step uses.
         rewritten : bool
-            Whether entries may have changed; otherwise tables have only grown.
+            Whether existing entries may have changed; otherwise tables have only grown.
         """
         held = self.num_blocks[rows]
         if rewritten:
@@ -140,9 +142,9 @@ class RequestRows:
         Raises
         ------
         EngineError
-            If `rows` or `starts` are not those of the sequences, a row is not its request's block
-            table, holds an id outside [0, num_blocks), or two sequences would write into the same
-            block.
+            If `rows` or `starts` are not those of the sequences; if a row differs from its
+            request's block table or holds an id outside [0, num_blocks); or if two requests would
+            write to the same block.
         """
         wanted = [(s.request.row, s.start) for s in sequences]
         if list(zip(rows.tolist(), starts.tolist(), strict=True)) != wanted:

@@ -1,4 +1,4 @@
-"""What a step gives back to the engine: `StepResult`, and how it is read from arrays."""
+"""`StepResult`, the outcome of a step on the host, and how it is read from arrays."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ __all__ = ["StepResult", "logprob_entries", "ranks_of"]
 
 @dataclass
 class StepResult:
-    """What a step sampled.
+    """The outcome of a step.
 
     Attributes
     ----------
     token_ids : dict of Request to list of int
         The ids sampled for each request.
     logprobs : dict of Request to list of dict
-        Per id, token -> `Logprob`; only where asked for.
+        For each sampled id, a dict of id -> `Logprob`; only for requests that asked for it.
     prompt_logprobs : dict of Request to (int, list of dict)
-        First position, and per prompt token from there on, likewise.
+        First position scored, and a dict as above for each prompt token from there on.
     failed : dict of Request to str
-        Why nothing could be sampled.
+        Why no token could be sampled.
     """
 
     token_ids: dict[Request, list[int]] = field(default_factory=dict)
@@ -36,14 +36,14 @@ class StepResult:
     failed: dict[Request, str] = field(default_factory=dict)
 
     def keep(self, request: Request, count: int) -> None:
-        """Keep the first `count` of the ids sampled for `request`: it has ended there."""
+        """Keep only the first `count` ids sampled for `request`, which ends with them."""
         del self.token_ids[request][count:]
         if request in self.logprobs:
             del self.logprobs[request][count:]
 
 
 def ranks_of(xp: Any, logits: Any, token_ids: Any) -> Any:
-    """Return the rank of one id a row, (R,) int64: 1 + how many logits are larger."""
+    """Return the rank of one id per row, (R,) int64: 1 + the number of larger logits."""
     rows = xp.arange(logits.shape[0])
     chosen = logits[rows, xp.maximum(token_ids, 0)]
     return (logits > chosen[:, None]).sum(axis=1) + 1
@@ -52,16 +52,16 @@ def ranks_of(xp: Any, logits: Any, token_ids: Any) -> Any:
 def logprob_entries(
     arrays: Mapping[str, Any], rows: Iterable[int], token_ids: Sequence[int], count: int
 ) -> list[dict[int, Logprob]]:
-    """Return one dict a row: the `count` most probable ids (-1: all), and the id that was taken.
+    """Return one dict per row: the `count` most probable ids (-1: all), and the chosen one.
 
     Parameters
     ----------
     arrays : mapping
         "logprobs" (R,), "ranks" (R,), and "top_ids", "top_logprobs" (R, n) or None; NumPy.
     rows : iterable of int
-        Which rows.
+        The rows to read.
     token_ids : sequence of int
-        The ids taken, one for each of these.
+        The chosen id of each of these rows.
     count : int
     """
     entries = []

@@ -1,4 +1,4 @@
-"""How running requests are sampled: persistent arrays, from which a step is gathered."""
+"""Sampling parameters of running requests: persistent arrays to gather a step's from."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["SamplingSpec", "SamplingTable"]
 IntArray = np.ndarray[Any, np.dtype[Any]]
 
 _NO_LOGPROBS = -2
-_TINY = np.finfo(np.float32).tiny  # what a positive parameter is at least, once it is a float32
+_TINY = np.finfo(np.float32).tiny  # lower bound of parameters that must stay > 0 in float32
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -36,7 +36,7 @@ class SamplingSpec:
     bad_words : tuple of tuple of int
         Token sequences that must not be completed.
     num_logprobs : int or None
-        As `SamplingParams.logprobs`; 0 also where only their sum is wanted.
+        As `SamplingParams.logprobs`; 0 also if only their sum is needed.
     """
 
     params: SamplingParams
@@ -46,7 +46,7 @@ class SamplingSpec:
 
     @property
     def needs_host_ids(self) -> bool:
-        """Tell whether the next token cannot be sampled before the host knows the last one."""
+        """Tell whether the host must know the last id before the next one can be sampled."""
         return bool(self.bad_words or self.params.logits_processors)
 
     @property
@@ -57,20 +57,20 @@ class SamplingSpec:
 
 
 class SamplingTable:
-    """Sampling parameters, a row for each running request (see `RequestRows`).
+    """Sampling parameters, one row for each running request (see `RequestRows`).
 
     Parameters
     ----------
     num_rows, vocab_size : int
     eos_token_ids : sequence of int
-        What must not be sampled before `min_tokens` tokens, besides `stop_token_ids`.
+        Ids that are masked before `min_tokens` tokens, besides `stop_token_ids`.
     device : Device
-        Where histories live; all else is on the host.
+        Where histories live; all other arrays are on the host.
 
     Attributes
     ----------
     num_host_bound, num_prompt_scored : int
-        Running requests that need their ids on the host; whose prompt tokens are scored.
+        Running requests that need their ids on the host, and that ask for prompt_logprobs.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class SamplingTable:
             self._allowed[row] = pack_allowed(params.allowed_token_ids, self._vocab_size)
 
     def release(self, request: Request) -> None:
-        """Forget the row of `request`."""
+        """Release the row of `request`."""
         spec = request.spec
         self.num_host_bound -= spec.needs_host_ids
         self.num_prompt_scored -= spec.params.prompt_logprobs is not None
@@ -133,18 +133,18 @@ class SamplingTable:
         positions: IntArray,
         paths: Sequence[tuple[int, ...]] | None = None,
     ) -> SamplingBatch:
-        """Return the arrays for R rows of logits, on the host, but for the history.
+        """Return the arrays for R rows of logits, on the host; the history is added later.
 
         Parameters
         ----------
         sampled : sequence of ScheduledSequence
-            Whose they are.
+            The sequence of each row of logits.
         rows : (R,) int64
-            The requests' rows.
+            The request's row, for each row of logits.
         positions : (R,) int32
-            Where the tokens to be sampled stand.
+            Positions of the tokens to be sampled.
         paths : sequence of tuple of int, optional
-            The drafts in front of each.
+            The drafts between the last known token and the one to be sampled.
         """
         paths = [()] * len(rows) if paths is None else paths
         return SamplingBatch(
@@ -161,7 +161,7 @@ class SamplingTable:
         )
 
     def plain_columns(self, rows: IntArray) -> dict[str, IntArray] | None:
-        """Return what `kernels.sample` always needs of these rows, if none needs anything else."""
+        """Return the columns that `kernels.sample` requires; None if any row needs more."""
         is_special = self.is_penalised | self.has_processors | self._has_bias
         is_special |= self._num_logprobs != _NO_LOGPROBS
         if self._allowed or self.num_prompt_scored or is_special[rows].any():
@@ -175,7 +175,7 @@ class SamplingTable:
         }
 
     def _most_logprobs(self, rows: IntArray) -> int | None:
-        """Return the count that serves every row: -1 (all) beats any other, None is none."""
+        """Return the largest count of these rows, where -1 means all; None if no row has one."""
         wanted = self._num_logprobs[rows]
         most = int(wanted.max())
         if most == _NO_LOGPROBS:
@@ -209,7 +209,7 @@ class SamplingTable:
         positions: IntArray,
         paths: Sequence[tuple[int, ...]],
     ) -> dict[str, IntArray]:
-        """Return the biases of all rows one after the other, if there are any."""
+        """Return the concatenated biases of all rows, if there are any."""
         ids: list[int] = []
         values: list[float] = []
         counts = np.zeros(len(rows) + 1, np.int32)
@@ -227,7 +227,7 @@ class SamplingTable:
         }
 
     def _bias(self, request: Request, position: int, path: tuple[int, ...]) -> dict[int, float]:
-        """Return id -> what is added to its logit, for the token at `position` behind `path`."""
+        """Return id -> bias of its logit, for the token at `position` that follows `path`."""
         spec: SamplingSpec = request.spec
         params = spec.params
         bias = dict(params.logit_bias or {})
@@ -235,7 +235,7 @@ class SamplingTable:
             eos = () if params.ignore_eos else self._eos
             bias |= dict.fromkeys((*eos, *(params.stop_token_ids or ())), -np.inf)
         elif not bias and not spec.bad_words and not path:
-            self._has_bias[request.row] = False  # min_tokens was all there was
+            self._has_bias[request.row] = False  # its only bias was min_tokens, now reached
         if not spec.bad_words:
             return bias
         output = [*request.output_token_ids, *path]
@@ -243,7 +243,7 @@ class SamplingTable:
 
 
 def _last_of_bad_words(spec: SamplingSpec, output: list[int]) -> list[int]:
-    """Return the ids that would complete a bad word after these."""
+    """Return the ids that would complete a bad word after `output`."""
     return [
         word[-1]
         for word in spec.bad_words

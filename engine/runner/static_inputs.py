@@ -1,9 +1,9 @@
-"""The inputs of a decode step at addresses that never change, filled by one copy a step.
+"""The inputs of decode steps at fixed addresses, filled by one host-to-device copy per step.
 
-A captured graph reads what lies at the addresses it was captured with. So all inputs of a decode
-step live in one buffer on the device; the host writes them into a staging buffer, which is pinned
-memory, and sends the used part of it. There are several, used one after another: a step is laid out
-while the copies of the ones before may still be in flight.
+A captured graph reads the addresses that it was captured with. So all inputs of a decode step are
+in one buffer on the device; the host writes them to a staging buffer, which is pinned memory, and
+copies the used part of it. There are several staging buffers, used in turn, because the copies of
+earlier steps may still be in flight while the next one is prepared.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ __all__ = ["StagingBuffer", "StaticInputs"]
 IntArray = np.ndarray[Any, np.dtype[Any]]
 
 _ALIGNMENT = 16  # bytes; every field starts at a multiple of it
-_NUM_BUFFERS = 4  # more than steps that can be in flight
+_NUM_BUFFERS = 4  # more than the steps that can be in flight
 
-# Name -> dtype and the value of padding. New blocks follow after these.
+# Name -> dtype and padding value. The new blocks come after these fields.
 _TOKEN_FIELDS: dict[str, tuple[str, float]] = {
     "seeds": ("uint64", 0),
     "tree_mask": ("uint64", 0),
@@ -44,15 +44,16 @@ _FIELDS = _TOKEN_FIELDS | _SEQUENCE_FIELDS
 
 
 class StagingBuffer:
-    """Host memory of one step: its inputs, by name, and its results.
+    """Host memory for the inputs of one step, by name, and for its results.
 
-    SAFETY: owned by the device from `StaticInputs.send` until `done`, set by `read` or `release`.
+    SAFETY: in use by the device from `StaticInputs.send` until the event `done`, which `read` or
+    `release` records, has completed.
 
     Attributes
     ----------
     fields : dict of str to array
-        One entry a token or a sequence; "cu_new_blocks" has one more, "new_blocks" as many as there
-        can be.
+        One entry per token or per sequence; "cu_new_blocks" has one more, and "new_blocks" has
+        room for the maximum.
     results : (2 * max_tokens,) int32
     """
 
@@ -63,9 +64,9 @@ class StagingBuffer:
         self.done: Any = None
 
     def fill(self, num_sequences: int, size: int, query_len: int = 1, /, **columns: Any) -> None:
-        """Write some fields of the first sequences, and padding up to `size` sequences.
+        """Write the fields `columns` of `num_sequences`, and padding up to `size` sequences.
 
-        `query_len`: tokens of each; what there is a token is as long as all of them together.
+        `query_len`: tokens per sequence, and so entries per sequence in a field of tokens.
         """
         for name, column in columns.items():
             width = query_len if name in _TOKEN_FIELDS else 1
@@ -74,30 +75,30 @@ class StagingBuffer:
             field[num_sequences * width : size * width] = _FIELDS[name][1]
 
     def fill_blocks(self, counts: IntArray, size: int) -> IntArray:
-        """Write where each sequence's new blocks lie; return their places, (len(counts) + 1,)."""
-        places = self.fields["cu_new_blocks"]
-        places[0] = 0
-        np.cumsum(counts, out=places[1 : len(counts) + 1])
-        places[len(counts) + 1 : size + 1] = places[len(counts)]
-        return places[: len(counts) + 1]
+        """Write the offsets of each sequence's new blocks, and return them, (len(counts) + 1,)."""
+        offsets = self.fields["cu_new_blocks"]
+        offsets[0] = 0
+        np.cumsum(counts, out=offsets[1 : len(counts) + 1])
+        offsets[len(counts) + 1 : size + 1] = offsets[len(counts)]
+        return offsets[: len(counts) + 1]
 
 
 class StaticInputs:
-    """The device's buffer and the host's, with the same layout.
+    """The buffer on the device and the staging buffers on the host, with the same layout.
 
     Parameters
     ----------
     device : Device
-        On the CPU both are the same memory.
+        On the CPU, the staging buffer is the buffer itself.
     max_sequences, max_tokens : int
-        Of a step.
+        Maximum of a step.
     max_new_blocks : int
-        Most block ids that a step may send.
+        Maximum block ids that a step sends.
 
     Attributes
     ----------
     arrays : dict of str to array
-        On the device, as `StagingBuffer.fields`.
+        As `StagingBuffer.fields`, on the device.
     results : (2 * max_tokens,) int32, on the device
 
     Examples
@@ -119,8 +120,8 @@ class StaticInputs:
         self._layout, self._base = _layout(max_sequences, max_tokens)
         num_bytes = self._base + 4 * max_new_blocks
         xp = device.xp
-        self._there = xp.zeros(num_bytes, np.uint8)
-        self.arrays = self._views(self._there)
+        self._memory = xp.zeros(num_bytes, np.uint8)
+        self.arrays = self._views(self._memory)
         self.results = xp.zeros(2 * max_tokens, np.int32)
         count = _NUM_BUFFERS if device.is_cuda else 1
         self._buffers = [self._staging_buffer(num_bytes) for _ in range(count)]
@@ -132,7 +133,7 @@ class StaticInputs:
         self.send(first, 0)
 
     def next_buffer(self) -> StagingBuffer:
-        """Return memory for the next step, once its last use is over."""
+        """Return the staging buffer for the next step, waiting until its last use is over."""
         buffer = self._buffers[self._next]
         self._next = (self._next + 1) % len(self._buffers)
         if buffer.done is not None and not buffer.done.done:
@@ -140,31 +141,31 @@ class StaticInputs:
         return buffer
 
     def send(self, buffer: StagingBuffer, num_new_blocks: int) -> None:
-        """Copy what was written to the device, on the current stream; waits for nothing."""
+        """Copy the used part of `buffer` to the device, asynchronously on the current stream."""
         if self._device.is_cuda:
             stream = self._device.xp.cuda.get_current_stream()
             num_bytes = self._base + 4 * num_new_blocks
-            self._there.data.copy_from_host_async(buffer.memory.ctypes.data, num_bytes, stream)
+            self._memory.data.copy_from_host_async(buffer.memory.ctypes.data, num_bytes, stream)
 
     def read(self, buffer: StagingBuffer, num_tokens: int, size: int) -> DeviceToHostCopy:
-        """Bring `results`, (2, size), to the host; return the first tokens of both lines."""
+        """Copy `results`, (2, size), to the host; return the first `num_tokens` of both rows."""
         if not self._device.is_cuda:
-            lines = self.results[: 2 * size].reshape(2, size)[:, :num_tokens].copy()
-            return DeviceToHostCopy(self._device, {"token_ids": lines[0], "status": lines[1]})
+            rows = self.results[: 2 * size].reshape(2, size)[:, :num_tokens].copy()
+            return DeviceToHostCopy(self._device, {"token_ids": rows[0], "status": rows[1]})
         stream = self._device.xp.cuda.get_current_stream()
         self.results.data.copy_to_host_async(buffer.results.ctypes.data, 8 * size, stream)
         buffer.done.record(stream)
-        lines = buffer.results[: 2 * size].reshape(2, size)[:, :num_tokens]
-        return DeviceToHostCopy.of(buffer.done, {"token_ids": lines[0], "status": lines[1]})
+        rows = buffer.results[: 2 * size].reshape(2, size)[:, :num_tokens]
+        return DeviceToHostCopy.of(buffer.done, {"token_ids": rows[0], "status": rows[1]})
 
     def release(self, buffer: StagingBuffer) -> None:
-        """Let `buffer` be used again once what was sent has arrived; nothing is read back."""
+        """Make `buffer` reusable after its host-to-device copy; nothing is read back."""
         if buffer.done is not None:
             buffer.done.record(self._device.xp.cuda.get_current_stream())
 
     def _staging_buffer(self, num_bytes: int) -> StagingBuffer:
         if not self._device.is_cuda:
-            return StagingBuffer(self._there, self.arrays, self.results)
+            return StagingBuffer(self._memory, self.arrays, self.results)
         cuda = self._device.xp.cuda
         memory = _pinned(cuda, num_bytes, np.uint8)
         buffer = StagingBuffer(
@@ -183,7 +184,7 @@ class StaticInputs:
 
 
 def _layout(max_sequences: int, max_tokens: int) -> tuple[dict[str, tuple[int, str, int]], int]:
-    """Return name -> (first byte, dtype, length), and the bytes of all."""
+    """Return name -> (first byte, dtype, length), and the total number of bytes."""
     layout, size = {}, 0
     sizes = {name: (dtype, max_tokens) for name, (dtype, _) in _TOKEN_FIELDS.items()}
     sizes |= {name: (dtype, max_sequences) for name, (dtype, _) in _SEQUENCE_FIELDS.items()}
@@ -195,6 +196,6 @@ def _layout(max_sequences: int, max_tokens: int) -> tuple[dict[str, tuple[int, s
 
 
 def _pinned(cuda: Any, count: int, dtype: type[Any]) -> IntArray:
-    """Return `count` numbers of page-locked memory."""
+    """Return an array of `count` elements in pinned memory."""
     memory = cuda.alloc_pinned_memory(max(1, count) * np.dtype(dtype).itemsize)
     return np.frombuffer(memory, dtype, count)

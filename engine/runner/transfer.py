@@ -1,6 +1,6 @@
-"""A step's arrays to the device and its results back, each in as few copies as possible.
+"""Host-to-device copies of a step's arrays, and device-to-host copies of its results.
 
-On CUDA both ways go through pinned memory and wait for nothing; on the CPU nothing is copied.
+On CUDA both go through pinned memory and are asynchronous; on the CPU nothing is copied.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _POLL_SECONDS = 0.0002
 class _PinnedBuffers:
     """Pinned buffers that the device may still be reading.
 
-    Page-locked memory goes back to a pool when nobody refers to it, and the next copy takes it from
-    there, while the one before may not have begun: nobody waits for a step that samples nothing.
+    Pinned memory that is no longer referenced returns to a pool. The next copy could then overwrite
+    it before the device has read it, because the host never waits for a step that samples nothing.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class _PinnedBuffers:
         self._lock = threading.Lock()
 
     def hold(self, buffer: Any, done: Any) -> None:
-        """Keep `buffer` until the event `done` has come; drop those whose event has."""
+        """Keep `buffer` until the event `done` has completed; drop those whose event has."""
         with self._lock:
             while self._in_flight and self._in_flight[0][0].done:
                 self._in_flight.popleft()
@@ -48,18 +48,18 @@ _pinned_buffers = _PinnedBuffers()
 
 
 class HostToDeviceCopy:
-    """NumPy arrays on the device, sent in one copy.
+    """Copies NumPy arrays to the device, all in one copy.
 
     Parameters
     ----------
     device : Device
     arrays : mapping of str to array
-        C-contiguous; what is on the device already is passed through.
+        C-contiguous; arrays that are on the device already are passed through.
 
     Attributes
     ----------
     arrays : dict of str to array
-        The same, on the device. On the CPU they are the very arrays given.
+        The same, on the device. On the CPU they are the arrays given.
     """
 
     def __init__(self, device: Device, arrays: Mapping[str, Any]) -> None:
@@ -76,23 +76,23 @@ class HostToDeviceCopy:
         for array in host.values():
             offsets.append(size)
             size += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
-        memory = cp.cuda.alloc_pinned_memory(max(size, 1))
-        pinned = np.frombuffer(memory, np.uint8, max(size, 1))
+        pinned_memory = cp.cuda.alloc_pinned_memory(max(size, 1))
+        pinned = np.frombuffer(pinned_memory, np.uint8, max(size, 1))
         for offset, array in zip(offsets, host.values(), strict=True):
             part = pinned[offset : offset + array.nbytes]
             part.view(array.dtype).reshape(array.shape)[...] = array
-        there, stream = cp.empty(pinned.shape, np.uint8), cp.cuda.get_current_stream()
-        there.set(pinned, stream=stream)
+        memory, stream = cp.empty(pinned.shape, np.uint8), cp.cuda.get_current_stream()
+        memory.set(pinned, stream=stream)
         done = cp.cuda.Event(disable_timing=True)
         done.record(stream)
-        _pinned_buffers.hold(memory, done)
+        _pinned_buffers.hold(pinned_memory, done)
         for offset, (name, array) in zip(offsets, host.items(), strict=True):
-            part = there[offset : offset + array.nbytes]
+            part = memory[offset : offset + array.nbytes]
             self.arrays[name] = part.view(array.dtype).reshape(array.shape)
 
 
 class DeviceToHostCopy:
-    """Results on their way to the host.
+    """Copies results to the host.
 
     Parameters
     ----------
@@ -115,7 +115,7 @@ class DeviceToHostCopy:
 
     @classmethod
     def of(cls, done: Any, arrays: Mapping[str, Any]) -> DeviceToHostCopy:
-        """Return a copy into these host arrays, which is over once the event `done` has come."""
+        """Return a copy into these host arrays that is complete when the event `done` is."""
         copy = cls(CPU, arrays)
         copy._done = done
         return copy
@@ -123,7 +123,7 @@ class DeviceToHostCopy:
     def _receive(self, device: Device) -> None:
         cp = device.xp
         stream = cp.cuda.get_current_stream()
-        # SAFETY: the device arrays may be reused by what follows on the same stream only.
+        # SAFETY: the device arrays may be reused only by later work on the same stream.
         for name, array in self._arrays.items():
             if array is None:
                 continue
@@ -136,12 +136,12 @@ class DeviceToHostCopy:
         self._done.record(stream)
 
     def wait(self, timeout: float | None = None) -> dict[str, Any]:
-        """Return the arrays on the host, once they are there.
+        """Wait for the copies, and return the arrays on the host.
 
         Raises
         ------
         StepTimeoutError
-            If that takes more than `timeout` seconds.
+            If they take more than `timeout` seconds.
         """
         if self._done is None:
             return self._arrays

@@ -274,8 +274,8 @@ def test_debug_mode_finds_wrong_rows_and_positions(model, wrong):
     engine.add_request("r", PROMPTS[0], GREEDY)
     for _ in range(5):
         engine.step()
-    step_id, rows, starts = engine.runner._last_places
-    engine.runner._last_places = step_id, rows + (wrong == "rows"), starts + (wrong == "starts")
+    step_id, rows, starts = engine.runner._last_step
+    engine.runner._last_step = step_id, rows + (wrong == "rows"), starts + (wrong == "starts")
     with pytest.raises(EngineError, match="rows and positions must be"):
         engine.step()
 

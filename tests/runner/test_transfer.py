@@ -1,4 +1,4 @@
-"""Arrays to the device and back: what lies in pinned memory stays there until it was read."""
+"""Host-to-device copies: pinned memory is not reused before the device has read it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Buffer:
     pass
 
 
-def test_a_buffer_is_held_until_its_event_has_come():
+def test_a_buffer_is_held_until_its_event_has_completed():
     pinned, events = _PinnedBuffers(), [SimpleNamespace(done=False) for _ in range(3)]
     buffers = [_Buffer() for _ in events]
     alive = [weakref.ref(buffer) for buffer in buffers]
@@ -37,15 +37,15 @@ def test_a_buffer_is_held_until_its_event_has_come():
     events[1].done = events[2].done = True
     pinned.hold(None, SimpleNamespace(done=True))
     assert all(ref() is None for ref in alive)
-    assert len(pinned) == 1, "those that are over go when the next one comes"
+    assert len(pinned) == 1, "completed ones are dropped when the next one is held"
 
 
 @pytest.mark.gpu
-def test_a_copy_that_nobody_keeps_arrives_as_it_was(cp):
-    where, _ = device.resolve_device("cuda")
-    cp.RawKernel(_SPIN, "spin")((1,), (1,), (np.int64(50_000_000),))  # the copies wait for it
+def test_an_unreferenced_copy_arrives_intact(cp):
+    target, _ = device.resolve_device("cuda")
+    cp.RawKernel(_SPIN, "spin")((1,), (1,), (np.int64(50_000_000),))  # the copies queue behind it
     sent = [
-        HostToDeviceCopy(where, {"a": np.full(1000, i, np.int32)}).arrays["a"] for i in range(8)
+        HostToDeviceCopy(target, {"a": np.full(1000, i, np.int32)}).arrays["a"] for i in range(8)
     ]
     for i, array in enumerate(sent):
         np.testing.assert_array_equal(cp.asnumpy(array), np.full(1000, i))
