@@ -1,12 +1,12 @@
-"""Draft tokens: a proposal of how a sequence goes on, verified by one step of the model.
+"""Draft tokens: proposed next tokens of a sequence, verified by one step of the model.
 
 A step computes a sequence's last known token and its drafts together, and samples at each of them.
-A draft is accepted if it is what was sampled at the token before it; behind the last accepted one
-comes one more token for free. Draws are keyed by seed and position, so the tokens are those of
-decoding one by one, whatever was proposed.
+A draft is accepted if it equals the token sampled at its parent, the token before it; the token
+sampled at the last accepted one is a valid next token too. Draws are keyed by seed and position, so
+the tokens are those of decoding one by one, whatever was proposed.
 
-Row 0 is the last known token, row 1 + i is draft i: the rows of logits that a step has for a
-sequence with drafts.
+A step has these rows of logits for a sequence with drafts: row 0 is at the last known token, row
+1 + i at draft i.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from engine.errors import RequestError
 __all__ = ["MAX_QUERY_LEN", "Drafts"]
 
 MAX_QUERY_LEN = 64
-"""Tokens of a sequence that one step can compute with a tree among them (bits of a tree mask)."""
+"""Maximum query tokens of a sequence with a tree of drafts: the bits of a tree mask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,8 @@ class Drafts:
     ----------
     token_ids : tuple of int
     parents : tuple of int, optional
-        For each draft, the index of the one before it; -1: the last known token. Parents come
-        before their children. None is a chain.
+        For each draft, the index of its parent, which comes before it; -1: the last known token.
+        None is a chain.
 
     Examples
     --------
@@ -49,7 +49,7 @@ class Drafts:
     def __post_init__(self) -> None:
         ids, parents = self.token_ids, self.parents
         if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-            raise RequestError(f"draft token_ids must be whole numbers of at least 0; got {ids}")
+            raise RequestError(f"draft token_ids must be whole numbers >= 0; got {ids}")
         if parents is None:
             return
         if len(parents) != len(ids) or not all(-1 <= p < i for i, p in enumerate(parents)):
@@ -66,12 +66,12 @@ class Drafts:
 
     @property
     def is_tree(self) -> bool:
-        """Tell whether any draft does not follow the one before it."""
+        """Tell whether the parent of any draft is not the one before it in the list."""
         return self.parents is not None and len(self) != len(self.chain())
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """How many tokens after the last known one each draft stands."""
+        """Distance of each draft from the last known token: 1 if that is its parent."""
         depths: list[int] = []
         for index in range(len(self)):
             parent = self._parent(index)
@@ -84,7 +84,7 @@ class Drafts:
         return Drafts(self.token_ids[:count], parents)
 
     def chain(self) -> Drafts:
-        """Return the first drafts, as far as each follows the one before it."""
+        """Return the leading drafts of which each is the parent of the next."""
         if self.parents is None:
             return self
         count = len(list(takewhile(lambda i: self._parent(i) == i - 1, range(len(self)))))
@@ -100,7 +100,7 @@ class Drafts:
         return tuple(reversed(path))
 
     def masks(self, num_known: int) -> list[int]:
-        """Return, for `num_known` tokens and the drafts, which of them each one sees (as bits)."""
+        """Return, as bits, which of `num_known` tokens and the drafts each of them attends to."""
         known = (1 << num_known) - 1
         masks = [(2 << i) - 1 for i in range(num_known)]
         for index in range(len(self)):
@@ -110,12 +110,12 @@ class Drafts:
         return masks
 
     def accepted_rows(self, sampled: Sequence[int]) -> list[int]:
-        """Return the rows whose sampled ids are the sequence's next tokens, in their order.
+        """Return the rows whose sampled ids are the sequence's next tokens, in order.
 
         Parameters
         ----------
         sampled : sequence of int
-            What was sampled at each row, 1 + len(self).
+            The id sampled at each row, 1 + len(self).
         """
         children = {(self._parent(i), t): i for i, t in enumerate(self.token_ids)}
         rows, index = [0], -1
@@ -125,10 +125,10 @@ class Drafts:
         return rows
 
     def num_in_place(self, token_ids: Sequence[int]) -> int:
-        """Return how many of the accepted tokens have their keys where the sequence needs them.
+        """Return how many of the accepted tokens have their keys in the right slots.
 
-        A draft's keys and values lie behind those of the drafts before it in the list, so only the
-        drafts that begin the list as a chain are where the next step looks for them.
+        Keys and values of drafts are written in the order of the list, so only those of the leading
+        chain are in the slots where the next step expects them.
 
         Parameters
         ----------

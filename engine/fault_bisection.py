@@ -1,4 +1,4 @@
-"""Which request makes steps fail: the requests of a failing step are tried in halves."""
+"""Bisection of a failing step to find the request that makes it fail."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["FaultBisection"]
 class FaultBisection:
     """Halves a step that keeps failing until one request fails alone.
 
-    A step that fails once is computed again as it was; its requests are suspects until they get
-    beyond the point where it failed (`Request.failed_at`). If a suspect is in a failing step again,
-    that step is divided: each half is tried in steps of its own, and halved again when it fails. So
-    only a request that failed alone, after it had failed before, is to blame; of n requests it is
+    A step that fails once is recomputed unchanged; its requests are suspects until they advance
+    past the point where it failed (`Request.failed_at`). If a suspect is in a failing step again,
+    that step is split: each half is tried in steps of its own, and split again if it fails. So a
+    request is faulty only if it fails alone after it had failed before. Among n requests it is
     found in about 2 log2(n) short steps, while the others wait.
 
     Attributes
@@ -30,33 +30,33 @@ class FaultBisection:
     >>> a, b = (Request(name, [1, 2], rules) for name in "ab")
     >>> one, other = (ScheduledSequence(request, 0, 2, True, 0) for request in (a, b))
     >>> bisection = FaultBisection()
-    >>> bisection.note_failure([one, other]), bisection.is_active
+    >>> bisection.record_failure([one, other]), bisection.is_active
     (None, False)
-    >>> bisection.note_failure([one, other]), bisection.is_active
+    >>> bisection.record_failure([one, other]), bisection.is_active
     (None, True)
-    >>> next(bisection.groups()) == [a], bisection.note_failure([one]) is a
+    >>> next(bisection.groups()) == [a], bisection.record_failure([one]) is a
     (True, True)
     >>> bisection.discard(a)
-    >>> bisection.note_success([other])
+    >>> bisection.record_success([other])
     >>> bisection.is_active, bisection.num_suspects
     (False, 0)
     """
 
     def __init__(self) -> None:
         self.num_suspects = 0
-        self._groups: list[list[Request]] = []  # to be tried, the next one last
+        self._groups: list[list[Request]] = []  # still to be tried; the next one is last
 
     @property
     def is_active(self) -> bool:
-        """Tell whether a group waits for its trial."""
+        """Tell whether a group is still to be tried."""
         return bool(self._groups)
 
     def groups(self) -> Iterator[list[Request]]:
-        """Iterate over the groups that are to be tried apart from all others, in this order."""
+        """Iterate over the groups still to be tried, each on its own, in this order."""
         return reversed(self._groups)
 
-    def note_failure(self, sequences: Sequence[ScheduledSequence]) -> Request | None:
-        """Take note of a failing step; return the request to blame, if it is known now."""
+    def record_failure(self, sequences: Sequence[ScheduledSequence]) -> Request | None:
+        """Record a failed step; return the faulty request, if it is known now."""
         unfinished = [s for s in sequences if not s.request.is_finished]
         is_repeated = any(s.request.failed_at for s in unfinished)
         for sequence in unfinished:
@@ -73,13 +73,13 @@ class FaultBisection:
         self._groups += [half for half in (requests[middle:], requests[:middle]) if half]
         return None
 
-    def note_success(self, sequences: Iterable[ScheduledSequence]) -> None:
-        """Clear the suspects that got beyond the point where they failed."""
+    def record_success(self, sequences: Iterable[ScheduledSequence]) -> None:
+        """Clear the suspects that advanced past the point where they failed."""
         cleared = [s.request for s in sequences if 0 < s.request.failed_at <= s.num_reached_tokens]
         self._clear(cleared)
 
     def discard(self, request: Request) -> None:
-        """Forget a request that ended."""
+        """Drop a request that has ended."""
         if request.failed_at:
             self._clear([request])
 
@@ -90,7 +90,7 @@ class FaultBisection:
         self._drop(requests)
 
     def _drop(self, requests: Iterable[Request]) -> None:
-        """Take requests out of their groups."""
+        """Remove requests from their groups."""
         if self._groups:
             gone = set(requests)
             groups = ([r for r in group if r not in gone] for group in self._groups)

@@ -36,7 +36,7 @@ _RUNNING = RequestStatus.RUNNING
 
 
 class LLMEngine:
-    """Serves many requests at once, a step at a time.
+    """Serves many requests at once with continuous batching, one step at a time.
 
     Parameters
     ----------
@@ -96,34 +96,34 @@ class LLMEngine:
             )
         self._watchdog = Watchdog(given.step_timeout, self._describe, raises=given.raise_on_timeout)
         self._recovery = StepRecovery(self.scheduler, self.runner, is_debug=config.is_debug)
-        self._in_flight: deque[LaunchedStep] = deque()  # launched and not read, oldest first
-        self._max_in_flight = int(config.is_late)  # over which the next step is launched
-        self._groups: dict[str, OutputGroup] = {}  # unfinished, by the user's id
-        # What the next outputs are of; None: the output is still to be made.
+        self._in_flight: deque[LaunchedStep] = deque()  # launched, not read back; oldest first
+        self._max_in_flight = int(config.is_late)  # steps still in flight when `step` returns
+        self._groups: dict[str, OutputGroup] = {}  # unfinished ones, by request id
+        # Requests that the next outputs report; None: the output is not made yet.
         self._changed: dict[OutputGroup, RequestOutput | None] = {}
         self._deadlines = Deadlines()
         self._stats = StatsCollector()
 
     @classmethod
     def from_name(cls, model: str = "smollm2", **options: Any) -> LLMEngine:
-        """Load `model` and build an engine around it; takes the keywords of both."""
+        """Load `model` and make its engine; takes the keywords of `load` and `EngineConfig`."""
         names = ("device", "dtype", "load_format", "deterministic", "progress", "config")
         loading = {name: options.pop(name) for name in names if name in options}
-        EngineConfig.from_options(options, names)  # a mistake is said now, not after the load
+        EngineConfig.from_options(options, names)  # raise for wrong options now, not after the load
         if "max_model_len" in options:
             loading["max_model_len"] = options["max_model_len"]
         return cls(load(model, **loading), **options)
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step and return the outputs of the requests that took part.
+        """Compute one step and return the outputs of the requests that changed.
 
-        Every request that got a token, failed, or was aborted since the last step has one output.
-        With `async_scheduling`, tokens are those of the step before.
+        Each request that got tokens, failed, or was aborted since the last step has one output.
+        With `async_scheduling`, the tokens are those of the previous step.
 
         Raises
         ------
         StepTimeoutError
-            With `raise_on_timeout`, if the step is stuck. Nothing is lost: it is computed again.
+            With `raise_on_timeout`, if the step is stuck. It is rolled back and will be recomputed.
         """
         self._end_overdue()
         with self._watchdog:
@@ -134,15 +134,15 @@ class LLMEngine:
                 self._commit(step, result, is_last=step is due[-1])
         return self._take_outputs()
 
-    # ---- requests come and go
+    # ---- adding and ending requests
 
     def encode(self, prompt: Prompt) -> PromptInput:
-        """Return the text, if there is one, the checked ids and the salt of a prompt.
+        """Return the text, if there is one, the validated ids and the salt of a prompt.
 
         Raises
         ------
         RequestError
-            If it is no prompt, or holds an id outside the vocabulary.
+            If it is not a prompt, or has an id outside the vocabulary.
         """
         return self._inputs.encode(prompt)
 
@@ -164,8 +164,8 @@ class LLMEngine:
         request_id : str
             Unique among unfinished requests.
         prompt : str, sequence of int, or mapping
-            Text, token ids, or {"prompt": ...} / {"prompt_token_ids": ...}, in which "cache_salt"
-            may stand too.
+            Text, token ids, or {"prompt": ...} / {"prompt_token_ids": ...}, which may also have a
+            "cache_salt".
         params : SamplingParams, optional
         priority : int
             Smaller is served earlier.
@@ -174,15 +174,15 @@ class LLMEngine:
         timeout : float, optional
             Seconds after which the request ends with finish_reason "abort", stop_reason "timeout".
         parent : str, optional
-            An unfinished request whose tokens this prompt begins with. All that it has computed
-            of them is shared at once, also a block that is not full (tree search, beam search).
+            An unfinished request whose tokens this prompt begins with. The blocks that it has
+            computed of them are shared, even a partial one (tree search, beam search).
 
         Raises
         ------
         QueueFullError
-            If too much waits already (a RequestError, too); try again later.
+            If the queue is full (also a RequestError); try again later.
         RequestError
-            If the request cannot be served; nothing is queued and the others go on.
+            If the request cannot be served. Nothing is queued; other requests are not affected.
         """
         params = SamplingParams() if params is None else params
         if self.kv_cache.is_closed:
@@ -203,9 +203,9 @@ class LLMEngine:
         self._register(group, timeout)
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
-        """End these requests, in whatever state; unknown and finished ones are left alone.
+        """End these requests, whatever their state; unknown and finished ones are ignored.
 
-        The next step returns what they have so far, with finish_reason "abort".
+        The next step returns their output so far, with finish_reason "abort".
         """
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         for request_id in ids:
@@ -213,31 +213,31 @@ class LLMEngine:
                 self._end_group(self._groups[request_id], None)
 
     def forget_aborted(self, request_ids: Iterable[str]) -> None:
-        """Do not report these requests, which were aborted since the last step."""
+        """Drop the outputs of these requests, which were aborted since the last step."""
         ids = set(request_ids)
         self._changed = {g: o for g, o in self._changed.items() if g.request_id not in ids}
 
     def has_unfinished_requests(self) -> bool:
-        """Tell whether another step has something to do or to report."""
+        """Tell whether another `step` has something to compute or to report."""
         return bool(self._groups or self._changed or self._in_flight)
 
     def is_unfinished(self, request_id: str) -> bool:
-        """Tell whether this request waits or runs."""
+        """Tell whether this request is waiting or running."""
         return request_id in self._groups
 
     @property
     def num_unfinished_requests(self) -> int:
-        """Requests that wait or run."""
+        """Requests that are waiting or running."""
         return len(self._groups)
 
-    # ---- the engine as a whole
+    # ---- the whole engine
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes; unfinished requests keep what they have."""
+        """Drop all cached prefixes; unfinished requests keep their blocks."""
         self.scheduler.reset_prefix_cache()
 
     def stats(self) -> EngineStats:
-        """Return counts and distributions since the engine was made."""
+        """Return counters and histograms since the engine was made."""
         return self._stats.snapshot(
             self.scheduler.stats(),
             num_step_failures=self._recovery.num_failures,
@@ -245,12 +245,12 @@ class LLMEngine:
         )
 
     def check_integrity(self) -> None:
-        """Verify every invariant of scheduler, blocks and rows, and that nobody is forgotten.
+        """Verify all invariants of scheduler, blocks and rows, and that they agree on requests.
 
         Raises
         ------
         EngineError
-            Naming what is wrong.
+            If one is violated; the message names it.
         """
         self.scheduler.check_integrity()
         self.runner.check_integrity()
@@ -262,7 +262,7 @@ class LLMEngine:
             raise RequestError(f"scheduler and engine disagree about the requests {names}")
 
     def close(self) -> None:
-        """Abort everything and give the memory back; a second time does nothing."""
+        """Abort all requests and free the memory; a second call does nothing."""
         if self.kv_cache.is_closed:
             return
         self.abort_request(list(self._groups))
@@ -305,15 +305,15 @@ class LLMEngine:
         if timeout is not None:
             self._deadlines.add(group, group.metrics.arrival_time + timeout)
 
-    # ---- parts of step, in this order
+    # ---- parts of step, in order
 
     def _end_overdue(self) -> None:
-        """End the requests whose time is up."""
+        """End the requests whose timeout has expired."""
         for group in self._deadlines.pop_overdue():
             self._end_group(group, "timeout")
 
     def _schedule(self) -> ScheduleOutput:
-        """Decide the next step; empty if there is nothing to do."""
+        """Schedule the next step; empty if there is nothing to compute."""
         for excluded in self._recovery.excluded():
             scheduled = self.scheduler.schedule(excluded)
             self.runner.release(scheduled.preempted)
@@ -326,7 +326,7 @@ class LLMEngine:
         return scheduled
 
     def _launch(self, scheduled: ScheduleOutput) -> None:
-        """Start the device on a step, which is in flight then."""
+        """Launch a step, which is then in flight."""
         if scheduled.is_empty:
             return
         try:
@@ -335,13 +335,13 @@ class LLMEngine:
             self._recover([scheduled], error)
 
     def _due(self, scheduled: ScheduleOutput) -> list[LaunchedStep]:
-        """Return the steps in flight that are to be read before another one is launched."""
+        """Return the steps in flight to read back now, before the next one is launched."""
         must_wait = self._recovery.is_bisecting or self.runner.needs_host_ids
         keep = 0 if scheduled.is_empty or must_wait else self._max_in_flight
         return list(self._in_flight)[: max(0, len(self._in_flight) - keep)]
 
     def _read_back(self, step: LaunchedStep) -> StepResult | None:
-        """Wait for a step that is due; None: it was undone, because it or one before it failed."""
+        """Wait for a step that is due; None: it was rolled back, as it or an earlier one failed."""
         if step not in self._in_flight:
             return None
         try:
@@ -357,9 +357,9 @@ class LLMEngine:
         return result
 
     def _commit(self, step: LaunchedStep, result: StepResult | None, *, is_last: bool) -> None:
-        """Take a step's tokens over: first into the requests, then into what the user sees.
+        """Commit a step's tokens to the requests, then to their output streams.
 
-        `is_last`: no other step is read before the outputs are made.
+        `is_last`: no other step is read back before the outputs are made.
         """
         if result is None:
             return
@@ -370,12 +370,12 @@ class LLMEngine:
         if step.output.num_draft_tokens:
             before = {request: request.num_output_tokens for request in result.token_ids}
         finished = self.scheduler.commit(step.output, result.token_ids)
-        for request, count in before.items():  # it may have ended inside its accepted drafts
+        for request, count in before.items():  # it may have ended at one of its accepted drafts
             result.keep(request, request.num_output_tokens - count)
-        self._recovery.note_success(step.output)
+        self._recovery.record_success(step.output)
         self._update_streams(result, is_last=is_last)
         for request in (*finished, *failed):
-            if request.stream is not None:  # else its text has ended it
+            if request.stream is not None:  # None: a stop string has ended it, and it is released
                 self._release(request.stream)
 
     def _take_outputs(self) -> list[RequestOutput]:
@@ -387,18 +387,18 @@ class LLMEngine:
             if output is not None or group.wants_output
         ]
 
-    # ---- parts of these
+    # ---- parts of the above
 
     def _recover(self, outputs: Sequence[ScheduleOutput], error: BaseException) -> None:
-        """Undo steps, newest first, of which the oldest raised `error`; go on if that is right."""
-        guilty = self._recovery.undo(outputs, error)
-        if guilty is not None:
-            request, why = guilty
+        """Roll back `outputs`, newest first; the oldest raised `error`, raised again if fatal."""
+        faulty = self._recovery.undo(outputs, error)
+        if faulty is not None:
+            request, why = faulty
             self.scheduler.finish_request(request, "error", stop_reason=why)
             self._release(request.stream)
 
     def _update_streams(self, result: StepResult, *, is_last: bool) -> None:
-        """Hand a step's results to the streams of its requests; note whose output changed."""
+        """Append a step's results to the streams of its requests; note which outputs changed."""
         now, changed, num_tokens = time.monotonic(), self._changed, 0
         for request, (position, entries) in result.prompt_logprobs.items():
             if request.stream is not None:
@@ -430,12 +430,12 @@ class LLMEngine:
         self._stats.generation_tokens += num_tokens
 
     def _end(self, stream: OutputStream, end: End) -> int:
-        """End a continuation because of its text: that counts before what the scheduler found.
+        """End a continuation because of its text, which takes precedence over the scheduler.
 
-        Return how many of its tokens stand behind that end, and are gone.
+        Return how many of its tokens come after that end, and are dropped.
         """
         request, reason = stream.request, end.finish_reason
-        self.scheduler.finish_request(request, reason)  # if it has not finished
+        self.scheduler.finish_request(request, reason)  # does nothing if it has finished
         num_cut = self.scheduler.correct_finish(
             request,
             reason,
@@ -446,20 +446,20 @@ class LLMEngine:
         return num_cut
 
     def _end_group(self, group: OutputGroup, stop_reason: str | None) -> None:
-        """Abort what is left of a request; the next step reports it."""
+        """Abort the unfinished continuations of a request; the next step reports it."""
         for stream in group.streams:
             if not stream.request.is_finished:
                 self.scheduler.finish_request(stream.request, "abort", stop_reason=stop_reason)
                 self._release(stream)
 
     def _release(self, stream: OutputStream) -> None:
-        """Forget a finished continuation; its request still has to be shown once."""
+        """Release what a finished continuation holds; the next outputs report its request."""
         request, group = stream.request, stream.group
         request.stream = None
         self._recovery.forget(request)
         self.runner.release([request])
         if stream.is_quiet and request.finish_reason in ("stop", "length"):
-            group.note_tokens(0, time.monotonic())  # its last token arrived now
+            group.note_tokens(0, time.monotonic())  # records when its last token came
         end = stream.finish()
         if end is not None:
             self.scheduler.correct_finish(request, end.finish_reason, stop_reason=end.stop_reason)

@@ -1,4 +1,4 @@
-"""A request: the tokens of one sequence, how far they are computed, and where its KV pages lie.
+"""A request: the tokens of one sequence, how many of them are computed, and its KV blocks.
 
 The token counts obey, at every moment,
 
@@ -6,14 +6,14 @@ The token counts obey, at every moment,
     num_tokens = len(prompt) + len(output) + num_pending_tokens
 
 A token is *computed* when its keys and values are in the cache, or a step that will put them there
-is scheduled, and *committed* once that step has come back. *Pending* tokens were sampled by a step
-whose result has not reached the host yet: they have a place in the sequence, but their ids live on
-the device only. A loop that commits each step before it schedules the next one never sees a
-pending token between two steps; a loop that runs one step late does.
+is scheduled, and *committed* once that step has succeeded. *Pending* tokens were sampled by a step
+whose result has not reached the host yet: they count in the sequence, but their ids are on the
+device only. A loop that commits each step before it schedules the next never has pending tokens
+between two steps; with asynchronous scheduling there are.
 
-Drafts are none of these: a step computes them behind the last token, and what is accepted of them
-becomes known, and computed, when that step is committed. Until then the request is in no other
-step, for nobody knows how long it is.
+Drafts are none of these: a step computes them after the last token, and the accepted ones become
+known, and computed, when that step is committed. Until then the request is in no other step,
+because its length is not known.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ __all__ = ["FINISH_REASONS", "Request", "RequestStatus", "StopRules"]
 
 
 class RequestStatus(enum.Enum):
-    """Where a request stands; the value is what a user reads in logs."""
+    """State of a request; the value is what appears in logs."""
 
-    WAITING = "waiting"  # in the queue, holds no block
+    WAITING = "waiting"  # in the queue, holds no blocks
     RUNNING = "running"  # holds blocks, takes part in steps
-    PREEMPTED = "preempted"  # back in the queue, its blocks were taken: will be recomputed
-    SWAPPED = "swapped"  # back in the queue, its blocks lie in host memory
+    PREEMPTED = "preempted"  # back in the queue without blocks, to be recomputed
+    SWAPPED = "swapped"  # back in the queue, its blocks are in host memory
     FINISHED_STOPPED = "stop"
     FINISHED_LENGTH = "length"
     FINISHED_ABORTED = "abort"
@@ -49,7 +49,7 @@ class RequestStatus(enum.Enum):
 _FINISHED = frozenset(s for s in RequestStatus if s.name.startswith("FINISHED"))
 
 FINISH_REASONS: dict[str, RequestStatus] = {s.value: s for s in RequestStatus if s in _FINISHED}
-"""Finish reason on the wire ("stop", "length", "abort", "error") -> status."""
+"""Finish reason in the API ("stop", "length", "abort", "error") -> status."""
 
 
 class StopRules(Protocol):
@@ -57,11 +57,11 @@ class StopRules(Protocol):
 
     @property
     def max_tokens(self) -> int | None:
-        """Most tokens to generate; None = up to the model's length."""
+        """Maximum tokens to generate; None = up to the model's maximum length."""
 
     @property
     def min_tokens(self) -> int:
-        """No end of sequence and no stop id counts before this many tokens."""
+        """Tokens to generate before an end-of-sequence or stop id ends the request."""
 
     @property
     def ignore_eos(self) -> bool:
@@ -69,17 +69,17 @@ class StopRules(Protocol):
 
     @property
     def stop_token_ids(self) -> Sequence[int] | None:
-        """Further ids that end the request."""
+        """Additional ids that end the request."""
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sequence to be continued: the one record that every part of the engine keeps it in.
+    """One sequence to be continued: the single record of it, shared by all parts of the engine.
 
-    The caller fills the constructor's arguments and reads the rest. The state has one writer: the
-    scheduler, with its queues and its block manager. The parts after it find here what they know
-    of the request, so that nobody looks a request up in a table of their own; each writes its one
-    attribute: the engine `stream`, the runner `row`, the recovery `failed_at`.
+    The caller sets the constructor's arguments and reads the rest. The state has one writer: the
+    scheduler, with its queues and its block manager. Each of the other parts writes one attribute,
+    so that none needs a table of requests: the engine `stream`, the runner `row`, the recovery
+    `failed_at`.
 
     Parameters
     ----------
@@ -88,37 +88,37 @@ class Request:
     prompt_token_ids : list of int
         At least one id; must not be changed afterwards.
     sampling_params : StopRules
-        Opaque here, except for the four attributes of `StopRules`.
+        Only the four attributes of `StopRules` are used here.
     arrival_time : float
-        Seconds on the monotonic clock; for metrics only, order is the order of `add_request`.
+        Seconds on the monotonic clock; for metrics only: requests arrive in order of `add_request`.
     priority : int
         Smaller is served earlier.
     cache_salt : str, optional
         Requests share cached prefixes only with requests of the same salt.
     long_rope : bool
-        Whether the long rope factors are used; keys rotated otherwise are not shared.
+        Whether the long rope factors are used; keys with other factors are not shared.
     reuse_prefix : bool
-        False computes every prompt position anew (prompt_logprobs needs all of them).
+        False recomputes every prompt position (prompt_logprobs needs all of them).
     eos_token_ids : iterable of int
         The model's end-of-sequence ids (ignored when `sampling_params.ignore_eos`).
     spec : SamplingSpec, optional
-        How the runner samples it; opaque here.
+        How the runner samples it; not used here.
 
     Attributes
     ----------
     drafts : Drafts or None
-        What `Scheduler.propose` was given, until a step that computes it is committed.
+        The last proposal (`Scheduler.propose`), until a step that computes it is committed.
     num_draft_tokens : int
-        Those in the step in flight; 0 if there is no such step.
+        Drafts in the step in flight; 0 if there is no such step.
     leader, siblings : Request or None, list of Request
-        Of parallel samples, who computes their common prompt, and who waits for that.
+        Of parallel samples: the one that computes their common prompt, and those waiting for it.
     stream : OutputStream or None
-        Where its tokens go; None before `add_request` is done, and once the request has ended.
+        Its output; None before `add_request` is done, and after the request has ended.
     row : int
-        Its row in the runner's tables; -1 while it has none.
+        Its row in the runner's tables; -1 if it has none.
     failed_at : int
-        Tokens it would have reached in a step that failed; 0 if it got beyond that, or never was
-        in one.
+        Number of tokens that it would have computed after a failed step; 0 if it has advanced past
+        that since, or was in no failed step.
 
     Examples
     --------
@@ -169,7 +169,7 @@ class Request:
     row: int = field(init=False, default=-1)
     failed_at: int = field(init=False, default=0)
     _eos: frozenset[int] = field(init=False)
-    _ends: frozenset[int] = field(init=False)  # these, and further stop ids
+    _ends: frozenset[int] = field(init=False)  # _eos and the stop ids
 
     def __post_init__(self, eos_token_ids: Iterable[int]) -> None:
         rules = self.sampling_params
@@ -204,7 +204,7 @@ class Request:
 
     @property
     def prefix_key(self) -> tuple[str | None, bool]:
-        """What must be equal, besides the ids, for two requests to share a cached prefix."""
+        """What two requests must have in common, besides the ids, to share a cached prefix."""
         return self.cache_salt, self.long_rope
 
     def token_ids(self, start: int, stop: int) -> list[int]:
@@ -218,21 +218,21 @@ class Request:
         return ids
 
     def drop_drafts(self) -> None:
-        """Forget what was proposed, and the step that computes it."""
+        """Drop the drafts, also those in flight."""
         self.drafts = None
         self.num_draft_tokens = 0
 
     def append_token(self, token_id: int) -> RequestStatus | None:
-        """Add a sampled id, and return the status with which the request ends here, if it does.
+        """Append a sampled id; return the status with which it ends the request, else None.
 
-        A pending token becomes known; without one, the sequence grows. The status itself is left
-        to the scheduler; `stop_reason` is set to the id when a stop id (not an end-of-sequence
-        id) was met.
+        A pending token becomes known; if there is none, the sequence grows. The scheduler sets the
+        status itself; `stop_reason` is set here, if the id is a stop id and not an end-of-sequence
+        id.
         """
         return self.append_tokens((token_id,))
 
     def append_tokens(self, token_ids: Sequence[int]) -> RequestStatus | None:
-        """Add sampled ids up to the first that ends the request; return the status it ends with."""
+        """Append sampled ids up to the first that ends the request; return as `append_token`."""
         output, ends, limit = self.output_token_ids, self._ends, self.max_num_tokens
         for token_id in token_ids:
             output.append(token_id)
