@@ -97,7 +97,7 @@ class LLMEngine:
         self._watchdog = Watchdog(given.step_timeout, self._describe, raises=given.raise_on_timeout)
         self._recovery = StepRecovery(self.scheduler, self.runner, is_debug=config.is_debug)
         self._in_flight: deque[LaunchedStep] = deque()  # launched, not read back; oldest first
-        self._max_in_flight = int(config.is_late)  # steps still in flight when `step` returns
+        self._max_in_flight = int(config.is_late)  # steps that may be in flight after `step`
         self._groups: dict[str, OutputGroup] = {}  # unfinished ones, by request id
         # Requests that the next outputs report; None: the output is not made yet.
         self._changed: dict[OutputGroup, RequestOutput | None] = {}

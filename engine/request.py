@@ -9,7 +9,7 @@ A token is *computed* when its keys and values are in the cache, or a step that 
 is scheduled, and *committed* once that step has succeeded. *Pending* tokens were sampled by a step
 whose result has not reached the host yet: they count in the sequence, but their ids are on the
 device only. A loop that commits each step before it schedules the next never has pending tokens
-between two steps; with asynchronous scheduling there are.
+between two steps; with asynchronous scheduling a loop does.
 
 Drafts are none of these: a step computes them after the last token, and the accepted ones become
 known, and computed, when that step is committed. Until then the request is in no other step,
@@ -90,7 +90,7 @@ class Request:
     sampling_params : StopRules
         Only the four attributes of `StopRules` are used here.
     arrival_time : float
-        Seconds on the monotonic clock; for metrics only: requests arrive in order of `add_request`.
+        Seconds on the monotonic clock; for metrics only; arrival order is that of `add_request`.
     priority : int
         Smaller is served earlier.
     cache_salt : str, optional
@@ -117,8 +117,8 @@ class Request:
     row : int
         Its row in the runner's tables; -1 if it has none.
     failed_at : int
-        Number of tokens that it would have computed after a failed step; 0 if it has advanced past
-        that since, or was in no failed step.
+        Number of computed tokens it would have had after the step that failed; 0 if it has advanced
+        past that since, or was in no failed step.
 
     Examples
     --------
@@ -218,7 +218,7 @@ class Request:
         return ids
 
     def drop_drafts(self) -> None:
-        """Drop the drafts, also those in flight."""
+        """Drop the drafts, including those in flight."""
         self.drafts = None
         self.num_draft_tokens = 0
 

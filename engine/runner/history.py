@@ -1,4 +1,4 @@
-"""Token ids of penalised requests, on the device, from which penalties count occurrences."""
+"""Token ids of penalised requests, kept on the device, where penalties count them."""
 
 from __future__ import annotations
 

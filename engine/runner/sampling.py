@@ -1,4 +1,4 @@
-"""Sampling parameters of running requests: persistent arrays to gather a step's from."""
+"""Sampling parameters of running requests: persistent arrays, from which a step gathers."""
 
 from __future__ import annotations
 

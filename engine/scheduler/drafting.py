@@ -64,7 +64,7 @@ def fitting_drafts(
 
 
 def group_decodes(output: ScheduleOutput) -> None:
-    """Make decodes of the sequences with the most frequent number of query tokens.
+    """Select as decodes the sequences with the most common number of query tokens.
 
     The others are computed like prefills, which support no trees: a tree is truncated to a chain.
     """

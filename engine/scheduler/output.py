@@ -133,7 +133,7 @@ class ScheduleOutput:
     num_decodes : int
         How many of `sequences` are decodes.
     query_len : int
-        Query tokens of each decode: one, and its drafts where there are any.
+        Query tokens of each decode: one, plus its drafts if there are any.
     is_unchanged : bool
         Whether the sequences are those of step `step_id` - 1, in the same order, each advanced by
         one token: all of them decodes, all sampled, in both steps.
