@@ -3,7 +3,8 @@
 A step computes a sequence's last known token and its drafts together, and samples at each of them.
 A draft is accepted if it equals the token sampled at its parent, the token before it; the token
 sampled at the last accepted one is a valid next token too. Draws are keyed by seed and position, so
-the tokens are those of decoding one by one, whatever was proposed.
+the tokens are those of decoding one by one, whatever was proposed: up to rounding of the logits,
+which may decide a near tie, and bit for bit with `deterministic=True`.
 
 A step has these rows of logits for a sequence with drafts: row 0 is at the last known token, row
 1 + i at draft i.

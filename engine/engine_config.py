@@ -126,7 +126,7 @@ class EngineConfig:
         so that the choice never depends on a clock while requests run.
     async_scheduling : bool, optional
         Launch each step before the token ids of the previous one are on the host: outputs come one
-        step later, tokens are the same. On by default on CUDA, off on the CPU.
+        step later. On by default on CUDA, off on the CPU.
     cuda_graphs : bool, optional
         Replay decode steps from CUDA graphs, captured when the engine is constructed. On by
         default on CUDA; off launches kernel by kernel. Not available on the CPU.
@@ -272,9 +272,9 @@ class EngineConfig:
             debug=is_debug,
             **{theirs: getattr(self, ours) for ours, theirs in _SCHEDULER_OPTIONS.items()},
         )
-        is_late = self._is_late(device, reasons)
+        is_async = self._is_async(device, reasons)
         return ResolvedConfig(
-            scheduler, geometry, self.seed, is_late, is_debug, has_graphs, reasons
+            scheduler, geometry, self.seed, is_async, is_debug, has_graphs, reasons
         )
 
     def _host_blocks(self, geometry: KVGeometry, reasons: dict[str, str]) -> int:
@@ -283,7 +283,7 @@ class EngineConfig:
             reasons["num_host_blocks"] = f"{count}: as many as fit into {self.swap_space_gb:g} GiB"
         return count
 
-    def _is_late(self, device: Device, reasons: dict[str, str]) -> bool:
+    def _is_async(self, device: Device, reasons: dict[str, str]) -> bool:
         if self.async_scheduling is not None:
             return self.async_scheduling
         reasons["async_scheduling"] = f"{device.is_cuda}: the default on {device.kind}"
@@ -344,7 +344,7 @@ class ResolvedConfig:
     scheduler: SchedulerConfig
     geometry: KVGeometry
     seed: int
-    is_late: bool
+    async_scheduling: bool
     is_debug: bool
     cuda_graphs: bool
     reasons: Mapping[str, str] = field(default_factory=dict)

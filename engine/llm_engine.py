@@ -14,7 +14,7 @@ from engine.cache.swap import SwapSpace
 from engine.calibration import with_measured_costs
 from engine.deadlines import Deadlines
 from engine.engine_config import EngineConfig
-from engine.errors import RequestError
+from engine.errors import EngineError, RequestError
 from engine.input_processor import InputProcessor, Prompt, PromptInput
 from engine.model import Model, load
 from engine.output_processor import End, OutputGroup, OutputStream, token_texts
@@ -97,7 +97,9 @@ class LLMEngine:
         self._watchdog = Watchdog(given.step_timeout, self._describe, raises=given.raise_on_timeout)
         self._recovery = StepRecovery(self.scheduler, self.runner, is_debug=config.is_debug)
         self._in_flight: deque[LaunchedStep] = deque()  # launched, not read back; oldest first
-        self._max_in_flight = int(config.is_late)  # steps that may be in flight after `step`
+        self._max_in_flight = int(
+            config.async_scheduling
+        )  # steps that may be in flight after `step`
         self._groups: dict[str, OutputGroup] = {}  # unfinished ones, by request id
         # Requests that the next outputs report; None: the output is not made yet.
         self._changed: dict[OutputGroup, RequestOutput | None] = {}
@@ -259,7 +261,7 @@ class LLMEngine:
         served = {s.request for s in streams if s.request.stream is not None}
         if known != served:
             names = sorted(request.request_id for request in known ^ served)
-            raise RequestError(f"scheduler and engine disagree about the requests {names}")
+            raise EngineError(f"scheduler and engine disagree about the requests {names}")
 
     def close(self) -> None:
         """Abort all requests and free the memory; a second call does nothing."""
@@ -335,7 +337,10 @@ class LLMEngine:
             self._recover([scheduled], error)
 
     def _due(self, scheduled: ScheduleOutput) -> list[LaunchedStep]:
-        """Return the steps in flight to read back now, before the next one is launched."""
+        """Return the steps to read back now: all in flight but the newest, or all of them.
+
+        All, if nothing was launched, or the next step needs their ids on the host.
+        """
         must_wait = self._recovery.is_bisecting or self.runner.needs_host_ids
         keep = 0 if scheduled.is_empty or must_wait else self._max_in_flight
         return list(self._in_flight)[: max(0, len(self._in_flight) - keep)]
@@ -366,12 +371,12 @@ class LLMEngine:
         failed = {r: why for r, why in result.failed.items() if not r.is_finished}
         for request, why in failed.items():
             self.scheduler.finish_request(request, "error", stop_reason=why)
-        before = {}
+        lengths = {}  # to cut the results of requests that end inside their accepted drafts
         if step.output.num_draft_tokens:
-            before = {request: request.num_output_tokens for request in result.token_ids}
+            lengths = {request: request.num_output_tokens for request in result.token_ids}
         finished = self.scheduler.commit(step.output, result.token_ids)
-        for request, count in before.items():  # it may have ended at one of its accepted drafts
-            result.keep(request, request.num_output_tokens - count)
+        for request in lengths.keys() & finished:
+            result.keep(request, request.num_output_tokens - lengths[request])
         self._recovery.record_success(step.output)
         self._update_streams(result, is_last=is_last)
         for request in (*finished, *failed):

@@ -127,7 +127,7 @@ class Request:
     >>> request = Request("r0", [5, 6, 7], rules, eos_token_ids=[2])
     >>> request.num_tokens, request.status.value
     (3, 'waiting')
-    >>> request.append_token(2), request.finish_reason
+    >>> request.append_tokens([2]), request.finish_reason
     (<RequestStatus.FINISHED_STOPPED: 'stop'>, None)
     """
 
@@ -222,17 +222,13 @@ class Request:
         self.drafts = None
         self.num_draft_tokens = 0
 
-    def append_token(self, token_id: int) -> RequestStatus | None:
-        """Append a sampled id; return the status with which it ends the request, else None.
+    def append_tokens(self, token_ids: Sequence[int]) -> RequestStatus | None:
+        """Append sampled ids up to the first that ends the request; return its status then.
 
-        A pending token becomes known; if there is none, the sequence grows. The scheduler sets the
+        Pending tokens become known; when there are none, the sequence grows. The scheduler sets the
         status itself; `stop_reason` is set here, if the id is a stop id and not an end-of-sequence
         id.
         """
-        return self.append_tokens((token_id,))
-
-    def append_tokens(self, token_ids: Sequence[int]) -> RequestStatus | None:
-        """Append sampled ids up to the first that ends the request; return as `append_token`."""
         output, ends, limit = self.output_token_ids, self._ends, self.max_num_tokens
         for token_id in token_ids:
             output.append(token_id)

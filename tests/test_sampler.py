@@ -24,7 +24,7 @@ def _row(history=(3, 4, 5), prompt_len=2, seed=1, eos=(), bad_words=(), **params
     params = SamplingParams(**params)
     request = Request("r", list(history[:prompt_len]), params)
     for token_id in history[prompt_len:]:
-        request.append_token(token_id)
+        request.append_tokens([token_id])
     request.max_num_tokens = len(history) + 1
     request.spec = SamplingSpec(params, seed, tuple(bad_words), params.logprobs)
     return SimpleNamespace(request=request, eos=eos)

@@ -74,7 +74,7 @@ class LaunchedStep:
 
     output: ScheduleOutput
     sampled: Sequence[ScheduledSequence] = ()
-    first_rows: Sequence[int] | None = None  # in the results, of each; None: one row each
+    first_logits_rows: Sequence[int] | None = None  # in the results, of each; None: one row each
     counts: Sequence[int | None] = ()  # num_logprobs of each
     tokens: DeviceToHostCopy | None = None
     prompts: list[ScoredPart] = field(default_factory=list)
@@ -185,13 +185,13 @@ class ModelRunner:
             self._check_tables(output, rows, starts)
         tokens = self.graphs.launch(output, rows, starts) if self.graphs is not None else None
         if tokens is not None:
-            first_rows = None
+            first_logits_rows = None
             if output.num_draft_tokens:
-                first_rows = [
+                first_logits_rows = [
                     (index + 1) * output.query_len - s.num_logits
                     for index, s in enumerate(output.sequences)
                 ]
-            return LaunchedStep(output, output.sequences, first_rows, tokens=tokens)
+            return LaunchedStep(output, output.sequences, first_logits_rows, tokens=tokens)
         inputs = build_inputs(output, rows, starts, self._table, self._block_size)
         return self._compute(output, inputs)
 
@@ -252,7 +252,9 @@ class ModelRunner:
         step = LaunchedStep(output, inputs.sampled, prompts=scored)
         if inputs.paths is not None:
             step.sampled = [s for s in output.sequences if s.is_sampled]
-            step.first_rows = np.cumsum([0] + [s.num_logits for s in step.sampled])[:-1].tolist()
+            step.first_logits_rows = np.cumsum([0] + [s.num_logits for s in step.sampled])[
+                :-1
+            ].tolist()
         if sampling is not None:
             self._sample(step, logits, inputs, sampling, on_device)
         return step
@@ -352,57 +354,57 @@ class ModelRunner:
 
     def _apply_processors(self, step: LaunchedStep, logits: Any, inputs: StepInputs) -> None:
         """Apply logits processors to the rows of requests that have them."""
-        for row in np.flatnonzero(self._sampling.has_processors[inputs.sampled_rows]).tolist():
-            request = inputs.sampled[row].request
+        for index in np.flatnonzero(self._sampling.has_processors[inputs.sampled_rows]).tolist():
+            request = inputs.sampled[index].request
             processors = request.spec.params.logits_processors or ()
             output_ids = request.output_token_ids
             if inputs.paths is not None:
-                output_ids = [*output_ids, *inputs.paths[row]]
-            why = apply_processors(processors, output_ids, logits[row])
+                output_ids = [*output_ids, *inputs.paths[index]]
+            why = apply_processors(processors, output_ids, logits[index])
             if why:
                 step.failed[request] = why
 
     # ---- read
 
     def _read_tokens(self, step: LaunchedStep, arrays: dict[str, Any], result: StepResult) -> None:
-        if step.first_rows is not None:
-            self._read_drafted(step, step.first_rows, arrays, result)
+        if step.first_logits_rows is not None:
+            self._read_drafted(step, step.first_logits_rows, arrays, result)
             return
         token_ids, sampled = arrays["token_ids"].tolist(), step.sampled
         result.token_ids = {s.request: [i] for s, i in zip(sampled, token_ids, strict=True)}
-        for row in np.flatnonzero(arrays["status"]).tolist():
-            result.failed.setdefault(sampled[row].request, _NO_SAMPLE)
+        for index in np.flatnonzero(arrays["status"]).tolist():
+            result.failed.setdefault(sampled[index].request, _NO_SAMPLE)
         for request in result.failed:
             result.token_ids.pop(request, None)
-        for row, count in enumerate(step.counts):
-            request = sampled[row].request
+        for index, count in enumerate(step.counts):
+            request = sampled[index].request
             if count is not None and request not in result.failed:
-                entries = logprob_entries(arrays, [row], [token_ids[row]], count)
+                entries = logprob_entries(arrays, [index], [token_ids[index]], count)
                 result.logprobs[request] = entries
 
     def _read_drafted(
         self,
         step: LaunchedStep,
-        first_rows: Sequence[int],
+        first_logits_rows: Sequence[int],
         arrays: dict[str, Any],
         result: StepResult,
     ) -> None:
         """Read a step with drafts: a sequence gets its accepted drafts and one token more."""
         all_ids, status = arrays["token_ids"].tolist(), arrays["status"]
         counts = step.counts or [None] * len(step.sampled)
-        for sequence, first, count in zip(step.sampled, first_rows, counts, strict=True):
+        for sequence, first, count in zip(step.sampled, first_logits_rows, counts, strict=True):
             request, drafts = sequence.request, sequence.drafts
-            rows = [first]
+            logits_rows = [first]
             if drafts is not None:
                 ids = all_ids[first : first + sequence.num_logits]
-                rows = [first + row for row in drafts.accepted_rows(ids)]
-            if status[rows].any():
+                logits_rows = [first + index for index in drafts.accepted_rows(ids)]
+            if status[logits_rows].any():
                 result.failed.setdefault(request, _NO_SAMPLE)
             if request in result.failed:
                 continue
-            ids = result.token_ids[request] = [all_ids[row] for row in rows]
+            ids = result.token_ids[request] = [all_ids[index] for index in logits_rows]
             if count is not None:
-                result.logprobs[request] = logprob_entries(arrays, rows, ids, count)
+                result.logprobs[request] = logprob_entries(arrays, logits_rows, ids, count)
             if drafts is not None and request.row >= 0 and request.spec.is_penalised:
                 self._sampling.history.write(request.row, sequence.num_reached_tokens, ids)
 

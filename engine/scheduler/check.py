@@ -54,6 +54,7 @@ def check_request_state(request: Request, config: SchedulerConfig) -> None:
         f"{name}: drafts are in flight, but not kept",
     )
     is_running, is_swapped = status is RequestStatus.RUNNING, status is RequestStatus.SWAPPED
+    _verify(is_running or request.drafts is None, f"{name} is waiting, but has drafts")
     _verify(is_running or not request.block_table, f"{name} is waiting, but holds blocks")
     _verify(
         is_swapped == bool(request.host_block_table),

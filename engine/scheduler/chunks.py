@@ -69,10 +69,10 @@ class UnchangedBatch:
         # Of the queues at the previous step; -1 if not every running request decoded in it.
         self._num_changes = -1
 
-    def mark(self, output: ScheduleOutput, queues: RequestQueues, *, has_prefills: bool) -> None:
+    def mark(self, output: ScheduleOutput, queues: RequestQueues, *, has_chunks: bool) -> None:
         """Set `output.is_unchanged`; to be called for every step, in order."""
         is_all = len(output.sequences) == len(queues.running) > 0
-        if has_prefills or output.admitted or not is_all:
+        if has_chunks or output.admitted or not is_all:
             self._num_changes = -1
         else:
             output.is_unchanged = self._num_changes == queues.num_changes

@@ -11,7 +11,7 @@ from engine.request import Request, RequestStatus
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.output import DraftedSequence, ScheduleOutput
 
-__all__ = ["checked_drafts", "fitting_drafts", "group_decodes", "take_drafts"]
+__all__ = ["checked_drafts", "count_accepted", "fitting_drafts", "group_decodes"]
 
 
 def checked_drafts(
@@ -87,7 +87,7 @@ def group_decodes(output: ScheduleOutput) -> None:
     output.num_decodes, output.query_len = len(decodes), length
 
 
-def take_drafts(request: Request, drafts: Drafts, token_ids: Sequence[int]) -> None:
+def count_accepted(request: Request, drafts: Drafts, token_ids: Sequence[int]) -> None:
     """Count the accepted drafts as computed, as far as their keys are in the right slots."""
     if request.status is RequestStatus.RUNNING:
         num_in_place = drafts.num_in_place(token_ids)

@@ -106,6 +106,7 @@ class RequestQueues:
         self._remove_running(request)
         self.blocks.release(request, keep=False)
         request.status = RequestStatus.PREEMPTED
+        request.drop_drafts()
         self.waiting.push(request)
 
     def finish(self, request: Request, status: RequestStatus) -> None:

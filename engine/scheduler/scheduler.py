@@ -23,7 +23,7 @@ from engine.request import FINISH_REASONS, Request, RequestStatus
 from engine.scheduler.check import check_output
 from engine.scheduler.chunks import UnchangedBatch, add_chunk, chunk_size, put_decodes_first
 from engine.scheduler.config import SchedulerConfig
-from engine.scheduler.drafting import checked_drafts, fitting_drafts, take_drafts
+from engine.scheduler.drafting import checked_drafts, count_accepted, fitting_drafts
 from engine.scheduler.output import InFlightSteps, ScheduledSequence, ScheduleOutput
 from engine.scheduler.preemption import prefers_swap
 from engine.scheduler.prefixes_in_flight import PrefixesInFlight
@@ -97,10 +97,6 @@ class Scheduler:
         """Iterate over waiting and running requests in order of arrival."""
         return iter(self._queues.requests.values())
 
-    def get_request(self, request_id: str) -> Request | None:
-        """Return the unfinished request with this id, if there is one."""
-        return self._queues.requests.get(request_id)
-
     # ---- adding and ending requests
 
     def add_request(self, request: Request, siblings: Sequence[Request] = ()) -> None:
@@ -135,13 +131,6 @@ class Scheduler:
             As `add_request`; or if the tokens of the two differ.
         """
         self._queues.add_fork(parent, child)
-
-    def abort_request(self, request_id: str) -> bool:
-        """End the unfinished request with this id, whatever its state; False if there is none."""
-        request = self._queues.requests.get(request_id)
-        if request is not None:
-            self._queues.finish(request, RequestStatus.FINISHED_ABORTED)
-        return request is not None
 
     def finish_request(
         self, request: Request, reason: str, *, stop_reason: int | str | None = None
@@ -240,11 +229,11 @@ class Scheduler:
         """
         output = ScheduleOutput(self._num_steps)
         self._num_steps += 1
-        prefills = self._schedule_decodes(output, excluded)
-        self._schedule_prefills(output, prefills)
+        others = self._schedule_decodes(output, excluded)
+        self._schedule_chunks(output, others)
         if not output.preempted:
             self._admit(output, excluded)
-        self._unchanged.mark(output, self._queues, has_prefills=bool(prefills))
+        self._unchanged.mark(output, self._queues, has_chunks=bool(others))
         self._complete(output)
         return output
 
@@ -290,7 +279,7 @@ class Scheduler:
             if not (ids := sampled.get(request)):
                 raise ContractError(f"no token was sampled for request {request.request_id!r}")
             if has_drafts and sequence.drafts is not None:
-                take_drafts(request, sequence.drafts, ids)
+                count_accepted(request, sequence.drafts, ids)
             if (end := request.append_tokens(ids)) is not None:
                 self._queues.retire(request, end)
                 finished.append(request)
@@ -326,7 +315,7 @@ class Scheduler:
 
         The others are prefills already begun, and requests with drafts.
         """
-        prefills: list[Request] = []
+        others: list[Request] = []
         sequences, block_size = output.sequences, self.config.block_size
         if has_drafts := self._has_drafts:
             self._has_drafts = any(r.drafts is not None for r in self._queues.running)
@@ -335,7 +324,7 @@ class Scheduler:
                 continue
             start, num_tokens = request.num_computed_tokens, request.num_tokens
             if num_tokens - start != 1 or (has_drafts and request.drafts is not None):
-                prefills.append(request)
+                others.append(request)
                 continue
             if num_tokens >= request.max_num_tokens:
                 continue  # its last token is pending
@@ -346,7 +335,8 @@ class Scheduler:
             ) and not self._make_room(request, output):
                 continue
             num_pending = request.num_pending_tokens
-            sequence = _new(ScheduledSequence)  # its constructor would take a third of this loop
+            # Not by its constructor, which would take a third of this loop.
+            sequence = _new(ScheduledSequence)
             sequence.request = request
             sequence.start = start
             sequence.num_scheduled_tokens = 1
@@ -357,19 +347,19 @@ class Scheduler:
             request.num_tokens = num_tokens + 1
             request.num_pending_tokens = num_pending + 1
         output.num_scheduled_tokens = output.num_decodes = len(sequences)
-        return prefills
+        return others
 
-    def _schedule_prefills(self, output: ScheduleOutput, prefills: list[Request]) -> None:
+    def _schedule_chunks(self, output: ScheduleOutput, requests: list[Request]) -> None:
         """Schedule prefills already begun, and decodes with drafts, in order of service."""
         config = self.config
-        for index, request in enumerate(prefills):
+        for index, request in enumerate(requests):
             num_new = chunk_size(request, output, config)
             if request.status is not _RUNNING or not num_new:
                 continue  # preempted just now, or the budget is spent
             if request.num_draft_tokens or request.num_tokens >= request.max_num_tokens:
                 continue  # its drafts are in flight, or its last token is pending
             if self._make_room(request, output):
-                later = len(prefills) - index - 1
+                later = len(requests) - index - 1
                 drafts = fitting_drafts(request, num_new, output, config, reserved=later)
                 if drafts and not self.blocks.grow(request, request.num_tokens + len(drafts)):
                     drafts = None
@@ -451,7 +441,6 @@ class Scheduler:
         if sequence.is_sampled:
             request.num_pending_tokens -= 1
             request.num_tokens -= 1
-            request.drop_drafts()
         if request.status is _RUNNING:
             self._queues.retry(request)
             self._num_retries += 1

@@ -15,13 +15,13 @@ def running(manager, name, token, num_tokens=20):
     request = Request(name, [token] * num_tokens, RULES)
     assert manager.admit(request)
     request.num_computed_tokens = request.num_committed_tokens = num_tokens
-    request.append_token(token)
+    request.append_tokens([token])
     return request
 
 
 def fork(manager, parent, name):
     child = Request(name, parent.prompt_token_ids, RULES)
-    child.append_token(parent.output_token_ids[0])
+    child.append_tokens([parent.output_token_ids[0]])
     manager.fork(parent, child)
     return child
 
@@ -55,7 +55,7 @@ def test_a_failed_grow_changes_nothing():
     manager = BlockManager(4, 16)
     parent = running(manager, "a", 1, 60)
     child = Request("c", parent.prompt_token_ids, RULES)
-    child.append_token(1)
+    child.append_tokens([1])
     manager.fork(parent, child)
     table = list(child.block_table)
     assert not manager.grow(child, child.num_tokens)  # the partial block must be copied

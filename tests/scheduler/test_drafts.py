@@ -211,3 +211,18 @@ def test_a_waiting_request_ignores_proposals():
     request = make_request("a", [1, 2, 3])
     scheduler.add_request(request)
     assert not scheduler.propose(request, [1])
+
+
+def test_drafts_of_a_prefill_that_failed_are_dropped():
+    """Before its last chunk, when no token was sampled yet."""
+    scheduler, mock = make_scheduler(max_num_batched_tokens=256, max_prefill_chunk=5)
+    request = make_request("a", [1] * 12, max_tokens=30)
+    scheduler.add_request(request)
+    output = scheduler.schedule()
+    assert scheduler.propose(request, [1, 2, 3])
+    scheduler.rollback(output)
+    assert request.drafts is None
+    while not request.is_finished:
+        output = scheduler.schedule()
+        scheduler.commit(output, mock.run(output))
+    assert request.output_token_ids == oracle(request)

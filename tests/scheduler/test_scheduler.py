@@ -69,20 +69,20 @@ def test_eos_stop_ids_length_and_min_tokens():
 
     request = make_request("a", [1], 3)
     request.max_num_tokens = 4
-    assert request.append_token(5) is None
-    assert request.append_token(5) is None
-    assert request.append_token(5) is RequestStatus.FINISHED_LENGTH
+    assert request.append_tokens([5]) is None
+    assert request.append_tokens([5]) is None
+    assert request.append_tokens([5]) is RequestStatus.FINISHED_LENGTH
 
     def new_request(**fields):
         from engine.request import Request
 
         return Request("r", [1], rules(**fields), eos_token_ids=[0])
 
-    assert new_request().append_token(0) is RequestStatus.FINISHED_STOPPED
-    assert new_request(ignore_eos=True).append_token(0) is None
-    assert new_request(min_tokens=2).append_token(0) is None
+    assert new_request().append_tokens([0]) is RequestStatus.FINISHED_STOPPED
+    assert new_request(ignore_eos=True).append_tokens([0]) is None
+    assert new_request(min_tokens=2).append_tokens([0]) is None
     stopped = new_request(stop_token_ids=[4])
-    assert stopped.append_token(4) is RequestStatus.FINISHED_STOPPED
+    assert stopped.append_tokens([4]) is RequestStatus.FINISHED_STOPPED
     assert stopped.stop_reason == 4
 
 
@@ -173,8 +173,9 @@ def test_the_same_arrivals_give_the_same_steps(options, late):
 
 def test_an_unchanged_batch_is_the_previous_one_advanced_by_a_token():
     scheduler, mock = build(num_blocks=64)
-    for number in range(3):
-        scheduler.add_request(make_request(f"r{number}", [number] * (10 + number), 30))
+    requests = [make_request(f"r{number}", [number] * (10 + number), 30) for number in range(3)]
+    for request in requests:
+        scheduler.add_request(request)
 
     def run(count):
         return [step(scheduler, mock)[0].is_unchanged for _ in range(count)]
@@ -188,14 +189,13 @@ def test_an_unchanged_batch_is_the_previous_one_advanced_by_a_token():
     ]  # prompts, first decodes, unchanged
     scheduler.add_request(make_request("new", [5, 6], 30))
     assert run(4) == [False, False, True, True]
-    scheduler.abort_request("r1")
+    scheduler.finish_request(requests[1], "abort")
     assert run(3) == [False, True, True]
     output = scheduler.schedule()
     assert output.is_unchanged
     scheduler.rollback(output)
     assert run(3) == [False, False, True]
-    held = scheduler.get_request("r0")
-    scheduler.commit(output := scheduler.schedule([held]), mock.run(output))
+    scheduler.commit(output := scheduler.schedule([requests[0]]), mock.run(output))
     assert not output.is_unchanged and run(2) == [False, True]
 
 
@@ -343,8 +343,8 @@ def test_siblings_outlive_their_leader():
     samples = [make_request(f"s{i}", [1] * 20, 3) for i in range(3)]
     scheduler.add_request(samples[0], siblings=samples[1:])
     step(scheduler, mock)
-    assert scheduler.abort_request("s0")
-    assert scheduler.abort_request("s2")
+    scheduler.finish_request(samples[0], "abort")
+    scheduler.finish_request(samples[2], "abort")
     drive(scheduler, mock)
     assert samples[1].output_token_ids == oracle(samples[1])
     assert samples[2].output_token_ids == []
@@ -369,7 +369,7 @@ def test_a_fork_continues_on_its_parents_blocks():
     step(scheduler, mock)
     with pytest.raises(RequestError, match="must agree with its parent"):
         scheduler.fork_request(other, stranger)
-    assert scheduler.get_request("x") is None
+    assert stranger not in scheduler.unfinished_requests()
 
 
 def test_priority_overtakes_but_never_starves():
@@ -450,12 +450,12 @@ def test_abort_in_every_state_frees_everything_and_is_idempotent():
         if turn % 7 == 6:
             victim = list(scheduler.unfinished_requests())[-1 if turn % 2 else 0]
             states.add(victim.status)
-            assert scheduler.abort_request(victim.request_id)
-            assert not scheduler.abort_request(victim.request_id)
+            for _ in range(2):  # the second time nothing happens
+                scheduler.finish_request(victim, "abort")
+                assert victim not in scheduler.unfinished_requests()
             assert victim.finish_reason == "abort"
         scheduler.commit(output, ids)
     assert len(states) > 1
-    assert not scheduler.abort_request("unknown")
     stats = scheduler.stats()
     assert stats.num_free_blocks + stats.num_cached_blocks == 6
     scheduler.reset_prefix_cache()
@@ -536,7 +536,7 @@ def test_uncommitted_tokens_are_not_shared(way):
         child.output_token_ids = [known[-1], 3]
         scheduler.fork_request(request, child)
     else:
-        scheduler.abort_request("a")
+        scheduler.finish_request(request, "abort")
         child = make_request("child", [*known, 3], 20)
         scheduler.add_request(child)
     scheduler.rollback(second)

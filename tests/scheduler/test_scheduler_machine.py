@@ -167,8 +167,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.has_requests)
     def abort(self, draw):
         request = self.unfinished(draw)
-        assert self.scheduler.abort_request(request.request_id)
-        assert not self.scheduler.abort_request(request.request_id)
+        for _ in range(2):  # the second time nothing happens
+            self.scheduler.finish_request(request, "abort")
+            assert request.finish_reason == "abort"
 
     @rule(draw=st.data(), reason=st.sampled_from(["stop", "error"]))
     @precondition(lambda self: self.has_requests)
