@@ -17,7 +17,7 @@ MAX_FILES = 15
 def _printed_way():
     """Return (file, function) of each line of the table, in order."""
     page = (ROOT / "docs" / "engine.md").read_text()
-    section = page.split("## The way of one greedy request")[1].split("\n## ")[0]
+    section = page.split("## The call path of one greedy request")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `(engine/[\w/]+\.py)` \| `([\w.]+)` \|", section, re.MULTILINE)
     return [(file, function.split(".")[-1]) for file, function in rows]
 
