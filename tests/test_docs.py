@@ -86,6 +86,13 @@ def test_the_ladder_points_at_symbols():
                for text, path, _ in links) > 50  # fmt: skip
 
 
+def test_the_notebook_lists_its_entries():
+    notebook = ROOT / "docs" / "lab-notebook.md"
+    entries = re.findall(r"^### ", notebook.read_text(), re.MULTILINE)
+    listed = re.findall(r"^  - \[[^\]]+\]\(#", notebook.read_text(), re.MULTILINE)
+    assert len(listed) == len(entries)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_page_is_one_screen_in_five_parts(page):
     lines = page.read_text().splitlines()
