@@ -12,10 +12,10 @@
 // The rotation is by the Hadamard matrix over sqrt(D), which is its own inverse: it spreads a large
 // column over all, and does not change the products of two rotated rows. It needs D a power of 2.
 //
-// Numerics: float; a code is rounded once, to nearest even. A maximum does not depend on the order of
-// the atomics, so results are the same from run to run.
-// Parallelisation: one warp a row of a head, in two launches: the maxima (one atomic a block), then the
-// codes. Lane l has columns l, l + 32, ...: the rotation's strides below 32 are shuffles.
+// Numerics: float; a code is rounded once, to nearest even. A maximum does not depend on the order
+// of the atomics, so results are the same from run to run.
+// Parallelisation: one warp per row of a head, in two launches: the maxima (one atomic per block),
+// then the codes. Lane l has columns l, l + 32, ...: the rotation's strides below 32 are shuffles.
 // Mirror: engine/reference/quantize_heads.py
 #include <cuda_fp8.h>
 
@@ -35,12 +35,12 @@ struct Rows {
 
 // The lane's columns of row t of head h, 0 past the last.
 template <int kColumns>
-__device__ __forceinline__ void load_row(const Rows& rows, int64_t t, int h, int lane,
+__device__ __forceinline__ void load_row(const Rows& rows, int64_t t, int h, int lane_idx,
                                          float (&y)[kColumns]) {
   const scalar_t* const row = rows.x + t * rows.stride_t + h * rows.stride_h;
 #pragma unroll
   for (int j = 0; j < kColumns; ++j) {
-    const int column = lane + 32 * j;
+    const int column = lane_idx + 32 * j;
     y[j] = 0.0f;
     if (column >= rows.head_dim) continue;
     y[j] = to_float(row[column]);
@@ -51,7 +51,7 @@ __device__ __forceinline__ void load_row(const Rows& rows, int64_t t, int h, int
 #pragma unroll
     for (int j = 0; j < kColumns; ++j) {
       const float other = __shfl_xor_sync(kFullMask, y[j], step);
-      y[j] = lane & step ? other - y[j] : y[j] + other;
+      y[j] = lane_idx & step ? other - y[j] : y[j] + other;
     }
 #pragma unroll
   for (int step = 1; step < kColumns; step *= 2)
@@ -75,17 +75,17 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps)
                          int rotate) {
   __shared__ float smem_peaks[kWarps];
   const Rows rows{x, offset, stride_t, stride_h, num_tokens, num_heads, head_dim, rotate};
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, h = blockIdx.y;
+  const int lane_idx = threadIdx.x % 32, warp_idx = threadIdx.x / 32, h = blockIdx.y;
   float peak = 0.0f;
-  for (int64_t t = static_cast<int64_t>(blockIdx.x) * kWarps + warp; t < num_tokens;
+  for (int64_t t = static_cast<int64_t>(blockIdx.x) * kWarps + warp_idx; t < num_tokens;
        t += static_cast<int64_t>(gridDim.x) * kWarps) {
     float y[kMaxColumns];
-    load_row(rows, t, h, lane, y);
+    load_row(rows, t, h, lane_idx, y);
 #pragma unroll
     for (int j = 0; j < kMaxColumns; ++j) peak = fmaxf(peak, fabsf(y[j]));
   }
   peak = warp_max(peak);
-  if (lane == 0) smem_peaks[warp] = peak;
+  if (lane_idx == 0) smem_peaks[warp_idx] = peak;
   __syncthreads();
   if (threadIdx.x != 0) return;
 #pragma unroll
@@ -99,17 +99,17 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps)
                          unsigned char* codes, float* scale, int64_t stride_t, int64_t stride_h,
                          int num_tokens, int num_heads, int head_dim, int rotate) {
   const Rows rows{x, offset, stride_t, stride_h, num_tokens, num_heads, head_dim, rotate};
-  const int lane = threadIdx.x % 32, h = blockIdx.y;
+  const int lane_idx = threadIdx.x % 32, h = blockIdx.y;
   const int64_t t = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
   const float peak = __uint_as_float(peaks[h]);
   const float step = peak == 0.0f ? 1.0f : peak / kLargest;
-  if (t == 0 && lane == 0) scale[h] = step;
+  if (t == 0 && lane_idx == 0) scale[h] = step;
   if (t >= num_tokens) return;
   float y[kMaxColumns];
-  load_row(rows, t, h, lane, y);
+  load_row(rows, t, h, lane_idx, y);
   unsigned char* const to = codes + (t * num_heads + h) * head_dim;
 #pragma unroll
   for (int j = 0; j < kMaxColumns; ++j)
-    if (lane + 32 * j < head_dim)
-      to[lane + 32 * j] = __nv_cvt_float_to_fp8(y[j] / step, __NV_SATFINITE, __NV_E4M3);
+    if (lane_idx + 32 * j < head_dim)
+      to[lane_idx + 32 * j] = __nv_cvt_float_to_fp8(y[j] / step, __NV_SATFINITE, __NV_E4M3);
 }

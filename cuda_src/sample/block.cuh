@@ -57,11 +57,6 @@ struct Max {
 };
 
 template <typename T>
-struct Min {
-  __device__ __forceinline__ T operator()(T a, T b) const { return b < a ? b : a; }
-};
-
-template <typename T>
 struct Sum {
   __device__ __forceinline__ T operator()(T a, T b) const { return a + b; }
 };
@@ -89,7 +84,8 @@ __device__ __forceinline__ uint64_t block_inclusive_scan(uint64_t x, uint64_t* s
 }
 
 // Writes list[0..n), whose entries are distinct, to sorted[0..n) in descending order: each entry
-// goes to the index that is the number of those above it. n is at most the block's threads, a power of two.
+// goes to the index that is the number of those above it. n is at most the block's threads, a
+// power of two.
 __device__ __forceinline__ void block_sort_descending(const uint64_t* list, int n,
                                                       uint64_t* sorted) {
   int parts = kWarpSize;  // threads that share the comparisons of one entry

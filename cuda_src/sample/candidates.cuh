@@ -118,8 +118,8 @@ struct Entries {
   }
 };
 
-constexpr int kUncertain = -1;  // the cut may lie past the list
-constexpr int kHopeless = -2;   // so far past it that a longer list would not reach it either
+constexpr int kUncertain = -1;    // the cut may lie past the list
+constexpr int kFarPastList = -2;  // so far past it that a longer list would not reach it either
 
 // Cuts the n entries of s.sorted; returns how many stay, or one of the above.
 __device__ int cut_list(const Job& job, int n, bool is_whole, const Tile* tiles, int num_tiles,
@@ -137,7 +137,7 @@ __device__ int cut_list(const Job& job, int n, bool is_whole, const Tile* tiles,
     const float about = approximate_total(job, tiles, num_tiles, s.select.scratch) * 0x1p40f;
     const uint64_t least = share_of(__float2ull_rd(about * (1.0f - kTotalError)), job.share);
     const uint64_t most = share_of(__float2ull_ru(about * (1.0f + kTotalError)), job.share);
-    if (sum < least) return sum < least / 2 ? kHopeless : kUncertain;
+    if (sum < least) return sum < least / 2 ? kFarPastList : kUncertain;
     const int kept = entries.count_below(limit, least);
     if (kept == entries.count_below(limit, most) && sum >= most) return 1 + kept;
   }

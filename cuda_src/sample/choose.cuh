@@ -1,4 +1,4 @@
-// Second stage of sampling: sample_choose, a block a row or more.
+// Second stage of sampling: sample_choose, one block per row or more.
 #pragma once
 
 #include "sample/result.cuh"
@@ -17,17 +17,17 @@ __device__ __forceinline__ bool has_usable_parameters(const SampleChooseParams& 
 }
 
 // The lowest of the segments' largest logits, without those of -inf.
-__device__ __forceinline__ float lowest_of_largest(const uint32_t (&keys)[kKeys],
+__device__ __forceinline__ float lowest_of_largest(const uint32_t (&keys)[kKeysPerThread],
                                                    uint64_t* scratch) {
   return from_ordered_key(~block_max<kWarps>(inverse_of_lowest(keys), scratch));
 }
 
 // The lowest id whose logit has the key `top`, the largest of all.
-__device__ int first_of_largest(const Row& row, const uint32_t (&keys)[kKeys], uint32_t top,
-                                int shift, uint64_t* scratch) {
+__device__ int first_of_largest(const Row& row, const uint32_t (&keys)[kKeysPerThread],
+                                uint32_t top, int shift, uint64_t* scratch) {
   uint32_t inverse = 0;
 #pragma unroll
-  for (int i = 0; i < kKeys; ++i) {
+  for (int i = 0; i < kKeysPerThread; ++i) {
     if (keys[i] == top) inverse = max(inverse, ~static_cast<uint32_t>(i * kThreads + threadIdx.x));
   }
   const int segment = static_cast<int>(~block_max<kWarps>(inverse, scratch));
@@ -65,7 +65,8 @@ __device__ bool join_draws(DrawState* state, uint64_t* best, int* num_kept, Choo
 
 // Cuts and draws among a list of the row's largest logits; kNoToken if the list is too short.
 __device__ __forceinline__ Result choose_from_list(const SampleChooseParams& p, int64_t b,
-                                                   const Job& job, const uint32_t (&keys)[kKeys],
+                                                   const Job& job,
+                                                   const uint32_t (&keys)[kKeysPerThread],
                                                    uint32_t top, ChooseShared& s) {
   int wanted = max(job.top_k > 0 ? job.top_k : kListed, p.num_top);
   const int most = job.top_k > 0 ? wanted : max(wanted, most_listed(p.num_segments));
@@ -113,10 +114,10 @@ __device__ __forceinline__ bool draw_share(const SampleChooseParams& p, int64_t 
   return true;
 }
 
-// Chooses row b's token, or queues a walk of the row (*own: its index). False if another block has the
-// result.
+// Chooses row b's token, or queues a walk of the row (*own: its index). False if another block has
+// the result.
 __device__ __forceinline__ bool choose_owned(const SharedWalks& walks, const Role& role, int64_t b,
-                                             const uint32_t (&keys)[kKeys], Result& result,
+                                             const uint32_t (&keys)[kKeysPerThread], Result& result,
                                              int* own, ChooseShared& s) {
   const SampleChooseParams& p = walks.p;
   const bool can_use = has_usable_parameters(p, b);
@@ -138,8 +139,9 @@ __device__ __forceinline__ bool choose_owned(const SharedWalks& walks, const Rol
   return true;
 }
 
-// Writes the row's result as soon as there is one, and helps with walks until there is nothing left to
-// do. True if the block must walk its row alone: `own` is kMaxWalks or its walk has ended in ties.
+// Writes the row's result as soon as there is one, and helps with walks until there is nothing left
+// to do. True if the block must walk its row alone: `own` is kMaxWalks or its walk has ended in
+// ties.
 __device__ __forceinline__ bool serve_walks(const SharedWalks& walks, const Role& role,
                                             Result& result, int own, ChooseShared& s) {
   for (uint32_t turn = blockIdx.x + blockIdx.y * gridDim.x; own != kMaxWalks; ++turn) {
@@ -174,7 +176,7 @@ __device__ __forceinline__ bool serve_walks(const SharedWalks& walks, const Role
 __device__ __forceinline__ void walk_alone(const SharedWalks& walks, int64_t b, Result& result,
                                            ChooseShared& s) {
   const SampleChooseParams& p = walks.p;
-  uint32_t keys[kKeys];
+  uint32_t keys[kKeysPerThread];
   load_keys(p.keys + b * 2 * kMaxSegments, p.num_segments, keys);
   const Job job = job_of(p, b, largest_key(keys, s.select.scratch));
   const float low = lowest_of_largest(keys, s.select.scratch);

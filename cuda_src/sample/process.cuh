@@ -5,9 +5,9 @@
 
 constexpr int kInPrompt = 1 << 30;
 
-// Repetition, presence and frequency penalties on logits [begin, begin + size) of a row. Counts the ids'
-// occurrences in the history, then one thread for each distinct id changes its logit. Logit and count
-// of id are logits[id - begin] and counts[id - begin]; all counts are 0 before and after.
+// Repetition, presence and frequency penalties on logits [begin, begin + size) of a row. Counts the
+// ids' occurrences in the history, then one thread for each distinct id changes its logit. Logit
+// and count of id are logits[id - begin] and counts[id - begin]; all counts are 0 before and after.
 __device__ void penalize(float* logits, int* counts, const int* history, int len, int prompt_len,
                          int begin, int size, float repetition, float presence, float frequency) {
   for (int i = threadIdx.x; i < len; i += blockDim.x) {
@@ -53,7 +53,8 @@ struct RowChanges {
   }
 };
 
-// Writes logits [begin, begin + size) of row b, changed, to `changed`. Ends with a barrier of the block.
+// Writes logits [begin, begin + size) of row b, changed, to `changed`. Ends with a barrier of the
+// block.
 __device__ __forceinline__ void change_chunk(const SampleScanParams& p, const RowChanges& changes,
                                              int64_t b, int begin, int size, float* changed,
                                              int* counts) {

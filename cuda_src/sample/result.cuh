@@ -14,18 +14,19 @@ struct Result {
 constexpr int kNoToken = -1, kBadLogitsToken = -2, kBadParameterToken = -3;
 
 __device__ __forceinline__ void load_keys(const uint32_t* keys, int num_segments,
-                                          uint32_t (&mine)[kKeys]) {
+                                          uint32_t (&mine)[kKeysPerThread]) {
 #pragma unroll
-  for (int i = 0; i < kKeys; ++i) {
+  for (int i = 0; i < kKeysPerThread; ++i) {
     const int segment = i * kThreads + static_cast<int>(threadIdx.x);
     mine[i] = segment < num_segments ? keys[segment] : 0;
   }
 }
 
-__device__ __forceinline__ uint32_t largest_key(const uint32_t (&keys)[kKeys], uint64_t* scratch) {
+__device__ __forceinline__ uint32_t largest_key(const uint32_t (&keys)[kKeysPerThread],
+                                                uint64_t* scratch) {
   uint32_t top = 0;
 #pragma unroll
-  for (int i = 0; i < kKeys; ++i) top = max(top, keys[i]);
+  for (int i = 0; i < kKeysPerThread; ++i) top = max(top, keys[i]);
   return block_max<kWarps>(top, scratch);
 }
 
@@ -92,7 +93,7 @@ __device__ __forceinline__ void write_result(const SampleChooseParams& p, const 
   if (p.num_top == 0) return;
   int num_listed = result.num_listed;
   if (is_processed || num_listed < 0) {  // no list, or one of the changed logits
-    uint32_t mine[kKeys];
+    uint32_t mine[kKeysPerThread];
     load_keys(is_processed ? keys + kMaxSegments : keys, p.num_segments, mine);
     const uint32_t top = largest_key(mine, s.select.scratch);
     bool is_whole;

@@ -1,9 +1,9 @@
 // Cutting and drawing by walking the row: for more candidates than a list holds.
 //
-// A first walk adds the candidates' masses to bins of x, which give the total and the bin with the cut.
-// The next one lists this bin, to be sorted. Only where a bin holds too many (ties) the order of the
-// row is searched digit by digit. A last walk draws. Where only top_p and min_p cut, several blocks
-// walk together (shared_walk.cuh).
+// A first walk adds the candidates' masses to bins of x, which give the total and the bin with the
+// cut. The next one lists this bin, to be sorted. Only where a bin holds too many (ties) the order
+// of the row is searched digit by digit. A last walk draws. Where only top_p and min_p cut, several
+// blocks walk together (shared_walk.cuh).
 #pragma once
 
 #include "sample/candidates.cuh"
@@ -15,8 +15,8 @@ struct RowBins {
 };
 constexpr int kBinsPerThread = kBins / kThreads;
 
-// Bins of x for a row. `low` is a logit that every segment reaches but those of -inf: a useful cut lies within a few times
-// its distance from the top.
+// Bins of x for a row. `low` is a logit that every segment reaches but those of -inf: a useful cut
+// lies within a few times its distance from the top.
 __device__ __forceinline__ LinearBins<kBins> bins_of(const Job& job, float low) {
   constexpr float kReach = 3.0f;
   return LinearBins<kBins>(fmaxf(kReach * job.x(low), job.lowest_x), 0.0f);
@@ -55,7 +55,7 @@ __device__ __forceinline__ RowBins sum_bins(ChooseShared& s, int* count, uint64_
   uint64_t own_mass = 0, all;
   for (int i = 0; i < kBinsPerThread; ++i) {
     own_count += bins.count[first + i];
-    own_mass += bins.weight(first + i);
+    own_mass += bins.mass(first + i);
   }
   const int count_upto = block_inclusive_count<kWarps>(own_count, s.select.scratch);
   if (threadIdx.x == kThreads - 1) s.size = count_upto;
@@ -78,14 +78,14 @@ __device__ int find_bin(const RowBins& rows, uint64_t target, ChooseShared& s, i
   for (int i = 0; i < kBinsPerThread; ++i) {
     const int bin = static_cast<int>(threadIdx.x) * kBinsPerThread + i;
     const uint64_t before = kByMass ? mass_upto : count;
-    const uint64_t own = kByMass ? bins.weight(bin) : bins.count[bin];
+    const uint64_t own = kByMass ? bins.mass(bin) : bins.count[bin];
     if (before < target && target <= before + own) {  // one thread, once
       s.select.bin = bin;
       s.select.before = count;
       s.select.rest = mass_upto;
     }
     count += bins.count[bin];
-    mass_upto += bins.weight(bin);
+    mass_upto += bins.mass(bin);
   }
   __syncthreads();
   const int bin = s.select.bin;
@@ -113,8 +113,8 @@ __device__ __forceinline__ int list_bin(const Job& job, const LinearBins<kBins>&
   return n;
 }
 
-// How many of the n entries of s.sorted stay: up to the one with which their masses and `mass_before`,
-// that of the bins before, reach `needed`.
+// How many of the n entries of s.sorted stay: up to the one with which their masses and
+// `mass_before`, that of the bins before, reach `needed`.
 __device__ __forceinline__ int cut_bin(const Job& job, int n, uint64_t mass_before, uint64_t needed,
                                        ChooseShared& s) {
   Entries entries(job, n, s);

@@ -7,10 +7,10 @@
 #include "sample/segments.cuh"
 #include "common/types.cuh"
 
-constexpr int kThreads = 512;  // one block a row
+constexpr int kThreads = 512;  // one block per row
 constexpr int kWarps = kThreads / kWarpSize;
-constexpr int kKeys = kMaxSegments / kThreads;  // keys of segments a thread holds
-constexpr int kEntries = 2;                     // of a list, a thread's: neighbours
+constexpr int kKeysPerThread = kMaxSegments / kThreads;  // keys of segments
+constexpr int kEntries = 2;                              // of a list, a thread's: neighbours
 constexpr int kMaxCandidates = kEntries * kThreads;
 constexpr int kListed = 128;  // the least that is listed where no top_k says how many
 
@@ -19,13 +19,13 @@ struct ChooseShared {
   uint64_t list[kMaxCandidates], sorted[kMaxCandidates];
   uint32_t segments[kMaxCandidates];  // or, while the list is sorted, its bins
   int size, num_segments;
-  uint32_t best_key;  // of the scores seen by any thread
-  uint32_t told;      // a broadcast by thread 0
+  uint32_t best_key;         // of the scores seen by any thread
+  uint32_t broadcast_value;  // a broadcast by thread 0
   bool is_last;
 };
 
-// Bins of values, numbered from `high` down. Values below `low` are in the last bin, and so are all if
-// the two are equal.
+// Bins of values, numbered from `high` down. Values below `low` are in the last bin, and so are all
+// if the two are equal.
 template <int kNumBins>
 struct LinearBins {
   float high, steps;
@@ -38,8 +38,9 @@ struct LinearBins {
   }
 };
 
-// Sorts s.list[0..n), whose entries are distinct, into s.sorted, descending. An entry's rank is the number
-// of those above it; with many entries they are binned first, and compared within a bin only.
+// Sorts s.list[0..n), whose entries are distinct, into s.sorted, descending. An entry's rank is the
+// number of those above it; with many entries they are binned first, and compared within a bin
+// only.
 __device__ __forceinline__ void sort_list(int n, ChooseShared& s) {
   if (n <= kThreads / 2) {
     block_sort_descending(s.list, n, s.sorted);
@@ -99,23 +100,24 @@ __device__ __forceinline__ void sort_list(int n, ChooseShared& s) {
 }
 
 // The bitwise inverse of the thread's lowest key above that of -inf; 0 if there is none.
-__device__ __forceinline__ uint32_t inverse_of_lowest(const uint32_t (&keys)[kKeys]) {
+__device__ __forceinline__ uint32_t inverse_of_lowest(const uint32_t (&keys)[kKeysPerThread]) {
   uint32_t inverse = 0;
 #pragma unroll
-  for (int i = 0; i < kKeys; ++i) inverse = max(inverse, keys[i] > kMinusInfKey ? ~keys[i] : 0);
+  for (int i = 0; i < kKeysPerThread; ++i)
+    inverse = max(inverse, keys[i] > kMinusInfKey ? ~keys[i] : 0);
   return inverse;
 }
 
-// Bins the keys and lists in s.segments those of the first bins that hold at least `wanted` keys, or all.
-// Returns the last such bin and *count, the number of segments; these are not listed if they are more
-// than s.segments holds.
+// Bins the keys and lists in s.segments those of the first bins that hold at least `wanted` keys,
+// or all. Returns the last such bin and *count, the number of segments; these are not listed if
+// they are more than s.segments holds.
 __device__ __forceinline__ int select_segments(const LinearBins<kThreads>& linear,
-                                               const uint32_t (&keys)[kKeys], int wanted,
+                                               const uint32_t (&keys)[kKeysPerThread], int wanted,
                                                ChooseShared& s, int* count) {
   int* bins = reinterpret_cast<int*>(s.select.bins.count);
-  int bin[kKeys];
+  int bin[kKeysPerThread];
 #pragma unroll
-  for (int i = 0; i < kKeys; ++i) {
+  for (int i = 0; i < kKeysPerThread; ++i) {
     bin[i] = keys[i] > kMinusInfKey ? linear.bin(from_ordered_key(keys[i])) : kThreads;
     if (bin[i] < kThreads) atomicAdd(&bins[bin[i]], 1);
   }
@@ -132,7 +134,7 @@ __device__ __forceinline__ int select_segments(const LinearBins<kThreads>& linea
   *count = s.select.before;
   if (*count > kMaxCandidates) return last_bin;
 #pragma unroll
-  for (int i = 0; i < kKeys; ++i) {
+  for (int i = 0; i < kKeysPerThread; ++i) {
     if (bin[i] <= last_bin) {
       s.segments[atomicAdd(&s.num_segments, 1)] = static_cast<uint32_t>(i * kThreads + threadIdx.x);
     }
@@ -141,8 +143,8 @@ __device__ __forceinline__ int select_segments(const LinearBins<kThreads>& linea
   return last_bin;
 }
 
-// Appends to s.list the logits of s.segments that lie in bins up to last_bin; s.size counts them, also
-// those that the list has no room for.
+// Appends to s.list the logits of s.segments that lie in bins up to last_bin; s.size counts them,
+// also those that the list has no room for.
 __device__ __forceinline__ void read_segments(const Row& row, const LinearBins<kThreads>& linear,
                                               int last_bin, int count, int shift, ChooseShared& s) {
   const int num_parts = count << shift;  // of kSegment logits, one warp each
@@ -174,11 +176,12 @@ __device__ __forceinline__ void read_segments(const Row& row, const LinearBins<k
   __syncthreads();
 }
 
-// Lists the first of the row's order in s.sorted: at least min(wanted, all) logits, none of -inf. Returns
-// how many, or -1 if a list cannot hold them. `keys` are those of segments threadIdx.x + i * kThreads,
-// `top` is the largest of all. *is_whole tells whether the list holds all.
-__device__ int list_largest(const Row& row, const uint32_t (&keys)[kKeys], uint32_t top, int wanted,
-                            int shift, ChooseShared& s, bool* is_whole) {
+// Lists the first of the row's order in s.sorted: at least min(wanted, all) logits, none of -inf.
+// Returns how many, or -1 if a list cannot hold them. `keys` are those of segments
+// threadIdx.x + i * kThreads, `top` is the largest of all. *is_whole tells whether the list holds
+// all.
+__device__ int list_largest(const Row& row, const uint32_t (&keys)[kKeysPerThread], uint32_t top,
+                            int wanted, int shift, ChooseShared& s, bool* is_whole) {
   reinterpret_cast<int*>(s.select.bins.count)[threadIdx.x] = 0;
   if (threadIdx.x == 0) s.size = s.num_segments = 0;
   // SAFETY: the barriers of block_max come before the bins are added to.
@@ -195,8 +198,8 @@ __device__ int list_largest(const Row& row, const uint32_t (&keys)[kKeys], uint3
   return n;
 }
 
-// How many to ask list_largest for so that the list rarely overflows: n logits at random lie in about
-// N (1 - e^(-n / N)) of N segments.
+// How many to ask list_largest for so that the list rarely overflows: n logits at random lie in
+// about N (1 - e^(-n / N)) of N segments.
 __device__ __forceinline__ int most_listed(int num_segments) {
   constexpr float kFill = 0.9f * kMaxCandidates * kLog2E;
   return static_cast<int>(num_segments * (1.0f - approximate_exp2(-kFill / num_segments)));

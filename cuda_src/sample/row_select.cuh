@@ -49,14 +49,10 @@ struct Row {
 };
 
 // Loads in flight of a thread that walks a row: as many as registers allow.
-#if __CUDA_ARCH__ >= 1200
-constexpr int kLoads = 2;
-#else
-constexpr int kLoads = 4;
-#endif
+constexpr int kLoads = __CUDA_ARCH__ >= 1200 ? 2 : 4;
 
 // Calls body(logits, group) for the groups [begin, end) of four ids, spread over the block's
-// threads, and after_batch() for all threads of the block at once after every kLoads of them.
+// threads, and after_batch() for all threads of the block together after every kLoads of them.
 template <typename Body, typename AfterBatch>
 __device__ __forceinline__ void for_each_group(const Row& row, int begin, int end, Body body,
                                                AfterBatch after_batch) {
@@ -93,19 +89,19 @@ __device__ __forceinline__ void for_each_id(const Row& row, Body body) {
 
 constexpr int kBins = 2048;
 
-// Counts and sums of weights by bin. A 64-bit sum is two words; the thread whose addition wraps the low
+// Counts and masses by bin. A 64-bit mass is two words; the thread whose addition wraps the low
 // word carries. Integer sums, so the order of the atomics does not matter.
 struct Histogram {
   uint32_t count[kBins], low[kBins], high[kBins];
 
-  __device__ __forceinline__ void add(int bin, uint64_t weight) {
-    const uint32_t part = static_cast<uint32_t>(weight);
+  __device__ __forceinline__ void add(int bin, uint64_t mass) {
+    const uint32_t part = static_cast<uint32_t>(mass);
     const uint32_t before = atomicAdd(&low[bin], part);
-    const uint32_t rest = static_cast<uint32_t>(weight >> 32) + (before + part < before ? 1u : 0u);
+    const uint32_t rest = static_cast<uint32_t>(mass >> 32) + (before + part < before ? 1u : 0u);
     if (rest != 0) atomicAdd(&high[bin], rest);
     atomicAdd(&count[bin], 1u);
   }
-  __device__ __forceinline__ uint64_t weight(int bin) const {
+  __device__ __forceinline__ uint64_t mass(int bin) const {
     return static_cast<uint64_t>(high[bin]) << 32 | low[bin];
   }
 };
@@ -113,18 +109,20 @@ struct Histogram {
 struct SelectShared {
   Histogram bins;
   uint64_t scratch[32];
-  uint64_t rest;    // weight still needed from the chosen bin
+  uint64_t rest;    // mass still needed from the chosen bin
   int bin, before;  // the chosen bin, and the count in the bins before it
   bool is_done;
 };
 
-// Finds the shortest prefix of the order whose weights reach `target`. Returns a threshold: the prefix
-// has order numbers from it up, everything else with a weight has lower ones. weight(order, logit) is
-// an integer, 0 for what is no candidate; all weights must sum to at least `target`, which is >= 1.
+// Finds the shortest prefix of the order whose masses reach `target`. Returns a threshold: the
+// prefix has order numbers from it up, everything else with a mass has lower ones.
+// mass_of(order, logit) is an integer: 0 for what is no candidate; where candidates are counted, 1
+// for each. All masses must sum to at least `target`, which is >= 1.
 //
-// A radix search from the top digit: at most five passes over the row, fewer where a whole bin is taken. The block has kWarps * 32 threads, which divide kBins.
-template <int kWarps, typename Weight>
-__device__ uint64_t select_order(const Row& row, Weight weight, uint64_t target, SelectShared& s) {
+// A radix search from the top digit: at most five passes over the row, fewer where a whole bin is
+// taken. The block has kWarps * 32 threads, which divide kBins.
+template <int kWarps, typename MassOf>
+__device__ uint64_t select_order(const Row& row, MassOf mass_of, uint64_t target, SelectShared& s) {
   constexpr int kBinsPerThread = kBins / (kWarps * kWarpSize);
   uint64_t prefix = 0;
   int shift = 32 + kIdBits;
@@ -140,20 +138,20 @@ __device__ uint64_t select_order(const Row& row, Weight weight, uint64_t target,
     for_each_id(row, [&](float logit, int id) {
       const uint64_t order = order_of(logit, id);
       if (order >> (shift + width) != prefix) return;
-      const uint64_t w = weight(order, logit);
-      if (w != 0) s.bins.add(static_cast<int>(order >> shift) & ((1 << width) - 1), w);
+      const uint64_t own = mass_of(order, logit);
+      if (own != 0) s.bins.add(static_cast<int>(order >> shift) & ((1 << width) - 1), own);
     });
     __syncthreads();
     const int top_bin = kBins - 1 - kBinsPerThread * static_cast<int>(threadIdx.x);
     uint64_t mine = 0, total;
-    for (int i = 0; i < kBinsPerThread; ++i) mine += s.bins.weight(top_bin - i);
+    for (int i = 0; i < kBinsPerThread; ++i) mine += s.bins.mass(top_bin - i);
     uint64_t before = block_inclusive_scan<kWarps>(mine, s.scratch, &total) - mine;
     if (before < target && target <= before + mine) {  // one thread
       int bin = top_bin;
-      while (before + s.bins.weight(bin) < target) before += s.bins.weight(bin--);
+      while (before + s.bins.mass(bin) < target) before += s.bins.mass(bin--);
       s.bin = bin;
       s.rest = target - before;
-      s.is_done = s.bins.count[bin] == 1 || s.bins.weight(bin) == s.rest;
+      s.is_done = s.bins.count[bin] == 1 || s.bins.mass(bin) == s.rest;
     }
     __syncthreads();
     prefix = prefix << width | static_cast<uint64_t>(s.bin);

@@ -9,10 +9,21 @@
 // Parallelisation: sample_scan, one warp per tile of 1024 logits and no barrier, is the one read of
 // memory: it keeps the largest logit of every segment (segments.cuh). sample_scan_process does the
 // same where rows may have to be changed first; a block does so for its four tiles in shared memory
-// (process.cuh). sample_choose, one block of 512 threads a row, finds from the keys which segments can
-// hold a candidate, lists these, cuts and draws (candidates.cuh). Where the candidates are more
-// than a list holds, it walks the row together with other blocks (shared_walk.cuh) or alone
-// (row_cut.cuh); where nothing is cut, several blocks share the row's draw.
+// (process.cuh). sample_choose, one block of 512 threads per row, finds from the keys which
+// segments can hold a candidate, lists these, cuts and draws (candidates.cuh). Where the candidates
+// are more than a list holds, it walks the row together with other blocks (shared_walk.cuh) or
+// alone (row_cut.cuh); where nothing is cut, several blocks share the row's draw.
+//
+// Words:
+//   key     a float's bits, changed so that they compare as the float does (ordered_key)
+//   order   key and id in one number: descending, it sorts by logit, equal logits by id
+//   tile, segment   1024 and 128 neighbouring logits of a row
+//   mass    2^x as a whole number of steps of 2^-40, x = (logit - largest) / (temperature ln 2)
+//   share   top_p in steps of 2^-24: the part of all mass that the kept candidates must reach
+//   cut     the last candidate that top_k, top_p and min_p keep
+//   list    the row's largest logits, sorted, in shared memory
+//   walk    a pass over a whole row, in chunks that several blocks may take
+//   job, role   what decides a row's draw; what a block does for a row
 // Mirror: engine/reference/sample.py
 #include "sample/choose.cuh"
 #include "sample/process.cuh"
@@ -51,16 +62,16 @@ extern "C" __global__ void __launch_bounds__(kScanThreads, 4)
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     sample_choose(const __grid_constant__ SampleChooseParams p) {
-  __shared__ ChooseShared s;
+  __shared__ ChooseShared smem;
   const int64_t b = blockIdx.x;
   if (threadIdx.x == 0) atomicAdd(&p.queue->num_started, 1u);
-  uint32_t keys[kKeys];
+  uint32_t keys[kKeysPerThread];
   load_keys(p.keys + b * 2 * kMaxSegments, p.num_segments, keys);
   const SharedWalks walks{p, p.queue, p.walks, static_cast<int>(gridDim.x)};
   const Role role(p, b);
   if (!role.is_owner && !role.is_helper) return;
   Result result{kNoToken, -1, 1};
   int own = -1;  // this row's walk
-  if (role.is_owner && !choose_owned(walks, role, b, keys, result, &own, s)) return;
-  if (serve_walks(walks, role, result, own, s)) walk_alone(walks, b, result, s);
+  if (role.is_owner && !choose_owned(walks, role, b, keys, result, &own, smem)) return;
+  if (serve_walks(walks, role, result, own, smem)) walk_alone(walks, b, result, smem);
 }

@@ -1,9 +1,9 @@
 // Tiles and segments: what the first stage of sampling keeps of a row of logits.
 //
-// A warp reads a tile of 1024 logits as eight segments of 128, and keeps the largest of each segment
-// (or of two, four or eight neighbours, so that a row has at most kMaxSegments) as a key. The k-th
-// largest key is a lower bound of the row's k-th largest logit, so the second stage reads again only
-// the few segments that reach it. A tile also has sums of exponentials.
+// A warp reads a tile of 1024 logits as eight segments of 128, and keeps the largest of each
+// segment (or of two, four or eight neighbours, so that a row has at most kMaxSegments) as a key.
+// The k-th largest key is a lower bound of the row's k-th largest logit, so the second stage reads
+// again only the few segments that reach it. A tile also has sums of exponentials.
 #pragma once
 
 #include "sample/exact_math.cuh"
@@ -76,15 +76,15 @@ __device__ __forceinline__ uint32_t store_keys(const TileValues& x, int tile, in
     const float largest = max_or_nan(max_or_nan(v[0], v[1]), max_or_nan(v[2], v[3]));
     key[j] = __reduce_max_sync(kFullMask, ordered_key(largest));
   }
-  const int lane = threadIdx.x % kWarpSize;
+  const int lane_idx = threadIdx.x % kWarpSize;
   uint32_t mine = 0, all = 0;
 #pragma unroll
   for (int j = 0; j < kTileSegments; ++j) {
-    if (j >> shift == lane) mine = max(mine, key[j]);
+    if (j >> shift == lane_idx) mine = max(mine, key[j]);
     all = max(all, key[j]);
   }
-  const int segment = tile * (kTileSegments >> shift) + lane;
-  if (lane < (kTileSegments >> shift) && segment < num_segments) keys[segment] = mine;
+  const int segment = tile * (kTileSegments >> shift) + lane_idx;
+  if (lane_idx < (kTileSegments >> shift) && segment < num_segments) keys[segment] = mine;
   return all;
 }
 

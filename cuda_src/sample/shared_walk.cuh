@@ -1,9 +1,9 @@
-// Walking rows together: by all blocks that have nothing else to do.
+// Walking a row together, by all blocks that have nothing else to do.
 //
-// A row whose candidates do not fit a list is queued as a Walk: chunks to be added to bins, then, once
-// the bin with the cut is known, chunks to be drawn from. Any free block takes chunks; the one that
-// ends the last chunk of a phase does what follows. Sums are of integers and the draw is a maximum,
-// so the result does not depend on which block takes what.
+// A row whose candidates do not fit a list is queued as a Walk: chunks to be added to bins, then,
+// once the bin with the cut is known, chunks to be drawn from. Any free block takes chunks; the one
+// that ends the last chunk of a phase does what follows. Sums are of integers and the draw is a
+// maximum, so the result does not depend on which block takes what.
 //
 // SAFETY: no block waits for one that may not have started. A row's owner waits for chunks that
 // running blocks have taken; a block without a row waits for more walks only once all have started.
@@ -92,10 +92,10 @@ struct SharedWalks {
     Histogram& bins = s.select.bins;
 #pragma unroll 1
     for (int i = threadIdx.x; i < kBins; i += kThreads) {
-      const uint64_t weight = __ldcg(&walk.masses[i]);
+      const uint64_t mass = __ldcg(&walk.masses[i]);
       bins.count[i] = __ldcg(&walk.counts[i]);
-      bins.low[i] = static_cast<uint32_t>(weight);
-      bins.high[i] = static_cast<uint32_t>(weight >> 32);
+      bins.low[i] = static_cast<uint32_t>(mass);
+      bins.high[i] = static_cast<uint32_t>(mass >> 32);
     }
     __syncthreads();
     int count, before_count;
@@ -127,7 +127,7 @@ struct SharedWalks {
     for (int i = threadIdx.x; i < kBins; i += kThreads) {
       if (s.select.bins.count[i] == 0) continue;
       atomicAdd(&walk.counts[i], s.select.bins.count[i]);
-      atomicAdd(&walk.masses[i], s.select.bins.weight(i));
+      atomicAdd(&walk.masses[i], s.select.bins.mass(i));
     }
     if (end_chunks(&walk.done[0], own, all, s)) find_cut(idx, s);
     return true;
@@ -216,9 +216,9 @@ struct SharedWalks {
   // Thread 0's value, in all threads.
   __device__ __forceinline__ uint32_t broadcast(uint32_t value, ChooseShared& s) const {
     __syncthreads();  // SAFETY: all have read what was broadcast before.
-    if (threadIdx.x == 0) s.told = value;
+    if (threadIdx.x == 0) s.broadcast_value = value;
     __syncthreads();
-    return s.told;
+    return s.broadcast_value;
   }
 
   // Queues row b; returns the walk's index, or kMaxWalks if there is no room.
@@ -247,16 +247,16 @@ struct SharedWalks {
 
   // An open walk: its index * 8 + phase; 0 if there is none, ~0 if none can come any more.
   __device__ __forceinline__ uint32_t find_open(uint32_t turn) const {
-    const int lane = threadIdx.x % kWarpSize;
+    const int lane_idx = threadIdx.x % kWarpSize;
     // One lane reads each counter for the whole warp: another lane could see a later value.
-    const uint32_t own = read(&queue->num_finished + min(lane, 2));
+    const uint32_t own = read(&queue->num_finished + min(lane_idx, 2));
     if (__shfl_sync(kFullMask, own, 0) >= static_cast<uint32_t>(num_rows)) return ~0u;
     if (__shfl_sync(kFullMask, own, 1) < gridDim.x * gridDim.y) return ~0u;
     const int count = min(static_cast<int>(__shfl_sync(kFullMask, own, 2)), kMaxWalks);
     for (int i = 0; i < count; i += kWarpSize) {
       // Blocks start at different walks, to spread over them.
-      const int idx = (i + lane + static_cast<int>(turn)) % max(count, 1);
-      const uint32_t phase = i + lane < count ? read(&queue->phases[idx]) : 0;
+      const int idx = (i + lane_idx + static_cast<int>(turn)) % max(count, 1);
+      const uint32_t phase = i + lane_idx < count ? read(&queue->phases[idx]) : 0;
       const uint32_t open = __ballot_sync(kFullMask, phase == kBinning || phase == kDrawing);
       if (open == 0) continue;
       return __shfl_sync(kFullMask, static_cast<uint32_t>(idx) * 8 + phase, __ffs(open) - 1);
@@ -269,7 +269,8 @@ struct SharedWalks {
     return atomicAdd(&queue->num_finished, 1u) + 1 == static_cast<uint32_t>(num_rows);
   }
 
-  // The next walk to work on, as find_open returns it; `own` is asked for alone unless it is negative.
+  // The next walk to work on, as find_open returns it: among all, or only `own` if that is not
+  // negative.
   __device__ __forceinline__ uint32_t next(int own, uint32_t turn, ChooseShared& s) const {
     uint32_t seen = 0;
     if (own >= 0) {
