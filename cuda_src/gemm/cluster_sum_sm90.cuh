@@ -1,9 +1,8 @@
-// A sum over k that the blocks of a cluster share (kClusterK of them), through distributed shared
-// memory.
+// A sum over k that kClusterK CTAs of a cluster share, through distributed shared memory.
 //
-// Block i finishes slice i of the columns. Each thread sends its sums of the other slices to the
-// thread of its number in the block that finishes them, 16 bytes at a time, and adds what it
-// receives to its own, in the order of the blocks.
+// CTA i finishes slice i of the columns. Each thread sends its sums of the other slices to the
+// thread of its number in the CTA that finishes them, 16 bytes at a time, and adds what it receives
+// to its own, in the order of the CTAs.
 #pragma once
 
 #include "gemm/pipeline_sm90.cuh"
@@ -13,7 +12,7 @@ constexpr int kSliceSums = kSlice / 2, kSliceVecs = kSlice / 8;
 
 __device__ __forceinline__ unsigned sums_offset(int sender, int receiver, int vec) {
   const int place = sender - (sender > receiver);
-  return ((place * kSliceVecs + vec) * kConsumers + threadIdx.x - kFirstConsumer) * 16;
+  return ((place * kSliceVecs + vec) * kConsumerThreads + threadIdx.x - kFirstConsumer) * 16;
 }
 
 __device__ __forceinline__ void exchange_sums(const Pipeline& p, const TileScheduler& s,

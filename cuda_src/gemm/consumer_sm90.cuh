@@ -5,9 +5,9 @@
 #include "gemm/cluster_sum_sm90.cuh"
 #include "gemm/epilogue_sm90.cuh"
 
-using Sums = float[kBlocksM][kWarpgroupCols / 2];
+using Sums = float[kMmaTilesM][kWarpgroupCols / 2];
 
-// Releases a stage: arrives on the empty mbarrier of each block that loads into it.
+// Releases a stage: arrives on the empty mbarrier of each CTA that loads into it.
 __device__ __forceinline__ void consumer_release(const Pipeline& p, const TileScheduler& s,
                                                  int stage) {
   const int thread = threadIdx.x % 128;
@@ -16,7 +16,7 @@ __device__ __forceinline__ void consumer_release(const Pipeline& p, const TileSc
     if (thread == 0) mbarrier_arrive(empty);
   } else if (thread < kClusterM + kClusterN - 1) {
     const int layer = s.rank_k * kClusterM * kClusterN;
-    int i = s.rank_m, j = thread;  // this row's blocks first, then the others of this column
+    int i = s.rank_m, j = thread;  // this row's CTAs first, then the others of this column
     if (thread >= kClusterN) {
       i = thread - kClusterN + (thread - kClusterN >= s.rank_m);
       j = s.rank_n;
@@ -25,12 +25,12 @@ __device__ __forceinline__ void consumer_release(const Pipeline& p, const TileSc
   }
 }
 
-// Sums this block's share of k into `acc`. A warm-up pass runs the same instructions once on whatever
+// Sums this CTA's share of k into `acc`. A warm-up pass runs the same instructions once on whatever
 // shared memory holds; it waits for nothing and releases nothing.
 __device__ __forceinline__ void multiply(const Pipeline& p, const TileScheduler& s, int warpgroup,
-                                         bool is_warmup, PipelineState& state, Sums& acc) {
-  const unsigned rows = p.x + (kSharesColumns ? 0 : warpgroup * kBlocksM * 64 * kRowBytes);
-  const unsigned cols = p.w + (kSharesColumns ? warpgroup * kWarpgroupCols * kRowBytes : 0);
+                                         bool is_warmup, DynamicPipelineState& state, Sums& acc) {
+  const unsigned rows = p.x + (kSharesColumns ? 0 : warpgroup * kMmaTilesM * kMmaM * kSlabRowBytes);
+  const unsigned cols = p.w + (kSharesColumns ? warpgroup * kWarpgroupCols * kSlabRowBytes : 0);
   const unsigned full = is_warmup ? p.idle : p.full;
   const int last_k = is_warmup ? s.first_k + 1 : s.last_k;
   if (is_warmup) state.phase = 1;                  // the phase before the first is over
@@ -42,14 +42,14 @@ __device__ __forceinline__ void multiply(const Pipeline& p, const TileScheduler&
     wgmma_fence();
 #pragma unroll
     for (int d = 0; d < kDepth; ++d) {
-      const uint64_t a = wgmma_descriptor(rows + state.stage * p.stage_x + d * p.block_x);
+      const uint64_t a = wgmma_descriptor(rows + state.stage * p.stage_x + d * p.slab_x);
       const uint64_t b = wgmma_descriptor(cols + state.stage * kStageW + d * kBytesW);
 #pragma unroll
-      for (int step = 0; step < kBlockK / 16; ++step)
+      for (int step = 0; step < kSlabK / 16; ++step)
 #pragma unroll
-        for (int j = 0; j < kBlocksM; ++j)
-          wgmma<kWarpgroupCols>(acc[j], a + j * (64 * kRowBytes / 16) + step * 2, b + step * 2,
-                                i > s.first_k || d > 0 || step > 0);
+        for (int j = 0; j < kMmaTilesM; ++j)
+          wgmma<kWarpgroupCols>(acc[j], a + j * (kMmaM * kSlabRowBytes / 16) + step * 2,
+                                b + step * 2, i > s.first_k || d > 0 || step > 0);
     }
     wgmma_commit();
     wgmma_wait<1>();  // the stage before this one has been read
@@ -59,29 +59,30 @@ __device__ __forceinline__ void multiply(const Pipeline& p, const TileScheduler&
   }
   wgmma_wait<0>();
   if (is_warmup)
-    state = PipelineState(0);
+    state = DynamicPipelineState(0);
   else
     consumer_release(p, s, last);
 #pragma unroll
-  for (int j = 0; j < kBlocksM; ++j) wgmma_pin(acc[j]);
+  for (int j = 0; j < kMmaTilesM; ++j) wgmma_pin(acc[j]);
 }
 
-// The consumers' loop. With `warms_up`, while the kernel in front still runs, it first makes a tile
-// below the last row, of which nothing is stored (with kClusterK > 1, only the products): then the
-// instructions are in the cache when x arrives. Worth 1 to 5 % of a step of 16 to 64 sequences.
+// The consumers' loop. With `warms_up`, while the preceding kernel still runs, it first computes a
+// tile below the last row, of which nothing is stored (with kClusterK > 1, only the products): then
+// the instructions are in the cache when x arrives.
 __device__ __forceinline__ void consume(const Pipeline& p, const TileScheduler& s,
                                         unsigned char* smem, const Epilogue& e, bool is_wide,
                                         const TensorMap* map_out, bool warms_up) {
-  // Shuffled, to tell ptxas that it is warp-uniform: descriptors are then computed once a warp.
-  const int warp = __shfl_sync(~0u, (threadIdx.x - kFirstConsumer) / 32, 0), warpgroup = warp / 4;
-  unsigned char* staging = smem + (p.staging - p.x) + warp * kStagings * kWarpStaging;
+  // Shuffled, to tell ptxas that it is warp-uniform: descriptors are then computed once per warp.
+  const int warp_idx = __shfl_sync(~0u, (threadIdx.x - kFirstConsumer) / 32, 0);
+  const int warpgroup = warp_idx / 4;
+  unsigned char* staging = smem + (p.staging - p.x) + warp_idx * kStagings * kWarpStaging;
   constexpr int kWarmup = -1;
   const auto next = [&](int index) {
     if (index != kWarmup) return index + s.step();
-    pdl_wait();  // the kernel in front may read what we write, and write what we read
+    pdl_wait();  // the preceding kernel may read what we write, and write what we read
     return s.first();
   };
-  PipelineState state(0);
+  DynamicPipelineState state(0);
 #pragma unroll 1
   for (int index = warms_up ? kWarmup : next(kWarmup); index < s.count(); index = next(index)) {
     Sums acc;
@@ -89,16 +90,16 @@ __device__ __forceinline__ void consume(const Pipeline& p, const TileScheduler& 
     const int2 tile = index == kWarmup ? make_int2(s.m, 0) : s.tile(index);
     if constexpr (kClusterK > 1) {
       float own[kSliceSums];
-      const int row = warpgroup * 64 + warp % 4 * 16;
-      if (tile.x + row >= s.m) continue;  // no such rows in any block: none sends or waits
+      const int row = warpgroup * kMmaM + warp_idx % 4 * 16;
+      if (tile.x + row >= s.m) continue;  // no such rows in any CTA: none sends or waits
       exchange_sums(p, s, smem + (p.sums - p.x), acc[0], own);
       const Corner corner{staging, tile.x + row, tile.y + s.rank_k * kSlice};
       store(e, own, corner, s.m, s.n, is_wide, map_out, 0);
     } else {
 #pragma unroll
-      for (int i = 0; i < kBlocksM; ++i) {
-        const int block = kSharesColumns ? i : warpgroup * kBlocksM + i;
-        const int row = tile.x + block * 64 + warp % 4 * 16;
+      for (int i = 0; i < kMmaTilesM; ++i) {
+        const int m_tile = kSharesColumns ? i : warpgroup * kMmaTilesM + i;
+        const int row = tile.x + m_tile * kMmaM + warp_idx % 4 * 16;
         const int col = tile.y + (kSharesColumns ? warpgroup * kWarpgroupCols : 0);
         store(e, acc[i], Corner{staging, row, col}, s.m, s.n, is_wide, map_out, i);
       }

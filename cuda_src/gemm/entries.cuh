@@ -1,12 +1,8 @@
-// The entry points of gemm.cu and rmsnorm_gemm.cu: the same kernels without and with a norm in front.
-// choose_config in engine/kernels/gemm/config.py chooses among them.
+// The entry points of gemm.cu and rmsnorm_gemm.cu: the same kernels without and with a norm before
+// the product. choose_config in engine/kernels/gemm/config.py chooses among them.
 #pragma once
 
-#include "gemm/gemv.cuh"
-#include "gemm/mma_tile.cuh"
-#include "gemm/simt_tile.cuh"
-#include "gemm/skinny_direct.cuh"
-#include "gemm/skinny_ring.cuh"
+#include "gemm/problem.cuh"
 
 // `...` is the device function: `function<...>(problem)`.
 #define ENGINE_GEMM_ENTRY(name, threads, min_blocks, ...)           \
@@ -22,37 +18,9 @@
     __VA_ARGS__(p);                                                 \
   }
 
+// ENGINE_GEMM_ENTRIES(op, norm) and ENGINE_SKINNY_ENTRIES(op, norm): every entry point of an op.
 #if ENGINE_DTYPE != 0
-// ring: tokens / 8, stages of a warp's ring, buffers of partial sums. These figures are also in
-// engine/kernels/gemm/skinny.py.
-#define ENGINE_SKINNY_ENTRIES(op, norm)                                                     \
-  ENGINE_SKINNY_ENTRY(op##_skinny_ring_8, 512, 1, skinny_ring<SkinnyShape<1, 5, 2>, norm>)  \
-  ENGINE_SKINNY_ENTRY(op##_skinny_ring_16, 256, 1, skinny_ring<SkinnyShape<2, 4, 2>, norm>) \
-  ENGINE_SKINNY_ENTRY(op##_skinny_ring_32, 256, 1, skinny_ring<SkinnyShape<4, 3, 1>, norm>) \
-  ENGINE_SKINNY_ENTRY(op##_gemv, 512, 1, gemv<norm>)
-
-// tile: m, n of the block's tile, m, n of a warp's, stages. direct: tokens / 8, weight rows / 16,
-// warps (float32: tokens, weight rows, warps). Registers bound the blocks that share a
-// multiprocessor: 128 accumulators a thread with warps of 64 x 64.
-#define ENGINE_GEMM_ENTRIES(op, norm)                                                        \
-  ENGINE_GEMM_ENTRY(op##_tile_128x256, 256, 1, mma_tile<128, 256, 64, 64, 4, true, norm>)    \
-  ENGINE_GEMM_ENTRY(op##_tile_128x128, 128, 2, mma_tile<128, 128, 64, 64, 4, true, norm>)    \
-  ENGINE_GEMM_ENTRY(op##_tile_64x128, 128, 3, mma_tile<64, 128, 32, 64, 5, true, norm>)      \
-  ENGINE_GEMM_ENTRY(op##_tile_64x64, 128, 4, mma_tile<64, 64, 32, 32, 6, true, norm>)        \
-  ENGINE_GEMM_ENTRY(op##_unaligned_64x64, 128, 3, mma_tile<64, 64, 32, 32, 3, false, norm>)  \
-  ENGINE_GEMM_ENTRY(op##_skinny_direct_8x16_w8, 256, 3, skinny_direct_mma<1, 1, 8, norm>)    \
-  ENGINE_GEMM_ENTRY(op##_skinny_direct_16x32_w8, 256, 2, skinny_direct_mma<2, 2, 8, norm>)   \
-  ENGINE_GEMM_ENTRY(op##_skinny_direct_32x32_w8, 256, 1, skinny_direct_mma<4, 2, 8, norm>)   \
-  ENGINE_GEMM_ENTRY(op##_skinny_direct_8x16_w16, 512, 2, skinny_direct_mma<1, 1, 16, norm>)  \
-  ENGINE_GEMM_ENTRY(op##_skinny_direct_16x16_w16, 512, 1, skinny_direct_mma<2, 1, 16, norm>) \
-  ENGINE_GEMM_ENTRY(op##_skinny_direct_32x16_w16, 512, 1, skinny_direct_mma<4, 1, 16, norm>)
+#include "gemm/entries_mma.cuh"
 #else
-#define ENGINE_SKINNY_ENTRIES(op, norm)
-#define ENGINE_GEMM_ENTRIES(op, norm)                                                    \
-  ENGINE_GEMM_ENTRY(op##_tile_128x128, kSimtThreads, 2, simt_tile<8, 4, true, norm>)     \
-  ENGINE_GEMM_ENTRY(op##_tile_64x64, kSimtThreads, 3, simt_tile<4, 4, true, norm>)       \
-  ENGINE_GEMM_ENTRY(op##_unaligned_64x64, kSimtThreads, 3, simt_tile<4, 3, false, norm>) \
-  ENGINE_GEMM_ENTRY(op##_skinny_direct_1x4_w8, 256, (norm) ? 3 : 4,                      \
-                    skinny_direct_simt<1, 4, 8, norm>)                                   \
-  ENGINE_GEMM_ENTRY(op##_skinny_direct_8x2_w8, 256, 2, skinny_direct_simt<8, 2, 8, norm>)
+#include "gemm/entries_simt.cuh"
 #endif

@@ -3,7 +3,7 @@
 //   out = activation(sum + bias) + residual
 //
 // With kSiluAndMul the weight's rows, and the bias, are gate and up in turn, eight of each: columns
-// 16 i + j and 16 i + 8 + j of the product (j < 8) make column 8 i + j of out, which has n / 2:
+// 16 i + j and 16 i + 8 + j of the product (j < 8) give column 8 i + j of out, which has n / 2:
 // silu(gate) * up + residual.
 #pragma once
 

@@ -2,29 +2,34 @@
 //
 //   out = activation(x weight^T + bias) + residual
 //
-// With "silu_and_mul" the weight's rows are gate and up in turn, eight of each (epilogue.cuh), and out
-// has N / 2 columns. With num_gates all rows of gate precede those of up in memory, and TMA interleaves
-// them on the way to shared memory: map_w has axes (k, 8 rows, gate and up, groups of 8 rows).
+// With "silu_and_mul" the weight's rows are gate and up in turn, eight of each (epilogue.cuh), and
+// out has N / 2 columns. With num_gates all rows of gate precede those of up in memory, and TMA
+// interleaves them on the way to shared memory: map_w has axes (k, 8 rows, gate and up, groups of 8
+// rows).
 // Arguments: GemmSm90Params, below.
 //
 // Numerics: products on tensor cores (wgmma), sums, bias, activation and residual in float, one
 // rounding at the end. The order of summation depends on the module's tile and on K alone.
-// Parallelisation: a persistent CTA makes work tiles of kTileM x kTileN one after another. One
-// producer thread fills a ring of stages by TMA, 64 * kDepth of k at a time; it loads the first
-// weights before the kernel in front has ended. One to three consumer warpgroups multiply.
-// CTAs of a cluster make neighbouring tiles, kClusterM x kClusterN: each loads a part of a row's x tile
-// or a column's weight tile and multicasts it. kClusterK CTAs share one tile's sum over k: they
-// exchange partial sums through distributed shared memory, and each finishes some of the columns.
+// Parallelisation: a persistent CTA computes work tiles of kTileM x kTileN one after another. One
+// producer thread fills a ring of stages by TMA, kDepth slabs of 64 values of k at a time; it loads
+// the first weights before the preceding kernel has ended. One to three consumer warpgroups
+// multiply. The CTAs of a cluster compute neighbouring tiles, kClusterM x kClusterN: each loads a
+// part of a row's x tile or a column's weight tile and multicasts it. kClusterK CTAs share one
+// tile's sum over k: they exchange partial sums through distributed shared memory, and each
+// finishes some of the columns.
 // Mirror: engine/reference/gemm.py
 #include "gemm/consumer_sm90.cuh"
 #include "gemm/producer_sm90.cuh"
+
+// What one access of out and residual may have; OutVector in engine/kernels/gemm/sm90.py.
+enum OutVector { kOneElement = 0, kFourElements = 1, kEightElements = 2 };
 
 struct GemmSm90Params {
   TensorMap map_x;  // x (M, K) by boxes of x_part rows; address, row stride: multiples of 16 bytes
   TensorMap map_tail;  // x by boxes of tail_part rows, for the tile of the last rows
   TensorMap map_w;     // weight (N, K), K a multiple of 8
-  TensorMap
-      map_out;  // out by boxes of 16 rows, 64 columns, if kStores, is_vector is 2, residual null
+  // out by boxes of 16 rows, 64 columns, if kStores, out_vector is kEightElements, residual null
+  TensorMap map_out;
   const scalar_t* bias;  // (N,), or null
   const void* residual;  // shape and dtype of out, rows residual_stride apart; may be out; or null
   int64_t residual_stride;  // elements
@@ -34,11 +39,11 @@ struct GemmSm90Params {
   int band;               // rows of super-tiles, as TileScheduler has them
   int x_part, tail_part;  // rows of x that a CTA loads of a tile, and of the last rows' tile
   int stages;             // of the ring, for tiles of 64 rows
-  int uses_pdl;           // the kernel in front may still run; it writes neither weight nor bias
+  int uses_pdl;           // the preceding kernel may still run; it writes neither weight nor bias
   int num_gates;          // rows of gate, if all of these precede those of up; else 0
   int activation;         // an Activation
   int is_float;
-  int is_vector;  // elements that an access of out and residual may have: 0: 1, 1: 4, 2: 8
+  int out_vector;  // an OutVector
 };
 
 extern "C" __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads, 1)
@@ -51,8 +56,8 @@ extern "C" __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds_
   const Loading loading{p.x_part, p.tail_part, p.uses_pdl != 0, p.num_gates > 0};
   const Loader loader(pipeline, scheduler, &p.map_x, &p.map_tail, &p.map_w, loading);
   // Shuffled, to tell ptxas that it is warp-uniform.
-  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);
-  if (warp == kProducer / 32 && elect_one()) {
+  const int warp_idx = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);
+  if (warp_idx == kProducer / 32 && elect_one()) {
     tma_prefetch_map(&p.map_w);
     tma_prefetch_map(&p.map_x);
     tma_prefetch_map(&p.map_tail);
@@ -66,18 +71,18 @@ extern "C" __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds_
   else
     __syncthreads();
   const Epilogue epilogue{p.bias,       p.residual,   p.out,           p.residual_stride,
-                          p.out_stride, p.activation, p.is_float != 0, p.is_vector != 0,
+                          p.out_stride, p.activation, p.is_float != 0, p.out_vector != kOneElement,
                           p.num_gates};
   // Producer and consumers part here for good, as setmaxnreg requires.
-  if (warp < kFirstConsumer / 32 || warp >= (kFirstConsumer + kConsumers) / 32) {
+  if (warp_idx < kFirstConsumer / 32 || warp_idx >= (kFirstConsumer + kConsumerThreads) / 32) {
     if constexpr (kMovesRegisters) warpgroup_reg_dealloc<kProducerRegisters>();
-    if (warp == kProducer / 32 && elect_one()) {
+    if (warp_idx == kProducer / 32 && elect_one()) {
       if (!kLoadsAlone) load_early(pipeline, scheduler, loader);
       produce(pipeline, scheduler, loader);
     }
   } else {
     if constexpr (kMovesRegisters) warpgroup_reg_alloc<kConsumerRegisters>();
-    consume(pipeline, scheduler, smem, epilogue, p.is_vector > 1, &p.map_out,
+    consume(pipeline, scheduler, smem, epilogue, p.out_vector > kFourElements, &p.map_out,
             kWarmsUp && p.uses_pdl != 0);
   }
   // SAFETY: other CTAs still arrive on this one's mbarriers, so it must not end before them. (With

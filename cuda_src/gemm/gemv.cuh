@@ -1,9 +1,9 @@
 // One row of x (GEMV), 16-bit types, with register-resident weights.
 //
-// A warp holds kResidentSteps steps of k of 16 rows of the weight in registers, and there is a block for
-// every tile. All weights have arrived when the kernel in front ends, and little is left to do after
-// that: shared memory, with its 128 bytes a clock, is not read for weights. The sums are, bit for bit,
-// those of skinny_ring.cuh with parts of the same length.
+// A warp holds kResidentSteps steps of k of 16 rows of the weight in registers, and there is a
+// block for every tile. All weights have arrived when the preceding kernel ends, and little is left
+// to do after that: shared memory, with its 128 bytes a clock, is not read for weights. The sums
+// are, bit for bit, those of skinny_ring.cuh with parts of the same length.
 #pragma once
 
 #include "gemm/skinny_loads.cuh"
@@ -173,8 +173,8 @@ __device__ __forceinline__ void gemv(const SkinnyParams& params) {
   __syncthreads();
   float* sums = b.sums + b.warp_idx * 16;
   const TokenFragments<Shape> x(p, b, g, t);
-  // Before the kernel in front has ended there is time for a warm-up pass, whose result is dropped: it
-  // brings the instructions and the translation of x's address into the caches.
+  // Before the preceding kernel has ended there is time for a warm-up pass, whose result is
+  // dropped: it brings the instructions and the translation of x's address into the caches.
 #pragma unroll 1
   for (int pass = params.warms_up != 0 ? 0 : 1; pass < 2; ++pass) {
     if (pass == 1) {

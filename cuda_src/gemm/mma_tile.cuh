@@ -25,7 +25,7 @@ struct MmaCore {
     const int lane_idx = threadIdx.x % kWarpSize;
     // Matrices in the order a[0..3] wants: rows 0-7, rows 8-15, then the same at k + 8.
     offset_a = swizzled(warp_row + lane_idx % 16, lane_idx / 16);
-    // Two n-tiles at once: b[0], b[1] of columns 0-7, then of columns 8-15.
+    // Two n-tiles together: b[0], b[1] of columns 0-7, then of columns 8-15.
     offset_b = swizzled(warp_col + lane_idx % 8 + lane_idx / 16 * 8, lane_idx / 8 % 2);
   }
 
@@ -35,10 +35,10 @@ struct MmaCore {
     constexpr int kFlip = kStep * 2 << 4;  // chunk + 2, after the swizzle
 #pragma unroll
     for (int i = 0; i < kTilesM; ++i)
-      ldmatrix_x4(frag_a[kStep][i], smem_a + (offset_a ^ kFlip) + i * 16 * kRowBytes);
+      ldmatrix_x4(frag_a[kStep][i], smem_a + (offset_a ^ kFlip) + i * 16 * kTileRowBytes);
 #pragma unroll
     for (int j = 0; j < kTilesN / 2; ++j)
-      ldmatrix_x4(frag_b[kStep][j], smem_b + (offset_b ^ kFlip) + j * 16 * kRowBytes);
+      ldmatrix_x4(frag_b[kStep][j], smem_b + (offset_b ^ kFlip) + j * 16 * kTileRowBytes);
   }
 
   template <int kStep>
@@ -81,13 +81,13 @@ struct MmaCore {
   }
 };
 
-// One block makes one kTileM x kTileN tile of out, or its share of k of one.
-// Dynamic shared memory: kStages * (kTileM + kTileN) * kRowBytes.
+// One block computes one kTileM x kTileN tile of out, or its share of k of one.
+// Dynamic shared memory: kStages * (kTileM + kTileN) * kTileRowBytes.
 template <int kTileM, int kTileN, int kWarpM, int kWarpN, int kStages, bool kAligned, bool kNorm>
 __device__ __forceinline__ void mma_tile(const Problem& p) {
   constexpr int kWarpsN = kTileN / kWarpN;
   constexpr int kThreads = kTileM / kWarpM * kWarpsN * kWarpSize;
-  constexpr int kBytesA = kTileM * kRowBytes, kStageBytes = (kTileM + kTileN) * kRowBytes;
+  constexpr int kBytesA = kTileM * kTileRowBytes, kStageBytes = (kTileM + kTileN) * kTileRowBytes;
   using Core = MmaCore<kWarpM, kWarpN>;
   using LoaderX = TileLoader<kTileM, kThreads, kAligned>;
   using LoaderW = TileLoader<kTileN, kThreads, kAligned>;

@@ -3,13 +3,13 @@
 
 #include "gemm/config_sm90.cuh"
 
-// As in common/pipeline_state.cuh, with a number of stages that is known at launch: a consumer starts
-// with parity 0, the producer with 1.
-struct PipelineState {
+// PipelineState (common/pipeline_state.cuh) with a number of stages that is known at launch: a
+// consumer starts with parity 0, the producer with 1.
+struct DynamicPipelineState {
   int stage = 0;
   unsigned phase;
 
-  __device__ __forceinline__ explicit PipelineState(unsigned phase) : phase(phase) {}
+  __device__ __forceinline__ explicit DynamicPipelineState(unsigned phase) : phase(phase) {}
   __device__ __forceinline__ void advance(int stages) {
     if (++stage == stages) {
       stage = 0;
@@ -19,17 +19,17 @@ struct PipelineState {
 };
 
 // Addresses in shared memory: stages of x, stages of weight, staging of results, sums from other
-// blocks, mbarriers (a full and an empty one a stage). Nothing arrives on `idle`: the warm-up pass
-// waits on it for a phase that is already over. With tiles of 64 rows the launch gives the number of
-// stages and their rows of x.
+// CTAs, mbarriers (a full and an empty one per stage). Nothing arrives on `idle`: the warm-up pass
+// waits on it for a phase that is already over. With tiles of 64 rows the launch gives the number
+// of stages and their rows of x.
 struct Pipeline {
-  int stages, block_x, stage_x;  // bytes of a block of k of x, of a stage of x
+  int stages, slab_x, stage_x;  // bytes of a slab of x, of a stage of x
   unsigned x, w, staging, sums, full, empty, sums_barrier, idle;
 
-  __device__ __forceinline__ Pipeline(unsigned smem, int stages_, int x_rows) {
-    stages = kTileM == 64 ? stages_ : kStages;
-    block_x = kTileM == 64 ? x_rows * kRowBytes : kBytesX;
-    stage_x = kDepth * block_x;
+  __device__ __forceinline__ Pipeline(unsigned smem, int launch_stages, int x_rows) {
+    stages = kTileM == 64 ? launch_stages : kStages;
+    slab_x = kTileM == 64 ? x_rows * kSlabRowBytes : kBytesX;
+    stage_x = kDepth * slab_x;
     x = smem;
     w = x + stages * stage_x;
     staging = w + stages * kStageW;
@@ -40,13 +40,13 @@ struct Pipeline {
     idle = sums_barrier + 8;
   }
 
-  // A stage is full when its bytes have arrived, and empty when every warpgroup that reads what this
-  // block loads has released it: those of this block's row and column of the cluster. `sums_rows`:
-  // rows of the tile, in whole warps' 16, for which other blocks send sums.
+  // A stage is full when its bytes have arrived, and empty when every warpgroup that reads what
+  // this CTA loads has released it: those of this CTA's row and column of the cluster. `sums_rows`:
+  // rows of the tile, in whole warps' 16, for which other CTAs send sums.
   __device__ __forceinline__ void init(int sums_rows) const {
     for (int i = 0; i < stages; ++i) {
       mbarrier_init(full + i * 8, 1);
-      mbarrier_init(empty + i * 8, kWarpgroups * (kClusterM + kClusterN - 1));
+      mbarrier_init(empty + i * 8, kConsumerWarpgroups * (kClusterM + kClusterN - 1));
     }
     mbarrier_init(idle, 1);
     if constexpr (kClusterK > 1) {

@@ -2,7 +2,7 @@
 //
 //   out[m, n] = activation(sum_k x[m, k] * weight[n, k] + bias[n]) + residual[m, n]
 //
-// With kNorm, rmsnorm is fused in front: x[m, k] is replaced by
+// With kNorm, rmsnorm is fused: x[m, k] is replaced by
 // round(x[m, k] * row_scales[m] * (norm_weight[k] + weight_offset)).
 #pragma once
 
@@ -14,7 +14,7 @@ struct GemmParams {
   const scalar_t* x;  // (M, K), rows x_stride elements apart
   int64_t x_stride;
   const scalar_t* weight;       // (N, K) contiguous
-  const scalar_t* norm_weight;  // (K,); null: no norm in front
+  const scalar_t* norm_weight;  // (K,); null: no norm
   const float* row_scales;      // (M,) 1 / rms of each row, for the tiled kernels with a norm
   float eps, weight_offset;     // of the norm
   const scalar_t* bias;         // (N,), or null
@@ -35,7 +35,7 @@ struct SkinnyParams {
   const scalar_t* x;  // (M, K), rows x_stride elements apart
   int64_t x_stride;
   const scalar_t* weight;       // (N, K) contiguous
-  const scalar_t* norm_weight;  // (K,); null: no norm in front
+  const scalar_t* norm_weight;  // (K,); null: no norm
   float eps, weight_offset;     // of the norm
   const scalar_t* bias;         // (N,), or null
   const void* residual;         // shape and dtype of out, rows residual_stride apart; may be out
@@ -50,8 +50,8 @@ struct SkinnyParams {
   int activation;   // an Activation
   int is_float;
   int is_vector;  // rows of out and residual can be accessed four elements at a time
-  int uses_pdl;   // the kernel in front may still run; it writes neither weights nor bias
-  int warms_up;   // gemv: make one pass over stale data before the kernel in front has ended
+  int uses_pdl;   // the preceding kernel may still run; it writes neither weights nor bias
+  int warms_up;   // gemv: one pass over stale data before the preceding kernel has ended
 };
 
 struct Norm {
@@ -75,9 +75,14 @@ struct Problem {
   Epilogue epilogue;
 };
 
+template <typename Params>
+__device__ __forceinline__ Epilogue epilogue_of(const Params& p) {
+  return Epilogue{p.bias,       p.residual,   p.out,           p.residual_stride,
+                  p.out_stride, p.activation, p.is_float != 0, p.is_vector != 0};
+}
+
 __device__ __forceinline__ Problem make_problem(const GemmParams& p) {
-  const Epilogue epilogue{p.bias,       p.residual,   p.out,           p.residual_stride,
-                          p.out_stride, p.activation, p.is_float != 0, p.is_vector != 0};
+  const Epilogue epilogue = epilogue_of(p);
   return Problem{
       p.x,           p.weight,   p.x_stride,
       p.m,           p.n,        p.k,
@@ -86,8 +91,7 @@ __device__ __forceinline__ Problem make_problem(const GemmParams& p) {
 }
 
 __device__ __forceinline__ Problem make_problem(const SkinnyParams& p) {
-  const Epilogue epilogue{p.bias,       p.residual,   p.out,           p.residual_stride,
-                          p.out_stride, p.activation, p.is_float != 0, p.is_vector != 0};
+  const Epilogue epilogue = epilogue_of(p);
   return Problem{p.x,           p.weight, p.x_stride,
                  p.m,           p.n,      p.k,
                  p.k_per_split, nullptr,  Norm{p.norm_weight, nullptr, p.eps, p.weight_offset},

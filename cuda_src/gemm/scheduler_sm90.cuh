@@ -1,22 +1,22 @@
-// Which work tiles a persistent CTA of gemm_sm90.cu makes, in which order.
+// Which work tiles a persistent CTA of gemm_sm90.cu computes, in which order.
 #pragma once
 
 #include "gemm/config_sm90.cuh"
 
-// A cluster makes a super-tile of kClusterM x kClusterN tiles at a time. The order runs down `band` rows
-// of super-tiles before it goes right: tiles made at the same time read few rows of x and weight,
-// which stay in L2.
+// A cluster computes a super-tile of kClusterM x kClusterN tiles at a time. The order runs down
+// `band` rows of super-tiles before it goes right: tiles computed at the same time read few rows of
+// x and weight, which stay in L2.
 struct TileScheduler {
   int m, n, band, rows, cols;  // rows and cols of super-tiles
-  int rank_m, rank_n, rank_k;  // of this block in its cluster
-  int first_k, last_k;         // stages of k that this block sums
+  int rank_m, rank_n, rank_k;  // of this CTA in its cluster
+  int first_k, last_k;         // stages of k that this CTA sums
 
-  __device__ __forceinline__ TileScheduler(int m_, int n_, int k, int band_)
-      : m(m_),
-        n(n_),
-        band(band_),
-        rows((m_ + kTileM * kClusterM - 1) / (kTileM * kClusterM)),
-        cols((n_ + kTileN * kClusterN - 1) / (kTileN * kClusterN)) {
+  __device__ __forceinline__ TileScheduler(int m, int n, int k, int band)
+      : m(m),
+        n(n),
+        band(band),
+        rows((m + kTileM * kClusterM - 1) / (kTileM * kClusterM)),
+        cols((n + kTileN * kClusterN - 1) / (kTileN * kClusterN)) {
     const int rank = kClusterSize > 1 ? static_cast<int>(cluster_rank()) : 0;
     rank_m = rank % kClusterM;
     rank_n = rank / kClusterM % kClusterN;
@@ -30,7 +30,7 @@ struct TileScheduler {
   __device__ __forceinline__ int step() const { return gridDim.x / kClusterSize; }
   __device__ __forceinline__ int count() const { return rows * cols; }
 
-  // The first row and column of this block's tile of super-tile `index`.
+  // The first row and column of this CTA's tile of super-tile `index`.
   __device__ __forceinline__ int2 tile(int index) const {
     if (rows == 1) return {rank_m * kTileM, (index * kClusterN + rank_n) * kTileN};
     const int band_idx = index / (band * cols), within = index - band_idx * band * cols;

@@ -9,8 +9,8 @@
 
 constexpr int kSimtThreads = 256;
 
-// Thread (ty, tx) of 16 x 16 has rows ty + 16 i and columns tx + 16 j. A warp is 4 x 8 of them, so that
-// its reads of x are broadcasts and its reads of the weight have no bank conflicts.
+// Thread (ty, tx) of 16 x 16 has rows ty + 16 i and columns tx + 16 j. A warp is 4 x 8 of them, so
+// that its reads of x are broadcasts and its reads of the weight have no bank conflicts.
 template <int kPerThread>
 struct SimtCore {
   using V = Vec<float, kVec>;
@@ -32,11 +32,12 @@ struct SimtCore {
       V a[kPerThread];
 #pragma unroll
       for (int i = 0; i < kPerThread; ++i)
-        a[i] = load_vec<float, kVec>(reinterpret_cast<const float*>(from_a + i * 16 * kRowBytes));
+        a[i] =
+            load_vec<float, kVec>(reinterpret_cast<const float*>(from_a + i * 16 * kTileRowBytes));
 #pragma unroll
       for (int j = 0; j < kPerThread; ++j) {
         const V b =
-            load_vec<float, kVec>(reinterpret_cast<const float*>(from_b + j * 16 * kRowBytes));
+            load_vec<float, kVec>(reinterpret_cast<const float*>(from_b + j * 16 * kTileRowBytes));
 #pragma unroll
         for (int k = 0; k < kVec; ++k)
 #pragma unroll
@@ -66,12 +67,12 @@ struct SimtCore {
   }
 };
 
-// One block makes one square tile of kPerThread * 16 of out, or its share of k of one.
-// Dynamic shared memory: kStages * 2 * kPerThread * 16 * kRowBytes.
+// One block computes one square tile of kPerThread * 16 of out, or its share of k of one.
+// Dynamic shared memory: kStages * 2 * kPerThread * 16 * kTileRowBytes.
 template <int kPerThread, int kStages, bool kAligned, bool kNorm>
 __device__ __forceinline__ void simt_tile(const Problem& p) {
   constexpr int kTile = kPerThread * 16;
-  constexpr int kTileBytes = kTile * kRowBytes, kStageBytes = 2 * kTileBytes;
+  constexpr int kTileBytes = kTile * kTileRowBytes, kStageBytes = 2 * kTileBytes;
   using Loader = TileLoader<kTile, kSimtThreads, kAligned>;
   static_assert(16 * (kTile + 8) * 4 <= kStages * kStageBytes, "staging");
   extern __shared__ __align__(128) unsigned char smem[];

@@ -1,11 +1,11 @@
-// How the skinny kernels with weights in a ring or in registers cut a problem, and where a block
-// stands in it.
+// How the skinny kernels with weights in a ring or in registers cut a problem, and a block's place
+// in it.
 //
-// k is cut into parts of k_per_split. A warp multiplies 16 rows of the weight by one part; a block has
-// blockDim.y warps along k and blockDim.z along rows. The C blocks of a cluster share a tile: block
-// r has the parts from r * blockDim.y on. The parts' sums are added in their order, whichever warp
-// or block made them: a row of out has the same bits whatever m, cluster and block are, as long as
-// k_per_split is the same.
+// k is cut into parts of k_per_split. A warp multiplies 16 rows of the weight by one part; a block
+// has blockDim.y warps along k and blockDim.z along rows. The C blocks of a cluster share a tile:
+// block r has the parts from r * blockDim.y on. The parts' sums are added in their order, whichever
+// warp or block computed them: a row of out has the same bits whatever m, cluster and block are, as
+// long as k_per_split is the same.
 #pragma once
 
 #include "common/cluster.cuh"
@@ -20,7 +20,7 @@ struct SkinnyShape {
   static constexpr int kTokenTiles = kTokenTiles_;
   static constexpr int kTokens = kTokenTiles * 8, kRows = 16;  // of a warp
   static constexpr int kStages = kStages_, kBuffers = kBuffers_;
-  static constexpr int kLoads = 8;  // 16-byte loads a lane makes for a stage
+  static constexpr int kLoads = 8;  // 16-byte loads of a lane for a stage
   // Independent accumulators, so that an mma need not wait for the one before.
   static constexpr int kSets = kTokenTiles <= 2 ? 4 : 1;
   static constexpr int kStageBytes = kLoads * kWarpSize * 16;
@@ -28,7 +28,7 @@ struct SkinnyShape {
   static constexpr int kSumFloats = kTokens * kPitch;  // of a warp
 };
 
-// Where this block and warp stand, and the block's shared memory.
+// The place of this block and warp, and the block's shared memory.
 template <typename Shape>
 struct SkinnyBlock {
   int lane_idx, warp_idx, num_warps, threads, thread;

@@ -1,7 +1,7 @@
 // Few rows of x (decoding): the weight is read once, from global memory straight into registers, 16
-// bytes a load. The warps of a block share a few rows of the weight and split k; their partial sums are
-// added in shared memory in the order of the warps. None of this depends on m: a row of out has the
-// same bits whatever rows are beside it.
+// bytes a load. The warps of a block share a few rows of the weight and split k; their partial sums
+// are added in shared memory in the order of the warps. None of this depends on m: a row of out has
+// the same bits whatever rows are beside it.
 #pragma once
 
 #include "common/mma.cuh"
@@ -10,7 +10,7 @@
 #include "gemm/skinny_loads.cuh"
 
 // 1 / rms of kTokens rows of x from row0 on, into smem_scales. All threads of the block must call
-// it. Several rows at once, so that their loads are in flight together.
+// it. Several rows together, so that their loads are in flight together.
 template <int kTokens, int kWarps>
 __device__ __forceinline__ void direct_row_scales(const Problem& p, int row0, float* smem_scales) {
   constexpr int kGroup = kTokens < 8 ? kTokens : 8;
@@ -62,8 +62,9 @@ __device__ __forceinline__ void direct_finish(const Problem& p, const float* sme
   }
 }
 
-// 16-bit types on tensor cores, with the operands as in skinny_mma.cuh: no shared memory, no shuffles
-// for the weight. A warp takes 64 values of k (whole 128-byte lines), then every kWarps-th 64.
+// 16-bit types on tensor cores, with the operands as in skinny_mma.cuh: no shared memory, no
+// shuffles for the weight. A warp takes 64 values of k (whole 128-byte lines), then every kWarps-th
+// 64.
 template <int kTokenTiles, int kRowTiles, int kWarps>
 struct DirectMma {
   static constexpr int kTokens = kTokenTiles * 8, kRows = kRowTiles * 16;
@@ -76,7 +77,7 @@ struct DirectMma {
   int col0, row0;  // first rows of the weight and of x
   const scalar_t *weight, *x;
 
-  __device__ __forceinline__ explicit DirectMma(const Problem& p_) : p(p_) {
+  __device__ __forceinline__ explicit DirectMma(const Problem& p) : p(p) {
     const int lane_idx = threadIdx.x % kWarpSize;
     warp_idx = threadIdx.x / kWarpSize;
     g = lane_idx / 4, t = lane_idx % 4;

@@ -1,5 +1,5 @@
-// From the warps' partial sums in shared memory to out: the reduction over the parts of k, across the
-// cluster through distributed shared memory, and the epilogue.
+// From the warps' partial sums in shared memory to out: the reduction over the parts of k, across
+// the cluster through distributed shared memory, and the epilogue.
 #pragma once
 
 #include "gemm/skinny_block.cuh"
@@ -28,7 +28,7 @@ struct OutputPlace {
   }
 };
 
-// The bias may be read before the kernel in front has ended.
+// The bias may be read before the preceding kernel has ended.
 template <typename Shape>
 __device__ __forceinline__ void skinny_load_bias(const Problem& p, const SkinnyBlock<Shape>& b,
                                                  const OutputPlace<Shape>& place,
@@ -91,9 +91,9 @@ __device__ __forceinline__ Vec<float, 4> skinny_sum(const SkinnyBlock<Shape>& b,
   return sum;
 }
 
-// Adds the partial sums of the rows that this warp shares with others, in the order of the parts, and
-// writes this warp's share of the columns to out. `sums` are those of the block's first warp of these
-// rows; `early` are the operands of this thread's first columns of the first tile.
+// Adds the partial sums of the rows that this warp shares with others, in the order of the parts,
+// and writes this warp's share of the columns to out. `sums` are those of the block's first warp of
+// these rows; `early` are the operands of this thread's first columns of the first tile.
 template <typename Shape>
 __device__ __forceinline__ void skinny_finish(const Problem& p, const SkinnyBlock<Shape>& b,
                                               int row0, const float* sums,

@@ -4,7 +4,7 @@
 #include "common/types.cuh"
 
 // 16 bytes that are read once, from memory nobody writes while the kernel runs. Volatile: the load
-// is issued where it stands, and not where its value is used.
+// is issued where it is written, and not where its value is used.
 __device__ __forceinline__ uint4 load_once(const scalar_t* p) {
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];\n"

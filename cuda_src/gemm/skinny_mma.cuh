@@ -1,9 +1,9 @@
 // Products of the skinny kernels on tensor cores: fragments of weights and tokens.
 //
 // The weight is the 16-row operand of mma.sync and tokens are its 8 columns. A lane has eight
-// neighbours along k of weight rows g and g + 8, and of token g (g = lane / 4). The mma sums over k, so
-// which k a fragment register stands for does not matter as long as both operands agree: the eight
-// values serve two mma, the first with values 0-3 and the second with 4-7 of each lane.
+// neighbours along k of weight rows g and g + 8, and of token g (g = lane / 4). The mma sums over
+// k, so which k a fragment register stands for does not matter as long as both operands agree: the
+// eight values serve two mma, the first with values 0-3 and the second with 4-7 of each lane.
 #pragma once
 
 #include "common/mma.cuh"

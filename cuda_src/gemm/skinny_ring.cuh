@@ -1,9 +1,9 @@
 // Few rows of x (decoding), 16-bit types: the weight is read once, through rings of shared memory.
 //
 // Every warp has a ring of stages of its own, filled by cp.async (skinny_weights.cuh). So no warp
-// waits for another one in the main loop, the next tile's weights arrive while a tile is finished, and
-// the first ones while the kernel in front still runs, on which they do not depend. x stays in shared
-// memory (skinny_x.cuh). How k and rows are shared: skinny_block.cuh.
+// waits for another one in the main loop, the next tile's weights arrive while a tile is finished,
+// and the first ones while the preceding kernel still runs, on which they do not depend. x stays in
+// shared memory (skinny_x.cuh). How k and rows are shared: skinny_block.cuh.
 #pragma once
 
 #include "gemm/skinny_epilogue.cuh"
@@ -56,8 +56,8 @@ struct SkinnyPrologue {
   }
 };
 
-// SAFETY: with uses_pdl the kernel in front may still run; it must not write the weight, the norm's
-// weight or the bias.
+// SAFETY: with uses_pdl the preceding kernel may still run; it must not write the weight, the
+// norm's weight or the bias.
 template <typename Shape, bool kNorm>
 __device__ __forceinline__ void skinny_ring(const SkinnyParams& params) {
   extern __shared__ __align__(128) unsigned char smem[];
@@ -68,8 +68,8 @@ __device__ __forceinline__ void skinny_ring(const SkinnyParams& params) {
   const SkinnyBlock<Shape> b(p, params, smem);
   WeightLoader<Shape> loader(p, b);
   SkinnyPrologue<Shape, kNorm> prologue(p, b, barrier, smem_squares);
-  // While the kernel in front may still run, weights can be loaded. Otherwise x goes first: queued
-  // behind the weights it would wait for all of them.
+  // While the preceding kernel may still run, weights can be loaded. Otherwise x goes first: queued
+  // after the weights it would wait for all of them.
   if (params.uses_pdl != 0) {
 #pragma unroll 1
     for (int i = 0; i < Shape::kStages - 1; ++i) loader.load();
@@ -98,8 +98,8 @@ __device__ __forceinline__ void skinny_ring(const SkinnyParams& params) {
     }
     float* sums = b.sums + (buffer * b.num_warps + b.warp_idx) * Shape::kSumFloats;
     skinny_store_sums<Shape>(acc, sums, g, t);
-    // SAFETY: with two buffers, a warp overwrites one only after the next tile's barrier, which comes
-    // after all reads of it; with one buffer a second barrier is needed.
+    // SAFETY: with two buffers, a warp overwrites one only after the next tile's barrier, which
+    // comes after all reads of it; with one buffer a second barrier is needed.
     skinny_sync(b);
     skinny_finish(p, b, b.row0(tile), sums - threadIdx.y * Shape::kSumFloats, prologue.early,
                   tile == b.tile);

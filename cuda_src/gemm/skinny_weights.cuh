@@ -1,17 +1,17 @@
 // A warp's ring of weight stages, filled by cp.async.
 //
-// A stage is two halves of 64 values of k, each of 16 rows of 128 bytes in eight 16-byte chunks; in odd
-// rows chunks 0-3 and 4-7 change places, so that a read by eight lanes has no bank conflicts. One copy
-// instruction of a warp covers four whole 128-byte lines: L1 looks up one tag a clock, so twice as
-// many half lines would take twice as long.
+// A stage is two halves of 64 values of k, each of 16 rows of 128 bytes in eight 16-byte chunks; in
+// odd rows chunks 0-3 and 4-7 change places, so that a read by eight lanes has no bank conflicts.
+// One copy instruction of a warp covers four whole 128-byte lines: L1 looks up one tag a clock, so
+// twice as many half lines would take twice as long.
 #pragma once
 
 #include "common/cp_async.cuh"
 #include "gemm/skinny_block.cuh"
 
 // Loads the weights of a warp in the order it multiplies them, a stage at a time. Where all rows of
-// gate precede those of up, the first eight of the 16 rows are of gate, the others the matching ones of
-// up.
+// gate precede those of up, the first eight of the 16 rows are of gate, the others the matching
+// ones of up.
 template <typename Shape>
 struct WeightLoader {
   const Problem& p;
@@ -21,8 +21,8 @@ struct WeightLoader {
   int tile, k, rows_left, stage;
   uint32_t to;
 
-  __device__ __forceinline__ WeightLoader(const Problem& p_, const SkinnyBlock<Shape>& b_)
-      : p(p_), b(b_), row_step(static_cast<int64_t>(p_.k) * 4), tile(b_.tile), stage(0) {
+  __device__ __forceinline__ WeightLoader(const Problem& p, const SkinnyBlock<Shape>& b)
+      : p(p), b(b), row_step(static_cast<int64_t>(p.k) * 4), tile(b.tile), stage(0) {
     half_step = b.num_gates > 0 ? static_cast<int64_t>(p.k) * b.num_gates : row_step * 2;
     const int row = b.lane_idx / 8, chunk = b.lane_idx % 8;
     to = row * 128 + ((chunk ^ ((row & 1) << 2)) << 4);

@@ -1,12 +1,12 @@
-// The rows of x in shared memory, normalised where a norm is in front.
+// The rows of x in shared memory, normalised where there is a norm.
 #pragma once
 
 #include "common/reduce.cuh"
 #include "gemm/skinny_block.cuh"
 #include "gemm/skinny_loads.cuh"
 
-// A row's squares are summed in chunks, each by one warp: of 256 values of k, doubled until there are
-// at most kSquareChunks. So a norm's bits depend neither on the block's size nor on m.
+// A row's squares are summed in chunks, each by one warp: of 256 values of k, doubled until there
+// are at most kSquareChunks. So a norm's bits depend neither on the block's size nor on m.
 constexpr int kSquareChunks = 16;
 
 struct RowSquares {
@@ -126,8 +126,8 @@ __device__ __forceinline__ void skinny_load_x(const Problem& p, const SkinnyBloc
   }
 }
 
-// Normalises x in shared memory. Meanwhile its copy may be in flight: the squares are summed over whole
-// rows from L2. Ends with a barrier of the block.
+// Normalises x in shared memory. Meanwhile its copy may be in flight: the squares are summed over
+// whole rows from L2. Ends with a barrier of the block.
 template <typename Shape>
 __device__ __forceinline__ void skinny_norm(const Problem& p, const SkinnyBlock<Shape>& b,
                                             BulkBarrier& barrier, RowSquares* squares) {

@@ -1,5 +1,5 @@
-// How the portable tiles (mma_tile.cuh, simt_tile.cuh) write their sums: staged in shared memory, so
-// that global memory sees whole lines.
+// How the portable tiles (mma_tile.cuh, simt_tile.cuh) write their sums: staged in shared memory,
+// so that global memory sees whole lines.
 #pragma once
 
 #include "common/reduce.cuh"  // kWarpSize
@@ -17,14 +17,14 @@ __device__ __forceinline__ void store_tile(const Problem& p, const Store& store)
   }
 }
 
-// 16 rows of a tile from (row0, col0) on, staged as floats with kPitch floats a row. The kThreads
+// 16 rows of a tile from (row0, col0) on, staged as floats with kPitch floats per row. The kThreads
 // threads that share them (thread is 0 .. kThreads - 1) each take groups of four columns.
 template <int kCols_, int kPitch_, int kThreads_, bool kMayGate_ = true>
 struct Slice {
   static constexpr bool kMayGate = kMayGate_;  // false in kernels short of registers
   static constexpr int kCols = kCols_, kPitch = kPitch_, kThreads = kThreads_;
   static constexpr int kGroups = 16 * kCols / 4 / kThreads;
-  static constexpr int kBatch = kGroups < 4 ? kGroups : 4;  // groups loaded at once
+  static constexpr int kBatch = kGroups < 4 ? kGroups : 4;  // groups loaded together
   static_assert(kGroups * kThreads * 4 == 16 * kCols && kGroups % kBatch == 0,
                 "threads do not divide the slice");
 
@@ -45,8 +45,8 @@ struct Slice {
   }
 };
 
-// Bias and activation, in place. Rolled: long code, and a small part of the time. Gated, a thread reads
-// up from groups of other threads, which none writes, and replaces only its groups of gate.
+// Bias and activation, in place. Rolled: long code, and a small part of the time. Gated, a thread
+// reads up from groups of other threads, which none writes, and replaces only its groups of gate.
 template <typename S>
 __device__ __forceinline__ void activate_slice(const Epilogue& e, const S& s) {
 #pragma unroll 1

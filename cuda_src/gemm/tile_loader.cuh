@@ -4,23 +4,24 @@
 #include "common/cp_async.cuh"
 #include "gemm/problem.cuh"
 
-// A tile in shared memory has rows of 64 bytes: four 16-byte chunks, 32 values of 16 bits or 16 floats
-// along k. Chunk c of row r lies at c ^ (r / 2) % 4: chunks c of eight rows from a multiple of 8 on are
-// in different banks, so neither ldmatrix nor a 16-byte load of eight lanes has a bank conflict.
-constexpr int kRowBytes = 64;
+// A tile in shared memory has rows of 64 bytes: four 16-byte chunks, 32 values of 16 bits or 16
+// floats along k. Chunk c of row r is at c ^ (r / 2) % 4: chunks c of eight rows from a multiple of
+// 8 on are in different banks, so neither ldmatrix nor a 16-byte load of eight lanes has a bank
+// conflict.
+constexpr int kTileRowBytes = 64;
 constexpr int kChunksPerRow = 4;
 constexpr int kTileK = kChunksPerRow * kVec;
 
 __device__ __forceinline__ int swizzled(int row, int chunk) {
-  return row * kRowBytes + ((chunk ^ ((row >> 1) & 3)) << 4);
+  return row * kTileRowBytes + ((chunk ^ ((row >> 1) & 3)) << 4);
 }
 
 struct TileOrigin {
   int row, col;
 };
 
-// Blocks make the tiles in bands of kBandRows tiles along m, down first: blocks that run at the same
-// time read few rows of x and weight, which stay in L2.
+// Blocks compute the tiles in bands of kBandRows tiles along m, down first: blocks that run at the
+// same time read few rows of x and weight, which stay in L2.
 template <int kTileM, int kTileN>
 __device__ __forceinline__ TileOrigin tile_origin(int m, int n) {
   constexpr int kBandRows = 8;
@@ -30,8 +31,8 @@ __device__ __forceinline__ TileOrigin tile_origin(int m, int n) {
   return {(band * kBandRows + within % rows) * kTileM, within / rows * kTileN};
 }
 
-// Copies kRows rows of a matrix to shared memory, a tile along k at a time. A thread always copies the
-// same chunk of rows first_row + i * kRowStep, so only the column changes from call to call.
+// Copies kRows rows of a matrix to shared memory, a tile along k at a time. A thread always copies
+// the same chunk of rows first_row + i * kRowStep, so only the column changes from call to call.
 template <int kRows, int kThreads, bool kAligned>
 struct TileLoader {
   static constexpr int kRowStep = kThreads / kChunksPerRow;
@@ -43,8 +44,8 @@ struct TileLoader {
   int first_row, rows_left;        // within the tile, and how many from there on exist
   int column, smem_offset;
 
-  __device__ __forceinline__ TileLoader(const scalar_t* matrix_, int64_t stride, int row0, int rows)
-      : matrix(matrix_),
+  __device__ __forceinline__ TileLoader(const scalar_t* matrix, int64_t stride, int row0, int rows)
+      : matrix(matrix),
         first_row(threadIdx.x / kChunksPerRow),
         rows_left(rows - row0 - first_row),
         column(threadIdx.x % kChunksPerRow * kVec) {
@@ -59,7 +60,7 @@ struct TileLoader {
   __device__ __forceinline__ void load(unsigned char* smem, int k, int k_end) const {
 #pragma unroll
     for (int i = 0; i < kNumRows; ++i) {
-      unsigned char* to = smem + smem_offset + i * kRowStep * kRowBytes;
+      unsigned char* to = smem + smem_offset + i * kRowStep * kTileRowBytes;
       const scalar_t* from = first + i * step + k;
       if constexpr (kAligned) {
         const bool valid = has_row(i) && k + column < k_end;
@@ -98,8 +99,8 @@ struct TileNorm {
     }
 #pragma unroll 2  // not 4: registers are scarce here
     for (int i = 0; i < Loader::kNumRows; ++i) {
-      scalar_t* p =
-          reinterpret_cast<scalar_t*>(smem + loader.smem_offset + i * Loader::kRowStep * kRowBytes);
+      scalar_t* p = reinterpret_cast<scalar_t*>(smem + loader.smem_offset +
+                                                i * Loader::kRowStep * kTileRowBytes);
       const int row = row0 + loader.first_row + i * Loader::kRowStep;
       // From L1 each time: no register is free for it.
       const float scale = loader.has_row(i) ? norm.row_scales[row] : 0.0f;

@@ -173,7 +173,7 @@ def test_gemv(xp, monkeypatch, config, dtype, pdl):
 
 @pytest.mark.parametrize("config", gemv_configs(300, 264), ids=_name)
 def test_gemv_of_sizes_that_nothing_divides(xp, monkeypatch, config):
-    """Neither rows nor k are whole tiles; what lies behind the weight is not a number."""
+    """Neither rows nor k are whole tiles; what follows the weight is not a number."""
     x, weight, _, _ = _inputs(1, 300, 264, "bfloat16")
     _force(monkeypatch, config)
     around = xp.full((310, 264), float("nan"), x.dtype)

@@ -72,7 +72,7 @@ def test_every_tile_matches_mirror(hopper, monkeypatch, config, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("pdl", [False, True])
 @pytest.mark.parametrize("config", CONFIGS)
-def test_blocks_that_make_many_tiles(hopper, monkeypatch, config, pdl):
+def test_ctas_that_compute_many_tiles(hopper, monkeypatch, config, pdl):
     """Two launches, so that the second one begins while the first one stores."""
     _force(monkeypatch, config)
     m, n, k = 2312, 2056, 1096
@@ -252,7 +252,7 @@ def test_error_is_no_larger_than_cublas(hopper, m, n, k, dtype):
 
 @pytest.mark.gpu
 def test_rows_are_summed_alike_by_every_tile(hopper, monkeypatch):
-    """What deterministic rests on: blocks that sum all of k give the same bits."""
+    """What deterministic rests on: CTAs that sum all of k give the same bits."""
     x, weight, _, _ = _inputs(300, 520, 2056, "bfloat16")
     gx, gw = cases.to_module(hopper, x, weight)
     results = []
@@ -348,7 +348,7 @@ def test_choice_at_known_problems():
 
 
 def test_bands():
-    """Neighbours share what clusters do not, until blocks make many tiles."""
+    """Neighbours share what clusters do not, until CTAs compute many tiles."""
     for config, m, band in (
         (HopperConfig(128, 64, cluster_m=2), 1024, 1),
         (HopperConfig(128, 112, cluster_n=2), 2048, 16),

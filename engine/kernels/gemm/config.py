@@ -29,7 +29,7 @@ class Config:
     kernel : str
         Entry point, without the op's prefix.
     tile_m, tile_n : int
-        Rows and columns of out that a block makes.
+        Rows and columns of out that a block computes.
     threads, shared_bytes : int
         Threads and dynamic shared memory of a block.
     num_splits, k_per_split : int
@@ -104,7 +104,7 @@ _RING_MAX_M, _RING_MAX_M_SMALL, _SMALL_WEIGHT = 8, 16, 1 << 23
 _BYTES_PER_CYCLE = 2400  # of memory, whole chip
 _TILE_CYCLES = 1500  # of a block: prologue and epilogue
 _REDUCE_CYCLES = 3000  # of the second launch
-_MIN_SHARE_BYTES = 512  # of k that a block sums, a row
+_MIN_SHARE_BYTES = 512  # of k that a block sums, per row
 
 
 @cache
@@ -132,7 +132,7 @@ def choose_config(
     With `deterministic` it is always a tiled one with a single split: these sum a row in the same
     order whatever the tile. With `is_hopper` the tiled ones are those of gemm_sm90.cu, and they
     begin at nine rows, or at 17 if the weight is small. `is_gated`: gate and up are combined, which
-    not every kernel can do. `has_norm`: a norm is fused in front.
+    not every kernel can do. `has_norm`: a norm is fused.
 
     Examples
     --------

@@ -63,7 +63,7 @@ def gemm(
         bits in any company; slower for few rows.
     pdl : bool
         Say that no kernel still running on the stream writes `weight` or `bias`, as is true of a
-        model's parameters: with few rows, they are then read while the kernel in front ends.
+        model's parameters: with few rows, they are then read while the preceding kernel ends.
     out : (M, N) array of `out_dtype`, optional
         Where to put the result; its rows may lie apart.
 

@@ -18,7 +18,7 @@ from engine.kernels.gemm import config as configs
 from engine.kernels.gemm import skinny
 from engine.kernels.gemm.config import Config, choose_config
 from engine.kernels.gemm.skinny import Limits, SkinnyConfig
-from engine.kernels.gemm.sm90 import HopperConfig, is_hopper, launch_hopper
+from engine.kernels.gemm.sm90 import HopperConfig, OutVector, is_hopper, launch_hopper
 from engine.kernels.swiglu import swiglu
 
 __all__ = ["ACTIVATIONS", "SWIGLU", "Norm", "Operands", "check_columns", "launch"]
@@ -82,7 +82,7 @@ class Operands:
 
 @dataclass(frozen=True)
 class Norm:
-    """A norm in front of the product: its weight (K,), epsilon and the weight's offset."""
+    """The norm before the product: its weight (K,), epsilon and the weight's offset."""
 
     weight: Any
     eps: float
@@ -130,14 +130,13 @@ def launch(op: str, operands: Operands, norm: Norm | None = None) -> None:
     if max(m, n, k) > _MAX_INT32 - 256:
         raise ContractError(f"{op}: x: {m} x {k} by {n} x {k} is more than one launch can do")
     if isinstance(config, HopperConfig):
-        vector = _vector_level(operands.out, operands.residual)
         launch_hopper(
             config,
             x,
             operands.weight,
             operands.out,
             _epilogue(operands),
-            vector,
+            _out_vector(operands.out, operands.residual),
             pdl=operands.pdl,
             is_split=is_split,
         )
@@ -322,11 +321,11 @@ def _is_vector(out: Any, residual: Any) -> bool:
     return True
 
 
-def _vector_level(out: Any, residual: Any) -> int:
-    """Return 2 if rows of `out` can be stored 16 bytes at a time, 1 if four elements, else 0."""
+def _out_vector(out: Any, residual: Any) -> OutVector:
+    """Return how many elements at a time rows of the results can be accessed."""
     if not _is_vector(out, residual):
-        return 0
+        return OutVector.ONE
     steps = [out.data.ptr, out.shape[1] * out.itemsize]
     if out.shape[0] > 1:
         steps.append(out.strides[0])
-    return 2 if all(step % 16 == 0 for step in steps) else 1
+    return OutVector.EIGHT if all(step % 16 == 0 for step in steps) else OutVector.FOUR

@@ -94,9 +94,9 @@ class SkinnyConfig:
     cluster : int
         Blocks that share k.
     max_clusters : int
-        How many are launched at most; each makes several tiles then.
+        How many are launched at most; each computes several tiles then.
     warms_up : bool
-        Whether a block makes a warm-up pass before the kernel in front has ended.
+        Whether a block runs a warm-up pass before the preceding kernel has ended.
     """
 
     kernel: str
@@ -201,7 +201,7 @@ def _config(
 
 
 _GEMV = "gemv"
-_GEMV_NORM_MAX_K = 4096  # with a norm in front
+_GEMV_NORM_MAX_K = 4096  # with a norm
 _GEMV_STEPS = 2  # of 16 rows, that a warp keeps in registers
 _GEMV_MAX_WARPS = 8  # of a block, at 128 registers a thread: the next kernel's block fits beside it
 _GEMV_MIN_FILL = 0.9  # blocks a multiprocessor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import cache
 from typing import Any
 
@@ -17,6 +18,7 @@ __all__ = [
     "HOPPER_CONFIGS",
     "MAX_FEW_ROWS",
     "HopperConfig",
+    "OutVector",
     "choose_hopper",
     "hopper_specs",
     "is_hopper",
@@ -27,18 +29,26 @@ _KERNEL = Kernel(
     "gemm_sm90",
     "map_x:tmap map_tail:tmap map_w:tmap map_out:tmap bias:ptr residual:ptr residual_stride:i64 "
     "out:ptr out_stride:i64 m:i32 n:i32 k:i32 band:i32 x_part:i32 tail_part:i32 stages:i32 "
-    "uses_pdl:i32 num_gates:i32 activation:i32 is_float:i32 is_vector:i32",
+    "uses_pdl:i32 num_gates:i32 activation:i32 is_float:i32 out_vector:i32",
     struct="GemmSm90Params",
 )
 
-_TILE_K = 64  # values of k in 128 bytes, the widest swizzle
-_SHARED_BYTES = 232_448  # of a block, at most
+_SLAB_K = 64  # values of k in 128 bytes, the widest swizzle
+_SHARED_BYTES = 232_448  # of a CTA, at most
 _WARP_STAGING = 2048  # bytes
 _BOX_ROWS = 16  # of out, that a warp stores
 _MAX_STAGES = 16
-_BAND = 8  # rows of super-tiles made before the next column
+_BAND = 8  # rows of super-tiles computed before the next column
 _PAIR = 8  # rows of gate, then as many of up
 _DTYPES = ("float16", "bfloat16")
+
+
+class OutVector(IntEnum):
+    """How many elements one access of out and residual may have."""
+
+    ONE = 0
+    FOUR = 1
+    EIGHT = 2
 
 
 @dataclass(frozen=True)
@@ -48,13 +58,13 @@ class HopperConfig:
     Attributes
     ----------
     tile_m, tile_n : int
-        Rows and columns of out that a block makes at a time.
+        Rows and columns of out that a CTA computes at a time.
     cluster_m, cluster_n : int
-        How many neighbouring tiles a cluster makes, multicasting what they share.
+        How many neighbouring tiles a cluster computes, multicasting what they share.
     cluster_k : int
-        How many blocks share the sum over k of a tile.
+        How many CTAs share the sum over k of a tile.
     depth : int
-        Blocks of 64 values of k in a stage.
+        Slabs of 64 values of k in a stage.
     """
 
     tile_m: int
@@ -66,7 +76,7 @@ class HopperConfig:
 
     @property
     def cluster_size(self) -> int:
-        """Return how many blocks a cluster has."""
+        """Return how many CTAs a cluster has."""
         return self.cluster_m * self.cluster_n * self.cluster_k
 
     @property
@@ -78,14 +88,14 @@ class HopperConfig:
 
     @property
     def threads(self) -> int:
-        """Return the threads of a block."""
+        """Return the threads of a CTA."""
         return 160 if self.warpgroups == 1 else (self.warpgroups + 1) * 128
 
     @property
     def stores(self) -> bool:
         """Tell whether TMA stores results of 16 bits while the next tile is multiplied.
 
-        That pays where a block makes many tiles; it takes twice the staging memory.
+        That pays where a CTA computes many tiles; it takes twice the staging memory.
         """
         return self.tile_m * self.tile_n == 128 * 256
 
@@ -93,7 +103,7 @@ class HopperConfig:
     def gates(self) -> bool:
         """Tell whether the kernel can combine gate and up.
 
-        The part of the weight that a block loads, and the columns it finishes, must be whole pairs,
+        The part of the weight that a CTA loads, and the columns it finishes, must be whole pairs,
         and three warpgroups have too few registers.
         """
         is_paired = all(self.tile_n // size % 16 == 0 for size in (self.cluster_m, self.cluster_k))
@@ -105,18 +115,18 @@ class HopperConfig:
         return min(_MAX_STAGES, free // self._stage_bytes(m))
 
     def shared_bytes(self, m: int, stages: int) -> int:
-        """Return the dynamic shared memory of a block: stages, staging, mbarriers, alignment."""
+        """Return the dynamic shared memory of a CTA: stages, staging, mbarriers, alignment."""
         return stages * (self._stage_bytes(m) + 16) + self._beside_stages + 16 + 1024
 
     def _stage_bytes(self, m: int) -> int:
         rows = self.tile_m
         if rows == 64:
             rows = ceil_div(self.x_part(m) * self.cluster_n, 8) * 8
-        return (rows + self.tile_n) * self.depth * _TILE_K * 2
+        return (rows + self.tile_n) * self.depth * _SLAB_K * 2
 
     @property
     def _beside_stages(self) -> int:
-        """Return the bytes of staging, and of partial sums from the cluster's other blocks."""
+        """Return the bytes of staging, and of partial sums from the cluster's other CTAs."""
         sums = self.tile_m * self.tile_n * 4 * (self.cluster_k - 1) // self.cluster_k
         return self.warpgroups * 4 * (2 if self.stores else 1) * _WARP_STAGING + sums
 
@@ -135,7 +145,7 @@ class HopperConfig:
         return ModuleSpec("gemm/gemm_sm90.cu", dtype, tuple(macros.items()))
 
     def x_part(self, m: int) -> int:
-        """Return how many rows of a tile of x each of the blocks that share it loads."""
+        """Return how many rows of a tile of x each of the CTAs that share it loads."""
         rows = min(m, self.tile_m)
         return rows if self.cluster_n == 1 else ceil_div(rows, 8 * self.cluster_n) * 8
 
@@ -150,21 +160,21 @@ class HopperConfig:
         return max(1, sm_count // size if size <= 2 else sm_count * 10 // (11 * size))
 
     def waves(self, m: int, n: int, sm_count: int) -> int:
-        """Return how many tiles the busiest block makes."""
+        """Return how many tiles the busiest CTA computes."""
         return ceil_div(self.clusters(m, n), self.max_clusters(sm_count))
 
     def tile_steps(self, k: int) -> int:
-        """Return how many stages of k a block goes through for a tile."""
-        return ceil_div(k, self.depth * _TILE_K * self.cluster_k)
+        """Return how many stages of k a CTA goes through for a tile."""
+        return ceil_div(k, self.depth * _SLAB_K * self.cluster_k)
 
     def steps(self, m: int, n: int, k: int, sm_count: int) -> int:
-        """Return how many stages the busiest block goes through."""
+        """Return how many stages the busiest CTA goes through."""
         return max(1, self.waves(m, n, sm_count) * self.tile_steps(k))
 
     def band(self, m: int, n: int, sm_count: int) -> int:
-        """Return how many rows of super-tiles are made before the next column.
+        """Return how many rows of super-tiles are computed before the next column.
 
-        Where blocks make few tiles, and not the largest, neighbours in time should share what
+        Where CTAs compute few tiles, and not the largest, neighbours in time should share what
         their clusters do not (``python -m tests.bench gemm``; docs/benchmarks/gemm_sm90.md).
         """
         area = self.tile_m * self.tile_n
@@ -234,7 +244,7 @@ class _FewRowsCost:
     row_columns : float
         A row of x costs a stage as much as so many columns.
     cluster_us : dict
-        By the blocks that share a sum over k.
+        By the CTAs that share a sum over k.
     """
 
     bytes_per_us: float
@@ -295,7 +305,7 @@ def choose_hopper(
 ) -> HopperConfig:
     """Choose for x (m, k) and weight (n, k), both aligned: the least estimated time.
 
-    Blocks share a sum over k only where all tiles run at once, and never with `deterministic`: all
+    CTAs share a sum over k only where all tiles run at once, and never with `deterministic`: all
     other configurations sum a row in the same order. With `is_gated`, only those with `gates`.
 
     Examples
@@ -309,7 +319,7 @@ def choose_hopper(
             return False
         return config.cluster_k == 1 or (
             not deterministic
-            and k >= 2 * config.cluster_k * config.depth * _TILE_K
+            and k >= 2 * config.cluster_k * config.depth * _SLAB_K
             and config.waves(m, n, sm_count) == 1
         )
 
@@ -329,7 +339,7 @@ def _few_rows_us(config: HopperConfig, m: int, n: int, k: int, sm_count: int) ->
     Memory gives the weight while the busiest multiprocessor goes through its stages.
     """
     cost = _FEW_ROWS_COST
-    stages = config.waves(m, n, sm_count) * ceil_div(k, _TILE_K * config.cluster_k)
+    stages = config.waves(m, n, sm_count) * ceil_div(k, _SLAB_K * config.cluster_k)
     memory = 2 * n * k / cost.bytes_per_us
     columns = config.tile_n + cost.row_columns * m
     work = stages * (cost.stage_us + cost.column_us * columns)
@@ -343,16 +353,15 @@ def launch_hopper(
     weight: Any,
     out: Any,
     epilogue: dict[str, Any],
-    vector: int,
+    out_vector: OutVector,
     *,
     pdl: bool = False,
     is_split: bool = False,
 ) -> None:
     """Launch on CuPy arrays.
 
-    `vector` is 2, 1 or 0 if results move 8, 4 or 1 elements at a time; with `pdl` weight and
-    bias are read before the kernel in front has ended; with `is_split` all rows of gate lie before
-    those of up, else eight of each in turn.
+    With `pdl` weight and bias are read before the preceding kernel has ended; with `is_split` all
+    rows of gate precede those of up, else there are eight of each in turn.
     """
     (m, k), n, dtype = x.shape, weight.shape[0], dtype_name(x.dtype)
     num_sms, clusters = sm_count(), config.clusters(m, n)
@@ -360,16 +369,16 @@ def launch_hopper(
         clusters = min(clusters, config.max_clusters(num_sms))
     x_part, tail_part = config.x_part(m), config.x_part(m % config.tile_m or config.tile_m)
     stages = config.stages(m)
-    if config.tile_m == 64:  # the kernels in front and behind can have the rest
+    if config.tile_m == 64:  # the preceding and the next kernel can have the rest
         stages = min(stages, config.steps(m, n, k, num_sms))
     num_gates = n // 2 if is_split else 0
-    map_x = tensor_map_2d(x, dtype, (x_part, _TILE_K))
+    map_x = tensor_map_2d(x, dtype, (x_part, _SLAB_K))
     map_out = map_x  # any map, where results go by ordinary stores
     if config.stores and epilogue["residual"] is None and dtype_name(out.dtype) == dtype:
         if out.shape[0] > 1 and out.strides[0] < out.shape[1] * out.itemsize:
-            vector = min(vector, 1)
-        if vector == 2:
-            map_out = tensor_map_2d(out, dtype, (_BOX_ROWS, _TILE_K))
+            out_vector = min(out_vector, OutVector.FOUR)
+        if out_vector == OutVector.EIGHT:
+            map_out = tensor_map_2d(out, dtype, (_BOX_ROWS, _SLAB_K))
     _KERNEL.launch(
         config.spec(dtype),
         (clusters * config.cluster_size,),
@@ -378,7 +387,7 @@ def launch_hopper(
         cluster=1,  # the module says how large they are
         pdl=True,  # the kernel waits before it touches what another may write
         map_x=map_x,
-        map_tail=tensor_map_2d(x, dtype, (tail_part, _TILE_K)),
+        map_tail=tensor_map_2d(x, dtype, (tail_part, _SLAB_K)),
         map_w=_weight_map(weight, dtype, config.tile_n // config.cluster_m, num_gates),
         map_out=map_out,
         m=m,
@@ -390,7 +399,7 @@ def launch_hopper(
         stages=stages,
         uses_pdl=pdl,
         num_gates=num_gates,
-        is_vector=vector,
+        out_vector=out_vector,
         **epilogue,
     )
 
@@ -398,9 +407,9 @@ def launch_hopper(
 def _weight_map(weight: Any, dtype: str, box: int, num_gates: int) -> Any:
     """Return the map that loads `box` rows; those of gate and up by eights, if there are gates."""
     if num_gates == 0:
-        return tensor_map_2d(weight, dtype, (box, _TILE_K))
+        return tensor_map_2d(weight, dtype, (box, _SLAB_K))
     row = weight.shape[1] * weight.itemsize
     sizes = (weight.shape[1], _PAIR, 2, num_gates // _PAIR)
     strides = (row, num_gates * row, _PAIR * row)
-    boxes = (_TILE_K, _PAIR, 2, box // (2 * _PAIR))
+    boxes = (_SLAB_K, _PAIR, 2, box // (2 * _PAIR))
     return tensor_map(weight.data.ptr, dtype, sizes, strides, boxes, promote=128)
