@@ -91,7 +91,7 @@ __device__ __forceinline__ void add_bias(const Epilogue& e, float (&acc)[kSums],
     }
 }
 
-// Stores finished 16-bit results: rounded in registers, 16 bytes a store.
+// Stores finished 16-bit results: rounded in registers, 16 bytes per store.
 template <int kResults, typename Result>
 __device__ __forceinline__ void store_rounded(const Epilogue& e, const Result& result,
                                               Corner corner, int m, int n, bool is_wide) {
@@ -184,7 +184,7 @@ __device__ __forceinline__ void load_residuals(const Epilogue& e, Vec<Out, 4> (&
   }
 }
 
-// Everything else: floats through shared memory, four columns a thread.
+// Everything else: floats through shared memory, four columns per thread.
 template <typename Out, int kSums>
 __device__ __forceinline__ void store_general(const Epilogue& e, const float (&acc)[kSums],
                                               Corner corner, int m, int n) {

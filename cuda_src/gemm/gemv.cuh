@@ -2,7 +2,7 @@
 //
 // A warp holds kResidentSteps steps of k of 16 rows of the weight in registers, and there is a
 // block for every tile. All weights have arrived when the preceding kernel ends, and little is left
-// to do after that: shared memory, with its 128 bytes a clock, is not read for weights. The sums
+// to do after that: shared memory, with its 128 bytes per clock, is not read for weights. The sums
 // are, bit for bit, those of skinny_ring.cuh with parts of the same length.
 #pragma once
 
@@ -43,12 +43,13 @@ struct GemvColumn {
   template <typename Shape>
   __device__ __forceinline__ GemvColumn(const Problem& p, const SkinnyBlock<Shape>& b, int row0) {
     const Epilogue& e = p.epilogue;
-    const int lane = b.lane_idx;
-    column = (e.is_gated() ? row0 / 2 : row0) + lane;
-    exists = b.rank == 0 && threadIdx.y == 0 && lane < (e.is_gated() ? 8 : 16) && row0 + lane < p.n;
+    const int lane_idx = b.lane_idx;
+    column = (e.is_gated() ? row0 / 2 : row0) + lane_idx;
+    exists = b.rank == 0 && threadIdx.y == 0 && lane_idx < (e.is_gated() ? 8 : 16) &&
+             row0 + lane_idx < p.n;
     bias = up_bias = residual = 0.0f;
     if (!exists || e.bias == nullptr) return;
-    const int gate = e.is_gated() && b.num_gates == 0 ? row0 + lane : column;
+    const int gate = e.is_gated() && b.num_gates == 0 ? row0 + lane_idx : column;
     bias = to_float(e.bias[gate]);
     if (e.is_gated()) up_bias = to_float(e.bias[gate + (b.num_gates > 0 ? b.num_gates : 8)]);
   }

@@ -2,8 +2,8 @@
 //
 // A stage is two halves of 64 values of k, each of 16 rows of 128 bytes in eight 16-byte chunks; in
 // odd rows chunks 0-3 and 4-7 change places, so that a read by eight lanes has no bank conflicts.
-// One copy instruction of a warp covers four whole 128-byte lines: L1 looks up one tag a clock, so
-// twice as many half lines would take twice as long.
+// One copy instruction of a warp covers four whole 128-byte lines: L1 looks up one tag per clock,
+// so twice as many half lines would take twice as long.
 #pragma once
 
 #include "common/cp_async.cuh"

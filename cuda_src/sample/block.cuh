@@ -1,4 +1,4 @@
-// Reductions, scans and sorts of one value a thread over a block of kWarps warps.
+// Reductions, scans and sorts of one value per thread over a block of kWarps warps.
 //
 // Each has block barriers: all threads of the block must call it. `scratch` holds kWarps values;
 // successive calls may share it.
