@@ -2,7 +2,11 @@
 // the product. choose_config in engine/kernels/gemm/config.py chooses among them.
 #pragma once
 
-#include "gemm/problem.cuh"
+#include "gemm/gemv.cuh"
+#include "gemm/mma_tile.cuh"
+#include "gemm/simt_tile.cuh"
+#include "gemm/skinny_direct.cuh"
+#include "gemm/skinny_ring.cuh"
 
 // `...` is the device function: `function<...>(problem)`.
 #define ENGINE_GEMM_ENTRY(name, threads, min_blocks, ...)           \

@@ -2,11 +2,6 @@
 // uses.
 #pragma once
 
-#include "gemm/gemv.cuh"
-#include "gemm/mma_tile.cuh"
-#include "gemm/skinny_direct.cuh"
-#include "gemm/skinny_ring.cuh"
-
 // ring: tokens / 8, stages of a warp's ring, buffers of partial sums. These figures are also in
 // engine/kernels/gemm/skinny.py.
 #define ENGINE_SKINNY_ENTRIES(op, norm)                                                     \

@@ -1,9 +1,6 @@
 // The entry points for float32, on CUDA cores. Included by entries.cuh, whose macros it uses.
 #pragma once
 
-#include "gemm/simt_tile.cuh"
-#include "gemm/skinny_direct.cuh"
-
 // The skinny kernels with weights in a ring or in registers are for 16-bit types only.
 #define ENGINE_SKINNY_ENTRIES(op, norm)
 
