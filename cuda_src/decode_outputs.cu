@@ -8,7 +8,8 @@
 //   last_ids          (S,)      int32
 //   out               (2, B, Q) int32
 //
-// Numerics: integers. Parallelisation: one thread a token. Mirror: engine/reference/decode_outputs.py
+// Numerics: integers. Parallelisation: one thread per token.
+// Mirror: engine/reference/decode_outputs.py
 #include "common/types.cuh"
 
 constexpr int kThreads = 128;
