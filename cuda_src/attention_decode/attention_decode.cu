@@ -1,15 +1,17 @@
-// Attention of the newest tokens of every sequence against its pages, the keys split over blocks.
+// Attention of the newest tokens of every sequence against its pages, the keys split over CTAs.
 //
 //   out = softmax(cap(scale * Q K^T) + mask) V        for every sequence b and query head h
 //
 // Query i of Q sees keys 0 to len - Q + i. Arguments: AttentionDecodeParams, below.
+// Macros: the attributes of Tile in engine/kernels/_attention.py; ENGINE_DTYPE 0 is float32.
 //
-// Numerics: as attention_prefill. Splits are combined exactly: each is weighted by 2^(its maximum -
-// the largest), in the order of the keys, so a result does not depend on which finished first.
-// Parallelisation: a block takes one split of the keys of one sequence and key/value head, for up
+// Numerics: scores, softmax and sums in float; P is rounded to scalar_t before P V; partials are
+// weighted by 2^(maximum - largest maximum), in the order of the keys, so a result does not depend
+// on which finished first.
+// Parallelisation: a CTA takes one split of the keys of one sequence and key/value head, for up
 // to kRows rows (token, head of the group). With few rows its warps divide the keys instead.
-// Lengths are read on the device only, and blocks of splits without keys exit at once, so a captured
-// graph stays valid while sequences grow. attention_decode_combine then takes one warp a row.
+// Lengths are read on the device only, and CTAs of splits without keys exit immediately, so a
+// captured graph stays valid while sequences grow. attention_decode_combine: one warp per row.
 // Mirror: engine/reference/attention_decode.py
 #if ENGINE_DTYPE == 0
 #include "common/attention_simt.cuh"
@@ -55,10 +57,10 @@ struct AttentionDecodeParams {
 };
 
 // How the keys that any row of a sequence sees are cut: the same in both kernels.
-struct Splits {
+struct SplitPlan {
   int first, chunk, count;  // the first key, keys of a split, splits with keys
 
-  __device__ __forceinline__ Splits(const RowRule& rows, int num_keys, int num_splits) {
+  __device__ __forceinline__ SplitPlan(const RowRule& rows, int num_keys, int num_splits) {
     first = rows.first_key(0) / kSplitGrain * kSplitGrain;
     const int total = max(num_keys - first, 0);
     chunk = ((total + num_splits - 1) / num_splits + kSplitGrain - 1) / kSplitGrain * kSplitGrain;
@@ -67,7 +69,7 @@ struct Splits {
 };
 
 // A writer (see Output) of one split's partial rows.
-struct PartialOutput {
+struct SplitOutput {
   float* o;  // row 0 of this sequence and key/value head
   float* stats;
   int head_dim;
@@ -112,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(Core::kThreads, 2)
   const int num_keys = sequence_length(p.context_lens, b, p.max_keys);
   RowRule rows(p.num_queries, p.group, num_keys, true, p.window);
   if (p.tree_masks != nullptr) rows.tree = p.tree_masks + static_cast<int64_t>(b) * p.num_queries;
-  const Splits splits(rows, num_keys, p.num_splits);
+  const SplitPlan splits(rows, num_keys, p.num_splits);
   if (split >= splits.count && p.has_partials()) return;  // the combine does not read it
 
   const bool is_vector = p.is_vector != 0;
@@ -141,8 +143,8 @@ extern "C" __global__ void __launch_bounds__(Core::kThreads, 2)
     const int64_t row =
         split * p.num_rows + (static_cast<int64_t>(b) * p.num_kv_heads + kv_head) * rows.count;
     core.finish(smem, rows, row_begin,
-                PartialOutput{p.partial_o + row * p.head_dim, p.partial_stats + row * 2, p.head_dim,
-                              is_vector});
+                SplitOutput{p.partial_o + row * p.head_dim, p.partial_stats + row * 2, p.head_dim,
+                            is_vector});
   } else {
     core.finish(smem, rows, row_begin, output_of(p, b, kv_head, is_vector));
   }
@@ -159,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(kCombineThreads)
   const int b = index / rows_per_head / p.num_kv_heads;
   const int num_keys = sequence_length(p.context_lens, b, p.max_keys);
   const RowRule rows(p.num_queries, p.group, num_keys, true, p.window);
-  const int count = Splits(rows, num_keys, p.num_splits).count;
+  const int count = SplitPlan(rows, num_keys, p.num_splits).count;
 
   float top = -kInf;
   for (int split = lane_idx; split < count; split += kWarpSize)

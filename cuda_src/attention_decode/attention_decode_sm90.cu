@@ -3,26 +3,27 @@
 // The contract of attention_decode.cu, for 16-bit values, D = HEAD_DIM and up to kRows rows (token,
 // head of the group) a key/value head. Compiled with NEW_TOKEN it takes the newest token (Q = 1) as
 // the projection left it, and first does what qk_norm_rope_store.cu does, to the same bits.
-// Parameters and macros: config_sm90.cuh.
+// Parameters: AttentionDecodeSm90Params in config_sm90.cuh.
 //
-// Numerics: as attention_decode, but P is relative to its own tile's maximum (exponentiate in
-// consumer_sm90.cuh). Partials are combined in the order of the keys, whichever CTA does it.
+// Numerics: scores, softmax and sums in float; P, relative to its own tile's maximum (exponentiate
+// in consumer_sm90.cuh), is rounded to scalar_t before P V; partials are weighted by 2^(base -
+// largest base), in the order of the keys, whichever CTA combines them.
 // Parallelisation: one or two CTAs an SM, each a producer warp, kConsumerWarps consumer warps and,
-// with NEW_TOKEN and two CTAs an SM, three warps that compute the rows of new tokens one work tile
-// ahead. scheduler_sm90.cuh says who works on which keys. For few sequences the CTAs of a cluster
-// divide one sequence and head, and exchange partials through distributed shared memory.
-// Programmatic dependent launch: lengths and tables may be read before the kernel in front has ended,
-// all else may not. With NEW_TOKEN only the new token's rows wait: the tiles are then on their way.
-// Its key and value are patched into their tile in shared memory, whatever the copy found there.
-// Memory: a tile is 8 boxes of kBoxKeys tokens of one head, 1 to 4 KB each and contiguous in a page,
-// one copy each for K and V. TMA swizzles them, so ldmatrix has no bank conflicts (tile_offset).
-// NOTE: a box must start at a multiple of 128 bytes in shared memory, and the tensor map must not
-// promote L2 fetches to 256 bytes: otherwise 5 % and 7 % of the bandwidth are lost.
-// Contract: lengths, tables and pages must not change during a launch: every warp runs the scheduler
-// by the lengths it reads, and warps that read different lengths may wait for each other for ever.
+// with NEW_TOKEN and two CTAs an SM, three new-token warps that compute the rows of new tokens one
+// work tile ahead. scheduler_sm90.cuh says who works on which keys. For few sequences the CTAs of a
+// cluster divide one sequence and head, and exchange partials through distributed shared memory.
+// Programmatic dependent launch: lengths and tables may be read before the preceding kernel has
+// ended, all else may not. With NEW_TOKEN only the new token's rows wait: the tiles are in flight
+// by then. Its key and value are patched into their tile in shared memory.
+// Memory: a tile is 8 boxes of kBoxKeys tokens of one head, 1 to 4 KB each and contiguous in a
+// page, one copy each for K and V. TMA swizzles them: no bank conflicts (tile_offset).
+// NOTE: for full bandwidth a box starts at a multiple of 128 bytes in shared memory, and the tensor
+// map does not promote L2 fetches to 256 bytes.
+// Contract: lengths, tables and pages must not change during a launch: every warp runs the
+// scheduler by the lengths it reads, and warps that read different lengths may deadlock.
 // With constant lengths a launch ends, whatever they are: lengths are cut to the table, ids to the
-// pages, and a CTA waits for others only in a cluster, whose CTAs run together. Counters that are not
-// zero at the start spoil a result but block nothing; an aborted launch takes the context with it.
+// pages, and a CTA waits for others only in a cluster, whose CTAs run together. Counters that are
+// not zero at the start spoil a result but block nothing; an aborted launch ends the context.
 // Mirror: engine/reference/attention_decode.py
 #include "attention_decode/cluster_sm90.cuh"
 #include "attention_decode/consumer_sm90.cuh"
@@ -63,15 +64,15 @@ __device__ __forceinline__ void store(const Cta& cta, Consumer& consumer, const 
     cluster_sync();
     combine_pulled(cta.smem, rows.count, output);
     cluster_sync();  // SAFETY: the shared memory of a CTA is gone once it exits.
-  } else if (work.splits.count == 1) {
+  } else if (work.split.count == 1) {
     consumer.store(rows, output);
   } else {
     const AttentionDecodeSm90Params& p = cta.p;
     const Partials partials{p.partial_o, p.partial_stats, rows.count, p.num_kv_heads, cta.kv_head};
-    const Splits& splits = work.splits;
-    consumer.store(rows, partials.at(splits.partial(splits.index)));
-    if (consumer.is_last(p.counters + splits.counter * p.num_kv_heads + cta.kv_head, splits.count))
-      combine(partials, splits, output);
+    const SplitOf& split = work.split;
+    consumer.store(rows, partials.at(split.partial(split.index)));
+    if (consumer.is_last(p.counters + split.counter * p.num_kv_heads + cta.kv_head, split.count))
+      combine(partials, split, output);
   }
 }
 
@@ -97,7 +98,7 @@ __device__ __forceinline__ void consume(const Cta& cta, const Scheduler& schedul
   }
 }
 
-// The warps behind the consumer warps.
+// All warps after the consumers: the producer warp, then the new-token warps.
 template <typename Scheduler>
 __device__ __forceinline__ void produce(const Cta& cta, Scheduler& scheduler) {
   const int warp = threadIdx.x / kWarpSize;

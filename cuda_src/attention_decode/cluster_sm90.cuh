@@ -1,5 +1,5 @@
-// The partials of a cluster's CTAs, which pass through distributed shared memory: pushed where there
-// is room for them beside the ring, else pulled.
+// The partials of a cluster's CTAs, which pass through distributed shared memory: pushed where
+// there is room for them beside the ring, else pulled.
 #pragma once
 
 #include "attention_decode/combine_sm90.cuh"
@@ -25,8 +25,8 @@ struct ClusterSum {
 
 // ---- push: few rows ----------------------------------------------------------------------------
 
-// A writer (see Output) that sends each CTA the columns it combines: rank r those from r D / kCluster
-// on. They land outside the ring, as the receiver may still be computing.
+// A writer (see Output) that sends each CTA the columns it combines: rank r those from r *
+// kShare on. They land outside the ring, as the receiver may still be computing.
 //
 // An mbarrier counts the bytes. Cluster barriers would do too, but they fence all memory twice, the
 // stores to the pages included.
@@ -44,7 +44,8 @@ struct PushedPartials {
   __device__ __forceinline__ void wait() const { mbarrier_wait_cluster(barrier(), 0); }
 
   // Offsets of the columns of a row that rank `from` sends to rank `to`, and of their base and sum.
-  // NOTE: racecheck compares offsets whatever the CTA, so each pair of ranks has offsets of its own.
+  // NOTE: racecheck compares offsets whatever the CTA, so each pair of ranks has its own
+  // offsets.
   __device__ static __forceinline__ int columns_at(int row, int from, int to) {
     return kInboundAt + (row * kCluster + (from + to) % kCluster) * kShare * 4;
   }
@@ -79,7 +80,7 @@ __device__ __forceinline__ void combine_pushed(const unsigned char* smem, int nu
   constexpr int kWords = PushedPartials::kShare / 4;
   const int row = threadIdx.x / kWords, column = threadIdx.x % kWords * 4;
   const int own = blockIdx.x % kCluster;
-  static_assert(!kPushesPartials || kRows * kWords <= kConsumers, "a word a thread");
+  static_assert(!kPushesPartials || kRows * kWords <= kConsumerThreads, "a word a thread");
   if (row >= num_rows) return;
   const auto at = [&](int offset) { return reinterpret_cast<const float*>(smem + offset); };
   Vec<float, 2> stats[kCluster];
@@ -134,7 +135,7 @@ __device__ __forceinline__ void combine_pulled(unsigned char* smem, int num_rows
   const int begin = blockIdx.x % kCluster * share;
   const int end = min(begin + share, num_rows * kWords);
 #pragma unroll 1
-  for (int i = begin + threadIdx.x; i < end; i += kConsumers) {
+  for (int i = begin + threadIdx.x; i < end; i += kConsumerThreads) {
     const int row = i / kWords, column = i % kWords * 4;
     Vec<float, 2> stats[kCluster];
     Vec<float, 4> partial[kCluster];

@@ -1,6 +1,6 @@
-// How rows leave a CTA of attention_decode_sm90: as results, as partial results in scratch memory, and
-// from there as results of the CTA that finishes its sequence last. Partials are always combined in
-// the order of the keys, so a result does not depend on which CTA that is.
+// How rows leave a CTA of attention_decode_sm90: as results, as partial results in scratch memory,
+// and from there as results of the CTA that finishes its sequence last. Partials are always
+// combined in the order of the keys, so a result does not depend on which CTA that is.
 #pragma once
 
 #include "attention_decode/cta_sm90.cuh"
@@ -61,14 +61,14 @@ __device__ __forceinline__ void write_empty(const Output& output, int num_rows) 
   constexpr int kWords = kHeadDim / 4;
   constexpr float kZeros[4] = {};
 #pragma unroll 1
-  for (int i = threadIdx.x; i < num_rows * kWords; i += kConsumers)
+  for (int i = threadIdx.x; i < num_rows * kWords; i += kConsumerThreads)
     write_row<4>(output, i / kWords, i % kWords * 4, -kInf, 0.0f, kZeros);
 }
 
-// By the consumer warps of the last CTA: a warp takes kBatchRows rows at once and kBatch partials of
-// each, with all their loads in flight together.
+// By the consumer warps of the last CTA: a warp takes kBatchRows rows at once and kBatch partials
+// of each, with all their loads in flight together.
 template <int kBatchRows, int kBatch>
-__device__ __forceinline__ void combine(const Partials& partials, const Splits& splits,
+__device__ __forceinline__ void combine(const Partials& partials, const SplitOf& split,
                                         const Output& output) {
   constexpr int kColumns = kHeadDim / kWarpSize, kLoads = kBatchRows * kBatch;
   static_assert(kLoads <= kWarpSize, "a lane holds one partial's statistics");
@@ -80,16 +80,16 @@ __device__ __forceinline__ void combine(const Partials& partials, const Splits& 
     float base = -kInf, sum = 0.0f;  // of row lane / kBatch
     float o[kBatchRows][kColumns] = {};
 #pragma unroll 1
-    for (int first = 0; first < splits.count; first += kBatch) {
+    for (int first = 0; first < split.count; first += kBatch) {
       Vec<float, kColumns> partial[kLoads];
       Vec<float, 2> stats{-kInf, 0.0f};
-      if (lane < kLoads && first + lane % kBatch < splits.count)
-        stats = load_coherent<2>(partials.at(splits.partial(first + lane % kBatch)).stats +
+      if (lane < kLoads && first + lane % kBatch < split.count)
+        stats = load_coherent<2>(partials.at(split.partial(first + lane % kBatch)).stats +
                                  clamped(lane / kBatch) * 2);
 #pragma unroll
       for (int i = 0; i < kLoads; ++i)
         partial[i] = load_coherent<kColumns>(
-            partials.at(splits.partial(min(first + i % kBatch, splits.count - 1)))
+            partials.at(split.partial(min(first + i % kBatch, split.count - 1)))
                 .at(clamped(i / kBatch)) +
             lane * kColumns);
       float top = fmaxf(base, stats.v[0]);
@@ -126,10 +126,10 @@ __device__ __forceinline__ void combine(const Partials& partials, const Splits& 
 
 constexpr int kCombineLoads = kRowTiles == 4 ? 4 : 16;  // partial rows in flight: a register limit
 
-__device__ __forceinline__ void combine(const Partials& partials, const Splits& splits,
+__device__ __forceinline__ void combine(const Partials& partials, const SplitOf& split,
                                         const Output& output) {
-  if (splits.count <= 4)
-    combine<kCombineLoads / 4, 4>(partials, splits, output);
+  if (split.count <= 4)
+    combine<kCombineLoads / 4, 4>(partials, split, output);
   else
-    combine<1, kCombineLoads>(partials, splits, output);
+    combine<1, kCombineLoads>(partials, split, output);
 }

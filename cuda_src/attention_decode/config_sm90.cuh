@@ -1,14 +1,6 @@
 // attention_decode_sm90: its parameters, and one CTA's threads, registers and shared memory.
 //
-// Macros, as HopperTile in engine/kernels/attention_decode/sm90.py has them:
-//   HEAD_DIM        D
-//   BOX_KEYS        tokens of one copy, a box of the tensor map
-//   STAGES          stages of the ring, each a tile of K and one of V
-//   ROW_TILES       tiles of 16 query rows
-//   CONSUMER_WARPS  warps that divide a tile's keys
-//   CLUSTER         CTAs that share one sequence and head; 1: the persistent schedule
-//   NEW_TOKEN       1: the newest token comes as the projection left it (new_token_sm90.cuh)
-//   CTAS_PER_SM     that share a multiprocessor
+// Macros: the attributes of HopperTile in engine/kernels/attention_decode/sm90.py.
 #pragma once
 
 #include "common/attention_sm90.cuh"
@@ -24,7 +16,7 @@ struct AttentionDecodeSm90Params {
   scalar_t* out;                // (B, Q, H, D)
   float* lse;                   // (B, Q, H) contiguous, or null
   float* partial_o;             // (partials, K, rows, D) a split's sum of P V
-  float* partial_stats;         // (partials, K, rows, 2) its reference (log2), its sum of P
+  float* partial_stats;         // (partials, K, rows, 2) its base (log2), its sum of P
   int* counters;                // splits that are done, by sequence and head; 0 between launches
   int64_t q_stride_b, q_stride_t, q_stride_h;  // elements, as all strides
   int64_t table_stride;
@@ -59,7 +51,7 @@ constexpr bool kNewToken = NEW_TOKEN;
 constexpr int kRows = kRowTiles * 16;
 constexpr int kRowBytes = kHeadDim * 2;
 // Persistent CTAs take tiles that TMA swizzles. Clusters, whose launches are short, copy without a
-// tensor map, which would have to be fetched first; where memory is the limit that is 5 % slower.
+// tensor map: it would have to be fetched first. Where memory is the limit that is slower.
 constexpr bool kSwizzled = kCluster == 1;
 constexpr int kBoxBytes = kBoxKeys * kRowBytes;
 constexpr int kBoxPitch = kBoxBytes + (kSwizzled ? 0 : 16);  // see tile_offset
@@ -69,19 +61,19 @@ static_assert(kHeadDim % 64 == 0 && kBoxKeys % 8 == 0, "see tile_offset");
 
 // ---- warps and registers -----------------------------------------------------------------------
 
-constexpr int kConsumers = kConsumerWarps * kWarpSize;  // threads; the producer warp follows them
-// Where a CTA has many sequences, three producer warps compute the rows of the new tokens of later
+constexpr int kConsumerThreads = kConsumerWarps * kWarpSize;  // the producer warp follows them
+// Where a CTA has many sequences, three new-token warps compute the rows of the new tokens of later
 // work tiles. Elsewhere the consumer warps compute them themselves: the latency is shorter.
 constexpr bool kHasNewTokenWarps = kNewToken && kCtasPerSm > 1 && kCluster == 1;
 constexpr int kNewTokenThreads = 3 * kWarpSize;
-// The 168 registers a thread that nine warps of a CTA, or five of each of two CTAs, have are too few
-// for the consumers here. The producer warp is then in a warpgroup of its own, which gives them
+// The 168 registers a thread that nine warps of a CTA, or five of each of two CTAs, have are too
+// few for the consumers here. The producer warp is then in a warpgroup of its own, which gives them
 // registers, fewer if its other warps have work.
 constexpr bool kMovesRegisters = (kConsumerWarps == 8 || kNewToken) && kCluster == 1;
-constexpr int kThreads = kConsumers + (kMovesRegisters ? 4 : 1) * kWarpSize;
+constexpr int kThreads = kConsumerThreads + (kMovesRegisters ? 4 : 1) * kWarpSize;
 constexpr int kConsumerRegisters = kConsumerWarps == 8 ? 232 : kHasNewTokenWarps ? 160 : 208;
 constexpr int kProducerRegisters = kHasNewTokenWarps ? 96 : 40;
-// SAFETY: setmaxnreg waits for ever where the launch has fewer registers left than it asks for.
+// SAFETY: setmaxnreg deadlocks where the launch has fewer registers left than it requests.
 static_assert(!kHasNewTokenWarps ||
                   (kConsumerWarps == 4 && kConsumerRegisters + kProducerRegisters <= 2 * 128),
               "two CTAs of eight warps have 128 registers a thread");

@@ -1,7 +1,8 @@
 // The consumer warps of attention_decode_sm90: scores, softmax, P V.
 //
 // For the scores the warps divide a tile's keys, for P V the columns of V. They exchange each row's
-// maximum and P through shared memory, with one barrier a tile; the scores are one tile ahead.
+// maximum and P through shared memory, with one barrier a tile. The scores of tile n + 1 are
+// computed before P V of tile n.
 #pragma once
 
 #include "attention_decode/new_token_sm90.cuh"
@@ -16,7 +17,7 @@ class Consumer {
         queries_(smem_address(smem)),
         rule_(rule) {}
 
-  // All tiles of a work tile.
+  // Walks over the key tiles of a work tile.
   __device__ __forceinline__ void run(const RowRule& rows, int num_keys, int first_key,
                                       int num_tiles) {
     if constexpr (kCluster == 1 && (!kNewToken || kHasNewTokenWarps)) queries_.wait_full();
@@ -28,8 +29,8 @@ class Consumer {
     if constexpr (kCluster == 1 && kQueryBuffers == 2) queries_.release();  // last read above
   }
 
-  // Computes the new token of a sequence into shared memory and, if has_kv, stores its key and value
-  // to the pages. `key` is new_key_of. Not where new-token warps do it.
+  // Computes the new token of a sequence into shared memory and, if has_kv, stores its key and
+  // value to the pages. `key` is new_key_of. Not where new-token warps do it.
   __device__ __forceinline__ void compute_new_token(const Cta& cta, int b, bool has_kv, int key) {
     const NewTokenTask task{b, true, has_kv, kQueriesAt, kNewKvAt};
     const NewTokenRow row(cta, task, threadIdx.x / NewTokenRow::kLanes);
@@ -44,7 +45,7 @@ class Consumer {
   // is. Elsewhere the producer warp copies Q during the work tile before.
   __device__ __forceinline__ void stage_queries(const Queries& from, int num_rows, int group) {
     constexpr int kWords = kRowBytes / 16;
-    for (int i = threadIdx.x; i < kRows * kWords; i += kConsumers) {
+    for (int i = threadIdx.x; i < kRows * kWords; i += kConsumerThreads) {
       const int row = i / kWords, word = i % kWords;
       Vec<uint32_t, 4> value{};
       if (row < num_rows)
@@ -85,8 +86,8 @@ class Consumer {
     }
   }
 
-  // Counts a split as done. True in all consumer warps if it was the last one: then all partials may
-  // be read.
+  // Counts a split as done. True in all consumer warps if it was the last one: then all partials
+  // may be read.
   __device__ __forceinline__ bool is_last(int* counter, int num_splits) const {
     int* const flag = reinterpret_cast<int*>(smem_ + kFlagAt);
     barrier();
@@ -110,7 +111,8 @@ class Consumer {
   static constexpr int kSlice = kHeadDim / kConsumerWarps;  // columns of V of a warp
   static_assert(kWarpRuns % 2 == 0 && kSlice % 16 == 0, "ldmatrix_x4 loads two at once");
   using Scores = float[kRowTiles][kWarpRuns][4];
-  // Where there are few sums, those of q.k are in two chains: one is D / 16 dependent instructions.
+  // With few accumulators q.k is summed in two interleaved chains, even and odd steps of d: a
+  // single chain would be D / 16 dependent mma.
   static constexpr bool kTwoChains = kRowTiles * kWarpRuns <= 2;
   static constexpr float kBaseRange = 8.0f;  // how far a base may be below the maximum, log2
 
@@ -132,7 +134,7 @@ class Consumer {
   __device__ static __forceinline__ int warp() { return thread() / kWarpSize; }
   __device__ static __forceinline__ int row_of(int i) { return i * 8 + lane() / 4; }
   // Of the consumer warps.
-  __device__ static __forceinline__ void barrier() { named_barrier_sync<kConsumers>(1); }
+  __device__ static __forceinline__ void barrier() { named_barrier_sync<kConsumerThreads>(1); }
 
   __device__ static __forceinline__ float& at(Scores& s, int i) {
     return s[i / 4 / kWarpRuns][i / 4 % kWarpRuns][i % 4];
@@ -162,7 +164,7 @@ class Consumer {
       if (more) score(s, rows, key + kTileKeys, (i + 1) % 2);
       // After it P of this tile and the maxima of the next are complete, and the P before is free.
       barrier();
-      multiply(i % 2, key, rows.first_key(0), num_keys);
+      multiply_pv(i % 2, key, rows.first_key(0), num_keys);
       if (more) exponentiate(s, (i + 1) % 2);
     }
   }
@@ -360,7 +362,7 @@ class Consumer {
   }
 
   // O += P V for this warp's columns.
-  __device__ __forceinline__ void multiply(int buffer, int first_key, int begin, int end) {
+  __device__ __forceinline__ void multiply_pv(int buffer, int first_key, int begin, int end) {
     struct Operands {
       uint32_t p[kRowTiles][4], v[kSlice / 16][4];
     } even, odd;

@@ -100,7 +100,7 @@ struct WarpSchedule {
 };
 static_assert(sizeof(WarpSchedule) <= kScheduleBytes, "see kScheduleAt");
 
-// This warp's. The producer warp, which lies between the consumer and the new-token warps, has none.
+// This warp's. The producer warp, between the consumer and the new-token warps, has none.
 __device__ __forceinline__ WarpSchedule& warp_schedule(unsigned char* smem) {
   const int warp = threadIdx.x / kWarpSize;
   return reinterpret_cast<WarpSchedule*>(smem + kScheduleAt)[warp - (warp > kConsumerWarps)];

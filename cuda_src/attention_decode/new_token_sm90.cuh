@@ -1,6 +1,6 @@
-// The newest token of a sequence in attention_decode_sm90 with NEW_TOKEN: its queries, key and value
-// come as the projection left them. Norm, rotation and the store to the pages are fused here, by the
-// formulas of qk_norm_rope_store.cu and so to the same bits.
+// The newest token of a sequence in attention_decode_sm90 with NEW_TOKEN: its queries, key and
+// value come as the projection left them. Norm, rotation and the store to the pages are fused here,
+// by the formulas of qk_norm_rope_store.cu and so to the same bits.
 #pragma once
 
 #include "attention_decode/cta_sm90.cuh"
@@ -56,8 +56,8 @@ class NewTokenRow {
     return inputs;
   }
 
-  // Computes the row and stores it; others may read it after a barrier. All lanes of a warp must call
-  // it together. Without `inputs` it loads them.
+  // Computes the row and stores it; others may read it after a barrier. All lanes of a warp must
+  // call it together. Without `inputs` it loads them.
   __device__ __forceinline__ void compute(const AttentionDecodeSm90Params& p, unsigned char* smem,
                                           const Inputs* inputs = nullptr) const {
     Packed<kVec> raw[2] = {};
@@ -138,9 +138,9 @@ __device__ __forceinline__ int new_key_of(const Cta& cta, const WorkTile& work) 
   return cta.p.slot_mapping[work.b] == cta.layout.slot(table, last) ? last : -1;
 }
 
-// The three producer warps of new tokens: as buffers become free they compute the rows of one work
-// tile after another for the consumer warps. They also store the key and value of sequences without
-// keys whose slot is in the pages.
+// The new-token warps: as buffers become free they compute the rows of one work tile after another
+// for the consumer warps. They also store the key and value of sequences without keys whose slot is
+// in the pages.
 struct NewTokenProducer {
   const Cta& cta;
 

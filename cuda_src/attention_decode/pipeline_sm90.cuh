@@ -1,13 +1,13 @@
-// The pipelines between the producer and consumer warps of attention_decode_sm90: how a tile of K or
-// V lies in shared memory, the ring of their stages, and the buffers of Q.
+// The pipelines between the producer and consumer warps of attention_decode_sm90: how a tile of K
+// or V lies in shared memory, the ring of their stages, and the buffers of Q.
 #pragma once
 
 #include "attention_decode/config_sm90.cuh"
 
 // ---- how a tile lies in shared memory ----------------------------------------------------------
 
-// The offset of 16-byte word `word` of a tile's row `index`, such that ldmatrix, which reads a word of
-// 8 consecutive rows at once, finds them in 8 different banks.
+// The offset of 16-byte word `word` of a tile's row `index`, such that ldmatrix, which reads a word
+// of 8 consecutive rows at once, finds them in 8 different banks.
 //
 // Swizzled by TMA: a box is its rows' first 128 bytes, then their second 128 bytes (D = 128), and
 // within each the number of a word is xored with that of its row. Row i is key i of the tile.
@@ -54,10 +54,10 @@ class Ring {
     for (int stage = 0; stage < kStages; ++stage) {
       mbarrier_init(barrier(kFullK, stage), 1);
       mbarrier_init(barrier(kFullV, stage), 1);
-      // SAFETY: every consumer lane arrives. One arrival a warp, after __syncwarp, would do and is as
-      // fast, but compute-sanitizer then reports the other lanes' reads as races.
-      mbarrier_init(barrier(kEmptyK, stage), kConsumers);
-      mbarrier_init(barrier(kEmptyV, stage), kConsumers);
+      // SAFETY: every consumer lane arrives. One arrival a warp, after __syncwarp, would do and is
+      // as fast, but compute-sanitizer then reports the other lanes' reads as races.
+      mbarrier_init(barrier(kEmptyK, stage), kConsumerThreads);
+      mbarrier_init(barrier(kEmptyV, stage), kConsumerThreads);
     }
     mbarrier_init_fence();
   }
@@ -100,7 +100,7 @@ class QueryRing {
   __device__ __forceinline__ void init() const {
     for (int i = 0; i < kQueryBuffers; ++i) {
       mbarrier_init(barrier(kFull, i), kHasNewTokenWarps ? kNewTokenThreads : 1);
-      mbarrier_init(barrier(kEmpty, i), kConsumers);
+      mbarrier_init(barrier(kEmpty, i), kConsumerThreads);
     }
   }
 

@@ -51,8 +51,8 @@ class Producer {
 
   __device__ __forceinline__ static int lane() { return threadIdx.x % kWarpSize; }
 
-  // This lane's of 32 entries of a block table, from `first` on. Only entries of keys in [begin, end)
-  // are read.
+  // This lane's of 32 entries of a block table, from `first` on. Only entries of the keys
+  // [begin, end) are read.
   __device__ __forceinline__ int page_id(const int* table, int first, int begin, int end) const {
     const int block_shift = cta_.p.block_shift;
     const int64_t key = static_cast<int64_t>(first + lane()) << block_shift;
@@ -75,7 +75,7 @@ class Producer {
     queries_.advance();
   }
 
-  // One tile: whole boxes, those with any of the keys [begin, end). Their other keys are masked later.
+  // One tile: all boxes with any of the keys [begin, end). Their other keys are masked later.
   __device__ __forceinline__ void load_tile(int page, int box_key, int begin, int end) {
     const bool is_valid = box_key < end && box_key + kBoxKeys > begin && lane() < 16;
     const unsigned bytes = __popc(__ballot_sync(kFullMask, is_valid)) / 2 * kBoxBytes;

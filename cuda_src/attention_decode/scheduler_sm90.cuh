@@ -1,17 +1,17 @@
 // The tile scheduler of attention_decode_sm90. Every warp runs it for itself, from the lengths.
 //
-// The keys of each sequence are cut into tiles of kTileKeys. The schedule deals out chunks: a chunk
-// is one tile or, with num_splits > 0, one split of a sequence. The chunks of all sequences, one
-// sequence after the other, are numbered 0 to T - 1.
+// The keys of each sequence are cut into key tiles of kTileKeys. The schedule deals out chunks: a
+// chunk is one tile or, with num_splits > 0, one split of a sequence. The chunks of all sequences,
+// one sequence after the other, are numbered 0 to T - 1.
 //
 // A CTA group is one persistent CTA for each key/value head. Its CTAs walk along the same pages, so
-// the heads of a page, which are neighbours in memory, are read at the same time. Group i of G takes
-// the chunks i T / G to (i + 1) T / G - 1, wherever they lie.
+// the heads of a page, which are neighbours in memory, are read at the same time. CTA group i of G
+// takes the chunks i T / G to (i + 1) T / G - 1, of whatever sequences they are.
 //
 //   num_splits = 0   all CTAs have equal work, whatever the lengths; a sequence is split only where
-//                    the share of a group ends
-//   num_splits > 0   a sequence is split by its own length alone, and groups take whole splits, so
-//                    its result does not depend on the other sequences
+//                    the share of a CTA group ends
+//   num_splits > 0   a sequence is split by its own length alone, and CTA groups take whole splits,
+//                    so its result does not depend on the other sequences
 //
 // Sequences without keys are dealt out separately (for_each_empty): batches are padded with them.
 // The host reads no lengths, so a captured graph follows them.
@@ -63,26 +63,26 @@ struct SequenceTiles {
   }
 };
 
-// The splits of a sequence, where their partial results lie in scratch memory, and their counter.
-struct Splits {
-  int index, count;  // which one this is, of how many
-  int first;         // balanced: the group of split 0; else the partial of split 0
-  int counter;
+// Which split of its sequence a work tile is, and where the splits' partials are in scratch memory.
+struct SplitOf {
+  int index, count;  // this split, of how many
+  int first;         // balanced: the CTA group of split 0; else: the partial of split 0
+  int counter;       // counts splits that are done. Balanced: `first`; else: b
   bool is_balanced;
 
-  // A group has at most two partials: one as the first group of a sequence, one as a later group of
+  // A CTA group has at most two partials: one as the first of a sequence, one as a later one of
   // another sequence.
   __device__ __forceinline__ int64_t partial(int split) const {
     return is_balanced ? 2ll * (first + split) + (split == 0) : static_cast<int64_t>(first) + split;
   }
 };
 
-// Consecutive tiles of one sequence: what a CTA works on from one load of Q to the next.
+// Consecutive key tiles of one sequence: what a CTA works on from one load of Q to the next.
 struct WorkTile {
   int b, num_keys;
   int first_key;  // of the first tile
   int num_tiles;
-  Splits splits;
+  SplitOf split;
 };
 
 // All lanes of a warp must call the constructor and next() together.
@@ -97,10 +97,10 @@ class PersistentScheduler {
     int chunks = 0;
     for (int b = lane; b < problem.batch; b += kWarpSize) chunks += Tiles(problem, b).num_chunks;
     num_chunks_ = __reduce_add_sync(kFullMask, chunks);
-    const int group = blockIdx.x / problem.num_kv_heads;
-    if (group >= num_groups(problem)) return;
-    chunk_ = first_chunk_of(group, problem);
-    end_ = first_chunk_of(group + 1, problem);
+    const int cta_group = blockIdx.x / problem.num_kv_heads;
+    if (cta_group >= num_cta_groups(problem)) return;
+    chunk_ = first_chunk_of(cta_group, problem);
+    end_ = first_chunk_of(cta_group + 1, problem);
     find_sequence(problem, lane);
   }
 
@@ -117,13 +117,14 @@ class PersistentScheduler {
     work.num_keys = tiles.num_keys;
     work.first_key = (tiles.first_tile + tile) * kTileKeys;
     work.num_tiles = min(taken * tiles.tiles_per_chunk, tiles.num_tiles - tile);
-    work.splits = Splits{chunk, tiles.num_chunks, sequence_begin_, b_, is_balanced};
+    work.split = SplitOf{chunk, tiles.num_chunks, sequence_begin_, b_, is_balanced};
     if (is_balanced) {
-      const int group = blockIdx.x / problem.num_kv_heads;
+      const int cta_group = blockIdx.x / problem.num_kv_heads;
       const bool is_whole = taken == tiles.num_chunks;
-      const int first = is_whole ? group : group_of(sequence_begin_, problem);
-      const int last = is_whole ? group : group_of(sequence_begin_ + tiles.num_chunks - 1, problem);
-      work.splits = Splits{group - first, last - first + 1, first, first, true};
+      const int first = is_whole ? cta_group : cta_group_of(sequence_begin_, problem);
+      const int last =
+          is_whole ? cta_group : cta_group_of(sequence_begin_ + tiles.num_chunks - 1, problem);
+      work.split = SplitOf{cta_group - first, last - first + 1, first, first, true};
     }
     chunk_ += taken;
     if (chunk + taken == tiles.num_chunks) {
@@ -135,17 +136,18 @@ class PersistentScheduler {
 
  private:
   int num_chunks_;                  // of the batch
-  int chunk_ = 0, end_ = 0;         // what is left of this group's chunks
+  int chunk_ = 0, end_ = 0;         // what is left of this CTA group's chunks
   int b_ = 0, sequence_begin_ = 0;  // the sequence of chunk_, and its first chunk
 
-  __device__ __forceinline__ int num_groups(const DecodeProblem& problem) const {
+  __device__ __forceinline__ int num_cta_groups(const DecodeProblem& problem) const {
     return min(num_chunks_, static_cast<int>(gridDim.x) / problem.num_kv_heads);
   }
-  __device__ __forceinline__ int first_chunk_of(int group, const DecodeProblem& problem) const {
-    return static_cast<int>(static_cast<int64_t>(group) * num_chunks_ / num_groups(problem));
+  __device__ __forceinline__ int first_chunk_of(int cta_group, const DecodeProblem& problem) const {
+    return static_cast<int>(static_cast<int64_t>(cta_group) * num_chunks_ /
+                            num_cta_groups(problem));
   }
-  __device__ __forceinline__ int group_of(int chunk, const DecodeProblem& problem) const {
-    return static_cast<int>((static_cast<int64_t>(chunk + 1) * num_groups(problem) - 1) /
+  __device__ __forceinline__ int cta_group_of(int chunk, const DecodeProblem& problem) const {
+    return static_cast<int>((static_cast<int64_t>(chunk + 1) * num_cta_groups(problem) - 1) /
                             num_chunks_);
   }
 
@@ -170,19 +172,19 @@ class PersistentScheduler {
   }
 };
 
-// Calls `each(b)` for this CTA group's share of the sequences without keys. All lanes of a warp must
-// call it together.
+// Calls `each(b)` for this CTA group's share of the sequences without keys. All lanes of a warp
+// must call it together.
 template <typename Each>
 __device__ __forceinline__ void for_each_empty(const DecodeProblem& problem, Each each) {
-  const int group = blockIdx.x / problem.num_kv_heads;
-  const int num_groups = gridDim.x / problem.num_kv_heads;
+  const int cta_group = blockIdx.x / problem.num_kv_heads;
+  const int num_cta_groups = gridDim.x / problem.num_kv_heads;
 #pragma unroll 1
-  for (int first = group; first < problem.batch; first += kWarpSize * num_groups) {
-    const int b = first + threadIdx.x % kWarpSize * num_groups;
+  for (int first = cta_group; first < problem.batch; first += kWarpSize * num_cta_groups) {
+    const int b = first + threadIdx.x % kWarpSize * num_cta_groups;
     const bool is_empty = b < problem.batch && problem.length(b) == 0;
     unsigned found = __ballot_sync(kFullMask, is_empty);
 #pragma unroll 1
-    for (; found != 0; found &= found - 1) each(first + (__ffs(found) - 1) * num_groups);
+    for (; found != 0; found &= found - 1) each(first + (__ffs(found) - 1) * num_cta_groups);
   }
 }
 

@@ -83,8 +83,9 @@ def attention_decode(
         Keys and values of the newest tokens. With them `q` (Q = 1), `k` and `v` are as the
         projection left them, and the op first does what `qk_norm_rope_store` does, with the
         arguments of its names that follow: norm of q and k, rotation of both (features i and
-        i + R/2), k and v into the pages. On Hopper that is one kernel if R = D. `q` may be
-        overwritten by the rotated queries.
+        i + R/2), k and v into the pages. On Hopper that is one kernel if D is 64 or 128, R = D,
+        H / K <= 16 and all rows are 16-byte aligned; else two. `q` may be overwritten by the
+        rotated queries.
     positions, cos_sin : (B,) array of int32, (P, R) array of float32
     slot_mapping : (B,) array of int64
         The slot of each token's k and v: that of its sequence's last key, which no other sequence
@@ -100,21 +101,23 @@ def attention_decode(
     tree_mask : (B, Q) array of uint64, optional
         Bit j of tree_mask[b, i], j <= i, says whether query i sees query j (bits beyond i are
         ignored); every query sees the tokens before the Q queries. So a tree of drafts is verified
-        at once: parents come first, and each token has its ancestors' bits and its own [2]_. Not
-        together with `window`; Q <= 64.
+        in one call: parents come first, and each token has its ancestors' bits and its own [2]_.
+        Not together with `window`; Q <= 64.
     num_splits : int, optional
         Into how many splits the keys of a sequence are cut. The cut then depends on the sequence's
         own length alone, so its result, bit by bit, does not depend on the rest of the batch. By
-        default the keys are cut such that all blocks of threads are busy. Other cuts change the
+        default the keys are cut such that all thread blocks are busy. Other cuts change the
         result by rounding only.
     max_context_len : int, optional
-        Bound of `context_lens`, NB * block_size by default. Only `num_splits` is chosen by it.
+        Bound of `context_lens`, NB * block_size by default. Only how the keys are divided is
+        chosen by it.
     pdl : bool
-        Programmatic dependent launch: the kernel starts while the one in front ends. No kernel
-        that still runs then may write `block_tables` or `context_lens` nor, with `k`, `positions`,
-        `slot_mapping`, the table, the weights or the pages' older keys, which are read at once.
-        That holds behind `qk_norm_rope_store`, which starts no kernel before those in front of it
-        have ended; most kernels start them earlier.
+        Programmatic dependent launch (Hopper's kernel; without effect elsewhere): the kernel starts
+        while the preceding kernel is still finishing. It then reads `block_tables` and
+        `context_lens` before that kernel has ended, and with `k` also `positions`, `slot_mapping`,
+        `cos_sin`, the weights and the older keys: no kernel that is still running may write these.
+        After `qk_norm_rope_store` this holds, since it lets the next kernel start only after those
+        before it have ended.
     out : (B, Q, H, D) array of q's dtype, optional
         Where to put the result; may be `q`.
     return_lse : bool
@@ -175,7 +178,7 @@ def attention_decode(
         weight_offset=weight_offset,
     )
     call.check("tree_mask", new_tokens is None or tree_mask is None, "None with k", "a mask")
-    num_splits, bound = _checked_bounds(call, num_splits, max_context_len)
+    num_splits, max_context_len = _checked_limits(call, num_splits, max_context_len)
     if call.on_cpu:
         if out is not None:  # before the pages are written
             call.written("out", out, "B Q H D", q.dtype, layout="rows")
@@ -186,7 +189,7 @@ def attention_decode(
     lse = call.xp.empty(q.shape[:3], np.float32) if return_lse else None
     if new_tokens is not None and not sm90.is_supported(q, pages, out, new_tokens):
         new_tokens.store(q, pages)
-        new_tokens, pdl = None, True
+        new_tokens, pdl = None, True  # always safe after qk_norm_rope_store: see the docstring
     if sm90.is_supported(q, pages, out):
         sm90.launch(
             q,
@@ -195,27 +198,27 @@ def attention_decode(
             lse,
             rule,
             num_splits,
-            bound,
+            max_context_len,
             pdl=pdl,
             tree_mask=tree_mask,
             new_tokens=new_tokens,
         )
     else:
-        portable.launch(q, pages, out, lse, rule, num_splits, bound, tree_mask)
+        portable.launch(q, pages, out, lse, rule, num_splits, max_context_len, tree_mask)
     return out if lse is None else (out, lse)
 
 
-def _checked_bounds(
+def _checked_limits(
     call: Contract, num_splits: int | None, max_context_len: int | None
 ) -> tuple[int | None, int]:
     """Check both; return `num_splits` and the longest that a sequence can be."""
     if num_splits is not None:
         num_splits = check_count(call, "num_splits", num_splits)
         call.check("num_splits", 1 <= num_splits <= 1024, "from 1 to 1024", num_splits)
-    bound = call["NB"] * call["block_size"]
+    limit = call["NB"] * call["block_size"]
     if max_context_len is None:
-        return num_splits, bound
-    return num_splits, min(bound, check_count(call, "max_context_len", max_context_len))
+        return num_splits, limit
+    return num_splits, min(limit, check_count(call, "max_context_len", max_context_len))
 
 
 def _mirror(

@@ -54,12 +54,12 @@ def choose_tile(dtype: str, head_dim: int, num_rows: int) -> Tile:
 
 
 @lru_cache(maxsize=4096)
-def choose_num_splits(num_blocks: int, max_context_len: int, sm_count: int) -> int:
+def choose_num_splits(num_ctas: int, max_context_len: int, sm_count: int) -> int:
     """Choose into how many splits the keys are cut.
 
     Parameters
     ----------
-    num_blocks : int
+    num_ctas : int
         Thread blocks of one split: sequences * key/value heads * tiles of rows.
     max_context_len : int
         Longest sequence.
@@ -80,7 +80,7 @@ def choose_num_splits(num_blocks: int, max_context_len: int, sm_count: int) -> i
     grains = ceil_div(max_context_len, _SPLIT_GRAIN)
 
     def cost(splits: int) -> float:
-        waves = ceil_div(num_blocks * splits, 2 * sm_count)
+        waves = ceil_div(num_ctas * splits, 2 * sm_count)
         combine = _COMBINE_COST + _COMBINE_COST_OF_A_SPLIT * splits if splits > 1 else 0.0
         return waves * (ceil_div(grains, splits) + _WAVE_COST) + combine
 
@@ -94,10 +94,10 @@ def launch(
     lse: Any,
     rule: ScoreRule,
     num_splits: int | None,
-    bound: int,
+    max_context_len: int,
     tree_mask: Any,
 ) -> None:
-    """Launch on CuPy arrays; num_splits None: chosen for lengths up to `bound`."""
+    """Launch on CuPy arrays; num_splits None: chosen for lengths up to `max_context_len`."""
     (batch, num_queries, num_heads, head_dim), dtype = q.shape, dtype_name(q.dtype)
     num_kv_heads = pages.k.shape[1]
     num_rows = num_queries * (num_heads // num_kv_heads)
@@ -105,7 +105,7 @@ def launch(
     spec = tile.spec("attention_decode/attention_decode.cu", dtype)
     row_tiles = ceil_div(num_rows, tile.rows(dtype))
     if num_splits is None:
-        keys = min(bound, rule.window + num_queries) if rule.window else bound
+        keys = min(max_context_len, rule.window + num_queries) if rule.window else max_context_len
         rounded = ceil_div(keys, _SPLIT_GRAIN) * _SPLIT_GRAIN  # so that the cache of choices hits
         num_splits = choose_num_splits(batch * num_kv_heads * row_tiles, rounded, sm_count())
     arguments = _arguments(q, pages, out, lse, rule, num_splits, tree_mask)
@@ -117,8 +117,8 @@ def launch(
         **arguments,
     )
     if num_splits > 1:
-        num_blocks = ceil_div(arguments["num_rows"], _COMBINE_THREADS // 32)
-        _COMBINE.launch(spec, (num_blocks,), (_COMBINE_THREADS,), **arguments)
+        num_ctas = ceil_div(arguments["num_rows"], _COMBINE_THREADS // 32)
+        _COMBINE.launch(spec, (num_ctas,), (_COMBINE_THREADS,), **arguments)
 
 
 def _arguments(

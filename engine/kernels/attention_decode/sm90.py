@@ -31,7 +31,27 @@ _DTYPES = ("float16", "bfloat16")
 
 @dataclass(frozen=True)
 class HopperTile:
-    """The macros of `config_sm90.cuh`, which says what they mean."""
+    """How a CTA divides its work; the values of config_sm90.cuh's macros.
+
+    Attributes
+    ----------
+    head_dim : int
+        D: 64 or 128.
+    box_keys : int
+        Tokens per copy, a box of the tensor map. A tile is 8 boxes.
+    stages : int
+        Stages of the ring, each with a tile of K and one of V.
+    row_tiles : int
+        Tiles of 16 query rows (token, head of the group).
+    consumer_warps : int
+        Warps that divide a tile's keys: 4 or 8.
+    cluster : int
+        CTAs that share one sequence and key/value head; 1: the persistent schedule.
+    new_token : bool
+        The newest token comes as the projection left it.
+    ctas_per_sm : int
+        CTAs that share a multiprocessor: 1 or 2.
+    """
 
     head_dim: int
     box_keys: int
@@ -103,25 +123,25 @@ class HopperTile:
 
 # The tiles of one CTA an SM, by head dim, then by rows: 16, 32, 64.
 _TILES = (
-    HopperTile(64, 16, 6, 1, 4),
-    HopperTile(64, 16, 6, 2, 4),
-    HopperTile(64, 8, 8, 4, 4),
-    HopperTile(128, 16, 3, 1, 8),
-    HopperTile(128, 16, 3, 2, 8),
-    HopperTile(128, 16, 2, 4, 8),
+    HopperTile(64, box_keys=16, stages=6, row_tiles=1, consumer_warps=4),
+    HopperTile(64, box_keys=16, stages=6, row_tiles=2, consumer_warps=4),
+    HopperTile(64, box_keys=8, stages=8, row_tiles=4, consumer_warps=4),
+    HopperTile(128, box_keys=16, stages=3, row_tiles=1, consumer_warps=8),
+    HopperTile(128, box_keys=16, stages=3, row_tiles=2, consumer_warps=8),
+    HopperTile(128, box_keys=16, stages=2, row_tiles=4, consumer_warps=8),
 )
 # Of up to 16 rows, where a CTA has several sequences: while one of two CTAs an SM ends a sequence,
 # the other one's copies keep memory busy.
 _MANY_TILES = {
-    64: HopperTile(64, 16, 3, 1, 4, ctas_per_sm=2),
-    128: HopperTile(128, 8, 3, 1, 4, ctas_per_sm=2),
+    64: HopperTile(64, box_keys=16, stages=3, row_tiles=1, consumer_warps=4, ctas_per_sm=2),
+    128: HopperTile(128, box_keys=8, stages=3, row_tiles=1, consumer_warps=4, ctas_per_sm=2),
 }
 _CLUSTER = 8  # CTAs
 _ROWS = 16  # of a row tile
 # Of clusters, for few keys: with tiles of 64 keys more of the CTAs have any. Two fit an SM.
 _SHORT_TILES = {
-    64: HopperTile(64, 8, 2, 1, 4, _CLUSTER),
-    128: HopperTile(128, 8, 2, 1, 4, _CLUSTER),
+    64: HopperTile(64, box_keys=8, stages=2, row_tiles=1, consumer_warps=4, cluster=_CLUSTER),
+    128: HopperTile(128, box_keys=8, stages=2, row_tiles=1, consumer_warps=4, cluster=_CLUSTER),
 }
 _SHORT_KEYS = 1024  # keys up to which _SHORT_TILES are faster
 # Keys up to which clusters of four are taken: even one sequence of eight heads alone, which leaves
@@ -197,24 +217,25 @@ def _room(sm_count: int) -> int:
     return sm_count // _CLUSTER - 1
 
 
-def choose_cluster(num_heads: int, sm_count: int, bound: int) -> tuple[int, int]:
-    """Return the CTAs of a cluster for sequences of up to `bound` keys, and the CTAs an SM.
+def choose_cluster(num_pairs: int, sm_count: int, max_context_len: int) -> tuple[int, int]:
+    """Return the CTAs per cluster and the CTAs per SM.
 
-    `num_heads` counts sequences * key/value heads. (1, 1): no clusters, the persistent schedule.
+    `num_pairs` counts pairs of sequence and key/value head; sequences have up to `max_context_len`
+    keys. (1, 1): no clusters, the persistent schedule.
 
     Examples
     --------
-    >>> [choose_cluster(heads, sm_count=132, bound=1000) for heads in (15, 30, 60, 61)]
+    >>> [choose_cluster(pairs, sm_count=132, max_context_len=1000) for pairs in (15, 30, 60, 61)]
     [(8, 1), (4, 1), (4, 2), (1, 1)]
-    >>> [choose_cluster(heads, sm_count=132, bound=2000) for heads in (15, 30, 60, 61)]
+    >>> [choose_cluster(pairs, sm_count=132, max_context_len=2000) for pairs in (15, 30, 60, 61)]
     [(8, 1), (4, 1), (1, 1), (1, 1)]
     """
     room = _room(sm_count)
-    if num_heads <= room:
+    if num_pairs <= room:
         return _CLUSTER, 1
-    if num_heads <= 2 * room and bound <= _HALF_CLUSTER_KEYS:
+    if num_pairs <= 2 * room and max_context_len <= _HALF_CLUSTER_KEYS:
         return _CLUSTER // 2, 1
-    if num_heads <= 4 * room and bound <= _SHORT_KEYS:
+    if num_pairs <= 4 * room and max_context_len <= _SHORT_KEYS:
         return _CLUSTER // 2, 2
     return 1, 1
 
@@ -244,9 +265,14 @@ def choose_token_parts(
 
 
 def _choose(
-    dtype: str, shape: tuple[int, ...], num_kv_heads: int, bound: int, *, may_use_clusters: bool
+    dtype: str,
+    shape: tuple[int, ...],
+    num_kv_heads: int,
+    max_context_len: int,
+    *,
+    may_use_clusters: bool,
 ) -> HopperTile:
-    """Choose the tile for q of this shape and up to `bound` keys.
+    """Choose the tile for q of this shape and up to `max_context_len` keys.
 
     Without `may_use_clusters` it does not depend on the batch.
     """
@@ -258,8 +284,8 @@ def _choose(
     # can_compute_new_token also where there is no new token: the bits are then the same.
     if not may_use_clusters or batch * num_kv_heads > sm_count():
         return many if tile.row_tiles == 1 and many.can_compute_new_token(group) else tile
-    cluster, ctas_per_sm = choose_cluster(batch * num_kv_heads, sm_count(), bound)
-    is_short = ctas_per_sm == 2 or (cluster == _CLUSTER and bound <= _SHORT_KEYS)
+    cluster, ctas_per_sm = choose_cluster(batch * num_kv_heads, sm_count(), max_context_len)
+    is_short = ctas_per_sm == 2 or (cluster == _CLUSTER and max_context_len <= _SHORT_KEYS)
     if is_short and tile.row_tiles == 1 and short.can_compute_new_token(group):
         return replace(short, cluster=cluster, ctas_per_sm=ctas_per_sm)
     # Two CTAs of the large tiles do not fit an SM.
@@ -285,7 +311,7 @@ def launch(
     lse: Any,
     rule: ScoreRule,
     num_splits: int | None,
-    bound: int,
+    max_context_len: int,
     *,
     pdl: bool,
     tree_mask: Any = None,
@@ -299,12 +325,12 @@ def launch(
     batch, num_queries = batch * token_parts, num_queries // token_parts
     num_rows, dtype = num_queries * (num_heads // num_kv_heads), dtype_name(q.dtype)
     shape = batch, num_queries, num_heads, head_dim
-    tile = _choose(dtype, shape, num_kv_heads, bound, may_use_clusters=num_splits is None)
+    tile = _choose(dtype, shape, num_kv_heads, max_context_len, may_use_clusters=num_splits is None)
     tile = replace(tile, new_token=new_tokens is not None)
-    num_groups = max(1, sm_count() * tile.ctas_per_sm // num_kv_heads)
-    num_ctas = (num_groups if tile.cluster == 1 else batch * tile.cluster) * num_kv_heads
-    # Splits.partial in scheduler_sm90.cuh: one a split, or two a CTA group.
-    partials = (batch * num_splits if num_splits else 2 * num_groups) * num_kv_heads
+    num_cta_groups = max(1, sm_count() * tile.ctas_per_sm // num_kv_heads)
+    num_ctas = (num_cta_groups if tile.cluster == 1 else batch * tile.cluster) * num_kv_heads
+    # SplitOf.partial in scheduler_sm90.cuh: one a split, or two a CTA group.
+    partials = (batch * num_splits if num_splits else 2 * num_cta_groups) * num_kv_heads
     scratch = workspace(partials * num_rows * (head_dim + 2))
     _KERNEL.launch(
         tile.spec(dtype),
@@ -317,7 +343,7 @@ def launch(
         tree_masks=tree_mask,
         partial_o=scratch,
         partial_stats=scratch[partials * num_rows * head_dim :],
-        counters=counters(max(num_groups, batch) * num_kv_heads),
+        counters=counters(max(num_cta_groups, batch) * num_kv_heads),
         batch=batch,
         num_queries=num_queries,
         num_heads=num_heads,
