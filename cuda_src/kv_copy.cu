@@ -1,4 +1,4 @@
-// Copies whole blocks of pages, in every slab (layer, K or V) at once.
+// Copies whole blocks of pages, in one launch for all slabs (layer, K or V).
 //
 //   pages[s, dst] = pages[s, src]   for each pair (src, dst) and each slab s
 //

@@ -1,8 +1,8 @@
-// Copies whole blocks from one set of pages to another, in every slab (layer, K or V) at once.
+// Copies whole blocks from one set of pages to another: all slabs (layer, K or V) in one launch.
 //
 //   target[s, dst] = source[s, src]   for each pair (src, dst) and each slab s
 //
-//   source       (S, P, block_elements) scalar_t   any slab and block strides, each block contiguous
+//   source       (S, P, block_elements) scalar_t   any slab and block strides; blocks contiguous
 //   target       (S, Q, block_elements) scalar_t   likewise; does not overlap source
 //   block_pairs  (n, 2)                 int32      a pair with src outside [0, P) or dst outside
 //                                                  [0, Q) is skipped

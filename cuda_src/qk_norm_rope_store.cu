@@ -7,21 +7,17 @@
 //
 // Numerics: float; rounded after the norm and after the rotation, where the three ops round.
 // Parallelisation: in the vector kernels a thread holds two 16-byte vectors of a head, the two that
-// the rotation pairs up: D / 2 / kVec neighbouring lanes hold a head and sum its squares by shuffles.
-// A thread takes the same vectors of up to kHeads heads at once, for one piece of the table.
-// blockIdx.x is the token, blockIdx.y walks its heads (q's, k's, v's). In the scalar kernels a warp
-// takes a head. A thread writes only what it has read, after all of the head was read.
+// the rotation pairs up: D / 2 / kVec neighbouring lanes hold a head and sum its squares by
+// shuffles. A thread takes the same vectors of up to kHeads heads at once, for one piece of the
+// table. blockIdx.x is the token, blockIdx.y walks its heads (q's, k's, v's). In the scalar kernels
+// a warp takes a head. A thread writes only what it has read, after all of the head was read.
 // Mirror: engine/reference/qk_norm_rope_store.py
 #include "common/pdl.cuh"
 #include "common/qk_head.cuh"
 
 constexpr int kThreads = 128;
 constexpr int kHeads = 3;
-#if __CUDA_ARCH__ == 900
-constexpr int kMinBlocks = 6;  // large inputs take 4 to 8 % longer with five
-#else
-constexpr int kMinBlocks = 4;
-#endif
+constexpr int kMinBlocks = kArch == 900 ? 6 : 4;  // occupancy counts for large inputs
 
 struct QkNormRopeStoreParams {
   scalar_t* q;                          // (T, H, D) in place: norm, then rotation

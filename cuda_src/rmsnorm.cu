@@ -1,4 +1,4 @@
-// RMSNorm, with the residual add fused in front of it.
+// RMSNorm, with the preceding residual add fused.
 //
 //   h = x + residual                     (rounded to scalar_t; h = x without a residual)
 //   y = h / sqrt(mean(h^2) + eps) * (weight + weight_offset)
@@ -6,11 +6,11 @@
 // Arguments: RmsnormParams, below.
 //
 // Numerics: sums and products in float; y is rounded once, after the weight.
-// Parallelisation: one row per 1 to 16 warps, chosen by N alone, so that a row's sum does not depend
-// on the number of rows. A thread keeps two or four vectors of the row in registers: the row is read
-// once, with all loads in flight together. Rows that are longer, or not aligned to 16 bytes, are read
-// twice, by one warp or eight; a thread re-reads only what it has read or written itself, so the
-// second pass hits L1 and writing in place is safe.
+// Parallelisation: one row per 1 to 16 warps, chosen by N alone, so that a row's sum does not
+// depend on the number of rows. A thread keeps two or four vectors of the row in registers: the row
+// is read once, with all loads in flight together. Rows that are longer, or not aligned to 16
+// bytes, are read twice, by one warp or eight; a thread re-reads only what it has read or written
+// itself, so the second pass hits L1 and writing in place is safe.
 // Mirror: engine/reference/rmsnorm.py
 #include "common/packed.cuh"
 #include "common/pdl.cuh"
@@ -151,8 +151,8 @@ __device__ __forceinline__ void rmsnorm_long_row(const Row& row, float* smem_sum
   }
 }
 
-// SAFETY: warps without a row leave as a whole, and a row of several warps has a block of its own, so
-// no barrier waits for a thread that has left.
+// SAFETY: warps without a row leave as a whole, and a row of several warps has a block of its own,
+// so no barrier waits for a thread that has left.
 template <int kThreads, int kWarpsPerRow, auto kRowFunction>
 __device__ __forceinline__ void rmsnorm(const RmsnormParams& p) {
   pdl_trigger();

@@ -9,8 +9,10 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
   using Base::Base;
   using Base::dout, Base::dout_empty, Base::dout_full, Base::dq, Base::dq_empty, Base::dq_full;
   using Base::ds, Base::k, Base::k_full, Base::q, Base::q_empty, Base::q_full, Base::stats;
-  using Base::kConsumers, Base::kDsBytes, Base::kDsChunk, Base::kHalfBytes, Base::kKeyChunk;
-  using Base::kKeys, Base::kRowBytes, Base::kRowChunk, Base::kStatBytes, Base::kStatStride;
+  using Base::kConsumerWarpgroups, Base::kDsBytes, Base::kDsChunk, Base::kHalfBytes,
+      Base::kKeyChunk;
+  using Base::kKeys, Base::kQueryTileBytes, Base::kQueryChunkBytes, Base::kStatBytes,
+      Base::kStatStride;
   using Base::v, Base::v_full;
 
   // c (keys x queries) = a b^T
@@ -23,7 +25,7 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
         wgmma_rows_first(c, a, b);
       else
         wgmma_rows_next(c, a + (i / 4 * kKeyChunk + i % 4 * 32) / 16,
-                        b + (i / 4 * kRowChunk + i % 4 * 32) / 16);
+                        b + (i / 4 * kQueryChunkBytes + i % 4 * 32) / 16);
     wgmma_commit();
   }
 
@@ -31,7 +33,7 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
   static __device__ __forceinline__ void start_sums(float (&sum)[kHeadDim / 2],
                                                     const unsigned (&weights)[kQueries / 16][4],
                                                     unsigned rows) {
-    const uint64_t b = wgmma_descriptor_transposed(rows, kRowChunk);
+    const uint64_t b = wgmma_descriptor_transposed(rows, kQueryChunkBytes);
 #pragma unroll
     for (int i = 0; i < kQueries / 16; ++i)
       wgmma_transposed<kHeadDim>(sum, weights[i], b + i * 2048 / 16);
@@ -154,7 +156,7 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
                                            float (&dk)[kHeadDim / 2],
                                            float (&dv)[kHeadDim / 2]) const {
     const int stage = turn % 2;
-    const unsigned q_tile = q + stage * kRowBytes, dout_tile = dout + stage * kRowBytes;
+    const unsigned q_tile = q + stage * kQueryTileBytes, dout_tile = dout + stage * kQueryTileBytes;
     const unsigned ds_tile = ds + stage * kDsBytes;
     const unsigned statistics = stats + stage * kStatStride;
     float dp[kQueries / 2], dq_sum[32];
@@ -186,11 +188,11 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
     start_sums(dk, ds_packed, q_tile);
     // SAFETY: both warpgroups have stored dS. The other tile of dS is free when this barrier is
     // passed again: its readers have waited for their products before they came here.
-    named_barrier_sync<128 * kConsumers>(1);
+    named_barrier_sync<128 * kConsumerWarpgroups>(1);
     wgmma_fence();
     start_dq(dq_sum, ds_tile, me.half);
     wgmma_fence();
-    start_scores(s, me.k, q + (stage ^ 1) * kRowBytes);
+    start_scores(s, me.k, q + (stage ^ 1) * kQueryTileBytes);
 
     // dQ is handed over while the next scores run.
     wgmma_wait<1>();

@@ -8,8 +8,8 @@
 struct Sequence {
   int64_t q_begin, k_begin;  // first row of each in the arrays
   int num_q, num_k;
-  int first_last;  // last key that query 0 sees; negative: none
-  int causal;      // 1: each further query sees one key more; 0: all see the same
+  int last_key_of_first_query;  // negative: it sees none
+  int causal;                   // 1: each further query sees one key more; 0: all see the same
   unsigned reach;  // keys a query sees, counted back from its last one: window, or 2^31
 
   // SAFETY: lengths that do not fit the arrays are cut to them.
@@ -22,11 +22,11 @@ struct Sequence {
     num_k = min(max(cu_seqlens_k[b + 1], k), total_k) - k;
     q_begin = q;
     k_begin = k;
-    first_last = causal ? num_k - num_q : num_k - 1;
+    last_key_of_first_query = causal ? num_k - num_q : num_k - 1;
   }
 
   __device__ __forceinline__ int last_key(int query) const {
-    return first_last + causal * query;  // one multiply-add
+    return last_key_of_first_query + causal * query;  // one multiply-add
   }
   __device__ __forceinline__ int first_key(int query) const {
     return reach < 1u << 31 ? max(0, last_key(query) - static_cast<int>(reach) + 1) : 0;
@@ -37,11 +37,11 @@ struct Sequence {
   }
   // The queries that see any of keys [begin, end).
   __device__ __forceinline__ int first_query(int begin) const {
-    return causal ? max(0, begin - first_last) : 0;
+    return causal ? max(0, begin - last_key_of_first_query) : 0;
   }
   __device__ __forceinline__ int end_query(int end) const {
     if (reach == 1u << 31) return num_q;
-    const int64_t last = static_cast<int64_t>(end) - 1 - first_last + reach;
+    const int64_t last = static_cast<int64_t>(end) - 1 - last_key_of_first_query + reach;
     return static_cast<int>(min(static_cast<int64_t>(num_q), max(last, static_cast<int64_t>(0))));
   }
 };

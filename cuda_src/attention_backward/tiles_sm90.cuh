@@ -42,10 +42,10 @@ struct KeyWork {
   int num_keys;   // from there on, that the sequence has
   int query_row;  // of the sequence's first query in Q
   int num_queries;
-  int first_last;    // last key, counted from the block's first one, that query 0 sees
-  int begin, tiles;  // tiles of queries that see one of the keys
-  int start;         // the one to begin with, counted from `begin`
-  int first_tile;    // number of the sequence's first tile
+  int last_key_of_first_query;  // counted from the block's first key
+  int begin, tiles;             // tiles of queries that see one of the keys
+  int start;                    // the one to begin with, counted from `begin`
+  int first_tile;               // number of the sequence's first tile
 
   // The tile visited in turn i.
   __device__ __forceinline__ int tile(int i) const {
@@ -68,7 +68,7 @@ __device__ __forceinline__ KeyWork find_work(const BackwardProblem& problem,
   work.num_keys = sequence.num_k - first_key;
   work.query_row = static_cast<int>(sequence.q_begin);
   work.num_queries = sequence.num_q;
-  work.first_last = sequence.first_last - first_key;
+  work.last_key_of_first_query = sequence.last_key_of_first_query - first_key;
   work.begin = first_query / kQueries;
   work.tiles = first_query < sequence.num_q ? end - work.begin : 0;
   work.start = 0;
@@ -87,7 +87,7 @@ __device__ __forceinline__ int turn_of(const BackwardProblem& problem, const Key
   const int blocks = work.num_key_blocks;
   if (problem.causal) {
     // Blocks after this one see the tile's last query too, one for each kKeys keys.
-    const int more = ((m + 1) * kQueries - 1 + work.first_last) / kKeys;
+    const int more = ((m + 1) * kQueries - 1 + work.last_key_of_first_query) / kKeys;
     return min(more, blocks - 1 - work.key_block);
   }
   if (!rotates) return blocks - 1 - work.key_block;
@@ -97,21 +97,22 @@ __device__ __forceinline__ int turn_of(const BackwardProblem& problem, const Key
 
 template <int kHeadDim, int kQueries>
 struct Backward {
-  static constexpr int kKeys = 128, kConsumers = 2, kStages = 2;
-  static constexpr int kThreads = 128 * (kConsumers + 1);
+  static constexpr int kKeys = 128, kConsumerWarpgroups = 2, kStages = 2;
+  static constexpr int kThreads = 128 * (kConsumerWarpgroups + 1);
   static constexpr int kChunks = kHeadDim / 64;  // of 64 columns, 128 bytes
   static constexpr int kKeyChunk = kKeys * 128, kKeyBytes = kChunks * kKeyChunk;
-  static constexpr int kRowChunk = kQueries * 128, kRowBytes = kChunks * kRowChunk;
+  static constexpr int kQueryChunkBytes = kQueries * 128;
+  static constexpr int kQueryTileBytes = kChunks * kQueryChunkBytes;
   static constexpr int kDsChunk = kKeys * 128, kDsBytes = kQueries / 64 * kDsChunk;
   static constexpr int kHalfFloats = 64 * 64, kHalfBytes = kHalfFloats * 4;  // of a tile of dQ
   static constexpr int kStatBytes = 2 * kQueries * 4;
   static constexpr int kStatStride = kStatBytes + 16;  // and the tile's place: see `load_tile`
-  static constexpr int kBarriers = 3 + 4 * kStages + 2 * kConsumers;
-  static constexpr int kSharedBytes = 1024 + 2 * kKeyBytes + 2 * kStages * kRowBytes +
-                                      2 * kDsBytes + kConsumers * kHalfBytes +
+  static constexpr int kBarriers = 3 + 4 * kStages + 2 * kConsumerWarpgroups;
+  static constexpr int kSharedBytes = 1024 + 2 * kKeyBytes + 2 * kStages * kQueryTileBytes +
+                                      2 * kDsBytes + kConsumerWarpgroups * kHalfBytes +
                                       kStages * kStatStride + 8 * kBarriers;
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
-  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 3 * 168,
+  static_assert(kProducerRegisters + kConsumerWarpgroups * kConsumerRegisters <= 3 * 168,
                 "all that the block was launched with: else warpgroup_reg_alloc waits forever");
   static_assert(kQueries * kHeadDim == 2 * kHalfFloats, "dQ is 64 x 64 a warpgroup");
 
@@ -123,10 +124,10 @@ struct Backward {
     k = (smem_address(smem) + 1023) & ~1023u;
     v = k + kKeyBytes;
     q = v + kKeyBytes;
-    dout = q + kStages * kRowBytes;
-    ds = dout + kStages * kRowBytes;
+    dout = q + kStages * kQueryTileBytes;
+    ds = dout + kStages * kQueryTileBytes;
     dq = ds + 2 * kDsBytes;
-    stats = dq + kConsumers * kHalfBytes;
+    stats = dq + kConsumerWarpgroups * kHalfBytes;
     k_full = stats + kStages * kStatStride;
     v_full = k_full + 8;
     tail = v_full + 8;
@@ -135,7 +136,7 @@ struct Backward {
     dout_full = q_empty + 8 * kStages;
     dout_empty = dout_full + 8 * kStages;
     dq_full = dout_empty + 8 * kStages;
-    dq_empty = dq_full + 8 * kConsumers;
+    dq_empty = dq_full + 8 * kConsumerWarpgroups;
   }
 
   __device__ __forceinline__ void init_barriers() const {
@@ -145,10 +146,10 @@ struct Backward {
     for (int i = 0; i < kStages; ++i) {
       mbarrier_init(q_full + 8 * i, 2);  // statistics, Q
       mbarrier_init(dout_full + 8 * i, 1);
-      mbarrier_init(q_empty + 8 * i, 128 * kConsumers);  // all threads have read the statistics
-      mbarrier_init(dout_empty + 8 * i, 4 * kConsumers);
+      mbarrier_init(q_empty + 8 * i, 128 * kConsumerWarpgroups);  // all read the statistics
+      mbarrier_init(dout_empty + 8 * i, 4 * kConsumerWarpgroups);
     }
-    for (int i = 0; i < kConsumers; ++i) {
+    for (int i = 0; i < kConsumerWarpgroups; ++i) {
       mbarrier_init(dq_full + 8 * i, 128);
       mbarrier_init(dq_empty + 8 * i, 1);
     }
@@ -191,7 +192,7 @@ struct Backward {
     }
   }
 
-  // A tile of Q with its statistics; behind these, the last key (counted from the block's first)
+  // A tile of Q with its statistics; after these, the last key (counted from the block's first)
   // that its first query sees.
   __device__ __forceinline__ void load_tile(const TensorMap* map, const float* statistics, int head,
                                             int row, int valid, int last, int stage,
@@ -202,7 +203,7 @@ struct Backward {
       mbarrier_arrive_expect_tx(full, kStatBytes);
       bulk_load(to, statistics, kStatBytes, full);
     }
-    load<kQueries>(q + stage * kRowBytes, map, head, row, valid, full, tail_phase, lane);
+    load<kQueries>(q + stage * kQueryTileBytes, map, head, row, valid, full, tail_phase, lane);
   }
 
   __device__ __forceinline__ void produce(const TensorMap* q_map, const TensorMap* k_map,
@@ -221,13 +222,14 @@ struct Backward {
           static_cast<int64_t>(work.first_tile + work.tile(i)) * problem.num_heads + head;
       mbarrier_wait_to_overwrite(q_empty + 8 * ring.stage, ring.phase);
       load_tile(q_map, problem.statistics + place * 2 * kQueries, head, work.query_row + query,
-                work.num_queries - query, work.first_last + (problem.causal ? query : 0),
-                ring.stage, tail_phase, lane);
+                work.num_queries - query,
+                work.last_key_of_first_query + (problem.causal ? query : 0), ring.stage, tail_phase,
+                lane);
       if (turn == work.tiles * problem.group)
         load<kKeys>(v, v_map, work.kv_head, work.first_row, work.num_keys, v_full, tail_phase,
                     lane);
       mbarrier_wait(dout_empty + 8 * ring.stage, ring.phase);
-      load<kQueries>(dout + ring.stage * kRowBytes, dout_map, head, work.query_row + query,
+      load<kQueries>(dout + ring.stage * kQueryTileBytes, dout_map, head, work.query_row + query,
                      work.num_queries - query, dout_full + 8 * ring.stage, tail_phase, lane);
       ring.advance();
       if (++i == work.tiles) i = 0, ++head;

@@ -44,7 +44,7 @@ __device__ __forceinline__ void process_empty(const Cta& cta, Consumer& consumer
       if (cta.p.slot_mapping[b] >= 0)
         consumer.compute_new_token(cta, b, true, -1);
       else
-        pdl_wait();  // the kernel in front may read what the output overwrites
+        pdl_wait();  // the preceding kernel may read what the output overwrites
     }
     write_empty(cta.output(b), cta.p.num_queries * cta.group);
   });
@@ -78,7 +78,7 @@ __device__ __forceinline__ void store(const Cta& cta, Consumer& consumer, const 
 
 template <typename Scheduler>
 __device__ __forceinline__ void consume(const Cta& cta, const Scheduler& scheduler) {
-  // The kernel in front may write the queries, and read what the output overwrites.
+  // The preceding kernel may write the queries, and read what the output overwrites.
   if constexpr (!kNewToken || kHasNewTokenWarps) pdl_wait();
   Consumer consumer(cta.smem, ScoreRule{cta.p.score_inner, cta.p.score_factor});
   if constexpr (Scheduler::kIsCluster && !kNewToken)

@@ -103,29 +103,6 @@ __device__ __forceinline__ PartialOutput cluster_partial(unsigned char* smem) {
   return PartialOutput{o, o + kRows * kHeadDim};
 }
 
-__device__ __forceinline__ unsigned address_of_rank(unsigned address, int rank) {
-  unsigned remote;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
-  return remote;
-}
-
-template <int N>
-__device__ __forceinline__ Vec<float, N> load_from_rank(unsigned address, int rank) {
-  const unsigned remote = address_of_rank(address, rank);
-  Vec<float, N> x;
-  if constexpr (N == 4)
-    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(x.v[0]), "=f"(x.v[1]), "=f"(x.v[2]), "=f"(x.v[3])
-                 : "r"(remote)
-                 : "memory");
-  else
-    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];"
-                 : "=f"(x.v[0]), "=f"(x.v[1])
-                 : "r"(remote)
-                 : "memory");
-  return x;
-}
-
 // Each CTA of the cluster combines its share of all rows' columns.
 __device__ __forceinline__ void combine_pulled(unsigned char* smem, int num_rows,
                                                const Output& output) {

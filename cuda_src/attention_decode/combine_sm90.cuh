@@ -97,13 +97,13 @@ __device__ __forceinline__ void combine(const Partials& partials, const SplitOf&
       for (int offset = kBatch / 2; offset > 0; offset /= 2)
         top = fmaxf(top, __shfl_xor_sync(kFullMask, top, offset));
       const float weight = exp2_approx(stats.v[0] - finite_or_zero(top));
-      const float shrink = exp2_approx(base - finite_or_zero(top));
+      const float rescale = exp2_approx(base - finite_or_zero(top));
       base = top;
-      sum = sum * shrink + stats.v[1] * weight;
+      sum = sum * rescale + stats.v[1] * weight;
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
         const float w = __shfl_sync(kFullMask, weight, i);
-        const float s = i % kBatch == 0 ? __shfl_sync(kFullMask, shrink, i) : 1.0f;
+        const float s = i % kBatch == 0 ? __shfl_sync(kFullMask, rescale, i) : 1.0f;
 #pragma unroll
         for (int c = 0; c < kColumns; ++c) {
           float& x = o[i / kBatch][c];

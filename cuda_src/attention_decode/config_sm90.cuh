@@ -81,6 +81,9 @@ static_assert(kConsumerWarps != 8 || 2 * kConsumerRegisters + kProducerRegisters
               "a CTA of twelve warps has 168 registers a thread");
 
 // ---- shared memory, by byte offsets ------------------------------------------------------------
+//
+//   K stages | V stages | P x 2 | maxima x 2 | sums | mbarriers | Q x kQueryBuffers | flag |
+//   warp schedules | new key, value, position x kQueryBuffers | inbound partials | their mbarrier
 
 // The ring: K of all stages, then V.
 constexpr int kProbsAt = 2 * kStages * kTileBytes;

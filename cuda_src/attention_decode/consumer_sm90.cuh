@@ -36,7 +36,7 @@ class Consumer {
     const NewTokenRow row(cta, task, threadIdx.x / NewTokenRow::kLanes);
     new_key_ = key;
     const NewTokenRow::Inputs inputs = row.inputs(cta.p);
-    pdl_wait();  // the kernel in front writes the rows
+    pdl_wait();  // the preceding kernel writes the rows
     row.compute(cta.p, smem_, &inputs);
     barrier();
   }
@@ -171,8 +171,8 @@ class Consumer {
 
   // Operand A of the scores: 16 rows, 16 columns.
   __device__ __forceinline__ void load_query(uint32_t (&frag)[4], int r, int d) const {
-    load_matrices(frag,
-                  queries_.q() + (r * 16 + lane() % 16) * kQueryPitch + lane() / 16 * 16 + d * 32);
+    ldmatrix_x4(frag,
+                queries_.q() + (r * 16 + lane() % 16) * kQueryPitch + lane() / 16 * 16 + d * 32);
   }
   __device__ __forceinline__ void load_queries() {
 #pragma unroll
@@ -230,8 +230,8 @@ class Consumer {
     for (int i = 0; i < kRowTiles * kWarpRuns * 4; ++i) at(s, i) = at(odd, i) = 0.0f;
     const int index = warp() * kWarpRuns * 8 + lane() / 16 * 8 + lane() % 8;
     const auto load = [&](uint32_t (&frag)[4], int step) {  // always one step ahead
-      load_matrices(frag, ring_k_.k() + tile_offset(index + step % kPairs * 16,
-                                                    step / kPairs * 2 + lane() / 8 % 2));
+      ldmatrix_x4(frag, ring_k_.k() + tile_offset(index + step % kPairs * 16,
+                                                  step / kPairs * 2 + lane() / 8 % 2));
     };
     uint32_t frag[2][4];
     load(frag[0], 0);
@@ -376,9 +376,9 @@ class Consumer {
       v[d] = ring_v_.v() + tile_offset(lane() % 16, word + 2 * d);
     const auto load = [&](Operands& to, int j) {
 #pragma unroll
-      for (int r = 0; r < kRowTiles; ++r) load_matrices(to.p[r], p + r * 16 * kProbPitch + j * 32);
+      for (int r = 0; r < kRowTiles; ++r) ldmatrix_x4(to.p[r], p + r * 16 * kProbPitch + j * 32);
 #pragma unroll
-      for (int d = 0; d < kSlice / 16; ++d) load_matrices_transposed(to.v[d], v[d] + j * kStep);
+      for (int d = 0; d < kSlice / 16; ++d) ldmatrix_x4_trans(to.v[d], v[d] + j * kStep);
     };
     const auto use = [&](const Operands& from) {
 #pragma unroll

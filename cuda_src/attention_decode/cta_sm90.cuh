@@ -11,10 +11,9 @@ using Scheduler = SchedulerOf<kTileKeys, kCluster>::Type;
 struct PageLayout {
   int block_shift, num_blocks, num_kv_heads;
 
-  // The slot of a key of a sequence. SAFETY: an id outside the cache is clamped, as the copies do.
+  // The slot of a key of a sequence.
   __device__ __forceinline__ int64_t slot(const int* table, int key) const {
-    const unsigned page = min(static_cast<unsigned>(table[key >> block_shift]),
-                              static_cast<unsigned>(num_blocks - 1));
+    const unsigned page = clamped_page(table[key >> block_shift], num_blocks);
     return (static_cast<int64_t>(page) << block_shift) + (key & ((1 << block_shift) - 1));
   }
   // The row of the pages (rows of D) of a slot's head; -1: the slot is outside the pages.

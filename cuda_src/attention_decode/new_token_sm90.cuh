@@ -21,7 +21,7 @@ class NewTokenRow {
  public:
   static constexpr int kLanes = kHeadDim / (2 * kVec);  // neighbours that hold a row
 
-  // What the kernel in front does not write: it may be loaded before pdl_wait.
+  // What the preceding kernel does not write: it may be loaded before pdl_wait.
   struct Inputs {
     Packed<kVec> weight[2];
     float cos[kVec], sin[kVec];
@@ -157,7 +157,7 @@ struct NewTokenProducer {
   }
 
   __device__ __forceinline__ void run(WarpSchedule& schedule) const {
-    pdl_wait();  // the kernel in front writes the rows
+    pdl_wait();  // the preceding kernel writes the rows
     for_each_empty(cta.problem, [&](int b) {
       if (cta.p.slot_mapping[b] >= 0) compute(NewTokenTask{b, false, true, 0, -1});
     });

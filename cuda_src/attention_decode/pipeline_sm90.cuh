@@ -27,20 +27,6 @@ __device__ __forceinline__ int index_of(int key) {
   return kSwizzled ? key : key % kBoxKeys * 8 + key / kBoxKeys;
 }
 
-// ldmatrix (see mma.cuh) from an address in shared memory.
-__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], unsigned from) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(from)
-               : "memory");
-}
-__device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], unsigned from) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(from)
-               : "memory");
-}
-
 // ---- pipelines ---------------------------------------------------------------------------------
 
 // One side of the ring of stages: its stage index and phase. A stage has a full and an empty

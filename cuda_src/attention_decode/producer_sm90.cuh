@@ -25,7 +25,7 @@ class Producer {
     int ids = page_id(table, first, begin, end);
     int next_ids = page_id(table, first + kWarpSize, begin, end);
     if constexpr (!kNewToken) {
-      pdl_wait();  // the kernel in front may write the queries and the newest keys
+      pdl_wait();  // the preceding kernel may write the queries and the newest keys
       if constexpr (kCluster == 1) load_queries(cta_.queries(work.b), rows);
     }
 #pragma unroll 1
@@ -57,10 +57,7 @@ class Producer {
     const int block_shift = cta_.p.block_shift;
     const int64_t key = static_cast<int64_t>(first + lane()) << block_shift;
     const bool is_valid = key < end && key + (1 << block_shift) > begin;
-    // SAFETY: an id outside the cache is clamped, so a damaged table cannot make us read elsewhere.
-    return is_valid ? min(static_cast<unsigned>(table[first + lane()]),
-                          static_cast<unsigned>(cta_.p.num_blocks - 1))
-                    : 0;
+    return is_valid ? clamped_page(table[first + lane()], cta_.p.num_blocks) : 0;
   }
 
   // The rows of Q of a work tile.

@@ -69,14 +69,14 @@ __device__ __forceinline__ void prefill(const AttentionPrefillSm90Params& p,
   if (threadIdx.x == 0) smem.init_barriers(problem);
   smem.init_queries(problem);
   __syncthreads();
-  if (threadIdx.x < 128 * kConsumers) {
+  if (threadIdx.x < 128 * kConsumerWarpgroups) {
     warpgroup_reg_alloc<kConsumerRegisters>();
     Consumer<kSoftcap> consumer(smem, problem, ScoreRule{p.score_inner, p.score_factor});
     consumer.run(Epilogue{problem, p.out, p.lse, p.partial, p.out_stride_t, p.out_stride_h,
                           p.num_heads, p.head_dim});
   } else {
     warpgroup_reg_dealloc<kProducerRegisters>();
-    const int warp = threadIdx.x / 32 - 4 * kConsumers;
+    const int warp = threadIdx.x / 32 - 4 * kConsumerWarpgroups;
     const Producer producer{smem, problem};
     if (warp == 0)
       producer.load_queries(&p.q_map);

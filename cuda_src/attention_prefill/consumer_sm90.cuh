@@ -48,11 +48,11 @@ struct Consumer {
         group_index(__shfl_sync(~0u, threadIdx.x / 128, 0)),
         is_first_lane(threadIdx.x % 32 == 0),
         my_turn(1 + group_index),
-        next_turn(1 + (group_index + 1) % kConsumers),
+        next_turn(1 + (group_index + 1) % kConsumerWarpgroups),
         q_ring(0),
         k_ring(0),
         v_ring(0) {
-    if (group_index == kConsumers - 1) named_barrier_arrive<256>(next_turn);
+    if (group_index == kConsumerWarpgroups - 1) named_barrier_arrive<256>(next_turn);
   }
 
   template <typename Epilogue>
@@ -63,7 +63,7 @@ struct Consumer {
       if (tile.first_token < 0) return;
       const unsigned q_rows = smem.q + q_ring.stage * kQBytes + group_index * 64 * 128;
       start(tile);
-      const int first_last = tile.first_last;
+      const int last_key_of_first_token = tile.last_key_of_first_token;
       if constexpr (!kPattern) {
         const int end = ::max(range.end, tile.begin);
 #pragma unroll 1
@@ -72,9 +72,9 @@ struct Consumer {
       }
       const bool any = more;
       if (any) {
-        first_keys(tile, first_last, q_rows);
+        first_keys(tile, last_key_of_first_token, q_rows);
 #pragma unroll 1
-        while (more) next_keys(tile, first_last, q_rows);
+        while (more) next_keys(tile, last_key_of_first_token, q_rows);
       }
       const WorkTile done = tile;
       mbarrier_arrive(smem.q_empty + 8 * q_ring.stage);
@@ -110,7 +110,7 @@ struct Consumer {
   }
 
   // The first keys: there is no P V to overlap with yet.
-  __device__ __forceinline__ void first_keys(const WorkTile& tile, int first_last,
+  __device__ __forceinline__ void first_keys(const WorkTile& tile, int last_key_of_first_token,
                                              unsigned q_rows) {
     mbarrier_wait(smem.k_full + 8 * k_ring.stage, k_ring.phase);
     named_barrier_sync<256>(my_turn);
@@ -119,14 +119,15 @@ struct Consumer {
     named_barrier_arrive<256>(next_turn);
     begin_key_tile();
     wgmma_wait<0>();
-    end_scores(tile, first_last);
+    end_scores(tile, last_key_of_first_token);
     softmax.raise(s, rule.factor);
     softmax.exponentials(p, s, rule.factor);
   }
 
   // P V of the current keys runs while the maxima of the next ones are found. When these are known
   // it has ended, and P's registers are free again.
-  __device__ __forceinline__ void next_keys(const WorkTile& tile, int first_last, unsigned q_rows) {
+  __device__ __forceinline__ void next_keys(const WorkTile& tile, int last_key_of_first_token,
+                                            unsigned q_rows) {
     wait_k();
     named_barrier_sync<256>(my_turn);
     wgmma_fence();
@@ -137,15 +138,15 @@ struct Consumer {
     named_barrier_arrive<256>(next_turn);
     begin_key_tile();
     wgmma_wait<1>();
-    end_scores(tile, first_last);
+    end_scores(tile, last_key_of_first_token);
     const bool is_raised = softmax.raise(s, rule.factor);
-    wgmma_wait_after(fmaxf(softmax.correction[0], softmax.correction[1]), smem.v_tail);
+    wgmma_wait_after(fmaxf(softmax.rescale[0], softmax.rescale[1]), smem.v_tail);
     end_values();
     k_is_full = more && mbarrier_test_wait(smem.k_full + 8 * k_ring.stage, k_ring.phase);
     v_is_full = mbarrier_test_wait(smem.v_full + 8 * v_ring.stage, v_ring.phase);
     if (is_raised) {
 #pragma unroll
-      for (int i = 0; i < kHeadDim / 2; ++i) o[i] *= softmax.correction[i / 2 % 2];
+      for (int i = 0; i < kHeadDim / 2; ++i) o[i] *= softmax.rescale[i / 2 % 2];
     }
     softmax.exponentials(p, s, rule.factor);
   }
@@ -159,7 +160,7 @@ struct Consumer {
                    b + (i / 4 * kKeyChunk + i % 4 * 32) / 16, i != 0);
     wgmma_commit();
   }
-  __device__ __forceinline__ void end_scores(const WorkTile& tile, int first_last) {
+  __device__ __forceinline__ void end_scores(const WorkTile& tile, int last_key_of_first_token) {
     wgmma_pin(s);
     release(smem.k_empty + 8 * k_ring.stage);
     k_ring.advance();
@@ -167,7 +168,7 @@ struct Consumer {
 #pragma unroll
       for (int i = 0; i < kKeys / 2; ++i) s[i] = rule.cap(s[i]);
     }
-    if (is_masked) mask(tile, first_last);
+    if (is_masked) mask(tile, last_key_of_first_token);
   }
 
   __device__ __forceinline__ void start_values() {
@@ -183,7 +184,7 @@ struct Consumer {
     v_ring.advance();
   }
 
-  // Testing whether a stage is full takes some 80 cycles, full or not: next_keys tests ahead.
+  // Testing whether a stage is full has latency, full or not: next_keys tests ahead.
   __device__ __forceinline__ void wait_k() {
     if (!k_is_full) mbarrier_wait(smem.k_full + 8 * k_ring.stage, k_ring.phase);
   }
@@ -222,12 +223,12 @@ struct Consumer {
   }
 
   // Scores of keys that a row does not see become -inf.
-  __device__ __forceinline__ void mask(const WorkTile& tile, int first_last) {
+  __device__ __forceinline__ void mask(const WorkTile& tile, int last_key_of_first_token) {
     const ThreadRows rows(problem, group_index);
     int last[2];  // the last keys that the rows see, counted from the thread's first one
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      last[i] = first_last - n * kKeys - 2 * (rows.lane % 4);
+      last[i] = last_key_of_first_token - n * kKeys - 2 * (rows.lane % 4);
       if (problem.causal) last[i] += rows.tokens[i];
     }
     unsigned reach[2] = {problem.reach, problem.reach};

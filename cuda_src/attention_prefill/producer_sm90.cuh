@@ -112,7 +112,7 @@ struct Producer {
       load_box(smem.k + ring.stage * kKeyBytes, k_map, 0, row & ~smem.kOnlyK, box,
                smem.k_full + 8 * ring.stage);
       // SAFETY: only a lane with a box to copy waits for v_empty. For others the ring does not
-      // wait: it could go on by two phases before they look, and they would wait for ever.
+      // wait: it could go on by two phases before they look, and they would deadlock.
       if (row >= 0 && box * problem.box_keys < kKeys) {
         mbarrier_wait(smem.v_empty + 8 * ring.stage, ring.phase ^ 1);
         load_box(smem.v + ring.stage * kKeyBytes, v_map, 0, row, box, smem.v_full + 8 * ring.stage);

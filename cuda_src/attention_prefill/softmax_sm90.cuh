@@ -32,9 +32,9 @@ __device__ __forceinline__ void mask_scores(float (&s)[kKeys / 2], const unsigne
 
 template <int kKeys>
 struct OnlineSoftmax {
-  float base[2];        // subtracted from exponents: factor times the running maximum; inf: no key
-  float sum[2];         // of this thread's exponentials
-  float correction[2];  // by which the last call of raise() scales earlier sums
+  float base[2];     // subtracted from exponents: factor times the running maximum; inf: no key
+  float sum[2];      // of this thread's exponentials
+  float rescale[2];  // by which the last call of raise() scales earlier sums
 
   // Before the first tile of keys.
   __device__ __forceinline__ void start() {
@@ -55,11 +55,11 @@ struct OnlineSoftmax {
       const bool is_new = base[i] == kInf;
       const float high = fmaxf(is_new ? -kInf : base[i], top[i] * factor);
       const float next = high == -kInf ? kInf : high;
-      correction[i] = exp2_approx(is_new ? 0.0f : base[i] - next);
+      rescale[i] = exp2_approx(is_new ? 0.0f : base[i] - next);
       base[i] = next;
-      sum[i] *= correction[i];
+      sum[i] *= rescale[i];
     }
-    return __any_sync(~0u, correction[0] != 1.0f || correction[1] != 1.0f);
+    return __any_sync(~0u, rescale[0] != 1.0f || rescale[1] != 1.0f);
   }
 
   // p = exp2(factor * s - base), packed as operands of the second product, and added to the sums.

@@ -9,23 +9,23 @@
 
 // The module's configuration: HopperTile of kernels/attention_prefill/sm90.py.
 constexpr int kHeadDim = HEAD_DIM;  // columns that are multiplied: D, padded
-constexpr int kConsumers = CONSUMERS;
+constexpr int kConsumerWarpgroups = CONSUMERS;
 constexpr int kKeys = TILE_KEYS;
 constexpr int kStages = STAGES, kQStages = Q_STAGES;
 constexpr bool kPattern = PATTERN != 0;
 
-constexpr int kRows = 64 * kConsumers;
-constexpr int kThreads = 128 * (kConsumers + 1);
+constexpr int kRows = 64 * kConsumerWarpgroups;
+constexpr int kThreads = 128 * (kConsumerWarpgroups + 1);
 constexpr int kChunks = (kHeadDim + 63) / 64;  // of 64 columns, 128 bytes
 constexpr int kQChunk = kRows * 128, kQBytes = kChunks * kQChunk;
 constexpr int kKeyChunk = kKeys * 128, kKeyBytes = kChunks * kKeyChunk;
 constexpr int kBoxes = kKeys / 16;  // copies of a key tile, at most: a page has 16 keys or more
-constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kPattern ? 56 : 40;
-constexpr int kConsumerRegisters = (65536 / 128 - kProducerRegisters) / kConsumers / 8 * 8;
+constexpr int kProducerRegisters = kConsumerWarpgroups == 3 ? 32 : kPattern ? 56 : 40;
+constexpr int kConsumerRegisters = (65536 / 128 - kProducerRegisters) / kConsumerWarpgroups / 8 * 8;
 static_assert(!kPattern || kKeys <= 128, "a thread's keys have one bit each of a register");
 
-// A copy takes its warp about 100 cycles: with many a key tile, three warps share them. With a
-// pattern the first of these warps has no registers left for that.
+// Issuing a copy occupies its warp: with many per key tile, three warps share them. With a pattern
+// the first of these warps has no registers left for that.
 __device__ __forceinline__ bool has_helpers(const Problem& problem) {
   return !kPattern && 4 * problem.box_keys <= kKeys;
 }
@@ -72,13 +72,14 @@ struct SharedMemory {
     for (int i = 0; i < kQStages; ++i) {
       mbarrier_init(work_full + 8 * i, 1);
       mbarrier_init(q_full + 8 * i, 1);
-      mbarrier_init(q_empty + 8 * i, 128 * kConsumers + 32);  // every thread that reads work[i]
+      // Every thread that reads work[i].
+      mbarrier_init(q_empty + 8 * i, 128 * kConsumerWarpgroups + 32);
     }
     for (int i = 0; i < kStages; ++i) {
       mbarrier_init(k_full + 8 * i, 1);
       mbarrier_init(v_full + 8 * i, 1);
-      mbarrier_init(k_empty + 8 * i, 4 * kConsumers + helpers);
-      mbarrier_init(v_empty + 8 * i, 4 * kConsumers);
+      mbarrier_init(k_empty + 8 * i, 4 * kConsumerWarpgroups + helpers);
+      mbarrier_init(v_empty + 8 * i, 4 * kConsumerWarpgroups);
       mbarrier_init(boxes_full + 8 * i, kBoxes);  // each lane that writes one
     }
     mbarrier_init(v_tail, 1);
@@ -86,7 +87,7 @@ struct SharedMemory {
   }
 
   // Zeroes Q where some rows of a tile never get a query (a group that does not divide kRows): NaN
-  // there would correct these rows' sums with every key tile, for nothing.
+  // there would rescale these rows' sums with every key tile, for nothing.
   __device__ __forceinline__ void init_queries(const Problem& problem) const {
     if (problem.group * problem.tile_tokens == kRows) return;
     for (int i = threadIdx.x * 16; i < kQStages * kQBytes; i += kThreads * 16)
@@ -104,14 +105,14 @@ struct KeyTileRange {
 // For tokens [first, last] of a work tile; none if last < first.
 __device__ __forceinline__ KeyTileRange key_tile_range(const Problem& problem, const WorkTile& tile,
                                                        int first, int last) {
-  const int first_last = tile.first_last + (problem.causal ? first : 0);
-  const int last_last = tile.first_last + (problem.causal ? last : 0);
-  KeyTileRange range{tile.begin, min(tile.end, ::max(last_last + kKeys, 0) / kKeys), 0,
-                     ::max(first_last + 1, 0) / kKeys};
+  const int last_key_of_first_token = tile.last_key_of_first_token + (problem.causal ? first : 0);
+  const int last_key_of_last_token = tile.last_key_of_first_token + (problem.causal ? last : 0);
+  KeyTileRange range{tile.begin, min(tile.end, ::max(last_key_of_last_token + kKeys, 0) / kKeys), 0,
+                     ::max(last_key_of_first_token + 1, 0) / kKeys};
   if (problem.reach < 1u << 31) {
     const int reach = static_cast<int>(problem.reach);
-    range.begin = ::max(range.begin, ::max(first_last - reach + 1, 0) / kKeys);
-    range.whole_begin = (::max(last_last - reach + 1, 0) + kKeys - 1) / kKeys;
+    range.begin = ::max(range.begin, ::max(last_key_of_first_token - reach + 1, 0) / kKeys);
+    range.whole_begin = (::max(last_key_of_last_token - reach + 1, 0) + kKeys - 1) / kKeys;
   }
   if (first > last) range.end = range.begin;
   return range;

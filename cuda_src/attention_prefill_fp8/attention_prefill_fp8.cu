@@ -83,12 +83,12 @@ extern "C" __global__ void __launch_bounds__(32 * kRows)
       score = dot * to_log2;
     }
     const float top = fmaxf(base, ceilf(warp_max(score)));
-    const float correction = exp2f(base - finite_or_zero(top));
+    const float rescale = exp2f(base - finite_or_zero(top));
     base = top;
     const float prob = round_to_e4m3(exp2f(score - finite_or_zero(base) + 4.0f));
-    sum = fmaf(sum, correction, warp_sum(prob));
+    sum = fmaf(sum, rescale, warp_sum(prob));
 #pragma unroll
-    for (int j = 0; j < kMaxColumns; ++j) acc[j] *= correction;
+    for (int j = 0; j < kMaxColumns; ++j) acc[j] *= rescale;
     for (int i = 0; i < 32 && first + i <= last; ++i) {
       const float weight = __shfl_sync(~0u, prob, i);
       const unsigned char* const x =

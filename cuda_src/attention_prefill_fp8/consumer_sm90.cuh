@@ -1,8 +1,7 @@
 // A consumer warpgroup of attention_prefill_fp8_sm90: 64 rows of each work tile.
 //
-// wgmma adds products of 8 bits up with some 14 bits: what is less than 2^-13 of a sum is cut off.
-// Over 16,384 keys that lost 2 to 23 % of a sum (a V with a mean lost most). So the tensor cores
-// add up kSumTiles key tiles only, which loses 0.6 % at 4 (measured) and 1.4 % at 8 (emulated), and
+// wgmma adds products of 8 bits up with some 14 bits: what is less than 2^-13 of a sum is cut off,
+// over many keys a large part of it. So the tensor cores add up kSumTiles key tiles only, and
 // float32 sums in shared memory take the rest.
 #pragma once
 
@@ -28,10 +27,10 @@ struct Consumer {
         group_index(__shfl_sync(~0u, threadIdx.x / 128, 0) - 1),
         lane(threadIdx.x % 32),
         my_turn(1 + group_index),
-        next_turn(1 + (group_index + 1) % kConsumers),
+        next_turn(1 + (group_index + 1) % kConsumerWarpgroups),
         q_ring(0),
         ring(0) {
-    if (kTurns && group_index == kConsumers - 1) named_barrier_arrive<256>(next_turn);
+    if (kTurns && group_index == kConsumerWarpgroups - 1) named_barrier_arrive<256>(next_turn);
   }
 
   // factors(tile, row, tokens) -> by what q.k becomes a score in units of log2, of a thread's rows.
@@ -42,13 +41,13 @@ struct Consumer {
       const WorkTile& tile = smem.work[q_ring.stage];
       if (tile.first_token < 0) return;
       const int begin = tile.begin * kSpans, end = tile.end * kSpans;
-      const int first_last = tile.first_last;
+      const int last_key_of_first_token = tile.last_key_of_first_token;
       const unsigned q_rows = smem.q + q_ring.stage * kQBytes + group_index * 64 * kHeadDim;
       int tokens[2];
       const int row = thread_rows(tokens);
       Softmax softmax(factors(tile, row, tokens));
       if (begin < end)
-        add_keys(softmax, begin, end, first_last, q_rows);
+        add_keys(softmax, begin, end, last_key_of_first_token, q_rows);
       else
         clear_sums();
       const WorkTile done = tile;  // read again: the loop has no registers for it
@@ -61,27 +60,27 @@ struct Consumer {
 
  private:
   // All keys of a work tile, kSpan at a time: [begin, end) in units of these.
-  __device__ __forceinline__ void add_keys(Softmax& softmax, int begin, int end, int first_last,
-                                           unsigned q_rows) {
+  __device__ __forceinline__ void add_keys(Softmax& softmax, int begin, int end,
+                                           int last_key_of_first_token, unsigned q_rows) {
     if constexpr (kSumTiles) {
       clear_sums();
       store_sums(sums_address(), o);
     }
     int n = end - 1;
-    make_p<true>(softmax, n, first_last, q_rows);
+    make_p<true>(softmax, n, last_key_of_first_token, q_rows);
     add_values(n, false);
 #pragma unroll 1
     while (--n >= begin) {
       const bool is_next = n % kSpans == kSpans - 1;
       const unsigned v_done = smem.v_empty + 8 * ring.stage;
       if (is_next) ring.advance();
-      const bool changed = make_p<false>(softmax, n, first_last, q_rows);
+      const bool changed = make_p<false>(softmax, n, last_key_of_first_token, q_rows);
       wgmma_pin(o);
       if (is_next) release(v_done);
       if (changed) {
 #pragma unroll
-        for (int i = 0; i < kColumns / 2; ++i) o[i] *= softmax.correction[i / 2 % 2];
-        if (kSumTiles) scale_sums(sums_address(), softmax.correction);
+        for (int i = 0; i < kColumns / 2; ++i) o[i] *= softmax.rescale[i / 2 % 2];
+        if (kSumTiles) scale_sums(sums_address(), softmax.rescale);
       }
       // Where in the keys it is done must not depend on where the tile of queries ends.
       if (kSumTiles && (n + 1) % (kSumTiles * kSpans) == 0) {
@@ -101,19 +100,22 @@ struct Consumer {
   // P of the n-th kSpan keys. Where warpgroups take turns, one makes P while the others multiply;
   // where they do not, more of them side by side hide each other's waits.
   template <bool kIsFirst>
-  __device__ __forceinline__ bool make_p(Softmax& softmax, int n, int first_last, unsigned q_rows) {
+  __device__ __forceinline__ bool make_p(Softmax& softmax, int n, int last_key_of_first_token,
+                                         unsigned q_rows) {
     const int part = n % kSpans;
     if (part == kSpans - 1) mbarrier_wait(smem.k_full + 8 * ring.stage, ring.phase);
     start_scores(s, q_rows, smem.k + ring.stage * kKeyBytes + part * kSpan * kHeadDim);
     wgmma_wait<0>();
     wgmma_pin(s);
     if (part == 0) release(smem.k_empty + 8 * ring.stage);
-    if (n >= ::max(first_last + 1, 0) / kSpan) {  // some rows do not see all of the keys
+    const int first_masked = ::max(last_key_of_first_token + 1, 0) / kSpan;
+    if (n >= first_masked) {  // some rows do not see all of the keys
       int last[2], tokens[2];
       thread_rows(tokens);
 #pragma unroll
       for (int i = 0; i < 2; ++i)
-        last[i] = first_last + (problem.causal ? tokens[i] : 0) - n * kSpan - 2 * (lane % 4);
+        last[i] =
+            last_key_of_first_token + (problem.causal ? tokens[i] : 0) - n * kSpan - 2 * (lane % 4);
       Softmax::mask(s, last);
     }
     if constexpr (kTurns) named_barrier_sync<256>(my_turn);
@@ -145,7 +147,7 @@ struct Consumer {
   }
   __device__ __forceinline__ unsigned sums_address() const {
     const int thread = recomputed(threadIdx.x);
-    return smem.sums + (thread / 128 - 1) * (kSumBytes / kConsumers) + thread % 128 * 16;
+    return smem.sums + (thread / 128 - 1) * (kSumBytes / kConsumerWarpgroups) + thread % 128 * 16;
   }
 
   static __device__ __forceinline__ void start_scores(float (&s)[kSpan / 2], unsigned q_rows,

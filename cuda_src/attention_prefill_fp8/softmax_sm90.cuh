@@ -27,7 +27,7 @@ struct SoftmaxFp8 {
   static constexpr float kHalfStep = 0x1p-24f;  // between the smallest halves
   using Words = unsigned[kKeys / 32][4];
 
-  float factor[2], base[2], correction[2];
+  float factor[2], base[2], rescale[2];
 
   __device__ __forceinline__ explicit SoftmaxFp8(const float2& factors) {
     factor[0] = factors.x;
@@ -98,18 +98,18 @@ struct SoftmaxFp8 {
     unsigned any = fails;
     any |= __shfl_xor_sync(~0u, any, 1);
     any |= __shfl_xor_sync(~0u, any, 2);
-    correction[i] = 1.0f;
+    rescale[i] = 1.0f;
     if (!any || top == -kInf) return false;
     float next = ceilf(top * factor[i]);
     if (base[i] != kInf) {
       next = fmaxf(next, base[i]);
-      correction[i] = exp2_approx(base[i] - next);
+      rescale[i] = exp2_approx(base[i] - next);
     }
     base[i] = next;
     return true;
   }
 
-  // P of a tile of keys. Returns true if the sums so far must be multiplied by `correction`, which
+  // P of a tile of keys. Returns true if the sums so far must be multiplied by `rescale`, which
   // depends on a row and its keys alone, whatever rows share the warp.
   template <bool kFirst>
   __device__ __forceinline__ bool step(Words& p, const float (&s)[kKeys / 2], int next_turn) {

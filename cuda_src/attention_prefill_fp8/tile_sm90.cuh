@@ -9,7 +9,7 @@
 
 // The module's configuration: Fp8Tile of kernels/attention_prefill_fp8/sm90.py.
 constexpr int kHeadDim = HEAD_DIM;  // columns that are multiplied: D, padded
-constexpr int kConsumers = CONSUMERS;
+constexpr int kConsumerWarpgroups = CONSUMERS;
 constexpr int kStages = STAGES;
 constexpr int kSpan = SPAN;  // keys that a consumer works on at once
 constexpr bool kTurns = TURNS != 0;
@@ -18,14 +18,16 @@ constexpr int kSumTiles = SUM_TILES;  // key tiles that the tensor cores add up;
 
 constexpr int kKeys = 128, kQStages = 2, kTransposers = 2;
 constexpr int kSpans = kKeys / kSpan;
-constexpr int kRows = 64 * kConsumers;
-constexpr int kThreads = 128 * (kConsumers + 1);
+constexpr int kRows = 64 * kConsumerWarpgroups;
+constexpr int kThreads = 128 * (kConsumerWarpgroups + 1);
 constexpr int kColumns = kHeadDim + 8;  // of the second product: V, then those of ones
 constexpr int kQBytes = kRows * kHeadDim, kKeyBytes = kKeys * kHeadDim;
 constexpr int kValueBytes = kColumns * kKeys;
-constexpr int kSumBytes = kSumTiles ? 128 * kConsumers * kColumns / 2 * 4 : 0;
-constexpr int kProducerRegisters = kConsumers == 2 ? 56 : 32;
-constexpr int kConsumerRegisters = kConsumers == 2 ? 224 : kConsumers == 3 ? 160 : 112;
+constexpr int kSumBytes = kSumTiles ? 128 * kConsumerWarpgroups * kColumns / 2 * 4 : 0;
+constexpr int kProducerRegisters = kConsumerWarpgroups == 2 ? 56 : 32;
+constexpr int kConsumerRegisters = kConsumerWarpgroups == 2   ? 224
+                                   : kConsumerWarpgroups == 3 ? 160
+                                                              : 112;
 
 // By address; of a ring, stage 0.
 struct SharedMemory {
@@ -59,20 +61,21 @@ struct SharedMemory {
   __device__ __forceinline__ void init_barriers() const {
     for (int i = 0; i < kQStages; ++i) {
       mbarrier_init(q_full + 8 * i, 1);
-      mbarrier_init(q_empty + 8 * i, 128 * kConsumers + 32 * kTransposers);  // all read work[i]
+      // Every thread that reads work[i].
+      mbarrier_init(q_empty + 8 * i, 128 * kConsumerWarpgroups + 32 * kTransposers);
     }
     for (int i = 0; i < kStages; ++i) {
       mbarrier_init(k_full + 8 * i, 1);
-      mbarrier_init(k_empty + 8 * i, 4 * kConsumers);
+      mbarrier_init(k_empty + 8 * i, 4 * kConsumerWarpgroups);
       mbarrier_init(v_full + 8 * i, 32 * kTransposers);
-      mbarrier_init(v_empty + 8 * i, 4 * kConsumers);
+      mbarrier_init(v_empty + 8 * i, 4 * kConsumerWarpgroups);
       mbarrier_init(raw_full + 8 * i, 1);
       mbarrier_init(raw_empty + 8 * i, 32 * kTransposers);
     }
     mbarrier_init_fence();
   }
 
-  // Writes the ones behind V's columns: each of the eight columns sums an eighth of the keys, since
+  // Writes the ones after V's columns: each of the eight columns sums an eighth of the keys, since
   // less of a small P is lost when it is added to a small sum. And zeroes Q where some rows of a
   // tile never get a query (a group that does not divide kRows): with NaN there, these rows would
   // take a new base with every key tile, for nothing.

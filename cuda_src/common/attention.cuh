@@ -27,7 +27,7 @@ __device__ __forceinline__ int recomputed(int x) {
   return x;
 }
 
-// -inf as a reference to subtract would give NaN: a row without any key so far subtracts 0.
+// A base of -inf, subtracted, would give NaN: a row without any key so far subtracts 0.
 __device__ __forceinline__ float finite_or_zero(float max) { return max == -kInf ? 0.0f : max; }
 
 // How a score is made of q.k, in units of log2: with softcap c, c * tanh(scale * q.k / c). Computed
@@ -45,11 +45,11 @@ struct ScoreRule {
 
 // The query rows of one sequence and key/value head, and what they see.
 struct RowRule {
-  int count;           // rows: tokens * group
-  int group;           // query heads a key/value head
-  int first_last_key;  // last key that token 0 sees; negative: none
-  int causal;          // 1: each further token sees one key more; 0: all tokens see the same
-  unsigned reach;      // keys a row sees, counted back from its last one: window, or 2^31
+  int count;                    // rows: tokens * group
+  int group;                    // query heads a key/value head
+  int last_key_of_first_token;  // negative: it sees none
+  int causal;      // 1: each further token sees one key more; 0: all tokens see the same
+  unsigned reach;  // keys a row sees, counted back from its last one: window, or 2^31
   const uint64_t* tree = nullptr;  // a token's mask of the tokens it sees; null: all up to itself
   int earlier = 0;                 // tokens before token 0 that the masks have bits for
 
@@ -57,12 +57,12 @@ struct RowRule {
                                      int window)
       : count(num_tokens * group),
         group(group),
-        first_last_key(causal ? num_keys - num_tokens : num_keys - 1),
+        last_key_of_first_token(causal ? num_keys - num_tokens : num_keys - 1),
         causal(causal),
         reach(window > 0 ? static_cast<unsigned>(window) : 1u << 31) {}
 
   __device__ __forceinline__ int last_key(int row) const {
-    return first_last_key + (causal ? row / group : 0);
+    return last_key_of_first_token + (causal ? row / group : 0);
   }
   __device__ __forceinline__ int first_key(int row) const {
     return reach < 1u << 31 ? max(0, last_key(row) - static_cast<int>(reach) + 1) : 0;
@@ -78,17 +78,22 @@ struct RowRule {
   }
   // The same for row `row`, whose last key is last_key: with its tree mask of the new tokens.
   __device__ __forceinline__ bool sees(int row, int last_key, int key) const {
-    const int token = key - first_last_key + earlier;
+    const int token = key - last_key_of_first_token + earlier;
     if (tree != nullptr && token >= 0 && last_key >= key)
       return (tree[min(row, count - 1) / group] >> token & 1) != 0;
     return sees(last_key, key);
   }
   // This row and all later ones see every key up to this one, the window aside.
   __device__ __forceinline__ int last_common_key(int row) const {
-    if (tree != nullptr) return first_last_key - earlier - 1;
+    if (tree != nullptr) return last_key_of_first_token - earlier - 1;
     return last_key(row);
   }
 };
+
+// SAFETY: an id outside the cache is clamped, so a damaged table cannot make us read elsewhere.
+__device__ __forceinline__ unsigned clamped_page(int id, int num_blocks) {
+  return min(static_cast<unsigned>(id), static_cast<unsigned>(num_blocks - 1));
+}
 
 // Keys and values of one sequence and one key/value head: dense (table null), or in pages.
 struct KeyValues {
@@ -101,10 +106,8 @@ struct KeyValues {
   int head_dim;
   bool is_vector;  // rows start at, and are whole, 16-byte words
 
-  // SAFETY: an id outside the cache is clamped, so a damaged table cannot make us read elsewhere.
   __device__ __forceinline__ int64_t page_offset(int key) const {
-    const unsigned id = static_cast<unsigned>(table[key >> block_shift]);
-    return static_cast<int64_t>(min(id, static_cast<unsigned>(num_blocks - 1))) * page_stride;
+    return static_cast<int64_t>(clamped_page(table[key >> block_shift], num_blocks)) * page_stride;
   }
 };
 

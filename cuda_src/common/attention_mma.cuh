@@ -229,22 +229,22 @@ struct MmaAttention {
     top = fmaxf(top, __shfl_xor_sync(kFullMask, top, 1));
     top = fmaxf(top, __shfl_xor_sync(kFullMask, top, 2));
     const float new_max = fmaxf(max[r][kHalf], top * factor);
-    const float reference = finite_or_zero(new_max);
-    const float shrink = exp2_approx(max[r][kHalf] - reference);
+    const float base = finite_or_zero(new_max);
+    const float rescale = exp2_approx(max[r][kHalf] - base);
     max[r][kHalf] = new_max;
     float part = 0.0f;
 #pragma unroll
     for (int j = 0; j < kWarpKeys / 8; ++j)
 #pragma unroll
       for (int i = 2 * kHalf; i < 2 * kHalf + 2; ++i) {
-        s[j][i] = exp2_approx(fmaf(s[j][i], factor, -reference));
+        s[j][i] = exp2_approx(fmaf(s[j][i], factor, -base));
         part += s[j][i];
       }
-    sum[r][kHalf] = sum[r][kHalf] * shrink + part;
+    sum[r][kHalf] = sum[r][kHalf] * rescale + part;
 #pragma unroll
     for (int d = 0; d < kHeadDim / 8; ++d) {
-      o[r][d][2 * kHalf] *= shrink;
-      o[r][d][2 * kHalf + 1] *= shrink;
+      o[r][d][2 * kHalf] *= rescale;
+      o[r][d][2 * kHalf + 1] *= rescale;
     }
   }
 

@@ -118,12 +118,12 @@ struct SimtAttention {
     const bool seen = rows.sees(row, rows.last_key(row), key + lane());
     if (!seen || !rows.in_pattern(row, key + lane())) p = -kInf;
     const float new_max = fmaxf(max[r], warp_max(p) * rule.factor);
-    const float reference = finite_or_zero(new_max);
-    const float shrink = exp2_approx(max[r] - reference);
+    const float base = finite_or_zero(new_max);
+    const float rescale = exp2_approx(max[r] - base);
     max[r] = new_max;
-    p = exp2_approx(fmaf(p, rule.factor, -reference));
-    sum[r] = sum[r] * shrink + p;
+    p = exp2_approx(fmaf(p, rule.factor, -base));
+    sum[r] = sum[r] * rescale + p;
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c) o[r][c] *= shrink;
+    for (int c = 0; c < kColumns; ++c) o[r][c] *= rescale;
   }
 };

@@ -37,9 +37,9 @@ struct Problem {
 
 // A work tile, and where its keys lie. The producer puts it in shared memory.
 struct alignas(16) WorkTile {
-  int first_token;  // row of q; negative: no more work
-  int tokens;       // that are the tile's, from first_token on
-  int first_last;   // last key that first_token sees; negative: none
+  int first_token;              // row of q; negative: no more work
+  int tokens;                   // that are the tile's, from first_token on
+  int last_key_of_first_token;  // negative: it sees none
   int kv_head;
   int begin, end;  // tiles of keys
   int split;
@@ -85,16 +85,16 @@ __device__ __forceinline__ bool find_work_tile(const Problem& problem, int t, Wo
 
   work.first_token = q_begin + token;
   work.tokens = min(num_tokens - token, most);
-  work.first_last = work.num_keys - 1;
+  work.last_key_of_first_token = work.num_keys - 1;
   work.position = token;
-  int last = work.first_last;  // that any row sees
+  int last = work.last_key_of_first_token;  // that any row sees
   if (problem.causal) {
-    work.position = work.first_last += 1 - num_tokens + token;
-    last = work.first_last + work.tokens - 1;
+    work.position = work.last_key_of_first_token += 1 - num_tokens + token;
+    last = work.last_key_of_first_token + work.tokens - 1;
   }
   work.first_key = 0;
   if (problem.reach < 1u << 31)
-    work.first_key = max(0, work.first_last - static_cast<int>(problem.reach) + 1);
+    work.first_key = max(0, work.last_key_of_first_token - static_cast<int>(problem.reach) + 1);
   work.begin = work.first_key / kKeys;
   work.end = last < work.first_key ? work.begin : last / kKeys + 1;
   const int share = (work.end - work.begin + problem.splits - 1) / problem.splits;

@@ -1,16 +1,13 @@
-// Thread block clusters (sm_90 up): blocks that run together and reach each other's shared memory,
+// Thread block clusters (sm_90 up): CTAs that run together and reach each other's shared memory,
 // distributed shared memory. In the first half are the parts that portable kernels use too: on
-// older chips a cluster is one block.
+// older chips a cluster is one CTA.
 #pragma once
 
 #include "common/mbarrier.cuh"
 #include "common/pdl.cuh"
+#include "common/types.cuh"
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-constexpr bool kHasClusters = true;
-#else
-constexpr bool kHasClusters = false;
-#endif
+constexpr bool kHasClusters = kArch >= 900;
 
 __device__ __forceinline__ int cluster_size() {
   if constexpr (kHasClusters) {
@@ -63,37 +60,41 @@ __device__ __forceinline__ void cluster_sync(int size) {
   __syncthreads();
 }
 
-// Four floats of the shared memory of block `rank` of the cluster, at the place `p` has in this
-// one's.
+// N floats (1, 2 or 4) of the shared memory of CTA `rank` of the cluster, at the place `address`
+// has in this one's.
+template <int N>
+__device__ __forceinline__ Vec<float, N> load_from_rank(unsigned address, int rank) {
+  unsigned remote;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+  Vec<float, N> x;
+  if constexpr (N == 4)
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x.v[0]), "=f"(x.v[1]), "=f"(x.v[2]), "=f"(x.v[3])
+                 : "r"(remote)
+                 : "memory");
+  else if constexpr (N == 2)
+    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];"
+                 : "=f"(x.v[0]), "=f"(x.v[1])
+                 : "r"(remote)
+                 : "memory");
+  else
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x.v[0]) : "r"(remote) : "memory");
+  return x;
+}
+
+// The same from a pointer, for kernels that may run without clusters (`size` 1).
 __device__ __forceinline__ float4 load_cluster(const float* p, int rank, int size) {
   if constexpr (kHasClusters) {
     if (size > 1) {
-      uint32_t address;
-      float4 v;
-      asm volatile("mapa.shared::cluster.u32 %0, %1, %2;\n"
-                   : "=r"(address)
-                   : "r"(smem_address(p)), "r"(rank));
-      asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];\n"
-                   : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                   : "r"(address)
-                   : "memory");
-      return v;
+      const Vec<float, 4> x = load_from_rank<4>(smem_address(p), rank);
+      return float4{x.v[0], x.v[1], x.v[2], x.v[3]};
     }
   }
   return *reinterpret_cast<const float4*>(p);
 }
-
 __device__ __forceinline__ float load_cluster_float(const float* p, int rank, int size) {
   if constexpr (kHasClusters) {
-    if (size > 1) {
-      uint32_t address;
-      float v;
-      asm volatile("mapa.shared::cluster.u32 %0, %1, %2;\n"
-                   : "=r"(address)
-                   : "r"(smem_address(p)), "r"(rank));
-      asm volatile("ld.shared::cluster.f32 %0, [%1];\n" : "=f"(v) : "r"(address) : "memory");
-      return v;
-    }
+    if (size > 1) return load_from_rank<1>(smem_address(p), rank).v[0];
   }
   return *p;
 }

@@ -30,10 +30,10 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(unsigned barrier, unsi
                : "memory");
 }
 
-// Arrives on the mbarrier at the same place in block `rank` of the cluster (one's own is allowed).
+// Arrives on the mbarrier at the same offset in CTA `rank` of the cluster (one's own is allowed).
 //
-// NOTE: not .release.cluster, which fences all memory (it halved gemm's speed). That is enough
-// where the memory released was only read, by wgmma or by loads that have completed.
+// NOTE: not .release.cluster, which would fence all memory. That is enough where the memory
+// released was only read, by wgmma or by loads that have completed.
 __device__ __forceinline__ void mbarrier_arrive_cluster(unsigned barrier, unsigned rank) {
   asm volatile(
       "{\n.reg .b32 remote;\n"
@@ -88,8 +88,8 @@ __device__ __forceinline__ void fence_async_proxy() {
 
 // Waits until readers have released memory that they read by ordinary loads or ldmatrix, and that a
 // bulk copy is to overwrite. Every thread that starts such a copy must call it. SAFETY: an arrival
-// orders these reads before ordinary writes, not before bulk copies. Without the fence
-// attention_decode sometimes read the data of the next copy.
+// orders these reads before ordinary writes, not before bulk copies: without the fence the copy may
+// overwrite what ldmatrix has not read yet.
 __device__ __forceinline__ void mbarrier_wait_to_overwrite(unsigned barrier, unsigned parity) {
   mbarrier_wait(barrier, parity);
   fence_async_proxy();

@@ -2,19 +2,17 @@
 // Before sm_90 both do nothing: a kernel begins when the one before has ended.
 #pragma once
 
+#include "common/types.cuh"
+
 // Lets the next kernel of the stream start once every block of this one has called it or ended. The
 // next kernel must still call pdl_wait() before it depends on anything this one does.
 __device__ __forceinline__ void pdl_trigger() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
+  if constexpr (kArch >= 900) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
 // Waits until the kernels before have ended and their writes are visible. SAFETY: a kernel launched
 // with `pdl` (engine/kernels/_launch.py) must call it, in every block, before it reads or writes
-// anything that another kernel writes or reads. Without that launch it returns at once.
+// anything that another kernel writes or reads. Without that launch it returns immediately.
 __device__ __forceinline__ void pdl_wait() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+  if constexpr (kArch >= 900) asm volatile("griddepcontrol.wait;" ::: "memory");
 }

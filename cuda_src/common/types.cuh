@@ -11,6 +11,13 @@
 #error "ENGINE_DTYPE must be 0 (float), 1 (half) or 2 (bfloat16)"
 #endif
 
+// The architecture compiled for: 800 for sm_80, 900 for sm_90a.
+#ifdef __CUDA_ARCH__
+constexpr int kArch = __CUDA_ARCH__;
+#else
+constexpr int kArch = 0;
+#endif
+
 using int64_t = long long;
 using uint64_t = unsigned long long;
 using uint32_t = unsigned int;

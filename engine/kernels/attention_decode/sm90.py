@@ -209,7 +209,7 @@ def is_supported(q: Any, pages: Pages, out: Any, new_tokens: NewTokens | None = 
 
 
 def _room(sm_count: int) -> int:
-    """Return how many clusters of one CTA an SM run at once.
+    """Return how many clusters of one CTA an SM run at the same time.
 
     15 on 132 multiprocessors (measured: a 16th runs after them). A cluster lies in one GPC, and not
     every GPC has the multiprocessors of two clusters.
