@@ -3,7 +3,7 @@
 //   k[cu_seqlens_k[b] + p] = k_pages[block_tables[b, p / block_size], :, p % block_size]
 //   v[...]                 = v_pages[...]
 //
-// A row of k and v that no sequence owns, that lies past its context_len or past the table, or
+// A row of k and v that no sequence owns, that is past its context_len or past the table, or
 // whose block id is outside [0, P), is NaN. Arguments: KvGatherParams, below.
 //
 // Numerics: a copy. Parallelisation: one thread per kWidth features; blockIdx.x is the row, whose

@@ -8,7 +8,7 @@
 //                                                  [0, Q) is skipped
 //
 // No dst may occur twice: blocks are copied in no particular order. With the slab and block axes of
-// one side exchanged, blocks that lie scattered in the pages are packed into one contiguous piece,
+// one side exchanged, blocks scattered in the pages are packed into one contiguous piece,
 // which a single DMA copy can then move to or from the host.
 // Numerics: a copy. Parallelisation: blockIdx.x is the pair, blockIdx.y walks the slabs, the
 // threads walk the block, kWidth elements each.

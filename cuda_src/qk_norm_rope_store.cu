@@ -1,4 +1,4 @@
-// What lies between the qkv projection and attention, in one launch: the norm of every head of q
+// The steps between the qkv projection and attention, in one launch: the norm of every head of q
 // and k, their rotation, and the write of k and v into their pages.
 //
 // The formulas are those of rmsnorm.cu, rope.cu and kv_store.cu. A position outside the table makes
@@ -85,7 +85,7 @@ struct Head {
   }
 };
 
-// Where a lane's two vectors of a head lie: first the pairs, then, if R < D, the features that are
+// Where a lane's two vectors of a head are: first the pairs, then, if R < D, the features that are
 // not rotated, two vectors a lane.
 template <bool kInterleaved>
 struct Lane {
@@ -93,8 +93,8 @@ struct Lane {
   bool has_pairs;  // else its features are not rotated
   int lo, hi;      // offsets of the two vectors in a head
 
-  __device__ __forceinline__ Lane(const QkNormRopeStoreParams& p, int lane)
-      : pair(lane * kVec), has_pairs(pair < p.rotary_dim / 2) {
+  __device__ __forceinline__ Lane(const QkNormRopeStoreParams& p, int lane_idx)
+      : pair(lane_idx * kVec), has_pairs(pair < p.rotary_dim / 2) {
     const bool is_split = !kInterleaved && has_pairs;
     lo = is_split ? pair : 2 * pair;
     hi = is_split ? pair + p.rotary_dim / 2 : 2 * pair + kVec;
@@ -138,7 +138,7 @@ __device__ __forceinline__ void process_vectors(const QkNormRopeStoreParams& p) 
   const int64_t token = blockIdx.x;
   const int num_lanes = p.head_dim / (2 * kVec);  // of a head
   const int place = threadIdx.x / num_lanes, heads_at_once = kThreads / num_lanes;
-  const Lane<kInterleaved> lane(p, threadIdx.x % num_lanes);
+  const Lane<kInterleaved> lane_idx(p, threadIdx.x % num_lanes);
   const bool has_norm = p.q_weight != nullptr || p.k_weight != nullptr;
   const int64_t slot = p.slot_mapping[token];  // loaded early, used late
   const int position = p.positions[token];
@@ -156,15 +156,15 @@ __device__ __forceinline__ void process_vectors(const QkNormRopeStoreParams& p) 
       lo[i] = hi[i] = Packed<kVec>{};
       if (place >= heads_at_once || index >= end) continue;
       const scalar_t* in = Head(p, token, index, -1).in;
-      lo[i] = load_packed<kVec>(in + lane.lo);
-      hi[i] = load_packed<kVec>(in + lane.hi);
+      lo[i] = load_packed<kVec>(in + lane_idx.lo);
+      hi[i] = load_packed<kVec>(in + lane_idx.hi);
     }
     if (!has_rotation) {  // while the heads are in flight
       has_rotation = true;
       if (place < heads_at_once && base + place < end)
-        weight.load(Head(p, token, base + place, -1).weight, lane.lo, lane.hi);
-      load_rotation(rotation_row(p, lane.has_pairs ? position : -1), p.rotary_dim, lane.pair, cos,
-                    sin);
+        weight.load(Head(p, token, base + place, -1).weight, lane_idx.lo, lane_idx.hi);
+      load_rotation(rotation_row(p, lane_idx.has_pairs ? position : -1), p.rotary_dim,
+                    lane_idx.pair, cos, sin);
     }
     const int64_t row = page_row(p, slot);
 #pragma unroll
@@ -180,12 +180,12 @@ __device__ __forceinline__ void process_vectors(const QkNormRopeStoreParams& p) 
       const Head head(p, token, index, row);
       if (head.out == nullptr) continue;
       if (head.weight != nullptr) {
-        weight.load(head.weight, lane.lo, lane.hi);
+        weight.load(head.weight, lane_idx.lo, lane_idx.hi);
         weight.apply(x, scale, p.weight_offset);
       }
-      if (head.is_rotated && lane.has_pairs) rotate_lane<kInterleaved>(x, cos, sin);
-      store_vec(head.out + lane.lo, rounded(x));
-      store_vec(head.out + lane.hi, rounded(x + kVec));
+      if (head.is_rotated && lane_idx.has_pairs) rotate_lane<kInterleaved>(x, cos, sin);
+      store_vec(head.out + lane_idx.lo, rounded(x));
+      store_vec(head.out + lane_idx.hi, rounded(x + kVec));
     }
   }
 }
@@ -193,15 +193,15 @@ __device__ __forceinline__ void process_vectors(const QkNormRopeStoreParams& p) 
 template <bool kInterleaved>
 __device__ __forceinline__ void process_scalars(const QkNormRopeStoreParams& p) {
   const int64_t token = blockIdx.x;
-  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-  const int index = static_cast<int>(blockIdx.y) * p.heads_per_block + warp;
+  const int warp_idx = threadIdx.x / kWarpSize, lane_idx = threadIdx.x % kWarpSize;
+  const int index = static_cast<int>(blockIdx.y) * p.heads_per_block + warp_idx;
   if (index >= p.num_heads()) return;
   const Head head(p, token, index, page_row(p, p.slot_mapping[token]));
   if (head.out == nullptr) return;
   float scale = 0.0f;
   if (head.weight != nullptr) {
     float sum = 0.0f;
-    for (int i = lane; i < p.head_dim; i += kWarpSize) {
+    for (int i = lane_idx; i < p.head_dim; i += kWarpSize) {
       sum += to_float(head.in[i]) * to_float(head.in[i]);
     }
     scale = norm_scale(warp_sum(sum), p.head_dim, p.eps);
@@ -212,7 +212,7 @@ __device__ __forceinline__ void process_scalars(const QkNormRopeStoreParams& p) 
   };
   const int half = p.rotary_dim / 2;
   const float* row = rotation_row(p, p.positions[token]);
-  for (int pair = lane; pair < half; pair += kWarpSize) {
+  for (int pair = lane_idx; pair < half; pair += kWarpSize) {
     const int at = kInterleaved ? 2 * pair : pair, to = kInterleaved ? at + 1 : pair + half;
     float a = feature(at), b = feature(to);
     if (head.is_rotated) {
@@ -223,7 +223,7 @@ __device__ __forceinline__ void process_scalars(const QkNormRopeStoreParams& p) 
     head.out[at] = from_float<scalar_t>(a);
     head.out[to] = from_float<scalar_t>(b);
   }
-  for (int i = p.rotary_dim + lane; i < p.head_dim; i += kWarpSize) {
+  for (int i = p.rotary_dim + lane_idx; i < p.head_dim; i += kWarpSize) {
     head.out[i] = from_float<scalar_t>(feature(i));
   }
 }

@@ -84,7 +84,7 @@ __device__ __forceinline__ void rope(const RopeParams& p) {
   const int item = blockIdx.z * kThreads + threadIdx.x % items;
   const int at = item * kWidth;  // pairs, then the features past R
   const bool is_pair = at < half;
-  // Both pairings read two vectors; they differ in where these lie and which elements pair up.
+  // Both pairings read two vectors; they differ in where these are and which elements pair up.
   const int lo_at = !is_pair ? half + at : kInterleaved ? 2 * at : at;
   const int hi_at = kInterleaved ? lo_at + kWidth : lo_at + half;
   const int first = static_cast<int>(blockIdx.y) * p.heads_per_block;

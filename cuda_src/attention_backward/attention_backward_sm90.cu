@@ -97,18 +97,18 @@ struct AttentionBackwardSm90Params {
 __device__ __forceinline__ void store_keys(const AttentionBackwardSm90Params& p,
                                            const KeyWork& work, const float (&dk_sum)[kHeadDim / 2],
                                            const float (&dv_sum)[kHeadDim / 2]) {
-  const int lane = threadIdx.x % 32, num_kv_heads = p.num_heads / p.group;
+  const int lane_idx = threadIdx.x % 32, num_kv_heads = p.num_heads / p.group;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const int key = (threadIdx.x - 128) / 32 * 16 + lane / 4 + 8 * i;
+    const int key = (threadIdx.x - 128) / 32 * 16 + lane_idx / 4 + 8 * i;
     const int64_t row = static_cast<int64_t>(work.first_row + key) * num_kv_heads + work.kv_head;
 #pragma unroll
     for (int chunk = 0; chunk < Core::kChunks; ++chunk) {
       const int columns = p.head_dim - 64 * chunk;
       const bool exists = key < work.num_keys;
       const int64_t to = row * p.head_dim + 64 * chunk;
-      store_row<64>(p.dk + to, exists, columns, lane, dk_sum + 32 * chunk, i, p.scale);
-      store_row<64>(p.dv + to, exists, columns, lane, dv_sum + 32 * chunk, i, 1.0f);
+      store_row<64>(p.dk + to, exists, columns, lane_idx, dk_sum + 32 * chunk, i, p.scale);
+      store_row<64>(p.dv + to, exists, columns, lane_idx, dv_sum + 32 * chunk, i, 1.0f);
     }
   }
 }
@@ -135,11 +135,11 @@ extern "C" __global__ void __launch_bounds__(Core::kThreads, 1)
 
   if (threadIdx.x < 128) {
     warpgroup_reg_dealloc<Core::kProducerRegisters>();
-    const int warp = threadIdx.x / 32;
-    if (warp == 0)
+    const int warp_idx = threadIdx.x / 32;
+    if (warp_idx == 0)
       core.produce(&p.q_map, &p.k_map, &p.v_map, &p.dout_map, problem, work);
-    else if (warp < 3)
-      core.add_dq(problem, work, warp - 1, !p.descending);
+    else if (warp_idx < 3)
+      core.add_dq(problem, work, warp_idx - 1, !p.descending);
   } else {
     warpgroup_reg_alloc<Core::kConsumerRegisters>();
     float dk_sum[kHeadDim / 2], dv_sum[kHeadDim / 2];
@@ -156,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(256)
   if (m * kQueries >= sequence.num_q) return;
   const int64_t place =
       static_cast<int64_t>(first_query_tile<kQueries>(sequence, b) + m) * num_heads + head;
-  const int half = threadIdx.x / 128, lane = threadIdx.x % 32;
+  const int half = threadIdx.x / 128, lane_idx = threadIdx.x % 32;
   const float4* const from =
       reinterpret_cast<const float4*>(dq_sum + (2 * place + half) * Core::kHalfFloats) +
       threadIdx.x % 128;
@@ -173,9 +173,9 @@ extern "C" __global__ void __launch_bounds__(256)
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int query = m * kQueries + (kQueries == 128 ? 64 * half : 0) + threadIdx.x / 32 % 4 * 16 +
-                      lane / 4 + 8 * i;
+                      lane_idx / 4 + 8 * i;
     const int64_t row = (sequence.q_begin + query) * num_heads + head;
-    store_row<64>(dq + row * head_dim + column, query < sequence.num_q, head_dim - column, lane,
+    store_row<64>(dq + row * head_dim + column, query < sequence.num_q, head_dim - column, lane_idx,
                   sum, i, scale);
   }
 }

@@ -68,11 +68,11 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
   // dS to shared memory: rows are keys, queries are contiguous, in chunks of 64.
   static __device__ __forceinline__ void store_ds(unsigned ds_tile,
                                                   const unsigned (&packed)[kQueries / 16][4],
-                                                  int warp_row, int lane) {
-    const unsigned row = ds_tile + (warp_row + lane % 16) * 128;
+                                                  int warp_row, int lane_idx) {
+    const unsigned row = ds_tile + (warp_row + lane_idx % 16) * 128;
 #pragma unroll
     for (int i = 0; i < kQueries / 16; ++i)
-      stmatrix_x4(row + i / 4 * kDsChunk + (((2 * (i % 4) + lane / 16) ^ (lane % 8)) * 16),
+      stmatrix_x4(row + i / 4 * kDsChunk + (((2 * (i % 4) + lane_idx / 16) ^ (lane_idx % 8)) * 16),
                   packed[i][0], packed[i][1], packed[i][2], packed[i][3]);
     fence_async_proxy();
   }
@@ -106,17 +106,19 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
 
   // The same, masked where some key of the warp is beyond the last one that the first query sees.
   static __device__ __forceinline__ void make_p(float (&s)[kQueries / 2], unsigned statistics,
-                                                int warp_row, int lane, bool causal, float factor) {
-    const int beyond = warp_row + lane / 4 - ld_shared(statistics + kStatBytes);
+                                                int warp_row, int lane_idx, bool causal,
+                                                float factor) {
+    const int beyond = warp_row + lane_idx / 4 - ld_shared(statistics + kStatBytes);
     if (__any_sync(~0u, beyond + 8 > 0)) {
       int first[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r)
-        first[r] = causal ? beyond + 8 * r - 2 * (lane % 4) : (beyond + 8 * r > 0 ? kQueries : 0);
-      softmax<true>(s, statistics + lane % 4 * 8, factor, first);
+        first[r] =
+            causal ? beyond + 8 * r - 2 * (lane_idx % 4) : (beyond + 8 * r > 0 ? kQueries : 0);
+      softmax<true>(s, statistics + lane_idx % 4 * 8, factor, first);
     } else {
       const int none[2] = {0, 0};
-      softmax<false>(s, statistics + lane % 4 * 8, factor, none);
+      softmax<false>(s, statistics + lane_idx % 4 * 8, factor, none);
     }
   }
 
@@ -133,9 +135,9 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
     }
   }
 
-  // A thread of the warpgroup, and where its warpgroup's keys and values lie.
+  // A thread of the warpgroup, and where its warpgroup's keys and values are.
   struct Thread {
-    int half, lane, warp_row;
+    int half, lane_idx, warp_row;
     unsigned k, v;
   };
 
@@ -166,7 +168,7 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
     mbarrier_wait(dout_full + 8 * stage, turn / 2 % 2);
     wgmma_fence();
     start_scores(dp, me.v, dout_tile);
-    make_p(s, statistics, me.warp_row, me.lane, causal, factor);
+    make_p(s, statistics, me.warp_row, me.lane_idx, causal, factor);
     pack(p_packed, s);
     wgmma_fence();
     start_sums(dv, p_packed, dout_tile);
@@ -174,16 +176,16 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
     // dS, while P^T dO runs.
     wgmma_wait<1>();
     wgmma_pin(dp);
-    differentiate(dp, s, statistics + 4 * kQueries + me.lane % 4 * 8);
+    differentiate(dp, s, statistics + 4 * kQueries + me.lane_idx % 4 * 8);
     pack(ds_packed, dp);
-    store_ds(ds_tile, ds_packed, me.warp_row, me.lane);
+    store_ds(ds_tile, ds_packed, me.warp_row, me.lane_idx);
 
-    // The next tile's Q. After the last tile it is whatever lies there: its scores are not used.
+    // The next tile's Q. After the last tile it is whatever is there: its scores are not used.
     if (turn + 1 < turns) mbarrier_wait(q_full + 8 * (stage ^ 1), (turn + 1) / 2 % 2);
     wgmma_fence();
     wgmma_wait<0>();
     wgmma_pin(dv);
-    if (me.lane == 0) mbarrier_arrive(dout_empty + 8 * stage);
+    if (me.lane_idx == 0) mbarrier_arrive(dout_empty + 8 * stage);
     wgmma_fence();
     start_sums(dk, ds_packed, q_tile);
     // SAFETY: both warpgroups have stored dS. The other tile of dS is free when this barrier is
@@ -210,8 +212,8 @@ struct BackwardConsumer : Backward<kHeadDim, kQueries> {
                                           float (&dk)[kHeadDim / 2],
                                           float (&dv)[kHeadDim / 2]) const {
     const int half = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;
-    const int lane = threadIdx.x % 32, warp_row = (threadIdx.x - 128) / 32 * 16;
-    const Thread me{half, lane, warp_row, k + half * 64 * 128, v + half * 64 * 128};
+    const int lane_idx = threadIdx.x % 32, warp_row = (threadIdx.x - 128) / 32 * 16;
+    const Thread me{half, lane_idx, warp_row, k + half * 64 * 128, v + half * 64 * 128};
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) dk[i] = dv[i] = 0.0f;
     if (turns == 0) return;

@@ -90,12 +90,12 @@ struct MmaBackward {
 
   __device__ __forceinline__ void store(const GradientRows& to_first, const GradientRows& to_second,
                                         int row_begin, int column) const {
-    const int row = row_begin + warp_idx() * 16 + lane() / 4;
+    const int row = row_begin + warp_idx() * 16 + lane_idx() / 4;
 #pragma unroll
     for (int d = 0; d < kColumns / 8; ++d)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int at = column + d * 8 + lane() % 4 * 2;
+        const int at = column + d * 8 + lane_idx() % 4 * 2;
         to_first.pair(row + 8 * half, at, first[d][2 * half], first[d][2 * half + 1]);
         if constexpr (kOfKeys)
           to_second.pair(row + 8 * half, at, second[d][2 * half], second[d][2 * half + 1]);
@@ -103,7 +103,7 @@ struct MmaBackward {
   }
 
  private:
-  __device__ static __forceinline__ int lane() { return threadIdx.x % kWarpSize; }
+  __device__ static __forceinline__ int lane_idx() { return threadIdx.x % kWarpSize; }
   __device__ static __forceinline__ int warp_idx() { return threadIdx.x / kWarpSize; }
 
   __device__ __forceinline__ void update(const scalar_t* smem_a, const scalar_t* smem_b,
@@ -129,12 +129,12 @@ struct MmaBackward {
                                                        const float* stats, const Sequence& sequence,
                                                        const ScoreRule& rule, int row_begin,
                                                        int stream_begin) {
-    const int row = warp_idx() * 16 + lane() / 4;
+    const int row = warp_idx() * 16 + lane_idx() / 4;
 #pragma unroll
     for (int j = 0; j < kStream / 8; ++j)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int my_row = row + i / 2 * 8, my_column = j * 8 + lane() % 4 * 2 + i % 2;
+        const int my_row = row + i / 2 * 8, my_column = j * 8 + lane_idx() % 4 * 2 + i % 2;
         const int query = kOfKeys ? stream_begin + my_column : row_begin + my_row;
         const int key = kOfKeys ? row_begin + my_row : stream_begin + my_column;
         const int stat = kOfKeys ? my_column : my_row;
@@ -154,12 +154,12 @@ struct MmaBackward {
     for (int j = 0; j < kStream / 8; ++j)
 #pragma unroll
       for (int i = 0; i < 4; ++i) c[j][i] = 0.0f;
-    const int lane = recomputed(threadIdx.x % kWarpSize);
-    const int a_row = warp_idx() * 16 + lane % 16, b_row = lane % 8 + lane / 16 * 8;
+    const int lane_idx = recomputed(threadIdx.x % kWarpSize);
+    const int a_row = warp_idx() * 16 + lane_idx % 16, b_row = lane_idx % 8 + lane_idx / 16 * 8;
     const scalar_t* const a = smem_rows + a_row * Layout::kPitch;
     const scalar_t* const b = smem_cols + b_row * Layout::kPitch;
-    const int a_swizzle = Layout::swizzle(a_row) ^ (lane / 16);
-    const int b_swizzle = Layout::swizzle(b_row) ^ (lane / 8 % 2);
+    const int a_swizzle = Layout::swizzle(a_row) ^ (lane_idx / 16);
+    const int b_swizzle = Layout::swizzle(b_row) ^ (lane_idx / 8 % 2);
 #pragma unroll(kHeadDim > 128 ? 4 : kHeadDim / 16)
     for (int step = 0; step < kHeadDim / 16; ++step) {
       uint32_t frag_a[4];
@@ -180,9 +180,9 @@ struct MmaBackward {
   __device__ static __forceinline__ void accumulate(float (&sum)[kCount][4],
                                                     const float (&weights)[kStream / 8][4],
                                                     const scalar_t* smem_values, int column) {
-    const int lane = recomputed(threadIdx.x % kWarpSize);
-    const scalar_t* const values = smem_values + lane % 16 * Layout::kPitch;
-    const int swizzle = Layout::swizzle(lane % 16) ^ (lane / 16);
+    const int lane_idx = recomputed(threadIdx.x % kWarpSize);
+    const scalar_t* const values = smem_values + lane_idx % 16 * Layout::kPitch;
+    const int swizzle = Layout::swizzle(lane_idx % 16) ^ (lane_idx / 16);
 #pragma unroll
     for (int j = 0; j < kStream / 16; ++j) {
       uint32_t frag_w[4];

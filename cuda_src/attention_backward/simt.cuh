@@ -68,14 +68,14 @@ struct SimtBackward {
     for (int r = 0; r < kWarpRows; ++r)
 #pragma unroll
       for (int c = 0; c < kLaneColumns; ++c) {
-        const int row = row_begin + warp_idx() * kWarpRows + r, column = c * kWarpSize + lane();
+        const int row = row_begin + warp_idx() * kWarpRows + r, column = c * kWarpSize + lane_idx();
         to_first.single(row, column, first[r][c]);
         if constexpr (kOfKeys) to_second.single(row, column, second[r][c]);
       }
   }
 
  private:
-  __device__ static __forceinline__ int lane() { return threadIdx.x % kWarpSize; }
+  __device__ static __forceinline__ int lane_idx() { return threadIdx.x % kWarpSize; }
   __device__ static __forceinline__ int warp_idx() { return threadIdx.x / kWarpSize; }
 
   __device__ __forceinline__ void update(const scalar_t* smem_a, const scalar_t* smem_b,
@@ -85,8 +85,10 @@ struct SimtBackward {
                                          int head_dim) {
     float p[kWarpRows], ds[kWarpRows];
     const int first_row = warp_idx() * kWarpRows;
-    multiply(p, smem_a + first_row * Layout::kPitch, smem_x + lane() * Layout::kPitch, head_dim);
-    multiply(ds, smem_b + first_row * Layout::kPitch, smem_y + lane() * Layout::kPitch, head_dim);
+    multiply(p, smem_a + first_row * Layout::kPitch, smem_x + lane_idx() * Layout::kPitch,
+             head_dim);
+    multiply(ds, smem_b + first_row * Layout::kPitch, smem_y + lane_idx() * Layout::kPitch,
+             head_dim);
     if (rule.inner != 0.0f)
       differentiate<true>(p, ds, stats, sequence, rule, row_begin, stream_begin);
     else
@@ -98,12 +100,13 @@ struct SimtBackward {
         const float weight = __shfl_sync(kFullMask, ds[r], j);
 #pragma unroll
         for (int c = 0; c < kLaneColumns; ++c)
-          first[r][c] += weight * to_float(smem_x[j * Layout::kPitch + c * kWarpSize + lane()]);
+          first[r][c] += weight * to_float(smem_x[j * Layout::kPitch + c * kWarpSize + lane_idx()]);
         if constexpr (kOfKeys) {
           const float other = __shfl_sync(kFullMask, p[r], j);
 #pragma unroll
           for (int c = 0; c < kLaneColumns; ++c)
-            second[r][c] += other * to_float(smem_y[j * Layout::kPitch + c * kWarpSize + lane()]);
+            second[r][c] +=
+                other * to_float(smem_y[j * Layout::kPitch + c * kWarpSize + lane_idx()]);
         }
       }
     }
@@ -119,9 +122,9 @@ struct SimtBackward {
     const int first_row = warp_idx() * kWarpRows;
 #pragma unroll
     for (int r = 0; r < kWarpRows; ++r) {
-      const int row = row_begin + first_row + r, streamed = stream_begin + lane();
+      const int row = row_begin + first_row + r, streamed = stream_begin + lane_idx();
       const int query = kOfKeys ? streamed : row, key = kOfKeys ? row : streamed;
-      const int stat = kOfKeys ? lane() : first_row + r;
+      const int stat = kOfKeys ? lane_idx() : first_row + r;
       const Gradient g =
           gradient<kSoftcap>(rule, p[r], ds[r], stats[stat],
                              stats[(kOfKeys ? kStream : kRows) + stat], sequence.sees(query, key));

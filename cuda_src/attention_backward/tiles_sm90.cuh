@@ -161,10 +161,10 @@ struct Backward {
   // Rows [valid, kRows) of a tile become zeros, once all of it is there: they are another
   // sequence's, and 0 * NaN would reach the sums.
   template <int kRows>
-  __device__ __forceinline__ void zero_rows(unsigned tile, int valid, int lane) const {
+  __device__ __forceinline__ void zero_rows(unsigned tile, int valid, int lane_idx) const {
     for (int chunk = 0; chunk < kChunks; ++chunk)
-      for (int row = valid + lane / 8; row < kRows; row += 4)
-        st_shared_v4(tile + chunk * kRows * 128 + row * 128 + lane % 8 * 16, 0.0f, 0.0f, 0.0f,
+      for (int row = valid + lane_idx / 8; row < kRows; row += 4)
+        st_shared_v4(tile + chunk * kRows * 128 + row * 128 + lane_idx % 8 * 16, 0.0f, 0.0f, 0.0f,
                      0.0f);
     fence_async_proxy();
     __syncwarp();
@@ -174,9 +174,9 @@ struct Backward {
   template <int kRows>
   __device__ __forceinline__ void load(unsigned to, const TensorMap* map, int head, int row,
                                        int valid, unsigned full, unsigned& tail_phase,
-                                       int lane) const {
+                                       int lane_idx) const {
     const bool whole = valid >= kRows;
-    if (lane == 0) {
+    if (lane_idx == 0) {
       const unsigned barrier = whole ? full : tail;
       mbarrier_arrive_expect_tx(barrier, kChunks * kRows * 128);
 #pragma unroll
@@ -187,8 +187,8 @@ struct Backward {
     if (!whole) {
       mbarrier_wait(tail, tail_phase);
       tail_phase ^= 1;
-      zero_rows<kRows>(to, valid, lane);
-      if (lane == 0) mbarrier_arrive(full);
+      zero_rows<kRows>(to, valid, lane_idx);
+      if (lane_idx == 0) mbarrier_arrive(full);
     }
   }
 
@@ -196,14 +196,14 @@ struct Backward {
   // that its first query sees.
   __device__ __forceinline__ void load_tile(const TensorMap* map, const float* statistics, int head,
                                             int row, int valid, int last, int stage,
-                                            unsigned& tail_phase, int lane) const {
+                                            unsigned& tail_phase, int lane_idx) const {
     const unsigned full = q_full + 8 * stage, to = stats + stage * kStatStride;
-    if (lane == 0) {
+    if (lane_idx == 0) {
       st_shared(to + kStatBytes, last);
       mbarrier_arrive_expect_tx(full, kStatBytes);
       bulk_load(to, statistics, kStatBytes, full);
     }
-    load<kQueries>(q + stage * kQueryTileBytes, map, head, row, valid, full, tail_phase, lane);
+    load<kQueries>(q + stage * kQueryTileBytes, map, head, row, valid, full, tail_phase, lane_idx);
   }
 
   __device__ __forceinline__ void produce(const TensorMap* q_map, const TensorMap* k_map,
@@ -211,11 +211,12 @@ struct Backward {
                                           const BackwardProblem& problem,
                                           const KeyWork& work) const {
     if (work.tiles == 0) return;
-    const int lane = threadIdx.x % 32;
+    const int lane_idx = threadIdx.x % 32;
     unsigned tail_phase = 0;
     PipelineState<kStages> ring(1);
     int i = 0, head = work.kv_head * problem.group;
-    load<kKeys>(k, k_map, work.kv_head, work.first_row, work.num_keys, k_full, tail_phase, lane);
+    load<kKeys>(k, k_map, work.kv_head, work.first_row, work.num_keys, k_full, tail_phase,
+                lane_idx);
     for (int turn = work.tiles * problem.group; turn > 0; --turn) {
       const int query = work.tile(i) * kQueries;
       const int64_t place =
@@ -224,13 +225,13 @@ struct Backward {
       load_tile(q_map, problem.statistics + place * 2 * kQueries, head, work.query_row + query,
                 work.num_queries - query,
                 work.last_key_of_first_query + (problem.causal ? query : 0), ring.stage, tail_phase,
-                lane);
+                lane_idx);
       if (turn == work.tiles * problem.group)
         load<kKeys>(v, v_map, work.kv_head, work.first_row, work.num_keys, v_full, tail_phase,
-                    lane);
+                    lane_idx);
       mbarrier_wait(dout_empty + 8 * ring.stage, ring.phase);
       load<kQueries>(dout + ring.stage * kQueryTileBytes, dout_map, head, work.query_row + query,
-                     work.num_queries - query, dout_full + 8 * ring.stage, tail_phase, lane);
+                     work.num_queries - query, dout_full + 8 * ring.stage, tail_phase, lane_idx);
       ring.advance();
       if (++i == work.tiles) i = 0, ++head;
     }

@@ -8,8 +8,8 @@
 // Numerics: scores, softmax and sums in float; P, relative to its own tile's maximum (exponentiate
 // in consumer_sm90.cuh), is rounded to scalar_t before P V; partials are weighted by 2^(base -
 // largest base), in the order of the keys, whichever CTA combines them.
-// Parallelisation: one or two CTAs an SM, each a producer warp, kConsumerWarps consumer warps and,
-// with NEW_TOKEN and two CTAs an SM, three new-token warps that compute the rows of new tokens one
+// Parallelisation: one or two CTAs per SM, each a producer warp, kConsumerWarps consumer warps and,
+// with NEW_TOKEN and two CTAs per SM, three new-token warps that compute the rows of new tokens one
 // work tile ahead. scheduler_sm90.cuh says who works on which keys. For few sequences the CTAs of a
 // cluster divide one sequence and head, and exchange partials through distributed shared memory.
 // Programmatic dependent launch: lengths and tables may be read before the preceding kernel has
@@ -101,14 +101,14 @@ __device__ __forceinline__ void consume(const Cta& cta, const Scheduler& schedul
 // All warps after the consumers: the producer warp, then the new-token warps.
 template <typename Scheduler>
 __device__ __forceinline__ void produce(const Cta& cta, Scheduler& scheduler) {
-  const int warp = threadIdx.x / kWarpSize;
-  if (warp == kConsumerWarps) {
+  const int warp_idx = threadIdx.x / kWarpSize;
+  if (warp_idx == kConsumerWarps) {
     Producer producer(cta);
     WorkTile work;
     while (scheduler.next(cta.problem, work)) producer.run(work);
   }
   if constexpr (kHasNewTokenWarps) {
-    if (warp > kConsumerWarps) {
+    if (warp_idx > kConsumerWarps) {
       WarpSchedule& schedule = warp_schedule(cta.smem);
       schedule.scheduler = scheduler;
       NewTokenProducer{cta}.run(schedule);
@@ -151,7 +151,7 @@ __device__ __forceinline__ void attention_decode(const AttentionDecodeSm90Params
   }
 }
 
-// Even __cluster_dims__(1, 1, 1) makes a launch in clusters, and no template can leave it out.
+// Even __cluster_dims__(1, 1, 1) launches in clusters, and no template can leave it out.
 #if CLUSTER > 1
 #define ENGINE_CLUSTER __cluster_dims__(CLUSTER, 1, 1)
 #else

@@ -72,7 +72,7 @@ __device__ __forceinline__ void combine(const Partials& partials, const SplitOf&
                                         const Output& output) {
   constexpr int kColumns = kHeadDim / kWarpSize, kLoads = kBatchRows * kBatch;
   static_assert(kLoads <= kWarpSize, "a lane holds one partial's statistics");
-  const int lane = threadIdx.x % kWarpSize;
+  const int lane_idx = threadIdx.x % kWarpSize;
 #pragma unroll 1
   for (int row = threadIdx.x / kWarpSize * kBatchRows; row < partials.num_rows;
        row += kConsumerWarps * kBatchRows) {
@@ -83,15 +83,15 @@ __device__ __forceinline__ void combine(const Partials& partials, const SplitOf&
     for (int first = 0; first < split.count; first += kBatch) {
       Vec<float, kColumns> partial[kLoads];
       Vec<float, 2> stats{-kInf, 0.0f};
-      if (lane < kLoads && first + lane % kBatch < split.count)
-        stats = load_coherent<2>(partials.at(split.partial(first + lane % kBatch)).stats +
-                                 clamped(lane / kBatch) * 2);
+      if (lane_idx < kLoads && first + lane_idx % kBatch < split.count)
+        stats = load_coherent<2>(partials.at(split.partial(first + lane_idx % kBatch)).stats +
+                                 clamped(lane_idx / kBatch) * 2);
 #pragma unroll
       for (int i = 0; i < kLoads; ++i)
         partial[i] = load_coherent<kColumns>(
             partials.at(split.partial(min(first + i % kBatch, split.count - 1)))
                 .at(clamped(i / kBatch)) +
-            lane * kColumns);
+            lane_idx * kColumns);
       float top = fmaxf(base, stats.v[0]);
 #pragma unroll
       for (int offset = kBatch / 2; offset > 0; offset /= 2)
@@ -119,7 +119,7 @@ __device__ __forceinline__ void combine(const Partials& partials, const SplitOf&
       const float row_base = __shfl_sync(kFullMask, base, r * kBatch);
       const float row_sum = __shfl_sync(kFullMask, sum, r * kBatch);
       if (row + r < partials.num_rows)
-        write_row<kColumns>(output, row + r, lane * kColumns, row_base, row_sum, o[r]);
+        write_row<kColumns>(output, row + r, lane_idx * kColumns, row_base, row_sum, o[r]);
     }
   }
 }

@@ -66,7 +66,7 @@ constexpr int kConsumerThreads = kConsumerWarps * kWarpSize;  // the producer wa
 // work tiles. Elsewhere the consumer warps compute them themselves: the latency is shorter.
 constexpr bool kHasNewTokenWarps = kNewToken && kCtasPerSm > 1 && kCluster == 1;
 constexpr int kNewTokenThreads = 3 * kWarpSize;
-// The 168 registers a thread that nine warps of a CTA, or five of each of two CTAs, have are too
+// The 168 registers per thread of nine warps of a CTA, or of five of each of two CTAs, are too
 // few for the consumers here. The producer warp is then in a warpgroup of its own, which gives them
 // registers, fewer if its other warps have work.
 constexpr bool kMovesRegisters = (kConsumerWarps == 8 || kNewToken) && kCluster == 1;
@@ -90,7 +90,7 @@ constexpr int kProbsAt = 2 * kStages * kTileBytes;
 // Two buffers of P. Its pitch is 16 bytes more than the keys', so ldmatrix has no bank conflicts.
 constexpr int kProbPitch = kTileKeys * 2 + 16;
 constexpr int kProbBytes = kRows * kProbPitch;
-// What consumer warps exchange, a float a row and warp: two buffers of maxima, one of sums.
+// What consumer warps exchange, a float per row and warp: two buffers of maxima, one of sums.
 constexpr int kMaximaAt = kProbsAt + 2 * kProbBytes;
 constexpr int kExchangeBytes = kRows * kConsumerWarps * 4;
 constexpr int kSumsAt = kMaximaAt + 2 * kExchangeBytes;

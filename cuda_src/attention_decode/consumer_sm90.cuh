@@ -1,7 +1,7 @@
 // The consumer warps of attention_decode_sm90: scores, softmax, P V.
 //
 // For the scores the warps divide a tile's keys, for P V the columns of V. They exchange each row's
-// maximum and P through shared memory, with one barrier a tile. The scores of tile n + 1 are
+// maximum and P through shared memory, with one barrier per tile. The scores of tile n + 1 are
 // computed before P V of tile n.
 #pragma once
 
@@ -67,7 +67,7 @@ class Consumer {
       float part = sum_[i / 2][i % 2];
       part += __shfl_xor_sync(kFullMask, part, 1);
       part += __shfl_xor_sync(kFullMask, part, 2);
-      if (lane() % 4 == 0) sums[row_of(i) * kConsumerWarps + warp()] = part;
+      if (lane_idx() % 4 == 0) sums[row_of(i) * kConsumerWarps + warp_idx()] = part;
     }
     barrier();
 #pragma unroll
@@ -76,13 +76,13 @@ class Consumer {
       if (row >= rows.count) continue;
       const float total =
           over_warps(sums + row * kConsumerWarps, [](float x, float y) { return x + y; });
-      if (warp() == 0 && lane() % 4 == 0) writer.row(row, base_[i / 2][i % 2], total);
+      if (warp_idx() == 0 && lane_idx() % 4 == 0) writer.row(row, base_[i / 2][i % 2], total);
       const float factor = writer.factor(total);
       const auto to = writer.at(row);
 #pragma unroll
       for (int d = 0; d < kSlice / 8; ++d)
-        writer.pair(to, warp() * kSlice + d * 8 + lane() % 4 * 2, o_[i / 2][d][i % 2 * 2] * factor,
-                    o_[i / 2][d][i % 2 * 2 + 1] * factor);
+        writer.pair(to, warp_idx() * kSlice + d * 8 + lane_idx() % 4 * 2,
+                    o_[i / 2][d][i % 2 * 2] * factor, o_[i / 2][d][i % 2 * 2 + 1] * factor);
     }
   }
 
@@ -130,9 +130,9 @@ class Consumer {
   __device__ static __forceinline__ int thread() {
     return kRowTiles > 1 ? recomputed(threadIdx.x) : threadIdx.x;
   }
-  __device__ static __forceinline__ int lane() { return thread() % kWarpSize; }
-  __device__ static __forceinline__ int warp() { return thread() / kWarpSize; }
-  __device__ static __forceinline__ int row_of(int i) { return i * 8 + lane() / 4; }
+  __device__ static __forceinline__ int lane_idx() { return thread() % kWarpSize; }
+  __device__ static __forceinline__ int warp_idx() { return thread() / kWarpSize; }
+  __device__ static __forceinline__ int row_of(int i) { return i * 8 + lane_idx() / 4; }
   // Of the consumer warps.
   __device__ static __forceinline__ void barrier() { named_barrier_sync<kConsumerThreads>(1); }
 
@@ -171,8 +171,8 @@ class Consumer {
 
   // Operand A of the scores: 16 rows, 16 columns.
   __device__ __forceinline__ void load_query(uint32_t (&frag)[4], int r, int d) const {
-    ldmatrix_x4(frag,
-                queries_.q() + (r * 16 + lane() % 16) * kQueryPitch + lane() / 16 * 16 + d * 32);
+    ldmatrix_x4(frag, queries_.q() + (r * 16 + lane_idx() % 16) * kQueryPitch +
+                          lane_idx() / 16 * 16 + d * 32);
   }
   __device__ __forceinline__ void load_queries() {
 #pragma unroll
@@ -191,8 +191,8 @@ class Consumer {
   // may have read the pages before they were stored. By the only warp that reads these words.
   __device__ __forceinline__ void patch(unsigned tile, int kind, int index, int first_word,
                                         int num_words) const {
-    if (lane() < num_words) {
-      const int word = first_word + lane(),
+    if (lane_idx() < num_words) {
+      const int word = first_word + lane_idx(),
                 from = queries_.new_kv_at() + kind * kRowBytes + word * 16;
       store_word(tile + tile_offset(index, word),
                  *reinterpret_cast<const Vec<uint32_t, 4>*>(smem_ + from));
@@ -208,7 +208,7 @@ class Consumer {
     ring_k_.wait_full_k();
     if constexpr (kNewToken) {
       const int index = has_new_key(first_key) ? index_of(new_key_ - first_key) : -1;
-      if (index >= 0 && index / (kWarpRuns * 8) == warp())
+      if (index >= 0 && index / (kWarpRuns * 8) == warp_idx())
         patch(ring_k_.k(), 0, index, 0, kRowBytes / 16);
     }
     multiply_qk(s);
@@ -228,10 +228,10 @@ class Consumer {
     Scores odd;
 #pragma unroll
     for (int i = 0; i < kRowTiles * kWarpRuns * 4; ++i) at(s, i) = at(odd, i) = 0.0f;
-    const int index = warp() * kWarpRuns * 8 + lane() / 16 * 8 + lane() % 8;
+    const int index = warp_idx() * kWarpRuns * 8 + lane_idx() / 16 * 8 + lane_idx() % 8;
     const auto load = [&](uint32_t (&frag)[4], int step) {  // always one step ahead
       ldmatrix_x4(frag, ring_k_.k() + tile_offset(index + step % kPairs * 16,
-                                                  step / kPairs * 2 + lane() / 8 % 2));
+                                                  step / kPairs * 2 + lane_idx() / 8 % 2));
     };
     uint32_t frag[2][4];
     load(frag[0], 0);
@@ -271,7 +271,8 @@ class Consumer {
       for (int j = 0; j < kWarpRuns; ++j)
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          const int key = first_key + key_of((warp() * kWarpRuns + j) * 8 + lane() % 4 * 2 + c);
+          const int key =
+              first_key + key_of((warp_idx() * kWarpRuns + j) * 8 + lane_idx() % 4 * 2 + c);
           if (!sees(row, last_key, key)) s[i / 2][j][i % 2 * 2 + c] = -kInf;
         }
     }
@@ -309,7 +310,8 @@ class Consumer {
         top = fmaxf(top, fmaxf(s[i / 2][j][i % 2 * 2], s[i / 2][j][i % 2 * 2 + 1]));
       top = fmaxf(top, __shfl_xor_sync(kFullMask, top, 1));
       top = fmaxf(top, __shfl_xor_sync(kFullMask, top, 2));
-      if (lane() % 4 == 0) maxima(buffer)[row_of(i) * kConsumerWarps + warp()] = top * rule_.factor;
+      if (lane_idx() % 4 == 0)
+        maxima(buffer)[row_of(i) * kConsumerWarps + warp_idx()] = top * rule_.factor;
     }
   }
 
@@ -329,7 +331,7 @@ class Consumer {
       const float rescale = exp2_approx(base - reference);
       base = new_base;
       unsigned char* const to = smem_ + kProbsAt + buffer * kProbBytes + row_of(i) * kProbPitch +
-                                warp() * kWarpRuns * 16 + lane() % 4 * 4;
+                                warp_idx() * kWarpRuns * 16 + lane_idx() % 4 * 4;
       float part = 0.0f;
 #pragma unroll
       for (int j = 0; j < kWarpRuns; ++j) {
@@ -351,10 +353,10 @@ class Consumer {
   // warp does so in the columns that only it reads.
   __device__ __forceinline__ void clear_v(int first_key, int begin, int end) const {
     constexpr int kWords = kSlice / 8, kKeysAtOnce = kWarpSize / kWords;
-    const int word = warp() * kWords + lane() % kWords;
+    const int word = warp_idx() * kWords + lane_idx() % kWords;
 #pragma unroll
     for (int i = 0; i < kTileKeys / kKeysAtOnce; ++i) {
-      const int index = i * kKeysAtOnce + lane() / kWords, key = first_key + key_of(index);
+      const int index = i * kKeysAtOnce + lane_idx() / kWords, key = first_key + key_of(index);
       if (key < begin || key >= end)
         store_word(ring_v_.v() + tile_offset(index, word), Vec<uint32_t, 4>{});
     }
@@ -367,13 +369,13 @@ class Consumer {
       uint32_t p[kRowTiles][4], v[kSlice / 16][4];
     } even, odd;
     const unsigned p = smem_address(smem_) + kProbsAt + buffer * kProbBytes +
-                       lane() % 16 * kProbPitch + lane() / 16 * 16;
-    const int word = warp() * (kSlice / 8) + lane() / 16;
-    unsigned v[kSlice / 16];  // of the first 16 keys; the next ones lie kStep bytes further on
+                       lane_idx() % 16 * kProbPitch + lane_idx() / 16 * 16;
+    const int word = warp_idx() * (kSlice / 8) + lane_idx() / 16;
+    unsigned v[kSlice / 16];  // of the first 16 keys; the next ones are kStep bytes further on
     constexpr int kStep = kSwizzled ? 16 * kRowBytes : 2 * kRowBytes;
 #pragma unroll
     for (int d = 0; d < kSlice / 16; ++d)
-      v[d] = ring_v_.v() + tile_offset(lane() % 16, word + 2 * d);
+      v[d] = ring_v_.v() + tile_offset(lane_idx() % 16, word + 2 * d);
     const auto load = [&](Operands& to, int j) {
 #pragma unroll
       for (int r = 0; r < kRowTiles; ++r) ldmatrix_x4(to.p[r], p + r * 16 * kProbPitch + j * 32);
@@ -396,7 +398,8 @@ class Consumer {
     if (first_key < begin || first_key + kTileKeys > end) clear_v(first_key, begin, end);
     if constexpr (kNewToken) {
       if (has_new_key(first_key))
-        patch(ring_v_.v(), 1, index_of(new_key_ - first_key), warp() * (kSlice / 8), kSlice / 8);
+        patch(ring_v_.v(), 1, index_of(new_key_ - first_key), warp_idx() * (kSlice / 8),
+              kSlice / 8);
     }
     load(even, 0);
 #pragma unroll(kRowTiles == 1 ? kTileKeys / 32 : 1)

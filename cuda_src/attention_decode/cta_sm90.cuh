@@ -1,4 +1,4 @@
-// What the warps of a CTA of attention_decode_sm90 know: its head, where arrays lie, and their own
+// What the warps of a CTA of attention_decode_sm90 know: its head, where arrays are, and their own
 // place in the schedule.
 #pragma once
 
@@ -7,7 +7,7 @@
 
 using Scheduler = SchedulerOf<kTileKeys, kCluster>::Type;
 
-// Where tokens lie in the pages: slot = id of a page * its size + offset.
+// Where tokens are in the pages: slot = id of a page * its size + offset.
 struct PageLayout {
   int block_shift, num_blocks, num_kv_heads;
 
@@ -78,7 +78,7 @@ struct Cta {
   }
 };
 
-// The scheduler and work tile of a consumer or new-token warp. They lie in shared memory: the inner
+// The scheduler and work tile of a consumer or new-token warp. They are in shared memory: the inner
 // loop needs the registers.
 struct WarpSchedule {
   Scheduler scheduler;
@@ -101,6 +101,7 @@ static_assert(sizeof(WarpSchedule) <= kScheduleBytes, "see kScheduleAt");
 
 // This warp's. The producer warp, between the consumer and the new-token warps, has none.
 __device__ __forceinline__ WarpSchedule& warp_schedule(unsigned char* smem) {
-  const int warp = threadIdx.x / kWarpSize;
-  return reinterpret_cast<WarpSchedule*>(smem + kScheduleAt)[warp - (warp > kConsumerWarps)];
+  const int warp_idx = threadIdx.x / kWarpSize;
+  const int index = warp_idx - (warp_idx > kConsumerWarps);
+  return reinterpret_cast<WarpSchedule*>(smem + kScheduleAt)[index];
 }

@@ -1,17 +1,21 @@
-// The pipelines between the producer and consumer warps of attention_decode_sm90: how a tile of K
-// or V lies in shared memory, the ring of their stages, and the buffers of Q.
+// The pipelines between the producer and consumer warps of attention_decode_sm90: the layout of a
+// tile of K or V in shared memory, the ring of their stages, and the buffers of Q.
 #pragma once
 
 #include "attention_decode/config_sm90.cuh"
 
-// ---- how a tile lies in shared memory ----------------------------------------------------------
+// ---- layout of a tile in shared memory ---------------------------------------------------------
 
 // The offset of 16-byte word `word` of a tile's row `index`, such that ldmatrix, which reads a word
 // of 8 consecutive rows at once, finds them in 8 different banks.
 //
 // Swizzled by TMA: a box is its rows' first 128 bytes, then their second 128 bytes (D = 128), and
 // within each the number of a word is xored with that of its row. Row i is key i of the tile.
-// Else a box lies as in memory, boxes are 16 bytes more than a multiple of 128 apart, and 8
+//   words of row 0:  0 1 2 3 4 5 6 7
+//            row 1:  1 0 3 2 5 4 7 6     word w of row i is at place w ^ i (mod 8)
+//            row 2:  2 3 0 1 6 7 4 5
+//            ...
+// Else a box is as in global memory, boxes are 16 bytes more than a multiple of 128 apart, and 8
 // consecutive rows are the same row of the 8 boxes.
 __device__ __forceinline__ unsigned tile_offset(int index, int word) {
   if constexpr (!kSwizzled) return index % 8 * kBoxPitch + index / 8 * kRowBytes + word * 16;

@@ -11,8 +11,8 @@ class Producer {
       : cta_(cta),
         ring_(smem_address(cta.smem)),
         queries_(smem_address(cta.smem)),
-        map_(lane() < 8 ? &cta.p.k_map : &cta.p.v_map),
-        pages_(lane() < 8 ? cta.p.k_pages : cta.p.v_pages) {
+        map_(lane_idx() < 8 ? &cta.p.k_map : &cta.p.v_map),
+        pages_(lane_idx() < 8 ? cta.p.k_pages : cta.p.v_pages) {
     if constexpr (kSwizzled) tma_prefetch_map(map_);
   }
 
@@ -36,7 +36,7 @@ class Producer {
         ids = next_ids;
         next_ids = page_id(table, first + kWarpSize, begin, end);
       }
-      const int box_key = key + lane() % 8 * kBoxKeys;
+      const int box_key = key + lane_idx() % 8 * kBoxKeys;
       const int page = __shfl_sync(kFullMask, ids, ((box_key >> block_shift) - first) % kWarpSize);
       load_tile(page, box_key, begin, end);
     }
@@ -49,23 +49,23 @@ class Producer {
   const TensorMap* map_;   // this lane's: of K or of V
   const scalar_t* pages_;  // likewise
 
-  __device__ __forceinline__ static int lane() { return threadIdx.x % kWarpSize; }
+  __device__ __forceinline__ static int lane_idx() { return threadIdx.x % kWarpSize; }
 
   // This lane's of 32 entries of a block table, from `first` on. Only entries of the keys
   // [begin, end) are read.
   __device__ __forceinline__ int page_id(const int* table, int first, int begin, int end) const {
     const int block_shift = cta_.p.block_shift;
-    const int64_t key = static_cast<int64_t>(first + lane()) << block_shift;
+    const int64_t key = static_cast<int64_t>(first + lane_idx()) << block_shift;
     const bool is_valid = key < end && key + (1 << block_shift) > begin;
-    return is_valid ? clamped_page(table[first + lane()], cta_.p.num_blocks) : 0;
+    return is_valid ? clamped_page(table[first + lane_idx()], cta_.p.num_blocks) : 0;
   }
 
   // The rows of Q of a work tile.
   __device__ __forceinline__ void load_queries(const Queries& from, const RowRule& rows) {
     queries_.wait_empty();
-    if (lane() == 0) mbarrier_arrive_expect_tx(queries_.full(), rows.count * kRowBytes);
+    if (lane_idx() == 0) mbarrier_arrive_expect_tx(queries_.full(), rows.count * kRowBytes);
     __syncwarp();
-    for (int row = lane(); row < rows.count; row += kWarpSize)
+    for (int row = lane_idx(); row < rows.count; row += kWarpSize)
       bulk_load(queries_.q() + row * kQueryPitch,
                 from.q + row / rows.group * from.token_stride + row % rows.group * from.head_stride,
                 kRowBytes, queries_.full());
@@ -74,18 +74,18 @@ class Producer {
 
   // One tile: all boxes with any of the keys [begin, end). Their other keys are masked later.
   __device__ __forceinline__ void load_tile(int page, int box_key, int begin, int end) {
-    const bool is_valid = box_key < end && box_key + kBoxKeys > begin && lane() < 16;
+    const bool is_valid = box_key < end && box_key + kBoxKeys > begin && lane_idx() < 16;
     const unsigned bytes = __popc(__ballot_sync(kFullMask, is_valid)) / 2 * kBoxBytes;
     const int block_shift = cta_.p.block_shift;
     const int row = ((page * cta_.p.num_kv_heads + cta_.kv_head) << block_shift) +
                     (box_key & ((1 << block_shift) - 1));
-    const unsigned box = lane() % 8 * kBoxPitch;
+    const unsigned box = lane_idx() % 8 * kBoxPitch;
     ring_.wait_empty_k();
-    if (lane() == 0) mbarrier_arrive_expect_tx(ring_.full_k(), bytes);
-    if (is_valid && lane() < 8) load_box(ring_.k() + box, row, ring_.full_k());
+    if (lane_idx() == 0) mbarrier_arrive_expect_tx(ring_.full_k(), bytes);
+    if (is_valid && lane_idx() < 8) load_box(ring_.k() + box, row, ring_.full_k());
     ring_.wait_empty_v();
-    if (lane() == 0) mbarrier_arrive_expect_tx(ring_.full_v(), bytes);
-    if (is_valid && lane() >= 8) load_box(ring_.v() + box, row, ring_.full_v());
+    if (lane_idx() == 0) mbarrier_arrive_expect_tx(ring_.full_v(), bytes);
+    if (is_valid && lane_idx() >= 8) load_box(ring_.v() + box, row, ring_.full_v());
     ring_.advance();
   }
 

@@ -93,15 +93,16 @@ class PersistentScheduler {
   static constexpr bool kIsCluster = false;
 
   __device__ __forceinline__ explicit PersistentScheduler(const DecodeProblem& problem) {
-    const int lane = threadIdx.x % kWarpSize;
+    const int lane_idx = threadIdx.x % kWarpSize;
     int chunks = 0;
-    for (int b = lane; b < problem.batch; b += kWarpSize) chunks += Tiles(problem, b).num_chunks;
+    for (int b = lane_idx; b < problem.batch; b += kWarpSize)
+      chunks += Tiles(problem, b).num_chunks;
     num_chunks_ = __reduce_add_sync(kFullMask, chunks);
     const int cta_group = blockIdx.x / problem.num_kv_heads;
     if (cta_group >= num_cta_groups(problem)) return;
     chunk_ = first_chunk_of(cta_group, problem);
     end_ = first_chunk_of(cta_group + 1, problem);
-    find_sequence(problem, lane);
+    find_sequence(problem, lane_idx);
   }
 
   // False: there is no more work.
@@ -152,19 +153,19 @@ class PersistentScheduler {
   }
 
   // Finds the sequence of chunk_: 32 sequences at a time, then by a prefix sum over the lanes.
-  __device__ __forceinline__ void find_sequence(const DecodeProblem& problem, int lane) {
+  __device__ __forceinline__ void find_sequence(const DecodeProblem& problem, int lane_idx) {
     sequence_begin_ = 0;
     for (b_ = 0; b_ + kWarpSize < problem.batch; b_ += kWarpSize) {
-      const int all = __reduce_add_sync(kFullMask, Tiles(problem, b_ + lane).num_chunks);
+      const int all = __reduce_add_sync(kFullMask, Tiles(problem, b_ + lane_idx).num_chunks);
       if (sequence_begin_ + all > chunk_) break;
       sequence_begin_ += all;
     }
-    const int chunks = b_ + lane < problem.batch ? Tiles(problem, b_ + lane).num_chunks : 0;
+    const int chunks = b_ + lane_idx < problem.batch ? Tiles(problem, b_ + lane_idx).num_chunks : 0;
     int prefix = chunks;  // this lane's included
 #pragma unroll
     for (int offset = 1; offset < kWarpSize; offset *= 2) {
       const int other = __shfl_up_sync(kFullMask, prefix, offset);
-      if (lane >= offset) prefix += other;
+      if (lane_idx >= offset) prefix += other;
     }
     const int skipped = __popc(__ballot_sync(kFullMask, sequence_begin_ + prefix <= chunk_));
     sequence_begin_ += __shfl_sync(kFullMask, prefix - chunks, skipped);

@@ -6,11 +6,12 @@
 // Compiled with PATTERN: of these, the ones of a pattern (attention_pattern.cuh).
 //
 // Arguments: AttentionPrefillParams, below.
+// Macros: the attributes of Tile in engine/kernels/_attention.py; ENGINE_DTYPE 0 is float32.
 //
 // Numerics: scores, softmax, sums and O in float; P is rounded to scalar_t for P V (its sum is
 // not); out is rounded once. Float inputs never meet a tensor core, so nothing becomes TF32.
-// Parallelisation: a block takes kRows rows (token, head of the group) of one sequence and
-// key/value head, and loops over the keys that they see; the blocks with most keys start first.
+// Parallelisation: a CTA takes kRows rows (token, head of the group) of one sequence and
+// key/value head, and loops over the keys that they see; the CTAs with most keys start first.
 // Mirror: engine/reference/attention_prefill.py
 #include "attention_prefill/pattern_rows.cuh"
 #if ENGINE_DTYPE == 0
@@ -22,7 +23,7 @@ using Core = MmaAttention<HEAD_DIM, WARPS_M, 1, ROW_TILES, TILE_KEYS, STAGES>;
 #endif
 static_assert(Core::kSharedBytes == SHARED_BYTES, "kernels/_attention.py computes another size");
 
-// Blocks an SM for which registers must suffice: four in float32, where 128 a thread are enough.
+// CTAs per SM for which registers must suffice: four in float32, where 128 per thread are enough.
 constexpr int kMinBlocks = ENGINE_DTYPE == 0 && HEAD_DIM <= 128 ? 4 : 1;
 
 // Strides are in elements: _t from token to token, _h from head to head.

@@ -7,8 +7,8 @@
 // Numerics: as in attention_prefill.cu. Splits are summed in order. A row's bits depend on its own
 // keys and the number of splits (and on whether there is a pattern, where tiles of keys have other
 // sizes), on nothing else.
-// Parallelisation: a persistent CTA an SM, which takes work tiles (common/attention_tiles.cuh). Of
-// its four producer warps one loads Q, one K and V, and two help it where pages are small; each
+// Parallelisation: one persistent CTA per SM, which takes work tiles (common/attention_tiles.cuh).
+// Of its four producer warps one loads Q, one K and V, and two help it where pages are small; each
 // consumer warpgroup owns 64 rows (consumer_sm90.cuh). While one warpgroup computes exponentials,
 // the tensor cores work for the others: three warpgroups keep both busier than two, as long as
 // registers suffice.
@@ -76,11 +76,11 @@ __device__ __forceinline__ void prefill(const AttentionPrefillSm90Params& p,
                           p.num_heads, p.head_dim});
   } else {
     warpgroup_reg_dealloc<kProducerRegisters>();
-    const int warp = threadIdx.x / 32 - 4 * kConsumerWarpgroups;
+    const int warp_idx = threadIdx.x / 32 - 4 * kConsumerWarpgroups;
     const Producer producer{smem, problem};
-    if (warp == 0)
+    if (warp_idx == 0)
       producer.load_queries(&p.q_map);
-    else if (warp == 1)
+    else if (warp_idx == 1)
       producer.load_keys(&p.k_map, &p.v_map);
     else if (has_helpers(problem))
       producer.help(&p.k_map, &p.v_map);
@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(256)
                                    int64_t out_stride_t, int64_t out_stride_h, int64_t rows,
                                    int num_heads, int head_dim, int splits) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * 8 + threadIdx.x / 32;
-  const int lane = threadIdx.x % 32;
+  const int lane_idx = threadIdx.x % 32;
   if (row >= rows) return;
   const float* const sums = partial + splits * rows * head_dim + row;
   float high = -kInf;
@@ -112,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(256)
     total += exp2_approx(sums[split * rows] - finite_or_zero(high));
   const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
   scalar_t* const to = out + row / num_heads * out_stride_t + row % num_heads * out_stride_h;
-  for (int column = 4 * lane; column < head_dim; column += 128) {
+  for (int column = 4 * lane_idx; column < head_dim; column += 128) {
     float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     for (int split = 0; split < splits; ++split) {
       const float weight = exp2_approx(sums[split * rows] - finite_or_zero(high)) * inverse;
@@ -126,5 +126,6 @@ extern "C" __global__ void __launch_bounds__(256)
     *reinterpret_cast<uint2*>(to + column) =
         make_uint2(pack2<scalar_t>(x.x, x.y), pack2<scalar_t>(x.z, x.w));
   }
-  if (lse != nullptr && lane == 0) lse[row] = total == 0.0f ? -kInf : (high + log2f(total)) * kLn2;
+  if (lse != nullptr && lane_idx == 0)
+    lse[row] = total == 0.0f ? -kInf : (high + log2f(total)) * kLn2;
 }

@@ -9,13 +9,13 @@
 
 // A thread's first row of the work tile, and the tokens of that row and of the one eight rows on.
 struct ThreadRows {
-  int lane, first, tokens[2];
+  int lane_idx, first, tokens[2];
 
   __device__ __forceinline__ ThreadRows(const Problem& problem, int group_index) {
     unsigned tid;  // SAFETY: read anew, or what follows from it keeps registers in the whole loop
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(tid));
-    lane = tid % 32;
-    first = group_index * 64 + tid / 32 % 4 * 16 + lane / 4;
+    lane_idx = tid % 32;
+    first = group_index * 64 + tid / 32 % 4 * 16 + lane_idx / 4;
     tokens[0] = first / problem.group;
     tokens[1] = (first + 8) / problem.group;
   }
@@ -91,7 +91,7 @@ struct Consumer {
       }
       softmax.add_up();
       const ThreadRows rows(problem, group_index);
-      epilogue(done, rows.first, rows.tokens, rows.lane, o, softmax.base, softmax.sum);
+      epilogue(done, rows.first, rows.tokens, rows.lane_idx, o, softmax.base, softmax.sum);
     }
   }
 
@@ -228,7 +228,7 @@ struct Consumer {
     int last[2];  // the last keys that the rows see, counted from the thread's first one
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      last[i] = last_key_of_first_token - n * kKeys - 2 * (rows.lane % 4);
+      last[i] = last_key_of_first_token - n * kKeys - 2 * (rows.lane_idx % 4);
       if (problem.causal) last[i] += rows.tokens[i];
     }
     unsigned reach[2] = {problem.reach, problem.reach};
@@ -240,7 +240,7 @@ struct Consumer {
 
   __device__ __forceinline__ void mask_pattern(const WorkTile& tile, const ThreadRows& rows,
                                                int (&last)[2], unsigned (&reach)[2]) {
-    const int key = n * kKeys + 2 * (rows.lane % 4);
+    const int key = n * kKeys + 2 * (rows.lane_idx % 4);
     int position = tile.position + rows.tokens[0];
     if (problem.reach == 1u << 31 && problem.pattern.has_pieces(kKeys)) {
 #pragma unroll 1

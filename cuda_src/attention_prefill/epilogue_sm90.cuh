@@ -16,8 +16,9 @@ struct Epilogue {
   // subtracted from the exponents of 2, and `sum`, of the exponentials.
   template <int kCount>
   __device__ __forceinline__ void operator()(const WorkTile& tile, int my_row,
-                                             const int (&tokens)[2], int lane, float (&o)[kCount],
-                                             const float (&base)[2], const float (&sum)[2]) const {
+                                             const int (&tokens)[2], int lane_idx,
+                                             float (&o)[kCount], const float (&base)[2],
+                                             const float (&sum)[2]) const {
     float inverse[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) inverse[i] = sum[i] == 0.0f ? 0.0f : __fdividef(1.0f, sum[i]);
@@ -30,15 +31,15 @@ struct Epilogue {
       const int64_t token = tile.first_token + tokens[i];
       const float log2_sum = sum[i] == 0.0f ? -kInf : base[i] + log2f(sum[i]);
       if (problem.splits == 1) {
-        if (exists && lse != nullptr && lane % 4 == 0)
+        if (exists && lse != nullptr && lane_idx % 4 == 0)
           lse[token * num_heads + head] = log2_sum * kLn2;
-        store_row<2 * kCount>(out + token * stride_t + head * stride_h, exists, head_dim, lane, o,
-                              i, 1.0f);
+        store_row<2 * kCount>(out + token * stride_t + head * stride_h, exists, head_dim, lane_idx,
+                              o, i, 1.0f);
       } else if (exists) {
         const int64_t rows = static_cast<int64_t>(problem.total_q) * num_heads;
         const int64_t index = tile.split * rows + token * num_heads + head;
-        if (lane % 4 == 0) partial[problem.splits * rows * head_dim + index] = log2_sum;
-        float* const row = partial + index * head_dim + 2 * (lane % 4);
+        if (lane_idx % 4 == 0) partial[problem.splits * rows * head_dim + index] = log2_sum;
+        float* const row = partial + index * head_dim + 2 * (lane_idx % 4);
 #pragma unroll
         for (int j = 0; j < kCount / 4; ++j)
           if (8 * j < head_dim)

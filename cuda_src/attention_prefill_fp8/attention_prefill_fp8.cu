@@ -59,14 +59,14 @@ struct AttentionPrefillFp8Params {
 extern "C" __global__ void __launch_bounds__(32 * kRows)
     attention_prefill_fp8(const __grid_constant__ AttentionPrefillFp8Params p) {
   __shared__ float smem_q[kRows][32 * kMaxColumns];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int lane_idx = threadIdx.x % 32, warp_idx = threadIdx.x / 32;
   const int h = blockIdx.y, kv_head = h / p.group;
   const int2 rows = span(p.cu_seqlens_q, blockIdx.z, p.total_q);
   const int2 keys = span(p.cu_seqlens_k, blockIdx.z, p.max_keys);
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + warp + rows.x;
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + warp_idx + rows.x;
   if (row >= rows.y) return;
-  for (int i = lane; i < p.head_dim; i += 32)
-    smem_q[warp][i] = from_e4m3(p.q[row * p.q_stride_t + h * p.q_stride_h + i]);
+  for (int i = lane_idx; i < p.head_dim; i += 32)
+    smem_q[warp_idx][i] = from_e4m3(p.q[row * p.q_stride_t + h * p.q_stride_h + i]);
   __syncwarp();
 
   const int num_keys = keys.y - keys.x;
@@ -74,12 +74,12 @@ extern "C" __global__ void __launch_bounds__(32 * kRows)
   const float to_log2 = p.factor * p.q_scale[h] * p.k_scale[kv_head];
   float base = -kInf, sum = 0.0f, acc[kMaxColumns] = {};
   for (int first = 0; first <= last; first += 32) {
-    const int key = first + lane;
+    const int key = first + lane_idx;
     float score = -kInf;
     if (key <= last) {
       const unsigned char* const x = p.k + (keys.x + key) * p.k_stride_t + kv_head * p.k_stride_h;
       float dot = 0.0f;
-      for (int i = 0; i < p.head_dim; ++i) dot = fmaf(smem_q[warp][i], from_e4m3(x[i]), dot);
+      for (int i = 0; i < p.head_dim; ++i) dot = fmaf(smem_q[warp_idx][i], from_e4m3(x[i]), dot);
       score = dot * to_log2;
     }
     const float top = fmaxf(base, ceilf(warp_max(score)));
@@ -95,15 +95,16 @@ extern "C" __global__ void __launch_bounds__(32 * kRows)
           p.v + (keys.x + first + i) * p.v_stride_t + kv_head * p.v_stride_h;
 #pragma unroll
       for (int j = 0; j < kMaxColumns; ++j)
-        if (lane + 32 * j < p.head_dim) acc[j] = fmaf(weight, from_e4m3(x[lane + 32 * j]), acc[j]);
+        if (lane_idx + 32 * j < p.head_dim)
+          acc[j] = fmaf(weight, from_e4m3(x[lane_idx + 32 * j]), acc[j]);
     }
   }
   const float inverse = sum == 0.0f ? 0.0f : p.v_scale[kv_head] / sum;
 #pragma unroll
   for (int j = 0; j < kMaxColumns; ++j)
-    if (lane + 32 * j < p.head_dim)
-      p.out[row * p.out_stride_t + h * p.out_stride_h + lane + 32 * j] =
+    if (lane_idx + 32 * j < p.head_dim)
+      p.out[row * p.out_stride_t + h * p.out_stride_h + lane_idx + 32 * j] =
           from_float<scalar_t>(acc[j] * inverse);
-  if (p.lse != nullptr && lane == 0)
+  if (p.lse != nullptr && lane_idx == 0)
     p.lse[row * p.num_heads + h] = sum == 0.0f ? -kInf : (base - 4.0f + log2f(sum)) * kLn2;
 }

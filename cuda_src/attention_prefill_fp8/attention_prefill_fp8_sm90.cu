@@ -9,9 +9,9 @@
 // keys. The tensor cores keep some 14 bits of a sum, so what they add up goes to float32 sums in
 // shared memory every SUM_TILES key tiles. A row's bits depend on its own keys and nothing
 // else.
-// Parallelisation: a persistent CTA an SM, which takes work tiles (common/attention_tiles.cuh). One
-// producer thread loads Q, K and V; two warps transpose V, as wgmma wants both operands along k in
-// 8 bits; each consumer warpgroup owns 64 rows and runs by itself: while one waits for its
+// Parallelisation: one persistent CTA per SM, which takes work tiles (common/attention_tiles.cuh).
+// One producer thread loads Q, K and V; two warps transpose V, as wgmma wants both operands along k
+// in 8 bits; each consumer warpgroup owns 64 rows and runs by itself: while one waits for its
 // products, the others compute exponentials.
 // Mirror: engine/reference/attention_prefill_fp8.py
 #include "attention_prefill_fp8/consumer_sm90.cuh"
@@ -73,11 +73,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   if (threadIdx.x < 128) {
     warpgroup_reg_dealloc<kProducerRegisters>();
-    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-    if (warp == 0) {
+    const int warp_idx = __shfl_sync(~0u, threadIdx.x / 32, 0);
+    if (warp_idx == 0) {
       if (threadIdx.x == 0) load_tiles(smem, problem, &p.q_map, &p.k_map, &p.v_map);
-    } else if (warp <= kTransposers) {
-      transpose_values(smem, warp - 1);
+    } else if (warp_idx <= kTransposers) {
+      transpose_values(smem, warp_idx - 1);
     }
   } else {
     warpgroup_reg_alloc<kConsumerRegisters>();

@@ -14,7 +14,7 @@ struct Consumer {
   const SharedMemory& smem;
   const Problem& problem;
   const int group_index;  // of the warpgroup, among the consumers
-  const int lane;
+  const int lane_idx;
   const int my_turn, next_turn;  // named barriers: this warpgroup may, the next one may make P
   PipelineState<kQStages> q_ring;
   PipelineState<kStages> ring;
@@ -25,7 +25,7 @@ struct Consumer {
       : smem(smem),
         problem(problem),
         group_index(__shfl_sync(~0u, threadIdx.x / 128, 0) - 1),
-        lane(threadIdx.x % 32),
+        lane_idx(threadIdx.x % 32),
         my_turn(1 + group_index),
         next_turn(1 + (group_index + 1) % kConsumerWarpgroups),
         q_ring(0),
@@ -54,7 +54,7 @@ struct Consumer {
       mbarrier_arrive(smem.q_empty + 8 * q_ring.stage);
       q_ring.advance();
       const int last_row = thread_rows(tokens);
-      epilogue(done, last_row, tokens, lane, o, softmax.base);
+      epilogue(done, last_row, tokens, lane_idx, o, softmax.base);
     }
   }
 
@@ -97,8 +97,8 @@ struct Consumer {
     ring.advance();
   }
 
-  // P of the n-th kSpan keys. Where warpgroups take turns, one makes P while the others multiply;
-  // where they do not, more of them side by side hide each other's waits.
+  // P of the n-th kSpan keys. Where warpgroups take turns, one computes P while the others
+  // multiply; where they do not, more of them side by side hide each other's waits.
   template <bool kIsFirst>
   __device__ __forceinline__ bool make_p(Softmax& softmax, int n, int last_key_of_first_token,
                                          unsigned q_rows) {
@@ -114,8 +114,8 @@ struct Consumer {
       thread_rows(tokens);
 #pragma unroll
       for (int i = 0; i < 2; ++i)
-        last[i] =
-            last_key_of_first_token + (problem.causal ? tokens[i] : 0) - n * kSpan - 2 * (lane % 4);
+        last[i] = last_key_of_first_token + (problem.causal ? tokens[i] : 0) - n * kSpan -
+                  2 * (lane_idx % 4);
       Softmax::mask(s, last);
     }
     if constexpr (kTurns) named_barrier_sync<256>(my_turn);
@@ -133,7 +133,7 @@ struct Consumer {
     for (int i = 0; i < kColumns / 2; ++i) o[i] = 0.0f;
   }
   __device__ __forceinline__ void release(unsigned barrier) {
-    if (lane == 0) mbarrier_arrive(barrier);
+    if (lane_idx == 0) mbarrier_arrive(barrier);
   }
 
   // The thread's first row (the other one is eight rows on), and the tokens of both. Computed anew

@@ -34,7 +34,7 @@ struct Epilogue {
   // of which each of the row's four threads has two eighths.
   template <int kCount>
   __device__ __forceinline__ void operator()(const WorkTile& tile, int my_row,
-                                             const int (&tokens)[2], int lane,
+                                             const int (&tokens)[2], int lane_idx,
                                              const float (&o)[kCount],
                                              const float (&base)[2]) const {
     const float scale = v_scale[tile.kv_head];
@@ -47,10 +47,10 @@ struct Epilogue {
       const float inverse = sum == 0.0f ? 0.0f : scale / sum;
       const int head = tile.kv_head * problem.group + my_row + 8 * i - tokens[i] * problem.group;
       const int64_t token = tile.first_token + tokens[i];
-      if (lse != nullptr && lane % 4 == 0)
+      if (lse != nullptr && lane_idx % 4 == 0)
         lse[token * num_heads + head] =
             sum == 0.0f ? -kInf : (base[i] - base_offset + log2f(sum)) * kLn2;
-      scalar_t* const row = out + token * stride_t + head * stride_h + 4 * (lane % 4);
+      scalar_t* const row = out + token * stride_t + head * stride_h + 4 * (lane_idx % 4);
 #pragma unroll
       for (int j = 0; j < (kCount - 4) / 8; ++j) {
         const float* const x = o + 8 * j + 2 * i;

@@ -53,19 +53,19 @@ constexpr int kBlocksAtOnce = 4;  // that a warp transposes at once
 // A block is 16 keys of 32 columns. ldmatrix moves pairs of columns: bytes are sorted so that a
 // row of the result is one column, 16 keys in the order 0 1 8 9, 2 3 10 11, ...: the order in
 // which a thread's scores follow each other when P becomes the first operand. Even columns of each
-// 16 come first, then the odd ones, so that eight rows lie in eight banks; thus a thread of the
+// 16 come first, then the odd ones, so that eight rows are in eight banks; thus a thread of the
 // consumers gets four columns that follow each other.
 //
 // Of a tile's 8 x D / 32 blocks, kBlocks at once, so that their latencies overlap; keys from
 // `valid` on become zeros, as P is 0 there but 0 * NaN would reach the sum.
 template <bool kIsWhole>
-__device__ __forceinline__ void transpose_tile(unsigned from, unsigned to, int worker, int lane,
+__device__ __forceinline__ void transpose_tile(unsigned from, unsigned to, int worker, int lane_idx,
                                                int valid) {
   constexpr int kGroups = kKeys / 16 / kTransposers, kBlocks = kIsWhole ? kBlocksAtOnce : 1;
-  const int row = lane / 8 % 2 * 8 + lane % 8;  // of the first 16 keys
+  const int row = lane_idx / 8 % 2 * 8 + lane_idx % 8;  // of the first 16 keys
   const int swizzle = kHeadDim == 64 ? row / 2 % 4 : row % 8;
-  from += (worker * kGroups * 16 + row) * kHeadDim + ((lane / 16 ^ swizzle) << 4);
-  to += lane * kKeys + ((worker * kGroups ^ (lane & 7)) << 4);
+  from += (worker * kGroups * 16 + row) * kHeadDim + ((lane_idx / 16 ^ swizzle) << 4);
+  to += lane_idx * kKeys + ((worker * kGroups ^ (lane_idx & 7)) << 4);
 #pragma unroll 1
   for (int columns = 0; columns < kHeadDim; columns += 32)
 #pragma unroll(kIsWhole ? kGroups : 1)
@@ -80,7 +80,7 @@ __device__ __forceinline__ void transpose_tile(unsigned from, unsigned to, int w
             __byte_perm(x[i][0], x[i][1], 0x6420), __byte_perm(x[i][0], x[i][1], 0x7531),
             __byte_perm(x[i][2], x[i][3], 0x6420), __byte_perm(x[i][2], x[i][3], 0x7531)};
         if constexpr (!kIsWhole) {
-          const int first = (worker * kGroups + group + i) * 16 + 2 * (lane % 4);
+          const int first = (worker * kGroups + group + i) * 16 + 2 * (lane_idx % 4);
           unsigned mask = 0;
 #pragma unroll
           for (int key = 0; key < 4; ++key)
@@ -94,7 +94,7 @@ __device__ __forceinline__ void transpose_tile(unsigned from, unsigned to, int w
 }
 
 __device__ __forceinline__ void transpose_values(const SharedMemory& smem, int worker) {
-  const int lane = threadIdx.x % 32;
+  const int lane_idx = threadIdx.x % 32;
   PipelineState<kQStages> q_ring(0);
   PipelineState<kStages> ring(0);
   for (;;) {
@@ -112,9 +112,9 @@ __device__ __forceinline__ void transpose_values(const SharedMemory& smem, int w
       const unsigned to = smem.v + ring.stage * kValueBytes;
       const int valid = num_keys - n * kKeys;
       if (valid >= kKeys) {
-        transpose_tile<true>(from, to, worker, recomputed(lane), valid);
+        transpose_tile<true>(from, to, worker, recomputed(lane_idx), valid);
       } else {
-        transpose_tile<false>(from, to, worker, recomputed(lane), valid);
+        transpose_tile<false>(from, to, worker, recomputed(lane_idx), valid);
       }
       fence_async_proxy();
       mbarrier_arrive(smem.v_full + 8 * ring.stage);

@@ -1,5 +1,5 @@
 // Scores become P, packed to e4m3 for the second product, whose columns of ones also give P's sums.
-// What is left here is p = 2^(factor * s - base + 4), for two rows a thread.
+// What is left here is p = 2^(factor * s - base + 4), for two rows per thread.
 //
 // base is a whole number, at least factor * s for the keys seen when it was chosen: their P is at
 // most 16, and the format holds later ones below 256. A whole number moves the exponent of P only,

@@ -1,4 +1,4 @@
-// What every attention kernel needs: which keys a query row sees, where keys and values lie, how a
+// What every attention kernel needs: which keys a query row sees, where keys and values are, how a
 // tile of them comes to shared memory, and where results go.
 //
 // Query heads that share a key/value head are packed: row = token * group + head (group = H / K),
@@ -46,7 +46,7 @@ struct ScoreRule {
 // The query rows of one sequence and key/value head, and what they see.
 struct RowRule {
   int count;                    // rows: tokens * group
-  int group;                    // query heads a key/value head
+  int group;                    // query heads per key/value head
   int last_key_of_first_token;  // negative: it sees none
   int causal;      // 1: each further token sees one key more; 0: all tokens see the same
   unsigned reach;  // keys a row sees, counted back from its last one: window, or 2^31
@@ -111,8 +111,8 @@ struct KeyValues {
   }
 };
 
-// Where a 16-byte word of a row lies in a tile of kHeadDim columns. 16-bit rows are swizzled: the
-// eight rows that ldmatrix reads at once must lie in eight different bank groups, but their pitch
+// Where a 16-byte word of a row is in a tile of kHeadDim columns. 16-bit rows are swizzled: the
+// eight rows that ldmatrix reads together must be in eight different bank groups, but their pitch
 // is a multiple of 128 bytes (or of 64, where four words alternate by themselves). Float rows are
 // padded by one word, for the same reason.
 template <int kHeadDim>
@@ -177,7 +177,7 @@ __device__ __forceinline__ void load_tile_words(scalar_t* smem_k, scalar_t* smem
 }
 
 // Starts the copy of keys and values [first_key, first_key + kKeys) to smem_k and smem_v. Those
-// outside [begin, end) become zero and are not read: what lies there may be NaN, and 0 * NaN would
+// outside [begin, end) become zero and are not read: what is there may be NaN, and 0 * NaN would
 // reach the sum.
 template <int kHeadDim, int kKeys, int kThreads>
 __device__ __forceinline__ void load_tile(scalar_t* smem_k, scalar_t* smem_v, const KeyValues& kv,

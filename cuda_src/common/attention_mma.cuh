@@ -1,4 +1,4 @@
-// Flash attention on tensor cores, for 16-bit inputs: one block, one tile of query rows, any keys.
+// Flash attention on tensor cores, for 16-bit inputs: one CTA, one tile of query rows, any keys.
 //
 // kWarpsM x kWarpsN warps. A warp owns 16 kRowTiles rows and kKeys / kWarpsN keys of each tile:
 // with kWarpsN = 1 rows are what is divided (prefill), with kWarpsM = 1 keys are (decode), and the
@@ -90,16 +90,16 @@ struct MmaAttention {
       for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int row = row_begin + warp_m() * kWarpRows + r * 16 + half * 8 + lane() / 4;
+          const int row = row_begin + warp_m() * kWarpRows + r * 16 + half * 8 + lane_idx() / 4;
           if (row >= rows.count) continue;
-          if (lane() % 4 == 0) writer.row(row, max[r][half], sum[r][half]);
+          if (lane_idx() % 4 == 0) writer.row(row, max[r][half], sum[r][half]);
           store_row(writer, writer.at(row), o[r], half, writer.factor(sum[r][half]));
         }
     }
   }
 
  private:
-  __device__ static __forceinline__ int lane() { return threadIdx.x % kWarpSize; }
+  __device__ static __forceinline__ int lane_idx() { return threadIdx.x % kWarpSize; }
   __device__ static __forceinline__ int warp_m() { return threadIdx.x / kWarpSize % kWarpsM; }
   __device__ static __forceinline__ int warp_n() { return threadIdx.x / kWarpSize / kWarpsM; }
 
@@ -150,13 +150,13 @@ struct MmaAttention {
       for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int row = warp_row + r * 16 + half * 8 + lane() / 4;
+          const int row = warp_row + r * 16 + half * 8 + lane_idx() / 4;
           const int last_key = rows.last_key(row);
 #pragma unroll
           for (int j = 0; j < kWarpKeys / 8; ++j)
 #pragma unroll
             for (int i = 0; i < 2; ++i)
-              if (!rows.sees(row, last_key, key + j * 8 + lane() % 4 * 2 + i))
+              if (!rows.sees(row, last_key, key + j * 8 + lane_idx() % 4 * 2 + i))
                 s[r][j][2 * half + i] = -kInf;
         }
     }
@@ -178,8 +178,8 @@ struct MmaAttention {
       for (int j = 0; j < kWarpKeys / 8; ++j)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          if (!rows.in_pattern(warp_row + r * 16 + i / 2 * 8 + lane() / 4,
-                               key + j * 8 + lane() % 4 * 2 + i % 2))
+          if (!rows.in_pattern(warp_row + r * 16 + i / 2 * 8 + lane_idx() / 4,
+                               key + j * 8 + lane_idx() % 4 * 2 + i % 2))
             s[r][j][i] = -kInf;
   }
 
@@ -192,9 +192,10 @@ struct MmaAttention {
       for (int j = 0; j < kWarpKeys / 8; ++j)
 #pragma unroll
         for (int i = 0; i < 4; ++i) s[r][j][i] = 0.0f;
-    const int lane = recomputed(threadIdx.x % kWarpSize);
-    const int q_row = warp_m() * kWarpRows + lane % 16, q_word = lane / 16;
-    const int k_row = warp_n() * kWarpKeys + lane % 8 + lane / 16 * 8, k_word = lane / 8 % 2;
+    const int lane_idx = recomputed(threadIdx.x % kWarpSize);
+    const int q_row = warp_m() * kWarpRows + lane_idx % 16, q_word = lane_idx / 16;
+    const int k_row = warp_n() * kWarpKeys + lane_idx % 8 + lane_idx / 16 * 8,
+              k_word = lane_idx / 8 % 2;
     const scalar_t* q = smem_q + q_row * Layout::kPitch;
     const scalar_t* k = smem_k + k_row * Layout::kPitch;
     const int q_swizzle = Layout::swizzle(q_row) ^ q_word,
@@ -250,10 +251,10 @@ struct MmaAttention {
 
   __device__ __forceinline__ void multiply_pv(const float (&p)[kRowTiles][kWarpKeys / 8][4],
                                               const scalar_t* smem_v) {
-    const int lane = recomputed(threadIdx.x % kWarpSize);
-    const int v_row = warp_n() * kWarpKeys + lane % 16;
+    const int lane_idx = recomputed(threadIdx.x % kWarpSize);
+    const int v_row = warp_n() * kWarpKeys + lane_idx % 16;
     const scalar_t* v = smem_v + v_row * Layout::kPitch;
-    const int v_swizzle = Layout::swizzle(v_row) ^ (lane / 16);
+    const int v_swizzle = Layout::swizzle(v_row) ^ (lane_idx / 16);
 #pragma unroll
     for (int j = 0; j < kWarpKeys / 16; ++j) {
       uint32_t frag_p[kRowTiles][4];
@@ -284,14 +285,14 @@ struct MmaAttention {
     if (writer.is_vector) {
 #pragma unroll
       for (int d = 0; d < kHeadDim / 8; ++d)
-        writer.pair(out, d * 8 + lane() % 4 * 2, row_o[d][2 * half] * factor,
+        writer.pair(out, d * 8 + lane_idx() % 4 * 2, row_o[d][2 * half] * factor,
                     row_o[d][2 * half + 1] * factor);
     } else {
 #pragma unroll
       for (int d = 0; d < kHeadDim / 8; ++d)
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-          writer.single(out, d * 8 + lane() % 4 * 2 + i, row_o[d][2 * half + i] * factor);
+          writer.single(out, d * 8 + lane_idx() % 4 * 2 + i, row_o[d][2 * half + i] * factor);
     }
   }
 
@@ -300,8 +301,8 @@ struct MmaAttention {
   template <typename Writer>
   __device__ __forceinline__ void merge(float* smem, const RowRule& rows, int row_begin,
                                         const Writer& writer) {
-    float* const smem_max =
-        smem;  // [kWarpsN][kRows], then the sums, then O [kWarpsN][kRows][kHeadDim]
+    // [kWarpsN][kRows], then the sums, then O [kWarpsN][kRows][kHeadDim]
+    float* const smem_max = smem;
     float* const smem_sum = smem_max + kWarpsN * kRows;
     float* const smem_o = smem_sum + kWarpsN * kRows;
     static_assert(kWarpsN * kRows * (2 + kHeadDim) * 4 <= kSharedBytes,
@@ -311,15 +312,15 @@ struct MmaAttention {
     for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = warp_m() * kWarpRows + r * 16 + half * 8 + lane() / 4;
+        const int row = warp_m() * kWarpRows + r * 16 + half * 8 + lane_idx() / 4;
         const int partial = warp_n() * kRows + row;
-        if (lane() % 4 == 0) {
+        if (lane_idx() % 4 == 0) {
           smem_max[partial] = max[r][half];
           smem_sum[partial] = sum[r][half];
         }
 #pragma unroll
         for (int d = 0; d < kHeadDim / 8; ++d)
-          store_vec(smem_o + partial * kHeadDim + d * 8 + lane() % 4 * 2,
+          store_vec(smem_o + partial * kHeadDim + d * 8 + lane_idx() % 4 * 2,
                     Vec<float, 2>{o[r][d][2 * half], o[r][d][2 * half + 1]});
       }
     __syncthreads();

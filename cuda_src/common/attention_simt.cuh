@@ -61,17 +61,17 @@ struct SimtAttention {
       const int row = row_begin + warp_idx() * kWarpRows + r;
       if (row >= rows.count) break;
       const float total = warp_sum(sum[r]);
-      if (lane() == 0) writer.row(row, max[r], total);
+      if (lane_idx() == 0) writer.row(row, max[r], total);
       const float factor = writer.factor(total);
       auto* out = writer.at(row);
 #pragma unroll
       for (int c = 0; c < kColumns; ++c)
-        writer.single(out, c * kWarpSize + lane(), o[r][c] * factor);
+        writer.single(out, c * kWarpSize + lane_idx(), o[r][c] * factor);
     }
   }
 
  private:
-  __device__ static __forceinline__ int lane() { return threadIdx.x % kWarpSize; }
+  __device__ static __forceinline__ int lane_idx() { return threadIdx.x % kWarpSize; }
   __device__ static __forceinline__ int warp_idx() { return threadIdx.x / kWarpSize; }
 
   template <typename Rows>
@@ -82,7 +82,7 @@ struct SimtAttention {
     float p[kWarpRows];
 #pragma unroll
     for (int r = 0; r < kWarpRows; ++r) p[r] = 0.0f;
-    const scalar_t* k = smem_k + lane() * Layout::kPitch;
+    const scalar_t* k = smem_k + lane_idx() * Layout::kPitch;
 #pragma unroll 4
     for (int d = 0; d < head_dim; d += kVec) {
       const Vec<scalar_t, kVec> frag_k = load_vec<scalar_t, kVec>(k + d);
@@ -95,7 +95,7 @@ struct SimtAttention {
     }
 #pragma unroll
     for (int r = 0; r < kWarpRows; ++r) softmax(p[r], rows, rule, r, warp_row + r, key);
-    const scalar_t* v = smem_v + lane();
+    const scalar_t* v = smem_v + lane_idx();
 #pragma unroll 4
     for (int j = 0; j < kKeys; ++j) {
       float weight[kWarpRows];
@@ -115,8 +115,8 @@ struct SimtAttention {
   __device__ __forceinline__ void softmax(float& p, const Rows& rows, const ScoreRule& rule, int r,
                                           int row, int key) {
     if (rule.inner != 0.0f) p = rule.cap(p);
-    const bool seen = rows.sees(row, rows.last_key(row), key + lane());
-    if (!seen || !rows.in_pattern(row, key + lane())) p = -kInf;
+    const bool seen = rows.sees(row, rows.last_key(row), key + lane_idx());
+    if (!seen || !rows.in_pattern(row, key + lane_idx())) p = -kInf;
     const float new_max = fmaxf(max[r], warp_max(p) * rule.factor);
     const float base = finite_or_zero(new_max);
     const float rescale = exp2_approx(max[r] - base);

@@ -34,7 +34,7 @@ __device__ __forceinline__ void st_shared_v4(unsigned to, unsigned a, unsigned b
 
 // ---- wgmma with V ------------------------------------------------------------------------------
 
-// V as B: rows are keys (k), columns (n) are contiguous, in chunks of 64 that lie `chunk_bytes`
+// V as B: rows are keys (k), columns (n) are contiguous, in chunks of 64 that are `chunk_bytes`
 // apart, with rows of 128 bytes as TMA's 128-byte swizzle writes them. The next 16 keys are 2048
 // bytes on.
 __device__ __forceinline__ uint64_t wgmma_descriptor_transposed(unsigned address,
@@ -83,9 +83,9 @@ ENGINE_WGMMA_TRANSPOSED(256, 128, 129, 130, 131, 132)
 // `factor`, as far as the row has `columns` of them: the four threads of a row, which hold two
 // columns of each eight, exchange them for eights of their own. All lanes must call it.
 template <int kColumns>
-__device__ __forceinline__ void store_row(scalar_t* row, bool exists, int columns, int lane,
+__device__ __forceinline__ void store_row(scalar_t* row, bool exists, int columns, int lane_idx,
                                           const float* sum, int i, float factor) {
-  const bool odd = lane & 1, upper = lane & 2;
+  const bool odd = lane_idx & 1, upper = lane_idx & 2;
 #pragma unroll
   for (int j = 0; j < kColumns / 32; ++j) {
     unsigned x[4], y[4];
@@ -105,7 +105,7 @@ __device__ __forceinline__ void store_row(scalar_t* row, bool exists, int column
     const unsigned high = __shfl_xor_sync(~0u, upper ? y[1] : y[3], 2);
     const uint4 eight =
         upper ? make_uint4(low, high, y[2], y[3]) : make_uint4(y[0], y[1], low, high);
-    const int column = 32 * j + 8 * (lane % 4);
+    const int column = 32 * j + 8 * (lane_idx % 4);
     if (exists && column < columns) *reinterpret_cast<uint4*>(row + column) = eight;
   }
 }

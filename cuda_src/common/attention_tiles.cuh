@@ -35,7 +35,7 @@ struct Problem {
   Pattern pattern;  // only for kernels of patterns
 };
 
-// A work tile, and where its keys lie. The producer puts it in shared memory.
+// A work tile, and where its keys are. The producer puts it in shared memory.
 struct alignas(16) WorkTile {
   int first_token;              // row of q; negative: no more work
   int tokens;                   // that are the tile's, from first_token on

@@ -95,7 +95,7 @@ __device__ __forceinline__ void mbarrier_wait_to_overwrite(unsigned barrier, uns
   fence_async_proxy();
 }
 
-// Copies `bytes` as they lie, without a map; addresses and bytes are multiples of 16.
+// Copies contiguous `bytes`, without a map; addresses and bytes are multiples of 16.
 __device__ __forceinline__ void bulk_load(unsigned to, const void* from, unsigned bytes,
                                           unsigned barrier) {
   asm volatile(

@@ -1,6 +1,6 @@
 // The norm and the rotation of a head of q or k, to the same bits in every kernel that fuses them.
 //
-// A lane holds two 16-byte vectors of a head, the two that the rotation pairs up. So a head lies in
+// A lane holds two 16-byte vectors of a head, the two that the rotation pairs up. So a head is in
 // D / 2 / kVec neighbouring lanes, which sum its squares by shuffles.
 #pragma once
 

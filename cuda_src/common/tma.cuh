@@ -16,7 +16,7 @@ __device__ __forceinline__ void tma_prefetch_map(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// Copies the box at (column, row) of a matrix to shared memory; what lies outside becomes zero.
+// Copies the box at (column, row) of a matrix to shared memory; what is outside becomes zero.
 __device__ __forceinline__ void tma_load_2d(unsigned to, const TensorMap* map, int column, int row,
                                             unsigned barrier) {
   asm volatile(
@@ -82,7 +82,7 @@ __device__ __forceinline__ void tma_prefetch_4d(const TensorMap* map, int x, int
 
 // ---- from shared memory ------------------------------------------------------------------------
 
-// Copies a box from shared memory to (column, row) of a matrix, asynchronously; what lies outside
+// Copies a box from shared memory to (column, row) of a matrix, asynchronously; what is outside
 // is left out. Needs a commit; the box must have been written before a fence_async_proxy.
 __device__ __forceinline__ void tma_store_2d(const TensorMap* map, int column, int row,
                                              unsigned from) {

@@ -93,7 +93,7 @@ ENGINE_WGMMA(208, 104, 105, 106)
 ENGINE_WGMMA(224, 112, 113, 114)
 ENGINE_WGMMA(256, 128, 129, 130)
 
-// ---- order, and where operands lie --------------------------------------------------------------
+// ---- order, and where operands are --------------------------------------------------------------
 
 // Orders the registers that wgmma will read or write after what was done to them before.
 __device__ __forceinline__ void wgmma_fence() {

@@ -169,7 +169,7 @@ def _summed(arrays: dict[str, Any]) -> dict[str, Any]:
 
 
 def _scratch(tiles: int, tile: HopperTile, deterministic: bool) -> dict[str, Any]:
-    """Return what lies between the launches, for `tiles` tiles of queries of one head."""
+    """Return the arrays between the launches, for `tiles` tiles of queries of one head."""
     sizes = {"dq_sum": 2 * _HALF_FLOATS, "statistics": 2 * tile.queries, "order": 2}
     floats, found, at = workspace(tiles * sum(sizes.values())), {}, 0
     for name, size in sizes.items():

@@ -34,9 +34,20 @@ _WAVE_COST = 2.0
 _COMBINE_COST, _COMBINE_COST_OF_A_SPLIT = 4.0, 0.1
 
 # With up to 16 rows the warps divide the keys, with more the rows.
-_NARROW_16 = (Tile(64, 1, 4, 1, 64, 3), Tile(128, 1, 4, 1, 64, 2), Tile(256, 1, 2, 1, 32, 2))
-_WIDE_16 = (Tile(64, 4, 1, 1, 64, 3), Tile(128, 4, 1, 1, 64, 2), Tile(256, 4, 1, 1, 32, 2))
-_TILES_32 = (Tile(128, 4, 1, 2, 32, 1), Tile(256, 4, 1, 2, 32, 1))
+_NARROW_16 = (
+    Tile(64, warps_m=1, warps_n=4, row_tiles=1, keys=64, stages=3),
+    Tile(128, warps_m=1, warps_n=4, row_tiles=1, keys=64, stages=2),
+    Tile(256, warps_m=1, warps_n=2, row_tiles=1, keys=32, stages=2),
+)
+_WIDE_16 = (
+    Tile(64, warps_m=4, warps_n=1, row_tiles=1, keys=64, stages=3),
+    Tile(128, warps_m=4, warps_n=1, row_tiles=1, keys=64, stages=2),
+    Tile(256, warps_m=4, warps_n=1, row_tiles=1, keys=32, stages=2),
+)
+_TILES_32 = (
+    Tile(128, warps_m=4, warps_n=1, row_tiles=2, keys=32, stages=1),
+    Tile(256, warps_m=4, warps_n=1, row_tiles=2, keys=32, stages=1),
+)
 
 
 def choose_tile(dtype: str, head_dim: int, num_rows: int) -> Tile:

@@ -121,7 +121,7 @@ class HopperTile:
 # What follows is fitted to an H200 of 132 multiprocessors with
 # `python -m tests.bench attention_decode`; docs/benchmarks/attention_decode.md has the figures.
 
-# The tiles of one CTA an SM, by head dim, then by rows: 16, 32, 64.
+# The tiles of one CTA per SM, by head dim, then by rows: 16, 32, 64.
 _TILES = (
     HopperTile(64, box_keys=16, stages=6, row_tiles=1, consumer_warps=4),
     HopperTile(64, box_keys=16, stages=6, row_tiles=2, consumer_warps=4),
@@ -130,7 +130,7 @@ _TILES = (
     HopperTile(128, box_keys=16, stages=3, row_tiles=2, consumer_warps=8),
     HopperTile(128, box_keys=16, stages=2, row_tiles=4, consumer_warps=8),
 )
-# Of up to 16 rows, where a CTA has several sequences: while one of two CTAs an SM ends a sequence,
+# Of up to 16 rows, where a CTA has several sequences: while one of two CTAs per SM ends a sequence,
 # the other one's copies keep memory busy.
 _MANY_TILES = {
     64: HopperTile(64, box_keys=16, stages=3, row_tiles=1, consumer_warps=4, ctas_per_sm=2),
@@ -138,7 +138,7 @@ _MANY_TILES = {
 }
 _CLUSTER = 8  # CTAs
 _ROWS = 16  # of a row tile
-# Of clusters, for few keys: with tiles of 64 keys more of the CTAs have any. Two fit an SM.
+# Of clusters, for few keys: with tiles of 64 keys more of the CTAs have any. Two fit on an SM.
 _SHORT_TILES = {
     64: HopperTile(64, box_keys=8, stages=2, row_tiles=1, consumer_warps=4, cluster=_CLUSTER),
     128: HopperTile(128, box_keys=8, stages=2, row_tiles=1, consumer_warps=4, cluster=_CLUSTER),
@@ -209,10 +209,10 @@ def is_supported(q: Any, pages: Pages, out: Any, new_tokens: NewTokens | None = 
 
 
 def _room(sm_count: int) -> int:
-    """Return how many clusters of one CTA an SM run at the same time.
+    """Return how many clusters of one CTA per SM run at the same time.
 
-    15 on 132 multiprocessors (measured: a 16th runs after them). A cluster lies in one GPC, and not
-    every GPC has the multiprocessors of two clusters.
+    15 on 132 multiprocessors (measured: a 16th runs after them). A cluster is within one GPC, and
+    not every GPC has the multiprocessors of two clusters.
     """
     return sm_count // _CLUSTER - 1
 
@@ -288,7 +288,7 @@ def _choose(
     is_short = ctas_per_sm == 2 or (cluster == _CLUSTER and max_context_len <= _SHORT_KEYS)
     if is_short and tile.row_tiles == 1 and short.can_compute_new_token(group):
         return replace(short, cluster=cluster, ctas_per_sm=ctas_per_sm)
-    # Two CTAs of the large tiles do not fit an SM.
+    # Two CTAs of the large tiles do not fit on an SM.
     return tile if ctas_per_sm == 2 else replace(tile, cluster=cluster)
 
 
@@ -329,7 +329,7 @@ def launch(
     tile = replace(tile, new_token=new_tokens is not None)
     num_cta_groups = max(1, sm_count() * tile.ctas_per_sm // num_kv_heads)
     num_ctas = (num_cta_groups if tile.cluster == 1 else batch * tile.cluster) * num_kv_heads
-    # SplitOf.partial in scheduler_sm90.cuh: one a split, or two a CTA group.
+    # SplitOf.partial in scheduler_sm90.cuh: one per split, or two per CTA group.
     partials = (batch * num_splits if num_splits else 2 * num_cta_groups) * num_kv_heads
     scratch = workspace(partials * num_rows * (head_dim + 2))
     _KERNEL.launch(

@@ -41,12 +41,15 @@ _KERNEL = Kernel(
 # Four warps of 32 rows each hold O in half of their registers up to D = 128; D = 256 needs all of
 # them for 16 rows. Keys and stages then fill what the smallest chips allow (99 KiB).
 _TILES_16 = (
-    Tile(64, 4, 1, 2, 64, 2),
-    Tile(96, 4, 1, 2, 32, 3),
-    Tile(128, 4, 1, 2, 32, 3),
-    Tile(256, 4, 1, 1, 32, 2),
+    Tile(64, warps_m=4, warps_n=1, row_tiles=2, keys=64, stages=2),
+    Tile(96, warps_m=4, warps_n=1, row_tiles=2, keys=32, stages=3),
+    Tile(128, warps_m=4, warps_n=1, row_tiles=2, keys=32, stages=3),
+    Tile(256, warps_m=4, warps_n=1, row_tiles=1, keys=32, stages=2),
 )
-_TILES_32 = (Tile(128, 4, 1, 4, 32, 1), Tile(256, 4, 1, 4, 32, 1))
+_TILES_32 = (
+    Tile(128, warps_m=4, warps_n=1, row_tiles=4, keys=32, stages=1),
+    Tile(256, warps_m=4, warps_n=1, row_tiles=4, keys=32, stages=1),
+)
 
 
 def choose_tile(dtype: str, head_dim: int) -> Tile:
@@ -212,7 +215,7 @@ def _check_keys(
     block_tables: Any,
     context_lens: Any,
 ) -> dict[str, Any]:
-    """Check what says where sequences lie; return it by name, dense or in pages."""
+    """Check what says where sequences are; return it by name, dense or in pages."""
     cu_seqlens_q = call.array("cu_seqlens_q", cu_seqlens_q, "B+1", INT32)
     call.check("cu_seqlens_q", cu_seqlens_q.size > 0, "of length B+1, 1 or more", cu_seqlens_q)
     _check_cu_seqlens(call, "cu_seqlens_q", cu_seqlens_q, q.shape[0])

@@ -110,29 +110,28 @@ class HopperTile:
 # One for each head dim, whatever the lengths: a row's bits must not depend on the rows beside it.
 # Scores, P and O of a tile take keys / 2 + keys / 4 + head_dim / 2 registers of a consumer's 160
 # (three warpgroups) or 232. To fit them to another card: `python -m tests.bench attention_prefill`.
-# head_dim, consumer warpgroups, keys, stages, stages of Q
 _TILES = (
-    HopperTile(64, 3, 128, 4, 2),
-    HopperTile(96, 3, 112, 2, 1),
-    HopperTile(128, 3, 80, 3, 1),
-    HopperTile(192, 2, 112, 2, 1),
-    HopperTile(256, 2, 80, 2, 1),
+    HopperTile(64, consumers=3, keys=128, stages=4, q_stages=2),
+    HopperTile(96, consumers=3, keys=112, stages=2, q_stages=1),
+    HopperTile(128, consumers=3, keys=80, stages=3, q_stages=1),
+    HopperTile(192, consumers=2, keys=112, stages=2, q_stages=1),
+    HopperTile(256, consumers=2, keys=80, stages=2, q_stages=1),
 )
 
-# With a pattern: two warpgroups, whose rows mostly lie in one block of it.
+# With a pattern: two warpgroups, whose rows are mostly in one block of it.
 _PATTERNED = (
-    HopperTile(64, 2, 128, 4, 2, is_patterned=True),
-    HopperTile(96, 2, 128, 2, 1, is_patterned=True),
-    HopperTile(128, 2, 128, 2, 1, is_patterned=True),
-    HopperTile(192, 2, 64, 3, 1, is_patterned=True),
-    HopperTile(256, 2, 64, 2, 1, is_patterned=True),
+    HopperTile(64, consumers=2, keys=128, stages=4, q_stages=2, is_patterned=True),
+    HopperTile(96, consumers=2, keys=128, stages=2, q_stages=1, is_patterned=True),
+    HopperTile(128, consumers=2, keys=128, stages=2, q_stages=1, is_patterned=True),
+    HopperTile(192, consumers=2, keys=64, stages=3, q_stages=1, is_patterned=True),
+    HopperTile(256, consumers=2, keys=64, stages=2, q_stages=1, is_patterned=True),
 )
 # For blocks that are no multiples of 128 keys: smaller tiles read less that is not seen, and 64
 # divides more block sizes. Heads of up to 64 keep 128 keys, which took less time with blocks of
 # 128; for heads of 96 neither was measured.
 _SMALL_BLOCKS = (
     *_PATTERNED[:2],
-    HopperTile(128, 2, 64, 4, 1, is_patterned=True),
+    HopperTile(128, consumers=2, keys=64, stages=4, q_stages=1, is_patterned=True),
     *_PATTERNED[3:],
 )
 
@@ -255,7 +254,7 @@ def _longest(keys: dict[str, Any]) -> int:
 
 
 def _lengths(keys: dict[str, Any], tile: HopperTile) -> dict[str, Any]:
-    """Return the arguments that say where the keys of each sequence lie."""
+    """Return the arguments that say where the keys of each sequence are."""
     k, tables = keys["k"], keys["block_tables"]
     where = {name: keys[name] for name in _WHERE}
     if tables is None:
@@ -279,7 +278,7 @@ def _lengths(keys: dict[str, Any], tile: HopperTile) -> dict[str, Any]:
 
 
 def _box_keys(block_size: int, tile: HopperTile) -> int:
-    """Return the keys of one copy: they lie in one page, and a tile is a whole number of them."""
+    """Return the keys of one copy: they are in one page, and a tile is a whole number of them."""
     return math.gcd(block_size, tile.keys)
 
 

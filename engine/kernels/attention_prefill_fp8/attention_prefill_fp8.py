@@ -63,7 +63,7 @@ def attention_prefill_fp8(
     Parameters
     ----------
     q : (Tq, H, D) array of uint8 or float8_e4m3fn
-        Query tokens of all sequences, as e4m3: query head h stands for ``q[:, h] * q_scale[h]``.
+        Query tokens of all sequences, as e4m3: query head h represents ``q[:, h] * q_scale[h]``.
         CuPy has no 8-bit floats: there, uint8 holds their bits. D <= 256. A view whose last axis is
         contiguous is taken as it is.
     k, v : (Tk, K, D) arrays of uint8 or float8_e4m3fn
@@ -109,7 +109,7 @@ def attention_prefill_fp8(
     [1]_. On Hopper most of P comes from straight lines between powers of two (three quarters for
     D <= 64, half else), with an error of 3.2 % rms where rounding alone has 2.7 %; and sums of 512
     keys (1024 for D > 64) are the tensor cores' own, of some 14 bits, before they are added up in
-    float32. `quantize_heads` makes such arrays.
+    float32. `quantize_heads` returns such arrays.
 
     References
     ----------
