@@ -1,8 +1,8 @@
 // attention_decode for Hopper: K and V through TMA, equal work for every CTA, one launch.
 //
 // The contract of attention_decode.cu, for 16-bit values, D = HEAD_DIM and up to kRows rows (token,
-// head of the group) a key/value head. Compiled with NEW_TOKEN it takes the newest token (Q = 1) as
-// the projection left it, and first does what qk_norm_rope_store.cu does, to the same bits.
+// head of the group) per key/value head. Compiled with NEW_TOKEN it takes the newest token (Q = 1)
+// as the projection left it, and first does what qk_norm_rope_store.cu does, to the same bits.
 // Parameters: AttentionDecodeSm90Params in config_sm90.cuh.
 //
 // Numerics: scores, softmax and sums in float; P, relative to its own tile's maximum (exponentiate

@@ -7,7 +7,7 @@
 // ---- layout of a tile in shared memory ---------------------------------------------------------
 
 // The offset of 16-byte word `word` of a tile's row `index`, such that ldmatrix, which reads a word
-// of 8 consecutive rows at once, finds them in 8 different banks.
+// of 8 consecutive rows together, finds them in 8 different banks.
 //
 // Swizzled by TMA: a box is its rows' first 128 bytes, then their second 128 bytes (D = 128), and
 // within each the number of a word is xored with that of its row. Row i is key i of the tile.

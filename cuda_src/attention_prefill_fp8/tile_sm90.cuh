@@ -11,7 +11,7 @@
 constexpr int kHeadDim = HEAD_DIM;  // columns that are multiplied: D, padded
 constexpr int kConsumerWarpgroups = CONSUMERS;
 constexpr int kStages = STAGES;
-constexpr int kSpan = SPAN;  // keys that a consumer works on at once
+constexpr int kSpan = SPAN;  // keys that a consumer works on at a time
 constexpr bool kTurns = TURNS != 0;
 constexpr unsigned kLineKeys = LINE_KEYS;
 constexpr int kSumTiles = SUM_TILES;  // key tiles that the tensor cores add up; 0: all
