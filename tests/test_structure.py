@@ -242,6 +242,13 @@ def test_row_offsets_are_64_bit_in_cuda():
             assert not narrow.search(line), f"{path.name}:{number}: {line.strip()}"
 
 
+def test_lines_of_cuda_sources_have_100_columns():
+    """clang-format keeps code to them, but leaves comments as they are."""
+    for path in (ROOT / "cuda_src").rglob("*.cu*"):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            assert len(line) <= 100, f"{path.relative_to(ROOT)}:{number} has {len(line)} columns"
+
+
 def test_files_and_functions_stay_short():
     for path in _sources():
         text = path.read_text()
