@@ -259,6 +259,7 @@ class Scheduler:
         self.blocks.settle(output.swap_in)
         finished: list[Request] = []
         has_drafts = output.num_draft_tokens > 0
+        has_prompts = not output.is_unchanged  # an unchanged batch is past all its prompts
         for sequence in output.sequences:
             request = sequence.request
             status = request.status
@@ -270,7 +271,7 @@ class Scheduler:
                 reached = sequence.num_reached_tokens
             if request.num_computed_tokens >= reached:  # not preempted since
                 request.num_committed_tokens = reached
-                if start < len(request.prompt_token_ids) and status is _RUNNING:
+                if has_prompts and start < len(request.prompt_token_ids) and status is _RUNNING:
                     self.blocks.cache_prefix(request)
                     if sequence.is_sampled:
                         self._queues.release_siblings(request)
