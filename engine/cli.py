@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import io
-import os
 import sys
 from collections.abc import Sequence
 
 from engine._version import __version__
+from engine.commands._streams import discard_output, prepare_streams
 from engine.errors import EngineError
 
 __all__ = ["main"]
@@ -42,10 +41,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line; exits with 0, 1 (the command failed) or 2 (bad usage)."""
+    try:
+        prepare_streams()
+    except EngineError as error:
+        sys.exit(f"engine: {error}")
     options = _parser().parse_args(argv)
     command = importlib.import_module(f"engine.commands.{options.command}")
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # the terminal may not encode all of Unicode
     parser = argparse.ArgumentParser(
         prog=f"engine {options.command}", description=COMMANDS[options.command]
     )
@@ -53,13 +54,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(options.arguments)
     try:
         status = command.run(arguments)
+        sys.stdout.flush()
     except EngineError as error:
         print(f"engine {options.command}: {error}", file=sys.stderr)
+        status = 2
+    except UnicodeDecodeError as error:
+        what = f"input must be valid {error.encoding}; {error.reason} at byte {error.start}"
+        print(f"engine {options.command}: {what}", file=sys.stderr)
         status = 2
     except KeyboardInterrupt:
         status = 130
     except BrokenPipeError:
-        # The reader closed the pipe (`engine ... | head`): exit quietly, at the final flush too.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_output()  # the reader closed the pipe (`engine ... | head`): exit quietly
+        status = 1
+    except OSError as error:
+        print(f"engine {options.command}: {error}", file=sys.stderr)
+        discard_output()
         status = 1
     sys.exit(status)

@@ -196,3 +196,48 @@ def test_kernels_of_one_op_and_of_all():
     assert set(one) <= set(everything) and len(everything) > 10 * len(one)
     done = _run("kernels", "rmsnrom", *options, status=2)
     assert "op must be one of" in done.stderr and "got 'rmsnrom'" in done.stderr
+
+
+def _shell(command, text=b""):
+    """Run a shell line in which `engine` is the command; return status, stdout, stderr."""
+    engine = f"{sys.executable} -m engine"
+    done = subprocess.run(
+        ["bash", "-c", command.replace("engine", engine, 1)],
+        input=text,
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    return done.returncode, done.stdout.decode(), done.stderr.decode()
+
+
+@pytest.mark.parametrize(
+    ("command", "text", "status", "reason"),
+    [
+        ("engine chat --device cpu <&-", b"", 2, "standard input must be open"),
+        ("engine generate --device cpu <&-", b"", 2, "standard input must be open"),
+        ("engine doctor >&-", b"", 1, "standard output must be open"),
+        ("engine doctor >/dev/full", b"", 1, "No space left on device"),
+        ("engine kernels >/dev/full", b"", 1, "No space left on device"),
+        ("engine generate --device cpu -", b"\xff\xfe\n", 2, "input must be valid utf-8"),
+        ("engine chat --device cpu", b"\xff\xfe\n", 2, "input must be valid utf-8"),
+    ],
+)
+def test_a_stream_that_is_closed_or_broken_gives_one_line_and_a_status(
+    command, text, status, reason, monkeypatch
+):
+    monkeypatch.setenv("PYTHONUTF8", "1")
+    got, _, stderr = _shell(command, text)
+    lines = [line for line in stderr.splitlines() if not line.startswith("engine: device")]
+    assert got == status and len(lines) == 1 and reason in lines[0], stderr
+
+
+def test_commands_run_without_standard_error_and_input():
+    """As daemons do; what would go to standard error goes nowhere, not into another file."""
+    for streams in ("2>&-", "<&-", "<&- 2>&-"):
+        status, stdout, _ = _shell(f"engine doctor {streams}")
+        assert status == 0 and "CPU: ready" in stdout
+    arguments = " ".join(GREEDY)
+    expected = _shell(f"engine generate Hello {arguments}")
+    status, stdout, stderr = _shell(f"engine generate Hello {arguments} <&- 2>&-")
+    assert (status, stdout, stderr) == (0, expected[1], "")

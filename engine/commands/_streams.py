@@ -1,0 +1,62 @@
+"""Standard input, output and error of a command: closed, full, or not decodable."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from typing import Any, NoReturn
+
+from engine.errors import EngineError, RequestError
+
+__all__ = ["discard_output", "prepare_streams"]
+
+
+class _ClosedInput(io.TextIOBase):
+    """Stands for a closed standard input: only a command that reads it fails."""
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int | None = -1, /) -> str:
+        self._refuse()
+
+    def readline(self, size: int = -1, /) -> str:  # type: ignore[override]
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise RequestError("standard input must be open to be read; it is closed")
+
+
+def prepare_streams() -> None:
+    """Make the standard streams usable, as a command expects them.
+
+    A closed standard error is discarded, so that a daemon runs without one. Standard output
+    replaces what the terminal cannot encode; standard input must be decodable.
+
+    Raises
+    ------
+    EngineError
+        If standard output is closed.
+    """
+    # SAFETY: otherwise the next file that is opened gets the number of a closed stream, and what
+    # libraries print would be written into it.
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    streams: Any = sys  # any of the three is None if it was closed
+    if streams.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    if streams.stdin is None:
+        sys.stdin = _ClosedInput()
+    elif isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="strict")
+    if streams.stdout is None:
+        raise EngineError("standard output must be open; it is closed")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def discard_output() -> None:
+    """Discard what standard output still holds: nobody can read it, and the last flush fails."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
