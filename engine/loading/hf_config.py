@@ -18,8 +18,9 @@ import numpy as np
 from engine.config import ModelConfig
 from engine.dtypes import FLOAT_NAMES
 from engine.errors import ConfigError
-from engine.loading._fields import Fields, read_json
+from engine.loading._fields import Fields
 from engine.loading.rope_config import MAX_POSITIONS, rope_configs, scaled_max_position
+from engine.model_files import is_present, read_json
 from engine.models.family import Family
 from engine.models.registry import family
 
@@ -43,7 +44,7 @@ _ACTIVATIONS = {
 def load_hf_config(directory: str | PathLike[str]) -> ModelConfig:
     """Read the configuration in `directory`; see `model_config.load_config`."""
     path = Path(directory)
-    values = read_json(path / "config.json")
+    values = read_json(path / "config.json", root=path)
     generation = generation_config(path)
     tokens = {key: generation[key] for key in ("eos_token_id",) if key in generation}
     return config_from_dict({**values, **tokens}, str(path / "config.json"))
@@ -247,10 +248,11 @@ def generation_config(path: str | PathLike[str]) -> dict[str, Any]:
     ConfigError
         If the file is damaged or a value is out of range.
     """
-    file = Path(path) / "generation_config.json"
-    if not file.is_file():
+    root = Path(path)
+    file = root / "generation_config.json"
+    if not is_present(file):
         return {}
-    fields = Fields(read_json(file), str(file))
+    fields = Fields(read_json(file, root=root), str(file))
     stated = {
         "temperature": fields.real("temperature", 0.0, 1e6, None),
         "top_k": fields.integer("top_k", 0, _MAX_VOCAB, None),

@@ -21,7 +21,7 @@ import ml_dtypes
 import numpy as np
 
 from engine.errors import WeightsError
-from engine.loading._fields import shown
+from engine.model_files import excerpt, is_present, open_file, read_json, shown
 
 __all__ = [
     "SafetensorsDirectory",
@@ -70,6 +70,9 @@ class SafetensorsFile:
     Parameters
     ----------
     path : str or path
+    root : Path, optional
+        The model's folder, which links must not leave (see `engine.model_files`); None for a file
+        that the user named.
 
     Raises
     ------
@@ -87,9 +90,9 @@ class SafetensorsFile:
     ((2, 3), 6.0)
     """
 
-    def __init__(self, path: str | PathLike[str]) -> None:
+    def __init__(self, path: str | PathLike[str], root: Path | None = None) -> None:
         self.path = Path(path)
-        self._map = map_file(self.path)
+        self._map = map_file(self.path, root)
         header, data_start = _read_header(self.path, self._map)
         self.tensors = _read_tensors(self.path, header, data_start, len(self._map))
 
@@ -123,7 +126,7 @@ class SafetensorsFile:
         dtype = self.tensors[name].dtype
         if dtype not in _WEIGHT_DTYPES:
             raise WeightsError(
-                f"{self.path}: tensor {name!r} must be one of {', '.join(_WEIGHT_DTYPES)}; "
+                f"{self.path}: tensor {shown(name)} must be one of {', '.join(_WEIGHT_DTYPES)}; "
                 f"got {dtype} (quantized safetensors are not supported)"
             )
         rows = self.view(name)[start:stop]
@@ -148,21 +151,23 @@ class SafetensorsDirectory:
         self.path = Path(index)
         wanted = _read_index(self.path)
         shards = {
-            name: SafetensorsFile(_inside(self.path, name)) for name in sorted(set(wanted.values()))
+            name: SafetensorsFile(_shard_path(self.path, name), self.path.parent)
+            for name in sorted(set(wanted.values()))
         }
         self._home: dict[str, SafetensorsFile] = {}
         for shard in shards.values():
             for tensor in shard.names():
                 if tensor in self._home:
                     raise WeightsError(
-                        f"{self.path}: tensor {tensor!r} must be in one shard; got "
+                        f"{self.path}: tensor {shown(tensor)} must be in one shard; got "
                         f"{self._home[tensor].path.name} and {shard.path.name}"
                     )
                 self._home[tensor] = shard
         for tensor, name in wanted.items():
             if tensor not in shards[name].tensors:
                 raise WeightsError(
-                    f"{self.path}: shard {name} must hold tensor {tensor!r}; it does not"
+                    f"{self.path}: shard {excerpt(name)} must hold tensor {shown(tensor)}; "
+                    "it does not"
                 )
 
     def names(self) -> Iterator[str]:
@@ -187,21 +192,25 @@ class SafetensorsDirectory:
 def open_safetensors(directory: str | PathLike[str]) -> SafetensorsFile | SafetensorsDirectory:
     """Open the checkpoint in `directory`: model.safetensors, or an index with its shards.
 
+    A file may be a link that stays in `directory`, or in the hub's cache leads to its blobs (see
+    `engine.model_files`).
+
     Raises
     ------
     WeightsError
-        If there are no weights, or only in a format that can run code; the message says which.
+        If there are no weights, or only in a format that can run code; if a file is damaged, no
+        regular file, or a link out of the directory. The message says which.
     """
     root = Path(directory)
-    if not root.is_dir():
+    if not os.path.isdir(root):  # unlike Path.is_dir, never raises
         raise WeightsError(f"{root} must be a directory with a model; it is not a directory")
-    if (root / "model.safetensors").exists():
-        return SafetensorsFile(root / "model.safetensors")
-    if (root / "model.safetensors.index.json").exists():
+    if is_present(root / "model.safetensors"):
+        return SafetensorsFile(root / "model.safetensors", root)
+    if is_present(root / "model.safetensors.index.json"):
         return SafetensorsDirectory(root / "model.safetensors.index.json")
     found = sorted(root.glob("*.safetensors"))
     if len(found) == 1:
-        return SafetensorsFile(found[0])
+        return SafetensorsFile(found[0], root)
     if found:
         names = ", ".join(one.name for one in found[:4])
         raise WeightsError(
@@ -214,7 +223,7 @@ def open_safetensors(directory: str | PathLike[str]) -> SafetensorsFile | Safete
 def _no_weights(root: Path) -> WeightsError:
     """Return the error for a directory without safetensors, with what to do."""
     pickled = sorted(
-        one.name for one in root.iterdir() if one.suffix in (".bin", ".pt", ".pth", ".ckpt")
+        one.name for one in root.glob("*") if one.suffix in (".bin", ".pt", ".pth", ".ckpt")
     )
     if pickled:
         return WeightsError(
@@ -228,24 +237,29 @@ def _no_weights(root: Path) -> WeightsError:
     )
 
 
-def map_file(path: Path) -> mmap.mmap:
+def map_file(path: Path, root: Path | None = None) -> mmap.mmap:
     """Return the bytes of file `path`, memory-mapped for reading.
+
+    Parameters
+    ----------
+    path : Path
+    root : Path, optional
+        The model's folder, which links must not leave (see `engine.model_files`).
 
     Raises
     ------
     WeightsError
-        If the file cannot be read or has fewer than 8 bytes.
+        If it is no regular file, cannot be read or has fewer than 8 bytes, or is a link out of
+        `root`.
     """
-    try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size < 8:
-                raise WeightsError(f"{path}: must have at least 8 bytes; got {size}")
+    with open_file(path, root, WeightsError) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size < 8:
+            raise WeightsError(f"{path}: must have at least 8 bytes; got {size}")
+        try:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError) as error:
-        if isinstance(error, WeightsError):
-            raise
-        raise WeightsError(f"{path}: cannot be read ({error})") from error
+        except (OSError, ValueError) as error:
+            raise WeightsError(f"{path}: cannot be read ({error})") from error
 
 
 def _read_header(path: Path, data: mmap.mmap) -> tuple[dict[str, Any], int]:
@@ -262,7 +276,7 @@ def _read_header(path: Path, data: mmap.mmap) -> tuple[dict[str, Any], int]:
     try:
         header = json.loads(data[8 : 8 + length].decode("utf-8"), object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:
-        raise WeightsError(f"{path}: header is not valid JSON ({error})") from error
+        raise WeightsError(f"{path}: header is not valid JSON ({excerpt(error)})") from error
     if not isinstance(header, dict):
         raise WeightsError(f"{path}: header must be a JSON object; got {shown(header)}")
     notes = header.pop("__metadata__", {})
@@ -277,7 +291,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"key {twice!r} appears twice")
+        raise ValueError(f"key {shown(twice)} appears twice")
     return result
 
 
@@ -293,10 +307,10 @@ def _read_tensors(
         if info.start != end:
             fault = "overlaps" if info.start < end else "leaves a gap after"
             raise WeightsError(
-                f"{path}: tensor {name!r} {fault} {before}: it starts at byte {info.start}; "
+                f"{path}: tensor {shown(name)} {fault} {before}: it starts at byte {info.start}; "
                 f"it must start at {end}"
             )
-        end, before = info.stop, repr(name)
+        end, before = info.stop, shown(name)
     if end != size:
         raise WeightsError(f"{path}: tensors must end with the file, at {size}; got {end}")
     return tensors
@@ -306,7 +320,9 @@ def _read_tensor(path: Path, name: str, entry: Any, data_start: int, size: int) 
     """Return one checked entry of the header."""
 
     def fail(what: str, wanted: str, got: object) -> WeightsError:
-        return WeightsError(f"{path}: tensor {name!r}: {what} must be {wanted}; got {shown(got)}")
+        return WeightsError(
+            f"{path}: tensor {shown(name)}: {what} must be {wanted}; got {shown(got)}"
+        )
 
     if not isinstance(entry, dict):
         raise fail("entry", "an object", entry)
@@ -323,7 +339,7 @@ def _read_tensor(path: Path, name: str, entry: Any, data_start: int, size: int) 
     if data_start + stop > size:
         raise fail("data_offsets", f"inside the {size - data_start} bytes of data", offsets)
     if (wanted := math.prod(shape) * _VIEWS[dtype].itemsize) != stop - begin:
-        raise fail("size", f"{wanted} bytes ({dtype} of shape {shape})", stop - begin)
+        raise fail("size", f"{shown(wanted)} bytes ({dtype} of shape {shown(shape)})", stop - begin)
     return TensorInfo(dtype, tuple(shape), data_start + begin, data_start + stop)
 
 
@@ -333,44 +349,25 @@ def _are_counts(value: Any) -> bool:
 
 def _read_index(path: Path) -> dict[str, str]:
     """Return the index's map from tensor to file name."""
-    try:
-        if (size := path.stat().st_size) > MAX_HEADER_BYTES:
-            raise WeightsError(f"{path}: must have at most {MAX_HEADER_BYTES} bytes; got {size}")
-        index = json.loads(path.read_bytes().decode("utf-8"), object_pairs_hook=_no_duplicates)
-    except OSError as error:
-        raise WeightsError(f"{path}: cannot be read ({error})") from error
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, WeightsError):
-            raise
-        raise WeightsError(f"{path}: is not valid JSON ({error})") from error
-    names = index.get("weight_map") if isinstance(index, dict) else None
+    index = read_json(path, MAX_HEADER_BYTES, path.parent, WeightsError, _no_duplicates)
+    names = index.get("weight_map")
     if not isinstance(names, dict) or not names:
         raise WeightsError(
             f"{path}: weight_map must be an object of file names; got {shown(names)}"
         )
     for tensor, name in names.items():
         if not isinstance(name, str) or not name:
-            raise WeightsError(f"{path}: tensor {tensor!r} must name a file; got {shown(name)}")
+            raise WeightsError(
+                f"{path}: tensor {shown(tensor)} must name a file; got {shown(name)}"
+            )
     return names
 
 
-def _inside(index: Path, name: str) -> Path:
-    """Return the path of shard `name`, which must not lead out of the directory of `index`.
-
-    The one exception is the hub cache, in which `snapshots/<revision>/model...` are links into
-    `blobs/`, next to `snapshots/`.
-    """
-    root = index.parent
+def _shard_path(index: Path, name: str) -> Path:
+    """Return the path of shard `name`, which must be a plain name of a file beside `index`."""
     if Path(name).name != name or "\\" in name or "\0" in name or name in (".", ".."):
         raise WeightsError(f"{index}: shard must be a plain file name; got {shown(name)}")
-    shard = root / name
-    roots = [root.resolve()]
-    if root.resolve().parent.name == "snapshots":
-        roots.append(root.resolve().parent.parent / "blobs")
-    if shard.is_symlink() and shard.resolve().parent not in roots:
-        raise WeightsError(
-            f"{index}: shard {name} must be inside the directory; it is a link to {shard.resolve()}"
-        )
-    if not shard.is_file():
-        raise WeightsError(f"{index}: shard {name} is missing; download it again")
+    shard = index.parent / name
+    if not is_present(shard):
+        raise WeightsError(f"{index}: shard {excerpt(name)} is missing; download it again")
     return shard

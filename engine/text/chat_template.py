@@ -17,6 +17,7 @@ import jinja2
 from jinja2 import meta, nodes
 
 from engine.errors import RequestError, TemplateError
+from engine.model_files import excerpt
 from engine.text.parts import SPECIAL_NAMES
 from engine.text.template_sandbox import MAX_CHARS, Budget, Sandbox, spending
 
@@ -166,7 +167,7 @@ def _fail(error: Exception) -> NoReturn:
     text = getattr(error, "message", None) or str(error) or type(error).__name__
     if not isinstance(error, jinja2.TemplateError):
         text = f"{type(error).__name__}: {text}"
-    raise TemplateError(f"the chat template failed{where}: {text[:500]}") from None
+    raise TemplateError(f"the chat template failed{where}: {excerpt(text)}") from None
 
 
 @functools.cache

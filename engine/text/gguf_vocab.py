@@ -8,6 +8,7 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 from __future__ import annotations
 
 import enum
+import numbers
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers
 
 from engine.errors import ConfigError
+from engine.model_files import shown
 from engine.text.parts import TokenizerParts, set_bos_eos
 from engine.text.pretokenizers import find_pre_tokenizer
 
@@ -71,7 +73,10 @@ class _Metadata:
                     got = type(item).__name__
                     raise ConfigError(f"{_PREFIX}{key}[{i}] must be a string; got {got}")
             return list(value)
-        return [kind(item) for item in value]
+        try:
+            return [kind(item) for item in value]
+        except (TypeError, ValueError, OverflowError):
+            raise ConfigError(f"{_PREFIX}{key} must be numbers; got {shown(value)}") from None
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.get(key)
@@ -81,9 +86,10 @@ class _Metadata:
         value = self.get(key)
         if value is None:
             return None
-        if not 0 <= int(value) < len(self.tokens):
+        if not isinstance(value, numbers.Integral) or not 0 <= int(value) < len(self.tokens):
             raise ConfigError(
-                f"{_PREFIX}{key} must be in [0, {len(self.tokens)}) (the vocabulary); got {value}"
+                f"{_PREFIX}{key} must be in [0, {len(self.tokens)}) (the vocabulary); "
+                f"got {shown(value)}"
             )
         return int(value)
 
@@ -117,9 +123,9 @@ def parts_from_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
     """
     builders = {"gpt2": _byte_level, "llama": _sentencepiece}
     kind = metadata.get(_PREFIX + "model")
-    if kind not in builders:
+    if not isinstance(kind, str) or kind not in builders:
         raise ConfigError(
-            f"tokenizer.ggml.model must be one of {', '.join(sorted(builders))}; got {kind!r}"
+            f"tokenizer.ggml.model must be one of {', '.join(sorted(builders))}; got {shown(kind)}"
         )
     meta = _Metadata(metadata)
     backend, add_bos = builders[kind](meta)
@@ -196,7 +202,8 @@ def _numbered(tokens: Sequence[str]) -> dict[str, int]:
         first = vocab.setdefault(token, token_id)
         if first != token_id:
             raise ConfigError(
-                f"tokenizer.ggml.tokens must be unique; {token!r} has ids {first} and {token_id}"
+                f"tokenizer.ggml.tokens must be unique; {shown(token)} has ids {first} and "
+                f"{token_id}"
             )
     return vocab
 
@@ -205,7 +212,7 @@ def _split_merge(index: int, merge: str) -> tuple[str, str]:
     # Search from 1, as the left half may itself be a space.
     at = merge.find(" ", 1)
     if at < 0 or at == len(merge) - 1:
-        raise ConfigError(f"tokenizer.ggml.merges[{index}] must be two tokens; got {merge!r}")
+        raise ConfigError(f"tokenizer.ggml.merges[{index}] must be two tokens; got {shown(merge)}")
     return merge[:at], merge[at + 1 :]
 
 
@@ -252,7 +259,9 @@ def _add_whole_tokens(backend: tokenizers.Tokenizer, meta: _Metadata) -> None:
     backend.add_tokens([whole(i, False) for i in user])
     for i in control + user:
         if backend.token_to_id(meta.tokens[i]) != i:
-            raise ConfigError(f"token {i} ({meta.tokens[i]!r}) cannot be added as a whole token")
+            raise ConfigError(
+                f"token {i} ({shown(meta.tokens[i])}) cannot be added as a whole token"
+            )
 
 
 def _named_tokens(meta: _Metadata) -> dict[str, str]:

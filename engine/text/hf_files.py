@@ -3,7 +3,7 @@
 The files read are ``tokenizer.json`` and, if they exist, ``tokenizer_config.json``,
 ``special_tokens_map.json``, ``added_tokens.json``, ``config.json``, ``generation_config.json``,
 ``chat_template.jinja`` and ``additional_chat_templates/*.jinja``. Nothing in the directory is
-executed, except templates, in their sandbox.
+executed, except templates, in their sandbox. They are opened and bounded by `engine.model_files`.
 
 ``tokenizer.json`` alone determines whether BOS and EOS are added to a text, as in transformers 5;
 ``add_bos_token`` in ``tokenizer_config.json`` applies only to tokenizers without that file.
@@ -11,7 +11,6 @@ executed, except templates, in their sandbox.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,14 @@ import tokenizers
 from tokenizers import AddedToken
 
 from engine.errors import ConfigError
+from engine.model_files import excerpt, is_present, read_file, read_json, shown
+from engine.text.chat_template import MAX_SOURCE_CHARS
 from engine.text.parts import SPECIAL_NAMES, TokenizerParts
 
 __all__ = ["parts_from_directory"]
+
+_MAX_TOKENIZER_BYTES = 256 << 20  # the largest in use have about 35 MB
+_MAX_TEMPLATE_BYTES = 4 * MAX_SOURCE_CHARS  # UTF-8 has at most 4 bytes a character
 
 
 def parts_from_directory(directory: Path) -> TokenizerParts:
@@ -56,15 +60,16 @@ def parts_from_directory(directory: Path) -> TokenizerParts:
 
 def _read_backend(directory: Path) -> tokenizers.Tokenizer:
     path = directory / "tokenizer.json"
-    if not path.is_file():
+    if not is_present(path):
         others = ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
-        found = [name for name in others if (directory / name).is_file()]
+        found = [name for name in others if is_present(directory / name)]
         hint = f"; {', '.join(found)} alone is not enough" if found else ""
         raise ConfigError(f"no tokenizer.json in {directory}{hint}")
+    data = read_file(path, _MAX_TOKENIZER_BYTES, directory)
     try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
+        backend = tokenizers.Tokenizer.from_buffer(data)
     except Exception as error:  # the backend raises bare Exceptions
-        raise ConfigError(f"{path} cannot be read: {error}") from None
+        raise ConfigError(f"{path} cannot be read: {excerpt(error)}") from None
     # The file may still have the truncation and padding used in training.
     backend.no_truncation()
     backend.no_padding()
@@ -73,23 +78,26 @@ def _read_backend(directory: Path) -> tokenizers.Tokenizer:
 
 def _read_json(directory: Path, name: str) -> dict[str, Any]:
     path = directory / name
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} must hold a JSON object; got {type(content).__name__}")
-    return content
+    return read_json(path, root=directory) if is_present(path) else {}
 
 
 def _text_of(value: object, where: str) -> str | None:
     """Return the text of a token, given as a string or as an object with "content"."""
     content = value.get("content") if isinstance(value, dict) else value
-    if content is None or isinstance(content, str):
-        return content
-    raise ConfigError(f"{where} must be a string or an object with content; got {value!r}")
+    if content is not None and not isinstance(content, str):
+        raise ConfigError(f"{where} must be a string or an object with content; got {shown(value)}")
+    if content is not None and not _is_unicode(content):
+        raise ConfigError(f"{where} must be valid Unicode; got {shown(content)}")
+    return content
+
+
+def _is_unicode(text: str) -> bool:
+    """Tell whether `text` has no unpaired surrogate, which JSON can spell and UTF-8 cannot."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _special_tokens(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
@@ -108,7 +116,9 @@ def _id_of(backend: tokenizers.Tokenizer, name: str, special: Mapping[str, str])
         return None
     token_id = backend.token_to_id(special[name])
     if token_id is None:
-        raise ConfigError(f"{name} must be in tokenizer.json's vocabulary; got {special[name]!r}")
+        raise ConfigError(
+            f"{name} must be in tokenizer.json's vocabulary; got {shown(special[name])}"
+        )
     return token_id
 
 
@@ -119,6 +129,10 @@ def _add_missing_tokens(
     listed = config.get("added_tokens_decoder") or {
         str(token_id): content for content, token_id in older.items()
     }
+    if not isinstance(listed, Mapping):
+        raise ConfigError(
+            f"added_tokens_decoder in tokenizer_config.json must be an object; got {shown(listed)}"
+        )
     known = backend.get_added_tokens_decoder()
     for key in sorted(listed, key=_as_id):
         token = _added_token(listed[key], key)
@@ -128,14 +142,16 @@ def _add_missing_tokens(
         (backend.add_special_tokens if token.special else backend.add_tokens)([token])
         if backend.token_to_id(token.content) != _as_id(key):
             raise ConfigError(
-                f"added token {token.content!r} must have id {key}; in tokenizer.json it has "
+                f"added token {shown(token.content)} must have id {key}; in tokenizer.json it has "
                 f"{backend.token_to_id(token.content)}"
             )
 
 
 def _as_id(key: str) -> int:
-    if not key.isdecimal():
-        raise ConfigError(f"an added token's id must be a whole number; got {key!r}")
+    if not key.isdecimal() or len(key) > 9:
+        raise ConfigError(
+            f"an added token's id must be a whole number of at most 9 digits; got {shown(key)}"
+        )
     return int(key)
 
 
@@ -159,8 +175,10 @@ def _ids(value: object) -> list[int]:
     """Return an id given as a number, a list of them, or null."""
     items: list[Any] = value if isinstance(value, list) else [] if value is None else [value]
     for item in items:
-        if isinstance(item, bool) or not isinstance(item, int) or item < 0:
-            raise ConfigError(f"bos_token_id and eos_token_id must be token ids; got {value!r}")
+        if type(item) is not int or not 0 <= item < 1 << 31:
+            raise ConfigError(
+                f"bos_token_id and eos_token_id must be token ids; got {shown(value)}"
+            )
     return items
 
 
@@ -182,13 +200,23 @@ def _chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str
     elif isinstance(listed, list):
         for i, entry in enumerate(listed):
             if not isinstance(entry, dict) or not {"name", "template"} <= entry.keys():
-                raise ConfigError(f"chat_template[{i}] must have name and template; got {entry!r}")
+                raise ConfigError(
+                    f"chat_template[{i}] must have name and template; got {shown(entry)}"
+                )
             templates[str(entry["name"])] = str(entry["template"])
     elif listed is not None:
         raise ConfigError(f"chat_template must be a string or a list; got {type(listed).__name__}")
     files = {"default": directory / "chat_template.jinja"}
     files |= {path.stem: path for path in directory.glob("additional_chat_templates/*.jinja")}
     for name, path in files.items():
-        if path.is_file():
-            templates[name] = path.read_text(encoding="utf-8")
+        if is_present(path):
+            templates[name] = _read_template(path, directory)
     return templates
+
+
+def _read_template(path: Path, directory: Path) -> str:
+    data = read_file(path, _MAX_TEMPLATE_BYTES, directory)
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: must be UTF-8 ({error})") from None

@@ -10,6 +10,7 @@ from typing import Any
 import tokenizers
 
 from engine.errors import ConfigError, RequestError
+from engine.model_files import shown
 
 __all__ = ["TokenBytes", "byte_alphabet", "strip_spaces"]
 
@@ -126,9 +127,7 @@ def _read_decoder(decoder: Any) -> tuple[str | None, bool, int]:
         elif kind == "Strip" and step["content"] == " " and not step["stop"]:
             strip = step["start"]
         elif kind not in ("ByteLevel", "Fuse"):
-            raise ConfigError(
-                f"cannot decode with this tokenizer's decoder step {json.dumps(step)}"
-            )
+            raise ConfigError(f"cannot decode with this tokenizer's decoder step {shown(step)}")
     if space is None and has_bytes:
-        raise ConfigError(f"cannot decode with this tokenizer's decoder {json.dumps(state)}")
+        raise ConfigError(f"cannot decode with this tokenizer's decoder {shown(state)}")
     return space, has_bytes, strip

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError, RequestError, TemplateError
+from engine.model_files import excerpt
 from engine.text.chat_template import ChatTemplate
 from engine.text.gguf_vocab import parts_from_gguf
 from engine.text.hf_files import parts_from_directory
@@ -46,8 +47,9 @@ def load_tokenizer(
         parts = parts_from_gguf(source)
     else:
         directory = Path(source)
-        if not directory.is_dir():
-            raise ConfigError(f"source must be a directory or .gguf metadata; got {directory}")
+        if not os.path.isdir(directory):
+            got = excerpt(directory)
+            raise ConfigError(f"source must be a directory or .gguf metadata; got {got}")
         parts = parts_from_directory(directory)
     return Tokenizer(parts, chat_template=chat_template)
 
@@ -209,11 +211,11 @@ class Tokenizer:
         return self.encode(self.apply_chat_template(messages, **kwargs), add_special_tokens=False)
 
     def _choose_template(self, has_tools: bool) -> ChatTemplate:
-        names = ("tool_use", "default") if has_tools else ("default",)
-        for name in names:
+        for name in ("tool_use", "default") if has_tools else ("default",):
             if name in self._templates:
                 return self._templates[name]
-        have = f"; it has {', '.join(map(json.dumps, self._templates))}" if self._templates else ""
+        names = excerpt(", ".join(map(json.dumps, self._templates)))
+        have = f"; it has {names}" if names else ""
         raise TemplateError(
             f"the model has no default chat template{have}; pass one to load_tokenizer, "
             "or complete a plain prompt"

@@ -191,11 +191,11 @@ BAD_FILES = {
     ),
     "array length": (
         Raw(pairs=1).string(b"k").pack("<IIQ", 9, 4, 2**62).bytes(),
-        "truncated: k needs 18446744073709551616 bytes",
+        "truncated: 4611686018427387904 items of 'k' do not fit",
     ),
     "string array length": (
         Raw(pairs=1).string(b"k").pack("<IIQ", 9, 8, 2**61).bytes(),
-        "strings of 'k' do not fit",
+        "items of 'k' do not fit",
     ),
     "string in array": (
         Raw(pairs=1).string(b"k").pack("<IIQQQ", 9, 8, 2, 2**63, 0).bytes(),

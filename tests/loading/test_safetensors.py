@@ -234,7 +234,9 @@ def test_a_link_out_of_the_directory_is_refused_except_into_a_hub_cache(tmp_path
         os.symlink(blobs / "0123", root / "x.safetensors")
         index(root, {"a": "x.safetensors"})
     assert open_safetensors(hub).view("a").sum() == 2
-    with pytest.raises(WeightsError, match=r"must be inside the directory; it is a link to .*0123"):
+    with pytest.raises(
+        WeightsError, match=r"must be inside the model's folder; it is a link to .*0123"
+    ):
         open_safetensors(plain)
 
 

@@ -79,7 +79,7 @@ def test_truncation_and_padding_of_training_are_off(directory):
     ("name", "content", "message"),
     [
         ("tokenizer.json", "{", "tokenizer.json cannot be read"),
-        ("tokenizer_config.json", "{", "tokenizer_config.json cannot be read"),
+        ("tokenizer_config.json", "{", "tokenizer_config.json: is not valid JSON"),
         ("tokenizer_config.json", "[]", "must hold a JSON object"),
         ("tokenizer_config.json", '{"bos_token": 3}', "bos_token"),
         ("tokenizer_config.json", '{"bos_token": "<nowhere>"}', "<nowhere>"),

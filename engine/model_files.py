@@ -1,0 +1,204 @@
+"""Opens and reads the files of a model, which are untrusted.
+
+Every reader of a model's files opens them here. Only regular files are opened, so that a FIFO
+cannot hang and a device cannot fill the memory, and at most a stated number of bytes is read.
+
+Links are followed as long as they stay in the model's folder, the same for weights, configuration,
+tokenizer and templates: otherwise a folder from elsewhere could have any file of the user's read,
+as a template for example. The one exception is the hub's cache, where the files of
+``snapshots/<revision>/`` are links into ``blobs/`` beside ``snapshots/``. The folder itself, and a
+.gguf file that the user names, may be links to anywhere.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import reprlib
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ConfigError, EngineError
+
+__all__ = [
+    "excerpt",
+    "is_present",
+    "open_file",
+    "read_file",
+    "read_json",
+    "refuse_link_out",
+    "shown",
+]
+
+MAX_JSON_BYTES = 64 << 20
+
+_MAX_SHOWN = 80
+_MAX_EXCERPT = 200
+_KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+class _ShortRepr(reprlib.Repr):
+    """`repr` whose time and length do not grow with the value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = _MAX_SHOWN
+        self.maxlist = self.maxtuple = self.maxdict = 8
+
+    def repr_int(self, x: int, level: int) -> str:
+        if x.bit_length() > 256:  # Python refuses to print very long ones
+            return f"a whole number of about {int(x.bit_length() * 0.30103) + 1} digits"
+        return repr(x)
+
+
+_short_repr = _ShortRepr()
+
+
+def shown(value: object) -> str:
+    """Return `value` as text of at most 80 characters, for an error message.
+
+    Examples
+    --------
+    >>> shown("model"), len(shown("a" * 5000)), shown(10**5000)
+    ("'model'", 80, 'a whole number of about 5001 digits')
+    """
+    text = _short_repr.repr(value)
+    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
+
+
+def excerpt(text: object) -> str:
+    """Return the first 200 characters of a text, for an error message."""
+    whole = str(text)
+    return whole if len(whole) <= _MAX_EXCERPT else whole[: _MAX_EXCERPT - 3] + "..."
+
+
+def is_present(path: Path) -> bool:
+    """Tell whether `path` is there, be it a file, a FIFO or a link to nothing."""
+    return os.path.lexists(path)
+
+
+def open_file(
+    path: Path, root: Path | None = None, error: type[EngineError] = ConfigError
+) -> io.FileIO:
+    """Open the regular file `path` for reading, without ever waiting.
+
+    Parameters
+    ----------
+    path : Path
+    root : Path, optional
+        The model's folder, which links must not leave; None for a file that the user named.
+    error : type
+        What to raise, `ConfigError` or `WeightsError`.
+
+    Raises
+    ------
+    ConfigError or WeightsError
+        If there is no such file, it is a directory, a FIFO, a socket or a device, it is a link out
+        of `root`, or it cannot be opened.
+    """
+    try:
+        if root is not None:
+            refuse_link_out(path, root, error)
+        # Before opening, since that alone may do something to a device; and after it, in case the
+        # file was replaced in between.
+        _check_regular(path, os.stat(path).st_mode, error)
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            _check_regular(path, os.fstat(file).st_mode, error)
+            return io.FileIO(file, "rb")
+        except BaseException:
+            os.close(file)
+            raise
+    except OSError as fault:
+        reason = fault.strerror or fault
+        raise error(f"{excerpt(path)}: cannot be read ({reason})") from fault
+    except ValueError as fault:  # a NUL or a lone surrogate in the path
+        if isinstance(fault, error):
+            raise
+        raise error(f"{excerpt(path)!r}: is no valid path ({fault})") from fault
+
+
+def refuse_link_out(path: Path, root: Path, error: type[EngineError] = ConfigError) -> None:
+    """Raise `error` if `path` is, or lies behind, a link out of the model's folder `root`."""
+    home, target = (Path(os.path.realpath(one)) for one in (root, path))
+    homes = [home]
+    if home.parent.name == "snapshots":
+        homes.append(home.parent.parent / "blobs")
+    if not any(target.is_relative_to(one) for one in homes):
+        raise error(
+            f"{excerpt(path)}: must be inside the model's folder; it is a link to "
+            f"{excerpt(target)} (copy the file, or give the folder that has it)"
+        )
+
+
+def _check_regular(path: Path, mode: int, error: type[EngineError]) -> None:
+    if not stat.S_ISREG(mode):
+        kind = _KINDS.get(stat.S_IFMT(mode), "a special file")
+        raise error(f"{excerpt(path)}: must be a regular file; it is {kind}")
+
+
+def read_file(
+    path: Path,
+    max_bytes: int,
+    root: Path | None = None,
+    error: type[EngineError] = ConfigError,
+) -> bytes:
+    """Return the content of the regular file `path`, of which at most `max_bytes` + 1 are read.
+
+    Raises
+    ------
+    ConfigError or WeightsError
+        As `open_file`, or if the file has more than `max_bytes`.
+    """
+    with open_file(path, root, error) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > max_bytes:
+            raise error(f"{path}: must have at most {max_bytes} bytes; got {size}")
+        try:
+            data = _read_up_to(file, size + 1)
+        except OSError as fault:
+            raise error(f"{path}: cannot be read ({fault.strerror or fault})") from fault
+    if len(data) != size:
+        raise error(f"{path}: must not change while it is read; it had {size} bytes")
+    return data
+
+
+def _read_up_to(file: io.FileIO, count: int) -> bytes:
+    """Return up to `count` bytes; one `read` of the system may return fewer than there are."""
+    data = bytearray()
+    while len(data) < count and (part := file.read(count - len(data))):
+        data += part
+    return bytes(data)
+
+
+def read_json(
+    path: Path,
+    max_bytes: int = MAX_JSON_BYTES,
+    root: Path | None = None,
+    error: type[EngineError] = ConfigError,
+    object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None,
+) -> dict[str, Any]:
+    """Return the JSON object in file `path`.
+
+    Raises
+    ------
+    ConfigError or WeightsError
+        As `read_file`, or if the content is not UTF-8, not JSON, or not a JSON object.
+    """
+    data = read_file(path, max_bytes, root, error)
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=object_pairs_hook)
+    except (ValueError, RecursionError) as fault:
+        raise error(f"{path}: is not valid JSON ({excerpt(fault)})") from fault
+    if not isinstance(value, dict):
+        raise error(f"{path}: must hold a JSON object; got {shown(value)}")
+    return value
