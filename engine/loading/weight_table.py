@@ -19,6 +19,8 @@ from engine.quantization import WHOLE, Shard, dense_format
 __all__ = ["Placement", "place_tensors", "shard_axis", "weight_bytes", "weight_room"]
 __all__ += ["weight_shapes"]
 
+_MAX_ROPE_BYTES = 8 << 30  # 16 million positions of 128 features
+
 # Tables in old checkpoints and .gguf files that the engine computes itself.
 _IGNORED = re.compile(
     r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
@@ -155,13 +157,21 @@ def weight_room(
     """Raise if the device has no room for the weights that the `with` block allocates.
 
     Rope tables for sequences of `max_model_len` tokens are included; they are made on the host.
+    They have a limit of their own, since two numbers in a small file determine their size.
 
     Raises
     ------
     OutOfMemoryError
-        Says what is needed, what is free and who uses the rest.
+        Says what is needed, what is free and who uses the rest, or that the rope tables are above
+        their limit of 8 GiB; and what would fit.
     """
     tables = rope_bytes(config, max_model_len)
+    if tables > _MAX_ROPE_BYTES:
+        raise OutOfMemoryError(
+            f"rope tables must have at most {format_bytes(_MAX_ROPE_BYTES)}; they would have "
+            f"{format_bytes(tables)} for max_model_len={max_model_len}. What would fit: "
+            f"max_model_len={max_model_len * _MAX_ROPE_BYTES // tables}"
+        )
     what = f"of weights in {dtype}"
     if tables:
         what += f" and of rope tables ({format_bytes(tables)} for max_model_len={max_model_len})"
@@ -174,6 +184,8 @@ def weight_room(
         )
         if dtype == "float32" and weight_bytes(config, "bfloat16", shard) + tables <= free:
             said += '. What would fit: dtype="bfloat16"'
+        elif 0 < (room := free - weight_bytes(config, dtype, shard)) < tables:
+            said += f". What would fit: max_model_len={max(1, max_model_len * room // tables)}"
         return said
 
     needed = weight_bytes(config, dtype, shard) + tables

@@ -14,7 +14,7 @@ import numpy as np
 from engine import kernels
 from engine.config import ModelConfig, RopeConfig
 from engine.device import array_module
-from engine.errors import WeightsError
+from engine.errors import OutOfMemoryError, WeightsError
 from engine.layers.arrays import arrays_of
 from engine.layers.attention import Attention, AttentionParams
 from engine.layers.batch import ForwardBatch
@@ -292,7 +292,12 @@ class Decoder:
         )
 
     def _rope_table(self, rope: RopeConfig) -> Any:
-        return self.xp.asarray(rope_table(rope, self.max_model_len))
+        try:
+            return self.xp.asarray(rope_table(rope, self.max_model_len))
+        except MemoryError as error:  # a limit that the memory plan does not see, as `ulimit -v`
+            raise OutOfMemoryError(
+                f"no room for the rope tables of max_model_len={self.max_model_len} ({error})"
+            ) from error
 
     def _layer(self, index: int) -> DecoderLayer:
         config, name = self.config, f"layers.{index}"
