@@ -30,6 +30,7 @@ from engine.loading.load_config import LoadConfig, resolve_load_config
 from engine.loading.mlp_padding import pad_mlps
 from engine.loading.model_config import load_config
 from engine.loading.weights import dummy_weights, load_weights
+from engine.model_files import is_present
 from engine.models.decoder import Decoder, Pages
 from engine.models.kernel_set import prepare_kernels
 from engine.text.tokenizer import Tokenizer, load_tokenizer
@@ -215,7 +216,7 @@ class Model:
         """Tell whether there are files to read a tokenizer from."""
         source = self._source
         return source is not None and (
-            source.kind == "gguf" or (source.path / "tokenizer.json").is_file()
+            source.kind == "gguf" or is_present(source.path / "tokenizer.json")
         )
 
     @cached_property

@@ -26,6 +26,8 @@ from engine.text.parts import SPECIAL_NAMES, TokenizerParts
 __all__ = ["parts_from_directory"]
 
 _MAX_TOKENIZER_BYTES = 256 << 20  # the largest in use have about 35 MB
+_MAX_ADDED_TOKENS = 1 << 18  # as large as whole vocabularies
+_MAX_TEMPLATES = 64
 _MAX_TEMPLATE_BYTES = 4 * MAX_SOURCE_CHARS  # UTF-8 has at most 4 bytes a character
 
 
@@ -134,12 +136,20 @@ def _add_missing_tokens(
             f"added_tokens_decoder in tokenizer_config.json must be an object; got {shown(listed)}"
         )
     known = backend.get_added_tokens_decoder()
+    missing = {}
     for key in sorted(listed, key=_as_id):
         token = _added_token(listed[key], key)
         have = known.get(_as_id(key))
-        if have is not None and have.content == token.content and have.special == token.special:
-            continue
-        (backend.add_special_tokens if token.special else backend.add_tokens)([token])
+        if have is None or have.content != token.content or have.special != token.special:
+            missing[key] = token
+    if len(missing) > _MAX_ADDED_TOKENS:
+        raise ConfigError(
+            f"the files beside tokenizer.json must add at most {_MAX_ADDED_TOKENS} tokens to it; "
+            f"got {len(missing)}"
+        )
+    # All at once: each call builds the search for all added tokens anew.
+    backend.add_tokens(list(missing.values()))
+    for key, token in missing.items():
         if backend.token_to_id(token.content) != _as_id(key):
             raise ConfigError(
                 f"added token {shown(token.content)} must have id {key}; in tokenizer.json it has "
@@ -206,8 +216,14 @@ def _chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str
             templates[str(entry["name"])] = str(entry["template"])
     elif listed is not None:
         raise ConfigError(f"chat_template must be a string or a list; got {type(listed).__name__}")
+    more = list(directory.glob("additional_chat_templates/*.jinja"))
+    if len(more) > _MAX_TEMPLATES:
+        raise ConfigError(
+            f"{directory}: additional_chat_templates must have at most {_MAX_TEMPLATES} files; "
+            f"got {len(more)}"
+        )
     files = {"default": directory / "chat_template.jinja"}
-    files |= {path.stem: path for path in directory.glob("additional_chat_templates/*.jinja")}
+    files |= {path.stem: path for path in more}
     for name, path in files.items():
         if is_present(path):
             templates[name] = _read_template(path, directory)

@@ -124,6 +124,31 @@ def test_damaged_content(directory, name, content, message):
     refused(directory, message)
 
 
+def test_many_added_tokens_are_added_at_once(directory):
+    """One by one, 20,000 would take a minute."""
+    listed = {
+        str(617 + i): {"content": f"<t{i}>", "special": i % 2 == 0, "normalized": False}
+        for i in range(20_000)
+    }
+    path = directory / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"added_tokens_decoder": listed}))
+    start = time.monotonic()
+    tokenizer = load_tokenizer(directory)
+    assert time.monotonic() - start < 10
+    assert tokenizer.encode("<t5><t19998>") == [622, 20_615]
+    assert 622 not in tokenizer.special_ids and 20_615 in tokenizer.special_ids
+    too_many = {f"{617 + i}": "x" for i in range((1 << 18) + 1)}
+    path.write_text(json.dumps(config | {"added_tokens_decoder": too_many}))
+    refused(directory, f"must add at most {1 << 18} tokens to it; got {(1 << 18) + 1}")
+
+
+def test_many_additional_templates(directory):
+    for i in range(65):
+        (directory / "additional_chat_templates" / f"{i}.jinja").write_text("x")
+    refused(directory, "must have at most 64 files; got 65")
+
+
 def test_paths_that_no_directory_can_have():
     for path in ("/" + "a" * 5000, "/a" * 2500, "a\0", "\ud800"):
         refused(path, "source must be a directory")
