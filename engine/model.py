@@ -30,7 +30,7 @@ from engine.loading.load_config import LoadConfig, resolve_load_config
 from engine.loading.mlp_padding import pad_mlps
 from engine.loading.model_config import load_config
 from engine.loading.weights import dummy_weights, load_weights
-from engine.model_files import is_present
+from engine.model_files import is_present, shown
 from engine.models.decoder import Decoder, Pages
 from engine.models.kernel_set import prepare_kernels
 from engine.text.tokenizer import Tokenizer, load_tokenizer
@@ -111,11 +111,11 @@ def load(
     for name in unknown:
         raise unknown_keyword("load", name, known)
     if load_format not in ("auto", "dummy"):
-        raise ConfigError(f"load_format must be 'auto' or 'dummy'; got {load_format!r}")
+        raise ConfigError(f"load_format must be 'auto' or 'dummy'; got {shown(load_format)}")
     if config is not None and not isinstance(config, ModelConfig):
         raise ConfigError(f"config must be a ModelConfig; got {type(config).__name__}")
     if not isinstance(model, str | PathLike) or not str(model):
-        raise ConfigError(f"model must be a name or a path; got {model!r}")
+        raise ConfigError(f"model must be a name or a path; got {shown(model)}")
     show = sys.stderr.isatty() if progress is None else progress
     place, why = resolve_device(device)
     source = None

@@ -14,6 +14,7 @@ from engine.device import Device
 from engine.dtypes import FLOAT_NAMES
 from engine.errors import ConfigError
 from engine.loading.download import ModelSource
+from engine.model_files import shown
 
 __all__ = ["LoadConfig", "resolve_load_config"]
 
@@ -74,22 +75,25 @@ def resolve_load_config(
         neither True nor False.
     """
     if not isinstance(deterministic, bool):
-        raise ConfigError(f"deterministic must be True or False; got {deterministic!r}")
+        raise ConfigError(f"deterministic must be True or False; got {shown(deterministic)}")
     if isinstance(dtype, type | np.dtype):
         dtype = np.dtype(dtype).name  # np.float32, ml_dtypes.bfloat16, an array's dtype
     reasons = {"device": device[1]}
     if dtype == "auto":
         dtype, reasons["dtype"] = _choose_dtype(config, source, device[0])
     elif dtype not in FLOAT_NAMES:
-        raise ConfigError(f"dtype must be one of auto, {', '.join(FLOAT_NAMES)}; got {dtype!r}")
+        raise ConfigError(
+            f"dtype must be one of auto, {', '.join(FLOAT_NAMES)}; got {shown(dtype)}"
+        )
     limit = config.max_position_embeddings
     if max_model_len is None:
         max_model_len, reasons["max_model_len"] = limit, "the model's own"
     elif isinstance(max_model_len, bool) or not isinstance(max_model_len, numbers.Integral):
-        raise ConfigError(f"max_model_len must be a whole number; got {max_model_len!r}")
+        raise ConfigError(f"max_model_len must be a whole number; got {shown(max_model_len)}")
     elif not 1 <= max_model_len <= limit:
         raise ConfigError(
-            f"max_model_len must be from 1 to the model's own {limit}; got {max_model_len}"
+            f"max_model_len must be from 1 to the model's own {limit}; "
+            f"got {shown(int(max_model_len))}"
         )
     return LoadConfig(device[0], dtype, int(max_model_len), load_format, deterministic, reasons)
 

@@ -235,3 +235,13 @@ def test_messages_show_little_of_a_file(raw_safetensors, make_model):
     for value in (name, [name] * 99, {name: name}, name.encode(), 10**5000, [[[[[[[[1]]]]]]]]):
         assert len(shown(value)) <= 80
     assert len(excerpt(name)) == 200
+
+
+def test_options_that_python_refuses_to_print(make_model):
+    path, _, _ = make_model("llama")
+    long = 10**5000
+    for name in ("max_model_len", "dtype", "load_format", "deterministic"):
+        with pytest.raises(ConfigError, match=rf"{name} must be .*about 5001 digits"):
+            load(path, **{"device": "cpu", name: long})
+    with pytest.raises(ConfigError, match="model must be a name or a path"):
+        load(long)
