@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import numbers
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from engine.checks import items_of, length_of, shown, token_ids_of
 from engine.errors import RequestError
 from engine.model import Model
 from engine.request import Request
 from engine.runner.sampling import SamplingSpec
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import NumberRange, SamplingParams
 
 __all__ = ["InputProcessor", "Prompt", "PromptInput"]
 
@@ -22,6 +23,8 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids, or a mapping with "prompt" or "prompt_token_ids" (and "cache_salt")."""
 
 _KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
+_PRIORITY = NumberRange(1 - 2**31, 2**31 - 1, integer=True)
+_TIMEOUT = NumberRange(0, math.inf, optional=True, low_open=True)
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,8 @@ class InputProcessor:
         Raises
         ------
         RequestError
-            If it is not a prompt, holds an id outside the vocabulary, or is too long.
+            If it is not a prompt, holds an id outside the vocabulary, or has more than
+            `max_model_len` tokens.
         """
         text, salt, content = None, _checked_salt(cache_salt), prompt
         if isinstance(prompt, Mapping):
@@ -68,19 +72,26 @@ class InputProcessor:
             if unknown or not ({"prompt", "prompt_token_ids"} & set(prompt)):
                 raise RequestError(
                     'prompt, as a mapping, must have "prompt" or "prompt_token_ids", and may have '
-                    f'"cache_salt"; got {sorted(map(str, prompt))}'
+                    f'"cache_salt"; got {shown(list(prompt))}'
                 )
             text, own_salt = prompt.get("prompt"), _checked_salt(prompt.get("cache_salt"))
             salt = own_salt if salt is None else salt
             content = prompt.get("prompt_token_ids", text)
+            if text is not None and not isinstance(text, str):
+                raise RequestError(f'prompt["prompt"] must be a str; got {shown(text)}')
         if isinstance(content, str):
             return PromptInput(content, self._checked_ids(self._encode_text(content)), salt)
         return PromptInput(text, self._checked_ids(content), salt)
 
     def check(
         self, request_id: str, params: SamplingParams, priority: int, timeout: float | None
-    ) -> None:
+    ) -> tuple[int, float | None]:
         """Check the arguments that accompany a prompt.
+
+        Returns
+        -------
+        tuple
+            `priority` as Python's int and `timeout` as a float.
 
         Raises
         ------
@@ -89,19 +100,20 @@ class InputProcessor:
             or needs a tokenizer that the model does not have.
         """
         if not isinstance(request_id, str):
-            raise RequestError(f"request_id must be a str; got {request_id!r}")
+            raise RequestError(f"request_id must be a str; got {shown(request_id)}")
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params must be a SamplingParams; got {type(params).__name__}")
-        if not isinstance(priority, numbers.Integral):
-            raise RequestError(f"priority must be a whole number; got {priority!r}")
-        if timeout is not None and not (isinstance(timeout, numbers.Real) and timeout > 0):
-            raise RequestError(f"timeout must be seconds above 0, or None; got {timeout!r}")
+        priority, timeout = (
+            _PRIORITY.check("priority", priority),
+            _TIMEOUT.check("timeout", timeout),
+        )
         params.validate_for(self._vocab_size)
         for name in ("stop", "bad_words"):
             if getattr(params, name) and self.tokenizer is None:
                 raise RequestError(
-                    f"{name} needs a model with a tokenizer; got {getattr(params, name)!r}"
+                    f"{name} needs a model with a tokenizer; got {shown(getattr(params, name))}"
                 )
+        return priority, timeout
 
     def sampling_specs(self, params: SamplingParams) -> list[SamplingSpec]:
         """Return the sampling spec of each continuation; they differ in their seeds only.
@@ -168,19 +180,20 @@ class InputProcessor:
 
     def _checked_ids(self, ids: Any) -> list[int]:
         # A set has no order, and a 0-d array cannot be iterated over.
-        is_no_list = isinstance(ids, bytes | bytearray | set | frozenset)
+        is_no_list = isinstance(ids, str | bytes | bytearray | set | frozenset | Mapping)
         if is_no_list or not hasattr(ids, "__iter__") or getattr(ids, "ndim", 1) != 1:
             raise RequestError(f"prompt must be text or token ids; got {type(ids).__name__}")
-        checked: list[int] = []
-        for index, token in enumerate(ids):
-            is_id = isinstance(token, int | np.integer) and not isinstance(token, bool)
-            if not (is_id and 0 <= token < self._vocab_size):
-                raise RequestError(
-                    f"prompt[{index}] must be a token id, a whole number in "
-                    f"[0, {self._vocab_size}); got {token!r}"
-                )
-            checked.append(int(token))
-        return checked
+        if not hasattr(ids, "__len__"):  # an iterator, which may be endless
+            ids = list(itertools.islice(ids, self._max_model_len + 1))
+        count, limit = length_of(ids), self._max_model_len
+        if count is not None and count > limit:
+            raise RequestError(
+                f"the prompt must have 1 to {limit - 1} tokens (max_model_len {limit} minus one to "
+                f"generate); got {shown(count)}"
+            )
+        items = items_of("prompt", ids, "token ids", limit)
+        wanted = f"a token id, a whole number in [0, {self._vocab_size})"
+        return token_ids_of("prompt", items, self._vocab_size, wanted)
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Return each bad word's token sequences, at the start of a text and after a space."""
@@ -195,7 +208,7 @@ class InputProcessor:
 
 def _checked_salt(salt: Any) -> str | None:
     if salt is not None and (not isinstance(salt, str) or not salt):
-        raise RequestError(f"cache_salt must be a non-empty str, or None; got {salt!r}")
+        raise RequestError(f"cache_salt must be a non-empty str, or None; got {shown(salt)}")
     return salt
 
 

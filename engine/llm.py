@@ -12,6 +12,7 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 from engine.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
+from engine.checks import length_of, shown
 from engine.errors import RequestError, unknown_keyword
 from engine.llm_engine import LLMEngine, Prompt
 from engine.outputs import RequestOutput
@@ -343,20 +344,25 @@ def _as_prompts(prompts: Any) -> list[Prompt]:
         raise RequestError(
             f"prompts must be a prompt or a sequence of prompts; got {type(prompts).__name__}"
         )
-    items = list(prompts)
-    is_ids = items and not isinstance(items[0], str | Mapping) and not hasattr(items[0], "__iter__")
-    return [items] if is_ids else items
+    items = iter(prompts)
+    first = list(itertools.islice(items, 1))
+    is_ids = first and not isinstance(first[0], str | Mapping) and not hasattr(first[0], "__iter__")
+    if is_ids:  # of an iterator, which may be endless, the engine reads what it can serve
+        return [prompts] if hasattr(prompts, "__len__") else [itertools.chain(first, items)]  # type: ignore[list-item]
+    return [*first, *items]
 
 
 def _one_per_prompt(name: str, values: Any, count: int, kind: type) -> list[Any]:
     """Return `values`, a single one of this `kind` or a sequence, as a list of `count`."""
     if isinstance(values, kind):
         return [values] * count
-    if isinstance(values, str | Mapping) or not hasattr(values, "__iter__"):
+    is_no_list = isinstance(values, str | Mapping) or not hasattr(values, "__iter__")
+    if is_no_list or getattr(values, "ndim", 1) == 0:
         got = type(values).__name__
     else:
-        items = list(values)
+        items = list(itertools.islice(values, count + 1))
         if len(items) == count:
             return items
-        got = str(len(items))
+        known = length_of(values)
+        got = f"{'more' if len(items) > count else len(items)}" if known is None else shown(known)
     raise RequestError(f"{name} must be one value, or one per prompt ({count}); got {got}")

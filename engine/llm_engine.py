@@ -12,6 +12,7 @@ from engine.cache.kv_cache import KVCache
 from engine.cache.memory_pool import MemoryPool
 from engine.cache.swap import SwapSpace
 from engine.calibration import with_measured_costs
+from engine.checks import request_ids_of, shown
 from engine.deadlines import Deadlines
 from engine.engine_config import EngineConfig
 from engine.errors import EngineError, RequestError
@@ -188,11 +189,11 @@ class LLMEngine:
         """
         params = SamplingParams() if params is None else params
         if self.kv_cache.is_closed:
-            raise RequestError(f"request {request_id!r} cannot be served: the engine was closed")
+            raise RequestError("the request cannot be served: the engine was closed")
         checked = self._inputs.encode(prompt, cache_salt)
-        self._inputs.check(request_id, params, priority, timeout)
+        priority, timeout = self._inputs.check(request_id, params, priority, timeout)
         if request_id in self._groups:
-            raise RequestError(f"request id {request_id!r} is in use")
+            raise RequestError(f"request id {request_id[:80]!r} is in use")
         specs, salt = self._inputs.sampling_specs(params), checked.cache_salt
         group = OutputGroup(request_id, checked.text, params, time.monotonic(), self.tokenizer)
         requests = self._inputs.requests(
@@ -209,14 +210,13 @@ class LLMEngine:
 
         The next step returns their output so far, with finish_reason "abort".
         """
-        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-        for request_id in ids:
+        for request_id in request_ids_of(request_ids):
             if request_id in self._groups:
                 self._end_group(self._groups[request_id], None)
 
     def forget_aborted(self, request_ids: Iterable[str]) -> None:
         """Drop the outputs of these requests, which were aborted since the last step."""
-        ids = set(request_ids)
+        ids = set(request_ids_of(request_ids))
         self._changed = {g: o for g, o in self._changed.items() if g.request_id not in ids}
 
     def has_unfinished_requests(self) -> bool:
@@ -267,7 +267,8 @@ class LLMEngine:
         """Abort all requests and free the memory; a second call does nothing."""
         if self.kv_cache.is_closed:
             return
-        self.abort_request(list(self._groups))
+        for group in list(self._groups.values()):
+            self._end_group(group, None)
         self._changed.clear()
         while self._in_flight:
             step = self._in_flight.pop()
@@ -295,10 +296,11 @@ class LLMEngine:
                 self._stats.admission_rejections += 1
                 raise
             return
-        origin = self._groups.get(parent)
+        origin = self._groups.get(parent) if isinstance(parent, str) else None
         if origin is None or others or len(origin.streams) > 1:
             raise RequestError(
-                f"parent must be an unfinished request, and neither may have n > 1; got {parent!r}"
+                "parent must be an unfinished request, and neither may have n > 1; "
+                f"got {shown(parent)}"
             )
         self.scheduler.fork_request(origin.streams[0].request, first)
 

@@ -7,11 +7,14 @@ documentation read it too.
 from __future__ import annotations
 
 import enum
+import math
 import numbers
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from engine.checks import checked_text, items_of, shown, token_ids_of
 from engine.errors import ConfigError, RequestError, unknown_keyword
 
 __all__ = [
@@ -29,6 +32,7 @@ MAX_TOKENS = 2**31 - 1  # positions are int32 on the device
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_IDS = 1024  # entries of logit_bias, stop_token_ids
+MAX_ALLOWED_IDS = 2**20  # entries of allowed_token_ids; no vocabulary has as many tokens
 MAX_BAD_WORDS = 128
 MAX_LOGITS_PROCESSORS = 16
 
@@ -73,14 +77,18 @@ class NumberRange:
         if value is None and self.optional:
             return None
         kind = numbers.Integral if self.integer else numbers.Real
-        if isinstance(value, bool) or not isinstance(value, kind):
-            raise RequestError(f"{name} must be {self}; got {_show(value)}")
-        # NaN fails every comparison, so test for being inside the range, not outside.
-        number: Any = value
-        above = number > self.low if self.low_open else number >= self.low
-        if not (above and number <= self.high):
-            raise RequestError(f"{name} must be {self}; got {_show(value)}")
-        return int(number) if self.integer else float(number)
+        if not isinstance(value, bool) and isinstance(value, kind):
+            try:
+                # Python's numbers: NumPy's integers would wrap in later arithmetic.
+                given: Any = operator.index(value) if isinstance(value, numbers.Integral) else value
+                number: Any = given if self.integer else float(given)
+            except (TypeError, ValueError, OverflowError):
+                number = math.nan
+            # NaN fails every comparison, so test for being inside the range, not outside.
+            above = number > self.low if self.low_open else number >= self.low
+            if above and number <= self.high:
+                return number
+        raise RequestError(f"{name} must be {self}; got {shown(value)}")
 
 
 RANGES: dict[str, NumberRange] = {
@@ -153,7 +161,7 @@ class SamplingParams:
     logit_bias : mapping of int to float, optional
         Added to the logits of these ids; each in [-100, 100].
     allowed_token_ids : sequence of int, optional
-        Only these tokens can be sampled.
+        Only these tokens can be sampled. At most 2**20.
     bad_words : sequence of str
         Texts whose token sequences are never generated.
     logits_processors : sequence of callable
@@ -227,11 +235,11 @@ class SamplingParams:
         for name in flags:
             value = getattr(self, name)
             if not isinstance(value, bool):
-                raise RequestError(f"{name} must be True or False; got {_show(value)}")
+                raise RequestError(f"{name} must be True or False; got {shown(value)}")
         if not isinstance(self.output_kind, RequestOutputKind):
             wanted = ", ".join(f"RequestOutputKind.{kind.name}" for kind in RequestOutputKind)
             raise RequestError(
-                f"output_kind must be one of {wanted}; got {_show(self.output_kind)}"
+                f"output_kind must be one of {wanted}; got {shown(self.output_kind)}"
             )
 
     def _check_sequences(self) -> None:
@@ -240,7 +248,7 @@ class SamplingParams:
         stop_ids = () if self.stop_token_ids is None else self.stop_token_ids
         self._set("stop_token_ids", _ids("stop_token_ids", stop_ids, MAX_IDS))
         if self.allowed_token_ids is not None:
-            allowed = _ids("allowed_token_ids", self.allowed_token_ids, None)
+            allowed = _ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_IDS)
             if not allowed:
                 raise RequestError("allowed_token_ids must not be empty; None allows every token")
             self._set("allowed_token_ids", allowed)
@@ -296,12 +304,11 @@ class SamplingParams:
             "logit_bias": self.logit_bias,
         }
         for name, ids in groups.items():
-            for token_id in ids or ():
-                if token_id >= vocab_size:
-                    raise RequestError(
-                        f"{name} must hold token ids in [0, {vocab_size}) (the vocabulary); "
-                        f"got {token_id}"
-                    )
+            if ids and max(ids) >= vocab_size:
+                first = next(token_id for token_id in ids if token_id >= vocab_size)
+                raise RequestError(
+                    f"{name} must hold token ids in [0, {vocab_size}) (the vocabulary); got {first}"
+                )
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)
             if count is not None and count > vocab_size:
@@ -340,61 +347,40 @@ class SamplingParams:
 _FROM_GENERATION_CONFIG = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
-def _show(value: object) -> str:
-    """Return a short text of a rejected value, whatever its size."""
-    try:
-        text = repr(value)
-    except ValueError:  # an int with more digits than Python converts
-        text = f"an {type(value).__name__} with too many digits"
-    if isinstance(value, (str, bytes)) or not isinstance(value, numbers.Number):
-        text = f"{text[:80]} ({type(value).__name__})"
-    return text[:120]
-
-
-def _items(name: str, value: object, kind: str, limit: int | None) -> list[Any]:
-    """Return a sequence (list, tuple, range, 1-d array) as a list of at most `limit` items."""
-    if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__iter__"):
-        raise RequestError(f"{name} must be a sequence of {kind}; got {_show(value)}")
-    items = list(value)
-    if limit is not None and len(items) > limit:
-        raise RequestError(f"{name} must have at most {limit} entries; got {len(items)}")
-    return items
-
-
 def _texts(name: str, value: object, limit: int, max_chars: int) -> tuple[str, ...]:
     if value is None:
         return ()
-    items = [value] if isinstance(value, str) else _items(name, value, "str", limit)
+    items = [value] if isinstance(value, str) else items_of(name, value, "str", limit)
     for i, text in enumerate(items):
         if not isinstance(text, str) or not 1 <= len(text) <= max_chars:
-            given = f"{len(text)} characters" if isinstance(text, str) else _show(text)
+            given = f"{len(text)} characters" if isinstance(text, str) else shown(text)
             raise RequestError(
                 f"{name}[{i}] must be a str of 1 to {max_chars} characters; got {given}"
             )
+        checked_text(f"{name}[{i}]", text)
     return tuple(items)
 
 
-def _ids(name: str, value: object, limit: int | None) -> tuple[int, ...]:
-    items = _items(name, value, "token ids", limit)
-    return tuple(_TOKEN_ID.check(f"{name}[{i}]", item) for i, item in enumerate(items))
+def _ids(name: str, value: object, limit: int) -> tuple[int, ...]:
+    items = items_of(name, value, "token ids", limit)
+    return tuple(token_ids_of(name, items, int(_TOKEN_ID.high) + 1, str(_TOKEN_ID)))
 
 
 def _bias(value: object) -> dict[int, float]:
     if not isinstance(value, Mapping):
-        raise RequestError(f"logit_bias must map token ids to numbers; got {_show(value)}")
-    if len(value) > MAX_IDS:
-        raise RequestError(f"logit_bias must have at most {MAX_IDS} entries; got {len(value)}")
+        raise RequestError(f"logit_bias must map token ids to numbers; got {shown(value)}")
+    entries = items_of("logit_bias", value.items(), "token ids and numbers", MAX_IDS)
     return {
         _TOKEN_ID.check("a key of logit_bias", key): _BIAS.check(f"logit_bias[{key!r}]", bias)
-        for key, bias in value.items()
+        for key, bias in entries
     }
 
 
 def _callables(name: str, value: object) -> tuple[Callable[..., Any], ...]:
     if value is None:
         return ()
-    items = _items(name, value, "callables", MAX_LOGITS_PROCESSORS)
+    items = items_of(name, value, "callables", MAX_LOGITS_PROCESSORS)
     for i, item in enumerate(items):
         if not callable(item):
-            raise RequestError(f"{name}[{i}] must be callable; got {_show(item)}")
+            raise RequestError(f"{name}[{i}] must be callable; got {shown(item)}")
     return tuple(items)

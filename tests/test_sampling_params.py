@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import math
 import pickle
+import time
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -298,3 +301,97 @@ def test_outputs_say_whether_they_are_finished():
     assert done.finished
     output = RequestOutput("r", "p", [1, 2], [done], finished=True)
     assert output.num_cached_tokens == 0 and output.metrics is None
+
+
+# ---- whatever a caller passes
+
+
+HUGE = 10**5000  # str() of it raises
+
+
+class _Lies:
+    """Has a length of 3 and no end."""
+
+    def __len__(self):
+        return 3
+
+    def __iter__(self):
+        return itertools.repeat(7)
+
+
+class _Raises:
+    def __repr__(self):
+        raise KeyError("repr")
+
+    def __len__(self):
+        raise KeyError("len")
+
+    def __iter__(self):
+        raise KeyError("iter")
+
+
+WRONG = {
+    "0-d array": lambda: np.array(1),
+    "2-d array": lambda: np.zeros((2, 2), int),
+    "array of bool": lambda: np.array([True]),
+    "bytes": lambda: b"x",
+    "bytearray": lambda: bytearray(b"x"),
+    "memoryview": lambda: memoryview(b"x"),
+    "generator": lambda: (x for x in "ab"),
+    "count": itertools.count,
+    "repeat": lambda: itertools.repeat("x"),
+    "huge": lambda: HUGE,
+    "negative": lambda: -HUGE,
+    "fraction": lambda: Fraction(HUGE),
+    "list of huge": lambda: [HUGE],
+    "nested": lambda: [[HUGE]],
+    "dict": lambda: {HUGE: HUGE},
+    "many": lambda: range(10**7),
+    "uncountable": lambda: range(10**30),
+    "lies": _Lies,
+    "raises": _Raises,
+    "list of raises": lambda: [_Raises()],
+    "timedelta": lambda: np.timedelta64(3),
+    "timedeltas": lambda: [np.timedelta64(3)],
+    "surrogate": lambda: ["\ud800"],
+    "long": lambda: ["x" * 10**6],
+    "complex": lambda: 1j,
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_wrong_values_are_refused_soon_with_a_short_text(kind):
+    for name in (f.name for f in dataclasses.fields(SamplingParams)):
+        if (name, kind) == ("stop_token_ids", "lies"):
+            continue
+        start = time.perf_counter()
+        with pytest.raises(RequestError, match=f"^(a key of )?{name}.* must .*; got ") as error:
+            SamplingParams(**{name: WRONG[kind]()})
+        assert len(str(error.value)) < 300
+        assert time.perf_counter() - start < 2
+
+
+def test_a_length_that_lies_is_not_believed():
+    with pytest.raises(RequestError, match="stop_token_ids must have at most 1024 entries"):
+        SamplingParams(stop_token_ids=_Lies())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [tuple, np.array, lambda ids: list(np.array(ids)), set, lambda ids: dict.fromkeys(ids).keys()],
+)
+def test_sequences_of_ids_become_python_ints(make):
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        ids = getattr(SamplingParams(**{name: make(range(5))}), name)
+        assert ids == (0, 1, 2, 3, 4) and {type(i) for i in ids} == {int}
+
+
+def test_many_allowed_ids_are_checked_fast():
+    start = time.perf_counter()
+    params = SamplingParams(allowed_token_ids=range(2**20))
+    params.validate_for(2**20)
+    with pytest.raises(RequestError, match=r"allowed_token_ids .*\[0, 1000\).*got 1000$"):
+        params.validate_for(1000)
+    with pytest.raises(RequestError, match="allowed_token_ids must have at most 1048576 entries"):
+        SamplingParams(allowed_token_ids=range(2**20 + 1))
+    assert time.perf_counter() - start < 2  # 0.15 s; one check for each id takes 1.5 s

@@ -9,6 +9,7 @@ from typing import Any
 
 import tokenizers
 
+from engine.checks import shown
 from engine.errors import ConfigError, RequestError
 from engine.model_files import shown
 
@@ -75,10 +76,9 @@ class TokenBytes(dict[int, bytes]):
     def spelling(self, token_id: int) -> str | None:
         """Return the token as the vocabulary spells it, or None if there is none."""
         if isinstance(token_id, bool) or not isinstance(token_id, numbers.Integral):
-            got = type(token_id).__name__
-            raise RequestError(f"a token id must be an integer; got {token_id!r} ({got})")
+            raise RequestError(f"a token id must be an integer; got {shown(token_id)}")
         if token_id < 0:
-            raise RequestError(f"a token id must be at least 0; got {token_id}")
+            raise RequestError(f"a token id must be at least 0; got {shown(token_id)}")
         if token_id >= self.vocab_size:
             return None
         token: str | None = self._backend.id_to_token(int(token_id))

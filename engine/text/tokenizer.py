@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from engine.checks import checked_text, shown
 from engine.errors import ConfigError, RequestError, TemplateError
 from engine.model_files import excerpt
 from engine.text.chat_template import ChatTemplate
@@ -123,12 +124,10 @@ class Tokenizer:
         RequestError
             If `text` is not a str, or contains an unpaired surrogate.
         """
-        if not isinstance(text, str):
-            raise RequestError(f"text must be a str; got {type(text).__name__}")
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise RequestError(f"text must be valid Unicode; got {error}") from None
+        text = checked_text("text", text)
+        if not isinstance(add_special_tokens, bool):
+            got = shown(add_special_tokens)
+            raise RequestError(f"add_special_tokens must be True or False; got {got}")
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         bos = self.bos_token_id
         doubled = add_special_tokens and bos is not None and ids[:2] == [bos, bos]
@@ -148,20 +147,41 @@ class Tokenizer:
         try:
             data = b"".join([self._bytes[i] for i in ids if i not in skipped])
         except TypeError:
-            raise RequestError(f"ids must be a sequence of token ids; got {ids!r:.80}") from None
+            raise RequestError(f"ids must be a sequence of token ids; got {shown(ids)}") from None
         return strip_spaces(data.decode("utf-8", "replace"), self.strip_left)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of `token_id`; b"" for an id without a token."""
-        return self._bytes[token_id]
+        """Return the bytes of `token_id`; b"" for an id without a token.
+
+        Raises
+        ------
+        RequestError
+            If it is negative or not an integer.
+        """
+        try:
+            return self._bytes[token_id]
+        except TypeError:  # unhashable
+            raise RequestError(f"token_id must be an integer; got {shown(token_id)}") from None
 
     def id_to_token(self, token_id: int) -> str | None:
-        """Return the token as the vocabulary spells it, or None."""
+        """Return the token as the vocabulary spells it, or None.
+
+        Raises
+        ------
+        RequestError
+            If the id is negative or not an integer.
+        """
         return self._bytes.spelling(token_id)
 
     def token_to_id(self, token: str) -> int | None:
-        """Return the id of a token as the vocabulary spells it, or None."""
-        token_id: int | None = self._backend.token_to_id(token)
+        """Return the id of a token as the vocabulary spells it, or None.
+
+        Raises
+        ------
+        RequestError
+            If `token` is not a str, or contains an unpaired surrogate.
+        """
+        token_id: int | None = self._backend.token_to_id(checked_text("token", token))
         return token_id
 
     def apply_chat_template(

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.checks import shown
 from engine.errors import ConfigError, RequestError, TemplateError
 from engine.text.pretokenizers import PRE_TOKENIZERS
 from engine.text.tokenizer import load_tokenizer
@@ -267,3 +268,26 @@ def test_importing_the_tokenizer_opens_no_connection():
     code = "import sys, engine.text.tokenizer; print('huggingface_hub' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("token", [5, None, b"a", ["a"], 10**5000, "\ud800"], ids=shown)
+def test_bad_arguments_of_the_vocabulary(byte_level, token):
+    with pytest.raises(RequestError, match="token must be"):
+        byte_level.token_to_id(token)
+    if not isinstance(token, int):
+        for method in (byte_level.token_bytes, byte_level.id_to_token):
+            with pytest.raises(RequestError, match=r"token.id must be an integer"):
+                method(token)
+    with pytest.raises(RequestError, match="add_special_tokens must be True or False"):
+        byte_level.encode("a", token)
+
+
+def test_ids_of_any_length(byte_level):
+    huge = 10**5000
+    assert byte_level.token_bytes(huge) == b"" and byte_level.id_to_token(huge) is None
+    for method, ids in ((byte_level.token_bytes, -huge), (byte_level.id_to_token, -huge)):
+        with pytest.raises(RequestError, match="token id must be at least 0; got an int of"):
+            method(ids)
+    for ids in (huge, [-huge], [[huge]]):
+        with pytest.raises(RequestError, match=r"got .*an int of 16610 bits"):
+            byte_level.decode(ids)

@@ -1,0 +1,189 @@
+"""What checks of a caller's arguments share: short texts of what came, and bounded reading."""
+
+from __future__ import annotations
+
+import itertools
+import numbers
+import operator
+import reprlib
+import sys
+from collections.abc import Iterable, Mapping, Sized
+from typing import Any
+
+from engine.errors import RequestError
+
+__all__ = ["checked_text", "items_of", "length_of", "request_ids_of", "shown", "token_ids_of"]
+
+_MAX_CHARS = 80  # of a rejected value in a message
+_MAX_BITS = 256  # of an int that is written in digits
+
+
+class _ShortRepr(reprlib.Repr):
+    """`repr` that reads only the start of a text or container, and never fails on a long int."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = _MAX_CHARS
+
+    def repr_int(self, x: int, level: int) -> str:
+        # Python refuses to convert ints of more than 4,300 digits.
+        return repr(x) if x.bit_length() <= _MAX_BITS else f"an int of {x.bit_length()} bits"
+
+
+_SHORT = _ShortRepr()
+
+
+def shown(value: object) -> str:
+    """Return a short text of a rejected value, whatever its type and size; never raises.
+
+    Examples
+    --------
+    >>> shown(1.5), shown("high"), shown([1, 2])
+    ('1.5', "'high' (str)", '[1, 2] (list)')
+    >>> shown(10**5000)
+    'an int of 16610 bits'
+    """
+    try:
+        text = _SHORT.repr(value)
+    except Exception:  # a __len__ or __iter__ of the caller's may raise anything
+        text = "an object"
+    if not isinstance(value, numbers.Number) and value is not None:
+        text = f"{text[:_MAX_CHARS]} ({type(value).__name__[:_MAX_CHARS]})"
+    return text[: 2 * _MAX_CHARS]
+
+
+def items_of(name: str, value: object, kind: str, limit: int) -> list[Any]:
+    """Return a sequence (list, tuple, range, set, 1-d array) as a list.
+
+    Parameters
+    ----------
+    name : str
+        Name of the argument.
+    value : object
+    kind : str
+        What it has to hold, for the message.
+    limit : int
+        Maximum number of items; no more than one beyond it is read.
+
+    Raises
+    ------
+    RequestError
+        If it is a text, a mapping, a 0-d array, an iterator (which may be endless, and can be read
+        only once), or too long.
+    """
+    count = length_of(value)
+    if count is None or isinstance(value, str | bytes | bytearray | memoryview | Mapping):
+        raise RequestError(f"{name} must be a sequence of {kind}; got {shown(value)}")
+    if count <= limit:
+        items = _read(name, value, kind, limit)
+        count = len(items)
+    if count > limit:
+        raise RequestError(f"{name} must have at most {limit} entries; got {shown(count)}")
+    return items
+
+
+def length_of(value: object) -> int | None:
+    """Return the number of items; None if `value` has no length or cannot be iterated over."""
+    if not isinstance(value, Sized) or not hasattr(value, "__iter__"):
+        return None
+    try:
+        return len(value)
+    except OverflowError:
+        return sys.maxsize + 1  # range(10**30)
+    except Exception:  # a 0-d array, or an object of the caller's
+        return None
+
+
+def _read(name: str, value: Any, kind: str, limit: int) -> list[Any]:
+    """Read at most `limit` + 1 items: what `__len__` says need not be so."""
+    dtype = getattr(value, "dtype", None)
+    if getattr(dtype, "kind", "") in "iu" and dtype is not None and hasattr(value, "tolist"):
+        value = value.tolist()  # Python's ints, much faster than an iteration over the array
+    try:
+        return list(itertools.islice(value, limit + 1))
+    except Exception as error:
+        got = f"{type(error).__name__} while it was read"
+        raise RequestError(f"{name} must be a sequence of {kind}; got {got}") from error
+
+
+def token_ids_of(name: str, items: list[Any], below: int, wanted: str) -> list[int]:
+    """Return `items` as Python's ints, after checking that they are in [0, `below`).
+
+    Parameters
+    ----------
+    name : str
+        Name of the argument; the message names the first bad item as "name[index]".
+    items : list
+        Ints or NumPy integers.
+    below : int
+    wanted : str
+        What an item must be, for the message.
+
+    Raises
+    ------
+    RequestError
+    """
+    kinds = set(map(type, items))
+    if all(_is_integer(kind) for kind in kinds):
+        try:
+            ids = items if kinds <= {int} else list(map(operator.index, items))
+        except TypeError:  # np.timedelta64 calls itself an integer
+            ids = []
+        if len(ids) == len(items) and (not ids or (min(ids) >= 0 and max(ids) < below)):
+            return ids
+    # Something is wrong: find it.
+    for index, item in enumerate(items):
+        is_id = _is_integer(type(item)) and 0 <= _index(item) < below
+        if not is_id:
+            raise RequestError(f"{name}[{index}] must be {wanted}; got {shown(item)}")
+    raise RequestError(f"{name} changed while it was read")
+
+
+def _is_integer(kind: type) -> bool:
+    return issubclass(kind, numbers.Integral) and not issubclass(kind, bool)
+
+
+def _index(item: Any) -> int:
+    """Return an integer as an int; -1 if it is none after all."""
+    try:
+        return operator.index(item)
+    except TypeError:
+        return -1
+
+
+def checked_text(name: str, value: object) -> str:
+    """Return `value`, after checking that it is a str that UTF-8 can encode.
+
+    Raises
+    ------
+    RequestError
+        If it is not, or contains an unpaired surrogate.
+    """
+    if not isinstance(value, str):
+        raise RequestError(f"{name} must be a str; got {shown(value)}")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{name} must be valid Unicode; got {error}") from None
+    return value
+
+
+def request_ids_of(value: str | Iterable[str], limit: int = 2**20) -> list[str]:
+    """Return one request id or several as a list; iterators may have at most `limit`.
+
+    Raises
+    ------
+    RequestError
+        If it is neither a str nor an iterable of them.
+    """
+    if isinstance(value, str):
+        return [value]
+    try:
+        ids = list(itertools.islice(value, limit + 1))
+    except TypeError:
+        ids = [None]  # type: ignore[list-item]
+    if not all(isinstance(i, str) for i in ids):
+        raise RequestError(f"request_ids must be a str or an iterable of them; got {shown(value)}")
+    if len(ids) > limit:
+        raise RequestError(f"request_ids must have at most {limit} entries; got more")
+    return ids

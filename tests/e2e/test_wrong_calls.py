@@ -1,0 +1,108 @@
+"""Wrong calls: each is a `RequestError` that names the argument, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from engine import SamplingParams
+from engine.checks import shown
+from engine.errors import RequestError
+from tests.e2e.tiny import VOCAB, make_engine, make_llm, run, tiny_model
+
+HUGE = 10**5000  # str() of it raises
+SHORT = SamplingParams(max_tokens=3, temperature=0)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def engine(model):
+    return make_engine(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "got"),
+    [
+        *[("timeout", v, "bits") for v in (10**400, HUGE, -HUGE)],
+        *[("timeout", v, "got") for v in (True, 0, np.array(1.0), float("nan"), "1")],
+        *[("priority", v, "bits") for v in (HUGE, -HUGE)],
+        *[("priority", v, "got") for v in (2**31, -(2**31), True, None, np.array(1))],
+        *[("priority", v, "got") for v in (np.int64(2**40), np.timedelta64(1))],
+        *[("parent", v, "got") for v in ([], {}, 5, "nobody", np.array(1))],
+        ("parent", HUGE, "bits"),
+        *[("cache_salt", v, "bits") for v in (HUGE, [HUGE])],
+        *[("request_id", v, "got") for v in ([], None, b"r")],
+        ("request_id", HUGE, "bits"),
+        *[("params", v, "got int") for v in (5, HUGE)],
+        *[("prompt", v, "got") for v in (HUGE, None, b"ab", np.array(1), np.zeros((2, 2), int))],
+        *[("prompt", v, "got") for v in ([], [True], [1.0], [VOCAB], [np.timedelta64(1)])],
+        ("prompt", [5, HUGE], r"\[1\].*bits"),
+        *[("prompt", v, "1 to 255 tokens") for v in (range(10**8), range(10**30))],
+        *[("prompt", {"prompt_token_ids": v}, "got") for v in (None, {}, {5: 6}, "text")],
+        ("prompt", {"prompt": 5, "prompt_token_ids": [5]}, "got 5"),
+        ("prompt", {HUGE: 1}, "bits"),
+    ],
+    ids=shown,  # the ids that pytest makes itself fail on a huge int
+)
+def test_a_refused_request_leaves_nothing(engine, name, value, got):
+    arguments = {"request_id": "r", "prompt": [5], "params": SHORT, name: value}
+    with pytest.raises(RequestError, match=f"{name}.*{got}") as error:
+        engine.add_request(**arguments)
+    assert len(str(error.value)) < 300
+    assert not engine.has_unfinished_requests()
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("endless", [lambda: itertools.repeat(5), itertools.count])
+def test_of_an_endless_prompt_no_more_is_read_than_fits(model, engine, endless):
+    with pytest.raises(RequestError, match="1 to 255 tokens"):
+        engine.add_request("r", endless())
+    with pytest.raises(RequestError, match="1 to 255 tokens"):
+        make_llm(model).generate(endless(), SHORT)
+    with pytest.raises(RequestError, match=r"priority .*got more"):
+        make_llm(model).generate([[5], [6]], SHORT, priority=endless())
+    assert not engine.has_unfinished_requests()
+
+
+def test_iterators_of_prompts_and_of_ids_are_served(model):
+    llm = make_llm(model)
+    want = [output.outputs[0].token_ids for output in llm.generate([[5, 6], [7]], SHORT)]
+    for prompts in (iter([[5, 6], [7]]), iter([iter([5, 6]), iter([7])])):
+        outputs = llm.generate(prompts, SHORT)
+        assert [output.outputs[0].token_ids for output in outputs] == want
+    [output] = llm.generate(iter([5, 6]), SHORT)
+    assert output.outputs[0].token_ids == want[0]
+
+
+@pytest.mark.parametrize("kind", [int, np.int8, np.int32, np.int64])
+def test_numpy_priorities_are_those_of_python(model, kind):
+    """An int32 would wrap where the queue adds to it, and be served first."""
+    engine = make_engine(model, max_num_seqs=1)
+    low, high = (kind(100), kind(-100)) if kind is np.int8 else (kind(2**31 - 1), kind(1 - 2**31))
+    engine.add_request("low", [5], SHORT, priority=low)
+    engine.add_request("middle", [5], SHORT)
+    engine.add_request("high", [5], SHORT, priority=high)
+    requests = list(engine.scheduler.unfinished_requests())
+    assert {type(request.priority) for request in requests} == {int}
+    assert list(run(engine)) == ["high", "middle", "low"]
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [None, 5, HUGE, b"r", [5], [[]], ["r", None], np.array(1), itertools.repeat("x")],
+    ids=shown,
+)
+def test_abort_refuses_what_are_no_ids_and_aborts_none(model, ids):
+    engine = make_engine(model)
+    engine.add_request("r", [5], SHORT)
+    for method in (engine.abort_request, engine.forget_aborted):
+        with pytest.raises(RequestError, match="request_ids must"):
+            method(ids)
+    assert engine.is_unfinished("r")
+    assert run(engine)["r"].outputs[0].finish_reason == "length"
