@@ -4,7 +4,7 @@ Three rules are implemented here and nowhere else:
 
 - Decoding concatenates the tokens' bytes, not their texts: a character may span several tokens.
 - Special tokens written in a text are parsed, so that a rendered chat gets the intended ids.
-- A text that already starts with BOS does not get a second one.
+- A text that already starts with BOS does not get a second one; what the user wrote stays.
 """
 
 from __future__ import annotations
@@ -128,10 +128,13 @@ class Tokenizer:
         if not isinstance(add_special_tokens, bool):
             got = shown(add_special_tokens)
             raise RequestError(f"add_special_tokens must be True or False; got {got}")
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         bos = self.bos_token_id
-        doubled = add_special_tokens and bos is not None and ids[:2] == [bos, bos]
-        return ids[1:] if doubled else ids
+        if bos is None or ids[:2] != [bos, bos]:
+            return ids
+        # The mask is 1 for tokens that the post-processor added, 0 for those written in the text.
+        return ids[1:] if encoding.special_tokens_mask[0] else ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Return the text of `ids`; invalid UTF-8 becomes U+FFFD.

@@ -291,3 +291,19 @@ def test_ids_of_any_length(byte_level):
     for ids in (huge, [-huge], [[huge]]):
         with pytest.raises(RequestError, match=r"got .*an int of 16610 bits"):
             byte_level.decode(ids)
+
+
+@pytest.mark.parametrize("adds", [True, False])
+@pytest.mark.parametrize("add_special_tokens", [True, False])
+def test_only_a_bos_that_we_added_is_left_out(golden, adds, add_special_tokens):
+    metadata = golden["sentencepiece"][0]["metadata"] | {"tokenizer.ggml.add_bos_token": adds}
+    tokenizer = load_tokenizer(metadata)
+    bos = tokenizer.bos_token_id
+    is_added = adds and add_special_tokens
+    rest = tokenizer.encode("x", add_special_tokens=False)
+    for written in range(5):
+        text = tokenizer.id_to_token(bos) * written + "x"
+        ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        count = max(written, int(is_added))
+        assert ids[:count] == [bos] * count and bos not in ids[count:], (written, ids)
+        assert written or ids[count:] == rest
