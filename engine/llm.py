@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import numbers
 import sys
-import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from engine.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from engine.checks import length_of, shown
 from engine.errors import RequestError, unknown_keyword
 from engine.llm_engine import LLMEngine, Prompt
+from engine.one_thread import EngineLock
 from engine.outputs import RequestOutput
 from engine.sampling_params import RequestOutputKind, SamplingParams
 from engine.stats import EngineStats
@@ -53,7 +53,7 @@ class LLM:
         # Outputs not yet taken, by request id. Requests of one call share a list, so that the cost
         # of a step grows with the outputs that arrived and not with the requests that wait.
         self._inbox: dict[str, list[RequestOutput]] = {}
-        self._lock = threading.Lock()  # held while the engine is used
+        self._lock = EngineLock()  # held while the engine is used
         self._unwanted: deque[str] = deque()  # requests to be aborted
 
     @property

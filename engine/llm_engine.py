@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -18,6 +19,7 @@ from engine.engine_config import EngineConfig
 from engine.errors import EngineError, RequestError
 from engine.input_processor import InputProcessor, Prompt, PromptInput
 from engine.model import Model, load
+from engine.one_thread import exclusive
 from engine.output_processor import End, OutputGroup, OutputStream, token_texts
 from engine.outputs import RequestOutput
 from engine.recovery import StepRecovery
@@ -38,6 +40,8 @@ _RUNNING = RequestStatus.RUNNING
 
 class LLMEngine:
     """Serves many requests at once with continuous batching, one step at a time.
+
+    It belongs to one thread at a time: a call during another one raises a `RequestError`.
 
     Parameters
     ----------
@@ -95,6 +99,7 @@ class LLMEngine:
                 max_draft_tokens=limits.max_draft_tokens,
                 progress=sys.stderr.isatty(),
             )
+        self._entry = threading.Lock()  # see `exclusive`
         self._watchdog = Watchdog(given.step_timeout, self._describe, raises=given.raise_on_timeout)
         self._recovery = StepRecovery(self.scheduler, self.runner, is_debug=config.is_debug)
         self._in_flight: deque[LaunchedStep] = deque()  # launched, not read back; oldest first
@@ -117,6 +122,7 @@ class LLMEngine:
             loading["max_model_len"] = options["max_model_len"]
         return cls(load(model, **loading), **options)
 
+    @exclusive
     def step(self) -> list[RequestOutput]:
         """Compute one step and return the outputs of the requests that changed.
 
@@ -149,6 +155,7 @@ class LLMEngine:
         """
         return self._inputs.encode(prompt)
 
+    @exclusive
     def add_request(
         self,
         request_id: str,
@@ -205,6 +212,7 @@ class LLMEngine:
         self._queue(requests, parent)
         self._register(group, timeout)
 
+    @exclusive
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """End these requests, whatever their state; unknown and finished ones are ignored.
 
@@ -214,6 +222,7 @@ class LLMEngine:
             if request_id in self._groups:
                 self._end_group(self._groups[request_id], None)
 
+    @exclusive
     def forget_aborted(self, request_ids: Iterable[str]) -> None:
         """Drop the outputs of these requests, which were aborted since the last step."""
         ids = set(request_ids_of(request_ids))
@@ -234,6 +243,7 @@ class LLMEngine:
 
     # ---- the whole engine
 
+    @exclusive
     def reset_prefix_cache(self) -> None:
         """Drop all cached prefixes; unfinished requests keep their blocks."""
         self.scheduler.reset_prefix_cache()
@@ -263,6 +273,7 @@ class LLMEngine:
             names = sorted(request.request_id for request in known ^ served)
             raise EngineError(f"scheduler and engine disagree about the requests {names}")
 
+    @exclusive
     def close(self) -> None:
         """Abort all requests and free the memory; a second call does nothing."""
         if self.kv_cache.is_closed:

@@ -21,7 +21,7 @@ OUTPUT_KEYWORDS = {"out", "residual_out"}
 # Layer of each part of the package; a module imports only from its own layer or below.
 LAYERS = {
     "errors": 0, "env": 0, "dtypes": 0, "device": 0, "config": 0, "drafts": 0, "request": 0,
-    "plan_array": 0, "model_files": 0, "checks": 0,
+    "plan_array": 0, "model_files": 0, "checks": 0, "one_thread": 0,
     "sampling_params": 0, "outputs": 0, "_version": 0, "reference": 0,
     "kernels": 1, "text": 1, "quantization": 1,
     "testing": 2, "layers": 2,

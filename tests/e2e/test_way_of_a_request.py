@@ -28,10 +28,10 @@ def calls():
     found = {}
 
     def place(frame):
-        """Return file and function of a frame; of a comprehension, those of its caller."""
+        """Return file and function; of a comprehension or decorator, those of its caller."""
         while frame is not None:
             path, name = Path(frame.f_code.co_filename), frame.f_code.co_name
-            if path.is_relative_to(ROOT) and not name.startswith("<"):
+            if path.is_relative_to(ROOT) and name != "guarded" and name[0] != "<":
                 return str(path.relative_to(ROOT)), name
             frame = frame.f_back
         return "", ""

@@ -1,8 +1,12 @@
-"""Wrong calls: each is a `RequestError` that names the argument, and leaves nothing behind."""
+"""Wrong calls: each is a `RequestError` that names the argument, and leaves nothing behind.
+
+Also calls at a wrong moment: from within a step, or from a second thread.
+"""
 
 from __future__ import annotations
 
 import itertools
+import threading
 
 import numpy as np
 import pytest
@@ -106,3 +110,78 @@ def test_abort_refuses_what_are_no_ids_and_aborts_none(model, ids):
             method(ids)
     assert engine.is_unfinished("r")
     assert run(engine)["r"].outputs[0].finish_reason == "length"
+
+
+# ---- calls at a wrong moment
+
+
+def _within(seconds, function):
+    """Run `function` in a thread, and fail if it hangs."""
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert not thread.is_alive(), "it hangs"
+
+
+def test_a_logits_processor_cannot_use_its_llm():
+    llm, errors, outputs = make_llm(tiny_model()), [], []
+
+    def call(ids, logits):
+        for method in (llm.generate, llm.stream, llm.reset_prefix_cache, llm.close):
+            arguments = ([5], SHORT) if method in (llm.generate, llm.stream) else ()
+            with pytest.raises(RequestError, match="a logits processor") as error:
+                method(*arguments)
+            errors.append(error)
+        llm.generate([5], SHORT)
+
+    params = SamplingParams(max_tokens=3, logits_processors=[call])
+    _within(60, lambda: outputs.extend(llm.generate([[5], [6]], [params, SHORT])))
+    bad, good = outputs
+    assert len(errors) == 4 and bad.outputs[0].finish_reason == "error"
+    assert "the LLM was called from within" in bad.outputs[0].stop_reason
+    assert good.outputs[0].finish_reason == "length"
+    assert llm.generate([6], SHORT)[0].outputs[0].token_ids == good.outputs[0].token_ids
+    llm.llm_engine.check_integrity()
+    llm.close()
+
+
+def _calls(engine):
+    return {
+        "step": engine.step,
+        "add_request": lambda: engine.add_request("new", [5], SHORT),
+        "abort_request": lambda: engine.abort_request("r"),
+        "forget_aborted": lambda: engine.forget_aborted(["r"]),
+        "reset_prefix_cache": engine.reset_prefix_cache,
+        "close": engine.close,
+    }
+
+
+@pytest.mark.parametrize("other_thread", [False, True], ids=["same-thread", "other-thread"])
+def test_an_engine_is_in_one_call_at_a_time(model, other_thread):
+    engine, names = make_engine(model), []
+
+    def use():
+        for name, call in _calls(engine).items():
+            with pytest.raises(RequestError, match=f"LLMEngine.{name} .*one thread at a time"):
+                call()
+            names.append(name)
+
+    def processor(ids, logits):
+        if not names:
+            _within(60, use) if other_thread else use()
+        return logits
+
+    engine.add_request("r", [5], SamplingParams(max_tokens=3, logits_processors=[processor]))
+    outputs = run(engine)
+    assert list(outputs) == ["r"] and outputs["r"].outputs[0].finish_reason == "length"
+    assert names == list(_calls(engine))
+
+
+def test_threads_can_take_turns_with_an_engine(model):
+    engine, outputs = make_engine(model), {}
+    _within(60, lambda: engine.add_request("r", [5], SHORT))
+    _within(60, lambda: outputs.update(run(engine)))
+    assert outputs["r"].finished
+    with pytest.raises(RequestError):
+        engine.add_request("r", None)
+    engine.close()  # the refused call has left the engine
