@@ -12,44 +12,62 @@ from typing import Any
 
 from engine.errors import RequestError
 
-__all__ = ["checked_text", "items_of", "length_of", "request_ids_of", "shown", "token_ids_of"]
+__all__ = [
+    "checked_text",
+    "items_of",
+    "length_of",
+    "request_ids_of",
+    "shown",
+    "shown_with_type",
+    "token_ids_of",
+]
 
-_MAX_CHARS = 80  # of a rejected value in a message
-_MAX_BITS = 256  # of an int that is written in digits
+_MAX_SHOWN = 80
 
 
 class _ShortRepr(reprlib.Repr):
-    """`repr` that reads only the start of a text or container, and never fails on a long int."""
+    """`repr` whose time and length do not grow with the value."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.maxstring = self.maxother = _MAX_CHARS
+        self.maxstring = self.maxother = _MAX_SHOWN
+        self.maxlist = self.maxtuple = self.maxdict = 8
 
     def repr_int(self, x: int, level: int) -> str:
-        # Python refuses to convert ints of more than 4,300 digits.
-        return repr(x) if x.bit_length() <= _MAX_BITS else f"an int of {x.bit_length()} bits"
+        if x.bit_length() > 256:  # Python refuses to print very long ones
+            return f"a whole number of about {int(x.bit_length() * 0.30103) + 1} digits"
+        return repr(x)
 
 
-_SHORT = _ShortRepr()
+_short_repr = _ShortRepr()
 
 
 def shown(value: object) -> str:
-    """Return a short text of a rejected value, whatever its type and size; never raises.
+    """Return `value` as text of at most 80 characters, for an error message; never raises.
 
     Examples
     --------
-    >>> shown(1.5), shown("high"), shown([1, 2])
-    ('1.5', "'high' (str)", '[1, 2] (list)')
-    >>> shown(10**5000)
-    'an int of 16610 bits'
+    >>> shown("model"), len(shown("a" * 5000)), shown(10**5000)
+    ("'model'", 80, 'a whole number of about 5001 digits')
     """
     try:
-        text = _SHORT.repr(value)
+        text = _short_repr.repr(value)
     except Exception:  # a __len__ or __iter__ of the caller's may raise anything
         text = "an object"
-    if not isinstance(value, numbers.Number) and value is not None:
-        text = f"{text[:_MAX_CHARS]} ({type(value).__name__[:_MAX_CHARS]})"
-    return text[: 2 * _MAX_CHARS]
+    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
+
+
+def shown_with_type(value: object) -> str:
+    """Return `shown`, and the type of what is no number.
+
+    Examples
+    --------
+    >>> shown_with_type(1.5), shown_with_type("high"), shown_with_type([1, 2])
+    ('1.5', "'high' (str)", '[1, 2] (list)')
+    """
+    if isinstance(value, numbers.Number) or value is None:
+        return shown(value)
+    return f"{shown(value)} ({type(value).__name__[:_MAX_SHOWN]})"
 
 
 def items_of(name: str, value: object, kind: str, limit: int) -> list[Any]:
@@ -73,12 +91,14 @@ def items_of(name: str, value: object, kind: str, limit: int) -> list[Any]:
     """
     count = length_of(value)
     if count is None or isinstance(value, str | bytes | bytearray | memoryview | Mapping):
-        raise RequestError(f"{name} must be a sequence of {kind}; got {shown(value)}")
+        raise RequestError(f"{name} must be a sequence of {kind}; got {shown_with_type(value)}")
     if count <= limit:
         items = _read(name, value, kind, limit)
         count = len(items)
     if count > limit:
-        raise RequestError(f"{name} must have at most {limit} entries; got {shown(count)}")
+        raise RequestError(
+            f"{name} must have at most {limit} entries; got {shown_with_type(count)}"
+        )
     return items
 
 
@@ -135,7 +155,7 @@ def token_ids_of(name: str, items: list[Any], below: int, wanted: str) -> list[i
     for index, item in enumerate(items):
         is_id = _is_integer(type(item)) and 0 <= _index(item) < below
         if not is_id:
-            raise RequestError(f"{name}[{index}] must be {wanted}; got {shown(item)}")
+            raise RequestError(f"{name}[{index}] must be {wanted}; got {shown_with_type(item)}")
     raise RequestError(f"{name} changed while it was read")
 
 
@@ -160,7 +180,7 @@ def checked_text(name: str, value: object) -> str:
         If it is not, or contains an unpaired surrogate.
     """
     if not isinstance(value, str):
-        raise RequestError(f"{name} must be a str; got {shown(value)}")
+        raise RequestError(f"{name} must be a str; got {shown_with_type(value)}")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -183,7 +203,9 @@ def request_ids_of(value: str | Iterable[str], limit: int = 2**20) -> list[str]:
     except TypeError:
         ids = [None]  # type: ignore[list-item]
     if not all(isinstance(i, str) for i in ids):
-        raise RequestError(f"request_ids must be a str or an iterable of them; got {shown(value)}")
+        raise RequestError(
+            f"request_ids must be a str or an iterable of them; got {shown_with_type(value)}"
+        )
     if len(ids) > limit:
         raise RequestError(f"request_ids must have at most {limit} entries; got more")
     return ids

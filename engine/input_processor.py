@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.checks import items_of, length_of, shown, token_ids_of
+from engine.checks import items_of, length_of, shown, shown_with_type, token_ids_of
 from engine.errors import RequestError
 from engine.model import Model
 from engine.request import Request
@@ -72,13 +72,13 @@ class InputProcessor:
             if unknown or not ({"prompt", "prompt_token_ids"} & set(prompt)):
                 raise RequestError(
                     'prompt, as a mapping, must have "prompt" or "prompt_token_ids", and may have '
-                    f'"cache_salt"; got {shown(list(prompt))}'
+                    f'"cache_salt"; got {shown_with_type(list(prompt))}'
                 )
             text, own_salt = prompt.get("prompt"), _checked_salt(prompt.get("cache_salt"))
             salt = own_salt if salt is None else salt
             content = prompt.get("prompt_token_ids", text)
             if text is not None and not isinstance(text, str):
-                raise RequestError(f'prompt["prompt"] must be a str; got {shown(text)}')
+                raise RequestError(f'prompt["prompt"] must be a str; got {shown_with_type(text)}')
         if isinstance(content, str):
             return PromptInput(content, self._checked_ids(self._encode_text(content)), salt)
         return PromptInput(text, self._checked_ids(content), salt)
@@ -100,7 +100,7 @@ class InputProcessor:
             or needs a tokenizer that the model does not have.
         """
         if not isinstance(request_id, str):
-            raise RequestError(f"request_id must be a str; got {shown(request_id)}")
+            raise RequestError(f"request_id must be a str; got {shown_with_type(request_id)}")
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params must be a SamplingParams; got {type(params).__name__}")
         priority, timeout = (
@@ -109,10 +109,9 @@ class InputProcessor:
         )
         params.validate_for(self._vocab_size)
         for name in ("stop", "bad_words"):
-            if getattr(params, name) and self.tokenizer is None:
-                raise RequestError(
-                    f"{name} needs a model with a tokenizer; got {shown(getattr(params, name))}"
-                )
+            texts = getattr(params, name)
+            if texts and self.tokenizer is None:
+                raise RequestError(f"{name} needs a model with a tokenizer; got {shown(texts)}")
         return priority, timeout
 
     def sampling_specs(self, params: SamplingParams) -> list[SamplingSpec]:
@@ -189,7 +188,7 @@ class InputProcessor:
         if count is not None and count > limit:
             raise RequestError(
                 f"the prompt must have 1 to {limit - 1} tokens (max_model_len {limit} minus one to "
-                f"generate); got {shown(count)}"
+                f"generate); got {shown_with_type(count)}"
             )
         items = items_of("prompt", ids, "token ids", limit)
         wanted = f"a token id, a whole number in [0, {self._vocab_size})"
@@ -208,7 +207,9 @@ class InputProcessor:
 
 def _checked_salt(salt: Any) -> str | None:
     if salt is not None and (not isinstance(salt, str) or not salt):
-        raise RequestError(f"cache_salt must be a non-empty str, or None; got {shown(salt)}")
+        raise RequestError(
+            f"cache_salt must be a non-empty str, or None; got {shown_with_type(salt)}"
+        )
     return salt
 
 

@@ -11,7 +11,7 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 from engine.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
-from engine.checks import length_of, shown
+from engine.checks import length_of, shown_with_type
 from engine.errors import RequestError, unknown_keyword
 from engine.llm_engine import LLMEngine, Prompt
 from engine.one_thread import EngineLock
@@ -364,5 +364,9 @@ def _one_per_prompt(name: str, values: Any, count: int, kind: type) -> list[Any]
         if len(items) == count:
             return items
         known = length_of(values)
-        got = f"{'more' if len(items) > count else len(items)}" if known is None else shown(known)
+        got = (
+            f"{'more' if len(items) > count else len(items)}"
+            if known is None
+            else shown_with_type(known)
+        )
     raise RequestError(f"{name} must be one value, or one per prompt ({count}); got {got}")

@@ -13,7 +13,7 @@ from engine.cache.kv_cache import KVCache
 from engine.cache.memory_pool import MemoryPool
 from engine.cache.swap import SwapSpace
 from engine.calibration import with_measured_costs
-from engine.checks import request_ids_of, shown
+from engine.checks import request_ids_of, shown_with_type
 from engine.deadlines import Deadlines
 from engine.engine_config import EngineConfig
 from engine.errors import EngineError, RequestError
@@ -311,7 +311,7 @@ class LLMEngine:
         if origin is None or others or len(origin.streams) > 1:
             raise RequestError(
                 "parent must be an unfinished request, and neither may have n > 1; "
-                f"got {shown(parent)}"
+                f"got {shown_with_type(parent)}"
             )
         self.scheduler.fork_request(origin.streams[0].request, first)
 

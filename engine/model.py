@@ -18,6 +18,7 @@ import numpy as np
 
 from engine.cache.array_cache import Cache
 from engine.cache.kv_cache import KVGeometry
+from engine.checks import shown
 from engine.config import ModelConfig
 from engine.device import Device, cupy, resolve_device
 from engine.errors import ConfigError, RequestError, unknown_keyword
@@ -30,7 +31,7 @@ from engine.loading.load_config import LoadConfig, resolve_load_config
 from engine.loading.mlp_padding import pad_mlps
 from engine.loading.model_config import load_config
 from engine.loading.weights import dummy_weights, load_weights
-from engine.model_files import is_present, shown
+from engine.model_files import is_present
 from engine.models.decoder import Decoder, Pages
 from engine.models.kernel_set import prepare_kernels
 from engine.text.tokenizer import Tokenizer, load_tokenizer

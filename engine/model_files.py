@@ -15,12 +15,12 @@ from __future__ import annotations
 import io
 import json
 import os
-import reprlib
 import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from engine.checks import shown
 from engine.errors import ConfigError, EngineError
 
 __all__ = [
@@ -30,12 +30,10 @@ __all__ = [
     "read_file",
     "read_json",
     "refuse_link_out",
-    "shown",
 ]
 
 MAX_JSON_BYTES = 64 << 20
 
-_MAX_SHOWN = 80
 _MAX_EXCERPT = 200
 _KINDS = {
     stat.S_IFDIR: "a directory",
@@ -44,35 +42,6 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
-
-
-class _ShortRepr(reprlib.Repr):
-    """`repr` whose time and length do not grow with the value."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxstring = self.maxother = _MAX_SHOWN
-        self.maxlist = self.maxtuple = self.maxdict = 8
-
-    def repr_int(self, x: int, level: int) -> str:
-        if x.bit_length() > 256:  # Python refuses to print very long ones
-            return f"a whole number of about {int(x.bit_length() * 0.30103) + 1} digits"
-        return repr(x)
-
-
-_short_repr = _ShortRepr()
-
-
-def shown(value: object) -> str:
-    """Return `value` as text of at most 80 characters, for an error message.
-
-    Examples
-    --------
-    >>> shown("model"), len(shown("a" * 5000)), shown(10**5000)
-    ("'model'", 80, 'a whole number of about 5001 digits')
-    """
-    text = _short_repr.repr(value)
-    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
 
 
 def excerpt(text: object) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from engine.checks import checked_text, items_of, shown, token_ids_of
+from engine.checks import checked_text, items_of, shown_with_type, token_ids_of
 from engine.errors import ConfigError, RequestError, unknown_keyword
 
 __all__ = [
@@ -88,7 +88,7 @@ class NumberRange:
             above = number > self.low if self.low_open else number >= self.low
             if above and number <= self.high:
                 return number
-        raise RequestError(f"{name} must be {self}; got {shown(value)}")
+        raise RequestError(f"{name} must be {self}; got {shown_with_type(value)}")
 
 
 RANGES: dict[str, NumberRange] = {
@@ -235,11 +235,11 @@ class SamplingParams:
         for name in flags:
             value = getattr(self, name)
             if not isinstance(value, bool):
-                raise RequestError(f"{name} must be True or False; got {shown(value)}")
+                raise RequestError(f"{name} must be True or False; got {shown_with_type(value)}")
         if not isinstance(self.output_kind, RequestOutputKind):
             wanted = ", ".join(f"RequestOutputKind.{kind.name}" for kind in RequestOutputKind)
             raise RequestError(
-                f"output_kind must be one of {wanted}; got {shown(self.output_kind)}"
+                f"output_kind must be one of {wanted}; got {shown_with_type(self.output_kind)}"
             )
 
     def _check_sequences(self) -> None:
@@ -353,7 +353,7 @@ def _texts(name: str, value: object, limit: int, max_chars: int) -> tuple[str, .
     items = [value] if isinstance(value, str) else items_of(name, value, "str", limit)
     for i, text in enumerate(items):
         if not isinstance(text, str) or not 1 <= len(text) <= max_chars:
-            given = f"{len(text)} characters" if isinstance(text, str) else shown(text)
+            given = f"{len(text)} characters" if isinstance(text, str) else shown_with_type(text)
             raise RequestError(
                 f"{name}[{i}] must be a str of 1 to {max_chars} characters; got {given}"
             )
@@ -368,7 +368,9 @@ def _ids(name: str, value: object, limit: int) -> tuple[int, ...]:
 
 def _bias(value: object) -> dict[int, float]:
     if not isinstance(value, Mapping):
-        raise RequestError(f"logit_bias must map token ids to numbers; got {shown(value)}")
+        raise RequestError(
+            f"logit_bias must map token ids to numbers; got {shown_with_type(value)}"
+        )
     entries = items_of("logit_bias", value.items(), "token ids and numbers", MAX_IDS)
     return {
         _TOKEN_ID.check("a key of logit_bias", key): _BIAS.check(f"logit_bias[{key!r}]", bias)
@@ -382,5 +384,5 @@ def _callables(name: str, value: object) -> tuple[Callable[..., Any], ...]:
     items = items_of(name, value, "callables", MAX_LOGITS_PROCESSORS)
     for i, item in enumerate(items):
         if not callable(item):
-            raise RequestError(f"{name}[{i}] must be callable; got {shown(item)}")
+            raise RequestError(f"{name}[{i}] must be callable; got {shown_with_type(item)}")
     return tuple(items)

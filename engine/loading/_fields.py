@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+from engine.checks import shown
 from engine.errors import ConfigError
-from engine.model_files import shown
 
 __all__ = ["REQUIRED", "Fields"]
 

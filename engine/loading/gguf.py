@@ -18,10 +18,11 @@ from typing import Any
 
 import numpy as np
 
+from engine.checks import shown
 from engine.errors import WeightsError
 from engine.loading.gguf_quants import FORMATS, QuantFormat
 from engine.loading.safetensors import map_file
-from engine.model_files import excerpt, shown
+from engine.model_files import excerpt
 
 __all__ = ["GgufFile", "GgufMetadata", "GgufTensor"]
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from engine.checks import shown
 from engine.config import ModelConfig
 from engine.errors import ConfigError, WeightsError
 from engine.loading.gguf import GgufFile
 from engine.loading.hf_config import build_config
-from engine.model_files import shown
 from engine.models.family import Family
 from engine.models.llama import LLAMA
 from engine.models.mistral import MISTRAL

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from engine.checks import shown
 from engine.config import ModelConfig
 from engine.device import Device
 from engine.dtypes import FLOAT_NAMES
 from engine.errors import ConfigError
 from engine.loading.download import ModelSource
-from engine.model_files import shown
 
 __all__ = ["LoadConfig", "resolve_load_config"]
 

@@ -20,8 +20,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from engine.checks import shown
 from engine.errors import WeightsError
-from engine.model_files import excerpt, is_present, open_file, read_json, shown
+from engine.model_files import excerpt, is_present, open_file, read_json
 
 __all__ = [
     "SafetensorsDirectory",

@@ -16,8 +16,8 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers
 
+from engine.checks import shown
 from engine.errors import ConfigError
-from engine.model_files import shown
 from engine.text.parts import TokenizerParts, set_bos_eos
 from engine.text.pretokenizers import find_pre_tokenizer
 

@@ -18,8 +18,9 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
+from engine.checks import shown
 from engine.errors import ConfigError
-from engine.model_files import excerpt, is_present, read_file, read_json, shown
+from engine.model_files import excerpt, is_present, read_file, read_json
 from engine.text.chat_template import MAX_SOURCE_CHARS
 from engine.text.parts import SPECIAL_NAMES, TokenizerParts
 

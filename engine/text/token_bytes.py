@@ -9,9 +9,8 @@ from typing import Any
 
 import tokenizers
 
-from engine.checks import shown
+from engine.checks import shown, shown_with_type
 from engine.errors import ConfigError, RequestError
-from engine.model_files import shown
 
 __all__ = ["TokenBytes", "byte_alphabet", "strip_spaces"]
 
@@ -76,7 +75,7 @@ class TokenBytes(dict[int, bytes]):
     def spelling(self, token_id: int) -> str | None:
         """Return the token as the vocabulary spells it, or None if there is none."""
         if isinstance(token_id, bool) or not isinstance(token_id, numbers.Integral):
-            raise RequestError(f"a token id must be an integer; got {shown(token_id)}")
+            raise RequestError(f"a token id must be an integer; got {shown_with_type(token_id)}")
         if token_id < 0:
             raise RequestError(f"a token id must be at least 0; got {shown(token_id)}")
         if token_id >= self.vocab_size:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.checks import checked_text, shown
+from engine.checks import checked_text, shown_with_type
 from engine.errors import ConfigError, RequestError, TemplateError
 from engine.model_files import excerpt
 from engine.text.chat_template import ChatTemplate
@@ -126,7 +126,7 @@ class Tokenizer:
         """
         text = checked_text("text", text)
         if not isinstance(add_special_tokens, bool):
-            got = shown(add_special_tokens)
+            got = shown_with_type(add_special_tokens)
             raise RequestError(f"add_special_tokens must be True or False; got {got}")
         encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
@@ -150,7 +150,9 @@ class Tokenizer:
         try:
             data = b"".join([self._bytes[i] for i in ids if i not in skipped])
         except TypeError:
-            raise RequestError(f"ids must be a sequence of token ids; got {shown(ids)}") from None
+            raise RequestError(
+                f"ids must be a sequence of token ids; got {shown_with_type(ids)}"
+            ) from None
         return strip_spaces(data.decode("utf-8", "replace"), self.strip_left)
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -164,7 +166,9 @@ class Tokenizer:
         try:
             return self._bytes[token_id]
         except TypeError:  # unhashable
-            raise RequestError(f"token_id must be an integer; got {shown(token_id)}") from None
+            raise RequestError(
+                f"token_id must be an integer; got {shown_with_type(token_id)}"
+            ) from None
 
     def id_to_token(self, token_id: int) -> str | None:
         """Return the token as the vocabulary spells it, or None.

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from engine.checks import shown
 from engine.errors import ConfigError, EngineError, WeightsError
 from engine.loading.download import resolve_model
 from engine.loading.gguf import GgufFile
@@ -18,7 +19,7 @@ from engine.loading.hf_config import config_from_dict, generation_config
 from engine.loading.model_config import load_config
 from engine.loading.safetensors import SafetensorsFile, open_safetensors
 from engine.model import load
-from engine.model_files import MAX_JSON_BYTES, excerpt, read_file, shown
+from engine.model_files import MAX_JSON_BYTES, excerpt, read_file
 
 CONFIG_FILES = ("config.json", "generation_config.json")
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "other.safetensors")

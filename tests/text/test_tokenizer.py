@@ -286,10 +286,12 @@ def test_ids_of_any_length(byte_level):
     huge = 10**5000
     assert byte_level.token_bytes(huge) == b"" and byte_level.id_to_token(huge) is None
     for method, ids in ((byte_level.token_bytes, -huge), (byte_level.id_to_token, -huge)):
-        with pytest.raises(RequestError, match="token id must be at least 0; got an int of"):
+        with pytest.raises(
+            RequestError, match="token id must be at least 0; got a whole number of"
+        ):
             method(ids)
     for ids in (huge, [-huge], [[huge]]):
-        with pytest.raises(RequestError, match=r"got .*an int of 16610 bits"):
+        with pytest.raises(RequestError, match=r"got .*a whole number of about 5001 digits"):
             byte_level.decode(ids)
 
 
