@@ -143,31 +143,21 @@ def token_ids_of(name: str, items: list[Any], below: int, wanted: str) -> list[i
     ------
     RequestError
     """
-    kinds = set(map(type, items))
-    if all(_is_integer(kind) for kind in kinds):
-        try:
-            ids = items if kinds <= {int} else list(map(operator.index, items))
-        except TypeError:  # np.timedelta64 calls itself an integer
-            ids = []
-        if len(ids) == len(items) and (not ids or (min(ids) >= 0 and max(ids) < below)):
-            return ids
-    # Something is wrong: find it.
-    for index, item in enumerate(items):
-        is_id = _is_integer(type(item)) and 0 <= _index(item) < below
-        if not is_id:
-            raise RequestError(f"{name}[{index}] must be {wanted}; got {shown_with_type(item)}")
-    raise RequestError(f"{name} changed while it was read")
-
-
-def _is_integer(kind: type) -> bool:
-    return issubclass(kind, numbers.Integral) and not issubclass(kind, bool)
+    ids = items if set(map(type, items)) <= {int} else [_index(item) for item in items]
+    if ids and (min(ids) < 0 or max(ids) >= below):
+        index = next(i for i, number in enumerate(ids) if not 0 <= number < below)
+        got = shown_with_type(items[index])
+        raise RequestError(f"{name}[{index}] must be {wanted}; got {got}")
+    return ids
 
 
 def _index(item: Any) -> int:
-    """Return an integer as an int; -1 if it is none after all."""
+    """Return an integer as Python's int; -1 if it is a bool or no integer."""
+    if not isinstance(item, numbers.Integral) or isinstance(item, bool):
+        return -1
     try:
         return operator.index(item)
-    except TypeError:
+    except TypeError:  # np.timedelta64 calls itself an integer
         return -1
 
 

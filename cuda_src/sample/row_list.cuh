@@ -176,7 +176,8 @@ __device__ __forceinline__ void read_segments(const Row& row, const LinearBins<k
   __syncthreads();
 }
 
-// Lists the first of the row's order in s.sorted: at least min(wanted, all) logits, none of -inf.
+// Puts the row's largest logits into s.sorted, in descending order: at least min(wanted, all) of
+// them, and none that is -inf.
 // Returns how many, or -1 if a list cannot hold them. `keys` are those of segments
 // threadIdx.x + i * kThreads, `top` is the largest of all. *is_whole tells whether the list holds
 // all.

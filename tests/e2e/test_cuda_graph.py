@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from engine import SamplingParams, load
+from engine import load
 from engine.config import RopeConfig
 from engine.device import to_numpy
 from engine.engine_config import EngineConfig
@@ -15,7 +15,7 @@ from engine.errors import ConfigError
 from engine.kernels import _module
 from engine.kernels.attention_decode import sm90 as decode_sm90
 from engine.runner.cuda_graph import DecodeGraphs, GraphKey, batch_sizes, context_buckets
-from tests.e2e.tiny import CONFIG, alone, make_engine, run, tiny_model
+from tests.e2e.tiny import CONFIG, alone, make_engine, mixed_params, run, tiny_model
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -57,16 +57,6 @@ def _count_steps(engine, monkeypatch):
     return counts
 
 
-def _params(index, **more):
-    kinds = [
-        {"temperature": 0.0},
-        {"temperature": 0.8, "seed": index},
-        {"temperature": 1.0, "seed": index, "top_k": 7},
-        {"temperature": 0.6, "seed": index, "top_p": 0.8, "min_p": 0.02},
-    ]
-    return SamplingParams(ignore_eos=True, **(kinds[index % 4] | more))
-
-
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("count", [1, 3, 6])
 def test_tokens_are_those_of_each_request_alone(model, count, is_late, monkeypatch):
@@ -75,11 +65,11 @@ def test_tokens_are_those_of_each_request_alone(model, count, is_late, monkeypat
     rng = np.random.default_rng(count)
     prompts = [rng.integers(0, 97, rng.integers(1, 40)).tolist() for _ in range(count)]
     for index, prompt in enumerate(prompts):
-        engine.add_request(f"r{index}", prompt, _params(index, max_tokens=20 + 9 * index))
+        engine.add_request(f"r{index}", prompt, mixed_params(index, max_tokens=20 + 9 * index))
     got = run(engine)
     assert counts[0] >= 19
     for index, prompt in enumerate(prompts):
-        want = alone(model, prompt, _params(index, max_tokens=20 + 9 * index))
+        want = alone(model, prompt, mixed_params(index, max_tokens=20 + 9 * index))
         assert list(got[f"r{index}"].outputs[0].token_ids) == want[0]
 
 
@@ -90,12 +80,14 @@ def test_steps_with_extra_sampling_replay_graphs_up_to_the_logits(model, monkeyp
     extras = [{"logprobs": 2}, {"repetition_penalty": 1.3}, {"logit_bias": {5: 2.0}}]
     for index, extra in enumerate([{}, *extras]):
         length = 60 if index == 0 else 6 + 8 * index
-        engine.add_request(f"r{index}", [index + 1] * 9, _params(1, max_tokens=length, **extra))
+        engine.add_request(
+            f"r{index}", [index + 1] * 9, mixed_params(1, max_tokens=length, **extra)
+        )
     got = run(engine)
     assert min(counts) > 10
     for index, extra in enumerate([{}, *extras]):
         length = 60 if index == 0 else 6 + 8 * index
-        want = alone(model, [index + 1] * 9, _params(1, max_tokens=length, **extra))
+        want = alone(model, [index + 1] * 9, mixed_params(1, max_tokens=length, **extra))
         assert list(got[f"r{index}"].outputs[0].token_ids) == want[0]
 
 
@@ -105,12 +97,12 @@ def test_forks_and_preemption_rewrite_tables(model, monkeypatch):
     counts = _count_steps(engine, monkeypatch)
     prompts = [[index + 2] * (30 + index) for index in range(4)]
     for index, prompt in enumerate(prompts):
-        engine.add_request(f"r{index}", prompt, _params(1, n=2, max_tokens=50))
+        engine.add_request(f"r{index}", prompt, mixed_params(1, n=2, max_tokens=50))
     got = run(engine)
     assert counts[0] > 10 and engine.scheduler.stats().num_preemptions > 0
     for index, prompt in enumerate(prompts):
         ids = [list(c.token_ids) for c in got[f"r{index}"].outputs]
-        assert ids == alone(model, prompt, _params(1, n=2, max_tokens=50))
+        assert ids == alone(model, prompt, mixed_params(1, n=2, max_tokens=50))
 
 
 def _fill(graphs, key, num_rows, seed):
@@ -202,7 +194,7 @@ def test_decoding_an_unchanged_batch_allocates_and_compiles_nothing():
     model = tiny_model("cuda")
     engine = make_engine(model, max_num_seqs=8, debug=False, max_num_batched_tokens=256)
     for index in range(5):
-        engine.add_request(f"r{index}", [index + 1] * 20, _params(index, max_tokens=100))
+        engine.add_request(f"r{index}", [index + 1] * 20, mixed_params(index, max_tokens=100))
     for _ in range(10):
         engine.step()
     cp = model.device.xp
@@ -247,7 +239,7 @@ def test_a_changing_batch_gets_the_same_tokens_with_and_without_graphs(is_late):
         rng = np.random.default_rng(8)
         for index in range(40):
             prompt = rng.integers(0, 97, rng.integers(1, 60)).tolist()
-            params = _params(index, max_tokens=int(rng.integers(1, 60)))
+            params = mixed_params(index, max_tokens=int(rng.integers(1, 60)))
             engine.add_request(f"r{index}", prompt, params)
         outputs = run(engine)
         results.append([list(outputs[f"r{i}"].outputs[0].token_ids) for i in range(40)])
@@ -282,7 +274,7 @@ def test_fused_rope_and_kv_append_equals_separate_kernels(head_dim, dtype, monke
     for has_graphs in (False, True):
         engine = make_engine(model, cuda_graphs=has_graphs, max_num_batched_tokens=64)
         for index in range(4):
-            params = _params(index, max_tokens=120 + index)
+            params = mixed_params(index, max_tokens=120 + index)
             engine.add_request(f"r{index}", [index + 1] * (20 + 9 * index), params)
         outputs = run(engine)
         results.append([list(outputs[f"r{i}"].outputs[0].token_ids) for i in range(4)])
@@ -295,7 +287,7 @@ def test_fused_rope_and_kv_append_equals_separate_kernels(head_dim, dtype, monke
 def test_graphs_can_be_turned_off():
     engine = make_engine(tiny_model("cuda"), cuda_graphs=False)
     assert engine.runner.graphs is None
-    engine.add_request("r", [1, 2, 3], _params(0, max_tokens=5))
+    engine.add_request("r", [1, 2, 3], mixed_params(0, max_tokens=5))
     assert len(run(engine)["r"].outputs[0].token_ids) == 5
 
 

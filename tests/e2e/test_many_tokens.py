@@ -7,10 +7,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from engine import SamplingParams, load
+from engine import load
 from engine.config import RopeConfig
 from engine.sampling_params import RequestOutputKind
-from tests.e2e.tiny import CONFIG, VOCAB, Words, make_engine, run, tiny_model
+from tests.e2e.tiny import CONFIG, VOCAB, Words, make_engine, mixed_params, run, tiny_model
 
 MAX_DRAFTS = 5
 
@@ -44,13 +44,7 @@ def _engine(model, *, graphs=True, **options):
 
 
 def _params(index, **more):
-    kinds = [
-        {"temperature": 0.0},
-        {"temperature": 0.8, "seed": index},
-        {"temperature": 1.0, "seed": index, "top_k": 7},
-        {"temperature": 0.6, "seed": index, "top_p": 0.8, "min_p": 0.02},
-    ]
-    return SamplingParams(**({"max_tokens": 40, "ignore_eos": True} | kinds[index % 4] | more))
+    return mixed_params(index, **({"max_tokens": 40} | more))
 
 
 def _prompts(count, seed=0):

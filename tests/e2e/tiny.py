@@ -52,6 +52,17 @@ def make_engine(model, **options):
     return LLMEngine(model, **(defaults | options))
 
 
+def mixed_params(index, **more):
+    """Greedy, and three ways of random sampling in turn, without an end of sequence."""
+    kinds = [
+        {"temperature": 0.0},
+        {"temperature": 0.8, "seed": index},
+        {"temperature": 1.0, "seed": index, "top_k": 7},
+        {"temperature": 0.6, "seed": index, "top_p": 0.8, "min_p": 0.02},
+    ]
+    return SamplingParams(**({"ignore_eos": True} | kinds[index % 4] | more))
+
+
 def swap_gb(num_blocks, block_size=16):
     """Return the `swap_space_gb` for this many blocks."""
     return (num_blocks + 0.5) * BYTES_PER_BLOCK * (block_size // 16) / 2**30
