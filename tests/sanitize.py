@@ -151,7 +151,8 @@ def _check(function: str, options: argparse.Namespace) -> tuple[int, str]:
 def _idle_ops(launched: collections.Counter[str]) -> list[str]:
     """Return the ops whose portable kernels were not among those launched."""
     ops = [m.name for m in pkgutil.iter_modules(kernels.__path__) if not m.name.startswith("_")]
-    return [op for op in ops if not any(name.startswith(f"{op}.cu ") for name in launched)]
+    files = {name.split(" ")[0].rsplit("/", 1)[-1] for name in launched}
+    return [op for op in ops if f"{op}.cu" not in files]
 
 
 if __name__ == "__main__":
