@@ -2,29 +2,26 @@
 
 The dialect is Hugging Face's: blocks are trimmed, ``break`` and ``continue`` work, ``tojson``
 does not escape HTML, and ``raise_exception(message)`` and ``strftime_now(format)`` exist.
+A template is untrusted code. It is parsed and run in another process, in a sandbox
+(`template_sandbox`) and under limits on time and memory (`template_worker`).
 """
 
 from __future__ import annotations
 
-import datetime
 import functools
-import json
-import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
-
-import jinja2
-from jinja2 import meta, nodes
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from engine.errors import RequestError, TemplateError
-from engine.model_files import excerpt
+from engine.text import template_process
 from engine.text.parts import SPECIAL_NAMES
-from engine.text.template_sandbox import MAX_CHARS, Budget, Sandbox, spending
+from engine.text.template_worker import MAX_CHARS
 
 __all__ = ["RESERVED_VARIABLES", "ChatTemplate"]
 
 MAX_SOURCE_CHARS = 1_000_000
 MAX_DEPTH = 64  # nesting of lists and dicts in a template's arguments
+MAX_INT_BITS = 2048  # Python always reads and writes so many as digits
 
 RESERVED_VARIABLES = frozenset(
     [
@@ -46,7 +43,7 @@ class ChatTemplate:
     Parameters
     ----------
     source : str
-        Jinja source; compiled on first use.
+        Jinja source; compiled on first use, in the process that runs templates.
 
     Examples
     --------
@@ -98,52 +95,37 @@ class ChatTemplate:
             "tools": None if tools is None else self._readable_tools(tools),
             "add_generation_prompt": bool(add_generation_prompt),
         }
-        compiled = self._compiled
-        try:
-            with spending(Budget()):
-                return compiled.render(given)
-        except Exception as error:
-            # The template is untrusted code: whatever it raises becomes a TemplateError.
-            _fail(error)
+        text: str = template_process.ask(self._checked_source, given)
+        return text
 
     @functools.cached_property
-    def _compiled(self) -> jinja2.Template:
+    def takes_parts(self) -> bool:
+        """Whether the template itself iterates over contents that are lists of parts."""
+        return bool(self._facts["takes_parts"])
+
+    @functools.cached_property
+    def variables(self) -> frozenset[str]:
+        """Names of the variables that the template reads and a request may give."""
+        return frozenset(self._facts["reads"]) - RESERVED_VARIABLES
+
+    @functools.cached_property
+    def _facts(self) -> dict[str, Any]:
+        facts: dict[str, Any] = template_process.ask(self._checked_source)
+        return facts
+
+    @property
+    def _checked_source(self) -> str:
         if len(self.source) > MAX_SOURCE_CHARS:
             raise TemplateError(
                 f"a chat template must have at most {MAX_SOURCE_CHARS} characters; "
                 f"got {len(self.source)}"
             )
-        try:
-            sandbox = _sandbox()
-            return sandbox.from_string(sandbox.parse_guarded(self.source))
-        except Exception as error:
-            _fail(error)
-
-    @functools.cached_property
-    def _tree(self) -> nodes.Template:
-        try:
-            return _sandbox().parse(self.source)
-        except Exception as error:
-            _fail(error)
-
-    @functools.cached_property
-    def takes_parts(self) -> bool:
-        """Whether the template itself iterates over contents that are lists of parts."""
-        return any(_is_content(loop.iter) for loop in self._tree.find_all(nodes.For))
-
-    @functools.cached_property
-    def variables(self) -> frozenset[str]:
-        """Names of the variables that the template reads and a request may give."""
-        return self._reads - RESERVED_VARIABLES
-
-    @functools.cached_property
-    def _reads(self) -> frozenset[str]:
-        return frozenset(meta.find_undeclared_variables(self._tree))
+        return self.source
 
     def _readable_tools(self, tools: Any) -> list[Any]:
         """Return plain copies; refuse tools that the template would silently ignore."""
         found = _check_tools(tools)
-        if found and "tools" not in self._reads:
+        if found and "tools" not in self._facts["reads"]:
             raise RequestError(f"tools must be empty, the template ignores them; got {len(found)}")
         return found
 
@@ -159,70 +141,6 @@ class ChatTemplate:
             if isinstance(message.get("content"), list) and not self.takes_parts:
                 message["content"] = "\n".join(part["text"] for part in message["content"])
         return found
-
-
-def _fail(error: Exception) -> NoReturn:
-    line = getattr(error, "lineno", None)
-    where = f" (line {line})" if line else ""
-    text = getattr(error, "message", None) or str(error) or type(error).__name__
-    if not isinstance(error, jinja2.TemplateError):
-        text = f"{type(error).__name__}: {text}"
-    raise TemplateError(f"the chat template failed{where}: {excerpt(text)}") from None
-
-
-@functools.cache
-def _sandbox() -> Sandbox:
-    functions: dict[str, Callable[..., Any]] = {
-        "raise_exception": _raise_exception,
-        "strftime_now": _strftime_now,
-        "dict": _dict,
-    }
-    return Sandbox(functions, {"tojson": _tojson})
-
-
-def _raise_exception(message: Any = "") -> NoReturn:
-    raise jinja2.TemplateError(str(message))
-
-
-def _strftime_now(format: str) -> str:
-    # The C library would honour a huge field width ("%9999999d").
-    if len(format) > 200 or re.search(r"\d{3,}", format):
-        raise ValueError(f"strftime_now must have a short format; got {format[:40]!r}")
-    return datetime.datetime.now().strftime(format)
-
-
-def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
-    return dict(*args, **kwargs)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Return `value` as JSON, without the HTML escapes of Jinja's own filter."""
-    if (indent if isinstance(indent, int) else len(indent or "")) > 16:
-        raise ValueError("the indent of tojson must be at most 16")
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def _is_content(node: nodes.Node) -> bool:
-    """Tell whether an expression is a message's content: ``content``, ``x.content``, ..."""
-    while isinstance(node, nodes.Filter) and node.node is not None:
-        node = node.node
-    if isinstance(node, nodes.Getattr):
-        return node.attr == "content"
-    if isinstance(node, nodes.Getitem):
-        return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
-    return isinstance(node, nodes.Name) and node.name == "content"
 
 
 def _check_message(message: Any, where: str) -> dict[str, Any]:
@@ -284,6 +202,8 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
             raise RequestError(f"{where} must have at most {MAX_CHARS} characters")
         return str.__str__(value)
     if isinstance(value, int):
+        if int(value).bit_length() > MAX_INT_BITS:
+            raise RequestError(f"{where} must have at most {MAX_INT_BITS} bits")
         return int(value)
     if isinstance(value, float):
         return float(value)
