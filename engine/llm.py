@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import numbers
@@ -12,12 +13,13 @@ from typing import Any
 
 from engine.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from engine.checks import length_of, shown_with_type
-from engine.errors import RequestError, unknown_keyword
+from engine.errors import RequestError, TemplateError, unknown_keyword
 from engine.llm_engine import LLMEngine, Prompt
 from engine.one_thread import EngineLock
 from engine.outputs import RequestOutput
 from engine.sampling_params import RequestOutputKind, SamplingParams
 from engine.stats import EngineStats
+from engine.text import template_process
 from engine.text.chat_template import RESERVED_VARIABLES
 
 __all__ = ["LLM"]
@@ -48,6 +50,8 @@ class LLM:
     """
 
     def __init__(self, model: str = "smollm2", **options: Any) -> None:
+        with contextlib.suppress(TemplateError):  # which `chat` would raise
+            template_process.start()  # it imports Jinja while the weights are read
         self.llm_engine = LLMEngine.from_name(model, **options)
         self._counter = itertools.count()
         # Outputs not yet taken, by request id. Requests of one call share a list, so that the cost

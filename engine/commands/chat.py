@@ -15,7 +15,6 @@ from engine.commands._options import (
 from engine.errors import EngineError
 from engine.llm import LLM
 from engine.sampling_params import SamplingParams
-from engine.text import template_process
 
 __all__ = ["add_arguments", "run"]
 
@@ -31,7 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Read lines until the end of input; answer each one."""
-    template_process.start()  # it imports Jinja while the model is loaded
     with make_llm(arguments) as llm:
         params = sampling_params(llm, arguments)
         first = [{"role": "system", "content": arguments.system}] if arguments.system else []

@@ -18,7 +18,6 @@ from engine.commands._options import (
 from engine.errors import RequestError
 from engine.llm import LLM
 from engine.outputs import RequestOutput
-from engine.text import template_process
 
 __all__ = ["add_arguments", "run"]
 
@@ -37,7 +36,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Stream the answer to stdout, then print one line of statistics to stderr."""
     prompt: Any = _read_prompt(arguments)
     if arguments.chat:
-        template_process.start()  # it imports Jinja while the model is loaded
         prompt = [{"role": "user", "content": prompt}]
     with make_llm(arguments) as llm:
         pieces: list[str] = []

@@ -1,8 +1,8 @@
 """Asks the process that runs chat templates (`template_worker`) for texts.
 
-There is one such process for each process that uses `engine`, shared by its threads and started
-when it is first needed. If a template meets a limit, its process ends and its request fails; the
-next request starts another process.
+There is one such process for each process that uses `engine`, shared by its threads. It is started
+when it is first needed, or earlier by `LLM`, as its imports take about 0.1 s. If a template meets a
+limit, its process ends and its request fails; the next request starts another process.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Worker:
             try:
                 self._process = subprocess.Popen(
                     # Isolated and without `site`: nothing but the parent's path is imported from.
-                    [sys.executable, "-I", "-S", "-c", _CODE, *_import_path()],
+                    [sys.executable, *_flags(), "-c", _CODE, *_import_path()],
                     stdin=theirs.fileno(),
                     stdout=theirs.fileno(),
                     stderr=subprocess.DEVNULL,
@@ -220,6 +220,10 @@ def _above_standard_files(ours: socket.socket) -> socket.socket:
         return socket.socket(
             fileno=fcntl.fcntl(ours.fileno(), fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE_FD)
         )
+
+
+def _flags() -> list[str]:
+    return ["-I", "-S", *(["-B"] if sys.dont_write_bytecode else [])]
 
 
 def _import_path() -> list[str]:

@@ -221,8 +221,7 @@ def test_the_time_of_one_call_is_limited(source):
 def test_the_limits_of_time_and_memory_are_as_documented():
     template_process.close()
     refused(ENDLESS_CALLS[0], r"longer than 2 s$", 4)
-    growing = "{% set ns = namespace(x=['']) %}{% for i in range(64) %}{% set ns.x = ns.x + ns.x %}"
-    refused(growing + "{% endfor %}", r"it took more than 1024 MiB$", 4)
+    refused("{{ [1] * 10**9 }}", r"it took more than 1024 MiB$")
 
 
 ENDLESS = [

@@ -179,6 +179,7 @@ def test_memory_in_use_is_bounded():
     done = run(
         """
 import resource
+template_process.MAX_SECONDS = 40  # so that it is memory that stops the first two
 for source in (
     "{% set ns = namespace(x='a') %}{% for i in range(64) %}"
     "{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
@@ -192,6 +193,7 @@ for source in (
         print("rendered")
     except TemplateError as error:
         print(error)
+    template_process.MAX_SECONDS = 40 if source.startswith("{% set ns = namespace(x='a'") else 2
 template_process.close()
 print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss >> 10)
 """
@@ -297,6 +299,36 @@ def test_nothing_is_printed():
     )
     assert done.stdout == "True\\d\n"
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{{ 'a b c'|wordwrap(3) }}", "a b\nc"),
+        ("{{ [1]|pprint }}", "[1]"),
+        ("{{ '<b>&eacute;&#65;</b>'|striptags }}", "éA"),
+        ("{{ 'http://x.y'|urlize|length > 9 }}", "True"),
+        (r"{{ '\N{EM DASH}\u00e9\n' }}", "—é\n"),
+        ("{{ {'a': 'é'}|xmlattr }}{{ 'é /'|urlencode }}", ' a="é"%C3%A9%20/'),
+        ("{{ strftime_now('%%年😀') }}", "%年😀"),
+    ],
+)
+def test_what_python_imports_late_is_there(source, text):
+    """In the process no file can be opened, thus no module imported."""
+    assert ChatTemplate(source).render(HI) == text
+
+
+@pytest.mark.parametrize("zone", ["XXX-5", "America/New_York", None])
+def test_the_time_is_local(zone):
+    environment = {name: value for name, value in os.environ.items() if name != "TZ"}
+    environment |= {"TZ": zone} if zone else {}
+    done = run(
+        "print(time.strftime('%Z %z')); print(render(\"{{ strftime_now('%Y-%m-%d %H') }}\"))\n"
+        "print(time.strftime('%Y-%m-%d %H'))",
+        env=environment,
+    )
+    name, rendered, local = done.stdout.splitlines()
+    assert rendered == local, name
 
 
 def test_a_relative_import_path_is_found(tmp_path):
