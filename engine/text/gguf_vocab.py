@@ -8,6 +8,7 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 from __future__ import annotations
 
 import enum
+import math
 import numbers
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -18,12 +19,16 @@ from tokenizers import AddedToken, decoders, models, normalizers
 
 from engine.checks import shown
 from engine.errors import ConfigError
+from engine.text.library_errors import library_errors
 from engine.text.parts import TokenizerParts, set_bos_eos
 from engine.text.pretokenizers import find_pre_tokenizer
+from engine.text.tokenizer_json import check_added
 
 __all__ = ["parts_from_gguf"]
 
 _PREFIX = "tokenizer.ggml."
+_MAX_CUT_CHARS = 1 << 30  # copied while merges are derived from scores: token by token its square
+_MAX_MERGES = 1 << 20  # derived so; the largest vocabularies in use have half a million
 _SPACE = "▁"  # sentencepiece's visible space
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 _NAMED_IDS = {
@@ -94,7 +99,10 @@ class _Metadata:
         return int(value)
 
     def scores(self) -> list[float]:
-        return self._as_long_as_tokens("scores", self.array("scores", float))
+        scores = self._as_long_as_tokens("scores", self.array("scores", float))
+        if any(map(math.isnan, scores)):
+            raise ConfigError(f"{_PREFIX}scores must be numbers; one is NaN")
+        return scores
 
     def of_type(self, *types: TokenType) -> list[int]:
         return [i for i, kind in enumerate(self.types) if kind in types]
@@ -128,8 +136,9 @@ def parts_from_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
             f"tokenizer.ggml.model must be one of {', '.join(sorted(builders))}; got {shown(kind)}"
         )
     meta = _Metadata(metadata)
-    backend, add_bos = builders[kind](meta)
-    _add_whole_tokens(backend, meta)
+    with library_errors(ConfigError, "the vocabulary of the .gguf file is invalid"):
+        backend, add_bos = builders[kind](meta)
+        _add_whole_tokens(backend, meta)
     bos, eos = meta.token_id("bos_token_id"), meta.token_id("eos_token_id")
     set_bos_eos(
         backend,
@@ -190,10 +199,8 @@ def _sentencepiece(meta: _Metadata) -> tuple[tokenizers.Tokenizer, bool]:
 def _backend(
     vocab: dict[str, int], merges: Sequence[tuple[str, str]], **options: Any
 ) -> tokenizers.Tokenizer:
-    try:
+    with library_errors(ConfigError, "the vocabulary and its merges do not match"):
         return tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=list(merges), **options))
-    except Exception as error:  # the backend raises bare Exceptions
-        raise ConfigError(f"the vocabulary and its merges do not match: {error}") from None
 
 
 def _numbered(tokens: Sequence[str]) -> dict[str, int]:
@@ -230,6 +237,12 @@ def _merges_of_scores(
     Sentencepiece merges the neighbours whose concatenation has the best score; a list of merges in
     the order of that score is equivalent.
     """
+    size = sum(len(token) ** 2 for token in tokens)
+    if size > _MAX_CUT_CHARS:
+        raise ConfigError(
+            f"tokenizer.ggml.tokens must have lengths whose squares sum up to at most "
+            f"{_MAX_CUT_CHARS}; got {size}"
+        )
     found: list[tuple[float, int, int, str, str]] = []
     for token, kind, rank in zip(tokens, types, ranks, strict=True):
         is_space_run = kind == TokenType.USER_DEFINED and not token.strip(_SPACE)
@@ -239,6 +252,8 @@ def _merges_of_scores(
             left, right = vocab.get(token[:cut]), vocab.get(token[cut:])
             if left is not None and right is not None:
                 found.append((rank, left, right, token[:cut], token[cut:]))
+        if len(found) > _MAX_MERGES:
+            raise ConfigError(f"tokenizer.ggml.tokens must give at most {_MAX_MERGES} merges")
     found.sort()
     return [(left, right) for _, _, _, left, right in found]
 
@@ -255,6 +270,7 @@ def _add_whole_tokens(backend: tokenizers.Tokenizer, meta: _Metadata) -> None:
 
     control = meta.of_type(TokenType.CONTROL, TokenType.UNKNOWN)
     user = [i for i in meta.of_type(TokenType.USER_DEFINED) if meta.tokens[i].strip(" ")]
+    check_added((meta.tokens[i] for i in control + user), "tokenizer.ggml.tokens")
     backend.add_special_tokens([whole(i, True) for i in control])
     backend.add_tokens([whole(i, False) for i in user])
     for i in control + user:

@@ -11,7 +11,8 @@ executed, except templates, in their sandbox. They are opened and bounded by `en
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,17 @@ from tokenizers import AddedToken
 
 from engine.checks import shown
 from engine.errors import ConfigError
-from engine.model_files import excerpt, is_present, read_file, read_json
+from engine.model_files import is_present, read_file, read_json
 from engine.text.chat_template import MAX_SOURCE_CHARS
+from engine.text.encode_worker import WorkerEncoder
+from engine.text.known_steps import unknown_step
+from engine.text.library_errors import library_errors
 from engine.text.parts import SPECIAL_NAMES, TokenizerParts
+from engine.text.tokenizer_json import build_backend, check_added, check_ids, check_steps, parse
 
 __all__ = ["parts_from_directory"]
 
-_MAX_TOKENIZER_BYTES = 256 << 20  # the largest in use have about 35 MB
-_MAX_ADDED_TOKENS = 1 << 18  # as large as whole vocabularies
+_MAX_TOKENIZER_BYTES = 64 << 20  # the largest in use have about 35 MB
 _MAX_TEMPLATES = 64
 _MAX_TEMPLATE_BYTES = 4 * MAX_SOURCE_CHARS  # UTF-8 has at most 4 bytes a character
 
@@ -45,15 +49,20 @@ def parts_from_directory(directory: Path) -> TokenizerParts:
     ConfigError
         If a file is missing, damaged or contradicts another; the message names it.
     """
-    backend = _read_backend(directory)
+    path = directory / "tokenizer.json"
+    data, backend, step = _read_backend(path, directory)
     config = _read_json(directory, "tokenizer_config.json")
-    _add_missing_tokens(backend, config, _read_json(directory, "added_tokens.json"))
+    added = _add_missing_tokens(backend, config, _read_json(directory, "added_tokens.json"))
     special = _special_tokens(directory, config)
     bos = _id_of(backend, "bos_token", special)
     eos = _id_of(backend, "eos_token", special)
     hints = [_read_json(directory, name) for name in ("generation_config.json", "config.json")]
+    with _named(path):
+        encoder = None if step is None else WorkerEncoder(data, added, step)
+        check_ids(backend, encoder("", True)[0] if encoder else ())
     return TokenizerParts(
         backend=backend,
+        encoder=encoder,
         bos_token_id=bos if bos is not None else _first_id(hints, "bos_token_id"),
         eos_token_ids=_end_ids(eos, hints),
         special_tokens=special,
@@ -61,22 +70,30 @@ def parts_from_directory(directory: Path) -> TokenizerParts:
     )
 
 
-def _read_backend(directory: Path) -> tokenizers.Tokenizer:
-    path = directory / "tokenizer.json"
+def _read_backend(path: Path, directory: Path) -> tuple[bytes, tokenizers.Tokenizer, str | None]:
+    """Return the file, its backend, and the step with which that must not encode here, if any."""
     if not is_present(path):
         others = ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
         found = [name for name in others if is_present(directory / name)]
         hint = f"; {', '.join(found)} alone is not enough" if found else ""
         raise ConfigError(f"no tokenizer.json in {directory}{hint}")
     data = read_file(path, _MAX_TOKENIZER_BYTES, directory)
+    with _named(path):
+        spec = parse(data)
+        step = unknown_step(spec)
+        backend = build_backend(spec, with_steps=step is None)
+        if step is None:
+            check_steps(backend)
+    return data, backend, step
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Put the name of the file before a message."""
     try:
-        backend = tokenizers.Tokenizer.from_buffer(data)
-    except Exception as error:  # the backend raises bare Exceptions
-        raise ConfigError(f"{path} cannot be read: {excerpt(error)}") from None
-    # The file may still have the truncation and padding used in training.
-    backend.no_truncation()
-    backend.no_padding()
-    return backend
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
 
 
 def _read_json(directory: Path, name: str) -> dict[str, Any]:
@@ -127,8 +144,8 @@ def _id_of(backend: tokenizers.Tokenizer, name: str, special: Mapping[str, str])
 
 def _add_missing_tokens(
     backend: tokenizers.Tokenizer, config: Mapping[str, Any], older: Mapping[str, Any]
-) -> None:
-    """Add the tokens that only the other files define, in the order of their ids."""
+) -> list[AddedToken]:
+    """Add the tokens that only the other files define, in the order of their ids; return them."""
     listed = config.get("added_tokens_decoder") or {
         str(token_id): content for content, token_id in older.items()
     }
@@ -143,19 +160,18 @@ def _add_missing_tokens(
         have = known.get(_as_id(key))
         if have is None or have.content != token.content or have.special != token.special:
             missing[key] = token
-    if len(missing) > _MAX_ADDED_TOKENS:
-        raise ConfigError(
-            f"the files beside tokenizer.json must add at most {_MAX_ADDED_TOKENS} tokens to it; "
-            f"got {len(missing)}"
-        )
+    contents = [token.content for token in (*known.values(), *missing.values())]
+    check_added(contents, "tokenizer.json and the files beside it")
     # All at once: each call builds the search for all added tokens anew.
-    backend.add_tokens(list(missing.values()))
+    with library_errors(ConfigError, "the tokens beside tokenizer.json cannot be added"):
+        backend.add_tokens(list(missing.values()))
     for key, token in missing.items():
         if backend.token_to_id(token.content) != _as_id(key):
             raise ConfigError(
                 f"added token {shown(token.content)} must have id {key}; in tokenizer.json it has "
                 f"{backend.token_to_id(token.content)}"
             )
+    return list(missing.values())
 
 
 def _as_id(key: str) -> int:

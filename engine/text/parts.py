@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import tokenizers
@@ -30,6 +30,8 @@ class TokenizerParts:
     ----------
     backend : tokenizers.Tokenizer
         Splits, merges and maps to ids; its post-processor adds BOS and EOS.
+    encoder : callable, optional
+        (text, add_special_tokens) -> as `encode_worker.encode_here`; without it, `backend` encodes.
     bos_token_id : int or None
     eos_token_ids : tuple of int
         Tokens that end a sequence, the tokenizer's own first.
@@ -44,6 +46,7 @@ class TokenizerParts:
     eos_token_ids: tuple[int, ...] = ()
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     chat_templates: Mapping[str, str] = field(default_factory=dict)
+    encoder: Callable[[str, bool], tuple[list[int], bool]] | None = None
 
 
 def set_bos_eos(backend: tokenizers.Tokenizer, bos_id: int | None, eos_id: int | None) -> None:

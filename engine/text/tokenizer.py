@@ -9,6 +9,7 @@ Three rules are implemented here and nowhere else:
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +20,7 @@ from engine.checks import checked_text, shown_with_type
 from engine.errors import ConfigError, RequestError, TemplateError
 from engine.model_files import excerpt
 from engine.text.chat_template import ChatTemplate
+from engine.text.encode_worker import encode_here
 from engine.text.gguf_vocab import parts_from_gguf
 from engine.text.hf_files import parts_from_directory
 from engine.text.parts import TokenizerParts
@@ -78,6 +80,7 @@ class Tokenizer:
 
     def __init__(self, parts: TokenizerParts, *, chat_template: str | None = None) -> None:
         self._backend = parts.backend
+        self._encode = parts.encoder or functools.partial(encode_here, parts.backend)
         self._bytes = TokenBytes(parts.backend)
         self.bos_token_id = parts.bos_token_id
         self.eos_token_ids = parts.eos_token_ids
@@ -122,19 +125,16 @@ class Tokenizer:
         Raises
         ------
         RequestError
-            If `text` is not a str, or contains an unpaired surrogate.
+            If `text` is not a str, contains an unpaired surrogate, or cannot be encoded within the
+            limits of `engine.text.encode_worker`.
         """
         text = checked_text("text", text)
         if not isinstance(add_special_tokens, bool):
             got = shown_with_type(add_special_tokens)
             raise RequestError(f"add_special_tokens must be True or False; got {got}")
-        encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
-        ids: list[int] = encoding.ids
-        bos = self.bos_token_id
-        if bos is None or ids[:2] != [bos, bos]:
-            return ids
-        # The mask is 1 for tokens that the post-processor added, 0 for those written in the text.
-        return ids[1:] if encoding.special_tokens_mask[0] else ids
+        ids, is_added = self._encode(text, add_special_tokens)
+        # A second BOS that was written in the text stays.
+        return ids[1:] if is_added and ids[0] == self.bos_token_id else ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Return the text of `ids`; invalid UTF-8 becomes U+FFFD.

@@ -1,0 +1,43 @@
+"""Turns the errors of the `tokenizers` library into the engine's own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from engine.errors import EngineError
+from engine.model_files import excerpt
+
+__all__ = ["library_errors"]
+
+
+@contextlib.contextmanager
+def library_errors(kind: type[EngineError], what: str) -> Iterator[None]:
+    """Raise `kind` with the message "`what`: reason" where the library fails.
+
+    The library raises bare Exceptions; a panic of its Rust code is a BaseException, which no
+    `except Exception` catches. Other BaseExceptions (KeyboardInterrupt) and MemoryError pass.
+
+    Examples
+    --------
+    >>> from engine.errors import ConfigError
+    >>> with library_errors(ConfigError, "tokenizer.json cannot be read"):
+    ...     raise Exception("expected `,`")
+    Traceback (most recent call last):
+    engine.errors.ConfigError: tokenizer.json cannot be read: expected `,`
+    """
+    try:
+        yield
+    except (EngineError, MemoryError):
+        raise
+    except Exception as error:
+        raise kind(f"{what}: {excerpt(error)}") from None
+    except BaseException as error:
+        if not _is_panic(error):
+            raise
+        raise kind(f"{what}: the tokenizers library panicked ({excerpt(error)})") from None
+
+
+def _is_panic(error: BaseException) -> bool:
+    kind = type(error)  # each extension module makes its own; none can be imported
+    return (kind.__module__, kind.__name__) == ("pyo3_runtime", "PanicException")
