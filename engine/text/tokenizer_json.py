@@ -9,6 +9,7 @@ Left out on purpose are truncation, padding and dropout, which belong to trainin
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterable
@@ -142,8 +143,9 @@ def _decoder(step: object) -> object:
     return step
 
 
-def _kind(step: object) -> object:
-    return step.get("type") if isinstance(step, dict) else None
+def _kind(step: object) -> str | None:
+    kind = step.get("type") if isinstance(step, dict) else None
+    return kind if isinstance(kind, str) else None
 
 
 def _added_tokens(listed: object) -> list[AddedToken]:
@@ -278,13 +280,26 @@ def _merges(listed: object) -> list[tuple[str, str]]:
         raise ConfigError(f"model.merges must be an array; {_got(listed)}")
     kinds = set(map(type, listed))
     if kinds == {str}:
-        listed = [line.split(" ") for line in listed if not line.startswith("#version")]
-    elif not kinds <= {list}:
+        return _split_merges(listed)
+    if not kinds <= {list}:
         raise ConfigError("model.merges must be pairs of tokens, or texts; it has other items")
     if not set(map(len, listed)) <= {2}:
         index = next(i for i, pair in enumerate(listed) if len(pair) != 2)
         raise ConfigError(f"model.merges[{index}] must be two tokens; {_got(listed[index])}")
     return list(map(tuple, listed))
+
+
+def _split_merges(lines: list[str]) -> list[tuple[str, str]]:
+    joined = " ".join(lines)
+    if "#version" in joined:  # a header, which the library skips wherever it is
+        lines = [line for line in lines if not line.startswith("#version")]
+        joined = " ".join(lines)
+    if not set(map(str.count, lines, itertools.repeat(" "))) <= {1}:
+        index = next(i for i, line in enumerate(lines) if line.count(" ") != 1)
+        raise ConfigError(f"model.merges[{index}] must be two tokens; {_got(lines[index])}")
+    # Split all at once: a list for each line would take three times as long.
+    words = joined.split(" ") if lines else []
+    return list(zip(words[::2], words[1::2], strict=True))
 
 
 def _text(fields: _Fields, key: str) -> str | None:

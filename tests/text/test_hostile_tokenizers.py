@@ -172,6 +172,7 @@ REFUSED = {
         content(decoder={"type": "Replace", "pattern": {"Regex": "(a+)+b"}, "content": " "}),
         "cannot decode with this tokenizer's decoder step",
     ),
+    "decoder whose type is an array": (content(decoder={"type": []}), "decoder step"),
     "unknown decoder": (content(decoder={"type": "Nope"}), "decoder step"),
     "decoders without end": (
         content(decoder=sequence({"type": "Nope"}, 1, "decoders")),
@@ -513,6 +514,19 @@ def test_a_panic_of_the_library_is_caught(capfd):
     panicked = pytest.raises(RequestError, match="the tokenizers library panicked")
     with panicked, library_errors(RequestError, "x"):
         cut.pre_tokenize_str("a" * 2000)
+    capfd.readouterr()
+
+
+def test_a_merge_whose_result_is_missing(tmp_path, byte_level_metadata, capfd):
+    """The library panics if the result is longer than every token, and else has an error."""
+    folder = folder_with(tmp_path, content(model_vocab={"a": 0, "b": 1}))
+    with pytest.raises(ConfigError, match=r"tokenizer\.json cannot be read: model is invalid"):
+        load_tokenizer(folder)
+    metadata = byte_level_metadata(
+        tokens=["a", "b"], merges=["a b"], token_type=[1, 1], bos_token_id=0, eos_token_id=0
+    )
+    with pytest.raises(ConfigError, match="the vocabulary and its merges do not match"):
+        load_tokenizer(metadata)
     capfd.readouterr()
 
 
