@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.checks import shown
 from engine.errors import RequestError, unknown_keyword
 from engine.llm_engine import LLMEngine, Prompt
 from engine.outputs import Logprob, RequestOutput
@@ -72,7 +73,7 @@ class BeamSearchParams:
         for name, allowed in _RANGES.items():
             object.__setattr__(self, name, allowed.check(name, getattr(self, name)))
         if not isinstance(self.ignore_eos, bool):
-            raise RequestError(f"ignore_eos must be True or False; got {self.ignore_eos!r}")
+            raise RequestError(f"ignore_eos must be True or False; got {shown(self.ignore_eos)}")
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from engine.errors import RequestError
 
 __all__ = [
     "checked_text",
+    "is_integer",
     "items_of",
     "length_of",
     "request_ids_of",
@@ -151,14 +152,20 @@ def token_ids_of(name: str, items: list[Any], below: int, wanted: str) -> list[i
     return ids
 
 
+def is_integer(value: object) -> bool:
+    """Tell whether `value` is an int or a NumPy integer; a bool is not."""
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+        return False
+    try:
+        operator.index(value)
+    except TypeError:  # np.timedelta64 calls itself an integer
+        return False
+    return True
+
+
 def _index(item: Any) -> int:
     """Return an integer as Python's int; -1 if it is a bool or no integer."""
-    if not isinstance(item, numbers.Integral) or isinstance(item, bool):
-        return -1
-    try:
-        return operator.index(item)
-    except TypeError:  # np.timedelta64 calls itself an integer
-        return -1
+    return operator.index(item) if is_integer(item) else -1
 
 
 def checked_text(name: str, value: object) -> str:

@@ -6,12 +6,13 @@ Only the chosen command's module is imported, so that `engine --help` answers at
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import sys
 from collections.abc import Sequence
 
 from engine._version import __version__
-from engine.commands._streams import discard_output, prepare_streams
+from engine.commands._streams import discard_errors, discard_output, prepare_streams
 from engine.errors import EngineError
 
 __all__ = ["main"]
@@ -45,30 +46,39 @@ def main(argv: Sequence[str] | None = None) -> None:
         prepare_streams()
     except EngineError as error:
         sys.exit(f"engine: {error}")
-    options = _parser().parse_args(argv)
-    command = importlib.import_module(f"engine.commands.{options.command}")
-    parser = argparse.ArgumentParser(
-        prog=f"engine {options.command}", description=COMMANDS[options.command]
-    )
-    command.add_arguments(parser)
-    arguments = parser.parse_args(options.arguments)
+    status, reason = _run(argv)
+    if reason:
+        with contextlib.suppress(OSError):
+            print(reason, file=sys.stderr)
+    discard_errors()
+    sys.exit(status)
+
+
+def _run(argv: Sequence[str] | None) -> tuple[int, str]:
+    """Return the exit status, and the line that says why it is not 0."""
+    name = "engine"
     try:
-        status = command.run(arguments)
+        try:
+            options = _parser().parse_args(argv)
+            name = f"engine {options.command}"
+            command = importlib.import_module(f"engine.commands.{options.command}")
+            parser = argparse.ArgumentParser(prog=name, description=COMMANDS[options.command])
+            command.add_arguments(parser)
+            status = command.run(parser.parse_args(options.arguments))
+        except SystemExit as done:  # argparse has printed a help, a version or a mistake
+            status = done.code if isinstance(done.code, int) else 2
         sys.stdout.flush()
     except EngineError as error:
-        print(f"engine {options.command}: {error}", file=sys.stderr)
-        status = 2
+        return 2, f"{name}: {error}"
     except UnicodeDecodeError as error:
         what = f"input must be valid {error.encoding}; {error.reason} at byte {error.start}"
-        print(f"engine {options.command}: {what}", file=sys.stderr)
-        status = 2
+        return 2, f"{name}: {what}"
     except KeyboardInterrupt:
-        status = 130
+        return 130, ""
     except BrokenPipeError:
         discard_output()  # the reader closed the pipe (`engine ... | head`): exit quietly
-        status = 1
+        return 1, ""
     except OSError as error:
-        print(f"engine {options.command}: {error}", file=sys.stderr)
         discard_output()
-        status = 1
-    sys.exit(status)
+        return 1, f"{name}: {error}"
+    return status, ""

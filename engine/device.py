@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from engine.checks import shown
 from engine.errors import DeviceError
 from engine.plan_array import PlanArray
 
@@ -158,12 +159,14 @@ def resolve_device(device: str | Device = "auto") -> tuple[Device, str]:
     if isinstance(device, Device):
         return device, f"{device} was asked for"
     if not isinstance(device, str):
-        raise DeviceError(f"device must be a str or a Device; got {device!r}")
+        raise DeviceError(f"device must be a str or a Device; got {shown(device)}")
     if device == "cpu":
         return CPU, "cpu was asked for"
     kind, _, index = device.partition(":")
     if device != "auto" and (kind != "cuda" or (index and not index.isdecimal())):
-        raise DeviceError(f"device must be 'cpu', 'cuda', 'cuda:<index>' or 'auto'; got {device!r}")
+        raise DeviceError(
+            f"device must be 'cpu', 'cuda', 'cuda:<index>' or 'auto'; got {shown(device)}"
+        )
     count, why_not = _cuda_device_count()
     if device == "auto":
         return (Device("cuda"), "a CUDA device is there") if count else (CPU, why_not)

@@ -10,6 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from engine.checks import shown
 from engine.errors import DTypeError
 
 __all__ = ["BFLOAT16", "FLOAT_NAMES", "dtype_name", "itemsize", "np_dtype"]
@@ -41,7 +42,8 @@ def np_dtype(name: str) -> np.dtype[Any]:
     try:
         return _BY_NAME[name]
     except KeyError:
-        raise DTypeError(f"dtype must be one of {', '.join(FLOAT_NAMES)}; got {name!r}") from None
+        known = ", ".join(FLOAT_NAMES)
+        raise DTypeError(f"dtype must be one of {known}; got {shown(name)}") from None
 
 
 def dtype_name(dtype: Any) -> str:

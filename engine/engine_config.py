@@ -10,6 +10,7 @@ from typing import Any
 from engine import env
 from engine.cache.kv_cache import KVGeometry, MemoryBudget, plan_num_blocks
 from engine.cache.memory_pool import device_memory
+from engine.checks import shown
 from engine.config import ModelConfig
 from engine.device import Device
 from engine.drafts import MAX_QUERY_LEN
@@ -206,9 +207,9 @@ class EngineConfig:
         for name, choices in _FLAGS.items():
             value = getattr(self, name)
             # By type too: 1 == True, but 1 is not a flag.
-            if not any(value == c and type(value) is type(c) for c in choices):
+            if not any(type(value) is type(c) and value == c for c in choices):
                 wanted = ", ".join(map(repr, choices))
-                raise ConfigError(f"{name} must be one of {wanted}; got {value!r}")
+                raise ConfigError(f"{name} must be one of {wanted}; got {shown(value)}")
         if self.preemption_mode == "swap" and not self.swap_space_gb:
             raise ConfigError("preemption_mode='swap' needs a swap_space_gb above 0; got 0.0")
         if self.raise_on_timeout and self.step_timeout is None:

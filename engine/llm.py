@@ -24,6 +24,8 @@ from engine.text.chat_template import RESERVED_VARIABLES
 
 __all__ = ["LLM"]
 
+MAX_PROMPTS = 2**20  # of one call
+
 Message = Mapping[str, Any]
 
 
@@ -353,7 +355,10 @@ def _as_prompts(prompts: Any) -> list[Prompt]:
     is_ids = first and not isinstance(first[0], str | Mapping) and not hasattr(first[0], "__iter__")
     if is_ids:  # of an iterator, which may be endless, the engine reads what it can serve
         return [prompts] if hasattr(prompts, "__len__") else [itertools.chain(first, items)]  # type: ignore[list-item]
-    return [*first, *items]
+    found = [*first, *itertools.islice(items, MAX_PROMPTS)]  # it may be endless
+    if len(found) > MAX_PROMPTS:
+        raise RequestError(f"prompts must be at most {MAX_PROMPTS}; got more")
+    return found
 
 
 def _one_per_prompt(name: str, values: Any, count: int, kind: type) -> list[Any]:

@@ -14,11 +14,9 @@ from functools import cached_property
 from os import PathLike
 from typing import Any, Literal
 
-import numpy as np
-
 from engine.cache.array_cache import Cache
 from engine.cache.kv_cache import KVGeometry
-from engine.checks import shown
+from engine.checks import is_integer, shown
 from engine.config import ModelConfig
 from engine.device import Device, cupy, resolve_device
 from engine.errors import ConfigError, RequestError, unknown_keyword
@@ -111,7 +109,7 @@ def load(
     )
     for name in unknown:
         raise unknown_keyword("load", name, known)
-    if load_format not in ("auto", "dummy"):
+    if not isinstance(load_format, str) or load_format not in ("auto", "dummy"):
         raise ConfigError(f"load_format must be 'auto' or 'dummy'; got {shown(load_format)}")
     if config is not None and not isinstance(config, ModelConfig):
         raise ConfigError(f"config must be a ModelConfig; got {type(config).__name__}")
@@ -298,8 +296,8 @@ class Model:
             If an id is outside [0, V), the shape is wrong, or the cache is too small. The cache is
             left unchanged.
         """
-        if logits not in ("last", "all"):
-            raise RequestError(f"logits must be 'last' or 'all'; got {logits!r}")
+        if not isinstance(logits, str) or logits not in ("last", "all"):
+            raise RequestError(f"logits must be 'last' or 'all'; got {shown(logits)}")
         if not isinstance(cache, Cache) or cache.owner is not self.load_config:
             raise RequestError("cache must be made by this model's new_cache")
         ids = checked_token_ids(token_ids, cache.batch_size, self.config.vocab_size)
@@ -388,6 +386,5 @@ class Model:
 
 
 def _check_count(name: str, value: Any, limit: int) -> None:
-    is_int = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    if not (is_int and 1 <= value <= limit):
-        raise ConfigError(f"{name} must be a whole number from 1 to {limit}; got {value!r}")
+    if not (is_integer(value) and 1 <= value <= limit):
+        raise ConfigError(f"{name} must be a whole number from 1 to {limit}; got {shown(value)}")

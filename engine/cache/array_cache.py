@@ -8,6 +8,7 @@ import numpy as np
 
 from engine.cache.kv_cache import KVCache, KVGeometry
 from engine.cache.memory_pool import MemoryPool
+from engine.checks import shown
 from engine.device import CPU, Device
 from engine.errors import RequestError
 
@@ -113,12 +114,12 @@ class Cache:
             If a row has fewer tokens, or there is no such row.
         """
         if row is not None and not (_is_int(row) and 0 <= row < self.batch_size):
-            raise RequestError(f"row must be in [0, {self.batch_size}); got {row!r}")
+            raise RequestError(f"row must be in [0, {self.batch_size}); got {shown(row)}")
         rows = slice(None) if row is None else slice(row, row + 1)
         shortest = int(self._lengths[rows].min())
         if not (_is_int(num_tokens) and 0 <= num_tokens <= shortest):
             raise RequestError(
-                f"num_tokens must be in [0, {shortest}], the tokens held; got {num_tokens!r}"
+                f"num_tokens must be in [0, {shortest}], the tokens held; got {shown(num_tokens)}"
             )
         self._lengths[rows] = num_tokens
 

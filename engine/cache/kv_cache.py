@@ -11,6 +11,7 @@ import numpy as np
 
 from engine import dtypes
 from engine.cache.memory_pool import MemoryPool, format_bytes
+from engine.checks import is_integer, shown
 from engine.device import CPU, Device
 from engine.errors import ConfigError, ContractError, OutOfMemoryError
 
@@ -18,6 +19,10 @@ __all__ = ["BLOCK_SIZES", "BlockPlan", "KVCache", "KVGeometry", "MemoryBudget", 
 
 BLOCK_SIZES = (16, 32, 64, 128)
 """Allowed numbers of tokens per block."""
+
+
+def _is_block_size(value: object) -> bool:
+    return is_integer(value) and value in BLOCK_SIZES
 
 
 @dataclass(frozen=True)
@@ -40,8 +45,9 @@ class KVGeometry:
         for name in ("num_layers", "num_kv_heads", "head_dim"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1; got {getattr(self, name)}")
-        if self.block_size not in BLOCK_SIZES or isinstance(self.block_size, float):
-            raise ConfigError(f"block_size must be one of {BLOCK_SIZES}; got {self.block_size!r}")
+        if not _is_block_size(self.block_size):
+            got = shown(self.block_size)
+            raise ConfigError(f"block_size must be one of {BLOCK_SIZES}; got {got}")
         dtypes.np_dtype(self.dtype)
 
     @property

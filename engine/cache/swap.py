@@ -257,10 +257,15 @@ def _runs(ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 def _host_array(shape: tuple[int, ...], dtype: str, *, pinned: bool) -> np.ndarray[Any, Any]:
     """Return an uninitialised host array; if `pinned`, in memory that DMA can access."""
     kind = dtypes.np_dtype(dtype)
-    if not pinned:
-        return np.empty(shape, kind)
-    cp = cupy()
     num_bytes = math.prod(shape) * kind.itemsize
+    if not pinned:
+        try:
+            return np.empty(shape, kind)
+        except MemoryError as error:
+            raise OutOfMemoryError(
+                f"swap_space_gb must fit in the host's memory; {num_bytes} bytes did not ({error})"
+            ) from error
+    cp = cupy()
     # Not from CuPy's pinned pool, which may round up and never returns memory to the system.
     memory = cp.cuda.PinnedMemoryPointer(cp.cuda.PinnedMemory(num_bytes), 0)
     return np.frombuffer(memory, np.uint8, num_bytes).view(kind).reshape(shape)

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from engine.errors import EngineError, RequestError
 
-__all__ = ["discard_output", "prepare_streams"]
+__all__ = ["discard_errors", "discard_output", "prepare_streams"]
 
 
 class _ClosedInput(io.TextIOBase):
@@ -60,3 +60,11 @@ def prepare_streams() -> None:
 def discard_output() -> None:
     """Discard what standard output still holds: nobody can read it, and the last flush fails."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def discard_errors() -> None:
+    """Discard what a full standard error still holds, for which Python would exit with 120."""
+    try:
+        sys.stderr.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

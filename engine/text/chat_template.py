@@ -12,6 +12,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from engine.checks import shown
 from engine.errors import RequestError, TemplateError
 from engine.text import template_process
 from engine.text.parts import SPECIAL_NAMES
@@ -149,7 +150,7 @@ def _check_message(message: Any, where: str) -> dict[str, Any]:
     plain: dict[str, Any] = _plain(message, where)
     role = plain.get("role")
     if not isinstance(role, str) or not role:
-        raise RequestError(f'{where}["role"] must be a non-empty str; got {role!r:.80}')
+        raise RequestError(f'{where}["role"] must be a non-empty str; got {shown(role)}')
     content = plain.get("content")
     if isinstance(content, list):
         for i, part in enumerate(content):
@@ -167,7 +168,7 @@ def _check_message(message: Any, where: str) -> dict[str, Any]:
 def _check_part(part: Any, where: str) -> None:
     if not isinstance(part, dict) or part.get("type") != "text":
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        raise RequestError(f'{where} must be {{"type": "text", "text": ...}}; got {kind!r:.80}')
+        raise RequestError(f'{where} must be {{"type": "text", "text": ...}}; got {shown(kind)}')
     if not isinstance(part.get("text"), str):
         got = type(part.get("text")).__name__
         raise RequestError(f'{where}["text"] must be a str; got {got}')
@@ -187,7 +188,8 @@ def _check_tools(tools: Any) -> list[Any]:
 def _check_variables(variables: Mapping[str, Any]) -> dict[str, Any]:
     for name in variables:
         if name in RESERVED_VARIABLES or name.startswith("_") or not name.isidentifier():
-            raise RequestError(f"a template variable must not have a reserved name; got {name!r}")
+            got = shown(name)
+            raise RequestError(f"a template variable must not have a reserved name; got {got}")
     return {name: _plain(value, name) for name, value in variables.items()}
 
 
@@ -210,7 +212,7 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise RequestError(f"{where} must have str keys; got {key!r:.80}")
+                raise RequestError(f"{where} must have str keys; got {shown(key)}")
         return {str(k): _plain(v, f'{where}["{k}"]', depth + 1) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import numbers
 import re
 from typing import Any
 
 import tokenizers
 
-from engine.checks import shown, shown_with_type
+from engine.checks import is_integer, shown, shown_with_type
 from engine.errors import ConfigError, RequestError
 
 __all__ = ["TokenBytes", "byte_alphabet", "strip_spaces"]
@@ -74,7 +73,7 @@ class TokenBytes(dict[int, bytes]):
 
     def spelling(self, token_id: int) -> str | None:
         """Return the token as the vocabulary spells it, or None if there is none."""
-        if isinstance(token_id, bool) or not isinstance(token_id, numbers.Integral):
+        if not is_integer(token_id):
             raise RequestError(f"a token id must be an integer; got {shown_with_type(token_id)}")
         if token_id < 0:
             raise RequestError(f"a token id must be at least 0; got {shown(token_id)}")

@@ -10,6 +10,7 @@ Three rules are implemented here and nowhere else:
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,6 +28,8 @@ from engine.text.parts import TokenizerParts
 from engine.text.token_bytes import TokenBytes, strip_spaces
 
 __all__ = ["Tokenizer", "load_tokenizer"]
+
+MAX_DECODED_IDS = 1 << 22
 
 
 def load_tokenizer(
@@ -144,11 +147,14 @@ class Tokenizer:
         Raises
         ------
         RequestError
-            If an id is negative or not an integer.
+            If an id is negative or not an integer, or there are more than 2^22.
         """
         skipped = self.special_ids if skip_special_tokens else frozenset()
         try:
-            data = b"".join([self._bytes[i] for i in ids if i not in skipped])
+            given = list(itertools.islice(ids, MAX_DECODED_IDS + 1))  # it may be endless
+            if len(given) > MAX_DECODED_IDS:
+                raise RequestError(f"ids must have at most {MAX_DECODED_IDS} entries; got more")
+            data = b"".join([self._bytes[i] for i in given if i not in skipped])
         except TypeError:
             raise RequestError(
                 f"ids must be a sequence of token ids; got {shown_with_type(ids)}"

@@ -130,10 +130,12 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(draw=st.data())
     @precondition(lambda self: len(self.in_flight) < 3 and self.has_requests)
-    def dispatch_without(self, draw):
-        """Schedule a step that excludes some requests."""
+    def dispatch_some(self, draw):
         unfinished = list(self.scheduler.unfinished_requests())
-        excluded = draw.draw(st.sets(st.sampled_from(unfinished)))
+        self.dispatch_without(draw.draw(st.sets(st.sampled_from(unfinished))))
+
+    def dispatch_without(self, excluded):
+        """Schedule a step that excludes some requests."""
         output = self.scheduler.schedule(excluded)
         scheduled = {s.request for s in output.sequences} | set(output.admitted)
         assert not excluded & scheduled
@@ -166,7 +168,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(draw=st.data())
     @precondition(lambda self: self.has_requests)
     def abort(self, draw):
-        request = self.unfinished(draw)
+        self.abort_one(self.unfinished(draw))
+
+    def abort_one(self, request):
         for _ in range(2):  # the second time nothing happens
             self.scheduler.finish_request(request, "abort")
             assert request.finish_reason == "abort"
@@ -174,7 +178,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(draw=st.data(), reason=st.sampled_from(["stop", "error"]))
     @precondition(lambda self: self.has_requests)
     def finish(self, draw, reason):
-        request = self.unfinished(draw)
+        self.finish_one(self.unfinished(draw), reason)
+
+    def finish_one(self, request, reason):
         self.scheduler.finish_request(request, reason)
         assert request.finish_reason == reason
 
@@ -182,9 +188,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.has_requests)
     def fork(self, draw, token, options):
         parent = self.unfinished(draw)
+        kept = draw.draw(st.integers(0, parent.num_output_tokens))
+        self.fork_one(parent, kept, token, options)
+
+    def fork_one(self, parent, kept, token, options):
         options.update(cache_salt=parent.cache_salt, long_rope=parent.long_rope)
         child = self.new_request(parent.prompt_token_ids, options)
-        kept = draw.draw(st.integers(0, parent.num_output_tokens))
         child.output_token_ids = [*parent.output_token_ids[:kept], token]
         try:
             self.scheduler.fork_request(parent, child)
@@ -252,12 +261,23 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert request.output_token_ids == expected
 
     def teardown(self):
-        if not hasattr(self, "scheduler"):
-            return
+        if hasattr(self, "scheduler"):
+            self.drain()
+            self.note()
+
+    def drain(self):
+        """Serve what is left; nothing must be held then."""
         self.commit_all()
         drive(self.scheduler, self.mock, late=self.count % 2)
         self.holds()
         self.scheduler.reset_prefix_cache()
+        stats = self.scheduler.stats()
+        assert stats.num_free_blocks == stats.num_blocks
+        assert stats.num_free_host_blocks == stats.num_host_blocks
+        assert stats.num_requests_waiting == stats.num_requests_running == 0
+
+    def note(self):
+        """Tell hypothesis what this example has reached."""
         stats = self.scheduler.stats()
         for name in ("num_preemptions", "num_swaps", "num_retries", "prefix_cache_hits"):
             event(f"{name}: {'some' if getattr(stats, name) else 'none'}")
@@ -266,9 +286,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         event(f"accepted drafts: {'some' if self.mock.num_accepted else 'none'}")
         event(f"rejected drafts: {'some' if self.mock.num_rejected else 'none'}")
         event(f"unchanged batches: {'some' if self.mock.num_unchanged else 'none'}")
-        assert stats.num_free_blocks == stats.num_blocks
-        assert stats.num_free_host_blocks == stats.num_host_blocks
-        assert stats.num_requests_waiting == stats.num_requests_running == 0
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
