@@ -114,6 +114,6 @@ def unknown_keyword(owner: str, name: str, known: Iterable[str]) -> UnknownOptio
     "SamplingParams got an unknown keyword 'temprature'; did you mean 'temperature'?"
     """
     known = sorted(known)
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name[:80], known, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}?" if near else f"known keywords: {', '.join(known)}"
-    return UnknownOptionError(f"{owner} got an unknown keyword {name!r}; {hint}")
+    return UnknownOptionError(f"{owner} got an unknown keyword {name[:80]!r}; {hint}")

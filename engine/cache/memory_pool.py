@@ -8,13 +8,13 @@ device has; `MemoryPool` hands out slabs and records who holds what.
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from engine.cache.host_memory import host_memory
 from engine.device import CPU, Device
 from engine.errors import ContractError, OutOfMemoryError
 
@@ -129,27 +129,13 @@ class MemoryPool:
 
 
 def device_memory(device: Device) -> tuple[int, int]:
-    """Return (total, free) bytes of the device; for the CPU, free is what the system can give."""
+    """Return (total, free) bytes of the device; for the CPU, those of `host_memory`."""
     if device.is_cuda:
         cp = device.xp
         with cp.cuda.Device(device.index):
             free, total = cp.cuda.runtime.memGetInfo()
         return int(total), int(free)
-    page = os.sysconf("SC_PAGE_SIZE")
-    total = page * os.sysconf("SC_PHYS_PAGES")
-    return total, min(total, _linux_available() or page * os.sysconf("SC_AVPHYS_PAGES"))
-
-
-def _linux_available() -> int | None:
-    """Return MemAvailable, which counts reclaimable page cache as free; None elsewhere."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass  # not Linux
-    return None
+    return host_memory()
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -1,0 +1,89 @@
+"""How much memory the host can give this process: of the machine, and of its control groups."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+__all__ = ["host_memory"]
+
+
+class _Files(NamedTuple):
+    """Where one version of control groups keeps the numbers of a group."""
+
+    limit: str
+    usage: str
+    reclaimable: str  # the line of memory.stat
+
+
+_VERSION_1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_VERSION_2 = _Files("memory.max", "memory.current", "inactive_file")
+
+
+def host_memory(
+    proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
+) -> tuple[int, int]:
+    """Return (total, available) bytes for this process.
+
+    A container or a job is often limited to a part of the machine: the smallest limit of the
+    process's control group and of the groups above it counts, in version 1 and 2. Page cache that
+    the kernel can reclaim counts as available.
+
+    Parameters
+    ----------
+    proc, cgroups : Path
+        Where the kernel's files are. What is missing there sets no limit.
+    """
+    page = os.sysconf("SC_PAGE_SIZE")
+    total = page * os.sysconf("SC_PHYS_PAGES")
+    available = _value(proc / "meminfo", "MemAvailable:", 1024)
+    if available is None:  # not Linux
+        available = page * os.sysconf("SC_AVPHYS_PAGES")
+    for group, files in _groups(proc, cgroups):
+        limit, usage = _number(group / files.limit), _number(group / files.usage)
+        if limit is None or usage is None:
+            continue
+        reclaimable = _value(group / "memory.stat", files.reclaimable) or 0
+        total = min(total, limit)
+        available = min(available, limit - max(usage - reclaimable, 0))
+    return total, max(0, min(total, available))
+
+
+def _groups(proc: Path, cgroups: Path) -> Iterator[tuple[Path, _Files]]:
+    """Yield the folders of this process's memory groups, each with those above it."""
+    for line in _lines(proc / "self" / "cgroup"):
+        number, controllers, path = (*line.split(":", 2), "", "")[:3]
+        if number == "0":
+            root, files = cgroups, _VERSION_2
+        elif "memory" in controllers.split(","):
+            root, files = cgroups / "memory", _VERSION_1
+        else:
+            continue
+        inside = PurePosixPath(path.lstrip("/"))
+        for group in (inside, *inside.parents):
+            # In a container the path may be the host's, and only the root of it is mounted.
+            yield root / group, files
+
+
+def _value(path: Path, name: str, unit: int = 1) -> int | None:
+    """Return the number after `name` in a file of names and numbers, in bytes."""
+    for line in _lines(path):
+        words = line.split()
+        if len(words) >= 2 and words[0] == name and words[1].isdecimal():
+            return int(words[1]) * unit
+    return None
+
+
+def _number(path: Path) -> int | None:
+    """Return the number in a file; None if it is missing, or no number ("max": no limit)."""
+    text = "".join(_lines(path)).strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return []
