@@ -45,8 +45,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         prepare_streams()
     except EngineError as error:
-        sys.exit(f"engine: {error}")
-    status, reason = _run(argv)
+        status, reason = 1, f"engine: {error}"
+    else:
+        status, reason = _run(argv)
     if reason:
         with contextlib.suppress(OSError):
             print(reason, file=sys.stderr)

@@ -45,8 +45,13 @@ _KINDS = {
 
 
 def excerpt(text: object) -> str:
-    """Return the first 200 characters of a text, for an error message."""
-    whole = str(text)
+    """Return the first 200 characters of a text, for an error message.
+
+    Control characters are escaped, so that a file cannot add lines to a log or change a terminal.
+    """
+    whole = str(text)[: 2 * _MAX_EXCERPT]
+    if not whole.isprintable():
+        whole = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in whole)
     return whole if len(whole) <= _MAX_EXCERPT else whole[: _MAX_EXCERPT - 3] + "..."
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from engine import __version__, env
 from engine.device import Device
 from engine.errors import ConfigError
+from engine.model_files import excerpt
 
 __all__ = ["add_arguments", "run"]
 
@@ -124,11 +125,11 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _check_file(file: Path) -> None:
     if file.is_dir():
-        raise ConfigError(f"--json must name a file; got the folder {file}")
+        raise ConfigError(f"--json must name a file; got the folder {excerpt(file)}")
     if not file.parent.is_dir():
-        raise ConfigError(f"--json must name a file in an existing folder; got {file}")
+        raise ConfigError(f"--json must name a file in an existing folder; got {excerpt(file)}")
     if not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise ConfigError(f"--json must name a writable file; got {file}")
+        raise ConfigError(f"--json must name a writable file; got {excerpt(file)}")
 
 
 def _option(name: str) -> str:

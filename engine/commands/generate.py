@@ -17,6 +17,7 @@ from engine.commands._options import (
 )
 from engine.errors import RequestError
 from engine.llm import LLM
+from engine.model_files import excerpt
 from engine.outputs import RequestOutput
 
 __all__ = ["add_arguments", "run"]
@@ -64,7 +65,10 @@ def _read_prompt(arguments: argparse.Namespace) -> str:
         try:
             return str(arguments.file.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
-            raise RequestError(f"--file {arguments.file} cannot be read: {error}") from error
+            reason = getattr(error, "strerror", None) or error
+            raise RequestError(
+                f"--file {excerpt(arguments.file)} cannot be read: {excerpt(reason)}"
+            ) from error
     if arguments.prompt in (None, "-"):
         return sys.stdin.read()
     return str(arguments.prompt)

@@ -13,3 +13,9 @@ A target is a module with three names:
 Cases run in a worker process, many in a row (`tests.fuzz.worker`). A case that crashes, hangs or
 exceeds its limits costs the worker; the driver keeps the case and starts another worker.
 """
+
+import os
+
+# A folder with further targets, with which the fuzzer itself is tested.
+if os.environ.get("ENGINE_TEST_TARGETS"):
+    __path__.append(os.environ["ENGINE_TEST_TARGETS"])

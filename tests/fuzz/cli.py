@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from engine import cli
 from tests.fuzz.limits import Limits
 from tests.fuzz.tokenizer import BASES
-from tests.fuzz.values import json_value
+from tests.fuzz.values import dump, json_value
 from tests.loading.tiny import write_model
 
 LIMITS = Limits(cpu_seconds=20.0, wall_seconds=90.0)
@@ -75,7 +75,7 @@ def make(rng: random.Random) -> dict[str, Any]:
     elif command == "kernels":
         arguments = ["--arch", "sm_90a", rng.choice(["rmsnorm", "gelu"])]
     for _ in range(rng.choice([0, 1, 1, 2])):
-        value = rng.choice(VALUES) if rng.random() < 0.9 else str(json_value(rng))[:2000]
+        value = rng.choice(VALUES) if rng.random() < 0.9 else dump(json_value(rng))[:2000]
         arguments += [rng.choice(OPTIONS[command]), value.replace("\0", "")]
     if rng.random() < 0.3 and command in FLAGS:
         arguments.append(rng.choice(FLAGS[command]))
