@@ -12,7 +12,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from engine.checks import shown
+from engine.checks import shown, shown_with_type
 from engine.errors import RequestError, TemplateError
 from engine.text import template_process
 from engine.text.parts import SPECIAL_NAMES
@@ -88,13 +88,16 @@ class ChatTemplate:
         TemplateError
             If the template fails, violates the sandbox, or exceeds its limits.
         """
+        if not isinstance(add_generation_prompt, bool):
+            got = shown_with_type(add_generation_prompt)
+            raise RequestError(f"add_generation_prompt must be True or False; got {got}")
         given = {
             **(special_tokens or {}),
             "documents": None,
             **_check_variables(variables or {}),
             "messages": self._check_messages(messages),
             "tools": None if tools is None else self._readable_tools(tools),
-            "add_generation_prompt": bool(add_generation_prompt),
+            "add_generation_prompt": add_generation_prompt,
         }
         text: str = template_process.ask(self._checked_source, given)
         return text
