@@ -241,3 +241,21 @@ def test_commands_run_without_standard_error_and_input():
     expected = _shell(f"engine generate Hello {arguments}")
     status, stdout, stderr = _shell(f"engine generate Hello {arguments} <&- 2>&-")
     assert (status, stdout, stderr) == (0, expected[1], "")
+
+
+@pytest.mark.parametrize(
+    ("command", "status"),
+    [
+        ("engine doctor 2>/dev/full", 0),
+        ("engine nothing 2>/dev/full", 2),
+        ("engine generate --top-p 0 x 2>/dev/full", 2),
+        ("engine doctor >&- 2>/dev/full", 1),
+    ],
+)
+def test_a_full_standard_error_changes_no_status(command, status):
+    assert _shell(command)[0] == status
+
+
+def test_a_name_of_a_file_is_shortened_in_the_reason():
+    done = _run("generate", "--file", "a" * 5000, status=2)
+    assert "cannot be read" in done.stderr and len(done.stderr) < 500

@@ -11,10 +11,11 @@ import threading
 import numpy as np
 import pytest
 
-from engine import SamplingParams
+from engine import SamplingParams, load
+from engine.beam_search import BeamSearchParams
 from engine.checks import shown
-from engine.errors import RequestError
-from tests.e2e.tiny import VOCAB, make_engine, make_llm, run, tiny_model
+from engine.errors import ConfigError, EngineError, OutOfMemoryError, RequestError
+from tests.e2e.tiny import CONFIG, VOCAB, make_engine, make_llm, run, tiny_model
 
 HUGE = 10**5000  # str() of it raises
 SHORT = SamplingParams(max_tokens=3, temperature=0)
@@ -110,6 +111,58 @@ def test_abort_refuses_what_are_no_ids_and_aborts_none(model, ids):
             method(ids)
     assert engine.is_unfinished("r")
     assert run(engine)["r"].outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("kind", ["array", "timedelta64"])
+def test_values_that_compare_strangely_are_refused_by_name(model, kind):
+    """An array has no truth value, and a timedelta64 calls itself an integer."""
+    value = np.arange(3) if kind == "array" else np.timedelta64(1, "s")
+    cache = model.new_cache(1, 8)
+    calls = {
+        "block_size": lambda: model.new_cache(1, 8, block_size=value),
+        "max_tokens": lambda: model.new_cache(1, value),
+        "logits": lambda: model.step([[5]], cache, logits=value),
+        "load_format": lambda: load(config=CONFIG, load_format=value, device="cpu"),
+        "preemption_mode": lambda: make_engine(model, preemption_mode=value),
+        "debug": lambda: make_engine(model, debug=value),
+    }
+    for name, call in calls.items():
+        with pytest.raises((ConfigError, RequestError), match=f"{name} must be .*got"):
+            call()
+
+
+def test_huge_values_of_other_arguments_have_a_short_message(model):
+    cache = model.new_cache(1, 8)
+    calls = {
+        "max_tokens": lambda: model.new_cache(1, HUGE),
+        "block_size": lambda: model.new_cache(1, 8, block_size=[5] * 10**6),
+        "logits": lambda: model.step([[5]], cache, logits=HUGE),
+        "num_tokens": lambda: cache.truncate(HUGE),
+        "row": lambda: cache.truncate(0, row=HUGE),
+        "ignore_eos": lambda: BeamSearchParams(beam_width=2, ignore_eos=HUGE),
+        "preemption_mode": lambda: make_engine(model, preemption_mode=HUGE),
+        "device": lambda: load(config=CONFIG, load_format="dummy", device=HUGE),
+    }
+    for name, call in calls.items():
+        with pytest.raises(EngineError, match=f"{name} must be") as error:
+            call()
+        assert len(str(error.value)) < 300
+
+
+def test_an_endless_list_of_prompts_is_refused(model):
+    llm = make_llm(model)
+    with pytest.raises(RequestError, match=f"prompts must be at most {2**20}; got more"):
+        llm.generate(itertools.repeat("w5"), SHORT)
+    assert not llm.llm_engine.has_unfinished_requests()
+
+
+def test_a_swap_space_beyond_the_hosts_memory(model, monkeypatch):
+    def no_memory(*_):
+        raise MemoryError("no")
+
+    monkeypatch.setattr("engine.cache.swap.np.empty", no_memory)
+    with pytest.raises(OutOfMemoryError, match="swap_space_gb must fit in the host's memory"):
+        make_engine(model, swap_space_gb=0.001)
 
 
 # ---- calls at a wrong moment

@@ -31,7 +31,8 @@ from tests.fuzz.tokenizer import BASES as TOKENIZERS
 from tests.fuzz.values import change_bytes, change_document, dump, json_value
 from tests.loading.tiny import EXTRA, config_of, random_tensors, tensor_shapes
 
-LIMITS = Limits()
+# A rope table of a gigabyte, which the memory plan allows, takes 7 s.
+LIMITS = Limits(cpu_seconds=40.0, wall_seconds=120.0)
 FAMILIES = sorted(EXTRA)
 INDEX = "model.safetensors.index.json"
 CONFIG_KEYS = (

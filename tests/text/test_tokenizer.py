@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -309,3 +310,12 @@ def test_only_a_bos_that_we_added_is_left_out(golden, adds, add_special_tokens):
         count = max(written, int(is_added))
         assert ids[:count] == [bos] * count and bos not in ids[count:], (written, ids)
         assert written or ids[count:] == rest
+
+
+def test_endless_ids_are_refused(byte_level):
+    for ids in (itertools.count(), range(10**8), itertools.repeat(5)):
+        with pytest.raises(RequestError, match=f"ids must have at most {1 << 22} entries"):
+            byte_level.decode(ids)
+    for method in (byte_level.token_bytes, byte_level.id_to_token):
+        with pytest.raises(RequestError, match="a token id must be an integer"):
+            method(np.timedelta64(1, "s"))
