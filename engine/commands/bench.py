@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
         record = {**_conditions(device), "rows": rows}
         try:
             arguments.json.write_text(json.dumps(record, indent=1) + "\n")
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a name that is no valid path
             raise ConfigError(f"--json {arguments.json} cannot be written: {error}") from error
     return 0
 

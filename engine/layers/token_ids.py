@@ -6,10 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from engine.checks import length_of, shown
 from engine.device import cupy, is_cupy_array, to_numpy
 from engine.errors import RequestError
 
 __all__ = ["checked_token_ids"]
+
+_MAX_ROWS_READ = 1 << 20  # longer ones are refused before they are copied
 
 
 def checked_token_ids(
@@ -36,6 +39,11 @@ def checked_token_ids(
     ...
     engine.errors.RequestError: token_ids[0, 1] must be in [0, 100), the vocabulary; got -1
     """
+    rows = length_of(token_ids)
+    if rows is not None and rows > max(batch_size, _MAX_ROWS_READ):
+        raise RequestError(
+            f"token_ids must have B = {batch_size} rows, as the cache; got {shown(rows)}"
+        )
     ids = _on_host(token_ids)
     if ids.ndim != 2 or ids.shape[0] != batch_size or not ids.shape[1]:
         raise RequestError(

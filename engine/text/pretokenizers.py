@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from tokenizers import Regex, normalizers, pre_tokenizers
 
+from engine.checks import shown
 from engine.errors import ConfigError
 
 __all__ = ["PRE_TOKENIZERS", "PreTokenizer", "find_pre_tokenizer"]
@@ -138,5 +139,5 @@ def find_pre_tokenizer(name: object) -> PreTokenizer:
             f"set it to one of: {known}"
         )
     if not isinstance(name, str) or name not in PRE_TOKENIZERS:
-        raise ConfigError(f"tokenizer.ggml.pre must be one of {known}; got {name!r}")
+        raise ConfigError(f"tokenizer.ggml.pre must be one of {known}; got {shown(name)}")
     return PRE_TOKENIZERS[name]

@@ -238,3 +238,9 @@ def test_threads_can_take_turns_with_an_engine(model):
     with pytest.raises(RequestError):
         engine.add_request("r", None)
     engine.close()  # the refused call has left the engine
+
+
+def test_step_refuses_a_long_range_before_it_is_copied(model):
+    cache = model.new_cache(1, 8)
+    with pytest.raises(RequestError, match=r"token_ids must have B = 1 rows.*got 1000000000"):
+        model.step(range(10**9), cache)

@@ -130,7 +130,7 @@ _MADE: dict[str, Callable[[], Any]] = {
     "very deep": lambda: _deep(20_000),
     "['x'] * 2**21": lambda: ["x"] * 2**21,
     "[5] * 10**6": lambda: [5] * 10**6,
-    "'a' * 10**6": lambda: "a" * 10**6,
+    "'a' * 2 * 10**5": lambda: "a" * (2 * 10**5),
     "unprintable": _Unprintable,
     "[unprintable]": lambda: [_Unprintable()],
     "longer than it says": lambda: _LongerThanItSays([5] * 5000),
