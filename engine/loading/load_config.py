@@ -79,9 +79,10 @@ def resolve_load_config(
     if isinstance(dtype, type | np.dtype):
         dtype = np.dtype(dtype).name  # np.float32, ml_dtypes.bfloat16, an array's dtype
     reasons = {"device": device[1]}
-    if dtype == "auto":
+    # An array's comparison with a name is an array: only names are compared.
+    if isinstance(dtype, str) and dtype == "auto":
         dtype, reasons["dtype"] = _choose_dtype(config, source, device[0])
-    elif dtype not in FLOAT_NAMES:
+    elif not isinstance(dtype, str) or dtype not in FLOAT_NAMES:
         raise ConfigError(
             f"dtype must be one of auto, {', '.join(FLOAT_NAMES)}; got {shown(dtype)}"
         )

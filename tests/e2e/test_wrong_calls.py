@@ -113,16 +113,18 @@ def test_abort_refuses_what_are_no_ids_and_aborts_none(model, ids):
     assert run(engine)["r"].outputs[0].finish_reason == "length"
 
 
-@pytest.mark.parametrize("kind", ["array", "timedelta64"])
+@pytest.mark.parametrize("kind", ["array", "empty_array", "timedelta64"])
 def test_values_that_compare_strangely_are_refused_by_name(model, kind):
     """An array has no truth value, and a timedelta64 calls itself an integer."""
-    value = np.arange(3) if kind == "array" else np.timedelta64(1, "s")
+    strange = {"array": np.arange(3), "empty_array": np.zeros(0)}
+    value = strange.get(kind, np.timedelta64(1, "s"))
     cache = model.new_cache(1, 8)
     calls = {
         "block_size": lambda: model.new_cache(1, 8, block_size=value),
         "max_tokens": lambda: model.new_cache(1, value),
         "logits": lambda: model.step([[5]], cache, logits=value),
         "load_format": lambda: load(config=CONFIG, load_format=value, device="cpu"),
+        "dtype": lambda: load(config=CONFIG, load_format="dummy", device="cpu", dtype=value),
         "preemption_mode": lambda: make_engine(model, preemption_mode=value),
         "debug": lambda: make_engine(model, debug=value),
     }

@@ -96,7 +96,7 @@ def change_gguf(rng: random.Random) -> bytes:
         elif way < 0.94:
             parts["counts"] = [rng.choice([0, 10, 11, 12, 2**40, 2**64 - 1]) for _ in range(2)]
         elif way < 0.97:
-            parts["room"] = rng.choice([0, 1, 1000, parts["room"] - 1])
+            parts["room"] = rng.choice([0, 1, 1000, max(0, parts["room"] - 1)])
         else:
             parts["version"] = rng.choice([0, 1, 2, 4, 2**24, 2**32 - 1])
     return pack_gguf(parts)
