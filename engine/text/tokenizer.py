@@ -29,7 +29,7 @@ from engine.text.token_bytes import TokenBytes, strip_spaces
 
 __all__ = ["Tokenizer", "load_tokenizer"]
 
-MAX_DECODED_IDS = 1 << 22
+MAX_DECODED_IDS = 1 << 24  # as many as `encode` returns (MAX_IDS of encode_worker.py)
 
 
 def load_tokenizer(
@@ -147,7 +147,7 @@ class Tokenizer:
         Raises
         ------
         RequestError
-            If an id is negative or not an integer, or there are more than 2^22.
+            If an id is negative or not an integer, or there are more than 2^24.
         """
         skipped = self.special_ids if skip_special_tokens else frozenset()
         try:
