@@ -1,11 +1,12 @@
 // RMSNorm, with the preceding residual add fused.
 //
-//   h = x + residual                     (rounded to scalar_t; h = x without a residual)
+//   h = x_scale * x + residual           (rounded to scalar_t; h = x without a residual)
 //   y = h / sqrt(mean(h^2) + eps) * (weight + weight_offset)
 //
 // Arguments: RmsnormParams, below.
 //
-// Numerics: sums and products in float; y is rounded once, after the weight.
+// Numerics: sums and products in float; y is rounded once, after the weight. The product with
+// x_scale is not contracted with the sum, so that h has the bits of the mirror's.
 // Parallelisation: one row per 1 to 16 warps, chosen by N alone, so that a row's sum does not
 // depend on the number of rows. A thread keeps two or four vectors of the row in registers: the row
 // is read once, with all loads in flight together. Rows that are longer, or not aligned to 16
@@ -26,7 +27,7 @@ struct RmsnormParams {
   int64_t num_rows;          // A * B
   int n, num_b;
   int64_t x_stride_a, x_stride_b, out_stride_a, out_stride_b;  // elements
-  float eps, weight_offset;
+  float eps, weight_offset, x_scale;
 };
 
 struct Rows {
@@ -43,8 +44,13 @@ struct Row {
   const scalar_t *x, *residual, *weight;  // residual may be null
   scalar_t *out, *residual_out;
   int n;
-  float eps, weight_offset;
+  float eps, weight_offset, x_scale;
 };
+
+// x_scale * x + residual, rounded after each operation.
+__device__ __forceinline__ scalar_t scaled_sum(scalar_t x, float x_scale, scalar_t residual) {
+  return from_float<scalar_t>(__fadd_rn(__fmul_rn(to_float(x), x_scale), to_float(residual)));
+}
 
 using Words = Packed<kVec>;
 
@@ -88,7 +94,7 @@ __device__ __forceinline__ void rmsnorm_register_row(const Row& row, float* smem
       const Vec<scalar_t, kVec> other = unpack<kVec>(r[k]);
 #pragma unroll
       for (int j = 0; j < kVec; ++j) {
-        own.v[j] = from_float<scalar_t>(to_float(own.v[j]) + to_float(other.v[j]));
+        own.v[j] = scaled_sum(own.v[j], row.x_scale, other.v[j]);
       }
       h[k] = pack<kVec>(own);
       if (i < row.n) store_vec(row.residual_out + i, own);
@@ -128,7 +134,7 @@ __device__ __forceinline__ void rmsnorm_long_row(const Row& row, float* smem_sum
       const V r = load_vec<scalar_t, kWidth>(row.residual + i);
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {
-        h.v[j] = from_float<scalar_t>(to_float(h.v[j]) + to_float(r.v[j]));
+        h.v[j] = scaled_sum(h.v[j], row.x_scale, r.v[j]);
       }
       store_vec(row.residual_out + i, h);
     }
@@ -168,7 +174,7 @@ __device__ __forceinline__ void rmsnorm(const RmsnormParams& p) {
   kRowFunction(
       Row{p.x + x_rows.offset(row), has_residual ? p.residual + row * p.n : nullptr, p.weight,
           p.out + out_rows.offset(row), has_residual ? p.residual_out + row * p.n : nullptr, p.n,
-          p.eps, p.weight_offset},
+          p.eps, p.weight_offset, p.x_scale},
       smem_sums);
 }
 

@@ -88,10 +88,16 @@ class ModelConfig:
         Added to every norm's weight (Gemma: 1).
     embed_scale : float
         Factor on the embedding (Gemma: sqrt(N)).
+    rounds_embed_scale : bool
+        Whether that factor is rounded to the dtype of the weights first (Gemma).
+    branch_scale : float
+        Factor on the outputs of attention and MLP where they join the residual stream (Granite).
     attn_scale : float
         Factor on q·k; 0 means 1/sqrt(D).
     attn_softcap, final_softcap : float
         c in c·tanh(x/c) on the scores and on the logits; 0 is none.
+    logits_scale : float
+        Factor on the logits.
     bos_token_id, pad_token_id : int or None
     eos_token_ids : tuple of int
         Tokens that end a sequence.
@@ -121,9 +127,12 @@ class ModelConfig:
     activation: str = "silu"
     norm_weight_offset: float = 0.0
     embed_scale: float = 1.0
+    rounds_embed_scale: bool = False
+    branch_scale: float = 1.0
     attn_scale: float = 0.0
     attn_softcap: float = 0.0
     final_softcap: float = 0.0
+    logits_scale: float = 1.0
     bos_token_id: int | None = None
     pad_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()

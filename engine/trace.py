@@ -65,7 +65,7 @@ def _walk(layer: DecoderLayer, residual: Array, positions: Array) -> tuple[Array
     x, residual = layer.mlp_norm.add(x, residual.copy())
     x = layer.mlp(x)
     x = x if layer.post_mlp_norm is None else layer.post_mlp_norm(x)
-    return weights, residual + x
+    return weights, residual + layer.mlp_norm.branch_scale * x
 
 
 def attend(attention: Attention, x: Array, positions: Array) -> tuple[Array, Array]:

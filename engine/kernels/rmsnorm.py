@@ -15,7 +15,8 @@ __all__ = ["Config", "choose_config", "rmsnorm", "specs"]
 
 _PARAMS = (
     "x:ptr residual:ptr weight:ptr out:ptr residual_out:ptr num_rows:i64 n:i32 num_b:i32 "
-    "x_stride_a:i64 x_stride_b:i64 out_stride_a:i64 out_stride_b:i64 eps:f32 weight_offset:f32"
+    "x_stride_a:i64 x_stride_b:i64 out_stride_a:i64 out_stride_b:i64 eps:f32 weight_offset:f32 "
+    "x_scale:f32"
 )
 # Rows that stay in registers: size of the longest row (KiB) -> threads a block; fit with
 # `python -m tests.bench rmsnorm`.
@@ -67,6 +68,7 @@ def rmsnorm(
     *,
     eps: float = 1e-6,
     residual: Any = None,
+    x_scale: float = 1.0,
     weight_offset: float = 0.0,
     out: Any = None,
     residual_out: Any = None,
@@ -82,6 +84,8 @@ def rmsnorm(
         Added to the mean square.
     residual : (..., N) array of x's dtype, optional
         Added to `x` first; the sum is rounded to x's dtype.
+    x_scale : float
+        Factor on `x` in that sum (Granite's residual multiplier); 1 without `residual`.
     weight_offset : float
         Added to `weight` (Gemma stores w - 1).
     out, residual_out : (..., N) array of x's dtype, optional
@@ -91,7 +95,7 @@ def rmsnorm(
     -------
     y : (..., N) array of x's dtype
     h : (..., N) array of x's dtype
-        ``x + residual``; only when `residual` is given.
+        ``x_scale · x + residual``; only when `residual` is given.
 
     Raises
     ------
@@ -101,6 +105,7 @@ def rmsnorm(
     Notes
     -----
     y = h / sqrt(mean(h²) + eps) · (weight + weight_offset), in float32, rounded once [1]_.
+    The product with `x_scale` and the sum are float32 as well; only h is rounded to x's dtype.
 
     References
     ----------
@@ -118,6 +123,8 @@ def rmsnorm(
     weight = call.array("weight", weight, "N", x.dtype)
     call.number("eps", eps, low=0.0)
     call.number("weight_offset", weight_offset)
+    call.number("x_scale", x_scale)
+    call.check("x_scale", residual is not None or x_scale == 1.0, "1 without residual", x_scale)
     call.check("residual_out", residual is not None or residual_out is None, "None", residual_out)
     shape = " ".join(map(str, x.shape))
     if residual is not None:
@@ -125,7 +132,7 @@ def rmsnorm(
     layout = "rows" if x.ndim <= 3 else "C"
     if call.on_cpu:
         result = reference.rmsnorm(
-            x, weight, eps=eps, residual=residual, weight_offset=weight_offset
+            x, weight, eps=eps, residual=residual, x_scale=x_scale, weight_offset=weight_offset
         )
         if residual is None:
             return call.finish(out, result, layout=layout)
@@ -137,11 +144,11 @@ def rmsnorm(
     h = None
     if residual is not None:
         h = call.output("residual_out", residual_out, x.shape, x.dtype)
-    _launch(x, weight, residual, y, h, eps, weight_offset)
+    _launch(x, weight, residual, y, h, eps=eps, weight_offset=weight_offset, x_scale=x_scale)
     return y if residual is None else (y, h)
 
 
-def _launch(x: Any, weight: Any, residual: Any, y: Any, h: Any, eps: float, offset: float) -> None:
+def _launch(x: Any, weight: Any, residual: Any, y: Any, h: Any, **scalars: Any) -> None:
     n = x.shape[-1]
     if x.ndim > 3:
         x = x.reshape(-1, n)
@@ -167,8 +174,7 @@ def _launch(x: Any, weight: Any, residual: Any, y: Any, h: Any, eps: float, offs
         x_stride_b=x_strides[1],
         out_stride_a=y_strides[0],
         out_stride_b=y_strides[1],
-        eps=eps,
-        weight_offset=offset,
+        **scalars,
     )
 
 

@@ -19,7 +19,9 @@ class Embedding:
     weight : Weight
         (V, N), dense.
     scale : float
-        Factor on the rows, rounded to the table's dtype as in training (Gemma: sqrt(N)).
+        Factor on the rows.
+    rounds_scale : bool
+        Round `scale` to the table's dtype, as in training (Gemma: sqrt(N)).
 
     Raises
     ------
@@ -29,11 +31,11 @@ class Embedding:
 
     __slots__ = ("scale", "weight")
 
-    def __init__(self, weight: Weight, scale: float = 1.0) -> None:
+    def __init__(self, weight: Weight, scale: float = 1.0, *, rounds_scale: bool = False) -> None:
         if not weight.format.is_dense:
             raise WeightsError(f"embed must be a dense weight; got {weight.format.name!r}")
         self.weight = weight
-        self.scale = float(weight.data.dtype.type(scale))
+        self.scale = float(weight.data.dtype.type(scale)) if rounds_scale else scale
 
     def __call__(self, token_ids: Any) -> Any:
         """Return the rows (T, N) of `token_ids` (T,) int32."""

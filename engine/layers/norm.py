@@ -20,14 +20,19 @@ class Norm:
         Added to the mean square.
     offset : float
         Added to `weight` (Gemma: 1).
+    branch_scale : float
+        Factor on what `add` adds to the residual stream (Granite).
     """
 
-    __slots__ = ("eps", "offset", "weight")
+    __slots__ = ("branch_scale", "eps", "offset", "weight")
 
-    def __init__(self, weight: Any, eps: float, offset: float = 0.0) -> None:
+    def __init__(
+        self, weight: Any, eps: float, offset: float = 0.0, branch_scale: float = 1.0
+    ) -> None:
         self.weight = weight
         self.eps = eps
         self.offset = offset
+        self.branch_scale = branch_scale
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, array) for every array it holds."""
@@ -38,7 +43,7 @@ class Norm:
         return kernels.rmsnorm(x, self.weight, eps=self.eps, weight_offset=self.offset, out=out)
 
     def add(self, x: Any, residual: Any) -> tuple[Any, Any]:
-        """Return (norm(x + residual), x + residual), written to `x` and `residual` in place.
+        """Return (norm(h), h) of h = branch_scale * x + residual, in place of `x` and `residual`.
 
         SAFETY: nothing else may hold a view of `x` or `residual` (T, N), or read them afterwards.
         """
@@ -47,6 +52,7 @@ class Norm:
             self.weight,
             eps=self.eps,
             residual=residual,
+            x_scale=self.branch_scale,
             weight_offset=self.offset,
             out=x,
             residual_out=residual,

@@ -37,6 +37,12 @@ _KEYS = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
 }
+_MULTIPLIER_KEYS = {
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+}
 _TOKEN_KEYS = {
     "bos_token_id": "tokenizer.ggml.bos_token_id",
     "pad_token_id": "tokenizer.ggml.padding_token_id",
@@ -78,8 +84,8 @@ def gguf_config(file: GgufFile) -> ModelConfig:
         raise ConfigError(f"{where}: {error}") from None
     if family is LLAMA and file.metadata.get("llama.attention.sliding_window"):
         family = MISTRAL  # its files have the architecture "llama"
-    values, names = _renamed(file.metadata, arch)
-    _refuse_unsupported(file, arch, values)
+    values, names = _renamed(file.metadata, arch, family)
+    _refuse_unsupported(file, arch, values, names)
     values.update(_from_tensors(file, family))
     values.update(_rope(file, arch, family, values))
     if "query_pre_attn_scalar" in family.defaults:
@@ -88,21 +94,30 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     return build_config(values, family, where, names)
 
 
-def _renamed(metadata: Mapping[str, Any], arch: str) -> tuple[dict[str, Any], dict[str, str]]:
+def _renamed(
+    metadata: Mapping[str, Any], arch: str, family: Family
+) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the values under config.json's keys, and the file's names for those keys."""
-    names = {key: f"{arch}.{name}" for key, name in _KEYS.items()} | _TOKEN_KEYS
+    keys = _KEYS | (_MULTIPLIER_KEYS if family.multipliers else {})
+    names = {key: f"{arch}.{name}" for key, name in keys.items()} | _TOKEN_KEYS
     values = {key: metadata[name] for key, name in names.items() if name in metadata}
     ends = [metadata[key] for key in _EOS_KEYS if key in metadata]
     # A missing id means there is none: the defaults of a config.json do not apply here.
     values.setdefault("bos_token_id", None)
+    if family.multipliers:
+        values.setdefault("attention_multiplier", None)
     values["eos_token_id"] = ends or None
     return values, names | {"eos_token_id": " and ".join(_EOS_KEYS)}
 
 
-def _refuse_unsupported(file: GgufFile, arch: str, values: Mapping[str, Any]) -> None:
+def _refuse_unsupported(
+    file: GgufFile, arch: str, values: Mapping[str, Any], names: Mapping[str, str]
+) -> None:
     """Refuse settings that would change the result but are not implemented."""
     metadata = file.metadata
     for key, neutral in _NEUTRAL.items():
+        if f"{arch}.{key}" in names.values():
+            continue
         value = metadata.get(f"{arch}.{key}", neutral)
         if value != neutral:
             raise ConfigError(

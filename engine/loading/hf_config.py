@@ -158,14 +158,33 @@ def _switches(fields: Fields, kind: Family) -> dict[str, Any]:
 
 def _scales(fields: Fields, kind: Family, hidden_size: int) -> dict[str, Any]:
     scalar = fields.real("query_pre_attn_scalar", 1e-6, 1e6, 0.0)
-    # NOTE: float32 here; `Embedding` rounds it to its dtype, as Hugging Face does.
-    embed_scale = float(np.float32(math.sqrt(hidden_size))) if kind.scale_embedding else 1.0
+    scales = {"attn_scale": scalar**-0.5 if scalar else 0.0}
+    if kind.scale_embedding:
+        # NOTE: float32 here; `Embedding` rounds it to its dtype, as Hugging Face does.
+        scales["embed_scale"] = float(np.float32(math.sqrt(hidden_size)))
+    if kind.multipliers:
+        scales |= _multipliers(fields)
     return {
         "norm_weight_offset": kind.norm_weight_offset,
-        "embed_scale": embed_scale,
-        "attn_scale": scalar**-0.5 if scalar else 0.0,
+        "rounds_embed_scale": kind.scale_embedding,
+        **scales,
         "attn_softcap": fields.real("attn_logit_softcapping", 0.0, 1e6, 0.0),
         "final_softcap": fields.real("final_logit_softcapping", 0.0, 1e6, 0.0),
+    }
+
+
+def _multipliers(fields: Fields) -> dict[str, float]:
+    """Return Granite's multipliers; that of the logits divides them."""
+
+    def factor(key: str, default: float = 1.0) -> float:
+        value: float = fields.real(key, 1e-6, 1e6, default)
+        return value
+
+    return {
+        "embed_scale": factor("embedding_multiplier"),
+        "branch_scale": factor("residual_multiplier"),
+        "attn_scale": factor("attention_multiplier", 0.0),
+        "logits_scale": 1.0 / factor("logits_scaling"),
     }
 
 

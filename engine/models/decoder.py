@@ -68,7 +68,8 @@ class DecoderLayer:
         *,
         can_fuse: bool = True,
     ) -> None:
-        self.can_fuse = can_fuse and post_attn_norm is None and post_mlp_norm is None
+        is_plain = post_attn_norm is None and post_mlp_norm is None
+        self.can_fuse = can_fuse and is_plain and attn_norm.branch_scale == 1.0
         self.attn = attn
         self.mlp = mlp
         self.attn_norm = attn_norm
@@ -176,7 +177,9 @@ class Decoder:
         self.xp = array_module(*(weight.data for weight in self.weights.values()))
         self.rope_tables = tuple(self._rope_table(rope) for rope in _ropes(config))
         self.long_rope_offset = long_rope_offset(config.rope, max_model_len)
-        self.embed = Embedding(self._weight("embed"), config.embed_scale)
+        self.embed = Embedding(
+            self._weight("embed"), config.embed_scale, rounds_scale=config.rounds_embed_scale
+        )
         self.layers = tuple(self._layer(index) for index in range(config.num_layers))
         self._run_layers = LayerPlans(
             self.layers, [_numbers(config, i) for i in range(len(self.layers))]
@@ -245,6 +248,8 @@ class Decoder:
     def logits(self, hidden: Any) -> Any:
         """Return the logits (R, V) float32 of normalised hidden states (R, N)."""
         logits = self.lm_head(hidden, out_dtype=_FLOAT32)
+        if self.config.logits_scale != 1.0:
+            logits *= np.float32(self.config.logits_scale)
         if cap := self.config.final_softcap:
             logits /= np.float32(cap)
             self.xp.tanh(logits, out=logits)
@@ -287,9 +292,8 @@ class Decoder:
         return Linear(self._weight(name), bias, deterministic=self.deterministic)
 
     def _norm(self, name: str) -> Norm:
-        return Norm(
-            self._weight(name).data, self.config.rms_norm_eps, self.config.norm_weight_offset
-        )
+        c = self.config
+        return Norm(self._weight(name).data, c.rms_norm_eps, c.norm_weight_offset, c.branch_scale)
 
     def _rope_table(self, rope: RopeConfig) -> Any:
         try:

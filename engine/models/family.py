@@ -171,6 +171,8 @@ class Family:
         Added to every norm's weight.
     scale_embedding : bool
         Whether embeddings are multiplied with sqrt(hidden_size).
+    multipliers : bool
+        Whether config.json has Granite's four multipliers.
     local_rope : bool
         Whether layers with a window have their own rope table.
     max_position_is_scaled : bool
@@ -194,6 +196,7 @@ class Family:
     windows: WindowRule = "never"
     norm_weight_offset: float = 0.0
     scale_embedding: bool = False
+    multipliers: bool = False
     local_rope: bool = False
     max_position_is_scaled: bool = False
     rope_aliases: Mapping[str, str] = field(default_factory=dict)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from engine.errors import ConfigError
 from engine.models.family import Family
 from engine.models.gemma3 import GEMMA3
+from engine.models.granite import GRANITE
 from engine.models.llama import LLAMA
 from engine.models.mistral import MISTRAL
 from engine.models.phi3 import PHI3
@@ -13,9 +14,9 @@ from engine.models.qwen3 import QWEN3
 
 __all__ = ["FAMILIES", "family", "family_of_gguf"]
 
-FAMILIES: dict[str, Family] = {
-    known.model_type: known for known in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA3)
-}
+_DENSE = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA3, GRANITE)
+
+FAMILIES: dict[str, Family] = {known.model_type: known for known in _DENSE}
 
 
 def family(model_type: object) -> Family:

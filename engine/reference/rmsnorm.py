@@ -17,12 +17,14 @@ def rmsnorm(
     *,
     eps: float = 1e-6,
     residual: Array | None = None,
+    x_scale: float = 1.0,
     weight_offset: float = 0.0,
 ) -> Any:
-    """y = h / sqrt(mean(h^2) + eps) * (weight + weight_offset), with h = x + residual."""
+    """y = h / sqrt(mean(h^2) + eps) * (weight + weight_offset), with h = x_scale * x + residual."""
     h = x
     if residual is not None:
-        h = (x.astype(np.float32) + residual.astype(np.float32)).astype(x.dtype)
+        scaled = x.astype(np.float32) * np.float32(x_scale)
+        h = (scaled + residual.astype(np.float32)).astype(x.dtype)
     h32 = h.astype(np.float32)
     mean_square = np.mean(h32 * h32, axis=-1, keepdims=True, dtype=np.float32)
     scale = 1 / np.sqrt(mean_square + np.float32(eps))

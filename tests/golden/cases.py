@@ -40,6 +40,14 @@ _GEMMA3 = {
     "tie_word_embeddings": True,
 }
 del _GEMMA3["hidden_act"]
+_GRANITE = {
+    **_TINY,
+    "model_type": "granite",
+    "embedding_multiplier": 3.3,
+    "residual_multiplier": 0.3,
+    "attention_multiplier": 0.4,
+    "logits_scaling": 0.7,
+}
 
 _YARN = {
     "rope_theta": 10000.0,
@@ -165,6 +173,15 @@ MODELS: dict[str, dict[str, Any]] = {
             "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000.0},
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
         },
+    },
+    "granite": {**_GRANITE, "rope_theta": 500.0},
+    "granite_biases_wide_heads": {
+        **_GRANITE,
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "head_dim": 24,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
     },
 }
 

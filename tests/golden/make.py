@@ -1,10 +1,11 @@
 """Make the golden files, with transformers on a CPU. Not part of CI.
 
     pip install torch transformers gguf
-    python tests/golden/make.py [tiny] [ropes] [smollm2 <path of the .gguf>]
+    python tests/golden/make.py [tiny [case ...]] [ropes] [smollm2 <path of the .gguf>]
 
 - tiny: `models/<case>.json` and `.npy`: all-position float32 logits and a greedy continuation of
-  a tiny random model of every type and rope scaling (`cases.py`, `tiny_weights.py`).
+  a tiny random model of every type and rope scaling (`cases.py`, `tiny_weights.py`), or of the
+  named cases.
 - ropes: `ropes.json`: frequencies and attention factors with the numbers of real models.
 - smollm2: `smollm2.json` and `smollm2.npz`: the real weights on real prompts.
 """
@@ -86,10 +87,11 @@ def greedy(model: Any, ids: list[int], count: int, one_by_one: bool) -> tuple[li
     return ids[-count:], gap
 
 
-def make_tiny() -> None:
+def make_tiny(only: list[str]) -> None:
     folder = HERE / "models"
     folder.mkdir(exist_ok=True)
-    for case, values in MODELS.items():
+    for case in only or MODELS:
+        values = MODELS[case]
         norm_mean = 0.0 if values["model_type"].startswith("gemma") else 1.0
         # NOTE: dynamic NTK depends on how tokens are fed; our convention is one by one.
         one_by_one = "dynamic" in case
@@ -184,7 +186,7 @@ def make_smollm2(path: Path) -> None:
 
 def main(args: list[str]) -> None:
     if not args or "tiny" in args:
-        make_tiny()
+        make_tiny([case for case in args if case in MODELS])
     if not args or "ropes" in args:
         make_ropes()
     if "smollm2" in args:

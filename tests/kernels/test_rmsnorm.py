@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from engine import kernels, reference
+from engine.device import to_numpy
 from engine.errors import ContractError, DTypeError, ShapeError
 from engine.kernels.rmsnorm import Config, choose_config
 from engine.testing import cases
@@ -40,6 +41,19 @@ def test_fused_residual_matches_mirror(xp, rows, n, dtype):
     assert y is gx and h is gr  # in place
     assert_close(h, want[1], name="residual_out")
     assert_close(y, want[0], reduction=n)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize(("rows", "n"), cases.ROWS)
+def test_scaled_residual_has_the_bits_of_the_mirror(xp, rows, n, dtype):
+    x, residual, weight = _inputs(rows, n, dtype)
+    y, h = reference.rmsnorm(x, weight, residual=residual, x_scale=0.22)
+    plain = x.astype(np.float32) * np.float32(0.22) + residual.astype(np.float32)
+    np.testing.assert_array_equal(h, plain.astype(x.dtype))
+    gx, gr, gw = cases.to_module(xp, x, residual, weight)
+    got, sums = kernels.rmsnorm(gx, gw, residual=gr, x_scale=0.22)
+    np.testing.assert_array_equal(cases.to_module(np, to_numpy(sums)), h)
+    assert_close(got, y, reduction=n)
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
@@ -95,6 +109,10 @@ def test_contract(xp):
         kernels.rmsnorm(x, weight, eps=float("nan"))
     with pytest.raises(ContractError, match="weight_offset: must be a number from -inf to inf; go"):
         kernels.rmsnorm(x, weight, weight_offset="1")
+    with pytest.raises(ContractError, match=r"x_scale: must be a number from -inf to inf; got nan"):
+        kernels.rmsnorm(x, weight, residual=x, x_scale=float("nan"))
+    with pytest.raises(ContractError, match=r"x_scale: must be 1 without residual; got 0\.5"):
+        kernels.rmsnorm(x, weight, x_scale=0.5)
     with pytest.raises(ShapeError, match="out: must have shape"):
         kernels.rmsnorm(x, weight, out=xp.empty((3, 8), np.float32))
 

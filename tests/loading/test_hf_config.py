@@ -17,13 +17,17 @@ from engine.config import ModelConfig, RopeConfig
 from engine.errors import ConfigError
 from engine.loading.hf_config import config_from_dict, generation_config
 from engine.loading.model_config import load_config
+from engine.models.registry import FAMILIES
+from tests.loading.tiny import SIZES
 
 CONFIGS = json.loads((Path(__file__).parent / "configs.json").read_text())
 NEW = [name for name in CONFIGS if "new" in CONFIGS[name]]
 
 
 def known(name: str, **changes) -> ModelConfig:
-    return config_from_dict({**CONFIGS[name]["old"], **changes})
+    """A published config.json, or for a model_type a tiny one without anything optional."""
+    values = CONFIGS[name]["old"] if name in CONFIGS else {"model_type": name, **SIZES}
+    return config_from_dict({**values, **changes})
 
 
 @pytest.mark.parametrize("name", NEW)
@@ -132,6 +136,19 @@ def test_gemma3_linear_scaling_applies_to_full_layers_and_max_position_includes_
     }
     new = {**CONFIGS["gemma-3-1b-it"]["new"], "rope_parameters": nested}
     assert config_from_dict(new) == scaled
+
+
+def test_granite_has_multipliers():
+    plain = known("granite")
+    assert (plain.attn_scale, plain.embed_scale, plain.branch_scale, plain.logits_scale) == (1,) * 4
+    multipliers = {
+        "embedding_multiplier": 12, "residual_multiplier": 0.22, "attention_multiplier": 0.015625,
+        "logits_scaling": 8.0,
+    }  # fmt: skip
+    config = known("granite", **multipliers)
+    assert (config.embed_scale, config.branch_scale) == (12.0, 0.22)
+    assert (config.attn_scale, config.logits_scale) == (0.015625, 0.125)
+    assert known("llama", **multipliers) == known("llama")  # read only where they are declared
 
 
 def test_linear_and_dynamic_scaling_extend_the_positions():
@@ -258,6 +275,13 @@ def test_an_invalid_value_is_refused_by_name(key, value):
         ("qwen2-sliding", {"use_sliding_window": "true"}),
         ("qwen2-sliding", {"sliding_window": None, "layer_types": ["sliding_attention"] * 28}),
         ("phi-3.5-mini-instruct", {"original_max_position_embeddings": 0}),
+        *(
+            ("granite", {key: value})
+            for key in ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+            for value in (0, -1.0, "1", True, float("nan"), float("inf"), HUGE)
+        ),
+        ("granite", {"attention_multiplier": -0.5}),
+        ("granite", {"attention_multiplier": [1.0]}),
     ],
 )
 def test_invalid_values_of_families_are_refused(name, changes):
@@ -266,9 +290,7 @@ def test_invalid_values_of_families_are_refused(name, changes):
 
 
 def test_the_error_lists_the_known_models():
-    with pytest.raises(
-        ConfigError, match="gemma3_text, llama, mistral, phi3, qwen2, qwen3; got 'gpt2'"
-    ):
+    with pytest.raises(ConfigError, match=f"{', '.join(sorted(FAMILIES))}; got 'gpt2'"):
         config_from_dict({"model_type": "gpt2"})
 
 

@@ -1,0 +1,131 @@
+"""Families whose .gguf files differ from Llama's: read as the same model in safetensors is."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+from engine.config import ModelConfig
+from engine.errors import ConfigError
+from engine.loading.model_config import load_config
+from engine.loading.weights import load_weights
+from tests.loading.tiny import random_tensors, save_file
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "models"
+
+NAMES = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "model.layers.": "blk.", "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "post_attention_layernorm": "ffn_norm",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What llama.cpp's converter does with a family.
+
+    `keys`: metadata name -> key of config.json, or a value; `pairs`: rows of q and k, which it
+    reorders so that the two of a pair follow each other.
+    """
+
+    keys: dict = field(default_factory=dict)
+    names: dict = field(default_factory=dict)
+    pairs: bool = False
+    norm_offset: float = 0.0
+
+
+SIZES = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.key_length": "head_dim",
+    "attention.value_length": "head_dim",
+    "rope.freq_base": "rope_theta",
+}
+GRANITE = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
+CASES = {
+    "granite": Converted(GRANITE, pairs=True),
+}
+
+
+def record_of(case: str) -> dict:
+    return json.loads((GOLDEN / f"{case}.json").read_text())
+
+
+def write(path: Path, values: dict, tensors: dict, rule: Converted, **changes) -> Path:
+    """Write the model as a .gguf; `changes` are metadata (None: left out)."""
+    arch = values["model_type"]
+    writer = gguf.GGUFWriter(path / "m.gguf", arch)
+    keys = {name: values.get(key, key) for name, key in {**SIZES, **rule.keys}.items()}
+    tokens = {f"tokenizer.ggml.{name}_token_id": i for i, name in enumerate(("padding", "bos"))}
+    for name, value in {**keys, **changes}.items():
+        if isinstance(value, int | float):
+            add = writer.add_uint32 if isinstance(value, int) else writer.add_float32
+            add(f"{arch}.{name}", value)
+    for name, value in {**tokens, "tokenizer.ggml.eos_token_id": 2}.items():
+        writer.add_uint32(name, value)
+    for name, value in tensors.items():
+        for old, new in {**NAMES, **rule.names}.items():
+            name = name.replace(old, new)
+        if rule.pairs and ("attn_q." in name or "attn_k." in name):
+            key = "num_attention_heads" if "attn_q." in name else "num_key_value_heads"
+            heads = value.reshape(values[key], 2, -1, *value.shape[1:])
+            value = np.swapaxes(heads, 1, 2).reshape(value.shape)
+        value = value + rule.norm_offset if "norm" in name else value
+        writer.add_tensor(name, np.ascontiguousarray(value, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path / "m.gguf"
+
+
+def rounded(config: ModelConfig) -> ModelConfig:
+    """Return the config with its numbers in float32, as a .gguf stores them."""
+    numbers = {
+        name: float(f"{value:.6g}") for name, value in vars(config).items() if type(value) is float
+    }
+    return replace(config, **numbers)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_gguf_is_read_as_the_checkpoint_it_was_made_from(tmp_path, case):
+    record, rule = record_of(case), CASES[case]
+    tensors = random_tensors(record["tensors"])
+    (tmp_path / "config.json").write_text(json.dumps(record["config"]))
+    save_file(tensors, tmp_path / "model.safetensors")
+    file = write(tmp_path, record["config"], tensors, rule)
+    wanted, config = load_config(tmp_path), load_config(file)
+    assert rounded(config) == rounded(wanted)
+    weights, checkpoint = load_weights(file, config), load_weights(tmp_path, wanted)
+    assert weights.keys() == checkpoint.keys()
+    for name, weight in checkpoint.items():
+        atol = 3e-7 if rule.norm_offset and "norm" in name else 0  # (w + 1) - 1
+        np.testing.assert_allclose(weights[name].data, weight.data, rtol=0, atol=atol, err_msg=name)
+
+
+def test_a_granite_without_multipliers_is_a_llama(tmp_path):
+    values = record_of("granite")["config"]
+    tensors = random_tensors(record_of("granite")["tensors"])
+    none = dict.fromkeys(GRANITE)
+    config = load_config(write(tmp_path, values, tensors, CASES["granite"], **none))
+    assert (config.attn_scale, config.embed_scale) == (0.0, 1.0)  # 0: 1/sqrt(D)
+    assert (config.branch_scale, config.logits_scale) == (1.0, 1.0)
+    with pytest.raises(ConfigError, match=r"granite\.residual_scale must be a number .*got -1"):
+        load_config(write(tmp_path, values, tensors, CASES["granite"], residual_scale=-1.0))
