@@ -79,9 +79,11 @@ class ModelConfig:
         For the layers with a sliding window (Gemma 3).
     layer_windows : tuple of int
         Per layer: sliding window in keys, the query's own included; 0 is full attention.
-    tie_word_embeddings, qkv_bias, o_bias, mlp_bias, qk_norm, post_norms : bool
-        Which weights exist: an output embedding tied to the input's, biases, per-head norms of q
-        and k, norms after attention and MLP.
+    tie_word_embeddings, qkv_bias, o_bias, mlp_bias, qk_norm, pre_norms, post_norms : bool
+        Which weights exist: an output embedding tied to the input's, biases, norms of q and k,
+        norms before and after attention and MLP.
+    whole_qk_norm : bool
+        Whether q and k are normed over all heads together instead of per head (OLMo).
     activation : str
         Activation of the gate: "silu", "gelu" (erf) or "gelu_tanh".
     norm_weight_offset : float
@@ -123,6 +125,8 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    whole_qk_norm: bool = False
+    pre_norms: bool = True
     post_norms: bool = False
     activation: str = "silu"
     norm_weight_offset: float = 0.0

@@ -59,10 +59,11 @@ class Attention:
     cos_sin : (P, R) float32 array
         Rope table: a row of [cos | sin] per position.
     q_norm, k_norm : Norm, optional
-        Applied to every head of q and k before the rotation; both with the same eps and offset.
+        Applied to q and k before the rotation, both with the same eps and offset: to every head
+        with a weight (D,), else to all heads together.
     """
 
-    __slots__ = ("cos_sin", "k_norm", "o", "params", "q_norm", "qkv")
+    __slots__ = ("cos_sin", "k_norm", "norms_whole_rows", "o", "params", "q_norm", "qkv")
 
     def __init__(
         self,
@@ -79,6 +80,7 @@ class Attention:
         self.cos_sin = cos_sin
         self.q_norm = q_norm
         self.k_norm = k_norm
+        self.norms_whole_rows = q_norm is not None and q_norm.weight.shape[0] != params.head_dim
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, array) for every array it holds."""
@@ -119,17 +121,24 @@ class Attention:
     def project(self, x: Any, rope_positions: Any) -> tuple[Any, Any, Any]:
         """Return the rotated q (T, H, D) and k (T, K, D), and v, without storing k and v."""
         query, key, value = self._rows(x)
-        if self.q_norm is not None and self.k_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None and not self.norms_whole_rows:
             self.q_norm(query, out=query)
             self.k_norm(key, out=key)
         kernels.rope(query, key, rope_positions, self.cos_sin, out=(query, key))
         return query, key, value
 
     def _rows(self, x: Any, norm: Norm | None = None) -> tuple[Any, Any, Any]:
-        """Return q (T, H, D), k and v (T, K, D) before norm and rotation: views of fused rows."""
-        h, k = self.params.num_heads, self.params.num_kv_heads
+        """Return q (T, H, D), k and v (T, K, D): views of fused rows.
+
+        They are before the rotation, and before the norm of heads; a norm of rows is applied.
+        """
+        h, k, d = self.params.num_heads, self.params.num_kv_heads, self.params.head_dim
         fused = self.qkv(x) if norm is None else self.qkv.of_normed(x, norm)
-        rows = fused.reshape(x.shape[0], h + 2 * k, self.params.head_dim)
+        if self.q_norm is not None and self.k_norm is not None and self.norms_whole_rows:
+            query, key = fused[:, : h * d], fused[:, h * d : (h + k) * d]
+            self.q_norm(query, out=query)
+            self.k_norm(key, out=key)
+        rows = fused.reshape(x.shape[0], h + 2 * k, d)
         return rows[:, :h], rows[:, h : h + k], rows[:, h + k :]
 
     def _stores_while_decoding(self, batch: ForwardBatch) -> bool:
@@ -138,7 +147,8 @@ class Attention:
         return is_all and not self.params.deterministic
 
     def _norms(self) -> dict[str, Any]:
-        if self.q_norm is None or self.k_norm is None:
+        """Return the norms of heads, as arguments of the op that rotates them."""
+        if self.q_norm is None or self.k_norm is None or self.norms_whole_rows:
             return {}
         norms = {"q_weight": self.q_norm.weight, "k_weight": self.k_norm.weight}
         return norms | {"eps": self.q_norm.eps, "weight_offset": self.q_norm.offset}

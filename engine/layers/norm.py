@@ -1,4 +1,4 @@
-"""RMSNorm, alone or fused with the addition to the residual stream."""
+"""RMSNorm, alone or fused with the addition to the residual stream; and no norm."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from engine import kernels
 
-__all__ = ["Norm"]
+__all__ = ["NoNorm", "Norm"]
 
 
 class Norm:
@@ -58,3 +58,25 @@ class Norm:
             residual_out=residual,
         )
         return y, h
+
+
+class NoNorm(Norm):
+    """Takes the place of a `Norm` where a family has none; `add` still adds."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__(None, 0.0)
+
+    def arrays(self) -> Iterator[tuple[str, Any]]:
+        """Yield nothing: it holds no array."""
+        return iter(())
+
+    def __call__(self, x: Any, *, out: Any = None) -> Any:
+        """Return `x` itself."""
+        return x
+
+    def add(self, x: Any, residual: Any) -> tuple[Any, Any]:
+        """Return (x + residual) twice, the same array, written to `residual` in place."""
+        h = kernels.residual_add(x, residual, out=residual)
+        return h, h

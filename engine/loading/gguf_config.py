@@ -18,8 +18,8 @@ from engine.errors import ConfigError, WeightsError
 from engine.loading.gguf import GgufFile
 from engine.loading.hf_config import build_config
 from engine.models.family import Family
-from engine.models.llama import LLAMA
 from engine.models.mistral import MISTRAL
+from engine.models.olmo2 import OLMO3
 from engine.models.registry import family_of_gguf
 
 __all__ = ["gguf_config", "load_gguf_config"]
@@ -56,6 +56,8 @@ _NEUTRAL = {
     "logit_scale": 0.0,
     "residual_scale": 0.0,
 }
+# Architectures of two families, of which one has windows.
+_WITH_WINDOW = {"llama": MISTRAL, "olmo2": OLMO3}
 _PLAIN_DTYPES = {"F32": "float32", "F16": "float16"}
 
 
@@ -82,8 +84,8 @@ def gguf_config(file: GgufFile) -> ModelConfig:
         family = family_of_gguf(arch)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
-    if family is LLAMA and file.metadata.get("llama.attention.sliding_window"):
-        family = MISTRAL  # its files have the architecture "llama"
+    if file.metadata.get(f"{arch}.attention.sliding_window"):
+        family = _WITH_WINDOW.get(arch, family)
     values, names = _renamed(file.metadata, arch, family)
     _refuse_unsupported(file, arch, values, names)
     values.update(_from_tensors(file, family))

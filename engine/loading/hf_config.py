@@ -151,6 +151,8 @@ def _switches(fields: Fields, kind: Family) -> dict[str, Any]:
         "o_bias": declared(kind.o_bias),
         "mlp_bias": declared(kind.mlp_bias),
         "qk_norm": kind.qk_norm,
+        "whole_qk_norm": kind.whole_qk_norm,
+        "pre_norms": kind.pre_norms,
         "post_norms": kind.post_norms,
         "activation": _ACTIVATIONS[name],
     }

@@ -81,9 +81,12 @@ def _rope_objects(
     nested = new is not None and any(kind in new for kind in _LAYER_KINDS)
     if not nested and not family.local_rope:
         return {**flat, **(old or new or {})}, None
+    scaling = old or (None if nested else new) or {}  # of full-attention layers only
     full, local = (_layer_kind(fields, new if nested else {}, kind) for kind in _LAYER_KINDS)
-    local_theta = fields.raw("rope_local_base_freq") or fields.raw("rope_theta")
-    return {**flat, **full, **(old or {})}, {"rope_theta": local_theta, **local}
+    local_theta = fields.raw("rope_local_base_freq") or scaling.get(
+        "rope_theta", flat["rope_theta"]
+    )
+    return {**flat, **full, **scaling}, {"rope_theta": local_theta, **local}
 
 
 def _layer_kind(fields: Fields, new: Mapping[str, Any], kind: str) -> Mapping[str, Any]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from engine.cache.memory_pool import device_memory, format_bytes
 from engine.config import ModelConfig
 from engine.device import CPU, Device
-from engine.errors import OutOfMemoryError, WeightsError
+from engine.errors import ConfigError, OutOfMemoryError, WeightsError
 from engine.models.decoder import rope_bytes
 from engine.models.family import TensorName, WeightName
 from engine.quantization import WHOLE, Shard, dense_format
@@ -61,6 +61,11 @@ class _Parts:
         heads = shard.cut("num_attention_heads", config.num_heads)
         kv_heads = shard.cut_shared("num_key_value_heads", config.num_kv_heads)
         features = shard.cut("intermediate_size", f)
+        if config.whole_qk_norm and not shard.is_whole:
+            raise ConfigError(
+                f"a {config.model_type} model cannot be divided into {shard.count} shards: q and k "
+                "are normed over all heads together"
+            )
         self.whole = {"q": config.num_heads * d, "k": config.num_kv_heads * d, "gate": f}
         self.local = {
             "q": (heads[0] * d, heads[1] * d),
@@ -113,17 +118,22 @@ def _layer_shapes(config: ModelConfig, parts: _Parts) -> dict[str, tuple[int, ..
     """Return name and shape of the weights of one layer."""
     n, d = config.hidden_size, config.head_dim
     qkv, gate_up = (sum(map(parts.size, _ROW_PARTS[kind])) for kind in ("qkv", "gate_up"))
-    shapes: dict[str, tuple[int, ...]] = {"attn_norm": (n,), "qkv": (qkv, n)}
+    shapes: dict[str, tuple[int, ...]] = {"attn_norm": (n,)} if config.pre_norms else {}
+    shapes["qkv"] = (qkv, n)
     if config.qkv_bias:
         shapes["qkv_bias"] = (qkv,)
-    if config.qk_norm:
+    if config.whole_qk_norm:
+        shapes |= {"q_norm": (parts.size("q"),), "k_norm": (parts.size("k"),)}
+    elif config.qk_norm:
         shapes |= {"q_norm": (d,), "k_norm": (d,)}
     shapes["o"] = (n, parts.size("q"))
     if config.o_bias:
         shapes["o_bias"] = (n,)
     if config.post_norms:
         shapes["post_attn_norm"] = (n,)
-    shapes |= {"mlp_norm": (n,), "gate_up": (gate_up, n), "down": (n, parts.size("gate"))}
+    if config.pre_norms:
+        shapes["mlp_norm"] = (n,)
+    shapes |= {"gate_up": (gate_up, n), "down": (n, parts.size("gate"))}
     if config.mlp_bias:
         shapes |= {"gate_up_bias": (gate_up,), "down_bias": (n,)}
     if config.post_norms:

@@ -21,7 +21,7 @@ from engine.layers.batch import ForwardBatch
 from engine.layers.embedding import Embedding
 from engine.layers.linear import Linear
 from engine.layers.mlp import MLP
-from engine.layers.norm import Norm
+from engine.layers.norm import NoNorm, Norm
 from engine.layers.rotary import long_rope_offset, rope_table, table_shape
 from engine.models.layer_plans import LayerPlans
 from engine.quantization import Weight
@@ -313,8 +313,8 @@ class Decoder:
         return DecoderLayer(
             self._attention(index),
             mlp,
-            self._norm(f"{name}.attn_norm"),
-            self._norm(f"{name}.mlp_norm"),
+            self._norm(f"{name}.attn_norm") if config.pre_norms else NoNorm(),
+            self._norm(f"{name}.mlp_norm") if config.pre_norms else NoNorm(),
             self._norm(f"{name}.post_attn_norm") if config.post_norms else None,
             self._norm(f"{name}.post_mlp_norm") if config.post_norms else None,
             can_fuse=not self.deterministic,

@@ -161,8 +161,10 @@ class Family:
         Values of keys missing from config.json (Hugging Face's defaults).
     qkv_bias, o_bias, mlp_bias : bool or str
         Whether the bias exists, or the key of config.json that tells.
-    qk_norm, post_norms : bool
-        Whether q and k are normed per head; whether attention and MLP outputs are normed.
+    qk_norm, pre_norms, post_norms : bool
+        Whether q and k are normed; whether inputs and outputs of attention and MLP are.
+    whole_qk_norm : bool
+        Whether q and k are normed over all heads together instead of per head.
     windows : str
         Which layers have a sliding window: "never", "every_layer" (if `sliding_window` is set),
         "max_window_layers" (from that layer on, if `use_sliding_window`), or "pattern" (all but
@@ -192,6 +194,8 @@ class Family:
     o_bias: bool | str = False
     mlp_bias: bool | str = False
     qk_norm: bool = False
+    whole_qk_norm: bool = False
+    pre_norms: bool = True
     post_norms: bool = False
     windows: WindowRule = "never"
     norm_weight_offset: float = 0.0

@@ -36,9 +36,11 @@ def kernel_specs(config: ModelConfig, dtype: str) -> list[ModuleSpec]:
     >>> any(spec.file == "rmsnorm.cu" for spec in kernel_specs(config, "float16"))
     True
     """
-    gated = "swiglu" if config.activation == "silu" else "geglu"
+    chosen = ["swiglu" if config.activation == "silu" else "geglu"]
+    if not config.pre_norms:
+        chosen.append("residual_add")
     specs: list[ModuleSpec] = []
-    for op in (*_OPS, gated):
+    for op in (*_OPS, *chosen):
         # By name, because the package's attribute `op` is the function and not the module.
         module = importlib.import_module(f"engine.kernels.{op}")
         specs += module.specs(dtype, head_dim=config.head_dim)

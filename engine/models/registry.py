@@ -8,13 +8,14 @@ from engine.models.gemma3 import GEMMA3
 from engine.models.granite import GRANITE
 from engine.models.llama import LLAMA
 from engine.models.mistral import MISTRAL
+from engine.models.olmo2 import OLMO2, OLMO3
 from engine.models.phi3 import PHI3
 from engine.models.qwen2 import QWEN2
 from engine.models.qwen3 import QWEN3
 
 __all__ = ["FAMILIES", "family", "family_of_gguf"]
 
-_DENSE = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA3, GRANITE)
+_DENSE = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA3, GRANITE, OLMO2, OLMO3)
 
 FAMILIES: dict[str, Family] = {known.model_type: known for known in _DENSE}
 

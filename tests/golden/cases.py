@@ -48,6 +48,7 @@ _GRANITE = {
     "attention_multiplier": 0.4,
     "logits_scaling": 0.7,
 }
+_OLMO3 = {**_TINY, "model_type": "olmo3", "num_hidden_layers": 4, "sliding_window": 8}
 
 _YARN = {
     "rope_theta": 10000.0,
@@ -55,6 +56,7 @@ _YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+_YARN_OLD = {key: value for key, value in _YARN.items() if key != "rope_theta"}
 _LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -171,6 +173,25 @@ MODELS: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 4.0,
         "rope_parameters": {
             "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    },
+    "olmo2": {**_TINY, "model_type": "olmo2", "rope_theta": 500.0},
+    "olmo2_biases_new_keys": {
+        **_TINY,
+        "model_type": "olmo2",
+        "num_key_value_heads": 1,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+    },
+    # With the old keys, transformers gives layers with windows a theta of 500000 whatever they say.
+    "olmo3": {**_OLMO3, "rope_theta": 500000.0, "rope_scaling": _YARN_OLD},
+    "olmo3_new_keys": {
+        **_OLMO3,
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+        "rope_parameters": {
+            "full_attention": {**_YARN, "rope_theta": 1000.0},
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
         },
     },

@@ -37,6 +37,7 @@ class Converted:
 
     keys: dict = field(default_factory=dict)
     names: dict = field(default_factory=dict)
+    arch: str = ""
     pairs: bool = False
     norm_offset: float = 0.0
 
@@ -59,7 +60,21 @@ GRANITE = {
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
 }
+YARN = {
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 4.0,
+    "rope.scaling.original_context_length": 16,
+    "attention.sliding_window": "sliding_window",
+}
+POST_NORMS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+}
 CASES = {
+    "olmo2": Converted(names=POST_NORMS),
+    "olmo3": Converted(YARN, POST_NORMS, arch="olmo2"),
     "granite": Converted(GRANITE, pairs=True),
 }
 
@@ -70,14 +85,15 @@ def record_of(case: str) -> dict:
 
 def write(path: Path, values: dict, tensors: dict, rule: Converted, **changes) -> Path:
     """Write the model as a .gguf; `changes` are metadata (None: left out)."""
-    arch = values["model_type"]
+    arch = rule.arch or values["model_type"]
     writer = gguf.GGUFWriter(path / "m.gguf", arch)
-    keys = {name: values.get(key, key) for name, key in {**SIZES, **rule.keys}.items()}
+    keys = {name: values.get(key) for name, key in SIZES.items()}
+    keys |= {name: values.get(key, key) for name, key in rule.keys.items()} | changes
     tokens = {f"tokenizer.ggml.{name}_token_id": i for i, name in enumerate(("padding", "bos"))}
-    for name, value in {**keys, **changes}.items():
-        if isinstance(value, int | float):
-            add = writer.add_uint32 if isinstance(value, int) else writer.add_float32
-            add(f"{arch}.{name}", value)
+    adders = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    for name, value in keys.items():
+        if value is not None:
+            adders[type(value)](f"{arch}.{name}", value)
     for name, value in {**tokens, "tokenizer.ggml.eos_token_id": 2}.items():
         writer.add_uint32(name, value)
     for name, value in tensors.items():

@@ -151,6 +151,28 @@ def test_granite_has_multipliers():
     assert known("llama", **multipliers) == known("llama")  # read only where they are declared
 
 
+def test_olmo2_norms_outputs_and_whole_rows():
+    config = known("olmo2")
+    assert (config.pre_norms, config.post_norms, config.whole_qk_norm) == (False, True, True)
+    assert config.rms_norm_eps == 1e-5 and config.rope.theta == 1e4
+
+
+def test_olmo3_scales_the_rope_of_layers_with_full_attention_only():
+    assert known("olmo3", num_hidden_layers=6).layer_windows == (4096,) * 3 + (0,) + (4096,) * 2
+    scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+    nested = {
+        "full_attention": {**scaling, "rope_theta": 5e5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+    }
+    config = known("olmo3", rope_theta=5e5, rope_scaling=scaling)
+    assert (config.rope.scaling, config.rope.factor, config.rope.theta) == ("yarn", 8.0, 5e5)
+    assert config.rope_local == RopeConfig(theta=5e5, rotary_dim=8)
+    assert known("olmo3", rope_parameters=nested) == config
+    flat = {**scaling, "rope_theta": 1e6}
+    assert known("olmo3", rope_parameters=flat).rope_local.theta == 1e6
+    assert known("olmo3", rope_parameters=flat).rope.scaling == "yarn"
+
+
 def test_linear_and_dynamic_scaling_extend_the_positions():
     assert known("vicuna-7b-16k").max_position_embeddings == 16384
     scaling = {"rope_type": "dynamic", "factor": 2.0}
@@ -281,6 +303,9 @@ def test_an_invalid_value_is_refused_by_name(key, value):
             for value in (0, -1.0, "1", True, float("nan"), float("inf"), HUGE)
         ),
         ("granite", {"attention_multiplier": -0.5}),
+        ("olmo3", {"sliding_window": None}),
+        ("olmo3", {"sliding_window_pattern": 0}),
+        ("olmo3", {"rope_parameters": {"sliding_attention": {"rope_type": "odd"}}}),
         ("granite", {"attention_multiplier": [1.0]}),
     ],
 )

@@ -25,6 +25,12 @@ SIZES = {
 }
 
 
+def test_norms_of_all_heads_cannot_be_divided():
+    config = ModelConfig("olmo2", 64, 32, 1, 4, 4, 8, 48, 128, qk_norm=True, whole_qk_norm=True)
+    with pytest.raises(ConfigError, match=r"olmo2 .* 2 shards: q and k are normed over all heads"):
+        weight_shapes(config, Shard(0, 2))
+
+
 def _rows_of(config: ModelConfig, kind: str) -> list[int]:
     """Return the number of rows of each part of a fused weight, in order."""
     q, k = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim

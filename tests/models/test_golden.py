@@ -25,7 +25,10 @@ CASES = sorted(p.stem for p in GOLDEN.glob("*.json"))
 # The engine's float32 against another program's: only the order of rounding differs.
 LIMIT = 1e-4
 # One model of each kind of attention, for the slower properties.
-VARIED = ["llama_dynamic", "mistral_window", "qwen3", "phi3_longrope_long", "gemma3"]
+VARIED = [
+    *("llama_dynamic", "mistral_window", "qwen3", "phi3_longrope_long", "gemma3"),
+    *("granite", "olmo3"),
+]
 
 
 def _error(got, want) -> float:
@@ -69,6 +72,16 @@ def test_prompt_in_chunks(golden, case, size, where):
     pieces = [want.prompt[i : i + size] for i in range(0, len(want.prompt), size)]
     got = [to_numpy(model.step([piece], cache, logits="all"))[0] for piece in pieces]
     assert _error(np.concatenate(got), want.logits) < LIMIT
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_trace_ends_in_the_logits(golden, case):
+    want = golden(case)
+    model = want.load()
+    if model.uses_long_rope(len(want.prompt)):
+        pytest.skip("a trace has the short factors")
+    got = model.read_residual(model.trace(np.array(want.prompt)).hidden[-1])
+    assert _error(got, want.logits) < LIMIT
 
 
 @settings(max_examples=25, deadline=None)

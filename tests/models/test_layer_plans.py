@@ -46,6 +46,10 @@ FAMILIES = {
         norm_weight_offset=1.0,
         activation="gelu_tanh",
     ),
+    "scaled branches": dataclasses.replace(CONFIG, branch_scale=0.3),
+    "norms of outputs": dataclasses.replace(
+        CONFIG, pre_norms=False, post_norms=True, qk_norm=True, whole_qk_norm=True
+    ),
 }
 
 
