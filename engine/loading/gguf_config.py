@@ -166,10 +166,10 @@ def _head_dim(values: Mapping[str, Any]) -> int | None:
 def _attention_scale(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return Gemma's `query_pre_attn_scalar`, which a .gguf does not store.
 
-    It is the head dim in every Gemma 3 but the largest (62 layers), where it is N / H.
+    It is the head dim in every Gemma 2 and 3 but the largest (46 and 62 layers), where it is N / H.
     """
     head_dim = _head_dim(values)
-    if values.get("num_hidden_layers") == 62:
+    if values.get("num_hidden_layers") in (46, 62):
         head_dim = _head_dim({**values, "head_dim": None})
     return {"query_pre_attn_scalar": head_dim}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from engine.errors import ConfigError
 from engine.models.family import Family
+from engine.models.gemma2 import GEMMA2
 from engine.models.gemma3 import GEMMA3
 from engine.models.granite import GRANITE
 from engine.models.llama import LLAMA
@@ -15,7 +16,7 @@ from engine.models.qwen3 import QWEN3
 
 __all__ = ["FAMILIES", "family", "family_of_gguf"]
 
-_DENSE = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA3, GRANITE, OLMO2, OLMO3)
+_DENSE = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA3, GRANITE, OLMO2, OLMO3, GEMMA2)
 
 FAMILIES: dict[str, Family] = {known.model_type: known for known in _DENSE}
 

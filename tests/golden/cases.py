@@ -48,6 +48,16 @@ _GRANITE = {
     "attention_multiplier": 0.4,
     "logits_scaling": 0.7,
 }
+_GEMMA2 = {
+    **_TINY,  # with a hidden_act, which is ignored
+    "model_type": "gemma2",
+    "head_dim": 24,
+    "num_hidden_layers": 3,
+    "query_pre_attn_scalar": 20,
+    "sliding_window": 8,
+    "tie_word_embeddings": True,
+    "rope_theta": 500.0,
+}
 _OLMO3 = {**_TINY, "model_type": "olmo3", "num_hidden_layers": 4, "sliding_window": 8}
 
 _YARN = {
@@ -194,6 +204,16 @@ MODELS: dict[str, dict[str, Any]] = {
             "full_attention": {**_YARN, "rope_theta": 1000.0},
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
         },
+    },
+    "gemma2": {**_GEMMA2, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    "gemma2_new_keys_biases": {
+        **_GEMMA2,
+        "hidden_activation": "silu",
+        "attention_bias": True,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
     },
     "granite": {**_GRANITE, "rope_theta": 500.0},
     "granite_biases_wide_heads": {

@@ -151,6 +151,18 @@ def test_granite_has_multipliers():
     assert known("llama", **multipliers) == known("llama")  # read only where they are declared
 
 
+def test_gemma2():
+    config = known("gemma2", num_hidden_layers=5, max_position_embeddings=8192, hidden_act="silu")
+    assert config.layer_windows == (4096, 0, 4096, 0, 4096)
+    assert (config.attn_softcap, config.final_softcap, config.attn_scale) == (50.0, 30.0, 1 / 16)
+    assert config.activation == "gelu_tanh"  # hidden_act is not read
+    assert (config.norm_weight_offset, config.post_norms, config.qk_norm) == (1.0, True, False)
+    assert config.embed_scale == np.float32(math.sqrt(32)) and config.rounds_embed_scale
+    none = known("gemma2", attn_logit_softcapping=None, final_logit_softcapping=None)
+    assert (none.attn_softcap, none.final_softcap) == (0.0, 0.0)
+    assert known("gemma2", query_pre_attn_scalar=144).attn_scale == 1 / 12
+
+
 def test_olmo2_norms_outputs_and_whole_rows():
     config = known("olmo2")
     assert (config.pre_norms, config.post_norms, config.whole_qk_norm) == (False, True, True)
@@ -303,6 +315,11 @@ def test_an_invalid_value_is_refused_by_name(key, value):
             for value in (0, -1.0, "1", True, float("nan"), float("inf"), HUGE)
         ),
         ("granite", {"attention_multiplier": -0.5}),
+        ("gemma2", {"attn_logit_softcapping": -1.0}),
+        ("gemma2", {"final_logit_softcapping": "30"}),
+        ("gemma2", {"query_pre_attn_scalar": 0}),
+        ("gemma2", {"hidden_activation": "relu"}),
+        ("gemma2", {"sliding_window": None}),
         ("olmo3", {"sliding_window": None}),
         ("olmo3", {"sliding_window_pattern": 0}),
         ("olmo3", {"rope_parameters": {"sliding_attention": {"rope_type": "odd"}}}),
