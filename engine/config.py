@@ -23,7 +23,8 @@ class RopeConfig:
     rotary_dim : int
         Leading features of a head that are rotated (even; the rest passes through).
     scaling : str
-        "default", "linear", "dynamic" (NTK), "yarn", "llama3" or "longrope".
+        "default", "linear", "dynamic" (NTK), "yarn", "llama3", "longrope", or "none": no rotation
+        at any position.
     factor : float
         Context extension factor, for every scaling but "default".
     original_max_position : int
@@ -79,6 +80,8 @@ class ModelConfig:
         For the layers with a sliding window (Gemma 3).
     layer_windows : tuple of int
         Per layer: sliding window in keys, the query's own included; 0 is full attention.
+    rope_layers : tuple of bool
+        Per layer: whether q and k are rotated; () is all (SmolLM3).
     tie_word_embeddings, qkv_bias, o_bias, mlp_bias, qk_norm, pre_norms, post_norms : bool
         Which weights exist: an output embedding tied to the input's, biases, norms of q and k,
         norms before and after attention and MLP.
@@ -120,6 +123,7 @@ class ModelConfig:
     rope: RopeConfig = field(default_factory=RopeConfig)
     rope_local: RopeConfig | None = None
     layer_windows: tuple[int, ...] = ()
+    rope_layers: tuple[bool, ...] = ()
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
@@ -150,3 +154,7 @@ class ModelConfig:
     def window(self, layer: int) -> int:
         """Return the sliding window of layer `layer` in keys; 0 is none."""
         return self.layer_windows[layer] if self.layer_windows else 0
+
+    def has_rope(self, layer: int) -> bool:
+        """Tell whether layer `layer` rotates q and k."""
+        return not self.rope_layers or self.rope_layers[layer]

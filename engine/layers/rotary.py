@@ -106,6 +106,8 @@ def inverse_frequencies(config: RopeConfig, *, is_long: bool = False, length: in
     if config.scaling == "dynamic":
         only: Array = _dynamic(config, np.array([length]))[0]
         return only
+    if config.scaling == "none":
+        return np.zeros(config.rotary_dim // 2)
     frequencies = _powers(config.theta, config.rotary_dim)
     if config.scaling == "default":
         return frequencies

@@ -90,6 +90,9 @@ def build_config(
     positions = fields.integer("max_position_embeddings", 1, MAX_POSITIONS)
     rope, rope_local = rope_configs(fields, kind, sizes["head_dim"], positions)
     positions = scaled_max_position(rope, positions, kind)
+    rope_layers = _rope_layers(fields, kind, sizes["num_layers"])
+    if not all(rope_layers) and rope.scaling == "longrope":
+        raise fields.error("rope_scaling", "not longrope, since some layers have no rope")
     return ModelConfig(
         model_type=kind.model_type,
         **sizes,
@@ -97,7 +100,8 @@ def build_config(
         rms_norm_eps=fields.real("rms_norm_eps", 1e-12, 1.0),
         rope=rope,
         rope_local=rope_local,
-        layer_windows=_layer_windows(fields, kind, sizes["num_layers"], positions),
+        layer_windows=_layer_windows(fields, kind, rope_layers, positions),
+        rope_layers=() if all(rope_layers) else rope_layers,
         **_switches(fields, kind),
         **_scales(fields, kind, sizes["hidden_size"]),
         **_tokens(fields, sizes["vocab_size"]),
@@ -207,16 +211,35 @@ def _dtype(fields: Fields) -> str:
     return name
 
 
+def _rope_layers(fields: Fields, kind: Family, num_layers: int) -> tuple[bool, ...]:
+    """Tell for every layer whether it rotates q and k."""
+    if kind.rope_layers == "all":
+        return (True,) * num_layers
+    if not fields.has("no_rope_layers"):
+        interval = fields.integer("no_rope_layer_interval", 1, _MAX_LAYERS)
+        return tuple((layer + 1) % interval != 0 for layer in range(num_layers))
+    given = fields.raw("no_rope_layers")
+    if (
+        not isinstance(given, list)
+        or len(given) != num_layers
+        or any(type(one) is not int or one not in (0, 1) for one in given)
+    ):
+        raise fields.error("no_rope_layers", f"{num_layers} of 1 (has rope) or 0")
+    return tuple(map(bool, given))
+
+
 def _layer_windows(
-    fields: Fields, kind: Family, num_layers: int, positions: int
+    fields: Fields, kind: Family, rope_layers: tuple[bool, ...], positions: int
 ) -> tuple[int, ...]:
     """Return the window of every layer; 0 if none, or if no shorter than the longest sequence."""
+    num_layers = len(rope_layers)
     if kind.windows == "never" or (
-        kind.windows == "max_window_layers" and not fields.flag("use_sliding_window", False)
+        kind.windows in ("max_window_layers", "layers_without_rope")
+        and not fields.flag("use_sliding_window", False)
     ):
         return (0,) * num_layers
     window = fields.integer("sliding_window", 1, 1 << 31, 0)
-    is_sliding = _sliding_layers(fields, kind, num_layers, window)
+    is_sliding = _sliding_layers(fields, kind, rope_layers, window)
     if any(is_sliding) and not window:
         raise fields.error("sliding_window", "given, since some layers have a window")
     if window >= positions and not kind.local_rope:  # with local rope, it also selects the table
@@ -224,8 +247,11 @@ def _layer_windows(
     return tuple(window if sliding else 0 for sliding in is_sliding)
 
 
-def _sliding_layers(fields: Fields, kind: Family, num_layers: int, window: int) -> list[bool]:
+def _sliding_layers(
+    fields: Fields, kind: Family, rope_layers: tuple[bool, ...], window: int
+) -> list[bool]:
     """Tell for every layer whether it has the sliding window."""
+    num_layers = len(rope_layers)
     if kind.windows == "every_layer":
         return [bool(window)] * num_layers
     if fields.has("layer_types"):
@@ -233,6 +259,8 @@ def _sliding_layers(fields: Fields, kind: Family, num_layers: int, window: int) 
     if kind.windows == "max_window_layers":
         first = fields.integer("max_window_layers", 0, _MAX_LAYERS)
         return [bool(window) and layer >= first for layer in range(num_layers)]
+    if kind.windows == "layers_without_rope":
+        return [bool(window) and not has_rope for has_rope in rope_layers]
     pattern = fields.integer("sliding_window_pattern", 1, _MAX_LAYERS)
     return [bool((layer + 1) % pattern) for layer in range(num_layers)]
 

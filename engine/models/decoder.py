@@ -152,7 +152,8 @@ class Decoder:
         The weights by name: "layers.0.qkv", ...; an MLP may have more features than the config
         says (`loading.mlp_padding`).
     rope_tables : tuple of array
-        (P, R) float32 tables: one for all layers, or one for full attention and one for windows.
+        (P, R) float32 tables: one for all layers, or one for full attention and one for windows;
+        last one that rotates nothing, if there are layers without rope.
     long_rope_offset : int
         First row of longrope's long factors in the table; 0 where there are none.
 
@@ -354,6 +355,8 @@ def address(array: Any) -> int:
 
 def _rope_index(config: ModelConfig, layer: int) -> int:
     """Return the index of the layer's rope table: layers with a window may have their own."""
+    if not config.has_rope(layer):
+        return len(_ropes(config)) - 1
     return int(config.rope_local is not None and config.window(layer) > 0)
 
 
@@ -363,4 +366,9 @@ def _numbers(config: ModelConfig, layer: int) -> tuple[int, ...]:
 
 
 def _ropes(config: ModelConfig) -> tuple[RopeConfig, ...]:
-    return (config.rope,) if config.rope_local is None else (config.rope, config.rope_local)
+    ropes = (config.rope,) if config.rope_local is None else (config.rope, config.rope_local)
+    if all(config.rope_layers):
+        return ropes
+    # A table is simpler than a second path through the fused ops. It has whole heads, which the
+    # decode kernel needs to store keys itself.
+    return *ropes, RopeConfig(rotary_dim=config.head_dim, scaling="none")

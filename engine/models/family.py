@@ -18,12 +18,14 @@ __all__ = [
     "HF_LAYER_NAMES",
     "HF_NAMES",
     "Family",
+    "RopeRule",
     "TensorName",
     "WeightName",
     "WindowRule",
 ]
 
-WindowRule = Literal["never", "every_layer", "max_window_layers", "pattern"]
+WindowRule = Literal["never", "every_layer", "max_window_layers", "pattern", "layers_without_rope"]
+RopeRule = Literal["all", "no_rope_layers"]
 
 
 class WeightName(NamedTuple):
@@ -167,8 +169,12 @@ class Family:
         Whether q and k are normed over all heads together instead of per head.
     windows : str
         Which layers have a sliding window: "never", "every_layer" (if `sliding_window` is set),
-        "max_window_layers" (from that layer on, if `use_sliding_window`), or "pattern" (all but
-        every n-th). For the last two, `layer_types` takes precedence if given.
+        "max_window_layers" (from that layer on, if `use_sliding_window`), "pattern" (all but
+        every n-th) or "layers_without_rope" (these, if `use_sliding_window`). For the last three,
+        `layer_types` takes precedence if given.
+    rope_layers : str
+        Which layers rotate q and k: "all", or "no_rope_layers" (as that key says with 1 and 0 per
+        layer, else all but every `no_rope_layer_interval`-th).
     norm_weight_offset : float
         Added to every norm's weight.
     scale_embedding : bool
@@ -198,6 +204,7 @@ class Family:
     pre_norms: bool = True
     post_norms: bool = False
     windows: WindowRule = "never"
+    rope_layers: RopeRule = "all"
     norm_weight_offset: float = 0.0
     scale_embedding: bool = False
     multipliers: bool = False

@@ -58,6 +58,7 @@ _GEMMA2 = {
     "tie_word_embeddings": True,
     "rope_theta": 500.0,
 }
+_SMOLLM3 = {**_TINY, "model_type": "smollm3", "num_hidden_layers": 3}
 _OLMO3 = {**_TINY, "model_type": "olmo3", "num_hidden_layers": 4, "sliding_window": 8}
 
 _YARN = {
@@ -213,6 +214,17 @@ MODELS: dict[str, dict[str, Any]] = {
         "attn_logit_softcapping": None,
         "final_logit_softcapping": None,
         "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+    },
+    "smollm3": {**_SMOLLM3, "rope_theta": 500.0, "no_rope_layer_interval": 2},
+    "smollm3_windows_new_keys": {
+        **_SMOLLM3,
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "no_rope_layers": [0, 1, 1],
+        "use_sliding_window": True,
+        "sliding_window": 8,
         "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
     },
     "granite": {**_GRANITE, "rope_theta": 500.0},

@@ -76,6 +76,8 @@ POST_NORMS = {
 }
 CASES = {
     "olmo2": Converted(names=POST_NORMS),
+    # A file does not say which layers have no rope: every fourth.
+    "smollm3": Converted(pairs=True, lost={"rope_layers": ()}),
     "gemma2": Converted(
         {
             "attention.sliding_window": "sliding_window",

@@ -163,6 +163,19 @@ def test_gemma2():
     assert known("gemma2", query_pre_attn_scalar=144).attn_scale == 1 / 12
 
 
+def test_smollm3_has_layers_without_rope():
+    config = known("smollm3", num_hidden_layers=8)
+    assert config.rope_layers == (True, True, True, False) * 2
+    assert config.rope.theta == 2e6 and config.layer_windows == (0,) * 8
+    assert [config.has_rope(layer) for layer in (2, 3)] == [True, False]
+    listed = known("smollm3", no_rope_layers=[0, 1], use_sliding_window=True, sliding_window=16)
+    assert (listed.rope_layers, listed.layer_windows) == ((False, True), (16, 0))
+    off = known("smollm3", no_rope_layers=[0, 1], sliding_window=16)
+    assert off.layer_windows == (0, 0)
+    assert known("smollm3", no_rope_layers=[1, 1]).rope_layers == ()
+    assert known("smollm3", num_hidden_layers=2).rope_layers == ()
+
+
 def test_olmo2_norms_outputs_and_whole_rows():
     config = known("olmo2")
     assert (config.pre_norms, config.post_norms, config.whole_qk_norm) == (False, True, True)
@@ -320,6 +333,12 @@ def test_an_invalid_value_is_refused_by_name(key, value):
         ("gemma2", {"query_pre_attn_scalar": 0}),
         ("gemma2", {"hidden_activation": "relu"}),
         ("gemma2", {"sliding_window": None}),
+        *(
+            ("smollm3", {"no_rope_layers": value})
+            for value in ([1], [1, 2], [True, False], [1.0, 0.0], "10", {"0": 1}, 1, [[], []])
+        ),
+        ("smollm3", {"no_rope_layer_interval": 0}),
+        ("smollm3", {"no_rope_layer_interval": 2.0}),
         ("olmo3", {"sliding_window": None}),
         ("olmo3", {"sliding_window_pattern": 0}),
         ("olmo3", {"rope_parameters": {"sliding_attention": {"rope_type": "odd"}}}),

@@ -80,7 +80,7 @@ def test_every_row_of_every_weight_has_exactly_one_name(kind, biases):
 
 def test_only_files_of_llama_keep_interleaved_rows():
     """llama.cpp's converter permutes q and k for "llama" (and so Mistral) and its relatives."""
-    permuted = {"llama", "mistral", "granite"}
+    permuted = {"llama", "mistral", "granite", "smollm3"}
     assert {n for n, kind in FAMILIES.items() if kind.gguf_interleaved_rope} == permuted
 
 

@@ -18,6 +18,7 @@ from engine.cache.memory_pool import MemoryPool
 from engine.device import to_numpy
 from engine.layers.batch import ForwardBatch
 from engine.loading.model_config import load_config
+from engine.models.decoder import rope_bytes
 from engine.models.registry import FAMILIES
 
 GOLDEN = Path(__file__).parents[1] / "golden/models"
@@ -27,7 +28,7 @@ LIMIT = 1e-4
 # One model of each kind of attention, for the slower properties.
 VARIED = [
     *("llama_dynamic", "mistral_window", "qwen3", "phi3_longrope_long", "gemma3"),
-    *("granite", "olmo3"),
+    *("granite", "olmo3", "smollm3"),
 ]
 
 
@@ -82,6 +83,12 @@ def test_a_trace_ends_in_the_logits(golden, case):
         pytest.skip("a trace has the short factors")
     got = model.read_residual(model.trace(np.array(want.prompt)).hidden[-1])
     assert _error(got, want.logits) < LIMIT
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_plan_knows_the_room_of_rope_tables(golden, case):
+    decoder = golden(case).load().decoder
+    assert decoder.table_bytes == rope_bytes(decoder.config, decoder.max_model_len)
 
 
 @settings(max_examples=25, deadline=None)

@@ -46,6 +46,9 @@ FAMILIES = {
         norm_weight_offset=1.0,
         activation="gelu_tanh",
     ),
+    "layers without rope": dataclasses.replace(
+        CONFIG, rope_layers=(True, False, True, False, False, True)
+    ),
     "scaled branches": dataclasses.replace(CONFIG, branch_scale=0.3),
     "norms of outputs": dataclasses.replace(
         CONFIG, pre_norms=False, post_norms=True, qk_norm=True, whole_qk_norm=True
