@@ -181,12 +181,15 @@ def _rope(file: GgufFile, arch: str, family: Family, values: Mapping[str, Any]) 
     if f"{arch}.rope.freq_base_swa" in metadata:
         result["rope_local_base_freq"] = metadata[f"{arch}.rope.freq_base_swa"]
     rotary, head_dim = metadata.get(f"{arch}.rope.dimension_count"), _head_dim(values)
-    if rotary is None or head_dim is None or rotary == head_dim:
+    if rotary is None or head_dim is None:
         return result
-    if family.gguf_interleaved_rope or type(rotary) is not int or not 0 < rotary < head_dim:
+    # A converter that reorders rows does so for whole heads.
+    is_whole = family.gguf_interleaved_rope and not family.interleaved_rope
+    lowest = head_dim if is_whole else 1
+    if type(rotary) is not int or not lowest <= rotary <= head_dim:
         raise ConfigError(
             f"{file.path}: {arch}.rope.dimension_count must be the head's {head_dim} features"
-            f"{'' if family.gguf_interleaved_rope else ' or fewer'}; got {shown(rotary)}"
+            f"{'' if is_whole else ' or fewer'}; got {shown(rotary)}"
         )
     return {**result, "partial_rotary_factor": rotary / head_dim}
 

@@ -8,6 +8,7 @@ memory twice.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -133,7 +134,7 @@ def load_weights(
     with weight_room(config, device, dtype, shard=shard, max_model_len=max_model_len):
         arrays = _allocate(config, device, dtype, shard)
     loader = _Loader(checkpoint, config, arrays, device, dtype)
-    works = list(_slabs(placements, dtype))
+    works = list(_slabs(placements, config.head_dim))
     with _progress_bar(works, dtype, progress) as advance, ThreadPoolExecutor(_workers()) as pool:
         futures = [pool.submit(loader.run, work) for work in works]
         try:
@@ -182,11 +183,12 @@ def _allocate(config: ModelConfig, device: Device, dtype: str, shard: Shard) -> 
     return arrays
 
 
-def _slabs(placements: list[Placement], dtype: str) -> Iterator[_Work]:
+def _slabs(placements: list[Placement], head_dim: int) -> Iterator[_Work]:
     """Cut every tensor into slabs of rows, whole heads at a time."""
+    multiple = math.lcm(1024, head_dim)
     for place in placements:
         is_vector = len(place.shape) == 1
-        step = place.last if is_vector else _rows_of(_SLAB_BYTES // 4, place.width, 1024)
+        step = place.last if is_vector else _rows_of(_SLAB_BYTES // 4, place.width, multiple)
         for first in range(place.first, place.last, max(1, step)):
             yield _Work(place, first, min(place.last, first + step))
 
@@ -212,8 +214,10 @@ class _Loader:
         self.device = device
         self.dtype = np_dtype(dtype)
         self.head_dim = config.head_dim
+        self.rotary_dim = config.rope.rotary_dim
         is_gguf = isinstance(checkpoint, GgufFile)
-        self.is_interleaved = is_gguf and family(config.model_type).gguf_interleaved_rope
+        kind = family(config.model_type)
+        self.is_interleaved = kind.gguf_interleaved_rope if is_gguf else kind.interleaved_rope
         # A .gguf stores Gemma's norms as 1 + w.
         self.norm_offset = config.norm_weight_offset if is_gguf else 0.0
         self._local = threading.local()
@@ -249,12 +253,13 @@ class _Loader:
         """Write the slab's rows to the host array `out`."""
         place = work.place
         is_vector = len(place.shape) == 1
-        step = _rows_of(_STEP_WEIGHTS, place.width, 4096 if is_vector else self.head_dim)
+        multiple = math.lcm(4096, self.head_dim) if is_vector else self.head_dim
+        step = _rows_of(_STEP_WEIGHTS, place.width, multiple)
         for first in range(work.first, work.last, step):
             last = min(work.last, first + step)
             rows = self.checkpoint.read(place.name, first, last, place.columns)
             if self.is_interleaved and place.is_rotated:
-                rows = _half_split(rows, self.head_dim)
+                rows = _half_split(rows, self.head_dim, self.rotary_dim)
             if self.norm_offset and place.target.kind.endswith("norm"):
                 rows = rows.astype(np.float32) - np.float32(self.norm_offset)
             part = out[first - work.first : last - work.first]
@@ -266,10 +271,12 @@ class _Loader:
                 )
 
 
-def _half_split(rows: Array, head_dim: int) -> Array:
-    """Reorder the rows of each head from interleaved pairs to two halves."""
-    pairs = rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:])
-    halves: Array = np.swapaxes(pairs, 1, 2).reshape(rows.shape)
+def _half_split(rows: Array, head_dim: int, rotary_dim: int) -> Array:
+    """Reorder the rotated rows of each head, the first ones, from interleaved pairs to halves."""
+    order = np.arange(head_dim)
+    order[:rotary_dim] = order[:rotary_dim].reshape(-1, 2).T.reshape(-1)
+    heads = rows.reshape(-1, head_dim, *rows.shape[1:])
+    halves: Array = heads[:, order].reshape(rows.shape)
     return halves
 
 

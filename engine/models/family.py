@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 __all__ = [
+    "GGUF_PACKED_MLP_NAMES",
     "GGUF_PACKED_NAMES",
     "GGUF_SPLIT_NAMES",
     "HF_LAYER_NAMES",
@@ -146,6 +147,13 @@ GGUF_PACKED_NAMES: tuple[TensorName, ...] = (
 )
 """A .gguf with packed projections (phi3)."""
 
+GGUF_PACKED_MLP_NAMES: tuple[TensorName, ...] = (
+    *(name for name in GGUF_SPLIT_NAMES if "ffn_gate" not in name.checkpoint and not name.part),
+    *(name for name in GGUF_SPLIT_NAMES if name.kind in ("qkv", "qkv_bias")),
+    *_linear("blk.{i}.ffn_up", "gate_up"),
+)
+"""A .gguf with separate q, k and v, and packed gate and up (glm4)."""
+
 
 @dataclass(frozen=True)
 class Family:
@@ -187,8 +195,11 @@ class Family:
         Whether `max_position_embeddings` already includes a linear rope factor.
     rope_aliases : mapping
         Rope types of old checkpoints -> what they mean in this family.
+    interleaved_rope : bool
+        Whether a checkpoint keeps the rotated rows of q and k in interleaved order: pair i is rows
+        2i and 2i + 1 of a head, not i and i + R/2.
     gguf_interleaved_rope : bool
-        Whether a .gguf keeps the rows of q and k in interleaved order.
+        Whether a .gguf does.
     """
 
     model_type: str
@@ -211,4 +222,5 @@ class Family:
     local_rope: bool = False
     max_position_is_scaled: bool = False
     rope_aliases: Mapping[str, str] = field(default_factory=dict)
+    interleaved_rope: bool = False
     gguf_interleaved_rope: bool = False

@@ -6,6 +6,7 @@ from engine.errors import ConfigError
 from engine.models.family import Family
 from engine.models.gemma2 import GEMMA2
 from engine.models.gemma3 import GEMMA3
+from engine.models.glm4 import GLM4
 from engine.models.granite import GRANITE
 from engine.models.llama import LLAMA
 from engine.models.mistral import MISTRAL
@@ -17,7 +18,7 @@ from engine.models.smollm3 import SMOLLM3
 
 __all__ = ["FAMILIES", "family", "family_of_gguf"]
 
-_DENSE = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA3, GRANITE, OLMO2, OLMO3, GEMMA2, SMOLLM3)
+_DENSE = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA3, GRANITE, OLMO2, OLMO3, GEMMA2, SMOLLM3, GLM4)
 
 FAMILIES: dict[str, Family] = {known.model_type: known for known in _DENSE}
 

@@ -59,6 +59,7 @@ _GEMMA2 = {
     "rope_theta": 500.0,
 }
 _SMOLLM3 = {**_TINY, "model_type": "smollm3", "num_hidden_layers": 3}
+_GLM4 = {**_TINY, "model_type": "glm4", "head_dim": 24, "rms_norm_eps": 1.5625e-7}
 _OLMO3 = {**_TINY, "model_type": "olmo3", "num_hidden_layers": 4, "sliding_window": 8}
 
 _YARN = {
@@ -226,6 +227,17 @@ MODELS: dict[str, dict[str, Any]] = {
         "use_sliding_window": True,
         "sliding_window": 8,
         "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+    },
+    "glm4": {**_GLM4, "rope_theta": 500.0},  # partial_rotary_factor 0.5 and biases by default
+    "glm4_new_keys": {
+        **_GLM4,
+        "attention_bias": False,
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 500.0,
+            "partial_rotary_factor": 0.75,
+        },
     },
     "granite": {**_GRANITE, "rope_theta": 500.0},
     "granite_biases_wide_heads": {

@@ -75,6 +75,14 @@ POST_NORMS = {
     "self_attn.k_norm": "attn_k_norm",
 }
 CASES = {
+    "glm4": Converted(
+        {"rope.dimension_count": 12},
+        {
+            "mlp.gate_up_proj": "ffn_up",
+            "post_self_attn_layernorm": "post_attention_norm",
+            "post_mlp_layernorm": "post_ffw_norm",
+        },
+    ),
     "olmo2": Converted(names=POST_NORMS),
     # A file does not say which layers have no rope: every fourth.
     "smollm3": Converted(pairs=True, lost={"rope_layers": ()}),

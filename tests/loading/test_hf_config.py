@@ -176,6 +176,13 @@ def test_smollm3_has_layers_without_rope():
     assert known("smollm3", num_hidden_layers=2).rope_layers == ()
 
 
+def test_glm4():
+    config = known("glm4")
+    assert (config.qkv_bias, config.o_bias, config.post_norms) == (True, False, True)
+    assert (config.head_dim, config.rope.rotary_dim, config.rms_norm_eps) == (128, 64, 1.5625e-7)
+    assert known("glm4", attention_bias=False, partial_rotary_factor=0.25).rope.rotary_dim == 32
+
+
 def test_olmo2_norms_outputs_and_whole_rows():
     config = known("olmo2")
     assert (config.pre_norms, config.post_norms, config.whole_qk_norm) == (False, True, True)
@@ -339,6 +346,9 @@ def test_an_invalid_value_is_refused_by_name(key, value):
         ),
         ("smollm3", {"no_rope_layer_interval": 0}),
         ("smollm3", {"no_rope_layer_interval": 2.0}),
+        ("glm4", {"partial_rotary_factor": 0}),
+        ("glm4", {"partial_rotary_factor": 1.5}),
+        ("glm4", {"attention_bias": 1}),
         ("olmo3", {"sliding_window": None}),
         ("olmo3", {"sliding_window_pattern": 0}),
         ("olmo3", {"rope_parameters": {"sliding_attention": {"rope_type": "odd"}}}),

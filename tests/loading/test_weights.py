@@ -6,6 +6,7 @@ import json
 import math
 import sys
 import tracemalloc
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -20,6 +21,7 @@ from engine.loading.hf_config import config_from_dict
 from engine.loading.model_config import load_config
 from engine.loading.weights import load_weights, weight_bytes, weight_shapes
 
+GOLDEN = Path(__file__).parents[1] / "golden" / "models"
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text"]
 
 
@@ -42,6 +44,27 @@ def test_a_checkpoint_of_every_family(make_model, family, tiny):
     assert (weights["lm_head"] is weights["embed"]) == tied
     distinct = {id(w): w.num_bytes for w in weights.values()}
     assert sum(distinct.values()) == weight_bytes(loaded, "float32")
+
+
+@pytest.mark.parametrize("slab", [4, 16 << 20])
+def test_slabs_hold_whole_heads(tmp_path, monkeypatch, slab):
+    """A row of q or k is moved within its head, wherever a slab begins; here with 24 features."""
+    monkeypatch.setattr("engine.loading.weights._SLAB_BYTES", slab)
+    record = json.loads((GOLDEN / "glm4.json").read_text())
+    values = {**record["config"], "num_attention_heads": 128}
+    tensors = {name: np.zeros(shape, np.float32) for name, shape in record["tensors"].items()}
+    for layer in range(2):
+        prefix = f"model.layers.{layer}.self_attn"
+        rows = np.arange(128 * 24, dtype=np.float32)
+        tensors[f"{prefix}.q_proj.weight"] = np.repeat(rows[:, None], 64, axis=1)
+        tensors[f"{prefix}.q_proj.bias"] = rows
+        tensors[f"{prefix}.o_proj.weight"] = np.zeros((64, 128 * 24), np.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    weights = load_weights(tmp_path, config_from_dict(values))
+    order = [*range(0, 12, 2), *range(1, 12, 2), *range(12, 24)]  # 12 of 24 are rotated
+    wanted = (24 * np.arange(128)[:, None] + order).reshape(-1)
+    np.testing.assert_array_equal(weights["layers.1.qkv"].data[: 128 * 24, 7], wanted)
+    np.testing.assert_array_equal(weights["layers.1.qkv_bias"].data[: 128 * 24], wanted)
 
 
 @pytest.mark.parametrize("target", ["float32", "float16", "bfloat16"])

@@ -1,0 +1,40 @@
+"""GLM-4 (0414): norms before and after each branch, biases of q, k and v, half-rotated heads."""
+
+from __future__ import annotations
+
+from engine.models.family import (
+    GGUF_PACKED_MLP_NAMES,
+    HF_LAYER_NAMES,
+    HF_NAMES,
+    Family,
+    TensorName,
+)
+
+__all__ = ["GLM4"]
+
+GLM4 = Family(
+    model_type="glm4",
+    names=(
+        *HF_NAMES,
+        *(name for name in HF_LAYER_NAMES if name.kind in ("qkv", "qkv_bias")),
+        TensorName("model.layers.{i}.mlp.gate_up_proj.weight", "gate_up"),
+        # NOTE: elsewhere post_attention_layernorm is a norm of attention's output.
+        TensorName("model.layers.{i}.post_self_attn_layernorm.weight", "post_attn_norm"),
+        TensorName("model.layers.{i}.post_attention_layernorm.weight", "mlp_norm"),
+        TensorName("model.layers.{i}.post_mlp_layernorm.weight", "post_mlp_norm"),
+    ),
+    gguf_names=GGUF_PACKED_MLP_NAMES,
+    gguf_arch="glm4",
+    defaults={
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1.5625e-7,
+        "partial_rotary_factor": 0.5,
+        "attention_bias": True,
+    },
+    qkv_bias="attention_bias",
+    post_norms=True,
+    interleaved_rope=True,
+    gguf_interleaved_rope=True,
+)
