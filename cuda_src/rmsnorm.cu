@@ -3,6 +3,9 @@
 //   h = x_scale * x + residual           (rounded to scalar_t; h = x without a residual)
 //   y = h / sqrt(mean(h^2) + eps) * (weight + weight_offset)
 //
+// Compiled with CENTRED=1 it is LayerNorm: h - mean(h) takes the place of h in y, and a bias is
+// added.
+//
 // Arguments: RmsnormParams, below.
 //
 // Numerics: sums and products in float; y is rounded once, after the weight. The product with
@@ -18,10 +21,17 @@
 #include "common/reduce.cuh"
 #include "common/types.cuh"
 
+#ifdef CENTRED
+constexpr bool kIsCentred = CENTRED;
+#else
+constexpr bool kIsCentred = false;
+#endif
+
 struct RmsnormParams {
   const scalar_t* x;         // (A, B, N); row (a, b) starts at a * x_stride_a + b * x_stride_b
   const scalar_t* residual;  // (A, B, N) contiguous, or null
   const scalar_t* weight;    // (N,)
+  const scalar_t* bias;      // (N,) or null; read if centred
   scalar_t* out;             // (A, B, N), strides like x's; may be x
   scalar_t* residual_out;    // (A, B, N) h, contiguous; may be residual; null without a residual
   int64_t num_rows;          // A * B
@@ -41,7 +51,7 @@ struct Rows {
 };
 
 struct Row {
-  const scalar_t *x, *residual, *weight;  // residual may be null
+  const scalar_t *x, *residual, *weight, *bias;  // residual and bias may be null
   scalar_t *out, *residual_out;
   int n;
   float eps, weight_offset, x_scale;
@@ -50,6 +60,17 @@ struct Row {
 // x_scale * x + residual, rounded after each operation.
 __device__ __forceinline__ scalar_t scaled_sum(scalar_t x, float x_scale, scalar_t residual) {
   return from_float<scalar_t>(__fadd_rn(__fmul_rn(to_float(x), x_scale), to_float(residual)));
+}
+
+__device__ __forceinline__ float squared(float x) { return x * x; }
+
+// The first sum over a row is of squares, or of values to find the mean.
+__device__ __forceinline__ float first_term(float x) { return kIsCentred ? x : squared(x); }
+
+__device__ __forceinline__ scalar_t normalised(scalar_t x, float mean, float scale, float factor,
+                                               scalar_t bias) {
+  if (!kIsCentred) return from_float<scalar_t>(to_float(x) * scale * factor);
+  return from_float<scalar_t>((to_float(x) - mean) * scale * factor + to_float(bias));
 }
 
 using Words = Packed<kVec>;
@@ -85,7 +106,7 @@ __device__ __forceinline__ void rmsnorm_register_row(const Row& row, float* smem
   };
   constexpr bool kLoadsWeightFirst = kVectors <= 2;  // else it reuses the registers of r
   if (kLoadsWeightFirst) load_weight();
-  float sum_of_squares = 0.0f;
+  float sum = 0.0f;
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {
     const int i = begin + k * kStep;
@@ -100,11 +121,24 @@ __device__ __forceinline__ void rmsnorm_register_row(const Row& row, float* smem
       if (i < row.n) store_vec(row.residual_out + i, own);
     }
 #pragma unroll
-    for (int j = 0; j < kVec; ++j) sum_of_squares += to_float(own.v[j]) * to_float(own.v[j]);
+    for (int j = 0; j < kVec; ++j) sum += first_term(to_float(own.v[j]));
   }
   if (!kLoadsWeightFirst) load_weight();
-  sum_of_squares = block_sum<kWarpsPerRow>(sum_of_squares, smem_sums);
-  const float scale = 1.0f / sqrtf(sum_of_squares / row.n + row.eps);
+  sum = block_sum<kWarpsPerRow>(sum, smem_sums);
+  const float mean = kIsCentred ? sum / row.n : 0.0f;
+  if (kIsCentred) {
+    sum = 0.0f;
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      if (begin + k * kStep >= row.n) break;
+      hide_value(h[k]);
+      const Vec<scalar_t, kVec> own = unpack<kVec>(h[k]);
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) sum += squared(to_float(own.v[j]) - mean);
+    }
+    sum = block_sum<kWarpsPerRow>(sum, smem_sums);
+  }
+  const float scale = 1.0f / sqrtf(sum / row.n + row.eps);
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {
     const int i = begin + k * kStep;
@@ -112,10 +146,14 @@ __device__ __forceinline__ void rmsnorm_register_row(const Row& row, float* smem
     hide_value(w[k]);
     Vec<scalar_t, kVec> own = unpack<kVec>(h[k]);
     const Vec<scalar_t, kVec> weight = unpack<kVec>(w[k]);
+    Vec<scalar_t, kVec> bias = {};
+    if (kIsCentred && row.bias != nullptr && i < row.n) {
+      bias = load_vec<scalar_t, kVec>(row.bias + i);  // late, for want of registers
+    }
 #pragma unroll
     for (int j = 0; j < kVec; ++j) {
       const float factor = to_float(weight.v[j]) + row.weight_offset;
-      own.v[j] = from_float<scalar_t>(to_float(own.v[j]) * scale * factor);
+      own.v[j] = normalised(own.v[j], mean, scale, factor, bias.v[j]);
     }
     if (i < row.n) store_vec(row.out + i, own);
   }
@@ -127,7 +165,7 @@ __device__ __forceinline__ void rmsnorm_long_row(const Row& row, float* smem_sum
   using V = Vec<scalar_t, kWidth>;
   constexpr int kStep = kWarpsPerRow * kWarpSize * kWidth;
   const int begin = (threadIdx.x % (kWarpsPerRow * kWarpSize)) * kWidth;
-  float sum_of_squares = 0.0f;
+  float sum = 0.0f;
   for (int i = begin; i < row.n; i += kStep) {
     V h = load_vec<scalar_t, kWidth>(row.x + i);
     if (row.residual != nullptr) {
@@ -139,19 +177,31 @@ __device__ __forceinline__ void rmsnorm_long_row(const Row& row, float* smem_sum
       store_vec(row.residual_out + i, h);
     }
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) sum_of_squares += to_float(h.v[j]) * to_float(h.v[j]);
+    for (int j = 0; j < kWidth; ++j) sum += first_term(to_float(h.v[j]));
   }
-  sum_of_squares = block_sum<kWarpsPerRow>(sum_of_squares, smem_sums);
-  const float scale = 1.0f / sqrtf(sum_of_squares / row.n + row.eps);
-
+  sum = block_sum<kWarpsPerRow>(sum, smem_sums);
   const scalar_t* source = row.residual != nullptr ? row.residual_out : row.x;
+  const float mean = kIsCentred ? sum / row.n : 0.0f;
+  if (kIsCentred) {
+    sum = 0.0f;
+    for (int i = begin; i < row.n; i += kStep) {
+      const V h = load_vec<scalar_t, kWidth>(source + i);
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) sum += squared(to_float(h.v[j]) - mean);
+    }
+    sum = block_sum<kWarpsPerRow>(sum, smem_sums);
+  }
+  const float scale = 1.0f / sqrtf(sum / row.n + row.eps);
+
   for (int i = begin; i < row.n; i += kStep) {
     V h = load_vec<scalar_t, kWidth>(source + i);
     const V w = load_vec<scalar_t, kWidth>(row.weight + i);
+    V bias = {};
+    if (kIsCentred && row.bias != nullptr) bias = load_vec<scalar_t, kWidth>(row.bias + i);
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
-      const float weight = to_float(w.v[j]) + row.weight_offset;
-      h.v[j] = from_float<scalar_t>(to_float(h.v[j]) * scale * weight);
+      const float factor = to_float(w.v[j]) + row.weight_offset;
+      h.v[j] = normalised(h.v[j], mean, scale, factor, bias.v[j]);
     }
     store_vec(row.out + i, h);
   }
@@ -173,8 +223,9 @@ __device__ __forceinline__ void rmsnorm(const RmsnormParams& p) {
   const bool has_residual = p.residual != nullptr;
   kRowFunction(
       Row{p.x + x_rows.offset(row), has_residual ? p.residual + row * p.n : nullptr, p.weight,
-          p.out + out_rows.offset(row), has_residual ? p.residual_out + row * p.n : nullptr, p.n,
-          p.eps, p.weight_offset, p.x_scale},
+          p.bias, p.out + out_rows.offset(row),
+          has_residual ? p.residual_out + row * p.n : nullptr, p.n, p.eps, p.weight_offset,
+          p.x_scale},
       smem_sums);
 }
 

@@ -1,4 +1,4 @@
-"""RMSNorm with a fused residual add: `cuda_src/rmsnorm.cu`, mirror `reference/rmsnorm.py`."""
+"""RMSNorm or LayerNorm with a fused residual add; `cuda_src/rmsnorm.cu`, `reference/rmsnorm.py`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.kernels._module import ModuleSpec
 __all__ = ["Config", "choose_config", "rmsnorm", "specs"]
 
 _PARAMS = (
-    "x:ptr residual:ptr weight:ptr out:ptr residual_out:ptr num_rows:i64 n:i32 num_b:i32 "
+    "x:ptr residual:ptr weight:ptr bias:ptr out:ptr residual_out:ptr num_rows:i64 n:i32 num_b:i32 "
     "x_stride_a:i64 x_stride_b:i64 out_stride_a:i64 out_stride_b:i64 eps:f32 weight_offset:f32 "
     "x_scale:f32"
 )
@@ -41,9 +41,16 @@ class Config:
     rows_per_block: int
 
 
-def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
-    """Return the modules that the op may launch for `dtype`."""
-    return (ModuleSpec("rmsnorm.cu", dtype),)
+def specs(
+    dtype: str, *, subtract_mean: bool = False, patterns: bool = False, **_: Any
+) -> tuple[ModuleSpec, ...]:
+    """Return the modules that the op may launch for `dtype`; all of them with `patterns`."""
+    kinds = (False, True) if patterns else (subtract_mean,)
+    return tuple(_spec(dtype, kind) for kind in kinds)
+
+
+def _spec(dtype: str, subtract_mean: bool) -> ModuleSpec:
+    return ModuleSpec("rmsnorm.cu", dtype, (("CENTRED", 1),) if subtract_mean else ())
 
 
 def choose_config(n: int, itemsize: int, *, is_aligned: bool) -> Config:
@@ -70,10 +77,12 @@ def rmsnorm(
     residual: Any = None,
     x_scale: float = 1.0,
     weight_offset: float = 0.0,
+    subtract_mean: bool = False,
+    bias: Any = None,
     out: Any = None,
     residual_out: Any = None,
 ) -> Any:
-    """Normalise the last axis by its root mean square.
+    """Normalise the last axis by its root mean square, or to mean 0 and variance 1 (LayerNorm).
 
     Parameters
     ----------
@@ -88,6 +97,10 @@ def rmsnorm(
         Factor on `x` in that sum (Granite's residual multiplier); 1 without `residual`.
     weight_offset : float
         Added to `weight` (Gemma stores w - 1).
+    subtract_mean : bool
+        Subtract the row's mean before everything else: a LayerNorm.
+    bias : (N,) array of x's dtype, optional
+        Added last; only with `subtract_mean`.
     out, residual_out : (..., N) array of x's dtype, optional
         Where to put the results; may be `x` and `residual`.
 
@@ -105,11 +118,13 @@ def rmsnorm(
     Notes
     -----
     y = h / sqrt(mean(h²) + eps) · (weight + weight_offset), in float32, rounded once [1]_.
-    The product with `x_scale` and the sum are float32 as well; only h is rounded to x's dtype.
+    With `subtract_mean` h - mean(h) takes the place of h in it, and `bias` is added before the
+    rounding [2]_. The product with `x_scale` and the sum are float32 as well; h is rounded once.
 
     References
     ----------
     .. [1] Zhang, Sennrich: Root Mean Square Layer Normalization, arXiv:1910.07467.
+    .. [2] Ba, Kiros, Hinton: Layer Normalization, arXiv:1607.06450.
 
     Examples
     --------
@@ -126,13 +141,17 @@ def rmsnorm(
     call.number("x_scale", x_scale)
     call.check("x_scale", residual is not None or x_scale == 1.0, "1 without residual", x_scale)
     call.check("residual_out", residual is not None or residual_out is None, "None", residual_out)
+    call.check("bias", subtract_mean or bias is None, "None without subtract_mean", "an array")
+    if bias is not None:
+        bias = call.array("bias", bias, "N", x.dtype)
     shape = " ".join(map(str, x.shape))
     if residual is not None:
         residual = call.array("residual", residual, shape, x.dtype)
     layout = "rows" if x.ndim <= 3 else "C"
+    numbers = {"eps": eps, "weight_offset": weight_offset, "x_scale": x_scale}
     if call.on_cpu:
         result = reference.rmsnorm(
-            x, weight, eps=eps, residual=residual, x_scale=x_scale, weight_offset=weight_offset
+            x, weight, residual=residual, subtract_mean=subtract_mean, bias=bias, **numbers
         )
         if residual is None:
             return call.finish(out, result, layout=layout)
@@ -144,27 +163,39 @@ def rmsnorm(
     h = None
     if residual is not None:
         h = call.output("residual_out", residual_out, x.shape, x.dtype)
-    _launch(x, weight, residual, y, h, eps=eps, weight_offset=weight_offset, x_scale=x_scale)
+    spec = _spec(dtype_name(x.dtype), subtract_mean)
+    _launch(spec, x, weight, residual, y, h, bias=bias, **numbers)
     return y if residual is None else (y, h)
 
 
-def _launch(x: Any, weight: Any, residual: Any, y: Any, h: Any, **scalars: Any) -> None:
+def _launch(
+    spec: ModuleSpec,
+    x: Any,
+    weight: Any,
+    residual: Any,
+    y: Any,
+    h: Any,
+    *,
+    bias: Any,
+    **numbers: Any,
+) -> None:
     n = x.shape[-1]
     if x.ndim > 3:
         x = x.reshape(-1, n)
         y = y.reshape(-1, n)
     num_b, x_strides, y_strides = _row_strides(x, y)
-    aligned = all(_is_aligned(a) for a in (x, weight, residual, y, h) if a is not None)
+    aligned = all(_is_aligned(a) for a in (x, weight, bias, residual, y, h) if a is not None)
     config = choose_config(n, x.itemsize, is_aligned=aligned)
     num_rows = x.size // n if n else 0
     _KERNELS[config.kernel].launch(
-        specs(dtype_name(x.dtype))[0],
+        spec,
         (ceil_div(num_rows, config.rows_per_block),),
         (config.threads,),
         pdl=True,
         x=x,
         residual=residual,
         weight=weight,
+        bias=bias,
         out=y,
         residual_out=h,
         num_rows=num_rows,
@@ -174,7 +205,7 @@ def _launch(x: Any, weight: Any, residual: Any, y: Any, h: Any, **scalars: Any) 
         x_stride_b=x_strides[1],
         out_stride_a=y_strides[0],
         out_stride_b=y_strides[1],
-        **scalars,
+        **numbers,
     )
 
 

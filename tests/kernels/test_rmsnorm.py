@@ -74,6 +74,36 @@ def test_strided_heads_in_place(xp, tokens, heads, n, dtype):
     )
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("has_residual", [False, True])
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize(("rows", "n"), cases.ROWS)
+def test_layernorm_matches_mirror(xp, rows, n, dtype, has_residual, has_bias):
+    x, residual, weight = _inputs(rows, n, dtype)
+    x = (x.astype(np.float32) + 4.0).astype(x.dtype)  # a mean that matters
+    bias = cases.normal((n,), dtype, seed=6) if has_bias else None
+    residual = residual if has_residual else None
+    options = {"eps": 1e-5, "subtract_mean": True}
+    want = reference.rmsnorm(x, weight, residual=residual, bias=bias, **options)
+    gx, gr, gw, gb = cases.to_module(xp, x, residual, weight, bias)
+    out, buffer = cases.guarded(xp, (rows, n), x.dtype)
+    got = kernels.rmsnorm(gx, gw, residual=gr, bias=gb, out=out, **options)
+    if has_residual:
+        assert_close(got[1], want[1], name="residual_out")
+        got, want = got[0], want[0]
+    assert_close(got, want, reduction=n)
+    assert bool(xp.isnan(buffer[:64]).all()) and bool(xp.isnan(buffer[-64:]).all())
+
+
+def test_layernorm_mirror_is_the_formula():
+    x = np.random.default_rng(0).standard_normal((6, 200)) + 3.0
+    w, b = np.random.default_rng(1).standard_normal((2, 200))
+    want = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-6) * w + b
+    given = (array.astype(np.float32) for array in (x, w))
+    got = reference.rmsnorm(*given, subtract_mean=True, bias=b.astype(np.float32))
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
 def test_mirror_is_the_formula():
     x = np.random.default_rng(0).standard_normal((6, 200))
     w = np.random.default_rng(1).standard_normal(200)
@@ -111,6 +141,10 @@ def test_contract(xp):
         kernels.rmsnorm(x, weight, weight_offset="1")
     with pytest.raises(ContractError, match=r"x_scale: must be a number from -inf to inf; got nan"):
         kernels.rmsnorm(x, weight, residual=x, x_scale=float("nan"))
+    with pytest.raises(ContractError, match="bias: must be None without subtract_mean"):
+        kernels.rmsnorm(x, weight, bias=weight)
+    with pytest.raises(ShapeError, match=r"bias: must have shape \(N\)"):
+        kernels.rmsnorm(x, weight, bias=weight[:7], subtract_mean=True)
     with pytest.raises(ContractError, match=r"x_scale: must be 1 without residual; got 0\.5"):
         kernels.rmsnorm(x, weight, x_scale=0.5)
     with pytest.raises(ShapeError, match="out: must have shape"):
