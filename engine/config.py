@@ -73,7 +73,9 @@ class ModelConfig:
     max_position_embeddings : int
         Longest sequence in tokens.
     rms_norm_eps : float
-        Added to the mean square before the square root.
+        Added to the mean square (or variance) before the square root.
+    layer_norm, norm_bias : bool
+        Whether norms subtract the mean first (LayerNorm); whether they have a bias.
     rope : RopeConfig
         For every layer, or for the full-attention layers where `rope_local` is given.
     rope_local : RopeConfig or None
@@ -87,8 +89,12 @@ class ModelConfig:
         norms before and after attention and MLP.
     whole_qk_norm : bool
         Whether q and k are normed over all heads together instead of per head (OLMo).
+    parallel : bool
+        Whether attention and MLP have the same input, normed once, and are added together.
+    gated_mlp : bool
+        Whether the MLP is down(act(gate x) * up x), or down(act(up x)).
     activation : str
-        Activation of the gate: "silu", "gelu" (erf) or "gelu_tanh".
+        Activation of the gate, or of up: "silu", "gelu" (erf) or "gelu_tanh".
     norm_weight_offset : float
         Added to every norm's weight (Gemma: 1).
     embed_scale : float
@@ -120,6 +126,8 @@ class ModelConfig:
     intermediate_size: int
     max_position_embeddings: int
     rms_norm_eps: float = 1e-6
+    layer_norm: bool = False
+    norm_bias: bool = False
     rope: RopeConfig = field(default_factory=RopeConfig)
     rope_local: RopeConfig | None = None
     layer_windows: tuple[int, ...] = ()
@@ -132,6 +140,8 @@ class ModelConfig:
     whole_qk_norm: bool = False
     pre_norms: bool = True
     post_norms: bool = False
+    parallel: bool = False
+    gated_mlp: bool = True
     activation: str = "silu"
     norm_weight_offset: float = 0.0
     embed_scale: float = 1.0

@@ -59,8 +59,11 @@ def trace_decoder(decoder: Decoder, token_ids: Array) -> Trace:
 
 def _walk(layer: DecoderLayer, residual: Array, positions: Array) -> tuple[Array, Array]:
     """Return the layer's attention weights and the residual stream after it."""
-    weights, heads = attend(layer.attn, layer.attn_norm(residual), positions)
+    given = layer.attn_norm(residual)
+    weights, heads = attend(layer.attn, given, positions)
     x = layer.attn.o(heads)
+    if layer.mlp_norm is None:
+        return weights, residual + x + layer.mlp(given)
     x = x if layer.post_attn_norm is None else layer.post_attn_norm(x)
     x, residual = layer.mlp_norm.add(x, residual.copy())
     x = layer.mlp(x)

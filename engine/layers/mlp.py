@@ -1,4 +1,4 @@
-"""The gated MLP: down(act(gate x) · up x)."""
+"""The MLP: down(act(gate x) · up x), or down(act(up x))."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ class MLP:
     Parameters
     ----------
     gate_up : Linear
-        (2F, N): the rows of gate, then the rows of up.
+        (2F, N): the rows of gate, then the rows of up; or (F, N), up alone.
     down : Linear
         (N, F).
     activation : str
-        Activation of the gate: "silu", "gelu" (erf) or "gelu_tanh".
+        Activation of the gate, or of up: "silu", "gelu" (erf) or "gelu_tanh".
+    is_gated : bool
+        Whether there is a gate.
 
     Raises
     ------
@@ -34,9 +36,11 @@ class MLP:
         If the activation is none of these.
     """
 
-    __slots__ = ("activation", "down", "gate_up")
+    __slots__ = ("activation", "down", "gate_up", "is_gated")
 
-    def __init__(self, gate_up: Linear, down: Linear, activation: str) -> None:
+    def __init__(
+        self, gate_up: Linear, down: Linear, activation: str, *, is_gated: bool = True
+    ) -> None:
         if activation != "silu" and activation not in _GELU:
             raise ConfigError(
                 f"activation must be 'silu', 'gelu' or 'gelu_tanh'; got {activation!r}"
@@ -44,6 +48,7 @@ class MLP:
         self.gate_up = gate_up
         self.down = down
         self.activation = activation
+        self.is_gated = is_gated
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, array) for every array it holds."""
@@ -57,12 +62,16 @@ class MLP:
         return self.down(self._gated(x, norm), residual=residual)
 
     def _gated(self, x: Any, norm: Norm | None) -> Any:
-        """Return act(gate) * up (T, F)."""
-        activation = "swiglu" if self.activation == "silu" else None
+        """Return act(gate) * up, or act(up), (T, F)."""
+        activation = "swiglu" if self.activation == "silu" and self.is_gated else None
         if norm is None:
             product = self.gate_up(x, activation=activation)
         else:
             product = self.gate_up.of_normed(x, norm, activation=activation)
         if activation is not None:
             return product
-        return kernels.geglu(product, approximate=_GELU[self.activation])
+        if self.is_gated:
+            return kernels.geglu(product, approximate=_GELU[self.activation])
+        if self.activation == "silu":
+            return kernels.silu(product, out=product)
+        return kernels.gelu(product, approximate=_GELU[self.activation], out=product)

@@ -11,7 +11,7 @@ __all__ = ["NoNorm", "Norm"]
 
 
 class Norm:
-    """y = x / rms(x) · (weight + offset).
+    """y = x / rms(x) · (weight + offset), or a LayerNorm.
 
     Parameters
     ----------
@@ -22,25 +22,40 @@ class Norm:
         Added to `weight` (Gemma: 1).
     branch_scale : float
         Factor on what `add` adds to the residual stream (Granite).
+    subtract_mean : bool
+        Subtract the mean of x first: a LayerNorm.
+    bias : (N,) array, optional
+        Added last; only with `subtract_mean`.
     """
 
-    __slots__ = ("branch_scale", "eps", "offset", "weight")
+    __slots__ = ("bias", "branch_scale", "eps", "offset", "subtract_mean", "weight")
 
     def __init__(
-        self, weight: Any, eps: float, offset: float = 0.0, branch_scale: float = 1.0
+        self,
+        weight: Any,
+        eps: float,
+        offset: float = 0.0,
+        branch_scale: float = 1.0,
+        *,
+        subtract_mean: bool = False,
+        bias: Any = None,
     ) -> None:
         self.weight = weight
         self.eps = eps
         self.offset = offset
         self.branch_scale = branch_scale
+        self.subtract_mean = subtract_mean
+        self.bias = bias
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, array) for every array it holds."""
         yield "weight", self.weight
+        if self.bias is not None:
+            yield "bias", self.bias
 
     def __call__(self, x: Any, *, out: Any = None) -> Any:
         """Return `x` (..., N) normalised; in `out` if given (which may be `x`)."""
-        return kernels.rmsnorm(x, self.weight, eps=self.eps, weight_offset=self.offset, out=out)
+        return kernels.rmsnorm(x, self.weight, out=out, **self._options())
 
     def add(self, x: Any, residual: Any) -> tuple[Any, Any]:
         """Return (norm(h), h) of h = branch_scale * x + residual, in place of `x` and `residual`.
@@ -50,14 +65,17 @@ class Norm:
         y, h = kernels.rmsnorm(
             x,
             self.weight,
-            eps=self.eps,
             residual=residual,
             x_scale=self.branch_scale,
-            weight_offset=self.offset,
             out=x,
             residual_out=residual,
+            **self._options(),
         )
         return y, h
+
+    def _options(self) -> dict[str, Any]:
+        options = {"eps": self.eps, "weight_offset": self.offset}
+        return options | {"subtract_mean": self.subtract_mean, "bias": self.bias}
 
 
 class NoNorm(Norm):

@@ -101,6 +101,8 @@ def _renamed(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the values under config.json's keys, and the file's names for those keys."""
     keys = _KEYS | (_MULTIPLIER_KEYS if family.multipliers else {})
+    if family.layer_norm:
+        keys[family.eps_key] = "attention.layer_norm_epsilon"
     names = {key: f"{arch}.{name}" for key, name in keys.items()} | _TOKEN_KEYS
     values = {key: metadata[name] for key, name in names.items() if name in metadata}
     ends = [metadata[key] for key in _EOS_KEYS if key in metadata]
@@ -135,16 +137,19 @@ def _refuse_unsupported(
 
 
 def _from_tensors(file: GgufFile, family: Family) -> dict[str, Any]:
-    """Return what is derived from the tensors: V, tied embeddings, biases, dtype."""
+    """Return what is derived from the tensors: V, tied embeddings, biases, layout, dtype."""
     embed = file.tensors.get("token_embd.weight")
     if embed is None:
         raise WeightsError(f"{file.path}: tensor 'token_embd.weight' is missing")
     plain = embed.format.name
+    biases = ((family.qkv_bias, "attn_q"), (family.mlp_bias, "ffn_up"))
+    found = {key: f"blk.0.{name}.bias" in file.tensors for key, name in biases if type(key) is str}
+    if isinstance(family.parallel, str):
+        found[family.parallel] = "blk.0.ffn_norm.weight" not in file.tensors
     return {
+        **found,
         "vocab_size": embed.shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "attention_bias": family.qkv_bias is True or "blk.0.attn_q.bias" in file.tensors,
-        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
         "dtype": _PLAIN_DTYPES.get(plain, "bfloat16"),
     }
 

@@ -85,7 +85,7 @@ def build_config(
     present = {key: value for key, value in values.items() if value is not None}
     defaults = {key: value for key, value in kind.defaults.items() if key not in values}
     fields = Fields(ChainMap(present, defaults), where, names)
-    _refuse_unsupported(fields)
+    _refuse_unsupported(fields, kind)
     sizes = _sizes(fields)
     positions = fields.integer("max_position_embeddings", 1, MAX_POSITIONS)
     rope, rope_local = rope_configs(fields, kind, sizes["head_dim"], positions)
@@ -97,7 +97,7 @@ def build_config(
         model_type=kind.model_type,
         **sizes,
         max_position_embeddings=positions,
-        rms_norm_eps=fields.real("rms_norm_eps", 1e-12, 1.0),
+        rms_norm_eps=fields.real(kind.eps_key, 1e-12, 1.0),
         rope=rope,
         rope_local=rope_local,
         layer_windows=_layer_windows(fields, kind, rope_layers, positions),
@@ -109,9 +109,12 @@ def build_config(
     )
 
 
-def _refuse_unsupported(fields: Fields) -> None:
+def _refuse_unsupported(fields: Fields, kind: Family) -> None:
     if fields.has("quantization_config"):
         raise fields.error("quantization_config", "absent (quantized safetensors are not read)")
+    for key in kind.unsupported:
+        if fields.raw(key):
+            raise fields.error(key, "absent, null or 0 (it is not implemented)")
     if fields.flag("use_bidirectional_attention", False):
         raise fields.error("use_bidirectional_attention", "false (attention is causal)")
 
@@ -158,6 +161,10 @@ def _switches(fields: Fields, kind: Family) -> dict[str, Any]:
         "whole_qk_norm": kind.whole_qk_norm,
         "pre_norms": kind.pre_norms,
         "post_norms": kind.post_norms,
+        "layer_norm": kind.layer_norm,
+        "norm_bias": kind.norm_bias,
+        "parallel": declared(kind.parallel),
+        "gated_mlp": kind.gated_mlp,
         "activation": _ACTIVATIONS[name],
     }
 

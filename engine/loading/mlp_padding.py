@@ -31,7 +31,8 @@ def pad_mlps(weights: dict[str, Weight], config: ModelConfig, device: Device, dt
         return
     with weight_room(config, device, dtype):
         for layer in range(config.num_layers):
-            names = [f"layers.{layer}.{name}" for name in ("gate_up", "down", "gate_up_bias")]
+            first = "gate_up" if config.gated_mlp else "up"
+            names = [f"layers.{layer}.{name}" for name in (first, "down", f"{first}_bias")]
             held = [weights[name].data if name in weights else None for name in names]
             padded = pad_features(*held, multiple=multiple)
             for name, array in zip(names, padded, strict=True):
@@ -48,16 +49,17 @@ def pad_features(
 
     Parameters
     ----------
-    gate_up : (2F, N) array
+    gate_up : (2F, N) or (F, N) array
+        Gate and up, or up alone.
     down : (N, F) array
-    gate_up_bias : (2F,) array, optional
+    gate_up_bias : (2F,) or (F,) array, optional
     multiple : int
 
     Returns
     -------
     gate_up, down, gate_up_bias
-        New arrays with F rounded up. The value of a new feature is act(0) * 0 = 0, and its column
-        of `down` is 0. The same arrays if F already is a multiple.
+        New arrays with F rounded up. The value of a new feature is act(0) * 0 = 0 (or act(0) = 0),
+        and its column of `down` is 0. The same arrays if F already is a multiple.
 
     Examples
     --------
@@ -71,15 +73,16 @@ def pad_features(
     if total == features:
         return gate_up, down, gate_up_bias
 
-    def halves(array: Any) -> Any:
-        wide = _zeros_like(array, (2, total, *array.shape[1:]))
-        wide[:, :features] = _bits(array).reshape(2, features, *array.shape[1:])
-        return wide.reshape(2 * total, *array.shape[1:]).view(array.dtype)
+    def padded(array: Any) -> Any:
+        parts = array.shape[0] // features  # gate and up, or up alone
+        wide = _zeros_like(array, (parts, total, *array.shape[1:]))
+        wide[:, :features] = _bits(array).reshape(parts, features, *array.shape[1:])
+        return wide.reshape(parts * total, *array.shape[1:]).view(array.dtype)
 
     columns = _zeros_like(down, (down.shape[0], total))
     columns[:, :features] = _bits(down)
-    bias = None if gate_up_bias is None else halves(gate_up_bias)
-    return halves(gate_up), columns.view(down.dtype), bias
+    bias = None if gate_up_bias is None else padded(gate_up_bias)
+    return padded(gate_up), columns.view(down.dtype), bias
 
 
 def _bits(array: Any) -> Any:

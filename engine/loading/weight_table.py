@@ -30,7 +30,7 @@ _OUTPUT_NAMES = ("lm_head.weight", "output.weight")
 
 
 # Fused weights whose rows are divided among shards -> the parts that make up the rows.
-_ROW_PARTS = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
+_ROW_PARTS = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up"), "up": ("up",)}
 # Weights whose columns are divided -> the part whose rows these columns correspond to.
 _COLUMN_PART = {"o": "q", "down": "gate"}
 _VOCABULARY = ("embed", "lm_head")
@@ -111,13 +111,17 @@ def weight_shapes(config: ModelConfig, shard: Shard = WHOLE) -> dict[str, tuple[
     for layer in range(config.num_layers):
         for kind, shape in _layer_shapes(config, parts).items():
             shapes[str(WeightName(kind, layer))] = shape
-    return {**shapes, "final_norm": (n,), "lm_head": table}
+    shapes["final_norm"] = (n,)
+    if config.norm_bias:
+        shapes["final_norm_bias"] = (n,)
+    return {**shapes, "lm_head": table}
 
 
 def _layer_shapes(config: ModelConfig, parts: _Parts) -> dict[str, tuple[int, ...]]:
     """Return name and shape of the weights of one layer."""
     n, d = config.hidden_size, config.head_dim
-    qkv, gate_up = (sum(map(parts.size, _ROW_PARTS[kind])) for kind in ("qkv", "gate_up"))
+    first = "gate_up" if config.gated_mlp else "up"
+    qkv, features = (sum(map(parts.size, _ROW_PARTS[kind])) for kind in ("qkv", first))
     shapes: dict[str, tuple[int, ...]] = {"attn_norm": (n,)} if config.pre_norms else {}
     shapes["qkv"] = (qkv, n)
     if config.qkv_bias:
@@ -131,13 +135,16 @@ def _layer_shapes(config: ModelConfig, parts: _Parts) -> dict[str, tuple[int, ..
         shapes["o_bias"] = (n,)
     if config.post_norms:
         shapes["post_attn_norm"] = (n,)
-    if config.pre_norms:
+    if config.pre_norms and not config.parallel:
         shapes["mlp_norm"] = (n,)
-    shapes |= {"gate_up": (gate_up, n), "down": (n, parts.size("gate"))}
+    shapes |= {first: (features, n), "down": (n, parts.size("gate"))}
     if config.mlp_bias:
-        shapes |= {"gate_up_bias": (gate_up,), "down_bias": (n,)}
+        shapes |= {f"{first}_bias": (features,), "down_bias": (n,)}
     if config.post_norms:
         shapes["post_mlp_norm"] = (n,)
+    if config.norm_bias:
+        norms = ("attn_norm", "post_attn_norm", "mlp_norm", "post_mlp_norm")
+        shapes |= {f"{name}_bias": (n,) for name in norms if name in shapes}
     return shapes
 
 

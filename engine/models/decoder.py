@@ -48,6 +48,8 @@ _MAX_FUSED_ROWS = 1
 class DecoderLayer:
     """Attention and MLP, each with its norms, around one residual stream.
 
+    Without an `mlp_norm`, attention and MLP have the same input, and their sum is added.
+
     `can_fuse` allows fused kernels for few tokens. They round sums once less, so a token's bits
     depend on the number of tokens.
     """
@@ -62,14 +64,16 @@ class DecoderLayer:
         attn: Attention,
         mlp: MLP,
         attn_norm: Norm,
-        mlp_norm: Norm,
+        mlp_norm: Norm | None = None,
         post_attn_norm: Norm | None = None,
         post_mlp_norm: Norm | None = None,
         *,
         can_fuse: bool = True,
     ) -> None:
-        is_plain = post_attn_norm is None and post_mlp_norm is None
-        self.can_fuse = can_fuse and is_plain and attn_norm.branch_scale == 1.0
+        # The fused kernels know neither norms of outputs, nor LayerNorm, nor a factor.
+        norms = (mlp_norm is not None, post_attn_norm is None, post_mlp_norm is None)
+        is_plain = attn_norm.branch_scale == 1.0 and not attn_norm.subtract_mean
+        self.can_fuse = can_fuse and is_plain and all(norms)
         self.attn = attn
         self.mlp = mlp
         self.attn_norm = attn_norm
@@ -116,9 +120,12 @@ class DecoderLayer:
             x = self.attn_norm(residual)
         else:
             x, residual = self.attn_norm.add(delta, residual)
-        x = self.attn(x, batch, *pages, rows=rows)
+        given, x = x, self.attn(x, batch, *pages, rows=rows)
         if rows is not None:
             residual = kernels.embedding(rows, residual)
+        if self.mlp_norm is None:
+            given = given if rows is None else kernels.embedding(rows, given)
+            return kernels.residual_add(self.mlp(given), x, out=x), residual
         if self.post_attn_norm is not None:
             x = self.post_attn_norm(x, out=x)
         x, residual = self.mlp_norm.add(x, residual)
@@ -294,7 +301,14 @@ class Decoder:
 
     def _norm(self, name: str) -> Norm:
         c = self.config
-        return Norm(self._weight(name).data, c.rms_norm_eps, c.norm_weight_offset, c.branch_scale)
+        return Norm(
+            self._weight(name).data,
+            c.rms_norm_eps,
+            c.norm_weight_offset,
+            c.branch_scale,
+            subtract_mean=c.layer_norm,
+            bias=self._weight(f"{name}_bias").data if c.norm_bias else None,
+        )
 
     def _rope_table(self, rope: RopeConfig) -> Any:
         try:
@@ -306,19 +320,26 @@ class Decoder:
 
     def _layer(self, index: int) -> DecoderLayer:
         config, name = self.config, f"layers.{index}"
-        mlp = MLP(
-            self._linear(f"{name}.gate_up", config.mlp_bias),
-            self._linear(f"{name}.down", config.mlp_bias),
-            config.activation,
-        )
+        mlp_norm = None
+        if not config.parallel:
+            mlp_norm = self._norm(f"{name}.mlp_norm") if config.pre_norms else NoNorm()
         return DecoderLayer(
             self._attention(index),
-            mlp,
+            self._mlp(index),
             self._norm(f"{name}.attn_norm") if config.pre_norms else NoNorm(),
-            self._norm(f"{name}.mlp_norm") if config.pre_norms else NoNorm(),
+            mlp_norm,
             self._norm(f"{name}.post_attn_norm") if config.post_norms else None,
             self._norm(f"{name}.post_mlp_norm") if config.post_norms else None,
             can_fuse=not self.deterministic,
+        )
+
+    def _mlp(self, index: int) -> MLP:
+        config, name = self.config, f"layers.{index}"
+        return MLP(
+            self._linear(f"{name}.{'gate_up' if config.gated_mlp else 'up'}", config.mlp_bias),
+            self._linear(f"{name}.down", config.mlp_bias),
+            config.activation,
+            is_gated=config.gated_mlp,
         )
 
     def _attention(self, index: int) -> Attention:

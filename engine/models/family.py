@@ -13,11 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 __all__ = [
+    "GGUF_NORM_BIASES",
     "GGUF_PACKED_MLP_NAMES",
     "GGUF_PACKED_NAMES",
     "GGUF_SPLIT_NAMES",
     "HF_LAYER_NAMES",
     "HF_NAMES",
+    "HF_NORM_BIASES",
     "Family",
     "RopeRule",
     "TensorName",
@@ -115,6 +117,13 @@ HF_LAYER_NAMES: tuple[TensorName, ...] = (
 )
 """Separate projections, with norms of q and k where the config has them."""
 
+HF_NORM_BIASES: tuple[TensorName, ...] = (
+    TensorName("model.norm.bias", "final_norm_bias"),
+    TensorName("model.layers.{i}.input_layernorm.bias", "attn_norm_bias"),
+    TensorName("model.layers.{i}.post_attention_layernorm.bias", "mlp_norm_bias"),
+)
+"""The biases of LayerNorms before attention and MLP."""
+
 _GGUF_NAMES: tuple[TensorName, ...] = (
     TensorName("token_embd.weight", "embed"),
     TensorName("output_norm.weight", "final_norm"),
@@ -154,6 +163,13 @@ GGUF_PACKED_MLP_NAMES: tuple[TensorName, ...] = (
 )
 """A .gguf with separate q, k and v, and packed gate and up (glm4)."""
 
+GGUF_NORM_BIASES: tuple[TensorName, ...] = (
+    TensorName("output_norm.bias", "final_norm_bias"),
+    TensorName("blk.{i}.attn_norm.bias", "attn_norm_bias"),
+    TensorName("blk.{i}.ffn_norm.bias", "mlp_norm_bias"),
+)
+"""The biases of LayerNorms before attention and MLP, in a .gguf."""
+
 
 @dataclass(frozen=True)
 class Family:
@@ -173,6 +189,14 @@ class Family:
         Whether the bias exists, or the key of config.json that tells.
     qk_norm, pre_norms, post_norms : bool
         Whether q and k are normed; whether inputs and outputs of attention and MLP are.
+    eps_key : str
+        The key of the norms' epsilon.
+    layer_norm, norm_bias : bool
+        Whether norms subtract the mean (LayerNorm); whether they have a bias.
+    gated_mlp : bool
+        Whether the MLP has a gate: act(gate x) * up x, else act(up x).
+    parallel : bool or str
+        Whether attention and MLP have the same input and are added together, or the key that tells.
     whole_qk_norm : bool
         Whether q and k are normed over all heads together instead of per head.
     windows : str
@@ -200,6 +224,8 @@ class Family:
         2i and 2i + 1 of a head, not i and i + R/2.
     gguf_interleaved_rope : bool
         Whether a .gguf does.
+    unsupported : tuple of str
+        Keys of config.json that change the result and are refused if set.
     """
 
     model_type: str
@@ -207,6 +233,11 @@ class Family:
     gguf_names: tuple[TensorName, ...] = GGUF_SPLIT_NAMES
     gguf_arch: str = ""
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    eps_key: str = "rms_norm_eps"
+    layer_norm: bool = False
+    norm_bias: bool = False
+    gated_mlp: bool = True
+    parallel: bool | str = False
     qkv_bias: bool | str = False
     o_bias: bool | str = False
     mlp_bias: bool | str = False
@@ -224,3 +255,4 @@ class Family:
     rope_aliases: Mapping[str, str] = field(default_factory=dict)
     interleaved_rope: bool = False
     gguf_interleaved_rope: bool = False
+    unsupported: tuple[str, ...] = ()

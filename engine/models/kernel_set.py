@@ -36,14 +36,15 @@ def kernel_specs(config: ModelConfig, dtype: str) -> list[ModuleSpec]:
     >>> any(spec.file == "rmsnorm.cu" for spec in kernel_specs(config, "float16"))
     True
     """
-    chosen = ["swiglu" if config.activation == "silu" else "geglu"]
-    if not config.pre_norms:
+    activation = "silu" if config.activation == "silu" else "gelu"
+    chosen = [{"silu": "swiglu", "gelu": "geglu"}[activation] if config.gated_mlp else activation]
+    if config.parallel or not config.pre_norms:
         chosen.append("residual_add")
     specs: list[ModuleSpec] = []
     for op in (*_OPS, *chosen):
         # By name, because the package's attribute `op` is the function and not the module.
         module = importlib.import_module(f"engine.kernels.{op}")
-        specs += module.specs(dtype, head_dim=config.head_dim)
+        specs += module.specs(dtype, head_dim=config.head_dim, subtract_mean=config.layer_norm)
     return list(dict.fromkeys(specs))
 
 

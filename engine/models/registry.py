@@ -15,10 +15,27 @@ from engine.models.phi3 import PHI3
 from engine.models.qwen2 import QWEN2
 from engine.models.qwen3 import QWEN3
 from engine.models.smollm3 import SMOLLM3
+from engine.models.stablelm import STABLELM
+from engine.models.starcoder2 import STARCODER2
 
 __all__ = ["FAMILIES", "family", "family_of_gguf"]
 
-_DENSE = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA3, GRANITE, OLMO2, OLMO3, GEMMA2, SMOLLM3, GLM4)
+_DENSE = (
+    LLAMA,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
+    PHI3,
+    GEMMA3,
+    GRANITE,
+    OLMO2,
+    OLMO3,
+    GEMMA2,
+    SMOLLM3,
+    GLM4,
+    STARCODER2,
+    STABLELM,
+)
 
 FAMILIES: dict[str, Family] = {known.model_type: known for known in _DENSE}
 

@@ -60,6 +60,15 @@ _GEMMA2 = {
 }
 _SMOLLM3 = {**_TINY, "model_type": "smollm3", "num_hidden_layers": 3}
 _GLM4 = {**_TINY, "model_type": "glm4", "head_dim": 24, "rms_norm_eps": 1.5625e-7}
+_STARCODER2 = {
+    **_TINY,
+    "model_type": "starcoder2",
+    "intermediate_size": 90,  # padded
+    "norm_epsilon": 1e-3,
+    "hidden_act": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+}
+_STABLELM = {**_TINY, "model_type": "stablelm", "layer_norm_eps": 1e-3, "num_attention_heads": 2}
 _OLMO3 = {**_TINY, "model_type": "olmo3", "num_hidden_layers": 4, "sliding_window": 8}
 
 _YARN = {
@@ -232,6 +241,27 @@ MODELS: dict[str, dict[str, Any]] = {
     "glm4_new_keys": {
         **_GLM4,
         "attention_bias": False,
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 500.0,
+            "partial_rotary_factor": 0.75,
+        },
+    },
+    "starcoder2": {**_STARCODER2, "rope_theta": 500.0},  # biases and tied by default
+    "starcoder2_window_new_keys": {
+        **_STARCODER2,
+        "hidden_act": "gelu",
+        "use_bias": False,
+        "sliding_window": 8,
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+    },
+    "stablelm": {**_STABLELM, "rope_theta": 500.0},  # partial_rotary_factor 0.25 by default
+    "stablelm_parallel_new_keys": {
+        **_STABLELM,
+        "use_qkv_bias": True,
+        "use_parallel_residual": True,
         "tie_word_embeddings": True,
         "rope_parameters": {
             "rope_type": "default",

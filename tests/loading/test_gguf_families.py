@@ -74,6 +74,7 @@ POST_NORMS = {
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
 }
+LAYER_NORM = {"attention.layer_norm_epsilon": "layer_norm_eps", "rope.freq_base": 500.0}
 CASES = {
     "glm4": Converted(
         {"rope.dimension_count": 12},
@@ -84,6 +85,8 @@ CASES = {
         },
     ),
     "olmo2": Converted(names=POST_NORMS),
+    "stablelm": Converted({**LAYER_NORM, "rope.dimension_count": 8}),
+    "stablelm_parallel_new_keys": Converted({**LAYER_NORM, "rope.dimension_count": 24}),
     # A file does not say which layers have no rope: every fourth.
     "smollm3": Converted(pairs=True, lost={"rope_layers": ()}),
     "gemma2": Converted(

@@ -183,6 +183,19 @@ def test_glm4():
     assert known("glm4", attention_bias=False, partial_rotary_factor=0.25).rope.rotary_dim == 32
 
 
+def test_starcoder2_and_stablelm_have_layer_norms():
+    star = known("starcoder2", norm_epsilon=1e-4)
+    assert (star.layer_norm, star.norm_bias, star.gated_mlp, star.rms_norm_eps) == (1, 1, 0, 1e-4)
+    assert (star.qkv_bias, star.o_bias, star.mlp_bias, star.tie_word_embeddings) == (1, 1, 1, 1)
+    assert (star.activation, star.layer_windows) == ("gelu_tanh", (0, 0))
+    plain = known("starcoder2", use_bias=False, sliding_window=16)
+    assert (plain.qkv_bias, plain.norm_bias, plain.layer_windows) == (False, True, (16, 16))
+    stable = known("stablelm")
+    assert (stable.layer_norm, stable.norm_bias, stable.parallel, stable.gated_mlp) == (1, 1, 0, 1)
+    assert (stable.qkv_bias, stable.o_bias, stable.rope.rotary_dim) == (False, False, 2)
+    assert known("stablelm", use_qkv_bias=True, use_parallel_residual=True).parallel
+
+
 def test_olmo2_norms_outputs_and_whole_rows():
     config = known("olmo2")
     assert (config.pre_norms, config.post_norms, config.whole_qk_norm) == (False, True, True)
@@ -349,6 +362,13 @@ def test_an_invalid_value_is_refused_by_name(key, value):
         ("glm4", {"partial_rotary_factor": 0}),
         ("glm4", {"partial_rotary_factor": 1.5}),
         ("glm4", {"attention_bias": 1}),
+        ("starcoder2", {"use_bias": "yes"}),
+        ("starcoder2", {"norm_epsilon": 0}),
+        ("starcoder2", {"hidden_act": "relu"}),
+        ("stablelm", {"layer_norm_eps": -1e-5}),
+        ("stablelm", {"use_parallel_residual": 1}),
+        ("stablelm", {"use_qkv_bias": 0}),
+        ("stablelm", {"qk_layernorm": True}),
         ("olmo3", {"sliding_window": None}),
         ("olmo3", {"sliding_window_pattern": 0}),
         ("olmo3", {"rope_parameters": {"sliding_attention": {"rope_type": "odd"}}}),

@@ -49,6 +49,17 @@ FAMILIES = {
     "layers without rope": dataclasses.replace(
         CONFIG, rope_layers=(True, False, True, False, False, True)
     ),
+    "layernorm without gate": dataclasses.replace(
+        CONFIG,
+        layer_norm=True,
+        norm_bias=True,
+        mlp_bias=True,
+        gated_mlp=False,
+        activation="gelu_tanh",
+    ),
+    "parallel branches": dataclasses.replace(
+        CONFIG, layer_norm=True, norm_bias=True, parallel=True
+    ),
     "scaled branches": dataclasses.replace(CONFIG, branch_scale=0.3),
     "norms of outputs": dataclasses.replace(
         CONFIG, pre_norms=False, post_norms=True, qk_norm=True, whole_qk_norm=True

@@ -1,0 +1,26 @@
+"""StableLM: LayerNorm, a quarter of a head rotated; some with attention and MLP in parallel."""
+
+from __future__ import annotations
+
+from engine.models.family import GGUF_NORM_BIASES, GGUF_SPLIT_NAMES, HF_NORM_BIASES, Family
+from engine.models.llama import LLAMA_NAMES
+
+__all__ = ["STABLELM"]
+
+STABLELM = Family(
+    model_type="stablelm",
+    names=(*LLAMA_NAMES, *HF_NORM_BIASES),
+    gguf_names=(*GGUF_SPLIT_NAMES, *GGUF_NORM_BIASES),
+    gguf_arch="stablelm",
+    defaults={
+        "max_position_embeddings": 4096,
+        "layer_norm_eps": 1e-5,
+        "partial_rotary_factor": 0.25,
+    },
+    eps_key="layer_norm_eps",
+    qkv_bias="use_qkv_bias",
+    layer_norm=True,
+    norm_bias=True,
+    unsupported=("qk_layernorm",),
+    parallel="use_parallel_residual",
+)
