@@ -83,10 +83,10 @@ class ModelConfig:
     layer_windows : tuple of int
         Per layer: sliding window in keys, the query's own included; 0 is full attention.
     rope_layers : tuple of bool
-        Per layer: whether q and k are rotated; () is all (SmolLM3).
-    tie_word_embeddings, qkv_bias, o_bias, mlp_bias, qk_norm, pre_norms, post_norms : bool
-        Which weights exist: an output embedding tied to the input's, biases, norms of q and k,
-        norms before and after attention and MLP.
+        Per layer: whether q and k are rotated; () is all.
+    tie_word_embeddings, qkv_bias, o_bias, mlp_bias, lm_head_bias, qk_norm, pre_norms, post_norms
+        Which weights exist (bool): an output embedding tied to the input's, biases, norms of q and
+        k, norms before and after attention and MLP.
     whole_qk_norm : bool
         Whether q and k are normed over all heads together instead of per head (OLMo).
     parallel : bool
@@ -136,6 +136,7 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    lm_head_bias: bool = False
     qk_norm: bool = False
     whole_qk_norm: bool = False
     pre_norms: bool = True

@@ -103,6 +103,8 @@ def _renamed(
     keys = _KEYS | (_MULTIPLIER_KEYS if family.multipliers else {})
     if family.layer_norm:
         keys[family.eps_key] = "attention.layer_norm_epsilon"
+    if family.logit_scale:
+        keys[family.logit_scale] = "logit_scale"
     names = {key: f"{arch}.{name}" for key, name in keys.items()} | _TOKEN_KEYS
     values = {key: metadata[name] for key, name in names.items() if name in metadata}
     ends = [metadata[key] for key in _EOS_KEYS if key in metadata]

@@ -91,8 +91,11 @@ def build_config(
     rope, rope_local = rope_configs(fields, kind, sizes["head_dim"], positions)
     positions = scaled_max_position(rope, positions, kind)
     rope_layers = _rope_layers(fields, kind, sizes["num_layers"])
-    if not all(rope_layers) and rope.scaling == "longrope":
-        raise fields.error("rope_scaling", "not longrope, since some layers have no rope")
+    layer_windows = _layer_windows(fields, kind, rope_layers, positions)
+    if kind.rope_layers == "windows":
+        rope_layers = tuple(window > 0 for window in layer_windows)
+    if rope.scaling == "longrope" and (rope_local is not None or not all(rope_layers)):
+        raise fields.error("rope_scaling", "not longrope, since layers differ in their rope")
     return ModelConfig(
         model_type=kind.model_type,
         **sizes,
@@ -100,7 +103,7 @@ def build_config(
         rms_norm_eps=fields.real(kind.eps_key, 1e-12, 1.0),
         rope=rope,
         rope_local=rope_local,
-        layer_windows=_layer_windows(fields, kind, rope_layers, positions),
+        layer_windows=layer_windows,
         rope_layers=() if all(rope_layers) else rope_layers,
         **_switches(fields, kind),
         **_scales(fields, kind, sizes["hidden_size"]),
@@ -157,6 +160,7 @@ def _switches(fields: Fields, kind: Family) -> dict[str, Any]:
         "qkv_bias": declared(kind.qkv_bias),
         "o_bias": declared(kind.o_bias),
         "mlp_bias": declared(kind.mlp_bias),
+        "lm_head_bias": declared(kind.lm_head_bias),
         "qk_norm": kind.qk_norm,
         "whole_qk_norm": kind.whole_qk_norm,
         "pre_norms": kind.pre_norms,
@@ -177,6 +181,8 @@ def _scales(fields: Fields, kind: Family, hidden_size: int) -> dict[str, Any]:
         scales["embed_scale"] = float(np.float32(math.sqrt(hidden_size)))
     if kind.multipliers:
         scales |= _multipliers(fields)
+    if kind.logit_scale:
+        scales["logits_scale"] = fields.real(kind.logit_scale, 1e-6, 1e6, 1.0)
     return {
         "norm_weight_offset": kind.norm_weight_offset,
         "rounds_embed_scale": kind.scale_embedding,
@@ -219,8 +225,8 @@ def _dtype(fields: Fields) -> str:
 
 
 def _rope_layers(fields: Fields, kind: Family, num_layers: int) -> tuple[bool, ...]:
-    """Tell for every layer whether it rotates q and k."""
-    if kind.rope_layers == "all":
+    """Tell for every layer whether it rotates q and k, as far as that is a matter of its own."""
+    if kind.rope_layers != "no_rope_layers":
         return (True,) * num_layers
     if not fields.has("no_rope_layers"):
         interval = fields.integer("no_rope_layer_interval", 1, _MAX_LAYERS)
@@ -249,7 +255,8 @@ def _layer_windows(
     is_sliding = _sliding_layers(fields, kind, rope_layers, window)
     if any(is_sliding) and not window:
         raise fields.error("sliding_window", "given, since some layers have a window")
-    if window >= positions and not kind.local_rope:  # with local rope, it also selects the table
+    selects_rope = kind.local_rope or kind.rope_layers == "windows"
+    if window >= positions and not selects_rope:
         window = 0
     return tuple(window if sliding else 0 for sliding in is_sliding)
 

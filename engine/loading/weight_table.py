@@ -33,7 +33,7 @@ _OUTPUT_NAMES = ("lm_head.weight", "output.weight")
 _ROW_PARTS = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up"), "up": ("up",)}
 # Weights whose columns are divided -> the part whose rows these columns correspond to.
 _COLUMN_PART = {"o": "q", "down": "gate"}
-_VOCABULARY = ("embed", "lm_head")
+_VOCABULARY = ("embed", "lm_head", "lm_head_bias")
 
 
 def shard_axis(kind: str) -> int | None:
@@ -114,6 +114,8 @@ def weight_shapes(config: ModelConfig, shard: Shard = WHOLE) -> dict[str, tuple[
     shapes["final_norm"] = (n,)
     if config.norm_bias:
         shapes["final_norm_bias"] = (n,)
+    if config.lm_head_bias:
+        shapes["lm_head_bias"] = table[:1]
     return {**shapes, "lm_head": table}
 
 

@@ -177,7 +177,7 @@ def _allocate(config: ModelConfig, device: Device, dtype: str, shard: Shard) -> 
         # SAFETY: a kernel on another stream may still use the memory, if it was just freed.
         device.xp.cuda.runtime.deviceSynchronize()
     first, last, rows = shard.cut_padded(config.vocab_size)
-    for name in ("embed", "lm_head"):
+    for name in ("embed", "lm_head", "lm_head_bias"):
         if name in arrays and last - first < rows:  # rows of padding
             arrays[name][last - first :].view(f"u{arrays[name].itemsize}").fill(0)
     return arrays

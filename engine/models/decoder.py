@@ -193,7 +193,7 @@ class Decoder:
             self.layers, [_numbers(config, i) for i in range(len(self.layers))]
         )
         self.final_norm = self._norm("final_norm")
-        self.lm_head = self._linear("lm_head", False)
+        self.lm_head = self._linear("lm_head", config.lm_head_bias)
 
     @property
     def dtype(self) -> np.dtype[Any]:

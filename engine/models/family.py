@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 WindowRule = Literal["never", "every_layer", "max_window_layers", "pattern", "layers_without_rope"]
-RopeRule = Literal["all", "no_rope_layers"]
+RopeRule = Literal["all", "no_rope_layers", "windows"]
 
 
 class WeightName(NamedTuple):
@@ -185,7 +185,7 @@ class Family:
         Tensors of a safetensors checkpoint and of a .gguf.
     defaults : mapping
         Values of keys missing from config.json (Hugging Face's defaults).
-    qkv_bias, o_bias, mlp_bias : bool or str
+    qkv_bias, o_bias, mlp_bias, lm_head_bias : bool or str
         Whether the bias exists, or the key of config.json that tells.
     qk_norm, pre_norms, post_norms : bool
         Whether q and k are normed; whether inputs and outputs of attention and MLP are.
@@ -205,14 +205,17 @@ class Family:
         every n-th) or "layers_without_rope" (these, if `use_sliding_window`). For the last three,
         `layer_types` takes precedence if given.
     rope_layers : str
-        Which layers rotate q and k: "all", or "no_rope_layers" (as that key says with 1 and 0 per
-        layer, else all but every `no_rope_layer_interval`-th).
+        Which layers rotate q and k: "all", "windows" (those with a sliding window), or
+        "no_rope_layers" (as that key says with 1 and 0 per layer, else all but every
+        `no_rope_layer_interval`-th).
     norm_weight_offset : float
         Added to every norm's weight.
     scale_embedding : bool
         Whether embeddings are multiplied with sqrt(hidden_size).
     multipliers : bool
         Whether config.json has Granite's four multipliers.
+    logit_scale : str
+        The key of a factor on the logits; "" if there is none.
     local_rope : bool
         Whether layers with a window have their own rope table.
     max_position_is_scaled : bool
@@ -241,6 +244,7 @@ class Family:
     qkv_bias: bool | str = False
     o_bias: bool | str = False
     mlp_bias: bool | str = False
+    lm_head_bias: bool | str = False
     qk_norm: bool = False
     whole_qk_norm: bool = False
     pre_norms: bool = True
@@ -250,6 +254,7 @@ class Family:
     norm_weight_offset: float = 0.0
     scale_embedding: bool = False
     multipliers: bool = False
+    logit_scale: str = ""
     local_rope: bool = False
     max_position_is_scaled: bool = False
     rope_aliases: Mapping[str, str] = field(default_factory=dict)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from engine.errors import ConfigError
+from engine.models.cohere2 import COHERE2
 from engine.models.family import Family
 from engine.models.gemma2 import GEMMA2
 from engine.models.gemma3 import GEMMA3
@@ -11,6 +12,7 @@ from engine.models.granite import GRANITE
 from engine.models.llama import LLAMA
 from engine.models.mistral import MISTRAL
 from engine.models.olmo2 import OLMO2, OLMO3
+from engine.models.phi import PHI
 from engine.models.phi3 import PHI3
 from engine.models.qwen2 import QWEN2
 from engine.models.qwen3 import QWEN3
@@ -35,6 +37,8 @@ _DENSE = (
     GLM4,
     STARCODER2,
     STABLELM,
+    COHERE2,
+    PHI,
 )
 
 FAMILIES: dict[str, Family] = {known.model_type: known for known in _DENSE}

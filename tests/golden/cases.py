@@ -69,6 +69,22 @@ _STARCODER2 = {
     "tie_word_embeddings": True,
 }
 _STABLELM = {**_TINY, "model_type": "stablelm", "layer_norm_eps": 1e-3, "num_attention_heads": 2}
+_COHERE2 = {
+    **_TINY,
+    "model_type": "cohere2",
+    "num_hidden_layers": 3,
+    "layer_norm_eps": 1e-3,
+    "logit_scale": 0.25,
+    "sliding_window": 8,
+    "tie_word_embeddings": True,
+}
+_PHI = {
+    **_TINY,
+    "model_type": "phi",
+    "vocab_size": 127,  # no multiple of a vector
+    "layer_norm_eps": 1e-3,
+    "hidden_act": "gelu_new",
+}
 _OLMO3 = {**_TINY, "model_type": "olmo3", "num_hidden_layers": 4, "sliding_window": 8}
 
 _YARN = {
@@ -263,6 +279,24 @@ MODELS: dict[str, dict[str, Any]] = {
         "use_qkv_bias": True,
         "use_parallel_residual": True,
         "tie_word_embeddings": True,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 500.0,
+            "partial_rotary_factor": 0.75,
+        },
+    },
+    "cohere2": {**_COHERE2, "rope_theta": 500.0, "sliding_window_pattern": 2},
+    "cohere2_new_keys_biases": {
+        **_COHERE2,
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+    },
+    "phi": {**_PHI, "rope_theta": 500.0},  # partial_rotary_factor 0.5 by default
+    "phi_new_keys": {
+        **_PHI,
+        "hidden_act": "gelu",
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": 500.0,

@@ -97,7 +97,9 @@ def make_tiny(only: list[str]) -> None:
         one_by_one = "dynamic" in case
         for attempt in range(100):
             seed = int.from_bytes(hashlib.sha256(f"{case}{attempt}".encode()).digest()[:4], "big")
-            prompt = np.random.default_rng(seed).integers(4, 128, NUM_PROMPT).tolist()
+            prompt = (
+                np.random.default_rng(seed).integers(4, values["vocab_size"], NUM_PROMPT).tolist()
+            )
             model, shapes = tiny_model(values, norm_mean)
             tokens, gap = greedy(model, prompt, NUM_NEW, one_by_one)
             if gap > SMALLEST_GAP:

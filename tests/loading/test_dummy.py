@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+import engine
 from engine.config import ModelConfig
 from engine.device import Device
 from engine.dtypes import FLOAT_NAMES, np_dtype
@@ -12,6 +13,7 @@ from engine.errors import OutOfMemoryError
 from engine.loading import dummy, weight_table
 from engine.loading.hf_config import config_from_dict
 from engine.loading.weights import dummy_weights, weight_bytes, weight_shapes
+from engine.models.registry import FAMILIES
 
 
 @pytest.mark.parametrize("dtype", FLOAT_NAMES)
@@ -22,6 +24,14 @@ def test_shapes_dtypes_and_ties(tiny, family, dtype):
     assert {name: value.shape for name, value in weights.items()} == weight_shapes(config)
     assert {value.data.dtype for value in weights.values()} == {np_dtype(dtype)}
     assert (weights["lm_head"] is weights["embed"]) == config.tie_word_embeddings
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_runs(tiny, family):
+    values = {**tiny.config_of("llama"), "model_type": family, "num_hidden_layers": 4}
+    model = engine.load(config=config_from_dict(values), load_format="dummy", device="cpu")
+    logits = model.step([[1, 2, 3]], model.new_cache(1, 16))
+    assert logits.shape == (1, model.config.vocab_size) and np.isfinite(logits).all()
 
 
 def test_distribution(tiny):

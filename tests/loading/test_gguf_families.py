@@ -84,6 +84,11 @@ CASES = {
             "post_mlp_layernorm": "post_ffw_norm",
         },
     ),
+    "cohere2": Converted(
+        {**LAYER_NORM, "logit_scale": "logit_scale", "attention.sliding_window": "sliding_window"},
+        # A file does not say which layers have no window: every fourth.
+        lost={"layer_windows": (8, 8, 8), "rope_layers": ()},
+    ),
     "olmo2": Converted(names=POST_NORMS),
     "stablelm": Converted({**LAYER_NORM, "rope.dimension_count": 8}),
     "stablelm_parallel_new_keys": Converted({**LAYER_NORM, "rope.dimension_count": 24}),

@@ -196,6 +196,23 @@ def test_starcoder2_and_stablelm_have_layer_norms():
     assert known("stablelm", use_qkv_bias=True, use_parallel_residual=True).parallel
 
 
+def test_cohere2_has_rope_only_with_a_window():
+    config = known("cohere2", num_hidden_layers=5, sliding_window=16)
+    assert config.layer_windows == (16, 16, 16, 0, 16)
+    assert config.rope_layers == (True, True, True, False, True)
+    assert (config.parallel, config.layer_norm, config.norm_bias) == (True, True, False)
+    assert (config.logits_scale, config.tie_word_embeddings) == (0.0625, True)
+    # A window longer than the model still says which layers have rope.
+    assert known("cohere2", num_hidden_layers=4).rope_layers == (True, True, True, False)
+
+
+def test_phi_has_every_bias():
+    config = known("phi", vocab_size=51200, partial_rotary_factor=0.5)
+    assert (config.qkv_bias, config.o_bias, config.mlp_bias, config.lm_head_bias) == (1, 1, 1, 1)
+    assert (config.parallel, config.gated_mlp, config.activation) == (True, False, "gelu_tanh")
+    assert config.rope.rotary_dim == 4
+
+
 def test_olmo2_norms_outputs_and_whole_rows():
     config = known("olmo2")
     assert (config.pre_norms, config.post_norms, config.whole_qk_norm) == (False, True, True)
@@ -269,6 +286,7 @@ def test_activations(act):
 
 
 HUGE = 10**400
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0] * 4}
 BAD = {
     "num_attention_heads": [0, -1, 9.0, "9", True, HUGE, None, 7, float("nan")],
     "num_key_value_heads": [0, 2, 18, 10**9, -3, 3.0, [3]],
@@ -369,6 +387,23 @@ def test_an_invalid_value_is_refused_by_name(key, value):
         ("stablelm", {"use_parallel_residual": 1}),
         ("stablelm", {"use_qkv_bias": 0}),
         ("stablelm", {"qk_layernorm": True}),
+        ("cohere2", {"logit_scale": 0}),
+        ("cohere2", {"logit_scale": "1"}),
+        ("cohere2", {"sliding_window": None}),
+        ("cohere2", {"layer_types": ["full_attention"]}),
+        ("phi", {"qk_layernorm": True}),
+        ("phi", {"layer_norm_eps": None}),
+        ("phi", {"partial_rotary_factor": 0.1}),
+        *(
+            (
+                kind,
+                {
+                    "num_hidden_layers": 4,
+                    "rope_scaling": {"type": "longrope", **dict.fromkeys(LISTS, [1.0] * 4)},
+                },
+            )
+            for kind in ("smollm3", "olmo3", "cohere2")
+        ),
         ("olmo3", {"sliding_window": None}),
         ("olmo3", {"sliding_window_pattern": 0}),
         ("olmo3", {"rope_parameters": {"sliding_attention": {"rope_type": "odd"}}}),
@@ -376,7 +411,7 @@ def test_an_invalid_value_is_refused_by_name(key, value):
     ],
 )
 def test_invalid_values_of_families_are_refused(name, changes):
-    with pytest.raises(ConfigError, match=next(iter(changes)).split("_")[0]):
+    with pytest.raises(ConfigError, match=list(changes)[-1].split("_")[0]):
         known(name, **changes)
 
 

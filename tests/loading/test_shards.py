@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -13,7 +16,9 @@ from engine.loading.safetensors import SafetensorsFile
 from engine.loading.weight_table import shard_axis, weight_bytes, weight_shapes
 from engine.loading.weights import load_weights
 from engine.quantization import Shard
+from tests.loading.tiny import random_tensors, save_file
 
+GOLDEN = Path(__file__).parents[1] / "golden" / "models"
 FAMILIES = ("llama", "qwen2", "qwen3", "phi3", "gemma3_text")
 SIZES = {
     "num_attention_heads": 12,
@@ -29,6 +34,21 @@ def test_norms_of_all_heads_cannot_be_divided():
     config = ModelConfig("olmo2", 64, 32, 1, 4, 4, 8, 48, 128, qk_norm=True, whole_qk_norm=True)
     with pytest.raises(ConfigError, match=r"olmo2 .* 2 shards: q and k are normed over all heads"):
         weight_shapes(config, Shard(0, 2))
+
+
+def test_an_mlp_without_gate_and_a_bias_of_the_logits_are_divided(tmp_path):
+    record = json.loads((GOLDEN / "phi.json").read_text())
+    tensors = random_tensors(record["tensors"])
+    (tmp_path / "config.json").write_text(json.dumps(record["config"]))
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = load_config(tmp_path)
+    whole = load_weights(tmp_path, config)
+    parts = [load_weights(tmp_path, config, shard=Shard(index, 2)) for index in range(2)]
+    for name, axis in (("layers.1.up", 0), ("layers.1.up_bias", 0), ("layers.1.down", 1)):
+        joined = np.concatenate([part[name].data for part in parts], axis)
+        np.testing.assert_array_equal(joined, whole[name].data)
+    bias = np.concatenate([part["lm_head_bias"].data for part in parts])
+    np.testing.assert_array_equal(bias, [*whole["lm_head_bias"].data, 0])  # 127 rows, padded
 
 
 def _rows_of(config: ModelConfig, kind: str) -> list[int]:
