@@ -395,13 +395,7 @@ def test_an_invalid_value_is_refused_by_name(key, value):
         ("phi", {"layer_norm_eps": None}),
         ("phi", {"partial_rotary_factor": 0.1}),
         *(
-            (
-                kind,
-                {
-                    "num_hidden_layers": 4,
-                    "rope_scaling": {"type": "longrope", **dict.fromkeys(LISTS, [1.0] * 4)},
-                },
-            )
+            (kind, {"num_hidden_layers": 4, "rope_scaling": LONGROPE})
             for kind in ("smollm3", "olmo3", "cohere2")
         ),
         ("olmo3", {"sliding_window": None}),
