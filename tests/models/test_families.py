@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from engine.config import ModelConfig
@@ -85,6 +88,15 @@ def test_only_files_of_llama_keep_interleaved_rows():
     """
     permuted = {"llama", "mistral", "granite", "smollm3", "glm4", "cohere2"}
     assert {n for n, kind in FAMILIES.items() if kind.gguf_interleaved_rope} == permuted
+
+
+def test_the_page_of_models_has_a_row_for_every_family():
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \|.*\| (`\w+`|no) \|$", page, re.MULTILINE)
+    assert sorted(name for name, _ in rows) == sorted(FAMILIES)
+    for name, arch in rows:
+        reads = {kind.gguf_arch for kind in FAMILIES.values()} & {arch.strip("`")}
+        assert bool(reads) == bool(FAMILIES[name].gguf_names), name
 
 
 def test_declared_differences():

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 import engine
 from engine.cache.kv_cache import KVCache, KVGeometry
 from engine.cache.memory_pool import MemoryPool
-from engine.device import to_numpy
+from engine.device import CPU, to_numpy
 from engine.layers.batch import ForwardBatch
 from engine.loading.model_config import load_config
-from engine.models.decoder import rope_bytes
+from engine.models.decoder import Decoder, rope_bytes
 from engine.models.registry import FAMILIES
 
 GOLDEN = Path(__file__).parents[1] / "golden/models"
@@ -161,6 +161,49 @@ def test_a_rows_logits_do_not_depend_on_other_rows(golden, where):
 def test_every_family_has_a_golden_model():
     records = [json.loads((GOLDEN / f"{case}.json").read_text()) for case in CASES]
     assert {record["config"]["model_type"] for record in records} == set(FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("case", "change"),
+    [
+        ("granite", {"embed_scale": 1.0}),
+        ("granite", {"branch_scale": 1.0}),
+        ("granite", {"attn_scale": 0.0}),
+        ("granite", {"logits_scale": 1.0}),
+        ("olmo3_new_keys", {"rope_local": None}),
+        ("olmo3_new_keys", {"layer_windows": ()}),
+        ("gemma2", {"attn_softcap": 0.0}),
+        ("gemma2", {"final_softcap": 0.0}),
+        ("gemma2", {"attn_scale": 0.0}),
+        ("gemma2", {"layer_windows": ()}),
+        ("gemma2", {"activation": "silu"}),
+        ("smollm3", {"rope_layers": ()}),
+        ("smollm3_windows_new_keys", {"layer_windows": ()}),
+        ("starcoder2", {"activation": "silu"}),
+        ("starcoder2", {"rms_norm_eps": 1e-5}),
+        ("starcoder2", {"layer_norm": False, "norm_bias": False}),
+        ("starcoder2_window_new_keys", {"layer_windows": ()}),
+        ("stablelm_parallel_new_keys", {"norm_bias": False}),
+        ("cohere2", {"rope_layers": ()}),
+        ("cohere2", {"layer_windows": (), "rope_layers": ()}),
+        ("cohere2", {"layer_norm": False}),
+        ("cohere2", {"logits_scale": 1.0}),
+        ("phi", {"lm_head_bias": False}),
+        ("phi", {"norm_bias": False}),
+    ],
+    ids=str,
+)
+def test_what_tells_a_family_apart_matters(golden, case, change):
+    """With a neutral value in its place a model is far from its golden logits."""
+    want = golden(case)
+    decoder = want.load().decoder
+    config = replace(decoder.config, **change)
+    other = Decoder(config, decoder.weights, decoder.max_model_len)
+    geometry = KVGeometry(config.num_layers, config.num_kv_heads, config.head_dim, 16, "float32")
+    pages = KVCache(geometry, 2, MemoryPool(CPU))
+    batch = ForwardBatch.build([want.prompt], [0], [[0, 1]], 16, logits="all")
+    assert _error(decoder.forward(batch, pages.layers), want.logits) < LIMIT
+    assert _error(other.forward(batch, pages.layers), want.logits) > 0.02
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.startswith(("llama_", "phi3_longrope"))])
