@@ -2,7 +2,8 @@
 //
 //   out = softmax(cap(scale * Q K^T) + mask) V        for every sequence b and query head h
 //
-// Query i of Q sees keys 0 to len - Q + i. Arguments: AttentionDecodeParams, below.
+// Query i of Q sees keys 0 to len - Q + i. A sink adds exp(sink) to the sums over the keys of
+// its head: where a row is finished, not in its splits. Arguments: AttentionDecodeParams, below.
 // Macros: the attributes of Tile in engine/kernels/_attention.py; ENGINE_DTYPE 0 is float32.
 //
 // Numerics: scores, softmax and sums in float; P is rounded to scalar_t before P V; partials are
@@ -35,6 +36,7 @@ struct AttentionDecodeParams {
   const int* block_tables;            // (B, NB) token j is in page [b, j / block_size]
   const int* context_lens;            // (B,) keys of each sequence, the Q new ones included
   const uint64_t* tree_masks;         // (B, Q) bit j of token i: it sees token j <= i; or null
+  const float* sinks;                 // (H,) one more logit of each row's softmax; or null
   scalar_t* out;                      // (B, Q, H, D)
   float* lse;                         // (B, Q, H) contiguous, or null
   float* partial_o;                   // (num_splits, B * H * Q, D) sums of P V; null: one split
@@ -78,7 +80,7 @@ struct SplitOutput {
   __device__ __forceinline__ void row(int row, float max, float sum) const {
     store_vec(stats + row * 2, Vec<float, 2>{max, sum});
   }
-  __device__ __forceinline__ float factor(float) const { return 1.0f; }
+  __device__ __forceinline__ float factor(int, float, float) const { return 1.0f; }
   __device__ __forceinline__ float* at(int row) const {
     return o + static_cast<int64_t>(row) * head_dim;
   }
@@ -99,6 +101,7 @@ __device__ __forceinline__ Output output_of(const AttentionDecodeParams& p, int 
                 p.out_stride_t,
                 p.out_stride_h,
                 p.lse == nullptr ? nullptr : p.lse + lse_begin,
+                p.sinks == nullptr ? nullptr : p.sinks + head,
                 p.num_heads,
                 p.group,
                 p.head_dim,
@@ -182,7 +185,8 @@ extern "C" __global__ void __launch_bounds__(kCombineThreads)
   }
   const Output output = output_of(p, b, kv_head, false);
   if (lane_idx == 0) output.row(row, top, sum);
+  const float factor = output.factor(row, top, sum);
 #pragma unroll
   for (int c = 0; c < kHeadDim / kWarpSize; ++c)
-    output.single(output.at(row), c * kWarpSize + lane_idx, o[c] * output.factor(sum));
+    output.single(output.at(row), c * kWarpSize + lane_idx, o[c] * factor);
 }

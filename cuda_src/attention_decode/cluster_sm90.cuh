@@ -58,7 +58,7 @@ struct PushedPartials {
     for (int rank = 0; rank < kCluster; ++rank)
       send(stats_at(row, blockIdx.x % kCluster, rank), rank, base, sum);
   }
-  __device__ __forceinline__ float factor(float) const { return 1.0f; }
+  __device__ __forceinline__ float factor(int, float, float) const { return 1.0f; }
   __device__ __forceinline__ int at(int row) const { return row; }
   __device__ __forceinline__ void pair(int row, int column, float x, float y) const {
     const int to = column / kShare;

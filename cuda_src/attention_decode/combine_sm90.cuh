@@ -13,7 +13,7 @@ struct PartialOutput {
   __device__ __forceinline__ void row(int row, float base, float sum) const {
     store_vec(stats + row * 2, Vec<float, 2>{base, sum});
   }
-  __device__ __forceinline__ float factor(float) const { return 1.0f; }
+  __device__ __forceinline__ float factor(int, float, float) const { return 1.0f; }
   __device__ __forceinline__ float* at(int row) const { return o + row * kHeadDim; }
   __device__ __forceinline__ void pair(float* row, int column, float x, float y) const {
     store_vec(row + column, Vec<float, 2>{x, y});
@@ -49,7 +49,7 @@ template <int kColumns>
 __device__ __forceinline__ void write_row(const Output& output, int row, int column, float base,
                                           float sum, const float (&o)[kColumns]) {
   if (column == 0) output.row(row, base, sum);
-  const float factor = output.factor(sum);
+  const float factor = output.factor(row, base, sum);
   Vec<scalar_t, kColumns> result;
 #pragma unroll
   for (int c = 0; c < kColumns; ++c) result.v[c] = from_float<scalar_t>(o[c] * factor);

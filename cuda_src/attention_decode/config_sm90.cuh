@@ -13,6 +13,7 @@ struct AttentionDecodeSm90Params {
   const int* block_tables;      // (B, NB) read only where context_lens says so
   const int* context_lens;      // (B,) keys of each sequence, the Q new ones included
   const uint64_t* tree_masks;   // (B, Q) bit j of token i: it sees token j <= i; or null
+  const float* sinks;           // (H,) one more logit of each row's softmax; or null
   scalar_t* out;                // (B, Q, H, D)
   float* lse;                   // (B, Q, H) contiguous, or null
   float* partial_o;             // (partials, K, rows, D) a split's sum of P V

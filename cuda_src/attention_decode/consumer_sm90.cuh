@@ -77,7 +77,7 @@ class Consumer {
       const float total =
           over_warps(sums + row * kConsumerWarps, [](float x, float y) { return x + y; });
       if (warp_idx() == 0 && lane_idx() % 4 == 0) writer.row(row, base_[i / 2][i % 2], total);
-      const float factor = writer.factor(total);
+      const float factor = writer.factor(row, base_[i / 2][i % 2], total);
       const auto to = writer.at(row);
 #pragma unroll
       for (int d = 0; d < kSlice / 8; ++d)

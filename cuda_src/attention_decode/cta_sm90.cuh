@@ -62,6 +62,7 @@ struct Cta {
         p.out_stride_t,
         p.out_stride_h,
         p.lse == nullptr ? nullptr : p.lse + lse_begin,
+        p.sinks == nullptr ? nullptr : p.sinks + head,
         p.num_heads,
         group,
         kHeadDim,

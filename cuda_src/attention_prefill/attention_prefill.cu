@@ -4,6 +4,7 @@
 //
 // Query i of n sees keys 0 to len - n + i (causal) or all; with a window its last `window` ones.
 // Compiled with PATTERN: of these, the ones of a pattern (attention_pattern.cuh).
+// A sink adds exp(sink) to the sums over the keys of its head.
 //
 // Arguments: AttentionPrefillParams, below.
 // Macros: the attributes of Tile in engine/kernels/_attention.py; ENGINE_DTYPE 0 is float32.
@@ -35,6 +36,7 @@ struct AttentionPrefillParams {
   const int* cu_seqlens_k;  // (B + 1,) its keys likewise; null with pages
   const int* block_tables;  // (B, NB) token j is in page [b, j / block_size]; null if dense
   const int* context_lens;  // (B,) keys of each sequence in pages; null if dense
+  const float* sinks;       // (H,) one more logit of each row's softmax; or null
   scalar_t* out;            // (Tq, H, D)
   float* lse;               // (Tq, H) contiguous, or null
   int64_t q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h;
@@ -107,5 +109,6 @@ extern "C" __global__ void __launch_bounds__(Core::kThreads, kMinBlocks)
       smem, rows, row_begin,
       Output{p.out + q_begin * p.out_stride_t + head * p.out_stride_h, p.out_stride_t,
              p.out_stride_h, p.lse == nullptr ? nullptr : p.lse + q_begin * p.num_heads + head,
-             p.num_heads, p.group, p.head_dim, p.is_vector != 0});
+             p.sinks == nullptr ? nullptr : p.sinks + head, p.num_heads, p.group, p.head_dim,
+             p.is_vector != 0});
 }

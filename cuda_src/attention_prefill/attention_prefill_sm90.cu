@@ -29,10 +29,11 @@ struct AttentionPrefillSm90Params {
   const int* cu_seqlens_k;
   const int* block_tables;
   const int* context_lens;
-  scalar_t* out;   // (Tq, H, D)
-  float* lse;      // (Tq, H) contiguous, or null
-  float* partial;  // with splits > 1: (splits, Tq, H, D), then (splits, Tq, H) log2-sum-exp2
-  int* counter;    // 0: the next tile; 0 again at the end
+  const float* sinks;  // (H,) one more logit of each row's softmax; null: none, or splits > 1
+  scalar_t* out;       // (Tq, H, D)
+  float* lse;          // (Tq, H) contiguous, or null
+  float* partial;      // with splits > 1: (splits, Tq, H, D), then (splits, Tq, H) log2-sum-exp2
+  int* counter;        // 0: the next tile; 0 again at the end
   int64_t table_stride, out_stride_t, out_stride_h;
   int64_t max_keys;  // dense: Tk; pages: keys that a row of the table can name
   int total_q, num_heads, num_kv_heads;
@@ -72,8 +73,8 @@ __device__ __forceinline__ void prefill(const AttentionPrefillSm90Params& p,
   if (threadIdx.x < 128 * kConsumerWarpgroups) {
     warpgroup_reg_alloc<kConsumerRegisters>();
     Consumer<kSoftcap> consumer(smem, problem, ScoreRule{p.score_inner, p.score_factor});
-    consumer.run(Epilogue{problem, p.out, p.lse, p.partial, p.out_stride_t, p.out_stride_h,
-                          p.num_heads, p.head_dim});
+    consumer.run(Epilogue{problem, p.sinks, p.out, p.lse, p.partial, p.out_stride_t,
+                          p.out_stride_h, p.num_heads, p.head_dim});
   } else {
     warpgroup_reg_dealloc<kProducerRegisters>();
     const int warp_idx = threadIdx.x / 32 - 4 * kConsumerWarpgroups;
@@ -96,18 +97,20 @@ __device__ __forceinline__ void prefill(const AttentionPrefillSm90Params& p,
 ENGINE_PREFILL(attention_prefill_sm90, false)
 ENGINE_PREFILL(attention_prefill_sm90_softcap, true)
 
-// out = sum of the splits' partials, weighted by their log2-sum-exp2: a warp a row.
+// out = sum of the splits' partials, weighted by their log2-sum-exp2: a warp a row. A sink is one
+// more partial, of zeros.
 extern "C" __global__ void __launch_bounds__(256)
-    attention_prefill_sm90_combine(const float* partial, scalar_t* out, float* lse,
-                                   int64_t out_stride_t, int64_t out_stride_h, int64_t rows,
-                                   int num_heads, int head_dim, int splits) {
+    attention_prefill_sm90_combine(const float* partial, const float* sinks, scalar_t* out,
+                                   float* lse, int64_t out_stride_t, int64_t out_stride_h,
+                                   int64_t rows, int num_heads, int head_dim, int splits) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * 8 + threadIdx.x / 32;
   const int lane_idx = threadIdx.x % 32;
   if (row >= rows) return;
   const float* const sums = partial + splits * rows * head_dim + row;
-  float high = -kInf;
+  const float sink = sinks == nullptr ? -kInf : sinks[row % num_heads] * kLog2E;
+  float high = sink;
   for (int split = 0; split < splits; ++split) high = fmaxf(high, sums[split * rows]);
-  float total = 0.0f;
+  float total = exp2_approx(sink - finite_or_zero(high));
   for (int split = 0; split < splits; ++split)
     total += exp2_approx(sums[split * rows] - finite_or_zero(high));
   const float inverse = total == 0.0f ? 0.0f : 1.0f / total;

@@ -6,6 +6,7 @@
 
 struct Epilogue {
   const Problem& problem;
+  const float* sinks;  // (H,); null: none, or added where splits are combined
   scalar_t* out;
   float* lse;
   float* partial;
@@ -13,21 +14,32 @@ struct Epilogue {
   int num_heads, head_dim;
 
   // Of rows my_row and my_row + 8: o in the layout of wgmma.cuh's sums, `base`, which was
-  // subtracted from the exponents of 2, and `sum`, of the exponentials.
+  // subtracted from the exponents of 2, and `sum`, of the exponentials; both are overwritten.
   template <int kCount>
   __device__ __forceinline__ void operator()(const WorkTile& tile, int my_row,
                                              const int (&tokens)[2], int lane_idx,
-                                             float (&o)[kCount], const float (&base)[2],
-                                             const float (&sum)[2]) const {
-    float inverse[2];
+                                             float (&o)[kCount], float (&base)[2],
+                                             float (&sum)[2]) const {
+    const auto head_of = [&](int i) {
+      return tile.kv_head * problem.group + my_row + 8 * i - tokens[i] * problem.group;
+    };
+    float inverse[2], rescale[2] = {1.0f, 1.0f};
+    if (sinks != nullptr) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) inverse[i] = sum[i] == 0.0f ? 0.0f : __fdividef(1.0f, sum[i]);
+      for (int i = 0; i < 2; ++i) {
+        if (sum[i] == 0.0f) base[i] = -kInf;
+        rescale[i] = add_sink(sinks[head_of(i)] * kLog2E, base[i], sum[i]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      inverse[i] = sum[i] == 0.0f ? 0.0f : rescale[i] * __fdividef(1.0f, sum[i]);
 #pragma unroll
     for (int j = 0; j < kCount; ++j) o[j] *= inverse[j / 2 % 2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const bool exists = tokens[i] < tile.tokens;
-      const int head = tile.kv_head * problem.group + my_row + 8 * i - tokens[i] * problem.group;
+      const int head = head_of(i);
       const int64_t token = tile.first_token + tokens[i];
       const float log2_sum = sum[i] == 0.0f ? -kInf : base[i] + log2f(sum[i]);
       if (problem.splits == 1) {

@@ -30,6 +30,17 @@ __device__ __forceinline__ int recomputed(int x) {
 // A base of -inf, subtracted, would give NaN: a row without any key so far subtracts 0.
 __device__ __forceinline__ float finite_or_zero(float max) { return max == -kInf ? 0.0f : max; }
 
+// Adds an attention sink to a row's softmax: one more logit, without a value. `sink` and `base` are
+// log2, and `sum` is relative to 2^base (-inf: no key). Afterwards both include the sink, and O
+// must be multiplied by the result. The larger one becomes the base, so nothing overflows.
+__device__ __forceinline__ float add_sink(float sink, float& base, float& sum) {
+  const float high = fmaxf(base, sink);
+  const float rescale = exp2_approx(base - finite_or_zero(high));
+  sum = sum * rescale + exp2_approx(sink - finite_or_zero(high));
+  base = high;
+  return rescale;
+}
+
 // How a score is made of q.k, in units of log2: with softcap c, c * tanh(scale * q.k / c). Computed
 // on the host, so that the kernels read it from constant memory and keep their registers.
 struct ScoreRule {
@@ -216,25 +227,30 @@ __device__ __forceinline__ void load_queries(scalar_t* smem_q, const Queries& qu
   }
 }
 
-// A writer of finished rows: out = o / sum, and lse = ln(sum 2^max) where it is wanted. For each
-// row, with o = sum of P V, a core calls row() once, multiplies o by factor(), asks at() where the
-// row goes, and calls pair() or single() for every column of kHeadDim.
+// A writer of finished rows: out = o / sum, and lse = ln(sum 2^base) where it is wanted, both with
+// the head's sink. For each row, with o = sum of P V, a core calls row() once, multiplies o by
+// factor(), asks at() where the row goes, and calls pair() or single() for every column of
+// kHeadDim.
 struct Output {
   scalar_t* out;  // first token, first head of the group
   int64_t token_stride, head_stride;
-  float* lse;  // the same row's, contiguous (tokens, H); or null
+  float* lse;          // the same row's, contiguous (tokens, H); or null
+  const float* sinks;  // of the group's heads; or null
   int num_heads;
   int group;
   int head_dim;
   bool is_vector;  // pair() may be used
 
-  __device__ __forceinline__ void row(int row, float max, float sum) const {
+  __device__ __forceinline__ void row(int row, float base, float sum) const {
     if (lse == nullptr) return;
+    if (sinks != nullptr) add_sink(sinks[row % group] * kLog2E, base, sum);
     const int64_t index = static_cast<int64_t>(row / group) * num_heads + row % group;
-    lse[index] = sum == 0.0f ? -kInf : (max + log2f(sum)) * kLn2;
+    lse[index] = sum == 0.0f ? -kInf : (base + log2f(sum)) * kLn2;
   }
-  __device__ __forceinline__ float factor(float sum) const {
-    return sum == 0.0f ? 0.0f : 1.0f / sum;
+  __device__ __forceinline__ float factor(int row, float base, float sum) const {
+    float rescale = 1.0f;
+    if (sinks != nullptr) rescale = add_sink(sinks[row % group] * kLog2E, base, sum);
+    return sum == 0.0f ? 0.0f : rescale * (1.0f / sum);
   }
   __device__ __forceinline__ scalar_t* at(int row) const {
     return out + row / group * token_stride + row % group * head_stride;

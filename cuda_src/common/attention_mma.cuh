@@ -93,7 +93,8 @@ struct MmaAttention {
           const int row = row_begin + warp_m() * kWarpRows + r * 16 + half * 8 + lane_idx() / 4;
           if (row >= rows.count) continue;
           if (lane_idx() % 4 == 0) writer.row(row, max[r][half], sum[r][half]);
-          store_row(writer, writer.at(row), o[r], half, writer.factor(sum[r][half]));
+          const float factor = writer.factor(row, max[r][half], sum[r][half]);
+          store_row(writer, writer.at(row), o[r], half, factor);
         }
     }
   }
@@ -342,7 +343,7 @@ struct MmaAttention {
         y += part.v[1] * weight;
       }
       if (column == 0) writer.row(row_begin + row, top, total);
-      const float factor = writer.factor(total);
+      const float factor = writer.factor(row_begin + row, top, total);
       auto* out = writer.at(row_begin + row);
       writer.single(out, column, x * factor);
       writer.single(out, column + 1, y * factor);

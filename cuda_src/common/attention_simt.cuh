@@ -62,7 +62,7 @@ struct SimtAttention {
       if (row >= rows.count) break;
       const float total = warp_sum(sum[r]);
       if (lane_idx() == 0) writer.row(row, max[r], total);
-      const float factor = writer.factor(total);
+      const float factor = writer.factor(row, max[r], total);
       auto* out = writer.at(row);
 #pragma unroll
       for (int c = 0; c < kColumns; ++c)

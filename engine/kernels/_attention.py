@@ -10,7 +10,7 @@ import numpy as np
 
 from engine.dtypes import itemsize
 from engine.errors import ShapeError
-from engine.kernels._contract import INT32, Contract
+from engine.kernels._contract import FLOAT32, INT32, Contract
 from engine.kernels._module import ModuleSpec
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "check_count",
     "check_heads",
     "checked_scale",
+    "checked_sinks",
     "element_strides",
 ]
 
@@ -128,6 +129,11 @@ def check_heads(call: Contract) -> None:
     call.check("H", h > 0, "1 or more", h)
     call.check("K", k > 0 and h % k == 0, f"a divisor of the number of query heads, {h}", k)
     call.check("D", 0 < d <= MAX_HEAD_DIM, f"from 1 to {MAX_HEAD_DIM}", d)
+
+
+def checked_sinks(call: Contract, sinks: Any) -> Any:
+    """Return the checked (H,) logits that are added to each head's softmax, or None."""
+    return None if sinks is None else call.array("sinks", sinks, "H", FLOAT32)
 
 
 def check_count(call: Contract, name: str, value: Any) -> int:

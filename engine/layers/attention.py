@@ -61,9 +61,13 @@ class Attention:
     q_norm, k_norm : Norm, optional
         Applied to q and k before the rotation, both with the same eps and offset: to every head
         with a weight (D,), else to all heads together.
+    sinks : (H,) float32 array, optional
+        One more logit of each head's softmax, without a value.
     """
 
-    __slots__ = ("cos_sin", "k_norm", "norms_whole_rows", "o", "params", "q_norm", "qkv")
+    __slots__ = (
+        *("cos_sin", "k_norm", "norms_whole_rows", "o", "params", "q_norm", "qkv", "sinks"),
+    )
 
     def __init__(
         self,
@@ -73,6 +77,7 @@ class Attention:
         cos_sin: Any,
         q_norm: Norm | None = None,
         k_norm: Norm | None = None,
+        sinks: Any = None,
     ) -> None:
         self.params = params
         self.qkv = qkv
@@ -80,11 +85,14 @@ class Attention:
         self.cos_sin = cos_sin
         self.q_norm = q_norm
         self.k_norm = k_norm
+        self.sinks = sinks
         self.norms_whole_rows = q_norm is not None and q_norm.weight.shape[0] != params.head_dim
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, array) for every array it holds."""
         yield "cos_sin", self.cos_sin
+        if self.sinks is not None:
+            yield "sinks", self.sinks
         parts = {"qkv": self.qkv, "o": self.o, "q_norm": self.q_norm, "k_norm": self.k_norm}
         yield from arrays_of(parts)
 
@@ -153,6 +161,12 @@ class Attention:
         norms = {"q_weight": self.q_norm.weight, "k_weight": self.k_norm.weight}
         return norms | {"eps": self.q_norm.eps, "weight_offset": self.q_norm.offset}
 
+    def _rule(self) -> dict[str, Any]:
+        """Return the keywords of both kernels that say how scores are computed and summed."""
+        p = self.params
+        rule: dict[str, Any] = {"scale": p.scale, "window": p.window, "softcap": p.softcap}
+        return rule | {"sinks": self.sinks}
+
     def _attend(self, q: Any, batch: ForwardBatch, k_pages: Any, v_pages: Any) -> Any:
         """Send the decodes to the decode kernel and the other sequences to the prefill kernel."""
         if self.params.deterministic:
@@ -174,8 +188,7 @@ class Attention:
         """
         if batch.tree_mask is not None:
             raise ContractError("a batch with a tree_mask needs deterministic=False; got True")
-        p = self.params
-        rule: dict[str, Any] = {"scale": p.scale, "window": p.window, "softcap": p.softcap}
+        rule = self._rule()
         if array_module(q) is not np:
             return kernels.attention_prefill(
                 q,
@@ -215,7 +228,7 @@ class Attention:
         `embedding` or `qk_norm_rope_store`, whichever ran last; both wait for their predecessor
         before they let the next kernel start.
         """
-        n, num_tokens, p = batch.num_decodes, batch.num_decode_tokens, self.params
+        n, num_tokens = batch.num_decodes, batch.num_decode_tokens
         shape = n, batch.query_len, *q.shape[1:]
         result = kernels.attention_decode(
             q[:num_tokens].reshape(shape),
@@ -223,9 +236,7 @@ class Attention:
             v_pages,
             block_tables=batch.block_tables[:n],
             context_lens=batch.context_lens[:n],
-            scale=p.scale,
-            window=p.window,
-            softcap=p.softcap,
+            **self._rule(),
             max_context_len=batch.max_context_len,
             tree_mask=batch.tree_mask,
             pdl=True,
@@ -237,7 +248,7 @@ class Attention:
     def _prefill(
         self, q: Any, batch: ForwardBatch, k_pages: Any, v_pages: Any, out: Any = None
     ) -> Any:
-        n, num_decode_tokens, p = batch.num_decodes, batch.num_decode_tokens, self.params
+        n, num_decode_tokens = batch.num_decodes, batch.num_decode_tokens
         return kernels.attention_prefill(
             q[num_decode_tokens:],
             k_pages,
@@ -245,9 +256,7 @@ class Attention:
             cu_seqlens_q=batch.prefill_cu_seqlens_q,
             block_tables=batch.block_tables[n:],
             context_lens=batch.context_lens[n:],
-            scale=p.scale,
-            window=p.window,
-            softcap=p.softcap,
+            **self._rule(),
             max_seqlen_q=batch.max_seqlen_q,
             out=None if out is None else out[num_decode_tokens:],
         )

@@ -25,6 +25,7 @@ def attention_shared_prefix(
     context_lens: Any,
     scale: float | None = None,
     softcap: float = 0.0,
+    sinks: Any = None,
     num_splits: int | None = None,
     max_context_len: int | None = None,
     out: Any = None,
@@ -52,7 +53,7 @@ def attention_shared_prefix(
     context_lens : (B,) array of int32
         Keys of each request after the prefix, its Q query tokens included: at least Q. A row with 0
         (padding) attends to the prefix alone.
-    scale, softcap, num_splits, max_context_len : optional
+    scale, softcap, sinks, num_splits, max_context_len : optional
         As in `attention_decode`; the last two apply to the requests' own pages.
     out : (B, Q, H, D) array of q's dtype, optional
         Contiguous array for the result; may be `q`.
@@ -63,7 +64,7 @@ def attention_shared_prefix(
     -------
     out : (B, Q, H, D) array of q's dtype
     lse : (B, Q, H) array of float32
-        Natural logarithm of the sum of exp(score) over prefix and own keys.
+        Natural logarithm of the sum of exp(score) over prefix and own keys, and of exp(sink).
 
     Raises
     ------
@@ -114,6 +115,7 @@ def attention_shared_prefix(
         v_pages,
         block_tables=block_tables,
         context_lens=context_lens,
+        sinks=sinks,  # in one part only: merge_states adds up what both have
         num_splits=num_splits,
         max_context_len=max_context_len,
         out=out,

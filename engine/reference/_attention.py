@@ -25,6 +25,7 @@ def attend(
     softcap: float,
     tree: Array | None = None,
     pattern: Any = None,
+    sinks: Array | None = None,
 ) -> tuple[Array, Array]:
     """Return softmax(cap(scale Q K^T)) V in q's dtype, and the log-sum-exp of each row's scores.
 
@@ -32,6 +33,7 @@ def attend(
     float32, except that P = exp(score - max) is rounded to q's dtype before P V, as tensor cores
     need it; the sum of P, by which the result is divided, is taken before that rounding. `tree`
     (n,) are bit masks: of the last n keys, query i sees key j only if bit j of tree[i] is set.
+    `sinks` (H,) are one more score of each head's rows, without a value; the log-sum-exp has them.
     """
     (n, num_heads, _), (_, m, _) = q.shape, k.shape
     out = np.zeros(q.shape, q.dtype)
@@ -54,8 +56,20 @@ def attend(
                 hidden = hidden | ~_sees(pattern, last if causal else np.arange(n)[rows], keys)
             if hidden.any():
                 np.copyto(scores, -np.inf, where=hidden)
-            out[rows], lse[rows] = _softmax_product(scores, v[:, low:high], q.dtype)
+            out[rows], lse[rows] = _softmax_product(scores, v[:, low:high], q.dtype, sinks)
+        elif sinks is not None:
+            lse[rows] = sinks
     return out, lse
+
+
+def _add_sinks(product: Array, total: Array, top: Array, sinks: Array) -> tuple[Array, ...]:
+    """Return P V, the sum of P and the score that both are relative to, with (K, H/K) sinks."""
+    sinks = sinks[..., None, None]
+    top = np.where(total == 0, np.float32(-np.inf), top)
+    high = np.maximum(top, sinks)
+    base = np.where(np.isneginf(high), np.float32(0), high)
+    weight = np.exp(top - base)
+    return product * weight, total * weight + np.exp(sinks - base), base
 
 
 def _sees(pattern: Any, positions: Array, keys: Array) -> Array:
@@ -82,7 +96,9 @@ def _scores(q: Array, k: Array, scale: float, softcap: float) -> Array:
     return scores.reshape(num_kv_heads, -1, n, m)
 
 
-def _softmax_product(scores: Array, v: Array, dtype: Any) -> tuple[Array, Array]:
+def _softmax_product(
+    scores: Array, v: Array, dtype: Any, sinks: Array | None
+) -> tuple[Array, Array]:
     """Return softmax(scores) V (n, H, D) and the log-sum-exp (n, H); 0 and -inf without keys."""
     n, m = scores.shape[2:]
     top = scores.max(axis=-1, keepdims=True)
@@ -92,7 +108,11 @@ def _softmax_product(scores: Array, v: Array, dtype: Any) -> tuple[Array, Array]
     total = p.sum(axis=-1, keepdims=True)
     p = p.astype(dtype, copy=False).astype(np.float32, copy=False)
     product = p.reshape(len(v), -1, m) @ v.astype(np.float32, copy=False)
-    out = product.reshape(*scores.shape[:3], -1) / np.where(total == 0, 1, total)
+    product = product.reshape(*scores.shape[:3], -1)
+    if sinks is not None:
+        sinks = sinks.reshape(scores.shape[:2])
+        product, total, top = _add_sinks(product, total, top, sinks)
+    out = product / np.where(total == 0, 1, total)
     with np.errstate(divide="ignore"):
         lse = top + np.log(total)
     return out.reshape(-1, n, out.shape[-1]).transpose(1, 0, 2), lse.reshape(-1, n).T

@@ -34,12 +34,14 @@ def attention_decode(
     window: int = 0,
     softcap: float = 0.0,
     tree_mask: Array | None = None,
+    sinks: Array | None = None,
     return_lse: bool = False,
 ) -> Any:
     """softmax(scale Q K^T) V of the last Q tokens of every sequence, causal among themselves.
 
     tree_mask (B, Q) uint64: query i sees query j only if bit j of its mask is set, too. Given
-    k and v (B, 1, K, D) of a single new token, qk_norm_rope_store is done first.
+    k and v (B, 1, K, D) of a single new token, qk_norm_rope_store is done first. sinks (H,): each
+    adds exp(sink) to the sum by which its head's rows are divided.
     """
     if k is not None:
         assert v is not None and positions is not None
@@ -68,5 +70,6 @@ def attention_decode(
             window=window,
             softcap=softcap,
             tree=None if tree_mask is None else tree_mask[b],
+            sinks=sinks,
         )
     return (out, lse) if return_lse else out

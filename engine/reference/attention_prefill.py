@@ -27,9 +27,13 @@ def attention_prefill(
     window: int = 0,
     softcap: float = 0.0,
     pattern: Any = None,
+    sinks: Array | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """softmax(scale Q K^T) V for every sequence; dense k, v (Tk,K,D) or pages (P,K,bs,D)."""
+    """softmax(scale Q K^T) V for every sequence; dense k, v (Tk,K,D) or pages (P,K,bs,D).
+
+    sinks (H,): each adds exp(sink) to the sum by which its head's rows are divided.
+    """
     out = np.zeros(q.shape, q.dtype)
     lse = np.full(q.shape[:2], -np.inf, np.float32)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -42,5 +46,6 @@ def attention_prefill(
             tokens = slice(cu_seqlens_k[b], cu_seqlens_k[b + 1])
             keys, values = k[tokens].transpose(1, 0, 2), v[tokens].transpose(1, 0, 2)
         rule = {"scale": scale, "window": window, "softcap": softcap, "pattern": pattern}
-        out[rows], lse[rows] = attend(q[rows], keys, values, causal=causal, **rule)
+        result = attend(q[rows], keys, values, causal=causal, sinks=sinks, **rule)
+        out[rows], lse[rows] = result
     return (out, lse) if return_lse else out

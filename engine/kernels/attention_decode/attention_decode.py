@@ -13,6 +13,7 @@ from engine.kernels._attention import (
     ScoreRule,
     check_count,
     check_heads,
+    checked_sinks,
 )
 from engine.kernels._contract import FLOATS, Contract
 from engine.kernels._module import ModuleSpec
@@ -59,6 +60,7 @@ def attention_decode(
     window: int = 0,
     softcap: float = 0.0,
     tree_mask: Any = None,
+    sinks: Any = None,
     num_splits: int | None = None,
     max_context_len: int | None = None,
     pdl: bool = False,
@@ -103,6 +105,10 @@ def attention_decode(
         ignored); every query sees the tokens before the Q queries. So a tree of drafts is verified
         in one call: parents come first, and each token has its ancestors' bits and its own [2]_.
         Not together with `window`; Q <= 64.
+    sinks : (H,) array of float32, optional
+        One more logit in the softmax of every query of a head, without a value: it adds exp(sink)
+        to the sum by which the result is divided. Neither `scale`, `softcap` nor `window` applies
+        to it; -inf is none.
     num_splits : int, optional
         Into how many splits the keys of a sequence are cut. The cut then depends on the sequence's
         own length alone, so its result, bit by bit, does not depend on the rest of the batch. By
@@ -128,7 +134,8 @@ def attention_decode(
     out : (B, Q, H, D) array of q's dtype
         0 where a query sees no key.
     lse : (B, Q, H) array of float32
-        Natural logarithm of the sum of exp(score); -inf where a query sees no key.
+        Natural logarithm of the sum of exp(score), with exp(sink) in it; -inf where a query sees no
+        key and has no sink. For `merge_states`, give the sinks to exactly one of the parts.
 
     Raises
     ------
@@ -164,6 +171,7 @@ def attention_decode(
     check_heads(call)
     rule = ScoreRule.checked(call, call["D"], scale, window, softcap)
     tree_mask = _checked_tree(call, tree_mask, window)
+    sinks = checked_sinks(call, sinks)
     new_tokens = NewTokens.checked(
         call,
         q.dtype,
@@ -182,7 +190,7 @@ def attention_decode(
     if call.on_cpu:
         if out is not None:  # before the pages are written
             call.written("out", out, "B Q H D", q.dtype, layout="rows")
-        result = _mirror(q, pages, rule, tree_mask, new_tokens)
+        result = _mirror(q, pages, rule, tree_mask, sinks, new_tokens)
         out = call.finish(out, result[0], layout="rows")
         return (out, result[1]) if return_lse else out
     out = call.output("out", out, q.shape, q.dtype, layout="rows")
@@ -201,10 +209,11 @@ def attention_decode(
             max_context_len,
             pdl=pdl,
             tree_mask=tree_mask,
+            sinks=sinks,
             new_tokens=new_tokens,
         )
     else:
-        portable.launch(q, pages, out, lse, rule, num_splits, max_context_len, tree_mask)
+        portable.launch(q, pages, out, lse, rule, num_splits, max_context_len, tree_mask, sinks)
     return out if lse is None else (out, lse)
 
 
@@ -222,7 +231,12 @@ def _checked_limits(
 
 
 def _mirror(
-    q: Any, pages: Pages, rule: ScoreRule, tree_mask: Any, new_tokens: NewTokens | None
+    q: Any,
+    pages: Pages,
+    rule: ScoreRule,
+    tree_mask: Any,
+    sinks: Any,
+    new_tokens: NewTokens | None,
 ) -> tuple[Any, Any]:
     result: tuple[Any, Any] = reference.attention_decode(
         q,
@@ -235,6 +249,7 @@ def _mirror(
         window=rule.window,
         softcap=rule.softcap,
         tree_mask=tree_mask,
+        sinks=sinks,
         return_lse=True,
     )
     return result

@@ -15,8 +15,8 @@ from engine.kernels._launch import Kernel, ceil_div, sm_count
 __all__ = ["choose_num_splits", "choose_tile", "launch"]
 
 _PARAMS = (
-    "q:ptr k_pages:ptr v_pages:ptr block_tables:ptr context_lens:ptr tree_masks:ptr out:ptr "
-    "lse:ptr partial_o:ptr partial_stats:ptr q_stride_b:i64 q_stride_t:i64 q_stride_h:i64 "
+    "q:ptr k_pages:ptr v_pages:ptr block_tables:ptr context_lens:ptr tree_masks:ptr sinks:ptr "
+    "out:ptr lse:ptr partial_o:ptr partial_stats:ptr q_stride_b:i64 q_stride_t:i64 q_stride_h:i64 "
     "page_stride:i64 table_stride:i64 out_stride_b:i64 out_stride_t:i64 out_stride_h:i64 "
     "max_keys:i64 num_rows:i64 num_queries:i32 num_heads:i32 num_kv_heads:i32 group:i32 "
     "head_dim:i32 block_shift:i32 num_blocks:i32 window:i32 num_splits:i32 is_vector:i32 "
@@ -107,6 +107,7 @@ def launch(
     num_splits: int | None,
     max_context_len: int,
     tree_mask: Any,
+    sinks: Any,
 ) -> None:
     """Launch on CuPy arrays; num_splits None: chosen for lengths up to `max_context_len`."""
     (batch, num_queries, num_heads, head_dim), dtype = q.shape, dtype_name(q.dtype)
@@ -119,7 +120,8 @@ def launch(
         keys = min(max_context_len, rule.window + num_queries) if rule.window else max_context_len
         rounded = ceil_div(keys, _SPLIT_GRAIN) * _SPLIT_GRAIN  # so that the cache of choices hits
         num_splits = choose_num_splits(batch * num_kv_heads * row_tiles, rounded, sm_count())
-    arguments = _arguments(q, pages, out, lse, rule, num_splits, tree_mask)
+    arguments = _arguments(q, pages, out, lse, rule, num_splits)
+    arguments |= {"tree_masks": tree_mask, "sinks": sinks}
     _KERNEL.launch(
         spec,
         (batch, num_kv_heads, num_splits * row_tiles),
@@ -133,9 +135,9 @@ def launch(
 
 
 def _arguments(
-    q: Any, pages: Pages, out: Any, lse: Any, rule: ScoreRule, num_splits: int, tree_mask: Any
+    q: Any, pages: Pages, out: Any, lse: Any, rule: ScoreRule, num_splits: int
 ) -> dict[str, Any]:
-    """Return the values of `_PARAMS`, with scratch memory for the splits."""
+    """Return the values of `_PARAMS` but the masks and sinks, with scratch memory for splits."""
     batch, num_queries, num_heads, head_dim = q.shape
     num_blocks, num_kv_heads, block_size, _ = pages.k.shape
     partial_o, partial_stats = _scratch(q, num_splits)
@@ -151,7 +153,6 @@ def _arguments(
         "v_pages": pages.v,
         "block_tables": pages.block_tables,
         "context_lens": pages.context_lens,
-        "tree_masks": tree_mask,
         "out": out,
         "lse": lse,
         "partial_o": partial_o,

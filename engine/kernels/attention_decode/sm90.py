@@ -19,9 +19,9 @@ __all__ = ["HopperTile", "choose_hopper_tile", "is_supported", "launch", "specs"
 
 _PARAMS = (
     "k_map:tmap v_map:tmap q:ptr k_pages:ptr v_pages:ptr block_tables:ptr context_lens:ptr "
-    "tree_masks:ptr out:ptr lse:ptr partial_o:ptr partial_stats:ptr counters:ptr q_stride_b:i64 "
-    "q_stride_t:i64 q_stride_h:i64 table_stride:i64 out_stride_b:i64 out_stride_t:i64 "
-    "out_stride_h:i64 max_keys:i64 batch:i32 num_queries:i32 num_heads:i32 num_kv_heads:i32 "
+    "tree_masks:ptr sinks:ptr out:ptr lse:ptr partial_o:ptr partial_stats:ptr counters:ptr "
+    "q_stride_b:i64 q_stride_t:i64 q_stride_h:i64 table_stride:i64 out_stride_b:i64 "
+    "out_stride_t:i64 out_stride_h:i64 max_keys:i64 batch:i32 num_queries:i32 num_heads:i32 num_kv_heads:i32 "
     "block_shift:i32 num_blocks:i32 window:i32 num_splits:i32 token_parts:i32 score_inner:f32 "
     f"score_factor:f32 {_NEW_TOKEN_PARAMS}"
 )
@@ -315,6 +315,7 @@ def launch(
     *,
     pdl: bool,
     tree_mask: Any = None,
+    sinks: Any = None,
     new_tokens: NewTokens | None = None,
 ) -> None:
     """Launch on arrays that `is_supported` accepts; num_splits None: equal work for all CTAs."""
@@ -341,6 +342,7 @@ def launch(
         **_page_maps(pages, dtype, tile.box_keys),
         **_arrays(q, pages, out, lse),
         tree_masks=tree_mask,
+        sinks=sinks,
         partial_o=scratch,
         partial_stats=scratch[partials * num_rows * head_dim :],
         counters=counters(max(num_cta_groups, batch) * num_kv_heads),

@@ -17,6 +17,7 @@ from engine.kernels._attention import (
     are_aligned,
     check_count,
     check_heads,
+    checked_sinks,
     element_strides,
 )
 from engine.kernels._contract import FLOATS, INT32, Contract
@@ -28,8 +29,8 @@ __all__ = ["attention_prefill", "choose_tile", "specs"]
 
 _PARAMS = (
     "q:ptr k:ptr v:ptr cu_seqlens_q:ptr cu_seqlens_k:ptr block_tables:ptr context_lens:ptr "
-    "out:ptr lse:ptr q_stride_t:i64 q_stride_h:i64 k_stride_t:i64 k_stride_h:i64 v_stride_t:i64 "
-    "v_stride_h:i64 page_stride:i64 table_stride:i64 out_stride_t:i64 out_stride_h:i64 "
+    "sinks:ptr out:ptr lse:ptr q_stride_t:i64 q_stride_h:i64 k_stride_t:i64 k_stride_h:i64 "
+    "v_stride_t:i64 v_stride_h:i64 page_stride:i64 table_stride:i64 out_stride_t:i64 out_stride_h:i64 "
     "max_keys:i64 total_q:i32 num_heads:i32 group:i32 head_dim:i32 block_shift:i32 num_blocks:i32 "
     "causal:i32 window:i32 is_vector:i32 score_inner:f32 score_factor:f32"
 )
@@ -89,6 +90,7 @@ def attention_prefill(
     window: int = 0,
     softcap: float = 0.0,
     pattern: _attention_pattern.Pattern | None = None,
+    sinks: Any = None,
     max_seqlen_q: int | None = None,
     num_splits: int | None = None,
     out: Any = None,
@@ -125,6 +127,10 @@ def attention_prefill(
         Of the keys above, each query sees only those that the pattern allows for its position: if
         `causal`, of the last key it sees; else its own among the sequence's queries. Tiles of keys
         that no query of a tile sees are not read; a mask of single keys is never made.
+    sinks : (H,) array of float32, optional
+        One more logit in the softmax of every query of a head, without a value: it adds exp(sink)
+        to the sum by which the result is divided. Neither `scale`, `softcap`, `window` nor
+        `pattern` applies to it; -inf is none.
     max_seqlen_q : int, optional
         Bound of the queries of one sequence. Without it CUDA must synchronise once to find out.
     num_splits : int, optional
@@ -140,7 +146,8 @@ def attention_prefill(
     out : (Tq, H, D) array of q's dtype
         0 where a query sees no key.
     lse : (Tq, H) array of float32
-        Natural logarithm of the sum of exp(score); -inf where a query sees no key.
+        Natural logarithm of the sum of exp(score), with exp(sink) in it; -inf where a query sees no
+        key and has no sink. For `merge_states`, give the sinks to exactly one of the parts.
 
     Raises
     ------
@@ -175,6 +182,7 @@ def attention_prefill(
     call.check("window", causal or not window, "0 unless causal", window)
     is_pattern = isinstance(pattern, _attention_pattern.Pattern | None)
     call.check("pattern", is_pattern, "BlockSparse, Periodic or None", type(pattern).__name__)
+    sinks = checked_sinks(call, sinks)
     if max_seqlen_q is not None:
         max_seqlen_q = check_count(call, "max_seqlen_q", max_seqlen_q)
     if num_splits is not None:
@@ -189,6 +197,7 @@ def attention_prefill(
             window=rule.window,
             softcap=rule.softcap,
             pattern=pattern,
+            sinks=sinks,
             return_lse=True,
         )
         out = call.finish(out, result[0], layout="rows")
@@ -199,9 +208,9 @@ def attention_prefill(
         lengths = call.xp.diff(keys["cu_seqlens_q"])
         max_seqlen_q = int(lengths.max()) if lengths.size else 0
     if sm90.is_supported(q, keys["k"], keys["v"], out, pattern):
-        sm90.launch(q, keys, out, lse, causal, rule, max_seqlen_q, num_splits, pattern)
+        sm90.launch(q, keys, out, lse, causal, rule, max_seqlen_q, num_splits, pattern, sinks)
     else:
-        _launch(q, keys, out, lse, causal, rule, max_seqlen_q, pattern)
+        _launch(q, keys, out, lse, causal, rule, max_seqlen_q, pattern, sinks)
     return out if lse is None else (out, lse)
 
 
@@ -258,6 +267,7 @@ def _launch(
     rule: ScoreRule,
     max_q: int,
     pattern: _attention_pattern.Pattern | None,
+    sinks: Any,
 ) -> None:
     (total_q, num_heads, head_dim), dtype = q.shape, dtype_name(q.dtype)
     tile = choose_tile(dtype, head_dim)
@@ -273,6 +283,7 @@ def _launch(
         tile.shared_bytes(dtype),
         q=q,
         **keys,
+        sinks=sinks,
         out=out,
         lse=lse,
         q_stride_t=element_strides(q)[0],

@@ -26,9 +26,9 @@ __all__ = ["HopperTile", "choose_hopper_tile", "is_supported", "launch", "specs"
 _DTYPES = ("float16", "bfloat16")
 _PARAMS = (
     "q_map:tmap k_map:tmap v_map:tmap cu_seqlens_q:ptr cu_seqlens_k:ptr block_tables:ptr "
-    "context_lens:ptr out:ptr lse:ptr partial:ptr counter:ptr table_stride:i64 out_stride_t:i64 "
-    "out_stride_h:i64 max_keys:i64 total_q:i32 num_heads:i32 num_kv_heads:i32 group:i32 "
-    "head_dim:i32 tile_tokens:i32 q_bytes:i32 box_keys:i32 block_shift:i32 num_blocks:i32 "
+    "context_lens:ptr sinks:ptr out:ptr lse:ptr partial:ptr counter:ptr table_stride:i64 "
+    "out_stride_t:i64 out_stride_h:i64 max_keys:i64 total_q:i32 num_heads:i32 num_kv_heads:i32 "
+    "group:i32 head_dim:i32 tile_tokens:i32 q_bytes:i32 box_keys:i32 block_shift:i32 num_blocks:i32 "
     "num_pairs:i32 tiles_of_pair:i32 long_tiles:i32 short_tokens:i32 total:i32 section:i32 "
     "splits:i32 causal:i32 window:i32 score_inner:f32 score_factor:f32"
 )
@@ -42,8 +42,8 @@ _KERNELS = {  # by soft cap
 }
 _COMBINE = Kernel(
     "attention_prefill_sm90_combine",
-    "partial:ptr out:ptr lse:ptr out_stride_t:i64 out_stride_h:i64 rows:i64 num_heads:i32 "
-    "head_dim:i32 splits:i32",
+    "partial:ptr sinks:ptr out:ptr lse:ptr out_stride_t:i64 out_stride_h:i64 rows:i64 "
+    "num_heads:i32 head_dim:i32 splits:i32",
 )
 
 _WHERE = ("cu_seqlens_q", "cu_seqlens_k", "block_tables", "context_lens")
@@ -191,6 +191,7 @@ def launch(
     max_q: int,
     num_splits: int | None = None,
     pattern: Pattern | None = None,
+    sinks: Any = None,
 ) -> None:
     """Launch on arrays that `is_supported` accepts; num_splits None: as many as fill the device."""
     (total_q, num_heads, head_dim), dtype = q.shape, dtype_name(q.dtype)
@@ -229,6 +230,7 @@ def launch(
         **_maps(q, keys, dtype, tile, group),
         **lengths,
         **shared,
+        sinks=sinks if splits == 1 else None,  # each sink is added once: else where splits meet
         counter=counters(),
         total_q=total_q,
         group=group,
@@ -242,7 +244,7 @@ def launch(
         **arguments(pattern),
     )
     if splits > 1:
-        _COMBINE.launch(spec, (ceil_div(rows, 8),), (256,), **shared, rows=rows)
+        _COMBINE.launch(spec, (ceil_div(rows, 8),), (256,), **shared, sinks=sinks, rows=rows)
 
 
 def _longest(keys: dict[str, Any]) -> int:
