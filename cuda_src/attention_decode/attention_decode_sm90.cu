@@ -72,7 +72,7 @@ __device__ __forceinline__ void store(const Cta& cta, Consumer& consumer, const 
     const SplitOf& split = work.split;
     consumer.store(rows, partials.at(split.partial(split.index)));
     if (consumer.is_last(p.counters + split.counter * p.num_kv_heads + cta.kv_head, split.count))
-      combine(partials, split, output);
+      combine(partials, split, cta, work.b);
   }
 }
 

@@ -66,10 +66,10 @@ __device__ __forceinline__ void write_empty(const Output& output, int num_rows) 
 }
 
 // By the consumer warps of the last CTA: a warp takes kBatchRows rows at once and kBatch partials
-// of each, with all their loads in flight together.
+// of each, with all their loads in flight together. `b` counts sequences of the schedule.
 template <int kBatchRows, int kBatch>
 __device__ __forceinline__ void combine(const Partials& partials, const SplitOf& split,
-                                        const Output& output) {
+                                        const Cta& cta, int b) {
   constexpr int kColumns = kHeadDim / kWarpSize, kLoads = kBatchRows * kBatch;
   static_assert(kLoads <= kWarpSize, "a lane holds one partial's statistics");
   const int lane_idx = threadIdx.x % kWarpSize;
@@ -114,6 +114,7 @@ __device__ __forceinline__ void combine(const Partials& partials, const SplitOf&
 #pragma unroll
     for (int offset = kBatch / 2; offset > 0; offset /= 2)
       sum += __shfl_xor_sync(kFullMask, sum, offset);
+    const Output output = cta.output(recomputed(b));  // the loop needs the registers
 #pragma unroll
     for (int r = 0; r < kBatchRows; ++r) {
       const float row_base = __shfl_sync(kFullMask, base, r * kBatch);
@@ -127,9 +128,9 @@ __device__ __forceinline__ void combine(const Partials& partials, const SplitOf&
 constexpr int kCombineLoads = kRowTiles == 4 ? 4 : 16;  // partial rows in flight: a register limit
 
 __device__ __forceinline__ void combine(const Partials& partials, const SplitOf& split,
-                                        const Output& output) {
+                                        const Cta& cta, int b) {
   if (split.count <= 4)
-    combine<kCombineLoads / 4, 4>(partials, split, output);
+    combine<kCombineLoads / 4, 4>(partials, split, cta, b);
   else
-    combine<1, kCombineLoads>(partials, split, output);
+    combine<1, kCombineLoads>(partials, split, cta, b);
 }

@@ -198,22 +198,12 @@ def attention_decode(
     if new_tokens is not None and not sm90.is_supported(q, pages, out, new_tokens):
         new_tokens.store(q, pages)
         new_tokens, pdl = None, True  # always safe after qk_norm_rope_store: see the docstring
+    problem = (q, pages, out, lse, rule, num_splits, max_context_len)
+    extra = {"tree_mask": tree_mask, "sinks": sinks}
     if sm90.is_supported(q, pages, out):
-        sm90.launch(
-            q,
-            pages,
-            out,
-            lse,
-            rule,
-            num_splits,
-            max_context_len,
-            pdl=pdl,
-            tree_mask=tree_mask,
-            sinks=sinks,
-            new_tokens=new_tokens,
-        )
+        sm90.launch(*problem, **extra, pdl=pdl, new_tokens=new_tokens)
     else:
-        portable.launch(q, pages, out, lse, rule, num_splits, max_context_len, tree_mask, sinks)
+        portable.launch(*problem, **extra)
     return out if lse is None else (out, lse)
 
 

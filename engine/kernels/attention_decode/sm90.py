@@ -21,9 +21,9 @@ _PARAMS = (
     "k_map:tmap v_map:tmap q:ptr k_pages:ptr v_pages:ptr block_tables:ptr context_lens:ptr "
     "tree_masks:ptr sinks:ptr out:ptr lse:ptr partial_o:ptr partial_stats:ptr counters:ptr "
     "q_stride_b:i64 q_stride_t:i64 q_stride_h:i64 table_stride:i64 out_stride_b:i64 "
-    "out_stride_t:i64 out_stride_h:i64 max_keys:i64 batch:i32 num_queries:i32 num_heads:i32 num_kv_heads:i32 "
-    "block_shift:i32 num_blocks:i32 window:i32 num_splits:i32 token_parts:i32 score_inner:f32 "
-    f"score_factor:f32 {_NEW_TOKEN_PARAMS}"
+    "out_stride_t:i64 out_stride_h:i64 max_keys:i64 batch:i32 num_queries:i32 num_heads:i32 "
+    "num_kv_heads:i32 block_shift:i32 num_blocks:i32 window:i32 num_splits:i32 token_parts:i32 "
+    f"score_inner:f32 score_factor:f32 {_NEW_TOKEN_PARAMS}"
 )
 _KERNEL = Kernel("attention_decode_sm90", _PARAMS, struct="AttentionDecodeSm90Params")
 _DTYPES = ("float16", "bfloat16")

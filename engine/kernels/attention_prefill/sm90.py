@@ -28,9 +28,9 @@ _PARAMS = (
     "q_map:tmap k_map:tmap v_map:tmap cu_seqlens_q:ptr cu_seqlens_k:ptr block_tables:ptr "
     "context_lens:ptr sinks:ptr out:ptr lse:ptr partial:ptr counter:ptr table_stride:i64 "
     "out_stride_t:i64 out_stride_h:i64 max_keys:i64 total_q:i32 num_heads:i32 num_kv_heads:i32 "
-    "group:i32 head_dim:i32 tile_tokens:i32 q_bytes:i32 box_keys:i32 block_shift:i32 num_blocks:i32 "
-    "num_pairs:i32 tiles_of_pair:i32 long_tiles:i32 short_tokens:i32 total:i32 section:i32 "
-    "splits:i32 causal:i32 window:i32 score_inner:f32 score_factor:f32"
+    "group:i32 head_dim:i32 tile_tokens:i32 q_bytes:i32 box_keys:i32 block_shift:i32 "
+    "num_blocks:i32 num_pairs:i32 tiles_of_pair:i32 long_tiles:i32 short_tokens:i32 total:i32 "
+    "section:i32 splits:i32 causal:i32 window:i32 score_inner:f32 score_factor:f32"
 )
 _KERNELS = {  # by soft cap
     softcap: Kernel(
