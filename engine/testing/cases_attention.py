@@ -11,7 +11,16 @@ import numpy as np
 from engine.dtypes import np_dtype
 from engine.testing.cases import normal
 
-__all__ = ["DECODE", "PREFILL", "AttentionCase", "cu_seqlens", "normal_on", "paged_cache"]
+__all__ = [
+    "DECODE",
+    "DECODE_SINKS",
+    "PREFILL",
+    "PREFILL_SINKS",
+    "AttentionCase",
+    "cu_seqlens",
+    "normal_on",
+    "paged_cache",
+]
 
 Array = np.ndarray[Any, Any]
 
@@ -20,7 +29,10 @@ _NO_BLOCK = 2**30  # in entries that must not be read: far outside any cache
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """Sequences of `lens_k` tokens, `lens_q` of them new; `block_size` 0 means dense keys."""
+    """Sequences of `lens_k` tokens, `lens_q` of them new; `block_size` 0 means dense keys.
+
+    `sinks` are those of the heads, repeated as often as needed; empty: none.
+    """
 
     lens_q: tuple[int, ...]
     lens_k: tuple[int, ...]
@@ -32,11 +44,17 @@ class AttentionCase:
     scale: float | None = None
     window: int = 0
     softcap: float = 0.0
+    sinks: tuple[float, ...] = ()
 
     @property
     def rule(self) -> dict[str, Any]:
         """The keywords of the public op that determine the scores."""
         return {"scale": self.scale, "window": self.window, "softcap": self.softcap}
+
+    @property
+    def head_sinks(self) -> Array:
+        """The sink of each head, (H,) float32."""
+        return np.resize(np.asarray(self.sinks, np.float32), self.num_heads)
 
     @property
     def reduction(self) -> int:
@@ -46,6 +64,7 @@ class AttentionCase:
     def __str__(self) -> str:
         mask = "" if self.causal else "-full"
         extra = f"{mask}-w{self.window}-c{self.softcap:g}-s{self.scale}"
+        extra += "".join(f"-{sink:g}" for sink in self.sinks)
         q, k = ("_".join(map(str, lens)) for lens in (self.lens_q, self.lens_k))
         heads = f"H{self.num_heads}K{self.num_kv_heads}D{self.head_dim}"
         return f"q{q}-k{k}-{heads}-bs{self.block_size}{extra}"
@@ -159,4 +178,46 @@ DECODE: tuple[AttentionCase, ...] = (
     AttentionCase((2, 2), (150, 31), 4, 4, 32, block_size=16, window=1),
     AttentionCase((2, 2), (150, 31), 2, 1, 36, block_size=16),
     AttentionCase((1, 1), (150, 31), 8, 1, 256, block_size=16),
+)
+
+# Sinks beside the scores, far above and far below them, and none; and -1e5 alone in rows without a
+# key, whose log-sum-exp it is.
+_MIXED, _HUGE, _TINY = (0.5, 2.0, -1.0, 1e4, -1e4, 0.0, -np.inf), (1e5, 3e37), (-1e5, -3e37)
+_SINKS = replace(_BASE, num_heads=8, num_kv_heads=1, sinks=_MIXED)
+PREFILL_SINKS: tuple[AttentionCase, ...] = (
+    _SINKS,
+    replace(_SINKS, sinks=_HUGE),
+    replace(_SINKS, sinks=_TINY),
+    replace(_SINKS, lens_q=(1,), lens_k=(1,)),
+    replace(_SINKS, lens_q=(40, 3, 5), lens_k=(7, 300, 0)),  # rows that see no key
+    replace(_SINKS, lens_q=(40, 3), lens_k=(7, 300), sinks=_TINY, block_size=16),
+    replace(_SINKS, block_size=16, window=20),
+    replace(_SINKS, block_size=32, window=1, softcap=5.0),
+    replace(_SINKS, causal=False, block_size=64),
+    replace(_SINKS, lens_q=(5, 1), lens_k=(2100, 900), head_dim=128, block_size=16),  # splits
+    replace(_SINKS, lens_q=(7,), lens_k=(1500,), num_heads=9, num_kv_heads=3, block_size=64),
+    replace(_SINKS, num_heads=64, num_kv_heads=8, lens_q=(200,), lens_k=(330,), window=128),
+    replace(_SINKS, num_heads=4, num_kv_heads=2, head_dim=128),
+    replace(_SINKS, num_heads=2, num_kv_heads=2, head_dim=36),
+    replace(_SINKS, num_heads=2, num_kv_heads=1, head_dim=256),
+)
+_NEW = replace(_SINKS, block_size=16, lens_q=(1, 1), lens_k=(400, 20))
+DECODE_SINKS: tuple[AttentionCase, ...] = (
+    _NEW,
+    replace(_NEW, sinks=_HUGE),
+    replace(_NEW, sinks=_TINY),
+    replace(_NEW, lens_q=(1,), lens_k=(1,)),
+    replace(_NEW, lens_q=(1,) * 6, lens_k=(0, 1, 15, 16, 17, 64)),
+    replace(_NEW, lens_q=(1,) * 3, lens_k=(0, 3000, 5), head_dim=128, num_kv_heads=2),
+    replace(_NEW, lens_q=(1,) * 3, lens_k=(0, 70, 5), sinks=_TINY),
+    replace(_NEW, window=100),
+    replace(_NEW, softcap=5.0, scale=0.2, window=30),
+    replace(_NEW, num_heads=64, num_kv_heads=8, lens_k=(2000, 300), window=128),
+    replace(_NEW, lens_q=(1,) * 70, lens_k=tuple(range(0, 700, 10)), num_kv_heads=4),  # persistent
+    replace(_NEW, lens_q=(1,) * 40, lens_k=(900, 0) * 20, num_kv_heads=4, head_dim=128),
+    replace(_NEW, lens_q=(4, 4), lens_k=(300, 2), num_kv_heads=2, head_dim=128),  # rows: no key
+    replace(_NEW, lens_q=(8,), lens_k=(1500,), num_kv_heads=2, window=40),  # tokens in parts
+    replace(_NEW, lens_q=(8,) * 3, lens_k=(600, 90, 8)),
+    replace(_NEW, lens_q=(2, 2), lens_k=(150, 31), num_heads=2, head_dim=36),
+    replace(_NEW, lens_k=(150, 31), head_dim=256),
 )

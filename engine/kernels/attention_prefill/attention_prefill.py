@@ -32,7 +32,8 @@ _PARAMS = (
     "sinks:ptr out:ptr lse:ptr q_stride_t:i64 q_stride_h:i64 k_stride_t:i64 k_stride_h:i64 "
     "v_stride_t:i64 v_stride_h:i64 page_stride:i64 table_stride:i64 out_stride_t:i64 "
     "out_stride_h:i64 max_keys:i64 total_q:i32 num_heads:i32 group:i32 head_dim:i32 "
-    "block_shift:i32 num_blocks:i32 causal:i32 window:i32 is_vector:i32 score_inner:f32 score_factor:f32"
+    "block_shift:i32 num_blocks:i32 causal:i32 window:i32 is_vector:i32 "
+    "score_inner:f32 score_factor:f32"
 )
 _FILE = "attention_prefill/attention_prefill.cu"
 _KERNEL = Kernel(
