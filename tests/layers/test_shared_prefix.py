@@ -124,6 +124,32 @@ def test_padding_rows_see_the_prefix_alone(xp):
     assert_close(lse[1:2], want_lse, reduction=64)
 
 
+@pytest.mark.parametrize("tier", ["auto", "portable"])
+@pytest.mark.parametrize("length", [0, 64])
+def test_sinks_are_added_once(xp, length, tier, monkeypatch):
+    """Also where the prefix or a request's own part has no keys."""
+    monkeypatch.setenv("ENGINE_KERNEL_TIER", tier)
+    shape = SHAPES[1]
+    q, k, v, tables, lens = _inputs(shape, "bfloat16")
+    sinks = np.array([0.5, 2, -1, 30, -1e4, 5, 0, 1], np.float32)
+    own = lens - 64
+    own[1] = 0
+    got, lse = _run(
+        xp, shape, (q, k, v, tables, lens), length=length, lens=own, sinks=xp.asarray(sinks)
+    )
+    want, want_lse = reference.attention_decode(
+        q,
+        k,
+        v,
+        block_tables=tables if length else tables[:, 4:],
+        context_lens=(own + length).astype(np.int32),
+        sinks=sinks,
+        return_lse=True,
+    )
+    assert_close(got, want, reduction=400)
+    assert_close(lse, want_lse, reduction=400, name="lse")
+
+
 def test_contract():
     shape = SHAPES[3]
     arrays = _inputs(shape, "float32")
