@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from engine import kernels, reference
-from engine.errors import DTypeError, ShapeError
+from engine.errors import ContractError, DTypeError, ShapeError
 from engine.kernels import Periodic
 from engine.testing import cases
 from engine.testing.cases_attention import (
@@ -233,5 +233,5 @@ def test_sinks_must_be_on_the_same_device(cp, op):
     arrays, more = (_prefill_inputs if is_prefill else _decode_inputs)(case, "float32")
     sinks = more.pop("sinks")
     arrays, more = _moved(cp, arrays, more)
-    with pytest.raises(DTypeError, match=r"sinks: must be"):
+    with pytest.raises(ContractError, match=r"sinks: is a numpy array, but q is a cupy array"):
         op(*arrays, **more, sinks=sinks)

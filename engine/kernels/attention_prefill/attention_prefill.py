@@ -275,8 +275,7 @@ def _launch(
     k, v, tables = keys["k"], keys["v"], keys["block_tables"]
     is_paged, num_kv_heads = tables is not None, k.shape[1]
     k_strides, v_strides = element_strides(k), element_strides(v)
-    num_rows = min(max_q, total_q) * (num_heads // num_kv_heads)
-    num_tiles = ceil_div(num_rows, tile.rows(dtype))
+    num_tiles = ceil_div(min(max_q, total_q) * (num_heads // num_kv_heads), tile.rows(dtype))
     _KERNEL.launch(
         tile.spec(_FILE, dtype, PATTERN=int(pattern is not None)),
         (num_tiles, num_kv_heads, keys["cu_seqlens_q"].size - 1),
