@@ -73,8 +73,8 @@ __device__ __forceinline__ void prefill(const AttentionPrefillSm90Params& p,
   if (threadIdx.x < 128 * kConsumerWarpgroups) {
     warpgroup_reg_alloc<kConsumerRegisters>();
     Consumer<kSoftcap> consumer(smem, problem, ScoreRule{p.score_inner, p.score_factor});
-    consumer.run(Epilogue{problem, p.sinks, p.out, p.lse, p.partial, p.out_stride_t,
-                          p.out_stride_h, p.num_heads, p.head_dim});
+    consumer.run(Epilogue{problem, p.sinks, p.out, p.lse, p.partial, p.out_stride_t, p.out_stride_h,
+                          p.num_heads, p.head_dim});
   } else {
     warpgroup_reg_dealloc<kProducerRegisters>();
     const int warp_idx = threadIdx.x / 32 - 4 * kConsumerWarpgroups;
