@@ -204,8 +204,7 @@ def launch(
     tile_tokens = tile.rows // group
     key_tiles = ceil_div(longest, tile.keys)
     tiles = pairs * ceil_div(tokens, tile_tokens)
-    splits = num_splits or choose_num_splits(tiles, key_tiles, sm_count())
-    splits = min(splits, key_tiles)
+    splits = min(num_splits or choose_num_splits(tiles, key_tiles, sm_count()), key_tiles)
     are_equal = not causal and splits == 1  # all work tiles take the same time
     cut = choose_cut(tokens, tile_tokens, pairs, tile.consumers, sm_count()) if are_equal else None
     work = cut_into_tiles(tokens, tile_tokens, pairs, splits, cut)
