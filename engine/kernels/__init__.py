@@ -16,6 +16,9 @@ from engine.kernels.kv_gather import kv_gather
 from engine.kernels.kv_store import kv_store
 from engine.kernels.kv_swap import kv_swap
 from engine.kernels.merge_states import merge_states
+from engine.kernels.moe_combine import moe_combine
+from engine.kernels.moe_gemm import moe_gemm
+from engine.kernels.moe_route import Routing, moe_route
 from engine.kernels.qk_norm_rope_store import qk_norm_rope_store
 from engine.kernels.quantize_heads import quantize_heads
 from engine.kernels.relu import relu
@@ -30,6 +33,7 @@ from engine.kernels.swiglu import swiglu
 __all__ = [
     "BlockSparse",
     "Periodic",
+    "Routing",
     "attention_backward",
     "attention_decode",
     "attention_prefill",
@@ -45,6 +49,9 @@ __all__ = [
     "kv_store",
     "kv_swap",
     "merge_states",
+    "moe_combine",
+    "moe_gemm",
+    "moe_route",
     "qk_norm_rope_store",
     "quantize_heads",
     "relu",

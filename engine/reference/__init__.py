@@ -15,6 +15,9 @@ from engine.reference.kv_gather import kv_gather
 from engine.reference.kv_store import kv_store
 from engine.reference.kv_swap import kv_swap
 from engine.reference.merge_states import merge_states
+from engine.reference.moe_combine import moe_combine
+from engine.reference.moe_gemm import moe_gemm
+from engine.reference.moe_route import Routing, moe_route
 from engine.reference.qk_norm_rope_store import qk_norm_rope_store
 from engine.reference.quantize_heads import quantize_heads
 from engine.reference.relu import relu
@@ -27,6 +30,7 @@ from engine.reference.silu import silu
 from engine.reference.swiglu import swiglu
 
 __all__ = [
+    "Routing",
     "attention_backward",
     "attention_decode",
     "attention_prefill",
@@ -42,6 +46,9 @@ __all__ = [
     "kv_store",
     "kv_swap",
     "merge_states",
+    "moe_combine",
+    "moe_gemm",
+    "moe_route",
     "qk_norm_rope_store",
     "quantize_heads",
     "relu",

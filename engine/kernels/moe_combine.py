@@ -1,0 +1,82 @@
+"""The sum of every token's experts: `cuda_src/moe_combine.cu`, mirror `reference/` of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine import reference
+from engine.kernels._contract import FLOATS, Contract
+from engine.kernels._module import ModuleSpec
+
+__all__ = ["moe_combine", "specs"]
+
+
+def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
+    """Return the modules that the op may launch for `dtype`."""
+    return (ModuleSpec("moe_combine.cu", dtype),)
+
+
+def moe_combine(
+    pairs: Any,
+    *,
+    shared: Any = None,
+    shared_gate: Any = None,
+    residual: Any = None,
+    out: Any = None,
+) -> Any:
+    """Add the outputs of every token's experts.
+
+    Parameters
+    ----------
+    pairs : (T, k, N) array of float32, float16 or bfloat16
+        From `moe_gemm` with scatter: times the routing weights already.
+    shared : (T, N) array of pairs' dtype, optional
+        The output of the shared expert.
+    shared_gate : (T, 1) array of pairs' dtype, optional
+        `shared` is multiplied by its sigmoid.
+    residual : (T, N) array of pairs' dtype, optional
+        Added last; may be `out`.
+    out : (T, N) array of pairs' dtype, optional
+        Where to put the result.
+
+    Returns
+    -------
+    (T, N) array of pairs' dtype
+
+    Raises
+    ------
+    ShapeError, DTypeError, ContractError
+        If an argument breaks the contract.
+
+    Notes
+    -----
+    Sums are float32, in the order of the ranks, then shared, then residual; rounded once.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> moe_combine(np.arange(8, dtype=np.float32).reshape(2, 2, 2))
+    array([[ 2.,  4.],
+           [10., 12.]], dtype=float32)
+    """
+    call = Contract("moe_combine")
+    pairs = call.array("pairs", pairs, "T k N", FLOATS)
+    if shared is not None:
+        shared = call.array("shared", shared, "T N", pairs.dtype)
+    call.check("shared_gate", shared_gate is None or shared is not None, "None without shared", "")
+    if shared_gate is not None:
+        shared_gate = call.array("shared_gate", shared_gate, "T 1", pairs.dtype)
+    if residual is not None:
+        residual = call.array("residual", residual, "T N", pairs.dtype)
+    if call.on_cpu:
+        result = reference.moe_combine(
+            pairs, shared=shared, shared_gate=shared_gate, residual=residual
+        )
+        return call.finish(out, result)
+    out = call.output("out", out, (call["T"], call["N"]), pairs.dtype)
+    _launch(pairs, shared, shared_gate, residual, out)
+    return out
+
+
+def _launch(pairs: Any, shared: Any, shared_gate: Any, residual: Any, out: Any) -> None:
+    raise NotImplementedError

@@ -1,0 +1,142 @@
+"""The experts of every token, and the sort by expert: `cuda_src/moe_route.cu`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine import reference
+from engine.kernels._contract import FLOAT32, INT32, Contract
+from engine.kernels._module import ModuleSpec
+from engine.reference import Routing
+
+__all__ = ["MAX_EXPERTS", "MAX_TOP_K", "Routing", "moe_route", "specs"]
+
+MAX_EXPERTS = 512
+MAX_TOP_K = 16
+_SCORES = ("softmax", "sigmoid")
+
+
+def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
+    """Return the modules that the op may launch for `dtype`: one for all, as logits are float32."""
+    return (ModuleSpec("moe_route.cu", "float32"),)
+
+
+def moe_route(
+    logits: Any,
+    top_k: int,
+    *,
+    score: str = "softmax",
+    correction: Any = None,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    renormalize: bool = True,
+    scale: float = 1.0,
+) -> Routing:
+    """Choose the `top_k` experts of every token, and sort the pairs (token, expert) by expert.
+
+    Parameters
+    ----------
+    logits : (T, E) array of float32
+        The router's output, at most 512 experts.
+    top_k : int
+        k, from 1 to 16 and at most E.
+    score : "softmax" or "sigmoid"
+        What logits become: their softmax over all experts, or the sigmoid of each.
+    correction : (E,) array of float32, optional
+        Added to the scores to choose experts; the weights are without it.
+    num_groups, top_groups : int
+        The experts of a token come from its `top_groups` best of `num_groups` groups of
+        neighbouring experts. A group's rank is its best score, or the sum of its two best with a
+        `correction`.
+    renormalize : bool
+        Divide the weights of a token by their sum. With "softmax" that is the softmax over the
+        logits of the chosen experts.
+    scale : float
+        A factor on all weights.
+
+    Returns
+    -------
+    Routing
+        experts (T, k) int32, weights (T, k) float32, order (T·k,) int32, offsets (E + 1,) int32.
+        Of experts with equal scores the first is taken.
+
+    Raises
+    ------
+    ShapeError, DTypeError, ContractError
+        If an argument breaks the contract.
+
+    Notes
+    -----
+    The sort is a counting sort that keeps the order of the tokens: the result is deterministic.
+    Routing by softmax is of [1]_, with groups and correction of [2]_.
+
+    References
+    ----------
+    .. [1] Shazeer et al.: Outrageously large neural networks, arXiv:1701.06538.
+    .. [2] DeepSeek-AI: DeepSeek-V3 technical report, arXiv:2412.19437.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> logits = np.log(np.array([[1, 2, 5], [6, 1, 3]], np.float32))
+    >>> routing = moe_route(logits, 2, renormalize=False)
+    >>> routing.experts.tolist(), routing.weights.round(3).tolist()
+    ([[2, 1], [0, 2]], [[0.625, 0.25], [0.6000000238418579, 0.30000001192092896]])
+    >>> routing.order.tolist(), routing.offsets.tolist()
+    ([2, 1, 0, 3], [0, 1, 2, 4])
+    """
+    call = Contract("moe_route")
+    logits = call.array("logits", logits, "T E", FLOAT32)
+    num_experts = call["E"]
+    call.check(
+        "logits", 1 <= num_experts <= MAX_EXPERTS, f"of 1 to {MAX_EXPERTS} experts", num_experts
+    )
+    limit = min(num_experts, MAX_TOP_K)
+    call.check("top_k", _is_int(top_k) and 1 <= top_k <= limit, f"from 1 to {limit}", top_k)
+    call.check("score", score in _SCORES, f"one of {_SCORES}", score)
+    if correction is not None:
+        correction = call.array("correction", correction, "E", FLOAT32)
+    _check_groups(call, top_k, num_groups, top_groups, has_correction=correction is not None)
+    call.number("scale", scale)
+    options = {
+        "score": score,
+        "correction": correction,
+        "num_groups": num_groups,
+        "top_groups": top_groups,
+        "renormalize": bool(renormalize),
+        "scale": scale,
+    }
+    if call.on_cpu:
+        return reference.moe_route(logits, top_k, **options)
+    tokens, pairs = call["T"], call["T"] * top_k
+    routing = Routing(
+        call.output("experts", None, (tokens, top_k), INT32),
+        call.output("weights", None, (tokens, top_k), FLOAT32),
+        call.output("order", None, (pairs,), INT32),
+        call.output("offsets", None, (num_experts + 1,), INT32),
+    )
+    _launch(logits, routing, **options)
+    return routing
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_groups(
+    call: Contract, top_k: int, num_groups: int, top_groups: int, *, has_correction: bool
+) -> None:
+    num_experts = call["E"]
+    divides = _is_int(num_groups) and num_groups >= 1 and num_experts % num_groups == 0
+    call.check("num_groups", divides, f"a divisor of the {num_experts} experts", num_groups)
+    per_group = num_experts // num_groups
+    if num_groups > 1 and has_correction:
+        call.check("num_groups", per_group >= 2, f"at most {num_experts // 2}", num_groups)
+    enough = _is_int(top_groups) and 1 <= top_groups <= num_groups
+    call.check("top_groups", enough, f"from 1 to {num_groups}", top_groups)
+    has_room = num_groups == 1 or top_groups * per_group >= top_k
+    call.check("top_groups", has_room, f"groups with {top_k} experts together", top_groups)
+
+
+def _launch(logits: Any, routing: Routing, **options: Any) -> None:
+    raise NotImplementedError

@@ -1,0 +1,36 @@
+"""NumPy mirror of `engine.kernels.moe_combine`: its specification."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+__all__ = ["moe_combine"]
+
+Array = np.ndarray[Any, Any]
+
+
+def moe_combine(
+    pairs: Array,
+    *,
+    shared: Array | None = None,
+    shared_gate: Array | None = None,
+    residual: Array | None = None,
+) -> Array:
+    """Add the outputs of every token's experts: the first to the last, then shared, then residual.
+
+    All sums are float32 and rounded once; `shared` is multiplied by sigmoid(shared_gate).
+    """
+    y = np.zeros((pairs.shape[0], pairs.shape[2]), np.float32)
+    for rank in range(pairs.shape[1]):
+        y += pairs[:, rank].astype(np.float32)
+    if shared is not None:
+        z = shared.astype(np.float32)
+        if shared_gate is not None:
+            with np.errstate(over="ignore"):
+                z = z / (1 + np.exp(-shared_gate.astype(np.float32).reshape(-1, 1)))
+        y += z
+    if residual is not None:
+        y += residual.astype(np.float32)
+    return y.astype(pairs.dtype)

@@ -1,0 +1,65 @@
+"""NumPy mirror of `engine.kernels.moe_gemm`: its specification."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from engine.reference import _activation
+from engine.reference.moe_route import Routing
+
+__all__ = ["moe_gemm"]
+
+Array = np.ndarray[Any, Any]
+
+
+def moe_gemm(
+    x: Array,
+    weight: Array,
+    routing: Routing,
+    *,
+    bias: Array | None = None,
+    activation: str | None = None,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    scatter: bool = False,
+    deterministic: bool = False,
+) -> Array:
+    """Multiply the rows of every expert by its matrix; in float32, rounded once.
+
+    Rows of tokens (T, K) become rows (P, R) sorted by expert. With `scatter`, rows (P, K) sorted by
+    expert become rows (P, R) in the order of the pairs, each times its pair's weight.
+    """
+    (_, top_k), order, offsets = routing.experts.shape, routing.order, routing.offsets
+    num_pairs, num_rows = len(order), weight.shape[1]
+    y = np.zeros((num_pairs, num_rows // 2 if activation else num_rows), np.float32)
+    for expert in np.flatnonzero(np.diff(offsets)):
+        here = slice(int(offsets[expert]), int(offsets[expert + 1]))
+        rows = x[here] if scatter else x[order[here] // top_k]
+        matrix = weight[expert].astype(np.float32, copy=False).T
+        z = _multiply(rows.astype(np.float32, copy=False), matrix, row_by_row=deterministic)
+        if bias is not None:
+            z += bias[expert].astype(np.float32, copy=False)
+        y[here] = _gated(z, activation, np.float32(alpha), np.float32(limit))
+    if not scatter:
+        return y.astype(x.dtype)
+    result = np.empty_like(y, x.dtype)
+    result[order] = y * routing.weights.reshape(-1)[order][:, None]
+    return result
+
+
+def _multiply(x: Array, matrix: Array, *, row_by_row: bool) -> Array:
+    """Multiply; row by row, since BLAS's order of summation depends on the number of rows."""
+    return np.asarray(np.matmul(x[:, None, :], matrix)[:, 0] if row_by_row else x @ matrix)
+
+
+def _gated(z: Array, activation: str | None, alpha: np.float32, limit: np.float32) -> Array:
+    """Return act(gate) * up of z = [gate | up]; "swiglu_clamped" is gpt-oss's."""
+    if activation is None:
+        return z
+    gate, up = np.split(z, 2, axis=-1)
+    if activation == "swiglu":
+        return np.asarray(_activation.silu(gate) * up)
+    gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+    return np.asarray((up + 1) * (gate / (1 + np.exp(-alpha * gate))))

@@ -1,0 +1,82 @@
+"""NumPy mirror of `engine.kernels.moe_route`: its specification."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+__all__ = ["Routing", "moe_route"]
+
+Array = np.ndarray[Any, Any]
+
+
+class Routing(NamedTuple):
+    """Which experts see which tokens. Pair t·k + j is token t with its j-th expert; P = T·k.
+
+    Attributes
+    ----------
+    experts : (T, k) array of int32
+        Every token's experts, the best first.
+    weights : (T, k) array of float32
+        The factors on their outputs.
+    order : (P,) array of int32
+        The pairs sorted by expert; those of one expert in the order of the tokens.
+    offsets : (E + 1,) array of int32
+        Expert e has the places offsets[e] to offsets[e + 1] of `order`.
+    """
+
+    experts: Any
+    weights: Any
+    order: Any
+    offsets: Any
+
+
+def moe_route(
+    logits: Array,
+    top_k: int,
+    *,
+    score: str = "softmax",
+    correction: Array | None = None,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    renormalize: bool = True,
+    scale: float = 1.0,
+) -> Routing:
+    """Choose the top_k experts of every token, and sort the pairs (token, expert) by expert."""
+    scores = _scores(logits.astype(np.float32, copy=False), score)
+    ranked = scores if correction is None else scores + correction.astype(np.float32, copy=False)
+    if num_groups > 1:
+        ranked = _best_groups(ranked, num_groups, top_groups, sums_two=correction is not None)
+    # Stable: of equal scores, the expert with the lower index comes first.
+    experts = np.argsort(-ranked, axis=1, kind="stable")[:, :top_k].astype(np.int32)
+    weights = np.take_along_axis(scores, experts, axis=1)
+    if renormalize:
+        total = np.zeros(len(weights), np.float32)
+        for column in weights.T:  # in the order of the ranks
+            total += column
+        weights = weights / np.maximum(total, np.float32(1e-20))[:, None]
+    order = np.argsort(experts.reshape(-1), kind="stable").astype(np.int32)
+    counts = np.bincount(experts.reshape(-1), minlength=logits.shape[1])
+    offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    return Routing(experts, weights * np.float32(scale), order, offsets)
+
+
+def _scores(logits: Array, score: str) -> Array:
+    """Return the softmax over all experts, or the sigmoid of each."""
+    if score == "sigmoid":
+        with np.errstate(over="ignore"):
+            return np.asarray(1 / (1 + np.exp(-logits)), np.float32)
+    exps = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return np.asarray(exps / exps.sum(axis=1, keepdims=True), np.float32)
+
+
+def _best_groups(ranked: Array, num_groups: int, top_groups: int, *, sums_two: bool) -> Array:
+    """Put the experts outside each token's best groups at -inf."""
+    groups = ranked.reshape(len(ranked), num_groups, -1)
+    best = -np.sort(-groups, axis=2)
+    of_group = best[:, :, 0] + best[:, :, 1] if sums_two else best[:, :, 0]
+    chosen = np.argsort(-of_group, axis=1, kind="stable")[:, :top_groups]
+    kept = np.zeros(of_group.shape, bool)
+    np.put_along_axis(kept, chosen, True, axis=1)
+    return np.where(kept[:, :, None], groups, np.float32(-np.inf)).reshape(ranked.shape)
