@@ -30,6 +30,12 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(unsigned barrier, unsi
                : "memory");
 }
 
+// Arrives once the cp_async copies that this thread has started are there; the mbarrier counts this
+// as one of its arrivals.
+__device__ __forceinline__ void mbarrier_arrive_cp_async(unsigned barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // Arrives on the mbarrier at the same offset in CTA `rank` of the cluster (one's own is allowed).
 //
 // NOTE: not .release.cluster, which would fence all memory. That is enough where the memory

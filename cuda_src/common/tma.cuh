@@ -48,6 +48,16 @@ __device__ __forceinline__ void tma_load_3d(unsigned to, const TensorMap* map, i
       : "memory");
 }
 
+__device__ __forceinline__ void tma_load_3d_multicast(unsigned to, const TensorMap* map, int x,
+                                                      int y, int z, unsigned barrier,
+                                                      unsigned short blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier), "h"(blocks)
+      : "memory");
+}
+
 __device__ __forceinline__ void tma_load_4d(unsigned to, const TensorMap* map, int x, int y, int z,
                                             int w, unsigned barrier) {
   asm volatile(

@@ -2,22 +2,162 @@
 
 from __future__ import annotations
 
-from engine.kernels._module import ModuleSpec
-from engine.kernels.moe_gemm.operands import MoeOperands
+from dataclasses import dataclass
 
-__all__ = ["is_possible", "launch", "specs"]
+from engine.dtypes import dtype_name
+from engine.kernels._launch import Kernel, ceil_div, sm_count
+from engine.kernels._module import ModuleSpec
+from engine.kernels._tensor_map import tensor_map, tensor_map_2d
+from engine.kernels.gemm.sm90 import is_hopper
+from engine.kernels.moe_gemm.operands import ACTIVATIONS, MoeOperands
+
+__all__ = ["MOE_CONFIGS", "MoeConfig", "choose_config", "is_possible", "launch", "specs"]
+
+_KERNEL = Kernel(
+    "moe_gemm_sm90",
+    "map_w:tmap map_x:tmap x:ptr order:ptr offsets:ptr pair_weights:ptr bias:ptr out:ptr "
+    "num_experts:i32 num_rows:i32 k:i32 top_k:i32 activation:i32 alpha:f32 limit:f32 "
+    "is_early:i32",
+    struct="MoeGemmSm90Params",
+)
+_SLAB_K = 64  # values of k in 128 bytes, the widest swizzle
+_SHARED_BYTES = 232_448  # of a CTA, at most
+_MAX_EXPERTS = 512
+_MMA_ROWS = 64
+_BOX_ROWS = 16
+_STAGING_TOKENS = 64
+_DTYPES = ("float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class MoeConfig:
+    """One module of moe_gemm_sm90.cu.
+
+    Attributes
+    ----------
+    warpgroups : int
+        That multiply, each 128 rows of the weight.
+    tokens : int
+        Of one expert in a tile, at most.
+    cluster : int
+        CTAs that share the tokens of an expert.
+    depth : int
+        Slabs of 64 values of k in a stage.
+    """
+
+    warpgroups: int
+    tokens: int
+    cluster: int
+    depth: int
+
+    @property
+    def threads(self) -> int:
+        """Return the threads of a CTA."""
+        return self.warpgroups * 128 + 128
+
+    @property
+    def stages(self) -> int:
+        """Return how many stages fit into shared memory."""
+        return (_SHARED_BYTES - 1024 - self._beside_stages) // (self._stage_bytes + 16)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Return the dynamic shared memory of a CTA: `MoeShared` and its alignment."""
+        return self.stages * (self._stage_bytes + 16) + self._beside_stages + 1024
+
+    @property
+    def _stage_bytes(self) -> int:
+        return (self.warpgroups * 2 * _MMA_ROWS + self.tokens) * self.depth * _SLAB_K * 2
+
+    @property
+    def _beside_stages(self) -> int:
+        of_warpgroup = _STAGING_TOKENS * _MMA_ROWS * 2 + self.tokens * (4 + 4)
+        return self.warpgroups * of_warpgroup + 2 * 4 * (_MAX_EXPERTS + 1) + 8
+
+    def spec(self, dtype: str) -> ModuleSpec:
+        """Return the module for `dtype`."""
+        macros = {
+            "WARPGROUPS": self.warpgroups,
+            "TOKENS": self.tokens,
+            "CLUSTER": self.cluster,
+            "DEPTH": self.depth,
+            "STAGES": self.stages,
+        }
+        return ModuleSpec("gemm/moe_gemm_sm90.cu", dtype, tuple(macros.items()))
+
+
+_FEW, _MANY = MoeConfig(1, 64, 1, 2), MoeConfig(2, 144, 2, 1)
+MOE_CONFIGS = (_FEW, _MANY)
+_MANY_FROM = 32  # tokens an expert, on average
 
 
 def specs(dtype: str) -> tuple[ModuleSpec, ...]:
     """Return the modules that `launch` may launch for `dtype`."""
-    return ()
+    return tuple(config.spec(dtype) for config in MOE_CONFIGS) if dtype in _DTYPES else ()
+
+
+def choose_config(num_pairs: int, num_experts: int) -> MoeConfig:
+    """Choose for this many pairs (token, expert).
+
+    Examples
+    --------
+    >>> choose_config(2048, 128), choose_config(32768, 128)
+    (MoeConfig(warpgroups=1, tokens=64, cluster=1, depth=2), MoeConfig(warpgroups=2, tokens=144, cluster=2, depth=1))
+    """
+    return _MANY if num_pairs >= _MANY_FROM * num_experts else _FEW
 
 
 def is_possible(operands: MoeOperands) -> bool:
     """Tell whether the current device runs the kernel for these operands, and may."""
-    return False
+    x, weight, out = operands.x, operands.weight, operands.out
+    if not is_hopper(dtype_name(x.dtype)) or weight.shape[0] > _MAX_EXPERTS:
+        return False
+    if weight.size == 0 or out.size == 0:
+        return False
+    rows = [array.shape[-1] * array.itemsize for array in (x, weight, out)]
+    places = [int(array.data.ptr) for array in (x, weight, out)]
+    return all(step % 16 == 0 for step in (*rows, *places))
 
 
 def launch(operands: MoeOperands) -> None:
     """Launch on CuPy arrays."""
-    raise NotImplementedError
+    x, weight, routing = operands.x, operands.weight, operands.routing
+    (num_experts, rows, k), dtype = weight.shape, dtype_name(x.dtype)
+    pairs, columns = operands.out.shape
+    config = choose_config(pairs, num_experts)
+    is_gated = operands.activation is not None
+    tile_rows = config.warpgroups * _MMA_ROWS * (1 if is_gated else 2)
+    token_tiles = min(pairs, num_experts + pairs // (config.tokens * config.cluster))
+    clusters = min(sm_count() // config.cluster, token_tiles * ceil_div(columns, tile_rows))
+    step = weight.itemsize
+    map_w = tensor_map(
+        weight.data.ptr,
+        dtype,
+        (k, rows, num_experts),
+        (k * step, rows * k * step),
+        (_SLAB_K, _MMA_ROWS, 1),
+        promote=128,
+    )
+    _KERNEL.launch(
+        config.spec(dtype),
+        (clusters * config.cluster,),
+        (config.threads,),
+        config.shared_bytes,
+        pdl=True,  # the kernel waits before it touches what another may write
+        map_w=map_w,
+        map_x=tensor_map_2d(x, dtype, (_BOX_ROWS, _SLAB_K)),
+        x=x,
+        order=routing.order,
+        offsets=routing.offsets,
+        pair_weights=routing.weights if operands.scatter else None,
+        bias=operands.bias,
+        out=operands.out,
+        num_experts=num_experts,
+        num_rows=rows,
+        k=k,
+        top_k=operands.top_k,
+        activation=ACTIVATIONS.index(operands.activation),
+        alpha=operands.alpha,
+        limit=operands.limit,
+        is_early=operands.pdl and operands.scatter,
+    )

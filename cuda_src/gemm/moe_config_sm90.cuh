@@ -1,0 +1,47 @@
+// The work tile that a module of moe_gemm_sm90.cu is compiled for, given by -D (MoeConfig in
+// engine/kernels/moe_gemm/sm90.py), and what follows from it.
+#pragma once
+
+#include "common/reduce.cuh"  // kWarpSize
+#include "common/sm90.cuh"
+#include "common/wgmma.cuh"
+
+constexpr int kWarpgroups = WARPGROUPS;  // that multiply, each 128 rows of the weight
+constexpr int kTokens = TOKENS;          // rows of x in a tile, at most
+constexpr int kCluster = CLUSTER;        // CTAs that share an expert's tokens and its weight
+constexpr int kDepth = DEPTH;            // slabs in a stage
+constexpr int kStages = STAGES;
+constexpr int kMaxExperts = 512;
+constexpr int kMmaM = 64;   // rows that a wgmma multiplies
+constexpr int kSlabK = 64;  // values of k in a slab: 128 bytes per row, the widest swizzle
+constexpr int kSlabRowBytes = 128;
+constexpr int kBoxRows = 16;  // of sorted rows of x that one copy loads
+// A warpgroup has two m-tiles: the same 64 rows of gate and of up, or 128 rows one after another.
+constexpr int kMmaTiles = 2;
+constexpr int kConsumerThreads = kWarpgroups * 128;
+constexpr int kProducerThreads = 128;
+constexpr int kThreads = kConsumerThreads + kProducerThreads;
+constexpr bool kMovesRegisters = kWarpgroups > 1;
+constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
+
+constexpr int kMmaBytes = kMmaM * kSlabRowBytes;  // of an m-tile of a slab
+constexpr int kSlabW = kWarpgroups * kMmaTiles * kMmaBytes, kSlabX = kTokens * kSlabRowBytes;
+constexpr int kStageW = kDepth * kSlabW, kStageX = kDepth * kSlabX;
+// Staging of a warpgroup's results: rows of tokens, 64 features each.
+constexpr int kStagingTokens = 64;
+constexpr int kStaging = kStagingTokens * kMmaM * 2;
+static_assert(kTokens % 16 == 0, "sorted rows of x come in boxes of 16");
+constexpr int kPartsW = kWarpgroups * kMmaTiles;  // m-tiles of a slab of the weight
+static_assert(kPartsW % kCluster == 0, "each CTA of a cluster loads as many");
+
+// Dynamic shared memory, from an address aligned to the swizzle's atoms.
+struct MoeShared {
+  unsigned char w[kStages][kStageW];
+  unsigned char x[kStages][kStageX];
+  unsigned char staging[kWarpgroups][kStaging];
+  uint64_t full[kStages], empty[kStages];
+  float weights[kWarpgroups][kTokens];  // of the tile's pairs
+  int rows[kWarpgroups][kTokens];       // of out
+  int offsets[kMaxExperts + 1];
+  int tiles[kMaxExperts + 1];  // tiles of the experts before
+};

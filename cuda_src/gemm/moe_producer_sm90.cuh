@@ -1,0 +1,126 @@
+// The producer of moe_gemm_sm90.cu: one warpgroup that fills the ring of stages.
+#pragma once
+
+#include "common/pdl.cuh"
+#include "common/pipeline_state.cuh"
+#include "gemm/moe_scheduler_sm90.cuh"
+
+// Weights come by TMA, and so does x where it is sorted. Rows that are gathered through `order` are
+// copied by cp.async, 16 bytes a thread: TMA takes too long over boxes of one row. Rows of a stage
+// that no copy writes keep what shared memory held: their sums are dropped.
+struct MoeLoader {
+  MoeShared& smem;
+  const TensorMap *map_w, *map_x;
+  const scalar_t* x;  // (T, k), gathered
+  const int* order;   // null: x is sorted
+  int k, top_k, num_gates, rank;
+
+  static constexpr int kChunks = kSlabRowBytes / 16;
+  static constexpr int kRowStep = kProducerThreads / kChunks;
+  static constexpr int kRows = kTokens / kRowStep;
+  static_assert(kRowStep % 8 == 0, "a thread's rows have the same swizzle");
+  const scalar_t* from[kRows];  // this thread's chunk of its rows of x; null: no row
+
+  __device__ __forceinline__ int thread() const { return threadIdx.x % kProducerThreads; }
+  __device__ __forceinline__ int num_slabs() const { return (k + kSlabK - 1) / kSlabK; }
+
+  __device__ __forceinline__ void begin(const MoeTile& tile) {
+    if (order == nullptr) return;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int row = thread() / kChunks + i * kRowStep;
+      from[i] = nullptr;
+      if (row < tile.count)
+        from[i] = x + static_cast<int64_t>(order[tile.first + row] / top_k) * k +
+                  thread() % kChunks * kVec;
+    }
+  }
+
+  // By one thread, also what is said of the stage's bytes.
+  __device__ __forceinline__ void weight(int stage, int slab, const MoeTile& tile) const {
+    const unsigned full = smem_address(&smem.full[stage]);
+    const int depth = min(kDepth, num_slabs() - slab);
+    const int x_rows = order == nullptr ? (tile.count + kBoxRows - 1) / kBoxRows * kBoxRows : 0;
+    mbarrier_arrive_expect_tx(full, depth * (kSlabW + x_rows * kSlabRowBytes));
+    for (int d = 0; d < depth; ++d)
+#pragma unroll
+      for (int i = 0; i < kPartsW / kCluster; ++i) {
+        const int part = rank * (kPartsW / kCluster) + i;
+        const int row = num_gates > 0 ? tile.row + part / 2 * kMmaM + part % 2 * num_gates
+                                      : tile.row + part * kMmaM;
+        const unsigned to = smem_address(smem.w[stage]) + d * kSlabW + part * kMmaBytes;
+        if constexpr (kCluster == 1)
+          tma_load_3d(to, map_w, (slab + d) * kSlabK, row, tile.expert, full);
+        else
+          tma_load_3d_multicast(to, map_w, (slab + d) * kSlabK, row, tile.expert, full,
+                                (1 << kCluster) - 1);
+      }
+  }
+
+  // By all threads: rows that are gathered.
+  __device__ __forceinline__ void gather(int stage, int slab) const {
+    const int row = thread() / kChunks, chunk = thread() % kChunks;
+    unsigned char* to = smem.x[stage] + row * kSlabRowBytes + ((chunk ^ (row & 7)) << 4);
+#pragma unroll
+    for (int d = 0; d < kDepth; ++d) {
+      const int column = (slab + d) * kSlabK;
+      if (d > 0 && column >= k) break;
+      const bool exists = column + chunk * kVec < k;  // else zeros
+#pragma unroll
+      for (int i = 0; i < kRows; ++i)
+        if (from[i] != nullptr)
+          cp_async_16(to + d * kSlabX + i * kRowStep * kSlabRowBytes,
+                      exists ? from[i] + column : x, exists);
+    }
+    mbarrier_arrive_cp_async(smem_address(&smem.full[stage]));
+  }
+
+  // By one thread: sorted rows.
+  __device__ __forceinline__ void sorted(int stage, int slab, const MoeTile& tile) const {
+    const unsigned full = smem_address(&smem.full[stage]), to = smem_address(smem.x[stage]);
+    const int depth = min(kDepth, num_slabs() - slab);
+    for (int d = 0; d < depth; ++d)
+      for (int row = 0; row < tile.count; row += kBoxRows)
+        tma_load_2d(to + d * kSlabX + row * kSlabRowBytes, map_x, (slab + d) * kSlabK,
+                    tile.first + row, full);
+  }
+};
+
+// With `is_early` the first tile's weights are loaded before the preceding kernel has ended, as far
+// as the ring has room; it then waits for that kernel, and lets the next one start.
+__device__ __forceinline__ void produce(MoeShared& smem, MoeLoader& load,
+                                        const MoeScheduler& scheduler, bool is_early) {
+  const int count = scheduler.count(), first = MoeScheduler::first();
+  const bool is_first = load.thread() == 0;
+  int early = 0;
+  if (is_early) {
+    if (first < count) {
+      const MoeTile tile = scheduler.tile(first);
+      early = min(kStages, (load.num_slabs() + kDepth - 1) / kDepth);
+      if (is_first)
+        for (int i = 0; i < early; ++i) load.weight(i, i * kDepth, tile);
+    }
+    pdl_wait();
+  }
+  pdl_trigger();
+  PipelineState<kStages> state(1);
+#pragma unroll 1
+  for (int index = first; index < count; index += MoeScheduler::step()) {
+    const MoeTile tile = scheduler.tile(index);
+    load.begin(tile);
+#pragma unroll 1
+    for (int slab = 0; slab < load.num_slabs(); slab += kDepth) {
+      if (early > 0) {
+        --early;
+      } else {
+        mbarrier_wait(smem_address(&smem.empty[state.stage]), state.phase);
+        if (is_first) load.weight(state.stage, slab, tile);
+      }
+      if (load.order != nullptr)
+        load.gather(state.stage, slab);
+      else if (is_first)
+        load.sorted(state.stage, slab, tile);
+      state.advance();
+    }
+  }
+}
