@@ -22,7 +22,7 @@ constexpr int kConsumerThreads = kWarpgroups * 128;
 constexpr int kProducerThreads = 128;
 constexpr int kThreads = kConsumerThreads + kProducerThreads;
 constexpr bool kMovesRegisters = kWarpgroups > 1;
-constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
+constexpr int kProducerRegisters = 80, kConsumerRegisters = 208;
 
 constexpr int kMmaBytes = kMmaM * kSlabRowBytes;  // of an m-tile of a slab
 constexpr int kSlabW = kWarpgroups * kMmaTiles * kMmaBytes, kSlabX = kTokens * kSlabRowBytes;
@@ -34,14 +34,29 @@ static_assert(kTokens % 16 == 0, "sorted rows of x come in boxes of 16");
 constexpr int kPartsW = kWarpgroups * kMmaTiles;  // m-tiles of a slab of the weight
 static_assert(kPartsW % kCluster == 0, "each CTA of a cluster loads as many");
 
+struct MoeTile {
+  int expert;
+  int first, count;  // places in the sorted order
+  int row;           // first row of the weight, or of its gate's half
+};
+
+// What the producer tells the consumers of a tile.
+struct MoeSlot {
+  MoeTile tile;
+  int rows[kTokens];       // of out, where results are scattered
+  float weights[kTokens];  // of these pairs
+};
+constexpr int kSlots = 2;
+constexpr int kSlotWriters = kProducerThreads - kWarpSize;  // all but the warp that starts copies
+
 // Dynamic shared memory, from an address aligned to the swizzle's atoms.
 struct MoeShared {
   unsigned char w[kStages][kStageW];
   unsigned char x[kStages][kStageX];
   unsigned char staging[kWarpgroups][kStaging];
+  MoeSlot slots[kSlots];
   uint64_t full[kStages], empty[kStages];
-  float weights[kWarpgroups][kTokens];  // of the tile's pairs
-  int rows[kWarpgroups][kTokens];       // of out
+  uint64_t slot_full[kSlots], slot_empty[kSlots];
   int offsets[kMaxExperts + 1];
   int tiles[kMaxExperts + 1];  // tiles of the experts before
 };

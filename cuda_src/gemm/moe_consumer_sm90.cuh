@@ -12,10 +12,9 @@
 enum MoeActivation { kNone = 0, kSwiglu = 1, kSwigluClamped = 2 };
 
 struct MoeEpilogue {
-  const scalar_t* bias;      // (E, R), or null
-  const float* pair_weights; // null: rows of out are sorted as those of x
-  const int* order;
+  const scalar_t* bias;  // (E, R), or null
   scalar_t* out;
+  bool scatters;          // else rows of out are sorted
   int num_rows, columns;  // of the weight, of out
   int activation;
   float alpha, limit;
@@ -37,10 +36,10 @@ struct MoeEpilogue {
 
 __device__ __forceinline__ void stmatrix_x4_transposed(unsigned address, unsigned a, unsigned b,
                                                        unsigned c, unsigned d) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                   address),
-               "r"(a), "r"(b), "r"(c), "r"(d)
-               : "memory");
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+      "r"(a), "r"(b), "r"(c), "r"(d)
+      : "memory");
 }
 
 using MoeSums = float[kMmaTiles][kTokens / 2];
@@ -79,8 +78,9 @@ __device__ __forceinline__ void multiply(MoeShared& smem, int warpgroup, int num
       for (int step = 0; step < kSlabK / 16; ++step)
 #pragma unroll
         for (int j = 0; j < kMmaTiles; ++j)
-          wgmma<kN>(reinterpret_cast<float(&)[kN / 2]>(acc[j]), a + j * (kMmaBytes / 16) + step * 2,
-                    b + step * 2, slab > 0 || d > 0 || step > 0);
+          wgmma<kN>(reinterpret_cast<float (&)[kN / 2]>(acc[j]),
+                    a + j * (kMmaBytes / 16) + step * 2, b + step * 2,
+                    slab > 0 || d > 0 || step > 0);
     }
     wgmma_commit();
     wgmma_wait<1>();  // the stage before this one has been read
@@ -107,8 +107,9 @@ __device__ __forceinline__ void multiply_few(int count, MoeShared& smem, int war
 }
 
 // Writes 64 features of the tile's tokens: through shared memory, where they become rows.
-__device__ __forceinline__ void store(const MoeEpilogue& e, MoeShared& smem, int warpgroup,
-                                      int count, int column, const float (&acc)[kTokens / 2]) {
+__device__ __forceinline__ void store(const MoeEpilogue& e, MoeShared& smem, const MoeSlot& slot,
+                                      int warpgroup, int column, const float (&acc)[kTokens / 2]) {
+  const int count = slot.tile.count;
   const unsigned staging = smem_address(smem.staging[warpgroup]);
   const int thread = threadIdx.x % 128, lane_idx = thread % kWarpSize, warp_idx = thread / 32;
   const int barrier = 1 + warpgroup;
@@ -132,18 +133,20 @@ __device__ __forceinline__ void store(const MoeEpilogue& e, MoeShared& smem, int
       for (int i = thread / 8; i < min(count - first, kStagingTokens); i += 16) {
         const unsigned char* from =
             smem.staging[warpgroup] + i * kSlabRowBytes + ((part ^ (i & 7)) << 4);
-        scalar_t* out = e.out + static_cast<int64_t>(smem.rows[warpgroup][first + i]) * e.columns;
+        const int to_row = e.scatters ? slot.rows[first + i] : slot.tile.first + first + i;
+        scalar_t* out = e.out + static_cast<int64_t>(to_row) * e.columns;
         store_vec(out + column + part * 8,
                   load_vec<scalar_t, 8>(reinterpret_cast<const scalar_t*>(from)));
       }
     }
-    named_barrier_sync<128>(barrier);  // SAFETY: the next results overwrite staging and rows.
+    named_barrier_sync<128>(barrier);  // SAFETY: the next results overwrite staging.
   }
 }
 
 // Bias, activation and weight, in place; with an activation the results are in acc[0].
-__device__ __forceinline__ void finish(const MoeEpilogue& e, const MoeShared& smem, int warpgroup,
-                                       const MoeTile& tile, MoeSums& acc) {
+__device__ __forceinline__ void finish(const MoeEpilogue& e, const MoeSlot& slot, int warpgroup,
+                                       MoeSums& acc) {
+  const MoeTile& tile = slot.tile;
   const int thread = threadIdx.x % 128, lane_idx = thread % kWarpSize;
   const int feature = thread / kWarpSize * 16 + lane_idx / 4;
 #pragma unroll
@@ -162,11 +165,11 @@ __device__ __forceinline__ void finish(const MoeEpilogue& e, const MoeShared& sm
       }
     }
   }
-  if (e.pair_weights == nullptr) return;
+  if (!e.scatters) return;
 #pragma unroll
   for (int i = 0; i < kTokens / 8; ++i) {
     if (i * 8 >= tile.count) break;
-    const auto w = load_vec<float, 2>(&smem.weights[warpgroup][i * 8 + lane_idx % 4 * 2]);
+    const auto w = load_vec<float, 2>(&slot.weights[i * 8 + lane_idx % 4 * 2]);
 #pragma unroll
     for (int m = 0; m < kMmaTiles; ++m)
 #pragma unroll
@@ -174,27 +177,23 @@ __device__ __forceinline__ void finish(const MoeEpilogue& e, const MoeShared& sm
   }
 }
 
-__device__ __forceinline__ void consume(const MoeEpilogue& e, MoeShared& smem,
-                                        const MoeScheduler& scheduler, int num_slabs) {
+__device__ __forceinline__ void consume(const MoeEpilogue& e, MoeShared& smem, int num_tiles,
+                                        int num_slabs) {
   const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 128), 0);
-  const int thread = threadIdx.x % 128;
   PipelineState<kStages> state(0);
+  PipelineState<kSlots> next(0);
 #pragma unroll 1
-  for (int index = MoeScheduler::first(); index < scheduler.count();
-       index += MoeScheduler::step()) {
-    const MoeTile tile = scheduler.tile(index);
-    // SAFETY: all have passed the barrier at the end of the tile before.
-    for (int i = thread; i < tile.count; i += 128) {
-      const int pair = e.order[tile.first + i];
-      smem.rows[warpgroup][i] = e.pair_weights == nullptr ? tile.first + i : pair;
-      smem.weights[warpgroup][i] = e.pair_weights == nullptr ? 1.0f : e.pair_weights[pair];
-    }
-    named_barrier_sync<128>(1 + warpgroup);
+  for (int index = MoeScheduler::first(); index < num_tiles; index += MoeScheduler::step()) {
+    mbarrier_wait(smem_address(&smem.slot_full[next.stage]), next.phase);
+    const MoeSlot& slot = smem.slots[next.stage];
     MoeSums acc = {};  // as multiply does not write all of it
-    multiply_few(tile.count, smem, warpgroup, num_slabs, e.pair_weights == nullptr, state, acc);
-    finish(e, smem, warpgroup, tile, acc);
-    const int column = tile.row + warpgroup * (e.is_gated() ? 1 : kMmaTiles) * kMmaM;
-    store(e, smem, warpgroup, tile.count, column, acc[0]);
-    if (!e.is_gated()) store(e, smem, warpgroup, tile.count, column + kMmaM, acc[1]);
+    multiply_few(slot.tile.count, smem, warpgroup, num_slabs, !e.scatters, state, acc);
+    finish(e, slot, warpgroup, acc);
+    const int column = slot.tile.row + warpgroup * (e.is_gated() ? 1 : kMmaTiles) * kMmaM;
+    store(e, smem, slot, warpgroup, column, acc[0]);
+    if (!e.is_gated()) store(e, smem, slot, warpgroup, column + kMmaM, acc[1]);
+    named_barrier_sync<128>(1 + warpgroup);  // all have read the slot
+    if (threadIdx.x % 128 == 0) mbarrier_arrive(smem_address(&smem.slot_empty[next.stage]));
+    next.advance();
   }
 }

@@ -17,8 +17,8 @@
 #include "gemm/moe_producer_sm90.cuh"
 
 struct MoeGemmSm90Params {
-  TensorMap map_w;  // weight (E, R, K) by boxes of 64 rows, 64 values of k
-  TensorMap map_x;  // with pair_weights: x by boxes of 16 rows
+  TensorMap map_w;            // weight (E, R, K) by boxes of 64 rows, 64 values of k
+  TensorMap map_x;            // with pair_weights: x by boxes of 16 rows
   const scalar_t* x;          // (T, K), or (P, K) with pair_weights
   const int* order;           // (P,)
   const int* offsets;         // (E + 1,)
@@ -51,6 +51,10 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
       mbarrier_init(smem_address(&smem.full[i]), is_gathered ? 1 + kProducerThreads : 1);
       mbarrier_init(smem_address(&smem.empty[i]), kWarpgroups * kCluster);
     }
+    for (int i = 0; i < kSlots; ++i) {
+      mbarrier_init(smem_address(&smem.slot_full[i]), kSlotWriters);
+      mbarrier_init(smem_address(&smem.slot_empty[i]), kWarpgroups);
+    }
     mbarrier_init_fence();
   }
   if (!p.is_early) pdl_wait();
@@ -59,18 +63,17 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
   if (warp_idx == 0)
     MoeScheduler::count_tiles(smem.offsets, smem.tiles, p.num_experts, scheduler.row_tiles);
   cluster_sync(kCluster);
-  const int num_slabs = (p.k + kSlabK - 1) / kSlabK;
   // Producer and consumers part here for good, as setmaxnreg requires.
   if (warp_idx >= kConsumerThreads / 32) {
     if constexpr (kMovesRegisters) warpgroup_reg_dealloc<kProducerRegisters>();
-    MoeLoader load{smem,    &p.map_w, &p.map_x,  p.x, is_gathered ? p.order : nullptr, p.k,
-                   p.top_k, num_gates, rank};
+    MoeLoader load{smem,           &p.map_w, &p.map_x, p.x,       p.order,
+                   p.pair_weights, p.k,      p.top_k,  num_gates, rank};
     produce(smem, load, scheduler, p.is_early != 0);
   } else {
     if constexpr (kMovesRegisters) warpgroup_reg_alloc<kConsumerRegisters>();
-    const MoeEpilogue epilogue{p.bias,     p.pair_weights, p.order, p.out,  p.num_rows, columns,
-                               p.activation, p.alpha,        p.limit};
-    consume(epilogue, smem, scheduler, num_slabs);
+    const MoeEpilogue epilogue{p.bias,  p.out,        !is_gathered, p.num_rows,
+                               columns, p.activation, p.alpha,      p.limit};
+    consume(epilogue, smem, scheduler.count(), (p.k + kSlabK - 1) / kSlabK);
   }
   // SAFETY: others still arrive on this CTA's mbarriers, so it must not end before them.
   if constexpr (kCluster > 1) cluster_sync_relaxed();

@@ -12,35 +12,50 @@ struct MoeLoader {
   MoeShared& smem;
   const TensorMap *map_w, *map_x;
   const scalar_t* x;  // (T, k), gathered
-  const int* order;   // null: x is sorted
+  const int* order;
+  const float* pair_weights;  // null: x is gathered
   int k, top_k, num_gates, rank;
 
   static constexpr int kChunks = kSlabRowBytes / 16;
   static constexpr int kRowStep = kProducerThreads / kChunks;
   static constexpr int kRows = kTokens / kRowStep;
   static_assert(kRowStep % 8 == 0, "a thread's rows have the same swizzle");
-  const scalar_t* from[kRows];  // this thread's chunk of its rows of x; null: no row
+  int rows[kRows];  // of x, of which this thread copies a chunk; -1: none
 
   __device__ __forceinline__ int thread() const { return threadIdx.x % kProducerThreads; }
+  __device__ __forceinline__ bool is_gathered() const { return pair_weights == nullptr; }
   __device__ __forceinline__ int num_slabs() const { return (k + kSlabK - 1) / kSlabK; }
 
   __device__ __forceinline__ void begin(const MoeTile& tile) {
-    if (order == nullptr) return;
+    if (!is_gathered()) return;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const int row = thread() / kChunks + i * kRowStep;
-      from[i] = nullptr;
-      if (row < tile.count)
-        from[i] = x + static_cast<int64_t>(order[tile.first + row] / top_k) * k +
-                  thread() % kChunks * kVec;
+      rows[i] = row < tile.count ? order[tile.first + row] / top_k : -1;
     }
+  }
+
+  // By all warps but the first.
+  __device__ __forceinline__ void tell(const MoeTile& tile, PipelineState<kSlots>& slot) const {
+    if (thread() < kWarpSize) return;
+    mbarrier_wait(smem_address(&smem.slot_empty[slot.stage]), slot.phase);
+    MoeSlot& to = smem.slots[slot.stage];
+    if (thread() == kWarpSize) to.tile = tile;
+    if (!is_gathered())
+      for (int i = thread() - kWarpSize; i < tile.count; i += kSlotWriters) {
+        const int pair = order[tile.first + i];
+        to.rows[i] = pair;
+        to.weights[i] = pair_weights[pair];
+      }
+    mbarrier_arrive(smem_address(&smem.slot_full[slot.stage]));
+    slot.advance();
   }
 
   // By one thread, also what is said of the stage's bytes.
   __device__ __forceinline__ void weight(int stage, int slab, const MoeTile& tile) const {
     const unsigned full = smem_address(&smem.full[stage]);
     const int depth = min(kDepth, num_slabs() - slab);
-    const int x_rows = order == nullptr ? (tile.count + kBoxRows - 1) / kBoxRows * kBoxRows : 0;
+    const int x_rows = !is_gathered() ? (tile.count + kBoxRows - 1) / kBoxRows * kBoxRows : 0;
     mbarrier_arrive_expect_tx(full, depth * (kSlabW + x_rows * kSlabRowBytes));
     for (int d = 0; d < depth; ++d)
 #pragma unroll
@@ -67,10 +82,11 @@ struct MoeLoader {
       if (d > 0 && column >= k) break;
       const bool exists = column + chunk * kVec < k;  // else zeros
 #pragma unroll
-      for (int i = 0; i < kRows; ++i)
-        if (from[i] != nullptr)
-          cp_async_16(to + d * kSlabX + i * kRowStep * kSlabRowBytes,
-                      exists ? from[i] + column : x, exists);
+      for (int i = 0; i < kRows; ++i) {
+        if (rows[i] < 0) continue;
+        const scalar_t* from = x + static_cast<int64_t>(rows[i]) * k + column + chunk * kVec;
+        cp_async_16(to + d * kSlabX + i * kRowStep * kSlabRowBytes, exists ? from : x, exists);
+      }
     }
     mbarrier_arrive_cp_async(smem_address(&smem.full[stage]));
   }
@@ -104,9 +120,12 @@ __device__ __forceinline__ void produce(MoeShared& smem, MoeLoader& load,
   }
   pdl_trigger();
   PipelineState<kStages> state(1);
+  PipelineState<kSlots> slot(1);
 #pragma unroll 1
   for (int index = first; index < count; index += MoeScheduler::step()) {
     const MoeTile tile = scheduler.tile(index);
+    load.tell(tile, slot);
+    if (!load.is_gathered() && !is_first) continue;
     load.begin(tile);
 #pragma unroll 1
     for (int slab = 0; slab < load.num_slabs(); slab += kDepth) {
@@ -116,9 +135,9 @@ __device__ __forceinline__ void produce(MoeShared& smem, MoeLoader& load,
         mbarrier_wait(smem_address(&smem.empty[state.stage]), state.phase);
         if (is_first) load.weight(state.stage, slab, tile);
       }
-      if (load.order != nullptr)
+      if (load.is_gathered())
         load.gather(state.stage, slab);
-      else if (is_first)
+      else
         load.sorted(state.stage, slab, tile);
       state.advance();
     }

@@ -3,12 +3,6 @@
 
 #include "gemm/moe_config_sm90.cuh"
 
-struct MoeTile {
-  int expert;
-  int first, count;  // places in the sorted order
-  int row;           // first row of the weight, or of its gate's half
-};
-
 // A cluster computes tiles of the same rows of a weight, a CTA each. Experts follow each other. An
 // expert's tokens are divided evenly among as few clusters as they need, and its tiles go through
 // the tokens before the next rows of the weight: neighbours in time read the same rows from L2.

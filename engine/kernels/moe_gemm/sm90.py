@@ -26,6 +26,7 @@ _MAX_EXPERTS = 512
 _MMA_ROWS = 64
 _BOX_ROWS = 16
 _STAGING_TOKENS = 64
+_SLOTS = 2
 _DTYPES = ("float16", "bfloat16")
 
 
@@ -71,8 +72,9 @@ class MoeConfig:
 
     @property
     def _beside_stages(self) -> int:
-        of_warpgroup = _STAGING_TOKENS * _MMA_ROWS * 2 + self.tokens * (4 + 4)
-        return self.warpgroups * of_warpgroup + 2 * 4 * (_MAX_EXPERTS + 1) + 8
+        staging = self.warpgroups * _STAGING_TOKENS * _MMA_ROWS * 2
+        slots = _SLOTS * (16 + 8 * self.tokens + 16)
+        return staging + slots + 2 * 4 * (_MAX_EXPERTS + 1) + 8
 
     def spec(self, dtype: str) -> ModuleSpec:
         """Return the module for `dtype`."""
