@@ -84,6 +84,12 @@ __device__ __forceinline__ void tma_prefetch_2d(const TensorMap* map, int column
                : "memory");
 }
 
+__device__ __forceinline__ void tma_prefetch_3d(const TensorMap* map, int x, int y, int z) {
+  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];" ::"l"(map), "r"(x),
+               "r"(y), "r"(z)
+               : "memory");
+}
+
 __device__ __forceinline__ void tma_prefetch_4d(const TensorMap* map, int x, int y, int z, int w) {
   asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(map),
                "r"(x), "r"(y), "r"(z), "r"(w)

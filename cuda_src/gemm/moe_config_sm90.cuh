@@ -22,7 +22,7 @@ constexpr int kConsumerThreads = kWarpgroups * 128;
 constexpr int kProducerThreads = 128;
 constexpr int kThreads = kConsumerThreads + kProducerThreads;
 constexpr bool kMovesRegisters = kWarpgroups > 1;
-constexpr int kProducerRegisters = 80, kConsumerRegisters = 208;
+constexpr int kProducerRegisters = 88, kConsumerRegisters = 208;
 
 constexpr int kMmaBytes = kMmaM * kSlabRowBytes;  // of an m-tile of a slab
 constexpr int kSlabW = kWarpgroups * kMmaTiles * kMmaBytes, kSlabX = kTokens * kSlabRowBytes;
@@ -33,6 +33,10 @@ constexpr int kStaging = kStagingTokens * kMmaM * 2;
 static_assert(kTokens % 16 == 0, "sorted rows of x come in boxes of 16");
 constexpr int kPartsW = kWarpgroups * kMmaTiles;  // m-tiles of a slab of the weight
 static_assert(kPartsW % kCluster == 0, "each CTA of a cluster loads as many");
+
+// Slabs of the weight that L2 holds ahead of the loads: the ring alone covers too little time where
+// tiles have many tokens.
+constexpr int kAhead = kWarpgroups > 1 ? 12 : 0;
 
 struct MoeTile {
   int expert;
