@@ -6,14 +6,45 @@ from typing import Any
 
 from engine import reference
 from engine.kernels._contract import FLOAT32, INT32, Contract
+from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
+from engine.kernels._workspace import workspace
 from engine.reference import Routing
 
-__all__ = ["MAX_EXPERTS", "MAX_TOP_K", "Routing", "moe_route", "specs"]
+__all__ = [
+    "MAX_EXPERTS",
+    "MAX_GROUPS",
+    "MAX_TOP_K",
+    "Routing",
+    "chunk_tokens",
+    "moe_route",
+    "specs",
+]
 
 MAX_EXPERTS = 512
+MAX_GROUPS = 32
 MAX_TOP_K = 16
 _SCORES = ("softmax", "sigmoid")
+
+# Constants of the CUDA file.
+_WARP = 32
+_FEW_TOKENS, _FEW_WARPS = 64, 32
+_THREADS = 512
+_MAX_CHUNKS = 128  # about the multiprocessors of a large chip
+_WIDTHS = (32, 64, 128, 256, 512)  # most experts of each entry point
+
+_PARAMS = (
+    "logits:ptr correction:ptr experts:ptr weights:ptr order:ptr offsets:ptr counts:ptr "
+    "num_tokens:i32 num_experts:i32 top_k:i32 is_sigmoid:i32 num_groups:i32 top_groups:i32 "
+    "renormalize:i32 scale:f32 chunk_tokens:i32"
+)
+
+
+def _kernels(name: str) -> dict[int, Kernel]:
+    return {n: Kernel(f"moe_route_{name}_{n}", _PARAMS, struct="MoeRouteParams") for n in _WIDTHS}
+
+
+_FEW, _CHOOSE, _PLACE = (_kernels(name) for name in ("few", "choose", "place"))
 
 
 def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
@@ -46,8 +77,8 @@ def moe_route(
         Added to the scores to choose experts; the weights are without it.
     num_groups, top_groups : int
         The experts of a token come from its `top_groups` best of `num_groups` groups of
-        neighbouring experts. A group's rank is its best score, or the sum of its two best with a
-        `correction`.
+        neighbouring experts, at most 32. A group's rank is its best score, or the sum of its two
+        best with a `correction`.
     renormalize : bool
         Divide the weights of a token by their sum. With "softmax" that is the softmax over the
         logits of the chosen experts.
@@ -129,6 +160,7 @@ def _check_groups(
     num_experts = call["E"]
     divides = _is_int(num_groups) and num_groups >= 1 and num_experts % num_groups == 0
     call.check("num_groups", divides, f"a divisor of the {num_experts} experts", num_groups)
+    call.check("num_groups", num_groups <= MAX_GROUPS, f"at most {MAX_GROUPS}", num_groups)
     per_group = num_experts // num_groups
     if num_groups > 1 and has_correction:
         call.check("num_groups", per_group >= 2, f"at most {num_experts // 2}", num_groups)
@@ -138,5 +170,53 @@ def _check_groups(
     call.check("top_groups", has_room, f"groups with {top_k} experts together", top_groups)
 
 
-def _launch(logits: Any, routing: Routing, **options: Any) -> None:
-    raise NotImplementedError
+def chunk_tokens(num_tokens: int) -> int:
+    """Return how many tokens a block has, a multiple of its warps; 0 if one block does all.
+
+    Examples
+    --------
+    >>> chunk_tokens(64), chunk_tokens(65), chunk_tokens(4096), chunk_tokens(5000)
+    (0, 16, 32, 48)
+    """
+    if num_tokens <= _FEW_TOKENS:
+        return 0
+    warps = _THREADS // _WARP
+    return ceil_div(ceil_div(num_tokens, _MAX_CHUNKS), warps) * warps
+
+
+def _launch(
+    logits: Any,
+    routing: Routing,
+    *,
+    score: str,
+    correction: Any,
+    num_groups: int,
+    top_groups: int,
+    renormalize: bool,
+    scale: float,
+) -> None:
+    (num_tokens, num_experts), chunk = logits.shape, chunk_tokens(logits.shape[0])
+    num_chunks = ceil_div(num_tokens, chunk) if chunk else 1
+    width = next(n for n in _WIDTHS if n >= num_experts)
+    arguments = {
+        "logits": logits,
+        "correction": correction,
+        **routing._asdict(),
+        "counts": workspace(num_chunks * num_experts) if chunk else None,
+        "num_tokens": num_tokens,
+        "num_experts": num_experts,
+        "top_k": routing.experts.shape[1],
+        "is_sigmoid": score == "sigmoid",
+        "num_groups": num_groups,
+        "top_groups": top_groups,
+        "renormalize": renormalize,
+        "scale": scale,
+        "chunk_tokens": chunk,
+    }
+    spec = specs("float32")[0]
+    if not chunk:
+        threads = _WARP * max(1, min(num_tokens, _FEW_WARPS))
+        _FEW[width].launch(spec, (1,), (threads,), pdl=True, **arguments)
+        return
+    for kernels in (_CHOOSE, _PLACE):
+        kernels[width].launch(spec, (num_chunks,), (_THREADS,), pdl=True, **arguments)
