@@ -5,10 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 from engine import reference
+from engine.dtypes import dtype_name
 from engine.kernels._contract import FLOATS, Contract
+from engine.kernels._elementwise import MAX_GRID_Y, is_aligned, vector_width
+from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 
 __all__ = ["moe_combine", "specs"]
+
+_THREADS = 128  # kThreads of the CUDA file
+_PARAMS = (
+    "pairs:ptr shared:ptr shared_gate:ptr residual:ptr out:ptr num_tokens:i64 top_k:i32 "
+    "num_features:i32"
+)
+_VECTOR = Kernel("moe_combine_vector", _PARAMS)
+_SCALAR = Kernel("moe_combine_scalar", _PARAMS)
 
 
 def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
@@ -79,4 +90,22 @@ def moe_combine(
 
 
 def _launch(pairs: Any, shared: Any, shared_gate: Any, residual: Any, out: Any) -> None:
-    raise NotImplementedError
+    num_tokens, top_k, num_features = pairs.shape
+    width = vector_width(pairs)
+    moved = [array for array in (pairs, shared, residual, out) if array is not None]
+    fits = num_features % width == 0 and is_aligned(*moved)
+    items = num_features // width if fits else num_features
+    (_VECTOR if fits else _SCALAR).launch(
+        specs(dtype_name(pairs.dtype))[0],
+        (ceil_div(items, _THREADS), min(num_tokens, MAX_GRID_Y)),
+        (_THREADS,),
+        pdl=True,
+        pairs=pairs,
+        shared=shared,
+        shared_gate=shared_gate,
+        residual=residual,
+        out=out,
+        num_tokens=num_tokens,
+        top_k=top_k,
+        num_features=num_features,
+    )

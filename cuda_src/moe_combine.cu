@@ -1,0 +1,82 @@
+// The sum of every token's experts.
+//
+//   out[t] = sum over j of pairs[t, j] + shared[t] * sigmoid(shared_gate[t]) + residual[t]
+//
+//   pairs              (T, top_k, N) scalar_t  contiguous
+//   shared, residual   (T, N) scalar_t         contiguous, or null; residual may be out
+//   shared_gate        (T,) scalar_t           or null: shared is added as it is
+//   out                (T, N) scalar_t         contiguous
+//
+// Numerics: float, added in the order above, rounded once.
+// Parallelisation: one thread per kWidth features of a token; blockIdx.x walks a row, blockIdx.y the
+// rows. The loads of eight experts and of what is added to them are in flight before the first is
+// used. A thread writes only what it has read.
+// Mirror: engine/reference/moe_combine.py
+#include "common/packed.cuh"
+#include "common/pdl.cuh"
+#include "common/types.cuh"
+
+constexpr int kThreads = 128;
+constexpr int kBatch = 8;  // experts whose loads are in flight together
+
+// kWidth features of one row; null: zeros.
+template <int kWidth>
+__device__ __forceinline__ Packed<kWidth> load_or_zero(const scalar_t* p, int64_t at) {
+  return p != nullptr ? load_packed<kWidth>(p + at) : Packed<kWidth>{};
+}
+
+template <int kWidth>
+__device__ __forceinline__ void add(float (&sum)[kWidth], const Packed<kWidth>& x, float scale) {
+  const Vec<scalar_t, kWidth> own = unpack<kWidth>(x);
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) sum[i] += to_float(own.v[i]) * scale;
+}
+
+template <int kWidth>
+__device__ __forceinline__ void combine(const scalar_t* pairs, const scalar_t* shared,
+                                        const scalar_t* shared_gate, const scalar_t* residual,
+                                        scalar_t* out, int64_t num_tokens, int top_k,
+                                        int num_features) {
+  pdl_trigger();
+  pdl_wait();
+  const int64_t column = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * kWidth;
+  if (column >= num_features) return;
+#pragma unroll 1
+  for (int64_t row = blockIdx.y; row < num_tokens; row += gridDim.y) {
+    const int64_t at = row * num_features + column;
+    const Packed<kWidth> own_shared = load_or_zero<kWidth>(shared, at);
+    const Packed<kWidth> own_residual = load_or_zero<kWidth>(residual, at);
+    const float gate = shared_gate != nullptr ? to_float(shared_gate[row]) : 0.0f;
+    const scalar_t* from = pairs + row * top_k * num_features + column;
+    float sum[kWidth] = {};
+#pragma unroll 1
+    for (int first = 0; first < top_k; first += kBatch) {
+      Packed<kWidth> x[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        x[i] = Packed<kWidth>{};
+        if (first + i < top_k)
+          x[i] = load_packed<kWidth>(from + static_cast<int64_t>(first + i) * num_features);
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) add<kWidth>(sum, x[i], 1.0f);  // zeros change nothing
+    }
+    const float scale = shared_gate != nullptr ? 1.0f / (1.0f + expf(-gate)) : 1.0f;
+    if (shared != nullptr) add<kWidth>(sum, own_shared, scale);
+    if (residual != nullptr) add<kWidth>(sum, own_residual, 1.0f);
+    Vec<scalar_t, kWidth> y;
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) y.v[i] = from_float<scalar_t>(sum[i]);
+    store_vec(out + at, y);
+  }
+}
+
+#define ENGINE_MOE_COMBINE(name, width)                                                           \
+  extern "C" __global__ void __launch_bounds__(kThreads) name(                                    \
+      const scalar_t* pairs, const scalar_t* shared, const scalar_t* shared_gate,                 \
+      const scalar_t* residual, scalar_t* out, int64_t num_tokens, int top_k, int num_features) { \
+    combine<width>(pairs, shared, shared_gate, residual, out, num_tokens, top_k, num_features);   \
+  }
+
+ENGINE_MOE_COMBINE(moe_combine_vector, kVec)
+ENGINE_MOE_COMBINE(moe_combine_scalar, 1)
