@@ -48,16 +48,6 @@ __device__ __forceinline__ void tma_load_3d(unsigned to, const TensorMap* map, i
       : "memory");
 }
 
-__device__ __forceinline__ void tma_load_3d_multicast(unsigned to, const TensorMap* map, int x,
-                                                      int y, int z, unsigned barrier,
-                                                      unsigned short blocks) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".multicast::cluster [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to),
-      "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier), "h"(blocks)
-      : "memory");
-}
-
 __device__ __forceinline__ void tma_load_4d(unsigned to, const TensorMap* map, int x, int y, int z,
                                             int w, unsigned barrier) {
   asm volatile(
@@ -81,12 +71,6 @@ __device__ __forceinline__ void tma_load_4d_multicast(unsigned to, const TensorM
 __device__ __forceinline__ void tma_prefetch_2d(const TensorMap* map, int column, int row) {
   asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(column),
                "r"(row)
-               : "memory");
-}
-
-__device__ __forceinline__ void tma_prefetch_3d(const TensorMap* map, int x, int y, int z) {
-  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];" ::"l"(map), "r"(x),
-               "r"(y), "r"(z)
                : "memory");
 }
 

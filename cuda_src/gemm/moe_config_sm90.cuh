@@ -8,7 +8,6 @@
 
 constexpr int kWarpgroups = WARPGROUPS;  // that multiply, each 128 rows of the weight
 constexpr int kTokens = TOKENS;          // rows of x in a tile, at most
-constexpr int kCluster = CLUSTER;        // CTAs that share an expert's tokens and its weight
 constexpr int kDepth = DEPTH;            // slabs in a stage
 constexpr int kStages = STAGES;
 constexpr int kMaxExperts = 512;
@@ -32,11 +31,6 @@ constexpr int kStagingTokens = 64;
 constexpr int kStaging = kStagingTokens * kMmaM * 2;
 static_assert(kTokens % 16 == 0, "sorted rows of x come in boxes of 16");
 constexpr int kPartsW = kWarpgroups * kMmaTiles;  // m-tiles of a slab of the weight
-static_assert(kPartsW % kCluster == 0, "each CTA of a cluster loads as many");
-
-// Slabs of the weight that L2 holds ahead of the loads: the ring alone covers too little time where
-// tiles have many tokens.
-constexpr int kAhead = kWarpgroups > 1 ? 12 : 0;
 
 struct MoeTile {
   int expert;

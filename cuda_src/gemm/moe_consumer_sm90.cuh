@@ -21,8 +21,7 @@ struct MoeEpilogue {
 
   __device__ __forceinline__ bool is_gated() const { return activation != kNone; }
 
-  __device__ __forceinline__ float gated(float gate, float up) const {
-    if (activation == kSwiglu) return silu(gate) * up;
+  __device__ __forceinline__ float clamped(float gate, float up) const {
     gate = fminf(gate, limit);
     up = fminf(fmaxf(up, -limit), limit);
     return (up + 1.0f) * __fdividef(gate, 1.0f + expf(-alpha * gate));
@@ -44,15 +43,9 @@ __device__ __forceinline__ void stmatrix_x4_transposed(unsigned address, unsigne
 
 using MoeSums = float[kMmaTiles][kTokens / 2];
 
-// Lets the CTAs of the cluster, whose producers all write into it, fill a stage again.
+// Lets the producer fill a stage again.
 __device__ __forceinline__ void release(MoeShared& smem, int stage) {
-  const int thread = threadIdx.x % 128;
-  const unsigned empty = smem_address(&smem.empty[stage]);
-  if constexpr (kCluster == 1) {
-    if (thread == 0) mbarrier_arrive(empty);
-  } else {
-    if (thread < kCluster) mbarrier_arrive_cluster(empty, thread);
-  }
+  if (threadIdx.x % 128 == 0) mbarrier_arrive(smem_address(&smem.empty[stage]));
 }
 
 // The sums of the first kN tokens; k in ascending steps of 16, whatever kN is.
@@ -143,33 +136,49 @@ __device__ __forceinline__ void store(const MoeEpilogue& e, MoeShared& smem, con
   }
 }
 
+// Calls f(j) for the sums of the tile's tokens: acc[m][j] is one of this thread's first row (j % 4 <
+// 2) or of that eight rows below.
+template <typename F>
+__device__ __forceinline__ void for_each_sum(int count, F f) {
+#pragma unroll
+  for (int i = 0; i < kTokens / 8; ++i) {
+    if (i * 8 >= count) break;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) f(4 * i + j);
+  }
+}
+
+__device__ __forceinline__ void add_bias(const MoeEpilogue& e, const MoeTile& tile, int warpgroup,
+                                         MoeSums& acc) {
+  const int thread = threadIdx.x % 128, lane_idx = thread % kWarpSize;
+  const int row = tile.row + thread / kWarpSize * 16 + lane_idx / 4 +
+                  warpgroup * (e.is_gated() ? 1 : kMmaTiles) * kMmaM;
+  float bias[kMmaTiles][2];
+#pragma unroll
+  for (int m = 0; m < kMmaTiles; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      bias[m][half] =
+          e.bias_of(tile.expert, row + m * (e.is_gated() ? e.columns : kMmaM) + 8 * half);
+#pragma unroll
+  for (int m = 0; m < kMmaTiles; ++m)
+    for_each_sum(tile.count, [&](int j) { acc[m][j] += bias[m][j / 2 % 2]; });
+}
+
 // Bias, activation and weight, in place; with an activation the results are in acc[0].
 __device__ __forceinline__ void finish(const MoeEpilogue& e, const MoeSlot& slot, int warpgroup,
                                        MoeSums& acc) {
-  const MoeTile& tile = slot.tile;
-  const int thread = threadIdx.x % 128, lane_idx = thread % kWarpSize;
-  const int feature = thread / kWarpSize * 16 + lane_idx / 4;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = tile.row + feature + 8 * half;
-    const int first = row + warpgroup * (e.is_gated() ? 1 : kMmaTiles) * kMmaM;
-    const float bias = e.bias_of(tile.expert, first);
-    const float next = e.bias_of(tile.expert, first + (e.is_gated() ? e.columns : kMmaM));
-#pragma unroll
-    for (int i = 0; i < kTokens / 8; ++i) {
-      if (i * 8 >= tile.count) break;
-#pragma unroll
-      for (int j = 4 * i + 2 * half; j < 4 * i + 2 * half + 2; ++j) {
-        acc[0][j] += bias, acc[1][j] += next;
-        if (e.is_gated()) acc[0][j] = e.gated(acc[0][j], acc[1][j]);
-      }
-    }
-  }
+  const int count = slot.tile.count;
+  if (e.bias != nullptr) add_bias(e, slot.tile, warpgroup, acc);
+  if (e.activation == kSwiglu)
+    for_each_sum(count, [&](int j) { acc[0][j] = silu(acc[0][j]) * acc[1][j]; });
+  else if (e.activation == kSwigluClamped)
+    for_each_sum(count, [&](int j) { acc[0][j] = e.clamped(acc[0][j], acc[1][j]); });
   if (!e.scatters) return;
 #pragma unroll
   for (int i = 0; i < kTokens / 8; ++i) {
-    if (i * 8 >= tile.count) break;
-    const auto w = load_vec<float, 2>(&slot.weights[i * 8 + lane_idx % 4 * 2]);
+    if (i * 8 >= count) break;
+    const auto w = load_vec<float, 2>(&slot.weights[i * 8 + threadIdx.x % 4 * 2]);
 #pragma unroll
     for (int m = 0; m < kMmaTiles; ++m)
 #pragma unroll
@@ -183,7 +192,7 @@ __device__ __forceinline__ void consume(const MoeEpilogue& e, MoeShared& smem, i
   PipelineState<kStages> state(0);
   PipelineState<kSlots> next(0);
 #pragma unroll 1
-  for (int index = MoeScheduler::first(); index < num_tiles; index += MoeScheduler::step()) {
+  for (int index = blockIdx.x; index < num_tiles; index += gridDim.x) {
     mbarrier_wait(smem_address(&smem.slot_full[next.stage]), next.phase);
     const MoeSlot& slot = smem.slots[next.stage];
     MoeSums acc = {};  // as multiply does not write all of it

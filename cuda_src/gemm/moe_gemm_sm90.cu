@@ -31,7 +31,7 @@ struct MoeGemmSm90Params {
   int is_early;  // the preceding kernel writes neither weight, bias, order, offsets nor pair_weights
 };
 
-extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
     moe_gemm_sm90(const __grid_constant__ MoeGemmSm90Params p) {
   extern __shared__ unsigned char smem_raw[];
   MoeShared& smem = *reinterpret_cast<MoeShared*>(smem_raw + (-smem_address(smem_raw) & 1023));
@@ -40,16 +40,14 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
   const int tile_rows = kWarpgroups * kMmaM * (num_gates > 0 ? 1 : kMmaTiles);
   const int columns = num_gates > 0 ? num_gates : p.num_rows;
   const bool is_gathered = p.pair_weights == nullptr;
-  const int rank = kCluster > 1 ? static_cast<int>(cluster_rank()) : 0;
-  const MoeScheduler scheduler{smem.offsets,  smem.tiles,
-                               p.num_experts, (columns + tile_rows - 1) / tile_rows,
-                               tile_rows,     rank};
+  const MoeScheduler scheduler{smem.offsets, smem.tiles, p.num_experts,
+                               (columns + tile_rows - 1) / tile_rows, tile_rows};
   if (threadIdx.x == 0) {
     tma_prefetch_map(&p.map_w);
     tma_prefetch_map(&p.map_x);
     for (int i = 0; i < kStages; ++i) {
       mbarrier_init(smem_address(&smem.full[i]), is_gathered ? 1 + kProducerThreads : 1);
-      mbarrier_init(smem_address(&smem.empty[i]), kWarpgroups * kCluster);
+      mbarrier_init(smem_address(&smem.empty[i]), kWarpgroups);
     }
     for (int i = 0; i < kSlots; ++i) {
       mbarrier_init(smem_address(&smem.slot_full[i]), kSlotWriters);
@@ -62,12 +60,11 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
   __syncthreads();
   if (warp_idx == 0)
     MoeScheduler::count_tiles(smem.offsets, smem.tiles, p.num_experts, scheduler.row_tiles);
-  cluster_sync(kCluster);
+  __syncthreads();
   // Producer and consumers part here for good, as setmaxnreg requires.
   if (warp_idx >= kConsumerThreads / 32) {
     if constexpr (kMovesRegisters) warpgroup_reg_dealloc<kProducerRegisters>();
-    MoeLoader load{smem,           &p.map_w, &p.map_x, p.x,       p.order,
-                   p.pair_weights, p.k,      p.top_k,  num_gates, rank};
+    MoeLoader load{smem, &p.map_w, &p.map_x, p.x, p.order, p.pair_weights, p.k, p.top_k, num_gates};
     produce(smem, load, scheduler, p.is_early != 0);
   } else {
     if constexpr (kMovesRegisters) warpgroup_reg_alloc<kConsumerRegisters>();
@@ -75,6 +72,4 @@ extern "C" __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kT
                                columns, p.activation, p.alpha,      p.limit};
     consume(epilogue, smem, scheduler.count(), (p.k + kSlabK - 1) / kSlabK);
   }
-  // SAFETY: others still arrive on this CTA's mbarriers, so it must not end before them.
-  if constexpr (kCluster > 1) cluster_sync_relaxed();
 }

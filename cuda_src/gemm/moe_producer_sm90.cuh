@@ -14,7 +14,7 @@ struct MoeLoader {
   const scalar_t* x;  // (T, k), gathered
   const int* order;
   const float* pair_weights;  // null: x is gathered
-  int k, top_k, num_gates, rank;
+  int k, top_k, num_gates;
 
   static constexpr int kChunks = kSlabRowBytes / 16;
   static constexpr int kRowStep = kProducerThreads / kChunks;
@@ -51,12 +51,6 @@ struct MoeLoader {
     slot.advance();
   }
 
-  // The first row of the weight in an m-tile.
-  __device__ __forceinline__ int row_of(const MoeTile& tile, int part) const {
-    if (num_gates == 0) return tile.row + part * kMmaM;
-    return tile.row + part / 2 * kMmaM + part % 2 * num_gates;
-  }
-
   // By one thread, also what is said of the stage's bytes.
   __device__ __forceinline__ void weight(int stage, int slab, const MoeTile& tile) const {
     const unsigned full = smem_address(&smem.full[stage]);
@@ -65,23 +59,12 @@ struct MoeLoader {
     mbarrier_arrive_expect_tx(full, depth * (kSlabW + x_rows * kSlabRowBytes));
     for (int d = 0; d < depth; ++d)
 #pragma unroll
-      for (int i = 0; i < kPartsW / kCluster; ++i) {
-        const int part = rank * (kPartsW / kCluster) + i, row = row_of(tile, part);
-        const unsigned to = smem_address(smem.w[stage]) + d * kSlabW + part * kMmaBytes;
-        if constexpr (kCluster == 1)
-          tma_load_3d(to, map_w, (slab + d) * kSlabK, row, tile.expert, full);
-        else
-          tma_load_3d_multicast(to, map_w, (slab + d) * kSlabK, row, tile.expert, full,
-                                (1 << kCluster) - 1);
+      for (int part = 0; part < kPartsW; ++part) {
+        const int row = num_gates > 0 ? tile.row + part / 2 * kMmaM + part % 2 * num_gates
+                                      : tile.row + part * kMmaM;
+        tma_load_3d(smem_address(smem.w[stage]) + d * kSlabW + part * kMmaBytes, map_w,
+                    (slab + d) * kSlabK, row, tile.expert, full);
       }
-  }
-
-  // Brings the weight to the L2 cache only.
-  __device__ __forceinline__ void prefetch(int slab, const MoeTile& tile) const {
-#pragma unroll
-    for (int i = 0; i < kPartsW / kCluster; ++i)
-      tma_prefetch_3d(map_w, slab * kSlabK, row_of(tile, rank * (kPartsW / kCluster) + i),
-                      tile.expert);
   }
 
   // By all threads: rows that are gathered.
@@ -114,35 +97,11 @@ struct MoeLoader {
   }
 };
 
-// Runs ahead of the loads, through this tile and the next.
-struct MoePrefetcher {
-  const MoeLoader& load;
-  const MoeScheduler& scheduler;
-  int index, count, slab = 0;
-  MoeTile tile;
-
-  __device__ __forceinline__ MoePrefetcher(const MoeLoader& load, const MoeScheduler& scheduler)
-      : load(load),
-        scheduler(scheduler),
-        index(MoeScheduler::first()),
-        count(scheduler.count()) {
-    if (index < count) tile = scheduler.tile(index);
-  }
-  __device__ __forceinline__ void advance() {
-    if (index >= count) return;
-    load.prefetch(slab, tile);
-    if (++slab < load.num_slabs()) return;
-    slab = 0;
-    index += MoeScheduler::step();
-    if (index < count) tile = scheduler.tile(index);
-  }
-};
-
 // With `is_early` the first tile's weights are loaded before the preceding kernel has ended, as far
 // as the ring has room; it then waits for that kernel, and lets the next one start.
 __device__ __forceinline__ void produce(MoeShared& smem, MoeLoader& load,
                                         const MoeScheduler& scheduler, bool is_early) {
-  const int count = scheduler.count(), first = MoeScheduler::first();
+  const int count = scheduler.count(), first = blockIdx.x;
   const bool is_first = load.thread() == 0;
   int early = 0;
   if (is_early) {
@@ -155,14 +114,10 @@ __device__ __forceinline__ void produce(MoeShared& smem, MoeLoader& load,
     pdl_wait();
   }
   pdl_trigger();
-  static_assert(kAhead == 0 || kDepth == 1, "a slab is prefetched for each that is loaded");
-  MoePrefetcher prefetcher(load, scheduler);
-  if (is_first)
-    for (int i = 0; i < kAhead; ++i) prefetcher.advance();
   PipelineState<kStages> state(1);
   PipelineState<kSlots> slot(1);
 #pragma unroll 1
-  for (int index = first; index < count; index += MoeScheduler::step()) {
+  for (int index = first; index < count; index += gridDim.x) {
     const MoeTile tile = scheduler.tile(index);
     load.tell(tile, slot);
     if (!load.is_gathered() && !is_first) continue;
@@ -174,7 +129,6 @@ __device__ __forceinline__ void produce(MoeShared& smem, MoeLoader& load,
       } else {
         mbarrier_wait(smem_address(&smem.empty[state.stage]), state.phase);
         if (is_first) load.weight(state.stage, slab, tile);
-        if (kAhead > 0 && is_first) prefetcher.advance();
       }
       if (load.is_gathered())
         load.gather(state.stage, slab);

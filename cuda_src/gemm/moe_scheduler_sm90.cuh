@@ -3,18 +3,16 @@
 
 #include "gemm/moe_config_sm90.cuh"
 
-// A cluster computes tiles of the same rows of a weight, a CTA each. Experts follow each other. An
-// expert's tokens are divided evenly among as few clusters as they need, and its tiles go through
-// the tokens before the next rows of the weight: neighbours in time read the same rows from L2.
+// Experts follow each other. An expert's tokens are divided evenly among as few tiles as they need,
+// and its tiles go through the tokens before the next rows of the weight: neighbours in time read
+// the same rows from L2.
 struct MoeScheduler {
-  const int *offsets, *tiles;  // in shared memory; tiles of clusters
-  int num_experts, row_tiles, tile_rows, rank;
+  const int *offsets, *tiles;  // in shared memory
+  int num_experts, row_tiles, tile_rows;
 
   static __device__ __forceinline__ int token_tiles(int count) {
-    return (count + kTokens * kCluster - 1) / (kTokens * kCluster);
+    return (count + kTokens - 1) / kTokens;
   }
-  static __device__ __forceinline__ int first() { return blockIdx.x / kCluster; }
-  static __device__ __forceinline__ int step() { return gridDim.x / kCluster; }
 
   // One warp fills `tiles`; a barrier must follow.
   static __device__ __forceinline__ void count_tiles(const int* offsets, int* tiles,
@@ -40,7 +38,6 @@ struct MoeScheduler {
 
   __device__ __forceinline__ int count() const { return tiles[num_experts]; }
 
-  // This CTA's part of tile `index`, which may have no tokens.
   __device__ __forceinline__ MoeTile tile(int index) const {
     int low = 0, high = num_experts;  // tiles[low] <= index < tiles[high]
     while (high - low > 1) {
@@ -52,8 +49,7 @@ struct MoeScheduler {
     }
     const int begin = offsets[low], pairs = offsets[low + 1] - begin;
     const int parts = token_tiles(pairs), local = index - tiles[low];
-    const int size = (pairs + parts * kCluster - 1) / (parts * kCluster);
-    const int first = min(pairs, (local % parts * kCluster + rank) * size);
+    const int size = (pairs + parts - 1) / parts, first = local % parts * size;
     return {low, begin + first, min(size, pairs - first), local / parts * tile_rows};
   }
 };

@@ -59,7 +59,9 @@ def moe_gemm(
     deterministic : bool
         Sum each row in an order that does not depend on the other rows.
     pdl : bool
-        Say that no kernel still running on the stream writes `weight` or `bias`.
+        Say that no kernel still running on the stream writes `weight` or `bias`, nor, with
+        `scatter`, `routing`: the product before, without `scatter`, waits for the routing before it
+        lets the next kernel start. They are then read while the preceding kernel ends.
     out : (P, R) or, with an activation, (P, R / 2) array of x's dtype, optional
         Where to put the result.
 

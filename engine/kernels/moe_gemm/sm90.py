@@ -40,15 +40,12 @@ class MoeConfig:
         That multiply, each 128 rows of the weight.
     tokens : int
         Of one expert in a tile, at most.
-    cluster : int
-        CTAs that share the tokens of an expert.
     depth : int
         Slabs of 64 values of k in a stage.
     """
 
     warpgroups: int
     tokens: int
-    cluster: int
     depth: int
 
     @property
@@ -81,14 +78,13 @@ class MoeConfig:
         macros = {
             "WARPGROUPS": self.warpgroups,
             "TOKENS": self.tokens,
-            "CLUSTER": self.cluster,
             "DEPTH": self.depth,
             "STAGES": self.stages,
         }
         return ModuleSpec("gemm/moe_gemm_sm90.cu", dtype, tuple(macros.items()))
 
 
-_FEW, _MANY = MoeConfig(1, 64, 1, 2), MoeConfig(2, 144, 2, 1)
+_FEW, _MANY = MoeConfig(1, 64, 2), MoeConfig(2, 144, 1)
 MOE_CONFIGS = (_FEW, _MANY)
 _MANY_FROM = 32  # tokens an expert, on average
 
@@ -104,9 +100,9 @@ def choose_config(num_pairs: int, num_experts: int) -> MoeConfig:
     Examples
     --------
     >>> choose_config(2048, 128), choose_config(32768, 128)
-    (MoeConfig(warpgroups=1, tokens=64, cluster=1, depth=2), MoeConfig(warpgroups=2, tokens=144, cluster=2, depth=1))
+    (MoeConfig(warpgroups=1, tokens=64, depth=2), MoeConfig(warpgroups=2, tokens=144, depth=1))
     """
-    return _MANY if num_pairs >= _MANY_FROM * num_experts else _FEW
+    return _MANY if num_pairs > _MANY_FROM * num_experts else _FEW
 
 
 def is_possible(operands: MoeOperands) -> bool:
@@ -129,8 +125,7 @@ def launch(operands: MoeOperands) -> None:
     config = choose_config(pairs, num_experts)
     is_gated = operands.activation is not None
     tile_rows = config.warpgroups * _MMA_ROWS * (1 if is_gated else 2)
-    token_tiles = min(pairs, num_experts + pairs // (config.tokens * config.cluster))
-    clusters = min(sm_count() // config.cluster, token_tiles * ceil_div(columns, tile_rows))
+    token_tiles = min(pairs, num_experts + pairs // config.tokens)
     step = weight.itemsize
     map_w = tensor_map(
         weight.data.ptr,
@@ -142,7 +137,7 @@ def launch(operands: MoeOperands) -> None:
     )
     _KERNEL.launch(
         config.spec(dtype),
-        (clusters * config.cluster,),
+        (min(sm_count(), token_tiles * ceil_div(columns, tile_rows)),),
         (config.threads,),
         config.shared_bytes,
         pdl=True,  # the kernel waits before it touches what another may write
