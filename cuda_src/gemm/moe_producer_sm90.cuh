@@ -97,22 +97,20 @@ struct MoeLoader {
   }
 };
 
-// With `is_early` the first tile's weights are loaded before the preceding kernel has ended, as far
-// as the ring has room; it then waits for that kernel, and lets the next one start.
+// The first tile's weights are loaded before all else, as far as the ring has room; with `is_early`
+// also before the preceding kernel has ended. The next kernel may start once this one has waited.
 __device__ __forceinline__ void produce(MoeShared& smem, MoeLoader& load,
                                         const MoeScheduler& scheduler, bool is_early) {
   const int count = scheduler.count(), first = blockIdx.x;
   const bool is_first = load.thread() == 0;
   int early = 0;
-  if (is_early) {
-    if (first < count) {
-      const MoeTile tile = scheduler.tile(first);
-      early = min(kStages, (load.num_slabs() + kDepth - 1) / kDepth);
-      if (is_first)
-        for (int i = 0; i < early; ++i) load.weight(i, i * kDepth, tile);
-    }
-    pdl_wait();
+  if (first < count) {
+    const MoeTile tile = scheduler.tile(first);
+    early = min(kStages, (load.num_slabs() + kDepth - 1) / kDepth);
+    if (is_first)
+      for (int i = 0; i < early; ++i) load.weight(i, i * kDepth, tile);
   }
+  if (is_early) pdl_wait();
   pdl_trigger();
   PipelineState<kStages> state(1);
   PipelineState<kSlots> slot(1);

@@ -28,7 +28,7 @@ _SCORES = ("softmax", "sigmoid")
 
 # Constants of the CUDA file.
 _WARP = 32
-_FEW_TOKENS, _FEW_WARPS = 64, 32
+_FEW_TOKENS, _FEW_WARPS = 16, 16
 _THREADS = 512
 _MAX_CHUNKS = 128  # about the multiprocessors of a large chip
 _WIDTHS = (32, 64, 128, 256, 512)  # most experts of each entry point
@@ -175,7 +175,7 @@ def chunk_tokens(num_tokens: int) -> int:
 
     Examples
     --------
-    >>> chunk_tokens(64), chunk_tokens(65), chunk_tokens(4096), chunk_tokens(5000)
+    >>> chunk_tokens(16), chunk_tokens(17), chunk_tokens(4096), chunk_tokens(5000)
     (0, 16, 32, 48)
     """
     if num_tokens <= _FEW_TOKENS:
