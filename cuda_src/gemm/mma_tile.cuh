@@ -55,8 +55,9 @@ struct MmaCore {
 
   // Through this warp's own part of shared memory, 16 rows at a time, so that global memory sees
   // whole lines. The outer loop stays rolled, to have the epilogue's code once.
-  __device__ __forceinline__ void store(const Epilogue& e, float* staging, int row0, int col0,
-                                        int m, int n) {
+  template <typename E>
+  __device__ __forceinline__ void store(const E& e, float* staging, int row0, int col0, int m,
+                                        int n) {
     const int lane_idx = threadIdx.x % kWarpSize;
 #pragma unroll 1
     for (int slice = 0; slice < kTilesM; ++slice) {
@@ -81,31 +82,16 @@ struct MmaCore {
   }
 };
 
-// One block computes one kTileM x kTileN tile of out, or its share of k of one.
-// Dynamic shared memory: kStages * (kTileM + kTileN) * kTileRowBytes.
-template <int kTileM, int kTileN, int kWarpM, int kWarpN, int kStages, bool kAligned, bool kNorm>
-__device__ __forceinline__ void mma_tile(const Problem& p) {
-  constexpr int kWarpsN = kTileN / kWarpN;
-  constexpr int kThreads = kTileM / kWarpM * kWarpsN * kWarpSize;
-  constexpr int kBytesA = kTileM * kTileRowBytes, kStageBytes = (kTileM + kTileN) * kTileRowBytes;
-  using Core = MmaCore<kWarpM, kWarpN>;
-  using LoaderX = TileLoader<kTileM, kThreads, kAligned>;
-  using LoaderW = TileLoader<kTileN, kThreads, kAligned>;
+// Adds the products over k from k_begin to k_end to the core's sums. `prepare(smem, k)` changes
+// x's tile in place, before others than the threads that loaded it may read it. All threads have
+// left the stages at the end.
+template <int kStages, int kBytesA, int kStageBytes, typename Core, typename LoaderX,
+          typename LoaderW, typename Prepare>
+__device__ __forceinline__ void mma_sums(Core& core, const LoaderX& x, const LoaderW& weight,
+                                         unsigned char* smem, int k_begin, int k_end,
+                                         const Prepare& prepare) {
   static_assert(kTileK == 32 || sizeof(scalar_t) == 4, "two steps of 16 a stage");
-  static_assert(kThreads / kWarpSize * Core::kStagingBytes <= kStages * kStageBytes, "staging");
-  extern __shared__ __align__(128) unsigned char smem[];
-
-  const TileOrigin origin = tile_origin<kTileM, kTileN>(p.m, p.n);
-  const int warp_idx = threadIdx.x / kWarpSize;
-  const int warp_row = warp_idx / kWarpsN * kWarpM, warp_col = warp_idx % kWarpsN * kWarpN;
-  const int k_begin = blockIdx.y * p.k_per_split;
-  const int k_end = min(p.k, k_begin + p.k_per_split);
   const int num_tiles = (k_end - k_begin + kTileK - 1) / kTileK;
-
-  const LoaderX x(p.x, p.x_stride, origin.row, p.m);
-  const LoaderW weight(p.weight, p.k, origin.col, p.n);
-  const TileNorm<LoaderX, kAligned, kNorm> norm{p.norm, origin.row};
-  Core core(warp_row, warp_col);
   const auto stage = [&](int tile) { return smem + tile % kStages * kStageBytes; };
   const auto load = [&](int tile) {
     if (tile < num_tiles) {
@@ -118,7 +104,7 @@ __device__ __forceinline__ void mma_tile(const Problem& p) {
   // read the fragments of tile - 1, whose stage may be filled again.
   const auto await = [&](int tile) {
     cp_async_wait<kStages - 2>();
-    if (tile < num_tiles) norm.apply(x, stage(tile), k_begin + tile * kTileK, k_end);
+    if (tile < num_tiles) prepare(stage(tile), k_begin + tile * kTileK);
     __syncthreads();
   };
 
@@ -136,6 +122,34 @@ __device__ __forceinline__ void mma_tile(const Problem& p) {
   }
   cp_async_wait<0>();
   __syncthreads();  // SAFETY: the stages are reused as staging of the epilogue.
+}
+
+// One block computes one kTileM x kTileN tile of out, or its share of k of one.
+// Dynamic shared memory: kStages * (kTileM + kTileN) * kTileRowBytes.
+template <int kTileM, int kTileN, int kWarpM, int kWarpN, int kStages, bool kAligned, bool kNorm>
+__device__ __forceinline__ void mma_tile(const Problem& p) {
+  constexpr int kWarpsN = kTileN / kWarpN;
+  constexpr int kThreads = kTileM / kWarpM * kWarpsN * kWarpSize;
+  constexpr int kBytesA = kTileM * kTileRowBytes, kStageBytes = (kTileM + kTileN) * kTileRowBytes;
+  using Core = MmaCore<kWarpM, kWarpN>;
+  using LoaderX = TileLoader<kTileM, kThreads, kAligned>;
+  using LoaderW = TileLoader<kTileN, kThreads, kAligned>;
+  static_assert(kThreads / kWarpSize * Core::kStagingBytes <= kStages * kStageBytes, "staging");
+  extern __shared__ __align__(128) unsigned char smem[];
+
+  const TileOrigin origin = tile_origin<kTileM, kTileN>(p.m, p.n);
+  const int warp_idx = threadIdx.x / kWarpSize;
+  const int warp_row = warp_idx / kWarpsN * kWarpM, warp_col = warp_idx % kWarpsN * kWarpN;
+  const int k_begin = blockIdx.y * p.k_per_split;
+  const int k_end = min(p.k, k_begin + p.k_per_split);
+
+  const LoaderX x(p.x, p.x_stride, origin.row, p.m);
+  const LoaderW weight(p.weight, p.k, origin.col, p.n);
+  const TileNorm<LoaderX, kAligned, kNorm> norm{p.norm, origin.row};
+  Core core(warp_row, warp_col);
+  mma_sums<kStages, kBytesA, kStageBytes>(
+      core, x, weight, smem, k_begin, k_end,
+      [&](unsigned char* tile, int k) { norm.apply(x, tile, k, k_end); });
   float* staging = reinterpret_cast<float*>(smem) + warp_idx * (Core::kStagingBytes / 4);
   store_tile(p, [&](const Epilogue& e) {
     core.store(e, staging, origin.row + warp_row, origin.col + warp_col, p.m, p.n);

@@ -47,7 +47,8 @@ struct SimtCore {
   }
 
   // As MmaCore::store, but 16 rows of the whole block at a time.
-  __device__ __forceinline__ void store(const Epilogue& e, float* staging, TileOrigin origin, int m,
+  template <typename E>
+  __device__ __forceinline__ void store(const E& e, float* staging, TileOrigin origin, int m,
                                         int n) {
     constexpr int kCols = kPerThread * 16, kPitch = kCols + 8;
 #pragma unroll 1
@@ -67,6 +68,34 @@ struct SimtCore {
   }
 };
 
+// As mma_sums, but only the caller's own copies are known to have arrived and been read at the end.
+template <int kStages, int kTileBytes, typename Core, typename LoaderX, typename LoaderW,
+          typename Prepare>
+__device__ __forceinline__ void simt_sums(Core& core, const LoaderX& x, const LoaderW& weight,
+                                          unsigned char* smem, int k_begin, int k_end,
+                                          const Prepare& prepare) {
+  const int num_tiles = (k_end - k_begin + kTileK - 1) / kTileK;
+  const auto stage = [&](int tile) { return smem + tile % kStages * 2 * kTileBytes; };
+  const auto load = [&](int tile) {
+    if (tile < num_tiles) {
+      x.load(stage(tile), k_begin + tile * kTileK, k_end);
+      weight.load(stage(tile) + kTileBytes, k_begin + tile * kTileK, k_end);
+    }
+    cp_async_commit();  // an empty one too: the wait counts groups
+  };
+
+#pragma unroll
+  for (int tile = 0; tile < kStages - 1; ++tile) load(tile);
+  for (int tile = 0; tile < num_tiles; ++tile) {
+    cp_async_wait<kStages - 2>();
+    prepare(stage(tile), k_begin + tile * kTileK);
+    __syncthreads();  // SAFETY: `tile` is visible to all, and all have read tile - 1.
+    load(tile + kStages - 1);
+    core.multiply(stage(tile), stage(tile) + kTileBytes);
+  }
+  cp_async_wait<0>();
+}
+
 // One block computes one square tile of kPerThread * 16 of out, or its share of k of one.
 // Dynamic shared memory: kStages * 2 * kPerThread * 16 * kTileRowBytes.
 template <int kPerThread, int kStages, bool kAligned, bool kNorm>
@@ -80,31 +109,14 @@ __device__ __forceinline__ void simt_tile(const Problem& p) {
   const TileOrigin origin = tile_origin<kTile, kTile>(p.m, p.n);
   const int k_begin = blockIdx.y * p.k_per_split;
   const int k_end = min(p.k, k_begin + p.k_per_split);
-  const int num_tiles = (k_end - k_begin + kTileK - 1) / kTileK;
 
   const Loader x(p.x, p.x_stride, origin.row, p.m);
   const Loader weight(p.weight, p.k, origin.col, p.n);
   const TileNorm<Loader, kAligned, kNorm> norm{p.norm, origin.row};
   SimtCore<kPerThread> core;
-  const auto stage = [&](int tile) { return smem + tile % kStages * kStageBytes; };
-  const auto load = [&](int tile) {
-    if (tile < num_tiles) {
-      x.load(stage(tile), k_begin + tile * kTileK, k_end);
-      weight.load(stage(tile) + kTileBytes, k_begin + tile * kTileK, k_end);
-    }
-    cp_async_commit();  // an empty one too: the wait counts groups
-  };
-
-#pragma unroll
-  for (int tile = 0; tile < kStages - 1; ++tile) load(tile);
-  for (int tile = 0; tile < num_tiles; ++tile) {
-    cp_async_wait<kStages - 2>();
-    norm.apply(x, stage(tile), k_begin + tile * kTileK, k_end);
-    __syncthreads();  // SAFETY: `tile` is visible to all, and all have read tile - 1.
-    load(tile + kStages - 1);
-    core.multiply(stage(tile), stage(tile) + kTileBytes);
-  }
-  cp_async_wait<0>();
+  simt_sums<kStages, kTileBytes>(
+      core, x, weight, smem, k_begin, k_end,
+      [&](unsigned char* tile, int k) { norm.apply(x, tile, k, k_end); });
   store_tile(p, [&](const Epilogue& e) {
     core.store(e, reinterpret_cast<float*>(smem), origin, p.m, p.n);
   });

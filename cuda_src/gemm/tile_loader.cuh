@@ -31,6 +31,24 @@ __device__ __forceinline__ TileOrigin tile_origin(int m, int n) {
   return {(band * kBandRows + within % rows) * kTileM, within / rows * kTileN};
 }
 
+// Copies a row's chunk from `column` on; values from column k_end on, or of a row that does not
+// exist, become zero. `anywhere` is an address that a copy of no bytes may name.
+template <bool kAligned>
+__device__ __forceinline__ void load_chunk(unsigned char* to, const scalar_t* from,
+                                           const scalar_t* anywhere, bool has_row, int column,
+                                           int k_end) {
+  if constexpr (kAligned) {
+    const bool valid = has_row && column < k_end;
+    cp_async_16(to, valid ? from : anywhere, valid);
+  } else {
+    Vec<scalar_t, kVec> values = {};
+#pragma unroll
+    for (int j = 0; j < kVec; ++j)
+      if (has_row && column + j < k_end) values.v[j] = from[j];
+    store_vec(reinterpret_cast<scalar_t*>(to), values);
+  }
+}
+
 // Copies kRows rows of a matrix to shared memory, a tile along k at a time. A thread always copies
 // the same chunk of rows first_row + i * kRowStep, so only the column changes from call to call.
 template <int kRows, int kThreads, bool kAligned>
@@ -59,20 +77,9 @@ struct TileLoader {
   // Columns [k, k + kTileK); those from k_end on, and rows that do not exist, become zero.
   __device__ __forceinline__ void load(unsigned char* smem, int k, int k_end) const {
 #pragma unroll
-    for (int i = 0; i < kNumRows; ++i) {
-      unsigned char* to = smem + smem_offset + i * kRowStep * kTileRowBytes;
-      const scalar_t* from = first + i * step + k;
-      if constexpr (kAligned) {
-        const bool valid = has_row(i) && k + column < k_end;
-        cp_async_16(to, valid ? from : matrix, valid);
-      } else {
-        Vec<scalar_t, kVec> values = {};
-#pragma unroll
-        for (int j = 0; j < kVec; ++j)
-          if (has_row(i) && k + column + j < k_end) values.v[j] = from[j];
-        store_vec(reinterpret_cast<scalar_t*>(to), values);
-      }
-    }
+    for (int i = 0; i < kNumRows; ++i)
+      load_chunk<kAligned>(smem + smem_offset + i * kRowStep * kTileRowBytes, first + i * step + k,
+                           matrix, has_row(i), k + column, k_end);
   }
 };
 

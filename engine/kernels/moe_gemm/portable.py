@@ -2,10 +2,78 @@
 
 from __future__ import annotations
 
-from engine.kernels._module import ModuleSpec
-from engine.kernels.moe_gemm.operands import MoeOperands
+from dataclasses import dataclass
 
-__all__ = ["launch", "specs"]
+from engine.dtypes import dtype_name
+from engine.kernels._elementwise import is_aligned, vector_width
+from engine.kernels._launch import Kernel, ceil_div
+from engine.kernels._module import ModuleSpec
+from engine.kernels.moe_gemm.operands import ACTIVATIONS, MoeOperands
+
+__all__ = ["TileConfig", "choose_config", "launch", "specs", "tile_configs"]
+
+_PARAMS = (
+    "x:ptr weight:ptr order:ptr offsets:ptr pair_weights:ptr bias:ptr out:ptr num_pairs:i32 "
+    "num_experts:i32 num_rows:i32 k:i32 top_k:i32 activation:i32 alpha:f32 limit:f32 is_vector:i32"
+)
+_NAMES = ("tile_32x128", "tile_64x64", "tile_128x128", "unaligned_64x64")
+_KERNELS = {name: Kernel(f"moe_gemm_{name}", _PARAMS, struct="MoeGemmParams") for name in _NAMES}
+_ROW_BYTES = 64  # kTileRowBytes of the CUDA file
+_MANY_FROM = 64  # pairs an expert, on average
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """An entry point of the CUDA file.
+
+    Attributes
+    ----------
+    kernel : str
+        Its name without "moe_gemm_".
+    tile_m, tile_n : int
+        Rows of x and of the weight that a block multiplies.
+    threads, stages : int
+        Of a block, and of its ring in shared memory.
+    """
+
+    kernel: str
+    tile_m: int
+    tile_n: int
+    threads: int
+    stages: int
+
+    @property
+    def shared_bytes(self) -> int:
+        """Return the dynamic shared memory of a block."""
+        return self.stages * (self.tile_m + self.tile_n) * _ROW_BYTES
+
+    def grid(self, num_pairs: int, num_experts: int, num_rows: int) -> tuple[int, int]:
+        """Return the blocks along the pairs, as many as there may be tiles, and along the weight.
+
+        Examples
+        --------
+        >>> TileConfig("tile_32x128", 32, 128, 128, 6).grid(64, 128, 1536)
+        (64, 12)
+        """
+        row_tiles = min(num_pairs, num_pairs // self.tile_m + num_experts)
+        return row_tiles, ceil_div(num_rows, self.tile_n)
+
+
+_MMA = (
+    TileConfig("tile_32x128", 32, 128, 128, 6),
+    TileConfig("tile_128x128", 128, 128, 128, 4),
+    TileConfig("unaligned_64x64", 64, 64, 128, 3),
+)
+_SIMT = (
+    TileConfig("tile_64x64", 64, 64, 256, 4),
+    TileConfig("tile_128x128", 128, 128, 256, 4),
+    TileConfig("unaligned_64x64", 64, 64, 256, 3),
+)
+
+
+def tile_configs(dtype: str) -> tuple[TileConfig, ...]:
+    """Return the configurations for `dtype`: for few tokens an expert, for many, for odd widths."""
+    return _SIMT if dtype == "float32" else _MMA
 
 
 def specs(dtype: str) -> tuple[ModuleSpec, ...]:
@@ -13,6 +81,51 @@ def specs(dtype: str) -> tuple[ModuleSpec, ...]:
     return (ModuleSpec("gemm/moe_gemm.cu", dtype),)
 
 
+def choose_config(
+    num_pairs: int, num_experts: int, dtype: str, *, is_aligned: bool = True
+) -> TileConfig:
+    """Choose for this many pairs (token, expert).
+
+    Examples
+    --------
+    >>> [choose_config(p, 128, "bfloat16").kernel for p in (8, 32768)]
+    ['tile_32x128', 'tile_128x128']
+    """
+    few, many, unaligned = tile_configs(dtype)
+    if not is_aligned:
+        return unaligned
+    return many if num_pairs >= _MANY_FROM * num_experts else few
+
+
 def launch(operands: MoeOperands) -> None:
     """Launch on CuPy arrays."""
-    raise NotImplementedError
+    x, weight, out, routing = operands.x, operands.weight, operands.out, operands.routing
+    (num_experts, num_rows, k), dtype = weight.shape, dtype_name(x.dtype)
+    pairs, columns = out.shape
+    fits = k % vector_width(x) == 0 and is_aligned(x, weight)
+    config = choose_config(pairs, num_experts, dtype, is_aligned=fits)
+    # A gated tile has as many rows of up as of gate; the last one may lack some of both.
+    product_columns = num_rows if operands.activation is None else 2 * ceil_div(columns, 8) * 8
+    _KERNELS[config.kernel].launch(
+        specs(dtype)[0],
+        config.grid(pairs, num_experts, product_columns),
+        (config.threads,),
+        config.shared_bytes,
+        pdl=True,  # the kernel waits before it touches what another may write
+        x=x,
+        weight=weight,
+        order=routing.order,
+        offsets=routing.offsets,
+        pair_weights=routing.weights if operands.scatter else None,
+        bias=operands.bias,
+        out=out,
+        num_pairs=pairs,
+        num_experts=num_experts,
+        num_rows=num_rows,
+        k=k,
+        top_k=operands.top_k,
+        activation=ACTIVATIONS.index(operands.activation),
+        alpha=operands.alpha,
+        limit=operands.limit,
+        is_vector=columns % 4 == 0 and out.data.ptr % (4 * out.itemsize) == 0,
+    )

@@ -1,0 +1,21 @@
+// The activations of an expert's gate and up, in float.
+#pragma once
+
+#include "common/activation.cuh"
+
+enum MoeActivation { kNone = 0, kSwiglu = 1, kSwigluClamped = 2 };
+
+struct MoeGate {
+  int activation;  // a MoeActivation
+  float alpha, limit;
+
+  __device__ __forceinline__ bool is_gated() const { return activation != kNone; }
+
+  // A NaN stays, in gate and in up.
+  __device__ __forceinline__ float operator()(float gate, float up) const {
+    if (activation == kSwiglu) return silu(gate) * up;
+    gate = gate > limit ? limit : gate;
+    up = up > limit ? limit : up < -limit ? -limit : up;
+    return (up + 1.0f) * __fdividef(gate, 1.0f + expf(-alpha * gate));
+  }
+};
