@@ -25,7 +25,6 @@
 constexpr int kMaxTopK = 16;
 constexpr int kMaskWords = 2;
 constexpr int kMaskTokens = 32 * kMaskWords;  // that one block can sort at a time
-constexpr int kFewThreads = 1024;             // at most; a warp per token
 constexpr int kThreads = 512;                 // of the kernels for many tokens
 constexpr int kWarps = kThreads / kWarpSize;
 constexpr uint32_t kMinusInfKey = 0x007fffffu;  // key_of(-inf)
@@ -385,9 +384,9 @@ __device__ __forceinline__ void route_place(const MoeRouteParams& p) {
   }
 }
 
-// The entry points for up to 32 * per experts.
-#define ENGINE_MOE_ROUTE(per, experts)                                       \
-  extern "C" __global__ void __launch_bounds__(kFewThreads)                  \
+// The entry points for up to 32 * per experts; few_threads: of the first, at most.
+#define ENGINE_MOE_ROUTE(per, experts, few_threads)                          \
+  extern "C" __global__ void __launch_bounds__(few_threads)                  \
       moe_route_few_##experts(const __grid_constant__ MoeRouteParams p) {    \
     route_few<per>(p);                                                       \
   }                                                                          \
@@ -400,8 +399,8 @@ __device__ __forceinline__ void route_place(const MoeRouteParams& p) {
     route_place<per>(p);                                                     \
   }
 
-ENGINE_MOE_ROUTE(1, 32)
-ENGINE_MOE_ROUTE(2, 64)
-ENGINE_MOE_ROUTE(4, 128)
-ENGINE_MOE_ROUTE(8, 256)
-ENGINE_MOE_ROUTE(16, 512)
+ENGINE_MOE_ROUTE(1, 32, 1024)
+ENGINE_MOE_ROUTE(2, 64, 1024)
+ENGINE_MOE_ROUTE(4, 128, 1024)
+ENGINE_MOE_ROUTE(8, 256, 1024)
+ENGINE_MOE_ROUTE(16, 512, 512)  // scores of many experts need registers

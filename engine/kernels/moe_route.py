@@ -28,10 +28,11 @@ _SCORES = ("softmax", "sigmoid")
 
 # Constants of the CUDA file.
 _WARP = 32
-_FEW_TOKENS, _FEW_WARPS = 16, 16
+_FEW_TOKENS = 16
 _THREADS = 512
 _MAX_CHUNKS = 128  # about the multiprocessors of a large chip
-_WIDTHS = (32, 64, 128, 256, 512)  # most experts of each entry point
+_FEW_WARPS = {32: 32, 64: 32, 128: 32, 256: 32, 512: 16}  # of an entry point for few tokens
+_WIDTHS = tuple(_FEW_WARPS)  # most experts of each entry point
 
 _PARAMS = (
     "logits:ptr correction:ptr experts:ptr weights:ptr order:ptr offsets:ptr counts:ptr "
@@ -215,7 +216,7 @@ def _launch(
     }
     spec = specs("float32")[0]
     if not chunk:
-        threads = _WARP * max(1, min(num_tokens, _FEW_WARPS))
+        threads = _WARP * max(1, min(num_tokens, _FEW_WARPS[width]))
         _FEW[width].launch(spec, (1,), (threads,), pdl=True, **arguments)
         return
     for kernels in (_CHOOSE, _PLACE):
