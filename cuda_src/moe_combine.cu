@@ -8,9 +8,9 @@
 //   out                (T, N) scalar_t         contiguous
 //
 // Numerics: float, added in the order above, rounded once.
-// Parallelisation: one thread per kWidth features of a token; blockIdx.x walks a row, blockIdx.y the
-// rows. The loads of eight experts and of what is added to them are in flight before the first is
-// used. A thread writes only what it has read.
+// Parallelisation: one thread per kWidth features of a token; blockIdx.x walks a row, blockIdx.y
+// the rows. The loads of eight experts and of what is added to them are in flight before the first
+// is used. A thread writes only what it has read.
 // Mirror: engine/reference/moe_combine.py
 #include "common/packed.cuh"
 #include "common/pdl.cuh"

@@ -11,7 +11,7 @@
 //
 // Numerics: float; the sum over the chosen scores in the order of the ranks. A NaN ranks last, so
 // that the experts are distinct and exist whatever the logits are.
-// Parallelisation: a warp chooses the experts of a token, whose scores it has in registers. With few
+// Parallelisation: a warp chooses the experts of a token, with the scores in registers. With few
 // tokens one block does all. With many, moe_route_choose_* also counts the pairs of each chunk of
 // tokens, and in moe_route_place_* a block places the pairs of a chunk after those of the chunks
 // before. A token chooses an expert once at most, so a pair's rank among those of its expert is the

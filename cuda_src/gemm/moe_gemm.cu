@@ -1,9 +1,10 @@
 // Products of tokens with their experts' matrices.
 //
-//   without pair_weights  out[i] = activation(weight[e] x[order[i] / top_k] + bias[e])
-//   with                  out[order[i]] = activation(weight[e] x[i] + bias[e]) pair_weights[order[i]]
+//   out[i]    = activation(weight[e] x[order[i] / top_k] + bias[e])
+//   out[pair] = activation(weight[e] x[i] + bias[e]) pair_weights[pair]    with pair = order[i]
 //
-// for the places i from offsets[e] to offsets[e + 1] of every expert e.
+// for the places i from offsets[e] to offsets[e + 1] of every expert e: without pair_weights the
+// first, with them the second.
 // Arguments: MoeGemmParams in gemm/moe_rows.cuh.
 //
 // Numerics: as in gemm.cu; one rounding at the end. Each element sums k in ascending order whatever

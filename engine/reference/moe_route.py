@@ -67,7 +67,8 @@ def _scores(logits: Array, score: str) -> Array:
     if score == "sigmoid":
         with np.errstate(over="ignore"):
             return np.asarray(1 / (1 + np.exp(-logits)), np.float32)
-    exps = np.exp(logits - logits.max(axis=1, keepdims=True))
+    with np.errstate(invalid="ignore"):  # inf - inf
+        exps = np.exp(logits - logits.max(axis=1, keepdims=True))
     return np.asarray(exps / exps.sum(axis=1, keepdims=True), np.float32)
 
 
