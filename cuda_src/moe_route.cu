@@ -6,6 +6,7 @@
 //   weights = scores[experts] / their sum (if it is asked for) * scale
 //   order   = the pairs t * top_k + j by expert, those of an expert by token
 //   offsets = where each expert's pairs begin in order
+//   load   += the pairs of each expert (if it is asked for)
 //
 // Arguments: MoeRouteParams, below.
 //
@@ -25,6 +26,7 @@
 constexpr int kMaxTopK = 16;
 constexpr int kMaskWords = 2;
 constexpr int kMaskTokens = 32 * kMaskWords;  // that one block can sort at a time
+constexpr int kFewThreads = 512;              // at most; a warp per token
 constexpr int kThreads = 512;                 // of the kernels for many tokens
 constexpr int kWarps = kThreads / kWarpSize;
 constexpr uint32_t kMinusInfKey = 0x007fffffu;  // key_of(-inf)
@@ -36,6 +38,8 @@ struct MoeRouteParams {
   float* weights;           // (T, top_k)
   int* order;               // (T * top_k,)
   int* offsets;             // (E + 1,)
+  const int64_t* slots;     // (T,), or null: tokens with a negative slot are not in `load`
+  int64_t* load;            // (E,), to which the pairs are added; or null
   int* counts;              // (chunks, E) pairs of each chunk of tokens; unused with few tokens
   int num_tokens, num_experts, top_k;
   int is_sigmoid;
@@ -175,6 +179,8 @@ __device__ __forceinline__ int choose(const MoeRouteParams& p, int token) {
     const int64_t pair = static_cast<int64_t>(token) * p.top_k + lane_idx;
     p.experts[pair] = expert;
     p.weights[pair] = weight * p.scale;
+    if (p.load != nullptr && (p.slots == nullptr || p.slots[token] >= 0))
+      atomicAdd(reinterpret_cast<unsigned long long*>(p.load + expert), 1ull);
   }
   return expert;
 }
@@ -384,9 +390,9 @@ __device__ __forceinline__ void route_place(const MoeRouteParams& p) {
   }
 }
 
-// The entry points for up to 32 * per experts; few_threads: of the first, at most.
-#define ENGINE_MOE_ROUTE(per, experts, few_threads)                          \
-  extern "C" __global__ void __launch_bounds__(few_threads)                  \
+// The entry points for up to 32 * per experts.
+#define ENGINE_MOE_ROUTE(per, experts)                                       \
+  extern "C" __global__ void __launch_bounds__(kFewThreads)                  \
       moe_route_few_##experts(const __grid_constant__ MoeRouteParams p) {    \
     route_few<per>(p);                                                       \
   }                                                                          \
@@ -399,8 +405,8 @@ __device__ __forceinline__ void route_place(const MoeRouteParams& p) {
     route_place<per>(p);                                                     \
   }
 
-ENGINE_MOE_ROUTE(1, 32, 1024)
-ENGINE_MOE_ROUTE(2, 64, 1024)
-ENGINE_MOE_ROUTE(4, 128, 1024)
-ENGINE_MOE_ROUTE(8, 256, 1024)
-ENGINE_MOE_ROUTE(16, 512, 512)  // scores of many experts need registers
+ENGINE_MOE_ROUTE(1, 32)
+ENGINE_MOE_ROUTE(2, 64)
+ENGINE_MOE_ROUTE(4, 128)
+ENGINE_MOE_ROUTE(8, 256)
+ENGINE_MOE_ROUTE(16, 512)  // scores of many experts need registers

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from engine import reference
-from engine.kernels._contract import FLOAT32, INT32, Contract
+from engine.kernels._contract import FLOAT32, INT32, INT64, Contract
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 from engine.kernels._workspace import workspace
@@ -31,11 +31,11 @@ _WARP = 32
 _FEW_TOKENS = 16
 _THREADS = 512
 _MAX_CHUNKS = 128  # about the multiprocessors of a large chip
-_FEW_WARPS = {32: 32, 64: 32, 128: 32, 256: 32, 512: 16}  # of an entry point for few tokens
-_WIDTHS = tuple(_FEW_WARPS)  # most experts of each entry point
+_WIDTHS = (32, 64, 128, 256, 512)  # most experts of each entry point
 
 _PARAMS = (
-    "logits:ptr correction:ptr experts:ptr weights:ptr order:ptr offsets:ptr counts:ptr "
+    "logits:ptr correction:ptr experts:ptr weights:ptr order:ptr offsets:ptr slots:ptr load:ptr "
+    "counts:ptr "
     "num_tokens:i32 num_experts:i32 top_k:i32 is_sigmoid:i32 num_groups:i32 top_groups:i32 "
     "renormalize:i32 scale:f32 chunk_tokens:i32"
 )
@@ -63,6 +63,8 @@ def moe_route(
     top_groups: int = 1,
     renormalize: bool = True,
     scale: float = 1.0,
+    slots: Any = None,
+    load: Any = None,
 ) -> Routing:
     """Choose the `top_k` experts of every token, and sort the pairs (token, expert) by expert.
 
@@ -85,6 +87,11 @@ def moe_route(
         logits of the chosen experts.
     scale : float
         A factor on all weights.
+    slots : (T,) array of int64, optional
+        As `kv_store` takes them: a token without a slot (negative) is a batch's padding. It is
+        routed but not counted in `load`.
+    load : (E,) array of int64, optional
+        How many pairs each expert has had; those of this call are added.
 
     Returns
     -------
@@ -130,6 +137,10 @@ def moe_route(
         correction = call.array("correction", correction, "E", FLOAT32)
     _check_groups(call, top_k, num_groups, top_groups, has_correction=correction is not None)
     call.number("scale", scale)
+    if slots is not None:
+        slots = call.array("slots", slots, "T", INT64)
+    if load is not None:
+        load = call.written("load", load, "E", INT64)
     options = {
         "score": score,
         "correction": correction,
@@ -137,6 +148,8 @@ def moe_route(
         "top_groups": top_groups,
         "renormalize": bool(renormalize),
         "scale": scale,
+        "slots": slots,
+        "load": load,
     }
     if call.on_cpu:
         return reference.moe_route(logits, top_k, **options)
@@ -195,6 +208,8 @@ def _launch(
     top_groups: int,
     renormalize: bool,
     scale: float,
+    slots: Any,
+    load: Any,
 ) -> None:
     (num_tokens, num_experts), chunk = logits.shape, chunk_tokens(logits.shape[0])
     num_chunks = ceil_div(num_tokens, chunk) if chunk else 1
@@ -212,11 +227,13 @@ def _launch(
         "top_groups": top_groups,
         "renormalize": renormalize,
         "scale": scale,
+        "slots": slots,
+        "load": load,
         "chunk_tokens": chunk,
     }
     spec = specs("float32")[0]
     if not chunk:
-        threads = _WARP * max(1, min(num_tokens, _FEW_WARPS[width]))
+        threads = _WARP * max(1, num_tokens)
         _FEW[width].launch(spec, (1,), (threads,), pdl=True, **arguments)
         return
     for kernels in (_CHOOSE, _PLACE):

@@ -42,6 +42,8 @@ def moe_route(
     top_groups: int = 1,
     renormalize: bool = True,
     scale: float = 1.0,
+    slots: Array | None = None,
+    load: Array | None = None,
 ) -> Routing:
     """Choose the top_k experts of every token, and sort the pairs (token, expert) by expert."""
     scores = _scores(logits.astype(np.float32, copy=False), score)
@@ -59,6 +61,9 @@ def moe_route(
     order = np.argsort(experts.reshape(-1), kind="stable").astype(np.int32)
     counts = np.bincount(experts.reshape(-1), minlength=logits.shape[1])
     offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    if load is not None:
+        counted = experts if slots is None else experts[slots >= 0]
+        load += np.bincount(counted.reshape(-1), minlength=len(load))
     return Routing(experts, weights * np.float32(scale), order, offsets)
 
 

@@ -172,6 +172,22 @@ def test_nothing_is_read_from_the_workspace(cp, num_tokens):
         _assert_same(kernels.moe_route(cp.asarray(logits), 8), want)
 
 
+@pytest.mark.parametrize("num_tokens", [5, 16, 17, 700])
+def test_load_counts_the_pairs_of_tokens_with_a_slot(xp, num_tokens):
+    logits = distinct_logits(num_tokens, 48, seed=9)
+    slots = np.arange(num_tokens, dtype=np.int64)
+    slots[::3] = -1  # padding
+    want = reference.moe_route(logits, 4)
+    load = xp.full(48, 1 << 40, np.int64)
+    _assert_same(kernels.moe_route(xp.asarray(logits), 4, load=load), want)
+    once = np.bincount(want.experts.reshape(-1), minlength=48) + (1 << 40)
+    np.testing.assert_array_equal(to_numpy(load), once)
+    got = kernels.moe_route(xp.asarray(logits), 4, slots=xp.asarray(slots), load=load)
+    _assert_same(got, want)  # padding is routed all the same
+    again = np.bincount(want.experts[slots >= 0].reshape(-1), minlength=48)
+    np.testing.assert_array_equal(to_numpy(load), once + again)
+
+
 def test_views(xp):
     logits = distinct_logits(30, 24, seed=7)
     view = xp.asarray(np.repeat(logits, 2, axis=1))[:, ::2]
@@ -231,6 +247,10 @@ def test_contract(xp):
         op(logits, 2, score="relu")
     with pytest.raises(ShapeError, match=r"correction: must have shape \(E\); E = 8 from logits"):
         op(logits, 2, correction=xp.zeros(7, np.float32))
+    with pytest.raises(ShapeError, match=r"slots: must have shape \(T\); T = 3 from logits"):
+        op(logits, 2, slots=xp.zeros(2, np.int64))
+    with pytest.raises(DTypeError, match=r"load: must be int64; got int32"):
+        op(logits, 2, load=xp.zeros(8, np.int32))
     with pytest.raises(ContractError, match=r"num_groups: must be a divisor of the 8 .*; got 3"):
         op(logits, 2, num_groups=3)
     with pytest.raises(ContractError, match=r"num_groups: must be at most 32; got 64"):
