@@ -127,7 +127,7 @@ def test_time_is_a_calls_share_of_a_graphs():
         Event=Event,
     )
     calls = [lambda i=i: launched.append(i) for i in range(4)]
-    assert sdpa._graph_seconds(cuda, calls) == pytest.approx(1e-3)
+    assert sdpa.graph_seconds(cuda, calls) == pytest.approx(1e-3)
     assert recording == [0, 1, 2, 3] * 3  # rotating inputs: none is used twice in a row
 
 

@@ -18,6 +18,7 @@ __all__ = [
     "attend",
     "decode_seconds",
     "exact",
+    "graph_seconds",
     "newest_mask",
     "prefill_seconds",
 ]
@@ -137,7 +138,7 @@ def prefill_seconds(
     calls = [lambda qkv=qkv: scaled_dot_product_attention(*qkv, is_causal=causal) for qkv in inputs]
     try:
         with sdpa_kernel(getattr(SDPBackend, backend)):
-            return _graph_seconds(torch.cuda, calls, replays=20, min_launches=20)
+            return graph_seconds(torch.cuda, calls, replays=20, min_launches=20)
     finally:
         inputs.clear()
         torch.cuda.empty_cache()
@@ -157,10 +158,10 @@ def _seconds(torch, backend, q_shape, kv_shape, nbytes):
     want = exact(*(x[-1:] for x in inputs[0]))
     error = float((calls[0]()[-1:].double() - want).norm() / want.norm())
     assert error < _ERROR, f"{backend} is wrong here: relative error {error:.3g}"
-    return _graph_seconds(torch.cuda, calls)
+    return graph_seconds(torch.cuda, calls)
 
 
-def _graph_seconds(
+def graph_seconds(
     cuda: Any, calls: Sequence[Callable[[], Any]], *, replays: int = 5, min_launches: int = 10
 ) -> float:
     """Return the median seconds of one call: as `engine.testing.timing.time_gpu`, torch's calls."""
