@@ -223,9 +223,8 @@ __device__ __forceinline__ void rmsnorm(const RmsnormParams& p) {
   const bool has_residual = p.residual != nullptr;
   kRowFunction(
       Row{p.x + x_rows.offset(row), has_residual ? p.residual + row * p.n : nullptr, p.weight,
-          p.bias, p.out + out_rows.offset(row),
-          has_residual ? p.residual_out + row * p.n : nullptr, p.n, p.eps, p.weight_offset,
-          p.x_scale},
+          p.bias, p.out + out_rows.offset(row), has_residual ? p.residual_out + row * p.n : nullptr,
+          p.n, p.eps, p.weight_offset, p.x_scale},
       smem_sums);
 }
 

@@ -1,9 +1,10 @@
 // Products of tokens with their experts' matrices on Hopper: TMA, mbarriers, wgmma.
 //
-//   without pair_weights  out[i] = activation(weight[e] x[order[i] / top_k] + bias[e])
-//   with                  out[order[i]] = activation(weight[e] x[i] + bias[e]) pair_weights[order[i]]
+//   out[i] = activation(weight[e] x[order[i] / top_k] + bias[e])
+//   out[order[i]] = activation(weight[e] x[i] + bias[e]) pair_weights[order[i]]
 //
-// for the places i from offsets[e] to offsets[e + 1] of every expert e.
+// for the places i from offsets[e] to offsets[e + 1] of every expert e: the first without
+// pair_weights, the second with them.
 // Arguments: MoeGemmSm90Params, below.
 //
 // Numerics: products on tensor cores, all else in float, one rounding at the end. Sums go through k
