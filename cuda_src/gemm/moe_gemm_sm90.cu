@@ -29,7 +29,7 @@ struct MoeGemmSm90Params {
   int num_experts, num_rows, k, top_k;
   int activation;  // a MoeActivation
   float alpha, limit;
-  int is_early;  // the preceding kernel writes neither weight, bias, order, offsets nor pair_weights
+  int is_early;  // the preceding kernel writes neither weight, bias nor the routing
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)

@@ -85,5 +85,5 @@ def _best_groups(ranked: Array, num_groups: int, top_groups: int, *, sums_two: b
     chosen = np.argsort(-of_group, axis=1, kind="stable")[:, :top_groups]
     kept = np.zeros(of_group.shape, bool)
     np.put_along_axis(kept, chosen, True, axis=1)
-    masked: Array = np.where(kept[:, :, None], groups, np.float32(-np.inf))
-    return masked.reshape(ranked.shape)
+    masked: Array = np.where(kept[:, :, None], groups, np.float32(-np.inf)).reshape(ranked.shape)
+    return masked
