@@ -136,8 +136,8 @@ __device__ __forceinline__ void store(const MoeEpilogue& e, MoeShared& smem, con
   }
 }
 
-// Calls f(j) for the sums of the tile's tokens: acc[m][j] is one of this thread's first row (j % 4 <
-// 2) or of that eight rows below.
+// Calls f(j) for the sums of the tile's tokens. acc[m][j] is in this thread's first row where
+// j % 4 < 2, else eight rows below.
 template <typename F>
 __device__ __forceinline__ void for_each_sum(int count, F f) {
 #pragma unroll
