@@ -1,4 +1,4 @@
-"""A decoder's architecture as plain numbers: `ModelConfig` and `RopeConfig`.
+"""A decoder's architecture as plain numbers: `ModelConfig`, `MoeConfig` and `RopeConfig`.
 
 Every difference between model families that the engine knows is a field here with a neutral
 default; the files of `models/` fill them in from a `config.json`, and `models/decoder.py` is the
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["ModelConfig", "RopeConfig"]
+__all__ = ["ModelConfig", "MoeConfig", "RopeConfig"]
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,57 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class MoeConfig:
+    """The mixture of experts that takes the place of some layers' MLP.
+
+    Attributes
+    ----------
+    num_experts, top_k, intermediate_size : int
+        E, experts of a token, and features of an expert.
+    sparse_layers : tuple of bool
+        Per layer: whether it has experts; the others have an MLP.
+    score : str
+        What the router's logits become: "softmax" (over all experts) or "sigmoid".
+    renormalize : bool
+        Whether the weights of a token's experts are divided by their sum.
+    scale : float
+        Factor on the weights.
+    num_groups, top_groups : int
+        A token's experts are from its `top_groups` best of `num_groups` groups.
+    correction : bool
+        Whether there is a number per expert that is added to the scores when choosing.
+    shared_size : int
+        Features of the expert that sees every token; 0 if there is none.
+    shared_gate : bool
+        Whether its output is multiplied by the sigmoid of a product with the token.
+    router_bias, expert_bias : bool
+        Whether these weights exist.
+    activation : str
+        Of the experts: "swiglu", or gpt-oss's "swiglu_clamped".
+    alpha, limit : float
+        Of "swiglu_clamped".
+    """
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    sparse_layers: tuple[bool, ...]
+    score: str = "softmax"
+    renormalize: bool = True
+    scale: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    correction: bool = False
+    shared_size: int = 0
+    shared_gate: bool = False
+    router_bias: bool = False
+    expert_bias: bool = False
+    activation: str = "swiglu"
+    alpha: float = 1.702
+    limit: float = 7.0
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """One decoder-only transformer, as numbers.
 
@@ -93,8 +144,12 @@ class ModelConfig:
         Whether attention and MLP have the same input, normed once, and are added together.
     gated_mlp : bool
         Whether the MLP is down(act(gate x) * up x), or down(act(up x)).
+    sinks : bool
+        Whether every head has a logit that takes part in the softmax, but has no value (gpt-oss).
     activation : str
         Activation of the gate, or of up: "silu", "gelu" (erf) or "gelu_tanh".
+    moe : MoeConfig or None
+        The layers with experts; None if there are none.
     norm_weight_offset : float
         Added to every norm's weight (Gemma: 1).
     embed_scale : float
@@ -143,7 +198,9 @@ class ModelConfig:
     post_norms: bool = False
     parallel: bool = False
     gated_mlp: bool = True
+    sinks: bool = False
     activation: str = "silu"
+    moe: MoeConfig | None = None
     norm_weight_offset: float = 0.0
     embed_scale: float = 1.0
     rounds_embed_scale: bool = False
@@ -169,3 +226,12 @@ class ModelConfig:
     def has_rope(self, layer: int) -> bool:
         """Tell whether layer `layer` rotates q and k."""
         return not self.rope_layers or self.rope_layers[layer]
+
+    def moe_of(self, layer: int) -> MoeConfig | None:
+        """Return the mixture of experts of layer `layer`; None if the layer has an MLP."""
+        return self.moe if self.moe is not None and self.moe.sparse_layers[layer] else None
+
+    @property
+    def has_mlp(self) -> bool:
+        """Tell whether any layer has an MLP instead of experts."""
+        return self.moe is None or not all(self.moe.sparse_layers)

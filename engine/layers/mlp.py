@@ -50,6 +50,11 @@ class MLP:
         self.activation = activation
         self.is_gated = is_gated
 
+    @property
+    def num_multiplied(self) -> int:
+        """Elements of the matrices that one token is multiplied by."""
+        return self.gate_up.weight.num_elements + self.down.weight.num_elements
+
     def arrays(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, array) for every array it holds."""
         yield from arrays_of({"gate_up": self.gate_up, "down": self.down})

@@ -1,0 +1,213 @@
+"""A mixture of experts: every token is multiplied by the few experts that its router chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engine import kernels
+from engine.errors import WeightsError
+from engine.layers.arrays import arrays_of
+from engine.layers.linear import Linear
+from engine.layers.mlp import MLP
+from engine.layers.norm import Norm
+from engine.quantization import Weight
+
+__all__ = ["Experts", "MoE", "RoutingParams"]
+
+_FLOAT32 = np.dtype(np.float32)
+
+
+@dataclass(frozen=True)
+class RoutingParams:
+    """How a token's experts are chosen and weighted; the arguments of `kernels.moe_route`.
+
+    Attributes
+    ----------
+    top_k : int
+        Experts of a token.
+    score : str
+        "softmax" or "sigmoid".
+    num_groups, top_groups : int
+        The experts are from the `top_groups` best of `num_groups` groups.
+    renormalize : bool
+        Divide the weights by their sum.
+    scale : float
+        Factor on the weights.
+    """
+
+    top_k: int
+    score: str = "softmax"
+    num_groups: int = 1
+    top_groups: int = 1
+    renormalize: bool = True
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class Experts:
+    """The matrices of all experts, and what is between the two products.
+
+    Attributes
+    ----------
+    gate_up : Weight
+        (E, 2I, N), dense: per expert the rows of gate, then the rows of up.
+    down : Weight
+        (E, N, I), dense.
+    gate_up_bias, down_bias : Weight, optional
+        (E, 2I) and (E, N).
+    activation : str
+        "swiglu" or "swiglu_clamped", as in `kernels.moe_gemm`.
+    alpha, limit : float
+        Of "swiglu_clamped".
+
+    Raises
+    ------
+    WeightsError
+        If a weight is not dense.
+    """
+
+    gate_up: Weight
+    down: Weight
+    gate_up_bias: Weight | None = None
+    down_bias: Weight | None = None
+    activation: str = "swiglu"
+    alpha: float = 1.702
+    limit: float = 7.0
+
+    def __post_init__(self) -> None:
+        for name, weight in self._weights():
+            if not weight.format.is_dense:
+                raise WeightsError(f"{name} must be a dense weight; got {weight.format.name!r}")
+
+    def _weights(self) -> Iterator[tuple[str, Weight]]:
+        for name in ("gate_up", "down", "gate_up_bias", "down_bias"):
+            weight = getattr(self, name)
+            if weight is not None:
+                yield name, weight
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the two matrices of one expert."""
+        return (self.gate_up.num_elements + self.down.num_elements) // self.gate_up.shape[0]
+
+    def arrays(self) -> Iterator[tuple[str, Any]]:
+        """Yield (name, array) for every array it holds."""
+        yield from arrays_of(dict(self._weights()))
+
+    def __call__(self, x: Any, routing: kernels.Routing, *, deterministic: bool = False) -> Any:
+        """Return (T, k, N): for `x` (T, N) the output of each of a token's experts, weighted."""
+        # pdl is safe: no kernel writes the weights or biases.
+        common: dict[str, Any] = {"deterministic": deterministic, "pdl": True}
+        rows = kernels.moe_gemm(
+            x,
+            self.gate_up.data,
+            routing,
+            bias=None if self.gate_up_bias is None else self.gate_up_bias.data,
+            activation=self.activation,
+            alpha=self.alpha,
+            limit=self.limit,
+            **common,
+        )
+        pairs = kernels.moe_gemm(
+            rows,
+            self.down.data,
+            routing,
+            bias=None if self.down_bias is None else self.down_bias.data,
+            scatter=True,
+            **common,
+        )
+        return pairs.reshape(*routing.experts.shape, pairs.shape[1])
+
+
+class MoE:
+    """Sum of the outputs of a token's experts, and of the shared expert if there is one.
+
+    It takes the place of an `MLP`. Everything is a kernel launch, and nothing is read back: the
+    number of rows of an expert stays on the device.
+
+    Parameters
+    ----------
+    params : RoutingParams
+    router : Linear
+        (E, N); its product, in float32, is the logits.
+    experts : Experts
+    correction : (E,) array of float32, optional
+        Added to the scores when experts are chosen.
+    shared : MLP, optional
+        The expert that sees every token.
+    shared_gate : Linear, optional
+        (1, N): the output of `shared` is multiplied by the sigmoid of its product.
+    deterministic : bool
+        Give each token the same bits in any batch.
+    """
+
+    __slots__ = (
+        *("correction", "deterministic", "experts", "params", "router", "shared", "shared_gate"),
+    )
+
+    def __init__(
+        self,
+        params: RoutingParams,
+        router: Linear,
+        experts: Experts,
+        *,
+        correction: Any = None,
+        shared: MLP | None = None,
+        shared_gate: Linear | None = None,
+        deterministic: bool = False,
+    ) -> None:
+        self.params = params
+        self.router = router
+        self.experts = experts
+        self.correction = correction
+        self.shared = shared
+        self.shared_gate = shared_gate
+        self.deterministic = deterministic
+
+    @property
+    def num_multiplied(self) -> int:
+        """Elements of the matrices that one token is multiplied by."""
+        total = self.router.weight.num_elements + self.params.top_k * self.experts.num_elements
+        if self.shared is not None:
+            total += self.shared.num_multiplied
+        return total
+
+    def arrays(self) -> Iterator[tuple[str, Any]]:
+        """Yield (name, array) for every array it holds."""
+        names = ("router", "experts", "shared", "shared_gate")
+        yield from arrays_of({name: getattr(self, name) for name in names})
+        if self.correction is not None:
+            yield "correction", self.correction
+
+    def __call__(self, x: Any, *, norm: Norm | None = None, residual: Any = None) -> Any:
+        """Return the output (T, N) for `x` (T, N), or for ``norm(x)``.
+
+        With a `residual` (T, N), which may be `x`, the output is added to it.
+        """
+        if norm is not None:
+            x = norm(x)
+        pairs = self.experts(x, self._route(x), deterministic=self.deterministic)
+        return kernels.moe_combine(
+            pairs,
+            shared=None if self.shared is None else self.shared(x),
+            shared_gate=None if self.shared_gate is None else self.shared_gate(x),
+            residual=residual,
+            out=residual,
+        )
+
+    def _route(self, x: Any) -> kernels.Routing:
+        p = self.params
+        return kernels.moe_route(
+            self.router(x, out_dtype=_FLOAT32),
+            p.top_k,
+            score=p.score,
+            correction=self.correction,
+            num_groups=p.num_groups,
+            top_groups=p.top_groups,
+            renormalize=p.renormalize,
+            scale=p.scale,
+        )
