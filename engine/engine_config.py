@@ -358,7 +358,10 @@ def activation_bytes(model: ModelConfig, dtype: str, num_tokens: int, num_rows: 
     kind share the memory of the first, `models/layer_plans.py`), and the logits with the sampler's
     copy of them.
     """
-    mlp = 3 * model.intermediate_size  # gate, up and their product
+    mlp = 3 * model.intermediate_size if model.has_mlp else 0  # gate, up and their product
+    if model.moe is not None:  # gate · up and output of every expert of a token
+        pairs = model.moe.top_k * (model.moe.intermediate_size + model.hidden_size)
+        mlp = max(mlp, pairs + 3 * model.moe.shared_size)
     attention = 2 * model.qkv_dim
     per_token = (4 * model.hidden_size + mlp + attention) * itemsize(dtype)
     per_row = 4 * 4 * model.vocab_size

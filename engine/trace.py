@@ -72,7 +72,10 @@ def _walk(layer: DecoderLayer, residual: Array, positions: Array) -> tuple[Array
 
 
 def attend(attention: Attention, x: Array, positions: Array) -> tuple[Array, Array]:
-    """Return attention weights (H, T, T) and the heads' outputs (T, H*D), before o_proj."""
+    """Return attention weights (H, T, T) and the heads' outputs (T, H*D), before o_proj.
+
+    With attention sinks, the weights of a query add up to less than 1.
+    """
     p = attention.params
     q, k, v = (a.astype(np.float32) for a in attention.project(x, positions))
     k, v = (np.repeat(a, p.num_heads // p.num_kv_heads, axis=1) for a in (k, v))
@@ -82,8 +85,10 @@ def attend(attention: Attention, x: Array, positions: Array) -> tuple[Array, Arr
     distance = positions[:, None] - positions[None, :]
     is_hidden = (distance < 0) | ((distance >= p.window) if p.window else False)
     scores[:, is_hidden] = -np.inf
-    scores -= scores.max(-1, keepdims=True)
-    weights = np.exp(scores)
-    weights /= weights.sum(-1, keepdims=True)
+    no_sinks = np.full(p.num_heads, -np.inf, np.float32)
+    sinks = (no_sinks if attention.sinks is None else attention.sinks)[:, None, None]
+    highest = np.maximum(scores.max(-1, keepdims=True), sinks)
+    weights = np.exp(scores - highest)
+    weights /= weights.sum(-1, keepdims=True) + np.exp(sinks - highest)
     heads = np.einsum("hij,jhd->ihd", weights, v).astype(x.dtype)
     return weights, heads.reshape(len(positions), -1)

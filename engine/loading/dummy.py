@@ -11,7 +11,7 @@ import numpy as np
 from engine.config import ModelConfig
 from engine.device import CPU, Device, array_module
 from engine.dtypes import np_dtype
-from engine.loading.weight_table import weight_room, weight_shapes
+from engine.loading.weight_table import weight_dtype, weight_room, weight_shapes
 from engine.quantization import Weight
 
 __all__ = ["dummy_weights"]
@@ -74,6 +74,8 @@ def dummy_weights(
             elif name.endswith("norm"):
                 norm = _tiled(pool, shape, _start(name)) + np.float32(1 - config.norm_weight_offset)
                 weights[name] = Weight.dense(xp.asarray(norm.astype(np_dtype(dtype))))
+            elif weight_dtype(name, dtype) != dtype:
+                weights[name] = Weight.dense(xp.asarray(_tiled(pool, shape, _start(name))))
             else:
                 weights[name] = Weight.dense(_tiled(tile, shape, _start(name)))
     return weights

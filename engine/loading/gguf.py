@@ -220,11 +220,12 @@ class GgufFile:
     ) -> np.ndarray[Any, Any]:
         """Return rows [start, stop) of tensor `name` (whole blocks of a 1-D quantized tensor).
 
-        If `columns` is given, only these; of quantized formats, only the blocks that contain them
+        Rows of a tensor with more than two dimensions are those of all its matrices, in order. If
+        `columns` is given, only these; of quantized formats, only the blocks that contain them
         are decoded. A view for F32, F16 and BF16, a new float32 array for quantized formats.
         """
         tensor = self.tensors[name]
-        form, rest = tensor.format, tensor.shape[1:]
+        form, rest = tensor.format, tensor.shape[1:][-1:]
         width = math.prod(rest)
         first = tensor.start + form.nbytes(start * width)
         raw = np.frombuffer(self._data, np.uint8, form.nbytes((stop - start) * width), first)

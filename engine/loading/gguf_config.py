@@ -19,6 +19,8 @@ from engine.loading.gguf import GgufFile
 from engine.loading.hf_config import build_config
 from engine.models.family import Family
 from engine.models.mistral import MISTRAL
+from engine.models.mixtral import MIXTRAL
+from engine.models.moe_family import MoeFamily
 from engine.models.olmo2 import OLMO3
 from engine.models.registry import family_of_gguf
 
@@ -43,6 +45,11 @@ _MULTIPLIER_KEYS = {
     "residual_multiplier": "residual_scale",
     "logits_scaling": "logit_scale",
 }
+_MOE_KEYS = {
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+}
 _TOKEN_KEYS = {
     "bos_token_id": "tokenizer.ggml.bos_token_id",
     "pad_token_id": "tokenizer.ggml.padding_token_id",
@@ -50,14 +57,17 @@ _TOKEN_KEYS = {
 _EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
 _NEUTRAL = {
     "expert_count": 0,
+    "expert_shared_feed_forward_length": 0,
+    "leading_dense_block_count": 0,
     "attention.causal": True,
     "attention.scale": 0.0,
     "embedding_scale": 0.0,
     "logit_scale": 0.0,
     "residual_scale": 0.0,
 }
-# Architectures of two families, of which one has windows.
+# Architectures of several families, of which one has windows, and one has experts.
 _WITH_WINDOW = {"llama": MISTRAL, "olmo2": OLMO3}
+_WITH_EXPERTS = {"llama": MIXTRAL}
 _PLAIN_DTYPES = {"F32": "float32", "F16": "float16"}
 
 
@@ -84,7 +94,9 @@ def gguf_config(file: GgufFile) -> ModelConfig:
         family = family_of_gguf(arch)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
-    if file.metadata.get(f"{arch}.attention.sliding_window"):
+    if file.metadata.get(f"{arch}.expert_count"):
+        family = _WITH_EXPERTS.get(arch, family)
+    elif file.metadata.get(f"{arch}.attention.sliding_window"):
         family = _WITH_WINDOW.get(arch, family)
     values, names = _renamed(file.metadata, arch, family)
     _refuse_unsupported(file, arch, values, names)
@@ -93,6 +105,8 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     if "query_pre_attn_scalar" in family.defaults:
         values.update(_attention_scale(values))
     values.update(_window(file.metadata, arch))
+    if family.moe is not None:
+        values.update(_experts(file, arch, family.moe))
     return build_config(values, family, where, names)
 
 
@@ -105,6 +119,8 @@ def _renamed(
         keys[family.eps_key] = "attention.layer_norm_epsilon"
     if family.logit_scale:
         keys[family.logit_scale] = "logit_scale"
+    if family.moe is not None:
+        keys |= _MOE_KEYS
     names = {key: f"{arch}.{name}" for key, name in keys.items()} | _TOKEN_KEYS
     values = {key: metadata[name] for key, name in names.items() if name in metadata}
     ends = [metadata[key] for key in _EOS_KEYS if key in metadata]
@@ -161,6 +177,16 @@ def _window(metadata: Mapping[str, Any], arch: str) -> dict[str, Any]:
     return {"sliding_window": window, "use_sliding_window": window is not None}
 
 
+def _experts(file: GgufFile, arch: str, moe: MoeFamily) -> dict[str, Any]:
+    """Return what a .gguf does not store of experts; their number must be there."""
+    for name in (_MOE_KEYS["num_experts"], _MOE_KEYS["num_experts_per_tok"]):
+        if f"{arch}.{name}" not in file.metadata:
+            raise ConfigError(f"{file.path}: {arch}.{name} must be a whole number; got nothing")
+    if not isinstance(moe.renormalize, str):
+        return {}
+    return {moe.renormalize: moe.gguf_renormalize}
+
+
 def _head_dim(values: Mapping[str, Any]) -> int | None:
     """Return D, or None if the metadata is invalid (a later check reports it)."""
     heads, hidden = values.get("num_attention_heads"), values.get("hidden_size")
@@ -184,7 +210,7 @@ def _attention_scale(values: Mapping[str, Any]) -> dict[str, Any]:
 def _rope(file: GgufFile, arch: str, family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return config.json's rope keys: scaling, factors per frequency, partial rotation."""
     metadata = file.metadata
-    result = _scaling(file, arch, values)
+    result = _scaling(file, arch, values, family)
     if f"{arch}.rope.freq_base_swa" in metadata:
         result["rope_local_base_freq"] = metadata[f"{arch}.rope.freq_base_swa"]
     rotary, head_dim = metadata.get(f"{arch}.rope.dimension_count"), _head_dim(values)
@@ -201,7 +227,9 @@ def _rope(file: GgufFile, arch: str, family: Family, values: Mapping[str, Any]) 
     return {**result, "partial_rotary_factor": rotary / head_dim}
 
 
-def _scaling(file: GgufFile, arch: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def _scaling(
+    file: GgufFile, arch: str, values: Mapping[str, Any], family: Family
+) -> dict[str, Any]:
     """Return the rope scaling as keys of a config.json."""
     metadata, prefix = file.metadata, f"{arch}.rope.scaling"
     original = metadata.get(f"{prefix}.original_context_length")
@@ -231,6 +259,7 @@ def _scaling(file: GgufFile, arch: str, values: Mapping[str, Any]) -> dict[str, 
             "factor": metadata.get(f"{prefix}.factor"),
             "beta_fast": metadata.get(f"{prefix}.yarn_beta_fast"),
             "beta_slow": metadata.get(f"{prefix}.yarn_beta_slow"),
+            "truncate": family.defaults.get("rope_parameters", {}).get("truncate"),
         }
     return {"rope_scaling": scaling, "original_max_position_embeddings": original}
 

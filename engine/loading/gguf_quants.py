@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from engine.dtypes import BFLOAT16
+from engine.loading.mxfp4 import FP4, SCALES
 
 __all__ = ["FORMATS", "QuantFormat"]
 
@@ -100,6 +101,15 @@ def _unpack_q4_1(blocks: Array, out: Array) -> None:
     out += scales[:, 1:]
 
 
+def _unpack_mxfp4(blocks: Array, out: Array) -> None:
+    """w = 2^(e - 127)·fp4(q); block: e uint8, q 32 nibbles (low ones first)."""
+    q = np.empty((len(blocks), 2, 16), np.uint8)
+    _nibbles(blocks[:, 1:], q)
+    out[:] = FP4[q.reshape(-1, 32)]
+    with np.errstate(over="ignore"):
+        out *= SCALES[blocks[:, :1]]
+
+
 def _unpack_q4_k(blocks: Array, out: Array) -> None:
     """w = (d·s)·q - (e·t); block of 8 groups of 32: d, e float16, s, t 6 bits per group, q."""
     low, mid, high = (blocks[:, 4 + 4 * i : 8 + 4 * i] for i in range(3))
@@ -139,5 +149,6 @@ FORMATS: dict[int, QuantFormat] = {
     8: QuantFormat("Q8_0", 32, 34, unpack=_unpack_q8_0),
     12: QuantFormat("Q4_K", 256, 144, unpack=_unpack_q4_k),
     14: QuantFormat("Q6_K", 256, 210, unpack=_unpack_q6_k),
+    39: QuantFormat("MXFP4", 32, 17, unpack=_unpack_mxfp4),
 }
 """The supported formats, by ggml's number."""

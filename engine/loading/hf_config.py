@@ -19,6 +19,7 @@ from engine.config import ModelConfig
 from engine.dtypes import FLOAT_NAMES
 from engine.errors import ConfigError
 from engine.loading._fields import Fields
+from engine.loading.moe_config import moe_config
 from engine.loading.rope_config import MAX_POSITIONS, rope_configs, scaled_max_position
 from engine.model_files import is_present, read_json
 from engine.models.family import Family
@@ -31,6 +32,8 @@ _MAX_HEADS = 4096
 _MAX_HEAD_DIM = 1024
 _MAX_WIDTH = 1 << 20
 _MAX_VOCAB = 1 << 24
+
+_SWITCHED = ("switched", "max_window_layers", "even_layers", "layers_without_rope")
 
 _ACTIVATIONS = {
     "silu": "silu",
@@ -106,6 +109,7 @@ def build_config(
         layer_windows=layer_windows,
         rope_layers=() if all(rope_layers) else rope_layers,
         **_switches(fields, kind),
+        moe=moe_config(fields, kind.moe, sizes["num_layers"]),
         **_scales(fields, kind, sizes["hidden_size"]),
         **_tokens(fields, sizes["vocab_size"]),
         dtype=_dtype(fields),
@@ -114,7 +118,11 @@ def build_config(
 
 def _refuse_unsupported(fields: Fields, kind: Family) -> None:
     if fields.has("quantization_config"):
-        raise fields.error("quantization_config", "absent (quantized safetensors are not read)")
+        if not kind.quantizations:
+            raise fields.error("quantization_config", "absent (quantized safetensors are not read)")
+        quantization = fields.child("quantization_config")
+        if quantization.text("quant_method") not in kind.quantizations:
+            raise quantization.error("quant_method", f"one of {', '.join(kind.quantizations)}")
     for key in kind.unsupported:
         if fields.raw(key):
             raise fields.error(key, "absent, null or 0 (it is not implemented)")
@@ -169,6 +177,7 @@ def _switches(fields: Fields, kind: Family) -> dict[str, Any]:
         "norm_bias": kind.norm_bias,
         "parallel": declared(kind.parallel),
         "gated_mlp": kind.gated_mlp,
+        "sinks": kind.sinks,
         "activation": _ACTIVATIONS[name],
     }
 
@@ -247,8 +256,7 @@ def _layer_windows(
     """Return the window of every layer; 0 if none, or if no shorter than the longest sequence."""
     num_layers = len(rope_layers)
     if kind.windows == "never" or (
-        kind.windows in ("max_window_layers", "layers_without_rope")
-        and not fields.flag("use_sliding_window", False)
+        kind.windows in _SWITCHED and not fields.flag("use_sliding_window", False)
     ):
         return (0,) * num_layers
     window = fields.integer("sliding_window", 1, 1 << 31, 0)
@@ -266,7 +274,7 @@ def _sliding_layers(
 ) -> list[bool]:
     """Tell for every layer whether it has the sliding window."""
     num_layers = len(rope_layers)
-    if kind.windows == "every_layer":
+    if kind.windows in ("every_layer", "switched"):
         return [bool(window)] * num_layers
     if fields.has("layer_types"):
         return _layer_types(fields, num_layers)
@@ -275,6 +283,9 @@ def _sliding_layers(
         return [bool(window) and layer >= first for layer in range(num_layers)]
     if kind.windows == "layers_without_rope":
         return [bool(window) and not has_rope for has_rope in rope_layers]
+    if kind.windows == "even_layers":
+        end = fields.integer("max_window_layers", 0, _MAX_LAYERS)
+        return [bool(window) and layer % 2 == 0 and layer < end for layer in range(num_layers)]
     pattern = fields.integer("sliding_window_pattern", 1, _MAX_LAYERS)
     return [bool((layer + 1) % pattern) for layer in range(num_layers)]
 

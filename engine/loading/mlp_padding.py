@@ -27,10 +27,10 @@ def pad_mlps(weights: dict[str, Weight], config: ModelConfig, device: Device, dt
         If the device does not have room for a second copy of a layer's MLP.
     """
     multiple = _ROW_ALIGNMENT // itemsize(dtype)
-    if config.intermediate_size % multiple == 0:
+    if config.intermediate_size % multiple == 0 or not config.has_mlp:
         return
     with weight_room(config, device, dtype):
-        for layer in range(config.num_layers):
+        for layer in (i for i in range(config.num_layers) if config.moe_of(i) is None):
             first = "gate_up" if config.gated_mlp else "up"
             names = [f"layers.{layer}.{name}" for name in (first, "down", f"{first}_bias")]
             held = [weights[name].data if name in weights else None for name in names]

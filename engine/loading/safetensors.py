@@ -117,6 +117,7 @@ class SafetensorsFile:
     ) -> np.ndarray[Any, Any]:
         """Return rows [start, stop) of weight `name`: a view in float32, float16 or bfloat16.
 
+        Rows of a tensor with more than two dimensions are those of all its matrices, in order.
         If `columns` is given, only these; pages of the file without any of them are not read.
 
         Raises
@@ -130,8 +131,22 @@ class SafetensorsFile:
                 f"{self.path}: tensor {shown(name)} must be one of {', '.join(_WEIGHT_DTYPES)}; "
                 f"got {dtype} (quantized safetensors are not supported)"
             )
-        rows = self.view(name)[start:stop]
+        view = self.view(name)
+        rows = (view if view.ndim < 3 else view.reshape(-1, view.shape[-1]))[start:stop]
         return rows if columns is None else rows[:, slice(*columns)]
+
+    def read_bytes(self, name: str, start: int, stop: int) -> np.ndarray[Any, Any]:
+        """Return rows [start, stop) of tensor `name` (E, R, ...) of bytes, E·R rows in all: a view.
+
+        Raises
+        ------
+        WeightsError
+            If the tensor has another dtype than uint8.
+        """
+        if (dtype := self.tensors[name].dtype) != "U8":
+            raise WeightsError(f"{self.path}: tensor {shown(name)} must be U8; got {dtype}")
+        view = self.view(name)
+        return view.reshape(-1, *view.shape[2:])[start:stop]
 
 
 class SafetensorsDirectory:
@@ -188,6 +203,10 @@ class SafetensorsDirectory:
     ) -> np.ndarray[Any, Any]:
         """Return rows [start, stop) of weight `name`, as `SafetensorsFile.read` does."""
         return self._home[name].read(name, start, stop, columns)
+
+    def read_bytes(self, name: str, start: int, stop: int) -> np.ndarray[Any, Any]:
+        """Return rows [start, stop) of a tensor of bytes, as `SafetensorsFile.read_bytes` does."""
+        return self._home[name].read_bytes(name, start, stop)
 
 
 def open_safetensors(directory: str | PathLike[str]) -> SafetensorsFile | SafetensorsDirectory:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 
 from engine.cache.memory_pool import device_memory, format_bytes
-from engine.config import ModelConfig
+from engine.config import ModelConfig, MoeConfig
 from engine.device import CPU, Device
 from engine.errors import ConfigError, OutOfMemoryError, WeightsError
+from engine.loading.placement import Placement
 from engine.models.decoder import rope_bytes
 from engine.models.family import TensorName, WeightName
+from engine.models.tensor_layout import ROWS
 from engine.quantization import WHOLE, Shard, dense_format
 
-__all__ = ["Placement", "place_tensors", "shard_axis", "weight_bytes", "weight_room"]
+__all__ = ["place_tensors", "shard_axis", "weight_bytes", "weight_dtype", "weight_room"]
 __all__ += ["weight_shapes"]
 
 _MAX_ROPE_BYTES = 8 << 30  # 16 million positions of 128 features
@@ -30,10 +32,24 @@ _OUTPUT_NAMES = ("lm_head.weight", "output.weight")
 
 
 # Fused weights whose rows are divided among shards -> the parts that make up the rows.
-_ROW_PARTS = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up"), "up": ("up",)}
+_ROW_PARTS = {
+    "qkv": ("q", "k", "v"),
+    "sinks": ("sink",),
+    "gate_up": ("gate", "up"),
+    "up": ("up",),
+    "shared_gate_up": ("shared_gate", "shared_up"),
+    "experts_gate_up": ("expert_gate", "expert_up"),
+}
 # Weights whose columns are divided -> the part whose rows these columns correspond to.
-_COLUMN_PART = {"o": "q", "down": "gate"}
+_COLUMN_PART = {
+    "o": "q",
+    "down": "gate",
+    "shared_down": "shared_gate",
+    "experts_down": "expert_gate",
+}
+_EXPERTS = "experts_"  # begins the kinds that have a first axis of experts
 _VOCABULARY = ("embed", "lm_head", "lm_head_bias")
+_FLOAT32_KINDS = ("router_correction", "sinks")  # numbers per expert or head that are added once
 
 
 def shard_axis(kind: str) -> int | None:
@@ -43,42 +59,80 @@ def shard_axis(kind: str) -> int | None:
     --------
     >>> [shard_axis(kind) for kind in ("qkv", "gate_up_bias", "down", "embed", "attn_norm")]
     [0, 0, 1, 0, None]
+    >>> [shard_axis(f"experts_{kind}") for kind in ("gate_up", "gate_up_bias", "down", "down_bias")]
+    [1, 1, 2, None]
     """
+    first = int(kind.startswith(_EXPERTS))
     if kind.removesuffix("_bias") in _ROW_PARTS or kind in _VOCABULARY:
-        return 0
-    return 1 if kind in _COLUMN_PART else None
+        return first
+    return first + 1 if kind in _COLUMN_PART else None
+
+
+def weight_dtype(name: str, dtype: str) -> str:
+    """Return the dtype in which weight `name` is kept in a model of dtype `dtype`.
+
+    Examples
+    --------
+    >>> [weight_dtype(f"layers.0.{kind}", "float16") for kind in ("qkv", "router_correction")]
+    ['float16', 'float32']
+    """
+    return "float32" if name.rpartition(".")[2] in _FLOAT32_KINDS else dtype
+
+
+# Parts that are as large as another one.
+_TWINS = {"v": "k", "up": "gate", "shared_up": "shared_gate", "expert_up": "expert_gate"}
+
+
+def _features(config: ModelConfig) -> dict[str, tuple[str, int]]:
+    """Return what the features of each kind of MLP are called, and their number."""
+    features: dict[str, tuple[str, int]] = {}
+    if config.has_mlp:
+        features["gate"] = "intermediate_size", config.intermediate_size
+    if (moe := config.moe) is not None:
+        features["expert_gate"] = "the width of an expert", moe.intermediate_size
+        if moe.shared_size:
+            features["shared_gate"] = "the width of the shared expert", moe.shared_size
+    return features
 
 
 class _Parts:
     """The parts of fused weights: their rows in the whole model and in one shard.
 
-    Heads of q, k and v and features of an MLP are divided evenly; if there are more shards than
-    key/value heads, several shards hold the same head. The vocabulary is padded to equal parts.
+    Heads of q, k and v and features of an MLP or expert are divided evenly; if there are more
+    shards than key/value heads, several shards hold the same head. The vocabulary is padded to
+    equal parts.
     """
 
     def __init__(self, config: ModelConfig, shard: Shard) -> None:
-        d, f = config.head_dim, config.intermediate_size
+        d = config.head_dim
         heads = shard.cut("num_attention_heads", config.num_heads)
         kv_heads = shard.cut_shared("num_key_value_heads", config.num_kv_heads)
-        features = shard.cut("intermediate_size", f)
         if config.whole_qk_norm and not shard.is_whole:
             raise ConfigError(
                 f"a {config.model_type} model cannot be divided into {shard.count} shards: q and k "
                 "are normed over all heads together"
             )
-        self.whole = {"q": config.num_heads * d, "k": config.num_kv_heads * d, "gate": f}
+        self.whole = {"q": config.num_heads * d, "k": config.num_kv_heads * d}
+        self.whole["sink"] = config.num_heads
         self.local = {
+            "sink": heads,
             "q": (heads[0] * d, heads[1] * d),
             "k": (kv_heads[0] * d, kv_heads[1] * d),
-            "gate": features,
         }
-        for twin, part in (("v", "k"), ("up", "gate")):
-            self.whole[twin], self.local[twin] = self.whole[part], self.local[part]
+        for part, (key, features) in _features(config).items():
+            self.whole[part], self.local[part] = features, shard.cut(key, features)
+        for twin, part in _TWINS.items():
+            if part in self.whole:
+                self.whole[twin], self.local[twin] = self.whole[part], self.local[part]
 
     def size(self, part: str) -> int:
         """Return the number of rows of a part in the shard."""
         first, last = self.local[part]
         return last - first
+
+    def rows(self, kind: str) -> int:
+        """Return the number of rows of a fused weight of the shard; of an expert, if it has any."""
+        return sum(map(self.size, _ROW_PARTS[kind]))
 
     def pieces(self, parts: Iterable[str]) -> Iterator[tuple[int, int, int]]:
         """Yield the rows [first, last) of a tensor of these parts, and their target row."""
@@ -109,7 +163,7 @@ def weight_shapes(config: ModelConfig, shard: Shard = WHOLE) -> dict[str, tuple[
     table = (shard.cut_padded(config.vocab_size)[2], n)
     shapes: dict[str, tuple[int, ...]] = {"embed": table}
     for layer in range(config.num_layers):
-        for kind, shape in _layer_shapes(config, parts).items():
+        for kind, shape in _layer_shapes(config, parts, layer).items():
             shapes[str(WeightName(kind, layer))] = shape
     shapes["final_norm"] = (n,)
     if config.norm_bias:
@@ -119,11 +173,10 @@ def weight_shapes(config: ModelConfig, shard: Shard = WHOLE) -> dict[str, tuple[
     return {**shapes, "lm_head": table}
 
 
-def _layer_shapes(config: ModelConfig, parts: _Parts) -> dict[str, tuple[int, ...]]:
+def _layer_shapes(config: ModelConfig, parts: _Parts, layer: int) -> dict[str, tuple[int, ...]]:
     """Return name and shape of the weights of one layer."""
     n, d = config.hidden_size, config.head_dim
-    first = "gate_up" if config.gated_mlp else "up"
-    qkv, features = (sum(map(parts.size, _ROW_PARTS[kind])) for kind in ("qkv", first))
+    qkv, moe = parts.rows("qkv"), config.moe_of(layer)
     shapes: dict[str, tuple[int, ...]] = {"attn_norm": (n,)} if config.pre_norms else {}
     shapes["qkv"] = (qkv, n)
     if config.qkv_bias:
@@ -132,6 +185,8 @@ def _layer_shapes(config: ModelConfig, parts: _Parts) -> dict[str, tuple[int, ..
         shapes |= {"q_norm": (parts.size("q"),), "k_norm": (parts.size("k"),)}
     elif config.qk_norm:
         shapes |= {"q_norm": (d,), "k_norm": (d,)}
+    if config.sinks:
+        shapes["sinks"] = (parts.size("sink"),)
     shapes["o"] = (n, parts.size("q"))
     if config.o_bias:
         shapes["o_bias"] = (n,)
@@ -139,14 +194,42 @@ def _layer_shapes(config: ModelConfig, parts: _Parts) -> dict[str, tuple[int, ..
         shapes["post_attn_norm"] = (n,)
     if config.pre_norms and not config.parallel:
         shapes["mlp_norm"] = (n,)
-    shapes |= {first: (features, n), "down": (n, parts.size("gate"))}
-    if config.mlp_bias:
-        shapes |= {f"{first}_bias": (features,), "down_bias": (n,)}
+    shapes |= _mlp_shapes(config, parts) if moe is None else _moe_shapes(moe, n, parts)
     if config.post_norms:
         shapes["post_mlp_norm"] = (n,)
     if config.norm_bias:
         norms = ("attn_norm", "post_attn_norm", "mlp_norm", "post_mlp_norm")
         shapes |= {f"{name}_bias": (n,) for name in norms if name in shapes}
+    return shapes
+
+
+def _mlp_shapes(config: ModelConfig, parts: _Parts) -> dict[str, tuple[int, ...]]:
+    n, first = config.hidden_size, "gate_up" if config.gated_mlp else "up"
+    rows = parts.rows(first)
+    shapes: dict[str, tuple[int, ...]] = {first: (rows, n), "down": (n, parts.size("gate"))}
+    if config.mlp_bias:
+        shapes |= {f"{first}_bias": (rows,), "down_bias": (n,)}
+    return shapes
+
+
+def _moe_shapes(moe: MoeConfig, n: int, parts: _Parts) -> dict[str, tuple[int, ...]]:
+    e, gate_up = moe.num_experts, parts.rows("experts_gate_up")
+    shapes: dict[str, tuple[int, ...]] = {"router": (e, n)}
+    if moe.router_bias:
+        shapes["router_bias"] = (e,)
+    if moe.correction:
+        shapes["router_correction"] = (e,)
+    shapes |= {
+        "experts_gate_up": (e, gate_up, n),
+        "experts_down": (e, n, parts.size("expert_gate")),
+    }
+    if moe.expert_bias:
+        shapes |= {"experts_gate_up_bias": (e, gate_up), "experts_down_bias": (e, n)}
+    if moe.shared_size:
+        shapes["shared_gate_up"] = parts.rows("shared_gate_up"), n
+        shapes["shared_down"] = n, parts.size("shared_gate")
+    if moe.shared_gate:
+        shapes["shared_gate"] = (1, n)
     return shapes
 
 
@@ -158,10 +241,12 @@ def weight_bytes(config: ModelConfig, dtype: str, shard: Shard = WHOLE) -> int:
     >>> weight_bytes(ModelConfig("llama", 64, 32, 1, 4, 2, 8, 48, 128), "float16")
     23744
     """
-    shapes, form = weight_shapes(config, shard), dense_format(dtype)
+    shapes = weight_shapes(config, shard)
     if config.tie_word_embeddings:
         del shapes["lm_head"]
-    return sum(map(form.num_bytes, shapes.values()))
+    return sum(
+        dense_format(weight_dtype(name, dtype)).num_bytes(shape) for name, shape in shapes.items()
+    )
 
 
 @contextmanager
@@ -219,39 +304,6 @@ def weight_room(
         raise OutOfMemoryError(f"{text(device, needed)} ({error})") from error
 
 
-@dataclass(frozen=True)
-class Placement:
-    """A copy of rows [first, last) of tensor `name` to rows of `target`, from `start` on.
-
-    Attributes
-    ----------
-    name, target : str, WeightName
-    shape : tuple of int
-        Shape of the whole tensor.
-    first, last, start : int
-    columns : (int, int) or None
-        The columns of these rows; None for all.
-    is_rotated : bool
-        Whether these are rows of q or k, to which rope applies.
-    """
-
-    name: str
-    target: WeightName
-    shape: tuple[int, ...]
-    first: int
-    last: int
-    start: int = 0
-    columns: tuple[int, int] | None = None
-    is_rotated: bool = False
-
-    @property
-    def width(self) -> int:
-        """Number of columns read per row."""
-        if self.columns is not None:
-            return self.columns[1] - self.columns[0]
-        return math.prod(self.shape[1:])
-
-
 def place_tensors(
     where: str,
     config: ModelConfig,
@@ -277,7 +329,7 @@ def place_tensors(
     WeightsError
         If a tensor is missing or unexpected, or its shape does not match the config.
     """
-    wanted = _wanted(config, table, shard)
+    wanted = _wanted(config, table, found, shard)
     ignored = set(_OUTPUT_NAMES) if config.tie_word_embeddings else set()
     unexpected = [
         name
@@ -292,7 +344,7 @@ def place_tensors(
                 f"{where}: tensor {name!r} must have shape {shape}, as the config says; "
                 f"got {found[name]}"
             )
-    return [place for name in found if name in wanted for place in wanted[name][1]]
+    return [place for name in found if name in wanted for place in wanted[name][1]()]
 
 
 def _refuse(where: str, fault: str, names: list[str]) -> None:
@@ -302,22 +354,79 @@ def _refuse(where: str, fault: str, names: list[str]) -> None:
         raise WeightsError(f"{where}: {count} {fault}: {', '.join(names[:4])}{more}")
 
 
+# Tensor -> its shape, and a function that returns its placements: a config.json, which may be
+# damaged, can ask for far more than there are in the file.
+_Wanted = dict[str, tuple[tuple[int, ...], Callable[[], Iterable[Placement]]]]
+
+
 def _wanted(
-    config: ModelConfig, table: Iterable[TensorName], shard: Shard
-) -> dict[str, tuple[tuple[int, ...], list[Placement]]]:
+    config: ModelConfig,
+    table: Iterable[TensorName],
+    found: Mapping[str, tuple[int, ...]],
+    shard: Shard,
+) -> _Wanted:
     """Return shape and placements of every tensor that the checkpoint must have."""
+    forms: dict[str, dict[str, _Wanted]] = {}  # weight -> form -> its tensors
+    for form, target, tensors in _all_tensors(config, table, shard):
+        forms.setdefault(str(target), {}).setdefault(form, {}).update(tensors)
+    wanted: _Wanted = {}
+    for alternatives in forms.values():
+        present = (tensors for tensors in alternatives.values() if tensors.keys() & found.keys())
+        wanted |= next(present, next(iter(alternatives.values())))
+    return wanted
+
+
+def _all_tensors(
+    config: ModelConfig, table: Iterable[TensorName], shard: Shard
+) -> Iterator[tuple[str, WeightName, _Wanted]]:
+    """Yield the form, the target, and the tensors of each name in the table that applies."""
     shapes, parts = weight_shapes(config), _Parts(config, shard)
+    num_experts = config.moe.num_experts if config.moe is not None else 0
     if config.tie_word_embeddings:
         del shapes["lm_head"]
-    wanted: dict[str, tuple[tuple[int, ...], list[Placement]]] = {}
     for template in table:
-        for name, target in template.expand(config.num_layers):
-            if str(target) in shapes:
-                rows, *rest = shapes[str(target)]
-                shape = (parts.whole.get(template.part, rows), *rest)
-                places = list(_places(name, target, template.part, shape, parts, shard))
-                wanted[name] = (shape, places)
-    return wanted
+        for name, target, expert in template.expand(config.num_layers, num_experts):
+            if str(target) not in shapes:
+                continue
+            whole, part, layout = shapes[str(target)], template.part, template.layout
+            if target.kind.startswith(_EXPERTS):
+                matrix = (parts.whole.get(part, whole[1]), *whole[2:])
+                shape = layout.shape((whole[0], *matrix)) if expert is None else matrix
+                tensor = Placement(name, target, shape, 0, 0, layout=layout)
+                places = partial(_expert_places, tensor, part, expert, whole, parts, shard)
+                extra = layout.companions(name, whole)
+            else:
+                shape, extra = (parts.whole.get(part, whole[0]), *whole[1:]), {}
+                places = partial(_places, name, target, part, shape, parts, shard)
+            others: _Wanted = {other: (size, tuple) for other, size in extra.items()}
+            yield template.form, target, {name: (shape, places), **others}
+
+
+def _expert_places(
+    tensor: Placement,
+    part: str,
+    expert: int | None,
+    whole: tuple[int, ...],
+    parts: _Parts,
+    shard: Shard,
+) -> Iterator[Placement]:
+    """Yield the placements of one tensor's pieces: of one expert, or of all (None)."""
+    kind = tensor.target.kind
+    fused = _ROW_PARTS.get(kind.removesuffix("_bias"))
+    columns = None if tensor.layout == ROWS else (0, (*whole, 1)[2])
+    if kind in _COLUMN_PART and not shard.is_whole:
+        columns = parts.local[_COLUMN_PART[kind]]
+    here = fused if fused is None or not part else (part,)
+    before = sum(map(parts.size, fused[: fused.index(part)])) if fused and part else 0
+    pieces = [(0, whole[1], 0)] if here is None else list(parts.pieces(here))
+    height = whole[1] if fused is None else parts.rows(kind.removesuffix("_bias"))
+    for index in range(whole[0]) if expert is None else (expert,):
+        skipped = 0 if expert is not None else index * parts.whole.get(part, whole[1])
+        for first, last, place in pieces:
+            start = index * height + before + place
+            yield replace(
+                tensor, first=skipped + first, last=skipped + last, start=start, columns=columns
+            )
 
 
 def _places(

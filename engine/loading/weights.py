@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -27,17 +27,20 @@ from engine.device import CPU, Device
 from engine.dtypes import BFLOAT16, np_dtype
 from engine.errors import WeightsError
 from engine.loading.dummy import dummy_weights
+from engine.loading.expert_rows import read_expert_rows
 from engine.loading.gguf import GgufFile
-from engine.loading.safetensors import open_safetensors
+from engine.loading.placement import Placement
+from engine.loading.safetensors import SafetensorsDirectory, SafetensorsFile, open_safetensors
 from engine.loading.weight_table import (
-    Placement,
     place_tensors,
     shard_axis,
     weight_bytes,
+    weight_dtype,
     weight_room,
     weight_shapes,
 )
 from engine.models.registry import family
+from engine.models.tensor_layout import ROWS
 from engine.quantization import WHOLE, Shard, Weight
 
 __all__ = ["dummy_weights", "load_weights", "weight_bytes", "weight_shapes"]
@@ -53,26 +56,10 @@ _MAX_WORKERS = 8
 Array = np.ndarray[Any, Any]
 
 
-class Checkpoint(Protocol):
-    """A file or a set of files with named tensors."""
-
-    @property
-    def path(self) -> Path:
-        """Its name in messages."""
-
-    def names(self) -> Iterator[str]:
-        """Return the names of the tensors."""
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of tensor `name`."""
-
-    def read(
-        self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None
-    ) -> Array:
-        """Return rows [start, stop) of tensor `name`, of some columns, in any float dtype.
-
-        No other part of the file is read.
-        """
+# Each has `path`, `names()`, `shape(name)`, and `read(name, start, stop, columns=None)`, which
+# returns some rows in any float dtype and reads no other part of the file. Rows of a tensor with
+# more than two dimensions are those of all its matrices, in order.
+Checkpoint = SafetensorsFile | SafetensorsDirectory | GgufFile
 
 
 @dataclass(frozen=True)
@@ -133,7 +120,7 @@ def load_weights(
     device.activate()
     with weight_room(config, device, dtype, shard=shard, max_model_len=max_model_len):
         arrays = _allocate(config, device, dtype, shard)
-    loader = _Loader(checkpoint, config, arrays, device, dtype)
+    loader = _Loader(checkpoint, config, arrays, device)
     works = list(_slabs(placements, config.head_dim))
     with _progress_bar(works, dtype, progress) as advance, ThreadPoolExecutor(_workers()) as pool:
         futures = [pool.submit(loader.run, work) for work in works]
@@ -172,7 +159,10 @@ def _allocate(config: ModelConfig, device: Device, dtype: str, shard: Shard) -> 
     shapes = weight_shapes(config, shard)
     if config.tie_word_embeddings:
         del shapes["lm_head"]
-    arrays = {name: device.xp.empty(shape, np_dtype(dtype)) for name, shape in shapes.items()}
+    arrays = {
+        name: device.xp.empty(shape, np_dtype(weight_dtype(name, dtype)))
+        for name, shape in shapes.items()
+    }
     if device.is_cuda:
         # SAFETY: a kernel on another stream may still use the memory, if it was just freed.
         device.xp.cuda.runtime.deviceSynchronize()
@@ -207,12 +197,10 @@ class _Loader:
         config: ModelConfig,
         arrays: dict[str, Any],
         device: Device,
-        dtype: str,
     ) -> None:
         self.checkpoint = checkpoint
         self.arrays = arrays
         self.device = device
-        self.dtype = np_dtype(dtype)
         self.head_dim = config.head_dim
         self.rotary_dim = config.rope.rotary_dim
         is_gguf = isinstance(checkpoint, GgufFile)
@@ -226,26 +214,29 @@ class _Loader:
         """Load one slab."""
         place = work.place
         start = place.start - place.first
-        rows = self.arrays[str(place.target)][start + work.first : start + work.last]
+        array = self.arrays[str(place.target)]
+        if array.ndim > 1:  # the matrices of experts are loaded as one below the other
+            array = array.reshape(-1, place.width)
+        rows = array[start + work.first : start + work.last]
         if not self.device.is_cuda:
             self._fill(rows, work)
             return
-        buffer, stream = self._staging(rows.size)
-        host = buffer[: rows.size].reshape(rows.shape)
+        buffer, stream = self._staging(rows.nbytes)
+        host = buffer[: rows.nbytes].view(rows.dtype).reshape(rows.shape)
         self._fill(host, work)
         rows.set(host, stream=stream)
         stream.synchronize()  # the next slab overwrites the buffer
 
-    def _staging(self, size: int) -> tuple[Array, Any]:
-        """Return this thread's pinned buffer of at least `size` elements, and its stream."""
+    def _staging(self, num_bytes: int) -> tuple[Array, Any]:
+        """Return this thread's pinned buffer of at least `num_bytes` bytes, and its stream."""
         cp = self.device.xp
         if not hasattr(self._local, "stream"):
             self.device.activate()
             self._local.stream = cp.cuda.Stream(non_blocking=True)
-            self._local.buffer = np.empty(0, self.dtype)
-        if len(self._local.buffer) < size:
-            pinned = cp.cuda.alloc_pinned_memory(size * self.dtype.itemsize)
-            self._local.buffer = np.frombuffer(pinned, self.dtype, size)
+            self._local.buffer = np.empty(0, np.uint8)
+        if len(self._local.buffer) < num_bytes:
+            pinned = cp.cuda.alloc_pinned_memory(num_bytes)
+            self._local.buffer = np.frombuffer(pinned, np.uint8, num_bytes)
         buffer: Array = self._local.buffer
         return buffer, self._local.stream
 
@@ -257,7 +248,7 @@ class _Loader:
         step = _rows_of(_STEP_WEIGHTS, place.width, multiple)
         for first in range(work.first, work.last, step):
             last = min(work.last, first + step)
-            rows = self.checkpoint.read(place.name, first, last, place.columns)
+            rows = self._read(place, first, last)
             if self.is_interleaved and place.is_rotated:
                 rows = _half_split(rows, self.head_dim, self.rotary_dim)
             if self.norm_offset and place.target.kind.endswith("norm"):
@@ -269,6 +260,11 @@ class _Loader:
                     f"{self.checkpoint.path}: tensor {place.name!r} must have finite values up to "
                     "65504 for dtype float16; it has others. Use bfloat16 or float32"
                 )
+
+    def _read(self, place: Placement, first: int, last: int) -> Array:
+        if place.layout == ROWS:
+            return self.checkpoint.read(place.name, first, last, place.columns)
+        return read_expert_rows(self.checkpoint, place, first, last)
 
 
 def _half_split(rows: Array, head_dim: int, rotary_dim: int) -> Array:

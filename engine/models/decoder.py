@@ -21,9 +21,11 @@ from engine.layers.batch import ForwardBatch
 from engine.layers.embedding import Embedding
 from engine.layers.linear import Linear
 from engine.layers.mlp import MLP
+from engine.layers.moe import MoE
 from engine.layers.norm import NoNorm, Norm
 from engine.layers.rotary import long_rope_offset, rope_table, table_shape
 from engine.models.layer_plans import LayerPlans
+from engine.models.moe_layer import build_moe
 from engine.quantization import Weight
 
 __all__ = ["Decoder", "DecoderLayer", "rope_bytes"]
@@ -46,7 +48,7 @@ _MAX_FUSED_ROWS = 1
 
 
 class DecoderLayer:
-    """Attention and MLP, each with its norms, around one residual stream.
+    """Attention and MLP or experts, each with its norms, around one residual stream.
 
     Without an `mlp_norm`, attention and MLP have the same input, and their sum is added.
 
@@ -62,7 +64,7 @@ class DecoderLayer:
     def __init__(
         self,
         attn: Attention,
-        mlp: MLP,
+        mlp: MLP | MoE,
         attn_norm: Norm,
         mlp_norm: Norm | None = None,
         post_attn_norm: Norm | None = None,
@@ -249,8 +251,7 @@ class Decoder:
     def _drops_early(self, num_dropped: int) -> bool:
         """Tell whether to drop the tokens without logits after attention in the last layer."""
         last = self.layers[-1]
-        after_attention = (last.attn.o, last.mlp.gate_up, last.mlp.down)
-        saved = num_dropped * sum(linear.weight.num_elements for linear in after_attention)
+        saved = num_dropped * (last.attn.o.weight.num_elements + last.mlp.num_multiplied)
         return saved >= (1 if self.xp is np else _MIN_SAVED)
 
     def logits(self, hidden: Any) -> Any:
@@ -272,22 +273,19 @@ class Decoder:
         names : tuple of str
             Columns: the weights of a layer, without "layers.<i>."; scales as "qkv.scales".
         addresses : (num_layers, len(names)) array of uint64
-            On the host. SAFETY: valid as long as this decoder lives.
+            On the host; 0 for a weight that the layer does not have. SAFETY: valid as long as this
+            decoder lives.
         """
-        prefix = "layers.0."
-        kinds = [name.removeprefix(prefix) for name in self.weights if name.startswith(prefix)]
-        columns = [
-            (kind, array) for kind in kinds for array, _ in self.weights[f"{prefix}{kind}"].arrays()
-        ]
-        rows = [
-            [
-                address(getattr(self.weights[f"layers.{index}.{kind}"], array))
-                for kind, array in columns
-            ]
-            for index in range(self.config.num_layers)
-        ]
-        names = tuple(kind if array == "data" else f"{kind}.{array}" for kind, array in columns)
-        return names, np.array(rows, np.uint64)
+        table: dict[str, dict[int, int]] = {}
+        for name, weight in self.weights.items():
+            if name.startswith("layers."):
+                _, index, kind = name.split(".")
+                for part, array in weight.arrays():
+                    column = kind if part == "data" else f"{kind}.{part}"
+                    table.setdefault(column, {})[int(index)] = address(array)
+        layers = range(self.config.num_layers)
+        rows = [[column.get(index, 0) for column in table.values()] for index in layers]
+        return tuple(table), np.array(rows, np.uint64)
 
     def _weight(self, name: str) -> Weight:
         try:
@@ -333,8 +331,13 @@ class Decoder:
             can_fuse=not self.deterministic,
         )
 
-    def _mlp(self, index: int) -> MLP:
+    def _mlp(self, index: int) -> MLP | MoE:
         config, name = self.config, f"layers.{index}"
+        moe = config.moe_of(index)
+        if moe is not None:
+            return build_moe(
+                moe, config.activation, name, self._weight, deterministic=self.deterministic
+            )
         return MLP(
             self._linear(f"{name}.{'gate_up' if config.gated_mlp else 'up'}", config.mlp_bias),
             self._linear(f"{name}.down", config.mlp_bias),
@@ -360,6 +363,7 @@ class Decoder:
             self.rope_tables[_rope_index(config, index)],
             self._norm(f"{name}.q_norm") if config.qk_norm else None,
             self._norm(f"{name}.k_norm") if config.qk_norm else None,
+            self._weight(f"{name}.sinks").data if config.sinks else None,
         )
 
 

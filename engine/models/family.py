@@ -12,6 +12,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from engine.models.moe_family import MoeFamily
+from engine.models.tensor_layout import ROWS, Layout
+
 __all__ = [
     "GGUF_NORM_BIASES",
     "GGUF_PACKED_MLP_NAMES",
@@ -27,7 +30,15 @@ __all__ = [
     "WindowRule",
 ]
 
-WindowRule = Literal["never", "every_layer", "max_window_layers", "pattern", "layers_without_rope"]
+WindowRule = Literal[
+    "never",
+    "every_layer",
+    "switched",
+    "max_window_layers",
+    "even_layers",
+    "pattern",
+    "layers_without_rope",
+]
 RopeRule = Literal["all", "no_rope_layers", "windows"]
 
 
@@ -37,23 +48,21 @@ class WeightName(NamedTuple):
     Attributes
     ----------
     kind : str
-        "qkv", "down", "embed", ...
-    layer, expert : int or None
-        Layer and expert it belongs to; None for weights of the whole model or layer.
+        "qkv", "experts_down", "embed", ...
+    layer : int or None
+        Layer it belongs to; None for weights of the whole model.
 
     Examples
     --------
-    >>> str(WeightName("qkv", 3)), str(WeightName("down", 3, 7)), str(WeightName("embed"))
-    ('layers.3.qkv', 'layers.3.experts.7.down', 'embed')
+    >>> str(WeightName("qkv", 3)), str(WeightName("embed"))
+    ('layers.3.qkv', 'embed')
     """
 
     kind: str
     layer: int | None = None
-    expert: int | None = None
 
     def __str__(self) -> str:
-        expert = "" if self.expert is None else f"experts.{self.expert}."
-        return self.kind if self.layer is None else f"layers.{self.layer}.{expert}{self.kind}"
+        return self.kind if self.layer is None else f"layers.{self.layer}.{self.kind}"
 
 
 class TensorName(NamedTuple):
@@ -66,26 +75,36 @@ class TensorName(NamedTuple):
     kind : str
         The engine's (fused) weight, as in `WeightName`.
     part : str
-        The rows of that weight it fills: "q", "k", "v", "gate", "up", or "" for all.
+        The rows of that weight it fills: "q", "k", "v", "gate", "up", "shared_gate", "shared_up",
+        "expert_gate", "expert_up", or "" for all.
+    layout : Layout
+        How it stores the experts' matrices.
+    form : str
+        Where a family's checkpoints name or lay out a weight in several ways: which of them this
+        is. A weight is read in the first form of which the checkpoint has a tensor.
     """
 
     checkpoint: str
     kind: str
     part: str = ""
+    layout: Layout = ROWS
+    form: str = ""
 
-    def expand(self, num_layers: int, num_experts: int = 0) -> Iterator[tuple[str, WeightName]]:
-        """Yield the name in the file and the engine's name for each layer and expert.
+    def expand(
+        self, num_layers: int, num_experts: int = 0
+    ) -> Iterator[tuple[str, WeightName, int | None]]:
+        """Yield the name in the file, the engine's name, and the expert (None: not of one).
 
         Examples
         --------
-        >>> list(TensorName("blk.{i}.{e}.up", "gate_up", "up").expand(1, 2))[1]
-        ('blk.0.1.up', WeightName(kind='gate_up', layer=0, expert=1))
+        >>> list(TensorName("blk.{i}.{e}.up", "experts_gate_up", "expert_up").expand(1, 2))[1]
+        ('blk.0.1.up', WeightName(kind='experts_gate_up', layer=0), 1)
         """
         layers = range(num_layers) if "{i}" in self.checkpoint else (None,)
         experts = range(num_experts) if "{e}" in self.checkpoint else (None,)
         for layer, expert in itertools.product(layers, experts):
             name = self.checkpoint.replace("{i}", str(layer)).replace("{e}", str(expert))
-            yield name, WeightName(self.kind, layer, expert)
+            yield name, WeightName(self.kind, layer), expert
 
 
 def _linear(checkpoint: str, kind: str, part: str = "") -> tuple[TensorName, TensorName]:
@@ -182,7 +201,7 @@ class Family:
     gguf_arch : str
         The `general.architecture` of a .gguf; "" if another family reads such files.
     names, gguf_names : tuple of TensorName
-        Tensors of a safetensors checkpoint and of a .gguf.
+        Tensors of a safetensors checkpoint, and of a .gguf (none: such files are not read).
     defaults : mapping
         Values of keys missing from config.json (Hugging Face's defaults).
     qkv_bias, o_bias, mlp_bias, lm_head_bias : bool or str
@@ -199,11 +218,14 @@ class Family:
         Whether attention and MLP have the same input and are added together, or the key that tells.
     whole_qk_norm : bool
         Whether q and k are normed over all heads together instead of per head.
+    sinks : bool
+        Whether every head has an attention sink.
     windows : str
         Which layers have a sliding window: "never", "every_layer" (if `sliding_window` is set),
-        "max_window_layers" (from that layer on, if `use_sliding_window`), "pattern" (all but
-        every n-th) or "layers_without_rope" (these, if `use_sliding_window`). For the last three,
-        `layer_types` takes precedence if given.
+        "switched" (every layer, if `use_sliding_window`), "max_window_layers" (from that layer on,
+        if `use_sliding_window`), "even_layers" (those before `max_window_layers`, if
+        `use_sliding_window`), "pattern" (all but every n-th) or "layers_without_rope" (these, if
+        `use_sliding_window`). For the last four, `layer_types` takes precedence if given.
     rope_layers : str
         Which layers rotate q and k: "all", "windows" (those with a sliding window), or
         "no_rope_layers" (as that key says with 1 and 0 per layer, else all but every
@@ -227,8 +249,12 @@ class Family:
         2i and 2i + 1 of a head, not i and i + R/2.
     gguf_interleaved_rope : bool
         Whether a .gguf does.
+    moe : MoeFamily or None
+        The layers with experts.
     unsupported : tuple of str
         Keys of config.json that change the result and are refused if set.
+    quantizations : tuple of str
+        The `quant_method`s of checkpoints that are dequantized while loading.
     """
 
     model_type: str
@@ -249,6 +275,7 @@ class Family:
     whole_qk_norm: bool = False
     pre_norms: bool = True
     post_norms: bool = False
+    sinks: bool = False
     windows: WindowRule = "never"
     rope_layers: RopeRule = "all"
     norm_weight_offset: float = 0.0
@@ -260,4 +287,6 @@ class Family:
     rope_aliases: Mapping[str, str] = field(default_factory=dict)
     interleaved_rope: bool = False
     gguf_interleaved_rope: bool = False
+    moe: MoeFamily | None = None
     unsupported: tuple[str, ...] = ()
+    quantizations: tuple[str, ...] = ()

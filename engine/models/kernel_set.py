@@ -11,6 +11,7 @@ from engine.kernels._module import ModuleSpec
 
 __all__ = ["kernel_specs", "prepare_kernels"]
 
+_MOE_OPS = ("moe_combine", "moe_gemm", "moe_route")
 _OPS = (
     "attention_decode",
     "attention_prefill",
@@ -41,6 +42,8 @@ def kernel_specs(config: ModelConfig, dtype: str) -> list[ModuleSpec]:
     if config.parallel or not config.pre_norms:
         chosen.append("residual_add")
     specs: list[ModuleSpec] = []
+    if config.moe is not None:
+        chosen += _MOE_OPS
     for op in (*_OPS, *chosen):
         # By name, because the package's attribute `op` is the function and not the module.
         module = importlib.import_module(f"engine.kernels.{op}")

@@ -8,14 +8,20 @@ from engine.models.family import Family
 from engine.models.gemma2 import GEMMA2
 from engine.models.gemma3 import GEMMA3
 from engine.models.glm4 import GLM4
+from engine.models.gpt_oss import GPT_OSS
 from engine.models.granite import GRANITE
+from engine.models.granitemoe import GRANITEMOE
 from engine.models.llama import LLAMA
 from engine.models.mistral import MISTRAL
+from engine.models.mixtral import MIXTRAL
 from engine.models.olmo2 import OLMO2, OLMO3
+from engine.models.olmoe import OLMOE
 from engine.models.phi import PHI
 from engine.models.phi3 import PHI3
 from engine.models.qwen2 import QWEN2
+from engine.models.qwen2_moe import QWEN2_MOE
 from engine.models.qwen3 import QWEN3
+from engine.models.qwen3_moe import QWEN3_MOE
 from engine.models.smollm3 import SMOLLM3
 from engine.models.stablelm import STABLELM
 from engine.models.starcoder2 import STARCODER2
@@ -40,8 +46,9 @@ _DENSE = (
     COHERE2,
     PHI,
 )
+_SPARSE = (QWEN2_MOE, QWEN3_MOE, MIXTRAL, OLMOE, GRANITEMOE, GPT_OSS)
 
-FAMILIES: dict[str, Family] = {known.model_type: known for known in _DENSE}
+FAMILIES: dict[str, Family] = {known.model_type: known for known in (*_DENSE, *_SPARSE)}
 
 
 def family(model_type: object) -> Family:

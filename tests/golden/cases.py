@@ -87,6 +87,27 @@ _PHI = {
 }
 _OLMO3 = {**_TINY, "model_type": "olmo3", "num_hidden_layers": 4, "sliding_window": 8}
 
+_MOE = {**_TINY, "num_experts_per_tok": 2}
+_QWEN3_MOE = {**_MOE, "model_type": "qwen3_moe", "head_dim": 24, "moe_intermediate_size": 20}
+_QWEN2_MOE = {
+    **_MOE,
+    "model_type": "qwen2_moe",
+    "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 28,
+}
+_MIXTRAL = {**_MOE, "model_type": "mixtral", "intermediate_size": 24}
+_OLMOE = {**_MOE, "model_type": "olmoe", "intermediate_size": 24}
+_GPT_OSS = {
+    **_MOE,
+    "model_type": "gpt_oss",
+    "num_hidden_layers": 4,
+    "intermediate_size": 24,
+    "head_dim": 24,
+    "sliding_window": 8,
+    "swiglu_limit": 0.9,
+}
+_GRANITEMOE = {**_GRANITE, "model_type": "granitemoe", "intermediate_size": 24}
+
 _YARN = {
     "rope_theta": 10000.0,
     "rope_type": "yarn",
@@ -311,6 +332,94 @@ MODELS: dict[str, dict[str, Any]] = {
         "mlp_bias": True,
         "head_dim": 24,
         "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+    },
+}
+_NEW_ROPE = {"rope_type": "default", "rope_theta": 500.0}
+MODELS |= {
+    "qwen3_moe": {
+        **_QWEN3_MOE,
+        "num_hidden_layers": 4,
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [3],
+        "rope_theta": 500.0,
+    },
+    "qwen3_moe_new_keys_window_biases": {
+        **_QWEN3_MOE,
+        "num_local_experts": 5,
+        "attention_bias": True,
+        "use_sliding_window": True,
+        "sliding_window": 8,
+        "tie_word_embeddings": True,
+        "rope_parameters": _NEW_ROPE,
+    },
+    "qwen2_moe": {
+        **_QWEN2_MOE,
+        "num_experts": 9,
+        "num_experts_per_tok": 4,
+        "mlp_only_layers": [1],
+        "num_hidden_layers": 3,
+        "rope_theta": 500.0,
+    },
+    "qwen2_moe_windows": {
+        **_QWEN2_MOE,
+        "num_hidden_layers": 4,
+        "num_experts": 5,
+        "norm_topk_prob": True,
+        "qkv_bias": False,
+        "use_sliding_window": True,
+        "sliding_window": 8,
+        "max_window_layers": 2,
+        "rope_parameters": _NEW_ROPE,
+    },
+    "mixtral": {**_MIXTRAL, "num_local_experts": 5, "rope_theta": 500.0},
+    "mixtral_window_one_expert": {
+        **_MIXTRAL,
+        "num_experts": 3,
+        "num_experts_per_tok": 1,
+        "head_dim": 24,
+        "sliding_window": 8,
+        "rope_parameters": _NEW_ROPE,
+    },
+    "olmoe": {**_OLMOE, "num_experts": 7, "num_experts_per_tok": 3, "rope_theta": 500.0},
+    "olmoe_normalized_biases": {
+        **_OLMOE,
+        "num_experts": 5,
+        "norm_topk_prob": True,
+        "attention_bias": True,
+        "num_key_value_heads": 4,
+        "rope_parameters": _NEW_ROPE,
+    },
+    "gpt_oss": {
+        **_GPT_OSS,
+        "num_local_experts": 7,
+        "num_experts_per_tok": 4,
+        "swiglu_alpha": 1.3,
+        "rope_theta": 500.0,
+        "rope_scaling": {**_YARN_OLD, "truncate": False},
+    },
+    "gpt_oss_layer_types_no_biases": {
+        **_GPT_OSS,
+        "num_local_experts": 5,
+        "attention_bias": False,
+        "layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"],
+        "rope_parameters": _NEW_ROPE,
+    },
+    "granitemoe": {
+        **_GRANITEMOE,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 3,
+        "rope_theta": 500.0,
+    },
+    "granitemoe_tied_biases": {
+        **_GRANITEMOE,
+        "num_local_experts": 3,
+        "num_experts_per_tok": 1,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "rope_parameters": _NEW_ROPE,
     },
 }
 

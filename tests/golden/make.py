@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from cases import MODELS, ROPES
+from safetensors.numpy import load_file, save_file
 from tiny_weights import tiny_weight
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -31,6 +32,8 @@ NUM_PROMPT = 28
 NUM_NEW = 12
 # A greedy choice that rounding could flip proves nothing.
 SMALLEST_GAP = 1e-3
+# Nor does a choice of experts.
+SMALLEST_MARGIN = 1e-3
 
 SMOL_PROMPTS = (
     "The capital of France is Paris. The capital of Italy is",
@@ -56,6 +59,8 @@ def tiny_model(values: dict[str, Any], norm_mean: float) -> tuple[Any, dict[str,
         load_config(values), attn_implementation="eager", dtype=torch.float32
     ).eval()
     state = model.state_dict()
+    if any("experts" in name for name in state):
+        return moe_model(model, norm_mean)
     if values["tie_word_embeddings"]:
         del state["lm_head.weight"]
     shapes = {name: list(tensor.shape) for name, tensor in state.items()}
@@ -63,6 +68,43 @@ def tiny_model(values: dict[str, Any], norm_mean: float) -> tuple[Any, dict[str,
     missing, unexpected = model.load_state_dict(weights, strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
     return model, shapes
+
+
+def moe_model(model: Any, norm_mean: float) -> tuple[Any, dict[str, list[int]]]:
+    """As `tiny_model`: experts have other names and shapes in memory than on disk."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        file = Path(folder) / "model.safetensors"
+        shapes = {name: list(array.shape) for name, array in load_file(file).items()}
+        weights = {name: tiny_weight(name, shape, norm_mean) for name, shape in shapes.items()}
+        save_file(weights, file, metadata={"format": "pt"})
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
+        )
+    return model.eval(), shapes
+
+
+@torch.no_grad()
+def router_margin(model: Any, ids: list[int]) -> float:
+    """Return how far the last expert chosen is from the first one not chosen.
+
+    In standard deviations of the logits, the smallest of all tokens and layers; infinite for a
+    model without routers, or one that chooses all experts.
+    """
+    margins = [np.inf]
+
+    def look(router: Any, inputs: Any, outputs: Any) -> None:
+        logits = np.sort(outputs[0].float().numpy(), axis=-1)[:, ::-1]
+        if router.top_k < logits.shape[1]:
+            gaps = logits[:, router.top_k - 1] - logits[:, router.top_k]
+            margins.append(float(gaps.min() / logits.std()))
+
+    routers = [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
+    hooks = [router.register_forward_hook(look) for router in routers]
+    model(torch.tensor([ids]), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return min(margins)
 
 
 @torch.no_grad()
@@ -102,7 +144,8 @@ def make_tiny(only: list[str]) -> None:
             )
             model, shapes = tiny_model(values, norm_mean)
             tokens, gap = greedy(model, prompt, NUM_NEW, one_by_one)
-            if gap > SMALLEST_GAP:
+            margin = router_margin(model, prompt + tokens)
+            if gap > SMALLEST_GAP and margin > SMALLEST_MARGIN:
                 break
         model, _ = tiny_model(values, norm_mean)
         logits = all_logits(model, prompt, one_by_one)
@@ -115,7 +158,10 @@ def make_tiny(only: list[str]) -> None:
         }
         (folder / f"{case}.json").write_text(json.dumps(record, indent=1) + "\n")
         np.save(folder / f"{case}.npy", logits.astype(np.float32))
-        print(f"{case}: gap {gap:.4f}, std {logits.std():.3f}, tokens {tokens}")
+        print(
+            f"{case}: gap {gap:.4f}, router margin {margin:.4f}, std {logits.std():.3f}, "
+            f"tokens {tokens}"
+        )
 
 
 def make_ropes() -> None:

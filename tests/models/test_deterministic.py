@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 import engine
-from engine.config import ModelConfig, RopeConfig
+from engine.config import ModelConfig, MoeConfig, RopeConfig
 from engine.device import to_numpy
 from engine.layers.batch import ForwardBatch
 
@@ -25,9 +27,16 @@ CONFIG = ModelConfig(
 )
 
 
-@pytest.fixture(scope="module")
-def model(place):
-    return engine.load(config=CONFIG, load_format="dummy", deterministic=True, **place)
+EXPERTS = dataclasses.replace(
+    CONFIG,
+    sinks=True,
+    moe=MoeConfig(9, 4, 96, (False, True), shared_size=64, shared_gate=True, expert_bias=True),
+)
+
+
+@pytest.fixture(scope="module", params=[CONFIG, EXPERTS], ids=["dense", "experts"])
+def model(place, request):
+    return engine.load(config=request.param, load_format="dummy", deterministic=True, **place)
 
 
 def _ids(seed, count):
@@ -67,7 +76,7 @@ def test_other_sequences_change_no_bit(model, company):
 
 def test_the_default_mode_is_close(model):
     plain = engine.load(
-        config=CONFIG, load_format="dummy", device=str(model.device), dtype=model.dtype
+        config=model.config, load_format="dummy", device=str(model.device), dtype=model.dtype
     )
     want, got = _alone(plain, _ids(3, 60)), _alone(model, _ids(3, 60))
     limit = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 2e-1}[model.dtype]

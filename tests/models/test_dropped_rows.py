@@ -11,6 +11,7 @@ import engine
 from engine.device import to_numpy
 from engine.layers.batch import ForwardBatch
 from engine.layers.mlp import MLP
+from engine.layers.moe import MoE
 from engine.models import decoder
 from tests.models.test_layer_plans import CONFIG, FAMILIES
 
@@ -49,14 +50,20 @@ def always(monkeypatch):
 
 @pytest.fixture
 def rows_of_mlps(monkeypatch):
-    """Record the number of tokens of each MLP call."""
-    seen, call = [], MLP.__call__
+    """Record the number of tokens of each call of an MLP or of experts."""
+    seen = []
 
-    def spy(self, x, **rest):
-        seen.append(len(x))
-        return call(self, x, **rest)
+    def spy_on(kind):
+        call = kind.__call__
 
-    monkeypatch.setattr(MLP, "__call__", spy)
+        def spy(self, x, **rest):
+            seen.append(len(x))
+            return call(self, x, **rest)
+
+        monkeypatch.setattr(kind, "__call__", spy)
+
+    spy_on(MLP)
+    spy_on(MoE)
     return seen
 
 

@@ -55,13 +55,13 @@ def test_an_unknown_architecture_lists_the_known_ones(arch):
         family_of_gguf(arch)
 
 
-def filled(table, kind: Family, config: ModelConfig) -> dict[str, set[str]]:
-    """Return the parts of each weight of the model that the tensors of `table` fill."""
-    result: dict[str, set[str]] = {}
+def filled(table, config: ModelConfig) -> dict[tuple[str, str], set[str]]:
+    """Return the parts of each weight, in each form, that the tensors of `table` fill."""
+    result: dict[tuple[str, str], set[str]] = {}
     for template in table:
-        for _, target in template.expand(num_layers=1):
+        for _, target, _ in template.expand(num_layers=1, num_experts=1):
             if str(target) in weight_shapes(config):
-                result.setdefault(str(target), set()).add(template.part)
+                result.setdefault((str(target), template.form), set()).add(template.part)
     return result
 
 
@@ -69,14 +69,14 @@ def filled(table, kind: Family, config: ModelConfig) -> dict[str, set[str]]:
 @pytest.mark.parametrize("biases", [False, True])
 def test_every_row_of_every_weight_has_exactly_one_name(kind, biases):
     config = config_of(kind, attention_bias=biases, mlp_bias=biases, tie_word_embeddings=False)
-    tables = [kind.names, *([kind.gguf_names] if kind.gguf_names else [])]
-    for table in tables:
-        found = filled(table, kind, config)
-        assert found.keys() == weight_shapes(config).keys()
-        for target, parts in found.items():
-            packed = "qkv" in target or "gate_up" in target
-            split = {"q", "k", "v"} if "qkv" in target else {"gate", "up"}
-            assert parts == {""} or (packed and parts == split), target
+    for table in (kind.names, kind.gguf_names):
+        found = filled(table, config)
+        assert not table or {target for target, _ in found} == weight_shapes(config).keys()
+        for (target, _), parts in found.items():
+            splits = ("qkv", {"q", "k", "v"}), ("shared_gate_up", {"shared_gate", "shared_up"})
+            splits += ("experts_gate_up", {"expert_gate", "expert_up"}), ("gate_up", {"gate", "up"})
+            split = next((parts for kind, parts in splits if kind in target), set())
+            assert parts in ({""}, split), target
         names = [name.checkpoint for name in table]
         assert len(set(names)) == len(names)
 
@@ -86,13 +86,14 @@ def test_only_files_of_llama_keep_interleaved_rows():
 
     GLM-4 and Cohere 2 have them so in every file.
     """
-    permuted = {"llama", "mistral", "granite", "smollm3", "glm4", "cohere2"}
+    permuted = {"llama", "mistral", "granite", "smollm3", "glm4", "cohere2", "mixtral"}
+    permuted |= {"granitemoe"}
     assert {n for n, kind in FAMILIES.items() if kind.gguf_interleaved_rope} == permuted
 
 
 def test_the_page_of_models_has_a_row_for_every_family():
     page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
-    rows = re.findall(r"^\| `(\w+)` \|.*\| (`\w+`|no) \|$", page, re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \|.*\| (`[\w-]+`|no) \|$", page, re.MULTILINE)
     assert sorted(name for name, _ in rows) == sorted(FAMILIES)
     for name, arch in rows:
         reads = {kind.gguf_arch for kind in FAMILIES.values()} & {arch.strip("`")}

@@ -25,10 +25,10 @@ GOLDEN = Path(__file__).parents[1] / "golden/models"
 CASES = sorted(p.stem for p in GOLDEN.glob("*.json"))
 # The engine's float32 against another program's: only the order of rounding differs.
 LIMIT = 1e-4
-# One model of each kind of attention, for the slower properties.
+# One model of each kind of attention and MLP, for the slower properties.
 VARIED = [
     *("llama_dynamic", "mistral_window", "qwen3", "phi3_longrope_long", "gemma3"),
-    *("granite", "olmo3", "smollm3"),
+    *("granite", "olmo3", "smollm3", "qwen2_moe", "gpt_oss"),
 ]
 
 
@@ -136,7 +136,7 @@ def test_in_a_batch_with_others(golden, case, where):
     assert step([(3, 6, 28), (4, 2, 11), (0, 11, 12)]).num_decodes == 0
 
 
-@pytest.mark.parametrize("case", ["llama", "qwen3", "gemma3_new_keys_softcap"])
+@pytest.mark.parametrize("case", ["llama", "qwen3", "gemma3_new_keys_softcap", "qwen2_moe"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_precision_is_close(golden, case, dtype, where):
     want = golden(case)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import engine
-from engine.config import ModelConfig, RopeConfig
+from engine.config import ModelConfig, MoeConfig, RopeConfig
 from engine.device import to_numpy
 from engine.errors import LaunchPlanError
 from engine.kernels import _prepared_launch
@@ -63,6 +63,24 @@ FAMILIES = {
     "scaled branches": dataclasses.replace(CONFIG, branch_scale=0.3),
     "norms of outputs": dataclasses.replace(
         CONFIG, pre_norms=False, post_norms=True, qk_norm=True, whole_qk_norm=True
+    ),
+    "experts": dataclasses.replace(
+        CONFIG,
+        moe=MoeConfig(5, 3, 96, (True,) * 6, renormalize=False, shared_size=64, shared_gate=True),
+    ),
+    "experts in some layers": dataclasses.replace(
+        CONFIG,
+        moe=MoeConfig(
+            *(8, 2, 64, (False, True, True, False, True, True)),
+            score="sigmoid",
+            scale=2.5,
+            correction=True,
+            num_groups=2,
+            top_groups=1,
+            router_bias=True,
+            expert_bias=True,
+            activation="swiglu_clamped",
+        ),
     ),
 }
 

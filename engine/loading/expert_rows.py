@@ -1,0 +1,63 @@
+"""Reads rows of experts' matrices, in whichever layout a checkpoint stores them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from engine.loading.gguf import GgufFile
+from engine.loading.mxfp4 import dequantize_mxfp4
+from engine.loading.placement import Placement
+from engine.loading.safetensors import SafetensorsDirectory, SafetensorsFile
+from engine.models.tensor_layout import scales_name
+
+__all__ = ["read_expert_rows"]
+
+Array = np.ndarray[Any, Any]
+
+_Safetensors = SafetensorsFile | SafetensorsDirectory
+
+_BLOCK = 32
+
+
+def read_expert_rows(
+    checkpoint: _Safetensors | GgufFile, place: Placement, first: int, last: int
+) -> Array:
+    """Return rows [first, last) of `place`, which are of one expert, in its columns.
+
+    Returns
+    -------
+    (last - first, place.width) array
+        Of any float dtype; perhaps a view of the file.
+    """
+    layout, shape = place.layout, place.shape
+    num_rows = shape[-1] if layout.transposed else shape[1]
+    expert, row = divmod(first, num_rows)
+    start, step = row, 1
+    if layout.interleaved:
+        is_up, row = divmod(row, num_rows // 2)
+        start, step = 2 * row + is_up, 2
+    stop = start + (last - first - 1) * step + 1
+    if layout.transposed:
+        num_columns = shape[1] if len(shape) > 2 else 1
+        begin, end = place.columns or (0, num_columns)
+        offset = expert * num_columns
+        stored = checkpoint.read(place.name, offset + begin, offset + end, (start, stop))
+        matrix: Array = stored[:, ::step].T
+        return matrix
+    rows = slice(expert * num_rows + start, expert * num_rows + stop, step)
+    if layout.mxfp4 and not isinstance(checkpoint, GgufFile):  # which dequantizes by itself
+        return _mxfp4_rows(checkpoint, place, rows)
+    return checkpoint.read(place.name, rows.start, rows.stop, place.columns)[::step]
+
+
+def _mxfp4_rows(checkpoint: _Safetensors, place: Placement, rows: slice) -> Array:
+    """Dequantize rows of the tensor to float32: only the blocks with some of the columns."""
+    begin, end = place.columns or (0, place.shape[2] * _BLOCK)
+    first, last = begin // _BLOCK, -(-end // _BLOCK)
+    blocks = checkpoint.read_bytes(place.name, rows.start, rows.stop)
+    scales = checkpoint.read_bytes(scales_name(place.name), rows.start, rows.stop)
+    values = dequantize_mxfp4(blocks[:: rows.step, first:last], scales[:: rows.step, first:last])
+    wanted: Array = values[:, begin - first * _BLOCK : end - first * _BLOCK]
+    return wanted

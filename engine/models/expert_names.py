@@ -1,0 +1,71 @@
+"""Names of the tensors of experts, their router and the shared expert in a checkpoint."""
+
+from __future__ import annotations
+
+from engine.models.family import TensorName
+from engine.models.tensor_layout import ROWS, Layout
+
+__all__ = ["GGUF_EXPERT_NAMES"]
+__all__ += ["fused_expert_names", "router_names", "separate_expert_names", "shared_expert_names"]
+
+
+GGUF_EXPERT_NAMES: tuple[TensorName, ...] = (
+    TensorName("blk.{i}.ffn_gate_inp.weight", "router"),
+    TensorName("blk.{i}.ffn_gate_exps.weight", "experts_gate_up", "expert_gate"),
+    TensorName("blk.{i}.ffn_up_exps.weight", "experts_gate_up", "expert_up"),
+    TensorName("blk.{i}.ffn_down_exps.weight", "experts_down"),
+)
+"""Router and experts in a .gguf."""
+
+
+def router_names(*names: str) -> tuple[TensorName, ...]:
+    """Name the router's tensor; checkpoints may have one or another."""
+    return tuple(
+        TensorName(f"model.layers.{{i}}.{name}.weight", "router", form=name) for name in names
+    )
+
+
+def separate_expert_names(
+    block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+) -> tuple[TensorName, ...]:
+    """Name the three matrices of every expert in `block`."""
+    expert, form = f"model.layers.{{i}}.{block}.experts.{{e}}", "separate"
+    return (
+        TensorName(f"{expert}.{gate}.weight", "experts_gate_up", "expert_gate", form=form),
+        TensorName(f"{expert}.{up}.weight", "experts_gate_up", "expert_up", form=form),
+        TensorName(f"{expert}.{down}.weight", "experts_down", form=form),
+    )
+
+
+def fused_expert_names(
+    block: str = "mlp",
+    gate_up: str = "experts.gate_up_proj",
+    down: str = "experts.down_proj",
+    *,
+    layout: Layout = ROWS,
+    gate_up_layout: Layout | None = None,
+    form: str = "fused",
+) -> tuple[TensorName, ...]:
+    """Name the two arrays with the matrices of all experts in `block`.
+
+    The default is what transformers 5 writes with ``save_original_format=False``.
+    """
+    prefix = f"model.layers.{{i}}.{block}"
+    rows = gate_up_layout or layout
+    return (
+        TensorName(f"{prefix}.{gate_up}", "experts_gate_up", "", rows, form),
+        TensorName(f"{prefix}.{down}", "experts_down", "", layout, form),
+    )
+
+
+def shared_expert_names(block: str, gate: str = "") -> tuple[TensorName, ...]:
+    """Name the tensors of the shared expert, and of its gate if there is one."""
+    prefix = f"model.layers.{{i}}.{block}"
+    names = (
+        TensorName(f"{prefix}.gate_proj.weight", "shared_gate_up", "shared_gate"),
+        TensorName(f"{prefix}.up_proj.weight", "shared_gate_up", "shared_up"),
+        TensorName(f"{prefix}.down_proj.weight", "shared_down"),
+    )
+    if not gate:
+        return names
+    return (*names, TensorName(f"model.layers.{{i}}.{gate}.weight", "shared_gate"))

@@ -1,0 +1,33 @@
+"""Granite 3 MoE: granite with experts."""
+
+from __future__ import annotations
+
+from engine.models.expert_names import GGUF_EXPERT_NAMES, fused_expert_names, router_names
+from engine.models.family import GGUF_SPLIT_NAMES, Family
+from engine.models.granite import GRANITE
+from engine.models.llama import LLAMA_NAMES
+from engine.models.moe_family import MoeFamily
+
+__all__ = ["GRANITEMOE"]
+
+_BLOCK = "block_sparse_moe"
+
+GRANITEMOE = Family(
+    model_type="granitemoe",
+    names=(
+        *LLAMA_NAMES,
+        *router_names(f"{_BLOCK}.router.layer", f"{_BLOCK}.router"),
+        *fused_expert_names(
+            _BLOCK, "input_linear.weight", "output_linear.weight", form="published"
+        ),
+        *fused_expert_names(_BLOCK),
+    ),
+    gguf_names=(*GGUF_SPLIT_NAMES, *GGUF_EXPERT_NAMES),
+    gguf_arch="granitemoe",
+    gguf_interleaved_rope=True,
+    defaults={**GRANITE.defaults, "num_experts_per_tok": 2},
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    multipliers=True,
+    moe=MoeFamily(num_experts=8),
+)

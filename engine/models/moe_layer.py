@@ -1,0 +1,71 @@
+"""Builds the mixture of experts of one layer from its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from engine.config import MoeConfig
+from engine.layers.linear import Linear
+from engine.layers.mlp import MLP
+from engine.layers.moe import Experts, MoE, RoutingParams
+from engine.quantization import Weight
+
+__all__ = ["build_moe"]
+
+
+def build_moe(
+    config: MoeConfig,
+    activation: str,
+    layer: str,
+    weight: Callable[[str], Weight],
+    *,
+    deterministic: bool,
+) -> MoE:
+    """Return the mixture of experts of layer `layer` ("layers.3").
+
+    Parameters
+    ----------
+    config : MoeConfig
+    activation : str
+        Of the shared expert, as in `MLP`.
+    layer : str
+    weight : callable
+        Returns the weight of a name, and raises a WeightsError if there is none.
+    deterministic : bool
+    """
+
+    def optional(kind: str, exists: bool) -> Weight | None:
+        return weight(f"{layer}.{kind}") if exists else None
+
+    def linear(kind: str, has_bias: bool = False) -> Linear:
+        bias = optional(f"{kind}_bias", has_bias)
+        return Linear(weight(f"{layer}.{kind}"), bias, deterministic=deterministic)
+
+    has_shared = config.shared_size > 0
+    correction = optional("router_correction", config.correction)
+    return MoE(
+        RoutingParams(
+            config.top_k,
+            config.score,
+            config.num_groups,
+            config.top_groups,
+            config.renormalize,
+            config.scale,
+        ),
+        linear("router", config.router_bias),
+        Experts(
+            weight(f"{layer}.experts_gate_up"),
+            weight(f"{layer}.experts_down"),
+            optional("experts_gate_up_bias", config.expert_bias),
+            optional("experts_down_bias", config.expert_bias),
+            config.activation,
+            config.alpha,
+            config.limit,
+        ),
+        correction=None if correction is None else correction.data,
+        shared=MLP(linear("shared_gate_up"), linear("shared_down"), activation)
+        if has_shared
+        else None,
+        shared_gate=linear("shared_gate") if config.shared_gate else None,
+        deterministic=deterministic,
+    )

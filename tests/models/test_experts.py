@@ -1,0 +1,79 @@
+"""What a decoder with experts in some layers declares: weights, kernels, memory."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import engine
+from engine.device import CPU
+from engine.engine_config import activation_bytes
+from engine.errors import WeightsError
+from engine.layers.mlp import MLP
+from engine.layers.moe import MoE
+from engine.loading.dummy import dummy_weights
+from engine.loading.mlp_padding import pad_mlps
+from engine.models.decoder import Decoder
+from engine.models.kernel_set import kernel_specs
+from tests.models.test_layer_plans import CONFIG, FAMILIES
+
+MIXED = FAMILIES["experts in some layers"]
+
+
+def test_layers_have_experts_or_an_mlp():
+    decoder = engine.load(config=MIXED, load_format="dummy", device="cpu").decoder
+    kinds = [type(layer.mlp) for layer in decoder.layers]
+    assert kinds == [MLP, MoE, MoE, MLP, MoE, MoE]
+    experts = decoder.layers[1].mlp
+    assert experts.correction is decoder.weights["layers.1.router_correction"].data
+    assert (experts.params.score, experts.params.scale) == ("sigmoid", 2.5)
+
+
+def test_the_table_of_addresses_has_columns_for_both():
+    decoder = engine.load(config=MIXED, load_format="dummy", device="cpu").decoder
+    names, addresses = decoder.pointer_table()
+    for kind, absent in (("gate_up", [1, 2, 4, 5]), ("experts_gate_up", [0, 3])):
+        column = addresses[:, names.index(kind)]
+        assert np.flatnonzero(column == 0).tolist() == absent
+    assert addresses[2, names.index("qkv")] == decoder.weights["layers.2.qkv"].data.ctypes.data
+
+
+def test_a_missing_weight_is_named():
+    weights = dummy_weights(MIXED)
+    del weights["layers.2.experts_down_bias"]
+    with pytest.raises(WeightsError, match=r"'layers\.2\.experts_down_bias'"):
+        Decoder(MIXED, weights, 16)
+
+
+def test_kernels_of_experts_are_listed_for_such_models_only():
+    files = {spec.file for spec in kernel_specs(MIXED, "bfloat16")}
+    assert {"moe_route.cu", "moe_combine.cu"} <= files
+    assert not any("moe" in spec.file for spec in kernel_specs(CONFIG, "bfloat16"))
+
+
+def test_only_mlps_are_padded():
+    config = dataclasses.replace(MIXED, intermediate_size=43)
+    weights = dummy_weights(config)
+    pad_mlps(weights, config, CPU, "float32")
+    assert weights["layers.0.down"].shape == (128, 44)
+    assert weights["layers.1.experts_down"].shape == (8, 128, 64)
+    without = dataclasses.replace(FAMILIES["experts"], intermediate_size=43)
+    weights = dummy_weights(without)
+    pad_mlps(weights, without, CPU, "float32")  # has none
+
+
+def test_activations_of_experts_are_counted():
+    """A token has the intermediates of each of its experts."""
+
+    def per_token(config):
+        return activation_bytes(config, "float16", 1000, 0) / 1.1 / 1000 / 2
+
+    moe = FAMILIES["experts"].moe
+    own = 3 * (96 + 128) + 3 * 64
+    dense = per_token(CONFIG) - 3 * CONFIG.intermediate_size
+    assert per_token(FAMILIES["experts"]) == pytest.approx(dense + own)
+    more = dataclasses.replace(CONFIG, moe=dataclasses.replace(moe, top_k=5))
+    assert per_token(more) == pytest.approx(dense + own + 2 * (96 + 128))
+    assert per_token(MIXED) == pytest.approx(per_token(CONFIG))  # its MLPs have more
