@@ -53,7 +53,11 @@ def test_the_workload_is_the_published_one():
 # Parameters of the published checkpoints, in millions.
 @pytest.mark.parametrize(
     ("name", "millions"),
-    [("qwen2.5-0.5b", 494), ("qwen3-0.6b", 596), ("llama-3.2-1b", 1236), ("llama-3.1-8b", 8030)],
+    [
+        *(("qwen2.5-0.5b", 494), ("qwen3-0.6b", 596), ("llama-3.2-1b", 1236)),
+        *(("llama-3.1-8b", 8030), ("gpt-oss-20b", 20915), ("qwen3-30b-a3b", 30532)),
+        ("mixtral-8x7b", 46703),
+    ],
 )
 def test_built_in_configurations_have_the_published_sizes(name, millions):
     config = built_in_config(name)
