@@ -193,7 +193,7 @@ def test_kernels_of_one_op_and_of_all():
     one = _run("kernels", "rmsnorm", *options).stdout.splitlines()
     assert {line.split()[0] for line in one[2:]} == {"rmsnorm"}
     everything = _run("kernels", "--all", *options).stdout.splitlines()
-    assert set(one) <= set(everything) and len(everything) > 10 * len(one)
+    assert set(one) <= set(everything) and len(everything) > 5 * len(one)
     done = _run("kernels", "rmsnrom", *options, status=2)
     assert "op must be one of" in done.stderr and "got 'rmsnrom'" in done.stderr
 
