@@ -26,8 +26,8 @@
 constexpr int kMaxTopK = 16;
 constexpr int kMaskWords = 2;
 constexpr int kMaskTokens = 32 * kMaskWords;  // that one block can sort at a time
-constexpr int kFewThreads = 512;              // at most; a warp per token
-constexpr int kThreads = 512;                 // of the kernels for many tokens
+constexpr int kFewThreads = 512;  // at most, a warp per token: more would lack registers
+constexpr int kThreads = 512;     // of the kernels for many tokens
 constexpr int kWarps = kThreads / kWarpSize;
 constexpr uint32_t kMinusInfKey = 0x007fffffu;  // key_of(-inf)
 
@@ -409,4 +409,4 @@ ENGINE_MOE_ROUTE(1, 32)
 ENGINE_MOE_ROUTE(2, 64)
 ENGINE_MOE_ROUTE(4, 128)
 ENGINE_MOE_ROUTE(8, 256)
-ENGINE_MOE_ROUTE(16, 512)  // scores of many experts need registers
+ENGINE_MOE_ROUTE(16, 512)
