@@ -79,7 +79,7 @@ def _scores(logits: Array, score: str) -> Array:
 
 def _best_groups(ranked: Array, num_groups: int, top_groups: int, *, sums_two: bool) -> Array:
     """Put the experts outside each token's best groups at -inf."""
-    groups = ranked.reshape(len(ranked), num_groups, -1)
+    groups = ranked.reshape(len(ranked), num_groups, ranked.shape[1] // num_groups)
     best = -np.sort(-groups, axis=2)
     of_group = best[:, :, 0] + best[:, :, 1] if sums_two else best[:, :, 0]
     chosen = np.argsort(-of_group, axis=1, kind="stable")[:, :top_groups]

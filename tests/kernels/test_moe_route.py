@@ -107,7 +107,7 @@ def test_matches_mirror(xp, num_tokens, num_experts, top_k):
     _assert_sorted(got, num_experts)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 17, 300])
+@pytest.mark.parametrize("num_tokens", [0, 1, 17, 300])
 @pytest.mark.parametrize(("options", "num_experts"), OPTIONS)
 def test_options_match_mirror(xp, options, num_experts, num_tokens):
     logits = distinct_logits(num_tokens, num_experts, seed=2)
