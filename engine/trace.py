@@ -63,7 +63,7 @@ def _walk(layer: DecoderLayer, residual: Array, positions: Array) -> tuple[Array
     weights, heads = attend(layer.attn, given, positions)
     x = layer.attn.o(heads)
     if layer.mlp_norm is None:
-        return weights, residual + x + layer.mlp(given)
+        return weights, residual + layer.attn_norm.branch_scale * (x + layer.mlp(given))
     x = x if layer.post_attn_norm is None else layer.post_attn_norm(x)
     x, residual = layer.mlp_norm.add(x, residual.copy())
     x = layer.mlp(x)

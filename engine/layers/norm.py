@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from engine import kernels
+from engine.errors import ConfigError
 
 __all__ = ["NoNorm", "Norm"]
 
@@ -79,11 +80,19 @@ class Norm:
 
 
 class NoNorm(Norm):
-    """Takes the place of a `Norm` where a family has none; `add` still adds."""
+    """Takes the place of a `Norm` where a family has none; `add` still adds.
+
+    Raises
+    ------
+    ConfigError
+        If `branch_scale` is not 1, since nothing would multiply with it.
+    """
 
     __slots__ = ()
 
-    def __init__(self) -> None:
+    def __init__(self, branch_scale: float = 1.0) -> None:
+        if branch_scale != 1.0:
+            raise ConfigError(f"branch_scale must be 1 without pre_norms; got {branch_scale}")
         super().__init__(None, 0.0)
 
     def arrays(self) -> Iterator[tuple[str, Any]]:

@@ -308,6 +308,10 @@ class Decoder:
             bias=self._weight(f"{name}_bias").data if c.norm_bias else None,
         )
 
+    def _pre_norm(self, name: str) -> Norm:
+        c = self.config
+        return self._norm(name) if c.pre_norms else NoNorm(c.branch_scale)
+
     def _rope_table(self, rope: RopeConfig) -> Any:
         try:
             return self.xp.asarray(rope_table(rope, self.max_model_len))
@@ -318,14 +322,11 @@ class Decoder:
 
     def _layer(self, index: int) -> DecoderLayer:
         config, name = self.config, f"layers.{index}"
-        mlp_norm = None
-        if not config.parallel:
-            mlp_norm = self._norm(f"{name}.mlp_norm") if config.pre_norms else NoNorm()
         return DecoderLayer(
             self._attention(index),
             self._mlp(index),
-            self._norm(f"{name}.attn_norm") if config.pre_norms else NoNorm(),
-            mlp_norm,
+            self._pre_norm(f"{name}.attn_norm"),
+            None if config.parallel else self._pre_norm(f"{name}.mlp_norm"),
             self._norm(f"{name}.post_attn_norm") if config.post_norms else None,
             self._norm(f"{name}.post_mlp_norm") if config.post_norms else None,
             can_fuse=not self.deterministic,

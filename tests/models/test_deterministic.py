@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -27,15 +27,31 @@ CONFIG = ModelConfig(
 )
 
 
-EXPERTS = dataclasses.replace(
-    CONFIG,
-    sinks=True,
-    moe=MoeConfig(9, 4, 96, (False, True), shared_size=64, shared_gate=True, expert_bias=True),
-)
+CONFIGS = {
+    "plain": CONFIG,
+    "experts": replace(
+        CONFIG,
+        sinks=True,
+        moe=MoeConfig(9, 4, 96, (False, True), shared_size=64, shared_gate=True, expert_bias=True),
+    ),
+    "norms of outputs": replace(
+        CONFIG, pre_norms=False, post_norms=True, qk_norm=True, whole_qk_norm=True
+    ),
+    "parallel": replace(
+        CONFIG,
+        branch_scale=0.5,
+        layer_norm=True,
+        norm_bias=True,
+        parallel=True,
+        gated_mlp=False,
+        activation="gelu_tanh",
+        rope_layers=(True, False),
+    ),
+}
 
 
-@pytest.fixture(scope="module", params=[CONFIG, EXPERTS], ids=["dense", "experts"])
-def model(place, request):
+@pytest.fixture(scope="module", params=CONFIGS.values(), ids=CONFIGS)
+def model(request, place):
     return engine.load(config=request.param, load_format="dummy", deterministic=True, **place)
 
 

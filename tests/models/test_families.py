@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from engine.config import ModelConfig
 from engine.errors import ConfigError
 from engine.loading.hf_config import config_from_dict
 from engine.loading.weight_table import weight_shapes
+from engine.loading.weights import dummy_weights
+from engine.models.decoder import Decoder
 from engine.models.family import Family
 from engine.models.registry import FAMILIES, family, family_of_gguf
 
@@ -98,6 +101,12 @@ def test_the_page_of_models_has_a_row_for_every_family():
     for name, arch in rows:
         reads = {kind.gguf_arch for kind in FAMILIES.values()} & {arch.strip("`")}
         assert bool(reads) == bool(FAMILIES[name].gguf_names), name
+
+
+def test_a_factor_on_branches_needs_norms_that_apply_it():
+    config = replace(config_of(family("olmo2")), branch_scale=0.5)
+    with pytest.raises(ConfigError, match=r"branch_scale must be 1 without pre_norms; got 0\.5"):
+        Decoder(config, dummy_weights(config), 16)
 
 
 def test_declared_differences():
