@@ -150,6 +150,8 @@ class ModelConfig:
         Activation of the gate, or of up: "silu", "gelu" (erf) or "gelu_tanh".
     moe : MoeConfig or None
         The layers with experts; None if there are none.
+    num_extra_layers : int
+        Layers of the checkpoint after the last one, which are not read.
     norm_weight_offset : float
         Added to every norm's weight (Gemma: 1).
     embed_scale : float
@@ -201,6 +203,7 @@ class ModelConfig:
     sinks: bool = False
     activation: str = "silu"
     moe: MoeConfig | None = None
+    num_extra_layers: int = 0
     norm_weight_offset: float = 0.0
     embed_scale: float = 1.0
     rounds_embed_scale: bool = False

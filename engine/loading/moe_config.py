@@ -13,7 +13,8 @@ __all__ = ["moe_config"]
 
 _MAX_WIDTH = 1 << 20
 _MAX_TENSORS = 1 << 16  # experts of all layers together
-_COUNT_KEYS = ("num_experts", "num_local_experts")
+_MAX_SHARED = 64
+_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 _SILU = ("silu", "swish")
 
 
@@ -28,25 +29,34 @@ def moe_config(fields: Fields, kind: MoeFamily | None, num_layers: int) -> MoeCo
     if kind is None:
         return None
     num_experts = _num_experts(fields, kind.num_experts, num_layers)
-    sparse = _sparse_layers(fields, num_layers) if kind.has_dense_layers else (True,) * num_layers
+    sparse = _sparse_layers(fields, kind, num_layers)
     if not any(sparse):
         return None
     renormalize = kind.renormalize
     if isinstance(renormalize, str):
         renormalize = fields.flag(renormalize, False)
-    shared = fields.integer(kind.shared_width, 1, _MAX_WIDTH) if kind.shared_width else 0
+    width = fields.integer(kind.width, 1, _MAX_WIDTH)
+    num_groups, top_groups = _groups(fields, kind, num_experts)
     config = MoeConfig(
         num_experts=num_experts,
         top_k=fields.integer("num_experts_per_tok", 1, min(num_experts, MAX_TOP_K)),
-        intermediate_size=fields.integer(kind.width, 1, _MAX_WIDTH),
+        intermediate_size=width,
         sparse_layers=sparse,
+        score=kind.score,
         renormalize=renormalize,
-        shared_size=shared,
+        scale=fields.real(kind.scale, 1e-6, 1e6, 1.0) if kind.scale else 1.0,
+        num_groups=num_groups,
+        top_groups=top_groups,
+        correction=kind.correction,
+        shared_size=_shared_size(fields, kind, width),
         shared_gate=kind.shared_gate,
         router_bias=kind.router_bias,
         expert_bias=kind.expert_bias,
         activation=kind.activation,
     )
+    per_group = num_experts // num_groups
+    if top_groups * per_group < config.top_k:
+        raise fields.error("topk_group", f"groups of {per_group} with {config.top_k} experts")
     if kind.activation == "swiglu_clamped":
         alpha = fields.real("swiglu_alpha", 1e-3, 1e3, config.alpha)
         return replace(
@@ -58,19 +68,42 @@ def moe_config(fields: Fields, kind: MoeFamily | None, num_layers: int) -> MoeCo
 
 
 def _num_experts(fields: Fields, default: int, num_layers: int) -> int:
-    """Return the number of experts of a layer, for which files have two keys."""
+    """Return the number of experts of a layer, for which files have several keys."""
     counts = {key: fields.integer(key, 1, MAX_EXPERTS) for key in _COUNT_KEYS if fields.has(key)}
-    key = next(iter(counts), _COUNT_KEYS[0])
-    if len(set(counts.values())) > 1:
-        raise fields.error(key, f"{counts[_COUNT_KEYS[1]]}, as {_COUNT_KEYS[1]} says")
+    key, *others = counts or _COUNT_KEYS[:1]
+    for other in others:
+        if counts[key] != counts[other]:
+            raise fields.error(key, f"{counts[other]}, as {other} says")
     count = counts.get(key, default)
     if count * num_layers > _MAX_TENSORS:
         raise fields.error(key, f"at most {_MAX_TENSORS // num_layers} (of {num_layers} layers)")
     return count
 
 
-def _sparse_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
-    """Tell for every layer whether it has experts: every n-th, but none of a list."""
+def _groups(fields: Fields, kind: MoeFamily, num_experts: int) -> tuple[int, int]:
+    """Return how many groups of experts there are, and from how many a token's may be."""
+    if not kind.has_groups:
+        return 1, 1
+    num_groups = fields.integer("n_group", 1, num_experts, 1)
+    if num_experts % num_groups or (num_groups > 1 and num_experts // num_groups < 2):
+        raise fields.error("n_group", f"such that {num_experts} experts are in groups of 2 or more")
+    return num_groups, fields.integer("topk_group", 1, num_groups, 1)
+
+
+def _shared_size(fields: Fields, kind: MoeFamily, width: int) -> int:
+    """Return the features of the shared expert; 0 if there is none."""
+    if kind.shared_count:
+        return width * fields.integer(kind.shared_count, 0, _MAX_SHARED)
+    return fields.integer(kind.shared_width, 1, _MAX_WIDTH) if kind.shared_width else 0
+
+
+def _sparse_layers(fields: Fields, kind: MoeFamily, num_layers: int) -> tuple[bool, ...]:
+    """Tell for every layer whether it has experts."""
+    if kind.sparse_layers == "all":
+        return (True,) * num_layers
+    if kind.sparse_layers == "after_first":
+        first = fields.integer("first_k_dense_replace", 0, 1 << 31)
+        return tuple(i >= first for i in range(num_layers))
     step = fields.integer("decoder_sparse_step", 1, 1 << 31, 1)
     dense = fields.raw("mlp_only_layers") or []
     if not isinstance(dense, list) or any(type(one) is not int or one < 0 for one in dense):

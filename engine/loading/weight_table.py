@@ -28,6 +28,7 @@ _IGNORED = re.compile(
     r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
     r"|rope_freqs\.weight|rope_factors_(long|short)\.weight"
 )
+_LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 _OUTPUT_NAMES = ("lm_head.weight", "output.weight")
 
 
@@ -334,7 +335,10 @@ def place_tensors(
     unexpected = [
         name
         for name in found
-        if name not in wanted and name not in ignored and not _IGNORED.fullmatch(name)
+        if name not in wanted
+        and name not in ignored
+        and not _IGNORED.fullmatch(name)
+        and not _is_extra(config, name)
     ]
     _refuse(where, "missing", [name for name in wanted if name not in found])
     _refuse(where, f"not part of a {config.model_type} model with this config", unexpected)
@@ -345,6 +349,13 @@ def place_tensors(
                 f"got {found[name]}"
             )
     return [place for name in found if name in wanted for place in wanted[name][1]()]
+
+
+def _is_extra(config: ModelConfig, name: str) -> bool:
+    """Tell whether a tensor belongs to a layer after the last, which the config announces."""
+    layer = _LAYER.match(name)
+    index = int(layer[1]) - config.num_layers if layer else -1
+    return 0 <= index < config.num_extra_layers
 
 
 def _refuse(where: str, fault: str, names: list[str]) -> None:

@@ -207,7 +207,8 @@ class Family:
     qkv_bias, o_bias, mlp_bias, lm_head_bias : bool or str
         Whether the bias exists, or the key of config.json that tells.
     qk_norm, pre_norms, post_norms : bool
-        Whether q and k are normed; whether inputs and outputs of attention and MLP are.
+        Whether q and k are normed (or the key that tells); whether inputs and outputs of attention
+        and MLP are.
     eps_key : str
         The key of the norms' epsilon.
     layer_norm, norm_bias : bool
@@ -251,6 +252,9 @@ class Family:
         Whether a .gguf does.
     moe : MoeFamily or None
         The layers with experts.
+    extra_layers : str
+        The key with the number of layers after the last, for predicting further tokens, which are
+        not read; "" if there are none.
     unsupported : tuple of str
         Keys of config.json that change the result and are refused if set.
     quantizations : tuple of str
@@ -271,7 +275,7 @@ class Family:
     o_bias: bool | str = False
     mlp_bias: bool | str = False
     lm_head_bias: bool | str = False
-    qk_norm: bool = False
+    qk_norm: bool | str = False
     whole_qk_norm: bool = False
     pre_norms: bool = True
     post_norms: bool = False
@@ -288,5 +292,6 @@ class Family:
     interleaved_rope: bool = False
     gguf_interleaved_rope: bool = False
     moe: MoeFamily | None = None
+    extra_layers: str = ""
     unsupported: tuple[str, ...] = ()
     quantizations: tuple[str, ...] = ()

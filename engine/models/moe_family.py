@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-__all__ = ["MoeFamily"]
+__all__ = ["MoeFamily", "SparseRule"]
+
+SparseRule = Literal["all", "steps", "after_first"]
 
 
 @dataclass(frozen=True)
@@ -21,10 +24,21 @@ class MoeFamily:
         Whether a token's weights are divided by their sum, or the key that tells.
     gguf_renormalize : bool
         The same where a key tells, for a .gguf, which does not have it.
-    has_dense_layers : bool
-        Whether `decoder_sparse_step` and `mlp_only_layers` say which layers have no experts.
+    sparse_layers : str
+        Which layers have experts: "all", "steps" (as `decoder_sparse_step` and `mlp_only_layers`
+        say), or "after_first" (not the first `first_k_dense_replace`).
+    score : str
+        What the router's logits become: "softmax" or "sigmoid".
+    correction : bool
+        Whether a number per expert is added to the scores when choosing.
+    scale : str
+        The key with the factor on the weights; "" if there is none.
+    has_groups : bool
+        Whether `n_group` and `topk_group` limit the choice.
     shared_width : str
         The key with the features of the shared expert; "" if there is none.
+    shared_count : str
+        The key with the number of shared experts, of `width` features each; "" if there is none.
     shared_gate, router_bias, expert_bias : bool
         Which weights exist.
     activation : str
@@ -36,8 +50,13 @@ class MoeFamily:
     width: str = "intermediate_size"
     renormalize: bool | str = True
     gguf_renormalize: bool = False
-    has_dense_layers: bool = False
+    sparse_layers: SparseRule = "all"
+    score: str = "softmax"
+    correction: bool = False
+    scale: str = ""
+    has_groups: bool = False
     shared_width: str = ""
+    shared_count: str = ""
     shared_gate: bool = False
     router_bias: bool = False
     expert_bias: bool = False

@@ -41,7 +41,7 @@ QWEN2_MOE = Family(
         num_experts=60,
         width="moe_intermediate_size",
         renormalize="norm_topk_prob",
-        has_dense_layers=True,
+        sparse_layers="steps",
         shared_width="shared_expert_intermediate_size",
         shared_gate=True,
     ),

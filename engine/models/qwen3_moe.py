@@ -41,6 +41,6 @@ QWEN3_MOE = Family(
         width="moe_intermediate_size",
         renormalize="norm_topk_prob",
         gguf_renormalize=True,
-        has_dense_layers=True,
+        sparse_layers="steps",
     ),
 )

@@ -8,6 +8,7 @@ from engine.models.family import Family
 from engine.models.gemma2 import GEMMA2
 from engine.models.gemma3 import GEMMA3
 from engine.models.glm4 import GLM4
+from engine.models.glm4_moe import GLM4_MOE
 from engine.models.gpt_oss import GPT_OSS
 from engine.models.granite import GRANITE
 from engine.models.granitemoe import GRANITEMOE
@@ -46,7 +47,7 @@ _DENSE = (
     COHERE2,
     PHI,
 )
-_SPARSE = (QWEN2_MOE, QWEN3_MOE, MIXTRAL, OLMOE, GRANITEMOE, GPT_OSS)
+_SPARSE = (QWEN2_MOE, QWEN3_MOE, MIXTRAL, OLMOE, GRANITEMOE, GPT_OSS, GLM4_MOE)
 
 FAMILIES: dict[str, Family] = {known.model_type: known for known in (*_DENSE, *_SPARSE)}
 

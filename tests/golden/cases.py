@@ -95,6 +95,13 @@ _QWEN2_MOE = {
     "moe_intermediate_size": 20,
     "shared_expert_intermediate_size": 28,
 }
+_GLM4_MOE = {
+    **_MOE,
+    "model_type": "glm4_moe",
+    "num_hidden_layers": 3,
+    "moe_intermediate_size": 20,
+    "head_dim": 24,
+}
 _MIXTRAL = {**_MOE, "model_type": "mixtral", "intermediate_size": 24}
 _OLMOE = {**_MOE, "model_type": "olmoe", "intermediate_size": 24}
 _GPT_OSS = {
@@ -373,6 +380,29 @@ MODELS |= {
         "sliding_window": 8,
         "max_window_layers": 2,
         "rope_parameters": _NEW_ROPE,
+    },
+    "glm4_moe": {
+        **_GLM4_MOE,
+        "n_routed_experts": 9,
+        "n_group": 3,
+        "topk_group": 2,
+        "num_experts_per_tok": 4,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 1.7,
+        "use_qk_norm": True,
+        "rope_theta": 500.0,
+        "num_nextn_predict_layers": 0,
+    },
+    "glm4_moe_biases_not_normalized": {
+        **_GLM4_MOE,
+        "n_routed_experts": 5,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 2,
+        "norm_topk_prob": False,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.25,
+        "head_dim": 32,
+        "rope_parameters": {**_NEW_ROPE, "partial_rotary_factor": 0.25},
     },
     "mixtral": {**_MIXTRAL, "num_local_experts": 5, "rope_theta": 500.0},
     "mixtral_window_one_expert": {

@@ -84,22 +84,35 @@ def moe_model(model: Any, norm_mean: float) -> tuple[Any, dict[str, list[int]]]:
     return model.eval(), shapes
 
 
+def choice_margin(ranks: torch.Tensor, count: int) -> float:
+    """Return how far the last of `count` chosen per row is from the best not chosen.
+
+    In standard deviations, the smallest of all rows; infinite if all are chosen.
+    """
+    if count >= ranks.shape[1]:
+        return np.inf
+    ordered = ranks.sort(dim=1, descending=True).values
+    gaps = ordered[:, count - 1] - ordered[:, count]
+    return float(gaps.min() / ranks[ranks.isfinite()].std())
+
+
 @torch.no_grad()
 def router_margin(model: Any, ids: list[int]) -> float:
-    """Return how far the last expert chosen is from the first one not chosen.
-
-    In standard deviations of the logits, the smallest of all tokens and layers; infinite for a
-    model without routers, or one that chooses all experts.
-    """
+    """Return the smallest margin of a choice of experts, or groups; infinite without routers."""
     margins = [np.inf]
 
     def look(router: Any, inputs: Any, outputs: Any) -> None:
-        logits = np.sort(outputs[0].float().numpy(), axis=-1)[:, ::-1]
-        if router.top_k < logits.shape[1]:
-            gaps = logits[:, router.top_k - 1] - logits[:, router.top_k]
-            margins.append(float(gaps.min() / logits.std()))
+        ranks = outputs[0].float()
+        if hasattr(router, "e_score_correction_bias"):
+            ranks = ranks.sigmoid() + router.e_score_correction_bias
+            groups = ranks.view(len(ranks), router.num_group, -1)
+            of_group = groups.topk(2).values.sum(-1)
+            margins.append(choice_margin(of_group, router.topk_group))
+            kept = of_group >= of_group.topk(router.topk_group).values[:, -1:]
+            ranks = groups.masked_fill(~kept[:, :, None], -np.inf).view(ranks.shape)
+        margins.append(choice_margin(ranks, router.top_k))
 
-    routers = [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
+    routers = [m for m in model.modules() if type(m).__name__.lower().endswith("topkrouter")]
     hooks = [router.register_forward_hook(look) for router in routers]
     model(torch.tensor([ids]), use_cache=False)
     for hook in hooks:

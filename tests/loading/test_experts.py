@@ -126,7 +126,7 @@ def _others(config) -> dict[str, np.ndarray]:
     if config.qk_norm:
         layer |= {f"self_attn.{name}_norm.weight": q[0, :16] for name in "qk"}
     layer |= {"input_layernorm.weight": q[0], "post_attention_layernorm.weight": q[0]}
-    if config.moe.shared_size:
+    if config.model_type == "qwen2_moe":
         layer |= {
             "mlp.shared_expert.gate_proj.weight": np.full((S, N), 2, np.float32),
             "mlp.shared_expert.up_proj.weight": np.full((S, N), 3, np.float32),
@@ -225,6 +225,30 @@ def test_shared_experts(make):
         S // 2
     )
     assert part["layers.1.shared_down"].shape == (N, S // 2)
+
+
+def test_layers_that_predict_further_tokens_are_left_out(make):
+    """GLM-4.5 has one after the last; its config says so."""
+
+    def glm(w):
+        tensors = LAYOUTS["qwen3_moe separate"](w)
+        for part in ("gate_proj", "up_proj"):
+            tensors[f"mlp.shared_experts.{part}.weight"] = np.ones((F, N), np.float32)
+        tensors["mlp.shared_experts.down_proj.weight"] = np.ones((N, F), np.float32)
+        tensors["mlp.gate.e_score_correction_bias"] = np.arange(E, dtype=np.float32)
+        return tensors
+
+    def change(tensors):
+        tensors["model.layers.2.eh_proj.weight"] = np.ones((2, 2), np.float32)
+
+    keys = {**SIZES, "model_type": "glm4_moe", "first_k_dense_replace": 0}
+    path, _, layers = make("glm4_moe", glm, change)
+    config = config_from_dict({**keys, "num_nextn_predict_layers": 1})
+    weights = load_weights(path, config, dtype="float16")
+    _assert_experts(weights, layers, np.float16)
+    assert weights["layers.1.router_correction"].data.dtype == np.float32
+    with pytest.raises(WeightsError, match=r"not part of a glm4_moe .*layers\.2\.eh_proj"):
+        load_weights(path, config_from_dict(keys))
 
 
 def _mxfp4(values: np.ndarray, rng) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -17,6 +17,9 @@ SIZES = {
 }
 
 
+GLM = {"num_hidden_layers": 2}
+
+
 def known(kind: str, **changes) -> ModelConfig:
     """A tiny config of a family, without anything optional."""
     return config_from_dict({"model_type": kind, **SIZES, **changes})
@@ -47,6 +50,22 @@ def test_layers_without_experts():
     assert config.moe is None and config.has_mlp
     assert known("mixtral", decoder_sparse_step=5).moe.sparse_layers == (True,)  # no key of mixtral
     assert not known("mixtral").has_mlp and known("mixtral").moe_of(0) == known("mixtral").moe
+
+
+def test_glm4_moe():
+    config = known("glm4_moe", num_hidden_layers=3, n_shared_experts=2, routed_scaling_factor=2.5)
+    moe = config.moe
+    assert moe.sparse_layers == (False, True, True) and (moe.num_experts, moe.top_k) == (128, 8)
+    assert (moe.score, moe.correction, moe.scale, moe.renormalize) == ("sigmoid", True, 2.5, True)
+    assert (moe.shared_size, moe.shared_gate) == (2 * 1408, False)
+    assert (moe.num_groups, moe.top_groups) == (1, 1)
+    groups = known("glm4_moe", num_hidden_layers=2, n_routed_experts=16, n_group=4, topk_group=2)
+    assert (groups.moe.num_groups, groups.moe.top_groups) == (4, 2)
+    assert not config.qk_norm and known("glm4_moe", use_qk_norm=True).qk_norm
+    biased = known("glm4_moe", attention_bias=True)
+    assert biased.qkv_bias and not biased.o_bias and config.rope.rotary_dim == 4
+    assert known("glm4_moe", num_nextn_predict_layers=1).num_extra_layers == 1
+    assert known("glm4_moe", first_k_dense_replace=1).moe is None
 
 
 def test_weights_of_experts():
@@ -105,6 +124,18 @@ def test_gpt_oss_has_yarn_by_default():
         ("qwen2_moe", {"mlp_only_layers": [-1]}, "mlp_only_layers must be a list of layers"),
         ("qwen2_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step must be"),
         ("qwen2_moe", {"norm_topk_prob": 1}, "norm_topk_prob must be true or false; got 1"),
+        ("glm4_moe", {**GLM, "first_k_dense_replace": -1}, "first_k_dense_replace must be"),
+        ("glm4_moe", {**GLM, "n_group": 3}, "n_group must be such that 128 experts .*; got 3"),
+        ("glm4_moe", {**GLM, "n_group": 128}, "n_group must be such that .*; got 128"),
+        ("glm4_moe", {**GLM, "n_group": 4, "topk_group": 5}, "topk_group must be .* 1 to 4; got 5"),
+        (
+            "glm4_moe",
+            {**GLM, "n_group": 32, "topk_group": 1},
+            "topk_group must be groups of 4 with 8 experts; got 1",
+        ),
+        ("glm4_moe", {**GLM, "routed_scaling_factor": 0}, "routed_scaling_factor must be"),
+        ("glm4_moe", {**GLM, "n_shared_experts": 65}, "n_shared_experts must be"),
+        ("glm4_moe", {**GLM, "n_routed_experts": 4, "num_experts": 5}, "num_experts must be 4"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv must be absent, null or 0 .*; got 8"),
         ("mixtral", {"hidden_act": "gelu"}, "hidden_act must be one of silu, swish.*; got 'gelu'"),
         ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit must be a number from"),

@@ -15,6 +15,7 @@ from engine.layers.mlp import MLP
 from engine.layers.moe import MoE
 from engine.loading.dummy import dummy_weights
 from engine.loading.mlp_padding import pad_mlps
+from engine.loading.model_config import load_config
 from engine.models.decoder import Decoder
 from engine.models.kernel_set import kernel_specs
 from tests.models.test_layer_plans import CONFIG, FAMILIES
@@ -77,3 +78,27 @@ def test_activations_of_experts_are_counted():
     more = dataclasses.replace(CONFIG, moe=dataclasses.replace(moe, top_k=5))
     assert per_token(more) == pytest.approx(dense + own + 2 * (96 + 128))
     assert per_token(MIXED) == pytest.approx(per_token(CONFIG))  # its MLPs have more
+
+
+@pytest.mark.parametrize(
+    ("case", "changes"),
+    [
+        ("glm4_moe", {"scale": 1.0}),
+        ("glm4_moe", {"renormalize": False}),
+        ("glm4_moe", {"num_groups": 1, "top_groups": 1}),
+        ("glm4_moe", {"score": "softmax"}),
+        ("gpt_oss", {"alpha": 1.702}),
+        ("gpt_oss", {"limit": 7.0}),
+        ("qwen2_moe", {"renormalize": True}),
+        ("qwen3_moe", {"renormalize": False}),
+        ("qwen3_moe", {"top_k": 2}),
+    ],
+)
+def test_what_tells_routings_apart_matters(golden, case, changes):
+    """With another number a model is far from its golden logits, so the tests can fail."""
+    want = golden(case)
+    config = load_config(want.directory)
+    other = dataclasses.replace(config, moe=dataclasses.replace(config.moe, **changes))
+    model = engine.load(want.directory, config=other, device="cpu")
+    got = model.step([want.prompt], model.new_cache(1, 40), logits="all")[0]
+    assert np.abs(got - want.logits).max() > 0.1 * want.logits.std()

@@ -1,0 +1,53 @@
+"""GLM-4.5 and 4.6: sigmoid routing with a correction, a shared expert, half of a head rotated."""
+
+from __future__ import annotations
+
+from engine.models.expert_names import (
+    fused_expert_names,
+    router_names,
+    separate_expert_names,
+    shared_expert_names,
+)
+from engine.models.family import Family, TensorName
+from engine.models.llama import LLAMA_NAMES
+from engine.models.moe_family import MoeFamily
+
+__all__ = ["GLM4_MOE"]
+
+GLM4_MOE = Family(
+    model_type="glm4_moe",
+    names=(
+        *LLAMA_NAMES,
+        *router_names("mlp.gate"),
+        TensorName("model.layers.{i}.mlp.gate.e_score_correction_bias", "router_correction"),
+        *separate_expert_names("mlp"),
+        *fused_expert_names(),
+        *shared_expert_names("mlp.shared_experts"),
+    ),
+    gguf_names=(),
+    defaults={
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "partial_rotary_factor": 0.5,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+    },
+    qkv_bias="attention_bias",
+    qk_norm="use_qk_norm",
+    extra_layers="num_nextn_predict_layers",
+    moe=MoeFamily(
+        num_experts=128,
+        width="moe_intermediate_size",
+        renormalize="norm_topk_prob",
+        sparse_layers="after_first",
+        score="sigmoid",
+        correction=True,
+        scale="routed_scaling_factor",
+        has_groups=True,
+        shared_count="n_shared_experts",
+    ),
+)
