@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
 
 import pytest
+from safetensors.numpy import save_file
 
 from engine.errors import ConfigError, WeightsError
 from engine.loading.gguf import GgufFile
 from engine.loading.model_config import load_config
 from engine.loading.weights import load_weights, weight_shapes
 from tests.fuzz.values import change_bytes
-from tests.loading.tiny import write_gguf
+from tests.loading.tiny import random_tensors, write_gguf
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "models"
 
 
 def mutants(whole: bytes, end: int, count: int, seed: int):
@@ -71,3 +76,23 @@ def test_mutated_config_files(make_model, family):
         file.write_bytes(mutant)
         accepted += load_or_refuse(path, path)
     assert accepted > 10  # harmless changes, such as to an unused key
+
+
+@pytest.mark.parametrize("case", ["qwen2_moe", "gpt_oss", "glm4_moe"])
+def test_mutated_models_with_experts(tmp_path, case):
+    """Their config.json and the header of their tensors, in turn."""
+    record = json.loads((GOLDEN / f"{case}.json").read_text())
+    save_file(random_tensors(record["tensors"]), tmp_path / "model.safetensors")
+    files = {
+        "config.json": json.dumps(record["config"]).encode(),
+        "model.safetensors": (tmp_path / "model.safetensors").read_bytes(),
+    }
+    (tmp_path / "config.json").write_bytes(files["config.json"])
+    assert load_or_refuse(tmp_path, tmp_path)
+    for name, whole in files.items():
+        end = len(whole) if name == "config.json" else 8 + int.from_bytes(whole[:8], "little")
+        for mutant in mutants(whole, end, 150, seed=4):
+            (tmp_path / name).unlink()  # overwriting a file would wait for the disk
+            (tmp_path / name).write_bytes(mutant)
+            load_or_refuse(tmp_path, tmp_path)
+        (tmp_path / name).write_bytes(whole)
