@@ -110,7 +110,7 @@ class LLMEngine:
         # Requests that the next outputs report; None: the output is not made yet.
         self._changed: dict[OutputGroup, RequestOutput | None] = {}
         self._deadlines = Deadlines()
-        self._stats = StatsCollector()
+        self._stats = StatsCollector(model.expert_load)
 
     @classmethod
     def from_name(cls, model: str = "smollm2", **options: Any) -> LLMEngine:
@@ -249,7 +249,7 @@ class LLMEngine:
         self.scheduler.reset_prefix_cache()
 
     def stats(self) -> EngineStats:
-        """Return counters and histograms since the engine was made."""
+        """Return all counts since the engine was made; with experts, waits for the device."""
         return self._stats.snapshot(
             self.scheduler.stats(),
             num_step_failures=self._recovery.num_failures,

@@ -14,6 +14,8 @@ from functools import cached_property
 from os import PathLike
 from typing import Any, Literal
 
+import numpy as np
+
 from engine.cache.array_cache import Cache
 from engine.cache.kv_cache import KVGeometry
 from engine.checks import is_integer, shown
@@ -328,6 +330,20 @@ class Model:
     def logits(self, hidden: Any) -> Any:
         """Return the logits (R, V) float32 of R rows of what `hidden_states` returned."""
         return self.decoder.logits(hidden)
+
+    def expert_load(self) -> dict[int, np.ndarray[Any, np.dtype[np.int64]]]:
+        """Return how many tokens each expert has had since the model was loaded.
+
+        Returns
+        -------
+        dict of int to (E,) array of int64
+            By layer; see `Decoder.expert_load`. Empty if no layer has experts, or after `close`.
+        """
+        if self._decoder is None or self.config.moe is None:
+            return {}
+        self.device.activate()
+        layers = [i for i in range(self.config.num_layers) if self.config.moe_of(i) is not None]
+        return dict(zip(layers, self._decoder.expert_load(), strict=True))
 
     def trace(self, token_ids: Any) -> Trace:
         """Run a sequence through the model and return attention weights and residual streams.

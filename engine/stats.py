@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 from engine.outputs import RequestMetrics
 from engine.scheduler.stats import SchedulerStats
@@ -67,6 +70,12 @@ class EngineStats:
         Over finished requests.
     request_time_per_output_token_seconds : Histogram
         Mean time between the tokens of a request, over finished requests.
+    expert_load : mapping of int to tuple of int
+        Layer -> for each of its E experts the number of tokens that it has had; empty for a model
+        without experts. A layer's sum is top_k times the tokens that it has computed: not those
+        found in the prefix cache, twice those computed twice (after a preemption or a rollback),
+        and in the last layer perhaps only those whose logits were wanted. Whoever else computes
+        with the same `Model` is counted as well.
     """
 
     scheduler: SchedulerStats
@@ -82,6 +91,7 @@ class EngineStats:
     request_decode_time_seconds: Histogram
     e2e_request_latency_seconds: Histogram
     request_time_per_output_token_seconds: Histogram
+    expert_load: Mapping[int, tuple[int, ...]]
 
     @property
     def num_requests_running(self) -> int:
@@ -133,10 +143,20 @@ class _Bins:
         return Histogram(self._bounds, tuple(self._counts), self._total)
 
 
+ExpertLoad = Mapping[int, np.ndarray[Any, np.dtype[np.int64]]]
+
+
 @dataclass
 class StatsCollector:
-    """Counts finished requests."""
+    """Counts finished requests, and what experts have had since it was made.
 
+    Parameters
+    ----------
+    expert_load : callable
+        `Model.expert_load`.
+    """
+
+    expert_load: Callable[[], ExpertLoad]
     prompt_tokens: int = 0
     generation_tokens: int = 0
     admission_rejections: int = 0
@@ -151,6 +171,9 @@ class StatsCollector:
             "request_time_per_output_token_seconds": _Bins(_PER_TOKEN),
         }
     )
+
+    def __post_init__(self) -> None:
+        self._first_load = self.expert_load()  # of other engines, and of measurements
 
     def add_request(self, num_prompt_tokens: int, finish_reason: str, m: RequestMetrics) -> None:
         """Count a finished request."""
@@ -176,5 +199,9 @@ class StatsCollector:
             admission_rejections=self.admission_rejections,
             num_step_failures=num_step_failures,
             num_stuck_steps=num_stuck_steps,
+            expert_load={
+                layer: tuple((load - self._first_load[layer]).tolist())
+                for layer, load in self.expert_load().items()
+            },
             **{name: bins.snapshot() for name, bins in self._bins.items()},
         )

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from engine import kernels
+from engine.device import array_module
 from engine.errors import WeightsError
 from engine.layers.arrays import arrays_of
 from engine.layers.linear import Linear
@@ -143,10 +144,16 @@ class MoE:
         (1, N): the output of `shared` is multiplied by the sigmoid of its product.
     deterministic : bool
         Give each token the same bits in any batch.
+
+    Attributes
+    ----------
+    load : (E,) array of int64
+        How many tokens each expert has had, on the weights' device; every call adds its own.
     """
 
     __slots__ = (
-        *("correction", "deterministic", "experts", "params", "router", "shared", "shared_gate"),
+        *("correction", "deterministic", "experts", "load", "params", "router", "shared"),
+        "shared_gate",
     )
 
     def __init__(
@@ -167,6 +174,8 @@ class MoE:
         self.shared = shared
         self.shared_gate = shared_gate
         self.deterministic = deterministic
+        matrix = router.weight.data
+        self.load = array_module(matrix).zeros(matrix.shape[0], np.int64)
 
     @property
     def num_multiplied(self) -> int:
@@ -180,17 +189,22 @@ class MoE:
         """Yield (name, array) for every array it holds."""
         names = ("router", "experts", "shared", "shared_gate")
         yield from arrays_of({name: getattr(self, name) for name in names})
+        yield "load", self.load
         if self.correction is not None:
             yield "correction", self.correction
 
-    def __call__(self, x: Any, *, norm: Norm | None = None, residual: Any = None) -> Any:
+    def __call__(
+        self, x: Any, *, norm: Norm | None = None, residual: Any = None, slots: Any = None
+    ) -> Any:
         """Return the output (T, N) for `x` (T, N), or for ``norm(x)``.
 
-        With a `residual` (T, N), which may be `x`, the output is added to it.
+        With a `residual` (T, N), which may be `x`, the output is added to it. With `slots` (T,)
+        int64, tokens without a slot (negative) are not counted in `load`.
         """
         if norm is not None:
             x = norm(x)
-        pairs = self.experts(x, self._route(x), deterministic=self.deterministic)
+        routing = self._route(x, slots)
+        pairs = self.experts(x, routing, deterministic=self.deterministic)
         return kernels.moe_combine(
             pairs,
             shared=None if self.shared is None else self.shared(x),
@@ -199,7 +213,7 @@ class MoE:
             out=residual,
         )
 
-    def _route(self, x: Any) -> kernels.Routing:
+    def _route(self, x: Any, slots: Any) -> kernels.Routing:
         p = self.params
         return kernels.moe_route(
             self.router(x, out_dtype=_FLOAT32),
@@ -210,4 +224,6 @@ class MoE:
             top_groups=p.top_groups,
             renormalize=p.renormalize,
             scale=p.scale,
+            slots=slots,
+            load=self.load,
         )

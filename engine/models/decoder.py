@@ -6,14 +6,15 @@ files of this folder declare.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from engine import kernels
 from engine.config import ModelConfig, RopeConfig
-from engine.device import array_module
+from engine.device import array_module, to_numpy
 from engine.errors import OutOfMemoryError, WeightsError
 from engine.layers.arrays import arrays_of
 from engine.layers.attention import Attention, AttentionParams
@@ -115,9 +116,10 @@ class DecoderLayer:
             The same two for the next layer, (R, N) if `rows` is given: the next norm does the
             addition, or delta is None and it is already done.
         """
+        mlp = self._mlp_for(batch, rows)
         if delta is None and rows is None and self.is_fused(residual.shape[0]):
             residual = self.attn(residual, batch, *pages, norm=self.attn_norm, residual=residual)
-            return None, self.mlp(residual, norm=self.mlp_norm, residual=residual)
+            return None, mlp(residual, norm=self.mlp_norm, residual=residual)
         if delta is None:
             x = self.attn_norm(residual)
         else:
@@ -127,11 +129,11 @@ class DecoderLayer:
             residual = kernels.embedding(rows, residual)
         if self.mlp_norm is None:
             given = given if rows is None else kernels.embedding(rows, given)
-            return kernels.residual_add(self.mlp(given), x, out=x), residual
+            return kernels.residual_add(mlp(given), x, out=x), residual
         if self.post_attn_norm is not None:
             x = self.post_attn_norm(x, out=x)
         x, residual = self.mlp_norm.add(x, residual)
-        x = self.mlp(x)
+        x = mlp(x)
         if self.post_mlp_norm is not None:
             x = self.post_mlp_norm(x, out=x)
         return x, residual
@@ -139,6 +141,13 @@ class DecoderLayer:
     def is_fused(self, num_tokens: int) -> bool:
         """Tell whether a layer called with delta None adds its own output to the residual."""
         return self.can_fuse and num_tokens <= _MAX_FUSED_ROWS
+
+    def _mlp_for(self, batch: ForwardBatch, rows: Any) -> Callable[..., Any]:
+        """Return the MLP; experts come with the slots, which tell tokens from padding."""
+        if not isinstance(self.mlp, MoE):
+            return self.mlp
+        # The tokens `rows` have no slots of their own here, and no padding among them.
+        return partial(self.mlp, slots=batch.slot_mapping if rows is None else None)
 
 
 class Decoder:
@@ -264,6 +273,26 @@ class Decoder:
             self.xp.tanh(logits, out=logits)
             logits *= np.float32(cap)
         return logits
+
+    def expert_load(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Return how many tokens each expert has had since the model was loaded.
+
+        Returns
+        -------
+        (layers with experts, E) array of int64
+            On the host, in the order of the layers; (0, 0) if none has experts. The sum of a row
+            is top_k times the tokens that the layer has computed. Padding of CUDA graphs is not
+            counted. The last layer may leave out tokens whose logits are not wanted; what is
+            computed twice (after a preemption or a failed step) counts twice.
+
+        Notes
+        -----
+        Reading waits for the device: for everything launched before, on the current stream.
+        """
+        loads = [layer.mlp.load for layer in self.layers if isinstance(layer.mlp, MoE)]
+        if not loads:
+            return np.zeros((0, 0), np.int64)
+        return to_numpy(self.xp.stack(loads))
 
     def pointer_table(self) -> tuple[tuple[str, ...], np.ndarray[Any, np.dtype[np.uint64]]]:
         """Return the addresses of every layer's weights, for kernels that iterate over the layers.

@@ -82,6 +82,10 @@ class MockModel:
         logits[np.arange(len(hidden)), following] = 0.0
         return logits
 
+    def expert_load(self) -> dict[int, Any]:
+        """Return an empty dict, as there are no experts."""
+        return {}
+
     def continuation(self, prompt: list[int], count: int) -> list[int]:
         """Return the `count` tokens after `prompt`, ignoring ends of sequence."""
         ids = list(prompt)

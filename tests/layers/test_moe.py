@@ -151,7 +151,7 @@ def test_arrays_and_num_multiplied():
     assert set(names) == {
         "router.weight.data", "router.bias", "experts.gate_up.data", "experts.down.data",
         "experts.gate_up_bias.data", "experts.down_bias.data", "shared.gate_up.weight.data",
-        "shared.down.weight.data", "shared_gate.weight.data", "correction",
+        "shared.down.weight.data", "shared_gate.weight.data", "correction", "load",
     }  # fmt: skip
     assert moe.num_multiplied == E * N + 2 * 3 * F * N + 3 * SHARED * N
 
