@@ -1,0 +1,222 @@
+# %% [markdown]
+# # Watch a mixture of experts
+#
+# Which experts does each word get, and is the work divided fairly? To have something to watch, the
+# MLPs of a small model are cut into experts, and routers made of random numbers choose among them.
+
+# %%
+import os
+from dataclasses import replace
+from pathlib import Path
+
+try:
+    import matplotlib
+except ModuleNotFoundError:
+    raise SystemExit("this example draws pictures; pip install '.[examples]' first") from None
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+
+import engine
+from engine.config import MoeConfig
+
+E, TOP_K, LAYERS = 8, 2, 4
+folder = Path(os.environ.get("ENGINE_EXAMPLES_OUT", "."))
+dense = engine.load("smollm2", device="cpu", dtype="float32", max_model_len=256)
+sentence = "The cat chased a mouse, and 3 dogs chased the cat."
+ids = dense.tokenizer.encode(sentence)
+words = [dense.tokenizer.decode([i]).strip() or "␣" for i in ids]
+
+# %% [markdown]
+# ## Cutting an MLP into experts
+#
+# An MLP is a sum over its features: down(silu(gate x) * up x). An expert is some of the features,
+# I of F. The first four layers get experts; the fifth keeps its MLP, and the others are left out.
+
+
+# %%
+def with_experts(top_k):
+    """Return the model with its MLPs cut into E experts, whose routers give all the same score."""
+    config = dense.config
+    size = config.intermediate_size // E
+    moe = MoeConfig(
+        *(E, top_k, size, (True,) * LAYERS + (False,)),
+        scale=float(E),
+        correction=True,
+    )
+    config = replace(config, num_layers=LAYERS + 1, rope_layers=(), layer_windows=(), moe=moe)
+    model = engine.load(
+        config=config, load_format="dummy", device="cpu", dtype="float32", max_model_len=256
+    )
+    for name, weight in model.decoder.weights.items():
+        layer, _, kind = name.rpartition(".")
+        if kind == "experts_gate_up":  # (E, 2I, N), from the rows of gate and then those of up
+            gate, up = np.split(dense.decoder.weights[f"{layer}.gate_up"].data, 2)
+            weight.data[:, :size] = gate.reshape(E, size, -1)
+            weight.data[:, size:] = up.reshape(E, size, -1)
+        elif kind == "experts_down":  # (E, N, I)
+            columns = np.split(dense.decoder.weights[f"{layer}.down"].data, E, axis=1)
+            weight.data[:] = np.stack(columns)
+        elif kind.startswith("router"):
+            weight.data[:] = 0
+        else:
+            weight.data[:] = dense.decoder.weights[name].data
+    return model
+
+
+# %% [markdown]
+# If every token gets all experts, with the weight 1, nothing has changed.
+
+# %%
+whole = with_experts(top_k=E).trace(ids).hidden[-1]
+np.testing.assert_allclose(whole, dense.trace(ids).hidden[LAYERS], rtol=1e-4, atol=1e-3)
+print(f"all {E} experts together are the MLP")
+
+# %% [markdown]
+# ## Who gets which word
+#
+# Now each token gets two experts. A router is a matrix (E, N): the softmax of its product with the
+# token gives a score per expert, the two best are taken, and their weights add up to 1 (times
+# `scale`). The experts are called with the `Routing`, so that is where to look.
+
+# %%
+model = with_experts(top_k=TOP_K)
+rng = np.random.default_rng(0)
+for layer in range(LAYERS):
+    router = model.decoder.weights[f"layers.{layer}.router"].data
+    router[:] = rng.standard_normal(router.shape)
+    # A token comes from the norm about as long as the norm's weight: the logits get a deviation of 1.
+    router /= np.linalg.norm(model.decoder.weights[f"layers.{layer}.mlp_norm"].data)
+
+
+def routings(ids):
+    """Return the `Routing` of every layer that has experts."""
+    seen, mixtures = [], [layer.mlp for layer in model.decoder.layers[:LAYERS]]
+    originals = [mixture.experts for mixture in mixtures]
+    for mixture, experts in zip(mixtures, originals, strict=True):
+
+        def recorded(x, routing, *, experts=experts, **options):
+            seen.append(routing)
+            return experts(x, routing, **options)
+
+        mixture.experts = recorded
+    model.trace(ids)
+    for mixture, experts in zip(mixtures, originals, strict=True):
+        mixture.experts = experts
+    return seen
+
+
+seen = routings(ids)
+for word, chosen, weights in zip(words, seen[0].experts, seen[0].weights / E, strict=True):
+    parts = [f"{w:.2f} of expert {e}" for e, w in zip(chosen, weights, strict=True)]
+    print(f"{word:>8} -> {' + '.join(parts)}")
+
+# %%
+shown = [0, LAYERS // 2, LAYERS - 1]
+figure, axes = plt.subplots(len(shown), 1, figsize=(9, 8), sharex=True, layout="constrained")
+for axis, layer in zip(axes, shown, strict=True):
+    image = np.full((E, len(ids)), np.nan)
+    columns = np.arange(len(ids))[:, None]
+    image[seen[layer].experts, columns] = seen[layer].weights / E
+    picture = axis.imshow(image, cmap="YlGnBu", vmin=0, vmax=1, aspect="auto")
+    for token, expert in np.argwhere(~np.isnan(image.T)):
+        weight = image[expert, token]
+        colour = "white" if weight > 0.6 else "black"
+        axis.text(token, expert, f"{weight:.2f}", ha="center", va="center", color=colour, size=9)
+    axis.set_title(f"layer {layer}")
+    axis.set_ylabel("expert")
+    axis.set_yticks(range(E))
+    axis.set_xticks(np.arange(len(ids) + 1) - 0.5, minor=True)
+    axis.set_yticks(np.arange(E + 1) - 0.5, minor=True)
+    axis.grid(which="minor", color="0.9")
+    axis.tick_params(which="minor", length=0)
+axes[-1].set_xticks(range(len(words)), words)
+figure.colorbar(picture, ax=axes, label="weight of the expert's output", shrink=0.5)
+figure.savefig(folder / "routing.png", dpi=80)
+print("routing.png")
+
+# %% [markdown]
+# ## How much work each expert has
+#
+# The engine counts on the device, and `stats()` reads the counts. Tokens from the prefix cache are
+# not computed, so no expert has them; here the cache is off, as the routers will change.
+
+# %%
+prompts = [
+    "Water boils at one hundred degrees, unless you are on a mountain.",
+    "def area(width, height): return width * height",
+    "Dear Ms. Meyer, thank you for your letter of the 4th of May.",
+    "1, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144",
+    "Once upon a time there was a king who had three daughters.",
+    "Der Hund schläft, und die Katze sitzt auf dem Dach.",
+    "Why did the chicken cross the road? Nobody had asked it to stay.",
+    "Preheat the oven, beat the eggs and fold in the flour.",
+]
+requests = [dense.tokenizer.encode(prompt) for prompt in prompts]
+server = engine.LLMEngine(model, enable_prefix_caching=False, num_blocks=64)
+
+
+def load_of_a_batch():
+    """Serve all prompts; return how many tokens each expert has had for them, (LAYERS, E)."""
+    before = np.array(list(server.stats().expert_load.values()))
+    for index, request in enumerate(requests):
+        server.add_request(str(index), request, engine.SamplingParams(max_tokens=1))
+    while server.has_unfinished_requests():
+        server.step()
+    return np.array(list(server.stats().expert_load.values())) - before
+
+
+first = load_of_a_batch()
+assert (first.sum(1) == TOP_K * sum(map(len, requests))).all()
+for layer, counts in server.stats().expert_load.items():
+    print(f"layer {layer}: {counts}")
+
+# %% [markdown]
+# ## Balance
+#
+# A random router has favourites, and a router in training makes them worse: whoever gets the tokens
+# learns from them. A layer is as slow as its busiest expert where experts are on different GPUs.
+# DeepSeek-V3 and GLM-4.5 add a `correction` to the scores when experts are chosen (not to their
+# weights): up a little for whoever had too few tokens, down for whoever had too many
+# (arXiv:2408.15664). The counts are all it takes.
+
+# %%
+imbalance, rate, load = [], 0.03, first
+for _ in range(16):
+    imbalance.append(load.max(1) / load.mean(1))
+    for layer in range(LAYERS):
+        correction = model.decoder.weights[f"layers.{layer}.router_correction"].data
+        correction += rate * np.sign(load[layer].mean() - load[layer])
+    rate *= 0.85
+    load = load_of_a_batch()
+imbalance.append(load.max(1) / load.mean(1))
+busiest = np.array(imbalance)  # (rounds + 1, LAYERS)
+print(
+    f"the busiest expert has {busiest[0].mean():.1f} times the mean, then {busiest[-1].mean():.1f}"
+)
+assert busiest[-1].mean() < busiest[0].mean()
+
+# %%
+figure, axes = plt.subplots(1, 3, figsize=(15, 4.4), layout="constrained", width_ratios=[1, 1, 0.9])
+for axis, counts, title in zip(axes, (first, load), ("random routers", "corrected"), strict=False):
+    shares = counts / counts.mean(1, keepdims=True)
+    picture = axis.imshow(shares, cmap="RdBu_r", vmin=0, vmax=2, aspect="auto")
+    for (layer, expert), share in np.ndenumerate(shares):
+        colour = "white" if abs(share - 1) > 0.7 else "black"
+        axis.text(expert, layer, f"{share:.1f}", ha="center", va="center", color=colour, size=9)
+    axis.set_title(title)
+    axis.set_xlabel("expert")
+    axis.set_ylabel("layer")
+    axis.set_xticks(range(E))
+figure.colorbar(picture, ax=axes[:2], label="tokens, relative to the mean", extend="max")
+for layer, curve in enumerate(busiest.T):
+    shade = plt.get_cmap("viridis")(layer / LAYERS)
+    axes[2].plot(curve, color=shade, label=f"layer {layer}")
+axes[2].axhline(1, color="0.5", linestyle=":")
+axes[2].set_title("the busiest expert's tokens / the mean")
+axes[2].set_xlabel("corrections")
+axes[2].set_ylim(0.9)
+axes[2].legend(frameon=False)
+figure.savefig(folder / "load.png", dpi=80)
+print("load.png")
