@@ -86,7 +86,7 @@ rng = np.random.default_rng(0)
 for layer in range(LAYERS):
     router = model.decoder.weights[f"layers.{layer}.router"].data
     router[:] = rng.standard_normal(router.shape)
-    # A token comes from the norm about as long as the norm's weight: the logits get a deviation of 1.
+    # A token is about as long as the weight of the norm before: logits get a deviation of 1.
     router /= np.linalg.norm(model.decoder.weights[f"layers.{layer}.mlp_norm"].data)
 
 
@@ -192,10 +192,9 @@ for _ in range(16):
     load = load_of_a_batch()
 imbalance.append(load.max(1) / load.mean(1))
 busiest = np.array(imbalance)  # (rounds + 1, LAYERS)
-print(
-    f"the busiest expert has {busiest[0].mean():.1f} times the mean, then {busiest[-1].mean():.1f}"
-)
-assert busiest[-1].mean() < busiest[0].mean()
+before, after = busiest[[0, -1]].mean(1)
+print(f"the busiest expert has {before:.1f} times the mean; corrected, {after:.1f}")
+assert after < before
 
 # %%
 figure, axes = plt.subplots(1, 3, figsize=(15, 4.4), layout="constrained", width_ratios=[1, 1, 0.9])
@@ -209,6 +208,7 @@ for axis, counts, title in zip(axes, (first, load), ("random routers", "correcte
     axis.set_xlabel("expert")
     axis.set_ylabel("layer")
     axis.set_xticks(range(E))
+    axis.set_yticks(range(LAYERS))
 figure.colorbar(picture, ax=axes[:2], label="tokens, relative to the mean", extend="max")
 for layer, curve in enumerate(busiest.T):
     shade = plt.get_cmap("viridis")(layer / LAYERS)
@@ -216,6 +216,7 @@ for layer, curve in enumerate(busiest.T):
 axes[2].axhline(1, color="0.5", linestyle=":")
 axes[2].set_title("the busiest expert's tokens / the mean")
 axes[2].set_xlabel("corrections")
+axes[2].set_xticks(range(0, len(busiest), 4))
 axes[2].set_ylim(0.9)
 axes[2].legend(frameon=False)
 figure.savefig(folder / "load.png", dpi=80)
