@@ -5,27 +5,18 @@
 // 64 features.
 #pragma once
 
-#include "common/activation.cuh"
+#include "common/moe_activation.cuh"
 #include "common/pipeline_state.cuh"
 #include "gemm/moe_scheduler_sm90.cuh"
-
-enum MoeActivation { kNone = 0, kSwiglu = 1, kSwigluClamped = 2 };
 
 struct MoeEpilogue {
   const scalar_t* bias;  // (E, R), or null
   scalar_t* out;
   bool scatters;          // else rows of out are sorted
   int num_rows, columns;  // of the weight, of out
-  int activation;
-  float alpha, limit;
+  MoeGate gate;
 
-  __device__ __forceinline__ bool is_gated() const { return activation != kNone; }
-
-  __device__ __forceinline__ float clamped(float gate, float up) const {
-    gate = fminf(gate, limit);
-    up = fminf(fmaxf(up, -limit), limit);
-    return (up + 1.0f) * __fdividef(gate, 1.0f + expf(-alpha * gate));
-  }
+  __device__ __forceinline__ bool is_gated() const { return gate.is_gated(); }
 
   __device__ __forceinline__ float bias_of(int expert, int row) const {
     if (bias == nullptr || row >= num_rows) return 0.0f;
@@ -170,10 +161,11 @@ __device__ __forceinline__ void finish(const MoeEpilogue& e, const MoeSlot& slot
                                        MoeSums& acc) {
   const int count = slot.tile.count;
   if (e.bias != nullptr) add_bias(e, slot.tile, warpgroup, acc);
-  if (e.activation == kSwiglu)
+  // Two loops: a test for every sum would take longer than the activation.
+  if (e.gate.activation == kSwiglu)
     for_each_sum(count, [&](int j) { acc[0][j] = silu(acc[0][j]) * acc[1][j]; });
-  else if (e.activation == kSwigluClamped)
-    for_each_sum(count, [&](int j) { acc[0][j] = e.clamped(acc[0][j], acc[1][j]); });
+  else if (e.is_gated())
+    for_each_sum(count, [&](int j) { acc[0][j] = e.gate.clamped(acc[0][j], acc[1][j]); });
   if (!e.scatters) return;
 #pragma unroll
   for (int i = 0; i < kTokens / 8; ++i) {

@@ -33,8 +33,8 @@ __device__ __forceinline__ void moe_tile(const MoeGemmParams& p) {
   static_assert(kThreads / kWarpSize * Core::kStagingBytes <= kStages * kStageBytes, "staging");
   extern __shared__ __align__(128) unsigned char smem[];
 
-  pdl_trigger();
   pdl_wait();
+  pdl_trigger();  // SAFETY: not before: the next product may read the routing early.
   const MoeRows rows = find_rows<kTileM>(p);
   if (rows.first == rows.end) return;
   const MoeTileEpilogue epilogue(p, rows.expert);
@@ -57,8 +57,8 @@ __device__ __forceinline__ void moe_tile(const MoeGemmParams& p) {
   static_assert(16 * (kTile + 8) * 4 <= kStages * 2 * kTileBytes, "staging");
   extern __shared__ __align__(128) unsigned char smem[];
 
-  pdl_trigger();
   pdl_wait();
+  pdl_trigger();  // SAFETY: not before: the next product may read the routing early.
   const MoeRows rows = find_rows<kTile>(p);
   if (rows.first == rows.end) return;
   const MoeTileEpilogue epilogue(p, rows.expert);

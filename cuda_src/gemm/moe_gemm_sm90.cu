@@ -69,8 +69,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     produce(smem, load, scheduler, p.is_early != 0);
   } else {
     if constexpr (kMovesRegisters) warpgroup_reg_alloc<kConsumerRegisters>();
-    const MoeEpilogue epilogue{p.bias,  p.out,        !is_gathered, p.num_rows,
-                               columns, p.activation, p.alpha,      p.limit};
+    const MoeEpilogue epilogue{p.bias,     p.out,   !is_gathered,
+                               p.num_rows, columns, MoeGate{p.activation, p.alpha, p.limit}};
     consume(epilogue, smem, scheduler.count(), (p.k + kSlabK - 1) / kSlabK);
   }
 }

@@ -11,9 +11,11 @@ struct MoeGate {
 
   __device__ __forceinline__ bool is_gated() const { return activation != kNone; }
 
-  // A NaN stays, in gate and in up.
   __device__ __forceinline__ float operator()(float gate, float up) const {
-    if (activation == kSwiglu) return silu(gate) * up;
+    return activation == kSwiglu ? silu(gate) * up : clamped(gate, up);
+  }
+  // A NaN stays, in gate and in up.
+  __device__ __forceinline__ float clamped(float gate, float up) const {
     gate = gate > limit ? limit : gate;
     up = up > limit ? limit : up < -limit ? -limit : up;
     return (up + 1.0f) * __fdividef(gate, 1.0f + expf(-alpha * gate));
