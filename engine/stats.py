@@ -74,8 +74,9 @@ class EngineStats:
         Layer -> for each of its E experts the number of tokens that it has had; empty for a model
         without experts. A layer's sum is top_k times the tokens that it has computed: not those
         found in the prefix cache, twice those computed twice (after a preemption or a rollback),
-        and in the last layer perhaps only those whose logits were wanted. Whoever else computes
-        with the same `Model` is counted as well.
+        rejected drafts as well, and in the last layer perhaps only those whose logits were wanted.
+        Whoever else computes with the same `Model` adds to it. Taking a snapshot waits for the
+        device to read it.
     """
 
     scheduler: SchedulerStats

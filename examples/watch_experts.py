@@ -179,7 +179,7 @@ for layer, counts in server.stats().expert_load.items():
 # learns from them. A layer is as slow as its busiest expert where experts are on different GPUs.
 # DeepSeek-V3 and GLM-4.5 add a `correction` to the scores when experts are chosen (not to their
 # weights): up a little for whoever had too few tokens, down for whoever had too many
-# (arXiv:2408.15664). The counts are all it takes.
+# (arXiv:2408.15664). The counts are all it takes; here, those of the same prompts again and again.
 
 # %%
 imbalance, rate, load = [], 0.03, first
