@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import struct
 from typing import Any
@@ -21,11 +22,16 @@ KEYS = (
     *("llama.attention.key_length", "llama.attention.value_length", "llama.expert_count"),
     *("llama.attention.sliding_window", "tokenizer.ggml.eos_token_id", "tokenizer.ggml.tokens"),
     *("tokenizer.ggml.model", "tokenizer.chat_template", "x"),
+    *("llama.expert_used_count", "llama.expert_feed_forward_length", "llama.expert_weights_scale"),
+    *("llama.expert_weights_norm", "llama.expert_gating_func", "llama.expert_group_count"),
 )
 
 
-def tiny_parts() -> dict[str, Any]:
-    """Return a valid llama model: key-value pairs (key, type, value) and tensors."""
+def tiny_parts(num_experts: int = 0) -> dict[str, Any]:
+    """Return a valid llama model: key-value pairs (key, type, value) and tensors.
+
+    With experts, it is a Mixtral.
+    """
     pairs = [
         ["general.architecture", 8, "llama"],
         ["llama.block_count", 4, 1],
@@ -37,16 +43,21 @@ def tiny_parts() -> dict[str, Any]:
         ["llama.attention.layer_norm_rms_epsilon", 6, 1e-6],
         ["llama.rope.dimension_count", 4, 16],
     ]
-    shapes = {
+    shapes: dict[str, tuple[int, ...]] = {
         "token_embd": (32, 16), "output_norm": (32,), "blk.0.attn_norm": (32,),
         "blk.0.ffn_norm": (32,), "blk.0.attn_q": (32, 32), "blk.0.attn_k": (32, 16),
         "blk.0.attn_v": (32, 16), "blk.0.attn_output": (32, 32), "blk.0.ffn_gate": (32, 32),
         "blk.0.ffn_up": (32, 32), "blk.0.ffn_down": (32, 32),
     }  # fmt: skip
+    if num_experts:
+        pairs += [["llama.expert_count", 4, num_experts], ["llama.expert_used_count", 4, 1]]
+        for name in ("gate", "up", "down"):
+            shapes[f"blk.0.ffn_{name}_exps"] = (*shapes.pop(f"blk.0.ffn_{name}"), num_experts)
+        shapes["blk.0.ffn_gate_inp"] = (32, num_experts)
     tensors, offset = [], 0
     for name, shape in shapes.items():
         kind = 0 if len(shape) == 1 else 8  # F32, Q8_0
-        count = shape[0] * (shape[1] if len(shape) == 2 else 1)
+        count = math.prod(shape)
         tensors.append([f"{name}.weight", list(shape), kind, offset])
         offset += -(-(count * 4 if kind == 0 else count // 32 * 34) // 32) * 32
     return {"version": 3, "pairs": pairs, "tensors": tensors, "counts": None, "room": offset}
@@ -85,8 +96,8 @@ def pack_gguf(parts: dict[str, Any]) -> bytes:
 
 
 def change_gguf(rng: random.Random) -> bytes:
-    """Return the tiny model with one to three parts changed."""
-    parts = tiny_parts()
+    """Return a tiny model with one to three parts changed."""
+    parts = tiny_parts(rng.choice([0, 3]))
     for _ in range(rng.choice([1, 1, 2, 3])):
         way = rng.random()
         if way < 0.5:

@@ -33,7 +33,10 @@ from tests.loading.tiny import EXTRA, config_of, random_tensors, tensor_shapes
 
 # A rope table of a gigabyte, which the memory plan allows, takes 7 s.
 LIMITS = Limits(cpu_seconds=40.0, wall_seconds=120.0)
-FAMILIES = sorted(EXTRA)
+GOLDEN = Path(__file__).parents[1] / "golden/models"
+VARIED = ("cohere2", "gpt_oss", "granitemoe", "mixtral", "olmo3", "qwen2_moe", "qwen3_moe")
+VARIED += ("smollm3", "starcoder2")
+FAMILIES = sorted((*EXTRA, *VARIED))
 INDEX = "model.safetensors.index.json"
 CONFIG_KEYS = (
     *("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
@@ -42,6 +45,10 @@ CONFIG_KEYS = (
     *("rms_norm_eps", "tie_word_embeddings", "hidden_act", "attention_bias", "quantization_config"),
     *("partial_rotary_factor", "query_pre_attn_scalar", "final_logit_softcapping", "torch_dtype"),
     *("eos_token_id", "bos_token_id", "architectures", "auto_map", "use_sliding_window"),
+    *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    *("shared_expert_intermediate_size", "mlp_only_layers", "decoder_sparse_step", "use_bias"),
+    *("norm_topk_prob", "swiglu_limit", "swiglu_alpha", "no_rope_layers", "sliding_window_pattern"),
+    *("no_rope_layer_interval", "max_window_layers", "logit_scale", "logits_scaling", "clip_qkv"),
 )
 ROPES = (
     *("linear", "dynamic", "yarn", "longrope", "llama3", "su", "default", "mrope"),
@@ -65,8 +72,13 @@ def _safetensors(header: bytes, data: bytes, length: int | None = None) -> bytes
 
 def base_files(family: str) -> dict[str, bytes]:
     """Return the files of a tiny model."""
-    config = config_of(family)
-    tensors = random_tensors(tensor_shapes(config))
+    if family in EXTRA:
+        config = config_of(family)
+        shapes = tensor_shapes(config)
+    else:
+        golden = json.loads((GOLDEN / f"{family}.json").read_text())
+        config, shapes = golden["config"], golden["tensors"]
+    tensors = random_tensors(shapes)
     header, data = {}, b""
     for name, value in tensors.items():
         at = [len(data), len(data) + value.nbytes]
@@ -149,6 +161,9 @@ def _header(rng: random.Random, family: str) -> dict[str, Any]:
         entry["data_offsets"] = list(other["data_offsets"])
     elif way < 0.65:
         entry["dtype"] = rng.choice(["F16", "BF16", "F64", "I32", "U8", "F8_E4M3", "F4", "", "f32"])
+    elif way < 0.7:
+        renamed = rng.choice(list(_split(rng.choice(FAMILIES))[0]))
+        header[renamed] = header.pop(name)
     elif way < 0.8:
         entry["shape"] = rng.choice([[], [0], [-1], [2**32, 2**32], [2**63], entry["shape"][::-1]])
     else:
@@ -238,8 +253,9 @@ class Runner:
         self._outside.write_text("{}")
         for family in FAMILIES:
             assert self.run({"family": family, "files": {}, "use": "LLM"}) == "loaded"
-        files = {"m.gguf": _bytes(GGUF)}
-        assert "loaded" in self.run({"family": "llama", "files": files, "use": "load"})
+        for whole in (GGUF, gguf_file.pack_gguf(gguf_file.tiny_parts(3))):
+            files = {"m.gguf": _bytes(whole)}
+            assert "loaded" in self.run({"family": "llama", "files": files, "use": "load"})
 
     def run(self, case: dict[str, Any]) -> str:
         """Load the model of a case; return how it ended."""
