@@ -33,6 +33,9 @@ _MAX_HEAD_DIM = 1024
 _MAX_WIDTH = 1 << 20
 _MAX_VOCAB = 1 << 24
 
+# Elsewhere null says that there is none: no window, say, where the default is one.
+_NULL_IS_DEFAULT = ("rope_parameters",)
+
 _SWITCHED = ("switched", "max_window_layers", "even_layers", "layers_without_rope")
 
 _ACTIVATIONS = {
@@ -86,7 +89,11 @@ def build_config(
 ) -> ModelConfig:
     """Return the configuration of a model of family `kind`; `names` renames keys in messages."""
     present = {key: value for key, value in values.items() if value is not None}
-    defaults = {key: value for key, value in kind.defaults.items() if key not in values}
+    defaults = {
+        key: value
+        for key, value in kind.defaults.items()
+        if key not in values or key in _NULL_IS_DEFAULT
+    }
     fields = Fields(ChainMap(present, defaults), where, names)
     _refuse_unsupported(fields, kind)
     sizes = _sizes(fields)
@@ -275,10 +282,10 @@ def _sliding_layers(
 ) -> list[bool]:
     """Tell for every layer whether it has the sliding window."""
     num_layers = len(rope_layers)
+    if fields.has("layer_types") and kind.windows != "switched":
+        return _layer_types(fields, num_layers)
     if kind.windows in ("every_layer", "switched"):
         return [bool(window)] * num_layers
-    if fields.has("layer_types"):
-        return _layer_types(fields, num_layers)
     if kind.windows == "max_window_layers":
         first = fields.integer("max_window_layers", 0, _MAX_LAYERS)
         return [bool(window) and layer >= first for layer in range(num_layers)]

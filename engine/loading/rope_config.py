@@ -141,7 +141,10 @@ class _RopeReader:
     def _rotary_dim(self) -> int:
         key = "partial_rotary_factor"
         source = self.rope if self.rope.has(key) else self.config
-        rotary_dim = int(self.head_dim * source.real(key, 0.0, 1.0, 1.0))
+        factor = source.real(key, 0.0, 1.0, 1.0)
+        if factor != 1.0 and not self.family.has_partial_rope:
+            raise source.error(key, f"1 ({self.family.model_type} rotates whole heads)")
+        rotary_dim = int(self.head_dim * factor)
         if rotary_dim < 2 or rotary_dim % 2:
             raise source.error(
                 key, f"such that an even number >= 2 of {self.head_dim} features is rotated"

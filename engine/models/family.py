@@ -226,7 +226,8 @@ class Family:
         "switched" (every layer, if `use_sliding_window`), "max_window_layers" (from that layer on,
         if `use_sliding_window`), "even_layers" (those before `max_window_layers`, if
         `use_sliding_window`), "pattern" (all but every n-th) or "layers_without_rope" (these, if
-        `use_sliding_window`). For the last four, `layer_types` takes precedence if given.
+        `use_sliding_window`). For all but the first and "switched", `layer_types` takes precedence
+        if given.
     rope_layers : str
         Which layers rotate q and k: "all", "windows" (those with a sliding window), or
         "no_rope_layers" (as that key says with 1 and 0 per layer, else all but every
@@ -295,3 +296,8 @@ class Family:
     extra_layers: str = ""
     unsupported: tuple[str, ...] = ()
     quantizations: tuple[str, ...] = ()
+
+    @property
+    def has_partial_rope(self) -> bool:
+        """Tell whether a model may rotate only some features of a head."""
+        return "partial_rotary_factor" in self.defaults

@@ -20,6 +20,7 @@ PHI3 = Family(
         "max_position_embeddings": 4096,
         "original_max_position_embeddings": 4096,
         "rms_norm_eps": 1e-5,
+        "partial_rotary_factor": 1.0,
     },
     windows="every_layer",
     # The first releases called longrope "su", and one of them "yarn".

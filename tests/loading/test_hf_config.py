@@ -83,6 +83,21 @@ def test_layer_types_take_precedence_over_max_window_layers():
     assert known("qwen2-sliding", layer_types=types).layer_windows == (4096, 0) * 14
 
 
+def test_layer_types_of_mistral_and_ministral():
+    """Hugging Face reads a mistral with this key as a ministral, which obeys it."""
+    types = ["full_attention", "sliding_attention"] * 16
+    config = {**CONFIGS["mistral-7b-v0.1"]["old"], "layer_types": types}
+    assert config_from_dict(config).layer_windows == (0, 4096) * 16
+
+
+def test_gpt_oss_without_rope_keys_has_yarn():
+    rope = known("gpt_oss").rope
+    assert (rope.scaling, rope.factor, rope.original_max_position) == ("yarn", 32.0, 4096)
+    for key in ("rope_parameters", "rope_scaling"):
+        assert known("gpt_oss", **{key: None}).rope == rope
+        assert known("gpt_oss", **{key: {"rope_type": "default"}}).rope.scaling == "default"
+
+
 def test_qwen3_has_norms_of_q_and_k_and_an_explicit_head_dim():
     config = known("qwen3-0.6b")
     assert config.qk_norm and not config.qkv_bias and config.head_dim == 128
@@ -402,6 +417,8 @@ def test_an_invalid_value_is_refused_by_name(key, value):
         ("olmo3", {"sliding_window_pattern": 0}),
         ("olmo3", {"rope_parameters": {"sliding_attention": {"rope_type": "odd"}}}),
         ("granite", {"attention_multiplier": [1.0]}),
+        *((kind, {"partial_rotary_factor": 0.5}) for kind in ("llama", "smollm3", "qwen3_moe")),
+        ("mixtral", {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
     ],
 )
 def test_invalid_values_of_families_are_refused(name, changes):
