@@ -57,9 +57,15 @@ _TOKEN_KEYS = {
 _EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
 _NEUTRAL = {
     "expert_count": 0,
+    "expert_shared_count": 0,
     "expert_shared_feed_forward_length": 0,
+    "expert_group_count": 1,
+    "expert_gating_func": 1,  # softmax
+    "expert_weights_norm": True,
+    "expert_weights_scale": 1.0,
     "leading_dense_block_count": 0,
     "attention.causal": True,
+    "attention.clamp_kqv": 0.0,
     "attention.scale": 0.0,
     "embedding_scale": 0.0,
     "logit_scale": 0.0,
@@ -121,6 +127,8 @@ def _renamed(
         keys[family.logit_scale] = "logit_scale"
     if family.moe is not None:
         keys |= _MOE_KEYS
+        if isinstance(family.moe.renormalize, str):
+            keys[family.moe.renormalize] = "expert_weights_norm"
     names = {key: f"{arch}.{name}" for key, name in keys.items()} | _TOKEN_KEYS
     values = {key: metadata[name] for key, name in names.items() if name in metadata}
     ends = [metadata[key] for key in _EOS_KEYS if key in metadata]
@@ -182,7 +190,8 @@ def _experts(file: GgufFile, arch: str, moe: MoeFamily) -> dict[str, Any]:
     for name in (_MOE_KEYS["num_experts"], _MOE_KEYS["num_experts_per_tok"]):
         if f"{arch}.{name}" not in file.metadata:
             raise ConfigError(f"{file.path}: {arch}.{name} must be a whole number; got nothing")
-    if not isinstance(moe.renormalize, str):
+    key = f"{arch}.expert_weights_norm"
+    if not isinstance(moe.renormalize, str) or key in file.metadata:
         return {}
     return {moe.renormalize: moe.gguf_renormalize}
 
@@ -216,13 +225,12 @@ def _rope(file: GgufFile, arch: str, family: Family, values: Mapping[str, Any]) 
     rotary, head_dim = metadata.get(f"{arch}.rope.dimension_count"), _head_dim(values)
     if rotary is None or head_dim is None:
         return result
-    # A converter that reorders rows does so for whole heads.
-    is_whole = family.gguf_interleaved_rope and not family.interleaved_rope
-    lowest = head_dim if is_whole else 1
+    is_partial = family.has_partial_rope
+    lowest = 1 if is_partial else head_dim
     if type(rotary) is not int or not lowest <= rotary <= head_dim:
         raise ConfigError(
             f"{file.path}: {arch}.rope.dimension_count must be the head's {head_dim} features"
-            f"{'' if is_whole else ' or fewer'}; got {shown(rotary)}"
+            f"{' or fewer' if is_partial else ''}; got {shown(rotary)}"
         )
     return {**result, "partial_rotary_factor": rotary / head_dim}
 
@@ -234,7 +242,7 @@ def _scaling(
     metadata, prefix = file.metadata, f"{arch}.rope.scaling"
     original = metadata.get(f"{prefix}.original_context_length")
     kind = metadata.get(f"{prefix}.type")
-    scaling: dict[str, Any] | None = None
+    scaling: dict[str, Any] = {"rope_type": "default"}
     if "rope_factors_long.weight" in file.tensors:
         scaling = {
             "rope_type": "longrope",

@@ -23,7 +23,7 @@ class MoeFamily:
     renormalize : bool or str
         Whether a token's weights are divided by their sum, or the key that tells.
     gguf_renormalize : bool
-        The same where a key tells, for a .gguf, which does not have it.
+        The same where a key tells, for a .gguf, most of which do not have it.
     sparse_layers : str
         Which layers have experts: "all", "steps" (as `decoder_sparse_step` and `mlp_only_layers`
         say), or "after_first" (not the first `first_k_dense_replace`).

@@ -158,12 +158,34 @@ def test_mxfp4_is_that_of_the_gguf_package():
             {"expert_shared_feed_forward_length": 8},
             r"expert_shared_feed_forward_length must be 0 .*got 8",
         ),
+        ("olmoe", {"attention.clamp_kqv": 8.0}, r"olmoe\.attention\.clamp_kqv must be 0\.0 .*8\.0"),
+        ("olmoe", {"expert_weights_norm": 1}, r"olmoe\.expert_weights_norm must be true or false"),
+        (
+            "gpt_oss",
+            {"expert_weights_norm": False},
+            r"weights_norm must be True .*got False",
+        ),
+        ("mixtral", {"expert_weights_scale": 2.5}, r"llama\.expert_weights_scale must be 1\.0"),
+        ("mixtral", {"expert_gating_func": 2}, r"llama\.expert_gating_func must be 1 .*got 2"),
+        ("mixtral", {"expert_group_count": 4}, r"llama\.expert_group_count must be 1 .*got 4"),
     ],
 )
 def test_wrong_metadata_is_refused(tmp_path, case, changes, message):
     file, _, _ = _write(tmp_path, case, **changes)
     with pytest.raises(ConfigError, match=message):
         load_config(file)
+
+
+@pytest.mark.parametrize("is_normed", [False, True])
+def test_a_file_may_say_whether_weights_are_divided_by_their_sum(tmp_path, is_normed):
+    file, _, _ = _write(tmp_path, "olmoe", expert_weights_norm=is_normed)
+    assert load_config(file).moe.renormalize is is_normed
+
+
+def test_rope_is_scaled_only_if_the_file_says_so(tmp_path):
+    """A config.json of gpt-oss without a scaling means YaRN."""
+    file, _, _ = _write(tmp_path, "gpt_oss", **{"rope.scaling.type": "none"})
+    assert load_config(file).rope.scaling == "default"
 
 
 def test_damaged_experts_are_refused(tmp_path):

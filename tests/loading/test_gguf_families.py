@@ -121,6 +121,7 @@ def write(path: Path, values: dict, tensors: dict, rule: Converted, **changes) -
     keys |= {name: values.get(key, key) for name, key in rule.keys.items()} | changes
     tokens = {f"tokenizer.ggml.{name}_token_id": i for i, name in enumerate(("padding", "bos"))}
     adders = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    adders[bool] = writer.add_bool
     for name, value in keys.items():
         if value is not None:
             adders[type(value)](f"{arch}.{name}", value)
