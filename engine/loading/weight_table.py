@@ -135,13 +135,26 @@ class _Parts:
         """Return the number of rows of a fused weight of the shard; of an expert, if it has any."""
         return sum(map(self.size, _ROW_PARTS[kind]))
 
-    def pieces(self, parts: Iterable[str]) -> Iterator[tuple[int, int, int]]:
-        """Yield the rows [first, last) of a tensor of these parts, and their target row."""
-        before, place = 0, 0
-        for part in parts:
-            first, last = self.local[part]
-            yield before + first, before + last, place
-            before, place = before + self.whole[part], place + last - first
+    def pieces(self, kind: str, part: str, num_rows: int) -> Iterator[tuple[int, int, int]]:
+        """Yield rows [first, last) of a tensor, and the row of the shard's weight they begin at.
+
+        The tensor has one part of the rows of a weight of this kind, or all ("") of the `num_rows`.
+        """
+        fused = _ROW_PARTS.get(kind.removesuffix("_bias"))
+        if fused is None:
+            yield 0, num_rows, 0
+            return
+        there = (part,) if part else fused
+        before, start = 0, sum(map(self.size, fused[: fused.index(there[0])]))
+        for one in there:
+            first, last = self.local[one]
+            yield before + first, before + last, start
+            before, start = before + self.whole[one], start + last - first
+
+    def columns(self, kind: str, shard: Shard) -> tuple[int, int] | None:
+        """Return the columns of a weight of this kind that are in the shard; None for all."""
+        is_divided = kind in _COLUMN_PART and not shard.is_whole
+        return self.local[_COLUMN_PART[kind]] if is_divided else None
 
 
 def weight_shapes(config: ModelConfig, shard: Shard = WHOLE) -> dict[str, tuple[int, ...]]:
@@ -423,20 +436,22 @@ def _expert_places(
 ) -> Iterator[Placement]:
     """Yield the placements of one tensor's pieces: of one expert, or of all (None)."""
     kind = tensor.target.kind
-    fused = _ROW_PARTS.get(kind.removesuffix("_bias"))
-    columns = None if tensor.layout == ROWS else (0, (*whole, 1)[2])
-    if kind in _COLUMN_PART and not shard.is_whole:
-        columns = parts.local[_COLUMN_PART[kind]]
-    here = fused if fused is None or not part else (part,)
-    before = sum(map(parts.size, fused[: fused.index(part)])) if fused and part else 0
-    pieces = [(0, whole[1], 0)] if here is None else list(parts.pieces(here))
-    height = whole[1] if fused is None else parts.rows(kind.removesuffix("_bias"))
+    columns = parts.columns(kind, shard)
+    if columns is None and tensor.layout != ROWS:  # whose shape does not tell the width
+        columns = 0, whole[2] if len(whole) > 2 else 1
+    pieces = list(parts.pieces(kind, part, whole[1]))
+    rows_in_tensor = parts.whole.get(part, whole[1])
+    fused = kind.removesuffix("_bias")
+    rows_in_weight = parts.rows(fused) if fused in _ROW_PARTS else whole[1]
     for index in range(whole[0]) if expert is None else (expert,):
-        skipped = 0 if expert is not None else index * parts.whole.get(part, whole[1])
-        for first, last, place in pieces:
-            start = index * height + before + place
+        skipped = index * rows_in_tensor if expert is None else 0
+        for first, last, start in pieces:
             yield replace(
-                tensor, first=skipped + first, last=skipped + last, start=start, columns=columns
+                tensor,
+                first=skipped + first,
+                last=skipped + last,
+                start=index * rows_in_weight + start,
+                columns=columns,
             )
 
 
@@ -449,19 +464,10 @@ def _places(
     shard: Shard,
 ) -> Iterator[Placement]:
     """Yield the placements of one tensor's pieces in the shard."""
-    fused = _ROW_PARTS.get(target.kind.removesuffix("_bias"))
-    if fused is not None:
-        here = (part,) if part else fused
-        before = fused[: fused.index(part)] if part else ()
-        start = sum(map(parts.size, before))
-        for first, last, place in parts.pieces(here):
-            is_rotated = part in ("q", "k")
-            yield Placement(name, target, shape, first, last, start + place, None, is_rotated)
-    elif target.kind in _COLUMN_PART:
-        columns = None if shard.is_whole else parts.local[_COLUMN_PART[target.kind]]
-        yield Placement(name, target, shape, 0, shape[0], columns=columns)
-    elif target.kind in _VOCABULARY:
+    if target.kind in _VOCABULARY:
         first, last, _ = shard.cut_padded(shape[0])
         yield Placement(name, target, shape, first, last)
-    else:
-        yield Placement(name, target, shape, 0, shape[0])
+        return
+    columns, is_rotated = parts.columns(target.kind, shard), part in ("q", "k")
+    for first, last, start in parts.pieces(target.kind, part, shape[0]):
+        yield Placement(name, target, shape, first, last, start, columns, is_rotated)
