@@ -263,9 +263,11 @@ def _layer_windows(
 ) -> tuple[int, ...]:
     """Return the window of every layer; 0 if none, or if no shorter than the longest sequence."""
     num_layers = len(rope_layers)
-    if kind.windows == "never" or (
-        kind.windows in _SWITCHED and not fields.flag("use_sliding_window", False)
-    ):
+    is_off = kind.windows in _SWITCHED and not fields.flag("use_sliding_window", False)
+    has_types = kind.windows != "switched" and fields.has("layer_types")
+    if is_off and has_types and any(_layer_types(fields, num_layers)):
+        raise fields.error("layer_types", "all full_attention without use_sliding_window")
+    if is_off or kind.windows == "never":
         return (0,) * num_layers
     window = fields.integer("sliding_window", 1, 1 << 31, 0)
     is_sliding = _sliding_layers(fields, kind, rope_layers, window)

@@ -417,6 +417,13 @@ def test_an_invalid_value_is_refused_by_name(key, value):
         ("olmo3", {"sliding_window_pattern": 0}),
         ("olmo3", {"rope_parameters": {"sliding_attention": {"rope_type": "odd"}}}),
         ("granite", {"attention_multiplier": [1.0]}),
+        *(
+            (
+                kind,
+                {"sliding_window": 4, "num_hidden_layers": 1, "layer_types": ["sliding_attention"]},
+            )
+            for kind in ("qwen2", "qwen2_moe", "smollm3")
+        ),
         *((kind, {"partial_rotary_factor": 0.5}) for kind in ("llama", "smollm3", "qwen3_moe")),
         ("mixtral", {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
     ],
