@@ -257,13 +257,13 @@ def test_output_is_counted_while_it_is_written():
 
 
 def test_each_request_has_its_own_time(monkeypatch):
-    monkeypatch.setattr(template_process, "MAX_SECONDS", 0.3)
+    monkeypatch.setattr(template_process, "MAX_SECONDS", 0.2)
     template = ChatTemplate("{% for i in range(100000) %}{% endfor %}{{ messages|length }}")
     start = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert [template.render(HI) for _ in range(60)] == ["1"] * 60
+    assert [template.render(HI) for _ in range(150)] == ["1"] * 150
     template_process.close()
     spent = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - start.ru_utime
-    assert spent > 0.3
+    assert spent > 0.2  # of all together
 
 
 def test_a_long_chat_is_rendered_in_time():
