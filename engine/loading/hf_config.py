@@ -36,6 +36,9 @@ _MAX_VOCAB = 1 << 24
 # Elsewhere null says that there is none: no window, say, where the default is one.
 _NULL_IS_DEFAULT = ("rope_parameters",)
 
+# Refused in a family that has no default for them: Hugging Face does not read them there.
+_GEMMA_KEYS = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
+
 _SWITCHED = ("switched", "max_window_layers", "even_layers", "layers_without_rope")
 
 _ACTIVATIONS = {
@@ -131,7 +134,8 @@ def _refuse_unsupported(fields: Fields, kind: Family) -> None:
         quantization = fields.child("quantization_config")
         if quantization.text("quant_method") not in kind.quantizations:
             raise quantization.error("quant_method", f"one of {', '.join(kind.quantizations)}")
-    for key in kind.unsupported:
+    foreign = (key for key in _GEMMA_KEYS if key not in kind.defaults)
+    for key in (*kind.unsupported, *foreign):
         if fields.raw(key):
             raise fields.error(key, "absent, null or 0 (it is not implemented)")
     if fields.flag("use_bidirectional_attention", False):

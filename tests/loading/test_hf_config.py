@@ -90,6 +90,12 @@ def test_layer_types_of_mistral_and_ministral():
     assert config_from_dict(config).layer_windows == (0, 4096) * 16
 
 
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3_text"])
+def test_gemma_reads_another_key_of_the_activation(kind):
+    assert known(kind, hidden_act="silu").activation == "gelu_tanh"
+    assert known(kind, hidden_activation="gelu").activation == "gelu"
+
+
 def test_gpt_oss_without_rope_keys_has_yarn():
     rope = known("gpt_oss").rope
     assert (rope.scaling, rope.factor, rope.original_max_position) == ("yarn", 32.0, 4096)
@@ -417,6 +423,9 @@ def test_an_invalid_value_is_refused_by_name(key, value):
         ("olmo3", {"sliding_window_pattern": 0}),
         ("olmo3", {"rope_parameters": {"sliding_attention": {"rope_type": "odd"}}}),
         ("granite", {"attention_multiplier": [1.0]}),
+        ("llama", {"final_logit_softcapping": 30.0}),
+        ("mistral", {"query_pre_attn_scalar": 64}),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}),
         *(
             (
                 kind,
