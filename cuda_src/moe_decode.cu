@@ -22,12 +22,11 @@
 #include "common/pdl.cuh"
 
 constexpr int kThreads = 512, kWarps = kThreads / kWarpSize;
-constexpr int kMaxFeatures = kThreads * kVec;
 // A step of a warp's stream: as many values of a row of gate and of the same row of up.
 constexpr int kStep = 1024, kSteps = 3;
 
 struct MoeDecodeParams {
-  const scalar_t* x;             // (N,), N a multiple of kVec, at most kMaxFeatures
+  const scalar_t* x;             // (N,), N a multiple of kVec, at most kThreads * kVec
   const scalar_t* norm_weight;   // (N,)
   const scalar_t* router;        // (E, N)
   const scalar_t* router_bias;   // (E,), or null

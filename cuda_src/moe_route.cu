@@ -271,9 +271,9 @@ __device__ __forceinline__ void route_place(const MoeRouteParams& p) {
   }
 }
 
-// The entry points for up to 32 * per experts.
-#define ENGINE_MOE_ROUTE(per, experts)                                       \
-  extern "C" __global__ void __launch_bounds__(kFewThreads)                  \
+// The entry points for up to 32 * per experts; the rest are the launch bounds of the first.
+#define ENGINE_MOE_ROUTE(per, experts, ...)                                  \
+  extern "C" __global__ void __launch_bounds__(__VA_ARGS__)                  \
       moe_route_few_##experts(const __grid_constant__ MoeRouteParams p) {    \
     route_few<per>(p);                                                       \
   }                                                                          \
@@ -286,8 +286,8 @@ __device__ __forceinline__ void route_place(const MoeRouteParams& p) {
     route_place<per>(p);                                                     \
   }
 
-ENGINE_MOE_ROUTE(1, 32)
-ENGINE_MOE_ROUTE(2, 64)
-ENGINE_MOE_ROUTE(4, 128)
-ENGINE_MOE_ROUTE(8, 256)
-ENGINE_MOE_ROUTE(16, 512)
+ENGINE_MOE_ROUTE(1, 32, kFewThreads)
+ENGINE_MOE_ROUTE(2, 64, kFewThreads)
+ENGINE_MOE_ROUTE(4, 128, kFewThreads)
+ENGINE_MOE_ROUTE(8, 256, kFewThreads)
+ENGINE_MOE_ROUTE(16, 512, kFewThreads, 1)  // scores of many experts need registers
