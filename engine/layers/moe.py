@@ -196,13 +196,11 @@ class MoE:
     def __call__(
         self, x: Any, *, norm: Norm | None = None, residual: Any = None, slots: Any = None
     ) -> Any:
-        """Return the output (T, N) for `x` (T, N), or for ``norm(x)``, an RMSNorm.
+        """Return the output (T, N) for `x` (T, N), or for ``norm(x)``.
 
         With a `residual` (T, N), which may be `x`, the output is added to it. With `slots` (T,)
         int64, tokens without a slot (negative) are not counted in `load`.
         """
-        if norm is not None and residual is x and self.shared is None and not self.deterministic:
-            return self._with_norm_and_residual(x, norm, slots)
         if norm is not None:
             x = norm(x)
         routing = self._route(x, slots)
@@ -215,43 +213,17 @@ class MoE:
             out=residual,
         )
 
-    def _with_norm_and_residual(self, x: Any, norm: Norm, slots: Any) -> Any:
-        """Add to `x` (T, N) the output for ``norm(x)``; of one token in one kernel."""
-        e = self.experts
-        return kernels.moe_decode(
-            x,
-            norm.weight,
-            self.router.weight.data,
-            e.gate_up.data,
-            e.down.data,
-            self.params.top_k,
-            eps=norm.eps,
-            weight_offset=norm.offset,
-            router_bias=self.router.bias,
-            gate_up_bias=None if e.gate_up_bias is None else e.gate_up_bias.data,
-            down_bias=None if e.down_bias is None else e.down_bias.data,
-            activation=e.activation,
-            alpha=e.alpha,
-            limit=e.limit,
-            **self._rule(slots),
-            pdl=True,  # no kernel writes the weights
-            out=x,
-        )
-
     def _route(self, x: Any, slots: Any) -> kernels.Routing:
-        logits = self.router(x, out_dtype=_FLOAT32)
-        return kernels.moe_route(logits, self.params.top_k, **self._rule(slots))
-
-    def _rule(self, slots: Any) -> dict[str, Any]:
-        """Return how experts are chosen and counted."""
         p = self.params
-        return {
-            "score": p.score,
-            "correction": self.correction,
-            "num_groups": p.num_groups,
-            "top_groups": p.top_groups,
-            "renormalize": p.renormalize,
-            "scale": p.scale,
-            "slots": slots,
-            "load": self.load,
-        }
+        return kernels.moe_route(
+            self.router(x, out_dtype=_FLOAT32),
+            p.top_k,
+            score=p.score,
+            correction=self.correction,
+            num_groups=p.num_groups,
+            top_groups=p.top_groups,
+            renormalize=p.renormalize,
+            scale=p.scale,
+            slots=slots,
+            load=self.load,
+        )

@@ -11,7 +11,7 @@ from engine.kernels._module import ModuleSpec
 
 __all__ = ["kernel_specs", "prepare_kernels"]
 
-_MOE_OPS = ("moe_combine", "moe_decode", "moe_gemm", "moe_route")
+_MOE_OPS = ("moe_combine", "moe_gemm", "moe_route")
 _OPS = (
     "attention_decode",
     "attention_prefill",
