@@ -17,7 +17,6 @@ from engine.kernels.kv_store import kv_store
 from engine.kernels.kv_swap import kv_swap
 from engine.kernels.merge_states import merge_states
 from engine.kernels.moe_combine import moe_combine
-from engine.kernels.moe_decode import moe_decode
 from engine.kernels.moe_gemm import moe_gemm
 from engine.kernels.moe_route import Routing, moe_route
 from engine.kernels.qk_norm_rope_store import qk_norm_rope_store
@@ -51,7 +50,6 @@ __all__ = [
     "kv_swap",
     "merge_states",
     "moe_combine",
-    "moe_decode",
     "moe_gemm",
     "moe_route",
     "qk_norm_rope_store",

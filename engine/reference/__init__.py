@@ -16,7 +16,6 @@ from engine.reference.kv_store import kv_store
 from engine.reference.kv_swap import kv_swap
 from engine.reference.merge_states import merge_states
 from engine.reference.moe_combine import moe_combine
-from engine.reference.moe_decode import moe_decode
 from engine.reference.moe_gemm import moe_gemm
 from engine.reference.moe_route import Routing, moe_route
 from engine.reference.qk_norm_rope_store import qk_norm_rope_store
@@ -48,7 +47,6 @@ __all__ = [
     "kv_swap",
     "merge_states",
     "moe_combine",
-    "moe_decode",
     "moe_gemm",
     "moe_route",
     "qk_norm_rope_store",
