@@ -5,7 +5,7 @@
 // 64 features.
 #pragma once
 
-#include "common/moe_activation.cuh"
+#include "gemm/moe_activation.cuh"
 #include "common/pipeline_state.cuh"
 #include "gemm/moe_scheduler_sm90.cuh"
 

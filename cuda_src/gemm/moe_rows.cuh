@@ -3,7 +3,7 @@
 
 #include "common/reduce.cuh"
 #include "gemm/epilogue.cuh"
-#include "common/moe_activation.cuh"
+#include "gemm/moe_activation.cuh"
 #include "gemm/tile_loader.cuh"
 
 struct MoeGemmParams {

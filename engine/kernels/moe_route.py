@@ -16,7 +16,6 @@ __all__ = [
     "MAX_GROUPS",
     "MAX_TOP_K",
     "Routing",
-    "check_rule",
     "chunk_tokens",
     "moe_route",
     "specs",
@@ -131,17 +130,13 @@ def moe_route(
     call.check(
         "logits", 1 <= num_experts <= MAX_EXPERTS, f"of 1 to {MAX_EXPERTS} experts", num_experts
     )
+    limit = min(num_experts, MAX_TOP_K)
+    call.check("top_k", _is_int(top_k) and 1 <= top_k <= limit, f"from 1 to {limit}", top_k)
+    call.check("score", score in _SCORES, f"one of {_SCORES}", score)
     if correction is not None:
         correction = call.array("correction", correction, "E", FLOAT32)
-    check_rule(
-        call,
-        top_k,
-        score=score,
-        correction=correction,
-        num_groups=num_groups,
-        top_groups=top_groups,
-        scale=scale,
-    )
+    _check_groups(call, top_k, num_groups, top_groups, has_correction=correction is not None)
+    call.number("scale", scale)
     if slots is not None:
         slots = call.array("slots", slots, "T", INT64)
     if load is not None:
@@ -173,33 +168,20 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def check_rule(
-    call: Contract,
-    top_k: Any,
-    *,
-    score: Any,
-    correction: Any,
-    num_groups: Any,
-    top_groups: Any,
-    scale: Any,
-    renormalize: bool = True,
+def _check_groups(
+    call: Contract, top_k: int, num_groups: int, top_groups: int, *, has_correction: bool
 ) -> None:
-    """Check how experts are chosen, of a call that has bound E and checked `correction`."""
     num_experts = call["E"]
-    limit = min(num_experts, MAX_TOP_K)
-    call.check("top_k", _is_int(top_k) and 1 <= top_k <= limit, f"from 1 to {limit}", top_k)
-    call.check("score", score in _SCORES, f"one of {_SCORES}", score)
     divides = _is_int(num_groups) and num_groups >= 1 and num_experts % num_groups == 0
     call.check("num_groups", divides, f"a divisor of the {num_experts} experts", num_groups)
     call.check("num_groups", num_groups <= MAX_GROUPS, f"at most {MAX_GROUPS}", num_groups)
     per_group = num_experts // num_groups
-    if num_groups > 1 and correction is not None:
+    if num_groups > 1 and has_correction:
         call.check("num_groups", per_group >= 2, f"at most {num_experts // 2}", num_groups)
     enough = _is_int(top_groups) and 1 <= top_groups <= num_groups
     call.check("top_groups", enough, f"from 1 to {num_groups}", top_groups)
     has_room = num_groups == 1 or top_groups * per_group >= top_k
     call.check("top_groups", has_room, f"groups with {top_k} experts together", top_groups)
-    call.number("scale", scale)
 
 
 def chunk_tokens(num_tokens: int) -> int:
