@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from engine.models.family import Family
 from engine.models.llama import LLAMA_NAMES
 
-__all__ = ["MISTRAL"]
+__all__ = ["MINISTRAL", "MISTRAL"]
 
 MISTRAL = Family(
     model_type="mistral",
@@ -21,3 +23,6 @@ MISTRAL = Family(
     },
     windows="every_layer",
 )
+
+MINISTRAL = replace(MISTRAL, model_type="ministral")
+"""What transformers 5 calls a Mistral with `layer_types`: a window in some layers only."""

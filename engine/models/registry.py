@@ -13,7 +13,7 @@ from engine.models.gpt_oss import GPT_OSS
 from engine.models.granite import GRANITE
 from engine.models.granitemoe import GRANITEMOE
 from engine.models.llama import LLAMA
-from engine.models.mistral import MISTRAL
+from engine.models.mistral import MINISTRAL, MISTRAL
 from engine.models.mixtral import MIXTRAL
 from engine.models.olmo2 import OLMO2, OLMO3
 from engine.models.olmoe import OLMOE
@@ -31,6 +31,7 @@ __all__ = ["FAMILIES", "family", "family_of_gguf"]
 
 _DENSE = (
     LLAMA,
+    MINISTRAL,
     MISTRAL,
     QWEN2,
     QWEN3,

@@ -189,6 +189,15 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_window": 8,
         "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
     },
+    "ministral": {
+        **_MISTRAL,
+        "model_type": "ministral",
+        "num_hidden_layers": 3,
+        "head_dim": 24,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+    },
     "qwen2": {**_QWEN2, "rope_theta": 500.0, "tie_word_embeddings": True},
     "qwen2_windows": {
         **_QWEN2,
