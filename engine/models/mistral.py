@@ -24,5 +24,5 @@ MISTRAL = Family(
     windows="every_layer",
 )
 
-MINISTRAL = replace(MISTRAL, model_type="ministral")
-"""What transformers 5 calls a Mistral with `layer_types`: a window in some layers only."""
+MINISTRAL = replace(MISTRAL, model_type="ministral", gguf_names=(), gguf_interleaved_rope=False)
+"""What transformers 5 calls a Mistral with `layer_types`: a window in some layers only. No .gguf."""

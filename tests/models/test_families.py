@@ -90,7 +90,7 @@ def test_only_files_of_llama_keep_interleaved_rows():
     GLM-4 and Cohere 2 have them so in every file.
     """
     permuted = {"llama", "mistral", "granite", "smollm3", "glm4", "cohere2", "mixtral"}
-    permuted |= {"granitemoe", "ministral"}
+    permuted |= {"granitemoe"}
     assert {n for n, kind in FAMILIES.items() if kind.gguf_interleaved_rope} == permuted
 
 
