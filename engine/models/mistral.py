@@ -25,4 +25,4 @@ MISTRAL = Family(
 )
 
 MINISTRAL = replace(MISTRAL, model_type="ministral", gguf_names=(), gguf_interleaved_rope=False)
-"""What transformers 5 calls a Mistral with `layer_types`: a window in some layers only. No .gguf."""
+"""What transformers 5 calls a Mistral with `layer_types`: a window in some layers. No .gguf."""
