@@ -1,4 +1,4 @@
-// The work tile that a module of moe_gemm_sm90.cu is compiled for, given by -D (MoeConfig in
+// The work tile that a module of moe_gemm_sm90.cu is compiled for, given by -D (MoeTileConfig in
 // engine/kernels/moe_gemm/sm90.py), and what follows from it.
 #pragma once
 
@@ -39,22 +39,22 @@ struct MoeTile {
 };
 
 // What the producer tells the consumers of a tile.
-struct MoeSlot {
+struct MoeTileRecord {
   MoeTile tile;
   int rows[kTokens];       // of out, where results are scattered
   float weights[kTokens];  // of these pairs
 };
-constexpr int kSlots = 2;
-constexpr int kSlotWriters = kProducerThreads - kWarpSize;  // all but the warp that starts copies
+constexpr int kRecords = 2;
+constexpr int kRecordWriters = kProducerThreads - kWarpSize;  // all but the warp that starts copies
 
 // Dynamic shared memory, from an address aligned to the swizzle's atoms.
 struct MoeShared {
   unsigned char w[kStages][kStageW];
   unsigned char x[kStages][kStageX];
   unsigned char staging[kWarpgroups][kStaging];
-  MoeSlot slots[kSlots];
+  MoeTileRecord records[kRecords];
   uint64_t full[kStages], empty[kStages];
-  uint64_t slot_full[kSlots], slot_empty[kSlots];
+  uint64_t record_full[kRecords], record_empty[kRecords];
   int offsets[kMaxExperts + 1];
   int tiles[kMaxExperts + 1];  // tiles of the experts before
 };

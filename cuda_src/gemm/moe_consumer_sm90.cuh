@@ -91,9 +91,10 @@ __device__ __forceinline__ void multiply_few(int count, MoeShared& smem, int war
 }
 
 // Writes 64 features of the tile's tokens: through shared memory, where they become rows.
-__device__ __forceinline__ void store(const MoeEpilogue& e, MoeShared& smem, const MoeSlot& slot,
-                                      int warpgroup, int column, const float (&acc)[kTokens / 2]) {
-  const int count = slot.tile.count;
+__device__ __forceinline__ void store(const MoeEpilogue& e, MoeShared& smem,
+                                      const MoeTileRecord& record, int warpgroup, int column,
+                                      const float (&acc)[kTokens / 2]) {
+  const int count = record.tile.count;
   const unsigned staging = smem_address(smem.staging[warpgroup]);
   const int thread = threadIdx.x % 128, lane_idx = thread % kWarpSize, warp_idx = thread / 32;
   const int barrier = 1 + warpgroup;
@@ -117,7 +118,7 @@ __device__ __forceinline__ void store(const MoeEpilogue& e, MoeShared& smem, con
       for (int i = thread / 8; i < min(count - first, kStagingTokens); i += 16) {
         const unsigned char* from =
             smem.staging[warpgroup] + i * kSlabRowBytes + ((part ^ (i & 7)) << 4);
-        const int to_row = e.scatters ? slot.rows[first + i] : slot.tile.first + first + i;
+        const int to_row = e.scatters ? record.rows[first + i] : record.tile.first + first + i;
         scalar_t* out = e.out + static_cast<int64_t>(to_row) * e.columns;
         store_vec(out + column + part * 8,
                   load_vec<scalar_t, 8>(reinterpret_cast<const scalar_t*>(from)));
@@ -157,10 +158,10 @@ __device__ __forceinline__ void add_bias(const MoeEpilogue& e, const MoeTile& ti
 }
 
 // Bias, activation and weight, in place; with an activation the results are in acc[0].
-__device__ __forceinline__ void finish(const MoeEpilogue& e, const MoeSlot& slot, int warpgroup,
-                                       MoeSums& acc) {
-  const int count = slot.tile.count;
-  if (e.bias != nullptr) add_bias(e, slot.tile, warpgroup, acc);
+__device__ __forceinline__ void finish(const MoeEpilogue& e, const MoeTileRecord& record,
+                                       int warpgroup, MoeSums& acc) {
+  const int count = record.tile.count;
+  if (e.bias != nullptr) add_bias(e, record.tile, warpgroup, acc);
   // Two loops: a test for every sum would take longer than the activation.
   if (e.gate.activation == kSwiglu)
     for_each_sum(count, [&](int j) { acc[0][j] = silu(acc[0][j]) * acc[1][j]; });
@@ -170,7 +171,7 @@ __device__ __forceinline__ void finish(const MoeEpilogue& e, const MoeSlot& slot
 #pragma unroll
   for (int i = 0; i < kTokens / 8; ++i) {
     if (i * 8 >= count) break;
-    const auto w = load_vec<float, 2>(&slot.weights[i * 8 + threadIdx.x % 4 * 2]);
+    const auto w = load_vec<float, 2>(&record.weights[i * 8 + threadIdx.x % 4 * 2]);
 #pragma unroll
     for (int m = 0; m < kMmaTiles; ++m)
 #pragma unroll
@@ -182,19 +183,19 @@ __device__ __forceinline__ void consume(const MoeEpilogue& e, MoeShared& smem, i
                                         int num_slabs) {
   const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 128), 0);
   PipelineState<kStages> state(0);
-  PipelineState<kSlots> next(0);
+  PipelineState<kRecords> next(0);
 #pragma unroll 1
   for (int index = blockIdx.x; index < num_tiles; index += gridDim.x) {
-    mbarrier_wait(smem_address(&smem.slot_full[next.stage]), next.phase);
-    const MoeSlot& slot = smem.slots[next.stage];
+    mbarrier_wait(smem_address(&smem.record_full[next.stage]), next.phase);
+    const MoeTileRecord& record = smem.records[next.stage];
     MoeSums acc = {};  // as multiply does not write all of it
-    multiply_few(slot.tile.count, smem, warpgroup, num_slabs, !e.scatters, state, acc);
-    finish(e, slot, warpgroup, acc);
-    const int column = slot.tile.row + warpgroup * (e.is_gated() ? 1 : kMmaTiles) * kMmaM;
-    store(e, smem, slot, warpgroup, column, acc[0]);
-    if (!e.is_gated()) store(e, smem, slot, warpgroup, column + kMmaM, acc[1]);
-    named_barrier_sync<128>(1 + warpgroup);  // all have read the slot
-    if (threadIdx.x % 128 == 0) mbarrier_arrive(smem_address(&smem.slot_empty[next.stage]));
+    multiply_few(record.tile.count, smem, warpgroup, num_slabs, !e.scatters, state, acc);
+    finish(e, record, warpgroup, acc);
+    const int column = record.tile.row + warpgroup * (e.is_gated() ? 1 : kMmaTiles) * kMmaM;
+    store(e, smem, record, warpgroup, column, acc[0]);
+    if (!e.is_gated()) store(e, smem, record, warpgroup, column + kMmaM, acc[1]);
+    named_barrier_sync<128>(1 + warpgroup);  // all have read the record
+    if (threadIdx.x % 128 == 0) mbarrier_arrive(smem_address(&smem.record_empty[next.stage]));
     next.advance();
   }
 }

@@ -10,9 +10,10 @@
 // Numerics: products on tensor cores, all else in float, one rounding at the end. Sums go through k
 // in ascending steps of 16 whatever the tile and whoever else is in the batch.
 // Parallelisation: persistent CTAs walk over tiles of 128 or 256 rows of a weight by up to kTokens
-// of its expert's tokens; every CTA finds its tiles from `offsets` alone. One producer warp loads
-// the weight in boxes and gathers x row by row through `order`, both by TMA. The weight is wgmma's
-// first operand: with few tokens an expert the product takes the time of reading the weights once.
+// of its expert's tokens; every CTA finds its tiles from `offsets` alone. A producer warpgroup
+// loads the weight by TMA and gathers rows of x through `order` by cp.async; sorted rows come by
+// TMA. The weight is wgmma's first operand: with few tokens an expert the product takes the time of
+// reading the weights once.
 // Mirror: engine/reference/moe_gemm.py
 #include "gemm/moe_consumer_sm90.cuh"
 #include "gemm/moe_producer_sm90.cuh"
@@ -50,9 +51,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       mbarrier_init(smem_address(&smem.full[i]), is_gathered ? 1 + kProducerThreads : 1);
       mbarrier_init(smem_address(&smem.empty[i]), kWarpgroups);
     }
-    for (int i = 0; i < kSlots; ++i) {
-      mbarrier_init(smem_address(&smem.slot_full[i]), kSlotWriters);
-      mbarrier_init(smem_address(&smem.slot_empty[i]), kWarpgroups);
+    for (int i = 0; i < kRecords; ++i) {
+      mbarrier_init(smem_address(&smem.record_full[i]), kRecordWriters);
+      mbarrier_init(smem_address(&smem.record_empty[i]), kWarpgroups);
     }
     mbarrier_init_fence();
   }

@@ -36,19 +36,19 @@ struct MoeLoader {
   }
 
   // By all warps but the first.
-  __device__ __forceinline__ void tell(const MoeTile& tile, PipelineState<kSlots>& slot) const {
+  __device__ __forceinline__ void tell(const MoeTile& tile, PipelineState<kRecords>& record) const {
     if (thread() < kWarpSize) return;
-    mbarrier_wait(smem_address(&smem.slot_empty[slot.stage]), slot.phase);
-    MoeSlot& to = smem.slots[slot.stage];
+    mbarrier_wait(smem_address(&smem.record_empty[record.stage]), record.phase);
+    MoeTileRecord& to = smem.records[record.stage];
     if (thread() == kWarpSize) to.tile = tile;
     if (!is_gathered())
-      for (int i = thread() - kWarpSize; i < tile.count; i += kSlotWriters) {
+      for (int i = thread() - kWarpSize; i < tile.count; i += kRecordWriters) {
         const int pair = order[tile.first + i];
         to.rows[i] = pair;
         to.weights[i] = pair_weights[pair];
       }
-    mbarrier_arrive(smem_address(&smem.slot_full[slot.stage]));
-    slot.advance();
+    mbarrier_arrive(smem_address(&smem.record_full[record.stage]));
+    record.advance();
   }
 
   // By one thread, also what is said of the stage's bytes.
@@ -113,11 +113,11 @@ __device__ __forceinline__ void produce(MoeShared& smem, MoeLoader& load,
   if (is_early) pdl_wait();
   pdl_trigger();
   PipelineState<kStages> state(1);
-  PipelineState<kSlots> slot(1);
+  PipelineState<kRecords> record(1);
 #pragma unroll 1
   for (int index = first; index < count; index += gridDim.x) {
     const MoeTile tile = scheduler.tile(index);
-    load.tell(tile, slot);
+    load.tell(tile, record);
     if (!load.is_gathered() && !is_first) continue;
     load.begin(tile);
 #pragma unroll 1

@@ -101,7 +101,8 @@ class Experts:
 
     def __call__(self, x: Any, routing: kernels.Routing, *, deterministic: bool = False) -> Any:
         """Return (T, k, N): for `x` (T, N) the output of each of a token's experts, weighted."""
-        # pdl is safe: no kernel writes the weights or biases.
+        # pdl is safe: no kernel writes the weights or biases, and the second product follows the
+        # first, which lets it start only when the routing is there.
         common: dict[str, Any] = {"deterministic": deterministic, "pdl": True}
         rows = kernels.moe_gemm(
             x,

@@ -57,7 +57,7 @@ def moe_gemm(
         False: result row i is of token order[i] // k, times the matrix of its expert. True: row i
         of `x` times that matrix and times the weight of pair order[i] is result row order[i].
     deterministic : bool
-        Sum each row in an order that does not depend on the other rows.
+        Sum each row in an order that does not depend on the other rows; the kernels always do.
     pdl : bool
         Say that no kernel still running on the stream writes `weight` or `bias`, nor, with
         `scatter`, `routing`: the product before, without `scatter`, waits for the routing before it
@@ -120,9 +120,7 @@ def moe_gemm(
         return call.finish(out, result)
     columns = rows if activation is None else rows // 2
     out = call.output("out", out, (call["P"], columns), x.dtype)
-    operands = MoeOperands(
-        x, weight, routing, out, bias, activation, alpha, limit, scatter, deterministic, pdl
-    )
+    operands = MoeOperands(x, weight, routing, out, bias, activation, alpha, limit, scatter, pdl)
     if sm90.is_possible(operands):
         sm90.launch(operands)
     else:

@@ -26,7 +26,6 @@ class MoeOperands:
     alpha: float
     limit: float
     scatter: bool
-    deterministic: bool
     pdl: bool
 
     @property

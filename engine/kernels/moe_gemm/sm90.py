@@ -10,8 +10,9 @@ from engine.kernels._module import ModuleSpec
 from engine.kernels._tensor_map import tensor_map, tensor_map_2d
 from engine.kernels.gemm.sm90 import is_hopper
 from engine.kernels.moe_gemm.operands import ACTIVATIONS, MoeOperands
+from engine.kernels.moe_route import MAX_EXPERTS
 
-__all__ = ["MOE_CONFIGS", "MoeConfig", "choose_config", "is_possible", "launch", "specs"]
+__all__ = ["MOE_CONFIGS", "MoeTileConfig", "choose_config", "is_possible", "launch", "specs"]
 
 _KERNEL = Kernel(
     "moe_gemm_sm90",
@@ -22,16 +23,15 @@ _KERNEL = Kernel(
 )
 _SLAB_K = 64  # values of k in 128 bytes, the widest swizzle
 _SHARED_BYTES = 232_448  # of a CTA, at most
-_MAX_EXPERTS = 512
 _MMA_ROWS = 64
 _BOX_ROWS = 16
 _STAGING_TOKENS = 64
-_SLOTS = 2
+_RECORDS = 2  # of tiles, that the producer is ahead
 _DTYPES = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True)
-class MoeConfig:
+class MoeTileConfig:
     """One module of moe_gemm_sm90.cu.
 
     Attributes
@@ -70,8 +70,8 @@ class MoeConfig:
     @property
     def _beside_stages(self) -> int:
         staging = self.warpgroups * _STAGING_TOKENS * _MMA_ROWS * 2
-        slots = _SLOTS * (16 + 8 * self.tokens + 16)
-        return staging + slots + 2 * 4 * (_MAX_EXPERTS + 1) + 8
+        records = _RECORDS * (16 + 8 * self.tokens + 16)
+        return staging + records + 2 * 4 * (MAX_EXPERTS + 1) + 8
 
     def spec(self, dtype: str) -> ModuleSpec:
         """Return the module for `dtype`."""
@@ -84,7 +84,7 @@ class MoeConfig:
         return ModuleSpec("gemm/moe_gemm_sm90.cu", dtype, tuple(macros.items()))
 
 
-_FEW, _MANY = MoeConfig(1, 64, 2), MoeConfig(2, 144, 1)
+_FEW, _MANY = MoeTileConfig(1, 64, 2), MoeTileConfig(2, 144, 1)
 MOE_CONFIGS = (_FEW, _MANY)
 _MANY_FROM = 32  # tokens an expert, on average
 
@@ -94,13 +94,15 @@ def specs(dtype: str) -> tuple[ModuleSpec, ...]:
     return tuple(config.spec(dtype) for config in MOE_CONFIGS) if dtype in _DTYPES else ()
 
 
-def choose_config(num_pairs: int, num_experts: int) -> MoeConfig:
+def choose_config(num_pairs: int, num_experts: int) -> MoeTileConfig:
     """Choose for this many pairs (token, expert).
 
     Examples
     --------
-    >>> choose_config(2048, 128), choose_config(32768, 128)
-    (MoeConfig(warpgroups=1, tokens=64, depth=2), MoeConfig(warpgroups=2, tokens=144, depth=1))
+    >>> choose_config(2048, 128)
+    MoeTileConfig(warpgroups=1, tokens=64, depth=2)
+    >>> choose_config(32768, 128)
+    MoeTileConfig(warpgroups=2, tokens=144, depth=1)
     """
     return _MANY if num_pairs > _MANY_FROM * num_experts else _FEW
 
@@ -108,7 +110,7 @@ def choose_config(num_pairs: int, num_experts: int) -> MoeConfig:
 def is_possible(operands: MoeOperands) -> bool:
     """Tell whether the current device runs the kernel for these operands, and may."""
     x, weight, out = operands.x, operands.weight, operands.out
-    if not is_hopper(dtype_name(x.dtype)) or weight.shape[0] > _MAX_EXPERTS:
+    if not is_hopper(dtype_name(x.dtype)) or weight.shape[0] > MAX_EXPERTS:
         return False
     if weight.size == 0 or out.size == 0:
         return False
