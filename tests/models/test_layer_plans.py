@@ -409,11 +409,12 @@ def _check_bits(model, counts, starts):
 def test_a_layer_that_calls_cupy_raises(model, monkeypatch):
     """Its multiplication by 2 would be missing from every other layer."""
     batch, decoder = _batch([70, 50], [0, 16], model.device), model.decoder
-    call = type(decoder.layers[0].mlp).__call__
+    mlp = type(decoder.layers[1].mlp)  # no other layer may run a plan of layer 0
+    call = mlp.__call__
 
     def doubled(self, x, **options):
         return call(self, x, **options) * 2
 
-    monkeypatch.setattr(type(decoder.layers[0].mlp), "__call__", doubled)
+    monkeypatch.setattr(mlp, "__call__", doubled)
     with pytest.raises(LaunchPlanError, match="__mul__"):
         decoder.forward(batch, [tuple(pages) for pages in _pages(model, 16)])
