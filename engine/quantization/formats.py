@@ -1,32 +1,51 @@
-"""Formats of weights: bits per number, and the blocks of numbers that share a scale."""
+"""Formats of weights: how a stored code becomes a number, and which numbers share a scale."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from engine.dtypes import FLOAT_NAMES, itemsize
 from engine.errors import WeightsError
 
-__all__ = ["FORMATS", "Format", "dense_format"]
+__all__ = ["FORMATS", "Format", "dense_format", "format_of"]
 
 
 @dataclass(frozen=True)
 class Format:
     """How the numbers of a weight are stored.
 
+    A code q, of a group with scale s, is the number
+
+        s (q - zero)    in a symmetric format, with a `zero` that is the same for all groups
+        s (q - z)       with `offset` "zero": z is the group's zero point, a whole number
+        s q + m         with `offset` "min": m is the group's minimum
+
+    With a `super_block`, s and m are themselves small integers times the float16 scales of
+    `super_block` numbers: s = d sc and m = -dmin mn.
+
     Attributes
     ----------
     name : str
-        Its name in checkpoints and messages, such as "bfloat16".
+        Its name in options, checkpoints and messages, such as "bfloat16" or "int4_g128".
     bits : int
         Bits per number.
     block : (int, int) or None
         Rows and columns of a block that shares a scale; 0 stands for all of them, None for no
         scales. (1, 0) is one scale per row, (1, 128) one per 128 numbers of a row.
     scale_bits : int
-        Bits per scale, including its zero point if there is one.
+        Bits per scale, including its zero point or minimum if there is one.
+    code : str
+        What a code is: "float" (the number itself), "int", "e4m3" or "e2m1".
+    zero : int
+        The code of 0 in a symmetric format.
+    offset : str
+        "" (symmetric), "zero" or "min".
+    super_block : int
+        Numbers of a row that share the float16 scales of their scales; 0 if scales are floats.
+    activations : str
+        What the other operand is quantized to: "" (nothing), "fp8" or "int8".
 
     Examples
     --------
@@ -38,11 +57,26 @@ class Format:
     bits: int
     block: tuple[int, int] | None = None
     scale_bits: int = 0
+    code: str = "float"
+    zero: int = 0
+    offset: str = ""
+    super_block: int = 0
+    activations: str = ""
 
     @property
     def is_dense(self) -> bool:
         """Tell whether the data is a plain array of the numbers, of the logical shape."""
         return self.block is None
+
+    @property
+    def is_packed(self) -> bool:
+        """Tell whether the data are planes of `packing`, for products with 16-bit activations."""
+        return not self.is_dense and not self.activations
+
+    @property
+    def group(self) -> int:
+        """Consecutive numbers of a row that share a scale; 0 for the whole row."""
+        return 0 if self.block is None else self.block[1]
 
     def num_scales(self, shape: Sequence[int]) -> int:
         """Return how many scales a weight of this shape has."""
@@ -55,11 +89,46 @@ class Format:
     def num_bytes(self, shape: Sequence[int]) -> int:
         """Return the bytes of data and scales of a weight of this shape."""
         bits = math.prod(shape) * self.bits + self.num_scales(shape) * self.scale_bits
+        if self.super_block:
+            rows, columns = math.prod(shape[:-1]), shape[-1]
+            scales = 2 if self.offset else 1
+            bits += rows * -(-columns // self.super_block) * scales * 16
         return -(-bits // 8)
 
 
-FORMATS: dict[str, Format] = {name: Format(name, 8 * itemsize(name)) for name in FLOAT_NAMES}
-"""Every supported format, by name."""
+def _group_formats() -> Iterator[Format]:
+    """Yield the integer formats with one float per group: of checkpoints, and made at load."""
+    for bits, zero in ((4, 8), (8, 0)):
+        for group in (32, 64, 128):
+            name = f"int{bits}_g{group}"
+            yield Format(name, bits, (1, group), 16, "int", zero)
+            yield Format(f"{name}_zp", bits, (1, group), 32, "int", offset="zero")
+
+
+_GGUF = (
+    Format("q4_0", 4, (1, 32), 16, "int", 8),
+    Format("q4_1", 4, (1, 32), 32, "int", offset="min"),
+    Format("q5_0", 5, (1, 32), 16, "int", 16),
+    Format("q5_1", 5, (1, 32), 32, "int", offset="min"),
+    Format("q8_0", 8, (1, 32), 16, "int"),
+    Format("q4_k", 4, (1, 32), 16, "int", offset="min", super_block=256),
+    Format("q5_k", 5, (1, 32), 16, "int", offset="min", super_block=256),
+    Format("q6_k", 6, (1, 16), 8, "int", 32, super_block=256),
+)
+
+FORMATS: dict[str, Format] = {
+    form.name: form
+    for form in (
+        *(Format(name, 8 * itemsize(name)) for name in FLOAT_NAMES),
+        Format("fp8", 8, (1, 0), 32, "e4m3", activations="fp8"),
+        Format("fp8_block", 8, (128, 128), 32, "e4m3", activations="fp8"),
+        Format("int8", 8, (1, 0), 32, "int", activations="int8"),
+        Format("mxfp4", 4, (1, 32), 8, "e2m1"),
+        *_group_formats(),
+        *_GGUF,
+    )
+}
+"""Every supported format, by name. Codes of 8 bits are signed, others unsigned."""
 
 
 def dense_format(dtype: str) -> Format:
@@ -70,6 +139,19 @@ def dense_format(dtype: str) -> Format:
     WeightsError
         If there is none of this name.
     """
-    if dtype not in FORMATS:
-        raise WeightsError(f"format must be one of {', '.join(FORMATS)}; got {dtype!r}")
+    if dtype not in FLOAT_NAMES:
+        raise WeightsError(f"format must be one of {', '.join(FLOAT_NAMES)}; got {dtype!r}")
     return FORMATS[dtype]
+
+
+def format_of(name: str) -> Format:
+    """Return the format called `name`.
+
+    Raises
+    ------
+    WeightsError
+        If there is none; the message lists those that there are.
+    """
+    if name not in FORMATS:
+        raise WeightsError(f"format must be one of {', '.join(FORMATS)}; got {name!r}")
+    return FORMATS[name]

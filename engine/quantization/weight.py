@@ -22,11 +22,22 @@ class Weight:
     ----------
     format : Format
     data : array
-        The numbers; in a dense format, an array of `shape`.
+        The numbers. Dense: an array of `shape`. Packed: the plane of all codes, or of their low 4
+        bits (`packing`). Formats of both operands ("fp8", "int8"): codes of `shape`, one byte each;
+        e4m3 is uint8 on CUDA.
     shape : tuple of int
         Logical shape of this shard, (out, in) for a matrix.
-    scales, zeros : array or None
-        Scale and zero point per block of numbers, if the format has them.
+    scales : array or None
+        Packed: (N/16, G, 8, 2), or (N/16, G, 8, 2, 2) of (scale, zero point or minimum), in the
+        order of `packing.tile_groups`; float16 or bfloat16, uint8 exponents for "mxfp4", uint8
+        (int8 for "q6_k") with a super-block. Otherwise float32, (N,) or a value per block.
+    high : array or None
+        Packed: the plane of the fifth bit, or of bits 5 and 6.
+    super_scales : array or None
+        (N/16, K/256, 8, 2) of d, or (N/16, K/256, 8, 2, 2) of (d, dmin), float16.
+    permutation : (K,) int32 array or None
+        Column k of the data is column permutation[k] of the logical weight, and is multiplied by
+        that column of x.
     shard : Shard
         Which part of the whole this is.
     axis : int or None
@@ -37,7 +48,9 @@ class Weight:
     data: Any
     shape: tuple[int, ...]
     scales: Any = None
-    zeros: Any = None
+    high: Any = None
+    super_scales: Any = None
+    permutation: Any = None
     shard: Shard = WHOLE
     axis: int | None = None
 
@@ -67,7 +80,7 @@ class Weight:
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, array) for every array it holds."""
-        for name in ("data", "scales", "zeros"):
+        for name in ("data", "scales", "high", "super_scales", "permutation"):
             array = getattr(self, name)
             if array is not None:
                 yield name, array

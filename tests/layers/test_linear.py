@@ -46,7 +46,7 @@ def test_a_new_format_is_one_line_in_the_table(monkeypatch):
 
 def test_an_unknown_format_is_refused():
     weight = _quantized(np.ones((4, 4), np.float32))
-    known = ", ".join(FORMATS)
+    known = ", ".join(linear.PRODUCTS)
     with pytest.raises(WeightsError, match=f"must have a format of {known}; got 'int8 a row'"):
         Linear(weight)
     with pytest.raises(WeightsError, match="embed must be a dense weight; got 'int8 a row'"):
