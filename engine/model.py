@@ -34,10 +34,23 @@ from engine.loading.weights import dummy_weights, load_weights
 from engine.model_files import is_present
 from engine.models.decoder import Decoder, Pages
 from engine.models.kernel_set import prepare_kernels
+from engine.quantization import FORMATS
 from engine.text.tokenizer import Tokenizer, load_tokenizer
 from engine.trace import Trace, trace_decoder
 
-__all__ = ["Cache", "LoadConfig", "Model", "load"]
+__all__ = ["LOAD_OPTIONS", "Cache", "LoadConfig", "Model", "load"]
+
+LOAD_OPTIONS = (
+    "device",
+    "dtype",
+    "load_format",
+    "max_model_len",
+    "quantization",
+    "deterministic",
+    "progress",
+    "config",
+)
+"""Keywords of `load`."""
 
 # Tokens that `step` computes at once; longer inputs are chunked, which bounds the activations.
 _MAX_STEP_TOKENS = {"cpu": 512, "cuda": 8192}
@@ -50,6 +63,7 @@ def load(
     dtype: str = "auto",
     load_format: Literal["auto", "dummy"] = "auto",
     max_model_len: int | None = None,
+    quantization: str | None = None,
     deterministic: bool = False,
     progress: bool | None = None,
     config: ModelConfig | None = None,
@@ -71,6 +85,10 @@ def load(
         "auto" reads the weights; "dummy" makes random ones and needs only a configuration.
     max_model_len : int, optional
         Longest sequence in tokens; at most, and by default, the model's own limit.
+    quantization : str, optional
+        Quantize the matrices of layers while they are read, one at a time: "fp8" and "int8" (both
+        operands of the products in 8 bits), "int4" (in groups of 128) or another format of
+        `docs/quantization.md`. Embeddings and the output layer keep `dtype`.
     deterministic : bool
         Batch invariance: a token's logits have the same bits in any batch, at any chunk size and
         after any recomputation, because no kernel's order of summation depends on the batch.
@@ -100,17 +118,8 @@ def load(
     >>> model.step([[1, 2, 3], [4, 5, 6]], cache).shape
     (2, 64)
     """
-    known = (
-        "device",
-        "dtype",
-        "load_format",
-        "max_model_len",
-        "deterministic",
-        "progress",
-        "config",
-    )
     for name in unknown:
-        raise unknown_keyword("load", name, known)
+        raise unknown_keyword("load", name, LOAD_OPTIONS)
     if not isinstance(load_format, str) or load_format not in ("auto", "dummy"):
         raise ConfigError(f"load_format must be 'auto' or 'dummy'; got {shown(load_format)}")
     if config is not None and not isinstance(config, ModelConfig):
@@ -124,7 +133,14 @@ def load(
         source = resolve_model(model, progress=show)
         config = config or load_config(source)
     options = resolve_load_config(
-        config, source, (place, why), dtype, load_format, max_model_len, deterministic
+        config,
+        source,
+        (place, why),
+        dtype,
+        load_format,
+        max_model_len,
+        quantization,
+        deterministic,
     )
     if device == "auto":
         print(f"engine: device {place} ({why}), dtype {options.dtype}", file=sys.stderr)
@@ -135,9 +151,14 @@ def _load(
     source: ModelSource | None, config: ModelConfig, options: LoadConfig, progress: bool
 ) -> Model:
     device, dtype = options.device, options.dtype
+    form = None if options.quantization is None else FORMATS[options.quantization]
     if options.load_format == "dummy" or source is None:
         weights = dummy_weights(
-            config, device=device, dtype=dtype, max_model_len=options.max_model_len
+            config,
+            device=device,
+            dtype=dtype,
+            max_model_len=options.max_model_len,
+            quantization=form,
         )
     else:
         weights = load_weights(
@@ -145,6 +166,7 @@ def _load(
             config,
             device=device,
             dtype=dtype,
+            quantization=form,
             max_model_len=options.max_model_len,
             progress=progress,
         )
@@ -153,7 +175,8 @@ def _load(
         pad_mlps(weights, config, device, dtype)
     decoder = Decoder(config, weights, options.max_model_len, deterministic=options.deterministic)
     if device.is_cuda:
-        prepare_kernels(config, dtype, device, progress=progress)
+        formats = {weight.format for weight in weights.values()}
+        prepare_kernels(config, dtype, device, formats=formats, progress=progress)
     return Model(decoder, options, source)
 
 

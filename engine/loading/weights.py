@@ -3,7 +3,7 @@
 Every fused array is allocated once, on the target device, and filled slab by slab: a reader
 returns some rows (a view of the mapped file, or newly dequantized), which are cast into place; on
 CUDA they are copied through small pinned buffers. Neither the model nor a large tensor is ever in
-memory twice.
+memory twice. A weight that is quantized is filled in the model's dtype first, one weight at a time.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -31,17 +31,12 @@ from engine.loading.expert_rows import read_expert_rows
 from engine.loading.gguf import GgufFile
 from engine.loading.placement import Placement
 from engine.loading.safetensors import SafetensorsDirectory, SafetensorsFile, open_safetensors
-from engine.loading.weight_table import (
-    place_tensors,
-    shard_axis,
-    weight_bytes,
-    weight_dtype,
-    weight_room,
-    weight_shapes,
-)
+from engine.loading.weight_memory import weight_bytes, weight_format, weight_room
+from engine.loading.weight_table import place_tensors, shard_axis, weight_shapes
 from engine.models.registry import family
 from engine.models.tensor_layout import ROWS
-from engine.quantization import WHOLE, Shard, Weight
+from engine.quantization import WHOLE, Format, Shard, Weight
+from engine.quantization.quantize import quantize
 
 __all__ = ["dummy_weights", "load_weights", "weight_bytes", "weight_shapes"]
 
@@ -77,6 +72,7 @@ def load_weights(
     *,
     device: Device = CPU,
     dtype: str = "float32",
+    quantization: Format | None = None,
     shard: Shard = WHOLE,
     max_model_len: int = 0,
     progress: bool = False,
@@ -93,6 +89,8 @@ def load_weights(
         Where the arrays live: NumPy arrays on the CPU, CuPy arrays on CUDA.
     dtype : str
         "float32", "float16" or "bfloat16"; tensors in other dtypes are cast.
+    quantization : Format, optional
+        Quantize the matrices of layers to this format, one of `quantization.quantize.QUANTIZABLE`.
     shard : Shard
         Which part to load; the rest of the file is not read. A vocabulary that cannot be divided
         evenly is padded with rows of zeros.
@@ -118,28 +116,58 @@ def load_weights(
     """
     checkpoint, placements = _plan(Path(source), config, shard)
     device.activate()
-    with weight_room(config, device, dtype, shard=shard, max_model_len=max_model_len):
-        arrays = _allocate(config, device, dtype, shard)
+    with weight_room(
+        config, device, dtype, shard=shard, max_model_len=max_model_len, quantization=quantization
+    ):
+        arrays = _allocate(config, device, dtype, shard, quantization)
     loader = _Loader(checkpoint, config, arrays, device)
     works = list(_slabs(placements, config.head_dim))
     with _progress_bar(works, dtype, progress) as advance, ThreadPoolExecutor(_workers()) as pool:
-        futures = [pool.submit(loader.run, work) for work in works]
-        try:
-            for work, future in zip(works, futures, strict=True):
-                future.result()
-                advance(work)
-        finally:
-            for future in futures:
-                future.cancel()
-    weights = {
-        name: Weight.dense(
-            array, shard, None if shard.is_whole else shard_axis(name.split(".")[-1])
-        )
-        for name, array in arrays.items()
-    }
+        _run_all(pool, loader, [w for w in works if str(w.place.target) in arrays], advance)
+        later = [work for work in works if str(work.place.target) not in arrays]
+        weights = {name: Weight.dense(array) for name, array in arrays.items()}
+        shapes = weight_shapes(config, shard)
+        for name, own in _by_target(later).items():
+            arrays[name] = device.xp.empty(shapes[name], np_dtype(dtype))
+            _synchronize(device)
+            _run_all(pool, loader, own, advance)
+            assert quantization is not None  # only then are there slabs for later
+            weights[name] = quantize(arrays.pop(name), quantization)
+    return _finished(config, weights, shard)
+
+
+def _finished(config: ModelConfig, weights: dict[str, Weight], shard: Shard) -> dict[str, Weight]:
+    """Return the weights with what they are shards of, and the tied one under its second name."""
+    if not shard.is_whole:
+        weights = {
+            name: replace(weight, shard=shard, axis=shard_axis(name.split(".")[-1]))
+            for name, weight in weights.items()
+        }
     if config.tie_word_embeddings:
         weights["lm_head"] = weights["embed"]
     return weights
+
+
+def _run_all(
+    pool: ThreadPoolExecutor, loader: _Loader, works: list[_Work], advance: Callable[[_Work], Any]
+) -> None:
+    """Load slabs, several at a time; after a failure no other one begins."""
+    futures = [pool.submit(loader.run, work) for work in works]
+    try:
+        for work, future in zip(works, futures, strict=True):
+            future.result()
+            advance(work)
+    finally:
+        for future in futures:
+            future.cancel()
+
+
+def _by_target(works: list[_Work]) -> dict[str, list[_Work]]:
+    """Return the slabs of each weight."""
+    grouped: dict[str, list[_Work]] = {}
+    for work in works:
+        grouped.setdefault(str(work.place.target), []).append(work)
+    return grouped
 
 
 def _plan(source: Path, config: ModelConfig, shard: Shard) -> tuple[Checkpoint, list[Placement]]:
@@ -154,23 +182,33 @@ def _plan(source: Path, config: ModelConfig, shard: Shard) -> tuple[Checkpoint, 
     return checkpoint, place_tensors(str(checkpoint.path), config, table, found, shard)
 
 
-def _allocate(config: ModelConfig, device: Device, dtype: str, shard: Shard) -> dict[str, Any]:
-    """Return the fused arrays, uninitialised apart from padding."""
+def _allocate(
+    config: ModelConfig, device: Device, dtype: str, shard: Shard, quantization: Format | None
+) -> dict[str, Any]:
+    """Return the dense fused arrays, uninitialised apart from padding."""
     shapes = weight_shapes(config, shard)
     if config.tie_word_embeddings:
         del shapes["lm_head"]
     arrays = {
-        name: device.xp.empty(shape, np_dtype(weight_dtype(name, dtype)))
+        name: device.xp.empty(shape, np_dtype(form.name))
         for name, shape in shapes.items()
+        if (form := weight_format(name, dtype, quantization)).is_dense
     }
-    if device.is_cuda:
-        # SAFETY: a kernel on another stream may still use the memory, if it was just freed.
-        device.xp.cuda.runtime.deviceSynchronize()
+    _synchronize(device)
     first, last, rows = shard.cut_padded(config.vocab_size)
     for name in ("embed", "lm_head", "lm_head_bias"):
         if name in arrays and last - first < rows:  # rows of padding
             arrays[name][last - first :].view(f"u{arrays[name].itemsize}").fill(0)
     return arrays
+
+
+def _synchronize(device: Device) -> None:
+    """Wait for the device.
+
+    SAFETY: a kernel on another stream may still use newly allocated memory, if it was just freed.
+    """
+    if device.is_cuda:
+        device.xp.cuda.runtime.deviceSynchronize()
 
 
 def _slabs(placements: list[Placement], head_dim: int) -> Iterator[_Work]:

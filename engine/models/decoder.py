@@ -193,7 +193,7 @@ class Decoder:
         self.deterministic = deterministic
         self.weights = dict(weights)
         self.max_model_len = max_model_len
-        self.xp = array_module(*(weight.data for weight in self.weights.values()))
+        self.xp = array_module(self._weight("embed").data)
         self.rope_tables = tuple(self._rope_table(rope) for rope in _ropes(config))
         self.long_rope_offset = long_rope_offset(config.rope, max_model_len)
         self.embed = Embedding(

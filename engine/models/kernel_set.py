@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
 
 from engine.config import ModelConfig
 from engine.device import Device
 from engine.kernels import _module
 from engine.kernels._module import ModuleSpec
+from engine.quantization import Format
 
 __all__ = ["kernel_specs", "prepare_kernels"]
 
@@ -28,8 +30,12 @@ _OPS = (
 )
 
 
-def kernel_specs(config: ModelConfig, dtype: str) -> list[ModuleSpec]:
+def kernel_specs(
+    config: ModelConfig, dtype: str, formats: Iterable[Format] = ()
+) -> list[ModuleSpec]:
     """Return every module that running the model in `dtype` may launch.
+
+    `formats` are those of its weights; dense ones need not be among them.
 
     Examples
     --------
@@ -44,6 +50,7 @@ def kernel_specs(config: ModelConfig, dtype: str) -> list[ModuleSpec]:
     specs: list[ModuleSpec] = []
     if config.moe is not None:
         chosen += _MOE_OPS
+    chosen += _quantized_ops(formats)
     for op in (*_OPS, *chosen):
         # By name, because the package's attribute `op` is the function and not the module.
         module = importlib.import_module(f"engine.kernels.{op}")
@@ -51,8 +58,18 @@ def kernel_specs(config: ModelConfig, dtype: str) -> list[ModuleSpec]:
     return list(dict.fromkeys(specs))
 
 
+def _quantized_ops(formats: Iterable[Format]) -> list[str]:
+    """Return the ops that multiply by weights of these formats."""
+    return []
+
+
 def prepare_kernels(
-    config: ModelConfig, dtype: str, device: Device, *, progress: bool = False
+    config: ModelConfig,
+    dtype: str,
+    device: Device,
+    *,
+    formats: Iterable[Format] = (),
+    progress: bool = False,
 ) -> None:
     """Load all kernels of a model, compiled if not cached; later compilations are counted.
 
@@ -63,7 +80,7 @@ def prepare_kernels(
     """
     _module.mark_ready(False)
     device.activate()
-    specs = kernel_specs(config, dtype)
+    specs = kernel_specs(config, dtype, formats)
     arch = _module.current_architecture(device.index)
     _module.compile_all(specs, arch, progress=progress)
     for spec in specs:

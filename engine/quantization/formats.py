@@ -9,7 +9,23 @@ from dataclasses import dataclass
 from engine.dtypes import FLOAT_NAMES, itemsize
 from engine.errors import WeightsError
 
-__all__ = ["FORMATS", "Format", "dense_format", "format_of"]
+__all__ = ["FORMATS", "TILE_COLUMNS", "TILE_ROWS", "Format", "dense_format", "format_of"]
+__all__ += ["padded_shape"]
+
+TILE_ROWS, TILE_COLUMNS = 16, 64  # of packed formats, see `packing`
+
+
+def padded_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of a packed weight (..., N, K) with whole tiles.
+
+    Examples
+    --------
+    >>> padded_shape((40, 100))
+    (48, 128)
+    """
+    *rest, rows, columns = shape
+    high, wide = -(-rows // TILE_ROWS), -(-columns // TILE_COLUMNS)
+    return *rest, high * TILE_ROWS, wide * TILE_COLUMNS
 
 
 @dataclass(frozen=True)
@@ -71,7 +87,7 @@ class Format:
     @property
     def is_packed(self) -> bool:
         """Tell whether the data are planes of `packing`, for products with 16-bit activations."""
-        return not self.is_dense and not self.activations
+        return self.code in ("int", "e2m1") and not self.activations
 
     @property
     def group(self) -> int:
@@ -87,7 +103,9 @@ class Format:
         return -(-rows // high) * -(-columns // wide)
 
     def num_bytes(self, shape: Sequence[int]) -> int:
-        """Return the bytes of data and scales of a weight of this shape."""
+        """Return the bytes of data and scales of a weight of this shape, padding included."""
+        if self.is_packed:
+            shape = padded_shape(shape)
         bits = math.prod(shape) * self.bits + self.num_scales(shape) * self.scale_bits
         if self.super_block:
             rows, columns = math.prod(shape[:-1]), shape[-1]

@@ -27,11 +27,9 @@ from typing import Any
 
 from engine.device import array_module
 from engine.errors import WeightsError
+from engine.quantization.formats import TILE_COLUMNS, TILE_ROWS, padded_shape
 
-__all__ = ["TILE_COLUMNS", "TILE_ROWS", "pack_codes", "tile_groups", "unpack_codes"]
-__all__ += ["untile_groups"]
-
-TILE_ROWS, TILE_COLUMNS = 16, 64
+__all__ = ["pack_codes", "tile_groups", "unpack_codes", "untile_groups"]
 
 # Axes of a tile's codes: row // 8 % 2, row % 8, step, column // 8 % 2, t, column % 2.
 _AXES = (2, 8, 4, 2, 4, 2)
@@ -112,9 +110,9 @@ def _tiles(codes: Any) -> Any:
     """Return codes (N, K), padded with zeros, as (N/16, K/64, *_AXES)."""
     xp = array_module(codes)
     rows, columns = codes.shape
-    high, wide = -(-rows // TILE_ROWS), -(-columns // TILE_COLUMNS)
-    padded = xp.zeros((high * TILE_ROWS, wide * TILE_COLUMNS), codes.dtype)
+    padded = xp.zeros(padded_shape(codes.shape), codes.dtype)
     padded[:rows, :columns] = codes
+    high, wide = padded.shape[0] // TILE_ROWS, padded.shape[1] // TILE_COLUMNS
     return xp.moveaxis(padded.reshape(high, *_AXES[:2], wide, *_AXES[2:]), 3, 1)
 
 

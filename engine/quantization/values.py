@@ -9,9 +9,8 @@ import numpy as np
 
 from engine.device import array_module
 from engine.errors import WeightsError
-from engine.quantization.formats import Format
+from engine.quantization.formats import Format, padded_shape
 from engine.quantization.packing import (
-    TILE_COLUMNS,
     pack_codes,
     tile_groups,
     unpack_codes,
@@ -78,7 +77,7 @@ def pack_weight(
         _check("super_scales", super_scales, (rows, -(-columns // form.super_block), *last))
     data, high = pack_codes(codes, form.bits)
     # Groups of padding, so that every tile has its scales.
-    padded = -(-columns // TILE_COLUMNS) * TILE_COLUMNS
+    padded = padded_shape((rows, columns))[1]
     return Weight(
         form,
         data,

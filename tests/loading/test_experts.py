@@ -15,7 +15,8 @@ from engine.loading.dummy import dummy_weights
 from engine.loading.hf_config import config_from_dict
 from engine.loading.mxfp4 import dequantize_mxfp4
 from engine.loading.safetensors import SafetensorsFile
-from engine.loading.weight_table import shard_axis, weight_bytes, weight_shapes
+from engine.loading.weight_memory import weight_bytes
+from engine.loading.weight_table import shard_axis, weight_shapes
 from engine.loading.weights import load_weights
 from engine.quantization import Shard
 
