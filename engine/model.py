@@ -88,7 +88,8 @@ def load(
     quantization : str, optional
         Quantize the matrices of layers while they are read, one at a time: "fp8" and "int8" (both
         operands of the products in 8 bits), "int4" (in groups of 128) or another format of
-        `docs/quantization.md`. Embeddings and the output layer keep `dtype`.
+        `docs/quantization.md`. Embeddings and the output layer keep `dtype`. None keeps the formats
+        of the files (on the CPU only "fp8" and "int8", others are dequantized); "none" dequantizes.
     deterministic : bool
         Batch invariance: a token's logits have the same bits in any batch, at any chunk size and
         after any recomputation, because no kernel's order of summation depends on the batch.
@@ -151,7 +152,7 @@ def _load(
     source: ModelSource | None, config: ModelConfig, options: LoadConfig, progress: bool
 ) -> Model:
     device, dtype = options.device, options.dtype
-    form = None if options.quantization is None else FORMATS[options.quantization]
+    form = FORMATS.get(options.quantization or "")
     if options.load_format == "dummy" or source is None:
         weights = dummy_weights(
             config,
@@ -167,6 +168,7 @@ def _load(
             device=device,
             dtype=dtype,
             quantization=form,
+            keeps_formats=options.quantization != "none",
             max_model_len=options.max_model_len,
             progress=progress,
         )

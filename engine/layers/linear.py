@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine import kernels
+from engine.dtypes import FLOAT_NAMES
 from engine.errors import WeightsError
 from engine.layers.arrays import arrays_of
 from engine.layers.norm import Norm
-from engine.quantization import Weight
+from engine.layers.stacked import stacked_product
+from engine.quantization import FORMATS, Weight
+from engine.quantization.formats import STACKED
 
 __all__ = ["PRODUCTS", "Linear", "Product"]
 
@@ -43,9 +46,41 @@ def _dense_of_normed(x: Any, norm: Norm, weight: Weight, **options: Any) -> Any:
     )
 
 
+def _packed(x: Any, weight: Weight, **options: Any) -> Any:
+    return kernels.gemm_wna16(x, weight, pdl=True, **options)
+
+
+def _fp8(x: Any, weight: Weight, **options: Any) -> Any:
+    return kernels.gemm_fp8(x, weight.data, weight.scales, pdl=True, **options)
+
+
+def _int8(x: Any, weight: Weight, **options: Any) -> Any:
+    return kernels.gemm_int8(x, weight.data, weight.scales, pdl=True, **options)
+
+
+def _stacked(x: Any, weight: Weight, **options: Any) -> Any:
+    return stacked_product(lambda part: PRODUCTS[part.format.name].plain, x, weight, **options)
+
+
+def _unfused(plain: Callable[..., Any]) -> Product:
+    """Return the ops of a format without a kernel that normalises, too."""
+
+    def of_normed(x: Any, norm: Norm, weight: Weight, **options: Any) -> Any:
+        return plain(norm(x), weight, **options)
+
+    return Product(plain, of_normed)
+
+
 _DENSE = Product(_dense, _dense_of_normed)
 
-PRODUCTS: dict[str, Product] = {"float32": _DENSE, "float16": _DENSE, "bfloat16": _DENSE}
+PRODUCTS: dict[str, Product] = {
+    **dict.fromkeys(FLOAT_NAMES, _DENSE),
+    **{name: _unfused(_packed) for name, form in FORMATS.items() if form.is_packed},
+    "fp8": _unfused(_fp8),
+    "fp8_block": _unfused(_fp8),
+    "int8": _unfused(_int8),
+    STACKED.name: _unfused(_stacked),
+}
 """Name of a weight's format -> the ops that multiply by it."""
 
 

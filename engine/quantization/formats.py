@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from engine.dtypes import FLOAT_NAMES, itemsize
 from engine.errors import WeightsError
 
-__all__ = ["FORMATS", "TILE_COLUMNS", "TILE_ROWS", "Format", "dense_format", "format_of"]
-__all__ += ["padded_shape"]
+__all__ = ["FORMATS", "STACKED", "TILE_COLUMNS", "TILE_ROWS", "Format", "dense_format"]
+__all__ += ["format_of", "padded_shape"]
 
 TILE_ROWS, TILE_COLUMNS = 16, 64  # of packed formats, see `packing`
 
@@ -147,6 +147,9 @@ FORMATS: dict[str, Format] = {
     )
 }
 """Every supported format, by name. Codes of 8 bits are signed, others unsigned."""
+
+STACKED = Format("stacked", 0, (0, 0))
+"""The format of a weight whose rows are those of several weights in different formats."""
 
 
 def dense_format(dtype: str) -> Format:

@@ -91,6 +91,9 @@ def pack_weight(
 
 def unpack_weight(weight: Weight) -> Any:
     """Return the numbers (N, K) float32 of a weight in any format, in their logical order."""
+    if weight.parts:
+        parts = [unpack_weight(part) for part in weight.parts]
+        return array_module(*parts).concatenate(parts)
     form, xp = weight.format, array_module(weight.data)
     if form.is_dense:
         return weight.data.astype(np.float32)

@@ -1,0 +1,130 @@
+"""Weights in the format in which a checkpoint stores them: codes and scales, not dequantized."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from engine.device import Device
+from engine.loading.placement import Placement
+from engine.loading.quantized.reader import QuantizedCheckpoint
+from engine.loading.quantized.rows import QuantizedRows
+from engine.loading.weight_memory import is_quantized
+from engine.quantization import Format, Weight
+
+__all__ = ["StoredWeights", "stored_formats"]
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """Makes fused weights from quantized tensors.
+
+    Attributes
+    ----------
+    device : Device
+        Where the weights are put.
+    checkpoint : QuantizedCheckpoint
+    read_dense : callable
+        ``read_dense(place)`` returns the rows in the model's dtype, on the device.
+    order : callable
+        ``order(place)`` returns the order in which the engine wants the rows, or None for the
+        tensor's own (some checkpoints store rotated heads in another one).
+    """
+
+    device: Device
+    checkpoint: QuantizedCheckpoint
+    read_dense: Callable[[Placement], Any]
+    order: Callable[[Placement], Array | None]
+
+    def weight(self, placements: Iterable[Placement]) -> Weight:
+        """Return the weight that these placements make up.
+
+        Neighbouring parts in one format become one matrix; if several remain, as when v has another
+        format than q and k, the weight is stacked.
+        """
+        parts: list[Weight] = []
+        places = sorted(placements, key=lambda place: place.start)
+        read = [(place, self._rows(place)) for place in places]
+        for place, rows in _joined(read):
+            if rows is None:
+                parts.append(Weight.dense(self.read_dense(place)))
+            else:
+                parts.append(self._on_device(rows))
+        return parts[0] if len(parts) == 1 else Weight.stacked(parts)
+
+    def _rows(self, place: Placement) -> QuantizedRows | None:
+        rows = self.checkpoint.read_rows(place.name, place.first, place.last, place.columns)
+        order = self.order(place)
+        return rows if rows is None or order is None else rows.take(order)
+
+    def _on_device(self, rows: QuantizedRows) -> Weight:
+        if not self.device.is_cuda:
+            return rows.to_weight()
+        xp = self.device.xp
+        if rows.format.is_packed:  # packed there, which takes a small part of the time
+            names = ("codes", "scales", "offsets", "super_scales", "permutation")
+            arrays = ((name, getattr(rows, name)) for name in names)
+            return replace(
+                rows, **{name: xp.asarray(a) for name, a in arrays if a is not None}
+            ).to_weight()
+        weight = rows.to_weight()
+        data = weight.data.view(np.uint8) if weight.format.code == "e4m3" else weight.data
+        return replace(weight, data=xp.asarray(data), scales=xp.asarray(weight.scales))
+
+
+def stored_formats(
+    checkpoint: QuantizedCheckpoint,
+    placements: Iterable[Placement],
+    keeps: Callable[[Format], bool],
+    *,
+    is_tied: bool,
+) -> dict[str, Format]:
+    """Return the formats of the fused weights that are kept as a checkpoint stores them.
+
+    Of weights with parts in several formats it is that of the first part. If the output layer is
+    tied (`is_tied`), it is kept in the format of the embedding, beside the embedding's numbers.
+    """
+    formats: dict[str, Format] = {}
+    for place in placements:
+        form = checkpoint.format_of(place.name)
+        if form is None or not keeps(form):
+            continue
+        if is_quantized(str(place.target)) or place.target.kind == "lm_head":
+            formats.setdefault(str(place.target), form)
+        elif is_tied and place.target.kind == "embed":
+            formats.setdefault("lm_head", form)
+    return formats
+
+
+_Read = tuple[Placement, QuantizedRows | None]
+
+
+def _joined(read: list[_Read]) -> list[_Read]:
+    """Return the parts with neighbours joined where they can be one matrix."""
+    joined: list[_Read] = []
+    for place, rows in read:
+        last = joined[-1][1] if joined else None
+        if last is not None and rows is not None and _can_join(last, rows):
+            joined[-1] = joined[-1][0], QuantizedRows.concat([last, rows])
+        else:
+            joined.append((place, rows))
+    return joined
+
+
+def _can_join(first: QuantizedRows, second: QuantizedRows) -> bool:
+    """Tell whether the rows of both can be one matrix."""
+    if first.format != second.format or not _has_whole_blocks(first.format, first.shape[0]):
+        return False
+    if first.permutation is None or second.permutation is None:
+        return first.permutation is second.permutation
+    return np.array_equal(first.permutation, second.permutation)
+
+
+def _has_whole_blocks(form: Format, rows: int) -> bool:
+    """Tell whether a matrix of so many rows ends with a whole block of scales."""
+    return form.block is None or form.block[0] <= 1 or rows % form.block[0] == 0
