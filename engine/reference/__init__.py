@@ -10,6 +10,8 @@ from engine.reference.embedding import embedding
 from engine.reference.geglu import geglu
 from engine.reference.gelu import gelu
 from engine.reference.gemm import gemm
+from engine.reference.gemm_fp8 import gemm_fp8
+from engine.reference.gemm_int8 import gemm_int8
 from engine.reference.kv_copy import kv_copy
 from engine.reference.kv_gather import kv_gather
 from engine.reference.kv_store import kv_store
@@ -20,14 +22,17 @@ from engine.reference.moe_gemm import moe_gemm
 from engine.reference.moe_route import Routing, moe_route
 from engine.reference.qk_norm_rope_store import qk_norm_rope_store
 from engine.reference.quantize_heads import quantize_heads
+from engine.reference.quantize_rows import quantize_rows
 from engine.reference.relu import relu
 from engine.reference.residual_add import residual_add
 from engine.reference.rmsnorm import rmsnorm
 from engine.reference.rmsnorm_gemm import rmsnorm_gemm
+from engine.reference.rmsnorm_quantize import rmsnorm_quantize
 from engine.reference.rope import rope
 from engine.reference.sample import sample
 from engine.reference.silu import silu
 from engine.reference.swiglu import swiglu
+from engine.reference.swiglu_quantize import swiglu_quantize
 
 __all__ = [
     "Routing",
@@ -41,6 +46,8 @@ __all__ = [
     "geglu",
     "gelu",
     "gemm",
+    "gemm_fp8",
+    "gemm_int8",
     "kv_copy",
     "kv_gather",
     "kv_store",
@@ -51,12 +58,15 @@ __all__ = [
     "moe_route",
     "qk_norm_rope_store",
     "quantize_heads",
+    "quantize_rows",
     "relu",
     "residual_add",
     "rmsnorm",
     "rmsnorm_gemm",
+    "rmsnorm_quantize",
     "rope",
     "sample",
     "silu",
     "swiglu",
+    "swiglu_quantize",
 ]

@@ -18,6 +18,7 @@ __all__ = [
     "SkinnyConfig",
     "choose_skinny",
     "gemv_configs",
+    "num_parts",
     "ring_configs",
 ]
 
@@ -144,7 +145,7 @@ def choose_skinny(
         gemv = _choose_gemv(n, k, sm_count, has_norm=has_norm)
         if gemv is not None:
             return gemv
-    parts = _num_parts(n, k, sm_count)
+    parts = num_parts(n, k, sm_count)
     for layout in _layouts(parts, n, sm_count, limits.has_clusters):
         config = _config(shape, m, n, k, layout, sm_count, limits)
         if config.shared_bytes + _STATIC_BYTES <= limits.shared_bytes + 1024:
@@ -152,7 +153,7 @@ def choose_skinny(
     return None
 
 
-def _num_parts(n: int, k: int, sm_count: int) -> int:
+def num_parts(n: int, k: int, sm_count: int) -> int:
     """Return in how many parts k is cut: as few as spread the rows evenly over the chip.
 
     A part has a few steps: the prologue and the reduction cost a warp as much as a step or two.
