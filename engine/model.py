@@ -177,7 +177,7 @@ def _load(
         pad_mlps(weights, config, device, dtype)
     decoder = Decoder(config, weights, options.max_model_len, deterministic=options.deterministic)
     if device.is_cuda:
-        formats = {weight.format for weight in weights.values()}
+        formats = dict.fromkeys(form for weight in weights.values() for form in weight.formats())
         prepare_kernels(config, dtype, device, formats=formats, progress=progress)
     return Model(decoder, options, source)
 

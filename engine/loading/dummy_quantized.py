@@ -40,7 +40,6 @@ class RandomCodes:
         self._std = np.float32(pool.std())
         codes, self._scale = self._codes(pool)
         self._pool = self.xp.asarray(codes)
-        self._is_cuda = device.is_cuda
 
     def weight(self, shape: tuple[int, ...], start: int) -> Weight:
         """Return a weight of `shape`, its codes from element `start` of the pool on."""
@@ -48,9 +47,7 @@ class RandomCodes:
         if not form.is_packed:
             rows, columns = shape
             data = self._tiled(self._pool, shape, start)
-            if form.code == "e4m3" and not self._is_cuda:
-                data = data.view(ml_dtypes.float8_e4m3fn)
-            elif form.code == "int":
+            if form.code == "int":
                 data = data.view("i1")
             high, wide = form.block or (1, 0)
             blocks = (rows,) if wide == 0 else (-(-rows // high), -(-columns // wide))

@@ -73,8 +73,7 @@ class StoredWeights:
                 rows, **{name: xp.asarray(a) for name, a in arrays if a is not None}
             ).to_weight()
         weight = rows.to_weight()
-        data = weight.data.view(np.uint8) if weight.format.code == "e4m3" else weight.data
-        return replace(weight, data=xp.asarray(data), scales=xp.asarray(weight.scales))
+        return replace(weight, data=xp.asarray(weight.data), scales=xp.asarray(weight.scales))
 
 
 def stored_formats(

@@ -35,7 +35,7 @@ def kernel_specs(
 ) -> list[ModuleSpec]:
     """Return every module that running the model in `dtype` may launch.
 
-    `formats` are those of its weights; dense ones need not be among them.
+    `formats` are those of its weights; the dense ones need not be among them.
 
     Examples
     --------
@@ -54,13 +54,24 @@ def kernel_specs(
     for op in (*_OPS, *chosen):
         # By name, because the package's attribute `op` is the function and not the module.
         module = importlib.import_module(f"engine.kernels.{op}")
-        specs += module.specs(dtype, head_dim=config.head_dim, subtract_mean=config.layer_norm)
+        specs += module.specs(
+            dtype,
+            head_dim=config.head_dim,
+            subtract_mean=config.layer_norm,
+            formats=tuple(formats),
+        )
     return list(dict.fromkeys(specs))
 
 
 def _quantized_ops(formats: Iterable[Format]) -> list[str]:
     """Return the ops that multiply by weights of these formats."""
-    return []
+    ops: list[str] = []
+    for form in formats:
+        if form.activations:
+            ops += [f"gemm_{form.activations}", "rmsnorm_quantize"]
+        elif form.is_packed:
+            ops.append("gemm_wna16")
+    return list(dict.fromkeys(ops))
 
 
 def prepare_kernels(

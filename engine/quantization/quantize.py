@@ -118,13 +118,13 @@ def _quantize_blocks(numbers: Any, form: Format) -> Weight:
 
 
 def _byte_codes(numbers: Any, scales: Any, form: Format) -> Any:
-    """Return the codes of `numbers` / `scales` in one byte; of e4m3 its bits on CUDA."""
+    """Return the codes of `numbers` / `scales` in one byte; of e4m3 its bits."""
     xp = array_module(numbers)
     scaled = numbers / xp.where(scales == 0, np.float32(1), scales)
     if form.code == "int":
         return xp.clip(xp.rint(scaled), -127, 127).astype("i1")
     if xp is np:
-        return scaled.astype(ml_dtypes.float8_e4m3fn)
+        return scaled.astype(ml_dtypes.float8_e4m3fn).view("u1")
     return _e4m3_bits(scaled)
 
 

@@ -24,8 +24,8 @@ class Weight:
     format : Format
     data : array
         The numbers. Dense: an array of `shape`. Packed: the plane of all codes, or of their low 4
-        bits (`packing`). Formats of both operands ("fp8", "int8"): codes of `shape`, one byte each;
-        e4m3 is uint8 on CUDA.
+        bits (`packing`). Formats of both operands ("fp8", "int8"): codes of `shape`: int8, or uint8
+        with the bits of e4m3.
     shape : tuple of int
         Logical shape of this shard, (out, in) for a matrix.
     scales : array or None
@@ -96,6 +96,13 @@ class Weight:
     def num_bytes(self) -> int:
         """Bytes of all its arrays."""
         return sum(int(array.nbytes) for _, array in self.arrays())
+
+    def formats(self) -> Iterator[Format]:
+        """Yield its format, or those of its parts."""
+        if not self.parts:
+            yield self.format
+        for part in self.parts:
+            yield from part.formats()
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, array) for every array it holds."""
