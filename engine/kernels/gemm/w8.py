@@ -21,9 +21,12 @@ from engine.kernels.gemm.launch import (
     check_columns,
     is_vector,
     limits,
+    out_vector,
     row_stride,
 )
 from engine.kernels.gemm.skinny import Limits, num_parts
+from engine.kernels.gemm.sm90 import is_hopper
+from engine.kernels.gemm.w8_sm90 import choose_w8_hopper, launch_w8_hopper, w8_hopper_specs
 from engine.kernels.quantize_rows import quantize_rows
 from engine.kernels.quantize_rows import specs as rows_specs
 from engine.kernels.rmsnorm_quantize import rmsnorm_quantize
@@ -59,7 +62,7 @@ _SKINNY_DTYPES = ("float16", "bfloat16")
 
 def w8_specs(op: str, dtype: str) -> tuple[ModuleSpec, ...]:
     """Return the modules that `op` may launch for `dtype`."""
-    own = (ModuleSpec(f"gemm/{op}.cu", dtype),)
+    own = (ModuleSpec(f"gemm/{op}.cu", dtype), *w8_hopper_specs(op.removeprefix("gemm_"), dtype))
     others = (*rows_specs(dtype), *norm_specs(dtype), *swiglu_specs(dtype))
     return tuple(dict.fromkeys((*own, *others)))
 
@@ -291,7 +294,9 @@ def _launch(o: W8Operands) -> None:
             _launch_skinny(o, config)
             return
     o = _quantized(o)
-    if o.activation == SWIGLU:
+    if _is_hopper(o):
+        _launch_hopper(o)
+    elif o.activation == SWIGLU:
         packed = device.cupy().empty((m, n), np.dtype(o.out.dtype))
         _launch_tile(replace(o, activation=None, out=packed))
         swiglu(packed, out=o.out)
@@ -345,6 +350,46 @@ def _launch_skinny(o: W8Operands, config: SkinnyW8) -> None:
         num_gates=n // 2 if o.activation == SWIGLU else 0,
         uses_pdl=pdl,
         **_arguments(o),
+    )
+
+
+def _is_hopper(o: W8Operands) -> bool:
+    """Tell whether Hopper's tiles can compute the product of codes."""
+    (m, k), n = o.x.shape, o.weight.shape[0]
+    if o.activation == SWIGLU and (n % 16 or (o.has_blocks and n // 2 % 64)):
+        return False
+    aligned = all(step % 16 == 0 for step in (o.x.data.ptr, o.weight.data.ptr, k))
+    return k > 0 and aligned and is_hopper(o.dtype)
+
+
+def _launch_hopper(o: W8Operands) -> None:
+    (m, k), n = o.x.shape, o.weight.shape[0]
+    is_split = o.activation == SWIGLU
+    config = choose_w8_hopper(
+        m,
+        n,
+        k,
+        sm_count(),
+        has_blocks=o.has_blocks,
+        deterministic=o.deterministic,
+        is_gated=is_split or o.activation == "silu_and_mul",
+    )
+    arguments = _arguments(o)
+    names = (
+        "x_scales weight_scales bias residual residual_stride out out_stride activation is_float"
+    )
+    launch_w8_hopper(
+        config,
+        o.codes,
+        o.dtype,
+        o.x,
+        o.weight,
+        o.out,
+        {name: arguments[name] for name in names.split()},
+        out_vector(o.out, o.residual),
+        has_blocks=o.has_blocks,
+        pdl=o.pdl,
+        is_split=is_split,
     )
 
 
