@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from engine.commands._quantization import add_quantization_argument, quantization_option
 from engine.commands._record import check_json_file, write_record
 from engine.device import Device
 from engine.errors import ConfigError
@@ -150,6 +151,7 @@ def _measure(arguments: argparse.Namespace) -> tuple[Device, list[dict[str, Any]
         "kind": kind,
         "model": arguments.model,
         "dtype": engine.model.dtype,
+        **quantization_option(arguments),
         "num_requests": num_requests,
         "prompt_tokens": work.num_prompt_tokens,
         "output_tokens": work.num_output_tokens,
