@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from engine.config import ModelConfig
 from engine.device import Device
@@ -31,7 +31,7 @@ _OPS = (
 
 
 def kernel_specs(
-    config: ModelConfig, dtype: str, formats: Iterable[Format] = ()
+    config: ModelConfig, dtype: str, formats: Collection[Format] = ()
 ) -> list[ModuleSpec]:
     """Return every module that running the model in `dtype` may launch.
 
@@ -58,12 +58,12 @@ def kernel_specs(
             dtype,
             head_dim=config.head_dim,
             subtract_mean=config.layer_norm,
-            formats=tuple(formats),
+            formats=tuple(form.name for form in formats),
         )
     return list(dict.fromkeys(specs))
 
 
-def _quantized_ops(formats: Iterable[Format]) -> list[str]:
+def _quantized_ops(formats: Collection[Format]) -> list[str]:
     """Return the ops that multiply by weights of these formats."""
     ops: list[str] = []
     for form in formats:
@@ -79,7 +79,7 @@ def prepare_kernels(
     dtype: str,
     device: Device,
     *,
-    formats: Iterable[Format] = (),
+    formats: Collection[Format] = (),
     progress: bool = False,
 ) -> None:
     """Load all kernels of a model, compiled if not cached; later compilations are counted.
