@@ -21,6 +21,8 @@ __all__ = ["compressed_tensors_scheme"]
 _FORMATS = ("pack-quantized", "float-quantized", "int-quantized", "naive-quantized")
 _ACT_ORDERS = (None, False, True, "group", "dynamic", "weight", "static")
 
+_CLASS = "Linear"  # a target that is not a name: every module with a matrix
+
 _TOKENS_INT8 = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
 _TOKENS_FP8 = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
 _INT8 = {"num_bits": 8, "type": "int", "strategy": "channel"}
@@ -78,9 +80,9 @@ def _group(
     group = groups.child(name)
     targets = texts_of(group, "targets", group.raw("targets"))
     storage = _storage(group, default) if group.has("weights") else None
-    exact = _name_rules(group, "targets", targets)
+    exact = _name_rules(group, "targets", tuple(one for one in targets if one != _CLASS))
     parts = [(0, ModuleRules(names=exact.names)), (1, ModuleRules(patterns=exact.patterns))]
-    if "Linear" in targets:
+    if _CLASS in targets:
         parts.append((2, EVERY_MODULE))
     return [(rank, rules, storage) for rank, rules in parts if rules]
 
