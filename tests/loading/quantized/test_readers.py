@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 from engine.errors import WeightsError
 from engine.loading.quantized import QuantizedCheckpoint, QuantizedRows, load_scheme, read_rows
 from engine.loading.safetensors import open_safetensors
-from engine.quantization import unpack_weight
+from engine.quantization import FORMATS, unpack_weight
 from tests.golden.quantized import CASES, CONFIG, LINEARS, make, make_linear, write_safetensors
 
-FORMATS = {
+FORMAT_NAMES = {
     "ct_int4": "int4_g128", "ct_int4_asymmetric": "int4_g32_zp", "ct_int4_g64": "int4_g64",
     "ct_int4_g256": "int4_g128", "ct_int4_channel": "int4_g128",
     "ct_int4_float32_scales": "int4_g128", "ct_int4_act_order": "int4_g64",
     "ct_int8_packed": "int8_g128", "ct_int8_packed_channel": "int8_g128",
     "ct_int8_packed_asymmetric": "int8_g64_zp", "ct_int8": "int8",
     "ct_int8_weight_only": "int8_g128", "ct_int8_groups": "int8_g128", "ct_fp8_tensor": "fp8",
-    "ct_fp8_channel": "fp8", "ct_fp8_block": "fp8_block", "ct_mixed": "int4_g64", "gptq": "int4_g128",
+    "ct_fp8_channel": "fp8", "ct_fp8_block": "fp8_block", "ct_mixed": "int4_g64",
+    "gptq": "int4_g128",
     "gptq_no_g_idx": "int4_g128", "gptq_zero_g_idx": "int4_g64", "gptq_channel": "int4_g128",
     "gptq_asymmetric": "int4_g32_zp", "gptq_v2": "int4_g128", "gptq_v2_asymmetric": "int4_g128_zp",
-    "gptq_act_order": "int4_g64", "gptq_act_order_asymmetric": "int4_g128_zp", "gptq_8": "int8_g128",
+    "gptq_act_order": "int4_g64", "gptq_act_order_asymmetric": "int4_g128_zp",
+    "gptq_8": "int8_g128",
     "gptq_8_asymmetric": "int8_g32_zp", "gptq_old_file": "int4_g128", "awq": "int4_g128_zp",
     "awq_g64": "int4_g64_zp", "awq_symmetric": "int4_g128", "awq_old_file": "int4_g128_zp",
     "fp8": "fp8", "fp8_static": "fp8", "fp8_block": "fp8_block", "fp8_block_ue8m0": "fp8_block",
@@ -56,7 +59,7 @@ def test_every_number_is_the_twins(pair):
 
 def test_formats(pair):
     case, checkpoint, _ = pair
-    assert checkpoint.format_of(f"{Q}.weight").name == FORMATS[case]
+    assert checkpoint.format_of(f"{Q}.weight").name == FORMAT_NAMES[case]
     assert checkpoint.format_of("lm_head.weight") is None
     assert checkpoint.format_of("model.norm.weight") is None
     assert checkpoint.read_rows("lm_head.weight", 0, 4) is None
@@ -84,7 +87,7 @@ def test_fused_rows_become_a_weight(pair):
     )
     wanted = np.concatenate([twin.view(name) for name in names])
     weight = rows.to_weight()
-    assert weight.shape == (512, 256) and weight.format.name == FORMATS[case]
+    assert weight.shape == (512, 256) and weight.format.name == FORMAT_NAMES[case]
     if case == "ct_int4_float32_scales":  # rounded to float16
         np.testing.assert_allclose(unpack_weight(weight), wanted, rtol=2**-11, atol=0)
     else:
@@ -151,8 +154,6 @@ def test_parts_that_do_not_fit(tmp_path):
 
 
 def test_float32_scales_keep_as_much_as_16_bits_can():
-    from engine.quantization import FORMATS
-
     def dtype_of(*scales):
         values = np.array([scales], np.float32)
         codes = np.ones((1, 128 * len(scales)), np.uint8)
@@ -165,9 +166,6 @@ def test_float32_scales_keep_as_much_as_16_bits_can():
 
 
 def test_parts_with_scales_of_different_dtypes():
-    from engine.quantization import FORMATS
-    import ml_dtypes
-
     codes = np.ones((1, 32), np.uint8)
     one = QuantizedRows(FORMATS["int4_g32"], codes, np.array([[0.1]], np.float16))
     two = QuantizedRows(FORMATS["int4_g32"], codes, np.array([[0.1]], ml_dtypes.bfloat16))
@@ -178,5 +176,5 @@ def test_parts_with_scales_of_different_dtypes():
 
 
 def test_the_packers_model_is_complete():
-    assert set(FORMATS) == set(CASES)
+    assert set(FORMAT_NAMES) == set(CASES)
     assert len(LINEARS) == 7 and CONFIG["num_hidden_layers"] == 2
