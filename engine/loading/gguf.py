@@ -235,8 +235,10 @@ class GgufFile:
 
     def read_blocks(self, name: str, start: int, stop: int) -> np.ndarray[Any, Any]:
         """Return rows [start, stop) of matrix `name` as (rows, blocks, itemsize) uint8: a view."""
+        tensor = self.tensors[name]
+        per_row = tensor.shape[-1] // tensor.format.block
         blocks = self._bytes(name, start, stop)
-        return blocks.reshape(stop - start, -1, self.tensors[name].format.itemsize)
+        return blocks.reshape(stop - start, per_row, tensor.format.itemsize)
 
     def _bytes(self, name: str, start: int, stop: int) -> np.ndarray[Any, Any]:
         """Return the bytes of rows [start, stop) of tensor `name`: a view."""

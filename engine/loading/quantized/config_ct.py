@@ -21,6 +21,9 @@ __all__ = ["compressed_tensors_scheme"]
 _FORMATS = ("pack-quantized", "float-quantized", "int-quantized", "naive-quantized")
 _ACT_ORDERS = (None, False, True, "group", "dynamic", "weight", "static")
 
+_MAX_GROUPS = 256
+_CLASS = "Linear"  # a target that is not a name: every module with a matrix
+
 _TOKENS_INT8 = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
 _TOKENS_FP8 = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
 _INT8 = {"num_bits": 8, "type": "int", "strategy": "channel"}
@@ -51,11 +54,13 @@ def compressed_tensors_scheme(fields: Fields) -> QuantizationScheme:
     default = fields.text("format", "")
     if default and default not in (*_FORMATS, "mixed-precision", "dense"):
         raise fields.error("format", f"one of {', '.join(_FORMATS)}, mixed-precision")
-    groups = fields.child("config_groups")
-    names = fields.raw("config_groups")
-    if len(names) > 256:
-        raise fields.error("config_groups", "at most 256 groups")
-    found = [group for name in names for group in _group(groups, name, default)]
+    fields.child("config_groups")
+    groups = fields.raw("config_groups")
+    if len(groups) > _MAX_GROUPS:
+        raise fields.error("config_groups", f"an object of at most {_MAX_GROUPS} groups")
+    found = [
+        group for name, value in groups.items() for group in _group(fields, name, value, default)
+    ]
     found.sort(key=lambda group: group[0])
     ignore = texts_of(fields, "ignore", fields.raw("ignore"))
     return QuantizationScheme(
@@ -66,21 +71,21 @@ def compressed_tensors_scheme(fields: Fields) -> QuantizationScheme:
 
 
 def _group(
-    groups: Fields, name: str, default: str
+    fields: Fields, name: str, given: Any, default: str
 ) -> list[tuple[int, ModuleRules, Storage | None]]:
     """Return (rank, rules, storage): names come before patterns, and those before classes."""
-    given = groups.raw(name)
+    short = name[:80]
+    groups = fields.beside({short: given}, "config_groups")
     if isinstance(given, list):
         if name not in _PRESETS:
-            raise groups.error(name, f"an object, or its name one of {', '.join(_PRESETS)}")
-        given = {**_PRESETS[name], "targets": given}
-        groups = groups.beside({name: given}, "config_groups")
-    group = groups.child(name)
+            raise groups.error(short, f"an object, or its name one of {', '.join(_PRESETS)}")
+        groups = fields.beside({short: {**_PRESETS[name], "targets": given}}, "config_groups")
+    group = groups.child(short)
     targets = texts_of(group, "targets", group.raw("targets"))
     storage = _storage(group, default) if group.has("weights") else None
-    exact = _name_rules(group, "targets", targets)
+    exact = _name_rules(group, "targets", tuple(one for one in targets if one != _CLASS))
     parts = [(0, ModuleRules(names=exact.names)), (1, ModuleRules(patterns=exact.patterns))]
-    if "Linear" in targets:
+    if _CLASS in targets:
         parts.append((2, EVERY_MODULE))
     return [(rank, rules, storage) for rank, rules in parts if rules]
 

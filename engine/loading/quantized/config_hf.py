@@ -69,16 +69,14 @@ def _overrides(fields: Fields, storage: Storage) -> list[tuple[ModuleRules, Stor
     if not isinstance(given, Mapping) or len(given) > _MAX_OVERRIDES:
         raise fields.error("dynamic", f"an object of at most {_MAX_OVERRIDES} patterns")
     found: list[tuple[ModuleRules, Storage | None]] = []
-    children = fields.child("dynamic")
     for text, values in given.items():
         pattern = pattern_of(fields, "dynamic", text.removeprefix("-:").removeprefix("+:"))
         rules = ModuleRules(patterns=(pattern,))
         if text.startswith("-:"):
             found.append((rules, None))
-        elif not isinstance(values, Mapping):
-            raise children.error(text, "an object")
         else:
-            found.append((rules, _overridden(children.child(text), storage)))
+            override = fields.beside({text[:80]: values}, "dynamic").child(text[:80])
+            found.append((rules, _overridden(override, storage)))
     return found
 
 

@@ -28,7 +28,7 @@ def unpack_words(words: Array, bits: int) -> Array:
     numbers = np.empty((*data.shape, 2), np.uint8)
     np.bitwise_and(data, 15, out=numbers[..., 0])
     np.right_shift(data, 4, out=numbers[..., 1])
-    return numbers.reshape(*data.shape[:-1], -1)
+    return numbers.reshape(*data.shape[:-1], 2 * data.shape[-1])
 
 
 def unpack_awq(words: Array) -> Array:
@@ -40,7 +40,7 @@ def unpack_awq(words: Array) -> Array:
     array([[0, 1, 2, 3, 4, 5, 6, 7]], dtype=uint8)
     """
     stored = unpack_words(words, 4)
-    words_of_8 = stored.reshape(*stored.shape[:-1], -1, 8)
+    words_of_8 = stored.reshape(*stored.shape[:-1], stored.shape[-1] // 8, 8)
     ordered: Array = words_of_8[..., _AWQ_PLACES].reshape(stored.shape)
     return ordered
 
