@@ -355,7 +355,7 @@ def _launch_skinny(o: W8Operands, config: SkinnyW8) -> None:
 
 def _is_hopper(o: W8Operands) -> bool:
     """Tell whether Hopper's tiles can compute the product of codes."""
-    (m, k), n = o.x.shape, o.weight.shape[0]
+    n, k = o.weight.shape
     if o.activation == SWIGLU and (n % 16 or (o.has_blocks and n // 2 % 64)):
         return False
     aligned = all(step % 16 == 0 for step in (o.x.data.ptr, o.weight.data.ptr, k))
