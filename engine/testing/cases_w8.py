@@ -44,7 +44,9 @@ PRODUCTS_8BIT: tuple[tuple[int, int, int], ...] = (
 )
 
 
-def quantized_weight(n: int, k: int, codes: str, has_blocks: bool, seed: int) -> tuple[Array, Array]:
+def quantized_weight(
+    n: int, k: int, codes: str, has_blocks: bool, seed: int
+) -> tuple[Array, Array]:
     """Return codes (n, k) and their scales; scales of blocks differ from block to block."""
     weight = cases.normal((n, k), "float32", seed, scale=max(k, 1) ** -0.5)
     if not has_blocks:
