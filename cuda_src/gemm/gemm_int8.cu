@@ -6,7 +6,7 @@
 //
 // Numerics: sums are exact. Scales, bias, activation and residual are applied in float, with one
 // rounding at the end.
-// Parallelisation: tiles of 64 x 64 (w8_tile.cuh); for few rows of 16-bit types rings of weights, in
+// Parallelisation: tiles of 64 x 64 (w8_tile.cuh); for few rows of 16-bit types rings of weights in
 // blocks that quantize x themselves (w8_skinny.cuh).
 // Mirror: engine/reference/gemm_int8.py
 #include "gemm/w8_tile.cuh"

@@ -51,13 +51,15 @@ struct W8Rows {
     return static_cast<const scalar_t*>(p.x) + token * p.x_stride;
   }
 
-  // Before the preceding kernel has ended: what does not depend on it.
+  // What does not depend on the preceding kernel.
   __device__ __forceinline__ void begin() {
     const int count = (pitch / 256 * 256 - p.k * Product::kXBytes) / 16;  // zeros after the end
     for (int i = thread; i < p.m * count; i += threads)
       store_vec(reinterpret_cast<uint32_t*>(x + i / count * pitch + p.k * Product::kXBytes +
                                             i % count * 16),
                 Vec<uint32_t, 4>{});
+  }
+  __device__ __forceinline__ void load_norm() {
     if (p.norm_weight == nullptr) return;
 #pragma unroll
     for (int j = 0; j < kPieces; ++j) {

@@ -19,7 +19,7 @@ __device__ __forceinline__ void quantize_rows(const scalar_t* x, int64_t x_strid
   pdl_trigger();
   pdl_wait();
   __shared__ float smem_peaks[kThreads / kWarpSize];
-  x += blockIdx.x * x_stride;
+  x += static_cast<int64_t>(blockIdx.x) * x_stride;
   const CodedRow row = coded_row(codes, scales, blockIdx.x, n, group);
   if constexpr (kVectors == 0) {
     quantize_any<Codes, kThreads>(row, [&](int i) { return x[i]; }, smem_peaks);

@@ -23,7 +23,7 @@ __device__ __forceinline__ void swiglu_quantize(const scalar_t* x, int64_t x_str
   pdl_trigger();
   pdl_wait();
   __shared__ float smem_peaks[kThreads / kWarpSize];
-  x += blockIdx.x * x_stride;
+  x += static_cast<int64_t>(blockIdx.x) * x_stride;
   const CodedRow row = coded_row(codes, scales, blockIdx.x, n, group);
   if constexpr (kVectors == 0) {
     const auto value = [&](int i) { return gated(x[i], x[static_cast<int64_t>(n) + i]); };

@@ -44,7 +44,7 @@ def multiply_8bit(
     if group == 0:
         y += (a @ b.T) * x_scales * weight_scales
     else:
-        for i in range(x_scales.shape[1]):
+        for i in range(weight_scales.shape[1]):
             columns = slice(i * GROUP, (i + 1) * GROUP)
             of_rows = np.repeat(weight_scales[:, i], GROUP)[: len(b)]
             y += (a[:, columns] @ b[:, columns].T) * x_scales[:, i : i + 1] * of_rows

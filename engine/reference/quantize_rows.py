@@ -22,13 +22,16 @@ def quantize_rows(x: Array, *, dtype: str = "fp8", group: int = 0) -> tuple[Arra
     """
     (m, k), largest = x.shape, _LARGEST[dtype]
     width = group or max(k, 1)
-    padded = np.zeros((m, max(1, -(-k // width)), width), np.float32)
-    padded.reshape(m, -1)[:, :k] = x
+    groups = max(1, -(-k // width))
+    padded = np.zeros((m, groups * width), np.float32)
+    padded[:, :k] = x
+    padded = padded.reshape(m, groups, width)
     peak = np.max(np.abs(padded), axis=2, initial=0)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         factor = np.fmin(largest / peak, np.finfo(np.float32).max)
-        values = np.clip(padded * factor[:, :, None], -largest, largest).reshape(m, -1)[:, :k]
+        values = np.clip(padded * factor[:, :, None], -largest, largest)
         scales = peak / largest
+    values = values.reshape(m, groups * width)[:, :k]
     if dtype == "int8":
         return np.rint(np.nan_to_num(values)).astype(np.int8), scales
     return values.astype(ml_dtypes.float8_e4m3fn).view(np.uint8), scales

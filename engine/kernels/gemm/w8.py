@@ -163,74 +163,51 @@ def product(
     weight: Any,
     weight_scales: Any,
     *,
-    x_scales: Any,
-    norm_weight: Any,
-    eps: float,
-    weight_offset: float,
-    bias: Any,
-    residual: Any,
-    activation: str | None,
-    out_dtype: Any,
     deterministic: bool,
     pdl: bool,
     out: Any,
+    **options: Any,
 ) -> Any:
     """Check a call of gemm_fp8 or gemm_int8, then run its mirror or its kernels."""
     call = Contract(f"gemm_{codes}")
-    x, x_scales = _check_x(call, codes, x, x_scales, norm_weight)
+    columns = _check(call, codes, x, weight, weight_scales, options)
+    if call.on_cpu:
+        return call.finish(out, mirror(**options), layout="rows")
+    dtype = options.pop("out_dtype")
+    out = call.output("out", out, (call["M"], columns), dtype, layout="rows")
+    module = _module_dtype(options["x"], options["x_scales"], options["bias"], dtype)
+    _launch(W8Operands(codes, module, out=out, deterministic=deterministic, pdl=pdl, **options))
+    return out
+
+
+def _check(
+    call: Contract, codes: str, x: Any, weight: Any, weight_scales: Any, options: dict[str, Any]
+) -> int:
+    """Put the checked arrays into `options`; return how many columns the result has."""
+    norm_weight, activation = options["norm_weight"], options["activation"]
+    bias, residual = options["bias"], options["residual"]
+    x, x_scales = _check_x(call, codes, x, options["x_scales"], norm_weight)
     weight = call.array("weight", weight, "N K", CODES[codes])
     weight_scales, x_scales = _check_scales(call, codes, weight_scales, x_scales)
     if norm_weight is not None:
         norm_weight = call.array("norm_weight", norm_weight, "K", x.dtype)
         call.check("norm_weight", call["K"] > 0, "of at least one feature", norm_weight.shape)
-    call.number("eps", eps, low=0.0)
-    call.number("weight_offset", weight_offset)
-    result_dtype = _result_dtype(call, x, x_scales, out_dtype)
+    call.number("eps", options["eps"], low=0.0)
+    call.number("weight_offset", options["weight_offset"])
+    dtype = _result_dtype(call, x, x_scales, options["out_dtype"])
     columns = check_columns(call, activation)
     if activation == SWIGLU:
         got = getattr(residual, "shape", residual)
         call.check("residual", residual is None, 'None with "swiglu"', got)
     if bias is not None:
-        own = FLOATS if x_scales is not None and result_dtype == FLOAT32 else result_dtype
-        bias = call.array("bias", bias, "N", own if x_scales is not None else x.dtype)
+        own = FLOATS if dtype == FLOAT32 else dtype
+        bias = call.array("bias", bias, "N", x.dtype if x_scales is None else own)
     if residual is not None:
         shape = "M N" if columns == call["N"] else f"M {columns}"
-        residual = call.array("residual", residual, shape, result_dtype, layout="rows")
-    if call.on_cpu:
-        result = mirror(
-            x,
-            weight,
-            weight_scales,
-            x_scales=x_scales,
-            norm_weight=norm_weight,
-            eps=eps,
-            weight_offset=weight_offset,
-            bias=bias,
-            residual=residual,
-            activation=activation,
-            out_dtype=result_dtype,
-        )
-        return call.finish(out, result, layout="rows")
-    out = call.output("out", out, (call["M"], columns), result_dtype, layout="rows")
-    operands = W8Operands(
-        codes,
-        _module_dtype(x, x_scales, bias, result_dtype),
-        x,
-        weight,
-        weight_scales,
-        x_scales,
-        norm_weight,
-        eps,
-        weight_offset,
-        bias,
-        residual,
-        activation,
-        deterministic,
-        pdl,
-        out,
-    )
-    _launch(operands)
-    return out
+        residual = call.array("residual", residual, shape, dtype, layout="rows")
+    options |= {"x": x, "weight": weight, "weight_scales": weight_scales, "x_scales": x_scales}
+    options |= {"norm_weight": norm_weight, "bias": bias, "residual": residual, "out_dtype": dtype}
+    return columns
 
 
 def _check_x(call: Contract, codes: str, x: Any, x_scales: Any, norm_weight: Any) -> Any:
@@ -355,7 +332,7 @@ def _launch_skinny(o: W8Operands, config: SkinnyW8) -> None:
 
 def _is_hopper(o: W8Operands) -> bool:
     """Tell whether Hopper's tiles can compute the product of codes."""
-    (m, k), n = o.x.shape, o.weight.shape[0]
+    n, k = o.weight.shape
     if o.activation == SWIGLU and (n % 16 or (o.has_blocks and n // 2 % 64)):
         return False
     aligned = all(step % 16 == 0 for step in (o.x.data.ptr, o.weight.data.ptr, k))
