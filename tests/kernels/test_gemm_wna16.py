@@ -62,9 +62,7 @@ def test_swiglu_matches_mirror(xp, name, f, k, m):
     for extra in ({}, {"bias": bias}):
         want = reference.gemm_wna16(x, weight, activation="swiglu", **extra)
         moved = {key: xp.asarray(value) for key, value in extra.items()}
-        got = kernels.gemm_wna16(
-            xp.asarray(x), weight_to(xp, weight), activation="swiglu", **moved
-        )
+        got = kernels.gemm_wna16(xp.asarray(x), weight_to(xp, weight), activation="swiglu", **moved)
         assert_close(got, want, reduction=k)
 
 
