@@ -118,7 +118,8 @@ __device__ __forceinline__ void few_rows(const FewRowsParams& p) {
     x_rows[i] = smem_address(b.x) + token * b.x_pitch + b.lane_idx / 8 * 16;
   }
   const int g = b.lane_idx / 4, t = b.lane_idx % 4;
-  int place = 0, buffer = 0;
+  int buffer = 0;
+  const unsigned char *stage_at = b.ring, *ring_end = b.ring + p.num_stages * kStageBytes;
 #pragma unroll 1
   for (int unit = blockIdx.x; unit < p.num_units; unit += gridDim.x) {
     StageProduct<kTokenTiles> product;
@@ -131,8 +132,9 @@ __device__ __forceinline__ void few_rows(const FewRowsParams& p) {
       uint32_t x_at[kTokenTiles];
 #pragma unroll
       for (int i = 0; i < kTokenTiles; ++i) x_at[i] = x_rows[i] + stage * (kStageColumns * 2);
-      product.multiply(b.ring + place * kStageBytes, x_at, b.lane_idx);
-      place = place + 1 >= p.num_stages ? 0 : place + 1;
+      product.multiply(stage_at, x_at, b.lane_idx);
+      stage_at += kStageBytes;
+      if (stage_at == ring_end) stage_at = b.ring;
     }
     float* sums = b.sums + buffer * b.num_warps * Shape::kSumFloats;
     float* own = sums + b.warp_idx * Shape::kSumFloats + t * 2 * Shape::kPitch + g;

@@ -23,6 +23,7 @@ constexpr int kHighAt = kStageData, kScalesAt = kHighAt + kStageHigh;
 constexpr int kSupersAt = kScalesAt + kStageScales;
 constexpr int kStageBytes = kSupersAt + kStageSupers * kSuperTileBytes;
 constexpr int kStages = 3;  // of a ring, at most
+static_assert(kStageData == 2048, "four copies of a warp");
 
 template <int kTokenTiles_>
 struct FewRowsShape {
