@@ -86,7 +86,7 @@ __device__ __forceinline__ void finish_unit(const FewRowsParams& p, const FewRow
 
 // SAFETY: with uses_pdl the preceding kernel may still run; it must not write the weight, the
 // norm's weight or the bias.
-template <int kTokenTiles>
+template <int kTokenTiles, bool kNorm>
 __device__ __forceinline__ void few_rows(const FewRowsParams& p) {
   using Shape = FewRowsShape<kTokenTiles>;
   extern __shared__ __align__(128) unsigned char smem[];
@@ -96,10 +96,13 @@ __device__ __forceinline__ void few_rows(const FewRowsParams& p) {
   StageLoader loader(p, b);
   OutputPlace early{};
   const bool has_place = early.set(p, b, blockIdx.x, b.thread);
+  SingleRow<kNorm> row;
+  const bool is_row = row.fits(p, b);
   if (p.uses_pdl != 0) {
     if (has_place) early.load_bias(p, b);
 #pragma unroll 1
     for (int i = 0; i < kStages - 1; ++i) loader.load();
+    if (is_row) row.load_norm(p, b);
   }
   pdl_wait();
   if (has_place) early.load_residual(p);
@@ -107,8 +110,13 @@ __device__ __forceinline__ void few_rows(const FewRowsParams& p) {
     if (has_place) early.load_bias(p, b);
 #pragma unroll 1
     for (int i = 0; i < kStages - 1; ++i) loader.load();
+    if (is_row) row.load_norm(p, b);
   }
-  load_x(p, b, smem_norm);
+  if (is_row)
+    row.store(p, b, smem_norm);
+  else
+    load_rows<kNorm>(p, b, smem_norm);
+  __syncthreads();
 
   // The rows of x that this lane passes to ldmatrix; for tokens that do not exist, the last one's.
   uint32_t x_rows[kTokenTiles];
@@ -151,5 +159,15 @@ __device__ __forceinline__ void few_rows(const FewRowsParams& p) {
     buffer ^= 1;
   }
 }
+
+// The entry points of an op, without or with a norm before the product.
+#define ENGINE_FEW_ROWS_ENTRY(name, token_tiles, norm) \
+  extern "C" __global__ void __launch_bounds__(512, 1) \
+      name(const __grid_constant__ FewRowsParams p) {  \
+    few_rows<token_tiles, norm>(p);                    \
+  }
+#define ENGINE_FEW_ROWS_ENTRIES(op, norm)    \
+  ENGINE_FEW_ROWS_ENTRY(op##_few_8, 1, norm) \
+  ENGINE_FEW_ROWS_ENTRY(op##_few_16, 2, norm)
 
 #endif

@@ -11,13 +11,12 @@ from engine.kernels._contract import FLOAT32
 from engine.kernels._launch import Kernel, ceil_div, has_pdl, sm_count
 from engine.kernels._module import ModuleSpec
 from engine.kernels._packed import format_spec, format_specs, planes, scale_dtype
-from engine.kernels.gemm_wna16.operands import ACTIVATIONS, SWIGLU, Operands, row_stride
+from engine.kernels.gemm_wna16.operands import ACTIVATIONS, SWIGLU, Norm, Operands, row_stride
 from engine.quantization import Format
 from engine.quantization.packing import TILE_COLUMNS, TILE_ROWS
 
 __all__ = ["FewRowsConfig", "all_configs", "choose_few_rows", "few_rows_config", "launch", "specs"]
 
-_FILE = "gemm_wna16.cu"
 _TOKENS = (8, 16)
 _PARAMS = (
     "x:ptr x_stride:i64 data:ptr high:ptr scales:ptr supers:ptr norm_weight:ptr eps:f32 "
@@ -25,8 +24,10 @@ _PARAMS = (
     "n:i32 k:i32 groups:i32 num_supers:i32 part_stages:i32 num_units:i32 num_stages:i32 "
     "activation:i32 is_float:i32 uses_pdl:i32"
 )
+_OPS = ("gemm_wna16", "rmsnorm_gemm_wna16")
 _KERNELS = {
-    tokens: Kernel(f"gemm_wna16_few_{tokens}", _PARAMS, struct="FewRowsParams")
+    (op, tokens): Kernel(f"{op}_few_{tokens}", _PARAMS, struct="FewRowsParams")
+    for op in _OPS
     for tokens in _TOKENS
 }
 
@@ -146,16 +147,18 @@ def all_configs(m: int, n: int, k: int, form: Format) -> list[FewRowsConfig]:
     return [few_rows_config(m, n, k, form, sms, *shape) for shape in shapes for sms in (2, 1000)]
 
 
-def specs(dtype: str, formats: tuple[str, ...]) -> tuple[ModuleSpec, ...]:
-    """Return the modules that `launch` may launch for weights of `formats`."""
-    return () if dtype == "float32" else format_specs(_FILE, dtype, formats)
+def specs(op: str, dtype: str, formats: tuple[str, ...]) -> tuple[ModuleSpec, ...]:
+    """Return the modules that `launch` may launch for `op` and weights of `formats`."""
+    return () if dtype == "float32" else format_specs(f"{op}.cu", dtype, formats)
 
 
-def choose(operands: Operands) -> FewRowsConfig | None:
+def choose(operands: Operands, norm: Norm | None = None) -> FewRowsConfig | None:
     """Return the configuration for CuPy arrays, or None if another kernel must do it."""
     x, weight = operands.x, operands.weight
-    rows = x.strides[0] if x.shape[0] > 1 else 0
-    if operands.deterministic or any(v % 16 for v in (x.data.ptr, x.shape[1] * x.itemsize, rows)):
+    steps = [x.data.ptr, x.shape[1] * x.itemsize, x.strides[0] if x.shape[0] > 1 else 0]
+    if norm is not None:
+        steps.append(norm.weight.data.ptr)
+    if operands.deterministic or any(step % 16 for step in steps):
         return None
     return choose_few_rows(
         x.shape[0],
@@ -173,22 +176,23 @@ def _shared_limit(index: int) -> int:
     return int(device.cupy().cuda.Device(index).attributes["MaxSharedMemoryPerBlockOptin"])
 
 
-def launch(operands: Operands, config: FewRowsConfig) -> None:
-    """Launch on CuPy arrays."""
+def launch(operands: Operands, config: FewRowsConfig, norm: Norm | None = None) -> None:
+    """Launch on CuPy arrays, with a norm before the product or without one."""
+    op = _OPS[0 if norm is None else 1]
     x, weight, out, residual = operands.x, operands.weight, operands.out, operands.residual
     n, k = weight.shape
     pdl = operands.pdl and has_pdl(device.cupy().cuda.runtime.getDevice())
-    _KERNELS[config.tokens].launch(
-        format_spec(_FILE, dtype_name(x.dtype), weight.format, scale_dtype(weight)),
+    _KERNELS[op, config.tokens].launch(
+        format_spec(f"{op}.cu", dtype_name(x.dtype), weight.format, scale_dtype(weight)),
         (config.blocks,),
         (32, config.parts, config.row_tiles),
         config.shared_bytes,
         pdl=pdl,
         x=x,
         x_stride=row_stride(x),
-        norm_weight=None,
-        eps=0.0,
-        weight_offset=0.0,
+        norm_weight=None if norm is None else norm.weight,
+        eps=0.0 if norm is None else norm.eps,
+        weight_offset=0.0 if norm is None else norm.weight_offset,
         bias=operands.bias,
         residual=residual,
         residual_stride=0 if residual is None else row_stride(residual),
