@@ -1,5 +1,5 @@
-// The format of a packed weight (engine/quantization/formats.py and packing.py): the module's macros
-// as constants, and what a group's stored scales mean.
+// The format of a packed weight (engine/quantization/formats.py and packing.py): the module's
+// macros as constants, and what a group's stored scales mean.
 //
 // A number is scale * (q - zero), or scale * q + minimum; q is a code. Lane 4 g + t of a warp has
 // rows g and g + 8 of a row tile (16 rows); their scales lie side by side.

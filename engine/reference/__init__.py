@@ -30,6 +30,7 @@ from engine.reference.relu import relu
 from engine.reference.residual_add import residual_add
 from engine.reference.rmsnorm import rmsnorm
 from engine.reference.rmsnorm_gemm import rmsnorm_gemm
+from engine.reference.rmsnorm_gemm_wna16 import rmsnorm_gemm_wna16
 from engine.reference.rmsnorm_quantize import rmsnorm_quantize
 from engine.reference.rope import rope
 from engine.reference.sample import sample
@@ -69,6 +70,7 @@ __all__ = [
     "residual_add",
     "rmsnorm",
     "rmsnorm_gemm",
+    "rmsnorm_gemm_wna16",
     "rmsnorm_quantize",
     "rope",
     "sample",

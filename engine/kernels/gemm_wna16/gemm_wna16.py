@@ -16,15 +16,15 @@ from engine.kernels._module import ModuleSpec
 from engine.kernels._packed import check_weight
 from engine.kernels.dequantize import specs as dequantize_specs
 from engine.kernels.gemm import specs as gemm_specs
-from engine.kernels.gemm_wna16 import portable
+from engine.kernels.gemm_wna16 import few_rows, portable
 from engine.kernels.gemm_wna16.operands import ACTIVATIONS, SWIGLU, Operands
 from engine.kernels.permute_columns import permute_columns
 from engine.kernels.permute_columns import specs as permute_specs
-from engine.quantization import Weight
+from engine.quantization import FORMATS, Weight
 
-__all__ = ["gemm_wna16", "specs"]
+__all__ = ["HALVES", "check_columns", "gemm_wna16", "launch", "specs"]
 
-_HALVES = (np.dtype(np.float16), BFLOAT16)
+HALVES = (np.dtype(np.float16), BFLOAT16)
 
 
 def specs(
@@ -34,6 +34,7 @@ def specs(
     if dtype == "float32":
         return ()
     return (
+        *few_rows.specs("gemm_wna16", dtype, tuple(FORMATS) if patterns else formats),
         *dequantize_specs(dtype, formats=formats, patterns=patterns),
         *permute_specs(dtype),
         *gemm_specs(dtype),
@@ -105,10 +106,10 @@ def gemm_wna16(
     call = Contract("gemm_wna16")
     x = call.array("x", x, "M K", FLOATS, layout="rows")
     on_cpu = call.on_cpu
-    call.check("x", on_cpu or x.dtype in _HALVES, "float16 or bfloat16 on CUDA", str(x.dtype))
+    call.check("x", on_cpu or x.dtype in HALVES, "float16 or bfloat16 on CUDA", str(x.dtype))
     weight = check_weight(call, weight)
     dtype = _out_dtype(call, x.dtype, out_dtype)
-    columns = _check_columns(call, activation, residual, dtype == x.dtype)
+    columns = check_columns(call, activation, residual, dtype == x.dtype)
     if bias is not None:
         bias = call.array("bias", bias, "N", x.dtype)
     if residual is not None:
@@ -127,18 +128,22 @@ def gemm_wna16(
     out = call.output("out", out, (call["M"], columns), dtype, layout="rows")
     if weight.permutation is not None:
         x = permute_columns(x, weight.permutation)
-    _launch(Operands(x, weight, out, bias, residual, activation, deterministic, pdl))
+    launch(Operands(x, weight, out, bias, residual, activation, deterministic, pdl))
     return out
 
 
-def _launch(operands: Operands) -> None:
-    """Launch the kernel for this many rows of x."""
+def launch(operands: Operands) -> None:
+    """Launch the kernel for this many rows of x; its columns are in the order of the data."""
     if operands.x.shape[0] == 0 or operands.weight.shape[0] == 0:
         return
-    portable.launch(operands)
+    config = few_rows.choose(operands)
+    if config is not None:
+        few_rows.launch(operands, config)
+    else:
+        portable.launch(operands)
 
 
-def _check_columns(call: Contract, activation: str | None, residual: Any, is_same: bool) -> int:
+def check_columns(call: Contract, activation: str | None, residual: Any, is_same: bool) -> int:
     """Return how many columns the result has."""
     call.check("activation", activation in ACTIVATIONS, f"one of {ACTIVATIONS}", activation)
     n = call["N"]
