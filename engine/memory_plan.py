@@ -10,10 +10,10 @@ from engine.config import ModelConfig
 from engine.dtypes import itemsize
 from engine.engine_config import default_budget
 from engine.loading.load_config import LoadConfig
-from engine.loading.weight_memory import weight_format
+from engine.loading.weight_memory import quantized_formats, weight_dtype
 from engine.loading.weight_table import weight_shapes
 from engine.models.decoder import rope_bytes
-from engine.quantization import FORMATS
+from engine.quantization import FORMATS, dense_format
 
 __all__ = ["MemoryPlan", "PagePlan", "WeightGroup", "plan_memory"]
 
@@ -138,7 +138,8 @@ def _weight_groups(
     config: ModelConfig, dtype: str, quantization: str | None
 ) -> tuple[WeightGroup, ...]:
     """Return the groups that have weights, the largest first; tied embeddings count once."""
-    form = None if quantization is None else FORMATS[quantization]
+    form = FORMATS.get(quantization or "")
+    quantized = {} if form is None else quantized_formats(config, form)
     shapes = weight_shapes(config)
     if config.tie_word_embeddings:
         del shapes["lm_head"]
@@ -146,7 +147,7 @@ def _weight_groups(
     formats: dict[str, dict[str, None]] = {}
     for name, shape in shapes.items():
         group = _group_of(name.rpartition(".")[2])
-        chosen = weight_format(name, dtype, form)
+        chosen = quantized.get(name) or dense_format(weight_dtype(name, dtype))
         sizes[group] = sizes.get(group, 0) + chosen.num_bytes(shape)
         formats.setdefault(group, {})[chosen.name] = None
     order = sorted(sizes, key=lambda group: -sizes[group])

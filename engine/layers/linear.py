@@ -51,6 +51,12 @@ def _packed(x: Any, weight: Weight, **options: Any) -> Any:
     return kernels.gemm_wna16(x, weight, pdl=True, **options)
 
 
+def _packed_of_normed(x: Any, norm: Norm, weight: Weight, **options: Any) -> Any:
+    return kernels.rmsnorm_gemm_wna16(
+        x, norm.weight, weight, eps=norm.eps, weight_offset=norm.offset, pdl=True, **options
+    )
+
+
 def _in_8_bits(op: Callable[..., Any]) -> Product:
     """Return the ops of a format of both operands; `op` quantizes x itself unless it is codes."""
 
@@ -71,24 +77,22 @@ def _stacked(x: Any, weight: Weight, **options: Any) -> Any:
     return stacked_product(lambda part: PRODUCTS[part.format.name].plain, x, weight, **options)
 
 
-def _unfused(plain: Callable[..., Any]) -> Product:
-    """Return the ops of a format without a kernel that normalises, too."""
-
-    def of_normed(x: Any, norm: Norm, weight: Weight, **options: Any) -> Any:
-        return plain(norm(x), weight, **options)
-
-    return Product(plain, of_normed)
+def _stacked_of_normed(x: Any, norm: Norm, weight: Weight, **options: Any) -> Any:
+    return _stacked(norm(x), weight, **options)
 
 
 _DENSE = Product(_dense, _dense_of_normed)
 
 PRODUCTS: dict[str, Product] = {
     **dict.fromkeys(FLOAT_NAMES, _DENSE),
-    **{name: _unfused(_packed) for name, form in FORMATS.items() if form.is_packed},
+    **dict.fromkeys(
+        (name for name, form in FORMATS.items() if form.is_packed),
+        Product(_packed, _packed_of_normed),
+    ),
     "fp8": _in_8_bits(kernels.gemm_fp8),
     "fp8_block": _in_8_bits(kernels.gemm_fp8),
     "int8": _in_8_bits(kernels.gemm_int8),
-    STACKED.name: _unfused(_stacked),
+    STACKED.name: Product(_stacked, _stacked_of_normed),
 }
 """Name of a weight's format -> the ops that multiply by it."""
 

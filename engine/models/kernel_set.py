@@ -70,7 +70,7 @@ def _quantized_ops(formats: Collection[Format]) -> list[str]:
         if form.activations:
             ops += [f"gemm_{form.activations}", "rmsnorm_quantize"]
         elif form.is_packed:
-            ops.append("gemm_wna16")
+            ops += ["gemm_wna16", "rmsnorm_gemm_wna16"]
     return list(dict.fromkeys(ops))
 
 
