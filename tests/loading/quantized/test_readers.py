@@ -20,6 +20,7 @@ FORMAT_NAMES = {
     "ct_int8_packed_asymmetric": "int8_g64_zp", "ct_int8": "int8",
     "ct_int8_weight_only": "int8_g128", "ct_int8_groups": "int8_g128", "ct_fp8_tensor": "fp8",
     "ct_fp8_channel": "fp8", "ct_fp8_block": "fp8_block", "ct_mixed": "int4_g64",
+    "ct_mxfp4": "mxfp4",
     "gptq": "int4_g128",
     "gptq_no_g_idx": "int4_g128", "gptq_zero_g_idx": "int4_g64", "gptq_channel": "int4_g128",
     "gptq_asymmetric": "int4_g32_zp", "gptq_v2": "int4_g128", "gptq_v2_asymmetric": "int4_g128_zp",
