@@ -203,6 +203,17 @@ class QuantizedCheckpoint:
             return self.checkpoint.read(name, first, last, columns)
         return rows.numbers() if columns is None else rows.numbers()[:, slice(*columns)]
 
+    def is_spare_bias(self, name: str) -> bool:
+        """Tell whether this is a bias of zeros beside a quantized matrix.
+
+        Old writers of GPTQ add one to every module, also where the model has none.
+        """
+        module, _, kind = name.rpartition(".")
+        if isinstance(self.checkpoint, GgufFile) or self.scheme is None or kind != "bias":
+            return False
+        is_quantized = _is_quantized(ModuleTensors(self.checkpoint, module))
+        return is_quantized and not self.checkpoint.view(name).any()
+
     def _quantized(self, name: str) -> tuple[ModuleTensors, Storage] | None:
         """Return the tensors and the storage of a quantized matrix; None for anything else."""
         if isinstance(self.checkpoint, GgufFile) or not name.endswith(".weight"):

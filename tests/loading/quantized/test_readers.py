@@ -134,6 +134,17 @@ def test_experts_are_modules_like_others(tmp_path):
     np.testing.assert_array_equal(rows.numbers(), numbers)
 
 
+def test_a_bias_that_only_the_writer_has(tmp_path):
+    tensors, _ = make_linear("gptq", (64, 128))
+    stored = {f"m.{kind}": tensor for kind, tensor in tensors.items()}
+    stored |= {"m.bias": ("F16", np.zeros(64)), "n.bias": ("F16", np.zeros(64))}
+    stored |= {"o.bias": ("F16", np.arange(64)), "o.qweight": tensors["qweight"]}
+    write_safetensors(tmp_path / "x.safetensors", stored)
+    scheme = load_scheme(make(tmp_path, "gptq")[0])
+    checkpoint = QuantizedCheckpoint(open_safetensors(tmp_path), scheme)
+    assert [name for name in checkpoint.names() if checkpoint.is_spare_bias(name)] == ["m.bias"]
+
+
 def test_take_orders_rows(tmp_path):
     checkpoint = opened(make(tmp_path, "gptq_asymmetric")[0])
     rows = checkpoint.read_rows(f"{Q}.weight", 0, 256)
