@@ -137,7 +137,7 @@ class SafetensorsFile:
         if dtype not in _WEIGHT_DTYPES:
             raise WeightsError(
                 f"{self.path}: tensor {shown(name)} must be one of {', '.join(_WEIGHT_DTYPES)}; "
-                f"got {dtype} (quantized safetensors are not supported)"
+                f"got {dtype} (the model's configuration does not say that it is quantized)"
             )
         view = self.view(name)
         rows = (view if view.ndim < 3 else view.reshape(-1, view.shape[-1]))[start:stop]

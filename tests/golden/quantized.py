@@ -294,6 +294,26 @@ def ct_fp8(strategy: str, static: bool = False) -> Case:
     return Case(ct_config("float-quantized", weights, tokens), linear)
 
 
+def ct_mxfp4() -> Case:
+    numbers_of = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    table = np.array(numbers_of + [-number for number in numbers_of], np.float32)
+
+    def linear(rng: np.random.Generator, shape: tuple[int, int], seed: int):
+        rows, columns = shape
+        codes = rng.integers(0, 16, shape)
+        exponents = rng.integers(119, 123, (rows, columns // 32))
+        packed = np.zeros((rows, columns // 2), np.uint8)
+        numbers = np.zeros(shape, np.float32)
+        for column in range(columns):
+            packed[:, column // 2] |= (codes[:, column] << (4 * (column % 2))).astype(np.uint8)
+            factors = 2.0 ** (exponents[:, column // 32].astype(np.float32) - 127)
+            numbers[:, column] = table[codes[:, column]] * factors
+        return {"weight_packed": ("U8", packed), "weight_scale": ("U8", exponents)}, numbers
+
+    weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
+    return Case(ct_config("mxfp4-pack-quantized", weights), linear)
+
+
 def ct_mixed() -> Case:
     """Attention in 4 bits, the rest in fp8 per channel."""
     packed, floats = ct_packed(group_size=64), ct_fp8("channel")
@@ -393,6 +413,7 @@ CASES: dict[str, Case] = {
     "ct_fp8_tensor": ct_fp8("tensor", static=True),
     "ct_fp8_channel": ct_fp8("channel"),
     "ct_fp8_block": ct_fp8("block"),
+    "ct_mxfp4": ct_mxfp4(),
     "ct_mixed": ct_mixed(),
     "gptq": gptq(),
     "gptq_no_g_idx": gptq(g_idx="absent"),

@@ -62,4 +62,4 @@ def _rows_of(words: Array, first: int, last: int) -> Array:
     """Return rows [first, last) of a matrix whose columns are those of the words."""
     start = first // _PER_WORD
     numbers = unpack_awq(words[:, start : -(-last // _PER_WORD)])
-    return np.ascontiguousarray(numbers[:, first - start * _PER_WORD : last - start * _PER_WORD].T)
+    return numbers[first - start * _PER_WORD : last - start * _PER_WORD]

@@ -73,7 +73,7 @@ def read_packed(
     codes = unpack_words(words, storage.bits)
     codes = codes[:, begin - start * per_word : end - start * per_word]
     if order is not None:
-        codes = codes[:, order]
+        codes = np.take(codes, order, axis=1)
     rows = QuantizedRows(
         form,
         as_signed(codes) if storage.bits == 8 else codes,

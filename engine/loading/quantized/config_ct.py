@@ -18,7 +18,8 @@ from engine.quantization import FORMATS
 
 __all__ = ["compressed_tensors_scheme"]
 
-_FORMATS = ("pack-quantized", "float-quantized", "int-quantized", "naive-quantized")
+_MXFP4 = "mxfp4-pack-quantized"
+_FORMATS = ("pack-quantized", "float-quantized", "int-quantized", "naive-quantized", _MXFP4)
 _ACT_ORDERS = (None, False, True, "group", "dynamic", "weight", "static")
 
 _MAX_GROUPS = 256
@@ -114,6 +115,8 @@ def _storage(group: Fields, default: str) -> Storage:
     act_order = weights.raw("actorder")
     if act_order not in _ACT_ORDERS:
         raise weights.error("actorder", "one of null, true, false, group, dynamic, weight, static")
+    if stored == _MXFP4:
+        return _mxfp4_storage(weights, _activations(group, "float", strict=False))
     if kind == "float":
         return _float_storage(weights, _activations(group, "float", strict=True))
     if stored == "float-quantized":
@@ -156,6 +159,13 @@ def _float_storage(weights: Fields, activations: str) -> Storage:
     block = _block(weights) if strategy == "block" else None
     form = FORMATS["fp8" if block is None else "fp8_block"]
     return Storage("fp8", form, block=block, activations=activations)
+
+
+def _mxfp4_storage(weights: Fields, activations: str) -> Storage:
+    for key, wanted in (("num_bits", 4), ("type", "float"), ("group_size", 32)):
+        if weights.raw(key) != wanted:
+            raise weights.error(key, f"{wanted} in {_MXFP4}")
+    return Storage("mxfp4", FORMATS["mxfp4"], 4, 32, activations=activations)
 
 
 def _strategy(weights: Fields, known: tuple[str, ...]) -> tuple[str, int]:

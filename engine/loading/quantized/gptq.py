@@ -54,7 +54,7 @@ def read_gptq(
     codes = unpack_words(words, storage.bits)
     codes = codes[:, begin - start * per_word : end - start * per_word]
     if order is not None:
-        codes = codes[:, order]
+        codes = np.take(codes, order, axis=1)  # in order in memory, unlike codes[:, order]
     rows = QuantizedRows(
         form,
         as_signed(codes) if storage.bits == 8 else codes,

@@ -23,6 +23,7 @@ from engine.loading.quantized.config import QuantizationScheme
 from engine.loading.quantized.fp8 import fp8_shape, read_fp8
 from engine.loading.quantized.gguf import GGUF_FORMATS, read_gguf_rows
 from engine.loading.quantized.gptq import gptq_shape, read_gptq
+from engine.loading.quantized.mxfp4 import mxfp4_shape, read_mxfp4
 from engine.loading.quantized.rows import QuantizedRows
 from engine.loading.quantized.storage import Storage
 from engine.loading.quantized.tensors import ModuleTensors
@@ -40,6 +41,7 @@ _LAYOUTS: dict[str, tuple[_Shape, _Reader]] = {
     "packed": (packed_shape, read_packed),
     "int8": (int8_shape, read_int8),
     "fp8": (fp8_shape, read_fp8),
+    "mxfp4": (mxfp4_shape, read_mxfp4),
     "gptq": (gptq_shape, read_gptq),
     "awq": (awq_shape, read_awq),
 }
@@ -200,6 +202,17 @@ class QuantizedCheckpoint:
         if rows is None:
             return self.checkpoint.read(name, first, last, columns)
         return rows.numbers() if columns is None else rows.numbers()[:, slice(*columns)]
+
+    def is_spare_bias(self, name: str) -> bool:
+        """Tell whether this is a bias of zeros beside a quantized matrix.
+
+        Old writers of GPTQ add one to every module, also where the model has none.
+        """
+        module, _, kind = name.rpartition(".")
+        if isinstance(self.checkpoint, GgufFile) or self.scheme is None or kind != "bias":
+            return False
+        is_quantized = _is_quantized(ModuleTensors(self.checkpoint, module))
+        return is_quantized and not self.checkpoint.view(name).any()
 
     def _quantized(self, name: str) -> tuple[ModuleTensors, Storage] | None:
         """Return the tensors and the storage of a quantized matrix; None for anything else."""

@@ -19,7 +19,7 @@ class Storage:
     ----------
     layout : str
         Which tensors there are: "packed" (compressed-tensors' words of whole numbers), "int8",
-        "fp8", "gptq" or "awq".
+        "fp8", "mxfp4", "gptq" or "awq".
     format : Format
         The format of the rows. Stored groups may be multiples of its groups; a scale then appears
         several times.

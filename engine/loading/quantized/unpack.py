@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["as_signed", "unpack_awq", "unpack_words"]
+__all__ = ["as_signed", "unpack_awq", "unpack_nibbles", "unpack_words"]
 
 Array = np.ndarray[Any, Any]
 
@@ -23,8 +23,11 @@ def unpack_words(words: Array, bits: int) -> Array:
     array([[0, 1, 2, 3, 4, 5, 6, 7]], dtype=uint8)
     """
     data = np.ascontiguousarray(words, "<i4").view(np.uint8)
-    if bits == 8:
-        return data
+    return data if bits == 8 else unpack_nibbles(data)
+
+
+def unpack_nibbles(data: Array) -> Array:
+    """Return the numbers (..., 2 C) uint8 of bytes (..., C), that of the low half first."""
     numbers = np.empty((*data.shape, 2), np.uint8)
     np.bitwise_and(data, 15, out=numbers[..., 0])
     np.right_shift(data, 4, out=numbers[..., 1])
@@ -32,17 +35,20 @@ def unpack_words(words: Array, bits: int) -> Array:
 
 
 def unpack_awq(words: Array) -> Array:
-    """As `unpack_words` of 4 bits, in AWQ's order: even columns are in a word's low half.
+    """Return the numbers (8 W, R) uint8 of AWQ's words (R, W), which hold eight columns each.
 
     Examples
     --------
-    >>> unpack_awq(np.array([[0x75316420]], np.int32))
+    >>> unpack_awq(np.array([[0x75316420]], np.int32)).T
     array([[0, 1, 2, 3, 4, 5, 6, 7]], dtype=uint8)
     """
-    stored = unpack_words(words, 4)
-    words_of_8 = stored.reshape(*stored.shape[:-1], stored.shape[-1] // 8, 8)
-    ordered: Array = words_of_8[..., _AWQ_PLACES].reshape(stored.shape)
-    return ordered
+    num_rows, num_words = words.shape
+    data = np.ascontiguousarray(words.T, "<i4").view(np.uint8).reshape(num_words, num_rows, 4)
+    numbers = np.empty((num_words, 8, num_rows), np.uint8)
+    for column, place in enumerate(_AWQ_PLACES):
+        halves = data[..., place // 2]
+        numbers[:, column] = halves >> 4 if place % 2 else halves & 15
+    return numbers.reshape(8 * num_words, num_rows)
 
 
 def as_signed(numbers: Array) -> Array:

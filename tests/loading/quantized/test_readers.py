@@ -20,6 +20,7 @@ FORMAT_NAMES = {
     "ct_int8_packed_asymmetric": "int8_g64_zp", "ct_int8": "int8",
     "ct_int8_weight_only": "int8_g128", "ct_int8_groups": "int8_g128", "ct_fp8_tensor": "fp8",
     "ct_fp8_channel": "fp8", "ct_fp8_block": "fp8_block", "ct_mixed": "int4_g64",
+    "ct_mxfp4": "mxfp4",
     "gptq": "int4_g128",
     "gptq_no_g_idx": "int4_g128", "gptq_zero_g_idx": "int4_g64", "gptq_channel": "int4_g128",
     "gptq_asymmetric": "int4_g32_zp", "gptq_v2": "int4_g128", "gptq_v2_asymmetric": "int4_g128_zp",
@@ -131,6 +132,17 @@ def test_experts_are_modules_like_others(tmp_path):
     scheme = load_scheme(make(tmp_path, "ct_int4")[0])
     rows = read_rows(open_safetensors(tmp_path), scheme, module)
     np.testing.assert_array_equal(rows.numbers(), numbers)
+
+
+def test_a_bias_that_only_the_writer_has(tmp_path):
+    tensors, _ = make_linear("gptq", (64, 128))
+    stored = {f"m.{kind}": tensor for kind, tensor in tensors.items()}
+    stored |= {"m.bias": ("F16", np.zeros(64)), "n.bias": ("F16", np.zeros(64))}
+    stored |= {"o.bias": ("F16", np.arange(64)), "o.qweight": tensors["qweight"]}
+    write_safetensors(tmp_path / "x.safetensors", stored)
+    scheme = load_scheme(make(tmp_path, "gptq")[0])
+    checkpoint = QuantizedCheckpoint(open_safetensors(tmp_path), scheme)
+    assert [name for name in checkpoint.names() if checkpoint.is_spare_bias(name)] == ["m.bias"]
 
 
 def test_take_orders_rows(tmp_path):
