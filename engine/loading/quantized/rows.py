@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from engine.dtypes import BFLOAT16
@@ -128,9 +127,8 @@ class QuantizedRows:
             return pack_weight(form, self.codes, scales, self.offsets, self.super_scales,
                                permutation)  # fmt: skip
         codes = np.ascontiguousarray(self.codes)
-        data = codes.view(ml_dtypes.float8_e4m3fn) if form.code == "e4m3" else codes
         scales = self._block_scales() if form.group else self.scales[:, 0]
-        return Weight(form, data, self.shape, scales=np.ascontiguousarray(scales))
+        return Weight(form, codes, self.shape, scales=np.ascontiguousarray(scales))
 
     def _float_scales(self) -> tuple[Array, Array | None]:
         """Return scales and offsets (n, G) in float32."""

@@ -13,7 +13,7 @@ from engine.loading.quantized.config_ct import compressed_tensors_scheme
 from engine.loading.quantized.config_hf import awq_scheme, fp8_scheme, gptq_scheme, mxfp4_scheme
 from engine.model_files import is_present, read_json
 
-__all__ = ["QuantizationScheme", "load_scheme", "scheme_from_dict"]
+__all__ = ["QuantizationScheme", "load_scheme", "scheme_from_dict", "scheme_of"]
 
 _METHODS: dict[str, Callable[[Fields], QuantizationScheme]] = {
     "compressed-tensors": compressed_tensors_scheme,
@@ -47,12 +47,12 @@ def load_scheme(directory: str | PathLike[str]) -> QuantizationScheme | None:
     for key in ("quantization_config", "compression_config"):
         if values.get(key) is not None:
             fields = Fields(values, str(root / "config.json")).child(key)
-            return _scheme(fields, "compressed-tensors" if key == "compression_config" else None)
+            return scheme_of(fields, "compressed-tensors" if key == "compression_config" else None)
     for name in _OLD_FILES:
         if is_present(root / name):
             values = read_json(root / name, root=root)
             method = "awq" if any(key in values for key in _AWQ_KEYS) else "gptq"
-            return _scheme(Fields(values, str(root / name)), method)
+            return scheme_of(Fields(values, str(root / name)), method)
     return None
 
 
@@ -79,11 +79,19 @@ def scheme_from_dict(
     >>> scheme.storage_of("model.layers.0.mlp.up_proj").format.name
     'int4_g128'
     """
-    return _scheme(Fields(values, where), None)
+    return scheme_of(Fields(values, where))
 
 
-def _scheme(fields: Fields, default: str | None) -> QuantizationScheme:
-    """Return the scheme; `default` is the method of files that do not name it."""
+def scheme_of(fields: Fields, default: str | None = None) -> QuantizationScheme:
+    """Return what the fields of a `quantization_config` describe.
+
+    `default` is the method of files that do not name it.
+
+    Raises
+    ------
+    ConfigError
+        As `scheme_from_dict`.
+    """
     if default is not None and not fields.has("quant_method"):
         return _METHODS[default](fields)
     method = fields.text("quant_method")
