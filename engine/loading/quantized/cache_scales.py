@@ -56,4 +56,5 @@ def _scale(tensors: ModuleTensors, name: str, num_heads: int) -> Array:
     stored = tensors.view(name, SCALE_DTYPES, *shapes).astype(np.float32)
     if not (np.isfinite(stored) & (stored > 0)).all():
         raise tensors.error(name, f"must have positive scales; got {stored.reshape(-1)[:4]}")
-    return np.broadcast_to(stored.reshape(-1), (num_heads,)).copy()
+    scales: Array = np.broadcast_to(stored.reshape(-1), (num_heads,)).copy()
+    return scales
