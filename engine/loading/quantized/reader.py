@@ -53,9 +53,8 @@ _COMPANIONS = frozenset((
     *("weight", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point"),
     *("weight_g_idx", "weight_scale_inv", "weight_global_scale", "qweight", "qzeros", "scales"),
     *("g_idx", "input_scale", "input_zero_point", "input_global_scale", "activation_scale"),
-    "output_scale",
 ))  # fmt: skip
-_CACHE_SCALES = ("k_scale", "v_scale", "q_scale", "kv_scale")
+_CACHE_SCALES = ("k_scale", "v_scale", "q_scale", "kv_scale", "output_scale")
 
 
 def read_rows(

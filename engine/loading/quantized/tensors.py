@@ -64,7 +64,7 @@ class ModuleTensors:
             If it is missing or another.
         """
         if not self.has(kind):
-            raise self.error(kind, f"is missing; {shown(self.module)} is quantized and needs it")
+            raise self.error(kind, f"is missing; other tensors of {shown(self.module)} need it")
         if (dtype := self.dtype(kind)) not in dtypes:
             raise self.error(kind, f"must be one of {', '.join(dtypes)}; got {dtype}")
         shape = self.shape(kind)

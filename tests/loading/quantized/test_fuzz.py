@@ -12,16 +12,10 @@ from engine.errors import ConfigError, WeightsError
 from engine.loading.quantized import QuantizedCheckpoint, load_scheme
 from engine.loading.safetensors import SafetensorsFile
 from engine.quantization import unpack_weight
+from tests.fuzz.loader import QUANTIZATION_KEYS
 from tests.fuzz.values import change_document, dump
 from tests.golden.quantized import CASES, make_linear, write_safetensors
 
-KEYS = (
-    *("quant_method", "bits", "w_bit", "group_size", "q_group_size", "sym", "desc_act", "dynamic"),
-    *("zero_point", "version", "checkpoint_format", "format", "config_groups", "targets", "ignore"),
-    *("weights", "num_bits", "type", "strategy", "symmetric", "actorder", "block_structure"),
-    *("weight_block_size", "modules_to_not_convert", "ignored_layers", "activation_scheme"),
-    *("scale_fmt", "modules_in_block_to_quantize", "transform_config", "sparsity_config"),
-)
 DTYPES = ["F32", "F16", "BF16", "I32", "I64", "I8", "U8", "F8_E4M3", "F8_E8M0"]
 
 
@@ -83,7 +77,7 @@ def test_changed_checkpoints(tmp_path, case):
     for trial in range(40):
         config, stored = one.config, tensors
         if trial and trial % 2:
-            config = change_document(rng, config, KEYS)
+            config = change_document(rng, config, QUANTIZATION_KEYS)
         elif trial:
             stored = change_tensors(rng, stored)
         text = dump(config)
