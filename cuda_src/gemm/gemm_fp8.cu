@@ -14,8 +14,10 @@
 #include "gemm/w8_skinny.cuh"
 
 ENGINE_W8_SKINNY(gemm_fp8_skinny_5, w8_skinny<Fp8Product, false, 5>)
+ENGINE_W8_SKINNY(gemm_fp8_skinny_4, w8_skinny<Fp8Product, false, 4>)
 ENGINE_W8_SKINNY(gemm_fp8_skinny_3, w8_skinny<Fp8Product, false, 3>)
 ENGINE_W8_SKINNY(gemm_fp8_blocks_skinny_5, w8_skinny<Fp8Product, true, 5>)
+ENGINE_W8_SKINNY(gemm_fp8_blocks_skinny_4, w8_skinny<Fp8Product, true, 4>)
 ENGINE_W8_SKINNY(gemm_fp8_blocks_skinny_3, w8_skinny<Fp8Product, true, 3>)
 #endif
 

@@ -14,6 +14,7 @@
 #include "gemm/w8_skinny.cuh"
 
 ENGINE_W8_SKINNY(gemm_int8_skinny_5, w8_skinny<Int8Product, false, 5>)
+ENGINE_W8_SKINNY(gemm_int8_skinny_4, w8_skinny<Int8Product, false, 4>)
 ENGINE_W8_SKINNY(gemm_int8_skinny_3, w8_skinny<Int8Product, false, 3>)
 #endif
 

@@ -1,8 +1,8 @@
 // The consumer warpgroups of gemm_fp8_sm90.cu and gemm_int8_sm90.cu: wgmma on codes, scales, then
 // the epilogue.
 //
-// The tensor cores' sums of e4m3 products keep some 14 bits: sums of kPromoteK values of k are
-// added to others in float. With blocks their scales are applied there. Sums of int8 are exact.
+// The tensor cores' sums of e4m3 products keep some 14 bits: the sums of each stage are added to
+// others in float. With blocks their scales are applied there. Sums of int8 are exact.
 #pragma once
 
 #include "gemm/consumer_sm90.cuh"
@@ -12,7 +12,8 @@ constexpr int kScaleBlock = 128;
 static_assert(kSlabK == kScaleBlock, "a slab of k is a block of scales");
 #ifdef BLOCKS
 constexpr bool kBlocks = BLOCKS;
-static_assert(!kBlocks || kScaleBlock % kTileN == 0, "a tile's columns are of one block");
+static_assert(!kBlocks || (kScaleBlock % kTileN == 0 && kDepth == 1),
+              "a stage of a tile has one block of the weight");
 #else
 constexpr bool kBlocks = false;
 #endif
@@ -23,25 +24,42 @@ struct W8Scales {
   int num_blocks;       // ceil(K / 128)
 };
 
-// The scales of a block of k for a thread's sums: of its two rows in each m-tile, times those of
-// the weight for even and odd groups of eight columns (gate and up, where these are split).
+// The scales of a block of k for a thread's sums: of its two rows in each m-tile, and of the weight
+// for even and odd groups of eight columns (gate and up, where these are split).
 struct BlockScales {
-  float of[kMmaTilesM][2][2];
+  float x[kMmaTilesM][2], weight[2];
 
-  __device__ __forceinline__ void load(const W8Scales& s, const Epilogue& e, int row, int col,
-                                       int m, int n, int block) {
-    const auto weight_scale = [&](int c) {
-      const int64_t r = e.bias_index(c) / kScaleBlock;
-      return c < n ? s.weight[r * s.num_blocks + block] : 0.0f;
+  __device__ __forceinline__ float of(int m_tile, int c) const {
+    return x[m_tile][c / 2 % 2] * weight[c / 4 % 2];
+  }
+};
+
+// Where a thread's scales are.
+struct BlockPlace {
+  const float *x, *even, *odd;  // of the first block of k
+  int64_t stride;
+  int rows, num_blocks;  // rows from the thread's first on
+
+  __device__ __forceinline__ BlockPlace(const W8Scales& s, const Epilogue& e, int row, int col,
+                                        int m, int n)
+      : stride(s.num_blocks), rows(m - row), num_blocks(s.num_blocks) {
+    const auto block_of = [&](int c) {
+      return static_cast<int64_t>(e.bias_index(min(c, n - 1))) / kScaleBlock * stride;
     };
-    const float even = weight_scale(col), odd = e.num_gates > 0 ? weight_scale(col + 8) : even;
+    x = s.x + row * stride;
+    even = s.weight + block_of(col);
+    odd = e.num_gates > 0 ? s.weight + block_of(col + 8) : even;
+  }
+  __device__ __forceinline__ void load(BlockScales& to, int block) const {
+    const bool exists = block < num_blocks;
+    to.weight[0] = exists ? even[block] : 0.0f;
+    to.weight[1] = exists ? odd[block] : 0.0f;
 #pragma unroll
     for (int j = 0; j < kMmaTilesM; ++j)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int r = row + j * kMmaM + half * 8;
-        const float x = r < m ? s.x[static_cast<int64_t>(r) * s.num_blocks + block] : 0.0f;
-        of[j][half][0] = x * even, of[j][half][1] = x * odd;
+        const int r = j * kMmaM + half * 8;
+        to.x[j][half] = exists && r < rows ? x[r * stride + block] : 0.0f;
       }
   }
 };
@@ -56,7 +74,7 @@ __device__ __forceinline__ void multiply_slab(Sum (&acc)[kWarpgroupCols / 2], un
     wgmma_codes<kWarpgroupCols>(acc, a + step * 2, b + step * 2, accumulate || step > 0);
 }
 
-// e4m3: sums of each slab are added to `acc`. `row` and `col` are this thread's first.
+// e4m3: the sums of each stage are added to `acc`. `row` and `col` are this thread's first.
 __device__ __forceinline__ void multiply_e4m3(const Pipeline& p, const TileScheduler& s,
                                               int warpgroup, bool is_warmup,
                                               DynamicPipelineState& state, const W8Scales& scales,
@@ -70,37 +88,36 @@ __device__ __forceinline__ void multiply_e4m3(const Pipeline& p, const TileSched
   for (int j = 0; j < kMmaTilesM; ++j)
 #pragma unroll
     for (int i = 0; i < kWarpgroupCols / 2; ++i) acc[j][i] = 0.0f;
+  const BlockPlace place(scales, e, row, col, s.m, s.n);
+  BlockScales block, next;
+  if constexpr (kBlocks) place.load(next, s.first_k);
 #pragma unroll 1
   for (int i = s.first_k; i < last_k; ++i) {
-    BlockScales block[kDepth];
+    mbarrier_wait(full + state.stage * 8, state.phase);
     if constexpr (kBlocks) {
+      block = next;
+      place.load(next, i + 1);  // in flight while this block is multiplied
+    }
+#pragma unroll
+    for (int j = 0; j < kMmaTilesM; ++j) {
+      float part[kWarpgroupCols / 2];
+      wgmma_fence();
 #pragma unroll
       for (int d = 0; d < kDepth; ++d)
-        if (i * kDepth + d < scales.num_blocks)
-          block[d].load(scales, e, row, col, s.m, s.n, i * kDepth + d);
-    }
-    mbarrier_wait(full + state.stage * 8, state.phase);
-#pragma unroll
-    for (int d = 0; d < kDepth; ++d)
-#pragma unroll
-      for (int j = 0; j < kMmaTilesM; ++j) {
-        float part[kWarpgroupCols / 2];
-        wgmma_fence();
         multiply_slab(part, rows + state.stage * p.stage_x + d * p.slab_x + j * kMmaM * 128,
-                      p.w + state.stage * kStageW + d * kBytesW, false);
-        wgmma_commit();
-        wgmma_wait<0>();
-        wgmma_pin(part);
-        if (d == kDepth - 1 && j == kMmaTilesM - 1 && !is_warmup)
-          consumer_release(p, s, state.stage);
+                      p.w + state.stage * kStageW + d * kBytesW, d > 0);
+      wgmma_commit();
+      wgmma_wait<0>();
+      wgmma_pin(part);
+      if (j == kMmaTilesM - 1 && !is_warmup) consumer_release(p, s, state.stage);
 #pragma unroll
-        for (int c = 0; c < kWarpgroupCols / 2; ++c) {
-          if constexpr (kBlocks)
-            acc[j][c] += part[c] * block[d].of[j][c / 2 % 2][c / 4 % 2];
-          else
-            acc[j][c] += part[c];
-        }
+      for (int c = 0; c < kWarpgroupCols / 2; ++c) {
+        if constexpr (kBlocks)
+          acc[j][c] += part[c] * block.of(j, c);
+        else
+          acc[j][c] += part[c];
       }
+    }
     state.advance(p.stages);
   }
   if (is_warmup) state = DynamicPipelineState(0);
@@ -146,28 +163,38 @@ __device__ __forceinline__ void multiply_int8(const Pipeline& p, const TileSched
   }
 }
 
-// Applies the scales of rows and columns to a warp's sums, the first of which is at (row, col).
-template <int kSums>
+// Applies the scales of rows and columns to the sums of kTiles m-tiles, the first at (row, col).
+template <int kTiles, int kSums>
 __device__ __forceinline__ void apply_scales(const W8Scales& s, const Epilogue& e,
-                                             float (&acc)[kSums], int row, int col, int m, int n) {
+                                             float (&acc)[kTiles][kSums], int row, int col, int m,
+                                             int n) {
   const int lane_idx = threadIdx.x % 32;
-  float x[2];
+  // Of columns lane_idx, lane_idx + 32, ...: the others' come by shuffles, after one latency.
+  float weight[(kSums * 2 + 31) / 32], x[kTiles][2];
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int r = row + lane_idx / 4 + half * 8;
-    x[half] = r < m ? s.x[r] : 0.0f;
+  for (int i = 0; i < (kSums * 2 + 31) / 32; ++i) {
+    const int c = col + i * 32 + lane_idx;
+    weight[i] = c < n ? s.weight[e.bias_index(c)] : 0.0f;
   }
 #pragma unroll
-  for (int j = 0; j < kSums / 4; ++j) {
+  for (int tile = 0; tile < kTiles; ++tile)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int r = row + tile * kMmaM + lane_idx / 4 + half * 8;
+      x[tile][half] = r < m ? s.x[r] : 0.0f;
+    }
+#pragma unroll
+  for (int j = 0; j < kSums / 4; ++j)
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int c = col + j * 8 + lane_idx % 4 * 2 + i;
-      const float w = c < n ? s.weight[e.bias_index(c)] : 0.0f;
-      acc[4 * j + i] = acc[4 * j + i] * x[0] * w;
-      acc[4 * j + 2 + i] = acc[4 * j + 2 + i] * x[1] * w;
+      const float w = __shfl_sync(~0u, weight[j / 4], j % 4 * 8 + lane_idx % 4 * 2 + i);
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        float* a = acc[tile] + 4 * j + i;
+        a[0] = a[0] * x[tile][0] * w;
+        a[2] = a[2] * x[tile][1] * w;
+      }
     }
-    if (j % 4 == 3) asm volatile("" ::: "memory");  // no registers for more loads in flight
-  }
 }
 
 // As `consume` of consumer_sm90.cuh.
@@ -197,17 +224,17 @@ __device__ __forceinline__ void consume_codes(const Pipeline& p, const TileSched
     else
       multiply_int8(p, s, warpgroup, index == kWarmup, state, acc);
     if constexpr (kClusterK > 1) {
-      float own[kSliceSums];
+      float own[1][kSliceSums];
       if (row >= s.m) continue;  // no such rows in any CTA: none sends or waits
-      exchange_sums(p, s, smem + (p.sums - p.x), acc[0], own);
+      exchange_sums(p, s, smem + (p.sums - p.x), acc[0], own[0]);
       const Corner corner{staging, row, tile.y + s.rank_k * kSlice};
       if constexpr (!kBlocks) apply_scales(scales, e, own, row, corner.col, s.m, s.n);
-      store(e, own, corner, s.m, s.n, is_wide, map_out, 0);
+      store(e, own[0], corner, s.m, s.n, is_wide, map_out, 0);
     } else {
+      if constexpr (!kBlocks) apply_scales(scales, e, acc, row, tile.y, s.m, s.n);
 #pragma unroll
       for (int i = 0; i < kMmaTilesM; ++i) {
         const Corner corner{staging, row + i * kMmaM, tile.y};
-        if constexpr (!kBlocks) apply_scales(scales, e, acc[i], corner.row, tile.y, s.m, s.n);
         store(e, acc[i], corner, s.m, s.n, is_wide, map_out, i);
       }
     }

@@ -15,7 +15,9 @@
 constexpr int kScaleBlock = 128;
 
 struct W8Params {
-  const void* x;  // (M, K) codes, or scalar_t where x_scales is null; rows x_stride elements apart
+  // (M, K) codes; or scalar_t where x_scales is null, in skinny kernels with a single row. Rows
+  // x_stride elements apart
+  const void* x;
   int64_t x_stride;
   const float* x_scales;  // (M,), or (M, ceil(K / 128)) with blocks; null: x is quantized here
   const unsigned char* weight;  // (N, K) codes, contiguous
@@ -67,7 +69,7 @@ __device__ __forceinline__ void halves_of_e4m3(uint32_t codes, uint32_t& low, ui
 struct Fp8Product {
   using Codes = E4m3;
   using sum_t = float;
-  static constexpr int kXBytes = 2;  // of a value of x in shared memory: __half
+  static constexpr bool kIsFp8 = true;
   // As __half, which holds every code: sums keep float's precision.
   __device__ __forceinline__ static void mma(float (&d)[4], const uint32_t (&a)[4],
                                              const uint32_t (&b)[2]) {
@@ -87,7 +89,7 @@ struct Fp8Product {
 struct Int8Product {
   using Codes = Int8;
   using sum_t = int;
-  static constexpr int kXBytes = 1;
+  static constexpr bool kIsFp8 = false;
   __device__ __forceinline__ static void mma(int (&d)[4], const uint32_t (&a)[4],
                                              const uint32_t (&b)[2]) {
     asm volatile(

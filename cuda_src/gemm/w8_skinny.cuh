@@ -40,24 +40,20 @@ struct W8Warp {
   // 64 values of k, the first is `k` of x's row; low and high are weight rows g and g + 8.
   __device__ __forceinline__ void multiply(const uint4& low, const uint4& high, int k) {
     const uint32_t a[4] = {low.x, low.y, low.z, low.w}, b[4] = {high.x, high.y, high.z, high.w};
-    if constexpr (Product::kXBytes == 2) {
+    const uint4 v = load_x(k);
+    const uint32_t tokens[4] = {v.x, v.y, v.z, v.w};
+    if constexpr (Product::kIsFp8) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const uint4 v = load_x(k * 2 + i * 16);
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const int word = 2 * i + j;
-          uint32_t frag[4];
-          halves_of_e4m3(a[word], frag[0], frag[2]);
-          halves_of_e4m3(b[word], frag[1], frag[3]);
-          const uint32_t tokens[2] = {j == 0 ? v.x : v.z, j == 0 ? v.y : v.w};
-          mma_m16n8k16<__half>(acc[word % kSets], frag, tokens);
-        }
+      for (int word = 0; word < 4; ++word) {
+        uint32_t frag_a[4], frag_b[2];
+        halves_of_e4m3(a[word], frag_a[0], frag_a[2]);
+        halves_of_e4m3(b[word], frag_a[1], frag_a[3]);
+        halves_of_e4m3(tokens[word], frag_b[0], frag_b[1]);
+        mma_m16n8k16<__half>(acc[word % kSets], frag_a, frag_b);
       }
     } else {
-      const uint4 v = load_x(k);
       const uint32_t a0[4] = {a[0], b[0], a[1], b[1]}, a1[4] = {a[2], b[2], a[3], b[3]};
-      const uint32_t b0[2] = {v.x, v.y}, b1[2] = {v.z, v.w};
+      const uint32_t b0[2] = {tokens[0], tokens[1]}, b1[2] = {tokens[2], tokens[3]};
       Product::mma(acc[0], a0, b0);
       Product::mma(acc[1], a1, b1);
     }
@@ -104,7 +100,8 @@ struct W8Warp {
       }
     }
     sum_t* to = reinterpret_cast<sum_t*>(sums) + t * 2 * Shape::kPitch + g;
-    to[0] = sum[0], to[Shape::kPitch] = sum[1], to[8] = sum[2], to[Shape::kPitch + 8] = sum[3];
+    if (2 * t < p.m) to[0] = sum[0], to[8] = sum[2];
+    if (2 * t + 1 < p.m) to[Shape::kPitch] = sum[1], to[Shape::kPitch + 8] = sum[3];
   }
 };
 
@@ -144,13 +141,14 @@ struct W8Columns {
 
   // The sums of four rows of the weight over the block's parts, with their scales.
   template <typename sum_t>
-  __device__ __forceinline__ static Vec<float, 4> scaled_sums(const float* from, float x_scale,
+  __device__ __forceinline__ static Vec<float, 4> scaled_sums(const float* from, int sum_floats,
+                                                              float x_scale,
                                                               const Vec<float, 4>& scales) {
     sum_t sum[4] = {};
 #pragma unroll 4
     for (int part = 0; part < static_cast<int>(blockDim.y); ++part) {
       const Vec<sum_t, 4> v =
-          load_vec<sum_t, 4>(reinterpret_cast<const sum_t*>(from + part * Shape::kSumFloats));
+          load_vec<sum_t, 4>(reinterpret_cast<const sum_t*>(from + part * sum_floats));
 #pragma unroll
       for (int j = 0; j < 4; ++j) sum[j] += v.v[j];
     }
@@ -170,9 +168,10 @@ struct W8Columns {
     const Epilogue& e = p.epilogue;
     const float* from = sums + token * Shape::kPitch + row;
     const float x_scale = kBlocks ? 1.0f : x_scales[token];
-    Vec<float, 4> y = scaled_sums<sum_t>(from, x_scale, gate_scales);
+    const int step = p.m * Shape::kPitch;
+    Vec<float, 4> y = scaled_sums<sum_t>(from, step, x_scale, gate_scales);
     if (e.is_gated()) {
-      const Vec<float, 4> up = scaled_sums<sum_t>(from + 8, x_scale, up_scales);
+      const Vec<float, 4> up = scaled_sums<sum_t>(from + 8, step, x_scale, up_scales);
 #pragma unroll
       for (int j = 0; j < 4; ++j) y.v[j] = silu(y.v[j] + o.bias.v[j]) * (up.v[j] + o.up_bias.v[j]);
     } else if (!e.is_bare()) {
@@ -222,8 +221,8 @@ __device__ __forceinline__ void w8_skinny(const W8Params& params) {
   ring.num_gates = params.num_gates;
   SkinnyBlock<Shape> b(p, ring, smem);
   b.sums = reinterpret_cast<float*>(b.x + params.m * W8Rows<Product, kBlocks>::pitch_of(params.k));
-  float* x_scales =
-      kBlocks ? b.sums + Shape::kBuffers * b.num_warps * Shape::kSumFloats : smem_scales;
+  const int sum_floats = params.m * Shape::kPitch;  // of a warp
+  float* x_scales = kBlocks ? b.sums + Shape::kBuffers * b.num_warps * sum_floats : smem_scales;
   WeightLoader<Shape> loader(p, b);
   const auto start = [&] {
 #pragma unroll 1
@@ -233,19 +232,17 @@ __device__ __forceinline__ void w8_skinny(const W8Params& params) {
   // after the weights it would wait for all of them.
   if (params.uses_pdl != 0) start();
   {
-    W8Rows<Product, kBlocks> rows(params, b, x_scales, smem_reduce);
+    const W8Rows<Product, kBlocks> rows(params, b, x_scales, smem_reduce);
     rows.begin();
-    if (params.uses_pdl != 0) rows.load_norm();
+    if (params.uses_pdl != 0) rows.prefetch_norm();
     pdl_wait();
-    if (params.uses_pdl == 0) rows.load_norm();
     rows.prepare();
   }
   if (params.uses_pdl == 0) start();
 
   const int g = b.lane_idx / 4, t = b.lane_idx % 4, blocks = scale_blocks(params.k);
-  constexpr int kXBytes = Product::kXBytes;
   W8Warp<Product, kBlocks, Shape> warp{params, g, t, params.m - g};
-  warp.x = b.x + g * W8Rows<Product, kBlocks>::pitch_of(params.k) + t * 16 * kXBytes;
+  warp.x = b.x + g * W8Rows<Product, kBlocks>::pitch_of(params.k) + t * 16;
   warp.scales = x_scales, warp.blocks = blocks;
   int stage = 0, buffer = 0;
 #pragma unroll 1
@@ -281,16 +278,15 @@ __device__ __forceinline__ void w8_skinny(const W8Params& params) {
       warp.multiply_stage(b.ring + stage * Shape::kStageBytes, 2 * k, weight_scales);
       stage = stage + 1 == kStages ? 0 : stage + 1;
     }
-    float* sums = b.sums + (buffer * b.num_warps + b.warp_idx) * Shape::kSumFloats;
+    float* sums = b.sums + (buffer * b.num_warps + b.warp_idx) * sum_floats;
     warp.store(sums);
     skinny_sync(b);
-    columns.template finish<typename Product::sum_t>(p, sums - threadIdx.y * Shape::kSumFloats,
-                                                     x_scales);
+    columns.template finish<typename Product::sum_t>(p, sums - threadIdx.y * sum_floats, x_scales);
     buffer ^= 1;  // SAFETY: as in skinny_ring
   }
 }
 
 #define ENGINE_W8_SKINNY(name, ...)                                                               \
-  extern "C" __global__ void __launch_bounds__(256, 1) name(const __grid_constant__ W8Params p) { \
+  extern "C" __global__ void __launch_bounds__(256, 2) name(const __grid_constant__ W8Params p) { \
     __VA_ARGS__(p);                                                                               \
   }

@@ -1,7 +1,8 @@
-// The rows of x in the shared memory of a skinny product of codes: quantized here where x has no
-// scales yet, after an RMSNorm where there is one.
+// The rows of x in the shared memory of a skinny product of codes. A single row is quantized here
+// where it has no scales yet, after an RMSNorm where there is one.
 #pragma once
 
+#include "common/packed.cuh"
 #include "gemm/skinny_block.cuh"
 #include "gemm/skinny_loads.cuh"
 #include "gemm/w8_problem.cuh"
@@ -9,7 +10,7 @@
 constexpr int kW8Tokens = 8;
 constexpr int kW8MaxWarps = 8;
 
-// Rows of x as values that the product multiplies, [token][k], and their scales.
+// Rows of x as codes, [token][k], and their scales.
 template <typename Product, bool kBlocks>
 struct W8Rows {
   using Codes = typename Product::Codes;
@@ -22,13 +23,10 @@ struct W8Rows {
   int pitch, vectors;  // bytes of a row in shared memory; vectors of eight values in a row
   int num_scales;      // of a row
   unsigned char* x;
-  float *scales, *smem;  // `smem`: a few floats for each warp and token
-  V held[kPieces], norm[kPieces];
+  float *scales, *smem;  // `smem`: two floats for each warp
 
   // Bytes from a row to the next: no bank conflicts between the rows that a warp reads at once.
-  __device__ __forceinline__ static int pitch_of(int k) {
-    return (k * Product::kXBytes + 511) / 512 * 512 + (Product::kXBytes == 2 ? 16 : 64);
-  }
+  __device__ __forceinline__ static int pitch_of(int k) { return (k + 511) / 512 * 512 + 64; }
 
   template <typename Block>
   __device__ __forceinline__ W8Rows(const W8Params& p, const Block& b, float* scales, float* smem)
@@ -44,73 +42,41 @@ struct W8Rows {
         scales(scales),
         smem(smem) {}
 
-  __device__ __forceinline__ bool is_single() const {
-    return p.x_scales == nullptr && p.m == 1 && vectors <= threads * kPieces;
-  }
-  __device__ __forceinline__ const scalar_t* row(int token) const {
-    return static_cast<const scalar_t*>(p.x) + token * p.x_stride;
-  }
-
   // What does not depend on the preceding kernel.
-  __device__ __forceinline__ void begin() {
-    const int count = (pitch / 256 * 256 - p.k * Product::kXBytes) / 16;  // zeros after the end
+  __device__ __forceinline__ void begin() const {
+    const int count = (pitch / 256 * 256 - p.k) / 16;  // zeros after the end
     for (int i = thread; i < p.m * count; i += threads)
-      store_vec(reinterpret_cast<uint32_t*>(x + i / count * pitch + p.k * Product::kXBytes +
-                                            i % count * 16),
+      store_vec(reinterpret_cast<uint32_t*>(x + i / count * pitch + p.k + i % count * 16),
                 Vec<uint32_t, 4>{});
   }
-  __device__ __forceinline__ void load_norm() {
+  // Brings the norm's weight to the L2 cache, while the preceding kernel may still run.
+  __device__ __forceinline__ void prefetch_norm() const {
     if (p.norm_weight == nullptr) return;
-#pragma unroll
-    for (int j = 0; j < kPieces; ++j) {
-      const int i = thread + j * threads;
-      norm[j] = V{};
-      if (i < vectors) norm[j] = load_vec<scalar_t, kVec>(p.norm_weight + i * kVec);
-    }
+    for (int i = thread * 64; i < p.k; i += threads * 64)  // lines of 128 bytes
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(p.norm_weight + i));
   }
 
   // The values in shared memory. Ends with a barrier of the block.
-  __device__ __forceinline__ void prepare() {
+  __device__ __forceinline__ void prepare() const {
     if (p.x_scales != nullptr)
       copy_codes();
-    else if (is_single())
-      quantize_single();
     else
-      quantize_rows();
+      quantize_row();
     __syncthreads();
   }
 
  private:
-  __device__ __forceinline__ void put(int token, int i, const V& v, float factor) const {
-    uint32_t codes[2];
-#pragma unroll
-    for (int j = 0; j < 2; ++j)
-      codes[j] = Codes::pack(to_float(v.v[4 * j]) * factor, to_float(v.v[4 * j + 1]) * factor,
-                             to_float(v.v[4 * j + 2]) * factor, to_float(v.v[4 * j + 3]) * factor);
-    put_codes(token, i, codes[0], codes[1]);
-  }
-  // Eight codes, the vector's number i of the row.
-  __device__ __forceinline__ void put_codes(int token, int i, uint32_t a, uint32_t b) const {
-    unsigned char* to = x + token * pitch + i * 8 * Product::kXBytes;
-    if constexpr (Product::kXBytes == 2) {
-      Vec<uint32_t, 4> halves;
-      halves_of_e4m3(a, halves.v[0], halves.v[1]);
-      halves_of_e4m3(b, halves.v[2], halves.v[3]);
-      store_vec(reinterpret_cast<uint32_t*>(to), halves);
-    } else {
-      store_vec(reinterpret_cast<uint32_t*>(to), Vec<uint32_t, 2>{a, b});
-    }
-  }
-
   __device__ __forceinline__ void copy_codes() const {
     const unsigned char* codes = static_cast<const unsigned char*>(p.x);
-    for (int token = 0; token < p.m; ++token)
-#pragma unroll 4
-      for (int i = thread; i < vectors / 2; i += threads) {
-        const uint4 v = *reinterpret_cast<const uint4*>(codes + token * p.x_stride + i * 16);
-        put_codes(token, 2 * i, v.x, v.y);
-        put_codes(token, 2 * i + 1, v.z, v.w);
-      }
+    for (int i = thread * 16; i < p.k; i += threads * 16) {
+      uint4 v[kW8Tokens];  // all in flight
+#pragma unroll
+      for (int token = 0; token < kW8Tokens; ++token)
+        if (token < p.m) v[token] = *reinterpret_cast<const uint4*>(codes + token * p.x_stride + i);
+#pragma unroll
+      for (int token = 0; token < kW8Tokens; ++token)
+        if (token < p.m) *reinterpret_cast<uint4*>(x + token * pitch + i) = v[token];
+    }
     for (int i = thread; i < p.m * num_scales; i += threads) scales[i] = p.x_scales[i];
   }
 
@@ -136,29 +102,17 @@ struct W8Rows {
     return sum;
   }
 
-  // One row, read once.
-  __device__ __forceinline__ void quantize_single() {
-#pragma unroll
-    for (int j = 0; j < kPieces; ++j) {
-      const int i = thread + j * threads;
-      held[j] = V{};
-      if (i < vectors) held[j] = load_from_l2(row(0) + i * kVec);
-    }
-    if (p.norm_weight != nullptr) {
-      float sum = 0.0f;
-#pragma unroll
-      for (int j = 0; j < kPieces; ++j) sum = squares(held[j], sum);
-      sum = over_warps(warp_sum(sum), smem, [](float a, float b) { return a + b; });
-      const float scale = 1.0f / sqrtf(sum / p.k + p.eps);
-#pragma unroll
-      for (int j = 0; j < kPieces; ++j)
-        held[j] = normalised(held[j], norm[j], scale, p.weight_offset);
-    }
+  // Row 0, read once, `held` in registers.
+  __device__ __forceinline__ void quantize_row() const {
+    const scalar_t* row = static_cast<const scalar_t*>(p.x);
+    Packed<kVec> held[kPieces];
+    load_pieces(row, held);
+    if (p.norm_weight != nullptr) normalise(held);
     float factor = 0.0f;
     if constexpr (!kBlocks) {
       float peak = 0.0f;
 #pragma unroll
-      for (int j = 0; j < kPieces; ++j) peak = peak_of(held[j], peak);
+      for (int j = 0; j < kPieces; ++j) peak = peak_of(unpack<kVec>(held[j]), peak);
       peak = over_warps(lanes_max_or_nan<kWarpSize>(peak), smem + kW8MaxWarps, max_or_nan);
       factor = code_factor<Codes>(peak);
       if (thread == 0) scales[0] = code_scale<Codes>(peak);
@@ -166,67 +120,38 @@ struct W8Rows {
 #pragma unroll
     for (int j = 0; j < kPieces; ++j) {
       const int i = thread + j * threads;
+      const V v = unpack<kVec>(held[j]);
       if constexpr (kBlocks) {
-        const float peak = lanes_max_or_nan<kGroupLanes>(peak_of(held[j], 0.0f));
+        const float peak = lanes_max_or_nan<kGroupLanes>(peak_of(v, 0.0f));
         factor = code_factor<Codes>(peak);
         if (i < vectors && i % kGroupLanes == 0) scales[i / kGroupLanes] = code_scale<Codes>(peak);
       }
-      if (i < vectors) put(0, i, held[j], factor);
+      if (i < vectors) store_codes<Codes>(x + i * kVec, v, factor);
     }
   }
 
-  __device__ __forceinline__ V load_normalised(int token, int i, float scale) const {
-    V v = load_vec<scalar_t, kVec>(row(token) + i * kVec);
-    if (p.norm_weight != nullptr)
-      v = normalised(v, load_vec<scalar_t, kVec>(p.norm_weight + i * kVec), scale, p.weight_offset);
-    return v;
+  __device__ __forceinline__ void load_pieces(const scalar_t* from,
+                                              Packed<kVec> (&to)[kPieces]) const {
+#pragma unroll
+    for (int j = 0; j < kPieces; ++j) {
+      const int i = thread + j * threads;
+      V v = {};
+      if (i < vectors) v = load_from_l2(from + i * kVec);
+      to[j] = pack<kVec>(v);
+    }
   }
 
-  // Several rows: a warp per row finds scales, then all threads write values.
-  __device__ __forceinline__ void quantize_rows() const {
-    float* norm_scales = smem;
-    float* factors = smem + kW8Tokens;
-    const int lane_idx = thread % kWarpSize;
-#pragma unroll 1
-    for (int token = warp_idx; token < p.m; token += num_warps) {
-      float scale = 1.0f;
-      if (p.norm_weight != nullptr) {
-        float sum = 0.0f;
-#pragma unroll 8
-        for (int i = lane_idx; i < vectors; i += kWarpSize)
-          sum = squares(load_vec<scalar_t, kVec>(row(token) + i * kVec), sum);
-        scale = 1.0f / sqrtf(warp_sum(sum) / p.k + p.eps);
-      }
-      if (lane_idx == 0) norm_scales[token] = scale;
-      if constexpr (kBlocks) continue;
-      float peak = 0.0f;
-#pragma unroll 8
-      for (int i = lane_idx; i < vectors; i += kWarpSize)
-        peak = peak_of(load_normalised(token, i, scale), peak);
-      peak = lanes_max_or_nan<kWarpSize>(peak);
-      if (lane_idx == 0) {
-        factors[token] = code_factor<Codes>(peak);
-        scales[token] = code_scale<Codes>(peak);
-      }
-    }
-    __syncthreads();
-#pragma unroll 1
-    for (int token = 0; token < p.m; ++token)
-#pragma unroll 4
-      for (int first = 0; first < vectors; first += threads) {
-        const int i = first + thread;
-        V v = {};
-        if (i < vectors) v = load_normalised(token, i, norm_scales[token]);
-        float factor;
-        if constexpr (kBlocks) {
-          const float peak = lanes_max_or_nan<kGroupLanes>(peak_of(v, 0.0f));
-          factor = code_factor<Codes>(peak);
-          if (i < vectors && i % kGroupLanes == 0)
-            scales[token * num_scales + i / kGroupLanes] = code_scale<Codes>(peak);
-        } else {
-          factor = factors[token];
-        }
-        if (i < vectors) put(token, i, v, factor);
-      }
+  __device__ __forceinline__ void normalise(Packed<kVec> (&held)[kPieces]) const {
+    Packed<kVec> norm[kPieces];
+    load_pieces(p.norm_weight, norm);
+    float sum = 0.0f;
+#pragma unroll
+    for (int j = 0; j < kPieces; ++j) sum = squares(unpack<kVec>(held[j]), sum);
+    sum = over_warps(warp_sum(sum), smem, [](float a, float b) { return a + b; });
+    const float scale = 1.0f / sqrtf(sum / p.k + p.eps);
+#pragma unroll
+    for (int j = 0; j < kPieces; ++j)
+      held[j] = pack<kVec>(
+          normalised(unpack<kVec>(held[j]), unpack<kVec>(norm[j]), scale, p.weight_offset));
   }
 };

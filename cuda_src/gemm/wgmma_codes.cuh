@@ -1,4 +1,4 @@
-// wgmma of codes of 8 bits: 64 x N += A (64 x 32) B (32 x N), both operands in shared memory along k,
+// wgmma of codes of 8 bits: 64 x N += A (64 x 32) B (32 x N), both in shared memory along k,
 // sums in registers as in wgmma.cuh: float of e4m3 (to some 14 bits), int32 of int8.
 #pragma once
 

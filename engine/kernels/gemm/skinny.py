@@ -18,7 +18,6 @@ __all__ = [
     "SkinnyConfig",
     "choose_skinny",
     "gemv_configs",
-    "num_parts",
     "ring_configs",
 ]
 
@@ -145,7 +144,7 @@ def choose_skinny(
         gemv = _choose_gemv(n, k, sm_count, has_norm=has_norm)
         if gemv is not None:
             return gemv
-    parts = num_parts(n, k, sm_count)
+    parts = _num_parts(n, k, sm_count)
     for layout in _layouts(parts, n, sm_count, limits.has_clusters):
         config = _config(shape, m, n, k, layout, sm_count, limits)
         if config.shared_bytes + _STATIC_BYTES <= limits.shared_bytes + 1024:
@@ -153,7 +152,7 @@ def choose_skinny(
     return None
 
 
-def num_parts(n: int, k: int, sm_count: int) -> int:
+def _num_parts(n: int, k: int, sm_count: int) -> int:
     """Return in how many parts k is cut: as few as spread the rows evenly over the chip.
 
     A part has a few steps: the prologue and the reduction cost a warp as much as a step or two.

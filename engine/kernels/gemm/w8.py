@@ -24,7 +24,7 @@ from engine.kernels.gemm.launch import (
     out_vector,
     row_stride,
 )
-from engine.kernels.gemm.skinny import Limits, num_parts
+from engine.kernels.gemm.skinny import Limits
 from engine.kernels.gemm.sm90 import is_hopper
 from engine.kernels.gemm.w8_sm90 import choose_w8_hopper, launch_w8_hopper, w8_hopper_specs
 from engine.kernels.quantize_rows import quantize_rows
@@ -46,7 +46,7 @@ _OPS = ("gemm_fp8", "gemm_fp8_blocks", "gemm_int8")
 _KERNELS = {
     f"{op}_{name}": Kernel(f"{op}_{name}", _PARAMS, struct="W8Params")
     for op in _OPS
-    for name in ("tile", "unaligned", "skinny_5", "skinny_3")
+    for name in ("tile", "unaligned", "skinny_5", "skinny_4", "skinny_3")
 }
 _TILE, _TILE_THREADS = 64, 128
 _MAX_INT32 = 2**31 - 1
@@ -55,7 +55,8 @@ MAX_SKINNY_ROWS = 8
 _ROWS = 16  # of the weight, of a warp
 _STEP_PAIRS = 128  # pairs of values of k that a warp multiplies at a time
 _STAGE_BYTES = 4096
-_SUM_BYTES = 2 * 8 * (_ROWS + 4) * 4  # of a warp's partial sums, two buffers
+_STAGES = (3,)  # of a warp's ring: the next kernel's blocks fit beside these
+_MAX_QUANTIZED_K = 16384  # of a row that the skinny kernels quantize themselves
 _STATIC_BYTES = 2048  # of shared memory: what kernels declare, and what the driver reserves
 _SKINNY_DTYPES = ("float16", "bfloat16")
 
@@ -124,7 +125,6 @@ class SkinnyW8:
 
 
 def choose_skinny(
-    codes: str,
     m: int,
     n: int,
     k: int,
@@ -138,22 +138,37 @@ def choose_skinny(
 
     Examples
     --------
-    >>> choose_skinny("fp8", 1, 6144, 4096, 132, Limits(232_448, True)).parts
-    2
+    >>> choose_skinny(1, 4096, 4096, 132, Limits(232_448, True)).parts
+    4
     """
     if not 0 < m <= MAX_SKINNY_ROWS or k == 0 or n == 0:
         return None
-    parts = min(num_parts(n, k // 2, sm_count), warps)
-    part_pairs = ceil_div(ceil_div(k // 2, _STEP_PAIRS), parts) * _STEP_PAIRS
-    pitch = ceil_div(k * 2, 512) * 512 + 16 if codes == "fp8" else ceil_div(k, 512) * 512 + 64
-    beside = m * pitch + warps * _SUM_BYTES + (m * num_scales(k, GROUP) * 4 if has_blocks else 0)
-    for stages in (5, 3):
+    parts = _num_parts(n, k, sm_count, warps)
+    part_pairs = ceil_div(ceil_div(k, 2 * _STEP_PAIRS), parts) * _STEP_PAIRS
+    beside = m * (ceil_div(k, 512) * 512 + 64) + 2 * warps * m * (_ROWS + 4) * 4
+    beside += m * num_scales(k, GROUP) * 4 if has_blocks else 0
+    for stages in _STAGES:
         shared = warps * stages * _STAGE_BYTES + beside
         if shared + _STATIC_BYTES <= limits.shared_bytes + 1024:
-            per_sm = max(1, min(2, (limits.shared_bytes + 1024) // (shared + _STATIC_BYTES)))
             tiles = ceil_div(n, warps // parts * _ROWS)
-            return SkinnyW8(stages, warps, parts, part_pairs, shared, min(tiles, sm_count * per_sm))
+            return SkinnyW8(stages, warps, parts, part_pairs, shared, min(tiles, sm_count))
     return None
+
+
+def _num_parts(n: int, k: int, sm_count: int, warps: int) -> int:
+    """Return in how many parts k is cut: a warp goes through few stages, and parts have several.
+
+    To finish a tile costs a warp as much as a stage.
+    """
+    groups, stages = ceil_div(n, _ROWS), ceil_div(k, 2 * _STEP_PAIRS)
+
+    def cost(parts: int) -> int:
+        waves = ceil_div(ceil_div(groups, warps // parts), sm_count)
+        return waves * (ceil_div(stages, parts) + 1)
+
+    possible = [parts for parts in (4, 2, 8, 1) if parts <= warps]
+    least = min(map(cost, possible))
+    return next(parts for parts in possible if cost(parts) <= 1.12 * least)
 
 
 def product(
@@ -258,8 +273,9 @@ def _launch(o: W8Operands) -> None:
     if max(m, n, k) > _MAX_INT32 - 512:
         raise ContractError(f"{o.op}: x: {m} x {k} by {n} x {k} is more than one launch can do")
     if _may_skip_tiles(o):
+        if m > 1 or k > _MAX_QUANTIZED_K:
+            o = _quantized(o)
         config = choose_skinny(
-            o.codes,
             m,
             n,
             k,
