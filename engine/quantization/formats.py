@@ -95,6 +95,12 @@ class Format:
         """Consecutive numbers of a row that share a scale; 0 for the whole row."""
         return 0 if self.block is None else self.block[1]
 
+    @property
+    def code_range(self) -> tuple[int, int]:
+        """The smallest and the largest code of an integer format."""
+        low = -128 if self.bits == 8 else 0
+        return low, low + (1 << self.bits) - 1
+
     def num_scales(self, shape: Sequence[int]) -> int:
         """Return how many scales a weight of this shape has."""
         if self.block is None:
