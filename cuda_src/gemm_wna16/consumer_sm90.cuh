@@ -1,0 +1,175 @@
+// The consumers of gemm_wna16_sm90.cu: weights become fragments in registers, wgmma multiplies them
+// with the rows of x in shared memory, and the epilogue writes the sums.
+//
+// The weight is wgmma's A and the tokens are its B: sums are (rows of the weight, tokens).
+#pragma once
+
+#include "common/pipeline_state.cuh"
+#include "gemm_wna16/epilogue_sm90.cuh"
+#include "gemm_wna16/weights_sm90.cuh"
+#include "gemm_wna16/wgmma_weights_sm90.cuh"
+
+using Sums = float[kMmaTiles][kTokens / 2];
+// The fragments of a slab. wgmma reads them while the next slab's are decoded, a step behind.
+using Fragments = uint32_t[kSteps][kMmaTiles][4];
+
+struct Consumer {
+  Shared& smem;
+  int slabs;            // of k
+  int first_k, last_k;  // stages of k
+  int warpgroup, warp_idx, lane_idx;
+
+  __device__ __forceinline__ int row_tile(int mma) const {
+    return (warpgroup * kMmaTiles + mma) * 4 + warp_idx % 4;
+  }
+
+  // SAFETY: every warp releases a stage, as it has read the weights by ordinary loads.
+  __device__ __forceinline__ void release(int stage) const {
+    __syncwarp();
+    if (lane_idx == 0) mbarrier_arrive(smem_address(&smem.empty[stage]));
+  }
+
+  __device__ __forceinline__ void load_scales(int stage, int slab, int d, int step, int mma,
+                                              GroupScales& scales) const {
+    const int group = kGroup < kStageK ? (d * kSlabK + step * 16) / kGroup : 0;
+    scales.load(smem.scales[stage] + (row_tile(mma) * kStageGroups + group) * kScaleBytes,
+                smem.super[stage] + row_tile(mma) * kSuperBytes, lane_idx / 4);
+  }
+
+  template <int kStep>
+  __device__ __forceinline__ void step(int stage, int slab, int d, int previous, bool is_first,
+                                       uint64_t b, const PackedSlab (&packed)[kMmaTiles],
+                                       GroupScales (&scales)[kMmaTiles], Fragments& a,
+                                       Sums& acc) const {
+    if (kStep * 16 % kGroup == 0)
+#pragma unroll
+      for (int j = 0; j < kMmaTiles; ++j) load_scales(stage, slab, d, kStep, j, scales[j]);
+    wgmma_wait<kSteps - 1>();  // the step of the slab before that reads these registers is over
+    if (kStep == kSteps - 1 && d == 0 && previous >= 0) release(previous);
+#pragma unroll
+    for (int j = 0; j < kMmaTiles; ++j) decode<kStep>(packed[j], scales[j], a[kStep][j]);
+    wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < kMmaTiles; ++j)
+      wgmma_weights<kTokens>(acc[j], a[kStep][j], b + kStep * 2, !is_first || kStep > 0);
+    wgmma_commit();
+  }
+
+  // Sums this CTA's share of k.
+  __device__ __forceinline__ void multiply(PipelineState<kStages>& state, Sums& acc) const {
+    const unsigned x = smem_address(smem.x[0]);
+    state.stage = __shfl_sync(~0u, state.stage, 0);  // tells ptxas that it is warp-uniform
+    Fragments a;
+    GroupScales scales[kMmaTiles];
+    int previous = -1;
+#pragma unroll 1
+    for (int k = first_k; k < last_k; ++k) {
+      const int stage = state.stage;
+      mbarrier_wait(smem_address(&smem.full[stage]), state.phase);
+#pragma unroll
+      for (int d = 0; d < kDepth; ++d) {
+        const int slab = k * kDepth + d;
+        if (d > 0 && slab >= slabs) break;
+        const bool is_first = k == first_k && d == 0;
+        PackedSlab packed[kMmaTiles];
+#pragma unroll
+        for (int j = 0; j < kMmaTiles; ++j)
+          packed[j] =
+              load_slab(smem.data[stage] + (row_tile(j) * kDepth + d) * kDataBytes,
+                        smem.high[stage] + (row_tile(j) * kDepth + d) * kHighBytes, lane_idx);
+        const uint64_t b = wgmma_descriptor(x + stage * kStageX + d * kSlabX);
+        step<0>(stage, slab, d, previous, is_first, b, packed, scales, a, acc);
+        step<1>(stage, slab, d, previous, is_first, b, packed, scales, a, acc);
+        step<2>(stage, slab, d, previous, is_first, b, packed, scales, a, acc);
+        step<3>(stage, slab, d, previous, is_first, b, packed, scales, a, acc);
+      }
+      previous = stage;
+      state.advance();
+    }
+    wgmma_wait<0>();
+    if (previous >= 0) release(previous);
+#pragma unroll
+    for (int j = 0; j < kMmaTiles; ++j) wgmma_pin(acc[j]);
+  }
+
+  // Adds the sums of the cluster's CTAs for this CTA's slice of the tokens, in their order.
+  __device__ __forceinline__ void exchange(const Sums& acc, float (&own)[kSliceSums]) const {
+    const int me = cluster_rank();
+    constexpr int kHalf = kSlice / 2;
+    const auto at = [&](int from, int to, int vec) {
+      const int place = from - (from > to);
+      return (place * kSliceVecs + vec) * kConsumerThreads + static_cast<int>(threadIdx.x);
+    };
+#pragma unroll
+    for (int to = 0; to < kSplits; ++to) {
+#pragma unroll
+      for (int i = 0; i < kSliceVecs; ++i) {
+        const float* a = acc[i * 4 / kHalf] + to * kHalf + i * 4 % kHalf;
+        if (to == me) {
+#pragma unroll
+          for (int c = 0; c < 4; ++c) own[i * 4 + c] = a[c];
+        } else {
+          cluster_send(smem_address(smem.sums) + at(me, to, i) * 16, smem_address(&smem.sums_full),
+                       to, a[0], a[1], a[2], a[3]);
+        }
+      }
+    }
+    mbarrier_wait_cluster(smem_address(&smem.sums_full), 0);
+#pragma unroll
+    for (int i = 0; i < kSliceVecs; ++i) {
+      float sum[4] = {};
+#pragma unroll
+      for (int from = 0; from < kSplits; ++from) {
+        Vec<float, 4> part = {own[4 * i], own[4 * i + 1], own[4 * i + 2], own[4 * i + 3]};
+        if (from != me) part = load_vec<float, 4>(smem.sums + at(from, me, i) * 4);
+#pragma unroll
+        for (int c = 0; c < 4; ++c) sum[c] += part.v[c];
+      }
+#pragma unroll
+      for (int c = 0; c < 4; ++c) own[4 * i + c] = sum[c];
+    }
+  }
+
+  // Writes kSlice tokens from `token` on: through staging, where they become rows.
+  __device__ __forceinline__ void store(const RowEpilogue& e, const float* sums, int token,
+                                        int num_tokens, int block) const {
+    const int g = lane_idx / 4, t = lane_idx % 4;
+#pragma unroll
+    for (int first = 0; first < kSlice; first += kChunk) {
+      if (token + first >= num_tokens) break;
+#pragma unroll
+      for (int j = 0; j < kMmaTiles; ++j) {
+        float* to = smem.staging + row_tile(j) * kRowTile + g;
+#pragma unroll
+        for (int i = 0; i < kChunk / 8; ++i) {
+          const float* v = sums + j * kSlice / 2 + first / 2 + 4 * i;
+#pragma unroll
+          for (int c = 0; c < 4; ++c)
+            to[(i * 8 + 2 * t + c % 2) * kStagingRow + c / 2 * 8] = v[c];
+        }
+      }
+      named_barrier_sync<kConsumerThreads>(1);
+      finish_staged(e, smem.staging, token + first, min(kChunk, num_tokens - token - first), block);
+      named_barrier_sync<kConsumerThreads>(1);  // SAFETY: the next sums overwrite staging.
+    }
+  }
+};
+
+__device__ __forceinline__ void consume(const Consumer& c, const RowEpilogue& e,
+                                        const TileScheduler& s, int m) {
+  pdl_wait();  // the preceding kernel may read what we write, and write what we read
+  PipelineState<kStages> state(0);
+#pragma unroll 1
+  for (int index = s.first(); index < s.count(); index += s.step()) {
+    const WorkTile tile = s.tile(index);
+    Sums acc;
+    c.multiply(state, acc);
+    if constexpr (kSplits > 1) {
+      float own[kSliceSums];
+      c.exchange(acc, own);
+      c.store(e, own, tile.token + cluster_rank() * kSlice, m, tile.block);
+    } else {
+      c.store(e, acc[0], tile.token, m, tile.block);
+    }
+  }
+}
