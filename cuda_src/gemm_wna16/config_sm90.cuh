@@ -1,35 +1,14 @@
-// The format and work tile that a module of gemm_wna16_sm90.cu is compiled for, given by -D
+// The work tile that a module of gemm_wna16_sm90.cu is compiled for, given by -D
 // (HopperConfig in engine/kernels/gemm_wna16/sm90.py), and what follows from them.
 #pragma once
 
 #include "common/reduce.cuh"  // kWarpSize
 #include "common/sm90.cuh"
+#include "gemm_wna16/format.cuh"
 
-// ---- format: a row tile is 16 rows, a slab 64 values of k ---------------------------------------
-
-enum Code { kInteger = 0, kE2m1 = 1 };
-enum Offset { kNoOffset = 0, kZeroPoint = 1, kMinimum = 2 };
-enum ScaleType { kHalf = 0, kBfloat16 = 1, kExponent = 2, kSigned = 3, kUnsigned = 4 };
-
-constexpr int kBits = BITS, kZero = ZERO, kGroup = GROUP;
-constexpr Code kCode = static_cast<Code>(CODE);
-constexpr Offset kOffset = static_cast<Offset>(OFFSET);
-constexpr ScaleType kScaleType = static_cast<ScaleType>(SCALE);
-constexpr bool kHasSuper = kScaleType == kSigned || kScaleType == kUnsigned;
-constexpr int kSuperBlock = 256;
-
-constexpr int kRowTile = 16;
-constexpr int kSlabK = 64;  // 128 bytes of a row of x, the widest swizzle
+constexpr int kSlabK = kTileColumns;  // 64 values of k: 128 bytes of a row of x, the widest swizzle
 constexpr int kSteps = kSlabK / 16;
 constexpr int kSlabRowBytes = 128;
-constexpr int kDataBytes = kBits == 8 ? 1024 : 512;  // of a row tile's slab
-constexpr int kHighBytes = kBits == 5 ? 128 : kBits == 6 ? 256 : 0;
-// Of a row tile: of a group's scales, of a super-block's.
-constexpr int kValues = kOffset != kNoOffset ? 2 : 1;
-constexpr int kScaleBytes = kRowTile * kValues * (kScaleType <= kBfloat16 ? 2 : 1);
-constexpr int kSuperBytes = kHasSuper ? kRowTile * kValues * 2 : 0;
-
-// ---- work tile ----------------------------------------------------------------------------------
 
 constexpr int kTokens = TOKENS;          // rows of x
 constexpr int kWarpgroups = WARPGROUPS;  // that multiply
@@ -39,11 +18,11 @@ constexpr int kStages = STAGES;
 constexpr int kSplits = SPLITS;  // CTAs of a cluster that share a sum over k
 constexpr int kBlocks = BLOCKS;  // CTAs per multiprocessor
 constexpr int kMmaM = 64;
-constexpr int kRows = kWarpgroups * kMmaTiles * kMmaM, kRowTiles = kRows / kRowTile;
+constexpr int kRows = kWarpgroups * kMmaTiles * kMmaM, kRowTiles = kRows / kTileRows;
 constexpr int kStageK = kDepth * kSlabK;
 constexpr int kStageGroups = kStageK > kGroup ? kStageK / kGroup : 1;
 static_assert(kStageK % kGroup == 0 || kGroup % kStageK == 0, "a stage has whole groups or a part");
-static_assert(kSuperBlock % kStageK == 0, "a stage lies in one super-block");
+static_assert(kSuperBlock == 0 || kSuperBlock % kStageK == 0, "a stage lies in one super-block");
 static_assert(kTokens % (8 * kSplits) == 0, "a slice is whole 8 tokens");
 static_assert(kRowTiles <= kWarpSize / 2, "a lane copies for one row tile");
 
@@ -57,8 +36,8 @@ constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 constexpr int kSlabX = kTokens * kSlabRowBytes, kStageX = kDepth * kSlabX;
 constexpr int kStageData = kRowTiles * kDepth * kDataBytes;
 constexpr int kStageHigh = kRowTiles * kDepth * kHighBytes;
-constexpr int kStageScales = kRowTiles * kStageGroups * kScaleBytes;
-constexpr int kStageSuper = kRowTiles * kSuperBytes;
+constexpr int kStageScales = kRowTiles * kStageGroups * kScaleTileBytes;
+constexpr int kStageSuper = kRowTiles * kSuperTileBytes;
 
 // Staging of results: rows of tokens. The padding gives the lanes of a warp different banks.
 constexpr int kSlice = kTokens / kSplits;  // tokens that a CTA finishes

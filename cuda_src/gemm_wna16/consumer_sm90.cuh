@@ -29,25 +29,28 @@ struct Consumer {
     if (lane_idx == 0) mbarrier_arrive(smem_address(&smem.empty[stage]));
   }
 
-  __device__ __forceinline__ void load_scales(int stage, int slab, int d, int step, int mma,
-                                              GroupScales& scales) const {
+  __device__ __forceinline__ void load_scales(int stage, int d, int step, int mma,
+                                              RowScales& scales) const {
     const int group = kGroup < kStageK ? (d * kSlabK + step * 16) / kGroup : 0;
-    scales.load(smem.scales[stage] + (row_tile(mma) * kStageGroups + group) * kScaleBytes,
-                smem.super[stage] + row_tile(mma) * kSuperBytes, lane_idx / 4);
+    const int tile = row_tile(mma), g = lane_idx / 4;
+    const int place = (tile * kStageGroups + group) * kScaleTileBytes + g * kScaleBytes;
+    scales.set(load_small<kScaleBytes>(smem.scales[stage] + place),
+               load_small<kSuperBytes>(smem.super[stage] + tile * kSuperTileBytes +
+                                       g * kSuperBytes));
   }
 
   template <int kStep>
-  __device__ __forceinline__ void step(int stage, int slab, int d, int previous, bool is_first,
-                                       uint64_t b, const PackedSlab (&packed)[kMmaTiles],
-                                       GroupScales (&scales)[kMmaTiles], Fragments& a,
+  __device__ __forceinline__ void step(int stage, int d, int previous, bool is_first,
+                                       uint64_t b, const TileWords (&words)[kMmaTiles],
+                                       RowScales (&scales)[kMmaTiles], Fragments& a,
                                        Sums& acc) const {
     if (kStep * 16 % kGroup == 0)
 #pragma unroll
-      for (int j = 0; j < kMmaTiles; ++j) load_scales(stage, slab, d, kStep, j, scales[j]);
+      for (int j = 0; j < kMmaTiles; ++j) load_scales(stage, d, kStep, j, scales[j]);
     wgmma_wait<kSteps - 1>();  // the step of the slab before that reads these registers is over
     if (kStep == kSteps - 1 && d == 0 && previous >= 0) release(previous);
 #pragma unroll
-    for (int j = 0; j < kMmaTiles; ++j) decode<kStep>(packed[j], scales[j], a[kStep][j]);
+    for (int j = 0; j < kMmaTiles; ++j) decode_weights<kStep>(words[j], scales[j], a[kStep][j]);
     wgmma_fence();
 #pragma unroll
     for (int j = 0; j < kMmaTiles; ++j)
@@ -60,7 +63,7 @@ struct Consumer {
     const unsigned x = smem_address(smem.x[0]);
     state.stage = __shfl_sync(~0u, state.stage, 0);  // tells ptxas that it is warp-uniform
     Fragments a;
-    GroupScales scales[kMmaTiles];
+    RowScales scales[kMmaTiles];
     int previous = -1;
 #pragma unroll 1
     for (int k = first_k; k < last_k; ++k) {
@@ -71,17 +74,16 @@ struct Consumer {
         const int slab = k * kDepth + d;
         if (d > 0 && slab >= slabs) break;
         const bool is_first = k == first_k && d == 0;
-        PackedSlab packed[kMmaTiles];
+        TileWords words[kMmaTiles];
 #pragma unroll
         for (int j = 0; j < kMmaTiles; ++j)
-          packed[j] =
-              load_slab(smem.data[stage] + (row_tile(j) * kDepth + d) * kDataBytes,
+          words[j].load(smem.data[stage] + (row_tile(j) * kDepth + d) * kDataBytes,
                         smem.high[stage] + (row_tile(j) * kDepth + d) * kHighBytes, lane_idx);
         const uint64_t b = wgmma_descriptor(x + stage * kStageX + d * kSlabX);
-        step<0>(stage, slab, d, previous, is_first, b, packed, scales, a, acc);
-        step<1>(stage, slab, d, previous, is_first, b, packed, scales, a, acc);
-        step<2>(stage, slab, d, previous, is_first, b, packed, scales, a, acc);
-        step<3>(stage, slab, d, previous, is_first, b, packed, scales, a, acc);
+        step<0>(stage, d, previous, is_first, b, words, scales, a, acc);
+        step<1>(stage, d, previous, is_first, b, words, scales, a, acc);
+        step<2>(stage, d, previous, is_first, b, words, scales, a, acc);
+        step<3>(stage, d, previous, is_first, b, words, scales, a, acc);
       }
       previous = stage;
       state.advance();
@@ -139,7 +141,7 @@ struct Consumer {
       if (token + first >= num_tokens) break;
 #pragma unroll
       for (int j = 0; j < kMmaTiles; ++j) {
-        float* to = smem.staging + row_tile(j) * kRowTile + g;
+        float* to = smem.staging + row_tile(j) * kTileRows + g;
 #pragma unroll
         for (int i = 0; i < kChunk / 8; ++i) {
           const float* v = sums + j * kSlice / 2 + first / 2 + 4 * i;

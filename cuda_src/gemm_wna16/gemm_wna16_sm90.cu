@@ -20,17 +20,17 @@
 struct GemmWna16Sm90Params {
   TensorMap map_x;     // x (M, K) by boxes of x_part rows
   TensorMap map_tail;  // x by boxes of tail_part rows, for the tile of the last rows
-  const void* data;    // the planes of a packed weight (N, K)
-  const void* high;    // null for 4 and 8 bits
-  const void* scales;
-  const void* super_scales;  // null without super-blocks
+  const unsigned char* data;    // the planes of a packed weight (N, K)
+  const unsigned char* high;    // null for 4 and 8 bits
+  const unsigned char* scales;
+  const unsigned char* supers;  // null without super-blocks
   const scalar_t* bias;      // (N,), or null
   const void* residual;  // shape and dtype of out, rows residual_stride apart; may be out; or null
   int64_t residual_stride;  // elements
   void* out;                // (M, N), or (M, N / 2) gated; scalar_t, or float if is_float
   int64_t out_stride;       // elements
   int m, n, slabs;          // slabs: of 64 values of k
-  int groups, supers;       // of a row of the weight
+  int groups, num_supers;   // of a row of the weight
   int x_part, tail_part;    // rows of x in a tile, and in that of the last rows
   int num_gates;            // rows of gate, a multiple of 16; 0: not gated
   int activation;           // an Activation
@@ -74,13 +74,14 @@ extern "C" __global__ void __cluster_dims__(kSplits, 1, 1) __launch_bounds__(kTh
   if (warp_idx >= kConsumerThreads / kWarpSize) {
     if constexpr (kMovesRegisters) warpgroup_reg_dealloc<kProducerRegisters>();
     if (warp_idx > kConsumerThreads / kWarpSize) return;
-    const auto bytes = [](const void* plane) { return static_cast<const unsigned char*>(plane); };
     Loader load{smem,
                 &p.map_x,
                 &p.map_tail,
-                {bytes(p.data), bytes(p.high), bytes(p.scales), bytes(p.super_scales), p.slabs,
-                 p.groups, p.supers},
-                {(p.n + kRowTile - 1) / kRowTile, p.num_gates / kRowTile},
+                {p.data, p.high, p.scales, p.supers},
+                p.slabs,
+                p.groups,
+                p.num_supers,
+                {(p.n + kTileRows - 1) / kTileRows, p.num_gates / kTileRows},
                 p.m,
                 p.x_part,
                 p.tail_part,

@@ -5,16 +5,11 @@
 #include "common/pipeline_state.cuh"
 #include "gemm_wna16/scheduler_sm90.cuh"
 
-// The arrays of a packed weight, as engine/quantization/packing.py lays them out.
-struct PackedWeight {
-  const unsigned char *data, *high, *scales, *super;
-  int slabs, groups, supers;  // of a row
-};
-
 struct Loader {
   Shared& smem;
   const TensorMap *map_x, *map_tail;
   PackedWeight w;
+  int slabs, groups, supers;  // of a row of the weight
   RowTiles row_tiles;
   int m, x_part, tail_part;
   int first_k, last_k;  // stages of k
@@ -36,14 +31,14 @@ struct Loader {
     constexpr int kLanes = kWarpSize / kRowTiles;
     const int lane_idx = threadIdx.x % kWarpSize;
     const unsigned full = smem_address(&smem.full[stage]);
-    const int depth = min(kDepth, w.slabs - stage_k * kDepth);
+    const int depth = min(kDepth, slabs - stage_k * kDepth);
     const int group = stage_k * kStageK / kGroup;
-    const int groups = min(kStageGroups, w.groups - group);
+    const int count = min(kStageGroups, groups - group);
     if (lane_idx == 0)
       mbarrier_arrive_expect_tx(
           full, depth * part(tile) * kSlabRowBytes +
-                    kRowTiles * (depth * (kDataBytes + kHighBytes) + groups * kScaleBytes +
-                                 kSuperBytes));
+                    kRowTiles * (depth * (kDataBytes + kHighBytes) + count * kScaleTileBytes +
+                                 kSuperTileBytes));
     __syncwarp();
     const int local = lane_idx % kRowTiles, row_tile = row_tiles.at(tile.block, local);
     const int64_t slab = stage_k * kDepth;
@@ -51,17 +46,17 @@ struct Loader {
     for (int first = 0; first < 4; first += kLanes) {
       const int plane = first + lane_idx / kRowTiles;
       if (plane == 0)
-        copy(smem.data[stage], w.data, row_tile, local, int64_t{w.slabs} * kDataBytes,
+        copy(smem.data[stage], w.data, row_tile, local, int64_t{slabs} * kDataBytes,
              slab * kDataBytes, depth * kDataBytes, kDepth * kDataBytes, full);
       if (plane == 1)
-        copy(smem.scales[stage], w.scales, row_tile, local, int64_t{w.groups} * kScaleBytes,
-             int64_t{group} * kScaleBytes, groups * kScaleBytes, kStageGroups * kScaleBytes, full);
+        copy(smem.scales[stage], w.scales, row_tile, local, int64_t{groups} * kScaleTileBytes,
+             int64_t{group} * kScaleTileBytes, count * kScaleTileBytes, kStageGroups * kScaleTileBytes, full);
       if (kHighBytes > 0 && plane == 2)
-        copy(smem.high[stage], w.high, row_tile, local, int64_t{w.slabs} * kHighBytes,
+        copy(smem.high[stage], w.high, row_tile, local, int64_t{slabs} * kHighBytes,
              slab * kHighBytes, depth * kHighBytes, kDepth * kHighBytes, full);
-      if (kHasSuper && plane == 3)
-        copy(smem.super[stage], w.super, row_tile, local, int64_t{w.supers} * kSuperBytes,
-             int64_t{stage_k * kStageK / kSuperBlock} * kSuperBytes, kSuperBytes, kSuperBytes,
+      if (kSuperBlock > 0 && plane == 3)
+        copy(smem.super[stage], w.supers, row_tile, local, int64_t{supers} * kSuperTileBytes,
+             int64_t{stage_k * kStageK / (kSuperBlock > 0 ? kSuperBlock : 1)} * kSuperTileBytes, kSuperTileBytes, kSuperTileBytes,
              full);
     }
   }
@@ -72,7 +67,7 @@ struct Loader {
     const TensorMap* map = tile.token + kTokens <= m ? map_x : map_tail;
 #pragma unroll
     for (int d = 0; d < kDepth; ++d)
-      if (stage_k * kDepth + d < w.slabs)
+      if (stage_k * kDepth + d < slabs)
         tma_load_2d(to + d * kSlabX, map, (stage_k * kDepth + d) * kSlabK, tile.token, full);
   }
 };
