@@ -1,7 +1,7 @@
 // How gemm_wna16_sm90.cu writes its sums: bias, activation, residual, in float, rounded once.
 #pragma once
 
-#include "gemm/epilogue.cuh"
+#include "common/epilogue.cuh"
 #include "gemm_wna16/scheduler_sm90.cuh"
 
 // Eight neighbouring columns of a row of out.
