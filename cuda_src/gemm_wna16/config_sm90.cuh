@@ -23,12 +23,11 @@ constexpr int kStageK = kDepth * kSlabK;
 constexpr int kStageGroups = kStageK > kGroup ? kStageK / kGroup : 1;
 static_assert(kStageK % kGroup == 0 || kGroup % kStageK == 0, "a stage has whole groups or a part");
 static_assert(kSuperBlock == 0 || kSuperBlock % kStageK == 0, "a stage lies in one super-block");
-static_assert(kTokens % (8 * kSplits) == 0, "a slice is whole 8 tokens");
 static_assert(kRowTiles <= kWarpSize / 2, "a lane copies for one row tile");
 
 constexpr int kConsumerThreads = kWarpgroups * 128;
 // One producer warp; a whole warpgroup where registers move: setmaxnreg acts on warpgroups.
-constexpr bool kMovesRegisters = kWarpgroups == 2 && kMmaTiles * kTokens > 128;
+constexpr bool kMovesRegisters = kWarpgroups == 2 && kMmaTiles * kTokens >= 128;
 constexpr int kThreads = kConsumerThreads + (kMovesRegisters ? 128 : kWarpSize);
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
@@ -39,11 +38,20 @@ constexpr int kStageHigh = kRowTiles * kDepth * kHighBytes;
 constexpr int kStageScales = kRowTiles * kStageGroups * kScaleTileBytes;
 constexpr int kStageSuper = kRowTiles * kSuperTileBytes;
 
+// A slice of a tile's sums, that one CTA of the cluster finishes: some tokens, or one m-tile of each
+// warpgroup for eight tokens. A thread has it as vectors of four sums. Where there are more CTAs
+// than slices the last ones finish nothing.
+constexpr int kVecs = kMmaTiles * kTokens / 8;
+constexpr int kMaxSlices = kWarpgroups == 2 ? kVecs : kTokens / 8;  // gate and up stay together
+constexpr int kFinishers = kSplits < kMaxSlices ? kSplits : kMaxSlices;
+constexpr int kSliceVecs = kVecs / kFinishers, kSliceSums = kSliceVecs * 4;
+constexpr int kSliceMmaTiles = kSliceVecs < kMmaTiles ? kSliceVecs : kMmaTiles;
+constexpr int kSliceTokens = kSliceVecs / kSliceMmaTiles * 8;
+constexpr int kSliceRows = kWarpgroups * kSliceMmaTiles * kMmaM;
+
 // Staging of results: rows of tokens. The padding gives the lanes of a warp different banks.
-constexpr int kSlice = kTokens / kSplits;  // tokens that a CTA finishes
-constexpr int kChunk = kSlice < CHUNK ? kSlice : CHUNK;
-constexpr int kStagingRow = kRows + 4;
-constexpr int kSliceSums = kMmaTiles * kSlice / 2, kSliceVecs = kSliceSums / 4;
+constexpr int kChunk = kSliceTokens < CHUNK ? kSliceTokens : CHUNK;
+constexpr int kStagingRow = kSliceRows + 4;
 
 // Dynamic shared memory, from an address aligned to the swizzle's atoms.
 struct Shared {

@@ -94,19 +94,19 @@ struct Consumer {
     for (int j = 0; j < kMmaTiles; ++j) wgmma_pin(acc[j]);
   }
 
-  // Adds the sums of the cluster's CTAs for this CTA's slice of the tokens, in their order.
-  __device__ __forceinline__ void exchange(const Sums& acc, float (&own)[kSliceSums]) const {
+  // Adds the sums of the cluster's CTAs for this CTA's slice, in their order. False: it has none.
+  __device__ __forceinline__ bool exchange(const Sums& acc, float (&own)[kSliceSums]) const {
     const int me = cluster_rank();
-    constexpr int kHalf = kSlice / 2;
     const auto at = [&](int from, int to, int vec) {
       const int place = from - (from > to);
       return (place * kSliceVecs + vec) * kConsumerThreads + static_cast<int>(threadIdx.x);
     };
 #pragma unroll
-    for (int to = 0; to < kSplits; ++to) {
+    for (int to = 0; to < kFinishers; ++to) {
 #pragma unroll
       for (int i = 0; i < kSliceVecs; ++i) {
-        const float* a = acc[i * 4 / kHalf] + to * kHalf + i * 4 % kHalf;
+        const int first = to * kSliceVecs, eights = kSliceTokens / 8;
+        const float* a = acc[first % kMmaTiles + i / eights] + (first / kMmaTiles + i % eights) * 4;
         if (to == me) {
 #pragma unroll
           for (int c = 0; c < 4; ++c) own[i * 4 + c] = a[c];
@@ -116,6 +116,7 @@ struct Consumer {
         }
       }
     }
+    if (me >= kFinishers) return false;
     mbarrier_wait_cluster(smem_address(&smem.sums_full), 0);
 #pragma unroll
     for (int i = 0; i < kSliceVecs; ++i) {
@@ -130,28 +131,32 @@ struct Consumer {
 #pragma unroll
       for (int c = 0; c < 4; ++c) own[4 * i + c] = sum[c];
     }
+    return true;
   }
 
-  // Writes kSlice tokens from `token` on: through staging, where they become rows.
-  __device__ __forceinline__ void store(const RowEpilogue& e, const float* sums, int token,
-                                        int num_tokens, int block) const {
+  // Writes slice `slice` of a tile: through staging, where sums become rows.
+  __device__ __forceinline__ void store(const RowEpilogue& e, const float* sums,
+                                        const WorkTile& tile, int num_tokens, int slice) const {
     const int g = lane_idx / 4, t = lane_idx % 4;
+    const int mma = slice * kSliceVecs % kMmaTiles;
+    const int token = tile.token + slice * kSliceVecs / kMmaTiles * 8;
 #pragma unroll
-    for (int first = 0; first < kSlice; first += kChunk) {
+    for (int first = 0; first < kSliceTokens; first += kChunk) {
       if (token + first >= num_tokens) break;
 #pragma unroll
-      for (int j = 0; j < kMmaTiles; ++j) {
-        float* to = smem.staging + row_tile(j) * kTileRows + g;
+      for (int j = 0; j < kSliceMmaTiles; ++j) {
+        const int row = ((warpgroup * kSliceMmaTiles + j) * 4 + warp_idx % 4) * kTileRows + g;
 #pragma unroll
         for (int i = 0; i < kChunk / 8; ++i) {
-          const float* v = sums + j * kSlice / 2 + first / 2 + 4 * i;
+          const float* v = sums + j * kSliceTokens / 2 + first / 2 + 4 * i;
 #pragma unroll
           for (int c = 0; c < 4; ++c)
-            to[(i * 8 + 2 * t + c % 2) * kStagingRow + c / 2 * 8] = v[c];
+            smem.staging[(i * 8 + 2 * t + c % 2) * kStagingRow + row + c / 2 * 8] = v[c];
         }
       }
       named_barrier_sync<kConsumerThreads>(1);
-      finish_staged(e, smem.staging, token + first, min(kChunk, num_tokens - token - first), block);
+      finish_staged(e, smem.staging, token + first, min(kChunk, num_tokens - token - first),
+                    tile.block, mma);
       named_barrier_sync<kConsumerThreads>(1);  // SAFETY: the next sums overwrite staging.
     }
   }
@@ -168,10 +173,9 @@ __device__ __forceinline__ void consume(const Consumer& c, const RowEpilogue& e,
     c.multiply(state, acc);
     if constexpr (kSplits > 1) {
       float own[kSliceSums];
-      c.exchange(acc, own);
-      c.store(e, own, tile.token + cluster_rank() * kSlice, m, tile.block);
+      if (c.exchange(acc, own)) c.store(e, own, tile, m, cluster_rank());
     } else {
-      c.store(e, acc[0], tile.token, m, tile.block);
+      c.store(e, acc[0], tile, m, 0);
     }
   }
 }

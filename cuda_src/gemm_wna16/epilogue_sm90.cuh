@@ -5,7 +5,7 @@
 #include "gemm_wna16/scheduler_sm90.cuh"
 
 // Eight neighbouring columns of a row of out.
-struct Eight {
+struct alignas(16) Eight {
   float v[8];
 };
 
@@ -87,19 +87,23 @@ struct RowEpilogue {
   }
 };
 
-// Finishes `count` tokens from `token` on, whose sums lie in staging.
+// Finishes `count` tokens from `token` on, whose sums lie in staging: those of the slice that begins
+// at m-tile `mma` of each warpgroup.
 __device__ __forceinline__ void finish_staged(const RowEpilogue& e, const float* staging, int token,
-                                              int count, int block) {
+                                              int count, int block, int mma) {
   const bool is_gated = e.num_gates > 0;
-  const int width = is_gated ? kRows / 2 : kRows, eights = width / 8;
-  const int first_column = block * width;
+  const int width = is_gated ? kSliceRows / 2 : kSliceRows, eights = width / 8;
+  const int first_column = block * (is_gated ? kRows / 2 : kRows) + mma * kMmaM;
   for (int i = threadIdx.x; i < count * eights; i += kConsumerThreads) {
     const int row = i / eights, within = i % eights * 8;
-    if (first_column + within >= e.columns) continue;
+    // Of the second warpgroup's m-tiles, other slices may have those between.
+    const int skipped = within / (kSliceMmaTiles * kMmaM) * (kMmaTiles - kSliceMmaTiles) * kMmaM;
+    const int column = first_column + within + skipped;
+    if (column >= e.columns) continue;
     const float* from = staging + row * kStagingRow + within;
     const Eight sums = *reinterpret_cast<const Eight*>(from);
     Eight ups = {};
-    if (is_gated) ups = *reinterpret_cast<const Eight*>(from + kRows / 2);
-    e.finish(token + row, first_column + within, sums, ups);
+    if (is_gated) ups = *reinterpret_cast<const Eight*>(from + width);
+    e.finish(token + row, column, sums, ups);
   }
 }

@@ -4,24 +4,32 @@
 #include "gemm_wna16/decode.cuh"
 
 // Scales and offsets that scalar_t holds exactly (an exponent is a bfloat16) are applied in scalar_t:
-// everything before the last operation is exact. Others are applied in float.
+// everything before the last operation is exact. A scale with more bits than bfloat16 is the sum of
+// two; the smaller product is rounded before the sum is, which changes a weight only where it lies
+// within 2^-9 of half way between two numbers. All else is done in float: four instructions more
+// for two weights.
 constexpr bool kIsExactPair =
     kIsHalf ? kScaleType == kHalfScale
             : kScaleType == kBfloat16Scale || kScaleType == kE8m0Scale;
+constexpr bool kIsSplit = !kIsHalf && !kIsExactPair && !kHasMinimum;
+constexpr bool kIsPairs = kIsExactPair || kIsSplit;
 constexpr int kUnbias = kCodeBias + kZero;
 // In float the codes' bias is part of the offset, where its product with the scale is exact.
 constexpr bool kFoldsBias =
-    !kIsExactPair && kCodeBias != 0 && !kHasMinimum && kScaleType <= kBfloat16Scale;
+    !kIsPairs && kCodeBias != 0 && !kHasMinimum && kScaleType <= kBfloat16Scale;
 
 // The scales and offsets of a lane's rows g and g + 8, for the codes of a group.
 struct RowScales {
   float scale[2], offset[2];             // in float: a weight is code * scale + offset
   uint32_t scale_pair[2], offset_pair[2];  // in scalar_t, twice
+  uint32_t rest_pair[2];                   // of a split scale
 
   // From the stored words of a group, and those of its super-block.
   __device__ __forceinline__ void set(uint2 own, uint2 super) {
     if constexpr (kIsExactPair)
       set_pairs(own);
+    else if constexpr (kIsSplit)
+      set_split(GroupScales(own, super));
     else
       set_floats(GroupScales(own, super));
   }
@@ -29,9 +37,12 @@ struct RowScales {
   // The weights of a register of row kRow (0 or 1) from its codes.
   template <int kRow>
   __device__ __forceinline__ uint32_t apply(uint32_t codes) const {
-    if constexpr (kIsExactPair && kHasZeroPoint)
-      return multiply_pair(fma_pair(offset_pair[kRow], pair_of(-1), codes), scale_pair[kRow]);
-    if constexpr (kUnbias != 0 && !kFoldsBias) codes = add_to_pair<-kUnbias>(codes);
+    if constexpr (kIsPairs && kHasZeroPoint)
+      codes = fma_pair(offset_pair[kRow], pair_of(-1), codes);
+    else if constexpr (kUnbias != 0 && !kFoldsBias)
+      codes = add_to_pair<-kUnbias>(codes);
+    if constexpr (kIsSplit)
+      return fma_pair(codes, scale_pair[kRow], multiply_pair(codes, rest_pair[kRow]));
     if constexpr (kIsExactPair && kHasMinimum)
       return fma_pair(codes, scale_pair[kRow], offset_pair[kRow]);
     if constexpr (kIsExactPair) return multiply_pair(codes, scale_pair[kRow]);
@@ -59,6 +70,17 @@ struct RowScales {
 #pragma unroll
         for (int i = 0; i < 2; ++i) offset_pair[i] = add_to_pair<kCodeBias>(offset_pair[i]);
       }
+    }
+  }
+
+  __device__ __forceinline__ void set_split(const GroupScales& from) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      scale_pair[i] = pack2<scalar_t>(from.scale[i], from.scale[i]);
+      const float rest = from.scale[i] - __uint_as_float(scale_pair[i] & 0xffff0000u);
+      rest_pair[i] = pack2<scalar_t>(rest, rest);
+      const float offset = from.offset[i] + kCodeBias;
+      if constexpr (kHasZeroPoint) offset_pair[i] = pack2<scalar_t>(offset, offset);
     }
   }
 

@@ -69,13 +69,23 @@ class HopperConfig:
     @property
     def threads(self) -> int:
         """Return the threads of a CTA."""
-        moves_registers = self.warpgroups == 2 and self.mma_tiles * self.tokens > 128
+        moves_registers = self.warpgroups == 2 and self.mma_tiles * self.tokens >= 128
         return self.warpgroups * 128 + (128 if moves_registers else 32)
+
+    @property
+    def _slice(self) -> tuple[int, int]:
+        """Return the rows and the tokens of what one CTA of a cluster finishes."""
+        vecs = self.mma_tiles * self.tokens // 8
+        slices = vecs if self.warpgroups == 2 else self.tokens // 8
+        size = vecs // min(self.splits, slices)
+        mma_tiles = min(size, self.mma_tiles)
+        return self.warpgroups * mma_tiles * 64, size // mma_tiles * 8
 
     @property
     def chunk(self) -> int:
         """Return how many tokens' results are staged at a time."""
-        return min(self.tokens // self.splits, 4096 // self.rows)
+        rows, tokens = self._slice
+        return min(tokens, 4096 // rows)
 
     def stages(self, form: Format) -> int:
         """Return how many stages fit into shared memory."""
@@ -98,8 +108,9 @@ class HopperConfig:
 
     @property
     def _beside_stages(self) -> int:
-        staging = self.chunk * (self.rows + 4) * 4
-        sums = self.rows * self.tokens * 4 * (self.splits - 1) // self.splits
+        rows, tokens = self._slice
+        staging = self.chunk * (rows + 4) * 4
+        sums = rows * tokens * 4 * (self.splits - 1)
         return staging + max(sums, 16) + 16 + 1024
 
     def spec(self, dtype: str, form: Format, scales: str) -> ModuleSpec:
