@@ -2,7 +2,8 @@
 //
 //   out[m, k] = x[m, permutation[k]]; 0 where permutation names no column
 //
-// x (M, N), rows x_stride elements apart; permutation (K,) int32; out (M, K), rows out_stride apart.
+// x (M, N), rows x_stride elements apart; permutation (K,) int32; out (M, K), rows out_stride
+// elements apart.
 // Numerics: values are only moved.
 // Parallelisation: a thread takes a column and up to kRows rows, and reads its place once for them.
 // Mirror: engine/reference/permute_columns.py

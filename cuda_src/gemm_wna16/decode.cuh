@@ -34,6 +34,14 @@ struct TileWords {
   }
 };
 
+// (a & kMask) | kOr in one instruction, which the compiler does not make of two constants.
+template <uint32_t kMask, uint32_t kOr>
+__device__ __forceinline__ uint32_t and_or(uint32_t a) {
+  uint32_t d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;\n" : "=r"(d) : "r"(a), "n"(kMask), "n"(kOr));
+  return d;
+}
+
 // x shifted to the right by kShift bits, or to the left if it is negative.
 template <int kShift>
 __device__ __forceinline__ uint32_t shifted(uint32_t x) {
@@ -98,15 +106,15 @@ __device__ __forceinline__ uint32_t decode_register(const TileWords& w) {
   } else if constexpr (kBits == 8) {
     const uint32_t word = shifted<8 * (j % 2)>(w.data[2 * s + j / 2]);
     if constexpr (kIsHalf) {
-      const uint32_t biased = ((word ^ 0x00800080u) & 0x00ff00ffu) | kMagicWord;
+      const uint32_t biased = and_or<0x00ff00ffu, kMagicWord>(word ^ 0x00800080u);
       return add_to_pair<-1152>(biased);
     } else {  // 128 + the lower seven bits, less 128 or, for a negative code, 256
-      const uint32_t low = (word & 0x007f007fu) | kMagicWord;
-      const uint32_t base = (word & 0x00800080u) | kMagicWord;
+      const uint32_t low = and_or<0x007f007fu, kMagicWord>(word);
+      const uint32_t base = and_or<0x00800080u, kMagicWord>(word);
       return fma_pair(base, pair_of(-1), low);
     }
   } else {
-    uint32_t pair = (shifted<4 * j>(w.data[s]) & 0x000f000fu) | kMagicWord;
+    uint32_t pair = and_or<0x000f000fu, kMagicWord>(shifted<4 * j>(w.data[s]));
     if constexpr (kBits == 5) pair |= shifted<j + 4 * s - 4>(w.high[0]) & 0x00100010u;
     if constexpr (kBits == 6)
       pair |= shifted<2 * (j + 4 * (s % 2)) - 4>(w.high[s / 2]) & 0x00300030u;

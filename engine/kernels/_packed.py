@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from engine.dtypes import BFLOAT16, dtype_name
-from engine.errors import DTypeError
+from engine.errors import DTypeError, ShapeError
 from engine.kernels._contract import INT32, Contract
 from engine.kernels._module import ModuleSpec
 from engine.quantization import FORMATS, Format, Weight
@@ -66,17 +66,22 @@ def check_weight(call: Contract, weight: Any, *, is_packed: bool = True) -> Weig
     wanted = "a packed format" if is_packed else "a format that is not dense"
     call.check("weight", ok and len(weight.shape) == 2, f"a matrix in {wanted}", form.name)
     n, k = weight.shape
+    for symbol, size in (("N", n), ("K", k)):
+        if call.bind(symbol, size, "weight") != size:
+            raise ShapeError(
+                f"{call.op}: weight: must have shape (N, K) with {symbol} = {call[symbol]}; "
+                f"got {weight.shape}"
+            )
     if form.is_packed:
         _check_planes(call, weight, -(-n // TILE_ROWS), -(-k // TILE_COLUMNS))
     else:
         code = np.dtype(np.int8 if form.code == "int" else np.uint8)
         assert form.block is not None
         groups = (-(-n // form.block[0]), *([-(-k // form.block[1])] if form.block[1] else []))
-        data = weight.data.view("u1") if form.code == "e4m3" and call.xp is np else weight.data
+        is_host = isinstance(weight.data, np.ndarray)
+        data = weight.data.view("u1") if form.code == "e4m3" and is_host else weight.data
         call.array("weight.data", data, f"{n} {k}", code)
         call.array("weight.scales", weight.scales, _text(groups), np.dtype(np.float32))
-    call.bind("N", n, "weight")
-    call.bind("K", k, "weight")
     return weight
 
 

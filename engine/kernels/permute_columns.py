@@ -1,4 +1,4 @@
-"""Columns in another order: `cuda_src/permute_columns.cu`, mirror `reference/permute_columns.py`."""
+"""Permuted columns: `cuda_src/permute_columns.cu`, mirror `reference/permute_columns.py`."""
 
 from __future__ import annotations
 

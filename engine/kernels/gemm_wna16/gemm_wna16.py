@@ -16,11 +16,11 @@ from engine.kernels._module import ModuleSpec
 from engine.kernels._packed import check_weight
 from engine.kernels.dequantize import specs as dequantize_specs
 from engine.kernels.gemm import specs as gemm_specs
-from engine.kernels.gemm_wna16 import portable
+from engine.kernels.gemm_wna16 import few_rows, portable
 from engine.kernels.gemm_wna16.operands import ACTIVATIONS, SWIGLU, Operands
 from engine.kernels.permute_columns import permute_columns
 from engine.kernels.permute_columns import specs as permute_specs
-from engine.quantization import Weight
+from engine.quantization import FORMATS, Weight
 
 __all__ = ["gemm_wna16", "specs"]
 
@@ -34,6 +34,7 @@ def specs(
     if dtype == "float32":
         return ()
     return (
+        *few_rows.specs(dtype, tuple(FORMATS) if patterns else formats),
         *dequantize_specs(dtype, formats=formats, patterns=patterns),
         *permute_specs(dtype),
         *gemm_specs(dtype),
@@ -135,7 +136,11 @@ def _launch(operands: Operands) -> None:
     """Launch the kernel for this many rows of x."""
     if operands.x.shape[0] == 0 or operands.weight.shape[0] == 0:
         return
-    portable.launch(operands)
+    config = few_rows.choose(operands)
+    if config is not None:
+        few_rows.launch(operands, config)
+    else:
+        portable.launch(operands)
 
 
 def _check_columns(call: Contract, activation: str | None, residual: Any, is_same: bool) -> int:
