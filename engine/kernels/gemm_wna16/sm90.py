@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+from engine import device
 from engine.dtypes import dtype_name
+from engine.kernels._contract import FLOAT32
 from engine.kernels._launch import Kernel, ceil_div, sm_count
 from engine.kernels._module import ModuleSpec
-from engine.kernels._packed import format_spec, planes, scale_dtype
+from engine.kernels._packed import format_spec, format_specs, planes, scale_dtype
 from engine.kernels._tensor_map import tensor_map_2d
-from engine.quantization import FORMATS, Format, Weight
+from engine.kernels.gemm.sm90 import is_hopper
+from engine.kernels.gemm_wna16.operands import ACTIVATIONS, SWIGLU, Operands, row_stride
+from engine.kernels.swiglu import swiglu
+from engine.quantization import FORMATS, Format
+from engine.quantization.packing import TILE_ROWS
 
 __all__ = [
     "HOPPER_CONFIGS",
     "HopperConfig",
+    "choose",
     "choose_hopper",
-    "hopper_specs",
-    "launch_hopper",
+    "launch",
+    "specs",
 ]
 
 _KERNEL = Kernel(
@@ -29,8 +36,8 @@ _KERNEL = Kernel(
     struct="GemmWna16Sm90Params",
 )
 
+_FILE = "gemm_wna16_sm90.cu"
 _SLAB_K = 64  # values of k in 128 bytes, the widest swizzle
-_ROW_TILE = 16
 _SHARED_BYTES = 233_472  # of a multiprocessor; each CTA takes 1024 more than it asks for
 _MAX_STAGES = 16
 _DTYPES = ("float16", "bfloat16")
@@ -97,7 +104,7 @@ class HopperConfig:
         return self.stages(form) * (self._stage_bytes(form) + 16) + self._beside_stages
 
     def _stage_bytes(self, form: Format) -> int:
-        tiles, k = self.rows // _ROW_TILE, self.depth * _SLAB_K
+        tiles, k = self.rows // TILE_ROWS, self.depth * _SLAB_K
         values = 2 if form.offset else 1
         size = 1 if form.super_block or form.code == "e2m1" else 2
         row_tile = self.depth * (1024 if form.bits == 8 else 512)
@@ -113,8 +120,8 @@ class HopperConfig:
         sums = rows * tokens * 4 * (self.splits - 1)
         return staging + max(sums, 16) + 16 + 1024
 
-    def spec(self, dtype: str, form: Format, scales: str) -> ModuleSpec:
-        """Return the module for weights of a format."""
+    def spec(self, base: ModuleSpec, form: Format) -> ModuleSpec:
+        """Return the module for weights of a format; `base` says how it decodes them."""
         macros = {
             "TOKENS": self.tokens,
             "WARPGROUPS": self.warpgroups,
@@ -125,8 +132,7 @@ class HopperConfig:
             "STAGES": self.stages(form),
             "CHUNK": self.chunk,
         }
-        spec = format_spec("gemm_wna16_sm90.cu", dtype, form, scales)
-        return ModuleSpec(spec.file, dtype, (*spec.defines, *macros.items()))
+        return ModuleSpec(base.file, base.dtype, (*base.defines, *macros.items()))
 
     def tiles(self, m: int, columns: int, *, is_gated: bool) -> int:
         """Return how many work tiles a result of `columns` columns has."""
@@ -145,49 +151,83 @@ HOPPER_CONFIGS: tuple[HopperConfig, ...] = (
 )
 
 
-def hopper_specs(dtype: str, formats: tuple[str, ...] = ()) -> tuple[ModuleSpec, ...]:
-    """Return the modules that `launch_hopper` may launch for weights of `formats`."""
+def specs(dtype: str, formats: tuple[str, ...] = ()) -> tuple[ModuleSpec, ...]:
+    """Return the modules that `launch` may launch for weights of `formats`."""
     if dtype not in _DTYPES:
         return ()
-    specs = []
-    for form in (FORMATS[name] for name in formats if FORMATS[name].is_packed):
-        for scales in ("float16", "bfloat16"):
-            specs += [config.spec(dtype, form, scales) for config in HOPPER_CONFIGS]
-    return tuple(dict.fromkeys(specs))
+    return tuple(
+        config.spec(base, FORMATS[name])
+        for name in formats
+        for base in format_specs(_FILE, dtype, (name,))
+        for config in HOPPER_CONFIGS
+    )
 
 
 @cache
 def choose_hopper(
-    m: int, n: int, k: int, sm_count: int, *, deterministic: bool = False, is_gated: bool = False
-) -> HopperConfig:
-    """Choose for x (m, k) and weight (n, k)."""
-    return HOPPER_CONFIGS[0]
-
-
-def launch_hopper(
-    config: HopperConfig,
-    x: Any,
-    weight: Weight,
-    out: Any,
-    epilogue: dict[str, Any],
+    m: int,
+    n: int,
+    k: int,
+    form: Format,
+    sm_count: int,
     *,
-    is_vector: bool,
-    num_gates: int = 0,
-    pdl: bool = False,
-) -> None:
-    """Launch on CuPy arrays.
+    deterministic: bool = False,
+    is_gated: bool = False,
+) -> HopperConfig:
+    """Choose for x (m, k) and weight (n, k).
 
-    With `pdl` weight and bias are read before the preceding kernel has ended. `num_gates` is the
-    number of rows of gate, a multiple of 16, if gate and up are to be combined.
+    CTAs share a sum over k only where all tiles run at once, and never with `deterministic`: all
+    other configurations sum a row in the same order.
     """
+    if m > 64 or deterministic:
+        return HopperConfig(256)
+    return HopperConfig(64, mma_tiles=2, splits=2, depth=2)
+
+
+def choose(operands: Operands) -> HopperConfig | None:
+    """Return the tile for CuPy arrays, or None if another kernel must do it."""
+    x, weight = operands.x, operands.weight
+    if not is_hopper(dtype_name(x.dtype)) or x.shape[1] == 0:
+        return None
+    rows = x.strides[0] if x.shape[0] > 1 or operands.deterministic else 0
+    steps = [x.data.ptr, x.shape[1] * x.itemsize, rows]
+    steps += [array.data.ptr for name, array in weight.arrays() if name != "permutation"]
+    if any(step % 16 for step in steps):
+        return None
+    n, k = weight.shape
+    return choose_hopper(
+        x.shape[0],
+        n,
+        k,
+        weight.format,
+        sm_count(),
+        deterministic=operands.deterministic,
+        is_gated=_is_gated(operands),
+    )
+
+
+def _is_gated(operands: Operands) -> bool:
+    """Tell whether the kernel combines gate and up: it wants whole row tiles of both."""
+    return operands.activation == SWIGLU and operands.weight.shape[0] % (2 * TILE_ROWS) == 0
+
+
+def launch(operands: Operands, config: HopperConfig) -> None:
+    """Launch on CuPy arrays."""
+    x, weight, out, residual = operands.x, operands.weight, operands.out, operands.residual
     (m, k), n, dtype = x.shape, weight.shape[0], dtype_name(x.dtype)
-    tiles = config.tiles(m, num_gates or n, is_gated=num_gates > 0)
+    is_gated = _is_gated(operands)
+    if operands.activation == SWIGLU and not is_gated:
+        packed = device.cupy().empty((m, n), x.dtype)
+        launch(replace(operands, activation=None, out=packed), config)
+        swiglu(packed, out=out)
+        return
+    tiles = config.tiles(m, out.shape[1], is_gated=is_gated)
     if config.splits == 1:  # persistent
         tiles = min(tiles, sm_count() * config.blocks)
     x_part, tail_part = min(m, config.tokens), m % config.tokens or config.tokens
-    arrays = planes(weight)
+    base = format_spec(_FILE, dtype, weight.format, scale_dtype(weight))
     _KERNEL.launch(
-        config.spec(dtype, weight.format, scale_dtype(weight)),
+        config.spec(base, weight.format),
         (tiles * config.splits,),
         (config.threads,),
         config.shared_bytes(weight.format),
@@ -195,14 +235,29 @@ def launch_hopper(
         pdl=True,  # the kernel waits before it touches what another may write
         map_x=tensor_map_2d(x, dtype, (x_part, _SLAB_K)),
         map_tail=tensor_map_2d(x, dtype, (tail_part, _SLAB_K)),
+        bias=operands.bias,
+        residual=residual,
+        residual_stride=0 if residual is None else row_stride(residual),
+        out=out,
+        out_stride=row_stride(out),
         m=m,
         n=n,
         slabs=ceil_div(k, _SLAB_K),
         x_part=x_part,
         tail_part=tail_part,
-        num_gates=num_gates,
-        is_vector=is_vector,
-        is_early=pdl,
-        **arrays,
-        **epilogue,
+        num_gates=out.shape[1] if is_gated else 0,
+        activation=ACTIVATIONS.index(operands.activation),
+        is_float=out.dtype == FLOAT32,
+        is_vector=_is_vector(out, residual),
+        is_early=operands.pdl,
+        **planes(weight),
+    )
+
+
+def _is_vector(out: Any, residual: Any) -> bool:
+    """Tell whether all rows of the results can be accessed eight elements at a time."""
+    arrays = (out,) if residual is None else (out, residual)
+    return all(
+        array.data.ptr % 16 == 0 and (array.shape[0] == 1 or array.strides[0] % 16 == 0)
+        for array in arrays
     )
