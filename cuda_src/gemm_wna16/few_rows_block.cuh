@@ -22,12 +22,12 @@ constexpr int kStageScales = kStageGroups * kScaleTileBytes;
 constexpr int kHighAt = kStageData, kScalesAt = kHighAt + kStageHigh;
 constexpr int kSupersAt = kScalesAt + kStageScales;
 constexpr int kStageBytes = kSupersAt + kStageSupers * kSuperTileBytes;
-constexpr int kStages = 3;  // of a ring, at most
+constexpr int kMaxStages = 4;  // of a ring
 static_assert(kStageData == 2048, "four copies of a warp");
 
-template <int kTokenTiles_>
+template <int kTokens_>
 struct FewRowsShape {
-  static constexpr int kTokenTiles = kTokenTiles_, kTokens = kTokenTiles * 8;
+  static constexpr int kTokens = kTokens_, kTokenTiles = (kTokens + 7) / 8;
   static constexpr int kPitch = kTileRows + 4;         // 2 * kPitch is 8 mod 32: no bank conflicts
   static constexpr int kSumFloats = kTokens * kPitch;  // of a warp
 };

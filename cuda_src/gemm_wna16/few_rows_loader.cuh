@@ -4,6 +4,19 @@
 #include "common/cp_async.cuh"
 #include "gemm_wna16/few_rows_block.cuh"
 
+// Waits until the oldest of the ring's stages has arrived, all of which are in flight or have.
+__device__ __forceinline__ void wait_for_oldest(int num_stages) {
+  static_assert(kMaxStages == 4, "a case each");
+  if (num_stages == 3)
+    cp_async_wait<2>();
+  else if (num_stages == 2)
+    cp_async_wait<1>();
+  else if (num_stages == 4)
+    cp_async_wait<3>();
+  else
+    cp_async_wait<0>();
+}
+
 // Loads the stages of a warp in the order it multiplies them. Beyond the end of k it writes zeros:
 // codes of 0 with scales of 0.
 struct StageLoader {
@@ -14,34 +27,33 @@ struct StageLoader {
 
   const FewRowsParams& p;
   const FewRowsBlock& b;
-  const unsigned char *data, *high, *small;  // of the next stage, from this lane on
-  int unit, stage;
-  int partial_stage;      // the one that the end of k cuts, or -1
-  uint32_t to, ring_end;  // of this lane
-  int small_step;
+  // The next stage: of k, and its first tile, group and super-block in the planes. Indices, and not
+  // pointers, for want of registers: of 1024, at least 256 and 4096 numbers each.
+  int unit, stage, tile, group, super;
+  uint32_t to;  // of this lane
 
   __device__ __forceinline__ StageLoader(const FewRowsParams& p, const FewRowsBlock& b)
       : p(p), b(b), unit(blockIdx.x), to(smem_address(b.ring) + b.lane_idx * 16) {
-    ring_end = to + p.num_stages * kStageBytes;
-    partial_stage = b.k_tiles % kStageTiles == 0 ? -1 : b.k_tiles / kStageTiles;
-    small_step = b.lane_idx < kScaleChunks ? kStageScales : kStageSupers * kSuperTileBytes;
     start_unit();
   }
 
   __device__ __forceinline__ void start_unit() {
     stage = b.stage_begin;
     if (stage >= b.stage_end) unit = p.num_units;
-    if (unit >= p.num_units) return;
-    const int64_t tile = min(b.row_tile(unit, threadIdx.z), b.row_tiles - 1);
-    const int64_t first = tile * b.k_tiles + stage * kStageTiles;
-    data = p.data + first * kDataBytes + b.lane_idx * 16;
-    high = p.high + first * kHighBytes + b.lane_idx * 16;
-    if (b.lane_idx < kScaleChunks)
-      small =
-          p.scales + (tile * p.groups + stage * kStageGroups) * kScaleTileBytes + b.lane_idx * 16;
-    else
-      small = p.supers + (tile * p.num_supers + stage * kStageSupers) * kSuperTileBytes +
-              (b.lane_idx - kScaleChunks) * 16;
+    const int row_tile = min(b.row_tile(unit, threadIdx.z), b.row_tiles - 1);
+    tile = row_tile * b.k_tiles + stage * kStageTiles;
+    group = row_tile * p.groups + stage * kStageGroups;
+    super = row_tile * p.num_supers + stage * kStageSupers;
+  }
+
+  template <int kBytes>
+  __device__ __forceinline__ const unsigned char* at(const unsigned char* plane, int index) const {
+    return plane + static_cast<int64_t>(index) * kBytes + b.lane_idx * 16;
+  }
+  // This lane's chunk of the scales or of their scales.
+  __device__ __forceinline__ const unsigned char* small() const {
+    if (kStageSupers == 0 || b.lane_idx < kScaleChunks) return at<kScaleTileBytes>(p.scales, group);
+    return at<kSuperTileBytes>(p.supers, super) - kScaleChunks * 16;
   }
 
   template <int kTo, int kFrom>
@@ -58,44 +70,50 @@ struct StageLoader {
   }
 
   __device__ __forceinline__ void load_whole() {
+    const unsigned char* data = at<kDataBytes>(p.data, tile);
     copy<0, 0>(data);
     copy<512, 512>(data);
     copy<1024, 1024>(data);
     copy<1536, 1536>(data);
-    if constexpr (kStageHigh >= 512) copy<kHighAt, 0>(high);
-    if constexpr (kStageHigh >= 1024) copy<kHighAt + 512, 512>(high);
-    if (b.lane_idx < kScaleChunks + kSuperChunks) copy<kScalesAt, 0>(small);
+    if constexpr (kHighBytes > 0) {
+      const unsigned char* high = at<kHighBytes>(p.high, tile);
+      copy<kHighAt, 0>(high);
+      if constexpr (kStageHigh >= 1024) copy<kHighAt + 512, 512>(high);
+    }
+    if (b.lane_idx < kScaleChunks + kSuperChunks) copy<kScalesAt, 0>(small());
   }
 
   __device__ __forceinline__ void load_partial() {
     const int tiles = b.k_tiles - stage * kStageTiles;  // that are left
 #pragma unroll
     for (int i = 0; i < kStageData / 512; ++i)
-      copy_if(i * 512 / kDataBytes < tiles, i * 512, data + i * 512);
+      copy_if(i * 512 / kDataBytes < tiles, i * 512, at<kDataBytes>(p.data, tile) + i * 512);
+    if constexpr (kHighBytes > 0) {
 #pragma unroll
-    for (int i = 0; i < kStageHigh / 512; ++i)
-      copy_if((i * 512 + b.lane_idx * 16) / max(kHighBytes, 1) < tiles, kHighAt + i * 512,
-              high + i * 512);
+      for (int i = 0; i < kStageHigh / 512; ++i)
+        copy_if((i * 512 + b.lane_idx * 16) / kHighBytes < tiles, kHighAt + i * 512,
+                at<kHighBytes>(p.high, tile) + i * 512);
+    }
     if (b.lane_idx < kScaleChunks + kSuperChunks) {
-      const int group = stage * kStageGroups + b.lane_idx * 16 / kScaleTileBytes;
-      const bool valid = b.lane_idx < kScaleChunks ? group < p.groups : stage < p.num_supers;
-      copy_if(valid, kScalesAt, small);
+      const int own = stage * kStageGroups + b.lane_idx * 16 / kScaleTileBytes;
+      const bool valid = b.lane_idx < kScaleChunks ? own < p.groups : stage < p.num_supers;
+      copy_if(valid, kScalesAt, small());
     }
   }
 
   // Always commits a group of copies, an empty one at the end: the wait counts groups.
   __device__ __forceinline__ void load() {
     if (unit < p.num_units) {
-      if (stage != partial_stage)
+      if ((stage + 1) * kStageTiles <= b.k_tiles)
         load_whole();
       else
         load_partial();
-      data += kStageData, small += small_step;
-      if constexpr (kHighBytes > 0) high += kStageHigh;
+      tile += kStageTiles, group += kStageGroups, super += kStageSupers;
       if (++stage == b.stage_end) unit += gridDim.x, start_unit();
     }
     cp_async_commit();
     to += kStageBytes;
-    if (to == ring_end) to -= p.num_stages * kStageBytes;
+    const uint32_t end = smem_address(b.ring) + b.lane_idx * 16 + p.num_stages * kStageBytes;
+    if (to == end) to -= p.num_stages * kStageBytes;
   }
 };

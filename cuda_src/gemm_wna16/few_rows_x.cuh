@@ -53,15 +53,16 @@ __device__ __forceinline__ void normalise(const FewRowsParams& p, const FewRowsB
 template <bool kNorm>
 struct SingleRow {
   using Words = Packed<kVec>;
-  Words x[kXPieces], w[kNorm ? kXPieces : 1];
+  static constexpr int kPieces = kNorm ? 2 : 4;
+  Words x[kPieces], w[kPieces];
 
   __device__ __forceinline__ static bool fits(const FewRowsParams& p, const FewRowsBlock& b) {
-    return p.m == 1 && b.x_columns <= b.threads * kXPieces * kVec;
+    return p.m == 1 && b.x_columns <= b.threads * kPieces * kVec;
   }
-  __device__ __forceinline__ static void load(Words (&to)[kXPieces], const scalar_t* from,
+  __device__ __forceinline__ static void load(Words (&to)[kPieces], const scalar_t* from,
                                               const FewRowsParams& p, const FewRowsBlock& b) {
 #pragma unroll
-    for (int j = 0; j < kXPieces; ++j) {
+    for (int j = 0; j < kPieces; ++j) {
       const int i = (b.thread + j * b.threads) * kVec;
       to[j] = Words{};
       if (i < p.k) to[j] = load_packed<kVec>(from + i);
@@ -78,7 +79,7 @@ struct SingleRow {
     if constexpr (kNorm) {
       float sum = 0.0f;
 #pragma unroll
-      for (int j = 0; j < kXPieces; ++j) sum += sum_of_squares(unpack<kVec>(x[j]));
+      for (int j = 0; j < kPieces; ++j) sum += sum_of_squares(unpack<kVec>(x[j]));
       sum = warp_sum(sum);
       if (b.lane_idx == 0) shared.partials[b.warp_idx] = sum;
       __syncthreads();
@@ -87,7 +88,7 @@ struct SingleRow {
       scale = 1.0f / sqrtf(sum / p.k + p.eps);
     }
 #pragma unroll
-    for (int j = 0; j < kXPieces; ++j) {
+    for (int j = 0; j < kPieces; ++j) {
       const int i = (b.thread + j * b.threads) * kVec;
       if (i >= b.x_columns) break;
       Vec<scalar_t, kVec> v = unpack<kVec>(x[j]);

@@ -17,7 +17,7 @@ from engine.quantization.packing import TILE_COLUMNS, TILE_ROWS
 
 __all__ = ["FewRowsConfig", "all_configs", "choose_few_rows", "few_rows_config", "launch", "specs"]
 
-_TOKENS = (8, 16)
+_TOKENS = (1, 8, 16)
 _PARAMS = (
     "x:ptr x_stride:i64 data:ptr high:ptr scales:ptr supers:ptr norm_weight:ptr eps:f32 "
     "weight_offset:f32 bias:ptr residual:ptr residual_stride:i64 out:ptr out_stride:i64 m:i32 "
@@ -32,11 +32,12 @@ _KERNELS = {
 }
 
 _MAX_WARPS = 16
-_MAX_STAGES = 3
-_STATIC_BYTES = 2048  # of shared memory: what the kernels declare, and what the driver reserves
-# Estimated for an H200: what a multiprocessor reads in a ns, how long a warp takes for a stage, and
-# what a unit costs beside its stages.
-_BYTES_PER_NS, _STAGE_NS, _UNIT_NS = 33.0, 600.0, 150.0
+_STAGES = (3, 4, 2)  # of a ring, the best first
+_STATIC_BYTES = 7680  # of shared memory: what the kernels declare, and what the driver reserves
+# Estimated for an H200: what a multiprocessor reads in a ns, how long a warp takes for a stage,
+# what a unit costs beside its stages, and what is lost where the next kernel's block does not fit
+# beside this one's.
+_BYTES_PER_NS, _STAGE_NS, _UNIT_NS, _ALONE_NS = 33.0, 400.0, 150.0, 1000.0
 
 
 @dataclass(frozen=True)
@@ -103,39 +104,46 @@ def choose_few_rows(
         for row_tiles in range(1, _MAX_WARPS // parts + 1):
             if is_gated and row_tiles % 2:
                 continue
-            config = few_rows_config(m, n, k, form, sms, parts, row_tiles)
-            if config.shared_bytes + _STATIC_BYTES > shared_limit:
-                continue
-            cost = _estimate(config, n, form)
-            if best is None or cost < least:
-                best, least = config, cost
+            for stages in _STAGES:
+                config = few_rows_config(m, n, k, form, sms, parts, row_tiles, stages)
+                if config.shared_bytes + _STATIC_BYTES > shared_limit:
+                    continue
+                cost = _estimate(config, n, form, shared_limit)
+                if best is None or cost < least:
+                    best, least = config, cost
     return best
 
 
-def _estimate(config: FewRowsConfig, n: int, form: Format) -> float:
+def _estimate(config: FewRowsConfig, n: int, form: Format, shared_limit: int) -> float:
     """Return about how many nanoseconds the busiest block takes."""
     units = ceil_div(ceil_div(n, TILE_ROWS), config.row_tiles)
     rounds = ceil_div(units, config.blocks)
     warps = config.parts * config.row_tiles
     own = rounds * config.part_stages
     memory = own * warps * stage_bytes(form) / _BYTES_PER_NS
-    return max(memory, own * _STAGE_NS) + rounds * _UNIT_NS + warps
+    is_alone = 2 * (config.shared_bytes + _STATIC_BYTES) > shared_limit + 1024
+    if config.num_stages == 2 and own > 2:  # too few bytes are in flight
+        memory *= 1.1
+    return max(memory, own * _STAGE_NS) + rounds * _UNIT_NS + warps + is_alone * _ALONE_NS
 
 
 def few_rows_config(
-    m: int, n: int, k: int, form: Format, sms: int, parts: int, row_tiles: int
+    m: int, n: int, k: int, form: Format, sms: int, parts: int, row_tiles: int, stages: int = 3
 ) -> FewRowsConfig:
-    """Return the configuration with `parts` warps along k and `row_tiles` along rows."""
+    """Return the configuration with `parts` warps along k and `row_tiles` along rows.
+
+    A warp's ring has at most `stages`.
+    """
     tokens = next(t for t in _TOKENS if t >= m)
     columns = stage_tiles(form) * TILE_COLUMNS
-    stages = ceil_div(k, columns)
-    part_stages = ceil_div(stages, parts)
+    all_stages = ceil_div(k, columns)
+    part_stages = ceil_div(all_stages, parts)
     units = ceil_div(ceil_div(n, TILE_ROWS), row_tiles)
     rounds = ceil_div(units, sms)
-    num_stages = min(_MAX_STAGES, rounds * part_stages)
+    num_stages = min(stages, rounds * part_stages)
     warps, buffers = parts * row_tiles, 1 if rounds == 1 else 2
     shared = warps * num_stages * stage_bytes(form)
-    shared += m * (stages * columns * 2 + 16)
+    shared += m * (all_stages * columns * 2 + 16)
     shared += buffers * warps * tokens * (TILE_ROWS + 4) * 4
     blocks = ceil_div(units, rounds)
     return FewRowsConfig(tokens, parts, row_tiles, blocks, part_stages, num_stages, shared)
@@ -143,7 +151,7 @@ def few_rows_config(
 
 def all_configs(m: int, n: int, k: int, form: Format) -> list[FewRowsConfig]:
     """Return several ways to cut a problem: for tests and for tuning."""
-    shapes = ((1, 2), (1, 16), (2, 8), (4, 2), (4, 4), (8, 2), (2, 2))
+    shapes = ((1, 2, 3), (1, 16, 2), (2, 8, 3), (4, 2, 4), (4, 4, 2), (8, 2, 4), (2, 2, 3))
     return [few_rows_config(m, n, k, form, sms, *shape) for shape in shapes for sms in (2, 1000)]
 
 
