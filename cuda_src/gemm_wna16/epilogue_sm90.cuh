@@ -1,0 +1,109 @@
+// How gemm_wna16_sm90.cu writes its sums: bias, activation, residual, in float, rounded once.
+#pragma once
+
+#include "common/epilogue.cuh"
+#include "gemm_wna16/scheduler_sm90.cuh"
+
+// Eight neighbouring columns of a row of out.
+struct alignas(16) Eight {
+  float v[8];
+};
+
+struct RowEpilogue {
+  Epilogue e;
+  int columns;    // of out
+  int num_gates;  // gated: rows of gate, before those of up; else 0
+
+  template <typename Out>
+  __device__ __forceinline__ void add_residual(int64_t row, int column, Eight& y) const {
+    const Out* from = static_cast<const Out*>(e.residual) + row * e.residual_stride + column;
+    if (e.is_vector && column + 8 <= columns) {
+#pragma unroll
+      for (int part = 0; part < 8; part += 4) {
+        const Vec<Out, 4> r = load_vec<Out, 4>(from + part);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) y.v[part + j] += to_float(r.v[j]);
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+        if (column + j < columns) y.v[j] += to_float(from[j]);
+    }
+  }
+
+  template <typename Out>
+  __device__ __forceinline__ void store(int64_t row, int column, const Eight& y) const {
+    Out* to = static_cast<Out*>(e.out) + row * e.out_stride + column;
+    if (e.is_vector && column + 8 <= columns) {
+      constexpr int kPart = 16 / sizeof(Out);
+#pragma unroll
+      for (int part = 0; part < 8; part += kPart) {
+        Vec<Out, kPart> r;
+#pragma unroll
+        for (int j = 0; j < kPart; ++j) r.v[j] = from_float<Out>(y.v[part + j]);
+        store_vec(to + part, r);
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+        if (column + j < columns) to[j] = from_float<Out>(y.v[j]);
+    }
+  }
+
+  __device__ __forceinline__ void add_bias(int row, int column, Eight& y) const {
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+      if (column + j < columns) y.v[j] += to_float(e.bias[row + column + j]);
+  }
+
+  __device__ __forceinline__ void activated(Eight& y) const {
+    if (e.activation == kSilu)
+      for (int j = 0; j < 8; ++j) y.v[j] = silu(y.v[j]);
+    else if (e.activation == kGelu)
+      for (int j = 0; j < 8; ++j) y.v[j] = gelu_erf(y.v[j]);
+    else if (e.activation == kGeluTanh)
+      for (int j = 0; j < 8; ++j) y.v[j] = gelu_tanh(y.v[j]);
+    else if (e.activation == kRelu)
+      for (int j = 0; j < 8; ++j) y.v[j] = relu(y.v[j]);
+  }
+
+  // `sums` are of row `row` of x and column `column` of out, `ups` those of up if gated.
+  __device__ __forceinline__ void finish(int64_t row, int column, Eight y, Eight ups) const {
+    if (e.bias != nullptr) add_bias(0, column, y);
+    if (num_gates > 0) {
+      if (e.bias != nullptr) add_bias(num_gates, column, ups);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) y.v[j] = silu(y.v[j]) * ups.v[j];
+    } else if (e.activation != kIdentity) {
+      activated(y);
+    }
+    if (e.is_float) {
+      if (e.residual != nullptr) add_residual<float>(row, column, y);
+      store<float>(row, column, y);
+    } else {
+      if (e.residual != nullptr) add_residual<scalar_t>(row, column, y);
+      store<scalar_t>(row, column, y);
+    }
+  }
+};
+
+// Finishes `count` tokens from `token` on, whose sums lie in staging: those of the slice that begins
+// at m-tile `mma` of each warpgroup.
+__device__ __forceinline__ void finish_staged(const RowEpilogue& e, const float* staging, int token,
+                                              int count, int block, int mma) {
+  const bool is_gated = e.num_gates > 0;
+  const int width = is_gated ? kSliceRows / 2 : kSliceRows, eights = width / 8;
+  const int first_column = block * (is_gated ? kRows / 2 : kRows) + mma * kMmaM;
+  for (int i = threadIdx.x; i < count * eights; i += kConsumerThreads) {
+    const int row = i / eights, within = i % eights * 8;
+    // Of the second warpgroup's m-tiles, other slices may have those between.
+    const int skipped = within / (kSliceMmaTiles * kMmaM) * (kMmaTiles - kSliceMmaTiles) * kMmaM;
+    const int column = first_column + within + skipped;
+    if (column >= e.columns) continue;
+    const float* from = staging + row * kStagingRow + within;
+    const Eight sums = *reinterpret_cast<const Eight*>(from);
+    Eight ups = {};
+    if (is_gated) ups = *reinterpret_cast<const Eight*>(from + width);
+    e.finish(token + row, column, sums, ups);
+  }
+}

@@ -1,0 +1,208 @@
+"""gemm_wna16 on Hopper, `gemm_wna16_sm90.cu`: which tile for which problem, and its launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from engine.dtypes import dtype_name
+from engine.kernels._launch import Kernel, ceil_div, sm_count
+from engine.kernels._module import ModuleSpec
+from engine.kernels._packed import format_spec, planes, scale_dtype
+from engine.kernels._tensor_map import tensor_map_2d
+from engine.quantization import FORMATS, Format, Weight
+
+__all__ = [
+    "HOPPER_CONFIGS",
+    "HopperConfig",
+    "choose_hopper",
+    "hopper_specs",
+    "launch_hopper",
+]
+
+_KERNEL = Kernel(
+    "gemm_wna16_sm90",
+    "map_x:tmap map_tail:tmap data:ptr high:ptr scales:ptr supers:ptr bias:ptr residual:ptr "
+    "residual_stride:i64 out:ptr out_stride:i64 m:i32 n:i32 slabs:i32 groups:i32 num_supers:i32 "
+    "x_part:i32 tail_part:i32 num_gates:i32 activation:i32 is_float:i32 is_vector:i32 is_early:i32",
+    struct="GemmWna16Sm90Params",
+)
+
+_SLAB_K = 64  # values of k in 128 bytes, the widest swizzle
+_ROW_TILE = 16
+_SHARED_BYTES = 233_472  # of a multiprocessor; each CTA takes 1024 more than it asks for
+_MAX_STAGES = 16
+_DTYPES = ("float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class HopperConfig:
+    """One tile of gemm_wna16_sm90.cu.
+
+    Attributes
+    ----------
+    tokens : int
+        Rows of x that a CTA multiplies at a time.
+    warpgroups, mma_tiles : int
+        Consumer warpgroups, and how many times 64 rows of the weight each has.
+    splits : int
+        How many CTAs, a cluster, share the sum over k of a tile.
+    depth : int
+        Slabs of 64 values of k in a stage.
+    blocks : int
+        CTAs per multiprocessor.
+    """
+
+    tokens: int
+    warpgroups: int = 2
+    mma_tiles: int = 1
+    splits: int = 1
+    depth: int = 1
+    blocks: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Return how many rows of the weight a CTA multiplies at a time."""
+        return 64 * self.warpgroups * self.mma_tiles
+
+    @property
+    def threads(self) -> int:
+        """Return the threads of a CTA."""
+        moves_registers = self.warpgroups == 2 and self.mma_tiles * self.tokens >= 128
+        return self.warpgroups * 128 + (128 if moves_registers else 32)
+
+    @property
+    def _slice(self) -> tuple[int, int]:
+        """Return the rows and the tokens of what one CTA of a cluster finishes."""
+        vecs = self.mma_tiles * self.tokens // 8
+        slices = vecs if self.warpgroups == 2 else self.tokens // 8
+        size = vecs // min(self.splits, slices)
+        mma_tiles = min(size, self.mma_tiles)
+        return self.warpgroups * mma_tiles * 64, size // mma_tiles * 8
+
+    @property
+    def chunk(self) -> int:
+        """Return how many tokens' results are staged at a time."""
+        rows, tokens = self._slice
+        return min(tokens, 4096 // rows)
+
+    def stages(self, form: Format) -> int:
+        """Return how many stages fit into shared memory."""
+        free = _SHARED_BYTES // self.blocks - 1024 - self._beside_stages
+        return min(_MAX_STAGES, free // (self._stage_bytes(form) + 16))
+
+    def shared_bytes(self, form: Format) -> int:
+        """Return the dynamic shared memory of a CTA: stages, staging, mbarriers, alignment."""
+        return self.stages(form) * (self._stage_bytes(form) + 16) + self._beside_stages
+
+    def _stage_bytes(self, form: Format) -> int:
+        tiles, k = self.rows // _ROW_TILE, self.depth * _SLAB_K
+        values = 2 if form.offset else 1
+        size = 1 if form.super_block or form.code == "e2m1" else 2
+        row_tile = self.depth * (1024 if form.bits == 8 else 512)
+        row_tile += self.depth * {5: 128, 6: 256}.get(form.bits, 0)
+        row_tile += max(1, k // form.group) * 16 * values * size
+        row_tile += 32 * values if form.super_block else 0
+        return self.tokens * k * 2 + tiles * row_tile + 32
+
+    @property
+    def _beside_stages(self) -> int:
+        rows, tokens = self._slice
+        staging = self.chunk * (rows + 4) * 4
+        sums = rows * tokens * 4 * (self.splits - 1)
+        return staging + max(sums, 16) + 16 + 1024
+
+    def spec(self, dtype: str, form: Format, scales: str) -> ModuleSpec:
+        """Return the module for weights of a format."""
+        macros = {
+            "TOKENS": self.tokens,
+            "WARPGROUPS": self.warpgroups,
+            "MMA_TILES": self.mma_tiles,
+            "SPLITS": self.splits,
+            "DEPTH": self.depth,
+            "BLOCKS": self.blocks,
+            "STAGES": self.stages(form),
+            "CHUNK": self.chunk,
+        }
+        spec = format_spec("gemm_wna16_sm90.cu", dtype, form, scales)
+        return ModuleSpec(spec.file, dtype, (*spec.defines, *macros.items()))
+
+    def tiles(self, m: int, columns: int, *, is_gated: bool) -> int:
+        """Return how many work tiles a result of `columns` columns has."""
+        width = self.rows // 2 if is_gated else self.rows
+        return ceil_div(m, self.tokens) * ceil_div(columns, width)
+
+
+HOPPER_CONFIGS: tuple[HopperConfig, ...] = (
+    HopperConfig(256),
+    HopperConfig(128),
+    HopperConfig(128, mma_tiles=2),
+    HopperConfig(64, splits=2, depth=2),
+    HopperConfig(64, mma_tiles=2),
+    HopperConfig(32, splits=4, depth=4),
+    HopperConfig(32, splits=2, depth=4, blocks=2),
+)
+
+
+def hopper_specs(dtype: str, formats: tuple[str, ...] = ()) -> tuple[ModuleSpec, ...]:
+    """Return the modules that `launch_hopper` may launch for weights of `formats`."""
+    if dtype not in _DTYPES:
+        return ()
+    specs = []
+    for form in (FORMATS[name] for name in formats if FORMATS[name].is_packed):
+        for scales in ("float16", "bfloat16"):
+            specs += [config.spec(dtype, form, scales) for config in HOPPER_CONFIGS]
+    return tuple(dict.fromkeys(specs))
+
+
+@cache
+def choose_hopper(
+    m: int, n: int, k: int, sm_count: int, *, deterministic: bool = False, is_gated: bool = False
+) -> HopperConfig:
+    """Choose for x (m, k) and weight (n, k)."""
+    return HOPPER_CONFIGS[0]
+
+
+def launch_hopper(
+    config: HopperConfig,
+    x: Any,
+    weight: Weight,
+    out: Any,
+    epilogue: dict[str, Any],
+    *,
+    is_vector: bool,
+    num_gates: int = 0,
+    pdl: bool = False,
+) -> None:
+    """Launch on CuPy arrays.
+
+    With `pdl` weight and bias are read before the preceding kernel has ended. `num_gates` is the
+    number of rows of gate, a multiple of 16, if gate and up are to be combined.
+    """
+    (m, k), n, dtype = x.shape, weight.shape[0], dtype_name(x.dtype)
+    tiles = config.tiles(m, num_gates or n, is_gated=num_gates > 0)
+    if config.splits == 1:  # persistent
+        tiles = min(tiles, sm_count() * config.blocks)
+    x_part, tail_part = min(m, config.tokens), m % config.tokens or config.tokens
+    arrays = planes(weight)
+    _KERNEL.launch(
+        config.spec(dtype, weight.format, scale_dtype(weight)),
+        (tiles * config.splits,),
+        (config.threads,),
+        config.shared_bytes(weight.format),
+        cluster=1,  # the module says how large they are
+        pdl=True,  # the kernel waits before it touches what another may write
+        map_x=tensor_map_2d(x, dtype, (x_part, _SLAB_K)),
+        map_tail=tensor_map_2d(x, dtype, (tail_part, _SLAB_K)),
+        m=m,
+        n=n,
+        slabs=ceil_div(k, _SLAB_K),
+        x_part=x_part,
+        tail_part=tail_part,
+        num_gates=num_gates,
+        is_vector=is_vector,
+        is_early=pdl,
+        **arrays,
+        **epilogue,
+    )
