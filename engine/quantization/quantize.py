@@ -10,6 +10,7 @@ import numpy as np
 from engine.device import array_module
 from engine.errors import WeightsError
 from engine.quantization.formats import FORMATS, Format
+from engine.quantization.stack import stack_matrices
 from engine.quantization.values import E2M1, pack_weight
 from engine.quantization.weight import Weight
 
@@ -59,8 +60,8 @@ def quantize(array: Any, form: Format) -> Weight:
 
     Parameters
     ----------
-    array : (N, K) array of float32, float16 or bfloat16
-        NumPy or CuPy.
+    array : (N, K) or (E, N, K) array of float32, float16 or bfloat16
+        NumPy or CuPy; several matrices as in `stack`.
     form : Format
         One of `QUANTIZABLE`.
 
@@ -73,7 +74,7 @@ def quantize(array: Any, form: Format) -> Weight:
     Raises
     ------
     WeightsError
-        If the array is no matrix, or has numbers that are not finite.
+        If the array is no matrix or stack of matrices, or has numbers that are not finite.
 
     Notes
     -----
@@ -87,8 +88,10 @@ def quantize(array: Any, form: Format) -> Weight:
     >>> float(abs(unpack_weight(quantize(array, FORMATS["int8_g64"])) - array).max()) < 0.005
     True
     """
+    if array.ndim == 3 and len(array):
+        return stack_matrices([quantize(matrix, form) for matrix in array])
     if array.ndim != 2:
-        raise WeightsError(f"array must be a matrix; got {array.ndim} dimensions")
+        raise WeightsError(f"array must be a matrix, or several; got {array.ndim} dimensions")
     numbers = array.astype(np.float32)
     if not bool(array_module(array).isfinite(numbers).all()):
         raise WeightsError("array must have finite numbers only; it has others")
