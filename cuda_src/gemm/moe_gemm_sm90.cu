@@ -33,7 +33,7 @@ struct MoeGemmSm90Params {
   int is_early;  // the preceding kernel writes neither weight, bias nor the routing
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
     moe_gemm_sm90(const __grid_constant__ MoeGemmSm90Params p) {
   extern __shared__ unsigned char smem_raw[];
   MoeShared& smem = *reinterpret_cast<MoeShared*>(smem_raw + (-smem_address(smem_raw) & 1023));

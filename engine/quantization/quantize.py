@@ -11,6 +11,7 @@ from engine.checks import shown
 from engine.device import array_module
 from engine.errors import WeightsError
 from engine.quantization.formats import FORMATS, Format
+from engine.quantization.stack import stack_matrices
 from engine.quantization.values import E2M1, E4M3, E8M0, pack_weight
 from engine.quantization.weight import Weight
 
@@ -80,8 +81,8 @@ def quantize(array: Any, form: Format) -> Weight:
 
     Parameters
     ----------
-    array : (N, K) array of float32, float16 or bfloat16
-        NumPy or CuPy.
+    array : (N, K) or (E, N, K) array of float32, float16 or bfloat16
+        NumPy or CuPy; several matrices as in `stack`.
     form : Format
         One of `QUANTIZABLE`.
 
@@ -94,7 +95,7 @@ def quantize(array: Any, form: Format) -> Weight:
     Raises
     ------
     WeightsError
-        If the array is no matrix, or has numbers that are not finite.
+        If the array is no matrix or stack of matrices, or has numbers that are not finite.
 
     Notes
     -----
@@ -108,6 +109,8 @@ def quantize(array: Any, form: Format) -> Weight:
     >>> float(abs(unpack_weight(quantize(array, FORMATS["int8_g64"])) - array).max()) < 0.005
     True
     """
+    if array.ndim == 3 and len(array):
+        return stack_matrices([quantize(matrix, form) for matrix in array])
     return weight_of_codes(form, round_to_codes(array, form))
 
 
@@ -122,7 +125,7 @@ def round_to_codes(array: Any, form: Format, scale_dtype: str = "") -> Codes:
         The dtype in which the scales must be exact; by default float16 for groups, else float32.
     """
     if array.ndim != 2:
-        raise WeightsError(f"array must be a matrix; got {array.ndim} dimensions")
+        raise WeightsError(f"array must be a matrix, or several; got {array.ndim} dimensions")
     numbers = array.astype(np.float32)
     if not bool(array_module(array).isfinite(numbers).all()):
         raise WeightsError("array must have finite numbers only; it has others")
