@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from engine.device import Device
+from engine.loading.expert_rows import read_stored_rows, stored_format
 from engine.loading.placement import Placement
 from engine.loading.quantized.reader import QuantizedCheckpoint
 from engine.loading.quantized.rows import QuantizedRows
 from engine.loading.weight_memory import is_quantized
 from engine.quantization import Format, Weight
+from engine.quantization.formats import TILE_ROWS
+from engine.quantization.stack import stack_matrices
 
 __all__ = ["StoredWeights", "stored_formats"]
 
@@ -48,18 +51,53 @@ class StoredWeights:
         format than q and k, the weight is stacked.
         """
         parts: list[Weight] = []
-        places = sorted(placements, key=lambda place: place.start)
-        read = [(place, self._rows(place)) for place in places]
-        for place, rows in _joined(read):
+        for places, rows in self._joined(placements):
             if rows is None:
-                parts.append(Weight.dense(self.read_dense(place)))
+                parts += [Weight.dense(self.read_dense(place)) for place in places]
             else:
                 parts.append(self._on_device(rows))
         return parts[0] if len(parts) == 1 else Weight.stacked(parts)
 
+    def experts(self, placements: Iterable[Placement], shape: tuple[int, ...]) -> Weight | None:
+        """Return the matrices of all experts as one weight (E, N, K); None if they differ in kind.
+
+        They do if their formats or the orders of their columns are not all the same.
+        """
+        joined = list(self._joined(placements))
+        rows = joined[0][1]
+        if len(joined) > 1 or rows is None or rows.permutation is not None:
+            return None
+        num_experts, num_rows, _ = shape
+        if rows.format.is_packed and num_rows % TILE_ROWS == 0:
+            return replace(self._on_device(rows), shape=shape)
+        return stack_matrices(
+            [
+                self._on_device(rows.take(slice(first, first + num_rows)))
+                for first in range(0, num_experts * num_rows, num_rows)
+            ]
+        )
+
+    def _joined(
+        self, placements: Iterable[Placement]
+    ) -> Iterator[tuple[list[Placement], QuantizedRows | None]]:
+        """Yield the parts in order, with neighbours joined that can be one matrix."""
+        places: list[Placement] = []
+        parts: list[QuantizedRows] = []
+        for place in sorted(placements, key=lambda place: place.start):
+            rows = self._rows(place)
+            if parts and not (rows is not None and _can_join(parts[-1], rows)):
+                yield places, QuantizedRows.concat(parts)
+                places, parts = [], []
+            if rows is None:
+                yield [place], None
+            else:
+                places.append(place)
+                parts.append(rows)
+        if parts:
+            yield places, QuantizedRows.concat(parts)
+
     def _rows(self, place: Placement) -> QuantizedRows | None:
-        rows = self.checkpoint.read_rows(place.name, place.first, place.last, place.columns)
-        order = self.order(place)
+        rows, order = read_stored_rows(self.checkpoint, place), self.order(place)
         return rows if rows is None or order is None else rows.take(order)
 
     def _on_device(self, rows: QuantizedRows) -> Weight:
@@ -79,7 +117,7 @@ class StoredWeights:
 def stored_formats(
     checkpoint: QuantizedCheckpoint,
     placements: Iterable[Placement],
-    keeps: Callable[[Format], bool],
+    keeps: Callable[[str, Format], bool],
     *,
     is_tied: bool,
 ) -> dict[str, Format]:
@@ -90,29 +128,14 @@ def stored_formats(
     """
     formats: dict[str, Format] = {}
     for place in placements:
-        form = checkpoint.format_of(place.name)
-        if form is None or not keeps(form):
+        form = stored_format(checkpoint, place)
+        if form is None or not keeps(str(place.target), form):
             continue
         if is_quantized(str(place.target)) or place.target.kind == "lm_head":
             formats.setdefault(str(place.target), form)
         elif is_tied and place.target.kind == "embed":
             formats.setdefault("lm_head", form)
     return formats
-
-
-_Read = tuple[Placement, QuantizedRows | None]
-
-
-def _joined(read: list[_Read]) -> list[_Read]:
-    """Return the parts with neighbours joined where they can be one matrix."""
-    joined: list[_Read] = []
-    for place, rows in read:
-        last = joined[-1][1] if joined else None
-        if last is not None and rows is not None and _can_join(last, rows):
-            joined[-1] = joined[-1][0], QuantizedRows.concat([last, rows])
-        else:
-            joined.append((place, rows))
-    return joined
 
 
 def _can_join(first: QuantizedRows, second: QuantizedRows) -> bool:

@@ -12,14 +12,20 @@ from engine.device import CPU, Device
 from engine.errors import OutOfMemoryError
 from engine.loading.weight_table import weight_shapes
 from engine.models.decoder import rope_bytes
-from engine.quantization import WHOLE, Format, Shard, dense_format
+from engine.quantization import FORMATS, WHOLE, Format, Shard, dense_format
+from engine.quantization.formats import TILE_ROWS
 
-__all__ = ["is_quantized", "quantized_formats", "weight_bytes", "weight_dtype", "weight_room"]
+__all__ = ["is_expert", "is_quantized", "quantized_formats", "weight_bytes", "weight_dtype"]
+__all__ += ["weight_room"]
 
 _MAX_ROPE_BYTES = 8 << 30  # 16 million positions of 128 features
 _FLOAT32_KINDS = ("router_correction", "sinks")  # numbers per expert or head that are added once
 _NONE: Mapping[str, Format] = MappingProxyType({})
-_QUANTIZED_KINDS = ("qkv", "o", "gate_up", "up", "down", "shared_gate_up", "shared_down")
+_EXPERT_KINDS = ("experts_gate_up", "experts_down")
+_QUANTIZED_KINDS = (
+    *("qkv", "o", "gate_up", "up", "down", "shared_gate_up", "shared_down"),
+    *_EXPERT_KINDS,
+)
 
 
 def weight_dtype(name: str, dtype: str) -> str:
@@ -46,9 +52,26 @@ def is_quantized(name: str) -> bool:
     return name.rpartition(".")[2] in _QUANTIZED_KINDS
 
 
+def is_expert(name: str) -> bool:
+    """Tell whether weight `name` has the matrices of all experts."""
+    return name.rpartition(".")[2] in _EXPERT_KINDS
+
+
 def quantized_formats(config: ModelConfig, form: Format) -> dict[str, Format]:
-    """Return the format of every weight to which the option `quantization` applies."""
-    return {name: form for name in weight_shapes(config) if is_quantized(name)}
+    """Return the format of every weight to which the option `quantization` applies.
+
+    Experts' products take activations in 16 bits: "int8" is "int8_g128" for them. Experts with a
+    number of rows that is no multiple of a tile's stay as they are.
+    """
+    shapes = weight_shapes(config)
+    formats = {name: form for name in shapes if is_quantized(name)}
+    for name in (name for name in formats if is_expert(name)):
+        formats[name] = FORMATS["int8_g128"] if form.name == "int8" else form
+    return {
+        name: chosen
+        for name, chosen in formats.items()
+        if not (is_expert(name) and chosen.is_packed and shapes[name][1] % TILE_ROWS)
+    }
 
 
 def weight_bytes(

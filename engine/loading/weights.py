@@ -12,7 +12,7 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -36,6 +36,7 @@ from engine.loading.quantized.scheme import load_scheme
 from engine.loading.safetensors import open_safetensors
 from engine.loading.stored_weights import StoredWeights, stored_formats
 from engine.loading.weight_memory import (
+    is_expert,
     quantized_formats,
     weight_bytes,
     weight_dtype,
@@ -136,6 +137,7 @@ def load_weights(
         arrays = _allocate(config, device, dtype, shard, formats)
     loader = _Loader(checkpoint, config, arrays, device, dtype)
     weights = {name: Weight.dense(array) for name, array in arrays.items()}
+    shapes = weight_shapes(config, shard)
     works = list(_slabs(placements, config.head_dim))
     with _progress_bar(works, dtype, progress) as advance, ThreadPoolExecutor(_workers()) as pool:
         run = partial(_run_all, pool, loader, advance)
@@ -144,29 +146,30 @@ def load_weights(
             if name in arrays:
                 continue
             if quantization is None:
-                weights[name] = loader.stored_weight(dict.fromkeys(work.place for work in own))
+                places = list(dict.fromkeys(work.place for work in own))
+                weights[name] = loader.stored_weight(places, shapes[name])
             else:
-                arrays[name] = _empty(device, weight_shapes(config, shard)[name], dtype)
+                arrays[name] = _empty(device, shapes[name], dtype)
                 run(own)
-                weights[name] = _rounded(arrays.pop(name), quantization)
+                weights[name] = _rounded(arrays.pop(name), formats[name])
     if config.tie_word_embeddings and "lm_head" in formats:  # embed is looked up in, as numbers
         tied = [place for place in placements if place.target.kind == "embed"]
-        weights["lm_head"] = loader.stored_weight(tied)
+        weights["lm_head"] = loader.stored_weight(tied, shapes["embed"])
     return _finished(config, weights, shard)
 
 
-def _keeps(device: Device) -> Callable[[Format], bool]:
-    """Return whether a format is computed with as it is.
+def _keeps(device: Device) -> Callable[[str, Format], bool]:
+    """Return whether a weight's format is computed with as it is.
 
     On the CPU only formats of both operands are: NumPy would unpack the others for every product.
     """
-    return lambda form: device.is_cuda or bool(form.activations)
+    return lambda name, form: device.is_cuda or (bool(form.activations) and not is_expert(name))
 
 
 def _rounded(array: Any, form: Format) -> Weight:
     """Quantize a matrix; where its format is not computed with, return the rounded numbers."""
     weight = quantize(array, form)
-    if form.is_packed and isinstance(array, np.ndarray):
+    if (form.is_packed or array.ndim > 2) and isinstance(array, np.ndarray):
         return Weight.dense(unpack_weight(weight).astype(array.dtype))
     return weight
 
@@ -314,10 +317,19 @@ class _Loader:
         rows.set(host, stream=stream)
         stream.synchronize()  # the next slab overwrites the buffer
 
-    def stored_weight(self, places: Iterable[Placement]) -> Weight:
-        """Return the weight that these placements make up, in the formats of their tensors."""
+    def stored_weight(self, places: Sequence[Placement], shape: tuple[int, ...]) -> Weight:
+        """Return the weight that these placements make up, in the formats of their tensors.
+
+        Experts that cannot be multiplied as they are stored are dequantized.
+        """
         made = StoredWeights(self.device, self.checkpoint, self._dense_rows, self._row_order)
-        return made.weight(places)
+        if len(shape) == 2:
+            return made.weight(places)
+        weight = made.experts(places, shape)
+        if weight is not None:
+            return weight
+        rows = [self._dense_rows(place) for place in sorted(places, key=lambda p: p.start)]
+        return Weight.dense(self.device.xp.concatenate(rows).reshape(shape))
 
     def _dense_rows(self, place: Placement) -> Any:
         rows = np.empty((place.last - place.first, place.width), np_dtype(self.dtype))

@@ -72,7 +72,10 @@ def test_every_tile_matches_mirror(hopper, monkeypatch, config, name):
     rng = np.random.default_rng(config.tokens + config.rows)
     tokens = config.tokens
     sizes = [(1, 8, 1032), (17, 520, 2048), (tokens - 1, 77, 640), (tokens + 1, 300, 72)]
-    sizes += [(2 * tokens - 8, 136, 1224), (*rng.integers(1, 700, 2), 8 * int(rng.integers(1, 160)))]
+    sizes += [
+        (2 * tokens - 8, 136, 1224),
+        (*rng.integers(1, 700, 2), 8 * int(rng.integers(1, 160))),
+    ]
     for i, (m, n, k) in enumerate(sizes):
         weight, x = random_weight(name, n, k), cases.normal((m, k), "bfloat16", seed=i)
         out, buffer = cases.guarded(hopper, (m, n), x.dtype)
