@@ -52,9 +52,8 @@ class RandomCodes:
                 data = data.view("i1")
             high, wide = form.block or (1, 0)
             blocks = [rows] if wide == 0 else [-(-rows // high), -(-columns // wide)]
-            return Weight(
-                form, data, shape, scales=self._filled((*experts, *blocks), self._scale, np.float32)
-            )
+            scales = self._filled((*experts, *blocks), self._scale, np.float32)
+            return Weight(form, data, shape, scales=scales)
         whole = padded_shape((math.prod((*experts, rows)), columns))
         tiles = whole[0] // TILE_ROWS, whole[1] // TILE_COLUMNS
         low, fifth = (

@@ -129,13 +129,19 @@ def stored_formats(
     formats: dict[str, Format] = {}
     for place in placements:
         form = stored_format(checkpoint, place)
-        if form is None or not keeps(str(place.target), form):
+        if form is None or not keeps(str(place.target), form) or _cuts_groups(place, form):
             continue
         if is_quantized(str(place.target)) or place.target.kind == "lm_head":
             formats.setdefault(str(place.target), form)
         elif is_tied and place.target.kind == "embed":
             formats.setdefault("lm_head", form)
     return formats
+
+
+def _cuts_groups(place: Placement, form: Format) -> bool:
+    """Tell whether the columns of a shard begin or end inside a group that shares a scale."""
+    group = form.super_block or form.group
+    return place.columns is not None and group > 0 and any(c % group for c in place.columns)
 
 
 def _can_join(first: QuantizedRows, second: QuantizedRows) -> bool:
