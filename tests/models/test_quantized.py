@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 import engine
+from engine.commands._bench_models import built_in_config
 from engine.config import ModelConfig
 from engine.device import to_numpy
 from engine.kernels import _module
@@ -15,12 +18,25 @@ from engine.quantization import FORMATS, Weight, unpack_weight
 
 NAMES = [name for name, form in FORMATS.items() if not form.is_dense]
 CONFIG = ModelConfig("llama", 320, 256, 2, 4, 2, 64, 512, 512)
+MOE = dataclasses.replace(
+    built_in_config("qwen3-30b-a3b"),
+    vocab_size=320,
+    hidden_size=256,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    max_position_embeddings=512,
+    moe=dataclasses.replace(
+        built_in_config("qwen3-30b-a3b").moe, num_experts=8, top_k=2, intermediate_size=128
+    ),
+)
 TOKENS = np.random.default_rng(0).integers(0, 320, (3, 40))
 
 
-def _load(name, device, dtype, **options):
+def _load(name, device, dtype, config=CONFIG, **options):
     return engine.load(
-        config=CONFIG, load_format="dummy", device=device, dtype=dtype, quantization=name, **options
+        config=config, load_format="dummy", device=device, dtype=dtype, quantization=name, **options
     )
 
 
@@ -63,6 +79,17 @@ def test_a_gpu_gives_the_logits_of_the_cpu(cp, name, dtype):
         got = to_numpy(on_gpu.step(part, caches[1], logits="all"))
         assert _cosines(got, wanted).min() > least
     assert _module.stats().compiles_after_ready == compiled
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["fp8", "fp8_block", "int8", "int4_g128", "q4_k", "mxfp4"])
+def test_experts_on_a_gpu_give_the_logits_of_the_cpu(cp, name):
+    on_cpu, on_gpu = (
+        _load(name, *where, config=MOE) for where in (("cpu", "float32"), ("cuda", "bfloat16"))
+    )
+    got, wanted = _logits(on_gpu), _logits(on_cpu)
+    # A token whose router is nearly tied may take another expert: most may not.
+    assert np.quantile(_cosines(got, wanted), 0.1) > 0.97
 
 
 @pytest.mark.gpu
