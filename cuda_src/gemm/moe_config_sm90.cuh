@@ -1,5 +1,5 @@
-// The work tile that a module of moe_gemm_sm90.cu or moe_gemm_quantized_sm90.cu is compiled for,
-// given by -D (MoeTileConfig in engine/kernels/moe_gemm/), and what follows from it.
+// The work tile that a module of moe_gemm_sm90.cu is compiled for, given by -D (MoeTileConfig in
+// engine/kernels/moe_gemm/sm90.py), and what follows from it.
 #pragma once
 
 #include "common/reduce.cuh"  // kWarpSize
@@ -37,7 +37,7 @@ enum MoeWeightKind { kDense = 0, kPacked = 1, kBytes = 2 };
 #include "gemm/moe_bytes_sm90.cuh"
 #endif
 // Staging of a warpgroup's results: rows of tokens, 64 features each.
-constexpr int kStagingTokens = 64;
+constexpr int kStagingTokens = kTokens < 64 ? kTokens : 64;
 constexpr int kStaging = kStagingTokens * kMmaM * 2;
 static_assert(kTokens % 16 == 0, "sorted rows of x come in boxes of 16");
 

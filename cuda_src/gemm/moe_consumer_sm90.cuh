@@ -1,4 +1,4 @@
-// The consumers of moe_gemm_sm90.cu and moe_gemm_quantized_sm90.cu: a tile's sums, then the epilogue.
+// The consumers of moe_gemm_sm90.cu: a tile's sums, then the epilogue.
 #pragma once
 
 #include "gemm/moe_config_sm90.cuh"

@@ -1,4 +1,4 @@
-// What the consumers of moe_gemm_sm90.cu and moe_gemm_quantized_sm90.cu do with a tile's sums.
+// What the consumers of moe_gemm_sm90.cu do with a tile's sums.
 //
 // The weight is wgmma's A and the tokens are its B: D is (features, tokens), and few tokens take
 // little time. A warpgroup has two accumulators, of the same features' gate and up or of two times

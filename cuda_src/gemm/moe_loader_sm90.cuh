@@ -1,4 +1,4 @@
-// What the producer warpgroups of moe_gemm_sm90.cu and moe_gemm_quantized_sm90.cu share: they load
+// What the producers of moe_gemm_sm90.cu share: they load
 // the rows of x, and tell the consumers of tiles.
 #pragma once
 

@@ -1,4 +1,4 @@
-// The products of moe_gemm_quantized_sm90.cu: codes become fragments in registers while wgmma
+// The products of quantized weights in moe_gemm_sm90.cu: codes become fragments in registers while wgmma
 // multiplies those of the steps before with the rows of x in shared memory.
 #pragma once
 

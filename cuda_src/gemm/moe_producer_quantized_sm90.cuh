@@ -1,4 +1,4 @@
-// The producer of moe_gemm_quantized_sm90.cu: one warpgroup that fills the ring of stages.
+// The producer of quantized weights in moe_gemm_sm90.cu: one warpgroup that fills the ring of stages.
 #pragma once
 
 #include "common/pdl.cuh"

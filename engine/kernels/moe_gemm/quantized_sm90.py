@@ -1,4 +1,4 @@
-"""moe_gemm of quantized weights on Hopper, `cuda_src/gemm/moe_gemm_quantized_sm90.cu`."""
+"""moe_gemm of quantized weights on Hopper, `cuda_src/gemm/moe_gemm_sm90.cu`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _KERNEL = Kernel(
     "num_supers:i32 activation:i32 alpha:f32 limit:f32 is_early:i32",
     struct="MoeGemmQuantizedSm90Params",
 )
-_FILE = "gemm/moe_gemm_quantized_sm90.cu"
+_FILE = "gemm/moe_gemm_sm90.cu"
 _SLAB_K = 64
 _MMA_ROWS = 64
 _BOX_ROWS = 16

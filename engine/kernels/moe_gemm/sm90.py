@@ -33,7 +33,7 @@ _FILE = "gemm/moe_gemm_sm90.cu"
 
 @dataclass(frozen=True)
 class MoeTileConfig:
-    """One tile of moe_gemm_sm90.cu and of moe_gemm_quantized_sm90.cu.
+    """The work tile of a module of moe_gemm_sm90.cu.
 
     Attributes
     ----------
@@ -81,7 +81,7 @@ class MoeTileConfig:
 
     @property
     def _beside_stages(self) -> int:
-        staging = self.warpgroups * _STAGING_TOKENS * _MMA_ROWS * 2
+        staging = self.warpgroups * min(self.tokens, _STAGING_TOKENS) * _MMA_ROWS * 2
         records = _RECORDS * (16 + 8 * self.tokens + 16)
         return staging + records + 2 * 4 * (MAX_EXPERTS + 1) + 8
 

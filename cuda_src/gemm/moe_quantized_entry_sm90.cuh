@@ -1,17 +1,6 @@
-// Products of tokens with their experts' quantized matrices on Hopper: bulk copies, mbarriers, wgmma.
-//
-// The same as moe_gemm_sm90.cu, for weights in a packed format (WEIGHTS 1) or in bytes (2);
-// activations are not quantized.
-// Arguments: MoeGemmQuantizedSm90Params, below.
-//
-// Numerics: weights are rounded to scalar_t, as `dequantize` rounds them; products on tensor cores,
-// all else in float, one rounding at the end. Sums go through k in ascending steps of 16 whatever the
-// tile and whoever else is in the batch.
-// Parallelisation: tiles and roles are those of moe_gemm_sm90.cu. The stages hold codes and scales.
-// A consumer's lane turns them into its fragments of wgmma's first operand, in registers, while
-// wgmma multiplies the steps before: with few tokens an expert the product takes the time of
-// reading the codes once.
-// Mirror: engine/reference/moe_gemm.py
+// The entry point of moe_gemm_sm90.cu for quantized weights.
+#pragma once
+
 #include "gemm/moe_consumer_sm90.cuh"
 #include "gemm/moe_producer_quantized_sm90.cuh"
 
