@@ -17,12 +17,16 @@ constexpr int kDepth = DEPTH;            // slabs in a stage
 constexpr int kStages = STAGES;
 constexpr int kSplits = SPLITS;  // CTAs of a cluster that share a sum over k
 constexpr int kBlocks = BLOCKS;  // CTAs per multiprocessor
+// Codes are multiplied as they are, and the sums over a group by its scale: fewer instructions for
+// few tokens. Else weights are multiplied, rounded to scalar_t.
+constexpr bool kScalesSums = SCALES_SUMS;
 constexpr int kMmaM = 64;
 constexpr int kRows = kWarpgroups * kMmaTiles * kMmaM, kRowTiles = kRows / kTileRows;
 constexpr int kStageK = kDepth * kSlabK;
 constexpr int kStageGroups = kStageK > kGroup ? kStageK / kGroup : 1;
 static_assert(kStageK % kGroup == 0 || kGroup % kStageK == 0, "a stage has whole groups or a part");
 static_assert(kSuperBlock == 0 || kSuperBlock % kStageK == 0, "a stage lies in one super-block");
+static_assert(!kScalesSums || (kGroup >= kSlabK && !kHasMinimum), "whole slabs, and no minimums");
 static_assert(kRowTiles <= kWarpSize / 2, "a lane copies for one row tile");
 
 constexpr int kConsumerThreads = kWarpgroups * 128;

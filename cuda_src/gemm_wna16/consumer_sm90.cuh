@@ -29,67 +29,120 @@ struct Consumer {
     if (lane_idx == 0) mbarrier_arrive(smem_address(&smem.empty[stage]));
   }
 
-  __device__ __forceinline__ void load_scales(int stage, int d, int step, int mma,
-                                              RowScales& scales) const {
+  // The stored scales of this lane's rows: of the group of step `step` of a stage's slab `d`.
+  __device__ __forceinline__ uint2 group_words(int stage, int tile, int d, int step) const {
     const int group = kGroup < kStageK ? (d * kSlabK + step * 16) / kGroup : 0;
-    const int tile = row_tile(mma), g = lane_idx / 4;
-    const int place = (tile * kStageGroups + group) * kScaleTileBytes + g * kScaleBytes;
-    scales.set(load_small<kScaleBytes>(smem.scales[stage] + place),
-               load_small<kSuperBytes>(smem.super[stage] + tile * kSuperTileBytes +
-                                       g * kSuperBytes));
+    const int place = (tile * kStageGroups + group) * kScaleTileBytes + lane_idx / 4 * kScaleBytes;
+    return load_small<kScaleBytes>(smem.scales[stage] + place);
+  }
+  __device__ __forceinline__ uint2 super_words(int stage, int tile) const {
+    const int place = tile * kSuperTileBytes + lane_idx / 4 * kSuperBytes;
+    return load_small<kSuperBytes>(smem.super[stage] + place);
   }
 
-  template <int kStep>
-  __device__ __forceinline__ void step(int stage, int d, int previous, bool is_first,
-                                       uint64_t b, const TileWords (&words)[kMmaTiles],
-                                       RowScales (&scales)[kMmaTiles], Fragments& a,
-                                       Sums& acc) const {
-    if (kStep * 16 % kGroup == 0)
+  // The fragments of slab `slab`, which is in `stage`.
+  __device__ __forceinline__ void decode_slab(int stage, int slab, Fragments& a) const {
+    const int d = kDepth == 1 ? 0 : slab % kDepth;
 #pragma unroll
-      for (int j = 0; j < kMmaTiles; ++j) load_scales(stage, d, kStep, j, scales[j]);
-    wgmma_wait<kSteps - 1>();  // the step of the slab before that reads these registers is over
-    if (kStep == kSteps - 1 && d == 0 && previous >= 0) release(previous);
-#pragma unroll
-    for (int j = 0; j < kMmaTiles; ++j) decode_weights<kStep>(words[j], scales[j], a[kStep][j]);
+    for (int j = 0; j < kMmaTiles; ++j) {
+      const int tile = row_tile(j), place = tile * kDepth + d;
+      TileWords words;
+      words.load(smem.data[stage] + place * kDataBytes, smem.high[stage] + place * kHighBytes,
+                 lane_idx);
+      RowScales scales;
+      const auto load = [&](int step) {
+        const uint2 own = group_words(stage, tile, d, step);
+        if constexpr (kScalesSums)
+          scales.set_offsets(own);
+        else
+          scales.set(own, super_words(stage, tile));
+      };
+      load(0);
+      decode_weights<0>(words, scales, a[0][j]);
+      if (kGroup <= 16) load(1);
+      decode_weights<1>(words, scales, a[1][j]);
+      if (kGroup <= 32) load(2);
+      decode_weights<2>(words, scales, a[2][j]);
+      if (kGroup <= 16) load(3);
+      decode_weights<3>(words, scales, a[3][j]);
+    }
+  }
+
+  __device__ __forceinline__ void start(int stage, int slab, bool is_first, const Fragments& a,
+                                        Sums& acc) const {
+    const int d = kDepth == 1 ? 0 : slab % kDepth;
+    const uint64_t b = wgmma_descriptor(smem_address(smem.x[0]) + stage * kStageX + d * kSlabX);
     wgmma_fence();
 #pragma unroll
-    for (int j = 0; j < kMmaTiles; ++j)
-      wgmma_weights<kTokens>(acc[j], a[kStep][j], b + kStep * 2, !is_first || kStep > 0);
+    for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+      for (int j = 0; j < kMmaTiles; ++j)
+        wgmma_weights<kTokens>(acc[j], a[step][j], b + step * 2, !is_first || step > 0);
     wgmma_commit();
   }
 
-  // Sums this CTA's share of k.
-  __device__ __forceinline__ void multiply(PipelineState<kStages>& state, Sums& acc) const {
-    const unsigned x = smem_address(smem.x[0]);
-    state.stage = __shfl_sync(~0u, state.stage, 0);  // tells ptxas that it is warp-uniform
-    Fragments a;
-    RowScales scales[kMmaTiles];
-    int previous = -1;
-#pragma unroll 1
-    for (int k = first_k; k < last_k; ++k) {
-      const int stage = state.stage;
-      mbarrier_wait(smem_address(&smem.full[stage]), state.phase);
+  // Adds the sums over a group times its scales.
+  __device__ __forceinline__ void add_group(const GroupScales (&scales)[kMmaTiles], Sums& group,
+                                            Sums& acc) const {
 #pragma unroll
-      for (int d = 0; d < kDepth; ++d) {
-        const int slab = k * kDepth + d;
-        if (d > 0 && slab >= slabs) break;
-        const bool is_first = k == first_k && d == 0;
-        TileWords words[kMmaTiles];
+    for (int j = 0; j < kMmaTiles; ++j) {
+      wgmma_pin(group[j]);
 #pragma unroll
-        for (int j = 0; j < kMmaTiles; ++j)
-          words[j].load(smem.data[stage] + (row_tile(j) * kDepth + d) * kDataBytes,
-                        smem.high[stage] + (row_tile(j) * kDepth + d) * kHighBytes, lane_idx);
-        const uint64_t b = wgmma_descriptor(x + stage * kStageX + d * kSlabX);
-        step<0>(stage, d, previous, is_first, b, words, scales, a, acc);
-        step<1>(stage, d, previous, is_first, b, words, scales, a, acc);
-        step<2>(stage, d, previous, is_first, b, words, scales, a, acc);
-        step<3>(stage, d, previous, is_first, b, words, scales, a, acc);
-      }
-      previous = stage;
-      state.advance();
+      for (int i = 0; i < kTokens / 2; ++i)
+        acc[j][i] = fmaf(scales[j].scale[i / 2 % 2], group[j][i], acc[j][i]);
     }
-    wgmma_wait<0>();
-    if (previous >= 0) release(previous);
+  }
+
+  // Sums this CTA's share of k, which is not empty. While wgmma multiplies a slab the next one is
+  // decoded.
+  __device__ __forceinline__ void multiply(PipelineState<kStages>& state, Sums& acc) const {
+    constexpr int kGroupSlabs = kGroup > kSlabK ? kGroup / kSlabK : 1;
+    state.stage = __shfl_sync(~0u, state.stage, 0);  // tells ptxas that it is warp-uniform
+    const int first = first_k * kDepth, last = min(last_k * kDepth, slabs);
+    Sums part;  // of a group
+    if constexpr (kScalesSums) {
+#pragma unroll
+      for (int j = 0; j < kMmaTiles; ++j)
+#pragma unroll
+        for (int i = 0; i < kTokens / 2; ++i) acc[j][i] = 0.0f;
+    }
+    Sums& sums = kScalesSums ? part : acc;
+    Fragments even, odd;
+    int slab = first;
+    mbarrier_wait(smem_address(&smem.full[state.stage]), state.phase);
+    decode_slab(state.stage, slab, even);
+    // Returns whether another slab follows.
+    const auto advance = [&](const Fragments& now, Fragments& next) {
+      const int stage = state.stage;
+      const bool ends_stage = kDepth == 1 || (slab + 1) % kDepth == 0 || slab + 1 == last;
+      const bool begins = slab == first || (kScalesSums && slab % kGroupSlabs == 0);
+      start(stage, slab, begins, now, sums);
+      if (ends_stage) state.advance();
+      ++slab;
+      if (slab < last) {
+        if (ends_stage) mbarrier_wait(smem_address(&smem.full[state.stage]), state.phase);
+        decode_slab(state.stage, slab, next);
+      }
+      if constexpr (kScalesSums) {
+        GroupScales scales[kMmaTiles];
+        if (slab == last || slab % kGroupSlabs == 0) {
+          const int d = (slab - 1) % kDepth;
+#pragma unroll
+          for (int j = 0; j < kMmaTiles; ++j)
+            scales[j] = GroupScales(group_words(stage, row_tile(j), d, 0),
+                                    super_words(stage, row_tile(j)));
+        }
+        wgmma_wait<0>();
+        if (slab == last || slab % kGroupSlabs == 0) add_group(scales, part, acc);
+      } else {
+        wgmma_wait<0>();
+      }
+      if (ends_stage) release(stage);
+      return slab < last;
+    };
+#pragma unroll 1
+    while (advance(even, odd) && advance(odd, even)) {
+    }
 #pragma unroll
     for (int j = 0; j < kMmaTiles; ++j) wgmma_pin(acc[j]);
   }

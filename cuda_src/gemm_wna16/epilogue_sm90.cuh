@@ -92,10 +92,12 @@ struct RowEpilogue {
 __device__ __forceinline__ void finish_staged(const RowEpilogue& e, const float* staging, int token,
                                               int count, int block, int mma) {
   const bool is_gated = e.num_gates > 0;
-  const int width = is_gated ? kSliceRows / 2 : kSliceRows, eights = width / 8;
+  constexpr int kShift = kSliceRows == 64 ? 3 : kSliceRows == 128 ? 4 : 5;
+  static_assert(8 << kShift == kSliceRows, "eights of a row");
+  const int width = is_gated ? kSliceRows / 2 : kSliceRows, shift = kShift - is_gated;
   const int first_column = block * (is_gated ? kRows / 2 : kRows) + mma * kMmaM;
-  for (int i = threadIdx.x; i < count * eights; i += kConsumerThreads) {
-    const int row = i / eights, within = i % eights * 8;
+  for (int i = threadIdx.x; i < count << shift; i += kConsumerThreads) {
+    const int row = i >> shift, within = (i & ((1 << shift) - 1)) * 8;
     // Of the second warpgroup's m-tiles, other slices may have those between.
     const int skipped = within / (kSliceMmaTiles * kMmaM) * (kMmaTiles - kSliceMmaTiles) * kMmaM;
     const int column = first_column + within + skipped;

@@ -59,6 +59,8 @@ class HopperConfig:
         Slabs of 64 values of k in a stage.
     blocks : int
         CTAs per multiprocessor.
+    scales_sums : bool
+        Multiply codes as they are, and the sums over a group by its scale.
     """
 
     tokens: int
@@ -67,6 +69,7 @@ class HopperConfig:
     splits: int = 1
     depth: int = 1
     blocks: int = 1
+    scales_sums: bool = False
 
     @property
     def rows(self) -> int:
@@ -131,6 +134,7 @@ class HopperConfig:
             "BLOCKS": self.blocks,
             "STAGES": self.stages(form),
             "CHUNK": self.chunk,
+            "SCALES_SUMS": int(self.scales_sums),
         }
         return ModuleSpec(base.file, base.dtype, (*base.defines, *macros.items()))
 
