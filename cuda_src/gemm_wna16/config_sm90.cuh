@@ -57,6 +57,12 @@ constexpr int kSliceRows = kWarpgroups * kSliceMmaTiles * kMmaM;
 constexpr int kChunk = kSliceTokens < CHUNK ? kSliceTokens : CHUNK;
 constexpr int kStagingRow = kSliceRows + 4;
 
+// Large tiles have a second way to memory, for results of 16 bits that need no other array: each
+// warpgroup stages 64 tokens by 64 rows.
+constexpr bool kStoresHalves = kSplits == 1 && kTokens % 64 == 0 && kTokens >= 128;
+constexpr int kHalvesTokens = 64, kHalvesBytes = kHalvesTokens * kMmaM * 2;
+static_assert(!kStoresHalves || kWarpgroups * kHalvesBytes <= kChunk * kStagingRow * 4, "staging");
+
 // Dynamic shared memory, from an address aligned to the swizzle's atoms.
 struct Shared {
   unsigned char x[kStages][kStageX];
@@ -64,7 +70,7 @@ struct Shared {
   unsigned char high[kStages][kStageHigh + 16];
   unsigned char scales[kStages][kStageScales];
   unsigned char super[kStages][kStageSuper + 16];
-  float staging[kChunk * kStagingRow];
+  alignas(128) float staging[kChunk * kStagingRow];
   // Sums from the cluster's other CTAs.
   float sums[kSplits > 1 ? (kSplits - 1) * kSliceSums * kConsumerThreads : 4];
   uint64_t full[kStages], empty[kStages], sums_full;

@@ -187,30 +187,71 @@ struct Consumer {
     return true;
   }
 
+  // Writes a tile whose results are sums and a bias, of 16 bits: a warpgroup alone, in half the bytes.
+  __device__ __forceinline__ void store_halves(const RowEpilogue& e, Sums& acc,
+                                               const WorkTile& tile, int num_tokens) const {
+    const int thread = threadIdx.x % 128, warp = warp_idx % 4;
+    const unsigned staging = smem_address(smem.staging) + warpgroup * kHalvesBytes;
+    const int row = lane_idx % 8 + lane_idx / 16 * 8;  // matrices: 8 tokens by 8 rows, twice two
+    const int chunk = (warp * 2 + lane_idx / 8 % 2) ^ (row & 7);
+    const unsigned to = staging + row * kSlabRowBytes + (chunk << 4);
+#pragma unroll
+    for (int j = 0; j < kMmaTiles; ++j) {
+      const int column = tile.block * kRows + (warpgroup * kMmaTiles + j) * kMmaM;
+      e.add_bias_of_rows(column + warp * kTileRows + lane_idx / 4, acc[j]);
+#pragma unroll
+      for (int first = 0; first < kTokens; first += kHalvesTokens) {
+        const int token = tile.token + first;
+        if (token >= num_tokens) break;
+#pragma unroll
+        for (int i = 0; i < kHalvesTokens / 16; ++i) {
+          const float* v = acc[j] + first / 2 + 8 * i;
+          stmatrix_x4_transposed(to + i * 16 * kSlabRowBytes, pack2<scalar_t>(v[0], v[1]),
+                                 pack2<scalar_t>(v[2], v[3]), pack2<scalar_t>(v[4], v[5]),
+                                 pack2<scalar_t>(v[6], v[7]));
+        }
+        named_barrier_sync<128>(2 + warpgroup);
+        const int part = thread % 8, count = min(num_tokens - token, kHalvesTokens);
+        const unsigned char* from =
+            reinterpret_cast<const unsigned char*>(smem.staging) + warpgroup * kHalvesBytes;
+        for (int i = thread / 8; i < count; i += 16)
+          e.store_eight(token + i, column + part * 8,
+                        load_vec<scalar_t, 8>(reinterpret_cast<const scalar_t*>(
+                            from + i * kSlabRowBytes + ((part ^ (i & 7)) << 4))));
+        named_barrier_sync<128>(2 + warpgroup);  // SAFETY: the next results overwrite staging.
+      }
+    }
+  }
+
   // Writes slice `slice` of a tile: through staging, where sums become rows.
   __device__ __forceinline__ void store(const RowEpilogue& e, const float* sums,
                                         const WorkTile& tile, int num_tokens, int slice) const {
-    const int g = lane_idx / 4, t = lane_idx % 4;
     const int mma = slice * kSliceVecs % kMmaTiles;
     const int token = tile.token + slice * kSliceVecs / kMmaTiles * 8;
+    const int count = min(kSliceTokens, num_tokens - token);
+#pragma unroll 1
+    for (int first = 0; first < count; first += kChunk) {
 #pragma unroll
-    for (int first = 0; first < kSliceTokens; first += kChunk) {
-      if (token + first >= num_tokens) break;
-#pragma unroll
-      for (int j = 0; j < kSliceMmaTiles; ++j) {
-        const int row = ((warpgroup * kSliceMmaTiles + j) * 4 + warp_idx % 4) * kTileRows + g;
-#pragma unroll
-        for (int i = 0; i < kChunk / 8; ++i) {
-          const float* v = sums + j * kSliceTokens / 2 + first / 2 + 4 * i;
-#pragma unroll
-          for (int c = 0; c < 4; ++c)
-            smem.staging[(i * 8 + 2 * t + c % 2) * kStagingRow + row + c / 2 * 8] = v[c];
-        }
-      }
+      for (int i = 0; i < kSliceTokens; i += kChunk)  // registers have no index
+        if (i == first) stage(sums + i / 2);
       named_barrier_sync<kConsumerThreads>(1);
-      finish_staged(e, smem.staging, token + first, min(kChunk, num_tokens - token - first),
-                    tile.block, mma);
+      finish_staged(e, smem.staging, token + first, min(kChunk, count - first), tile.block, mma);
       named_barrier_sync<kConsumerThreads>(1);  // SAFETY: the next sums overwrite staging.
+    }
+  }
+
+  // kChunk tokens of each m-tile of a slice, from the first one's `sums` on.
+  __device__ __forceinline__ void stage(const float* sums) const {
+    const int g = lane_idx / 4, t = lane_idx % 4;
+#pragma unroll
+    for (int j = 0; j < kSliceMmaTiles; ++j) {
+      const int row = ((warpgroup * kSliceMmaTiles + j) * 4 + warp_idx % 4) * kTileRows + g;
+#pragma unroll
+      for (int i = 0; i < kChunk / 8; ++i)
+#pragma unroll
+        for (int c = 0; c < 4; ++c)
+          smem.staging[(i * 8 + 2 * t + c % 2) * kStagingRow + row + c / 2 * 8] =
+              sums[j * kSliceTokens / 2 + 4 * i + c];
     }
   }
 };
@@ -227,6 +268,8 @@ __device__ __forceinline__ void consume(const Consumer& c, const RowEpilogue& e,
     if constexpr (kSplits > 1) {
       float own[kSliceSums];
       if (c.exchange(acc, own)) c.store(e, own, tile, m, cluster_rank());
+    } else if (kStoresHalves && e.has_halves()) {
+      c.store_halves(e, acc, tile, m);
     } else {
       c.store(e, acc[0], tile, m, 0);
     }

@@ -121,7 +121,7 @@ class HopperConfig:
         rows, tokens = self._slice
         staging = self.chunk * (rows + 4) * 4
         sums = rows * tokens * 4 * (self.splits - 1)
-        return staging + max(sums, 16) + 16 + 1024
+        return staging + max(sums, 16) + 128 + 1024
 
     def spec(self, base: ModuleSpec, form: Format) -> ModuleSpec:
         """Return the module for weights of a format; `base` says how it decodes them."""
