@@ -33,11 +33,11 @@ struct Consumer {
   __device__ __forceinline__ uint2 group_words(int stage, int tile, int d, int step) const {
     const int group = kGroup < kStageK ? (d * kSlabK + step * 16) / kGroup : 0;
     const int place = (tile * kStageGroups + group) * kScaleTileBytes + lane_idx / 4 * kScaleBytes;
-    return load_small<kScaleBytes>(smem.scales[stage] + place);
+    return load_small<kScaleBytes>(smem.weight[stage] + kAtScales + place);
   }
   __device__ __forceinline__ uint2 super_words(int stage, int tile) const {
     const int place = tile * kSuperTileBytes + lane_idx / 4 * kSuperBytes;
-    return load_small<kSuperBytes>(smem.super[stage] + place);
+    return load_small<kSuperBytes>(smem.weight[stage] + kAtSuper + place);
   }
 
   // The fragments of slab `slab`, which is in `stage`.
@@ -47,8 +47,8 @@ struct Consumer {
     for (int j = 0; j < kMmaTiles; ++j) {
       const int tile = row_tile(j), place = tile * kDepth + d;
       TileWords words;
-      words.load(smem.data[stage] + place * kDataBytes, smem.high[stage] + place * kHighBytes,
-                 lane_idx);
+      words.load(smem.weight[stage] + place * kDataBytes,
+                 smem.weight[stage] + kAtHigh + place * kHighBytes, lane_idx);
       RowScales scales;
       const auto load = [&](int step) {
         const uint2 own = group_words(stage, tile, d, step);
