@@ -13,7 +13,7 @@ from engine.kernels._module import ModuleSpec
 from engine.kernels._packed import format_spec, format_specs, planes, scale_dtype
 from engine.kernels.gemm_wna16.operands import ACTIVATIONS, SWIGLU, Norm, Operands, row_stride
 from engine.quantization import Format
-from engine.quantization.packing import TILE_COLUMNS, TILE_ROWS
+from engine.quantization.formats import TILE_COLUMNS, TILE_ROWS
 
 __all__ = ["FewRowsConfig", "all_configs", "choose_few_rows", "few_rows_config", "launch", "specs"]
 
