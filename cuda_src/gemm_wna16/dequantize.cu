@@ -67,19 +67,20 @@ extern "C" __global__ void __launch_bounds__(kWarps* kWarpSize)
   words.load(p.data + index * kDataBytes, p.high + index * kHighBytes, lane_idx);
   const PackedWeight weight{p.data, p.high, p.scales, p.supers};
   scalar_t* staging = smem[warp_idx];
-  GroupScales scales;
+  float scale[2], offset[2];
 #pragma unroll
   for (int s = 0; s < 4; ++s) {
     if (s * 16 % kGroup == 0) {
       const int group = (column0 + s * 16) / kGroup;
-      scales = load_group(weight, tile, group, p.groups, p.num_supers, g);
+      const GroupScales own = load_group(weight, tile, group, p.groups, p.num_supers, g);
+      scale[0] = own.scale[0], scale[1] = own.scale[1];
+      offset[0] = own.offset[0], offset[1] = own.offset[1];
     }
 #pragma unroll
     for (int j = 0; j < 4; ++j)
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const float y =
-            scaled_value(code_value(words, s, j, e), scales.scale[j % 2], scales.offset[j % 2]);
+        const float y = scaled_value(code_value(words, s, j, e), scale[j % 2], offset[j % 2]);
         staging[(g + 8 * (j % 2)) * kPitch + s * 16 + 8 * (j / 2) + 2 * t + e] =
             from_float<scalar_t>(y);
       }

@@ -11,35 +11,42 @@
 
 #if ENGINE_DTYPE != 0
 
+// What an element of out needs beside the sums.
+struct OutputOperands {
+  float bias, up_bias, residual;
+};
+
 // An element of out that a thread finishes: of row tile z (gated: of z and z + 1) of a unit.
 struct OutputPlace {
   int z, token, row, column;  // row of the tile's 16; column of out
-  float bias, up_bias, residual;
 
+  __device__ __forceinline__ static int tiles(const FewRowsBlock& b) {
+    return b.gate_tiles > 0 ? blockDim.z / 2 : blockDim.z;
+  }
   // Element `index` of the unit; false if it does not exist.
   __device__ __forceinline__ bool set(const FewRowsParams& p, const FewRowsBlock& b, int unit,
                                       int index) {
     const bool is_gated = b.gate_tiles > 0;
-    const int tiles = is_gated ? blockDim.z / 2 : blockDim.z;
     row = index % kTileRows;
-    z = index / kTileRows % tiles * (is_gated ? 2 : 1);
-    token = index / (kTileRows * tiles);
-    const int tile = b.row_tile(unit, z);
-    column = tile * kTileRows + row;
-    return token < p.m && column < (is_gated ? p.n / 2 : p.n);
+    z = index / kTileRows, token = 0;
+    if (p.m > 1) token = z / tiles(b), z %= tiles(b);
+    if (is_gated) z *= 2;
+    column = b.row_tile(unit, z) * kTileRows + row;
+    return token < p.m && z < static_cast<int>(blockDim.z) && column < (is_gated ? p.n / 2 : p.n);
   }
-  __device__ __forceinline__ void load_bias(const FewRowsParams& p, const FewRowsBlock& b) {
-    bias = up_bias = 0.0f;
+  __device__ __forceinline__ void load_bias(const FewRowsParams& p, const FewRowsBlock& b,
+                                            OutputOperands& o) const {
+    o.bias = o.up_bias = 0.0f;
     if (p.bias == nullptr) return;
-    bias = to_float(p.bias[column]);
-    if (b.gate_tiles > 0) up_bias = to_float(p.bias[column + p.n / 2]);
+    o.bias = to_float(p.bias[column]);
+    if (b.gate_tiles > 0) o.up_bias = to_float(p.bias[column + p.n / 2]);
   }
-  __device__ __forceinline__ void load_residual(const FewRowsParams& p) {
-    residual = 0.0f;
+  __device__ __forceinline__ void load_residual(const FewRowsParams& p, OutputOperands& o) const {
+    o.residual = 0.0f;
     if (p.residual == nullptr) return;
     const int64_t at = token * p.residual_stride + column;
-    residual = p.is_float ? static_cast<const float*>(p.residual)[at]
-                          : to_float(static_cast<const scalar_t*>(p.residual)[at]);
+    o.residual = p.is_float ? static_cast<const float*>(p.residual)[at]
+                            : to_float(static_cast<const scalar_t*>(p.residual)[at]);
   }
   __device__ __forceinline__ void store(const FewRowsParams& p, float y) const {
     const int64_t at = token * p.out_stride + column;
@@ -50,104 +57,143 @@ struct OutputPlace {
   }
 };
 
-// Adds the parts' sums in their order and writes the unit's elements. `early` is this thread's first
-// element of its first unit.
+// Of this thread, in a unit. The threads of a cluster take all of them in turn.
+__device__ __forceinline__ int first_output(const FewRowsBlock& b) {
+  return b.rank * b.threads + b.thread;
+}
+
+// The sum of an element over all parts, in their order; `from` is the place of the first.
 template <typename Shape>
-__device__ __forceinline__ void finish_unit(const FewRowsParams& p, const FewRowsBlock& b, int unit,
-                                            const float* sums, const OutputPlace& early,
-                                            bool is_first) {
-  const int tiles = b.gate_tiles > 0 ? blockDim.z / 2 : blockDim.z;
-  const int count = tiles * kTileRows * p.m;
-#pragma unroll 1
-  for (int index = b.thread; index < count; index += b.threads, is_first = false) {
-    OutputPlace o = early;
-    if (!is_first) {
-      if (!o.set(p, b, unit, index)) continue;
-      o.load_bias(p, b);
-      o.load_residual(p);
-    } else if (!o.set(p, b, unit, index)) {
-      continue;
-    }
-    const float* from =
-        sums + o.z * blockDim.y * Shape::kSumFloats + o.token * Shape::kPitch + o.row;
-    float sum = 0.0f, up = 0.0f;
+__device__ __forceinline__ float sum_of_parts(const FewRowsBlock& b, const float* from) {
+  float sum = 0.0f;
+  if constexpr (Shape::kTokens == 1) {
 #pragma unroll 4
     for (int part = 0; part < blockDim.y; ++part) sum += from[part * Shape::kSumFloats];
+  } else {
+#pragma unroll 1
+    for (int rank = 0; rank < b.size; ++rank)
+#pragma unroll 4
+      for (int part = 0; part < blockDim.y; ++part)
+        sum += load_cluster_float(from + part * Shape::kSumFloats, rank, b.size);
+  }
+  return sum;
+}
+
+// Adds the parts' sums in their order and writes the unit's elements. `early` belongs to this
+// thread's first element, or is null.
+template <typename Shape>
+__device__ __forceinline__ void finish_unit(const FewRowsParams& p, const FewRowsBlock& b, int unit,
+                                            const float* sums, const OutputOperands* early) {
+  const int count = OutputPlace::tiles(b) * kTileRows * p.m;
+#pragma unroll 1
+  for (int index = first_output(b); index < count; index += b.threads * b.size, early = nullptr) {
+    OutputPlace place;
+    if (!place.set(p, b, unit, index)) continue;
+    OutputOperands o;
+    if (early != nullptr) {
+      o = *early;
+    } else {
+      place.load_bias(p, b, o);
+      place.load_residual(p, o);
+    }
+    const float* from =
+        sums + place.z * blockDim.y * Shape::kSumFloats + place.token * Shape::kPitch + place.row;
+    const float sum = sum_of_parts<Shape>(b, from);
     if (b.gate_tiles == 0) {
-      o.store(p, activate(p.activation, sum + o.bias) + o.residual);
+      place.store(p, activate(p.activation, sum + o.bias) + o.residual);
       continue;
     }
     from += blockDim.y * Shape::kSumFloats;
-#pragma unroll 4
-    for (int part = 0; part < blockDim.y; ++part) up += from[part * Shape::kSumFloats];
-    o.store(p, silu(sum + o.bias) * (up + o.up_bias));
+    const float up = sum_of_parts<Shape>(b, from);
+    place.store(p, silu(sum + o.bias) * (up + o.up_bias));
   }
 }
 
 // SAFETY: with uses_pdl the preceding kernel may still run; it must not write the weight, the
 // norm's weight or the bias.
-template <int kTokenTiles>
+template <int kTokens, bool kNorm>
 __device__ __forceinline__ void few_rows(const FewRowsParams& p) {
-  using Shape = FewRowsShape<kTokenTiles>;
+  using Shape = FewRowsShape<kTokens>;
+  constexpr int kTokenTiles = Shape::kTokenTiles;
   extern __shared__ __align__(128) unsigned char smem[];
   __shared__ NormShared smem_norm;
+  // Loaded early, to hide the latency, and kept here, for want of registers.
+  __shared__ OutputOperands smem_early[512];
   pdl_trigger();
-  const FewRowsBlock b(p, smem);
+  const FewRowsBlock b(p, smem, kTokens > 1);
   StageLoader loader(p, b);
-  OutputPlace early{};
-  const bool has_place = early.set(p, b, blockIdx.x, b.thread);
-  if (p.uses_pdl != 0) {
-    if (has_place) early.load_bias(p, b);
+  {
+    OutputOperands early{};
+    SingleRow<kNorm> row;
+    const bool is_row = row.fits(p, b);
+    const auto load_parameters = [&] {
+      OutputPlace place;
+      if (place.set(p, b, b.first_unit(), first_output(b))) place.load_bias(p, b, early);
 #pragma unroll 1
-    for (int i = 0; i < kStages - 1; ++i) loader.load();
+      for (int i = 0; i < p.num_stages; ++i) loader.load();
+      if (is_row) row.load_norm(p, b);
+    };
+    if (p.uses_pdl != 0) load_parameters();
+    pdl_wait();
+    OutputPlace place;
+    if (place.set(p, b, b.first_unit(), first_output(b))) place.load_residual(p, early);
+    if (p.uses_pdl == 0) load_parameters();
+    if (is_row)
+      row.store(p, b, smem_norm);
+    else
+      load_rows<kNorm>(p, b, smem_norm);
+    smem_early[b.thread] = early;
+    __syncthreads();
   }
-  pdl_wait();
-  if (has_place) early.load_residual(p);
-  if (p.uses_pdl == 0) {
-    if (has_place) early.load_bias(p, b);
-#pragma unroll 1
-    for (int i = 0; i < kStages - 1; ++i) loader.load();
-  }
-  load_x(p, b, smem_norm);
 
   // The rows of x that this lane passes to ldmatrix; for tokens that do not exist, the last one's.
   uint32_t x_rows[kTokenTiles];
 #pragma unroll
   for (int i = 0; i < kTokenTiles; ++i) {
     const int token = min(i * 8 + b.lane_idx % 8, p.m - 1);
-    x_rows[i] = smem_address(b.x) + token * b.x_pitch + b.lane_idx / 8 * 16;
+    x_rows[i] = smem_address(b.x) + token * b.x_pitch + b.lane_idx / 8 * 16 +
+                (b.stage_begin * kStageColumns - b.x_begin) * 2;
   }
-  const int g = b.lane_idx / 4, t = b.lane_idx % 4;
-  int place = 0, buffer = 0;
+  float* sums = b.sums;
+  const unsigned char* stage_at = b.ring;
 #pragma unroll 1
-  for (int unit = blockIdx.x; unit < p.num_units; unit += gridDim.x) {
-    StageProduct<kTokenTiles> product;
+  for (int unit = b.first_unit(); unit < p.num_units; unit += b.unit_step()) {
+    StageProduct<Shape> product;
     product.clear();
+    uint32_t x_at[kTokenTiles];
+#pragma unroll
+    for (int i = 0; i < kTokenTiles; ++i) x_at[i] = x_rows[i];
 #pragma unroll 1
     for (int stage = b.stage_begin; stage < b.stage_end; ++stage) {
-      cp_async_wait<kStages - 2>();
-      __syncwarp();   // SAFETY: the lanes see each other's copies, and have read the stage before,
-      loader.load();  // which is filled again
-      uint32_t x_at[kTokenTiles];
-#pragma unroll
-      for (int i = 0; i < kTokenTiles; ++i) x_at[i] = x_rows[i] + stage * (kStageColumns * 2);
-      product.multiply(b.ring + place * kStageBytes, x_at, b.lane_idx);
-      place = place + 1 >= p.num_stages ? 0 : place + 1;
+      wait_for_oldest(p.num_stages);
+      __syncwarp();  // SAFETY: the lanes see each other's copies,
+      product.multiply(stage_at, x_at, b.lane_idx);
+      __syncwarp();  // and have read the stage before it is filled again.
+      loader.load();
+      stage_at += kStageBytes;
+      if (stage_at == b.ring + p.num_stages * kStageBytes) stage_at = b.ring;
     }
-    float* sums = b.sums + buffer * b.num_warps * Shape::kSumFloats;
-    float* own = sums + b.warp_idx * Shape::kSumFloats + t * 2 * Shape::kPitch + g;
-#pragma unroll
-    for (int i = 0; i < kTokenTiles; ++i) {
-      float* to = own + i * 8 * Shape::kPitch;
-      to[0] = product.total[i][0], to[Shape::kPitch] = product.total[i][1];
-      to[8] = product.total[i][2], to[Shape::kPitch + 8] = product.total[i][3];
-    }
+    product.store(sums + b.warp_idx * Shape::kSumFloats, b.lane_idx / 4, b.lane_idx % 4);
     // SAFETY: of two buffers a warp overwrites one only after the next unit's barrier, which comes
     // after all reads of it.
-    __syncthreads();
-    finish_unit<Shape>(p, b, unit, sums, early, unit == blockIdx.x && has_place);
-    buffer ^= 1;
+    cluster_sync(b.size);
+    finish_unit<Shape>(p, b, unit, sums, unit == b.first_unit() ? &smem_early[b.thread] : nullptr);
+    const int buffer = b.num_warps * Shape::kSumFloats;
+    sums = sums == b.sums ? sums + buffer : b.sums;
   }
+  if (b.size > 1) cluster_sync(b.size);  // SAFETY: others may still read this block's sums.
 }
+
+// The entry points of an op, without or with a norm before the product. One row: two blocks fit a
+// multiprocessor, so that the next kernel's weights arrive while this one runs.
+#define ENGINE_FEW_ROWS_ENTRY(name, tokens, min_blocks, norm)   \
+  extern "C" __global__ void __launch_bounds__(512, min_blocks) \
+      name(const __grid_constant__ FewRowsParams p) {           \
+    few_rows<tokens, norm>(p);                                  \
+  }
+#define ENGINE_FEW_ROWS_ENTRIES(op, norm)       \
+  ENGINE_FEW_ROWS_ENTRY(op##_few_1, 1, 2, norm) \
+  ENGINE_FEW_ROWS_ENTRY(op##_few_8, 8, 1, norm) \
+  ENGINE_FEW_ROWS_ENTRY(op##_few_16, 16, 1, norm)
 
 #endif

@@ -16,9 +16,12 @@
 constexpr bool kSumsX = kIsPaired || (kCodeBias != 0 && kGroup > 16);
 constexpr int kBias = kCodeBias + kZero;
 
-template <int kTokenTiles>
+template <typename Shape>
 struct StageProduct {
-  float total[kTokenTiles][4];  // of this lane: rows g, g + 8 by tokens 2t, 2t + 1
+  static constexpr int kTokenTiles = Shape::kTokenTiles;
+  // Of this lane: rows g and g + 8 by tokens 2t and 2t + 1. With one token, 2t + 1 is left out.
+  static constexpr int kColumns = Shape::kTokens == 1 ? 1 : 2;
+  float total[kTokenTiles][2][kColumns];
   float acc[kTokenTiles][4];    // of the group
   float x_sum[kTokenTiles][4];  // of x over the group
 
@@ -26,7 +29,7 @@ struct StageProduct {
 #pragma unroll
     for (int i = 0; i < kTokenTiles; ++i)
 #pragma unroll
-      for (int j = 0; j < 4; ++j) total[i][j] = 0.0f;
+      for (int j = 0; j < 2 * kColumns; ++j) total[i][j / kColumns][j % kColumns] = 0.0f;
   }
 
   __device__ __forceinline__ void start_group() {
@@ -38,18 +41,25 @@ struct StageProduct {
 
   __device__ __forceinline__ void finish_group(const GroupScales& scales) {
 #pragma unroll
-    for (int i = 0; i < kTokenTiles; ++i)
+    for (int row = 0; row < 2; ++row) {
+      const float scale = scales.scale[row];
+      // What the sum of x is multiplied by.
+      float of_x = scales.offset[row];
+      if constexpr (kHasMinimum) of_x = fmaf(-kBias, scale, of_x);
+      if constexpr (kHasZeroPoint) of_x = -kBias - of_x;
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float scale = scales.scale[j / 2], offset = scales.offset[j / 2];
-        float sum = acc[i][j];
-        if constexpr (kHasZeroPoint)
-          sum = fmaf(-(offset + kBias), x_sum[i][j % 2], sum);
-        else if constexpr (kSumsX && kBias != 0)
-          sum = fmaf(-kBias, x_sum[i][j % 2], sum);
-        total[i][j] = fmaf(scale, sum, total[i][j]);
-        if constexpr (kHasMinimum) total[i][j] = fmaf(offset, x_sum[i][j % 2], total[i][j]);
-      }
+      for (int i = 0; i < kTokenTiles; ++i)
+#pragma unroll
+        for (int j = 0; j < kColumns; ++j) {
+          float sum = acc[i][2 * row + j];
+          if constexpr (kHasZeroPoint)
+            sum = fmaf(of_x, x_sum[i][j], sum);
+          else if constexpr (kSumsX && !kHasMinimum)
+            sum = fmaf(-kBias, x_sum[i][j], sum);
+          total[i][row][j] = fmaf(scale, sum, total[i][row][j]);
+          if constexpr (kHasMinimum) total[i][row][j] = fmaf(of_x, x_sum[i][j], total[i][row][j]);
+        }
+    }
   }
 
   template <int s>
@@ -69,50 +79,71 @@ struct StageProduct {
     }
   }
 
-  // Steps s and s + 1 of a tile. `scales` are those of the first of the groups that end here or
-  // later, `column` counts from its first; `x_rows` is where this lane's row of ldmatrix begins.
+  // Steps s and s + 1 of a tile, with the groups that lie inside; `scales` are the tile's first.
+  // `x_at` is where this lane's row of ldmatrix begins.
   template <int s>
   __device__ __forceinline__ void two_steps(const TileWords& words, const unsigned char* scales,
-                                            int column, const uint32_t (&x_rows)[kTokenTiles],
-                                            uint2 super) {
+                                            const uint32_t (&x_at)[kTokenTiles],
+                                            const SuperScales& super) {
+    constexpr bool kEndsInside = kGroup <= kTileColumns;
     uint32_t x[kTokenTiles][4];
-    const int first = column + s * 16;
 #pragma unroll
-    for (int i = 0; i < kTokenTiles; ++i) ldmatrix_x4(x[i], x_rows[i] + first * 2);
-    const auto scales_of = [&](int at) {
-      return GroupScales(load_small<kScaleBytes>(scales + at / kGroup * kScaleTileBytes), super);
+    for (int i = 0; i < kTokenTiles; ++i) ldmatrix_x4(x[i], x_at[i] + s * 32);
+    const auto scales_of = [&](int step) {
+      return GroupScales(load_small<kScaleBytes>(scales + step * 16 / kGroup * kScaleTileBytes),
+                         super);
     };
-    if (first % kGroup == 0) start_group();
+    if (kEndsInside && s * 16 % kGroup == 0) start_group();
     step<s>(words, x);
     if constexpr (kGroup == 16) {
-      finish_group(scales_of(first));
+      finish_group(scales_of(s));
       start_group();
     }
     step<s + 1>(words, x);
-    if ((first + 32) % kGroup == 0) finish_group(scales_of(first + 16));
+    if (kEndsInside && (s + 2) * 16 % kGroup == 0) finish_group(scales_of(s + 1));
   }
 
+  // Adds a stage; `x_at` moves on to the next one.
   __device__ __forceinline__ void multiply(const unsigned char* stage,
-                                           uint32_t (&x_rows)[kTokenTiles], int lane_idx) {
+                                           uint32_t (&x_at)[kTokenTiles], int lane_idx) {
     const int g = lane_idx / 4;
-    const uint2 super = load_small<kSuperBytes>(stage + kSupersAt + g * kSuperBytes);
+    const SuperScales super(load_small<kSuperBytes>(stage + kSupersAt + g * kSuperBytes));
+    const unsigned char* scales = stage + kScalesAt + g * kScaleBytes;
     // Unrolled, loads of later tiles would take too many registers.
-    constexpr int kTiles = kGroup > kTileColumns ? kGroup / kTileColumns : 1;
 #pragma unroll 1
-    for (int first = 0; first < kStageTiles; first += kTiles) {
-      const unsigned char* scales =
-          stage + kScalesAt + g * kScaleBytes + first * kTileColumns / kGroup * kScaleTileBytes;
-#pragma unroll
-      for (int c = 0; c < kTiles; ++c) {
-        TileWords words;
-        words.load(stage + (first + c) * kDataBytes, stage + kHighAt + (first + c) * kHighBytes,
-                   lane_idx);
-        two_steps<0>(words, scales, c * kTileColumns, x_rows, super);
-        two_steps<2>(words, scales, c * kTileColumns, x_rows, super);
+    for (int tile = 0; tile < kStageTiles; ++tile) {
+      TileWords words;
+      words.load(stage + tile * kDataBytes, stage + kHighAt + tile * kHighBytes, lane_idx);
+      if constexpr (kGroup > kTileColumns) {  // a group is several tiles
+        constexpr int kTiles = kGroup / kTileColumns;
+        if (tile % kTiles == 0) start_group();
+        two_steps<0>(words, scales, x_at, super);
+        two_steps<2>(words, scales, x_at, super);
+        if (tile % kTiles == kTiles - 1) {
+          finish_group(GroupScales(load_small<kScaleBytes>(scales), super));
+          scales += kScaleTileBytes;
+        }
+      } else {
+        two_steps<0>(words, scales, x_at, super);
+        two_steps<2>(words, scales, x_at, super);
+        scales += kTileColumns / kGroup * kScaleTileBytes;
       }
 #pragma unroll
-      for (int i = 0; i < kTokenTiles; ++i) x_rows[i] += kTiles * kTileColumns * 2;
+      for (int i = 0; i < kTokenTiles; ++i) x_at[i] += kTileColumns * 2;
     }
+  }
+
+  // Stores the sums for the warps that share the rows: [token][row].
+  __device__ __forceinline__ void store(float* sums, int g, int t) const {
+#pragma unroll
+    for (int i = 0; i < kTokenTiles; ++i)
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j) {
+        const int token = i * 8 + 2 * t + j;
+        if (token >= Shape::kTokens) continue;
+        sums[token * Shape::kPitch + g] = total[i][0][j];
+        sums[token * Shape::kPitch + g + 8] = total[i][1][j];
+      }
   }
 };
 

@@ -1,6 +1,7 @@
 // x in shared memory, normalised on the way if there is a norm.
 #pragma once
 
+#include "common/packed.cuh"
 #include "gemm_wna16/few_rows_block.cuh"
 
 constexpr int kXPieces = 4;  // of 16 bytes, that a thread loads at a time
@@ -19,14 +20,13 @@ __device__ __forceinline__ float sum_of_squares(const Vec<scalar_t, kVec>& v) {
 }
 
 __device__ __forceinline__ void apply_norm(const FewRowsParams& p, Vec<scalar_t, kVec>& v,
-                                           float scale, int column) {
-  const Vec<scalar_t, kVec> w = load_vec<scalar_t, kVec>(p.norm_weight + column);
+                                           const Vec<scalar_t, kVec>& w, float scale) {
 #pragma unroll
   for (int j = 0; j < kVec; ++j)
     v.v[j] = from_float<scalar_t>(to_float(v.v[j]) * scale * (to_float(w.v[j]) + p.weight_offset));
 }
 
-// Normalises the rows that lie in shared memory. Ends without a barrier.
+// Normalises the rows that lie in shared memory, whole ones: not in a cluster. A barrier must follow.
 __device__ __forceinline__ void normalise(const FewRowsParams& p, const FewRowsBlock& b,
                                           NormShared& shared) {
   const int vectors = p.k / kVec;
@@ -44,55 +44,67 @@ __device__ __forceinline__ void normalise(const FewRowsParams& p, const FewRowsB
     for (int i = b.thread; i < vectors; i += b.threads) {
       scalar_t* at = b.x_row(token) + i * kVec;
       Vec<scalar_t, kVec> v = load_vec<scalar_t, kVec>(at);
-      apply_norm(p, v, shared.scales[token], i * kVec);
+      apply_norm(p, v, load_vec<scalar_t, kVec>(p.norm_weight + i * kVec), shared.scales[token]);
       store_vec(at, v);
     }
 }
 
-// One row, which stays in registers until it is normalised.
-__device__ __forceinline__ void load_row(const FewRowsParams& p, const FewRowsBlock& b,
-                                         NormShared& shared) {
-  const int vectors = p.k / kVec, padded = b.x_columns / kVec;
-  Vec<scalar_t, kVec> v[kXPieces];
-  float sum = 0.0f;
-#pragma unroll
-  for (int j = 0; j < kXPieces; ++j) {
-    const int i = b.thread + j * b.threads;
-    v[j] = Vec<scalar_t, kVec>{};
-    if (i < vectors) v[j] = load_vec<scalar_t, kVec>(p.x + i * kVec);
+// x of one row, which stays in registers until it is normalised.
+template <bool kNorm>
+struct SingleRow {
+  using Words = Packed<kVec>;
+  static constexpr int kPieces = kNorm ? 2 : 4;
+  Words x[kPieces], w[kPieces];
+
+  __device__ __forceinline__ static bool fits(const FewRowsParams& p, const FewRowsBlock& b) {
+    return p.m == 1 && b.size == 1 && b.x_columns <= b.threads * kPieces * kVec;
   }
-  if (p.norm_weight != nullptr) {
+  __device__ __forceinline__ static void load(Words (&to)[kPieces], const scalar_t* from,
+                                              const FewRowsParams& p, const FewRowsBlock& b) {
 #pragma unroll
-    for (int j = 0; j < kXPieces; ++j) sum += sum_of_squares(v[j]);
-    sum = warp_sum(sum);
-    if (b.lane_idx == 0) shared.partials[b.warp_idx] = sum;
-    __syncthreads();
-    sum = 0.0f;
-    for (int i = 0; i < b.num_warps; ++i) sum += shared.partials[i];
-    const float scale = 1.0f / sqrtf(sum / p.k + p.eps);
-#pragma unroll
-    for (int j = 0; j < kXPieces; ++j) {
-      const int i = b.thread + j * b.threads;
-      if (i < vectors) apply_norm(p, v[j], scale, i * kVec);
+    for (int j = 0; j < kPieces; ++j) {
+      const int i = (b.thread + j * b.threads) * kVec;
+      to[j] = Words{};
+      if (i < p.k) to[j] = load_packed<kVec>(from + i);
     }
   }
+  // Of parameters: may come before pdl_wait.
+  __device__ __forceinline__ void load_norm(const FewRowsParams& p, const FewRowsBlock& b) {
+    if constexpr (kNorm) load(w, p.norm_weight, p, b);
+  }
+  __device__ __forceinline__ void store(const FewRowsParams& p, const FewRowsBlock& b,
+                                        NormShared& shared) {
+    load(x, p.x, p, b);
+    float scale = 0.0f;
+    if constexpr (kNorm) {
+      float sum = 0.0f;
 #pragma unroll
-  for (int j = 0; j < kXPieces; ++j) {
-    const int i = b.thread + j * b.threads;
-    if (i < padded) store_vec(b.x_row(0) + i * kVec, v[j]);
+      for (int j = 0; j < kPieces; ++j) sum += sum_of_squares(unpack<kVec>(x[j]));
+      sum = warp_sum(sum);
+      if (b.lane_idx == 0) shared.partials[b.warp_idx] = sum;
+      __syncthreads();
+      sum = 0.0f;
+      for (int i = 0; i < b.num_warps; ++i) sum += shared.partials[i];
+      scale = 1.0f / sqrtf(sum / p.k + p.eps);
+    }
+#pragma unroll
+    for (int j = 0; j < kPieces; ++j) {
+      const int i = (b.thread + j * b.threads) * kVec;
+      if (i >= b.x_columns) break;
+      Vec<scalar_t, kVec> v = unpack<kVec>(x[j]);
+      if constexpr (kNorm) apply_norm(p, v, unpack<kVec>(w[j]), scale);
+      store_vec(b.x_row(0) + i, v);
+    }
   }
-}
+};
 
-// Copies x to shared memory, with zeros behind each row. Ends with a barrier of the block.
-__device__ __forceinline__ void load_x(const FewRowsParams& p, const FewRowsBlock& b,
-                                       NormShared& shared) {
-  const int vectors = p.k / kVec, padded = b.x_columns / kVec;
-  if (p.m == 1 && padded <= b.threads * kXPieces) {
-    load_row(p, b, shared);
-    __syncthreads();
-    return;
-  }
-  const int count = p.m * padded;
+// Copies the block's columns of x to shared memory, with zeros behind k. A barrier must follow.
+template <bool kNorm>
+__device__ __forceinline__ void load_rows(const FewRowsParams& p, const FewRowsBlock& b,
+                                          NormShared& shared) {
+  const int vectors = (min(p.k, b.x_begin + b.x_columns) - b.x_begin) / kVec;
+  const int padded = b.x_columns / kVec, count = p.m * padded;
+#pragma unroll 1
   for (int first = b.thread; first < count; first += b.threads * kXPieces) {
     Vec<scalar_t, kVec> v[kXPieces];
 #pragma unroll
@@ -100,7 +112,7 @@ __device__ __forceinline__ void load_x(const FewRowsParams& p, const FewRowsBloc
       const int index = first + j * b.threads, token = index / padded, i = index % padded;
       v[j] = Vec<scalar_t, kVec>{};
       if (index < count && i < vectors)
-        v[j] = load_vec<scalar_t, kVec>(p.x + token * p.x_stride + i * kVec);
+        v[j] = load_vec<scalar_t, kVec>(p.x + token * p.x_stride + b.x_begin + i * kVec);
     }
 #pragma unroll
     for (int j = 0; j < kXPieces; ++j) {
@@ -108,6 +120,5 @@ __device__ __forceinline__ void load_x(const FewRowsParams& p, const FewRowsBloc
       if (index < count) store_vec(b.x_row(token) + i * kVec, v[j]);
     }
   }
-  if (p.norm_weight != nullptr) normalise(p, b, shared);
-  __syncthreads();
+  if constexpr (kNorm) normalise(p, b, shared);
 }

@@ -11,12 +11,4 @@
 // Mirror: engine/reference/gemm_wna16.py
 #include "gemm_wna16/few_rows.cuh"
 
-extern "C" __global__ void __launch_bounds__(512, 1)
-    gemm_wna16_few_8(const __grid_constant__ FewRowsParams p) {
-  few_rows<1>(p);
-}
-
-extern "C" __global__ void __launch_bounds__(512, 1)
-    gemm_wna16_few_16(const __grid_constant__ FewRowsParams p) {
-  few_rows<2>(p);
-}
+ENGINE_FEW_ROWS_ENTRIES(gemm_wna16, false)

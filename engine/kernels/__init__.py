@@ -28,6 +28,7 @@ from engine.kernels.relu import relu
 from engine.kernels.residual_add import residual_add
 from engine.kernels.rmsnorm import rmsnorm
 from engine.kernels.rmsnorm_gemm import rmsnorm_gemm
+from engine.kernels.rmsnorm_gemm_wna16 import rmsnorm_gemm_wna16
 from engine.kernels.rope import rope
 from engine.kernels.sample import sample
 from engine.kernels.silu import silu
@@ -64,6 +65,7 @@ __all__ = [
     "residual_add",
     "rmsnorm",
     "rmsnorm_gemm",
+    "rmsnorm_gemm_wna16",
     "rope",
     "sample",
     "silu",

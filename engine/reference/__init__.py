@@ -27,6 +27,7 @@ from engine.reference.relu import relu
 from engine.reference.residual_add import residual_add
 from engine.reference.rmsnorm import rmsnorm
 from engine.reference.rmsnorm_gemm import rmsnorm_gemm
+from engine.reference.rmsnorm_gemm_wna16 import rmsnorm_gemm_wna16
 from engine.reference.rope import rope
 from engine.reference.sample import sample
 from engine.reference.silu import silu
@@ -61,6 +62,7 @@ __all__ = [
     "residual_add",
     "rmsnorm",
     "rmsnorm_gemm",
+    "rmsnorm_gemm_wna16",
     "rope",
     "sample",
     "silu",

@@ -23,9 +23,9 @@ from engine.kernels.permute_columns import permute_columns
 from engine.kernels.permute_columns import specs as permute_specs
 from engine.quantization import FORMATS, Weight
 
-__all__ = ["gemm_wna16", "specs"]
+__all__ = ["HALVES", "check_columns", "gemm_wna16", "launch", "specs"]
 
-_HALVES = (np.dtype(np.float16), BFLOAT16)
+HALVES = (np.dtype(np.float16), BFLOAT16)
 
 
 def specs(
@@ -35,7 +35,7 @@ def specs(
     if dtype == "float32":
         return ()
     return (
-        *few_rows.specs(dtype, tuple(FORMATS) if patterns else formats),
+        *few_rows.specs("gemm_wna16", dtype, tuple(FORMATS) if patterns else formats),
         *sm90.specs(dtype, tuple(FORMATS) if patterns else formats),
         *dequantize_specs(dtype, formats=formats, patterns=patterns),
         *permute_specs(dtype),
@@ -108,10 +108,10 @@ def gemm_wna16(
     call = Contract("gemm_wna16")
     x = call.array("x", x, "M K", FLOATS, layout="rows")
     on_cpu = call.on_cpu
-    call.check("x", on_cpu or x.dtype in _HALVES, "float16 or bfloat16 on CUDA", str(x.dtype))
+    call.check("x", on_cpu or x.dtype in HALVES, "float16 or bfloat16 on CUDA", str(x.dtype))
     weight = check_weight(call, weight)
     dtype = _out_dtype(call, x.dtype, out_dtype)
-    columns = _check_columns(call, activation, residual, dtype == x.dtype)
+    columns = check_columns(call, activation, residual, dtype == x.dtype)
     if bias is not None:
         bias = call.array("bias", bias, "N", x.dtype)
     if residual is not None:
@@ -130,12 +130,12 @@ def gemm_wna16(
     out = call.output("out", out, (call["M"], columns), dtype, layout="rows")
     if weight.permutation is not None:
         x = permute_columns(x, weight.permutation)
-    _launch(Operands(x, weight, out, bias, residual, activation, deterministic, pdl))
+    launch(Operands(x, weight, out, bias, residual, activation, deterministic, pdl))
     return out
 
 
-def _launch(operands: Operands) -> None:
-    """Launch the kernel for this many rows of x."""
+def launch(operands: Operands) -> None:
+    """Launch the kernel for this many rows of x; its columns are in the order of the data."""
     if operands.x.shape[0] == 0 or operands.weight.shape[0] == 0:
         return
     config = few_rows.choose(operands)
@@ -147,7 +147,7 @@ def _launch(operands: Operands) -> None:
         portable.launch(operands)
 
 
-def _check_columns(call: Contract, activation: str | None, residual: Any, is_same: bool) -> int:
+def check_columns(call: Contract, activation: str | None, residual: Any, is_same: bool) -> int:
     """Return how many columns the result has."""
     call.check("activation", activation in ACTIVATIONS, f"one of {ACTIVATIONS}", activation)
     n = call["N"]

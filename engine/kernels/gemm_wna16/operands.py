@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.quantization import Weight
 
-__all__ = ["ACTIVATIONS", "SWIGLU", "Operands", "row_stride"]
+__all__ = ["ACTIVATIONS", "SWIGLU", "Norm", "Operands", "row_stride"]
 
 SWIGLU = "swiglu"
 
@@ -30,6 +30,15 @@ class Operands:
     activation: str | None = None
     deterministic: bool = False
     pdl: bool = False
+
+
+@dataclass(frozen=True)
+class Norm:
+    """The norm before the product: its weight (K,), epsilon and the weight's offset."""
+
+    weight: Any
+    eps: float
+    weight_offset: float
 
 
 def row_stride(array: Any) -> int:

@@ -8,14 +8,14 @@ from typing import Any
 
 from engine import device
 from engine.dtypes import dtype_name
-from engine.kernels import dequantize
 from engine.kernels._launch import ceil_div
 from engine.kernels._workspace import weight_space
-from engine.kernels.gemm import gemm
+from engine.kernels.dequantize import launch as launch_dequantize
+from engine.kernels.gemm.gemm import gemm
 from engine.kernels.gemm_wna16.operands import SWIGLU, Operands
 from engine.kernels.swiglu import swiglu
 from engine.quantization import Weight
-from engine.quantization.packing import TILE_ROWS
+from engine.quantization.formats import TILE_ROWS
 
 __all__ = ["launch", "parts"]
 
@@ -37,7 +37,7 @@ def launch(operands: Operands) -> None:
         part = weight if is_whole else rows_of(weight, first, last)
         space = weight_space(ceil_div((last - first) * k * x.itemsize, 4))
         numbers = space.view(x.dtype)[: (last - first) * k].reshape(last - first, k)
-        dequantize.launch(part, dtype_name(x.dtype), numbers)
+        launch_dequantize(part, dtype_name(x.dtype), numbers)
         columns = slice(None) if is_whole else slice(first, last)
         bias, residual = operands.bias, operands.residual
         gemm(
