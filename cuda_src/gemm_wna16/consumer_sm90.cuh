@@ -35,9 +35,9 @@ struct Consumer {
     const int place = (tile * kStageGroups + group) * kScaleTileBytes + lane_idx / 4 * kScaleBytes;
     return load_small<kScaleBytes>(smem.weight[stage] + kAtScales + place);
   }
-  __device__ __forceinline__ uint2 super_words(int stage, int tile) const {
+  __device__ __forceinline__ SuperScales super_scales(int stage, int tile) const {
     const int place = tile * kSuperTileBytes + lane_idx / 4 * kSuperBytes;
-    return load_small<kSuperBytes>(smem.weight[stage] + kAtSuper + place);
+    return SuperScales(load_small<kSuperBytes>(smem.weight[stage] + kAtSuper + place));
   }
 
   // The fragments of slab `slab`, which is in `stage`.
@@ -50,12 +50,13 @@ struct Consumer {
       words.load(smem.weight[stage] + place * kDataBytes,
                  smem.weight[stage] + kAtHigh + place * kHighBytes, lane_idx);
       RowScales scales;
+      const SuperScales super = super_scales(stage, tile);
       const auto load = [&](int step) {
         const uint2 own = group_words(stage, tile, d, step);
         if constexpr (kScalesSums)
           scales.set_offsets(own);
         else
-          scales.set(own, super_words(stage, tile));
+          scales.set(own, super);
       };
       load(0);
       decode_weights<0>(words, scales, a[0][j]);
@@ -82,14 +83,14 @@ struct Consumer {
   }
 
   // Adds the sums over a group times its scales.
-  __device__ __forceinline__ void add_group(const GroupScales (&scales)[kMmaTiles], Sums& group,
+  __device__ __forceinline__ void add_group(const float (&scales)[kMmaTiles][2], Sums& group,
                                             Sums& acc) const {
 #pragma unroll
     for (int j = 0; j < kMmaTiles; ++j) {
       wgmma_pin(group[j]);
 #pragma unroll
       for (int i = 0; i < kTokens / 2; ++i)
-        acc[j][i] = fmaf(scales[j].scale[i / 2 % 2], group[j][i], acc[j][i]);
+        acc[j][i] = fmaf(scales[j][i / 2 % 2], group[j][i], acc[j][i]);
     }
   }
 
@@ -124,13 +125,15 @@ struct Consumer {
         decode_slab(state.stage, slab, next);
       }
       if constexpr (kScalesSums) {
-        GroupScales scales[kMmaTiles];
+        float scales[kMmaTiles][2];
         if (slab == last || slab % kGroupSlabs == 0) {
           const int d = (slab - 1) % kDepth;
 #pragma unroll
-          for (int j = 0; j < kMmaTiles; ++j)
-            scales[j] = GroupScales(group_words(stage, row_tile(j), d, 0),
-                                    super_words(stage, row_tile(j)));
+          for (int j = 0; j < kMmaTiles; ++j) {
+            const int tile = row_tile(j);
+            const GroupScales own(group_words(stage, tile, d, 0), super_scales(stage, tile));
+            scales[j][0] = own.scale[0], scales[j][1] = own.scale[1];
+          }
         }
         wgmma_wait<0>();
         if (slab == last || slab % kGroupSlabs == 0) add_group(scales, part, acc);

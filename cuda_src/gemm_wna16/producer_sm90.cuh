@@ -56,7 +56,7 @@ struct Loader {
     if constexpr (kHighBytes > 0)
       load(map_high, kAtHigh, kDepth * kHighBytes, stage_k * kDepth);
     if constexpr (kSuperBlock > 0)
-      load(map_supers, kAtSuper, kSuperTileBytes, stage_k * kStageK / kSuperBlock);
+      load(map_supers, kAtSuper, kSuperTileBytes, stage_k / (kSuperBlock / kStageK));
   }
 };
 

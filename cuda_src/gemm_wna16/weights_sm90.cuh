@@ -25,8 +25,8 @@ struct RowScales {
   uint32_t scale_pair[2], offset_pair[2];  // in scalar_t, twice
   uint32_t rest_pair[2];                   // of a split scale
 
-  // From the stored words of a group, and those of its super-block.
-  __device__ __forceinline__ void set(uint2 own, uint2 super) {
+  // From the stored words of a group, and the scales of its super-block.
+  __device__ __forceinline__ void set(uint2 own, const SuperScales& super) {
     if constexpr (kIsExactPair)
       set_pairs(own);
     else if constexpr (kIsSplit)
@@ -38,7 +38,7 @@ struct RowScales {
   // Only what `exact` needs.
   __device__ __forceinline__ void set_offsets(uint2 own) {
     if constexpr (kHasZeroPoint) {
-      const GroupScales from(own, uint2{});
+      const GroupScales from(own, SuperScales(uint2{}));
 #pragma unroll
       for (int i = 0; i < 2; ++i)
         offset_pair[i] = pack2<scalar_t>(from.offset[i] + kCodeBias, from.offset[i] + kCodeBias);
