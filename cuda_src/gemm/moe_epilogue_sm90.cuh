@@ -24,14 +24,6 @@ struct MoeEpilogue {
   }
 };
 
-__device__ __forceinline__ void stmatrix_x4_transposed(unsigned address, unsigned a, unsigned b,
-                                                       unsigned c, unsigned d) {
-  asm volatile(
-      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
-      "r"(a), "r"(b), "r"(c), "r"(d)
-      : "memory");
-}
-
 using MoeSums = float[kMmaTiles][kTokens / 2];
 
 // Writes 64 features of the tile's tokens: through shared memory, where they become rows.

@@ -29,67 +29,123 @@ struct Consumer {
     if (lane_idx == 0) mbarrier_arrive(smem_address(&smem.empty[stage]));
   }
 
-  __device__ __forceinline__ void load_scales(int stage, int d, int step, int mma,
-                                              RowScales& scales) const {
+  // The stored scales of this lane's rows: of the group of step `step` of a stage's slab `d`.
+  __device__ __forceinline__ uint2 group_words(int stage, int tile, int d, int step) const {
     const int group = kGroup < kStageK ? (d * kSlabK + step * 16) / kGroup : 0;
-    const int tile = row_tile(mma), g = lane_idx / 4;
-    const int place = (tile * kStageGroups + group) * kScaleTileBytes + g * kScaleBytes;
-    scales.set(load_small<kScaleBytes>(smem.scales[stage] + place),
-               load_small<kSuperBytes>(smem.super[stage] + tile * kSuperTileBytes +
-                                       g * kSuperBytes));
+    const int place = (tile * kStageGroups + group) * kScaleTileBytes + lane_idx / 4 * kScaleBytes;
+    return load_small<kScaleBytes>(smem.weight[stage] + kAtScales + place);
+  }
+  __device__ __forceinline__ SuperScales super_scales(int stage, int tile) const {
+    const int place = tile * kSuperTileBytes + lane_idx / 4 * kSuperBytes;
+    return SuperScales(load_small<kSuperBytes>(smem.weight[stage] + kAtSuper + place));
   }
 
-  template <int kStep>
-  __device__ __forceinline__ void step(int stage, int d, int previous, bool is_first,
-                                       uint64_t b, const TileWords (&words)[kMmaTiles],
-                                       RowScales (&scales)[kMmaTiles], Fragments& a,
-                                       Sums& acc) const {
-    if (kStep * 16 % kGroup == 0)
+  // The fragments of slab `slab`, which is in `stage`.
+  __device__ __forceinline__ void decode_slab(int stage, int slab, Fragments& a) const {
+    const int d = kDepth == 1 ? 0 : slab % kDepth;
 #pragma unroll
-      for (int j = 0; j < kMmaTiles; ++j) load_scales(stage, d, kStep, j, scales[j]);
-    wgmma_wait<kSteps - 1>();  // the step of the slab before that reads these registers is over
-    if (kStep == kSteps - 1 && d == 0 && previous >= 0) release(previous);
-#pragma unroll
-    for (int j = 0; j < kMmaTiles; ++j) decode_weights<kStep>(words[j], scales[j], a[kStep][j]);
+    for (int j = 0; j < kMmaTiles; ++j) {
+      const int tile = row_tile(j), place = tile * kDepth + d;
+      TileWords words;
+      words.load(smem.weight[stage] + place * kDataBytes,
+                 smem.weight[stage] + kAtHigh + place * kHighBytes, lane_idx);
+      RowScales scales;
+      const SuperScales super = super_scales(stage, tile);
+      const auto load = [&](int step) {
+        const uint2 own = group_words(stage, tile, d, step);
+        if constexpr (kScalesSums)
+          scales.set_offsets(own);
+        else
+          scales.set(own, super);
+      };
+      load(0);
+      decode_weights<0>(words, scales, a[0][j]);
+      if (kGroup <= 16) load(1);
+      decode_weights<1>(words, scales, a[1][j]);
+      if (kGroup <= 32) load(2);
+      decode_weights<2>(words, scales, a[2][j]);
+      if (kGroup <= 16) load(3);
+      decode_weights<3>(words, scales, a[3][j]);
+    }
+  }
+
+  __device__ __forceinline__ void start(int stage, int slab, bool is_first, const Fragments& a,
+                                        Sums& acc) const {
+    const int d = kDepth == 1 ? 0 : slab % kDepth;
+    const uint64_t b = wgmma_descriptor(smem_address(smem.x[0]) + stage * kStageX + d * kSlabX);
     wgmma_fence();
 #pragma unroll
-    for (int j = 0; j < kMmaTiles; ++j)
-      wgmma_weights<kTokens>(acc[j], a[kStep][j], b + kStep * 2, !is_first || kStep > 0);
+    for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+      for (int j = 0; j < kMmaTiles; ++j)
+        wgmma_weights<kTokens>(acc[j], a[step][j], b + step * 2, !is_first || step > 0);
     wgmma_commit();
   }
 
-  // Sums this CTA's share of k.
-  __device__ __forceinline__ void multiply(PipelineState<kStages>& state, Sums& acc) const {
-    const unsigned x = smem_address(smem.x[0]);
-    state.stage = __shfl_sync(~0u, state.stage, 0);  // tells ptxas that it is warp-uniform
-    Fragments a;
-    RowScales scales[kMmaTiles];
-    int previous = -1;
-#pragma unroll 1
-    for (int k = first_k; k < last_k; ++k) {
-      const int stage = state.stage;
-      mbarrier_wait(smem_address(&smem.full[stage]), state.phase);
+  // Adds the sums over a group times its scales.
+  __device__ __forceinline__ void add_group(const float (&scales)[kMmaTiles][2], Sums& group,
+                                            Sums& acc) const {
 #pragma unroll
-      for (int d = 0; d < kDepth; ++d) {
-        const int slab = k * kDepth + d;
-        if (d > 0 && slab >= slabs) break;
-        const bool is_first = k == first_k && d == 0;
-        TileWords words[kMmaTiles];
+    for (int j = 0; j < kMmaTiles; ++j) {
+      wgmma_pin(group[j]);
 #pragma unroll
-        for (int j = 0; j < kMmaTiles; ++j)
-          words[j].load(smem.data[stage] + (row_tile(j) * kDepth + d) * kDataBytes,
-                        smem.high[stage] + (row_tile(j) * kDepth + d) * kHighBytes, lane_idx);
-        const uint64_t b = wgmma_descriptor(x + stage * kStageX + d * kSlabX);
-        step<0>(stage, d, previous, is_first, b, words, scales, a, acc);
-        step<1>(stage, d, previous, is_first, b, words, scales, a, acc);
-        step<2>(stage, d, previous, is_first, b, words, scales, a, acc);
-        step<3>(stage, d, previous, is_first, b, words, scales, a, acc);
-      }
-      previous = stage;
-      state.advance();
+      for (int i = 0; i < kTokens / 2; ++i)
+        acc[j][i] = fmaf(scales[j][i / 2 % 2], group[j][i], acc[j][i]);
     }
-    wgmma_wait<0>();
-    if (previous >= 0) release(previous);
+  }
+
+  // Sums this CTA's share of k, which is not empty. While wgmma multiplies a slab the next one is
+  // decoded.
+  __device__ __forceinline__ void multiply(PipelineState<kStages>& state, Sums& acc) const {
+    constexpr int kGroupSlabs = kGroup > kSlabK ? kGroup / kSlabK : 1;
+    state.stage = __shfl_sync(~0u, state.stage, 0);  // tells ptxas that it is warp-uniform
+    const int first = first_k * kDepth, last = min(last_k * kDepth, slabs);
+    Sums part;  // of a group
+    if constexpr (kScalesSums) {
+#pragma unroll
+      for (int j = 0; j < kMmaTiles; ++j)
+#pragma unroll
+        for (int i = 0; i < kTokens / 2; ++i) acc[j][i] = 0.0f;
+    }
+    Sums& sums = kScalesSums ? part : acc;
+    Fragments even, odd;
+    int slab = first;
+    mbarrier_wait(smem_address(&smem.full[state.stage]), state.phase);
+    decode_slab(state.stage, slab, even);
+    // Returns whether another slab follows.
+    const auto advance = [&](const Fragments& now, Fragments& next) {
+      const int stage = state.stage;
+      const bool ends_stage = kDepth == 1 || (slab + 1) % kDepth == 0 || slab + 1 == last;
+      const bool begins = slab == first || (kScalesSums && slab % kGroupSlabs == 0);
+      start(stage, slab, begins, now, sums);
+      if (ends_stage) state.advance();
+      ++slab;
+      if (slab < last) {
+        if (ends_stage) mbarrier_wait(smem_address(&smem.full[state.stage]), state.phase);
+        decode_slab(state.stage, slab, next);
+      }
+      if constexpr (kScalesSums) {
+        float scales[kMmaTiles][2];
+        if (slab == last || slab % kGroupSlabs == 0) {
+          const int d = (slab - 1) % kDepth;
+#pragma unroll
+          for (int j = 0; j < kMmaTiles; ++j) {
+            const int tile = row_tile(j);
+            const GroupScales own(group_words(stage, tile, d, 0), super_scales(stage, tile));
+            scales[j][0] = own.scale[0], scales[j][1] = own.scale[1];
+          }
+        }
+        wgmma_wait<0>();
+        if (slab == last || slab % kGroupSlabs == 0) add_group(scales, part, acc);
+      } else {
+        wgmma_wait<0>();
+      }
+      if (ends_stage) release(stage);
+      return slab < last;
+    };
+#pragma unroll 1
+    while (advance(even, odd) && advance(odd, even)) {
+    }
 #pragma unroll
     for (int j = 0; j < kMmaTiles; ++j) wgmma_pin(acc[j]);
   }
@@ -134,30 +190,71 @@ struct Consumer {
     return true;
   }
 
+  // Writes a tile whose results are sums and a bias, of 16 bits: a warpgroup alone, in half the bytes.
+  __device__ __forceinline__ void store_halves(const RowEpilogue& e, Sums& acc,
+                                               const WorkTile& tile, int num_tokens) const {
+    const int thread = threadIdx.x % 128, warp = warp_idx % 4;
+    const unsigned staging = smem_address(smem.staging) + warpgroup * kHalvesBytes;
+    const int row = lane_idx % 8 + lane_idx / 16 * 8;  // matrices: 8 tokens by 8 rows, twice two
+    const int chunk = (warp * 2 + lane_idx / 8 % 2) ^ (row & 7);
+    const unsigned to = staging + row * kSlabRowBytes + (chunk << 4);
+#pragma unroll
+    for (int j = 0; j < kMmaTiles; ++j) {
+      const int column = tile.block * kRows + (warpgroup * kMmaTiles + j) * kMmaM;
+      e.add_bias_of_rows(column + warp * kTileRows + lane_idx / 4, acc[j]);
+#pragma unroll
+      for (int first = 0; first < kTokens; first += kHalvesTokens) {
+        const int token = tile.token + first;
+        if (token >= num_tokens) break;
+#pragma unroll
+        for (int i = 0; i < kHalvesTokens / 16; ++i) {
+          const float* v = acc[j] + first / 2 + 8 * i;
+          stmatrix_x4_transposed(to + i * 16 * kSlabRowBytes, pack2<scalar_t>(v[0], v[1]),
+                                 pack2<scalar_t>(v[2], v[3]), pack2<scalar_t>(v[4], v[5]),
+                                 pack2<scalar_t>(v[6], v[7]));
+        }
+        named_barrier_sync<128>(2 + warpgroup);
+        const int part = thread % 8, count = min(num_tokens - token, kHalvesTokens);
+        const unsigned char* from =
+            reinterpret_cast<const unsigned char*>(smem.staging) + warpgroup * kHalvesBytes;
+        for (int i = thread / 8; i < count; i += 16)
+          e.store_eight(token + i, column + part * 8,
+                        load_vec<scalar_t, 8>(reinterpret_cast<const scalar_t*>(
+                            from + i * kSlabRowBytes + ((part ^ (i & 7)) << 4))));
+        named_barrier_sync<128>(2 + warpgroup);  // SAFETY: the next results overwrite staging.
+      }
+    }
+  }
+
   // Writes slice `slice` of a tile: through staging, where sums become rows.
   __device__ __forceinline__ void store(const RowEpilogue& e, const float* sums,
                                         const WorkTile& tile, int num_tokens, int slice) const {
-    const int g = lane_idx / 4, t = lane_idx % 4;
     const int mma = slice * kSliceVecs % kMmaTiles;
     const int token = tile.token + slice * kSliceVecs / kMmaTiles * 8;
+    const int count = min(kSliceTokens, num_tokens - token);
+#pragma unroll 1
+    for (int first = 0; first < count; first += kChunk) {
 #pragma unroll
-    for (int first = 0; first < kSliceTokens; first += kChunk) {
-      if (token + first >= num_tokens) break;
-#pragma unroll
-      for (int j = 0; j < kSliceMmaTiles; ++j) {
-        const int row = ((warpgroup * kSliceMmaTiles + j) * 4 + warp_idx % 4) * kTileRows + g;
-#pragma unroll
-        for (int i = 0; i < kChunk / 8; ++i) {
-          const float* v = sums + j * kSliceTokens / 2 + first / 2 + 4 * i;
-#pragma unroll
-          for (int c = 0; c < 4; ++c)
-            smem.staging[(i * 8 + 2 * t + c % 2) * kStagingRow + row + c / 2 * 8] = v[c];
-        }
-      }
+      for (int i = 0; i < kSliceTokens; i += kChunk)  // registers have no index
+        if (i == first) stage(sums + i / 2);
       named_barrier_sync<kConsumerThreads>(1);
-      finish_staged(e, smem.staging, token + first, min(kChunk, num_tokens - token - first),
-                    tile.block, mma);
+      finish_staged(e, smem.staging, token + first, min(kChunk, count - first), tile.block, mma);
       named_barrier_sync<kConsumerThreads>(1);  // SAFETY: the next sums overwrite staging.
+    }
+  }
+
+  // kChunk tokens of each m-tile of a slice, from the first one's `sums` on.
+  __device__ __forceinline__ void stage(const float* sums) const {
+    const int g = lane_idx / 4, t = lane_idx % 4;
+#pragma unroll
+    for (int j = 0; j < kSliceMmaTiles; ++j) {
+      const int row = ((warpgroup * kSliceMmaTiles + j) * 4 + warp_idx % 4) * kTileRows + g;
+#pragma unroll
+      for (int i = 0; i < kChunk / 8; ++i)
+#pragma unroll
+        for (int c = 0; c < 4; ++c)
+          smem.staging[(i * 8 + 2 * t + c % 2) * kStagingRow + row + c / 2 * 8] =
+              sums[j * kSliceTokens / 2 + 4 * i + c];
     }
   }
 };
@@ -174,6 +271,8 @@ __device__ __forceinline__ void consume(const Consumer& c, const RowEpilogue& e,
     if constexpr (kSplits > 1) {
       float own[kSliceSums];
       if (c.exchange(acc, own)) c.store(e, own, tile, m, cluster_rank());
+    } else if (kStoresHalves && e.has_halves()) {
+      c.store_halves(e, acc, tile, m);
     } else {
       c.store(e, acc[0], tile, m, 0);
     }

@@ -56,7 +56,7 @@ struct RowEpilogue {
       if (column + j < columns) y.v[j] += to_float(e.bias[row + column + j]);
   }
 
-  __device__ __forceinline__ void activated(Eight& y) const {
+  __device__ __forceinline__ void activate_eight(Eight& y) const {
     if (e.activation == kSilu)
       for (int j = 0; j < 8; ++j) y.v[j] = silu(y.v[j]);
     else if (e.activation == kGelu)
@@ -67,6 +67,33 @@ struct RowEpilogue {
       for (int j = 0; j < 8; ++j) y.v[j] = relu(y.v[j]);
   }
 
+  // Whether results are the sums and a bias, stored as scalar_t.
+  __device__ __forceinline__ bool has_halves() const {
+    return num_gates == 0 && e.activation == kIdentity && !e.is_float && e.residual == nullptr;
+  }
+
+  // Adds the bias to a thread's sums of one m-tile, whose first row is `row`.
+  template <int kCount>
+  __device__ __forceinline__ void add_bias_of_rows(int row, float (&acc)[kCount]) const {
+    if (e.bias == nullptr) return;
+    const float low = row < columns ? to_float(e.bias[row]) : 0.0f;
+    const float high = row + 8 < columns ? to_float(e.bias[row + 8]) : 0.0f;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) acc[i] += i / 2 % 2 == 0 ? low : high;
+  }
+
+  __device__ __forceinline__ void store_eight(int64_t row, int column,
+                                              const Vec<scalar_t, 8>& y) const {
+    scalar_t* to = static_cast<scalar_t*>(e.out) + row * e.out_stride + column;
+    if (e.is_vector && column + 8 <= columns) {
+      store_vec(to, y);
+    } else {
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+        if (column + j < columns) to[j] = y.v[j];
+    }
+  }
+
   // `sums` are of row `row` of x and column `column` of out, `ups` those of up if gated.
   __device__ __forceinline__ void finish(int64_t row, int column, Eight y, Eight ups) const {
     if (e.bias != nullptr) add_bias(0, column, y);
@@ -75,7 +102,7 @@ struct RowEpilogue {
 #pragma unroll
       for (int j = 0; j < 8; ++j) y.v[j] = silu(y.v[j]) * ups.v[j];
     } else if (e.activation != kIdentity) {
-      activated(y);
+      activate_eight(y);
     }
     if (e.is_float) {
       if (e.residual != nullptr) add_residual<float>(row, column, y);
@@ -92,10 +119,12 @@ struct RowEpilogue {
 __device__ __forceinline__ void finish_staged(const RowEpilogue& e, const float* staging, int token,
                                               int count, int block, int mma) {
   const bool is_gated = e.num_gates > 0;
-  const int width = is_gated ? kSliceRows / 2 : kSliceRows, eights = width / 8;
+  constexpr int kShift = kSliceRows == 64 ? 3 : kSliceRows == 128 ? 4 : 5;
+  static_assert(8 << kShift == kSliceRows, "eights of a row");
+  const int width = is_gated ? kSliceRows / 2 : kSliceRows, shift = kShift - is_gated;
   const int first_column = block * (is_gated ? kRows / 2 : kRows) + mma * kMmaM;
-  for (int i = threadIdx.x; i < count * eights; i += kConsumerThreads) {
-    const int row = i / eights, within = i % eights * 8;
+  for (int i = threadIdx.x; i < count << shift; i += kConsumerThreads) {
+    const int row = i >> shift, within = (i & ((1 << shift) - 1)) * 8;
     // Of the second warpgroup's m-tiles, other slices may have those between.
     const int skipped = within / (kSliceMmaTiles * kMmaM) * (kMmaTiles - kSliceMmaTiles) * kMmaM;
     const int column = first_column + within + skipped;

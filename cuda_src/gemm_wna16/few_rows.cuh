@@ -57,6 +57,28 @@ struct OutputPlace {
   }
 };
 
+// Of this thread, in a unit. The threads of a cluster take all of them in turn.
+__device__ __forceinline__ int first_output(const FewRowsBlock& b) {
+  return b.rank * b.threads + b.thread;
+}
+
+// The sum of an element over all parts, in their order; `from` is the place of the first.
+template <typename Shape>
+__device__ __forceinline__ float sum_of_parts(const FewRowsBlock& b, const float* from) {
+  float sum = 0.0f;
+  if constexpr (Shape::kTokens == 1) {
+#pragma unroll 4
+    for (int part = 0; part < blockDim.y; ++part) sum += from[part * Shape::kSumFloats];
+  } else {
+#pragma unroll 1
+    for (int rank = 0; rank < b.size; ++rank)
+#pragma unroll 4
+      for (int part = 0; part < blockDim.y; ++part)
+        sum += load_cluster_float(from + part * Shape::kSumFloats, rank, b.size);
+  }
+  return sum;
+}
+
 // Adds the parts' sums in their order and writes the unit's elements. `early` belongs to this
 // thread's first element, or is null.
 template <typename Shape>
@@ -64,7 +86,7 @@ __device__ __forceinline__ void finish_unit(const FewRowsParams& p, const FewRow
                                             const float* sums, const OutputOperands* early) {
   const int count = OutputPlace::tiles(b) * kTileRows * p.m;
 #pragma unroll 1
-  for (int index = b.thread; index < count; index += b.threads, early = nullptr) {
+  for (int index = first_output(b); index < count; index += b.threads * b.size, early = nullptr) {
     OutputPlace place;
     if (!place.set(p, b, unit, index)) continue;
     OutputOperands o;
@@ -76,16 +98,13 @@ __device__ __forceinline__ void finish_unit(const FewRowsParams& p, const FewRow
     }
     const float* from =
         sums + place.z * blockDim.y * Shape::kSumFloats + place.token * Shape::kPitch + place.row;
-    float sum = 0.0f, up = 0.0f;
-#pragma unroll 4
-    for (int part = 0; part < blockDim.y; ++part) sum += from[part * Shape::kSumFloats];
+    const float sum = sum_of_parts<Shape>(b, from);
     if (b.gate_tiles == 0) {
       place.store(p, activate(p.activation, sum + o.bias) + o.residual);
       continue;
     }
     from += blockDim.y * Shape::kSumFloats;
-#pragma unroll 4
-    for (int part = 0; part < blockDim.y; ++part) up += from[part * Shape::kSumFloats];
+    const float up = sum_of_parts<Shape>(b, from);
     place.store(p, silu(sum + o.bias) * (up + o.up_bias));
   }
 }
@@ -101,7 +120,7 @@ __device__ __forceinline__ void few_rows(const FewRowsParams& p) {
   // Loaded early, to hide the latency, and kept here, for want of registers.
   __shared__ OutputOperands smem_early[512];
   pdl_trigger();
-  const FewRowsBlock b(p, smem);
+  const FewRowsBlock b(p, smem, kTokens > 1);
   StageLoader loader(p, b);
   {
     OutputOperands early{};
@@ -109,7 +128,7 @@ __device__ __forceinline__ void few_rows(const FewRowsParams& p) {
     const bool is_row = row.fits(p, b);
     const auto load_parameters = [&] {
       OutputPlace place;
-      if (place.set(p, b, blockIdx.x, b.thread)) place.load_bias(p, b, early);
+      if (place.set(p, b, b.first_unit(), first_output(b))) place.load_bias(p, b, early);
 #pragma unroll 1
       for (int i = 0; i < p.num_stages; ++i) loader.load();
       if (is_row) row.load_norm(p, b);
@@ -117,7 +136,7 @@ __device__ __forceinline__ void few_rows(const FewRowsParams& p) {
     if (p.uses_pdl != 0) load_parameters();
     pdl_wait();
     OutputPlace place;
-    if (place.set(p, b, blockIdx.x, b.thread)) place.load_residual(p, early);
+    if (place.set(p, b, b.first_unit(), first_output(b))) place.load_residual(p, early);
     if (p.uses_pdl == 0) load_parameters();
     if (is_row)
       row.store(p, b, smem_norm);
@@ -133,12 +152,12 @@ __device__ __forceinline__ void few_rows(const FewRowsParams& p) {
   for (int i = 0; i < kTokenTiles; ++i) {
     const int token = min(i * 8 + b.lane_idx % 8, p.m - 1);
     x_rows[i] = smem_address(b.x) + token * b.x_pitch + b.lane_idx / 8 * 16 +
-                b.stage_begin * (kStageColumns * 2);
+                (b.stage_begin * kStageColumns - b.x_begin) * 2;
   }
   float* sums = b.sums;
   const unsigned char* stage_at = b.ring;
 #pragma unroll 1
-  for (int unit = blockIdx.x; unit < p.num_units; unit += gridDim.x) {
+  for (int unit = b.first_unit(); unit < p.num_units; unit += b.unit_step()) {
     StageProduct<Shape> product;
     product.clear();
     uint32_t x_at[kTokenTiles];
@@ -157,11 +176,12 @@ __device__ __forceinline__ void few_rows(const FewRowsParams& p) {
     product.store(sums + b.warp_idx * Shape::kSumFloats, b.lane_idx / 4, b.lane_idx % 4);
     // SAFETY: of two buffers a warp overwrites one only after the next unit's barrier, which comes
     // after all reads of it.
-    __syncthreads();
-    finish_unit<Shape>(p, b, unit, sums, unit == blockIdx.x ? &smem_early[b.thread] : nullptr);
+    cluster_sync(b.size);
+    finish_unit<Shape>(p, b, unit, sums, unit == b.first_unit() ? &smem_early[b.thread] : nullptr);
     const int buffer = b.num_warps * Shape::kSumFloats;
     sums = sums == b.sums ? sums + buffer : b.sums;
   }
+  if (b.size > 1) cluster_sync(b.size);  // SAFETY: others may still read this block's sums.
 }
 
 // The entry points of an op, without or with a norm before the product. One row: two blocks fit a

@@ -1,10 +1,13 @@
 // How the kernels for few rows cut a problem, and a warp's place in it.
 //
-// A unit is blockDim.z row tiles (16 rows) of the weight; a block computes every gridDim.x-th unit.
-// k is cut into stages of kStageTiles tiles; warp (y, z) multiplies row tile z of the unit by the
-// part_stages stages from y * part_stages on. The blockDim.y parts' sums are added in their order.
+// A unit is blockDim.z row tiles (16 rows) of the weight; the C blocks of a cluster compute it, and
+// after it every num_clusters-th unit. k is cut into stages of kStageTiles tiles; warp (y, z) of
+// block r multiplies row tile z of the unit by the part_stages stages from
+// (r * blockDim.y + y) * part_stages on. The parts' sums are added in their order. A block has x of
+// its parts only.
 #pragma once
 
+#include "common/cluster.cuh"
 #include "common/pdl.cuh"
 #include "common/reduce.cuh"  // kWarpSize
 #include "gemm_wna16/problem.cuh"
@@ -34,15 +37,21 @@ struct FewRowsShape {
 
 struct FewRowsBlock {
   int lane_idx, warp_idx, num_warps, threads, thread;
+  int size, rank;  // of the cluster
   int k_tiles, row_tiles;
   int stage_begin, stage_end;  // of k, of this warp
   int gate_tiles;              // row tiles of gate; 0 if not gated
-  int x_columns, x_pitch;      // columns with padding; bytes from a row of x to the next
+  int x_begin, x_columns;      // of k, of this block; the columns with padding
+  int x_pitch;                 // bytes from a row of x to the next
   unsigned char* ring;         // of this warp
   unsigned char* x;            // [token][column]
   float* sums;                 // [buffer][warp][token][row]
 
-  __device__ __forceinline__ FewRowsBlock(const FewRowsParams& p, unsigned char* smem) {
+  bool may_share;  // whether clusters are more than a block
+
+  __device__ __forceinline__ FewRowsBlock(const FewRowsParams& p, unsigned char* smem,
+                                          bool may_share)
+      : may_share(may_share) {
     lane_idx = threadIdx.x;
     warp_idx = threadIdx.z * blockDim.y + threadIdx.y;
     num_warps = blockDim.y * blockDim.z;
@@ -50,15 +59,28 @@ struct FewRowsBlock {
     thread = warp_idx * kWarpSize + lane_idx;
     k_tiles = (p.k + kTileColumns - 1) / kTileColumns;
     row_tiles = (p.n + kTileRows - 1) / kTileRows;
+    size = may_share ? cluster_size() : 1;
+    rank = may_share ? cluster_rank() : 0;
     const int stages = (k_tiles + kStageTiles - 1) / kStageTiles;
-    stage_begin = min(stages, static_cast<int>(threadIdx.y) * p.part_stages);
+    const int block_stages = static_cast<int>(blockDim.y) * p.part_stages;
+    const int first = min(stages, rank * block_stages);
+    stage_begin = min(stages, first + static_cast<int>(threadIdx.y) * p.part_stages);
     stage_end = min(stages, stage_begin + p.part_stages);
     gate_tiles = p.activation == kSiluAndMul ? row_tiles / 2 : 0;
-    x_columns = stages * kStageColumns;
-    x_pitch = x_columns * 2 + 16;  // an odd multiple of 16: ldmatrix has no bank conflicts
+    x_begin = first * kStageColumns;
+    x_columns = (min(stages, first + block_stages) - first) * kStageColumns;
+    x_pitch = block_stages * (kStageColumns * 2) + 16;  // an odd multiple of 16: ldmatrix has no
+                                                        // bank conflicts
     ring = smem + warp_idx * (p.num_stages * kStageBytes);
     x = smem + num_warps * (p.num_stages * kStageBytes);
     sums = reinterpret_cast<float*>(x + p.m * x_pitch);
+  }
+
+  __device__ __forceinline__ int first_unit() const {
+    return may_share ? cluster_index() : blockIdx.x;
+  }
+  __device__ __forceinline__ int unit_step() const {
+    return may_share ? num_clusters() : gridDim.x;
   }
 
   // Row tile z of a unit. Gated, even ones are of gate and odd ones the matching ones of up.

@@ -33,7 +33,7 @@ struct StageLoader {
   uint32_t to;  // of this lane
 
   __device__ __forceinline__ StageLoader(const FewRowsParams& p, const FewRowsBlock& b)
-      : p(p), b(b), unit(blockIdx.x), to(smem_address(b.ring) + b.lane_idx * 16) {
+      : p(p), b(b), unit(b.first_unit()), to(smem_address(b.ring) + b.lane_idx * 16) {
     start_unit();
   }
 
@@ -109,7 +109,7 @@ struct StageLoader {
       else
         load_partial();
       tile += kStageTiles, group += kStageGroups, super += kStageSupers;
-      if (++stage == b.stage_end) unit += gridDim.x, start_unit();
+      if (++stage == b.stage_end) unit += b.unit_step(), start_unit();
     }
     cp_async_commit();
     to += kStageBytes;

@@ -26,7 +26,7 @@ __device__ __forceinline__ void apply_norm(const FewRowsParams& p, Vec<scalar_t,
     v.v[j] = from_float<scalar_t>(to_float(v.v[j]) * scale * (to_float(w.v[j]) + p.weight_offset));
 }
 
-// Normalises the rows that lie in shared memory. A barrier must follow.
+// Normalises the rows that lie in shared memory, whole ones: not in a cluster. A barrier must follow.
 __device__ __forceinline__ void normalise(const FewRowsParams& p, const FewRowsBlock& b,
                                           NormShared& shared) {
   const int vectors = p.k / kVec;
@@ -57,7 +57,7 @@ struct SingleRow {
   Words x[kPieces], w[kPieces];
 
   __device__ __forceinline__ static bool fits(const FewRowsParams& p, const FewRowsBlock& b) {
-    return p.m == 1 && b.x_columns <= b.threads * kPieces * kVec;
+    return p.m == 1 && b.size == 1 && b.x_columns <= b.threads * kPieces * kVec;
   }
   __device__ __forceinline__ static void load(Words (&to)[kPieces], const scalar_t* from,
                                               const FewRowsParams& p, const FewRowsBlock& b) {
@@ -98,11 +98,12 @@ struct SingleRow {
   }
 };
 
-// Copies x to shared memory, with zeros behind each row. A barrier must follow.
+// Copies the block's columns of x to shared memory, with zeros behind k. A barrier must follow.
 template <bool kNorm>
 __device__ __forceinline__ void load_rows(const FewRowsParams& p, const FewRowsBlock& b,
                                           NormShared& shared) {
-  const int vectors = p.k / kVec, padded = b.x_columns / kVec, count = p.m * padded;
+  const int vectors = (min(p.k, b.x_begin + b.x_columns) - b.x_begin) / kVec;
+  const int padded = b.x_columns / kVec, count = p.m * padded;
 #pragma unroll 1
   for (int first = b.thread; first < count; first += b.threads * kXPieces) {
     Vec<scalar_t, kVec> v[kXPieces];
@@ -111,7 +112,7 @@ __device__ __forceinline__ void load_rows(const FewRowsParams& p, const FewRowsB
       const int index = first + j * b.threads, token = index / padded, i = index % padded;
       v[j] = Vec<scalar_t, kVec>{};
       if (index < count && i < vectors)
-        v[j] = load_vec<scalar_t, kVec>(p.x + token * p.x_stride + i * kVec);
+        v[j] = load_vec<scalar_t, kVec>(p.x + token * p.x_stride + b.x_begin + i * kVec);
     }
 #pragma unroll
     for (int j = 0; j < kXPieces; ++j) {

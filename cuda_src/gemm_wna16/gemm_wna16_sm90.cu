@@ -9,7 +9,7 @@
 // (wgmma); sums, bias, activation and residual in float, one rounding at the end. Without SPLITS the
 // sums go through k in ascending steps of 16, whatever M is.
 // Parallelisation: a persistent CTA computes work tiles of kRows rows of the weight by kTokens rows
-// of x. A producer warp fills a ring of stages: x by TMA, the weight's planes by bulk copies.
+// of x. A producer thread fills a ring of stages by TMA.
 // Consumer warpgroups turn codes into fragments in registers while wgmma multiplies those of
 // the step before. The CTAs of a cluster share one tile's sum over k: they exchange partial sums
 // through distributed shared memory, and each finishes some of the tokens.
@@ -20,17 +20,19 @@
 struct GemmWna16Sm90Params {
   TensorMap map_x;     // x (M, K) by boxes of x_part rows
   TensorMap map_tail;  // x by boxes of tail_part rows, for the tile of the last rows
-  const unsigned char* data;    // the planes of a packed weight (N, K)
-  const unsigned char* high;    // null for 4 and 8 bits
-  const unsigned char* scales;
-  const unsigned char* supers;  // null without super-blocks
+  // The planes of a packed weight (N, K) as uint8, by boxes of a stage's bytes and row tiles, or half
+  // of these with num_gates: data as (row tiles, K * bits / 256, 256), the others by slabs of k,
+  // groups or super-blocks, as (row tiles, slabs, bytes).
+  TensorMap map_data;
+  TensorMap map_high;    // any map for 4 and 8 bits
+  TensorMap map_scales;
+  TensorMap map_supers;  // any map without super-blocks
   const scalar_t* bias;      // (N,), or null
   const void* residual;  // shape and dtype of out, rows residual_stride apart; may be out; or null
   int64_t residual_stride;  // elements
   void* out;                // (M, N), or (M, N / 2) gated; scalar_t, or float if is_float
   int64_t out_stride;       // elements
   int m, n, slabs;          // slabs: of 64 values of k
-  int groups, num_supers;   // of a row of the weight
   int x_part, tail_part;    // rows of x in a tile, and in that of the last rows
   int num_gates;            // rows of gate, a multiple of 16; 0: not gated
   int activation;           // an Activation
@@ -55,6 +57,8 @@ extern "C" __global__ void __cluster_dims__(kSplits, 1, 1) __launch_bounds__(kTh
   if (threadIdx.x == 0) {
     tma_prefetch_map(&p.map_x);
     tma_prefetch_map(&p.map_tail);
+    tma_prefetch_map(&p.map_data);
+    tma_prefetch_map(&p.map_scales);
     for (int i = 0; i < kStages; ++i) {
       mbarrier_init(smem_address(&smem.full[i]), 1);
       mbarrier_init(smem_address(&smem.empty[i]), kConsumerThreads / kWarpSize);
@@ -73,20 +77,21 @@ extern "C" __global__ void __cluster_dims__(kSplits, 1, 1) __launch_bounds__(kTh
   // Producer and consumers part here for good, as setmaxnreg requires.
   if (warp_idx >= kConsumerThreads / kWarpSize) {
     if constexpr (kMovesRegisters) warpgroup_reg_dealloc<kProducerRegisters>();
-    if (warp_idx > kConsumerThreads / kWarpSize) return;
-    Loader load{smem,
-                &p.map_x,
-                &p.map_tail,
-                {p.data, p.high, p.scales, p.supers},
-                p.slabs,
-                p.groups,
-                p.num_supers,
-                {(p.n + kTileRows - 1) / kTileRows, p.num_gates / kTileRows},
-                p.m,
-                p.x_part,
-                p.tail_part,
-                first_k,
-                last_k};
+    if (warp_idx > kConsumerThreads / kWarpSize || !elect_one()) return;
+    const Loader load{smem,
+                      &p.map_x,
+                      &p.map_tail,
+                      &p.map_data,
+                      &p.map_high,
+                      &p.map_scales,
+                      &p.map_supers,
+                      p.slabs,
+                      p.num_gates / kTileRows,
+                      p.m,
+                      p.x_part,
+                      p.tail_part,
+                      first_k,
+                      last_k};
     produce(load, scheduler, p.is_early != 0);
   } else {
     if constexpr (kMovesRegisters) warpgroup_reg_alloc<kConsumerRegisters>();

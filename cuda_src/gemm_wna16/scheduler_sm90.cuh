@@ -23,16 +23,3 @@ struct TileScheduler {
     return {(band * kBand + within % width) * kTokens, within / width};
   }
 };
-
-// The row tiles of a block. Of a gated product the first half are gates, the others their ups.
-struct RowTiles {
-  int count;      // of the weight
-  int num_gates;  // row tiles of gate; 0: not gated
-
-  __device__ __forceinline__ int at(int block, int i) const {
-    constexpr int kHalf = kRowTiles / 2;
-    int tile = block * kRowTiles + i;
-    if (num_gates > 0) tile = block * kHalf + (i < kHalf ? i : num_gates + i - kHalf);
-    return min(tile, count - 1);
-  }
-};

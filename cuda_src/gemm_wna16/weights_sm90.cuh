@@ -1,6 +1,7 @@
 // From packed codes to fragments of weights, rounded to scalar_t as `dequantize` rounds them.
 #pragma once
 
+#include "gemm_wna16/config_sm90.cuh"
 #include "gemm_wna16/decode.cuh"
 
 // Scales and offsets that scalar_t holds exactly (an exponent is a bfloat16) are applied in scalar_t:
@@ -24,14 +25,32 @@ struct RowScales {
   uint32_t scale_pair[2], offset_pair[2];  // in scalar_t, twice
   uint32_t rest_pair[2];                   // of a split scale
 
-  // From the stored words of a group, and those of its super-block.
-  __device__ __forceinline__ void set(uint2 own, uint2 super) {
+  // From the stored words of a group, and the scales of its super-block.
+  __device__ __forceinline__ void set(uint2 own, const SuperScales& super) {
     if constexpr (kIsExactPair)
       set_pairs(own);
     else if constexpr (kIsSplit)
       set_split(GroupScales(own, super));
     else
       set_floats(GroupScales(own, super));
+  }
+
+  // Only what `exact` needs.
+  __device__ __forceinline__ void set_offsets(uint2 own) {
+    if constexpr (kHasZeroPoint) {
+      const GroupScales from(own, SuperScales(uint2{}));
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        offset_pair[i] = pack2<scalar_t>(from.offset[i] + kCodeBias, from.offset[i] + kCodeBias);
+    }
+  }
+
+  // The codes less their zero, which scalar_t holds exactly.
+  template <int kRow>
+  __device__ __forceinline__ uint32_t exact(uint32_t codes) const {
+    if constexpr (kHasZeroPoint) return fma_pair(offset_pair[kRow], pair_of(-1), codes);
+    if constexpr (kUnbias != 0) return add_to_pair<-kUnbias>(codes);
+    return codes;
   }
 
   // The weights of a register of row kRow (0 or 1) from its codes.
@@ -100,6 +119,11 @@ __device__ __forceinline__ void decode_weights(const TileWords& words, const Row
                                                uint32_t (&a)[4]) {
   uint32_t codes[4];
   decode_biased<kStep>(words, codes);
+  if constexpr (kScalesSums) {
+    a[0] = scales.exact<0>(codes[0]), a[1] = scales.exact<1>(codes[1]);
+    a[2] = scales.exact<0>(codes[2]), a[3] = scales.exact<1>(codes[3]);
+    return;
+  }
   a[0] = scales.apply<0>(codes[0]), a[1] = scales.apply<1>(codes[1]);
   a[2] = scales.apply<0>(codes[2]), a[3] = scales.apply<1>(codes[3]);
 }

@@ -11,7 +11,7 @@ from engine.errors import DTypeError, ShapeError
 from engine.kernels._contract import INT32, Contract
 from engine.kernels._module import ModuleSpec
 from engine.quantization import FORMATS, Format, Weight
-from engine.quantization.packing import TILE_COLUMNS, TILE_ROWS
+from engine.quantization.formats import TILE_COLUMNS, TILE_ROWS
 
 __all__ = ["check_planes", "check_weight", "format_spec", "format_specs", "planes"]
 __all__ += ["scale_dtype"]

@@ -11,7 +11,7 @@ from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
 from engine.kernels._packed import check_weight, format_spec, format_specs, planes, scale_dtype
 from engine.quantization import FORMATS, Weight
-from engine.quantization.packing import TILE_COLUMNS, TILE_ROWS
+from engine.quantization.formats import TILE_COLUMNS, TILE_ROWS
 
 __all__ = ["dequantize", "launch", "specs"]
 

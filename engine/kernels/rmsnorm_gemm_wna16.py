@@ -118,7 +118,7 @@ def rmsnorm_gemm_wna16(
     if config is not None:
         few_rows.launch(operands, config, norm)
         return out
-    x = rmsnorm(x, norm_weight, **numbers)
+    x = rmsnorm(x, norm_weight, eps=eps, weight_offset=weight_offset)
     if weight.permutation is not None:
         x = permute_columns(x, weight.permutation)
     launch(Operands(x, weight, out, bias, activation=activation, pdl=pdl))

@@ -177,16 +177,17 @@ def test_overlapping_kernels_wait_for_each_other(cp):
 def test_the_choice_covers_the_problem(name, m):
     form = FORMATS[name]
     for (n, k), gated in ((v, key[1] == "gate_up") for key, v in MODEL_LAYERS.items()):
-        config = few_rows.choose_few_rows(m, n, k, form, 132, 227 << 10, is_gated=gated)
-        if config is None:
-            assert m * k > 16384
-            continue
+        config = few_rows.choose_few_rows(
+            m, n, k, form, 132, 227 << 10, max_cluster=4, is_gated=gated
+        )
+        assert config is not None and config.tokens >= m
         columns = few_rows.stage_tiles(form) * 64
-        assert config.parts * config.part_stages * columns >= k
-        assert config.parts * config.row_tiles <= 16 and config.blocks <= 132
+        assert config.cluster * config.parts * config.part_stages * columns >= k
+        assert config.parts * config.row_tiles <= 16
+        assert config.clusters * config.cluster <= 132 and config.shared_bytes <= 220 << 10
         assert not gated or config.row_tiles % 2 == 0
         units = -(-n // (16 * config.row_tiles))
-        rounds = -(-units // config.blocks)
+        rounds = -(-units // config.clusters)
         assert 1 <= config.num_stages <= min(4, rounds * config.part_stages)
 
 

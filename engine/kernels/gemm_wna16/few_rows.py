@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -13,7 +14,7 @@ from engine.kernels._module import ModuleSpec
 from engine.kernels._packed import format_spec, format_specs, planes, scale_dtype
 from engine.kernels.gemm_wna16.operands import ACTIVATIONS, SWIGLU, Norm, Operands, row_stride
 from engine.quantization import Format
-from engine.quantization.packing import TILE_COLUMNS, TILE_ROWS
+from engine.quantization.formats import TILE_COLUMNS, TILE_ROWS
 
 __all__ = ["FewRowsConfig", "all_configs", "choose_few_rows", "few_rows_config", "launch", "specs"]
 
@@ -50,8 +51,10 @@ class FewRowsConfig:
         Rows of x the kernel has room for.
     parts, row_tiles : int
         Warps of a block along k, and along rows.
-    blocks : int
+    clusters : int
         Of the grid; each computes several units of `row_tiles` if there are more.
+    cluster : int
+        Blocks that share k, and x.
     part_stages : int
         Stages of k that a warp sums.
     num_stages : int
@@ -63,7 +66,8 @@ class FewRowsConfig:
     tokens: int
     parts: int
     row_tiles: int
-    blocks: int
+    clusters: int
+    cluster: int
     part_stages: int
     num_stages: int
     shared_bytes: int
@@ -86,7 +90,15 @@ def stage_bytes(form: Format) -> int:
 
 @cache
 def choose_few_rows(
-    m: int, n: int, k: int, form: Format, sms: int, shared_limit: int, *, is_gated: bool = False
+    m: int,
+    n: int,
+    k: int,
+    form: Format,
+    sms: int,
+    shared_limit: int,
+    *,
+    max_cluster: int = 1,
+    is_gated: bool = False,
 ) -> FewRowsConfig | None:
     """Choose for x (m, k) and a weight (n, k); None if there are too many rows.
 
@@ -94,30 +106,38 @@ def choose_few_rows(
     --------
     >>> from engine.quantization import FORMATS
     >>> config = choose_few_rows(1, 4096, 4096, FORMATS["int4_g128"], 132, 227 << 10)
-    >>> config.row_tiles, config.blocks
+    >>> config.row_tiles, config.clusters
     (2, 128)
     """
     if not 0 < m <= _TOKENS[-1] or k == 0 or n == 0 or (is_gated and n % (2 * TILE_ROWS)):
         return None
     best, least = None, 0.0
+    for cluster in (1, 2, 4):
+        if best is not None or cluster > (max_cluster if m > 1 else 1):
+            break  # clusters are for x that does not fit otherwise
+        for parts, row_tiles, stages in _ways(is_gated):
+            config = few_rows_config(m, n, k, form, sms, parts, row_tiles, stages, cluster)
+            if config.shared_bytes + _STATIC_BYTES > shared_limit:
+                continue
+            cost = _estimate(config, n, form, shared_limit)
+            if best is None or cost < least:
+                best, least = config, cost
+    return best
+
+
+def _ways(is_gated: bool) -> Iterator[tuple[int, int, int]]:
+    """Yield warps along k and along rows of a block, and stages of a ring."""
     for parts in (1, 2, 4, 8, 16):
         for row_tiles in range(1, _MAX_WARPS // parts + 1):
-            if is_gated and row_tiles % 2:
-                continue
-            for stages in _STAGES:
-                config = few_rows_config(m, n, k, form, sms, parts, row_tiles, stages)
-                if config.shared_bytes + _STATIC_BYTES > shared_limit:
-                    continue
-                cost = _estimate(config, n, form, shared_limit)
-                if best is None or cost < least:
-                    best, least = config, cost
-    return best
+            if not (is_gated and row_tiles % 2):
+                for stages in _STAGES:
+                    yield parts, row_tiles, stages
 
 
 def _estimate(config: FewRowsConfig, n: int, form: Format, shared_limit: int) -> float:
     """Return about how many nanoseconds the busiest block takes."""
     units = ceil_div(ceil_div(n, TILE_ROWS), config.row_tiles)
-    rounds = ceil_div(units, config.blocks)
+    rounds = ceil_div(units, config.clusters)
     warps = config.parts * config.row_tiles
     own = rounds * config.part_stages
     memory = own * warps * stage_bytes(form) / _BYTES_PER_NS
@@ -128,31 +148,41 @@ def _estimate(config: FewRowsConfig, n: int, form: Format, shared_limit: int) ->
 
 
 def few_rows_config(
-    m: int, n: int, k: int, form: Format, sms: int, parts: int, row_tiles: int, stages: int = 3
+    m: int,
+    n: int,
+    k: int,
+    form: Format,
+    sms: int,
+    parts: int,
+    row_tiles: int,
+    stages: int = 3,
+    cluster: int = 1,
 ) -> FewRowsConfig:
-    """Return the configuration with `parts` warps along k and `row_tiles` along rows.
+    """Return the configuration with `parts` warps along k and `row_tiles` along rows of a block.
 
     A warp's ring has at most `stages`.
     """
     tokens = next(t for t in _TOKENS if t >= m)
     columns = stage_tiles(form) * TILE_COLUMNS
-    all_stages = ceil_div(k, columns)
-    part_stages = ceil_div(all_stages, parts)
+    part_stages = ceil_div(ceil_div(k, columns), parts * cluster)
     units = ceil_div(ceil_div(n, TILE_ROWS), row_tiles)
-    rounds = ceil_div(units, sms)
+    rounds = ceil_div(units, max(1, sms // cluster))
     num_stages = min(stages, rounds * part_stages)
     warps, buffers = parts * row_tiles, 1 if rounds == 1 else 2
     shared = warps * num_stages * stage_bytes(form)
-    shared += m * (all_stages * columns * 2 + 16)
+    shared += m * (parts * part_stages * columns * 2 + 16)
     shared += buffers * warps * tokens * (TILE_ROWS + 4) * 4
-    blocks = ceil_div(units, rounds)
-    return FewRowsConfig(tokens, parts, row_tiles, blocks, part_stages, num_stages, shared)
+    clusters = ceil_div(units, rounds)
+    return FewRowsConfig(
+        tokens, parts, row_tiles, clusters, cluster, part_stages, num_stages, shared
+    )
 
 
 def all_configs(m: int, n: int, k: int, form: Format) -> list[FewRowsConfig]:
     """Return several ways to cut a problem: for tests and for tuning."""
-    shapes = ((1, 2, 3), (1, 16, 2), (2, 8, 3), (4, 2, 4), (4, 4, 2), (8, 2, 4), (2, 2, 3))
-    return [few_rows_config(m, n, k, form, sms, *shape) for shape in shapes for sms in (2, 1000)]
+    ways = ((1, 2, 3), (1, 16, 2), (2, 8, 3), (4, 2, 4), (4, 4, 2), (8, 2, 4), (2, 2, 3))
+    shared = ((2, 2, 3, 2), (4, 2, 2, 2), (2, 4, 3, 4)) if m > 1 else ()
+    return [few_rows_config(m, n, k, form, sms, *w) for w in (*ways, *shared) for sms in (4, 1000)]
 
 
 def specs(op: str, dtype: str, formats: tuple[str, ...]) -> tuple[ModuleSpec, ...]:
@@ -168,13 +198,15 @@ def choose(operands: Operands, norm: Norm | None = None) -> FewRowsConfig | None
         steps.append(norm.weight.data.ptr)
     if operands.deterministic or any(step % 16 for step in steps):
         return None
+    index = device.cupy().cuda.runtime.getDevice()
     return choose_few_rows(
         x.shape[0],
         weight.shape[0],
         weight.shape[1],
         weight.format,
         sm_count(),
-        _shared_limit(device.cupy().cuda.runtime.getDevice()),
+        _shared_limit(index),
+        max_cluster=4 if has_pdl(index) and norm is None else 1,
         is_gated=operands.activation == SWIGLU,
     )
 
@@ -192,9 +224,10 @@ def launch(operands: Operands, config: FewRowsConfig, norm: Norm | None = None) 
     pdl = operands.pdl and has_pdl(device.cupy().cuda.runtime.getDevice())
     _KERNELS[op, config.tokens].launch(
         format_spec(f"{op}.cu", dtype_name(x.dtype), weight.format, scale_dtype(weight)),
-        (config.blocks,),
+        (config.clusters * config.cluster,),
         (32, config.parts, config.row_tiles),
         config.shared_bytes,
+        cluster=config.cluster,
         pdl=pdl,
         x=x,
         x_stride=row_stride(x),

@@ -11,11 +11,11 @@ from engine.dtypes import dtype_name
 from engine.kernels._launch import ceil_div
 from engine.kernels._workspace import weight_space
 from engine.kernels.dequantize import launch as launch_dequantize
-from engine.kernels.gemm import gemm
+from engine.kernels.gemm.gemm import gemm
 from engine.kernels.gemm_wna16.operands import SWIGLU, Operands
 from engine.kernels.swiglu import swiglu
 from engine.quantization import Weight
-from engine.quantization.packing import TILE_ROWS
+from engine.quantization.formats import TILE_ROWS
 
 __all__ = ["launch", "parts"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -11,12 +12,12 @@ from engine.dtypes import dtype_name
 from engine.kernels._contract import FLOAT32
 from engine.kernels._launch import Kernel, ceil_div, sm_count
 from engine.kernels._module import ModuleSpec
-from engine.kernels._packed import format_spec, format_specs, planes, scale_dtype
-from engine.kernels._tensor_map import tensor_map_2d
+from engine.kernels._packed import format_spec, format_specs, scale_dtype
+from engine.kernels._tensor_map import tensor_map, tensor_map_2d
 from engine.kernels.gemm.sm90 import is_hopper
 from engine.kernels.gemm_wna16.operands import ACTIVATIONS, SWIGLU, Operands, row_stride
 from engine.kernels.swiglu import swiglu
-from engine.quantization import FORMATS, Format
+from engine.quantization import FORMATS, Format, Weight
 from engine.quantization.packing import TILE_ROWS
 
 __all__ = [
@@ -30,9 +31,9 @@ __all__ = [
 
 _KERNEL = Kernel(
     "gemm_wna16_sm90",
-    "map_x:tmap map_tail:tmap data:ptr high:ptr scales:ptr supers:ptr bias:ptr residual:ptr "
-    "residual_stride:i64 out:ptr out_stride:i64 m:i32 n:i32 slabs:i32 groups:i32 num_supers:i32 "
-    "x_part:i32 tail_part:i32 num_gates:i32 activation:i32 is_float:i32 is_vector:i32 is_early:i32",
+    "map_x:tmap map_tail:tmap map_data:tmap map_high:tmap map_scales:tmap map_supers:tmap bias:ptr "
+    "residual:ptr residual_stride:i64 out:ptr out_stride:i64 m:i32 n:i32 slabs:i32 x_part:i32 "
+    "tail_part:i32 num_gates:i32 activation:i32 is_float:i32 is_vector:i32 is_early:i32",
     struct="GemmWna16Sm90Params",
 )
 
@@ -40,6 +41,8 @@ _FILE = "gemm_wna16_sm90.cu"
 _SLAB_K = 64  # values of k in 128 bytes, the widest swizzle
 _SHARED_BYTES = 233_472  # of a multiprocessor; each CTA takes 1024 more than it asks for
 _MAX_STAGES = 16
+_PLANES = ("data", "high", "scales", "supers")
+_DATA_BOX = 256  # bytes of a row of map_data, the most that a box may have
 _DTYPES = ("float16", "bfloat16")
 
 
@@ -59,6 +62,8 @@ class HopperConfig:
         Slabs of 64 values of k in a stage.
     blocks : int
         CTAs per multiprocessor.
+    scales_sums : bool
+        Multiply codes as they are, and the sums over a group by its scale.
     """
 
     tokens: int
@@ -67,6 +72,7 @@ class HopperConfig:
     splits: int = 1
     depth: int = 1
     blocks: int = 1
+    scales_sums: bool = False
 
     @property
     def rows(self) -> int:
@@ -104,21 +110,47 @@ class HopperConfig:
         return self.stages(form) * (self._stage_bytes(form) + 16) + self._beside_stages
 
     def _stage_bytes(self, form: Format) -> int:
-        tiles, k = self.rows // TILE_ROWS, self.depth * _SLAB_K
+        planes = (self._box(form, name) for name in _PLANES)
+        weight = sum(ceil_div(math.prod(box), 128) * 128 for box in planes)
+        return self.tokens * self.depth * _SLAB_K * 2 + weight
+
+    def _box(self, form: Format, plane: str, rows: int = 0) -> tuple[int, int, int]:
+        """Return what one copy loads of a plane: bytes of a row, rows, row tiles."""
+        tiles = (rows or self.rows) // TILE_ROWS
         values = 2 if form.offset else 1
-        size = 1 if form.super_block or form.code == "e2m1" else 2
-        row_tile = self.depth * (1024 if form.bits == 8 else 512)
-        row_tile += self.depth * {5: 128, 6: 256}.get(form.bits, 0)
-        row_tile += max(1, k // form.group) * 16 * values * size
-        row_tile += 32 * values if form.super_block else 0
-        return self.tokens * k * 2 + tiles * row_tile + 32
+        if plane == "data":
+            return _DATA_BOX, self.depth * (1024 if form.bits == 8 else 512) // _DATA_BOX, tiles
+        if plane == "high":
+            return {5: 128, 6: 256}.get(form.bits, 0), self.depth, tiles
+        if plane == "scales":
+            size = 1 if form.super_block or form.code == "e2m1" else 2
+            groups = max(1, self.depth * _SLAB_K // form.group)
+            return TILE_ROWS * values * size, groups, tiles
+        return (2 * TILE_ROWS * values if form.super_block else 0), 1, tiles
+
+    def plane_maps(self, weight: Weight, *, is_gated: bool) -> dict[str, Any]:
+        """Return the tensor maps of a weight's planes, by the names of the kernel's arguments."""
+        maps = {}
+        for name in _PLANES:
+            array = getattr(weight, "super_scales" if name == "supers" else name)
+            if array is None:
+                maps[f"map_{name}"] = maps["map_data"]
+                continue
+            box = self._box(weight.format, name, self.rows // 2 if is_gated else self.rows)
+            tile_bytes = int(array.nbytes) // array.shape[0]
+            sizes = (box[0], tile_bytes // box[0], array.shape[0])
+            strides = (box[0], tile_bytes)
+            maps[f"map_{name}"] = tensor_map(
+                array.data.ptr, "uint8", sizes, strides, box, promote=128, swizzle=0
+            )
+        return maps
 
     @property
     def _beside_stages(self) -> int:
         rows, tokens = self._slice
         staging = self.chunk * (rows + 4) * 4
         sums = rows * tokens * 4 * (self.splits - 1)
-        return staging + max(sums, 16) + 16 + 1024
+        return staging + max(sums, 16) + 128 + 1024
 
     def spec(self, base: ModuleSpec, form: Format) -> ModuleSpec:
         """Return the module for weights of a format; `base` says how it decodes them."""
@@ -131,6 +163,7 @@ class HopperConfig:
             "BLOCKS": self.blocks,
             "STAGES": self.stages(form),
             "CHUNK": self.chunk,
+            "SCALES_SUMS": int(self.scales_sums),
         }
         return ModuleSpec(base.file, base.dtype, (*base.defines, *macros.items()))
 
@@ -250,7 +283,7 @@ def launch(operands: Operands, config: HopperConfig) -> None:
         is_float=out.dtype == FLOAT32,
         is_vector=_is_vector(out, residual),
         is_early=operands.pdl,
-        **planes(weight),
+        **config.plane_maps(weight, is_gated=is_gated),
     )
 
 
