@@ -22,15 +22,20 @@ struct StageProduct {
   // Of this lane: rows g and g + 8 by tokens 2t and 2t + 1. With one token, 2t + 1 is left out.
   static constexpr int kColumns = Shape::kTokens == 1 ? 1 : 2;
   float total[kTokenTiles][2][kColumns];
+  // Of the super-block, if there are any: sums with integer scales, and with integer minimums.
+  float part[kTokenTiles][2][kColumns], minimums[kTokenTiles][2][kColumns];
   float acc[kTokenTiles][4];    // of the group
   float x_sum[kTokenTiles][4];  // of x over the group
 
-  __device__ __forceinline__ void clear() {
+  using Totals = float[kTokenTiles][2][kColumns];
+
+  __device__ __forceinline__ static void clear(Totals& sums) {
 #pragma unroll
     for (int i = 0; i < kTokenTiles; ++i)
 #pragma unroll
-      for (int j = 0; j < 2 * kColumns; ++j) total[i][j / kColumns][j % kColumns] = 0.0f;
+      for (int j = 0; j < 2 * kColumns; ++j) sums[i][j / kColumns][j % kColumns] = 0.0f;
   }
+  __device__ __forceinline__ void clear() { clear(total); }
 
   __device__ __forceinline__ void start_group() {
 #pragma unroll
@@ -40,26 +45,36 @@ struct StageProduct {
   }
 
   __device__ __forceinline__ void finish_group(const GroupScales& scales) {
+    Totals& sums = kSuperBlock > 0 ? part : total;
+    Totals& low = kSuperBlock > 0 ? minimums : total;
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      const float scale = scales.scale[row];
-      // What the sum of x is multiplied by.
-      float of_x = scales.offset[row];
-      if constexpr (kHasMinimum) of_x = fmaf(-kBias, scale, of_x);
-      if constexpr (kHasZeroPoint) of_x = -kBias - of_x;
+      const float scale = scales.scale[row], offset = scales.offset[row];
 #pragma unroll
       for (int i = 0; i < kTokenTiles; ++i)
 #pragma unroll
         for (int j = 0; j < kColumns; ++j) {
           float sum = acc[i][2 * row + j];
           if constexpr (kHasZeroPoint)
-            sum = fmaf(of_x, x_sum[i][j], sum);
-          else if constexpr (kSumsX && !kHasMinimum)
+            sum = fmaf(-kBias - offset, x_sum[i][j], sum);
+          else if constexpr (kSumsX && kBias != 0)
             sum = fmaf(-kBias, x_sum[i][j], sum);
-          total[i][row][j] = fmaf(scale, sum, total[i][row][j]);
-          if constexpr (kHasMinimum) total[i][row][j] = fmaf(of_x, x_sum[i][j], total[i][row][j]);
+          sums[i][row][j] = fmaf(scale, sum, sums[i][row][j]);
+          if constexpr (kHasMinimum) low[i][row][j] = fmaf(offset, x_sum[i][j], low[i][row][j]);
         }
     }
+  }
+
+  __device__ __forceinline__ void finish_super_block(const GroupScales& factors) {
+#pragma unroll
+    for (int i = 0; i < kTokenTiles; ++i)
+#pragma unroll
+      for (int j = 0; j < 2 * kColumns; ++j) {
+        const int row = j / kColumns, column = j % kColumns;
+        float& sum = total[i][row][column];
+        sum = fmaf(factors.scale[row], part[i][row][column], sum);
+        if constexpr (kHasMinimum) sum = fmaf(factors.offset[row], minimums[i][row][column], sum);
+      }
   }
 
   template <int s>
@@ -83,15 +98,13 @@ struct StageProduct {
   // `x_at` is where this lane's row of ldmatrix begins.
   template <int s>
   __device__ __forceinline__ void two_steps(const TileWords& words, const unsigned char* scales,
-                                            const uint32_t (&x_at)[kTokenTiles],
-                                            const SuperScales& super) {
+                                            const uint32_t (&x_at)[kTokenTiles]) {
     constexpr bool kEndsInside = kGroup <= kTileColumns;
     uint32_t x[kTokenTiles][4];
 #pragma unroll
     for (int i = 0; i < kTokenTiles; ++i) ldmatrix_x4(x[i], x_at[i] + s * 32);
     const auto scales_of = [&](int step) {
-      return GroupScales(load_small<kScaleBytes>(scales + step * 16 / kGroup * kScaleTileBytes),
-                         super);
+      return GroupScales(load_small<kScaleBytes>(scales + step * 16 / kGroup * kScaleTileBytes));
     };
     if (kEndsInside && s * 16 % kGroup == 0) start_group();
     step<s>(words, x);
@@ -107,7 +120,7 @@ struct StageProduct {
   __device__ __forceinline__ void multiply(const unsigned char* stage,
                                            uint32_t (&x_at)[kTokenTiles], int lane_idx) {
     const int g = lane_idx / 4;
-    const SuperScales super(load_small<kSuperBytes>(stage + kSupersAt + g * kSuperBytes));
+    if constexpr (kSuperBlock > 0) clear(part), clear(minimums);
     const unsigned char* scales = stage + kScalesAt + g * kScaleBytes;
     // Unrolled, loads of later tiles would take too many registers.
 #pragma unroll 1
@@ -117,19 +130,23 @@ struct StageProduct {
       if constexpr (kGroup > kTileColumns) {  // a group is several tiles
         constexpr int kTiles = kGroup / kTileColumns;
         if (tile % kTiles == 0) start_group();
-        two_steps<0>(words, scales, x_at, super);
-        two_steps<2>(words, scales, x_at, super);
+        two_steps<0>(words, scales, x_at);
+        two_steps<2>(words, scales, x_at);
         if (tile % kTiles == kTiles - 1) {
-          finish_group(GroupScales(load_small<kScaleBytes>(scales), super));
+          finish_group(GroupScales(load_small<kScaleBytes>(scales)));
           scales += kScaleTileBytes;
         }
       } else {
-        two_steps<0>(words, scales, x_at, super);
-        two_steps<2>(words, scales, x_at, super);
+        two_steps<0>(words, scales, x_at);
+        two_steps<2>(words, scales, x_at);
         scales += kTileColumns / kGroup * kScaleTileBytes;
       }
 #pragma unroll
       for (int i = 0; i < kTokenTiles; ++i) x_at[i] += kTileColumns * 2;
+    }
+    if constexpr (kSuperBlock > 0) {
+      const uint2 super = load_small<kSuperBytes>(stage + kSupersAt + g * kSuperBytes);
+      finish_super_block(GroupScales::of_super(super));
     }
   }
 
