@@ -2,8 +2,9 @@
 // 8 columns.
 //
 // Sums over a group are of codes, exact integers; the group's scale multiplies the sum. What codes
-// have too much (decode.cuh), zero points and minimums multiply the sum of x over the group, which
-// a product with ones gives in the same place of the accumulators.
+// have too much (decode.cuh), zero points and minimums multiply the sum of x over the group: of one
+// token it lies in shared memory (few_rows_x.cuh), of more a product with ones gives it in the same
+// place of the accumulators.
 #pragma once
 
 #include "common/mma.cuh"
@@ -11,10 +12,6 @@
 #include "gemm_wna16/few_rows_block.cuh"
 
 #if ENGINE_DTYPE != 0
-
-// Short groups subtract in the codes: that takes fewer instructions.
-constexpr bool kSumsX = kIsPaired || (kCodeBias != 0 && kGroup > 16);
-constexpr int kBias = kCodeBias + kZero;
 
 template <typename Shape>
 struct StageProduct {
@@ -24,6 +21,7 @@ struct StageProduct {
   float total[kTokenTiles][2][kColumns];
   // Of the super-block, if there are any: sums with integer scales, and with integer minimums.
   float part[kTokenTiles][2][kColumns], minimums[kTokenTiles][2][kColumns];
+  static constexpr bool kMultipliesOnes = kSumsX && Shape::kTokens > 1;
   float acc[kTokenTiles][4];    // of the group
   float x_sum[kTokenTiles][4];  // of x over the group
 
@@ -44,7 +42,10 @@ struct StageProduct {
       for (int j = 0; j < 4; ++j) acc[i][j] = x_sum[i][j] = 0.0f;
   }
 
-  __device__ __forceinline__ void finish_group(const GroupScales& scales) {
+  __device__ __forceinline__ void finish_group(const unsigned char* scales_at,
+                                               const float* x_sum_at) {
+    const GroupScales scales(load_small<kScaleBytes>(scales_at));
+    if constexpr (kSumsX && !kMultipliesOnes) x_sum[0][0] = *x_sum_at;
     Totals& sums = kSuperBlock > 0 ? part : total;
     Totals& low = kSuperBlock > 0 ? minimums : total;
 #pragma unroll
@@ -90,59 +91,47 @@ struct StageProduct {
     for (int i = 0; i < kTokenTiles; ++i) {
       const uint32_t b[2] = {x[i][s % 2 * 2], x[i][s % 2 * 2 + 1]};
       mma_m16n8k16<scalar_t>(acc[i], a, b);
-      if constexpr (kSumsX) mma_m16n8k16<scalar_t>(x_sum[i], ones, b);
+      if constexpr (kMultipliesOnes) mma_m16n8k16<scalar_t>(x_sum[i], ones, b);
     }
   }
 
-  // Steps s and s + 1 of a tile, with the groups that lie inside; `scales` are the tile's first.
-  // `x_at` is where this lane's row of ldmatrix begins.
+  // Steps s and s + 1 of tile `tile` of a stage, and what ends there. `x_at` is where this lane's row
+  // of ldmatrix begins, `scales` and `x_sums` are the stage's first.
   template <int s>
-  __device__ __forceinline__ void two_steps(const TileWords& words, const unsigned char* scales,
+  __device__ __forceinline__ void two_steps(const TileWords& words, int tile,
+                                            const unsigned char* scales, const float* x_sums,
                                             const uint32_t (&x_at)[kTokenTiles]) {
-    constexpr bool kEndsInside = kGroup <= kTileColumns;
+    const int column = tile * kTileColumns + s * 16;
     uint32_t x[kTokenTiles][4];
 #pragma unroll
-    for (int i = 0; i < kTokenTiles; ++i) ldmatrix_x4(x[i], x_at[i] + s * 32);
-    const auto scales_of = [&](int step) {
-      return GroupScales(load_small<kScaleBytes>(scales + step * 16 / kGroup * kScaleTileBytes));
+    for (int i = 0; i < kTokenTiles; ++i) ldmatrix_x4(x[i], x_at[i] + column * 2);
+    const auto finish = [&](int at) {
+      finish_group(scales + at / kGroup * kScaleTileBytes, x_sums + at / kGroup);
     };
-    if (kEndsInside && s * 16 % kGroup == 0) start_group();
+    if (column % kGroup == 0) start_group();
     step<s>(words, x);
     if constexpr (kGroup == 16) {
-      finish_group(scales_of(s));
+      finish(column);
       start_group();
     }
     step<s + 1>(words, x);
-    if (kEndsInside && (s + 2) * 16 % kGroup == 0) finish_group(scales_of(s + 1));
+    if ((column + 32) % kGroup == 0) finish(column + 16);
   }
 
-  // Adds a stage; `x_at` moves on to the next one.
-  __device__ __forceinline__ void multiply(const unsigned char* stage,
-                                           uint32_t (&x_at)[kTokenTiles], int lane_idx) {
+  // Adds a stage.
+  __device__ __forceinline__ void multiply(const unsigned char* stage, const float* x_sums,
+                                           const uint32_t (&x_at)[kTokenTiles], int lane_idx) {
     const int g = lane_idx / 4;
-    if constexpr (kSuperBlock > 0) clear(part), clear(minimums);
     const unsigned char* scales = stage + kScalesAt + g * kScaleBytes;
-    // Unrolled, loads of later tiles would take too many registers.
-#pragma unroll 1
+    if constexpr (kSuperBlock > 0) clear(part), clear(minimums);
+    // With more tokens, loads of later tiles would take too many registers.
+    constexpr int kUnroll = Shape::kTokens == 1 ? kStageTiles : kGroup > kTileColumns ? 2 : 1;
+#pragma unroll kUnroll
     for (int tile = 0; tile < kStageTiles; ++tile) {
       TileWords words;
       words.load(stage + tile * kDataBytes, stage + kHighAt + tile * kHighBytes, lane_idx);
-      if constexpr (kGroup > kTileColumns) {  // a group is several tiles
-        constexpr int kTiles = kGroup / kTileColumns;
-        if (tile % kTiles == 0) start_group();
-        two_steps<0>(words, scales, x_at);
-        two_steps<2>(words, scales, x_at);
-        if (tile % kTiles == kTiles - 1) {
-          finish_group(GroupScales(load_small<kScaleBytes>(scales)));
-          scales += kScaleTileBytes;
-        }
-      } else {
-        two_steps<0>(words, scales, x_at);
-        two_steps<2>(words, scales, x_at);
-        scales += kTileColumns / kGroup * kScaleTileBytes;
-      }
-#pragma unroll
-      for (int i = 0; i < kTokenTiles; ++i) x_at[i] += kTileColumns * 2;
+      two_steps<0>(words, tile, scales, x_sums, x_at);
+      two_steps<2>(words, tile, scales, x_sums, x_at);
     }
     if constexpr (kSuperBlock > 0) {
       const uint2 super = load_small<kSuperBytes>(stage + kSupersAt + g * kSuperBytes);
