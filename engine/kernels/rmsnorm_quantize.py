@@ -109,7 +109,7 @@ def rmsnorm_quantize(
         h = call.output("residual_out", residual_out, x.shape, x.dtype)
         arrays.append(h)
     n = x.shape[1]
-    is_aligned = n > 0 and all(rows_are_aligned(a.reshape(-1, n), n) for a in arrays)
+    is_aligned = all(rows_are_aligned(a, n) for a in arrays)
     config = choose_config(n, x.itemsize, is_aligned=is_aligned)
     size = config.kernel.removeprefix("registers_")
     if size in _WARPS:
