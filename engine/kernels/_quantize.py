@@ -54,8 +54,6 @@ def new_codes(call: Contract, m: int, n: int, dtype: str, group: int) -> tuple[A
     """Return new arrays of the call's module for codes and scales."""
     codes = call.output("codes", None, (m, n), CODES[dtype])
     scales = call.output("scales", None, (m, num_scales(n, group)), FLOAT32)
-    if n == 0:
-        scales[...] = 0
     return codes, scales
 
 

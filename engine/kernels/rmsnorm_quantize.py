@@ -114,7 +114,9 @@ def rmsnorm_quantize(
     size = config.kernel.removeprefix("registers_")
     if size in _WARPS:
         codes, scales = new_codes(call, x.shape[0], n, dtype, group)
-        _launch((dtype, size), x, residual, weight, h, codes, scales, group=group, **numbers)
+        _launch(
+            (dtype, size), x, residual, weight, h, codes, scales, group=group if n else 0, **numbers
+        )
     else:
         y = rmsnorm(x, weight, residual=residual, residual_out=h, **numbers)
         codes, scales = quantize_rows(y if h is None else y[0], dtype=dtype, group=group)
