@@ -1,6 +1,6 @@
-// The work tile that a module of gemm_sm90.cu, gemm_fp8_sm90.cu or gemm_int8_sm90.cu is compiled for,
-// given by -D (HopperConfig in engine/kernels/gemm/sm90.py), and what follows from it: warpgroup
-// roles, registers, shared memory.
+// The work tile that a module of gemm_sm90.cu, gemm_fp8_sm90.cu or gemm_int8_sm90.cu is compiled
+// for, given by -D (HopperConfig in engine/kernels/gemm/sm90.py), and what follows from it:
+// warpgroup roles, registers, shared memory.
 #pragma once
 
 #include "common/sm90.cuh"

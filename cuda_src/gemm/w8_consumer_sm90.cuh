@@ -24,42 +24,48 @@ struct W8Scales {
   int num_blocks;       // ceil(K / 128)
 };
 
-// The scales of a block of k for a thread's sums: of its two rows in each m-tile, and of the weight
-// for even and odd groups of eight columns (gate and up, where these are split).
+// The scales of a warp's sums for blocks of k, in turn. A lane loads that of one row, l % 16 of
+// m-tile l / 16, and those of the weight for even and odd groups of eight columns (gate and up,
+// where these are split): few registers, as there are none to spare.
 struct BlockScales {
-  float x[kMmaTilesM][2], weight[2];
+  static_assert(kMmaTilesM <= 2, "a lane for each row");
+  const float *x, *weight;  // of the block to be loaded next
+  int odd, left;            // from even groups' to odd groups'; blocks that are left
+  float x_scale, even_scale, odd_scale;
+  float next_x, next_even, next_odd;
 
-  __device__ __forceinline__ float of(int m_tile, int c) const {
-    return x[m_tile][c / 2 % 2] * weight[c / 4 % 2];
+  // `row` and `col` are the first of the warp's sums.
+  __device__ __forceinline__ BlockScales(const W8Scales& s, const Epilogue& e, int row, int col,
+                                         int m, int n, int block)
+      : left(s.num_blocks - block) {
+    const int lane_idx = threadIdx.x % 32;
+    const int r = row + (kMmaTilesM == 2 ? lane_idx / 16 * kMmaM : 0) + lane_idx % 16;
+    const auto block_of = [&](int c) { return e.bias_index(min(c, n - 1)) / kScaleBlock; };
+    x = s.x + static_cast<int64_t>(min(r, m - 1)) * s.num_blocks + block;
+    weight = s.weight + static_cast<int64_t>(block_of(col)) * s.num_blocks + block;
+    odd = e.num_gates > 0 ? (block_of(col + 8) - block_of(col)) * s.num_blocks : 0;
+  }
+  // Takes the block that the call before has loaded, and loads the one after it.
+  __device__ __forceinline__ void advance() {
+    x_scale = next_x, even_scale = next_even, odd_scale = next_odd;
+    if (left <= 0) return;
+    next_x = *x++, next_even = *weight, next_odd = weight[odd];
+    ++weight, --left;
   }
 };
 
-// Where a thread's scales are.
-struct BlockPlace {
-  const float *x, *even, *odd;  // of the first block of k
-  int64_t stride;
-  int rows, num_blocks;  // rows from the thread's first on
+// The factors of a thread's sums: of [m-tile][row of two][even, odd group of columns].
+struct BlockFactors {
+  float of[kMmaTilesM][2][2];
 
-  __device__ __forceinline__ BlockPlace(const W8Scales& s, const Epilogue& e, int row, int col,
-                                        int m, int n)
-      : stride(s.num_blocks), rows(m - row), num_blocks(s.num_blocks) {
-    const auto block_of = [&](int c) {
-      return static_cast<int64_t>(e.bias_index(min(c, n - 1))) / kScaleBlock * stride;
-    };
-    x = s.x + row * stride;
-    even = s.weight + block_of(col);
-    odd = e.num_gates > 0 ? s.weight + block_of(col + 8) : even;
-  }
-  __device__ __forceinline__ void load(BlockScales& to, int block) const {
-    const bool exists = block < num_blocks;
-    to.weight[0] = exists ? even[block] : 0.0f;
-    to.weight[1] = exists ? odd[block] : 0.0f;
+  __device__ __forceinline__ explicit BlockFactors(const BlockScales& s) {
 #pragma unroll
     for (int j = 0; j < kMmaTilesM; ++j)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int r = j * kMmaM + half * 8;
-        to.x[j][half] = exists && r < rows ? x[r * stride + block] : 0.0f;
+        const int lane = j * 16 + half * 8 + threadIdx.x % 32 / 4;
+        const float x = __shfl_sync(~0u, s.x_scale, lane);
+        of[j][half][0] = x * s.even_scale, of[j][half][1] = x * s.odd_scale;
       }
   }
 };
@@ -74,7 +80,7 @@ __device__ __forceinline__ void multiply_slab(Sum (&acc)[kWarpgroupCols / 2], un
     wgmma_codes<kWarpgroupCols>(acc, a + step * 2, b + step * 2, accumulate || step > 0);
 }
 
-// e4m3: the sums of each stage are added to `acc`. `row` and `col` are this thread's first.
+// e4m3: the sums of each stage are added to `acc`. `row` and `col` are the warp's first.
 __device__ __forceinline__ void multiply_e4m3(const Pipeline& p, const TileScheduler& s,
                                               int warpgroup, bool is_warmup,
                                               DynamicPipelineState& state, const W8Scales& scales,
@@ -88,16 +94,13 @@ __device__ __forceinline__ void multiply_e4m3(const Pipeline& p, const TileSched
   for (int j = 0; j < kMmaTilesM; ++j)
 #pragma unroll
     for (int i = 0; i < kWarpgroupCols / 2; ++i) acc[j][i] = 0.0f;
-  const BlockPlace place(scales, e, row, col, s.m, s.n);
-  BlockScales block, next;
-  if constexpr (kBlocks) place.load(next, s.first_k);
+  BlockScales block(scales, e, row, col, s.m, s.n, s.first_k);
+  if constexpr (kBlocks) block.advance(), block.advance();
 #pragma unroll 1
   for (int i = s.first_k; i < last_k; ++i) {
     mbarrier_wait(full + state.stage * 8, state.phase);
-    if constexpr (kBlocks) {
-      block = next;
-      place.load(next, i + 1);  // in flight while this block is multiplied
-    }
+    const BlockFactors factors(block);
+    if constexpr (kBlocks) block.advance();
 #pragma unroll
     for (int j = 0; j < kMmaTilesM; ++j) {
       float part[kWarpgroupCols / 2];
@@ -113,7 +116,7 @@ __device__ __forceinline__ void multiply_e4m3(const Pipeline& p, const TileSched
 #pragma unroll
       for (int c = 0; c < kWarpgroupCols / 2; ++c) {
         if constexpr (kBlocks)
-          acc[j][c] += part[c] * block.of(j, c);
+          acc[j][c] += part[c] * factors.of[j][c / 2 % 2][c / 4 % 2];
         else
           acc[j][c] += part[c];
       }
@@ -219,8 +222,7 @@ __device__ __forceinline__ void consume_codes(const Pipeline& p, const TileSched
     const int2 tile = index == kWarmup ? make_int2(s.m, 0) : s.tile(index);
     const int row = tile.x + warpgroup * kMmaTilesM * kMmaM + warp_idx % 4 * 16;
     if constexpr (kCodes == 1)
-      multiply_e4m3(p, s, warpgroup, index == kWarmup, state, scales, e, row + threadIdx.x % 32 / 4,
-                    tile.y, acc);
+      multiply_e4m3(p, s, warpgroup, index == kWarmup, state, scales, e, row, tile.y, acc);
     else
       multiply_int8(p, s, warpgroup, index == kWarmup, state, acc);
     if constexpr (kClusterK > 1) {

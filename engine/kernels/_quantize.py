@@ -54,8 +54,6 @@ def new_codes(call: Contract, m: int, n: int, dtype: str, group: int) -> tuple[A
     """Return new arrays of the call's module for codes and scales."""
     codes = call.output("codes", None, (m, n), CODES[dtype])
     scales = call.output("scales", None, (m, num_scales(n, group)), FLOAT32)
-    if n == 0:
-        scales[...] = 0
     return codes, scales
 
 
@@ -76,5 +74,6 @@ def row_kernel(n: int, itemsize: int, *, is_aligned: bool) -> tuple[str, int]:
 
 def rows_are_aligned(x: Any, n: int) -> bool:
     """Tell whether rows of `n` columns can be read 16 bytes at a time, and their codes written."""
-    steps = [x.data.ptr, n * x.itemsize, *([x.strides[0]] if x.shape[0] > 1 else [])]
+    rows = x.strides[:-1] if x.shape[0] > 1 else ()
+    steps = [x.data.ptr, n * x.itemsize, *rows]
     return all(step % 16 == 0 for step in steps)

@@ -88,6 +88,6 @@ def quantize_rows(x: Any, *, dtype: str = "fp8", group: int = 0) -> tuple[Any, A
         codes=codes,
         scales=scales,
         n=n,
-        group=group,
+        group=group if n else 0,  # the one scale is 0
     )
     return codes, scales

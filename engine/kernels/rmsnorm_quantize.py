@@ -109,12 +109,14 @@ def rmsnorm_quantize(
         h = call.output("residual_out", residual_out, x.shape, x.dtype)
         arrays.append(h)
     n = x.shape[1]
-    is_aligned = n > 0 and all(rows_are_aligned(a.reshape(-1, n), n) for a in arrays)
+    is_aligned = all(rows_are_aligned(a, n) for a in arrays)
     config = choose_config(n, x.itemsize, is_aligned=is_aligned)
     size = config.kernel.removeprefix("registers_")
     if size in _WARPS:
         codes, scales = new_codes(call, x.shape[0], n, dtype, group)
-        _launch((dtype, size), x, residual, weight, h, codes, scales, group=group, **numbers)
+        _launch(
+            (dtype, size), x, residual, weight, h, codes, scales, group=group if n else 0, **numbers
+        )
     else:
         y = rmsnorm(x, weight, residual=residual, residual_out=h, **numbers)
         codes, scales = quantize_rows(y if h is None else y[0], dtype=dtype, group=group)

@@ -83,6 +83,6 @@ def swiglu_quantize(x: Any, *, dtype: str = "fp8", group: int = 0) -> tuple[Any,
         codes=codes,
         scales=scales,
         n=n,
-        group=group,
+        group=group if n else 0,  # the one scale is 0
     )
     return codes, scales
