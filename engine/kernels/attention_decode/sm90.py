@@ -164,9 +164,15 @@ def choose_hopper_tile(dtype: str, head_dim: int, num_rows: int) -> HopperTile |
 
 
 def specs(
-    dtype: str, *, head_dim: int | None = None, num_rows: int | None = None
+    dtype: str,
+    *,
+    head_dim: int | None = None,
+    num_rows: int | None = None,
+    has_codes: bool = False,
 ) -> tuple[ModuleSpec, ...]:
     """Return the modules for one head dim and number of rows, or for all (None)."""
+    if has_codes:
+        return ()
     dims = {t.head_dim for t in _TILES} if head_dim is None else {head_dim}
     rows = {t.rows for t in _TILES} if num_rows is None else {num_rows}
     tiles: dict[HopperTile, None] = {}
@@ -200,6 +206,7 @@ def is_supported(q: Any, pages: Pages, out: Any, new_tokens: NewTokens | None = 
     tile = choose_hopper_tile(dtype_name(q.dtype), q.shape[3], q.shape[1] * group)
     return (
         tile is not None
+        and not pages.has_codes
         and env.kernel_tier() == "auto"
         and current_architecture(device.cupy().cuda.runtime.getDevice()) == "sm_90a"
         and are_aligned(q, pages.k, pages.v, out)

@@ -155,10 +155,14 @@ def choose_hopper_tile(
 
 
 def specs(
-    dtype: str, *, head_dim: int | None = None, patterns: bool = False
+    dtype: str,
+    *,
+    head_dim: int | None = None,
+    patterns: bool = False,
+    has_codes: bool = False,
 ) -> tuple[ModuleSpec, ...]:
     """Return the modules that may be launched, of one head dim or all; `patterns`: those too."""
-    if dtype not in _DTYPES:
+    if dtype not in _DTYPES or has_codes:
         return ()
     tiles = _TILES + tuple(dict.fromkeys(_PATTERNED + _SMALL_BLOCKS)) * patterns
     if head_dim is not None:
@@ -172,6 +176,7 @@ def is_supported(q: Any, k: Any, v: Any, out: Any, pattern: Pattern | None = Non
     tile = choose_hopper_tile(dtype_name(q.dtype), q.shape[2], pattern)
     return (
         tile is not None
+        and k.dtype == q.dtype
         and env.kernel_tier() == "auto"
         and current_architecture(device.cupy().cuda.runtime.getDevice()) == "sm_90a"
         and q.size > 0
