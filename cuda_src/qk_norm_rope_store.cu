@@ -19,7 +19,8 @@
 
 constexpr int kThreads = 128;
 constexpr int kHeads = 3;
-constexpr int kMinBlocks = kArch == 900 ? 6 : 4;  // occupancy counts for large inputs
+// Occupancy counts for large inputs.
+constexpr int kMinBlocks = kArch == 900 && !kHasCodes ? 6 : 4;
 
 struct QkNormRopeStoreParams {
   scalar_t* q;                          // (T, H, D) in place: norm, then rotation
@@ -92,7 +93,7 @@ struct Head {
       page = to;
       page_scale = (is_rotated ? p.k_scale : p.v_scale)[head];
     } else {
-      out = to;
+      out = reinterpret_cast<scalar_t*>(to);  // page_t is scalar_t
     }
   }
 

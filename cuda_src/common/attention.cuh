@@ -149,25 +149,10 @@ struct TileLayout {
 };
 
 // Copies one word of a row of head_dim values (none of it if !valid), zeros past the row's end.
-// Codes come as scalar_t, not multiplied by their scale.
-template <bool kIsVector, typename T>
-__device__ __forceinline__ void load_word(scalar_t* smem, const T* row, int word, int head_dim,
-                                          bool valid) {
+template <bool kIsVector>
+__device__ __forceinline__ void load_word(scalar_t* smem, const scalar_t* row, int word,
+                                          int head_dim, bool valid) {
   const int column = word * kVec;
-#if PAGE_CODES
-  if constexpr (sizeof(T) == 1) {
-    Vec<page_t, kVec> codes{};
-    if constexpr (kIsVector) {
-      if (valid && column < head_dim) codes = load_vec<page_t, kVec>(row + column);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kVec; ++i)
-        if (valid && column + i < head_dim) codes.v[i] = row[column + i];
-    }
-    store_vec(smem, codes_to_scalars(codes));
-    return;
-  }
-#endif
   if constexpr (kIsVector) {
     valid = valid && column < head_dim;
     cp_async_16(smem, valid ? row + column : row, valid);
@@ -179,6 +164,24 @@ __device__ __forceinline__ void load_word(scalar_t* smem, const T* row, int word
     store_vec(smem, x);
   }
 }
+
+#if PAGE_CODES
+// The same for a row of codes, which become scalar_t here and are not multiplied by their scale.
+template <bool kIsVector>
+__device__ __forceinline__ void load_word(scalar_t* smem, const page_t* row, int word, int head_dim,
+                                          bool valid) {
+  const int column = word * kVec;
+  Vec<page_t, kVec> codes{};
+  if constexpr (kIsVector) {
+    if (valid && column < head_dim) codes = load_vec<page_t, kVec>(row + column);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kVec; ++i)
+      if (valid && column + i < head_dim) codes.v[i] = row[column + i];
+  }
+  store_vec(smem, codes_to_scalars(codes));
+}
+#endif
 
 template <int kHeadDim, int kKeys, int kThreads, bool kIsVector>
 __device__ __forceinline__ void load_tile_words(scalar_t* smem_k, scalar_t* smem_v,
