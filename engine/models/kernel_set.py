@@ -13,14 +13,14 @@ from engine.quantization import Format
 
 __all__ = ["fp8_page_specs", "kernel_specs", "prepare_fp8_pages", "prepare_kernels"]
 
-_MOE_PAGE_OPS = (
+_MOE_OPS = ("moe_combine", "moe_gemm", "moe_route")
+_PAGE_OPS = (
     "attention_decode",
     "attention_prefill",
     "kv_copy",
     "kv_swap",
     "qk_norm_rope_store",
 )
-_OPS = ("moe_combine", "moe_gemm", "moe_route")
 _OPS = (
     "attention_decode",
     "attention_prefill",
