@@ -41,6 +41,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--load-format", default="auto", help="dummy makes random weights")
     add_quantization_argument(parser)
     parser.add_argument("--max-model-len", type=int, help="maximum tokens of prompt and answer")
+    parser.add_argument(
+        "--kv-cache-dtype", default="auto", help="fp8 halves the memory of keys and values"
+    )
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +57,8 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
 def make_llm(arguments: argparse.Namespace) -> LLM:
     """Check the sampling options, then load the model that the options name."""
     SamplingParams(**_given(arguments))  # report a mistake now, not after the load
-    options: dict[str, Any] = {"max_num_seqs": 1, **quantization_option(arguments)}
+    options: dict[str, Any] = {"max_num_seqs": 1, "kv_cache_dtype": arguments.kv_cache_dtype}
+    options |= quantization_option(arguments)
     if arguments.max_model_len is not None:
         options["max_model_len"] = arguments.max_model_len
     return LLM(

@@ -11,9 +11,16 @@ from engine.kernels import _module
 from engine.kernels._module import ModuleSpec
 from engine.quantization import Format
 
-__all__ = ["kernel_specs", "prepare_kernels"]
+__all__ = ["fp8_page_specs", "kernel_specs", "prepare_fp8_pages", "prepare_kernels"]
 
 _MOE_OPS = ("moe_combine", "moe_gemm", "moe_route")
+_PAGE_OPS = (
+    "attention_decode",
+    "attention_prefill",
+    "kv_copy",
+    "kv_swap",
+    "qk_norm_rope_store",
+)
 _OPS = (
     "attention_decode",
     "attention_prefill",
@@ -63,6 +70,22 @@ def kernel_specs(
     return list(dict.fromkeys(specs))
 
 
+def fp8_page_specs(config: ModelConfig, dtype: str) -> list[ModuleSpec]:
+    """Return the modules that read and write pages of e4m3 codes, beside those of `kernel_specs`.
+
+    Examples
+    --------
+    >>> config = ModelConfig("llama", 64, 32, 1, 4, 2, 8, 48, 128)
+    >>> "kv_copy.cu" in {spec.file for spec in fp8_page_specs(config, "float16")}
+    True
+    """
+    specs: list[ModuleSpec] = []
+    for op in _PAGE_OPS:
+        module = importlib.import_module(f"engine.kernels.{op}")
+        specs += module.specs(dtype, head_dim=config.head_dim, has_codes=True)
+    return list(dict.fromkeys(specs))
+
+
 def _quantized_ops(formats: Collection[Format]) -> list[str]:
     """Return the ops that multiply by weights of these formats."""
     ops: list[str] = []
@@ -89,9 +112,25 @@ def prepare_kernels(
     CompileError
         If NVRTC fails to compile one.
     """
+    _prepare(kernel_specs(config, dtype, formats), device, progress=progress)
+
+
+def prepare_fp8_pages(
+    config: ModelConfig, dtype: str, device: Device, *, progress: bool = False
+) -> None:
+    """Load the kernels for pages of e4m3 codes as well.
+
+    Raises
+    ------
+    CompileError
+        If NVRTC fails to compile one.
+    """
+    _prepare(fp8_page_specs(config, dtype), device, progress=progress)
+
+
+def _prepare(specs: list[ModuleSpec], device: Device, *, progress: bool) -> None:
     _module.mark_ready(False)
     device.activate()
-    specs = kernel_specs(config, dtype, formats)
     arch = _module.current_architecture(device.index)
     _module.compile_all(specs, arch, progress=progress)
     for spec in specs:
