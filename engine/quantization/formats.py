@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from engine.checks import shown
 from engine.dtypes import FLOAT_NAMES, itemsize
 from engine.errors import WeightsError
 
@@ -171,5 +172,5 @@ def format_of(name: str) -> Format:
         If there is none; the message lists those that there are.
     """
     if name not in FORMATS:
-        raise WeightsError(f"format must be one of {', '.join(FORMATS)}; got {name!r}")
+        raise WeightsError(f"format must be one of {', '.join(FORMATS)}; got {shown(name)}")
     return FORMATS[name]

@@ -7,6 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from engine.checks import shown
 from engine.device import array_module
 from engine.errors import WeightsError
 from engine.quantization.formats import FORMATS, Format
@@ -50,7 +51,7 @@ def resolve_format(name: str) -> Format:
     name = _ALIASES.get(name, name)
     if name not in QUANTIZABLE:
         known = ", ".join((*_ALIASES, *QUANTIZABLE))
-        raise WeightsError(f"quantization must be one of {known}; got {name!r}")
+        raise WeightsError(f"quantization must be one of {known}; got {shown(name)}")
     return FORMATS[name]
 
 
