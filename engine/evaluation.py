@@ -26,7 +26,7 @@ from engine.device import array_module, to_numpy
 from engine.errors import RequestError
 from engine.model import Model
 
-__all__ = ["Comparison", "PerplexityResult", "compare", "perplexity", "text_ids"]
+__all__ = ["Comparison", "PerplexityResult", "compare", "compare_all", "perplexity", "text_ids"]
 
 _MAX_TOKENS = 1 << 24
 _MAX_LOGITS = 1 << 24  # logits of a model computed at once: 64 MiB in float32
@@ -193,28 +193,48 @@ def compare(
     >>> result.kl_mean, result.top1_agreement, result.ratio
     (0.0, 1.0, 1.0)
     """
-    sizes = [each.config.vocab_size for each in (model, reference)]
-    if sizes[0] != sizes[1]:
-        raise RequestError(
-            f"reference must have the model's vocabulary of {sizes[0]} tokens; it has {sizes[1]}"
-        )
-    windows = _windows(token_ids, context, stride, bos_token_id, [model, reference])
-    columns: list[_Floats] = []
+    options: dict[str, Any] = {"stride": stride, "bos_token_id": bos_token_id}
+    [result] = compare_all([model], reference, token_ids, context, progress=progress, **options)
+    return result
+
+
+def compare_all(
+    models: Sequence[Model],
+    reference: Model,
+    token_ids: Any,
+    context: int = 512,
+    *,
+    stride: int | None = None,
+    bos_token_id: int | None = None,
+    progress: bool = False,
+) -> list[Comparison]:
+    """Return a `Comparison` of each model with the reference, which is computed once for all.
+
+    Takes the arguments of `compare`, and raises as it does.
+    """
+    vocab = reference.config.vocab_size
+    for model in models:
+        if model.config.vocab_size != vocab:
+            raise RequestError(
+                f"models must have the reference's vocabulary of {vocab} tokens; "
+                f"{model!r} has {model.config.vocab_size}"
+            )
+    windows = _windows(token_ids, context, stride, bos_token_id, [reference, *models])
+    columns: list[list[_Floats]] = [[] for _ in models]
     with ExitStack() as stack:
-        caches = [
-            stack.enter_context(closing(each.new_cache(1, context))) for each in (model, reference)
+        runs = [
+            (each, stack.enter_context(closing(each.new_cache(1, context))))
+            for each in (reference, *models)
         ]
         for window in _shown(windows, progress):
-            pairs = zip(
-                _scored(model, caches[0], window),
-                _scored(reference, caches[1], window),
-                strict=True,
-            )
-            for (targets, ours), (_, theirs) in pairs:
-                if model.device != reference.device:
-                    theirs = array_module(ours).asarray(to_numpy(theirs))
-                columns += [_compared(*part) for part in _parts(ours, theirs, targets)]
-    return _comparison(np.concatenate(columns, axis=1), len(windows), context)
+            scored = zip(*(_scored(*run, window) for run in runs), strict=True)
+            for (targets, expected), *others in scored:
+                for column, model, (_, logits) in zip(columns, models, others, strict=True):
+                    theirs = expected
+                    if model.device != reference.device:
+                        theirs = array_module(logits).asarray(to_numpy(expected))
+                    column += [_compared(*part) for part in _parts(logits, theirs, targets)]
+    return [_comparison(np.concatenate(each, axis=1), len(windows), context) for each in columns]
 
 
 def text_ids(model: Model, text: str) -> tuple[list[int], int | None]:

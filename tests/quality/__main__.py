@@ -1,7 +1,8 @@
 """`python -m tests.quality [NAME ...]`: SmolLM2's perplexity in every format, as JSON and a table.
 
-Each format of `CASES` is compared with the first that is measured, the reference, on the first
-50,000 tokens of `text()`, in windows of 512. The results go to docs/benchmarks/quantization.json.
+Each format of `CASES`, or those named, is compared with the first of them, the reference, on the
+first 50,000 tokens of `text()`, in windows of 512. The results go to
+docs/benchmarks/quantization.json.
 """
 
 from __future__ import annotations
@@ -10,14 +11,21 @@ import argparse
 import json
 import shlex
 import sys
-import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import engine
 from engine.commands._record import check_json_file, conditions
-from engine.evaluation import PerplexityResult, compare, perplexity, text_ids
+from engine.errors import ConfigError
+from engine.evaluation import PerplexityResult, compare_all, perplexity, text_ids
+from engine.loading.download import resolve_model
+from engine.loading.weights import load_weights
+from engine.model import Model
+from engine.models.decoder import Decoder
+from engine.quantization import FORMATS, Weight, unpack_weight
+from engine.quantization.quantize import QUANTIZABLE
 from tests.quality.text import SHA256, text
 
 FILE = Path(__file__).parents[2] / "docs" / "benchmarks" / "quantization.json"
@@ -26,10 +34,36 @@ NUM_TOKENS = 50_000
 
 @dataclass(frozen=True)
 class Case:
-    """A format: its name, and the options of `engine.load` that give it."""
+    """A format: its name, and the options of `engine.load` that give it.
+
+    With `rounded_to`, only the rounding of the weights is measured: they are quantized to this
+    format, and computed with as dense float32 weights. No product of the format takes part.
+    """
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
+    rounded_to: str = ""
+
+    def load(self, model: str, device: str) -> Model:
+        """Return the model in this format."""
+        if not self.rounded_to:
+            return engine.load(model, device=device, **self.options)
+        plain = engine.load(model, device=device, **self.options)
+        how = plain.load_config
+        weights = load_weights(
+            resolve_model(model),
+            plain.config,
+            device=how.device,
+            dtype=how.dtype,
+            quantization=FORMATS[self.rounded_to],
+            max_model_len=how.max_model_len,
+            progress=False,
+        )
+        dense = {
+            name: weight if weight.format.is_dense else Weight.dense(unpack_weight(weight))
+            for name, weight in weights.items()
+        }
+        return Model(Decoder(plain.config, dense, how.max_model_len), how)
 
 
 CASES = (
@@ -37,34 +71,38 @@ CASES = (
     Case("bfloat16", {"dtype": "bfloat16"}),
 )
 BASELINE = "bfloat16"  # the format that the others' perplexity is held against
+ROUNDED = tuple(  # measured only where they are named
+    Case(f"{form}, weights only", {"dtype": "float32"}, form) for form in QUANTIZABLE
+)
 
 
 def measure(
-    cases: list[Case], model: str, num_tokens: int, context: int, device: str
+    cases: Sequence[Case], model: str, num_tokens: int, context: int, device: str
 ) -> tuple[Any, list[dict[str, Any]]]:
-    """Return the device and a row for each case; the first one is the reference of the others."""
-    reference = engine.load(model, device=device, **cases[0].options)
-    token_ids, bos = text_ids(reference, text())
-    token_ids = token_ids[:num_tokens]
+    """Return the device and a row for each case; the first one is the reference of the others.
+
+    All are in memory at the same time, so that the reference is computed once.
+    """
+    reference, *others = [case.load(model, device) for case in cases]
+    token_ids, bos = text_ids(engine.load(model, device="cpu"), text())
     how: dict[str, Any] = {"context": context, "bos_token_id": bos, "progress": sys.stderr.isatty()}
-    rows: list[dict[str, Any]] = []
-    for case in cases[1:]:
-        other = engine.load(model, device=device, **case.options)
-        start = time.perf_counter()
-        result = compare(other, reference, token_ids, **how)
-        if not rows:
-            rows.append(_row(cases[0], reference, result.reference))
+    token_ids = token_ids[:num_tokens]
+    if not others:
+        return reference.device, [
+            _row(cases[0], reference, perplexity(reference, token_ids, **how))
+        ]
+    results = compare_all(others, reference, token_ids, **how)
+    rows = [_row(cases[0], reference, results[0].reference)]
+    for case, other, result in zip(cases[1:], others, results, strict=True):
         rows.append(_row(case, other, result.model))
         rows[-1] |= {
+            "ratio": result.ratio,
+            "ratio error": result.ratio_error,
             "kl_mean": result.kl_mean,
+            "kl_error": result.kl_error,
             "kl_p99": result.kl_p99,
             "top1_agreement": result.top1_agreement,
-            "seconds with the reference": time.perf_counter() - start,
         }
-        other.close()
-        print(_line(rows[-1], rows), file=sys.stderr, flush=True)
-    if not rows:
-        rows = [_row(cases[0], reference, perplexity(reference, token_ids, **how))]
     return reference.device, rows
 
 
@@ -104,8 +142,9 @@ def _line(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Measure, write the file, and print the table."""
     parser = argparse.ArgumentParser(prog="python -m tests.quality", description=__doc__)
-    names = [case.name for case in CASES]
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(names)}; none: all")
+    known = {case.name: case for case in (*CASES, *ROUNDED)}
+    standard = [case.name for case in CASES]
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(known)}; none: {standard}")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--max-tokens", type=int, default=NUM_TOKENS)
@@ -116,11 +155,14 @@ def main() -> None:
     if arguments.print:
         print(table(json.loads(arguments.print.read_text())["rows"]))
         return
-    unknown = [name for name in arguments.names if name not in names]
+    unknown = [name for name in arguments.names if name not in known]
     if unknown:
-        parser.error(f"no format is called {unknown[0]!r}; there are {', '.join(names)}")
-    check_json_file(arguments.json)
-    chosen = [case for case in CASES if case.name in (arguments.names or names)]
+        parser.error(f"no format is called {unknown[0]!r}; there are {', '.join(known)}")
+    try:
+        check_json_file(arguments.json)
+    except ConfigError as error:
+        parser.error(str(error))
+    chosen = [known[name] for name in arguments.names or standard]
     sizes = (arguments.max_tokens, arguments.context, arguments.device)
     device, rows = measure(chosen, arguments.model, *sizes)
     record = {
