@@ -33,7 +33,21 @@ VALUES = (
     *("", " ", "x", "\ud800", "é", "-", "--", "-x", "/", ".", "..", "/dev/zero", "/dev/null", "~"),
     *("../..", "a" * 5000, "cpu", "cuda", "cuda:0", "cuda:-1", "cuda:99999999999", "auto", "CPU"),
     *("float32", "bfloat16", "int8", "dummy", "none", "no/such", "a/b/c", "x.gguf", "sm_90a"),
-    *("{}", "[1]", "$(id)", ";", "0x10", "1_0", "\u0663", "True", "MODEL", "FIFO", "TEXT", "int4"),
+    *(
+        "{}",
+        "[1]",
+        "$(id)",
+        ";",
+        "0x10",
+        "1_0",
+        "\u0663",
+        "True",
+        "MODEL",
+        "FIFO",
+        "TEXT",
+        "int4",
+        "80GB",
+    ),
     "a\nb",
 )
 SAMPLING = (
@@ -58,7 +72,7 @@ OPTIONS = {
     ),
     "pull": ("--nothing",),
     "kernels": ("--arch", "--dtype"),
-    "doctor": ("--nothing",),
+    "doctor": ("--plan", "--memory", "--dtype", "--max-model-len", "--quantization"),
 }
 FLAGS = {
     "generate": ("--chat", "--json", "--ignore-eos", "--help"),
