@@ -114,7 +114,7 @@ def plan_memory(
     >>> config = ModelConfig("llama", 64, 32, 1, 4, 2, 8, 48, 128)
     >>> plan = plan_memory(config, LoadConfig(CPU, "float16", 128, "auto"), 1 << 20)
     >>> [(group.name, group.num_bytes) for group in plan.weights][:2]
-    [('attention', 6144), ('embeddings', 4096)]
+    [('MLPs', 9216), ('attention', 6144)]
     >>> [(page.dtype, page.bytes_per_token) for page in plan.pages]
     [('float16', 64), ('8-bit', 32)]
     """
