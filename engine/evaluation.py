@@ -33,6 +33,7 @@ _MAX_LOGITS = 1 << 24  # logits of a model computed at once: 64 MiB in float32
 _MAX_FLOAT64 = 1 << 21  # logits converted to float64 at once
 
 _Floats = np.ndarray[Any, np.dtype[np.float64]]
+_Ids = np.ndarray[Any, np.dtype[np.int32]]
 
 
 @dataclass(frozen=True)
@@ -254,7 +255,7 @@ def text_ids(model: Model, text: str) -> tuple[list[int], int | None]:
 class _Window:
     """Tokens, of which those from index `first` on are scored."""
 
-    token_ids: Sequence[int]
+    token_ids: _Ids
     first: int
 
 
@@ -275,22 +276,23 @@ def _windows(
         _check_range("bos_token_id", bos_token_id, 0, vocab - 1, "the last id of the vocabulary")
     items = items_of("token_ids", token_ids, "token ids", _MAX_TOKENS)
     wanted = f"in [0, {vocab}), the vocabulary"
-    ids = token_ids_of("token_ids", items, vocab, wanted)
+    ids = np.array(token_ids_of("token_ids", items, vocab, wanted), np.int32)
     least = context if stride is None else 2
     if len(ids) < least:
         what = "a whole window (context)" if stride is None else "a token to score"
         raise RequestError(f"token_ids must have at least {least}, {what}; got {len(ids)}")
     if stride is not None:
         return list(_overlapping(ids, context, stride))
-    head = [] if bos_token_id is None else [int(bos_token_id)]
-    starts = range(0, len(ids) - context + 1, context)
+    rows = ids[: len(ids) // context * context].reshape(-1, context)
+    if bos_token_id is not None:
+        rows[:, 0] = bos_token_id
     # As in llama.cpp, the token at context // 2 is the last that is only read. In a window of two
     # tokens that would leave none to score.
     first = context // 2 + 1 if context > 2 else 1
-    return [_Window([*head, *ids[i + len(head) : i + context]], first) for i in starts]
+    return [_Window(row, first) for row in rows]
 
 
-def _overlapping(ids: list[int], context: int, stride: int) -> Iterator[_Window]:
+def _overlapping(ids: _Ids, context: int, stride: int) -> Iterator[_Window]:
     """Yield windows that begin `stride` apart and score what no window before them has."""
     done = 1  # the first token has no context
     for start in range(0, len(ids), stride):
@@ -316,7 +318,7 @@ def _shown(windows: list[_Window], progress: bool) -> Any:
 
 def _scored(model: Model, cache: Any, window: _Window) -> Iterator[tuple[Any, Any]]:
     """Yield (targets (R,), logits (R, V) float32) for all scored tokens of a window, in parts."""
-    ids = np.array([window.token_ids], np.int32)
+    ids = window.token_ids[None]
     cache.reset()
     # The logits of a token predict the next one.
     first, last = window.first - 1, ids.shape[1] - 1

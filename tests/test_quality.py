@@ -49,18 +49,19 @@ def _run(monkeypatch, *arguments):
 
 def test_formats_are_measured(monkeypatch, capsys, tmp_path):
     out = tmp_path / "result.json"
-    names = ["float32", "bfloat16", "int8, weights only"]
+    names = ["float32", "bfloat16", "int8, weights only", "q8_0, weights only"]
+    names.append("q8_0 of gguf, weights only")
     options = ["--device", "cpu", "--max-tokens", 70, "--context", 32, "--json", out]
     _run(monkeypatch, *names, *options)
     record = json.loads(out.read_text())
     assert {"card", "date", "commit", "command", "rows"} <= set(record)
-    first, half, rounded = record["rows"]
+    first, half, *rounded = record["rows"]
     assert [row["format"] for row in record["rows"]] == names
     assert first["weight MB"] > 1.9 * half["weight MB"] and "kl_mean" not in first
-    for row in (half, rounded):
+    for row in (half, *rounded):
         assert 0 < row["kl_mean"] < 0.02 and 0.98 < row["ratio"] < 1.02
     printed = capsys.readouterr().out.splitlines()
-    assert len(printed) == 5 and printed[2].startswith("| float32 | 540 MB | ")
+    assert len(printed) == 7 and printed[2].startswith("| float32 | 540 MB | ")
     _run(monkeypatch, "--print", out)
     assert capsys.readouterr().out.splitlines() == printed
 

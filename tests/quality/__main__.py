@@ -16,11 +16,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import gguf
+
 import engine
 from engine.commands._record import check_json_file, conditions
+from engine.device import array_module, to_numpy
 from engine.errors import ConfigError
 from engine.evaluation import PerplexityResult, compare_all, perplexity, text_ids
 from engine.loading.download import resolve_model
+from engine.loading.weight_memory import is_quantized
 from engine.loading.weights import load_weights
 from engine.model import Model
 from engine.models.decoder import Decoder
@@ -36,13 +40,15 @@ NUM_TOKENS = 50_000
 class Case:
     """A format: its name, and the options of `engine.load` that give it.
 
-    With `rounded_to`, only the rounding of the weights is measured: they are quantized to this
-    format, and computed with as dense float32 weights. No product of the format takes part.
+    With `rounded_to`, only the rounding of the weights is measured: the matrices of layers are
+    quantized to this format, and computed with as dense float32 weights. No product of the format
+    takes part. With `by_gguf`, the gguf package quantizes them, by llama.cpp's formulas.
     """
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
     rounded_to: str = ""
+    by_gguf: bool = False
 
     def load(self, model: str, device: str) -> Model:
         """Return the model in this format."""
@@ -55,15 +61,20 @@ class Case:
             plain.config,
             device=how.device,
             dtype=how.dtype,
-            quantization=FORMATS[self.rounded_to],
+            quantization=None if self.by_gguf else FORMATS[self.rounded_to],
             max_model_len=how.max_model_len,
             progress=False,
         )
-        dense = {
-            name: weight if weight.format.is_dense else Weight.dense(unpack_weight(weight))
-            for name, weight in weights.items()
-        }
+        dense = {name: self._rounded(name, weight) for name, weight in weights.items()}
         return Model(Decoder(plain.config, dense, how.max_model_len), how)
+
+    def _rounded(self, name: str, weight: Weight) -> Weight:
+        if self.by_gguf and is_quantized(name):
+            kind = gguf.GGMLQuantizationType[self.rounded_to.upper()]
+            codes = gguf.quants.quantize(to_numpy(weight.data), kind)
+            array = gguf.quants.dequantize(codes, kind)
+            return Weight.dense(array_module(weight.data).asarray(array, weight.data.dtype))
+        return weight if weight.format.is_dense else Weight.dense(unpack_weight(weight))
 
 
 CASES = (
@@ -71,8 +82,12 @@ CASES = (
     Case("bfloat16", {"dtype": "bfloat16"}),
 )
 BASELINE = "bfloat16"  # the format that the others' perplexity is held against
-ROUNDED = tuple(  # measured only where they are named
-    Case(f"{form}, weights only", {"dtype": "float32"}, form) for form in QUANTIZABLE
+ROUNDED = (  # measured only where they are named
+    *(Case(f"{form}, weights only", {"dtype": "float32"}, form) for form in QUANTIZABLE),
+    *(
+        Case(f"{form} of gguf, weights only", {"dtype": "float32"}, form, by_gguf=True)
+        for form in ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
+    ),
 )
 
 
