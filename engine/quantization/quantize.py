@@ -26,8 +26,8 @@ QUANTIZABLE: tuple[str, ...] = tuple(
 _ALIASES = {"int4": "int4_g128"}
 
 # Scales tried for a group of 4 bits, as shares of the one that its largest number needs: cutting
-# off a few numbers rounds all others less.
-_SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
+# off a few numbers rounds all others less. With the first the largest number is a code itself.
+_SHRINKS = (7.5 / 7, 1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 
 _E4M3_MAX = np.float32(448)
 _E2M1_MAX_EXPONENT = 2  # 6 = 1.5 * 2**2
@@ -207,7 +207,9 @@ def _int_codes(grouped: Any, form: Format, shrink: Any) -> tuple[Any, Any, Any]:
         shift = zeros[..., None]
     else:
         most = abs(grouped).max(axis=2) * shrink
-        scales = (most / np.float32((high - low) / 2)).astype(np.float16)
+        # With 127.5 the largest positive number would be half a step above the largest code.
+        half = 127.0 if form.bits == 8 else (high - low) / 2
+        scales = (most / np.float32(half)).astype(np.float16)
         zeros, shift = None, np.float32(form.zero)
     codes = xp.clip(xp.rint(_divided(grouped, scales[..., None]) + shift), low, high)
     return codes.astype("i1" if form.bits == 8 else "u1"), scales, zeros
