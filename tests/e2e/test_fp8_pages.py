@@ -118,7 +118,9 @@ def test_speculative_and_sampled_requests_finish(model):
 
 def test_unknown_dtypes_are_refused():
     model = tiny_model()
-    with pytest.raises(ConfigError, match="kv_cache_dtype must be one of 'auto', 'fp8'; got 'int3'"):
+    with pytest.raises(
+        ConfigError, match="kv_cache_dtype must be one of 'auto', 'fp8'; got 'int3'"
+    ):
         LLMEngine(model, kv_cache_dtype="int3")
     with pytest.raises(ConfigError, match="kv_cache_dtype must be one of"):
         model.new_cache(1, 8, kv_cache_dtype=8)

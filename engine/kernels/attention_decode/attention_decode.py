@@ -42,9 +42,7 @@ def specs(
     rows = (1, 17) if num_rows is None else (num_rows,)
     tiles = dict.fromkeys(choose_tile(dtype, dim, n) for n in rows for dim in dims)
     any_chip = tuple(portable.spec(tile, dtype, has_codes=has_codes) for tile in tiles)
-    return any_chip + sm90.specs(
-        dtype, head_dim=head_dim, num_rows=num_rows, has_codes=has_codes
-    )
+    return any_chip + sm90.specs(dtype, head_dim=head_dim, num_rows=num_rows, has_codes=has_codes)
 
 
 def attention_decode(
