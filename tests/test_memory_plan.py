@@ -10,7 +10,7 @@ from engine.commands._bench_models import built_in_config, built_in_names, confi
 from engine.device import CPU, Device
 from engine.engine_config import EngineConfig, default_budget
 from engine.loading.load_config import LoadConfig
-from engine.loading.weight_memory import weight_bytes
+from engine.loading.weight_memory import quantized_formats, weight_bytes
 from engine.loading.weight_table import weight_shapes
 from engine.memory_plan import _group_of, plan_memory
 from engine.models.decoder import rope_bytes
@@ -29,8 +29,8 @@ def _how(config, dtype="bfloat16", quantization=None, length=4096, device=CUDA):
 def test_the_groups_are_all_weights(name, quantization):
     config = built_in_config(name)
     plan = plan_memory(config, _how(config, quantization=quantization), 80 * 10**9)
-    form = FORMATS[quantization] if quantization else None
-    total = weight_bytes(config, "bfloat16", quantization=form)
+    formats = quantized_formats(config, FORMATS[quantization]) if quantization else {}
+    total = weight_bytes(config, "bfloat16", formats=formats)
     assert sum(group.num_bytes for group in plan.weights) == total
     assert plan.rope_bytes == rope_bytes(config, plan.max_model_len)
     assert plan.budget.weights == total + plan.rope_bytes
