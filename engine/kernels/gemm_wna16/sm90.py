@@ -62,6 +62,8 @@ class HopperConfig:
         Slabs of 64 values of k in a stage.
     blocks : int
         CTAs per multiprocessor.
+    cluster_n : int
+        How many neighbouring tiles a cluster computes, multicasting rows of x.
     scales_sums : bool
         Multiply codes as they are, and the sums over a group by its scale.
     """
@@ -72,6 +74,7 @@ class HopperConfig:
     splits: int = 1
     depth: int = 1
     blocks: int = 1
+    cluster_n: int = 1
     scales_sums: bool = False
 
     @property
@@ -159,6 +162,7 @@ class HopperConfig:
             "WARPGROUPS": self.warpgroups,
             "MMA_TILES": self.mma_tiles,
             "SPLITS": self.splits,
+            "CLUSTER_N": self.cluster_n,
             "DEPTH": self.depth,
             "BLOCKS": self.blocks,
             "STAGES": self.stages(form),
@@ -167,10 +171,21 @@ class HopperConfig:
         }
         return ModuleSpec(base.file, base.dtype, (*base.defines, *macros.items()))
 
-    def tiles(self, m: int, columns: int, *, is_gated: bool) -> int:
-        """Return how many work tiles a result of `columns` columns has."""
-        width = self.rows // 2 if is_gated else self.rows
+    def x_part(self, m: int) -> int:
+        """Return how many rows of a tile of x each of the CTAs that share it loads."""
+        rows = min(m, self.tokens)
+        return rows if self.cluster_n == 1 else ceil_div(rows, 8 * self.cluster_n) * 8
+
+    def clusters(self, m: int, columns: int, *, is_gated: bool) -> int:
+        """Return how many clusters' worth of tiles a result of `columns` columns has."""
+        width = (self.rows // 2 if is_gated else self.rows) * self.cluster_n
         return ceil_div(m, self.tokens) * ceil_div(columns, width)
+
+    def max_clusters(self, sm_count: int) -> int:
+        """Return how many clusters run at a time: those of four or more do not fill every GPC."""
+        size = self.splits * self.cluster_n
+        count = sm_count * self.blocks
+        return max(1, count // size if size <= 2 else count * 10 // (11 * size))
 
 
 HOPPER_CONFIGS: tuple[HopperConfig, ...] = (
@@ -254,14 +269,14 @@ def launch(operands: Operands, config: HopperConfig) -> None:
         launch(replace(operands, activation=None, out=packed), config)
         swiglu(packed, out=out)
         return
-    tiles = config.tiles(m, out.shape[1], is_gated=is_gated)
+    clusters = config.clusters(m, out.shape[1], is_gated=is_gated)
     if config.splits == 1:  # persistent
-        tiles = min(tiles, sm_count() * config.blocks)
-    x_part, tail_part = min(m, config.tokens), m % config.tokens or config.tokens
+        clusters = min(clusters, config.max_clusters(sm_count()))
+    x_part, tail_part = config.x_part(m), config.x_part(m % config.tokens or config.tokens)
     base = format_spec(_FILE, dtype, weight.format, scale_dtype(weight))
     _KERNEL.launch(
         config.spec(base, weight.format),
-        (tiles * config.splits,),
+        (clusters * config.splits * config.cluster_n,),
         (config.threads,),
         config.shared_bytes(weight.format),
         cluster=1,  # the module says how large they are
