@@ -25,16 +25,16 @@ struct GemmWna16Sm90Params {
   // of these with num_gates: data as (row tiles, K * bits / 256, 256), the others by slabs of k,
   // groups or super-blocks, as (row tiles, slabs, bytes).
   TensorMap map_data;
-  TensorMap map_high;    // any map for 4 and 8 bits
+  TensorMap map_high;  // any map for 4 and 8 bits
   TensorMap map_scales;
   TensorMap map_supers;  // any map without super-blocks
-  const scalar_t* bias;      // (N,), or null
+  const scalar_t* bias;  // (N,), or null
   const void* residual;  // shape and dtype of out, rows residual_stride apart; may be out; or null
   int64_t residual_stride;  // elements
   void* out;                // (M, N), or (M, N / 2) gated; scalar_t, or float if is_float
   int64_t out_stride;       // elements
   int m, n, slabs;          // slabs: of 64 values of k
-  int x_part, tail_part;  // rows of x that a CTA loads of a tile, and of that of the last rows
+  int x_part, tail_part;    // rows of x that a CTA loads of a tile, and of that of the last rows
   int num_gates;            // rows of gate, a multiple of 16; 0: not gated
   int activation;           // an Activation
   int is_float;
@@ -99,19 +99,13 @@ extern "C" __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds_
     }
   } else {
     if constexpr (kMovesRegisters) warpgroup_reg_alloc<kConsumerRegisters>();
-    const RowEpilogue epilogue{
-        Epilogue{p.bias, p.residual, p.out, p.residual_stride, p.out_stride, p.activation,
-                 p.is_float != 0, p.is_vector != 0},
-        columns, p.num_gates};
-    const Consumer consumer{smem,
-                            p.slabs,
-                            first_k,
-                            last_k,
-                            scheduler.rank_n,
-                            scheduler.rank_k,
-                            warp_idx / 4,
-                            warp_idx,
-                            static_cast<int>(threadIdx.x % kWarpSize)};
+    const RowEpilogue epilogue{Epilogue{p.bias, p.residual, p.out, p.residual_stride, p.out_stride,
+                                        p.activation, p.is_float != 0, p.is_vector != 0},
+                               columns, p.num_gates};
+    const Consumer consumer{
+        smem,         p.slabs,          first_k,
+        last_k,       scheduler.rank_n, scheduler.rank_k,
+        warp_idx / 4, warp_idx,         static_cast<int>(threadIdx.x % kWarpSize)};
     consume(consumer, epilogue, scheduler, p.m);
   }
   // SAFETY: other CTAs still arrive on this one's mbarriers, so it must not end before them. (With

@@ -64,8 +64,7 @@ struct Loader {
     };
     load(map_data, 0, kDepth * kDataBytes, stage_k * (kDepth * kDataBytes / kDataBox));
     load(map_scales, kAtScales, kStageGroups * kScaleTileBytes, stage_k * kStageK / kGroup);
-    if constexpr (kHighBytes > 0)
-      load(map_high, kAtHigh, kDepth * kHighBytes, stage_k * kDepth);
+    if constexpr (kHighBytes > 0) load(map_high, kAtHigh, kDepth * kHighBytes, stage_k * kDepth);
     if constexpr (kSuperBlock > 0)
       load(map_supers, kAtSuper, kSuperTileBytes, stage_k / (kSuperBlock / kStageK));
   }
