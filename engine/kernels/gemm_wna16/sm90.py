@@ -18,7 +18,7 @@ from engine.kernels.gemm.sm90 import is_hopper
 from engine.kernels.gemm_wna16.operands import ACTIVATIONS, SWIGLU, Operands, row_stride
 from engine.kernels.swiglu import swiglu
 from engine.quantization import FORMATS, Format, Weight
-from engine.quantization.packing import TILE_ROWS
+from engine.quantization.formats import TILE_ROWS
 
 __all__ = [
     "HOPPER_CONFIGS",
