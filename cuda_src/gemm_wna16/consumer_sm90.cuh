@@ -17,16 +17,23 @@ struct Consumer {
   Shared& smem;
   int slabs;            // of k
   int first_k, last_k;  // stages of k
+  int rank_n, rank_k;   // of this CTA in its cluster
   int warpgroup, warp_idx, lane_idx;
 
   __device__ __forceinline__ int row_tile(int mma) const {
     return (warpgroup * kMmaTiles + mma) * 4 + warp_idx % 4;
   }
 
-  // SAFETY: every warp releases a stage, as it has read the weights by ordinary loads.
+  // To every CTA that loads into the stage. SAFETY: each warp does so, as it has read the weights by
+  // ordinary loads.
   __device__ __forceinline__ void release(int stage) const {
     __syncwarp();
-    if (lane_idx == 0) mbarrier_arrive(smem_address(&smem.empty[stage]));
+    const unsigned empty = smem_address(&smem.empty[stage]);
+    if constexpr (kClusterN == 1) {
+      if (lane_idx == 0) mbarrier_arrive(empty);
+    } else {
+      if (lane_idx < kClusterN) mbarrier_arrive_cluster(empty, rank_k * kClusterN + lane_idx);
+    }
   }
 
   // The stored scales of this lane's rows: of the group of step `step` of a stage's slab `d`.
@@ -152,7 +159,7 @@ struct Consumer {
 
   // Adds the sums of the cluster's CTAs for this CTA's slice, in their order. False: it has none.
   __device__ __forceinline__ bool exchange(const Sums& acc, float (&own)[kSliceSums]) const {
-    const int me = cluster_rank();
+    const int me = rank_k;
     const auto at = [&](int from, int to, int vec) {
       const int place = from - (from > to);
       return (place * kSliceVecs + vec) * kConsumerThreads + static_cast<int>(threadIdx.x);
@@ -168,7 +175,7 @@ struct Consumer {
           for (int c = 0; c < 4; ++c) own[i * 4 + c] = a[c];
         } else {
           cluster_send(smem_address(smem.sums) + at(me, to, i) * 16, smem_address(&smem.sums_full),
-                       to, a[0], a[1], a[2], a[3]);
+                       to * kClusterN + rank_n, a[0], a[1], a[2], a[3]);
         }
       }
     }
@@ -270,7 +277,7 @@ __device__ __forceinline__ void consume(const Consumer& c, const RowEpilogue& e,
     c.multiply(state, acc);
     if constexpr (kSplits > 1) {
       float own[kSliceSums];
-      if (c.exchange(acc, own)) c.store(e, own, tile, m, cluster_rank());
+      if (c.exchange(acc, own)) c.store(e, own, tile, m, c.rank_k);
     } else if (kStoresHalves && e.has_halves()) {
       c.store_halves(e, acc, tile, m);
     } else {

@@ -114,8 +114,8 @@ struct RowEpilogue {
   }
 };
 
-// Finishes `count` tokens from `token` on, whose sums lie in staging: those of the slice that begins
-// at m-tile `mma` of each warpgroup.
+// Finishes `count` tokens from `token` on, whose sums lie in staging: those of the slice that
+// begins at m-tile `mma` of each warpgroup.
 __device__ __forceinline__ void finish_staged(const RowEpilogue& e, const float* staging, int token,
                                               int count, int block, int mma) {
   const bool is_gated = e.num_gates > 0;

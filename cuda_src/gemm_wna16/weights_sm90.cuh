@@ -10,8 +10,7 @@
 // within 2^-9 of half way between two numbers. All else is done in float: four instructions more
 // for two weights.
 constexpr bool kIsExactPair =
-    kIsHalf ? kScaleType == kHalfScale
-            : kScaleType == kBfloat16Scale || kScaleType == kE8m0Scale;
+    kIsHalf ? kScaleType == kHalfScale : kScaleType == kBfloat16Scale || kScaleType == kE8m0Scale;
 constexpr bool kIsSplit = !kIsHalf && !kIsExactPair && !kHasMinimum;
 constexpr bool kIsPairs = kIsExactPair || kIsSplit;
 constexpr int kUnbias = kCodeBias + kZero;
@@ -21,7 +20,7 @@ constexpr bool kFoldsBias =
 
 // The scales and offsets of a lane's rows g and g + 8, for the codes of a group.
 struct RowScales {
-  float scale[2], offset[2];             // in float: a weight is code * scale + offset
+  float scale[2], offset[2];               // in float: a weight is code * scale + offset
   uint32_t scale_pair[2], offset_pair[2];  // in scalar_t, twice
   uint32_t rest_pair[2];                   // of a split scale
 

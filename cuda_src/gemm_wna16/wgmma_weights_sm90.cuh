@@ -11,18 +11,17 @@ __device__ __forceinline__ void wgmma_weights(float (&acc)[kN / 2], const uint32
                                               uint64_t b, bool accumulate);
 
 // %a0 to %a3, %b and %s are the numbers of the operands after the kN / 2 sums.
-#define ENGINE_WGMMA_WEIGHTS(N, a0, a1, a2, a3, b, s)                                           \
-  template <>                                                                                   \
-  __device__ __forceinline__ void wgmma_weights<N>(float (&acc)[N / 2], const uint32_t (&a)[4], \
-                                                   uint64_t desc_b, bool accumulate) {          \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #s                                        \
-                 ", 0;\n"                                                                       \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k16" ENGINE_WGMMA_TYPES                \
-                 "{" ENGINE_L##N "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b            \
-                 ", p, 1, 1, 0;\n}"                                                             \
-                 : ENGINE_O##N                                                                  \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(desc_b),                     \
-                   "r"(static_cast<int>(accumulate)));                                          \
+#define ENGINE_WGMMA_WEIGHTS(N, a0, a1, a2, a3, b, s)                                            \
+  template <>                                                                                    \
+  __device__ __forceinline__ void wgmma_weights<N>(float (&acc)[N / 2], const uint32_t (&a)[4],  \
+                                                   uint64_t desc_b, bool accumulate) {           \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #s                                         \
+                 ", 0;\n"                                                                        \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16" ENGINE_WGMMA_TYPES "{" ENGINE_L##N \
+                 "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b ", p, 1, 1, 0;\n}"          \
+                 : ENGINE_O##N                                                                   \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(desc_b),                      \
+                   "r"(static_cast<int>(accumulate)));                                           \
   }
 ENGINE_WGMMA_WEIGHTS(16, 8, 9, 10, 11, 12, 13)
 ENGINE_WGMMA_WEIGHTS(32, 16, 17, 18, 19, 20, 21)

@@ -18,7 +18,7 @@ from engine.kernels.gemm.sm90 import is_hopper
 from engine.kernels.gemm_wna16.operands import ACTIVATIONS, SWIGLU, Operands, row_stride
 from engine.kernels.swiglu import swiglu
 from engine.quantization import FORMATS, Format, Weight
-from engine.quantization.packing import TILE_ROWS
+from engine.quantization.formats import TILE_ROWS
 
 __all__ = [
     "HOPPER_CONFIGS",
@@ -62,6 +62,8 @@ class HopperConfig:
         Slabs of 64 values of k in a stage.
     blocks : int
         CTAs per multiprocessor.
+    cluster_n : int
+        How many neighbouring tiles a cluster computes, multicasting rows of x.
     scales_sums : bool
         Multiply codes as they are, and the sums over a group by its scale.
     """
@@ -72,6 +74,7 @@ class HopperConfig:
     splits: int = 1
     depth: int = 1
     blocks: int = 1
+    cluster_n: int = 1
     scales_sums: bool = False
 
     @property
@@ -130,7 +133,7 @@ class HopperConfig:
 
     def plane_maps(self, weight: Weight, *, is_gated: bool) -> dict[str, Any]:
         """Return the tensor maps of a weight's planes, by the names of the kernel's arguments."""
-        maps = {}
+        maps: dict[str, Any] = {}
         for name in _PLANES:
             array = getattr(weight, "super_scales" if name == "supers" else name)
             if array is None:
@@ -152,6 +155,14 @@ class HopperConfig:
         sums = rows * tokens * 4 * (self.splits - 1)
         return staging + max(sums, 16) + 128 + 1024
 
+    def supports(self, form: Format) -> bool:
+        """Tell whether there is such a module for weights of a format.
+
+        A consumer holds a stage while it waits for the next one.
+        """
+        scales_sums = form.group >= _SLAB_K and form.offset != "min"
+        return self.stages(form) >= 2 and (scales_sums or not self.scales_sums)
+
     def spec(self, base: ModuleSpec, form: Format) -> ModuleSpec:
         """Return the module for weights of a format; `base` says how it decodes them."""
         macros = {
@@ -159,6 +170,7 @@ class HopperConfig:
             "WARPGROUPS": self.warpgroups,
             "MMA_TILES": self.mma_tiles,
             "SPLITS": self.splits,
+            "CLUSTER_N": self.cluster_n,
             "DEPTH": self.depth,
             "BLOCKS": self.blocks,
             "STAGES": self.stages(form),
@@ -167,21 +179,42 @@ class HopperConfig:
         }
         return ModuleSpec(base.file, base.dtype, (*base.defines, *macros.items()))
 
-    def tiles(self, m: int, columns: int, *, is_gated: bool) -> int:
-        """Return how many work tiles a result of `columns` columns has."""
-        width = self.rows // 2 if is_gated else self.rows
+    def x_part(self, m: int) -> int:
+        """Return how many rows of a tile of x each of the CTAs that share it loads."""
+        rows = min(m, self.tokens)
+        return rows if self.cluster_n == 1 else ceil_div(rows, 8 * self.cluster_n) * 8
+
+    def clusters(self, m: int, columns: int, *, is_gated: bool) -> int:
+        """Return how many clusters' worth of tiles a result of `columns` columns has."""
+        width = (self.rows // 2 if is_gated else self.rows) * self.cluster_n
         return ceil_div(m, self.tokens) * ceil_div(columns, width)
 
+    def max_clusters(self, sm_count: int) -> int:
+        """Return how many clusters run at a time: those of four or more do not fill every GPC."""
+        size = self.splits * self.cluster_n
+        count = sm_count * self.blocks
+        return max(1, count // size if size <= 2 else count * 10 // (11 * size))
 
-HOPPER_CONFIGS: tuple[HopperConfig, ...] = (
-    HopperConfig(256),
-    HopperConfig(128),
-    HopperConfig(128, mma_tiles=2),
-    HopperConfig(64, splits=2, depth=2),
-    HopperConfig(64, mma_tiles=2),
-    HopperConfig(32, splits=4, depth=4),
-    HopperConfig(32, splits=2, depth=4, blocks=2),
-)
+
+@dataclass(frozen=True)
+class _Cost:
+    """Microseconds on an H200: of a launch, of a tile beside its slabs, of a slab of a tile."""
+
+    launch_us: float
+    tile_us: float
+    slab_us: float
+
+
+_TILES: dict[HopperConfig, _Cost] = {
+    HopperConfig(32, 1, 2, splits=4, depth=2, blocks=2): _Cost(3.0, 2.0, 0.2),
+    HopperConfig(64, 2, 2, splits=2, depth=2): _Cost(3.0, 2.0, 0.4),
+    HopperConfig(128): _Cost(3.0, 2.0, 0.35),
+    HopperConfig(128, splits=2): _Cost(3.0, 2.0, 0.35),
+    HopperConfig(256): _Cost(3.0, 2.0, 0.65),
+}
+_BYTES_PER_US = 4.2e6
+
+HOPPER_CONFIGS: tuple[HopperConfig, ...] = tuple(_TILES)
 
 
 def specs(dtype: str, formats: tuple[str, ...] = ()) -> tuple[ModuleSpec, ...]:
@@ -193,6 +226,7 @@ def specs(dtype: str, formats: tuple[str, ...] = ()) -> tuple[ModuleSpec, ...]:
         for name in formats
         for base in format_specs(_FILE, dtype, (name,))
         for config in HOPPER_CONFIGS
+        if config.supports(FORMATS[name])
     )
 
 
@@ -207,14 +241,34 @@ def choose_hopper(
     deterministic: bool = False,
     is_gated: bool = False,
 ) -> HopperConfig:
-    """Choose for x (m, k) and weight (n, k).
+    """Choose for x (m, k) and weight (n, k): the least estimated time.
 
-    CTAs share a sum over k only where all tiles run at once, and never with `deterministic`: all
-    other configurations sum a row in the same order.
+    With `deterministic` only among those that sum a row in the same order.
+
+    Examples
+    --------
+    >>> choose_hopper(4096, 6144, 4096, FORMATS["int4_g128"], 132).tokens
+    256
     """
-    if m > 64 or deterministic:
-        return HopperConfig(256)
-    return HopperConfig(64, mma_tiles=2, splits=2, depth=2)
+    slabs, columns = ceil_div(k, _SLAB_K), n // 2 if is_gated else n
+
+    def is_possible(config: HopperConfig) -> bool:
+        if config.splits * config.cluster_n > sm_count or not config.supports(form):
+            return False
+        if deterministic and (config.splits > 1 or config.scales_sums):
+            return False
+        return ceil_div(slabs, config.depth) >= config.splits
+
+    def estimate(config: HopperConfig) -> float:
+        cost = _TILES[config]
+        clusters = config.clusters(m, columns, is_gated=is_gated)
+        waves = ceil_div(clusters, config.max_clusters(sm_count))
+        work = waves * (cost.tile_us + ceil_div(slabs, config.splits) * cost.slab_us)
+        memory = form.num_bytes((n, k)) / _BYTES_PER_US
+        both: float = (memory**4 + work**4) ** 0.25  # a little more than the larger one
+        return cost.launch_us + both
+
+    return min(filter(is_possible, _TILES), key=estimate)
 
 
 def choose(operands: Operands) -> HopperConfig | None:
@@ -254,14 +308,14 @@ def launch(operands: Operands, config: HopperConfig) -> None:
         launch(replace(operands, activation=None, out=packed), config)
         swiglu(packed, out=out)
         return
-    tiles = config.tiles(m, out.shape[1], is_gated=is_gated)
+    clusters = config.clusters(m, out.shape[1], is_gated=is_gated)
     if config.splits == 1:  # persistent
-        tiles = min(tiles, sm_count() * config.blocks)
-    x_part, tail_part = min(m, config.tokens), m % config.tokens or config.tokens
+        clusters = min(clusters, config.max_clusters(sm_count()))
+    x_part, tail_part = config.x_part(m), config.x_part(m % config.tokens or config.tokens)
     base = format_spec(_FILE, dtype, weight.format, scale_dtype(weight))
     _KERNEL.launch(
         config.spec(base, weight.format),
-        (tiles * config.splits,),
+        (clusters * config.splits * config.cluster_n,),
         (config.threads,),
         config.shared_bytes(weight.format),
         cluster=1,  # the module says how large they are
