@@ -29,17 +29,19 @@ __device__ __forceinline__ void swiglu_quantize(const scalar_t* x, int64_t x_str
     const auto value = [&](int i) { return gated(x[i], x[static_cast<int64_t>(n) + i]); };
     quantize_any<Codes, kThreads>(row, value, smem_peaks);
   } else {
-    Packed<kVec> v[kVectors];
+    Packed<kVec> v[kVectors], up[kVectors];  // first gate, then the product
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
       const int i = (k * kThreads + static_cast<int>(threadIdx.x)) * kVec;
-      Vec<scalar_t, kVec> y = {};
-      if (i < n) {
-        y = load_vec<scalar_t, kVec>(x + i);
-        const Vec<scalar_t, kVec> up = load_vec<scalar_t, kVec>(x + n + i);
+      v[k] = up[k] = Packed<kVec>{};
+      if (i < n) v[k] = load_packed<kVec>(x + i), up[k] = load_packed<kVec>(x + n + i);
+    }
 #pragma unroll
-        for (int j = 0; j < kVec; ++j) y.v[j] = gated(y.v[j], up.v[j]);
-      }
+    for (int k = 0; k < kVectors; ++k) {
+      Vec<scalar_t, kVec> y = unpack<kVec>(v[k]);
+      const Vec<scalar_t, kVec> factor = unpack<kVec>(up[k]);
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) y.v[j] = gated(y.v[j], factor.v[j]);
       v[k] = pack<kVec>(y);
     }
     quantize_registers<Codes, kThreads>(row, v, smem_peaks);
