@@ -126,6 +126,6 @@ struct MoeDecoder {
   }
   template <int kStep>
   __device__ __forceinline__ void decode(int j, int, uint32_t (&a)[4]) const {
-    decode_weights<kStep>(words[j], scales[j], a);
+    decode_weights<kStep, false>(words[j], scales[j], a);
   }
 };

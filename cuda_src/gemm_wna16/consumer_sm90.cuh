@@ -42,9 +42,9 @@ struct Consumer {
     const int place = (tile * kStageGroups + group) * kScaleTileBytes + lane_idx / 4 * kScaleBytes;
     return load_small<kScaleBytes>(smem.weight[stage] + kAtScales + place);
   }
-  __device__ __forceinline__ SuperScales super_scales(int stage, int tile) const {
+  __device__ __forceinline__ uint2 super_scales(int stage, int tile) const {
     const int place = tile * kSuperTileBytes + lane_idx / 4 * kSuperBytes;
-    return SuperScales(load_small<kSuperBytes>(smem.weight[stage] + kAtSuper + place));
+    return load_small<kSuperBytes>(smem.weight[stage] + kAtSuper + place);
   }
 
   // The fragments of slab `slab`, which is in `stage`.
@@ -57,7 +57,7 @@ struct Consumer {
       words.load(smem.weight[stage] + place * kDataBytes,
                  smem.weight[stage] + kAtHigh + place * kHighBytes, lane_idx);
       RowScales scales;
-      const SuperScales super = super_scales(stage, tile);
+      const uint2 super = super_scales(stage, tile);
       const auto load = [&](int step) {
         const uint2 own = group_words(stage, tile, d, step);
         if constexpr (kScalesSums)
@@ -66,13 +66,13 @@ struct Consumer {
           scales.set(own, super);
       };
       load(0);
-      decode_weights<0>(words, scales, a[0][j]);
+      decode_weights<0, kScalesSums>(words, scales, a[0][j]);
       if (kGroup <= 16) load(1);
-      decode_weights<1>(words, scales, a[1][j]);
+      decode_weights<1, kScalesSums>(words, scales, a[1][j]);
       if (kGroup <= 32) load(2);
-      decode_weights<2>(words, scales, a[2][j]);
+      decode_weights<2, kScalesSums>(words, scales, a[2][j]);
       if (kGroup <= 16) load(3);
-      decode_weights<3>(words, scales, a[3][j]);
+      decode_weights<3, kScalesSums>(words, scales, a[3][j]);
     }
   }
 

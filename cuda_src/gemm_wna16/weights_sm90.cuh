@@ -1,7 +1,7 @@
 // From packed codes to fragments of weights, rounded to scalar_t as `dequantize` rounds them.
 #pragma once
 
-#include "gemm_wna16/config_sm90.cuh"
+#include "gemm_wna16/format.cuh"
 #include "gemm_wna16/decode.cuh"
 
 // Scales and offsets that scalar_t holds exactly (an exponent is a bfloat16) are applied in scalar_t:
@@ -25,7 +25,7 @@ struct RowScales {
   uint32_t rest_pair[2];                   // of a split scale
 
   // From the stored words of a group, and the scales of its super-block.
-  __device__ __forceinline__ void set(uint2 own, const SuperScales& super) {
+  __device__ __forceinline__ void set(uint2 own, uint2 super) {
     if constexpr (kIsExactPair)
       set_pairs(own);
     else if constexpr (kIsSplit)
@@ -37,7 +37,7 @@ struct RowScales {
   // Only what `exact` needs.
   __device__ __forceinline__ void set_offsets(uint2 own) {
     if constexpr (kHasZeroPoint) {
-      const GroupScales from(own, SuperScales(uint2{}));
+      const GroupScales from(own);
 #pragma unroll
       for (int i = 0; i < 2; ++i)
         offset_pair[i] = pack2<scalar_t>(from.offset[i] + kCodeBias, from.offset[i] + kCodeBias);
@@ -112,13 +112,13 @@ struct RowScales {
   }
 };
 
-// The fragment of step kStep: registers of rows g and g + 8 in turn.
-template <int kStep>
+// The fragment of step kStep: registers of rows g and g + 8 in turn. With kIsExact without scales.
+template <int kStep, bool kIsExact>
 __device__ __forceinline__ void decode_weights(const TileWords& words, const RowScales& scales,
                                                uint32_t (&a)[4]) {
   uint32_t codes[4];
   decode_biased<kStep>(words, codes);
-  if constexpr (kScalesSums) {
+  if constexpr (kIsExact) {
     a[0] = scales.exact<0>(codes[0]), a[1] = scales.exact<1>(codes[1]);
     a[2] = scales.exact<0>(codes[2]), a[3] = scales.exact<1>(codes[3]);
     return;
