@@ -80,6 +80,13 @@ class Case:
 CASES = (
     Case("float32", {"dtype": "float32"}),
     Case("bfloat16", {"dtype": "bfloat16"}),
+    *(
+        Case(form, {"dtype": "float32", "quantization": form})
+        for form in (
+            *("fp8", "fp8_block", "int8", "int8_g128", "q8_0"),
+            *("int4_g32", "int4_g32_zp", "int4_g128", "q4_0", "mxfp4"),
+        )
+    ),
 )
 BASELINE = "bfloat16"  # the format that the others' perplexity is held against
 ROUNDED = (  # measured only where they are named
