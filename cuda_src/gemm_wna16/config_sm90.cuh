@@ -15,9 +15,7 @@ constexpr int kWarpgroups = WARPGROUPS;  // that multiply
 constexpr int kMmaTiles = MMA_TILES;     // of 64 rows of the weight, per warpgroup
 constexpr int kDepth = DEPTH;            // slabs in a stage
 constexpr int kStages = STAGES;
-constexpr int kClusterN = CLUSTER_N;  // neighbouring blocks of a cluster, which share rows of x
-constexpr int kSplits = SPLITS;       // CTAs of a cluster that share a sum over k
-constexpr int kClusterSize = kClusterN * kSplits;
+constexpr int kSplits = SPLITS;  // CTAs of a cluster that share a sum over k
 constexpr int kBlocks = BLOCKS;  // CTAs per multiprocessor
 // Codes are multiplied as they are, and the sums over a group by its scale: fewer instructions for
 // few tokens. Else weights are multiplied, rounded to scalar_t.

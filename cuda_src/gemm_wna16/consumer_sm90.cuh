@@ -17,23 +17,16 @@ struct Consumer {
   Shared& smem;
   int slabs;            // of k
   int first_k, last_k;  // stages of k
-  int rank_n, rank_k;   // of this CTA in its cluster
   int warpgroup, warp_idx, lane_idx;
 
   __device__ __forceinline__ int row_tile(int mma) const {
     return (warpgroup * kMmaTiles + mma) * 4 + warp_idx % 4;
   }
 
-  // To every CTA that loads into the stage. SAFETY: each warp does so, as it has read the weights by
-  // ordinary loads.
+  // SAFETY: every warp releases a stage, as it has read the weights by ordinary loads.
   __device__ __forceinline__ void release(int stage) const {
     __syncwarp();
-    const unsigned empty = smem_address(&smem.empty[stage]);
-    if constexpr (kClusterN == 1) {
-      if (lane_idx == 0) mbarrier_arrive(empty);
-    } else {
-      if (lane_idx < kClusterN) mbarrier_arrive_cluster(empty, rank_k * kClusterN + lane_idx);
-    }
+    if (lane_idx == 0) mbarrier_arrive(smem_address(&smem.empty[stage]));
   }
 
   // The stored scales of this lane's rows: of the group of step `step` of a stage's slab `d`.
@@ -89,6 +82,18 @@ struct Consumer {
     wgmma_commit();
   }
 
+  // The scales of the group that slab `slab` belongs to.
+  __device__ __forceinline__ void load_scales(int stage, int slab,
+                                              float (&scales)[kMmaTiles][2]) const {
+    const int d = kDepth == 1 ? 0 : slab % kDepth;
+#pragma unroll
+    for (int j = 0; j < kMmaTiles; ++j) {
+      const int tile = row_tile(j);
+      const GroupScales own(group_words(stage, tile, d, 0), super_scales(stage, tile));
+      scales[j][0] = own.scale[0], scales[j][1] = own.scale[1];
+    }
+  }
+
   // Adds the sums over a group times its scales.
   __device__ __forceinline__ void add_group(const float (&scales)[kMmaTiles][2], Sums& group,
                                             Sums& acc) const {
@@ -119,47 +124,42 @@ struct Consumer {
     int slab = first;
     mbarrier_wait(smem_address(&smem.full[state.stage]), state.phase);
     decode_slab(state.stage, slab, even);
+    int held = -1;  // the stage of the slab before, if that ended it
     // Returns whether another slab follows.
     const auto advance = [&](const Fragments& now, Fragments& next) {
       const int stage = state.stage;
       const bool ends_stage = kDepth == 1 || (slab + 1) % kDepth == 0 || slab + 1 == last;
       const bool begins = slab == first || (kScalesSums && slab % kGroupSlabs == 0);
+      const bool ends_group = kScalesSums && ((slab + 1) % kGroupSlabs == 0 || slab + 1 == last);
+      float scales[kMmaTiles][2];
+      if (ends_group) load_scales(stage, slab, scales);
       start(stage, slab, begins, now, sums);
+      wgmma_wait<1>();  // the slab before has been multiplied: `next` may be written
+      if (held >= 0) release(held);
+      held = ends_stage ? stage : -1;
       if (ends_stage) state.advance();
-      ++slab;
-      if (slab < last) {
+      if (++slab < last) {
         if (ends_stage) mbarrier_wait(smem_address(&smem.full[state.stage]), state.phase);
         decode_slab(state.stage, slab, next);
       }
-      if constexpr (kScalesSums) {
-        float scales[kMmaTiles][2];
-        if (slab == last || slab % kGroupSlabs == 0) {
-          const int d = (slab - 1) % kDepth;
-#pragma unroll
-          for (int j = 0; j < kMmaTiles; ++j) {
-            const int tile = row_tile(j);
-            const GroupScales own(group_words(stage, tile, d, 0), super_scales(stage, tile));
-            scales[j][0] = own.scale[0], scales[j][1] = own.scale[1];
-          }
-        }
+      if (ends_group) {
         wgmma_wait<0>();
-        if (slab == last || slab % kGroupSlabs == 0) add_group(scales, part, acc);
-      } else {
-        wgmma_wait<0>();
+        add_group(scales, part, acc);
       }
-      if (ends_stage) release(stage);
       return slab < last;
     };
 #pragma unroll 1
     while (advance(even, odd) && advance(odd, even)) {
     }
+    wgmma_wait<0>();
+    release(held);
 #pragma unroll
     for (int j = 0; j < kMmaTiles; ++j) wgmma_pin(acc[j]);
   }
 
   // Adds the sums of the cluster's CTAs for this CTA's slice, in their order. False: it has none.
   __device__ __forceinline__ bool exchange(const Sums& acc, float (&own)[kSliceSums]) const {
-    const int me = rank_k;
+    const int me = cluster_rank();
     const auto at = [&](int from, int to, int vec) {
       const int place = from - (from > to);
       return (place * kSliceVecs + vec) * kConsumerThreads + static_cast<int>(threadIdx.x);
@@ -175,7 +175,7 @@ struct Consumer {
           for (int c = 0; c < 4; ++c) own[i * 4 + c] = a[c];
         } else {
           cluster_send(smem_address(smem.sums) + at(me, to, i) * 16, smem_address(&smem.sums_full),
-                       to * kClusterN + rank_n, a[0], a[1], a[2], a[3]);
+                       to, a[0], a[1], a[2], a[3]);
         }
       }
     }
@@ -277,7 +277,7 @@ __device__ __forceinline__ void consume(const Consumer& c, const RowEpilogue& e,
     c.multiply(state, acc);
     if constexpr (kSplits > 1) {
       float own[kSliceSums];
-      if (c.exchange(acc, own)) c.store(e, own, tile, m, c.rank_k);
+      if (c.exchange(acc, own)) c.store(e, own, tile, m, cluster_rank());
     } else if (kStoresHalves && e.has_halves()) {
       c.store_halves(e, acc, tile, m);
     } else {

@@ -62,8 +62,6 @@ class HopperConfig:
         Slabs of 64 values of k in a stage.
     blocks : int
         CTAs per multiprocessor.
-    cluster_n : int
-        How many neighbouring tiles a cluster computes, multicasting rows of x.
     scales_sums : bool
         Multiply codes as they are, and the sums over a group by its scale.
     """
@@ -74,7 +72,6 @@ class HopperConfig:
     splits: int = 1
     depth: int = 1
     blocks: int = 1
-    cluster_n: int = 1
     scales_sums: bool = False
 
     @property
@@ -170,7 +167,6 @@ class HopperConfig:
             "WARPGROUPS": self.warpgroups,
             "MMA_TILES": self.mma_tiles,
             "SPLITS": self.splits,
-            "CLUSTER_N": self.cluster_n,
             "DEPTH": self.depth,
             "BLOCKS": self.blocks,
             "STAGES": self.stages(form),
@@ -179,19 +175,14 @@ class HopperConfig:
         }
         return ModuleSpec(base.file, base.dtype, (*base.defines, *macros.items()))
 
-    def x_part(self, m: int) -> int:
-        """Return how many rows of a tile of x each of the CTAs that share it loads."""
-        rows = min(m, self.tokens)
-        return rows if self.cluster_n == 1 else ceil_div(rows, 8 * self.cluster_n) * 8
-
     def clusters(self, m: int, columns: int, *, is_gated: bool) -> int:
-        """Return how many clusters' worth of tiles a result of `columns` columns has."""
-        width = (self.rows // 2 if is_gated else self.rows) * self.cluster_n
+        """Return how many tiles a result of `columns` columns has: a cluster computes one."""
+        width = self.rows // 2 if is_gated else self.rows
         return ceil_div(m, self.tokens) * ceil_div(columns, width)
 
     def max_clusters(self, sm_count: int) -> int:
         """Return how many clusters run at a time: those of four or more do not fill every GPC."""
-        size = self.splits * self.cluster_n
+        size = self.splits
         count = sm_count * self.blocks
         return max(1, count // size if size <= 2 else count * 10 // (11 * size))
 
@@ -253,7 +244,7 @@ def choose_hopper(
     slabs, columns = ceil_div(k, _SLAB_K), n // 2 if is_gated else n
 
     def is_possible(config: HopperConfig) -> bool:
-        if config.splits * config.cluster_n > sm_count or not config.supports(form):
+        if config.splits > sm_count or not config.supports(form):
             return False
         if deterministic and (config.splits > 1 or config.scales_sums):
             return False
@@ -311,11 +302,11 @@ def launch(operands: Operands, config: HopperConfig) -> None:
     clusters = config.clusters(m, out.shape[1], is_gated=is_gated)
     if config.splits == 1:  # persistent
         clusters = min(clusters, config.max_clusters(sm_count()))
-    x_part, tail_part = config.x_part(m), config.x_part(m % config.tokens or config.tokens)
+    x_part, tail_part = min(m, config.tokens), m % config.tokens or config.tokens
     base = format_spec(_FILE, dtype, weight.format, scale_dtype(weight))
     _KERNEL.launch(
         config.spec(base, weight.format),
-        (clusters * config.splits * config.cluster_n,),
+        (clusters * config.splits,),
         (config.threads,),
         config.shared_bytes(weight.format),
         cluster=1,  # the module says how large they are
