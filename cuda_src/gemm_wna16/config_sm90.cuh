@@ -52,8 +52,7 @@ constexpr int kDataBox = 256;  // bytes of a row of map_data
 // warpgroup for eight tokens. A thread has it as vectors of four sums. Where there are more CTAs
 // than slices the last ones finish nothing.
 constexpr int kVecs = kMmaTiles * kTokens / 8;
-constexpr int kMaxSlices = kWarpgroups == 2 ? kVecs : kTokens / 8;  // gate and up stay together
-constexpr int kFinishers = kSplits < kMaxSlices ? kSplits : kMaxSlices;
+constexpr int kFinishers = kSplits < kVecs ? kSplits : kVecs;
 constexpr int kSliceVecs = kVecs / kFinishers, kSliceSums = kSliceVecs * 4;
 constexpr int kSliceMmaTiles = kSliceVecs < kMmaTiles ? kSliceVecs : kMmaTiles;
 constexpr int kSliceTokens = kSliceVecs / kSliceMmaTiles * 8;

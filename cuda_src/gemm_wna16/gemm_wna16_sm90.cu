@@ -103,7 +103,7 @@ extern "C" __global__ void __cluster_dims__(kSplits, 1, 1) __launch_bounds__(kTh
     const Consumer consumer{
         smem,         p.slabs,          first_k,
         last_k,
-        warp_idx / 4, warp_idx,         static_cast<int>(threadIdx.x % kWarpSize)};
+        warp_idx / 4, warp_idx,         static_cast<int>(threadIdx.x % kWarpSize), p.num_gates > 0};
     consume(consumer, epilogue, scheduler, p.m);
   }
 }

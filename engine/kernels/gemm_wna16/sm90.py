@@ -89,8 +89,7 @@ class HopperConfig:
     def _slice(self) -> tuple[int, int]:
         """Return the rows and the tokens of what one CTA of a cluster finishes."""
         vecs = self.mma_tiles * self.tokens // 8
-        slices = vecs if self.warpgroups == 2 else self.tokens // 8
-        size = vecs // min(self.splits, slices)
+        size = vecs // min(self.splits, vecs)
         mma_tiles = min(size, self.mma_tiles)
         return self.warpgroups * mma_tiles * 64, size // mma_tiles * 8
 
