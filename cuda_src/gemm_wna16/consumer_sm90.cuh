@@ -247,8 +247,7 @@ struct Consumer {
 #pragma unroll
     for (int j = 0; j < kMmaTiles; ++j) {
       const int first_column = (tile.block * kRows / kMmaM + warpgroup * kMmaTiles + j) * width;
-      if (!is_gated)
-        e.add_bias_of_rows(first_column + warp * kTileRows + lane_idx / 4, acc[j]);
+      if (!is_gated) e.add_bias_of_rows(first_column + warp * kTileRows + lane_idx / 4, acc[j]);
 #pragma unroll
       for (int first = 0; first < kTokens; first += kHalvesTokens) {
         const int token = tile.token + first;
@@ -295,14 +294,14 @@ struct Consumer {
     for (int i = thread >> shift; i < count; i += 128 >> shift) {
       const int place = part ^ (is_gated ? i / 2 & 3 : i & 7);
       e.store_eight(token + i, column + part * 8,
-                    load_vec<scalar_t, 8>(reinterpret_cast<const scalar_t*>(
-                        staged + i * width * 2 + (place << 4))));
+                    load_vec<scalar_t, 8>(
+                        reinterpret_cast<const scalar_t*>(staged + i * width * 2 + (place << 4))));
     }
   }
 
   // Writes slice `slice` of a tile: through staging, where sums become rows.
-  __device__ __forceinline__ void store(const RowEpilogue& e, float* sums,
-                                        const WorkTile& tile, int num_tokens, int slice) const {
+  __device__ __forceinline__ void store(const RowEpilogue& e, float* sums, const WorkTile& tile,
+                                        int num_tokens, int slice) const {
     const int mma = slice * kSliceVecs % kMmaTiles;
     const int token = tile.token + slice * kSliceVecs / kMmaTiles * 8;
     const int count = min(kSliceTokens, num_tokens - token);

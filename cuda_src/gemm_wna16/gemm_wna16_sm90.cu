@@ -79,20 +79,11 @@ extern "C" __global__ void __cluster_dims__(kSplits, 1, 1) __launch_bounds__(kTh
   if (warp_idx >= kConsumerThreads / kWarpSize) {
     if constexpr (kMovesRegisters) warpgroup_reg_dealloc<kProducerRegisters>();
     if (warp_idx == kConsumerThreads / kWarpSize && elect_one()) {
-      const Loader load{smem,
-                        &p.map_x,
-                        &p.map_tail,
-                        &p.map_data,
-                        &p.map_high,
-                        &p.map_scales,
-                        &p.map_supers,
-                        p.slabs,
-                        p.num_gates / kTileRows,
-                        p.m,
-                        p.x_part,
-                        p.tail_part,
-                        first_k,
-                        last_k};
+      const Loader load{smem,          &p.map_x,    &p.map_tail,
+                        &p.map_data,   &p.map_high, &p.map_scales,
+                        &p.map_supers, p.slabs,     p.num_gates / kTileRows,
+                        p.m,           p.x_part,    p.tail_part,
+                        first_k,       last_k};
       produce(load, scheduler, p.is_early != 0);
     }
   } else {
@@ -100,10 +91,14 @@ extern "C" __global__ void __cluster_dims__(kSplits, 1, 1) __launch_bounds__(kTh
     const RowEpilogue epilogue{Epilogue{p.bias, p.residual, p.out, p.residual_stride, p.out_stride,
                                         p.activation, p.is_float != 0, p.is_vector != 0},
                                columns, p.num_gates};
-    const Consumer consumer{
-        smem,         p.slabs,          first_k,
-        last_k,
-        warp_idx / 4, warp_idx,         static_cast<int>(threadIdx.x % kWarpSize), p.num_gates > 0};
+    const Consumer consumer{smem,
+                            p.slabs,
+                            first_k,
+                            last_k,
+                            warp_idx / 4,
+                            warp_idx,
+                            static_cast<int>(threadIdx.x % kWarpSize),
+                            p.num_gates > 0};
     consume(consumer, epilogue, scheduler, p.m);
   }
 }

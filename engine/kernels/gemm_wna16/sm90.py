@@ -154,10 +154,12 @@ class HopperConfig:
     def supports(self, form: Format) -> bool:
         """Tell whether there is such a module for weights of a format.
 
-        A consumer holds a stage while it waits for the next one.
+        Of two tiles that differ in `scales_sums` alone, a format has the one that decodes faster.
         """
         scales_sums = form.group >= _SLAB_K and form.offset != "min"
-        return self.stages(form) >= 2 and (scales_sums or not self.scales_sums)
+        if self.tokens * self.mma_tiles <= 64 and scales_sums != self.scales_sums:
+            return False
+        return self.stages(form) >= 2  # a consumer holds one while it waits for the next
 
     def spec(self, base: ModuleSpec, form: Format) -> ModuleSpec:
         """Return the module for weights of a format; `base` says how it decodes them."""
@@ -196,11 +198,18 @@ class _Cost:
 
 
 _TILES: dict[HopperConfig, _Cost] = {
-    HopperConfig(32, 1, 2, splits=4, depth=2, blocks=2): _Cost(3.0, 2.0, 0.2),
-    HopperConfig(64, 2, 2, splits=2, depth=2): _Cost(3.0, 2.0, 0.4),
-    HopperConfig(128): _Cost(3.0, 2.0, 0.35),
-    HopperConfig(128, splits=2): _Cost(3.0, 2.0, 0.35),
-    HopperConfig(256): _Cost(3.0, 2.0, 0.65),
+    HopperConfig(32, 1, 2, splits=4, depth=2, blocks=2, scales_sums=True): _Cost(1.2, 3.2, 0.35),
+    HopperConfig(32, 1, 2, splits=1, depth=2, blocks=2, scales_sums=True): _Cost(6.5, 0.03, 0.2),
+    HopperConfig(32, 1, 2, splits=4, depth=2, blocks=2): _Cost(1.2, 2.6, 0.48),
+    HopperConfig(32, 1, 2, splits=1, depth=2, blocks=2): _Cost(6.5, 0.1, 0.25),
+    HopperConfig(64, 2, 1, splits=2, depth=2, scales_sums=True): _Cost(1.2, 3.3, 0.26),
+    HopperConfig(64, 2, 1, splits=2, depth=2): _Cost(1.2, 3.8, 0.31),
+    HopperConfig(64, 2, 2, depth=2): _Cost(1.2, 4.1, 0.48),
+    HopperConfig(64, 2, 2, splits=4, depth=2): _Cost(1.2, 4.5, 0.52),
+    HopperConfig(128, splits=2): _Cost(1.2, 3.9, 0.4),
+    HopperConfig(128): _Cost(1.2, 1.4, 0.4),
+    HopperConfig(128, 2, 2): _Cost(1.2, 8.1, 0.64),
+    HopperConfig(256): _Cost(1.2, 6.0, 0.55),
 }
 _BYTES_PER_US = 4.2e6
 
