@@ -57,6 +57,11 @@ constexpr int kMagic = kIsHalf ? 1024 : 128;
 // What decode_biased adds to a code: only to unsigned integers.
 constexpr int kCodeBias = kIsE2m1 || kBits == 8 ? 0 : kMagic;
 
+// Whether a product corrects its sums by the sum of x. Short groups subtract in the codes: that
+// takes fewer instructions.
+constexpr bool kSumsX = kIsPaired || (kCodeBias != 0 && kGroup > 16);
+constexpr int kBias = kCodeBias + kZero;
+
 // Two equal 16-bit numbers in a register: an integer that scalar_t has exactly. A constant: the
 // conversions of CUDA's headers are not folded.
 constexpr uint32_t pair_of(int value) {

@@ -121,6 +121,10 @@ __device__ __forceinline__ void few_rows(const FewRowsParams& p) {
   __shared__ OutputOperands smem_early[512];
   pdl_trigger();
   const FewRowsBlock b(p, smem, kTokens > 1);
+  if (b.first_unit() >= p.num_units) {  // it only keeps its place on the multiprocessor
+    pdl_wait();
+    return;
+  }
   StageLoader loader(p, b);
   {
     OutputOperands early{};
@@ -163,11 +167,15 @@ __device__ __forceinline__ void few_rows(const FewRowsParams& p) {
     uint32_t x_at[kTokenTiles];
 #pragma unroll
     for (int i = 0; i < kTokenTiles; ++i) x_at[i] = x_rows[i];
+    const float* x_sums = b.x_sums + (b.stage_begin * kStageColumns - b.x_begin) / kGroup;
 #pragma unroll 1
     for (int stage = b.stage_begin; stage < b.stage_end; ++stage) {
       wait_for_oldest(p.num_stages);
       __syncwarp();  // SAFETY: the lanes see each other's copies,
-      product.multiply(stage_at, x_at, b.lane_idx);
+      product.multiply(stage_at, x_sums, x_at, b.lane_idx);
+#pragma unroll
+      for (int i = 0; i < kTokenTiles; ++i) x_at[i] += kStageColumns * 2;
+      x_sums += kStageGroups;
       __syncwarp();  // and have read the stage before it is filled again.
       loader.load();
       stage_at += kStageBytes;
@@ -192,7 +200,7 @@ __device__ __forceinline__ void few_rows(const FewRowsParams& p) {
     few_rows<tokens, norm>(p);                                  \
   }
 #define ENGINE_FEW_ROWS_ENTRIES(op, norm)       \
-  ENGINE_FEW_ROWS_ENTRY(op##_few_1, 1, 2, norm) \
+  ENGINE_FEW_ROWS_ENTRY(op##_few_1, 1, 1, norm) \
   ENGINE_FEW_ROWS_ENTRY(op##_few_8, 8, 1, norm) \
   ENGINE_FEW_ROWS_ENTRY(op##_few_16, 16, 1, norm)
 

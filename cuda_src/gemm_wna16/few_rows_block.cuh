@@ -10,6 +10,7 @@
 #include "common/cluster.cuh"
 #include "common/pdl.cuh"
 #include "common/reduce.cuh"  // kWarpSize
+#include "gemm_wna16/decode.cuh"
 #include "gemm_wna16/problem.cuh"
 
 // A stage of a warp's ring: tiles of a row tile that follow each other, their scales behind them.
@@ -45,6 +46,7 @@ struct FewRowsBlock {
   int x_pitch;                 // bytes from a row of x to the next
   unsigned char* ring;         // of this warp
   unsigned char* x;            // [token][column]
+  float* x_sums;               // [group] of x's only row
   float* sums;                 // [buffer][warp][token][row]
 
   bool may_share;  // whether clusters are more than a block
@@ -73,7 +75,8 @@ struct FewRowsBlock {
                                                         // bank conflicts
     ring = smem + warp_idx * (p.num_stages * kStageBytes);
     x = smem + num_warps * (p.num_stages * kStageBytes);
-    sums = reinterpret_cast<float*>(x + p.m * x_pitch);
+    x_sums = reinterpret_cast<float*>(x + p.m * x_pitch);
+    sums = x_sums + block_stages * kStageGroups;
   }
 
   __device__ __forceinline__ int first_unit() const {

@@ -25,6 +25,10 @@ struct StageLoader {
   static constexpr int kSuperChunks = kStageSupers * kSuperTileBytes / 16;
   static_assert(kScaleChunks + kSuperChunks <= kWarpSize, "a copy each");
 
+  // A tile has whole groups: its index gives theirs.
+  static constexpr bool kTilesGroup = kGroup <= kTileColumns;
+  static constexpr int kTileScaleBytes = kTileColumns / kGroup * kScaleTileBytes;
+
   const FewRowsParams& p;
   const FewRowsBlock& b;
   // The next stage: of k, and its first tile, group and super-block in the planes. Indices, and not
@@ -42,7 +46,7 @@ struct StageLoader {
     if (stage >= b.stage_end) unit = p.num_units;
     const int row_tile = min(b.row_tile(unit, threadIdx.z), b.row_tiles - 1);
     tile = row_tile * b.k_tiles + stage * kStageTiles;
-    group = row_tile * p.groups + stage * kStageGroups;
+    if constexpr (!kTilesGroup) group = row_tile * p.groups + stage * kStageGroups;
     super = row_tile * p.num_supers + stage * kStageSupers;
   }
 
@@ -52,7 +56,9 @@ struct StageLoader {
   }
   // This lane's chunk of the scales or of their scales.
   __device__ __forceinline__ const unsigned char* small() const {
-    if (kStageSupers == 0 || b.lane_idx < kScaleChunks) return at<kScaleTileBytes>(p.scales, group);
+    if (kStageSupers == 0 || b.lane_idx < kScaleChunks)
+      return kTilesGroup ? at<kTileScaleBytes>(p.scales, tile)
+                         : at<kScaleTileBytes>(p.scales, group);
     return at<kSuperTileBytes>(p.supers, super) - kScaleChunks * 16;
   }
 
@@ -108,7 +114,8 @@ struct StageLoader {
         load_whole();
       else
         load_partial();
-      tile += kStageTiles, group += kStageGroups, super += kStageSupers;
+      tile += kStageTiles, super += kStageSupers;
+      if constexpr (!kTilesGroup) group += kStageGroups;
       if (++stage == b.stage_end) unit += b.unit_step(), start_unit();
     }
     cp_async_commit();

@@ -2,8 +2,9 @@
 // 8 columns.
 //
 // Sums over a group are of codes, exact integers; the group's scale multiplies the sum. What codes
-// have too much (decode.cuh), zero points and minimums multiply the sum of x over the group, which
-// a product with ones gives in the same place of the accumulators.
+// have too much (decode.cuh), zero points and minimums multiply the sum of x over the group: of one
+// token it lies in shared memory (few_rows_x.cuh), of more a product with ones gives it in the same
+// place of the accumulators.
 #pragma once
 
 #include "common/mma.cuh"
@@ -12,25 +13,27 @@
 
 #if ENGINE_DTYPE != 0
 
-// Short groups subtract in the codes: that takes fewer instructions.
-constexpr bool kSumsX = kIsPaired || (kCodeBias != 0 && kGroup > 16);
-constexpr int kBias = kCodeBias + kZero;
-
 template <typename Shape>
 struct StageProduct {
   static constexpr int kTokenTiles = Shape::kTokenTiles;
   // Of this lane: rows g and g + 8 by tokens 2t and 2t + 1. With one token, 2t + 1 is left out.
   static constexpr int kColumns = Shape::kTokens == 1 ? 1 : 2;
   float total[kTokenTiles][2][kColumns];
+  // Of the super-block, if there are any: sums with integer scales, and with integer minimums.
+  float part[kTokenTiles][2][kColumns], minimums[kTokenTiles][2][kColumns];
+  static constexpr bool kMultipliesOnes = kSumsX && Shape::kTokens > 1;
   float acc[kTokenTiles][4];    // of the group
   float x_sum[kTokenTiles][4];  // of x over the group
 
-  __device__ __forceinline__ void clear() {
+  using Totals = float[kTokenTiles][2][kColumns];
+
+  __device__ __forceinline__ static void clear(Totals& sums) {
 #pragma unroll
     for (int i = 0; i < kTokenTiles; ++i)
 #pragma unroll
-      for (int j = 0; j < 2 * kColumns; ++j) total[i][j / kColumns][j % kColumns] = 0.0f;
+      for (int j = 0; j < 2 * kColumns; ++j) sums[i][j / kColumns][j % kColumns] = 0.0f;
   }
+  __device__ __forceinline__ void clear() { clear(total); }
 
   __device__ __forceinline__ void start_group() {
 #pragma unroll
@@ -39,27 +42,40 @@ struct StageProduct {
       for (int j = 0; j < 4; ++j) acc[i][j] = x_sum[i][j] = 0.0f;
   }
 
-  __device__ __forceinline__ void finish_group(const GroupScales& scales) {
+  __device__ __forceinline__ void finish_group(const unsigned char* scales_at,
+                                               const float* x_sum_at) {
+    const GroupScales scales(load_small<kScaleBytes>(scales_at));
+    if constexpr (kSumsX && !kMultipliesOnes) x_sum[0][0] = *x_sum_at;
+    Totals& sums = kSuperBlock > 0 ? part : total;
+    Totals& low = kSuperBlock > 0 ? minimums : total;
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      const float scale = scales.scale[row];
-      // What the sum of x is multiplied by.
-      float of_x = scales.offset[row];
-      if constexpr (kHasMinimum) of_x = fmaf(-kBias, scale, of_x);
-      if constexpr (kHasZeroPoint) of_x = -kBias - of_x;
+      const float scale = scales.scale[row], offset = scales.offset[row];
 #pragma unroll
       for (int i = 0; i < kTokenTiles; ++i)
 #pragma unroll
         for (int j = 0; j < kColumns; ++j) {
           float sum = acc[i][2 * row + j];
           if constexpr (kHasZeroPoint)
-            sum = fmaf(of_x, x_sum[i][j], sum);
-          else if constexpr (kSumsX && !kHasMinimum)
+            sum = fmaf(-kBias - offset, x_sum[i][j], sum);
+          else if constexpr (kSumsX && kBias != 0)
             sum = fmaf(-kBias, x_sum[i][j], sum);
-          total[i][row][j] = fmaf(scale, sum, total[i][row][j]);
-          if constexpr (kHasMinimum) total[i][row][j] = fmaf(of_x, x_sum[i][j], total[i][row][j]);
+          sums[i][row][j] = fmaf(scale, sum, sums[i][row][j]);
+          if constexpr (kHasMinimum) low[i][row][j] = fmaf(offset, x_sum[i][j], low[i][row][j]);
         }
     }
+  }
+
+  __device__ __forceinline__ void finish_super_block(const GroupScales& factors) {
+#pragma unroll
+    for (int i = 0; i < kTokenTiles; ++i)
+#pragma unroll
+      for (int j = 0; j < 2 * kColumns; ++j) {
+        const int row = j / kColumns, column = j % kColumns;
+        float& sum = total[i][row][column];
+        sum = fmaf(factors.scale[row], part[i][row][column], sum);
+        if constexpr (kHasMinimum) sum = fmaf(factors.offset[row], minimums[i][row][column], sum);
+      }
   }
 
   template <int s>
@@ -75,61 +91,51 @@ struct StageProduct {
     for (int i = 0; i < kTokenTiles; ++i) {
       const uint32_t b[2] = {x[i][s % 2 * 2], x[i][s % 2 * 2 + 1]};
       mma_m16n8k16<scalar_t>(acc[i], a, b);
-      if constexpr (kSumsX) mma_m16n8k16<scalar_t>(x_sum[i], ones, b);
+      if constexpr (kMultipliesOnes) mma_m16n8k16<scalar_t>(x_sum[i], ones, b);
     }
   }
 
-  // Steps s and s + 1 of a tile, with the groups that lie inside; `scales` are the tile's first.
-  // `x_at` is where this lane's row of ldmatrix begins.
+  // Steps s and s + 1 of tile `tile` of a stage, and what ends there. `x_at` is where this lane's row
+  // of ldmatrix begins, `scales` and `x_sums` are the stage's first.
   template <int s>
-  __device__ __forceinline__ void two_steps(const TileWords& words, const unsigned char* scales,
-                                            const uint32_t (&x_at)[kTokenTiles],
-                                            const SuperScales& super) {
-    constexpr bool kEndsInside = kGroup <= kTileColumns;
+  __device__ __forceinline__ void two_steps(const TileWords& words, int tile,
+                                            const unsigned char* scales, const float* x_sums,
+                                            const uint32_t (&x_at)[kTokenTiles]) {
+    const int column = tile * kTileColumns + s * 16;
     uint32_t x[kTokenTiles][4];
 #pragma unroll
-    for (int i = 0; i < kTokenTiles; ++i) ldmatrix_x4(x[i], x_at[i] + s * 32);
-    const auto scales_of = [&](int step) {
-      return GroupScales(load_small<kScaleBytes>(scales + step * 16 / kGroup * kScaleTileBytes),
-                         super);
+    for (int i = 0; i < kTokenTiles; ++i) ldmatrix_x4(x[i], x_at[i] + column * 2);
+    const auto finish = [&](int at) {
+      finish_group(scales + at / kGroup * kScaleTileBytes, x_sums + at / kGroup);
     };
-    if (kEndsInside && s * 16 % kGroup == 0) start_group();
+    if (column % kGroup == 0) start_group();
     step<s>(words, x);
     if constexpr (kGroup == 16) {
-      finish_group(scales_of(s));
+      finish(column);
       start_group();
     }
     step<s + 1>(words, x);
-    if (kEndsInside && (s + 2) * 16 % kGroup == 0) finish_group(scales_of(s + 1));
+    if ((column + 32) % kGroup == 0) finish(column + 16);
   }
 
-  // Adds a stage; `x_at` moves on to the next one.
-  __device__ __forceinline__ void multiply(const unsigned char* stage,
-                                           uint32_t (&x_at)[kTokenTiles], int lane_idx) {
+  // Adds a stage.
+  __device__ __forceinline__ void multiply(const unsigned char* stage, const float* x_sums,
+                                           const uint32_t (&x_at)[kTokenTiles], int lane_idx) {
     const int g = lane_idx / 4;
-    const SuperScales super(load_small<kSuperBytes>(stage + kSupersAt + g * kSuperBytes));
     const unsigned char* scales = stage + kScalesAt + g * kScaleBytes;
-    // Unrolled, loads of later tiles would take too many registers.
-#pragma unroll 1
+    if constexpr (kSuperBlock > 0) clear(part), clear(minimums);
+    // With more tokens, loads of later tiles would take too many registers.
+    constexpr int kUnroll = Shape::kTokens == 1 ? kStageTiles : kGroup > kTileColumns ? 2 : 1;
+#pragma unroll kUnroll
     for (int tile = 0; tile < kStageTiles; ++tile) {
       TileWords words;
       words.load(stage + tile * kDataBytes, stage + kHighAt + tile * kHighBytes, lane_idx);
-      if constexpr (kGroup > kTileColumns) {  // a group is several tiles
-        constexpr int kTiles = kGroup / kTileColumns;
-        if (tile % kTiles == 0) start_group();
-        two_steps<0>(words, scales, x_at, super);
-        two_steps<2>(words, scales, x_at, super);
-        if (tile % kTiles == kTiles - 1) {
-          finish_group(GroupScales(load_small<kScaleBytes>(scales), super));
-          scales += kScaleTileBytes;
-        }
-      } else {
-        two_steps<0>(words, scales, x_at, super);
-        two_steps<2>(words, scales, x_at, super);
-        scales += kTileColumns / kGroup * kScaleTileBytes;
-      }
-#pragma unroll
-      for (int i = 0; i < kTokenTiles; ++i) x_at[i] += kTileColumns * 2;
+      two_steps<0>(words, tile, scales, x_sums, x_at);
+      two_steps<2>(words, tile, scales, x_sums, x_at);
+    }
+    if constexpr (kSuperBlock > 0) {
+      const uint2 super = load_small<kSuperBytes>(stage + kSupersAt + g * kSuperBytes);
+      finish_super_block(GroupScales::of_super(super));
     }
   }
 

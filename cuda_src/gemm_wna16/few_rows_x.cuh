@@ -19,6 +19,13 @@ __device__ __forceinline__ float sum_of_squares(const Vec<scalar_t, kVec>& v) {
   return sum;
 }
 
+__device__ __forceinline__ float sum_of(const Vec<scalar_t, kVec>& v) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int j = 0; j < kVec; ++j) sum += to_float(v.v[j]);
+  return sum;
+}
+
 __device__ __forceinline__ void apply_norm(const FewRowsParams& p, Vec<scalar_t, kVec>& v,
                                            const Vec<scalar_t, kVec>& w, float scale) {
 #pragma unroll
@@ -90,15 +97,21 @@ struct SingleRow {
 #pragma unroll
     for (int j = 0; j < kPieces; ++j) {
       const int i = (b.thread + j * b.threads) * kVec;
-      if (i >= b.x_columns) break;
       Vec<scalar_t, kVec> v = unpack<kVec>(x[j]);
       if constexpr (kNorm) apply_norm(p, v, unpack<kVec>(w[j]), scale);
-      store_vec(b.x_row(0) + i, v);
+      if (i < b.x_columns) store_vec(b.x_row(0) + i, v);
+      if constexpr (kSumsX) {  // SAFETY: kGroup / kVec lanes have a group; all lanes come here
+        float sum = sum_of(v);
+#pragma unroll
+        for (int lanes = 1; lanes < kGroup / kVec; lanes *= 2)
+          sum += __shfl_xor_sync(kFullMask, sum, lanes);
+        if (i % kGroup == 0 && i < b.x_columns) b.x_sums[i / kGroup] = sum;
+      }
     }
   }
 };
 
-// Copies the block's columns of x to shared memory, with zeros behind k. A barrier must follow.
+// Copies the block's columns of x to shared memory, with zeros behind k, and sums one row's groups. A barrier must follow.
 template <bool kNorm>
 __device__ __forceinline__ void load_rows(const FewRowsParams& p, const FewRowsBlock& b,
                                           NormShared& shared) {
@@ -121,4 +134,14 @@ __device__ __forceinline__ void load_rows(const FewRowsParams& p, const FewRowsB
     }
   }
   if constexpr (kNorm) normalise(p, b, shared);
+  if (kSumsX && p.m == 1) {
+    __syncthreads();
+    for (int group = b.thread; group < b.x_columns / kGroup; group += b.threads) {
+      float sum = 0.0f;
+#pragma unroll 4
+      for (int i = 0; i < kGroup; i += kVec)
+        sum += sum_of(load_vec<scalar_t, kVec>(b.x_row(0) + group * kGroup + i));
+      b.x_sums[group] = sum;
+    }
+  }
 }

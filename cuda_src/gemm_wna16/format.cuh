@@ -56,42 +56,19 @@ __device__ __forceinline__ float e8m0_to_float(uint32_t e) {
   return e == 255 ? quiet_nan() : __uint_as_float(e == 0 ? 0x00400000u : e << 23);
 }
 
-// Byte `i` of a word plus 2^23, exactly: the low bits of that number's mantissa.
-__device__ __forceinline__ float byte_above_2_23(uint32_t word, int i) {
-  return __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440 + i));
+// Byte `i` of a word less kLess, exactly: the byte is put into the mantissa of 2^23.
+template <int kLess>
+__device__ __forceinline__ float byte_to_float(uint32_t word, int i) {
+  return __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440 + i)) - (8388608.0f + kLess);
 }
-
-// The float16 scales of a super-block, of rows g and g + 8.
-struct SuperScales {
-  float scale[2], offset[2];
-
-  __device__ __forceinline__ explicit SuperScales(uint2 words) {
-    if constexpr (kSuperBlock > 0 && kIsPaired) {
-      const float2 first = half2_to_float2(words.x), second = half2_to_float2(words.y);
-      scale[0] = first.x, offset[0] = -first.y, scale[1] = second.x, offset[1] = -second.y;
-    } else if constexpr (kSuperBlock > 0) {
-      const float2 both = half2_to_float2(words.x);
-      scale[0] = both.x, scale[1] = both.y;
-    }
-  }
-};
 
 // Of rows g and g + 8: the scale, and the zero point or the minimum.
 struct GroupScales {
   float scale[2], offset[2];
 
-  // From the stored words of a group, and the scales of its super-block.
-  __device__ __forceinline__ GroupScales(uint2 own, const SuperScales& super) {
-    if constexpr (kScaleType == kByteScale && kIsPaired) {
-      constexpr float k2To23 = 8388608.0f;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {  // fmaf rounds the product of the byte and the factor once
-        scale[i] = fmaf(byte_above_2_23(own.x, 2 * i), super.scale[i], -k2To23 * super.scale[i]);
-        offset[i] =
-            fmaf(byte_above_2_23(own.x, 2 * i + 1), super.offset[i], -k2To23 * super.offset[i]);
-      }
-      return;
-    }
+  __device__ __forceinline__ GroupScales() {}
+  // From the stored words of a group, without the scales of its super-block: with these, integers.
+  __device__ __forceinline__ explicit GroupScales(uint2 own) {
     float2 low = {}, high = {};
     if constexpr (kScaleType == kHalfScale) {
       low = half2_to_float2(own.x);
@@ -101,16 +78,40 @@ struct GroupScales {
       if constexpr (kIsPaired) high = bfloat162_to_float2(own.y);
     } else if constexpr (kScaleType == kE8m0Scale) {
       low = float2{e8m0_to_float(own.x & 255), e8m0_to_float(own.x >> 8)};
-    } else {  // signed bytes
+    } else if constexpr (kIsPaired) {
+      low = float2{byte_to_float<0>(own.x, 0), byte_to_float<0>(own.x, 1)};
+      high = float2{byte_to_float<0>(own.x, 2), byte_to_float<0>(own.x, 3)};
+    } else {  // signed
       const uint32_t word = own.x ^ 0x8080u;
-      low.x = (byte_above_2_23(word, 0) - 8388736.0f) * super.scale[0];
-      low.y = (byte_above_2_23(word, 1) - 8388736.0f) * super.scale[1];
+      low = float2{byte_to_float<128>(word, 0), byte_to_float<128>(word, 1)};
     }
     if constexpr (kIsPaired) {
       scale[0] = low.x, offset[0] = low.y, scale[1] = high.x, offset[1] = high.y;
     } else {
       scale[0] = low.x, scale[1] = low.y, offset[0] = offset[1] = 0.0f;
     }
+  }
+  // With those of its super-block.
+  __device__ __forceinline__ GroupScales(uint2 own, uint2 super) : GroupScales(own) {
+    if constexpr (kSuperBlock > 0) {
+      const GroupScales factors = of_super(super);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) scale[i] *= factors.scale[i], offset[i] *= factors.offset[i];
+    }
+  }
+
+  // The factors that a super-block's words are: of scales, and of offsets.
+  __device__ __forceinline__ static GroupScales of_super(uint2 words) {
+    GroupScales factors;
+    const float2 first = half2_to_float2(words.x), second = half2_to_float2(words.y);
+    if constexpr (kIsPaired) {
+      factors.scale[0] = first.x, factors.offset[0] = -first.y;
+      factors.scale[1] = second.x, factors.offset[1] = -second.y;
+    } else {
+      factors.scale[0] = first.x, factors.scale[1] = first.y;
+      factors.offset[0] = factors.offset[1] = 0.0f;
+    }
+    return factors;
   }
 };
 
@@ -125,5 +126,5 @@ __device__ __forceinline__ GroupScales load_group(const PackedWeight& w, int64_t
     const int64_t block = tile * supers + group / (kSuperBlock / kGroup);
     super = load_small<kSuperBytes>(w.supers + (block * 8 + g) * kSuperBytes);
   }
-  return GroupScales(own, SuperScales(super));
+  return GroupScales(own, super);
 }

@@ -171,6 +171,7 @@ def few_rows_config(
     warps, buffers = parts * row_tiles, 1 if rounds == 1 else 2
     shared = warps * num_stages * stage_bytes(form)
     shared += m * (parts * part_stages * columns * 2 + 16)
+    shared += parts * part_stages * columns // form.group * 4  # sums of x
     shared += buffers * warps * tokens * (TILE_ROWS + 4) * 4
     clusters = ceil_div(units, rounds)
     return FewRowsConfig(
@@ -211,6 +212,16 @@ def choose(operands: Operands, norm: Norm | None = None) -> FewRowsConfig | None
     )
 
 
+def _num_blocks(config: FewRowsConfig) -> int:
+    """Return the blocks of a grid: with one row of x, one for each multiprocessor.
+
+    Those without work keep their places for a while, so that the next kernel's blocks are spread
+    evenly, too.
+    """
+    blocks = config.clusters * config.cluster
+    return max(blocks, sm_count()) if config.tokens == 1 else blocks
+
+
 @cache
 def _shared_limit(index: int) -> int:
     return int(device.cupy().cuda.Device(index).attributes["MaxSharedMemoryPerBlockOptin"])
@@ -224,7 +235,7 @@ def launch(operands: Operands, config: FewRowsConfig, norm: Norm | None = None) 
     pdl = operands.pdl and has_pdl(device.cupy().cuda.runtime.getDevice())
     _KERNELS[op, config.tokens].launch(
         format_spec(f"{op}.cu", dtype_name(x.dtype), weight.format, scale_dtype(weight)),
-        (config.clusters * config.cluster,),
+        (_num_blocks(config),),
         (32, config.parts, config.row_tiles),
         config.shared_bytes,
         cluster=config.cluster,
