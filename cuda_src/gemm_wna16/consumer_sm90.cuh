@@ -47,9 +47,9 @@ struct Consumer {
     return small_words<kScaleBytes>(smem.weight[stage] + kAtScales + group * kScaleTileBytes, tile,
                                     kStageGroups * kScaleTileBytes);
   }
-  __device__ __forceinline__ SuperScales super_scales(int stage, int tile) const {
-    if constexpr (kSuperBlock == 0) return SuperScales(uint2{});
-    return SuperScales(
+  __device__ __forceinline__ GroupScales super_factors(int stage, int tile) const {
+    if constexpr (kSuperBlock == 0) return GroupScales();
+    return GroupScales::of_super(
         small_words<kSuperBytes>(smem.weight[stage] + kAtSuper, tile, kSuperTileBytes));
   }
 
@@ -73,13 +73,13 @@ struct Consumer {
       const int tile = row_tile(j);
       const TileWords words = load_words(stage, tile, d);
       RowScales scales;
-      const SuperScales super = super_scales(stage, tile);
+      const GroupScales factors = super_factors(stage, tile);
       const auto load = [&](int step) {
         const uint2 own = group_words(stage, tile, d, step);
         if constexpr (kScalesSums)
           scales.set_offsets(own);
         else
-          scales.set(own, super);
+          scales.set(own, factors);
       };
       load(0);
       decode_weights<0>(words, scales, a[0][j]);
@@ -112,7 +112,8 @@ struct Consumer {
 #pragma unroll
     for (int j = 0; j < kMmaTiles; ++j) {
       const int tile = row_tile(j);
-      const GroupScales own(group_words(stage, tile, d, 0), super_scales(stage, tile));
+      const GroupScales own =
+          group_scales(group_words(stage, tile, d, 0), super_factors(stage, tile));
       scales[j][0] = own.scale[0], scales[j][1] = own.scale[1];
     }
   }

@@ -18,26 +18,37 @@ constexpr int kUnbias = kCodeBias + kZero;
 constexpr bool kFoldsBias =
     !kIsPairs && kCodeBias != 0 && !kHasMinimum && kScaleType <= kBfloat16Scale;
 
+// The scales of a group from its stored words and the factors of its super-block.
+__device__ __forceinline__ GroupScales group_scales(uint2 own, const GroupScales& factors) {
+  GroupScales scales(own);
+  if constexpr (kSuperBlock > 0) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      scales.scale[i] *= factors.scale[i], scales.offset[i] *= factors.offset[i];
+  }
+  return scales;
+}
+
 // The scales and offsets of a lane's rows g and g + 8, for the codes of a group.
 struct RowScales {
   float scale[2], offset[2];               // in float: a weight is code * scale + offset
   uint32_t scale_pair[2], offset_pair[2];  // in scalar_t, twice
   uint32_t rest_pair[2];                   // of a split scale
 
-  // From the stored words of a group, and the scales of its super-block.
-  __device__ __forceinline__ void set(uint2 own, const SuperScales& super) {
+  // From the stored words of a group, and the factors of its super-block.
+  __device__ __forceinline__ void set(uint2 own, const GroupScales& factors) {
     if constexpr (kIsExactPair)
       set_pairs(own);
     else if constexpr (kIsSplit)
-      set_split(GroupScales(own, super));
+      set_split(group_scales(own, factors));
     else
-      set_floats(GroupScales(own, super));
+      set_floats(group_scales(own, factors));
   }
 
   // Only what `exact` needs.
   __device__ __forceinline__ void set_offsets(uint2 own) {
     if constexpr (kHasZeroPoint) {
-      const GroupScales from(own, SuperScales(uint2{}));
+      const GroupScales from(own);
 #pragma unroll
       for (int i = 0; i < 2; ++i)
         offset_pair[i] = pack2<scalar_t>(from.offset[i] + kCodeBias, from.offset[i] + kCodeBias);
