@@ -23,6 +23,7 @@ constexpr bool kScalesSums = SCALES_SUMS;
 constexpr int kMmaM = 64;
 constexpr int kRows = kWarpgroups * kMmaTiles * kMmaM, kRowTiles = kRows / kTileRows;
 constexpr int kStageK = kDepth * kSlabK;
+constexpr int kSuperStages = kSuperBlock > 0 ? kSuperBlock / kStageK : 1;  // of a super-block
 constexpr int kStageGroups = kStageK > kGroup ? kStageK / kGroup : 1;
 static_assert(kStageK % kGroup == 0 || kGroup % kStageK == 0, "a stage has whole groups or a part");
 static_assert(kSuperBlock == 0 || kSuperBlock % kStageK == 0, "a stage lies in one super-block");

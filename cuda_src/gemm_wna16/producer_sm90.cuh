@@ -55,7 +55,7 @@ struct Loader {
     load(map_scales, kAtScales, kStageGroups * kScaleTileBytes, stage_k * kStageK / kGroup);
     if constexpr (kHighBytes > 0) load(map_high, kAtHigh, kDepth * kHighBytes, stage_k * kDepth);
     if constexpr (kSuperBlock > 0)
-      load(map_supers, kAtSuper, kSuperTileBytes, stage_k / (kSuperBlock / kStageK));
+      load(map_supers, kAtSuper, kSuperTileBytes, stage_k / kSuperStages);
   }
 };
 
