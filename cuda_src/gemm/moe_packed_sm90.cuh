@@ -109,6 +109,12 @@ struct MoeDecoder {
     }
   }
 
+  __device__ __forceinline__ GroupScales super_factors(int tile, int g) const {
+    if constexpr (kSuperBlock == 0) return GroupScales();
+    return GroupScales::of_super(
+        load_small<kSuperBytes>(stage + kSuperPlane + tile * kSuperTileBytes + g * kSuperBytes));
+  }
+
   // The fragments of step kStep; steps come in order.
   template <int kStep>
   __device__ __forceinline__ void load_scales(int d) {
@@ -119,8 +125,7 @@ struct MoeDecoder {
         const int tile = first_tile + j * 4, g = lane_idx / 4;
         scales[j].set(load_small<kScaleBytes>(stage + kScalePlane + tile * kTileScales +
                                               group * kScaleTileBytes + g * kScaleBytes),
-                      load_small<kSuperBytes>(stage + kSuperPlane + tile * kSuperTileBytes +
-                                              g * kSuperBytes));
+                      super_factors(tile, g));
       }
     }
   }

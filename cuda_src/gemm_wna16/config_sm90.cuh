@@ -15,9 +15,7 @@ constexpr int kWarpgroups = WARPGROUPS;  // that multiply
 constexpr int kMmaTiles = MMA_TILES;     // of 64 rows of the weight, per warpgroup
 constexpr int kDepth = DEPTH;            // slabs in a stage
 constexpr int kStages = STAGES;
-constexpr int kClusterN = CLUSTER_N;  // neighbouring blocks of a cluster, which share rows of x
-constexpr int kSplits = SPLITS;       // CTAs of a cluster that share a sum over k
-constexpr int kClusterSize = kClusterN * kSplits;
+constexpr int kSplits = SPLITS;  // CTAs of a cluster that share a sum over k
 constexpr int kBlocks = BLOCKS;  // CTAs per multiprocessor
 // Codes are multiplied as they are, and the sums over a group by its scale: fewer instructions for
 // few tokens. Else weights are multiplied, rounded to scalar_t.
@@ -25,6 +23,7 @@ constexpr bool kScalesSums = SCALES_SUMS;
 constexpr int kMmaM = 64;
 constexpr int kRows = kWarpgroups * kMmaTiles * kMmaM, kRowTiles = kRows / kTileRows;
 constexpr int kStageK = kDepth * kSlabK;
+constexpr int kSuperStages = kSuperBlock > 0 ? kSuperBlock / kStageK : 1;  // of a super-block
 constexpr int kStageGroups = kStageK > kGroup ? kStageK / kGroup : 1;
 static_assert(kStageK % kGroup == 0 || kGroup % kStageK == 0, "a stage has whole groups or a part");
 static_assert(kSuperBlock == 0 || kSuperBlock % kStageK == 0, "a stage lies in one super-block");
@@ -54,8 +53,7 @@ constexpr int kDataBox = 256;  // bytes of a row of map_data
 // warpgroup for eight tokens. A thread has it as vectors of four sums. Where there are more CTAs
 // than slices the last ones finish nothing.
 constexpr int kVecs = kMmaTiles * kTokens / 8;
-constexpr int kMaxSlices = kWarpgroups == 2 ? kVecs : kTokens / 8;  // gate and up stay together
-constexpr int kFinishers = kSplits < kMaxSlices ? kSplits : kMaxSlices;
+constexpr int kFinishers = kSplits < kVecs ? kSplits : kVecs;
 constexpr int kSliceVecs = kVecs / kFinishers, kSliceSums = kSliceVecs * 4;
 constexpr int kSliceMmaTiles = kSliceVecs < kMmaTiles ? kSliceVecs : kMmaTiles;
 constexpr int kSliceTokens = kSliceVecs / kSliceMmaTiles * 8;

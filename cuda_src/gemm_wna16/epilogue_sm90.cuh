@@ -50,10 +50,10 @@ struct RowEpilogue {
     }
   }
 
-  __device__ __forceinline__ void add_bias(int row, int column, Eight& y) const {
+  __device__ __forceinline__ void add_bias(int column, Eight& y) const {
 #pragma unroll
     for (int j = 0; j < 8; ++j)
-      if (column + j < columns) y.v[j] += to_float(e.bias[row + column + j]);
+      if (column + j < columns) y.v[j] += to_float(e.bias[column + j]);
   }
 
   __device__ __forceinline__ void activate_eight(Eight& y) const {
@@ -69,7 +69,7 @@ struct RowEpilogue {
 
   // Whether results are the sums and a bias, stored as scalar_t.
   __device__ __forceinline__ bool has_halves() const {
-    return num_gates == 0 && e.activation == kIdentity && !e.is_float && e.residual == nullptr;
+    return (num_gates > 0 || e.activation == kIdentity) && !e.is_float && e.residual == nullptr;
   }
 
   // Adds the bias to a thread's sums of one m-tile, whose first row is `row`.
@@ -94,16 +94,10 @@ struct RowEpilogue {
     }
   }
 
-  // `sums` are of row `row` of x and column `column` of out, `ups` those of up if gated.
-  __device__ __forceinline__ void finish(int64_t row, int column, Eight y, Eight ups) const {
-    if (e.bias != nullptr) add_bias(0, column, y);
-    if (num_gates > 0) {
-      if (e.bias != nullptr) add_bias(num_gates, column, ups);
-#pragma unroll
-      for (int j = 0; j < 8; ++j) y.v[j] = silu(y.v[j]) * ups.v[j];
-    } else if (e.activation != kIdentity) {
-      activate_eight(y);
-    }
+  // `y` are sums of row `row` of x, from column `column` of out on; or results, if gated.
+  __device__ __forceinline__ void finish(int64_t row, int column, Eight y) const {
+    if (num_gates == 0 && e.bias != nullptr) add_bias(column, y);
+    if (num_gates == 0 && e.activation != kIdentity) activate_eight(y);
     if (e.is_float) {
       if (e.residual != nullptr) add_residual<float>(row, column, y);
       store<float>(row, column, y);
@@ -114,25 +108,23 @@ struct RowEpilogue {
   }
 };
 
-// Finishes `count` tokens from `token` on, whose sums lie in staging: those of the slice that
-// begins at m-tile `mma` of each warpgroup.
+// Finishes `count` tokens from `token` on, which lie in staging: those of the slice that begins at
+// m-tile `mma` of each warpgroup.
 __device__ __forceinline__ void finish_staged(const RowEpilogue& e, const float* staging, int token,
                                               int count, int block, int mma) {
-  const bool is_gated = e.num_gates > 0;
   constexpr int kShift = kSliceRows == 64 ? 3 : kSliceRows == 128 ? 4 : 5;
   static_assert(8 << kShift == kSliceRows, "eights of a row");
-  const int width = is_gated ? kSliceRows / 2 : kSliceRows, shift = kShift - is_gated;
-  const int first_column = block * (is_gated ? kRows / 2 : kRows) + mma * kMmaM;
+  const bool is_gated = e.num_gates > 0;
+  const int shift = kShift - is_gated, mma_width = is_gated ? kMmaM / 2 : kMmaM;
+  const int first_column = (block * kRows / kMmaM + mma) * mma_width;
   for (int i = threadIdx.x; i < count << shift; i += kConsumerThreads) {
     const int row = i >> shift, within = (i & ((1 << shift) - 1)) * 8;
-    // Of the second warpgroup's m-tiles, other slices may have those between.
-    const int skipped = within / (kSliceMmaTiles * kMmaM) * (kMmaTiles - kSliceMmaTiles) * kMmaM;
+    // Other slices may have m-tiles of the first warpgroup before those of the second.
+    const int skipped =
+        within / (kSliceMmaTiles * mma_width) * (kMmaTiles - kSliceMmaTiles) * mma_width;
     const int column = first_column + within + skipped;
     if (column >= e.columns) continue;
-    const float* from = staging + row * kStagingRow + within;
-    const Eight sums = *reinterpret_cast<const Eight*>(from);
-    Eight ups = {};
-    if (is_gated) ups = *reinterpret_cast<const Eight*>(from + width);
-    e.finish(token + row, column, sums, ups);
+    e.finish(token + row, column,
+             *reinterpret_cast<const Eight*>(staging + row * kStagingRow + within));
   }
 }

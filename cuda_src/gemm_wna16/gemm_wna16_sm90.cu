@@ -12,8 +12,7 @@
 // of x. A producer thread fills a ring of stages by TMA.
 // Consumer warpgroups turn codes into fragments in registers while wgmma multiplies those of
 // the step before. The CTAs of a cluster share one tile's sum over k: they exchange partial sums
-// through distributed shared memory, and each finishes some of the tokens. Or they compute neighbouring
-// blocks, and each loads some rows of x for all.
+// through distributed shared memory, and each finishes some of the tokens.
 // Mirror: engine/reference/gemm_wna16.py
 #include "gemm_wna16/consumer_sm90.cuh"
 #include "gemm_wna16/producer_sm90.cuh"
@@ -34,7 +33,7 @@ struct GemmWna16Sm90Params {
   void* out;                // (M, N), or (M, N / 2) gated; scalar_t, or float if is_float
   int64_t out_stride;       // elements
   int m, n, slabs;          // slabs: of 64 values of k
-  int x_part, tail_part;    // rows of x that a CTA loads of a tile, and of that of the last rows
+  int x_part, tail_part;    // rows of x in a tile, and in that of the last rows
   int num_gates;            // rows of gate, a multiple of 16; 0: not gated
   int activation;           // an Activation
   int is_float;
@@ -42,7 +41,7 @@ struct GemmWna16Sm90Params {
   int is_early;   // the preceding kernel writes neither weight nor bias
 };
 
-extern "C" __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads, kBlocks)
+extern "C" __global__ void __cluster_dims__(kSplits, 1, 1) __launch_bounds__(kThreads, kBlocks)
     gemm_wna16_sm90(const __grid_constant__ GemmWna16Sm90Params p) {
   pdl_trigger();
   extern __shared__ unsigned char smem_raw[];
@@ -51,10 +50,11 @@ extern "C" __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds_
   const int warp_idx = __shfl_sync(~0u, static_cast<int>(threadIdx.x / kWarpSize), 0);
   const int width = p.num_gates > 0 ? kRows / 2 : kRows;
   const int columns = p.num_gates > 0 ? p.num_gates : p.n;
-  const TileScheduler scheduler(p.m, (columns + width - 1) / width);
+  const TileScheduler scheduler{(p.m + kTokens - 1) / kTokens, (columns + width - 1) / width};
+  const int rank = kSplits > 1 ? cluster_rank() : 0;
   const int stages_k = (p.slabs + kDepth - 1) / kDepth;
-  const int first_k = stages_k * scheduler.rank_k / kSplits;
-  const int last_k = stages_k * (scheduler.rank_k + 1) / kSplits;
+  const int first_k = stages_k * rank / kSplits;
+  const int last_k = stages_k * (rank + 1) / kSplits;
   if (threadIdx.x == 0) {
     tma_prefetch_map(&p.map_x);
     tma_prefetch_map(&p.map_tail);
@@ -62,7 +62,7 @@ extern "C" __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds_
     tma_prefetch_map(&p.map_scales);
     for (int i = 0; i < kStages; ++i) {
       mbarrier_init(smem_address(&smem.full[i]), 1);
-      mbarrier_init(smem_address(&smem.empty[i]), kClusterN * kConsumerThreads / kWarpSize);
+      mbarrier_init(smem_address(&smem.empty[i]), kConsumerThreads / kWarpSize);
     }
     if constexpr (kSplits > 1) {
       mbarrier_init(smem_address(&smem.sums_full), 1);
@@ -71,7 +71,7 @@ extern "C" __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds_
     }
     mbarrier_init_fence();
   }
-  if (kClusterSize > 1)
+  if (kSplits > 1)
     cluster_sync_relaxed();  // the fence is part of the initialisation
   else
     __syncthreads();
@@ -79,22 +79,11 @@ extern "C" __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds_
   if (warp_idx >= kConsumerThreads / kWarpSize) {
     if constexpr (kMovesRegisters) warpgroup_reg_dealloc<kProducerRegisters>();
     if (warp_idx == kConsumerThreads / kWarpSize && elect_one()) {
-      const Loader load{smem,
-                        &p.map_x,
-                        &p.map_tail,
-                        &p.map_data,
-                        &p.map_high,
-                        &p.map_scales,
-                        &p.map_supers,
-                        p.slabs,
-                        p.num_gates / kTileRows,
-                        p.m,
-                        p.x_part,
-                        p.tail_part,
-                        first_k,
-                        last_k,
-                        scheduler.rank_n,
-                        scheduler.rank_k};
+      const Loader load{smem,          &p.map_x,    &p.map_tail,
+                        &p.map_data,   &p.map_high, &p.map_scales,
+                        &p.map_supers, p.slabs,     p.num_gates / kTileRows,
+                        p.m,           p.x_part,    p.tail_part,
+                        first_k,       last_k};
       produce(load, scheduler, p.is_early != 0);
     }
   } else {
@@ -102,13 +91,14 @@ extern "C" __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds_
     const RowEpilogue epilogue{Epilogue{p.bias, p.residual, p.out, p.residual_stride, p.out_stride,
                                         p.activation, p.is_float != 0, p.is_vector != 0},
                                columns, p.num_gates};
-    const Consumer consumer{
-        smem,         p.slabs,          first_k,
-        last_k,       scheduler.rank_n, scheduler.rank_k,
-        warp_idx / 4, warp_idx,         static_cast<int>(threadIdx.x % kWarpSize)};
+    const Consumer consumer{smem,
+                            p.slabs,
+                            first_k,
+                            last_k,
+                            warp_idx / 4,
+                            warp_idx,
+                            static_cast<int>(threadIdx.x % kWarpSize),
+                            p.num_gates > 0};
     consume(consumer, epilogue, scheduler, p.m);
   }
-  // SAFETY: other CTAs still arrive on this one's mbarriers, so it must not end before them. (With
-  // kSplits alone it has waited for all that they send.)
-  if (kClusterN > 1) cluster_sync_relaxed();
 }

@@ -13,10 +13,8 @@ struct Loader {
   int num_gates;  // row tiles of gate: the first half of a block, its ups are the second; 0: none
   int m, x_part, tail_part;
   int first_k, last_k;  // stages of k
-  int rank_n, rank_k;   // of this CTA in its cluster
 
-  // Rows of x that this CTA loads for its cluster; a stage's rows that none loads keep what they
-  // held: their sums are dropped.
+  // Rows of x that are loaded; a stage's other rows keep what they held: their sums are dropped.
   __device__ __forceinline__ int part(const WorkTile& tile) const {
     return tile.token + kTokens <= m ? x_part : tail_part;
   }
@@ -25,7 +23,7 @@ struct Loader {
   __device__ __forceinline__ void weight(int stage, int stage_k, const WorkTile& tile) const {
     const unsigned full = smem_address(&smem.full[stage]);
     const int depth = min(kDepth, slabs - stage_k * kDepth);
-    mbarrier_arrive_expect_tx(full, depth * kClusterN * part(tile) * kSlabRowBytes + kStagePlanes);
+    mbarrier_arrive_expect_tx(full, depth * part(tile) * kSlabRowBytes + kStagePlanes);
     if (num_gates == 0) {
       planes<kRowTiles>(stage, stage_k, tile.block * kRowTiles, 0, full);
     } else {
@@ -36,21 +34,12 @@ struct Loader {
   }
 
   __device__ __forceinline__ void x(int stage, int stage_k, const WorkTile& tile) const {
-    const int rows = part(tile), row = tile.token + rank_n * rows;
-    const unsigned full = smem_address(&smem.full[stage]);
-    const unsigned to = smem_address(smem.x[stage]) + rank_n * rows * kSlabRowBytes;
+    const unsigned full = smem_address(&smem.full[stage]), to = smem_address(smem.x[stage]);
     const TensorMap* map = tile.token + kTokens <= m ? map_x : map_tail;
-    constexpr unsigned kMask = (1u << kClusterN) - 1;
 #pragma unroll
-    for (int d = 0; d < kDepth; ++d) {
-      const int slab = stage_k * kDepth + d;
-      if (slab >= slabs) break;
-      if constexpr (kClusterN == 1)
-        tma_load_2d(to + d * kSlabX, map, slab * kSlabK, row, full);
-      else
-        tma_load_2d_multicast(to + d * kSlabX, map, slab * kSlabK, row, full,
-                              static_cast<unsigned short>(kMask << (rank_k * kClusterN)));
-    }
+    for (int d = 0; d < kDepth; ++d)
+      if (stage_k * kDepth + d < slabs)
+        tma_load_2d(to + d * kSlabX, map, (stage_k * kDepth + d) * kSlabK, tile.token, full);
   }
 
  private:
@@ -66,7 +55,7 @@ struct Loader {
     load(map_scales, kAtScales, kStageGroups * kScaleTileBytes, stage_k * kStageK / kGroup);
     if constexpr (kHighBytes > 0) load(map_high, kAtHigh, kDepth * kHighBytes, stage_k * kDepth);
     if constexpr (kSuperBlock > 0)
-      load(map_supers, kAtSuper, kSuperTileBytes, stage_k / (kSuperBlock / kStageK));
+      load(map_supers, kAtSuper, kSuperTileBytes, stage_k / kSuperStages);
   }
 };
 

@@ -1,7 +1,6 @@
 // From packed codes to fragments of weights, rounded to scalar_t as `dequantize` rounds them.
 #pragma once
 
-#include "gemm_wna16/format.cuh"
 #include "gemm_wna16/decode.cuh"
 
 // Scales and offsets that scalar_t holds exactly (an exponent is a bfloat16) are applied in scalar_t:
@@ -18,20 +17,31 @@ constexpr int kUnbias = kCodeBias + kZero;
 constexpr bool kFoldsBias =
     !kIsPairs && kCodeBias != 0 && !kHasMinimum && kScaleType <= kBfloat16Scale;
 
+// The scales of a group from its stored words and the factors of its super-block.
+__device__ __forceinline__ GroupScales group_scales(uint2 own, const GroupScales& factors) {
+  GroupScales scales(own);
+  if constexpr (kSuperBlock > 0) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      scales.scale[i] *= factors.scale[i], scales.offset[i] *= factors.offset[i];
+  }
+  return scales;
+}
+
 // The scales and offsets of a lane's rows g and g + 8, for the codes of a group.
 struct RowScales {
   float scale[2], offset[2];               // in float: a weight is code * scale + offset
   uint32_t scale_pair[2], offset_pair[2];  // in scalar_t, twice
   uint32_t rest_pair[2];                   // of a split scale
 
-  // From the stored words of a group, and the scales of its super-block.
-  __device__ __forceinline__ void set(uint2 own, uint2 super) {
+  // From the stored words of a group, and the factors of its super-block.
+  __device__ __forceinline__ void set(uint2 own, const GroupScales& factors) {
     if constexpr (kIsExactPair)
       set_pairs(own);
     else if constexpr (kIsSplit)
-      set_split(GroupScales(own, super));
+      set_split(group_scales(own, factors));
     else
-      set_floats(GroupScales(own, super));
+      set_floats(group_scales(own, factors));
   }
 
   // Only what `exact` needs.
@@ -111,6 +121,39 @@ struct RowScales {
     }
   }
 };
+
+// ---- gate and up --------------------------------------------------------------------------------
+//
+// Of a gated product a warp multiplies 8 rows of gate, as its rows g, and the same of up, as its rows
+// g + 8: rows 8 `half` of a row tile of each.
+
+template <int kShift, uint32_t kLow>
+__device__ __forceinline__ uint32_t mix_words(uint32_t gate, uint32_t up, int half) {
+  return (gate >> half * kShift & kLow) | (up << (1 - half) * kShift & ~kLow);
+}
+
+__device__ __forceinline__ TileWords mix(const TileWords& gate, const TileWords& up, int half) {
+  TileWords words;
+#pragma unroll
+  for (int i = 0; i < (kBits == 8 ? 8 : 4); ++i)
+    words.data[i] = kBits == 8 ? mix_words<8, 0x00ff00ffu>(gate.data[i], up.data[i], half)
+                               : mix_words<4, 0x0f0f0f0fu>(gate.data[i], up.data[i], half);
+  if constexpr (kBits == 5)
+    words.high[0] = mix_words<1, 0x55555555u>(gate.high[0], up.high[0], half);
+  if constexpr (kBits == 6) {
+    words.high[0] = mix_words<2, 0x33333333u>(gate.high[0], up.high[0], half);
+    words.high[1] = mix_words<2, 0x33333333u>(gate.high[1], up.high[1], half);
+  }
+  return words;
+}
+
+// The stored scales of two rows, kBytes together.
+template <int kBytes>
+__device__ __forceinline__ uint2 mix(uint2 gate, uint2 up, int half) {
+  if constexpr (kBytes == 8) return half ? uint2{gate.y, up.y} : uint2{gate.x, up.x};
+  if constexpr (kBytes == 4) return {__byte_perm(gate.x, up.x, half ? 0x7632 : 0x5410), 0};
+  return {__byte_perm(gate.x, up.x, half ? 0x7751 : 0x7740), 0};
+}
 
 // The fragment of step kStep: registers of rows g and g + 8 in turn. With kIsExact without scales.
 template <int kStep, bool kIsExact>

@@ -18,7 +18,7 @@ from engine.testing.tolerances import assert_close
 
 HALVES = ("float16", "bfloat16")
 CONFIGS = [
-    pytest.param(c, id=f"{c.tokens}x{c.rows}-{c.splits}-{c.depth}-{c.blocks}")
+    pytest.param(c, id=f"{c.tokens}x{c.rows}-{c.splits}{'-sums' if c.scales_sums else ''}")
     for c in HOPPER_CONFIGS
 ]
 
@@ -211,7 +211,6 @@ def test_choice_covers_the_problem(sm_count):
 def test_stages_fit(config, name):
     form = FORMATS[name]
     assert config.blocks * (config.shared_bytes(form) + 1024) <= 228 * 1024
-    assert config.supports(form) or config.scales_sums or config.stages(form) < 2
 
 
 @pytest.mark.parametrize("name", PACKED_FORMATS)

@@ -31,12 +31,15 @@ HALVES = (np.dtype(np.float16), BFLOAT16)
 def specs(
     dtype: str, *, formats: tuple[str, ...] = (), patterns: bool = False, **_: Any
 ) -> tuple[ModuleSpec, ...]:
-    """Return the modules that the op may launch for weights of `formats`; all with `patterns`."""
+    """Return the modules that the op may launch for weights of `formats`.
+
+    With `patterns` for all of them, or, of those that differ little, for some.
+    """
     if dtype == "float32":
         return ()
     return (
         *few_rows.specs("gemm_wna16", dtype, tuple(FORMATS) if patterns else formats),
-        *sm90.specs(dtype, tuple(FORMATS) if patterns else formats),
+        *sm90.specs(dtype, sm90.SAMPLE if patterns else formats),
         *dequantize_specs(dtype, formats=formats, patterns=patterns),
         *permute_specs(dtype),
         *gemm_specs(dtype),

@@ -22,6 +22,7 @@ from engine.quantization.formats import TILE_ROWS
 
 __all__ = [
     "HOPPER_CONFIGS",
+    "SAMPLE",
     "HopperConfig",
     "choose",
     "choose_hopper",
@@ -62,8 +63,6 @@ class HopperConfig:
         Slabs of 64 values of k in a stage.
     blocks : int
         CTAs per multiprocessor.
-    cluster_n : int
-        How many neighbouring tiles a cluster computes, multicasting rows of x.
     scales_sums : bool
         Multiply codes as they are, and the sums over a group by its scale.
     """
@@ -74,7 +73,6 @@ class HopperConfig:
     splits: int = 1
     depth: int = 1
     blocks: int = 1
-    cluster_n: int = 1
     scales_sums: bool = False
 
     @property
@@ -92,8 +90,7 @@ class HopperConfig:
     def _slice(self) -> tuple[int, int]:
         """Return the rows and the tokens of what one CTA of a cluster finishes."""
         vecs = self.mma_tiles * self.tokens // 8
-        slices = vecs if self.warpgroups == 2 else self.tokens // 8
-        size = vecs // min(self.splits, slices)
+        size = vecs // min(self.splits, vecs)
         mma_tiles = min(size, self.mma_tiles)
         return self.warpgroups * mma_tiles * 64, size // mma_tiles * 8
 
@@ -158,10 +155,12 @@ class HopperConfig:
     def supports(self, form: Format) -> bool:
         """Tell whether there is such a module for weights of a format.
 
-        A consumer holds a stage while it waits for the next one.
+        Of two tiles that differ in `scales_sums` alone, a format has the one that decodes faster.
         """
         scales_sums = form.group >= _SLAB_K and form.offset != "min"
-        return self.stages(form) >= 2 and (scales_sums or not self.scales_sums)
+        if self.tokens * self.mma_tiles <= 64 and scales_sums != self.scales_sums:
+            return False
+        return self.stages(form) >= 2  # a consumer holds one while it waits for the next
 
     def spec(self, base: ModuleSpec, form: Format) -> ModuleSpec:
         """Return the module for weights of a format; `base` says how it decodes them."""
@@ -170,7 +169,6 @@ class HopperConfig:
             "WARPGROUPS": self.warpgroups,
             "MMA_TILES": self.mma_tiles,
             "SPLITS": self.splits,
-            "CLUSTER_N": self.cluster_n,
             "DEPTH": self.depth,
             "BLOCKS": self.blocks,
             "STAGES": self.stages(form),
@@ -179,19 +177,14 @@ class HopperConfig:
         }
         return ModuleSpec(base.file, base.dtype, (*base.defines, *macros.items()))
 
-    def x_part(self, m: int) -> int:
-        """Return how many rows of a tile of x each of the CTAs that share it loads."""
-        rows = min(m, self.tokens)
-        return rows if self.cluster_n == 1 else ceil_div(rows, 8 * self.cluster_n) * 8
-
     def clusters(self, m: int, columns: int, *, is_gated: bool) -> int:
-        """Return how many clusters' worth of tiles a result of `columns` columns has."""
-        width = (self.rows // 2 if is_gated else self.rows) * self.cluster_n
+        """Return how many tiles a result of `columns` columns has: a cluster computes one."""
+        width = self.rows // 2 if is_gated else self.rows
         return ceil_div(m, self.tokens) * ceil_div(columns, width)
 
     def max_clusters(self, sm_count: int) -> int:
         """Return how many clusters run at a time: those of four or more do not fill every GPC."""
-        size = self.splits * self.cluster_n
+        size = self.splits
         count = sm_count * self.blocks
         return max(1, count // size if size <= 2 else count * 10 // (11 * size))
 
@@ -206,15 +199,25 @@ class _Cost:
 
 
 _TILES: dict[HopperConfig, _Cost] = {
-    HopperConfig(32, 1, 2, splits=4, depth=2, blocks=2): _Cost(3.0, 2.0, 0.2),
-    HopperConfig(64, 2, 2, splits=2, depth=2): _Cost(3.0, 2.0, 0.4),
-    HopperConfig(128): _Cost(3.0, 2.0, 0.35),
-    HopperConfig(128, splits=2): _Cost(3.0, 2.0, 0.35),
-    HopperConfig(256): _Cost(3.0, 2.0, 0.65),
+    HopperConfig(32, 1, 2, splits=4, depth=2, blocks=2, scales_sums=True): _Cost(1.2, 3.2, 0.35),
+    HopperConfig(32, 1, 2, splits=1, depth=2, blocks=2, scales_sums=True): _Cost(6.5, 0.03, 0.2),
+    HopperConfig(32, 1, 2, splits=4, depth=2, blocks=2): _Cost(1.2, 2.6, 0.48),
+    HopperConfig(32, 1, 2, splits=1, depth=2, blocks=2): _Cost(6.5, 0.1, 0.25),
+    HopperConfig(64, 2, 1, splits=2, depth=2, scales_sums=True): _Cost(1.2, 3.3, 0.26),
+    HopperConfig(64, 2, 1, splits=2, depth=2): _Cost(1.2, 3.8, 0.31),
+    HopperConfig(64, 2, 2, depth=2): _Cost(1.2, 4.1, 0.48),
+    HopperConfig(64, 2, 2, splits=4, depth=2): _Cost(1.2, 4.5, 0.52),
+    HopperConfig(128, splits=2): _Cost(1.2, 3.9, 0.4),
+    HopperConfig(128): _Cost(1.2, 1.4, 0.4),
+    HopperConfig(128, 2, 2): _Cost(1.2, 8.1, 0.64),
+    HopperConfig(256): _Cost(1.2, 6.0, 0.55),
 }
 _BYTES_PER_US = 4.2e6
 
 HOPPER_CONFIGS: tuple[HopperConfig, ...] = tuple(_TILES)
+
+SAMPLE = ("int4_g128", "int4_g32_zp", "int8_g64", "mxfp4", "q4_k", "q5_1", "q6_k")
+"""Formats that together decode in every way there is."""
 
 
 def specs(dtype: str, formats: tuple[str, ...] = ()) -> tuple[ModuleSpec, ...]:
@@ -253,7 +256,7 @@ def choose_hopper(
     slabs, columns = ceil_div(k, _SLAB_K), n // 2 if is_gated else n
 
     def is_possible(config: HopperConfig) -> bool:
-        if config.splits * config.cluster_n > sm_count or not config.supports(form):
+        if config.splits > sm_count or not config.supports(form):
             return False
         if deterministic and (config.splits > 1 or config.scales_sums):
             return False
@@ -311,11 +314,11 @@ def launch(operands: Operands, config: HopperConfig) -> None:
     clusters = config.clusters(m, out.shape[1], is_gated=is_gated)
     if config.splits == 1:  # persistent
         clusters = min(clusters, config.max_clusters(sm_count()))
-    x_part, tail_part = config.x_part(m), config.x_part(m % config.tokens or config.tokens)
+    x_part, tail_part = min(m, config.tokens), m % config.tokens or config.tokens
     base = format_spec(_FILE, dtype, weight.format, scale_dtype(weight))
     _KERNEL.launch(
         config.spec(base, weight.format),
-        (clusters * config.splits * config.cluster_n,),
+        (clusters * config.splits,),
         (config.threads,),
         config.shared_bytes(weight.format),
         cluster=1,  # the module says how large they are
