@@ -161,6 +161,18 @@ def test_deterministic_rows_do_not_depend_on_m(cp, has_blocks):
         np.testing.assert_array_equal(to_numpy(part), to_numpy(whole[:m]))
 
 
+@pytest.mark.parametrize("m", [1, 5, 20])
+def test_prefetching_the_next_weight_changes_nothing(xp, m):
+    x, weight, scales, _, _ = inputs(m, 320, 512, "bfloat16", False)
+    gx, gw, gs = cases.to_module(xp, x, weight, scales)
+    want = to_numpy(kernels.gemm_fp8(gx, gw, gs))
+    for following in (gw, (gw[:160], gw[160:]), xp.ones((1, 7), np.uint8), gw[:0]):
+        got = kernels.gemm_fp8(gx, gw, gs, pdl=True, prefetch=following)
+        np.testing.assert_array_equal(to_numpy(got), want)
+    with pytest.raises(ContractError, match="prefetch: must be at most two arrays; got 3"):
+        kernels.gemm_fp8(gx, gw, gs, prefetch=(gw, gw, gw))
+
+
 @pytest.mark.parametrize("has_blocks", BLOCKS)
 def test_mirror_is_the_product_of_dequantized_numbers(has_blocks):
     x, weight, scales, _, _ = inputs(7, 150, 300, "float32", has_blocks)

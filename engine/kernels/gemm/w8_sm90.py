@@ -34,7 +34,7 @@ _DTYPES = ("float16", "bfloat16")
 _BLOCK = 128  # of weights that share a scale: a tile has columns of one
 
 # Microseconds on an H200: of a launch, of a tile beside its stages, of a stage of a tile. Fitted to
-# six layers of e4m3 at 16 to 4096 rows, launched with pdl; `python -m tests.bench gemm_fp8` measures
+# six layers of e4m3 at 16 to 4096 rows, launched with pdl; `python -m tests.bench gemm_fp8` times
 # what is chosen.
 _TILES: dict[HopperConfig, tuple[float, float, float]] = {
     HopperConfig(256, 128, cluster_n=2): (0.1, 4.12, 0.64),
