@@ -34,4 +34,5 @@ def quantize_rows(x: Array, *, dtype: str = "fp8", group: int = 0) -> tuple[Arra
     values = values.reshape(m, groups * width)[:, :k]
     if dtype == "int8":
         return np.rint(np.nan_to_num(values)).astype(np.int8), scales
-    return values.astype(ml_dtypes.float8_e4m3fn).view(np.uint8), scales
+    codes = values.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    return np.where(np.isnan(values), np.uint8(0x7F), codes), scales

@@ -11,7 +11,7 @@ from engine.dtypes import np_dtype
 from engine.errors import ContractError, DTypeError, ShapeError
 from engine.kernels.gemm import w8
 from engine.kernels.gemm.skinny import Limits
-from engine.kernels.gemm.w8_sm90 import W8_CONFIGS
+from engine.kernels.gemm.w8_sm90 import w8_configs
 from engine.testing import cases
 from engine.testing.cases_w8 import PRODUCTS_8BIT, dequantized, quantized_weight
 from engine.testing.tolerances import assert_close
@@ -118,13 +118,17 @@ def test_rows_that_lie_apart(xp, m):
         assert bool(xp.isnan(out[:, 64:]).all())
 
 
+TILES = {
+    (config, has_blocks): None
+    for has_blocks, deterministic in ((False, False), (False, True), (True, False))
+    for config in w8_configs(has_blocks=has_blocks, deterministic=deterministic)
+}
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("has_blocks", BLOCKS)
-@pytest.mark.parametrize("config", W8_CONFIGS, ids=str)
+@pytest.mark.parametrize(("config", "has_blocks"), TILES, ids=str)
 def test_every_tile_matches_mirror(cp, monkeypatch, config, has_blocks):
     """Where it is Hopper; elsewhere the same tile each time."""
-    if has_blocks and 128 % config.tile_n:
-        pytest.skip("a tile's columns are of one block")
     monkeypatch.setattr(w8, "MAX_SKINNY_ROWS", 0)
     monkeypatch.setattr(w8, "choose_w8_hopper", lambda *_, **__: config)
     for m in (1, 19, 64) if config.tile_m == 64 else (1, 19, 64, 130, 300):
@@ -155,6 +159,18 @@ def test_deterministic_rows_do_not_depend_on_m(cp, has_blocks):
     for m in (1, 8, 33, 130):
         part = kernels.gemm_fp8(gx[:m], gw, gs, deterministic=True)
         np.testing.assert_array_equal(to_numpy(part), to_numpy(whole[:m]))
+
+
+@pytest.mark.parametrize("m", [1, 5, 20])
+def test_prefetching_the_next_weight_changes_nothing(xp, m):
+    x, weight, scales, _, _ = inputs(m, 320, 512, "bfloat16", False)
+    gx, gw, gs = cases.to_module(xp, x, weight, scales)
+    want = to_numpy(kernels.gemm_fp8(gx, gw, gs))
+    for following in (gw, (gw[:160], gw[160:]), xp.ones((1, 7), np.uint8), gw[:0]):
+        got = kernels.gemm_fp8(gx, gw, gs, pdl=True, prefetch=following)
+        np.testing.assert_array_equal(to_numpy(got), want)
+    with pytest.raises(ContractError, match="prefetch: must be at most two arrays; got 3"):
+        kernels.gemm_fp8(gx, gw, gs, prefetch=(gw, gw, gw))
 
 
 @pytest.mark.parametrize("has_blocks", BLOCKS)

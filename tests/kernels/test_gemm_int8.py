@@ -10,7 +10,7 @@ from engine.device import to_numpy
 from engine.dtypes import np_dtype
 from engine.errors import DTypeError, ShapeError
 from engine.kernels.gemm import w8
-from engine.kernels.gemm.w8_sm90 import W8_CONFIGS
+from engine.kernels.gemm.w8_sm90 import w8_configs
 from engine.testing import cases
 from engine.testing.cases_w8 import PRODUCTS_8BIT, dequantized, quantized_weight
 from engine.testing.tolerances import assert_close
@@ -80,7 +80,7 @@ def test_a_norm_before_it(xp, m):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", W8_CONFIGS, ids=str)
+@pytest.mark.parametrize("config", w8_configs(has_blocks=False), ids=str)
 def test_every_tile_matches_mirror(cp, monkeypatch, config):
     """Where it is Hopper; elsewhere the same tile each time."""
     monkeypatch.setattr(w8, "MAX_SKINNY_ROWS", 0)
