@@ -13,7 +13,16 @@ import numpy as np
 from engine.checks import shown
 from engine.errors import DTypeError
 
-__all__ = ["BFLOAT16", "E4M3_MAX", "FLOAT_NAMES", "PAGE_FP8", "dtype_name", "itemsize", "np_dtype", "page_dtype"]
+__all__ = [
+    "BFLOAT16",
+    "E4M3_MAX",
+    "FLOAT_NAMES",
+    "PAGE_FP8",
+    "dtype_name",
+    "itemsize",
+    "np_dtype",
+    "page_dtype",
+]
 
 BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
 

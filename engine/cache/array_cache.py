@@ -129,7 +129,9 @@ class Cache:
         Only for pages of floats; slots never written are zeros.
         """
         slab = self._kv.slab
-        found = [[abs(part.astype(np.float32)).max(axis=(0, 2, 3)) for part in layer] for layer in slab]
+        found = [
+            [abs(part.astype(np.float32)).max(axis=(0, 2, 3)) for part in layer] for layer in slab
+        ]
         rows = [[to_numpy(part) for part in layer] for layer in found]
         return np.array(rows, np.float32)
 

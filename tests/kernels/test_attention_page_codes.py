@@ -118,9 +118,7 @@ def test_trees(xp, num_queries, head_dim, tier, monkeypatch):
     masks |= np.uint64(1) << np.arange(num_queries).astype(np.uint64)
     q, arrays = _queries(case, "bfloat16"), _inputs(case, "bfloat16")
     want = reference.attention_decode(q, **arrays, tree_mask=masks)
-    got = kernels.attention_decode(
-        xp.asarray(q), **_moved(xp, arrays), tree_mask=xp.asarray(masks)
-    )
+    got = kernels.attention_decode(xp.asarray(q), **_moved(xp, arrays), tree_mask=xp.asarray(masks))
     assert_close(got, want, reduction=case.reduction)
 
 

@@ -42,9 +42,7 @@ def specs(
     rows = (1, 17) if num_rows is None else (num_rows,)
     tiles = dict.fromkeys(choose_tile(dtype, dim, n) for n in rows for dim in dims)
     any_chip = tuple(portable.spec(tile, dtype, has_codes=has_codes) for tile in tiles)
-    return any_chip + sm90.specs(
-        dtype, head_dim=head_dim, num_rows=num_rows, has_codes=has_codes
-    )
+    return any_chip + sm90.specs(dtype, head_dim=head_dim, num_rows=num_rows, has_codes=has_codes)
 
 
 def attention_decode(
@@ -84,8 +82,8 @@ def attention_decode(
         The last Q tokens of each sequence, D <= 256. A view whose last axis is contiguous is taken
         as it is.
     k_pages, v_pages : (P, K, block_size, D) arrays of q's dtype or uint8
-        Contiguous. With uint8 they hold e4m3 codes, as `kv_store` makes them. H is a multiple of K: query head h reads head h // (H // K). block_size is 16,
-        32, 64 or 128.
+        Contiguous. With uint8 they hold e4m3 codes, as `kv_store` makes them. H is a multiple of K:
+        query head h reads head h // (H // K). block_size is 16, 32, 64 or 128.
     block_tables : (B, NB) array of int32
         Ids of each sequence's pages. Entries past its length are never read.
     context_lens : (B,) array of int32

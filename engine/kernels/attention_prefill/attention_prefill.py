@@ -87,9 +87,7 @@ def specs(
     portable = tuple(
         _spec(tile, dtype, kind, has_codes=has_codes) for kind in kinds for tile in tiles
     )
-    return portable + sm90.specs(
-        dtype, head_dim=head_dim, patterns=patterns, has_codes=has_codes
-    )
+    return portable + sm90.specs(dtype, head_dim=head_dim, patterns=patterns, has_codes=has_codes)
 
 
 def _spec(tile: Tile, dtype: str, is_patterned: int, *, has_codes: bool) -> ModuleSpec:
