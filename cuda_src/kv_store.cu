@@ -4,8 +4,9 @@
 //
 // A token whose slot is outside [0, P * block_size) is not stored. Arguments: KvStoreParams, below.
 //
-// Numerics: a copy, or e4m3 codes of value / scale (common/page_codes.cuh). Parallelisation: one thread per kWidth features; blockIdx.x is the token,
-// blockIdx.y walks the features of its k, then of its v.
+// Numerics: a copy, or e4m3 codes of value / scale (common/page_codes.cuh).
+// Parallelisation: one thread per kWidth features; blockIdx.x is the token, blockIdx.y walks the
+// features of its k, then of its v.
 // Mirror: engine/reference/kv_store.py
 #include "common/page_codes.cuh"
 

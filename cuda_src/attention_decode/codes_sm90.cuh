@@ -8,9 +8,9 @@
 //   product s: features 64 (s / 4) + 16 t + 4 (s % 4) + {0, 1} and {2, 3}
 // Which key is column g is free, too: see code_row.
 //
-// P V. ldmatrix transposes units of two bytes: a lane gets features 2g and 2g+1 of keys 2t and 2t+1.
-// One byte permutation pairs the keys; the even features are the columns of one product, the odd
-// ones those of another. So a lane's sums are those of 4 neighbouring columns, 4t to 4t+3 of 16.
+// P V. ldmatrix transposes units of two bytes: a lane gets features 2g and 2g+1 of keys 2t and
+// 2t+1. One byte permutation pairs the keys; the even features are the columns of one product, the
+// odd ones those of another. So a lane's sums are 4 neighbouring columns, 4t to 4t+3 of 16.
 #pragma once
 
 #include "attention_decode/pipeline_sm90.cuh"

@@ -73,7 +73,8 @@ constexpr int kNewTokenThreads = 3 * kWarpSize;
 // The 168 registers per thread of nine warps of a CTA, or of five of each of two CTAs, are too
 // few for the consumers here. The producer warp is then in a warpgroup of its own, which gives them
 // registers, fewer if its other warps have work.
-constexpr bool kMovesRegisters = (kConsumerWarps == 8 || kNewToken) && kCluster == 1;
+constexpr bool kMovesRegisters =
+    (kConsumerWarps == 8 || kNewToken || (kHasCodes && kCtasPerSm == 2)) && kCluster == 1;
 constexpr int kThreads = kConsumerThreads + (kMovesRegisters ? 4 : 1) * kWarpSize;
 constexpr int kConsumerRegisters = kConsumerWarps == 8 ? 232 : kHasNewTokenWarps ? 160 : 208;
 constexpr int kProducerRegisters = kHasNewTokenWarps ? 96 : 40;

@@ -144,7 +144,9 @@ class Consumer {
   int new_key_ = -1;  // the new token's key, patched into its tile; -1: none
   uint32_t q_[kQueriesInRegisters ? kRowTiles : 1][kQueriesInRegisters ? kHeadDim / 16 : 1][4];
   float o_[kRowTiles][kSlice / 8][4];
-  float query_factor_[2] = {};  // with codes: of the rows of q_
+#if PAGE_CODES
+  float query_factor_[2];  // of the rows of q_; elsewhere the member alone would change the code
+#endif
   // Of a row: its maximum so far, what O and the sum are relative to (both log2), the sum.
   float max_[kRowTiles][2], base_[kRowTiles][2], sum_[kRowTiles][2];
 
@@ -197,14 +199,14 @@ class Consumer {
                           lane_idx() / 16 * 16 + d * 32);
   }
   __device__ __forceinline__ void load_queries() {
-    if constexpr (kHasCodes) {
-      load_queries_for_codes(q_[0], query_factor_, queries_.q());
-    } else {
+#if PAGE_CODES
+    load_queries_for_codes(q_[0], query_factor_, queries_.q());
+#else
 #pragma unroll
-      for (int r = 0; r < kRowTiles; ++r)
+    for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
-        for (int d = 0; d < kHeadDim / 16; ++d) load_query(q_[r][d], r, d);
-    }
+      for (int d = 0; d < kHeadDim / 16; ++d) load_query(q_[r][d], r, d);
+#endif
     if constexpr (kCluster == 1 && kQueryBuffers == 1 && !kNewToken) queries_.release();
   }
 
@@ -237,10 +239,7 @@ class Consumer {
       if (index >= 0 && index / (kWarpRuns * 8) == warp_idx())
         patch(ring_k_.k(), 0, index, 0, kPageRowBytes / 16);
     }
-    if constexpr (kHasCodes)
-      multiply_qk_of_codes(s);
-    else
-      multiply_qk(s);
+    multiply_qk(s);
     mbarrier_arrive(ring_k_.empty_k());
     ring_k_.advance();
     if (rule_.inner != 0.0f) {
@@ -253,7 +252,8 @@ class Consumer {
     publish_maxima(s, buffer);
   }
 
-  __device__ __forceinline__ void multiply_qk_of_codes(Scores& s) {
+#if PAGE_CODES
+  __device__ __forceinline__ void multiply_qk(Scores& s) {
     Scores odd;
 #pragma unroll
     for (int i = 0; i < kWarpRuns * 4; ++i) at(s, i) = at(odd, i) = 0.0f;
@@ -263,7 +263,7 @@ class Consumer {
     for (int i = 0; i < kWarpRuns * 4; ++i)
       at(s, i) = (kTwoChains ? at(s, i) + at(odd, i) : at(s, i)) * query_factor_[i % 4 / 2];
   }
-
+#else
   __device__ __forceinline__ void multiply_qk(Scores& s) {
     Scores odd;
 #pragma unroll
@@ -299,6 +299,7 @@ class Consumer {
 #pragma unroll
       for (int i = 0; i < kRowTiles * kWarpRuns * 4; ++i) at(s, i) += at(odd, i);
   }
+#endif
 
   // `sees` says of (row, last key of the row, key) whether the row sees the key.
   template <typename Sees>

@@ -6,8 +6,8 @@
 
 #include "attention_prefill/producer_sm90.cuh"
 
-// Address of 16-byte word `word` of row `row` of a tile of codes, which TMA swizzles over the 128 or
-// 64 bytes of a row.
+// Offset of 16-byte word `word` of row `row` of a tile of codes, which TMA swizzles over the 128
+// or 64 bytes of a row.
 __device__ __forceinline__ unsigned code_offset(int row, int word) {
   if constexpr (kHeadDim == 64) return row * 64 + (word ^ row / 2 % 4) * 16;
   return row * 128 + (word ^ row % 8) * 16;

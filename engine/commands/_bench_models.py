@@ -59,6 +59,7 @@ def make_engine(
     options: dict[str, Any] = {
         "max_num_seqs": arguments.max_num_seqs or max_num_seqs,
         "max_num_batched_tokens": arguments.max_num_batched_tokens,
+        "kv_cache_dtype": arguments.kv_cache_dtype,
         "cuda_graphs": False if arguments.no_cuda_graphs else None,
     }
     if arguments.no_async:

@@ -50,6 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="auto", help="float32, float16, bfloat16 or auto")
     parser.add_argument("--load-format", default="auto", help="dummy makes random weights")
     add_quantization_argument(parser)
+    parser.add_argument(
+        "--kv-cache-dtype", default="auto", help="fp8 halves the memory of keys and values"
+    )
     parser.add_argument("--num-requests", type=int, help="how many requests")
     parser.add_argument("--prompt-len", type=int, help="tokens of a prompt (throughput: at most)")
     parser.add_argument("--output-len", type=int, help="tokens of an output (throughput: at most)")

@@ -122,14 +122,14 @@ class Attention:
         added to it. With `rows` (R,) int32, only the output of these tokens is computed, (R, N).
         """
         q, k, v = self._rows(x, norm)
-        places = (batch.rope_positions, self.cos_sin, k_pages, v_pages, batch.slot_mapping)
         if self._stores_while_decoding(batch):
             new = {"k": k[:, None], "v": v[:, None], "positions": batch.rope_positions}
             new |= {"cos_sin": self.cos_sin, "slot_mapping": batch.slot_mapping}
             heads = self._decode(q, batch, k_pages, v_pages, **new, **self._norms())
         else:
-            scales = self._scales(k_pages)
-            kernels.qk_norm_rope_store(q, k, v, *places, **self._norms(), **scales)
+            places = (batch.rope_positions, self.cos_sin, k_pages, v_pages, batch.slot_mapping)
+            options = self._norms() | self._scales(k_pages)
+            kernels.qk_norm_rope_store(q, k, v, *places, **options)
             heads = self._attend(q, batch, k_pages, v_pages)
         heads = heads.reshape(heads.shape[0], -1)
         if rows is not None:

@@ -98,4 +98,4 @@ def _is_fp8(folder: Path) -> bool:
     scheme = quantization.get("kv_cache_scheme") if isinstance(quantization, dict) else None
     if not isinstance(scheme, dict):
         return True
-    return scheme.get("num_bits", 8) == 8 and scheme.get("type", "float") == "float"
+    return (scheme.get("num_bits", 8), scheme.get("type", "float")) == (8, "float")

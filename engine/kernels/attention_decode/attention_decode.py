@@ -82,8 +82,8 @@ def attention_decode(
         The last Q tokens of each sequence, D <= 256. A view whose last axis is contiguous is taken
         as it is.
     k_pages, v_pages : (P, K, block_size, D) arrays of q's dtype or uint8
-        Contiguous. With uint8 they hold e4m3 codes, as `kv_store` makes them. H is a multiple of K: query head h reads head h // (H // K). block_size is 16,
-        32, 64 or 128.
+        Contiguous. With uint8 they hold e4m3 codes, as `kv_store` makes them. H is a multiple of K:
+        query head h reads head h // (H // K). block_size is 16, 32, 64 or 128.
     block_tables : (B, NB) array of int32
         Ids of each sequence's pages. Entries past its length are never read.
     context_lens : (B,) array of int32

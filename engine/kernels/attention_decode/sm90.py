@@ -78,7 +78,9 @@ class HopperTile:
     @property
     def threads(self) -> int:
         """Threads of a CTA: the consumer warps and the producer warp, or its warpgroup."""
-        moves_registers = (self.consumer_warps == 8 or self.new_token) and self.cluster == 1
+        has_many_values = self.has_codes and self.ctas_per_sm == 2
+        needs_registers = self.consumer_warps == 8 or self.new_token or has_many_values
+        moves_registers = needs_registers and self.cluster == 1
         return 32 * (self.consumer_warps + (4 if moves_registers else 1))
 
     @property
@@ -147,7 +149,7 @@ _CODE_TILES = (
 )
 _MANY_CODE_TILES = {
     64: replace(_CODE_TILES[0], stages=6, ctas_per_sm=2),
-    128: replace(_CODE_TILES[1], box_keys=8, stages=6, consumer_warps=4, ctas_per_sm=2),
+    128: replace(_CODE_TILES[1], box_keys=8, stages=5, consumer_warps=4, ctas_per_sm=2),
 }
 _CLUSTER = 8  # CTAs
 _ROWS = 16  # of a row tile

@@ -48,7 +48,7 @@ _COMBINE = Kernel(
 )
 
 _CODE_STAGES = 4  # kCodeStages
-_WHERE = ("cu_seqlens_q", "cu_seqlens_k", "block_tables", "context_lens")
+_WHERE = ("cu_seqlens_q", "cu_seqlens_k", "block_tables", "context_lens", "k_scale", "v_scale")
 
 
 @dataclass(frozen=True)
@@ -265,8 +265,6 @@ def launch(
         score_inner=rule.inner,
         score_factor=rule.factor,
         **arguments(pattern),
-        k_scale=keys["k_scale"],
-        v_scale=keys["v_scale"],
     )
     if splits > 1:
         _COMBINE.launch(spec, (ceil_div(rows, 8),), (256,), **shared, sinks=sinks, rows=rows)
@@ -326,9 +324,13 @@ def _maps(q: Any, keys: dict[str, Any], dtype: str, tile: HopperTile, group: int
         if keys["block_tables"] is not None:
             row = head_dim * x.itemsize
             if tile.has_codes:
-                sizes, box = (head_dim, 1, x.size // head_dim), _box_keys(x.shape[2], tile)
                 maps[f"{name}_map"] = tensor_map(
-                    *(x.data.ptr, "uint8", sizes, (row, row), (head_dim, 1, box)), swizzle=head_dim
+                    x.data.ptr,
+                    "uint8",
+                    (head_dim, 1, x.size // head_dim),
+                    (row, row),
+                    (head_dim, 1, _box_keys(x.shape[2], tile)),
+                    swizzle=head_dim,
                 )
                 continue
             sizes, strides = (head_dim, 1, x.size // head_dim), (row, row)
