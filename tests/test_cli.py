@@ -138,6 +138,16 @@ def test_doctor_reports_what_is_there():
     assert "CPU: ready" in text
 
 
+def test_doctor_plans_the_memory_of_a_model():
+    lines = _run("doctor", "--plan", "llama-3.1-8b", "--memory-gb", "24").stdout.splitlines()
+    rows = [line.split() for line in lines if line.startswith("bfloat16")]
+    tokens = {row[3]: int(row[-1]) for row in rows}
+    assert tokens["fp8"] == 2 * tokens["bfloat16"] > 0
+    assert "none" in _run("doctor", "--plan", "llama-3.1-8b", "--memory-gb", "4").stdout
+    for options in (["--plan", "qwen3-0.6b", "--memory-gb", "0"], ["--memory-gb", "8"]):
+        assert "--memory-gb" in _run("doctor", *options, status=2).stderr
+
+
 def test_doctor_without_a_gpu_calls_nothing_a_failure(monkeypatch, capsys):
     import argparse
 

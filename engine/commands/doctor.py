@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from engine import device, env
 from engine._version import __version__
-from engine.errors import CompileError
+from engine.errors import CompileError, ConfigError
 from engine.kernels import _module, _nvrtc
 from engine.loading.download import local_path
 
@@ -36,11 +36,26 @@ class _NotHereError(Exception):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options (there are none)."""
+    """Declare the options."""
+    parser.add_argument("--plan", metavar="MODEL", help="say how many tokens fit beside a model")
+    parser.add_argument(
+        "--memory-gb", type=float, help="for a device of this many GiB, with --plan"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run every check; 0 if the engine works on the CPU (a missing GPU is not a failure)."""
+    """Run every check; 0 if the engine works on the CPU (a missing GPU is not a failure).
+
+    With --plan, only print how the memory would be used.
+    """
+    if getattr(arguments, "plan", None) is not None:
+        # Imported late: the checks must run where a part of the engine cannot be imported.
+        from engine.commands._plan import plan_lines
+
+        print("\n".join(plan_lines(arguments.plan, arguments.memory_gb)))
+        return 0
+    if getattr(arguments, "memory_gb", None) is not None:
+        raise ConfigError("--memory-gb needs --plan MODEL")
     checks: list[tuple[str, Callable[[], str]]] = [
         ("engine", lambda: f"{__version__} in {os.path.dirname(os.path.dirname(__file__))}"),
         ("python", lambda: f"{platform.python_version()} on {platform.platform()}"),
