@@ -220,7 +220,7 @@ class Model:
 
     @property
     def dtype(self) -> str:
-        """Name of the dtype of weights, activations and pages."""
+        """Name of the dtype of weights and activations, and of pages unless they hold codes."""
         return self.load_config.dtype
 
     @property
