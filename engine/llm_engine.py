@@ -15,7 +15,6 @@ from engine.cache.swap import SwapSpace
 from engine.calibration import with_measured_costs
 from engine.checks import request_ids_of, shown_with_type
 from engine.deadlines import Deadlines
-from engine.dtypes import PAGE_FP8
 from engine.engine_config import EngineConfig
 from engine.errors import EngineError, RequestError
 from engine.input_processor import InputProcessor, Prompt, PromptInput
@@ -79,8 +78,7 @@ class LLMEngine:
             model, self.tokenizer, max_model_len=limits.max_model_len, seed=config.seed
         )
         self._texts = token_texts(self.tokenizer)
-        if config.geometry.dtype == PAGE_FP8:
-            model.prepare_fp8_pages(progress=sys.stderr.isatty())
+        model.prepare_pages(config.geometry.dtype)
         self._pool = MemoryPool(model.device)
         self.kv_cache = KVCache(config.geometry, limits.num_blocks, self._pool)
         self._swap = (

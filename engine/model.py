@@ -222,7 +222,7 @@ class Model:
 
     @property
     def dtype(self) -> str:
-        """Name of the dtype of weights, activations and pages."""
+        """Name of the dtype of weights and activations, and of pages unless they hold codes."""
         return self.load_config.dtype
 
     @property
@@ -316,9 +316,10 @@ class Model:
             cache.close()
         self.set_kv_scales(np.where(peaks > 0, peaks / np.float32(E4M3_MAX), np.float32(1)))
 
-    def prepare_fp8_pages(self, *, progress: bool = False) -> None:
-        """Load the kernels for pages of e4m3 codes, on CUDA."""
-        if self.device.is_cuda:
+    def prepare_pages(self, dtype: str) -> None:
+        """Load the kernels for pages of `dtype` that are not those of the model itself."""
+        if dtype == PAGE_FP8 and self.device.is_cuda:
+            progress = sys.stderr.isatty()
             prepare_fp8_pages(self.config, self.dtype, self.device, progress=progress)
 
     def uses_long_rope(self, num_tokens: int) -> bool:
@@ -357,8 +358,7 @@ class Model:
         c = self.config
         pages = kv_dtype(kv_cache_dtype, self.dtype)
         geometry = KVGeometry(c.num_layers, c.num_kv_heads, c.head_dim, block_size, pages)
-        if pages == PAGE_FP8:
-            self.prepare_fp8_pages()
+        self.prepare_pages(pages)
         return Cache(geometry, batch_size, max_tokens, self.device, owner=self.load_config)
 
     def step(self, token_ids: Any, cache: Cache, logits: Literal["last", "all"] = "last") -> Any:

@@ -65,7 +65,7 @@ class MockModel:
         """Return False, as there is no rope."""
         return False
 
-    def prepare_fp8_pages(self, *, progress: bool = False) -> None:
+    def prepare_pages(self, dtype: str) -> None:
         """Do nothing: there are no kernels."""
 
     def forward(self, batch: ForwardBatch, kv_pages: Any) -> Any:
