@@ -18,7 +18,7 @@ from engine.deadlines import Deadlines
 from engine.engine_config import EngineConfig
 from engine.errors import EngineError, RequestError
 from engine.input_processor import InputProcessor, Prompt, PromptInput
-from engine.model import Model, load
+from engine.model import LOAD_OPTIONS, Model, load
 from engine.one_thread import exclusive
 from engine.output_processor import End, OutputGroup, OutputStream, token_texts
 from engine.outputs import RequestOutput
@@ -78,6 +78,7 @@ class LLMEngine:
             model, self.tokenizer, max_model_len=limits.max_model_len, seed=config.seed
         )
         self._texts = token_texts(self.tokenizer)
+        model.prepare_pages(config.geometry.dtype)
         self._pool = MemoryPool(model.device)
         self.kv_cache = KVCache(config.geometry, limits.num_blocks, self._pool)
         self._swap = (
@@ -115,7 +116,7 @@ class LLMEngine:
     @classmethod
     def from_name(cls, model: str = "smollm2", **options: Any) -> LLMEngine:
         """Load `model` and make its engine; takes the keywords of `load` and `EngineConfig`."""
-        names = ("device", "dtype", "load_format", "deterministic", "progress", "config")
+        names = tuple(name for name in LOAD_OPTIONS if name != "max_model_len")  # both have that
         loading = {name: options.pop(name) for name in names if name in options}
         EngineConfig.from_options(options, names)  # raise for wrong options now, not after the load
         if "max_model_len" in options:

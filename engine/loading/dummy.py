@@ -11,8 +11,10 @@ import numpy as np
 from engine.config import ModelConfig
 from engine.device import CPU, Device, array_module
 from engine.dtypes import np_dtype
-from engine.loading.weight_table import weight_dtype, weight_room, weight_shapes
-from engine.quantization import Weight
+from engine.loading.dummy_quantized import RandomCodes
+from engine.loading.weight_memory import quantized_formats, weight_dtype, weight_room
+from engine.loading.weight_table import weight_shapes
+from engine.quantization import Format, Weight
 
 __all__ = ["dummy_weights"]
 
@@ -28,6 +30,7 @@ def dummy_weights(
     dtype: str = "float32",
     seed: int = 0,
     max_model_len: int = 0,
+    quantization: Format | None = None,
 ) -> dict[str, Weight]:
     """Return random weights for a model: normal with standard deviation 0.02, norms near 1.
 
@@ -44,6 +47,8 @@ def dummy_weights(
     seed : int
     max_model_len : int
         Leave room for the rope tables of sequences of this length.
+    quantization : Format, optional
+        Of the matrices of layers: any format, also those that `quantize` cannot make.
 
     Returns
     -------
@@ -67,13 +72,17 @@ def dummy_weights(
     pool = np.random.default_rng(seed).standard_normal(_POOL, np.float32) * np.float32(_STD)
     tile = xp.asarray(pool.astype(np_dtype(dtype)))
     weights: dict[str, Weight] = {}
-    with weight_room(config, device, dtype, max_model_len=max_model_len):
+    formats = {} if quantization is None else quantized_formats(config, quantization)
+    codes = {form: RandomCodes(form, pool, device, _tiled) for form in set(formats.values())}
+    with weight_room(config, device, dtype, max_model_len=max_model_len, formats=formats):
         for name, shape in weight_shapes(config).items():
             if name == "lm_head" and config.tie_word_embeddings:
                 weights[name] = weights["embed"]
             elif name.endswith("norm"):
                 norm = _tiled(pool, shape, _start(name)) + np.float32(1 - config.norm_weight_offset)
                 weights[name] = Weight.dense(xp.asarray(norm.astype(np_dtype(dtype))))
+            elif name in formats:
+                weights[name] = codes[formats[name]].weight(shape, _start(name))
             elif weight_dtype(name, dtype) != dtype:
                 weights[name] = Weight.dense(xp.asarray(_tiled(pool, shape, _start(name))))
             else:

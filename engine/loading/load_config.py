@@ -13,8 +13,10 @@ from engine.checks import shown
 from engine.config import ModelConfig
 from engine.device import Device
 from engine.dtypes import FLOAT_NAMES
-from engine.errors import ConfigError
+from engine.errors import ConfigError, WeightsError
 from engine.loading.download import ModelSource
+from engine.quantization import FORMATS
+from engine.quantization.quantize import resolve_format
 
 __all__ = ["LoadConfig", "resolve_load_config"]
 
@@ -32,6 +34,9 @@ class LoadConfig:
         Longest sequence in tokens.
     load_format : str
         "auto" (the weights of the files) or "dummy" (random ones).
+    quantization : str or None
+        Format that the matrices of layers were rounded to; None if they are as in the files, "none"
+        if those were dequantized.
     deterministic : bool
         Give each token the same bits in any batch and at any chunk size.
     reasons : mapping of str to str
@@ -42,6 +47,7 @@ class LoadConfig:
     dtype: str
     max_model_len: int
     load_format: str
+    quantization: str | None = None
     deterministic: bool = False
     reasons: Mapping[str, str] = field(default_factory=dict)
 
@@ -53,6 +59,7 @@ def resolve_load_config(
     dtype: Any,
     load_format: str,
     max_model_len: int | None,
+    quantization: str | None = None,
     deterministic: bool = False,
 ) -> LoadConfig:
     """Resolve the options that the user left out.
@@ -65,14 +72,14 @@ def resolve_load_config(
         The model's files, if any.
     device : (Device, str)
         The device and the reason for choosing it.
-    dtype, load_format, max_model_len, deterministic
+    dtype, load_format, max_model_len, quantization, deterministic
         As for `load`.
 
     Raises
     ------
     ConfigError
-        If the dtype is unknown, the length is above the model's own, or `deterministic` is
-        neither True nor False.
+        If the dtype or the format is unknown, the length is above the model's own, or
+        `deterministic` is neither True nor False.
     """
     if not isinstance(deterministic, bool):
         raise ConfigError(f"deterministic must be True or False; got {shown(deterministic)}")
@@ -86,6 +93,7 @@ def resolve_load_config(
         raise ConfigError(
             f"dtype must be one of auto, {', '.join(FLOAT_NAMES)}; got {shown(dtype)}"
         )
+    form = _format_name(quantization, load_format)
     limit = config.max_position_embeddings
     if max_model_len is None:
         max_model_len, reasons["max_model_len"] = limit, "the model's own"
@@ -96,7 +104,23 @@ def resolve_load_config(
             f"max_model_len must be from 1 to the model's own {limit}; "
             f"got {shown(int(max_model_len))}"
         )
-    return LoadConfig(device[0], dtype, int(max_model_len), load_format, deterministic, reasons)
+    return LoadConfig(
+        device[0], dtype, int(max_model_len), load_format, form, deterministic, reasons
+    )
+
+
+def _format_name(quantization: Any, load_format: str) -> str | None:
+    """Return the name of the format that the option stands for."""
+    if quantization is None or (isinstance(quantization, str) and quantization == "none"):
+        return quantization
+    if not isinstance(quantization, str):
+        raise ConfigError(f"quantization must be a name or None; got {shown(quantization)}")
+    try:
+        if load_format == "dummy" and quantization in FORMATS:  # also what only files have
+            return FORMATS[quantization].name
+        return resolve_format(quantization).name
+    except WeightsError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _choose_dtype(

@@ -10,7 +10,7 @@ from typing import Any
 from engine.config import ModelConfig
 from engine.device import Device, array_module
 from engine.dtypes import itemsize
-from engine.loading.weight_table import weight_room
+from engine.loading.weight_memory import weight_room
 from engine.quantization import Weight
 
 __all__ = ["pad_features", "pad_mlps"]
@@ -19,7 +19,7 @@ _ROW_ALIGNMENT = 16  # bytes
 
 
 def pad_mlps(weights: dict[str, Weight], config: ModelConfig, device: Device, dtype: str) -> None:
-    """Pad every MLP in `weights` to rows of whole 16 bytes, one layer at a time, in place.
+    """Pad every dense MLP in `weights` to rows of whole 16 bytes, a layer at a time, in place.
 
     Raises
     ------
@@ -33,6 +33,8 @@ def pad_mlps(weights: dict[str, Weight], config: ModelConfig, device: Device, dt
         for layer in (i for i in range(config.num_layers) if config.moe_of(i) is None):
             first = "gate_up" if config.gated_mlp else "up"
             names = [f"layers.{layer}.{name}" for name in (first, "down", f"{first}_bias")]
+            if not weights[f"layers.{layer}.down"].format.is_dense:
+                continue  # its planes are padded already
             held = [weights[name].data if name in weights else None for name in names]
             padded = pad_features(*held, multiple=multiple)
             for name, array in zip(names, padded, strict=True):

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
-from engine.cache.memory_pool import device_memory, format_bytes
 from engine.config import ModelConfig, MoeConfig
-from engine.device import CPU, Device
-from engine.errors import ConfigError, OutOfMemoryError, WeightsError
+from engine.errors import ConfigError, WeightsError
+from engine.loading.kv_scales import is_kv_scale
 from engine.loading.placement import Placement
-from engine.models.decoder import rope_bytes
 from engine.models.family import TensorName, WeightName
 from engine.models.tensor_layout import ROWS
-from engine.quantization import WHOLE, Shard, dense_format
+from engine.quantization import WHOLE, Shard
 
-__all__ = ["place_tensors", "shard_axis", "weight_bytes", "weight_dtype", "weight_room"]
-__all__ += ["weight_shapes"]
-
-_MAX_ROPE_BYTES = 8 << 30  # 16 million positions of 128 features
+__all__ = ["place_tensors", "shard_axis", "weight_shapes"]
 
 # Tables in old checkpoints and .gguf files that the engine computes itself.
 _IGNORED = re.compile(
@@ -50,7 +44,6 @@ _COLUMN_PART = {
 }
 _EXPERTS = "experts_"  # begins the kinds that have a first axis of experts
 _VOCABULARY = ("embed", "lm_head", "lm_head_bias")
-_FLOAT32_KINDS = ("router_correction", "sinks")  # numbers per expert or head that are added once
 
 
 def shard_axis(kind: str) -> int | None:
@@ -67,17 +60,6 @@ def shard_axis(kind: str) -> int | None:
     if kind.removesuffix("_bias") in _ROW_PARTS or kind in _VOCABULARY:
         return first
     return first + 1 if kind in _COLUMN_PART else None
-
-
-def weight_dtype(name: str, dtype: str) -> str:
-    """Return the dtype in which weight `name` is kept in a model of dtype `dtype`.
-
-    Examples
-    --------
-    >>> [weight_dtype(f"layers.0.{kind}", "float16") for kind in ("qkv", "router_correction")]
-    ['float16', 'float32']
-    """
-    return "float32" if name.rpartition(".")[2] in _FLOAT32_KINDS else dtype
 
 
 # Parts that are as large as another one.
@@ -247,77 +229,6 @@ def _moe_shapes(moe: MoeConfig, n: int, parts: _Parts) -> dict[str, tuple[int, .
     return shapes
 
 
-def weight_bytes(config: ModelConfig, dtype: str, shard: Shard = WHOLE) -> int:
-    """Return the bytes of all weights in `dtype`; tied embeddings count once.
-
-    Examples
-    --------
-    >>> weight_bytes(ModelConfig("llama", 64, 32, 1, 4, 2, 8, 48, 128), "float16")
-    23744
-    """
-    shapes = weight_shapes(config, shard)
-    if config.tie_word_embeddings:
-        del shapes["lm_head"]
-    return sum(
-        dense_format(weight_dtype(name, dtype)).num_bytes(shape) for name, shape in shapes.items()
-    )
-
-
-@contextmanager
-def weight_room(
-    config: ModelConfig,
-    device: Device,
-    dtype: str,
-    *,
-    shard: Shard = WHOLE,
-    max_model_len: int = 0,
-) -> Iterator[None]:
-    """Raise if the device has no room for the weights that the `with` block allocates.
-
-    Rope tables for sequences of `max_model_len` tokens are included; they are made on the host.
-    They have a limit of their own, since two numbers in a small file determine their size.
-
-    Raises
-    ------
-    OutOfMemoryError
-        Says what is needed, what is free and who uses the rest, or that the rope tables are above
-        their limit of 8 GiB; and what would fit.
-    """
-    tables = rope_bytes(config, max_model_len)
-    if tables > _MAX_ROPE_BYTES:
-        raise OutOfMemoryError(
-            f"rope tables must have at most {format_bytes(_MAX_ROPE_BYTES)}; they would have "
-            f"{format_bytes(tables)} for max_model_len={max_model_len}. What would fit: "
-            f"max_model_len={max_model_len * _MAX_ROPE_BYTES // tables}"
-        )
-    what = f"of weights in {dtype}"
-    if tables:
-        what += f" and of rope tables ({format_bytes(tables)} for max_model_len={max_model_len})"
-
-    def text(place: Device, needed: int) -> str:
-        total, free = device_memory(place)
-        said = (
-            f"{place} has no room for {format_bytes(needed)} {what}: of {format_bytes(total)} in "
-            f"total, others use {format_bytes(total - free)} and {format_bytes(free)} are free"
-        )
-        if dtype == "float32" and weight_bytes(config, "bfloat16", shard) + tables <= free:
-            said += '. What would fit: dtype="bfloat16"'
-        elif 0 < (room := free - weight_bytes(config, dtype, shard)) < tables:
-            said += f". What would fit: max_model_len={max(1, max_model_len * room // tables)}"
-        return said
-
-    needed = weight_bytes(config, dtype, shard) + tables
-    # Check the host in advance: it overcommits, and kills the process that touches the memory. A
-    # GPU refuses by itself; and its free memory excludes blocks that CuPy can reuse.
-    on_host = tables if device.is_cuda else needed
-    if on_host > device_memory(CPU)[1]:
-        raise OutOfMemoryError(text(CPU, on_host))
-    try:
-        yield
-    except MemoryError as error:  # CuPy's OutOfMemoryError derives from it
-        raise OutOfMemoryError(f"{text(device, needed)} ({error})") from error
-
-
 def place_tensors(
     where: str,
     config: ModelConfig,
@@ -352,6 +263,7 @@ def place_tensors(
         and name not in ignored
         and not _IGNORED.fullmatch(name)
         and not _is_extra(config, name)
+        and not is_kv_scale(name)
     ]
     _refuse(where, "missing", [name for name in wanted if name not in found])
     _refuse(where, f"not part of a {config.model_type} model with this config", unexpected)

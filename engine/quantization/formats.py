@@ -6,10 +6,27 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from engine.checks import shown
 from engine.dtypes import FLOAT_NAMES, itemsize
 from engine.errors import WeightsError
 
-__all__ = ["FORMATS", "Format", "dense_format", "format_of"]
+__all__ = ["FORMATS", "STACKED", "TILE_COLUMNS", "TILE_ROWS", "Format", "dense_format"]
+__all__ += ["format_of", "padded_shape"]
+
+TILE_ROWS, TILE_COLUMNS = 16, 64  # of packed formats, see `packing`
+
+
+def padded_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of a packed weight (..., N, K) with whole tiles.
+
+    Examples
+    --------
+    >>> padded_shape((40, 100))
+    (48, 128)
+    """
+    *rest, rows, columns = shape
+    high, wide = -(-rows // TILE_ROWS), -(-columns // TILE_COLUMNS)
+    return *rest, high * TILE_ROWS, wide * TILE_COLUMNS
 
 
 @dataclass(frozen=True)
@@ -71,12 +88,18 @@ class Format:
     @property
     def is_packed(self) -> bool:
         """Tell whether the data are planes of `packing`, for products with 16-bit activations."""
-        return not self.is_dense and not self.activations
+        return self.code in ("int", "e2m1") and not self.activations
 
     @property
     def group(self) -> int:
         """Consecutive numbers of a row that share a scale; 0 for the whole row."""
         return 0 if self.block is None else self.block[1]
+
+    @property
+    def code_range(self) -> tuple[int, int]:
+        """The smallest and the largest code of an integer format."""
+        low = -128 if self.bits == 8 else 0
+        return low, low + (1 << self.bits) - 1
 
     def num_scales(self, shape: Sequence[int]) -> int:
         """Return how many scales a weight of this shape has."""
@@ -87,7 +110,9 @@ class Format:
         return -(-rows // high) * -(-columns // wide)
 
     def num_bytes(self, shape: Sequence[int]) -> int:
-        """Return the bytes of data and scales of a weight of this shape."""
+        """Return the bytes of data and scales of a weight of this shape, padding included."""
+        if self.is_packed:
+            shape = padded_shape(shape)
         bits = math.prod(shape) * self.bits + self.num_scales(shape) * self.scale_bits
         if self.super_block:
             rows, columns = math.prod(shape[:-1]), shape[-1]
@@ -130,6 +155,9 @@ FORMATS: dict[str, Format] = {
 }
 """Every supported format, by name. Codes of 8 bits are signed, others unsigned."""
 
+STACKED = Format("stacked", 0, (0, 0))
+"""The format of a weight whose rows are those of several weights in different formats."""
+
 
 def dense_format(dtype: str) -> Format:
     """Return the format of a plain array of this dtype.
@@ -153,5 +181,5 @@ def format_of(name: str) -> Format:
         If there is none; the message lists those that there are.
     """
     if name not in FORMATS:
-        raise WeightsError(f"format must be one of {', '.join(FORMATS)}; got {name!r}")
+        raise WeightsError(f"format must be one of {', '.join(FORMATS)}; got {shown(name)}")
     return FORMATS[name]

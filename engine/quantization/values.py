@@ -9,14 +9,14 @@ import numpy as np
 
 from engine.device import array_module
 from engine.errors import WeightsError
-from engine.quantization.formats import Format
+from engine.quantization.formats import Format, padded_shape
 from engine.quantization.packing import (
-    TILE_COLUMNS,
     pack_codes,
     tile_groups,
     unpack_codes,
     untile_groups,
 )
+from engine.quantization.stack import matrices
 from engine.quantization.weight import Weight
 
 __all__ = ["E2M1", "E4M3", "E8M0", "pack_weight", "unpack_weight"]
@@ -78,7 +78,7 @@ def pack_weight(
         _check("super_scales", super_scales, (rows, -(-columns // form.super_block), *last))
     data, high = pack_codes(codes, form.bits)
     # Groups of padding, so that every tile has its scales.
-    padded = -(-columns // TILE_COLUMNS) * TILE_COLUMNS
+    padded = padded_shape((rows, columns))[1]
     return Weight(
         form,
         data,
@@ -91,10 +91,19 @@ def pack_weight(
 
 
 def unpack_weight(weight: Weight) -> Any:
-    """Return the numbers (N, K) float32 of a weight in any format, in their logical order."""
+    """Return the numbers (N, K) float32 of a weight in any format, in their logical order.
+
+    A weight of several matrices (E, N, K) gives (E, N, K).
+    """
+    if weight.parts:
+        parts = [unpack_weight(part) for part in weight.parts]
+        return array_module(*parts).concatenate(parts)
     form, xp = weight.format, array_module(weight.data)
     if form.is_dense:
         return weight.data.astype(np.float32)
+    if len(weight.shape) > 2:
+        numbers = [unpack_weight(matrix) for matrix in matrices(weight)]
+        return xp.stack(numbers) if numbers else xp.zeros(weight.shape, np.float32)
     if form.activations:
         numbers = xp.asarray(E4M3)[weight.data.view("u1")]
         if form.code == "int":

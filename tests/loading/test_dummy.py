@@ -10,7 +10,7 @@ from engine.config import ModelConfig
 from engine.device import Device
 from engine.dtypes import FLOAT_NAMES, np_dtype
 from engine.errors import OutOfMemoryError
-from engine.loading import dummy, weight_table
+from engine.loading import dummy, weight_memory
 from engine.loading.hf_config import config_from_dict
 from engine.loading.weights import dummy_weights, weight_bytes, weight_shapes
 from engine.models.registry import FAMILIES
@@ -75,11 +75,11 @@ def test_out_of_memory_says_how_much_was_needed(tiny, monkeypatch):
 def test_weights_that_cannot_fit_are_refused_before_allocation(tiny, monkeypatch):
     config = config_from_dict(tiny.config_of("llama"))
     needed = weight_bytes(config, "float32")
-    monkeypatch.setattr(weight_table, "device_memory", lambda device: (4 * needed, needed // 2))
+    monkeypatch.setattr(weight_memory, "device_memory", lambda device: (4 * needed, needed // 2))
     monkeypatch.setattr(dummy, "_tiled", None)  # must not be called
     with pytest.raises(OutOfMemoryError, match=r'others use .* are free. .* dtype="bfloat16"'):
         dummy_weights(config)
-    monkeypatch.setattr(weight_table, "device_memory", lambda device: (4 * needed, needed // 4))
+    monkeypatch.setattr(weight_memory, "device_memory", lambda device: (4 * needed, needed // 4))
     with pytest.raises(OutOfMemoryError, match=r"are free$"):
         dummy_weights(config, dtype="bfloat16")
 

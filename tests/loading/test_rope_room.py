@@ -10,9 +10,9 @@ import pytest
 
 from engine.device import CPU
 from engine.errors import OutOfMemoryError
-from engine.loading import weight_table
+from engine.loading import weight_memory
 from engine.loading.hf_config import config_from_dict
-from engine.loading.weight_table import weight_room
+from engine.loading.weight_memory import weight_room
 from engine.model import load
 from engine.models import decoder
 
@@ -31,7 +31,7 @@ def test_tables_above_the_limit_are_refused_whatever_is_free(
     make_model, absurd, monkeypatch, load_format
 ):
     """The limit is the engine's own: a machine with a terabyte refuses them, too."""
-    monkeypatch.setattr(weight_table, "device_memory", lambda device: (1 << 40, 1 << 40))
+    monkeypatch.setattr(weight_memory, "device_memory", lambda device: (1 << 40, 1 << 40))
     monkeypatch.setattr(decoder, "rope_table", lambda *_: pytest.fail("a table was made"))
     path, _, _ = make_model(**absurd)
     with pytest.raises(OutOfMemoryError, match=r"at most 8\.00 GiB; they would have 64\.00 GiB"):
@@ -42,13 +42,13 @@ def test_what_would_fit_does(absurd):
     config = config_from_dict(absurd)
     with pytest.raises(OutOfMemoryError, match=f"What would fit: max_model_len={1 << 21}$"):
         weight_room(config, CPU, "float32", max_model_len=1 << 24).__enter__()
-    assert decoder.rope_bytes(config, 1 << 21) == weight_table._MAX_ROPE_BYTES
+    assert decoder.rope_bytes(config, 1 << 21) == weight_memory._MAX_ROPE_BYTES
     assert load(config=config, load_format="dummy", device="cpu", max_model_len=64).step
 
 
 def test_the_hosts_free_memory_counts(absurd, monkeypatch):
     config = config_from_dict(absurd)
-    monkeypatch.setattr(weight_table, "device_memory", lambda device: (1 << 30, 1 << 30))
+    monkeypatch.setattr(weight_memory, "device_memory", lambda device: (1 << 30, 1 << 30))
     with pytest.raises(OutOfMemoryError, match=r"are free\. What would fit: max_model_len=") as got:
         weight_room(config, CPU, "float32", max_model_len=1 << 20).__enter__()
     fits = int(str(got.value).rpartition("=")[2])

@@ -13,7 +13,8 @@ from engine.errors import ConfigError
 from engine.loading.gguf import GgufFile
 from engine.loading.model_config import load_config
 from engine.loading.safetensors import SafetensorsFile
-from engine.loading.weight_table import shard_axis, weight_bytes, weight_shapes
+from engine.loading.weight_memory import weight_bytes
+from engine.loading.weight_table import shard_axis, weight_shapes
 from engine.loading.weights import load_weights
 from engine.quantization import Shard
 from tests.loading.tiny import random_tensors, save_file

@@ -1,0 +1,104 @@
+"""Random weights in a quantized format, made without quantizing: codes at random, equal scales."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from engine.device import Device
+from engine.quantization import Format, Weight
+from engine.quantization.formats import TILE_COLUMNS, TILE_ROWS, padded_shape
+
+__all__ = ["RandomCodes"]
+
+Array = np.ndarray[Any, Any]
+
+_PLANES = {4: (512, 0), 5: (512, 128), 6: (512, 256), 8: (1024, 0)}  # bytes of a tile
+
+
+class RandomCodes:
+    """Makes weights whose numbers have about the standard deviation of a pool of normal ones.
+
+    Parameters
+    ----------
+    form : Format
+        Not dense.
+    pool : (P,) array of float32
+        Normal numbers.
+    device : Device
+    tiled : callable
+        ``tiled(array, shape, start)`` repeats an array from element `start` on.
+    """
+
+    def __init__(
+        self, form: Format, pool: Array, device: Device, tiled: Callable[..., Any]
+    ) -> None:
+        self.form, self.xp, self._tiled = form, device.xp, tiled
+        self._std = np.float32(pool.std())
+        codes, self._scale = self._codes(pool)
+        self._pool = self.xp.asarray(codes)
+
+    def weight(self, shape: tuple[int, ...], start: int) -> Weight:
+        """Return a weight of `shape`, (N, K) or (E, N, K), from element `start` of the pool on."""
+        form = self.form
+        *experts, rows, columns = shape
+        if not form.is_packed:
+            data = self._tiled(self._pool, shape, start)
+            if form.code == "int":
+                data = data.view("i1")
+            high, wide = form.block or (1, 0)
+            blocks = [rows] if wide == 0 else [-(-rows // high), -(-columns // wide)]
+            scales = self._filled((*experts, *blocks), self._scale, np.float32)
+            return Weight(form, data, shape, scales=scales)
+        whole = padded_shape((math.prod((*experts, rows)), columns))
+        tiles = whole[0] // TILE_ROWS, whole[1] // TILE_COLUMNS
+        low, fifth = (
+            self._tiled(self._pool, (*tiles, size), start) if size else None
+            for size in _PLANES[form.bits]
+        )
+        scales, supers = self._scales(tiles)
+        return Weight(form, low, shape, scales=scales, high=fifth, super_scales=supers)
+
+    def _codes(self, pool: Array) -> tuple[Array, float]:
+        """Return a pool of bytes, and the scale that gives numbers their size."""
+        if self.form.is_packed:  # uniform: planes are bits of several codes
+            random = np.random.default_rng(len(pool)).integers(0, 256, len(pool))
+            spread = np.sqrt((4.0**self.form.bits - 1) / 12)
+            return random.astype(np.uint8), float(self._std / spread)
+        most = 448 if self.form.code == "e4m3" else 127
+        scale = np.abs(pool).max() / np.float32(most)
+        if self.form.code == "e4m3":
+            return (pool / scale).astype(ml_dtypes.float8_e4m3fn).view(np.uint8), float(scale)
+        return np.rint(pool / scale).astype(np.int8).view(np.uint8), float(scale)
+
+    def _scales(self, tiles: tuple[int, int]) -> tuple[Any, Any]:
+        """Return scales and super-scales of a packed weight, all groups alike, around 0."""
+        form, scale = self.form, self._scale
+        columns = tiles[1] * TILE_COLUMNS
+        groups = (tiles[0], -(-columns // form.group), 8, 2)
+        middle = (2.0**form.bits - 1) / 2 if form.bits < 8 else -0.5
+        if form.code == "e2m1":  # whose numbers have a standard deviation of 3
+            exponent = round(float(np.log2(self._std / 3))) + 127
+            return self._filled(groups, exponent, np.uint8), None
+        if not form.super_block:
+            if not form.offset:
+                return self._filled(groups, scale, np.float16), None
+            offset = np.rint(middle) if form.offset == "zero" else -scale * middle
+            return self._pairs(groups, scale, offset, np.float16), None
+        supers = (tiles[0], -(-columns // form.super_block), 8, 2)
+        if not form.offset:
+            return self._filled(groups, 32, np.int8), self._filled(supers, scale / 32, np.float16)
+        d, dmin = scale / 32, scale * middle / 32
+        return self._pairs(groups, 32, 32, np.uint8), self._pairs(supers, d, dmin, np.float16)
+
+    def _filled(self, shape: tuple[int, ...], value: Any, dtype: Any) -> Any:
+        return self.xp.asarray(np.full(shape, value, dtype))
+
+    def _pairs(self, shape: tuple[int, ...], first: Any, second: Any, dtype: Any) -> Any:
+        pairs = np.empty((*shape, 2), dtype)
+        pairs[..., 0], pairs[..., 1] = first, second
+        return self.xp.asarray(pairs)

@@ -1,0 +1,153 @@
+"""The bytes of a model's weights, and whether a device has room for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+
+from engine.cache.memory_pool import device_memory, format_bytes
+from engine.config import ModelConfig
+from engine.device import CPU, Device
+from engine.errors import OutOfMemoryError
+from engine.loading.weight_table import weight_shapes
+from engine.models.decoder import rope_bytes
+from engine.quantization import FORMATS, WHOLE, Format, Shard, dense_format
+from engine.quantization.formats import TILE_ROWS
+
+__all__ = ["is_expert", "is_quantized", "quantized_formats", "weight_bytes", "weight_dtype"]
+__all__ += ["weight_room"]
+
+_MAX_ROPE_BYTES = 8 << 30  # 16 million positions of 128 features
+_FLOAT32_KINDS = ("router_correction", "sinks")  # numbers per expert or head that are added once
+_NONE: Mapping[str, Format] = MappingProxyType({})
+_EXPERT_KINDS = ("experts_gate_up", "experts_down")
+_QUANTIZED_KINDS = (
+    *("qkv", "o", "gate_up", "up", "down", "shared_gate_up", "shared_down"),
+    *_EXPERT_KINDS,
+)
+
+
+def weight_dtype(name: str, dtype: str) -> str:
+    """Return the dtype in which weight `name` is kept in a model of dtype `dtype`.
+
+    Examples
+    --------
+    >>> [weight_dtype(f"layers.0.{kind}", "float16") for kind in ("qkv", "router_correction")]
+    ['float16', 'float32']
+    """
+    return "float32" if name.rpartition(".")[2] in _FLOAT32_KINDS else dtype
+
+
+def is_quantized(name: str) -> bool:
+    """Tell whether the option `quantization` applies to weight `name`: the matrices of layers.
+
+    Embeddings and the output layer stay as they are, and so do norms, biases and routers.
+
+    Examples
+    --------
+    >>> [is_quantized(name) for name in ("layers.0.qkv", "layers.0.qkv_bias", "lm_head")]
+    [True, False, False]
+    """
+    return name.rpartition(".")[2] in _QUANTIZED_KINDS
+
+
+def is_expert(name: str) -> bool:
+    """Tell whether weight `name` has the matrices of all experts."""
+    return name.rpartition(".")[2] in _EXPERT_KINDS
+
+
+def quantized_formats(config: ModelConfig, form: Format) -> dict[str, Format]:
+    """Return the format of every weight to which the option `quantization` applies.
+
+    Experts' products take activations in 16 bits: "int8" is "int8_g128" for them. Experts with a
+    number of rows that is no multiple of a tile's stay as they are.
+    """
+    shapes = weight_shapes(config)
+    formats = {name: form for name in shapes if is_quantized(name)}
+    for name in (name for name in formats if is_expert(name)):
+        formats[name] = FORMATS["int8_g128"] if form.name == "int8" else form
+    return {
+        name: chosen
+        for name, chosen in formats.items()
+        if not (is_expert(name) and chosen.is_packed and shapes[name][1] % TILE_ROWS)
+    }
+
+
+def weight_bytes(
+    config: ModelConfig, dtype: str, shard: Shard = WHOLE, formats: Mapping[str, Format] = _NONE
+) -> int:
+    """Return the bytes of all weights in `dtype`, or in their own of `formats` by name.
+
+    Tied embeddings count once.
+
+    Examples
+    --------
+    >>> weight_bytes(ModelConfig("llama", 64, 32, 1, 4, 2, 8, 48, 128), "float16")
+    23744
+    """
+    shapes = weight_shapes(config, shard)
+    if config.tie_word_embeddings and "lm_head" not in formats:
+        del shapes["lm_head"]
+    return sum(
+        (formats.get(name) or dense_format(weight_dtype(name, dtype))).num_bytes(shape)
+        for name, shape in shapes.items()
+    )
+
+
+@contextmanager
+def weight_room(
+    config: ModelConfig,
+    device: Device,
+    dtype: str,
+    *,
+    shard: Shard = WHOLE,
+    max_model_len: int = 0,
+    formats: Mapping[str, Format] = _NONE,
+) -> Iterator[None]:
+    """Raise if the device has no room for the weights that the `with` block allocates.
+
+    Rope tables for sequences of `max_model_len` tokens are included; they are made on the host.
+    They have a limit of their own, since two numbers in a small file determine their size.
+
+    Raises
+    ------
+    OutOfMemoryError
+        Says what is needed, what is free and who uses the rest, or that the rope tables are above
+        their limit of 8 GiB; and what would fit.
+    """
+    tables = rope_bytes(config, max_model_len)
+    if tables > _MAX_ROPE_BYTES:
+        raise OutOfMemoryError(
+            f"rope tables must have at most {format_bytes(_MAX_ROPE_BYTES)}; they would have "
+            f"{format_bytes(tables)} for max_model_len={max_model_len}. What would fit: "
+            f"max_model_len={max_model_len * _MAX_ROPE_BYTES // tables}"
+        )
+    names = dict.fromkeys(form.name for form in formats.values())
+    what = f"of weights in {', '.join((*names, dtype))}"
+    if tables:
+        what += f" and of rope tables ({format_bytes(tables)} for max_model_len={max_model_len})"
+
+    def text(place: Device, needed: int) -> str:
+        total, free = device_memory(place)
+        said = (
+            f"{place} has no room for {format_bytes(needed)} {what}: of {format_bytes(total)} in "
+            f"total, others use {format_bytes(total - free)} and {format_bytes(free)} are free"
+        )
+        half = weight_bytes(config, "bfloat16", shard, formats)
+        if dtype == "float32" and half + tables <= free:
+            said += '. What would fit: dtype="bfloat16"'
+        elif 0 < (room := free - (needed - tables)) < tables:
+            said += f". What would fit: max_model_len={max(1, max_model_len * room // tables)}"
+        return said
+
+    needed = weight_bytes(config, dtype, shard, formats) + tables
+    # Check the host in advance: it overcommits, and kills the process that touches the memory. A
+    # GPU refuses by itself; and its free memory excludes blocks that CuPy can reuse.
+    on_host = tables if device.is_cuda else needed
+    if on_host > device_memory(CPU)[1]:
+        raise OutOfMemoryError(text(CPU, on_host))
+    try:
+        yield
+    except MemoryError as error:  # CuPy's OutOfMemoryError derives from it
+        raise OutOfMemoryError(f"{text(device, needed)} ({error})") from error
