@@ -378,3 +378,24 @@ def activation_bytes(model: ModelConfig, dtype: str, num_tokens: int, num_rows: 
     per_token = (4 * model.hidden_size + mlp + attention) * itemsize(dtype)
     per_row = 4 * 4 * model.vocab_size
     return math.ceil(1.1 * (num_tokens * per_token + num_rows * per_row))
+
+
+def default_budget(
+    model: ModelConfig, dtype: str, kind: str, total: int, weight_bytes: int
+) -> MemoryBudget:
+    """Return the budget of an engine with default options that has `total` bytes for itself.
+
+    Parameters
+    ----------
+    model : ModelConfig
+    dtype : str
+    kind : str
+        "cpu" or "cuda".
+    total, weight_bytes : int
+    """
+    seqs = _SEQUENCES[kind]
+    activations = activation_bytes(model, dtype, max(_BATCHED_TOKENS[kind], seqs), seqs)
+    if kind == "cuda":
+        rows = batch_sizes(seqs)[-1]
+        activations += activation_bytes(model, dtype, rows, rows)  # of the graphs
+    return MemoryBudget(total, 0, weight_bytes, activations, _UTILIZATION[kind])

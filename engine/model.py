@@ -91,7 +91,8 @@ def load(
     quantization : str, optional
         Quantize the matrices of layers while they are read, one at a time: "fp8" and "int8" (both
         operands of the products in 8 bits), "int4" (in groups of 128) or another format of
-        `docs/quantization.md`. Embeddings and the output layer keep `dtype`.
+        `docs/quantization.md`. Embeddings and the output layer keep `dtype`. None keeps the formats
+        of the files (on the CPU only "fp8" and "int8", others are dequantized); "none" dequantizes.
     deterministic : bool
         Batch invariance: a token's logits have the same bits in any batch, at any chunk size and
         after any recomputation, because no kernel's order of summation depends on the batch.
@@ -154,7 +155,7 @@ def _load(
     source: ModelSource | None, config: ModelConfig, options: LoadConfig, progress: bool
 ) -> Model:
     device, dtype = options.device, options.dtype
-    form = None if options.quantization is None else FORMATS[options.quantization]
+    form = FORMATS.get(options.quantization or "")
     if options.load_format == "dummy" or source is None:
         weights = dummy_weights(
             config,
@@ -170,6 +171,7 @@ def _load(
             device=device,
             dtype=dtype,
             quantization=form,
+            keeps_formats=options.quantization != "none",
             max_model_len=options.max_model_len,
             progress=progress,
         )
@@ -178,7 +180,7 @@ def _load(
         pad_mlps(weights, config, device, dtype)
     decoder = Decoder(config, weights, options.max_model_len, deterministic=options.deterministic)
     if device.is_cuda:
-        formats = {weight.format for weight in weights.values()}
+        formats = dict.fromkeys(form for weight in weights.values() for form in weight.formats())
         prepare_kernels(config, dtype, device, formats=formats, progress=progress)
     made = Model(decoder, options, source)
     if options.load_format != "dummy" and source is not None:

@@ -8,7 +8,7 @@
 #pragma once
 
 #include "gemm/config_sm90.cuh"
-#include "gemm/epilogue.cuh"
+#include "common/epilogue.cuh"
 
 __device__ __forceinline__ unsigned pack(float low, float high) {
   const Vec<scalar_t, 2> pair = {from_float<scalar_t>(low), from_float<scalar_t>(high)};

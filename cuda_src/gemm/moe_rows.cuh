@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common/reduce.cuh"
-#include "gemm/epilogue.cuh"
+#include "common/epilogue.cuh"
 #include "gemm/moe_activation.cuh"
 #include "gemm/tile_loader.cuh"
 

@@ -7,7 +7,7 @@
 #pragma once
 
 #include "common/types.cuh"
-#include "gemm/epilogue.cuh"
+#include "common/epilogue.cuh"
 
 // Of the tiled kernels and the direct skinny ones.
 struct GemmParams {

@@ -8,10 +8,11 @@ import numpy as np
 
 from engine import device
 
-__all__ = ["counters", "workspace"]
+__all__ = ["counters", "weight_space", "workspace"]
 
 _buffers: dict[tuple[int, int], list[Any]] = {}
 _counters: dict[tuple[int, int], list[Any]] = {}
+_weights: dict[tuple[int, int], list[Any]] = {}
 
 
 def workspace(num_floats: int) -> Any:
@@ -24,9 +25,21 @@ def workspace(num_floats: int) -> Any:
 
     NOTE: graphs captured on one stream share it, so they must not be replayed concurrently.
     """
+    return _grown(_buffers, num_floats)
+
+
+def weight_space(num_floats: int) -> Any:
+    """As `workspace`, apart from it: for weights that are dequantized for the next product.
+
+    That product may ask for a `workspace` of its own.
+    """
+    return _grown(_weights, num_floats)
+
+
+def _grown(buffers: dict[tuple[int, int], list[Any]], num_floats: int) -> Any:
     cupy = device.cupy()
     key = (cupy.cuda.runtime.getDevice(), cupy.cuda.get_current_stream().ptr)
-    kept = _buffers.setdefault(key, [])
+    kept = buffers.setdefault(key, [])
     if not kept or kept[-1].size < num_floats:
         size = 1 << max(16, (num_floats - 1).bit_length())
         kept.append(cupy.empty(size, np.float32))

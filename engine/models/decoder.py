@@ -59,7 +59,7 @@ class DecoderLayer:
 
     __slots__ = (
         *("attn", "attn_norm", "mlp", "mlp_norm", "post_attn_norm", "post_mlp_norm"),
-        "can_fuse",
+        *("attn_format", "mlp_format", "can_fuse"),
     )
 
     def __init__(
@@ -83,6 +83,11 @@ class DecoderLayer:
         self.mlp_norm = mlp_norm
         self.post_attn_norm = post_attn_norm
         self.post_mlp_norm = post_mlp_norm
+        # Of the products after the norms, which may quantize for them; in parallel both read x.
+        self.attn_format = self.mlp_format = None
+        if mlp_norm is not None:
+            self.attn_format = attn.qkv.weight.format
+            self.mlp_format = mlp.gate_up.weight.format if isinstance(mlp, MLP) else None
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, array) for every array it holds."""
@@ -123,7 +128,7 @@ class DecoderLayer:
         if delta is None:
             x = self.attn_norm(residual)
         else:
-            x, residual = self.attn_norm.add(delta, residual)
+            x, residual = self.attn_norm.add_for(self.attn_format, delta, residual)
         given, x = x, self.attn(x, batch, *pages, rows=rows)
         if rows is not None:
             residual = kernels.embedding(rows, residual)
@@ -132,7 +137,7 @@ class DecoderLayer:
             return kernels.residual_add(mlp(given), x, out=x), residual
         if self.post_attn_norm is not None:
             x = self.post_attn_norm(x, out=x)
-        x, residual = self.mlp_norm.add(x, residual)
+        x, residual = self.mlp_norm.add_for(self.mlp_format, x, residual)
         x = mlp(x)
         if self.post_mlp_norm is not None:
             x = self.post_mlp_norm(x, out=x)

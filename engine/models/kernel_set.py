@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from engine.config import ModelConfig
 from engine.device import Device
@@ -38,11 +38,11 @@ _OPS = (
 
 
 def kernel_specs(
-    config: ModelConfig, dtype: str, formats: Iterable[Format] = ()
+    config: ModelConfig, dtype: str, formats: Collection[Format] = ()
 ) -> list[ModuleSpec]:
     """Return every module that running the model in `dtype` may launch.
 
-    `formats` are those of its weights; dense ones need not be among them.
+    `formats` are those of its weights; the dense ones need not be among them.
 
     Examples
     --------
@@ -61,7 +61,12 @@ def kernel_specs(
     for op in (*_OPS, *chosen):
         # By name, because the package's attribute `op` is the function and not the module.
         module = importlib.import_module(f"engine.kernels.{op}")
-        specs += module.specs(dtype, head_dim=config.head_dim, subtract_mean=config.layer_norm)
+        specs += module.specs(
+            dtype,
+            head_dim=config.head_dim,
+            subtract_mean=config.layer_norm,
+            formats=tuple(form.name for form in formats),
+        )
     return list(dict.fromkeys(specs))
 
 
@@ -81,9 +86,15 @@ def fp8_page_specs(config: ModelConfig, dtype: str) -> list[ModuleSpec]:
     return list(dict.fromkeys(specs))
 
 
-def _quantized_ops(formats: Iterable[Format]) -> list[str]:
+def _quantized_ops(formats: Collection[Format]) -> list[str]:
     """Return the ops that multiply by weights of these formats."""
-    return []
+    ops: list[str] = []
+    for form in formats:
+        if form.activations:
+            ops += [f"gemm_{form.activations}", "rmsnorm_quantize"]
+        elif form.is_packed:
+            ops += ["gemm_wna16", "rmsnorm_gemm_wna16"]
+    return list(dict.fromkeys(ops))
 
 
 def prepare_kernels(
@@ -91,7 +102,7 @@ def prepare_kernels(
     dtype: str,
     device: Device,
     *,
-    formats: Iterable[Format] = (),
+    formats: Collection[Format] = (),
     progress: bool = False,
 ) -> None:
     """Load all kernels of a model, compiled if not cached; later compilations are counted.

@@ -29,7 +29,8 @@ from engine.device import array_module
 from engine.errors import WeightsError
 from engine.quantization.formats import TILE_COLUMNS, TILE_ROWS, padded_shape
 
-__all__ = ["pack_codes", "tile_groups", "unpack_codes", "untile_groups"]
+__all__ = ["TILE_COLUMNS", "TILE_ROWS", "pack_codes", "tile_groups", "unpack_codes"]
+__all__ += ["untile_groups"]
 
 # Axes of a tile's codes: row // 8 % 2, row % 8, step, column // 8 % 2, t, column % 2.
 _AXES = (2, 8, 4, 2, 4, 2)
@@ -94,7 +95,7 @@ def tile_groups(values: Any) -> Any:
     rows, groups, *rest = values.shape
     padded = xp.zeros((-(-rows // TILE_ROWS) * TILE_ROWS, groups, *rest), values.dtype)
     padded[:rows] = values
-    tiled = padded.reshape(-1, 2, 8, groups, *rest)
+    tiled = padded.reshape(len(padded) // TILE_ROWS, 2, 8, groups, *rest)
     return xp.ascontiguousarray(xp.moveaxis(tiled, (3, 1), (1, 3)))
 
 
@@ -124,7 +125,7 @@ def _untiled(tiles: Any, shape: tuple[int, int]) -> Any:
 
 
 def _ordered(tiles: Any, axes: tuple[int, ...]) -> Any:
-    return tiles.transpose(0, 1, *(2 + axis for axis in axes)).reshape(*tiles.shape[:2], -1)
+    return tiles.transpose(0, 1, *(2 + axis for axis in axes)).reshape(*tiles.shape[:2], 1024)
 
 
 def _restored(codes: Any, axes: tuple[int, ...]) -> Any:
@@ -137,7 +138,7 @@ def _split_steps(tiles: Any) -> Any:
     """Return two high bits of every code in their order: as _BIT5, in a word for two steps."""
     # hi, g, s // 2, s % 2, h8, t, e -> g, t, s // 2, e, s % 2, h8, hi
     pairs = tiles.reshape(*tiles.shape[:2], 2, 8, 2, 2, 2, 4, 2)
-    return pairs.transpose(0, 1, 3, 7, 4, 8, 5, 6, 2).reshape(*tiles.shape[:2], -1)
+    return pairs.transpose(0, 1, 3, 7, 4, 8, 5, 6, 2).reshape(*tiles.shape[:2], 1024)
 
 
 def _joined_steps(codes: Any) -> Any:
@@ -150,7 +151,7 @@ def _pack_bits(codes: Any, bits: int) -> Any:
     """Return uint8 with 8 / bits codes each, the first in the lowest bits."""
     xp = array_module(codes)
     per_byte = 8 // bits
-    parts = codes.reshape(*codes.shape[:-1], -1, per_byte)
+    parts = codes.reshape(*codes.shape[:-1], codes.shape[-1] // per_byte, per_byte)
     packed = xp.zeros(parts.shape[:-1], "u1")
     for place in range(per_byte):
         packed |= parts[..., place] << (bits * place)
@@ -164,7 +165,7 @@ def _unpack_bits(packed: Any, bits: int) -> Any:
     codes = xp.empty((*packed.shape, per_byte), "u1")
     for place in range(per_byte):
         codes[..., place] = (packed >> (bits * place)) & mask
-    return codes.reshape(*packed.shape[:-1], -1)
+    return codes.reshape(*packed.shape[:-1], packed.shape[-1] * per_byte)
 
 
 def _pack_bytes(tiles: Any) -> Any:
@@ -172,7 +173,7 @@ def _pack_bytes(tiles: Any) -> Any:
     xp = array_module(tiles)
     halves = tiles.reshape(*tiles.shape[:2], 2, 8, 2, 2, 2, 4, 2)
     ordered = halves.transpose(0, 1, 4, 3, 7, 5, 6, 8, 2)
-    return xp.ascontiguousarray(ordered).reshape(*tiles.shape[:2], -1)
+    return xp.ascontiguousarray(ordered).reshape(*tiles.shape[:2], 1024)
 
 
 def _unpack_bytes(data: Any) -> Any:

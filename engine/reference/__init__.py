@@ -6,10 +6,14 @@ from engine.reference.attention_prefill import attention_prefill
 from engine.reference.attention_prefill_fp8 import attention_prefill_fp8
 from engine.reference.decode_inputs import decode_inputs
 from engine.reference.decode_outputs import decode_outputs
+from engine.reference.dequantize import dequantize
 from engine.reference.embedding import embedding
 from engine.reference.geglu import geglu
 from engine.reference.gelu import gelu
 from engine.reference.gemm import gemm
+from engine.reference.gemm_fp8 import gemm_fp8
+from engine.reference.gemm_int8 import gemm_int8
+from engine.reference.gemm_wna16 import gemm_wna16
 from engine.reference.kv_copy import kv_copy
 from engine.reference.kv_gather import kv_gather
 from engine.reference.kv_store import kv_store
@@ -18,16 +22,21 @@ from engine.reference.merge_states import merge_states
 from engine.reference.moe_combine import moe_combine
 from engine.reference.moe_gemm import moe_gemm
 from engine.reference.moe_route import Routing, moe_route
+from engine.reference.permute_columns import permute_columns
 from engine.reference.qk_norm_rope_store import qk_norm_rope_store
 from engine.reference.quantize_heads import quantize_heads
+from engine.reference.quantize_rows import quantize_rows
 from engine.reference.relu import relu
 from engine.reference.residual_add import residual_add
 from engine.reference.rmsnorm import rmsnorm
 from engine.reference.rmsnorm_gemm import rmsnorm_gemm
+from engine.reference.rmsnorm_gemm_wna16 import rmsnorm_gemm_wna16
+from engine.reference.rmsnorm_quantize import rmsnorm_quantize
 from engine.reference.rope import rope
 from engine.reference.sample import sample
 from engine.reference.silu import silu
 from engine.reference.swiglu import swiglu
+from engine.reference.swiglu_quantize import swiglu_quantize
 
 __all__ = [
     "Routing",
@@ -37,10 +46,14 @@ __all__ = [
     "attention_prefill_fp8",
     "decode_inputs",
     "decode_outputs",
+    "dequantize",
     "embedding",
     "geglu",
     "gelu",
     "gemm",
+    "gemm_fp8",
+    "gemm_int8",
+    "gemm_wna16",
     "kv_copy",
     "kv_gather",
     "kv_store",
@@ -49,14 +62,19 @@ __all__ = [
     "moe_combine",
     "moe_gemm",
     "moe_route",
+    "permute_columns",
     "qk_norm_rope_store",
     "quantize_heads",
+    "quantize_rows",
     "relu",
     "residual_add",
     "rmsnorm",
     "rmsnorm_gemm",
+    "rmsnorm_gemm_wna16",
+    "rmsnorm_quantize",
     "rope",
     "sample",
     "silu",
     "swiglu",
+    "swiglu_quantize",
 ]

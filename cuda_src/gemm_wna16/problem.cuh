@@ -1,0 +1,35 @@
+// What gemm_wna16's kernels compute, and how the host describes it.
+//
+//   out[m, n] = activation(sum_k x[m, k] * weight[n, k] + bias[n]) + residual[m, n]
+//
+// Gated (kSiluAndMul), the weight's rows are all of gate, then as many of up, and
+// out[m, n] = silu(gate) * up has N / 2 columns.
+#pragma once
+
+#include "common/epilogue.cuh"
+#include "gemm_wna16/format.cuh"
+
+// Of the kernels for few rows of x.
+struct FewRowsParams {
+  const scalar_t* x;  // (M, K), rows x_stride elements apart, 16-byte aligned
+  int64_t x_stride;
+  const unsigned char* data;    // the planes of the weight, as in PackedWeight
+  const unsigned char* high;    // or null
+  const unsigned char* scales;  //
+  const unsigned char* supers;  // or null
+  const scalar_t* norm_weight;  // (K,): rmsnorm is applied to x; null: no norm
+  float eps, weight_offset;     // of the norm
+  const scalar_t* bias;         // (N,), or null
+  const void* residual;         // shape and dtype of out, rows residual_stride apart; may be out
+  int64_t residual_stride;      // elements
+  void* out;                    // (M, N), or (M, N / 2) gated; scalar_t, or float if is_float
+  int64_t out_stride;           // elements
+  int m, n, k;
+  int groups, num_supers;  // of a row of scales and of supers
+  int part_stages;         // stages of k that a warp sums
+  int num_units;           // of blockDim.z row tiles
+  int num_stages;          // of each warp's ring: as many as it needs, if these are fewer
+  int activation;          // an Activation
+  int is_float;
+  int uses_pdl;  // the preceding kernel may still run; it writes neither weights nor bias
+};

@@ -1,0 +1,35 @@
+// Columns of a matrix in another order.
+//
+//   out[m, k] = x[m, permutation[k]]; 0 where permutation names no column
+//
+// x (M, N), rows x_stride elements apart; permutation (K,) int32; out (M, K), rows out_stride
+// elements apart.
+// Numerics: values are only moved.
+// Parallelisation: a thread takes a column and up to kRows rows, and reads its place once for them.
+// Mirror: engine/reference/permute_columns.py
+#include "common/pdl.cuh"
+#include "common/types.cuh"
+
+constexpr int kRows = 8;
+
+extern "C" __global__ void __launch_bounds__(256)
+    permute_columns_kernel(const scalar_t* x, int64_t x_stride, const int* permutation,
+                           scalar_t* out, int64_t out_stride, int m, int n, int k) {
+  pdl_trigger();
+  const int column = blockIdx.x * blockDim.x + threadIdx.x;
+  pdl_wait();
+  if (column >= k) return;
+  const int from = permutation[column];
+  const bool is_inside = from >= 0 && from < n;
+  for (int row0 = blockIdx.y * kRows; row0 < m; row0 += gridDim.y * kRows) {
+    scalar_t value[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      value[i] = from_float<scalar_t>(0.0f);
+      if (is_inside && row0 + i < m) value[i] = x[(row0 + i) * x_stride + from];
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+      if (row0 + i < m) out[(row0 + i) * out_stride + column] = value[i];
+  }
+}

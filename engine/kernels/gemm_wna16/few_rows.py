@@ -1,0 +1,263 @@
+"""Few rows of x: how the problem is cut, a pure function, and the launch of gemm_wna16.cu."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from engine import device
+from engine.dtypes import dtype_name
+from engine.kernels._contract import FLOAT32
+from engine.kernels._launch import Kernel, ceil_div, has_pdl, sm_count
+from engine.kernels._module import ModuleSpec
+from engine.kernels._packed import format_spec, format_specs, planes, scale_dtype
+from engine.kernels.gemm_wna16.operands import ACTIVATIONS, SWIGLU, Norm, Operands, row_stride
+from engine.quantization import Format
+from engine.quantization.formats import TILE_COLUMNS, TILE_ROWS
+
+__all__ = ["FewRowsConfig", "all_configs", "choose_few_rows", "few_rows_config", "launch", "specs"]
+
+_TOKENS = (1, 8, 16)
+_PARAMS = (
+    "x:ptr x_stride:i64 data:ptr high:ptr scales:ptr supers:ptr norm_weight:ptr eps:f32 "
+    "weight_offset:f32 bias:ptr residual:ptr residual_stride:i64 out:ptr out_stride:i64 m:i32 "
+    "n:i32 k:i32 groups:i32 num_supers:i32 part_stages:i32 num_units:i32 num_stages:i32 "
+    "activation:i32 is_float:i32 uses_pdl:i32"
+)
+_OPS = ("gemm_wna16", "rmsnorm_gemm_wna16")
+_KERNELS = {
+    (op, tokens): Kernel(f"{op}_few_{tokens}", _PARAMS, struct="FewRowsParams")
+    for op in _OPS
+    for tokens in _TOKENS
+}
+
+_MAX_WARPS = 16
+_STAGES = (3, 4, 2)  # of a ring, the best first
+_STATIC_BYTES = 7680  # of shared memory: what the kernels declare, and what the driver reserves
+# Estimated for an H200: what a multiprocessor reads in a ns, how long a warp takes for a stage,
+# what a unit costs beside its stages, and what is lost where the next kernel's block does not fit
+# beside this one's.
+_BYTES_PER_NS, _STAGE_NS, _UNIT_NS, _ALONE_NS = 33.0, 400.0, 150.0, 1000.0
+
+
+@dataclass(frozen=True)
+class FewRowsConfig:
+    """How the product of few rows is cut.
+
+    Attributes
+    ----------
+    tokens : int
+        Rows of x the kernel has room for.
+    parts, row_tiles : int
+        Warps of a block along k, and along rows.
+    clusters : int
+        Of the grid; each computes several units of `row_tiles` if there are more.
+    cluster : int
+        Blocks that share k, and x.
+    part_stages : int
+        Stages of k that a warp sums.
+    num_stages : int
+        Of each warp's ring.
+    shared_bytes : int
+        Dynamic shared memory of a block.
+    """
+
+    tokens: int
+    parts: int
+    row_tiles: int
+    clusters: int
+    cluster: int
+    part_stages: int
+    num_stages: int
+    shared_bytes: int
+
+
+def stage_tiles(form: Format) -> int:
+    """Return the tiles of 64 columns in a stage (few_rows_block.cuh)."""
+    return 2 if form.bits == 8 else 4
+
+
+def stage_bytes(form: Format) -> int:
+    """Return the bytes of a stage: codes, scales and the scales' scales."""
+    columns = stage_tiles(form) * TILE_COLUMNS
+    codes = TILE_ROWS * columns * form.bits // 8
+    size = 1 if form.super_block or form.code == "e2m1" else 2
+    last = 2 if form.offset else 1
+    scales = columns // form.group * TILE_ROWS * size * last
+    return codes + scales + (TILE_ROWS * 2 * last if form.super_block else 0)
+
+
+@cache
+def choose_few_rows(
+    m: int,
+    n: int,
+    k: int,
+    form: Format,
+    sms: int,
+    shared_limit: int,
+    *,
+    max_cluster: int = 1,
+    is_gated: bool = False,
+) -> FewRowsConfig | None:
+    """Choose for x (m, k) and a weight (n, k); None if there are too many rows.
+
+    Examples
+    --------
+    >>> from engine.quantization import FORMATS
+    >>> config = choose_few_rows(1, 4096, 4096, FORMATS["int4_g128"], 132, 227 << 10)
+    >>> config.row_tiles, config.clusters
+    (2, 128)
+    """
+    if not 0 < m <= _TOKENS[-1] or k == 0 or n == 0 or (is_gated and n % (2 * TILE_ROWS)):
+        return None
+    best, least = None, 0.0
+    for cluster in (1, 2, 4):
+        if best is not None or cluster > (max_cluster if m > 1 else 1):
+            break  # clusters are for x that does not fit otherwise
+        for parts, row_tiles, stages in _ways(is_gated):
+            config = few_rows_config(m, n, k, form, sms, parts, row_tiles, stages, cluster)
+            if config.shared_bytes + _STATIC_BYTES > shared_limit:
+                continue
+            cost = _estimate(config, n, form, shared_limit)
+            if best is None or cost < least:
+                best, least = config, cost
+    return best
+
+
+def _ways(is_gated: bool) -> Iterator[tuple[int, int, int]]:
+    """Yield warps along k and along rows of a block, and stages of a ring."""
+    for parts in (1, 2, 4, 8, 16):
+        for row_tiles in range(1, _MAX_WARPS // parts + 1):
+            if not (is_gated and row_tiles % 2):
+                for stages in _STAGES:
+                    yield parts, row_tiles, stages
+
+
+def _estimate(config: FewRowsConfig, n: int, form: Format, shared_limit: int) -> float:
+    """Return about how many nanoseconds the busiest block takes."""
+    units = ceil_div(ceil_div(n, TILE_ROWS), config.row_tiles)
+    rounds = ceil_div(units, config.clusters)
+    warps = config.parts * config.row_tiles
+    own = rounds * config.part_stages
+    memory = own * warps * stage_bytes(form) / _BYTES_PER_NS
+    is_alone = 2 * (config.shared_bytes + _STATIC_BYTES) > shared_limit + 1024
+    if config.num_stages == 2 and own > 2:  # too few bytes are in flight
+        memory *= 1.1
+    return max(memory, own * _STAGE_NS) + rounds * _UNIT_NS + warps + is_alone * _ALONE_NS
+
+
+def few_rows_config(
+    m: int,
+    n: int,
+    k: int,
+    form: Format,
+    sms: int,
+    parts: int,
+    row_tiles: int,
+    stages: int = 3,
+    cluster: int = 1,
+) -> FewRowsConfig:
+    """Return the configuration with `parts` warps along k and `row_tiles` along rows of a block.
+
+    A warp's ring has at most `stages`.
+    """
+    tokens = next(t for t in _TOKENS if t >= m)
+    columns = stage_tiles(form) * TILE_COLUMNS
+    part_stages = ceil_div(ceil_div(k, columns), parts * cluster)
+    units = ceil_div(ceil_div(n, TILE_ROWS), row_tiles)
+    rounds = ceil_div(units, max(1, sms // cluster))
+    num_stages = min(stages, rounds * part_stages)
+    warps, buffers = parts * row_tiles, 1 if rounds == 1 else 2
+    shared = warps * num_stages * stage_bytes(form)
+    shared += m * (parts * part_stages * columns * 2 + 16)
+    shared += parts * part_stages * columns // form.group * 4  # sums of x
+    shared += buffers * warps * tokens * (TILE_ROWS + 4) * 4
+    clusters = ceil_div(units, rounds)
+    return FewRowsConfig(
+        tokens, parts, row_tiles, clusters, cluster, part_stages, num_stages, shared
+    )
+
+
+def all_configs(m: int, n: int, k: int, form: Format) -> list[FewRowsConfig]:
+    """Return several ways to cut a problem: for tests and for tuning."""
+    ways = ((1, 2, 3), (1, 16, 2), (2, 8, 3), (4, 2, 4), (4, 4, 2), (8, 2, 4), (2, 2, 3))
+    shared = ((2, 2, 3, 2), (4, 2, 2, 2), (2, 4, 3, 4)) if m > 1 else ()
+    return [few_rows_config(m, n, k, form, sms, *w) for w in (*ways, *shared) for sms in (4, 1000)]
+
+
+def specs(op: str, dtype: str, formats: tuple[str, ...]) -> tuple[ModuleSpec, ...]:
+    """Return the modules that `launch` may launch for `op` and weights of `formats`."""
+    return () if dtype == "float32" else format_specs(f"{op}.cu", dtype, formats)
+
+
+def choose(operands: Operands, norm: Norm | None = None) -> FewRowsConfig | None:
+    """Return the configuration for CuPy arrays, or None if another kernel must do it."""
+    x, weight = operands.x, operands.weight
+    steps = [x.data.ptr, x.shape[1] * x.itemsize, x.strides[0] if x.shape[0] > 1 else 0]
+    if norm is not None:
+        steps.append(norm.weight.data.ptr)
+    if operands.deterministic or any(step % 16 for step in steps):
+        return None
+    index = device.cupy().cuda.runtime.getDevice()
+    return choose_few_rows(
+        x.shape[0],
+        weight.shape[0],
+        weight.shape[1],
+        weight.format,
+        sm_count(),
+        _shared_limit(index),
+        max_cluster=4 if has_pdl(index) and norm is None else 1,
+        is_gated=operands.activation == SWIGLU,
+    )
+
+
+def _num_blocks(config: FewRowsConfig) -> int:
+    """Return the blocks of a grid: with one row of x, one for each multiprocessor.
+
+    Those without work keep their places for a while, so that the next kernel's blocks are spread
+    evenly, too.
+    """
+    blocks = config.clusters * config.cluster
+    return max(blocks, sm_count()) if config.tokens == 1 else blocks
+
+
+@cache
+def _shared_limit(index: int) -> int:
+    return int(device.cupy().cuda.Device(index).attributes["MaxSharedMemoryPerBlockOptin"])
+
+
+def launch(operands: Operands, config: FewRowsConfig, norm: Norm | None = None) -> None:
+    """Launch on CuPy arrays, with a norm before the product or without one."""
+    op = _OPS[0 if norm is None else 1]
+    x, weight, out, residual = operands.x, operands.weight, operands.out, operands.residual
+    n, k = weight.shape
+    pdl = operands.pdl and has_pdl(device.cupy().cuda.runtime.getDevice())
+    _KERNELS[op, config.tokens].launch(
+        format_spec(f"{op}.cu", dtype_name(x.dtype), weight.format, scale_dtype(weight)),
+        (_num_blocks(config),),
+        (32, config.parts, config.row_tiles),
+        config.shared_bytes,
+        cluster=config.cluster,
+        pdl=pdl,
+        x=x,
+        x_stride=row_stride(x),
+        norm_weight=None if norm is None else norm.weight,
+        eps=0.0 if norm is None else norm.eps,
+        weight_offset=0.0 if norm is None else norm.weight_offset,
+        bias=operands.bias,
+        residual=residual,
+        residual_stride=0 if residual is None else row_stride(residual),
+        out=out,
+        out_stride=row_stride(out),
+        m=x.shape[0],
+        n=n,
+        k=k,
+        part_stages=config.part_stages,
+        num_units=ceil_div(ceil_div(n, TILE_ROWS), config.row_tiles),
+        num_stages=config.num_stages,
+        activation=ACTIVATIONS.index(operands.activation),
+        is_float=out.dtype == FLOAT32,
+        uses_pdl=pdl,
+        **planes(weight),
+    )

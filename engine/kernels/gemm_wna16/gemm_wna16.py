@@ -1,0 +1,174 @@
+"""Product with a quantized weight: `cuda_src/gemm_wna16`, mirror `reference/gemm_wna16.py`.
+
+`few_rows.py` streams the weight for few rows of x; for more, `sm90.py` decodes it on its way to the
+tensor cores of Hopper, and `portable.py` dequantizes it before the product.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from engine import reference
+from engine.dtypes import BFLOAT16
+from engine.kernels._contract import FLOAT32, FLOATS, Contract
+from engine.kernels._module import ModuleSpec
+from engine.kernels._packed import check_weight
+from engine.kernels.dequantize import specs as dequantize_specs
+from engine.kernels.gemm import specs as gemm_specs
+from engine.kernels.gemm_wna16 import few_rows, portable, sm90
+from engine.kernels.gemm_wna16.operands import ACTIVATIONS, SWIGLU, Operands
+from engine.kernels.permute_columns import permute_columns
+from engine.kernels.permute_columns import specs as permute_specs
+from engine.quantization import FORMATS, Weight
+
+__all__ = ["HALVES", "check_columns", "gemm_wna16", "launch", "specs"]
+
+HALVES = (np.dtype(np.float16), BFLOAT16)
+
+
+def specs(
+    dtype: str, *, formats: tuple[str, ...] = (), patterns: bool = False, **_: Any
+) -> tuple[ModuleSpec, ...]:
+    """Return the modules that the op may launch for weights of `formats`.
+
+    With `patterns` for all of them, or, of those that differ little, for some.
+    """
+    if dtype == "float32":
+        return ()
+    return (
+        *few_rows.specs("gemm_wna16", dtype, tuple(FORMATS) if patterns else formats),
+        *sm90.specs(dtype, sm90.SAMPLE if patterns else formats),
+        *dequantize_specs(dtype, formats=formats, patterns=patterns),
+        *permute_specs(dtype),
+        *gemm_specs(dtype),
+    )
+
+
+def gemm_wna16(
+    x: Any,
+    weight: Weight,
+    *,
+    bias: Any = None,
+    residual: Any = None,
+    activation: str | None = None,
+    out_dtype: Any = None,
+    deterministic: bool = False,
+    pdl: bool = False,
+    out: Any = None,
+) -> Any:
+    """Multiply rows by a quantized weight matrix: activation(x Wᵀ + bias) + residual.
+
+    Parameters
+    ----------
+    x : (M, K) array of float16 or bfloat16; on NumPy also float32
+        The rows may lie apart (a view); the last axis must be contiguous, else it is copied.
+    weight : Weight
+        (N, K), in a packed format.
+    bias : (N,) array of x's dtype, optional
+    residual : (M, N) array of the result's dtype, optional
+        Added last; may be `out` itself.
+    activation : None, "silu", "gelu" (erf), "gelu_tanh", "relu" or "swiglu"
+        With "swiglu", `weight` (and `bias`) have all rows of gate, then as many of up, and the
+        result, in x's dtype and without a residual, has N / 2 columns.
+    out_dtype : dtype, optional
+        x's dtype (the default) or float32.
+    deterministic : bool
+        Sum each row in an order that does not depend on M, so that a row's result has the same
+        bits in any company; slower for few rows.
+    pdl : bool
+        Say that no kernel still running on the stream writes `weight` or `bias`, as is true of a
+        model's parameters: with few rows, they are then read while the preceding kernel ends.
+    out : (M, N) array of `out_dtype`, optional
+        Where to put the result; its rows may lie apart.
+
+    Returns
+    -------
+    (M, N) or (M, N / 2) array of `out_dtype`
+
+    Raises
+    ------
+    ShapeError, DTypeError, ContractError
+        If an argument breaks the contract.
+
+    Notes
+    -----
+    Sums, bias, activation and residual are float32; the result is rounded once, but with "swiglu"
+    gate and up may be rounded, too. With few rows, codes are multiplied as the integers they are,
+    and the sum over a group by its scale; with more, the weight's numbers are rounded to x's dtype
+    before the product.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from engine.quantization import FORMATS
+    >>> from engine.quantization.quantize import quantize
+    >>> weight = quantize(np.eye(2, 64, dtype=np.float32), FORMATS["mxfp4"])
+    >>> gemm_wna16(np.arange(64, dtype=np.float32)[None], weight)
+    array([[0., 1.]], dtype=float32)
+    """
+    call = Contract("gemm_wna16")
+    x = call.array("x", x, "M K", FLOATS, layout="rows")
+    on_cpu = call.on_cpu
+    call.check("x", on_cpu or x.dtype in HALVES, "float16 or bfloat16 on CUDA", str(x.dtype))
+    weight = check_weight(call, weight)
+    dtype = _out_dtype(call, x.dtype, out_dtype)
+    columns = check_columns(call, activation, residual, dtype == x.dtype)
+    if bias is not None:
+        bias = call.array("bias", bias, "N", x.dtype)
+    if residual is not None:
+        residual = call.array("residual", residual, "M N", dtype, layout="rows")
+    if on_cpu:
+        result = reference.gemm_wna16(
+            x,
+            weight,
+            bias=bias,
+            residual=residual,
+            activation=activation,
+            out_dtype=dtype,
+            deterministic=deterministic,
+        )
+        return call.finish(out, result, layout="rows")
+    out = call.output("out", out, (call["M"], columns), dtype, layout="rows")
+    if weight.permutation is not None:
+        x = permute_columns(x, weight.permutation)
+    launch(Operands(x, weight, out, bias, residual, activation, deterministic, pdl))
+    return out
+
+
+def launch(operands: Operands) -> None:
+    """Launch the kernel for this many rows of x; its columns are in the order of the data."""
+    if operands.x.shape[0] == 0 or operands.weight.shape[0] == 0:
+        return
+    config = few_rows.choose(operands)
+    if config is not None:
+        few_rows.launch(operands, config)
+    elif (tile := sm90.choose(operands)) is not None:
+        sm90.launch(operands, tile)
+    else:
+        portable.launch(operands)
+
+
+def check_columns(call: Contract, activation: str | None, residual: Any, is_same: bool) -> int:
+    """Return how many columns the result has."""
+    call.check("activation", activation in ACTIVATIONS, f"one of {ACTIVATIONS}", activation)
+    n = call["N"]
+    if activation != SWIGLU:
+        return n
+    call.check("weight", n % 2 == 0, "of as many rows of gate as of up", f"{n} rows")
+    got = getattr(residual, "shape", residual)
+    call.check("residual", residual is None, 'None with "swiglu"', got)
+    call.check("out_dtype", is_same, 'that of x with "swiglu"', "another")
+    return n // 2
+
+
+def _out_dtype(call: Contract, own: np.dtype[Any], wanted: Any) -> np.dtype[Any]:
+    """Return the dtype of the result: x's `own` or float32."""
+    try:
+        dtype = own if wanted is None else np.dtype(wanted)
+        ok = dtype in (own, FLOAT32)
+    except TypeError:  # NumPy knows no such dtype
+        ok = False
+    call.check("out_dtype", ok, f"{own} or float32", wanted)
+    return dtype

@@ -1,0 +1,125 @@
+"""RMSNorm fused in front of a product: `cuda_src/gemm_wna16/rmsnorm_gemm_wna16.cu`.
+
+Mirror `reference/rmsnorm_gemm_wna16.py`. With many rows it is rmsnorm, then gemm_wna16.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine import reference
+from engine.kernels._contract import FLOATS, Contract
+from engine.kernels._module import ModuleSpec
+from engine.kernels._packed import check_weight
+from engine.kernels.gemm_wna16 import few_rows
+from engine.kernels.gemm_wna16.gemm_wna16 import HALVES, check_columns, launch
+from engine.kernels.gemm_wna16.gemm_wna16 import specs as product_specs
+from engine.kernels.gemm_wna16.operands import Norm, Operands
+from engine.kernels.permute_columns import permute_columns
+from engine.kernels.rmsnorm import rmsnorm
+from engine.kernels.rmsnorm import specs as rmsnorm_specs
+from engine.quantization import FORMATS, Weight
+
+__all__ = ["rmsnorm_gemm_wna16", "specs"]
+
+
+def specs(
+    dtype: str, *, formats: tuple[str, ...] = (), patterns: bool = False, **_: Any
+) -> tuple[ModuleSpec, ...]:
+    """Return the modules that the op may launch for weights of `formats`; all with `patterns`."""
+    if dtype == "float32":
+        return ()
+    return (
+        *few_rows.specs("rmsnorm_gemm_wna16", dtype, tuple(FORMATS) if patterns else formats),
+        *product_specs(dtype, formats=formats, patterns=patterns),
+        *rmsnorm_specs(dtype),
+    )
+
+
+def rmsnorm_gemm_wna16(
+    x: Any,
+    norm_weight: Any,
+    weight: Weight,
+    *,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    bias: Any = None,
+    activation: str | None = None,
+    pdl: bool = False,
+    out: Any = None,
+) -> Any:
+    """Normalise rows by their root mean square and multiply them by a quantized weight matrix.
+
+    Parameters
+    ----------
+    x : (M, K) array of float16 or bfloat16; on NumPy also float32
+        The rows may lie apart (a view); the last axis must be contiguous, else it is copied.
+    norm_weight : (K,) array of x's dtype
+    weight : Weight
+        (N, K), in a packed format.
+    eps : float
+        Added to the mean square.
+    weight_offset : float
+        Added to `norm_weight` (Gemma stores w - 1).
+    bias : (N,) array of x's dtype, optional
+    activation : str, optional
+        As gemm_wna16's.
+    pdl : bool
+        As gemm_wna16's; it is said of `norm_weight` too.
+    out : array of x's dtype, optional
+        Where to put the result; its rows may lie apart.
+
+    Returns
+    -------
+    (M, N) or (M, N / 2) array of x's dtype
+
+    Raises
+    ------
+    ShapeError, DTypeError, ContractError
+        If an argument breaks the contract.
+
+    Notes
+    -----
+    Equals gemm_wna16 of ``rmsnorm(x, norm_weight)`` up to the order of summation: the normalised
+    row is rounded to x's dtype before the product.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from engine.quantization.quantize import quantize
+    >>> weight = quantize(np.ones((1, 64), np.float32), FORMATS["mxfp4"])
+    >>> x = np.full((1, 64), 3, np.float32)
+    >>> rmsnorm_gemm_wna16(x, np.ones(64, np.float32), weight, eps=0.0)
+    array([[64.]], dtype=float32)
+    """
+    call = Contract("rmsnorm_gemm_wna16")
+    x = call.array("x", x, "M K", FLOATS, layout="rows")
+    on_cpu = call.on_cpu
+    call.check("x", on_cpu or x.dtype in HALVES, "float16 or bfloat16 on CUDA", str(x.dtype))
+    norm_weight = call.array("norm_weight", norm_weight, "K", x.dtype)
+    weight = check_weight(call, weight)
+    call.check("x", call["K"] > 0, "of at least one feature", x.shape)
+    call.number("eps", eps, low=0.0)
+    call.number("weight_offset", weight_offset)
+    columns = check_columns(call, activation, None, True)
+    if bias is not None:
+        bias = call.array("bias", bias, "N", x.dtype)
+    numbers = {"eps": eps, "weight_offset": weight_offset}
+    if on_cpu:
+        result = reference.rmsnorm_gemm_wna16(
+            x, norm_weight, weight, bias=bias, activation=activation, **numbers
+        )
+        return call.finish(out, result, layout="rows")
+    out = call.output("out", out, (call["M"], columns), x.dtype, layout="rows")
+    operands = Operands(x, weight, out, bias, activation=activation, pdl=pdl)
+    norm = Norm(norm_weight, eps, weight_offset)
+    # With permuted columns, the norm's weight would have to be permuted, too.
+    config = few_rows.choose(operands, norm) if weight.permutation is None else None
+    if config is not None:
+        few_rows.launch(operands, config, norm)
+        return out
+    x = rmsnorm(x, norm_weight, eps=eps, weight_offset=weight_offset)
+    if weight.permutation is not None:
+        x = permute_columns(x, weight.permutation)
+    launch(Operands(x, weight, out, bias, activation=activation, pdl=pdl))
+    return out

@@ -1,0 +1,36 @@
+"""NumPy mirror of `engine.kernels.gemm_wna16`: its specification."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from engine.quantization import Weight, unpack_weight
+from engine.reference.gemm import gemm
+
+__all__ = ["gemm_wna16"]
+
+Array = np.ndarray[Any, Any]
+
+
+def gemm_wna16(
+    x: Array,
+    weight: Weight,
+    *,
+    bias: Array | None = None,
+    residual: Array | None = None,
+    activation: str | None = None,
+    out_dtype: Any = None,
+    deterministic: bool = False,
+) -> Array:
+    """y = activation(x W^T + bias) + residual, in float32, with the exact numbers of `weight`."""
+    return gemm(
+        x,
+        unpack_weight(weight),
+        bias=bias,
+        residual=residual,
+        activation=activation,
+        out_dtype=out_dtype,
+        deterministic=deterministic,
+    )
