@@ -38,7 +38,7 @@ _STATIC_BYTES = 7680  # of shared memory: what the kernels declare, and what the
 # Estimated for an H200: what a multiprocessor reads in a ns, how long a warp takes for a stage,
 # what a unit costs beside its stages, and what is lost where the next kernel's block does not fit
 # beside this one's.
-_BYTES_PER_NS, _STAGE_NS, _UNIT_NS, _ALONE_NS = 33.0, 400.0, 150.0, 1000.0
+_BYTES_PER_NS, _STAGE_NS, _UNIT_NS, _ALONE_NS = 33.0, 1000.0, 500.0, 300.0
 
 
 @dataclass(frozen=True)
