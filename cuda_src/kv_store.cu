@@ -4,22 +4,24 @@
 //
 // A token whose slot is outside [0, P * block_size) is not stored. Arguments: KvStoreParams, below.
 //
-// Numerics: a copy. Parallelisation: one thread per kWidth features; blockIdx.x is the token,
-// blockIdx.y walks the features of its k, then of its v.
+// Numerics: a copy, or e4m3 codes of value / scale (common/page_codes.cuh).
+// Parallelisation: one thread per kWidth features; blockIdx.x is the token, blockIdx.y walks the
+// features of its k, then of its v.
 // Mirror: engine/reference/kv_store.py
-#include "common/types.cuh"
+#include "common/page_codes.cuh"
 
 constexpr int kThreads = 128;
 
 struct KvStoreParams {
   const scalar_t *k, *v;        // (T, K, D); the last axis is contiguous
-  scalar_t *k_pages, *v_pages;  // (P, K, block_size, D) contiguous
+  page_t *k_pages, *v_pages;    // (P, K, block_size, D) contiguous
   const int64_t* slot_mapping;  // (T,)
   int64_t num_slots;            // P * block_size
   int num_heads;                // K
   int head_dim;                 // D
   int block_size;
   int64_t k_stride_t, k_stride_h, v_stride_t, v_stride_h;  // elements
+  const float *k_scale, *v_scale;                          // (K,) of pages of codes; else null
 };
 
 template <int kWidth>
@@ -38,7 +40,16 @@ __device__ __forceinline__ void kv_store(const KvStoreParams& p) {
   const int64_t to = ((block * p.num_heads + head) * p.block_size + offset) * p.head_dim + feature;
   const scalar_t* from = is_k ? p.k + token * p.k_stride_t + head * p.k_stride_h
                               : p.v + token * p.v_stride_t + head * p.v_stride_h;
-  store_vec((is_k ? p.k_pages : p.v_pages) + to, load_vec<scalar_t, kWidth>(from + feature));
+  page_t* const pages = is_k ? p.k_pages : p.v_pages;
+  const Vec<scalar_t, kWidth> x = load_vec<scalar_t, kWidth>(from + feature);
+  if constexpr (kHasCodes) {
+    float values[kWidth];
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) values[i] = to_float(x.v[i]);
+    store_vec(pages + to, to_page<kWidth>(values, (is_k ? p.k_scale : p.v_scale)[head]));
+  } else {
+    store_vec(pages + to, x);
+  }
 }
 
 #define ENGINE_KV_STORE(name, width)                     \

@@ -5,26 +5,29 @@
 // the rotated features NaN; keys and values of a slot outside the pages are not stored. Arguments:
 // QkNormRopeStoreParams, below.
 //
-// Numerics: float; rounded after the norm and after the rotation, where the three ops round.
+// Numerics: float; rounded after the norm and after the rotation, where the three ops round; then,
+// with PAGE_CODES, to e4m3 codes (common/page_codes.cuh).
 // Parallelisation: in the vector kernels a thread holds two 16-byte vectors of a head, the two that
 // the rotation pairs up: D / 2 / kVec neighbouring lanes hold a head and sum its squares by
 // shuffles. A thread takes the same vectors of up to kHeads heads at once, for one piece of the
 // table. blockIdx.x is the token, blockIdx.y walks its heads (q's, k's, v's). In the scalar kernels
 // a warp takes a head. A thread writes only what it has read, after all of the head was read.
 // Mirror: engine/reference/qk_norm_rope_store.py
+#include "common/page_codes.cuh"
 #include "common/pdl.cuh"
 #include "common/qk_head.cuh"
 
 constexpr int kThreads = 128;
 constexpr int kHeads = 3;
-constexpr int kMinBlocks = kArch == 900 ? 6 : 4;  // occupancy counts for large inputs
+// Occupancy counts for large inputs.
+constexpr int kMinBlocks = kArch == 900 && !kHasCodes ? 6 : 4;
 
 struct QkNormRopeStoreParams {
   scalar_t* q;                          // (T, H, D) in place: norm, then rotation
   const scalar_t *k, *v;                // (T, K, D); the last axis is contiguous, as of q
   const int* positions;                 // (T,) row of cos_sin
   const float* cos_sin;                 // (P, R) a row is R/2 cosines, then R/2 sines; contiguous
-  scalar_t *k_pages, *v_pages;          // (pages, K, block_size, D) contiguous
+  page_t *k_pages, *v_pages;            // (pages, K, block_size, D) contiguous
   const int64_t* slot_mapping;          // (T,)
   const scalar_t *q_weight, *k_weight;  // (D,) of the norms; null: no norm
   int64_t q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h;  // elements
@@ -37,6 +40,7 @@ struct QkNormRopeStoreParams {
   int block_size;
   int heads_per_block;
   float eps, weight_offset;
+  const float *k_scale, *v_scale;  // (K,) of pages of codes; else null
 
   __device__ __forceinline__ int num_heads() const { return num_q_heads + 2 * num_kv_heads; }
 };
@@ -58,8 +62,10 @@ __device__ __forceinline__ const float* rotation_row(const QkNormRopeStoreParams
 // One head of a token.
 struct Head {
   const scalar_t *in, *weight;  // weight is null where there is no norm
-  scalar_t* out;                // null: the head is not stored
+  scalar_t* out;                // null: the head is not stored, or goes to a page of codes
   bool is_rotated;
+  page_t* page = nullptr;  // of codes
+  float page_scale = 1.0f;
 
   __device__ __forceinline__ Head(const QkNormRopeStoreParams& p, int64_t token, int head,
                                   int64_t page_row) {
@@ -73,7 +79,7 @@ struct Head {
     head -= p.num_q_heads;
     is_rotated = head < p.num_kv_heads;
     weight = is_rotated ? p.k_weight : nullptr;
-    scalar_t* pages = is_rotated ? p.k_pages : p.v_pages;
+    page_t* pages = is_rotated ? p.k_pages : p.v_pages;
     if (is_rotated) {
       in = p.k + token * p.k_stride_t + head * p.k_stride_h;
     } else {
@@ -81,7 +87,35 @@ struct Head {
       in = p.v + token * p.v_stride_t + head * p.v_stride_h;
     }
     const int64_t row = page_row + static_cast<int64_t>(head) * p.block_size;
-    out = page_row >= 0 ? pages + row * p.head_dim : nullptr;
+    page_t* const to = page_row >= 0 ? pages + row * p.head_dim : nullptr;
+    if constexpr (kHasCodes) {
+      out = nullptr;
+      page = to;
+      page_scale = (is_rotated ? p.k_scale : p.v_scale)[head];
+    } else {
+      out = reinterpret_cast<scalar_t*>(to);  // page_t is scalar_t
+    }
+  }
+
+  __device__ __forceinline__ bool is_stored() const {
+    return out != nullptr || (kHasCodes && page != nullptr);
+  }
+  // Stores N values from feature `at` on.
+  template <int N>
+  __device__ __forceinline__ void store(int at, const float* x) const {
+    Vec<scalar_t, N> y;
+#pragma unroll
+    for (int i = 0; i < N; ++i) y.v[i] = from_float<scalar_t>(x[i]);
+    if constexpr (kHasCodes) {
+      if (page != nullptr) {
+        float rounded[N];
+#pragma unroll
+        for (int i = 0; i < N; ++i) rounded[i] = to_float(y.v[i]);
+        store_vec(page + at, to_page<N>(rounded, page_scale));
+        return;
+      }
+    }
+    store_vec(out + at, y);
   }
 };
 
@@ -178,14 +212,14 @@ __device__ __forceinline__ void process_vectors(const QkNormRopeStoreParams& p) 
       const int index = base + i * heads_at_once + place;
       if (place >= heads_at_once || index >= end) continue;
       const Head head(p, token, index, row);
-      if (head.out == nullptr) continue;
+      if (!head.is_stored()) continue;
       if (head.weight != nullptr) {
         weight.load(head.weight, lane_idx.lo, lane_idx.hi);
         weight.apply(x, scale, p.weight_offset);
       }
       if (head.is_rotated && lane_idx.has_pairs) rotate_lane<kInterleaved>(x, cos, sin);
-      store_vec(head.out + lane_idx.lo, rounded(x));
-      store_vec(head.out + lane_idx.hi, rounded(x + kVec));
+      head.store<kVec>(lane_idx.lo, x);
+      head.store<kVec>(lane_idx.hi, x + kVec);
     }
   }
 }
@@ -197,7 +231,7 @@ __device__ __forceinline__ void process_scalars(const QkNormRopeStoreParams& p) 
   const int index = static_cast<int>(blockIdx.y) * p.heads_per_block + warp_idx;
   if (index >= p.num_heads()) return;
   const Head head(p, token, index, page_row(p, p.slot_mapping[token]));
-  if (head.out == nullptr) return;
+  if (!head.is_stored()) return;
   float scale = 0.0f;
   if (head.weight != nullptr) {
     float sum = 0.0f;
@@ -220,11 +254,12 @@ __device__ __forceinline__ void process_scalars(const QkNormRopeStoreParams& p) 
       const float sin = row != nullptr ? row[half + pair] : quiet_nan();
       rotate_pair(a, b, cos, sin);
     }
-    head.out[at] = from_float<scalar_t>(a);
-    head.out[to] = from_float<scalar_t>(b);
+    head.store<1>(at, &a);
+    head.store<1>(to, &b);
   }
   for (int i = p.rotary_dim + lane_idx; i < p.head_dim; i += kWarpSize) {
-    head.out[i] = from_float<scalar_t>(feature(i));
+    const float x = feature(i);
+    head.store<1>(i, &x);
   }
 }
 

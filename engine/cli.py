@@ -1,4 +1,4 @@
-"""The command line: `engine generate | chat | pull | doctor | bench | kernels`.
+"""The command line: `engine generate | chat | pull | doctor | bench | eval | kernels`.
 
 Only the chosen command's module is imported, so that `engine --help` answers at once.
 """
@@ -23,6 +23,7 @@ COMMANDS = {
     "pull": "download a model into the cache",
     "doctor": "check this machine and say what to install next",
     "bench": "measure latency, throughput, prefill or startup of a model",
+    "eval": "measure a model's quality: its perplexity on a text, its distance from another model",
     "kernels": "list every kernel: tier, dtypes, registers, shared memory, cache state",
 }
 

@@ -90,9 +90,12 @@ def array_module(*arrays: Any) -> Any:
     return sys.modules["cupy"] if any(is_cupy_array(a) for a in arrays) else np
 
 
-def empty_like(x: Any) -> Any:
-    """Return an uninitialised array like `x`; a `PlanArray` gives a `PlanArray`."""
-    new = array_module(x).empty(x.shape, x.dtype)
+def empty_like(x: Any, dtype: Any = None, shape: tuple[int, ...] | None = None) -> Any:
+    """Return an uninitialised array like `x`; a `PlanArray` gives a `PlanArray`.
+
+    `dtype` and `shape` replace those of `x`.
+    """
+    new = array_module(x).empty(x.shape if shape is None else shape, dtype or x.dtype)
     return PlanArray(new) if isinstance(x, PlanArray) else new
 
 

@@ -13,7 +13,16 @@ import numpy as np
 from engine.checks import shown
 from engine.errors import DTypeError
 
-__all__ = ["BFLOAT16", "FLOAT_NAMES", "dtype_name", "itemsize", "np_dtype"]
+__all__ = [
+    "BFLOAT16",
+    "E4M3_MAX",
+    "FLOAT_NAMES",
+    "PAGE_FP8",
+    "dtype_name",
+    "itemsize",
+    "np_dtype",
+    "page_dtype",
+]
 
 BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
 
@@ -22,6 +31,12 @@ _BY_NAME: dict[str, np.dtype[Any]] = {
     "float16": np.dtype(np.float16),
     "bfloat16": BFLOAT16,
 }
+
+PAGE_FP8 = "fp8"
+"""Name of the dtype of pages that hold e4m3 codes."""
+
+E4M3_MAX = 448.0
+"""Largest finite e4m3 value."""
 
 FLOAT_NAMES: tuple[str, ...] = tuple(_BY_NAME)
 
@@ -44,6 +59,17 @@ def np_dtype(name: str) -> np.dtype[Any]:
     except KeyError:
         known = ", ".join(FLOAT_NAMES)
         raise DTypeError(f"dtype must be one of {known}; got {shown(name)}") from None
+
+
+def page_dtype(name: str) -> np.dtype[Any]:
+    """Return the dtype of the arrays of pages called `name`: as `np_dtype`, or "fp8".
+
+    Examples
+    --------
+    >>> page_dtype("fp8")
+    dtype('uint8')
+    """
+    return np.dtype(np.uint8) if name == PAGE_FP8 else np_dtype(name)
 
 
 def dtype_name(dtype: Any) -> str:

@@ -8,7 +8,13 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from engine import env
-from engine.cache.kv_cache import KVGeometry, MemoryBudget, plan_num_blocks
+from engine.cache.kv_cache import (
+    KV_CACHE_DTYPES,
+    KVGeometry,
+    MemoryBudget,
+    kv_dtype,
+    plan_num_blocks,
+)
 from engine.cache.memory_pool import device_memory
 from engine.checks import shown
 from engine.config import ModelConfig
@@ -73,6 +79,7 @@ _FLAGS = {
     "cuda_graphs": (True, False, None),
     "raise_on_timeout": (True, False),
     "debug": (True, False, None),
+    "kv_cache_dtype": KV_CACHE_DTYPES,
     "scheduling_policy": POLICIES,
     "preemption_mode": PREEMPTIONS,
 }
@@ -91,6 +98,9 @@ class EngineConfig:
         Maximum number of running requests; 256 on CUDA, 16 on the CPU.
     max_num_batched_tokens : int, optional
         Token budget of one step; 8192 on CUDA, 512 on the CPU.
+    kv_cache_dtype : str
+        "auto": pages of the activations' dtype; "fp8": of e4m3 codes, which take half as much
+        memory as 16 bits, with a scale for each layer and key/value head (`Model.set_kv_scales`).
     block_size : int
         Tokens per KV block: 16, 32, 64 or 128.
     num_blocks : int, optional
@@ -157,6 +167,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    kv_cache_dtype: str = "auto"
     block_size: int = 16
     num_blocks: int | None = None
     memory_utilization: float | None = None
@@ -252,8 +263,9 @@ class EngineConfig:
         tokens = self._or_default("max_num_batched_tokens", budget, device, reasons)
         has_graphs = self._has_graphs(device, reasons)
         memory = self._memory(model, device, dtype, weight_bytes, tokens, seqs, has_graphs)
+        pages = kv_dtype(self.kv_cache_dtype, dtype)
         geometry = KVGeometry(
-            model.num_layers, model.num_kv_heads, model.head_dim, self.block_size, dtype
+            model.num_layers, model.num_kv_heads, model.head_dim, self.block_size, pages
         )
         plan = plan_num_blocks(
             memory, geometry, max_model_len=length, max_num_seqs=seqs, num_blocks=self.num_blocks
@@ -366,3 +378,24 @@ def activation_bytes(model: ModelConfig, dtype: str, num_tokens: int, num_rows: 
     per_token = (4 * model.hidden_size + mlp + attention) * itemsize(dtype)
     per_row = 4 * 4 * model.vocab_size
     return math.ceil(1.1 * (num_tokens * per_token + num_rows * per_row))
+
+
+def default_budget(
+    model: ModelConfig, dtype: str, kind: str, total: int, weight_bytes: int
+) -> MemoryBudget:
+    """Return the budget of an engine with default options that has `total` bytes for itself.
+
+    Parameters
+    ----------
+    model : ModelConfig
+    dtype : str
+    kind : str
+        "cpu" or "cuda".
+    total, weight_bytes : int
+    """
+    seqs = _SEQUENCES[kind]
+    activations = activation_bytes(model, dtype, max(_BATCHED_TOKENS[kind], seqs), seqs)
+    if kind == "cuda":
+        rows = batch_sizes(seqs)[-1]
+        activations += activation_bytes(model, dtype, rows, rows)  # of the graphs
+    return MemoryBudget(total, 0, weight_bytes, activations, _UTILIZATION[kind])

@@ -10,6 +10,7 @@ Logits are NumPy arrays on the CPU and CuPy arrays on a GPU.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from functools import cached_property
 from os import PathLike
 from typing import Any, Literal
@@ -17,23 +18,25 @@ from typing import Any, Literal
 import numpy as np
 
 from engine.cache.array_cache import Cache
-from engine.cache.kv_cache import KVGeometry
+from engine.cache.kv_cache import KVGeometry, kv_dtype
 from engine.checks import is_integer, shown
 from engine.config import ModelConfig
-from engine.device import Device, cupy, resolve_device
+from engine.device import Device, cupy, resolve_device, to_numpy
+from engine.dtypes import E4M3_MAX, PAGE_FP8
 from engine.errors import ConfigError, RequestError, unknown_keyword
 from engine.layers.batch import ForwardBatch
 from engine.layers.token_ids import checked_token_ids
 from engine.loading.download import ModelSource, resolve_model
 from engine.loading.gguf import GgufFile
 from engine.loading.hf_config import generation_config
+from engine.loading.kv_scales import read_kv_scales
 from engine.loading.load_config import LoadConfig, resolve_load_config
 from engine.loading.mlp_padding import pad_mlps
 from engine.loading.model_config import load_config
 from engine.loading.weights import dummy_weights, load_weights
 from engine.model_files import is_present
 from engine.models.decoder import Decoder, Pages
-from engine.models.kernel_set import prepare_kernels
+from engine.models.kernel_set import prepare_fp8_pages, prepare_kernels
 from engine.quantization import FORMATS
 from engine.text.tokenizer import Tokenizer, load_tokenizer
 from engine.trace import Trace, trace_decoder
@@ -88,7 +91,8 @@ def load(
     quantization : str, optional
         Quantize the matrices of layers while they are read, one at a time: "fp8" and "int8" (both
         operands of the products in 8 bits), "int4" (in groups of 128) or another format of
-        `docs/quantization.md`. Embeddings and the output layer keep `dtype`.
+        `docs/quantization.md`. Embeddings and the output layer keep `dtype`. None keeps the formats
+        of the files (on the CPU only "fp8" and "int8", others are dequantized); "none" dequantizes.
     deterministic : bool
         Batch invariance: a token's logits have the same bits in any batch, at any chunk size and
         after any recomputation, because no kernel's order of summation depends on the batch.
@@ -151,7 +155,7 @@ def _load(
     source: ModelSource | None, config: ModelConfig, options: LoadConfig, progress: bool
 ) -> Model:
     device, dtype = options.device, options.dtype
-    form = None if options.quantization is None else FORMATS[options.quantization]
+    form = FORMATS.get(options.quantization or "")
     if options.load_format == "dummy" or source is None:
         weights = dummy_weights(
             config,
@@ -167,6 +171,7 @@ def _load(
             device=device,
             dtype=dtype,
             quantization=form,
+            keeps_formats=options.quantization != "none",
             max_model_len=options.max_model_len,
             progress=progress,
         )
@@ -175,9 +180,14 @@ def _load(
         pad_mlps(weights, config, device, dtype)
     decoder = Decoder(config, weights, options.max_model_len, deterministic=options.deterministic)
     if device.is_cuda:
-        formats = {weight.format for weight in weights.values()}
+        formats = dict.fromkeys(form for weight in weights.values() for form in weight.formats())
         prepare_kernels(config, dtype, device, formats=formats, progress=progress)
-    return Model(decoder, options, source)
+    made = Model(decoder, options, source)
+    if options.load_format != "dummy" and source is not None:
+        scales = read_kv_scales(source.path, config)
+        if scales is not None:
+            made.set_kv_scales(scales)
+    return made
 
 
 class Model:
@@ -212,7 +222,7 @@ class Model:
 
     @property
     def dtype(self) -> str:
-        """Name of the dtype of weights, activations and pages."""
+        """Name of the dtype of weights and activations, and of pages unless they hold codes."""
         return self.load_config.dtype
 
     @property
@@ -269,11 +279,61 @@ class Model:
         """The sampling defaults that the model's files state; empty where there are none."""
         return {} if self._source is None else generation_config(self._source.path)
 
+    @property
+    def kv_scales(self) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """Scales of keys and values in pages of e4m3 codes, (num_layers, 2, K), on the host."""
+        return to_numpy(self.decoder.kv_scales)
+
+    def set_kv_scales(self, scales: Any) -> None:
+        """Set `kv_scales`; see `Decoder.set_kv_scales`. Caches filled before become invalid."""
+        self.decoder.set_kv_scales(scales)
+
+    def calibrate_kv_scales(self, token_ids: Sequence[Sequence[int]]) -> None:
+        """Choose `kv_scales` by the largest key and value of each head over some sequences.
+
+        Parameters
+        ----------
+        token_ids : sequence of sequences of int
+            Sequences like those that the model is to serve.
+
+        Raises
+        ------
+        RequestError
+            If there are no sequences, one is empty, or an id is outside [0, V).
+
+        Notes
+        -----
+        A scale is the largest magnitude / 448, the largest e4m3 value; 1 where all are zero.
+        Larger keys and values that come later saturate.
+        """
+        if not len(token_ids):
+            raise RequestError("token_ids must hold at least one sequence; got none")
+        peaks = np.zeros(self.kv_scales.shape, np.float32)
+        for ids in token_ids:
+            cache = self.new_cache(1, max(1, len(ids)))
+            self.step([ids], cache)
+            np.maximum(peaks, cache.peaks(), out=peaks)
+            cache.close()
+        self.set_kv_scales(np.where(peaks > 0, peaks / np.float32(E4M3_MAX), np.float32(1)))
+
+    def prepare_pages(self, dtype: str) -> None:
+        """Load the kernels for pages of `dtype` that are not those of the model itself."""
+        if dtype == PAGE_FP8 and self.device.is_cuda:
+            progress = sys.stderr.isatty()
+            prepare_fp8_pages(self.config, self.dtype, self.device, progress=progress)
+
     def uses_long_rope(self, num_tokens: int) -> bool:
         """Tell whether a sequence of up to `num_tokens` tokens takes longrope's long factors."""
         return self.long_rope_offset > 0 and num_tokens > self.config.rope.original_max_position
 
-    def new_cache(self, batch_size: int, max_tokens: int, *, block_size: int = 16) -> Cache:
+    def new_cache(
+        self,
+        batch_size: int,
+        max_tokens: int,
+        *,
+        block_size: int = 16,
+        kv_cache_dtype: str = "auto",
+    ) -> Cache:
         """Return an empty paged KV cache, one sequence per row.
 
         Parameters
@@ -285,6 +345,8 @@ class Model:
             factors if this exceeds the training length.
         block_size : int
             Tokens per page: 16, 32, 64 or 128.
+        kv_cache_dtype : str
+            "auto": pages of the model's dtype; "fp8": of e4m3 codes, with `kv_scales`.
 
         Raises
         ------
@@ -294,7 +356,9 @@ class Model:
         _check_count("batch_size", batch_size, 2**20)
         _check_count("max_tokens", max_tokens, self.max_model_len)
         c = self.config
-        geometry = KVGeometry(c.num_layers, c.num_kv_heads, c.head_dim, block_size, self.dtype)
+        pages = kv_dtype(kv_cache_dtype, self.dtype)
+        geometry = KVGeometry(c.num_layers, c.num_kv_heads, c.head_dim, block_size, pages)
+        self.prepare_pages(pages)
         return Cache(geometry, batch_size, max_tokens, self.device, owner=self.load_config)
 
     def step(self, token_ids: Any, cache: Cache, logits: Literal["last", "all"] = "last") -> Any:

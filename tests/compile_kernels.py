@@ -38,7 +38,8 @@ def every_spec() -> list[ModuleSpec]:
         if not info.name.startswith("_"):
             module = importlib.import_module(f"engine.kernels.{info.name}")
             for dtype in FLOAT_NAMES:
-                specs += module.specs(dtype, patterns=True)
+                for has_codes in (False, True):
+                    specs += module.specs(dtype, patterns=True, has_codes=has_codes)
     return list(dict.fromkeys(specs))
 
 

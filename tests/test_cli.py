@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -31,7 +32,7 @@ def _run(*arguments, text="", status=0, **env):
 
 def test_help_names_every_command():
     text = _run("--help").stdout
-    for command in ("generate", "chat", "pull", "doctor", "bench", "kernels"):
+    for command in ("generate", "chat", "pull", "doctor", "bench", "eval", "kernels"):
         assert command in text and "usage" in _run(command, "--help").stdout
 
 
@@ -112,6 +113,10 @@ def test_ctrl_c_stops_the_answer_and_not_the_program():
         (("generate", "x", "--device", "cpu", "--max-tokens", "-1"), "max_tokens must be"),
         (("generate", "--file", "/no/such/file"), "--file /no/such/file cannot be read"),
         (("generate", "", "--device", "cpu"), "the prompt must have 1 to"),
+        (("generate", "x", "--device", "cpu", "-q", "int3"), "quantization must be one of"),
+        (("chat", "--device", "cpu", "--quantization", "int3"), "got 'int3'"),
+        (("bench", "latency", "--device", "cpu", "-q", "int3"), "quantization must be one of"),
+        (("bench", "startup", "--device", "cpu", "-q", "int3"), "quantization must be one of"),
         (("kernels", "--arch", "hopper"), "--arch must be an architecture like sm_80"),
     ],
 )
@@ -138,9 +143,15 @@ def test_doctor_reports_what_is_there():
     assert "CPU: ready" in text
 
 
-def test_doctor_without_a_gpu_calls_nothing_a_failure(monkeypatch, capsys):
-    import argparse
+def _no_options():
+    from engine.commands import doctor
 
+    parser = argparse.ArgumentParser()
+    doctor.add_arguments(parser)
+    return parser.parse_args([])
+
+
+def test_doctor_without_a_gpu_calls_nothing_a_failure(monkeypatch, capsys):
     from engine import device
     from engine.commands import doctor
     from engine.errors import CompileError
@@ -153,7 +164,7 @@ def test_doctor_without_a_gpu_calls_nothing_a_failure(monkeypatch, capsys):
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(_nvrtc, "version", no_compiler)
     monkeypatch.setattr(_nvrtc, "include_dirs", no_compiler)
-    assert doctor.run(argparse.Namespace()) == 0
+    assert doctor.run(_no_options()) == 0
     text = capsys.readouterr().out
     assert "FAIL" not in text and text.count("not here") == 6
     *_, cpu, cuda = text.splitlines()
@@ -161,8 +172,6 @@ def test_doctor_without_a_gpu_calls_nothing_a_failure(monkeypatch, capsys):
 
 
 def test_doctor_with_a_driver_calls_a_broken_compiler_a_failure(monkeypatch, capsys):
-    import argparse
-
     from engine import device
     from engine.commands import doctor
     from engine.errors import CompileError
@@ -173,7 +182,7 @@ def test_doctor_with_a_driver_calls_a_broken_compiler_a_failure(monkeypatch, cap
 
     monkeypatch.setattr(device, "driver_version", lambda: 12090)
     monkeypatch.setattr(_nvrtc, "version", no_compiler)
-    assert doctor.run(argparse.Namespace()) == 0
+    assert doctor.run(_no_options()) == 0
     text = capsys.readouterr().out
     assert "FAIL nvrtc          CompileError: NVRTC was not found" in text
     assert "CUDA: not ready, see FAIL above" in text

@@ -31,16 +31,16 @@ constexpr int kCombineThreads = 128;
 
 // Of both kernels. Strides are in elements.
 struct AttentionDecodeParams {
-  const scalar_t* q;                  // (B, Q, H, D)
-  const scalar_t *k_pages, *v_pages;  // (P, K, block_size, D)
-  const int* block_tables;            // (B, NB) token j is in page [b, j / block_size]
-  const int* context_lens;            // (B,) keys of each sequence, the Q new ones included
-  const uint64_t* tree_masks;         // (B, Q) bit j of token i: it sees token j <= i; or null
-  const float* sinks;                 // (H,) one more logit of each row's softmax; or null
-  scalar_t* out;                      // (B, Q, H, D)
-  float* lse;                         // (B, Q, H) contiguous, or null
-  float* partial_o;                   // (num_splits, B * H * Q, D) sums of P V; null: one split
-  float* partial_stats;               // (num_splits, B * H * Q, 2) maximum (log2) and sum of P
+  const scalar_t* q;                // (B, Q, H, D)
+  const page_t *k_pages, *v_pages;  // (P, K, block_size, D)
+  const int* block_tables;          // (B, NB) token j is in page [b, j / block_size]
+  const int* context_lens;          // (B,) keys of each sequence, the Q new ones included
+  const uint64_t* tree_masks;       // (B, Q) bit j of token i: it sees token j <= i; or null
+  const float* sinks;               // (H,) one more logit of each row's softmax; or null
+  scalar_t* out;                    // (B, Q, H, D)
+  float* lse;                       // (B, Q, H) contiguous, or null
+  float* partial_o;                 // (num_splits, B * H * Q, D) sums of P V; null: one split
+  float* partial_stats;             // (num_splits, B * H * Q, 2) maximum (log2) and sum of P
   int64_t q_stride_b, q_stride_t, q_stride_h;
   int64_t page_stride, table_stride;
   int64_t out_stride_b, out_stride_t, out_stride_h;
@@ -54,6 +54,7 @@ struct AttentionDecodeParams {
   int num_splits;
   int is_vector;                    // all rows start at, and are whole, 16-byte words
   float score_inner, score_factor;  // ScoreRule
+  const float *k_scale, *v_scale;   // (K,) of pages of codes; else null
 
   __device__ __forceinline__ bool has_partials() const { return partial_o != nullptr; }
 };
@@ -105,7 +106,8 @@ __device__ __forceinline__ Output output_of(const AttentionDecodeParams& p, int 
                 p.num_heads,
                 p.group,
                 p.head_dim,
-                is_vector};
+                is_vector,
+                kHasCodes ? p.v_scale[kv_head] : 1.0f};
 }
 
 extern "C" __global__ void __launch_bounds__(Core::kThreads, 2)
@@ -139,9 +141,10 @@ extern "C" __global__ void __launch_bounds__(Core::kThreads, 2)
   const int end =
       min(min(splits.first + (split + 1) * splits.chunk, num_keys), rows.last_key(last_row) + 1);
 
+  ScoreRule rule{p.score_inner, p.score_factor};
+  if constexpr (kHasCodes) rule = rule.scaled(p.k_scale[kv_head]);
   Core core;
-  core.run(smem, queries, kv, rows, ScoreRule{p.score_inner, p.score_factor}, row_begin, begin,
-           end);
+  core.run(smem, queries, kv, rows, rule, row_begin, begin, end);
   if (p.has_partials()) {
     const int64_t row =
         split * p.num_rows + (static_cast<int64_t>(b) * p.num_kv_heads + kv_head) * rows.count;

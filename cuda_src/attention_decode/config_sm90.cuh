@@ -4,21 +4,21 @@
 #pragma once
 
 #include "common/attention_sm90.cuh"
-#include "common/types.cuh"
+#include "common/page_codes.cuh"
 
 struct AttentionDecodeSm90Params {
-  TensorMap k_map, v_map;       // the pages as (D / 64, P K block_size, 64)
-  const scalar_t* q;            // (B, Q, H, D); for a new token before norm and rotation
-  scalar_t *k_pages, *v_pages;  // (P, K, block_size, D); only a new token is written
-  const int* block_tables;      // (B, NB) read only where context_lens says so
-  const int* context_lens;      // (B,) keys of each sequence, the Q new ones included
-  const uint64_t* tree_masks;   // (B, Q) bit j of token i: it sees token j <= i; or null
-  const float* sinks;           // (H,) one more logit of each row's softmax; or null
-  scalar_t* out;                // (B, Q, H, D)
-  float* lse;                   // (B, Q, H) contiguous, or null
-  float* partial_o;             // (partials, K, rows, D) a split's sum of P V
-  float* partial_stats;         // (partials, K, rows, 2) its base (log2), its sum of P
-  int* counters;                // splits that are done, by sequence and head; 0 between launches
+  TensorMap k_map, v_map;      // the pages as (D / 64, P K block_size, 64), of codes (1, .., D)
+  const scalar_t* q;           // (B, Q, H, D); for a new token before norm and rotation
+  page_t *k_pages, *v_pages;   // (P, K, block_size, D); only a new token is written
+  const int* block_tables;     // (B, NB) read only where context_lens says so
+  const int* context_lens;     // (B,) keys of each sequence, the Q new ones included
+  const uint64_t* tree_masks;  // (B, Q) bit j of token i: it sees token j <= i; or null
+  const float* sinks;          // (H,) one more logit of each row's softmax; or null
+  scalar_t* out;               // (B, Q, H, D)
+  float* lse;                  // (B, Q, H) contiguous, or null
+  float* partial_o;            // (partials, K, rows, D) a split's sum of P V
+  float* partial_stats;        // (partials, K, rows, 2) its base (log2), its sum of P
+  int* counters;               // splits that are done, by sequence and head; 0 between launches
   int64_t q_stride_b, q_stride_t, q_stride_h;  // elements, as all strides
   int64_t table_stride;
   int64_t out_stride_b, out_stride_t, out_stride_h;
@@ -40,6 +40,7 @@ struct AttentionDecodeSm90Params {
   int64_t k_stride_b, k_stride_h, v_stride_b, v_stride_h;
   int num_positions;
   float eps, weight_offset;
+  const float *k_scale, *v_scale;  // (K,) of pages of codes; else null
 };
 
 // ---- tiles -------------------------------------------------------------------------------------
@@ -50,15 +51,17 @@ constexpr int kCluster = CLUSTER, kCtasPerSm = CTAS_PER_SM;
 constexpr bool kNewToken = NEW_TOKEN;
 
 constexpr int kRows = kRowTiles * 16;
-constexpr int kRowBytes = kHeadDim * 2;
+constexpr int kRowBytes = kHeadDim * 2;                   // of Q
+constexpr int kPageRowBytes = kHeadDim * sizeof(page_t);  // of K and V
 // Persistent CTAs take tiles that TMA swizzles. Clusters, whose launches are short, copy without a
 // tensor map: it would have to be fetched first. Where memory is the limit that is slower.
 constexpr bool kSwizzled = kCluster == 1;
-constexpr int kBoxBytes = kBoxKeys * kRowBytes;
+constexpr int kBoxBytes = kBoxKeys * kPageRowBytes;
 constexpr int kBoxPitch = kBoxBytes + (kSwizzled ? 0 : 16);  // see tile_offset
 constexpr int kTileKeys = 8 * kBoxKeys;
 constexpr int kTileBytes = 8 * kBoxPitch;
 static_assert(kHeadDim % 64 == 0 && kBoxKeys % 8 == 0, "see tile_offset");
+static_assert(!kHasCodes || (kRowTiles == 1 && kHeadDim <= 128), "see codes_sm90.cuh");
 
 // ---- warps and registers -----------------------------------------------------------------------
 
@@ -70,7 +73,8 @@ constexpr int kNewTokenThreads = 3 * kWarpSize;
 // The 168 registers per thread of nine warps of a CTA, or of five of each of two CTAs, are too
 // few for the consumers here. The producer warp is then in a warpgroup of its own, which gives them
 // registers, fewer if its other warps have work.
-constexpr bool kMovesRegisters = (kConsumerWarps == 8 || kNewToken) && kCluster == 1;
+constexpr bool kMovesRegisters =
+    (kConsumerWarps == 8 || kNewToken || (kHasCodes && kCtasPerSm == 2)) && kCluster == 1;
 constexpr int kThreads = kConsumerThreads + (kMovesRegisters ? 4 : 1) * kWarpSize;
 constexpr int kConsumerRegisters = kConsumerWarps == 8 ? 232 : kHasNewTokenWarps ? 160 : 208;
 constexpr int kProducerRegisters = kHasNewTokenWarps ? 96 : 40;
@@ -111,7 +115,7 @@ constexpr int kScheduledWarps =
     kConsumerWarps + (kHasNewTokenWarps ? kNewTokenThreads / kWarpSize : 0);
 // The new token's key, value and position among the keys, a buffer for each of Q.
 constexpr int kNewKvAt = kScheduleAt + kScheduledWarps * kScheduleBytes;
-constexpr int kNewKvBytes = 2 * kRowBytes + 16;
+constexpr int kNewKvBytes = 2 * kPageRowBytes + 16;
 // Partials that the CTAs of a cluster push to each other, where there is room (cluster_sm90.cuh).
 constexpr bool kPushesPartials = kCluster > 1 && kRowTiles == 1;
 constexpr int kInboundAt = kNewKvAt + (kNewToken ? kQueryBuffers * kNewKvBytes : 0);

@@ -5,6 +5,7 @@
 // computed before P V of tile n.
 #pragma once
 
+#include "attention_decode/codes_sm90.cuh"
 #include "attention_decode/new_token_sm90.cuh"
 #include "common/mma.cuh"
 
@@ -17,12 +18,14 @@ class Consumer {
         queries_(smem_address(smem)),
         rule_(rule) {}
 
+  __device__ __forceinline__ void scale_keys(float key_scale) { rule_ = rule_.scaled(key_scale); }
+
   // Walks over the key tiles of a work tile.
   __device__ __forceinline__ void run(const RowRule& rows, int num_keys, int first_key,
                                       int num_tiles) {
     if constexpr (kCluster == 1 && (!kNewToken || kHasNewTokenWarps)) queries_.wait_full();
     if constexpr (kHasNewTokenWarps)
-      new_key_ = *reinterpret_cast<const int*>(smem_ + queries_.new_kv_at() + 2 * kRowBytes);
+      new_key_ = *reinterpret_cast<const int*>(smem_ + queries_.new_kv_at() + 2 * kPageRowBytes);
     if constexpr (kQueriesInRegisters) load_queries();
     reset();
     if (num_tiles > 0) tiles(rows, num_keys, first_key, num_tiles);
@@ -79,10 +82,14 @@ class Consumer {
       if (warp_idx() == 0 && lane_idx() % 4 == 0) writer.row(row, base_[i / 2][i % 2], total);
       const float factor = writer.factor(row, base_[i / 2][i % 2], total);
       const auto to = writer.at(row);
+      if constexpr (kHasCodes) {
+        store_columns_of_codes(writer, to, i, factor);
+      } else {
 #pragma unroll
-      for (int d = 0; d < kSlice / 8; ++d)
-        writer.pair(to, warp_idx() * kSlice + d * 8 + lane_idx() % 4 * 2,
-                    o_[i / 2][d][i % 2 * 2] * factor, o_[i / 2][d][i % 2 * 2 + 1] * factor);
+        for (int d = 0; d < kSlice / 8; ++d)
+          writer.pair(to, warp_idx() * kSlice + d * 8 + lane_idx() % 4 * 2,
+                      o_[i / 2][d][i % 2 * 2] * factor, o_[i / 2][d][i % 2 * 2 + 1] * factor);
+      }
     }
   }
 
@@ -109,12 +116,26 @@ class Consumer {
   static constexpr int kWarpRuns = kBoxKeys / kConsumerWarps;  // 8-key columns of scores of a warp
   static constexpr int kPairs = kWarpRuns / 2;
   static constexpr int kSlice = kHeadDim / kConsumerWarps;  // columns of V of a warp
+  static constexpr int kSliceWords = kSlice * sizeof(page_t) / 16;
   static_assert(kWarpRuns % 2 == 0 && kSlice % 16 == 0, "ldmatrix_x4 loads two at once");
   using Scores = float[kRowTiles][kWarpRuns][4];
   // With few accumulators q.k is summed in two interleaved chains, even and odd steps of d: a
   // single chain would be D / 16 dependent mma.
   static constexpr bool kTwoChains = kRowTiles * kWarpRuns <= 2;
   static constexpr float kBaseRange = 8.0f;  // how far a base may be below the maximum, log2
+
+  // Of row i of this lane; see multiply_pv_codes.
+  template <typename Writer, typename To>
+  __device__ __forceinline__ void store_columns_of_codes(const Writer& writer, To to, int i,
+                                                         float factor) const {
+#pragma unroll
+    for (int d = 0; d < kSlice / 16; ++d)
+#pragma unroll
+      for (int c = 0; c < 2; ++c)
+        writer.pair(to, warp_idx() * kSlice + d * 16 + lane_idx() % 4 * 4 + c * 2,
+                    o_[i / 2][2 * d][i % 2 * 2 + c] * factor,
+                    o_[i / 2][2 * d + 1][i % 2 * 2 + c] * factor);
+  }
 
   unsigned char* smem_;
   Ring ring_k_, ring_v_;
@@ -123,6 +144,9 @@ class Consumer {
   int new_key_ = -1;  // the new token's key, patched into its tile; -1: none
   uint32_t q_[kQueriesInRegisters ? kRowTiles : 1][kQueriesInRegisters ? kHeadDim / 16 : 1][4];
   float o_[kRowTiles][kSlice / 8][4];
+#if PAGE_CODES
+  float query_factor_[2];  // of the rows of q_; elsewhere the member alone would change the code
+#endif
   // Of a row: its maximum so far, what O and the sum are relative to (both log2), the sum.
   float max_[kRowTiles][2], base_[kRowTiles][2], sum_[kRowTiles][2];
 
@@ -175,10 +199,14 @@ class Consumer {
                           lane_idx() / 16 * 16 + d * 32);
   }
   __device__ __forceinline__ void load_queries() {
+#if PAGE_CODES
+    load_queries_for_codes(q_[0], query_factor_, queries_.q());
+#else
 #pragma unroll
     for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
       for (int d = 0; d < kHeadDim / 16; ++d) load_query(q_[r][d], r, d);
+#endif
     if constexpr (kCluster == 1 && kQueryBuffers == 1 && !kNewToken) queries_.release();
   }
 
@@ -193,7 +221,7 @@ class Consumer {
                                         int num_words) const {
     if (lane_idx() < num_words) {
       const int word = first_word + lane_idx(),
-                from = queries_.new_kv_at() + kind * kRowBytes + word * 16;
+                from = queries_.new_kv_at() + kind * kPageRowBytes + word * 16;
       store_word(tile + tile_offset(index, word),
                  *reinterpret_cast<const Vec<uint32_t, 4>*>(smem_ + from));
     }
@@ -209,7 +237,7 @@ class Consumer {
     if constexpr (kNewToken) {
       const int index = has_new_key(first_key) ? index_of(new_key_ - first_key) : -1;
       if (index >= 0 && index / (kWarpRuns * 8) == warp_idx())
-        patch(ring_k_.k(), 0, index, 0, kRowBytes / 16);
+        patch(ring_k_.k(), 0, index, 0, kPageRowBytes / 16);
     }
     multiply_qk(s);
     mbarrier_arrive(ring_k_.empty_k());
@@ -224,6 +252,18 @@ class Consumer {
     publish_maxima(s, buffer);
   }
 
+#if PAGE_CODES
+  __device__ __forceinline__ void multiply_qk(Scores& s) {
+    Scores odd;
+#pragma unroll
+    for (int i = 0; i < kWarpRuns * 4; ++i) at(s, i) = at(odd, i) = 0.0f;
+    multiply_qk_codes<kWarpRuns, kTwoChains>(s[0], odd[0], q_[0], ring_k_.k(),
+                                             warp_idx() * kWarpRuns * 8);
+#pragma unroll
+    for (int i = 0; i < kWarpRuns * 4; ++i)
+      at(s, i) = (kTwoChains ? at(s, i) + at(odd, i) : at(s, i)) * query_factor_[i % 4 / 2];
+  }
+#else
   __device__ __forceinline__ void multiply_qk(Scores& s) {
     Scores odd;
 #pragma unroll
@@ -259,6 +299,7 @@ class Consumer {
 #pragma unroll
       for (int i = 0; i < kRowTiles * kWarpRuns * 4; ++i) at(s, i) += at(odd, i);
   }
+#endif
 
   // `sees` says of (row, last key of the row, key) whether the row sees the key.
   template <typename Sees>
@@ -272,7 +313,8 @@ class Consumer {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           const int key =
-              first_key + key_of((warp_idx() * kWarpRuns + j) * 8 + lane_idx() % 4 * 2 + c);
+              first_key +
+              key_of(code_row((warp_idx() * kWarpRuns + j) * 8 + lane_idx() % 4 * 2 + c));
           if (!sees(row, last_key, key)) s[i / 2][j][i % 2 * 2 + c] = -kInf;
         }
     }
@@ -338,7 +380,7 @@ class Consumer {
         const float x = exp2_approx(fmaf(s[i / 2][j][i % 2 * 2], rule_.factor, -reference));
         const float y = exp2_approx(fmaf(s[i / 2][j][i % 2 * 2 + 1], rule_.factor, -reference));
         part += x + y;
-        *reinterpret_cast<uint32_t*>(to + j * 16) = pack2<scalar_t>(x, y);
+        *reinterpret_cast<uint32_t*>(to + j * 16) = pack2<prob_t>(x, y);
       }
       sum_[i / 2][i % 2] = sum_[i / 2][i % 2] * rescale + part;
 #pragma unroll
@@ -352,7 +394,7 @@ class Consumer {
   // Zeroes V of the keys outside [begin, end): their P is 0, but 0 * NaN would reach the sum. Each
   // warp does so in the columns that only it reads.
   __device__ __forceinline__ void clear_v(int first_key, int begin, int end) const {
-    constexpr int kWords = kSlice / 8, kKeysAtOnce = kWarpSize / kWords;
+    constexpr int kWords = kSliceWords, kKeysAtOnce = kWarpSize / kWords;
     const int word = warp_idx() * kWords + lane_idx() % kWords;
 #pragma unroll
     for (int i = 0; i < kTileKeys / kKeysAtOnce; ++i) {
@@ -398,16 +440,20 @@ class Consumer {
     if (first_key < begin || first_key + kTileKeys > end) clear_v(first_key, begin, end);
     if constexpr (kNewToken) {
       if (has_new_key(first_key))
-        patch(ring_v_.v(), 1, index_of(new_key_ - first_key), warp_idx() * (kSlice / 8),
-              kSlice / 8);
+        patch(ring_v_.v(), 1, index_of(new_key_ - first_key), warp_idx() * kSliceWords,
+              kSliceWords);
     }
-    load(even, 0);
+    if constexpr (kHasCodes) {
+      multiply_pv_codes<kSlice>(o_[0], p, ring_v_.v(), warp_idx() * kSliceWords);
+    } else {
+      load(even, 0);
 #pragma unroll(kRowTiles == 1 ? kTileKeys / 32 : 1)
-    for (int j = 0; j < kTileKeys / 16; j += 2) {  // loads are one step ahead
-      load(odd, j + 1);
-      use(even);
-      if (j + 2 < kTileKeys / 16) load(even, j + 2);
-      use(odd);
+      for (int j = 0; j < kTileKeys / 16; j += 2) {  // loads are one step ahead
+        load(odd, j + 1);
+        use(even);
+        if (j + 2 < kTileKeys / 16) load(even, j + 2);
+        use(odd);
+      }
     }
     mbarrier_arrive(ring_v_.empty_v());
     ring_v_.advance();

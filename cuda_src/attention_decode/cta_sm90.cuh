@@ -66,7 +66,8 @@ struct Cta {
         p.num_heads,
         group,
         kHeadDim,
-        true};
+        true,
+        kHasCodes ? p.v_scale[kv_head] : 1.0f};
   }
   // What the rows of a work tile see.
   __device__ __forceinline__ RowRule rows(const WorkTile& work) const {

@@ -41,7 +41,8 @@ class NewTokenRow {
       from_ = is_rotated_ ? p.new_k + task.b * p.k_stride_b + cta.kv_head * p.k_stride_h
                           : p.new_v + task.b * p.v_stride_b + cta.kv_head * p.v_stride_h;
       if (is_rotated_) weight_ = p.k_weight;
-      if (task.new_kv_at >= 0) to_ = task.new_kv_at + (row - cta.group) * kRowBytes;
+      if (task.new_kv_at >= 0) to_ = task.new_kv_at + (row - cta.group) * kPageRowBytes;
+      if constexpr (kHasCodes) page_scale_ = (is_rotated_ ? p.k_scale : p.v_scale)[cta.kv_head];
       const int64_t page_row = cta.layout.row(p.slot_mapping[task.b], cta.kv_head);
       if (page_row >= 0)
         page_ = (is_rotated_ ? p.k_pages : p.v_pages) + page_row * kHeadDim + column_;
@@ -95,8 +96,20 @@ class NewTokenRow {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const Vec<scalar_t, kVec> y = rounded(x + i * kVec);
+      if constexpr (kHasCodes) {
+        if (page_scale_ > 0.0f) {
+          float values[kVec];
+#pragma unroll
+          for (int j = 0; j < kVec; ++j) values[j] = to_float(y.v[j]);
+          const Vec<page_t, kVec> codes = to_page<kVec>(values, page_scale_);
+          if (to_ >= 0)
+            store_vec(reinterpret_cast<page_t*>(smem + to_) + column_ + i * kHalf, codes);
+          if (page_ != nullptr) store_vec(page_ + i * kHalf, codes);
+          continue;
+        }
+      }
       if (to_ >= 0) store_vec(reinterpret_cast<scalar_t*>(smem + to_) + column_ + i * kHalf, y);
-      if (page_ != nullptr) store_vec(page_ + i * kHalf, y);
+      if (page_ != nullptr) store_vec(reinterpret_cast<scalar_t*>(page_) + i * kHalf, y);
     }
   }
 
@@ -107,7 +120,8 @@ class NewTokenRow {
   bool is_rotated_;
   const scalar_t* from_ = nullptr;    // null: there is nothing to compute
   const scalar_t* weight_ = nullptr;  // of its norm; null: none
-  scalar_t* page_ = nullptr;          // where it goes in the pages; null: nowhere
+  page_t* page_ = nullptr;            // where it goes in the pages; null: nowhere
+  float page_scale_ = 0.0f;           // of a key or value that becomes codes; a query's is 0
   int to_ = -1;                       // where it goes in shared memory; -1: nowhere
   int position_ = -1;
 
@@ -169,7 +183,7 @@ struct NewTokenProducer {
       queries.wait_empty();
       compute(NewTokenTask{work.b, true, has_kv, queries.q_at(), queries.new_kv_at()});
       if (thread() == 0)
-        *reinterpret_cast<int*>(cta.smem + queries.new_kv_at() + 2 * kRowBytes) = key;
+        *reinterpret_cast<int*>(cta.smem + queries.new_kv_at() + 2 * kPageRowBytes) = key;
       mbarrier_arrive(queries.full());
       queries.advance();
     }

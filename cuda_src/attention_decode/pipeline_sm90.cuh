@@ -15,10 +15,13 @@
 //            row 1:  1 0 3 2 5 4 7 6     word w of row i is at place w ^ i (mod 8)
 //            row 2:  2 3 0 1 6 7 4 5
 //            ...
+// Rows of codes have half as many words: for D = 128 those above are a row, for D = 64 the number
+// of a word is xored with half that of its row (mod 4).
 // Else a box is as in global memory, boxes are 16 bytes more than a multiple of 128 apart, and 8
 // consecutive rows are the same row of the 8 boxes.
 __device__ __forceinline__ unsigned tile_offset(int index, int word) {
-  if constexpr (!kSwizzled) return index % 8 * kBoxPitch + index / 8 * kRowBytes + word * 16;
+  if constexpr (!kSwizzled) return index % 8 * kBoxPitch + index / 8 * kPageRowBytes + word * 16;
+  if constexpr (kPageRowBytes == 64) return index * 64 + (word ^ index / 2) % 4 * 16;
   const int row = index % kBoxKeys;
   return index / kBoxKeys * kBoxBytes + word / 8 * (kBoxKeys * 128) + row * 128 +
          (word ^ row) % 8 * 16;

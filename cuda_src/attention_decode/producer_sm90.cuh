@@ -46,8 +46,8 @@ class Producer {
   const Cta& cta_;
   Ring ring_;
   QueryRing queries_;
-  const TensorMap* map_;   // this lane's: of K or of V
-  const scalar_t* pages_;  // likewise
+  const TensorMap* map_;  // this lane's: of K or of V
+  const page_t* pages_;   // likewise
 
   __device__ __forceinline__ static int lane_idx() { return threadIdx.x % kWarpSize; }
 

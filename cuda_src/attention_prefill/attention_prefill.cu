@@ -30,8 +30,8 @@ constexpr int kMinBlocks = ENGINE_DTYPE == 0 && HEAD_DIM <= 128 ? 4 : 1;
 // Strides are in elements: _t from token to token, _h from head to head.
 struct AttentionPrefillParams {
   const scalar_t* q;        // (Tq, H, D)
-  const scalar_t* k;        // (Tk, K, D) dense, or (P, K, block_size, D) pages
-  const scalar_t* v;        // like k
+  const page_t* k;          // (Tk, K, D) dense, or (P, K, block_size, D) pages
+  const page_t* v;          // like k
   const int* cu_seqlens_q;  // (B + 1,) sequence b's queries: rows cu_seqlens_q[b] to [b + 1]
   const int* cu_seqlens_k;  // (B + 1,) its keys likewise; null with pages
   const int* block_tables;  // (B, NB) token j is in page [b, j / block_size]; null if dense
@@ -53,6 +53,7 @@ struct AttentionPrefillParams {
   // See attention_pattern.cuh; zeros without a pattern.
   const unsigned* pattern_blocks;
   int pattern_words, pattern_num_q, pattern_num_k, pattern_q, pattern_k, pattern_offset;
+  const float *k_scale, *v_scale;  // (K,) of pages of codes; else null
 };
 
 // The queries and keys of one sequence, as rows of the arrays.
@@ -102,13 +103,14 @@ extern "C" __global__ void __launch_bounds__(Core::kThreads, kMinBlocks)
   const int begin = rows.first_key(row_begin);
   const int end = min(rows.last_key(last_row) + 1, num_keys);
 
+  ScoreRule rule{p.score_inner, p.score_factor};
+  if constexpr (kHasCodes) rule = rule.scaled(p.k_scale[kv_head]);
   Core core;
-  core.run(smem, queries, kv, rows, ScoreRule{p.score_inner, p.score_factor}, row_begin, begin,
-           end);
+  core.run(smem, queries, kv, rows, rule, row_begin, begin, end);
   core.finish(
       smem, rows, row_begin,
       Output{p.out + q_begin * p.out_stride_t + head * p.out_stride_h, p.out_stride_t,
              p.out_stride_h, p.lse == nullptr ? nullptr : p.lse + q_begin * p.num_heads + head,
              p.sinks == nullptr ? nullptr : p.sinks + head, p.num_heads, p.group, p.head_dim,
-             p.is_vector != 0});
+             p.is_vector != 0, kHasCodes ? p.v_scale[kv_head] : 1.0f});
 }

@@ -13,9 +13,9 @@
 // the tensor cores work for the others: three warpgroups keep both busier than two, as long as
 // registers suffice.
 // Mirror: engine/reference/attention_prefill.py
+#include "attention_prefill/code_producer_sm90.cuh"
 #include "attention_prefill/consumer_sm90.cuh"
 #include "attention_prefill/epilogue_sm90.cuh"
-#include "attention_prefill/producer_sm90.cuh"
 
 static_assert(SharedMemory::kBytes == SHARED_BYTES,
               "kernels/attention_prefill/sm90.py computes another size");
@@ -48,6 +48,7 @@ struct AttentionPrefillSm90Params {
   // See attention_pattern.cuh; zeros without a pattern.
   const unsigned* pattern_blocks;
   int pattern_words, pattern_num_q, pattern_num_k, pattern_q, pattern_k, pattern_offset;
+  const float *k_scale, *v_scale;  // (K,) of pages of codes; else null
 };
 
 __device__ __forceinline__ Problem make_problem(const AttentionPrefillSm90Params& p) {
@@ -73,14 +74,19 @@ __device__ __forceinline__ void prefill(const AttentionPrefillSm90Params& p,
   if (threadIdx.x < 128 * kConsumerWarpgroups) {
     warpgroup_reg_alloc<kConsumerRegisters>();
     Consumer<kSoftcap> consumer(smem, problem, ScoreRule{p.score_inner, p.score_factor});
+    if constexpr (kHasCodes) consumer.k_scale = p.k_scale;
     consumer.run(Epilogue{problem, p.sinks, p.out, p.lse, p.partial, p.out_stride_t, p.out_stride_h,
-                          p.num_heads, p.head_dim});
+                          p.num_heads, p.head_dim, p.v_scale});
   } else {
     warpgroup_reg_dealloc<kProducerRegisters>();
     const int warp_idx = threadIdx.x / 32 - 4 * kConsumerWarpgroups;
-    const Producer producer{smem, problem};
+    const CodeProducer producer{{smem, problem}};
     if (warp_idx == 0)
       producer.load_queries(&p.q_map);
+    else if (kHasCodes && warp_idx == 1)
+      producer.load_codes(&p.k_map, &p.v_map);
+    else if (kHasCodes)
+      producer.convert();
     else if (warp_idx == 1)
       producer.load_keys(&p.k_map, &p.v_map);
     else if (has_helpers(problem))

@@ -12,6 +12,7 @@ struct Epilogue {
   float* partial;
   int64_t stride_t, stride_h;
   int num_heads, head_dim;
+  const float* v_scale;  // (K,) of values that are codes
 
   // Of rows my_row and my_row + 8: o in the layout of wgmma.cuh's sums, `base`, which was
   // subtracted from the exponents of 2, and `sum`, of the exponentials; both are overwritten.
@@ -34,6 +35,11 @@ struct Epilogue {
 #pragma unroll
     for (int i = 0; i < 2; ++i)
       inverse[i] = sum[i] == 0.0f ? 0.0f : rescale[i] * __fdividef(1.0f, sum[i]);
+    if constexpr (kHasCodes) {
+      const float scale = v_scale[tile.kv_head];
+      inverse[0] *= scale;
+      inverse[1] *= scale;
+    }
 #pragma unroll
     for (int j = 0; j < kCount; ++j) o[j] *= inverse[j / 2 % 2];
 #pragma unroll

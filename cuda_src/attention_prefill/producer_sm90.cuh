@@ -120,7 +120,7 @@ struct Producer {
     }
   }
 
- private:
+ protected:
   // The work tile to its stage, for the other warps, and the copy of its Q.
   __device__ __forceinline__ void fill(const TensorMap* q_map, const WorkTile& tile,
                                        int stage) const {

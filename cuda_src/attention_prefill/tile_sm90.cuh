@@ -20,14 +20,22 @@ constexpr int kChunks = (kHeadDim + 63) / 64;  // of 64 columns, 128 bytes
 constexpr int kQChunk = kRows * 128, kQBytes = kChunks * kQChunk;
 constexpr int kKeyChunk = kKeys * 128, kKeyBytes = kChunks * kKeyChunk;
 constexpr int kBoxes = kKeys / 16;  // copies of a key tile, at most: a page has 16 keys or more
-constexpr int kProducerRegisters = kConsumerWarpgroups == 3 ? 32 : kPattern ? 56 : 40;
+// Of pages of codes: stages of code_producer_sm90.cuh, each of a tile of K or of V.
+constexpr int kCodeStages = kHasCodes ? 4 : 0, kCodeBytes = kKeys * kHeadDim;
+constexpr int kConvertingThreads = 2 * 32;
+static_assert(!kHasCodes || (!kPattern && (kHeadDim == 64 || kHeadDim == 128)),
+              "rows are swizzled");
+constexpr int kProducerRegisters = kHasCodes                  ? 56
+                                   : kConsumerWarpgroups == 3 ? 32
+                                   : kPattern                 ? 56
+                                                              : 40;
 constexpr int kConsumerRegisters = (65536 / 128 - kProducerRegisters) / kConsumerWarpgroups / 8 * 8;
 static_assert(!kPattern || kKeys <= 128, "a thread's keys have one bit each of a register");
 
 // Issuing a copy occupies its warp: with many per key tile, three warps share them. With a pattern
 // the first of these warps has no registers left for that.
 __device__ __forceinline__ bool has_helpers(const Problem& problem) {
-  return !kPattern && 4 * problem.box_keys <= kKeys;
+  return !kPattern && !kHasCodes && 4 * problem.box_keys <= kKeys;
 }
 
 // Shared memory, by address; of a ring, stage 0.
@@ -41,17 +49,20 @@ struct SharedMemory {
   static constexpr int kMore = 1 << 30, kMasked = 1 << 29;
   int* boxes;  // of each stage: the rows at which its boxes start, for the helping warps
   static constexpr int kOnlyK = static_cast<int>(1u << 31), kStop = -1;
+  unsigned codes, codes_full, codes_empty;
+  int* valid_rows;  // of each stage of codes: rows that hold keys; negative: no more come
 
   static constexpr int kBarriers = 3 * kQStages + 5 * kStages + 1;
   static constexpr int kBytes = 1024 + kQStages * kQBytes + 2 * kStages * kKeyBytes +
                                 kQStages * static_cast<int>(sizeof(WorkTile)) + 8 * kBarriers +
-                                4 * kStages * (1 + kBoxes);
+                                4 * kStages * (1 + kBoxes) + kCodeStages * (kCodeBytes + 2 * 8 + 4);
 
   __device__ __forceinline__ explicit SharedMemory(unsigned char* smem) {
     q = (smem_address(smem) + 1023) & ~1023u;
     k = q + kQStages * kQBytes;
     v = k + kStages * kKeyBytes;
-    const unsigned works = v + kStages * kKeyBytes;
+    codes = v + kStages * kKeyBytes;
+    const unsigned works = codes + kCodeStages * kCodeBytes;
     work = reinterpret_cast<WorkTile*>(smem + (works - smem_address(smem)));
     work_full = works + kQStages * sizeof(WorkTile);
     q_full = work_full + 8 * kQStages;
@@ -63,6 +74,13 @@ struct SharedMemory {
     v_tail = v_empty + 8 * kStages;
     boxes_full = v_tail + 8;
     key_tile = reinterpret_cast<int*>(smem + (boxes_full + 8 * kStages - smem_address(smem)));
+    if constexpr (kHasCodes) {  // which have neither patterns nor helping warps
+      codes_full = boxes_full + 8 * kStages;
+      codes_empty = codes_full + 8 * kCodeStages;
+      valid_rows =
+          reinterpret_cast<int*>(smem + (codes_empty + 8 * kCodeStages - smem_address(smem)));
+      return;
+    }
     boxes = key_tile + kStages;
   }
 
@@ -76,11 +94,15 @@ struct SharedMemory {
       mbarrier_init(q_empty + 8 * i, 128 * kConsumerWarpgroups + 32);
     }
     for (int i = 0; i < kStages; ++i) {
-      mbarrier_init(k_full + 8 * i, 1);
-      mbarrier_init(v_full + 8 * i, 1);
+      mbarrier_init(k_full + 8 * i, kHasCodes ? kConvertingThreads : 1);
+      mbarrier_init(v_full + 8 * i, kHasCodes ? kConvertingThreads : 1);
       mbarrier_init(k_empty + 8 * i, 4 * kConsumerWarpgroups + helpers);
       mbarrier_init(v_empty + 8 * i, 4 * kConsumerWarpgroups);
       mbarrier_init(boxes_full + 8 * i, kBoxes);  // each lane that writes one
+    }
+    for (int i = 0; i < kCodeStages; ++i) {
+      mbarrier_init(codes_full + 8 * i, 1);
+      mbarrier_init(codes_empty + 8 * i, kConvertingThreads);
     }
     mbarrier_init(v_tail, 1);
     mbarrier_init_fence();

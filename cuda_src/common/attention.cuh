@@ -6,6 +6,7 @@
 #pragma once
 
 #include "common/cp_async.cuh"
+#include "common/page_codes.cuh"
 #include "common/reduce.cuh"
 #include "common/types.cuh"
 
@@ -46,6 +47,12 @@ __device__ __forceinline__ float add_sink(float sink, float& base, float& sum) {
 struct ScoreRule {
   float inner;   // scale / softcap: tanh(inner * q.k) comes first; 0: no softcap
   float factor;  // times this gives the score * log2(e): scale or softcap, times log2(e)
+
+  // The rule where keys are codes, to be multiplied by `key_scale`.
+  __device__ __forceinline__ ScoreRule scaled(float key_scale) const {
+    if (inner != 0.0f) return ScoreRule{inner * key_scale, factor};
+    return ScoreRule{inner, factor * key_scale};
+  }
 
   __device__ __forceinline__ float cap(float dot) const {
     if constexpr (sizeof(scalar_t) == 4) return tanhf(inner * dot);
@@ -108,8 +115,8 @@ __device__ __forceinline__ unsigned clamped_page(int id, int num_blocks) {
 
 // Keys and values of one sequence and one key/value head: dense (table null), or in pages.
 struct KeyValues {
-  const scalar_t* k;  // of this head; dense: of this sequence's first token
-  const scalar_t* v;
+  const page_t* k;  // of this head; dense: of this sequence's first token
+  const page_t* v;
   const int* table;  // the sequence's row of the block table
   int64_t k_token_stride, v_token_stride, page_stride;
   int block_shift;  // log2(block_size)
@@ -157,6 +164,24 @@ __device__ __forceinline__ void load_word(scalar_t* smem, const scalar_t* row, i
     store_vec(smem, x);
   }
 }
+
+#if PAGE_CODES
+// The same for a row of codes, which become scalar_t here and are not multiplied by their scale.
+template <bool kIsVector>
+__device__ __forceinline__ void load_word(scalar_t* smem, const page_t* row, int word, int head_dim,
+                                          bool valid) {
+  const int column = word * kVec;
+  Vec<page_t, kVec> codes{};
+  if constexpr (kIsVector) {
+    if (valid && column < head_dim) codes = load_vec<page_t, kVec>(row + column);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kVec; ++i)
+      if (valid && column + i < head_dim) codes.v[i] = row[column + i];
+  }
+  store_vec(smem, codes_to_scalars(codes));
+}
+#endif
 
 template <int kHeadDim, int kKeys, int kThreads, bool kIsVector>
 __device__ __forceinline__ void load_tile_words(scalar_t* smem_k, scalar_t* smem_v,
@@ -239,7 +264,8 @@ struct Output {
   int num_heads;
   int group;
   int head_dim;
-  bool is_vector;  // pair() may be used
+  bool is_vector;            // pair() may be used
+  float value_scale = 1.0f;  // factor on o: of values that are codes
 
   __device__ __forceinline__ void row(int row, float base, float sum) const {
     if (lse == nullptr) return;
@@ -250,6 +276,7 @@ struct Output {
   __device__ __forceinline__ float factor(int row, float base, float sum) const {
     float rescale = 1.0f;
     if (sinks != nullptr) rescale = add_sink(sinks[row % group] * kLog2E, base, sum);
+    if constexpr (kHasCodes) rescale *= value_scale;
     return sum == 0.0f ? 0.0f : rescale * (1.0f / sum);
   }
   __device__ __forceinline__ scalar_t* at(int row) const {

@@ -25,7 +25,16 @@ __device__ __forceinline__ void stmatrix_x4(unsigned address, unsigned a, unsign
                : "memory");
 }
 
-// The first two of them: lanes 0 to 15 give the addresses.
+// The same of their transposes.
+__device__ __forceinline__ void stmatrix_x4_transposed(unsigned address, unsigned a, unsigned b,
+                                                       unsigned c, unsigned d) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+      "r"(a), "r"(b), "r"(c), "r"(d)
+      : "memory");
+}
+
+// The first two of them, not transposed: lanes 0 to 15 give the addresses.
 __device__ __forceinline__ void stmatrix_x2(unsigned address, unsigned a, unsigned b) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(a),
                "r"(b)

@@ -1,16 +1,21 @@
-// The work tile that a module of gemm_sm90.cu is compiled for, given by -D (HopperConfig in
-// engine/kernels/gemm/sm90.py), and what follows from it: warpgroup roles, registers, shared
-// memory.
+// The work tile that a module of gemm_sm90.cu, gemm_fp8_sm90.cu or gemm_int8_sm90.cu is compiled
+// for, given by -D (HopperConfig in engine/kernels/gemm/sm90.py), and what follows from it:
+// warpgroup roles, registers, shared memory.
 #pragma once
 
 #include "common/sm90.cuh"
 
 constexpr int kTileM = TILE_M, kTileN = TILE_N;
 constexpr int kClusterM = CLUSTER_M, kClusterN = CLUSTER_N, kClusterK = CLUSTER_K;
-constexpr int kMmaM = 64;   // rows that a wgmma multiplies: an m-tile
-constexpr int kSlabK = 64;  // values of k in a slab: 128 bytes per row, the widest swizzle
-constexpr int kSlabRowBytes = 128;
-constexpr int kDepth = DEPTH;     // slabs in a stage
+constexpr int kMmaM = 64;           // rows that a wgmma multiplies: an m-tile
+constexpr int kSlabRowBytes = 128;  // the widest swizzle
+#ifdef CODES
+constexpr int kCodes = CODES;  // operands are codes of 8 bits: 1 e4m3, 2 int8
+#else
+constexpr int kCodes = 0;  // operands are of scalar_t
+#endif
+constexpr int kSlabK = kCodes == 0 ? 64 : 128;  // values of k in a slab
+constexpr int kDepth = DEPTH;                   // slabs in a stage
 constexpr int kStages = STAGES;   // of the ring; with tiles of 64 rows the launch says how many
 constexpr bool kStores = STORES;  // results by TMA, while the next tile is multiplied
 constexpr int kStageK = kDepth * kSlabK;

@@ -6,31 +6,40 @@
 #include "common/sm90.cuh"
 #include "common/wgmma.cuh"
 
-constexpr int kWarpgroups = WARPGROUPS;  // that multiply, each 128 rows of the weight
-constexpr int kTokens = TOKENS;          // rows of x in a tile, at most
-constexpr int kDepth = DEPTH;            // slabs in a stage
+constexpr int kWarpgroups = WARPGROUPS;  // that multiply
+// A warpgroup has two m-tiles: the same 64 rows of gate and of up, or 128 rows one after another.
+// With MMA_TILES 1 it has 64 rows, of a product without gate.
+constexpr int kMmaTiles = MMA_TILES;
+constexpr int kTokens = TOKENS;  // rows of x in a tile, at most
+constexpr int kDepth = DEPTH;    // slabs in a stage
 constexpr int kStages = STAGES;
+constexpr int kBlocks = BLOCKS;  // CTAs per multiprocessor
 constexpr int kMaxExperts = 512;
 constexpr int kMmaM = 64;   // rows that a wgmma multiplies
 constexpr int kSlabK = 64;  // values of k in a slab: 128 bytes per row, the widest swizzle
 constexpr int kSlabRowBytes = 128;
 constexpr int kBoxRows = 16;  // of sorted rows of x that one copy loads
-// A warpgroup has two m-tiles: the same 64 rows of gate and of up, or 128 rows one after another.
-constexpr int kMmaTiles = 2;
 constexpr int kConsumerThreads = kWarpgroups * 128;
 constexpr int kProducerThreads = 128;
 constexpr int kThreads = kConsumerThreads + kProducerThreads;
-constexpr bool kMovesRegisters = kWarpgroups > 1;
-constexpr int kProducerRegisters = 88, kConsumerRegisters = 208;
+constexpr bool kMovesRegisters = kWarpgroups > 1 || kBlocks > 1;
+constexpr int kProducerRegisters = 88;
+constexpr int kConsumerRegisters = kBlocks > 1 ? 168 : 208;
 
-constexpr int kMmaBytes = kMmaM * kSlabRowBytes;  // of an m-tile of a slab
-constexpr int kSlabW = kWarpgroups * kMmaTiles * kMmaBytes, kSlabX = kTokens * kSlabRowBytes;
-constexpr int kStageW = kDepth * kSlabW, kStageX = kDepth * kSlabX;
+constexpr int kPartsW = kWarpgroups * kMmaTiles;  // m-tiles of a tile of the weight
+constexpr int kSlabX = kTokens * kSlabRowBytes, kStageX = kDepth * kSlabX;
+enum MoeWeightKind { kDense = 0, kPacked = 1, kBytes = 2 };
+#if WEIGHTS == 0
+#include "gemm/moe_dense_sm90.cuh"
+#elif WEIGHTS == 1
+#include "gemm/moe_packed_sm90.cuh"
+#else
+#include "gemm/moe_bytes_sm90.cuh"
+#endif
 // Staging of a warpgroup's results: rows of tokens, 64 features each.
-constexpr int kStagingTokens = 64;
+constexpr int kStagingTokens = kTokens < 64 ? kTokens : 64;
 constexpr int kStaging = kStagingTokens * kMmaM * 2;
 static_assert(kTokens % 16 == 0, "sorted rows of x come in boxes of 16");
-constexpr int kPartsW = kWarpgroups * kMmaTiles;  // m-tiles of a slab of the weight
 
 struct MoeTile {
   int expert;

@@ -5,73 +5,22 @@
 //
 // for the places i from offsets[e] to offsets[e + 1] of every expert e: the first without
 // pair_weights, the second with them.
-// Arguments: MoeGemmSm90Params, below.
+// A module is compiled for one kind of weights: of scalar_t (WEIGHTS 0), in a packed format (1) or in
+// bytes (2). Arguments: MoeGemmSm90Params in moe_dense_entry_sm90.cuh, MoeGemmQuantizedSm90Params in
+// moe_quantized_entry_sm90.cuh.
 //
 // Numerics: products on tensor cores, all else in float, one rounding at the end. Sums go through k
-// in ascending steps of 16 whatever the tile and whoever else is in the batch.
-// Parallelisation: persistent CTAs walk over tiles of 128 or 256 rows of a weight by up to kTokens
-// of its expert's tokens; every CTA finds its tiles from `offsets` alone. A producer warpgroup
-// loads the weight by TMA and gathers rows of x through `order` by cp.async; sorted rows come by
-// TMA. The weight is wgmma's first operand: with few tokens an expert the product takes the time of
-// reading the weights once.
+// in ascending steps of 16 whatever the tile and whoever else is in the batch. Quantized weights are
+// rounded to scalar_t before the product, as `dequantize` rounds them.
+// Parallelisation: persistent CTAs walk over tiles of 64 to 256 rows of a weight by up to kTokens of
+// its expert's tokens; every CTA finds its tiles from `offsets` alone. A producer warpgroup loads the
+// weight by TMA and gathers rows of x through `order` by cp.async; sorted rows come by TMA. The
+// weight is wgmma's first operand: with few tokens an expert the product takes the time of reading
+// the weights once. Codes and scales become fragments in a consumer's registers while wgmma
+// multiplies those of the steps before.
 // Mirror: engine/reference/moe_gemm.py
-#include "gemm/moe_consumer_sm90.cuh"
-#include "gemm/moe_producer_sm90.cuh"
-
-struct MoeGemmSm90Params {
-  TensorMap map_w;            // weight (E, R, K) by boxes of 64 rows, 64 values of k
-  TensorMap map_x;            // with pair_weights: x by boxes of 16 rows
-  const scalar_t* x;          // (T, K), or (P, K) with pair_weights
-  const int* order;           // (P,)
-  const int* offsets;         // (E + 1,)
-  const float* pair_weights;  // (P,), or null
-  const scalar_t* bias;       // (E, R), or null
-  scalar_t* out;              // (P, R), or (P, R / 2) with an activation
-  int num_experts, num_rows, k, top_k;
-  int activation;  // a MoeActivation
-  float alpha, limit;
-  int is_early;  // the preceding kernel writes neither weight, bias nor the routing
-};
-
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    moe_gemm_sm90(const __grid_constant__ MoeGemmSm90Params p) {
-  extern __shared__ unsigned char smem_raw[];
-  MoeShared& smem = *reinterpret_cast<MoeShared*>(smem_raw + (-smem_address(smem_raw) & 1023));
-  const int warp_idx = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);
-  const int num_gates = p.activation != kNone ? p.num_rows / 2 : 0;
-  const int tile_rows = kWarpgroups * kMmaM * (num_gates > 0 ? 1 : kMmaTiles);
-  const int columns = num_gates > 0 ? num_gates : p.num_rows;
-  const bool is_gathered = p.pair_weights == nullptr;
-  const MoeScheduler scheduler{smem.offsets, smem.tiles, p.num_experts,
-                               (columns + tile_rows - 1) / tile_rows, tile_rows};
-  if (threadIdx.x == 0) {
-    tma_prefetch_map(&p.map_w);
-    tma_prefetch_map(&p.map_x);
-    for (int i = 0; i < kStages; ++i) {
-      mbarrier_init(smem_address(&smem.full[i]), is_gathered ? 1 + kProducerThreads : 1);
-      mbarrier_init(smem_address(&smem.empty[i]), kWarpgroups);
-    }
-    for (int i = 0; i < kRecords; ++i) {
-      mbarrier_init(smem_address(&smem.record_full[i]), kRecordWriters);
-      mbarrier_init(smem_address(&smem.record_empty[i]), kWarpgroups);
-    }
-    mbarrier_init_fence();
-  }
-  if (!p.is_early) pdl_wait();
-  for (int e = threadIdx.x; e <= p.num_experts; e += kThreads) smem.offsets[e] = p.offsets[e];
-  __syncthreads();
-  if (warp_idx == 0)
-    MoeScheduler::count_tiles(smem.offsets, smem.tiles, p.num_experts, scheduler.row_tiles);
-  __syncthreads();
-  // Producer and consumers part here for good, as setmaxnreg requires.
-  if (warp_idx >= kConsumerThreads / 32) {
-    if constexpr (kMovesRegisters) warpgroup_reg_dealloc<kProducerRegisters>();
-    MoeLoader load{smem, &p.map_w, &p.map_x, p.x, p.order, p.pair_weights, p.k, p.top_k, num_gates};
-    produce(smem, load, scheduler, p.is_early != 0);
-  } else {
-    if constexpr (kMovesRegisters) warpgroup_reg_alloc<kConsumerRegisters>();
-    const MoeEpilogue epilogue{p.bias,     p.out,   !is_gathered,
-                               p.num_rows, columns, MoeGate{p.activation, p.alpha, p.limit}};
-    consume(epilogue, smem, scheduler.count(), (p.k + kSlabK - 1) / kSlabK);
-  }
-}
+#if WEIGHTS == 0
+#include "gemm/moe_dense_entry_sm90.cuh"
+#else
+#include "gemm/moe_quantized_entry_sm90.cuh"
+#endif

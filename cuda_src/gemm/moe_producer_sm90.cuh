@@ -1,101 +1,23 @@
-// The producer of moe_gemm_sm90.cu: one warpgroup that fills the ring of stages.
+// The producer of weights of scalar_t in moe_gemm_sm90.cu: one warpgroup that fills the ring of stages.
 #pragma once
 
 #include "common/pdl.cuh"
-#include "common/pipeline_state.cuh"
-#include "gemm/moe_scheduler_sm90.cuh"
+#include "gemm/moe_loader_sm90.cuh"
 
-// Weights come by TMA, and so does x where it is sorted. Rows that are gathered through `order` are
-// copied by cp.async, 16 bytes a thread: TMA takes too long over boxes of one row. Rows of a stage
-// that no copy writes keep what shared memory held: their sums are dropped.
-struct MoeLoader {
-  MoeShared& smem;
-  const TensorMap *map_w, *map_x;
-  const scalar_t* x;  // (T, k), gathered
-  const int* order;
-  const float* pair_weights;  // null: x is gathered
-  int k, top_k, num_gates;
-
-  static constexpr int kChunks = kSlabRowBytes / 16;
-  static constexpr int kRowStep = kProducerThreads / kChunks;
-  static constexpr int kRows = kTokens / kRowStep;
-  static_assert(kRowStep % 8 == 0, "a thread's rows have the same swizzle");
-  int rows[kRows];  // of x, of which this thread copies a chunk; -1: none
-
-  __device__ __forceinline__ int thread() const { return threadIdx.x % kProducerThreads; }
-  __device__ __forceinline__ bool is_gathered() const { return pair_weights == nullptr; }
-  __device__ __forceinline__ int num_slabs() const { return (k + kSlabK - 1) / kSlabK; }
-
-  __device__ __forceinline__ void begin(const MoeTile& tile) {
-    if (!is_gathered()) return;
+// By TMA, in boxes of an m-tile; also says how many bytes the stage gets. By one thread.
+__device__ __forceinline__ void MoeLoader::weight(int stage, int slab, const MoeTile& tile) const {
+  const unsigned full = smem_address(&smem.full[stage]);
+  const int depth = min(kDepth, num_slabs() - slab);
+  mbarrier_arrive_expect_tx(full, depth * (kSlabW + sorted_rows(tile) * kSlabRowBytes));
+  for (int d = 0; d < depth; ++d)
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const int row = thread() / kChunks + i * kRowStep;
-      rows[i] = row < tile.count ? order[tile.first + row] / top_k : -1;
+    for (int part = 0; part < kPartsW; ++part) {
+      const int row = num_gates > 0 ? tile.row + part / 2 * kMmaM + part % 2 * num_gates
+                                    : tile.row + part * kMmaM;
+      tma_load_3d(smem_address(smem.w[stage]) + d * kSlabW + part * kMmaBytes, map_w,
+                  (slab + d) * kSlabK, row, tile.expert, full);
     }
-  }
-
-  // By all warps but the first.
-  __device__ __forceinline__ void tell(const MoeTile& tile, PipelineState<kRecords>& record) const {
-    if (thread() < kWarpSize) return;
-    mbarrier_wait(smem_address(&smem.record_empty[record.stage]), record.phase);
-    MoeTileRecord& to = smem.records[record.stage];
-    if (thread() == kWarpSize) to.tile = tile;
-    if (!is_gathered())
-      for (int i = thread() - kWarpSize; i < tile.count; i += kRecordWriters) {
-        const int pair = order[tile.first + i];
-        to.rows[i] = pair;
-        to.weights[i] = pair_weights[pair];
-      }
-    mbarrier_arrive(smem_address(&smem.record_full[record.stage]));
-    record.advance();
-  }
-
-  // By one thread, also what is said of the stage's bytes.
-  __device__ __forceinline__ void weight(int stage, int slab, const MoeTile& tile) const {
-    const unsigned full = smem_address(&smem.full[stage]);
-    const int depth = min(kDepth, num_slabs() - slab);
-    const int x_rows = !is_gathered() ? (tile.count + kBoxRows - 1) / kBoxRows * kBoxRows : 0;
-    mbarrier_arrive_expect_tx(full, depth * (kSlabW + x_rows * kSlabRowBytes));
-    for (int d = 0; d < depth; ++d)
-#pragma unroll
-      for (int part = 0; part < kPartsW; ++part) {
-        const int row = num_gates > 0 ? tile.row + part / 2 * kMmaM + part % 2 * num_gates
-                                      : tile.row + part * kMmaM;
-        tma_load_3d(smem_address(smem.w[stage]) + d * kSlabW + part * kMmaBytes, map_w,
-                    (slab + d) * kSlabK, row, tile.expert, full);
-      }
-  }
-
-  // By all threads: rows that are gathered.
-  __device__ __forceinline__ void gather(int stage, int slab) const {
-    const int row = thread() / kChunks, chunk = thread() % kChunks;
-    unsigned char* to = smem.x[stage] + row * kSlabRowBytes + ((chunk ^ (row & 7)) << 4);
-#pragma unroll
-    for (int d = 0; d < kDepth; ++d) {
-      const int column = (slab + d) * kSlabK;
-      if (d > 0 && column >= k) break;
-      const bool exists = column + chunk * kVec < k;  // else zeros
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        if (rows[i] < 0) continue;
-        const scalar_t* from = x + static_cast<int64_t>(rows[i]) * k + column + chunk * kVec;
-        cp_async_16(to + d * kSlabX + i * kRowStep * kSlabRowBytes, exists ? from : x, exists);
-      }
-    }
-    mbarrier_arrive_cp_async(smem_address(&smem.full[stage]));
-  }
-
-  // By one thread: sorted rows.
-  __device__ __forceinline__ void sorted(int stage, int slab, const MoeTile& tile) const {
-    const unsigned full = smem_address(&smem.full[stage]), to = smem_address(smem.x[stage]);
-    const int depth = min(kDepth, num_slabs() - slab);
-    for (int d = 0; d < depth; ++d)
-      for (int row = 0; row < tile.count; row += kBoxRows)
-        tma_load_2d(to + d * kSlabX + row * kSlabRowBytes, map_x, (slab + d) * kSlabK,
-                    tile.first + row, full);
-  }
-};
+}
 
 // The first tile's weights are loaded before all else, as far as the ring has room; with `is_early`
 // also before the preceding kernel has ended. The next kernel may start once this one has waited.

@@ -9,7 +9,7 @@ import numpy as np
 from engine.cache.kv_cache import KVCache, KVGeometry
 from engine.cache.memory_pool import MemoryPool
 from engine.checks import shown
-from engine.device import CPU, Device
+from engine.device import CPU, Device, to_numpy
 from engine.errors import RequestError
 
 __all__ = ["Cache"]
@@ -122,6 +122,18 @@ class Cache:
                 f"num_tokens must be in [0, {shortest}], the tokens held; got {shown(num_tokens)}"
             )
         self._lengths[rows] = num_tokens
+
+    def peaks(self) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """Return the largest magnitude of keys and values by layer and head, (layers, 2, K).
+
+        Only for pages of floats; slots never written are zeros.
+        """
+        slab = self._kv.slab
+        found = [
+            [abs(part.astype(np.float32)).max(axis=(0, 2, 3)) for part in layer] for layer in slab
+        ]
+        rows = [[to_numpy(part) for part in layer] for layer in found]
+        return np.array(rows, np.float32)
 
     def reset(self) -> None:
         """Drop all tokens; the pages stay allocated."""

@@ -15,19 +15,52 @@ from engine.checks import is_integer, shown
 from engine.device import CPU, Device
 from engine.errors import ConfigError, ContractError, OutOfMemoryError
 
-__all__ = ["BLOCK_SIZES", "BlockPlan", "KVCache", "KVGeometry", "MemoryBudget", "plan_num_blocks"]
+__all__ = [
+    "BLOCK_SIZES",
+    "KV_CACHE_DTYPES",
+    "BlockPlan",
+    "KVCache",
+    "KVGeometry",
+    "MemoryBudget",
+    "kv_dtype",
+    "plan_num_blocks",
+]
 
 BLOCK_SIZES = (16, 32, 64, 128)
 """Allowed numbers of tokens per block."""
+
+KV_CACHE_DTYPES = ("auto", dtypes.PAGE_FP8)
+"""What `kv_cache_dtype` may be."""
+
+_NAN_CODE = 0x7F  # of e4m3
 
 
 def _is_block_size(value: object) -> bool:
     return is_integer(value) and value in BLOCK_SIZES
 
 
+def kv_dtype(kv_cache_dtype: str, dtype: str) -> str:
+    """Return the dtype of the pages for an option `kv_cache_dtype` and activations of `dtype`.
+
+    Raises
+    ------
+    ConfigError
+        If it is none of KV_CACHE_DTYPES.
+
+    Examples
+    --------
+    >>> kv_dtype("auto", "bfloat16"), kv_dtype("fp8", "bfloat16")
+    ('bfloat16', 'fp8')
+    """
+    if not isinstance(kv_cache_dtype, str) or kv_cache_dtype not in KV_CACHE_DTYPES:
+        wanted = ", ".join(map(repr, KV_CACHE_DTYPES))
+        raise ConfigError(f"kv_cache_dtype must be one of {wanted}; got {shown(kv_cache_dtype)}")
+    return dtype if kv_cache_dtype == "auto" else kv_cache_dtype
+
+
 @dataclass(frozen=True)
 class KVGeometry:
-    """Shape and dtype of one block.
+    """Shape and dtype of one block. The dtype may be "fp8": e4m3 codes, in arrays of uint8.
 
     Examples
     --------
@@ -48,12 +81,12 @@ class KVGeometry:
         if not _is_block_size(self.block_size):
             got = shown(self.block_size)
             raise ConfigError(f"block_size must be one of {BLOCK_SIZES}; got {got}")
-        dtypes.np_dtype(self.dtype)
+        dtypes.page_dtype(self.dtype)
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys and values in all layers."""
-        itemsize = dtypes.itemsize(self.dtype)
+        itemsize = dtypes.page_dtype(self.dtype).itemsize
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
 
     @property
@@ -95,7 +128,7 @@ class KVCache:
         self.slab = self.pool.allocate(
             "kv",
             (g.num_layers, 2, num_blocks, g.num_kv_heads, g.block_size, g.head_dim),
-            dtypes.np_dtype(g.dtype),
+            dtypes.page_dtype(g.dtype),
         )
 
     @property
@@ -125,7 +158,9 @@ class KVCache:
     def poison(self, blocks: Sequence[int]) -> None:
         """Fill `blocks` with NaN, so that reading a freed block shows (debug mode)."""
         if blocks:
-            self.flat_pages[:, self.device.xp.asarray(blocks)] = math.nan
+            is_fp8 = self.geometry.dtype == dtypes.PAGE_FP8
+            value = _NAN_CODE if is_fp8 else math.nan
+            self.flat_pages[:, self.device.xp.asarray(blocks)] = value
 
     def check_blocks(self, blocks: Sequence[int], what: str = "block table") -> None:
         """Check that all ids are in the pool (debug mode, before a launch).
@@ -275,6 +310,9 @@ def _does_not_fit(
     saved = budget.weights / 2 + wanted * geometry.bytes_per_block / 2
     if geometry.dtype == "float32" and saved >= lacking:
         cures.append('dtype="bfloat16", which halves weights and cache')
+    halved = wanted * geometry.bytes_per_block / 2
+    if geometry.dtype not in ("float32", dtypes.PAGE_FP8) and halved <= budget.left:
+        cures.append('kv_cache_dtype="fp8", which halves the cache')
     cures.append(f"free {format_bytes(lacking)} elsewhere")
     return OutOfMemoryError(
         f"{what} needs {format_bytes(wanted * geometry.bytes_per_block)} of KV cache. {budget}, "

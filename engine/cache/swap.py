@@ -256,7 +256,7 @@ def _runs(ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 def _host_array(shape: tuple[int, ...], dtype: str, *, pinned: bool) -> np.ndarray[Any, Any]:
     """Return an uninitialised host array; if `pinned`, in memory that DMA can access."""
-    kind = dtypes.np_dtype(dtype)
+    kind = dtypes.page_dtype(dtype)
     num_bytes = math.prod(shape) * kind.itemsize
     if not pinned:
         try:

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from engine.commands._quantization import quantization_option
 from engine.config import ModelConfig
 from engine.errors import ConfigError
 from engine.llm_engine import LLMEngine
@@ -58,6 +59,7 @@ def make_engine(
     options: dict[str, Any] = {
         "max_num_seqs": arguments.max_num_seqs or max_num_seqs,
         "max_num_batched_tokens": arguments.max_num_batched_tokens,
+        "kv_cache_dtype": arguments.kv_cache_dtype,
         "cuda_graphs": False if arguments.no_cuda_graphs else None,
     }
     if arguments.no_async:
@@ -84,4 +86,5 @@ def _load(arguments: argparse.Namespace, max_model_len: int | None) -> Model:
         max_model_len=min(_STARTUP_LEN, most) if max_model_len is None else max_model_len,
         device=arguments.device,
         dtype=arguments.dtype,
+        **quantization_option(arguments),
     )

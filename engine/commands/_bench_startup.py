@@ -60,7 +60,8 @@ def _command(arguments: argparse.Namespace) -> list[str]:
     if model not in built_in_names():
         model = os.fspath(resolve_model(model))
     command = [sys.executable, "-m", "engine", "bench", "startup", "--in-child"]
-    for name in ("device", "dtype", "load_format", "max_num_seqs", "max_num_batched_tokens"):
+    names = ("device", "dtype", "load_format", "quantization", "kv_cache_dtype", "max_num_seqs")
+    for name in (*names, "max_num_batched_tokens"):
         if (value := getattr(arguments, name)) is not None:
             command.append(f"--{name.replace('_', '-')}={value}")
     command += [f"--{name}" for name in ("no-cuda-graphs", "no-async") if _is_set(arguments, name)]

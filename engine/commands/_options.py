@@ -6,6 +6,7 @@ import argparse
 import sys
 from typing import Any
 
+from engine.commands._quantization import add_quantization_argument, quantization_option
 from engine.llm import LLM
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
@@ -38,7 +39,11 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 or auto")
     parser.add_argument("--dtype", default="auto", help="float32, float16, bfloat16 or auto")
     parser.add_argument("--load-format", default="auto", help="dummy makes random weights")
+    add_quantization_argument(parser)
     parser.add_argument("--max-model-len", type=int, help="maximum tokens of prompt and answer")
+    parser.add_argument(
+        "--kv-cache-dtype", default="auto", help="fp8 halves the memory of keys and values"
+    )
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +57,8 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
 def make_llm(arguments: argparse.Namespace) -> LLM:
     """Check the sampling options, then load the model that the options name."""
     SamplingParams(**_given(arguments))  # report a mistake now, not after the load
-    options: dict[str, Any] = {"max_num_seqs": 1}
+    options: dict[str, Any] = {"max_num_seqs": 1, "kv_cache_dtype": arguments.kv_cache_dtype}
+    options |= quantization_option(arguments)
     if arguments.max_model_len is not None:
         options["max_model_len"] = arguments.max_model_len
     return LLM(

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import os
-import platform
-import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from engine import __version__, env
+from engine.commands._quantization import add_quantization_argument, quantization_option
+from engine.commands._record import check_json_file, write_record
 from engine.device import Device
 from engine.errors import ConfigError
-from engine.model_files import excerpt
 
 __all__ = ["add_arguments", "run"]
 
@@ -56,6 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 or auto")
     parser.add_argument("--dtype", default="auto", help="float32, float16, bfloat16 or auto")
     parser.add_argument("--load-format", default="auto", help="dummy makes random weights")
+    add_quantization_argument(parser)
+    parser.add_argument(
+        "--kv-cache-dtype", default="auto", help="fp8 halves the memory of keys and values"
+    )
     parser.add_argument("--num-requests", type=int, help="how many requests")
     parser.add_argument("--prompt-len", type=int, help="tokens of a prompt (throughput: at most)")
     parser.add_argument("--output-len", type=int, help="tokens of an output (throughput: at most)")
@@ -89,11 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     for row in rows:
         print("  ".join(_cell(name, value) for name, value in row.items()))
     if arguments.json is not None:
-        record = {**_conditions(device), "rows": rows}
-        try:
-            arguments.json.write_text(json.dumps(record, indent=1) + "\n")
-        except (OSError, ValueError) as error:  # ValueError: a name that is no valid path
-            raise ConfigError(f"--json {arguments.json} cannot be written: {error}") from error
+        write_record(arguments.json, device, {"rows": rows})
     return 0
 
 
@@ -121,16 +114,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
         _bench_compare.check(arguments)
     if arguments.json is not None:
-        _check_file(arguments.json)
-
-
-def _check_file(file: Path) -> None:
-    if file.is_dir():
-        raise ConfigError(f"--json must name a file; got the folder {excerpt(file)}")
-    if not file.parent.is_dir():
-        raise ConfigError(f"--json must name a file in an existing folder; got {excerpt(file)}")
-    if not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise ConfigError(f"--json must name a writable file; got {excerpt(file)}")
+        check_json_file(arguments.json)
 
 
 def _option(name: str) -> str:
@@ -170,6 +154,7 @@ def _measure(arguments: argparse.Namespace) -> tuple[Device, list[dict[str, Any]
         "kind": kind,
         "model": arguments.model,
         "dtype": engine.model.dtype,
+        **quantization_option(arguments),
         "num_requests": num_requests,
         "prompt_tokens": work.num_prompt_tokens,
         "output_tokens": work.num_output_tokens,
@@ -184,23 +169,3 @@ def _measure(arguments: argparse.Namespace) -> tuple[Device, list[dict[str, Any]
         same = {"dtype": row["dtype"], "device": str(device)}
         rows.append(_bench_compare.transformers_latency(arguments, work, repeats, **same))
     return device, rows
-
-
-def _conditions(device: Device) -> dict[str, str]:
-    """Return the conditions of the measurement: device, date, version, commit, command."""
-    if device.is_cuda:
-        card = device.xp.cuda.runtime.getDeviceProperties(device.index)["name"].decode()
-    else:
-        card = f"{platform.machine()}, {os.cpu_count()} cores"
-    commit = env.commit()
-    folder = Path(__file__).parents[2]
-    if not commit and (folder / ".git").exists():
-        command = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
-        commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "card": card,
-        "date": datetime.date.today().isoformat(),
-        "version": __version__,
-        "commit": commit or "unknown",
-        "command": "engine " + shlex.join(sys.argv[1:]),
-    }

@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import sys
 import tempfile
 from collections.abc import Callable
@@ -14,9 +15,17 @@ from typing import TypeVar
 
 from engine import device, env
 from engine._version import __version__
-from engine.errors import CompileError
+from engine.cache.memory_pool import device_memory, format_bytes
+from engine.checks import shown
+from engine.commands._bench_models import built_in_config, built_in_names
+from engine.commands._quantization import add_quantization_argument
+from engine.errors import CompileError, ConfigError
 from engine.kernels import _module, _nvrtc
-from engine.loading.download import local_path
+from engine.loading.download import local_path, resolve_model
+from engine.loading.load_config import resolve_load_config
+from engine.loading.model_config import load_config
+from engine.memory_plan import plan_memory
+from engine.model_files import excerpt
 
 __all__ = ["add_arguments", "run"]
 
@@ -36,11 +45,28 @@ class _NotHereError(Exception):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options (there are none)."""
+    """Declare the options."""
+    parser.add_argument(
+        "--plan",
+        metavar="MODEL",
+        help="instead, say what of a model fits into memory, from its configuration: a folder, a "
+        ".gguf file, a name, or a built-in configuration of engine bench",
+    )
+    parser.add_argument("--memory", help="with --plan: of a GPU, such as 141GB or 80GiB "
+                        "(default: this machine's)")  # fmt: skip
+    parser.add_argument("--dtype", help="with --plan: float32, float16, bfloat16 or auto")
+    parser.add_argument("--max-model-len", type=int, help="with --plan: longest sequence")
+    add_quantization_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run every check; 0 if the engine works on the CPU (a missing GPU is not a failure)."""
+    if arguments.plan is not None:
+        print(_plan(arguments))
+        return 0
+    for name in ("memory", "dtype", "max_model_len", "quantization"):
+        if getattr(arguments, name) is not None:
+            raise ConfigError(f"--{name.replace('_', '-')} needs --plan")
     checks: list[tuple[str, Callable[[], str]]] = [
         ("engine", lambda: f"{__version__} in {os.path.dirname(os.path.dirname(__file__))}"),
         ("python", lambda: f"{platform.python_version()} on {platform.platform()}"),
@@ -82,6 +108,43 @@ def _verdict(states: list[str]) -> str:
     if "FAIL" in states:
         return "CUDA: not ready, see FAIL above"
     return f"CUDA: not ready. Next: {install}"
+
+
+def _plan(arguments: argparse.Namespace) -> str:
+    """Return the plan for the model and the memory that the options name."""
+    name, source = arguments.plan, None
+    if not name:
+        raise ConfigError("--plan must name a model; got ''")
+    if name in built_in_names():
+        config = built_in_config(name)
+    else:
+        source = resolve_model(name, progress=sys.stderr.isatty())
+        config = load_config(source)
+    if arguments.memory is None:
+        place = device.resolve_device("auto")[0]
+        total = device_memory(place)[0]
+    else:
+        place, total = device.Device("cuda", 0), _parsed_memory(arguments.memory)
+    options = (arguments.dtype or "auto", "auto", arguments.max_model_len, arguments.quantization)
+    how = resolve_load_config(config, source, (place, ""), *options)
+    where = place if arguments.memory is None else f"{format_bytes(total)} of a GPU"
+    title = f"{excerpt(name)} in {how.quantization or how.dtype} on {where}"
+    return f"{title}\n{plan_memory(config, how, total)}"
+
+
+def _parsed_memory(text: str) -> int:
+    """Return a number of bytes.
+
+    Examples
+    --------
+    >>> _parsed_memory("141GB"), _parsed_memory("0.5 GiB")
+    (141000000000, 536870912)
+    """
+    found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?([MGT])(i?)B", text)
+    if not found or float(found[1]) <= 0:
+        raise ConfigError(f"--memory must be a size such as 141GB or 80GiB; got {shown(text)}")
+    power = "MGT".index(found[2]) + 2
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
 
 
 def _packages() -> str:

@@ -12,6 +12,8 @@ from engine.kernels.embedding import embedding
 from engine.kernels.geglu import geglu
 from engine.kernels.gelu import gelu
 from engine.kernels.gemm import gemm
+from engine.kernels.gemm_fp8 import gemm_fp8
+from engine.kernels.gemm_int8 import gemm_int8
 from engine.kernels.gemm_wna16 import gemm_wna16
 from engine.kernels.kv_copy import kv_copy
 from engine.kernels.kv_gather import kv_gather
@@ -24,15 +26,18 @@ from engine.kernels.moe_route import Routing, moe_route
 from engine.kernels.permute_columns import permute_columns
 from engine.kernels.qk_norm_rope_store import qk_norm_rope_store
 from engine.kernels.quantize_heads import quantize_heads
+from engine.kernels.quantize_rows import quantize_rows
 from engine.kernels.relu import relu
 from engine.kernels.residual_add import residual_add
 from engine.kernels.rmsnorm import rmsnorm
 from engine.kernels.rmsnorm_gemm import rmsnorm_gemm
 from engine.kernels.rmsnorm_gemm_wna16 import rmsnorm_gemm_wna16
+from engine.kernels.rmsnorm_quantize import rmsnorm_quantize
 from engine.kernels.rope import rope
 from engine.kernels.sample import sample
 from engine.kernels.silu import silu
 from engine.kernels.swiglu import swiglu
+from engine.kernels.swiglu_quantize import swiglu_quantize
 
 __all__ = [
     "BlockSparse",
@@ -49,6 +54,8 @@ __all__ = [
     "geglu",
     "gelu",
     "gemm",
+    "gemm_fp8",
+    "gemm_int8",
     "gemm_wna16",
     "kv_copy",
     "kv_gather",
@@ -61,13 +68,16 @@ __all__ = [
     "permute_columns",
     "qk_norm_rope_store",
     "quantize_heads",
+    "quantize_rows",
     "relu",
     "residual_add",
     "rmsnorm",
     "rmsnorm_gemm",
     "rmsnorm_gemm_wna16",
+    "rmsnorm_quantize",
     "rope",
     "sample",
     "silu",
     "swiglu",
+    "swiglu_quantize",
 ]

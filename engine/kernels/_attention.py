@@ -12,6 +12,7 @@ from engine.dtypes import itemsize
 from engine.errors import ShapeError
 from engine.kernels._contract import FLOAT32, INT32, Contract
 from engine.kernels._module import ModuleSpec
+from engine.kernels._page_scales import CODES, checked_scales, page_dtypes
 
 __all__ = [
     "BLOCK_SIZES",
@@ -65,21 +66,34 @@ class ScoreRule:
 
 @dataclass(frozen=True)
 class Pages:
-    """K and V in pages (P, K, block_size, D), and the block table of each sequence."""
+    """K and V in pages (P, K, block_size, D), and the block table of each sequence.
+
+    Pages of codes have the scales (K,) of the key/value heads, others None.
+    """
 
     k: Any
     v: Any
     block_tables: Any
     context_lens: Any
+    k_scale: Any = None
+    v_scale: Any = None
 
     @classmethod
     def checked(
-        cls, call: Contract, pages: dict[str, Any], dtype: Any, tables: Any, lens: Any
+        cls,
+        call: Contract,
+        pages: dict[str, Any],
+        dtype: Any,
+        tables: Any,
+        lens: Any,
+        k_scale: Any = None,
+        v_scale: Any = None,
     ) -> Pages:
         """Check the arrays (`pages`: K's and V's by name); on the CPU also their values."""
-        arrays = []
+        arrays: list[Any] = []
         for name, value in pages.items():
-            array = call.array(name, value, "P K block_size D", dtype, layout="any")
+            allowed = page_dtypes(dtype) if not arrays else arrays[0].dtype
+            array = call.array(name, value, "P K block_size D", allowed, layout="any")
             if not array.flags.c_contiguous:  # never copy a whole cache silently
                 raise ShapeError(
                     f"{call.op}: {name}: must be C-contiguous; got strides {array.strides}"
@@ -89,10 +103,21 @@ class Pages:
         call.check("block_size", size in BLOCK_SIZES, f"one of {BLOCK_SIZES}", size)
         tables = call.array("block_tables", tables, "B NB", INT32, layout="rows")
         lens = call.array("context_lens", lens, "B", INT32)
-        found = cls(arrays[0], arrays[1], tables, lens)
+        scales = checked_scales(call, arrays[0], k_scale, v_scale)
+        found = cls(arrays[0], arrays[1], tables, lens, **scales)
         if call.on_cpu:
             found._check_values(call)
         return found
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether the pages hold e4m3 codes."""
+        return bool(self.k.dtype == CODES)
+
+    @property
+    def scales(self) -> dict[str, Any]:
+        """The two scales by name, as arguments of an op or a kernel."""
+        return {"k_scale": self.k_scale, "v_scale": self.v_scale}
 
     def _check_values(self, call: Contract) -> None:
         """Check lengths, and the block ids within them (on a GPU that would synchronise)."""

@@ -13,7 +13,7 @@ from engine.kernels._module import ModuleSpec
 from engine.quantization import FORMATS, Format, Weight
 from engine.quantization.formats import TILE_COLUMNS, TILE_ROWS
 
-__all__ = ["check_weight", "format_spec", "format_specs", "planes"]
+__all__ = ["check_planes", "check_weight", "format_spec", "format_specs", "planes"]
 __all__ += ["scale_dtype"]
 
 _OFFSETS = ("", "zero", "min")
@@ -73,7 +73,7 @@ def check_weight(call: Contract, weight: Any, *, is_packed: bool = True) -> Weig
                 f"got {weight.shape}"
             )
     if form.is_packed:
-        _check_planes(call, weight, -(-n // TILE_ROWS), -(-k // TILE_COLUMNS))
+        check_planes(call, weight, -(-n // TILE_ROWS), -(-k // TILE_COLUMNS))
     else:
         code = np.dtype(np.int8 if form.code == "int" else np.uint8)
         assert form.block is not None
@@ -85,7 +85,8 @@ def check_weight(call: Contract, weight: Any, *, is_packed: bool = True) -> Weig
     return weight
 
 
-def _check_planes(call: Contract, weight: Weight, high: int, wide: int) -> None:
+def check_planes(call: Contract, weight: Weight, high: int, wide: int) -> None:
+    """Check the arrays of a packed weight of `high` by `wide` tiles."""
     form = weight.format
     columns = wide * TILE_COLUMNS
     last = (2,) if form.offset else ()
@@ -99,11 +100,11 @@ def _check_planes(call: Contract, weight: Weight, high: int, wide: int) -> None:
         size = {5: 128, 6: 256}[form.bits]
         call.array("weight.high", weight.high, f"{high} {wide} {size}", code)
     if form.super_block:
-        supers = -(-weight.shape[1] // form.super_block)
+        supers = -(-weight.shape[-1] // form.super_block)
         shape = _text((high, supers, 8, 2, *last))
         call.array("weight.super_scales", weight.super_scales, shape, np.dtype(np.float16))
     if weight.permutation is not None:
-        call.array("weight.permutation", weight.permutation, f"{weight.shape[1]}", INT32)
+        call.array("weight.permutation", weight.permutation, f"{weight.shape[-1]}", INT32)
 
 
 def _scale_dtypes(form: Format) -> tuple[np.dtype[Any], ...]:

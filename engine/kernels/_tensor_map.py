@@ -16,7 +16,7 @@ _BYTES = 128
 _ALIGNMENT = 64  # required of the map's own address, in bytes
 
 _DTYPES = {"uint8": (0, 1), "float16": (6, 2), "bfloat16": (9, 2)}  # CUtensorMapDataType, bytes
-_SWIZZLES = {64: 2, 128: 3}  # CUtensorMapSwizzle
+_SWIZZLES = {0: 0, 64: 2, 128: 3}  # CUtensorMapSwizzle
 _L2_PROMOTIONS = {0: 0, 64: 1, 128: 2, 256: 3}  # bytes to CUtensorMapL2promotion
 
 _sources: dict[int, tuple[Any, ...]] = {}  # address of a map -> what it was made of
@@ -69,8 +69,8 @@ def tensor_map(
         What one copy loads along each axis, as in `tensor_map_2d`.
     promote : 0, 64, 128 or 256
         L2 promotion: bytes that L2 fetches at a time; 0 for none.
-    swizzle : 64 or 128
-        Span of the swizzle in bytes; no shorter than a row of the box.
+    swizzle : 0, 64 or 128
+        Span of the swizzle in bytes, no shorter than a row of the box; 0 for none.
     """
     row = -(-sizes[0] * _DTYPES[dtype][1] // 16) * 16
     known = (row if n == 1 else step for n, step in zip(sizes[1:], strides, strict=True))

@@ -10,34 +10,48 @@ from engine.kernels._contract import FLOATS, INT64, Contract
 from engine.kernels._elementwise import ROW_THREADS, element_strides, is_aligned, vector_width
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
+from engine.kernels._page_scales import CODES, checked_scales, page_dtypes
 
 __all__ = ["kv_store", "specs"]
 
 _PARAMS = (
     "k:ptr v:ptr k_pages:ptr v_pages:ptr slot_mapping:ptr num_slots:i64 num_heads:i32 "
-    "head_dim:i32 block_size:i32 k_stride_t:i64 k_stride_h:i64 v_stride_t:i64 v_stride_h:i64"
+    "head_dim:i32 block_size:i32 k_stride_t:i64 k_stride_h:i64 v_stride_t:i64 v_stride_h:i64 "
+    "k_scale:ptr v_scale:ptr"
 )
 _VECTOR = Kernel("kv_store_vector", _PARAMS, struct="KvStoreParams")
 _SCALAR = Kernel("kv_store_scalar", _PARAMS, struct="KvStoreParams")
 
 
-def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
-    """Return the modules that the op may launch for `dtype`."""
-    return (ModuleSpec("kv_store.cu", dtype),)
+def specs(dtype: str, *, has_codes: bool = False, **_: Any) -> tuple[ModuleSpec, ...]:
+    """Return the modules that the op may launch for `dtype`; `has_codes`: for pages of codes."""
+    return (ModuleSpec("kv_store.cu", dtype, (("PAGE_CODES", 1),) * has_codes),)
 
 
-def kv_store(k: Any, v: Any, k_pages: Any, v_pages: Any, slot_mapping: Any) -> None:
+def kv_store(
+    k: Any,
+    v: Any,
+    k_pages: Any,
+    v_pages: Any,
+    slot_mapping: Any,
+    *,
+    k_scale: Any = None,
+    v_scale: Any = None,
+) -> None:
     """Write the keys and values of new tokens into the paged cache.
 
     Parameters
     ----------
     k, v : (T, K, D) array of float32, float16 or bfloat16
         Any token and head strides (views into the fused qkv rows).
-    k_pages, v_pages : (P, K, block_size, D) array of k's dtype, C-contiguous
-        Written in place.
+    k_pages, v_pages : (P, K, block_size, D) array of k's dtype or uint8, C-contiguous
+        Written in place. With uint8 they hold e4m3 codes.
     slot_mapping : (T,) array of int64
         ``block_id * block_size + offset`` of each token; -1 skips it. No slot twice: which
         token then wins is not defined.
+    k_scale, v_scale : (K,) array of float32, optional
+        Of pages of uint8, positive and finite: a code is that of value / scale, saturated and
+        rounded to nearest even; NaN stays NaN.
 
     Raises
     ------
@@ -57,18 +71,19 @@ def kv_store(k: Any, v: Any, k_pages: Any, v_pages: Any, slot_mapping: Any) -> N
     call = Contract("kv_store")
     k = call.array("k", k, "T K D", FLOATS, layout="rows")
     v = call.array("v", v, "T K D", k.dtype, layout="rows")
-    k_pages = call.written("k_pages", k_pages, "P K block_size D", k.dtype)
-    v_pages = call.written("v_pages", v_pages, "P K block_size D", k.dtype)
+    k_pages = call.written("k_pages", k_pages, "P K block_size D", page_dtypes(k.dtype))
+    v_pages = call.written("v_pages", v_pages, "P K block_size D", k_pages.dtype)
     slot_mapping = call.array("slot_mapping", slot_mapping, "T", INT64)
+    scales = checked_scales(call, k_pages, k_scale, v_scale)
     num_slots = call["P"] * call["block_size"]
     if call.on_cpu:
         _check_slots(call, slot_mapping, num_slots)
-        reference.kv_store(k, v, k_pages, v_pages, slot_mapping)
+        reference.kv_store(k, v, k_pages, v_pages, slot_mapping, **scales)
         return
     fits = call["D"] % vector_width(k) == 0 and is_aligned(k, v, k_pages, v_pages)
     items = 2 * call["K"] * (call["D"] // vector_width(k) if fits else call["D"])
     (_VECTOR if fits else _SCALAR).launch(
-        specs(dtype_name(k.dtype))[0],
+        specs(dtype_name(k.dtype), has_codes=k_pages.dtype == CODES)[0],
         (call["T"], ceil_div(items, ROW_THREADS)),
         (ROW_THREADS,),
         k=k,
@@ -84,6 +99,7 @@ def kv_store(k: Any, v: Any, k_pages: Any, v_pages: Any, slot_mapping: Any) -> N
         k_stride_h=element_strides(k)[1],
         v_stride_t=element_strides(v)[0],
         v_stride_h=element_strides(v)[1],
+        **scales,
     )
 
 

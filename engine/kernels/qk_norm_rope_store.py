@@ -14,6 +14,7 @@ from engine.kernels._contract import FLOAT32, FLOATS, INT32, INT64, Contract
 from engine.kernels._elementwise import element_strides, is_aligned, vector_width
 from engine.kernels._launch import Kernel, ceil_div, sm_count
 from engine.kernels._module import ModuleSpec
+from engine.kernels._page_scales import CODES, checked_scales, page_dtypes
 
 __all__ = ["Config", "choose_config", "qk_norm_rope_store", "specs"]
 
@@ -28,7 +29,7 @@ _PARAMS = (
     "q_weight:ptr k_weight:ptr q_stride_t:i64 q_stride_h:i64 k_stride_t:i64 k_stride_h:i64 "
     "v_stride_t:i64 v_stride_h:i64 num_slots:i64 num_positions:i32 num_q_heads:i32 "
     "num_kv_heads:i32 head_dim:i32 rotary_dim:i32 block_size:i32 heads_per_block:i32 eps:f32 "
-    "weight_offset:f32"
+    "weight_offset:f32 k_scale:ptr v_scale:ptr"
 )
 _KERNELS = {
     (pairing, access): Kernel(
@@ -47,9 +48,9 @@ class Config:
     heads_per_block: int
 
 
-def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
-    """Return the modules that the op may launch for `dtype`."""
-    return (ModuleSpec("qk_norm_rope_store.cu", dtype),)
+def specs(dtype: str, *, has_codes: bool = False, **_: Any) -> tuple[ModuleSpec, ...]:
+    """Return the modules that the op may launch for `dtype`; `has_codes`: for pages of codes."""
+    return (ModuleSpec("qk_norm_rope_store.cu", dtype, (("PAGE_CODES", 1),) * has_codes),)
 
 
 def choose_config(
@@ -97,6 +98,8 @@ def qk_norm_rope_store(
     eps: float = 1e-6,
     weight_offset: float = 0.0,
     interleaved: bool = False,
+    k_scale: Any = None,
+    v_scale: Any = None,
 ) -> None:
     """Turn the rows of the qkv projection into queries in place, and keys and values in pages.
 
@@ -113,8 +116,8 @@ def qk_norm_rope_store(
         Row of `cos_sin` for each token.
     cos_sin : (P, R) array of float32
         R/2 cosines, then R/2 sines; R is even and at most D. Features R and up are not rotated.
-    k_pages, v_pages : (P, K, block_size, D) array of q's dtype, C-contiguous
-        Written in place.
+    k_pages, v_pages : (P, K, block_size, D) array of q's dtype or uint8, C-contiguous
+        Written in place. With uint8 they hold e4m3 codes.
     slot_mapping : (T,) array of int64
         ``block_id * block_size + offset`` of each token; -1 stores nothing. No slot twice.
     q_weight, k_weight : (D,) array of q's dtype, optional
@@ -125,6 +128,8 @@ def qk_norm_rope_store(
         Added to the weights (Gemma stores w - 1).
     interleaved : bool
         Pair features (2i, 2i+1) instead of (i, i + R/2).
+    k_scale, v_scale : (K,) array of float32, optional
+        Of pages of uint8, as in `kv_store`.
 
     Raises
     ------
@@ -135,7 +140,8 @@ def qk_norm_rope_store(
 
     Notes
     -----
-    Rounded to q's dtype after the norm and after the rotation, as the separate ops do.
+    Rounded to q's dtype after the norm and after the rotation, as the separate ops do, and then to
+    codes where the pages hold these.
 
     Examples
     --------
@@ -154,8 +160,8 @@ def qk_norm_rope_store(
     v = call.array("v", v, "T K D", q.dtype, layout="rows")
     positions = call.array("positions", positions, "T", INT32)
     cos_sin = call.array("cos_sin", cos_sin, "P R", FLOAT32)
-    k_pages = call.written("k_pages", k_pages, "pages K block_size D", q.dtype)
-    v_pages = call.written("v_pages", v_pages, "pages K block_size D", q.dtype)
+    k_pages = call.written("k_pages", k_pages, "pages K block_size D", page_dtypes(q.dtype))
+    v_pages = call.written("v_pages", v_pages, "pages K block_size D", k_pages.dtype)
     slot_mapping = call.array("slot_mapping", slot_mapping, "T", INT64)
     if q_weight is not None:
         q_weight = call.array("q_weight", q_weight, "D", q.dtype)
@@ -168,6 +174,7 @@ def qk_norm_rope_store(
     arrays = {"q": q, "k": k, "v": v, "positions": positions, "cos_sin": cos_sin}
     arrays |= {"k_pages": k_pages, "v_pages": v_pages, "slot_mapping": slot_mapping}
     arrays |= {"q_weight": q_weight, "k_weight": k_weight}
+    arrays |= checked_scales(call, k_pages, k_scale, v_scale)
     if call.on_cpu:
         _check_values(call, positions, slot_mapping)
         reference.qk_norm_rope_store(
@@ -211,7 +218,7 @@ def _launch(
         for i, axis in enumerate("th")
     }
     _KERNELS[pairing, config.access].launch(
-        specs(dtype_name(rows[0].dtype))[0],
+        specs(dtype_name(rows[0].dtype), has_codes=places[1].dtype == CODES)[0],
         (call["T"], ceil_div(call["H"] + 2 * call["K"], config.heads_per_block)),
         (_THREADS,),
         pdl=True,

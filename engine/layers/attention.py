@@ -11,6 +11,7 @@ import numpy as np
 from engine import kernels
 from engine.device import array_module, empty_like
 from engine.errors import ContractError
+from engine.kernels._page_scales import CODES
 from engine.layers.arrays import arrays_of
 from engine.layers.batch import ForwardBatch
 from engine.layers.linear import Linear
@@ -63,10 +64,13 @@ class Attention:
         with a weight (D,), else to all heads together.
     sinks : (H,) float32 array, optional
         One more logit of each head's softmax, without a value.
+    k_scale, v_scale : (K,) float32 array, optional
+        Of the key/value heads, for pages of codes.
     """
 
     __slots__ = (
-        *("cos_sin", "k_norm", "norms_whole_rows", "o", "params", "q_norm", "qkv", "sinks"),
+        *("cos_sin", "k_norm", "k_scale", "norms_whole_rows", "o", "params", "q_norm", "qkv"),
+        *("sinks", "v_scale"),
     )
 
     def __init__(
@@ -78,6 +82,8 @@ class Attention:
         q_norm: Norm | None = None,
         k_norm: Norm | None = None,
         sinks: Any = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
     ) -> None:
         self.params = params
         self.qkv = qkv
@@ -86,13 +92,16 @@ class Attention:
         self.q_norm = q_norm
         self.k_norm = k_norm
         self.sinks = sinks
+        self.k_scale = k_scale
+        self.v_scale = v_scale
         self.norms_whole_rows = q_norm is not None and q_norm.weight.shape[0] != params.head_dim
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, array) for every array it holds."""
         yield "cos_sin", self.cos_sin
-        if self.sinks is not None:
-            yield "sinks", self.sinks
+        for name in ("sinks", "k_scale", "v_scale"):
+            if getattr(self, name) is not None:
+                yield name, getattr(self, name)
         parts = {"qkv": self.qkv, "o": self.o, "q_norm": self.q_norm, "k_norm": self.k_norm}
         yield from arrays_of(parts)
 
@@ -113,13 +122,14 @@ class Attention:
         added to it. With `rows` (R,) int32, only the output of these tokens is computed, (R, N).
         """
         q, k, v = self._rows(x, norm)
-        places = (batch.rope_positions, self.cos_sin, k_pages, v_pages, batch.slot_mapping)
         if self._stores_while_decoding(batch):
             new = {"k": k[:, None], "v": v[:, None], "positions": batch.rope_positions}
             new |= {"cos_sin": self.cos_sin, "slot_mapping": batch.slot_mapping}
             heads = self._decode(q, batch, k_pages, v_pages, **new, **self._norms())
         else:
-            kernels.qk_norm_rope_store(q, k, v, *places, **self._norms())
+            places = (batch.rope_positions, self.cos_sin, k_pages, v_pages, batch.slot_mapping)
+            options = self._norms() | self._scales(k_pages)
+            kernels.qk_norm_rope_store(q, k, v, *places, **options)
             heads = self._attend(q, batch, k_pages, v_pages)
         heads = heads.reshape(heads.shape[0], -1)
         if rows is not None:
@@ -161,11 +171,17 @@ class Attention:
         norms = {"q_weight": self.q_norm.weight, "k_weight": self.k_norm.weight}
         return norms | {"eps": self.q_norm.eps, "weight_offset": self.q_norm.offset}
 
-    def _rule(self) -> dict[str, Any]:
+    def _scales(self, pages: Any) -> dict[str, Any]:
+        """Return the scales of the key/value heads, if the pages hold codes."""
+        if pages.dtype != CODES:
+            return {}
+        return {"k_scale": self.k_scale, "v_scale": self.v_scale}
+
+    def _rule(self, pages: Any) -> dict[str, Any]:
         """Return the keywords of both kernels that say how scores are computed and summed."""
         p = self.params
         rule: dict[str, Any] = {"scale": p.scale, "window": p.window, "softcap": p.softcap}
-        return rule | {"sinks": self.sinks}
+        return rule | {"sinks": self.sinks} | self._scales(pages)
 
     def _attend(self, q: Any, batch: ForwardBatch, k_pages: Any, v_pages: Any) -> Any:
         """Send the decodes to the decode kernel and the other sequences to the prefill kernel."""
@@ -188,7 +204,7 @@ class Attention:
         """
         if batch.tree_mask is not None:
             raise ContractError("a batch with a tree_mask needs deterministic=False; got True")
-        rule = self._rule()
+        rule = self._rule(k_pages)
         if array_module(q) is not np:
             return kernels.attention_prefill(
                 q,
@@ -236,7 +252,7 @@ class Attention:
             v_pages,
             block_tables=batch.block_tables[:n],
             context_lens=batch.context_lens[:n],
-            **self._rule(),
+            **self._rule(k_pages),
             max_context_len=batch.max_context_len,
             tree_mask=batch.tree_mask,
             pdl=True,
@@ -256,7 +272,7 @@ class Attention:
             cu_seqlens_q=batch.prefill_cu_seqlens_q,
             block_tables=batch.block_tables[n:],
             context_lens=batch.context_lens[n:],
-            **self._rule(),
+            **self._rule(k_pages),
             max_seqlen_q=batch.max_seqlen_q,
             out=None if out is None else out[num_decode_tokens:],
         )

@@ -7,10 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine import kernels
+from engine.dtypes import FLOAT_NAMES
 from engine.errors import WeightsError
 from engine.layers.arrays import arrays_of
+from engine.layers.codes import Codes
 from engine.layers.norm import Norm
-from engine.quantization import Weight
+from engine.layers.stacked import stacked_product
+from engine.quantization import FORMATS, Weight
+from engine.quantization.formats import STACKED
 
 __all__ = ["PRODUCTS", "Linear", "Product"]
 
@@ -43,9 +47,53 @@ def _dense_of_normed(x: Any, norm: Norm, weight: Weight, **options: Any) -> Any:
     )
 
 
+def _packed(x: Any, weight: Weight, **options: Any) -> Any:
+    return kernels.gemm_wna16(x, weight, pdl=True, **options)
+
+
+def _packed_of_normed(x: Any, norm: Norm, weight: Weight, **options: Any) -> Any:
+    return kernels.rmsnorm_gemm_wna16(
+        x, norm.weight, weight, eps=norm.eps, weight_offset=norm.offset, pdl=True, **options
+    )
+
+
+def _in_8_bits(op: Callable[..., Any]) -> Product:
+    """Return the ops of a format of both operands; `op` quantizes x itself unless it is codes."""
+
+    def plain(x: Any, weight: Weight, *, out_dtype: Any = None, **options: Any) -> Any:
+        if isinstance(x, Codes):
+            out_dtype = x.dtype if out_dtype is None else out_dtype
+            x, options["x_scales"] = x.codes, x.scales
+        return op(x, weight.data, weight.scales, out_dtype=out_dtype, pdl=True, **options)
+
+    def of_normed(x: Any, norm: Norm, weight: Weight, **options: Any) -> Any:
+        options |= {"norm_weight": norm.weight, "eps": norm.eps, "weight_offset": norm.offset}
+        return op(x, weight.data, weight.scales, pdl=True, **options)
+
+    return Product(plain, of_normed)
+
+
+def _stacked(x: Any, weight: Weight, **options: Any) -> Any:
+    return stacked_product(lambda part: PRODUCTS[part.format.name].plain, x, weight, **options)
+
+
+def _stacked_of_normed(x: Any, norm: Norm, weight: Weight, **options: Any) -> Any:
+    return _stacked(norm(x), weight, **options)
+
+
 _DENSE = Product(_dense, _dense_of_normed)
 
-PRODUCTS: dict[str, Product] = {"float32": _DENSE, "float16": _DENSE, "bfloat16": _DENSE}
+PRODUCTS: dict[str, Product] = {
+    **dict.fromkeys(FLOAT_NAMES, _DENSE),
+    **dict.fromkeys(
+        (name for name, form in FORMATS.items() if form.is_packed),
+        Product(_packed, _packed_of_normed),
+    ),
+    "fp8": _in_8_bits(kernels.gemm_fp8),
+    "fp8_block": _in_8_bits(kernels.gemm_fp8),
+    "int8": _in_8_bits(kernels.gemm_int8),
+    STACKED.name: Product(_stacked, _stacked_of_normed),
+}
 """Name of a weight's format -> the ops that multiply by it."""
 
 
@@ -96,6 +144,8 @@ class Linear:
         residual: Any = None,
     ) -> Any:
         """Return activation(x Wᵀ + b), (T, out), for `x` (T, in); in `out_dtype` or x's dtype.
+
+        `x` may be `Codes` if the weight's format has the other operand in 8 bits, too.
 
         With a `residual` (T, out), the result is added to it in place and returned. With "swiglu",
         the matrix is gate_up and the result has shape (T, out / 2).

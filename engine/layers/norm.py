@@ -7,6 +7,8 @@ from typing import Any
 
 from engine import kernels
 from engine.errors import ConfigError
+from engine.layers.codes import Codes
+from engine.quantization import Format
 
 __all__ = ["NoNorm", "Norm"]
 
@@ -73,6 +75,26 @@ class Norm:
             **self._options(),
         )
         return y, h
+
+    def add_for(self, form: Format | None, x: Any, residual: Any) -> tuple[Any, Any]:
+        """As `add`, for a product whose weight has this format.
+
+        If the format has both operands in 8 bits, norm(h) is returned as `Codes`.
+        """
+        if form is None or not form.activations or self.weight is None or self.subtract_mean:
+            return self.add(x, residual)
+        codes, scales, h = kernels.rmsnorm_quantize(
+            x,
+            self.weight,
+            eps=self.eps,
+            weight_offset=self.offset,
+            residual=residual,
+            x_scale=self.branch_scale,
+            dtype=form.activations,
+            group=form.group,
+            residual_out=residual,
+        )
+        return Codes(codes, scales, x.dtype), h
 
     def _options(self) -> dict[str, Any]:
         options = {"eps": self.eps, "weight_offset": self.offset}

@@ -12,7 +12,7 @@ from engine.config import ModelConfig
 from engine.device import CPU, Device, array_module
 from engine.dtypes import np_dtype
 from engine.loading.dummy_quantized import RandomCodes
-from engine.loading.weight_memory import is_quantized, weight_dtype, weight_room
+from engine.loading.weight_memory import quantized_formats, weight_dtype, weight_room
 from engine.loading.weight_table import weight_shapes
 from engine.quantization import Format, Weight
 
@@ -71,17 +71,18 @@ def dummy_weights(
     xp = device.xp
     pool = np.random.default_rng(seed).standard_normal(_POOL, np.float32) * np.float32(_STD)
     tile = xp.asarray(pool.astype(np_dtype(dtype)))
-    codes = None if quantization is None else RandomCodes(quantization, pool, device, _tiled)
     weights: dict[str, Weight] = {}
-    with weight_room(config, device, dtype, max_model_len=max_model_len, quantization=quantization):
+    formats = {} if quantization is None else quantized_formats(config, quantization)
+    codes = {form: RandomCodes(form, pool, device, _tiled) for form in set(formats.values())}
+    with weight_room(config, device, dtype, max_model_len=max_model_len, formats=formats):
         for name, shape in weight_shapes(config).items():
             if name == "lm_head" and config.tie_word_embeddings:
                 weights[name] = weights["embed"]
             elif name.endswith("norm"):
                 norm = _tiled(pool, shape, _start(name)) + np.float32(1 - config.norm_weight_offset)
                 weights[name] = Weight.dense(xp.asarray(norm.astype(np_dtype(dtype))))
-            elif codes is not None and is_quantized(name):
-                weights[name] = codes.weight(shape, _start(name))
+            elif name in formats:
+                weights[name] = codes[formats[name]].weight(shape, _start(name))
             elif weight_dtype(name, dtype) != dtype:
                 weights[name] = Weight.dense(xp.asarray(_tiled(pool, shape, _start(name))))
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -40,22 +41,20 @@ class RandomCodes:
         self._std = np.float32(pool.std())
         codes, self._scale = self._codes(pool)
         self._pool = self.xp.asarray(codes)
-        self._is_cuda = device.is_cuda
 
     def weight(self, shape: tuple[int, ...], start: int) -> Weight:
-        """Return a weight of `shape`, its codes from element `start` of the pool on."""
+        """Return a weight of `shape`, (N, K) or (E, N, K), from element `start` of the pool on."""
         form = self.form
+        *experts, rows, columns = shape
         if not form.is_packed:
-            rows, columns = shape
             data = self._tiled(self._pool, shape, start)
-            if form.code == "e4m3" and not self._is_cuda:
-                data = data.view(ml_dtypes.float8_e4m3fn)
-            elif form.code == "int":
+            if form.code == "int":
                 data = data.view("i1")
             high, wide = form.block or (1, 0)
-            blocks = (rows,) if wide == 0 else (-(-rows // high), -(-columns // wide))
-            return Weight(form, data, shape, scales=self._filled(blocks, self._scale, np.float32))
-        whole = padded_shape(shape)
+            blocks = [rows] if wide == 0 else [-(-rows // high), -(-columns // wide)]
+            scales = self._filled((*experts, *blocks), self._scale, np.float32)
+            return Weight(form, data, shape, scales=scales)
+        whole = padded_shape((math.prod((*experts, rows)), columns))
         tiles = whole[0] // TILE_ROWS, whole[1] // TILE_COLUMNS
         low, fifth = (
             self._tiled(self._pool, (*tiles, size), start) if size else None

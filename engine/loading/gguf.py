@@ -226,16 +226,26 @@ class GgufFile:
         """
         tensor = self.tensors[name]
         form, rest = tensor.format, tensor.shape[1:][-1:]
-        width = math.prod(rest)
-        first = tensor.start + form.nbytes(start * width)
-        raw = np.frombuffer(self._data, np.uint8, form.nbytes((stop - start) * width), first)
         if columns is None:
-            return form.decode(raw).reshape(stop - start, *rest)
+            return form.decode(self._bytes(name, start, stop)).reshape(stop - start, *rest)
         begin, end = columns[0] // form.block, -(-columns[1] // form.block)
-        bytes_per_block = form.nbytes(form.block)
-        blocks = raw.reshape(stop - start, -1, bytes_per_block)[:, begin:end]
+        blocks = self.read_blocks(name, start, stop)[:, begin:end]
         part = form.decode(np.ascontiguousarray(blocks).reshape(-1)).reshape(stop - start, -1)
         return part[:, columns[0] - begin * form.block : columns[1] - begin * form.block]
+
+    def read_blocks(self, name: str, start: int, stop: int) -> np.ndarray[Any, Any]:
+        """Return rows [start, stop) of matrix `name` as (rows, blocks, itemsize) uint8: a view."""
+        tensor = self.tensors[name]
+        per_row = tensor.shape[-1] // tensor.format.block
+        blocks = self._bytes(name, start, stop)
+        return blocks.reshape(stop - start, per_row, tensor.format.itemsize)
+
+    def _bytes(self, name: str, start: int, stop: int) -> np.ndarray[Any, Any]:
+        """Return the bytes of rows [start, stop) of tensor `name`: a view."""
+        tensor = self.tensors[name]
+        form, width = tensor.format, math.prod(tensor.shape[1:][-1:])
+        first = tensor.start + form.nbytes(start * width)
+        return np.frombuffer(self._data, np.uint8, form.nbytes((stop - start) * width), first)
 
 
 def _read_preamble(cursor: _Cursor) -> int:

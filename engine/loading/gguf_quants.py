@@ -101,6 +101,29 @@ def _unpack_q4_1(blocks: Array, out: Array) -> None:
     out += scales[:, 1:]
 
 
+def _five_bits(blocks: Array, start: int) -> Array:
+    """Return 32 codes of 5 bits: the word of high bits at byte `start`, then 32 nibbles."""
+    q = np.empty((len(blocks), 2, 16), np.uint8)
+    _nibbles(blocks[:, start + 4 :], q)
+    high = np.ascontiguousarray(blocks[:, start : start + 4])
+    return q.reshape(-1, 32) | (np.unpackbits(high, axis=1, bitorder="little") << 4)
+
+
+def _unpack_q5_0(blocks: Array, out: Array) -> None:
+    """w = d·(q - 16); block: d float16, the high bits of 32 q, their nibbles (low ones first)."""
+    out[:] = _five_bits(blocks, 2)
+    out -= 16
+    out *= _float16(blocks, 0, 2)
+
+
+def _unpack_q5_1(blocks: Array, out: Array) -> None:
+    """w = d·q + m; block: d, m float16, the high bits of 32 q, their nibbles (low ones first)."""
+    out[:] = _five_bits(blocks, 4)
+    scales = _float16(blocks, 0, 4)
+    out *= scales[:, :1]
+    out += scales[:, 1:]
+
+
 def _unpack_mxfp4(blocks: Array, out: Array) -> None:
     """w = 2^(e - 127)·fp4(q); block: e uint8, q 32 nibbles (low ones first)."""
     q = np.empty((len(blocks), 2, 16), np.uint8)
@@ -112,14 +135,32 @@ def _unpack_mxfp4(blocks: Array, out: Array) -> None:
 
 def _unpack_q4_k(blocks: Array, out: Array) -> None:
     """w = (d·s)·q - (e·t); block of 8 groups of 32: d, e float16, s, t 6 bits per group, q."""
+    _scale_k(blocks, _k_nibbles(blocks, 16), out)
+
+
+def _unpack_q5_k(blocks: Array, out: Array) -> None:
+    """As Q4_K; the fifth bits of all groups' q lie before the nibbles, a group in a bit."""
+    q = _k_nibbles(blocks, 48)
+    for group in range(8):
+        q[:, group] |= ((blocks[:, 16:48] >> group) & 1) << 4
+    _scale_k(blocks, q, out)
+
+
+def _k_nibbles(blocks: Array, start: int) -> Array:
+    """Return the nibbles (n, 8, 32) from byte `start` on: 32 low ones, then their high ones."""
+    q = np.empty((len(blocks) * 4, 2, 32), np.uint8)
+    _nibbles(np.ascontiguousarray(blocks[:, start:]).reshape(-1, 32), q)
+    return q.reshape(-1, 8, 32)
+
+
+def _scale_k(blocks: Array, q: Array, out: Array) -> None:
+    """Write the numbers of codes q (n, 8, 32) to `out`."""
     low, mid, high = (blocks[:, 4 + 4 * i : 8 + 4 * i] for i in range(3))
     s = np.concatenate([low & 63, (high & 15) | ((low >> 2) & 48)], axis=1)
     t = np.concatenate([mid & 63, (high >> 4) | ((mid >> 2) & 48)], axis=1)
     scales = _float16(blocks, 0, 4)
-    q = np.empty((len(blocks) * 4, 2, 32), np.uint8)
-    _nibbles(np.ascontiguousarray(blocks[:, 16:]).reshape(-1, 32), q)
     groups = out.reshape(-1, 8, 32)
-    groups[:] = q.reshape(-1, 8, 32)
+    groups[:] = q
     groups *= (scales[:, :1] * s)[:, :, None]
     groups -= (scales[:, 1:] * t)[:, :, None]
 
@@ -146,8 +187,11 @@ FORMATS: dict[int, QuantFormat] = {
     30: QuantFormat("BF16", 1, 2, dtype=BFLOAT16),
     2: QuantFormat("Q4_0", 32, 18, unpack=_unpack_q4_0),
     3: QuantFormat("Q4_1", 32, 20, unpack=_unpack_q4_1),
+    6: QuantFormat("Q5_0", 32, 22, unpack=_unpack_q5_0),
+    7: QuantFormat("Q5_1", 32, 24, unpack=_unpack_q5_1),
     8: QuantFormat("Q8_0", 32, 34, unpack=_unpack_q8_0),
     12: QuantFormat("Q4_K", 256, 144, unpack=_unpack_q4_k),
+    13: QuantFormat("Q5_K", 256, 176, unpack=_unpack_q5_k),
     14: QuantFormat("Q6_K", 256, 210, unpack=_unpack_q6_k),
     39: QuantFormat("MXFP4", 32, 17, unpack=_unpack_mxfp4),
 }

@@ -20,6 +20,7 @@ from engine.dtypes import FLOAT_NAMES
 from engine.errors import ConfigError
 from engine.loading._fields import Fields
 from engine.loading.moe_config import moe_config
+from engine.loading.quantized.scheme import scheme_of
 from engine.loading.rope_config import MAX_POSITIONS, rope_configs, scaled_max_position
 from engine.model_files import is_present, read_json
 from engine.models.family import Family
@@ -129,11 +130,7 @@ def build_config(
 
 def _refuse_unsupported(fields: Fields, kind: Family) -> None:
     if fields.has("quantization_config"):
-        if not kind.quantizations:
-            raise fields.error("quantization_config", "absent (quantized safetensors are not read)")
-        quantization = fields.child("quantization_config")
-        if quantization.text("quant_method") not in kind.quantizations:
-            raise quantization.error("quant_method", f"one of {', '.join(kind.quantizations)}")
+        scheme_of(fields.child("quantization_config"))  # raises if it is not supported
     foreign = (key for key in _GEMMA_KEYS if key not in kind.defaults)
     for key in (*kind.unsupported, *foreign):
         if fields.raw(key):

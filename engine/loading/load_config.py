@@ -35,7 +35,8 @@ class LoadConfig:
     load_format : str
         "auto" (the weights of the files) or "dummy" (random ones).
     quantization : str or None
-        Format of the matrices of layers; None if they have `dtype`.
+        Format that the matrices of layers were rounded to; None if they are as in the files, "none"
+        if those were dequantized.
     deterministic : bool
         Give each token the same bits in any batch and at any chunk size.
     reasons : mapping of str to str
@@ -110,8 +111,8 @@ def resolve_load_config(
 
 def _format_name(quantization: Any, load_format: str) -> str | None:
     """Return the name of the format that the option stands for."""
-    if quantization is None:
-        return None
+    if quantization is None or (isinstance(quantization, str) and quantization == "none"):
+        return quantization
     if not isinstance(quantization, str):
         raise ConfigError(f"quantization must be a name or None; got {shown(quantization)}")
     try:

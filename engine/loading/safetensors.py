@@ -42,6 +42,7 @@ _VIEWS: dict[str, np.dtype[Any]] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype("u1"),  # biased exponents of powers of two
     "I64": np.dtype("<i8"),
     "I32": np.dtype("<i4"),
     "I16": np.dtype("<i2"),
@@ -101,9 +102,16 @@ class SafetensorsFile:
         """Return the names of the tensors."""
         return iter(self.tensors)
 
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of tensor `name`."""
         return self.tensors[name].shape
+
+    def dtype(self, name: str) -> str:
+        """Return the dtype of tensor `name`, as the format calls it."""
+        return self.tensors[name].dtype
 
     def view(self, name: str) -> np.ndarray[Any, Any]:
         """Return tensor `name` as a read-only view of the mapped file (nothing is copied)."""
@@ -129,7 +137,7 @@ class SafetensorsFile:
         if dtype not in _WEIGHT_DTYPES:
             raise WeightsError(
                 f"{self.path}: tensor {shown(name)} must be one of {', '.join(_WEIGHT_DTYPES)}; "
-                f"got {dtype} (quantized safetensors are not supported)"
+                f"got {dtype} (the model's configuration does not say that it is quantized)"
             )
         view = self.view(name)
         rows = (view if view.ndim < 3 else view.reshape(-1, view.shape[-1]))[start:stop]
@@ -190,9 +198,16 @@ class SafetensorsDirectory:
         """Return the names of the tensors of all shards."""
         return iter(self._home)
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._home
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of tensor `name`."""
         return self._home[name].shape(name)
+
+    def dtype(self, name: str) -> str:
+        """Return the dtype of tensor `name`, as the format calls it."""
+        return self._home[name].dtype(name)
 
     def view(self, name: str) -> np.ndarray[Any, Any]:
         """Return tensor `name` as a read-only view of its mapped shard."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 
 from engine.cache.memory_pool import device_memory, format_bytes
 from engine.config import ModelConfig
@@ -11,13 +12,20 @@ from engine.device import CPU, Device
 from engine.errors import OutOfMemoryError
 from engine.loading.weight_table import weight_shapes
 from engine.models.decoder import rope_bytes
-from engine.quantization import WHOLE, Format, Shard, dense_format
+from engine.quantization import FORMATS, WHOLE, Format, Shard, dense_format
+from engine.quantization.formats import TILE_ROWS
 
-__all__ = ["is_quantized", "weight_bytes", "weight_dtype", "weight_format", "weight_room"]
+__all__ = ["is_expert", "is_quantized", "quantized_formats", "weight_bytes", "weight_dtype"]
+__all__ += ["weight_room"]
 
 _MAX_ROPE_BYTES = 8 << 30  # 16 million positions of 128 features
 _FLOAT32_KINDS = ("router_correction", "sinks")  # numbers per expert or head that are added once
-_QUANTIZED_KINDS = ("qkv", "o", "gate_up", "up", "down", "shared_gate_up", "shared_down")
+_NONE: Mapping[str, Format] = MappingProxyType({})
+_EXPERT_KINDS = ("experts_gate_up", "experts_down")
+_QUANTIZED_KINDS = (
+    *("qkv", "o", "gate_up", "up", "down", "shared_gate_up", "shared_down"),
+    *_EXPERT_KINDS,
+)
 
 
 def weight_dtype(name: str, dtype: str) -> str:
@@ -44,26 +52,34 @@ def is_quantized(name: str) -> bool:
     return name.rpartition(".")[2] in _QUANTIZED_KINDS
 
 
-def weight_format(name: str, dtype: str, quantization: Format | None = None) -> Format:
-    """Return the format in which weight `name` is kept.
+def is_expert(name: str) -> bool:
+    """Tell whether weight `name` has the matrices of all experts."""
+    return name.rpartition(".")[2] in _EXPERT_KINDS
 
-    Examples
-    --------
-    >>> from engine.quantization import FORMATS
-    >>> weight_format("layers.0.o", "float16", FORMATS["int8"]).name
-    'int8'
+
+def quantized_formats(config: ModelConfig, form: Format) -> dict[str, Format]:
+    """Return the format of every weight to which the option `quantization` applies.
+
+    Experts' products take activations in 16 bits: "int8" is "int8_g128" for them. Experts with a
+    number of rows that is no multiple of a tile's stay as they are.
     """
-    if quantization is not None and is_quantized(name):
-        return quantization
-    return dense_format(weight_dtype(name, dtype))
+    shapes = weight_shapes(config)
+    formats = {name: form for name in shapes if is_quantized(name)}
+    for name in (name for name in formats if is_expert(name)):
+        formats[name] = FORMATS["int8_g128"] if form.name == "int8" else form
+    return {
+        name: chosen
+        for name, chosen in formats.items()
+        if not (is_expert(name) and chosen.is_packed and shapes[name][1] % TILE_ROWS)
+    }
 
 
 def weight_bytes(
-    config: ModelConfig, dtype: str, shard: Shard = WHOLE, quantization: Format | None = None
+    config: ModelConfig, dtype: str, shard: Shard = WHOLE, formats: Mapping[str, Format] = _NONE
 ) -> int:
-    """Return the bytes of all weights in `dtype`; tied embeddings count once.
+    """Return the bytes of all weights in `dtype`, or in their own of `formats` by name.
 
-    With `quantization`, of the matrices in that format. Padding to whole tiles is not counted.
+    Tied embeddings count once.
 
     Examples
     --------
@@ -71,10 +87,11 @@ def weight_bytes(
     23744
     """
     shapes = weight_shapes(config, shard)
-    if config.tie_word_embeddings:
+    if config.tie_word_embeddings and "lm_head" not in formats:
         del shapes["lm_head"]
     return sum(
-        weight_format(name, dtype, quantization).num_bytes(shape) for name, shape in shapes.items()
+        (formats.get(name) or dense_format(weight_dtype(name, dtype))).num_bytes(shape)
+        for name, shape in shapes.items()
     )
 
 
@@ -86,7 +103,7 @@ def weight_room(
     *,
     shard: Shard = WHOLE,
     max_model_len: int = 0,
-    quantization: Format | None = None,
+    formats: Mapping[str, Format] = _NONE,
 ) -> Iterator[None]:
     """Raise if the device has no room for the weights that the `with` block allocates.
 
@@ -106,7 +123,8 @@ def weight_room(
             f"{format_bytes(tables)} for max_model_len={max_model_len}. What would fit: "
             f"max_model_len={max_model_len * _MAX_ROPE_BYTES // tables}"
         )
-    what = f"of weights in {dtype if quantization is None else quantization.name}"
+    names = dict.fromkeys(form.name for form in formats.values())
+    what = f"of weights in {', '.join((*names, dtype))}"
     if tables:
         what += f" and of rope tables ({format_bytes(tables)} for max_model_len={max_model_len})"
 
@@ -116,14 +134,14 @@ def weight_room(
             f"{place} has no room for {format_bytes(needed)} {what}: of {format_bytes(total)} in "
             f"total, others use {format_bytes(total - free)} and {format_bytes(free)} are free"
         )
-        half = weight_bytes(config, "bfloat16", shard, quantization)
+        half = weight_bytes(config, "bfloat16", shard, formats)
         if dtype == "float32" and half + tables <= free:
             said += '. What would fit: dtype="bfloat16"'
         elif 0 < (room := free - (needed - tables)) < tables:
             said += f". What would fit: max_model_len={max(1, max_model_len * room // tables)}"
         return said
 
-    needed = weight_bytes(config, dtype, shard, quantization) + tables
+    needed = weight_bytes(config, dtype, shard, formats) + tables
     # Check the host in advance: it overcommits, and kills the process that touches the memory. A
     # GPU refuses by itself; and its free memory excludes blocks that CuPy can reuse.
     on_host = tables if device.is_cuda else needed

@@ -9,6 +9,7 @@ from functools import partial
 
 from engine.config import ModelConfig, MoeConfig
 from engine.errors import ConfigError, WeightsError
+from engine.loading.kv_scales import is_kv_scale
 from engine.loading.placement import Placement
 from engine.models.family import TensorName, WeightName
 from engine.models.tensor_layout import ROWS
@@ -262,6 +263,7 @@ def place_tensors(
         and name not in ignored
         and not _IGNORED.fullmatch(name)
         and not _is_extra(config, name)
+        and not is_kv_scale(name)
     ]
     _refuse(where, "missing", [name for name in wanted if name not in found])
     _refuse(where, f"not part of a {config.model_type} model with this config", unexpected)

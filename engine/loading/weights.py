@@ -12,10 +12,11 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -30,12 +31,22 @@ from engine.loading.dummy import dummy_weights
 from engine.loading.expert_rows import read_expert_rows
 from engine.loading.gguf import GgufFile
 from engine.loading.placement import Placement
-from engine.loading.safetensors import SafetensorsDirectory, SafetensorsFile, open_safetensors
-from engine.loading.weight_memory import weight_bytes, weight_format, weight_room
+from engine.loading.quantized.reader import QuantizedCheckpoint
+from engine.loading.quantized.scheme import load_scheme
+from engine.loading.safetensors import open_safetensors
+from engine.loading.stored_weights import StoredWeights, stored_formats
+from engine.loading.weight_memory import (
+    is_expert,
+    quantized_formats,
+    weight_bytes,
+    weight_dtype,
+    weight_room,
+)
 from engine.loading.weight_table import place_tensors, shard_axis, weight_shapes
+from engine.model_files import is_present
 from engine.models.registry import family
 from engine.models.tensor_layout import ROWS
-from engine.quantization import WHOLE, Format, Shard, Weight
+from engine.quantization import WHOLE, Format, Shard, Weight, unpack_weight
 from engine.quantization.quantize import quantize
 
 __all__ = ["dummy_weights", "load_weights", "weight_bytes", "weight_shapes"]
@@ -49,12 +60,6 @@ _STEP_WEIGHTS = 1 << 18
 _MAX_WORKERS = 8
 
 Array = np.ndarray[Any, Any]
-
-
-# Each has `path`, `names()`, `shape(name)`, and `read(name, start, stop, columns=None)`, which
-# returns some rows in any float dtype and reads no other part of the file. Rows of a tensor with
-# more than two dimensions are those of all its matrices, in order.
-Checkpoint = SafetensorsFile | SafetensorsDirectory | GgufFile
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,7 @@ def load_weights(
     device: Device = CPU,
     dtype: str = "float32",
     quantization: Format | None = None,
+    keeps_formats: bool = False,
     shard: Shard = WHOLE,
     max_model_len: int = 0,
     progress: bool = False,
@@ -91,6 +97,9 @@ def load_weights(
         "float32", "float16" or "bfloat16"; tensors in other dtypes are cast.
     quantization : Format, optional
         Quantize the matrices of layers to this format, one of `quantization.quantize.QUANTIZABLE`.
+    keeps_formats : bool
+        Keep the matrices of layers, and of the output layer, in the formats of the file, if these
+        are quantized. Otherwise they are dequantized.
     shard : Shard
         Which part to load; the rest of the file is not read. A vocabulary that cannot be divided
         evenly is padded with rows of zeros.
@@ -116,24 +125,53 @@ def load_weights(
     """
     checkpoint, placements = _plan(Path(source), config, shard)
     device.activate()
+    formats = {}
+    if keeps_formats:
+        is_tied = config.tie_word_embeddings
+        formats = stored_formats(checkpoint, placements, _keeps(device), is_tied=is_tied)
+    if quantization is not None:
+        formats = quantized_formats(config, quantization)
     with weight_room(
-        config, device, dtype, shard=shard, max_model_len=max_model_len, quantization=quantization
+        config, device, dtype, shard=shard, max_model_len=max_model_len, formats=formats
     ):
-        arrays = _allocate(config, device, dtype, shard, quantization)
-    loader = _Loader(checkpoint, config, arrays, device)
+        arrays = _allocate(config, device, dtype, shard, formats)
+    loader = _Loader(checkpoint, config, arrays, device, dtype)
+    weights = {name: Weight.dense(array) for name, array in arrays.items()}
+    shapes = weight_shapes(config, shard)
     works = list(_slabs(placements, config.head_dim))
     with _progress_bar(works, dtype, progress) as advance, ThreadPoolExecutor(_workers()) as pool:
-        _run_all(pool, loader, [w for w in works if str(w.place.target) in arrays], advance)
-        later = [work for work in works if str(work.place.target) not in arrays]
-        weights = {name: Weight.dense(array) for name, array in arrays.items()}
-        shapes = weight_shapes(config, shard)
-        for name, own in _by_target(later).items():
-            arrays[name] = device.xp.empty(shapes[name], np_dtype(dtype))
-            _synchronize(device)
-            _run_all(pool, loader, own, advance)
-            assert quantization is not None  # only then are there slabs for later
-            weights[name] = quantize(arrays.pop(name), quantization)
+        run = partial(_run_all, pool, loader, advance)
+        run([work for work in works if str(work.place.target) in arrays])
+        for name, own in _by_target(works).items():
+            if name in arrays:
+                continue
+            if quantization is None:
+                places = list(dict.fromkeys(work.place for work in own))
+                weights[name] = loader.stored_weight(places, shapes[name])
+            else:
+                arrays[name] = _empty(device, shapes[name], dtype)
+                run(own)
+                weights[name] = _rounded(arrays.pop(name), formats[name])
+    if config.tie_word_embeddings and "lm_head" in formats:  # embed is looked up in, as numbers
+        tied = [place for place in placements if place.target.kind == "embed"]
+        weights["lm_head"] = loader.stored_weight(tied, shapes["embed"])
     return _finished(config, weights, shard)
+
+
+def _keeps(device: Device) -> Callable[[str, Format], bool]:
+    """Return whether a weight's format is computed with as it is.
+
+    On the CPU only formats of both operands are: NumPy would unpack the others for every product.
+    """
+    return lambda name, form: device.is_cuda or (bool(form.activations) and not is_expert(name))
+
+
+def _rounded(array: Any, form: Format) -> Weight:
+    """Quantize a matrix; where its format is not computed with, return the rounded numbers."""
+    weight = quantize(array, form)
+    if (form.is_packed or array.ndim > 2) and isinstance(array, np.ndarray):
+        return Weight.dense(unpack_weight(weight).astype(array.dtype))
+    return weight
 
 
 def _finished(config: ModelConfig, weights: dict[str, Weight], shard: Shard) -> dict[str, Weight]:
@@ -144,12 +182,12 @@ def _finished(config: ModelConfig, weights: dict[str, Weight], shard: Shard) -> 
             for name, weight in weights.items()
         }
     if config.tie_word_embeddings:
-        weights["lm_head"] = weights["embed"]
+        weights.setdefault("lm_head", weights["embed"])
     return weights
 
 
 def _run_all(
-    pool: ThreadPoolExecutor, loader: _Loader, works: list[_Work], advance: Callable[[_Work], Any]
+    pool: ThreadPoolExecutor, loader: _Loader, advance: Callable[[_Work], Any], works: list[_Work]
 ) -> None:
     """Load slabs, several at a time; after a failure no other one begins."""
     futures = [pool.submit(loader.run, work) for work in works]
@@ -170,29 +208,35 @@ def _by_target(works: list[_Work]) -> dict[str, list[_Work]]:
     return grouped
 
 
-def _plan(source: Path, config: ModelConfig, shard: Shard) -> tuple[Checkpoint, list[Placement]]:
+def _plan(
+    source: Path, config: ModelConfig, shard: Shard
+) -> tuple[QuantizedCheckpoint, list[Placement]]:
     """Open the checkpoint and place its tensors in the model's weights."""
     kind = family(config.model_type)
-    checkpoint: Checkpoint
     if source.suffix == ".gguf":
-        checkpoint, table = GgufFile(source), kind.gguf_names
+        checkpoint, table = QuantizedCheckpoint(GgufFile(source)), kind.gguf_names
     else:
-        checkpoint, table = open_safetensors(source), kind.names
+        scheme = load_scheme(source) if is_present(source / "config.json") else None
+        checkpoint, table = QuantizedCheckpoint(open_safetensors(source), scheme), kind.names
     found = {name: checkpoint.shape(name) for name in checkpoint.names()}
     return checkpoint, place_tensors(str(checkpoint.path), config, table, found, shard)
 
 
 def _allocate(
-    config: ModelConfig, device: Device, dtype: str, shard: Shard, quantization: Format | None
+    config: ModelConfig,
+    device: Device,
+    dtype: str,
+    shard: Shard,
+    formats: Mapping[str, Format],
 ) -> dict[str, Any]:
     """Return the dense fused arrays, uninitialised apart from padding."""
     shapes = weight_shapes(config, shard)
     if config.tie_word_embeddings:
         del shapes["lm_head"]
     arrays = {
-        name: device.xp.empty(shape, np_dtype(form.name))
+        name: device.xp.empty(shape, np_dtype(weight_dtype(name, dtype)))
         for name, shape in shapes.items()
-        if (form := weight_format(name, dtype, quantization)).is_dense
+        if name not in formats
     }
     _synchronize(device)
     first, last, rows = shard.cut_padded(config.vocab_size)
@@ -200,6 +244,12 @@ def _allocate(
         if name in arrays and last - first < rows:  # rows of padding
             arrays[name][last - first :].view(f"u{arrays[name].itemsize}").fill(0)
     return arrays
+
+
+def _empty(device: Device, shape: tuple[int, ...], dtype: str) -> Any:
+    array = device.xp.empty(shape, np_dtype(dtype))
+    _synchronize(device)
+    return array
 
 
 def _synchronize(device: Device) -> None:
@@ -231,17 +281,19 @@ class _Loader:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: QuantizedCheckpoint,
         config: ModelConfig,
         arrays: dict[str, Any],
         device: Device,
+        dtype: str,
     ) -> None:
         self.checkpoint = checkpoint
+        self.dtype = dtype
         self.arrays = arrays
         self.device = device
         self.head_dim = config.head_dim
         self.rotary_dim = config.rope.rotary_dim
-        is_gguf = isinstance(checkpoint, GgufFile)
+        is_gguf = isinstance(checkpoint.checkpoint, GgufFile)
         kind = family(config.model_type)
         self.is_interleaved = kind.gguf_interleaved_rope if is_gguf else kind.interleaved_rope
         # A .gguf stores Gemma's norms as 1 + w.
@@ -264,6 +316,32 @@ class _Loader:
         self._fill(host, work)
         rows.set(host, stream=stream)
         stream.synchronize()  # the next slab overwrites the buffer
+
+    def stored_weight(self, places: Sequence[Placement], shape: tuple[int, ...]) -> Weight:
+        """Return the weight that these placements make up, in the formats of their tensors.
+
+        Experts that cannot be multiplied as they are stored are dequantized.
+        """
+        made = StoredWeights(self.device, self.checkpoint, self._dense_rows, self._row_order)
+        if len(shape) == 2:
+            return made.weight(places)
+        weight = made.experts(places, shape)
+        if weight is not None:
+            return weight
+        rows = [self._dense_rows(place) for place in sorted(places, key=lambda p: p.start)]
+        return Weight.dense(self.device.xp.concatenate(rows).reshape(shape))
+
+    def _dense_rows(self, place: Placement) -> Any:
+        rows = np.empty((place.last - place.first, place.width), np_dtype(self.dtype))
+        self._fill(rows, _Work(place, place.first, place.last))
+        return self.device.xp.asarray(rows)
+
+    def _row_order(self, place: Placement) -> Array | None:
+        """Return the order of rows that are stored as interleaved pairs; None if they are not."""
+        if not (self.is_interleaved and place.is_rotated):
+            return None
+        rows = np.arange(place.last - place.first)
+        return _half_split(rows, self.head_dim, self.rotary_dim)
 
     def _staging(self, num_bytes: int) -> tuple[Array, Any]:
         """Return this thread's pinned buffer of at least `num_bytes` bytes, and its stream."""
@@ -302,7 +380,7 @@ class _Loader:
     def _read(self, place: Placement, first: int, last: int) -> Array:
         if place.layout == ROWS:
             return self.checkpoint.read(place.name, first, last, place.columns)
-        return read_expert_rows(self.checkpoint, place, first, last)
+        return read_expert_rows(self.checkpoint.checkpoint, place, first, last)
 
 
 def _half_split(rows: Array, head_dim: int, rotary_dim: int) -> Array:

@@ -15,7 +15,7 @@ import numpy as np
 from engine import kernels
 from engine.config import ModelConfig, RopeConfig
 from engine.device import array_module, to_numpy
-from engine.errors import OutOfMemoryError, WeightsError
+from engine.errors import ConfigError, OutOfMemoryError, WeightsError
 from engine.layers.arrays import arrays_of
 from engine.layers.attention import Attention, AttentionParams
 from engine.layers.batch import ForwardBatch
@@ -59,7 +59,7 @@ class DecoderLayer:
 
     __slots__ = (
         *("attn", "attn_norm", "mlp", "mlp_norm", "post_attn_norm", "post_mlp_norm"),
-        "can_fuse",
+        *("attn_format", "mlp_format", "can_fuse"),
     )
 
     def __init__(
@@ -83,6 +83,11 @@ class DecoderLayer:
         self.mlp_norm = mlp_norm
         self.post_attn_norm = post_attn_norm
         self.post_mlp_norm = post_mlp_norm
+        # Of the products after the norms, which may quantize for them; in parallel both read x.
+        self.attn_format = self.mlp_format = None
+        if mlp_norm is not None:
+            self.attn_format = attn.qkv.weight.format
+            self.mlp_format = mlp.gate_up.weight.format if isinstance(mlp, MLP) else None
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, array) for every array it holds."""
@@ -123,7 +128,7 @@ class DecoderLayer:
         if delta is None:
             x = self.attn_norm(residual)
         else:
-            x, residual = self.attn_norm.add(delta, residual)
+            x, residual = self.attn_norm.add_for(self.attn_format, delta, residual)
         given, x = x, self.attn(x, batch, *pages, rows=rows)
         if rows is not None:
             residual = kernels.embedding(rows, residual)
@@ -132,7 +137,7 @@ class DecoderLayer:
             return kernels.residual_add(mlp(given), x, out=x), residual
         if self.post_attn_norm is not None:
             x = self.post_attn_norm(x, out=x)
-        x, residual = self.mlp_norm.add(x, residual)
+        x, residual = self.mlp_norm.add_for(self.mlp_format, x, residual)
         x = mlp(x)
         if self.post_mlp_norm is not None:
             x = self.post_mlp_norm(x, out=x)
@@ -172,6 +177,8 @@ class Decoder:
     rope_tables : tuple of array
         (P, R) float32 tables: one for all layers, or one for full attention and one for windows;
         last one that rotates nothing, if there are layers without rope.
+    kv_scales : (num_layers, 2, K) array of float32
+        Scale of each layer's keys and values by head, for pages of codes; 1 until `set_kv_scales`.
     long_rope_offset : int
         First row of longrope's long factors in the table; 0 where there are none.
 
@@ -199,6 +206,10 @@ class Decoder:
         self.embed = Embedding(
             self._weight("embed"), config.embed_scale, rounds_scale=config.rounds_embed_scale
         )
+        # Rows are padded to whole 16-byte words: the layers of a plan must be aligned alike.
+        padded = -(-config.num_kv_heads // 4) * 4
+        scales = self.xp.ones((config.num_layers, 2, padded), np.float32)
+        self.kv_scales = scales[:, :, : config.num_kv_heads]
         self.layers = tuple(self._layer(index) for index in range(config.num_layers))
         self._run_layers = LayerPlans(
             self.layers, [_numbers(config, i) for i in range(len(self.layers))]
@@ -223,6 +234,35 @@ class Decoder:
         """Bytes of the rope tables."""
         return sum(int(table.nbytes) for table in self.rope_tables)
 
+    def set_kv_scales(self, scales: Any) -> None:
+        """Set the scales of keys and values, in place: captured graphs see them.
+
+        Parameters
+        ----------
+        scales : (num_layers, 2, K) array_like of float
+            On the host. Pages written before are not converted.
+
+        Raises
+        ------
+        ConfigError
+            Naming the layer of the first scale that is not positive and finite, or the shape.
+        """
+        given = np.asarray(scales)
+        if given.shape != self.kv_scales.shape or given.dtype.kind not in "fiu":
+            raise ConfigError(
+                f"kv_scales must be numbers of shape {self.kv_scales.shape} (layers, k and v, "
+                f"key/value heads); got {given.dtype} {given.shape}"
+            )
+        values = given.astype(np.float32)
+        bad = np.argwhere(~(np.isfinite(values) & (values > 0)))
+        if bad.size:
+            layer, which, head = (int(i) for i in bad[0])
+            raise ConfigError(
+                f"{'kv'[which]}_scale of layer {layer}, head {head} must be positive and finite; "
+                f"got {given[layer, which, head]!s}"
+            )
+        self.kv_scales[...] = self.xp.asarray(values)
+
     def forward(self, batch: ForwardBatch, kv_pages: Pages) -> Any:
         """Compute one step.
 
@@ -231,8 +271,8 @@ class Decoder:
         batch : ForwardBatch
             On the weights' device.
         kv_pages : sequence of (k_pages, v_pages)
-            Per layer (P, K, block_size, D), of the weights' dtype; the new keys and values are
-            written into them.
+            Per layer (P, K, block_size, D), of the activations' dtype or uint8 codes; the new keys
+            and values are written into them.
 
         Returns
         -------
@@ -394,6 +434,7 @@ class Decoder:
             self._norm(f"{name}.q_norm") if config.qk_norm else None,
             self._norm(f"{name}.k_norm") if config.qk_norm else None,
             self._weight(f"{name}.sinks").data if config.sinks else None,
+            *self.kv_scales[index],
         )
 
 

@@ -258,8 +258,6 @@ class Family:
         not read; "" if there are none.
     unsupported : tuple of str
         Keys of config.json that change the result and are refused if set.
-    quantizations : tuple of str
-        The `quant_method`s of checkpoints that are dequantized while loading.
     """
 
     model_type: str
@@ -295,7 +293,6 @@ class Family:
     moe: MoeFamily | None = None
     extra_layers: str = ""
     unsupported: tuple[str, ...] = ()
-    quantizations: tuple[str, ...] = ()
 
     @property
     def has_partial_rope(self) -> bool:

@@ -73,5 +73,4 @@ GPT_OSS = Family(
     sinks=True,
     windows="pattern",
     moe=MoeFamily(num_experts=128, router_bias=True, expert_bias=True, activation="swiglu_clamped"),
-    quantizations=("mxfp4",),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from engine.config import ModelConfig
 from engine.device import Device
@@ -11,9 +11,16 @@ from engine.kernels import _module
 from engine.kernels._module import ModuleSpec
 from engine.quantization import Format
 
-__all__ = ["kernel_specs", "prepare_kernels"]
+__all__ = ["fp8_page_specs", "kernel_specs", "prepare_fp8_pages", "prepare_kernels"]
 
 _MOE_OPS = ("moe_combine", "moe_gemm", "moe_route")
+_PAGE_OPS = (
+    "attention_decode",
+    "attention_prefill",
+    "kv_copy",
+    "kv_swap",
+    "qk_norm_rope_store",
+)
 _OPS = (
     "attention_decode",
     "attention_prefill",
@@ -31,11 +38,11 @@ _OPS = (
 
 
 def kernel_specs(
-    config: ModelConfig, dtype: str, formats: Iterable[Format] = ()
+    config: ModelConfig, dtype: str, formats: Collection[Format] = ()
 ) -> list[ModuleSpec]:
     """Return every module that running the model in `dtype` may launch.
 
-    `formats` are those of its weights; dense ones need not be among them.
+    `formats` are those of its weights; the dense ones need not be among them.
 
     Examples
     --------
@@ -54,13 +61,40 @@ def kernel_specs(
     for op in (*_OPS, *chosen):
         # By name, because the package's attribute `op` is the function and not the module.
         module = importlib.import_module(f"engine.kernels.{op}")
-        specs += module.specs(dtype, head_dim=config.head_dim, subtract_mean=config.layer_norm)
+        specs += module.specs(
+            dtype,
+            head_dim=config.head_dim,
+            subtract_mean=config.layer_norm,
+            formats=tuple(form.name for form in formats),
+        )
     return list(dict.fromkeys(specs))
 
 
-def _quantized_ops(formats: Iterable[Format]) -> list[str]:
+def fp8_page_specs(config: ModelConfig, dtype: str) -> list[ModuleSpec]:
+    """Return the modules that read and write pages of e4m3 codes, beside those of `kernel_specs`.
+
+    Examples
+    --------
+    >>> config = ModelConfig("llama", 64, 32, 1, 4, 2, 8, 48, 128)
+    >>> "kv_copy.cu" in {spec.file for spec in fp8_page_specs(config, "float16")}
+    True
+    """
+    specs: list[ModuleSpec] = []
+    for op in _PAGE_OPS:
+        module = importlib.import_module(f"engine.kernels.{op}")
+        specs += module.specs(dtype, head_dim=config.head_dim, has_codes=True)
+    return list(dict.fromkeys(specs))
+
+
+def _quantized_ops(formats: Collection[Format]) -> list[str]:
     """Return the ops that multiply by weights of these formats."""
-    return []
+    ops: list[str] = []
+    for form in formats:
+        if form.activations:
+            ops += [f"gemm_{form.activations}", "rmsnorm_quantize"]
+        elif form.is_packed:
+            ops += ["gemm_wna16", "rmsnorm_gemm_wna16"]
+    return list(dict.fromkeys(ops))
 
 
 def prepare_kernels(
@@ -68,7 +102,7 @@ def prepare_kernels(
     dtype: str,
     device: Device,
     *,
-    formats: Iterable[Format] = (),
+    formats: Collection[Format] = (),
     progress: bool = False,
 ) -> None:
     """Load all kernels of a model, compiled if not cached; later compilations are counted.
@@ -78,9 +112,25 @@ def prepare_kernels(
     CompileError
         If NVRTC fails to compile one.
     """
+    _prepare(kernel_specs(config, dtype, formats), device, progress=progress)
+
+
+def prepare_fp8_pages(
+    config: ModelConfig, dtype: str, device: Device, *, progress: bool = False
+) -> None:
+    """Load the kernels for pages of e4m3 codes as well.
+
+    Raises
+    ------
+    CompileError
+        If NVRTC fails to compile one.
+    """
+    _prepare(fp8_page_specs(config, dtype), device, progress=progress)
+
+
+def _prepare(specs: list[ModuleSpec], device: Device, *, progress: bool) -> None:
     _module.mark_ready(False)
     device.activate()
-    specs = kernel_specs(config, dtype, formats)
     arch = _module.current_architecture(device.index)
     _module.compile_all(specs, arch, progress=progress)
     for spec in specs:

@@ -6,11 +6,12 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from engine.checks import shown
 from engine.dtypes import FLOAT_NAMES, itemsize
 from engine.errors import WeightsError
 
-__all__ = ["FORMATS", "TILE_COLUMNS", "TILE_ROWS", "Format", "dense_format", "format_of"]
-__all__ += ["padded_shape"]
+__all__ = ["FORMATS", "STACKED", "TILE_COLUMNS", "TILE_ROWS", "Format", "dense_format"]
+__all__ += ["format_of", "padded_shape"]
 
 TILE_ROWS, TILE_COLUMNS = 16, 64  # of packed formats, see `packing`
 
@@ -94,6 +95,12 @@ class Format:
         """Consecutive numbers of a row that share a scale; 0 for the whole row."""
         return 0 if self.block is None else self.block[1]
 
+    @property
+    def code_range(self) -> tuple[int, int]:
+        """The smallest and the largest code of an integer format."""
+        low = -128 if self.bits == 8 else 0
+        return low, low + (1 << self.bits) - 1
+
     def num_scales(self, shape: Sequence[int]) -> int:
         """Return how many scales a weight of this shape has."""
         if self.block is None:
@@ -148,6 +155,9 @@ FORMATS: dict[str, Format] = {
 }
 """Every supported format, by name. Codes of 8 bits are signed, others unsigned."""
 
+STACKED = Format("stacked", 0, (0, 0))
+"""The format of a weight whose rows are those of several weights in different formats."""
+
 
 def dense_format(dtype: str) -> Format:
     """Return the format of a plain array of this dtype.
@@ -171,5 +181,5 @@ def format_of(name: str) -> Format:
         If there is none; the message lists those that there are.
     """
     if name not in FORMATS:
-        raise WeightsError(f"format must be one of {', '.join(FORMATS)}; got {name!r}")
+        raise WeightsError(f"format must be one of {', '.join(FORMATS)}; got {shown(name)}")
     return FORMATS[name]

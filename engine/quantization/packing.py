@@ -29,7 +29,8 @@ from engine.device import array_module
 from engine.errors import WeightsError
 from engine.quantization.formats import TILE_COLUMNS, TILE_ROWS, padded_shape
 
-__all__ = ["pack_codes", "tile_groups", "unpack_codes", "untile_groups"]
+__all__ = ["TILE_COLUMNS", "TILE_ROWS", "pack_codes", "tile_groups", "unpack_codes"]
+__all__ += ["untile_groups"]
 
 # Axes of a tile's codes: row // 8 % 2, row % 8, step, column // 8 % 2, t, column % 2.
 _AXES = (2, 8, 4, 2, 4, 2)

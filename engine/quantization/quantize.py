@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
+from engine.checks import shown
 from engine.device import array_module
 from engine.errors import WeightsError
 from engine.quantization.formats import FORMATS, Format
-from engine.quantization.values import E2M1, pack_weight
+from engine.quantization.stack import stack_matrices
+from engine.quantization.values import E2M1, E4M3, E8M0, pack_weight
 from engine.quantization.weight import Weight
 
-__all__ = ["QUANTIZABLE", "quantize", "resolve_format"]
+__all__ = ["QUANTIZABLE", "Codes", "dequantize_codes", "quantize", "resolve_format"]
+__all__ += ["round_groups", "round_to_codes", "weight_of_codes"]
 
 QUANTIZABLE: tuple[str, ...] = tuple(
     name
@@ -25,8 +28,8 @@ QUANTIZABLE: tuple[str, ...] = tuple(
 _ALIASES = {"int4": "int4_g128"}
 
 # Scales tried for a group of 4 bits, as shares of the one that its largest number needs: cutting
-# off a few numbers rounds all others less.
-_SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
+# off a few numbers rounds all others less. With the first the largest number is a code itself.
+_SHRINKS = (7.5 / 7, 1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 
 _E4M3_MAX = np.float32(448)
 _E2M1_MAX_EXPONENT = 2  # 6 = 1.5 * 2**2
@@ -50,8 +53,27 @@ def resolve_format(name: str) -> Format:
     name = _ALIASES.get(name, name)
     if name not in QUANTIZABLE:
         known = ", ".join((*_ALIASES, *QUANTIZABLE))
-        raise WeightsError(f"quantization must be one of {known}; got {name!r}")
+        raise WeightsError(f"quantization must be one of {known}; got {shown(name)}")
     return FORMATS[name]
+
+
+class Codes(NamedTuple):
+    """A matrix (N, K) as codes and scales, in its logical order.
+
+    Attributes
+    ----------
+    codes : (N, K) array
+        uint8 for 4 bits, int8 for 8; e4m3 numbers, of which CuPy has the bits in uint8.
+    scales : array
+        (N,) of rows, (ceil(N / 128), ceil(K / 128)) of blocks, (N, G) of groups: float32 numbers,
+        exact in the dtype that was asked for; uint8 exponents for "mxfp4".
+    offsets : (N, G) array of float32 or None
+        The zero points.
+    """
+
+    codes: Any
+    scales: Any
+    offsets: Any = None
 
 
 def quantize(array: Any, form: Format) -> Weight:
@@ -59,8 +81,8 @@ def quantize(array: Any, form: Format) -> Weight:
 
     Parameters
     ----------
-    array : (N, K) array of float32, float16 or bfloat16
-        NumPy or CuPy.
+    array : (N, K) or (E, N, K) array of float32, float16 or bfloat16
+        NumPy or CuPy; several matrices as in `stack`.
     form : Format
         One of `QUANTIZABLE`.
 
@@ -73,7 +95,7 @@ def quantize(array: Any, form: Format) -> Weight:
     Raises
     ------
     WeightsError
-        If the array is no matrix, or has numbers that are not finite.
+        If the array is no matrix or stack of matrices, or has numbers that are not finite.
 
     Notes
     -----
@@ -87,44 +109,113 @@ def quantize(array: Any, form: Format) -> Weight:
     >>> float(abs(unpack_weight(quantize(array, FORMATS["int8_g64"])) - array).max()) < 0.005
     True
     """
+    if array.ndim == 3 and len(array):
+        return stack_matrices([quantize(matrix, form) for matrix in array])
+    return weight_of_codes(form, round_to_codes(array, form))
+
+
+def round_to_codes(array: Any, form: Format, scale_dtype: str = "") -> Codes:
+    """Return codes and scales of a matrix, as `quantize` does.
+
+    Parameters
+    ----------
+    array, form
+        As for `quantize`.
+    scale_dtype : str
+        The dtype in which the scales must be exact; by default float16 for groups, else float32.
+    """
     if array.ndim != 2:
-        raise WeightsError(f"array must be a matrix; got {array.ndim} dimensions")
+        raise WeightsError(f"array must be a matrix, or several; got {array.ndim} dimensions")
     numbers = array.astype(np.float32)
     if not bool(array_module(array).isfinite(numbers).all()):
         raise WeightsError("array must have finite numbers only; it has others")
     if form.name == "fp8_block":
-        return _quantize_blocks(numbers, form)
+        return _round_blocks(numbers, form, scale_dtype or "float32")
     if form.activations:
-        return _quantize_rows(numbers, form)
-    return _quantize_groups(numbers, form)
+        return _round_rows(numbers, form, scale_dtype or "float32")
+    xp = array_module(numbers)
+    rows, columns = numbers.shape
+    groups = -(-columns // form.group)
+    padded = xp.zeros((rows, groups * form.group), np.float32)
+    padded[:, :columns] = numbers
+    made = round_groups(padded.reshape(rows, groups, form.group), form, scale_dtype)
+    return made._replace(codes=made.codes.reshape(rows, -1)[:, :columns])
 
 
-def _quantize_rows(numbers: Any, form: Format) -> Weight:
+def round_groups(grouped: Any, form: Format, scale_dtype: str = "") -> Codes:
+    """Return codes (N, G, group), scales and offsets of groups (N, G, group) of float32."""
+    if form.code == "e2m1":
+        return _e2m1_groups(grouped)
+    return _int_groups(grouped, form, scale_dtype or "float16")
+
+
+def weight_of_codes(form: Format, made: Codes) -> Weight:
+    """Return the weight; the scales of groups must be exact in float16."""
+    if not form.is_packed:
+        return Weight(form, made.codes, made.codes.shape, scales=made.scales)
+    scales = made.scales if form.code == "e2m1" else made.scales.astype(np.float16)
+    return pack_weight(form, made.codes, scales, made.offsets)
+
+
+def dequantize_codes(form: Format, made: Codes) -> Any:
+    """Return the numbers (N, K) float32 that the codes stand for."""
+    xp = array_module(made.codes)
+    rows, columns = made.codes.shape
+    if form.code == "int":
+        numbers = made.codes.astype(np.float32) - np.float32(form.zero)
+    else:
+        table = E4M3 if form.code == "e4m3" else E2M1
+        numbers = xp.asarray(table)[made.codes.view("u1")]
+    scales = xp.asarray(E8M0)[made.scales] if form.code == "e2m1" else made.scales
+    if scales.ndim == 1:
+        return numbers * scales[:, None]
+    if made.offsets is not None:
+        numbers -= made.offsets.repeat(form.group, axis=1)[:, :columns]
+    assert form.block is not None
+    high, wide = form.block
+    numbers *= scales.repeat(high, axis=0)[:rows].repeat(wide, axis=1)[:, :columns]
+    return numbers
+
+
+def _round_rows(numbers: Any, form: Format, scale_dtype: str) -> Codes:
     most = _E4M3_MAX if form.code == "e4m3" else np.float32(127)
-    scales = abs(numbers).max(axis=1) / most
-    return Weight(form, _byte_codes(numbers, scales[:, None], form), numbers.shape, scales=scales)
+    scales = _exact_in(abs(numbers).max(axis=1) / most, scale_dtype)
+    return Codes(_byte_codes(numbers, scales[:, None], form), scales)
 
 
-def _quantize_blocks(numbers: Any, form: Format) -> Weight:
+def _round_blocks(numbers: Any, form: Format, scale_dtype: str) -> Codes:
     xp = array_module(numbers)
     assert form.block is not None
     (rows, columns), (high, wide) = numbers.shape, form.block
     down, across = -(-rows // high), -(-columns // wide)
     padded = xp.zeros((down * high, across * wide), np.float32)
     padded[:rows, :columns] = numbers
-    scales = abs(padded).reshape(down, high, across, wide).max(axis=(1, 3)) / _E4M3_MAX
+    most = abs(padded).reshape(down, high, across, wide).max(axis=(1, 3))
+    scales = _exact_in(most / _E4M3_MAX, scale_dtype)
     each = scales.repeat(high, axis=0)[:rows].repeat(wide, axis=1)[:, :columns]
-    return Weight(form, _byte_codes(numbers, each, form), numbers.shape, scales=scales)
+    return Codes(_byte_codes(numbers, each, form), scales)
+
+
+def _exact_in(scales: Any, dtype: str) -> Any:
+    """Return the scales, of float32, rounded to numbers of `dtype`."""
+    if dtype == "float32":
+        return scales
+    if dtype == "float16":
+        return scales.astype(np.float16).astype(np.float32)
+    bits = scales.view(np.uint32)  # positive and finite
+    bits = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    return (bits & np.uint32(0xFFFF0000)).view(np.float32)
 
 
 def _byte_codes(numbers: Any, scales: Any, form: Format) -> Any:
-    """Return the codes of `numbers` / `scales` in one byte; of e4m3 its bits on CUDA."""
+    """Return the codes of `numbers` / `scales` in one byte; of e4m3 its bits."""
     xp = array_module(numbers)
     scaled = numbers / xp.where(scales == 0, np.float32(1), scales)
     if form.code == "int":
         return xp.clip(xp.rint(scaled), -127, 127).astype("i1")
+    scaled = xp.clip(scaled, -_E4M3_MAX, _E4M3_MAX)  # a scale may have been rounded down
     if xp is np:
-        return scaled.astype(ml_dtypes.float8_e4m3fn)
+        return scaled.astype(ml_dtypes.float8_e4m3fn).view("u1")
     return _e4m3_bits(scaled)
 
 
@@ -139,21 +230,7 @@ def _e4m3_bits(x: Any) -> Any:
     return codes.astype("u1") | (xp.signbit(x).astype("u1") << 7)
 
 
-def _quantize_groups(numbers: Any, form: Format) -> Weight:
-    xp = array_module(numbers)
-    rows, columns = numbers.shape
-    groups = -(-columns // form.group)
-    padded = xp.zeros((rows, groups * form.group), np.float32)
-    padded[:, :columns] = numbers
-    grouped = padded.reshape(rows, groups, form.group)
-    if form.code == "e2m1":
-        codes, scales, offsets = _e2m1_groups(grouped)
-    else:
-        codes, scales, offsets = _int_groups(grouped, form)
-    return pack_weight(form, codes.reshape(rows, -1)[:, :columns], scales, offsets)
-
-
-def _e2m1_groups(grouped: Any) -> tuple[Any, Any, None]:
+def _e2m1_groups(grouped: Any) -> Codes:
     """Return codes and e8m0 exponents, as the OCP specification (section 6.3) makes them."""
     xp = array_module(grouped)
     most = abs(grouped).max(axis=2)
@@ -165,54 +242,54 @@ def _e2m1_groups(grouped: Any) -> tuple[Any, Any, None]:
     for code, edge in enumerate(_E2M1_EDGES):
         codes += size > edge if code % 2 == 0 else size >= edge
     codes |= xp.signbit(scaled).astype("u1") << 3
-    return codes, (exponents + 127).astype("u1"), None
+    return Codes(codes, (exponents + 127).astype("u1"))
 
 
-def _int_groups(grouped: Any, form: Format) -> tuple[Any, Any, Any]:
-    """Return codes, float16 scales, and zero points or None, with the least squared error."""
+def _int_groups(grouped: Any, form: Format, scale_dtype: str) -> Codes:
+    """Return codes, scales, and zero points or None, with the least squared error."""
     xp = array_module(grouped)
-    best: tuple[Any, Any, Any] | None = None
+    best: Codes | None = None
     least = None
     for shrink in _SHRINKS if form.bits == 4 else (1.0,):
-        tried = _int_codes(grouped, form, np.float32(shrink))
+        tried = _int_codes(grouped, form, np.float32(shrink), scale_dtype)
         codes, scales, zeros = tried
         back = codes.astype(np.float32) - (form.zero if zeros is None else zeros[..., None])
-        back *= scales.astype(np.float32)[..., None]
+        back *= scales[..., None]
         error = ((back - grouped) ** 2).sum(axis=2)
         if best is None or least is None:
             best, least = tried, error
             continue
         better = error < least
         least = xp.where(better, error, least)
-        best = (
-            xp.where(better[..., None], codes, best[0]),
-            xp.where(better, scales, best[1]),
-            None if zeros is None else xp.where(better, zeros, best[2]),
+        best = Codes(
+            xp.where(better[..., None], codes, best.codes),
+            xp.where(better, scales, best.scales),
+            None if zeros is None else xp.where(better, zeros, best.offsets),
         )
     assert best is not None
     return best
 
 
-def _int_codes(grouped: Any, form: Format, shrink: Any) -> tuple[Any, Any, Any]:
-    """Return codes, float16 scales and zero points, with scales `shrink` times the full ones."""
+def _int_codes(grouped: Any, form: Format, shrink: Any, scale_dtype: str) -> Codes:
+    """Return codes, scales and zero points, with scales `shrink` times the full ones."""
     xp = array_module(grouped)
-    low = -128 if form.bits == 8 else 0
-    high = low + (1 << form.bits) - 1
+    low, high = form.code_range
     if form.offset:
         bottom = xp.minimum(grouped.min(axis=2), np.float32(0)) * shrink
         top = xp.maximum(grouped.max(axis=2), np.float32(0)) * shrink
-        scales = ((top - bottom) / (high - low)).astype(np.float16)
+        scales = _exact_in((top - bottom) / np.float32(high - low), scale_dtype)
         zeros = xp.clip(xp.rint(low - _divided(bottom, scales)), low, high)
         shift = zeros[..., None]
     else:
         most = abs(grouped).max(axis=2) * shrink
-        scales = (most / np.float32((high - low) / 2)).astype(np.float16)
+        # With 127.5 the largest positive number would be half a step above the largest code.
+        half = 127.0 if form.bits == 8 else (high - low) / 2
+        scales = _exact_in(most / np.float32(half), scale_dtype)
         zeros, shift = None, np.float32(form.zero)
     codes = xp.clip(xp.rint(_divided(grouped, scales[..., None]) + shift), low, high)
-    return codes.astype("i1" if form.bits == 8 else "u1"), scales, zeros
+    return Codes(codes.astype("i1" if form.bits == 8 else "u1"), scales, zeros)
 
 
 def _divided(numbers: Any, scales: Any) -> Any:
     """Return numbers / scales; numbers where the scale is 0."""
-    wide = scales.astype(np.float32)
-    return numbers / array_module(numbers).where(wide == 0, np.float32(1), wide)
+    return numbers / array_module(numbers).where(scales == 0, np.float32(1), scales)

@@ -16,6 +16,7 @@ from engine.quantization.packing import (
     unpack_codes,
     untile_groups,
 )
+from engine.quantization.stack import matrices
 from engine.quantization.weight import Weight
 
 __all__ = ["E2M1", "E4M3", "E8M0", "pack_weight", "unpack_weight"]
@@ -90,10 +91,19 @@ def pack_weight(
 
 
 def unpack_weight(weight: Weight) -> Any:
-    """Return the numbers (N, K) float32 of a weight in any format, in their logical order."""
+    """Return the numbers (N, K) float32 of a weight in any format, in their logical order.
+
+    A weight of several matrices (E, N, K) gives (E, N, K).
+    """
+    if weight.parts:
+        parts = [unpack_weight(part) for part in weight.parts]
+        return array_module(*parts).concatenate(parts)
     form, xp = weight.format, array_module(weight.data)
     if form.is_dense:
         return weight.data.astype(np.float32)
+    if len(weight.shape) > 2:
+        numbers = [unpack_weight(matrix) for matrix in matrices(weight)]
+        return xp.stack(numbers) if numbers else xp.zeros(weight.shape, np.float32)
     if form.activations:
         numbers = xp.asarray(E4M3)[weight.data.view("u1")]
         if form.code == "int":

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from engine.dtypes import dtype_name
-from engine.quantization.formats import Format, dense_format
+from engine.errors import WeightsError
+from engine.quantization.formats import STACKED, Format, dense_format
 from engine.quantization.shard import WHOLE, Shard
 
 __all__ = ["Weight"]
@@ -23,8 +24,8 @@ class Weight:
     format : Format
     data : array
         The numbers. Dense: an array of `shape`. Packed: the plane of all codes, or of their low 4
-        bits (`packing`). Formats of both operands ("fp8", "int8"): codes of `shape`, one byte each;
-        e4m3 is uint8 on CUDA.
+        bits (`packing`). Formats of both operands ("fp8", "int8"): codes of `shape`: int8, or uint8
+        with the bits of e4m3.
     shape : tuple of int
         Logical shape of this shard, (out, in) for a matrix.
     scales : array or None
@@ -38,6 +39,8 @@ class Weight:
     permutation : (K,) int32 array or None
         Column k of the data is column permutation[k] of the logical weight, and is multiplied by
         that column of x.
+    parts : tuple of Weight
+        Of a stacked weight: the weights that have its rows, in order. It has no data of its own.
     shard : Shard
         Which part of the whole this is.
     axis : int or None
@@ -51,6 +54,7 @@ class Weight:
     high: Any = None
     super_scales: Any = None
     permutation: Any = None
+    parts: tuple[Weight, ...] = ()
     shard: Shard = WHOLE
     axis: int | None = None
 
@@ -68,6 +72,21 @@ class Weight:
         form = dense_format(dtype_name(array.dtype))
         return cls(form, array, array.shape, shard=shard, axis=axis)
 
+    @classmethod
+    def stacked(cls, parts: Sequence[Weight]) -> Weight:
+        """Return the rows of several matrices as one weight.
+
+        Raises
+        ------
+        WeightsError
+            If they have different numbers of columns.
+        """
+        columns = {part.shape[1] for part in parts}
+        if len(columns) != 1:
+            raise WeightsError(f"parts must have the same number of columns; got {sorted(columns)}")
+        rows = sum(part.shape[0] for part in parts)
+        return cls(STACKED, None, (rows, *columns), parts=tuple(parts))
+
     @property
     def num_elements(self) -> int:
         """Number of logical elements of this shard."""
@@ -78,8 +97,17 @@ class Weight:
         """Bytes of all its arrays."""
         return sum(int(array.nbytes) for _, array in self.arrays())
 
+    def formats(self) -> Iterator[Format]:
+        """Yield its format, or those of its parts."""
+        if not self.parts:
+            yield self.format
+        for part in self.parts:
+            yield from part.formats()
+
     def arrays(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, array) for every array it holds."""
+        for index, part in enumerate(self.parts):
+            yield from ((f"{index}.{name}", array) for name, array in part.arrays())
         for name in ("data", "scales", "high", "super_scales", "permutation"):
             array = getattr(self, name)
             if array is not None:

@@ -11,6 +11,8 @@ from engine.reference.embedding import embedding
 from engine.reference.geglu import geglu
 from engine.reference.gelu import gelu
 from engine.reference.gemm import gemm
+from engine.reference.gemm_fp8 import gemm_fp8
+from engine.reference.gemm_int8 import gemm_int8
 from engine.reference.gemm_wna16 import gemm_wna16
 from engine.reference.kv_copy import kv_copy
 from engine.reference.kv_gather import kv_gather
@@ -23,15 +25,18 @@ from engine.reference.moe_route import Routing, moe_route
 from engine.reference.permute_columns import permute_columns
 from engine.reference.qk_norm_rope_store import qk_norm_rope_store
 from engine.reference.quantize_heads import quantize_heads
+from engine.reference.quantize_rows import quantize_rows
 from engine.reference.relu import relu
 from engine.reference.residual_add import residual_add
 from engine.reference.rmsnorm import rmsnorm
 from engine.reference.rmsnorm_gemm import rmsnorm_gemm
 from engine.reference.rmsnorm_gemm_wna16 import rmsnorm_gemm_wna16
+from engine.reference.rmsnorm_quantize import rmsnorm_quantize
 from engine.reference.rope import rope
 from engine.reference.sample import sample
 from engine.reference.silu import silu
 from engine.reference.swiglu import swiglu
+from engine.reference.swiglu_quantize import swiglu_quantize
 
 __all__ = [
     "Routing",
@@ -46,6 +51,8 @@ __all__ = [
     "geglu",
     "gelu",
     "gemm",
+    "gemm_fp8",
+    "gemm_int8",
     "gemm_wna16",
     "kv_copy",
     "kv_gather",
@@ -58,13 +65,16 @@ __all__ = [
     "permute_columns",
     "qk_norm_rope_store",
     "quantize_heads",
+    "quantize_rows",
     "relu",
     "residual_add",
     "rmsnorm",
     "rmsnorm_gemm",
     "rmsnorm_gemm_wna16",
+    "rmsnorm_quantize",
     "rope",
     "sample",
     "silu",
     "swiglu",
+    "swiglu_quantize",
 ]

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from engine.reference._page_codes import from_codes
+
 __all__ = ["attend", "gather_pages"]
 
 Array = np.ndarray[Any, Any]
@@ -118,9 +120,15 @@ def _softmax_product(
     return out.reshape(-1, n, out.shape[-1]).transpose(1, 0, 2), lse.reshape(-1, n).T
 
 
-def gather_pages(pages: Array, block_table: Array, length: int) -> Array:
-    """Return the first `length` tokens of a sequence, (K, length, D), from its pages."""
+def gather_pages(
+    pages: Array, block_table: Array, length: int, scale: Array | None = None
+) -> Array:
+    """Return the first `length` tokens of a sequence, (K, length, D), from its pages.
+
+    With a `scale` (K,) the pages hold e4m3 codes, and the result is float32.
+    """
     _, num_kv_heads, block_size, head_dim = pages.shape
     blocks = block_table[: -(-length // block_size)]
     tokens: Array = pages[blocks, np.arange(num_kv_heads)[:, None]]  # (K, blocks, block_size, D)
-    return tokens.reshape(num_kv_heads, -1, head_dim)[:, :length]
+    tokens = tokens.reshape(num_kv_heads, -1, head_dim)[:, :length]
+    return tokens if scale is None else from_codes(tokens, scale)

@@ -35,13 +35,16 @@ def attention_decode(
     softcap: float = 0.0,
     tree_mask: Array | None = None,
     sinks: Array | None = None,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
     return_lse: bool = False,
 ) -> Any:
     """softmax(scale Q K^T) V of the last Q tokens of every sequence, causal among themselves.
 
     tree_mask (B, Q) uint64: query i sees query j only if bit j of its mask is set, too. Given
     k and v (B, 1, K, D) of a single new token, qk_norm_rope_store is done first. sinks (H,): each
-    adds exp(sink) to the sum by which its head's rows are divided.
+    adds exp(sink) to the sum by which its head's rows are divided. With k_scale and v_scale (K,)
+    the pages hold e4m3 codes, and the last Q tokens are read from them like all others.
     """
     if k is not None:
         assert v is not None and positions is not None
@@ -53,13 +56,16 @@ def attention_decode(
             k_weight=k_weight,
             eps=eps,
             weight_offset=weight_offset,
+            k_scale=k_scale,
+            v_scale=v_scale,
         )
     out = np.zeros(q.shape, q.dtype)
     lse = np.full(q.shape[:3], -np.inf, np.float32)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     for b, length in enumerate(context_lens):
         keys, values = (
-            gather_pages(pages, block_tables[b], length) for pages in (k_pages, v_pages)
+            gather_pages(pages, block_tables[b], length, page_scale)
+            for pages, page_scale in ((k_pages, k_scale), (v_pages, v_scale))
         )
         out[b], lse[b] = attend(
             q[b],

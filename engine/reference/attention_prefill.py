@@ -28,11 +28,15 @@ def attention_prefill(
     softcap: float = 0.0,
     pattern: Any = None,
     sinks: Array | None = None,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
     return_lse: bool = False,
 ) -> Any:
     """softmax(scale Q K^T) V for every sequence; dense k, v (Tk,K,D) or pages (P,K,bs,D).
 
-    sinks (H,): each adds exp(sink) to the sum by which its head's rows are divided.
+    sinks (H,): each adds exp(sink) to the sum by which its head's rows are divided. With k_scale
+    and v_scale (K,) pages hold e4m3 codes; new tokens are read from them like all others, so that
+    the result does not depend on how a prompt is cut into chunks.
     """
     out = np.zeros(q.shape, q.dtype)
     lse = np.full(q.shape[:2], -np.inf, np.float32)
@@ -40,7 +44,10 @@ def attention_prefill(
     for b in range(len(cu_seqlens_q) - 1):
         rows = slice(cu_seqlens_q[b], cu_seqlens_q[b + 1])
         if block_tables is not None and context_lens is not None:
-            keys, values = (gather_pages(x, block_tables[b], context_lens[b]) for x in (k, v))
+            keys, values = (
+                gather_pages(x, block_tables[b], context_lens[b], page_scale)
+                for x, page_scale in ((k, k_scale), (v, v_scale))
+            )
         else:
             assert cu_seqlens_k is not None
             tokens = slice(cu_seqlens_k[b], cu_seqlens_k[b + 1])

@@ -9,7 +9,7 @@ import numpy as np
 from engine.reference import _activation
 from engine.reference.swiglu import swiglu
 
-__all__ = ["gemm"]
+__all__ = ["epilogue", "gemm"]
 
 Array = np.ndarray[Any, Any]
 
@@ -38,6 +38,12 @@ def gemm(
     """
     multiply = _row_by_row if deterministic else _multiply
     y: Array = multiply(x.astype(np.float32, copy=False), weight.astype(np.float32, copy=False).T)
+    y = epilogue(y, bias, residual, activation)
+    return y.astype(x.dtype if out_dtype is None else out_dtype, copy=False)
+
+
+def epilogue(y: Array, bias: Array | None, residual: Array | None, activation: str | None) -> Array:
+    """Return activation(y + bias) + residual, in float32; `y` may be overwritten."""
     if bias is not None:
         y += bias.astype(np.float32, copy=False)
     if activation == "swiglu":
@@ -48,7 +54,7 @@ def gemm(
         y = _ACTIVATIONS[activation](y)
     if residual is not None:
         y += residual.astype(np.float32, copy=False)
-    return y.astype(x.dtype if out_dtype is None else out_dtype, copy=False)
+    return y
 
 
 def silu_and_mul(y: Array) -> Array:

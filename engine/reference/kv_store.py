@@ -6,14 +6,31 @@ from typing import Any
 
 import numpy as np
 
+from engine.reference._page_codes import to_codes
+
 __all__ = ["kv_store"]
 
 Array = np.ndarray[Any, Any]
 
 
-def kv_store(k: Array, v: Array, k_pages: Array, v_pages: Array, slot_mapping: Array) -> None:
-    """pages[block, :, offset] = row t, with slot_mapping[t] = block * block_size + offset."""
+def kv_store(
+    k: Array,
+    v: Array,
+    k_pages: Array,
+    v_pages: Array,
+    slot_mapping: Array,
+    *,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
+) -> None:
+    """pages[block, :, offset] = row t, with slot_mapping[t] = block * block_size + offset.
+
+    Given scales (K,), pages hold e4m3 codes of row / scale.
+    """
     is_kept = slot_mapping >= 0
     block, offset = np.divmod(slot_mapping[is_kept], k_pages.shape[2])
-    k_pages[block, :, offset] = k[is_kept]
-    v_pages[block, :, offset] = v[is_kept]
+    k, v = k[is_kept], v[is_kept]
+    if k_scale is not None and v_scale is not None:
+        k, v = to_codes(k, k_scale), to_codes(v, v_scale)
+    k_pages[block, :, offset] = k
+    v_pages[block, :, offset] = v

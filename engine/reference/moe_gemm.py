@@ -6,6 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from engine.quantization import Weight
+from engine.quantization.stack import take_matrices
+from engine.quantization.values import unpack_weight
 from engine.reference import _activation
 from engine.reference.moe_route import Routing
 
@@ -16,7 +19,7 @@ Array = np.ndarray[Any, Any]
 
 def moe_gemm(
     x: Array,
-    weight: Array,
+    weight: Array | Weight,
     routing: Routing,
     *,
     bias: Array | None = None,
@@ -37,7 +40,7 @@ def moe_gemm(
     for expert in np.flatnonzero(np.diff(offsets)):
         here = slice(int(offsets[expert]), int(offsets[expert + 1]))
         rows = x[here] if scatter else x[order[here] // top_k]
-        matrix = weight[expert].astype(np.float32, copy=False).T
+        matrix = _matrix(weight, int(expert)).T
         z = _multiply(rows.astype(np.float32, copy=False), matrix, row_by_row=deterministic)
         if bias is not None:
             z += bias[expert].astype(np.float32, copy=False)
@@ -47,6 +50,13 @@ def moe_gemm(
     result = np.empty_like(y, x.dtype)
     result[order] = y * routing.weights.reshape(-1)[order][:, None]
     return result
+
+
+def _matrix(weight: Array | Weight, expert: int) -> Array:
+    """Return the expert's matrix in float32."""
+    if isinstance(weight, Weight):
+        return np.asarray(unpack_weight(take_matrices(weight, expert, expert + 1))[0])
+    return np.asarray(weight[expert].astype(np.float32, copy=False))
 
 
 def _multiply(x: Array, matrix: Array, *, row_by_row: bool) -> Array:

@@ -30,6 +30,8 @@ def qk_norm_rope_store(
     eps: float = 1e-6,
     weight_offset: float = 0.0,
     interleaved: bool = False,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
 ) -> None:
     """Norm the heads of q and k, apply rope, write q in place and k and v to their pages."""
     rotated, keys = q, k
@@ -39,4 +41,4 @@ def qk_norm_rope_store(
         keys = rmsnorm(keys, k_weight, eps=eps, weight_offset=weight_offset)
     rotated, keys = rope(rotated, keys, positions, cos_sin, interleaved=interleaved)
     q[...] = rotated
-    kv_store(keys, v, k_pages, v_pages, slot_mapping)
+    kv_store(keys, v, k_pages, v_pages, slot_mapping, k_scale=k_scale, v_scale=v_scale)

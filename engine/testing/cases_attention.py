@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from engine.dtypes import np_dtype
+from engine.dtypes import E4M3_MAX, np_dtype
+from engine.reference._page_codes import to_codes
 from engine.testing.cases import normal
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "PREFILL",
     "PREFILL_SINKS",
     "AttentionCase",
+    "as_codes",
     "cu_seqlens",
     "normal_on",
     "paged_cache",
@@ -221,3 +223,16 @@ DECODE_SINKS: tuple[AttentionCase, ...] = (
     replace(_NEW, lens_q=(2, 2), lens_k=(150, 31), num_heads=2, head_dim=36),
     replace(_NEW, lens_k=(150, 31), head_dim=256),
 )
+
+
+def as_codes(pages: Array, seed: int) -> tuple[Array, Array]:
+    """Return pages (P, K, block_size, D) as e4m3 codes, and a scale (K,) for each head.
+
+    Some heads' scales are so small that their largest values saturate.
+    """
+    num_blocks, num_heads, block_size, head_dim = pages.shape
+    rows = pages.transpose(0, 2, 1, 3).reshape(-1, num_heads, head_dim)
+    factors = np.random.default_rng(seed).uniform(0.3, 2.0, num_heads)
+    scale = (factors * 3.0 / E4M3_MAX).astype(np.float32)
+    codes = to_codes(rows, scale).reshape(num_blocks, block_size, num_heads, head_dim)
+    return np.ascontiguousarray(codes.transpose(0, 2, 1, 3)), scale

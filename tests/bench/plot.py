@@ -392,6 +392,27 @@ def _roofline() -> Picture:
     return Picture("Attention under the card's roofs", source, [panel], 1, 4.4)
 
 
+def _quantization() -> Picture:
+    record = _load("quantization")
+    first, *rows = record["rows"]
+    base = next(row for row in record["rows"] if row["format"] == "bfloat16")
+    names = [row["format"] for row in record["rows"]]
+    beside = [100 * (row["perplexity"] / base["perplexity"] - 1) for row in record["rows"]]
+    kl = [1e3 * row["kl_mean"] for row in rows]
+    panels = [
+        Bars("perplexity beside bfloat16", "%, less is better", names, {"ours": beside},
+             digits=".3f"),
+        Bars(f"KL divergence from {first['format']}", "0.001 nats, less is better", names,
+             {"ours": [None, *kl]}, log=max(kl) > 30 * min(kl), digits=".2f"),
+        Bars("another most probable token", "% of the tokens, less is better", names,
+             {"ours": [None, *(100 * (1 - row["top1_agreement"]) for row in rows)]},
+             digits=".2f"),
+    ]  # fmt: skip
+    height = 1.2 + 0.22 * len(names)
+    return Picture("What formats of weights cost, SmolLM2-135M", _source(record), panels, 3, height,
+                   shared_cases=True)  # fmt: skip
+
+
 PICTURES: dict[str, Callable[[], Picture]] = {
     "gemm_sm90": _gemm_sm90,
     "gemm_skinny": _gemm_skinny,
@@ -406,6 +427,7 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "decode_loop": _decode_loop,
     "deterministic": _deterministic,
     "attention_roofline": _roofline,
+    "quantization": _quantization,
 }
 
 

@@ -33,13 +33,28 @@ VALUES = (
     *("", " ", "x", "\ud800", "é", "-", "--", "-x", "/", ".", "..", "/dev/zero", "/dev/null", "~"),
     *("../..", "a" * 5000, "cpu", "cuda", "cuda:0", "cuda:-1", "cuda:99999999999", "auto", "CPU"),
     *("float32", "bfloat16", "int8", "dummy", "none", "no/such", "a/b/c", "x.gguf", "sm_90a"),
-    *("{}", "[1]", "$(id)", ";", "0x10", "1_0", "\u0663", "True", "MODEL", "FIFO", "a\nb"),
+    *(
+        "{}",
+        "[1]",
+        "$(id)",
+        ";",
+        "0x10",
+        "1_0",
+        "\u0663",
+        "True",
+        "MODEL",
+        "FIFO",
+        "TEXT",
+        "int4",
+        "80GB",
+    ),
+    "a\nb",
 )
 SAMPLING = (
     *("--max-tokens", "--min-tokens", "--temperature", "--top-p", "--top-k", "--min-p", "--seed"),
     *("--repetition-penalty", "--presence-penalty", "--frequency-penalty", "--stop"),
 )
-MODEL = ("--model", "--device", "--dtype", "--load-format", "--max-model-len")
+MODEL = ("--model", "--device", "--dtype", "--load-format", "--max-model-len", "--quantization")
 OPTIONS = {
     "generate": (*SAMPLING, *MODEL, "--file"),
     "chat": (*SAMPLING, *MODEL, "--system"),
@@ -48,30 +63,39 @@ OPTIONS = {
         "--repeats",
         "--max-num-seqs",
         "--max-num-batched-tokens",
+        "--quantization",
         "--json",
+    ),
+    "eval": (
+        *("--file", "--model", "--device", "--dtype", "--quantization", "--context", "--stride"),
+        *("--max-tokens", "--compare", "--json"),
     ),
     "pull": ("--nothing",),
     "kernels": ("--arch", "--dtype"),
-    "doctor": ("--nothing",),
+    "doctor": ("--plan", "--memory", "--dtype", "--max-model-len", "--quantization"),
 }
 FLAGS = {
     "generate": ("--chat", "--json", "--ignore-eos", "--help"),
     "chat": ("--ignore-eos", "--help"),
     "bench": ("--no-async", "--no-cuda-graphs", "--help"),
+    "eval": ("--help",),
     "kernels": ("--help",),
 }
 TINY = ["--model", "MODEL", "--device", "cpu", "--max-tokens", "4"]
+EVAL = ["perplexity", "--model", "MODEL", "--device", "cpu", "--context", "8", "--file", "TEXT"]
 BENCH = ["latency", "--model", "MODEL", "--device", "cpu", "--prompt-len", "4", "--output-len", "3"]
 
 
 def make(rng: random.Random) -> dict[str, Any]:
     """Make a case."""
-    command = rng.choices(list(OPTIONS), [6, 3, 2, 2, 1, 0.3])[0]
+    command = rng.choices(list(OPTIONS), [6, 3, 2, 2, 2, 1, 0.3])[0]
     arguments = []
     if command in ("generate", "chat"):
         arguments = [*TINY, *(["--temperature", "0"] if rng.random() < 0.5 else [])]
     elif command == "bench":
         arguments = [*BENCH, "--repeats", "1"]
+    elif command == "eval":
+        arguments = list(EVAL)
     elif command == "kernels":
         arguments = ["--arch", "sm_90a", rng.choice(["rmsnorm", "gelu"])]
     for _ in range(rng.choice([0, 1, 1, 2])):
@@ -100,6 +124,7 @@ class Runner:
         write_model(folder / "model", "llama", **sizes)
         for name, data in BASES["plain"].items():
             (folder / "model" / name).write_bytes(data)
+        (folder / "text").write_text("Hello, hello, hello, hello, hello. " * 3)
         os.mkfifo(folder / "fifo")
         os.environ["ENGINE_CACHE_DIR"] = str(folder / "cache")
         _import_commands()
@@ -109,7 +134,7 @@ class Runner:
 
     def run(self, case: dict[str, Any]) -> str:
         """Return the status and the kind of the last line of standard error."""
-        names = {"MODEL": str(self._folder / "model"), "FIFO": str(self._folder / "fifo")}
+        names = {name: str(self._folder / name.lower()) for name in ("MODEL", "FIFO", "TEXT")}
         arguments = [names.get(one, one) for one in case["arguments"]]
         pid = os.fork()
         if pid == 0:
@@ -145,6 +170,7 @@ def _import_commands() -> None:
     import engine.commands.bench
     import engine.commands.chat
     import engine.commands.doctor
+    import engine.commands.eval
     import engine.commands.generate
     import engine.commands.kernels
     import engine.commands.pull  # noqa: F401

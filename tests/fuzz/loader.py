@@ -29,6 +29,7 @@ from tests.fuzz import gguf_file
 from tests.fuzz.limits import Limits, outcome_of
 from tests.fuzz.tokenizer import BASES as TOKENIZERS
 from tests.fuzz.values import change_bytes, change_document, dump, json_value
+from tests.golden.quantized import CASES
 from tests.loading.tiny import EXTRA, config_of, random_tensors, tensor_shapes
 
 # A rope table of a gigabyte, which the memory plan allows, takes 7 s.
@@ -54,6 +55,13 @@ ROPES = (
     *("linear", "dynamic", "yarn", "longrope", "llama3", "su", "default", "mrope"),
     *("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     *("short_factor", "long_factor", "attention_factor", "beta_fast", "mscale", "type"),
+)
+QUANTIZATION_KEYS = (
+    *("quant_method", "bits", "w_bit", "group_size", "q_group_size", "sym", "desc_act", "dynamic"),
+    *("zero_point", "version", "checkpoint_format", "format", "config_groups", "targets", "ignore"),
+    *("weights", "num_bits", "type", "strategy", "symmetric", "actorder", "block_structure"),
+    *("weight_block_size", "modules_to_not_convert", "ignored_layers", "activation_scheme"),
+    *("scale_fmt", "modules_in_block_to_quantize", "transform_config", "sparsity_config"),
 )
 GENERATION_KEYS = ("temperature", "top_k", "top_p", "max_new_tokens", "do_sample", "eos_token_id")
 SHARD_NAMES = (
@@ -126,6 +134,9 @@ def _config(rng: random.Random, family: str) -> dict[str, Any]:
         config[key] |= {name: rng.choice([1.0, 2.0, 8, [1.0, 2.0]]) for name in ROPES[8:12]}
         for _ in range(rng.randrange(4)):
             config[key][rng.choice(ROPES[8:])] = json_value(rng)
+    if rng.random() < 0.1:
+        scheme = CASES[rng.choice(list(CASES))].config
+        config["quantization_config"] = change_document(rng, scheme, QUANTIZATION_KEYS)
     config = change_document(rng, config, CONFIG_KEYS)
     text = dump(config)
     if rng.random() < 0.1:

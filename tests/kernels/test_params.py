@@ -57,7 +57,7 @@ def _check(struct: str, layout: np.dtype) -> None:
         asserted[f"__INTADDR__(&((({struct}*)0)->{field}))"] = offset
         asserted[f"sizeof({struct}::{field})"] = dtype.itemsize
     source = [
-        '#include "common/types.cuh"',
+        '#include "common/page_codes.cuh"',
         "struct alignas(64) TensorMap { unsigned char bytes[128]; };",
         _definition(struct),
         *(f'static_assert({c} == {n}, "Python: {c} is {n}");' for c, n in asserted.items()),

@@ -184,7 +184,7 @@ def test_a_row_has_the_same_bits_alone(xp, monkeypatch, k, dtype):
     """One row goes through registers, several through a bulk copy."""
     if xp is np:
         pytest.skip("BLAS sums a row as the matrix's shape wants it")
-    limits = gemm_launch._limits(xp.cuda.runtime.getDevice())
+    limits = gemm_launch.limits(xp.cuda.runtime.getDevice())
     config = choose_config(3, 64, k, dtype, 132, limits=limits)
     monkeypatch.setattr(gemm_launch, "choose_config", lambda *_, **__: config)
     x, norm_weight, weight, _ = _inputs(3, 64, k, dtype)

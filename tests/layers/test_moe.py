@@ -156,8 +156,8 @@ def test_arrays_and_num_multiplied():
     assert moe.num_multiplied == E * N + 2 * 3 * F * N + 3 * SHARED * N
 
 
-def test_a_quantized_expert_is_refused():
-    whole = _weight(E, N, F)
-    coded = Weight(Format("int4", 4, (1, 32), 16), whole.data, whole.shape)
-    with pytest.raises(WeightsError, match=r"down must be a dense weight; got 'int4'"):
-        Experts(_weight(E, 2 * F, N), coded)
+def test_a_quantized_bias_is_refused():
+    bias = _weight(E, 2 * F)
+    coded = Weight(Format("int4", 4, (1, 32), 16), bias.data, bias.shape)
+    with pytest.raises(WeightsError, match=r"gate_up_bias must be a dense weight; got 'int4'"):
+        Experts(_weight(E, 2 * F, N), _weight(E, N, F), gate_up_bias=coded)

@@ -18,7 +18,7 @@ from engine.loading.safetensors import SafetensorsFile
 from engine.loading.weight_memory import weight_bytes
 from engine.loading.weight_table import shard_axis, weight_shapes
 from engine.loading.weights import load_weights
-from engine.quantization import Shard
+from engine.quantization import WHOLE, Shard, unpack_weight
 
 E, N, F, S = 5, 64, 96, 24  # experts, hidden size, features of an expert and of the shared one
 SIZES = {
@@ -291,6 +291,22 @@ def test_mxfp4(make, dtype):
         np.testing.assert_array_equal(got, np.concatenate([w["gate"], w["up"]], axis=1))
         got = weights[f"layers.{i}.experts_down"].data.astype(np.float32)
         np.testing.assert_array_equal(got, w["down"])
+
+
+@pytest.mark.parametrize("shard", [WHOLE, Shard(1, 2), Shard(3, 4)], ids=str)
+def test_codes_of_mxfp4_are_kept(make, shard, monkeypatch):
+    """Where they are computed with, as on CUDA; a shard that begins within a block has numbers."""
+    path, config, layers = make("gpt_oss", _gpt_oss_mxfp4)
+    monkeypatch.setattr("engine.loading.weights._keeps", lambda device: lambda name, form: True)
+    exact = load_weights(path, config, shard=shard)
+    kept = load_weights(path, config, shard=shard, keeps_formats=True)
+    for i in range(len(layers)):
+        for kind in ("experts_gate_up", "experts_down"):
+            name = f"layers.{i}.{kind}"
+            np.testing.assert_array_equal(unpack_weight(kept[name]), exact[name].data)
+            width = config.moe.intermediate_size // shard.count
+            is_cut = kind == "experts_down" and width % 32 > 0
+            assert kept[name].format.name == ("float32" if is_cut else "mxfp4")
 
 
 @pytest.mark.parametrize("count", [2, 4])

@@ -14,9 +14,11 @@ from engine.errors import WeightsError
 from engine.loading.gguf import GgufFile
 from engine.loading.gguf_quants import FORMATS
 
-QUANTIZED = [Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q4_K, Type.Q6_K]
+QUANTIZED = [Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1]
+QUANTIZED += [Type.Q4_K, Type.Q5_K, Type.Q6_K]
 # Offsets of the float16 scales in a block.
-SCALES = {Type.Q8_0: (0,), Type.Q4_0: (0,), Type.Q4_1: (0, 2), Type.Q4_K: (0, 2), Type.Q6_K: (208,)}
+SCALES = {kind: (208,) if kind == Type.Q6_K else (0, 2) for kind in QUANTIZED}
+SCALES |= dict.fromkeys((Type.Q8_0, Type.Q4_0, Type.Q5_0), (0,))
 
 
 def random_blocks(kind: Type, count: int, seed: int = 0) -> np.ndarray:
@@ -229,7 +231,7 @@ BAD_FILES = {
     ),
     "empty": (Raw(tensors=1).tensor(dims=(4, 0)).data(4), "'w' must have dimensions above 0"),
     "kind": (Raw(tensors=1).tensor(kind=999).data(16), "must be one of F32.*got unknown type 999"),
-    "kind not read": (Raw(tensors=1).tensor(kind=13).data(999), "'w' must be one of F32.*got Q5_K"),
+    "kind not read": (Raw(tensors=1).tensor(kind=11).data(999), "'w' must be one of F32.*got Q3_K"),
     "row": (Raw(tensors=1).tensor(dims=(33, 2), kind=3).data(99), "a multiple of 32; got 33"),
     "past the end": (Raw(tensors=1).tensor().data(15), "ends at byte 80; the file has 79"),
     "offset past the end": (Raw(tensors=1).tensor(offset=2**63).data(16), "'w' ends at byte 92233"),

@@ -13,6 +13,7 @@ from engine.errors import ConfigError, WeightsError
 from engine.loading.gguf import GgufFile
 from engine.loading.model_config import load_config
 from engine.loading.weights import load_weights
+from engine.quantization import unpack_weight
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text"]
 
@@ -42,8 +43,13 @@ NORMS = {
 ARCH = {"mistral": "llama", "gemma3_text": "gemma3"}
 
 
-def write_gguf(path, config: dict, tensors: dict, quantize: Type | None = None) -> dict:
-    """Convert a Hugging Face checkpoint as llama.cpp does; returns the values as stored."""
+def write_gguf(
+    path, config: dict, tensors: dict, quantize: Type | dict[str, Type] | None = None
+) -> dict:
+    """Convert a Hugging Face checkpoint as llama.cpp does; returns the values as stored.
+
+    `quantize` is the type of all matrices, or the types by the tensors' kinds ("attn_q").
+    """
     kind = config["model_type"]
     writer = gguf.GGUFWriter(path, ARCH.get(kind, kind))
     writer.add_block_count(config["num_hidden_layers"])
@@ -69,12 +75,14 @@ def write_gguf(path, config: dict, tensors: dict, quantize: Type | None = None) 
         if kind in ("llama", "mistral") and ("q_proj" in name or "k_proj" in name):
             key = "num_attention_heads" if "q_proj" in name else "num_key_value_heads"
             value = interleaved(value, config[key])
-        if quantize is None or value.ndim == 1:
+        kind_of = quantize
+        if isinstance(quantize, dict):
+            kind_of = quantize.get(new.removesuffix(".weight").split(".")[-1])
+        if kind_of is None or value.ndim == 1:
             writer.add_tensor(new, value)
             continue
-        raw = gguf.quantize(value, quantize)
-        writer.add_tensor(new, raw, raw_dtype=quantize)
-        stored[name] = gguf.dequantize(gguf.quantize(stored[name], quantize), quantize)
+        writer.add_tensor(new, gguf.quantize(value, kind_of), raw_dtype=kind_of)
+        stored[name] = gguf.dequantize(gguf.quantize(stored[name], kind_of), kind_of)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -96,6 +104,33 @@ def test_a_gguf_of_every_family(tmp_path, tiny, family, quantize):
     for name, value in wanted.items():
         atol = 3e-7 if family == "gemma3_text" and "norm" in name else 0  # (w + 1) - 1
         np.testing.assert_allclose(weights[name].data, value, rtol=0, atol=atol, err_msg=name)
+
+
+# Types by tensor; v in another one than q and k, as llama.cpp's mixtures have it.
+_MIXED = {
+    "attn_q": Type.Q4_0, "attn_k": Type.Q4_0, "attn_v": Type.Q8_0, "attn_output": Type.Q5_0,
+    "ffn_gate": Type.Q4_1, "ffn_up": Type.Q4_1, "ffn_down": Type.Q5_1, "token_embd": Type.Q8_0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_blocks_of_a_gguf_are_kept(tmp_path, tiny, kept, monkeypatch):
+    """Where they are computed with, as on CUDA; whatever the mixture, rows of q and k in order."""
+    values = tiny.config_of("llama", tie_word_embeddings=True)
+    tensors = tiny.random_tensors(tiny.tensor_shapes(values))
+    stored = write_gguf(tmp_path / "m.gguf", values, tensors, _MIXED)
+    monkeypatch.setattr("engine.loading.weights._keeps", lambda device: lambda name, form: kept)
+    config = load_config(tmp_path / "m.gguf")
+    made = load_weights(tmp_path / "m.gguf", config, keeps_formats=True)
+    for name, value in tiny.fused(values, stored).items():
+        np.testing.assert_array_equal(unpack_weight(made[name]), value, err_msg=name)
+    names = {name: weight.format.name for name, weight in made.items()}
+    if not kept:
+        assert set(names.values()) == {"float32"}
+        return
+    assert names["layers.1.qkv"] == "stacked" and names["layers.1.gate_up"] == "q4_1"
+    assert [part.format.name for part in made["layers.1.qkv"].parts] == ["q4_0", "q8_0"]
+    assert names["lm_head"] == "q8_0" and names["embed"] == "float32"
 
 
 def test_a_gguf_that_does_not_fit_its_metadata_is_refused(tmp_path, tiny):

@@ -343,7 +343,7 @@ BAD = {
     "eos_token_id": [-1, 49152, 2.0, [2, -1], ["2"], True, {}],
     "bos_token_id": ["1", 10**12],
     "torch_dtype": ["float64", "float8_e4m3fn", 32],
-    "quantization_config": [{"quant_method": "gptq"}],
+    "quantization_config": [{"quant_method": "gptq"}, {"quant_method": "bitsandbytes"}, []],
     "model_type": [None, "gpt2", 3, ["llama"], "LLAMA", "gemma3"],
 }  # fmt: skip
 

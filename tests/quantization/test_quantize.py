@@ -86,5 +86,5 @@ def test_names():
         resolve_format("q4_k")
     with pytest.raises(WeightsError, match="array must have finite numbers only"):
         quantize(np.full((2, 32), np.nan, np.float32), FORMATS["fp8"])
-    with pytest.raises(WeightsError, match="array must be a matrix; got 1 dimensions"):
+    with pytest.raises(WeightsError, match="array must be a matrix, or several; got 1 dimensions"):
         quantize(np.ones(32, np.float32), FORMATS["fp8"])

@@ -27,17 +27,22 @@ _TREE_BITS = 64  # of a mask
 
 
 def specs(
-    dtype: str, *, head_dim: int | None = None, num_rows: int | None = None, **_: Any
+    dtype: str,
+    *,
+    head_dim: int | None = None,
+    num_rows: int | None = None,
+    has_codes: bool = False,
+    **_: Any,
 ) -> tuple[ModuleSpec, ...]:
     """Return the modules that the op may launch: for one head dim and number of rows, or for all.
 
-    `num_rows` is Q * H / K; None stands for any.
+    `num_rows` is Q * H / K; None stands for any. `has_codes`: for pages of codes.
     """
     dims = range(1, MAX_HEAD_DIM + 1) if head_dim is None else (head_dim,)
     rows = (1, 17) if num_rows is None else (num_rows,)
     tiles = dict.fromkeys(choose_tile(dtype, dim, n) for n in rows for dim in dims)
-    any_chip = tuple(tile.spec("attention_decode/attention_decode.cu", dtype) for tile in tiles)
-    return any_chip + sm90.specs(dtype, head_dim=head_dim, num_rows=num_rows)
+    any_chip = tuple(portable.spec(tile, dtype, has_codes=has_codes) for tile in tiles)
+    return any_chip + sm90.specs(dtype, head_dim=head_dim, num_rows=num_rows, has_codes=has_codes)
 
 
 def attention_decode(
@@ -61,6 +66,8 @@ def attention_decode(
     softcap: float = 0.0,
     tree_mask: Any = None,
     sinks: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
     num_splits: int | None = None,
     max_context_len: int | None = None,
     pdl: bool = False,
@@ -74,9 +81,9 @@ def attention_decode(
     q : (B, Q, H, D) array of float32, float16 or bfloat16
         The last Q tokens of each sequence, D <= 256. A view whose last axis is contiguous is taken
         as it is.
-    k_pages, v_pages : (P, K, block_size, D) arrays of q's dtype
-        Contiguous. H is a multiple of K: query head h reads head h // (H // K). block_size is 16,
-        32, 64 or 128.
+    k_pages, v_pages : (P, K, block_size, D) arrays of q's dtype or uint8
+        Contiguous. With uint8 they hold e4m3 codes, as `kv_store` makes them. H is a multiple of K:
+        query head h reads head h // (H // K). block_size is 16, 32, 64 or 128.
     block_tables : (B, NB) array of int32
         Ids of each sequence's pages. Entries past its length are never read.
     context_lens : (B,) array of int32
@@ -109,6 +116,9 @@ def attention_decode(
         One more logit in the softmax of every query of a head, without a value: it adds exp(sink)
         to the sum by which the result is divided. Neither `scale`, `softcap` nor `window` applies
         to it; -inf is none.
+    k_scale, v_scale : (K,) arrays of float32, optional
+        Of pages of uint8, positive and finite: a key or value is code * scale. The newest tokens
+        are read from the pages like all others.
     num_splits : int, optional
         Into how many splits the keys of a sequence are cut. The cut then depends on the sequence's
         own length alone, so its result, bit by bit, does not depend on the rest of the batch. By
@@ -166,7 +176,13 @@ def attention_decode(
     call = Contract("attention_decode")
     q = call.array("q", q, "B Q H D", FLOATS, layout="rows")
     pages = Pages.checked(
-        call, {"k_pages": k_pages, "v_pages": v_pages}, q.dtype, block_tables, context_lens
+        call,
+        {"k_pages": k_pages, "v_pages": v_pages},
+        q.dtype,
+        block_tables,
+        context_lens,
+        k_scale,
+        v_scale,
     )
     check_heads(call)
     rule = ScoreRule.checked(call, call["D"], scale, window, softcap)
@@ -240,6 +256,7 @@ def _mirror(
         softcap=rule.softcap,
         tree_mask=tree_mask,
         sinks=sinks,
+        **pages.scales,
         return_lse=True,
     )
     return result

@@ -95,6 +95,7 @@ class NewTokens:
             k_weight=self.k_weight,
             eps=self.eps,
             weight_offset=self.weight_offset,
+            **pages.scales,
         )
 
     def launch_arguments(self) -> dict[str, Any]:

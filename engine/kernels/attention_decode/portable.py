@@ -11,8 +11,9 @@ from engine import device
 from engine.dtypes import dtype_name
 from engine.kernels._attention import Pages, ScoreRule, Tile, are_aligned, element_strides
 from engine.kernels._launch import Kernel, ceil_div, sm_count
+from engine.kernels._module import ModuleSpec
 
-__all__ = ["choose_num_splits", "choose_tile", "launch"]
+__all__ = ["choose_num_splits", "choose_tile", "launch", "spec"]
 
 _PARAMS = (
     "q:ptr k_pages:ptr v_pages:ptr block_tables:ptr context_lens:ptr tree_masks:ptr sinks:ptr "
@@ -20,7 +21,7 @@ _PARAMS = (
     "page_stride:i64 table_stride:i64 out_stride_b:i64 out_stride_t:i64 out_stride_h:i64 "
     "max_keys:i64 num_rows:i64 num_queries:i32 num_heads:i32 num_kv_heads:i32 group:i32 "
     "head_dim:i32 block_shift:i32 num_blocks:i32 window:i32 num_splits:i32 is_vector:i32 "
-    "score_inner:f32 score_factor:f32"
+    "score_inner:f32 score_factor:f32 k_scale:ptr v_scale:ptr"
 )
 _KERNEL = Kernel("attention_decode", _PARAMS, struct="AttentionDecodeParams")
 _COMBINE = Kernel("attention_decode_combine", _PARAMS, struct="AttentionDecodeParams")
@@ -62,6 +63,12 @@ def choose_tile(dtype: str, head_dim: int, num_rows: int) -> Tile:
     if dtype == "float32":
         tiles = _TILES_32
     return next(tile for tile in tiles if head_dim <= tile.head_dim)
+
+
+def spec(tile: Tile, dtype: str, *, has_codes: bool) -> ModuleSpec:
+    """Return the module of a tile; `has_codes`: for pages of codes."""
+    more = {"PAGE_CODES": 1} if has_codes else {}
+    return tile.spec("attention_decode/attention_decode.cu", dtype, **more)
 
 
 @lru_cache(maxsize=4096)
@@ -114,7 +121,7 @@ def launch(
     num_kv_heads = pages.k.shape[1]
     num_rows = num_queries * (num_heads // num_kv_heads)
     tile = choose_tile(dtype, head_dim, num_rows)
-    spec = tile.spec("attention_decode/attention_decode.cu", dtype)
+    module = spec(tile, dtype, has_codes=pages.has_codes)
     row_tiles = ceil_div(num_rows, tile.rows(dtype))
     if num_splits is None:
         keys = min(max_context_len, rule.window + num_queries) if rule.window else max_context_len
@@ -123,7 +130,7 @@ def launch(
     arguments = _arguments(q, pages, out, lse, rule, num_splits)
     arguments |= {"tree_masks": tree_mask, "sinks": sinks}
     _KERNEL.launch(
-        spec,
+        module,
         (batch, num_kv_heads, num_splits * row_tiles),
         (tile.threads,),
         tile.shared_bytes(dtype),
@@ -131,7 +138,7 @@ def launch(
     )
     if num_splits > 1:
         num_ctas = ceil_div(arguments["num_rows"], _COMBINE_THREADS // 32)
-        _COMBINE.launch(spec, (num_ctas,), (_COMBINE_THREADS,), **arguments)
+        _COMBINE.launch(module, (num_ctas,), (_COMBINE_THREADS,), **arguments)
 
 
 def _arguments(
@@ -173,6 +180,7 @@ def _arguments(
         "is_vector": int(are_aligned(q, pages.k, pages.v, out)),
         "score_inner": rule.inner,
         "score_factor": rule.factor,
+        **pages.scales,
     }
 
 

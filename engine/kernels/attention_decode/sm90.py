@@ -23,7 +23,7 @@ _PARAMS = (
     "q_stride_b:i64 q_stride_t:i64 q_stride_h:i64 table_stride:i64 out_stride_b:i64 "
     "out_stride_t:i64 out_stride_h:i64 max_keys:i64 batch:i32 num_queries:i32 num_heads:i32 "
     "num_kv_heads:i32 block_shift:i32 num_blocks:i32 window:i32 num_splits:i32 token_parts:i32 "
-    f"score_inner:f32 score_factor:f32 {_NEW_TOKEN_PARAMS}"
+    f"score_inner:f32 score_factor:f32 {_NEW_TOKEN_PARAMS} k_scale:ptr v_scale:ptr"
 )
 _KERNEL = Kernel("attention_decode_sm90", _PARAMS, struct="AttentionDecodeSm90Params")
 _DTYPES = ("float16", "bfloat16")
@@ -51,6 +51,8 @@ class HopperTile:
         The newest token comes as the projection left it.
     ctas_per_sm : int
         CTAs that share a multiprocessor: 1 or 2.
+    has_codes : bool
+        The pages hold e4m3 codes.
     """
 
     head_dim: int
@@ -61,6 +63,7 @@ class HopperTile:
     cluster: int = 1
     new_token: bool = False
     ctas_per_sm: int = 1
+    has_codes: bool = False
 
     @property
     def rows(self) -> int:
@@ -75,14 +78,17 @@ class HopperTile:
     @property
     def threads(self) -> int:
         """Threads of a CTA: the consumer warps and the producer warp, or its warpgroup."""
-        moves_registers = (self.consumer_warps == 8 or self.new_token) and self.cluster == 1
+        has_many_values = self.has_codes and self.ctas_per_sm == 2
+        needs_registers = self.consumer_warps == 8 or self.new_token or has_many_values
+        moves_registers = needs_registers and self.cluster == 1
         return 32 * (self.consumer_warps + (4 if moves_registers else 1))
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory as config_sm90.cuh lays it out."""
         padding = 0 if self.cluster == 1 else 16
-        ring = 2 * self.stages * 8 * (self.box_keys * self.head_dim * 2 + padding)
+        page_row = self.head_dim * (1 if self.has_codes else 2)
+        ring = 2 * self.stages * 8 * (self.box_keys * page_row + padding)
         probs = 2 * self.rows * (8 * self.box_keys * 2 + 16)
         exchange = 3 * self.rows * self.consumer_warps * 4
         in_registers = self.row_tiles * self.head_dim <= 256
@@ -90,7 +96,7 @@ class HopperTile:
         queries = buffers * self.rows * (self.head_dim * 2 + 16)
         barriers = (4 * self.stages + 2 * buffers) * 8
         schedules = (self.consumer_warps + (3 if self.has_new_token_warps else 0)) * 64
-        new_kv = buffers * (2 * self.head_dim * 2 + 16) if self.new_token else 0
+        new_kv = buffers * (2 * page_row + 16) if self.new_token else 0
         inbound = self.rows * (self.head_dim * 4 + self.cluster * 8) + 16
         if self.cluster == 1 or self.row_tiles > 1:
             inbound = 0
@@ -114,7 +120,7 @@ class HopperTile:
             "NEW_TOKEN": int(self.new_token),
             "CTAS_PER_SM": self.ctas_per_sm,
             "SHARED_BYTES": self.shared_bytes,
-        }
+        } | ({"PAGE_CODES": 1} if self.has_codes else {})
         return ModuleSpec("attention_decode/attention_decode_sm90.cu", dtype, tuple(macros.items()))
 
 
@@ -136,6 +142,15 @@ _MANY_TILES = {
     64: HopperTile(64, box_keys=16, stages=3, row_tiles=1, consumer_warps=4, ctas_per_sm=2),
     128: HopperTile(128, box_keys=8, stages=3, row_tiles=1, consumer_warps=4, ctas_per_sm=2),
 }
+# The same for pages of codes, of up to 16 rows: as many bytes in flight.
+_CODE_TILES = (
+    HopperTile(64, box_keys=16, stages=8, row_tiles=1, consumer_warps=4, has_codes=True),
+    HopperTile(128, box_keys=16, stages=6, row_tiles=1, consumer_warps=8, has_codes=True),
+)
+_MANY_CODE_TILES = {
+    64: replace(_CODE_TILES[0], stages=6, ctas_per_sm=2),
+    128: replace(_CODE_TILES[1], box_keys=8, stages=5, consumer_warps=4, ctas_per_sm=2),
+}
 _CLUSTER = 8  # CTAs
 _ROWS = 16  # of a row tile
 # Of clusters, for few keys: with tiles of 64 keys more of the CTAs have any. Two fit on an SM.
@@ -143,14 +158,21 @@ _SHORT_TILES = {
     64: HopperTile(64, box_keys=8, stages=2, row_tiles=1, consumer_warps=4, cluster=_CLUSTER),
     128: HopperTile(128, box_keys=8, stages=2, row_tiles=1, consumer_warps=4, cluster=_CLUSTER),
 }
+_SHORT_CODE_TILES = {
+    dim: replace(tile, stages=4, has_codes=True) for dim, tile in _SHORT_TILES.items()
+}
 _SHORT_KEYS = 1024  # keys up to which _SHORT_TILES are faster
 # Keys up to which clusters of four are taken: even one sequence of eight heads alone, which leaves
 # most of the chip idle, is then not slower than in clusters of eight.
 _HALF_CLUSTER_KEYS = 4096
 
 
-def choose_hopper_tile(dtype: str, head_dim: int, num_rows: int) -> HopperTile | None:
+def choose_hopper_tile(
+    dtype: str, head_dim: int, num_rows: int, *, has_codes: bool = False
+) -> HopperTile | None:
     """Return the tile for `num_rows` = Q * H / K rows that share their keys; None: not for Hopper.
+
+    `has_codes`: for pages of codes.
 
     Examples
     --------
@@ -159,20 +181,26 @@ def choose_hopper_tile(dtype: str, head_dim: int, num_rows: int) -> HopperTile |
     """
     if dtype not in _DTYPES:
         return None
-    fits = (t for t in _TILES if t.head_dim == head_dim and t.rows >= num_rows)
+    tiles = _CODE_TILES if has_codes else _TILES
+    fits = (t for t in tiles if t.head_dim == head_dim and t.rows >= num_rows)
     return next(fits, None)
 
 
 def specs(
-    dtype: str, *, head_dim: int | None = None, num_rows: int | None = None
+    dtype: str,
+    *,
+    head_dim: int | None = None,
+    num_rows: int | None = None,
+    has_codes: bool = False,
 ) -> tuple[ModuleSpec, ...]:
     """Return the modules for one head dim and number of rows, or for all (None)."""
-    dims = {t.head_dim for t in _TILES} if head_dim is None else {head_dim}
-    rows = {t.rows for t in _TILES} if num_rows is None else {num_rows}
+    all_tiles = _CODE_TILES if has_codes else _TILES
+    dims = {t.head_dim for t in all_tiles} if head_dim is None else {head_dim}
+    rows = {t.rows for t in all_tiles} if num_rows is None else {num_rows}
     tiles: dict[HopperTile, None] = {}
     for dim in sorted(dims):
         for n in sorted(rows):
-            tile = choose_hopper_tile(dtype, dim, n)
+            tile = choose_hopper_tile(dtype, dim, n, has_codes=has_codes)
             if tile is not None:
                 tiles |= dict.fromkeys(_variants(tile))
     return tuple(tile.spec(dtype) for tile in tiles)
@@ -180,7 +208,7 @@ def specs(
 
 def _variants(tile: HopperTile) -> list[HopperTile]:
     """Return all tiles that may be launched where `tile` is the choice by rows alone."""
-    short = _SHORT_TILES[tile.head_dim]
+    many, short = _many_and_short(tile)
     found = [tile, replace(tile, cluster=_CLUSTER), replace(tile, cluster=_CLUSTER // 2)]
     for other in _TILES:  # for query tokens divided among clusters
         if other.head_dim == tile.head_dim and other.row_tiles < tile.row_tiles:
@@ -188,16 +216,24 @@ def _variants(tile: HopperTile) -> list[HopperTile]:
     if tile.row_tiles > 1:
         found.append(short)
     else:
-        found += [_MANY_TILES[tile.head_dim], short]
+        found += [many, short]
         found.append(replace(short, cluster=_CLUSTER // 2, ctas_per_sm=2))
         found += [replace(each, new_token=True) for each in found]
     return found
 
 
+def _many_and_short(tile: HopperTile) -> tuple[HopperTile, HopperTile]:
+    """Return the tiles of up to 16 rows for many sequences, and for few keys."""
+    if tile.has_codes:
+        return _MANY_CODE_TILES[tile.head_dim], _SHORT_CODE_TILES[tile.head_dim]
+    return _MANY_TILES[tile.head_dim], _SHORT_TILES[tile.head_dim]
+
+
 def is_supported(q: Any, pages: Pages, out: Any, new_tokens: NewTokens | None = None) -> bool:
     """Tell whether the Hopper kernel takes the problem on the current device."""
     group = q.shape[2] // pages.k.shape[1]
-    tile = choose_hopper_tile(dtype_name(q.dtype), q.shape[3], q.shape[1] * group)
+    dtype, num_rows = dtype_name(q.dtype), q.shape[1] * group
+    tile = choose_hopper_tile(dtype, q.shape[3], num_rows, has_codes=pages.has_codes)
     return (
         tile is not None
         and env.kernel_tier() == "auto"
@@ -270,6 +306,7 @@ def _choose(
     num_kv_heads: int,
     max_context_len: int,
     *,
+    has_codes: bool,
     may_use_clusters: bool,
 ) -> HopperTile:
     """Choose the tile for q of this shape and up to `max_context_len` keys.
@@ -277,10 +314,10 @@ def _choose(
     Without `may_use_clusters` it does not depend on the batch.
     """
     batch, num_queries, num_heads, head_dim = shape
-    tile = choose_hopper_tile(dtype, head_dim, num_queries * (num_heads // num_kv_heads))
-    assert tile is not None
     group = num_heads // num_kv_heads
-    many, short = _MANY_TILES[head_dim], _SHORT_TILES[head_dim]
+    tile = choose_hopper_tile(dtype, head_dim, num_queries * group, has_codes=has_codes)
+    assert tile is not None
+    many, short = _many_and_short(tile)
     # can_compute_new_token also where there is no new token: the bits are then the same.
     if not may_use_clusters or batch * num_kv_heads > sm_count():
         return many if tile.row_tiles == 1 and many.can_compute_new_token(group) else tile
@@ -295,7 +332,16 @@ def _choose(
 def _page_maps(pages: Pages, dtype: str, box_keys: int) -> dict[str, Any]:
     """Return the tensor maps of pages (P, K, block_size, D); a box is `box_keys` tokens."""
     num_blocks, num_kv_heads, block_size, head_dim = pages.k.shape
-    sizes = (64, num_blocks * num_kv_heads * block_size, head_dim // 64)
+    num_rows = num_blocks * num_kv_heads * block_size
+    sizes: tuple[int, ...]
+    if pages.has_codes:
+        sizes, strides, box = (head_dim, num_rows, 1), (head_dim, head_dim), (head_dim, box_keys, 1)
+        k, v = (
+            tensor_map(array.data.ptr, "uint8", sizes, strides, box, promote=0, swizzle=head_dim)
+            for array in (pages.k, pages.v)
+        )
+        return {"k_map": k, "v_map": v}
+    sizes = (64, num_rows, head_dim // 64)
     strides, box = (head_dim * 2, 128), (64, box_keys, head_dim // 64)
     k, v = (
         tensor_map(array.data.ptr, dtype, sizes, strides, box, promote=0)
@@ -326,7 +372,14 @@ def launch(
     batch, num_queries = batch * token_parts, num_queries // token_parts
     num_rows, dtype = num_queries * (num_heads // num_kv_heads), dtype_name(q.dtype)
     shape = batch, num_queries, num_heads, head_dim
-    tile = _choose(dtype, shape, num_kv_heads, max_context_len, may_use_clusters=num_splits is None)
+    tile = _choose(
+        dtype,
+        shape,
+        num_kv_heads,
+        max_context_len,
+        has_codes=pages.has_codes,
+        may_use_clusters=num_splits is None,
+    )
     tile = replace(tile, new_token=new_tokens is not None)
     num_cta_groups = max(1, sm_count() * tile.ctas_per_sm // num_kv_heads)
     num_ctas = (num_cta_groups if tile.cluster == 1 else batch * tile.cluster) * num_kv_heads
@@ -355,6 +408,7 @@ def launch(
         token_parts=token_parts,
         score_inner=rule.inner,
         score_factor=rule.factor,
+        **pages.scales,
         **(NO_NEW_TOKENS if new_tokens is None else new_tokens.launch_arguments()),
     )
 

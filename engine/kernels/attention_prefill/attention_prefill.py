@@ -23,6 +23,7 @@ from engine.kernels._attention import (
 from engine.kernels._contract import FLOATS, INT32, Contract
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
+from engine.kernels._page_scales import CODES
 from engine.kernels.attention_prefill import sm90
 
 __all__ = ["attention_prefill", "choose_tile", "specs"]
@@ -37,7 +38,9 @@ _PARAMS = (
 )
 _FILE = "attention_prefill/attention_prefill.cu"
 _KERNEL = Kernel(
-    "attention_prefill", _PARAMS + _attention_pattern.PARAMS, struct="AttentionPrefillParams"
+    "attention_prefill",
+    _PARAMS + _attention_pattern.PARAMS + " k_scale:ptr v_scale:ptr",
+    struct="AttentionPrefillParams",
 )
 
 # Four warps of 32 rows each hold O in half of their registers up to D = 128; D = 256 needs all of
@@ -67,14 +70,29 @@ def choose_tile(dtype: str, head_dim: int) -> Tile:
 
 
 def specs(
-    dtype: str, *, head_dim: int | None = None, patterns: bool = False, **_: Any
+    dtype: str,
+    *,
+    head_dim: int | None = None,
+    patterns: bool = False,
+    has_codes: bool = False,
+    **_: Any,
 ) -> tuple[ModuleSpec, ...]:
-    """Return the modules that the op may launch, of one head dim or all; `patterns`: those too."""
+    """Return the modules that the op may launch, of one head dim or all.
+
+    `patterns`: those for patterns, too. `has_codes`: those for pages of codes instead.
+    """
     dims = range(1, MAX_HEAD_DIM + 1) if head_dim is None else (head_dim,)
     tiles = dict.fromkeys(choose_tile(dtype, dim) for dim in dims)
     kinds = (0, 1) if patterns else (0,)
-    portable = tuple(tile.spec(_FILE, dtype, PATTERN=kind) for kind in kinds for tile in tiles)
-    return portable + sm90.specs(dtype, head_dim=head_dim, patterns=patterns)
+    portable = tuple(
+        _spec(tile, dtype, kind, has_codes=has_codes) for kind in kinds for tile in tiles
+    )
+    return portable + sm90.specs(dtype, head_dim=head_dim, patterns=patterns, has_codes=has_codes)
+
+
+def _spec(tile: Tile, dtype: str, is_patterned: int, *, has_codes: bool) -> ModuleSpec:
+    more = {"PAGE_CODES": 1} if has_codes else {}
+    return tile.spec(_FILE, dtype, PATTERN=is_patterned, **more)
 
 
 def attention_prefill(
@@ -92,6 +110,8 @@ def attention_prefill(
     softcap: float = 0.0,
     pattern: _attention_pattern.Pattern | None = None,
     sinks: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
     max_seqlen_q: int | None = None,
     num_splits: int | None = None,
     out: Any = None,
@@ -106,7 +126,8 @@ def attention_prefill(
         contiguous is taken as it is, such as the heads of a fused qkv row.
     k, v : (Tk, K, D) or (P, K, block_size, D) arrays of q's dtype
         Dense keys and values (views as for `q`), or contiguous pages. H is a multiple of K: query
-        head h reads head h // (H // K). block_size is 16, 32, 64 or 128.
+        head h reads head h // (H // K). block_size is 16, 32, 64 or 128. Pages may be of
+        uint8 instead: e4m3 codes, as `kv_store` makes them.
     cu_seqlens_q : (B+1,) array of int32
         Sequence b's queries are ``q[cu_seqlens_q[b]:cu_seqlens_q[b + 1]]``: from 0 to Tq.
     cu_seqlens_k : (B+1,) array of int32
@@ -132,6 +153,10 @@ def attention_prefill(
         One more logit in the softmax of every query of a head, without a value: it adds exp(sink)
         to the sum by which the result is divided. Neither `scale`, `softcap`, `window` nor
         `pattern` applies to it; -inf is none.
+    k_scale, v_scale : (K,) arrays of float32, optional
+        Of pages of uint8, positive and finite: a key or value is code * scale. New tokens are read
+        from the pages like all others, so a token's result does not depend on how its prompt is
+        cut into chunks.
     max_seqlen_q : int, optional
         Bound of the queries of one sequence. Without it CUDA must synchronise once to find out.
     num_splits : int, optional
@@ -177,7 +202,10 @@ def attention_prefill(
     """
     call = Contract("attention_prefill")
     q = call.array("q", q, "Tq H D", FLOATS, layout="rows")
-    keys = _check_keys(call, q, k, v, cu_seqlens_q, cu_seqlens_k, block_tables, context_lens)
+    keys = _check_keys(
+        call,
+        *(q, k, v, cu_seqlens_q, cu_seqlens_k, block_tables, context_lens, k_scale, v_scale),
+    )
     check_heads(call)
     rule = ScoreRule.checked(call, call["D"], scale, window, softcap)
     call.check("window", causal or not window, "0 unless causal", window)
@@ -224,6 +252,8 @@ def _check_keys(
     cu_seqlens_k: Any,
     block_tables: Any,
     context_lens: Any,
+    k_scale: Any,
+    v_scale: Any,
 ) -> dict[str, Any]:
     """Check what says where sequences are; return it by name, dense or in pages."""
     cu_seqlens_q = call.array("cu_seqlens_q", cu_seqlens_q, "B+1", INT32)
@@ -231,12 +261,17 @@ def _check_keys(
     _check_cu_seqlens(call, "cu_seqlens_q", cu_seqlens_q, q.shape[0])
     if block_tables is not None:
         call.check("cu_seqlens_k", cu_seqlens_k is None, "None with block_tables", cu_seqlens_k)
-        pages = Pages.checked(call, {"k": k, "v": v}, q.dtype, block_tables, context_lens)
+        pages = Pages.checked(
+            call, {"k": k, "v": v}, q.dtype, block_tables, context_lens, k_scale, v_scale
+        )
+        k_scale, v_scale = pages.k_scale, pages.v_scale
         k, v, block_tables, context_lens = pages.k, pages.v, pages.block_tables, pages.context_lens
         wanted = f"of length B+1 = {call['B'] + 1}, with B from block_tables"
         call.check("cu_seqlens_q", call["B+1"] == call["B"] + 1, wanted, call["B+1"])
     else:
-        call.check("context_lens", context_lens is None, "None without block_tables", context_lens)
+        given = {"context_lens": context_lens, "k_scale": k_scale, "v_scale": v_scale}
+        for name, value in given.items():
+            call.check(name, value is None, "None without block_tables", value)
         k = call.array("k", k, "Tk K D", q.dtype, layout="rows")
         v = call.array("v", v, "Tk K D", q.dtype, layout="rows")
         cu_seqlens_k = call.array("cu_seqlens_k", cu_seqlens_k, "B+1", INT32)
@@ -248,6 +283,8 @@ def _check_keys(
         "cu_seqlens_k": cu_seqlens_k,
         "block_tables": block_tables,
         "context_lens": context_lens,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
     }
 
 
@@ -277,7 +314,7 @@ def _launch(
     k_strides, v_strides = element_strides(k), element_strides(v)
     num_tiles = ceil_div(min(max_q, total_q) * (num_heads // num_kv_heads), tile.rows(dtype))
     _KERNEL.launch(
-        tile.spec(_FILE, dtype, PATTERN=int(pattern is not None)),
+        _spec(tile, dtype, int(pattern is not None), has_codes=k.dtype == CODES),
         (num_tiles, num_kv_heads, keys["cu_seqlens_q"].size - 1),
         (tile.threads,),
         tile.shared_bytes(dtype),

@@ -12,6 +12,7 @@ from engine.kernels._attention import ScoreRule, are_aligned, element_strides
 from engine.kernels._attention_pattern import PARAMS, BlockSparse, Pattern, arguments
 from engine.kernels._launch import Kernel, ceil_div, sm_count
 from engine.kernels._module import ModuleSpec, current_architecture
+from engine.kernels._page_scales import CODES
 from engine.kernels._tensor_map import tensor_map
 from engine.kernels._workspace import counters, workspace
 from engine.kernels.attention_prefill.work import (
@@ -35,7 +36,7 @@ _PARAMS = (
 _KERNELS = {  # by soft cap
     softcap: Kernel(
         "attention_prefill_sm90" + "_softcap" * softcap,
-        _PARAMS + PARAMS,
+        _PARAMS + PARAMS + " k_scale:ptr v_scale:ptr",
         struct="AttentionPrefillSm90Params",
     )
     for softcap in (False, True)
@@ -46,7 +47,8 @@ _COMBINE = Kernel(
     "num_heads:i32 head_dim:i32 splits:i32",
 )
 
-_WHERE = ("cu_seqlens_q", "cu_seqlens_k", "block_tables", "context_lens")
+_CODE_STAGES = 4  # kCodeStages
+_WHERE = ("cu_seqlens_q", "cu_seqlens_k", "block_tables", "context_lens", "k_scale", "v_scale")
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ class HopperTile:
         Keys of a key tile; stages of the rings of K and V, and of Q.
     is_patterned : bool
         Whether it may skip and mask keys by a pattern.
+    has_codes : bool
+        Whether keys and values are pages of e4m3 codes.
     """
 
     head_dim: int
@@ -71,6 +75,7 @@ class HopperTile:
     stages: int
     q_stages: int
     is_patterned: bool = False
+    has_codes: bool = False
 
     @property
     def rows(self) -> int:
@@ -89,7 +94,9 @@ class HopperTile:
         tiles = self.q_stages * self.rows * row + 2 * self.stages * self.keys * row
         boxes = self.keys // 16  # of the smallest pages
         barriers = 3 * self.q_stages + 5 * self.stages + 1
-        return 1024 + tiles + 64 * self.q_stages + 8 * barriers + 4 * self.stages * (1 + boxes)
+        codes = _CODE_STAGES * (self.keys * self.head_dim + 20) if self.has_codes else 0
+        others = 64 * self.q_stages + 8 * barriers + 4 * self.stages * (1 + boxes)
+        return 1024 + tiles + others + codes
 
     def spec(self, dtype: str) -> ModuleSpec:
         """Return the module compiled for this tile."""
@@ -101,7 +108,7 @@ class HopperTile:
             "Q_STAGES": self.q_stages,
             "SHARED_BYTES": self.shared_bytes,
             "PATTERN": int(self.is_patterned),
-        }
+        } | ({"PAGE_CODES": 1} if self.has_codes else {})
         return ModuleSpec(
             "attention_prefill/attention_prefill_sm90.cu", dtype, tuple(macros.items())
         )
@@ -116,6 +123,13 @@ _TILES = (
     HopperTile(128, consumers=3, keys=80, stages=3, q_stages=1),
     HopperTile(192, consumers=2, keys=112, stages=2, q_stages=1),
     HopperTile(256, consumers=2, keys=80, stages=2, q_stages=1),
+)
+
+# The same for pages of codes. Their producer warps need registers of the consumers, which have 152.
+# Other head dims have rows that TMA does not swizzle.
+_CODE_TILES = (
+    HopperTile(64, consumers=3, keys=112, stages=4, q_stages=2, has_codes=True),
+    HopperTile(128, consumers=3, keys=80, stages=3, q_stages=1, has_codes=True),
 )
 
 # With a pattern: two warpgroups, whose rows are mostly in one block of it.
@@ -137,9 +151,9 @@ _SMALL_BLOCKS = (
 
 
 def choose_hopper_tile(
-    dtype: str, head_dim: int, pattern: Pattern | None = None
+    dtype: str, head_dim: int, pattern: Pattern | None = None, *, has_codes: bool = False
 ) -> HopperTile | None:
-    """Return the tile for heads of `head_dim`; None: not for Hopper.
+    """Return the tile for heads of `head_dim`; None: not for Hopper. `has_codes`: for such pages.
 
     Examples
     --------
@@ -148,6 +162,9 @@ def choose_hopper_tile(
     """
     if dtype not in _DTYPES or head_dim % 8 or head_dim <= 32:
         return None
+    if has_codes:
+        found = (tile for tile in _CODE_TILES if head_dim == tile.head_dim)
+        return next(found, None) if pattern is None else None
     tiles = _TILES if pattern is None else _PATTERNED
     if isinstance(pattern, BlockSparse) and pattern.block_k % 128:
         tiles = _SMALL_BLOCKS
@@ -155,21 +172,28 @@ def choose_hopper_tile(
 
 
 def specs(
-    dtype: str, *, head_dim: int | None = None, patterns: bool = False
+    dtype: str,
+    *,
+    head_dim: int | None = None,
+    patterns: bool = False,
+    has_codes: bool = False,
 ) -> tuple[ModuleSpec, ...]:
     """Return the modules that may be launched, of one head dim or all; `patterns`: those too."""
     if dtype not in _DTYPES:
         return ()
     tiles = _TILES + tuple(dict.fromkeys(_PATTERNED + _SMALL_BLOCKS)) * patterns
+    if has_codes:
+        tiles = _CODE_TILES
     if head_dim is not None:
-        wanted = choose_hopper_tile(dtype, head_dim)
+        wanted = choose_hopper_tile(dtype, head_dim, has_codes=has_codes)
         tiles = tuple(t for t in tiles if wanted is not None and t.head_dim == wanted.head_dim)
     return tuple(tile.spec(dtype) for tile in tiles)
 
 
 def is_supported(q: Any, k: Any, v: Any, out: Any, pattern: Pattern | None = None) -> bool:
     """Tell whether the current device and the problem are for the Hopper kernel."""
-    tile = choose_hopper_tile(dtype_name(q.dtype), q.shape[2], pattern)
+    has_codes = k.dtype == CODES
+    tile = choose_hopper_tile(dtype_name(q.dtype), q.shape[2], pattern, has_codes=has_codes)
     return (
         tile is not None
         and env.kernel_tier() == "auto"
@@ -195,7 +219,7 @@ def launch(
 ) -> None:
     """Launch on arrays that `is_supported` accepts; num_splits None: as many as fill the device."""
     (total_q, num_heads, head_dim), dtype = q.shape, dtype_name(q.dtype)
-    tile = choose_hopper_tile(dtype, head_dim, pattern)
+    tile = choose_hopper_tile(dtype, head_dim, pattern, has_codes=keys["k"].dtype == CODES)
     assert tile is not None
     spec = tile.spec(dtype)
     pairs = (keys["cu_seqlens_q"].size - 1) * keys["k"].shape[1]
@@ -299,6 +323,16 @@ def _maps(q: Any, keys: dict[str, Any], dtype: str, tile: HopperTile, group: int
         x = keys[name]
         if keys["block_tables"] is not None:
             row = head_dim * x.itemsize
+            if tile.has_codes:
+                maps[f"{name}_map"] = tensor_map(
+                    x.data.ptr,
+                    "uint8",
+                    (head_dim, 1, x.size // head_dim),
+                    (row, row),
+                    (head_dim, 1, _box_keys(x.shape[2], tile)),
+                    swizzle=head_dim,
+                )
+                continue
             sizes, strides = (head_dim, 1, x.size // head_dim), (row, row)
             box = (64, 1, _box_keys(x.shape[2], tile))
         else:

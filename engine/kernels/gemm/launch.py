@@ -21,13 +21,25 @@ from engine.kernels.gemm.skinny import Limits, SkinnyConfig
 from engine.kernels.gemm.sm90 import HopperConfig, OutVector, is_hopper, launch_hopper
 from engine.kernels.swiglu import swiglu
 
-__all__ = ["ACTIVATIONS", "SWIGLU", "Norm", "Operands", "check_columns", "launch"]
+__all__ = [
+    "ACTIVATIONS",
+    "NUMBERED",
+    "SWIGLU",
+    "Norm",
+    "Operands",
+    "check_columns",
+    "is_vector",
+    "launch",
+    "limits",
+    "out_vector",
+    "row_stride",
+]
 
 SWIGLU = "swiglu"  # "silu_and_mul" of a weight with all rows of gate first
 
 # By their numbers in `enum Activation`; "swiglu" is silu_and_mul with a number of gate rows.
-_NUMBERED = (None, "silu", "gelu", "gelu_tanh", "relu", "silu_and_mul")
-ACTIVATIONS: tuple[str | None, ...] = (*_NUMBERED, SWIGLU)
+NUMBERED = (None, "silu", "gelu", "gelu_tanh", "relu", "silu_and_mul")
+ACTIVATIONS: tuple[str | None, ...] = (*NUMBERED, SWIGLU)
 
 _PARAMS = (
     "x:ptr x_stride:i64 weight:ptr norm_weight:ptr row_scales:ptr eps:f32 weight_offset:f32 "
@@ -121,7 +133,7 @@ def launch(op: str, operands: Operands, norm: Norm | None = None) -> None:
         is_hopper=norm is None and is_hopper(dtype),
         is_gated=operands.activation in ("silu_and_mul", SWIGLU),
         has_norm=norm is not None,
-        limits=_limits(device.cupy().cuda.runtime.getDevice()),
+        limits=limits(device.cupy().cuda.runtime.getDevice()),
     )
     is_split = operands.activation == SWIGLU
     if is_split and not _fuses_swiglu(config, m, n, k, operands.deterministic):
@@ -136,7 +148,7 @@ def launch(op: str, operands: Operands, norm: Norm | None = None) -> None:
             operands.weight,
             operands.out,
             _epilogue(operands),
-            _out_vector(operands.out, operands.residual),
+            out_vector(operands.out, operands.residual),
             pdl=operands.pdl,
             is_split=is_split,
         )
@@ -186,7 +198,7 @@ def _launch_portable(
         (config.threads,),
         config.shared_bytes,
         x=x,
-        x_stride=_row_stride(x),
+        x_stride=row_stride(x),
         weight=operands.weight,
         norm_weight=None if norm is None else norm.weight,
         row_scales=row_scales,
@@ -197,7 +209,7 @@ def _launch_portable(
         n=n,
         k=k,
         k_per_split=config.k_per_split,
-        is_vector=_is_vector(out, operands.residual),
+        is_vector=is_vector(out, operands.residual),
         **epilogue,
     )
     if partials is not None:
@@ -216,7 +228,7 @@ def _launch_portable(
 def _launch_skinny(op: str, operands: Operands, norm: Norm | None, config: SkinnyConfig) -> None:
     x, out = operands.x, operands.out
     (m, k), n = x.shape, operands.weight.shape[0]
-    pdl = operands.pdl and _limits(device.cupy().cuda.runtime.getDevice()).has_clusters
+    pdl = operands.pdl and limits(device.cupy().cuda.runtime.getDevice()).has_clusters
     _KERNELS[f"{op}_{config.kernel}"].launch(
         ModuleSpec(f"gemm/{op}.cu", dtype_name(x.dtype)),
         config.grid(m, n),
@@ -225,7 +237,7 @@ def _launch_skinny(op: str, operands: Operands, norm: Norm | None, config: Skinn
         cluster=config.cluster,
         pdl=pdl,
         x=x,
-        x_stride=_row_stride(x),
+        x_stride=row_stride(x),
         weight=operands.weight,
         norm_weight=None if norm is None else norm.weight,
         eps=0.0 if norm is None else norm.eps,
@@ -237,7 +249,7 @@ def _launch_skinny(op: str, operands: Operands, norm: Norm | None, config: Skinn
         num_tiles=config.num_tiles(n),
         num_stages=config.num_stages,
         num_gates=n // 2 if operands.activation == SWIGLU else 0,
-        is_vector=_is_vector(out, operands.residual),
+        is_vector=is_vector(out, operands.residual),
         uses_pdl=pdl,
         warms_up=config.warms_up and pdl,
         **_epilogue(operands),
@@ -245,7 +257,7 @@ def _launch_skinny(op: str, operands: Operands, norm: Norm | None, config: Skinn
 
 
 @cache
-def _limits(index: int) -> Limits:
+def limits(index: int) -> Limits:
     cuda = device.cupy().cuda
     shared_bytes = int(cuda.Device(index).attributes["MaxSharedMemoryPerBlockOptin"])
     major = int(cuda.runtime.getDeviceProperties(index)["major"])
@@ -269,7 +281,7 @@ def _launch_row_scales(spec: ModuleSpec, x: Any, scales: Any, eps: float, aligne
         (ceil_div(m, _ROW_SCALES_ROWS),),
         (_ROW_SCALES_ROWS * 32,),
         x=x,
-        x_stride=_row_stride(x),
+        x_stride=row_stride(x),
         row_scales=scales,
         m=m,
         k=k,
@@ -284,15 +296,15 @@ def _epilogue(operands: Operands) -> dict[str, Any]:
     return {
         "bias": operands.bias,
         "residual": residual,
-        "residual_stride": 0 if residual is None else _row_stride(residual),
+        "residual_stride": 0 if residual is None else row_stride(residual),
         "out": out,
-        "out_stride": _row_stride(out),
-        "activation": _NUMBERED.index(activation),
+        "out_stride": row_stride(out),
+        "activation": NUMBERED.index(activation),
         "is_float": out.dtype == FLOAT32,
     }
 
 
-def _row_stride(array: Any) -> int:
+def row_stride(array: Any) -> int:
     """Return the elements from one row to the next."""
     return int(array.strides[0]) // int(array.itemsize)
 
@@ -310,7 +322,7 @@ def _is_aligned(x: Any, weight: Any, norm: Norm | None, *, deterministic: bool) 
     return all(step % 16 == 0 for step in steps)
 
 
-def _is_vector(out: Any, residual: Any) -> bool:
+def is_vector(out: Any, residual: Any) -> bool:
     """Tell whether all rows of the results can be accessed four elements at a time."""
     width = 4 * out.itemsize
     for array in (out,) if residual is None else (out, residual):
@@ -321,9 +333,9 @@ def _is_vector(out: Any, residual: Any) -> bool:
     return True
 
 
-def _out_vector(out: Any, residual: Any) -> OutVector:
+def out_vector(out: Any, residual: Any) -> OutVector:
     """Return how many elements at a time rows of the results can be accessed."""
-    if not _is_vector(out, residual):
+    if not is_vector(out, residual):
         return OutVector.ONE
     steps = [out.data.ptr, out.shape[1] * out.itemsize]
     if out.shape[0] > 1:

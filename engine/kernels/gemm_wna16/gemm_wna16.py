@@ -1,6 +1,7 @@
 """Product with a quantized weight: `cuda_src/gemm_wna16`, mirror `reference/gemm_wna16.py`.
 
-`few_rows.py` streams the weight for few rows of x, `portable.py` dequantizes it for many.
+`few_rows.py` streams the weight for few rows of x; for more, `sm90.py` decodes it on its way to the
+tensor cores of Hopper, and `portable.py` dequantizes it before the product.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from engine.kernels._module import ModuleSpec
 from engine.kernels._packed import check_weight
 from engine.kernels.dequantize import specs as dequantize_specs
 from engine.kernels.gemm import specs as gemm_specs
-from engine.kernels.gemm_wna16 import few_rows, portable
+from engine.kernels.gemm_wna16 import few_rows, portable, sm90
 from engine.kernels.gemm_wna16.operands import ACTIVATIONS, SWIGLU, Operands
 from engine.kernels.permute_columns import permute_columns
 from engine.kernels.permute_columns import specs as permute_specs
@@ -30,11 +31,15 @@ HALVES = (np.dtype(np.float16), BFLOAT16)
 def specs(
     dtype: str, *, formats: tuple[str, ...] = (), patterns: bool = False, **_: Any
 ) -> tuple[ModuleSpec, ...]:
-    """Return the modules that the op may launch for weights of `formats`; all with `patterns`."""
+    """Return the modules that the op may launch for weights of `formats`.
+
+    With `patterns` for all of them, or, of those that differ little, for some.
+    """
     if dtype == "float32":
         return ()
     return (
         *few_rows.specs("gemm_wna16", dtype, tuple(FORMATS) if patterns else formats),
+        *sm90.specs(dtype, sm90.SAMPLE if patterns else formats),
         *dequantize_specs(dtype, formats=formats, patterns=patterns),
         *permute_specs(dtype),
         *gemm_specs(dtype),
@@ -139,6 +144,8 @@ def launch(operands: Operands) -> None:
     config = few_rows.choose(operands)
     if config is not None:
         few_rows.launch(operands, config)
+    elif (tile := sm90.choose(operands)) is not None:
+        sm90.launch(operands, tile)
     else:
         portable.launch(operands)
 

@@ -7,19 +7,35 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from engine import reference
+from engine.errors import ShapeError
 from engine.kernels._contract import FLOAT32, FLOATS, INT32, Contract
+from engine.kernels._launch import ceil_div
 from engine.kernels._module import ModuleSpec
-from engine.kernels.moe_gemm import portable, sm90
+from engine.kernels._packed import check_planes
+from engine.kernels.moe_gemm import portable, quantized_sm90, scratch, sm90
 from engine.kernels.moe_gemm.operands import ACTIVATIONS, MoeOperands
+from engine.quantization import Weight
+from engine.quantization.formats import TILE_COLUMNS, TILE_ROWS
 from engine.reference import Routing
 
 __all__ = ["moe_gemm", "specs"]
 
+_SAMPLES = ("fp8_block", "int8", "mxfp4", "int4_g128", "q4_k", "q6_k")
 
-def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
-    """Return the modules that the op may launch for `dtype`."""
-    return (*portable.specs(dtype), *sm90.specs(dtype))
+
+def specs(
+    dtype: str, *, formats: tuple[str, ...] = (), patterns: bool = False, **_: Any
+) -> tuple[ModuleSpec, ...]:
+    """Return the modules that the op may launch for `dtype` and weights of `formats`.
+
+    With `patterns` the formats are a few that between them have every way to decode.
+    """
+    names = _SAMPLES if patterns else formats
+    quantized = (*quantized_sm90.specs(dtype, names), *scratch.specs(dtype, names))
+    return tuple(dict.fromkeys((*portable.specs(dtype), *sm90.specs(dtype), *quantized)))
 
 
 def moe_gemm(
@@ -42,9 +58,10 @@ def moe_gemm(
     ----------
     x : (T, K) array of float32, float16 or bfloat16; (P, K) with `scatter`
         The tokens; with `scatter` rows sorted by expert, as the first product returns them.
-    weight : (E, R, K) array of x's dtype
+    weight : (E, R, K) array of x's dtype, or Weight
         A matrix (out features, in features) for every expert. With an activation the first R / 2
-        rows are the gate's and the others up's.
+        rows are the gate's and the others up's. A quantized `Weight` (E, R, K) lies as
+        `quantization.stack` says; in a packed format R is a multiple of 16.
     routing : Routing
         From `moe_route`; P = T·k pairs.
     bias : (E, R) array of x's dtype, optional
@@ -79,6 +96,10 @@ def moe_gemm(
     Sums, bias, activation and weight are float32; the result is rounded once. Experts without
     tokens cost nothing: their matrices are not read.
 
+    Activations are not quantized, whatever the format. Kernels round quantized weights to x's dtype
+    before the product, the mirror does not. Where no kernel reads the format, on a GPU that is no
+    Hopper among others, all matrices are dequantized to scratch memory, a few at a time.
+
     Examples
     --------
     >>> import numpy as np
@@ -92,7 +113,12 @@ def moe_gemm(
     experts = call.array("routing.experts", routing.experts, "T k", INT32)
     call.bind("P", call["T"] * call["k"], "routing.experts")
     x = call.array("x", x, "P K" if scatter else "T K", FLOATS)
-    weight = call.array("weight", weight, "E R K", x.dtype)
+    if isinstance(weight, Weight) and weight.format.is_dense:
+        weight = weight.data
+    if isinstance(weight, Weight):
+        weight = _check_quantized(call, weight)
+    else:
+        weight = call.array("weight", weight, "E R K", x.dtype)
     weights = call.array("routing.weights", routing.weights, "T k", FLOAT32)
     order = call.array("routing.order", routing.order, "P", INT32)
     offsets = call.array("routing.offsets", routing.offsets, f"{call['E'] + 1}", INT32)
@@ -121,8 +147,39 @@ def moe_gemm(
     columns = rows if activation is None else rows // 2
     out = call.output("out", out, (call["P"], columns), x.dtype)
     operands = MoeOperands(x, weight, routing, out, bias, activation, alpha, limit, scatter, pdl)
-    if sm90.is_possible(operands):
-        sm90.launch(operands)
-    else:
-        portable.launch(operands)
+    _choose(operands).launch(operands)
     return out
+
+
+def _choose(operands: MoeOperands) -> Any:
+    """Return the module whose `launch` is for these operands."""
+    if isinstance(operands.weight, Weight):
+        return quantized_sm90 if quantized_sm90.is_possible(operands) else scratch
+    return sm90 if sm90.is_possible(operands) else portable
+
+
+def _check_quantized(call: Contract, weight: Weight) -> Weight:
+    """Check a quantized weight (E, R, K), and bind its sizes."""
+    form, shape = weight.format, weight.shape
+    call.check("weight", len(shape) == 3, "of shape (E, R, K)", shape)
+    for symbol, size in zip("ERK", shape, strict=True):
+        if call.bind(symbol, size, "weight") != size:
+            raise ShapeError(
+                f"{call.op}: weight: must have shape (E, R, K) with {symbol} = {call[symbol]}; "
+                f"got {shape}"
+            )
+    call.check("weight", weight.permutation is None, "without permuted columns", form.name)
+    num_experts, rows, k = shape
+    if form.is_packed:
+        call.check("weight", rows % TILE_ROWS == 0, f"of a multiple of {TILE_ROWS} rows", rows)
+        check_planes(call, weight, num_experts * rows // TILE_ROWS, ceil_div(k, TILE_COLUMNS))
+        return weight
+    assert form.block is not None
+    is_host = isinstance(weight.data, np.ndarray)
+    data = weight.data.view("u1") if form.code == "e4m3" and is_host else weight.data
+    high, wide = form.block
+    blocks = f"{num_experts} {ceil_div(rows, high)}" + (f" {ceil_div(k, wide)}" if wide else "")
+    code = np.dtype(np.int8 if form.code == "int" else np.uint8)
+    call.array("weight.data", data, f"{num_experts} {rows} {k}", code)
+    call.array("weight.scales", weight.scales, blocks, FLOAT32)
+    return weight

@@ -28,25 +28,32 @@ _BOX_ROWS = 16
 _STAGING_TOKENS = 64
 _RECORDS = 2  # of tiles, that the producer is ahead
 _DTYPES = ("float16", "bfloat16")
+_FILE = "gemm/moe_gemm_sm90.cu"
 
 
 @dataclass(frozen=True)
 class MoeTileConfig:
-    """One module of moe_gemm_sm90.cu.
+    """The work tile of a module of moe_gemm_sm90.cu.
 
     Attributes
     ----------
     warpgroups : int
-        That multiply, each 128 rows of the weight.
+        That multiply, each 64 rows of the weight `mma_tiles` times.
     tokens : int
         Of one expert in a tile, at most.
     depth : int
         Slabs of 64 values of k in a stage.
+    mma_tiles : int
+        2, or 1 of a product without gate.
+    blocks : int
+        CTAs per multiprocessor.
     """
 
     warpgroups: int
     tokens: int
     depth: int
+    mma_tiles: int = 2
+    blocks: int = 1
 
     @property
     def threads(self) -> int:
@@ -54,34 +61,50 @@ class MoeTileConfig:
         return self.warpgroups * 128 + 128
 
     @property
-    def stages(self) -> int:
-        """Return how many stages fit into shared memory."""
-        return (_SHARED_BYTES - 1024 - self._beside_stages) // (self._stage_bytes + 16)
+    def rows(self) -> int:
+        """Return how many rows of the weight a tile has."""
+        return self.warpgroups * self.mma_tiles * _MMA_ROWS
 
-    @property
-    def shared_bytes(self) -> int:
+    def stages(self, weight_bytes: int | None = None) -> int:
+        """Return how many stages with this much of a weight fit into shared memory."""
+        free = _SHARED_BYTES // self.blocks - 1024 - self._beside_stages
+        return (free - (self.blocks - 1) * 1024) // (self._stage_bytes(weight_bytes) + 16)
+
+    def shared_bytes(self, weight_bytes: int | None = None) -> int:
         """Return the dynamic shared memory of a CTA: `MoeShared` and its alignment."""
-        return self.stages * (self._stage_bytes + 16) + self._beside_stages + 1024
+        stages = self.stages(weight_bytes) * (self._stage_bytes(weight_bytes) + 16)
+        return stages + self._beside_stages + 1024
 
-    @property
-    def _stage_bytes(self) -> int:
-        return (self.warpgroups * 2 * _MMA_ROWS + self.tokens) * self.depth * _SLAB_K * 2
+    def _stage_bytes(self, weight_bytes: int | None) -> int:
+        row = self.depth * _SLAB_K * 2
+        return (self.rows * row if weight_bytes is None else weight_bytes) + self.tokens * row
 
     @property
     def _beside_stages(self) -> int:
-        staging = self.warpgroups * _STAGING_TOKENS * _MMA_ROWS * 2
+        staging = self.warpgroups * min(self.tokens, _STAGING_TOKENS) * _MMA_ROWS * 2
         records = _RECORDS * (16 + 8 * self.tokens + 16)
         return staging + records + 2 * 4 * (MAX_EXPERTS + 1) + 8
 
-    def spec(self, dtype: str) -> ModuleSpec:
-        """Return the module for `dtype`."""
-        macros = {
+    def macros(self, weight_bytes: int | None = None) -> dict[str, int]:
+        """Return the macros that tell a module of this tile."""
+        return {
             "WARPGROUPS": self.warpgroups,
+            "MMA_TILES": self.mma_tiles,
             "TOKENS": self.tokens,
             "DEPTH": self.depth,
-            "STAGES": self.stages,
+            "STAGES": self.stages(weight_bytes),
+            "BLOCKS": self.blocks,
         }
-        return ModuleSpec("gemm/moe_gemm_sm90.cu", dtype, tuple(macros.items()))
+
+    def spec(self, dtype: str) -> ModuleSpec:
+        """Return the module for dense weights of `dtype`."""
+        return ModuleSpec(_FILE, dtype, (*self.macros().items(), ("WEIGHTS", 0)))
+
+    def grid(self, pairs: int, num_experts: int, columns: int, *, is_gated: bool) -> int:
+        """Return how many CTAs go through the tiles of a result of (pairs, columns)."""
+        tile_rows = self.rows // 2 if is_gated else self.rows
+        token_tiles = min(pairs, num_experts + pairs // self.tokens)
+        return min(sm_count() * self.blocks, token_tiles * ceil_div(columns, tile_rows))
 
 
 _FEW, _MANY = MoeTileConfig(1, 64, 2), MoeTileConfig(2, 144, 1)
@@ -100,9 +123,9 @@ def choose_config(num_pairs: int, num_experts: int) -> MoeTileConfig:
     Examples
     --------
     >>> choose_config(2048, 128)
-    MoeTileConfig(warpgroups=1, tokens=64, depth=2)
+    MoeTileConfig(warpgroups=1, tokens=64, depth=2, mma_tiles=2, blocks=1)
     >>> choose_config(32768, 128)
-    MoeTileConfig(warpgroups=2, tokens=144, depth=1)
+    MoeTileConfig(warpgroups=2, tokens=144, depth=1, mma_tiles=2, blocks=1)
     """
     return _MANY if num_pairs > _MANY_FROM * num_experts else _FEW
 
@@ -125,9 +148,6 @@ def launch(operands: MoeOperands) -> None:
     (num_experts, rows, k), dtype = weight.shape, dtype_name(x.dtype)
     pairs, columns = operands.out.shape
     config = choose_config(pairs, num_experts)
-    is_gated = operands.activation is not None
-    tile_rows = config.warpgroups * _MMA_ROWS * (1 if is_gated else 2)
-    token_tiles = min(pairs, num_experts + pairs // config.tokens)
     step = weight.itemsize
     map_w = tensor_map(
         weight.data.ptr,
@@ -139,9 +159,9 @@ def launch(operands: MoeOperands) -> None:
     )
     _KERNEL.launch(
         config.spec(dtype),
-        (min(sm_count(), token_tiles * ceil_div(columns, tile_rows)),),
+        (config.grid(pairs, num_experts, columns, is_gated=operands.activation is not None),),
         (config.threads,),
-        config.shared_bytes,
+        config.shared_bytes(),
         pdl=True,  # the kernel waits before it touches what another may write
         map_w=map_w,
         map_x=tensor_map_2d(x, dtype, (_BOX_ROWS, _SLAB_K)),

@@ -1,0 +1,90 @@
+// Numbers as codes of 8 bits: e4m3, or whole numbers from -127 to 127, with a scale.
+//
+//   code = round(x * factor),  factor = min(largest / peak, FLT_MAX),  scale = peak / largest
+//
+// peak is the largest magnitude of the numbers that share the scale, or NaN if one is NaN. Rounding
+// is to nearest even, and saturates. Zeros have codes 0 and scale 0.
+// Mirror: engine/reference/quantize_rows.py
+#pragma once
+
+#include <cuda_fp8.h>
+
+#include "common/reduce.cuh"
+#include "common/types.cuh"
+
+// NaN if one is.
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+  float d;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b));
+  return d;
+}
+
+struct E4m3 {
+  static constexpr float kLargest = 448.0f;
+  __device__ __forceinline__ static uint32_t pair(float a, float b) {
+    return __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, __NV_E4M3);
+  }
+  // Four codes, the first in the lowest byte.
+  __device__ __forceinline__ static uint32_t pack(float a, float b, float c, float d) {
+    return pair(a, b) | pair(c, d) << 16;
+  }
+  __device__ __forceinline__ static unsigned char one(float a) {
+    return __nv_cvt_float_to_fp8(a, __NV_SATFINITE, __NV_E4M3);
+  }
+};
+
+struct Int8 {
+  static constexpr float kLargest = 127.0f;
+  __device__ __forceinline__ static uint32_t whole(float a) {
+    return static_cast<uint32_t>(max(-127, min(127, __float2int_rn(a))));  // of NaN: 0
+  }
+  __device__ __forceinline__ static uint32_t pack(float a, float b, float c, float d) {
+    const uint32_t low = __byte_perm(whole(a), whole(b), 0x0040);
+    return __byte_perm(low, __byte_perm(whole(c), whole(d), 0x0040), 0x5410);
+  }
+  __device__ __forceinline__ static unsigned char one(float a) {
+    return static_cast<unsigned char>(whole(a));
+  }
+};
+
+template <typename Codes>
+__device__ __forceinline__ float code_factor(float peak) {
+  return fminf(__fdiv_rn(Codes::kLargest, peak), 3.402823466e38f);
+}
+template <typename Codes>
+__device__ __forceinline__ float code_scale(float peak) {
+  return __fdiv_rn(peak, Codes::kLargest);
+}
+
+template <int kWidth>
+__device__ __forceinline__ float peak_of(const Vec<scalar_t, kWidth>& x, float peak) {
+#pragma unroll
+  for (int j = 0; j < kWidth; ++j) peak = max_or_nan(peak, fabsf(to_float(x.v[j])));
+  return peak;
+}
+
+// The maximum over kLanes neighbouring lanes.
+template <int kLanes>
+__device__ __forceinline__ float lanes_max_or_nan(float x) {
+#pragma unroll
+  for (int offset = kLanes / 2; offset > 0; offset /= 2)
+    x = max_or_nan(x, __shfl_xor_sync(kFullMask, x, offset));
+  return x;
+}
+
+// Codes of kWidth numbers, stored together; the address is aligned to them.
+template <typename Codes, int kWidth>
+__device__ __forceinline__ void store_codes(unsigned char* to, const Vec<scalar_t, kWidth>& x,
+                                            float factor) {
+  if constexpr (kWidth == 1) {
+    *to = Codes::one(to_float(x.v[0]) * factor);
+  } else {
+    Vec<uint32_t, kWidth / 4> codes;
+#pragma unroll
+    for (int j = 0; j < kWidth / 4; ++j)
+      codes.v[j] =
+          Codes::pack(to_float(x.v[4 * j]) * factor, to_float(x.v[4 * j + 1]) * factor,
+                      to_float(x.v[4 * j + 2]) * factor, to_float(x.v[4 * j + 3]) * factor);
+    store_vec(reinterpret_cast<uint32_t*>(to), codes);
+  }
+}

@@ -1,0 +1,22 @@
+// Matrix product of codes of 8 bits (int8) with scales and a fused epilogue, for every chip.
+//
+//   out = activation((xq weight^T) * x_scales * weight_scales + bias) + residual
+//
+// Arguments: W8Params in gemm/w8_problem.cuh, which gives the formula.
+//
+// Numerics: sums are exact. Scales, bias, activation and residual are applied in float, with one
+// rounding at the end.
+// Parallelisation: tiles of 64 x 64 (w8_tile.cuh); for few rows of 16-bit types rings of weights in
+// blocks that quantize x themselves (w8_skinny.cuh).
+// Mirror: engine/reference/gemm_int8.py
+#include "gemm/w8_tile.cuh"
+#if ENGINE_DTYPE != 0
+#include "gemm/w8_skinny.cuh"
+
+ENGINE_W8_SKINNY(gemm_int8_skinny_5, w8_skinny<Int8Product, false, 5>)
+ENGINE_W8_SKINNY(gemm_int8_skinny_4, w8_skinny<Int8Product, false, 4>)
+ENGINE_W8_SKINNY(gemm_int8_skinny_3, w8_skinny<Int8Product, false, 3>)
+#endif
+
+ENGINE_W8_TILE(gemm_int8_tile, w8_tile<Int8Product, false, true>)
+ENGINE_W8_TILE(gemm_int8_unaligned, w8_tile<Int8Product, false, false>)

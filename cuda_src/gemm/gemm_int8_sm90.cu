@@ -1,0 +1,14 @@
+// Matrix product of codes of 8 bits (int8) with scales and a fused epilogue on Hopper.
+//
+//   out = activation((xq weight^T) * x_scales * weight_scales + bias) + residual
+//
+// Arguments: GemmW8Sm90Params in gemm/w8_sm90.cuh.
+//
+// Numerics: sums are exact.
+// Scales, bias, activation and residual in float, one rounding at the end.
+// Parallelisation: gemm_sm90.cu's, whose producer, scheduler and epilogue these are; a slab of k is
+// 128 values.
+// Mirror: engine/reference/gemm_int8.py
+#include "gemm/w8_sm90.cuh"
+
+ENGINE_GEMM_W8_SM90(gemm_int8_sm90)

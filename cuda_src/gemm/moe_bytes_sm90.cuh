@@ -1,0 +1,116 @@
+// A stage of weights in bytes (e4m3 or signed integers), row by row as TMA writes them: how they are
+// loaded, and how a lane makes wgmma's first operand of them.
+#pragma once
+
+#include <cuda_fp8.h>
+
+constexpr int kStageK = kDepth * kSlabK;
+// Rows and columns that share a scale; 0: all columns.
+constexpr int kBlockRows = BLOCK_ROWS, kBlockColumns = BLOCK_COLUMNS;
+static_assert(kStageK == kSlabRowBytes, "a stage's rows are as wide as the swizzle");
+static_assert(kBlockColumns % kStageK == 0, "a stage lies in one block of columns");
+constexpr int kMmaBytes = kMmaM * kSlabRowBytes;  // of an m-tile
+constexpr int kRowsW = kPartsW * kMmaM;
+constexpr int kScalePlane = kPartsW * kMmaBytes, kStageW = kScalePlane + 1024;
+static_assert(kRowsW * 4 <= 1024, "a scale for every row of a stage");
+
+__device__ __forceinline__ void cp_async_4(unsigned char* smem, const void* gmem) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;\n" ::"r"(smem_address(smem)), "l"(gmem)
+               : "memory");
+}
+
+struct MoeWeights {
+  const TensorMap* map;     // data (E, R, K) by boxes of 64 rows, 128 columns
+  const float* scales;      // (E, blocks of rows, blocks of columns)
+  int num_rows, num_gates;  // of an expert; num_gates 0: no gate
+  int row_blocks, column_blocks;
+
+  template <typename Params>
+  __device__ __forceinline__ MoeWeights(const Params& p, int num_gates)
+      : map(&p.map_w),
+        scales(reinterpret_cast<const float*>(p.scales)),
+        num_rows(p.num_rows),
+        num_gates(num_gates),
+        row_blocks((p.num_rows + kBlockRows - 1) / kBlockRows),
+        column_blocks(kBlockColumns > 0 ? (p.k + kBlockColumns - 1) / kBlockColumns : 1) {}
+
+  // Bytes that `load` announces; what lies outside the matrix is written as zeros.
+  __device__ __forceinline__ int bytes(int) const { return kPartsW * kMmaBytes; }
+
+  __device__ __forceinline__ int row_of(int row, int part) const {
+    return row + (num_gates > 0 ? part / 2 * kMmaM + part % 2 * num_gates : part * kMmaM);
+  }
+
+  // By one warp.
+  __device__ __forceinline__ void load(unsigned char* stage, int slab, int, int expert, int row,
+                                       unsigned full) const {
+    if (!elect_one()) return;
+#pragma unroll
+    for (int part = 0; part < kPartsW; ++part)
+      tma_load_3d(smem_address(stage) + part * kMmaBytes, map, slab * kSlabK, row_of(row, part),
+                  expert, full);
+  }
+
+  // By all threads of the producer: one for every row.
+  __device__ __forceinline__ void load_scales(unsigned char* stage, int slab, int expert,
+                                              int row) const {
+    const int column = kBlockColumns > 0 ? slab * kSlabK / max(kBlockColumns, 1) : 0;
+#pragma unroll 1  // registers are scarce here
+    for (int i = threadIdx.x % kProducerThreads; i < kRowsW; i += kProducerThreads) {
+      const int from = min(row_of(row, i / kMmaM) + i % kMmaM, num_rows - 1) / kBlockRows;
+      const int64_t block = static_cast<int64_t>(expert) * row_blocks + from;
+      cp_async_4(stage + kScalePlane + i * 4, scales + block * column_blocks + column);
+    }
+  }
+};
+
+// Two codes as floats.
+__device__ __forceinline__ float2 code_values(unsigned short codes) {
+  if constexpr (IS_E4M3) {
+    const __half2 pair = static_cast<__half2>(
+        static_cast<__half2_raw>(__nv_cvt_fp8x2_to_halfraw2(codes, __NV_E4M3)));
+    return __half22float2(pair);
+  } else {  // q + 128 in the mantissa of 2^23
+    const uint32_t biased = codes ^ 0x8080u;
+    constexpr float kBias = 8388608.0f + 128.0f;
+    return float2{__uint_as_float(__byte_perm(biased, 0x4b000000u, 0x7440)) - kBias,
+                  __uint_as_float(__byte_perm(biased, 0x4b000000u, 0x7441)) - kBias};
+  }
+}
+
+// A lane's fragments of a slab.
+struct MoeDecoder {
+  const unsigned char* stage;
+  int first_row, g, t;  // of the warpgroup's first m-tile: row g of the lane
+  float scales[kMmaTiles][2];
+
+  __device__ __forceinline__ explicit MoeDecoder(int warpgroup)
+      : first_row(warpgroup * kMmaTiles * kMmaM + threadIdx.x / kWarpSize % 4 * 16 +
+                  threadIdx.x % kWarpSize / 4),
+        g(threadIdx.x % kWarpSize / 4),
+        t(threadIdx.x % 4) {}
+
+  __device__ __forceinline__ void begin_stage(const unsigned char* smem) {
+    stage = smem;
+    const float* from = reinterpret_cast<const float*>(stage + kScalePlane) + first_row;
+#pragma unroll
+    for (int j = 0; j < kMmaTiles; ++j)
+      scales[j][0] = from[j * kMmaM], scales[j][1] = from[j * kMmaM + 8];
+  }
+  __device__ __forceinline__ void begin_slab(int) {}
+  template <int kStep>
+  __device__ __forceinline__ void load_scales(int) {}
+
+  // Step kStep of slab d is one chunk of the swizzle: 16 bytes of a row.
+  template <int kStep>
+  __device__ __forceinline__ void decode(int j, int d, uint32_t (&a)[4]) const {
+    const unsigned char* row =
+        stage + (first_row + j * kMmaM) * kSlabRowBytes + (((d * 4 + kStep) ^ g) << 4) + 2 * t;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 v = code_values(
+          *reinterpret_cast<const unsigned short*>(row + i % 2 * 8 * kSlabRowBytes + i / 2 * 8));
+      a[i] = pack2<scalar_t>(v.x * scales[j][i % 2], v.y * scales[j][i % 2]);
+    }
+  }
+};

@@ -1,0 +1,245 @@
+// The consumer warpgroups of gemm_fp8_sm90.cu and gemm_int8_sm90.cu: wgmma on codes, scales, then
+// the epilogue.
+//
+// The tensor cores' sums of e4m3 products keep some 14 bits: the sums of each stage are added to
+// others in float. With blocks their scales are applied there. Sums of int8 are exact.
+#pragma once
+
+#include "gemm/consumer_sm90.cuh"
+#include "gemm/wgmma_codes.cuh"
+
+constexpr int kScaleBlock = 128;
+static_assert(kSlabK == kScaleBlock, "a slab of k is a block of scales");
+#ifdef BLOCKS
+constexpr bool kBlocks = BLOCKS;
+static_assert(!kBlocks || (kScaleBlock % kTileN == 0 && kDepth == 1),
+              "a stage of a tile has one block of the weight");
+#else
+constexpr bool kBlocks = false;
+#endif
+
+struct W8Scales {
+  const float* x;       // (M,), or (M, ceil(K / 128)) with kBlocks
+  const float* weight;  // (N,), or (ceil(N / 128), ceil(K / 128)) with kBlocks
+  int num_blocks;       // ceil(K / 128)
+};
+
+// The scales of a warp's sums for blocks of k, in turn. A lane loads that of one row, l % 16 of
+// m-tile l / 16, and those of the weight for even and odd groups of eight columns (gate and up,
+// where these are split): few registers, as there are none to spare.
+struct BlockScales {
+  static_assert(kMmaTilesM <= 2, "a lane for each row");
+  const float *x, *weight;  // of the block to be loaded next
+  int odd, left;            // from even groups' to odd groups'; blocks that are left
+  float x_scale, even_scale, odd_scale;
+  float next_x, next_even, next_odd;
+
+  // `row` and `col` are the first of the warp's sums.
+  __device__ __forceinline__ BlockScales(const W8Scales& s, const Epilogue& e, int row, int col,
+                                         int m, int n, int block)
+      : left(s.num_blocks - block) {
+    const int lane_idx = threadIdx.x % 32;
+    const int r = row + (kMmaTilesM == 2 ? lane_idx / 16 * kMmaM : 0) + lane_idx % 16;
+    const auto block_of = [&](int c) { return e.bias_index(min(c, n - 1)) / kScaleBlock; };
+    x = s.x + static_cast<int64_t>(min(r, m - 1)) * s.num_blocks + block;
+    weight = s.weight + static_cast<int64_t>(block_of(col)) * s.num_blocks + block;
+    odd = e.num_gates > 0 ? (block_of(col + 8) - block_of(col)) * s.num_blocks : 0;
+  }
+  // Takes the block that the call before has loaded, and loads the one after it.
+  __device__ __forceinline__ void advance() {
+    x_scale = next_x, even_scale = next_even, odd_scale = next_odd;
+    if (left <= 0) return;
+    next_x = *x++, next_even = *weight, next_odd = weight[odd];
+    ++weight, --left;
+  }
+};
+
+// The factors of a thread's sums: of [m-tile][row of two][even, odd group of columns].
+struct BlockFactors {
+  float of[kMmaTilesM][2][2];
+
+  __device__ __forceinline__ explicit BlockFactors(const BlockScales& s) {
+#pragma unroll
+    for (int j = 0; j < kMmaTilesM; ++j)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int lane = j * 16 + half * 8 + threadIdx.x % 32 / 4;
+        const float x = __shfl_sync(~0u, s.x_scale, lane);
+        of[j][half][0] = x * s.even_scale, of[j][half][1] = x * s.odd_scale;
+      }
+  }
+};
+
+// What `multiply` says of the operands, of the slab that begins at these addresses.
+template <typename Sum>
+__device__ __forceinline__ void multiply_slab(Sum (&acc)[kWarpgroupCols / 2], unsigned x,
+                                              unsigned w, bool accumulate) {
+  const uint64_t a = wgmma_descriptor(x), b = wgmma_descriptor(w);
+#pragma unroll
+  for (int step = 0; step < kSlabK / 32; ++step)
+    wgmma_codes<kWarpgroupCols>(acc, a + step * 2, b + step * 2, accumulate || step > 0);
+}
+
+// e4m3: the sums of each stage are added to `acc`. `row` and `col` are the warp's first.
+__device__ __forceinline__ void multiply_e4m3(const Pipeline& p, const TileScheduler& s,
+                                              int warpgroup, bool is_warmup,
+                                              DynamicPipelineState& state, const W8Scales& scales,
+                                              const Epilogue& e, int row, int col, Sums& acc) {
+  const unsigned rows = p.x + warpgroup * kMmaTilesM * kMmaM * kSlabRowBytes;
+  const unsigned full = is_warmup ? p.idle : p.full;
+  const int last_k = is_warmup ? s.first_k + 1 : s.last_k;
+  if (is_warmup) state.phase = 1;                  // the phase before the first is over
+  state.stage = __shfl_sync(~0u, state.stage, 0);  // tells ptxas that it is warp-uniform
+#pragma unroll
+  for (int j = 0; j < kMmaTilesM; ++j)
+#pragma unroll
+    for (int i = 0; i < kWarpgroupCols / 2; ++i) acc[j][i] = 0.0f;
+  BlockScales block(scales, e, row, col, s.m, s.n, s.first_k);
+  if constexpr (kBlocks) block.advance(), block.advance();
+#pragma unroll 1
+  for (int i = s.first_k; i < last_k; ++i) {
+    mbarrier_wait(full + state.stage * 8, state.phase);
+    const BlockFactors factors(block);
+    if constexpr (kBlocks) block.advance();
+#pragma unroll
+    for (int j = 0; j < kMmaTilesM; ++j) {
+      float part[kWarpgroupCols / 2];
+      wgmma_fence();
+#pragma unroll
+      for (int d = 0; d < kDepth; ++d)
+        multiply_slab(part, rows + state.stage * p.stage_x + d * p.slab_x + j * kMmaM * 128,
+                      p.w + state.stage * kStageW + d * kBytesW, d > 0);
+      wgmma_commit();
+      wgmma_wait<0>();
+      wgmma_pin(part);
+      if (j == kMmaTilesM - 1 && !is_warmup) consumer_release(p, s, state.stage);
+#pragma unroll
+      for (int c = 0; c < kWarpgroupCols / 2; ++c) {
+        if constexpr (kBlocks)
+          acc[j][c] += part[c] * factors.of[j][c / 2 % 2][c / 4 % 2];
+        else
+          acc[j][c] += part[c];
+      }
+    }
+    state.advance(p.stages);
+  }
+  if (is_warmup) state = DynamicPipelineState(0);
+}
+
+// int8: as `multiply` of consumer_sm90.cuh.
+__device__ __forceinline__ void multiply_int8(const Pipeline& p, const TileScheduler& s,
+                                              int warpgroup, bool is_warmup,
+                                              DynamicPipelineState& state, Sums& sums) {
+  const unsigned rows = p.x + warpgroup * kMmaTilesM * kMmaM * kSlabRowBytes;
+  const unsigned full = is_warmup ? p.idle : p.full;
+  const int last_k = is_warmup ? s.first_k + 1 : s.last_k;
+  if (is_warmup) state.phase = 1;                  // the phase before the first is over
+  state.stage = __shfl_sync(~0u, state.stage, 0);  // tells ptxas that it is warp-uniform
+  int acc[kMmaTilesM][kWarpgroupCols / 2] = {};
+  int last = 0;
+#pragma unroll 1
+  for (int i = s.first_k; i < last_k; ++i) {
+    mbarrier_wait(full + state.stage * 8, state.phase);
+    wgmma_fence();
+#pragma unroll
+    for (int d = 0; d < kDepth; ++d)
+#pragma unroll
+      for (int j = 0; j < kMmaTilesM; ++j)
+        multiply_slab(acc[j], rows + state.stage * p.stage_x + d * p.slab_x + j * kMmaM * 128,
+                      p.w + state.stage * kStageW + d * kBytesW, true);
+    wgmma_commit();
+    wgmma_wait<1>();  // the stage before this one has been read
+    if (i > s.first_k) consumer_release(p, s, last);
+    last = state.stage;
+    state.advance(p.stages);
+  }
+  wgmma_wait<0>();
+  if (is_warmup)
+    state = DynamicPipelineState(0);
+  else
+    consumer_release(p, s, last);
+#pragma unroll
+  for (int j = 0; j < kMmaTilesM; ++j) {
+    wgmma_pin(acc[j]);
+#pragma unroll
+    for (int i = 0; i < kWarpgroupCols / 2; ++i) sums[j][i] = static_cast<float>(acc[j][i]);
+  }
+}
+
+// Applies the scales of rows and columns to the sums of kTiles m-tiles, the first at (row, col).
+template <int kTiles, int kSums>
+__device__ __forceinline__ void apply_scales(const W8Scales& s, const Epilogue& e,
+                                             float (&acc)[kTiles][kSums], int row, int col, int m,
+                                             int n) {
+  const int lane_idx = threadIdx.x % 32;
+  // Of columns lane_idx, lane_idx + 32, ...: the others' come by shuffles, after one latency.
+  float weight[(kSums * 2 + 31) / 32], x[kTiles][2];
+#pragma unroll
+  for (int i = 0; i < (kSums * 2 + 31) / 32; ++i) {
+    const int c = col + i * 32 + lane_idx;
+    weight[i] = c < n ? s.weight[e.bias_index(c)] : 0.0f;
+  }
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int r = row + tile * kMmaM + lane_idx / 4 + half * 8;
+      x[tile][half] = r < m ? s.x[r] : 0.0f;
+    }
+#pragma unroll
+  for (int j = 0; j < kSums / 4; ++j)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float w = __shfl_sync(~0u, weight[j / 4], j % 4 * 8 + lane_idx % 4 * 2 + i);
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        float* a = acc[tile] + 4 * j + i;
+        a[0] = a[0] * x[tile][0] * w;
+        a[2] = a[2] * x[tile][1] * w;
+      }
+    }
+}
+
+// As `consume` of consumer_sm90.cuh.
+__device__ __forceinline__ void consume_codes(const Pipeline& p, const TileScheduler& s,
+                                              unsigned char* smem, const Epilogue& e,
+                                              const W8Scales& scales, bool is_wide,
+                                              const TensorMap* map_out, bool warms_up) {
+  // Shuffled, to tell ptxas that it is warp-uniform: descriptors are then computed once per warp.
+  const int warp_idx = __shfl_sync(~0u, (threadIdx.x - kFirstConsumer) / 32, 0);
+  const int warpgroup = warp_idx / 4;
+  unsigned char* staging = smem + (p.staging - p.x) + warp_idx * kStagings * kWarpStaging;
+  constexpr int kWarmup = -1;
+  const auto next = [&](int index) {
+    if (index != kWarmup) return index + s.step();
+    pdl_wait();  // the preceding kernel may read what we write, and write what we read
+    return s.first();
+  };
+  DynamicPipelineState state(0);
+#pragma unroll 1
+  for (int index = warms_up ? kWarmup : next(kWarmup); index < s.count(); index = next(index)) {
+    Sums acc;
+    const int2 tile = index == kWarmup ? make_int2(s.m, 0) : s.tile(index);
+    const int row = tile.x + warpgroup * kMmaTilesM * kMmaM + warp_idx % 4 * 16;
+    if constexpr (kCodes == 1)
+      multiply_e4m3(p, s, warpgroup, index == kWarmup, state, scales, e, row, tile.y, acc);
+    else
+      multiply_int8(p, s, warpgroup, index == kWarmup, state, acc);
+    if constexpr (kClusterK > 1) {
+      float own[1][kSliceSums];
+      if (row >= s.m) continue;  // no such rows in any CTA: none sends or waits
+      exchange_sums(p, s, smem + (p.sums - p.x), acc[0], own[0]);
+      const Corner corner{staging, row, tile.y + s.rank_k * kSlice};
+      if constexpr (!kBlocks) apply_scales(scales, e, own, row, corner.col, s.m, s.n);
+      store(e, own[0], corner, s.m, s.n, is_wide, map_out, 0);
+    } else {
+      if constexpr (!kBlocks) apply_scales(scales, e, acc, row, tile.y, s.m, s.n);
+#pragma unroll
+      for (int i = 0; i < kMmaTilesM; ++i) {
+        const Corner corner{staging, row + i * kMmaM, tile.y};
+        store(e, acc[i], corner, s.m, s.n, is_wide, map_out, i);
+      }
+    }
+  }
+  if constexpr (kStores) bulk_wait();  // shared memory must outlive the last stores
+}

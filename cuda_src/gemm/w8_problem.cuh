@@ -1,0 +1,104 @@
+// Products of two operands in 8 bits (gemm_fp8, gemm_int8), and how the host describes them.
+//
+//   out[m, n] = activation(sum_k xq[m, k] * weight[n, k] * x_scale * weight_scale + bias[n])
+//               + residual[m, n]
+//
+// Scales are of a row of xq and a row of the weight; with kBlocks of 128 columns of a row of xq and
+// of 128 x 128 of the weight, and are applied to the sum of each 128 columns.
+#pragma once
+
+#include "common/codes.cuh"
+#include "common/mma.cuh"
+#include "common/pdl.cuh"
+#include "gemm/problem.cuh"
+
+constexpr int kScaleBlock = 128;
+
+struct W8Params {
+  // (M, K) codes; or scalar_t where x_scales is null, in skinny kernels with a single row. Rows
+  // x_stride elements apart
+  const void* x;
+  int64_t x_stride;
+  const float* x_scales;  // (M,), or (M, ceil(K / 128)) with blocks; null: x is quantized here
+  const unsigned char* weight;  // (N, K) codes, contiguous
+  const float* weight_scales;   // (N,), or (ceil(N / 128), ceil(K / 128)) with blocks
+  const scalar_t* norm_weight;  // (K,): an RMSNorm precedes the quantization; null: none
+  float eps, weight_offset;     // of the norm
+  const scalar_t* bias;         // (N,), or null
+  const void* residual;         // shape and dtype of out, rows residual_stride apart; may be out
+  int64_t residual_stride;      // elements
+  void* out;                    // (M, N), or (M, N / 2) gated; scalar_t, or float if is_float
+  int64_t out_stride;           // elements
+  int m, n, k;
+  int k_per_split;  // skinny: pairs of values of k that a warp sums, a multiple of kStepK
+  int num_tiles;    // skinny: of blockDim.z * 16 rows of the weight
+  int num_stages;   // skinny: of each warp's ring
+  int num_gates;    // rows of gate, if all of these precede those of up; else 0
+  int activation;   // an Activation
+  int is_float;
+  int is_vector;  // rows of out and residual can be accessed four elements at a time
+  int uses_pdl;   // the preceding kernel may still run; it writes no parameter of the model
+  // skinny: what the next product reads first, brought to the L2 cache at the end; or null
+  const unsigned char *prefetch_a, *prefetch_b;
+  int prefetch_bytes;  // of each, a multiple of 16
+};
+
+__device__ __forceinline__ int scale_blocks(int size) {
+  return (size + kScaleBlock - 1) / kScaleBlock;
+}
+
+// Four e4m3 codes as two pairs of __half, exactly. Before sm_89 a code of NaN becomes 480.
+__device__ __forceinline__ void halves_of_e4m3(uint32_t codes, uint32_t& low, uint32_t& high) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  asm("{\n.reg .b16 a, b;\n"
+      "mov.b32 {a, b}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, a;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, b;\n}"
+      : "=r"(low), "=r"(high)
+      : "r"(codes));
+#else
+  const auto halves = [](uint32_t t) {  // codes in the upper byte of each half
+    const uint32_t bits = (t & 0x80008000u) | ((t & 0x7f007f00u) >> 1);
+    const __half2 x = __hmul2(*reinterpret_cast<const __half2*>(&bits), __float2half2_rn(256.0f));
+    return *reinterpret_cast<const uint32_t*>(&x);
+  };
+  low = halves(__byte_perm(codes, 0, 0x1404));
+  high = halves(__byte_perm(codes, 0, 0x3424));
+#endif
+}
+
+// What differs between the two types of codes: D (16, 8) += A (16, 32) B (32, 8), fragments as in
+// common/mma.cuh with four codes in a register instead of two values.
+struct Fp8Product {
+  using Codes = E4m3;
+  using sum_t = float;
+  static constexpr bool kIsFp8 = true;
+  // As __half, which holds every code: sums keep float's precision.
+  __device__ __forceinline__ static void mma(float (&d)[4], const uint32_t (&a)[4],
+                                             const uint32_t (&b)[2]) {
+    uint32_t a_low[4], a_high[4], b_low[2], b_high[2];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) halves_of_e4m3(a[i], a_low[i], a_high[i]);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) halves_of_e4m3(b[i], b_low[i], b_high[i]);
+    const uint32_t a0[4] = {a_low[0], a_low[1], a_high[0], a_high[1]};
+    const uint32_t a1[4] = {a_low[2], a_low[3], a_high[2], a_high[3]};
+    const uint32_t b0[2] = {b_low[0], b_high[0]}, b1[2] = {b_low[1], b_high[1]};
+    mma_m16n8k16<__half>(d, a0, b0);
+    mma_m16n8k16<__half>(d, a1, b1);
+  }
+};
+
+struct Int8Product {
+  using Codes = Int8;
+  using sum_t = int;
+  static constexpr bool kIsFp8 = false;
+  __device__ __forceinline__ static void mma(int (&d)[4], const uint32_t (&a)[4],
+                                             const uint32_t (&b)[2]) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};\n"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  }
+};

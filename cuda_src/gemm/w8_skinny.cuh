@@ -1,0 +1,313 @@
+// Few rows of x (decoding): a weight of codes is read once, through skinny_ring.cuh's rings.
+//
+// Two neighbouring codes are a value of 16 bits to the ring, so that half of a stage's 256 values
+// of k, 128 bytes of a row, is a block of scales. x is made by w8_x.cuh in every block: a model's
+// step needs no launch for it. A warp of the skinny kernels sums its part of k; the parts' sums are
+// added in their order.
+#pragma once
+
+#include "gemm/skinny_epilogue.cuh"
+#include "gemm/skinny_weights.cuh"
+#include "gemm/w8_x.cuh"
+
+// The product of a warp's 16 rows of the weight with up to eight tokens.
+template <typename Product, bool kBlocks, typename Shape>
+struct W8Warp {
+  static constexpr int kSets = kBlocks ? 2 : 4;  // independent accumulators
+  using sum_t = typename Product::sum_t;
+
+  const W8Params& p;
+  int g, t, lanes_tokens;  // tokens from this lane's on
+  const unsigned char* x;  // this lane's first values
+  const float* scales;     // of x
+  int blocks;
+  sum_t acc[kSets][4];
+  float scaled[4];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int s = 0; s < kSets; ++s)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) acc[s][e] = 0;
+  }
+
+  __device__ __forceinline__ uint4 load_x(int offset) const {
+    uint4 v = {};
+    if (lanes_tokens > 0) v = *reinterpret_cast<const uint4*>(x + offset);
+    return v;
+  }
+
+  // 64 values of k, the first is `k` of x's row; low and high are weight rows g and g + 8.
+  __device__ __forceinline__ void multiply(const uint4& low, const uint4& high, int k) {
+    const uint32_t a[4] = {low.x, low.y, low.z, low.w}, b[4] = {high.x, high.y, high.z, high.w};
+    const uint4 v = load_x(k);
+    const uint32_t tokens[4] = {v.x, v.y, v.z, v.w};
+    if constexpr (Product::kIsFp8) {
+#pragma unroll
+      for (int word = 0; word < 4; ++word) {
+        uint32_t frag_a[4], frag_b[2];
+        halves_of_e4m3(a[word], frag_a[0], frag_a[2]);
+        halves_of_e4m3(b[word], frag_a[1], frag_a[3]);
+        halves_of_e4m3(tokens[word], frag_b[0], frag_b[1]);
+        mma_m16n8k16<__half>(acc[word % kSets], frag_a, frag_b);
+      }
+    } else {
+      const uint32_t a0[4] = {a[0], b[0], a[1], b[1]}, a1[4] = {a[2], b[2], a[3], b[3]};
+      const uint32_t b0[2] = {tokens[0], tokens[1]}, b1[2] = {tokens[2], tokens[3]};
+      Product::mma(acc[0], a0, b0);
+      Product::mma(acc[1], a1, b1);
+    }
+  }
+
+  // A stage of the ring; `k` is its first value. With blocks, `weight_scales` are those of the
+  // first eight rows and of the others, of its first block.
+  __device__ __forceinline__ void multiply_stage(const unsigned char* stage, int k,
+                                                 const float (&weight_scales)[2][2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const unsigned char* from =
+            stage + half * (Shape::kStageBytes / 2) + g * 128 + (((j ^ (g & 1)) * 4 + t) << 4);
+        multiply(*reinterpret_cast<const uint4*>(from),
+                 *reinterpret_cast<const uint4*>(from + 1024), k + half * 128 + j * 64);
+      }
+      if constexpr (kBlocks) {
+        const int block = k / kScaleBlock + half;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int token = 2 * t + e % 2;
+          const float x_scale =
+              token < p.m && block < blocks ? scales[token * blocks + block] : 0.0f;
+          scaled[e] += (acc[0][e] + acc[1][e]) * x_scale * weight_scales[e / 2][half];
+        }
+        clear();
+      }
+    }
+  }
+
+  // A lane's sums to those of its warp: floats, or the bits of int.
+  __device__ __forceinline__ void store(float* sums) const {
+    sum_t sum[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      if constexpr (kBlocks) {
+        sum[e] = scaled[e];
+      } else {
+        sum[e] = acc[0][e];
+#pragma unroll
+        for (int s = 1; s < kSets; ++s) sum[e] += acc[s][e];
+      }
+    }
+    sum_t* to = reinterpret_cast<sum_t*>(sums) + t * 2 * Shape::kPitch + g;
+    if (2 * t < p.m) to[0] = sum[0], to[8] = sum[2];
+    if (2 * t + 1 < p.m) to[Shape::kPitch] = sum[1], to[Shape::kPitch + 8] = sum[3];
+  }
+};
+
+// The four columns of out that a thread finishes of a tile, if any, and what they need.
+template <bool kBlocks, typename Shape>
+struct W8Columns {
+  bool exists;
+  int token, row, column;
+  OutputOperands o;
+  Vec<float, 4> gate_scales, up_scales;
+
+  __device__ __forceinline__ W8Columns(const Problem& p, const SkinnyBlock<Shape>& b,
+                                       const float* weight_scales, int row0) {
+    OutputPlace<Shape> place(p, b);
+    exists = place.is_inside(p, row0);
+    token = place.token, row = place.row, column = place.column;
+    o = {};
+    gate_scales = up_scales = Vec<float, 4>{};
+    if (!exists) return;
+    skinny_load_bias(p, b, place, o);
+    if constexpr (kBlocks) return;
+    const bool is_gated = p.epilogue.is_gated();
+    const int first = is_gated && b.num_gates == 0 ? row0 + row : column;
+    const int up = b.num_gates > 0 ? first + b.num_gates : first + 8;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (is_gated || first + j < p.n) gate_scales.v[j] = weight_scales[first + j];
+      if (is_gated) up_scales.v[j] = weight_scales[up + j];
+    }
+  }
+
+  __device__ __forceinline__ void load_residual(const Problem& p, const SkinnyBlock<Shape>& b,
+                                                int row0) {
+    OutputPlace<Shape> place(p, b);
+    if (place.is_inside(p, row0)) skinny_load_residual(p, place, o);
+  }
+
+  // The sums of four rows of the weight over the block's parts, with their scales.
+  template <typename sum_t>
+  __device__ __forceinline__ static Vec<float, 4> scaled_sums(const float* from, int sum_floats,
+                                                              float x_scale,
+                                                              const Vec<float, 4>& scales) {
+    sum_t sum[4] = {};
+#pragma unroll 4
+    for (int part = 0; part < static_cast<int>(blockDim.y); ++part) {
+      const Vec<sum_t, 4> v =
+          load_vec<sum_t, 4>(reinterpret_cast<const sum_t*>(from + part * sum_floats));
+#pragma unroll
+      for (int j = 0; j < 4; ++j) sum[j] += v.v[j];
+    }
+    Vec<float, 4> y;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      y.v[j] = static_cast<float>(sum[j]);
+      if constexpr (!kBlocks) y.v[j] = y.v[j] * x_scale * scales.v[j];
+    }
+    return y;
+  }
+
+  template <typename sum_t>
+  __device__ __forceinline__ void finish(const Problem& p, const float* sums,
+                                         const float* x_scales) const {
+    if (!exists) return;
+    const Epilogue& e = p.epilogue;
+    const float* from = sums + token * Shape::kPitch + row;
+    const float x_scale = kBlocks ? 1.0f : x_scales[token];
+    const int step = p.m * Shape::kPitch;
+    Vec<float, 4> y = scaled_sums<sum_t>(from, step, x_scale, gate_scales);
+    if (e.is_gated()) {
+      const Vec<float, 4> up = scaled_sums<sum_t>(from + 8, step, x_scale, up_scales);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) y.v[j] = silu(y.v[j] + o.bias.v[j]) * (up.v[j] + o.up_bias.v[j]);
+    } else if (!e.is_bare()) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) y.v[j] = activate(e.activation, y.v[j] + o.bias.v[j]);
+    }
+    if (e.residual != nullptr) {  // -0 + 0 would lose the sign
+#pragma unroll
+      for (int j = 0; j < 4; ++j) y.v[j] += o.residual.v[j];
+    }
+    const int n = e.out_columns(p.n);
+    if (e.is_float)
+      skinny_store<float>(e, token, column, n, y);
+    else
+      skinny_store<scalar_t>(e, token, column, n, y);
+  }
+};
+
+// Brings this block's share of what the next product reads first to the L2 cache: memory would wait
+// for that product's start. By one warp, when it has no own weights left to load.
+__device__ __forceinline__ void prefetch_share(const unsigned char* from, int bytes, int lane_idx) {
+  if constexpr (kHasClusters) {  // and bulk copies
+    if (from == nullptr) return;
+    constexpr int kPiece = 2048;
+    const int step = static_cast<int>(gridDim.x) * kPiece;
+    for (int i = static_cast<int>(blockIdx.x) * kPiece + lane_idx * step; i < bytes;
+         i += kWarpSize * step)
+      asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from + i),
+                   "r"(min(kPiece, bytes - i))
+                   : "memory");
+  }
+}
+
+// The ring's view of the problem: pairs of codes.
+__device__ __forceinline__ Problem w8_pairs(const W8Params& p) {
+  const Epilogue epilogue{p.bias,       p.residual,   p.out,           p.residual_stride,
+                          p.out_stride, p.activation, p.is_float != 0, p.is_vector != 0};
+  return Problem{nullptr,
+                 reinterpret_cast<const scalar_t*>(p.weight),
+                 0,
+                 p.m,
+                 p.n,
+                 p.k / 2,
+                 p.k_per_split,
+                 nullptr,
+                 Norm{},
+                 epilogue};
+}
+
+// SAFETY: with uses_pdl the preceding kernel may still run; it must not write the weight, its
+// scales, the norm's weight or the bias.
+template <typename Product, bool kBlocks, int kStages>
+__device__ __forceinline__ void w8_skinny(const W8Params& params) {
+  using Shape = SkinnyShape<1, kStages, 2>;
+  extern __shared__ __align__(128) unsigned char smem[];
+  __shared__ float smem_scales[kW8Tokens];
+  __shared__ float smem_reduce[2 * kW8MaxWarps];
+  pdl_trigger();
+  const Problem p = w8_pairs(params);
+  SkinnyParams ring{};
+  ring.num_tiles = params.num_tiles, ring.num_stages = params.num_stages;
+  ring.num_gates = params.num_gates;
+  SkinnyBlock<Shape> b(p, ring, smem);
+  b.sums = reinterpret_cast<float*>(b.x + params.m * W8Rows<Product, kBlocks>::pitch_of(params.k));
+  const int sum_floats = params.m * Shape::kPitch;  // of a warp
+  float* x_scales = kBlocks ? b.sums + Shape::kBuffers * b.num_warps * sum_floats : smem_scales;
+  WeightLoader<Shape> loader(p, b);
+  const auto start = [&] {
+#pragma unroll 1
+    for (int i = 0; i < kStages - 1; ++i) loader.load();
+  };
+  // While the preceding kernel may still run, weights can be loaded. Otherwise x goes first: queued
+  // after the weights it would wait for all of them.
+  if (params.uses_pdl != 0) start();
+  {
+    const W8Rows<Product, kBlocks> rows(params, b, x_scales, smem_reduce);
+    rows.begin();
+    if (params.uses_pdl != 0) rows.prefetch_norm();
+    pdl_wait();
+    rows.prepare();
+  }
+  if (params.uses_pdl == 0) start();
+
+  const int g = b.lane_idx / 4, t = b.lane_idx % 4, blocks = scale_blocks(params.k);
+  W8Warp<Product, kBlocks, Shape> warp{params, g, t, params.m - g};
+  warp.x = b.x + g * W8Rows<Product, kBlocks>::pitch_of(params.k) + t * 16;
+  warp.scales = x_scales, warp.blocks = blocks;
+  int stage = 0, buffer = 0;
+  bool prefetches = b.warp_idx == 0;
+#pragma unroll 1
+  for (int tile = b.tile; tile < b.num_tiles; tile += b.tile_step) {
+    const int row0 = b.row0(tile);
+    W8Columns<kBlocks, Shape> columns(p, b, params.weight_scales, row0);
+    columns.load_residual(p, b, row0);
+    const int low = b.num_gates > 0 ? row0 / 2 : row0;
+    const int high = b.num_gates > 0 ? low + b.num_gates : low + 8;
+    warp.clear();
+#pragma unroll
+    for (int e = 0; e < 4; ++e) warp.scaled[e] = 0.0f;
+#pragma unroll 1
+    for (int k = b.k_begin; k < b.k_end; k += kStepK) {
+      float weight_scales[2][2] = {};
+      if constexpr (kBlocks) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int block = 2 * k / kScaleBlock + half;
+          if (block >= blocks) continue;
+          const auto at = [&](int row) {
+            return row < p.n
+                       ? params.weight_scales[static_cast<int64_t>(row / kScaleBlock) * blocks +
+                                              block]
+                       : 0.0f;
+          };
+          weight_scales[0][half] = at(low), weight_scales[1][half] = at(high);
+        }
+      }
+      cp_async_wait<kStages - 2>();
+      __syncwarp();   // SAFETY: the lanes see each other's copies, and have read the stage before,
+      loader.load();  // which is filled again
+      if (prefetches && loader.tile >= b.num_tiles) {
+        prefetch_share(params.prefetch_a, params.prefetch_bytes, b.lane_idx);
+        prefetch_share(params.prefetch_b, params.prefetch_bytes, b.lane_idx);
+        prefetches = false;
+      }
+      warp.multiply_stage(b.ring + stage * Shape::kStageBytes, 2 * k, weight_scales);
+      stage = stage + 1 == kStages ? 0 : stage + 1;
+    }
+    float* sums = b.sums + (buffer * b.num_warps + b.warp_idx) * sum_floats;
+    warp.store(sums);
+    skinny_sync(b);
+    columns.template finish<typename Product::sum_t>(p, sums - threadIdx.y * sum_floats, x_scales);
+    buffer ^= 1;  // SAFETY: as in skinny_ring
+  }
+}
+
+#define ENGINE_W8_SKINNY(name, ...)                                                               \
+  extern "C" __global__ void __launch_bounds__(256, 1) name(const __grid_constant__ W8Params p) { \
+    __VA_ARGS__(p);                                                                               \
+  }

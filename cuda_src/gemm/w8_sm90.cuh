@@ -1,0 +1,79 @@
+// The kernel of gemm_fp8_sm90.cu and gemm_int8_sm90.cu: gemm_sm90.cu's, with operands in 8 bits.
+#pragma once
+
+#include "gemm/producer_sm90.cuh"
+#include "gemm/w8_consumer_sm90.cuh"
+
+// Fields that GemmSm90Params has too mean the same.
+struct GemmW8Sm90Params {
+  TensorMap map_x;     // x (M, K) codes, contiguous; K is a multiple of 16
+  TensorMap map_tail;  // x by boxes of tail_part rows
+  TensorMap map_w;     // weight (N, K) codes
+  TensorMap map_out;
+  const float* x_scales;       // (M,), or (M, ceil(K / 128)) with blocks
+  const float* weight_scales;  // (N,), or (ceil(N / 128), ceil(K / 128)) with blocks
+  const scalar_t* bias;        // (N,), or null
+  const void* residual;
+  int64_t residual_stride;
+  void* out;
+  int64_t out_stride;
+  int m, n, k;
+  int band;
+  int x_part, tail_part;
+  int stages;
+  int uses_pdl;   // the preceding kernel may still run; it writes no parameter of the model
+  int num_gates;  // a multiple of 64 with blocks
+  int activation;
+  int is_float;
+  int out_vector;  // elements of one access of out and residual: 0 one, 1 four, 2 eight
+};
+
+__device__ __forceinline__ void gemm_w8_sm90(const GemmW8Sm90Params& p) {
+  pdl_trigger();
+  extern __shared__ unsigned char smem_raw[];
+  unsigned char* smem = align_smem(smem_raw);
+  const Pipeline pipeline(smem_address(smem), p.stages, (p.x_part * kClusterN + 7) / 8 * 8);
+  const TileScheduler scheduler(p.m, p.n, p.k, p.band);
+  const Loading loading{p.x_part, p.tail_part, p.uses_pdl != 0, p.num_gates > 0};
+  const Loader loader(pipeline, scheduler, &p.map_x, &p.map_tail, &p.map_w, loading);
+  // Shuffled, to tell ptxas that it is warp-uniform.
+  const int warp_idx = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);
+  if (warp_idx == kProducer / 32 && elect_one()) {
+    tma_prefetch_map(&p.map_w);
+    tma_prefetch_map(&p.map_x);
+    tma_prefetch_map(&p.map_tail);
+    if (kStores) tma_prefetch_map(&p.map_out);
+    const int rows = p.m - scheduler.tile(scheduler.first()).x;  // the only tile where k is shared
+    pipeline.init(min(kTileM, (rows + 15) / 16 * 16));
+    if (kLoadsAlone) load_early(pipeline, scheduler, loader);
+  }
+  if (kClusterSize > 1)
+    cluster_sync_relaxed();  // the fence is part of init
+  else
+    __syncthreads();
+  const Epilogue epilogue{p.bias,       p.residual,   p.out,           p.residual_stride,
+                          p.out_stride, p.activation, p.is_float != 0, p.out_vector != 0,
+                          p.num_gates};
+  const W8Scales scales{p.x_scales, p.weight_scales, (p.k + kScaleBlock - 1) / kScaleBlock};
+  // Producer and consumers part here for good, as setmaxnreg requires.
+  if (warp_idx < kFirstConsumer / 32 || warp_idx >= (kFirstConsumer + kConsumerThreads) / 32) {
+    if constexpr (kMovesRegisters) warpgroup_reg_dealloc<kProducerRegisters>();
+    if (warp_idx == kProducer / 32 && elect_one()) {
+      if (!kLoadsAlone) load_early(pipeline, scheduler, loader);
+      produce(pipeline, scheduler, loader);
+    }
+  } else {
+    if constexpr (kMovesRegisters) warpgroup_reg_alloc<kConsumerRegisters>();
+    consume_codes(pipeline, scheduler, smem, epilogue, scales, p.out_vector > 1, &p.map_out,
+                  kWarmsUp && p.uses_pdl != 0);
+  }
+  // SAFETY: other CTAs still arrive on this one's mbarriers, so it must not end before them. (With
+  // kClusterK alone it has waited for all that they send.)
+  if (kClusterM * kClusterN > 1) cluster_sync_relaxed();
+}
+
+#define ENGINE_GEMM_W8_SM90(name)                                                                \
+  extern "C" __global__ void __cluster_dims__(kClusterSize, 1, 1) __launch_bounds__(kThreads, 1) \
+      name(const __grid_constant__ GemmW8Sm90Params p) {                                         \
+    gemm_w8_sm90(p);                                                                             \
+  }

@@ -1,0 +1,157 @@
+// The rows of x in the shared memory of a skinny product of codes. A single row is quantized here
+// where it has no scales yet, after an RMSNorm where there is one.
+#pragma once
+
+#include "common/packed.cuh"
+#include "gemm/skinny_block.cuh"
+#include "gemm/skinny_loads.cuh"
+#include "gemm/w8_problem.cuh"
+
+constexpr int kW8Tokens = 8;
+constexpr int kW8MaxWarps = 8;
+
+// Rows of x as codes, [token][k], and their scales.
+template <typename Product, bool kBlocks>
+struct W8Rows {
+  using Codes = typename Product::Codes;
+  using V = Vec<scalar_t, kVec>;
+  static constexpr int kPieces = 8;  // 16-byte vectors of a single row that a thread holds
+  static constexpr int kGroupLanes = kScaleBlock / kVec;
+
+  const W8Params& p;
+  int thread, threads, warp_idx, num_warps;
+  int pitch, vectors;  // bytes of a row in shared memory; vectors of eight values in a row
+  int num_scales;      // of a row
+  unsigned char* x;
+  float *scales, *smem;  // `smem`: two floats for each warp
+
+  // Bytes from a row to the next: no bank conflicts between the rows that a warp reads at once.
+  __device__ __forceinline__ static int pitch_of(int k) { return (k + 511) / 512 * 512 + 64; }
+
+  template <typename Block>
+  __device__ __forceinline__ W8Rows(const W8Params& p, const Block& b, float* scales, float* smem)
+      : p(p),
+        thread(b.thread),
+        threads(b.threads),
+        warp_idx(b.warp_idx),
+        num_warps(b.num_warps),
+        pitch(pitch_of(p.k)),
+        vectors(p.k / kVec),
+        num_scales(kBlocks ? scale_blocks(p.k) : 1),
+        x(b.x),
+        scales(scales),
+        smem(smem) {}
+
+  // What does not depend on the preceding kernel.
+  __device__ __forceinline__ void begin() const {
+    const int count = (pitch / 256 * 256 - p.k) / 16;  // zeros after the end
+    for (int i = thread; i < p.m * count; i += threads)
+      store_vec(reinterpret_cast<uint32_t*>(x + i / count * pitch + p.k + i % count * 16),
+                Vec<uint32_t, 4>{});
+  }
+  // Brings the norm's weight to the L2 cache, while the preceding kernel may still run.
+  __device__ __forceinline__ void prefetch_norm() const {
+    if (p.norm_weight == nullptr) return;
+    for (int i = thread * 64; i < p.k; i += threads * 64)  // lines of 128 bytes
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(p.norm_weight + i));
+  }
+
+  // The values in shared memory. Ends with a barrier of the block.
+  __device__ __forceinline__ void prepare() const {
+    if (p.x_scales != nullptr)
+      copy_codes();
+    else
+      quantize_row();
+    __syncthreads();
+  }
+
+ private:
+  __device__ __forceinline__ void copy_codes() const {
+    const unsigned char* codes = static_cast<const unsigned char*>(p.x);
+    for (int i = thread * 16; i < p.k; i += threads * 16) {
+      uint4 v[kW8Tokens];  // all in flight
+#pragma unroll
+      for (int token = 0; token < kW8Tokens; ++token)
+        if (token < p.m) v[token] = *reinterpret_cast<const uint4*>(codes + token * p.x_stride + i);
+#pragma unroll
+      for (int token = 0; token < kW8Tokens; ++token)
+        if (token < p.m) *reinterpret_cast<uint4*>(x + token * pitch + i) = v[token];
+    }
+    for (int i = thread; i < p.m * num_scales; i += threads) scales[i] = p.x_scales[i];
+  }
+
+  // The reduction of one float per warp.
+  template <typename Reduce>
+  __device__ __forceinline__ float over_warps(float value, float* at, const Reduce& reduce) const {
+    if (thread % kWarpSize == 0) at[warp_idx] = value;
+    __syncthreads();
+    float all = at[0];
+    for (int i = 1; i < num_warps; ++i) all = reduce(all, at[i]);
+    return all;
+  }
+
+  __device__ __forceinline__ static V normalised(V v, const V& w, float scale, float offset) {
+#pragma unroll
+    for (int j = 0; j < kVec; ++j)
+      v.v[j] = from_float<scalar_t>(to_float(v.v[j]) * scale * (to_float(w.v[j]) + offset));
+    return v;
+  }
+  __device__ __forceinline__ static float squares(const V& v, float sum) {
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) sum += to_float(v.v[j]) * to_float(v.v[j]);
+    return sum;
+  }
+
+  // Row 0, read once, `held` in registers.
+  __device__ __forceinline__ void quantize_row() const {
+    const scalar_t* row = static_cast<const scalar_t*>(p.x);
+    Packed<kVec> held[kPieces];
+    load_pieces(row, held);
+    if (p.norm_weight != nullptr) normalise(held);
+    float factor = 0.0f;
+    if constexpr (!kBlocks) {
+      float peak = 0.0f;
+#pragma unroll
+      for (int j = 0; j < kPieces; ++j) peak = peak_of(unpack<kVec>(held[j]), peak);
+      peak = over_warps(lanes_max_or_nan<kWarpSize>(peak), smem + kW8MaxWarps, max_or_nan);
+      factor = code_factor<Codes>(peak);
+      if (thread == 0) scales[0] = code_scale<Codes>(peak);
+    }
+#pragma unroll
+    for (int j = 0; j < kPieces; ++j) {
+      const int i = thread + j * threads;
+      const V v = unpack<kVec>(held[j]);
+      if constexpr (kBlocks) {
+        const float peak = lanes_max_or_nan<kGroupLanes>(peak_of(v, 0.0f));
+        factor = code_factor<Codes>(peak);
+        if (i < vectors && i % kGroupLanes == 0) scales[i / kGroupLanes] = code_scale<Codes>(peak);
+      }
+      if (i < vectors) store_codes<Codes>(x + i * kVec, v, factor);
+    }
+  }
+
+  __device__ __forceinline__ void load_pieces(const scalar_t* from,
+                                              Packed<kVec> (&to)[kPieces]) const {
+#pragma unroll
+    for (int j = 0; j < kPieces; ++j) {
+      const int i = thread + j * threads;
+      V v = {};
+      if (i < vectors) v = load_from_l2(from + i * kVec);
+      to[j] = pack<kVec>(v);
+    }
+  }
+
+  __device__ __forceinline__ void normalise(Packed<kVec> (&held)[kPieces]) const {
+    Packed<kVec> norm[kPieces];
+    load_pieces(p.norm_weight, norm);
+    float sum = 0.0f;
+#pragma unroll
+    for (int j = 0; j < kPieces; ++j) sum = squares(unpack<kVec>(held[j]), sum);
+    sum = over_warps(warp_sum(sum), smem, [](float a, float b) { return a + b; });
+    const float scale = 1.0f / sqrtf(sum / p.k + p.eps);
+#pragma unroll
+    for (int j = 0; j < kPieces; ++j)
+      held[j] = pack<kVec>(
+          normalised(unpack<kVec>(held[j]), unpack<kVec>(norm[j]), scale, p.weight_offset));
+  }
+};

@@ -1,0 +1,104 @@
+// Matrix product with a packed weight of 4 to 8 bits on Hopper: TMA, mbarriers, wgmma.
+//
+//   out = activation(x weight^T + bias) + residual
+//
+// With num_gates the rows of gate precede those of up, and out = silu(gate) * up.
+// Arguments: GemmWna16Sm90Params, below. The weight's layout: engine/quantization/packing.py.
+//
+// Numerics: weights are rounded to scalar_t, as `dequantize` rounds them; products on tensor cores
+// (wgmma); sums, bias, activation and residual in float, one rounding at the end. Without SPLITS the
+// sums go through k in ascending steps of 16, whatever M is.
+// Parallelisation: a persistent CTA computes work tiles of kRows rows of the weight by kTokens rows
+// of x. A producer thread fills a ring of stages by TMA.
+// Consumer warpgroups turn codes into fragments in registers while wgmma multiplies those of
+// the step before. The CTAs of a cluster share one tile's sum over k: they exchange partial sums
+// through distributed shared memory, and each finishes some of the tokens.
+// Mirror: engine/reference/gemm_wna16.py
+#include "gemm_wna16/consumer_sm90.cuh"
+#include "gemm_wna16/producer_sm90.cuh"
+
+struct GemmWna16Sm90Params {
+  TensorMap map_x;     // x (M, K) by boxes of x_part rows
+  TensorMap map_tail;  // x by boxes of tail_part rows, for the tile of the last rows
+  // The planes of a packed weight (N, K) as uint8, by boxes of a stage's bytes and row tiles, or half
+  // of these with num_gates: data as (row tiles, K * bits / 256, 256), the others by slabs of k,
+  // groups or super-blocks, as (row tiles, slabs, bytes).
+  TensorMap map_data;
+  TensorMap map_high;  // any map for 4 and 8 bits
+  TensorMap map_scales;
+  TensorMap map_supers;  // any map without super-blocks
+  const scalar_t* bias;  // (N,), or null
+  const void* residual;  // shape and dtype of out, rows residual_stride apart; may be out; or null
+  int64_t residual_stride;  // elements
+  void* out;                // (M, N), or (M, N / 2) gated; scalar_t, or float if is_float
+  int64_t out_stride;       // elements
+  int m, n, slabs;          // slabs: of 64 values of k
+  int x_part, tail_part;    // rows of x in a tile, and in that of the last rows
+  int num_gates;            // rows of gate, a multiple of 16; 0: not gated
+  int activation;           // an Activation
+  int is_float;
+  int is_vector;  // eight elements of out and of residual can be accessed at a time
+  int is_early;   // the preceding kernel writes neither weight nor bias
+};
+
+extern "C" __global__ void __cluster_dims__(kSplits, 1, 1) __launch_bounds__(kThreads, kBlocks)
+    gemm_wna16_sm90(const __grid_constant__ GemmWna16Sm90Params p) {
+  pdl_trigger();
+  extern __shared__ unsigned char smem_raw[];
+  Shared& smem = *reinterpret_cast<Shared*>(smem_raw + (-smem_address(smem_raw) & 1023));
+  // Shuffled, to tell ptxas that it is warp-uniform.
+  const int warp_idx = __shfl_sync(~0u, static_cast<int>(threadIdx.x / kWarpSize), 0);
+  const int width = p.num_gates > 0 ? kRows / 2 : kRows;
+  const int columns = p.num_gates > 0 ? p.num_gates : p.n;
+  const TileScheduler scheduler{(p.m + kTokens - 1) / kTokens, (columns + width - 1) / width};
+  const int rank = kSplits > 1 ? cluster_rank() : 0;
+  const int stages_k = (p.slabs + kDepth - 1) / kDepth;
+  const int first_k = stages_k * rank / kSplits;
+  const int last_k = stages_k * (rank + 1) / kSplits;
+  if (threadIdx.x == 0) {
+    tma_prefetch_map(&p.map_x);
+    tma_prefetch_map(&p.map_tail);
+    tma_prefetch_map(&p.map_data);
+    tma_prefetch_map(&p.map_scales);
+    for (int i = 0; i < kStages; ++i) {
+      mbarrier_init(smem_address(&smem.full[i]), 1);
+      mbarrier_init(smem_address(&smem.empty[i]), kConsumerThreads / kWarpSize);
+    }
+    if constexpr (kSplits > 1) {
+      mbarrier_init(smem_address(&smem.sums_full), 1);
+      mbarrier_arrive_expect_tx(smem_address(&smem.sums_full),
+                                (kSplits - 1) * kSliceSums * kConsumerThreads * 4);
+    }
+    mbarrier_init_fence();
+  }
+  if (kSplits > 1)
+    cluster_sync_relaxed();  // the fence is part of the initialisation
+  else
+    __syncthreads();
+  // Producer and consumers part here for good, as setmaxnreg requires.
+  if (warp_idx >= kConsumerThreads / kWarpSize) {
+    if constexpr (kMovesRegisters) warpgroup_reg_dealloc<kProducerRegisters>();
+    if (warp_idx == kConsumerThreads / kWarpSize && elect_one()) {
+      const Loader load{smem,          &p.map_x,    &p.map_tail,
+                        &p.map_data,   &p.map_high, &p.map_scales,
+                        &p.map_supers, p.slabs,     p.num_gates / kTileRows,
+                        p.m,           p.x_part,    p.tail_part,
+                        first_k,       last_k};
+      produce(load, scheduler, p.is_early != 0);
+    }
+  } else {
+    if constexpr (kMovesRegisters) warpgroup_reg_alloc<kConsumerRegisters>();
+    const RowEpilogue epilogue{Epilogue{p.bias, p.residual, p.out, p.residual_stride, p.out_stride,
+                                        p.activation, p.is_float != 0, p.is_vector != 0},
+                               columns, p.num_gates};
+    const Consumer consumer{smem,
+                            p.slabs,
+                            first_k,
+                            last_k,
+                            warp_idx / 4,
+                            warp_idx,
+                            static_cast<int>(threadIdx.x % kWarpSize),
+                            p.num_gates > 0};
+    consume(consumer, epilogue, scheduler, p.m);
+  }
+}

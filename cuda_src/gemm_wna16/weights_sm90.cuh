@@ -1,0 +1,171 @@
+// From packed codes to fragments of weights, rounded to scalar_t as `dequantize` rounds them.
+#pragma once
+
+#include "gemm_wna16/decode.cuh"
+
+// Scales and offsets that scalar_t holds exactly (an exponent is a bfloat16) are applied in scalar_t:
+// everything before the last operation is exact. A scale with more bits than bfloat16 is the sum of
+// two; the smaller product is rounded before the sum is, which changes a weight only where it lies
+// within 2^-9 of half way between two numbers. All else is done in float: four instructions more
+// for two weights.
+constexpr bool kIsExactPair =
+    kIsHalf ? kScaleType == kHalfScale : kScaleType == kBfloat16Scale || kScaleType == kE8m0Scale;
+constexpr bool kIsSplit = !kIsHalf && !kIsExactPair && !kHasMinimum;
+constexpr bool kIsPairs = kIsExactPair || kIsSplit;
+constexpr int kUnbias = kCodeBias + kZero;
+// In float the codes' bias is part of the offset, where its product with the scale is exact.
+constexpr bool kFoldsBias =
+    !kIsPairs && kCodeBias != 0 && !kHasMinimum && kScaleType <= kBfloat16Scale;
+
+// The scales of a group from its stored words and the factors of its super-block.
+__device__ __forceinline__ GroupScales group_scales(uint2 own, const GroupScales& factors) {
+  GroupScales scales(own);
+  if constexpr (kSuperBlock > 0) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      scales.scale[i] *= factors.scale[i], scales.offset[i] *= factors.offset[i];
+  }
+  return scales;
+}
+
+// The scales and offsets of a lane's rows g and g + 8, for the codes of a group.
+struct RowScales {
+  float scale[2], offset[2];               // in float: a weight is code * scale + offset
+  uint32_t scale_pair[2], offset_pair[2];  // in scalar_t, twice
+  uint32_t rest_pair[2];                   // of a split scale
+
+  // From the stored words of a group, and the factors of its super-block.
+  __device__ __forceinline__ void set(uint2 own, const GroupScales& factors) {
+    if constexpr (kIsExactPair)
+      set_pairs(own);
+    else if constexpr (kIsSplit)
+      set_split(group_scales(own, factors));
+    else
+      set_floats(group_scales(own, factors));
+  }
+
+  // Only what `exact` needs.
+  __device__ __forceinline__ void set_offsets(uint2 own) {
+    if constexpr (kHasZeroPoint) {
+      const GroupScales from(own);
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        offset_pair[i] = pack2<scalar_t>(from.offset[i] + kCodeBias, from.offset[i] + kCodeBias);
+    }
+  }
+
+  // The codes less their zero, which scalar_t holds exactly.
+  template <int kRow>
+  __device__ __forceinline__ uint32_t exact(uint32_t codes) const {
+    if constexpr (kHasZeroPoint) return fma_pair(offset_pair[kRow], pair_of(-1), codes);
+    if constexpr (kUnbias != 0) return add_to_pair<-kUnbias>(codes);
+    return codes;
+  }
+
+  // The weights of a register of row kRow (0 or 1) from its codes.
+  template <int kRow>
+  __device__ __forceinline__ uint32_t apply(uint32_t codes) const {
+    if constexpr (kIsPairs && kHasZeroPoint)
+      codes = fma_pair(offset_pair[kRow], pair_of(-1), codes);
+    else if constexpr (kUnbias != 0 && !kFoldsBias)
+      codes = add_to_pair<-kUnbias>(codes);
+    if constexpr (kIsSplit)
+      return fma_pair(codes, scale_pair[kRow], multiply_pair(codes, rest_pair[kRow]));
+    if constexpr (kIsExactPair && kHasMinimum)
+      return fma_pair(codes, scale_pair[kRow], offset_pair[kRow]);
+    if constexpr (kIsExactPair) return multiply_pair(codes, scale_pair[kRow]);
+    const float2 q = kIsHalf ? half2_to_float2(codes) : bfloat162_to_float2(codes);
+    if constexpr (kFoldsBias || kIsPaired)
+      return pack2<scalar_t>(fmaf(q.x, scale[kRow], offset[kRow]),
+                             fmaf(q.y, scale[kRow], offset[kRow]));
+    return pack2<scalar_t>(q.x * scale[kRow], q.y * scale[kRow]);
+  }
+
+ private:
+  __device__ __forceinline__ void set_pairs(uint2 own) {
+    if constexpr (kScaleType == kE8m0Scale) {
+      scale_pair[0] = __float_as_uint(e8m0_to_float(own.x & 255));
+      scale_pair[1] = __float_as_uint(e8m0_to_float(own.x >> 8));
+#pragma unroll
+      for (int i = 0; i < 2; ++i) scale_pair[i] = __byte_perm(scale_pair[i], 0, 0x3232);
+    } else if constexpr (!kIsPaired) {
+      scale_pair[0] = __byte_perm(own.x, 0, 0x1010), scale_pair[1] = __byte_perm(own.x, 0, 0x3232);
+    } else {
+      scale_pair[0] = __byte_perm(own.x, 0, 0x1010), scale_pair[1] = __byte_perm(own.y, 0, 0x1010);
+      offset_pair[0] = __byte_perm(own.x, 0, 0x3232);
+      offset_pair[1] = __byte_perm(own.y, 0, 0x3232);
+      if constexpr (kHasZeroPoint && kCodeBias != 0) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) offset_pair[i] = add_to_pair<kCodeBias>(offset_pair[i]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void set_split(const GroupScales& from) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      scale_pair[i] = pack2<scalar_t>(from.scale[i], from.scale[i]);
+      const float rest = from.scale[i] - __uint_as_float(scale_pair[i] & 0xffff0000u);
+      rest_pair[i] = pack2<scalar_t>(rest, rest);
+      const float offset = from.offset[i] + kCodeBias;
+      if constexpr (kHasZeroPoint) offset_pair[i] = pack2<scalar_t>(offset, offset);
+    }
+  }
+
+  __device__ __forceinline__ void set_floats(const GroupScales& from) {
+    constexpr float kFolded = kFoldsBias ? kUnbias : 0;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      scale[i] = from.scale[i];
+      offset[i] = kHasMinimum ? from.offset[i] : -(from.offset[i] + kFolded) * scale[i];
+    }
+  }
+};
+
+// ---- gate and up --------------------------------------------------------------------------------
+//
+// Of a gated product a warp multiplies 8 rows of gate, as its rows g, and the same of up, as its rows
+// g + 8: rows 8 `half` of a row tile of each.
+
+template <int kShift, uint32_t kLow>
+__device__ __forceinline__ uint32_t mix_words(uint32_t gate, uint32_t up, int half) {
+  return (gate >> half * kShift & kLow) | (up << (1 - half) * kShift & ~kLow);
+}
+
+__device__ __forceinline__ TileWords mix(const TileWords& gate, const TileWords& up, int half) {
+  TileWords words;
+#pragma unroll
+  for (int i = 0; i < (kBits == 8 ? 8 : 4); ++i)
+    words.data[i] = kBits == 8 ? mix_words<8, 0x00ff00ffu>(gate.data[i], up.data[i], half)
+                               : mix_words<4, 0x0f0f0f0fu>(gate.data[i], up.data[i], half);
+  if constexpr (kBits == 5)
+    words.high[0] = mix_words<1, 0x55555555u>(gate.high[0], up.high[0], half);
+  if constexpr (kBits == 6) {
+    words.high[0] = mix_words<2, 0x33333333u>(gate.high[0], up.high[0], half);
+    words.high[1] = mix_words<2, 0x33333333u>(gate.high[1], up.high[1], half);
+  }
+  return words;
+}
+
+// The stored scales of two rows, kBytes together.
+template <int kBytes>
+__device__ __forceinline__ uint2 mix(uint2 gate, uint2 up, int half) {
+  if constexpr (kBytes == 8) return half ? uint2{gate.y, up.y} : uint2{gate.x, up.x};
+  if constexpr (kBytes == 4) return {__byte_perm(gate.x, up.x, half ? 0x7632 : 0x5410), 0};
+  return {__byte_perm(gate.x, up.x, half ? 0x7751 : 0x7740), 0};
+}
+
+// The fragment of step kStep: registers of rows g and g + 8 in turn. With kIsExact without scales.
+template <int kStep, bool kIsExact>
+__device__ __forceinline__ void decode_weights(const TileWords& words, const RowScales& scales,
+                                               uint32_t (&a)[4]) {
+  uint32_t codes[4];
+  decode_biased<kStep>(words, codes);
+  if constexpr (kIsExact) {
+    a[0] = scales.exact<0>(codes[0]), a[1] = scales.exact<1>(codes[1]);
+    a[2] = scales.exact<0>(codes[2]), a[3] = scales.exact<1>(codes[3]);
+    return;
+  }
+  a[0] = scales.apply<0>(codes[0]), a[1] = scales.apply<1>(codes[1]);
+  a[2] = scales.apply<0>(codes[2]), a[3] = scales.apply<1>(codes[3]);
+}

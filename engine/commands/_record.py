@@ -1,0 +1,64 @@
+"""Results of a measurement as JSON, with the conditions under which it was made."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from engine import __version__, env
+from engine.device import Device
+from engine.errors import ConfigError
+from engine.model_files import excerpt
+
+__all__ = ["check_json_file", "conditions", "write_record"]
+
+
+def check_json_file(file: Path) -> None:
+    """Raise ConfigError unless the file can be written, before anything is measured."""
+    if file.is_dir():
+        raise ConfigError(f"--json must name a file; got the folder {excerpt(file)}")
+    if not file.parent.is_dir():
+        raise ConfigError(f"--json must name a file in an existing folder; got {excerpt(file)}")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ConfigError(f"--json must name a writable file; got {excerpt(file)}")
+
+
+def conditions(device: Device) -> dict[str, str]:
+    """Return the conditions of the measurement: device, date, version, commit, command."""
+    if device.is_cuda:
+        card = device.xp.cuda.runtime.getDeviceProperties(device.index)["name"].decode()
+    else:
+        card = f"{platform.machine()}, {os.cpu_count()} cores"
+    commit = env.commit()
+    folder = Path(__file__).parents[2]
+    if not commit and (folder / ".git").exists():
+        command = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
+        commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "card": card,
+        "date": datetime.date.today().isoformat(),
+        "version": __version__,
+        "commit": commit or "unknown",
+        "command": "engine " + shlex.join(sys.argv[1:]),
+    }
+
+
+def write_record(file: Path, device: Device, record: dict[str, Any]) -> None:
+    """Write `record` to a file, after the conditions.
+
+    Raises
+    ------
+    ConfigError
+        If it cannot be written.
+    """
+    try:
+        file.write_text(json.dumps({**conditions(device), **record}, indent=1) + "\n")
+    except (OSError, ValueError) as error:  # ValueError: a name that is no valid path
+        raise ConfigError(f"--json {excerpt(file)} cannot be written: {error}") from error

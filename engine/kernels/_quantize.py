@@ -1,0 +1,79 @@
+"""Shared by the ops that turn rows into codes of 8 bits: names, outputs, and the choice of kernel.
+
+Rows that fit stay in registers: `cuda_src/quantize_rows/rows.cuh`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from engine.kernels._contract import FLOAT32, Contract
+from engine.kernels._launch import ceil_div
+
+__all__ = [
+    "CODES",
+    "GROUP",
+    "SIZES",
+    "check_codes",
+    "new_codes",
+    "num_scales",
+    "row_kernel",
+    "rows_are_aligned",
+]
+
+CODES: dict[str, np.dtype[Any]] = {"fp8": np.dtype(np.uint8), "int8": np.dtype(np.int8)}
+"""The dtype of codes, by the name of their format."""
+
+GROUP = 128  # columns that share a scale, where not all of a row do
+
+# Entry points' sizes -> (16-byte vectors of the longest row, threads); "any" has no bound.
+SIZES = {"1": (128, 128), "4": (512, 256), "8": (1024, 256), "16": (2048, 512)}
+_ANY_THREADS = 256
+
+
+def check_codes(call: Contract, dtype: Any, group: Any) -> None:
+    """Check the arguments that say what codes and scales are wanted."""
+    call.check("dtype", dtype in CODES, "'fp8' or 'int8'", dtype)
+    call.check("group", type(group) is int and group in (0, GROUP), f"0 or {GROUP}", group)
+
+
+def num_scales(n: int, group: int) -> int:
+    """Return how many scales a row of `n` columns has.
+
+    Examples
+    --------
+    >>> num_scales(300, 0), num_scales(300, 128)
+    (1, 3)
+    """
+    return 1 if group == 0 else max(1, ceil_div(n, group))
+
+
+def new_codes(call: Contract, m: int, n: int, dtype: str, group: int) -> tuple[Any, Any]:
+    """Return new arrays of the call's module for codes and scales."""
+    codes = call.output("codes", None, (m, n), CODES[dtype])
+    scales = call.output("scales", None, (m, num_scales(n, group)), FLOAT32)
+    return codes, scales
+
+
+def row_kernel(n: int, itemsize: int, *, is_aligned: bool) -> tuple[str, int]:
+    """Return the size (the end of an entry point's name) for rows of `n` columns, and threads.
+
+    Examples
+    --------
+    >>> row_kernel(4096, 2, is_aligned=True), row_kernel(4096, 2, is_aligned=False)
+    (('4', 256), ('any', 256))
+    """
+    if is_aligned:
+        for size, (vectors, threads) in SIZES.items():
+            if n * itemsize <= 16 * vectors:
+                return size, threads
+    return "any", _ANY_THREADS
+
+
+def rows_are_aligned(x: Any, n: int) -> bool:
+    """Tell whether rows of `n` columns can be read 16 bytes at a time, and their codes written."""
+    rows = x.strides[:-1] if x.shape[0] > 1 else ()
+    steps = [x.data.ptr, n * x.itemsize, *rows]
+    return all(step % 16 == 0 for step in steps)

@@ -1,0 +1,457 @@
+"""gemm_fp8 and gemm_int8, products of codes of 8 bits: contract, choice of kernel, launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from engine import device
+from engine.dtypes import dtype_name
+from engine.errors import ContractError
+from engine.kernels._contract import FLOAT32, FLOATS, Contract
+from engine.kernels._launch import Kernel, ceil_div, sm_count
+from engine.kernels._module import ModuleSpec
+from engine.kernels._quantize import CODES, GROUP, num_scales
+from engine.kernels.gemm.launch import (
+    NUMBERED,
+    SWIGLU,
+    check_columns,
+    is_vector,
+    limits,
+    out_vector,
+    row_stride,
+)
+from engine.kernels.gemm.skinny import Limits
+from engine.kernels.gemm.sm90 import is_hopper
+from engine.kernels.gemm.w8_sm90 import choose_w8_hopper, launch_w8_hopper, w8_hopper_specs
+from engine.kernels.quantize_rows import quantize_rows
+from engine.kernels.quantize_rows import specs as rows_specs
+from engine.kernels.rmsnorm_quantize import rmsnorm_quantize
+from engine.kernels.rmsnorm_quantize import specs as norm_specs
+from engine.kernels.swiglu import specs as swiglu_specs
+from engine.kernels.swiglu import swiglu
+
+__all__ = ["MAX_SKINNY_ROWS", "SkinnyW8", "W8Operands", "choose_skinny", "product", "w8_specs"]
+
+_PARAMS = (
+    "x:ptr x_stride:i64 x_scales:ptr weight:ptr weight_scales:ptr norm_weight:ptr eps:f32 "
+    "weight_offset:f32 bias:ptr residual:ptr residual_stride:i64 out:ptr out_stride:i64 m:i32 "
+    "n:i32 k:i32 k_per_split:i32 num_tiles:i32 num_stages:i32 num_gates:i32 activation:i32 "
+    "is_float:i32 is_vector:i32 uses_pdl:i32 prefetch_a:ptr prefetch_b:ptr prefetch_bytes:i32"
+)
+_OPS = ("gemm_fp8", "gemm_fp8_blocks", "gemm_int8")
+_KERNELS = {
+    f"{op}_{name}": Kernel(f"{op}_{name}", _PARAMS, struct="W8Params")
+    for op in _OPS
+    for name in ("tile", "unaligned", "skinny_5", "skinny_4", "skinny_3")
+}
+_TILE, _TILE_THREADS = 64, 128
+_MAX_INT32 = 2**31 - 1
+
+MAX_SKINNY_ROWS = 8
+_ROWS = 16  # of the weight, of a warp
+_STEP_PAIRS = 128  # pairs of values of k that a warp multiplies at a time
+_STAGE_BYTES = 4096
+_PREFETCH_BYTES = 16 << 20  # of what the next product reads, a third of the L2 cache
+_LONG_STAGES = 12  # that a warp goes through; from there on a longer ring pays
+_MAX_QUANTIZED_K = 16384  # of a row that the skinny kernels quantize themselves
+_STATIC_BYTES = 2048  # of shared memory: what kernels declare, and what the driver reserves
+_SKINNY_DTYPES = ("float16", "bfloat16")
+
+
+def w8_specs(op: str, dtype: str) -> tuple[ModuleSpec, ...]:
+    """Return the modules that `op` may launch for `dtype`."""
+    own = (ModuleSpec(f"gemm/{op}.cu", dtype), *w8_hopper_specs(op.removeprefix("gemm_"), dtype))
+    others = (*rows_specs(dtype), *norm_specs(dtype), *swiglu_specs(dtype))
+    return tuple(dict.fromkeys((*own, *others)))
+
+
+@dataclass(frozen=True)
+class W8Operands:
+    """The arrays of one product, checked.
+
+    Attributes
+    ----------
+    codes : str
+        "fp8" or "int8".
+    dtype : str
+        The module's: that of bias, and of the result if that has 16 bits.
+    """
+
+    codes: str
+    dtype: str
+    x: Any
+    weight: Any
+    weight_scales: Any
+    x_scales: Any
+    norm_weight: Any
+    eps: float
+    weight_offset: float
+    bias: Any
+    residual: Any
+    activation: str | None
+    deterministic: bool
+    pdl: bool
+    out: Any = None
+    prefetch: tuple[Any, ...] = ()
+
+    @property
+    def op(self) -> str:
+        """Return the name that begins the entry points."""
+        return f"gemm_{self.codes}" + ("_blocks" if self.has_blocks else "")
+
+    @property
+    def has_blocks(self) -> bool:
+        """Tell whether scales are of blocks."""
+        return int(self.weight_scales.ndim) == 2
+
+
+@dataclass(frozen=True)
+class SkinnyW8:
+    """How a skinny product is cut: stages of a warp's ring, warps of a block, parts of k."""
+
+    stages: int
+    warps: int
+    parts: int
+    part_pairs: int
+    shared_bytes: int
+    blocks: int
+
+    @property
+    def tile_n(self) -> int:
+        """Return the rows of the weight that a block multiplies at a time."""
+        return self.warps // self.parts * _ROWS
+
+
+def choose_skinny(
+    m: int,
+    n: int,
+    k: int,
+    sm_count: int,
+    limits: Limits,
+    *,
+    has_blocks: bool = False,
+    warps: int = 8,
+) -> SkinnyW8 | None:
+    """Choose for x (m, k) and weight (n, k), both aligned; None if x does not fit.
+
+    Examples
+    --------
+    >>> choose_skinny(1, 4096, 4096, 132, Limits(232_448, True)).parts
+    4
+    """
+    if not 0 < m <= MAX_SKINNY_ROWS or k == 0 or n == 0:
+        return None
+    parts = _num_parts(n, k, sm_count, warps)
+    part_pairs = ceil_div(ceil_div(k, 2 * _STEP_PAIRS), parts) * _STEP_PAIRS
+    beside = m * (ceil_div(k, 512) * 512 + 64) + 2 * warps * m * (_ROWS + 4) * 4
+    beside += m * num_scales(k, GROUP) * 4 if has_blocks else 0
+    waves = ceil_div(ceil_div(n, warps // parts * _ROWS), sm_count)
+    is_long = waves * part_pairs >= _LONG_STAGES * _STEP_PAIRS
+    for stages in (5, 4, 3) if is_long else (4, 3):
+        shared = warps * stages * _STAGE_BYTES + beside
+        if shared + _STATIC_BYTES <= limits.shared_bytes + 1024:
+            tiles = ceil_div(n, warps // parts * _ROWS)
+            return SkinnyW8(stages, warps, parts, part_pairs, shared, min(tiles, sm_count))
+    return None
+
+
+def _num_parts(n: int, k: int, sm_count: int, warps: int) -> int:
+    """Return in how many parts k is cut: a warp goes through few stages, and parts have several.
+
+    To finish a tile costs a warp as much as a stage.
+    """
+    groups, stages = ceil_div(n, _ROWS), ceil_div(k, 2 * _STEP_PAIRS)
+
+    def cost(parts: int) -> int:
+        waves = ceil_div(ceil_div(groups, warps // parts), sm_count)
+        return waves * (ceil_div(stages, parts) + 1)
+
+    possible = [parts for parts in (4, 2, 8, 1) if parts <= warps]
+    least = min(map(cost, possible))
+    return next(parts for parts in possible if cost(parts) <= 1.12 * least)
+
+
+def product(
+    codes: str,
+    mirror: Callable[..., Any],
+    x: Any,
+    weight: Any,
+    weight_scales: Any,
+    *,
+    deterministic: bool,
+    pdl: bool,
+    out: Any,
+    prefetch: Any,
+    **options: Any,
+) -> Any:
+    """Check a call of gemm_fp8 or gemm_int8, then run its mirror or its kernels."""
+    call = Contract(f"gemm_{codes}")
+    columns = _check(call, codes, x, weight, weight_scales, options)
+    prefetch = _check_prefetch(call, prefetch)
+    if call.on_cpu:
+        return call.finish(out, mirror(**options), layout="rows")
+    dtype = options.pop("out_dtype")
+    out = call.output("out", out, (call["M"], columns), dtype, layout="rows")
+    module = _module_dtype(options["x"], options["x_scales"], options["bias"], dtype)
+    switches = {"deterministic": deterministic, "pdl": pdl, "prefetch": prefetch}
+    _launch(W8Operands(codes, module, out=out, **switches, **options))
+    return out
+
+
+def _check(
+    call: Contract, codes: str, x: Any, weight: Any, weight_scales: Any, options: dict[str, Any]
+) -> int:
+    """Put the checked arrays into `options`; return how many columns the result has."""
+    norm_weight, activation = options["norm_weight"], options["activation"]
+    bias, residual = options["bias"], options["residual"]
+    x, x_scales = _check_x(call, codes, x, options["x_scales"], norm_weight)
+    weight = call.array("weight", weight, "N K", CODES[codes])
+    weight_scales, x_scales = _check_scales(call, codes, weight_scales, x_scales)
+    if norm_weight is not None:
+        norm_weight = call.array("norm_weight", norm_weight, "K", x.dtype)
+        call.check("norm_weight", call["K"] > 0, "of at least one feature", norm_weight.shape)
+    call.number("eps", options["eps"], low=0.0)
+    call.number("weight_offset", options["weight_offset"])
+    dtype = _result_dtype(call, x, x_scales, options["out_dtype"])
+    columns = check_columns(call, activation)
+    if activation == SWIGLU:
+        got = getattr(residual, "shape", residual)
+        call.check("residual", residual is None, 'None with "swiglu"', got)
+    if bias is not None:
+        own = FLOATS if dtype == FLOAT32 else dtype
+        bias = call.array("bias", bias, "N", x.dtype if x_scales is None else own)
+    if residual is not None:
+        shape = "M N" if columns == call["N"] else f"M {columns}"
+        residual = call.array("residual", residual, shape, dtype, layout="rows")
+    options |= {"x": x, "weight": weight, "weight_scales": weight_scales, "x_scales": x_scales}
+    options |= {"norm_weight": norm_weight, "bias": bias, "residual": residual, "out_dtype": dtype}
+    return columns
+
+
+def _check_prefetch(call: Contract, prefetch: Any) -> tuple[Any, ...]:
+    arrays = () if prefetch is None else prefetch if isinstance(prefetch, tuple) else (prefetch,)
+    call.check("prefetch", len(arrays) <= 2, "at most two arrays", len(arrays))
+    dtypes = tuple(CODES.values())
+    return tuple(call.array("prefetch", a, "*", dtypes, layout="any") for a in arrays)
+
+
+def _check_x(call: Contract, codes: str, x: Any, x_scales: Any, norm_weight: Any) -> Any:
+    if x_scales is None:
+        return call.array("x", x, "M K", FLOATS, layout="rows"), None
+    x = call.array("x", x, "M K", CODES[codes])
+    call.check("norm_weight", norm_weight is None, "None with x_scales", "an array")
+    return x, x_scales
+
+
+def _check_scales(call: Contract, codes: str, weight_scales: Any, x_scales: Any) -> Any:
+    has_blocks = codes == "fp8" and getattr(weight_scales, "ndim", 1) == 2
+    shape, group = "N", 0
+    if has_blocks:
+        shape, group = f"{ceil_div(call['N'], GROUP)} {ceil_div(call['K'], GROUP)}", GROUP
+    weight_scales = call.array("weight_scales", weight_scales, shape, FLOAT32)
+    if x_scales is not None:
+        shape = f"M {num_scales(call['K'], group)}"
+        x_scales = call.array("x_scales", x_scales, shape, FLOAT32)
+    return weight_scales, x_scales
+
+
+def _result_dtype(call: Contract, x: Any, x_scales: Any, wanted: Any) -> np.dtype[Any]:
+    """Return the dtype of the result: x's own or float32; of codes, the one that is asked for."""
+    allowed = FLOATS if x_scales is not None else (x.dtype, FLOAT32)
+    try:
+        dtype = x.dtype if wanted is None else np.dtype(wanted)
+        ok = dtype in allowed
+    except TypeError:  # NumPy knows no such dtype
+        ok = False
+    call.check("out_dtype", ok, " or ".join(map(str, dict.fromkeys(allowed))), wanted)
+    result: np.dtype[Any] = dtype
+    return result
+
+
+def _module_dtype(x: Any, x_scales: Any, bias: Any, result_dtype: np.dtype[Any]) -> str:
+    if x_scales is None:
+        return dtype_name(x.dtype)
+    if bias is not None:
+        return dtype_name(bias.dtype)
+    return "bfloat16" if result_dtype == FLOAT32 else dtype_name(result_dtype)
+
+
+def _launch(o: W8Operands) -> None:
+    (m, k), n = o.x.shape, o.weight.shape[0]
+    if m == 0 or n == 0:
+        return
+    if max(m, n, k) > _MAX_INT32 - 512:
+        raise ContractError(f"{o.op}: x: {m} x {k} by {n} x {k} is more than one launch can do")
+    if _may_skip_tiles(o):
+        if m > 1 or k > _MAX_QUANTIZED_K:
+            o = _quantized(o)
+        config = choose_skinny(
+            m,
+            n,
+            k,
+            sm_count(),
+            limits(device.cupy().cuda.runtime.getDevice()),
+            has_blocks=o.has_blocks,
+        )
+        if config is not None:
+            _launch_skinny(o, config)
+            return
+    o = _quantized(o)
+    if _is_hopper(o):
+        _launch_hopper(o)
+    elif o.activation == SWIGLU:
+        packed = device.cupy().empty((m, n), np.dtype(o.out.dtype))
+        _launch_tile(replace(o, activation=None, out=packed))
+        swiglu(packed, out=o.out)
+    else:
+        _launch_tile(o)
+
+
+def _may_skip_tiles(o: W8Operands) -> bool:
+    """Tell whether a skinny kernel can compute the product."""
+    m, k = o.x.shape
+    if m > MAX_SKINNY_ROWS or o.deterministic or o.dtype not in _SKINNY_DTYPES or k % 16:
+        return False
+    if o.activation == SWIGLU and o.weight.shape[0] % 16:
+        return False
+    steps = [o.x.data.ptr, o.weight.data.ptr, o.x.strides[0] if m > 1 else 0]
+    steps.append(0 if o.norm_weight is None else o.norm_weight.data.ptr)
+    return all(step % 16 == 0 for step in steps)
+
+
+def _quantized(o: W8Operands) -> W8Operands:
+    """Return the operands with x as codes."""
+    if o.x_scales is not None:
+        return o
+    group = GROUP if o.has_blocks else 0
+    if o.norm_weight is None:
+        x, scales = quantize_rows(o.x, dtype=o.codes, group=group)
+    else:
+        x, scales = rmsnorm_quantize(
+            o.x,
+            o.norm_weight,
+            eps=o.eps,
+            weight_offset=o.weight_offset,
+            dtype=o.codes,
+            group=group,
+        )
+    return replace(o, x=x, x_scales=scales, norm_weight=None)
+
+
+def _launch_skinny(o: W8Operands, config: SkinnyW8) -> None:
+    n = o.weight.shape[0]
+    pdl = o.pdl and limits(device.cupy().cuda.runtime.getDevice()).has_clusters
+    _KERNELS[f"{o.op}_skinny_{config.stages}"].launch(
+        ModuleSpec(f"gemm/gemm_{o.codes}.cu", o.dtype),
+        (config.blocks,),
+        (32, config.parts, config.warps // config.parts),
+        config.shared_bytes,
+        pdl=True,
+        k_per_split=config.part_pairs,
+        num_tiles=ceil_div(n, config.tile_n),
+        num_stages=config.stages,
+        num_gates=n // 2 if o.activation == SWIGLU else 0,
+        uses_pdl=pdl,
+        **_prefetched(o.prefetch),
+        **_arguments(o),
+    )
+
+
+def _prefetched(arrays: tuple[Any, ...]) -> dict[str, Any]:
+    """Return the kernel's arguments for what comes to L2: as much of each array."""
+    arrays = tuple(a for a in arrays if a.data.ptr % 16 == 0 and a.flags.c_contiguous)
+    if not arrays:
+        return {"prefetch_a": None, "prefetch_b": None, "prefetch_bytes": 0}
+    size = min(_PREFETCH_BYTES // len(arrays), *(a.nbytes // 16 * 16 for a in arrays))
+    second = arrays[1] if len(arrays) > 1 else None
+    return {"prefetch_a": arrays[0], "prefetch_b": second, "prefetch_bytes": size}
+
+
+def _is_hopper(o: W8Operands) -> bool:
+    """Tell whether Hopper's tiles can compute the product of codes."""
+    n, k = o.weight.shape
+    if o.activation == SWIGLU and (n % 16 or (o.has_blocks and n // 2 % 64)):
+        return False
+    aligned = all(step % 16 == 0 for step in (o.x.data.ptr, o.weight.data.ptr, k))
+    return k > 0 and aligned and is_hopper(o.dtype)
+
+
+def _launch_hopper(o: W8Operands) -> None:
+    (m, k), n = o.x.shape, o.weight.shape[0]
+    is_split = o.activation == SWIGLU
+    config = choose_w8_hopper(
+        m,
+        n,
+        k,
+        sm_count(),
+        has_blocks=o.has_blocks,
+        deterministic=o.deterministic,
+        is_gated=is_split or o.activation == "silu_and_mul",
+    )
+    arguments = _arguments(o)
+    names = (
+        "x_scales weight_scales bias residual residual_stride out out_stride activation is_float"
+    )
+    launch_w8_hopper(
+        config,
+        o.codes,
+        o.dtype,
+        o.x,
+        o.weight,
+        o.out,
+        {name: arguments[name] for name in names.split()},
+        out_vector(o.out, o.residual),
+        has_blocks=o.has_blocks,
+        pdl=o.pdl,
+        is_split=is_split,
+    )
+
+
+def _launch_tile(o: W8Operands) -> None:
+    m, k = o.x.shape
+    n = o.weight.shape[0]
+    steps = (o.x.data.ptr, o.weight.data.ptr, k)
+    name = "tile" if all(step % 16 == 0 for step in steps) else "unaligned"
+    _KERNELS[f"{o.op}_{name}"].launch(
+        ModuleSpec(f"gemm/gemm_{o.codes}.cu", o.dtype),
+        (ceil_div(m, _TILE) * ceil_div(n, _TILE),),
+        (_TILE_THREADS,),
+        pdl=True,
+        k_per_split=0,
+        num_tiles=0,
+        num_stages=0,
+        num_gates=0,
+        uses_pdl=False,
+        **_prefetched(()),
+        **_arguments(o),
+    )
+
+
+def _arguments(o: W8Operands) -> dict[str, Any]:
+    m, k = o.x.shape
+    activation = "silu_and_mul" if o.activation == SWIGLU else o.activation
+    return {
+        "x": o.x,
+        "x_stride": row_stride(o.x),
+        "x_scales": o.x_scales,
+        "weight": o.weight,
+        "weight_scales": o.weight_scales,
+        "norm_weight": o.norm_weight,
+        "eps": o.eps,
+        "weight_offset": o.weight_offset,
+        "bias": o.bias,
+        "residual": o.residual,
+        "residual_stride": 0 if o.residual is None else row_stride(o.residual),
+        "out": o.out,
+        "out_stride": row_stride(o.out),
+        "m": m,
+        "n": o.weight.shape[0],
+        "k": k,
+        "activation": NUMBERED.index(activation),
+        "is_float": o.out.dtype == FLOAT32,
+        "is_vector": is_vector(o.out, o.residual),
+    }

@@ -1,0 +1,193 @@
+"""gemm_fp8 and gemm_int8 on Hopper, `gemm_fp8_sm90.cu`: which tile for which problem, launches.
+
+The modules are gemm_sm90.cu's (`gemm/sm90.py`) with two codes in the place of a value of 16 bits.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from engine.dtypes import dtype_name
+from engine.kernels._launch import Kernel, ceil_div, sm_count
+from engine.kernels._module import ModuleSpec
+from engine.kernels._tensor_map import tensor_map, tensor_map_2d
+from engine.kernels.gemm.sm90 import HopperConfig, OutVector
+
+__all__ = ["choose_w8_hopper", "launch_w8_hopper", "w8_configs", "w8_hopper_specs"]
+
+_PARAMS = (
+    "map_x:tmap map_tail:tmap map_w:tmap map_out:tmap x_scales:ptr weight_scales:ptr bias:ptr "
+    "residual:ptr residual_stride:i64 out:ptr out_stride:i64 m:i32 n:i32 k:i32 band:i32 x_part:i32 "
+    "tail_part:i32 stages:i32 uses_pdl:i32 num_gates:i32 activation:i32 is_float:i32 out_vector:i32"
+)
+_KERNELS = {
+    codes: Kernel(f"gemm_{codes}_sm90", _PARAMS, struct="GemmW8Sm90Params")
+    for codes in ("fp8", "int8")
+}
+_SLAB_K = 128  # values of k in 128 bytes, the widest swizzle
+_OUT_COLUMNS = 64  # of out that a warp stores, 16 bits each
+_BOX_ROWS = 16
+_PAIR = 8  # rows of gate, then as many of up
+_CODES = {"fp8": 1, "int8": 2}  # in config_sm90.cuh
+_DTYPES = ("float16", "bfloat16")
+_BLOCK = 128  # of weights that share a scale: a tile has columns of one
+
+# Microseconds on an H200: of a launch, of a tile beside its stages, of a stage of a tile. Fitted to
+# six layers of e4m3 at 16 to 4096 rows, launched with pdl; `python -m tests.bench gemm_fp8` times
+# what is chosen.
+_TILES: dict[HopperConfig, tuple[float, float, float]] = {
+    HopperConfig(256, 128, cluster_n=2): (0.1, 4.12, 0.64),
+    HopperConfig(128, 128): (0.56, 3.01, 0.346),
+    HopperConfig(128, 96, cluster_m=2): (1.23, 2.13, 0.29),
+    HopperConfig(128, 64): (1.23, 1.62, 0.242),
+    HopperConfig(128, 128, cluster_k=2): (1.73, 1.73, 0.369),
+    HopperConfig(128, 64, cluster_k=2): (1.53, 1.53, 0.264),
+    HopperConfig(64, 64): (1.58, 1.2, 0.192),
+    HopperConfig(64, 64, cluster_k=2): (1.6, 1.3, 0.25),
+    HopperConfig(64, 64, cluster_k=4): (1.7, 1.4, 0.4),
+    HopperConfig(64, 64, depth=2): (1.3, 1.14, 0.326),
+    HopperConfig(64, 64, cluster_k=2, depth=2): (1.17, 1.17, 0.483),
+    HopperConfig(64, 64, cluster_k=4, depth=2): (0.33, 0.33, 0.975),
+}
+
+
+@cache
+def w8_configs(*, has_blocks: bool, deterministic: bool = False) -> tuple[HopperConfig, ...]:
+    """Return the modules that may compute a product.
+
+    A stage of one block of scales has one slab, and a tile columns of one block. All that sum a
+    row in the same order have stages of the same depth. Two slabs are faster where both may be.
+    """
+    if has_blocks:
+        configs = [c for c in _TILES if c.depth == 1 and _BLOCK % c.tile_n == 0]
+    elif deterministic:
+        configs = [c for c in _TILES if c.depth == 1]
+    else:
+        configs = [c for c in _TILES if c.depth == 2 or c.tile_m > 64]
+    return tuple(c for c in configs if not (deterministic and c.cluster_k > 1))
+
+
+def w8_hopper_specs(codes: str, dtype: str) -> tuple[ModuleSpec, ...]:
+    """Return the modules that `launch_w8_hopper` may launch."""
+    if dtype not in _DTYPES:
+        return ()
+    kinds = ((False, False), (False, True), (True, False))  # blocks, deterministic
+    specs = (
+        _spec(config, codes, dtype, has_blocks=has_blocks)
+        for has_blocks, deterministic in kinds
+        for config in w8_configs(has_blocks=has_blocks, deterministic=deterministic)
+        if codes == "fp8" or not has_blocks
+    )
+    return tuple(dict.fromkeys(specs))
+
+
+def _spec(config: HopperConfig, codes: str, dtype: str, *, has_blocks: bool) -> ModuleSpec:
+    tile = config.spec(dtype).defines
+    own = (("CODES", _CODES[codes]), ("BLOCKS", int(has_blocks)))
+    return ModuleSpec(f"gemm/gemm_{codes}_sm90.cu", dtype, (*tile, *own))
+
+
+@cache
+def choose_w8_hopper(
+    m: int,
+    n: int,
+    k: int,
+    sm_count: int,
+    *,
+    has_blocks: bool = False,
+    deterministic: bool = False,
+    is_gated: bool = False,
+) -> HopperConfig:
+    """Choose for x (m, k) and weight (n, k), both aligned: the least estimated time.
+
+    Examples
+    --------
+    >>> choose_w8_hopper(4096, 24576, 4096, 132)
+    HopperConfig(tile_m=256, tile_n=128, cluster_m=1, cluster_n=2, cluster_k=1, depth=1)
+    """
+    pairs = ceil_div(k, 2)
+
+    def is_possible(config: HopperConfig) -> bool:
+        if config.cluster_size > sm_count or (is_gated and not config.gates):
+            return False
+        if m <= 64 < config.tile_m:  # memory is the limit, which the estimate does not know
+            return False
+        return config.cluster_k == 1 or (
+            k >= 2 * config.cluster_k * config.depth * _SLAB_K and config.waves(m, n, sm_count) == 1
+        )
+
+    def estimate(config: HopperConfig) -> float:
+        launch_us, tile_us, stage_us = _TILES[config]
+        waves = config.waves(m, n, sm_count)
+        return launch_us + waves * (tile_us + stage_us * config.tile_steps(pairs))
+
+    configs = w8_configs(has_blocks=has_blocks, deterministic=deterministic)
+    return min(filter(is_possible, configs), key=estimate)
+
+
+def launch_w8_hopper(
+    config: HopperConfig,
+    codes: str,
+    dtype: str,
+    x: Any,
+    weight: Any,
+    out: Any,
+    arguments: dict[str, Any],
+    out_vector: OutVector,
+    *,
+    has_blocks: bool,
+    pdl: bool = False,
+    is_split: bool = False,
+) -> None:
+    """Launch on CuPy arrays: x (M, K) and weight (N, K) codes, `arguments` the other pointers."""
+    (m, k), n = x.shape, weight.shape[0]
+    num_sms, clusters, pairs = sm_count(), config.clusters(m, n), ceil_div(k, 2)
+    if config.cluster_k == 1:  # persistent
+        clusters = min(clusters, config.max_clusters(num_sms))
+    x_part, tail_part = config.x_part(m), config.x_part(m % config.tile_m or config.tile_m)
+    stages = config.stages(m)
+    if config.tile_m == 64:  # the preceding and the next kernel can have the rest
+        stages = min(stages, config.steps(m, n, pairs, num_sms))
+    num_gates = n // 2 if is_split else 0
+    map_x = tensor_map_2d(x, "uint8", (x_part, _SLAB_K))
+    map_out = map_x  # any map, where results go by ordinary stores
+    if config.stores and arguments["residual"] is None and dtype_name(out.dtype) == dtype:
+        if out.shape[0] > 1 and out.strides[0] < out.shape[1] * out.itemsize:
+            out_vector = min(out_vector, OutVector.FOUR)
+        if out_vector == OutVector.EIGHT:
+            map_out = tensor_map_2d(out, dtype, (_BOX_ROWS, _OUT_COLUMNS))
+    _KERNELS[codes].launch(
+        _spec(config, codes, dtype, has_blocks=has_blocks),
+        (clusters * config.cluster_size,),
+        (config.threads,),
+        config.shared_bytes(m, stages),
+        cluster=1,  # the module says how large they are
+        pdl=True,  # the kernel waits before it touches what another may write
+        map_x=map_x,
+        map_tail=tensor_map_2d(x, "uint8", (tail_part, _SLAB_K)),
+        map_w=_weight_map(weight, config.tile_n // config.cluster_m, num_gates),
+        map_out=map_out,
+        m=m,
+        n=n,
+        k=k,
+        band=config.band(m, n, num_sms),
+        x_part=x_part,
+        tail_part=tail_part,
+        stages=stages,
+        uses_pdl=pdl,
+        num_gates=num_gates,
+        out_vector=out_vector,
+        **arguments,
+    )
+
+
+def _weight_map(weight: Any, box: int, num_gates: int) -> Any:
+    """Return the map that loads `box` rows; those of gate and up by eights, if there are gates."""
+    if num_gates == 0:
+        return tensor_map_2d(weight, "uint8", (box, _SLAB_K))
+    row = weight.shape[1]
+    sizes = (row, _PAIR, 2, num_gates // _PAIR)
+    strides = (row, num_gates * row, _PAIR * row)
+    boxes = (_SLAB_K, _PAIR, 2, box // (2 * _PAIR))
+    return tensor_map(weight.data.ptr, "uint8", sizes, strides, boxes, promote=128)

@@ -1,0 +1,353 @@
+"""gemm_wna16 on Hopper, `gemm_wna16_sm90.cu`: which tile for which problem, and its launch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from engine import device
+from engine.dtypes import dtype_name
+from engine.kernels._contract import FLOAT32
+from engine.kernels._launch import Kernel, ceil_div, sm_count
+from engine.kernels._module import ModuleSpec
+from engine.kernels._packed import format_spec, format_specs, scale_dtype
+from engine.kernels._tensor_map import tensor_map, tensor_map_2d
+from engine.kernels.gemm.sm90 import is_hopper
+from engine.kernels.gemm_wna16.operands import ACTIVATIONS, SWIGLU, Operands, row_stride
+from engine.kernels.swiglu import swiglu
+from engine.quantization import FORMATS, Format, Weight
+from engine.quantization.formats import TILE_ROWS
+
+__all__ = [
+    "HOPPER_CONFIGS",
+    "SAMPLE",
+    "HopperConfig",
+    "choose",
+    "choose_hopper",
+    "launch",
+    "specs",
+]
+
+_KERNEL = Kernel(
+    "gemm_wna16_sm90",
+    "map_x:tmap map_tail:tmap map_data:tmap map_high:tmap map_scales:tmap map_supers:tmap bias:ptr "
+    "residual:ptr residual_stride:i64 out:ptr out_stride:i64 m:i32 n:i32 slabs:i32 x_part:i32 "
+    "tail_part:i32 num_gates:i32 activation:i32 is_float:i32 is_vector:i32 is_early:i32",
+    struct="GemmWna16Sm90Params",
+)
+
+_FILE = "gemm_wna16_sm90.cu"
+_SLAB_K = 64  # values of k in 128 bytes, the widest swizzle
+_SHARED_BYTES = 233_472  # of a multiprocessor; each CTA takes 1024 more than it asks for
+_MAX_STAGES = 16
+_PLANES = ("data", "high", "scales", "supers")
+_DATA_BOX = 256  # bytes of a row of map_data, the most that a box may have
+_DTYPES = ("float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class HopperConfig:
+    """One tile of gemm_wna16_sm90.cu.
+
+    Attributes
+    ----------
+    tokens : int
+        Rows of x that a CTA multiplies at a time.
+    warpgroups, mma_tiles : int
+        Consumer warpgroups, and how many times 64 rows of the weight each has.
+    splits : int
+        How many CTAs, a cluster, share the sum over k of a tile.
+    depth : int
+        Slabs of 64 values of k in a stage.
+    blocks : int
+        CTAs per multiprocessor.
+    scales_sums : bool
+        Multiply codes as they are, and the sums over a group by its scale.
+    """
+
+    tokens: int
+    warpgroups: int = 2
+    mma_tiles: int = 1
+    splits: int = 1
+    depth: int = 1
+    blocks: int = 1
+    scales_sums: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Return how many rows of the weight a CTA multiplies at a time."""
+        return 64 * self.warpgroups * self.mma_tiles
+
+    @property
+    def threads(self) -> int:
+        """Return the threads of a CTA."""
+        moves_registers = self.warpgroups == 2 and self.mma_tiles * self.tokens >= 128
+        return self.warpgroups * 128 + (128 if moves_registers else 32)
+
+    @property
+    def _slice(self) -> tuple[int, int]:
+        """Return the rows and the tokens of what one CTA of a cluster finishes."""
+        vecs = self.mma_tiles * self.tokens // 8
+        size = vecs // min(self.splits, vecs)
+        mma_tiles = min(size, self.mma_tiles)
+        return self.warpgroups * mma_tiles * 64, size // mma_tiles * 8
+
+    @property
+    def chunk(self) -> int:
+        """Return how many tokens' results are staged at a time."""
+        rows, tokens = self._slice
+        return min(tokens, 4096 // rows)
+
+    def stages(self, form: Format) -> int:
+        """Return how many stages fit into shared memory."""
+        free = _SHARED_BYTES // self.blocks - 1024 - self._beside_stages
+        return min(_MAX_STAGES, free // (self._stage_bytes(form) + 16))
+
+    def shared_bytes(self, form: Format) -> int:
+        """Return the dynamic shared memory of a CTA: stages, staging, mbarriers, alignment."""
+        return self.stages(form) * (self._stage_bytes(form) + 16) + self._beside_stages
+
+    def _stage_bytes(self, form: Format) -> int:
+        planes = (self._box(form, name) for name in _PLANES)
+        weight = sum(ceil_div(math.prod(box), 128) * 128 for box in planes)
+        return self.tokens * self.depth * _SLAB_K * 2 + weight
+
+    def _box(self, form: Format, plane: str, rows: int = 0) -> tuple[int, int, int]:
+        """Return what one copy loads of a plane: bytes of a row, rows, row tiles."""
+        tiles = (rows or self.rows) // TILE_ROWS
+        values = 2 if form.offset else 1
+        if plane == "data":
+            return _DATA_BOX, self.depth * (1024 if form.bits == 8 else 512) // _DATA_BOX, tiles
+        if plane == "high":
+            return {5: 128, 6: 256}.get(form.bits, 0), self.depth, tiles
+        if plane == "scales":
+            size = 1 if form.super_block or form.code == "e2m1" else 2
+            groups = max(1, self.depth * _SLAB_K // form.group)
+            return TILE_ROWS * values * size, groups, tiles
+        return (2 * TILE_ROWS * values if form.super_block else 0), 1, tiles
+
+    def plane_maps(self, weight: Weight, *, is_gated: bool) -> dict[str, Any]:
+        """Return the tensor maps of a weight's planes, by the names of the kernel's arguments."""
+        maps: dict[str, Any] = {}
+        for name in _PLANES:
+            array = getattr(weight, "super_scales" if name == "supers" else name)
+            if array is None:
+                maps[f"map_{name}"] = maps["map_data"]
+                continue
+            box = self._box(weight.format, name, self.rows // 2 if is_gated else self.rows)
+            tile_bytes = int(array.nbytes) // array.shape[0]
+            sizes = (box[0], tile_bytes // box[0], array.shape[0])
+            strides = (box[0], tile_bytes)
+            maps[f"map_{name}"] = tensor_map(
+                array.data.ptr, "uint8", sizes, strides, box, promote=128, swizzle=0
+            )
+        return maps
+
+    @property
+    def _beside_stages(self) -> int:
+        rows, tokens = self._slice
+        staging = self.chunk * (rows + 4) * 4
+        sums = rows * tokens * 4 * (self.splits - 1)
+        return staging + max(sums, 16) + 128 + 1024
+
+    def supports(self, form: Format) -> bool:
+        """Tell whether there is such a module for weights of a format.
+
+        Of two tiles that differ in `scales_sums` alone, a format has the one that decodes faster.
+        """
+        scales_sums = form.group >= _SLAB_K and form.offset != "min"
+        if self.tokens * self.mma_tiles <= 64 and scales_sums != self.scales_sums:
+            return False
+        return self.stages(form) >= 2  # a consumer holds one while it waits for the next
+
+    def spec(self, base: ModuleSpec, form: Format) -> ModuleSpec:
+        """Return the module for weights of a format; `base` says how it decodes them."""
+        macros = {
+            "TOKENS": self.tokens,
+            "WARPGROUPS": self.warpgroups,
+            "MMA_TILES": self.mma_tiles,
+            "SPLITS": self.splits,
+            "DEPTH": self.depth,
+            "BLOCKS": self.blocks,
+            "STAGES": self.stages(form),
+            "CHUNK": self.chunk,
+            "SCALES_SUMS": int(self.scales_sums),
+        }
+        return ModuleSpec(base.file, base.dtype, (*base.defines, *macros.items()))
+
+    def clusters(self, m: int, columns: int, *, is_gated: bool) -> int:
+        """Return how many tiles a result of `columns` columns has: a cluster computes one."""
+        width = self.rows // 2 if is_gated else self.rows
+        return ceil_div(m, self.tokens) * ceil_div(columns, width)
+
+    def max_clusters(self, sm_count: int) -> int:
+        """Return how many clusters run at a time: those of four or more do not fill every GPC."""
+        size = self.splits
+        count = sm_count * self.blocks
+        return max(1, count // size if size <= 2 else count * 10 // (11 * size))
+
+
+@dataclass(frozen=True)
+class _Cost:
+    """Microseconds on an H200: of a launch, of a tile beside its slabs, of a slab of a tile."""
+
+    launch_us: float
+    tile_us: float
+    slab_us: float
+
+
+_TILES: dict[HopperConfig, _Cost] = {
+    HopperConfig(32, 1, 2, splits=4, depth=2, blocks=2, scales_sums=True): _Cost(1.2, 3.2, 0.35),
+    HopperConfig(32, 1, 2, splits=1, depth=2, blocks=2, scales_sums=True): _Cost(6.5, 0.03, 0.2),
+    HopperConfig(32, 1, 2, splits=4, depth=2, blocks=2): _Cost(1.2, 2.6, 0.48),
+    HopperConfig(32, 1, 2, splits=1, depth=2, blocks=2): _Cost(6.5, 0.1, 0.25),
+    HopperConfig(64, 2, 1, splits=2, depth=2, scales_sums=True): _Cost(1.2, 3.3, 0.26),
+    HopperConfig(64, 2, 1, splits=2, depth=2): _Cost(1.2, 3.8, 0.31),
+    HopperConfig(64, 2, 2, depth=2): _Cost(1.2, 4.1, 0.48),
+    HopperConfig(64, 2, 2, splits=4, depth=2): _Cost(1.2, 4.5, 0.52),
+    HopperConfig(128, splits=2): _Cost(1.2, 3.9, 0.4),
+    HopperConfig(128): _Cost(1.2, 1.4, 0.4),
+    HopperConfig(128, 2, 2): _Cost(1.2, 8.1, 0.64),
+    HopperConfig(256): _Cost(1.2, 6.0, 0.55),
+}
+_BYTES_PER_US = 4.2e6
+
+HOPPER_CONFIGS: tuple[HopperConfig, ...] = tuple(_TILES)
+
+SAMPLE = ("int4_g128", "int4_g32_zp", "int8_g64", "mxfp4", "q4_k", "q5_1", "q6_k")
+"""Formats that together decode in every way there is."""
+
+
+def specs(dtype: str, formats: tuple[str, ...] = ()) -> tuple[ModuleSpec, ...]:
+    """Return the modules that `launch` may launch for weights of `formats`."""
+    if dtype not in _DTYPES:
+        return ()
+    return tuple(
+        config.spec(base, FORMATS[name])
+        for name in formats
+        for base in format_specs(_FILE, dtype, (name,))
+        for config in HOPPER_CONFIGS
+        if config.supports(FORMATS[name])
+    )
+
+
+@cache
+def choose_hopper(
+    m: int,
+    n: int,
+    k: int,
+    form: Format,
+    sm_count: int,
+    *,
+    deterministic: bool = False,
+    is_gated: bool = False,
+) -> HopperConfig:
+    """Choose for x (m, k) and weight (n, k): the least estimated time.
+
+    With `deterministic` only among those that sum a row in the same order.
+
+    Examples
+    --------
+    >>> choose_hopper(4096, 6144, 4096, FORMATS["int4_g128"], 132).tokens
+    256
+    """
+    slabs, columns = ceil_div(k, _SLAB_K), n // 2 if is_gated else n
+
+    def is_possible(config: HopperConfig) -> bool:
+        if config.splits > sm_count or not config.supports(form):
+            return False
+        if deterministic and (config.splits > 1 or config.scales_sums):
+            return False
+        return ceil_div(slabs, config.depth) >= config.splits
+
+    def estimate(config: HopperConfig) -> float:
+        cost = _TILES[config]
+        clusters = config.clusters(m, columns, is_gated=is_gated)
+        waves = ceil_div(clusters, config.max_clusters(sm_count))
+        work = waves * (cost.tile_us + ceil_div(slabs, config.splits) * cost.slab_us)
+        memory = form.num_bytes((n, k)) / _BYTES_PER_US
+        both: float = (memory**4 + work**4) ** 0.25  # a little more than the larger one
+        return cost.launch_us + both
+
+    return min(filter(is_possible, _TILES), key=estimate)
+
+
+def choose(operands: Operands) -> HopperConfig | None:
+    """Return the tile for CuPy arrays, or None if another kernel must do it."""
+    x, weight = operands.x, operands.weight
+    if not is_hopper(dtype_name(x.dtype)) or x.shape[1] == 0:
+        return None
+    rows = x.strides[0] if x.shape[0] > 1 or operands.deterministic else 0
+    steps = [x.data.ptr, x.shape[1] * x.itemsize, rows]
+    steps += [array.data.ptr for name, array in weight.arrays() if name != "permutation"]
+    if any(step % 16 for step in steps):
+        return None
+    n, k = weight.shape
+    return choose_hopper(
+        x.shape[0],
+        n,
+        k,
+        weight.format,
+        sm_count(),
+        deterministic=operands.deterministic,
+        is_gated=_is_gated(operands),
+    )
+
+
+def _is_gated(operands: Operands) -> bool:
+    """Tell whether the kernel combines gate and up: it wants whole row tiles of both."""
+    return operands.activation == SWIGLU and operands.weight.shape[0] % (2 * TILE_ROWS) == 0
+
+
+def launch(operands: Operands, config: HopperConfig) -> None:
+    """Launch on CuPy arrays."""
+    x, weight, out, residual = operands.x, operands.weight, operands.out, operands.residual
+    (m, k), n, dtype = x.shape, weight.shape[0], dtype_name(x.dtype)
+    is_gated = _is_gated(operands)
+    if operands.activation == SWIGLU and not is_gated:
+        packed = device.cupy().empty((m, n), x.dtype)
+        launch(replace(operands, activation=None, out=packed), config)
+        swiglu(packed, out=out)
+        return
+    clusters = config.clusters(m, out.shape[1], is_gated=is_gated)
+    if config.splits == 1:  # persistent
+        clusters = min(clusters, config.max_clusters(sm_count()))
+    x_part, tail_part = min(m, config.tokens), m % config.tokens or config.tokens
+    base = format_spec(_FILE, dtype, weight.format, scale_dtype(weight))
+    _KERNEL.launch(
+        config.spec(base, weight.format),
+        (clusters * config.splits,),
+        (config.threads,),
+        config.shared_bytes(weight.format),
+        cluster=1,  # the module says how large they are
+        pdl=True,  # the kernel waits before it touches what another may write
+        map_x=tensor_map_2d(x, dtype, (x_part, _SLAB_K)),
+        map_tail=tensor_map_2d(x, dtype, (tail_part, _SLAB_K)),
+        bias=operands.bias,
+        residual=residual,
+        residual_stride=0 if residual is None else row_stride(residual),
+        out=out,
+        out_stride=row_stride(out),
+        m=m,
+        n=n,
+        slabs=ceil_div(k, _SLAB_K),
+        x_part=x_part,
+        tail_part=tail_part,
+        num_gates=out.shape[1] if is_gated else 0,
+        activation=ACTIVATIONS.index(operands.activation),
+        is_float=out.dtype == FLOAT32,
+        is_vector=_is_vector(out, residual),
+        is_early=operands.pdl,
+        **config.plane_maps(weight, is_gated=is_gated),
+    )
+
+
+def _is_vector(out: Any, residual: Any) -> bool:
+    """Tell whether all rows of the results can be accessed eight elements at a time."""
+    arrays = (out,) if residual is None else (out, residual)
+    return all(
+        array.data.ptr % 16 == 0 and (array.shape[0] == 1 or array.strides[0] % 16 == 0)
+        for array in arrays
+    )

@@ -1,0 +1,173 @@
+"""moe_gemm of quantized weights on Hopper, `cuda_src/gemm/moe_gemm_sm90.cu`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.dtypes import dtype_name
+from engine.kernels._launch import Kernel
+from engine.kernels._module import ModuleSpec
+from engine.kernels._packed import format_spec, format_specs, planes, scale_dtype
+from engine.kernels._tensor_map import tensor_map, tensor_map_2d
+from engine.kernels.gemm.sm90 import is_hopper
+from engine.kernels.moe_gemm.operands import ACTIVATIONS, MoeOperands
+from engine.kernels.moe_gemm.sm90 import MoeTileConfig
+from engine.kernels.moe_route import MAX_EXPERTS
+from engine.quantization import FORMATS, Format, Weight
+from engine.quantization.formats import TILE_ROWS
+
+__all__ = ["QUANTIZED_CONFIGS", "choose_config", "is_possible", "launch", "specs"]
+
+_KERNEL = Kernel(
+    "moe_gemm_quantized_sm90",
+    "map_w:tmap map_x:tmap data:ptr high:ptr scales:ptr supers:ptr x:ptr order:ptr offsets:ptr "
+    "pair_weights:ptr bias:ptr out:ptr num_experts:i32 num_rows:i32 k:i32 top_k:i32 groups:i32 "
+    "num_supers:i32 activation:i32 alpha:f32 limit:f32 is_early:i32",
+    struct="MoeGemmQuantizedSm90Params",
+)
+_FILE = "gemm/moe_gemm_sm90.cu"
+_SLAB_K = 64
+_MMA_ROWS = 64
+_BOX_ROWS = 16
+_PACKED, _BYTES = 1, 2  # WEIGHTS of the CUDA file
+_DTYPES = ("float16", "bfloat16")
+
+_FEW = MoeTileConfig(1, 64, 2, blocks=2)
+_FEW_UNGATED = MoeTileConfig(1, 64, 2, mma_tiles=1, blocks=2)
+_MANY = MoeTileConfig(2, 128, 2)
+QUANTIZED_CONFIGS = (_FEW, _FEW_UNGATED, _MANY)
+_MANY_FROM = 32  # tokens an expert, on average
+
+
+def choose_config(num_pairs: int, num_experts: int, *, is_gated: bool) -> MoeTileConfig:
+    """Choose for this many pairs (token, expert).
+
+    Examples
+    --------
+    >>> [choose_config(8, 128, is_gated=gated).rows for gated in (True, False)]
+    [128, 64]
+    """
+    if num_pairs > _MANY_FROM * num_experts:
+        return _MANY
+    return _FEW if is_gated else _FEW_UNGATED
+
+
+def specs(dtype: str, formats: tuple[str, ...]) -> tuple[ModuleSpec, ...]:
+    """Return the modules that `launch` may launch for weights of `formats`."""
+    if dtype not in _DTYPES:
+        return ()
+    found = []
+    for form in (FORMATS[name] for name in formats if not FORMATS[name].is_dense):
+        for base in _bases(dtype, form):
+            found += [_spec(config, base, form) for config in QUANTIZED_CONFIGS]
+    return tuple(found)
+
+
+def _bases(dtype: str, form: Format) -> tuple[ModuleSpec, ...]:
+    """Return modules whose macros say how the codes are read."""
+    if form.is_packed:
+        return format_specs("", dtype, (form.name,))
+    assert form.block is not None
+    macros = {
+        "IS_E4M3": int(form.code == "e4m3"),
+        "BLOCK_ROWS": form.block[0],
+        "BLOCK_COLUMNS": form.block[1],
+    }
+    return (ModuleSpec("", dtype, tuple(macros.items())),)
+
+
+def _spec(config: MoeTileConfig, base: ModuleSpec, form: Format) -> ModuleSpec:
+    macros = config.macros(_stage_bytes(config, form))
+    kind = _PACKED if form.is_packed else _BYTES
+    return ModuleSpec(_FILE, base.dtype, (*base.defines, *macros.items(), ("WEIGHTS", kind)))
+
+
+def _stage_bytes(config: MoeTileConfig, form: Format) -> int:
+    """Return kStageW of the CUDA file: codes and scales of a stage."""
+    k, tiles = config.depth * _SLAB_K, config.rows // TILE_ROWS
+    if not form.is_packed:
+        return config.rows * k + 1024
+    values = 2 if form.offset else 1
+    size = 1 if form.super_block or form.code == "e2m1" else 2
+    tile = config.depth * ((1024 if form.bits == 8 else 512) + {5: 128, 6: 256}.get(form.bits, 0))
+    tile += max(1, k // form.group) * TILE_ROWS * values * size
+    tile += 32 * values if form.super_block else 0
+    return -(-tiles * tile // 1024) * 1024
+
+
+def is_possible(operands: MoeOperands) -> bool:
+    """Tell whether the current device runs the kernel for these operands, and may."""
+    x, weight, out = operands.x, operands.weight, operands.out
+    num_experts, num_rows, k = weight.shape
+    if not is_hopper(dtype_name(x.dtype)) or num_experts > MAX_EXPERTS:
+        return False
+    if weight.num_elements == 0 or out.size == 0:
+        return False
+    if weight.format.is_packed and operands.activation is not None and num_rows % (2 * TILE_ROWS):
+        return False  # gate and up share a row tile
+    sizes = [x.shape[-1] * x.itemsize, out.shape[-1] * out.itemsize]
+    sizes += [0 if weight.format.is_packed else k]
+    arrays = (x, out, *(array for _, array in weight.arrays()))
+    return all(size % 16 == 0 for size in (*sizes, *(int(array.data.ptr) for array in arrays)))
+
+
+def launch(operands: MoeOperands) -> None:
+    """Launch on CuPy arrays."""
+    x, weight, routing = operands.x, operands.weight, operands.routing
+    (num_experts, rows, k), dtype = weight.shape, dtype_name(x.dtype)
+    pairs, columns = operands.out.shape
+    is_gated = operands.activation is not None
+    config = choose_config(pairs, num_experts, is_gated=is_gated)
+    map_x = tensor_map_2d(x, dtype, (_BOX_ROWS, _SLAB_K))
+    base = _bases(dtype, weight.format)[0]
+    if weight.format.is_packed:
+        base = format_spec("", dtype, weight.format, scale_dtype(weight))
+    _KERNEL.launch(
+        _spec(config, base, weight.format),
+        (config.grid(pairs, num_experts, columns, is_gated=is_gated),),
+        (config.threads,),
+        config.shared_bytes(_stage_bytes(config, weight.format)),
+        pdl=True,  # the kernel waits before it touches what another may write
+        map_w=map_x if weight.format.is_packed else _map_of(weight),
+        map_x=map_x,
+        x=x,
+        order=routing.order,
+        offsets=routing.offsets,
+        pair_weights=routing.weights if operands.scatter else None,
+        bias=operands.bias,
+        out=operands.out,
+        num_experts=num_experts,
+        num_rows=rows,
+        k=k,
+        top_k=operands.top_k,
+        activation=ACTIVATIONS.index(operands.activation),
+        alpha=operands.alpha,
+        limit=operands.limit,
+        is_early=operands.pdl and operands.scatter,
+        **_arrays(weight),
+    )
+
+
+def _arrays(weight: Weight) -> dict[str, Any]:
+    if weight.format.is_packed:
+        return planes(weight)
+    return {
+        "data": weight.data,
+        "high": None,
+        "scales": weight.scales,
+        "supers": None,
+        "groups": 0,
+        "num_supers": 0,
+    }
+
+
+def _map_of(weight: Weight) -> Any:
+    num_experts, rows, k = weight.shape
+    return tensor_map(
+        weight.data.data.ptr,
+        "uint8",
+        (k, rows, num_experts),
+        (k, rows * k),
+        (2 * _SLAB_K, _MMA_ROWS, 1),
+        promote=128,
+    )

@@ -1,0 +1,93 @@
+"""Rows as codes of 8 bits: `cuda_src/quantize_rows/`, mirror `reference/quantize_rows.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine import reference
+from engine.dtypes import dtype_name
+from engine.kernels._contract import FLOATS, Contract
+from engine.kernels._launch import Kernel
+from engine.kernels._module import ModuleSpec
+from engine.kernels._quantize import (
+    CODES,
+    SIZES,
+    check_codes,
+    new_codes,
+    row_kernel,
+    rows_are_aligned,
+)
+
+__all__ = ["quantize_rows", "specs"]
+
+_PARAMS = "x:ptr x_stride:i64 codes:ptr scales:ptr n:i32 group:i32"
+_KERNELS = {
+    (dtype, size): Kernel(f"quantize_rows_{dtype}_{size}", _PARAMS)
+    for dtype in CODES
+    for size in (*SIZES, "any")
+}
+
+
+def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
+    """Return the modules that the op may launch for `dtype`."""
+    return (ModuleSpec("quantize_rows/quantize_rows.cu", dtype),)
+
+
+def quantize_rows(x: Any, *, dtype: str = "fp8", group: int = 0) -> tuple[Any, Any]:
+    """Quantize rows to 8 bits, with a scale for each row or for each 128 columns of a row.
+
+    Parameters
+    ----------
+    x : (M, K) array of float32, float16 or bfloat16
+        The rows may lie apart (a view).
+    dtype : "fp8" or "int8"
+        e4m3, or whole numbers from -127 to 127.
+    group : 0 or 128
+        Columns that share a scale; 0: the whole row does.
+
+    Returns
+    -------
+    codes : (M, K) array of uint8 (bits of e4m3) or int8
+    scales : (M, 1) or (M, ceil(K / 128)) array of float32
+        ``x`` is about ``codes * scales``; the largest magnitude is mapped to 448 or 127.
+
+    Raises
+    ------
+    ShapeError, DTypeError, ContractError
+        If an argument breaks the contract.
+
+    Notes
+    -----
+    ``codes = round(x · min(largest / peak, max float32))`` and ``scales = peak / largest``, in
+    float32, rounded to nearest even. Zeros have codes 0 and scale 0. A NaN makes its group's scale
+    NaN, so that it is not lost.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> codes, scales = quantize_rows(np.array([[1.0, -0.5]], np.float32), dtype="int8")
+    >>> codes, (codes * scales).round(2)
+    (array([[127, -64]], dtype=int8), array([[ 1. , -0.5]], dtype=float32))
+    """
+    call = Contract("quantize_rows")
+    x = call.array("x", x, "M K", FLOATS, layout="rows")
+    check_codes(call, dtype, group)
+    if call.on_cpu:
+        result: tuple[Any, Any] = reference.quantize_rows(x, dtype=dtype, group=group)
+        return result
+    m, n = x.shape
+    codes, scales = new_codes(call, m, n, dtype, group)
+    size, threads = row_kernel(n, x.itemsize, is_aligned=rows_are_aligned(x, n))
+    _KERNELS[dtype, size].launch(
+        specs(dtype_name(x.dtype))[0],
+        (m,),
+        (threads,),
+        pdl=True,
+        x=x,
+        x_stride=x.strides[0] // x.itemsize,
+        codes=codes,
+        scales=scales,
+        n=n,
+        group=group if n else 0,  # the one scale is 0
+    )
+    return codes, scales

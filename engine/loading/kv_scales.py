@@ -1,0 +1,101 @@
+"""Scales of keys and values in a checkpoint, for pages of e4m3 codes."""
+
+from __future__ import annotations
+
+import re
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine.config import ModelConfig
+from engine.errors import WeightsError
+from engine.loading.safetensors import open_safetensors
+from engine.model_files import is_present, read_json
+
+__all__ = ["is_kv_scale", "read_kv_scales"]
+
+# compressed-tensors; ModelOpt, older and packed names; one scale for both. Those of queries and
+# zero points (0 in a symmetric scheme) are not read.
+_NAME = re.compile(
+    r"(?:.*\.)?layers\.(?P<layer>\d{1,6})\.(?:self_attn|attn|mixer)\."
+    r"(?:(?P<direct>[qkv]|kv)_(?P<kind>scale|zero_point)"
+    r"|(?P<proj>[kv])_proj\.(?:output_scale|(?P=proj)_scale)"
+    r"|qkv_proj\.(?P<packed>[kv])_scale)"
+)
+
+
+def is_kv_scale(name: str) -> bool:
+    """Tell whether a tensor belongs to the quantization of keys and values.
+
+    Examples
+    --------
+    >>> is_kv_scale("model.layers.0.self_attn.k_scale"), is_kv_scale("model.norm.weight")
+    (True, False)
+    """
+    return _NAME.fullmatch(name) is not None
+
+
+def read_kv_scales(
+    source: str | PathLike[str], config: ModelConfig
+) -> np.ndarray[Any, np.dtype[np.float32]] | None:
+    """Read the scales of a folder in Hugging Face's layout.
+
+    Returns
+    -------
+    (num_layers, 2, K) array of float32, or None
+        1 where the checkpoint has none; None if it has none at all, or if they are not for e4m3.
+
+    Raises
+    ------
+    WeightsError
+        Naming a scale that is not positive and finite, has neither one value nor one for each
+        key/value head, or belongs to a layer that the model does not have.
+    """
+    folder = Path(source)
+    if not folder.is_dir() or not _is_fp8(folder):
+        return None
+    checkpoint = open_safetensors(folder)
+    found = [(name, _NAME.fullmatch(name)) for name in checkpoint.names()]
+    scales = np.ones((config.num_layers, 2, config.num_kv_heads), np.float32)
+    is_any = False
+    for name, match in found:
+        if match is None or match["kind"] == "zero_point" or match["direct"] == "q":
+            continue
+        layer, kind = int(match["layer"]), match["direct"] or match["proj"] or match["packed"]
+        if layer >= config.num_layers + config.num_extra_layers:
+            last = config.num_layers - 1
+            raise WeightsError(f"{folder}: tensor {name!r} must be of a layer from 0 to {last}")
+        if layer < config.num_layers:
+            rows = slice(0, 2) if kind == "kv" else "kv".index(kind)
+            scales[layer, rows] = _checked(folder, name, checkpoint.view(name), config.num_kv_heads)
+            is_any = True
+    return scales if is_any else None
+
+
+def _checked(folder: Path, name: str, value: Any, num_kv_heads: int) -> Any:
+    """Return the scale, one or (K,) float32."""
+    scale = np.asarray(value).astype(np.float32).reshape(-1)
+    if scale.size not in (1, num_kv_heads):
+        raise WeightsError(
+            f"{folder}: tensor {name!r} must have 1 value, or {num_kv_heads}, one for each "
+            f"key/value head; got shape {value.shape}"
+        )
+    bad = scale[~(np.isfinite(scale) & (scale > 0))]
+    if bad.size:
+        raise WeightsError(
+            f"{folder}: tensor {name!r} must be positive and finite; got {float(bad[0])!r}"
+        )
+    return scale
+
+
+def _is_fp8(folder: Path) -> bool:
+    """Tell whether the folder's scheme for keys and values, if it states one, is e4m3."""
+    path = folder / "config.json"
+    config = read_json(path) if is_present(path) else {}
+    quantization = config.get("quantization_config") if isinstance(config, dict) else None
+    scheme = quantization.get("kv_cache_scheme") if isinstance(quantization, dict) else None
+    if not isinstance(scheme, dict):
+        return True
+    return (scheme.get("num_bits", 8), scheme.get("type", "float")) == (8, "float")

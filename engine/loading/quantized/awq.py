@@ -1,0 +1,65 @@
+"""Reads matrices of AWQ checkpoints (the layout "gemm")."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from engine.loading.quantized.rows import QuantizedRows
+from engine.loading.quantized.storage import Storage
+from engine.loading.quantized.tensors import (
+    SCALE_DTYPES,
+    ModuleTensors,
+    check_columns,
+    check_scales,
+    spread_groups,
+)
+from engine.loading.quantized.unpack import unpack_awq
+
+__all__ = ["awq_shape", "read_awq"]
+
+Array = np.ndarray[Any, Any]
+
+_PER_WORD = 8
+
+
+def awq_shape(tensors: ModuleTensors, storage: Storage) -> tuple[int, int]:
+    """Return the shape (N, K) of a matrix whose codes (K, N) are packed along N."""
+    columns, words = tensors.matrix("qweight", ("I32",)).shape
+    return words * _PER_WORD, columns
+
+
+def read_awq(
+    tensors: ModuleTensors,
+    storage: Storage,
+    first: int,
+    last: int,
+    columns: tuple[int, int] | None = None,
+) -> QuantizedRows:
+    """Read rows [first, last) of an AWQ matrix (see `reader.read_rows`)."""
+    form = storage.format
+    num_rows, width = awq_shape(tensors, storage)
+    groups = -(-width // (storage.group_size or width))
+    step = form.group if storage.group_size else 1
+    begin, end = check_columns(tensors, "qweight", columns, width, step)
+    scales = tensors.view("scales", SCALE_DTYPES, (groups, num_rows))[:, first:last].T
+    zeros = None
+    if not storage.symmetric:
+        words = tensors.view("qzeros", ("I32",), (groups, num_rows // _PER_WORD))
+        zeros = _rows_of(words, first, last)
+    codes = _rows_of(tensors.view("qweight", ("I32",))[begin:end], first, last)
+    rows = QuantizedRows(
+        form,
+        codes,
+        spread_groups(scales, storage.group_size, form, (begin, end)),
+        None if zeros is None else spread_groups(zeros, storage.group_size, form, (begin, end)),
+    )
+    return check_scales(tensors, "scales", rows)
+
+
+def _rows_of(words: Array, first: int, last: int) -> Array:
+    """Return rows [first, last) of a matrix whose columns are those of the words."""
+    start = first // _PER_WORD
+    numbers = unpack_awq(words[:, start : -(-last // _PER_WORD)])
+    return numbers[first - start * _PER_WORD : last - start * _PER_WORD]

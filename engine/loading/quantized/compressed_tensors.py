@@ -1,0 +1,133 @@
+"""Reads matrices of compressed-tensors checkpoints (llm-compressor)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from engine.loading.quantized.columns import column_order
+from engine.loading.quantized.rows import QuantizedRows
+from engine.loading.quantized.storage import Storage
+from engine.loading.quantized.tensors import (
+    SCALE_DTYPES,
+    ModuleTensors,
+    check_columns,
+    check_scales,
+    spread_groups,
+)
+from engine.loading.quantized.unpack import as_signed, unpack_words
+
+__all__ = ["int8_shape", "packed_shape", "read_int8", "read_packed"]
+
+Array = np.ndarray[Any, Any]
+
+
+def packed_shape(tensors: ModuleTensors, storage: Storage) -> tuple[int, int]:
+    """Return the shape (N, K) of a matrix whose codes are packed along its rows.
+
+    Raises
+    ------
+    WeightsError
+        If the words are too many or too few for it.
+    """
+    words = tensors.matrix("weight_packed", ("I32",))
+    stated = tensors.view("weight_shape", ("I64", "I32"), (2,))
+    rows, columns = (int(size) for size in stated)
+    per_word = 32 // storage.bits
+    if rows < 1 or columns < 1 or words.shape != (rows, -(-columns // per_word)):
+        raise tensors.error(
+            "weight_packed",
+            f"must have shape (N, ceil(K / {per_word})) for numbers of {storage.bits} bits, where "
+            f"weight_shape is [N, K] = [{rows}, {columns}]; got {words.shape}",
+        )
+    return rows, columns
+
+
+def read_packed(
+    tensors: ModuleTensors,
+    storage: Storage,
+    first: int,
+    last: int,
+    columns: tuple[int, int] | None = None,
+) -> QuantizedRows:
+    """Read rows [first, last) of a matrix in "pack-quantized" (see `reader.read_rows`)."""
+    form, per_word = storage.format, 32 // storage.bits
+    num_rows, width = packed_shape(tensors, storage)
+    groups = -(-width // (storage.group_size or width))
+    scales = _scales(tensors, num_rows, groups)
+    zeros = None
+    if not storage.symmetric:
+        shape = (-(-num_rows // per_word), groups)
+        words = tensors.view("weight_zero_point", ("I32",), shape)
+        zeros = _zero_points(words, storage.bits, first, last)
+    order = None
+    if tensors.has("weight_g_idx"):
+        g_idx = tensors.view("weight_g_idx", ("I32",), (width,))
+        if not np.all(g_idx == -1):  # -1: there is none
+            order = column_order(tensors, "weight_g_idx", g_idx, storage, groups)
+    step = width if order is not None else form.group if storage.group_size else 1
+    begin, end = check_columns(tensors, "weight_packed", columns, width, step)
+    start = begin // per_word
+    words = tensors.view("weight_packed", ("I32",))[first:last, start : -(-end // per_word)]
+    codes = unpack_words(words, storage.bits)
+    codes = codes[:, begin - start * per_word : end - start * per_word]
+    if order is not None:
+        codes = np.take(codes, order, axis=1)
+    rows = QuantizedRows(
+        form,
+        as_signed(codes) if storage.bits == 8 else codes,
+        spread_groups(scales[first:last], storage.group_size, form, (begin, end)),
+        None if zeros is None else spread_groups(zeros, storage.group_size, form, (begin, end)),
+        permutation=order,
+    )
+    return check_scales(tensors, "weight_scale", rows)
+
+
+def _scales(tensors: ModuleTensors, num_rows: int, groups: int) -> Array:
+    """Return the scales (N, G)."""
+    shapes: list[tuple[int, ...]] = [(num_rows, groups)]
+    if groups == 1:
+        shapes += [(num_rows,), (1,), ()]
+    scales = tensors.view("weight_scale", SCALE_DTYPES, *shapes)
+    if scales.size == 1:
+        return np.broadcast_to(scales.reshape(1, 1), (num_rows, 1))
+    return scales.reshape(num_rows, groups)
+
+
+def _zero_points(words: Array, bits: int, first: int, last: int) -> Array:
+    """Return the zero points (n, G) of rows [first, last): they are packed along the rows."""
+    per_word = 32 // bits
+    start = first // per_word
+    part = words[start : -(-last // per_word)].T
+    zeros = unpack_words(part, bits)[:, first - start * per_word : last - start * per_word].T
+    return as_signed(zeros) if bits == 8 else zeros
+
+
+def int8_shape(tensors: ModuleTensors, storage: Storage) -> tuple[int, int]:
+    """Return the shape (N, K) of a matrix in whole bytes."""
+    rows, columns = tensors.matrix("weight", ("I8",)).shape
+    return rows, columns
+
+
+def read_int8(
+    tensors: ModuleTensors,
+    storage: Storage,
+    first: int,
+    last: int,
+    columns: tuple[int, int] | None = None,
+) -> QuantizedRows:
+    """Read rows [first, last) of a matrix in "int-quantized" (see `reader.read_rows`)."""
+    form = storage.format
+    num_rows, width = int8_shape(tensors, storage)
+    groups = -(-width // (storage.group_size or width))
+    scales = _scales(tensors, num_rows, groups)[first:last]
+    begin, end = check_columns(
+        tensors, "weight", columns, width, form.group if storage.group_size else 1
+    )
+    codes = tensors.view("weight", ("I8",))[first:last, begin:end]
+    if form.is_packed:
+        scales = spread_groups(scales, storage.group_size, form, (begin, end))
+    else:
+        scales = scales.astype(np.float32)
+    return check_scales(tensors, "weight_scale", QuantizedRows(form, codes, scales))

@@ -1,0 +1,79 @@
+"""Reads matrices of e4m3 codes: of Hugging Face's and DeepSeek's "fp8", and compressed-tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from engine.loading.quantized.rows import QuantizedRows
+from engine.loading.quantized.storage import Storage
+from engine.loading.quantized.tensors import (
+    SCALE_DTYPES,
+    ModuleTensors,
+    check_columns,
+    check_scales,
+)
+from engine.quantization.values import E8M0
+
+__all__ = ["fp8_shape", "read_fp8"]
+
+Array = np.ndarray[Any, Any]
+
+_EXPONENT_DTYPES = ("F8_E8M0", "U8")
+# Despite its name, weights are multiplied by the second one, too.
+_NAMES = ("weight_scale", "weight_scale_inv")
+
+
+def fp8_shape(tensors: ModuleTensors, storage: Storage) -> tuple[int, int]:
+    """Return the shape (N, K) of the matrix."""
+    rows, columns = tensors.matrix("weight", ("F8_E4M3",)).shape
+    return rows, columns
+
+
+def read_fp8(
+    tensors: ModuleTensors,
+    storage: Storage,
+    first: int,
+    last: int,
+    columns: tuple[int, int] | None = None,
+) -> QuantizedRows:
+    """Read rows [first, last) of a matrix in e4m3 (see `reader.read_rows`)."""
+    form = storage.format
+    num_rows, width = fp8_shape(tensors, storage)
+    begin, end = check_columns(tensors, "weight", columns, width, form.group or 1)
+    codes = tensors.view("weight", ("F8_E4M3",))[first:last, begin:end].view(np.uint8)
+    if codes.size and int((codes & 0x7F).max()) == 0x7F:
+        row = int(np.argwhere((codes & 0x7F) == 0x7F)[0][0]) + first
+        raise tensors.error("weight", f"must have finite numbers; got NaN in row {row}")
+    kind = _scale_name(tensors)
+    scales = _scales(tensors, kind, storage, (num_rows, width))
+    if storage.block is None:
+        scales = scales[first:last]
+    else:
+        high, wide = storage.block
+        blocks = scales[np.arange(first, last) // high]
+        scales = np.ascontiguousarray(blocks[:, np.arange(begin, end, form.group) // wide])
+    return check_scales(tensors, kind, QuantizedRows(form, codes, scales))
+
+
+def _scale_name(tensors: ModuleTensors) -> str:
+    found = [kind for kind in _NAMES if tensors.has(kind)]
+    if len(found) > 1:
+        raise tensors.error(found[1], f"must be absent beside {found[0]}")
+    return found[0] if found else _NAMES[0]
+
+
+def _scales(tensors: ModuleTensors, kind: str, storage: Storage, shape: tuple[int, int]) -> Array:
+    """Return the scales in float32: (N, 1), or one per block."""
+    num_rows, width = shape
+    if storage.block is None:
+        shapes: list[tuple[int, ...]] = [(), (1,), (1, 1), (num_rows, 1), (num_rows,)]
+    else:
+        high, wide = storage.block
+        shapes = [(-(-num_rows // high), -(-width // wide))]
+    stored = tensors.view(kind, (*SCALE_DTYPES, *_EXPONENT_DTYPES), *shapes)
+    scales = E8M0[stored] if stored.dtype == np.uint8 else stored.astype(np.float32)
+    if storage.block is not None:
+        return scales
+    return np.broadcast_to(scales.reshape(-1, 1), (num_rows, 1))

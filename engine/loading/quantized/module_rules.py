@@ -1,0 +1,145 @@
+"""Which modules a list in a quantization_config is about; each method has its own rule."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from engine.loading._fields import Fields
+
+__all__ = ["EVERY_MODULE", "NO_MODULE", "ModuleRules", "boundary_rules", "pattern_of"]
+__all__ += ["patterns_of", "texts_of"]
+
+_MAX_TEXTS = 1 << 15
+_MAX_PATTERNS = 256
+_MAX_LENGTH = 256
+_MAX_NAME = 128
+_MAX_CHOICES, _MAX_GROUPS = 4, 3
+_CHOICES = re.compile(r"[*+{]|(?<!\()\?")
+_REPEATED_GROUP = re.compile(r"\)[*+{]")
+_PLAIN = re.compile(r"[\w.-]+")
+
+
+@dataclass(frozen=True)
+class ModuleRules:
+    """Texts that select modules by name; a module that one of them selects is selected.
+
+    Attributes
+    ----------
+    names : frozenset of str
+        Modules of exactly these names.
+    patterns : tuple of compiled regular expressions
+        Modules whose names begin with what one of them matches.
+    parents : frozenset of str
+        Modules of these names, and everything in them.
+    suffixes : tuple of str
+        Modules whose names end like this.
+    substrings : tuple of str
+        Modules with one of these in their names; ("",) selects every module.
+    """
+
+    names: frozenset[str] = frozenset()
+    patterns: tuple[re.Pattern[str], ...] = ()
+    parents: frozenset[str] = frozenset()
+    suffixes: tuple[str, ...] = ()
+    substrings: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self != NO_MODULE
+
+    def match(self, module: str) -> bool:
+        """Tell whether the module of this name is selected."""
+        if module in self.names or module.endswith(self.suffixes):
+            return True
+        if any(text in module for text in self.substrings):
+            return True
+        if self.parents:
+            parts = module.split(".")
+            if any(".".join(parts[:end]) in self.parents for end in range(1, len(parts) + 1)):
+                return True
+        return len(module) <= _MAX_NAME and any(one.match(module) for one in self.patterns)
+
+
+NO_MODULE = ModuleRules()
+EVERY_MODULE = ModuleRules(substrings=("",))
+
+
+def texts_of(fields: Fields, key: str, values: Any) -> tuple[str, ...]:
+    """Return `values`, a list of strings under `key`, as a tuple; None is an empty one.
+
+    Raises
+    ------
+    ConfigError
+        If it is something else.
+    """
+    if values is None:
+        return ()
+    if (
+        not isinstance(values, list | tuple)
+        or len(values) > _MAX_TEXTS
+        or not all(isinstance(one, str) and one for one in values)
+    ):
+        raise fields.error(key, f"a list of at most {_MAX_TEXTS} strings")
+    return tuple(values)
+
+
+def pattern_of(fields: Fields, key: str, text: str, end: str = "") -> re.Pattern[str]:
+    """Return the compiled regular expression `text`, whose matching must take only a moment.
+
+    Raises
+    ------
+    ConfigError
+        If it is none, or could take long: the time is no more than the number of ways to match its
+        few repeats and groups with a short name.
+    """
+    if (
+        len(text) > _MAX_LENGTH
+        or len(_CHOICES.findall(text)) > _MAX_CHOICES
+        or text.count("(") > _MAX_GROUPS
+        or _REPEATED_GROUP.search(text)
+    ):
+        raise fields.error(
+            key,
+            f"of patterns with at most {_MAX_LENGTH} characters, {_MAX_CHOICES} of *, +, ? and {{, "
+            f"and {_MAX_GROUPS} groups, none of them repeated",
+        )
+    try:
+        return re.compile(f"(?:{text}){end}")
+    except (re.error, OverflowError, RecursionError):
+        raise fields.error(key, "of valid regular expressions") from None
+
+
+def boundary_rules(fields: Fields, key: str, values: Any) -> ModuleRules:
+    r"""Return Hugging Face's rules for modules that are not converted.
+
+    A text is a regular expression for the beginning of a name, up to the end of one of its parts,
+    or a plain end of a name.
+
+    Examples
+    --------
+    >>> rules = boundary_rules(Fields({}, ""), "", ["mlp.gate", "model.layers.1"])
+    >>> [rules.match(f"model.layers.{one}") for one in ("1.mlp", "11.mlp", "2.mlp.gate")]
+    [True, False, True]
+    >>> rules.match("model.layers.2.mlp.gate_proj")
+    False
+    """
+    texts = texts_of(fields, key, values)
+    plain = [text for text in texts if _PLAIN.fullmatch(text)]
+    others = [text for text in texts if not _PLAIN.fullmatch(text)]
+    return ModuleRules(
+        patterns=patterns_of(fields, key, others, r"(?:\.|$)"),
+        parents=frozenset(plain),
+        suffixes=texts,
+    )
+
+
+def patterns_of(
+    fields: Fields, key: str, texts: Iterable[str], end: str = ""
+) -> tuple[re.Pattern[str], ...]:
+    """Return `pattern_of` each text."""
+    texts = list(texts)
+    if len(texts) > _MAX_PATTERNS:
+        raise fields.error(key, f"a list of at most {_MAX_PATTERNS} patterns")
+    return tuple(pattern_of(fields, key, text, end) for text in texts)

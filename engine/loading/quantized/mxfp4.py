@@ -1,0 +1,88 @@
+"""Reads matrices in MXFP4: gpt-oss's experts, and compressed-tensors'."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from engine.checks import shown
+from engine.errors import WeightsError
+from engine.loading.quantized.rows import QuantizedRows
+from engine.loading.quantized.storage import Storage
+from engine.loading.quantized.tensors import ModuleTensors, check_columns, check_scales
+from engine.loading.quantized.unpack import unpack_nibbles
+from engine.loading.safetensors import SafetensorsDirectory, SafetensorsFile
+from engine.models.tensor_layout import scales_name
+from engine.quantization import FORMATS
+
+__all__ = ["mxfp4_shape", "read_mxfp4", "read_mxfp4_experts"]
+
+_BLOCK = 32
+
+
+def mxfp4_shape(tensors: ModuleTensors, storage: Storage) -> tuple[int, int]:
+    """Return the shape (N, K) of a matrix with two codes in a byte."""
+    rows, num_bytes = tensors.matrix("weight_packed", ("U8",)).shape
+    return rows, 2 * num_bytes
+
+
+def read_mxfp4(
+    tensors: ModuleTensors,
+    storage: Storage,
+    first: int,
+    last: int,
+    columns: tuple[int, int] | None = None,
+) -> QuantizedRows:
+    """Read rows [first, last) of a matrix in "mxfp4-pack-quantized" (see `reader.read_rows`)."""
+    num_rows, width = mxfp4_shape(tensors, storage)
+    begin, end = check_columns(tensors, "weight_packed", columns, width, _BLOCK)
+    shape = (num_rows, -(-width // _BLOCK))
+    exponents = tensors.view("weight_scale", ("U8", "F8_E8M0"), shape)
+    packed = tensors.view("weight_packed", ("U8",))[first:last, begin // 2 : end // 2]
+    scales = np.ascontiguousarray(exponents[first:last, begin // _BLOCK : -(-end // _BLOCK)])
+    rows = QuantizedRows(storage.format, unpack_nibbles(packed), scales)
+    return check_scales(tensors, "weight_scale", rows)
+
+
+def read_mxfp4_experts(
+    checkpoint: SafetensorsFile | SafetensorsDirectory,
+    name: str,
+    rows: slice,
+    columns: tuple[int, int] | None = None,
+) -> QuantizedRows:
+    """Read rows of gpt-oss's experts from the tensors "<...>_blocks" and "<...>_scales".
+
+    Parameters
+    ----------
+    checkpoint : SafetensorsFile or SafetensorsDirectory
+    name : str
+        Of the blocks (E, N, K / 32, 16), whose bytes hold two numbers each.
+    rows : slice
+        Of the E N rows of all matrices; with a step of 2 those of gate or of up.
+    columns : (int, int), optional
+        Only these; whole blocks.
+
+    Raises
+    ------
+    WeightsError
+        If a tensor is missing or has another shape or dtype, or an exponent is NaN.
+    """
+    blocks, exponents = name, scales_name(name)
+    for one in (blocks, exponents):
+        if one not in checkpoint:
+            raise WeightsError(f"{checkpoint.path}: tensor {shown(one)} is missing")
+    shape = checkpoint.shape(blocks)
+    if len(shape) != 4 or shape[3] != _BLOCK // 2 or checkpoint.shape(exponents) != shape[:3]:
+        raise WeightsError(
+            f"{checkpoint.path}: tensor {shown(blocks)} must have shape (E, N, K / 32, 16), and "
+            f"that of its scales be (E, N, K / 32); got {shape}, {checkpoint.shape(exponents)}"
+        )
+    tensors = ModuleTensors(checkpoint, name.rpartition(".")[0])
+    kind = blocks.rpartition(".")[2]
+    begin, end = check_columns(tensors, kind, columns, shape[2] * _BLOCK, _BLOCK)
+    start, stop, step = rows.indices(shape[0] * shape[1])
+    part = slice(begin // _BLOCK, end // _BLOCK)
+    packed = checkpoint.read_bytes(blocks, start, stop)[::step, part]
+    scales = np.ascontiguousarray(checkpoint.read_bytes(exponents, start, stop)[::step, part])
+    codes = unpack_nibbles(packed.reshape(len(packed), -1))
+    found = QuantizedRows(FORMATS["mxfp4"], codes, scales)
+    return check_scales(tensors, exponents.rpartition(".")[2], found)

@@ -1,0 +1,198 @@
+"""Rows of a quantized matrix as a checkpoint stores them: codes and scales, apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from engine.dtypes import BFLOAT16
+from engine.errors import WeightsError
+from engine.quantization import Format, Weight, pack_weight
+from engine.quantization.values import E2M1, E4M3, E8M0
+
+__all__ = ["QuantizedRows"]
+
+Array = np.ndarray[Any, Any]
+
+_PER_ROW = ("scales", "offsets", "super_scales")
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedRows:
+    """Rows (n, K) of a quantized matrix; nothing has been rounded.
+
+    Attributes
+    ----------
+    format : Format
+        One with scales.
+    codes : (n, K) array
+        uint8; int8 for whole numbers of 8 bits.
+    scales : (n, G) array
+        A scale per group of columns of each row; G = 1 if the row has one, and for blocks of rows
+        ("fp8_block") every row has its own copy. float16, bfloat16 or float32; float32 for "fp8",
+        "fp8_block" and "int8"; uint8 exponents for "mxfp4"; with a super-block uint8, or int8 for
+        "q6_k".
+    offsets : (n, G) array, optional
+        Zero points as codes (uint8; int8 for 8 bits), minimums (float16), or with a super-block
+        the factors of minimums (uint8).
+    super_scales : (n, K / 256) or (n, K / 256, 2) array of float16, optional
+        d, or d and dmin.
+    permutation : (K,) array of int32, optional
+        Column k of the codes is column permutation[k] of the matrix.
+    """
+
+    format: Format
+    codes: Array
+    scales: Array
+    offsets: Array | None = None
+    super_scales: Array | None = None
+    permutation: Array | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        rows, columns = self.codes.shape
+        return rows, columns
+
+    def take(self, rows: Any) -> QuantizedRows:
+        """Return the rows that an index (whole numbers, bools or a slice) selects, in its order."""
+        chosen: dict[str, Any] = {
+            name: value[rows]
+            for name in ("codes", *_PER_ROW)
+            if (value := getattr(self, name)) is not None
+        }
+        return replace(self, **chosen)
+
+    @classmethod
+    def concat(cls, parts: Sequence[QuantizedRows]) -> QuantizedRows:
+        """Return the rows of all parts, one part below the other.
+
+        Raises
+        ------
+        WeightsError
+            If they differ in format, width or permutation.
+        """
+        first = parts[0]
+        for part in parts[1:]:
+            _check_equal("format", first.format.name, part.format.name)
+            _check_equal("number of columns", first.shape[1], part.shape[1])
+            if not _are_equal(first.permutation, part.permutation):
+                raise WeightsError(
+                    "matrices that are multiplied as one must have the same order of columns; "
+                    "got different g_idx"
+                )
+        if len({part.scales.dtype for part in parts}) > 1:  # float32 holds every other exactly
+            parts = [replace(part, scales=part.scales.astype(np.float32)) for part in parts]
+        joined: dict[str, Any] = {
+            name: np.concatenate([getattr(part, name) for part in parts])
+            for name in ("codes", *_PER_ROW)
+            if getattr(first, name) is not None
+        }
+        return replace(first, **joined)
+
+    def numbers(self) -> Array:
+        """Return the numbers (n, K) in float32, in the order of the matrix's columns."""
+        form, columns = self.format, self.shape[1]
+        numbers = _decoded(form, self.codes)
+        scales, offsets = self._float_scales()
+        if form.offset == "zero" and offsets is not None:
+            numbers -= _spread(offsets, form.group, columns)
+        numbers *= _spread(scales, form.group, columns)
+        if form.offset == "min" and offsets is not None:
+            numbers += _spread(offsets, form.group, columns)
+        if self.permutation is None:
+            return numbers
+        ordered = np.empty_like(numbers)
+        ordered[:, self.permutation] = numbers
+        return ordered
+
+    def to_weight(self) -> Weight:
+        """Return the rows as a weight in the layout of products.
+
+        float32 scales of a packed format are rounded: to float16 if that loses less (every scale is
+        0 or a normal float16 number), else to bfloat16.
+
+        Raises
+        ------
+        WeightsError
+            If the rows of a block of "fp8_block" differ in their scales.
+        """
+        form = self.format
+        if form.is_packed:
+            scales = _rounded(self.scales) if self.scales.dtype == np.float32 else self.scales
+            permutation = self.permutation
+            return pack_weight(form, self.codes, scales, self.offsets, self.super_scales,
+                               permutation)  # fmt: skip
+        codes = np.ascontiguousarray(self.codes)
+        scales = self._block_scales() if form.group else self.scales[:, 0]
+        return Weight(form, codes, self.shape, scales=np.ascontiguousarray(scales))
+
+    def _float_scales(self) -> tuple[Array, Array | None]:
+        """Return scales and offsets (n, G) in float32."""
+        form, offsets = self.format, self.offsets
+        if form.code == "e2m1":
+            return E8M0[self.scales], None
+        scales = self.scales.astype(np.float32)
+        offsets = None if offsets is None else offsets.astype(np.float32)
+        if self.super_scales is None:
+            return scales, offsets
+        factors = self.super_scales.astype(np.float32)
+        spread = np.repeat(factors, form.super_block // form.group, axis=1)[:, : scales.shape[1]]
+        if offsets is None:
+            return scales * spread, None
+        return scales * spread[..., 0], -(offsets * spread[..., 1])
+
+    def _block_scales(self) -> Array:
+        """Return the scales of blocks of rows, from those of rows."""
+        assert self.format.block is not None
+        high = self.format.block[0]
+        blocks = self.scales[::high]
+        if not np.array_equal(np.repeat(blocks, high, axis=0)[: len(self.scales)], self.scales):
+            raise WeightsError(
+                f"{self.format.name}: matrices that are multiplied as one must have a multiple of "
+                f"{high} rows, so that a block has one scale; they have not"
+            )
+        return blocks
+
+
+def _decoded(form: Format, codes: Array) -> Array:
+    """Return what the codes stand for before scale and offset, float32."""
+    if form.code == "int":
+        numbers: Array = codes.astype(np.float32)
+        numbers -= np.float32(form.zero)
+        return numbers
+    decoded: Array = (E4M3 if form.code == "e4m3" else E2M1)[codes]
+    return decoded
+
+
+def _spread(values: Array, group: int, columns: int) -> Array:
+    """Return a value per column from one per group."""
+    return np.repeat(values, group, axis=1)[:, :columns] if group else values
+
+
+def _rounded(scales: Array) -> Array:
+    """Return float32 scales in the 16-bit dtype that loses less."""
+    with np.errstate(over="ignore"):
+        half, bfloat = scales.astype(np.float16), scales.astype(BFLOAT16)
+    if np.array_equal(bfloat.astype(np.float32), scales):
+        return bfloat
+    magnitude = np.abs(half)
+    normal = (magnitude >= np.finfo(np.float16).smallest_normal) & np.isfinite(magnitude)
+    return half if np.all(normal | (scales == 0)) else bfloat
+
+
+def _are_equal(first: Array | None, second: Array | None) -> bool:
+    if first is None or second is None:
+        return first is second
+    return np.array_equal(first, second)
+
+
+def _check_equal(what: str, first: object, second: object) -> None:
+    if first != second:
+        raise WeightsError(
+            f"matrices that are multiplied as one must have the same {what}; "
+            f"got {first} and {second}"
+        )

@@ -1,0 +1,100 @@
+"""The quantization of a checkpoint, as its configuration describes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from engine.loading._fields import Fields
+from engine.loading.quantized.config import QuantizationScheme
+from engine.loading.quantized.config_ct import compressed_tensors_scheme
+from engine.loading.quantized.config_hf import awq_scheme, fp8_scheme, gptq_scheme, mxfp4_scheme
+from engine.model_files import is_present, read_json
+
+__all__ = ["QuantizationScheme", "load_scheme", "scheme_from_dict", "scheme_of"]
+
+_METHODS: dict[str, Callable[[Fields], QuantizationScheme]] = {
+    "compressed-tensors": compressed_tensors_scheme,
+    "gptq": gptq_scheme,
+    "awq": awq_scheme,
+    "fp8": fp8_scheme,
+    "mxfp4": mxfp4_scheme,
+}
+
+_OLD_FILES = ("quantize_config.json", "quant_config.json")
+# Keys that only AWQ's files have.
+_AWQ_KEYS = ("w_bit", "q_group_size", "zero_point")
+
+
+def load_scheme(directory: str | PathLike[str]) -> QuantizationScheme | None:
+    """Return the quantization of the model in `directory`; None if it is not quantized.
+
+    It is described in config.json under `quantization_config` (older files: `compression_config`),
+    or by old tools in quantize_config.json or quant_config.json beside it. A .gguf file has None:
+    every tensor has a type of its own.
+
+    Raises
+    ------
+    ConfigError
+        If a file is damaged, or describes something that is not supported; the message names it.
+    """
+    root = Path(directory)
+    if root.suffix == ".gguf":
+        return None
+    values = read_json(root / "config.json", root=root)
+    for key in ("quantization_config", "compression_config"):
+        if values.get(key) is not None:
+            fields = Fields(values, str(root / "config.json")).child(key)
+            return scheme_of(fields, "compressed-tensors" if key == "compression_config" else None)
+    for name in _OLD_FILES:
+        if is_present(root / name):
+            values = read_json(root / name, root=root)
+            method = "awq" if any(key in values for key in _AWQ_KEYS) else "gptq"
+            return scheme_of(Fields(values, str(root / name)), method)
+    return None
+
+
+def scheme_from_dict(
+    values: Mapping[str, Any], where: str = "quantization_config"
+) -> QuantizationScheme:
+    """Return what a `quantization_config` describes.
+
+    Parameters
+    ----------
+    values : mapping
+        The JSON object.
+    where : str
+        Its place, for messages.
+
+    Raises
+    ------
+    ConfigError
+        If it describes something that is not supported; the message names it.
+
+    Examples
+    --------
+    >>> scheme = scheme_from_dict({"quant_method": "gptq", "bits": 4, "group_size": 128})
+    >>> scheme.storage_of("model.layers.0.mlp.up_proj").format.name
+    'int4_g128'
+    """
+    return scheme_of(Fields(values, where))
+
+
+def scheme_of(fields: Fields, default: str | None = None) -> QuantizationScheme:
+    """Return what the fields of a `quantization_config` describe.
+
+    `default` is the method of files that do not name it.
+
+    Raises
+    ------
+    ConfigError
+        As `scheme_from_dict`.
+    """
+    if default is not None and not fields.has("quant_method"):
+        return _METHODS[default](fields)
+    method = fields.text("quant_method")
+    if method not in _METHODS:
+        raise fields.error("quant_method", f"one of {', '.join(_METHODS)}")
+    return _METHODS[method](fields)

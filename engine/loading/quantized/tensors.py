@@ -1,0 +1,167 @@
+"""The tensors of one quantized module of a checkpoint, each checked as it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engine.checks import shown
+from engine.errors import WeightsError
+from engine.loading.quantized.rows import QuantizedRows
+from engine.loading.safetensors import SafetensorsDirectory, SafetensorsFile
+from engine.quantization import Format
+from engine.quantization.values import E8M0
+
+__all__ = ["SCALE_DTYPES", "ModuleTensors", "check_columns", "check_scales", "spread_groups"]
+
+Array = np.ndarray[Any, Any]
+Checkpoint = SafetensorsFile | SafetensorsDirectory
+
+SCALE_DTYPES = ("F16", "BF16", "F32")
+
+
+@dataclass(frozen=True)
+class ModuleTensors:
+    """The tensors "<module>.<kind>" of one module of a checkpoint."""
+
+    checkpoint: Checkpoint
+    module: str
+
+    def name(self, kind: str) -> str:
+        """Return the full name of tensor `kind`."""
+        return f"{self.module}.{kind}"
+
+    def has(self, kind: str) -> bool:
+        """Tell whether there is a tensor `kind`."""
+        return self.name(kind) in self.checkpoint
+
+    def dtype(self, kind: str) -> str:
+        """Return the dtype of tensor `kind`, which there is."""
+        return self.checkpoint.dtype(self.name(kind))
+
+    def shape(self, kind: str) -> tuple[int, ...]:
+        """Return the shape of tensor `kind`, which there is."""
+        return self.checkpoint.shape(self.name(kind))
+
+    def error(self, kind: str, message: str) -> WeightsError:
+        """Return an error about tensor `kind`."""
+        return WeightsError(f"{self.checkpoint.path}: tensor {shown(self.name(kind))} {message}")
+
+    def view(
+        self,
+        kind: str,
+        dtypes: Sequence[str],
+        *shapes: tuple[int, ...],
+    ) -> Array:
+        """Return tensor `kind`, which must have one of the dtypes and, if given, of the shapes.
+
+        Raises
+        ------
+        WeightsError
+            If it is missing or another.
+        """
+        if not self.has(kind):
+            raise self.error(kind, f"is missing; other tensors of {shown(self.module)} need it")
+        if (dtype := self.dtype(kind)) not in dtypes:
+            raise self.error(kind, f"must be one of {', '.join(dtypes)}; got {dtype}")
+        shape = self.shape(kind)
+        if shapes and shape not in shapes:
+            wanted = " or ".join(map(str, shapes))
+            raise self.error(kind, f"must have shape {wanted}; got {shape}")
+        return self.checkpoint.view(self.name(kind))
+
+    def matrix(self, kind: str, dtypes: Sequence[str]) -> Array:
+        """Return tensor `kind`, which must be a matrix that is not empty."""
+        view = self.view(kind, dtypes)
+        if view.ndim != 2 or min(view.shape) < 1:
+            raise self.error(kind, f"must be a matrix; got shape {view.shape}")
+        return view
+
+
+def check_columns(
+    tensors: ModuleTensors, kind: str, columns: tuple[int, int] | None, width: int, step: int
+) -> tuple[int, int]:
+    """Return the range of columns; None stands for all.
+
+    Raises
+    ------
+    WeightsError
+        If it begins or ends inside a group of `step` columns.
+    """
+    first, last = columns or (0, width)
+    if not 0 <= first < last <= width:
+        raise tensors.error(kind, f"has {width} columns; got the range [{first}, {last})")
+    if first % step or (last % step and last != width):
+        raise tensors.error(
+            kind,
+            f"has scales for groups of {step} columns, which cannot be divided; got the range "
+            f"[{first}, {last}) of {width}. Use fewer shards",
+        )
+    return first, last
+
+
+def spread_groups(values: Array, stored: int, form: Format, columns: tuple[int, int]) -> Array:
+    """Return the value of each of the format's groups in a range of columns.
+
+    Parameters
+    ----------
+    values : (n, G) array
+        One per stored group.
+    stored : int
+        Columns of a stored group, a multiple of the format's; 0 for the whole row.
+    form : Format
+    columns : (int, int)
+        [first, last), whole groups of the format.
+    """
+    first, last = columns
+    starts = np.arange(first, last, form.group)
+    return np.ascontiguousarray(values[:, starts // stored if stored else np.zeros_like(starts)])
+
+
+def check_scales(tensors: ModuleTensors, kind: str, rows: QuantizedRows) -> QuantizedRows:
+    """Return `rows`, whose scales were read from tensor `kind`, after checking the scales.
+
+    A scale may be 0 only if all codes of its group stand for 0: anything else is a damaged file, or
+    has lost the group's numbers.
+
+    Raises
+    ------
+    WeightsError
+        If a scale is NaN or infinite, or 0 with other codes.
+    """
+    scales = E8M0[rows.scales] if rows.scales.dtype == np.uint8 else rows.scales
+    finite = np.isfinite(scales)
+    if not finite.all():
+        row, group = np.argwhere(~finite)[0]
+        got = float(scales[row, group])
+        raise tensors.error(kind, f"must have finite scales; got {got} (row {row}, group {group})")
+    zeros = scales == 0
+    if zeros.any() and (lost := _lost_groups(rows, zeros)).any():
+        row, group = np.argwhere(lost)[0]
+        raise tensors.error(
+            kind,
+            "may have a scale of 0 only for a group of zeros; got 0 for others "
+            f"(row {row}, group {group})",
+        )
+    return rows
+
+
+def _lost_groups(rows: QuantizedRows, zeros: Array) -> Array:
+    """Tell which groups with scale 0 have codes that do not stand for 0."""
+    form, codes = rows.format, rows.codes
+    some = np.flatnonzero(zeros.any(axis=1))
+    codes, zeros = codes[some], zeros[some]
+    zero_codes: Any = form.zero
+    if form.code in ("e4m3", "e2m1"):
+        codes, zero_codes = codes & (0x7F if form.bits == 8 else 7), 0
+    elif rows.offsets is not None:
+        width = codes.shape[1]
+        zero_codes = np.repeat(rows.offsets[some], form.group, axis=1)[:, :width]
+    others = codes != zero_codes
+    starts = np.arange(0, codes.shape[1], form.group) if form.group else [0]
+    lost = np.zeros((rows.shape[0], zeros.shape[1]), bool)
+    lost[some] = np.logical_or.reduceat(others, starts, axis=1) & zeros
+    return lost

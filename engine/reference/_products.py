@@ -1,0 +1,60 @@
+"""Products of two operands in 8 bits, as gemm_fp8 and gemm_int8 define them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from engine.reference.gemm import epilogue
+from engine.reference.quantize_rows import quantize_rows
+from engine.reference.rmsnorm import rmsnorm
+
+__all__ = ["GROUP", "multiply_8bit"]
+
+Array = np.ndarray[Any, Any]
+
+_E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+GROUP = 128  # rows and columns of a block of the weight; columns of a group of x
+
+
+def multiply_8bit(
+    dtype: str,
+    x: Array,
+    weight: Array,
+    weight_scales: Array,
+    x_scales: Array | None,
+    norm: tuple[Array | None, float, float],
+    bias: Array | None,
+    residual: Array | None,
+    activation: str | None,
+    out_dtype: Any,
+) -> Array:
+    """Quantize x where it has no scales yet, multiply the codes, apply scales and epilogue."""
+    group = GROUP if weight_scales.ndim == 2 else 0
+    result_dtype = x.dtype if out_dtype is None else out_dtype
+    if x_scales is None:
+        norm_weight, eps, weight_offset = norm
+        if norm_weight is not None:
+            x = rmsnorm(x, norm_weight, eps=eps, weight_offset=weight_offset)
+        x, x_scales = quantize_rows(x, dtype=dtype, group=group)
+    a, b = _values(x), _values(weight)
+    y = np.zeros((len(a), len(b)), np.float32)
+    if group == 0:
+        y += (a @ b.T) * x_scales * weight_scales
+    else:
+        for i in range(weight_scales.shape[1]):
+            columns = slice(i * GROUP, (i + 1) * GROUP)
+            of_rows = np.repeat(weight_scales[:, i], GROUP)[: len(b)]
+            y += (a[:, columns] @ b[:, columns].T) * x_scales[:, i : i + 1] * of_rows
+    return epilogue(y, bias, residual, activation).astype(result_dtype, copy=False)
+
+
+def _values(codes: Array) -> Array:
+    """Return the numbers that codes stand for: int8, or the bits of e4m3."""
+    if codes.dtype == np.int8:
+        return codes.astype(np.float32)
+    table = np.arange(256, dtype=np.uint8).view(_E4M3).astype(np.float32)
+    values: Array = table[codes]
+    return values

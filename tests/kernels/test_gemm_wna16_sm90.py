@@ -1,0 +1,221 @@
+"""gemm_wna16 on Hopper: every tile and format against the mirror, the choice."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from engine import kernels, reference
+from engine.device import to_numpy
+from engine.kernels import _module
+from engine.kernels.gemm_wna16 import few_rows, sm90
+from engine.kernels.gemm_wna16.sm90 import HOPPER_CONFIGS, choose_hopper
+from engine.quantization import FORMATS
+from engine.testing import cases
+from engine.testing.cases_gemm import MODEL_LAYERS
+from engine.testing.cases_quantized import PACKED_FORMATS, random_weight, weight_to
+from engine.testing.tolerances import assert_close
+
+HALVES = ("float16", "bfloat16")
+CONFIGS = [
+    pytest.param(c, id=f"{c.tokens}x{c.rows}-{c.splits}{'-sums' if c.scales_sums else ''}")
+    for c in HOPPER_CONFIGS
+]
+
+
+@pytest.fixture
+def hopper(cp, monkeypatch):
+    """CuPy, on a device that runs these kernels; few rows use them too."""
+    if _module.current_architecture(cp.cuda.runtime.getDevice()) != "sm_90a":
+        pytest.skip("not a Hopper GPU")
+    monkeypatch.setattr(few_rows, "choose", lambda _: None)
+    return cp
+
+
+def _force(monkeypatch, config):
+    monkeypatch.setattr(sm90, "choose_hopper", lambda *_, **__: config)
+
+
+def _is_untouched(xp, buffer):
+    return bool(xp.isnan(buffer[:64]).all()) and bool(xp.isnan(buffer[-64:]).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", PACKED_FORMATS)
+def test_every_format_matches_mirror(hopper, name, dtype):
+    for i, (m, n, k) in enumerate([(9, 48, 512), (40, 37, 1096), (130, 264, 200), (300, 77, 640)]):
+        weight, x = random_weight(name, n, k), cases.normal((m, k), dtype, seed=1)
+        out, buffer = cases.guarded(hopper, (m, n), x.dtype)
+        kernels.gemm_wna16(hopper.asarray(x), weight_to(hopper, weight), out=out, pdl=i % 2 == 0)
+        assert_close(out, reference.gemm_wna16(x, weight), reduction=k)
+        assert _is_untouched(hopper, buffer)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", ["int4_g32", "int4_g128_zp", "int8_g64", "int8_g128_zp"])
+def test_scales_in_bfloat16(hopper, name, dtype):
+    for m, n, k in [(33, 80, 512), (257, 37, 1096)]:
+        weight = random_weight(name, n, k, scales="bfloat16")
+        x = cases.normal((m, k), dtype, seed=1)
+        got = kernels.gemm_wna16(hopper.asarray(x), weight_to(hopper, weight))
+        assert_close(got, reference.gemm_wna16(x, weight), reduction=k)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["int4_g128", "q6_k"])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_every_tile_matches_mirror(hopper, monkeypatch, config, name):
+    """Sizes that nothing divides, fewer rows than a tile has, nothing written outside."""
+    if not config.supports(FORMATS[name]):
+        pytest.skip("no such module")
+    _force(monkeypatch, config)
+    rng = np.random.default_rng(config.tokens + config.rows)
+    tokens = config.tokens
+    sizes = [(1, 8, 1032), (17, 520, 2048), (tokens - 1, 77, 640), (tokens + 1, 300, 72)]
+    sizes += [
+        (2 * tokens - 8, 136, 1224),
+        (*rng.integers(1, 700, 2), 8 * int(rng.integers(1, 160))),
+    ]
+    for i, (m, n, k) in enumerate(sizes):
+        k = max(k, 64 * config.depth * config.splits)  # of which every CTA has a share
+        weight, x = random_weight(name, n, k), cases.normal((m, k), "bfloat16", seed=i)
+        out, buffer = cases.guarded(hopper, (m, n), x.dtype)
+        kernels.gemm_wna16(hopper.asarray(x), weight_to(hopper, weight), out=out, pdl=i % 2 == 0)
+        assert_close(out, reference.gemm_wna16(x, weight), reduction=k)
+        assert _is_untouched(hopper, buffer)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", CONFIGS)
+def test_ctas_that_compute_many_tiles(hopper, monkeypatch, config):
+    """Two launches, so that the second one begins while the first one stores."""
+    _force(monkeypatch, config)
+    m, n, k = 2312, 2056, 1032
+    weight, x = random_weight("int4_g64", n, k), cases.normal((m, k), "bfloat16", seed=1)
+    gx, gw = hopper.asarray(x), weight_to(hopper, weight)
+    out, buffer = cases.guarded(hopper, (m, n), x.dtype)
+    for _ in range(2):
+        kernels.gemm_wna16(gx, gw, out=out, pdl=True)
+    assert_close(out, reference.gemm_wna16(x, weight), reduction=k)
+    assert _is_untouched(hopper, buffer)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", [None, "silu", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_epilogues(hopper, monkeypatch, config, activation):
+    _force(monkeypatch, config)
+    m, n, k = 150, 268, 1088
+    name = "int4_g128_zp" if config.scales_sums else "int4_g32_zp"
+    weight, x = random_weight(name, n, k), cases.normal((m, k), "bfloat16", seed=1)
+    bias = cases.normal((n,), "bfloat16", seed=3)
+    residual = cases.normal((m, n), "bfloat16", seed=4)
+    gx, gb, gr = cases.to_module(hopper, x, bias, residual.copy())
+    gw = weight_to(hopper, weight)
+    options = {"bias": bias, "activation": activation}
+    got = kernels.gemm_wna16(gx, gw, bias=gb, activation=activation, out_dtype=np.float32)
+    want = reference.gemm_wna16(x, weight, **options, out_dtype=np.float32)
+    assert_close(got, want, reduction=k, dtype="bfloat16")
+    kernels.gemm_wna16(gx, gw, bias=gb, activation=activation, residual=gr, out=gr, pdl=True)
+    want = reference.gemm_wna16(x, weight, **options, residual=residual)
+    assert_close(gr, want, reduction=k)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", CONFIGS)
+def test_swiglu(hopper, monkeypatch, config):
+    """Halves that end within a tile, and one that is no whole row tiles."""
+    name = "int8_g128" if config.scales_sums else "q4_k"
+    _force(monkeypatch, config)
+    for m, n, k in [(1, 32, 1032), (50, 288, 1104), (193, 624, 1032), (300, 2080, 1536)]:
+        weight, x = random_weight(name, n, k), cases.normal((m, k), "bfloat16", seed=1)
+        bias = cases.normal((n,), "bfloat16", seed=3)
+        gx, gb, gw = hopper.asarray(x), hopper.asarray(bias), weight_to(hopper, weight)
+        out, buffer = cases.guarded(hopper, (m, n // 2), x.dtype)
+        kernels.gemm_wna16(gx, gw, bias=gb, activation="swiglu", out=out)
+        want = reference.gemm_wna16(x, weight, bias=bias, activation="swiglu")
+        assert_close(out, want, reduction=k)
+        assert _is_untouched(hopper, buffer)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_row_has_the_same_bits_in_any_company(hopper, dtype):
+    weight, x = random_weight("int4_g128", 520, 1032), cases.normal((700, 1032), dtype, seed=1)
+    gx, gw = hopper.asarray(x), weight_to(hopper, weight)
+    many = to_numpy(kernels.gemm_wna16(gx, gw, deterministic=True)).view(np.int16)
+    for m in (1, 7, 60, 200, 257):
+        few = kernels.gemm_wna16(gx[:m], gw, deterministic=True)
+        np.testing.assert_array_equal(to_numpy(few).view(np.int16), many[:m])
+
+
+@pytest.mark.gpu
+def test_rows_are_summed_alike_by_every_tile(hopper, monkeypatch):
+    """What deterministic rests on: CTAs that sum all of k give the same bits."""
+    weight, x = random_weight("int4_g128", 520, 2056), cases.normal((300, 2056), "bfloat16", seed=1)
+    gx, gw = hopper.asarray(x), weight_to(hopper, weight)
+    results = []
+    for config in HOPPER_CONFIGS:
+        if config.splits == 1 and not config.scales_sums:
+            _force(monkeypatch, config)
+            results.append(to_numpy(kernels.gemm_wna16(gx, gw, out_dtype=np.float32)))
+    for result in results:
+        np.testing.assert_array_equal(result, results[0])
+
+
+@pytest.mark.gpu
+def test_a_chain_in_which_each_reads_what_the_last_wrote(hopper, monkeypatch):
+    """Launches pdl: a kernel must still wait for its operands, and for those who read."""
+    weights = [random_weight("int8_g128", 512, 512, seed=i) for i in range(12)]
+    start, form = cases.normal((200, 512), "float16", seed=99), FORMATS["int8_g128"]
+    on_device = [weight_to(hopper, weight) for weight in weights]
+    configs = [c for c in HOPPER_CONFIGS if c.depth * c.splits <= 8 and c.supports(form)]
+    want = start
+    for weight in weights:
+        want = reference.gemm_wna16(want, weight)
+    for pdl in (False, True, True):
+        values = [hopper.asarray(start), hopper.empty_like(hopper.asarray(start))]
+        for i, weight in enumerate(on_device):
+            _force(monkeypatch, configs[i % len(configs)])
+            kernels.gemm_wna16(values[i % 2], weight, out=values[(i + 1) % 2], pdl=pdl)
+        got = to_numpy(values[0]).astype(np.float32)
+        assert np.linalg.norm(got - want.astype(np.float32)) < 0.01 * np.linalg.norm(got)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tier", ["auto", "portable"])
+def test_the_tier_decides(hopper, monkeypatch, tier):
+    monkeypatch.setenv("ENGINE_KERNEL_TIER", tier)
+    launched = []
+    monkeypatch.setattr(sm90, "launch", lambda *args: launched.append(args))
+    weight, x = random_weight("q8_0", 256, 512), cases.normal((200, 512), "bfloat16", seed=1)
+    kernels.gemm_wna16(hopper.asarray(x), weight_to(hopper, weight))
+    assert len(launched) == (tier == "auto")
+
+
+@pytest.mark.parametrize("sm_count", [1, 8, 114, 132])  # a part of a chip has few
+def test_choice_covers_the_problem(sm_count):
+    for n, k in [*MODEL_LAYERS.values(), (1, 8), (100, 4096), (7, 64)]:
+        for m in (1, 17, 33, 64, 256, 1000, 4096, 100_000):
+            for name in ("int4_g128", "q6_k", "int8_g32_zp"):
+                form = FORMATS[name]
+                config = choose_hopper(m, n, k, form, sm_count)
+                assert config.splits <= sm_count
+                assert choose_hopper(m, n, k, form, sm_count, deterministic=True).splits == 1
+
+
+@pytest.mark.parametrize("name", PACKED_FORMATS)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_stages_fit(config, name):
+    form = FORMATS[name]
+    assert config.blocks * (config.shared_bytes(form) + 1024) <= 228 * 1024
+
+
+@pytest.mark.parametrize("name", PACKED_FORMATS)
+def test_every_format_has_a_tile_for_any_number_of_rows(name):
+    for m in (1, 40, 100, 5000):
+        for deterministic in (False, True):
+            config = choose_hopper(m, 4096, 64, FORMATS[name], 1, deterministic=deterministic)
+            assert config.supports(FORMATS[name]) and config.splits == 1

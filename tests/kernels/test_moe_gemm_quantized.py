@@ -1,0 +1,227 @@
+"""moe_gemm of quantized weights: both tiers against the mirror, the mirror against a loop."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from engine import kernels, reference
+from engine.device import to_numpy
+from engine.errors import ContractError, DTypeError, ShapeError
+from engine.kernels import _module
+from engine.kernels.moe_gemm import quantized_sm90, scratch
+from engine.quantization import FORMATS, Weight, unpack_weight
+from engine.quantization.stack import stack_matrices
+from engine.reference import Routing
+from engine.testing import cases
+from engine.testing.cases_elementwise import assert_guards
+from engine.testing.cases_moe import routing_of
+from engine.testing.cases_quantized import BYTE_FORMATS, PACKED_FORMATS, random_weight, weight_to
+from engine.testing.tolerances import assert_close
+
+NAMES = (*PACKED_FORMATS, *BYTE_FORMATS)
+# One for every way to decode: kind of code, of scale and of offset.
+SAMPLES = ("fp8_block", "fp8", "int8", "mxfp4", "int4_g128", "int8_g64_zp", "q5_1", "q4_k", "q6_k")
+DTYPES = ("float16", "bfloat16")
+# (T, E, k, K, R): one token, few and many an expert, more experts than pairs, widths that no tile
+# divides, one expert, nothing.
+SHAPES = (
+    (1, 4, 2, 64, 32),
+    (5, 16, 4, 256, 96),
+    (33, 7, 3, 520, 208),
+    (150, 3, 2, 144, 288),
+    (40, 1, 1, 1040, 64),
+    (9, 6, 2, 63, 48),
+    (0, 4, 2, 64, 32),
+)
+CONFIGS = [
+    pytest.param(c, id=f"{c.warpgroups}x{c.mma_tiles}x{c.tokens}")
+    for c in quantized_sm90.QUANTIZED_CONFIGS
+]
+
+
+@pytest.fixture(params=["auto", "portable"])
+def tier(request, monkeypatch):
+    """The kernels that the chip's tier has, and those of any chip."""
+    monkeypatch.setenv("ENGINE_KERNEL_TIER", request.param)
+    return request.param
+
+
+@pytest.fixture
+def hopper(cp):
+    """CuPy, on a device that runs these kernels."""
+    if _module.current_architecture(cp.cuda.runtime.getDevice()) != "sm_90a":
+        pytest.skip("not a Hopper GPU")
+    return cp
+
+
+def _weight(name, num_experts, rows, k, scales="float16") -> Weight:
+    parts = [random_weight(name, rows, k, seed, scales=scales) for seed in range(num_experts)]
+    return stack_matrices(parts)
+
+
+def _routing(num_tokens, num_experts, top_k, router="random"):
+    """Tokens to random experts; all to the same ones."""
+    rng = np.random.default_rng([num_tokens, num_experts, top_k])
+    chosen = np.argsort(rng.random((num_tokens, num_experts)), axis=1)[:, :top_k]
+    if router == "one":
+        chosen = np.tile(np.arange(num_experts)[-top_k:], (num_tokens, 1))
+    return routing_of(chosen, num_experts, seed=num_tokens)
+
+
+def _on(xp, routing):
+    return Routing(*cases.to_module(xp, *routing))
+
+
+def _inputs(name, shape, dtype, *, scatter=False):
+    num_tokens, num_experts, top_k, k, rows = shape
+    x = cases.normal((num_tokens * top_k if scatter else num_tokens, k), dtype, seed=1)
+    return x, _weight(name, num_experts, rows, k), cases.normal((num_experts, rows), dtype, seed=3)
+
+
+def _check(xp, name, shape, dtype, router, **options):
+    """Compare a call with the mirror's result, and look past the end of `out`."""
+    x, weight, bias = _inputs(name, shape, dtype, scatter=options.get("scatter", False))
+    routing = _routing(*shape[:3], router)
+    want = reference.moe_gemm(x, weight, routing, bias=bias, **options)
+    out, buffer = cases.guarded(xp, want.shape, want.dtype)
+    gx, gb = cases.to_module(xp, x, bias)
+    got = kernels.moe_gemm(
+        gx, weight_to(xp, weight), _on(xp, routing), bias=gb, pdl=True, out=out, **options
+    )
+    assert got is out
+    assert_close(got, want, reduction=max(shape[3], 257), name=f"{name} {router}")
+    assert_guards(buffer)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_format_matches_mirror(xp, tier, name, dtype):
+    for shape in ((5, 16, 4, 256, 96), (33, 3, 2, 520, 96)):
+        _check(xp, name, shape, dtype, "random", activation="swiglu")
+        _check(xp, name, shape, dtype, "random", scatter=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", SAMPLES)
+def test_every_shape_matches_mirror(xp, tier, name, shape, dtype):
+    for router in ("random", "one"):
+        for activation in (None, "swiglu", "swiglu_clamped"):
+            _check(xp, name, shape, dtype, router, activation=activation, limit=1.25)
+        _check(xp, name, shape, dtype, router, scatter=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("name", SAMPLES)
+def test_every_tile_matches_mirror(hopper, monkeypatch, name, config, dtype):
+    """Any tile may have any number of rows of an expert."""
+    monkeypatch.setattr(quantized_sm90, "choose_config", lambda *_, **__: config)
+    for shape in ((1, 4, 2, 128, 96), (33, 7, 3, 528, 208), (150, 3, 2, 144, 288)):
+        for router in ("random", "one"):
+            if config.mma_tiles == 2:
+                _check(hopper, name, shape, dtype, router, activation="swiglu")
+            _check(hopper, name, shape, dtype, router)
+            _check(hopper, name, shape, dtype, router, scatter=True)
+
+
+@pytest.mark.parametrize("name", ["int4_g128", "int8_g32_zp"])
+def test_bfloat16_scales(xp, tier, name):
+    shape = (9, 4, 2, 256, 64)
+    x, _, bias = _inputs(name, shape, "bfloat16")
+    weight, routing = _weight(name, 4, 64, 256, scales="bfloat16"), _routing(*shape[:3])
+    want = reference.moe_gemm(x, weight, routing, bias=bias)
+    gx, gb = cases.to_module(xp, x, bias)
+    got = kernels.moe_gemm(gx, weight_to(xp, weight), _on(xp, routing), bias=gb)
+    assert_close(got, want, reduction=257)
+
+
+@pytest.mark.parametrize("name", ["fp8_block", "mxfp4"])
+def test_deterministic_rows_do_not_depend_on_the_company(xp, tier, name):
+    shape = (300, 4, 2, 272, 64)
+    x, weight, bias = _inputs(name, shape, "bfloat16")
+    gx, gb = cases.to_module(xp, x, bias)
+    gw, options = weight_to(xp, weight), {"activation": "swiglu", "deterministic": True}
+    routing = _routing(*shape[:3])
+    whole = to_numpy(kernels.moe_gemm(gx, gw, _on(xp, routing), bias=gb, **options))
+    for token in (0, 33, 299):
+        alone = routing_of(routing.experts[token : token + 1], 4)
+        rows = kernels.moe_gemm(gx[token : token + 1], gw, _on(xp, alone), bias=gb, **options)
+        places = np.argsort(routing.order)[2 * token + alone.order]
+        np.testing.assert_array_equal(to_numpy(rows).view("u2"), whole[places].view("u2"))
+
+
+@pytest.mark.parametrize("name", ["fp8_block", "int4_g64"])
+def test_experts_without_tokens_are_not_read(xp, tier, name):
+    shape = (6, 9, 2, 128, 64)
+    x, weight, _ = _inputs(name, shape, "float16")
+    routing = routing_of([[1, 7]] * 6, 9)
+    want = reference.moe_gemm(x, weight, routing)
+    scales = weight.scales.copy()
+    parts = scales.reshape(9, -1)
+    parts[[e for e in range(9) if e not in (1, 7)]] = np.nan
+    spoiled = weight_to(xp, replace(weight, scales=scales))
+    got = kernels.moe_gemm(xp.asarray(x), spoiled, _on(xp, routing))
+    assert_close(got, want, reduction=257)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_mirror_is_the_loop(name):
+    """Token by token and expert by expert, with the numbers of the weight in float64."""
+    shape = (6, 5, 2, 70, 32)
+    x, weight, bias = _inputs(name, shape, "float32")
+    routing, numbers = _routing(*shape[:3]), unpack_weight(weight).astype(np.float64)
+    want = np.zeros((12, 16))
+    for place, pair in enumerate(routing.order):
+        expert = routing.experts.reshape(-1)[pair]
+        y = numbers[expert] @ x[pair // 2].astype(np.float64) + bias[expert]
+        want[place] = y[:16] / (1 + np.exp(-y[:16])) * y[16:]
+    got = reference.moe_gemm(x, weight, routing, bias=bias, activation="swiglu")
+    assert_close(got, want.astype(np.float32), reduction=257)
+
+
+def test_scratch_takes_experts_in_parts(xp, monkeypatch):
+    """Few at a time; the weights of fp8_block have blocks that end with each matrix."""
+    monkeypatch.setenv("ENGINE_KERNEL_TIER", "portable")
+    monkeypatch.setattr(scratch, "_PART_BYTES", 3 * 96 * 256 * 2)
+    for name in ("fp8_block", "q5_k"):
+        _check(xp, name, (20, 8, 2, 256, 96), "float16", "random", activation="swiglu")
+
+
+def test_choice_fits_shared_memory():
+    for name in NAMES:
+        for config in quantized_sm90.QUANTIZED_CONFIGS:
+            stage = quantized_sm90._stage_bytes(config, FORMATS[name])
+            assert config.stages(stage) >= 3
+            assert config.blocks * (config.shared_bytes(stage) + 1024) <= 233_472
+    few, ungated, many = quantized_sm90.QUANTIZED_CONFIGS
+    assert quantized_sm90.choose_config(8, 128, is_gated=True) is few
+    assert quantized_sm90.choose_config(8, 128, is_gated=False) is ungated
+    assert quantized_sm90.choose_config(32 * 128 + 1, 128, is_gated=False) is many
+
+
+def test_contract(xp):
+    shape = (3, 4, 2, 64, 32)
+    routing, x = _on(xp, _routing(*shape[:3])), xp.zeros((3, 64), np.float16)
+    packed, rows = (weight_to(xp, _weight(name, 4, 32, 64)) for name in ("q4_0", "fp8"))
+    op = kernels.moe_gemm
+    with pytest.raises(ShapeError, match=r"weight: must have shape \(E, R, K\) with K = 60; got"):
+        op(x[:, :60], packed, routing)
+    with pytest.raises(ContractError, match=r"weight: must be of shape \(E, R, K\); got \(128, 64"):
+        op(x, replace(packed, shape=(128, 64)), routing)
+    with pytest.raises(ContractError, match=r"weight: must be of a multiple of 16 rows; got 24"):
+        op(x, replace(packed, shape=(4, 24, 64)), routing)
+    with pytest.raises(ContractError, match=r"weight: must be without permuted columns; got 'q4"):
+        op(x, replace(packed, permutation=xp.arange(64, dtype=np.int32)), routing)
+    with pytest.raises(ShapeError, match=r"weight.data: must have shape \(8, 1, 512\); got \(7, 1"):
+        op(x, replace(packed, data=packed.data[:7]), routing)
+    with pytest.raises(DTypeError, match=r"weight.scales: must be float16 or bfloat16; got float3"):
+        op(x, replace(packed, scales=packed.scales.astype(np.float32)), routing)
+    with pytest.raises(ShapeError, match=r"weight.scales: must have shape \(4, 32\); got"):
+        op(x, replace(rows, scales=rows.scales[:, :31]), routing)
+    with pytest.raises(DTypeError, match=r"weight.data: must be uint8; got int8"):
+        op(x, replace(rows, data=rows.data.view(np.int8)), routing)

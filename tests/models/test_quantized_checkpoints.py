@@ -1,0 +1,67 @@
+"""Models from quantized checkpoints give the logits of their dequantized twins.
+
+The checkpoints are made by `tests/golden/quantized.py`, a packer that shares no code with the
+readers.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import engine
+from engine.device import to_numpy
+from tests.golden.quantized import CASES, CONFIG, make
+
+TOKENS = np.random.default_rng(0).integers(0, CONFIG["vocab_size"], (2, 24))
+# In most cases, so that a GPU test takes seconds.
+ON_GPU = ("ct_int4", "ct_int4_asymmetric", "ct_mixed", "ct_fp8_block", "ct_int8", "gptq_act_order")
+ON_GPU += ("awq", "fp8", "ct_mxfp4", "ct_int8_packed_asymmetric")
+
+
+def _logits(folder, **options):
+    model = engine.load(folder, **options)
+    return to_numpy(model.step(TOKENS, model.new_cache(2, 32), logits="all")), model
+
+
+def _cosines(got, wanted):
+    norms = np.linalg.norm(got, axis=-1) * np.linalg.norm(wanted, axis=-1)
+    return (got * wanted).sum(-1) / norms
+
+
+def _computes_with_codes(model):
+    weights = model.decoder.weights.values()
+    return any(form.activations for weight in weights for form in weight.formats())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_the_twin(tmp_path, case):
+    """Exactly, if dequantized; with activations in 8 bits as close as these are."""
+    quantized, twin = make(tmp_path, case)
+    wanted, _ = _logits(twin, device="cpu")
+    dequantized, model = _logits(quantized, device="cpu", quantization="none")
+    assert not _computes_with_codes(model)
+    np.testing.assert_allclose(dequantized, wanted, rtol=1e-5, atol=1e-5)
+    got, model = _logits(quantized, device="cpu")
+    if _computes_with_codes(model):
+        assert 1e-7 < 1 - _cosines(got, wanted).mean() < 0.02
+    else:
+        np.testing.assert_array_equal(got, dequantized)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ON_GPU)
+def test_a_gpu_gives_the_logits_of_the_cpu(cp, tmp_path, case):
+    quantized, _ = make(tmp_path, case)
+    wanted, _ = _logits(quantized, device="cpu")
+    got, model = _logits(quantized, device="cuda", dtype="bfloat16")
+    formats = {form.name for weight in model.decoder.weights.values() for form in weight.formats()}
+    assert formats > {"bfloat16"}, "the matrices must stay in the checkpoint's format"
+    assert _cosines(got, wanted).min() > (0.98 if _computes_with_codes(model) else 0.99)
+
+
+def test_a_quantized_checkpoint_is_rounded_again(tmp_path):
+    """An option of its own applies to the numbers, whatever the file has."""
+    quantized, _ = make(tmp_path, "gptq")
+    _, model = _logits(quantized, device="cpu", quantization="int8")
+    assert model.decoder.weights["layers.0.o"].format.name == "int8"

@@ -1,0 +1,1 @@
+"""Quality of quantized models: `python -m tests.quality`, see docs/quantization.md."""

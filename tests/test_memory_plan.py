@@ -1,0 +1,129 @@
+"""`engine doctor --plan`: where the memory goes, from a configuration alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine import cli, engine_config
+from engine.cache.kv_cache import KVGeometry
+from engine.commands._bench_models import built_in_config, built_in_names, config_folder
+from engine.device import CPU, Device
+from engine.engine_config import EngineConfig, default_budget
+from engine.loading.load_config import LoadConfig
+from engine.loading.weight_memory import quantized_formats, weight_bytes
+from engine.loading.weight_table import weight_shapes
+from engine.memory_plan import _group_of, plan_memory
+from engine.models.decoder import rope_bytes
+from engine.quantization import FORMATS
+
+CUDA = Device("cuda", 0)
+
+
+def _how(config, dtype="bfloat16", quantization=None, length=4096, device=CUDA):
+    length = min(length, config.max_position_embeddings)
+    return LoadConfig(device, dtype, length, "auto", quantization)
+
+
+@pytest.mark.parametrize("quantization", [None, "int4_g128", "fp8"])
+@pytest.mark.parametrize("name", built_in_names())
+def test_the_groups_are_all_weights(name, quantization):
+    config = built_in_config(name)
+    plan = plan_memory(config, _how(config, quantization=quantization), 80 * 10**9)
+    formats = quantized_formats(config, FORMATS[quantization]) if quantization else {}
+    total = weight_bytes(config, "bfloat16", formats=formats)
+    assert sum(group.num_bytes for group in plan.weights) == total
+    assert plan.rope_bytes == rope_bytes(config, plan.max_model_len)
+    assert plan.budget.weights == total + plan.rope_bytes
+    kinds = {each.rpartition(".")[2] for each in weight_shapes(config)}
+    assert all(("norm" in kind) == (_group_of(kind) == "norms") for kind in kinds)
+    sizes = [group.num_bytes for group in plan.weights]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_pages_fill_what_is_left():
+    config = built_in_config("llama-3.1-8b")
+    plan = plan_memory(config, _how(config), 141 * 10**9)
+    geometry = KVGeometry(config.num_layers, config.num_kv_heads, config.head_dim, 16, "bfloat16")
+    wide, narrow = plan.pages
+    assert wide.bytes_per_token == geometry.bytes_per_token == 2 * narrow.bytes_per_token
+    for pages in plan.pages:
+        room = plan.budget.left - pages.num_tokens * pages.bytes_per_token
+        assert 0 <= room < 16 * pages.bytes_per_token
+    assert wide.num_tokens <= narrow.num_tokens // 2 <= wide.num_tokens + 16
+
+
+def test_float32_pages_take_four_times_8_bits():
+    config = built_in_config("qwen3-0.6b")
+    wide, narrow = plan_memory(config, _how(config, "float32", device=CPU), 10**10).pages
+    assert wide.bytes_per_token == 4 * narrow.bytes_per_token
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA])
+def test_the_budget_is_the_engines(device, monkeypatch):
+    config = built_in_config("qwen3-0.6b")
+    total, weights = 80 * 10**9, 1_200_000_000
+    monkeypatch.setattr(engine_config, "device_memory", lambda place: (total, total - weights))
+    arguments = (config, device, "bfloat16", weights)
+    sizes = (8192, 256, True) if device.is_cuda else (512, 16, False)
+    expected = EngineConfig()._memory(*arguments, *sizes)
+    assert default_budget(config, "bfloat16", device.kind, total, weights) == expected
+
+
+def test_a_model_that_is_too_large_is_said_to_be():
+    config = built_in_config("llama-3.1-8b")
+    plan = plan_memory(config, _how(config), 8 * 10**9)
+    assert plan.budget.left < 0 and [pages.num_tokens for pages in plan.pages] == [0, 0]
+    assert str(plan).splitlines()[-1].startswith("does not fit: ")
+    fitting = plan_memory(config, _how(config, quantization="int4_g128"), 12 * 10**9)
+    assert fitting.budget.left > 0 and "does not fit" not in str(fitting)
+
+
+# ------------------------------------------------------------------------------ the command
+
+
+def _run(capsys, *arguments):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["doctor", *arguments])
+    captured = capsys.readouterr()
+    return end.value.code, captured.out, captured.err
+
+
+def test_the_command_prints_the_plan(capsys):
+    options = ("--memory", "141GB", "-q", "int4", "--max-model-len", "8192")
+    status, text, error = _run(capsys, "--plan", "llama-3.1-8b", *options)
+    assert status == 0, error
+    lines = text.splitlines()
+    assert lines[0] == "llama-3.1-8b in int4_g128 on 131.32 GiB of a GPU"
+    assert [line.split()[0] for line in lines[1:4]] == ["weights", "MLPs", "embeddings"]
+    for part in ("for 8192 tokens", "90 % of 131.32 GiB", "bfloat16 pages", "8-bit pages"):
+        assert part in text
+    by_folder = _run(capsys, "--plan", str(config_folder("llama-3.1-8b")), *options)[1]
+    assert by_folder.splitlines()[1:] == lines[1:]
+
+
+def test_the_command_reads_a_gguf_file_and_this_machines_memory(capsys):
+    status, text, error = _run(capsys, "--plan", "smollm2", "--dtype", "float16")
+    assert status == 0, error
+    assert text.startswith("smollm2 in float16 on ") and "output layer" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--memory", "80GB"), "--memory needs --plan"),
+        (("--max-model-len", "8"), "--max-model-len needs --plan"),
+        (("--dtype", "float16"), "--dtype needs --plan"),
+        (("-q", "int4"), "--quantization needs --plan"),
+        (("--plan", "llama-3.1-8b", "--memory", "80"), "--memory must be a size such as 141GB"),
+        (("--plan", "llama-3.1-8b", "--memory", "0GB"), "--memory must be a size such as 141GB"),
+        (("--plan", "llama-3.1-8b", "--memory", "-1GB"), "expected one argument"),
+        (("--plan", "llama-3.1-8b", "--memory", "9GB", "-q", "x"), "quantization must be one of"),
+        (("--plan", "llama-3.1-8b", "--memory", "9GB", "--dtype", "x"), "dtype must be one of"),
+        (("--plan", "llama-3.1-8b", "--memory", "9GB", "--max-model-len", "0"), "max_model_len"),
+        (("--plan", "/no/such/model"), "/no/such/model"),
+        (("--plan", ""), "--plan must name a model"),
+    ],
+)
+def test_the_command_names_a_bad_option(arguments, message, capsys):
+    status, _, error = _run(capsys, *arguments)
+    assert status == 2 and message in error and "Traceback" not in error
