@@ -78,9 +78,7 @@ def check_weight(call: Contract, weight: Any, *, is_packed: bool = True) -> Weig
         code = np.dtype(np.int8 if form.code == "int" else np.uint8)
         assert form.block is not None
         groups = (-(-n // form.block[0]), *([-(-k // form.block[1])] if form.block[1] else []))
-        is_host = isinstance(weight.data, np.ndarray)
-        data = weight.data.view("u1") if form.code == "e4m3" and is_host else weight.data
-        call.array("weight.data", data, f"{n} {k}", code)
+        call.array("weight.data", weight.data, f"{n} {k}", code)
         call.array("weight.scales", weight.scales, _text(groups), np.dtype(np.float32))
     return weight
 

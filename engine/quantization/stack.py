@@ -63,7 +63,9 @@ def take_matrices(weight: Weight, first: int, last: int) -> Weight:
     if weight.format.is_packed:
         taken = slice(first * rows // TILE_ROWS, last * rows // TILE_ROWS)
     arrays = {name: getattr(weight, name) for name in _PLANES}
-    planes = {name: None if array is None else array[taken] for name, array in arrays.items()}
+    planes: dict[str, Any] = {
+        name: None if array is None else array[taken] for name, array in arrays.items()
+    }
     return replace(weight, shape=(last - first, rows, columns), **planes)
 
 

@@ -64,7 +64,7 @@ def _random_bytes(name: str, n: int, k: int, rng: Any, size: float) -> Weight:
     if form.code == "int":
         codes = rng.integers(-127, 128, (n, k)).astype(np.int8)
     else:
-        codes = rng.standard_normal((n, k)).astype(ml_dtypes.float8_e4m3fn)
+        codes = rng.standard_normal((n, k)).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
     return Weight(form, codes, (n, k), scales=scales)
 
 

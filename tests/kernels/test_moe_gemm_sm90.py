@@ -129,4 +129,4 @@ def test_few_tokens_an_expert_take_the_narrow_tile():
     assert sm90.choose_config(32 * 128, 128) is few
     assert sm90.choose_config(32 * 128 + 1, 128) is many
     for config in sm90.MOE_CONFIGS:
-        assert config.stages >= 3 and config.shared_bytes <= 232_448
+        assert config.stages() >= 3 and config.shared_bytes() <= 232_448

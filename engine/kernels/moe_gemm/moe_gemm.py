@@ -175,11 +175,9 @@ def _check_quantized(call: Contract, weight: Weight) -> Weight:
         check_planes(call, weight, num_experts * rows // TILE_ROWS, ceil_div(k, TILE_COLUMNS))
         return weight
     assert form.block is not None
-    is_host = isinstance(weight.data, np.ndarray)
-    data = weight.data.view("u1") if form.code == "e4m3" and is_host else weight.data
     high, wide = form.block
     blocks = f"{num_experts} {ceil_div(rows, high)}" + (f" {ceil_div(k, wide)}" if wide else "")
     code = np.dtype(np.int8 if form.code == "int" else np.uint8)
-    call.array("weight.data", data, f"{num_experts} {rows} {k}", code)
+    call.array("weight.data", weight.data, f"{num_experts} {rows} {k}", code)
     call.array("weight.scales", weight.scales, blocks, FLOAT32)
     return weight
