@@ -21,8 +21,13 @@ CONFIG = ModelConfig("llama", 320, 256, 2, 4, 2, 64, 512, 512)
 _QWEN = built_in_config("qwen3-30b-a3b")
 MOE = dataclasses.replace(
     _QWEN,
-    vocab_size=320, hidden_size=256, num_layers=2, num_heads=4, num_kv_heads=2,
-    head_dim=64, max_position_embeddings=512,
+    vocab_size=320,
+    hidden_size=256,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    max_position_embeddings=512,
     rope=dataclasses.replace(_QWEN.rope, rotary_dim=64),
     moe=dataclasses.replace(_QWEN.moe, num_experts=8, top_k=2, intermediate_size=128),
 )
