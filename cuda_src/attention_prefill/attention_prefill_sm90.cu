@@ -74,7 +74,10 @@ __device__ __forceinline__ void prefill(const AttentionPrefillSm90Params& p,
   if (threadIdx.x < 128 * kConsumerWarpgroups) {
     warpgroup_reg_alloc<kConsumerRegisters>();
     Consumer<kSoftcap> consumer(smem, problem, ScoreRule{p.score_inner, p.score_factor});
-    if constexpr (kHasCodes) consumer.k_scale = p.k_scale;
+#if PAGE_CODES
+    consumer.k_scale = p.k_scale;
+    consumer.rule_of_keys = consumer.rule;
+#endif
     consumer.run(Epilogue{problem, p.sinks, p.out, p.lse, p.partial, p.out_stride_t, p.out_stride_h,
                           p.num_heads, p.head_dim, p.v_scale});
   } else {

@@ -39,15 +39,16 @@ struct Consumer {
   bool is_masked;      // some row does not see all of its keys
   bool more;           // another key tile follows
   bool k_is_full, v_is_full;
-  const float* k_scale = nullptr;  // (K,) of keys that are codes
-  ScoreRule rule_of_keys;          // `rule` is this times the scale of the work tile's head
+#if PAGE_CODES             // elsewhere these members alone would change the code
+  const float* k_scale;    // (K,)
+  ScoreRule rule_of_keys;  // `rule` is this times the scale of the work tile's head
+#endif
 
   __device__ __forceinline__ Consumer(const SharedMemory& smem, const Problem& problem,
                                       const ScoreRule& rule)
       : smem(smem),
         problem(problem),
         rule(rule),
-        rule_of_keys(rule),
         group_index(__shfl_sync(~0u, threadIdx.x / 128, 0)),
         is_first_lane(threadIdx.x % 32 == 0),
         my_turn(1 + group_index),
@@ -102,7 +103,9 @@ struct Consumer {
   // Before the first key tile of a work tile.
   __device__ __forceinline__ void start(const WorkTile& tile) {
     softmax.start();
-    if constexpr (kHasCodes) rule = rule_of_keys.scaled(k_scale[tile.kv_head]);
+#if PAGE_CODES
+    rule = rule_of_keys.scaled(k_scale[tile.kv_head]);
+#endif
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) o[i] = 0.0f;
     if constexpr (!kPattern)
