@@ -39,7 +39,7 @@ LAYERS = {
 # Keywords of public ops that only affect where or how the kernel runs, absent from the mirror.
 LAUNCH_KEYWORDS = {
     "max_seqlen_q", "max_seqlen_k", "max_context_len", "num_splits", "pdl", "total_tokens",
-    "deterministic", "prefetch",
+    "deterministic",
 }  # fmt: skip
 
 

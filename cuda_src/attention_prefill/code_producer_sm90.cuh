@@ -93,7 +93,7 @@ struct CodeProducer : Producer {
     const unsigned from = smem.codes + codes.stage * kCodeBytes;
     mbarrier_wait(empty, phase);
     const int thread = threadIdx.x % kConvertingThreads;
-    static_assert(kKeys * kWords % kConvertingThreads == 0, "every thread converts as many words");
+    static_assert(!kHasCodes || kKeys * kWords % kConvertingThreads == 0, "no thread is left out");
 #pragma unroll 2
     for (int i = thread; i < kKeys * kWords; i += kConvertingThreads) {
       const int row = i / kWords, word = i % kWords;

@@ -38,9 +38,6 @@ struct W8Params {
   int is_float;
   int is_vector;  // rows of out and residual can be accessed four elements at a time
   int uses_pdl;   // the preceding kernel may still run; it writes no parameter of the model
-  // skinny: what the next product reads first, brought to the L2 cache at the end; or null
-  const unsigned char *prefetch_a, *prefetch_b;
-  int prefetch_bytes;  // of each, a multiple of 16
 };
 
 __device__ __forceinline__ int scale_blocks(int size) {

@@ -190,21 +190,6 @@ struct W8Columns {
   }
 };
 
-// Brings this block's share of what the next product reads first to the L2 cache: memory would wait
-// for that product's start. By one warp, when it has no own weights left to load.
-__device__ __forceinline__ void prefetch_share(const unsigned char* from, int bytes, int lane_idx) {
-  if constexpr (kHasClusters) {  // and bulk copies
-    if (from == nullptr) return;
-    constexpr int kPiece = 2048;
-    const int step = static_cast<int>(gridDim.x) * kPiece;
-    for (int i = static_cast<int>(blockIdx.x) * kPiece + lane_idx * step; i < bytes;
-         i += kWarpSize * step)
-      asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from + i),
-                   "r"(min(kPiece, bytes - i))
-                   : "memory");
-  }
-}
-
 // The ring's view of the problem: pairs of codes.
 __device__ __forceinline__ Problem w8_pairs(const W8Params& p) {
   const Epilogue epilogue{p.bias,       p.residual,   p.out,           p.residual_stride,
@@ -260,7 +245,6 @@ __device__ __forceinline__ void w8_skinny(const W8Params& params) {
   warp.x = b.x + g * W8Rows<Product, kBlocks>::pitch_of(params.k) + t * 16;
   warp.scales = x_scales, warp.blocks = blocks;
   int stage = 0, buffer = 0;
-  bool prefetches = b.warp_idx == 0;
 #pragma unroll 1
   for (int tile = b.tile; tile < b.num_tiles; tile += b.tile_step) {
     const int row0 = b.row0(tile);
@@ -291,11 +275,6 @@ __device__ __forceinline__ void w8_skinny(const W8Params& params) {
       cp_async_wait<kStages - 2>();
       __syncwarp();   // SAFETY: the lanes see each other's copies, and have read the stage before,
       loader.load();  // which is filled again
-      if (prefetches && loader.tile >= b.num_tiles) {
-        prefetch_share(params.prefetch_a, params.prefetch_bytes, b.lane_idx);
-        prefetch_share(params.prefetch_b, params.prefetch_bytes, b.lane_idx);
-        prefetches = false;
-      }
       warp.multiply_stage(b.ring + stage * Shape::kStageBytes, 2 * k, weight_scales);
       stage = stage + 1 == kStages ? 0 : stage + 1;
     }

@@ -192,16 +192,16 @@ __device__ __forceinline__ void few_rows(const FewRowsParams& p) {
   if (b.size > 1) cluster_sync(b.size);  // SAFETY: others may still read this block's sums.
 }
 
-// The entry points of an op, without or with a norm before the product. One row: two blocks fit a
-// multiprocessor, so that the next kernel's weights arrive while this one runs.
-#define ENGINE_FEW_ROWS_ENTRY(name, tokens, min_blocks, norm)   \
-  extern "C" __global__ void __launch_bounds__(512, min_blocks) \
-      name(const __grid_constant__ FewRowsParams p) {           \
-    few_rows<tokens, norm>(p);                                  \
+// The entry points of an op, without or with a norm before the product. Of 16 rows a block has
+// fewer warps, for they take more registers.
+#define ENGINE_FEW_ROWS_ENTRY(name, tokens, threads, norm) \
+  extern "C" __global__ void __launch_bounds__(threads, 1) \
+      name(const __grid_constant__ FewRowsParams p) {      \
+    few_rows<tokens, norm>(p);                             \
   }
-#define ENGINE_FEW_ROWS_ENTRIES(op, norm)       \
-  ENGINE_FEW_ROWS_ENTRY(op##_few_1, 1, 1, norm) \
-  ENGINE_FEW_ROWS_ENTRY(op##_few_8, 8, 1, norm) \
-  ENGINE_FEW_ROWS_ENTRY(op##_few_16, 16, 1, norm)
+#define ENGINE_FEW_ROWS_ENTRIES(op, norm)         \
+  ENGINE_FEW_ROWS_ENTRY(op##_few_1, 1, 512, norm) \
+  ENGINE_FEW_ROWS_ENTRY(op##_few_8, 8, 512, norm) \
+  ENGINE_FEW_ROWS_ENTRY(op##_few_16, 16, 384, norm)
 
 #endif

@@ -95,8 +95,8 @@ struct StageProduct {
     }
   }
 
-  // Steps s and s + 1 of tile `tile` of a stage, and what ends there. `x_at` is where this lane's row
-  // of ldmatrix begins, `scales` and `x_sums` are the stage's first.
+  // Steps s and s + 1 of tile `tile` of a stage, and what ends there. `x_at` is where this lane's
+  // row of ldmatrix begins, `scales` and `x_sums` are the stage's first.
   template <int s>
   __device__ __forceinline__ void two_steps(const TileWords& words, int tile,
                                             const unsigned char* scales, const float* x_sums,

@@ -33,7 +33,8 @@ __device__ __forceinline__ void apply_norm(const FewRowsParams& p, Vec<scalar_t,
     v.v[j] = from_float<scalar_t>(to_float(v.v[j]) * scale * (to_float(w.v[j]) + p.weight_offset));
 }
 
-// Normalises the rows that lie in shared memory, whole ones: not in a cluster. A barrier must follow.
+// Normalises the rows that lie in shared memory, whole ones: not in a cluster. A barrier must
+// follow.
 __device__ __forceinline__ void normalise(const FewRowsParams& p, const FewRowsBlock& b,
                                           NormShared& shared) {
   const int vectors = p.k / kVec;
@@ -111,7 +112,8 @@ struct SingleRow {
   }
 };
 
-// Copies the block's columns of x to shared memory, with zeros behind k, and sums one row's groups. A barrier must follow.
+// Copies the block's columns of x to shared memory, with zeros behind k, and sums one row's groups.
+// A barrier must follow.
 template <bool kNorm>
 __device__ __forceinline__ void load_rows(const FewRowsParams& p, const FewRowsBlock& b,
                                           NormShared& shared) {

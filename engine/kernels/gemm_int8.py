@@ -34,7 +34,6 @@ def gemm_int8(
     out_dtype: Any = None,
     deterministic: bool = False,
     pdl: bool = False,
-    prefetch: Any = None,
     out: Any = None,
 ) -> Any:
     """Multiply rows by a weight, both in int8 with scales: activation(x Wᵀ + bias) + residual.
@@ -62,9 +61,6 @@ def gemm_int8(
         x's dtype (the default) or float32; with codes, any of the three, and needed.
     pdl : bool
         As gemm's; it is said of `weight_scales` and `norm_weight` too.
-    prefetch : array of codes, or two of them, optional
-        The weight that the next product reads; its gate and up, where that is "swiglu". With few
-        rows the first 16 MiB are brought to the L2 cache at the end, when memory would be idle.
 
     Returns
     -------
@@ -103,6 +99,5 @@ def gemm_int8(
         out_dtype=out_dtype,
         deterministic=deterministic,
         pdl=pdl,
-        prefetch=prefetch,
         out=out,
     )

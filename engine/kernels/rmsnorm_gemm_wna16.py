@@ -11,8 +11,13 @@ from engine import reference
 from engine.kernels._contract import FLOATS, Contract
 from engine.kernels._module import ModuleSpec
 from engine.kernels._packed import check_weight
-from engine.kernels.gemm_wna16 import few_rows
-from engine.kernels.gemm_wna16.gemm_wna16 import HALVES, check_columns, launch
+from engine.kernels.gemm_wna16 import few_rows, sm90
+from engine.kernels.gemm_wna16.gemm_wna16 import (
+    HALVES,
+    MAX_FEW_ROWS,
+    check_columns,
+    launch,
+)
 from engine.kernels.gemm_wna16.gemm_wna16 import specs as product_specs
 from engine.kernels.gemm_wna16.operands import Norm, Operands
 from engine.kernels.permute_columns import permute_columns
@@ -114,7 +119,10 @@ def rmsnorm_gemm_wna16(
     operands = Operands(x, weight, out, bias, activation=activation, pdl=pdl)
     norm = Norm(norm_weight, eps, weight_offset)
     # With permuted columns, the norm's weight would have to be permuted, too.
-    config = few_rows.choose(operands, norm) if weight.permutation is None else None
+    fuses = weight.permutation is None and (
+        call["M"] <= MAX_FEW_ROWS or sm90.choose(operands) is None
+    )
+    config = few_rows.choose(operands, norm) if fuses else None
     if config is not None:
         few_rows.launch(operands, config, norm)
         return out

@@ -40,7 +40,7 @@ _PARAMS = (
     "x:ptr x_stride:i64 x_scales:ptr weight:ptr weight_scales:ptr norm_weight:ptr eps:f32 "
     "weight_offset:f32 bias:ptr residual:ptr residual_stride:i64 out:ptr out_stride:i64 m:i32 "
     "n:i32 k:i32 k_per_split:i32 num_tiles:i32 num_stages:i32 num_gates:i32 activation:i32 "
-    "is_float:i32 is_vector:i32 uses_pdl:i32 prefetch_a:ptr prefetch_b:ptr prefetch_bytes:i32"
+    "is_float:i32 is_vector:i32 uses_pdl:i32"
 )
 _OPS = ("gemm_fp8", "gemm_fp8_blocks", "gemm_int8")
 _KERNELS = {
@@ -55,7 +55,6 @@ MAX_SKINNY_ROWS = 8
 _ROWS = 16  # of the weight, of a warp
 _STEP_PAIRS = 128  # pairs of values of k that a warp multiplies at a time
 _STAGE_BYTES = 4096
-_PREFETCH_BYTES = 16 << 20  # of what the next product reads, a third of the L2 cache
 _LONG_STAGES = 12  # that a warp goes through; from there on a longer ring pays
 _MAX_QUANTIZED_K = 16384  # of a row that the skinny kernels quantize themselves
 _STATIC_BYTES = 2048  # of shared memory: what kernels declare, and what the driver reserves
@@ -96,7 +95,6 @@ class W8Operands:
     deterministic: bool
     pdl: bool
     out: Any = None
-    prefetch: tuple[Any, ...] = ()
 
     @property
     def op(self) -> str:
@@ -185,20 +183,18 @@ def product(
     deterministic: bool,
     pdl: bool,
     out: Any,
-    prefetch: Any,
     **options: Any,
 ) -> Any:
     """Check a call of gemm_fp8 or gemm_int8, then run its mirror or its kernels."""
     call = Contract(f"gemm_{codes}")
     columns = _check(call, codes, x, weight, weight_scales, options)
-    prefetch = _check_prefetch(call, prefetch)
     if call.on_cpu:
         return call.finish(out, mirror(**options), layout="rows")
     dtype = options.pop("out_dtype")
     out = call.output("out", out, (call["M"], columns), dtype, layout="rows")
     module = _module_dtype(options["x"], options["x_scales"], options["bias"], dtype)
-    switches = {"deterministic": deterministic, "pdl": pdl, "prefetch": prefetch}
-    _launch(W8Operands(codes, module, out=out, **switches, **options))
+    operands = W8Operands(codes, module, out=out, deterministic=deterministic, pdl=pdl, **options)
+    _launch(operands)
     return out
 
 
@@ -230,13 +226,6 @@ def _check(
     options |= {"x": x, "weight": weight, "weight_scales": weight_scales, "x_scales": x_scales}
     options |= {"norm_weight": norm_weight, "bias": bias, "residual": residual, "out_dtype": dtype}
     return columns
-
-
-def _check_prefetch(call: Contract, prefetch: Any) -> tuple[Any, ...]:
-    arrays = () if prefetch is None else prefetch if isinstance(prefetch, tuple) else (prefetch,)
-    call.check("prefetch", len(arrays) <= 2, "at most two arrays", len(arrays))
-    dtypes = tuple(CODES.values())
-    return tuple(call.array("prefetch", a, "*", dtypes, layout="any") for a in arrays)
 
 
 def _check_x(call: Contract, codes: str, x: Any, x_scales: Any, norm_weight: Any) -> Any:
@@ -356,19 +345,8 @@ def _launch_skinny(o: W8Operands, config: SkinnyW8) -> None:
         num_stages=config.stages,
         num_gates=n // 2 if o.activation == SWIGLU else 0,
         uses_pdl=pdl,
-        **_prefetched(o.prefetch),
         **_arguments(o),
     )
-
-
-def _prefetched(arrays: tuple[Any, ...]) -> dict[str, Any]:
-    """Return the kernel's arguments for what comes to L2: as much of each array."""
-    arrays = tuple(a for a in arrays if a.data.ptr % 16 == 0 and a.flags.c_contiguous)
-    if not arrays:
-        return {"prefetch_a": None, "prefetch_b": None, "prefetch_bytes": 0}
-    size = min(_PREFETCH_BYTES // len(arrays), *(a.nbytes // 16 * 16 for a in arrays))
-    second = arrays[1] if len(arrays) > 1 else None
-    return {"prefetch_a": arrays[0], "prefetch_b": second, "prefetch_bytes": size}
 
 
 def _is_hopper(o: W8Operands) -> bool:
@@ -426,7 +404,6 @@ def _launch_tile(o: W8Operands) -> None:
         num_stages=0,
         num_gates=0,
         uses_pdl=False,
-        **_prefetched(()),
         **_arguments(o),
     )
 

@@ -46,40 +46,24 @@ _TILES: dict[HopperConfig, tuple[float, float, float]] = {
     HopperConfig(64, 64): (1.58, 1.2, 0.192),
     HopperConfig(64, 64, cluster_k=2): (1.6, 1.3, 0.25),
     HopperConfig(64, 64, cluster_k=4): (1.7, 1.4, 0.4),
-    HopperConfig(64, 64, depth=2): (1.3, 1.14, 0.326),
-    HopperConfig(64, 64, cluster_k=2, depth=2): (1.17, 1.17, 0.483),
-    HopperConfig(64, 64, cluster_k=4, depth=2): (0.33, 0.33, 0.975),
 }
 
 
-@cache
-def w8_configs(*, has_blocks: bool, deterministic: bool = False) -> tuple[HopperConfig, ...]:
-    """Return the modules that may compute a product.
-
-    A stage of one block of scales has one slab, and a tile columns of one block. All that sum a
-    row in the same order have stages of the same depth. Two slabs are faster where both may be.
-    """
-    if has_blocks:
-        configs = [c for c in _TILES if c.depth == 1 and _BLOCK % c.tile_n == 0]
-    elif deterministic:
-        configs = [c for c in _TILES if c.depth == 1]
-    else:
-        configs = [c for c in _TILES if c.depth == 2 or c.tile_m > 64]
-    return tuple(c for c in configs if not (deterministic and c.cluster_k > 1))
+def w8_configs(*, has_blocks: bool) -> tuple[HopperConfig, ...]:
+    """Return the tiles that may compute a product: with blocks, those with columns of one."""
+    return tuple(c for c in _TILES if not has_blocks or _BLOCK % c.tile_n == 0)
 
 
 def w8_hopper_specs(codes: str, dtype: str) -> tuple[ModuleSpec, ...]:
     """Return the modules that `launch_w8_hopper` may launch."""
     if dtype not in _DTYPES:
         return ()
-    kinds = ((False, False), (False, True), (True, False))  # blocks, deterministic
-    specs = (
+    blocks = (False, True) if codes == "fp8" else (False,)
+    return tuple(
         _spec(config, codes, dtype, has_blocks=has_blocks)
-        for has_blocks, deterministic in kinds
-        for config in w8_configs(has_blocks=has_blocks, deterministic=deterministic)
-        if codes == "fp8" or not has_blocks
+        for has_blocks in blocks
+        for config in w8_configs(has_blocks=has_blocks)
     )
-    return tuple(dict.fromkeys(specs))
 
 
 def _spec(config: HopperConfig, codes: str, dtype: str, *, has_blocks: bool) -> ModuleSpec:
@@ -114,7 +98,9 @@ def choose_w8_hopper(
         if m <= 64 < config.tile_m:  # memory is the limit, which the estimate does not know
             return False
         return config.cluster_k == 1 or (
-            k >= 2 * config.cluster_k * config.depth * _SLAB_K and config.waves(m, n, sm_count) == 1
+            not deterministic
+            and k >= 2 * config.cluster_k * config.depth * _SLAB_K
+            and config.waves(m, n, sm_count) == 1
         )
 
     def estimate(config: HopperConfig) -> float:
@@ -122,8 +108,7 @@ def choose_w8_hopper(
         waves = config.waves(m, n, sm_count)
         return launch_us + waves * (tile_us + stage_us * config.tile_steps(pairs))
 
-    configs = w8_configs(has_blocks=has_blocks, deterministic=deterministic)
-    return min(filter(is_possible, configs), key=estimate)
+    return min(filter(is_possible, w8_configs(has_blocks=has_blocks)), key=estimate)
 
 
 def launch_w8_hopper(

@@ -32,13 +32,13 @@ _KERNELS = {
     for tokens in _TOKENS
 }
 
-_MAX_WARPS = 16
+_MAX_WARPS = {1: 16, 8: 16, 16: 12}  # of a block, by the tokens of its kernel
 _STAGES = (3, 4, 2)  # of a ring, the best first
 _STATIC_BYTES = 7680  # of shared memory: what the kernels declare, and what the driver reserves
 # Estimated for an H200: what a multiprocessor reads in a ns, how long a warp takes for a stage,
 # what a unit costs beside its stages, and what is lost where the next kernel's block does not fit
 # beside this one's.
-_BYTES_PER_NS, _STAGE_NS, _UNIT_NS, _ALONE_NS = 33.0, 400.0, 150.0, 1000.0
+_BYTES_PER_NS, _STAGE_NS, _UNIT_NS, _ALONE_NS = 33.0, 1000.0, 500.0, 300.0
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def choose_few_rows(
     for cluster in (1, 2, 4):
         if best is not None or cluster > (max_cluster if m > 1 else 1):
             break  # clusters are for x that does not fit otherwise
-        for parts, row_tiles, stages in _ways(is_gated):
+        for parts, row_tiles, stages in _ways(_MAX_WARPS[_tokens(m)], is_gated=is_gated):
             config = few_rows_config(m, n, k, form, sms, parts, row_tiles, stages, cluster)
             if config.shared_bytes + _STATIC_BYTES > shared_limit:
                 continue
@@ -125,10 +125,15 @@ def choose_few_rows(
     return best
 
 
-def _ways(is_gated: bool) -> Iterator[tuple[int, int, int]]:
+def _tokens(m: int) -> int:
+    """Return how many rows of x the smallest kernel has room for that has it for `m`."""
+    return next(tokens for tokens in _TOKENS if tokens >= m)
+
+
+def _ways(max_warps: int, *, is_gated: bool) -> Iterator[tuple[int, int, int]]:
     """Yield warps along k and along rows of a block, and stages of a ring."""
     for parts in (1, 2, 4, 8, 16):
-        for row_tiles in range(1, _MAX_WARPS // parts + 1):
+        for row_tiles in range(1, max_warps // parts + 1):
             if not (is_gated and row_tiles % 2):
                 for stages in _STAGES:
                     yield parts, row_tiles, stages
@@ -162,7 +167,7 @@ def few_rows_config(
 
     A warp's ring has at most `stages`.
     """
-    tokens = next(t for t in _TOKENS if t >= m)
+    tokens = _tokens(m)
     columns = stage_tiles(form) * TILE_COLUMNS
     part_stages = ceil_div(ceil_div(k, columns), parts * cluster)
     units = ceil_div(ceil_div(n, TILE_ROWS), row_tiles)
@@ -183,7 +188,9 @@ def all_configs(m: int, n: int, k: int, form: Format) -> list[FewRowsConfig]:
     """Return several ways to cut a problem: for tests and for tuning."""
     ways = ((1, 2, 3), (1, 16, 2), (2, 8, 3), (4, 2, 4), (4, 4, 2), (8, 2, 4), (2, 2, 3))
     shared = ((2, 2, 3, 2), (4, 2, 2, 2), (2, 4, 3, 4)) if m > 1 else ()
-    return [few_rows_config(m, n, k, form, sms, *w) for w in (*ways, *shared) for sms in (4, 1000)]
+    most = _MAX_WARPS[_tokens(m)]
+    fitting = [way for way in (*ways, *shared) if way[0] * way[1] <= most]
+    return [few_rows_config(m, n, k, form, sms, *way) for way in fitting for sms in (4, 1000)]
 
 
 def specs(op: str, dtype: str, formats: tuple[str, ...]) -> tuple[ModuleSpec, ...]:

@@ -23,9 +23,10 @@ from engine.kernels.permute_columns import permute_columns
 from engine.kernels.permute_columns import specs as permute_specs
 from engine.quantization import FORMATS, Weight
 
-__all__ = ["HALVES", "check_columns", "gemm_wna16", "launch", "specs"]
+__all__ = ["HALVES", "MAX_FEW_ROWS", "check_columns", "gemm_wna16", "launch", "specs"]
 
 HALVES = (np.dtype(np.float16), BFLOAT16)
+MAX_FEW_ROWS = 8  # beyond it Hopper's tiles are faster, where there are any
 
 
 def specs(
@@ -141,10 +142,11 @@ def launch(operands: Operands) -> None:
     """Launch the kernel for this many rows of x; its columns are in the order of the data."""
     if operands.x.shape[0] == 0 or operands.weight.shape[0] == 0:
         return
-    config = few_rows.choose(operands)
+    tile = sm90.choose(operands) if operands.x.shape[0] > MAX_FEW_ROWS else None
+    config = few_rows.choose(operands) if tile is None else None
     if config is not None:
         few_rows.launch(operands, config)
-    elif (tile := sm90.choose(operands)) is not None:
+    elif (tile := tile or sm90.choose(operands)) is not None:
         sm90.launch(operands, tile)
     else:
         portable.launch(operands)
