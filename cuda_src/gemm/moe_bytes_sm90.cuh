@@ -1,5 +1,5 @@
-// A stage of weights in bytes (e4m3 or signed integers), row by row as TMA writes them: how they are
-// loaded, and how a lane makes wgmma's first operand of them.
+// A stage of weights in bytes (e4m3 or signed integers), row by row as TMA writes them: how they
+// are loaded, and how a lane makes wgmma's first operand of them.
 #pragma once
 
 #include <cuda_fp8.h>

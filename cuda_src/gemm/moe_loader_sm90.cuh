@@ -5,8 +5,8 @@
 #include "common/pipeline_state.cuh"
 #include "gemm/moe_scheduler_sm90.cuh"
 
-// Sorted rows come by TMA. Rows that are gathered through `order` are copied by cp.async, 16 bytes a
-// thread: TMA takes too long over boxes of one row. Rows of a stage that no copy writes keep what
+// Sorted rows come by TMA. Rows that are gathered through `order` are copied by cp.async, 16 bytes
+// a thread: TMA takes too long over boxes of one row. Rows of a stage that no copy writes keep what
 // shared memory held: their sums are dropped.
 struct MoeLoader {
   MoeShared& smem;

@@ -1,9 +1,9 @@
-// The products of quantized weights in moe_gemm_sm90.cu: codes become fragments in registers while wgmma
-// multiplies those of the steps before with the rows of x in shared memory.
+// The products of quantized weights in moe_gemm_sm90.cu: codes become fragments in registers while
+// wgmma multiplies those of the steps before with the rows of x in shared memory.
 #pragma once
 
 #include "gemm/moe_epilogue_sm90.cuh"
-#include "gemm_wna16/wgmma_weights_sm90.cuh"
+#include "common/wgmma_weights.cuh"
 
 constexpr int kSteps = kSlabK / 16;
 

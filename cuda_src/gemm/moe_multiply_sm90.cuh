@@ -1,4 +1,5 @@
-// The products of weights of scalar_t in moe_gemm_sm90.cu: wgmma on the stages of the ring, both operands in shared memory.
+// The products of weights of scalar_t in moe_gemm_sm90.cu: wgmma on the stages of the ring, both
+// operands in shared memory.
 #pragma once
 
 #include "gemm/moe_epilogue_sm90.cuh"

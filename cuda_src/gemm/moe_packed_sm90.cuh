@@ -2,7 +2,7 @@
 // are loaded, and how a lane makes wgmma's first operand of them.
 #pragma once
 
-#include "gemm_wna16/weights_sm90.cuh"
+#include "common/weight_fragments_sm90.cuh"
 
 constexpr int kStageK = kDepth * kSlabK;
 constexpr int kRowTiles = kPartsW * 4;  // of 16 rows

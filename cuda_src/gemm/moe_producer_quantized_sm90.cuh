@@ -1,4 +1,5 @@
-// The producer of quantized weights in moe_gemm_sm90.cu: one warpgroup that fills the ring of stages.
+// The producer of quantized weights in moe_gemm_sm90.cu: one warpgroup that fills the ring of
+// stages.
 #pragma once
 
 #include "common/pdl.cuh"
@@ -7,7 +8,8 @@
 struct MoeQuantizedLoader : MoeLoader {
   MoeWeights weights;
 
-  // By all threads; one also says how many bytes the stage gets. Scales count as x that is gathered.
+  // By all threads; one also says how many bytes the stage gets. Scales count as x that is
+  // gathered.
   __device__ __forceinline__ void weight(int stage, int slab, const MoeTile& tile) const {
     unsigned char* to = smem.w[stage];
     if (thread() < kWarpSize) {

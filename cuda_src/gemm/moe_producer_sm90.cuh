@@ -1,4 +1,5 @@
-// The producer of weights of scalar_t in moe_gemm_sm90.cu: one warpgroup that fills the ring of stages.
+// The producer of weights of scalar_t in moe_gemm_sm90.cu: one warpgroup that fills the ring of
+// stages.
 #pragma once
 
 #include "common/pdl.cuh"

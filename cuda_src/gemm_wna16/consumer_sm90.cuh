@@ -6,8 +6,8 @@
 
 #include "common/pipeline_state.cuh"
 #include "gemm_wna16/epilogue_sm90.cuh"
-#include "gemm_wna16/weights_sm90.cuh"
-#include "gemm_wna16/wgmma_weights_sm90.cuh"
+#include "common/weight_fragments_sm90.cuh"
+#include "common/wgmma_weights.cuh"
 
 using Sums = float[kMmaTiles][kTokens / 2];
 // The fragments of a slab. wgmma reads them while the next slab's are decoded, a step behind.

@@ -12,7 +12,7 @@
 #include <cuda_fp8.h>
 
 #include "common/reduce.cuh"  // kWarpSize
-#include "gemm_wna16/decode.cuh"
+#include "common/weight_decode.cuh"
 
 constexpr int kWarps = 4;  // of a block
 constexpr int kPitch = kTileColumns + 16 / sizeof(scalar_t);

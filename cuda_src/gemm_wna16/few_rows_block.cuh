@@ -10,7 +10,7 @@
 #include "common/cluster.cuh"
 #include "common/pdl.cuh"
 #include "common/reduce.cuh"  // kWarpSize
-#include "gemm_wna16/decode.cuh"
+#include "common/weight_decode.cuh"
 #include "gemm_wna16/problem.cuh"
 
 // A stage of a warp's ring: tiles of a row tile that follow each other, their scales behind them.

@@ -8,7 +8,7 @@
 #pragma once
 
 #include "common/mma.cuh"
-#include "gemm_wna16/decode.cuh"
+#include "common/weight_decode.cuh"
 #include "gemm_wna16/few_rows_block.cuh"
 
 #if ENGINE_DTYPE != 0

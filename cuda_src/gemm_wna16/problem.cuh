@@ -7,7 +7,7 @@
 #pragma once
 
 #include "common/epilogue.cuh"
-#include "gemm_wna16/format.cuh"
+#include "common/weight_format.cuh"
 
 // Of the kernels for few rows of x.
 struct FewRowsParams {

@@ -10,7 +10,7 @@
 // `decode` subtracts, which is exact too. All results are exact in both dtypes.
 #pragma once
 
-#include "gemm_wna16/format.cuh"
+#include "common/weight_format.cuh"
 
 // A lane's words of a tile.
 struct TileWords {
