@@ -402,7 +402,12 @@ def test_every_tile_that_is_chosen_can_compute_a_new_token(monkeypatch):
         ):
             shape = batch, 1, group * kv_heads, dim
             tile = decode_sm90._choose(
-                "float16", shape, kv_heads, bound, may_use_clusters=may_use_clusters, has_codes=False
+                "float16",
+                shape,
+                kv_heads,
+                bound,
+                has_codes=False,
+                may_use_clusters=may_use_clusters,
             )
             assert tile.can_compute_new_token(group)
             assert tile.spec("float16") in decode_sm90.specs("float16", head_dim=dim)
