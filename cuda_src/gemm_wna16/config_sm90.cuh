@@ -49,9 +49,9 @@ constexpr int kStageWeight = kAtSuper + (kStageSuper + 127) / 128 * 128;
 static_assert(kRowTiles % 8 == 0, "half of the row tiles have whole 128 bytes of scales");
 constexpr int kDataBox = 256;  // bytes of a row of map_data
 
-// A slice of a tile's sums, that one CTA of the cluster finishes: some tokens, or one m-tile of each
-// warpgroup for eight tokens. A thread has it as vectors of four sums. Where there are more CTAs
-// than slices the last ones finish nothing.
+// A slice of a tile's sums, that one CTA of the cluster finishes: some tokens, or one m-tile of
+// each warpgroup for eight tokens. A thread has it as vectors of four sums. Where there are more
+// CTAs than slices the last ones finish nothing.
 constexpr int kVecs = kMmaTiles * kTokens / 8;
 constexpr int kFinishers = kSplits < kVecs ? kSplits : kVecs;
 constexpr int kSliceVecs = kVecs / kFinishers, kSliceSums = kSliceVecs * 4;

@@ -5,10 +5,10 @@
 // With num_gates the rows of gate precede those of up, and out = silu(gate) * up.
 // Arguments: GemmWna16Sm90Params, below. The weight's layout: engine/quantization/packing.py.
 //
-// Numerics: weights are rounded to scalar_t, as `dequantize` rounds them, or (SCALES_SUMS) codes are
-// multiplied and the sums over a group scaled. Products on tensor cores (wgmma); sums, bias,
-// activation and residual in float, one rounding at the end. Without SPLITS and SCALES_SUMS the sums
-// go through k in ascending steps of 16, whatever M is.
+// Numerics: weights are rounded to scalar_t, as `dequantize` rounds them, or (SCALES_SUMS) codes
+// are multiplied and the sums over a group scaled. Products on tensor cores (wgmma); sums, bias,
+// activation and residual in float, one rounding at the end. Without SPLITS and SCALES_SUMS the
+// sums go through k in ascending steps of 16, whatever M is.
 // Parallelisation: a persistent CTA computes work tiles of kRows rows of the weight by kTokens rows
 // of x. A producer thread fills a ring of stages by TMA.
 // Consumer warpgroups turn codes into fragments in registers while wgmma multiplies those of
@@ -21,9 +21,9 @@
 struct GemmWna16Sm90Params {
   TensorMap map_x;     // x (M, K) by boxes of x_part rows
   TensorMap map_tail;  // x by boxes of tail_part rows, for the tile of the last rows
-  // The planes of a packed weight (N, K) as uint8, by boxes of a stage's bytes and row tiles, or half
-  // of these with num_gates: data as (row tiles, K * bits / 256, 256), the others by slabs of k,
-  // groups or super-blocks, as (row tiles, slabs, bytes).
+  // The planes of a packed weight (N, K) as uint8, by boxes of a stage's bytes and row tiles, or
+  // half of these with num_gates: data as (row tiles, K * bits / 256, 256), the others by slabs of
+  // k, groups or super-blocks, as (row tiles, slabs, bytes).
   TensorMap map_data;
   TensorMap map_high;  // any map for 4 and 8 bits
   TensorMap map_scales;

@@ -3,11 +3,11 @@
 
 #include "gemm_wna16/decode.cuh"
 
-// Scales and offsets that scalar_t holds exactly (an exponent is a bfloat16) are applied in scalar_t:
-// everything before the last operation is exact. A scale with more bits than bfloat16 is the sum of
-// two; the smaller product is rounded before the sum is, which changes a weight only where it lies
-// within 2^-9 of half way between two numbers. All else is done in float: four instructions more
-// for two weights.
+// Scales and offsets that scalar_t holds exactly (an exponent is a bfloat16) are applied in
+// scalar_t: everything before the last operation is exact. A scale with more bits than bfloat16 is
+// the sum of two; the smaller product is rounded before the sum is, which changes a weight only
+// where it lies within 2^-9 of half way between two numbers. All else is done in float: four
+// instructions more for two weights.
 constexpr bool kIsExactPair =
     kIsHalf ? kScaleType == kHalfScale : kScaleType == kBfloat16Scale || kScaleType == kE8m0Scale;
 constexpr bool kIsSplit = !kIsHalf && !kIsExactPair && !kHasMinimum;
@@ -124,8 +124,8 @@ struct RowScales {
 
 // ---- gate and up --------------------------------------------------------------------------------
 //
-// Of a gated product a warp multiplies 8 rows of gate, as its rows g, and the same of up, as its rows
-// g + 8: rows 8 `half` of a row tile of each.
+// Of a gated product a warp multiplies 8 rows of gate, as its rows g, and the same of up, as its
+// rows g + 8: rows 8 `half` of a row tile of each.
 
 template <int kShift, uint32_t kLow>
 __device__ __forceinline__ uint32_t mix_words(uint32_t gate, uint32_t up, int half) {
