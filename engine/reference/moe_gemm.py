@@ -40,7 +40,7 @@ def moe_gemm(
     for expert in np.flatnonzero(np.diff(offsets)):
         here = slice(int(offsets[expert]), int(offsets[expert + 1]))
         rows = x[here] if scatter else x[order[here] // top_k]
-        matrix = _matrix(weight, int(expert)).T
+        matrix = _matrix(weight, int(expert), x.dtype).T
         z = _multiply(rows.astype(np.float32, copy=False), matrix, row_by_row=deterministic)
         if bias is not None:
             z += bias[expert].astype(np.float32, copy=False)
@@ -52,10 +52,11 @@ def moe_gemm(
     return result
 
 
-def _matrix(weight: Array | Weight, expert: int) -> Array:
-    """Return the expert's matrix in float32."""
+def _matrix(weight: Array | Weight, expert: int, dtype: Any) -> Array:
+    """Return the expert's matrix in float32; a quantized one is rounded to x's dtype first."""
     if isinstance(weight, Weight):
-        return np.asarray(unpack_weight(take_matrices(weight, expert, expert + 1))[0])
+        numbers = unpack_weight(take_matrices(weight, expert, expert + 1))[0]
+        return np.asarray(numbers.astype(dtype).astype(np.float32))
     return np.asarray(weight[expert].astype(np.float32, copy=False))
 
 

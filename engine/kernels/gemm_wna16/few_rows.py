@@ -34,6 +34,7 @@ _KERNELS = {
 
 _MAX_WARPS = {1: 16, 8: 16, 16: 12}  # of a block, by the tokens of its kernel
 _STAGES = (3, 4, 2)  # of a ring, the best first
+_LARGEST_SHARED = 227 * 1024  # of a block on Hopper
 _STATIC_BYTES = 7680  # of shared memory: what the kernels declare, and what the driver reserves
 # Estimated for an H200: what a multiprocessor reads in a ns, how long a warp takes for a stage,
 # what a unit costs beside its stages, and what is lost where the next kernel's block does not fit
@@ -190,7 +191,8 @@ def all_configs(m: int, n: int, k: int, form: Format) -> list[FewRowsConfig]:
     shared = ((2, 2, 3, 2), (4, 2, 2, 2), (2, 4, 3, 4)) if m > 1 else ()
     most = _MAX_WARPS[_tokens(m)]
     fitting = [way for way in (*ways, *shared) if way[0] * way[1] <= most]
-    return [few_rows_config(m, n, k, form, sms, *way) for way in fitting for sms in (4, 1000)]
+    configs = [few_rows_config(m, n, k, form, sms, *way) for way in fitting for sms in (4, 1000)]
+    return [config for config in configs if config.shared_bytes <= _LARGEST_SHARED]
 
 
 def specs(op: str, dtype: str, formats: tuple[str, ...]) -> tuple[ModuleSpec, ...]:

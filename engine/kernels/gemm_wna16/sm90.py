@@ -200,8 +200,8 @@ class _Cost:
 
 # Fitted to int4_g128 in bfloat16, four layers of Llama 3.1 8B at 32 to 8192 rows.
 _TILES: dict[HopperConfig, _Cost] = {
-    HopperConfig(32, 1, 2, splits=4, depth=2, blocks=2, scales_sums=True): _Cost(1.2, 3.51, 0.335),
-    HopperConfig(32, 1, 2, depth=2, blocks=2, scales_sums=True): _Cost(2.75, 1.97, 0.358),
+    HopperConfig(32, 2, 1, splits=4, depth=2, blocks=2, scales_sums=True): _Cost(1.51, 3.11, 0.367),
+    HopperConfig(32, 2, 1, depth=2, blocks=2, scales_sums=True): _Cost(2.75, 1.97, 0.358),
     HopperConfig(32, 2, 1, splits=4, depth=2, blocks=2): _Cost(1.51, 2.5, 0.46),
     HopperConfig(32, 1, 2, depth=2, blocks=2): _Cost(2.75, 1.97, 0.41),
     HopperConfig(64, 2, 1, splits=2, depth=2, scales_sums=True): _Cost(1.2, 3.11, 0.277),
@@ -209,7 +209,6 @@ _TILES: dict[HopperConfig, _Cost] = {
     HopperConfig(64, 2, 2, depth=2): _Cost(1.2, 3.55, 0.518),
     HopperConfig(128, splits=2): _Cost(1.2, 4.04, 0.393),
     HopperConfig(128): _Cost(1.2, 3.0, 0.386),
-    HopperConfig(128, 2, 2): _Cost(1.2, 6.7, 0.676),
     HopperConfig(256): _Cost(1.2, 6.03, 0.556),
 }
 _BYTES_PER_US = 4.2e6
