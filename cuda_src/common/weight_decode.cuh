@@ -45,8 +45,10 @@ __device__ __forceinline__ uint32_t and_or(uint32_t a) {
 // x shifted to the right by kShift bits, or to the left if it is negative.
 template <int kShift>
 __device__ __forceinline__ uint32_t shifted(uint32_t x) {
-  if constexpr (kShift < 0) return x << -kShift;
-  return x >> kShift;
+  if constexpr (kShift < 0)
+    return x << -kShift;
+  else
+    return x >> kShift;
 }
 
 #if ENGINE_DTYPE != 0

@@ -123,7 +123,7 @@ __device__ __forceinline__ GroupScales load_group(const PackedWeight& w, int64_t
       load_small<kScaleBytes>(w.scales + ((tile * groups + group) * 8 + g) * kScaleBytes);
   uint2 super = {};
   if constexpr (kSuperBlock > 0) {
-    const int64_t block = tile * supers + group / (kSuperBlock / kGroup);
+    const int64_t block = tile * supers + group / (kSuperBlock > kGroup ? kSuperBlock / kGroup : 1);
     super = load_small<kSuperBytes>(w.supers + (block * 8 + g) * kSuperBytes);
   }
   return GroupScales(own, super);

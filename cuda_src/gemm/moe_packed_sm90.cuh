@@ -39,8 +39,7 @@ struct MoeWeights {
   __device__ __forceinline__ int row_tile(int expert, int row, int local) const {
     const int part = local / 4;
     row += num_gates > 0 ? part / 2 * kMmaM + part % 2 * num_gates : part * kMmaM;
-    return min((static_cast<int64_t>(expert) * num_rows + row) / kTileRows + local % 4,
-               static_cast<int64_t>(row_tiles - 1));
+    return min(expert * (num_rows / kTileRows) + row / kTileRows + local % 4, row_tiles - 1);
   }
 
   // Bytes that `load` announces.
@@ -67,7 +66,7 @@ struct MoeWeights {
     constexpr int kChunks = kTileScales / 16;
     const int thread = threadIdx.x % kProducerThreads, group = slab * kSlabK / kGroup;
     const int count = min(kStageGroups, groups - group) * (kScaleTileBytes / 16);
-#pragma unroll
+#pragma unroll 1  // registers are scarce here
     for (int i = thread; i < kRowTiles * kChunks; i += kProducerThreads) {
       const int local = i / kChunks, chunk = i % kChunks;
       if (chunk >= count) continue;
@@ -76,12 +75,12 @@ struct MoeWeights {
                   planes.scales + first * kScaleTileBytes + chunk * 16);
     }
     if constexpr (kSuperBlock > 0) {
-      constexpr int kSuperChunks = kSuperTileBytes / 16;
+      constexpr int kSuperChunks = kSuperBlock > 0 ? kSuperTileBytes / 16 : 1;
       static_assert(kRowTiles * kSuperChunks <= kProducerThreads, "one a thread");
       if (thread >= kRowTiles * kSuperChunks) return;
       const int64_t first =
           static_cast<int64_t>(row_tile(expert, row, thread / kSuperChunks)) * supers +
-          slab * kSlabK / kSuperBlock;
+          slab * kSlabK / (kSuperBlock > 0 ? kSuperBlock : 1);
       cp_async_16(stage + kSuperPlane + thread * 16,
                   planes.supers + first * kSuperTileBytes + thread % kSuperChunks * 16);
     }
