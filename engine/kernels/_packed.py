@@ -13,12 +13,15 @@ from engine.kernels._module import ModuleSpec
 from engine.quantization import FORMATS, Format, Weight
 from engine.quantization.formats import TILE_COLUMNS, TILE_ROWS
 
-__all__ = ["check_planes", "check_weight", "format_spec", "format_specs", "planes"]
+__all__ = ["SAMPLE", "check_planes", "check_weight", "format_spec", "format_specs", "planes"]
 __all__ += ["scale_dtype"]
 
 _OFFSETS = ("", "zero", "min")
 _SCALE_TYPES = {"float16": 0, "bfloat16": 1}
 _E8M0, _BYTES = 2, 3
+
+SAMPLE = ("int4_g128", "int4_g32_zp", "int8_g64", "mxfp4", "q4_k", "q5_1", "q6_k")
+"""Packed formats that together decode in every way there is: those that tests compile."""
 
 
 def format_spec(file: str, dtype: str, form: Format, scales: str = "float16") -> ModuleSpec:

@@ -9,7 +9,14 @@ from engine.dtypes import FLOAT_NAMES, np_dtype
 from engine.kernels._contract import Contract
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
-from engine.kernels._packed import check_weight, format_spec, format_specs, planes, scale_dtype
+from engine.kernels._packed import (
+    SAMPLE,
+    check_weight,
+    format_spec,
+    format_specs,
+    planes,
+    scale_dtype,
+)
 from engine.quantization import FORMATS, Weight
 from engine.quantization.formats import TILE_COLUMNS, TILE_ROWS
 
@@ -36,8 +43,11 @@ _BYTES_MODULE = FORMATS["q8_0"]  # any module has the kernel for formats that li
 def specs(
     dtype: str, *, formats: tuple[str, ...] = (), patterns: bool = False, **_: Any
 ) -> tuple[ModuleSpec, ...]:
-    """Return the modules that the op may launch for weights of `formats`; all with `patterns`."""
-    names = tuple(FORMATS) if patterns else formats
+    """Return the modules that the op may launch for weights of `formats`.
+
+    With `patterns` for a sample of formats that decodes in every way there is.
+    """
+    names = (*SAMPLE, "fp8") if patterns else formats
     own = format_specs(_FILE, dtype, names)
     has_bytes = any(FORMATS[name].activations for name in names)
     plain = (format_spec(_FILE, dtype, _BYTES_MODULE),) if has_bytes else ()

@@ -10,7 +10,7 @@ from typing import Any
 from engine import reference
 from engine.kernels._contract import FLOATS, Contract
 from engine.kernels._module import ModuleSpec
-from engine.kernels._packed import check_weight
+from engine.kernels._packed import SAMPLE, check_weight
 from engine.kernels.gemm_wna16 import few_rows, sm90
 from engine.kernels.gemm_wna16.gemm_wna16 import (
     HALVES,
@@ -23,7 +23,7 @@ from engine.kernels.gemm_wna16.operands import Norm, Operands
 from engine.kernels.permute_columns import permute_columns
 from engine.kernels.rmsnorm import rmsnorm
 from engine.kernels.rmsnorm import specs as rmsnorm_specs
-from engine.quantization import FORMATS, Weight
+from engine.quantization import Weight
 
 __all__ = ["rmsnorm_gemm_wna16", "specs"]
 
@@ -31,11 +31,14 @@ __all__ = ["rmsnorm_gemm_wna16", "specs"]
 def specs(
     dtype: str, *, formats: tuple[str, ...] = (), patterns: bool = False, **_: Any
 ) -> tuple[ModuleSpec, ...]:
-    """Return the modules that the op may launch for weights of `formats`; all with `patterns`."""
+    """Return the modules that the op may launch for weights of `formats`.
+
+    With `patterns` for a sample of formats that decodes in every way there is.
+    """
     if dtype == "float32":
         return ()
     return (
-        *few_rows.specs("rmsnorm_gemm_wna16", dtype, tuple(FORMATS) if patterns else formats),
+        *few_rows.specs("rmsnorm_gemm_wna16", dtype, SAMPLE if patterns else formats),
         *product_specs(dtype, formats=formats, patterns=patterns),
         *rmsnorm_specs(dtype),
     )

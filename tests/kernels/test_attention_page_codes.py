@@ -268,3 +268,12 @@ def test_missing_and_superfluous_scales_are_refused():
         kernels.attention_prefill(
             q[0], q[0], q[0], cu_seqlens_q=np.array([0, 1], np.int32), v_scale=arrays["v_scale"]
         )
+    pages = {
+        "k": arrays["k_pages"],
+        "v": arrays["v_pages"],
+        **{name: arrays[name] for name in ("block_tables", "context_lens", "k_scale", "v_scale")},
+    }
+    with pytest.raises(ContractError, match="pattern: must be None with pages of codes"):
+        kernels.attention_prefill(
+            q[0], **pages, cu_seqlens_q=np.array([0, 1], np.int32), pattern=kernels.Periodic(8, 4)
+        )

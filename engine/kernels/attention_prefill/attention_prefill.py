@@ -83,7 +83,7 @@ def specs(
     """
     dims = range(1, MAX_HEAD_DIM + 1) if head_dim is None else (head_dim,)
     tiles = dict.fromkeys(choose_tile(dtype, dim) for dim in dims)
-    kinds = (0, 1) if patterns else (0,)
+    kinds = (0, 1) if patterns and not has_codes else (0,)
     portable = tuple(
         _spec(tile, dtype, kind, has_codes=has_codes) for kind in kinds for tile in tiles
     )
@@ -148,7 +148,8 @@ def attention_prefill(
     pattern : BlockSparse or Periodic, optional
         Of the keys above, each query sees only those that the pattern allows for its position: if
         `causal`, of the last key it sees; else its own among the sequence's queries. Tiles of keys
-        that no query of a tile sees are not read; a mask of single keys is never made.
+        that no query of a tile sees are not read; a mask of single keys is never made. Not with
+        pages of codes.
     sinks : (H,) array of float32, optional
         One more logit in the softmax of every query of a head, without a value: it adds exp(sink)
         to the sum by which the result is divided. Neither `scale`, `softcap`, `window` nor
@@ -211,6 +212,8 @@ def attention_prefill(
     call.check("window", causal or not window, "0 unless causal", window)
     is_pattern = isinstance(pattern, _attention_pattern.Pattern | None)
     call.check("pattern", is_pattern, "BlockSparse, Periodic or None", type(pattern).__name__)
+    has_pattern_of_codes = pattern is not None and k_scale is not None
+    call.check("pattern", not has_pattern_of_codes, "None with pages of codes", pattern)
     sinks = checked_sinks(call, sinks)
     if max_seqlen_q is not None:
         max_seqlen_q = check_count(call, "max_seqlen_q", max_seqlen_q)

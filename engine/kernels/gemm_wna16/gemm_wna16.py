@@ -14,14 +14,14 @@ from engine import reference
 from engine.dtypes import BFLOAT16
 from engine.kernels._contract import FLOAT32, FLOATS, Contract
 from engine.kernels._module import ModuleSpec
-from engine.kernels._packed import check_weight
+from engine.kernels._packed import SAMPLE, check_weight
 from engine.kernels.dequantize import specs as dequantize_specs
 from engine.kernels.gemm import specs as gemm_specs
 from engine.kernels.gemm_wna16 import few_rows, portable, sm90
 from engine.kernels.gemm_wna16.operands import ACTIVATIONS, SWIGLU, Operands
 from engine.kernels.permute_columns import permute_columns
 from engine.kernels.permute_columns import specs as permute_specs
-from engine.quantization import FORMATS, Weight
+from engine.quantization import Weight
 
 __all__ = ["HALVES", "MAX_FEW_ROWS", "check_columns", "gemm_wna16", "launch", "specs"]
 
@@ -34,13 +34,13 @@ def specs(
 ) -> tuple[ModuleSpec, ...]:
     """Return the modules that the op may launch for weights of `formats`.
 
-    With `patterns` for all of them, or, of those that differ little, for some.
+    With `patterns` for a sample of formats that decodes in every way there is.
     """
     if dtype == "float32":
         return ()
     return (
-        *few_rows.specs("gemm_wna16", dtype, tuple(FORMATS) if patterns else formats),
-        *sm90.specs(dtype, sm90.SAMPLE if patterns else formats),
+        *few_rows.specs("gemm_wna16", dtype, SAMPLE if patterns else formats),
+        *sm90.specs(dtype, SAMPLE if patterns else formats),
         *dequantize_specs(dtype, formats=formats, patterns=patterns),
         *permute_specs(dtype),
         *gemm_specs(dtype),

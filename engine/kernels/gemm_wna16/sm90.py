@@ -22,7 +22,6 @@ from engine.quantization.formats import TILE_ROWS
 
 __all__ = [
     "HOPPER_CONFIGS",
-    "SAMPLE",
     "HopperConfig",
     "choose",
     "choose_hopper",
@@ -214,9 +213,6 @@ _TILES: dict[HopperConfig, _Cost] = {
 _BYTES_PER_US = 4.2e6
 
 HOPPER_CONFIGS: tuple[HopperConfig, ...] = tuple(_TILES)
-
-SAMPLE = ("int4_g128", "int4_g32_zp", "int8_g64", "mxfp4", "q4_k", "q5_1", "q6_k")
-"""Formats that together decode in every way there is."""
 
 
 def specs(dtype: str, formats: tuple[str, ...] = ()) -> tuple[ModuleSpec, ...]:
