@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from engine.device import to_numpy
@@ -98,6 +99,7 @@ def stored_arrays(form: Format, made: Codes, dtype: str) -> dict[str, np.ndarray
     codes, scales = to_numpy(made.codes), to_numpy(made.scales)
     if form.activations:
         scales = scales if scales.ndim == 2 else scales[:, None]
+        codes = codes if form.code == "int" else codes.view(ml_dtypes.float8_e4m3fn)
         return {"weight": codes, "weight_scale": scales.astype(np_dtype(dtype))}
     arrays = {
         "weight_packed": _words(codes, form),
