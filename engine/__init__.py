@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from engine.llm_engine import LLMEngine
     from engine.model import Model, load
     from engine.outputs import CompletionOutput, RequestOutput
+    from engine.quantize_model import quantize
     from engine.sampling_params import SamplingParams
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "errors",
     "kernels",
     "load",
+    "quantize",
     "reference",
 ]
 
@@ -50,6 +52,7 @@ _HOMES = {
     "RequestOutput": "engine.outputs",
     "SamplingParams": "engine.sampling_params",
     "load": "engine.model",
+    "quantize": "engine.quantize_model",
 }
 
 

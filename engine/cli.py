@@ -1,4 +1,4 @@
-"""The command line: `engine generate | chat | pull | doctor | bench | eval | kernels`.
+"""The command line: `engine generate | chat | pull | quantize | doctor | bench | eval | kernels`.
 
 Only the chosen command's module is imported, so that `engine --help` answers at once.
 """
@@ -21,6 +21,7 @@ COMMANDS = {
     "generate": "continue a prompt given as argument, file or standard input",
     "chat": "talk to a model in the terminal",
     "pull": "download a model into the cache",
+    "quantize": "write a model with weights of 8 or 4 bits, for this engine and others",
     "doctor": "check this machine and say what to install next",
     "bench": "measure latency, throughput, prefill or startup of a model",
     "eval": "measure a model's quality: its perplexity on a text, its distance from another model",

@@ -63,7 +63,7 @@ class Codes(NamedTuple):
     Attributes
     ----------
     codes : (N, K) array
-        uint8 for 4 bits, int8 for 8; e4m3 numbers, of which CuPy has the bits in uint8.
+        uint8 for 4 bits, int8 for 8; e4m3 numbers, or their bits in uint8.
     scales : array
         (N,) of rows, (ceil(N / 128), ceil(K / 128)) of blocks, (N, G) of groups: float32 numbers,
         exact in the dtype that was asked for; uint8 exponents for "mxfp4".

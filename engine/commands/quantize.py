@@ -1,0 +1,56 @@
+"""`engine quantize MODEL OUT --format FORMAT`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from engine.quantization.compressed_tensors import STORABLE
+from engine.quantize_model import quantize
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("model", help="folder with safetensors of 16 or 32 bits, or hub id")
+    parser.add_argument("out", help="the new folder; absent or empty")
+    names = f"int4 (in groups of 128), {', '.join(STORABLE)}"
+    parser.add_argument("--format", required=True, metavar="FORMAT", help=names)
+    parser.add_argument(
+        "--calibrate", metavar="FILE", help="text in UTF-8: round with GPTQ for such inputs"
+    )
+    parser.add_argument(
+        "--calibration-tokens", type=int, default=32768, help="tokens of it (default 32768)"
+    )
+    parser.add_argument(
+        "--ignore",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        action="extend",
+        help='linear layers to copy: names, or "re:" and a regular expression',
+    )
+    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 or auto")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the quantized model, and print its folder."""
+    out = quantize(
+        arguments.model,
+        arguments.out,
+        format=arguments.format,
+        calibrate=arguments.calibrate,
+        calibration_tokens=arguments.calibration_tokens,
+        ignore=arguments.ignore,
+        device=arguments.device,
+        progress=sys.stderr.isatty(),
+    )
+    print(out)
+    print(f"{_gigabytes(out):.2f} GB in {arguments.format}", file=sys.stderr)
+    return 0
+
+
+def _gigabytes(folder: Path) -> float:
+    return sum(path.stat().st_size for path in folder.iterdir()) / 1e9

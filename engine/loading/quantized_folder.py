@@ -1,0 +1,301 @@
+"""Writes a folder in Hugging Face's layout with its matrices quantized (compressed-tensors)."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine.config import ModelConfig
+from engine.errors import WeightsError
+from engine.loading.hf_config import load_hf_config
+from engine.loading.placement import Placement
+from engine.loading.safetensors import SafetensorsDirectory, SafetensorsFile, open_safetensors
+from engine.loading.safetensors_writer import SafetensorsWriter
+from engine.loading.weight_memory import is_quantized
+from engine.loading.weight_table import place_tensors
+from engine.model_files import excerpt, is_present, read_file, read_json
+from engine.models.registry import family
+from engine.quantization import Format
+from engine.quantization.compressed_tensors import (
+    layout_fault,
+    quantization_config,
+    stored_arrays,
+    stored_shapes,
+)
+from engine.quantization.quantize import Codes, round_to_codes
+
+__all__ = ["FolderPlan", "check_output", "plan_folder", "scale_dtype"]
+__all__ += ["take_rows", "write_folder"]
+
+_COPIED = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt", "LICENSE*")
+_NOT_COPIED = ("config.json", "model.safetensors.index.json")
+_OLD_CONFIGS = ("quantize_config.json", "quant_config.json")
+_MAX_COPIED_BYTES = 1 << 28
+_FLOATS = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class FolderPlan:
+    """What is written: which tensors of a checkpoint are quantized, and which are copied.
+
+    Attributes
+    ----------
+    source : Path
+    config : ModelConfig
+    checkpoint : SafetensorsFile or SafetensorsDirectory
+    form : Format
+    matrices : mapping of str to tuple of Placement
+        Tensors to quantize, and the rows of the model's weights that they are loaded into.
+    ignored : tuple of str
+        Linear layers that are copied.
+    """
+
+    source: Path
+    config: ModelConfig
+    checkpoint: SafetensorsFile | SafetensorsDirectory
+    form: Format
+    matrices: Mapping[str, tuple[Placement, ...]]
+    ignored: tuple[str, ...]
+
+    def dtype(self, name: str) -> str:
+        """Return the dtype of tensor `name` of the checkpoint."""
+        return str(self.checkpoint.view(name).dtype.name)
+
+    def entries(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Return dtype and shape of every tensor that is written."""
+        entries: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for name in self.checkpoint.names():
+            shape, dtype = self.checkpoint.shape(name), self.dtype(name)
+            if name not in self.matrices:
+                entries[name] = dtype, shape
+                continue
+            stored = stored_shapes(self.form, (shape[0], shape[1]), dtype)
+            entries |= {_sibling(name, end): entry for end, entry in stored.items()}
+        return entries
+
+
+def plan_folder(source: Path, form: Format, ignore: Sequence[str] = ()) -> FolderPlan:
+    """Read the headers of a checkpoint and choose the matrices to quantize.
+
+    Parameters
+    ----------
+    source : Path
+        A folder in Hugging Face's layout.
+    form : Format
+        One of `compressed_tensors.STORABLE`.
+    ignore : sequence of str
+        Names of linear layers, or "re:" and a regular expression for the beginning of names.
+
+    Raises
+    ------
+    ConfigError
+        If the configuration cannot be used.
+    WeightsError
+        If the model is quantized already, a matrix does not fit the format, experts are stored in
+        one tensor, or an entry of `ignore` matches no layer.
+    """
+    _refuse_quantized(source)
+    config, checkpoint = load_hf_config(source), open_safetensors(source)
+    found = {name: checkpoint.shape(name) for name in checkpoint.names()}
+    table = family(config.model_type).names
+    places: dict[str, list[Placement]] = {}
+    for place in place_tensors(str(checkpoint.path), config, table, found):
+        places.setdefault(place.name, []).append(place)
+    linears = [name for name, shape in found.items() if _is_linear(name, shape, places)]
+    modules = {"lm_head": "", **{_module(name): name for name in linears}}
+    skipped = _matching(modules, ignore)
+    matrices = {
+        name: tuple(places[name])
+        for module, name in modules.items()
+        if module not in skipped and name in places and _is_chosen(name, places[name][0])
+    }
+    plan = FolderPlan(
+        source,
+        config,
+        checkpoint,
+        form,
+        matrices,
+        tuple(module for module, name in modules.items() if name not in matrices),
+    )
+    _check_matrices(plan, places)
+    return plan
+
+
+def write_folder(plan: FolderPlan, out: Path, calibrated: Iterable[tuple[str, Codes]] = ()) -> None:
+    """Write the folder `out`, one tensor at a time; nothing is left of it after a failure.
+
+    Parameters
+    ----------
+    plan : FolderPlan
+    out : Path
+        Absent or empty.
+    calibrated : iterable of (str, Codes)
+        Codes of some of the matrices; the others are rounded to the nearest.
+
+    Raises
+    ------
+    WeightsError
+        If a matrix has numbers that are not finite, or the folder cannot be written.
+    """
+    with _new_folder(out) as folder:
+        with SafetensorsWriter(folder, plan.entries()) as writer:
+            left = dict(plan.matrices)
+            for name, made in calibrated:
+                del left[name]
+                _write_matrix(plan, writer, name, made)
+            for name in plan.checkpoint.names():
+                if name in left:
+                    _write_matrix(plan, writer, name, _rounded(plan, name))
+                elif name not in plan.matrices:
+                    writer.write(name, plan.checkpoint.view(name))
+        config = read_json(plan.source / "config.json", root=plan.source)
+        config["quantization_config"] = quantization_config(plan.form, plan.ignored)
+        text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+        (folder / "config.json").write_text(text, encoding="utf-8")
+        for path in _companions(plan.source):
+            (folder / path.name).write_bytes(read_file(path, _MAX_COPIED_BYTES, plan.source))
+
+
+def scale_dtype(form: Format, dtype: str) -> str:
+    """Return the dtype in which scales must be exact, for a model of `dtype`.
+
+    Those of groups have 16 bits in the engine, so they do where the file has float32.
+    """
+    return "float16" if dtype == "float32" and form.is_packed else dtype
+
+
+def check_output(out: Path) -> None:
+    """Raise `WeightsError` unless the folder can be made: absent or empty, in one that exists."""
+    if is_present(out) and not (out.is_dir() and not any(out.iterdir())):
+        raise WeightsError(f"{excerpt(out)} must be absent or an empty folder; it is not")
+    if not out.absolute().parent.is_dir():
+        raise WeightsError(f"{excerpt(out.absolute().parent)} must be a folder; it is not")
+
+
+def _rounded(plan: FolderPlan, name: str) -> Codes:
+    array = plan.checkpoint.view(name)
+    try:
+        return round_to_codes(array, plan.form, scale_dtype(plan.form, array.dtype.name))
+    except WeightsError as error:
+        raise WeightsError(f"{plan.checkpoint.path}: tensor {name!r}: {error}") from None
+
+
+def _write_matrix(plan: FolderPlan, writer: SafetensorsWriter, name: str, made: Codes) -> None:
+    for end, array in stored_arrays(plan.form, made, plan.dtype(name)).items():
+        writer.write(_sibling(name, end), array)
+
+
+def _refuse_quantized(source: Path) -> None:
+    config = read_json(source / "config.json", root=source)
+    old = [name for name in _OLD_CONFIGS if is_present(source / name)]
+    if config.get("quantization_config") is not None or old:
+        where = old[0] if old else "config.json has quantization_config"
+        raise WeightsError(
+            f"{excerpt(source)} must be a model of 16 or 32 bits; it is quantized already ({where})"
+        )
+
+
+def _is_linear(name: str, shape: tuple[int, ...], places: Mapping[str, list[Placement]]) -> bool:
+    """Tell whether a tensor is the weight of a linear layer, or of all experts'."""
+    kind = places[name][0].target.kind if name in places else ""
+    return len(shape) > 1 and kind != "embed" and not kind.endswith("_bias")
+
+
+def _is_chosen(name: str, place: Placement) -> bool:
+    is_expert = place.target.kind in ("experts_gate_up", "experts_down")
+    if is_expert and len(place.shape) > 2:
+        raise WeightsError(
+            f"tensor {name!r} must be the matrix of one expert; it has those of all, which other "
+            f"readers of the format do not take. Ignore it, or save the experts apart"
+        )
+    return is_expert or is_quantized(str(place.target))
+
+
+def _check_matrices(plan: FolderPlan, places: Mapping[str, list[Placement]]) -> None:
+    if not plan.matrices:
+        raise WeightsError("ignore must leave a matrix to quantize; it leaves none")
+    fused = {str(p.target) for own in plan.matrices.values() for p in own}
+    for name, own in places.items():
+        target = str(own[0].target)
+        if name not in plan.matrices and target in fused and "experts" not in target:
+            raise WeightsError(
+                f"ignore must have all parts of {target} or none, because they are one product; "
+                f"it has {_module(name)!r}"
+            )
+    for name in plan.matrices:
+        fault = layout_fault(plan.form, plan.checkpoint.shape(name))
+        if fault:
+            raise WeightsError(
+                f"tensor {name!r} {fault}. Choose a format with a smaller group or with scales "
+                f"of rows, or ignore it"
+            )
+        if (dtype := plan.dtype(name)) not in _FLOATS:
+            raise WeightsError(f"tensor {name!r} must be {', '.join(_FLOATS)}; got {dtype}")
+
+
+def _matching(modules: Iterable[str], ignore: Sequence[str]) -> set[str]:
+    """Return the modules that `ignore` names, by the rule of compressed-tensors."""
+    chosen: set[str] = set()
+    for entry in ignore:
+        pattern = entry.removeprefix("re:") if entry.startswith("re:") else re.escape(entry) + "$"
+        try:
+            found = [module for module in modules if re.match(pattern, module)]
+        except re.error as error:
+            raise WeightsError(
+                f"ignore must have regular expressions after 're:'; got {entry!r} ({error})"
+            ) from None
+        if not found:
+            raise WeightsError(f"ignore must name linear layers of the model; got {entry!r}")
+        chosen.update(found)
+    return chosen
+
+
+def _module(name: str) -> str:
+    return name.removesuffix(".weight")
+
+
+def _sibling(name: str, end: str) -> str:
+    return f"{_module(name)}.{end}"
+
+
+def _companions(source: Path) -> Iterator[Path]:
+    """Yield the files that are copied: of the tokenizer, of generation, templates."""
+    for pattern in _COPIED:
+        for path in sorted(source.glob(pattern)):
+            if path.name not in _NOT_COPIED and not path.name.endswith(".index.json"):
+                yield path
+
+
+@contextmanager
+def _new_folder(out: Path) -> Iterator[Path]:
+    """Yield a folder beside `out`, which is renamed to `out` in the end, or removed."""
+    check_output(out)
+    final = out.absolute()
+    folder = final.with_name(f".{final.name}.{secrets.token_hex(4)}.partial")
+    try:
+        folder.mkdir()
+        try:
+            yield folder
+            os.replace(folder, final)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+    except OSError as error:
+        reason = error.strerror or error
+        raise WeightsError(f"{excerpt(out)}: cannot be written ({reason})") from error
+
+
+def take_rows(made: Codes, rows: np.ndarray[Any, Any]) -> Codes:
+    """Return some rows of a matrix in groups."""
+    offsets = None if made.offsets is None else made.offsets[rows]
+    return Codes(made.codes[rows], made.scales[rows], offsets)

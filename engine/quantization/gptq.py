@@ -1,0 +1,136 @@
+"""GPTQ: rounding a matrix so that its products with typical inputs change little.
+
+E. Frantar, S. Ashkboos, T. Hoefler, D. Alistarh: "GPTQ: Accurate Post-Training Quantization for
+Generative Pre-trained Transformers" (ICLR 2023). Columns are rounded one after another, and the
+columns that are left make up for the error: for inputs X, min |X W' - X W'_rounded| is a quadratic
+problem with the Hessian H = X' X for every row, whose solution for one more fixed column is a row
+of the Cholesky factor of the inverse of H.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from engine.device import array_module
+from engine.errors import WeightsError
+from engine.quantization.formats import Format
+from engine.quantization.quantize import Codes, round_groups
+
+__all__ = ["Hessian", "gptq"]
+
+_BLOCK = 128  # columns whose updates of the rest are done in one product
+_DAMPINGS = 6  # tried, each ten times the one before
+
+
+class Hessian:
+    """The sum X' X of the inputs that a linear layer gets.
+
+    Attributes
+    ----------
+    total : (K, K) array of float32, or None before the first input
+    """
+
+    __slots__ = ("total",)
+
+    def __init__(self) -> None:
+        self.total: Any = None
+
+    def add(self, x: Any) -> None:
+        """Add the inputs (T, K)."""
+        x = x.astype(np.float32)
+        product = x.T @ x
+        if self.total is None:
+            self.total = product
+        else:
+            self.total += product
+
+
+def gptq(
+    matrix: Any, hessian: Any, form: Format, *, scale_dtype: str = "", damping: float = 0.01
+) -> Codes:
+    """Round a matrix (N, K) to a format, with the least error for inputs of this Hessian.
+
+    Parameters
+    ----------
+    matrix : (N, K) array
+        NumPy or CuPy.
+    hessian : (K, K) array of float32
+        X' X of the inputs; columns whose inputs are all 0 are rounded to the nearest code.
+    form : Format
+        Of integers in groups.
+    scale_dtype : str
+        As for `round_to_codes`.
+    damping : float
+        Share of the mean of the diagonal that is added to it.
+
+    Raises
+    ------
+    WeightsError
+        If the format has no groups of integers, or matrix or Hessian have numbers that are not
+        finite.
+    """
+    if not (form.is_packed and form.code == "int" and form.offset != "min"):
+        raise WeightsError(f"format must be one of int4_g* and int8_g*; got {form.name!r}")
+    xp = array_module(matrix)
+    rest = matrix.astype(np.float32)  # a copy: the columns that are left change
+    if not bool(xp.isfinite(rest).all()) or not bool(xp.isfinite(hessian).all()):
+        raise WeightsError("matrix and inputs must have finite numbers only; they have others")
+    factor = _factor(hessian, damping)
+    rows, columns = rest.shape
+    groups = -(-columns // form.group)
+    codes = xp.empty((rows, columns), "i1" if form.bits == 8 else "u1")
+    scales = xp.empty((rows, groups), np.float32)
+    zeros = xp.full((rows, groups), np.float32(form.zero))
+    for first in range(0, columns, _BLOCK):
+        last = min(first + _BLOCK, columns)
+        part = slice(first, last)
+        errors = xp.empty((rows, last - first), np.float32)
+        for start in range(first, last, form.group):  # groups divide blocks
+            group = slice(start, min(start + form.group, last))
+            made = round_groups(rest[:, None, group], form, scale_dtype)
+            index = start // form.group
+            scales[:, index] = made.scales[:, 0]
+            if made.offsets is not None:
+                zeros[:, index] = made.offsets[:, 0]
+            grid = scales[:, index], zeros[:, index], form.code_range
+            for k in range(group.start, group.stop):
+                codes[:, k], error = _round_column(rest[:, k], *grid)
+                errors[:, k - first] = error = error / factor[k, k]
+                if k + 1 < last:
+                    rest[:, k + 1 : last] -= error[:, None] * factor[k, k + 1 : last]
+        rest[:, last:] -= errors @ factor[part, last:]
+    return Codes(codes, scales, zeros if form.offset else None)
+
+
+def _round_column(
+    numbers: Any, scales: Any, zeros: Any, code_range: tuple[int, int]
+) -> tuple[Any, Any]:
+    """Return the nearest codes of a column, as float32, and what is left."""
+    xp = array_module(numbers)
+    codes = xp.rint(numbers / xp.where(scales == 0, np.float32(1), scales) + zeros)
+    codes = xp.clip(codes, *code_range)
+    return codes, numbers - (codes - zeros) * scales
+
+
+def _factor(hessian: Any, damping: float) -> Any:
+    """Return the upper U (K, K) float32 with U' U = inverse of the damped Hessian.
+
+    With R the upper factor of H = R R', U is the inverse of R: the matrix itself is not inverted.
+    """
+    xp = array_module(hessian)
+    exact = hessian.astype(np.float64)
+    diagonal = xp.diagonal(exact).copy()
+    is_dead = diagonal <= 0
+    mean = float(diagonal.mean()) or 1.0
+    every = xp.arange(len(diagonal))
+    for step in range(_DAMPINGS):
+        exact[every, every] = xp.where(is_dead, mean, diagonal) + damping * 10**step * mean
+        try:
+            factor = xp.linalg.inv(xp.linalg.cholesky(exact[::-1, ::-1])[::-1, ::-1])
+        except np.linalg.LinAlgError:
+            continue
+        if bool(xp.isfinite(factor).all()):  # CuPy does not raise
+            return xp.triu(factor).astype(np.float32)
+    raise WeightsError("the Hessian of the inputs must be positive definite; it is not")
