@@ -268,3 +268,8 @@ def test_a_full_standard_error_changes_no_status(command, status):
 def test_a_name_of_a_file_is_shortened_in_the_reason():
     done = _run("generate", "--file", "a" * 5000, status=2)
     assert "cannot be read" in done.stderr and len(done.stderr) < 500
+
+
+def test_a_prompt_file_without_an_end_is_refused():
+    result = _run("generate", "--model", "nowhere", "--file", "/dev/zero", status=2)
+    assert "--file /dev/zero must have at most 67108864 bytes" in result.stderr

@@ -10,6 +10,7 @@ from engine.commands._quantization import add_quantization_argument, quantizatio
 from engine.commands._record import check_json_file, write_record
 from engine.device import Device
 from engine.errors import ConfigError
+from engine.model_files import excerpt
 
 __all__ = ["add_arguments", "run"]
 
@@ -21,6 +22,7 @@ _KINDS = {
 }
 _DEFAULTS = {"latency": (1, 128, 512), "throughput": (256, 1024, 1024), "prefill": (16, 4096, 1)}
 _REPEATS = 3
+_MAX_REPEATS, _MAX_COUNT = 10_000, 1 << 24
 
 _COUNTS = (
     *("num_requests", "prompt_len", "output_len", "repeats"),
@@ -103,8 +105,11 @@ def _check(arguments: argparse.Namespace) -> None:
     for name in _COUNTS:
         value = getattr(arguments, name)
         least = 2 if (kind, name) == ("latency", "output_len") else 1  # latency needs an interval
-        if value is not None and value < least:
-            raise ConfigError(f"{_option(name)} must be at least {least}; got {value}")
+        most = _MAX_REPEATS if name == "repeats" else _MAX_COUNT
+        if value is not None and not least <= value <= most:
+            raise ConfigError(
+                f"{_option(name)} must be from {least} to {most}; got {excerpt(value)}"
+            )
     for name, kinds in _MEANT_FOR.items():
         if getattr(arguments, name) and kind not in kinds:
             raise ConfigError(f"{_option(name)} applies to {', '.join(kinds)}; got {kind}")

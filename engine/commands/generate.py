@@ -22,6 +22,8 @@ from engine.outputs import RequestOutput
 
 __all__ = ["add_arguments", "run"]
 
+_MAX_PROMPT_BYTES = 64 << 20  # far beyond every context; /dev/zero has no end
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
@@ -63,7 +65,13 @@ def _read_prompt(arguments: argparse.Namespace) -> str:
         if arguments.prompt is not None:
             raise RequestError(f"give a prompt or --file, not both; got {arguments.prompt!r}")
         try:
-            return str(arguments.file.read_text(encoding="utf-8"))
+            with arguments.file.open("rb") as file:
+                data = file.read(_MAX_PROMPT_BYTES + 1)
+            if len(data) > _MAX_PROMPT_BYTES:
+                raise RequestError(
+                    f"--file {excerpt(arguments.file)} must have at most {_MAX_PROMPT_BYTES} bytes"
+                )
+            return str(data.decode("utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or error
             raise RequestError(
