@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from engine.config import ModelConfig
+from engine.device import to_numpy
 from engine.errors import WeightsError
 from engine.loading.hf_config import load_hf_config
 from engine.loading.placement import Placement
@@ -296,6 +297,6 @@ def _new_folder(out: Path) -> Iterator[Path]:
 
 
 def take_rows(made: Codes, rows: np.ndarray[Any, Any]) -> Codes:
-    """Return some rows of a matrix in groups."""
-    offsets = None if made.offsets is None else made.offsets[rows]
-    return Codes(made.codes[rows], made.scales[rows], offsets)
+    """Return some rows of a matrix in groups, on the host."""
+    offsets = None if made.offsets is None else to_numpy(made.offsets)[rows]
+    return Codes(to_numpy(made.codes)[rows], to_numpy(made.scales)[rows], offsets)

@@ -179,7 +179,7 @@ def test_shards(tmp_path):
     ("fault", "seen"),
     [
         (OSError(28, "No space left on device"), (WeightsError, "No space left")),
-        (KeyboardInterrupt(), (KeyboardInterrupt, "")),
+        (KeyboardInterrupt(), (KeyboardInterrupt, None)),
     ],
     ids=["disk full", "interrupt"],
 )
