@@ -95,9 +95,10 @@ struct StageLoader {
     for (int i = 0; i < kStageData / 512; ++i)
       copy_if(i * 512 / kDataBytes < tiles, i * 512, at<kDataBytes>(p.data, tile) + i * 512);
     if constexpr (kHighBytes > 0) {
+      constexpr int kTileBytes = kHighBytes > 0 ? kHighBytes : 1;  // no division by zero elsewhere
 #pragma unroll
       for (int i = 0; i < kStageHigh / 512; ++i)
-        copy_if((i * 512 + b.lane_idx * 16) / kHighBytes < tiles, kHighAt + i * 512,
+        copy_if((i * 512 + b.lane_idx * 16) / kTileBytes < tiles, kHighAt + i * 512,
                 at<kHighBytes>(p.high, tile) + i * 512);
     }
     if (b.lane_idx < kScaleChunks + kSuperChunks) {

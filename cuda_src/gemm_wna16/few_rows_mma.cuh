@@ -50,18 +50,19 @@ struct StageProduct {
     Totals& low = kSuperBlock > 0 ? minimums : total;
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      const float scale = scales.scale[row], offset = scales.offset[row];
+      const float scale = scales.scale[row];
 #pragma unroll
       for (int i = 0; i < kTokenTiles; ++i)
 #pragma unroll
         for (int j = 0; j < kColumns; ++j) {
           float sum = acc[i][2 * row + j];
           if constexpr (kHasZeroPoint)
-            sum = fmaf(-kBias - offset, x_sum[i][j], sum);
+            sum = fmaf(-kBias - scales.offset[row], x_sum[i][j], sum);
           else if constexpr (kSumsX && kBias != 0)
             sum = fmaf(-kBias, x_sum[i][j], sum);
           sums[i][row][j] = fmaf(scale, sum, sums[i][row][j]);
-          if constexpr (kHasMinimum) low[i][row][j] = fmaf(offset, x_sum[i][j], low[i][row][j]);
+          if constexpr (kHasMinimum)
+            low[i][row][j] = fmaf(scales.offset[row], x_sum[i][j], low[i][row][j]);
         }
     }
   }
