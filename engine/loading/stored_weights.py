@@ -59,17 +59,19 @@ class StoredWeights:
         return parts[0] if len(parts) == 1 else Weight.stacked(parts)
 
     def experts(self, placements: Iterable[Placement], shape: tuple[int, ...]) -> Weight | None:
-        """Return the matrices of all experts as one weight (E, N, K); None if they differ in kind.
+        """Return the matrices of all experts as one weight (E, N, K), or None.
 
-        They do if their formats or the orders of their columns are not all the same.
+        None if their formats or the orders of their columns are not all the same, or if packed
+        matrices have rows that are no multiple of a tile's.
         """
         joined = list(self._joined(placements))
         rows = joined[0][1]
         if len(joined) > 1 or rows is None or rows.permutation is not None:
             return None
         num_experts, num_rows, _ = shape
-        if rows.format.is_packed and num_rows % TILE_ROWS == 0:
-            return replace(self._on_device(rows), shape=shape)
+        if rows.format.is_packed:
+            whole = num_rows % TILE_ROWS == 0
+            return replace(self._on_device(rows), shape=shape) if whole else None
         return stack_matrices(
             [
                 self._on_device(rows.take(slice(first, first + num_rows)))

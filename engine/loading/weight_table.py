@@ -235,6 +235,8 @@ def place_tensors(
     table: Iterable[TensorName],
     found: Mapping[str, tuple[int, ...]],
     shard: Shard = WHOLE,
+    *,
+    is_spare: Callable[[str], bool] = lambda name: False,
 ) -> list[Placement]:
     """Return the placement of every tensor of a checkpoint, in the checkpoint's order.
 
@@ -248,6 +250,8 @@ def place_tensors(
         Name and shape of the tensors in the checkpoint.
     shard : Shard
         The shard to load.
+    is_spare : callable
+        Tells of a tensor's name whether it may be there though the model has no place for it.
 
     Raises
     ------
@@ -263,6 +267,7 @@ def place_tensors(
         and name not in ignored
         and not _IGNORED.fullmatch(name)
         and not _is_extra(config, name)
+        and not is_spare(name)
         and not is_kv_scale(name)
     ]
     _refuse(where, "missing", [name for name in wanted if name not in found])

@@ -219,7 +219,10 @@ def _plan(
         scheme = load_scheme(source) if is_present(source / "config.json") else None
         checkpoint, table = QuantizedCheckpoint(open_safetensors(source), scheme), kind.names
     found = {name: checkpoint.shape(name) for name in checkpoint.names()}
-    return checkpoint, place_tensors(str(checkpoint.path), config, table, found, shard)
+    # Old GPTQ writers add a bias of zeros to every matrix.
+    is_spare = checkpoint.is_spare_bias
+    where = str(checkpoint.path)
+    return checkpoint, place_tensors(where, config, table, found, shard, is_spare=is_spare)
 
 
 def _allocate(

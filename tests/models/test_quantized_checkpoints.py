@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import engine
 from engine.device import to_numpy
+from engine.errors import WeightsError
 from tests.golden.quantized import CASES, CONFIG, make
 
 TOKENS = np.random.default_rng(0).integers(0, CONFIG["vocab_size"], (2, 24))
@@ -65,3 +67,19 @@ def test_a_quantized_checkpoint_is_rounded_again(tmp_path):
     quantized, _ = make(tmp_path, "gptq")
     _, model = _logits(quantized, device="cpu", quantization="int8")
     assert model.decoder.weights["layers.0.o"].format.name == "int8"
+
+
+def test_a_bias_of_zeros_beside_a_quantized_matrix_is_left_out(tmp_path):
+    """Old GPTQ writers add one to every module; any other bias does not belong to the model."""
+    quantized, _ = make(tmp_path, "gptq")
+    wanted, _ = _logits(quantized, device="cpu")
+    file = quantized / "model.safetensors"
+    tensors = dict(load_file(file))
+    bias = np.zeros(len(tensors["model.layers.0.self_attn.o_proj.qweight"][0]), np.float16)
+    name = "model.layers.0.self_attn.o_proj.bias"
+    save_file({**tensors, name: bias}, file)
+    got, _ = _logits(quantized, device="cpu")
+    np.testing.assert_array_equal(got, wanted)
+    save_file({**tensors, name: bias + np.float16(1)}, file)
+    with pytest.raises(WeightsError, match=r"not part of a llama model.*o_proj\.bias"):
+        engine.load(quantized, device="cpu")
