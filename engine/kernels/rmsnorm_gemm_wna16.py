@@ -94,6 +94,7 @@ def rmsnorm_gemm_wna16(
     Examples
     --------
     >>> import numpy as np
+    >>> from engine.quantization import FORMATS
     >>> from engine.quantization.quantize import quantize
     >>> weight = quantize(np.ones((1, 64), np.float32), FORMATS["mxfp4"])
     >>> x = np.full((1, 64), 3, np.float32)
