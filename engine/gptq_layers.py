@@ -20,11 +20,11 @@ from engine.layers.mlp import MLP
 from engine.layers.moe import MoE
 from engine.layers.norm import Norm
 from engine.models.decoder import Decoder, DecoderLayer
-from engine.quantization import Format, Weight
+from engine.quantization import Format
 from engine.quantization.gptq import Hessian, gptq
-from engine.quantization.quantize import Codes, dequantize_codes, weight_of_codes
+from engine.quantization.quantize import Codes, dequantize_codes
 
-__all__ = ["gptq_layers", "gptq_weights"]
+__all__ = ["gptq_layers"]
 
 _BLOCK_SIZE = 16
 _MAX_TOKENS = {"cpu": 512, "cuda": 8192}  # run at once
@@ -96,14 +96,6 @@ def gptq_layers(
             weight.data[...] = dequantize_codes(form, made).astype(weight.data.dtype)
             yield name, made
         states = [layer(*state, batch, pages) for state, batch in zip(states, batches, strict=True)]
-
-
-def gptq_weights(
-    decoder: Decoder, device: Device, sequences: np.ndarray[Any, Any], form: Format
-) -> dict[str, Weight]:
-    """Return the quantized weights of a dense model, by name; see `gptq_layers`."""
-    layers = gptq_layers(decoder, device, sequences, form)
-    return {name: weight_of_codes(form, made) for name, made in layers}
 
 
 def _linears(layer: DecoderLayer, index: int) -> dict[str, tuple[Any, str]]:

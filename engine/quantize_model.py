@@ -24,7 +24,7 @@ from engine.loading.quantized_folder import (
     take_rows,
     write_folder,
 )
-from engine.loading.weights import load_weights
+from engine.loading.weights import half_split, load_weights
 from engine.model_files import excerpt, read_file
 from engine.models.decoder import Decoder
 from engine.models.registry import family
@@ -36,7 +36,7 @@ __all__ = ["quantize"]
 
 _LENGTH = 512  # tokens of a calibration sequence
 _MAX_TEXT_BYTES = 1 << 30
-_MAX_CHARACTERS = 16  # read of the text for each token that is used
+_CHARACTERS_PER_TOKEN = 16  # a text is cut after so many for each token wanted
 
 
 def quantize(
@@ -123,7 +123,7 @@ def _sequences(plan: FolderPlan, calibrate: Any, count: int) -> np.ndarray[Any, 
             text = data.decode("utf-8")
         except UnicodeDecodeError as error:
             raise RequestError(f"{excerpt(calibrate)}: must be UTF-8 ({error.reason})") from None
-        ids = load_tokenizer(plan.source).encode(text[: count * _MAX_CHARACTERS])
+        ids = load_tokenizer(plan.source).encode(text[: count * _CHARACTERS_PER_TOKEN])
     ids = checked_token_ids([ids], 1, plan.config.vocab_size)[0]
     rows = min(len(ids), count) // length
     if rows < 1:
@@ -166,13 +166,8 @@ def _rows(plan: FolderPlan, places: Sequence[Placement]) -> np.ndarray[Any, Any]
     config, is_interleaved = plan.config, family(plan.config.model_type).interleaved_rope
     rows = np.empty(places[0].shape[0], np.int64)
     for place in places:
-        own = np.arange(place.start, place.start + place.last - place.first)
+        own = np.arange(place.last - place.first)
         if place.is_rotated and is_interleaved:
-            order = np.arange(config.head_dim)
-            rotated = order[: config.rope.rotary_dim].reshape(-1, 2).T.reshape(-1)
-            order[: len(rotated)] = rotated
-            heads = np.empty_like(own).reshape(-1, config.head_dim)
-            heads[:, order] = own.reshape(heads.shape)
-            own = heads.reshape(-1)
-        rows[place.first : place.last] = own
+            own = np.argsort(half_split(own, config.head_dim, config.rope.rotary_dim))
+        rows[place.first : place.last] = place.start + own
     return rows

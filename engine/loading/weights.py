@@ -49,7 +49,7 @@ from engine.models.tensor_layout import ROWS
 from engine.quantization import WHOLE, Format, Shard, Weight, unpack_weight
 from engine.quantization.quantize import quantize
 
-__all__ = ["dummy_weights", "load_weights", "weight_bytes", "weight_shapes"]
+__all__ = ["dummy_weights", "half_split", "load_weights", "weight_bytes", "weight_shapes"]
 
 _SLAB_BYTES = 16 << 20
 """Weights per slab: enough to saturate the bus, few enough for small pinned buffers."""
@@ -344,7 +344,7 @@ class _Loader:
         if not (self.is_interleaved and place.is_rotated):
             return None
         rows = np.arange(place.last - place.first)
-        return _half_split(rows, self.head_dim, self.rotary_dim)
+        return half_split(rows, self.head_dim, self.rotary_dim)
 
     def _staging(self, num_bytes: int) -> tuple[Array, Any]:
         """Return this thread's pinned buffer of at least `num_bytes` bytes, and its stream."""
@@ -369,7 +369,7 @@ class _Loader:
             last = min(work.last, first + step)
             rows = self._read(place, first, last)
             if self.is_interleaved and place.is_rotated:
-                rows = _half_split(rows, self.head_dim, self.rotary_dim)
+                rows = half_split(rows, self.head_dim, self.rotary_dim)
             if self.norm_offset and place.target.kind.endswith("norm"):
                 rows = rows.astype(np.float32) - np.float32(self.norm_offset)
             part = out[first - work.first : last - work.first]
@@ -386,7 +386,7 @@ class _Loader:
         return read_expert_rows(self.checkpoint.checkpoint, place, first, last)
 
 
-def _half_split(rows: Array, head_dim: int, rotary_dim: int) -> Array:
+def half_split(rows: Array, head_dim: int, rotary_dim: int) -> Array:
     """Reorder the rotated rows of each head, the first ones, from interleaved pairs to halves."""
     order = np.arange(head_dim)
     order[:rotary_dim] = order[:rotary_dim].reshape(-1, 2).T.reshape(-1)

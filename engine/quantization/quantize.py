@@ -16,7 +16,7 @@ from engine.quantization.values import E2M1, E4M3, E8M0, pack_weight
 from engine.quantization.weight import Weight
 
 __all__ = ["QUANTIZABLE", "Codes", "dequantize_codes", "quantize", "resolve_format"]
-__all__ += ["round_groups", "round_to_codes", "weight_of_codes"]
+__all__ += ["round_groups", "round_to_codes"]
 
 QUANTIZABLE: tuple[str, ...] = tuple(
     name
@@ -111,7 +111,7 @@ def quantize(array: Any, form: Format) -> Weight:
     """
     if array.ndim == 3 and len(array):
         return stack_matrices([quantize(matrix, form) for matrix in array])
-    return weight_of_codes(form, round_to_codes(array, form))
+    return _weight_of_codes(form, round_to_codes(array, form))
 
 
 def round_to_codes(array: Any, form: Format, scale_dtype: str = "") -> Codes:
@@ -149,7 +149,7 @@ def round_groups(grouped: Any, form: Format, scale_dtype: str = "") -> Codes:
     return _int_groups(grouped, form, scale_dtype or "float16")
 
 
-def weight_of_codes(form: Format, made: Codes) -> Weight:
+def _weight_of_codes(form: Format, made: Codes) -> Weight:
     """Return the weight; the scales of groups must be exact in float16."""
     if not form.is_packed:
         return Weight(form, made.codes, made.codes.shape, scales=made.scales)

@@ -17,7 +17,7 @@ from engine.errors import RequestError, WeightsError
 from engine.loading import quantized_folder
 from engine.loading.safetensors import open_safetensors
 from engine.loading.safetensors_writer import SafetensorsWriter
-from engine.loading.weights import _half_split
+from engine.loading.weights import half_split
 from engine.quantization import FORMATS
 from engine.quantization.compressed_tensors import STORABLE
 from engine.quantization.quantize import dequantize_codes, round_to_codes
@@ -286,7 +286,7 @@ def test_interleaved_rows():
     stored = np.arange(32)[:, None].astype(np.float32)
     place = quantized_folder.Placement("q", "t", (32, 1), 0, 32, 5, is_rotated=True)
     rows = quantize_model._rows(SimpleNamespace(config=config), [place])
-    fused = np.concatenate([np.full((5, 1), -1, np.float32), _half_split(stored, 8, 8)])
+    fused = np.concatenate([np.full((5, 1), -1, np.float32), half_split(stored, 8, 8)])
     np.testing.assert_array_equal(fused[rows], stored)
 
 
