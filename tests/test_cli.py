@@ -273,3 +273,15 @@ def test_a_name_of_a_file_is_shortened_in_the_reason():
 def test_a_prompt_file_without_an_end_is_refused():
     result = _run("generate", "--model", "nowhere", "--file", "/dev/zero", status=2)
     assert "--file /dev/zero must have at most 67108864 bytes" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("generate", "-"), ("chat", "--device", "cpu"), ("eval", "perplexity", "--file", "-")],
+    ids=lambda command: command[0],
+)
+def test_standard_input_without_an_end_is_refused(command):
+    with open("/dev/zero", "rb") as endless:
+        done = subprocess.run([*ENGINE, *command], stdin=endless, capture_output=True, timeout=120)
+    assert done.returncode == 2
+    assert b"standard input must have at most 67108864 characters" in done.stderr

@@ -9,7 +9,10 @@ from typing import Any, NoReturn
 
 from engine.errors import EngineError, RequestError
 
-__all__ = ["discard_errors", "discard_output", "prepare_streams"]
+__all__ = ["MAX_INPUT", "discard_errors", "discard_output", "prepare_streams", "read_input"]
+
+MAX_INPUT = 64 << 20
+"""Characters of standard input: far beyond every context. /dev/zero has no end."""
 
 
 class _ClosedInput(io.TextIOBase):
@@ -55,6 +58,21 @@ def prepare_streams() -> None:
         raise EngineError("standard output must be open; it is closed")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
+
+
+def read_input(*, line: bool = False) -> str:
+    """Return what standard input has, or its next line ("" at the end).
+
+    Raises
+    ------
+    RequestError
+        If that is longer than `MAX_INPUT`.
+    """
+    text = sys.stdin.readline(MAX_INPUT + 1) if line else sys.stdin.read(MAX_INPUT + 1)
+    if len(text) > MAX_INPUT:
+        what = "a line of standard input" if line else "standard input"
+        raise RequestError(f"{what} must have at most {MAX_INPUT} characters")
+    return text
 
 
 def discard_output() -> None:

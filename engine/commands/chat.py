@@ -12,6 +12,7 @@ from engine.commands._options import (
     sampling_params,
     summary,
 )
+from engine.commands._streams import read_input
 from engine.errors import EngineError
 from engine.llm import LLM
 from engine.sampling_params import SamplingParams
@@ -51,7 +52,10 @@ def _read_line() -> str | None:
     """Return the next line, or None at the end; Ctrl-C clears the line, as shells do."""
     while True:
         try:
-            return input("> " if sys.stdin.isatty() else "").strip()
+            if sys.stdin.isatty():
+                return input("> ").strip()
+            line = read_input(line=True)
+            return line.strip() if line else None
         except EOFError:
             return None
         except KeyboardInterrupt:

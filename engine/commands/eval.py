@@ -12,6 +12,7 @@ from typing import Any
 
 from engine.commands._quantization import add_quantization_argument, quantization_option
 from engine.commands._record import check_json_file, write_record
+from engine.commands._streams import read_input
 from engine.errors import ConfigError, RequestError
 from engine.evaluation import Comparison, PerplexityResult, compare, perplexity, text_ids
 from engine.model import Model, load
@@ -89,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _read(file: str) -> str:
     if file == "-":
-        return sys.stdin.read()
+        return read_input()
     data = read_file(Path(file), _MAX_BYTES, error=RequestError)
     try:
         return data.decode("utf-8")

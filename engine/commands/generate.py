@@ -15,6 +15,7 @@ from engine.commands._options import (
     sampling_params,
     summary,
 )
+from engine.commands._streams import read_input
 from engine.errors import RequestError
 from engine.llm import LLM
 from engine.model_files import excerpt
@@ -78,7 +79,7 @@ def _read_prompt(arguments: argparse.Namespace) -> str:
                 f"--file {excerpt(arguments.file)} cannot be read: {excerpt(reason)}"
             ) from error
     if arguments.prompt in (None, "-"):
-        return sys.stdin.read()
+        return read_input()
     return str(arguments.prompt)
 
 
