@@ -71,12 +71,14 @@ def test_swiglu_matches_mirror(xp, name, f, k, m):
         moved = {key: xp.asarray(value) for key, value in extra.items()}
         gx, gw = xp.asarray(x), weight_to(xp, weight)
         got = kernels.gemm_wna16(gx, gw, activation="swiglu", **moved)
+        if f % 16 and xp is not np:  # a kernel of its own: gate and up are rounded
+            packed = to_numpy(kernels.gemm_wna16(gx, gw, **moved))
+            assert_close(got, reference.swiglu(packed))
+            continue
         wanted = [reference.gemm_wna16(x, weight, activation="swiglu", **extra)]
         if m > 8:  # tiles round the weights
             rounded = unpack_weight(weight).astype(x.dtype)
             wanted.append(reference.gemm(x, rounded, activation="swiglu", **extra))
-        if m > 8 or f % 16:  # a kernel of its own: gate and up are rounded
-            wanted.append(reference.swiglu(to_numpy(kernels.gemm_wna16(gx, gw, **moved))))
         assert any(_is_close(got, want, k) for want in wanted)
 
 

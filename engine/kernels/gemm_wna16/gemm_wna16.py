@@ -6,11 +6,12 @@ tensor cores of Hopper, and `portable.py` dequantizes it before the product.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from engine import reference
+from engine import device, reference
 from engine.dtypes import BFLOAT16
 from engine.kernels._contract import FLOAT32, FLOATS, Contract
 from engine.kernels._module import ModuleSpec
@@ -21,7 +22,10 @@ from engine.kernels.gemm_wna16 import few_rows, portable, sm90
 from engine.kernels.gemm_wna16.operands import ACTIVATIONS, SWIGLU, Operands
 from engine.kernels.permute_columns import permute_columns
 from engine.kernels.permute_columns import specs as permute_specs
+from engine.kernels.swiglu import specs as swiglu_specs
+from engine.kernels.swiglu import swiglu
 from engine.quantization import Weight
+from engine.quantization.formats import TILE_ROWS
 
 __all__ = ["HALVES", "MAX_FEW_ROWS", "check_columns", "gemm_wna16", "launch", "specs"]
 
@@ -44,6 +48,7 @@ def specs(
         *dequantize_specs(dtype, formats=formats, patterns=patterns),
         *permute_specs(dtype),
         *gemm_specs(dtype),
+        *swiglu_specs(dtype),
     )
 
 
@@ -140,7 +145,14 @@ def gemm_wna16(
 
 def launch(operands: Operands) -> None:
     """Launch the kernel for this many rows of x; its columns are in the order of the data."""
-    if operands.x.shape[0] == 0 or operands.weight.shape[0] == 0:
+    n = operands.weight.shape[0]
+    if operands.x.shape[0] == 0 or n == 0:
+        return
+    if operands.activation == SWIGLU and n % (2 * TILE_ROWS):
+        # The kernels combine whole row tiles of gate and up.
+        packed = device.cupy().empty((operands.x.shape[0], n), operands.x.dtype)
+        launch(replace(operands, activation=None, out=packed))
+        swiglu(packed, out=operands.out)
         return
     tile = sm90.choose(operands) if operands.x.shape[0] > MAX_FEW_ROWS else None
     config = few_rows.choose(operands) if tile is None else None

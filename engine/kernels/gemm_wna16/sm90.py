@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from engine import device
 from engine.dtypes import dtype_name
 from engine.kernels._contract import FLOAT32
 from engine.kernels._launch import Kernel, ceil_div, sm_count
@@ -16,7 +15,6 @@ from engine.kernels._packed import format_spec, format_specs, scale_dtype
 from engine.kernels._tensor_map import tensor_map, tensor_map_2d
 from engine.kernels.gemm.sm90 import is_hopper
 from engine.kernels.gemm_wna16.operands import ACTIVATIONS, SWIGLU, Operands, row_stride
-from engine.kernels.swiglu import swiglu
 from engine.quantization import FORMATS, Format, Weight
 from engine.quantization.formats import TILE_ROWS
 
@@ -287,25 +285,15 @@ def choose(operands: Operands) -> HopperConfig | None:
         weight.format,
         sm_count(),
         deterministic=operands.deterministic,
-        is_gated=_is_gated(operands),
+        is_gated=operands.activation == SWIGLU,
     )
-
-
-def _is_gated(operands: Operands) -> bool:
-    """Tell whether the kernel combines gate and up: it wants whole row tiles of both."""
-    return operands.activation == SWIGLU and operands.weight.shape[0] % (2 * TILE_ROWS) == 0
 
 
 def launch(operands: Operands, config: HopperConfig) -> None:
     """Launch on CuPy arrays."""
     x, weight, out, residual = operands.x, operands.weight, operands.out, operands.residual
     (m, k), n, dtype = x.shape, weight.shape[0], dtype_name(x.dtype)
-    is_gated = _is_gated(operands)
-    if operands.activation == SWIGLU and not is_gated:
-        packed = device.cupy().empty((m, n), x.dtype)
-        launch(replace(operands, activation=None, out=packed), config)
-        swiglu(packed, out=out)
-        return
+    is_gated = operands.activation == SWIGLU
     clusters = config.clusters(m, out.shape[1], is_gated=is_gated)
     if config.splits == 1:  # persistent
         clusters = min(clusters, config.max_clusters(sm_count()))
