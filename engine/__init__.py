@@ -3,7 +3,8 @@
 Four doors:
 
 - `LLM(model).generate(prompts, SamplingParams(...))`, `.chat(messages)`, `.stream(prompt)`
-- `LLMEngine`: `add_request`, `step`, `abort_request`, `has_unfinished_requests`
+- `LLMEngine`: `add_request`, `step`, `abort_request`, `has_unfinished_requests`; `AsyncEngine`
+  serves asyncio tasks with it
 - `load(model)`: arrays in, arrays out: `model.step(token_ids, cache)`
 - `kernels`: every op, on NumPy and on CuPy arrays
 
@@ -19,6 +20,7 @@ from engine._version import __version__
 
 if TYPE_CHECKING:
     from engine import errors, kernels, reference
+    from engine.async_engine import AsyncEngine
     from engine.beam_search import BeamSearchParams
     from engine.llm import LLM
     from engine.llm_engine import LLMEngine
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "AsyncEngine",
     "BeamSearchParams",
     "CompletionOutput",
     "LLMEngine",
@@ -45,6 +48,7 @@ __all__ = [
 
 _HOMES = {
     "LLM": "engine.llm",
+    "AsyncEngine": "engine.async_engine",
     "BeamSearchParams": "engine.beam_search",
     "CompletionOutput": "engine.outputs",
     "LLMEngine": "engine.llm_engine",

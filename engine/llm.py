@@ -7,17 +7,16 @@ import dataclasses
 import itertools
 import numbers
 import sys
-from collections import deque
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from engine.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from engine.checks import length_of, shown_with_type
 from engine.errors import RequestError, TemplateError, unknown_keyword
 from engine.llm_engine import LLMEngine, Prompt
-from engine.one_thread import EngineLock
 from engine.outputs import RequestOutput
 from engine.sampling_params import RequestOutputKind, SamplingParams
+from engine.shared_engine import SharedEngine
 from engine.stats import EngineStats
 from engine.text import template_process
 from engine.text.chat_template import RESERVED_VARIABLES
@@ -54,13 +53,14 @@ class LLM:
     def __init__(self, model: str = "smollm2", **options: Any) -> None:
         with contextlib.suppress(TemplateError):  # which `chat` would raise
             template_process.start()  # it imports Jinja while the weights are read
-        self.llm_engine = LLMEngine.from_name(model, **options)
+        engine = LLMEngine.from_name(model, **options)
+        self._shared: SharedEngine[list[RequestOutput]] = SharedEngine(engine)
         self._counter = itertools.count()
-        # Outputs not yet taken, by request id. Requests of one call share a list, so that the cost
-        # of a step grows with the outputs that arrived and not with the requests that wait.
-        self._inbox: dict[str, list[RequestOutput]] = {}
-        self._lock = EngineLock()  # held while the engine is used
-        self._unwanted: deque[str] = deque()  # requests to be aborted
+
+    @property
+    def llm_engine(self) -> LLMEngine:
+        """The engine that serves the requests."""
+        return self._shared.engine
 
     @property
     def tokenizer(self) -> Any:
@@ -163,9 +163,9 @@ class LLM:
             prompt = self._chat_prompt(prompt, {})
         [params] = self._params_for(1, sampling_params, RequestOutputKind.DELTA)
         request_id = self._next_id()
-        with self._lock:
+        with self._shared.lock:
             self.llm_engine.add_request(request_id, prompt, params)  # type: ignore[arg-type]
-            self._inbox[request_id] = []
+            self._shared.inbox[request_id] = []
         return self._run([request_id])
 
     def beam_search(
@@ -192,25 +192,26 @@ class LLM:
         if not isinstance(params, BeamSearchParams):
             raise RequestError(f"params must be a BeamSearchParams; got {type(params).__name__}")
         searches: list[BeamSearch] = []
+        shared = self._shared
         try:
             for prompt in _as_prompts(prompts):
                 name = self._next_id()
-                with self._lock:
-                    searches.append(BeamSearch(self.llm_engine, prompt, params, name, self._inbox))
+                with shared.lock:
+                    searches.append(BeamSearch(shared.engine, prompt, params, name, shared.inbox))
             while not all(search.is_done for search in searches):
-                with self._lock:
-                    self._step()
+                with shared.lock:
+                    shared.step()
                     for search in searches:
                         search.advance()
         finally:
-            with self._lock:
+            with shared.lock:
                 for search in searches:
                     search.close()
         return [search.output() for search in searches]
 
     def reset_prefix_cache(self) -> None:
         """Drop all cached prefixes."""
-        with self._lock:
+        with self._shared.lock:
             self.llm_engine.reset_prefix_cache()
 
     def get_metrics(self) -> EngineStats:
@@ -219,9 +220,7 @@ class LLM:
 
     def close(self) -> None:
         """Free the engine's memory."""
-        with self._lock:
-            self.llm_engine.close()
-            self.llm_engine.model.close()
+        self._shared.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -259,7 +258,7 @@ class LLM:
     ) -> list[str]:
         """Queue all prompts, or none."""
         ids: list[str] = []
-        with self._lock:
+        with self._shared.lock:
             try:
                 for index, prompt in enumerate(prompts):
                     ids.append(self._next_id())
@@ -270,11 +269,11 @@ class LLM:
                     except RequestError as error:
                         raise RequestError(f"prompts[{index}]: {error}") from error
             except BaseException:
-                self._unwanted.extend(ids)
-                self._abort_unwanted()
+                self._shared.drop(ids)
+                self._shared.abort_dropped()
                 raise
             inbox: list[RequestOutput] = []
-            self._inbox.update((request_id, inbox) for request_id in ids)
+            self._shared.inbox.update((request_id, inbox) for request_id in ids)
         return ids
 
     def _run(self, ids: Sequence[str]) -> Generator[RequestOutput, None, None]:
@@ -287,50 +286,23 @@ class LLM:
         return outputs
 
     def _outputs(self, ids: Sequence[str]) -> Generator[Any, None, None]:
-        waiting, inbox = dict.fromkeys(ids), self._inbox[ids[0]] if ids else []
+        shared, waiting = self._shared, dict.fromkeys(ids)
+        inbox = shared.inbox[ids[0]] if ids else []
         try:
             yield None
             while waiting:
-                with self._lock:
+                with shared.lock:
                     if not inbox:
-                        self._step()
+                        shared.step()
                     arrived, inbox[:] = inbox[:], []
                 for output in arrived:
                     if output.finished:
                         del waiting[output.request_id]
                     yield output
         finally:
-            self._drop(waiting)
+            shared.drop(waiting)
             for request_id in ids:
-                self._inbox.pop(request_id, None)
-
-    def _step(self) -> None:
-        if self.llm_engine.kv_cache.is_closed:
-            raise RequestError("the engine was closed before the request finished")
-        self._abort_unwanted()
-        for output in self.llm_engine.step():
-            inbox = self._inbox.get(output.request_id)
-            if inbox is not None:
-                inbox.append(output)
-
-    def _drop(self, ids: Iterable[str]) -> None:
-        """Abort these requests and discard their last outputs.
-
-        The garbage collector may close an iterator at any point of any thread, even in the middle
-        of a step; its requests are then aborted before the next step.
-        """
-        self._unwanted.extend(ids)
-        if self._lock.acquire(blocking=False):
-            try:
-                self._abort_unwanted()
-            finally:
-                self._lock.release()
-
-    def _abort_unwanted(self) -> None:
-        while self._unwanted:
-            ids = [self._unwanted.popleft()]
-            self.llm_engine.abort_request(ids)
-            self.llm_engine.forget_aborted(ids)
+                shared.inbox.pop(request_id, None)
 
     def _next_id(self) -> str:
         return f"llm-{next(self._counter)}"

@@ -216,6 +216,11 @@ class Model:
         return self._decoder
 
     @property
+    def name(self) -> str:
+        """Name of its folder or file; "dummy" if the weights are random."""
+        return self._source.path.name if self._source else "dummy"
+
+    @property
     def device(self) -> Device:
         """Where the model computes."""
         return self.load_config.device
@@ -484,8 +489,7 @@ class Model:
         self.close()
 
     def __repr__(self) -> str:
-        name = self._source.path.name if self._source else "dummy"
-        return f"<Model {self.config.model_type} {name!r} {self.dtype} on {self.device}>"
+        return f"<Model {self.config.model_type} {self.name!r} {self.dtype} on {self.device}>"
 
 
 def _check_count(name: str, value: Any, limit: int) -> None:

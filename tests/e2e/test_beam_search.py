@@ -71,7 +71,7 @@ def test_equals_a_plain_search(model, width, max_tokens, penalty, ignore_eos, op
     while llm.llm_engine.has_unfinished_requests():
         llm.llm_engine.step()
     check_drained(llm.llm_engine)
-    assert not llm._inbox
+    assert not llm._shared.inbox
 
 
 def test_some_beams_end_early(model):
@@ -85,7 +85,7 @@ def test_some_beams_end_early(model):
 def test_beams_share_their_blocks(model):
     llm = make_llm(model, max_num_seqs=9, num_blocks=64)
     engine, most = llm.llm_engine, 0
-    step = llm._step
+    step = llm._shared.step
 
     def watched():
         nonlocal most
@@ -94,7 +94,7 @@ def test_beams_share_their_blocks(model):
         stats = engine.scheduler.stats()
         most = max(most, stats.num_blocks - stats.num_free_blocks - stats.num_cached_blocks)
 
-    llm._step = watched
+    llm._shared.step = watched
     prompt = [int(i) for i in np.random.default_rng(0).integers(4, 97, 160)]
     llm.beam_search(prompt, BeamSearchParams(beam_width=4, max_tokens=10))
     # 10 shared blocks of the prompt, and one or two more for each beam and its parent.

@@ -89,7 +89,7 @@ def test_an_abandoned_stream_is_aborted(llm, num_read, is_closed):
     else:
         del stream
         gc.collect()
-    assert llm.llm_engine.num_unfinished_requests == 0 and not llm._inbox
+    assert llm.llm_engine.num_unfinished_requests == 0 and not llm._shared.inbox
 
 
 def test_a_stream_may_be_closed_in_the_middle_of_a_step(llm):
@@ -105,7 +105,7 @@ def test_a_stream_may_be_closed_in_the_middle_of_a_step(llm):
     llm.llm_engine.runner.launch = closing
     want = greedy_alone(tiny_model(), [5, 6, 7], 3, eos=False)
     assert _ids(llm.generate([5, 6, 7], GREEDY)) == [want]
-    assert llm.llm_engine.num_unfinished_requests == 0 and not llm._inbox
+    assert llm.llm_engine.num_unfinished_requests == 0 and not llm._shared.inbox
 
 
 def test_streams_may_take_turns(llm):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections import deque
 
 import numpy as np
 import pytest
@@ -12,8 +11,8 @@ import pytest
 from engine import LLM, LLMEngine, SamplingParams, device, load
 from engine.config import ModelConfig, RopeConfig
 from engine.input_processor import InputProcessor
-from engine.one_thread import EngineLock
 from engine.sampling_params import RequestOutputKind
+from engine.shared_engine import SharedEngine
 
 VOCAB = 97
 EOS = 3
@@ -71,8 +70,7 @@ def swap_gb(num_blocks, block_size=16):
 def make_llm(model, **options):
     """Make an `LLM` around such an engine, without loading files."""
     llm = LLM.__new__(LLM)
-    llm.llm_engine, llm._lock = make_engine(model, **options), EngineLock()
-    llm._counter, llm._inbox, llm._unwanted = itertools.count(), {}, deque()
+    llm._shared, llm._counter = SharedEngine(make_engine(model, **options)), itertools.count()
     return llm
 
 

@@ -1,0 +1,96 @@
+"""`SharedEngine`: an `LLMEngine` with several callers, and an inbox for the outputs of each."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, Generic, Protocol, TypeVar
+
+from engine.errors import RequestError
+from engine.llm_engine import LLMEngine
+from engine.one_thread import EngineLock
+from engine.outputs import RequestOutput
+
+__all__ = ["Inbox", "SharedEngine"]
+
+
+class Inbox(Protocol):
+    """Takes the outputs of a request, such as a list does."""
+
+    def append(self, output: RequestOutput, /) -> Any:
+        """Take an output."""
+
+
+InboxT = TypeVar("InboxT", bound=Inbox)
+
+
+class SharedEngine(Generic[InboxT]):
+    """An engine, the lock that its callers take turns with, and an inbox for each request.
+
+    Parameters
+    ----------
+    engine : LLMEngine
+
+    Attributes
+    ----------
+    engine : LLMEngine
+    lock : EngineLock
+        Held by whoever uses the engine.
+    inbox : dict of str to Inbox
+        Who takes the outputs of a request. Requests of one call may share a list, so that the cost
+        of a step grows with the outputs that arrived and not with the requests that wait. Outputs
+        of a request without an inbox are dropped.
+    """
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self.engine = engine
+        self.lock = EngineLock()
+        self.inbox: dict[str, InboxT] = {}
+        self._unwanted: deque[str] = deque()  # requests to be aborted
+
+    def step(self) -> None:
+        """Compute one step and put its outputs into the inboxes; the caller holds the lock.
+
+        Raises
+        ------
+        RequestError
+            If the engine was closed.
+        """
+        if self.engine.kv_cache.is_closed:
+            raise RequestError("the engine was closed before the request finished")
+        self.abort_dropped()
+        for output in self.engine.step():
+            inbox = self.inbox.get(output.request_id)
+            if inbox is not None:
+                inbox.append(output)
+
+    def drop(self, request_ids: Iterable[str]) -> None:
+        """Abort these requests and discard their last outputs, from any thread at any point.
+
+        While the lock is held (the garbage collector may close an iterator in the middle of a
+        step), they are aborted before the next step.
+        """
+        self._unwanted.extend(request_ids)
+        if self.lock.acquire(blocking=False):
+            try:
+                self.abort_dropped()
+            finally:
+                self.lock.release()
+
+    def abort_dropped(self) -> None:
+        """Abort the requests that were dropped meanwhile; the caller holds the lock."""
+        while self._unwanted:
+            ids = [self._unwanted.popleft()]
+            self.engine.abort_request(ids)
+            self.engine.forget_aborted(ids)
+
+    @property
+    def is_idle(self) -> bool:
+        """Tell whether a step would have nothing to do."""
+        return not (self._unwanted or self.engine.has_unfinished_requests())
+
+    def close(self) -> None:
+        """Free the memory of engine and model."""
+        with self.lock:
+            self.engine.close()
+            self.engine.model.close()

@@ -1,0 +1,63 @@
+# %% [markdown]
+# # Many tasks, one engine
+#
+# A web server, a bot or an agent has many requests at the same time, each in an asyncio task of its
+# own. `AsyncEngine` serves them together: the engine runs on a thread, and in each of its steps
+# every request gets a token.
+
+# %%
+import asyncio
+import time
+
+from engine import AsyncEngine, SamplingParams
+from engine.sampling_params import RequestOutputKind
+
+engine = AsyncEngine.from_name("smollm2", device="cpu", max_num_seqs=8)
+
+# %% [markdown]
+# ## One request
+#
+# `generate` is an async generator. With `DELTA` each output carries only what is new.
+
+# %%
+params = SamplingParams(temperature=0.0, max_tokens=16, output_kind=RequestOutputKind.DELTA)
+
+
+async def answer(prompt):
+    """Return the continuation of a prompt and the seconds until its first and its last token."""
+    start, text, first = time.perf_counter(), "", None
+    async for output in engine.generate(prompt, params):
+        first = first or time.perf_counter() - start
+        text += output.outputs[0].text
+    return text, first, time.perf_counter() - start
+
+
+# %% [markdown]
+# ## Several, and one that changes its mind
+#
+# Leaving the loop early closes the generator, which aborts the request before the next step: its
+# place in the batch and its pages are free for the others.
+
+# %%
+PROMPTS = ["The capital of France is", "Water boils at", "Seven times eight is"]
+
+
+async def first_words(prompt):
+    """Read a few tokens, then stop listening."""
+    outputs = engine.generate(prompt, params)
+    words = [(await anext(outputs)).outputs[0].text for _ in range(3)]
+    await outputs.aclose()
+    return "".join(words)
+
+
+async def main():
+    *answers, cut = await asyncio.gather(*map(answer, PROMPTS), first_words("Once upon a time"))
+    for prompt, (text, first, last) in zip(PROMPTS, answers, strict=True):
+        print(f"{prompt}{text!r}  first token after {first:.2f} s, all after {last:.2f} s")
+    print(f"given up after {cut!r}")
+    stats = await engine.stats()
+    print(f"{stats.generation_tokens} tokens")
+    await engine.close()
+
+
+asyncio.run(main())

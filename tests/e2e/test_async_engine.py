@@ -1,0 +1,167 @@
+"""AsyncEngine: requests of tasks and event loops, aborts, faults, and the end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from engine.async_engine import AsyncEngine
+from engine.errors import EngineError, RequestError
+from engine.outputs import RequestOutput
+from engine.sampling_params import RequestOutputKind, SamplingParams
+from tests.e2e.tiny import check_drained, make_engine, make_llm, mixed_params, tiny_model
+
+DELTA = RequestOutputKind.DELTA
+
+
+@pytest.fixture
+def model():
+    return tiny_model()
+
+
+def _params(**options):
+    return SamplingParams(temperature=0.0, ignore_eos=True, output_kind=DELTA, **options)
+
+
+async def _ids(engine, prompt, params, *, started=None, **options):
+    found = []
+    async for output in engine.generate(prompt, params, **options):
+        assert isinstance(output, RequestOutput)
+        if started is not None:
+            started.set()
+        found += output.outputs[0].token_ids
+    assert output.finished
+    return found
+
+
+def _run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, 60))
+
+
+def test_tasks_get_what_the_offline_engine_gives(model):
+    prompts = [[4 + i, 5, 6 + i] for i in range(12)]
+    params = [mixed_params(i, max_tokens=3 + i, output_kind=DELTA) for i in range(12)]
+    want = [o.outputs[0].token_ids for o in make_llm(model).generate(prompts, params)]
+
+    async def main():
+        engine = AsyncEngine(make_engine(model))
+        pairs = zip(prompts, params, strict=True)
+        found = await asyncio.gather(*(_ids(engine, *pair) for pair in pairs))
+        stats = await engine.stats()
+        await engine.close()
+        return found, stats
+
+    found, stats = _run(main())
+    assert found == [list(ids) for ids in want]
+    assert stats.generation_tokens == sum(map(len, want))
+
+
+def test_each_event_loop_gets_its_own_outputs(model):
+    engine = AsyncEngine(make_engine(model))
+    found = {}
+
+    def serve(first):
+        found[first] = _run(_ids(engine, [first, 5], _params(max_tokens=20)))
+
+    threads = [threading.Thread(target=serve, args=(first,)) for first in (7, 8, 9)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    _run(engine.close())
+    want = make_llm(tiny_model()).generate([[f, 5] for f in (7, 8, 9)], _params(max_tokens=20))
+    assert [found[f] for f in (7, 8, 9)] == [list(o.outputs[0].token_ids) for o in want]
+
+
+def test_a_closed_generator_and_a_cancelled_task_abort_their_requests(model):
+    core = make_engine(model)
+
+    async def main():
+        engine = AsyncEngine(core)
+        outputs = engine.generate([4, 5], _params(max_tokens=10_000), request_id="closed")
+        await anext(outputs)
+        await outputs.aclose()
+        started = asyncio.Event()
+        params = _params(max_tokens=10_000)
+        task = asyncio.ensure_future(_ids(engine, [4, 6], params, started=started))
+        await started.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await _ids(engine, [4, 7], _params(max_tokens=2), request_id="closed")
+        await engine.stats()
+        assert core.num_unfinished_requests == 0
+        check_drained(core)
+        await engine.close()
+
+    _run(main())
+
+
+def test_an_aborted_request_yields_its_output_so_far(model):
+    async def main():
+        engine = AsyncEngine(make_engine(model))
+        await engine.abort("unknown")
+        async for output in engine.generate([4, 5], _params(max_tokens=10_000), request_id="r"):
+            if not output.finished:
+                await engine.abort("r")
+        await engine.close()
+        return output
+
+    assert _run(main()).outputs[0].finish_reason == "abort"
+
+
+def test_a_bad_request_is_refused_and_the_others_go_on(model):
+    async def main():
+        engine = AsyncEngine(make_engine(model, max_num_queued_requests=100))
+        good = asyncio.ensure_future(_ids(engine, [4, 5], _params(max_tokens=30), request_id="r"))
+        await asyncio.sleep(0)
+        for prompt, options, message in [
+            ([10**6], {}, "token id"),
+            ("text", {}, "no tokenizer"),
+            ([4], {"request_id": "r"}, "in use"),
+            ([4], {"timeout": -1}, "timeout must be"),
+        ]:
+            with pytest.raises(RequestError, match=message):
+                await _ids(engine, prompt, _params(max_tokens=3), **options)
+        assert len(await good) == 30
+        await engine.close()
+
+    _run(main())
+
+
+def test_all_learn_why_the_engine_failed(model):
+    core = make_engine(model)
+
+    async def main():
+        engine = AsyncEngine(core)
+        outputs = engine.generate([4, 5], _params(max_tokens=10_000))
+        await anext(outputs)
+        core.step = lambda: 1 / 0
+        with pytest.raises(EngineError, match="ZeroDivisionError"):
+            async for _ in outputs:
+                pass
+        assert isinstance(engine.error, ZeroDivisionError)
+        with pytest.raises(EngineError, match="has ended"):
+            await _ids(engine, [4], _params(max_tokens=1))
+        with pytest.raises(EngineError, match="has ended"):
+            await engine.stats()
+        await engine.close()
+
+    _run(main())
+    assert core.kv_cache.is_closed
+
+
+def test_closing_ends_the_requests(model):
+    async def main():
+        engine = AsyncEngine(make_engine(model))
+        outputs = engine.generate([4, 5], _params(max_tokens=10_000))
+        await anext(outputs)
+        await engine.close()
+        with pytest.raises(EngineError, match="was closed"):
+            async for _ in outputs:
+                pass
+        await engine.close()
+
+    _run(main())
