@@ -50,6 +50,14 @@ async def first_words(prompt):
     return "".join(words)
 
 
+# %% [markdown]
+# ## All at once
+#
+# The first tokens come together, since the prompts are computed in one step. The request that is
+# given up has cost three tokens.
+
+
+# %%
 async def main():
     *answers, cut = await asyncio.gather(*map(answer, PROMPTS), first_words("Once upon a time"))
     for prompt, (text, first, last) in zip(PROMPTS, answers, strict=True):
