@@ -100,6 +100,7 @@ def perplexity(
     *,
     stride: int | None = None,
     bos_token_id: int | None = None,
+    kv_cache_dtype: str = "auto",
     progress: bool = False,
 ) -> PerplexityResult:
     """Return the perplexity of a model on a text.
@@ -119,6 +120,9 @@ def perplexity(
     bos_token_id : int, optional
         Replaces the first token of each window, without a stride: for models that were trained with
         a BOS token before every text.
+    kv_cache_dtype : str
+        Of the pages of keys and values, as for `Model.new_cache`. The scored half of a window is
+        read from pages that hold its first half.
     progress : bool
         Show a progress bar on stderr.
 
@@ -149,7 +153,7 @@ def perplexity(
     """
     windows = _windows(token_ids, context, stride, bos_token_id, [model])
     nll = []
-    with closing(model.new_cache(1, context)) as cache:
+    with closing(model.new_cache(1, context, kv_cache_dtype=kv_cache_dtype)) as cache:
         for window in _shown(windows, progress):
             for targets, logits in _scored(model, cache, window):
                 nll += [_nll(*part) for part in _parts(logits, targets)]
@@ -164,6 +168,7 @@ def compare(
     *,
     stride: int | None = None,
     bos_token_id: int | None = None,
+    kv_cache_dtype: str = "auto",
     progress: bool = False,
 ) -> Comparison:
     """Return perplexity, KL divergence and top-1 agreement of a model beside a reference.
@@ -174,6 +179,8 @@ def compare(
         With the same vocabulary; on any devices.
     token_ids, context, stride, bos_token_id, progress
         As for `perplexity`.
+    kv_cache_dtype : str
+        Of the model's pages; the reference has those of its dtype.
 
     Returns
     -------
@@ -195,7 +202,8 @@ def compare(
     (0.0, 1.0, 1.0)
     """
     options: dict[str, Any] = {"stride": stride, "bos_token_id": bos_token_id}
-    [result] = compare_all([model], reference, token_ids, context, progress=progress, **options)
+    options |= {"kv_cache_dtypes": [kv_cache_dtype], "progress": progress}
+    [result] = compare_all([model], reference, token_ids, context, **options)
     return result
 
 
@@ -207,12 +215,15 @@ def compare_all(
     *,
     stride: int | None = None,
     bos_token_id: int | None = None,
+    kv_cache_dtypes: Sequence[str] | None = None,
     progress: bool = False,
 ) -> list[Comparison]:
     """Return a `Comparison` of each model with the reference, which is computed once for all.
 
-    Takes the arguments of `compare`, and raises as it does.
+    Takes the arguments of `compare`, with one of `kv_cache_dtypes` for each model, and raises as it
+    does.
     """
+    pages = ["auto"] * len(models) if kv_cache_dtypes is None else kv_cache_dtypes
     vocab = reference.config.vocab_size
     for model in models:
         if model.config.vocab_size != vocab:
@@ -224,8 +235,11 @@ def compare_all(
     columns: list[list[_Floats]] = [[] for _ in models]
     with ExitStack() as stack:
         runs = [
-            (each, stack.enter_context(closing(each.new_cache(1, context))))
-            for each in (reference, *models)
+            (
+                each,
+                stack.enter_context(closing(each.new_cache(1, context, kv_cache_dtype=dtype))),
+            )
+            for each, dtype in zip((reference, *models), ("auto", *pages), strict=True)
         ]
         for window in _shown(windows, progress):
             scored = zip(*(_scored(*run, window) for run in runs), strict=True)

@@ -37,6 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 or auto")
     parser.add_argument("--dtype", default="auto", help="float32, float16, bfloat16 or auto")
     add_quantization_argument(parser)
+    parser.add_argument(
+        "--kv-cache-dtype", default="auto", help="of the pages: auto (the model's dtype) or fp8"
+    )
     parser.add_argument("--context", type=int, default=512, help="tokens of a window (default 512)")
     parser.add_argument("--stride", type=int, help="distance of overlapping windows")
     parser.add_argument("--max-tokens", type=int, help="read at most this many tokens of the text")
@@ -65,6 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         "context": arguments.context,
         "stride": arguments.stride,
         "bos_token_id": bos,
+        "kv_cache_dtype": arguments.kv_cache_dtype,
         "progress": sys.stderr.isatty(),
     }
     token_ids = token_ids[: arguments.max_tokens]
@@ -82,6 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(_report(result, f"{seconds:.1f} s on {model.device}, {model.dtype}"))
     if arguments.json is not None:
         loaded = {"model": arguments.model, "dtype": model.dtype, **quantization_option(arguments)}
+        loaded["kv_cache_dtype"] = arguments.kv_cache_dtype
         row = {"loaded": loaded, "num_text_tokens": len(token_ids), "seconds": seconds}
         write_record(arguments.json, model.device, {"rows": [{**row, **asdict(result)}]})
     model.close()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from engine import cli, evaluation
-from engine.errors import RequestError
+from engine.errors import ConfigError, RequestError
 from engine.evaluation import compare, compare_all, perplexity, text_ids
 from tests.e2e.tiny import CONFIG, VOCAB, tiny_model
 
@@ -146,6 +146,18 @@ def test_a_comparison_is_what_a_loop_over_tokens_finds(model, other):
 def test_several_models_are_compared_as_each_is(model, other):
     both = compare_all([model, other], model, IDS, 16)
     assert both == [compare(model, model, IDS, 16), compare(other, model, IDS, 16)]
+    with pytest.raises(ConfigError, match="kv_cache_dtype must be one of"):
+        compare(model, model, IDS, 16, kv_cache_dtype="fp9")
+
+
+def test_pages_of_codes_are_the_models_own(model):
+    """The scored half reads the first half from pages: only there do codes differ."""
+    result = compare(model, model, IDS, 32, kv_cache_dtype="fp8")
+    assert result.reference == perplexity(model, IDS, 32)
+    assert result.model == perplexity(model, IDS, 32, kv_cache_dtype="fp8")
+    assert 1e-7 < result.kl_mean < 0.01 and result.ratio != 1.0
+    both = compare_all([model, model], model, IDS, 32, kv_cache_dtypes=["auto", "fp8"])
+    assert both[0].kl_mean == 0.0 and both[1] == result
 
 
 def test_a_model_is_at_no_distance_from_itself(model):
@@ -246,7 +258,7 @@ def test_the_command_prints_and_writes_the_figures(capsys, text_file, tmp_path):
     assert {"card", "date", "version", "commit", "command"} <= set(record)
     [row] = record["rows"]
     assert (row["num_windows"], row["num_tokens"], row["num_text_tokens"]) == (2, 30, 70)
-    assert row["loaded"] == {"model": "smollm2", "dtype": "float32"}
+    assert row["loaded"] == {"model": "smollm2", "dtype": "float32", "kv_cache_dtype": "auto"}
     assert f"perplexity {row['perplexity']:.4f} +/- {row['standard_error']:.4f}" in text
     assert "of 30 tokens in 2 windows of 32" in text and "on cpu, float32" in text
     assert 1 < row["perplexity"] < 20  # a sentence said twelve times

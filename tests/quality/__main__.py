@@ -43,17 +43,25 @@ class Case:
     With `rounded_to`, only the rounding of the weights is measured: the matrices of layers are
     quantized to this format, and computed with as dense float32 weights. No product of the format
     takes part. With `by_gguf`, the gguf package quantizes them, by llama.cpp's formulas.
+    `pages` is the `kv_cache_dtype`; with `calibrated`, the scales of pages are chosen by 2,048
+    tokens of the text that are not scored.
     """
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
     rounded_to: str = ""
     by_gguf: bool = False
+    pages: str = "auto"
+    calibrated: bool = False
 
     def load(self, model: str, device: str) -> Model:
         """Return the model in this format."""
         if not self.rounded_to:
-            return engine.load(model, device=device, **self.options)
+            made = engine.load(model, device=device, **self.options)
+            if self.calibrated:
+                ids = text_ids(made, text())[0][NUM_TOKENS : NUM_TOKENS + 2048]
+                made.calibrate_kv_scales([ids[i : i + 512] for i in range(0, len(ids), 512)])
+            return made
         plain = engine.load(model, device=device, **self.options)
         how = plain.load_config
         weights = load_weights(
@@ -81,9 +89,14 @@ CASES = (
     Case("float32", {"dtype": "float32"}),
     Case("bfloat16", {"dtype": "bfloat16"}),
 )
+PAGES = (
+    Case("bfloat16, fp8 pages", {"dtype": "bfloat16"}, pages="fp8"),
+    Case("bfloat16, calibrated fp8 pages", {"dtype": "bfloat16"}, pages="fp8", calibrated=True),
+)
 BASELINE = "bfloat16"  # the format that the others' perplexity is held against
 OTHERS = (  # measured only where they are named
-    *(Case(form, {"dtype": "float32", "quantization": form}) for form in QUANTIZABLE),
+    *PAGES,
+    *(Case(form, {"dtype": "bfloat16", "quantization": form}) for form in QUANTIZABLE),
     *(Case(f"{form}, weights only", {"dtype": "float32"}, form) for form in QUANTIZABLE),
     *(
         Case(f"{form} of gguf, weights only", {"dtype": "float32"}, form, by_gguf=True)
@@ -107,7 +120,8 @@ def measure(
         return reference.device, [
             _row(cases[0], reference, perplexity(reference, token_ids, **how))
         ]
-    results = compare_all(others, reference, token_ids, **how)
+    pages = [case.pages for case in cases[1:]]
+    results = compare_all(others, reference, token_ids, kv_cache_dtypes=pages, **how)
     rows = [_row(cases[0], reference, results[0].reference)]
     for case, other, result in zip(cases[1:], others, results, strict=True):
         rows.append(_row(case, other, result.model))
