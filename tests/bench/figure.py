@@ -32,6 +32,8 @@ _COLORS = {
     "llama.cpp": "#7a9a3b",
     "transformers": "#a05a2c",
     "CuPy": "#8c8c8c",
+    "torch": "#e8852b",
+    "Triton": "#8c8c8c",
 }
 _OURS_TOO = ("#85b4ee", "#bcd6f7")  # other modes of ours, in the order in which they appear
 _BAR = 0.8  # of the place that a case has

@@ -188,6 +188,28 @@ def _attention_decode() -> Picture:
     return Picture("attention_decode, bfloat16, 32/8 heads of 128", source, panels, 3, 2.7)
 
 
+def _moe_gemm() -> Picture:
+    record = _load("moe_gemm")
+    panels = []
+    for part, title in (
+        ("layer", "a layer of experts without its router's product"),
+        ("gate_up", "gate and up"),
+        ("down", "down"),
+    ):
+        rows = [row for row in record["rows"] if row["case"].startswith(part)]
+        floor = [max(r["GB/s"] / _HBM, r["TFLOP/s"] / _BF16) * r["us"] for r in rows]
+        tokens = [int(row["case"].partition("=")[2]) for row in rows]
+        series = {name: [row[key] for row in rows] for name, key in _MOE_SERIES.items()}
+        cases = [f"{count:,} token{'s' * (count > 1)}" for count in tokens]
+        limit = ("memory (4.8 TB/s) or tensor cores (989 TFLOP/s)", floor)
+        panels.append(Bars(title, "us, less is better", cases, series, limit, log=True))
+    return Picture("Experts of Qwen3-30B-A3B, bfloat16", _source(record), panels, 3, 3.6,
+                   shared_cases=True)  # fmt: skip
+
+
+_MOE_SERIES = {"ours": "us", "torch grouped product": "torch us", "Triton": "triton us"}
+
+
 def _shared_prefix() -> Picture:
     record = _load("shared_prefix")
     rows = [row for row in record["rows"] if row["op"] == "shared_prefix"]
@@ -453,6 +475,7 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "attention_prefill_fp8": _attention_prefill_fp8,
     "attention_backward": _attention_backward,
     "attention_decode": _attention_decode,
+    "moe_gemm": _moe_gemm,
     "shared_prefix": _shared_prefix,
     "sample_elementwise": _sample_elementwise,
     "host": _host,
