@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,14 @@ import numpy as np
 from engine.config import ModelConfig
 from engine.device import CPU, Device, array_module
 from engine.dtypes import np_dtype
+from engine.errors import ConfigError
 from engine.loading.dummy_quantized import RandomCodes
-from engine.loading.weight_memory import quantized_formats, weight_dtype, weight_room
+from engine.loading.weight_memory import (
+    is_expert,
+    quantized_formats,
+    weight_dtype,
+    weight_room,
+)
 from engine.loading.weight_table import weight_shapes
 from engine.quantization import Format, Weight
 
@@ -59,6 +66,8 @@ def dummy_weights(
     ------
     OutOfMemoryError
         If the device does not have enough memory.
+    ConfigError
+        On CUDA, if dtype is float32 and the format has kernels for 16-bit activations only.
 
     Examples
     --------
@@ -73,6 +82,8 @@ def dummy_weights(
     tile = xp.asarray(pool.astype(np_dtype(dtype)))
     weights: dict[str, Weight] = {}
     formats = {} if quantization is None else quantized_formats(config, quantization)
+    if device.is_cuda and dtype == "float32":
+        _check_kernels(formats)
     codes = {form: RandomCodes(form, pool, device, _tiled) for form in set(formats.values())}
     with weight_room(config, device, dtype, max_model_len=max_model_len, formats=formats):
         for name, shape in weight_shapes(config).items():
@@ -88,6 +99,16 @@ def dummy_weights(
             else:
                 weights[name] = Weight.dense(_tiled(tile, shape, _start(name)))
     return weights
+
+
+def _check_kernels(formats: Mapping[str, Format]) -> None:
+    """Refuse formats that CUDA's kernels multiply with 16-bit activations only."""
+    for name, form in formats.items():
+        if form.is_packed or is_expert(name):
+            raise ConfigError(
+                f"dtype must be float16 or bfloat16 for random weights in {form.name} on CUDA "
+                f"({name}); got float32"
+            )
 
 
 def _start(name: str) -> int:

@@ -128,7 +128,7 @@ def load_weights(
     formats = {}
     if keeps_formats:
         is_tied = config.tie_word_embeddings
-        formats = stored_formats(checkpoint, placements, _keeps(device), is_tied=is_tied)
+        formats = stored_formats(checkpoint, placements, _keeps(device, dtype), is_tied=is_tied)
     if quantization is not None:
         formats = quantized_formats(config, quantization)
     with weight_room(
@@ -151,25 +151,35 @@ def load_weights(
             else:
                 arrays[name] = _empty(device, shapes[name], dtype)
                 run(own)
-                weights[name] = _rounded(arrays.pop(name), formats[name])
+                weights[name] = _rounded(
+                    arrays.pop(name),
+                    formats[name],
+                    has_all_kernels=_has_all_kernels(device, dtype),
+                )
     if config.tie_word_embeddings and "lm_head" in formats:  # embed is looked up in, as numbers
         tied = [place for place in placements if place.target.kind == "embed"]
         weights["lm_head"] = loader.stored_weight(tied, shapes["embed"])
     return _finished(config, weights, shard)
 
 
-def _keeps(device: Device) -> Callable[[str, Format], bool]:
-    """Return whether a weight's format is computed with as it is.
+def _keeps(device: Device, dtype: str) -> Callable[[str, Format], bool]:
+    """Return whether a weight's format is computed with as it is."""
+    has_all = _has_all_kernels(device, dtype)
+    return lambda name, form: has_all or (bool(form.activations) and not is_expert(name))
 
-    On the CPU only formats of both operands are: NumPy would unpack the others for every product.
+
+def _has_all_kernels(device: Device, dtype: str) -> bool:
+    """Tell whether there are kernels for packed weights and for quantized experts.
+
+    They multiply 16-bit activations. NumPy would unpack such a weight for every product.
     """
-    return lambda name, form: device.is_cuda or (bool(form.activations) and not is_expert(name))
+    return device.is_cuda and dtype != "float32"
 
 
-def _rounded(array: Any, form: Format) -> Weight:
+def _rounded(array: Any, form: Format, *, has_all_kernels: bool) -> Weight:
     """Quantize a matrix; where its format is not computed with, return the rounded numbers."""
     weight = quantize(array, form)
-    if (form.is_packed or array.ndim > 2) and isinstance(array, np.ndarray):
+    if (form.is_packed or array.ndim > 2) and not has_all_kernels:
         return Weight.dense(unpack_weight(weight).astype(array.dtype))
     return weight
 

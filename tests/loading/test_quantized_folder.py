@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 import engine
 from engine import quantize_model
 from engine.cli import main
+from engine.device import to_numpy
 from engine.errors import RequestError, WeightsError
 from engine.loading import quantized_folder
 from engine.loading.safetensors import open_safetensors
@@ -107,6 +108,23 @@ def test_the_engine_reads_it(tmp_path, source, name):
     np.testing.assert_array_equal(got, wanted)
     logits = model.step([[1, 2, 3, 4]], model.new_cache(1, 8))
     assert np.isfinite(logits).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["fp8", "int8", "int4_g64"])
+def test_float32_on_a_gpu(cp, tmp_path, source, name):
+    """Kept or rounded while it is read; formats without kernels for float32 are dequantized."""
+    engine.quantize(source[0], tmp_path / "out", format=name)
+    for folder, options in ((tmp_path / "out", {}), (source[0], {"quantization": name})):
+        options = {"dtype": "float32", "progress": False, **options}
+        on_cpu, on_gpu = (engine.load(folder, device=d, **options) for d in ("cpu", "cuda"))
+        assert on_gpu.decoder.weights["layers.1.down"].format.is_packed is False
+        wanted, got = (
+            to_numpy(model.step([[1, 2, 3, 4]], model.new_cache(1, 8), logits="all"))
+            for model in (on_cpu, on_gpu)
+        )
+        error = 2e-2 if FORMATS[name].activations else 1e-4
+        np.testing.assert_allclose(got, wanted, atol=error * np.abs(wanted).max())
 
 
 def test_config_and_companions(tmp_path, source):

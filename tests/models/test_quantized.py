@@ -11,6 +11,7 @@ import engine
 from engine.commands._bench_models import built_in_config
 from engine.config import ModelConfig
 from engine.device import to_numpy
+from engine.errors import ConfigError
 from engine.kernels import _module
 from engine.loading.dummy import dummy_weights
 from engine.models.decoder import Decoder
@@ -62,6 +63,13 @@ def test_a_model_on_the_cpu_computes_with_the_rounded_numbers(name):
         assert 0 < 1 - _cosines(got, wanted).min() < 0.01
     else:
         np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_random_weights_without_kernels_are_refused(cp):
+    with pytest.raises(ConfigError, match=r"dtype must be float16 or bfloat16 .* in int4_g128"):
+        _load("int4_g128", "cuda", "float32")
+    assert np.isfinite(_logits(_load("fp8", "cuda", "float32"))).all()
 
 
 @pytest.mark.gpu
