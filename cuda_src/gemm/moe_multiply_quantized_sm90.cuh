@@ -12,11 +12,10 @@ struct MoeMultiplier {
   int num_slabs;
   bool is_gathered;
 
-  // Lets the producer fill a stage again. SAFETY: by every warp, as it has read the weights by
-  // ordinary loads.
+  // Lets the producer fill a stage again. SAFETY: by every lane, as it has read the weights by
+  // ordinary loads; one arrival a warp would do, but compute-sanitizer then reports races.
   __device__ __forceinline__ void release(int stage) const {
-    __syncwarp();
-    if (threadIdx.x % kWarpSize == 0) mbarrier_arrive(smem_address(&smem.empty[stage]));
+    mbarrier_arrive(smem_address(&smem.empty[stage]));
   }
 
   // Step kStep of slab d; `last`: the stage before, once wgmma may still read its x, else -1.

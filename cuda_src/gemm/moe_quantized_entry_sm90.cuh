@@ -38,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       mbarrier_init(smem_address(&smem.full[i]), 1 + kProducerThreads);
-      mbarrier_init(smem_address(&smem.empty[i]), kConsumerThreads / kWarpSize);
+      mbarrier_init(smem_address(&smem.empty[i]), kConsumerThreads);
     }
     for (int i = 0; i < kRecords; ++i) {
       mbarrier_init(smem_address(&smem.record_full[i]), kRecordWriters);

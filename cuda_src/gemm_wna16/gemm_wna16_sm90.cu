@@ -63,7 +63,7 @@ extern "C" __global__ void __cluster_dims__(kSplits, 1, 1) __launch_bounds__(kTh
     tma_prefetch_map(&p.map_scales);
     for (int i = 0; i < kStages; ++i) {
       mbarrier_init(smem_address(&smem.full[i]), 1);
-      mbarrier_init(smem_address(&smem.empty[i]), kConsumerThreads / kWarpSize);
+      mbarrier_init(smem_address(&smem.empty[i]), kConsumerThreads);
     }
     if constexpr (kSplits > 1) {
       mbarrier_init(smem_address(&smem.sums_full), 1);
