@@ -14,7 +14,7 @@ from engine.testing import cases
 from engine.testing.cases_moe import distinct_logits
 from engine.testing.tolerances import assert_close
 
-CONFIGS = [pytest.param(c, id=f"{c.warpgroups}x{c.tokens}") for c in sm90.MOE_CONFIGS]
+CONFIGS = [pytest.param(c, id=f"{c.warpgroups}x{c.tokens}x{c.depth}") for c in sm90.MOE_CONFIGS]
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def _poisoned(cp, shape, dtype):
     [(1, 4, 1, 64, 8), (5, 128, 8, 136, 72), (33, 7, 3, 520, 264), (700, 4, 2, 72, 136),
      (500, 256, 2, 64, 64)],
 )  # fmt: skip
-def test_both_modules_match_mirror(
+def test_every_module_matches_mirror(
     hopper, monkeypatch, config, dtype, num_tokens, num_experts, top_k, hidden, width
 ):
     """Fewer tokens than an instruction has, more than a tile has, widths no tile divides."""
@@ -124,9 +124,12 @@ def test_a_graph_follows_the_routing(hopper):
 
 
 def test_few_tokens_an_expert_take_the_narrow_tile():
-    few, many = sm90.MOE_CONFIGS
-    assert sm90.choose_config(8, 128) is few
-    assert sm90.choose_config(32 * 128, 128) is few
+    one, few, some, many = sm90.MOE_CONFIGS
+    assert sm90.choose_config(8, 128) is one
+    assert sm90.choose_config(9, 128) is few
+    assert sm90.choose_config(4 * 128, 128) is few
+    assert sm90.choose_config(4 * 128 + 1, 128) is some
+    assert sm90.choose_config(32 * 128, 128) is some
     assert sm90.choose_config(32 * 128 + 1, 128) is many
     for config in sm90.MOE_CONFIGS:
         assert config.stages() >= 3 and config.shared_bytes() <= 232_448

@@ -107,9 +107,12 @@ class MoeTileConfig:
         return min(sm_count() * self.blocks, token_tiles * ceil_div(columns, tile_rows))
 
 
-_FEW, _MANY = MoeTileConfig(1, 64, 2), MoeTileConfig(2, 144, 1)
-MOE_CONFIGS = (_FEW, _MANY)
-_MANY_FROM = 32  # tokens an expert, on average
+# One token leaves room for the next kernel's CTAs beside its own, which then load early.
+_ONE = MoeTileConfig(1, 16, 1, blocks=2)
+_FEW, _SOME, _MANY = MoeTileConfig(1, 16, 2), MoeTileConfig(1, 64, 2), MoeTileConfig(2, 144, 1)
+MOE_CONFIGS = (_ONE, _FEW, _SOME, _MANY)
+_ONE_TO = 8  # pairs
+_SOME_FROM, _MANY_FROM = 4, 32  # tokens an expert, on average
 
 
 def specs(dtype: str) -> tuple[ModuleSpec, ...]:
@@ -122,12 +125,18 @@ def choose_config(num_pairs: int, num_experts: int) -> MoeTileConfig:
 
     Examples
     --------
+    >>> choose_config(512, 128)
+    MoeTileConfig(warpgroups=1, tokens=16, depth=2, mma_tiles=2, blocks=1)
     >>> choose_config(2048, 128)
     MoeTileConfig(warpgroups=1, tokens=64, depth=2, mma_tiles=2, blocks=1)
     >>> choose_config(32768, 128)
     MoeTileConfig(warpgroups=2, tokens=144, depth=1, mma_tiles=2, blocks=1)
     """
-    return _MANY if num_pairs > _MANY_FROM * num_experts else _FEW
+    if num_pairs > _MANY_FROM * num_experts:
+        return _MANY
+    if num_pairs > _SOME_FROM * num_experts:
+        return _SOME
+    return _ONE if num_pairs <= _ONE_TO else _FEW
 
 
 def is_possible(operands: MoeOperands) -> bool:
