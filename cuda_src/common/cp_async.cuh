@@ -17,10 +17,18 @@ __device__ __forceinline__ uint32_t smem_address(const void* smem) {
 // Copies 16 bytes, or writes 16 zero bytes when !valid (then `gmem` is not read). Both addresses
 // must be multiples of 16. Goes past L1: what is copied here is read again from shared memory, not
 // from L1.
-__device__ __forceinline__ void cp_async_16(void* smem, const void* gmem, bool valid = true) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(smem_address(smem)),
-               "l"(gmem), "r"(valid ? 16 : 0)
+__device__ __forceinline__ void cp_async_16(uint32_t smem, const void* gmem, bool valid = true) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(smem), "l"(gmem),
+               "r"(valid ? 16 : 0)
                : "memory");
+}
+__device__ __forceinline__ void cp_async_16(void* smem, const void* gmem, bool valid = true) {
+  cp_async_16(smem_address(smem), gmem, valid);
+}
+
+// Copies 4 bytes.
+__device__ __forceinline__ void cp_async_4(uint32_t smem, const void* gmem) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;\n" ::"r"(smem), "l"(gmem) : "memory");
 }
 
 __device__ __forceinline__ void cp_async_commit() {

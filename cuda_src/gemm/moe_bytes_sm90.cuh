@@ -4,6 +4,8 @@
 
 #include <cuda_fp8.h>
 
+#include "common/cp_async.cuh"
+
 constexpr int kStageK = kDepth * kSlabK;
 // Rows and columns that share a scale; 0: all columns.
 constexpr int kBlockRows = BLOCK_ROWS, kBlockColumns = BLOCK_COLUMNS;
@@ -13,11 +15,6 @@ constexpr int kMmaBytes = kMmaM * kSlabRowBytes;  // of an m-tile
 constexpr int kRowsW = kPartsW * kMmaM;
 constexpr int kScalePlane = kPartsW * kMmaBytes, kStageW = kScalePlane + 1024;
 static_assert(kRowsW * 4 <= 1024, "a scale for every row of a stage");
-
-__device__ __forceinline__ void cp_async_4(unsigned char* smem, const void* gmem) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;\n" ::"r"(smem_address(smem)), "l"(gmem)
-               : "memory");
-}
 
 struct MoeWeights {
   const TensorMap* map;     // data (E, R, K) by boxes of 64 rows, 128 columns
@@ -59,7 +56,7 @@ struct MoeWeights {
     for (int i = threadIdx.x % kProducerThreads; i < kRowsW; i += kProducerThreads) {
       const int from = min(row_of(row, i / kMmaM) + i % kMmaM, num_rows - 1) / kBlockRows;
       const int64_t block = static_cast<int64_t>(expert) * row_blocks + from;
-      cp_async_4(stage + kScalePlane + i * 4, scales + block * column_blocks + column);
+      cp_async_4(smem_address(stage) + kScalePlane + i * 4, scales + block * column_blocks + column);
     }
   }
 };

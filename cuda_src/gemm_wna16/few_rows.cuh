@@ -5,8 +5,8 @@
 // shared memory. How k and rows are shared: few_rows_block.cuh.
 #pragma once
 
+#include "common/weight_product.cuh"
 #include "gemm_wna16/few_rows_loader.cuh"
-#include "gemm_wna16/few_rows_mma.cuh"
 #include "gemm_wna16/few_rows_x.cuh"
 
 #if ENGINE_DTYPE != 0

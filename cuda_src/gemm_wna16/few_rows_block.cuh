@@ -10,31 +10,8 @@
 #include "common/cluster.cuh"
 #include "common/pdl.cuh"
 #include "common/reduce.cuh"  // kWarpSize
-#include "common/weight_decode.cuh"
+#include "common/weight_stage.cuh"
 #include "gemm_wna16/problem.cuh"
-
-// A stage of a warp's ring: tiles of a row tile that follow each other, their scales behind them.
-constexpr int kStageTiles = kBits == 8 ? 2 : 4;
-constexpr int kStageColumns = kStageTiles * kTileColumns;
-constexpr int kStageGroups = kStageColumns / kGroup;
-constexpr int kStageSupers = kSuperBlock == 0 ? 0 : kStageColumns / kSuperBlock;
-static_assert(kStageGroups * kGroup == kStageColumns, "a stage has whole groups");
-static_assert(kSuperBlock == 0 || kStageSupers == 1, "a stage is a super-block");
-constexpr int kStageData = kStageTiles * kDataBytes;
-constexpr int kStageHigh = kStageTiles * kHighBytes;
-constexpr int kStageScales = kStageGroups * kScaleTileBytes;
-constexpr int kHighAt = kStageData, kScalesAt = kHighAt + kStageHigh;
-constexpr int kSupersAt = kScalesAt + kStageScales;
-constexpr int kStageBytes = kSupersAt + kStageSupers * kSuperTileBytes;
-constexpr int kMaxStages = 4;  // of a ring
-static_assert(kStageData == 2048, "four copies of a warp");
-
-template <int kTokens_>
-struct FewRowsShape {
-  static constexpr int kTokens = kTokens_, kTokenTiles = (kTokens + 7) / 8;
-  static constexpr int kPitch = kTileRows + 4;         // 2 * kPitch is 8 mod 32: no bank conflicts
-  static constexpr int kSumFloats = kTokens * kPitch;  // of a warp
-};
 
 struct FewRowsBlock {
   int lane_idx, warp_idx, num_warps, threads, thread;

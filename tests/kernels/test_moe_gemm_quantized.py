@@ -11,7 +11,7 @@ from engine import kernels, reference
 from engine.device import to_numpy
 from engine.errors import ContractError, DTypeError, ShapeError
 from engine.kernels import _module
-from engine.kernels.moe_gemm import quantized_sm90, scratch
+from engine.kernels.moe_gemm import few_tokens, quantized_sm90, scratch
 from engine.quantization import FORMATS, Weight, unpack_weight
 from engine.quantization.stack import stack_matrices
 from engine.reference import Routing
@@ -81,11 +81,30 @@ def _inputs(name, shape, dtype, *, scatter=False):
     return x, _weight(name, num_experts, rows, k), cases.normal((num_experts, rows), dtype, seed=3)
 
 
+def _splits_tiles(weight, options):
+    """Tell whether a row tile of a packed weight has rows of gate and of up."""
+    return weight.format.is_packed and bool(options.get("activation")) and weight.shape[1] % 32
+
+
+def _is_few(xp, num_tokens):
+    return xp is not np and num_tokens <= few_tokens.MAX_TOKENS
+
+
+def _wanted(x, weight, routing, *, rounded=True, **options):
+    """Return the mirror's result; kernels for few tokens do not round the weights."""
+    if rounded:
+        return reference.moe_gemm(x, weight, routing, **options)
+    bias = options.pop("bias", None)
+    options["bias"] = None if bias is None else bias.astype(np.float32)
+    return reference.moe_gemm(x.astype(np.float32), weight, routing, **options).astype(x.dtype)
+
+
 def _check(xp, name, shape, dtype, router, **options):
     """Compare a call with the mirror's result, and look past the end of `out`."""
     x, weight, bias = _inputs(name, shape, dtype, scatter=options.get("scatter", False))
     routing = _routing(*shape[:3], router)
-    want = reference.moe_gemm(x, weight, routing, bias=bias, **options)
+    few = _is_few(xp, shape[0]) and not (shape[3] % 16 or _splits_tiles(weight, options))
+    want = _wanted(x, weight, routing, rounded=not few, bias=bias, **options)
     out, buffer = cases.guarded(xp, want.shape, want.dtype)
     gx, gb = cases.to_module(xp, x, bias)
     got = kernels.moe_gemm(
@@ -129,12 +148,67 @@ def test_every_tile_matches_mirror(hopper, monkeypatch, name, config, dtype):
             _check(hopper, name, shape, dtype, router, scatter=True)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", SAMPLES)
+def test_every_way_to_cut(cp, monkeypatch, name, dtype):
+    """Parts of k, units of several rounds, rings of 2 to 4 stages; experts with several tokens."""
+    for shape in ((1, 4, 2, 1104, 96), (3, 7, 3, 528, 224), (8, 3, 2, 272, 288)):
+        for scatter in (False, True):
+            activation = None if scatter else "swiglu"
+            experts, k, rows = shape[1], shape[3], shape[4]
+            configs = few_tokens.all_configs(
+                shape[0], shape[2], (experts, rows, k), FORMATS[name], is_gated=not scatter
+            )
+            for config in configs:
+                monkeypatch.setattr(few_tokens, "choose", lambda *_, config=config: config)
+                options = {"scatter": True} if scatter else {"activation": activation}
+                for router in ("random", "one"):
+                    _check(cp, name, shape, dtype, router, **options)
+
+
+def test_more_tokens_than_few(cp, monkeypatch):
+    """They have kernels that do not ask for a configuration."""
+    monkeypatch.setattr(few_tokens, "launch", None)
+    _check(cp, "fp8_block", (few_tokens.MAX_TOKENS + 1, 6, 2, 64, 32), "float16", "random")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_few_tokens_keep_nan(cp, dtype):
+    """A code of NaN makes its row NaN, of every token of the expert, and nothing else."""
+    shape = (4, 3, 2, 256, 64)
+    x, weight, _ = _inputs("fp8_block", shape, dtype)
+    routing = _routing(*shape[:3])
+    weight.data.view(np.uint8)[1, 37, 200] = 0xFF
+    want = _wanted(x, weight, routing, rounded=False)
+    got = to_numpy(kernels.moe_gemm(cp.asarray(x), weight_to(cp, weight), _on(cp, routing)))
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+    assert np.isnan(want).any()
+    assert_close(np.nan_to_num(got), np.nan_to_num(want), reduction=257)
+
+
+@pytest.mark.gpu
+def test_few_tokens_of_wrong_routings_stay_inside(cp):
+    """Pairs and offsets that do not exist: nothing is read or written outside."""
+    shape = (4, 5, 2, 128, 64)
+    x, weight, _ = _inputs("mxfp4", shape, "float16")
+    routing = _routing(*shape[:3])
+    order, offsets = routing.order.copy(), routing.offsets.copy()
+    order[3], order[5], offsets[2], offsets[4] = -7, 1 << 30, 1000, -3
+    out, buffer = cases.guarded(cp, (8, 64), x.dtype)
+    wrong = _on(cp, routing._replace(order=order, offsets=offsets))
+    kernels.moe_gemm(cp.asarray(x), weight_to(cp, weight), wrong, out=out)
+    assert_guards(buffer)
+
+
 @pytest.mark.parametrize("name", ["int4_g128", "int8_g32_zp"])
-def test_bfloat16_scales(xp, tier, name):
-    shape = (9, 4, 2, 256, 64)
+@pytest.mark.parametrize("num_tokens", [3, 9])
+def test_bfloat16_scales(xp, tier, name, num_tokens):
+    shape = (num_tokens, 4, 2, 256, 64)
     x, _, bias = _inputs(name, shape, "bfloat16")
     weight, routing = _weight(name, 4, 64, 256, scales="bfloat16"), _routing(*shape[:3])
-    want = reference.moe_gemm(x, weight, routing, bias=bias)
+    want = _wanted(x, weight, routing, rounded=not _is_few(xp, shape[0]), bias=bias)
     gx, gb = cases.to_module(xp, x, bias)
     got = kernels.moe_gemm(gx, weight_to(xp, weight), _on(xp, routing), bias=gb)
     assert_close(got, want, reduction=257)
@@ -202,6 +276,23 @@ def test_choice_fits_shared_memory():
     assert quantized_sm90.choose_config(8, 128, is_gated=True) is few
     assert quantized_sm90.choose_config(8, 128, is_gated=False) is ungated
     assert quantized_sm90.choose_config(32 * 128 + 1, 128, is_gated=False) is many
+
+
+def test_few_tokens_are_cut_to_fit():
+    for name in NAMES:
+        for shape, top_k in (((128, 1536, 2048), 8), ((32, 2880, 2880), 4), ((3, 48, 64), 2)):
+            for tokens in range(1, few_tokens.MAX_TOKENS + 1):
+                for limit in (99 << 10, 227 << 10):
+                    config = few_tokens.choose_few_tokens(
+                        tokens, top_k, shape, FORMATS[name], 132, limit, is_gated=True
+                    )
+                    assert config.shared_bytes < limit - 3072 and config.row_tiles % 2 == 0
+                    assert config.parts * config.row_tiles <= 16 and config.num_stages <= 4
+    many = few_tokens.MAX_TOKENS + 1
+    for tokens, top_k in ((many, 2), (8, 17), (0, 2)):
+        assert not few_tokens.choose_few_tokens(
+            tokens, top_k, (32, 64, 64), FORMATS["fp8"], 132, 227 << 10, is_gated=False
+        )
 
 
 def test_contract(xp):

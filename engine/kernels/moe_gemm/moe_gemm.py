@@ -1,6 +1,6 @@
 """Products of tokens with their experts' matrices: `cuda_src/gemm/moe_gemm.cu`, `moe_gemm_sm90.cu`.
 
-`portable.py` and `sm90.py` launch them; the mirror is `reference/moe_gemm.py`.
+`few_tokens.py`, `portable.py` and the `sm90.py` launch them; the mirror is `reference/moe_gemm.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from engine.kernels._contract import FLOAT32, FLOATS, INT32, Contract
 from engine.kernels._launch import ceil_div
 from engine.kernels._module import ModuleSpec
 from engine.kernels._packed import check_planes
-from engine.kernels.moe_gemm import portable, quantized_sm90, scratch, sm90
+from engine.kernels.moe_gemm import few_tokens, portable, quantized_sm90, scratch, sm90
 from engine.kernels.moe_gemm.operands import ACTIVATIONS, MoeOperands
 from engine.quantization import Weight
 from engine.quantization.formats import TILE_COLUMNS, TILE_ROWS
@@ -34,8 +34,9 @@ def specs(
     With `patterns` the formats are a few that between them have every way to decode.
     """
     names = _SAMPLES if patterns else formats
-    quantized = (*quantized_sm90.specs(dtype, names), *scratch.specs(dtype, names))
-    return tuple(dict.fromkeys((*portable.specs(dtype), *sm90.specs(dtype), *quantized)))
+    quantized = (few_tokens, quantized_sm90, scratch)
+    found = [spec for module in quantized for spec in module.specs(dtype, names)]
+    return tuple(dict.fromkeys((*portable.specs(dtype), *sm90.specs(dtype), *found)))
 
 
 def moe_gemm(
@@ -74,7 +75,9 @@ def moe_gemm(
         False: result row i is of token order[i] // k, times the matrix of its expert. True: row i
         of `x` times that matrix and times the weight of pair order[i] is result row order[i].
     deterministic : bool
-        Sum each row in an order that does not depend on the other rows; the kernels always do.
+        Sum each row in an order that does not depend on the other rows, so that a row's result has
+        the same bits in any company; slower for few tokens and a quantized weight. Products with
+        other weights always do.
     pdl : bool
         Say that no kernel still running on the stream writes `weight` or `bias`, nor, with
         `scatter`, `routing`: the product before, without `scatter`, waits for the routing before it
@@ -96,9 +99,11 @@ def moe_gemm(
     Sums, bias, activation and weight are float32; the result is rounded once. Experts without
     tokens cost nothing: their matrices are not read.
 
-    Activations are not quantized, whatever the format. Kernels round quantized weights to x's dtype
-    before the product, the mirror does not. Where no kernel reads the format, on a GPU that is no
-    Hopper among others, all matrices are dequantized to scratch memory, a few at a time.
+    Activations are not quantized, whatever the format. Of at most 8 tokens, codes are multiplied as
+    the numbers they are, and the sum over a group by its scale; of more, quantized weights are
+    rounded to x's dtype before the product, as the mirror does. Where no kernel reads the format
+    for so many tokens, on a GPU that is no Hopper among others, all matrices are dequantized to
+    scratch memory, a few at a time.
 
     Examples
     --------
@@ -146,16 +151,19 @@ def moe_gemm(
         return call.finish(out, result)
     columns = rows if activation is None else rows // 2
     out = call.output("out", out, (call["P"], columns), x.dtype)
-    operands = MoeOperands(x, weight, routing, out, bias, activation, alpha, limit, scatter, pdl)
-    _choose(operands).launch(operands)
+    own = (x, weight, routing, out, bias, activation, alpha, limit, scatter, deterministic, pdl)
+    _launch(MoeOperands(*own))
     return out
 
 
-def _choose(operands: MoeOperands) -> Any:
-    """Return the module whose `launch` is for these operands."""
-    if isinstance(operands.weight, Weight):
-        return quantized_sm90 if quantized_sm90.is_possible(operands) else scratch
-    return sm90 if sm90.is_possible(operands) else portable
+def _launch(operands: MoeOperands) -> None:
+    """Launch the kernels that are for these operands."""
+    if not isinstance(operands.weight, Weight):
+        (sm90 if sm90.is_possible(operands) else portable).launch(operands)
+    elif (config := few_tokens.choose(operands)) is not None:
+        few_tokens.launch(operands, config)
+    else:
+        (quantized_sm90 if quantized_sm90.is_possible(operands) else scratch).launch(operands)
 
 
 def _check_quantized(call: Contract, weight: Weight) -> Weight:

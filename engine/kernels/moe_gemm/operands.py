@@ -26,6 +26,7 @@ class MoeOperands:
     alpha: float
     limit: float
     scatter: bool
+    deterministic: bool
     pdl: bool
 
     @property

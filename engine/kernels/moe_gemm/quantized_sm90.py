@@ -7,9 +7,9 @@ from typing import Any
 from engine.dtypes import dtype_name
 from engine.kernels._launch import Kernel
 from engine.kernels._module import ModuleSpec
-from engine.kernels._packed import format_spec, format_specs, planes, scale_dtype
 from engine.kernels._tensor_map import tensor_map, tensor_map_2d
 from engine.kernels.gemm.sm90 import is_hopper
+from engine.kernels.moe_gemm.formats import base_of, bases, kind, weight_arrays
 from engine.kernels.moe_gemm.operands import ACTIVATIONS, MoeOperands
 from engine.kernels.moe_gemm.sm90 import MoeTileConfig
 from engine.kernels.moe_route import MAX_EXPERTS
@@ -29,7 +29,6 @@ _FILE = "gemm/moe_gemm_sm90.cu"
 _SLAB_K = 64
 _MMA_ROWS = 64
 _BOX_ROWS = 16
-_PACKED, _BYTES = 1, 2  # WEIGHTS of the CUDA file
 _DTYPES = ("float16", "bfloat16")
 
 _FEW = MoeTileConfig(1, 64, 2, blocks=2)
@@ -58,28 +57,14 @@ def specs(dtype: str, formats: tuple[str, ...]) -> tuple[ModuleSpec, ...]:
         return ()
     found = []
     for form in (FORMATS[name] for name in formats if not FORMATS[name].is_dense):
-        for base in _bases(dtype, form):
+        for base in bases(dtype, form):
             found += [_spec(config, base, form) for config in QUANTIZED_CONFIGS]
     return tuple(found)
 
 
-def _bases(dtype: str, form: Format) -> tuple[ModuleSpec, ...]:
-    """Return modules whose macros say how the codes are read."""
-    if form.is_packed:
-        return format_specs("", dtype, (form.name,))
-    assert form.block is not None
-    macros = {
-        "IS_E4M3": int(form.code == "e4m3"),
-        "BLOCK_ROWS": form.block[0],
-        "BLOCK_COLUMNS": form.block[1],
-    }
-    return (ModuleSpec("", dtype, tuple(macros.items())),)
-
-
 def _spec(config: MoeTileConfig, base: ModuleSpec, form: Format) -> ModuleSpec:
     macros = config.macros(_stage_bytes(config, form))
-    kind = _PACKED if form.is_packed else _BYTES
-    return ModuleSpec(_FILE, base.dtype, (*base.defines, *macros.items(), ("WEIGHTS", kind)))
+    return ModuleSpec(_FILE, base.dtype, (*base.defines, *macros.items(), ("WEIGHTS", kind(form))))
 
 
 def _stage_bytes(config: MoeTileConfig, form: Format) -> int:
@@ -119,11 +104,8 @@ def launch(operands: MoeOperands) -> None:
     is_gated = operands.activation is not None
     config = choose_config(pairs, num_experts, is_gated=is_gated)
     map_x = tensor_map_2d(x, dtype, (_BOX_ROWS, _SLAB_K))
-    base = _bases(dtype, weight.format)[0]
-    if weight.format.is_packed:
-        base = format_spec("", dtype, weight.format, scale_dtype(weight))
     _KERNEL.launch(
-        _spec(config, base, weight.format),
+        _spec(config, base_of(weight, dtype), weight.format),
         (config.grid(pairs, num_experts, columns, is_gated=is_gated),),
         (config.threads,),
         config.shared_bytes(_stage_bytes(config, weight.format)),
@@ -144,21 +126,8 @@ def launch(operands: MoeOperands) -> None:
         alpha=operands.alpha,
         limit=operands.limit,
         is_early=operands.pdl and operands.scatter,
-        **_arrays(weight),
+        **weight_arrays(weight),
     )
-
-
-def _arrays(weight: Weight) -> dict[str, Any]:
-    if weight.format.is_packed:
-        return planes(weight)
-    return {
-        "data": weight.data,
-        "high": None,
-        "scales": weight.scales,
-        "supers": None,
-        "groups": 0,
-        "num_supers": 0,
-    }
 
 
 def _map_of(weight: Weight) -> Any:

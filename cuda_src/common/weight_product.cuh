@@ -3,13 +3,13 @@
 //
 // Sums over a group are of codes, exact integers; the group's scale multiplies the sum. What codes
 // have too much (decode.cuh), zero points and minimums multiply the sum of x over the group: of one
-// token it lies in shared memory (few_rows_x.cuh), of more a product with ones gives it in the same
+// token it lies in shared memory, of more a product with ones gives it in the same
 // place of the accumulators.
 #pragma once
 
+#include "common/few_rows.cuh"
 #include "common/mma.cuh"
-#include "common/weight_decode.cuh"
-#include "gemm_wna16/few_rows_block.cuh"
+#include "common/weight_stage.cuh"
 
 #if ENGINE_DTYPE != 0
 

@@ -1,0 +1,29 @@
+// What the kernels that stream a weight for few rows of x share: the wait of a warp's ring, and
+// where its sums lie.
+#pragma once
+
+#include "common/cp_async.cuh"
+
+constexpr int kMaxStages = 4;  // of a ring
+
+// Waits until the oldest of the ring's stages has arrived, all of which are in flight or have: one
+// group of copies each.
+__device__ __forceinline__ void wait_for_oldest(int num_stages) {
+  static_assert(kMaxStages == 4, "a case each");
+  if (num_stages == 3)
+    cp_async_wait<2>();
+  else if (num_stages == 2)
+    cp_async_wait<1>();
+  else if (num_stages == 4)
+    cp_async_wait<3>();
+  else
+    cp_async_wait<0>();
+}
+
+// Sums of a row tile, 16 rows of the weight: [token][row].
+template <int kTokens_>
+struct FewRowsShape {
+  static constexpr int kTokens = kTokens_, kTokenTiles = (kTokens + 7) / 8;
+  static constexpr int kPitch = 16 + 4;                // 2 * kPitch is 8 mod 32: no bank conflicts
+  static constexpr int kSumFloats = kTokens * kPitch;  // of a warp
+};

@@ -1,0 +1,119 @@
+// A stage of a packed weight: tiles of a row tile that follow each other, their scales behind them.
+// A warp copies stages to a ring of its own in shared memory (cp.async), and multiplies them there.
+#pragma once
+
+#include "common/cp_async.cuh"
+#include "common/reduce.cuh"  // kWarpSize
+#include "common/weight_decode.cuh"
+
+constexpr int kStageTiles = kBits == 8 ? 2 : 4;
+constexpr int kStageColumns = kStageTiles * kTileColumns;
+constexpr int kStageGroups = kStageColumns / kGroup;
+constexpr int kStageSupers = kSuperBlock == 0 ? 0 : kStageColumns / kSuperBlock;
+static_assert(kStageGroups * kGroup == kStageColumns, "a stage has whole groups");
+static_assert(kSuperBlock == 0 || kStageSupers == 1, "a stage is a super-block");
+constexpr int kStageData = kStageTiles * kDataBytes;
+constexpr int kStageHigh = kStageTiles * kHighBytes;
+constexpr int kStageScales = kStageGroups * kScaleTileBytes;
+constexpr int kHighAt = kStageData, kScalesAt = kHighAt + kStageHigh;
+constexpr int kSupersAt = kScalesAt + kStageScales;
+constexpr int kStageBytes = kSupersAt + kStageSupers * kSuperTileBytes;
+static_assert(kStageData == 2048, "four copies of a warp");
+
+// Copies a warp's stages one after another. Beyond the end of k it writes zeros: codes of 0 with
+// scales of 0. Params has the planes and the groups and super-blocks of a row, as FewRowsParams.
+template <typename Params>
+struct StageCopier {
+  // Scales and supers take one copy: this lane's chunk of either.
+  static constexpr int kScaleChunks = kStageScales / 16;
+  static constexpr int kSuperChunks = kStageSupers * kSuperTileBytes / 16;
+  static_assert(kScaleChunks + kSuperChunks <= kWarpSize, "a copy each");
+
+  // A tile has whole groups: its index gives theirs.
+  static constexpr bool kTilesGroup = kGroup <= kTileColumns;
+  static constexpr int kTileScaleBytes = kTileColumns / kGroup * kScaleTileBytes;
+
+  const Params& p;
+  int lane_idx, k_tiles;
+  // The next stage: of k, and its first tile, group and super-block in the planes. Indices, and not
+  // pointers, for want of registers: of 1024, at least 256 and 4096 numbers each.
+  int stage, tile, group, super;
+  uint32_t to;  // of this lane
+
+  // Goes to stage `first` of a row tile.
+  __device__ __forceinline__ void go_to(int row_tile, int first) {
+    stage = first;
+    tile = row_tile * k_tiles + stage * kStageTiles;
+    if constexpr (!kTilesGroup) group = row_tile * p.groups + stage * kStageGroups;
+    super = row_tile * p.num_supers + stage * kStageSupers;
+  }
+
+  template <int kBytes>
+  __device__ __forceinline__ const unsigned char* at(const unsigned char* plane, int index) const {
+    return plane + static_cast<int64_t>(index) * kBytes + lane_idx * 16;
+  }
+  // This lane's chunk of the scales or of their scales.
+  __device__ __forceinline__ const unsigned char* small() const {
+    if (kStageSupers == 0 || lane_idx < kScaleChunks)
+      return kTilesGroup ? at<kTileScaleBytes>(p.scales, tile)
+                         : at<kScaleTileBytes>(p.scales, group);
+    return at<kSuperTileBytes>(p.supers, super) - kScaleChunks * 16;
+  }
+
+  template <int kTo, int kFrom>
+  __device__ __forceinline__ void copy(const unsigned char* from) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0 + %2], [%1 + %3], 16;\n" ::"r"(to),
+                 "l"(from), "n"(kTo), "n"(kFrom)
+                 : "memory");
+  }
+  // Copies 16 bytes, or zeros.
+  __device__ __forceinline__ void copy_if(bool valid, int offset, const unsigned char* from) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(to + offset),
+                 "l"(valid ? from : p.data), "r"(valid ? 16 : 0)
+                 : "memory");
+  }
+
+  __device__ __forceinline__ void load_whole() {
+    const unsigned char* data = at<kDataBytes>(p.data, tile);
+    copy<0, 0>(data);
+    copy<512, 512>(data);
+    copy<1024, 1024>(data);
+    copy<1536, 1536>(data);
+    if constexpr (kHighBytes > 0) {
+      const unsigned char* high = at<kHighBytes>(p.high, tile);
+      copy<kHighAt, 0>(high);
+      if constexpr (kStageHigh >= 1024) copy<kHighAt + 512, 512>(high);
+    }
+    if (lane_idx < kScaleChunks + kSuperChunks) copy<kScalesAt, 0>(small());
+  }
+
+  __device__ __forceinline__ void load_partial() {
+    const int tiles = k_tiles - stage * kStageTiles;  // that are left
+#pragma unroll
+    for (int i = 0; i < kStageData / 512; ++i)
+      copy_if(i * 512 / kDataBytes < tiles, i * 512, at<kDataBytes>(p.data, tile) + i * 512);
+    if constexpr (kHighBytes > 0) {
+      constexpr int kTileBytes = kHighBytes > 0 ? kHighBytes : 1;  // no division by zero elsewhere
+#pragma unroll
+      for (int i = 0; i < kStageHigh / 512; ++i)
+        copy_if((i * 512 + lane_idx * 16) / kTileBytes < tiles, kHighAt + i * 512,
+                at<kHighBytes>(p.high, tile) + i * 512);
+    }
+    if (lane_idx < kScaleChunks + kSuperChunks) {
+      const int own = stage * kStageGroups + lane_idx * 16 / kScaleTileBytes;
+      const bool valid = lane_idx < kScaleChunks ? own < p.groups : stage < p.num_supers;
+      copy_if(valid, kScalesAt, small());
+    }
+  }
+
+  // Starts the copies of the next stage, and goes on to the one behind it.
+  __device__ __forceinline__ void load_stage() {
+    if ((stage + 1) * kStageTiles <= k_tiles)
+      load_whole();
+    else
+      load_partial();
+    tile += kStageTiles, super += kStageSupers;
+    if constexpr (!kTilesGroup) group += kStageGroups;
+    ++stage;
+  }
+};

@@ -1,0 +1,189 @@
+// A stage of a weight in bytes (e4m3 or signed integers) or in 16-bit numbers, for few tokens: 128
+// bytes of each of 16 rows, the scales of these rows behind them.
+//
+// A lane of the tensor cores' first operand reads 16 bytes of a row at once, and so multiplies
+// other columns than the instruction's, but the same ones of the weight and of x.
+#pragma once
+
+#include "common/mma.cuh"
+#include "common/number_pairs.cuh"
+#include "gemm/moe_few_problem.cuh"
+
+#if ENGINE_DTYPE != 0
+
+constexpr bool kIsBytes = WEIGHTS == 2;
+constexpr int kRowBytes = 128;
+constexpr int kStageColumns = kIsBytes ? 128 : 64;
+constexpr int kStageCodes = kWeightRows * kRowBytes;
+constexpr int kStageBytes = kStageCodes + (kIsBytes ? kWeightRows * 4 : 0);
+constexpr int kXPitch = kStageColumns * 2 + 16;  // of x in a stage: no bank conflicts
+// Rows and columns that share a scale; 0: all columns.
+#if WEIGHTS == 2
+constexpr bool kIsE4m3 = IS_E4M3;
+constexpr int kBlockRows = BLOCK_ROWS, kBlockColumns = BLOCK_COLUMNS;
+#else
+constexpr bool kIsE4m3 = false;
+constexpr int kBlockRows = 1, kBlockColumns = 0;
+#endif
+static_assert(kBlockColumns % kStageColumns == 0, "a stage lies in one block of columns");
+
+// Where chunk `chunk` of 16 bytes of a row is: of two rows that lanes read at once, half of each.
+__device__ __forceinline__ int chunk_at(int row, int chunk) {
+  return row * kRowBytes + (chunk ^ row % 2 * 4) * 16;
+}
+
+struct MoeFewWeight {
+  static constexpr int kElementBytes = kIsBytes ? 1 : 2;
+  const MoeFewParams& p;
+  int lane_idx;
+  int expert, row, stage;
+  uint32_t to;  // of this lane: the stage's first byte, plus 16 bytes a lane
+
+  __device__ __forceinline__ MoeFewWeight(const MoeFewParams& p, int lane_idx)
+      : p(p), lane_idx(lane_idx), expert(0), row(0), stage(0), to(0) {}
+
+  __device__ __forceinline__ static int num_stages(const MoeFewParams& p) {
+    return (p.k + kStageColumns - 1) / kStageColumns;
+  }
+  // Goes to the stage `first` of 16 rows; rows that do not exist are the last one.
+  __device__ __forceinline__ void start(int of_expert, int first_row, int first) {
+    expert = of_expert, row = first_row, stage = first;
+  }
+
+  __device__ __forceinline__ void load_stage() {
+    const uint32_t base = to - lane_idx * 16;
+    const int64_t row_bytes = static_cast<int64_t>(p.k) * kElementBytes;
+    const int chunk = lane_idx % 8, at = stage * kRowBytes + chunk * 16;
+    const bool valid = at < row_bytes;
+    const unsigned char* matrix = p.data + expert * (p.num_rows * row_bytes) + (valid ? at : 0);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int own = lane_idx / 8 + 4 * i;
+      const unsigned char* from = matrix + min(row + own, p.num_rows - 1) * row_bytes;
+      cp_async_16(base + chunk_at(own, chunk), from, valid);
+    }
+    if (kIsBytes && lane_idx < kWeightRows) {
+      const int row_blocks = (p.num_rows + kBlockRows - 1) / kBlockRows;
+      const int blocks = kBlockColumns > 0 ? (p.k + kBlockColumns - 1) / max(kBlockColumns, 1) : 1;
+      const int own = min(row + lane_idx, p.num_rows - 1) / kBlockRows;
+      const int column = kBlockColumns > 0 ? stage * kStageColumns / max(kBlockColumns, 1) : 0;
+      const float* from = reinterpret_cast<const float*>(p.scales) +
+                          (static_cast<int64_t>(expert) * row_blocks + own) * blocks + column;
+      cp_async_4(base + kStageCodes + lane_idx * 4, from);
+    }
+    ++stage;
+  }
+};
+
+// The e4m3 codes in bytes 0 and 2 of a word (kOdd: 1 and 3) as numbers, but for the codes of NaN.
+// The code's sign, exponent and mantissa at the places of scalar_t's, whose exponent of 0 is
+// 2^(1 - bias): multiplied by 2^(bias - 7), subnormal codes become right too.
+template <bool kOdd>
+__device__ __forceinline__ uint32_t e4m3_pair(uint32_t word) {
+  constexpr int kRight = kIsHalf ? 1 : 4;  // that a code in the upper byte is moved
+  constexpr uint32_t kMask = (0x7f00u >> kRight) * 0x00010001u;
+  const uint32_t sign = (kOdd ? word : word << 8) & 0x80008000u;
+  const uint32_t pair = (kOdd ? word >> kRight : word << (8 - kRight)) & kMask;
+  return multiply_pair(pair | sign, kIsHalf ? 0x5c005c00u : 0x7b807b80u);
+}
+
+template <int kTokens>
+struct MoeFewProduct {
+  using Shape = FewRowsShape<kTokens>;
+  static constexpr int kColumns = kTokens == 1 ? 1 : 2;
+  float total[2][kColumns];  // rows g and g + 8 by tokens 2t and 2t + 1
+  uint32_t nan[2];           // not 0: a code of NaN was among these rows'
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      nan[i] = 0;
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j) total[i][j] = 0.0f;
+    }
+  }
+
+  // Of four codes each of rows g and g + 8.
+  __device__ __forceinline__ void decode(uint32_t low, uint32_t high, uint32_t (&a)[4]) {
+    if constexpr (kIsE4m3) {
+      a[0] = e4m3_pair<false>(low), a[1] = e4m3_pair<false>(high);
+      a[2] = e4m3_pair<true>(low), a[3] = e4m3_pair<true>(high);
+      nan[0] |= ((low & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u;
+      nan[1] |= ((high & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u;
+    } else {
+      a[0] = signed_bytes(low), a[1] = signed_bytes(high);
+      a[2] = signed_bytes(low >> 8), a[3] = signed_bytes(high >> 8);
+    }
+  }
+
+  // Adds 16 bytes each of rows g and g + 8; `x` are the same columns of token g.
+  __device__ __forceinline__ void add(const unsigned char* low_at, const unsigned char* x_at,
+                                      float (&acc)[4]) {
+    const uint4 low = *reinterpret_cast<const uint4*>(low_at);
+    const uint4 high = *reinterpret_cast<const uint4*>(low_at + 8 * kRowBytes);
+    const uint32_t lows[4] = {low.x, low.y, low.z, low.w};
+    const uint32_t highs[4] = {high.x, high.y, high.z, high.w};
+    if constexpr (kIsBytes) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint4 x = *reinterpret_cast<const uint4*>(x_at + half * 16);
+        const uint32_t xs[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          uint32_t a[4];
+          decode(lows[2 * half + i], highs[2 * half + i], a);
+          const uint32_t b[2] = {__byte_perm(xs[2 * i], xs[2 * i + 1], 0x5410),
+                                 __byte_perm(xs[2 * i], xs[2 * i + 1], 0x7632)};
+          mma_m16n8k16<scalar_t>(acc, a, b);
+        }
+      }
+    } else {
+      const uint4 x = *reinterpret_cast<const uint4*>(x_at);
+      const uint32_t xs[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint32_t a[4] = {lows[2 * i], highs[2 * i], lows[2 * i + 1], highs[2 * i + 1]};
+        const uint32_t b[2] = {xs[2 * i], xs[2 * i + 1]};
+        mma_m16n8k16<scalar_t>(acc, a, b);
+      }
+    }
+  }
+
+  // Adds a stage, behind which x has `count` rows.
+  __device__ __forceinline__ void multiply(const unsigned char* stage, int count, int lane_idx) {
+    const int g = lane_idx / 4, t = lane_idx % 4;
+    constexpr int kLaneBytes = kIsBytes ? 32 : 16;  // of x, for 16 bytes of the weight
+    const unsigned char* x = stage + kStageBytes + min(g, count - 1) * kXPitch + t * kLaneBytes;
+    float acc[2][4] = {};
+    add(stage + chunk_at(g, t), x, acc[0]);
+    add(stage + chunk_at(g, t + 4), x + 4 * kLaneBytes, acc[1]);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float scale = 1.0f;
+      if constexpr (kIsBytes)
+        scale = *reinterpret_cast<const float*>(stage + kStageCodes + (g + 8 * i) * 4);
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j)
+        total[i][j] = fmaf(scale, acc[0][2 * i + j] + acc[1][2 * i + j], total[i][j]);
+    }
+  }
+
+  // Stores the sums for the warps that share the rows: [token][row].
+  __device__ __forceinline__ void store(float* sums, int lane_idx) {
+    const int g = lane_idx / 4, t = lane_idx % 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if constexpr (kIsE4m3) {
+        nan[i] |= __shfl_xor_sync(kFullMask, nan[i], 1);
+        nan[i] |= __shfl_xor_sync(kFullMask, nan[i], 2);
+      }
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j) {
+        if (2 * t + j >= kTokens) continue;
+        sums[(2 * t + j) * Shape::kPitch + g + 8 * i] = nan[i] != 0 ? quiet_nan() : total[i][j];
+      }
+    }
+  }
+};
+
+#endif

@@ -1,0 +1,281 @@
+"""Few tokens: how the problem is cut, a pure function, and the launch of moe_gemm.cu's kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from engine import device
+from engine.dtypes import dtype_name
+from engine.kernels._launch import Kernel, ceil_div, sm_count
+from engine.kernels._module import ModuleSpec
+from engine.kernels.moe_gemm.formats import base_of, bases, format_of, kind, weight_arrays
+from engine.kernels.moe_gemm.operands import ACTIVATIONS, MoeOperands
+from engine.quantization import FORMATS, Format
+from engine.quantization.formats import TILE_COLUMNS, TILE_ROWS
+
+__all__ = ["FewTokensConfig", "all_configs", "choose", "choose_few_tokens", "launch", "specs"]
+__all__ += ["MAX_TOKENS", "few_tokens_config"]
+
+_FILE = "gemm/moe_gemm.cu"
+_PARAMS = (
+    "data:ptr high:ptr scales:ptr supers:ptr x:ptr order:ptr offsets:ptr pair_weights:ptr bias:ptr "
+    "out:ptr num_pairs:i32 num_experts:i32 num_rows:i32 k:i32 top_k:i32 groups:i32 num_supers:i32 "
+    "max_rows:i32 part_stages:i32 num_stages:i32 activation:i32 alpha:f32 limit:f32 is_early:i32"
+)
+_KERNELS = {
+    tokens: Kernel(f"moe_gemm_few_{tokens}", _PARAMS, struct="MoeFewParams") for tokens in (1, 8)
+}
+MAX_TOKENS = 8
+_MAX_PAIRS = 128  # kMaxPairs of the CUDA file
+_DTYPES = ("float16", "bfloat16")
+_ROW_BYTES = 128  # of a row of a stage, in formats that are not packed
+
+_MAX_WARPS = 16  # of a block
+_PARTS = (1, 2, 3, 4, 6, 8, 12, 16)
+_STAGES = (3, 4, 2)  # of a ring, the best first
+_STATIC_BYTES = 4096  # of shared memory: what the kernels declare, and what the driver reserves
+# Estimated for an H200: what a multiprocessor reads in a ns, how long a warp takes for a stage,
+# what a unit costs beside its stages, and what is lost where the next kernel's block does not fit
+# beside this one's.
+_BYTES_PER_NS, _STAGE_NS, _UNIT_NS, _ALONE_NS = 33.0, 700.0, 300.0, 300.0
+
+
+@dataclass(frozen=True)
+class FewTokensConfig:
+    """How the products of few tokens are cut.
+
+    Attributes
+    ----------
+    parts, row_tiles : int
+        Warps of a block along k, and along rows.
+    part_stages : int
+        Stages of k that a warp sums.
+    num_stages : int
+        Of each warp's ring.
+    blocks : int
+        Of the grid.
+    shared_bytes : int
+        Dynamic shared memory of a block.
+    """
+
+    parts: int
+    row_tiles: int
+    part_stages: int
+    num_stages: int
+    blocks: int
+    shared_bytes: int
+
+
+def _columns(form: Format) -> int:
+    """Return the columns of a stage."""
+    if not form.is_packed:
+        return _ROW_BYTES * 8 // form.bits
+    return (2 if form.bits == 8 else 4) * TILE_COLUMNS
+
+
+def _weight_bytes(form: Format) -> int:
+    """Return the bytes of a stage: codes and scales."""
+    if not form.is_packed:
+        return TILE_ROWS * (_ROW_BYTES + (0 if form.is_dense else 4))
+    last, size = 2 if form.offset else 1, 1 if form.super_block or form.code == "e2m1" else 2
+    scales = _columns(form) // form.group * TILE_ROWS * size * last
+    supers = TILE_ROWS * 2 * last if form.super_block else 0
+    return TILE_ROWS * _columns(form) * form.bits // 8 + scales + supers
+
+
+@cache
+def choose_few_tokens(
+    tokens: int,
+    top_k: int,
+    shape: tuple[int, int, int],
+    form: Format,
+    sms: int,
+    shared_limit: int,
+    *,
+    is_gated: bool,
+) -> FewTokensConfig | None:
+    """Choose for `tokens` tokens and a weight of `shape` (E, R, K); None if there are too many.
+
+    Examples
+    --------
+    >>> from engine.quantization import FORMATS
+    >>> choose_few_tokens(
+    ...     1, 8, (128, 2048, 768), FORMATS["fp8_block"], 132, 227 << 10, is_gated=False
+    ... ).part_stages
+    3
+    """
+    if not 0 < tokens <= MAX_TOKENS or tokens * top_k > _MAX_PAIRS:
+        return None
+    best, least = None, 0.0
+    for parts, row_tiles, stages in _ways(is_gated=is_gated):
+        config = few_tokens_config(
+            tokens, top_k, shape, form, sms, parts, row_tiles, stages, is_gated=is_gated
+        )
+        if config.shared_bytes + _STATIC_BYTES > shared_limit:
+            continue
+        cost = _estimate(config, tokens, top_k, shape, form, shared_limit, is_gated=is_gated)
+        if best is None or cost < least:
+            best, least = config, cost
+    return best
+
+
+def _ways(*, is_gated: bool) -> Iterator[tuple[int, int, int]]:
+    """Yield warps along k and along rows of a block, and stages of a ring."""
+    for parts in _PARTS:
+        for row_tiles in range(1, _MAX_WARPS // parts + 1):
+            if not (is_gated and row_tiles % 2):
+                for stages in _STAGES:
+                    yield parts, row_tiles, stages
+
+
+def _units(shape: tuple[int, int, int], row_tiles: int, *, is_gated: bool) -> int:
+    """Return how many units of `row_tiles` row tiles the matrix of an expert has."""
+    columns = shape[1] // 2 if is_gated else shape[1]
+    return ceil_div(ceil_div(columns, TILE_ROWS), row_tiles // 2 if is_gated else row_tiles)
+
+
+def few_tokens_config(
+    tokens: int,
+    top_k: int,
+    shape: tuple[int, int, int],
+    form: Format,
+    sms: int,
+    parts: int,
+    row_tiles: int,
+    stages: int = 3,
+    *,
+    is_gated: bool,
+) -> FewTokensConfig:
+    """Return the configuration with `parts` warps along k and `row_tiles` along rows of a block.
+
+    A warp's ring has at most `stages`.
+    """
+    part_stages = ceil_div(ceil_div(shape[2], _columns(form)), parts)
+    experts = min(shape[0], tokens * top_k)
+    units = experts * _units(shape, row_tiles, is_gated=is_gated)
+    num_stages = min(stages, ceil_div(units, sms) * part_stages)
+    warps = parts * row_tiles
+    stage = _weight_bytes(form) + tokens * (_columns(form) * 2 + 16)
+    sums = 2 * warps * (1 if tokens == 1 and not _sums_x(form) else MAX_TOKENS) * (TILE_ROWS + 4)
+    shared = warps * num_stages * stage + sums * 4
+    return FewTokensConfig(parts, row_tiles, part_stages, num_stages, min(sms, units), shared)
+
+
+def _sums_x(form: Format) -> bool:
+    """Tell whether the kernel sums x by products of eight tokens (kSumsX of the CUDA file)."""
+    if not form.is_packed:
+        return False
+    return bool(form.offset) or (form.code == "int" and form.bits < 8 and form.group > TILE_ROWS)
+
+
+def _estimate(
+    config: FewTokensConfig,
+    tokens: int,
+    top_k: int,
+    shape: tuple[int, int, int],
+    form: Format,
+    shared_limit: int,
+    *,
+    is_gated: bool,
+) -> float:
+    """Return about how many nanoseconds the busiest block takes, with tokens at random experts."""
+    num_experts = shape[0]
+    experts = num_experts * (1 - (1 - min(top_k, num_experts) / num_experts) ** tokens)
+    units = round(experts) * _units(shape, config.row_tiles, is_gated=is_gated)
+    rounds = ceil_div(units, config.blocks)
+    own = rounds * config.part_stages
+    memory = own * config.parts * config.row_tiles * _weight_bytes(form) / _BYTES_PER_NS
+    if config.num_stages == 2 and own > 2:  # too few bytes are in flight
+        memory *= 1.1
+    is_alone = 2 * (config.shared_bytes + _STATIC_BYTES) > shared_limit + 1024
+    warps = config.parts * config.row_tiles
+    return max(memory, own * _STAGE_NS) + rounds * _UNIT_NS + warps + is_alone * _ALONE_NS
+
+
+def all_configs(
+    tokens: int, top_k: int, shape: tuple[int, int, int], form: Format, *, is_gated: bool
+) -> list[FewTokensConfig]:
+    """Return several ways to cut a problem: for tests and for tuning."""
+    ways = ((1, 2, 3), (1, 16, 2), (2, 8, 3), (4, 2, 4), (4, 4, 2), (8, 2, 4), (3, 4, 3))
+    return [
+        few_tokens_config(tokens, top_k, shape, form, sms, *way, is_gated=is_gated)
+        for way in ways
+        for sms in (3, 1000)
+    ]
+
+
+def specs(dtype: str, formats: tuple[str, ...]) -> tuple[ModuleSpec, ...]:
+    """Return the modules that `launch` may launch for weights of `formats`."""
+    if dtype not in _DTYPES:
+        return ()
+    forms = (FORMATS[name] for name in formats)
+    return tuple(_spec(base, form) for form in forms for base in bases(dtype, form))
+
+
+def _spec(base: ModuleSpec, form: Format) -> ModuleSpec:
+    return ModuleSpec(_FILE, base.dtype, (*base.defines, ("WEIGHTS", kind(form))))
+
+
+def choose(operands: MoeOperands) -> FewTokensConfig | None:
+    """Return the configuration for CuPy arrays, or None if another kernel must do it."""
+    x, weight, experts = operands.x, operands.weight, operands.routing.experts
+    if operands.deterministic or dtype_name(x.dtype) not in _DTYPES or operands.out.size == 0:
+        return None
+    is_gated, form, k = operands.activation is not None, format_of(weight), x.shape[1]
+    if k == 0 or (form.is_packed and is_gated and weight.shape[1] % (2 * TILE_ROWS)):
+        return None  # gate and up share a row tile
+    arrays = [array for array in weight_arrays(weight).values() if hasattr(array, "data")]
+    steps = [array.data.ptr for array in (x, *arrays)]
+    steps += [k * x.itemsize, 0 if form.is_packed else k * form.bits // 8]
+    if any(step % 16 for step in steps):
+        return None
+    limit = _shared_limit(device.cupy().cuda.runtime.getDevice())
+    return choose_few_tokens(
+        experts.shape[0],
+        experts.shape[1],
+        weight.shape,
+        form,
+        sm_count(),
+        limit,
+        is_gated=is_gated,
+    )
+
+
+@cache
+def _shared_limit(index: int) -> int:
+    return int(device.cupy().cuda.Device(index).attributes["MaxSharedMemoryPerBlockOptin"])
+
+
+def launch(operands: MoeOperands, config: FewTokensConfig) -> None:
+    """Launch on CuPy arrays."""
+    x, weight, routing = operands.x, operands.weight, operands.routing
+    (num_experts, rows, k), dtype = weight.shape, dtype_name(x.dtype)
+    tokens, top_k = routing.experts.shape
+    _KERNELS[1 if tokens == 1 else MAX_TOKENS].launch(
+        _spec(base_of(weight, dtype), format_of(weight)),
+        (config.blocks,),
+        (32, config.parts, config.row_tiles),
+        config.shared_bytes,
+        pdl=True,  # the kernel waits before it touches what another may write
+        x=x,
+        order=routing.order,
+        offsets=routing.offsets,
+        pair_weights=routing.weights if operands.scatter else None,
+        bias=operands.bias,
+        out=operands.out,
+        num_pairs=tokens * top_k,
+        num_experts=num_experts,
+        num_rows=rows,
+        k=k,
+        top_k=top_k,
+        max_rows=tokens,
+        part_stages=config.part_stages,
+        num_stages=config.num_stages,
+        activation=ACTIVATIONS.index(operands.activation),
+        alpha=operands.alpha,
+        limit=operands.limit,
+        is_early=operands.pdl and operands.scatter,
+        **weight_arrays(weight),
+    )
