@@ -141,7 +141,7 @@ def _weight_groups(
     form = FORMATS.get(quantization or "")
     quantized = {} if form is None else quantized_formats(config, form)
     shapes = weight_shapes(config)
-    if config.tie_word_embeddings:
+    if config.tie_word_embeddings and "lm_head" not in quantized:
         del shapes["lm_head"]
     sizes: dict[str, int] = {}
     formats: dict[str, dict[str, None]] = {}

@@ -91,9 +91,10 @@ def load(
     quantization : str, optional
         Quantize the matrices of layers while they are read, one at a time: "fp8" and "int8" (both
         operands of the products in 8 bits), "int4" (in groups of 128) or another format of
-        `docs/quantization.md`. Embeddings and the output layer keep `dtype`. None keeps the formats
-        of the files (on the CPU, and in float32, only "fp8" and "int8": others are dequantized);
-        "none" dequantizes.
+        `docs/quantization.md`. Embeddings keep `dtype`, and so does the output layer; with the
+        formats of .gguf files ("q8_0", "q6_k", "q4_0") it is "q6_k", or "q8_0" with "q8_0", as in
+        such files. None keeps the formats of the files (on the CPU, and in float32, only "fp8" and
+        "int8": others are dequantized); "none" dequantizes.
     deterministic : bool
         Batch invariance: a token's logits have the same bits in any batch, at any chunk size and
         after any recomputation, because no kernel's order of summation depends on the batch.

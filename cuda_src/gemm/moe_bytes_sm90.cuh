@@ -56,7 +56,8 @@ struct MoeWeights {
     for (int i = threadIdx.x % kProducerThreads; i < kRowsW; i += kProducerThreads) {
       const int from = min(row_of(row, i / kMmaM) + i % kMmaM, num_rows - 1) / kBlockRows;
       const int64_t block = static_cast<int64_t>(expert) * row_blocks + from;
-      cp_async_4(smem_address(stage) + kScalePlane + i * 4, scales + block * column_blocks + column);
+      cp_async_4(smem_address(stage) + kScalePlane + i * 4,
+                 scales + block * column_blocks + column);
     }
   }
 };

@@ -55,7 +55,8 @@ def dummy_weights(
     max_model_len : int
         Leave room for the rope tables of sequences of this length.
     quantization : Format, optional
-        Of the matrices of layers: any format, also those that `quantize` cannot make.
+        Of the matrices of layers: any format, also those that `quantize` cannot make. The output
+        layer as with `load_weights`.
 
     Returns
     -------
@@ -87,7 +88,7 @@ def dummy_weights(
     codes = {form: RandomCodes(form, pool, device, _tiled) for form in set(formats.values())}
     with weight_room(config, device, dtype, max_model_len=max_model_len, formats=formats):
         for name, shape in weight_shapes(config).items():
-            if name == "lm_head" and config.tie_word_embeddings:
+            if name == "lm_head" and name not in formats and config.tie_word_embeddings:
                 weights[name] = weights["embed"]
             elif name.endswith("norm"):
                 norm = _tiled(pool, shape, _start(name)) + np.float32(1 - config.norm_weight_offset)

@@ -13,7 +13,7 @@ from engine.errors import OutOfMemoryError
 from engine.loading.weight_table import weight_shapes
 from engine.models.decoder import rope_bytes
 from engine.quantization import FORMATS, WHOLE, Format, Shard, dense_format
-from engine.quantization.formats import TILE_ROWS
+from engine.quantization.formats import GGUF_FORMATS, TILE_ROWS
 
 __all__ = ["is_expert", "is_quantized", "quantized_formats", "weight_bytes", "weight_dtype"]
 __all__ += ["weight_room"]
@@ -40,9 +40,10 @@ def weight_dtype(name: str, dtype: str) -> str:
 
 
 def is_quantized(name: str) -> bool:
-    """Tell whether the option `quantization` applies to weight `name`: the matrices of layers.
+    """Tell whether weight `name` is a matrix of a layer, which the option `quantization` rounds.
 
-    Embeddings and the output layer stay as they are, and so do norms, biases and routers.
+    Embeddings stay as they are, and so do norms, biases and routers; the output layer may have
+    another format (`quantized_formats`).
 
     Examples
     --------
@@ -61,17 +62,23 @@ def quantized_formats(config: ModelConfig, form: Format) -> dict[str, Format]:
     """Return the format of every weight to which the option `quantization` applies.
 
     Experts' products take activations in 16 bits: "int8" is "int8_g128" for them. Experts with a
-    number of rows that is no multiple of a tile's stay as they are.
+    number of rows that is no multiple of a tile's stay as they are. With a format of .gguf files
+    the output layer has the one that llama.cpp's files give it, also if it is tied: "q6_k", or
+    "q8_0" with "q8_0" and where a row has no whole super-blocks.
     """
     shapes = weight_shapes(config)
     formats = {name: form for name in shapes if is_quantized(name)}
     for name in (name for name in formats if is_expert(name)):
         formats[name] = FORMATS["int8_g128"] if form.name == "int8" else form
-    return {
+    formats = {
         name: chosen
         for name, chosen in formats.items()
         if not (is_expert(name) and chosen.is_packed and shapes[name][1] % TILE_ROWS)
     }
+    if form.name in GGUF_FORMATS:
+        is_q8 = form.name == "q8_0" or config.hidden_size % FORMATS["q6_k"].super_block
+        formats["lm_head"] = FORMATS["q8_0" if is_q8 else "q6_k"]
+    return formats
 
 
 def weight_bytes(

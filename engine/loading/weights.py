@@ -96,7 +96,8 @@ def load_weights(
     dtype : str
         "float32", "float16" or "bfloat16"; tensors in other dtypes are cast.
     quantization : Format, optional
-        Quantize the matrices of layers to this format, one of `quantization.quantize.QUANTIZABLE`.
+        Quantize the matrices of layers to this format, one of `quantization.quantize.QUANTIZABLE`,
+        and perhaps the output layer (`weight_memory.quantized_formats`).
     keeps_formats : bool
         Keep the matrices of layers, and of the output layer, in the formats of the file, if these
         are quantized. Otherwise they are dequantized.
@@ -149,7 +150,7 @@ def load_weights(
                 places = list(dict.fromkeys(work.place for work in own))
                 weights[name] = loader.stored_weight(places, shapes[name])
             else:
-                arrays[name] = _empty(device, shapes[name], dtype)
+                arrays[name] = _empty(device, name, shapes[name], dtype, config, shard)
                 run(own)
                 weights[name] = _rounded(
                     arrays.pop(name),
@@ -158,7 +159,10 @@ def load_weights(
                 )
     if config.tie_word_embeddings and "lm_head" in formats:  # embed is looked up in, as numbers
         tied = [place for place in placements if place.target.kind == "embed"]
-        weights["lm_head"] = loader.stored_weight(tied, shapes["embed"])
+        if quantization is None:
+            weights["lm_head"] = loader.stored_weight(tied, shapes["embed"])
+        else:
+            weights["lm_head"] = _rounded(arrays["embed"], formats["lm_head"])
     return _finished(config, weights, shard)
 
 
@@ -252,16 +256,27 @@ def _allocate(
         if name not in formats
     }
     _synchronize(device)
-    first, last, rows = shard.cut_padded(config.vocab_size)
     for name in ("embed", "lm_head", "lm_head_bias"):
-        if name in arrays and last - first < rows:  # rows of padding
-            arrays[name][last - first :].view(f"u{arrays[name].itemsize}").fill(0)
+        if name in arrays:
+            _pad_vocabulary(arrays[name], config, shard)
     return arrays
 
 
-def _empty(device: Device, shape: tuple[int, ...], dtype: str) -> Any:
+def _pad_vocabulary(array: Any, config: ModelConfig, shard: Shard) -> None:
+    """Write zeros to the rows of a shard that are behind the vocabulary."""
+    first, last, rows = shard.cut_padded(config.vocab_size)
+    if last - first < rows:
+        array[last - first :].view(f"u{array.itemsize}").fill(0)
+
+
+def _empty(
+    device: Device, name: str, shape: tuple[int, ...], dtype: str, config: ModelConfig, shard: Shard
+) -> Any:
+    """Return the array of one weight, uninitialised apart from padding."""
     array = device.xp.empty(shape, np_dtype(dtype))
     _synchronize(device)
+    if name == "lm_head":
+        _pad_vocabulary(array, config, shard)
     return array
 
 

@@ -10,8 +10,8 @@ from engine.checks import shown
 from engine.dtypes import FLOAT_NAMES, itemsize
 from engine.errors import WeightsError
 
-__all__ = ["FORMATS", "STACKED", "TILE_COLUMNS", "TILE_ROWS", "Format", "dense_format"]
-__all__ += ["format_of", "padded_shape"]
+__all__ = ["FORMATS", "GGUF_FORMATS", "STACKED", "TILE_COLUMNS", "TILE_ROWS", "Format"]
+__all__ += ["dense_format", "format_of", "padded_shape"]
 
 TILE_ROWS, TILE_COLUMNS = 16, 64  # of packed formats, see `packing`
 
@@ -140,6 +140,9 @@ _GGUF = (
     Format("q5_k", 5, (1, 32), 16, "int", offset="min", super_block=256),
     Format("q6_k", 6, (1, 16), 8, "int", 32, super_block=256),
 )
+
+GGUF_FORMATS: tuple[str, ...] = tuple(form.name for form in _GGUF)
+"""Names of the formats that only .gguf files have."""
 
 FORMATS: dict[str, Format] = {
     form.name: form

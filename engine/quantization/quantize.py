@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -11,6 +12,7 @@ from engine.checks import shown
 from engine.device import array_module
 from engine.errors import WeightsError
 from engine.quantization.formats import FORMATS, Format
+from engine.quantization.q6_k import round_q6_k
 from engine.quantization.stack import stack_matrices
 from engine.quantization.values import E2M1, E4M3, E8M0, pack_weight
 from engine.quantization.weight import Weight
@@ -21,11 +23,14 @@ __all__ += ["round_groups", "round_to_codes"]
 QUANTIZABLE: tuple[str, ...] = tuple(
     name
     for name, form in FORMATS.items()
-    if not form.is_dense and not form.super_block and form.offset != "min" and form.bits != 5
+    if name == "q6_k"
+    or not (form.is_dense or form.super_block or form.offset == "min" or form.bits == 5)
 )
 """Names of the formats that `quantize` can make."""
 
 _ALIASES = {"int4": "int4_g128"}
+
+_PART_ROWS = 1 << 15  # of a large matrix, that are rounded at a time
 
 # Scales tried for a group of 4 bits, as shares of the one that its largest number needs: cutting
 # off a few numbers rounds all others less. With the first the largest number is a code itself.
@@ -111,7 +116,24 @@ def quantize(array: Any, form: Format) -> Weight:
     """
     if array.ndim == 3 and len(array):
         return stack_matrices([quantize(matrix, form) for matrix in array])
+    if form.is_packed and array.ndim == 2 and len(array) > _PART_ROWS:
+        rows = range(0, len(array), _PART_ROWS)
+        return _joined([quantize(array[first : first + _PART_ROWS], form) for first in rows])
+    if form.super_block:
+        codes, scales, supers = round_q6_k(_numbers(array))
+        return pack_weight(form, codes, scales, super_scales=supers)
     return _weight_of_codes(form, round_to_codes(array, form))
+
+
+def _joined(parts: list[Weight]) -> Weight:
+    """Return packed matrices as one; but for the last they have whole row tiles."""
+    xp = array_module(parts[0].data)
+    planes = {
+        name: xp.concatenate([dict(part.arrays())[name] for part in parts])
+        for name, _ in parts[0].arrays()
+    }
+    rows = sum(part.shape[0] for part in parts)
+    return replace(parts[0], shape=(rows, parts[0].shape[1]), **planes)
 
 
 def round_to_codes(array: Any, form: Format, scale_dtype: str = "") -> Codes:
@@ -124,11 +146,7 @@ def round_to_codes(array: Any, form: Format, scale_dtype: str = "") -> Codes:
     scale_dtype : str
         The dtype in which the scales must be exact; by default float16 for groups, else float32.
     """
-    if array.ndim != 2:
-        raise WeightsError(f"array must be a matrix, or several; got {array.ndim} dimensions")
-    numbers = array.astype(np.float32)
-    if not bool(array_module(array).isfinite(numbers).all()):
-        raise WeightsError("array must have finite numbers only; it has others")
+    numbers = _numbers(array)
     if form.name == "fp8_block":
         return _round_blocks(numbers, form, scale_dtype or "float32")
     if form.activations:
@@ -140,6 +158,16 @@ def round_to_codes(array: Any, form: Format, scale_dtype: str = "") -> Codes:
     padded[:, :columns] = numbers
     made = round_groups(padded.reshape(rows, groups, form.group), form, scale_dtype)
     return made._replace(codes=made.codes.reshape(rows, -1)[:, :columns])
+
+
+def _numbers(array: Any) -> Any:
+    """Return a matrix in float32, checked."""
+    if array.ndim != 2:
+        raise WeightsError(f"array must be a matrix, or several; got {array.ndim} dimensions")
+    numbers = array.astype(np.float32)
+    if not bool(array_module(array).isfinite(numbers).all()):
+        raise WeightsError("array must have finite numbers only; it has others")
+    return numbers
 
 
 def round_groups(grouped: Any, form: Format, scale_dtype: str = "") -> Codes:

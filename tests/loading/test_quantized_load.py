@@ -10,7 +10,7 @@ from engine.config import ModelConfig
 from engine.errors import ConfigError
 from engine.loading.model_config import load_config
 from engine.loading.weight_memory import quantized_formats, weight_bytes
-from engine.loading.weights import load_weights
+from engine.loading.weights import dummy_weights, load_weights
 from engine.quantization import FORMATS, Shard, unpack_weight
 from engine.quantization.quantize import QUANTIZABLE, quantize
 
@@ -20,20 +20,54 @@ def folder(make_model):
     return make_model()[0]
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8_block", "int8", "int4_g32", "int8_g64_zp", "mxfp4"])
-def test_matrices_of_layers_are_rounded(folder, name):
+@pytest.mark.parametrize(
+    "name", ["fp8", "fp8_block", "int8", "int4_g32", "int8_g64_zp", "mxfp4", "q4_0"]
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_matrices_of_layers_are_rounded(make_model, name, tied):
+    folder = make_model(tie_word_embeddings=tied)[0]
     form, config = FORMATS[name], load_config(folder)
+    formats = quantized_formats(config, form)
     exact = load_weights(folder, config)
     made = load_weights(folder, config, quantization=form)
     assert made.keys() == exact.keys()
     for key, weight in made.items():
         wanted = exact[key].data
-        if key in quantized_formats(config, form):
-            wanted = unpack_weight(quantize(wanted, form))
+        if key in formats:
+            wanted = unpack_weight(quantize(wanted, formats[key]))
             assert weight.format is (form if form.activations else FORMATS["float32"])
         else:
             assert weight.format.is_dense
         np.testing.assert_array_equal(unpack_weight(weight), wanted)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_output_layer_is_as_in_gguf_files(tied):
+    """llama.cpp's files have it in Q6_K, or in Q8_0; other formats leave it as it is."""
+    for hidden, name, wanted in (
+        (256, "q4_0", "q6_k"),
+        (256, "q4_k", "q6_k"),
+        (256, "q8_0", "q8_0"),
+        (288, "q5_1", "q8_0"),  # rows have no whole super-blocks
+        *((256, name, "float16") for name in ("fp8", "fp8_block", "int8", "int4_g128", "mxfp4")),
+    ):
+        config = ModelConfig("llama", 80, hidden, 1, 4, 2, 64, 96, 128, tie_word_embeddings=tied)
+        formats = quantized_formats(config, FORMATS[name])
+        assert formats.get("lm_head", FORMATS["float16"]).name == wanted
+        weights = dummy_weights(config, dtype="float16", quantization=FORMATS[name])
+        assert weights["lm_head"].format.name == wanted
+        assert weights["embed"].format.name == "float16"
+        held = {id(weight): weight.num_bytes for weight in weights.values()}
+        assert sum(held.values()) == weight_bytes(config, "float16", formats=formats)
+
+
+def test_the_padding_of_a_quantized_output_layer_is_zeros(make_model):
+    """A vocabulary that shards do not divide: rows of padding are rounded too."""
+    folder = make_model(vocab_size=301)[0]
+    config, shard = load_config(folder), Shard(3, 4)
+    made = load_weights(folder, config, quantization=FORMATS["q8_0"], shard=shard)["lm_head"]
+    assert made.shape[0] == 76 and not unpack_weight(made)[73:].any()
+    assert unpack_weight(made)[:73].any(axis=1).all()
 
 
 def test_a_shard_is_rounded_by_itself(folder):

@@ -18,7 +18,7 @@ def _matrix(rows, columns, seed=0):
 
 
 # Root of the mean squared error over that of the numbers, for normal ones: as measured, rounded up.
-_ERRORS = {"fp8": 0.03, "fp8_block": 0.03, "int8": 0.01, "mxfp4": 0.14}
+_ERRORS = {"fp8": 0.03, "fp8_block": 0.03, "int8": 0.01, "mxfp4": 0.14, "q6_k": 0.02}
 
 
 @pytest.mark.parametrize("name", QUANTIZABLE)
@@ -33,7 +33,7 @@ def test_error_is_of_the_formats_size(name, shape):
     assert weight.shape == shape and weight.format is form
 
 
-@pytest.mark.parametrize("name", ["int4_g32", "int8_g64", "mxfp4", "q8_0", "int4_g32_zp"])
+@pytest.mark.parametrize("name", ["int4_g32", "int8_g64", "mxfp4", "q8_0", "q6_k", "int4_g32_zp"])
 def test_no_other_code_is_nearer(name):
     """With the scales it chose, the stored number is the nearest that the group can have."""
     array, form = _matrix(4, 128, 1), FORMATS[name]
@@ -55,6 +55,17 @@ def test_numbers_of_the_grid_stay():
     codes[:, ::32] = 7.5 * np.sign(codes[:, ::32] + 0.5)  # the largest magnitude, for scale 1
     made = unpack_weight(quantize(codes, FORMATS["int4_g32"]))
     np.testing.assert_allclose(made[:, 1:32], codes[:, 1:32], atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["q6_k", "q8_0", "int4_g32_zp"])
+def test_a_large_matrix_is_rounded_in_parts(monkeypatch, name):
+    array, form = _matrix(75, 300), FORMATS[name]
+    whole = quantize(array, form)
+    monkeypatch.setattr("engine.quantization.quantize._PART_ROWS", 32)
+    parts = quantize(array, form)
+    assert parts.shape == (75, 300)
+    for (_, wanted), (_, got) in zip(whole.arrays(), parts.arrays(), strict=True):
+        np.testing.assert_array_equal(got, wanted)
 
 
 def test_e4m3_bits_are_those_of_ml_dtypes():

@@ -101,10 +101,11 @@ def choose_few_tokens(
     Examples
     --------
     >>> from engine.quantization import FORMATS
-    >>> choose_few_tokens(
-    ...     1, 8, (128, 2048, 768), FORMATS["fp8_block"], 132, 227 << 10, is_gated=False
-    ... ).part_stages
-    3
+    >>> config = choose_few_tokens(
+    ...     1, 8, (128, 1536, 2048), FORMATS["fp8_block"], 132, 227 << 10, is_gated=True
+    ... )
+    >>> config.parts * config.part_stages
+    16
     """
     if not 0 < tokens <= MAX_TOKENS or tokens * top_k > _MAX_PAIRS:
         return None
