@@ -25,7 +25,7 @@ constexpr int kBlockRows = BLOCK_ROWS, kBlockColumns = BLOCK_COLUMNS;
 constexpr bool kIsE4m3 = false;
 constexpr int kBlockRows = 1, kBlockColumns = 0;
 #endif
-static_assert(kBlockColumns % kStageColumns == 0, "a stage lies in one block of columns");
+static_assert(kBlockColumns == 0 || kBlockColumns == kStageColumns, "a stage has a scale a row");
 
 // Where chunk `chunk` of 16 bytes of a row is: of two rows that lanes read at once, half of each.
 __device__ __forceinline__ int chunk_at(int row, int chunk) {
@@ -34,44 +34,61 @@ __device__ __forceinline__ int chunk_at(int row, int chunk) {
 
 struct MoeFewWeight {
   static constexpr int kElementBytes = kIsBytes ? 1 : 2;
+  static constexpr int kRowStep = kWarpSize / (kRowBytes / 16);  // rows that a warp copies at once
   const MoeFewParams& p;
   int lane_idx;
-  int expert, row, stage;
   uint32_t to;  // of this lane: the stage's first byte, plus 16 bytes a lane
+  // Of the next stage: this lane's chunk of the first of the 16 rows, the bytes of a row from it
+  // on, the last row that exists, and the scale that this lane copies.
+  const unsigned char* from;
+  int bytes_left, last_row;
+  const float* scale;
 
   __device__ __forceinline__ MoeFewWeight(const MoeFewParams& p, int lane_idx)
-      : p(p), lane_idx(lane_idx), expert(0), row(0), stage(0), to(0) {}
+      : p(p),
+        lane_idx(lane_idx),
+        to(0),
+        from(nullptr),
+        bytes_left(0),
+        last_row(0),
+        scale(nullptr) {}
 
   __device__ __forceinline__ static int num_stages(const MoeFewParams& p) {
     return (p.k + kStageColumns - 1) / kStageColumns;
   }
-  // Goes to the stage `first` of 16 rows; rows that do not exist are the last one.
-  __device__ __forceinline__ void start(int of_expert, int first_row, int first) {
-    expert = of_expert, row = first_row, stage = first;
+  __device__ __forceinline__ int row_bytes() const { return p.k * kElementBytes; }
+
+  // Goes to the stage `first` of 16 rows; instead of rows that do not exist the last one is copied.
+  __device__ __forceinline__ void start(int expert, int row, int first) {
+    const int column = first * kRowBytes + lane_idx % 8 * 16;
+    row = min(row, p.num_rows - 1);
+    from = p.data + (static_cast<int64_t>(expert) * p.num_rows + row) * row_bytes() + column;
+    bytes_left = row_bytes() - column;
+    last_row = p.num_rows - 1 - row;
+    if constexpr (kIsBytes) {
+      const int row_blocks = (p.num_rows + kBlockRows - 1) / kBlockRows;
+      const int own = min(row + lane_idx, p.num_rows - 1) / kBlockRows;
+      const int64_t block = static_cast<int64_t>(expert) * row_blocks + own;
+      scale = reinterpret_cast<const float*>(p.scales);
+      if constexpr (kBlockColumns > 0)
+        scale += block * ((p.k + kBlockColumns - 1) / kBlockColumns) + first;
+      else
+        scale += block;
+    }
   }
 
   __device__ __forceinline__ void load_stage() {
     const uint32_t base = to - lane_idx * 16;
-    const int64_t row_bytes = static_cast<int64_t>(p.k) * kElementBytes;
-    const int chunk = lane_idx % 8, at = stage * kRowBytes + chunk * 16;
-    const bool valid = at < row_bytes;
-    const unsigned char* matrix = p.data + expert * (p.num_rows * row_bytes) + (valid ? at : 0);
+    const bool valid = bytes_left > 0;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int own = lane_idx / 8 + 4 * i;
-      const unsigned char* from = matrix + min(row + own, p.num_rows - 1) * row_bytes;
-      cp_async_16(base + chunk_at(own, chunk), from, valid);
+    for (int i = 0; i < kWeightRows / kRowStep; ++i) {
+      const int row = lane_idx / 8 + kRowStep * i;
+      cp_async_16(base + chunk_at(row, lane_idx % 8),
+                  valid ? from + min(row, last_row) * row_bytes() : p.data, valid);
     }
-    if (kIsBytes && lane_idx < kWeightRows) {
-      const int row_blocks = (p.num_rows + kBlockRows - 1) / kBlockRows;
-      const int blocks = kBlockColumns > 0 ? (p.k + kBlockColumns - 1) / max(kBlockColumns, 1) : 1;
-      const int own = min(row + lane_idx, p.num_rows - 1) / kBlockRows;
-      const int column = kBlockColumns > 0 ? stage * kStageColumns / max(kBlockColumns, 1) : 0;
-      const float* from = reinterpret_cast<const float*>(p.scales) +
-                          (static_cast<int64_t>(expert) * row_blocks + own) * blocks + column;
-      cp_async_4(base + kStageCodes + lane_idx * 4, from);
-    }
-    ++stage;
+    if (kIsBytes && lane_idx < kWeightRows) cp_async_4(base + kStageCodes + lane_idx * 4, scale);
+    from += kRowBytes, bytes_left -= kRowBytes;
+    if constexpr (kBlockColumns > 0) ++scale;
   }
 };
 

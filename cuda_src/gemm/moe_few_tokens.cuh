@@ -28,6 +28,7 @@ struct MoeFewLoader {
   const MoeFewRouting& routing;
   MoeFewWeight weight;
   int tile, unit, stage;  // of the next stage
+  int first, count;       // the tile's places
   uint32_t to, begin, end;
   int stage_bytes;
 
@@ -37,7 +38,7 @@ struct MoeFewLoader {
       : p(p), b(b), routing(routing), weight(p, b.lane_idx), stage_bytes(stage_bytes) {
     begin = to = smem_address(ring);
     end = begin + p.num_stages * stage_bytes;
-    tile = 0, unit = blockIdx.x, stage = b.stage_begin;
+    tile = first = count = 0, unit = blockIdx.x, stage = b.stage_begin;
     start_unit();
   }
 
@@ -48,17 +49,17 @@ struct MoeFewLoader {
     stage = b.stage_begin;
     if (stage >= b.stage_end) tile = routing.num_tiles;
     if (is_done()) return;
+    first = routing.tiles[tile].first, count = routing.tiles[tile].count;
     weight.start(routing.tiles[tile].expert, b.first_row(unit, threadIdx.z), stage);
   }
 
   // The columns of the stage of the tile's rows of x.
   __device__ __forceinline__ void load_x() const {
     constexpr int kChunks = kStageColumns / 8;
-    const MoeFewTile t = routing.tiles[tile];
     const bool is_gathered = p.pair_weights == nullptr;
 #pragma unroll 1
-    for (int i = b.lane_idx; i < t.count * kChunks; i += kWarpSize) {
-      const int place = t.first + i / kChunks, column = stage * kStageColumns + i % kChunks * 8;
+    for (int i = b.lane_idx; i < count * kChunks; i += kWarpSize) {
+      const int place = first + i / kChunks, column = stage * kStageColumns + i % kChunks * 8;
       const int row = is_gathered ? routing.rows[place] : place;
       const bool valid = row >= 0 && column < p.k;
       const scalar_t* from = p.x + (valid ? static_cast<int64_t>(row) * p.k + column : 0);
