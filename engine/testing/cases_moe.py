@@ -14,6 +14,7 @@ __all__ = ["MOE_LAYERS", "distinct_logits", "routing_of", "tied_logits"]
 # Model -> (hidden size, width of an expert, experts, top_k).
 MOE_LAYERS: dict[str, tuple[int, int, int, int]] = {
     "Qwen3-30B-A3B": (2048, 768, 128, 8),
+    "gpt-oss-20b": (2880, 2880, 32, 4),
 }
 
 

@@ -2,20 +2,25 @@
 
 The layer of Qwen3-30B-A3B. Beside it, where they are installed, torch's grouped product and one in
 Triton. Of the single products the peers have only the product: their rows are sorted already, and
-they apply neither activation nor weights. Of the layer they do all that ours does.
+they apply neither activation nor weights. Of the layer they do all that ours does. Then few tokens
+and quantized weights: those of Qwen3-30B-A3B in fp8 blocks, and gpt-oss-20b's.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache, partial
 
 import numpy as np
 
 from engine import kernels, reference
 from engine.device import to_numpy
+from engine.quantization import FORMATS
+from engine.quantization.stack import matrices, stack_matrices, take_matrices
 from engine.reference import Routing
 from engine.testing import cases
 from engine.testing.cases_moe import MOE_LAYERS, routing_of
+from engine.testing.cases_quantized import random_weight, weight_to
 from engine.testing.tolerances import assert_close
 from tests.bench import moe_peers
 from tests.bench.bench_gemm import filled
@@ -24,6 +29,8 @@ from tests.bench.case import BenchCase
 _TOKENS = (1, 8, 64, 256, 4096)
 _HIDDEN, _WIDTH, _EXPERTS, _TOP_K = MOE_LAYERS["Qwen3-30B-A3B"]
 _CHECKED = 3  # tokens
+_QUANTIZED = (("Qwen3-30B-A3B", "fp8_block"), ("gpt-oss-20b", "mxfp4"))
+_FEW_TOKENS = (1, 2, 4, 8)
 
 
 def _logits(num_tokens, seed):
@@ -141,7 +148,63 @@ def _whole(num_tokens: int) -> BenchCase:
     )
 
 
+def _quantized(model: str, name: str, num_tokens: int, *, is_down: bool) -> BenchCase:
+    """All experts have the same matrix, each its own copy."""
+    hidden, width, experts, top_k = MOE_LAYERS[model]
+    rows, k = (hidden, width) if is_down else (2 * width, hidden)
+    pairs = num_tokens * top_k
+    num_inputs, columns = (pairs, hidden) if is_down else (num_tokens, width)
+    options = {"scatter": True} if is_down else {"activation": "swiglu"}
+
+    def route(seed):
+        return reference.moe_route(cases.normal((num_tokens, experts), "float32", seed), top_k)
+
+    def make(xp, seed):
+        one = weight_to(xp, random_weight(name, rows, k, seed))
+        x = filled(xp, (num_inputs, k), seed + 2)
+        return x, stack_matrices([one] * experts), *cases.to_module(xp, *route(seed))
+
+    def run(x, weight, *routing):
+        return kernels.moe_gemm(x, weight, Routing(*routing), pdl=True, **options)
+
+    def check(args, result):
+        x, weight, *routing = args
+        experts_of, weights, *_ = map(to_numpy, routing)
+        touched, renamed = np.unique(experts_of, return_inverse=True)
+        few = routing_of(renamed.reshape(experts_of.shape), len(touched))
+        one = take_matrices(weight, 0, 1)
+        matrix = stack_matrices([_on_host(one)] * len(touched))
+        want = reference.moe_gemm(
+            to_numpy(x).astype(np.float32), matrix, few._replace(weights=weights), **options
+        )
+        assert_close(to_numpy(result), want.astype(result.dtype), reduction=k)
+
+    touched = len(np.unique(route(0).experts))
+    nbytes = touched * FORMATS[name].num_bytes((rows, k)) + 2 * (num_inputs * k + pairs * columns)
+    label = "down" if is_down else "gate_up"
+    return BenchCase(
+        f"{model} {name} {label} T={num_tokens}",
+        make,
+        run,
+        nbytes=nbytes,
+        flops=2 * pairs * rows * k,
+        check=check,
+    )
+
+
+def _on_host(weight):
+    """Return a weight (1, R, K) as a matrix (R, K) of NumPy arrays."""
+    one = next(matrices(weight))
+    return replace(one, **{name: to_numpy(array) for name, array in one.arrays()})
+
+
 CASES = [
     *(_product(num_tokens, name) for name in ("gate_up", "down") for num_tokens in _TOKENS),
     *(_whole(num_tokens) for num_tokens in _TOKENS),
+    *(
+        _quantized(model, name, num_tokens, is_down=is_down)
+        for model, name in _QUANTIZED
+        for is_down in (False, True)
+        for num_tokens in _FEW_TOKENS
+    ),
 ]
