@@ -51,9 +51,10 @@ __device__ __forceinline__ float2 half2_to_float2(uint32_t word) {
 __device__ __forceinline__ float2 bfloat162_to_float2(uint32_t word) {
   return float2{__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u)};
 }
-// 2^(e - 127); 255 is no number.
+// 2^(e - 127); 255 is no number. The same bit makes 2^-127 of 0, and NaN of infinity.
 __device__ __forceinline__ float e8m0_to_float(uint32_t e) {
-  return e == 255 ? quiet_nan() : __uint_as_float(e == 0 ? 0x00400000u : e << 23);
+  const uint32_t bits = e << 23;
+  return __uint_as_float(((e + 1) & 0xfe) == 0 ? bits | 0x00400000u : bits);
 }
 
 // Byte `i` of a word less kLess, exactly: the byte is put into the mantissa of 2^23.

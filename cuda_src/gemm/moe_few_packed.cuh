@@ -10,6 +10,11 @@
 constexpr int kXPitch = kStageColumns * 2 + 16;  // of x in a stage: ldmatrix has no bank conflicts
 
 struct MoeFewWeight : StageCopier<MoeFewParams> {
+  __device__ __forceinline__ void load_stage(uint32_t stage_at) {
+    to = stage_at + lane_idx * 16;
+    StageCopier<MoeFewParams>::load_stage();
+  }
+
   __device__ __forceinline__ MoeFewWeight(const MoeFewParams& p, int lane_idx)
       : StageCopier<MoeFewParams>{p, lane_idx, num_tiles(p)} {}
 
@@ -20,7 +25,7 @@ struct MoeFewWeight : StageCopier<MoeFewParams> {
     return (num_tiles(p) + kStageTiles - 1) / kStageTiles;
   }
   // Goes to the stage `first` of 16 rows; rows that do not exist are the last ones.
-  __device__ __forceinline__ void start(int expert, int row, int first) {
+  __device__ __forceinline__ void start(int expert, int row, int first, int) {
     const int tiles = p.num_rows / kTileRows;
     go_to(expert * tiles + min(row / kTileRows, tiles - 1), first);
   }

@@ -7,7 +7,6 @@
 // their order.
 #pragma once
 
-#include "common/few_rows.cuh"
 #include "common/reduce.cuh"
 #include "gemm/moe_activation.cuh"
 
@@ -26,7 +25,6 @@ struct MoeFewParams {
   int groups, num_supers;  // of a packed row
   int max_rows;            // of x in a tile
   int part_stages;         // stages of k that a warp sums
-  int num_stages;          // of each warp's ring: as many as it needs, if these are fewer
   int activation;          // a MoeActivation
   float alpha, limit;
   int is_early;  // the preceding kernel writes neither weight, bias nor the routing

@@ -35,73 +35,73 @@ __device__ __forceinline__ int chunk_at(int row, int chunk) {
 struct MoeFewWeight {
   static constexpr int kElementBytes = kIsBytes ? 1 : 2;
   static constexpr int kRowStep = kWarpSize / (kRowBytes / 16);  // rows that a warp copies at once
+  static constexpr int kCopies = kWeightRows / kRowStep;
   const MoeFewParams& p;
-  int lane_idx;
-  uint32_t to;  // of this lane: the stage's first byte, plus 16 bytes a lane
-  // Of the next stage: this lane's chunk of the first of the 16 rows, the bytes of a row from it
-  // on, the last row that exists, and the scale that this lane copies.
+  int place, scale_place;  // in a stage: this lane's chunk of its first row, and its scale
+  bool has_scale;
+  // Of the next stage: this lane's chunk of its first row, how far its other rows are from there,
+  // the bytes of a row that are left, and the scale that this lane copies.
   const unsigned char* from;
-  int bytes_left, last_row;
+  unsigned step[kCopies];
+  int bytes_left;
   const float* scale;
 
-  __device__ __forceinline__ MoeFewWeight(const MoeFewParams& p, int lane_idx)
-      : p(p),
-        lane_idx(lane_idx),
-        to(0),
-        from(nullptr),
-        bytes_left(0),
-        last_row(0),
-        scale(nullptr) {}
+  __device__ __forceinline__ MoeFewWeight(const MoeFewParams& p, int lane_idx) : p(p) {
+    place = chunk_at(lane_idx / 8, lane_idx % 8);
+    scale_place = kStageCodes + lane_idx * 4, has_scale = kIsBytes && lane_idx < kWeightRows;
+  }
 
   __device__ __forceinline__ static int num_stages(const MoeFewParams& p) {
     return (p.k + kStageColumns - 1) / kStageColumns;
   }
-  __device__ __forceinline__ int row_bytes() const { return p.k * kElementBytes; }
 
   // Goes to the stage `first` of 16 rows; instead of rows that do not exist the last one is copied.
-  __device__ __forceinline__ void start(int expert, int row, int first) {
-    const int column = first * kRowBytes + lane_idx % 8 * 16;
-    row = min(row, p.num_rows - 1);
-    from = p.data + (static_cast<int64_t>(expert) * p.num_rows + row) * row_bytes() + column;
-    bytes_left = row_bytes() - column;
-    last_row = p.num_rows - 1 - row;
+  __device__ __forceinline__ void start(int expert, int first_row, int first, int lane_idx) {
+    const int row_bytes = p.k * kElementBytes, column = first * kRowBytes + lane_idx % 8 * 16;
+    const int last = p.num_rows - 1, row = min(first_row + lane_idx / 8, last);
+    from = p.data + (static_cast<int64_t>(expert) * p.num_rows + row) * row_bytes + column;
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i)
+      step[i] = (min(first_row + lane_idx / 8 + i * kRowStep, last) - row) * row_bytes;
+    bytes_left = row_bytes - column;
     if constexpr (kIsBytes) {
       const int row_blocks = (p.num_rows + kBlockRows - 1) / kBlockRows;
-      const int own = min(row + lane_idx, p.num_rows - 1) / kBlockRows;
+      const int own = min(first_row + lane_idx, last) / kBlockRows;
       const int64_t block = static_cast<int64_t>(expert) * row_blocks + own;
       scale = reinterpret_cast<const float*>(p.scales);
       if constexpr (kBlockColumns > 0)
-        scale += block * ((p.k + kBlockColumns - 1) / kBlockColumns) + first;
+        scale += block * num_stages(p) + first;
       else
         scale += block;
     }
   }
 
-  __device__ __forceinline__ void load_stage() {
-    const uint32_t base = to - lane_idx * 16;
-    const bool valid = bytes_left > 0;
+  // Copies the next stage to `to`; beyond the end of k it writes zeros.
+  __device__ __forceinline__ void load_stage(uint32_t to) {
+    static_assert(kRowStep % 2 == 0, "a lane's chunks lie alike in all its rows");
 #pragma unroll
-    for (int i = 0; i < kWeightRows / kRowStep; ++i) {
-      const int row = lane_idx / 8 + kRowStep * i;
-      cp_async_16(base + chunk_at(row, lane_idx % 8),
-                  valid ? from + min(row, last_row) * row_bytes() : p.data, valid);
-    }
-    if (kIsBytes && lane_idx < kWeightRows) cp_async_4(base + kStageCodes + lane_idx * 4, scale);
+    for (int i = 0; i < kCopies; ++i)
+      cp_async_16(to + place + i * kRowStep * kRowBytes, from + step[i], bytes_left > 0);
+    if (has_scale) cp_async_4(to + scale_place, scale);
     from += kRowBytes, bytes_left -= kRowBytes;
     if constexpr (kBlockColumns > 0) ++scale;
   }
 };
 
-// The e4m3 codes in bytes 0 and 2 of a word (kOdd: 1 and 3) as numbers, but for the codes of NaN.
-// The code's sign, exponent and mantissa at the places of scalar_t's, whose exponent of 0 is
-// 2^(1 - bias): multiplied by 2^(bias - 7), subnormal codes become right too.
+// The e4m3 codes in bytes 0 and 2 of a word (kOdd: 1 and 3), without their signs, at the place of
+// scalar_t's exponent and mantissa.
+constexpr int kRight = ENGINE_DTYPE == 1 ? 1 : 4;  // that a code in the upper byte is moved
+constexpr uint32_t kNanCode = 0x7f00u >> kRight;
 template <bool kOdd>
-__device__ __forceinline__ uint32_t e4m3_pair(uint32_t word) {
-  constexpr int kRight = kIsHalf ? 1 : 4;  // that a code in the upper byte is moved
-  constexpr uint32_t kMask = (0x7f00u >> kRight) * 0x00010001u;
+__device__ __forceinline__ uint32_t e4m3_sizes(uint32_t word) {
+  return (kOdd ? word >> kRight : word << (8 - kRight)) & (kNanCode * 0x00010001u);
+}
+// These codes as numbers, but for NaN. scalar_t's exponent of 0 is 2^(1 - bias): multiplied by
+// 2^(bias - 7), subnormal codes become right too.
+template <bool kOdd>
+__device__ __forceinline__ uint32_t e4m3_pair(uint32_t word, uint32_t sizes) {
   const uint32_t sign = (kOdd ? word : word << 8) & 0x80008000u;
-  const uint32_t pair = (kOdd ? word >> kRight : word << (8 - kRight)) & kMask;
-  return multiply_pair(pair | sign, kIsHalf ? 0x5c005c00u : 0x7b807b80u);
+  return multiply_pair(sizes | sign, kIsHalf ? 0x5c005c00u : 0x7b807b80u);
 }
 
 template <int kTokens>
@@ -109,12 +109,12 @@ struct MoeFewProduct {
   using Shape = FewRowsShape<kTokens>;
   static constexpr int kColumns = kTokens == 1 ? 1 : 2;
   float total[2][kColumns];  // rows g and g + 8 by tokens 2t and 2t + 1
-  uint32_t nan[2];           // not 0: a code of NaN was among these rows'
+  uint32_t most[2];          // of these rows: the largest code, in each half
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      nan[i] = 0;
+      most[i] = 0;
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) total[i][j] = 0.0f;
     }
@@ -123,10 +123,13 @@ struct MoeFewProduct {
   // Of four codes each of rows g and g + 8.
   __device__ __forceinline__ void decode(uint32_t low, uint32_t high, uint32_t (&a)[4]) {
     if constexpr (kIsE4m3) {
-      a[0] = e4m3_pair<false>(low), a[1] = e4m3_pair<false>(high);
-      a[2] = e4m3_pair<true>(low), a[3] = e4m3_pair<true>(high);
-      nan[0] |= ((low & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u;
-      nan[1] |= ((high & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u;
+      const uint32_t words[2] = {low, high};
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        const uint32_t even = e4m3_sizes<false>(words[row]), odd = e4m3_sizes<true>(words[row]);
+        most[row] = __vimax3_s16x2(most[row], even, odd);
+        a[row] = e4m3_pair<false>(words[row], even), a[row + 2] = e4m3_pair<true>(words[row], odd);
+      }
     } else {
       a[0] = signed_bytes(low), a[1] = signed_bytes(high);
       a[2] = signed_bytes(low >> 8), a[3] = signed_bytes(high >> 8);
@@ -190,14 +193,15 @@ struct MoeFewProduct {
     const int g = lane_idx / 4, t = lane_idx % 4;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
+      bool is_nan = false;
       if constexpr (kIsE4m3) {
-        nan[i] |= __shfl_xor_sync(kFullMask, nan[i], 1);
-        nan[i] |= __shfl_xor_sync(kFullMask, nan[i], 2);
+        is_nan = most[i] >> 16 == kNanCode || (most[i] & 0xffff) == kNanCode;
+        is_nan = (__ballot_sync(kFullMask, is_nan) >> (4 * g) & 15) != 0;  // of the row's lanes
       }
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) {
         if (2 * t + j >= kTokens) continue;
-        sums[(2 * t + j) * Shape::kPitch + g + 8 * i] = nan[i] != 0 ? quiet_nan() : total[i][j];
+        sums[(2 * t + j) * Shape::kPitch + g + 8 * i] = is_nan ? quiet_nan() : total[i][j];
       }
     }
   }

@@ -9,6 +9,7 @@
 // the order of summation is fixed, but depends on the number of tokens.
 #pragma once
 
+#include "common/few_rows.cuh"
 #include "common/pdl.cuh"
 #include "gemm/moe_few_problem.cuh"
 
@@ -21,58 +22,77 @@ enum MoeFewKind { kFewDense = 0, kFewPacked = 1, kFewBytes = 2 };
 
 #if ENGINE_DTYPE != 0
 
+constexpr int kRing = 3;  // stages of a warp's ring
+
 // Loads the stages of a warp in the order it multiplies them.
 struct MoeFewLoader {
+  static constexpr int kChunks = kStageColumns / 8;  // of 16 bytes, of a row of x in a stage
+  static constexpr int kRowsAtOnce = kWarpSize / kChunks;
+
   const MoeFewParams& p;
   const MoeFewBlock& b;
   const MoeFewRouting& routing;
   MoeFewWeight weight;
-  int tile, unit, stage;  // of the next stage
-  int first, count;       // the tile's places
+  int tile, unit, stage;  // of the next stage; tile is num_tiles behind the last one
+  int num_tiles;
   uint32_t to, begin, end;
   int stage_bytes;
+  // Of the tile's rows of x: how many there are, this lane's chunk of the first that it copies, and
+  // the columns that are left there; none if the row does not exist.
+  int count;
+  const scalar_t* x_from;
+  int x_left, x_place;
 
   __device__ __forceinline__ MoeFewLoader(const MoeFewParams& p, const MoeFewBlock& b,
                                           const MoeFewRouting& routing, unsigned char* ring,
                                           int stage_bytes)
       : p(p), b(b), routing(routing), weight(p, b.lane_idx), stage_bytes(stage_bytes) {
-    begin = to = smem_address(ring);
-    end = begin + p.num_stages * stage_bytes;
-    tile = first = count = 0, unit = blockIdx.x, stage = b.stage_begin;
+    begin = to = smem_address(ring), end = begin + kRing * stage_bytes;
+    tile = 0, unit = blockIdx.x, num_tiles = routing.num_tiles;
+    x_place = kStageBytes + b.lane_idx / kChunks * kXPitch + b.lane_idx % kChunks * 16;
     start_unit();
   }
 
-  __device__ __forceinline__ bool is_done() const { return tile >= routing.num_tiles; }
+  // Row `index` of the tile, of this lane's columns of the next stage; null: there is none.
+  __device__ __forceinline__ const scalar_t* x_row(int index) const {
+    const int place = routing.tiles[tile].first + index;
+    const int row = p.pair_weights == nullptr ? routing.rows[place] : place;
+    if (row < 0) return nullptr;
+    const int column = stage * kStageColumns + b.lane_idx % kChunks * 8;
+    return p.x + static_cast<int64_t>(row) * p.k + column;
+  }
 
   __device__ __forceinline__ void start_unit() {
-    while (unit >= b.num_units && tile < routing.num_tiles) unit -= b.num_units, ++tile;
+    while (unit >= b.num_units && tile < num_tiles) unit -= b.num_units, ++tile;
     stage = b.stage_begin;
-    if (stage >= b.stage_end) tile = routing.num_tiles;
-    if (is_done()) return;
-    first = routing.tiles[tile].first, count = routing.tiles[tile].count;
-    weight.start(routing.tiles[tile].expert, b.first_row(unit, threadIdx.z), stage);
+    if (stage >= b.stage_end) tile = num_tiles;
+    if (tile == num_tiles) return;
+    count = routing.tiles[tile].count;
+    weight.start(routing.tiles[tile].expert, b.first_row(unit, threadIdx.z), stage, b.lane_idx);
+    const int own = b.lane_idx / kChunks;
+    x_from = own < count ? x_row(own) : nullptr;
+    x_left = x_from == nullptr ? 0 : p.k - stage * kStageColumns - b.lane_idx % kChunks * 8;
   }
 
   // The columns of the stage of the tile's rows of x.
-  __device__ __forceinline__ void load_x() const {
-    constexpr int kChunks = kStageColumns / 8;
-    const bool is_gathered = p.pair_weights == nullptr;
+  __device__ __forceinline__ void load_x() {
+    if (b.lane_idx / kChunks < count) cp_async_16(to + x_place, x_from, x_left > 0);
 #pragma unroll 1
-    for (int i = b.lane_idx; i < count * kChunks; i += kWarpSize) {
-      const int place = first + i / kChunks, column = stage * kStageColumns + i % kChunks * 8;
-      const int row = is_gathered ? routing.rows[place] : place;
-      const bool valid = row >= 0 && column < p.k;
-      const scalar_t* from = p.x + (valid ? static_cast<int64_t>(row) * p.k + column : 0);
-      cp_async_16(to + kStageBytes + i / kChunks * kXPitch + i % kChunks * 16, from, valid);
+    for (int first = kRowsAtOnce; first < count; first += kRowsAtOnce) {
+      const int index = first + b.lane_idx / kChunks;
+      if (index >= count) break;
+      const scalar_t* from = x_row(index);
+      const bool valid = stage * kStageColumns + b.lane_idx % kChunks * 8 < p.k && from != nullptr;
+      cp_async_16(to + x_place + first * kXPitch, from, valid);
     }
   }
 
   template <bool kWeight, bool kX>
   __device__ __forceinline__ void load() {
-    if (!is_done()) {
+    if (tile < num_tiles) {
+      if constexpr (kWeight) weight.load_stage(to);
       if constexpr (kX) load_x();
-      weight.to = to + b.lane_idx * 16;
-      if constexpr (kWeight) weight.load_stage();
+      x_from += kStageColumns, x_left -= kStageColumns;
       if (++stage == b.stage_end) unit += gridDim.x, start_unit();
     }
     to += stage_bytes;
@@ -154,24 +174,23 @@ __device__ __forceinline__ void moe_few_tokens(const MoeFewParams& p) {
   routing.find(p, b.thread, b.threads);
   __syncthreads();
   const int stage_bytes = kStageBytes + p.max_rows * kXPitch;
-  unsigned char* ring = smem + b.warp_idx * (p.num_stages * stage_bytes);
-  float* const first_sums =
-      reinterpret_cast<float*>(smem + b.num_warps * p.num_stages * stage_bytes);
+  unsigned char* ring = smem + b.warp_idx * (kRing * stage_bytes);
+  float* const first_sums = reinterpret_cast<float*>(smem + b.num_warps * kRing * stage_bytes);
   MoeFewLoader loader(p, b, routing, ring, stage_bytes);
   if (p.is_early == 0) {
 #pragma unroll 1
-    for (int i = 0; i < p.num_stages; ++i) {
+    for (int i = 0; i < kRing; ++i) {
       loader.template load<true, true>();
       cp_async_commit();
     }
   } else {  // the first group of copies has the weights of all
     MoeFewLoader behind = loader;
 #pragma unroll 1
-    for (int i = 0; i < p.num_stages; ++i) loader.template load<true, false>();
+    for (int i = 0; i < kRing; ++i) loader.template load<true, false>();
     pdl_wait();
     pdl_trigger();
 #pragma unroll 1
-    for (int i = 0; i < p.num_stages; ++i) {
+    for (int i = 0; i < kRing; ++i) {
       behind.template load<false, true>();
       cp_async_commit();
     }
@@ -179,7 +198,7 @@ __device__ __forceinline__ void moe_few_tokens(const MoeFewParams& p) {
 
   float* sums = first_sums;
   const unsigned char* stage_at = ring;
-  const unsigned char* const ring_end = ring + p.num_stages * stage_bytes;
+  const unsigned char* const ring_end = ring + kRing * stage_bytes;
   int tile = 0;
 #pragma unroll 1
   for (int unit = blockIdx.x;; unit += gridDim.x) {
@@ -192,7 +211,7 @@ __device__ __forceinline__ void moe_few_tokens(const MoeFewParams& p) {
     product.clear();
 #pragma unroll 1
     for (int stage = b.stage_begin; stage < b.stage_end; ++stage) {
-      wait_for_oldest(p.num_stages);
+      cp_async_wait<kRing - 1>();
       __syncwarp();  // SAFETY: the lanes see each other's copies,
       product.multiply(stage_at, t.count, b.lane_idx);
       __syncwarp();  // and have read the stage before it is filled again.

@@ -22,7 +22,7 @@ _FILE = "gemm/moe_gemm.cu"
 _PARAMS = (
     "data:ptr high:ptr scales:ptr supers:ptr x:ptr order:ptr offsets:ptr pair_weights:ptr bias:ptr "
     "out:ptr num_pairs:i32 num_experts:i32 num_rows:i32 k:i32 top_k:i32 groups:i32 num_supers:i32 "
-    "max_rows:i32 part_stages:i32 num_stages:i32 activation:i32 alpha:f32 limit:f32 is_early:i32"
+    "max_rows:i32 part_stages:i32 activation:i32 alpha:f32 limit:f32 is_early:i32"
 )
 _KERNELS = {
     tokens: Kernel(f"moe_gemm_few_{tokens}", _PARAMS, struct="MoeFewParams") for tokens in (1, 8)
@@ -34,7 +34,8 @@ _ROW_BYTES = 128  # of a row of a stage, in formats that are not packed
 
 _MAX_WARPS = 16  # of a block
 _PARTS = (1, 2, 3, 4, 6, 8, 12, 16)
-_STAGES = (3, 4, 2)  # of a ring, the best first
+_RING = 3  # kRing of the CUDA file: stages of a warp's ring
+_LARGEST_SHARED = 227 * 1024  # of a block on Hopper
 _STATIC_BYTES = 4096  # of shared memory: what the kernels declare, and what the driver reserves
 # Estimated for an H200: what a multiprocessor reads in a ns, how long a warp takes for a stage,
 # what a unit costs beside its stages, and what is lost where the next kernel's block does not fit
@@ -52,8 +53,6 @@ class FewTokensConfig:
         Warps of a block along k, and along rows.
     part_stages : int
         Stages of k that a warp sums.
-    num_stages : int
-        Of each warp's ring.
     blocks : int
         Of the grid.
     shared_bytes : int
@@ -63,7 +62,6 @@ class FewTokensConfig:
     parts: int
     row_tiles: int
     part_stages: int
-    num_stages: int
     blocks: int
     shared_bytes: int
 
@@ -110,9 +108,9 @@ def choose_few_tokens(
     if not 0 < tokens <= MAX_TOKENS or tokens * top_k > _MAX_PAIRS:
         return None
     best, least = None, 0.0
-    for parts, row_tiles, stages in _ways(is_gated=is_gated):
+    for parts, row_tiles in _ways(is_gated=is_gated):
         config = few_tokens_config(
-            tokens, top_k, shape, form, sms, parts, row_tiles, stages, is_gated=is_gated
+            tokens, top_k, shape, form, sms, parts, row_tiles, is_gated=is_gated
         )
         if config.shared_bytes + _STATIC_BYTES > shared_limit:
             continue
@@ -122,13 +120,12 @@ def choose_few_tokens(
     return best
 
 
-def _ways(*, is_gated: bool) -> Iterator[tuple[int, int, int]]:
-    """Yield warps along k and along rows of a block, and stages of a ring."""
+def _ways(*, is_gated: bool) -> Iterator[tuple[int, int]]:
+    """Yield warps along k and along rows of a block."""
     for parts in _PARTS:
         for row_tiles in range(1, _MAX_WARPS // parts + 1):
             if not (is_gated and row_tiles % 2):
-                for stages in _STAGES:
-                    yield parts, row_tiles, stages
+                yield parts, row_tiles
 
 
 def _units(shape: tuple[int, int, int], row_tiles: int, *, is_gated: bool) -> int:
@@ -145,23 +142,18 @@ def few_tokens_config(
     sms: int,
     parts: int,
     row_tiles: int,
-    stages: int = 3,
     *,
     is_gated: bool,
 ) -> FewTokensConfig:
-    """Return the configuration with `parts` warps along k and `row_tiles` along rows of a block.
-
-    A warp's ring has at most `stages`.
-    """
+    """Return the configuration with `parts` warps along k and `row_tiles` along rows of a block."""
     part_stages = ceil_div(ceil_div(shape[2], _columns(form)), parts)
     experts = min(shape[0], tokens * top_k)
     units = experts * _units(shape, row_tiles, is_gated=is_gated)
-    num_stages = min(stages, ceil_div(units, sms) * part_stages)
     warps = parts * row_tiles
     stage = _weight_bytes(form) + tokens * (_columns(form) * 2 + 16)
     sums = 2 * warps * (1 if tokens == 1 and not _sums_x(form) else MAX_TOKENS) * (TILE_ROWS + 4)
-    shared = warps * num_stages * stage + sums * 4
-    return FewTokensConfig(parts, row_tiles, part_stages, num_stages, min(sms, units), shared)
+    shared = warps * _RING * stage + sums * 4
+    return FewTokensConfig(parts, row_tiles, part_stages, min(sms, units), shared)
 
 
 def _sums_x(form: Format) -> bool:
@@ -188,8 +180,6 @@ def _estimate(
     rounds = ceil_div(units, config.blocks)
     own = rounds * config.part_stages
     memory = own * config.parts * config.row_tiles * _weight_bytes(form) / _BYTES_PER_NS
-    if config.num_stages == 2 and own > 2:  # too few bytes are in flight
-        memory *= 1.1
     is_alone = 2 * (config.shared_bytes + _STATIC_BYTES) > shared_limit + 1024
     warps = config.parts * config.row_tiles
     return max(memory, own * _STAGE_NS) + rounds * _UNIT_NS + warps + is_alone * _ALONE_NS
@@ -199,12 +189,13 @@ def all_configs(
     tokens: int, top_k: int, shape: tuple[int, int, int], form: Format, *, is_gated: bool
 ) -> list[FewTokensConfig]:
     """Return several ways to cut a problem: for tests and for tuning."""
-    ways = ((1, 2, 3), (1, 16, 2), (2, 8, 3), (4, 2, 4), (4, 4, 2), (8, 2, 4), (3, 4, 3))
-    return [
+    ways = ((1, 2), (1, 12), (2, 6), (4, 2), (4, 4), (8, 2), (3, 4))
+    configs = [
         few_tokens_config(tokens, top_k, shape, form, sms, *way, is_gated=is_gated)
         for way in ways
         for sms in (3, 1000)
     ]
+    return [each for each in configs if each.shared_bytes + _STATIC_BYTES <= _LARGEST_SHARED]
 
 
 def specs(dtype: str, formats: tuple[str, ...]) -> tuple[ModuleSpec, ...]:
@@ -273,7 +264,6 @@ def launch(operands: MoeOperands, config: FewTokensConfig) -> None:
         top_k=top_k,
         max_rows=tokens,
         part_stages=config.part_stages,
-        num_stages=config.num_stages,
         activation=ACTIVATIONS.index(operands.activation),
         alpha=operands.alpha,
         limit=operands.limit,
