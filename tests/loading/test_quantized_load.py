@@ -70,6 +70,23 @@ def test_the_padding_of_a_quantized_output_layer_is_zeros(make_model):
     assert unpack_weight(made)[:73].any(axis=1).all()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("name", "output"), [("q4_0", "q6_k"), ("q8_0", "q8_0")])
+def test_the_output_layer_on_a_gpu(cp, make_model, name, output, tied):
+    """It stays packed; the logits are float32, and those of the same codes on the CPU."""
+    folder = make_model(hidden_size=256, tie_word_embeddings=tied)[0]
+    tokens = np.arange(1, 13).reshape(2, 6)
+    logits = []
+    for device in ("cpu", "cuda"):
+        model = engine.load(folder, device=device, dtype="float16", quantization=name)
+        logits.append(model.step(tokens, model.new_cache(2, 8)))
+        assert logits[-1].dtype == np.float32
+    assert model.decoder.weights["lm_head"].format.name == output
+    assert model.decoder.weights["embed"].format.is_dense
+    assert np.abs(logits[0] - logits[1]).max() < 0.02 * np.abs(logits[0]).max()
+
+
 def test_a_shard_is_rounded_by_itself(folder):
     config, form = load_config(folder), FORMATS["int8"]
     shard = Shard(1, 2)
