@@ -139,6 +139,7 @@ def load_weights(
     loader = _Loader(checkpoint, config, arrays, device, dtype)
     weights = {name: Weight.dense(array) for name, array in arrays.items()}
     shapes = weight_shapes(config, shard)
+    rounded = partial(_rounded, has_all_kernels=_has_all_kernels(device, dtype))
     works = list(_slabs(placements, config.head_dim))
     with _progress_bar(works, dtype, progress) as advance, ThreadPoolExecutor(_workers()) as pool:
         run = partial(_run_all, pool, loader, advance)
@@ -152,17 +153,13 @@ def load_weights(
             else:
                 arrays[name] = _empty(device, name, shapes[name], dtype, config, shard)
                 run(own)
-                weights[name] = _rounded(
-                    arrays.pop(name),
-                    formats[name],
-                    has_all_kernels=_has_all_kernels(device, dtype),
-                )
+                weights[name] = rounded(arrays.pop(name), formats[name])
     if config.tie_word_embeddings and "lm_head" in formats:  # embed is looked up in, as numbers
         tied = [place for place in placements if place.target.kind == "embed"]
         if quantization is None:
             weights["lm_head"] = loader.stored_weight(tied, shapes["embed"])
         else:
-            weights["lm_head"] = _rounded(arrays["embed"], formats["lm_head"])
+            weights["lm_head"] = rounded(arrays["embed"], formats["lm_head"])
     return _finished(config, weights, shard)
 
 
