@@ -4,7 +4,7 @@
 //
 // A token whose slot is outside [0, P * block_size) is not stored. Arguments: KvStoreParams, below.
 //
-// Numerics: a copy, or e4m3 codes of value / scale (common/page_codes.cuh).
+// Numerics: a copy, or codes of value / scale (common/page_codes.cuh).
 // Parallelisation: one thread per kWidth features; blockIdx.x is the token, blockIdx.y walks the
 // features of its k, then of its v.
 // Mirror: engine/reference/kv_store.py

@@ -6,7 +6,7 @@
 // QkNormRopeStoreParams, below.
 //
 // Numerics: float; rounded after the norm and after the rotation, where the three ops round; then,
-// with PAGE_CODES, to e4m3 codes (common/page_codes.cuh).
+// with PAGE_CODES, to codes of a byte (common/page_codes.cuh).
 // Parallelisation: in the vector kernels a thread holds two 16-byte vectors of a head, the two that
 // the rotation pairs up: D / 2 / kVec neighbouring lanes hold a head and sum its squares by
 // shuffles. A thread takes the same vectors of up to kHeads heads at once, for one piece of the

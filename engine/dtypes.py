@@ -5,6 +5,7 @@ bfloat16 is `ml_dtypes.bfloat16` everywhere: NumPy and CuPy (>= 14) take it as a
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
@@ -15,9 +16,9 @@ from engine.errors import DTypeError
 
 __all__ = [
     "BFLOAT16",
-    "E4M3_MAX",
     "FLOAT_NAMES",
-    "PAGE_FP8",
+    "PAGE_CODES",
+    "PageCodes",
     "dtype_name",
     "itemsize",
     "np_dtype",
@@ -32,11 +33,40 @@ _BY_NAME: dict[str, np.dtype[Any]] = {
     "bfloat16": BFLOAT16,
 }
 
-PAGE_FP8 = "fp8"
-"""Name of the dtype of pages that hold e4m3 codes."""
 
-E4M3_MAX = 448.0
-"""Largest finite e4m3 value."""
+@dataclass(frozen=True)
+class PageCodes:
+    """Pages of one-byte codes, which stand for code * scale; the scale is that of the head.
+
+    Attributes
+    ----------
+    name : str
+        What `kv_cache_dtype` calls them.
+    dtype : np.dtype
+        Dtype of their arrays, which tells kernels and mirrors what they hold. CuPy has no fp8.
+    largest : float
+        The largest number of a code. Larger ones saturate.
+    poison : int
+        A code that no finite number has, for blocks that must not be read.
+    macro : int
+        PAGE_CODES of the CUDA sources.
+    """
+
+    name: str
+    dtype: np.dtype[Any]
+    largest: float
+    poison: int
+    macro: int
+
+
+PAGE_CODES: dict[str, PageCodes] = {
+    codes.name: codes
+    for codes in (
+        PageCodes("fp8", np.dtype(np.uint8), largest=448.0, poison=0x7F, macro=1),  # e4m3; NaN
+        PageCodes("int8", np.dtype(np.int8), largest=127.0, poison=-128, macro=2),
+    )
+}
+"""The codes that pages may hold, by name."""
 
 FLOAT_NAMES: tuple[str, ...] = tuple(_BY_NAME)
 
@@ -62,14 +92,14 @@ def np_dtype(name: str) -> np.dtype[Any]:
 
 
 def page_dtype(name: str) -> np.dtype[Any]:
-    """Return the dtype of the arrays of pages called `name`: as `np_dtype`, or "fp8".
+    """Return the dtype of the arrays of pages called `name`: as `np_dtype`, or of PAGE_CODES.
 
     Examples
     --------
     >>> page_dtype("fp8")
     dtype('uint8')
     """
-    return np.dtype(np.uint8) if name == PAGE_FP8 else np_dtype(name)
+    return PAGE_CODES[name].dtype if name in PAGE_CODES else np_dtype(name)
 
 
 def dtype_name(dtype: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from engine import env
@@ -99,7 +99,7 @@ class EngineConfig:
     max_num_batched_tokens : int, optional
         Token budget of one step; 8192 on CUDA, 512 on the CPU.
     kv_cache_dtype : str
-        "auto": pages of the activations' dtype; "fp8": of e4m3 codes, which take half as much
+        "auto": pages of the activations' dtype; "fp8" (e4m3) or "int8": of codes, half as much
         memory as 16 bits, with a scale for each layer and key/value head (`Model.set_kv_scales`).
     block_size : int
         Tokens per KV block: 16, 32, 64 or 128.
@@ -361,6 +361,10 @@ class ResolvedConfig:
     is_debug: bool
     cuda_graphs: bool
     reasons: Mapping[str, str] = field(default_factory=dict)
+
+    def with_reason(self, name: str, reason: str) -> ResolvedConfig:
+        """Return the same with one more reason; itself if that is ""."""
+        return replace(self, reasons={**self.reasons, name: reason}) if reason else self
 
 
 def activation_bytes(model: ModelConfig, dtype: str, num_tokens: int, num_rows: int) -> int:

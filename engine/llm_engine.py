@@ -78,7 +78,7 @@ class LLMEngine:
             model, self.tokenizer, max_model_len=limits.max_model_len, seed=config.seed
         )
         self._texts = token_texts(self.tokenizer)
-        model.prepare_pages(config.geometry.dtype)
+        config = config.with_reason("kv_scales", model.prepare_pages(config.geometry.dtype))
         self._pool = MemoryPool(model.device)
         self.kv_cache = KVCache(config.geometry, limits.num_blocks, self._pool)
         self._swap = (

@@ -17,26 +17,26 @@ from typing import Any, Literal
 
 import numpy as np
 
+from engine import page_calibration
 from engine.cache.array_cache import Cache
-from engine.cache.kv_cache import KVGeometry, kv_dtype
+from engine.cache.kv_cache import KVGeometry, code_name, kv_dtype
 from engine.checks import is_integer, shown
 from engine.config import ModelConfig
-from engine.device import Device, cupy, resolve_device, to_numpy
-from engine.dtypes import E4M3_MAX, PAGE_FP8
+from engine.device import Device, cupy, resolve_device
+from engine.dtypes import PAGE_CODES
 from engine.errors import ConfigError, RequestError, unknown_keyword
 from engine.layers.batch import ForwardBatch
 from engine.layers.token_ids import checked_token_ids
 from engine.loading.download import ModelSource, resolve_model
 from engine.loading.gguf import GgufFile
 from engine.loading.hf_config import generation_config
-from engine.loading.kv_scales import read_kv_scales
 from engine.loading.load_config import LoadConfig, resolve_load_config
 from engine.loading.mlp_padding import pad_mlps
 from engine.loading.model_config import load_config
 from engine.loading.weights import dummy_weights, load_weights
 from engine.model_files import is_present
 from engine.models.decoder import Decoder, Pages
-from engine.models.kernel_set import prepare_fp8_pages, prepare_kernels
+from engine.models.kernel_set import prepare_code_pages, prepare_kernels
 from engine.quantization import FORMATS
 from engine.text.tokenizer import Tokenizer, load_tokenizer
 from engine.trace import Trace, trace_decoder
@@ -186,9 +186,7 @@ def _load(
         prepare_kernels(config, dtype, device, formats=formats, progress=progress)
     made = Model(decoder, options, source)
     if options.load_format != "dummy" and source is not None:
-        scales = read_kv_scales(source.path, config)
-        if scales is not None:
-            made.set_kv_scales(scales)
+        page_calibration.take_checkpoint_scales(decoder.kv_scales, source.path, config)
     return made
 
 
@@ -289,14 +287,21 @@ class Model:
     @property
     def kv_scales(self) -> np.ndarray[Any, np.dtype[np.float32]]:
         """Scales of keys and values in pages of e4m3 codes, (num_layers, 2, K), on the host."""
-        return to_numpy(self.decoder.kv_scales)
+        return self.kv_scales_of("fp8")
 
-    def set_kv_scales(self, scales: Any) -> None:
-        """Set `kv_scales`; see `Decoder.set_kv_scales`. Caches filled before become invalid."""
-        self.decoder.set_kv_scales(scales)
+    def kv_scales_of(self, kv_cache_dtype: str) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """Return the scales of pages of "fp8" or "int8", (num_layers, 2, K), on the host."""
+        return self.decoder.kv_scales.on_host(code_name(kv_cache_dtype))
+
+    def set_kv_scales(self, scales: Any, kv_cache_dtype: str = "fp8") -> None:
+        """Set the scales of "fp8" or "int8" pages; those of the other get the same largest numbers.
+
+        See `PageScales.set`. Caches filled before become invalid.
+        """
+        self.decoder.kv_scales.set(scales, code_name(kv_cache_dtype), "set by set_kv_scales")
 
     def calibrate_kv_scales(self, token_ids: Sequence[Sequence[int]]) -> None:
-        """Choose `kv_scales` by the largest key and value of each head over some sequences.
+        """Choose the scales by the largest key and value of each head over some sequences.
 
         Parameters
         ----------
@@ -310,24 +315,24 @@ class Model:
 
         Notes
         -----
-        A scale is the largest magnitude / 448, the largest e4m3 value; 1 where all are zero.
-        Larger keys and values that come later saturate.
+        A scale is the largest magnitude / 448, the largest e4m3 value, or 127, that of int8; 1
+        where all are zero. Larger keys and values that come later saturate.
         """
-        if not len(token_ids):
-            raise RequestError("token_ids must hold at least one sequence; got none")
-        peaks = np.zeros(self.kv_scales.shape, np.float32)
-        for ids in token_ids:
-            cache = self.new_cache(1, max(1, len(ids)))
-            self.step([ids], cache)
-            np.maximum(peaks, cache.peaks(), out=peaks)
-            cache.close()
-        self.set_kv_scales(np.where(peaks > 0, peaks / np.float32(E4M3_MAX), np.float32(1)))
+        found = page_calibration.peaks(self, token_ids)
+        for codes in PAGE_CODES:
+            self.decoder.kv_scales.set_peaks(found, codes, "set by calibrate_kv_scales")
 
-    def prepare_pages(self, dtype: str) -> None:
-        """Load the kernels for pages of `dtype` that are not those of the model itself."""
-        if dtype == PAGE_FP8 and self.device.is_cuda:
+    def prepare_pages(self, dtype: str) -> str:
+        """Load the kernels for pages of codes, and measure "int8"'s scales if it has none.
+
+        Returns where the scales come from; "" for pages of the model's own dtype.
+        """
+        if dtype not in PAGE_CODES:
+            return ""
+        if self.device.is_cuda:
             progress = sys.stderr.isatty()
-            prepare_fp8_pages(self.config, self.dtype, self.device, progress=progress)
+            prepare_code_pages(self.config, self.dtype, dtype, self.device, progress=progress)
+        return page_calibration.ensure_scales(self, self.decoder.kv_scales, dtype)
 
     def uses_long_rope(self, num_tokens: int) -> bool:
         """Tell whether a sequence of up to `num_tokens` tokens takes longrope's long factors."""
@@ -353,7 +358,7 @@ class Model:
         block_size : int
             Tokens per page: 16, 32, 64 or 128.
         kv_cache_dtype : str
-            "auto": pages of the model's dtype; "fp8": of e4m3 codes, with `kv_scales`.
+            "auto": pages of the model's dtype; "fp8" or "int8": of codes (`prepare_pages`).
 
         Raises
         ------

@@ -8,7 +8,7 @@
 // Numerics: scores, softmax and sums in float; P, relative to its own tile's maximum (exponentiate
 // in consumer_sm90.cuh), is rounded to scalar_t before P V; partials are weighted by 2^(base -
 // largest base), in the order of the keys, whichever CTA combines them.
-// With PAGE_CODES the pages hold e4m3 codes: codes_sm90.cuh.
+// With PAGE_CODES the pages hold codes of a byte: codes_sm90.cuh.
 // Parallelisation: one or two CTAs per SM, each a producer warp, kConsumerWarps consumer warps and,
 // with NEW_TOKEN and two CTAs per SM, three new-token warps that compute the rows of new tokens one
 // work tile ahead. scheduler_sm90.cuh says who works on which keys. For few sequences the CTAs of a

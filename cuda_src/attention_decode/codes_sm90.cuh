@@ -1,4 +1,4 @@
-// Pages of e4m3 codes in attention_decode_sm90: codes become halves in registers, exactly, and are
+// Pages of codes in attention_decode_sm90: they become halves in registers, exactly, and are
 // multiplied by halves. The scale of the keys is in the scores' factor, that of the values in the
 // results'; P is rounded to half.
 //
@@ -29,14 +29,6 @@ using prob_t = scalar_t;
 __device__ __forceinline__ int code_row(int column) {
   if constexpr (!kHasCodes || (kSwizzled && kHeadDim == 64)) return column;
   return column / 8 * 8 + column % 8 / 2 + column % 2 * 4;
-}
-
-// Four codes as halves: of the lower two bytes, and of the upper two.
-__device__ __forceinline__ void codes_to_halves(uint32_t codes, uint32_t& low, uint32_t& high) {
-  asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\n"
-      "cvt.rn.f16x2.e4m3x2 %0, l;\ncvt.rn.f16x2.e4m3x2 %1, h;\n}"
-      : "=r"(low), "=r"(high)
-      : "r"(codes));
 }
 
 __device__ __forceinline__ Vec<uint32_t, 4> ld_shared_word(unsigned from) {
@@ -137,8 +129,7 @@ __device__ __forceinline__ void multiply_pv_codes(float (&o)[kSlice / 8][4], uns
       for (int half = 0; half < 2; ++half) {
         uint32_t even[2], odd[2];
 #pragma unroll
-        for (int i = 0; i < 2; ++i)
-          codes_to_halves(__byte_perm(v[2 * half + i], 0, 0x3120), even[i], odd[i]);
+        for (int i = 0; i < 2; ++i) codes_to_even_odd(v[2 * half + i], even[i], odd[i]);
         mma_m16n8k16<__half>(o[2 * d], frag_p[half], even);
         mma_m16n8k16<__half>(o[2 * d + 1], frag_p[half], odd);
       }

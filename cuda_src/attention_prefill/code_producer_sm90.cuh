@@ -1,5 +1,5 @@
-// The producer warps of attention_prefill_sm90 for pages of e4m3 codes: as before one takes work
-// tiles and loads their Q; one loads the codes of K and V, and two make scalar_t of them, exactly,
+// The producer warps of attention_prefill_sm90 for pages of codes: as before one takes work tiles
+// and loads their Q; one loads the codes of K and V, and two make scalar_t of them, exactly,
 // in the stages that the consumers read. The scale of the keys is in the scores' factor, that of
 // the values in the results'.
 #pragma once
@@ -11,22 +11,6 @@
 __device__ __forceinline__ unsigned code_offset(int row, int word) {
   if constexpr (kHeadDim == 64) return row * 64 + (word ^ row / 2 % 4) * 16;
   return row * 128 + (word ^ row % 8) * 16;
-}
-
-// Four codes as two registers of scalar_t.
-__device__ __forceinline__ void codes_to_registers(unsigned codes, unsigned& low, unsigned& high) {
-  asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\n"
-      "cvt.rn.f16x2.e4m3x2 %0, l;\ncvt.rn.f16x2.e4m3x2 %1, h;\n}"
-      : "=r"(low), "=r"(high)
-      : "r"(codes));
-#if ENGINE_DTYPE == 2
-  const auto widened = [](unsigned pair) {
-    const float2 x = __half22float2(*reinterpret_cast<const __half2*>(&pair));
-    return pack2<scalar_t>(x.x, x.y);
-  };
-  low = widened(low);
-  high = widened(high);
-#endif
 }
 
 struct CodeProducer : Producer {

@@ -1,5 +1,6 @@
-// What pages of keys and values hold: scalar_t or, with PAGE_CODES, e4m3 codes of one byte with a
-// float scale for each key/value head: value = code * scale.
+// What pages of keys and values hold: scalar_t or, with PAGE_CODES, codes of one byte with a float
+// scale for each key/value head: value = code * scale. PAGE_CODES = 1: e4m3; 2: whole numbers from
+// -127 to 127. Everything that depends on which of them is here.
 #pragma once
 
 #include "common/types.cuh"
@@ -10,20 +11,94 @@
 
 constexpr bool kHasCodes = PAGE_CODES;
 
-#if PAGE_CODES
-#include <cuda_fp8.h>
-using page_t = unsigned char;
+#if PAGE_CODES == 2
+// A half with bits 0x6400 + u is 1024 + u. u = code + 128 is a byte.
+__device__ __forceinline__ uint32_t half2_less_1152(uint32_t pair) {
+  const __half2 bias = __half2half2(__ushort_as_half(0x6480));
+  const __half2 x = __hsub2(*reinterpret_cast<const __half2*>(&pair), bias);
+  return *reinterpret_cast<const uint32_t*>(&x);
+}
 
-// x / scale, saturated and rounded to nearest even; NaN stays NaN.
+// Four codes as halves, exactly: of the lower two bytes, and of the upper two.
+__device__ __forceinline__ void codes_to_halves(uint32_t codes, uint32_t& low, uint32_t& high) {
+  const uint32_t bytes = codes ^ 0x80808080u;
+  low = half2_less_1152(__byte_perm(bytes, 0x64646464u, 0x4140));
+  high = half2_less_1152(__byte_perm(bytes, 0x64646464u, 0x4342));
+}
+
+// The same of bytes 0 and 2, and of bytes 1 and 3.
+__device__ __forceinline__ void codes_to_even_odd(uint32_t codes, uint32_t& even, uint32_t& odd) {
+  const uint32_t bytes = codes ^ 0x80808080u;
+  even = half2_less_1152(__byte_perm(bytes, 0x64646464u, 0x4240));
+  odd = half2_less_1152(__byte_perm(bytes, 0x64646464u, 0x4341));
+}
+
+// Two codes, in bytes 0 and 2 of `pair`, as bfloat16. With the lower 7 bits u of a code, 0x4300 + u
+// is 128 + u; the code is that less 128 or, if it is negative, less 256, which is 0x4380.
+__device__ __forceinline__ uint32_t codes_to_bfloat162(uint32_t pair) {
+  const uint32_t biased = (pair & 0x007f007fu) | 0x43004300u;
+  const uint32_t bias = (pair & 0x00800080u) | 0x43004300u;
+  const __nv_bfloat162 x = __hsub2(*reinterpret_cast<const __nv_bfloat162*>(&biased),
+                                   *reinterpret_cast<const __nv_bfloat162*>(&bias));
+  return *reinterpret_cast<const uint32_t*>(&x);
+}
+
+// Four codes as two registers of scalar_t, a type of 16 bits.
+__device__ __forceinline__ void codes_to_registers(uint32_t codes, uint32_t& low, uint32_t& high) {
+#if ENGINE_DTYPE == 2
+  low = codes_to_bfloat162(__byte_perm(codes, 0, 0x4140));
+  high = codes_to_bfloat162(__byte_perm(codes, 0, 0x4342));
+#else
+  codes_to_halves(codes, low, high);
+#endif
+}
+#else  // also where pages have no codes: not called
+// Four codes as halves, exactly: of the lower two bytes, and of the upper two.
+__device__ __forceinline__ void codes_to_halves(uint32_t codes, uint32_t& low, uint32_t& high) {
+  asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, l;\ncvt.rn.f16x2.e4m3x2 %1, h;\n}"
+      : "=r"(low), "=r"(high)
+      : "r"(codes));
+}
+
+// The same of bytes 0 and 2, and of bytes 1 and 3.
+__device__ __forceinline__ void codes_to_even_odd(uint32_t codes, uint32_t& even, uint32_t& odd) {
+  codes_to_halves(__byte_perm(codes, 0, 0x3120), even, odd);
+}
+
+// Four codes as two registers of scalar_t, a type of 16 bits.
+__device__ __forceinline__ void codes_to_registers(uint32_t codes, uint32_t& low, uint32_t& high) {
+  codes_to_halves(codes, low, high);
+#if ENGINE_DTYPE == 2
+  const auto widened = [](uint32_t pair) {
+    const float2 x = __half22float2(*reinterpret_cast<const __half2*>(&pair));
+    return pack2<scalar_t>(x.x, x.y);
+  };
+  low = widened(low);
+  high = widened(high);
+#endif
+}
+#endif
+
+#if PAGE_CODES
+#include "common/codes.cuh"
+using page_t = unsigned char;
+#if PAGE_CODES == 1
+using PageCodes = E4m3;
+#else
+using PageCodes = Int8;
+#endif
+
+// x / scale, saturated and rounded to nearest even; NaN stays NaN, or is 0 of whole numbers.
 template <int N>
 __device__ __forceinline__ Vec<page_t, N> to_page(const float* x, float scale) {
   Vec<page_t, N> codes;
 #pragma unroll
-  for (int i = 0; i < N; ++i)
-    codes.v[i] = __nv_cvt_float_to_fp8(__fdiv_rn(x[i], scale), __NV_SATFINITE, __NV_E4M3);
+  for (int i = 0; i < N; ++i) codes.v[i] = PageCodes::one(__fdiv_rn(x[i], scale));
   return codes;
 }
 
+#if PAGE_CODES == 1
 // Two codes as halves, the lower byte first: exact.
 __device__ __forceinline__ __half2 codes_to_half2(unsigned short codes) {
   return __half2(__nv_cvt_fp8x2_to_halfraw2(codes, __NV_E4M3));
@@ -45,6 +120,28 @@ __device__ __forceinline__ Vec<scalar_t, N> codes_to_scalars(const Vec<page_t, N
   }
   return x;
 }
+#else
+// Codes as scalar_t, without their scale: exact.
+template <int N>
+__device__ __forceinline__ Vec<scalar_t, N> codes_to_scalars(const Vec<page_t, N>& codes) {
+  Vec<scalar_t, N> x;
+  if constexpr (sizeof(scalar_t) == 2 && N % 4 == 0) {
+    uint32_t pairs[N / 2];
+#pragma unroll
+    for (int i = 0; i < N / 4; ++i) {
+      const page_t* const v = codes.v + 4 * i;
+      const uint32_t word = v[0] | v[1] << 8 | v[2] << 16 | static_cast<uint32_t>(v[3]) << 24;
+      codes_to_registers(word, pairs[2 * i], pairs[2 * i + 1]);
+    }
+    x = *reinterpret_cast<const Vec<scalar_t, N>*>(pairs);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+      x.v[i] = from_float<scalar_t>(static_cast<float>(static_cast<signed char>(codes.v[i])));
+  }
+  return x;
+}
+#endif
 #else
 using page_t = scalar_t;
 

@@ -22,6 +22,7 @@ __all__ = [
     "KVCache",
     "KVGeometry",
     "MemoryBudget",
+    "code_name",
     "kv_dtype",
     "plan_num_blocks",
 ]
@@ -29,10 +30,8 @@ __all__ = [
 BLOCK_SIZES = (16, 32, 64, 128)
 """Allowed numbers of tokens per block."""
 
-KV_CACHE_DTYPES = ("auto", dtypes.PAGE_FP8)
+KV_CACHE_DTYPES = ("auto", *dtypes.PAGE_CODES)
 """What `kv_cache_dtype` may be."""
-
-_NAN_CODE = 0x7F  # of e4m3
 
 
 def _is_block_size(value: object) -> bool:
@@ -58,9 +57,28 @@ def kv_dtype(kv_cache_dtype: str, dtype: str) -> str:
     return dtype if kv_cache_dtype == "auto" else kv_cache_dtype
 
 
+def code_name(kv_cache_dtype: str) -> str:
+    """Return `kv_cache_dtype`, checked to be one of pages of codes.
+
+    Raises
+    ------
+    ConfigError
+        If it is none.
+
+    Examples
+    --------
+    >>> code_name("int8")
+    'int8'
+    """
+    if not isinstance(kv_cache_dtype, str) or kv_cache_dtype not in dtypes.PAGE_CODES:
+        wanted = " or ".join(map(repr, dtypes.PAGE_CODES))
+        raise ConfigError(f"kv_cache_dtype must be {wanted}; got {shown(kv_cache_dtype)}")
+    return kv_cache_dtype
+
+
 @dataclass(frozen=True)
 class KVGeometry:
-    """Shape and dtype of one block. The dtype may be "fp8": e4m3 codes, in arrays of uint8.
+    """Shape and dtype of one block. The dtype may be a name of PAGE_CODES.
 
     Examples
     --------
@@ -156,10 +174,13 @@ class KVCache:
         return self.slab.reshape(-1, *self.slab.shape[2:])
 
     def poison(self, blocks: Sequence[int]) -> None:
-        """Fill `blocks` with NaN, so that reading a freed block shows (debug mode)."""
+        """Fill `blocks` with NaN, so that reading a freed block shows (debug mode).
+
+        Among whole numbers, which have no NaN, with one that nothing else has.
+        """
         if blocks:
-            is_fp8 = self.geometry.dtype == dtypes.PAGE_FP8
-            value = _NAN_CODE if is_fp8 else math.nan
+            codes = dtypes.PAGE_CODES.get(self.geometry.dtype)
+            value = codes.poison if codes else math.nan
             self.flat_pages[:, self.device.xp.asarray(blocks)] = value
 
     def check_blocks(self, blocks: Sequence[int], what: str = "block table") -> None:
@@ -311,7 +332,7 @@ def _does_not_fit(
     if geometry.dtype == "float32" and saved >= lacking:
         cures.append('dtype="bfloat16", which halves weights and cache')
     halved = wanted * geometry.bytes_per_block / 2
-    if geometry.dtype not in ("float32", dtypes.PAGE_FP8) and halved <= budget.left:
+    if geometry.dtype not in ("float32", *dtypes.PAGE_CODES) and halved <= budget.left:
         cures.append('kv_cache_dtype="fp8", which halves the cache')
     cures.append(f"free {format_bytes(lacking)} elsewhere")
     return OutOfMemoryError(

@@ -12,7 +12,7 @@ from engine.dtypes import itemsize
 from engine.errors import ShapeError
 from engine.kernels._contract import FLOAT32, INT32, Contract
 from engine.kernels._module import ModuleSpec
-from engine.kernels._page_scales import CODES, checked_scales, page_dtypes
+from engine.kernels._page_scales import checked_scales, codes_of, page_dtypes
 
 __all__ = [
     "BLOCK_SIZES",
@@ -110,9 +110,9 @@ class Pages:
         return found
 
     @property
-    def has_codes(self) -> bool:
-        """Whether the pages hold e4m3 codes."""
-        return bool(self.k.dtype == CODES)
+    def codes(self) -> str:
+        """Which codes the pages hold, a name of PAGE_CODES; "": none."""
+        return codes_of(self.k.dtype)
 
     @property
     def scales(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Pages of 8 bits: which dtypes pages may have, and the check of their scales."""
+"""Pages of 8 bits: which codes pages may hold, and the check of their scales."""
 
 from __future__ import annotations
 
@@ -6,23 +6,48 @@ from typing import Any
 
 import numpy as np
 
-from engine.kernels._contract import FLOAT32, Contract
+from engine.dtypes import PAGE_CODES
+from engine.kernels._contract import FLOAT32, FLOATS, Contract
 from engine.kernels._module import ModuleSpec
 
-__all__ = ["CODES", "checked_scales", "copy_spec", "page_dtypes"]
+__all__ = ["ANY_PAGES", "checked_scales", "code_macros", "codes_of", "copy_spec", "page_dtypes"]
 
-CODES: np.dtype[Any] = np.dtype(np.uint8)
-"""Dtype of pages that hold e4m3 codes, on both array modules: CuPy has no fp8 dtype."""
+_NAMES = {codes.dtype: name for name, codes in PAGE_CODES.items()}
+
+ANY_PAGES: tuple[np.dtype[Any], ...] = (*FLOATS, *_NAMES)
+"""Dtypes of pages."""
+
+
+def codes_of(dtype: np.dtype[Any]) -> str:
+    """Return which codes pages of `dtype` hold, a name of PAGE_CODES; "": none.
+
+    Examples
+    --------
+    >>> codes_of(np.dtype(np.uint8)), codes_of(np.dtype(np.int8)), codes_of(np.dtype(np.float16))
+    ('fp8', 'int8', '')
+    """
+    return _NAMES.get(dtype, "")
 
 
 def page_dtypes(dtype: np.dtype[Any]) -> tuple[np.dtype[Any], ...]:
     """Return the dtypes that pages of keys and values of `dtype` may have."""
-    return (dtype, CODES)
+    return (dtype, *_NAMES)
 
 
-def copy_spec(file: str, dtype: str) -> ModuleSpec:
-    """Return the module that copies pages of `dtype`, which may be "uint8"."""
-    if dtype == str(CODES):
+def code_macros(page_codes: str) -> dict[str, int]:
+    """Return the macros of a module for pages of these codes; none for "".
+
+    Examples
+    --------
+    >>> code_macros("int8"), code_macros("")
+    ({'PAGE_CODES': 2}, {})
+    """
+    return {"PAGE_CODES": PAGE_CODES[page_codes].macro} if page_codes else {}
+
+
+def copy_spec(file: str, dtype: str, page_codes: str) -> ModuleSpec:
+    """Return the module that copies pages of `dtype`, or of codes: bytes, whatever they are."""
+    if page_codes:
         return ModuleSpec(file, "float16", (("PAGE_CODES", 1),))
     return ModuleSpec(file, dtype)
 
@@ -34,10 +59,11 @@ def checked_scales(call: Contract, pages: Any, k_scale: Any, v_scale: Any) -> di
     """
     scales = {"k_scale": k_scale, "v_scale": v_scale}
     for name, scale in scales.items():
-        if pages.dtype != CODES:
+        if not codes_of(pages.dtype):
             call.check(name, scale is None, f"None with pages of {pages.dtype}", scale)
             continue
-        call.check(name, scale is not None, "an array (K,) with pages of uint8 codes", None)
+        wanted = f"an array (K,) with pages of {pages.dtype} codes"
+        call.check(name, scale is not None, wanted, None)
         scales[name] = call.array(name, scale, "K", FLOAT32)
         if call.on_cpu:
             is_usable = np.isfinite(scales[name]) & (scales[name] > 0)

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from engine import reference
-from engine.kernels._contract import FLOATS, INT32, Contract
+from engine.kernels._contract import INT32, Contract
 from engine.kernels._elementwise import MAX_GRID_Y, VECTOR_BYTES, vector_width
 from engine.kernels._launch import Kernel
 from engine.kernels._module import ModuleSpec
-from engine.kernels._page_scales import CODES, copy_spec
+from engine.kernels._page_scales import ANY_PAGES, codes_of, copy_spec
 
 __all__ = ["kv_copy", "specs"]
 
@@ -22,9 +22,9 @@ _VECTOR = Kernel("kv_copy_vector", _PARAMS)
 _SCALAR = Kernel("kv_copy_scalar", _PARAMS)
 
 
-def specs(dtype: str, *, has_codes: bool = False, **_: Any) -> tuple[ModuleSpec, ...]:
-    """Return the modules that the op may launch for `dtype`; `has_codes`: for pages of codes."""
-    return (copy_spec("kv_copy.cu", "uint8" if has_codes else dtype),)
+def specs(dtype: str, *, page_codes: str = "", **_: Any) -> tuple[ModuleSpec, ...]:
+    """Return the modules that the op may launch for `dtype`; or for pages of codes."""
+    return (copy_spec("kv_copy.cu", dtype, page_codes),)
 
 
 def kv_copy(pages: Any, block_pairs: Any) -> None:
@@ -32,7 +32,7 @@ def kv_copy(pages: Any, block_pairs: Any) -> None:
 
     Parameters
     ----------
-    pages : (..., P, K, block_size, D) array of float32, float16, bfloat16 or uint8, C-contiguous
+    pages : (..., P, K, block_size, D) array of a float dtype, uint8 or int8, C-contiguous
         Written in place. Leading axes (layers, K and V) are slabs that share block ids.
     block_pairs : (n, 2) array of int32
         Rows (source, destination). A destination occurs once and is no source: blocks are copied
@@ -53,7 +53,7 @@ def kv_copy(pages: Any, block_pairs: Any) -> None:
     array([2., 1., 2.], dtype=float32)
     """
     call = Contract("kv_copy")
-    pages = call.written("pages", pages, "* P K block_size D", (*FLOATS, CODES))
+    pages = call.written("pages", pages, "* P K block_size D", ANY_PAGES)
     block_pairs = call.array("block_pairs", block_pairs, "n 2", INT32)
     if call.on_cpu:
         _check_pairs(call, block_pairs)
@@ -63,7 +63,7 @@ def kv_copy(pages: Any, block_pairs: Any) -> None:
     block_elements = math.prod(pages.shape[-3:])
     fits = block_elements % vector_width(pages) == 0 and pages.data.ptr % VECTOR_BYTES == 0
     (_VECTOR if fits else _SCALAR).launch(
-        copy_spec("kv_copy.cu", str(pages.dtype)),
+        copy_spec("kv_copy.cu", str(pages.dtype), codes_of(pages.dtype)),
         (call["n"], min(num_slabs, MAX_GRID_Y)),
         (_THREADS,),
         pages=pages,

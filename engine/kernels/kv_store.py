@@ -10,7 +10,7 @@ from engine.kernels._contract import FLOATS, INT64, Contract
 from engine.kernels._elementwise import ROW_THREADS, element_strides, is_aligned, vector_width
 from engine.kernels._launch import Kernel, ceil_div
 from engine.kernels._module import ModuleSpec
-from engine.kernels._page_scales import CODES, checked_scales, page_dtypes
+from engine.kernels._page_scales import checked_scales, code_macros, codes_of, page_dtypes
 
 __all__ = ["kv_store", "specs"]
 
@@ -23,9 +23,9 @@ _VECTOR = Kernel("kv_store_vector", _PARAMS, struct="KvStoreParams")
 _SCALAR = Kernel("kv_store_scalar", _PARAMS, struct="KvStoreParams")
 
 
-def specs(dtype: str, *, has_codes: bool = False, **_: Any) -> tuple[ModuleSpec, ...]:
-    """Return the modules that the op may launch for `dtype`; `has_codes`: for pages of codes."""
-    return (ModuleSpec("kv_store.cu", dtype, (("PAGE_CODES", 1),) * has_codes),)
+def specs(dtype: str, *, page_codes: str = "", **_: Any) -> tuple[ModuleSpec, ...]:
+    """Return the modules that the op may launch for `dtype`; or for pages of codes."""
+    return (ModuleSpec("kv_store.cu", dtype, tuple(code_macros(page_codes).items())),)
 
 
 def kv_store(
@@ -44,14 +44,14 @@ def kv_store(
     ----------
     k, v : (T, K, D) array of float32, float16 or bfloat16
         Any token and head strides (views into the fused qkv rows).
-    k_pages, v_pages : (P, K, block_size, D) array of k's dtype or uint8, C-contiguous
-        Written in place. With uint8 they hold e4m3 codes.
+    k_pages, v_pages : (P, K, block_size, D) array of k's dtype, uint8 or int8, C-contiguous
+        Written in place. With uint8 they hold e4m3 codes, with int8 whole numbers.
     slot_mapping : (T,) array of int64
         ``block_id * block_size + offset`` of each token; -1 skips it. No slot twice: which
         token then wins is not defined.
     k_scale, v_scale : (K,) array of float32, optional
-        Of pages of uint8, positive and finite: a code is that of value / scale, saturated and
-        rounded to nearest even; NaN stays NaN.
+        Of pages of codes, positive and finite: a code is that of value / scale, rounded to nearest
+        even and saturated, at 448 or 127; NaN stays NaN in e4m3, and is 0 in int8.
 
     Raises
     ------
@@ -83,7 +83,7 @@ def kv_store(
     fits = call["D"] % vector_width(k) == 0 and is_aligned(k, v, k_pages, v_pages)
     items = 2 * call["K"] * (call["D"] // vector_width(k) if fits else call["D"])
     (_VECTOR if fits else _SCALAR).launch(
-        specs(dtype_name(k.dtype), has_codes=k_pages.dtype == CODES)[0],
+        specs(dtype_name(k.dtype), page_codes=codes_of(k_pages.dtype))[0],
         (call["T"], ceil_div(items, ROW_THREADS)),
         (ROW_THREADS,),
         k=k,

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from engine import reference
-from engine.kernels._contract import FLOATS, INT32, Contract
+from engine.kernels._contract import INT32, Contract
 from engine.kernels._elementwise import MAX_GRID_Y, element_strides, is_aligned, vector_width
 from engine.kernels._launch import Kernel
 from engine.kernels._module import ModuleSpec
-from engine.kernels._page_scales import CODES, copy_spec
+from engine.kernels._page_scales import ANY_PAGES, codes_of, copy_spec
 
 __all__ = ["kv_swap", "specs"]
 
@@ -31,9 +31,9 @@ _VECTOR = Kernel("kv_swap_vector", _PARAMS)
 _SCALAR = Kernel("kv_swap_scalar", _PARAMS)
 
 
-def specs(dtype: str, *, has_codes: bool = False, **_: Any) -> tuple[ModuleSpec, ...]:
-    """Return the modules that the op may launch for `dtype`; `has_codes`: for pages of codes."""
-    return (copy_spec("kv_swap.cu", "uint8" if has_codes else dtype),)
+def specs(dtype: str, *, page_codes: str = "", **_: Any) -> tuple[ModuleSpec, ...]:
+    """Return the modules that the op may launch for `dtype`; or for pages of codes."""
+    return (copy_spec("kv_swap.cu", dtype, page_codes),)
 
 
 def kv_swap(source: Any, target: Any, block_pairs: Any) -> None:
@@ -41,7 +41,7 @@ def kv_swap(source: Any, target: Any, block_pairs: Any) -> None:
 
     Parameters
     ----------
-    source : (S, P, K, block_size, D) array of float32, float16, bfloat16 or uint8
+    source : (S, P, K, block_size, D) array of float32, float16, bfloat16, uint8 or int8
         The first two axes may have any strides; each block is contiguous.
     target : (S, Q, K, block_size, D) array of source's dtype
         Written in place; likewise. Does not pdl `source`.
@@ -64,7 +64,7 @@ def kv_swap(source: Any, target: Any, block_pairs: Any) -> None:
     array([3., 1.], dtype=float32)
     """
     call = Contract("kv_swap")
-    source = call.array("source", source, "S P K block_size D", (*FLOATS, CODES), layout="any")
+    source = call.array("source", source, "S P K block_size D", ANY_PAGES, layout="any")
     target = call.written("target", target, "S Q K block_size D", source.dtype, layout="any")
     block_pairs = call.array("block_pairs", block_pairs, "n 2", INT32)
     for name, pages in (("source", source), ("target", target)):
@@ -77,7 +77,7 @@ def kv_swap(source: Any, target: Any, block_pairs: Any) -> None:
     fits = block_elements % vector_width(source) == 0 and is_aligned(_rows(source), _rows(target))
     source_strides, target_strides = element_strides(source), element_strides(target)
     (_VECTOR if fits else _SCALAR).launch(
-        copy_spec("kv_swap.cu", str(source.dtype)),
+        copy_spec("kv_swap.cu", str(source.dtype), codes_of(source.dtype)),
         (call["n"], min(call["S"], MAX_GRID_Y)),
         (_THREADS,),
         source=source,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 from engine import kernels
 from engine.device import array_module, empty_like
 from engine.errors import ContractError
-from engine.kernels._page_scales import CODES
+from engine.kernels._page_scales import codes_of
 from engine.layers.arrays import arrays_of
 from engine.layers.batch import ForwardBatch
 from engine.layers.linear import Linear
@@ -64,13 +64,13 @@ class Attention:
         with a weight (D,), else to all heads together.
     sinks : (H,) float32 array, optional
         One more logit of each head's softmax, without a value.
-    k_scale, v_scale : (K,) float32 array, optional
-        Of the key/value heads, for pages of codes.
+    kv_scales : mapping of str to (k_scale, v_scale), optional
+        For pages of codes, by their names: two (K,) float32 arrays of the key/value heads.
     """
 
     __slots__ = (
-        *("cos_sin", "k_norm", "k_scale", "norms_whole_rows", "o", "params", "q_norm", "qkv"),
-        *("sinks", "v_scale"),
+        *("cos_sin", "k_norm", "kv_scales", "norms_whole_rows", "o", "params", "q_norm", "qkv"),
+        "sinks",
     )
 
     def __init__(
@@ -82,8 +82,7 @@ class Attention:
         q_norm: Norm | None = None,
         k_norm: Norm | None = None,
         sinks: Any = None,
-        k_scale: Any = None,
-        v_scale: Any = None,
+        kv_scales: Mapping[str, tuple[Any, Any]] | None = None,
     ) -> None:
         self.params = params
         self.qkv = qkv
@@ -92,16 +91,17 @@ class Attention:
         self.q_norm = q_norm
         self.k_norm = k_norm
         self.sinks = sinks
-        self.k_scale = k_scale
-        self.v_scale = v_scale
+        self.kv_scales = dict(kv_scales or {})
         self.norms_whole_rows = q_norm is not None and q_norm.weight.shape[0] != params.head_dim
 
     def arrays(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, array) for every array it holds."""
         yield "cos_sin", self.cos_sin
-        for name in ("sinks", "k_scale", "v_scale"):
-            if getattr(self, name) is not None:
-                yield name, getattr(self, name)
+        if self.sinks is not None:
+            yield "sinks", self.sinks
+        for codes, scales in self.kv_scales.items():
+            for name, scale in zip("kv", scales, strict=True):
+                yield f"{codes}.{name}_scale", scale
         parts = {"qkv": self.qkv, "o": self.o, "q_norm": self.q_norm, "k_norm": self.k_norm}
         yield from arrays_of(parts)
 
@@ -173,9 +173,10 @@ class Attention:
 
     def _scales(self, pages: Any) -> dict[str, Any]:
         """Return the scales of the key/value heads, if the pages hold codes."""
-        if pages.dtype != CODES:
+        if not (codes := codes_of(pages.dtype)):
             return {}
-        return {"k_scale": self.k_scale, "v_scale": self.v_scale}
+        k_scale, v_scale = self.kv_scales[codes]
+        return {"k_scale": k_scale, "v_scale": v_scale}
 
     def _rule(self, pages: Any) -> dict[str, Any]:
         """Return the keywords of both kernels that say how scores are computed and summed."""

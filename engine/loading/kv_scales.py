@@ -1,4 +1,4 @@
-"""Scales of keys and values in a checkpoint, for pages of e4m3 codes."""
+"""Scales of keys and values in a checkpoint, for pages of codes."""
 
 from __future__ import annotations
 
@@ -39,13 +39,16 @@ def is_kv_scale(name: str) -> bool:
 
 def read_kv_scales(
     source: str | PathLike[str], config: ModelConfig
-) -> np.ndarray[Any, np.dtype[np.float32]] | None:
+) -> tuple[np.ndarray[Any, np.dtype[np.float32]], str] | None:
     """Read the scales of a folder in Hugging Face's layout.
 
     Returns
     -------
-    (num_layers, 2, K) array of float32, or None
-        1 where the checkpoint has none; None if it has none at all, or if they are not for e4m3.
+    scales : (num_layers, 2, K) array of float32
+        NaN where the checkpoint has none.
+    codes : str
+        What they are for: "fp8" or "int8". Instead of both None if there are no scales at all, or
+        they are for other codes, those with zero points among them.
 
     Raises
     ------
@@ -54,12 +57,12 @@ def read_kv_scales(
         key/value head, or belongs to a layer that the model does not have.
     """
     folder = Path(source)
-    if not folder.is_dir() or not _is_fp8(folder):
+    codes = _codes(folder) if folder.is_dir() else ""
+    if not codes:
         return None
     checkpoint = open_safetensors(folder)
     found = [(name, _NAME.fullmatch(name)) for name in checkpoint.names()]
-    scales = np.ones((config.num_layers, 2, config.num_kv_heads), np.float32)
-    is_any = False
+    scales = np.full((config.num_layers, 2, config.num_kv_heads), np.nan, np.float32)
     for name, match in found:
         if match is None or match["kind"] == "zero_point" or match["direct"] == "q":
             continue
@@ -70,8 +73,7 @@ def read_kv_scales(
         if layer < config.num_layers:
             rows = slice(0, 2) if kind == "kv" else "kv".index(kind)
             scales[layer, rows] = _checked(folder, name, checkpoint.view(name), config.num_kv_heads)
-            is_any = True
-    return scales if is_any else None
+    return None if np.isnan(scales).all() else (scales, codes)
 
 
 def _checked(folder: Path, name: str, value: Any, num_kv_heads: int) -> Any:
@@ -90,12 +92,15 @@ def _checked(folder: Path, name: str, value: Any, num_kv_heads: int) -> Any:
     return scale
 
 
-def _is_fp8(folder: Path) -> bool:
-    """Tell whether the folder's scheme for keys and values, if it states one, is e4m3."""
+def _codes(folder: Path) -> str:
+    """Return the codes of the folder's scheme for keys and values, e4m3 if it states none."""
     path = folder / "config.json"
     config = read_json(path) if is_present(path) else {}
     quantization = config.get("quantization_config") if isinstance(config, dict) else None
     scheme = quantization.get("kv_cache_scheme") if isinstance(quantization, dict) else None
     if not isinstance(scheme, dict):
-        return True
-    return (scheme.get("num_bits", 8), scheme.get("type", "float")) == (8, "float")
+        return "fp8"
+    kind = scheme.get("num_bits", 8), scheme.get("type", "float")
+    if kind == (8, "int"):
+        return "int8" if scheme.get("symmetric", True) is True else ""
+    return "fp8" if kind == (8, "float") else ""

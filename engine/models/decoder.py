@@ -15,7 +15,7 @@ import numpy as np
 from engine import kernels
 from engine.config import ModelConfig, RopeConfig
 from engine.device import array_module, to_numpy
-from engine.errors import ConfigError, OutOfMemoryError, WeightsError
+from engine.errors import OutOfMemoryError, WeightsError
 from engine.layers.arrays import arrays_of
 from engine.layers.attention import Attention, AttentionParams
 from engine.layers.batch import ForwardBatch
@@ -27,6 +27,7 @@ from engine.layers.norm import NoNorm, Norm
 from engine.layers.rotary import long_rope_offset, rope_table, table_shape
 from engine.models.layer_plans import LayerPlans
 from engine.models.moe_layer import build_moe
+from engine.models.page_scales import PageScales
 from engine.quantization import Weight
 
 __all__ = ["Decoder", "DecoderLayer", "rope_bytes"]
@@ -177,8 +178,8 @@ class Decoder:
     rope_tables : tuple of array
         (P, R) float32 tables: one for all layers, or one for full attention and one for windows;
         last one that rotates nothing, if there are layers without rope.
-    kv_scales : (num_layers, 2, K) array of float32
-        Scale of each layer's keys and values by head, for pages of codes; 1 until `set_kv_scales`.
+    kv_scales : PageScales
+        Scale of each layer's keys and values by head, for pages of codes.
     long_rope_offset : int
         First row of longrope's long factors in the table; 0 where there are none.
 
@@ -206,10 +207,7 @@ class Decoder:
         self.embed = Embedding(
             self._weight("embed"), config.embed_scale, rounds_scale=config.rounds_embed_scale
         )
-        # Rows are padded to whole 16-byte words: the layers of a plan must be aligned alike.
-        padded = -(-config.num_kv_heads // 4) * 4
-        scales = self.xp.ones((config.num_layers, 2, padded), np.float32)
-        self.kv_scales = scales[:, :, : config.num_kv_heads]
+        self.kv_scales = PageScales(self.xp, config.num_layers, config.num_kv_heads)
         self.layers = tuple(self._layer(index) for index in range(config.num_layers))
         self._run_layers = LayerPlans(
             self.layers, [_numbers(config, i) for i in range(len(self.layers))]
@@ -234,35 +232,6 @@ class Decoder:
         """Bytes of the rope tables."""
         return sum(int(table.nbytes) for table in self.rope_tables)
 
-    def set_kv_scales(self, scales: Any) -> None:
-        """Set the scales of keys and values, in place: captured graphs see them.
-
-        Parameters
-        ----------
-        scales : (num_layers, 2, K) array_like of float
-            On the host. Pages written before are not converted.
-
-        Raises
-        ------
-        ConfigError
-            Naming the layer of the first scale that is not positive and finite, or the shape.
-        """
-        given = np.asarray(scales)
-        if given.shape != self.kv_scales.shape or given.dtype.kind not in "fiu":
-            raise ConfigError(
-                f"kv_scales must be numbers of shape {self.kv_scales.shape} (layers, k and v, "
-                f"key/value heads); got {given.dtype} {given.shape}"
-            )
-        values = given.astype(np.float32)
-        bad = np.argwhere(~(np.isfinite(values) & (values > 0)))
-        if bad.size:
-            layer, which, head = (int(i) for i in bad[0])
-            raise ConfigError(
-                f"{'kv'[which]}_scale of layer {layer}, head {head} must be positive and finite; "
-                f"got {given[layer, which, head]!s}"
-            )
-        self.kv_scales[...] = self.xp.asarray(values)
-
     def forward(self, batch: ForwardBatch, kv_pages: Pages) -> Any:
         """Compute one step.
 
@@ -271,7 +240,7 @@ class Decoder:
         batch : ForwardBatch
             On the weights' device.
         kv_pages : sequence of (k_pages, v_pages)
-            Per layer (P, K, block_size, D), of the activations' dtype or uint8 codes; the new keys
+            Per layer (P, K, block_size, D), of the activations' dtype or codes; the new keys
             and values are written into them.
 
         Returns
@@ -434,7 +403,7 @@ class Decoder:
             self._norm(f"{name}.q_norm") if config.qk_norm else None,
             self._norm(f"{name}.k_norm") if config.qk_norm else None,
             self._weight(f"{name}.sinks").data if config.sinks else None,
-            *self.kv_scales[index],
+            self.kv_scales.of_layer(index),
         )
 
 

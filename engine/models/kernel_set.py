@@ -11,7 +11,7 @@ from engine.kernels import _module
 from engine.kernels._module import ModuleSpec
 from engine.quantization import Format
 
-__all__ = ["fp8_page_specs", "kernel_specs", "prepare_fp8_pages", "prepare_kernels"]
+__all__ = ["code_page_specs", "kernel_specs", "prepare_code_pages", "prepare_kernels"]
 
 _MOE_OPS = ("moe_combine", "moe_gemm", "moe_route")
 _PAGE_OPS = (
@@ -70,19 +70,19 @@ def kernel_specs(
     return list(dict.fromkeys(specs))
 
 
-def fp8_page_specs(config: ModelConfig, dtype: str) -> list[ModuleSpec]:
-    """Return the modules that read and write pages of e4m3 codes, beside those of `kernel_specs`.
+def code_page_specs(config: ModelConfig, dtype: str, codes: str) -> list[ModuleSpec]:
+    """Return the modules for pages of `codes`, beside those of `kernel_specs`.
 
     Examples
     --------
     >>> config = ModelConfig("llama", 64, 32, 1, 4, 2, 8, 48, 128)
-    >>> "kv_copy.cu" in {spec.file for spec in fp8_page_specs(config, "float16")}
+    >>> "kv_copy.cu" in {spec.file for spec in code_page_specs(config, "float16", "int8")}
     True
     """
     specs: list[ModuleSpec] = []
     for op in _PAGE_OPS:
         module = importlib.import_module(f"engine.kernels.{op}")
-        specs += module.specs(dtype, head_dim=config.head_dim, has_codes=True)
+        specs += module.specs(dtype, head_dim=config.head_dim, page_codes=codes)
     return list(dict.fromkeys(specs))
 
 
@@ -115,17 +115,17 @@ def prepare_kernels(
     _prepare(kernel_specs(config, dtype, formats), device, progress=progress)
 
 
-def prepare_fp8_pages(
-    config: ModelConfig, dtype: str, device: Device, *, progress: bool = False
+def prepare_code_pages(
+    config: ModelConfig, dtype: str, codes: str, device: Device, *, progress: bool = False
 ) -> None:
-    """Load the kernels for pages of e4m3 codes as well.
+    """Load the kernels for pages of `codes`, a name of PAGE_CODES, as well.
 
     Raises
     ------
     CompileError
         If NVRTC fails to compile one.
     """
-    _prepare(fp8_page_specs(config, dtype), device, progress=progress)
+    _prepare(code_page_specs(config, dtype, codes), device, progress=progress)
 
 
 def _prepare(specs: list[ModuleSpec], device: Device, *, progress: bool) -> None:

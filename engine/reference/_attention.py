@@ -125,7 +125,7 @@ def gather_pages(
 ) -> Array:
     """Return the first `length` tokens of a sequence, (K, length, D), from its pages.
 
-    With a `scale` (K,) the pages hold e4m3 codes, and the result is float32.
+    With a `scale` (K,) the pages hold codes, and the result is float32.
     """
     _, num_kv_heads, block_size, head_dim = pages.shape
     blocks = block_table[: -(-length // block_size)]

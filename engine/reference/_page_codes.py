@@ -1,4 +1,7 @@
-"""Keys and values in pages of 8 bits: e4m3 codes with a scale for each key/value head."""
+"""Keys and values in pages of 8 bits: codes with a scale for each key/value head.
+
+Arrays of uint8 hold e4m3 codes, those of int8 whole numbers from -127 to 127.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +15,27 @@ __all__ = ["from_codes", "to_codes"]
 Array = np.ndarray[Any, Any]
 
 _E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
-_LARGEST = np.float32(448)  # largest finite e4m3
+_LARGEST_E4M3, _LARGEST_INT8 = np.float32(448), np.float32(127)
 _NAN = np.uint8(0x7F)
 
 
-def to_codes(x: Array, scale: Array) -> Array:
-    """Return x (T, K, D) as codes: x / scale, saturated, rounded to nearest even; NaN stays NaN."""
+def to_codes(x: Array, scale: Array, dtype: Any) -> Array:
+    """Return x (T, K, D) as codes of `dtype`: x / scale, rounded to nearest even, saturated.
+
+    NaN stays NaN in e4m3; among whole numbers it is 0.
+    """
     y = np.asarray(x, np.float32) / scale[:, None]
-    codes: Array = np.clip(y, -_LARGEST, _LARGEST).astype(_E4M3).view(np.uint8)
+    if dtype == np.int8:
+        whole = np.clip(np.rint(y), -_LARGEST_INT8, _LARGEST_INT8)
+        return np.where(np.isnan(y), np.float32(0), whole).astype(np.int8)
+    codes: Array = np.clip(y, -_LARGEST_E4M3, _LARGEST_E4M3).astype(_E4M3).view(np.uint8)
     codes[np.isnan(y)] = _NAN  # of either sign
     return codes
 
 
 def from_codes(codes: Array, scale: Array) -> Array:
     """Return codes (K, ..., D) as float32: code * scale of the head."""
-    values: Array = codes.view(_E4M3).astype(np.float32)
+    numbers = codes if codes.dtype == np.int8 else codes.view(_E4M3)
+    values: Array = numbers.astype(np.float32)
     values *= scale.reshape(-1, *(1,) * (codes.ndim - 1))
     return values

@@ -25,12 +25,12 @@ def kv_store(
 ) -> None:
     """pages[block, :, offset] = row t, with slot_mapping[t] = block * block_size + offset.
 
-    Given scales (K,), pages hold e4m3 codes of row / scale.
+    Given scales (K,), pages hold codes of row / scale.
     """
     is_kept = slot_mapping >= 0
     block, offset = np.divmod(slot_mapping[is_kept], k_pages.shape[2])
     k, v = k[is_kept], v[is_kept]
     if k_scale is not None and v_scale is not None:
-        k, v = to_codes(k, k_scale), to_codes(v, v_scale)
+        k, v = (to_codes(x, s, k_pages.dtype) for x, s in ((k, k_scale), (v, v_scale)))
     k_pages[block, :, offset] = k
     v_pages[block, :, offset] = v

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.dtypes import E4M3_MAX, np_dtype
+from engine.dtypes import PAGE_CODES, np_dtype
 from engine.reference._page_codes import to_codes
 from engine.testing.cases import normal
 
@@ -225,14 +225,18 @@ DECODE_SINKS: tuple[AttentionCase, ...] = (
 )
 
 
-def as_codes(pages: Array, seed: int) -> tuple[Array, Array]:
-    """Return pages (P, K, block_size, D) as e4m3 codes, and a scale (K,) for each head.
+def as_codes(pages: Array, seed: int, codes: str = "fp8") -> tuple[Array, Array]:
+    """Return pages (P, K, block_size, D) as codes, and a scale (K,) for each head.
 
-    Some heads' scales are so small that their largest values saturate.
+    Some heads' scales are so small that their largest values saturate. NaN becomes the codes'
+    poison.
     """
+    kind = PAGE_CODES[codes]
     num_blocks, num_heads, block_size, head_dim = pages.shape
     rows = pages.transpose(0, 2, 1, 3).reshape(-1, num_heads, head_dim)
     factors = np.random.default_rng(seed).uniform(0.3, 2.0, num_heads)
-    scale = (factors * 3.0 / E4M3_MAX).astype(np.float32)
-    codes = to_codes(rows, scale).reshape(num_blocks, block_size, num_heads, head_dim)
-    return np.ascontiguousarray(codes.transpose(0, 2, 1, 3)), scale
+    scale = (factors * 3.0 / kind.largest).astype(np.float32)
+    stored = to_codes(rows, scale, kind.dtype)
+    stored[np.isnan(rows)] = kind.poison
+    stored = stored.reshape(num_blocks, block_size, num_heads, head_dim)
+    return np.ascontiguousarray(stored.transpose(0, 2, 1, 3)), scale

@@ -65,8 +65,9 @@ class MockModel:
         """Return False, as there is no rope."""
         return False
 
-    def prepare_pages(self, dtype: str) -> None:
-        """Do nothing: there are no kernels."""
+    def prepare_pages(self, dtype: str) -> str:
+        """Return "": there are neither kernels nor scales."""
+        return ""
 
     def forward(self, batch: ForwardBatch, kv_pages: Any) -> Any:
         """Return logits (R, V) that leave only one token possible."""

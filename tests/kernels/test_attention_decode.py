@@ -398,7 +398,7 @@ def test_contract(xp):
     op = kernels.attention_decode
     with pytest.raises(ShapeError, match=r"v_pages: must have shape \(P, K, block_size, D\)"):
         op(q, pages, pages[:, :, :8], **where)
-    with pytest.raises(DTypeError, match="k_pages: must be float32 or uint8; got float16"):
+    with pytest.raises(DTypeError, match="k_pages: must be float32 or uint8 or int8; got float16"):
         op(q, pages.astype(np.float16), pages, **where)
     with pytest.raises(ShapeError, match="v_pages: must be C-contiguous"):
         op(q, xp.ones((3, 1, 16, 8), np.float32), pages[:, :1], **where)

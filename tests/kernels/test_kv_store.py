@@ -126,7 +126,7 @@ def test_contract(xp):
         kernels.kv_store(k, k, pages, pages[::-1], slots)
     with pytest.raises(DTypeError, match="slot_mapping: must be int64; got int32"):
         kernels.kv_store(k, k, pages, pages, slots.astype(np.int32))
-    with pytest.raises(DTypeError, match="k_pages: must be float32 or uint8; got float16"):
+    with pytest.raises(DTypeError, match="k_pages: must be float32 or uint8 or int8; got float16"):
         kernels.kv_store(k, k, pages.astype(np.float16), pages, slots)
 
 

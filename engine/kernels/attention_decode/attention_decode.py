@@ -31,18 +31,18 @@ def specs(
     *,
     head_dim: int | None = None,
     num_rows: int | None = None,
-    has_codes: bool = False,
+    page_codes: str = "",
     **_: Any,
 ) -> tuple[ModuleSpec, ...]:
     """Return the modules that the op may launch: for one head dim and number of rows, or for all.
 
-    `num_rows` is Q * H / K; None stands for any. `has_codes`: for pages of codes.
+    `num_rows` is Q * H / K; None stands for any. `page_codes`: those of the pages; "": none.
     """
     dims = range(1, MAX_HEAD_DIM + 1) if head_dim is None else (head_dim,)
     rows = (1, 17) if num_rows is None else (num_rows,)
     tiles = dict.fromkeys(choose_tile(dtype, dim, n) for n in rows for dim in dims)
-    any_chip = tuple(portable.spec(tile, dtype, has_codes=has_codes) for tile in tiles)
-    return any_chip + sm90.specs(dtype, head_dim=head_dim, num_rows=num_rows, has_codes=has_codes)
+    any_chip = tuple(portable.spec(tile, dtype, page_codes) for tile in tiles)
+    return any_chip + sm90.specs(dtype, head_dim=head_dim, num_rows=num_rows, page_codes=page_codes)
 
 
 def attention_decode(

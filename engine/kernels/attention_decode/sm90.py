@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine import device, env
-from engine.dtypes import dtype_name
+from engine.dtypes import PAGE_CODES, dtype_name
 from engine.kernels._attention import Pages, ScoreRule, are_aligned, element_strides
 from engine.kernels._launch import Kernel, sm_count
 from engine.kernels._module import ModuleSpec, current_architecture
+from engine.kernels._page_scales import code_macros
 from engine.kernels._tensor_map import tensor_map
 from engine.kernels._workspace import counters, workspace
 from engine.kernels.attention_decode.new_tokens import NO_NEW_TOKENS, NewTokens
@@ -51,8 +52,8 @@ class HopperTile:
         The newest token comes as the projection left it.
     ctas_per_sm : int
         CTAs that share a multiprocessor: 1 or 2.
-    has_codes : bool
-        The pages hold e4m3 codes.
+    page_codes : str
+        Which codes the pages hold, a name of PAGE_CODES; "": none.
     """
 
     head_dim: int
@@ -63,7 +64,7 @@ class HopperTile:
     cluster: int = 1
     new_token: bool = False
     ctas_per_sm: int = 1
-    has_codes: bool = False
+    page_codes: str = ""
 
     @property
     def rows(self) -> int:
@@ -78,7 +79,7 @@ class HopperTile:
     @property
     def threads(self) -> int:
         """Threads of a CTA: the consumer warps and the producer warp, or its warpgroup."""
-        has_many_values = self.has_codes and self.ctas_per_sm == 2
+        has_many_values = bool(self.page_codes) and self.ctas_per_sm == 2
         needs_registers = self.consumer_warps == 8 or self.new_token or has_many_values
         moves_registers = needs_registers and self.cluster == 1
         return 32 * (self.consumer_warps + (4 if moves_registers else 1))
@@ -87,7 +88,7 @@ class HopperTile:
     def shared_bytes(self) -> int:
         """Shared memory as config_sm90.cuh lays it out."""
         padding = 0 if self.cluster == 1 else 16
-        page_row = self.head_dim * (1 if self.has_codes else 2)
+        page_row = self.head_dim * (1 if self.page_codes else 2)
         ring = 2 * self.stages * 8 * (self.box_keys * page_row + padding)
         probs = 2 * self.rows * (8 * self.box_keys * 2 + 16)
         exchange = 3 * self.rows * self.consumer_warps * 4
@@ -120,7 +121,7 @@ class HopperTile:
             "NEW_TOKEN": int(self.new_token),
             "CTAS_PER_SM": self.ctas_per_sm,
             "SHARED_BYTES": self.shared_bytes,
-        } | ({"PAGE_CODES": 1} if self.has_codes else {})
+        } | code_macros(self.page_codes)
         return ModuleSpec("attention_decode/attention_decode_sm90.cu", dtype, tuple(macros.items()))
 
 
@@ -144,8 +145,8 @@ _MANY_TILES = {
 }
 # The same for pages of codes, of up to 16 rows: as many bytes in flight.
 _CODE_TILES = (
-    HopperTile(64, box_keys=16, stages=8, row_tiles=1, consumer_warps=4, has_codes=True),
-    HopperTile(128, box_keys=16, stages=6, row_tiles=1, consumer_warps=8, has_codes=True),
+    HopperTile(64, box_keys=16, stages=8, row_tiles=1, consumer_warps=4),
+    HopperTile(128, box_keys=16, stages=6, row_tiles=1, consumer_warps=8),
 )
 _MANY_CODE_TILES = {
     64: replace(_CODE_TILES[0], stages=6, ctas_per_sm=2),
@@ -158,8 +159,15 @@ _SHORT_TILES = {
     64: HopperTile(64, box_keys=8, stages=2, row_tiles=1, consumer_warps=4, cluster=_CLUSTER),
     128: HopperTile(128, box_keys=8, stages=2, row_tiles=1, consumer_warps=4, cluster=_CLUSTER),
 }
-_SHORT_CODE_TILES = {
-    dim: replace(tile, stages=4, has_codes=True) for dim, tile in _SHORT_TILES.items()
+_SHORT_CODE_TILES = {dim: replace(tile, stages=4) for dim, tile in _SHORT_TILES.items()}
+# By codes of the pages ("": none): by rows; of up to 16 rows for many sequences; for few keys.
+_CHOICES = {"": (_TILES, _MANY_TILES, _SHORT_TILES)} | {
+    name: (
+        tuple(replace(tile, page_codes=name) for tile in _CODE_TILES),
+        {dim: replace(tile, page_codes=name) for dim, tile in _MANY_CODE_TILES.items()},
+        {dim: replace(tile, page_codes=name) for dim, tile in _SHORT_CODE_TILES.items()},
+    )
+    for name in PAGE_CODES
 }
 _SHORT_KEYS = 1024  # keys up to which _SHORT_TILES are faster
 # Keys up to which clusters of four are taken: even one sequence of eight heads alone, which leaves
@@ -168,11 +176,11 @@ _HALF_CLUSTER_KEYS = 4096
 
 
 def choose_hopper_tile(
-    dtype: str, head_dim: int, num_rows: int, *, has_codes: bool = False
+    dtype: str, head_dim: int, num_rows: int, page_codes: str = ""
 ) -> HopperTile | None:
     """Return the tile for `num_rows` = Q * H / K rows that share their keys; None: not for Hopper.
 
-    `has_codes`: for pages of codes.
+    `page_codes`: those of the pages; "": none.
 
     Examples
     --------
@@ -181,8 +189,7 @@ def choose_hopper_tile(
     """
     if dtype not in _DTYPES:
         return None
-    tiles = _CODE_TILES if has_codes else _TILES
-    fits = (t for t in tiles if t.head_dim == head_dim and t.rows >= num_rows)
+    fits = (t for t in _CHOICES[page_codes][0] if t.head_dim == head_dim and t.rows >= num_rows)
     return next(fits, None)
 
 
@@ -191,16 +198,16 @@ def specs(
     *,
     head_dim: int | None = None,
     num_rows: int | None = None,
-    has_codes: bool = False,
+    page_codes: str = "",
 ) -> tuple[ModuleSpec, ...]:
     """Return the modules for one head dim and number of rows, or for all (None)."""
-    all_tiles = _CODE_TILES if has_codes else _TILES
+    all_tiles = _CHOICES[page_codes][0]
     dims = {t.head_dim for t in all_tiles} if head_dim is None else {head_dim}
     rows = {t.rows for t in all_tiles} if num_rows is None else {num_rows}
     tiles: dict[HopperTile, None] = {}
     for dim in sorted(dims):
         for n in sorted(rows):
-            tile = choose_hopper_tile(dtype, dim, n, has_codes=has_codes)
+            tile = choose_hopper_tile(dtype, dim, n, page_codes)
             if tile is not None:
                 tiles |= dict.fromkeys(_variants(tile))
     return tuple(tile.spec(dtype) for tile in tiles)
@@ -224,16 +231,15 @@ def _variants(tile: HopperTile) -> list[HopperTile]:
 
 def _many_and_short(tile: HopperTile) -> tuple[HopperTile, HopperTile]:
     """Return the tiles of up to 16 rows for many sequences, and for few keys."""
-    if tile.has_codes:
-        return _MANY_CODE_TILES[tile.head_dim], _SHORT_CODE_TILES[tile.head_dim]
-    return _MANY_TILES[tile.head_dim], _SHORT_TILES[tile.head_dim]
+    _, many, short = _CHOICES[tile.page_codes]
+    return many[tile.head_dim], short[tile.head_dim]
 
 
 def is_supported(q: Any, pages: Pages, out: Any, new_tokens: NewTokens | None = None) -> bool:
     """Tell whether the Hopper kernel takes the problem on the current device."""
     group = q.shape[2] // pages.k.shape[1]
     dtype, num_rows = dtype_name(q.dtype), q.shape[1] * group
-    tile = choose_hopper_tile(dtype, q.shape[3], num_rows, has_codes=pages.has_codes)
+    tile = choose_hopper_tile(dtype, q.shape[3], num_rows, pages.codes)
     return (
         tile is not None
         and env.kernel_tier() == "auto"
@@ -306,7 +312,7 @@ def _choose(
     num_kv_heads: int,
     max_context_len: int,
     *,
-    has_codes: bool,
+    page_codes: str,
     may_use_clusters: bool,
 ) -> HopperTile:
     """Choose the tile for q of this shape and up to `max_context_len` keys.
@@ -315,7 +321,7 @@ def _choose(
     """
     batch, num_queries, num_heads, head_dim = shape
     group = num_heads // num_kv_heads
-    tile = choose_hopper_tile(dtype, head_dim, num_queries * group, has_codes=has_codes)
+    tile = choose_hopper_tile(dtype, head_dim, num_queries * group, page_codes)
     assert tile is not None
     many, short = _many_and_short(tile)
     # can_compute_new_token also where there is no new token: the bits are then the same.
@@ -334,7 +340,7 @@ def _page_maps(pages: Pages, dtype: str, box_keys: int) -> dict[str, Any]:
     num_blocks, num_kv_heads, block_size, head_dim = pages.k.shape
     num_rows = num_blocks * num_kv_heads * block_size
     sizes: tuple[int, ...]
-    if pages.has_codes:
+    if pages.codes:
         sizes, strides, box = (head_dim, num_rows, 1), (head_dim, head_dim), (head_dim, box_keys, 1)
         k, v = (
             tensor_map(array.data.ptr, "uint8", sizes, strides, box, promote=0, swizzle=head_dim)
@@ -377,7 +383,7 @@ def launch(
         shape,
         num_kv_heads,
         max_context_len,
-        has_codes=pages.has_codes,
+        page_codes=pages.codes,
         may_use_clusters=num_splits is None,
     )
     tile = replace(tile, new_token=new_tokens is not None)

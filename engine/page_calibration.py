@@ -1,0 +1,97 @@
+"""Scales of pages of codes, from the keys and values of some sequences.
+
+Scales are fixed before the first request: pages are shared by prefix, swapped and computed again
+after a preemption, and would be worth something else with scales that follow the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os import PathLike
+from typing import Any
+
+import numpy as np
+
+from engine.config import ModelConfig
+from engine.errors import RequestError
+from engine.loading.kv_scales import read_kv_scales
+from engine.models.page_scales import PageScales
+
+__all__ = ["MARGIN", "ensure_scales", "fixed_sequences", "peaks", "take_checkpoint_scales"]
+
+MARGIN = 1.25
+"""Room above the peaks of `fixed_sequences`, as texts and later positions have larger ones."""
+
+_SEQUENCES, _TOKENS = 4, 256
+
+
+def peaks(model: Any, sequences: Sequence[Sequence[int]]) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Return the largest magnitude of keys and values by layer and head, (num_layers, 2, K).
+
+    Parameters
+    ----------
+    model : Model
+    sequences : sequence of sequences of int
+
+    Raises
+    ------
+    RequestError
+        If there are no sequences, one is empty, or an id is outside [0, V).
+    """
+    if not len(sequences):
+        raise RequestError("token_ids must hold at least one sequence; got none")
+    found = []
+    for ids in sequences:
+        cache = model.new_cache(1, max(1, len(ids)))
+        model.step([ids], cache)
+        found.append(cache.peaks())
+        cache.close()
+    largest: np.ndarray[Any, np.dtype[np.float32]] = np.max(found, axis=0)
+    return largest
+
+
+def fixed_sequences(config: ModelConfig, max_model_len: int) -> list[list[int]]:
+    """Return token ids that depend on nothing else: random ones, after BOS where there is one.
+
+    Examples
+    --------
+    >>> config = ModelConfig("llama", 64, 32, 1, 4, 2, 8, 48, 128)
+    >>> [len(ids) for ids in fixed_sequences(config, 100)]
+    [100, 100, 100, 100]
+    """
+    shape = (_SEQUENCES, min(_TOKENS, max_model_len))
+    ids = np.random.default_rng(0).integers(0, config.vocab_size, shape)
+    if config.bos_token_id is not None:
+        ids[:, 0] = config.bos_token_id
+    return [[int(i) for i in row] for row in ids]
+
+
+def take_checkpoint_scales(
+    scales: PageScales, source: str | PathLike[str], config: ModelConfig
+) -> None:
+    """Set the scales that a checkpoint has, see `read_kv_scales`.
+
+    Those for e4m3, 1 where there is none, also give int8's where all are there and not all are 1,
+    which says that nothing was calibrated. Those for int8 are taken if all are there.
+    """
+    if (found := read_kv_scales(source, config)) is None:
+        return
+    values, codes = found
+    missing = np.isnan(values)
+    is_calibrated = not missing.any() and bool((values != 1).any())
+    if codes == "fp8" or is_calibrated:
+        also_others = codes == "fp8" and is_calibrated
+        values = np.where(missing, np.float32(1), values)
+        scales.set(values, codes, "those of the checkpoint", also_others=also_others)
+
+
+def ensure_scales(model: Any, scales: PageScales, codes: str) -> str:
+    """Measure the scales of int8 pages where they are not set; return where `codes`' come from."""
+    if not scales.sources[codes]:
+        if codes == "fp8":
+            return "1: neither the checkpoint nor calibrate_kv_scales gave any"
+        sequences = fixed_sequences(model.config, model.max_model_len)
+        count = sum(map(len, sequences))
+        source = f"measured on {count} random tokens, times {MARGIN:g}"
+        scales.set_peaks(peaks(model, sequences) * np.float32(MARGIN), codes, source)
+    return scales.sources[codes]
