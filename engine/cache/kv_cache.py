@@ -333,7 +333,7 @@ def _does_not_fit(
         cures.append('dtype="bfloat16", which halves weights and cache')
     halved = wanted * geometry.bytes_per_block / 2
     if geometry.dtype not in ("float32", *dtypes.PAGE_CODES) and halved <= budget.left:
-        cures.append('kv_cache_dtype="fp8", which halves the cache')
+        cures.append('kv_cache_dtype="fp8" or "int8", which halves the cache')
     cures.append(f"free {format_bytes(lacking)} elsewhere")
     return OutOfMemoryError(
         f"{what} needs {format_bytes(wanted * geometry.bytes_per_block)} of KV cache. {budget}, "

@@ -42,7 +42,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add_quantization_argument(parser)
     parser.add_argument("--max-model-len", type=int, help="maximum tokens of prompt and answer")
     parser.add_argument(
-        "--kv-cache-dtype", default="auto", help="fp8 halves the memory of keys and values"
+        "--kv-cache-dtype", default="auto", help="fp8 or int8: half the memory of keys and values"
     )
 
 

@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--load-format", default="auto", help="dummy makes random weights")
     add_quantization_argument(parser)
     parser.add_argument(
-        "--kv-cache-dtype", default="auto", help="fp8 halves the memory of keys and values"
+        "--kv-cache-dtype", default="auto", help="fp8 or int8: half the memory of keys and values"
     )
     parser.add_argument("--num-requests", type=int, help="how many requests")
     parser.add_argument("--prompt-len", type=int, help="tokens of a prompt (throughput: at most)")

@@ -116,8 +116,8 @@ def qk_norm_rope_store(
         Row of `cos_sin` for each token.
     cos_sin : (P, R) array of float32
         R/2 cosines, then R/2 sines; R is even and at most D. Features R and up are not rotated.
-    k_pages, v_pages : (P, K, block_size, D) array of q's dtype or uint8, C-contiguous
-        Written in place. With uint8 they hold e4m3 codes.
+    k_pages, v_pages : (P, K, block_size, D) array of q's dtype, uint8 or int8, C-contiguous
+        Written in place. uint8 and int8 are codes, as in `kv_store`.
     slot_mapping : (T,) array of int64
         ``block_id * block_size + offset`` of each token; -1 stores nothing. No slot twice.
     q_weight, k_weight : (D,) array of q's dtype, optional
@@ -129,7 +129,7 @@ def qk_norm_rope_store(
     interleaved : bool
         Pair features (2i, 2i+1) instead of (i, i + R/2).
     k_scale, v_scale : (K,) array of float32, optional
-        Of pages of uint8, as in `kv_store`.
+        Of pages of codes, as in `kv_store`.
 
     Raises
     ------

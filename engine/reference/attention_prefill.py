@@ -35,7 +35,7 @@ def attention_prefill(
     """softmax(scale Q K^T) V for every sequence; dense k, v (Tk,K,D) or pages (P,K,bs,D).
 
     sinks (H,): each adds exp(sink) to the sum by which its head's rows are divided. With k_scale
-    and v_scale (K,) pages hold e4m3 codes; new tokens are read from them like all others, so that
+    and v_scale (K,) pages hold codes; new tokens are read from them like all others, so that
     the result does not depend on how a prompt is cut into chunks.
     """
     out = np.zeros(q.shape, q.dtype)

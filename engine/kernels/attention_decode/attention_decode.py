@@ -81,8 +81,8 @@ def attention_decode(
     q : (B, Q, H, D) array of float32, float16 or bfloat16
         The last Q tokens of each sequence, D <= 256. A view whose last axis is contiguous is taken
         as it is.
-    k_pages, v_pages : (P, K, block_size, D) arrays of q's dtype or uint8
-        Contiguous. With uint8 they hold e4m3 codes, as `kv_store` makes them. H is a multiple of K:
+    k_pages, v_pages : (P, K, block_size, D) arrays of q's dtype, uint8 or int8
+        Contiguous. uint8 and int8 are codes, as `kv_store` makes them. H is a multiple of K:
         query head h reads head h // (H // K). block_size is 16, 32, 64 or 128.
     block_tables : (B, NB) array of int32
         Ids of each sequence's pages. Entries past its length are never read.
@@ -117,7 +117,7 @@ def attention_decode(
         to the sum by which the result is divided. Neither `scale`, `softcap` nor `window` applies
         to it; -inf is none.
     k_scale, v_scale : (K,) arrays of float32, optional
-        Of pages of uint8, positive and finite: a key or value is code * scale. The newest tokens
+        Of pages of codes, positive and finite: a key or value is code * scale. The newest tokens
         are read from the pages like all others.
     num_splits : int, optional
         Into how many splits the keys of a sequence are cut. The cut then depends on the sequence's

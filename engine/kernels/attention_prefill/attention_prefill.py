@@ -125,7 +125,7 @@ def attention_prefill(
     k, v : (Tk, K, D) or (P, K, block_size, D) arrays of q's dtype
         Dense keys and values (views as for `q`), or contiguous pages. H is a multiple of K: query
         head h reads head h // (H // K). block_size is 16, 32, 64 or 128. Pages may be of
-        uint8 instead: e4m3 codes, as `kv_store` makes them.
+        uint8 or int8 instead: codes, as `kv_store` makes them.
     cu_seqlens_q : (B+1,) array of int32
         Sequence b's queries are ``q[cu_seqlens_q[b]:cu_seqlens_q[b + 1]]``: from 0 to Tq.
     cu_seqlens_k : (B+1,) array of int32
@@ -153,7 +153,7 @@ def attention_prefill(
         to the sum by which the result is divided. Neither `scale`, `softcap`, `window` nor
         `pattern` applies to it; -inf is none.
     k_scale, v_scale : (K,) arrays of float32, optional
-        Of pages of uint8, positive and finite: a key or value is code * scale. New tokens are read
+        Of pages of codes, positive and finite: a key or value is code * scale. New tokens are read
         from the pages like all others, so a token's result does not depend on how its prompt is
         cut into chunks.
     max_seqlen_q : int, optional
