@@ -129,9 +129,8 @@ __device__ __forceinline__ Vec<scalar_t, N> codes_to_scalars(const Vec<page_t, N
     uint32_t pairs[N / 2];
 #pragma unroll
     for (int i = 0; i < N / 4; ++i) {
-      const page_t* const v = codes.v + 4 * i;
-      const uint32_t word = v[0] | v[1] << 8 | v[2] << 16 | static_cast<uint32_t>(v[3]) << 24;
-      codes_to_registers(word, pairs[2 * i], pairs[2 * i + 1]);
+      codes_to_registers(reinterpret_cast<const uint32_t*>(codes.v)[i], pairs[2 * i],
+                         pairs[2 * i + 1]);
     }
     x = *reinterpret_cast<const Vec<scalar_t, N>*>(pairs);
   } else {
