@@ -63,7 +63,7 @@ def test_close_returns_the_memory():
         ({"num_layers": 0}, ConfigError),
         ({"head_dim": -1}, ConfigError),
         ({"block_size": 17}, ConfigError),
-        ({"dtype": "int8"}, DTypeError),
+        ({"dtype": "int4"}, DTypeError),
     ],
 )
 def test_bad_geometry(changes, error):
