@@ -92,6 +92,8 @@ CASES = (
 PAGES = (
     Case("bfloat16, fp8 pages", {"dtype": "bfloat16"}, pages="fp8"),
     Case("bfloat16, calibrated fp8 pages", {"dtype": "bfloat16"}, pages="fp8", calibrated=True),
+    Case("bfloat16, int8 pages", {"dtype": "bfloat16"}, pages="int8"),
+    Case("bfloat16, calibrated int8 pages", {"dtype": "bfloat16"}, pages="int8", calibrated=True),
 )
 BASELINE = "bfloat16"  # the format that the others' perplexity is held against
 OTHERS = (  # measured only where they are named
