@@ -318,9 +318,7 @@ class Model:
         A scale is the largest magnitude / 448, the largest e4m3 value, or 127, that of int8; 1
         where all are zero. Larger keys and values that come later saturate.
         """
-        found = page_calibration.peaks(self, token_ids)
-        for codes in PAGE_CODES:
-            self.decoder.kv_scales.set_peaks(found, codes, "set by calibrate_kv_scales")
+        page_calibration.calibrate(self, self.decoder.kv_scales, token_ids)
 
     def prepare_pages(self, dtype: str) -> str:
         """Load the kernels for pages of codes, and measure "int8"'s scales if it has none.
@@ -329,9 +327,7 @@ class Model:
         """
         if dtype not in PAGE_CODES:
             return ""
-        if self.device.is_cuda:
-            progress = sys.stderr.isatty()
-            prepare_code_pages(self.config, self.dtype, dtype, self.device, progress=progress)
+        prepare_code_pages(self.config, self.dtype, dtype, self.device)
         return page_calibration.ensure_scales(self, self.decoder.kv_scales, dtype)
 
     def uses_long_rope(self, num_tokens: int) -> bool:

@@ -13,11 +13,19 @@ from typing import Any
 import numpy as np
 
 from engine.config import ModelConfig
+from engine.dtypes import PAGE_CODES
 from engine.errors import RequestError
 from engine.loading.kv_scales import read_kv_scales
 from engine.models.page_scales import PageScales
 
-__all__ = ["MARGIN", "ensure_scales", "fixed_sequences", "peaks", "take_checkpoint_scales"]
+__all__ = [
+    "MARGIN",
+    "calibrate",
+    "ensure_scales",
+    "fixed_sequences",
+    "peaks",
+    "take_checkpoint_scales",
+]
 
 MARGIN = 1.25
 """Room above the peaks of `fixed_sequences`, as texts and later positions have larger ones."""
@@ -64,6 +72,13 @@ def fixed_sequences(config: ModelConfig, max_model_len: int) -> list[list[int]]:
     if config.bos_token_id is not None:
         ids[:, 0] = config.bos_token_id
     return [[int(i) for i in row] for row in ids]
+
+
+def calibrate(model: Any, scales: PageScales, sequences: Sequence[Sequence[int]]) -> None:
+    """Set the scales of all codes by the peaks of some sequences; see `peaks`."""
+    found = peaks(model, sequences)
+    for codes in PAGE_CODES:
+        scales.set_peaks(found, codes, "set by calibrate_kv_scales")
 
 
 def take_checkpoint_scales(

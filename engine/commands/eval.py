@@ -38,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="auto", help="float32, float16, bfloat16 or auto")
     add_quantization_argument(parser)
     parser.add_argument(
-        "--kv-cache-dtype", default="auto", help="of the pages: auto (the model's dtype), fp8 or int8"
+        "--kv-cache-dtype",
+        default="auto",
+        help="of the pages: auto (as the model), fp8 or int8",
     )
     parser.add_argument("--context", type=int, default=512, help="tokens of a window (default 512)")
     parser.add_argument("--stride", type=int, help="distance of overlapping windows")

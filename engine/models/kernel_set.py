@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Collection
 
 from engine.config import ModelConfig
@@ -115,17 +116,16 @@ def prepare_kernels(
     _prepare(kernel_specs(config, dtype, formats), device, progress=progress)
 
 
-def prepare_code_pages(
-    config: ModelConfig, dtype: str, codes: str, device: Device, *, progress: bool = False
-) -> None:
-    """Load the kernels for pages of `codes`, a name of PAGE_CODES, as well.
+def prepare_code_pages(config: ModelConfig, dtype: str, codes: str, device: Device) -> None:
+    """Load the kernels for pages of `codes`, a name of PAGE_CODES, as well; none on the CPU.
 
     Raises
     ------
     CompileError
         If NVRTC fails to compile one.
     """
-    _prepare(code_page_specs(config, dtype, codes), device, progress=progress)
+    if device.is_cuda:
+        _prepare(code_page_specs(config, dtype, codes), device, progress=sys.stderr.isatty())
 
 
 def _prepare(specs: list[ModuleSpec], device: Device, *, progress: bool) -> None:
