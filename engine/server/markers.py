@@ -1,0 +1,90 @@
+"""Markers such as `<think>` in a text that arrives in pieces, and the text around them."""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["Markers", "TextGate"]
+
+
+class Markers:
+    """Finds the first of some markers, and holds back text that may become one.
+
+    Parameters
+    ----------
+    *markers : str
+        None of them is a prefix of another one.
+
+    Examples
+    --------
+    >>> markers = Markers("<b>")
+    >>> markers.find("a <b> c", 0, False), markers.find("a <", 0, False)
+    ((2, '<b>'), (2, None))
+    """
+
+    def __init__(self, *markers: str) -> None:
+        self._markers = markers
+        self._longest = max(map(len, markers))
+        self._pattern = re.compile("|".join(map(re.escape, markers)))
+
+    def find(self, text: str, start: int, is_last: bool) -> tuple[int, str | None]:
+        """Find the first marker in `text[start:]`; `is_last` tells that no more text follows.
+
+        Returns
+        -------
+        int, str or None
+            Where a marker begins, and which; or None, and how far the text has no part of one.
+        """
+        match = self._pattern.search(text, start)
+        if match is not None:
+            return match.start(), match[0]
+        if not is_last:
+            for at in range(max(start, len(text) - self._longest + 1), len(text)):
+                if any(marker.startswith(text[at:]) for marker in self._markers):
+                    return at, None
+        return len(text), None
+
+
+class TextGate:
+    """Lets text pass, but drops the white space that only separates it from what is no text.
+
+    White space at the end is held back until more text shows that it stands inside a text.
+
+    Examples
+    --------
+    >>> gate = TextGate()
+    >>> gate.push("Hello "), gate.push("you\\n"), gate.cut(), gate.push("\\nBye"), gate.finish()
+    ('Hello', ' you', None, 'Bye', '')
+    """
+
+    def __init__(self) -> None:
+        self._held: list[str] = []
+        self._is_after_cut = False  # and no text since
+
+    def push(self, text: str) -> str:
+        """Add text; return what may be passed on now."""
+        if self._is_after_cut:
+            text = text.lstrip()
+        kept = text.rstrip()
+        if not kept:
+            if text:
+                self._held.append(text)
+            return ""
+        passed = "".join((*self._held, kept))
+        self._held = [text[len(kept) :]] if len(kept) < len(text) else []
+        self._is_after_cut = False
+        return passed
+
+    def cut(self) -> None:
+        """Mark the place of what is no text; white space around it is dropped."""
+        self._held.clear()
+        self._is_after_cut = True
+
+    def keep(self) -> None:
+        """Let white space at the start of the next text pass after all."""
+        self._is_after_cut = False
+
+    def finish(self) -> str:
+        """Return the white space at the end of the text."""
+        held, self._held = "".join(self._held), []
+        return held

@@ -1,0 +1,107 @@
+"""Tool parsers: the calls that a model writes into its text, by the family of its format.
+
+A parser is fed with the text of one answer as it arrives, and gives text and calls (`Event`);
+`collect` sums them up. Arguments are passed on while they arrive. What is no whole call is text:
+an object without a name, a function that the request does not have, damaged JSON. If the arguments
+are damaged after a part of them was given, the call ends with `is_complete=False`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection
+
+from engine.errors import ConfigError
+from engine.server.tool_parsers.events import (
+    Event,
+    ParsedText,
+    TextDelta,
+    ToolCall,
+    ToolCallDelta,
+    ToolCallEnd,
+    ToolCallStart,
+    ToolParser,
+    collect,
+    random_id,
+)
+from engine.server.tool_parsers.hermes import HermesParser
+from engine.server.tool_parsers.llama3_json import Llama3JsonParser
+from engine.server.tool_parsers.mistral import MistralParser
+
+__all__ = [
+    "NAMES",
+    "Event",
+    "ParsedText",
+    "TextDelta",
+    "ToolCall",
+    "ToolCallDelta",
+    "ToolCallEnd",
+    "ToolCallStart",
+    "ToolParser",
+    "collect",
+    "detect",
+    "get",
+    "random_id",
+]
+
+_PARSERS: dict[str, type[HermesParser | Llama3JsonParser | MistralParser]] = {
+    "hermes": HermesParser,
+    "llama3_json": Llama3JsonParser,
+    "mistral": MistralParser,
+}
+
+NAMES = tuple(_PARSERS)
+"""Names of all parsers."""
+
+# Templates of other formats that also write <tool_call>.
+_OTHER_FORMATS = ("<function=", "<arg_key>", "<parameter=")
+
+
+def get(name: str, names: Collection[str] | None = None) -> ToolParser:
+    """Return a new parser for one answer.
+
+    Parameters
+    ----------
+    name : str
+        One of `NAMES`.
+    names : collection of str, optional
+        The functions that the request has; a call of another one is text. None allows all.
+
+    Raises
+    ------
+    ConfigError
+        If there is no such parser; the message names the nearest one.
+
+    Examples
+    --------
+    >>> parser = get("hermes")
+    >>> events = parser.feed('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
+    >>> [call.arguments for call in collect(events + parser.finish()).tool_calls]
+    ['{"a": 1}']
+    """
+    if name not in _PARSERS:
+        near = difflib.get_close_matches(name[:80], NAMES, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(
+            f"tool parser must be one of {', '.join(NAMES)}; got {name[:80]!r}. {hint}".rstrip()
+        )
+    return _PARSERS[name](names)
+
+
+def detect(chat_template: str) -> str | None:
+    """Return the name of the parser for a model with this chat template, or None.
+
+    Examples
+    --------
+    >>> detect("... <tool_call>{{ call | tojson }}</tool_call>"), detect("{{ messages }}")
+    ('hermes', None)
+    """
+    if "[TOOL_CALLS]" in chat_template:
+        return "mistral"
+    if "<|python_tag|>" in chat_template or (
+        "<|start_header_id|>" in chat_template and '"parameters"' in chat_template
+    ):
+        return "llama3_json"
+    if "<tool_call>" in chat_template and not any(o in chat_template for o in _OTHER_FORMATS):
+        return "hermes"
+    return None

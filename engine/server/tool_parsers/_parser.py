@@ -1,0 +1,145 @@
+"""What the parsers share: a state that consumes text, text between calls, and calls."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+
+from engine.server.markers import TextGate
+from engine.server.tool_parsers.call_reader import ArgumentsReader, CallReader
+from engine.server.tool_parsers.events import Event, TextDelta, random_id
+from engine.server.tool_parsers.json_scanner import Mark
+
+__all__ = ["MAX_CALLS", "SPACE", "StateParser"]
+
+SPACE = re.compile(r"\s*")
+MAX_CALLS = 128  # of one answer; what follows is text
+
+
+class StateParser:
+    """A parser whose state is a method that consumes text.
+
+    Such a method takes the pending text, a position in it, and whether more text follows. It
+    returns how far it got; it waits for more text by consuming nothing in the same state, and may
+    do so for no more than a marker.
+
+    Parameters
+    ----------
+    names : collection of str, optional
+        The functions that may be called; a call of another one is text. None allows all.
+    make_id : callable, optional
+        Returns the id of a new call.
+    """
+
+    needs_special_tokens = False
+    requires_arguments = False
+
+    def __init__(
+        self, names: Collection[str] | None = None, make_id: Callable[[], str] = random_id
+    ) -> None:
+        self._names = names
+        self._make_id = make_id
+        self._gate = TextGate()
+        self._events: list[Event] = []
+        self._pending = ""
+        self._num_calls = 0
+        self._reader: CallReader | ArgumentsReader | None = None
+        self._held: list[str] = []  # text that is given back unless a call follows
+        self._state: Callable[[str, int, bool], int] = self._in_text
+
+    def feed(self, delta: str) -> list[Event]:
+        """Add text; return what is certain now."""
+        self._run(self._pending + delta, is_last=False)
+        return self._take_events()
+
+    def finish(self) -> list[Event]:
+        """Return what was held back, at the end of the text."""
+        self._run(self._pending, is_last=True)
+        if self._reader is not None:
+            self._events += self._reader.finish()
+            if not self._reader.is_started:
+                self._text(self._reader.held)
+            self._reader = None
+        self._give_back()
+        self._pass(self._gate.finish())
+        return self._take_events()
+
+    def _run(self, text: str, is_last: bool) -> None:
+        at = 0
+        while at < len(text):
+            state, start = self._state, at
+            at = state(text, at, is_last)
+            if at == start and state == self._state:
+                break
+        self._pending = text[at:]
+
+    def _take_events(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+    # ---- text
+
+    def _in_text(self, text: str, at: int, is_last: bool) -> int:
+        raise NotImplementedError
+
+    def _text(self, text: str) -> None:
+        self._pass(self._gate.push(text))
+
+    def _pass(self, text: str) -> None:
+        if text:
+            self._events.append(TextDelta(text))
+
+    def _hold(self, text: str) -> None:
+        self._held.append(text)
+
+    def _skip_space(self, text: str, at: int) -> int:
+        match = SPACE.match(text, at)
+        assert match is not None  # it may be empty
+        self._hold(match[0])
+        return match.end()
+
+    def _take_held(self) -> str:
+        held = "".join(self._held)
+        self._held.clear()
+        return held
+
+    def _give_back(self) -> None:
+        self._text(self._take_held())
+
+    # ---- calls
+
+    def _begin_call(self, reader: CallReader | ArgumentsReader | None = None) -> None:
+        """Read a call from here on."""
+        if reader is None:
+            reader = CallReader(
+                self._num_calls,
+                self._make_id(),
+                self._names,
+                self._take_held(),
+                self.requires_arguments,
+            )
+        self._reader = reader
+        self._state = self._in_call
+
+    def _in_call(self, text: str, at: int, _: bool) -> int:
+        reader = self._reader
+        assert reader is not None  # `_begin_call` sets it with this state
+        was_started = reader.is_started
+        at, events = reader.feed(text, at)
+        if reader.is_started and not was_started:
+            self._gate.cut()
+            self._num_calls += 1
+        self._events += events
+        if reader.mark is not None:
+            self._reader = None
+            if reader.mark is Mark.FAILED:
+                self._gate.keep()
+                self._text(reader.held)
+                self._state = self._in_text
+            else:
+                self._end_call()
+        return at
+
+    def _end_call(self) -> None:
+        """Choose the state after a whole call."""
+        raise NotImplementedError

@@ -1,0 +1,213 @@
+"""One call as a JSON object that arrives in pieces: `CallReader`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+
+from engine.server.tool_parsers.events import (
+    Event,
+    ToolCallDelta,
+    ToolCallEnd,
+    ToolCallStart,
+)
+from engine.server.tool_parsers.json_scanner import JsonScanner, Mark, is_json_object
+
+__all__ = ["ArgumentsReader", "CallReader", "is_tool_name"]
+
+MAX_NAME_CHARS = 256
+ARGUMENTS_KEYS = ("arguments", "parameters")
+_KNOWN_KEYS = ("name", *ARGUMENTS_KEYS, "id", "type")
+_SURROGATE = re.compile("[\ud800-\udfff]")  # an unpaired one cannot be sent
+
+
+def is_tool_name(name: str, names: Collection[str] | None) -> bool:
+    """Tell whether `name` may be called; `names` None allows all of at most 256 characters."""
+    if names is not None:
+        return name in names
+    return 1 <= len(name) <= MAX_NAME_CHARS and name.isprintable()
+
+
+class CallReader:
+    """Reads ``{"name": ..., "arguments": {...}}``; the keys have any order.
+
+    Arguments are passed on as they arrive, once the name is known. Until then the text is held:
+    an object that turns out to be no call is given back.
+
+    Parameters
+    ----------
+    index : int
+    call_id : str
+    names : collection of str or None
+        The functions that may be called; None allows all.
+    source : str
+        The text before the object, given back with it.
+    requires_arguments : bool
+        Whether an object without arguments is no call; otherwise its arguments are ``{}``.
+
+    Attributes
+    ----------
+    mark : Mark or None
+        END or FAILED when the object has been read as far as it goes.
+    is_started, is_ended : bool
+        Whether the call's start and its end were given.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        call_id: str,
+        names: Collection[str] | None,
+        source: str = "",
+        requires_arguments: bool = False,
+    ) -> None:
+        self.mark: Mark | None = None
+        self.is_started = self.is_ended = False
+        self._index, self._id, self._names = index, call_id, names
+        self._requires_arguments = requires_arguments
+        self._scanner = JsonScanner()
+        self._held = [source]  # given back if this is no call; after the arguments, what follows
+        self._keys: set[str] = set()  # "name" and "arguments", once seen
+        self._value: list[str] | None = None  # the value that is being collected
+        self._name = ""
+        self._arguments: str | None = None  # whole, when they come before the name
+
+    @property
+    def held(self) -> str:
+        """The text that no event has given."""
+        return "".join(self._held)
+
+    def feed(self, text: str, at: int) -> tuple[int, list[Event]]:
+        """Read `text[at:]` up to the end of the object; return where that is, and the events."""
+        events: list[Event] = []
+        while self.mark is None and at < len(text):
+            stop, mark = self._scanner.advance(text, at)
+            self._take(text[at:stop], events)
+            at = stop
+            is_fine = True
+            if mark is Mark.VALUE:
+                is_fine = self._begin_value(text[at], events)
+            elif mark is Mark.VALUE_END:
+                is_fine = self._end_value(events)
+            elif mark is Mark.END:
+                is_fine = self.is_started or self._end_object(events)
+                self.mark = mark
+            if mark is Mark.FAILED or not is_fine:
+                self.mark = Mark.FAILED
+        if self.mark is Mark.FAILED:
+            self._give_up(events)
+        return at, events
+
+    def finish(self) -> list[Event]:
+        """End the call where the text ends."""
+        events: list[Event] = []
+        self._give_up(events)
+        return events
+
+    def _give_up(self, events: list[Event]) -> None:
+        if self.is_started and not self.is_ended:
+            events.append(ToolCallEnd(self._index, is_complete=False))
+            self.is_ended = True
+
+    def _take(self, piece: str, events: list[Event]) -> None:
+        if self.is_started and not self.is_ended:
+            if piece:
+                events.append(ToolCallDelta(self._index, piece))
+            return
+        self._held.append(piece)
+        if self._value is not None:
+            self._value.append(piece)
+
+    def _begin_value(self, first: str, events: list[Event]) -> bool:
+        """Begin the value of a key; return False if this is no call."""
+        key = self._scanner.key
+        key = "arguments" if key in ARGUMENTS_KEYS else key
+        if key not in ("name", "arguments"):
+            return self.is_started or key in _KNOWN_KEYS
+        if key in self._keys or first not in ('"' if key == "name" else '{"n'):
+            return False
+        self._keys.add(key)
+        if key == "arguments" and first == "{" and self._name:
+            self._start(events)
+        else:
+            self._value = []
+        return True
+
+    def _end_value(self, events: list[Event]) -> bool:
+        """End the value of a key; return False if this is no call."""
+        if self.is_started and not self.is_ended:
+            self._end(events)
+        if self._value is None:
+            return True
+        value, self._value = "".join(self._value), None
+        if value.startswith('"'):
+            value = json.loads(value)
+            if self._scanner.key == "name":
+                self._name = value
+                return is_tool_name(value, self._names) and self._complete(events)
+        self._arguments = "{}" if value == "null" else value
+        is_text = self._arguments.isascii() or not _SURROGATE.search(self._arguments)
+        return is_text and is_json_object(self._arguments) and self._complete(events)
+
+    def _complete(self, events: list[Event]) -> bool:
+        """Give the whole call, if name and arguments are known."""
+        if self._name and self._arguments is not None:
+            arguments = self._arguments
+            self._start(events)
+            events.append(ToolCallDelta(self._index, arguments))
+            self._end(events)
+        return True
+
+    def _end_object(self, events: list[Event]) -> bool:
+        if not self._name or self._requires_arguments:
+            return False
+        self._arguments = "{}"
+        return self._complete(events)
+
+    def _start(self, events: list[Event]) -> None:
+        events.append(ToolCallStart(self._index, self._id, self._name, self.held))
+        self._held.clear()
+        self.is_started = True
+
+    def _end(self, events: list[Event]) -> None:
+        events.append(ToolCallEnd(self._index))
+        self.is_ended = True
+
+
+class ArgumentsReader:
+    """Reads the arguments of a call whose name is known: a JSON object that arrives in pieces.
+
+    Has the attributes and methods of `CallReader`.
+    """
+
+    def __init__(self, start: ToolCallStart) -> None:
+        self.mark: Mark | None = None
+        self.is_started = self.is_ended = False
+        self.held = ""
+        self._start = start
+        self._scanner = JsonScanner()
+
+    def feed(self, text: str, at: int) -> tuple[int, list[Event]]:
+        """Read `text[at:]` up to the end of the object; return where that is, and the events."""
+        events: list[Event] = []
+        if not self.is_started:
+            events.append(self._start)
+            self.is_started = True
+        begin, mark = at, None
+        while at < len(text) and mark not in (Mark.END, Mark.FAILED):
+            at, mark = self._scanner.advance(text, at)
+        if at > begin:
+            events.append(ToolCallDelta(self._start.index, text[begin:at]))
+        if mark in (Mark.END, Mark.FAILED):
+            self.mark = mark
+            events.append(ToolCallEnd(self._start.index, is_complete=mark is Mark.END))
+            self.is_ended = True
+        return at, events
+
+    def finish(self) -> list[Event]:
+        """End the call where the text ends."""
+        if not self.is_started or self.is_ended:
+            return []
+        self.is_ended = True
+        return [ToolCallEnd(self._start.index, is_complete=False)]

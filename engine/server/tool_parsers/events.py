@@ -1,0 +1,144 @@
+"""What a tool parser gives: pieces of text and of calls, and their sum."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+__all__ = [
+    "Event",
+    "ParsedText",
+    "TextDelta",
+    "ToolCall",
+    "ToolCallDelta",
+    "ToolCallEnd",
+    "ToolCallStart",
+    "ToolParser",
+    "collect",
+    "random_id",
+]
+
+
+@dataclass(frozen=True)
+class TextDelta:
+    """A piece of the answer that belongs to no call."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class ToolCallStart:
+    """The start of a call.
+
+    Attributes
+    ----------
+    index : int
+        0 for the first call of an answer.
+    id, name : str
+    source : str
+        The text before the arguments as the model wrote it, markers included.
+    """
+
+    index: int
+    id: str
+    name: str
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class ToolCallDelta:
+    """A piece of a call's arguments, which are a JSON object."""
+
+    index: int
+    arguments: str
+
+
+@dataclass(frozen=True)
+class ToolCallEnd:
+    """The end of a call.
+
+    Attributes
+    ----------
+    index : int
+    is_complete : bool
+        Whether the arguments are a whole JSON object. What comes after a malformed part is text.
+    """
+
+    index: int
+    is_complete: bool = True
+
+
+Event = TextDelta | ToolCallStart | ToolCallDelta | ToolCallEnd
+
+
+class ToolParser(Protocol):
+    """Splits the text of one answer into text and calls while it arrives.
+
+    Whatever the pieces, the concatenated results are the same. The time is linear in the text.
+    """
+
+    needs_special_tokens: bool
+    """Whether the markers are special tokens, so that `skip_special_tokens` must be False."""
+
+    def feed(self, delta: str) -> list[Event]:
+        """Add text; return what is certain now."""
+
+    def finish(self) -> list[Event]:
+        """Return what was held back, at the end of the text."""
+
+
+@dataclass
+class ToolCall:
+    """A whole call; `arguments` is JSON text."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass
+class ParsedText:
+    """A whole answer.
+
+    Attributes
+    ----------
+    content : str
+        Its text, with calls that are not complete as the model wrote them.
+    tool_calls : list of ToolCall
+    """
+
+    content: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+
+
+def collect(events: Iterable[Event]) -> ParsedText:
+    """Return the sum of all events of an answer.
+
+    Examples
+    --------
+    >>> collect([ToolCallStart(0, "c0", "add"), ToolCallDelta(0, "{}"), ToolCallEnd(0)])
+    ParsedText(content='', tool_calls=[ToolCall(id='c0', name='add', arguments='{}')])
+    """
+    texts: list[str] = []
+    calls: list[ToolCall] = []
+    arguments: list[str] = []
+    start = ToolCallStart(0, "", "")
+    for event in events:
+        if isinstance(event, TextDelta):
+            texts.append(event.text)
+        elif isinstance(event, ToolCallStart):
+            start, arguments = event, []
+        elif isinstance(event, ToolCallDelta):
+            arguments.append(event.arguments)
+        elif event.is_complete:
+            calls.append(ToolCall(start.id, start.name, "".join(arguments)))
+        else:
+            texts.extend((start.source, *arguments))
+    return ParsedText("".join(texts), calls)
+
+
+def random_id(prefix: str = "call_", num_chars: int = 24) -> str:
+    """Return a new id: the prefix and random hexadecimal digits."""
+    return prefix + secrets.token_hex((num_chars + 1) // 2)[:num_chars]

@@ -1,0 +1,71 @@
+"""Calls of Llama 3: `{"name": ..., "parameters": {...}}`, with or without `<|python_tag|>`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+
+from engine.server.markers import Markers
+from engine.server.tool_parsers._parser import MAX_CALLS, SPACE, StateParser
+from engine.server.tool_parsers.events import random_id
+
+__all__ = ["Llama3JsonParser"]
+
+_TAG = "<|python_tag|>"
+_MARKERS = Markers("\n", _TAG)
+_SEPARATORS = re.compile(r"[\s;]*")
+
+
+class Llama3JsonParser(StateParser):
+    """Reads the objects at the start of a line, after `<|python_tag|>`, or after `;` and a call.
+
+    An object is a call if it has a name and parameters, and nothing before them but "type" and
+    "id"; other objects are text.
+    """
+
+    requires_arguments = True
+
+    def __init__(
+        self, names: Collection[str] | None = None, make_id: Callable[[], str] = random_id
+    ) -> None:
+        super().__init__(names, make_id)
+        self._state = self._at_line_start
+
+    def _at_line_start(self, text: str, at: int, is_last: bool) -> int:
+        return self._expect_call(SPACE, text, at, is_last)
+
+    def _end_call(self) -> None:
+        self._state = self._after_call
+
+    def _after_call(self, text: str, at: int, is_last: bool) -> int:
+        return self._expect_call(_SEPARATORS, text, at, is_last)
+
+    def _expect_call(self, between: re.Pattern[str], text: str, at: int, is_last: bool) -> int:
+        """Skip what stands before a call; without a call it is text."""
+        match = between.match(text, at)
+        assert match is not None  # it may be empty
+        self._hold(match[0])
+        at = match.end()
+        rest = text[at : at + len(_TAG)]
+        if not rest or (_TAG.startswith(rest) and rest != _TAG and not is_last):
+            return at
+        if self._num_calls < MAX_CALLS and (rest == _TAG or rest[0] == "{"):
+            if rest[0] == "{":
+                self._begin_call()
+                return at
+            self._hold(_TAG)
+            self._state = self._at_line_start
+            return at + len(_TAG)
+        self._give_back()
+        self._state = self._in_text
+        return at
+
+    def _in_text(self, text: str, at: int, is_last: bool) -> int:
+        """Pass the rest of a line."""
+        found, marker = _MARKERS.find(text, at, is_last)
+        if marker == "\n" or (marker and self._num_calls >= MAX_CALLS):
+            found += len(marker)
+        self._text(text[at:found])
+        if marker is not None:
+            self._state = self._at_line_start
+        return found

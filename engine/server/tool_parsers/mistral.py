@@ -1,0 +1,122 @@
+"""Calls of Mistral: `[TOOL_CALLS]` and a JSON array, or `[TOOL_CALLS]name[ARGS]{...}`."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Collection
+
+from engine.server.markers import Markers
+from engine.server.tool_parsers._parser import MAX_CALLS, StateParser
+from engine.server.tool_parsers.call_reader import ArgumentsReader, is_tool_name
+from engine.server.tool_parsers.events import ToolCallStart, random_id
+
+__all__ = ["MistralParser"]
+
+_MARKER = "[TOOL_CALLS]"
+_MARKERS = Markers(_MARKER)
+_HEADER_CHARS = re.compile(r"[\w.:/\[\]\s-]*")
+_HEADER = re.compile(r"\s*([\w.:/-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\]\s*)?")
+MAX_HEADER_CHARS = 400
+
+_short_id = functools.partial(random_id, "", 9)  # Mistral's templates refuse any other length
+
+
+class MistralParser(StateParser):
+    """Reads the calls after each `[TOOL_CALLS]`, as an array or as a name and its arguments."""
+
+    needs_special_tokens = True
+
+    def __init__(
+        self, names: Collection[str] | None = None, make_id: Callable[[], str] = _short_id
+    ) -> None:
+        super().__init__(names, make_id)
+        self._num_header = 0  # characters
+        self._is_array = False
+
+    def _in_text(self, text: str, at: int, is_last: bool) -> int:
+        found, marker = _MARKERS.find(text, at, is_last)
+        self._text(text[at:found])
+        if marker is None:
+            return found
+        self._hold(_MARKER)
+        if self._num_calls < MAX_CALLS:
+            self._state = self._after_marker
+        else:
+            self._give_back()
+        return found + len(_MARKER)
+
+    def _after_marker(self, text: str, at: int, _: bool) -> int:
+        """Choose between the two formats."""
+        at = self._skip_space(text, at)
+        if at == len(text):
+            return at
+        self._is_array = text[at] == "["
+        if self._is_array:
+            self._hold("[")
+            self._state = self._at_item
+            return at + 1
+        self._num_header = 0
+        self._state = self._in_header
+        return at
+
+    # ---- an array
+
+    def _at_item(self, text: str, at: int, _: bool) -> int:
+        at = self._skip_space(text, at)
+        if at < len(text):
+            if text[at] == "{" and self._num_calls < MAX_CALLS:
+                self._begin_call()
+            else:
+                self._fail()
+        return at
+
+    def _end_call(self) -> None:
+        self._state = self._after_item if self._is_array else self._in_text
+
+    def _after_item(self, text: str, at: int, _: bool) -> int:
+        at = self._skip_space(text, at)
+        if at == len(text):
+            return at
+        if text[at] == ",":
+            self._hold(",")
+            self._state = self._at_item
+            return at + 1
+        if text[at] == "]":
+            self._held.clear()
+            self._state = self._in_text
+            return at + 1
+        self._fail()
+        return at
+
+    # ---- a name and its arguments
+
+    def _in_header(self, text: str, at: int, _: bool) -> int:
+        match = _HEADER_CHARS.match(text, at, at + MAX_HEADER_CHARS - self._num_header)
+        assert match is not None  # it may be empty
+        self._hold(match[0])
+        self._num_header += len(match[0])
+        at = match.end()
+        if at < len(text):
+            self._begin_arguments() if text[at] == "{" else self._fail()
+        return at
+
+    def _begin_arguments(self) -> None:
+        source = "".join(self._held)
+        header = source.partition(_MARKER)[2]
+        match = _HEADER.fullmatch(header)
+        if not header.strip():  # a single object
+            self._begin_call()
+        elif match is not None and is_tool_name(match[1], self._names):
+            self._held.clear()
+            start = ToolCallStart(self._num_calls, self._make_id(), match[1], source)
+            self._begin_call(ArgumentsReader(start))
+        else:
+            self._fail()
+
+    # ---- both
+
+    def _fail(self) -> None:
+        """Give back what was held: no call follows."""
+        self._give_back()
+        self._state = self._in_text
