@@ -81,10 +81,8 @@ def get(name: str, names: Collection[str] | None = None) -> ToolParser:
     """
     if name not in _PARSERS:
         near = difflib.get_close_matches(name[:80], NAMES, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(
-            f"tool parser must be one of {', '.join(NAMES)}; got {name[:80]!r}. {hint}".rstrip()
-        )
+        hint = f". Did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"tool parser must be one of {', '.join(NAMES)}; got {name[:80]!r}{hint}")
     return _PARSERS[name](names)
 
 

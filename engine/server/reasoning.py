@@ -1,0 +1,145 @@
+"""Reasoning parsers: split `<think>...</think>` at the start of an answer from its content.
+
+Some templates end the prompt with `<think>`, others with an empty block, which tells the model not
+to think: so the end of the prompt decides where an answer begins.
+"""
+
+from __future__ import annotations
+
+import difflib
+
+from engine.errors import ConfigError
+from engine.server.markers import Markers, TextGate
+
+__all__ = ["NAMES", "ReasoningParser", "detect", "get"]
+
+_OPEN, _CLOSE = "<think>", "</think>"
+_MARKERS = Markers(_CLOSE)
+_DEEPSEEK = "<\uff5cAssistant\uff5c>"
+
+NAMES = ("deepseek_r1", "qwen3")
+"""Names of all parsers."""
+
+
+class ReasoningParser:
+    """Splits one answer into reasoning and content while it arrives.
+
+    Whatever the pieces, the concatenated results are the same. White space around the reasoning
+    and after the block is dropped. A block that is not closed is reasoning to the end.
+
+    Parameters
+    ----------
+    is_open : bool or None
+        Whether the answer begins inside the block; None: it may open one itself.
+
+    Examples
+    --------
+    >>> parser = ReasoningParser(None)
+    >>> parser.feed("<think>\\nHm"), parser.feed("m.\\n</thi"), parser.feed("nk>\\n\\nYes")
+    (('Hm', ''), ('m.', ''), ('', 'Yes'))
+    """
+
+    def __init__(self, is_open: bool | None) -> None:
+        self._gate = TextGate()  # of the reasoning
+        self._gate.cut()
+        self._held: list[str] = []  # white space before the block or the content
+        self._pending = ""  # part of a marker
+        self._state = "content" if is_open is False else "reasoning" if is_open else "start"
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the text that comes next may be reasoning."""
+        return self._state in ("start", "reasoning")
+
+    def feed(self, delta: str) -> tuple[str, str]:
+        """Add text; return the reasoning and the content that are certain now."""
+        return self._split(self._pending + delta, is_last=False)
+
+    def finish(self) -> tuple[str, str]:
+        """Return what was held back, at the end of the text."""
+        reasoning, content = self._split(self._pending, is_last=True)
+        if self._state == "start":  # white space only
+            content = "".join(self._held) + content
+        return reasoning, content
+
+    def _split(self, text: str, is_last: bool) -> tuple[str, str]:
+        self._pending = ""
+        if self._state == "start":
+            text = self._after_start(text, is_last)
+        reasoning = ""
+        if self._state == "reasoning":
+            reasoning, text = self._in_reasoning(text, is_last)
+        if self._state == "closed":
+            text = text.lstrip()
+            if text:
+                self._state = "content"
+        return reasoning, text if self._state == "content" else ""
+
+    def _after_start(self, text: str, is_last: bool) -> str:
+        """Decide whether the answer opens a block; return the text after that place."""
+        rest = text.lstrip()
+        self._held.append(text[: len(text) - len(rest)])
+        if rest.startswith(_OPEN):
+            self._state = "reasoning"
+            return rest[len(_OPEN) :]
+        if _OPEN.startswith(rest) and not (rest and is_last):
+            self._pending = rest
+            return ""
+        self._state = "content"
+        return "".join(self._held) + rest
+
+    def _in_reasoning(self, text: str, is_last: bool) -> tuple[str, str]:
+        """Return the reasoning, and the text after the block."""
+        found, marker = _MARKERS.find(text, 0, is_last)
+        reasoning = self._gate.push(text[:found])
+        if marker is None:
+            self._pending = text[found:]
+            return reasoning, ""
+        self._state = "closed"
+        return reasoning, text[found + len(_CLOSE) :]
+
+
+def get(name: str, prompt: str | None = None) -> ReasoningParser:
+    """Return a new parser for one answer.
+
+    Parameters
+    ----------
+    name : str
+        One of `NAMES`.
+    prompt : str, optional
+        The text that the model continues; its end tells whether the block is open. Without it,
+        "deepseek_r1" begins inside the block, and "qwen3" may open one.
+
+    Raises
+    ------
+    ConfigError
+        If there is no such parser; the message names the nearest one.
+
+    Examples
+    --------
+    >>> get("qwen3", prompt="<|im_start|>assistant\\n<think>\\n").feed("Hm.</think>Yes")
+    ('Hm.', 'Yes')
+    """
+    if name not in NAMES:
+        near = difflib.get_close_matches(name[:80], NAMES, n=1)
+        hint = f". Did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(
+            f"reasoning parser must be one of {', '.join(NAMES)}; got {name[:80]!r}{hint}"
+        )
+    if prompt is None:
+        return ReasoningParser(True if name == "deepseek_r1" else None)
+    end = prompt[-64:].rstrip()
+    return ReasoningParser(True if end.endswith(_OPEN) else False if end.endswith(_CLOSE) else None)
+
+
+def detect(chat_template: str) -> str | None:
+    """Return the name of the parser for a model with this chat template, or None.
+
+    Examples
+    --------
+    >>> detect("{% if enable_thinking is false %}<think></think>{% endif %}"), detect("{{ x }}")
+    ('qwen3', None)
+    """
+    if _CLOSE not in chat_template:
+        return None
+    return "deepseek_r1" if _DEEPSEEK in chat_template else "qwen3"
