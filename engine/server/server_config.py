@@ -1,0 +1,210 @@
+"""Every option of the server itself; those of the engine are `EngineConfig`'s and `load`'s.
+
+`engine serve` makes a flag of each field (`--api-server-count`), and a key of the same name may be
+in the file of `--config`. The names are vLLM's where the meaning is the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from engine.checks import shown
+from engine.errors import ConfigError, RequestError, unknown_keyword
+from engine.sampling_params import NumberRange
+
+__all__ = ["ServerConfig", "key_hash"]
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+_RANGES = {
+    "port": NumberRange(0, 65535, integer=True),
+    "api_server_count": NumberRange(1, 64, integer=True),
+    "shutdown_timeout": NumberRange(0, 86400),
+    "timeout_keep_alive": NumberRange(0, 86400, low_open=True),
+    "request_timeout": NumberRange(0, 1e9, optional=True, low_open=True),
+    "body_timeout": NumberRange(0, 86400, low_open=True),
+    "send_timeout": NumberRange(0, 86400, low_open=True),
+    "sse_keep_alive": NumberRange(0, 86400, low_open=True),
+    "max_body_bytes": NumberRange(1, 2**40, integer=True),
+    "max_header_bytes": NumberRange(256, 2**24, integer=True),
+    "max_connections": NumberRange(1, 2**20, integer=True),
+    "max_concurrent_requests": NumberRange(1, 2**20, integer=True),
+    "max_requests_per_key": NumberRange(1, 2**20, integer=True, optional=True),
+    "max_prompts": NumberRange(1, 2**20, integer=True),
+    "max_n": NumberRange(1, 16, integer=True),
+    "max_logprobs": NumberRange(0, 20, integer=True),
+    "max_tools": NumberRange(0, 2**16, integer=True),
+    "max_watchers": NumberRange(0, 2**16, integer=True),
+}
+"""Range of every numeric option."""
+
+_FLAGS = (
+    *("allow_credentials", "enable_auto_tool_choice", "enable_page", "enable_metrics"),
+    *("access_log", "json_logs", "log_prompts"),
+)
+_TUPLES = (
+    *("served_model_name", "api_key_hashes"),
+    *("allowed_origins", "allowed_methods", "allowed_headers"),
+)
+_TEXTS = (
+    *("host", "api_key_file", "root_path", "chat_template", "tool_call_parser"),
+    *("reasoning_parser", "log_level", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"),
+)
+
+
+def _option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """How the server listens, whom it lets in, and what it allows; frozen, plain values only.
+
+    The meaning of each field is its "help" in `dataclasses.fields`, which `engine serve --help`
+    prints. `api_key_hashes` has no flag: it is made from `--api-key`.
+
+    Raises
+    ------
+    ConfigError
+        If a value is out of its range or of the wrong type.
+
+    Examples
+    --------
+    >>> ServerConfig(port=8001).url
+    'http://127.0.0.1:8001'
+    >>> ServerConfig(port=70000)
+    Traceback (most recent call last):
+    ...
+    engine.errors.ConfigError: port must be a whole number in [0, 65535]; got 70000
+    """
+
+    host: str = _option("127.0.0.1", "address to listen on; 0.0.0.0 is every network")
+    port: int = _option(8000, "port to listen on; 0 takes a free one")
+    root_path: str = _option("", "path at which a proxy serves this server")
+    api_server_count: int = _option(1, "processes for HTTP, tokenizing and detokenizing")
+    shutdown_timeout: float = _option(30.0, "seconds that running requests have after SIGTERM")
+
+    served_model_name: tuple[str, ...] = _option((), "names of the model in the API; repeatable")
+    chat_template: str | None = _option(None, "file of a chat template that replaces the model's")
+    enable_auto_tool_choice: bool = _option(True, "let the model call tools on its own")
+    tool_call_parser: str | None = _option(None, "format of tool calls; by default the template's")
+    reasoning_parser: str | None = _option(None, "splits reasoning off: deepseek_r1 or qwen3")
+
+    api_key_hashes: tuple[str, ...] = ()
+    api_key_file: str | None = _option(None, "file with a key a line; read again when it changes")
+    allowed_origins: tuple[str, ...] = _option((), "CORS: origins of other sites; repeatable")
+    allowed_methods: tuple[str, ...] = _option(("GET", "POST"), "CORS: methods; repeatable")
+    allowed_headers: tuple[str, ...] = _option(
+        ("authorization", "content-type", "x-api-key"), "CORS: headers; repeatable"
+    )
+    allow_credentials: bool = _option(False, "CORS: allow cookies")
+    ssl_certfile: str | None = _option(None, "TLS certificate, in PEM")
+    ssl_keyfile: str | None = _option(None, "TLS key, in PEM")
+    ssl_ca_certs: str | None = _option(None, "TLS: clients must have a certificate of these CAs")
+
+    max_body_bytes: int = _option(32 << 20, "maximum bytes of a request's body")
+    max_header_bytes: int = _option(64 << 10, "maximum bytes of a request's headers")
+    max_connections: int = _option(8192, "maximum connections of an API process")
+    max_concurrent_requests: int = _option(
+        4096, "maximum unfinished requests of an API process; more get 429"
+    )
+    max_requests_per_key: int | None = _option(
+        None, "maximum unfinished requests of an API key; by default its fair share when it is full"
+    )
+    max_prompts: int = _option(1024, "maximum prompts of a request")
+    max_n: int = _option(16, "maximum n and best_of of a request")
+    max_logprobs: int = _option(20, "maximum logprobs of a request")
+    max_tools: int = _option(128, "maximum tools of a request")
+    max_watchers: int = _option(16, "maximum viewers of the watch page, of an API process")
+    request_timeout: float | None = _option(None, "seconds after which a request is aborted")
+    body_timeout: float = _option(30.0, "seconds that a request's body may take to arrive")
+    send_timeout: float = _option(60.0, "seconds that a client may not read before it is dropped")
+    timeout_keep_alive: float = _option(30.0, "seconds that an idle connection is kept")
+    sse_keep_alive: float = _option(15.0, "seconds between comments on a stream without news")
+
+    enable_page: bool = _option(True, "serve the page at /")
+    enable_metrics: bool = _option(True, "serve Prometheus's metrics at /metrics")
+    access_log: bool = _option(True, "log each request on stderr")
+    json_logs: bool = _option(False, "write logs as JSON")
+    log_prompts: bool = _option(False, "write prompts into the log")
+    log_level: str = _option("info", "debug, info, warning or error")
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> ServerConfig:
+        """Build from plain values, as TOML and JSON have them; lists become tuples.
+
+        Raises
+        ------
+        UnknownOptionError
+            If a name is none of the fields.
+        """
+        known = [f.name for f in fields(cls)]
+        for name in options:
+            if name not in known:
+                raise unknown_keyword("ServerConfig", name, known)
+        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in options.items()})
+
+    def __post_init__(self) -> None:
+        for name, allowed in _RANGES.items():
+            try:
+                object.__setattr__(self, name, allowed.check(name, getattr(self, name)))
+            except RequestError as error:
+                raise ConfigError(str(error)) from None
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False; got {shown(getattr(self, name))}")
+        for name in _TUPLES:
+            value = getattr(self, name)
+            if not isinstance(value, tuple) or not all(isinstance(v, str) and v for v in value):
+                raise ConfigError(f"{name} must be texts that are not empty; got {shown(value)}")
+        for name in _TEXTS:
+            value, is_optional = getattr(self, name), type(self).__dict__[name] is None
+            if not isinstance(value, str) and not (value is None and is_optional):
+                raise ConfigError(f"{name} must be a text; got {shown(value)}")
+        if self.log_level not in LOG_LEVELS:
+            wanted = ", ".join(LOG_LEVELS)
+            raise ConfigError(f"log_level must be one of {wanted}; got {shown(self.log_level)}")
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ConfigError("ssl_certfile and ssl_keyfile must be given together; got one")
+        if self.ssl_ca_certs is not None and self.ssl_certfile is None:
+            raise ConfigError("ssl_ca_certs needs ssl_certfile and ssl_keyfile; got none")
+        if "*" in self.allowed_origins and self.allow_credentials:
+            raise ConfigError("allow_credentials needs origins by name; got allowed_origins *")
+
+    @property
+    def url(self) -> str:
+        """Where the server is reached, as far as its own options tell."""
+        scheme = "https" if self.ssl_certfile else "http"
+        return f"{scheme}://{_bracketed(self.host)}:{self.port}"
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether requests must carry an API key."""
+        return bool(self.api_key_hashes) or self.api_key_file is not None
+
+    def options(self) -> dict[str, Any]:
+        """Return the plain values of all fields; `from_options` takes them."""
+        return asdict(self)
+
+
+def key_hash(key: str) -> str:
+    """Return the SHA-256 of an API key, in hexadecimal: what is kept in memory.
+
+    Examples
+    --------
+    >>> key_hash("secret")[:16]
+    '2bb80d537b1da3e3'
+    """
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def _bracketed(host: str) -> str:
+    try:
+        is_v6 = ipaddress.ip_address(host).version == 6
+    except ValueError:
+        is_v6 = False
+    return f"[{host}]" if is_v6 else host
