@@ -1,0 +1,384 @@
+"""A conversation as a request to the engine, and its answers as a stream of pieces.
+
+/v1/chat/completions, /v1/responses and /v1/messages share it: `ChatService.prepare` renders and
+tokenizes the conversation, `ChatStream.pieces` splits what the engine generates into content,
+reasoning and calls of tools.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.async_engine import EngineClient
+from engine.errors import unknown_keyword
+from engine.outputs import CompletionOutput, RequestOutput
+from engine.sampling_params import SamplingParams
+from engine.server import reasoning, tool_parsers
+from engine.server.protocol.chat import (
+    ChatCompletionRequest,
+    chat_params,
+    required_tool,
+    template_messages,
+    template_tools,
+    tools_schema,
+)
+from engine.server.protocol.common import sampling_defaults
+from engine.server.protocol.errors import APIError
+from engine.server.protocol.logprobs import TokenLogprob, chat_logprobs
+from engine.server.reasoning import ReasoningParser
+from engine.server.tool_parsers import (
+    Event,
+    TextDelta,
+    ToolCallDelta,
+    ToolCallEnd,
+    ToolCallStart,
+    ToolParser,
+)
+from engine.server.tool_parsers.mistral import MistralParser
+
+__all__ = ["ChatPiece", "ChatRequest", "ChatService", "ChatStream"]
+
+AUTO = "auto"
+"""A parser's name that stands for the one that fits to the model's chat template."""
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """A conversation that the engine can continue.
+
+    Attributes
+    ----------
+    request_id : str
+    prompt : mapping
+        "prompt" (the rendered text) and "prompt_token_ids".
+    params : SamplingParams
+    priority, cache_salt, timeout
+        As for `EngineClient.generate`.
+    tool_parser : callable or None
+        Makes the parser of one answer.
+    reasoning_parser : callable or None
+    shows_reasoning : bool
+        Whether reasoning is passed on.
+    is_forced : bool
+        Whether `tool_choice` names the function.
+    one_call : bool
+        Whether only the first call of an answer is passed on.
+    """
+
+    request_id: str
+    prompt: Mapping[str, Any]
+    params: SamplingParams
+    priority: int = 0
+    cache_salt: str | None = None
+    timeout: float | None = None
+    tool_parser: Callable[[], ToolParser] | None = None
+    reasoning_parser: Callable[[], ReasoningParser] | None = None
+    shows_reasoning: bool = True
+    is_forced: bool = False
+    one_call: bool = False
+
+
+@dataclass(slots=True)
+class ChatPiece:
+    """What one output of the engine adds to one answer.
+
+    Attributes
+    ----------
+    index : int
+        Which of the `n` answers.
+    content, reasoning : str
+        New text; the order within a piece is reasoning, content, calls.
+    calls : sequence of Event
+        Of `engine.server.tool_parsers`, without `TextDelta`.
+    logprobs : list of TokenLogprob or None
+    finish_reason : str or None
+        "stop", "length", "tool_calls" or "abort" in the last piece of an answer.
+    stop_reason : int, str or None
+    """
+
+    index: int
+    content: str = ""
+    reasoning: str = ""
+    calls: Sequence[Event] = ()
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class ChatService:
+    """Prepares conversations for one model.
+
+    Parameters
+    ----------
+    client : EngineClient
+    tool_parser, reasoning_parser : str or None
+        Names of parsers, `AUTO`, or None for no parser.
+    generation_defaults : mapping, optional
+        Fields of `SamplingParams`; by default those of the model's generation_config.json.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        *,
+        tool_parser: str | None = AUTO,
+        reasoning_parser: str | None = AUTO,
+        generation_defaults: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.client = client
+        template = getattr(client.tokenizer, "chat_template", None) or ""
+        if tool_parser == AUTO:
+            tool_parser = tool_parsers.detect(template)
+        elif tool_parser is not None:
+            tool_parsers.get(tool_parser)
+        if reasoning_parser == AUTO:
+            reasoning_parser = reasoning.detect(template)
+        elif reasoning_parser is not None:
+            reasoning.get(reasoning_parser)
+        self.tool_parser = tool_parser
+        self.reasoning_parser = reasoning_parser
+        if generation_defaults is None:
+            generation_defaults = sampling_defaults(client.model_info.generation_config)
+        self.generation_defaults = generation_defaults
+
+    async def prepare(self, body: ChatCompletionRequest, request_id: str) -> ChatRequest:
+        """Render and tokenize a conversation, on another thread.
+
+        Raises
+        ------
+        APIError, RequestError, TemplateError
+            If it cannot be served.
+        """
+        tools, overrides, options = self._tools(body)
+        params = chat_params(body, self.generation_defaults, **overrides)
+        prompt = await asyncio.to_thread(self.render, body)
+        if getattr(params, "structured", None) is None and self.reasoning_parser is not None:
+            make = functools.partial(reasoning.get, self.reasoning_parser, prompt["prompt"])
+            options["reasoning_parser"] = make
+        return ChatRequest(
+            request_id,
+            prompt,
+            params,
+            priority=body.priority or 0,
+            cache_salt=body.cache_salt,
+            timeout=body.timeout,
+            tool_parser=tools,
+            shows_reasoning=body.include_reasoning is not False,
+            **options,
+        )
+
+    def render(self, body: ChatCompletionRequest) -> dict[str, Any]:
+        """Return the text and the token ids of a conversation; takes milliseconds.
+
+        Raises
+        ------
+        APIError, RequestError, TemplateError
+            If the model has no template, or it does not take the conversation.
+        """
+        tokenizer = self.client.tokenizer
+        if tokenizer is None:
+            raise APIError(400, "the model has no tokenizer; give token ids to /v1/completions")
+        messages = template_messages(body.messages)
+        has_tools = bool(body.tools) and body.tool_choice != "none"
+        tools = template_tools(body.tools or []) if has_tools else None
+        text = tokenizer.apply_chat_template(
+            messages,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            tools=tools,
+            **self._variables(body, has_tools),
+        )
+        limit = self.client.model_info.max_model_len * tokenizer.max_token_chars
+        if len(text) > limit:
+            message = f"messages must have at most {limit} characters together; got {len(text)}"
+            raise APIError(400, message, param="messages")
+        ids = tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
+        return {"prompt": text, "prompt_token_ids": ids}
+
+    def _variables(self, body: ChatCompletionRequest, has_tools: bool) -> dict[str, Any]:
+        """Return the template's variables; one that it does not read is an error."""
+        given = dict(body.chat_template_kwargs or {})
+        if body.reasoning_effort is not None:
+            given.setdefault("reasoning_effort", body.reasoning_effort)
+        if body.documents is not None:
+            given.setdefault("documents", body.documents)
+        if given:
+            known = self.client.tokenizer.template_variables(has_tools)
+            for name in given:
+                if name not in known:
+                    raise APIError(400, str(unknown_keyword("the chat template", name, known)))
+        return given
+
+    def _tools(
+        self, body: ChatCompletionRequest
+    ) -> tuple[Callable[[], ToolParser] | None, dict[str, Any], dict[str, Any]]:
+        """Return the tool parser, fields of `SamplingParams`, and options of `ChatRequest`."""
+        named = required_tool(body)
+        if not body.tools or body.tool_choice == "none":
+            return None, {}, {}
+        one_call = body.parallel_tool_calls is False
+        options = {"one_call": one_call}
+        names = frozenset(tool.function.name for tool in body.tools)
+        if named is not None:
+            schema = named.parameters or {"type": "object"}
+            parser = functools.partial(_NamedCall, named.name)
+            return parser, {"structured": {"json": schema}}, options | {"is_forced": True}
+        if body.tool_choice == "required":
+            schema = tools_schema(body.tools, one_call=one_call)
+            return functools.partial(_call_list, names), {"structured": {"json": schema}}, options
+        if self.tool_parser is None:
+            message = (
+                "tools need a tool parser, and none is known for the model's chat template; "
+                'start the server with --tool-call-parser, or give tool_choice "required"'
+            )
+            raise APIError(400, message, param="tools")
+        make = functools.partial(tool_parsers.get, self.tool_parser, names)
+        keeps = {"skip_special_tokens": False} if make().needs_special_tokens else {}
+        return make, keeps, options
+
+
+class ChatStream:
+    """The answers to one request.
+
+    Parameters
+    ----------
+    client : EngineClient
+    request : ChatRequest
+
+    Attributes
+    ----------
+    num_prompt_tokens, num_cached_tokens, num_output_tokens : int
+        So far; over all answers.
+    prompt_logprobs : sequence or None
+        Of the engine's first output.
+    """
+
+    def __init__(self, client: EngineClient, request: ChatRequest) -> None:
+        self._client = client
+        self._request = request
+        self._num_top = request.params.logprobs
+        self._answers = [_Answer(request) for _ in range(request.params.n)]
+        is_plain = request.tool_parser is None and request.reasoning_parser is None
+        self._is_plain = is_plain and self._num_top is None
+        self.num_prompt_tokens = len(request.prompt["prompt_token_ids"])
+        self.num_cached_tokens = 0
+        self.num_output_tokens = 0
+        self.prompt_logprobs: Sequence[Any] | None = None
+
+    async def pieces(self) -> AsyncGenerator[ChatPiece, None]:
+        """Yield what is new, until all answers are finished; closing it aborts the request.
+
+        Raises
+        ------
+        RequestError, EngineError, APIError
+            If the request cannot be served, or fails.
+        """
+        request = self._request
+        outputs = self._client.generate(
+            request.prompt,
+            request.params,
+            request_id=request.request_id,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            timeout=request.timeout,
+        )
+        try:
+            async for output in outputs:
+                self._note(output)
+                for completion in output.outputs:
+                    yield self._piece(completion)
+        finally:
+            await outputs.aclose()
+
+    def _note(self, output: RequestOutput) -> None:
+        self.num_cached_tokens = output.num_cached_tokens
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
+
+    def _piece(self, completion: CompletionOutput) -> ChatPiece:
+        reason = completion.finish_reason
+        self.num_output_tokens += len(completion.token_ids)
+        if self._is_plain and reason is None:
+            return ChatPiece(completion.index, completion.text)
+        if reason == "error":
+            raise APIError(500, f"the request failed: {completion.stop_reason}")
+        logprobs = None
+        if self._num_top is not None and completion.logprobs is not None:
+            tokenizer = self._client.tokenizer
+            logprobs = chat_logprobs(
+                completion.token_ids, completion.logprobs, self._num_top, tokenizer
+            )
+        answer = self._answers[completion.index]
+        thought, content, calls = answer.feed(completion.text, is_last=reason is not None)
+        if reason == "stop" and answer.has_calls and not self._request.is_forced:
+            reason = "tool_calls"
+        if not self._request.shows_reasoning:
+            thought = ""
+        return ChatPiece(
+            completion.index, content, thought, calls, logprobs, reason, completion.stop_reason
+        )
+
+
+class _Answer:
+    """The parsers of one answer."""
+
+    def __init__(self, request: ChatRequest) -> None:
+        self._tools = request.tool_parser() if request.tool_parser else None
+        self._reasoning = request.reasoning_parser() if request.reasoning_parser else None
+        self._one_call = request.one_call
+        self.has_calls = False
+
+    def feed(self, text: str, *, is_last: bool) -> tuple[str, str, Sequence[Event]]:
+        """Return the reasoning, the content and the events of calls that are certain now."""
+        thought = ""
+        if self._reasoning is not None:
+            thought, text = self._reasoning.feed(text)
+            if is_last:
+                more_thought, more = self._reasoning.finish()
+                thought, text = thought + more_thought, text + more
+        if self._tools is None:
+            return thought, text, ()
+        events = self._tools.feed(text) if text else []
+        if is_last:
+            events = events + self._tools.finish()
+        if not events:
+            return thought, "", ()
+        return thought, *self._split(events)
+
+    def _split(self, events: Sequence[Event]) -> tuple[str, Sequence[Event]]:
+        texts = [event.text for event in events if isinstance(event, TextDelta)]
+        calls = [event for event in events if not isinstance(event, TextDelta)]
+        if self._one_call:
+            calls = [call for call in calls if call.index == 0]
+        is_whole = any(isinstance(call, ToolCallEnd) and call.is_complete for call in calls)
+        self.has_calls = self.has_calls or is_whole
+        return "".join(texts), calls
+
+
+class _NamedCall:
+    """The "parser" of an answer that is, as a whole, the arguments of one call."""
+
+    needs_special_tokens = False
+
+    def __init__(self, name: str) -> None:
+        self._start: ToolCallStart | None = ToolCallStart(0, tool_parsers.random_id(), name)
+
+    def feed(self, delta: str) -> list[Event]:
+        """Return the start of the call once, and the delta as its arguments."""
+        start, self._start = self._start, None
+        events: list[Event] = [ToolCallDelta(0, delta)]
+        return events if start is None else [start, *events]
+
+    def finish(self) -> list[Event]:
+        """Return the end of the call, if it has begun."""
+        return [] if self._start is not None else [ToolCallEnd(0)]
+
+
+def _call_list(names: frozenset[str]) -> ToolParser:
+    """Return a parser of a JSON array of calls, which is what Mistral's marker introduces."""
+    parser = MistralParser(names, tool_parsers.random_id)
+    parser.feed("[TOOL_CALLS]")
+    return parser

@@ -1,0 +1,1 @@
+"""Requests and responses of the protocols, as msgspec structs with field checks."""

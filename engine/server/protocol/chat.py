@@ -1,0 +1,467 @@
+"""/v1/chat/completions: the body, its messages and tools, and the shapes of answers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from engine.checks import shown
+from engine.sampling_params import SamplingParams
+from engine.server.protocol.common import SamplingFields, Usage, refuse_fields, sampling_params
+from engine.server.protocol.errors import APIError
+from engine.server.protocol.logprobs import ChatLogprobs, PromptLogprob
+
+__all__ = [
+    "AnswerMessage",
+    "AnswerToolCall",
+    "CalledFunction",
+    "ChatChoice",
+    "ChatChunks",
+    "ChatCompletionRequest",
+    "ChatCompletionResponse",
+    "ChatMessage",
+    "ContentPart",
+    "Tool",
+    "ToolCallMessage",
+    "chat_params",
+    "required_tool",
+    "template_messages",
+    "template_tools",
+    "tools_schema",
+]
+
+MAX_TOOLS = 128
+MAX_TOP_LOGPROBS = 20
+_TOOL_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
+
+_encode = msgspec.json.Encoder().encode
+
+
+class ContentPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A part of a message; only text can be read."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    image_url: Any = None
+    input_audio: Any = None
+    video_url: Any = None
+    file: Any = None
+
+
+class FunctionCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A call that the assistant has made; the arguments are a JSON object as text."""
+
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+
+
+class ToolCallMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A call of a tool in an earlier message of the assistant."""
+
+    function: FunctionCall
+    id: str | None = None
+    type: Literal["function"] = "function"
+    index: int | None = None
+
+
+class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A message of a conversation.
+
+    The assistant's own messages may be given back as they were answered; of what they may hold,
+    audio, annotations and refusals are not read.
+    """
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCallMessage] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+    audio: Any = None
+    annotations: Any = None
+    function_call: Any = None
+
+
+class FunctionDefinition(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A function that the model may call; `parameters` is a JSON schema of an object."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A tool; functions are the only kind."""
+
+    function: FunctionDefinition
+    type: Literal["function"] = "function"
+
+
+class ToolName(msgspec.Struct, forbid_unknown_fields=True):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The tool that must be called."""
+
+    function: ToolName
+    type: Literal["function"] = "function"
+
+
+class ChatCompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
+    """The body of /v1/chat/completions."""
+
+    messages: list[ChatMessage]
+    model: str | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    documents: list[dict[str, Any]] | None = None
+    # Not read: they do not change the answer.
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    store: bool | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prediction: Any = None
+    # Refused, unless null.
+    functions: Any = None
+    function_call: Any = None
+    audio: Any = None
+    modalities: list[str] | None = None
+    web_search_options: Any = None
+    verbosity: str | None = None
+
+
+class CalledFunction(msgspec.Struct):
+    """The function of a call, with its arguments as JSON text."""
+
+    name: str
+    arguments: str
+
+
+class AnswerToolCall(msgspec.Struct):
+    """A call of a tool in an answer."""
+
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
+class AnswerMessage(msgspec.Struct, omit_defaults=True):
+    """The message of an answer."""
+
+    content: str | None
+    tool_calls: list[AnswerToolCall] = []
+    reasoning_content: str | None = None
+    role: Literal["assistant"] = "assistant"
+    refusal: str | None = None
+
+
+class ChatChoice(msgspec.Struct):
+    """One of the `n` answers."""
+
+    index: int
+    message: AnswerMessage
+    finish_reason: str | None
+    logprobs: ChatLogprobs | None = None
+    stop_reason: int | str | None = None
+
+
+class ChatCompletionResponse(msgspec.Struct):
+    """The answer of /v1/chat/completions."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    object: Literal["chat.completion"] = "chat.completion"
+    system_fingerprint: str | None = None
+    prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
+
+
+# ---- sampling
+
+
+def chat_params(
+    body: ChatCompletionRequest, defaults: Mapping[str, Any], **overrides: Any
+) -> SamplingParams:
+    """Return the sampling of a body; `overrides` take precedence, None does not.
+
+    Raises
+    ------
+    RequestError, APIError
+        If a field is out of its range or not supported.
+    """
+    _check_support(body)
+    max_tokens = body.max_completion_tokens
+    if max_tokens is None:
+        max_tokens = body.max_tokens
+    own = {"max_tokens": None, **defaults}
+    logprobs = _num_logprobs(body)
+    return sampling_params(body, own, logprobs=logprobs, max_tokens=max_tokens, **overrides)
+
+
+def _check_support(body: ChatCompletionRequest) -> None:
+    refuse_fields(
+        body,
+        {
+            "functions": "use tools",
+            "function_call": "use tool_choice",
+            "audio": "the model answers with text",
+            "web_search_options": "describe a tool",
+            "verbosity": "say it in a message",
+        },
+    )
+    if body.modalities is not None and body.modalities != ["text"]:
+        message = f'modalities must be ["text"]; got {shown(body.modalities)}'
+        raise APIError(400, message, param="modalities")
+    if body.store:
+        raise APIError(400, "store must be false, answers are not kept; got true", param="store")
+
+
+def _num_logprobs(body: ChatCompletionRequest) -> int | None:
+    top = body.top_logprobs
+    if top is None:
+        return 0 if body.logprobs else None
+    if not 0 <= top <= MAX_TOP_LOGPROBS:
+        message = f"top_logprobs must be a whole number in [0, {MAX_TOP_LOGPROBS}]; got {top}"
+        raise APIError(400, message, param="top_logprobs")
+    if not body.logprobs:
+        if top == 0:
+            return None
+        raise APIError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
+    return top
+
+
+# ---- messages and tools, as templates read them
+
+
+def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Return messages as a chat template reads them.
+
+    Arguments of calls become objects, and "developer" is a system message.
+
+    Raises
+    ------
+    APIError
+        If a part is no text, or arguments are no JSON object.
+
+    Examples
+    --------
+    >>> template_messages([ChatMessage(role="user", content="Hi")])
+    [{'role': 'user', 'content': 'Hi'}]
+    """
+    if not messages:
+        raise APIError(400, "messages must not be empty", param="messages")
+    return [_template_message(m, f"messages[{i}]") for i, m in enumerate(messages)]
+
+
+def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
+    role = "system" if message.role == "developer" else message.role
+    found: dict[str, Any] = {"role": role}
+    if message.content is None:
+        if role != "assistant":
+            raise APIError(400, f"{where}.content must be a text; got nothing", param="messages")
+        found["content"] = None if message.tool_calls else ""
+    elif isinstance(message.content, str):
+        found["content"] = message.content
+    else:
+        parts = enumerate(message.content)
+        found["content"] = [_template_part(p, f"{where}.content[{i}]") for i, p in parts]
+    if message.function_call is not None:
+        raise APIError(400, f"{where}.function_call is not supported, use tool_calls")
+    if message.name is not None:
+        found["name"] = message.name
+    if message.tool_call_id is not None:
+        found["tool_call_id"] = message.tool_call_id
+    reasoning = message.reasoning_content or message.reasoning
+    if reasoning:
+        found["reasoning_content"] = reasoning
+    if message.tool_calls:
+        calls = enumerate(message.tool_calls)
+        found["tool_calls"] = [_template_call(c, f"{where}.tool_calls[{i}]") for i, c in calls]
+    return found
+
+
+def _template_part(part: ContentPart, where: str) -> dict[str, Any]:
+    if part.type in ("text", "input_text", "output_text") and part.text is not None:
+        return {"type": "text", "text": part.text}
+    if part.type == "refusal" and part.refusal is not None:
+        return {"type": "text", "text": part.refusal}
+    message = f'{where} must be {{"type": "text", "text": ...}}; got type {shown(part.type)}'
+    raise APIError(400, message, param="messages")
+
+
+def _template_call(call: ToolCallMessage, where: str) -> dict[str, Any]:
+    arguments = call.function.arguments
+    if isinstance(arguments, str):
+        try:
+            arguments = msgspec.json.decode(arguments or "{}", type=dict[str, Any])
+        except (msgspec.DecodeError, RecursionError, UnicodeError):
+            got = shown(call.function.arguments)
+            message = f"{where}.function.arguments must be a JSON object as text; got {got}"
+            raise APIError(400, message, param="messages") from None
+    function = {"name": call.function.name, "arguments": arguments}
+    found: dict[str, Any] = {"type": "function", "function": function}
+    if call.id is not None:
+        found["id"] = call.id
+    return found
+
+
+def template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """Return tools as a chat template reads them.
+
+    Raises
+    ------
+    APIError
+        If there are too many, or a name is not allowed or used twice.
+    """
+    names = [tool.function.name for tool in tools]
+    if len(names) > MAX_TOOLS:
+        message = f"tools must have at most {MAX_TOOLS} entries; got {len(names)}"
+        raise APIError(400, message, param="tools")
+    for i, name in enumerate(names):
+        if not _TOOL_NAME.fullmatch(name) or name in names[:i]:
+            wanted = "of 1 to 64 letters, digits, '_', '-', '.' or ':', each used once"
+            message = f"tools[{i}].function.name must be a name {wanted}; got {shown(name)}"
+            raise APIError(400, message, param="tools")
+    return [{"type": "function", "function": _template_function(t.function)} for t in tools]
+
+
+def _template_function(function: FunctionDefinition) -> dict[str, Any]:
+    return {
+        "name": function.name,
+        "description": function.description or "",
+        "parameters": _parameters(function),
+    }
+
+
+def _parameters(function: FunctionDefinition) -> dict[str, Any]:
+    return function.parameters or {"type": "object", "properties": {}}
+
+
+def required_tool(body: ChatCompletionRequest) -> FunctionDefinition | None:
+    """Return the function that `tool_choice` names, or None.
+
+    Raises
+    ------
+    APIError
+        If `tool_choice` asks for a tool that the request does not have.
+    """
+    choice, tools = body.tool_choice, body.tools or []
+    if choice is None or choice in ("none", "auto"):
+        return None
+    if not tools:
+        message = "tool_choice needs tools; the request has none"
+        raise APIError(400, message, param="tool_choice")
+    if not isinstance(choice, NamedTool):
+        return None
+    for tool in tools:
+        if tool.function.name == choice.function.name:
+            return tool.function
+    names = ", ".join(tool.function.name for tool in tools)[:200]
+    message = f"tool_choice must name one of the tools ({names}); got {shown(choice.function.name)}"
+    raise APIError(400, message, param="tool_choice")
+
+
+def tools_schema(tools: Sequence[Tool], *, one_call: bool) -> dict[str, Any]:
+    """Return the JSON schema of a list of calls of these tools, with at least one call."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": tool.function.name},
+                "arguments": _parameters(tool.function),
+            },
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for tool in tools
+    ]
+    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+    return schema | ({"maxItems": 1} if one_call else {})
+
+
+# ---- streaming
+
+
+class ChatChunks:
+    """Frames of a streamed answer; what all have in common is encoded once.
+
+    Parameters
+    ----------
+    request_id, model : str
+    created : int
+        Unix time, seconds.
+    shows_usage : bool
+        Whether every frame has a field `usage`, which is null.
+
+    Examples
+    --------
+    >>> chunks = ChatChunks("chatcmpl-0", "m", 5, shows_usage=False)
+    >>> print(chunks.content(0, "Hi").decode().strip())
+    data: {"id":"chatcmpl-0","object":"chat.completion.chunk","created":5,"model":"m","choices":\
+[{"index":0,"delta":{"content":"Hi"},"logprobs":null,"finish_reason":null}]}
+    """
+
+    def __init__(self, request_id: str, model: str, created: int, *, shows_usage: bool) -> None:
+        head = {
+            "id": request_id,
+            "object": "chat.completion.chunk",
+            "created": created,
+            "model": model,
+        }
+        self._head = b"data: " + _encode(head)[:-1] + b',"choices":['
+        self._tail = (b'],"usage":null}' if shows_usage else b"]}") + b"\n\n"
+        self._plain_end = b'},"logprobs":null,"finish_reason":null}' + self._tail
+
+    def content(self, index: int, text: str) -> bytes:
+        """Return a frame that carries only content."""
+        return b'%b{"index":%d,"delta":{"content":%b%b' % (
+            self._head,
+            index,
+            _encode(text),
+            self._plain_end,
+        )
+
+    def choice(
+        self,
+        index: int,
+        delta: Mapping[str, Any],
+        logprobs: ChatLogprobs | None = None,
+        finish_reason: str | None = None,
+        stop_reason: int | str | None = None,
+    ) -> bytes:
+        """Return a frame of any content."""
+        choice = {
+            "index": index,
+            "delta": delta,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+        }
+        if finish_reason is not None:
+            choice["stop_reason"] = stop_reason
+        return self._head + _encode(choice) + self._tail
+
+    def usage(self, usage: Usage) -> bytes:
+        """Return the frame of the usage, which has no choices."""
+        return self._head + b'],"usage":' + _encode(usage) + b"}\n\n"

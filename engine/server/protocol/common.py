@@ -1,0 +1,318 @@
+"""What the bodies of requests share: decoding, and the fields that become `SamplingParams`."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from engine.checks import shown
+from engine.errors import RequestError
+from engine.sampling_params import RequestOutputKind, SamplingParams
+from engine.server.protocol.errors import APIError
+
+__all__ = [
+    "SamplingFields",
+    "StreamOptions",
+    "Usage",
+    "decode_body",
+    "refuse_fields",
+    "sampling_defaults",
+    "sampling_params",
+    "structured_options",
+]
+
+T = TypeVar("T")
+
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$(.*)`)?$", re.DOTALL)
+_AT = re.compile(r"^(.*) - at `(?:key in )?\$\.?(.*)`$", re.DOTALL)
+_STEP = re.compile(r"\.([A-Za-z_]\w*)|\[[^\]]*\]")
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """OpenAI's `stream_options`."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
+    """The `json_schema` of a `response_format`."""
+
+    name: str = ""
+    schema: dict[str, Any] | bool | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
+    """OpenAI's `response_format`."""
+
+    type: typing.Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
+    """vLLM's `structured_outputs`; exactly one field is given."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The fields of a request that say how it is sampled; null is the default."""
+
+    n: int | None = None
+    best_of: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    timeout: float | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    add_special_tokens: bool | None = None
+
+
+class PromptTokensDetails(msgspec.Struct):
+    """How many tokens of a prompt were found in the prefix cache."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, omit_defaults=True):
+    """How many tokens a request has had."""
+
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    prompt_tokens_details: PromptTokensDetails | msgspec.UnsetType = msgspec.UNSET
+
+    @classmethod
+    def of(cls, prompt: int, completion: int, cached: int) -> Usage:
+        """Return the usage of a request by its numbers of tokens."""
+        return cls(prompt, prompt + completion, completion, PromptTokensDetails(cached))
+
+
+_SAMPLING_NAMES = (
+    "n", "best_of", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature",
+    "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens",
+    "min_tokens", "prompt_logprobs", "skip_special_tokens", "include_stop_str_in_output",
+    "allowed_token_ids", "bad_words",
+)  # fmt: skip
+_GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice",
+           "guided_grammar": "grammar"}  # fmt: skip
+
+
+# ---- decoding
+
+
+def decode_body(body: bytes, kind: type[T]) -> T:
+    """Return the JSON `body` of a request as a struct of this `kind`.
+
+    Raises
+    ------
+    APIError
+        If it is no JSON in UTF-8, or a field is unknown or has the wrong type; the message names
+        the field, and for an unknown one the nearest known field.
+    """
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error), kind) from None
+    except RecursionError:
+        raise APIError(400, "the body is nested too deeply") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise APIError(
+            400, f"the body must be JSON in UTF-8: {error}", code="invalid_json"
+        ) from None
+
+
+def refuse_fields(body: msgspec.Struct, reasons: Mapping[str, str]) -> None:
+    """Raise an `APIError` for the first of these fields that is given.
+
+    Parameters
+    ----------
+    body : Struct
+    reasons : mapping of str to str
+        Field -> what to do instead.
+    """
+    for name, reason in reasons.items():
+        value = getattr(body, name)
+        if value is not None:
+            raise APIError(
+                400, f"{name} is not supported, {reason}; got {shown(value)}", param=name
+            )
+
+
+def _invalid(message: str, kind: Any) -> APIError:
+    unknown = _UNKNOWN.match(message)
+    if unknown is None:
+        at = _AT.match(message)
+        param, text = (at[2], at[1]) if at else (None, message)
+        where = f"{param} must be valid: " if param else ""
+        return APIError(400, f"{where}{text[:1].lower()}{text[1:]}", param=param)
+    name, path = unknown[1][:80], unknown[2] or ""
+    known = sorted({field for struct in _structs_at(kind, path) for field in _names(struct)})
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}?" if near else f"known fields: {', '.join(known)}"
+    where = f"{path.lstrip('.')} has" if path else "the body has"
+    param = f"{path}.{name}".lstrip(".")
+    return APIError(400, f"{where} an unknown field {name!r}; {hint}", param=param)
+
+
+def _structs_at(kind: Any, path: str) -> list[type[msgspec.Struct]]:
+    """Return the structs that may stand at a path such as ``.messages[0].content``."""
+    found = list(_structs_in(kind))
+    for step in _STEP.finditer(path):
+        if step[1] is None:  # an item: its type was found with its list
+            continue
+        inner = [typing.get_type_hints(s).get(step[1]) for s in found]
+        found = [s for hint in inner for s in _structs_in(hint)]
+    return found
+
+
+def _structs_in(hint: Any) -> Iterator[type[msgspec.Struct]]:
+    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+        yield hint
+    for inner in typing.get_args(hint):
+        yield from _structs_in(inner)
+
+
+def _names(struct: type[msgspec.Struct]) -> list[str]:
+    names = [field.encode_name for field in msgspec.structs.fields(struct)]
+    tag = struct.__struct_config__.tag_field
+    return [*names, tag] if tag else names
+
+
+# ---- sampling
+
+
+def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `SamplingParams` that a model's generation_config.json sets.
+
+    Examples
+    --------
+    >>> sampling_defaults({"temperature": 0.6, "top_k": 20, "eos_token_id": 2})
+    {'temperature': 0.6, 'top_k': 20}
+    """
+    plain = SamplingParams()
+    found = SamplingParams.from_generation_config(generation_config)
+    return {
+        name: getattr(found, name)
+        for name in _SAMPLING_NAMES
+        if getattr(found, name) != getattr(plain, name)
+    }
+
+
+def sampling_params(
+    body: SamplingFields, defaults: Mapping[str, Any], **overrides: Any
+) -> SamplingParams:
+    """Return the sampling that a request asks for.
+
+    Parameters
+    ----------
+    body : SamplingFields
+    defaults : mapping
+        For the fields that are not given.
+    **overrides
+        Fields of `SamplingParams` that take precedence; None does not.
+
+    Raises
+    ------
+    RequestError
+        If a value is out of its range.
+    """
+    given = {name: value for name in _SAMPLING_NAMES if (value := getattr(body, name)) is not None}
+    if body.logit_bias is not None:
+        given["logit_bias"] = _bias(body.logit_bias)
+    structured = structured_options(body)
+    if structured is not None:
+        given["structured"] = structured
+    given |= {name: value for name, value in overrides.items() if value is not None}
+    kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
+    return SamplingParams(**{**defaults, **given, "output_kind": kind})
+
+
+def _bias(given: Mapping[str, float]) -> dict[int, float]:
+    found = {}
+    for key, value in given.items():
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            raise RequestError(f"logit_bias must have token ids as keys; got {shown(key)}")
+        found[int(key)] = value
+    return found
+
+
+def structured_options(body: SamplingFields) -> dict[str, Any] | None:
+    """Return the structured output that a request asks for, as keywords; None for free text.
+
+    Raises
+    ------
+    APIError
+        If it is asked for in two ways.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for name, key in _GUIDED.items():
+        if getattr(body, name) is not None:
+            found[name] = {key: getattr(body, name)}
+    if body.structured_outputs is not None:
+        fields = msgspec.structs.asdict(body.structured_outputs)
+        given = {k: v for k, v in fields.items() if v is not None and v is not False}
+        if len(given) != 1:
+            raise APIError(
+                400,
+                f"structured_outputs must have exactly one field; got {sorted(given)}",
+                param="structured_outputs",
+            )
+        found["structured_outputs"] = given
+    if body.response_format is not None and body.response_format.type != "text":
+        found["response_format"] = _format_options(body.response_format)
+    if len(found) > 1:
+        names = " and ".join(found)
+        raise APIError(400, f"only one structured output can be given; got {names}")
+    return next(iter(found.values()), None)
+
+
+def _format_options(given: ResponseFormat) -> dict[str, Any]:
+    if given.type == "json_object":
+        return {"json_object": True}
+    schema = given.json_schema.schema if given.json_schema else None
+    if schema is None:
+        raise APIError(
+            400,
+            "response_format.json_schema.schema must be a JSON schema; got nothing",
+            param="response_format",
+        )
+    return {"json": schema if isinstance(schema, dict) else msgspec.json.encode(schema).decode()}

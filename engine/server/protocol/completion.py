@@ -1,0 +1,162 @@
+"""/v1/completions: the body, its prompts and sampling, and the shapes of answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from engine.checks import shown
+from engine.sampling_params import SamplingParams
+from engine.server.protocol.common import SamplingFields, Usage, refuse_fields, sampling_params
+from engine.server.protocol.errors import APIError
+from engine.server.protocol.logprobs import CompletionLogprobs, PromptLogprob
+
+__all__ = [
+    "CompletionChoice",
+    "CompletionChunks",
+    "CompletionRequest",
+    "CompletionResponse",
+    "completion_params",
+    "prompts_of",
+]
+
+MAX_LOGPROBS = 20
+
+_encode = msgspec.json.Encoder().encode
+
+
+class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
+    """The body of /v1/completions."""
+
+    prompt: str | list[int | str | list[int]]
+    model: str | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+    suffix: str | None = None
+
+
+class CompletionChoice(msgspec.Struct):
+    """One continuation of one prompt."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
+
+
+class CompletionResponse(msgspec.Struct):
+    """The answer of /v1/completions."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+    object: Literal["text_completion"] = "text_completion"
+    system_fingerprint: str | None = None
+
+
+def prompts_of(
+    prompt: str | Sequence[int | str | list[int]], limit: int = 1024
+) -> list[str | list[int]]:
+    """Return the prompts of a body: texts or lists of token ids.
+
+    Raises
+    ------
+    APIError
+        If there are none, too many, or token ids beside texts.
+
+    Examples
+    --------
+    >>> prompts_of("a"), prompts_of([1, 2]), prompts_of([[1], [2]]), prompts_of(["a", "b"])
+    (['a'], [[1, 2]], [[1], [2]], ['a', 'b'])
+    """
+    if isinstance(prompt, str):
+        return [prompt]
+    kinds = set(map(type, prompt))
+    if kinds == {int}:
+        return [list(prompt)]  # type: ignore[arg-type]
+    if len(kinds) != 1 or len(prompt) > limit:
+        raise APIError(
+            400,
+            f"prompt must be a text, token ids, or 1 to {limit} of these; "
+            f"got {len(prompt)} items, {shown(list(prompt))}",
+            param="prompt",
+        )
+    return list(prompt)  # type: ignore[arg-type]
+
+
+def completion_params(body: CompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
+    """Return the sampling of a body.
+
+    Without tokens to generate (`max_tokens` 0, together with `echo`) one is generated; the
+    answer leaves it out.
+
+    Raises
+    ------
+    RequestError, APIError
+        If a field is out of its range or not supported.
+    """
+    refuse_fields(body, {"suffix": "put the text around the gap into prompt"})
+    if body.logprobs is not None and not 0 <= body.logprobs <= MAX_LOGPROBS:
+        message = f"logprobs must be a whole number in [0, {MAX_LOGPROBS}]; got {body.logprobs}"
+        raise APIError(400, message, param="logprobs")
+    prompt_logprobs = body.prompt_logprobs
+    if body.echo and body.logprobs is not None and prompt_logprobs is None:
+        prompt_logprobs = body.logprobs
+    max_tokens = 1 if body.echo and body.max_tokens == 0 else body.max_tokens
+    own = {name: value for name, value in defaults.items() if name != "max_tokens"}
+    return sampling_params(
+        body,
+        own,
+        logprobs=body.logprobs,
+        prompt_logprobs=prompt_logprobs,
+        max_tokens=max_tokens,
+    )
+
+
+class CompletionChunks:
+    """Frames of a streamed completion; what all have in common is encoded once.
+
+    Parameters
+    ----------
+    request_id, model : str
+    created : int
+        Unix time, seconds.
+    shows_usage : bool
+        Whether every frame has a field `usage`, which is null.
+
+    Examples
+    --------
+    >>> chunks = CompletionChunks("cmpl-0", "m", 5, shows_usage=False)
+    >>> print(chunks.text(0, "Hi").decode().strip())
+    data: {"id":"cmpl-0","object":"text_completion","created":5,"model":"m","choices":\
+[{"index":0,"text":"Hi","logprobs":null,"finish_reason":null,"stop_reason":null}]}
+    """
+
+    def __init__(self, request_id: str, model: str, created: int, *, shows_usage: bool) -> None:
+        head = {
+            "id": request_id,
+            "object": "text_completion",
+            "created": created,
+            "model": model,
+        }
+        self._head = b"data: " + _encode(head)[:-1] + b',"choices":['
+        self._tail = (b'],"usage":null}' if shows_usage else b"]}") + b"\n\n"
+        self._plain_end = b',"logprobs":null,"finish_reason":null,"stop_reason":null}' + self._tail
+
+    def text(self, index: int, text: str) -> bytes:
+        """Return a frame that carries only text."""
+        return b'%b{"index":%d,"text":%b%b' % (self._head, index, _encode(text), self._plain_end)
+
+    def choice(self, choice: CompletionChoice) -> bytes:
+        """Return a frame of any content."""
+        return self._head + _encode(choice) + self._tail
+
+    def usage(self, usage: Usage) -> bytes:
+        """Return the frame of the usage, which has no choices."""
+        return self._head + b'],"usage":' + _encode(usage) + b"}\n\n"

@@ -1,0 +1,137 @@
+"""Errors as HTTP answers: the status, and the JSON objects of OpenAI and Anthropic."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from engine.errors import EngineError, RequestError, TemplateError, UnknownOptionError
+from engine.scheduler.admission import QueueFullError
+
+__all__ = ["APIError", "ErrorObject", "ErrorResponse", "api_error", "error_body"]
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+}
+_CODES = {
+    401: "invalid_api_key",
+    413: "request_too_large",
+    429: "rate_limit_exceeded",
+    503: "service_unavailable",
+}
+_ANTHROPIC_TYPES = {500: "api_error", 503: "overloaded_error"}
+_NAMED = re.compile(r"(?:prompts\[\d+\]: )?([a-z][a-z_0-9]*)(?:\[|\.| must| needs)")
+MAX_MESSAGE_CHARS = 2000
+
+
+class ErrorObject(msgspec.Struct):
+    """What is wrong, as OpenAI's clients read it."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorResponse(msgspec.Struct):
+    """The body of an answer that is an error."""
+
+    error: ErrorObject
+
+
+class APIError(Exception):
+    """A request that is answered with an error.
+
+    Parameters
+    ----------
+    status : int
+        The HTTP status, 400 to 599.
+    message : str
+    param : str, optional
+        The field of the body that is wrong.
+    code : str, optional
+        For programs; by default it follows from the status.
+    headers : mapping of str to str, optional
+
+    Examples
+    --------
+    >>> error = APIError(429, "too many streams", headers={"Retry-After": "1"})
+    >>> error.type, error.code
+    ('rate_limit_error', 'rate_limit_exceeded')
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message[:MAX_MESSAGE_CHARS]
+        self.param = param
+        self.code = _CODES.get(status) if code is None else code
+        self.headers = dict(headers or {})
+
+    @property
+    def type(self) -> str:
+        """The kind of error, in OpenAI's words."""
+        return _TYPES.get(self.status, "invalid_request_error")
+
+
+def error_body(error: APIError, path: str = "", request_id: str | None = None) -> bytes:
+    """Return the JSON body of an error, in Anthropic's shape below ``/v1/messages``.
+
+    Examples
+    --------
+    >>> error_body(APIError(400, "no", param="n"))
+    b'{"error":{"message":"no","type":"invalid_request_error","param":"n","code":null}}'
+    >>> error_body(APIError(503, "no"), "/v1/messages")
+    b'{"type":"error","error":{"type":"overloaded_error","message":"no"},"request_id":null}'
+    """
+    body: Any
+    if path == "/v1/messages" or path.startswith("/v1/messages/"):
+        kind = _ANTHROPIC_TYPES.get(error.status, error.type)
+        inner = {"type": kind, "message": error.message}
+        body = {"type": "error", "error": inner, "request_id": request_id}
+    else:
+        body = ErrorResponse(ErrorObject(error.message, error.type, error.param, error.code))
+    return msgspec.json.encode(body)
+
+
+def api_error(error: BaseException) -> APIError:
+    """Return how an exception of the engine is answered.
+
+    What the engine refuses is the client's fault (400), a full queue asks for patience (429), an
+    engine that has ended cannot serve (503). Anything else is a bug (500), whose text stays here.
+
+    Examples
+    --------
+    >>> api_error(RequestError("top_p must be a number in (0.0, 1.0]; got 2")).param
+    'top_p'
+    >>> api_error(KeyError("secret")).message
+    'internal error (KeyError)'
+    """
+    if isinstance(error, APIError):
+        return error
+    if isinstance(error, QueueFullError):
+        return APIError(429, str(error), code="queue_full", headers={"Retry-After": "1"})
+    if isinstance(error, RequestError | TemplateError | UnknownOptionError):
+        named = _NAMED.match(str(error))
+        return APIError(400, str(error), param=named[1] if named else None)
+    if isinstance(error, EngineError):
+        return APIError(503, str(error), headers={"Retry-After": "10"})
+    return APIError(500, f"internal error ({type(error).__name__})")

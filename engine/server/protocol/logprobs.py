@@ -1,0 +1,157 @@
+"""Log-probabilities in the shapes of both endpoints."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from engine.outputs import Logprob
+
+__all__ = [
+    "ChatLogprobs",
+    "CompletionLogprobs",
+    "PromptLogprob",
+    "TokenLogprob",
+    "TopLogprob",
+    "chat_logprobs",
+    "completion_logprobs",
+    "prompt_logprobs",
+]
+
+_LEAST = -9999.0  # JSON has no infinity
+
+Entry = Mapping[int, Logprob]
+
+
+class TopLogprob(msgspec.Struct):
+    """One of the most probable tokens at a place."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(msgspec.Struct):
+    """A token of an answer, and the most probable ones at its place."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    """Log-probabilities of an answer's tokens, as /v1/chat/completions has them."""
+
+    content: list[TokenLogprob]
+    refusal: list[TokenLogprob] | None = None
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """Log-probabilities of a text's tokens, as /v1/completions has them."""
+
+    tokens: list[str] = []
+    token_logprobs: list[float | None] = []
+    top_logprobs: list[dict[str, float] | None] = []
+    text_offset: list[int] = []
+
+
+class PromptLogprob(msgspec.Struct):
+    """vLLM's entry of `prompt_logprobs`, by the id of its token."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+def chat_logprobs(
+    token_ids: Sequence[int], entries: Sequence[Entry], num_top: int, tokenizer: Any
+) -> list[TokenLogprob]:
+    """Return a `TokenLogprob` for each of these tokens.
+
+    Parameters
+    ----------
+    token_ids : sequence of int
+    entries : sequence of dict from int to Logprob
+        `CompletionOutput.logprobs` of these tokens.
+    num_top : int
+        Number of most probable tokens; -1 is all.
+    tokenizer : Tokenizer or None
+        For the bytes of tokens that are no whole characters.
+    """
+    found = []
+    for token_id, entry in zip(token_ids, entries, strict=False):
+        # The most probable ones come first; the sampled one follows if it is none of them.
+        top = itertools.islice(entry.items(), len(entry) if num_top < 0 else num_top)
+        tops = [TopLogprob(*_shown(i, item, tokenizer)) for i, item in top]
+        found.append(TokenLogprob(*_shown(token_id, entry[token_id], tokenizer), tops))
+    return found
+
+
+def completion_logprobs(
+    token_ids: Sequence[int],
+    entries: Sequence[Entry | None],
+    offset: int,
+    tokenizer: Any,
+) -> tuple[CompletionLogprobs, int]:
+    """Return the log-probabilities of these tokens, and the offset of the text after them.
+
+    Parameters
+    ----------
+    token_ids : sequence of int
+    entries : sequence of (dict from int to Logprob, or None)
+    offset : int
+        Characters of the text before the first of them.
+    tokenizer : Tokenizer or None
+    """
+    found = CompletionLogprobs([], [], [], [])
+    for token_id, entry in zip(token_ids, entries, strict=False):
+        text = _text(token_id, entry, tokenizer)
+        found.tokens.append(text)
+        found.text_offset.append(offset)
+        offset += len(text)
+        if entry is None:  # the first token of a prompt, which nothing precedes
+            found.token_logprobs.append(None)
+            found.top_logprobs.append(None)
+            continue
+        found.token_logprobs.append(max(entry[token_id].logprob, _LEAST))
+        top = {_text(i, entry, tokenizer): max(e.logprob, _LEAST) for i, e in entry.items()}
+        found.top_logprobs.append(top)
+    return found, offset
+
+
+def prompt_logprobs(
+    entries: Sequence[Entry | None] | None,
+) -> list[dict[int, PromptLogprob] | None] | None:
+    """Return the log-probabilities of a prompt as vLLM sends them."""
+    if entries is None:
+        return None
+    return [
+        None
+        if entry is None
+        else {
+            i: PromptLogprob(max(e.logprob, _LEAST), e.rank, e.decoded_token)
+            for i, e in entry.items()
+        }
+        for entry in entries
+    ]
+
+
+def _shown(token_id: int, entry: Logprob, tokenizer: Any) -> tuple[str, float, list[int] | None]:
+    data = None if tokenizer is None else tokenizer.token_bytes(token_id)
+    text = entry.decoded_token
+    if text is None:
+        text = "" if data is None else data.decode("utf-8", "replace")
+    return text, max(entry.logprob, _LEAST), None if data is None else list(data)
+
+
+def _text(token_id: int, entry: Entry | None, tokenizer: Any) -> str:
+    text = entry[token_id].decoded_token if entry is not None and token_id in entry else None
+    if text is None:
+        text = (
+            "" if tokenizer is None else tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+        )
+    return text
