@@ -37,7 +37,6 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     """OpenAI's `stream_options`."""
 
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 

@@ -1,0 +1,99 @@
+"""The log of requests: one line each, as text or JSON; never prompts or keys."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import secrets
+import sys
+import time
+from typing import Any
+
+from starlette.datastructures import Headers
+
+__all__ = ["configure_logging", "log_request", "request_id_of"]
+
+_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
+
+_access = logging.getLogger("engine.server.access")
+
+
+def request_id_of(headers: Headers) -> str:
+    """Return the request's X-Request-Id if it is harmless, or a new one.
+
+    Examples
+    --------
+    >>> request_id_of(Headers({"x-request-id": "trace-7"}))
+    'trace-7'
+    >>> len(request_id_of(Headers({"x-request-id": "a b"})))
+    32
+    """
+    given = headers.get("x-request-id", "")
+    return given if _ID.fullmatch(given) else secrets.token_hex(16)
+
+
+def log_request(
+    request_id: str,
+    method: str,
+    path: str,
+    status: int,
+    seconds: float,
+    num_bytes: int,
+    key: str | None,
+) -> None:
+    """Log one request; `key` is the start of its hash, and the path is cut and escaped."""
+    if not _access.isEnabledFor(logging.INFO):
+        return
+    fields = {
+        "request_id": request_id,
+        "method": method[:16],
+        "path": path[:200].encode("unicode_escape").decode("ascii"),
+        "status": status,
+        "ms": round(seconds * 1e3, 1),
+        "bytes": num_bytes,
+    }
+    if key is not None:
+        fields["key"] = key
+    text = " ".join(f"{name}={value}" for name, value in fields.items())
+    _access.info(text, extra={"fields": fields})
+
+
+class JsonFormatter(logging.Formatter):
+    """A record as one line of JSON."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        found: dict[str, Any] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+            + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+        }
+        fields = getattr(record, "fields", None)
+        found |= fields if fields is not None else {"message": record.getMessage()}
+        if record.exc_info:
+            found["exception"] = self.formatException(record.exc_info)
+        return json.dumps(found)
+
+
+def configure_logging(level: str, *, json_logs: bool, access_log: bool) -> None:
+    """Let the server's loggers write to stderr.
+
+    Parameters
+    ----------
+    level : str
+        "debug", "info", "warning" or "error".
+    json_logs : bool
+        One JSON object a line.
+    access_log : bool
+        Whether requests are logged.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler.setFormatter(JsonFormatter() if json_logs else text)
+    logger = logging.getLogger("engine.server")
+    logger.handlers[:] = [handler]
+    logger.propagate = False
+    logger.setLevel(level.upper())
+    _access.disabled = not access_log

@@ -1,0 +1,113 @@
+"""`build_app`: the server as an ASGI application over an `EngineClient`; routes, no logic."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import time
+from types import ModuleType
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute
+
+from engine.async_engine import EngineClient
+from engine.server import routes
+from engine.server.auth import KeyRing
+from engine.server.chat_stream import AUTO, ChatService
+from engine.server.gate import Gate
+from engine.server.limits import RequestSlots
+from engine.server.server_config import ServerConfig
+
+__all__ = ["begin_drain", "build_app", "num_active_requests"]
+
+OPEN_PATHS = frozenset({"/health"})
+_OPTIONAL = {"page": "enable_page", "watch": "enable_page", "metrics": "enable_metrics"}
+
+
+def build_app(client: EngineClient, config: ServerConfig) -> Starlette:
+    """Return the server's application.
+
+    Its state has `client`, `config`, `chat` (a `ChatService`), `model_names`, `slots` and
+    `is_draining`.
+
+    Parameters
+    ----------
+    client : EngineClient
+    config : ServerConfig
+
+    Raises
+    ------
+    ConfigError
+        If an option does not fit the model, or the key file cannot be used.
+    """
+    modules = _modules(config)
+    keys, slots = KeyRing(config), RequestSlots(config)
+    public = OPEN_PATHS.union(*(getattr(module, "PUBLIC_PATHS", ()) for module in modules))
+    app = Starlette(
+        routes=_routes(modules),
+        middleware=[
+            *_cors(config),
+            Middleware(Gate, keys=keys, slots=slots, public_paths=public),
+        ],
+        exception_handlers={HTTPException: _raise_to_gate},
+    )
+    app.router.redirect_slashes = False
+    state = app.state
+    state.client, state.config, state.slots, state.is_draining = client, config, slots, False
+    state.created = int(time.time())
+    state.model_names = config.served_model_name or (client.model_info.model,)
+    state.chat = ChatService(
+        client,
+        tool_parser=(config.tool_call_parser or AUTO) if config.enable_auto_tool_choice else None,
+        reasoning_parser=config.reasoning_parser or AUTO,
+    )
+    return app
+
+
+def begin_drain(app: Starlette) -> None:
+    """Refuse new requests from now on; those that run go on."""
+    app.state.is_draining = True
+
+
+def num_active_requests(app: Starlette) -> int:
+    """Return how many requests are not finished."""
+    slots: RequestSlots = app.state.slots
+    return slots.num_active
+
+
+def _modules(config: ServerConfig) -> list[ModuleType]:
+    """Return the modules of `engine.server.routes` that the options ask for."""
+    names = sorted(module.name for module in pkgutil.iter_modules(routes.__path__))
+    return [
+        importlib.import_module(f"{routes.__name__}.{name}")
+        for name in names
+        if name not in _OPTIONAL or getattr(config, _OPTIONAL[name])
+    ]
+
+
+def _routes(modules: list[ModuleType]) -> list[BaseRoute]:
+    return [route for module in modules for route in module.routes()]
+
+
+def _cors(config: ServerConfig) -> list[Middleware]:
+    if not config.allowed_origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=config.allowed_origins,
+            allow_methods=config.allowed_methods,
+            allow_headers=config.allowed_headers,
+            allow_credentials=config.allow_credentials,
+        )
+    ]
+
+
+async def _raise_to_gate(_: Request, error: Exception) -> Response:
+    """Let `Gate` answer what the router refuses, such as an unknown path."""
+    raise error

@@ -1,0 +1,134 @@
+"""API keys: kept as hashes, compared in constant time, read again when their file changes."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import os
+import time
+from collections.abc import Callable
+
+from starlette.datastructures import Headers
+
+from engine.errors import ConfigError
+from engine.server.protocol.errors import APIError
+from engine.server.server_config import ServerConfig
+
+__all__ = ["KeyRing", "read_keys"]
+
+MAX_KEY_FILE_BYTES = 1 << 20
+MAX_KEY_CHARS = 4096
+_CHECK_SECONDS = 1.0
+
+_log = logging.getLogger("engine.server")
+
+
+def read_keys(path: str) -> tuple[bytes, ...]:
+    """Return the hashes of the keys in a file: one a line, empty lines and # comments left out.
+
+    Raises
+    ------
+    ConfigError
+        If the file cannot be read, is too large, or has no key.
+    """
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_KEY_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"api_key_file cannot be read: {error}") from None
+    if len(data) > MAX_KEY_FILE_BYTES:
+        raise ConfigError(f"api_key_file must have at most {MAX_KEY_FILE_BYTES} bytes; got more")
+    lines = [line.strip() for line in data.splitlines()]
+    keys = tuple(_hash(line) for line in lines if line and not line.startswith(b"#"))
+    if not keys:
+        raise ConfigError("api_key_file must have a key; got none")
+    return keys
+
+
+class KeyRing:
+    """The keys that open the server.
+
+    Parameters
+    ----------
+    config : ServerConfig
+    clock : callable, optional
+        Seconds; the key file is looked at no more often than once a second.
+
+    Raises
+    ------
+    ConfigError
+        If the key file cannot be used.
+    """
+
+    def __init__(self, config: ServerConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self.is_open = not config.needs_key
+        self._fixed = tuple(bytes.fromhex(text) for text in config.api_key_hashes)
+        self._path = config.api_key_file
+        self._clock = clock
+        self._checked_at = clock()
+        self._stamp = self._file_stamp()
+        self._from_file = () if self._path is None else read_keys(self._path)
+
+    def check(self, headers: Headers) -> str | None:
+        """Return a name for the key of a request; None if the server needs none.
+
+        Every key is compared, whether an earlier one fits or not.
+
+        Raises
+        ------
+        APIError
+            401, if there is no key or a wrong one.
+        """
+        if self.is_open:
+            return None
+        given = _hash(_key_of(headers))
+        self._reload()
+        found = False
+        for known in self._fixed + self._from_file:
+            found |= hmac.compare_digest(known, given)
+        if not found:
+            raise APIError(
+                401,
+                "an API key is needed: Authorization: Bearer KEY, or X-API-Key: KEY",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        return given.hex()[:8]
+
+    def _reload(self) -> None:
+        """Read the file again if it has changed; a broken file leaves the keys as they are."""
+        now = self._clock()
+        if self._path is None or now - self._checked_at < _CHECK_SECONDS:
+            return
+        self._checked_at = now
+        stamp = self._file_stamp()
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            self._from_file = read_keys(self._path)
+        except ConfigError as error:
+            _log.error("the keys stay as they are: %s", error)
+        else:
+            _log.info("read %d keys from the key file", len(self._from_file))
+
+    def _file_stamp(self) -> tuple[int, int, int] | None:
+        if self._path is None:
+            return None
+        try:
+            found = os.stat(self._path)
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _key_of(headers: Headers) -> bytes:
+    """Return the key that a request carries; b"" if it has none."""
+    kind, _, key = headers.get("authorization", "").partition(" ")
+    if kind.lower() != "bearer":
+        key = headers.get("x-api-key", "")
+    return key.strip()[:MAX_KEY_CHARS].encode("latin-1", "replace")
+
+
+def _hash(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

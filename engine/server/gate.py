@@ -1,0 +1,130 @@
+"""`Gate`: what every request passes first: request id, API key, drain, slots, errors, log."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from engine.server.access_log import log_request, request_id_of
+from engine.server.auth import KeyRing
+from engine.server.limits import RequestSlots
+from engine.server.protocol.errors import APIError, api_error, error_body
+from engine.server.sse import ClientGone
+
+__all__ = ["Gate"]
+
+_CLIENT_GONE = 499  # nginx's number; only in the log
+_log = logging.getLogger("engine.server")
+
+
+class Gate:
+    """An ASGI middleware that lets requests in, and answers with errors those that fail.
+
+    Parameters
+    ----------
+    app : ASGI application
+    keys : KeyRing
+    slots : RequestSlots
+    public_paths : collection of str
+        Served without an API key.
+    """
+
+    def __init__(
+        self, app: ASGIApp, keys: KeyRing, slots: RequestSlots, public_paths: Collection[str]
+    ) -> None:
+        self._app = app
+        self._keys = keys
+        self._slots = slots
+        self._public = frozenset(public_paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        visit = _Visit(scope, send, request_id_of(headers))
+        scope.setdefault("state", {})["request_id"] = visit.request_id
+        try:
+            await self._enter(scope, receive, visit, headers)
+        except ClientGone:
+            visit.status = _CLIENT_GONE
+        except Exception as error:
+            await self._refuse(visit, error)
+        finally:
+            visit.log()
+
+    async def _enter(self, scope: Scope, receive: Receive, visit: _Visit, headers: Headers) -> None:
+        if scope["path"] not in self._public:
+            visit.key = self._keys.check(headers)
+        if scope["method"] != "POST":
+            await self._app(scope, receive, visit.send)
+            return
+        state = scope["app"].state
+        if state.is_draining:
+            message = "the server is shutting down"
+            raise APIError(503, message, headers={"Retry-After": "10", "Connection": "close"})
+        if state.client.error is not None:
+            raise APIError(503, f"the engine has ended: {state.client.error}")
+        with self._slots.hold(visit.key):
+            await self._app(scope, receive, visit.send)
+
+    async def _refuse(self, visit: _Visit, error: Exception) -> None:
+        """Answer with an error; one that is a bug is logged with its traceback."""
+        if isinstance(error, HTTPException):
+            found = APIError(error.status_code, error.detail, headers=error.headers)
+        else:
+            found = api_error(error)
+        if found.status == 500 and not isinstance(error, APIError):
+            _log.error("request %s failed", visit.request_id, exc_info=error)
+        if visit.status:
+            raise error  # the answer has begun: the connection is closed
+        body = error_body(found, visit.scope["path"], visit.request_id)
+        raw = MutableHeaders(found.headers)
+        raw["content-type"] = "application/json"
+        raw["content-length"] = str(len(body))
+        start = {"type": "http.response.start", "status": found.status, "headers": raw.raw}
+        await visit.send(start)
+        await visit.send({"type": "http.response.body", "body": body})
+
+
+class _Visit:
+    """One request on its way, for the log."""
+
+    def __init__(self, scope: Scope, send: Send, request_id: str) -> None:
+        self.scope = scope
+        self.request_id = request_id
+        self.key: str | None = None
+        self.status = 0
+        self._send = send
+        self._num_bytes = 0
+        self._begin = time.monotonic()
+
+    async def send(self, message: Message) -> None:
+        """Pass a message on; the first one gets the request's id."""
+        if message["type"] == "http.response.body":
+            self._num_bytes += len(message.get("body", b""))
+        elif message["type"] == "http.response.start":
+            self.status = message["status"]
+            own: Any = (b"x-request-id", self.request_id.encode("ascii"))
+            message["headers"] = [*message.get("headers", ()), own]
+        await self._send(message)
+
+    def log(self) -> None:
+        """Write the line of this request."""
+        scope, seconds = self.scope, time.monotonic() - self._begin
+        log_request(
+            self.request_id,
+            scope["method"],
+            scope["path"],
+            self.status or 500,
+            seconds,
+            self._num_bytes,
+            self.key,
+        )

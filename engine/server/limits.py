@@ -1,0 +1,177 @@
+"""Limits of requests: the size of a body and the time it takes, fields, and how many at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from engine.server.protocol.common import SamplingFields, decode_body
+from engine.server.protocol.errors import APIError
+from engine.server.server_config import ServerConfig
+from engine.server.sse import ClientGone
+
+__all__ = ["RequestSlots", "check_fields", "check_model", "read_body", "read_struct"]
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+_RETRY = {"Retry-After": "1"}
+
+
+async def read_struct(request: Request, kind: type[T]) -> T:
+    """Return the body of a request as a struct of this kind.
+
+    Raises
+    ------
+    APIError
+        If it is too large (413), too slow (408), or invalid (400).
+    ClientGone
+        If the client disconnects.
+    """
+    return decode_body(await read_body(request), kind)
+
+
+async def read_body(request: Request) -> bytes:
+    """Return the body of a request, of at most `max_body_bytes`, within `body_timeout`."""
+    config: ServerConfig = request.app.state.config
+    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip()
+    if kind.lower() not in ("application/json", "text/json", ""):
+        raise APIError(415, f"the body must be application/json; got {kind[:80]!r}")
+    length = request.headers.get("content-length", "")
+    if length.isascii() and length.isdigit() and int(length[:20]) > config.max_body_bytes:
+        raise _too_large(config)
+    try:
+        return await asyncio.wait_for(_read(request, config), config.body_timeout)
+    except asyncio.TimeoutError:
+        message = f"the body must arrive within {config.body_timeout} s"
+        raise APIError(408, message, headers={"Connection": "close"}) from None
+    except ClientDisconnect:
+        raise ClientGone from None
+
+
+async def _read(request: Request, config: ServerConfig) -> bytes:
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > config.max_body_bytes:
+            raise _too_large(config)
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _too_large(config: ServerConfig) -> APIError:
+    message = f"the body must have at most {config.max_body_bytes} bytes"
+    return APIError(413, message, headers={"Connection": "close"})
+
+
+def check_model(model: str | None, request: Request) -> str:
+    """Return the name of the model for the answer.
+
+    Raises
+    ------
+    APIError
+        404, if the server has no model of this name.
+    """
+    names: tuple[str, ...] = request.app.state.model_names
+    if model is None or model in names:
+        return model or names[0]
+    message = f"the model {model[:100]!r} does not exist; this server has {', '.join(names)}"
+    raise APIError(404, message, param="model", code="model_not_found")
+
+
+def check_fields(body: SamplingFields, config: ServerConfig) -> None:
+    """Check a body against the limits of the server.
+
+    Raises
+    ------
+    APIError
+        If a number is larger than the server allows.
+    """
+    allowed = {
+        "n": config.max_n,
+        "best_of": config.max_n,
+        "logprobs": config.max_logprobs,
+        "top_logprobs": config.max_logprobs,
+        "prompt_logprobs": config.max_logprobs,
+    }
+    for name, limit in allowed.items():
+        value = getattr(body, name, None)
+        if type(value) is int and value > limit:
+            raise APIError(400, f"{name} must be at most {limit}; got {value}", param=name)
+    num_tools = len(getattr(body, "tools", None) or ())
+    if num_tools > config.max_tools:
+        message = f"tools must have at most {config.max_tools} entries; got {num_tools}"
+        raise APIError(400, message, param="tools")
+    if config.request_timeout is not None:
+        given = config.request_timeout if body.timeout is None else body.timeout
+        body.timeout = min(given, config.request_timeout)
+
+
+class RequestSlots:
+    """Counts the unfinished requests of a process, all of them and by API key.
+
+    A key has at most `max_requests_per_key` of them. By default, when most are taken, the rest is
+    kept for keys that have less than their share, so that no key can shut out the others.
+
+    Parameters
+    ----------
+    config : ServerConfig
+
+    Examples
+    --------
+    >>> slots = RequestSlots(ServerConfig(max_concurrent_requests=1))
+    >>> with slots.hold(None), slots.hold(None):
+    ...     pass
+    Traceback (most recent call last):
+    ...
+    engine.server.protocol.errors.APIError: the server has 1 unfinished requests, its maximum
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._limit = config.max_concurrent_requests
+        self._per_key = config.max_requests_per_key
+        self._by_key: Counter[str] = Counter()
+        self.num_active = 0
+
+    @contextlib.contextmanager
+    def hold(self, key: str | None) -> Iterator[None]:
+        """Count a request while it lasts.
+
+        Raises
+        ------
+        APIError
+            429, if there are too many.
+        """
+        if self.num_active >= self._limit:
+            message = f"the server has {self._limit} unfinished requests, its maximum"
+            raise APIError(429, message, headers=_RETRY)
+        if key is not None and self._by_key[key] >= self._share(key):
+            count = self._by_key[key]
+            raise APIError(
+                429, f"the key has {count} unfinished requests, its share", headers=_RETRY
+            )
+        self.num_active += 1
+        if key is not None:
+            self._by_key[key] += 1
+        try:
+            yield
+        finally:
+            self.num_active -= 1
+            if key is not None:
+                self._by_key[key] -= 1
+                if not self._by_key[key]:
+                    del self._by_key[key]
+
+    def _share(self, key: str) -> int:
+        """Return how many requests this key may have now."""
+        if self._per_key is not None:
+            return self._per_key
+        if self._limit - self.num_active > self._limit // 8:
+            return self._limit
+        num_others = len(self._by_key) - (self._by_key[key] > 0)
+        return max(1, self._limit // (num_others + 2))  # as if one more key came

@@ -1,0 +1,180 @@
+"""/v1/chat/completions: answer conversations, streaming or not."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from engine.server.chat_stream import ChatPiece, ChatStream
+from engine.server.limits import check_fields, check_model, read_struct
+from engine.server.protocol.chat import (
+    AnswerMessage,
+    AnswerToolCall,
+    CalledFunction,
+    ChatChoice,
+    ChatChunks,
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+)
+from engine.server.protocol.common import Usage
+from engine.server.protocol.logprobs import ChatLogprobs, TokenLogprob, prompt_logprobs
+from engine.server.sse import EventStream, unless_disconnected
+from engine.server.tool_parsers import (
+    Event,
+    TextDelta,
+    ToolCallDelta,
+    ToolCallStart,
+    collect,
+)
+
+__all__ = ["answer_chat", "routes"]
+
+
+def routes() -> list[Route]:
+    """Return the routes of this module."""
+    return [Route("/v1/chat/completions", create_chat_completion, methods=["POST"])]
+
+
+async def create_chat_completion(request: Request) -> Response:
+    """Answer a conversation."""
+    body = await read_struct(request, ChatCompletionRequest)
+    state = request.app.state
+    model = check_model(body.model, request)
+    check_fields(body, state.config)
+    request_id, created = f"chatcmpl-{secrets.token_hex(16)}", int(time.time())
+    chat = await state.chat.prepare(body, request_id)
+    stream = ChatStream(state.client, chat)
+    if body.stream:
+        options = body.stream_options
+        shows_usage = options is not None and bool(options.include_usage)
+        chunks = ChatChunks(request_id, model, created, shows_usage=shows_usage)
+        frames = _frames(stream, chunks, chat.params.n, shows_usage)
+        return EventStream(frames, keep_alive=state.config.sse_keep_alive)
+    work = answer_chat(stream, request_id, model, created, chat.params.n)
+    answer = await unless_disconnected(request.receive, work)
+    return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+def usage_of(stream: ChatStream) -> Usage:
+    """Return how many tokens the answers have had."""
+    return Usage.of(stream.num_prompt_tokens, stream.num_output_tokens, stream.num_cached_tokens)
+
+
+# ---- the whole answer
+
+
+@dataclass
+class _Choice:
+    content: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    last: ChatPiece | None = None
+
+    def add(self, piece: ChatPiece) -> None:
+        self.content.append(piece.content)
+        self.reasoning.append(piece.reasoning)
+        if piece.content:
+            self.events.append(TextDelta(piece.content))
+        self.events += piece.calls
+        if piece.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + piece.logprobs
+        if piece.finish_reason is not None:
+            self.last = piece
+
+    def choice(self, index: int) -> ChatChoice:
+        parsed, last = collect(self.events), self.last
+        calls = [
+            AnswerToolCall(call.id, CalledFunction(call.name, call.arguments))
+            for call in parsed.tool_calls
+        ]
+        content = parsed.content or (None if calls else "")
+        return ChatChoice(
+            index,
+            AnswerMessage(content, calls, "".join(self.reasoning) or None),
+            None if last is None else last.finish_reason,
+            None if self.logprobs is None else ChatLogprobs(self.logprobs),
+            None if last is None else last.stop_reason,
+        )
+
+
+async def answer_chat(
+    stream: ChatStream, request_id: str, model: str, created: int, num_choices: int
+) -> ChatCompletionResponse:
+    """Return the whole answer of a request.
+
+    Raises
+    ------
+    RequestError, EngineError, APIError
+        If it cannot be served, or fails.
+    """
+    choices = [_Choice() for _ in range(num_choices)]
+    async with contextlib.aclosing(stream.pieces()) as pieces:
+        async for piece in pieces:
+            choices[piece.index].add(piece)
+    return ChatCompletionResponse(
+        request_id,
+        created,
+        model,
+        [choice.choice(index) for index, choice in enumerate(choices)],
+        usage_of(stream),
+        prompt_logprobs=prompt_logprobs(stream.prompt_logprobs),
+    )
+
+
+# ---- streaming
+
+
+async def _frames(
+    stream: ChatStream, chunks: ChatChunks, num_choices: int, shows_usage: bool
+) -> AsyncGenerator[bytes, None]:
+    begun = [False] * num_choices
+    async with contextlib.aclosing(stream.pieces()) as pieces:
+        async for piece in pieces:
+            index = piece.index
+            if not begun[index]:
+                begun[index] = True
+                yield chunks.choice(index, {"role": "assistant", "content": ""})
+            if not piece.calls and not piece.reasoning and piece.logprobs is None:
+                if piece.content:
+                    yield chunks.content(index, piece.content)
+            else:
+                for delta, logprobs in _deltas(piece):
+                    yield chunks.choice(index, delta, logprobs)
+            if piece.finish_reason is not None:
+                reason, stop = piece.finish_reason, piece.stop_reason
+                yield chunks.choice(index, {}, None, reason, stop)
+    if shows_usage:
+        yield chunks.usage(usage_of(stream))
+
+
+def _deltas(piece: ChatPiece) -> Sequence[tuple[dict[str, Any], ChatLogprobs | None]]:
+    """Return the deltas of a piece; the first one has its log-probabilities."""
+    found: list[dict[str, Any]] = []
+    if piece.reasoning:
+        found.append({"reasoning_content": piece.reasoning})
+    if piece.content:
+        found.append({"content": piece.content})
+    found += [{"tool_calls": [call]} for event in piece.calls if (call := _call_delta(event))]
+    if piece.logprobs and not found:
+        found.append({"content": ""})
+    logprobs = ChatLogprobs(piece.logprobs) if piece.logprobs else None
+    return [(delta, None if i else logprobs) for i, delta in enumerate(found)]
+
+
+def _call_delta(event: Event) -> dict[str, Any] | None:
+    if isinstance(event, ToolCallStart):
+        function = {"name": event.name, "arguments": ""}
+        return {"index": event.index, "id": event.id, "type": "function", "function": function}
+    if isinstance(event, ToolCallDelta):
+        return {"index": event.index, "function": {"arguments": event.arguments}}
+    return None

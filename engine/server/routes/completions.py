@@ -1,0 +1,309 @@
+"""/v1/completions: continue prompts, streaming or not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import secrets
+import time
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from engine.async_engine import EngineClient
+from engine.outputs import CompletionOutput, RequestOutput
+from engine.sampling_params import SamplingParams
+from engine.server.limits import check_fields, check_model, read_struct
+from engine.server.protocol.common import Usage
+from engine.server.protocol.completion import (
+    CompletionChoice,
+    CompletionChunks,
+    CompletionRequest,
+    CompletionResponse,
+    completion_params,
+    prompts_of,
+)
+from engine.server.protocol.errors import APIError
+from engine.server.protocol.logprobs import (
+    CompletionLogprobs,
+    completion_logprobs,
+    prompt_logprobs,
+)
+from engine.server.sse import EventStream, unless_disconnected
+
+__all__ = ["CompletionJob", "answer_completion", "prepare_completion", "routes"]
+
+
+def routes() -> list[Route]:
+    """Return the routes of this module."""
+    return [Route("/v1/completions", create_completion, methods=["POST"])]
+
+
+async def create_completion(request: Request) -> Response:
+    """Continue one prompt or several."""
+    body = await read_struct(request, CompletionRequest)
+    state = request.app.state
+    model = check_model(body.model, request)
+    check_fields(body, state.config)
+    defaults, limit = state.chat.generation_defaults, state.config.max_prompts
+    job = await prepare_completion(state.client, body, model, defaults, limit)
+    if body.stream:
+        return EventStream(_frames(job), keep_alive=state.config.sse_keep_alive)
+    answer = await unless_disconnected(request.receive, answer_completion(job))
+    return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+@dataclasses.dataclass(frozen=True)
+class CompletionJob:
+    """A checked request of /v1/completions.
+
+    Attributes
+    ----------
+    client : EngineClient
+    body : CompletionRequest
+    request_id, model : str
+    created : int
+        Unix time, seconds.
+    prompts : list of str or list of int
+    params : SamplingParams
+    """
+
+    client: EngineClient
+    body: CompletionRequest
+    request_id: str
+    model: str
+    created: int
+    prompts: list[Any]
+    params: SamplingParams
+
+    def outputs(self, index: int) -> AsyncGenerator[RequestOutput, None]:
+        """Let the engine continue prompt number `index`."""
+        body = self.body
+        request_id = self.request_id if len(self.prompts) == 1 else f"{self.request_id}-{index}"
+        return self.client.generate(
+            self.prompts[index],
+            self.params,
+            request_id=request_id,
+            priority=body.priority or 0,
+            cache_salt=body.cache_salt,
+            timeout=body.timeout,
+        )
+
+
+async def prepare_completion(
+    client: EngineClient,
+    body: CompletionRequest,
+    model: str,
+    defaults: Any,
+    max_prompts: int = 1024,
+) -> CompletionJob:
+    """Check a body; nothing is sent to the engine yet.
+
+    Raises
+    ------
+    APIError, RequestError
+        If it cannot be served.
+    """
+    params = completion_params(body, defaults)
+    prompts = prompts_of(body.prompt, max_prompts)
+    if body.stream and body.best_of is not None and body.best_of > params.n:
+        raise APIError(400, "best_of > n cannot be streamed", param="best_of")
+    if body.add_special_tokens is False and isinstance(prompts[0], str):
+        tokenizer = client.tokenizer
+        if tokenizer is None:
+            raise APIError(400, "prompt must be token ids, the model has no tokenizer")
+        prompts = await asyncio.to_thread(lambda: [tokenizer.encode(p, False) for p in prompts])
+    request_id = f"cmpl-{secrets.token_hex(16)}"
+    return CompletionJob(client, body, request_id, model, int(time.time()), prompts, params)
+
+
+async def answer_completion(job: CompletionJob) -> CompletionResponse:
+    """Return the whole answer."""
+    choices: list[CompletionChoice] = []
+    usage = _UsageCounter()
+
+    async def one(index: int) -> RequestOutput:
+        async with contextlib.aclosing(job.outputs(index)) as outputs:
+            return [output async for output in outputs][-1]  # the only one
+
+    finals = await _gather([one(index) for index in range(len(job.prompts))])
+    for index, output in enumerate(finals):
+        writer = _ChoiceWriter(job, index)
+        usage.note(index, output)
+        for completion in output.outputs:
+            choices.append(writer.choice(output, completion))
+    total = usage.total(is_without_output=writer.hides_output)
+    return CompletionResponse(job.request_id, job.created, job.model, choices, total)
+
+
+async def _gather(works: list[Any]) -> list[Any]:
+    """Run these together; the first error cancels the others."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+# ---- choices
+
+
+class _UsageCounter:
+    """Adds up the tokens of all prompts of a request."""
+
+    def __init__(self) -> None:
+        self._prompts: dict[int, tuple[int, int]] = {}
+        self._num_output = 0
+
+    def note(self, index: int, output: RequestOutput) -> None:
+        """Count what an output brings."""
+        if output.num_cached_tokens or index not in self._prompts:
+            self._prompts[index] = len(output.prompt_token_ids), output.num_cached_tokens
+        for completion in output.outputs:
+            self._num_output += len(completion.token_ids)
+
+    def total(self, *, is_without_output: bool = False) -> Usage:
+        """Return the sum."""
+        counts = self._prompts.values()
+        num_output = 0 if is_without_output else self._num_output
+        return Usage.of(sum(c[0] for c in counts), num_output, sum(c[1] for c in counts))
+
+
+class _ChoiceWriter:
+    """Makes the choices of one prompt; the first of each continuation may have the prompt, too."""
+
+    def __init__(self, job: CompletionJob, prompt_index: int) -> None:
+        self._job = job
+        self._first_index = prompt_index * job.params.n
+        self._offsets: dict[int, int] = {}  # of the text, by continuation
+        self._has_logprobs = job.body.logprobs is not None
+        self.hides_output = bool(job.body.echo) and job.body.max_tokens == 0
+        self.is_plain = not (job.body.echo or self._has_logprobs)
+        self.is_plain &= job.params.prompt_logprobs is None
+
+    def index(self, completion: CompletionOutput) -> int:
+        """Return the number of a continuation among those of all prompts."""
+        return self._first_index + completion.index
+
+    def choice(self, output: RequestOutput, completion: CompletionOutput) -> CompletionChoice:
+        """Return a choice with everything that a continuation's output has."""
+        job, reason = self._job, completion.finish_reason
+        if reason == "error":
+            raise APIError(500, f"the request failed: {completion.stop_reason}")
+        is_first = completion.index not in self._offsets
+        offset = self._offsets.setdefault(completion.index, 0)
+        text, logprobs = "", CompletionLogprobs([], [], [], []) if self._has_logprobs else None
+        if is_first and job.body.echo:
+            text = self._prompt_text(output)
+            if logprobs is not None and output.prompt_logprobs is not None:
+                ids, entries = output.prompt_token_ids, output.prompt_logprobs
+                logprobs, offset = completion_logprobs(ids, entries, offset, job.client.tokenizer)
+        if not self.hides_output:
+            text += completion.text
+            if logprobs is not None and completion.logprobs is not None:
+                ids, entries = completion.token_ids, completion.logprobs
+                more, offset = completion_logprobs(ids, entries, offset, job.client.tokenizer)
+                logprobs = _joined(logprobs, more)
+        self._offsets[completion.index] = offset
+        shown = (
+            output.prompt_logprobs if is_first and job.body.prompt_logprobs is not None else None
+        )
+        return CompletionChoice(
+            self.index(completion),
+            text,
+            logprobs,
+            "length" if self.hides_output and reason is not None else reason,
+            completion.stop_reason,
+            prompt_logprobs(shown),
+        )
+
+    def _prompt_text(self, output: RequestOutput) -> str:
+        tokenizer = self._job.client.tokenizer
+        if output.prompt is not None:
+            return output.prompt
+        if tokenizer is None:
+            return ""
+        text: str = tokenizer.decode(output.prompt_token_ids, False)
+        return text
+
+
+def _joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
+    return CompletionLogprobs(
+        first.tokens + second.tokens,
+        first.token_logprobs + second.token_logprobs,
+        first.top_logprobs + second.top_logprobs,
+        first.text_offset + second.text_offset,
+    )
+
+
+# ---- streaming
+
+
+async def _frames(job: CompletionJob) -> AsyncGenerator[bytes, None]:
+    options = job.body.stream_options
+    shows_usage = options is not None and bool(options.include_usage)
+    chunks = CompletionChunks(job.request_id, job.model, job.created, shows_usage=shows_usage)
+    writers = [_ChoiceWriter(job, index) for index in range(len(job.prompts))]
+    usage = _UsageCounter()
+    is_plain = writers[0].is_plain
+    sources = [job.outputs(index) for index in range(len(job.prompts))]
+    async with contextlib.aclosing(_merged(sources)) as pairs:
+        async for index, output in pairs:
+            usage.note(index, output)
+            writer = writers[index]
+            for completion in output.outputs:
+                if is_plain and completion.finish_reason is None:
+                    if completion.text:
+                        yield chunks.text(writer.index(completion), completion.text)
+                    continue
+                choice = writer.choice(output, completion)
+                if choice.text or choice.logprobs is not None or choice.finish_reason is not None:
+                    yield chunks.choice(choice)
+    if shows_usage:
+        yield chunks.usage(usage.total(is_without_output=writers[0].hides_output))
+
+
+async def _merged(
+    sources: Sequence[AsyncGenerator[RequestOutput, None]],
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """Yield the items of all generators as they come, each with its generator's number."""
+    if len(sources) == 1:
+        async with contextlib.aclosing(sources[0]) as source:
+            async for output in source:
+                yield 0, output
+        return
+    queue: asyncio.Queue[tuple[int, Any]] = asyncio.Queue(2 * len(sources))
+    tasks = [asyncio.ensure_future(_pump(i, s, queue)) for i, s in enumerate(sources)]
+    try:
+        num_open = len(tasks)
+        while num_open:
+            index, item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                num_open -= 1
+            else:
+                yield index, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(index: int, source: AsyncGenerator[Any, None], queue: asyncio.Queue[Any]) -> None:
+    """Put the items of a generator into the queue, then None or its error."""
+    try:
+        async with contextlib.aclosing(source):
+            async for item in source:
+                await queue.put((index, item))
+    except Exception as error:
+        await queue.put((index, error))
+    else:
+        await queue.put((index, None))

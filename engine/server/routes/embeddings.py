@@ -1,0 +1,95 @@
+"""/v1/embeddings: the model's last hidden state of texts, pooled."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from engine.server.limits import check_model, read_struct
+from engine.server.protocol.common import Usage
+from engine.server.protocol.completion import prompts_of
+from engine.server.protocol.errors import APIError
+from engine.server.sse import unless_disconnected
+
+__all__ = ["EmbeddingObject", "EmbeddingRequest", "EmbeddingResponse", "routes"]
+
+
+class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of /v1/embeddings; `pooling` and `normalize` are extensions."""
+
+    input: str | list[int | str | list[int]]
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    user: str | None = None
+    pooling: Literal["last", "mean"] | None = None
+    normalize: bool | None = None
+
+
+class EmbeddingObject(msgspec.Struct):
+    """The embedding of one input: numbers, or float32 in base64."""
+
+    index: int
+    embedding: list[float] | str
+    object: Literal["embedding"] = "embedding"
+
+
+class EmbeddingResponse(msgspec.Struct):
+    """The answer of /v1/embeddings."""
+
+    data: list[EmbeddingObject]
+    model: str
+    usage: Usage
+    object: Literal["list"] = "list"
+
+
+def routes() -> list[Route]:
+    """Return the routes of this module."""
+    return [Route("/v1/embeddings", create_embeddings, methods=["POST"])]
+
+
+async def create_embeddings(request: Request) -> Response:
+    """Return the embeddings of texts or token ids."""
+    body = await read_struct(request, EmbeddingRequest)
+    state = request.app.state
+    model = check_model(body.model, request)
+    prompts = prompts_of(body.input, state.config.max_prompts)
+    work = embed(state.client, body, prompts, model)
+    answer = await unless_disconnected(request.receive, work)
+    return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+async def embed(
+    client: Any, body: EmbeddingRequest, prompts: list[Any], model: str
+) -> EmbeddingResponse:
+    """Return the answer to a body.
+
+    Raises
+    ------
+    APIError, RequestError
+        If `dimensions` is given and not the model's, or an input cannot be served.
+    """
+    normalize = body.normalize is not False
+    found = await client.embed(prompts, body.pooling or "last", normalize=normalize)
+    data = []
+    for index, item in enumerate(found):
+        vector = np.asarray(item.vector, "<f4")
+        if body.dimensions is not None and body.dimensions != vector.size:
+            message = f"dimensions must be {vector.size}, the model's; got {body.dimensions}"
+            raise APIError(400, message, param="dimensions")
+        data.append(EmbeddingObject(index, _encoded(vector, body.encoding_format)))
+    num_tokens = sum(item.num_tokens for item in found)
+    return EmbeddingResponse(data, model, Usage(num_tokens, num_tokens))
+
+
+def _encoded(vector: Any, encoding: str | None) -> list[float] | str:
+    if encoding == "base64":
+        return base64.b64encode(vector.tobytes()).decode("ascii")
+    values: list[float] = vector.tolist()
+    return values

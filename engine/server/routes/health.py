@@ -1,0 +1,37 @@
+"""/health: is the engine alive? /ready: does the server take requests?"""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from engine.server.protocol.errors import APIError
+
+__all__ = ["routes"]
+
+
+def routes() -> list[Route]:
+    """Return the routes of this module."""
+    return [
+        Route("/health", health, methods=["GET"]),
+        Route("/ping", health, methods=["GET"]),
+        Route("/ready", ready, methods=["GET"]),
+    ]
+
+
+async def health(request: Request) -> Response:
+    """Answer 200 while the engine is alive, 503 after its end; without an API key."""
+    if request.app.state.client.error is not None:
+        raise APIError(503, "the engine has ended")
+    return Response()
+
+
+async def ready(request: Request) -> Response:
+    """Answer 200 while new requests are served, 503 with the reason otherwise."""
+    state = request.app.state
+    if state.is_draining:
+        raise APIError(503, "the server is shutting down")
+    if state.client.error is not None:
+        raise APIError(503, f"the engine has ended: {state.client.error}")
+    return JSONResponse({"status": "ready"})

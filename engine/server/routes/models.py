@@ -1,0 +1,52 @@
+"""/v1/models: the model's names. /version."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from engine import __version__
+from engine.server.limits import check_model
+
+__all__ = ["routes"]
+
+
+def routes() -> list[Route]:
+    """Return the routes of this module."""
+    return [
+        Route("/v1/models", list_models, methods=["GET"]),
+        Route("/v1/models/{model:path}", get_model, methods=["GET"]),
+        Route("/version", version, methods=["GET"]),
+    ]
+
+
+async def list_models(request: Request) -> JSONResponse:
+    """Return all names under which the model can be asked for."""
+    cards = [_card(name, request) for name in request.app.state.model_names]
+    return JSONResponse({"object": "list", "data": cards})
+
+
+async def get_model(request: Request) -> JSONResponse:
+    """Return one of them."""
+    return JSONResponse(_card(check_model(request.path_params["model"], request), request))
+
+
+async def version(request: Request) -> JSONResponse:
+    """Return the engine's version."""
+    return JSONResponse({"version": __version__})
+
+
+def _card(name: str, request: Request) -> dict[str, Any]:
+    state = request.app.state
+    return {
+        "id": name,
+        "object": "model",
+        "created": state.created,
+        "owned_by": "engine",
+        "root": state.model_names[0],
+        "parent": None,
+        "max_model_len": state.client.model_info.max_model_len,
+    }

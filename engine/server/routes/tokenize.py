@@ -1,0 +1,108 @@
+"""/tokenize and /detokenize, with vLLM's fields."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from engine.server.limits import check_model, read_struct
+from engine.server.protocol.chat import ChatCompletionRequest, ChatMessage, Tool
+from engine.server.protocol.errors import APIError
+
+__all__ = [
+    "DetokenizeRequest",
+    "DetokenizeResponse",
+    "TokenizeRequest",
+    "TokenizeResponse",
+    "routes",
+]
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of /tokenize: a prompt, or a conversation."""
+
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    model: str | None = None
+    tools: list[Tool] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeResponse(msgspec.Struct):
+    """The answer of /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of /detokenize."""
+
+    tokens: list[int]
+    model: str | None = None
+    skip_special_tokens: bool | None = None
+
+
+class DetokenizeResponse(msgspec.Struct):
+    """The answer of /detokenize."""
+
+    prompt: str
+
+
+def routes() -> list[Route]:
+    """Return the routes of this module."""
+    return [
+        Route("/tokenize", tokenize, methods=["POST"]),
+        Route("/detokenize", detokenize, methods=["POST"]),
+    ]
+
+
+async def tokenize(request: Request) -> Response:
+    """Return the token ids of a prompt or a conversation, and how many they are."""
+    body = await read_struct(request, TokenizeRequest)
+    check_model(body.model, request)
+    state = request.app.state
+    tokenizer = _tokenizer(request)
+    if (body.prompt is None) == (body.messages is None):
+        raise APIError(400, "exactly one of prompt and messages must be given", param="prompt")
+    if body.prompt is not None:
+        with_special = body.add_special_tokens is not False
+        ids = await asyncio.to_thread(tokenizer.encode, body.prompt, with_special)
+    else:
+        chat = ChatCompletionRequest(
+            messages=body.messages or [],
+            tools=body.tools,
+            add_special_tokens=body.add_special_tokens,
+            add_generation_prompt=body.add_generation_prompt,
+            chat_template_kwargs=body.chat_template_kwargs,
+        )
+        ids = (await asyncio.to_thread(state.chat.render, chat))["prompt_token_ids"]
+    texts = [tokenizer.id_to_token(i) or "" for i in ids] if body.return_token_strs else None
+    answer = TokenizeResponse(len(ids), state.client.model_info.max_model_len, ids, texts)
+    return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+async def detokenize(request: Request) -> Response:
+    """Return the text of token ids."""
+    body = await read_struct(request, DetokenizeRequest)
+    check_model(body.model, request)
+    skip = bool(body.skip_special_tokens)
+    text = await asyncio.to_thread(_tokenizer(request).decode, body.tokens, skip)
+    return Response(msgspec.json.encode(DetokenizeResponse(text)), media_type="application/json")
+
+
+def _tokenizer(request: Request) -> Any:
+    tokenizer = request.app.state.client.tokenizer
+    if tokenizer is None:
+        raise APIError(400, "the model has no tokenizer")
+    return tokenizer

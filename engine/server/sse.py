@@ -1,0 +1,180 @@
+"""Server-sent events: frames are written as they come, and waiting clients hear a comment."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from engine.server.protocol.errors import APIError, api_error, error_body
+from engine.server.read_ahead import ReadAhead
+
+__all__ = ["DONE", "ClientGone", "EventStream", "unless_disconnected"]
+
+T = TypeVar("T")
+
+DONE = b"data: [DONE]\n\n"
+_COMMENT = b": keep-alive\n\n"
+_MAX_BATCH = 64  # frames written together
+
+_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",  # or nginx would keep the frames back
+}
+
+
+class ClientGone(Exception):
+    """The client closed the connection; nobody reads an answer."""
+
+
+async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
+    """Return the result of `work`; cancel it when the client disconnects.
+
+    Raises
+    ------
+    ClientGone
+        If the client disconnects first.
+    """
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        await _cancel(task, watcher)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _cancel(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    for task in tasks:
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await task
+
+
+def openai_error_frame(error: APIError) -> bytes:
+    """Return the frame that tells of an error in a stream that has begun."""
+    return b"data: " + error_body(error) + b"\n\n"
+
+
+class EventStream(Response):
+    """An answer of server-sent events.
+
+    An error before the first frame is raised, so that it gets its own status; a later one is a
+    frame. Frames that have piled up are written together.
+
+    Parameters
+    ----------
+    frames : async generator of bytes
+        Whole frames. It is closed when the client disconnects.
+    keep_alive : float
+        Seconds without a frame after which a comment is sent; the first one sends the headers.
+    error_frame : callable
+        Makes the frame of an `APIError`.
+    last : bytes
+        What is written after the last frame, also after an error.
+    headers : mapping of str to str, optional
+    """
+
+    def __init__(
+        self,
+        frames: AsyncGenerator[bytes, None],
+        *,
+        keep_alive: float = 15.0,
+        error_frame: Callable[[APIError], bytes] = openai_error_frame,
+        last: bytes = DONE,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        self.status_code = 200
+        self.background = None
+        self.body = b""
+        self.init_headers(_HEADERS | dict(headers or {}))
+        self._frames = frames
+        self._interval = keep_alive
+        self._error_frame = error_frame
+        self._last = last
+        self._is_started = False
+        self._is_sending = False
+        self._num_frames = 0  # at the last tick: of those sent
+        self._num_sent = 0
+        self._comment: asyncio.Task[None] | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Write the stream; return when it has ended or the client is gone."""
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(self._interval, self._tick, loop, send)
+        self._timer = timer
+        try:
+            await unless_disconnected(receive, self._write(send))
+        except ClientGone:
+            if not self._is_started:
+                raise
+        except Exception as error:
+            await self._finish_comment()
+            if not self._is_started:
+                raise
+            found = self._error_frame(api_error(error)) + self._last
+            await send({"type": "http.response.body", "body": found})
+            if not isinstance(error, APIError) and api_error(error).status == 500:
+                raise
+        finally:
+            self._timer.cancel()
+            await self._finish_comment()
+
+    async def _write(self, send: Send) -> None:
+        reader = ReadAhead(self._frames)
+        try:
+            while (frame := await reader.next()) is not None:
+                parts = [frame]
+                while len(parts) < _MAX_BATCH and (more := reader.poll()) is not None:
+                    parts.append(more)
+                await self._send(send, b"".join(parts) if len(parts) > 1 else frame)
+            await self._send(send, self._last, more_body=False)
+        finally:
+            await reader.close()
+
+    async def _send(self, send: Send, data: bytes, *, more_body: bool = True) -> None:
+        if self._comment is not None:
+            await self._finish_comment()
+        self._is_sending = True
+        if not self._is_started:
+            await self._start(send)
+        self._num_sent += 1
+        await send({"type": "http.response.body", "body": data, "more_body": more_body})
+        self._is_sending = False
+
+    async def _start(self, send: Send) -> None:
+        self._is_started = True
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+
+    # ---- comments
+
+    def _tick(self, loop: asyncio.AbstractEventLoop, send: Send) -> None:
+        is_idle = self._num_sent == self._num_frames and not self._is_sending
+        self._num_frames = self._num_sent
+        if is_idle and self._comment is None:
+            self._comment = loop.create_task(self._send_comment(send))
+        self._timer = loop.call_later(self._interval, self._tick, loop, send)
+
+    async def _send_comment(self, send: Send) -> None:
+        if not self._is_started:
+            await self._start(send)
+        await send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
+
+    async def _finish_comment(self) -> None:
+        task, self._comment = self._comment, None
+        if task is not None:
+            with contextlib.suppress(Exception):
+                await task
