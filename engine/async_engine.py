@@ -6,15 +6,19 @@ import asyncio
 import itertools
 import threading
 from collections import defaultdict, deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
+
+from engine.embeddings import embed_in_parts
 from engine.errors import EngineError
 from engine.llm_engine import LLMEngine, Prompt
 from engine.outputs import RequestOutput
 from engine.sampling_params import RequestOutputKind, SamplingParams
 from engine.shared_engine import SharedEngine
+from engine.snapshot import snapshot
 from engine.stats import EngineStats
 
 __all__ = ["AsyncEngine", "EngineClient", "ModelInfo"]
@@ -74,6 +78,14 @@ class EngineClient(Protocol):
 
     async def stats(self) -> EngineStats:
         """Return the engine's counters and histograms so far."""
+
+    async def snapshot(self) -> dict[str, Any]:
+        """Return what the engine does now; see `engine.snapshot`."""
+
+    async def embed(
+        self, prompts: Sequence[Prompt], pooling: str = "last", *, normalize: bool = True
+    ) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
+        """Return an embedding of each prompt; see `AsyncEngine.embed`."""
 
     async def reset_prefix_cache(self) -> None:
         """Drop all cached prefixes."""
@@ -233,6 +245,45 @@ class AsyncEngine:
     async def stats(self) -> EngineStats:
         """Return the engine's counters and histograms so far."""
         return await self._result(self._engine.stats)
+
+    async def snapshot(self) -> dict[str, Any]:
+        """Return what the engine does now; see `engine.snapshot`."""
+        return await self._result(lambda: snapshot(self._engine, self._shared.clock))
+
+    async def embed(
+        self, prompts: Sequence[Prompt], pooling: str = "last", *, normalize: bool = True
+    ) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
+        """Return an embedding of each prompt; other requests are served in between.
+
+        Parameters
+        ----------
+        prompts : sequence of str, of sequences of int, or of mappings
+            As for `LLMEngine.add_request`.
+        pooling, normalize
+            As for `engine.embeddings.embed`.
+
+        Returns
+        -------
+        list of (N,) array of float32
+            On the host, N the model's hidden size.
+
+        Raises
+        ------
+        RequestError
+            If an argument is none of these, or a prompt is too long.
+        EngineError
+            If the engine fails or is closed before.
+        """
+        inputs = await asyncio.to_thread(lambda: [self._engine.encode(each) for each in prompts])
+        ids, model = [each.token_ids for each in inputs], self._engine.model
+        parts = embed_in_parts(model, ids, pooling, normalize=normalize)
+        found: dict[int, Any] = {}
+        try:
+            while (part := await self._result(lambda: next(parts, None))) is not None:
+                found.update(part)
+        finally:
+            self._call(parts.close)
+        return [found[index] for index in range(len(ids))]
 
     async def reset_prefix_cache(self) -> None:
         """Drop all cached prefixes; unfinished requests keep their blocks."""

@@ -104,9 +104,7 @@ class LLMEngine:
         self._watchdog = Watchdog(given.step_timeout, self._describe, raises=given.raise_on_timeout)
         self._recovery = StepRecovery(self.scheduler, self.runner, is_debug=config.is_debug)
         self._in_flight: deque[LaunchedStep] = deque()  # launched, not read back; oldest first
-        self._max_in_flight = int(
-            config.async_scheduling
-        )  # steps that may be in flight after `step`
+        self._max_in_flight = int(config.async_scheduling)  # steps in flight after `step`
         self._groups: dict[str, OutputGroup] = {}  # unfinished ones, by request id
         # Requests that the next outputs report; None: the output is not made yet.
         self._changed: dict[OutputGroup, RequestOutput | None] = {}
@@ -241,6 +239,11 @@ class LLMEngine:
     def num_unfinished_requests(self) -> int:
         """Requests that are waiting or running."""
         return len(self._groups)
+
+    @property
+    def num_generation_tokens(self) -> int:
+        """Tokens generated so far, of all requests."""
+        return self._stats.generation_tokens
 
     # ---- the whole engine
 
@@ -456,10 +459,7 @@ class LLMEngine:
         request, reason = stream.request, end.finish_reason
         self.scheduler.finish_request(request, reason)  # does nothing if it has finished
         num_cut = self.scheduler.correct_finish(
-            request,
-            reason,
-            stop_reason=end.stop_reason,
-            num_output_tokens=end.num_output_tokens,
+            request, reason, stop_reason=end.stop_reason, num_output_tokens=end.num_output_tokens
         )
         self._release(stream)
         return num_cut

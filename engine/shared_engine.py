@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable
 from typing import Any, Generic, Protocol, TypeVar
@@ -10,6 +11,7 @@ from engine.errors import RequestError
 from engine.llm_engine import LLMEngine
 from engine.one_thread import EngineLock
 from engine.outputs import RequestOutput
+from engine.snapshot import StepClock
 
 __all__ = ["Inbox", "SharedEngine"]
 
@@ -40,11 +42,14 @@ class SharedEngine(Generic[InboxT]):
         Who takes the outputs of a request. Requests of one call may share a list, so that the cost
         of a step grows with the outputs that arrived and not with the requests that wait. Outputs
         of a request without an inbox are dropped.
+    clock : StepClock
+        How long the steps take.
     """
 
     def __init__(self, engine: LLMEngine) -> None:
         self.engine = engine
         self.lock = EngineLock()
+        self.clock = StepClock()
         self.inbox: dict[str, InboxT] = {}
         self._unwanted: deque[str] = deque()  # requests to be aborted
 
@@ -59,7 +64,10 @@ class SharedEngine(Generic[InboxT]):
         if self.engine.kv_cache.is_closed:
             raise RequestError("the engine was closed before the request finished")
         self.abort_dropped()
-        for output in self.engine.step():
+        start = time.perf_counter()
+        outputs = self.engine.step()
+        self.clock.note(time.perf_counter() - start)
+        for output in outputs:
             inbox = self.inbox.get(output.request_id)
             if inbox is not None:
                 inbox.append(output)

@@ -16,6 +16,7 @@ leaves, and `allocator.num_cached` is exactly what can be freed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from engine.cache.block_allocator import BlockAllocator
 from engine.cache.lru import LruHeap
@@ -383,6 +384,16 @@ class PrefixTree:
             children = stack.pop().children.values()
             nodes.extend(children)
             stack.extend(children)
+        return nodes
+
+    def first_nodes(self, limit: int) -> list[TreeNode]:
+        """Return up to `limit` nodes, those nearest to the roots first."""
+        level = [root for space in self._spaces.values() for root in space.roots.values()]
+        nodes: list[TreeNode] = []
+        while level and len(nodes) < limit:
+            below = (child for node in level for child in node.children.values())
+            level = list(islice(below, limit - len(nodes)))
+            nodes += level
         return nodes
 
     def check_integrity(self) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from engine.drafts import MAX_QUERY_LEN, Drafts
 from engine.errors import ContractError
 from engine.request import Request
 
-__all__ = ["DraftedSequence", "InFlightSteps", "ScheduleOutput", "ScheduledSequence"]
+__all__ = ["BatchSize", "DraftedSequence", "InFlightSteps", "ScheduleOutput", "ScheduledSequence"]
 
 
 class ScheduledSequence:
@@ -98,6 +99,14 @@ class DraftedSequence(ScheduledSequence):
         self.drafts: Drafts = drafts
 
 
+class BatchSize(NamedTuple):
+    """How much a step computes."""
+
+    num_tokens: int = 0
+    num_sequences: int = 0
+    num_decodes: int = 0
+
+
 @dataclass(slots=True)
 class ScheduleOutput:
     """One step.
@@ -152,6 +161,11 @@ class ScheduleOutput:
     num_decodes: int = 0
     query_len: int = 1
     is_unchanged: bool = False
+
+    @property
+    def size(self) -> BatchSize:
+        """How much the step computes."""
+        return BatchSize(self.num_scheduled_tokens, len(self.sequences), self.num_decodes)
 
     @property
     def is_empty(self) -> bool:

@@ -24,7 +24,7 @@ from engine.scheduler.check import check_output
 from engine.scheduler.chunks import UnchangedBatch, add_chunk, chunk_size, put_decodes_first
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.drafting import checked_drafts, count_accepted, fitting_drafts
-from engine.scheduler.output import InFlightSteps, ScheduledSequence, ScheduleOutput
+from engine.scheduler.output import BatchSize, InFlightSteps, ScheduledSequence, ScheduleOutput
 from engine.scheduler.preemption import prefers_swap
 from engine.scheduler.prefixes_in_flight import PrefixesInFlight
 from engine.scheduler.request_queues import RequestQueues
@@ -71,6 +71,7 @@ class Scheduler:
         if config.debug:
             self.blocks.allocator.record_freed()
         self._queues = RequestQueues(config, self.blocks)
+        self.last_batch = BatchSize()  # of the last step, for the watch view
         self._in_flight = InFlightSteps()
         self._unchanged = UnchangedBatch()
         self._has_drafts = False  # whether a running request may have drafts
@@ -401,6 +402,7 @@ class Scheduler:
     def _complete(self, output: ScheduleOutput) -> None:
         """Put the decodes first, and add the block moves."""
         put_decodes_first(output)
+        self.last_batch = output.size
         moves = self.blocks.take_moves()
         output.swap_out, output.copies, output.swap_in = moves.swap_out, moves.copies, moves.swap_in
         if not output.is_empty:

@@ -146,7 +146,10 @@ class ServerConfig:
         for name in options:
             if name not in known:
                 raise unknown_keyword("ServerConfig", name, known)
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in options.items()})
+        given: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in options.items()
+        }
+        return cls(**given)
 
     def __post_init__(self) -> None:
         for name, allowed in _RANGES.items():

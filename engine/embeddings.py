@@ -1,0 +1,185 @@
+"""Embeddings of texts: the pooled output of a model's final norm."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+
+from engine.cache.array_cache import Cache
+from engine.cache.kv_cache import KVGeometry
+from engine.checks import shown_with_type
+from engine.device import to_numpy
+from engine.errors import RequestError
+from engine.layers.batch import ForwardBatch
+from engine.layers.token_ids import checked_token_ids
+from engine.model import Model
+
+__all__ = ["POOLINGS", "embed", "embed_in_parts"]
+
+POOLINGS = ("last", "mean")
+
+_BLOCK_SIZE = 16
+_MAX_TOKENS = {"cpu": 512, "cuda": 2048}  # of a forward pass
+
+_Vector = np.ndarray[Any, np.dtype[np.float32]]
+_Chunk = tuple[int, int, int]
+"""(index of the sequence, start, stop)."""
+
+
+def embed(
+    model: Model,
+    token_ids: Sequence[Sequence[int]],
+    pooling: str = "last",
+    *,
+    normalize: bool = True,
+) -> list[_Vector]:
+    """Return an embedding of each sequence.
+
+    Parameters
+    ----------
+    model : Model
+    token_ids : sequence of sequences of int
+        Each of 1 to `model.max_model_len` ids.
+    pooling : str
+        Which outputs of the final norm make the embedding: that of the "last" token, or the "mean"
+        of all.
+    normalize : bool
+        Divide by the Euclidean norm; a vector of zeros stays.
+
+    Returns
+    -------
+    list of (N,) array of float32
+        On the host, N the model's hidden size.
+
+    Raises
+    ------
+    RequestError
+        If an argument is none of the above.
+
+    Examples
+    --------
+    >>> from engine import load
+    >>> from engine.config import ModelConfig
+    >>> config = ModelConfig("llama", 64, 32, 1, 4, 2, 8, 48, 128)
+    >>> model = load(config=config, load_format="dummy", device="cpu")
+    >>> [v.shape for v in embed(model, [[1, 2, 3], [4]], pooling="mean")]
+    [(32,), (32,)]
+    """
+    found: dict[int, _Vector] = {}
+    for part in embed_in_parts(model, token_ids, pooling, normalize=normalize):
+        found.update(part)
+    return [found[index] for index in range(len(token_ids))]
+
+
+def embed_in_parts(
+    model: Model,
+    token_ids: Sequence[Sequence[int]],
+    pooling: str = "last",
+    *,
+    normalize: bool = True,
+) -> Generator[dict[int, _Vector], None, None]:
+    """Yield after each forward pass the embeddings that it has completed, by index.
+
+    So that an engine can serve other requests in between. The arguments, checked now, and the
+    errors are those of `embed`. Closing the generator frees its pages.
+    """
+    if not isinstance(pooling, str) or pooling not in POOLINGS:
+        wanted = " or ".join(map(repr, POOLINGS))
+        raise RequestError(f"pooling must be {wanted}; got {shown_with_type(pooling)}")
+    if not isinstance(normalize, bool):
+        raise RequestError(f"normalize must be True or False; got {shown_with_type(normalize)}")
+    rows = [_checked(model, index, ids) for index, ids in enumerate(token_ids)]
+    return _parts(model, rows, pooling, normalize)
+
+
+def _checked(model: Model, index: int, ids: Sequence[int]) -> Any:
+    limit = model.max_model_len
+    if not hasattr(ids, "__len__") or not 1 <= len(ids) <= limit:
+        got = f"{len(ids)} tokens" if hasattr(ids, "__len__") else shown_with_type(ids)
+        raise RequestError(f"token_ids[{index}] must have 1 to {limit} tokens; got {got}")
+    return checked_token_ids([ids], 1, model.config.vocab_size)[0]
+
+
+def _parts(
+    model: Model, rows: list[Any], pooling: str, normalize: bool
+) -> Generator[dict[int, _Vector], None, None]:
+    batches = list(_batches([len(row) for row in rows], _MAX_TOKENS[model.device.kind]))
+    if not batches:
+        return
+    sums: dict[int, _Vector] = {}
+    config = model.config
+    geometry = KVGeometry(
+        config.num_layers, config.num_kv_heads, config.head_dim, _BLOCK_SIZE, model.dtype
+    )
+    most = max(_num_blocks(batch) for batch in batches)
+    with closing(Cache(geometry, 1, most * _BLOCK_SIZE, model.device)) as cache:
+        for batch in batches:
+            outputs = _hidden(model, cache, rows, batch, pooling)
+            done: dict[int, _Vector] = {}
+            for (index, _, stop), total in zip(batch, outputs, strict=True):
+                sums[index] = sums.get(index, np.float32(0)) + total
+                if stop == len(rows[index]):
+                    vector = sums.pop(index)
+                    done[index] = _finished(vector, stop if pooling == "mean" else 1, normalize)
+            yield done
+
+
+def _batches(lengths: Sequence[int], limit: int) -> Iterator[list[_Chunk]]:
+    """Yield what each forward pass computes: whole sequences, or a chunk of a long one.
+
+    The shortest come first, since single tokens must come before all others.
+    """
+    batch: list[_Chunk] = []
+    for index in sorted(range(len(lengths)), key=lambda index: lengths[index]):
+        length = lengths[index]
+        if batch and sum(stop for _, _, stop in batch) + length > limit:
+            yield batch
+            batch = []
+        if length <= limit:
+            batch.append((index, 0, length))
+        else:
+            for start in range(0, length, limit):
+                yield [(index, start, min(length, start + limit))]
+    if batch:
+        yield batch
+
+
+def _num_blocks(batch: list[_Chunk]) -> int:
+    return sum(-(-stop // _BLOCK_SIZE) for _, _, stop in batch)
+
+
+def _hidden(
+    model: Model, cache: Cache, rows: list[Any], batch: list[_Chunk], pooling: str
+) -> list[_Vector]:
+    """Compute the chunks; return of each the sum (or last) of its outputs, (N,) float32."""
+    tables, first = [], 0
+    for _, _, stop in batch:
+        count = -(-stop // _BLOCK_SIZE)
+        tables.append(range(first, first + count))
+        first += count
+    longest = max(len(rows[index]) for index, _, _ in batch)
+    flat = ForwardBatch.build(
+        [rows[index][start:stop] for index, start, stop in batch],
+        [start for _, start, _ in batch],
+        tables,
+        _BLOCK_SIZE,
+        logits="all" if pooling == "mean" else "last",
+        rope_offset=model.long_rope_offset if model.uses_long_rope(longest) else 0,
+    )
+    outputs = to_numpy(model.hidden_states(flat.to(model.device), cache.pages)).astype(np.float32)
+    if pooling == "mean":
+        starts = np.cumsum([0, *(stop - start for _, start, stop in batch[:-1])])
+        return list(np.add.reduceat(outputs, starts, axis=0))
+    is_last = [stop == len(rows[index]) for index, _, stop in batch]
+    return [row if last else np.zeros_like(row) for row, last in zip(outputs, is_last, strict=True)]
+
+
+def _finished(total: _Vector, count: int, normalize: bool) -> _Vector:
+    vector: _Vector = total / np.float32(count)
+    length = float(np.linalg.norm(vector))
+    if normalize and length:
+        vector /= np.float32(length)
+    return vector

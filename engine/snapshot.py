@@ -1,0 +1,127 @@
+"""A picture of an engine at work, as plain values: what the server's watch view draws."""
+
+from __future__ import annotations
+
+import time
+from itertools import islice
+from typing import Any
+
+from engine.cache.tree_node import NO_BLOCK
+from engine.llm_engine import LLMEngine
+from engine.request import Request, RequestStatus
+
+__all__ = ["StepClock", "snapshot"]
+
+_MAX_REQUESTS = 256
+_MAX_NODES = 200
+_SMOOTHING = 0.1  # weight of the latest step
+_MIN_SPAN = 0.2  # seconds over which tokens are counted, at least
+
+_STATES = {RequestStatus.RUNNING: "running", RequestStatus.SWAPPED: "swapped"}
+
+
+class StepClock:
+    """Mean time of the latest steps, and tokens a second.
+
+    Attributes
+    ----------
+    step_seconds : float
+        Of a step, the latest counting most; 0 before the first.
+    """
+
+    def __init__(self) -> None:
+        self.step_seconds = 0.0
+        self._since = time.monotonic()
+        self._num_tokens = 0
+        self._rate = 0.0
+
+    def note(self, seconds: float) -> None:
+        """Note the time of a step."""
+        known = self.step_seconds
+        self.step_seconds = known + _SMOOTHING * (seconds - known) if known else seconds
+
+    def rate(self, num_tokens: int) -> float:
+        """Return the tokens a second, of `num_tokens` so far, since a moment ago."""
+        now = time.monotonic()
+        if (span := now - self._since) >= _MIN_SPAN:
+            self._rate = max(0, num_tokens - self._num_tokens) / span
+            self._since, self._num_tokens = now, num_tokens
+        return self._rate
+
+
+def snapshot(engine: LLMEngine, clock: StepClock | None = None) -> dict[str, Any]:
+    """Return what the engine does now; call it between two steps.
+
+    Parameters
+    ----------
+    engine : LLMEngine
+    clock : StepClock, optional
+        Who notes the steps; without it times and rates are 0.
+
+    Returns
+    -------
+    dict
+        Numbers, texts, and lists and dicts of them; never the content of a prompt or an answer. At
+        most 256 requests and 200 nodes are described, the counts are of all. "ref_count" of a
+        node is the number of requests that use its block now.
+
+    Examples
+    --------
+    >>> from engine import load
+    >>> from engine.config import ModelConfig
+    >>> config = ModelConfig("llama", 64, 32, 1, 4, 2, 8, 48, 128)
+    >>> engine = LLMEngine(load(config=config, load_format="dummy", device="cpu"), num_blocks=8)
+    >>> engine.add_request("r0", [1, 2, 3])
+    >>> seen = snapshot(engine)
+    >>> seen["num_waiting"], seen["num_free_blocks"], seen["requests"][0]["state"]
+    (1, 8, 'waiting')
+    """
+    scheduler = engine.scheduler
+    blocks, batch = scheduler.blocks.allocator, scheduler.last_batch
+    requests = islice(scheduler.unfinished_requests(), _MAX_REQUESTS)
+    return {
+        "time": time.time(),
+        "step_ms": 1000 * clock.step_seconds if clock else 0.0,
+        "tokens_per_s": clock.rate(engine.num_generation_tokens) if clock else 0.0,
+        "num_running": scheduler.num_running,
+        "num_waiting": scheduler.num_waiting,
+        "num_blocks": blocks.num_blocks,
+        "num_free_blocks": blocks.num_free,
+        "num_cached_blocks": blocks.num_cached,
+        "block_size": blocks.block_size,
+        "requests": [_shown(request) for request in requests],
+        "tree": _tree(engine),
+        "batch": {
+            "num_tokens": batch.num_tokens,
+            "num_prefills": batch.num_sequences - batch.num_decodes,
+            "num_decodes": batch.num_decodes,
+        },
+    }
+
+
+def _shown(request: Request) -> dict[str, Any]:
+    return {
+        "id": request.request_id,
+        "state": _STATES.get(request.status, "waiting"),
+        "num_prompt": request.num_prompt_tokens,
+        "num_cached": request.num_cached_tokens,
+        "num_output": request.num_output_tokens,
+        "num_blocks": len(request.block_table),
+    }
+
+
+def _tree(engine: LLMEngine) -> dict[str, Any]:
+    """Return the nodes as [number, the parent's or -1, blocks on the device, requests]."""
+    blocks = engine.scheduler.blocks
+    if blocks.tree is None:
+        return {"num_nodes": 0, "num_blocks": 0, "nodes": []}
+    numbers = {node: i for i, node in enumerate(blocks.tree.first_nodes(_MAX_NODES))}
+    nodes = []
+    for node, number in numbers.items():
+        parent = -1 if node.parent is None else numbers.get(node.parent, -1)
+        on_device = node.block != NO_BLOCK
+        users = blocks.allocator.num_owners(node.block) if on_device else 0
+        nodes.append([number, parent, int(on_device), users])
+    num_nodes = blocks.tree.num_nodes
+    num_blocks = num_nodes - blocks.tree.num_host_nodes
+    return {"num_nodes": num_nodes, "num_blocks": num_blocks, "nodes": nodes}
