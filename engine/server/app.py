@@ -60,6 +60,7 @@ def build_app(client: EngineClient, config: ServerConfig) -> Starlette:
     state = app.state
     state.client, state.config, state.slots, state.is_draining = client, config, slots, False
     state.created = int(time.time())
+    state.endpoints = tuple(e for module in modules for e in getattr(module, "ENDPOINTS", ()))
     state.model_names = config.served_model_name or (client.model_info.model,)
     state.chat = ChatService(
         client,

@@ -99,7 +99,6 @@ class EventStream(Response):
     ) -> None:
         self.status_code = 200
         self.background = None
-        self.body = b""
         self.init_headers(_HEADERS | dict(headers or {}))
         self._frames = frames
         self._interval = keep_alive
@@ -164,7 +163,7 @@ class EventStream(Response):
     def _tick(self, loop: asyncio.AbstractEventLoop, send: Send) -> None:
         is_idle = self._num_sent == self._num_frames and not self._is_sending
         self._num_frames = self._num_sent
-        if is_idle and self._comment is None:
+        if is_idle and (self._comment is None or self._comment.done()):
             self._comment = loop.create_task(self._send_comment(send))
         self._timer = loop.call_later(self._interval, self._tick, loop, send)
 

@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from engine.server.chat_stream import ChatPiece, ChatStream
 from engine.server.limits import check_fields, check_model, read_struct
+from engine.server.openapi import Endpoint
 from engine.server.protocol.chat import (
     AnswerMessage,
     AnswerToolCall,
@@ -36,7 +37,19 @@ from engine.server.tool_parsers import (
     collect,
 )
 
-__all__ = ["answer_chat", "routes"]
+__all__ = ["ENDPOINTS", "answer_chat", "routes"]
+
+
+ENDPOINTS = (
+    Endpoint(
+        "post",
+        "/v1/chat/completions",
+        "Answer a conversation",
+        ChatCompletionRequest,
+        ChatCompletionResponse,
+        streams=True,
+    ),
+)
 
 
 def routes() -> list[Route]:

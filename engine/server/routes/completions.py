@@ -19,6 +19,7 @@ from engine.async_engine import EngineClient
 from engine.outputs import CompletionOutput, RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.server.limits import check_fields, check_model, read_struct
+from engine.server.openapi import Endpoint
 from engine.server.protocol.common import Usage
 from engine.server.protocol.completion import (
     CompletionChoice,
@@ -36,7 +37,19 @@ from engine.server.protocol.logprobs import (
 )
 from engine.server.sse import EventStream, unless_disconnected
 
-__all__ = ["CompletionJob", "answer_completion", "prepare_completion", "routes"]
+__all__ = ["ENDPOINTS", "CompletionJob", "answer_completion", "prepare_completion", "routes"]
+
+
+ENDPOINTS = (
+    Endpoint(
+        "post",
+        "/v1/completions",
+        "Continue prompts",
+        CompletionRequest,
+        CompletionResponse,
+        streams=True,
+    ),
+)
 
 
 def routes() -> list[Route]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from typing import Any, Literal
 
@@ -12,12 +13,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from engine.server.limits import check_model, read_struct
+from engine.server.openapi import Endpoint
 from engine.server.protocol.common import Usage
 from engine.server.protocol.completion import prompts_of
 from engine.server.protocol.errors import APIError
 from engine.server.sse import unless_disconnected
 
-__all__ = ["EmbeddingObject", "EmbeddingRequest", "EmbeddingResponse", "routes"]
+__all__ = ["ENDPOINTS", "EmbeddingObject", "EmbeddingRequest", "EmbeddingResponse", "routes"]
 
 
 class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -49,6 +51,11 @@ class EmbeddingResponse(msgspec.Struct):
     object: Literal["list"] = "list"
 
 
+ENDPOINTS = (
+    Endpoint("post", "/v1/embeddings", "Embed texts", EmbeddingRequest, EmbeddingResponse),
+)
+
+
 def routes() -> list[Route]:
     """Return the routes of this module."""
     return [Route("/v1/embeddings", create_embeddings, methods=["POST"])]
@@ -76,16 +83,24 @@ async def embed(
         If `dimensions` is given and not the model's, or an input cannot be served.
     """
     normalize = body.normalize is not False
-    found = await client.embed(prompts, body.pooling or "last", normalize=normalize)
+    inputs = await asyncio.to_thread(_token_ids, client.tokenizer, prompts)
+    found = await client.embed(inputs, body.pooling or "last", normalize=normalize)
     data = []
     for index, item in enumerate(found):
-        vector = np.asarray(item.vector, "<f4")
+        vector = np.asarray(item, "<f4")
         if body.dimensions is not None and body.dimensions != vector.size:
             message = f"dimensions must be {vector.size}, the model's; got {body.dimensions}"
             raise APIError(400, message, param="dimensions")
         data.append(EmbeddingObject(index, _encoded(vector, body.encoding_format)))
-    num_tokens = sum(item.num_tokens for item in found)
+    num_tokens = sum(map(len, inputs))
     return EmbeddingResponse(data, model, Usage(num_tokens, num_tokens))
+
+
+def _token_ids(tokenizer: Any, prompts: list[Any]) -> list[list[int]]:
+    """Tokenize texts; token ids stay as they are."""
+    if tokenizer is None and any(isinstance(prompt, str) for prompt in prompts):
+        raise APIError(400, "input must be token ids, as the model has no tokenizer; got text")
+    return [tokenizer.encode(p) if isinstance(p, str) else p for p in prompts]
 
 
 def _encoded(vector: Any, encoding: str | None) -> list[float] | str:

@@ -6,9 +6,17 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from engine.server.openapi import Endpoint
 from engine.server.protocol.errors import APIError
 
-__all__ = ["routes"]
+__all__ = ["ENDPOINTS", "routes"]
+
+
+ENDPOINTS = (
+    Endpoint("get", "/health", "Whether the engine is alive", needs_key=False),
+    Endpoint("get", "/ping", "The same"),
+    Endpoint("get", "/ready", "Whether new requests are served"),
+)
 
 
 def routes() -> list[Route]:

@@ -10,8 +10,16 @@ from starlette.routing import Route
 
 from engine import __version__
 from engine.server.limits import check_model
+from engine.server.openapi import Endpoint
 
-__all__ = ["routes"]
+__all__ = ["ENDPOINTS", "routes"]
+
+
+ENDPOINTS = (
+    Endpoint("get", "/v1/models", "The names of the model"),
+    Endpoint("get", "/v1/models/{model}", "One of them"),
+    Endpoint("get", "/version", "The engine's version"),
+)
 
 
 def routes() -> list[Route]:

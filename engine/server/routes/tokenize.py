@@ -11,10 +11,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from engine.server.limits import check_model, read_struct
+from engine.server.openapi import Endpoint
 from engine.server.protocol.chat import ChatCompletionRequest, ChatMessage, Tool
 from engine.server.protocol.errors import APIError
 
 __all__ = [
+    "ENDPOINTS",
     "DetokenizeRequest",
     "DetokenizeResponse",
     "TokenizeRequest",
@@ -57,6 +59,12 @@ class DetokenizeResponse(msgspec.Struct):
     """The answer of /detokenize."""
 
     prompt: str
+
+
+ENDPOINTS = (
+    Endpoint("post", "/tokenize", "Tokenize a prompt", TokenizeRequest, TokenizeResponse),
+    Endpoint("post", "/detokenize", "The text of tokens", DetokenizeRequest, DetokenizeResponse),
+)
 
 
 def routes() -> list[Route]:

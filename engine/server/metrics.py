@@ -1,0 +1,142 @@
+"""The engine's counters as Prometheus reads them, with vLLM's names where the meaning is the same.
+
+The counts are the engine's own, so that every API process answers with the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.exposition import CONTENT_TYPE_LATEST as CONTENT_TYPE
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector, CollectorRegistry
+
+from engine.stats import EngineStats, Histogram
+
+__all__ = ["CONTENT_TYPE", "COUNTERS", "GAUGES", "HISTOGRAMS", "metrics_text"]
+
+
+class _Value(NamedTuple):
+    name: str
+    attribute: str  # of EngineStats, or after a dot of its `scheduler`
+    text: str
+
+
+GAUGES = (
+    _Value("vllm:num_requests_running", "num_requests_running", "Requests that hold blocks."),
+    _Value("vllm:num_requests_waiting", "num_requests_waiting", "Requests in the queue."),
+    _Value("vllm:kv_cache_usage_perc", "kv_cache_usage_perc", "Blocks that requests hold, 0 to 1."),
+    _Value("engine:kv_cache_blocks", "scheduler.num_blocks", "Blocks of the KV cache."),
+    _Value("engine:kv_cache_free_blocks", "scheduler.num_free_blocks", "Blocks that are free."),
+    _Value("engine:kv_cache_cached_blocks", "scheduler.num_cached_blocks",
+           "Blocks that only the prefix cache holds."),
+)  # fmt: skip
+"""Metrics that rise and fall."""
+
+COUNTERS = (
+    _Value("vllm:num_preemptions", "num_preemptions", "Preemptions."),
+    _Value("vllm:prompt_tokens", "prompt_tokens", "Prompt tokens of finished requests."),
+    _Value("vllm:generation_tokens", "generation_tokens", "Tokens generated."),
+    _Value("vllm:prefix_cache_queries", "prefix_cache_queries", "Tokens looked up."),
+    _Value("vllm:prefix_cache_hits", "prefix_cache_hits", "Tokens found in the prefix cache."),
+    _Value("engine:admission_rejections", "admission_rejections", "Requests refused: queue full."),
+    _Value("engine:step_failures", "num_step_failures", "Steps that were rolled back."),
+    _Value("engine:stuck_steps", "num_stuck_steps", "Steps that the watchdog reported."),
+    _Value("engine:steps", "scheduler.num_steps", "Steps."),
+    _Value("engine:swaps", "scheduler.num_swaps", "Requests swapped out."),
+    _Value("engine:evicted_blocks", "scheduler.num_evicted_blocks", "Blocks evicted."),
+)  # fmt: skip
+"""Metrics that only rise; Prometheus adds ``_total`` to their names."""
+
+HISTOGRAMS = (
+    _Value("vllm:time_to_first_token_seconds", "time_to_first_token_seconds",
+           "From arrival to the first token."),
+    _Value("vllm:request_time_per_output_token_seconds", "request_time_per_output_token_seconds",
+           "Mean time between the tokens of a request."),
+    _Value("vllm:e2e_request_latency_seconds", "e2e_request_latency_seconds",
+           "From arrival to the end."),
+    _Value("vllm:request_queue_time_seconds", "request_queue_time_seconds",
+           "From arrival to the first step."),
+    _Value("vllm:request_prefill_time_seconds", "request_prefill_time_seconds",
+           "From the first step to the first token."),
+    _Value("vllm:request_decode_time_seconds", "request_decode_time_seconds",
+           "From the first token to the end."),
+)  # fmt: skip
+"""Distributions over finished requests."""
+
+REQUESTS = "vllm:request_success"
+"""Finished requests, with a label `finished_reason`; ``_total`` is added."""
+
+_LABELS = ("model_name",)
+
+
+class _Snapshot(Collector):
+    """The metrics of one moment."""
+
+    def __init__(self, stats: EngineStats, model_name: str) -> None:
+        self._stats = stats
+        self._labels = [model_name]
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every metric."""
+        for value in GAUGES:
+            gauge = GaugeMetricFamily(value.name, value.text, labels=_LABELS)
+            gauge.add_metric(self._labels, self._number(value))
+            yield gauge
+        for value in COUNTERS:
+            counter = CounterMetricFamily(value.name, value.text, labels=_LABELS)
+            counter.add_metric(self._labels, self._number(value))
+            yield counter
+        for value in HISTOGRAMS:
+            family = HistogramMetricFamily(value.name, value.text, labels=_LABELS)
+            found: Histogram = getattr(self._stats, value.attribute)
+            family.add_metric(self._labels, _buckets(found), found.total)
+            yield family
+        yield self._requests()
+
+    def _requests(self) -> Metric:
+        labels = (*_LABELS, "finished_reason")
+        family = CounterMetricFamily(REQUESTS, "Finished requests.", labels=labels)
+        counts = dict.fromkeys(("stop", "length", "abort", "error"), 0) | dict(
+            self._stats.request_success
+        )
+        for reason, count in counts.items():
+            family.add_metric([*self._labels, reason], count)
+        return family
+
+    def _number(self, value: _Value) -> float:
+        owner: object = self._stats
+        for name in value.attribute.split("."):
+            owner = getattr(owner, name)
+        return float(owner)  # type: ignore[arg-type]
+
+
+def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
+    """Return Prometheus's buckets, each of which counts those below it, too."""
+    found, count = [], 0
+    bounds = [*(str(float(bound)) for bound in histogram.bounds), "+Inf"]
+    for bound, number in zip(bounds, histogram.counts, strict=True):
+        count += number
+        found.append((bound, float(count)))
+    return found
+
+
+def metrics_text(stats: EngineStats, model_name: str) -> bytes:
+    """Return all metrics in Prometheus's text format.
+
+    Parameters
+    ----------
+    stats : EngineStats
+    model_name : str
+        The label `model_name` of every metric.
+    """
+    registry = CollectorRegistry()
+    registry.register(_Snapshot(stats, model_name))
+    return generate_latest(registry)

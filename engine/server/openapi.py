@@ -1,0 +1,114 @@
+"""The description of the server's endpoints in OpenAPI 3.1, made from the structs of the bodies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from engine import __version__
+from engine.sampling_params import RANGES
+from engine.server.protocol.errors import ErrorResponse
+
+__all__ = ["Endpoint", "document"]
+
+_SCHEMAS = "#/components/schemas/{name}"
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """One method of one path; every module of `engine.server.routes` may have `ENDPOINTS`.
+
+    Attributes
+    ----------
+    method, path, summary : str
+    request, response : struct or None
+        Types of the bodies; None for no body, or one that is no JSON.
+    media_type : str
+        Of the answer.
+    streams : bool
+        Whether `stream` changes the answer into server-sent events.
+    needs_key : bool
+    """
+
+    method: str
+    path: str
+    summary: str
+    request: Any = None
+    response: Any = None
+    media_type: str = "application/json"
+    streams: bool = False
+    needs_key: bool = True
+
+
+def document(endpoints: tuple[Endpoint, ...], *, has_keys: bool) -> dict[str, Any]:
+    """Return the OpenAPI document.
+
+    Parameters
+    ----------
+    endpoints : tuple of Endpoint
+    has_keys : bool
+        Whether the server asks for API keys.
+    """
+    types = [t for e in endpoints for t in (e.request, e.response) if t is not None]
+    types.append(ErrorResponse)
+    refs, schemas = msgspec.json.schema_components(types, ref_template=_SCHEMAS)
+    by_type = {t: ref for t, ref in zip(types, refs, strict=True)}
+    for schema in schemas.values():
+        _add_ranges(schema)
+    paths: dict[str, dict[str, Any]] = {}
+    for endpoint in endpoints:
+        operation = _operation(endpoint, by_type, has_keys)
+        paths.setdefault(endpoint.path, {})[endpoint.method] = operation
+    components: dict[str, Any] = {"schemas": schemas}
+    if has_keys:
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "engine", "version": __version__},
+        "paths": paths,
+        "components": components,
+    }
+
+
+def _operation(endpoint: Endpoint, refs: Mapping[Any, Any], has_keys: bool) -> dict[str, Any]:
+    schema = refs[endpoint.response] if endpoint.response is not None else {}
+    content = {endpoint.media_type: {"schema": schema}}
+    if endpoint.streams:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    error = {"application/json": {"schema": refs[ErrorResponse]}}
+    found: dict[str, Any] = {
+        "summary": endpoint.summary,
+        "operationId": f"{endpoint.method}_{endpoint.path.strip('/').replace('/', '_')}",
+        "responses": {
+            "200": {"description": "The answer", "content": content},
+            "default": {"description": "An error", "content": error},
+        },
+    }
+    if endpoint.request is not None:
+        body = {"application/json": {"schema": refs[endpoint.request]}}
+        found["requestBody"] = {"required": True, "content": body}
+    if has_keys and endpoint.needs_key:
+        found["security"] = [{"key": []}]
+    names = [part[1:-1] for part in endpoint.path.split("/") if part.startswith("{")]
+    if names:
+        found["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in names
+        ]
+    return found
+
+
+def _add_ranges(schema: dict[str, Any]) -> None:
+    """Put the ranges of the sampling fields into the schema of a request."""
+    fields = schema.get("properties", {})
+    if not {"temperature", "top_p"} <= set(fields):
+        return
+    for name in RANGES.keys() & fields.keys():
+        allowed = RANGES[name]
+        for option in fields[name].get("anyOf", [fields[name]]):
+            if option.get("type") in ("integer", "number"):
+                option["exclusiveMinimum" if allowed.low_open else "minimum"] = allowed.low
+                option["maximum"] = allowed.high

@@ -1,0 +1,26 @@
+"""/openapi.json: the description of the server."""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from engine.server.openapi import Endpoint, document
+
+__all__ = ["ENDPOINTS", "routes"]
+
+ENDPOINTS = (Endpoint("get", "/openapi.json", "This description"),)
+
+
+def routes() -> list[Route]:
+    """Return the routes of this module."""
+    return [Route("/openapi.json", openapi, methods=["GET"])]
+
+
+async def openapi(request: Request) -> Response:
+    """Return the OpenAPI document of all endpoints."""
+    state = request.app.state
+    found = document(state.endpoints, has_keys=state.config.needs_key)
+    return Response(msgspec.json.encode(found), media_type="application/json")

@@ -1,0 +1,298 @@
+"""The server over HTTP with a scripted engine: every status, headers, keys, limits, raw errors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+
+import httpx
+import pytest
+
+from engine import __version__
+from engine.errors import EngineError, RequestError
+from engine.scheduler.admission import QueueFullError
+from engine.server.app import begin_drain
+from engine.server.server_config import ServerConfig, key_hash
+from tests.server.serving import ScriptedClient, serve
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serve(lambda: ScriptedClient("Hel", "lo")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def http(server):
+    with httpx.Client(base_url=server.url, timeout=20) as client:
+        yield client
+
+
+def _error(response):
+    return response.json()["error"]
+
+
+# ---- small endpoints
+
+
+def test_models_version_and_health(http):
+    [card] = http.get("/v1/models").json()["data"]
+    assert (card["id"], card["object"], card["max_model_len"]) == ("scripted", "model", 4096)
+    assert http.get("/v1/models/scripted").json()["id"] == "scripted"
+    assert http.get("/v1/models/other/x").status_code == 404
+    assert http.get("/version").json() == {"version": __version__}
+    assert [http.get(p).status_code for p in ("/health", "/ping", "/ready")] == [200] * 3
+
+
+def test_tokenize_and_detokenize(http):
+    found = http.post("/tokenize", json={"prompt": "ab", "return_token_strs": True}).json()
+    assert found == {"count": 2, "max_model_len": 4096, "tokens": [97, 98],
+                     "token_strs": ["a", "b"]}  # fmt: skip
+    ids = http.post("/tokenize", json=CHAT).json()["tokens"]
+    text = http.post("/detokenize", json={"tokens": ids}).json()["prompt"]
+    assert text == "Hi\nassistant: "
+    assert http.post("/tokenize", json={}).status_code == 400
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize(
+    "method, path, body, status, code",
+    [
+        ("GET", "/nothing", None, 404, None),
+        ("GET", "/v1/completions", None, 405, None),
+        ("DELETE", "/v1/models", None, 405, None),
+        ("POST", "/v1/completions", {"prompt": "a", "model": "other"}, 404, "model_not_found"),
+        ("POST", "/v1/completions", {"prompt": "a", "n": 17}, 400, None),
+        ("POST", "/v1/completions", {}, 400, None),
+        ("POST", "/v1/chat/completions", {"messages": []}, 400, None),
+        ("POST", "/v1/chat/completions", {**CHAT, "temperature": 1e9}, 400, None),
+        ("POST", "/v1/chat/completions", {**CHAT, "tool_choice": "required"}, 400, None),
+        ("POST", "/v1/chat/completions", {**CHAT, "chat_template_kwargs": {"x": 1}}, 400, None),
+        ("POST", "/v1/embeddings", {"input": []}, 400, None),
+    ],
+)
+def test_errors_have_openais_shape(http, method, path, body, status, code):
+    response = http.request(method, path, json=body)
+    assert response.status_code == status
+    error = _error(response)
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == code
+    assert response.headers["content-type"] == "application/json"
+    assert response.headers["x-request-id"]
+
+
+def test_an_unknown_field_is_answered_with_the_nearest(http):
+    error = _error(http.post("/v1/chat/completions", json={**CHAT, "max_token": 5}))
+    assert error["param"] == "max_token"
+    assert "did you mean 'max_tokens'?" in error["message"]
+
+
+def test_anthropics_paths_have_anthropics_shape(http):
+    found = http.get("/v1/messages/nothing/here").json()
+    assert (found["type"], found["error"]["type"]) == ("error", "not_found_error")
+
+
+def test_a_request_id_is_given_back(http):
+    given = http.get("/health", headers={"X-Request-Id": "trace-7"})
+    assert given.headers["x-request-id"] == "trace-7"
+    bad = http.get("/health", headers={"X-Request-Id": "a b"})
+    assert len(bad.headers["x-request-id"]) == 32
+
+
+def test_bodies_of_other_types_are_refused(http):
+    response = http.post("/v1/completions", content=b"a=1", headers={"content-type": "text/plain"})
+    assert response.status_code == 415
+
+
+@pytest.mark.parametrize(
+    "raises, status",
+    [(RequestError("top_p must be 1"), 400), (QueueFullError("the queue is full"), 429),
+     (EngineError("the engine has ended"), 503), (KeyError("secret"), 500)],
+)  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "path, body", [("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", CHAT)]
+)
+def test_errors_of_the_engine_have_their_status_streaming_or_not(
+    server, http, monkeypatch, raises, status, stream, path, body
+):
+    monkeypatch.setattr(server.client, "raises", raises)
+    response = http.post(path, json={**body, "stream": stream})
+    assert response.status_code == status
+    assert "secret" not in response.text
+    assert ("retry-after" in response.headers) == (status in (429, 503))
+
+
+def test_an_engine_that_ended_is_503(server, http, monkeypatch):
+    monkeypatch.setattr(server.client, "error", EngineError("out of memory"))
+    for path in ("/health", "/ready"):
+        assert http.get(path).status_code == 503
+    response = http.post("/v1/completions", json={"prompt": "a"})
+    assert response.status_code == 503
+    assert "out of memory" in _error(response)["message"]
+
+
+def test_a_draining_server_takes_no_new_requests():
+    with serve(lambda: ScriptedClient("Hi")) as server:
+        begin_drain(server.app)
+        assert httpx.get(server.url + "/health").status_code == 200
+        assert httpx.get(server.url + "/ready").status_code == 503
+        response = httpx.post(server.url + "/v1/completions", json={"prompt": "a"})
+        assert (response.status_code, response.headers["retry-after"]) == (503, "10")
+
+
+# ---- completions, by hand
+
+
+def _frames(response):
+    data = [line[6:] for line in response.text.split("\n") if line.startswith("data: ")]
+    assert data[-1] == "[DONE]"
+    return [json.loads(item) for item in data[:-1]]
+
+
+def test_several_prompts_are_numbered(http):
+    body = {"prompt": ["a", "b"], "n": 2, "temperature": 1.0}
+    found = http.post("/v1/completions", json=body).json()
+    assert [(c["index"], c["text"]) for c in found["choices"]] == [(i, "Hello") for i in range(4)]
+    assert found["usage"]["prompt_tokens"] == 2
+    assert found["usage"]["completion_tokens"] == 20
+    frames = _frames(http.post("/v1/completions", json={**body, "stream": True}))
+    texts = dict.fromkeys(range(4), "")
+    for frame in frames:
+        [choice] = frame["choices"]
+        texts[choice["index"]] += choice["text"]
+    assert texts == dict.fromkeys(range(4), "Hello")
+
+
+def test_echo_and_token_ids(http):
+    found = http.post("/v1/completions", json={"prompt": [72, 105], "echo": True}).json()
+    assert found["choices"][0]["text"] == "HiHello"
+    body = {"prompt": "Hi", "echo": True, "max_tokens": 0}
+    found = http.post("/v1/completions", json=body).json()
+    assert found["choices"][0]["text"] == "Hi"
+    assert found["choices"][0]["finish_reason"] == "length"
+    assert found["usage"]["completion_tokens"] == 0
+    frames = _frames(http.post("/v1/completions", json={**body, "stream": True}))
+    assert "".join(f["choices"][0]["text"] for f in frames) == "Hi"
+
+
+@pytest.mark.parametrize("path, body", [("/v1/completions", {"prompt": "a"}),
+                                        ("/v1/chat/completions", CHAT)])  # fmt: skip
+def test_usage_comes_in_a_frame_of_its_own(http, path, body):
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    *frames, last = _frames(http.post(path, json={**body, **options}))
+    assert all(frame["usage"] is None for frame in frames)
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 5
+    assert not any("usage" in f for f in _frames(http.post(path, json={**body, "stream": True})))
+
+
+def test_priority_salt_and_timeout_reach_the_engine(server, http):
+    options = {"priority": -3, "cache_salt": "s", "timeout": 5.0}
+    for path, body in (("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", CHAT)):
+        assert http.post(path, json={**body, **options}).status_code == 200
+        given = server.client.requests[-1][2]
+        assert {name: given[name] for name in options} == options
+
+
+# ---- keys and limits
+
+
+def test_keys_open_every_path_but_health(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text("# people\nfile-key\n")
+    config = ServerConfig(api_key_hashes=(key_hash("secret"),), api_key_file=str(path))
+    with (
+        serve(lambda: ScriptedClient("Hi"), config) as server,
+        httpx.Client(base_url=server.url) as client,
+    ):
+        get = client.get
+        assert get("/health").status_code == 200
+        for route in ("/v1/models", "/metrics", "/version", "/nothing", "/ready", "/openapi.json"):
+            response = get(route)
+            assert response.status_code == 401, route
+            assert _error(response)["code"] == "invalid_api_key"
+        for key in ("secret", "file-key"):
+            assert get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code == 200
+            assert get("/v1/models", headers={"X-API-Key": key}).status_code == 200
+        for bad in ("Bearer wrong", "Bearer", "Basic secret", "secret", "Bearer " + "x" * 9000):
+            assert get("/v1/models", headers={"Authorization": bad}).status_code == 401
+        path.write_text("new-key\n")
+        time.sleep(1.1)
+        statuses = [
+            get("/v1/models", headers={"X-API-Key": key}).status_code
+            for key in ("new-key", "file-key", "secret")
+        ]
+        assert statuses == [200, 401, 200]
+
+
+def test_limits_of_a_body():
+    config = ServerConfig(max_body_bytes=1000, body_timeout=0.3, max_n=2, max_tools=1)
+    with (
+        serve(lambda: ScriptedClient("Hi"), config) as server,
+        httpx.Client(base_url=server.url) as client,
+    ):
+        post = client.post
+        too_large = post("/v1/completions", json={"prompt": "x" * 1000})
+        assert (too_large.status_code, _error(too_large)["code"]) == (413, "request_too_large")
+
+        def chunks():
+            for _ in range(100):
+                yield b"x" * 100
+
+        headers = {"content-type": "application/json"}
+        assert post("/v1/completions", content=chunks(), headers=headers).status_code == 413
+
+        def slow():
+            yield b'{"prompt":'
+            time.sleep(1)
+            yield b'"a"}'
+
+        assert post("/v1/completions", content=slow(), headers=headers).status_code == 408
+        assert post("/v1/completions", json={"prompt": "a", "n": 3}).status_code == 400
+        tools = [{"function": {"name": name}} for name in "ab"]
+        assert post("/v1/chat/completions", json={**CHAT, "tools": tools}).status_code == 400
+
+
+def test_too_many_requests_are_429():
+    config = ServerConfig(max_concurrent_requests=1)
+    with serve(lambda: ScriptedClient("a", "b", delay=0.3), config) as server:
+        with httpx.stream("POST", server.url + "/v1/completions",
+                          json={"prompt": "a", "stream": True}) as running:  # fmt: skip
+            assert running.status_code == 200
+            response = httpx.post(server.url + "/v1/completions", json={"prompt": "a"})
+            assert (response.status_code, response.headers["retry-after"]) == (429, "1")
+            assert httpx.get(server.url + "/health").status_code == 200
+        time.sleep(0.1)
+        assert httpx.post(server.url + "/v1/completions", json={"prompt": "a"}).status_code == 200
+
+
+def test_cors_is_off_by_default():
+    with serve(lambda: ScriptedClient("a")) as server:
+        headers = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+        assert "access-control-allow-origin" not in httpx.get(server.url + "/health",
+                                                              headers=headers).headers  # fmt: skip
+    config = ServerConfig(allowed_origins=("https://a.example",), api_key_hashes=(key_hash("k"),))
+    with serve(lambda: ScriptedClient("a"), config) as server:
+        preflight = httpx.options(server.url + "/v1/completions", headers=headers)
+        assert preflight.status_code == 200
+        assert preflight.headers["access-control-allow-origin"] == "https://a.example"
+        refused = httpx.get(server.url + "/v1/models", headers={"Origin": "https://a.example"})
+        assert refused.status_code == 401
+        assert refused.headers["access-control-allow-origin"] == "https://a.example"
+
+
+def test_curl_reads_a_stream(server):
+    done = subprocess.run(
+        ["curl", "-sN", server.url + "/v1/completions", "-H", "Content-Type: application/json",
+         "-d", '{"prompt": "a", "stream": true}'],
+        capture_output=True, text=True, timeout=20, check=True,
+    )  # fmt: skip
+    lines = [line for line in done.stdout.split("\n") if line]
+    assert lines[-1] == "data: [DONE]"
+    assert [json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1]] == ["Hel", "lo"]

@@ -1,0 +1,48 @@
+"""/openapi.json is valid, and describes every endpoint with its fields and their ranges."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+from openapi_spec_validator import OpenAPIV31SpecValidator, validate
+from starlette.routing import Route
+
+from engine.sampling_params import RANGES
+from engine.server.app import build_app
+from engine.server.server_config import ServerConfig, key_hash
+from tests.server.serving import ScriptedClient, serve
+
+UNDESCRIBED = ("/static/", "/v1/engine/")
+
+
+@pytest.mark.parametrize("hashes", [(), (key_hash("k"),)])
+def test_the_published_document_is_valid(hashes):
+    with serve(lambda: ScriptedClient("a"), ServerConfig(api_key_hashes=hashes)) as server:
+        headers = {"Authorization": "Bearer k"}
+        document = httpx.get(server.url + "/openapi.json", headers=headers).json()
+    validate(document, cls=OpenAPIV31SpecValidator)
+    assert ("security" in document["paths"]["/v1/completions"]["post"]) == bool(hashes)
+    assert "security" not in document["paths"]["/health"]["get"]
+
+
+def test_every_endpoint_is_described():
+    app = build_app(ScriptedClient("a"), ServerConfig())
+    described = {(e.method.upper(), e.path) for e in app.state.endpoints}
+    for route in app.routes:
+        assert isinstance(route, Route)
+        path = route.path.replace(":path}", "}")
+        if route.include_in_schema and not path.startswith(UNDESCRIBED):
+            for method in route.methods - {"HEAD"}:
+                assert (method, path) in described
+
+
+def test_fields_have_their_ranges():
+    with serve(lambda: ScriptedClient("a")) as server:
+        schemas = httpx.get(server.url + "/openapi.json").json()["components"]["schemas"]
+    for name in ("CompletionRequest", "ChatCompletionRequest"):
+        assert schemas[name]["additionalProperties"] is False
+        fields = schemas[name]["properties"]
+        for field in RANGES.keys() - {"logprobs"}:
+            number = next(o for o in fields[field]["anyOf"] if o["type"] != "null")
+            assert number["maximum"] == RANGES[field].high
+    assert schemas["ChatCompletionRequest"]["required"] == ["messages"]
