@@ -1,0 +1,151 @@
+"""/v1/messages: the events of an answer in Anthropic's order, and the message."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from engine.server.tool_parsers import (
+    Event,
+    TextDelta,
+    ToolCallDelta,
+    ToolCallEnd,
+    ToolCallStart,
+    random_id,
+)
+
+__all__ = ["MessageBuilder"]
+
+_Events = Iterator[dict[str, Any]]
+
+_STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class MessageBuilder:
+    """Builds the message that answers a request from the pieces of the answer.
+
+    Each method returns events: dicts with "type". What does not stream exhausts them, and sends
+    `message`.
+
+    Parameters
+    ----------
+    model : str
+        The name that the message gives.
+
+    Attributes
+    ----------
+    message : dict
+        The message so far.
+    """
+
+    def __init__(self, model: str) -> None:
+        self.message: dict[str, Any] = {
+            "id": random_id("msg_"),
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": {},
+        }
+        self._block: dict[str, Any] | None = None  # the one that is being written
+        self._parts: list[str] = []  # of its text, thoughts or input
+
+    def start(self, input_tokens: int, cached_tokens: int) -> _Events:
+        """Begin the message; the counts are of the prompt."""
+        self.message["usage"] = {
+            "input_tokens": input_tokens - cached_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached_tokens,
+            "output_tokens": 0,
+        }
+        yield {"type": "message_start", "message": copy.deepcopy(self.message)}
+        yield {"type": "ping"}
+
+    def reasoning(self, text: str) -> _Events:
+        """Add a piece of the reasoning."""
+        if text:
+            delta = {"type": "thinking_delta", "thinking": text}
+            yield from self._add("thinking", {"thinking": "", "signature": ""}, text, delta)
+
+    def add(self, event: Event) -> _Events:
+        """Add a piece of the answer's text or of a call."""
+        if isinstance(event, TextDelta):
+            if event.text:
+                delta = {"type": "text_delta", "text": event.text}
+                yield from self._add("text", {"text": ""}, event.text, delta)
+        elif isinstance(event, ToolCallStart):
+            block = {"type": "tool_use", "id": event.id, "name": event.name, "input": {}}
+            yield from self._begin(block)
+        elif isinstance(event, ToolCallDelta):
+            self._parts.append(event.arguments)
+            yield self._delta({"type": "input_json_delta", "partial_json": event.arguments})
+        elif isinstance(event, ToolCallEnd):
+            yield from self._end()
+
+    def finish(self, finish_reason: str, stop_sequence: str | None, output_tokens: int) -> _Events:
+        """End the message.
+
+        Parameters
+        ----------
+        finish_reason : str
+            As in chat completions.
+        stop_sequence : str or None
+            The sequence of the request that ended it.
+        output_tokens : int
+        """
+        yield from self._end()
+        reason = _STOP_REASONS.get(finish_reason, "end_turn")
+        if stop_sequence is not None and reason == "end_turn":
+            reason = "stop_sequence"
+        ending = {
+            "stop_reason": reason,
+            "stop_sequence": stop_sequence if reason == "stop_sequence" else None,
+        }
+        self.message |= ending
+        self.message["usage"]["output_tokens"] = output_tokens
+        yield {"type": "message_delta", "delta": ending, "usage": self.message["usage"]}
+        yield {"type": "message_stop"}
+
+    # ---- blocks
+
+    def _add(self, kind: str, empty: dict[str, Any], text: str, delta: dict[str, Any]) -> _Events:
+        if self._block is None or self._block["type"] != kind:
+            yield from self._begin({"type": kind, **empty})
+        self._parts.append(text)
+        yield self._delta(delta)
+
+    def _begin(self, block: dict[str, Any]) -> _Events:
+        yield from self._end()
+        self._block, self._parts = block, []
+        self.message["content"].append(block)
+        index = len(self.message["content"]) - 1
+        yield {"type": "content_block_start", "index": index, "content_block": block.copy()}
+
+    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
+        index = len(self.message["content"]) - 1
+        return {"type": "content_block_delta", "index": index, "delta": delta}
+
+    def _end(self) -> _Events:
+        """End the block that is being written."""
+        block, self._block = self._block, None
+        if block is None:
+            return
+        text = "".join(self._parts)
+        if block["type"] == "tool_use":
+            block["input"] = _input(text)
+        else:
+            block[block["type"]] = text
+        yield {"type": "content_block_stop", "index": len(self.message["content"]) - 1}
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """Return the arguments; of a call that is not complete, their text."""
+    try:
+        found = json.loads(arguments)
+    except ValueError:
+        return {"partial_json": arguments}
+    return found if isinstance(found, dict) else {"partial_json": arguments}

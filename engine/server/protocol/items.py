@@ -1,0 +1,74 @@
+"""Lists of items whose "type" chooses their fields, as in /v1/responses and /v1/messages."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from engine.checks import shown
+from engine.errors import RequestError
+
+__all__ = ["text_of", "typed_item", "typed_items"]
+
+MAX_ITEMS = 4096
+MAX_PARTS = 1024
+
+
+def typed_item(
+    item: object, kinds: Mapping[str, type[Any]], where: str, default: str | None = None
+) -> Any:
+    """Return an item as the struct of its type; null fields count as absent.
+
+    Parameters
+    ----------
+    item : object
+    kinds : mapping of str to Struct type
+    where : str
+        Its place, for the error message.
+    default : str, optional
+        The type of an item without one.
+
+    Raises
+    ------
+    RequestError
+        If the type is none of `kinds`, or a field is unknown, missing or invalid.
+    """
+    if not isinstance(item, dict):
+        raise RequestError(f"{where} must be an object; got {shown(item)}")
+    kind = item.get("type", default)
+    if not isinstance(kind, str) or kind not in kinds:
+        raise RequestError(f"{where}.type must be one of {', '.join(kinds)}; got {shown(kind)}")
+    struct = kinds[kind]
+    fields = {name: value for name, value in item.items() if value is not None and name != "type"}
+    known = struct.__struct_encode_fields__
+    for name in fields:
+        if name not in known:
+            near = difflib.get_close_matches(name[:80], known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+            raise RequestError(f"{where} ({kind}) has an unknown field {shown(name)}; {hint}")
+    try:
+        return msgspec.convert(fields, struct)
+    except msgspec.ValidationError as error:
+        reason, _, path = str(error).partition(" - at `$")
+        raise RequestError(f"{where}{path.rstrip('`')} ({kind}): {reason}") from None
+
+
+def typed_items(
+    items: object, kinds: Mapping[str, type[Any]], where: str, limit: int = MAX_PARTS
+) -> list[Any]:
+    """Return the items of a list as structs; see `typed_item`."""
+    if not isinstance(items, list):
+        raise RequestError(f"{where} must be a list; got {shown(items)}")
+    if len(items) > limit:
+        raise RequestError(f"{where} must have at most {limit} items; got {len(items)}")
+    return [typed_item(item, kinds, f"{where}[{i}]") for i, item in enumerate(items)]
+
+
+def text_of(content: object, kinds: Mapping[str, type[Any]], where: str) -> str:
+    """Return content that is a str, or the joined texts of a list of text parts."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(part.text for part in typed_items(content, kinds, where))

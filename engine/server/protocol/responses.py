@@ -1,0 +1,307 @@
+"""/v1/responses: the request, and its conversion to a request of /v1/chat/completions.
+
+Nothing is stored: `store: true`, `previous_response_id` and item references are refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from engine.checks import shown
+from engine.errors import RequestError
+from engine.server.protocol.items import MAX_ITEMS, text_of, typed_item
+
+__all__ = ["ResponsesRequest", "to_chat"]
+
+_Label = str | None
+
+
+class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """How much to reason; the model's template decides what it does with the effort."""
+
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class TextOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """The form of the text."""
+
+    format: dict[str, Any] | None = None
+    verbosity: str | None = None
+
+
+class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of POST /v1/responses.
+
+    Fields that name or label a request (`metadata`, `user`, `prompt_cache_key`, ...) have no
+    effect. Fields that ask for what this server does not do are refused by `to_chat`.
+    """
+
+    model: str
+    input: str | list[Any]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningOptions | None = None
+    text: TextOptions | None = None
+    stream: bool | None = None
+    # labels
+    metadata: dict[str, str] | None = None
+    user: _Label = None
+    safety_identifier: _Label = None
+    prompt_cache_key: _Label = None
+    prompt_cache_retention: _Label = None
+    # only with the values that ask for nothing
+    store: bool | None = None
+    previous_response_id: str | None = None
+    conversation: Any = None
+    background: bool | None = None
+    prompt: Any = None
+    include: list[str] | None = None
+    max_tool_calls: int | None = None
+    service_tier: str | None = None
+    stream_options: dict[str, Any] | None = None
+    top_logprobs: int | None = None
+    truncation: str | None = None
+
+
+# ---- input items
+
+
+class _TextPart(msgspec.Struct):
+    text: str
+    annotations: list[Any] = []
+    logprobs: list[Any] = []
+
+
+class _RefusalPart(msgspec.Struct):
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+class _Message(msgspec.Struct):
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[Any]
+    id: str | None = None
+    status: str | None = None
+    phase: str | None = None
+
+
+class _FunctionCall(msgspec.Struct):
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: str | None = None
+
+
+class _FunctionCallOutput(msgspec.Struct):
+    call_id: str
+    output: str | list[Any]
+    id: str | None = None
+    status: str | None = None
+
+
+class _Reasoning(msgspec.Struct):
+    id: str | None = None
+    summary: list[Any] = []
+    content: list[Any] = []
+    encrypted_content: str | None = None
+    status: str | None = None
+
+
+_ITEMS: dict[str, type[Any]] = {
+    "message": _Message,
+    "function_call": _FunctionCall,
+    "function_call_output": _FunctionCallOutput,
+    "reasoning": _Reasoning,
+}
+_INPUT_PARTS: dict[str, type[Any]] = {"input_text": _TextPart}
+_OUTPUT_PARTS: dict[str, type[Any]] = {
+    "output_text": _TextPart,
+    "input_text": _TextPart,
+    "refusal": _RefusalPart,
+}
+_REASONING_PARTS: dict[str, type[Any]] = {"reasoning_text": _TextPart, "summary_text": _TextPart}
+
+
+class _FunctionTool(msgspec.Struct):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class _TextFormat(msgspec.Struct):
+    pass
+
+
+class _SchemaFormat(msgspec.Struct):
+    name: str
+    schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+
+
+_FORMATS: dict[str, type[Any]] = {
+    "text": _TextFormat,
+    "json_object": _TextFormat,
+    "json_schema": _SchemaFormat,
+}
+
+
+# ---- conversion
+
+
+def to_chat(request: ResponsesRequest) -> dict[str, Any]:
+    """Return the body of the request to /v1/chat/completions that asks for the same.
+
+    Raises
+    ------
+    RequestError
+        If an item or a field is invalid, or asks for what this server does not do.
+    """
+    _refuse_unsupported(request)
+    body: dict[str, Any] = {
+        "model": request.model,
+        "messages": _messages(request),
+        "max_completion_tokens": request.max_output_tokens,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "stream": request.stream,
+        "parallel_tool_calls": request.parallel_tool_calls,
+        "reasoning_effort": request.reasoning.effort if request.reasoning else None,
+        "response_format": _response_format(request.text),
+    }
+    if request.tools:
+        body["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)]
+        body["tool_choice"] = _tool_choice(request.tool_choice)
+    elif request.tool_choice not in (None, "auto", "none"):
+        raise RequestError(f"tool_choice needs tools; got {shown(request.tool_choice)}")
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def _refuse_unsupported(request: ResponsesRequest) -> None:
+    text = request.text or TextOptions()
+    allowed: tuple[tuple[str, object, tuple[object, ...], str], ...] = (
+        ("store", request.store, (False,), "no responses are stored"),
+        ("previous_response_id", request.previous_response_id, (), "no responses are stored; "
+         "send the earlier items in input"),
+        ("conversation", request.conversation, (), "no conversations are stored"),
+        ("background", request.background, (False,), "there are no background responses"),
+        ("prompt", request.prompt, (), "no prompts are stored"),
+        ("max_tool_calls", request.max_tool_calls, (), "there are no built-in tools"),
+        ("service_tier", request.service_tier, ("auto", "default"), "there is one tier"),
+        ("stream_options", request.stream_options, ({}, {"include_obfuscation": False}),
+         "events are not obfuscated"),
+        ("top_logprobs", request.top_logprobs, (0,), "log-probabilities are in /v1/completions "
+         "and /v1/chat/completions"),
+        ("truncation", request.truncation, ("disabled",), "the input is never truncated"),
+        ("text.verbosity", text.verbosity, ("medium",), "models have no verbosity"),
+    )  # fmt: skip
+    for name, value, fine, why in allowed:
+        if value is not None and value not in fine:
+            wanted = " or ".join(["null", *(shown(each) for each in fine)])
+            raise RequestError(f"{name} must be {wanted}: {why}; got {shown(value)}")
+    for name in request.include or ():
+        # Reasoning is returned as plain text, so that it can be sent back without a store.
+        if name != "reasoning.encrypted_content":
+            raise RequestError(f"include must be empty; got {shown(name)}")
+
+
+def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    if request.instructions:
+        messages.append({"role": "system", "content": request.instructions})
+    if isinstance(request.input, str):
+        return [*messages, {"role": "user", "content": request.input}]
+    if len(request.input) > MAX_ITEMS:
+        raise RequestError(f"input must have at most {MAX_ITEMS} items; got {len(request.input)}")
+    for i, given in enumerate(request.input):
+        item = typed_item(given, _ITEMS, f"input[{i}]", default="message")
+        _add_item(messages, item, f"input[{i}]")
+    if not messages:
+        raise RequestError("input must not be empty")
+    for message in messages:
+        if set(message) == {"role", "reasoning_content"}:
+            message["content"] = ""  # an answer that ended while the model reasoned
+    return messages
+
+
+def _add_item(messages: list[dict[str, Any]], item: Any, where: str) -> None:
+    """Add an input item; what the assistant did in one turn becomes one message."""
+    if isinstance(item, _FunctionCall):
+        function = {"name": item.name, "arguments": item.arguments}
+        call = {"id": item.call_id, "type": "function", "function": function}
+        _assistant(messages, is_text=False).setdefault("tool_calls", []).append(call)
+    elif isinstance(item, _FunctionCallOutput):
+        content = text_of(item.output, _INPUT_PARTS, f"{where}.output")
+        messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
+    elif isinstance(item, _Reasoning):
+        kind = "content" if item.content else "summary"
+        text = text_of(getattr(item, kind), _REASONING_PARTS, f"{where}.{kind}")
+        if text:
+            messages.append({"role": "assistant", "reasoning_content": text})
+    elif item.role == "assistant":
+        content = text_of(item.content, _OUTPUT_PARTS, f"{where}.content")
+        _assistant(messages, is_text=True)["content"] = content
+    else:
+        content = text_of(item.content, _INPUT_PARTS, f"{where}.content")
+        role = "user" if item.role == "user" else "system"
+        if role == "system" and messages and messages[-1]["role"] == "system":
+            messages[-1]["content"] += f"\n\n{content}"
+        else:
+            messages.append({"role": role, "content": content})
+
+
+def _assistant(messages: list[dict[str, Any]], *, is_text: bool) -> dict[str, Any]:
+    """Return the message that the text or call belongs to; text begins a new one after text."""
+    last = messages[-1] if messages else {}
+    has_room = not is_text or set(last) == {"role", "reasoning_content"}
+    if last.get("role") != "assistant" or not has_room:
+        messages.append({"role": "assistant"})
+    return messages[-1]
+
+
+def _tool(given: object, where: str) -> dict[str, Any]:
+    tool = typed_item(given, {"function": _FunctionTool}, where)
+    function = {"name": tool.name, "description": tool.description, "strict": tool.strict}
+    found = {name: value for name, value in function.items() if value is not None}
+    return {"type": "function", "function": found | {"parameters": tool.parameters or {}}}
+
+
+def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+    if choice is None or choice in ("auto", "none", "required"):
+        return choice
+    fields = choice if isinstance(choice, dict) else {}
+    name = fields.get("name")
+    if isinstance(name, str) and fields == {"type": "function", "name": name}:
+        return {"type": "function", "function": {"name": name}}
+    raise RequestError(
+        'tool_choice must be "auto", "none", "required" or {"type": "function", "name": ...}; '
+        f"got {shown(choice)}"
+    )
+
+
+def _response_format(text: TextOptions | None) -> dict[str, Any] | None:
+    if text is None or text.format is None:
+        return None
+    found = typed_item(text.format, _FORMATS, "text.format")
+    kind = text.format["type"]
+    if kind != "json_schema":
+        return None if kind == "text" else {"type": kind}
+    schema = {"name": found.name, "schema": found.schema, "strict": found.strict}
+    return {
+        "type": kind,
+        "json_schema": {name: value for name, value in schema.items() if value is not None},
+    }

@@ -1,0 +1,206 @@
+"""/v1/messages without HTTP: what a request becomes, and the events of an answer."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from anthropic.types import Message, RawMessageStreamEvent
+from pydantic import TypeAdapter
+
+from engine.errors import RequestError
+from engine.server.protocol.anthropic import CountTokensRequest, MessagesRequest, to_chat
+from engine.server.protocol.anthropic_events import MessageBuilder
+from engine.server.tool_parsers import TextDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
+
+TOOL = {"name": "add", "description": "Adds.", "input_schema": {"type": "object"}}
+USER = {"role": "user", "content": "Hi"}
+
+
+def chat(**fields):
+    body = {"model": "m", "messages": [USER], "max_tokens": 8, **fields}
+    return to_chat(msgspec.convert(body, MessagesRequest))
+
+
+# ---- conversion
+
+
+def test_text():
+    assert chat(
+        system=[{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+        stop_sequences=["END"], temperature=0.5, top_k=4, top_p=0.9, stream=True,
+        metadata={"user_id": "u"},
+    ) == {
+        "model": "m",
+        "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}],
+        "max_completion_tokens": 8, "stop": ["END"], "temperature": 0.5, "top_k": 4, "top_p": 0.9,
+        "stream": True,
+    }  # fmt: skip
+
+
+def test_blocks():
+    call = {"type": "tool_use", "id": "c0", "name": "add", "input": {"a": "é"}}
+    found = chat(
+        messages=[
+            USER,
+            {"role": "assistant", "content": [
+                {"type": "thinking", "thinking": "Hm", "signature": ""},
+                {"type": "text", "text": "I add."},
+                call,
+            ]},
+            {"role": "user", "content": [
+                {"type": "tool_result", "tool_use_id": "c0", "content": "3"},
+                {"type": "tool_result", "tool_use_id": "c1",
+                 "content": [{"type": "text", "text": "4"}], "is_error": True},
+                {"type": "tool_result", "tool_use_id": "c2"},
+                {"type": "text", "text": "a"},
+                {"type": "text", "text": "b"},
+            ]},
+        ],
+    )["messages"]  # fmt: skip
+    function = {"name": "add", "arguments": '{"a": "é"}'}
+    assert found == [
+        USER,
+        {"role": "assistant", "content": "I add.", "reasoning_content": "Hm",
+         "tool_calls": [{"id": "c0", "type": "function", "function": function}]},
+        {"role": "tool", "tool_call_id": "c0", "content": "3"},
+        {"role": "tool", "tool_call_id": "c1", "content": "4"},
+        {"role": "tool", "tool_call_id": "c2", "content": ""},
+        {"role": "user", "content": "a\nb"},
+    ]  # fmt: skip
+
+
+def test_tools():
+    function = {"name": "add", "parameters": {"type": "object"}, "description": "Adds."}
+    assert chat(tools=[TOOL])["tools"] == [{"type": "function", "function": function}]
+    for choice, expected in {
+        "auto": "auto",
+        "any": "required",
+        "none": "none",
+    }.items():
+        assert chat(tools=[TOOL], tool_choice={"type": choice})["tool_choice"] == expected
+    found = chat(
+        tools=[TOOL],
+        tool_choice={"type": "tool", "name": "add", "disable_parallel_tool_use": True},
+    )
+    assert found["tool_choice"] == {"type": "function", "function": {"name": "add"}}
+    assert found["parallel_tool_calls"] is False
+
+
+def test_thinking_and_formats():
+    assert chat(thinking={"type": "disabled"})["chat_template_kwargs"] == {"enable_thinking": False}
+    enabled = {"type": "enabled", "budget_tokens": 1024}
+    assert chat(thinking=enabled)["chat_template_kwargs"] == {"enable_thinking": True}
+    assert chat(thinking={"type": "adaptive"}) == chat()
+    schema = {"type": "json_schema", "schema": {"type": "object"}}
+    found = chat(output_config={"effort": "low", "format": schema})
+    assert found["reasoning_effort"] == "low"
+    assert found["response_format"]["json_schema"]["schema"] == {"type": "object"}
+
+
+def test_counting_needs_no_limit():
+    request = msgspec.convert({"model": "m", "messages": [USER]}, CountTokensRequest)
+    assert to_chat(request) == {"model": "m", "messages": [USER]}
+
+
+IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"messages": []}, "messages must have 1 to"),
+        ({"messages": [USER, {"role": "assistant", "content": "Hi"}]}, "end with a message of the"),
+        ({"messages": [{"role": "user", "content": []}]}, "must not be empty"),
+        ({"messages": [{"role": "robot", "content": ""}]}, r"messages\[0\].role"),
+        ({"messages": ["x"]}, r"messages\[0\] must be an object"),
+        (
+            {"messages": [{"role": "user", "content": [IMAGE]}]},
+            r"messages\[0\].content\[0\].type must be one of text, tool_result; got 'image'",
+        ),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, r"tools\[0\].type must be .*cus"),
+        ({"tools": [{"name": "x"}]}, "input_schema"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice has a name"),
+        ({"tools": [TOOL], "tool_choice": {"type": "some"}}, "tool_choice.type must"),
+        ({"thinking": {"type": "maybe"}}, "thinking.type must"),
+        ({"output_config": {"efort": "low"}}, "'efort'; did you mean 'effort'"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type must"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(fields, words):
+    with pytest.raises(RequestError, match=words):
+        chat(**fields)
+
+
+# ---- events
+
+ADAPTER = TypeAdapter(RawMessageStreamEvent)
+CALL = (
+    ToolCallStart(0, "call_0", "add"),
+    ToolCallDelta(0, '{"a":'),
+    ToolCallDelta(0, " 1}"),
+    ToolCallEnd(0),
+)
+
+
+def run(build, *parts, finish="stop", stop=None):
+    events = list(build.start(5, 2))
+    for part in parts:
+        events += build.reasoning(part) if isinstance(part, str) else build.add(part)
+    return events + list(build.finish(finish, stop, 7))
+
+
+def test_the_order_of_events():
+    build = MessageBuilder("served")
+    events = run(build, "Hm", TextDelta("I"), TextDelta(" add"), *CALL, finish="tool_calls")
+    block = ["content_block_start", "content_block_delta", "content_block_stop"]
+    assert [event["type"] for event in events] == [
+        "message_start", "ping", *block, *block[:2], *block[1:], *block[:2], *block[1:],
+        "message_delta", "message_stop",
+    ]  # fmt: skip
+    assert [event["index"] for event in events if "index" in event] == [0] * 3 + [1] * 4 + [2] * 4
+    for event in events:
+        if event["type"] != "ping":
+            ADAPTER.validate_python(event, strict=True)
+
+
+def test_the_message():
+    build = MessageBuilder("served")
+    run(build, "Hm", TextDelta("I"), TextDelta(" add"), *CALL, finish="tool_calls")
+    message = Message.model_validate(build.message, strict=True)
+    thinking, text, call = message.content
+    assert (thinking.thinking, text.text, call.input) == ("Hm", "I add", {"a": 1})
+    assert (call.id, call.name, message.stop_reason) == ("call_0", "add", "tool_use")
+    usage = message.usage
+    assert (usage.input_tokens, usage.cache_read_input_tokens, usage.output_tokens) == (3, 2, 7)
+
+
+@pytest.mark.parametrize(
+    ("finish", "stop", "reason"),
+    [
+        ("stop", None, "end_turn"),
+        ("stop", "END", "stop_sequence"),
+        ("length", None, "max_tokens"),
+        ("tool_calls", None, "tool_use"),
+    ],
+)
+def test_stop_reasons(finish, stop, reason):
+    build = MessageBuilder("served")
+    *_, delta, _ = run(build, TextDelta("I"), finish=finish, stop=stop)
+    assert delta["delta"] == {"stop_reason": reason, "stop_sequence": stop}
+    assert build.message["stop_reason"] == reason
+
+
+def test_a_damaged_call_keeps_its_text():
+    build = MessageBuilder("served")
+    run(build, CALL[0], CALL[1], ToolCallEnd(0, is_complete=False))
+    assert build.message["content"][0]["input"] == {"partial_json": '{"a":'}
+
+
+def test_input_that_is_nested_too_deeply():
+    value = {}
+    for _ in range(5000):
+        value = {"a": value}
+    call = {"type": "tool_use", "id": "c0", "name": "add", "input": value}
+    with pytest.raises(RequestError, match="the input of 'c0' is nested too deeply"):
+        chat(messages=[USER, {"role": "assistant", "content": [call]}, USER])
