@@ -24,6 +24,7 @@ class Markers:
 
     def __init__(self, *markers: str) -> None:
         self._markers = markers
+        self._firsts = frozenset(marker[0] for marker in markers)
         self._longest = max(map(len, markers))
         self._pattern = re.compile("|".join(map(re.escape, markers)))
 
@@ -40,9 +41,12 @@ class Markers:
             return match.start(), match[0]
         if not is_last:
             for at in range(max(start, len(text) - self._longest + 1), len(text)):
-                if any(marker.startswith(text[at:]) for marker in self._markers):
+                if text[at] in self._firsts and self._begins(text[at:]):
                     return at, None
         return len(text), None
+
+    def _begins(self, text: str) -> bool:
+        return any(marker.startswith(text) for marker in self._markers)
 
 
 class TextGate:
