@@ -33,7 +33,10 @@ class ScriptedClient:
     """
 
     def __init__(self, template, script, max_model_len=4096):
-        self.tokenizer = load_tokenizer(GOLDEN["byte_level"]["metadata"], chat_template=template)
+        self.tokenizer = load_tokenizer(
+            GOLDEN["byte_level"]["metadata"] | {"tokenizer.ggml.pre": "gpt-2"},
+            chat_template=template,
+        )
         self.model_info = ModelInfo("scripted", max_model_len, self.tokenizer.vocab_size)
         self.error = None
         self.script = script

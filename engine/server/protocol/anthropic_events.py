@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -62,7 +61,10 @@ class MessageBuilder:
             "cache_read_input_tokens": cached_tokens,
             "output_tokens": 0,
         }
-        yield {"type": "message_start", "message": copy.deepcopy(self.message)}
+        yield {
+            "type": "message_start",
+            "message": {**self.message, "content": [], "usage": self.message["usage"].copy()},
+        }
         yield {"type": "ping"}
 
     def reasoning(self, text: str) -> _Events:

@@ -172,6 +172,8 @@ def to_chat(request: ResponsesRequest) -> dict[str, Any]:
         If an item or a field is invalid, or asks for what this server does not do.
     """
     _refuse_unsupported(request)
+    if request.max_output_tokens is not None and request.max_output_tokens < 1:
+        raise RequestError(f"max_output_tokens must be at least 1; got {request.max_output_tokens}")
     body: dict[str, Any] = {
         "model": request.model,
         "messages": _messages(request),

@@ -1,0 +1,175 @@
+"""What /v1/responses and /v1/messages share: a chat, whose pieces become events of a builder."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any, Protocol
+
+import msgspec
+from starlette.requests import Request
+
+from engine.server.chat_stream import ChatPiece, ChatStream
+from engine.server.limits import check_fields
+from engine.server.protocol.chat import ChatCompletionRequest
+from engine.server.protocol.errors import APIError
+from engine.server.tool_parsers import (
+    Event,
+    TextDelta,
+    ToolCallDelta,
+    ToolCallEnd,
+    ToolCallStart,
+    collect,
+)
+
+__all__ = ["AnswerBuilder", "Answered", "begin_chat", "chat_request", "named_frame", "num_tokens"]
+
+_LONG_TEXT = 4096  # characters; a longer text is tokenized on another thread
+
+_encode = msgspec.json.Encoder().encode
+
+
+class AnswerBuilder(Protocol):
+    """Makes the events of a protocol from the pieces of one answer, in their order."""
+
+    def reasoning(self, text: str) -> Iterator[dict[str, Any]]:
+        """Add a piece of the reasoning."""
+
+    def add(self, event: Event) -> Iterator[dict[str, Any]]:
+        """Add a piece of the text or of a call."""
+
+
+def named_frame(event: dict[str, Any]) -> bytes:
+    """Return the server-sent event that has the name of its type.
+
+    Examples
+    --------
+    >>> named_frame({"type": "ping"})
+    b'event: ping\\ndata: {"type":"ping"}\\n\\n'
+    """
+    return b"event: %b\ndata: %b\n\n" % (event["type"].encode("ascii"), _encode(event))
+
+
+def chat_request(body: dict[str, Any]) -> ChatCompletionRequest:
+    """Return a body of /v1/chat/completions as its struct.
+
+    Raises
+    ------
+    APIError
+        If a field is invalid.
+    """
+    try:
+        return msgspec.convert(body, ChatCompletionRequest)
+    except msgspec.ValidationError as error:
+        raise APIError(400, f"the request is invalid: {error}") from None
+
+
+async def begin_chat(request: Request, body: ChatCompletionRequest, request_id: str) -> ChatStream:
+    """Return the stream of a chat's one answer.
+
+    Raises
+    ------
+    APIError, RequestError, TemplateError
+        If it cannot be served.
+    """
+    state = request.app.state
+    check_fields(body, state.config)
+    return ChatStream(state.client, await state.chat.prepare(body, request_id))
+
+
+async def num_tokens(request: Request, text: str) -> int:
+    """Return how many tokens a text has."""
+    if not text:
+        return 0
+    encode = request.app.state.client.tokenizer.encode
+    if len(text) > _LONG_TEXT:
+        return len(await asyncio.to_thread(encode, text, False))
+    return len(encode(text, False))
+
+
+class Answered:
+    """One answer on its way.
+
+    Parameters
+    ----------
+    stream : ChatStream
+
+    Attributes
+    ----------
+    thoughts : list of str
+        The reasoning so far, in pieces.
+    last : ChatPiece or None
+        The last piece, once the answer is finished.
+    """
+
+    def __init__(self, stream: ChatStream) -> None:
+        self.stream = stream
+        self.thoughts: list[str] = []
+        self.last: ChatPiece | None = None
+
+    async def pieces(self) -> AsyncGenerator[ChatPiece, None]:
+        """Yield the pieces, with their events in `calls` and no other text.
+
+        Raises
+        ------
+        APIError
+            If the answer was aborted.
+        """
+        async with contextlib.aclosing(self.stream.pieces()) as pieces:
+            async for piece in pieces:
+                if piece.finish_reason == "abort":
+                    raise _aborted(piece)
+                if piece.reasoning:
+                    self.thoughts.append(piece.reasoning)
+                if piece.finish_reason is not None:
+                    self.last = piece
+                yield piece
+
+    async def events(self, builder: AnswerBuilder) -> AsyncGenerator[bytes, None]:
+        """Yield the frames of the answer's pieces; the first of them may be empty."""
+        async with contextlib.aclosing(self.pieces()) as pieces:
+            async for piece in pieces:
+                yield b"".join(map(named_frame, _piece_events(builder, piece)))
+
+    async def whole(self, builder: AnswerBuilder) -> None:
+        """Add the whole answer to `builder`; a call that is not complete is text."""
+        events: list[Event] = []
+        async with contextlib.aclosing(self.pieces()) as pieces:
+            async for piece in pieces:
+                events += _ordered(piece)
+        parsed = collect(events)
+        _exhaust(builder.reasoning("".join(self.thoughts)))
+        _exhaust(builder.add(TextDelta(parsed.content)))
+        for index, call in enumerate(parsed.tool_calls):
+            _exhaust(builder.add(ToolCallStart(index, call.id, call.name)))
+            _exhaust(builder.add(ToolCallDelta(index, call.arguments)))
+            _exhaust(builder.add(ToolCallEnd(index)))
+
+
+def _aborted(piece: ChatPiece) -> APIError:
+    if piece.stop_reason == "timeout":
+        return APIError(408, "the request was not finished within its timeout")
+    return APIError(503, "the request was aborted")
+
+
+def _piece_events(builder: AnswerBuilder, piece: ChatPiece) -> Iterator[dict[str, Any]]:
+    yield from builder.reasoning(piece.reasoning)
+    for event in _ordered(piece):
+        yield from builder.add(event)
+
+
+def _ordered(piece: ChatPiece) -> list[Event]:
+    """Return the text and the calls of a piece; text does not come into a call that is open."""
+    calls = list(piece.calls)
+    if not piece.content:
+        return calls
+    ends = (i + 1 for i, event in enumerate(calls) if isinstance(event, ToolCallEnd))
+    is_open = bool(calls) and not isinstance(calls[0], ToolCallStart)
+    after = next(ends, len(calls)) if is_open else 0
+    return [*calls[:after], TextDelta(piece.content), *calls[after:]]
+
+
+def _exhaust(events: Iterator[dict[str, Any]]) -> None:
+    for _ in events:
+        pass

@@ -1,0 +1,101 @@
+"""/v1/responses: OpenAI's newer protocol; nothing is stored."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, Iterable
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from engine.server.agent_stream import Answered, begin_chat, chat_request, named_frame, num_tokens
+from engine.server.limits import check_model, read_struct
+from engine.server.protocol.errors import APIError
+from engine.server.protocol.responses import ResponsesRequest, to_chat
+from engine.server.protocol.responses_events import ResponseBuilder
+from engine.server.sse import EventStream, unless_disconnected
+
+__all__ = ["routes"]
+
+
+def routes() -> list[Route]:
+    """Return the routes of this module."""
+    return [
+        Route("/v1/responses", create_response, methods=["POST"]),
+        Route("/v1/responses/{response_id}", no_response, methods=["GET", "DELETE"]),
+    ]
+
+
+async def create_response(request: Request) -> Response:
+    """Answer an input."""
+    body = await read_struct(request, ResponsesRequest)
+    model = check_model(body.model, request)
+    chat = chat_request(to_chat(body))
+    builder = ResponseBuilder(body, model)
+    stream = await begin_chat(request, chat, builder.response["id"])
+    answer = _Answer(request, Answered(stream), builder)
+    if body.stream:
+        interval = request.app.state.config.sse_keep_alive
+        frames, error_frame = answer.frames(), answer.error_frame
+        return EventStream(frames, keep_alive=interval, error_frame=error_frame, last=b"")
+    await unless_disconnected(request.receive, answer.whole())
+    return Response(msgspec.json.encode(builder.response), media_type="application/json")
+
+
+async def no_response(request: Request) -> Response:
+    """Say that no response is kept."""
+    name = request.path_params["response_id"][:100]
+    message = f"the response {name!r} does not exist: no responses are stored"
+    raise APIError(404, message, param="response_id")
+
+
+class _Answer:
+    """The response to one request, whole or as frames."""
+
+    def __init__(self, request: Request, answered: Answered, builder: ResponseBuilder) -> None:
+        self._request = request
+        self._answered = answered
+        self._builder = builder
+        self._start = b""  # frames that are sent before all others
+
+    async def whole(self) -> None:
+        """Build the response."""
+        await self._answered.whole(self._builder)
+        await self._ending()
+
+    async def frames(self) -> AsyncGenerator[bytes, None]:
+        """Yield the frames; the first one comes after all errors that have a status."""
+        self._start = _frames_of(self._builder.start())
+        async with contextlib.aclosing(self._answered.events(self._builder)) as frames:
+            async for frame in frames:
+                if found := self._take_start() + frame:
+                    yield found
+        yield self._take_start() + _frames_of(await self._ending())
+
+    def error_frame(self, error: APIError) -> bytes:
+        """Return the frames that end the response with an error."""
+        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+        return self._take_start() + _frames_of(self._builder.fail(error.message, code))
+
+    def _take_start(self) -> bytes:
+        start, self._start = self._start, b""
+        return start
+
+    async def _ending(self) -> list[dict[str, Any]]:
+        stream, last = self._answered.stream, self._answered.last
+        num_reasoning = await num_tokens(self._request, "".join(self._answered.thoughts))
+        usage = {
+            "input_tokens": stream.num_prompt_tokens,
+            "cached_tokens": stream.num_cached_tokens,
+            "output_tokens": stream.num_output_tokens,
+            "reasoning_tokens": min(num_reasoning, stream.num_output_tokens),
+        }
+        reason = None if last is None else last.finish_reason
+        return list(self._builder.finish(reason or "stop", usage))
+
+
+def _frames_of(events: Iterable[dict[str, Any]]) -> bytes:
+    return b"".join(map(named_frame, events))
