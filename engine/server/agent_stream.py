@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -109,7 +109,7 @@ class Answered:
         self.last: ChatPiece | None = None
 
     async def pieces(self) -> AsyncGenerator[ChatPiece, None]:
-        """Yield the pieces, with their events in `calls` and no other text.
+        """Yield the pieces.
 
         Raises
         ------
@@ -159,15 +159,9 @@ def _piece_events(builder: AnswerBuilder, piece: ChatPiece) -> Iterator[dict[str
         yield from builder.add(event)
 
 
-def _ordered(piece: ChatPiece) -> list[Event]:
-    """Return the text and the calls of a piece; text does not come into a call that is open."""
-    calls = list(piece.calls)
-    if not piece.content:
-        return calls
-    ends = (i + 1 for i, event in enumerate(calls) if isinstance(event, ToolCallEnd))
-    is_open = bool(calls) and not isinstance(calls[0], ToolCallStart)
-    after = next(ends, len(calls)) if is_open else 0
-    return [*calls[:after], TextDelta(piece.content), *calls[after:]]
+def _ordered(piece: ChatPiece) -> Sequence[Event]:
+    """Return the text and the calls of a piece."""
+    return piece.events or ([TextDelta(piece.content)] if piece.content else [])
 
 
 def _exhaust(events: Iterator[dict[str, Any]]) -> None:

@@ -98,6 +98,8 @@ class ChatPiece:
     finish_reason : str or None
         "stop", "length", "tool_calls" or "abort" in the last piece of an answer.
     stop_reason : int, str or None
+    events : sequence of Event
+        `content` and `calls` in the order of the text, if the request has tools.
     """
 
     index: int
@@ -107,6 +109,7 @@ class ChatPiece:
     logprobs: list[TokenLogprob] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    events: Sequence[Event] = ()
 
 
 class ChatService:
@@ -312,14 +315,14 @@ class ChatStream:
                 completion.token_ids, completion.logprobs, self._num_top, tokenizer
             )
         answer = self._answers[completion.index]
-        thought, content, calls = answer.feed(completion.text, is_last=reason is not None)
+        thought, content, events = answer.feed(completion.text, is_last=reason is not None)
+        calls = [event for event in events if not isinstance(event, TextDelta)]
         if reason == "stop" and answer.has_calls and not self._request.is_forced:
             reason = "tool_calls"
         if not self._request.shows_reasoning:
             thought = ""
-        return ChatPiece(
-            completion.index, content, thought, calls, logprobs, reason, completion.stop_reason
-        )
+        stop = completion.stop_reason
+        return ChatPiece(completion.index, content, thought, calls, logprobs, reason, stop, events)
 
 
 class _Answer:
@@ -332,7 +335,7 @@ class _Answer:
         self.has_calls = False
 
     def feed(self, text: str, *, is_last: bool) -> tuple[str, str, Sequence[Event]]:
-        """Return the reasoning, the content and the events of calls that are certain now."""
+        """Return the reasoning, the content and all events of tools that are certain now."""
         thought = ""
         if self._reasoning is not None:
             thought, text = self._reasoning.feed(text)
@@ -349,13 +352,11 @@ class _Answer:
         return thought, *self._split(events)
 
     def _split(self, events: Sequence[Event]) -> tuple[str, Sequence[Event]]:
-        texts = [event.text for event in events if isinstance(event, TextDelta)]
-        calls = [event for event in events if not isinstance(event, TextDelta)]
         if self._one_call:
-            calls = [call for call in calls if call.index == 0]
-        is_whole = any(isinstance(call, ToolCallEnd) and call.is_complete for call in calls)
+            events = [e for e in events if isinstance(e, TextDelta) or e.index == 0]
+        is_whole = any(isinstance(e, ToolCallEnd) and e.is_complete for e in events)
         self.has_calls = self.has_calls or is_whole
-        return "".join(texts), calls
+        return "".join(e.text for e in events if isinstance(e, TextDelta)), events
 
 
 class _NamedCall:

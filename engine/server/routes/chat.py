@@ -96,9 +96,10 @@ class _Choice:
     def add(self, piece: ChatPiece) -> None:
         self.content.append(piece.content)
         self.reasoning.append(piece.reasoning)
-        if piece.content:
+        if piece.events:
+            self.events += piece.events
+        elif piece.content:
             self.events.append(TextDelta(piece.content))
-        self.events += piece.calls
         if piece.logprobs is not None:
             self.logprobs = (self.logprobs or []) + piece.logprobs
         if piece.finish_reason is not None:
