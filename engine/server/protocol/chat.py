@@ -165,12 +165,12 @@ class AnswerToolCall(msgspec.Struct):
     type: Literal["function"] = "function"
 
 
-class AnswerMessage(msgspec.Struct, omit_defaults=True):
+class AnswerMessage(msgspec.Struct):
     """The message of an answer."""
 
     content: str | None
-    tool_calls: list[AnswerToolCall] = []
-    reasoning_content: str | None = None
+    tool_calls: list[AnswerToolCall] | msgspec.UnsetType = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
     role: Literal["assistant"] = "assistant"
     refusal: str | None = None
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -114,7 +115,7 @@ class _Choice:
         content = parsed.content or (None if calls else "")
         return ChatChoice(
             index,
-            AnswerMessage(content, calls, "".join(self.reasoning) or None),
+            AnswerMessage(content, calls or UNSET, "".join(self.reasoning) or UNSET),
             None if last is None else last.finish_reason,
             None if self.logprobs is None else ChatLogprobs(self.logprobs),
             None if last is None else last.stop_reason,
