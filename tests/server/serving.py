@@ -15,6 +15,7 @@ from engine.errors import EngineError
 from engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from engine.sampling_params import RequestOutputKind
 from engine.server.app import build_app
+from engine.server.http_protocol import http_protocol
 from engine.server.server_config import ServerConfig
 
 CHATML = (
@@ -37,12 +38,14 @@ def serve(make_client, config=None, **uvicorn_options):
     async def main():
         try:
             found.client = make_client()
-            found.app = build_app(found.client, config or ServerConfig())
+            used = config or ServerConfig()
+            found.app = build_app(found.client, used)
             listener = socket.create_server(("127.0.0.1", 0))
             found.port = listener.getsockname()[1]
             found.url = f"http://127.0.0.1:{found.port}"
             options = {"log_level": "warning", "lifespan": "off", "access_log": False}
-            options |= {"timeout_graceful_shutdown": 2, **uvicorn_options}
+            options |= {"timeout_graceful_shutdown": 2, "http": http_protocol(used)}
+            options |= uvicorn_options
             found.server = uvicorn.Server(uvicorn.Config(found.app, **options))
             serving = asyncio.ensure_future(found.server.serve(sockets=[listener]))
             while not found.server.started and not serving.done():

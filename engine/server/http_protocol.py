@@ -1,0 +1,124 @@
+"""uvicorn's HTTP protocol with bounds against clients that send or read too slowly."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from engine.server.protocol.errors import APIError, error_body
+from engine.server.server_config import ServerConfig
+
+__all__ = ["http_protocol"]
+
+_REASONS = {408: "Request Timeout", 431: "Request Header Fields Too Large"}
+
+
+class _BoundedProtocol(HttpToolsProtocol):
+    """Closes connections whose headers take too long or are too large, or that do not read.
+
+    uvicorn itself bounds none of these: a connection without a whole request has no timeout, and
+    a response waits for its reader for ever.
+    """
+
+    server_config: ServerConfig  # set by `http_protocol`
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._is_in_headers = True
+        self._num_header_bytes = 0
+        self._has_ended = False  # a message, in the data that was received last
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._send_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._start_header_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        _cancel(self._header_timer)
+        self._header_timer = None
+        _cancel(self._send_timer)
+        self._send_timer = None
+        super().connection_lost(exc)
+
+    # ---- headers
+
+    def data_received(self, data: bytes) -> None:
+        self._has_ended = False
+        super().data_received(data)
+        if not self._is_in_headers or self._has_ended:
+            return
+        self._num_header_bytes += len(data)
+        limit = self.server_config.max_header_bytes
+        if self._num_header_bytes > limit and not self.transport.is_closing():
+            self._refuse(431, f"the headers must have at most {limit} bytes")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._is_in_headers, self._num_header_bytes = True, 0
+        self._start_header_timer()
+
+    def on_headers_complete(self) -> None:
+        self._is_in_headers = False
+        _cancel(self._header_timer)
+        self._header_timer = None
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._is_in_headers, self._num_header_bytes = True, 0
+        self._has_ended = True
+
+    def _start_header_timer(self) -> None:
+        if self._header_timer is None:
+            seconds = self.server_config.body_timeout
+            self._header_timer = self.loop.call_later(seconds, self._end_slow_headers)
+
+    def _end_slow_headers(self) -> None:
+        self._header_timer = None
+        if not self.transport.is_closing():
+            seconds = self.server_config.body_timeout
+            self._refuse(408, f"a request must arrive within {seconds} s")
+
+    def _refuse(self, status: int, message: str) -> None:
+        body = error_body(APIError(status, message))
+        head = (
+            f"HTTP/1.1 {status} {_REASONS[status]}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.write(head.encode("ascii") + body)
+        self.transport.close()
+
+    # ---- readers
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        seconds = self.server_config.send_timeout
+        self._send_timer = self.loop.call_later(seconds, self._end_slow_reader)
+
+    def resume_writing(self) -> None:
+        _cancel(self._send_timer)
+        self._send_timer = None
+        super().resume_writing()
+
+    def _end_slow_reader(self) -> None:
+        self._send_timer = None
+        self.logger.info("a client did not read for %s s: dropped", self.server_config.send_timeout)
+        self.transport.abort()  # close() would wait for the reader
+
+
+def _cancel(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()
+
+
+def http_protocol(config: ServerConfig) -> type[asyncio.Protocol]:
+    """Return the class to give to uvicorn as ``http``, with the bounds of `config`.
+
+    `body_timeout` bounds the time of the headers, too; the body is bounded where it is read.
+    """
+    made = type("BoundedProtocol", (_BoundedProtocol,), {"server_config": config})
+    return cast("type[asyncio.Protocol]", made)
