@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 
 from engine.errors import RequestError
 from engine.server.protocol.anthropic import CountTokensRequest, MessagesRequest, to_chat
-from engine.server.protocol.anthropic_events import MessageBuilder
+from engine.server.protocol.anthropic_events import MessageBuilder, MessageObject
 from engine.server.tool_parsers import TextDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
 
 TOOL = {"name": "add", "description": "Adds.", "input_schema": {"type": "object"}}
@@ -167,6 +167,7 @@ def test_the_order_of_events():
 def test_the_message():
     build = MessageBuilder("served")
     run(build, "Hm", TextDelta("I"), TextDelta(" add"), *CALL, finish="tool_calls")
+    msgspec.convert(build.message, MessageObject)
     message = Message.model_validate(build.message, strict=True)
     thinking, text, call = message.content
     assert (thinking.thinking, text.text, call.input) == ("Hm", "I add", {"a": 1})

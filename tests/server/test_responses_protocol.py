@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 
 from engine.errors import RequestError
 from engine.server.protocol.responses import ResponsesRequest, to_chat
-from engine.server.protocol.responses_events import ResponseBuilder
+from engine.server.protocol.responses_events import ResponseBuilder, ResponseObject
 from engine.server.tool_parsers import TextDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
 
 TOOL = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True}
@@ -246,3 +246,11 @@ def test_a_failure():
     ADAPTER.validate_python(last, strict=True)
     assert last["type"] == "response.failed"
     assert last["response"]["error"] == {"code": "server_error", "message": "the engine stopped"}
+
+
+@pytest.mark.parametrize("finish", ["stop", "length"])
+def test_the_published_schema_is_that_of_the_response(finish):
+    build = builder()
+    msgspec.convert(build.response, ResponseObject)
+    run(build, "Hm", TextDelta("I add"), *CALL, finish=finish)
+    msgspec.convert(build.response, ResponseObject)

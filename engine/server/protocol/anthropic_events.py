@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
+
+import msgspec
 
 from engine.server.tool_parsers import (
     Event,
@@ -15,11 +17,30 @@ from engine.server.tool_parsers import (
     random_id,
 )
 
-__all__ = ["MessageBuilder"]
+__all__ = ["MessageBuilder", "MessageObject", "TokenCount"]
 
 _Events = Iterator[dict[str, Any]]
 
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class MessageObject(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What /v1/messages answers."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
+    stop_sequence: str | None
+    usage: dict[str, int]
+
+
+class TokenCount(msgspec.Struct):
+    """What /v1/messages/count_tokens answers."""
+
+    input_tokens: int
 
 
 class MessageBuilder:

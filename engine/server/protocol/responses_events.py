@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
+
+import msgspec
 
 from engine.server.protocol.responses import ResponsesRequest
 from engine.server.tool_parsers import (
@@ -16,9 +18,37 @@ from engine.server.tool_parsers import (
     random_id,
 )
 
-__all__ = ["ResponseBuilder"]
+__all__ = ["ResponseBuilder", "ResponseObject"]
 
 _Events = Iterator[dict[str, Any]]
+
+
+class ResponseObject(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What /v1/responses answers."""
+
+    id: str
+    object: Literal["response"]
+    created_at: float
+    completed_at: float | None = None
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    error: dict[str, str] | None
+    incomplete_details: dict[str, str] | None
+    model: str
+    output: list[dict[str, Any]]
+    usage: dict[str, Any] | None
+    instructions: str | None
+    max_output_tokens: int | None
+    parallel_tool_calls: bool
+    previous_response_id: None
+    reasoning: dict[str, str | None]
+    store: bool
+    temperature: float | None
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[Any]
+    top_p: float | None
+    truncation: Literal["disabled"]
+    metadata: dict[str, str]
 
 
 class ResponseBuilder:

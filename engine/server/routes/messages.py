@@ -14,20 +14,30 @@ from starlette.routing import Route
 
 from engine.server.agent_stream import Answered, begin_chat, chat_request, named_frame
 from engine.server.limits import check_model, read_struct
+from engine.server.openapi import Endpoint
 from engine.server.protocol.anthropic import CountTokensRequest, MessagesRequest, to_chat
-from engine.server.protocol.anthropic_events import MessageBuilder
+from engine.server.protocol.anthropic_events import MessageBuilder, MessageObject, TokenCount
 from engine.server.protocol.chat import ChatCompletionRequest
 from engine.server.protocol.errors import APIError, error_body
 from engine.server.sse import EventStream, unless_disconnected
 
-__all__ = ["routes"]
+__all__ = ["ENDPOINTS", "routes"]
+
+_MESSAGES, _COUNT = "/v1/messages", "/v1/messages/count_tokens"
+
+ENDPOINTS = (
+    Endpoint(
+        "post", _MESSAGES, "Answer a conversation", MessagesRequest, MessageObject, streams=True
+    ),
+    Endpoint("post", _COUNT, "Count the tokens of a prompt", CountTokensRequest, TokenCount),
+)
 
 
 def routes() -> list[Route]:
     """Return the routes of this module."""
     return [
-        Route("/v1/messages", create_message, methods=["POST"]),
-        Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+        Route(_MESSAGES, create_message, methods=["POST"]),
+        Route(_COUNT, count_tokens, methods=["POST"]),
     ]
 
 
@@ -58,8 +68,8 @@ async def count_tokens(request: Request) -> Response:
     check_model(body.model, request)
     chat = await _chat(request, body)
     prompt = await asyncio.to_thread(request.app.state.chat.render, chat)
-    counts = {"input_tokens": len(prompt["prompt_token_ids"])}
-    return Response(msgspec.json.encode(counts), media_type="application/json")
+    count = TokenCount(len(prompt["prompt_token_ids"]))
+    return Response(msgspec.json.encode(count), media_type="application/json")
 
 
 async def _chat(request: Request, body: CountTokensRequest) -> ChatCompletionRequest:

@@ -13,19 +13,30 @@ from starlette.routing import Route
 
 from engine.server.agent_stream import Answered, begin_chat, chat_request, named_frame, num_tokens
 from engine.server.limits import check_model, read_struct
+from engine.server.openapi import Endpoint
 from engine.server.protocol.errors import APIError
 from engine.server.protocol.responses import ResponsesRequest, to_chat
-from engine.server.protocol.responses_events import ResponseBuilder
+from engine.server.protocol.responses_events import ResponseBuilder, ResponseObject
 from engine.server.sse import EventStream, unless_disconnected
 
-__all__ = ["routes"]
+__all__ = ["ENDPOINTS", "routes"]
+
+_STORED = "/v1/responses/{response_id}"
+
+ENDPOINTS = (
+    Endpoint(
+        "post", "/v1/responses", "Answer an input", ResponsesRequest, ResponseObject, streams=True
+    ),
+    Endpoint("get", _STORED, "An error: no responses are stored"),
+    Endpoint("delete", _STORED, "An error: no responses are stored"),
+)
 
 
 def routes() -> list[Route]:
     """Return the routes of this module."""
     return [
         Route("/v1/responses", create_response, methods=["POST"]),
-        Route("/v1/responses/{response_id}", no_response, methods=["GET", "DELETE"]),
+        Route(_STORED, no_response, methods=["GET", "DELETE"]),
     ]
 
 
