@@ -1,0 +1,116 @@
+"""/v1/responses and /v1/messages: keys, aborts, late failures, and random bodies over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+
+import anthropic
+import httpx
+import openai
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engine.errors import EngineError
+from engine.server.protocol.anthropic import CountTokensRequest, MessagesRequest
+from engine.server.protocol.responses import ResponsesRequest
+from engine.server.server_config import ServerConfig, key_hash
+from tests.server.serving import ScriptedClient, serve
+from tests.server.test_protocol_fuzz import body
+
+USER = [{"role": "user", "content": "Hi"}]
+
+
+def openai_client(server, **options):
+    options = {"api_key": "k", "max_retries": 0, **options}
+    return openai.OpenAI(base_url=f"{server.url}/v1", **options)
+
+
+def anthropic_client(server, **options):
+    return anthropic.Anthropic(
+        **{"base_url": server.url, "api_key": "k", "max_retries": 0, **options}
+    )
+
+
+def test_keys():
+    config = ServerConfig(api_key_hashes=(key_hash("k"),), access_log=False)
+    fields = {"model": "scripted", "max_tokens": 8, "messages": USER}
+    with serve(lambda: ScriptedClient("Hel", "lo"), config) as server:
+        with anthropic_client(server) as client:  # which sends X-API-Key
+            assert client.messages.create(**fields).content[0].text == "Hello"
+        with anthropic_client(server, api_key="other") as client:
+            with pytest.raises(anthropic.AuthenticationError) as caught:
+                client.messages.create(**fields)
+            assert caught.value.body["error"]["type"] == "authentication_error"
+        with (
+            openai_client(server, api_key="other") as client,
+            pytest.raises(openai.AuthenticationError),
+        ):
+            client.responses.create(model="scripted", input="Hi")
+
+
+def test_an_answer_that_was_aborted_is_an_error():
+    """As when the server shuts down before the answer is finished."""
+    make = functools.partial(ScriptedClient, "Hel", "lo", finish_reason="abort")
+    with serve(make) as server, openai_client(server) as client:
+        with pytest.raises(openai.InternalServerError, match="the request was aborted"):
+            client.responses.create(model="scripted", input="Hi")
+        *_, last = client.responses.create(model="scripted", input="Hi", stream=True)
+        assert (last.type, last.response.status) == ("response.failed", "failed")
+        with anthropic_client(server) as other, pytest.raises(anthropic.APIStatusError) as caught:
+            for _ in other.messages.create(
+                model="scripted", max_tokens=8, messages=USER, stream=True
+            ):
+                pass
+        assert caught.value.body["error"]["type"] == "overloaded_error"
+
+
+class LateFailure(ScriptedClient):
+    """Fails after the stream had to begin without a token."""
+
+    async def generate(self, prompt, params=None, **options):
+        await asyncio.sleep(0.3)
+        raise EngineError("the engine has stopped")
+        yield
+
+
+def test_a_failure_after_comments_is_a_stream_that_clients_read():
+    config = ServerConfig(sse_keep_alive=0.05, access_log=False)
+    with serve(LateFailure, config) as server:
+        with openai_client(server) as client:
+            events = list(client.responses.create(model="scripted", input="Hi", stream=True))
+            assert [event.type for event in events] == [
+                "response.created", "response.in_progress", "response.failed",
+            ]  # fmt: skip
+            assert [event.sequence_number for event in events] == [0, 1, 2]
+        with anthropic_client(server) as other, pytest.raises(anthropic.APIStatusError) as caught:
+            list(other.messages.create(model="scripted", max_tokens=8, messages=USER, stream=True))
+        assert caught.value.body["error"]["message"] == "the engine has stopped"
+
+
+@pytest.fixture(scope="module")
+def http():
+    config = ServerConfig(access_log=False)
+    make = functools.partial(ScriptedClient, "Hel", "lo")
+    with serve(make, config) as server, httpx.Client(base_url=server.url, timeout=20) as client:
+        yield client
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/v1/responses", ResponsesRequest),
+        ("/v1/messages", MessagesRequest),
+        ("/v1/messages/count_tokens", CountTokensRequest),
+    ],
+)
+@given(st.data())
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_random_bodies_are_answered(http, path, kind, data):
+    found = http.post(path, json=data.draw(body(kind)))
+    assert found.status_code in (200, 400, 404)
+    if found.status_code != 200:
+        assert found.json()["error"]["message"]
