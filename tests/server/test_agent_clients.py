@@ -30,6 +30,7 @@ ANSWERS = {
     "call": f"<think>\nI add.\n</think>\n\nI add them.\n{CALL}\n{CALL}",
     "damaged": '<tool_call>{"name": "add", "arguments": {"a": 1, oops}}</tool_call>',
     "json": '{"a": 1}',
+    "list": '[{"name": "add", "arguments": {"a": 1}}, {"name": "add", "arguments": {"a": 2}}]',
     "empty": "",
     "fail": ("Hello there", EngineError("the engine has stopped")),
     "full": ("H", QueueFullError("the queue is full")),
@@ -148,6 +149,28 @@ def test_a_schema(responses, client):
     found = responses.parse(model="scripted", input="json", text_format=Answer)
     assert found.output_parsed == Answer(a=1)
     assert client.params[-1].structured is not None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_that_the_request_demands(responses, messages, stream):
+    """Their grammar makes the answer a list of calls, or the arguments of the named function."""
+    named = {"type": "function", "name": "add"}
+    for text, choice, expected in (("list", "required", [1, 2]), ("json", named, [1])):
+        fields = {"model": "scripted", "tools": [OPENAI_TOOL], "tool_choice": choice}
+        found = responses.create(**fields, input=text, stream=stream)
+        output = list(found)[-1].response.output if stream else found.output
+        assert [json.loads(call.arguments)["a"] for call in output] == expected
+    named = {"type": "tool", "name": "add"}
+    for text, choice, expected in (("list", {"type": "any"}, [1, 2]), ("json", named, [1])):
+        fields = {"model": "scripted", "max_tokens": 100, "tools": [ANTHROPIC_TOOL]}
+        fields |= {"messages": user(text), "tool_choice": choice}
+        if stream:
+            with messages.stream(**fields) as events:
+                found = events.get_final_message()
+        else:
+            found = messages.create(**fields)
+        assert [block.input["a"] for block in found.content] == expected
+        assert found.stop_reason == "tool_use"
 
 
 def test_damaged_calls(responses):

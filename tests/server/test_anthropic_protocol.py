@@ -192,10 +192,17 @@ def test_stop_reasons(finish, stop, reason):
     assert build.message["stop_reason"] == reason
 
 
+def test_a_call_that_was_demanded_is_a_use_of_a_tool():
+    build = MessageBuilder("served")
+    run(build, *CALL, finish="stop")
+    assert build.message["stop_reason"] == "tool_use"
+
+
 def test_a_damaged_call_keeps_its_text():
     build = MessageBuilder("served")
     run(build, CALL[0], CALL[1], ToolCallEnd(0, is_complete=False))
     assert build.message["content"][0]["input"] == {"partial_json": '{"a":'}
+    assert build.message["stop_reason"] == "end_turn"
 
 
 def test_input_that_is_nested_too_deeply():

@@ -73,6 +73,7 @@ class MessageBuilder:
         }
         self._block: dict[str, Any] | None = None  # the one that is being written
         self._parts: list[str] = []  # of its text, thoughts or input
+        self._has_calls = False  # whole ones
 
     def start(self, input_tokens: int, cached_tokens: int) -> _Events:
         """Begin the message; the counts are of the prompt."""
@@ -107,6 +108,7 @@ class MessageBuilder:
             self._parts.append(event.arguments)
             yield self._delta({"type": "input_json_delta", "partial_json": event.arguments})
         elif isinstance(event, ToolCallEnd):
+            self._has_calls = self._has_calls or event.is_complete
             yield from self._end()
 
     def finish(self, finish_reason: str, stop_sequence: str | None, output_tokens: int) -> _Events:
@@ -122,7 +124,9 @@ class MessageBuilder:
         """
         yield from self._end()
         reason = _STOP_REASONS.get(finish_reason, "end_turn")
-        if stop_sequence is not None and reason == "end_turn":
+        if reason == "end_turn" and self._has_calls:
+            reason = "tool_use"
+        elif reason == "end_turn" and stop_sequence is not None:
             reason = "stop_sequence"
         ending = {
             "stop_reason": reason,
