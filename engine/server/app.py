@@ -66,6 +66,7 @@ def build_app(client: EngineClient, config: ServerConfig) -> Starlette:
         client,
         tool_parser=(config.tool_call_parser or AUTO) if config.enable_auto_tool_choice else None,
         reasoning_parser=config.reasoning_parser or AUTO,
+        config=config,
     )
     return app
 

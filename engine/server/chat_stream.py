@@ -18,6 +18,8 @@ from engine.errors import unknown_keyword
 from engine.outputs import CompletionOutput, RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.server import reasoning, tool_parsers
+from engine.server.field_limits import check_fields
+from engine.server.prompt_log import log_prompt
 from engine.server.protocol.chat import (
     ChatCompletionRequest,
     chat_params,
@@ -30,6 +32,7 @@ from engine.server.protocol.common import sampling_defaults
 from engine.server.protocol.errors import APIError
 from engine.server.protocol.logprobs import TokenLogprob, chat_logprobs
 from engine.server.reasoning import ReasoningParser
+from engine.server.server_config import ServerConfig
 from engine.server.tool_parsers import (
     Event,
     TextDelta,
@@ -122,6 +125,8 @@ class ChatService:
         Names of parsers, `AUTO`, or None for no parser.
     generation_defaults : mapping, optional
         Fields of `SamplingParams`; by default those of the model's generation_config.json.
+    config : ServerConfig, optional
+        Limits of requests, and whether prompts are logged.
     """
 
     def __init__(
@@ -131,7 +136,9 @@ class ChatService:
         tool_parser: str | None = AUTO,
         reasoning_parser: str | None = AUTO,
         generation_defaults: Mapping[str, Any] | None = None,
+        config: ServerConfig | None = None,
     ) -> None:
+        self._config = config
         self.client = client
         template = getattr(client.tokenizer, "chat_template", None) or ""
         if tool_parser == AUTO:
@@ -156,9 +163,13 @@ class ChatService:
         APIError, RequestError, TemplateError
             If it cannot be served.
         """
+        if self._config is not None:
+            check_fields(body, self._config)
         tools, overrides, options = self._tools(body)
         params = chat_params(body, self.generation_defaults, **overrides)
         prompt = await asyncio.to_thread(self.render, body)
+        if self._config is not None and self._config.log_prompts:
+            log_prompt(request_id, prompt["prompt"])
         if getattr(params, "structured", None) is None and self.reasoning_parser is not None:
             make = functools.partial(reasoning.get, self.reasoning_parser, prompt["prompt"])
             options["reasoning_parser"] = make

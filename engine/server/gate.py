@@ -61,7 +61,7 @@ class Gate:
             visit.log()
 
     async def _enter(self, scope: Scope, receive: Receive, visit: _Visit, headers: Headers) -> None:
-        if scope["path"] not in self._public:
+        if _path(scope) not in self._public:
             visit.key = self._keys.check(headers)
         if scope["method"] != "POST":
             await self._app(scope, receive, visit.send)
@@ -85,13 +85,19 @@ class Gate:
             _log.error("request %s failed", visit.request_id, exc_info=error)
         if visit.status:
             raise error  # the answer has begun: the connection is closed
-        body = error_body(found, visit.scope["path"], visit.request_id)
+        body = error_body(found, _path(visit.scope), visit.request_id)
         raw = MutableHeaders(found.headers)
         raw["content-type"] = "application/json"
         raw["content-length"] = str(len(body))
         start = {"type": "http.response.start", "status": found.status, "headers": raw.raw}
         await visit.send(start)
         await visit.send({"type": "http.response.body", "body": body})
+
+
+def _path(scope: Scope) -> str:
+    """Return the path without `root_path`, which a proxy in front of the server adds."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
 
 
 class _Visit:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import subprocess
 import time
 
@@ -12,7 +14,10 @@ import pytest
 from engine import __version__
 from engine.errors import EngineError, RequestError
 from engine.scheduler.admission import QueueFullError
+from engine.server.access_log import configure_logging
 from engine.server.app import begin_drain
+from engine.server.limits import RequestSlots
+from engine.server.protocol.errors import APIError
 from engine.server.server_config import ServerConfig, key_hash
 from tests.server.serving import ScriptedClient, serve
 
@@ -296,3 +301,52 @@ def test_curl_reads_a_stream(server):
     lines = [line for line in done.stdout.split("\n") if line]
     assert lines[-1] == "data: [DONE]"
     assert [json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1]] == ["Hel", "lo"]
+
+
+def test_a_path_of_a_proxy_is_not_part_of_the_routes():
+    config = ServerConfig(root_path="/llm", api_key_hashes=(key_hash("k"),))
+    with serve(lambda: ScriptedClient("a"), config, root_path="/llm") as server:
+        assert httpx.get(server.url + "/health").status_code == 200
+        assert httpx.get(server.url + "/v1/models").status_code == 401
+        found = httpx.get(server.url + "/v1/models", headers={"X-API-Key": "k"})
+        assert found.status_code == 200
+
+
+def test_logs_are_lines_of_json_without_prompts_unless_asked_for(capfd):
+    body = {"prompt": "a secret\nplan", "max_tokens": 2}
+    for is_logged in (False, True):
+        config = ServerConfig(json_logs=True, log_prompts=is_logged)
+        configure_logging("info", json_logs=True, access_log=True)
+        with serve(lambda: ScriptedClient("a"), config) as server:
+            headers = {"X-Request-Id": "trace-1"}
+            assert httpx.post(server.url + "/v1/completions", json=body, headers=headers)
+            chat = {"messages": [{"role": "user", "content": "a secret plan"}]}
+            assert httpx.post(server.url + "/v1/chat/completions", json=chat).status_code == 200
+            httpx.get(server.url + "/no\u2028where?key=hidden")
+        lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+        assert sum("secret" in str(line.get("prompt")) for line in lines) == 2 * is_logged
+        first = next(line for line in lines if line.get("request_id") == "trace-1")
+        assert (first["method"], first["path"], first["status"]) == ("POST", "/v1/completions", 200)
+        assert first["ms"] >= 0 and first["bytes"] > 0
+        assert lines[-1]["path"] == "/no\\u2028where"
+        assert "hidden" not in str(lines)
+    logging.getLogger("engine.server").handlers.clear()
+    logging.getLogger("engine.server").propagate = True
+
+
+def test_a_share_of_the_slots_is_kept_for_other_keys():
+    slots = RequestSlots(ServerConfig(max_concurrent_requests=16))
+    with contextlib.ExitStack() as stack:
+        for _ in range(14):
+            stack.enter_context(slots.hold("greedy"))
+        with pytest.raises(APIError) as caught:
+            slots.hold("greedy").__enter__()
+        assert caught.value.status == 429
+        stack.enter_context(slots.hold("other"))
+        stack.enter_context(slots.hold("third"))
+        with pytest.raises(APIError, match="16 unfinished"):
+            slots.hold("fourth").__enter__()
+    assert slots.num_active == 0
+    limited = RequestSlots(ServerConfig(max_requests_per_key=1))
+    with limited.hold("a"), limited.hold("b"), pytest.raises(APIError, match="its share"):
+        limited.hold("a").__enter__()

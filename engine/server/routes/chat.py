@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from engine.server.chat_stream import ChatPiece, ChatStream
-from engine.server.limits import check_fields, check_model, read_struct
+from engine.server.limits import check_model, read_struct
 from engine.server.openapi import Endpoint
 from engine.server.protocol.chat import (
     AnswerMessage,
@@ -63,7 +63,6 @@ async def create_chat_completion(request: Request) -> Response:
     body = await read_struct(request, ChatCompletionRequest)
     state = request.app.state
     model = check_model(body.model, request)
-    check_fields(body, state.config)
     request_id, created = f"chatcmpl-{secrets.token_hex(16)}", int(time.time())
     chat = await state.chat.prepare(body, request_id)
     stream = ChatStream(state.client, chat)

@@ -20,6 +20,7 @@ from engine.outputs import CompletionOutput, RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.server.limits import check_fields, check_model, read_struct
 from engine.server.openapi import Endpoint
+from engine.server.prompt_log import log_prompt
 from engine.server.protocol.common import Usage
 from engine.server.protocol.completion import (
     CompletionChoice,
@@ -65,6 +66,9 @@ async def create_completion(request: Request) -> Response:
     check_fields(body, state.config)
     defaults, limit = state.chat.generation_defaults, state.config.max_prompts
     job = await prepare_completion(state.client, body, model, defaults, limit)
+    if state.config.log_prompts:
+        for prompt in job.prompts:
+            log_prompt(job.request_id, prompt)
     if body.stream:
         return EventStream(_frames(job), keep_alive=state.config.sse_keep_alive)
     answer = await unless_disconnected(request.receive, answer_completion(job))
