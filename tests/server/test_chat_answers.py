@@ -11,6 +11,7 @@ import pytest
 
 from engine.sampling_params import SamplingParams
 from engine.server.server_config import ServerConfig
+from tests.server.scripted_client import ScriptedClient as TemplateClient
 from tests.server.serving import ScriptedClient, serve
 
 ASK = {"model": "scripted", "messages": [{"role": "user", "content": "1 + 2?"}]}
@@ -190,3 +191,38 @@ def test_conversations_with_calls_and_results_are_rendered():
     with _client("Three.") as (client, engine):
         client.chat.completions.create(model="scripted", messages=messages, tools=[ADD])
         assert engine.requests[-1][0]["prompt"] == "?\nNone\n3\nassistant: "
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.content }}{% endfor %}|{{ reasoning_effort }}"
+    "|{% for d in documents or [] %}{{ d.text }}{% endfor %}|{{ enable_thinking }}"
+    "{% if add_generation_prompt %}|answer:{% endif %}"
+)
+
+
+def test_variables_of_the_template():
+    extra = {
+        "documents": [{"text": "A page."}],
+        "chat_template_kwargs": {"enable_thinking": False},
+        "add_generation_prompt": False,
+    }
+    engine = TemplateClient(TEMPLATE, lambda prompt, params: "Three.")
+    with (
+        serve(lambda: engine) as server,
+        openai.OpenAI(base_url=server.url + "/v1", api_key="x", max_retries=0) as client,
+    ):
+        client.chat.completions.create(**ASK, reasoning_effort="low", extra_body=extra)
+        assert engine.prompts[-1] == "1 + 2?|low|A page.|False"
+        client.chat.completions.create(**ASK)
+        assert engine.prompts[-1] == "1 + 2?||||answer:"
+        with pytest.raises(openai.BadRequestError, match="did you mean 'enable_thinking'"):
+            client.chat.completions.create(
+                **ASK, extra_body={"chat_template_kwargs": {"enable_thinkng": True}}
+            )
+
+
+def test_a_conversation_that_is_too_long_is_refused():
+    with _client("a") as (client, _):
+        messages = [{"role": "user", "content": "x" * 5000}]
+        with pytest.raises(openai.BadRequestError, match="at most 4096 characters"):
+            client.chat.completions.create(model="scripted", messages=messages)

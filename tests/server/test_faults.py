@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import os
 import random
 import socket
 import time
@@ -293,3 +294,31 @@ def test_deep_and_endless_json_is_refused_quickly():
                 response = client.post(path, content=body, headers=headers)
                 assert response.status_code in (200, 400), response.text[:500]
                 assert time.monotonic() - begin < 5
+
+
+def test_requests_leave_no_files_and_tasks_behind():
+    async def requests(port, count):
+        for number in range(count):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            stream = number % 2 == 0
+            path, body = ("/v1/completions", {"prompt": "a"})
+            if number % 4 < 2:
+                path, body = "/v1/chat/completions", CHAT
+            writer.write(_raw(path, {**body, "stream": stream}, b"Connection: close\r\n"))
+            assert (await reader.read()).startswith(b"HTTP/1.1 200")
+            writer.close()
+            await writer.wait_closed()
+
+    async def many(port):
+        await asyncio.gather(*(requests(port, 25) for _ in range(10)))
+
+    def count():
+        return len(os.listdir("/proc/self/fd")), len(server.server.server_state.tasks)
+
+    with serve(lambda: ScriptedClient("Hel", "lo")) as server:
+        asyncio.run(many(server.port))
+        _wait_until(lambda: count()[1] == 0)
+        before = count()
+        for _ in range(3):
+            asyncio.run(many(server.port))
+        _wait_until(lambda: count() <= before)

@@ -97,12 +97,17 @@ def test_a_conversation(client, offline, chat_prompt):
 
 def test_a_streamed_conversation(client, offline, chat_prompt):
     want = offline(chat_prompt, temperature=0.0, max_tokens=10).outputs[0]
-    with client.chat.completions.stream(
-        messages=QUESTION, max_tokens=10, stream_options={"include_usage": True}, **GREEDY
-    ) as stream:
-        final = stream.get_final_completion()
-    assert final.choices[0].message.content == want.text
-    assert final.usage.completion_tokens == len(want.token_ids)
+    *chunks, last = client.chat.completions.create(
+        messages=QUESTION,
+        max_tokens=10,
+        stream=True,
+        stream_options={"include_usage": True},
+        **GREEDY,
+    )
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == want.text
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].choices[0].finish_reason == want.finish_reason
+    assert last.usage.completion_tokens == len(want.token_ids)
 
 
 def test_logprobs_of_a_conversation(client, offline, chat_prompt):
@@ -226,3 +231,33 @@ def test_metrics_count_the_requests(client, real_server):
     assert values[f"vllm:generation_tokens_total{label}"] >= 3
     assert values['vllm:request_success_total{finished_reason="length",model_name="smollm2"}'] >= 1
     assert math.isfinite(values[f"vllm:time_to_first_token_seconds_sum{label}"])
+
+
+def test_prompt_logprobs_and_special_tokens(client, smollm2):
+    tokenizer = smollm2.tokenizer
+    extra = {"prompt_logprobs": 2, "add_special_tokens": False}
+    found = client.completions.create(prompt=PROMPT, max_tokens=1, extra_body=extra, **GREEDY)
+    entries = found.choices[0].model_extra["prompt_logprobs"]
+    ids = tokenizer.encode(PROMPT, False)
+    assert entries[0] is None
+    assert len(entries) == len(ids)
+    for entry, token_id in zip(entries[1:], ids[1:], strict=True):
+        assert entry[str(token_id)]["decoded_token"] == tokenizer.decode([token_id])
+        assert min(item["rank"] for item in entry.values()) == 1
+    chat = client.chat.completions.create(
+        messages=QUESTION, max_tokens=1, extra_body={"prompt_logprobs": 0}, **GREEDY
+    )
+    assert len(chat.model_extra["prompt_logprobs"]) == chat.usage.prompt_tokens
+
+
+def test_prompts_as_token_ids_and_the_prefix_cache(client, smollm2):
+    ids = smollm2.tokenizer.encode(PROMPT * 10)
+    for expected in (False, True):
+        found = client.completions.create(prompt=[ids], max_tokens=2, **GREEDY)
+        assert found.usage.prompt_tokens == len(ids)
+        assert (found.usage.prompt_tokens_details.cached_tokens > 0) == expected
+    salted = client.completions.create(
+        prompt=ids, max_tokens=2, extra_body={"cache_salt": "other"}, **GREEDY
+    )
+    assert salted.usage.prompt_tokens_details.cached_tokens == 0
+    assert salted.choices[0].text == found.choices[0].text
