@@ -110,8 +110,12 @@ def test_a_request_id_is_given_back(http):
 
 
 def test_bodies_of_other_types_are_refused(http):
-    response = http.post("/v1/completions", content=b"a=1", headers={"content-type": "text/plain"})
-    assert response.status_code == 415
+    for headers in ({"content-type": "text/plain"}, {"content-type": "application/jsonx"}, {}):
+        response = http.post("/v1/completions", content=b'{"prompt": "a"}', headers=headers)
+        assert response.status_code == 415
+    headers = {"content-type": "Application/JSON; charset=utf-8"}
+    response = http.post("/v1/completions", content=b'{"prompt": "a"}', headers=headers)
+    assert response.status_code == 200
 
 
 @pytest.mark.parametrize(

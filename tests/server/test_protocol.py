@@ -154,6 +154,7 @@ def test_the_models_defaults_apply_where_nothing_is_given():
         (lambda: completion_params(_completion(logit_bias={"x": 1}), {}), "logit_bias"),
         (lambda: completion_params(_completion(suffix="s"), {}), "suffix is not supported"),
         (lambda: completion_params(_completion(logprobs=21), {}), "logprobs must be"),
+        (lambda: completion_params(_completion(best_of=2, stream=True), {}), "best_of > n cannot"),
         (lambda: chat_params(_chat(top_logprobs=3), {}), "top_logprobs needs logprobs"),
         (lambda: chat_params(_chat(logprobs=True, top_logprobs=99), {}), "top_logprobs must"),
         (lambda: chat_params(_chat(functions=[]), {}), "functions is not supported, use tools"),

@@ -261,6 +261,8 @@ def sampling_params(
     if structured is not None:
         given["structured"] = structured
     given |= {name: value for name, value in overrides.items() if value is not None}
+    if body.stream and (given.get("best_of") or 0) > given.get("n", 1):
+        raise APIError(400, "best_of > n cannot be streamed", param="best_of")
     kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
     return SamplingParams(**{**defaults, **given, "output_kind": kind})
 

@@ -128,8 +128,6 @@ async def prepare_completion(
     """
     params = completion_params(body, defaults)
     prompts = prompts_of(body.prompt, max_prompts)
-    if body.stream and body.best_of is not None and body.best_of > params.n:
-        raise APIError(400, "best_of > n cannot be streamed", param="best_of")
     if body.add_special_tokens is False and isinstance(prompts[0], str):
         tokenizer = client.tokenizer
         if tokenizer is None:
