@@ -269,7 +269,8 @@ def test_import_is_light():
     """`import engine` loads neither CuPy nor a tokenizer."""
     code = (
         "import sys, engine; print([m for m in ('cupy', 'tokenizers', 'jinja2', 'gguf', "
-        "'safetensors', 'huggingface_hub') if m in sys.modules])"
+        "'safetensors', 'huggingface_hub', 'msgspec', 'starlette', 'uvicorn', 'zmq', "
+        "'prometheus_client') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -113,6 +113,34 @@ def test_a_storm_of_disconnects_leaves_nothing_behind():
         assert free.num_free_blocks + free.num_cached_blocks == free.num_blocks
 
 
+def test_queued_requests_are_admitted_in_order():
+    model, count = tiny_model(), 200
+    options = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "num_blocks": 128, "debug": False}
+    body = {"prompt": [5, 6, 7], "max_tokens": 3, "ignore_eos": True, "stream": True, "logprobs": 0}
+
+    async def main(port):
+        answered = []
+
+        async def first_frame(number, reader, writer):
+            await reader.readuntil(b"data: ")
+            answered.append(number)
+            await reader.read()
+            writer.close()
+
+        tasks = []
+        for number in range(count):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(_raw("/v1/completions", body, b"Connection: close\r\n"))
+            tasks.append(asyncio.ensure_future(first_frame(number, reader, writer)))
+        await asyncio.gather(*tasks)
+        return answered
+
+    with serve(lambda: AsyncEngine(make_engine(model, **options))) as server:
+        answered = asyncio.run(main(server.port))
+    # Those of one step may be read in any order.
+    assert max(abs(a - b) for a, b in enumerate(answered)) < 16
+
+
 # ---- slow clients
 
 
