@@ -397,5 +397,6 @@ def test_a_client_that_goes_ends_its_request(url, client, path):
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/v1/messages/count_tokens"])
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b'"x"', b"\xff", b'{"model": 1}', b"[" * 10**5])
 def test_malformed_bodies(url, path, data):
-    found = httpx.post(url + path, content=data)
+    headers = {"content-type": "application/json"}
+    found = httpx.post(url + path, content=data, headers=headers)
     assert found.status_code == 400 and found.json()["error"]["message"]
