@@ -261,39 +261,61 @@ def _joined(first: CompletionLogprobs, second: CompletionLogprobs) -> Completion
 # ---- streaming
 
 
+class _FrameWriter:
+    """Makes the frames of a streamed request."""
+
+    def __init__(self, job: CompletionJob) -> None:
+        options = job.body.stream_options
+        self.shows_usage = options is not None and bool(options.include_usage)
+        self._chunks = CompletionChunks(
+            job.request_id, job.model, job.created, shows_usage=self.shows_usage
+        )
+        self._writers = [_ChoiceWriter(job, index) for index in range(len(job.prompts))]
+        self._is_plain = self._writers[0].is_plain
+        self._usage = _UsageCounter()
+
+    def frames(self, prompt_index: int, output: RequestOutput) -> bytes:
+        """Return the frames of an output; b"" if it shows nothing new."""
+        if self.shows_usage:
+            self._usage.note(prompt_index, output)
+        writer, found = self._writers[prompt_index], b""
+        for completion in output.outputs:
+            if self._is_plain and completion.finish_reason is None:
+                if completion.text:
+                    found += self._chunks.text(writer.index(completion), completion.text)
+                continue
+            choice = writer.choice(output, completion)
+            if choice.text or choice.logprobs is not None or choice.finish_reason is not None:
+                found += self._chunks.choice(choice)
+        return found
+
+    def usage(self) -> bytes:
+        """Return the frame of the usage."""
+        is_without_output = self._writers[0].hides_output
+        return self._chunks.usage(self._usage.total(is_without_output=is_without_output))
+
+
 async def _frames(job: CompletionJob) -> AsyncGenerator[bytes, None]:
-    options = job.body.stream_options
-    shows_usage = options is not None and bool(options.include_usage)
-    chunks = CompletionChunks(job.request_id, job.model, job.created, shows_usage=shows_usage)
-    writers = [_ChoiceWriter(job, index) for index in range(len(job.prompts))]
-    usage = _UsageCounter()
-    is_plain = writers[0].is_plain
+    writer = _FrameWriter(job)
     sources = [job.outputs(index) for index in range(len(job.prompts))]
-    async with contextlib.aclosing(_merged(sources)) as pairs:
-        async for index, output in pairs:
-            usage.note(index, output)
-            writer = writers[index]
-            for completion in output.outputs:
-                if is_plain and completion.finish_reason is None:
-                    if completion.text:
-                        yield chunks.text(writer.index(completion), completion.text)
-                    continue
-                choice = writer.choice(output, completion)
-                if choice.text or choice.logprobs is not None or choice.finish_reason is not None:
-                    yield chunks.choice(choice)
-    if shows_usage:
-        yield chunks.usage(usage.total(is_without_output=writers[0].hides_output))
+    if len(sources) == 1:
+        async with contextlib.aclosing(sources[0]) as outputs:
+            async for output in outputs:
+                if frames := writer.frames(0, output):
+                    yield frames
+    else:
+        async with contextlib.aclosing(_merged(sources)) as pairs:
+            async for index, output in pairs:
+                if frames := writer.frames(index, output):
+                    yield frames
+    if writer.shows_usage:
+        yield writer.usage()
 
 
 async def _merged(
     sources: Sequence[AsyncGenerator[RequestOutput, None]],
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Yield the items of all generators as they come, each with its generator's number."""
-    if len(sources) == 1:
-        async with contextlib.aclosing(sources[0]) as source:
-            async for output in source:
-                yield 0, output
-        return
     queue: asyncio.Queue[tuple[int, Any]] = asyncio.Queue(2 * len(sources))
     tasks = [asyncio.ensure_future(_pump(i, s, queue)) for i, s in enumerate(sources)]
     try:
