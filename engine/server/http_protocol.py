@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -34,6 +35,7 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        _send_at_once(transport.get_extra_info("socket"))
         self._start_header_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -108,6 +110,15 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._send_timer = None
         self.logger.info("a client did not read for %s s: dropped", self.server_config.send_timeout)
         self.transport.abort()  # close() would wait for the reader
+
+
+def _send_at_once(sock: Any) -> None:
+    """Turn Nagle's algorithm off, which would hold a frame back until the last one is confirmed.
+
+    asyncio does so itself only for sockets made with the protocol's number.
+    """
+    if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def _cancel(timer: asyncio.TimerHandle | None) -> None:

@@ -141,6 +141,20 @@ def test_queued_requests_are_admitted_in_order():
     assert max(abs(a - b) for a, b in enumerate(answered)) < 16
 
 
+def test_an_answer_is_sent_at_once():
+    """Headers and body are two packets; with Nagle's algorithm the second one waits 40 ms."""
+    with serve(lambda: ScriptedClient("a")) as server, _connect(server) as connection:
+        times = []
+        for _ in range(8):
+            begin = time.perf_counter()
+            connection.sendall(_raw("/v1/completions", {"prompt": "a", "stream": True}))
+            found = b""
+            while not found.endswith(b"0\r\n\r\n"):
+                found += connection.recv(65536)
+            times.append(time.perf_counter() - begin)
+    assert min(times) < 0.03
+
+
 # ---- slow clients
 
 
