@@ -101,7 +101,8 @@ class LLMEngine:
                 progress=sys.stderr.isatty(),
             )
         self._entry = threading.Lock()  # see `exclusive`
-        self._watchdog = Watchdog(given.step_timeout, self._describe, raises=given.raise_on_timeout)
+        describe = self.scheduler.describe
+        self._watchdog = Watchdog(given.step_timeout, describe, raises=given.raise_on_timeout)
         self._recovery = StepRecovery(self.scheduler, self.runner, is_debug=config.is_debug)
         self._in_flight: deque[LaunchedStep] = deque()  # launched, not read back; oldest first
         self._max_in_flight = int(config.async_scheduling)  # steps in flight after `step`
@@ -109,7 +110,7 @@ class LLMEngine:
         # Requests that the next outputs report; None: the output is not made yet.
         self._changed: dict[OutputGroup, RequestOutput | None] = {}
         self._deadlines = Deadlines()
-        self._stats = StatsCollector(model.expert_load)
+        self.collector = StatsCollector(model.expert_load)
 
     @classmethod
     def from_name(cls, model: str = "smollm2", **options: Any) -> LLMEngine:
@@ -222,6 +223,15 @@ class LLMEngine:
                 self._end_group(self._groups[request_id], None)
 
     @exclusive
+    def end_continuation(self, request_id: str, index: int, reason: str) -> None:
+        """End one continuation of a request because of its text, which is made elsewhere."""
+        if request_id in self._groups:
+            stream = self._groups[request_id].streams[index]
+            if not stream.request.is_finished:
+                self.scheduler.finish_request(stream.request, reason)
+                self._release(stream)
+
+    @exclusive
     def forget_aborted(self, request_ids: Iterable[str]) -> None:
         """Drop the outputs of these requests, which were aborted since the last step."""
         ids = set(request_ids_of(request_ids))
@@ -240,11 +250,6 @@ class LLMEngine:
         """Requests that are waiting or running."""
         return len(self._groups)
 
-    @property
-    def num_generation_tokens(self) -> int:
-        """Tokens generated so far, of all requests."""
-        return self._stats.generation_tokens
-
     # ---- the whole engine
 
     @exclusive
@@ -254,7 +259,7 @@ class LLMEngine:
 
     def stats(self) -> EngineStats:
         """Return all counts since the engine was made; with experts, waits for the device."""
-        return self._stats.snapshot(
+        return self.collector.snapshot(
             self.scheduler.stats(),
             num_step_failures=self._recovery.num_failures,
             num_stuck_steps=self._watchdog.num_stuck,
@@ -308,7 +313,7 @@ class LLMEngine:
             try:
                 self.scheduler.add_request(first, others)
             except QueueFullError:
-                self._stats.admission_rejections += 1
+                self.collector.admission_rejections += 1
                 raise
             return
         origin = self._groups.get(parent) if isinstance(parent, str) else None
@@ -449,7 +454,7 @@ class LLMEngine:
             changed[group] = None
             if end is not None:
                 num_tokens -= self._end(stream, end)
-        self._stats.generation_tokens += num_tokens
+        self.collector.generation_tokens += num_tokens
 
     def _end(self, stream: OutputStream, end: End) -> int:
         """End a continuation because of its text, which takes precedence over the scheduler.
@@ -490,11 +495,6 @@ class LLMEngine:
             group.metrics.finished_time = time.monotonic()
             group.metrics.num_generation_tokens = group.num_generation_tokens
             first = stream.request
-            self._stats.add_request(
+            self.collector.add_request(
                 first.num_prompt_tokens, first.finish_reason or "error", group.metrics
             )
-
-    def _describe(self) -> str:
-        """Return the engine's state for the watchdog's log."""
-        names = [r.request_id for r in self.scheduler.unfinished_requests()]
-        return f"{self.scheduler.stats()}\n{len(names)} unfinished requests: {names[:64]}"

@@ -82,7 +82,7 @@ def snapshot(engine: LLMEngine, clock: StepClock | None = None) -> dict[str, Any
     return {
         "time": time.time(),
         "step_ms": 1000 * clock.step_seconds if clock else 0.0,
-        "tokens_per_s": clock.rate(engine.num_generation_tokens) if clock else 0.0,
+        "tokens_per_s": clock.rate(engine.collector.generation_tokens) if clock else 0.0,
         "num_running": scheduler.num_running,
         "num_waiting": scheduler.num_waiting,
         "num_blocks": blocks.num_blocks,

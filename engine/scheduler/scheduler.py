@@ -462,6 +462,11 @@ class Scheduler:
             num_retries=self._num_retries,
         )
 
+    def describe(self) -> str:
+        """Return counters and requests, for the log."""
+        names = [request.request_id for request in self.unfinished_requests()]
+        return f"{self.stats()}\n{len(names)} unfinished requests: {names[:64]}"
+
     def check_integrity(self) -> None:
         """Verify queues, limits, counts and blocks (docs/memory.md lists the invariants).
 

@@ -1,0 +1,361 @@
+"""`ZmqEngineClient`: an engine in another process, with the methods of `AsyncEngine`."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import zmq
+
+from engine.async_engine import ModelInfo
+from engine.errors import EngineError, RequestError
+from engine.llm_engine import Prompt
+from engine.outputs import RequestOutput
+from engine.sampling_params import RequestOutputKind, SamplingParams
+from engine.scheduler.admission import QueueFullError
+from engine.server import messages as m
+from engine.server.remote_request import RemoteRequest, RequestMaker
+from engine.server.sockets import Socket, connected_socket, descriptor, has_input
+from engine.stats import EngineStats
+
+__all__ = ["ZmqEngineClient"]
+
+_LONG_TEXT = 4096  # characters; a longer prompt is tokenized on another thread
+_MAX_BATCH = 64  # messages taken before other tasks have their turn
+_SILENCE = 120.0  # seconds without a heartbeat, after which `is_responsive` is False
+
+
+class ZmqEngineClient:
+    """Talks to the engine process; belongs to the event loop that made it.
+
+    Text is tokenized and made here, stop strings are found here, and requests are checked here as
+    far as possible, so that the engine's loop has less to do.
+
+    Attributes
+    ----------
+    model_info : ModelInfo
+    tokenizer : Tokenizer or None
+    is_responsive : bool
+        Whether the engine has sent something lately; a step may take long, but not for ever.
+    """
+
+    def __init__(self, socket: Socket, monitor: Socket, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.model_info = ModelInfo("", 0, 0)
+        self._socket, self._monitor = socket, monitor
+        self._loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[m.Ready] = self._loop.create_future()
+        self._maker = RequestMaker(self.model_info, None)
+        self._requests: dict[int, RemoteRequest] = {}
+        self._handles: dict[str, int] = {}  # of unfinished requests
+        self._calls: dict[int, asyncio.Future[bytes]] = {}
+        self._numbers = itertools.count(1)
+        self._unsent: deque[bytes] = deque()
+        self._error: EngineError | None = None
+        self._last_seen = time.monotonic()
+        self._is_closed = self._is_reading_later = False
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(m.FromEngine).decode
+        self._loop.add_reader(descriptor(socket), self._read)
+        self._loop.add_reader(descriptor(monitor), self._read_monitor)
+
+    @classmethod
+    async def connect(cls, address: str, token: str, tokenizer: Any = None) -> ZmqEngineClient:
+        """Connect to an engine, and wait until it has loaded its model.
+
+        Parameters
+        ----------
+        address : str
+            From `engine_loop.bound_socket`.
+        token : str
+            The one that the engine was given.
+        tokenizer : Tokenizer, optional
+            None: prompts are token ids, and outputs have no text.
+
+        Raises
+        ------
+        EngineError
+            If the engine ends before it is ready.
+        """
+        client = cls(*connected_socket(address), tokenizer)
+        client._send(m.Hello(token))
+        try:
+            ready = await client._ready
+        except BaseException:
+            await client.close()
+            raise
+        client.model_info = ModelInfo(
+            ready.model,
+            ready.max_model_len,
+            ready.vocab_size,
+            tuple(ready.eos_token_ids),
+            ready.generation_config,
+        )
+        client._maker = RequestMaker(client.model_info, tokenizer)
+        return client
+
+    @property
+    def error(self) -> EngineError | None:
+        """Why the engine serves no more requests; None while it does."""
+        return self._error
+
+    @property
+    def is_responsive(self) -> bool:
+        """Whether the engine lives and has sent something in the last two minutes."""
+        return self._error is None and time.monotonic() - self._last_seen < _SILENCE
+
+    @property
+    def num_unfinished_requests(self) -> int:
+        """Requests of this client that are waiting or running."""
+        return len(self._requests)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        timeout: float | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Continue a prompt; see `AsyncEngine.generate`.
+
+        A reader that falls behind gets outputs of several tokens.
+
+        Raises
+        ------
+        RequestError
+            Also for `logits_processors`, as functions are never sent.
+        """
+        if params is None:
+            given = self.model_info.generation_config
+            kind = RequestOutputKind.DELTA
+            params = SamplingParams.from_generation_config(given, output_kind=kind)
+        handle = next(self._numbers)
+        if request_id is None:
+            request_id = f"async-{handle}"
+        text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+        if isinstance(text, str) and len(text) > _LONG_TEXT:
+            checked = await asyncio.to_thread(self._maker.encode, prompt, cache_salt)
+        else:
+            checked = self._maker.encode(prompt, cache_salt)
+        request, message = self._maker.make(handle, request_id, checked, params, priority, timeout)
+        self._check_alive()
+        if request_id in self._handles:
+            raise RequestError(f"request id {request_id[:80]!r} is in use")
+        if not self._send(message):
+            raise QueueFullError("the engine takes no requests at the moment; try again later")
+        self._requests[handle], self._handles[request_id] = request, handle
+        is_finished = False
+        try:
+            while not is_finished:
+                output = await request.next_output()
+                is_finished = output.finished
+                yield output
+        finally:
+            if self._forget(request):
+                self._send(m.Drop(handle))
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; see `AsyncEngine.abort`."""
+        if request_id in self._handles:
+            self._send(m.Abort(self._handles[request_id]))
+
+    async def stats(self) -> EngineStats:
+        """Return the engine's counters and histograms so far."""
+        content = await self._call(lambda number: m.Call(number, "stats"))
+        return msgspec.msgpack.decode(content, type=EngineStats)
+
+    async def snapshot(self) -> dict[str, Any]:
+        """Return what the engine does now; see `engine.snapshot`."""
+        content = await self._call(lambda number: m.Call(number, "snapshot"))
+        found: dict[str, Any] = msgspec.msgpack.decode(content)
+        return found
+
+    async def embed(
+        self, prompts: Sequence[Prompt], pooling: str = "last", *, normalize: bool = True
+    ) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
+        """Return an embedding of each prompt; see `AsyncEngine.embed`."""
+        encode = self._maker.encode
+        inputs = await asyncio.to_thread(lambda: [encode(each) for each in prompts])
+        ids = [each.token_ids for each in inputs]
+        content = await self._call(lambda number: m.Embed(number, ids, pooling, normalize))
+        rows = msgspec.msgpack.decode(content, type=list[bytes])
+        return [np.frombuffer(row, np.float32) for row in rows]
+
+    async def reset_prefix_cache(self) -> None:
+        """Drop all cached prefixes; unfinished requests keep their blocks."""
+        await self._call(lambda number: m.Call(number, "reset_prefix_cache"))
+
+    async def close(self) -> None:
+        """End all requests of this client, with an `EngineError` for each; the engine goes on."""
+        if self._is_closed:
+            return
+        for handle in self._requests:
+            self._send(m.Drop(handle))
+        self._end(EngineError("the client was closed before the request finished"))
+        self._is_closed = True
+        self._loop.remove_reader(descriptor(self._socket))
+        self._loop.remove_reader(descriptor(self._monitor))
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=100)
+
+    # ---- to the engine
+
+    def _send(self, message: m.FromClient) -> bool:
+        """Send without waiting; False: an `Add` that must not wait. Other messages are kept."""
+        if self._is_closed or self._error is not None:
+            return True  # to an engine that has ended
+        data = self._encode(message)
+        if not self._flush() or not self._sent(data):
+            if isinstance(message, m.Add):
+                return False
+            self._unsent.append(data)
+        # The descriptor tells of news once, and sending may have consumed that.
+        if has_input(self._socket):
+            self._read_later()
+        return True
+
+    def _sent(self, data: bytes) -> bool:
+        try:
+            self._socket.send(data, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def _flush(self) -> bool:
+        """Send what had to wait; tell whether all of it is sent."""
+        while self._unsent and self._sent(self._unsent[0]):
+            self._unsent.popleft()
+        return not self._unsent
+
+    async def _call(self, message: Any) -> bytes:
+        """Send what `message` makes of a number, and return the answer's content."""
+        self._check_alive()
+        number = next(self._numbers)
+        future: asyncio.Future[bytes] = self._loop.create_future()
+        self._calls[number] = future
+        self._send(message(number))
+        try:
+            return await future
+        finally:
+            if self._calls.pop(number, None) is not None:
+                self._send(m.Cancel(number))
+
+    def _check_alive(self) -> None:
+        if self._error is not None:
+            raise EngineError(f"the engine has ended: {self._error}")
+
+    def _forget(self, request: RemoteRequest) -> bool:
+        """Remove a request; tell whether the engine still serves it."""
+        if self._requests.pop(request.handle, None) is None:
+            return False
+        self._handles.pop(request.group.request_id, None)
+        return not request.is_finished
+
+    # ---- from the engine
+
+    def _read_later(self) -> None:
+        if not self._is_reading_later:
+            self._is_reading_later = True
+            self._loop.call_soon(self._read)
+
+    def _read(self) -> None:
+        """Take what has arrived."""
+        self._is_reading_later = False
+        for _ in range(_MAX_BATCH):
+            if self._is_closed:
+                return
+            try:
+                data = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                self._flush()
+                return
+            self._last_seen = time.monotonic()
+            self._take(self._decode(data))
+        self._read_later()
+
+    def _read_monitor(self) -> None:
+        """Notice that the engine's process has ended."""
+        if self._is_closed:
+            return
+        while has_input(self._monitor):
+            self._monitor.recv_multipart(zmq.NOBLOCK)
+            self._read()  # its last words
+            self._end(EngineError("the engine's process has ended"))
+
+    def _take(self, message: m.FromEngine) -> None:
+        if isinstance(message, m.StepResult):
+            self._take_step(message)
+        elif isinstance(message, m.Refused):
+            self._fail(message.handle, m.error_of(message.kind, message.reason))
+        elif isinstance(message, m.Answer):
+            self._settle(message)
+        elif isinstance(message, m.Lost):
+            for handle in message.handles:
+                self._fail(handle, EngineError(message.reason))
+            for future in self._calls.values():
+                if not future.done():
+                    future.set_exception(EngineError(message.reason))
+        elif isinstance(message, m.Ended):
+            self._end(EngineError(message.reason))
+        elif isinstance(message, m.Ready) and not self._ready.done():
+            self._ready.set_result(message)
+
+    def _take_step(self, step: m.StepResult) -> None:
+        now, requests = time.monotonic(), self._requests
+        for handle, token_id in zip(step.handles, step.token_ids, strict=True):
+            request = requests.get(handle)
+            if request is not None:
+                self._end_here(request, request.push_token(token_id, now))
+        for piece in step.pieces:
+            request = requests.get(piece.handle)
+            if request is not None:
+                self._end_here(request, request.push(piece, now))
+                if piece.is_finished:
+                    self._forget(request)
+
+    def _end_here(self, request: RemoteRequest, ends: list[m.End]) -> None:
+        """Tell the engine what the text of a request has ended."""
+        for end in ends:
+            self._send(end)
+        if ends and request.is_finished:
+            self._forget(request)
+
+    def _fail(self, handle: int, error: EngineError) -> None:
+        request = self._requests.get(handle)
+        if request is not None:
+            request.fail(error)
+            self._forget(request)
+
+    def _settle(self, answer: m.Answer) -> None:
+        future = self._calls.pop(answer.number, None)
+        if future is None or future.done():
+            return
+        if answer.kind:
+            reason = msgspec.msgpack.decode(answer.content, type=str)
+            future.set_exception(m.error_of(answer.kind, reason))
+        else:
+            future.set_result(answer.content)
+
+    def _end(self, error: EngineError) -> None:
+        """Tell everybody who waits why there will be no more outputs."""
+        if self._error is not None:
+            return
+        self._error = error
+        for request in list(self._requests.values()):
+            self._fail(request.handle, error)
+        futures: list[asyncio.Future[Any]] = [*self._calls.values(), self._ready]
+        for future in futures:
+            if not future.done():
+                future.set_exception(error)
+        self._calls.clear()
+        self._unsent.clear()

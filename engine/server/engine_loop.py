@@ -1,0 +1,361 @@
+"""`EngineLoop`: an `LLMEngine` that serves API processes over ZeroMQ, on the thread that calls it.
+
+It tokenizes nothing and makes no text. Between two steps it takes what has arrived; after a step it
+sends each API process one message with all that is new for it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import zmq
+
+from engine.embeddings import embed_in_parts
+from engine.errors import EngineError
+from engine.llm_engine import LLMEngine
+from engine.outputs import RequestOutput
+from engine.server import messages as m
+from engine.server.remote_request import engine_params
+from engine.server.sockets import Socket, has_input
+from engine.snapshot import StepClock, snapshot
+
+__all__ = ["EngineLoop"]
+
+_BEAT_SECONDS = 0.5
+_MAX_CLIENTS = 256
+_TOO_SLOW = "the API process did not read the engine's messages in time"
+
+
+class _Served:
+    """A request of an API process."""
+
+    __slots__ = ("client", "handle", "is_begun")
+
+    def __init__(self, client: _Client, handle: int) -> None:
+        self.client = client
+        self.handle = handle
+        self.is_begun = False
+
+
+class _Client:
+    """An API process, its unfinished requests, and what the current step brought it."""
+
+    def __init__(self, address: bytes, number: int) -> None:
+        self.address = address
+        self.number = number
+        self.ids: dict[int, str] = {}  # handle -> request id of the engine
+        self.handles: list[int] = []
+        self.token_ids: list[int] = []
+        self.pieces: list[m.Piece] = []
+        self.is_behind = False  # it did not read, and does not know yet what that cost it
+        self.lost: list[int] = []  # handles of the requests aborted for that
+
+    def take(self) -> m.StepResult | None:
+        """Return what there is to send."""
+        if not (self.handles or self.pieces):
+            return None
+        result = m.StepResult(self.handles, self.token_ids, self.pieces)
+        self.handles, self.token_ids, self.pieces = [], [], []
+        return result
+
+
+class EngineLoop:
+    """Serves requests that arrive at a socket until it is told to stop.
+
+    Parameters
+    ----------
+    engine : LLMEngine
+    socket : zmq.Socket
+        From `bound_socket`.
+    token : str
+        What a client must say first.
+    """
+
+    def __init__(self, engine: LLMEngine, socket: Socket, token: str) -> None:
+        self._engine = engine
+        self._socket = socket
+        self._token = token
+        self._clock = StepClock()
+        self._clients: dict[bytes, _Client] = {}
+        self._served: dict[str, _Served] = {}
+        self._embeddings: deque[tuple[_Client, int, Iterator[Any], list[Any]]] = deque()
+        self._num_clients = 0
+        self._next_beat = 0.0
+        self._is_stopping = False
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(m.FromClient).decode
+        self._handlers: dict[type, Callable[[_Client, Any], None]] = {
+            m.Add: self._add,
+            m.Abort: self._abort,
+            m.Drop: self._drop,
+            m.End: self._end,
+            m.Call: self._call,
+            m.Embed: self._embed,
+            m.Cancel: self._cancel,
+        }
+
+    def stop(self) -> None:
+        """Let `run` return after the current step; from a signal handler or another thread."""
+        self._is_stopping = True
+
+    def run(self) -> None:
+        """Serve until `stop`; raises what the engine raises, after telling the clients."""
+        try:
+            while not self._is_stopping:
+                self._receive()
+                if self._engine.has_unfinished_requests():
+                    start = time.perf_counter()
+                    outputs = self._engine.step()
+                    self._clock.note(time.perf_counter() - start)
+                    self._send_outputs(outputs)
+                self._embed_part()
+                if (now := time.monotonic()) >= self._next_beat:
+                    self._next_beat = now + _BEAT_SECONDS
+                    self._beat()
+            reason = "the engine was closed"
+        except BaseException as error:
+            reason = f"the engine failed: {type(error).__name__}: {error}"[: m.MAX_REASON]
+            raise
+        finally:
+            for client in list(self._clients.values()):
+                self._send(client, m.Ended(reason))
+
+    # ---- what arrives
+
+    def _receive(self) -> None:
+        """Take all messages; wait for the first if there is nothing to compute."""
+        socket = self._socket
+        if not (self._engine.has_unfinished_requests() or self._embeddings):
+            wait = max(0.0, self._next_beat - time.monotonic())
+            if not socket.poll(int(1000 * wait) + 1):
+                return
+        while has_input(socket):
+            frames = socket.recv_multipart(zmq.NOBLOCK)
+            if len(frames) != 2:
+                continue
+            try:
+                message = self._decode(frames[1])
+            except msgspec.DecodeError:
+                continue  # not of an API process of ours
+            self._handle(frames[0], message)
+
+    def _handle(self, address: bytes, message: Any) -> None:
+        client = self._clients.get(address)
+        if isinstance(message, m.Hello):
+            if (
+                hmac.compare_digest(message.token, self._token)
+                and len(self._clients) < _MAX_CLIENTS
+            ):
+                if client is not None:
+                    self._forget(client)
+                self._num_clients += 1
+                client = self._clients[address] = _Client(address, self._num_clients)
+                self._send(client, self._ready())
+        elif client is not None:
+            self._handlers[type(message)](client, message)
+
+    def _ready(self) -> m.Ready:
+        engine, model = self._engine, self._engine.model
+        return m.Ready(
+            model.name,
+            engine.config.scheduler.max_model_len,
+            model.config.vocab_size,
+            list(model.eos_token_ids),
+            model.generation_config,
+        )
+
+    def _add(self, client: _Client, message: m.Add) -> None:
+        # The ids of different API processes may be equal.
+        request_id = f"{client.number}/{message.request_id}"
+        try:
+            self._engine.add_request(
+                request_id,
+                message.token_ids,
+                engine_params(message.params, is_final_only=message.is_final_only),
+                priority=message.priority,
+                cache_salt=message.cache_salt,
+                timeout=message.timeout,
+            )
+        except Exception as error:
+            self._send(client, m.Refused(message.handle, m.kind_of(error), _text(error)))
+            return
+        client.ids[message.handle] = request_id
+        self._served[request_id] = _Served(client, message.handle)
+
+    def _abort(self, client: _Client, message: m.Abort) -> None:
+        if message.handle in client.ids:
+            self._engine.abort_request(client.ids[message.handle])
+
+    def _drop(self, client: _Client, message: m.Drop) -> None:
+        request_id = client.ids.pop(message.handle, None)
+        if request_id is not None:
+            del self._served[request_id]
+            self._engine.abort_request(request_id)
+            self._engine.forget_aborted([request_id])
+
+    def _end(self, client: _Client, message: m.End) -> None:
+        if message.handle in client.ids:
+            request_id = client.ids[message.handle]
+            self._engine.end_continuation(request_id, message.index, message.reason)
+
+    # ---- calls
+
+    def _call(self, client: _Client, message: m.Call) -> None:
+        try:
+            value: Any = None
+            if message.name == "stats":
+                value = self._engine.stats()
+            elif message.name == "snapshot":
+                value = snapshot(self._engine, self._clock)
+                for request in value["requests"]:
+                    request["id"] = request["id"].partition("/")[2]
+            elif message.name == "reset_prefix_cache":
+                self._engine.reset_prefix_cache()
+        except EngineError as error:
+            self._fail_call(client, message.number, error)
+            return
+        self._send(client, m.Answer(message.number, "", self._encode(value)))
+
+    def _embed(self, client: _Client, message: m.Embed) -> None:
+        model = self._engine.model
+        try:
+            parts = embed_in_parts(
+                model, message.token_ids, message.pooling, normalize=message.normalize
+            )
+        except EngineError as error:
+            self._fail_call(client, message.number, error)
+            return
+        rows: list[Any] = [b""] * len(message.token_ids)
+        self._embeddings.append((client, message.number, parts, rows))
+
+    def _embed_part(self) -> None:
+        """Compute one forward pass of the oldest embeddings."""
+        if not self._embeddings:
+            return
+        client, number, parts, rows = self._embeddings[0]
+        try:
+            part: dict[int, np.ndarray[Any, Any]] | None = next(parts, None)
+        except EngineError as error:
+            self._embeddings.popleft()
+            self._fail_call(client, number, error)
+            return
+        if part is None:
+            self._embeddings.popleft()
+            self._send(client, m.Answer(number, "", self._encode(rows)))
+        else:
+            for index, vector in part.items():
+                rows[index] = vector.tobytes()
+
+    def _cancel(self, client: _Client, message: m.Cancel) -> None:
+        self._drop_embeddings(lambda owner, number: owner is client and number == message.number)
+
+    def _drop_embeddings(self, is_unwanted: Callable[[_Client, int], bool]) -> None:
+        kept = deque(each for each in self._embeddings if not is_unwanted(each[0], each[1]))
+        self._embeddings = kept  # the others' generators free their pages
+
+    def _fail_call(self, client: _Client, number: int, error: EngineError) -> None:
+        self._send(client, m.Answer(number, m.kind_of(error), self._encode(_text(error))))
+
+    # ---- what is sent
+
+    def _send_outputs(self, outputs: list[RequestOutput]) -> None:
+        """Send each client what a step brought."""
+        changed: dict[_Client, None] = {}
+        for output in outputs:
+            served = self._served.get(output.request_id)
+            if served is None:
+                continue
+            client = served.client
+            changed[client] = None
+            if served.is_begun and (token_id := _only_token(output)) is not None:
+                client.handles.append(served.handle)
+                client.token_ids.append(token_id)
+                continue
+            served.is_begun = True
+            client.pieces.append(_piece(served.handle, output))
+            if output.finished:
+                del self._served[output.request_id], client.ids[served.handle]
+        for client in changed:
+            result = client.take()
+            if result is not None:
+                self._send(client, result)
+
+    def _send(self, client: _Client, message: m.FromEngine) -> bool:
+        """Send, without waiting; a client that does not read, or is gone, loses its requests."""
+        try:
+            self._socket.send_multipart([client.address, self._encode(message)], zmq.NOBLOCK)
+        except zmq.Again:
+            client.lost += client.ids
+            client.is_behind = True
+            self._abort_all(client)
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self._forget(client)
+            return False
+        return True
+
+    def _beat(self) -> None:
+        """Show each client that the engine lives, and see whether the client does."""
+        for client in list(self._clients.values()):
+            if not client.is_behind:
+                self._send(client, m.Heartbeat())
+            elif self._send(client, m.Lost(client.lost, _TOO_SLOW)):
+                client.lost, client.is_behind = [], False
+
+    def _abort_all(self, client: _Client) -> None:
+        ids = list(client.ids.values())
+        client.ids.clear()
+        for request_id in ids:
+            del self._served[request_id]
+        self._engine.abort_request(ids)
+        self._engine.forget_aborted(ids)
+        self._drop_embeddings(lambda owner, _: owner is client)
+
+    def _forget(self, client: _Client) -> None:
+        """Abort the requests of an API process that is gone."""
+        self._clients.pop(client.address, None)
+        self._abort_all(client)
+
+
+def _only_token(output: RequestOutput) -> int | None:
+    """Return the token of an output that says nothing else."""
+    if output.finished or len(output.outputs) != 1:
+        return None
+    only = output.outputs[0]
+    if only.index or only.logprobs is not None or only.finish_reason or len(only.token_ids) != 1:
+        return None
+    return only.token_ids[0]
+
+
+def _piece(handle: int, output: RequestOutput) -> m.Piece:
+    metrics = output.metrics
+    return m.Piece(
+        handle,
+        [
+            m.Continuation(
+                each.index,
+                list(each.token_ids),
+                m.encode_logprobs(each.logprobs),
+                each.finish_reason,
+                each.stop_reason,
+            )
+            for each in output.outputs
+        ],
+        output.finished,
+        output.num_cached_tokens,
+        metrics.first_scheduled_time if metrics else None,
+        metrics.first_token_time if metrics else None,
+        m.encode_logprobs(output.prompt_logprobs),
+    )
+
+
+def _text(error: BaseException) -> str:
+    return str(error)[: m.MAX_REASON]

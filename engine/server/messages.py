@@ -1,0 +1,242 @@
+"""What engine process and API processes send each other: one msgpack message a frame.
+
+A request is known by its *handle*, a number that its API process chose. All that one step brought
+to the requests of an API process travels as one `StepResult`, in which a token of a request in its
+midst is two integers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from engine import errors
+from engine.errors import EngineError
+from engine.outputs import Logprob
+from engine.scheduler.admission import QueueFullError
+
+__all__ = [
+    "Abort",
+    "Add",
+    "Answer",
+    "Call",
+    "Cancel",
+    "Continuation",
+    "Drop",
+    "Embed",
+    "End",
+    "Ended",
+    "FromClient",
+    "FromEngine",
+    "Heartbeat",
+    "Hello",
+    "Lost",
+    "Piece",
+    "Ready",
+    "Refused",
+    "StepResult",
+    "decode_logprobs",
+    "encode_logprobs",
+    "error_of",
+    "kind_of",
+]
+
+MAX_REASON = 4096  # characters of an error's text
+
+Entries = list[dict[int, tuple[float, int | None]] | None]
+"""For each token: id -> (log-probability, rank)."""
+
+
+class _Message(msgspec.Struct, tag=True, array_like=True):
+    pass
+
+
+# ---- from an API process
+
+
+class Hello(_Message):
+    """The first message; an engine does not answer without its token."""
+
+    token: str
+
+
+class Add(_Message):
+    """A request; `params` are the fields of `SamplingParams` that are not the default."""
+
+    handle: int
+    request_id: str
+    token_ids: list[int]
+    params: dict[str, Any]
+    is_final_only: bool
+    priority: int
+    cache_salt: str | None
+    timeout: float | None
+
+
+class Abort(_Message):
+    """End a request; its last piece says so."""
+
+    handle: int
+
+
+class Drop(_Message):
+    """End a request that nobody waits for."""
+
+    handle: int
+
+
+class End(_Message):
+    """End a continuation, because of its text."""
+
+    handle: int
+    index: int
+    reason: str
+
+
+class Call(_Message):
+    """Answer with "stats", "snapshot" or, having done it, "reset_prefix_cache"."""
+
+    number: int
+    name: str
+
+
+class Embed(_Message):
+    """Answer with embeddings."""
+
+    number: int
+    token_ids: list[list[int]]
+    pooling: str
+    normalize: bool
+
+
+class Cancel(_Message):
+    """Forget a call."""
+
+    number: int
+
+
+# ---- from the engine
+
+
+class Ready(_Message):
+    """The answer to `Hello`, once the model is loaded."""
+
+    model: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    generation_config: dict[str, Any]
+
+
+class Continuation(_Message):
+    """What is new of one continuation."""
+
+    index: int
+    token_ids: list[int]
+    logprobs: Entries | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+class Piece(_Message):
+    """What is new of a request that is at its beginning or end, or not plain."""
+
+    handle: int
+    continuations: list[Continuation]
+    is_finished: bool
+    num_cached_tokens: int
+    first_scheduled_time: float | None
+    first_token_time: float | None
+    prompt_logprobs: Entries | None
+
+
+class StepResult(_Message):
+    """What a step brought: one token for each of `handles`, and `pieces`."""
+
+    handles: list[int]
+    token_ids: list[int]
+    pieces: list[Piece]
+
+
+class Refused(_Message):
+    """A request that was not queued."""
+
+    handle: int
+    kind: str
+    reason: str
+
+
+class Lost(_Message):
+    """Requests that were aborted because this API process did not read for too long."""
+
+    handles: list[int]
+    reason: str
+
+
+class Answer(_Message):
+    """What a call returned (`kind` is empty), or the error that it raised."""
+
+    number: int
+    kind: str
+    content: bytes
+
+
+class Heartbeat(_Message):
+    """The engine lives."""
+
+
+class Ended(_Message):
+    """The engine serves no more requests, for this reason."""
+
+    reason: str
+
+
+FromClient = Hello | Add | Abort | Drop | End | Call | Embed | Cancel
+FromEngine = StepResult | Ready | Refused | Lost | Answer | Heartbeat | Ended
+
+
+def encode_logprobs(entries: Any) -> Entries | None:
+    """Return log-probabilities as plain values; their text is made by the receiver."""
+    if entries is None:
+        return None
+    return [
+        None if entry is None else {i: (p.logprob, p.rank) for i, p in entry.items()}
+        for entry in entries
+    ]
+
+
+def decode_logprobs(entries: Entries) -> list[dict[int, Logprob] | None]:
+    """Return what `encode_logprobs` was given, without text.
+
+    Examples
+    --------
+    >>> decode_logprobs(encode_logprobs([None, {5: Logprob(-0.5, 1, "word")}]))
+    [None, {5: Logprob(logprob=-0.5, rank=1, decoded_token=None)}]
+    """
+    return [
+        None if entry is None else {i: Logprob(*pair) for i, pair in entry.items()}
+        for entry in entries
+    ]
+
+
+def kind_of(error: BaseException) -> str:
+    """Return the name under which `error_of` knows the error's class."""
+    known = (type(error).__name__ in errors.__all__, isinstance(error, QueueFullError))
+    return type(error).__name__ if any(known) else "EngineError"
+
+
+def error_of(kind: str, reason: str) -> EngineError:
+    """Return an error of the other process.
+
+    Examples
+    --------
+    >>> error_of("RequestError", "top_p must be ...")
+    RequestError('top_p must be ...')
+    """
+    if kind == "QueueFullError":
+        return QueueFullError(reason)
+    cls = getattr(errors, kind, None) if kind in errors.__all__ else None
+    if isinstance(cls, type) and issubclass(cls, EngineError):
+        return cls(reason)
+    return EngineError(reason)

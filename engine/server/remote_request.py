@@ -1,0 +1,271 @@
+"""A request that an engine in another process serves: its text, its stops, its outputs.
+
+The engine sends token ids; `OutputGroup` and `OutputStream`, the same as in `LLMEngine`, make the
+outputs of them here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from types import SimpleNamespace
+from typing import Any
+
+from engine.async_engine import ModelInfo
+from engine.errors import RequestError
+from engine.input_processor import InputProcessor, Prompt, PromptInput
+from engine.output_processor import OutputGroup, OutputStream, token_texts
+from engine.outputs import RequestOutput
+from engine.request import FINISH_REASONS
+from engine.sampling_params import RequestOutputKind, SamplingParams
+from engine.server.messages import Add, Continuation, End, Piece, decode_logprobs
+
+__all__ = ["RemoteRequest", "RequestMaker", "engine_params"]
+
+_DEFAULTS = {
+    f.name: None if f.default is dataclasses.MISSING else f.default
+    for f in dataclasses.fields(SamplingParams)
+}
+# Where text ends and what an output carries is decided here, and so is the ranking by `best_of`.
+_OURS = {
+    *("n", "best_of", "stop", "detokenize", "skip_special_tokens"),
+    *("include_stop_str_in_output", "output_kind", "logits_processors"),
+}
+
+
+class RemoteRequest:
+    """One request, and the task that waits for its outputs.
+
+    Outputs are made when they are taken, so that a slow reader gets fewer of them with more tokens
+    each, and what waits for it is bounded by the request's tokens.
+
+    Parameters
+    ----------
+    handle : int
+    group : OutputGroup
+        With its streams.
+
+    Attributes
+    ----------
+    is_finished : bool
+        Whether all continuations have ended, for the engine or by their text.
+    """
+
+    __slots__ = (
+        *("error", "group", "handle", "is_finished", "_arrived", "_has_news", "_is_open"),
+        *("_plain", "_waiter"),
+    )
+
+    def __init__(self, handle: int, group: OutputGroup) -> None:
+        self.handle = handle
+        self.group = group
+        self.error: BaseException | None = None
+        self.is_finished = False
+        self._is_open = [True] * len(group.streams)
+        self._has_news = False
+        self._arrived: RequestOutput | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        # The one whose tokens need nothing but their text.
+        self._plain = group.streams[0] if group.streams[0].is_plain else None
+
+    async def next_output(self) -> RequestOutput:
+        """Wait for news and return them; raise `error` if it is set."""
+        while True:
+            if self._arrived is not None:
+                output, self._arrived = self._arrived, None
+                return output
+            if self._has_news and self.group.wants_output:
+                self._has_news = False
+                return self.group.output()
+            if self.error is not None:
+                raise self.error
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+
+    def fail(self, error: BaseException) -> None:
+        """Let the reader get `error` after the outputs that it has not taken."""
+        self.error, self.is_finished = error, True
+        self._wake()
+
+    def push_token(self, token_id: int, now: float) -> list[End]:
+        """Take the next token of a request's only continuation, which has not ended."""
+        stream = self._plain
+        if stream is not None and self._is_open[0] and not self._has_news and not self._arrived:
+            stream.request.output_token_ids.append(token_id)
+            self._arrived = stream.next_output([token_id], now)
+            if self._arrived is not None:
+                self._wake()
+                return []
+            stream.request.output_token_ids.pop()
+        return self._push(Continuation(0, [token_id], None, None, None), now)
+
+    def push(self, piece: Piece, now: float) -> list[End]:
+        """Take what is new; return the ends that the engine does not know of."""
+        group = self.group
+        for stream in group.streams:
+            stream.request.num_cached_tokens = piece.num_cached_tokens
+        group.metrics.first_scheduled_time = piece.first_scheduled_time
+        group.metrics.first_token_time = piece.first_token_time
+        if piece.prompt_logprobs is not None:
+            for position, entry in enumerate(decode_logprobs(piece.prompt_logprobs)):
+                if entry is not None:
+                    group.add_prompt_logprobs(position, [entry])
+        ends = [end for each in piece.continuations for end in self._push(each, now)]
+        if piece.is_finished and not self.is_finished:
+            self._finish(now)
+        return ends
+
+    # ---- as LLMEngine does it
+
+    def _push(self, new: Continuation, now: float) -> list[End]:
+        if not self._is_open[new.index]:
+            return []  # its text has ended it, which the engine did not know yet
+        group, stream = self.group, self.group.streams[new.index]
+        request = stream.request
+        request.output_token_ids += new.token_ids
+        if new.finish_reason is not None:
+            request.status = FINISH_REASONS[new.finish_reason]
+            request.stop_reason = new.stop_reason
+        ends = []
+        if new.token_ids:
+            logprobs: Any = () if new.logprobs is None else decode_logprobs(new.logprobs)
+            group.note_tokens(len(new.token_ids), now)
+            end = stream.append(new.token_ids, logprobs)
+            if end is not None:
+                request.status = FINISH_REASONS[end.finish_reason]
+                request.stop_reason = end.stop_reason
+                if end.num_output_tokens is not None:
+                    del request.output_token_ids[end.num_output_tokens :]
+                ends.append(End(self.handle, new.index, end.finish_reason))
+        if request.finish_reason is not None:
+            self._release(new.index, now)
+        self._has_news = True
+        self._wake()
+        return ends if new.finish_reason is None else []
+
+    def _release(self, index: int, now: float) -> None:
+        """Finish the text of a continuation that has ended."""
+        self._is_open[index] = False
+        stream = self.group.streams[index]
+        if (end := stream.finish()) is not None:
+            stream.request.status = FINISH_REASONS[end.finish_reason]
+            stream.request.stop_reason = end.stop_reason
+        self.group.num_open -= 1
+        if not self.group.num_open:
+            self._finish(now)
+
+    def _finish(self, now: float) -> None:
+        group = self.group
+        self.is_finished = True
+        group.num_open = 0
+        group.metrics.finished_time = now
+        group.metrics.num_generation_tokens = group.num_generation_tokens
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class RequestMaker:
+    """Checks requests as the engine does, before they are sent.
+
+    Parameters
+    ----------
+    info : ModelInfo
+    tokenizer : Tokenizer or None
+    """
+
+    def __init__(self, info: ModelInfo, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._texts = token_texts(tokenizer)
+        # What `InputProcessor` asks of a model; which rope it takes is the engine's business.
+        model: Any = SimpleNamespace(
+            config=SimpleNamespace(vocab_size=info.vocab_size),
+            eos_token_ids=info.eos_token_ids,
+            uses_long_rope=lambda _: False,
+        )
+        self._inputs = InputProcessor(model, tokenizer, max_model_len=info.max_model_len)
+
+    def encode(self, prompt: Prompt, cache_salt: str | None = None) -> PromptInput:
+        """Tokenize and check a prompt."""
+        return self._inputs.encode(prompt, cache_salt)
+
+    def make(
+        self,
+        handle: int,
+        request_id: str,
+        prompt: PromptInput,
+        params: SamplingParams,
+        priority: int,
+        timeout: float | None,
+    ) -> tuple[RemoteRequest, Add]:
+        """Return the request, and the message that asks the engine for it.
+
+        Raises
+        ------
+        RequestError
+            If it cannot be served, as far as can be told here.
+        """
+        priority, timeout = self._inputs.check(request_id, params, priority, timeout)
+        if params.logits_processors:
+            raise RequestError(
+                "logits_processors must be left out, as the engine is another process: functions "
+                f"are never sent; got {len(params.logits_processors)}"
+            )
+        # Grammars and bad words are the engine's business too.
+        given: dict[str, Any] = {"bad_words": None}
+        given |= {"structured": None} if "structured" in _DEFAULTS else {}
+        specs = self._inputs.sampling_specs(dataclasses.replace(params, **given))
+        group = OutputGroup(request_id, prompt.text, params, time.monotonic(), self._tokenizer)
+        requests = self._inputs.requests(
+            request_id, prompt.token_ids, specs, group.metrics.arrival_time
+        )
+        group.streams = [
+            OutputStream(request, group, self._tokenizer, self._texts) for request in requests
+        ]
+        message = Add(
+            handle,
+            request_id,
+            prompt.token_ids,
+            _engine_params(params),
+            params.output_kind is RequestOutputKind.FINAL_ONLY and not params.stop,
+            priority,
+            prompt.cache_salt,
+            timeout,
+        )
+        return RemoteRequest(handle, group), message
+
+
+def _engine_params(params: SamplingParams) -> dict[str, Any]:
+    """Return what the engine must know: token ids and log-probabilities of every continuation."""
+    fields = {
+        name: value
+        for name, default in _DEFAULTS.items()
+        if name not in _OURS and (value := getattr(params, name)) != default and value != ()
+    }
+    if params.num_continuations > 1:
+        fields["n"] = params.num_continuations
+    if params.num_continuations > params.n and params.logprobs is None:
+        fields["logprobs"] = 0  # to rank them
+    structured = fields.get("structured")
+    if structured is not None:
+        fields["structured"] = _plain(structured)
+    return fields
+
+
+def _plain(structured: Any) -> dict[str, Any]:
+    return {
+        f.name: value
+        for f in dataclasses.fields(structured)
+        if (value := getattr(structured, f.name)) not in (None, False)
+    }
+
+
+def engine_params(fields: dict[str, Any], *, is_final_only: bool) -> SamplingParams:
+    """Return the parameters of an `Add`, as the engine serves it: token ids without text."""
+    kind = RequestOutputKind.FINAL_ONLY if is_final_only else RequestOutputKind.DELTA
+    return SamplingParams(**fields, detokenize=False, output_kind=kind)

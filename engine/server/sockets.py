@@ -1,0 +1,55 @@
+"""The ZeroMQ sockets between engine process and API processes: bounded, never waiting to send."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import zmq
+
+__all__ = ["Socket", "bound_socket", "connected_socket", "descriptor", "has_input"]
+
+Socket = zmq.Socket[bytes]
+
+MAX_UNREAD = 1000  # messages that wait for an API process, before its requests are aborted
+_MAX_UNSENT = 10_000  # messages that wait for an engine in a long step
+
+
+def bound_socket(address: str) -> Socket:
+    """Return the engine's socket; its `last_endpoint` is what clients connect to.
+
+    Parameters
+    ----------
+    address : str
+        "ipc://<path>", or "tcp://127.0.0.1:*" for a free port.
+    """
+    socket: Socket = zmq.Context.instance().socket(zmq.ROUTER)
+    socket.linger = 1000
+    socket.sndhwm = MAX_UNREAD
+    socket.rcvhwm = 0  # each client bounds what it has in flight
+    socket.router_mandatory = 1  # a full or absent peer is an error
+    socket.bind(address)
+    return socket
+
+
+def connected_socket(address: str) -> tuple[Socket, Socket]:
+    """Return a client's socket, and the one that tells when its engine has gone."""
+    socket: Socket = zmq.Context.instance().socket(zmq.DEALER)
+    socket.linger = 0
+    socket.sndhwm, socket.rcvhwm = _MAX_UNSENT, MAX_UNREAD
+    socket.setsockopt(zmq.IDENTITY, os.urandom(16).hex().encode())
+    monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    socket.connect(address)
+    return socket, monitor
+
+
+def has_input(socket: Socket) -> bool:
+    """Tell whether there is a message to take."""
+    events: Any = socket.get(zmq.EVENTS)
+    return bool(events & zmq.POLLIN)
+
+
+def descriptor(socket: Socket) -> int:
+    """Return what becomes readable when the state of the socket changes."""
+    number: Any = socket.get(zmq.FD)
+    return int(number)
