@@ -1,4 +1,4 @@
-"""The command line: `engine generate | chat | pull | quantize | doctor | bench | eval | kernels`.
+"""The command line: `engine COMMAND`, with the commands of `COMMANDS`.
 
 Only the chosen command's module is imported, so that `engine --help` answers at once.
 """
@@ -20,6 +20,7 @@ __all__ = ["main"]
 COMMANDS = {
     "generate": "continue a prompt given as argument, file or standard input",
     "chat": "talk to a model in the terminal",
+    "serve": "serve a model over HTTP: OpenAI's and Anthropic's protocols, and a page",
     "pull": "download a model into the cache",
     "quantize": "write a model with weights of 8 or 4 bits, for this engine and others",
     "doctor": "check this machine and say what to install next",

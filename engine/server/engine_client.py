@@ -62,8 +62,10 @@ class ZmqEngineClient:
         self._is_closed = self._is_reading_later = False
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(m.FromEngine).decode
-        self._loop.add_reader(descriptor(socket), self._read)
-        self._loop.add_reader(descriptor(monitor), self._read_monitor)
+        for each, read in ((socket, self._read), (monitor, self._read_monitor)):
+            self._loop.add_reader(descriptor(each), read)
+            # The descriptor tells of what comes after all that is there has been taken.
+            self._loop.call_soon(read)
 
     @classmethod
     async def connect(cls, address: str, token: str, tokenizer: Any = None) -> ZmqEngineClient:

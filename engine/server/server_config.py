@@ -16,11 +16,11 @@ from engine.checks import shown
 from engine.errors import ConfigError, RequestError, unknown_keyword
 from engine.sampling_params import NumberRange
 
-__all__ = ["ServerConfig", "key_hash"]
+__all__ = ["RANGES", "ServerConfig", "key_hash"]
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
-_RANGES = {
+RANGES = {
     "port": NumberRange(0, 65535, integer=True),
     "api_server_count": NumberRange(1, 64, integer=True),
     "shutdown_timeout": NumberRange(0, 86400),
@@ -152,7 +152,7 @@ class ServerConfig:
         return cls(**given)
 
     def __post_init__(self) -> None:
-        for name, allowed in _RANGES.items():
+        for name, allowed in RANGES.items():
             try:
                 object.__setattr__(self, name, allowed.check(name, getattr(self, name)))
             except RequestError as error:

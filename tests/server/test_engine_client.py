@@ -182,7 +182,7 @@ def test_a_full_queue_says_so_and_ids_are_unique():
             with pytest.raises(RequestError, match="in use"):
                 await anext(client.generate([1], _greedy(), request_id="r0"))
             waiting = asyncio.create_task(anext(streams[2]))
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0)  # it sends its message before ours
             with pytest.raises(QueueFullError):
                 await anext(client.generate([1], _greedy()))
             waiting.cancel()

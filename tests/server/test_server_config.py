@@ -8,11 +8,11 @@ from dataclasses import fields
 import pytest
 
 from engine.errors import ConfigError, UnknownOptionError
-from engine.server.server_config import _FLAGS, _RANGES, _TEXTS, _TUPLES, ServerConfig, key_hash
+from engine.server.server_config import _FLAGS, _TEXTS, _TUPLES, RANGES, ServerConfig, key_hash
 
 
 def test_every_field_is_checked():
-    checked = {*_RANGES, *_FLAGS, *_TUPLES, *_TEXTS}
+    checked = {*RANGES, *_FLAGS, *_TUPLES, *_TEXTS}
     assert checked == {f.name for f in fields(ServerConfig)}
 
 

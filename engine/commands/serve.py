@@ -1,0 +1,175 @@
+"""`engine serve MODEL`: OpenAI's and Anthropic's protocols over HTTP."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from engine.checks import shown
+from engine.errors import ConfigError, unknown_keyword
+from engine.model_files import excerpt, read_file
+from engine.server.server_config import RANGES, ServerConfig, key_hash
+
+__all__ = ["add_arguments", "run"]
+
+_MAX_CONFIG_BYTES = 1 << 20
+
+# Not read from `EngineConfig`, whose import takes a third of a second: the engine's process checks
+# the values while this one opens the port.
+_ENGINE: dict[str, tuple[type, str]] = {
+    "device": (str, "cpu, cuda, cuda:1 or auto"),
+    "dtype": (str, "float32, float16, bfloat16 or auto"),
+    "load_format": (str, "dummy makes random weights"),
+    "quantization": (str, "quantize while the weights are read: fp8, int8, int4 or another"),
+    "deterministic": (bool, "the same tokens in any batch; slower"),
+    "max_model_len": (int, "maximum tokens of a request, prompt and answer"),
+    "max_num_seqs": (int, "maximum number of running requests"),
+    "max_num_batched_tokens": (int, "token budget of a step"),
+    "kv_cache_dtype": (str, "fp8 halves the memory of keys and values"),
+    "block_size": (int, "tokens of a KV block: 16, 32, 64 or 128"),
+    "num_blocks": (int, "number of KV blocks; by default as many as fit"),
+    "memory_utilization": (float, "share of the device's memory to use"),
+    "seed": (int, "seeds the requests that have no seed of their own"),
+    "enable_prefix_caching": (bool, "keep computed prefixes and share them"),
+    "max_blocks_per_salt": (int, "maximum blocks kept for one cache_salt"),
+    "max_prefill_chunk": (int, "maximum prompt tokens of one request in a step"),
+    "max_draft_tokens": (int, "maximum draft tokens of a request in a step"),
+    "scheduling_policy": (str, "fcfs, or lpm: longest cached prefix first"),
+    "priority_window": (int, "how many arrivals one level of priority is worth"),
+    "max_num_queued_requests": (int, "requests that may wait; more get 429"),
+    "max_num_queued_tokens": (int, "prompt tokens that may wait"),
+    "watermark": (float, "share of the blocks kept free for running requests"),
+    "swap_space_gb": (float, "host memory for preempted requests and evicted prefixes, in GiB"),
+    "preemption_mode": (str, "recompute, swap or auto"),
+    "recompute_us_per_token": (float, "cost that auto compares; measured if left out"),
+    "swap_us_per_block": (float, "cost that auto compares; measured if left out"),
+    "async_scheduling": (bool, "launch a step before the last one's tokens are known"),
+    "cuda_graphs": (bool, "replay decode steps from CUDA graphs"),
+    "step_timeout": (float, "seconds after which a step counts as stuck"),
+    "raise_on_timeout": (bool, "whether a stuck step is abandoned"),
+    "debug": (bool, "check all tables in each step; slow"),
+}
+_ALIASES = {"gpu_memory_utilization": "memory_utilization"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options: those of the server, and those of the engine."""
+    parser.argument_default = argparse.SUPPRESS  # only what is given overrides the file
+    parser.add_argument("model", nargs="?", help="name, folder, .gguf file or hub id (smollm2)")
+    parser.add_argument("--config", type=Path, help="TOML file with these options")
+    server = parser.add_argument_group("server")
+    server.add_argument("--api-key", action="append", help="a key that clients send; repeatable")
+    for field in dataclasses.fields(ServerConfig):
+        if "help" in field.metadata:
+            kind = tuple if isinstance(field.default, tuple) else _kind(field.name, field.default)
+            _add(server, field.name, kind, field.metadata["help"], field.default)
+    engine = parser.add_argument_group("engine")
+    for name, (kind, text) in _ENGINE.items():
+        _add(engine, name, kind, text, None)
+    for alias in _ALIASES:
+        _add(engine, alias, _ENGINE[_ALIASES[alias]][0], "vLLM's name", None)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until SIGTERM or Ctrl-C; a second one ends at once."""
+    given = vars(arguments)
+    file = given.pop("config", None)
+    options = ({} if file is None else _read(file)) | given
+    model, server, engine = _split(options)
+    try:
+        supervisor = importlib.import_module("engine.server.supervisor")
+        importlib.import_module("zmq")
+        importlib.import_module("uvicorn.config")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"engine serve needs the package {error.name!r}: install rawengine[serve]"
+        ) from error
+    status: int = supervisor.supervise(model, server, engine)
+    return status
+
+
+def _split(options: dict[str, Any]) -> tuple[str, ServerConfig, dict[str, Any]]:
+    """Return the path of the model, the options of the server, and those of the engine."""
+    for alias, name in _ALIASES.items():
+        if alias in options:
+            if name in options:
+                raise ConfigError(f"give {name} or {alias}, not both")
+            options[name] = options.pop(alias)
+    keys = options.pop("api_key", ())
+    keys = [keys] if isinstance(keys, str) else keys
+    if not all(isinstance(key, str) and key for key in keys):
+        raise ConfigError("api_key must be a text that is not empty; got another value")
+    model = options.pop("model", "smollm2")
+    if not isinstance(model, str) or not model:
+        raise ConfigError(f"model must be a name or a path; got {shown(model)}")
+    engine = {name: options.pop(name) for name in _ENGINE if name in options}
+    server = ServerConfig.from_options(
+        {"served_model_name": (model,)}
+        | options
+        | {"api_key_hashes": tuple(key_hash(key) for key in keys)}
+    )
+    path, defaults = _model_path(model)
+    return path, server, defaults | {"progress": sys.stderr.isatty()} | engine
+
+
+def _model_path(model: str) -> tuple[str, dict[str, Any]]:
+    """Find a model, downloading it if need be, before several processes look for it."""
+    folder = Path(__file__).parents[1] / "testing" / "configs" / model
+    if "/" not in model and not Path(model).exists() and (folder / "config.json").exists():
+        return str(folder), {"load_format": "dummy"}  # a built-in configuration, as of `bench`
+    # Imported late: `--help` and mistakes need it not.
+    from engine.loading.download import resolve_model
+
+    return str(resolve_model(model, progress=sys.stderr.isatty()).path), {}
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """Return the options in a file, with "_" in their names."""
+    try:
+        toml = importlib.import_module("tomllib")  # Python 3.11
+    except ModuleNotFoundError:
+        try:
+            toml = importlib.import_module("tomli")
+        except ModuleNotFoundError:
+            raise ConfigError("--config needs Python 3.11, or the package 'tomli'") from None
+    data = read_file(file, _MAX_CONFIG_BYTES)
+    try:
+        found = toml.loads(data.decode("utf-8"))
+    except ValueError as error:  # also of the encoding
+        raise ConfigError(f"--config {excerpt(file)}: {excerpt(error)}") from error
+    options = {name.replace("-", "_"): value for name, value in found.items()}
+    known = [f.name for f in dataclasses.fields(ServerConfig) if "help" in f.metadata]
+    known += ["model", "api_key", *_ENGINE, *_ALIASES]
+    for name in options:
+        if name not in known:
+            raise unknown_keyword(f"--config {excerpt(file)}", name, known)
+    return options
+
+
+def _add(group: Any, name: str, kind: type, text: str, default: Any) -> None:
+    """Declare an option."""
+    flag = "--" + name.replace("_", "-")
+    shown_default = "" if default is None or default == () else f" (default {_shown(default)})"
+    if kind is bool:
+        group.add_argument(flag, action=argparse.BooleanOptionalAction, help=text + shown_default)
+    elif kind is tuple:
+        group.add_argument(flag, action="append", metavar="TEXT", help=text + shown_default)
+    else:
+        short = ["-q"] if name == "quantization" else []
+        group.add_argument(
+            *short, flag, type=kind, metavar=kind.__name__.upper(), help=text + shown_default
+        )
+
+
+def _kind(name: str, default: Any) -> type:
+    if name in RANGES:
+        return int if RANGES[name].integer else float
+    return bool if isinstance(default, bool) else str
+
+
+def _shown(default: Any) -> str:
+    return ", ".join(default) if isinstance(default, tuple) else str(default) or '""'

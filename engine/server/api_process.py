@@ -1,0 +1,145 @@
+"""An API process: HTTP, tokenizing and detokenizing; any number of them share an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import ssl
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+
+from engine.errors import ConfigError, TemplateError
+from engine.loading.download import resolve_model
+from engine.loading.gguf import GgufFile
+from engine.model_files import is_present, read_file
+from engine.server.access_log import configure_logging
+from engine.server.app import begin_drain, build_app, num_active_requests
+from engine.server.child import ChildConfig, Report, run_child
+from engine.server.engine_client import ZmqEngineClient
+from engine.server.http_protocol import http_protocol
+from engine.server.server_config import ServerConfig
+from engine.text import template_process
+from engine.text.tokenizer import Tokenizer, load_tokenizer
+
+__all__ = ["main"]
+
+_MAX_TEMPLATE_BYTES = 1 << 20
+_POLL_SECONDS = 0.02
+_CLOSE_SECONDS = 2  # that connections have to close when no request is left
+_ERROR_SECONDS = 1.0  # that answers have to tell why the engine has ended
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server; the process handles signals itself."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def main(config: ChildConfig, report: Report) -> None:
+    """Serve until SIGTERM, and then what is left of it within `shutdown_timeout`."""
+    options = ServerConfig.from_options(config.server)
+    configure_logging(options.log_level, json_logs=options.json_logs, access_log=options.access_log)
+    with contextlib.suppress(TemplateError):  # which a chat would raise
+        template_process.start()
+    tokenizer = _tokenizer(config.model, options.chat_template)
+    with socket.socket(fileno=os.dup(config.listener)) as listener:
+        loop = _new_loop()
+        asyncio.set_event_loop(loop)
+        loop.run_until_complete(_serve(config, options, tokenizer, listener, report))
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ImportError:  # not on every platform
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+def _tokenizer(model: str, chat_template: str | None) -> Tokenizer | None:
+    """Return the model's tokenizer, as `Model.tokenizer` does; None if it has none."""
+    source = resolve_model(model)
+    template = None
+    if chat_template is not None:
+        data = read_file(Path(chat_template), _MAX_TEMPLATE_BYTES)
+        template = data.decode("utf-8", "replace")
+    if source.kind == "gguf":
+        return load_tokenizer(GgufFile(source.path).metadata, chat_template=template)
+    if is_present(source.path / "tokenizer.json"):
+        return load_tokenizer(source.path, chat_template=template)
+    if template is not None:
+        raise ConfigError("chat_template needs a model with a tokenizer; got one without")
+    return None
+
+
+async def _serve(
+    config: ChildConfig,
+    options: ServerConfig,
+    tokenizer: Tokenizer | None,
+    listener: socket.socket,
+    report: Report,
+) -> None:
+    loop, is_ending = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, is_ending.set)
+    client = await ZmqEngineClient.connect(config.address, config.token, tokenizer)
+    app = build_app(client, options)
+    server = _Server(_uvicorn_config(app, options))
+    serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+    while not server.started and not serving.done():
+        await asyncio.sleep(_POLL_SECONDS)
+    if server.started:
+        report.ready()
+    while not (is_ending.is_set() or serving.done() or client.error is not None):
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(is_ending.wait(), 0.2)
+    has_failed = client.error is not None
+    begin_drain(app)
+    await _drain(app, _ERROR_SECONDS if has_failed else options.shutdown_timeout)
+    server.should_exit = True
+    await serving
+    await client.close()
+
+
+async def _drain(app: Starlette, seconds: float) -> None:
+    """Wait until no request is left, but not longer than this."""
+    end = time.monotonic() + seconds
+    while num_active_requests(app) and time.monotonic() < end:
+        await asyncio.sleep(_POLL_SECONDS)
+
+
+def _uvicorn_config(app: Starlette, options: ServerConfig) -> uvicorn.Config:
+    tls: dict[str, Any] = {}
+    if options.ssl_certfile is not None:
+        tls = {"ssl_certfile": options.ssl_certfile, "ssl_keyfile": options.ssl_keyfile}
+        if options.ssl_ca_certs is not None:
+            tls |= {"ssl_ca_certs": options.ssl_ca_certs, "ssl_cert_reqs": ssl.CERT_REQUIRED}
+    return uvicorn.Config(
+        app,
+        http=http_protocol(options),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        root_path=options.root_path,
+        timeout_keep_alive=max(1, int(options.timeout_keep_alive)),
+        timeout_graceful_shutdown=_CLOSE_SECONDS,
+        limit_concurrency=options.max_connections,
+        **tls,
+    )
+
+
+if __name__ == "__main__":
+    run_child(main)

@@ -1,0 +1,103 @@
+"""What the server's processes have in common: how they are started, report, and end.
+
+The supervisor writes one line of JSON, the `ChildConfig`, to a child's standard input and keeps it
+open: when it closes, the supervisor has ended, and the child ends too. A child reports with lines
+of JSON on its standard output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import IO, Any
+
+from engine.errors import EngineError
+
+__all__ = ["ChildConfig", "Report", "run_child"]
+
+_MAX_LINE = 1 << 20
+
+
+@dataclass(frozen=True)
+class ChildConfig:
+    """What a child must know; plain values.
+
+    Attributes
+    ----------
+    model : str
+        Name or path.
+    server, engine : dict
+        Options of `ServerConfig`, and keywords of `LLMEngine.from_name`.
+    address, token : str
+        Where the engine listens for API processes, and what they say first.
+    listener : int
+        Descriptor of the socket for HTTP; -1 in the engine's process.
+    """
+
+    model: str
+    server: dict[str, Any]
+    engine: dict[str, Any]
+    address: str
+    token: str
+    listener: int = -1
+
+    def line(self) -> bytes:
+        """Return the line that a child reads."""
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+
+class Report:
+    """Writes a child's reports: that it is ready, or why it ends."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+
+    def ready(self) -> None:
+        """Report that it serves."""
+        self._write({"ready": True})
+
+    def failed(self, reason: str, status: int) -> None:
+        """Report why it ends, and the exit status that the server should have."""
+        self._write({"reason": reason[:4096], "status": status})
+
+    def _write(self, message: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # nobody reads any more
+            self._file.write(json.dumps(message).encode() + b"\n")
+            self._file.flush()
+
+
+def run_child(main: Callable[[ChildConfig, Report], None]) -> None:
+    """Run a child's `main`, and exit with 0, or with the reason reported."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor says when to end
+    # Libraries may print: only reports go to the supervisor.
+    report = Report(os.fdopen(os.dup(1), "wb"))
+    os.dup2(2, 1)
+    if not (line := sys.stdin.buffer.readline(_MAX_LINE)):
+        os._exit(1)  # the supervisor has ended
+    config = ChildConfig(**json.loads(line))
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    status = 0
+    try:
+        main(config, report)
+    except EngineError as error:
+        status = 2
+        report.failed(str(error), status)
+    except BaseException as error:
+        status = 1
+        report.failed(f"{type(error).__name__}: {error}", status)
+        sys.excepthook(*sys.exc_info())
+    sys.stderr.flush()
+    # Not `sys.exit`: a thread of a library may not end, and nothing is left to be saved.
+    os._exit(status)
+
+
+def _end_with_parent() -> None:
+    while os.read(0, 4096):
+        pass
+    os._exit(1)

@@ -1,0 +1,277 @@
+"""The server's first process: starts the engine and the API processes, and ends them together.
+
+The engine's end is the server's end, with its reason. An API process that ends is started again;
+the streams of the others go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import Any
+
+from engine.errors import ConfigError, EngineError
+from engine.server.child import ChildConfig
+from engine.server.server_config import ServerConfig
+
+__all__ = ["Supervisor", "listening_sockets"]
+
+_BACKLOG = 2048
+_MAX_RESTARTS, _RESTART_SPAN = 5, 60.0  # of an API process, in seconds
+_SLACK_SECONDS = 6.0  # that a child has to end, beyond `shutdown_timeout`
+_LAST_WORDS_SECONDS = 3.0  # that API processes have to answer when the engine has ended
+_ENGINE, _API = "engine.server.engine_process", "engine.server.api_process"
+
+
+@dataclass(eq=False)
+class _Child:
+    """A running process, and why it ended, if it said so."""
+
+    module: str
+    process: asyncio.subprocess.Process
+    listener: socket.socket | None
+    ready: asyncio.Event
+    reason: str = ""
+    status: int = 1
+
+    def ending(self) -> str:
+        """Return why it ended."""
+        code = self.process.returncode
+        if self.reason:
+            return self.reason
+        if code is not None and code < 0:
+            with contextlib.suppress(ValueError):
+                return f"killed by {signal.Signals(-code).name}"
+        return f"exit status {code}"
+
+
+class Supervisor:
+    """Runs a server to its end.
+
+    Parameters
+    ----------
+    model : str
+        Name or path, which is on this machine.
+    server : ServerConfig
+    engine : dict
+        Keywords of `LLMEngine.from_name`; plain values.
+    """
+
+    def __init__(self, model: str, server: ServerConfig, engine: dict[str, Any]) -> None:
+        self._server = server
+        self._start = time.monotonic()
+        self._children: set[_Child] = set()
+        self._restarts: deque[float] = deque()
+        self._num_signals = 0
+        self._is_ending = asyncio.Event()
+        self._ended: asyncio.Queue[_Child] = asyncio.Queue()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._folder = tempfile.mkdtemp(prefix="engine-")  # of mode 700
+        token = secrets.token_hex(16)
+        address = f"ipc://{self._folder}/engine"
+        self._config = ChildConfig(model, server.options(), engine, address, token)
+
+    async def run(self, listeners: list[socket.socket]) -> int:
+        """Serve on these sockets until a signal or the engine's end; return the exit status."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        try:
+            engine = await self._spawn(_ENGINE)
+            apis = [await self._spawn(_API, listener) for listener in listeners]
+            self._watch(self._announce([engine, *apis]))
+            return await self._watch_over(engine)
+        finally:
+            self._kill()
+            for task in self._tasks:
+                task.cancel()
+            for child in self._children:
+                await child.process.wait()
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _watch_over(self, engine: _Child) -> int:
+        """Return the exit status, once the server has to end and has ended."""
+        ending = asyncio.ensure_future(self._is_ending.wait())
+        while True:
+            ended = asyncio.ensure_future(self._ended.get())
+            await asyncio.wait({ending, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if ending.done():
+                ended.cancel()
+                return await self._drain(engine)
+            child = ended.result()
+            if child is engine:
+                await self._say_last_words()
+                raise _Ended(f"the engine's process ended: {child.ending()}", child.status)
+            if engine.process.returncode is None:
+                await self._restart(child)
+
+    async def _restart(self, child: _Child) -> None:
+        """Start an API process again that has ended."""
+        if not child.ready.is_set():
+            raise _Ended(f"an API process could not start: {child.ending()}", child.status)
+        now = time.monotonic()
+        self._restarts.append(now)
+        while self._restarts[0] < now - _RESTART_SPAN:
+            self._restarts.popleft()
+        if len(self._restarts) > _MAX_RESTARTS:
+            raise _Ended(f"an API process ended again and again: {child.ending()}", 1)
+        _say(f"an API process ended ({child.ending()}) and is started again")
+        await self._spawn(_API, child.listener)
+
+    async def _drain(self, engine: _Child) -> int:
+        """Let the API processes finish, then the engine."""
+        apis = [child for child in self._children if child is not engine]
+        _signal(apis, signal.SIGTERM)
+        if any(child.ready.is_set() for child in apis):
+            await self._wait_for(apis, self._server.shutdown_timeout + _SLACK_SECONDS)
+        self._kill(apis)
+        _signal([engine], signal.SIGTERM)
+        await self._wait_for([engine], _SLACK_SECONDS)
+        return 0 if self._num_signals < 2 else 1
+
+    async def _say_last_words(self) -> None:
+        """Give API processes the time to tell their clients that the engine has ended."""
+        await self._wait_for(list(self._children), _LAST_WORDS_SECONDS)
+
+    async def _wait_for(self, children: list[_Child], seconds: float) -> None:
+        """Wait until these have ended, the time is over, or a second signal comes."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and self._num_signals < 2:
+            if all(child.process.returncode is not None for child in children):
+                return
+            await asyncio.sleep(0.02)
+
+    # ---- children
+
+    async def _spawn(self, module: str, listener: socket.socket | None = None) -> _Child:
+        descriptor = -1 if listener is None else listener.fileno()
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", module),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            pass_fds=() if listener is None else (descriptor,),
+            start_new_session=True,  # a Ctrl-C is for the supervisor alone
+        )
+        child = _Child(module, process, listener, asyncio.Event())
+        self._children.add(child)
+        assert process.stdin is not None
+        process.stdin.write(replace(self._config, listener=descriptor).line())
+        self._watch(self._follow(child))
+        return child
+
+    async def _follow(self, child: _Child) -> None:
+        """Read the reports of a child until it has ended."""
+        assert child.process.stdout is not None
+        with contextlib.suppress(ValueError):  # a line without an end
+            while line := await child.process.stdout.readline():
+                message = json.loads(line)
+                if message.get("ready"):
+                    child.ready.set()
+                else:
+                    child.reason, child.status = message["reason"], message["status"]
+        await child.process.wait()
+        self._children.discard(child)
+        self._ended.put_nowait(child)
+
+    async def _announce(self, children: list[_Child]) -> None:
+        for child in children:
+            await child.ready.wait()
+        _say(f"ready at {self._server.url} ({time.monotonic() - self._start:.1f} s)")
+
+    def _watch(self, coroutine: Any) -> None:
+        task = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _on_signal(self) -> None:
+        self._num_signals += 1
+        self._is_ending.set()
+
+    def _kill(self, children: list[_Child] | None = None) -> None:
+        _signal(list(self._children) if children is None else children, signal.SIGKILL)
+
+
+class _Ended(EngineError):
+    """Why the server ends, and with which exit status."""
+
+    def __init__(self, reason: str, status: int) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+def supervise(model: str, server: ServerConfig, engine: dict[str, Any]) -> int:
+    """Serve a model until a signal or the engine's end; return the exit status.
+
+    Raises
+    ------
+    ConfigError
+        If the address cannot be listened on.
+    """
+    listeners = listening_sockets(server)
+    bound = replace(server, port=listeners[0].getsockname()[1])
+
+    async def main() -> int:
+        return await Supervisor(model, bound, engine).run(listeners)
+
+    try:
+        return asyncio.run(main())
+    except _Ended as error:
+        _say(str(error))
+        return error.status
+    finally:
+        for listener in listeners:
+            listener.close()
+
+
+def listening_sockets(server: ServerConfig) -> list[socket.socket]:
+    """Return a listening socket for each API process, on one port.
+
+    Several sockets, since the kernel spreads connections over sockets evenly, and over processes
+    that share one it does not.
+
+    Raises
+    ------
+    ConfigError
+        If the address is unknown or in use.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            server.host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        # Without SO_REUSEPORT, which would let two servers share a port by mistake.
+        first = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+        if server.api_server_count == 1:
+            return [first]
+        port = first.getsockname()[1]
+        first.close()
+        return [
+            socket.create_server(
+                (address[0], port), family=family, backlog=_BACKLOG, reuse_port=True
+            )
+            for _ in range(server.api_server_count)
+        ]
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot listen on {server.host}:{server.port}: {reason}") from error
+
+
+def _signal(children: list[_Child], number: signal.Signals) -> None:
+    for child in children:
+        with contextlib.suppress(ProcessLookupError):
+            child.process.send_signal(number)
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, f"engine: {text}\n".encode())

@@ -1,0 +1,397 @@
+"""`engine serve` as processes: start, drain, signals, deaths of each process, options, TLS."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import http.client
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from engine.commands import serve
+from engine.engine_config import EngineConfig
+from engine.errors import ConfigError, UnknownOptionError
+from engine.model import LOAD_OPTIONS
+from engine.server.server_config import ServerConfig, key_hash
+from engine.server.supervisor import listening_sockets
+from engine.text.token_bytes import byte_alphabet
+
+ROOT = Path(__file__).parents[2]
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 16384,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 3,
+    "bos_token_id": 1,
+}
+SMALL = ("--device", "cpu", "--load-format", "dummy", "--num-blocks", "4096", "--port", "0")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny-model")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "tokenizer.json").write_text(json.dumps(_tokenizer()))
+    return str(folder)
+
+
+def _tokenizer():
+    """Return a tokenizer with a token for each ASCII character."""
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    level["use_regex"] = True
+    letters = {letter: byte for letter, byte in byte_alphabet().items() if byte < 128}
+    return {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": level,
+        "decoder": level,
+        "model": {"type": "BPE", "vocab": letters, "merges": []},
+    }
+
+
+@contextlib.contextmanager
+def serving(*options, wait=True):
+    """Run `engine serve`; yield its process with `port`, `lines` (stderr so far) and helpers."""
+    environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "engine", "serve", *options],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
+    server = SimpleNamespace(process=process, lines=[], port=None, responses=[])
+    try:
+        while wait and server.port is None:
+            line = process.stderr.readline()
+            assert line, server.lines
+            server.lines.append(line)
+            if found := re.search(r"ready at https?://.*:(\d+)", line):
+                server.port = int(found[1])
+        yield server
+    finally:
+        for response in server.responses:
+            response.close()
+        children = _children(process.pid)
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        process.stderr.close()
+        for pid in children:
+            _wait_until(lambda pid=pid: not _is_alive(pid))
+
+
+def _end(server, seconds=15.0):
+    """Wait for the end; return exit status and standard error."""
+    rest = server.process.communicate(timeout=seconds)[1]
+    return server.process.returncode, "".join(server.lines) + rest
+
+
+def _is_alive(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def _children(pid, module=""):
+    """Return the ids of the child processes that run this module."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            command = (stat.parent / "cmdline").read_bytes().decode()
+            if parent == pid and module in command:
+                found.append(int(stat.parent.name))
+    return found
+
+
+def _wait_until(condition, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def _post(server, body, *, key=None, path="/v1/completions", connection=None):
+    connection = connection or http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    headers = {"Content-Type": "application/json", "Connection": "close"}
+    if key:
+        headers["Authorization"] = f"Bearer {key}"
+    connection.request("POST", path, json.dumps(body), headers)
+    response = connection.getresponse()
+    server.responses.append(response)
+    return response
+
+
+def _body(max_tokens, **more):
+    body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": max_tokens, "temperature": 0}
+    return {**body, "ignore_eos": True, **more}
+
+
+def _stream(server, max_tokens):
+    """Start a stream and read its first event."""
+    response = _post(server, _body(max_tokens, stream=True))
+    assert response.status == 200
+    assert response.readline().startswith(b"data: {")
+    return response
+
+
+def _rest(response):
+    """Return what still comes, be it whole or not."""
+    try:
+        return response.read()
+    except http.client.IncompleteRead as error:
+        return error.partial
+    except OSError:
+        return b""
+
+
+@pytest.fixture
+def small(model):
+    return (model, *SMALL, "--served-model-name", "tiny")
+
+
+def test_sigterm_drains(small):
+    """The running stream ends whole, new requests get 503, the exit status is 0."""
+    with serving(*small, "--shutdown-timeout", "20") as server:
+        response = _stream(server, 1500)
+        server.process.send_signal(signal.SIGTERM)
+        refused = None
+        while refused is None or refused.status == 200:
+            refused = _post(server, _body(1))
+        assert refused.status == 503 and refused.headers["Retry-After"]
+        assert response.read().rstrip().endswith(b"data: [DONE]")
+        assert _end(server)[0] == 0
+
+
+def test_what_is_not_done_in_time_is_cut(small):
+    with serving(*small, "--shutdown-timeout", "0.2") as server:
+        response = _stream(server, 16000)
+        start = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        assert b"[DONE]" not in _rest(response)
+        status, _ = _end(server)
+        assert status == 0 and time.monotonic() - start < 8
+
+
+def test_a_second_signal_ends_it_at_once(small):
+    with serving(*small) as server:
+        _stream(server, 16000)
+        server.process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        assert server.process.poll() is None
+        start = time.monotonic()
+        server.process.send_signal(signal.SIGINT)
+        assert _end(server)[0] == 1 and time.monotonic() - start < 3
+
+
+def test_a_dead_engine_ends_the_server_with_its_reason(small):
+    with serving(*small) as server:
+        response = _stream(server, 16000)
+        [engine] = _children(server.process.pid, "engine_process")
+        start = time.monotonic()
+        os.kill(engine, signal.SIGKILL)
+        rest = _rest(response)
+        assert b"the engine's process has ended" in rest
+        status, errors = _end(server)
+        assert status == 1 and "the engine's process ended: killed by SIGKILL" in errors
+        assert time.monotonic() - start < 10
+
+
+def test_a_dead_api_process_is_replaced_and_the_others_go_on(small):
+    with serving(*small, "--api-server-count", "2") as server:
+        processes = _children(server.process.pid, "api_process")
+        streams = [_stream(server, 2000) for _ in range(12)]
+        os.kill(processes[0], signal.SIGKILL)
+        num_whole = 0
+        for response in streams:
+            num_whole += b"[DONE]" in _rest(response)
+        # Twelve connections hardly all go to one of two processes.
+        assert 0 < num_whole < 12
+
+        def is_replaced():
+            now = _children(server.process.pid, "api_process")
+            return len(now) == 2 and processes[0] not in now
+
+        _wait_until(is_replaced)
+        for _ in range(8):
+            assert _post(server, _body(2)).status == 200
+        server.process.send_signal(signal.SIGTERM)
+        status, errors = _end(server)
+        assert status == 0 and "is started again" in errors
+
+
+def test_a_dead_supervisor_leaves_nothing_behind(small):
+    with serving(*small) as server:
+        children = _children(server.process.pid)
+        assert len(children) == 2
+        server.process.kill()
+        for pid in children:
+            _wait_until(lambda pid=pid: not _is_alive(pid))
+
+
+def test_fifty_streams_survive_sigterm(small):
+    with serving(*small, "--max-num-seqs", "64", "--shutdown-timeout", "60") as server:
+        streams = [_stream(server, 100) for _ in range(50)]
+        server.process.send_signal(signal.SIGTERM)
+        for response in streams:
+            assert response.read().rstrip().endswith(b"data: [DONE]")
+        assert _end(server, 30)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        (("--block-size", "17"), "block_size"),
+        (("--dtype", "float8"), "dtype"),
+        (("--api-server-count", "0"), "api_server_count"),
+        (("--tool-call-parser", "unknown"), "tool_call_parser|unknown"),
+        (("--chat-template", "/nowhere"), "nowhere"),
+        (("--ssl-certfile", "/nowhere"), "ssl_keyfile"),
+    ],
+)
+def test_a_wrong_option_ends_it_with_a_reason(small, options, word):
+    with serving(*small, *options, wait=False) as server:
+        status, errors = _end(server)
+    assert status == 2 and re.search(word, errors), errors
+    assert "Traceback" not in errors
+
+
+def test_a_port_in_use_is_named(small):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for count in (1, 2):
+            with pytest.raises(ConfigError, match=f"listen on 127.0.0.1:{port}"):
+                listening_sockets(ServerConfig(port=port, api_server_count=count))
+
+
+def test_two_servers_cannot_share_a_port():
+    sockets = listening_sockets(ServerConfig(port=0, api_server_count=3))
+    ports = {each.getsockname()[1] for each in sockets}
+    assert len(sockets) == 3 and len(ports) == 1
+    with pytest.raises(ConfigError, match="in use"):
+        listening_sockets(ServerConfig(port=ports.pop(), api_server_count=2))
+    for each in sockets:
+        each.close()
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl program")
+def test_tls_and_a_key(small, tmp_path):
+    names = ("-keyout", tmp_path / "key.pem", "-out", tmp_path / "cert.pem")
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", *names, "-days", "1"),
+            *("-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    (tmp_path / "serve.toml").write_text(
+        f'api-key = ["secret"]\nssl_certfile = "{tmp_path}/cert.pem"\nmax-num-seqs = 8\n'
+        f'ssl_keyfile = "{tmp_path}/key.pem"\n'
+    )
+    context = ssl.create_default_context(cafile=tmp_path / "cert.pem")
+    with serving(*small, "--config", str(tmp_path / "serve.toml")) as server:
+        for key, status in ((None, 401), ("secret", 200)):
+            connection = http.client.HTTPSConnection("127.0.0.1", server.port, context=context)
+            with contextlib.closing(connection):
+                assert _post(server, _body(1), key=key, connection=connection).status == status
+
+
+# ---- options, without processes
+
+
+def _options(*arguments):
+    parser = serve.argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    return vars(parser.parse_args(arguments))
+
+
+def test_every_option_of_the_engine_has_a_flag():
+    fields = {f.name for f in dataclasses.fields(EngineConfig)}
+    assert set(serve._ENGINE) == fields | set(LOAD_OPTIONS) - {"config", "progress"}
+
+
+def test_flags_become_options(model):
+    given = _options(
+        *(model, "--port", "1", "--api-key", "a", "--api-key", "b", "--no-access-log"),
+        *("--allowed-origins", "https://x", "--gpu-memory-utilization", "0.5", "--no-cuda-graphs"),
+        *("--shutdown-timeout", "1.5", "-q", "fp8", "--enable-prefix-caching"),
+    )
+    path, server, engine = serve._split(given)
+    assert path == model
+    assert server == ServerConfig(
+        port=1,
+        api_key_hashes=(key_hash("a"), key_hash("b")),
+        access_log=False,
+        allowed_origins=("https://x",),
+        shutdown_timeout=1.5,
+        served_model_name=(model,),
+    )
+    del engine["progress"]
+    assert engine == {
+        "memory_utilization": 0.5,
+        "cuda_graphs": False,
+        "quantization": "fp8",
+        "enable_prefix_caching": True,
+    }
+
+
+def test_a_built_in_configuration_has_random_weights():
+    path, server, engine = serve._split({"model": "qwen3-0.6b"})
+    assert Path(path, "config.json").exists() and engine["load_format"] == "dummy"
+    assert server.served_model_name == ("qwen3-0.6b",)
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "word"),
+    [
+        ("prot = 1", UnknownOptionError, "'port'"),
+        ("api_key_hashes = []", UnknownOptionError, "api_key"),
+        ("port = ", ConfigError, "serve.toml"),
+        ("port = '1'", ConfigError, "port"),
+        ("model = 3", ConfigError, "model"),
+        ("api-key = [1]", ConfigError, "api_key"),
+        ("memory_utilization = 0.5\ngpu-memory-utilization = 0.5", ConfigError, "not both"),
+    ],
+)
+def test_a_mistake_in_the_file_is_named(tmp_path, text, error, word):
+    file = tmp_path / "serve.toml"
+    file.write_text(text)
+    with pytest.raises(error, match=word):
+        serve._split(serve._read(file))
+
+
+def test_flags_override_the_file(tmp_path, monkeypatch, model):
+    file = tmp_path / "serve.toml"
+    file.write_text("port = 1\nhost = '::1'\nmax_num_seqs = 3\n")
+    found = {}
+    module = "engine.server.supervisor.supervise"
+    monkeypatch.setattr(module, lambda *given: found.update(given=given) or 0)
+    parser = serve.argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    assert serve.run(parser.parse_args([model, "--config", str(file), "--port", "2"])) == 0
+    _, server, engine = found["given"]
+    assert (server.port, server.host, engine["max_num_seqs"]) == (2, "::1", 3)
