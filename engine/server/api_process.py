@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -90,8 +91,7 @@ async def _serve(
     report: Report,
 ) -> None:
     loop, is_ending = asyncio.get_running_loop(), asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, is_ending.set)
+    loop.add_signal_handler(signal.SIGTERM, is_ending.set)
     client = await ZmqEngineClient.connect(config.address, config.token, tokenizer)
     app = build_app(client, options)
     server = _Server(_uvicorn_config(app, options))
@@ -99,6 +99,7 @@ async def _serve(
     while not server.started and not serving.done():
         await asyncio.sleep(_POLL_SECONDS)
     if server.started:
+        gc.freeze()  # what is there now stays: later collections need not look at it
         report.ready()
     while not (is_ending.is_set() or serving.done() or client.error is not None):
         with contextlib.suppress(asyncio.TimeoutError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from typing import Any
@@ -25,6 +26,7 @@ def main(config: ChildConfig, report: Report) -> None:
         loop.stop()
 
     signal.signal(signal.SIGTERM, stop)
+    gc.freeze()  # what is there now stays: later collections need not look at it
     report.ready()
     try:
         loop.run()
