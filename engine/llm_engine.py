@@ -16,11 +16,11 @@ from engine.calibration import with_measured_costs
 from engine.checks import request_ids_of, shown_with_type
 from engine.deadlines import Deadlines
 from engine.engine_config import EngineConfig
-from engine.errors import EngineError, RequestError
+from engine.errors import RequestError
 from engine.input_processor import InputProcessor, Prompt, PromptInput
 from engine.model import LOAD_OPTIONS, Model, load
 from engine.one_thread import exclusive
-from engine.output_processor import End, OutputGroup, OutputStream, token_texts
+from engine.output_processor import End, OutputGroup, OutputStream, check_groups, token_texts
 from engine.outputs import RequestOutput
 from engine.recovery import StepRecovery
 from engine.request import Request, RequestStatus
@@ -275,12 +275,7 @@ class LLMEngine:
         """
         self.scheduler.check_integrity()
         self.runner.check_integrity()
-        known = set(self.scheduler.unfinished_requests())
-        streams = [stream for group in self._groups.values() for stream in group.streams]
-        served = {s.request for s in streams if s.request.stream is not None}
-        if known != served:
-            names = sorted(request.request_id for request in known ^ served)
-            raise EngineError(f"scheduler and engine disagree about the requests {names}")
+        check_groups(self._groups.values(), self.scheduler.unfinished_requests())
 
     @exclusive
     def close(self) -> None:
@@ -438,13 +433,8 @@ class LLMEngine:
             if stream.is_quiet:
                 continue
             group = stream.group
-            if (
-                stream.is_plain
-                and is_last
-                and request.status is _RUNNING
-                and len(token_ids) == 1
-                and group not in changed
-            ):
+            is_one = is_last and len(token_ids) == 1
+            if is_one and stream.is_plain and request.status is _RUNNING and group not in changed:
                 output = stream.next_output(token_ids, now)
                 if output is not None:
                     changed[group] = output

@@ -6,9 +6,10 @@ what the user sees; the scheduler's state stays in `Request`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from engine.errors import EngineError
 from engine.outputs import (
     CompletionOutput,
     Logprob,
@@ -22,7 +23,7 @@ from engine.sampling_params import RequestOutputKind, SamplingParams
 from engine.text.detokenizer import IncrementalDetokenizer, TokenTexts
 from engine.text.stop import StopChecker
 
-__all__ = ["End", "OutputGroup", "OutputStream", "token_texts"]
+__all__ = ["End", "OutputGroup", "OutputStream", "check_groups", "token_texts"]
 
 _FINAL_ONLY, _DELTA = RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA
 
@@ -371,6 +372,15 @@ class OutputGroup:
             return None
         self._is_prompt_sent = True
         return self._prompt_logprobs or [None] * request.num_prompt_tokens
+
+
+def check_groups(groups: Iterable[OutputGroup], unfinished: Iterable[Request]) -> None:
+    """Raise EngineError unless the streams that are served are those of `unfinished`."""
+    streams = [stream for group in groups for stream in group.streams]
+    served = {s.request for s in streams if s.request.stream is not None}
+    if different := served.symmetric_difference(unfinished):
+        names = sorted(request.request_id for request in different)
+        raise EngineError(f"scheduler and engine disagree about the requests {names}")
 
 
 def token_texts(tokenizer: Any) -> dict[bool, TokenTexts]:
