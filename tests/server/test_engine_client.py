@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
+import os
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -413,6 +416,44 @@ def test_garbage_and_strangers_are_ignored():
 
     with served(engine) as (_, address):
         run(main(address))
+
+
+@pytest.mark.slow
+def test_thousands_of_requests_leave_nothing_behind():
+    engine = make_engine(tiny_model(), debug=False, enable_prefix_caching=False)
+
+    async def several(client, count):
+        for start in range(0, count, 20):
+            ids = range(start, start + 20)
+            streams = [client.generate([1 + i % 50, 5], _greedy(2 + i % 3)) for i in ids]
+            await asyncio.gather(*(anext(stream) for stream in streams))
+            for stream in streams[::2]:
+                async for _ in stream:
+                    pass
+            for stream in streams:
+                await stream.aclose()
+            await client.snapshot()
+
+    async def main(loop, address):
+        async with connected(address) as client:
+            await several(client, 1000)
+            tracemalloc.start()
+            await several(client, 200)
+            gc.collect()
+            before, files = tracemalloc.get_traced_memory()[0], len(os.listdir("/proc/self/fd"))
+            await several(client, 2000)
+            gc.collect()
+            after = tracemalloc.get_traced_memory()[0]
+            tracemalloc.stop()
+            assert after - before < 300_000
+            assert len(os.listdir("/proc/self/fd")) == files
+            assert not (client._requests or client._handles or client._calls)
+            await eventually(lambda: not loop._served)
+            assert not any(each.ids or each.lost for each in loop._clients.values())
+
+    with served(engine) as (loop, address):
+        run(main(loop, address), 240)
+    check_drained(engine)
 
 
 @pytest.mark.parametrize("cls", [RequestError, QueueFullError, EngineError, MemoryError])

@@ -297,9 +297,13 @@ def test_two_servers_cannot_share_a_port():
         each.close()
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl program")
-def test_tls_and_a_key(small, tmp_path):
-    names = ("-keyout", tmp_path / "key.pem", "-out", tmp_path / "cert.pem")
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    """A folder with a certificate that signs itself, and its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs the openssl program")
+    folder = tmp_path_factory.mktemp("certificate")
+    names = ("-keyout", folder / "key.pem", "-out", folder / "cert.pem")
     subprocess.run(
         [
             *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", *names, "-days", "1"),
@@ -308,16 +312,36 @@ def test_tls_and_a_key(small, tmp_path):
         check=True,
         capture_output=True,
     )
+    return folder
+
+
+def _tls_status(server, context, key=None):
+    """Return the status of a request over TLS."""
+    connection = http.client.HTTPSConnection("127.0.0.1", server.port, context=context, timeout=20)
+    with contextlib.closing(connection):
+        return _post(server, _body(1), key=key, connection=connection).status
+
+
+def test_tls_and_a_key_from_a_file(small, certificate, tmp_path):
     (tmp_path / "serve.toml").write_text(
-        f'api-key = ["secret"]\nssl_certfile = "{tmp_path}/cert.pem"\nmax-num-seqs = 8\n'
-        f'ssl_keyfile = "{tmp_path}/key.pem"\n'
+        f'api-key = ["secret"]\nssl_certfile = "{certificate}/cert.pem"\nmax-num-seqs = 8\n'
+        f'ssl_keyfile = "{certificate}/key.pem"\n'
     )
-    context = ssl.create_default_context(cafile=tmp_path / "cert.pem")
+    context = ssl.create_default_context(cafile=certificate / "cert.pem")
     with serving(*small, "--config", str(tmp_path / "serve.toml")) as server:
-        for key, status in ((None, 401), ("secret", 200)):
-            connection = http.client.HTTPSConnection("127.0.0.1", server.port, context=context)
-            with contextlib.closing(connection):
-                assert _post(server, _body(1), key=key, connection=connection).status == status
+        assert _tls_status(server, context) == 401
+        assert _tls_status(server, context, "secret") == 200
+
+
+def test_clients_must_have_a_certificate(small, certificate):
+    own = [certificate / "cert.pem", certificate / "key.pem"]
+    context = ssl.create_default_context(cafile=own[0])
+    options = ("--ssl-certfile", own[0], "--ssl-keyfile", own[1], "--ssl-ca-certs", own[0])
+    with serving(*small, *map(str, options)) as server:
+        with pytest.raises((ssl.SSLError, OSError)):
+            _tls_status(server, context)
+        context.load_cert_chain(*own)
+        assert _tls_status(server, context) == 200
 
 
 # ---- options, without processes
