@@ -28,6 +28,13 @@ COMMANDS = {
     "eval": "measure a model's quality: its perplexity on a text, its distance from another model",
     "kernels": "list every kernel: tier, dtypes, registers, shared memory, cache state",
 }
+_SUBCOMMANDS = {
+    ("bench", "serve"): (
+        "bench_serve.command",
+        "put load on a server that speaks OpenAI's protocol, and time its answers",
+    ),
+}
+"""Command and first argument -> module and description, where a kind has options of its own."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -65,10 +72,15 @@ def _run(argv: Sequence[str] | None) -> tuple[int, str]:
         try:
             options = _parser().parse_args(argv)
             name = f"engine {options.command}"
-            command = importlib.import_module(f"engine.commands.{options.command}")
-            parser = argparse.ArgumentParser(prog=name, description=COMMANDS[options.command])
+            words = options.arguments
+            module, description = options.command, COMMANDS[options.command]
+            if (kind := (options.command, *words[:1])) in _SUBCOMMANDS:
+                module, description = _SUBCOMMANDS[kind]
+                name, words = f"{name} {words[0]}", words[1:]
+            command = importlib.import_module(f"engine.commands.{module}")
+            parser = argparse.ArgumentParser(prog=name, description=description)
             command.add_arguments(parser)
-            status = command.run(parser.parse_args(options.arguments))
+            status = command.run(parser.parse_args(words))
         except SystemExit as done:  # argparse has printed a help, a version or a mistake
             status = done.code if isinstance(done.code, int) else 2
         sys.stdout.flush()

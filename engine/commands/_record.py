@@ -46,8 +46,22 @@ def conditions(device: Device) -> dict[str, str]:
         "date": datetime.date.today().isoformat(),
         "version": __version__,
         "commit": commit or "unknown",
-        "command": "engine " + shlex.join(sys.argv[1:]),
+        "command": "engine " + shlex.join(_without_keys(sys.argv[1:])),
     }
+
+
+def _without_keys(words: list[str]) -> list[str]:
+    """Return the words of a command with "..." for the value of --api-key."""
+    shown = list(words)
+    for index, word in enumerate(words):
+        name, equals, _ = word.partition("=")
+        # argparse takes beginnings of an option, too.
+        if len(name) > 2 and "--api-key".startswith(name):
+            if equals:
+                shown[index] = f"{name}=..."
+            elif index + 1 < len(words):
+                shown[index + 1] = "..."
+    return shown
 
 
 def write_record(file: Path, device: Device, record: dict[str, Any]) -> None:

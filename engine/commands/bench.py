@@ -1,4 +1,7 @@
-"""`engine bench latency | throughput | prefill | startup`: measure a model on this machine."""
+"""`engine bench latency | throughput | prefill | startup`: measure a model on this machine.
+
+`engine bench serve` is a command of its own, in `bench_serve/`.
+"""
 
 from __future__ import annotations
 
@@ -39,6 +42,7 @@ _MEANT_FOR = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
+    parser.epilog = "`engine bench serve --help`: put load on a server that runs already."
     kinds = "; ".join(f"{name}: {text}" for name, text in _KINDS.items())
     parser.add_argument("kind", choices=_KINDS, metavar="kind", help=kinds)
     parser.add_argument(

@@ -1,0 +1,197 @@
+"""Blocking requests to a server that speaks OpenAI's protocol; what it sends is bounded."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import urllib.parse
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from engine.errors import ConfigError, EngineError
+from engine.model_files import excerpt
+
+__all__ = ["Server", "api_key"]
+
+_MAX_BODY = 16 << 20
+_MAX_ERROR = 64 << 10
+_MAX_LINE = 1 << 20
+_MAX_LINES = 1 << 22
+
+
+def api_key(given: str | None) -> str | None:
+    """Return the key: the option's, or OPENAI_API_KEY; None without one.
+
+    Raises
+    ------
+    ConfigError
+        If it has characters that no header can have.
+    """
+    key = os.environ.get("OPENAI_API_KEY") if given is None else given
+    if key and not (key.isascii() and key.isprintable()):
+        raise ConfigError("--api-key must be printable ASCII")  # the key itself is not shown
+    return key or None
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server's address.
+
+    Attributes
+    ----------
+    host, port, tls
+        Where it listens.
+    prefix : str
+        Path before ``/v1``.
+    key : str or None
+        API key.
+    timeout : float
+        Seconds that connecting, or the next bytes, may take.
+    """
+
+    host: str
+    port: int
+    tls: bool
+    prefix: str
+    key: str | None = None
+    timeout: float = 60.0
+
+    @classmethod
+    def parse(
+        cls, option: str, url: str, *, key: str | None = None, timeout: float = 60.0
+    ) -> Server:
+        """Return the server that a URL names, with or without ``/v1`` at its end.
+
+        Raises
+        ------
+        ConfigError
+            If it is no http:// or https:// URL; it names the option.
+        """
+        try:
+            parts = urllib.parse.urlsplit(url)
+            port = parts.port
+        except ValueError:
+            parts, port = urllib.parse.urlsplit(""), None
+        simple = not (parts.query or parts.fragment or parts.username or parts.password)
+        plain = url.isascii() and url.isprintable() and " " not in url
+        if parts.scheme not in ("http", "https") or not parts.hostname or not (simple and plain):
+            raise ConfigError(
+                f"{option} must be a URL like http://127.0.0.1:8000; got {excerpt(url)!r}"
+            )
+        tls = parts.scheme == "https"
+        prefix = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
+        return cls(parts.hostname, port or (443 if tls else 80), tls, prefix, key, timeout)
+
+    @property
+    def url(self) -> str:
+        """The address as a URL, for messages."""
+        name = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'https' if self.tls else 'http'}://{name}:{self.port}{self.prefix}"
+
+    def first_model(self) -> str:
+        """Return the name of the first model that the server lists.
+
+        Raises
+        ------
+        EngineError
+            If it cannot be asked, or lists none.
+        """
+        with self._answer("GET", "/v1/models", None) as response:
+            body = _read(response, _MAX_BODY)
+        try:
+            name = json.loads(body)["data"][0]["id"]
+        except (ValueError, TypeError, LookupError, RecursionError):
+            name = None
+        if not isinstance(name, str):
+            raise EngineError(f"{self.url}/v1/models must list a model; got {excerpt(body)}")
+        return name
+
+    def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield the events of an answer, until the server says that it has ended.
+
+        Closing the iterator closes the connection, which ends the request.
+
+        Raises
+        ------
+        EngineError
+            If there is no connection, the status is not 200, or what comes is no stream of events
+            that ends as it should; the message has the server's own.
+        """
+        with self._answer("POST", path, json.dumps(body).encode()) as response:
+            kind = response.headers.get_content_type()
+            if kind != "text/event-stream":
+                raise EngineError(f"{self.url} must answer with text/event-stream; got {kind}")
+            for data in _data_lines(response, self.url):
+                if data == b"[DONE]":
+                    return
+                yield _event(data, self.url)
+        raise EngineError(f"{self.url} closed the stream before [DONE]")
+
+    @contextlib.contextmanager
+    def _answer(
+        self, method: str, path: str, body: bytes | None
+    ) -> Iterator[http.client.HTTPResponse]:
+        kind = http.client.HTTPSConnection if self.tls else http.client.HTTPConnection
+        connection = kind(self.host, self.port, timeout=self.timeout)
+        headers = {"Accept": "text/event-stream, application/json"}
+        if body is not None:
+            headers["Content-Type"] = "application/json"
+        if self.key:
+            headers["Authorization"] = f"Bearer {self.key}"
+        try:
+            connection.request(method, self.prefix + path, body, headers)
+            response = connection.getresponse()
+            if response.status != 200:
+                message = _message(_read(response, _MAX_ERROR))
+                raise EngineError(f"{self.url} answered {response.status}: {message}")
+            yield response
+        except TimeoutError as error:
+            raise EngineError(f"{self.url} sent nothing for {self.timeout:g} s") from error
+        except (OSError, http.client.HTTPException) as error:
+            reason = getattr(error, "strerror", None) or error or type(error).__name__
+            raise EngineError(f"{self.url} cannot be reached: {excerpt(reason)}") from error
+        finally:
+            connection.close()
+
+
+def _data_lines(response: http.client.HTTPResponse, url: str) -> Iterator[bytes]:
+    for _ in range(_MAX_LINES):
+        line = response.readline(_MAX_LINE + 1)
+        if not line:
+            return
+        if len(line) > _MAX_LINE:
+            raise EngineError(f"{url} sent a line of more than {_MAX_LINE} bytes")
+        if line.startswith(b"data:"):
+            yield line[5:].strip()
+    raise EngineError(f"{url} sent more than {_MAX_LINES} lines")
+
+
+def _event(data: bytes, url: str) -> dict[str, Any]:
+    try:
+        event = json.loads(data)
+    except (ValueError, RecursionError):
+        event = None
+    if not isinstance(event, dict):
+        raise EngineError(f"{url} sent an event that is no JSON object: {excerpt(data)}")
+    if "error" in event:
+        raise EngineError(f"{url}: {_message(data)}")
+    return event
+
+
+def _read(response: http.client.HTTPResponse, limit: int) -> bytes:
+    body = response.read(limit + 1)
+    if len(body) > limit:
+        raise EngineError(f"the server's answer has more than {limit} bytes")
+    return body
+
+
+def _message(body: bytes) -> str:
+    """Return the message of an error in OpenAI's shape, or the beginning of another body."""
+    try:
+        error = json.loads(body)["error"]
+        return excerpt(error if isinstance(error, str) else error["message"])
+    except (ValueError, TypeError, LookupError, RecursionError):
+        return excerpt(body.decode("utf-8", "replace").strip() or "(no text)")

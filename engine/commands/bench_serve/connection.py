@@ -1,0 +1,274 @@
+"""One HTTP connection of the load generator: sends a request, notes when its tokens come.
+
+An answer costs one callback and one small parse a chunk: nothing waits on a queue or wakes a task
+until it is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+import time
+from array import array
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.commands.bench_serve.http_reader import HttpReader, ResponseError, SseReader
+
+__all__ = ["Answer", "Connection", "ConnectionPool"]
+
+_MAX_ERROR_BODY = 4 << 10
+_FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls")
+
+
+@dataclass(slots=True)
+class Answer:
+    """What came back for one request; moments are seconds of `time.monotonic`.
+
+    Attributes
+    ----------
+    start : float
+        When the request was about to be sent; connecting is part of it.
+    end : float
+        When the answer was complete or had failed.
+    times : array of float
+        When each chunk with tokens came.
+    num_prompt_tokens, num_output_tokens : int
+        By the server's `usage`; -1 without one.
+    finish_reason : str
+        "" before the server has given one.
+    failure, detail : str
+        Why it failed, in words that can be counted, and the rest; "" if it did not.
+    """
+
+    start: float = 0.0
+    end: float = 0.0
+    times: array[float] = field(default_factory=lambda: array("d"))
+    num_prompt_tokens: int = -1
+    num_output_tokens: int = -1
+    finish_reason: str = ""
+    failure: str = ""
+    detail: str = ""
+
+
+class Connection(asyncio.Protocol):
+    """A connection that is kept for further requests.
+
+    Attributes
+    ----------
+    is_open : bool
+    has_received : bool
+        A byte of the present answer has come.
+    """
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self.has_received = False
+        self._transport: asyncio.Transport | None = None
+        self._done: asyncio.Future[None] | None = None
+        self._answer = Answer()
+        self._http = HttpReader(0)
+        self._sse = SseReader()
+        self._error_body = b""
+        self._has_ended = False  # by "[DONE]"
+
+    async def request(self, data: bytes, answer: Answer, max_body: int) -> None:
+        """Send a request, and fill `answer` until it is complete.
+
+        Raises
+        ------
+        ResponseError
+            If the server gives no complete answer of status 200 with a stream of events.
+        """
+        self.has_received = False
+        if self._transport is None or not self.is_open:
+            raise ResponseError("disconnected", "before the request was sent")
+        self._answer, self._http, self._sse = answer, HttpReader(max_body), SseReader()
+        self._error_body, self._has_ended = b"", False
+        self._done = asyncio.get_running_loop().create_future()
+        self._transport.write(data)
+        await self._done
+        if self._http.status != 200:
+            raise ResponseError(f"http {self._http.status}", _message(self._error_body))
+        if not self._has_ended and not answer.finish_reason:
+            raise ResponseError("truncated stream", "it ended without [DONE] or a finish_reason")
+        if not answer.times:
+            raise ResponseError("no tokens", "the stream had no chunk with text")
+
+    def can_be_kept(self) -> bool:
+        """Tell whether another request may be sent."""
+        return self.is_open and self._http.complete and self._http.keep_alive
+
+    def close(self) -> None:
+        """Close at once; the server sees a client that went away."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport, self.is_open = transport, True  # type: ignore[assignment]
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.is_open = False
+        if self._done is None or self._done.done():
+            return
+        try:
+            self._http.end()
+        except ResponseError as failure:
+            self._end(failure if error is None else ResponseError("disconnected", str(error)))
+        else:
+            self._end(None)
+
+    def data_received(self, data: bytes) -> None:
+        now = time.monotonic()
+        self.has_received = True
+        if self._done is None or self._done.done():
+            self.close()  # nothing was asked
+            return
+        try:
+            self._take(self._http.feed(data), now)
+        except ResponseError as failure:
+            self._end(failure)
+        else:
+            if self._http.complete:
+                self._end(None)
+
+    def _take(self, body: bytes, now: float) -> None:
+        http = self._http
+        if not body:
+            return
+        if http.status != 200:
+            self._error_body = (self._error_body + body)[:_MAX_ERROR_BODY]
+            return
+        if not http.content_type.startswith("text/event-stream"):
+            raise ResponseError(
+                "malformed response", f"no text/event-stream, but {http.content_type[:80]!r}"
+            )
+        for event in self._sse.feed(body):
+            if event == b"[DONE]":
+                self._has_ended = True
+            else:
+                _note(self._answer, event, now)
+
+    def _end(self, failure: ResponseError | None) -> None:
+        assert self._done is not None
+        if failure is None:
+            self._done.set_result(None)
+        else:
+            self._done.set_exception(failure)
+            self.close()
+
+
+def _note(answer: Answer, event: bytes, now: float) -> None:
+    """Add what a chunk says to the answer."""
+    try:
+        chunk = json.loads(event)
+        if choices := chunk.get("choices"):
+            choice = choices[0]
+            if _has_tokens(choice):
+                answer.times.append(now)
+            if reason := choice.get("finish_reason"):
+                answer.finish_reason = str(reason)
+        elif "error" in chunk:
+            raise ResponseError("error in the stream", _message(event))
+        if usage := chunk.get("usage"):
+            answer.num_prompt_tokens = int(usage["prompt_tokens"])
+            answer.num_output_tokens = int(usage.get("completion_tokens", 0))
+    except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
+        raise ResponseError("malformed response", f"{event[:60]!r}: {error}") from None
+
+
+def _has_tokens(choice: dict[str, Any]) -> bool:
+    """Tell whether a chunk stands for tokens.
+
+    One whose tokens are no whole character yet has an empty text; so has the last one, which only
+    gives the reason, and a chat's first one, which only gives the role.
+    """
+    delta = choice.get("delta")
+    if delta is None:
+        return bool(choice["text"]) or choice.get("finish_reason") is None
+    for name in _FIELDS:
+        if delta.get(name):
+            return True
+    return "content" in delta and "role" not in delta and choice.get("finish_reason") is None
+
+
+def _message(body: bytes) -> str:
+    """Return the message in an error's body: OpenAI's shape, or its beginning."""
+    try:
+        return str(json.loads(body)["error"]["message"])[:300]
+    except (ValueError, TypeError, LookupError, RecursionError):
+        return body[:200].decode("utf-8", "replace")
+
+
+class ConnectionPool:
+    """The connections of one process to one server.
+
+    Parameters
+    ----------
+    host : str
+    port : int
+    tls : bool
+    """
+
+    def __init__(self, host: str, port: int, *, tls: bool) -> None:
+        self._place = host, port
+        self._tls = ssl.create_default_context() if tls else None
+        self._idle: list[Connection] = []
+
+    async def send(self, data: bytes, answer: Answer, *, max_body: int, timeout: float) -> None:
+        """Send a request and wait for its whole answer; failures are noted in `answer`.
+
+        A kept connection that the server has closed meanwhile is replaced once.
+
+        Parameters
+        ----------
+        data : bytes
+            The request, header and body.
+        answer : Answer
+            Filled, also where the request fails.
+        max_body : int
+            Bytes of an answer at most.
+        timeout : float
+            Seconds for all of it.
+        """
+        answer.start = time.monotonic()
+        try:
+            await asyncio.wait_for(self._send(data, answer, max_body), timeout)
+        except asyncio.TimeoutError:
+            answer.failure, answer.detail = "timeout", f"after {timeout:g} s"
+        except ResponseError as failure:
+            answer.failure, answer.detail = failure.reason, str(failure)
+        except OSError as error:
+            answer.failure, answer.detail = "no connection", str(error)
+        answer.end = time.monotonic()
+
+    async def _send(self, data: bytes, answer: Answer, max_body: int) -> None:
+        while self._idle:
+            kept = self._idle.pop()
+            try:
+                await self._use(kept, data, answer, max_body)
+                return
+            except ResponseError:
+                if kept.has_received or kept.is_open:
+                    raise
+        host, port = self._place
+        loop = asyncio.get_running_loop()
+        _, fresh = await loop.create_connection(Connection, host, port, ssl=self._tls)
+        await self._use(fresh, data, answer, max_body)
+
+    async def _use(self, connection: Connection, data: bytes, answer: Answer, most: int) -> None:
+        try:
+            await connection.request(data, answer, most)
+        except BaseException:
+            connection.close()
+            raise
+        if connection.can_be_kept():
+            self._idle.append(connection)
+        else:
+            connection.close()
+
+    def close(self) -> None:
+        """Close the connections that are kept."""
+        while self._idle:
+            self._idle.pop().close()

@@ -1,0 +1,182 @@
+"""The requests of a load: prompts from a seed or a file, and when each is sent."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.errors import RequestError
+from engine.model_files import excerpt, read_file
+
+__all__ = ["CHAT", "COMPLETIONS", "Job", "Lengths", "arrivals", "file_jobs", "random_jobs"]
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+_MAX_FILE = 1 << 30
+_MAX_LINE = 16 << 20
+# About one token each.
+_TEXT = (
+    "time year people way day man thing woman life child world school state family student group "
+    "country problem hand part place case week company system program question work government "
+    "number night point home water room mother area money story fact month lot right study book"
+)
+_WORDS = _TEXT.split()
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request.
+
+    Attributes
+    ----------
+    prompt : dict
+        The field of the body that is the prompt: ``prompt`` or ``messages``.
+    num_output_tokens : int
+        What `max_tokens` is.
+    num_prompt_tokens : int
+        As asked for; 0 where only the server can tell.
+    """
+
+    prompt: dict[str, Any]
+    num_output_tokens: int
+    num_prompt_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Lengths of random requests, in tokens.
+
+    Each is drawn uniformly from length * (1 - range_ratio) to length * (1 + range_ratio), both ends
+    included; `prefix_len` tokens at the start are the same in all prompts, and count extra.
+
+    Examples
+    --------
+    >>> Lengths(562, 562, 0.822).span(562)
+    (100, 1024)
+    """
+
+    input_len: int
+    output_len: int
+    range_ratio: float = 0.0
+    prefix_len: int = 0
+
+    def span(self, length: int) -> tuple[int, int]:
+        """Return the shortest and the longest."""
+        low = math.floor(length * (1 - self.range_ratio))
+        return max(1, low), max(1, math.ceil(length * (1 + self.range_ratio)))
+
+
+def random_jobs(
+    count: int, lengths: Lengths, endpoint: str, seed: int, vocab_size: int
+) -> list[Job]:
+    """Return requests of random token ids below `vocab_size`, or of random words for a chat.
+
+    The same arguments give the same requests, and the first ones of a larger `count`.
+    """
+    rng = random.Random(seed)
+    is_chat = endpoint == CHAT
+
+    def draw(size: int) -> list[Any]:
+        return rng.choices(_WORDS if is_chat else range(vocab_size), k=size)
+
+    prefix = draw(lengths.prefix_len)
+    jobs = []
+    for _ in range(count):
+        size = rng.randint(*lengths.span(lengths.input_len))
+        tokens = prefix + draw(size)
+        prompt = _chat(" ".join(tokens)) if is_chat else {"prompt": tokens}
+        jobs.append(Job(prompt, rng.randint(*lengths.span(lengths.output_len)), len(tokens)))
+    return jobs
+
+
+def file_jobs(file: Path, count: int, endpoint: str, output_len: int) -> list[Job]:
+    """Return the requests of a JSONL file in its order, from the start again if there are too few.
+
+    A line is an object with ``prompt`` (text, or token ids for completions) or ``messages`` (chat),
+    and perhaps ``output_tokens``; other fields are not read.
+
+    Raises
+    ------
+    RequestError
+        If the file cannot be read, or a line is no such object; it names the line.
+    """
+    data = read_file(file, _MAX_FILE, error=RequestError)
+    jobs: list[Job] = []
+    for number, line in enumerate(data.splitlines(), 1):
+        if len(jobs) == count:
+            break
+        if not line.strip():
+            continue
+        try:
+            jobs.append(_job(line, endpoint, output_len))
+        except RequestError as error:
+            raise RequestError(f"--dataset-path {excerpt(file)}, line {number}: {error}") from None
+    if not jobs:
+        raise RequestError(f"--dataset-path {excerpt(file)} must have a line; it is empty")
+    return [jobs[index % len(jobs)] for index in range(count)]
+
+
+def _job(line: bytes, endpoint: str, output_len: int) -> Job:
+    if len(line) > _MAX_LINE:
+        raise RequestError(f"must have at most {_MAX_LINE} bytes; got {len(line)}")
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"must be JSON; {error}") from None
+    if not isinstance(row, dict):
+        raise RequestError(f"must be an object; got {excerpt(row)}")
+    length = row.get("output_tokens", output_len)
+    if type(length) is not int or length < 1:
+        raise RequestError(f"output_tokens must be an integer of at least 1; got {excerpt(length)}")
+    return Job(_prompt(row, endpoint), length)
+
+
+def _prompt(row: dict[str, Any], endpoint: str) -> dict[str, Any]:
+    text, messages = row.get("prompt"), row.get("messages")
+    if endpoint == CHAT:
+        if isinstance(messages, list) and messages:
+            return {"messages": messages}
+        if isinstance(text, str):
+            return _chat(text)
+        raise RequestError("a chat needs messages, or a prompt that is text")
+    is_ids = isinstance(text, list) and text and all(type(each) is int for each in text)
+    if isinstance(text, str) or is_ids:
+        return {"prompt": text}
+    raise RequestError("a completion needs a prompt: text, or a list of token ids")
+
+
+def _chat(text: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}]}
+
+
+def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
+    """Return when each request is sent, in seconds from the start.
+
+    Parameters
+    ----------
+    count : int
+    rate : float
+        Requests per second; infinite sends all at once.
+    burstiness : float
+        Shape of the gamma distribution of the intervals: 1 is a Poisson process, less comes in
+        bursts, more is more even, and infinite has equal intervals.
+    seed : int
+
+    Examples
+    --------
+    >>> arrivals(3, 4.0, math.inf, seed=0)
+    [0.0, 0.25, 0.5]
+    """
+    if math.isinf(rate):
+        return [0.0] * count
+    rng = random.Random(seed)
+    moments, now = [], 0.0
+    for _ in range(count):
+        moments.append(now)
+        even = math.isinf(burstiness)
+        now += 1 / rate if even else rng.gammavariate(burstiness, 1 / (rate * burstiness))
+    return moments
