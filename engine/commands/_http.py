@@ -19,7 +19,7 @@ __all__ = ["Server", "api_key"]
 _MAX_BODY = 16 << 20
 _MAX_ERROR = 64 << 10
 _MAX_LINE = 1 << 20
-_MAX_LINES = 1 << 22
+_MAX_STREAM = 256 << 20
 
 
 def api_key(given: str | None) -> str | None:
@@ -106,7 +106,7 @@ class Server:
         except (ValueError, TypeError, LookupError, RecursionError):
             name = None
         if not isinstance(name, str):
-            raise EngineError(f"{self.url}/v1/models must list a model; got {excerpt(body)}")
+            raise EngineError(f"{self.url}/v1/models must list a model; got {_text(body)}")
         return name
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -152,21 +152,21 @@ class Server:
             raise EngineError(f"{self.url} sent nothing for {self.timeout:g} s") from error
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "strerror", None) or error or type(error).__name__
-            raise EngineError(f"{self.url} cannot be reached: {excerpt(reason)}") from error
+            raise EngineError(f"the connection to {self.url} failed: {excerpt(reason)}") from error
         finally:
             connection.close()
 
 
 def _data_lines(response: http.client.HTTPResponse, url: str) -> Iterator[bytes]:
-    for _ in range(_MAX_LINES):
-        line = response.readline(_MAX_LINE + 1)
-        if not line:
-            return
+    rest = _MAX_STREAM
+    while line := response.readline(_MAX_LINE + 1):
+        rest -= len(line)
         if len(line) > _MAX_LINE:
             raise EngineError(f"{url} sent a line of more than {_MAX_LINE} bytes")
+        if rest < 0:
+            raise EngineError(f"{url} sent more than {_MAX_STREAM} bytes")
         if line.startswith(b"data:"):
             yield line[5:].strip()
-    raise EngineError(f"{url} sent more than {_MAX_LINES} lines")
 
 
 def _event(data: bytes, url: str) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def _event(data: bytes, url: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         event = None
     if not isinstance(event, dict):
-        raise EngineError(f"{url} sent an event that is no JSON object: {excerpt(data)}")
+        raise EngineError(f"{url} sent an event that is no JSON object: {_text(data)}")
     if "error" in event:
         raise EngineError(f"{url}: {_message(data)}")
     return event
@@ -194,4 +194,8 @@ def _message(body: bytes) -> str:
         error = json.loads(body)["error"]
         return excerpt(error if isinstance(error, str) else error["message"])
     except (ValueError, TypeError, LookupError, RecursionError):
-        return excerpt(body.decode("utf-8", "replace").strip() or "(no text)")
+        return _text(body)
+
+
+def _text(body: bytes) -> str:
+    return excerpt(body[:1000].decode("utf-8", "replace").strip() or "(no text)")

@@ -14,6 +14,7 @@ from engine.sampling_params import SamplingParams
 __all__ = [
     "add_model_arguments",
     "add_sampling_arguments",
+    "given_sampling",
     "make_llm",
     "sampling_params",
     "summary",
@@ -56,7 +57,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
 
 def make_llm(arguments: argparse.Namespace) -> LLM:
     """Check the sampling options, then load the model that the options name."""
-    SamplingParams(**_given(arguments))  # report a mistake now, not after the load
+    SamplingParams(**given_sampling(arguments))  # report a mistake now, not after the load
     options: dict[str, Any] = {"max_num_seqs": 1, "kv_cache_dtype": arguments.kv_cache_dtype}
     options |= quantization_option(arguments)
     if arguments.max_model_len is not None:
@@ -73,10 +74,11 @@ def make_llm(arguments: argparse.Namespace) -> LLM:
 
 def sampling_params(llm: LLM, arguments: argparse.Namespace) -> SamplingParams:
     """Return the model's own sampling parameters, overridden by the options given."""
-    return llm.get_default_sampling_params(**_given(arguments))
+    return llm.get_default_sampling_params(**given_sampling(arguments))
 
 
-def _given(arguments: argparse.Namespace) -> dict[str, Any]:
+def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the keywords of `SamplingParams` that the options give, with the default length."""
     given = {name: getattr(arguments, name) for name in (*_SAMPLING, "stop", "ignore_eos")}
     return {"max_tokens": 256} | {k: value for k, value in given.items() if value is not None}
 

@@ -1,10 +1,13 @@
-"""`engine chat`: a conversation in the terminal."""
+"""`engine chat`: a conversation in the terminal, with a model here or (`--url`) at a server."""
 
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
+from collections.abc import Callable
 
+from engine.commands._chat_url import RemoteChat, add_url_arguments
 from engine.commands._options import (
     add_model_arguments,
     add_sampling_arguments,
@@ -13,39 +16,53 @@ from engine.commands._options import (
     summary,
 )
 from engine.commands._streams import read_input
-from engine.errors import EngineError
+from engine.errors import ConfigError, EngineError
 from engine.llm import LLM
 from engine.sampling_params import SamplingParams
 
 __all__ = ["add_arguments", "run"]
 
+_MODEL = "smollm2"
 _HELP = "/reset forgets the conversation, /exit leaves; Ctrl-C stops an answer, Ctrl-D leaves"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--system", help="system message")
+    add_url_arguments(parser)
     add_model_arguments(parser)
     add_sampling_arguments(parser)
+    parser.set_defaults(model=None)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Read lines until the end of input; answer each one."""
+    if arguments.url is not None:
+        _converse(arguments.system, RemoteChat.from_arguments(arguments).turn)
+        return 0
+    if arguments.api_key is not None:
+        raise ConfigError("--api-key needs --url")
+    arguments.model = arguments.model or _MODEL
     with make_llm(arguments) as llm:
         params = sampling_params(llm, arguments)
-        first = [{"role": "system", "content": arguments.system}] if arguments.system else []
-        history = list(first)
-        if sys.stdin.isatty():
-            print(_HELP, file=sys.stderr)
-        while (line := _read_line()) is not None:
-            if line == "/exit":
-                break
-            if line == "/reset":
-                history = list(first)
-                print("(forgotten)", file=sys.stderr)
-            elif line:
-                _turn(llm, history, line, params)
+        _converse(arguments.system, functools.partial(_turn, llm, params))
     return 0
+
+
+def _converse(system: str | None, turn: Callable[[list[dict[str, str]], str], None]) -> None:
+    """Read lines; `turn` answers one, and adds both to the history."""
+    first = [{"role": "system", "content": system}] if system else []
+    history = list(first)
+    if sys.stdin.isatty():
+        print(_HELP, file=sys.stderr)
+    while (line := _read_line()) is not None:
+        if line == "/exit":
+            break
+        if line == "/reset":
+            history = list(first)
+            print("(forgotten)", file=sys.stderr)
+        elif line:
+            turn(history, line)
 
 
 def _read_line() -> str | None:
@@ -62,7 +79,7 @@ def _read_line() -> str | None:
             print(file=sys.stderr)
 
 
-def _turn(llm: LLM, history: list[dict[str, str]], question: str, params: SamplingParams) -> None:
+def _turn(llm: LLM, params: SamplingParams, history: list[dict[str, str]], question: str) -> None:
     """Answer one question; on an error, report it and leave the history unchanged."""
     asked = [*history, {"role": "user", "content": question}]
     pieces: list[str] = []

@@ -212,7 +212,7 @@ def test_a_server_that_is_not_there(capsys):
     status, text = _run(capsys, "--base-url", server.url, "--model", "m")
     assert status == 2 and "a request before the measurement failed" in text
     status, text = _run(capsys, "--base-url", server.url)
-    assert status == 2 and f"{server.url} cannot be reached" in text
+    assert status == 2 and f"the connection to {server.url} failed" in text
     status, text = _run(
         capsys, "--base-url", server.url, "--model", "m", "--num-warmups", "0", "--num-prompts", "2"
     )

@@ -1,0 +1,164 @@
+"""`engine chat --url`: a conversation with a model at a server that speaks OpenAI's protocol."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from engine.commands._http import Server, api_key
+from engine.commands._options import given_sampling
+from engine.errors import ConfigError, EngineError
+from engine.sampling_params import SamplingParams
+
+__all__ = ["RemoteChat", "add_url_arguments"]
+
+_LOCAL = {
+    "device": "auto",
+    "dtype": "auto",
+    "load_format": "auto",
+    "quantization": None,
+    "max_model_len": None,
+    "kv_cache_dtype": "auto",
+}
+"""Options that mean a model on this machine, and their defaults."""
+
+# An answer from elsewhere must not steer the terminal.
+_CONTROL = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160))}
+_CONTROL = {code: to for code, to in _CONTROL.items() if chr(code) not in "\n\t"}
+
+
+def add_url_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options that name a server."""
+    parser.add_argument(
+        "--url",
+        help="ask the server at this URL, as http://127.0.0.1:8000, and not a model here; --model "
+        "is then its name there (default: the first that the server lists)",
+    )
+    parser.add_argument("--api-key", help="sent as a bearer token (default: OPENAI_API_KEY)")
+
+
+class RemoteChat:
+    """A conversation's other side.
+
+    Parameters
+    ----------
+    server : Server
+    model : str
+    fields : dict
+        Of the body, beside the messages.
+    """
+
+    def __init__(self, server: Server, model: str, fields: dict[str, Any]) -> None:
+        self._server = server
+        self._fields = {
+            "model": model,
+            **fields,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+
+    @classmethod
+    def from_arguments(cls, arguments: argparse.Namespace) -> RemoteChat:
+        """Return the chat that the command's options describe.
+
+        Raises
+        ------
+        ConfigError
+            If an option means a model on this machine, or has a wrong value.
+        EngineError
+            If the model's name must be asked for, and the server does not answer.
+        """
+        for name, default in _LOCAL.items():
+            if getattr(arguments, name) != default:
+                option = f"--{name.replace('_', '-')}"
+                raise ConfigError(f"{option} applies to a model here, not to --url")
+        fields = given_sampling(arguments)
+        SamplingParams(**fields)  # report a mistake before anything is sent
+        if not arguments.ignore_eos:
+            del fields["ignore_eos"]  # servers elsewhere may not know it
+        server = Server.parse("--url", arguments.url, key=api_key(arguments.api_key))
+        return cls(server, arguments.model or server.first_model(), fields)
+
+    def turn(self, history: list[dict[str, str]], question: str) -> None:
+        """Answer one question; on an error, report it and leave the history unchanged."""
+        asked = [*history, {"role": "user", "content": question}]
+        stream = _Stream(self._server.stream("/v1/chat/completions", self._body(asked)))
+        pieces: list[str] = []
+        try:
+            try:
+                for piece in stream.text():
+                    pieces.append(piece)
+                    print(piece.translate(_CONTROL), end="", flush=True)
+            except KeyboardInterrupt:
+                print(" [stopped]", end="")
+            finally:
+                stream.close()
+            print()
+            print(stream.summary(), file=sys.stderr)
+        except EngineError as error:
+            if pieces:
+                print()
+            print(f"engine chat: {error}", file=sys.stderr)
+            return
+        history[:] = [*asked, {"role": "assistant", "content": "".join(pieces)}]
+
+    def _body(self, messages: list[dict[str, str]]) -> dict[str, Any]:
+        return {"messages": messages, **self._fields}
+
+
+class _Stream:
+    """The events of one answer: its text, and what the last line says of it."""
+
+    def __init__(self, events: Iterator[dict[str, Any]]) -> None:
+        self._events: Any = events
+        self._usage: dict[str, Any] = {}
+        self._reason = ""
+        self._start = time.perf_counter()
+        self._first = 0.0
+
+    def text(self) -> Iterator[str]:
+        """Yield the pieces of the answer; what the model thinks goes to standard error."""
+        for event in self._events:
+            try:
+                thought, piece = self._read(event)
+            except (AttributeError, TypeError, ValueError, LookupError) as error:
+                raise EngineError(f"the server's event is no chunk of a chat: {error}") from error
+            if thought:
+                print(thought.translate(_CONTROL), end="", file=sys.stderr, flush=True)
+            if piece:
+                yield piece
+
+    def _read(self, event: dict[str, Any]) -> tuple[str, str]:
+        """Return what an event adds to the thoughts and to the answer."""
+        self._usage = dict(event.get("usage") or self._usage)
+        if not event.get("choices"):
+            return "", ""
+        choice = event["choices"][0]
+        self._reason = choice.get("finish_reason") or self._reason
+        self._first = self._first or time.perf_counter()
+        delta = choice.get("delta") or {}
+        thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
+        piece = delta.get("content") or ""
+        if not isinstance(thought, str) or not isinstance(piece, str):
+            raise TypeError("its content must be text")
+        return thought, piece
+
+    def close(self) -> None:
+        """Close the connection: a server ends a request that nobody reads."""
+        self._events.close()
+
+    def summary(self) -> str:
+        """Return the line printed after an answer."""
+        now = time.perf_counter()
+        made, read = (self._usage.get(f"{name}_tokens") for name in ("completion", "prompt"))
+        parts = [f"first token after {(self._first or now) - self._start:.2f} s"]
+        if isinstance(made, int) and isinstance(read, int):
+            seconds = now - self._first
+            rate = f", {(made - 1) / seconds:.1f} tokens/s" if made > 1 and seconds else ""
+            parts.insert(0, f"{made} tokens after {read}{rate}")
+        if self._reason not in ("", "stop"):
+            parts.append(str(self._reason)[:80])
+        return ", ".join(parts)

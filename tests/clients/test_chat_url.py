@@ -1,0 +1,194 @@
+"""`engine chat --url` against a scripted server."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from engine import cli
+from tests.clients.scripted_server import ScriptedServer
+
+
+def _chat(capsys, monkeypatch, text, *arguments):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    with pytest.raises(SystemExit) as end:
+        cli.main(["chat", *arguments])
+    captured = capsys.readouterr()
+    return end.value.code, captured.out, captured.err
+
+
+async def _echo(exchange):
+    """Answer with how many messages came, and the last one."""
+    if exchange.method == "GET":
+        await exchange.json(200, {"data": [{"id": "first"}, {"id": "second"}]})
+        return
+    await exchange.head()
+    await exchange.event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
+    await exchange.event({"choices": [{"delta": {"reasoning_content": "hm"}}]})
+    messages = exchange.body["messages"]
+    for piece in (f"{len(messages)} ", messages[-1]["content"]):
+        await exchange.token(piece)
+    await exchange.token("", "length")
+    await exchange.end(11, 3)
+
+
+def test_a_conversation_goes_to_the_server(capsys, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-env")
+    words = ("--system", "be brief", "--temperature", "0.5", "--stop", "x", "--top-k", "3")
+    with ScriptedServer(_echo) as server:
+        status, out, err = _chat(
+            capsys, monkeypatch, "one\ntwo\n/reset\nthree\n", "--url", server.url + "/v1/", *words
+        )
+    assert status == 0
+    assert out.splitlines() == ["2 one", "4 two", "2 three"]
+    assert err.count("3 tokens after 11") == 3 and "hm" in err and ", length" in err
+    models, first, second, _ = server.requests
+    assert models.path == "/v1/models" and first.path == "/v1/chat/completions"
+    assert first.headers["authorization"] == "Bearer sk-env"
+    fields = {name: first.body[name] for name in ("model", "temperature", "stop", "top_k")}
+    assert fields == {"model": "first", "temperature": 0.5, "stop": ["x"], "top_k": 3}
+    assert first.body["max_tokens"] == 256 and "ignore_eos" not in first.body
+    roles = [message["role"] for message in second.body["messages"]]
+    assert roles == ["system", "user", "assistant", "user"]
+    assert second.body["messages"][2]["content"] == "2 one"
+
+
+def test_an_answer_cannot_steer_the_terminal(capsys, monkeypatch):
+    async def script(exchange):
+        await exchange.head()
+        await exchange.token("a\x1b[2J\x9b\rb\n\tç")
+        await exchange.end(1, 1)
+
+    with ScriptedServer(script) as server:
+        _, out, _ = _chat(capsys, monkeypatch, "x\n", "--url", server.url, "--model", "m")
+    assert out == "a\ufffd[2J\ufffd\ufffdb\n\tç\n"
+
+
+async def _broken(exchange):
+    """Fail in another way for each question; then answer."""
+    how = exchange.body["messages"][-1]["content"]
+    if how == "status":
+        await exchange.json(503, {"error": {"message": "still loading"}})
+    elif how == "no stream":
+        await exchange.json(200, {})
+    elif how == "drop":
+        await exchange.head()
+        await exchange.token("half")
+        exchange.drop()
+    else:
+        await exchange.head()
+        events = {
+            "no json": "{",
+            "no object": "7",
+            "types": {"choices": [{"delta": {"content": 7}}]},
+            "error": {"error": {"message": "the engine died"}},
+        }
+        if how in events:
+            await exchange.event(events[how])
+        elif how == "long":
+            await exchange.chunk(b"data: " + b"x" * (2 << 20))
+        elif how == "works":
+            await exchange.token("yes")
+            await exchange.end(1, 1)
+        await exchange.chunk(b"")
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("status", "answered 503: still loading"),
+        ("no stream", "must answer with text/event-stream; got application/json"),
+        ("drop", "closed the stream before [DONE]"),
+        ("no json", "an event that is no JSON object: {"),
+        ("no object", "an event that is no JSON object: 7"),
+        ("types", "no chunk of a chat: its content must be text"),
+        ("error", "the engine died"),
+        ("long", "a line of more than 1048576 bytes"),
+        ("ends", "closed the stream before [DONE]"),
+    ],
+)
+def test_a_failure_is_one_line_and_the_conversation_goes_on(capsys, monkeypatch, how, message):
+    with ScriptedServer(_broken) as server:
+        status, out, err = _chat(
+            capsys, monkeypatch, f"{how}\nworks\n", "--url", server.url, "--model", "m"
+        )
+    assert status == 0 and out.endswith("yes\n")
+    first, *_ = err.splitlines()
+    assert first.startswith("engine chat: ") and message in first, err
+    if how != "drop":
+        assert [m["content"] for m in server.requests[1].body["messages"]] == ["works"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--url", "localhost:8000"), "--url must be a URL like http://127.0.0.1:8000"),
+        (("--url", "http://u:p@x"), "--url must be a URL like"),
+        (("--url", "http://x", "--device", "cpu"), "--device applies to a model here"),
+        (("--url", "http://x", "--max-model-len", "9"), "--max-model-len applies to a model"),
+        (("--url", "http://x", "-q", "int8"), "--quantization applies to a model here"),
+        (("--url", "http://x", "--top-p", "0"), "top_p must be"),
+        (("--url", "http://x", "--api-key", "a\nb"), "--api-key must be printable ASCII"),
+        (("--api-key", "x"), "--api-key needs --url"),
+    ],
+)
+def test_a_bad_option_is_named(capsys, monkeypatch, words, message):
+    status, _, err = _chat(capsys, monkeypatch, "x\n", *words)
+    assert status == 2 and message in err and len(err.splitlines()) == 1
+
+
+def test_a_server_without_models_or_without_a_port(capsys, monkeypatch):
+    async def script(exchange):
+        await exchange.json(200, {"data": []})
+
+    with ScriptedServer(script) as server:
+        status, _, err = _chat(capsys, monkeypatch, "x\n", "--url", server.url)
+        assert status == 2 and "/v1/models must list a model" in err
+    status, _, err = _chat(capsys, monkeypatch, "x\n", "--url", server.url)
+    assert status == 2 and f"the connection to {server.url} failed: Connection refused" in err
+
+
+def test_ctrl_c_closes_the_connection_and_not_the_program():
+    closed = []
+
+    async def script(exchange):
+        await exchange.head()
+        try:
+            while not exchange.writer.transport.is_closing():
+                await exchange.token("a ")
+                await asyncio.sleep(0.02)
+        finally:
+            closed.append(True)
+
+    with ScriptedServer(script) as server:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "engine", "chat", "--url", server.url, "--model", "m"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            bufsize=0,
+            env={**os.environ, "PYTHONPATH": os.getcwd()},
+            # In a shell's background SIGINT is ignored, and that is inherited.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+        try:
+            process.stdin.write("go\n")
+            process.stdin.flush()
+            assert process.stdout.read(4) == "a a "
+            process.send_signal(signal.SIGINT)
+            deadline = time.monotonic() + 5
+            while not closed and time.monotonic() < deadline:
+                time.sleep(0.02)
+            assert closed, "the request was not ended"
+            out, err = process.communicate("/exit\n", timeout=20)
+        finally:
+            process.kill()
+    assert process.returncode == 0 and "[stopped]" in out, err
