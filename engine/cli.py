@@ -21,6 +21,7 @@ COMMANDS = {
     "generate": "continue a prompt given as argument, file or standard input",
     "chat": "talk to a model in the terminal",
     "serve": "serve a model over HTTP: OpenAI's and Anthropic's protocols, and a page",
+    "run-batch": "answer the requests of a file in OpenAI's batch format",
     "pull": "download a model into the cache",
     "quantize": "write a model with weights of 8 or 4 bits, for this engine and others",
     "doctor": "check this machine and say what to install next",
@@ -73,7 +74,7 @@ def _run(argv: Sequence[str] | None) -> tuple[int, str]:
             options = _parser().parse_args(argv)
             name = f"engine {options.command}"
             words = options.arguments
-            module, description = options.command, COMMANDS[options.command]
+            module, description = options.command.replace("-", "_"), COMMANDS[options.command]
             if (kind := (options.command, *words[:1])) in _SUBCOMMANDS:
                 module, description = _SUBCOMMANDS[kind]
                 name, words = f"{name} {words[0]}", words[1:]

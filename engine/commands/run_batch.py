@@ -1,0 +1,169 @@
+"""`engine run-batch FILE.jsonl -o OUT.jsonl`: answer the requests of a batch file, then end.
+
+The format is OpenAI's: a line has ``custom_id``, ``method``, ``url`` and ``body``, and the output
+has a line for each, in the same order. Until the run is over, it is in ``OUT.jsonl.partial``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import importlib.util
+import io
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from tqdm import tqdm
+
+from engine.async_engine import AsyncEngine
+from engine.commands._options import add_model_arguments
+from engine.commands._quantization import quantization_option
+from engine.errors import ConfigError, RequestError
+from engine.model_files import excerpt, open_file
+
+__all__ = ["add_arguments", "run"]
+
+_EPILOG = (
+    "A line that cannot be answered has an error in its place, and the others go on; the status is "
+    "1 if no line was answered. OUT.jsonl.partial becomes OUT.jsonl, which it replaces, when the "
+    "run is over; after a run that was ended early it has the lines that were done."
+)
+_LIBRARIES = ("msgspec", "starlette")
+_MAX_WINDOW = 4096
+_LIMITS = {"max_num_seqs": 1 << 16, "max_num_batched_tokens": 1 << 24}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.epilog = _EPILOG
+    parser.add_argument("file", type=Path, help="the requests, a JSON object a line")
+    parser.add_argument(
+        "-o", "--output-file", type=Path, required=True, metavar="OUT", help="where answers go"
+    )
+    add_model_arguments(parser)
+    parser.add_argument(
+        "--served-model-name",
+        action="append",
+        help="a name of the model that bodies use (default: that of --model); repeatable",
+    )
+    parser.add_argument("--max-num-seqs", type=int, help="maximum number of running requests")
+    parser.add_argument("--max-num-batched-tokens", type=int, help="token budget of a step")
+    parser.add_argument(
+        "--tool-call-parser", default="auto", help="hermes, llama3_json or mistral (default: auto)"
+    )
+    parser.add_argument(
+        "--reasoning-parser", default="auto", help="deepseek_r1 or qwen3 (default: auto)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Answer all lines; 1 if none was answered."""
+    _check(arguments)
+    with open_file(arguments.file, error=RequestError) as file:
+        count = sum(1 for line in _lines(file) if line.strip())
+        if not count:
+            raise RequestError(f"{excerpt(arguments.file)} must have a line; it is empty")
+        file.seek(0)
+        partial = arguments.output_file.with_name(arguments.output_file.name + ".partial")
+        with _partial(partial, arguments.output_file) as out:
+            good = asyncio.run(_answer(arguments, file, count, out))
+    print(f"{good} of {count} requests answered: {arguments.output_file}", file=sys.stderr)
+    return 0 if good else 1
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Refuse invalid options before the model is loaded."""
+    for name, most in _LIMITS.items():
+        value = getattr(arguments, name)
+        if value is not None and not 1 <= value <= most:
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{option} must be from 1 to {most}; got {excerpt(value)}")
+    missing = [name for name in _LIBRARIES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"run-batch needs {' and '.join(missing)}: pip install 'rawengine[serve]'"
+        )
+    output = arguments.output_file
+    if output.is_dir() or not output.parent.is_dir():
+        raise ConfigError(f"--output-file must be in an existing folder; got {excerpt(output)}")
+    if output.exists() and arguments.file.exists() and output.samefile(arguments.file):
+        raise ConfigError(f"--output-file must be another file than {excerpt(arguments.file)}")
+
+
+@contextlib.contextmanager
+def _partial(partial: Path, output: Path) -> Iterator[BinaryIO]:
+    """Open the file for what is done; it becomes the output if nothing goes wrong."""
+    try:
+        out = open(partial, "wb")  # noqa: SIM115
+    except (OSError, ValueError) as error:  # ValueError: a name that is no valid path
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{excerpt(partial)} cannot be written: {excerpt(reason)}") from error
+    with out:
+        yield out
+        out.flush()
+        os.fsync(out.fileno())
+    os.replace(partial, output)
+
+
+def _lines(file: io.FileIO) -> Iterator[bytes]:
+    """Yield the lines; of one that is too long, so much that this can be seen."""
+    # Imported late: it needs the libraries of the extra `serve`.
+    from engine.commands._batch import MAX_LINE
+
+    reader = io.BufferedReader(file, 1 << 20)
+    try:
+        while line := reader.readline(MAX_LINE + 1):
+            yield line
+            while len(line) > MAX_LINE and not line.endswith(b"\n"):
+                line = reader.readline(MAX_LINE + 1)
+    finally:
+        reader.detach()
+
+
+async def _answer(arguments: argparse.Namespace, file: io.FileIO, count: int, out: BinaryIO) -> int:
+    """Write a line for each; return how many were answered."""
+    # Imported late: they need the libraries of the extra `serve`.
+    import msgspec
+
+    from engine.commands._batch import Batch
+    from engine.server.chat_stream import ChatService
+
+    engine = AsyncEngine.from_name(arguments.model, **_options(arguments))
+    good = 0
+    try:
+        chat = ChatService(
+            engine,
+            tool_parser=arguments.tool_call_parser,
+            reasoning_parser=arguments.reasoning_parser,
+        )
+        names = arguments.served_model_name or [arguments.model]
+        batch = Batch(engine, chat, names, _MAX_WINDOW)
+        shows = sys.stderr.isatty()
+        with tqdm(total=count, unit="request", disable=not shows, leave=False) as bar:
+            async with contextlib.aclosing(batch.results(_lines(file))) as results:
+                async for result in results:
+                    out.write(msgspec.json.encode(result) + b"\n")
+                    good += result.is_success
+                    bar.update()
+    finally:
+        await engine.close()
+    return good
+
+
+def _options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the keywords that load the model."""
+    options = {
+        "device": arguments.device,
+        "dtype": arguments.dtype,
+        "load_format": arguments.load_format,
+        "kv_cache_dtype": arguments.kv_cache_dtype,
+        **quantization_option(arguments),
+    }
+    for name in ("max_model_len", *_LIMITS):
+        if (value := getattr(arguments, name)) is not None:
+            options[name] = value
+    return options
