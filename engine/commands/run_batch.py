@@ -126,9 +126,9 @@ def _lines(file: io.FileIO) -> Iterator[bytes]:
 
 async def _answer(arguments: argparse.Namespace, file: io.FileIO, count: int, out: BinaryIO) -> int:
     """Write a line for each; return how many were answered."""
-    # Imported late: they need the libraries of the extra `serve`.
     import msgspec
 
+    # Imported late: they need the libraries of the extra `serve`.
     from engine.commands._batch import Batch
     from engine.server.chat_stream import ChatService
 
