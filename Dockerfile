@@ -1,0 +1,62 @@
+# The server in a container; docs/serving.md#deployment says how it is used.
+#
+#   docker build --target cpu -t engine:cpu .
+#   docker build --target cuda -t engine:cuda .
+#
+# The images have Python, the installed packages and nothing else: no compiler, no pip, no CUDA
+# toolkit. NVRTC and the headers come with the extra `cuda12`; the driver is the host's, which
+# NVIDIA's container toolkit brings in.
+
+ARG PYTHON=python:3.12.11-slim-bookworm
+
+# ---- packages, in an environment that is copied as a whole
+
+FROM ${PYTHON} AS source
+RUN python -m venv --without-pip /opt/venv
+WORKDIR /src
+COPY pyproject.toml README.md LICENSE ./
+COPY cuda_src ./cuda_src
+COPY engine ./engine
+
+FROM source AS packages-cpu
+RUN pip --python /opt/venv/bin/python install --no-cache-dir '.[serve,grammar,hub]'
+
+FROM source AS packages-cuda
+RUN pip --python /opt/venv/bin/python install --no-cache-dir '.[serve,grammar,hub,cuda12]'
+
+# ---- what both targets have in common
+
+FROM ${PYTHON} AS runtime
+ARG ENGINE_COMMIT=unknown
+# Its own user, and its home for downloaded models and compiled kernels.
+RUN groupadd --gid 10001 engine \
+    && useradd --uid 10001 --gid 10001 --create-home engine \
+    && install --directory --owner=engine --group=engine /home/engine/.cache
+ENV PATH=/opt/venv/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    ENGINE_CACHE_DIR=/home/engine/.cache/engine \
+    HF_HOME=/home/engine/.cache/huggingface \
+    ENGINE_COMMIT=${ENGINE_COMMIT}
+USER 10001:10001
+WORKDIR /home/engine
+VOLUME /home/engine/.cache
+EXPOSE 8000
+# SIGTERM ends the server after its running requests (--shutdown-timeout).
+STOPSIGNAL SIGTERM
+# The first start downloads a model and compiles kernels.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=10m --retries=3 \
+    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
+ENTRYPOINT ["engine"]
+CMD ["serve", "smollm2", "--host", "0.0.0.0", "--port", "8000"]
+
+# ---- the targets
+
+FROM runtime AS cuda
+ENV NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility \
+    CUDA_CACHE_PATH=/home/engine/.cache/nv \
+    CUPY_CACHE_DIR=/home/engine/.cache/cupy
+COPY --from=packages-cuda /opt/venv /opt/venv
+
+FROM runtime AS cpu
+COPY --from=packages-cpu /opt/venv /opt/venv
