@@ -13,6 +13,7 @@ from itertools import pairwise
 import pytest
 
 from engine import cli
+from engine.commands import _record
 from engine.commands.bench_serve import driver
 from engine.commands.bench_serve.connection import Answer
 from engine.commands.bench_serve.driver import Target, run_load
@@ -42,7 +43,7 @@ def _target(server, endpoint=COMPLETIONS, **options):
 
 def _load(script, count=4, num_tokens=3, **options):
     """Send `count` requests at once to a server with this script; return the row and the server."""
-    jobs = [Job({"prompt": [1, 2]}, num_tokens, 2)] * count
+    jobs = [Job({"prompt": [index, 2]}, num_tokens, 2) for index in range(count)]
     limits = {name: options.pop(name) for name in ("max_concurrency", "workers") if name in options}
     with ScriptedServer(script) as server:
         answers = run_load(_target(server, **options), jobs, [0.0] * count, **limits)
@@ -188,17 +189,18 @@ async def _slowly_for_ever(exchange):
         (_wrong_types, "malformed response", "choices"),
         (_no_tokens, "no tokens", ""),
         (_no_stream, "malformed response", "no text/event-stream, but 'application/json"),
-        (_silence, "timeout", "after 0.5 s"),
-        (_slowly_for_ever, "timeout", "after 0.5 s"),
+        (_silence, "timeout", "after 1 s"),
+        (_slowly_for_ever, "timeout", "after 1 s"),
         (_for_ever, "response too long", "more than 1245184 bytes"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_a_failure_has_a_reason_and_does_not_disturb_the_others(script, reason, detail):
     async def every_other(exchange):
-        await (script if exchange.number % 2 else _stream)(exchange)
+        is_odd = exchange.body["prompt"][0] % 2
+        await (script if is_odd else _stream)(exchange)
 
-    row, answers, server = _load(every_other, 6, timeout=0.5, max_concurrency=1)
+    row, answers, server = _load(every_other, 6, timeout=1.0, max_concurrency=1)
     assert (row["completed"], row["failed"]) == (3, 3), [a.detail for a in answers]
     assert row["failures"] == {reason: 3}
     assert [answer.failure for answer in answers] == ["", reason] * 3
@@ -441,3 +443,56 @@ def test_goals():
     assert parse_goodput(["ttft:200", "e2el:1.5"]) == {"ttft": 200.0, "e2el": 1.5}
     with pytest.raises(ConfigError, match="known: ttft, tpot, e2el"):
         parse_goodput(["x"])
+
+
+def test_rate_data_and_sampling_options_reach_the_server(capsys, tmp_path):
+    words = [
+        *("--request-rate", "50", "--burstiness", "inf", "--timeout", "5", "--workers", "2"),
+        *("--temperature", "0.5", "--num-warmups", "0", "--num-prompts", "8", "--model", "m"),
+    ]
+    random = [
+        *("--dataset-name", "random", "--random-input-len", "10", "--random-prefix-len", "3"),
+        *("--random-range-ratio", "0.5", "--random-output-len", "4", "--random-vocab-size", "50"),
+    ]
+    with ScriptedServer(_stream) as server:
+        status, text = _run(capsys, "--base-url", server.url, *words, *random)
+        assert status == 0, text
+        bodies = [exchange.body for exchange in server.requests]
+    assert "8 requests, 50.0 requests/s, no limit" in text
+    seconds = float(re.search(r"in (\d+\.\d+) s", text)[1])
+    assert seconds > 4 / 50
+    assert {body["temperature"] for body in bodies} == {0.5}
+    assert len({tuple(body["prompt"][:3]) for body in bodies}) == 1
+    assert {5 + 3 <= len(body["prompt"]) <= 15 + 3 for body in bodies} == {True}
+    assert {2 <= body["max_tokens"] <= 6 for body in bodies} == {True}
+    assert max(max(body["prompt"]) for body in bodies) < 50
+    file = tmp_path / "x.jsonl"
+    file.write_text('{"prompt": "a", "output_tokens": 2}\n{"prompt": "b"}\n')
+    data = ["--dataset-name", "custom", "--dataset-path", str(file), "--custom-output-len", "3"]
+    with ScriptedServer(_stream) as server:
+        status, text = _run(capsys, "--base-url", server.url, *words, *data)
+        assert status == 0, text
+        asked = sorted((e.body["prompt"], e.body["max_tokens"]) for e in server.requests)
+    assert asked == [("a", 2)] * 4 + [("b", 3)] * 4
+
+
+def test_the_help_of_bench_names_serve(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "--help"])
+    assert "engine bench serve --help" in capsys.readouterr().out
+    status, text = _run(capsys, "--help")
+    assert status == 0 and "engine bench serve" in text and "--goodput" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["--api-key", "s3cret", "-x"], ["--api-key", "...", "-x"]),
+        (["--api-key=s3cret"], ["--api-key=..."]),
+        (["--api", "s3cret"], ["--api", "..."]),
+        (["--api-key"], ["--api-key"]),
+        (["--json", "x", "--", "y"], ["--json", "x", "--", "y"]),
+    ],
+)
+def test_a_kept_command_has_no_key(words, shown):
+    assert _record._without_keys(words) == shown

@@ -166,11 +166,17 @@ def test_the_command_answers_as_the_library_does(capsys, tmp_path):
     question = [{"role": "user", "content": "What is the capital of France?"}]
     greedy = {"temperature": 0, "max_tokens": 8}
     prompts = ["The capital of France is", "One, two,"]
-    lines = [_line(prompt, prompt=prompt, **greedy) for prompt in prompts]
+    lines = [_line("a", prompt=prompts[0], **greedy)]
+    lines += [_line("b", prompt=prompts[1], model="second", **greedy)]
     lines += [b"nonsense", _line("chat", CHAT, messages=question, **greedy)]
     file.write_bytes(b"\n".join(lines))
     out.write_text("old")
-    options = ("--device", "cpu", "--max-model-len", "256", "--max-num-seqs", "4")
+    options = [
+        *("--device", "cpu", "--max-model-len", "256", "--max-num-seqs", "4"),
+        *("--max-num-batched-tokens", "512", "--served-model-name", "first"),
+        *("--served-model-name", "second", "--tool-call-parser", "hermes"),
+        *("--reasoning-parser", "qwen3"),
+    ]
     status, text = _run(capsys, file, "-o", out, *options)
     assert status == 0 and "3 of 4 requests answered" in text, text
     assert list(tmp_path.iterdir()) in ([file, out], [out, file])
@@ -179,7 +185,9 @@ def test_the_command_answers_as_the_library_does(capsys, tmp_path):
     with LLM("smollm2", device="cpu", max_model_len=256) as llm:
         wanted = llm.generate(prompts, SamplingParams(**greedy))
         asked = llm.chat([question], SamplingParams(**greedy))
-    found = [row["response"]["body"]["choices"][0]["text"] for row in (first, second)]
+    bodies = [row["response"]["body"] for row in (first, second)]
+    assert [body["model"] for body in bodies] == ["first", "second"]
+    found = [body["choices"][0]["text"] for body in bodies]
     assert found == [output.outputs[0].text for output in wanted]
     message = chat["response"]["body"]["choices"][0]["message"]
     assert message["content"] == asked[0].outputs[0].text

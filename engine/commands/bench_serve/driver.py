@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import json
 import os
+import subprocess
 import sys
+import threading
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,6 @@ from engine.errors import EngineError
 
 __all__ = ["Target", "run_load"]
 
-_MAX_LINE = 1 << 30  # the answers of a worker
 _LEAD = 0.1  # seconds from "all are ready" to the start
 
 
@@ -129,67 +131,76 @@ def run_load(
         share = max_concurrency // workers + (index < max_concurrency % workers)
         plans.append(target.plan(jobs[index::workers], moments[index::workers], share))
     with tqdm(total=len(jobs), unit="request", disable=not progress, leave=False) as bar:
-        shares = asyncio.run(_drive(plans, bar))
+        shares = _drive(plans, bar)
     answers = [Answer()] * len(jobs)
     for index, share_of_answers in enumerate(shares):
         answers[index::workers] = share_of_answers
     return answers
 
 
-async def _drive(plans: list[dict[str, Any]], bar: Any) -> list[list[Answer]]:
-    processes: list[asyncio.subprocess.Process] = []
-    try:
-        for plan in plans:
-            processes.append(await _start(plan))
-        for process in processes:
-            await _line(process)  # "ready"
-        start = f"{time.monotonic() + _LEAD!r}\n".encode()
-        for process in processes:
-            _stdin(process).write(start)
-        return await asyncio.gather(*(_answers(process, bar) for process in processes))
-    except ConnectionError as error:
-        raise EngineError("a worker process ended too early") from error
-    finally:
-        for process in processes:
-            if process.returncode is None:
-                process.kill()
-            await process.wait()
+def _drive(plans: Sequence[dict[str, Any]], bar: Any) -> list[list[Answer]]:
+    """Let a worker run each plan, all from the same moment; return their answers."""
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(len(plans)))
+        workers = [_Worker(plan, stack) for plan in plans]
+        list(pool.map(_Worker.prepare, workers))
+        start = time.monotonic() + _LEAD
+        lock = threading.Lock()
+
+        def note() -> None:
+            with lock:
+                bar.update()
+
+        return list(pool.map(lambda worker: worker.run(start, note), workers))
 
 
-async def _start(plan: dict[str, Any]) -> asyncio.subprocess.Process:
-    root = str(Path(__file__).parents[3])  # where the package lies, installed or not
-    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "engine.commands.bench_serve.worker"),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        limit=_MAX_LINE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-    )
-    _stdin(process).write(json.dumps(plan).encode() + b"\n")
-    await _stdin(process).drain()
-    return process
+class _Worker:
+    """A worker process; the `ExitStack` ends it, whatever happens."""
 
+    def __init__(self, plan: dict[str, Any], stack: contextlib.ExitStack) -> None:
+        root = str(Path(__file__).parents[3])  # where the package lies, installed or not
+        paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+        self._plan = plan
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "engine.commands.bench_serve.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        )
+        stack.callback(self._end)
 
-def _stdin(process: asyncio.subprocess.Process) -> asyncio.StreamWriter:
-    assert process.stdin is not None
-    return process.stdin
+    def prepare(self) -> None:
+        """Give it the plan, and wait until it has read it."""
+        self._write(json.dumps(self._plan))
+        self._line()
 
+    def run(self, start: float, note: Callable[[], None]) -> list[Answer]:
+        """Let it begin at a moment of `time.monotonic`; return its answers."""
+        self._write(repr(start))
+        while (line := self._line()) == b".\n":
+            note()
+        rows = json.loads(line)
+        return [Answer(begin, end, array("d", times), *rest) for begin, end, times, *rest in rows]
 
-async def _line(process: asyncio.subprocess.Process) -> bytes:
-    assert process.stdout is not None
-    line = await process.stdout.readline()
-    if not line.endswith(b"\n"):
-        raise EngineError(f"a worker process ended too early, with status {await process.wait()}")
-    return line
+    def _write(self, line: str) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(line.encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError as error:
+            raise EngineError("a worker process ended too early") from error
 
+    def _line(self) -> bytes:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line.endswith(b"\n"):
+            raise EngineError("a worker process ended too early")
+        return line
 
-async def _answers(process: asyncio.subprocess.Process, bar: Any) -> list[Answer]:
-    while (line := await _line(process)) == b".\n":
-        bar.update()
-    _stdin(process).close()
-    answers = []
-    for start, end, times, *rest in json.loads(line):
-        answers.append(Answer(start, end, array("d", times), *rest))
-    await process.wait()
-    return answers
+    def _end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
