@@ -14,7 +14,7 @@ import pytest
 
 from engine import cli
 from engine.commands import _record
-from engine.commands.bench_serve import driver
+from engine.commands.bench_serve import driver, plot
 from engine.commands.bench_serve.connection import Answer
 from engine.commands.bench_serve.driver import Target, run_load
 from engine.commands.bench_serve.figures import parse_goodput, summarize
@@ -496,3 +496,16 @@ def test_the_help_of_bench_names_serve(capsys):
 )
 def test_a_kept_command_has_no_key(words, shown):
     assert _record._without_keys(words) == shown
+
+
+def test_runs_in_which_all_failed_are_drawn_empty(tmp_path):
+    row = {"model": "m", "endpoint": COMPLETIONS, "num_prompts": 1, "request_rate": "inf"}
+    failed = row | {"max_concurrency": 3, "output_throughput": 0.0}
+    good = failed | {"max_concurrency": 1, "output_throughput": 9.0}
+    good |= {f"p{p}_{name}_ms": 2.0 for p in (50, 99) for name in ("ttft", "tpot")}
+    nothing = {"itls": [None], "ttfts": [None], "e2els": [None]}
+    for rows in ([failed], [failed, failed], [good, failed]):
+        file = tmp_path / "x.png"
+        plot.draw(file, rows, [nothing] * len(rows))
+        assert file.read_bytes().startswith(b"\x89PNG")
+        file.unlink()

@@ -16,6 +16,7 @@ from engine.model_files import excerpt
 __all__ = ["check", "draw"]
 
 _KINDS = (".png", ".svg")
+_TOP = 1.08  # of the highest value
 _BLUE, _ORANGE, _GREY = "#1f5fbf", "#e8852b", "#8c8c8c"
 
 
@@ -77,7 +78,6 @@ def _draw_run(panels: Any, detail: Mapping[str, list[Any]]) -> None:
             for percent in (50, 99):
                 panel.axvline(np.percentile(known, percent), color=_GREY, linestyle="--", lw=0.8)
         panel.set(xlabel=f"{METRICS[name]} (ms)", ylabel="share", ylim=(0, 1.02))
-        panel.set_xlim(left=0)
 
 
 def _draw_sweep(panels: Any, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -86,12 +86,18 @@ def _draw_sweep(panels: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     throughput = [row["output_throughput"] for row in rows]
     panels[0].plot(places, throughput, color=_BLUE, marker="o")
     panels[0].set(ylabel="output tokens/s")
+    panels[0].set_ylim(0, _TOP * max(throughput) or 1)
     for panel, name in zip(panels[1:], ("ttft", "tpot"), strict=True):
+        highest = 0.0
         for percent, color in ((50, _BLUE), (99, _ORANGE)):
             values = [row.get(f"p{percent}_{name}_ms", np.nan) for row in rows]
             panel.plot(places, values, color=color, marker="o", label=f"p{percent}")
+            highest = max(highest, *np.nan_to_num(values))
         panel.set(ylabel=f"{METRICS[name]} (ms)")
-        panel.legend()
+        panel.set_ylim(0, _TOP * highest or 1)
+        panel.legend(loc="lower right")
     for panel in panels:
-        panel.set(xlabel="requests in flight", ylim=(0, None))
+        panel.set(xlabel="requests in flight")
+        panel.set_xlim(0.8 * min(places), 1.25 * max(places))  # also where a panel has no points
         panel.set_xscale("log", base=2)
+        panel.set_xticks(places, map(str, places))
