@@ -1,0 +1,84 @@
+"""The page at `/`: its files, and the headers that let a browser run nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+__all__ = ["HEADERS", "PUBLIC_PATHS", "routes"]
+
+_STATIC = Path(__file__).parents[1] / "static"
+_MEDIA_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+_POLICY = (
+    "default-src 'none'",
+    "script-src 'self'",
+    "style-src 'self'",
+    "img-src 'self'",
+    "connect-src 'self'",
+    "base-uri 'none'",
+    "form-action 'none'",
+    "frame-ancestors 'none'",
+    "require-trusted-types-for 'script'",
+    "trusted-types 'none'",
+)
+HEADERS = {
+    "Content-Security-Policy": "; ".join(_POLICY),
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
+    "Cache-Control": "no-cache",  # asked for with If-None-Match each time
+}
+
+
+@dataclass(frozen=True)
+class _File:
+    body: bytes
+    media_type: str
+    etag: str
+
+
+def _read(path: Path) -> _File:
+    body = path.read_bytes()
+    return _File(body, _MEDIA_TYPES[path.suffix], f'"{hashlib.sha256(body).hexdigest()[:32]}"')
+
+
+_FILES = {
+    "/" if path.name == "index.html" else f"/static/{path.name}": _read(path)
+    for path in sorted(_STATIC.iterdir())
+    if path.suffix in _MEDIA_TYPES
+}
+
+# Served without an API key: a browser has none before the page has asked for it. These files are
+# the same for everybody.
+PUBLIC_PATHS = frozenset(_FILES)
+
+
+def _serve(path: str) -> Route:
+    file = _FILES[path]
+    headers = {**HEADERS, "ETag": file.etag}
+
+    async def page(request: Request) -> Response:
+        known = request.headers.get("if-none-match", "")
+        if file.etag in (tag.strip().removeprefix("W/") for tag in known.split(",")):
+            return Response(status_code=304, headers=headers)
+        return Response(file.body, headers=headers, media_type=file.media_type)
+
+    return Route(path, page, methods=["GET"], name=f"page:{path}", include_in_schema=False)
+
+
+def routes() -> list[Route]:
+    """Return one route per file; nothing else of the disk can be asked for."""
+    return [_serve(path) for path in _FILES]

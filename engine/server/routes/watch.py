@@ -1,0 +1,138 @@
+"""`/v1/engine/watch`: what the engine does right now, as server-sent events for the page."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, NamedTuple
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+__all__ = ["INTERVAL", "MAX_VIEWERS", "SnapshotFeed", "routes"]
+
+INTERVAL = 0.25  # seconds between snapshots
+MAX_VIEWERS = 32  # per API process
+_SEND_TIMEOUT = 10.0  # seconds; a viewer that takes no bytes for so long is dropped
+
+
+class _Frame(NamedTuple):
+    data: bytes
+    is_last: bool
+
+
+class SnapshotFeed:
+    """Takes snapshots while somebody watches, and shows each of them to all viewers.
+
+    A viewer that is slower than the feed misses snapshots; nothing is queued for it.
+
+    Parameters
+    ----------
+    client : EngineClient
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self._num_viewers = 0
+        self._task: asyncio.Task[None] | None = None
+        self._next: asyncio.Future[_Frame] | None = None
+
+    @property
+    def is_full(self) -> bool:
+        return self._num_viewers >= MAX_VIEWERS
+
+    def join(self) -> None:
+        """Count one more viewer; the first one starts the snapshots."""
+        self._num_viewers += 1
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._run())
+
+    def leave(self) -> None:
+        """Count one viewer less; the last one stops the snapshots."""
+        self._num_viewers -= 1
+        if self._num_viewers == 0 and self._task is not None:
+            self._task.cancel()
+            self._task = None
+
+    def next_frame(self) -> asyncio.Future[_Frame]:
+        """Return the snapshot that is taken next, for all who ask before it is."""
+        if self._next is None:
+            self._next = asyncio.get_running_loop().create_future()
+        return self._next
+
+    async def _run(self) -> None:
+        is_last = False
+        while not is_last:
+            started = time.monotonic()
+            frame = await self._take()
+            is_last = frame.is_last
+            arrived, self._next = self.next_frame(), None
+            arrived.set_result(frame)
+            await asyncio.sleep(max(0.0, started + INTERVAL - time.monotonic()))
+
+    async def _take(self) -> _Frame:
+        try:
+            snapshot = await self._client.snapshot()
+        except Exception as error:  # the engine has ended: viewers are told why
+            message = msgspec.json.encode({"message": str(error)})
+            return _Frame(b"event: error\ndata: " + message + b"\n\n", True)
+        return _Frame(b"data: " + msgspec.json.encode(snapshot) + b"\n\n", False)
+
+
+class _WatchResponse(Response):
+    """Sends the frames of a feed until the viewer goes away."""
+
+    def __init__(self, feed: SnapshotFeed) -> None:
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        super().__init__(headers=headers, media_type="text/event-stream")
+        del self.headers["content-length"]
+        self._feed = feed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._feed.join()
+        gone = asyncio.create_task(_until_disconnect(receive))
+        try:
+            start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+            await send(start)
+            await self._send_frames(send, gone)
+        finally:
+            gone.cancel()
+            self._feed.leave()
+
+    async def _send_frames(self, send: Send, gone: asyncio.Task[None]) -> None:
+        is_last = False
+        while not is_last:
+            arriving = self._feed.next_frame()
+            await asyncio.wait({gone, arriving}, return_when=asyncio.FIRST_COMPLETED)
+            if gone.done():
+                return
+            data, is_last = arriving.result()
+            event = {"type": "http.response.body", "body": data, "more_body": not is_last}
+            try:
+                await asyncio.wait_for(send(event), _SEND_TIMEOUT)
+            except (asyncio.TimeoutError, OSError):
+                return
+
+
+async def _until_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _watch(request: Request) -> Response:
+    state = request.app.state
+    if not hasattr(state, "snapshot_feed"):
+        state.snapshot_feed = SnapshotFeed(state.client)
+    feed: SnapshotFeed = state.snapshot_feed
+    if feed.is_full:
+        message = f"{MAX_VIEWERS} viewers watch already; close one or try again later"
+        error = {"message": message, "type": "rate_limit_error", "param": None, "code": 429}
+        return JSONResponse({"error": error}, 429, {"Retry-After": "5"})
+    return _WatchResponse(feed)
+
+
+def routes() -> list[Route]:
+    return [Route("/v1/engine/watch", _watch, methods=["GET"])]

@@ -1,0 +1,86 @@
+// One answer while it arrives: reads the stream and measures it.
+
+import { ApiError, events, request } from "./api.js";
+import { TokenPairing, tokensOf } from "./tokens.js";
+
+// Calls `take(kind, pieces)` for what arrives, where kind is "content" or "reasoning_content".
+// Returns {reason, stats}; throws an ApiError, or an AbortError when `signal` stops it.
+export async function streamAnswer(body, signal, take) {
+  const measured = new Measures();
+  const pairings = { content: new TokenPairing(), reasoning_content: new TokenPairing() };
+  const asked = { ...body, stream: true, stream_options: { include_usage: true } };
+  const response = await request("v1/chat/completions", { body: asked, signal });
+  let reason = null;
+  for await (const { data } of events(response)) {
+    if (data === "[DONE]") break;
+    const chunk = JSON.parse(data);
+    if (chunk.error) throw new ApiError(chunk.error.message, 0);
+    if (chunk.usage) measured.usage = chunk.usage;
+    const choice = chunk.choices?.[0];
+    if (!choice) continue;
+    reason = choice.finish_reason ?? reason;
+    deliver(choice, pairings, measured, take);
+  }
+  if (!reason) throw new ApiError("The connection was lost before the answer was finished.", 0);
+  return { reason, stats: measured.stats() };
+}
+
+function deliver(choice, pairings, measured, take) {
+  const tokens = tokensOf(choice.logprobs);
+  const kind = choice.delta?.reasoning_content ? "reasoning_content" : "content";
+  const text = choice.delta?.[kind] ?? "";
+  if (text || tokens.length) measured.count(tokens.length || 1);
+  const pieces = pairings[kind].feed(text, tokens);
+  if (pieces.length) take(kind, pieces);
+}
+
+class Measures {
+  started = performance.now();
+  first = null;
+  last = null;
+  numTokens = 0;
+  numFirst = 0;
+  usage = null;
+
+  count(numTokens) {
+    this.last = performance.now();
+    this.numTokens += numTokens;
+    if (this.first !== null) return;
+    this.first = this.last;
+    this.numFirst = numTokens;
+  }
+
+  stats() {
+    if (this.first === null) return {};
+    const after = this.numTokens - this.numFirst;
+    const seconds = (this.last - this.first) / 1000;
+    return {
+      tokens: this.usage?.completion_tokens ?? this.numTokens,
+      rate: after > 0 && seconds > 0 ? after / seconds : null,
+      firstMs: this.first - this.started,
+      prompt: this.usage?.prompt_tokens ?? null,
+      cached: this.usage?.prompt_tokens_details?.cached_tokens ?? 0,
+    };
+  }
+}
+
+const REASONS = {
+  stopped: "stopped",
+  length: "cut at the limit of tokens",
+  abort: "ended by the server",
+  error: "failed",
+};
+
+export function inWords({ reason, stats = {} }) {
+  const parts = [];
+  if (stats.tokens) parts.push(stats.tokens === 1 ? "1 token" : `${stats.tokens} tokens`);
+  if (stats.rate) parts.push(`${stats.rate.toFixed(stats.rate < 100 ? 1 : 0)} tokens/s`);
+  if (stats.firstMs) parts.push(`first after ${duration(stats.firstMs)}`);
+  if (stats.cached) parts.push(`${stats.cached} of ${stats.prompt} prompt tokens cached`);
+  if (REASONS[reason]) parts.push(REASONS[reason]);
+  return parts.join(" · ");
+}
+
+function duration(ms) {
+  return ms < 1000 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(1)} s`;
+}

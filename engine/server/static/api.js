@@ -1,0 +1,117 @@
+// Requests to the server: the key, errors in words, server-sent events.
+
+const KEY = "engine.key";
+
+export class ApiError extends Error {
+  constructor(message, status) {
+    super(message);
+    this.status = status;
+  }
+}
+
+export function savedKey() {
+  return sessionStorage.getItem(KEY) ?? "";
+}
+
+export function saveKey(key) {
+  if (key) sessionStorage.setItem(KEY, key);
+  else sessionStorage.removeItem(KEY);
+}
+
+let askForKey = async () => null;
+
+// `ask(wasRefused)` resolves to a key, or to null if the user has none.
+export function onMissingKey(ask) {
+  askForKey = ask;
+}
+
+// Fetch a path below the page's own; asks for the key when the server wants one.
+export async function request(path, { body, signal } = {}) {
+  for (;;) {
+    const key = savedKey();
+    const response = await send(path, key, body, signal);
+    if (response.ok) return response;
+    if (response.status !== 401) throw await errorOf(response);
+    await response.body?.cancel();
+    if (savedKey() === key && !(await askForKey(key !== ""))) {
+      throw new ApiError("The server wants an API key. The button Key takes one.", 401);
+    }
+  }
+}
+
+async function send(path, key, body, signal) {
+  const headers = {};
+  if (key) headers.Authorization = `Bearer ${key}`;
+  if (body) headers["Content-Type"] = "application/json";
+  try {
+    return await fetch(new URL(path, document.baseURI), {
+      method: body ? "POST" : "GET",
+      headers,
+      body: body && JSON.stringify(body),
+      signal,
+      cache: "no-store",
+    });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ApiError("The server cannot be reached. Is it still running?", 0);
+  }
+}
+
+async function errorOf(response) {
+  let said = "";
+  try {
+    said = (await response.json()).error?.message ?? "";
+  } catch {
+    // not the server's own error object, but a proxy's page
+  }
+  const wait = Number(response.headers.get("Retry-After"));
+  return new ApiError(inWords(response.status, said, wait), response.status);
+}
+
+function inWords(status, said, wait) {
+  const later = wait ? ` Try again in ${wait} s.` : " Try again in a moment.";
+  if (status === 429) return `The server is busy.${said ? ` It says: ${said}.` : ""}${later}`;
+  if (status === 503) return `The server takes no requests now.${said ? ` It says: ${said}` : ""}`;
+  if (status === 404 && !said) return "The server has no such address.";
+  if (status === 413 && !said) return "The conversation is longer than the server takes.";
+  return said || `The server answered with status ${status}.`;
+}
+
+// The events of a response, as {event, data}; comments and empty events are skipped.
+export async function* events(response) {
+  let event = "message";
+  let data = [];
+  for await (const line of lines(response)) {
+    if (line === "") {
+      if (data.length) yield { event, data: data.join("\n") };
+      event = "message";
+      data = [];
+    } else if (line.startsWith("data:")) {
+      data.push(line.slice(line[5] === " " ? 6 : 5));
+    } else if (line.startsWith("event:")) {
+      event = line.slice(6).trim();
+    }
+  }
+}
+
+async function* lines(response) {
+  const reader = response.body.getReader();
+  const decoder = new TextDecoder();
+  let rest = "";
+  try {
+    for (;;) {
+      const { done, value } = await reader.read();
+      if (done) break;
+      const parts = (rest + decoder.decode(value, { stream: true })).split("\n");
+      rest = parts.pop();
+      for (const part of parts) yield part.endsWith("\r") ? part.slice(0, -1) : part;
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}
+
+export async function models() {
+  const listed = await (await request("v1/models")).json();
+  return listed.data.map((model) => model.id);
+}

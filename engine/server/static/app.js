@@ -1,0 +1,91 @@
+// The frame of the page: views, models, the key.
+
+import { models, onMissingKey, saveKey } from "./api.js";
+import { startChat } from "./chat.js";
+import { startWatch } from "./watch.js";
+
+const $ = (id) => document.getElementById(id);
+
+// ---- views
+
+const TABS = ["chat", "watch"];
+const watch = startWatch();
+
+function show(name, takeFocus = false) {
+  for (const tab of TABS) {
+    const button = $(`tab-${tab}`);
+    button.setAttribute("aria-selected", String(tab === name));
+    button.tabIndex = tab === name ? 0 : -1;
+    $(tab).hidden = tab !== name;
+  }
+  if (takeFocus) $(`tab-${name}`).focus();
+  watch.setVisible(name === "watch" && !document.hidden);
+  history.replaceState(null, "", name === "watch" ? "#watch" : "#chat");
+}
+
+const shown = () => TABS.find((tab) => !$(tab).hidden);
+
+for (const tab of TABS) $(`tab-${tab}`).addEventListener("click", () => show(tab));
+document.querySelector(".tabs").addEventListener("keydown", (event) => {
+  const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+  if (!step) return;
+  event.preventDefault();
+  show(TABS[(TABS.indexOf(shown()) + step + TABS.length) % TABS.length], true);
+});
+document.addEventListener("visibilitychange", () => show(shown()));
+addEventListener("hashchange", () => show(location.hash === "#watch" ? "watch" : "chat"));
+
+// ---- the key
+
+let asking = null;
+
+function ask(wasRefused) {
+  asking ??= new Promise((resolve) => openKeyDialog(wasRefused, resolve)).finally(() => {
+    asking = null;
+  });
+  return asking;
+}
+
+function openKeyDialog(wasRefused, resolve) {
+  const dialog = $("key-dialog");
+  let key = null;
+  $("key").value = "";
+  $("key-problem").hidden = !wasRefused;
+  $("key-form").onsubmit = (event) => {
+    event.preventDefault();
+    key = $("key").value.trim();
+    saveKey(key);
+    dialog.close();
+  };
+  $("key-cancel").onclick = () => dialog.close();
+  dialog.onclose = () => resolve(key);
+  dialog.showModal();
+}
+
+onMissingKey(ask);
+$("change-key").addEventListener("click", async () => {
+  if ((await ask(false)) !== null) listModels();
+});
+
+// ---- models
+
+async function listModels() {
+  const select = $("model");
+  const wanted = sessionStorage.getItem("engine.model") ?? select.value;
+  try {
+    const names = await models();
+    select.replaceChildren(...names.map((name) => new Option(name, name)));
+    if (names.includes(wanted)) select.value = wanted;
+    chat.showProblem("");
+  } catch (error) {
+    chat.showProblem(error.message);
+  }
+}
+
+$("model").addEventListener("change", () => {
+  sessionStorage.setItem("engine.model", $("model").value);
+});
+
+const chat = startChat({ model: () => $("model").value });
+show(location.hash === "#watch" ? "watch" : "chat");
+listModels();
