@@ -9,6 +9,7 @@ const $ = (id) => document.getElementById(id);
 // ---- views
 
 const TABS = ["chat", "watch"];
+const WATCH = "#view=watch"; // no element's id: a browser would begin the order of focus there
 const watch = startWatch();
 
 function show(name, takeFocus = false) {
@@ -20,9 +21,10 @@ function show(name, takeFocus = false) {
   }
   if (takeFocus) $(`tab-${name}`).focus();
   watch.setVisible(name === "watch" && !document.hidden);
-  history.replaceState(null, "", name === "watch" ? "#watch" : "#chat");
+  history.replaceState(null, "", name === "watch" ? WATCH : location.pathname);
 }
 
+const wanted = () => (location.hash === WATCH ? "watch" : "chat");
 const shown = () => TABS.find((tab) => !$(tab).hidden);
 
 for (const tab of TABS) $(`tab-${tab}`).addEventListener("click", () => show(tab));
@@ -33,7 +35,7 @@ document.querySelector(".tabs").addEventListener("keydown", (event) => {
   show(TABS[(TABS.indexOf(shown()) + step + TABS.length) % TABS.length], true);
 });
 document.addEventListener("visibilitychange", () => show(shown()));
-addEventListener("hashchange", () => show(location.hash === "#watch" ? "watch" : "chat"));
+addEventListener("hashchange", () => show(wanted()));
 
 // ---- the key
 
@@ -87,5 +89,5 @@ $("model").addEventListener("change", () => {
 });
 
 const chat = startChat({ model: () => $("model").value });
-show(location.hash === "#watch" ? "watch" : "chat");
+show(wanted());
 listModels();

@@ -1,0 +1,621 @@
+"""The page at `/`: its files and headers, its feed, and what a person does with it in a browser."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import re
+import shutil
+import time
+from urllib.parse import urlsplit
+
+import pytest
+
+pytest.importorskip("starlette", reason="the extra `serve` is not installed")
+pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
+
+from engine.errors import EngineError
+from engine.server.routes import page, watch
+from tests.server.page_double import ANSWER, HOSTILE, Script, Server, SimulatedEngine, build_double
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+ARGUMENTS = (  # noqa: SIM905
+    "--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync "
+    "--disable-background-networking --disable-component-update --window-size=1200,800"
+).split()
+
+
+@pytest.fixture
+def script():
+    return Script()
+
+
+@pytest.fixture
+def engine():
+    return SimulatedEngine()
+
+
+@pytest.fixture
+def site(script, engine):
+    server = Server(build_double(script, engine))
+    yield server
+    server.close()
+
+
+# ---- files
+
+
+def _get(site, path, method="GET", **headers):
+    connection = http.client.HTTPConnection(urlsplit(site.url).netloc, timeout=10)
+    try:
+        connection.request(method, path, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, dict(answer.getheaders()), answer.read()
+    finally:
+        connection.close()
+
+
+def test_every_file_comes_with_headers_that_let_nothing_else_run(site):
+    assert {"/", "/static/app.js", "/static/style.css"} <= page.PUBLIC_PATHS
+    for path in page.PUBLIC_PATHS:
+        status, headers, body = _get(site, path)
+        assert status == 200 and body, path
+        assert headers["x-content-type-options"] == "nosniff"
+        policy = headers["content-security-policy"]
+        assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
+        kind = {"js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
+        assert headers["content-type"].startswith(kind.get(path.split(".")[-1], "text/html"))
+
+
+def test_a_file_that_the_browser_has_is_not_sent_again(site):
+    _, headers, _ = _get(site, "/static/app.js")
+    for known in (headers["etag"], f"W/{headers['etag']}", f'"x", {headers["etag"]}'):
+        status, again, body = _get(site, "/static/app.js", **{"If-None-Match": known})
+        assert (status, body, again["etag"]) == (304, b"", headers["etag"])
+    assert _get(site, "/static/app.js", **{"If-None-Match": '"other"'})[0] == 200
+
+
+@pytest.mark.parametrize(
+    "path", ["/static/", "/static/x.js", "/static/../__init__.py", "/static/%2e%2e/__init__.py"]
+)
+def test_nothing_but_the_files_of_the_page_is_served(site, path):
+    assert _get(site, path)[0] == 404
+
+
+def test_head_and_other_methods(site):
+    status, headers, body = _get(site, "/", method="HEAD")
+    assert (status, body) == (200, b"") and int(headers["content-length"]) > 1000
+    assert _get(site, "/", method="POST")[0] == 405
+
+
+def test_the_files_need_nothing_from_elsewhere():
+    html = (page._STATIC / "index.html").read_text()
+    assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?![^>]*\ssrc=)", html)
+    names = set(re.findall(r'(?:src|href)="(?!#)([^"]+)"', html))
+    for source in page._STATIC.glob("*.js"):
+        text = source.read_text()
+        names |= {f"static/{name}" for name in re.findall(r'from "\./([^"]+)"', text)}
+        assert not re.search(r"innerHTML|insertAdjacentHTML|\beval\(|document\.write|//cdn", text)
+        assert text.count("\n") <= 300, source.name
+    assert {f"/{name}" for name in names} | {"/"} == page.PUBLIC_PATHS
+
+
+# ---- the feed
+
+
+def _frames(count, feed):
+    async def read():
+        feed.join()
+        frames = [(await feed.next_frame()).data for _ in range(count)]
+        feed.leave()
+        return frames
+
+    return read()
+
+
+def test_viewers_share_each_snapshot(engine):
+    async def run():
+        feed = watch.SnapshotFeed(engine)
+        seen = await asyncio.gather(*(_frames(3, feed) for _ in range(5)))
+        taken = engine.num_snapshots
+        await asyncio.sleep(2 * watch.INTERVAL)
+        return seen, taken
+
+    seen, taken = asyncio.run(run())
+    assert all(frames == seen[0] for frames in seen) and len(set(seen[0])) == 3
+    assert taken == 3 and engine.num_snapshots == taken  # none while nobody watches
+
+
+def test_a_feed_starts_again_for_the_next_viewer(engine):
+    async def run():
+        feed = watch.SnapshotFeed(engine)
+        return [await _frames(1, feed) for _ in range(2)]
+
+    first, second = asyncio.run(run())
+    assert first != second
+
+
+def test_viewers_are_bounded_and_counted_until_they_leave(site, engine, monkeypatch):
+    monkeypatch.setattr(watch, "MAX_VIEWERS", 3)
+    connections = []
+    for number in range(watch.MAX_VIEWERS + 1):
+        connection = http.client.HTTPConnection(urlsplit(site.url).netloc, timeout=10)
+        connections.append(connection)
+        connection.request("GET", "/v1/engine/watch")
+        answer = connection.getresponse()
+        assert answer.status == (200 if number < watch.MAX_VIEWERS else 429)
+        if answer.status == 200:
+            event = answer.readline() + answer.readline()
+            snapshot = json.loads(event.removeprefix(b"data: "))
+            assert snapshot["num_running"] == len(
+                [r for r in snapshot["requests"] if r["state"] == "running"]
+            )
+        else:
+            assert answer.getheader("retry-after") == "5"
+            assert "viewers" in json.loads(answer.read())["error"]["message"]
+    for connection in connections:
+        connection.close()
+    time.sleep(3 * watch.INTERVAL)
+    taken = engine.num_snapshots
+    time.sleep(2 * watch.INTERVAL)
+    assert engine.num_snapshots == taken
+    assert _first_lines(site, 1)[0].startswith(b"data: ")
+
+
+def _first_lines(site, count):
+    connection = http.client.HTTPConnection(urlsplit(site.url).netloc, timeout=10)
+    connection.request("GET", "/v1/engine/watch")
+    answer = connection.getresponse()
+    lines = [answer.readline() for _ in range(count)]
+    connection.close()
+    return lines
+
+
+def test_viewers_are_told_why_the_engine_ended(site, engine):
+    engine.error = EngineError("the device is gone")
+    status, headers, body = _get(site, "/v1/engine/watch")
+    assert status == 200 and headers["content-type"].startswith("text/event-stream")
+    assert body == b'event: error\ndata: {"message":"the device is gone"}\n\n'
+
+
+# ---- in a browser
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    if not (CHROMIUM and DRIVER):
+        pytest.skip("no chromium and chromedriver on this machine")
+    webdriver = pytest.importorskip("selenium.webdriver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for argument in (*ARGUMENTS, f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    yield driver
+    driver.quit()
+
+
+class Page:
+    """The page as a person sees it, with short names for what the tests do."""
+
+    def __init__(self, driver):
+        self.driver = driver
+
+    def one(self, selector):
+        return self.driver.find_element("css selector", selector)
+
+    def all(self, selector):
+        return self.driver.find_elements("css selector", selector)
+
+    def text(self, selector):
+        return self.driver.execute_script(
+            "return document.querySelector(arguments[0])?.textContent ?? ''", selector
+        )
+
+    def wait(self, condition, seconds=8):
+        end = time.monotonic() + seconds
+        while not (value := condition()):
+            assert time.monotonic() < end, f"never happened: {condition}"
+            time.sleep(0.03)
+        return value
+
+    def keys(self, *keys):
+        from selenium.webdriver import ActionChains
+
+        ActionChains(self.driver).send_keys(*keys).perform()
+
+    def hover(self, element):
+        from selenium.webdriver import ActionChains
+
+        ActionChains(self.driver).move_to_element(element).perform()
+
+    def ask(self, text, until_done=True):
+        self.one("#prompt").send_keys(text + "\n")
+        if until_done:
+            self.wait(lambda: self.text("#send") == "Send" and self.text(".assistant .note"))
+
+    def answer(self):
+        return self.text(".assistant:last-child > .text")
+
+    def focused(self):
+        return self.driver.switch_to.active_element
+
+    def emulate(self, width=1200, height=800, **features):
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        wanted = [{"name": name.replace("_", "-"), "value": v} for name, v in features.items()]
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": wanted})
+
+
+@pytest.fixture
+def chat(browser, site):
+    shown = Page(browser)
+    shown.emulate()
+    browser.get(site.url)
+    shown.wait(lambda: shown.all("#model option[value=another-model]") or shown.all("dialog[open]"))
+    yield shown
+    log = [entry for entry in browser.get_log("browser") if entry["source"] != "network"]
+    browser.get("about:blank")
+    assert not log  # neither an exception nor a violation of the policy
+
+
+def test_a_message_streams_an_answer(chat, script):
+    script.delay = 0.02
+    chat.ask("Why?", until_done=False)
+    partial = chat.wait(chat.answer)
+    assert len(partial) < len(ANSWER) and ANSWER.startswith(partial)
+    chat.wait(lambda: chat.text("#send") == "Send")
+    assert chat.answer() == ANSWER
+    note = chat.text(".assistant .note")
+    assert re.fullmatch(
+        r"49 tokens · [\d.]+ tokens/s · first after \d+ ms · 32 of 40 prompt tokens cached", note
+    )
+    [asked] = script.asked
+    assert asked["messages"] == [{"role": "user", "content": "Why?"}]
+    assert asked["model"] == "double-1b" and asked["logprobs"] and asked["top_logprobs"] == 5
+    assert not chat.one("#welcome").is_displayed()
+    heard = chat.text("#announcer")
+    assert "Sunlight holds all colors." in heard and "49 tokens" in heard
+
+
+def test_the_conversation_goes_along(chat, script):
+    chat.ask("Why?")
+    chat.ask("And at night?", until_done=False)
+    chat.wait(lambda: len(script.asked) == 2)
+    roles = [message["role"] for message in script.asked[1]["messages"]]
+    assert roles == ["user", "assistant", "user"]
+    assert script.asked[1]["messages"][1]["content"] == ANSWER
+
+
+def test_stop_ends_the_request_and_keeps_the_words(chat, script):
+    script.delay = 0.1
+    chat.ask("Why?", until_done=False)
+    chat.wait(lambda: len(chat.answer()) > 20)
+    time.sleep(0.4)
+    assert chat.text("#send") == "Stop"
+    chat.one("#send").click()
+    assert script.was_aborted.wait(5)
+    chat.wait(lambda: chat.text("#send") == "Send")
+    assert "stopped" in chat.text(".assistant .note")
+    kept = chat.answer()
+    assert 20 < len(kept) < len(ANSWER)
+    time.sleep(0.3)
+    assert chat.answer() == kept
+
+
+def test_escape_stops(chat, script):
+    from selenium.webdriver.common.keys import Keys
+
+    script.delay = 0.1
+    chat.ask("Why?", until_done=False)
+    chat.wait(chat.answer)
+    chat.keys(Keys.ESCAPE)
+    assert script.was_aborted.wait(5)
+
+
+def test_pointing_at_a_word_shows_its_alternatives(chat):
+    chat.ask("Why?")
+    assert not chat.one("#alternatives").is_displayed()
+    words = chat.all(".assistant .token")
+    assert len(words) == 49
+    chat.hover(words[5])
+    rows = [row.text.split("\n") for row in chat.all("#alternatives li")]
+    assert len(rows) == 5 and all(re.fullmatch(r"(< )?[\d.]+ %", row[-1]) for row in rows)
+    assert chat.text("#alternatives .chosen > span") == f"·{words[5].text}, chosen"
+    shares = [float(row[-1].split()[-2]) for row in rows]
+    assert shares == sorted(shares, reverse=True) and 97 < sum(shares) <= 100.1
+    chat.hover(chat.one("#prompt"))
+    chat.wait(lambda: not chat.one("#alternatives").is_displayed())
+
+
+def test_markup_stays_text(chat, script):
+    script.text = HOSTILE
+    chat.ask(HOSTILE)
+    assert chat.answer() == HOSTILE and chat.text(".user > .text") == HOSTILE
+    assert not chat.all(".messages img") and not chat.all(".messages b")
+
+
+def test_characters_of_several_tokens_are_put_together(chat):
+    pieces = chat.driver.execute_async_script("""
+        const done = arguments[0];
+        import("/static/tokens.js").then(({ TokenPairing }) => {
+          const pairing = new TokenPairing();
+          const token = (text) => ({ text, p: 1, others: [] });
+          done([
+            pairing.feed("", [token("\\ufffd")]),
+            pairing.feed("é", [token("\\ufffd")]),
+            pairing.feed(" held", [token(" held"), token(" ba")]),
+            pairing.feed(" back", [token("ck")]),
+          ].map((list) => list.map((piece) => [piece.text, piece.tokens.length])));
+        });
+    """)
+    assert pieces == [[], [["é", 2]], [[" held", 1]], [[" ba", 1], ["ck", 1]]]
+
+
+def test_thoughts_are_apart(chat, script):
+    script.thoughts = "The user asks about the sky."
+    chat.ask("Why?")
+    assert chat.text(".thoughts .text") == script.thoughts and chat.answer() == ANSWER
+    assert not chat.one(".thoughts .text").is_displayed()  # folded once the answer is there
+    chat.ask("Go on")
+    assert [m["content"] for m in script.asked[1]["messages"]] == ["Why?", ANSWER, "Go on"]
+
+
+def test_parameters_are_sent_and_checked(chat, script):
+    given = {"temperature": "0.5", "top_p": "0.9", "top_k": "40", "min_p": "0.05", "seed": "7"}
+    given |= {"max_tokens": "100", "repetition_penalty": "1.1", "presence_penalty": "-0.5"}
+    for name, value in given.items():
+        chat.one(f"#{name}").send_keys(value)
+    chat.one("#system").send_keys("Be brief.")
+    chat.one("#stop").send_keys("END")
+    chat.one("#logprobs").click()
+    chat.ask("Why?")
+    asked = script.asked[0]
+    assert {name: asked[name] for name in given} == {n: float(v) for n, v in given.items()}
+    assert asked["stop"] == ["END"] and "logprobs" not in asked
+    assert asked["messages"][0] == {"role": "system", "content": "Be brief."}
+    assert not chat.all(".assistant .token") and chat.answer() == ANSWER
+    chat.one("#temperature").clear()
+    chat.one("#temperature").send_keys("99")
+    chat.ask("Why?", until_done=False)
+    assert chat.text("#problem") == "Temperature must be a number from 0 to 2, or empty."
+    assert len(script.asked) == 1 and chat.one("#prompt").get_attribute("value") == "Why?"
+
+
+@pytest.mark.parametrize(
+    "error, words",
+    [
+        ((429, "8 requests wait", {"Retry-After": "3"}),
+         "The server is busy. It says: 8 requests wait. Try again in 3 s."),
+        ((503, "shutting down", {}), "The server takes no requests now. It says: shutting down"),
+        ((400, "top_k must be at least 1, got 0", {}), "top_k must be at least 1, got 0"),
+    ],
+)  # fmt: skip
+def test_errors_are_told_in_words(chat, script, error, words):
+    script.error = error
+    chat.ask("Why?", until_done=False)
+    assert chat.wait(lambda: chat.text("#problem")) == words
+    assert not chat.all(".assistant")
+    script.error = None
+    chat.one(".user button[aria-label='Generate another answer']").click()
+    chat.wait(lambda: chat.answer() == ANSWER)
+    assert not chat.one("#problem").is_displayed()
+
+
+def test_a_stream_that_breaks_off_is_told(chat, script):
+    script.breaks_off = True
+    chat.ask("Why?", until_done=False)
+    words = chat.wait(lambda: chat.text("#problem"))
+    assert words == "The connection was lost before the answer was finished."
+    assert chat.answer() == "Sunlight holds all colors."
+
+
+def test_a_server_that_is_gone_is_told(chat, site):
+    site.close()
+    chat.ask("Why?", until_done=False)
+    words = chat.wait(lambda: chat.text("#problem"))
+    assert words == "The server cannot be reached. Is it still running?"
+
+
+def test_again_copy_and_new_chat(chat, script):
+    chat.ask("Why?")
+    script.text = "Another answer."
+    chat.one(".assistant button[aria-label='Generate another answer']").click()
+    chat.wait(lambda: chat.answer() == "Another answer.")
+    assert len(chat.all(".messages > li")) == 2
+    assert [m["role"] for m in script.asked[1]["messages"]] == ["user"]
+    copy = chat.one(".assistant button[aria-label='Copy the answer']")
+    copy.click()
+    chat.wait(lambda: copy.text == "Copied")
+    chat.one("#prompt").send_keys("\ue009v\ue000")  # Control+V
+    assert chat.one("#prompt").get_attribute("value") == "Another answer."
+    chat.one("#new-chat").click()
+    assert not chat.all(".messages > li") and chat.one("#welcome").is_displayed()
+
+
+def test_the_conversation_outlives_a_reload_but_not_the_tab(chat):
+    chat.ask("Why?")
+    chat.one("#temperature").send_keys("0.5")
+    chat.driver.refresh()
+    chat.wait(lambda: chat.answer() == ANSWER)
+    assert "49 tokens" in chat.text(".assistant .note")
+    assert chat.one("#temperature").get_attribute("value") == "0.5"
+    chat.hover(chat.all(".assistant .token")[5])
+    chat.wait(lambda: chat.one("#alternatives").is_displayed())
+    assert chat.driver.execute_script("return localStorage.length + document.cookie.length") == 0
+
+
+def test_a_new_chat_during_an_answer_leaves_nothing_behind(chat, script):
+    script.delay = 0.05
+    chat.ask("Why?", until_done=False)
+    chat.wait(chat.answer)
+    chat.one("#new-chat").click()
+    assert script.was_aborted.wait(5)
+    chat.wait(lambda: chat.text("#send") == "Send")
+    assert not chat.all(".messages > li") and not chat.text("#problem")
+
+
+def test_only_the_keyboard(chat):
+    from selenium.webdriver.common.keys import Keys
+
+    chat.driver.execute_script("document.activeElement.blur()")
+    names = []
+    for _ in range(40):
+        chat.keys(Keys.TAB)
+        names.append(chat.focused().get_attribute("id") or chat.focused().text)
+        outline = chat.focused().value_of_css_property("outline-style")
+        assert outline == "solid" or names[-1] == "prompt", f"no visible focus on {names[-1]}"
+        if names[-1] == "prompt":
+            break
+    assert names[:3] == ["tab-chat", "model", "change-key"] and names[-1] == "prompt"
+    chat.keys("Why?", Keys.ENTER)
+    chat.wait(lambda: "49 tokens" in chat.text(".assistant .note"))
+    assert chat.focused().get_attribute("id") == "prompt"
+    for _ in range(10):
+        chat.focused().send_keys(Keys.SHIFT, Keys.TAB)
+        if "token" in (chat.focused().get_attribute("class") or ""):
+            break
+    assert chat.focused().text == "Sunlight"
+    chat.keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
+    assert chat.focused().text == "all" and chat.one("#alternatives").is_displayed()
+    assert "all, chosen" in chat.text("#alternatives")
+    assert chat.focused().get_attribute("aria-describedby") == "alternatives"
+    chat.keys(Keys.ESCAPE)
+    assert not chat.one("#alternatives").is_displayed()
+    chat.one("#tab-chat").send_keys(Keys.ARROW_RIGHT)
+    assert chat.focused().get_attribute("id") == "tab-watch" and chat.one("#watch").is_displayed()
+
+
+def test_everything_has_a_name(chat):
+    nameless = chat.driver.execute_script("""
+        return [...document.querySelectorAll("button, input, select, textarea, canvas")]
+          .filter((one) => !(one.textContent.trim() || one.labels?.length || one.ariaLabel))
+          .map((one) => one.outerHTML)
+    """)
+    assert nameless == []
+
+
+def test_the_key_is_asked_for_and_kept_in_the_tab(chat, script):
+    script.key = "right"
+    chat.driver.refresh()
+    chat.wait(lambda: chat.all("dialog[open]"))
+    assert chat.focused().get_attribute("id") == "key"
+    chat.keys("wrong\n")
+    chat.wait(lambda: chat.text("#key-problem") and chat.one("#key-problem").is_displayed())
+    chat.keys("right\n")
+    chat.wait(lambda: chat.all("#model option[value=another-model]"))
+    chat.ask("Why?")
+    assert chat.answer() == ANSWER
+    chat.one("#tab-watch").click()
+    chat.wait(lambda: chat.text("#watch-state") == "at work")
+    assert chat.driver.execute_script("return sessionStorage['engine.key']") == "right"
+
+
+def test_a_cancelled_key_is_told(chat, script):
+    script.key = "right"
+    chat.driver.refresh()
+    chat.wait(lambda: chat.all("dialog[open]"))
+    chat.one("#key-cancel").click()
+    assert "API key" in chat.wait(lambda: chat.text("#problem"))
+
+
+def _pixels(chat, name):
+    return chat.driver.execute_script(
+        "return document.getElementById(arguments[0]).toDataURL()", name
+    )
+
+
+def test_watch_moves(chat, engine):
+    chat.one("#tab-watch").click()
+    chat.wait(lambda: chat.text("#watch-state") == "at work" and chat.all(".request"))
+    names = ["chart-rate", "chart-step", "chart-batch", "chart-running", "blocks"]
+    before = {name: _pixels(chat, name) for name in names}
+    figures = chat.text("#fig-rate"), chat.text(".request .numbers")
+    time.sleep(1.2)
+    assert all(_pixels(chat, name) != before[name] for name in names)
+    assert (chat.text("#fig-rate"), chat.text(".request .numbers")) != figures
+    held, kept, free = (int(chat.text(f"#{n}").split()[0]) for n in ("held", "kept", "free"))
+    assert held + kept + free == engine.num_blocks
+    assert "blocks." in chat.text("#tree-note") and chat.one("#tree").is_displayed()
+    assert "free" in chat.one("#blocks").get_attribute("aria-label")
+
+
+def test_watch_asks_for_nothing_while_it_is_hidden_or_paused(chat, engine):
+    def still():
+        time.sleep(3 * watch.INTERVAL)
+        taken = engine.num_snapshots
+        time.sleep(3 * watch.INTERVAL)
+        return engine.num_snapshots == taken
+
+    assert engine.num_snapshots == 0
+    chat.one("#tab-watch").click()
+    chat.wait(lambda: engine.num_snapshots > 2)
+    chat.one("#pause").click()
+    assert still() and chat.text("#watch-state") == "paused"
+    chat.one("#pause").click()
+    assert not still()
+    chat.one("#tab-chat").click()
+    assert still()
+
+
+def test_watch_tells_why_the_engine_ended_and_comes_back(chat, engine):
+    chat.one("#tab-watch").click()
+    chat.wait(lambda: chat.text("#watch-state") == "at work")
+    engine.error = EngineError("the device is gone")
+    chat.wait(lambda: chat.text("#watch-state") == "The engine has ended: the device is gone")
+    engine.error = None
+    chat.wait(lambda: chat.text("#watch-state") == "at work")
+
+
+def test_an_idle_engine(chat, engine):
+    engine.num_requests = 0
+    chat.one("#tab-watch").click()
+    chat.wait(lambda: chat.text("#watch-state") == "idle")
+    assert chat.one("#no-requests").is_displayed() and not chat.one("#requests").is_displayed()
+    assert chat.text("#note-batch") == "nothing to compute"
+
+
+def test_a_load_can_be_sent(chat, script):
+    chat.one("#tab-watch").click()
+    chat.one("#send-load").click()
+    chat.wait(lambda: len(script.asked) == 8 and chat.one("#send-load").is_enabled())
+    assert len({asked["messages"][0]["content"] for asked in script.asked}) == 1
+
+
+@pytest.mark.parametrize("view", ["chat", "watch"])
+def test_a_phone_scrolls_in_one_direction(chat, script, view):
+    chat.emulate(360, 640)
+    chat.driver.refresh()
+    script.text = "long" * 60 + " words"
+    chat.one("#prompt").send_keys("x" * 200)
+    chat.one("#send").click()
+    chat.wait(chat.answer)
+    if view == "chat":
+        chat.one("#toggle-settings").click()
+    else:
+        chat.one("#tab-watch").click()
+        chat.wait(lambda: chat.all(".request"))
+    wide = chat.driver.execute_script("""
+        return [...document.querySelectorAll("html, body, main, .scroller, .settings, .watch")]
+          .filter((one) => one.scrollWidth > one.clientWidth && one.clientWidth)
+          .map((one) => `${one.className} ${one.scrollWidth} > ${one.clientWidth}`)
+    """)
+    assert wide == []
+    assert chat.driver.execute_script("return innerWidth") == 360
+
+
+def test_dark_light_and_less_motion(chat):
+    def paper():
+        return chat.one("body").value_of_css_property("background-color")
+
+    chat.emulate(prefers_color_scheme="dark", prefers_reduced_motion="reduce")
+    dark = paper()
+    chat.one("#tab-watch").click()
+    chat.wait(lambda: chat.all(".request"))
+    assert chat.one(".state").value_of_css_property("animation-name") == "none"
+    before = _pixels(chat, "chart-rate")
+    chat.wait(lambda: _pixels(chat, "chart-rate") != before)  # still drawn, with each snapshot
+    chat.emulate(prefers_color_scheme="light")
+    assert paper() != dark
