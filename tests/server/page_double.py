@@ -10,9 +10,11 @@ import socket
 import threading
 import time
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
@@ -220,9 +222,15 @@ def build_double(script, engine):
         Route("/v1/models", _models),
         Route("/v1/chat/completions", _chat, methods=["POST"]),
     ]
-    app = Starlette(routes=[*page.routes(), *watch.routes(), *own])
+    handlers = {
+        HTTPException: lambda _, error: _error(error.status_code, error.detail, error.headers)
+    }
+    app = Starlette(routes=[*page.routes(), *watch.routes(), *own], exception_handlers=handlers)
     app.state.script, app.state.client = script, engine
-    return _Keys(app, script)
+    app.state.config = SimpleNamespace(max_watchers=3, send_timeout=10.0)
+    app.state.is_draining = False
+    app.add_middleware(_Keys, script=script)
+    return app
 
 
 class Server:

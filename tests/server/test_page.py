@@ -37,8 +37,13 @@ def engine():
 
 
 @pytest.fixture
-def site(script, engine):
-    server = Server(build_double(script, engine))
+def app(script, engine):
+    return build_double(script, engine)
+
+
+@pytest.fixture
+def site(app):
+    server = Server(app)
     yield server
     server.close()
 
@@ -136,15 +141,14 @@ def test_a_feed_starts_again_for_the_next_viewer(engine):
     assert first != second
 
 
-def test_viewers_are_bounded_and_counted_until_they_leave(site, engine, monkeypatch):
-    monkeypatch.setattr(watch, "MAX_VIEWERS", 3)
+def test_viewers_are_bounded_and_counted_until_they_leave(site, engine):
     connections = []
-    for number in range(watch.MAX_VIEWERS + 1):
+    for number in range(4):
         connection = http.client.HTTPConnection(urlsplit(site.url).netloc, timeout=10)
         connections.append(connection)
         connection.request("GET", "/v1/engine/watch")
         answer = connection.getresponse()
-        assert answer.status == (200 if number < watch.MAX_VIEWERS else 429)
+        assert answer.status == (200 if number < 3 else 429)
         if answer.status == 200:
             event = answer.readline() + answer.readline()
             snapshot = json.loads(event.removeprefix(b"data: "))
@@ -153,7 +157,7 @@ def test_viewers_are_bounded_and_counted_until_they_leave(site, engine, monkeypa
             )
         else:
             assert answer.getheader("retry-after") == "5"
-            assert "viewers" in json.loads(answer.read())["error"]["message"]
+            assert "max_watchers is 3" in json.loads(answer.read())["error"]["message"]
     for connection in connections:
         connection.close()
     time.sleep(3 * watch.INTERVAL)
@@ -170,6 +174,18 @@ def _first_lines(site, count):
     lines = [answer.readline() for _ in range(count)]
     connection.close()
     return lines
+
+
+def test_a_server_that_drains_ends_the_streams(site, app):
+    answers = []
+    for _ in range(2):
+        connection = http.client.HTTPConnection(urlsplit(site.url).netloc, timeout=10)
+        connection.request("GET", "/v1/engine/watch")
+        answers.append((connection, connection.getresponse()))
+    app.state.is_draining = True
+    for connection, answer in answers:
+        assert answer.read().startswith(b"data: ")  # to its end
+        connection.close()
 
 
 def test_viewers_are_told_why_the_engine_ended(site, engine):

@@ -7,16 +7,16 @@ import time
 from typing import Any, NamedTuple
 
 import msgspec
+from starlette.datastructures import State
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-__all__ = ["INTERVAL", "MAX_VIEWERS", "SnapshotFeed", "routes"]
+__all__ = ["INTERVAL", "SnapshotFeed", "routes"]
 
 INTERVAL = 0.25  # seconds between snapshots
-MAX_VIEWERS = 32  # per API process
-_SEND_TIMEOUT = 10.0  # seconds; a viewer that takes no bytes for so long is dropped
 
 
 class _Frame(NamedTuple):
@@ -41,8 +41,9 @@ class SnapshotFeed:
         self._next: asyncio.Future[_Frame] | None = None
 
     @property
-    def is_full(self) -> bool:
-        return self._num_viewers >= MAX_VIEWERS
+    def num_viewers(self) -> int:
+        """How many watch now."""
+        return self._num_viewers
 
     def join(self) -> None:
         """Count one more viewer; the first one starts the snapshots."""
@@ -83,13 +84,14 @@ class SnapshotFeed:
 
 
 class _WatchResponse(Response):
-    """Sends the frames of a feed until the viewer goes away."""
+    """Sends the frames of a feed until the viewer goes away or the server drains."""
 
-    def __init__(self, feed: SnapshotFeed) -> None:
+    def __init__(self, feed: SnapshotFeed, state: State) -> None:
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         super().__init__(headers=headers, media_type="text/event-stream")
         del self.headers["content-length"]
         self._feed = feed
+        self._state = state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._feed.join()
@@ -106,13 +108,15 @@ class _WatchResponse(Response):
         is_last = False
         while not is_last:
             arriving = self._feed.next_frame()
-            await asyncio.wait({gone, arriving}, return_when=asyncio.FIRST_COMPLETED)
+            either: set[asyncio.Future[Any]] = {gone, arriving}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if gone.done():
                 return
             data, is_last = arriving.result()
+            is_last = is_last or self._state.is_draining
             event = {"type": "http.response.body", "body": data, "more_body": not is_last}
             try:
-                await asyncio.wait_for(send(event), _SEND_TIMEOUT)
+                await asyncio.wait_for(send(event), self._state.config.send_timeout)
             except (asyncio.TimeoutError, OSError):
                 return
 
@@ -127,11 +131,11 @@ async def _watch(request: Request) -> Response:
     if not hasattr(state, "snapshot_feed"):
         state.snapshot_feed = SnapshotFeed(state.client)
     feed: SnapshotFeed = state.snapshot_feed
-    if feed.is_full:
-        message = f"{MAX_VIEWERS} viewers watch already; close one or try again later"
-        error = {"message": message, "type": "rate_limit_error", "param": None, "code": 429}
-        return JSONResponse({"error": error}, 429, {"Retry-After": "5"})
-    return _WatchResponse(feed)
+    most = state.config.max_watchers
+    if feed.num_viewers >= most:
+        message = f"max_watchers is {most}, and as many watch already"
+        raise HTTPException(429, message, {"Retry-After": "5"})
+    return _WatchResponse(feed, state)
 
 
 def routes() -> list[Route]:
