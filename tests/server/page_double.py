@@ -70,7 +70,11 @@ class SimulatedEngine:
         cached = self.block_size * (8 + branch[2])
         prompt = cached + chance.randrange(20, 260)
         total = chance.randrange(60, 420)
-        request = {"id": f"chatcmpl-{self.made:04x}", "branch": branch[0], "state": "running"}
+        request = {
+            "id": f"chatcmpl-{chance.getrandbits(64):016x}",
+            "branch": branch[0],
+            "state": "running",
+        }
         request |= {"num_prompt": prompt, "num_cached": cached, "num_output": 0, "total": total}
         self.requests.append(request)
 
@@ -162,8 +166,6 @@ async def _chat(request):
     script.asked.append(asked)
     if script.error:
         return _error(*script.error)
-    if not asked["stream"]:
-        return JSONResponse({"choices": []})
     return StreamingResponse(_chunks(script, asked), media_type="text/event-stream")
 
 
@@ -197,6 +199,11 @@ async def _chunks(script, asked):
         raise
 
 
+async def _completions(request):
+    request.app.state.script.asked.append(json.loads(await request.body()))
+    return JSONResponse({"choices": []})
+
+
 async def _models(request):
     return JSONResponse({"data": [{"id": MODEL}, {"id": "another-model"}]})
 
@@ -221,6 +228,7 @@ def build_double(script, engine):
     own = [
         Route("/v1/models", _models),
         Route("/v1/chat/completions", _chat, methods=["POST"]),
+        Route("/v1/completions", _completions, methods=["POST"]),
     ]
     handlers = {
         HTTPException: lambda _, error: _error(error.status_code, error.detail, error.headers)

@@ -6,7 +6,6 @@ import asyncio
 import http.client
 import json
 import re
-import shutil
 import time
 from urllib.parse import urlsplit
 
@@ -17,13 +16,8 @@ pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
 
 from engine.errors import EngineError
 from engine.server.routes import page, watch
+from tests.server.page_browser import CHROMIUM, DRIVER, Page, start_chromium
 from tests.server.page_double import ANSWER, HOSTILE, Script, Server, SimulatedEngine, build_double
-
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-ARGUMENTS = (  # noqa: SIM905
-    "--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync "
-    "--disable-background-networking --disable-component-update --window-size=1200,800"
-).split()
 
 
 @pytest.fixture
@@ -202,67 +196,10 @@ def test_viewers_are_told_why_the_engine_ended(site, engine):
 def browser(tmp_path_factory):
     if not (CHROMIUM and DRIVER):
         pytest.skip("no chromium and chromedriver on this machine")
-    webdriver = pytest.importorskip("selenium.webdriver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for argument in (*ARGUMENTS, f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    pytest.importorskip("selenium", reason="selenium is not installed")
+    driver = start_chromium(tmp_path_factory.mktemp("chromium"))
     yield driver
     driver.quit()
-
-
-class Page:
-    """The page as a person sees it, with short names for what the tests do."""
-
-    def __init__(self, driver):
-        self.driver = driver
-
-    def one(self, selector):
-        return self.driver.find_element("css selector", selector)
-
-    def all(self, selector):
-        return self.driver.find_elements("css selector", selector)
-
-    def text(self, selector):
-        return self.driver.execute_script(
-            "return document.querySelector(arguments[0])?.textContent ?? ''", selector
-        )
-
-    def wait(self, condition, seconds=8):
-        end = time.monotonic() + seconds
-        while not (value := condition()):
-            assert time.monotonic() < end, f"never happened: {condition}"
-            time.sleep(0.03)
-        return value
-
-    def keys(self, *keys):
-        from selenium.webdriver import ActionChains
-
-        ActionChains(self.driver).send_keys(*keys).perform()
-
-    def hover(self, element):
-        from selenium.webdriver import ActionChains
-
-        ActionChains(self.driver).move_to_element(element).perform()
-
-    def ask(self, text, until_done=True):
-        self.one("#prompt").send_keys(text + "\n")
-        if until_done:
-            self.wait(lambda: self.text("#send") == "Send" and self.text(".assistant .note"))
-
-    def answer(self):
-        return self.text(".assistant:last-child > .text")
-
-    def focused(self):
-        return self.driver.switch_to.active_element
-
-    def emulate(self, width=1200, height=800, **features):
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
-        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-        wanted = [{"name": name.replace("_", "-"), "value": v} for name, v in features.items()]
-        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": wanted})
 
 
 @pytest.fixture
@@ -554,7 +491,7 @@ def test_watch_moves(chat, engine):
     assert (chat.text("#fig-rate"), chat.text(".request .numbers")) != figures
     held, kept, free = (int(chat.text(f"#{n}").split()[0]) for n in ("held", "kept", "free"))
     assert held + kept + free == engine.num_blocks
-    assert "blocks." in chat.text("#tree-note") and chat.one("#tree").is_displayed()
+    assert "blocks. Prompts" in chat.text("#tree-note") and chat.one("#tree").is_displayed()
     assert "free" in chat.one("#blocks").get_attribute("aria-label")
 
 
@@ -596,8 +533,9 @@ def test_an_idle_engine(chat, engine):
 def test_a_load_can_be_sent(chat, script):
     chat.one("#tab-watch").click()
     chat.one("#send-load").click()
-    chat.wait(lambda: len(script.asked) == 8 and chat.one("#send-load").is_enabled())
-    assert len({asked["messages"][0]["content"] for asked in script.asked}) == 1
+    chat.wait(lambda: len(script.asked) == 4 and chat.one("#send-load").is_enabled())
+    prompts = [prompt for asked in script.asked for prompt in asked["prompt"]]
+    assert len(set(prompts)) == 8 and len({prompt[:100] for prompt in prompts}) == 1
 
 
 @pytest.mark.parametrize("view", ["chat", "watch"])
@@ -635,3 +573,45 @@ def test_dark_light_and_less_motion(chat):
     chat.wait(lambda: _pixels(chat, "chart-rate") != before)  # still drawn, with each snapshot
     chat.emulate(prefers_color_scheme="light")
     assert paper() != dark
+
+
+# ---- with the server and the engine
+
+
+@pytest.fixture
+def served():
+    from engine.async_engine import AsyncEngine
+    from engine.server.app import build_app
+    from engine.server.server_config import ServerConfig
+
+    engine = AsyncEngine.from_name("smollm2", device="cpu", max_model_len=512)
+    server = Server(build_app(engine, ServerConfig(served_model_name=("smollm2",))))
+    yield server
+    server.close()
+    asyncio.run(engine.close())
+
+
+def test_chat_and_watch_with_the_engine(browser, served):
+    chat = Page(browser)
+    chat.emulate()
+    browser.get(served.url)
+    chat.wait(lambda: chat.all("#model option[value=smollm2]"))
+    chat.one("#temperature").send_keys("0")
+    chat.one("#max_tokens").send_keys("8")
+    chat.ask("What is the capital of France?", seconds=60)
+    assert chat.answer() == "The capital of France is Paris."
+    assert "8 tokens" in chat.text(".assistant .note")
+    words = chat.all(".assistant .token")
+    assert [word.text for word in words] == ["The", "capital", "of", "France", "is", "Paris", "."]
+    chat.hover(words[5])
+    assert chat.text("#alternatives .chosen > span") == "·Paris, chosen"
+    assert len(chat.all("#alternatives li")) == 5
+    chat.one("#tab-watch").click()
+    chat.wait(lambda: chat.text("#watch-state") == "idle")
+    assert int(chat.text("#kept").split()[0]) >= 2
+    chat.one("#send-load").click()
+    chat.wait(lambda: len(chat.all(".request[data-state=running]")) > 1, seconds=20)
+    chat.wait(lambda: int(chat.text("#held").split()[0]) > 1, seconds=20)
+    assert float(chat.text("#fig-step")) > 0
+    browser.get("about:blank")
+    assert not [entry for entry in browser.get_log("browser") if entry["source"] != "network"]

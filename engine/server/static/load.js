@@ -1,21 +1,24 @@
-// Something to look at: a few requests whose prompts begin alike.
+// Something to look at: a few prompts that begin alike.
 
 import { request } from "./api.js";
 
-const BEGINNING = "You are a careful writer who answers in plain words and short sentences. "
-  + "You never use lists or headings, and you stop when everything is said. ";
-const TOPICS = [
-  "Describe a harbour in the morning.", "Tell how bread is made.", "Explain why leaves fall.",
-  "Describe a walk through snow.", "Tell the story of a lost key.", "Explain how a clock works.",
-  "Describe the sound of rain.", "Tell what a lighthouse keeper does.",
+const BEGINNING = "This is a book of short texts in plain words. Each of them is about one thing, "
+  + "begins with what can be seen, and ends when everything is said. ";
+// Two prompts in each request, as browsers keep no more than six connections to a server.
+const PAIRS = [
+  ["The harbour in the morning:", "How bread is made:"],
+  ["Why leaves fall:", "A walk through snow:"],
+  ["The story of a lost key:", "How a clock works:"],
+  ["The sound of rain:", "The keeper of the lighthouse:"],
 ];
+const MAX_TOKENS = [64, 96, 128, 160];
 
-// Resolves when all answers have arrived; they are not kept.
-export async function sendLoad(model, count) {
-  const asked = TOPICS.slice(0, count).map(async (topic, at) => {
-    const messages = [{ role: "system", content: BEGINNING }, { role: "user", content: topic }];
-    const body = { model, messages, max_tokens: 48 + 24 * at, temperature: 0.8, stream: false };
-    await (await request("v1/chat/completions", { body })).arrayBuffer();
+// Resolves when all texts have arrived; they are not kept.
+export async function sendLoad(model) {
+  const asked = PAIRS.map(async (pair, at) => {
+    const prompt = pair.map((title) => BEGINNING + title);
+    const body = { model, prompt, max_tokens: MAX_TOKENS[at], temperature: 0.8 };
+    await (await request("v1/completions", { body })).arrayBuffer();
   });
   const failed = (await Promise.allSettled(asked)).find((one) => one.status === "rejected");
   if (failed) throw failed.reason;

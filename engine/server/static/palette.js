@@ -20,12 +20,16 @@ export function forgetColors() {
 }
 
 // Requests that come one after another get hues far apart.
-export function colorOf(id) {
+export function hueOf(id) {
   if (!hues.has(id)) {
     if (hues.size >= MAX_REMEMBERED) hues.delete(hues.keys().next().value);
     hues.set(id, (165 + numSeen++ * GOLDEN_ANGLE) % 360);
   }
-  return `oklch(${themeColor("--request-light")} ${themeColor("--request-chroma")} ${hues.get(id)})`;
+  return hues.get(id);
+}
+
+export function colorOf(id) {
+  return `oklch(${themeColor("--request-light")} ${themeColor("--request-chroma")} ${hueOf(id)})`;
 }
 
 // Fits a canvas to its box and returns {context, width, height} in CSS pixels.

@@ -1,6 +1,6 @@
 // Requests in flight as bars: what was cached, the prompt, the output so far.
 
-import { colorOf } from "./palette.js";
+import { hueOf } from "./palette.js";
 
 const MAX_ROWS = 48;
 const STATES = { running: 0, swapped: 1, waiting: 2 };
@@ -22,7 +22,7 @@ class Row {
     this.element.append(this.name, this.bar, this.numbers);
     this.name.textContent = id.length > 12 ? `…${id.slice(-8)}` : id;
     this.name.title = id;
-    this.element.style.setProperty("--request", colorOf(id));
+    this.element.style.setProperty("--hue", hueOf(id));
     this.element.addEventListener("pointerenter", () => onPoint(id));
     this.element.addEventListener("pointerleave", () => onPoint(null));
   }

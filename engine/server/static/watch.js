@@ -43,7 +43,7 @@ async function startLoad(view) {
   const button = $("send-load");
   button.disabled = true;
   try {
-    await sendLoad($("model").value, 8);
+    await sendLoad($("model").value);
   } catch (error) {
     view.state("broken", error.message);
   } finally {
@@ -169,7 +169,7 @@ class WatchView {
     this.charts.step.push(now, [isIdle ? 0 : step]);
     this.charts.batch.push(now, [isIdle ? 0 : batch.num_tokens]);
     this.charts.running.push(now, [snapshot.num_running, snapshot.num_waiting]);
-    $("fig-rate").textContent = count.format(Math.round(rate));
+    $("fig-rate").textContent = rate < 20 ? rate.toFixed(1) : count.format(Math.round(rate));
     $("fig-step").textContent = step.toFixed(step < 10 ? 2 : step < 100 ? 1 : 0);
     $("fig-batch").textContent = count.format(isIdle ? 0 : batch.num_tokens);
     $("note-batch").textContent = isIdle
@@ -193,9 +193,11 @@ class WatchView {
   }
 
   tellTree({ tree }) {
-    const shown = tree.nodes.length < tree.num_nodes ? `, ${tree.nodes.length} of them shown` : "";
+    const shown = tree.nodes.length < tree.num_nodes ? ` (${tree.nodes.length} of them shown)` : "";
+    const sizes = [plural(tree.num_nodes, "node") + shown];
+    if (tree.num_blocks !== tree.num_nodes) sizes.push(plural(tree.num_blocks, "block"));
     const text = tree.num_nodes
-      ? `${plural(tree.num_nodes, "node")}${shown}, ${plural(tree.num_blocks, "block")}. `
+      ? `${sizes.join(", ")}. `
         + "Prompts that begin alike share a branch, which is computed once."
       : "Empty. Prompts that begin alike will share a branch here.";
     if ($("tree-note").textContent !== text) $("tree-note").textContent = text;

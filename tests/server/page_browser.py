@@ -1,0 +1,87 @@
+"""Debian's Chromium, and the page as a person sees it there."""
+
+from __future__ import annotations
+
+import shutil
+import time
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+_ARGUMENTS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--window-size=1200,800",
+)
+
+
+def start_chromium(folder):
+    """Return a driver of a Chromium that keeps its data in an empty folder."""
+    # Here, as a machine without selenium skips the tests in a browser.
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for argument in (*_ARGUMENTS, f"--user-data-dir={folder}"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    return webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+
+
+class Page:
+    """The page as a person sees it, with short names for what the tests do."""
+
+    def __init__(self, driver):
+        self.driver = driver
+
+    def one(self, selector):
+        return self.driver.find_element("css selector", selector)
+
+    def all(self, selector):
+        return self.driver.find_elements("css selector", selector)
+
+    def text(self, selector):
+        return self.driver.execute_script(
+            "return document.querySelector(arguments[0])?.textContent ?? ''", selector
+        )
+
+    def wait(self, condition, seconds=8):
+        end = time.monotonic() + seconds
+        while not (value := condition()):
+            assert time.monotonic() < end, f"never happened: {condition}"
+            time.sleep(0.03)
+        return value
+
+    def keys(self, *keys):
+        # Here, as a machine without selenium skips the tests in a browser.
+        from selenium.webdriver import ActionChains
+
+        ActionChains(self.driver).send_keys(*keys).perform()
+
+    def hover(self, element):
+        # Here, as a machine without selenium skips the tests in a browser.
+        from selenium.webdriver import ActionChains
+
+        ActionChains(self.driver).move_to_element(element).perform()
+
+    def ask(self, text, until_done=True, seconds=8):
+        self.one("#prompt").send_keys(text + "\n")
+        if until_done:
+            note = ".assistant:last-child .note"
+            self.wait(lambda: self.text("#send") == "Send" and self.text(note), seconds)
+
+    def answer(self):
+        return self.text(".assistant:last-child > .text")
+
+    def focused(self):
+        return self.driver.switch_to.active_element
+
+    def emulate(self, width=1200, height=800, **features):
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        wanted = [{"name": name.replace("_", "-"), "value": v} for name, v in features.items()]
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": wanted})
