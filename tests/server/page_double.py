@@ -150,7 +150,7 @@ class Script:
     delay: float = 0.004  # seconds before each token
     key: str | None = None
     error: tuple[int, str, dict[str, str]] | None = None
-    breaks_off: bool = False
+    ends: str = ""  # after four tokens: "cut", or "error"
     asked: list[dict] = field(default_factory=list)
     was_aborted: threading.Event = field(default_factory=threading.Event)
 
@@ -188,7 +188,9 @@ async def _chunks(script, asked):
         for number, (name, token) in enumerate(tokens):
             await asyncio.sleep(script.delay)
             yield of_token(name, token)
-            if script.breaks_off and number == 3:
+            if script.ends and number == 3:
+                if script.ends == "error":
+                    yield f"data: {json.dumps({'error': {'message': 'the device is gone'}})}\n\n"
                 return
         yield frame({}, "stop")
         usage = {"prompt_tokens": 40, "completion_tokens": len(tokens)}

@@ -251,7 +251,7 @@ def test_stop_ends_the_request_and_keeps_the_words(chat, script):
     chat.one("#send").click()
     assert script.was_aborted.wait(5)
     chat.wait(lambda: chat.text("#send") == "Send")
-    assert "stopped" in chat.text(".assistant .note")
+    assert re.match(r"\d+ tokens · .* · stopped$", chat.text(".assistant .note"))
     kept = chat.answer()
     assert 20 < len(kept) < len(ANSWER)
     time.sleep(0.3)
@@ -357,12 +357,20 @@ def test_errors_are_told_in_words(chat, script, error, words):
     assert not chat.one("#problem").is_displayed()
 
 
-def test_a_stream_that_breaks_off_is_told(chat, script):
-    script.breaks_off = True
+@pytest.mark.parametrize(
+    "ends, words",
+    [
+        ("cut", "The connection was lost before the answer was finished."),
+        ("error", "the device is gone"),
+    ],
+)
+def test_a_stream_that_breaks_off_is_told(chat, script, ends, words):
+    script.ends = ends
     chat.ask("Why?", until_done=False)
-    words = chat.wait(lambda: chat.text("#problem"))
-    assert words == "The connection was lost before the answer was finished."
+    assert chat.wait(lambda: chat.text("#problem")) == words
     assert chat.answer() == "Sunlight holds all colors."
+    note = chat.text(".assistant .note")
+    assert note.startswith("4 tokens") and note.endswith("failed")
 
 
 def test_a_server_that_is_gone_is_told(chat, site):

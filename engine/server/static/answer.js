@@ -4,9 +4,18 @@ import { ApiError, events, request } from "./api.js";
 import { TokenPairing, tokensOf } from "./tokens.js";
 
 // Calls `take(kind, pieces)` for what arrives, where kind is "content" or "reasoning_content".
-// Returns {reason, stats}; throws an ApiError, or an AbortError when `signal` stops it.
+// Returns {reason, stats}; throws an ApiError, or an AbortError when `signal` stops it, with `stats`.
 export async function streamAnswer(body, signal, take) {
   const measured = new Measures();
+  try {
+    return { reason: await readAnswer(body, signal, take, measured), stats: measured.stats() };
+  } catch (error) {
+    error.stats = measured.stats();
+    throw error;
+  }
+}
+
+async function readAnswer(body, signal, take, measured) {
   const pairings = { content: new TokenPairing(), reasoning_content: new TokenPairing() };
   const asked = { ...body, stream: true, stream_options: { include_usage: true } };
   const response = await request("v1/chat/completions", { body: asked, signal });
@@ -22,7 +31,7 @@ export async function streamAnswer(body, signal, take) {
     deliver(choice, pairings, measured, take);
   }
   if (!reason) throw new ApiError("The connection was lost before the answer was finished.", 0);
-  return { reason, stats: measured.stats() };
+  return reason;
 }
 
 function deliver(choice, pairings, measured, take) {

@@ -111,15 +111,14 @@ async function answer(parameters) {
   refresh();
   toEnd();
   const take = (kind, pieces) => {
-    const follow = isAtEnd();
-    view.append(kind, pieces);
+    if (view.append(kind, pieces) === 1) requestAnimationFrame(() => draw(view));
     if (kind === "content") announcer.feed(pieces.map((piece) => piece.text).join(""));
-    if (follow) toEnd();
   };
   try {
     Object.assign(message, await streamAnswer(body, controller.signal, take));
   } catch (error) {
     message.reason = error.name === "AbortError" ? "stopped" : "error";
+    message.stats = error.stats;
     if (message.reason === "error") showProblem(error.message);
   }
   announcer.say(announcer.heard);
@@ -129,7 +128,15 @@ async function answer(parameters) {
   else refresh();
 }
 
+// What has arrived since the last picture, at once.
+function draw(view) {
+  const follow = isAtEnd();
+  view.draw();
+  if (follow) toEnd();
+}
+
 function finish(view) {
+  draw(view);
   const follow = isAtEnd();
   if (view.isEmpty && view.message.reason === "error") remove(view);
   else view.finish();

@@ -19,6 +19,8 @@ function button(text, label, onClick) {
 }
 
 export class MessageView {
+  undrawn = [];
+
   constructor(message, { regenerate }) {
     this.message = message;
     this.element = make("li", message.role);
@@ -64,15 +66,22 @@ export class MessageView {
     return !this.message.content && !this.message.reasoning;
   }
 
+  // Takes what has arrived, and returns how much waits to be drawn.
   append(kind, pieces) {
     const isContent = kind === "content";
     const text = pieces.map((piece) => piece.text).join("");
     this.message[isContent ? "content" : "reasoning"] += text;
     this.message[isContent ? "pieces" : "thoughts"].push(...pieces);
-    const target = isContent ? this.text : this.thoughtsText;
-    target.append(...pieces.flatMap(nodesOf));
-    if (!isContent) this.thoughts.hidden = false;
-    this.thoughts.open = !isContent && this.text.childElementCount === 0;
+    return this.undrawn.push([isContent, pieces]);
+  }
+
+  draw() {
+    for (const [isContent, pieces] of this.undrawn.splice(0)) {
+      const target = isContent ? this.text : this.thoughtsText;
+      target.append(...pieces.flatMap(nodesOf));
+      if (!isContent) this.thoughts.hidden = false;
+      this.thoughts.open = !isContent && !this.message.content;
+    }
   }
 
   finish() {
