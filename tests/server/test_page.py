@@ -14,8 +14,11 @@ import pytest
 pytest.importorskip("starlette", reason="the extra `serve` is not installed")
 pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
 
+from engine.async_engine import AsyncEngine
 from engine.errors import EngineError
+from engine.server.app import begin_drain, build_app
 from engine.server.routes import page, watch
+from engine.server.server_config import ServerConfig, key_hash
 from tests.server.page_browser import CHROMIUM, DRIVER, Page, start_chromium
 from tests.server.page_double import ANSWER, HOSTILE, Script, Server, SimulatedEngine, build_double
 
@@ -50,7 +53,8 @@ def _get(site, path, method="GET", **headers):
     try:
         connection.request(method, path, headers=headers)
         answer = connection.getresponse()
-        return answer.status, dict(answer.getheaders()), answer.read()
+        headers = {name.lower(): value for name, value in answer.getheaders()}
+        return answer.status, headers, answer.read()
     finally:
         connection.close()
 
@@ -161,9 +165,9 @@ def test_viewers_are_bounded_and_counted_until_they_leave(site, engine):
     assert _first_lines(site, 1)[0].startswith(b"data: ")
 
 
-def _first_lines(site, count):
+def _first_lines(site, count, **headers):
     connection = http.client.HTTPConnection(urlsplit(site.url).netloc, timeout=10)
-    connection.request("GET", "/v1/engine/watch")
+    connection.request("GET", "/v1/engine/watch", headers=headers)
     answer = connection.getresponse()
     lines = [answer.readline() for _ in range(count)]
     connection.close()
@@ -586,23 +590,55 @@ def test_dark_light_and_less_motion(chat):
 # ---- with the server and the engine
 
 
-@pytest.fixture
-def served():
-    from engine.async_engine import AsyncEngine
-    from engine.server.app import build_app
-    from engine.server.server_config import ServerConfig
-
+@pytest.fixture(scope="module")
+def real_engine():
     engine = AsyncEngine.from_name("smollm2", device="cpu", max_model_len=512)
-    server = Server(build_app(engine, ServerConfig(served_model_name=("smollm2",))))
-    yield server
-    server.close()
+    yield engine
     asyncio.run(engine.close())
 
 
-def test_chat_and_watch_with_the_engine(browser, served):
+@pytest.fixture
+def serve(real_engine):
+    """A function that serves the engine with some options of the server."""
+    servers = []
+
+    def start(**options):
+        app = build_app(real_engine, ServerConfig(served_model_name=("smollm2",), **options))
+        servers.append(Server(app))
+        return servers[-1], app
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def test_a_key_guards_the_snapshots_but_not_the_files(serve):
+    site, _ = serve(api_key_hashes=(key_hash("secret"),))
+    assert all(_get(site, path)[0] == 200 for path in page.PUBLIC_PATHS)
+    for headers in ({}, {"Authorization": "Bearer wrong"}):
+        status, _, body = _get(site, "/v1/engine/watch", **headers)
+        assert status == 401 and "API key" in json.loads(body)["error"]["message"]
+    [line] = _first_lines(site, 1, Authorization="Bearer secret")
+    assert json.loads(line.removeprefix(b"data: "))["num_blocks"] > 0
+
+
+def test_options_of_the_page(serve):
+    site, _ = serve(max_watchers=0)
+    status, headers, body = _get(site, "/v1/engine/watch")
+    assert status == 429 and headers["retry-after"] == "5"
+    assert json.loads(body)["error"]["type"] == "rate_limit_error"
+    site, app = serve()
+    begin_drain(app)
+    assert _get(site, "/v1/engine/watch")[2].count(b"data: ") == 1  # and the stream has ended
+    site, _ = serve(enable_page=False)
+    assert _get(site, "/")[0] == _get(site, "/v1/engine/watch")[0] == 404
+
+
+def test_chat_and_watch_with_the_engine(browser, serve):
+    site, _ = serve()
     chat = Page(browser)
     chat.emulate()
-    browser.get(served.url)
+    browser.get(site.url)
     chat.wait(lambda: chat.all("#model option[value=smollm2]"))
     chat.one("#temperature").send_keys("0")
     chat.one("#max_tokens").send_keys("8")
