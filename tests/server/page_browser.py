@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 import time
 
+import pytest
+
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 _ARGUMENTS = (
     "--headless=new",
@@ -17,6 +19,16 @@ _ARGUMENTS = (
     "--disable-sync",
     "--window-size=1200,800",
 )
+
+
+def chromium_or_skip(folder):
+    """Yield a driver, for a fixture; skip the test where there is no browser."""
+    if not (CHROMIUM and DRIVER):
+        pytest.skip("no chromium and chromedriver on this machine")
+    pytest.importorskip("selenium", reason="selenium is not installed")
+    driver = start_chromium(folder)
+    yield driver
+    driver.quit()
 
 
 def start_chromium(folder):

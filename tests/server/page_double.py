@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import math
 import random
@@ -11,6 +12,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from urllib.parse import urlsplit
 
 import uvicorn
 from starlette.applications import Starlette
@@ -150,6 +152,7 @@ class Script:
     delay: float = 0.004  # seconds before each token
     key: str | None = None
     error: tuple[int, str, dict[str, str]] | None = None
+    knows_models: bool = True
     ends: str = ""  # after four tokens: "cut", or "error"
     asked: list[dict] = field(default_factory=list)
     was_aborted: threading.Event = field(default_factory=threading.Event)
@@ -207,6 +210,8 @@ async def _completions(request):
 
 
 async def _models(request):
+    if not request.app.state.script.knows_models:
+        return _error(503, "loading the model")
     return JSONResponse({"data": [{"id": MODEL}, {"id": "another-model"}]})
 
 
@@ -260,3 +265,25 @@ class Server:
         """End the thread; open streams get a second."""
         self._server.should_exit = True
         self._thread.join()
+
+
+def get(site, path, method="GET", **headers):
+    """Return the status, the headers by their names in lower case, and the body."""
+    connection = http.client.HTTPConnection(urlsplit(site.url).netloc, timeout=10)
+    try:
+        connection.request(method, path, headers=headers)
+        answer = connection.getresponse()
+        headers = {name.lower(): value for name, value in answer.getheaders()}
+        return answer.status, headers, answer.read()
+    finally:
+        connection.close()
+
+
+def first_lines(site, count, **headers):
+    """Return the first lines of the stream of snapshots."""
+    connection = http.client.HTTPConnection(urlsplit(site.url).netloc, timeout=10)
+    connection.request("GET", "/v1/engine/watch", headers=headers)
+    answer = connection.getresponse()
+    lines = [answer.readline() for _ in range(count)]
+    connection.close()
+    return lines

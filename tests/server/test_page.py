@@ -14,13 +14,19 @@ import pytest
 pytest.importorskip("starlette", reason="the extra `serve` is not installed")
 pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
 
-from engine.async_engine import AsyncEngine
 from engine.errors import EngineError
-from engine.server.app import begin_drain, build_app
 from engine.server.routes import page, watch
-from engine.server.server_config import ServerConfig, key_hash
-from tests.server.page_browser import CHROMIUM, DRIVER, Page, start_chromium
-from tests.server.page_double import ANSWER, HOSTILE, Script, Server, SimulatedEngine, build_double
+from tests.server.page_browser import Page, chromium_or_skip
+from tests.server.page_double import (
+    ANSWER,
+    HOSTILE,
+    Script,
+    Server,
+    SimulatedEngine,
+    build_double,
+    first_lines,
+    get,
+)
 
 
 @pytest.fixture
@@ -48,21 +54,10 @@ def site(app):
 # ---- files
 
 
-def _get(site, path, method="GET", **headers):
-    connection = http.client.HTTPConnection(urlsplit(site.url).netloc, timeout=10)
-    try:
-        connection.request(method, path, headers=headers)
-        answer = connection.getresponse()
-        headers = {name.lower(): value for name, value in answer.getheaders()}
-        return answer.status, headers, answer.read()
-    finally:
-        connection.close()
-
-
 def test_every_file_comes_with_headers_that_let_nothing_else_run(site):
     assert {"/", "/static/app.js", "/static/style.css"} <= page.PUBLIC_PATHS
     for path in page.PUBLIC_PATHS:
-        status, headers, body = _get(site, path)
+        status, headers, body = get(site, path)
         assert status == 200 and body, path
         assert headers["x-content-type-options"] == "nosniff"
         policy = headers["content-security-policy"]
@@ -72,24 +67,24 @@ def test_every_file_comes_with_headers_that_let_nothing_else_run(site):
 
 
 def test_a_file_that_the_browser_has_is_not_sent_again(site):
-    _, headers, _ = _get(site, "/static/app.js")
+    _, headers, _ = get(site, "/static/app.js")
     for known in (headers["etag"], f"W/{headers['etag']}", f'"x", {headers["etag"]}'):
-        status, again, body = _get(site, "/static/app.js", **{"If-None-Match": known})
+        status, again, body = get(site, "/static/app.js", **{"If-None-Match": known})
         assert (status, body, again["etag"]) == (304, b"", headers["etag"])
-    assert _get(site, "/static/app.js", **{"If-None-Match": '"other"'})[0] == 200
+    assert get(site, "/static/app.js", **{"If-None-Match": '"other"'})[0] == 200
 
 
 @pytest.mark.parametrize(
     "path", ["/static/", "/static/x.js", "/static/../__init__.py", "/static/%2e%2e/__init__.py"]
 )
 def test_nothing_but_the_files_of_the_page_is_served(site, path):
-    assert _get(site, path)[0] == 404
+    assert get(site, path)[0] == 404
 
 
 def test_head_and_other_methods(site):
-    status, headers, body = _get(site, "/", method="HEAD")
+    status, headers, body = get(site, "/", method="HEAD")
     assert (status, body) == (200, b"") and int(headers["content-length"]) > 1000
-    assert _get(site, "/", method="POST")[0] == 405
+    assert get(site, "/", method="POST")[0] == 405
 
 
 def test_the_files_need_nothing_from_elsewhere():
@@ -162,16 +157,7 @@ def test_viewers_are_bounded_and_counted_until_they_leave(site, engine):
     taken = engine.num_snapshots
     time.sleep(2 * watch.INTERVAL)
     assert engine.num_snapshots == taken
-    assert _first_lines(site, 1)[0].startswith(b"data: ")
-
-
-def _first_lines(site, count, **headers):
-    connection = http.client.HTTPConnection(urlsplit(site.url).netloc, timeout=10)
-    connection.request("GET", "/v1/engine/watch", headers=headers)
-    answer = connection.getresponse()
-    lines = [answer.readline() for _ in range(count)]
-    connection.close()
-    return lines
+    assert first_lines(site, 1)[0].startswith(b"data: ")
 
 
 def test_a_server_that_drains_ends_the_streams(site, app):
@@ -188,7 +174,7 @@ def test_a_server_that_drains_ends_the_streams(site, app):
 
 def test_viewers_are_told_why_the_engine_ended(site, engine):
     engine.error = EngineError("the device is gone")
-    status, headers, body = _get(site, "/v1/engine/watch")
+    status, headers, body = get(site, "/v1/engine/watch")
     assert status == 200 and headers["content-type"].startswith("text/event-stream")
     assert body == b'event: error\ndata: {"message":"the device is gone"}\n\n'
 
@@ -198,12 +184,7 @@ def test_viewers_are_told_why_the_engine_ended(site, engine):
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
-    if not (CHROMIUM and DRIVER):
-        pytest.skip("no chromium and chromedriver on this machine")
-    pytest.importorskip("selenium", reason="selenium is not installed")
-    driver = start_chromium(tmp_path_factory.mktemp("chromium"))
-    yield driver
-    driver.quit()
+    yield from chromium_or_skip(tmp_path_factory.mktemp("chromium"))
 
 
 @pytest.fixture
@@ -375,6 +356,20 @@ def test_a_stream_that_breaks_off_is_told(chat, script, ends, words):
     assert chat.answer() == "Sunlight holds all colors."
     note = chat.text(".assistant .note")
     assert note.startswith("4 tokens") and note.endswith("failed")
+
+
+def test_models_that_were_not_known_yet_are_asked_for_again(chat, script):
+    script.knows_models = False
+    chat.driver.refresh()
+    words = "The server takes no requests now. It says: loading the model"
+    chat.wait(lambda: chat.text("#problem") == words)
+    chat.ask("Why?", until_done=False)
+    chat.wait(lambda: chat.text("#send") == "Send" and not script.asked)
+    assert chat.text("#problem") == words
+    script.knows_models = True
+    chat.one(".user button[aria-label='Generate another answer']").click()
+    chat.wait(lambda: chat.answer() == ANSWER)
+    assert script.asked[0]["model"] == "double-1b"
 
 
 def test_a_server_that_is_gone_is_told(chat, site):
@@ -585,77 +580,3 @@ def test_dark_light_and_less_motion(chat):
     chat.wait(lambda: _pixels(chat, "chart-rate") != before)  # still drawn, with each snapshot
     chat.emulate(prefers_color_scheme="light")
     assert paper() != dark
-
-
-# ---- with the server and the engine
-
-
-@pytest.fixture(scope="module")
-def real_engine():
-    engine = AsyncEngine.from_name("smollm2", device="cpu", max_model_len=512)
-    yield engine
-    asyncio.run(engine.close())
-
-
-@pytest.fixture
-def serve(real_engine):
-    """A function that serves the engine with some options of the server."""
-    servers = []
-
-    def start(**options):
-        app = build_app(real_engine, ServerConfig(served_model_name=("smollm2",), **options))
-        servers.append(Server(app))
-        return servers[-1], app
-
-    yield start
-    for server in servers:
-        server.close()
-
-
-def test_a_key_guards_the_snapshots_but_not_the_files(serve):
-    site, _ = serve(api_key_hashes=(key_hash("secret"),))
-    assert all(_get(site, path)[0] == 200 for path in page.PUBLIC_PATHS)
-    for headers in ({}, {"Authorization": "Bearer wrong"}):
-        status, _, body = _get(site, "/v1/engine/watch", **headers)
-        assert status == 401 and "API key" in json.loads(body)["error"]["message"]
-    [line] = _first_lines(site, 1, Authorization="Bearer secret")
-    assert json.loads(line.removeprefix(b"data: "))["num_blocks"] > 0
-
-
-def test_options_of_the_page(serve):
-    site, _ = serve(max_watchers=0)
-    status, headers, body = _get(site, "/v1/engine/watch")
-    assert status == 429 and headers["retry-after"] == "5"
-    assert json.loads(body)["error"]["type"] == "rate_limit_error"
-    site, app = serve()
-    begin_drain(app)
-    assert _get(site, "/v1/engine/watch")[2].count(b"data: ") == 1  # and the stream has ended
-    site, _ = serve(enable_page=False)
-    assert _get(site, "/")[0] == _get(site, "/v1/engine/watch")[0] == 404
-
-
-def test_chat_and_watch_with_the_engine(browser, serve):
-    site, _ = serve()
-    chat = Page(browser)
-    chat.emulate()
-    browser.get(site.url)
-    chat.wait(lambda: chat.all("#model option[value=smollm2]"))
-    chat.one("#temperature").send_keys("0")
-    chat.one("#max_tokens").send_keys("8")
-    chat.ask("What is the capital of France?", seconds=60)
-    assert chat.answer() == "The capital of France is Paris."
-    assert "8 tokens" in chat.text(".assistant .note")
-    words = chat.all(".assistant .token")
-    assert [word.text for word in words] == ["The", "capital", "of", "France", "is", "Paris", "."]
-    chat.hover(words[5])
-    assert chat.text("#alternatives .chosen > span") == "·Paris, chosen"
-    assert len(chat.all("#alternatives li")) == 5
-    chat.one("#tab-watch").click()
-    chat.wait(lambda: chat.text("#watch-state") == "idle")
-    assert int(chat.text("#kept").split()[0]) >= 2
-    chat.one("#send-load").click()
-    chat.wait(lambda: len(chat.all(".request[data-state=running]")) > 1, seconds=20)
-    chat.wait(lambda: int(chat.text("#held").split()[0]) > 1, seconds=20)
-    assert float(chat.text("#fig-step")) > 0
-    browser.get("about:blank")
-    assert not [entry for entry in browser.get_log("browser") if entry["source"] != "network"]

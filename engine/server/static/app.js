@@ -1,7 +1,7 @@
 // The frame of the page: views, models, the key.
 
 import { models, onMissingKey, saveKey } from "./api.js";
-import { startChat } from "./chat.js";
+import { showProblem, startChat } from "./chat.js";
 import { startWatch } from "./watch.js";
 
 const $ = (id) => document.getElementById(id);
@@ -71,23 +71,33 @@ $("change-key").addEventListener("click", async () => {
 
 // ---- models
 
-async function listModels() {
+async function fillModels() {
   const select = $("model");
-  const wanted = sessionStorage.getItem("engine.model") ?? select.value;
+  const before = sessionStorage.getItem("engine.model") ?? select.value;
+  const names = await models();
+  select.replaceChildren(...names.map((name) => new Option(name, name)));
+  if (names.includes(before)) select.value = before;
+}
+
+async function listModels() {
   try {
-    const names = await models();
-    select.replaceChildren(...names.map((name) => new Option(name, name)));
-    if (names.includes(wanted)) select.value = wanted;
-    chat.showProblem("");
+    await fillModels();
+    showProblem("");
   } catch (error) {
-    chat.showProblem(error.message);
+    showProblem(error.message);
   }
+}
+
+// The server may not have been there when the page was loaded.
+async function chosenModel() {
+  if (!$("model").value) await fillModels();
+  return $("model").value;
 }
 
 $("model").addEventListener("change", () => {
   sessionStorage.setItem("engine.model", $("model").value);
 });
 
-const chat = startChat({ model: () => $("model").value });
+startChat({ model: chosenModel });
 show(wanted());
 listModels();

@@ -13,7 +13,7 @@ let messages = [];
 let views = [];
 let running = null; // the AbortController of the answer that arrives
 let startedAt = 0;
-let modelName = () => "";
+let chosenModel = async () => "";
 
 export function showProblem(text) {
   $("problem").textContent = text;
@@ -101,7 +101,7 @@ function history() {
 }
 
 async function answer(parameters) {
-  const body = { model: modelName(), messages: history(), ...parameters };
+  const asked = { messages: history(), ...parameters };
   const message = { role: "assistant", content: "", reasoning: "", pieces: [], thoughts: [] };
   const view = add(message);
   const announcer = new Announcer();
@@ -115,6 +115,7 @@ async function answer(parameters) {
     if (kind === "content") announcer.feed(pieces.map((piece) => piece.text).join(""));
   };
   try {
+    const body = { model: await chosenModel(), ...asked };
     Object.assign(message, await streamAnswer(body, controller.signal, take));
   } catch (error) {
     message.reason = error.name === "AbortError" ? "stopped" : "error";
@@ -227,7 +228,7 @@ function showSettings(isShown) {
 }
 
 export function startChat({ model }) {
-  modelName = model;
+  chosenModel = model;
   startSettings(refresh);
   showSettings(matchMedia("(min-width: 62rem)").matches);
   $("toggle-settings").addEventListener("click", () => showSettings($("settings").hidden));
@@ -248,5 +249,4 @@ export function startChat({ model }) {
   followTokens($("messages"), $("scroller"));
   restore();
   toEnd();
-  return { showProblem };
 }
