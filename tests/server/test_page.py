@@ -170,6 +170,7 @@ def test_a_server_that_drains_ends_the_streams(site, app):
     for connection, answer in answers:
         assert answer.read().startswith(b"data: ")  # to its end
         connection.close()
+    assert get(site, "/v1/engine/watch")[0] == 503
 
 
 def test_viewers_are_told_why_the_engine_ended(site, engine):

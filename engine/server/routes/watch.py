@@ -128,6 +128,8 @@ async def _until_disconnect(receive: Receive) -> None:
 
 async def _watch(request: Request) -> Response:
     state = request.app.state
+    if state.is_draining:
+        raise HTTPException(503, "the server is shutting down", {"Retry-After": "10"})
     if not hasattr(state, "snapshot_feed"):
         state.snapshot_feed = SnapshotFeed(state.client)
     feed: SnapshotFeed = state.snapshot_feed
