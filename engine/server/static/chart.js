@@ -10,7 +10,7 @@ const short = new Intl.NumberFormat("en", { notation: "compact", maximumSignific
 
 export class Chart {
   samples = []; // [time, values]
-  highest = 0; // of the vertical axis; follows the data slowly
+  highest = 0; // of the vertical axis; shrinks slowly
 
   constructor(canvas, { layers = 1, bars = false } = {}) {
     this.canvas = canvas;
@@ -31,7 +31,8 @@ export class Chart {
     const now = isCalm() ? (this.samples.at(-1)?.[0] ?? 0) : performance.now() - DELAY;
     const total = ([, values]) => values.reduce((sum, value) => sum + value, 0);
     const most = Math.max(1e-9, ...this.samples.map(total));
-    this.highest += (most - this.highest) * (isCalm() || !this.highest ? 1 : 0.08);
+    const isGrowing = most > this.highest;
+    this.highest += (most - this.highest) * (isCalm() || isGrowing ? 1 : 0.08);
     this.x = (time) => width - 1 - ((now - time) / WINDOW) * width;
     this.y = (value) => height - 1 - (value / this.highest) * (height - TOP - 2);
     this.drawAxis(context, width, height, most);

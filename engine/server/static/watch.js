@@ -9,7 +9,7 @@ import { RequestList } from "./requests.js";
 import { PrefixTree } from "./tree.js";
 
 const $ = (id) => document.getElementById(id);
-const SILENCE = 2500; // ms without a snapshot until the page says so
+const SILENCE = 5000; // ms without a snapshot until the page says so
 
 const count = new Intl.NumberFormat("en");
 const plural = (n, one, many = `${one}s`) => `${count.format(n)} ${n === 1 ? one : many}`;
@@ -170,7 +170,7 @@ class WatchView {
     this.charts.batch.push(now, [isIdle ? 0 : batch.num_tokens]);
     this.charts.running.push(now, [snapshot.num_running, snapshot.num_waiting]);
     $("fig-rate").textContent = rate < 20 ? rate.toFixed(1) : count.format(Math.round(rate));
-    $("fig-step").textContent = step.toFixed(step < 10 ? 2 : step < 100 ? 1 : 0);
+    $("fig-step").textContent = step < 1000 ? step.toPrecision(3) : count.format(Math.round(step));
     $("fig-batch").textContent = count.format(isIdle ? 0 : batch.num_tokens);
     $("note-batch").textContent = isIdle
       ? "nothing to compute"
@@ -186,7 +186,7 @@ class WatchView {
     const cell = perCell > 1 ? `; one square is ${perCell} blocks` : "";
     $("blocks-note").textContent = `${text}${cell}. How many is exact, where is not.`;
     $("held").textContent = `${count.format(held)} in requests`;
-    $("kept").textContent = `${count.format(cached)} in the prefix tree`;
+    $("kept").textContent = `${count.format(cached)} shared or kept`;
     $("free").textContent = `${count.format(free)} free`;
     const legend = ["held", "kept", "free"].map((id) => $(id).textContent).join(", ");
     $("blocks").setAttribute("aria-label", `Blocks of the key-value cache: ${legend}`);
