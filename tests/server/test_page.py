@@ -160,6 +160,29 @@ def test_viewers_are_bounded_and_counted_until_they_leave(site, engine):
     assert first_lines(site, 1)[0].startswith(b"data: ")
 
 
+def test_a_viewer_that_does_not_read_is_dropped(app, engine):
+    app.state.config.send_timeout = 0.1
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+        if message["type"] == "http.response.body":
+            await asyncio.sleep(60)  # as a server does whose buffers are full
+
+    async def receive():
+        await asyncio.sleep(60)
+
+    scope = {"type": "http", "method": "GET", "path": "/v1/engine/watch", "headers": []}
+    scope |= {"query_string": b"", "root_path": "", "http_version": "1.1"}
+
+    async def run():
+        await asyncio.wait_for(app(scope, receive, send), 5)
+        return app.state.snapshot_feed.num_viewers
+
+    assert asyncio.run(run()) == 0
+    assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
+
+
 def test_a_server_that_drains_ends_the_streams(site, app):
     answers = []
     for _ in range(2):
