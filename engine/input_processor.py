@@ -16,6 +16,8 @@ from engine.model import Model
 from engine.request import Request
 from engine.runner.sampling import SamplingSpec
 from engine.sampling_params import NumberRange, SamplingParams
+from engine.structured import GrammarCompiler, GrammarState
+from engine.structured_output import StructuredOutput
 
 __all__ = ["InputProcessor", "Prompt", "PromptInput"]
 
@@ -56,6 +58,7 @@ class InputProcessor:
         self._max_model_len = max_model_len
         self._seed = seed
         self._counter = itertools.count()
+        self._grammars: GrammarCompiler | None = None  # made when first needed
 
     def encode(self, prompt: Prompt, cache_salt: str | None = None) -> PromptInput:
         """Return the prompt's text (if any), token ids and salt; `cache_salt` overrides its own.
@@ -108,18 +111,25 @@ class InputProcessor:
             _TIMEOUT.check("timeout", timeout),
         )
         params.validate_for(self._vocab_size)
-        for name in ("stop", "bad_words"):
-            texts = getattr(params, name)
-            if texts and self.tokenizer is None:
-                raise RequestError(f"{name} needs a model with a tokenizer; got {shown(texts)}")
+        for name in ("stop", "bad_words", "structured"):
+            value = getattr(params, name)
+            if value and self.tokenizer is None:
+                raise RequestError(f"{name} needs a model with a tokenizer; got {shown(value)}")
         return priority, timeout
 
     def sampling_specs(self, params: SamplingParams) -> list[SamplingSpec]:
-        """Return the sampling spec of each continuation; they differ in their seeds only.
+        """Return the sampling spec of each continuation.
 
-        The first has the request's own seed, or one derived from the engine's seed and the
-        request's number; each further seed is derived from the first and its index.
+        They differ in their seeds: the first has the request's own seed, or one derived from the
+        engine's seed and the request's number; each further seed is derived from the first and its
+        index. Each has a state of its own in the grammar, if there is one.
+
+        Raises
+        ------
+        RequestError
+            If `params.structured` cannot be compiled.
         """
+        states = self._grammar_states(params)
         seed = params.seed
         if seed is None:
             seed = _derived_seed(self._seed, next(self._counter))
@@ -128,9 +138,13 @@ class InputProcessor:
         bad_words = self._bad_words(params)
         return [
             SamplingSpec(
-                params, seed if index == 0 else _derived_seed(seed, index), bad_words, num_logprobs
+                params,
+                seed if index == 0 else _derived_seed(seed, index),
+                bad_words,
+                num_logprobs,
+                state,
             )
-            for index in range(params.num_continuations)
+            for index, state in enumerate(states)
         ]
 
     def requests(
@@ -160,6 +174,7 @@ class InputProcessor:
                 long_rope=self._model.uses_long_rope(longest),
                 reuse_prefix=params.prompt_logprobs is None,
                 eos_token_ids=self._model.eos_token_ids,
+                always_ends_at_eos=spec.grammar is not None,
                 spec=spec,
             )
             for index, spec in enumerate(specs)
@@ -193,6 +208,19 @@ class InputProcessor:
         items = items_of("prompt", ids, "token ids", limit)
         wanted = f"a token id, a whole number in [0, {self._vocab_size})"
         return token_ids_of("prompt", items, self._vocab_size, wanted)
+
+    def _grammar_states(self, params: SamplingParams) -> Sequence[GrammarState | None]:
+        """Return the initial state of each continuation in its grammar; None without one."""
+        count = params.num_continuations
+        if params.structured is None:
+            return [None] * count
+        if self._grammars is None:
+            self._grammars = GrammarCompiler(
+                self.tokenizer, self._vocab_size, self._model.eos_token_ids
+            )
+        assert isinstance(params.structured, StructuredOutput)
+        grammar = self._grammars.compile(params.structured)
+        return [grammar.new_state() for _ in range(count)]
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Return each bad word's token sequences, at the start of a text and after a space."""

@@ -101,6 +101,8 @@ class Request:
         False recomputes every prompt position (prompt_logprobs needs all of them).
     eos_token_ids : iterable of int
         The model's end-of-sequence ids (ignored when `sampling_params.ignore_eos`).
+    always_ends_at_eos : bool
+        They end it whatever `ignore_eos` and `min_tokens` say: a grammar allows no other token.
     spec : SamplingSpec, optional
         How the runner samples it; not used here.
 
@@ -141,6 +143,7 @@ class Request:
     long_rope: bool = False
     reuse_prefix: bool = True
     eos_token_ids: InitVar[Iterable[int]] = ()
+    always_ends_at_eos: bool = False
     spec: Any = field(default=None, repr=False)
 
     # state: written by the scheduler
@@ -173,7 +176,8 @@ class Request:
 
     def __post_init__(self, eos_token_ids: Iterable[int]) -> None:
         rules = self.sampling_params
-        self._eos = frozenset() if rules.ignore_eos else frozenset(eos_token_ids)
+        ignores_eos = rules.ignore_eos and not self.always_ends_at_eos
+        self._eos = frozenset() if ignores_eos else frozenset(eos_token_ids)
         self._ends = self._eos.union(rules.stop_token_ids or ())
         self.num_tokens = len(self.prompt_token_ids)
 
@@ -236,7 +240,10 @@ class Request:
                 self.num_pending_tokens -= 1
             else:
                 self.num_tokens += 1
-            if token_id in ends and len(output) >= self.sampling_params.min_tokens:
+            if token_id in ends and (
+                len(output) >= self.sampling_params.min_tokens
+                or (self.always_ends_at_eos and token_id in self._eos)
+            ):
                 self.stop_reason = None if token_id in self._eos else token_id
                 return RequestStatus.FINISHED_STOPPED
             if limit and len(self.prompt_token_ids) + len(output) >= limit:

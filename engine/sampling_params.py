@@ -16,6 +16,7 @@ from typing import Any
 
 from engine.checks import checked_text, items_of, shown_with_type, token_ids_of
 from engine.errors import ConfigError, RequestError, unknown_keyword
+from engine.structured_output import StructuredOutput, structured_output_of
 
 __all__ = [
     "GREEDY_EPSILON",
@@ -166,6 +167,10 @@ class SamplingParams:
         Texts whose token sequences are never generated.
     logits_processors : sequence of callable
         Called in this process as ``processor(output_token_ids, logits)``; never sent over HTTP.
+    structured : StructuredOutput or mapping of its fields, optional
+        What the text must match: a JSON schema, a regular expression, a choice or a grammar. An
+        end-of-sequence token can then be sampled only where the text may end; once nothing else is
+        possible it is, whatever `ignore_eos` and `min_tokens` say.
 
     Raises
     ------
@@ -209,6 +214,7 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
     logits_processors: Sequence[Callable[..., Any]] | None = None
+    structured: StructuredOutput | Mapping[str, Any] | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> SamplingParams:
         """Refuse unknown keywords, naming the nearest known one (a dataclass would not)."""
@@ -255,6 +261,7 @@ class SamplingParams:
         if self.logit_bias is not None:
             self._set("logit_bias", _bias(self.logit_bias))
         self._set("logits_processors", _callables("logits_processors", self.logits_processors))
+        self._set("structured", structured_output_of(self.structured))
 
     def _check_together(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

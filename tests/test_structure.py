@@ -21,14 +21,14 @@ OUTPUT_KEYWORDS = {"out", "residual_out"}
 # Layer of each part of the package; a module imports only from its own layer or below.
 LAYERS = {
     "errors": 0, "env": 0, "dtypes": 0, "device": 0, "config": 0, "drafts": 0, "request": 0,
-    "plan_array": 0, "model_files": 0, "checks": 0, "one_thread": 0,
-    "sampling_params": 0, "outputs": 0, "_version": 0, "reference": 0,
+    "plan_array": 0, "model_files": 0, "checks": 0, "one_thread": 0, "child_process": 0,
+    "sampling_params": 0, "structured_output": 0, "outputs": 0, "_version": 0, "reference": 0,
     "quantization": 0,
     "kernels": 1, "text": 1,
     "testing": 2, "layers": 2,
     "models": 3,
     "cache": 4, "loading": 4,
-    "scheduler": 5, "runner": 5,
+    "scheduler": 5, "runner": 5, "structured": 5,
     "model": 6, "trace": 4, "engine_config": 6, "input_processor": 6, "output_processor": 6,
     "deadlines": 6, "watchdog": 6, "stats": 6, "fault_bisection": 6, "recovery": 6,
     "beam_search": 6, "evaluation": 6, "memory_plan": 6, "calibration": 6, "llm_engine": 6,

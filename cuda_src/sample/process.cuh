@@ -41,6 +41,7 @@ struct RowChanges {
   float repetition, presence, frequency;
   int history_len, bias_begin, bias_end;
   bool has_penalty;
+  const int* mask;  // (ceil(V / 32),) or null
 
   __device__ __forceinline__ RowChanges(const SampleScanParams& p, int64_t b) {
     repetition = p.repetition_penalty ? p.repetition_penalty[b] : 1.0f;
@@ -50,6 +51,9 @@ struct RowChanges {
     bias_begin = p.cu_logit_bias ? max(p.cu_logit_bias[b], 0) : 0;
     bias_end = p.cu_logit_bias ? min(p.cu_logit_bias[b + 1], p.num_bias) : 0;
     has_penalty = history_len > 0 && (repetition != 1.0f || presence != 0.0f || frequency != 0.0f);
+    const int64_t mask_row = p.allowed_rows ? p.allowed_rows[b] : b;
+    const bool has_mask = p.allowed && mask_row >= 0 && mask_row < p.num_allowed;
+    mask = has_mask ? p.allowed + mask_row * ((p.vocab + 31) / 32) : nullptr;
   }
 };
 
@@ -59,11 +63,11 @@ __device__ __forceinline__ void change_chunk(const SampleScanParams& p, const Ro
                                              int64_t b, int begin, int size, float* changed,
                                              int* counts) {
   const float* row = p.logits + b * p.stride;
-  const int* mask = p.allowed ? p.allowed + b * ((p.vocab + 31) / 32) : nullptr;
   for (int i = threadIdx.x; i < size; i += kScanThreads) {
     const int id = begin + i;
     const float x = row[id];
-    const bool stays = !mask || (static_cast<uint32_t>(mask[id / 32]) >> (id % 32) & 1u);
+    const bool stays =
+        !changes.mask || (static_cast<uint32_t>(changes.mask[id / 32]) >> (id % 32) & 1u);
     changed[i] = stays || is_bad(x) ? x : minus_inf();  // a NaN is reported even where it is masked
     counts[i] = 0;
   }

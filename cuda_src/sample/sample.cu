@@ -42,7 +42,8 @@ extern "C" __global__ void __launch_bounds__(kScanThreads, 4)
   __shared__ int counts[kScanChunk];
   const ScanPlace at(p.num_tiles);
   const RowChanges changes(p, at.b);
-  const bool has_work = p.allowed || changes.has_penalty || changes.bias_begin < changes.bias_end;
+  const bool has_work =
+      changes.mask || changes.has_penalty || changes.bias_begin < changes.bias_end;
   if (at.chunk == 0 && threadIdx.x == 0) p.is_processed[at.b] = has_work;
   if (!has_work) {
     if (at.tile >= p.num_tiles) return;

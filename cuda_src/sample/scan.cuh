@@ -31,7 +31,9 @@ struct SampleScanParams {
   const float* logit_bias_values;   // (num_bias,)
   const int* cu_logit_bias;         // (B + 1,) row b's entries are [cu[b], cu[b + 1])
   int num_bias;
-  const int* allowed;        // (B, ceil(V / 32)) bit masks, or null
+  const int* allowed;       // (B or num_allowed, ceil(V / 32)) bit masks, or null
+  const int* allowed_rows;  // (B,) the mask of each row, none if outside [0, num_allowed), or null
+  int num_allowed;
   float* processed;          // (B, V) rows that were changed, processed_stride apart
   int64_t processed_stride;  // elements
   int* is_processed;         // (B,) whether the row was changed

@@ -42,7 +42,7 @@ _PENALTIES = "repetition_penalty:ptr presence_penalty:ptr frequency_penalty:ptr 
 _PENALTY_NAMES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 _PROCESSING_NAMES = (
     *("history", "history_lens", "prompt_lens", *_PENALTY_NAMES),
-    *("logit_bias_ids", "logit_bias_values", "cu_logit_bias", "allowed"),
+    *("logit_bias_ids", "logit_bias_values", "cu_logit_bias", "allowed", "allowed_rows"),
 )
 _LOGITS = "logits:ptr stride:i64 vocab:i32 "
 _FILTERS = "temperature:ptr top_k:ptr top_p:ptr min_p:ptr "
@@ -52,7 +52,8 @@ _STAGES = (
 _SCAN_PARAMS = (
     f"{_LOGITS}{_FILTERS}{_STAGES}history:ptr max_history:i32 history_lens:ptr prompt_lens:ptr "
     f"{_PENALTIES}logit_bias_ids:ptr logit_bias_values:ptr cu_logit_bias:ptr num_bias:i32 "
-    "allowed:ptr processed:ptr processed_stride:i64 is_processed:ptr"
+    "allowed:ptr allowed_rows:ptr num_allowed:i32 "
+    "processed:ptr processed_stride:i64 is_processed:ptr"
 )
 _SCAN = Kernel("sample_scan", _SCAN_PARAMS, struct="SampleScanParams")
 _SCAN_PROCESS = Kernel("sample_scan_process", _SCAN_PARAMS, struct="SampleScanParams")
@@ -127,6 +128,7 @@ def sample(
     logit_bias_values: Any = None,
     cu_logit_bias: Any = None,
     allowed: Any = None,
+    allowed_rows: Any = None,
     num_logprobs: int | None = None,
 ) -> SampleResult:
     """Choose one token of each row.
@@ -159,8 +161,12 @@ def sample(
         A value may be -inf.
     cu_logit_bias : (B+1,) array of int32
         Needed with these.
-    allowed : (B, ceil(V/32)) array of int32, optional
-        Bit i of word w set: id 32 w + i may be chosen.
+    allowed : (B or A, ceil(V/32)) array of int32, optional
+        Bit i of word w set: id 32 w + i may be chosen. A row for each row of logits, or with
+        `allowed_rows` any number A of them.
+    allowed_rows : (B,) array of int32, optional
+        The row of `allowed` that applies to each row of logits; outside [0, A): none, every id may
+        be chosen. Needs `allowed`.
     num_logprobs : int, optional
         None: no log-probabilities; 0: that of the token taken; n: also the n most likely ids.
 
@@ -283,6 +289,7 @@ def _processing(call: Contract, args: dict[str, Any]) -> dict[str, Any]:
     params: dict[str, Any] = {name: args[name] for name in _PROCESSING_NAMES}
     params["max_history"] = call["L"] if args["history"] is not None else 0
     params["num_bias"] = call["M"] if args["cu_logit_bias"] is not None else 0
+    params["num_allowed"] = 0 if args["allowed"] is None else args["allowed"].shape[0]
     params["processed"] = params["is_processed"] = None
     params["processed_stride"] = ceil_div(call["V"], 4) * 4
     if any(args[name] is not None for name in ("history", "cu_logit_bias", "allowed")):
@@ -309,7 +316,15 @@ def _check_processing(call: Contract, args: dict[str, Any]) -> None:
     for name in _PENALTY_NAMES:
         call.check(name, args[name] is None or has_history, "None without history", args[name])
     shapes = {"history": "B L", "history_lens": "B", "prompt_lens": "B", "logit_bias_ids": "M"}
-    shapes |= {"cu_logit_bias": str(call["B"] + 1), "allowed": f"B {ceil_div(call['V'], 32)}"}
+    num_masks = "B" if args["allowed_rows"] is None else "A"
+    call.check(
+        "allowed_rows",
+        args["allowed_rows"] is None or args["allowed"] is not None,
+        "None without allowed",
+        args["allowed_rows"],
+    )
+    shapes |= {"allowed": f"{num_masks} {ceil_div(call['V'], 32)}", "allowed_rows": "B"}
+    shapes |= {"cu_logit_bias": str(call["B"] + 1)}
     for name, shape in shapes.items():
         if args[name] is not None:
             args[name] = call.array(name, args[name], shape, INT32)

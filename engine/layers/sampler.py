@@ -46,6 +46,7 @@ class SamplingBatch:
     logit_bias_values: Any = None
     cu_logit_bias: Any = None
     allowed: Any = None
+    allowed_rows: Any = None
     num_logprobs: int | None = None
 
 

@@ -51,6 +51,7 @@ def sample(
     logit_bias_values: Array | None = None,
     cu_logit_bias: Array | None = None,
     allowed: Array | None = None,
+    allowed_rows: Array | None = None,
     num_logprobs: int | None = None,
 ) -> SampleResult:
     """Process, filter and sample each row; rows are independent of each other."""
@@ -61,7 +62,7 @@ def sample(
         work = logits.copy()
         with np.errstate(all="ignore"):  # overflow is reported in the row's status
             _add_bias(work, logit_bias_ids, logit_bias_values, cu_logit_bias)
-            _forbid(work, allowed)
+            _forbid(work, allowed, allowed_rows)
             _penalize(work, history, history_lens, prompt_lens, *penalties)
     token_ids = np.full(num_rows, -1, np.int32)
     num_kept = np.zeros(num_rows, np.int32)
@@ -93,12 +94,16 @@ def _add_bias(work: Array, ids: Any, values: Any, cu: Array | None) -> None:
         work[rows[inside], ids[inside]] += values[inside]
 
 
-def _forbid(work: Array, allowed: Array | None) -> None:
+def _forbid(work: Array, allowed: Array | None, mask_rows: Array | None) -> None:
     """Set the logits of ids whose bit is 0 to -inf (bit i of word w is id 32 w + i)."""
-    if allowed is not None:
-        octets = np.ascontiguousarray(allowed).view(np.uint8)
-        bits = np.unpackbits(octets, axis=1, count=work.shape[1], bitorder="little")
-        work[bits == 0] = -np.inf
+    if allowed is None:
+        return
+    for b, row in enumerate(work):
+        index = b if mask_rows is None else int(mask_rows[b])
+        if 0 <= index < len(allowed):
+            octets = np.ascontiguousarray(allowed[index]).view(np.uint8)
+            bits = np.unpackbits(octets, count=row.size, bitorder="little")
+            row[bits == 0] = -np.inf
 
 
 def _penalize(

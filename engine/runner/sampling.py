@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from engine.device import Device
-from engine.layers.sampler import SamplingBatch, pack_allowed
+from engine.layers.sampler import SamplingBatch
 from engine.request import Request
+from engine.runner.allowed_masks import AllowedMasks
 from engine.runner.history import HistoryTable
 from engine.sampling_params import SamplingParams
 from engine.scheduler.output import ScheduledSequence
@@ -37,17 +38,20 @@ class SamplingSpec:
         Token sequences that must not be completed.
     num_logprobs : int or None
         As `SamplingParams.logprobs`; 0 also if only their sum is needed.
+    grammar : engine.structured.GrammarState, optional
+        How far the output is in the grammar that it must match.
     """
 
     params: SamplingParams
     seed: int
     bad_words: tuple[tuple[int, ...], ...] = ()
     num_logprobs: int | None = field(default=None)
+    grammar: Any = field(default=None)
 
     @property
     def needs_host_ids(self) -> bool:
         """Tell whether the host must know the last id before the next one can be sampled."""
-        return bool(self.bad_words or self.params.logits_processors)
+        return bool(self.bad_words or self.params.logits_processors or self.grammar is not None)
 
     @property
     def is_penalised(self) -> bool:
@@ -81,7 +85,6 @@ class SamplingTable:
         self.has_processors = np.zeros(num_rows, np.bool_)
         self.num_host_bound = 0
         self.num_prompt_scored = 0
-        self._vocab_size = vocab_size
         self._eos = tuple(eos_token_ids)
         self._floats = {
             name: np.zeros(num_rows, np.float32)
@@ -92,7 +95,7 @@ class SamplingTable:
         self._prompt_lens = np.zeros(num_rows, np.int32)
         self._num_logprobs = np.full(num_rows, _NO_LOGPROBS, np.int64)
         self._has_bias = np.zeros(num_rows, np.bool_)
-        self._allowed: dict[int, IntArray] = {}
+        self._masks = AllowedMasks(num_rows, vocab_size, eos_token_ids)
 
     def assign(self, request: Request) -> None:
         """Fill the row of `request`."""
@@ -116,15 +119,13 @@ class SamplingTable:
         if spec.is_penalised:
             ids = request.token_ids(0, request.num_known_tokens)
             self.history.assign(row, ids, request.max_num_tokens)
-        if params.allowed_token_ids is not None:
-            self._allowed[row] = pack_allowed(params.allowed_token_ids, self._vocab_size)
+        self._masks.assign(request)
 
     def release(self, request: Request) -> None:
         """Release the row of `request`."""
         spec = request.spec
         self.num_host_bound -= spec.needs_host_ids
         self.num_prompt_scored -= spec.params.prompt_logprobs is not None
-        self._allowed.pop(request.row, None)
 
     def build(
         self,
@@ -155,7 +156,7 @@ class SamplingTable:
             seeds=self._seeds[rows],
             positions=positions.astype(np.int64),
             num_logprobs=self._most_logprobs(rows),
-            allowed=self._allowed_masks(rows),
+            **self._masks.build(sampled, rows, positions, paths),
             **self._penalties(rows, positions),
             **self._biases(sampled, rows, positions, paths),
         )
@@ -164,7 +165,8 @@ class SamplingTable:
         """Return the columns that `kernels.sample` requires; None if any row needs more."""
         is_special = self.is_penalised | self.has_processors | self._has_bias
         is_special |= self._num_logprobs != _NO_LOGPROBS
-        if self._allowed or self.num_prompt_scored or is_special[rows].any():
+        is_special |= self._masks.has_mask
+        if self.num_prompt_scored or is_special[rows].any():
             return None
         return {
             "temperature": self._floats["temperature"][rows],
@@ -181,15 +183,6 @@ class SamplingTable:
         if most == _NO_LOGPROBS:
             return None
         return -1 if (wanted == -1).any() else most
-
-    def _allowed_masks(self, rows: IntArray) -> IntArray | None:
-        if not self._allowed:
-            return None
-        masks = np.full((len(rows), -(-self._vocab_size // 32)), -1, np.int32)
-        for mask, row in zip(masks, rows.tolist(), strict=True):
-            if row in self._allowed:
-                mask[:] = self._allowed[row]
-        return masks
 
     def _penalties(self, rows: IntArray, positions: IntArray) -> dict[str, IntArray]:
         is_penalised = self.is_penalised[rows]
@@ -232,8 +225,10 @@ class SamplingTable:
         params = spec.params
         bias = dict(params.logit_bias or {})
         if position - request.num_prompt_tokens < params.min_tokens:
-            eos = () if params.ignore_eos else self._eos
-            bias |= dict.fromkeys((*eos, *(params.stop_token_ids or ())), -np.inf)
+            ends = {*(() if params.ignore_eos else self._eos), *(params.stop_token_ids or ())}
+            if spec.grammar is not None:  # its mask says whether the text may end
+                ends -= {*self._eos}
+            bias |= dict.fromkeys(sorted(ends), -np.inf)
         elif not bias and not spec.bad_words and not path:
             self._has_bias[request.row] = False  # its only bias was min_tokens, now reached
         if not spec.bad_words:

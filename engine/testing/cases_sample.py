@@ -42,7 +42,7 @@ FILTERS: dict[str, dict[str, float]] = {
 }
 
 LOGITS = ("normal", "flat", "sharp", "rounded", "equal", "zeros", "sorted", "sparse")
-PROCESSING = ("bias", "mask", "penalties", "everything")
+PROCESSING = ("bias", "mask", "masks_of_some", "penalties", "everything")
 
 
 def parameters(num_rows: int, **values: Any) -> dict[str, Array]:
@@ -92,9 +92,12 @@ def processing(kind: str, num_rows: int, vocab_size: int, seed: int = 0) -> dict
         args["cu_logit_bias"] = np.cumsum([0, *counts]).astype(np.int32)
         args["logit_bias_ids"] = np.concatenate([*ids, []]).astype(np.int32)
         args["logit_bias_values"] = rng.choice([1.0, -5.0, 7.5, -np.inf], counts.sum()).astype("f4")
-    if kind in ("mask", "everything"):
-        bits = rng.random((num_rows, -(-vocab_size // 32) * 32)) < 0.5
+    if kind in ("mask", "masks_of_some", "everything"):
+        num_masks = num_rows if kind == "mask" else max(num_rows // 2, 1)
+        bits = rng.random((num_masks, -(-vocab_size // 32) * 32)) < 0.5
         args["allowed"] = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+        if kind != "mask":
+            args["allowed_rows"] = rng.integers(-1, num_masks, num_rows).astype(np.int32)
     if kind in ("penalties", "everything"):
         width = 40
         args["history"] = rng.integers(0, min(vocab_size, 25), (num_rows, width)).astype(np.int32)

@@ -29,6 +29,7 @@ from typing import Any, BinaryIO
 import tokenizers
 from tokenizers import AddedToken
 
+from engine.child_process import end, receive, send
 from engine.errors import ConfigError, EngineError, RequestError
 from engine.text.library_errors import library_errors
 from engine.text.tokenizer_json import build_backend, parse
@@ -131,7 +132,7 @@ class WorkerEncoder:
         except OSError as error:
             raise kind(f"the tokenizer's process cannot be started ({error})") from None
         self._process, self._pid = process, os.getpid()
-        self._finish = weakref.finalize(self, _end, process)
+        self._finish = weakref.finalize(self, end, process)
         answer = self._exchange(process, [self._added, self._data], kind)
         if answer[:1] != b"k":
             self._forget()
@@ -147,8 +148,8 @@ class WorkerEncoder:
         try:
             with contextlib.suppress(BrokenPipeError):
                 for frame in frames:
-                    _send(process.stdin, frame)
-            answer = _receive(process.stdout)
+                    send(process.stdin, frame)
+            answer = receive(process.stdout)
         finally:
             if answer is None:  # it died, or this thread was interrupted
                 code = self._forget()
@@ -174,21 +175,6 @@ def _start() -> subprocess.Popen[bytes]:
     )
 
 
-def _end(process: subprocess.Popen[bytes]) -> int:
-    """End a child, if it still runs; return its exit code, before that if it had one."""
-    assert process.stdin is not None and process.stdout is not None
-    with contextlib.suppress(OSError):
-        process.stdin.close()
-    try:
-        # After the end of its output it exits by itself; while it computes, it does not.
-        code = process.wait(timeout=0.5)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        code = process.wait()
-    process.stdout.close()
-    return code
-
-
 def _reason(code: int | None) -> str:
     if code == -signal.SIGPROF:
         return (
@@ -203,20 +189,6 @@ def _fields_of(token: AddedToken) -> dict[str, Any]:
     return {name: getattr(token, name) for name in names}
 
 
-def _send(pipe: Any, frame: bytes) -> None:
-    pipe.write(len(frame).to_bytes(8, "little"))
-    pipe.write(frame)
-    pipe.flush()
-
-
-def _receive(pipe: Any) -> bytes | None:
-    """Return the next frame; None at the end."""
-    head = pipe.read(8)
-    size = int.from_bytes(head, "little")
-    frame: bytes = pipe.read(size) if len(head) == 8 else b""
-    return frame if len(head) == 8 and len(frame) == size else None
-
-
 def main() -> None:
     """Serve a parent until it closes the pipe."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -227,16 +199,16 @@ def main() -> None:
     try:
         backend = _load(source)
     except EngineError as error:
-        _send(sink, b"e" + str(error).encode("utf-8", "replace"))
+        send(sink, b"e" + str(error).encode("utf-8", "replace"))
         return
-    _send(sink, b"k")
-    while frame := _receive(source):
-        _send(sink, _answer(backend, frame))
+    send(sink, b"k")
+    while frame := receive(source):
+        send(sink, _answer(backend, frame))
 
 
 def _load(source: BinaryIO) -> tokenizers.Tokenizer:
     signal.setitimer(signal.ITIMER_PROF, LOAD_SECONDS)
-    added, data = _receive(source), _receive(source)
+    added, data = receive(source), receive(source)
     if added is None or data is None:
         sys.exit(1)
     backend = build_backend(parse(data), with_steps=True)

@@ -191,6 +191,11 @@ def test_contract(xp):
         _run(xp, logits, **good, history=np.zeros((2, 1), np.int32), history_lens=good["top_k"])
     with pytest.raises(ShapeError, match=r"allowed: must have shape \(B, 2\)"):
         _run(xp, logits, **good, allowed=np.zeros((2, 1), np.int32))
+    with pytest.raises(ContractError, match="allowed_rows: must be None without allowed"):
+        _run(xp, logits, **good, allowed_rows=np.zeros(2, np.int32))
+    with pytest.raises(ShapeError, match=r"allowed_rows: must have shape \(B\)"):
+        masks = np.zeros((3, 2), np.int32)
+        _run(xp, logits, **good, allowed=masks, allowed_rows=np.zeros(3, np.int32))
 
 
 def test_contract_checks_values_on_the_host():
@@ -263,8 +268,9 @@ def test_processing_is_the_formula():
             row[i] += value
         ids = args["history"][b, : args["history_lens"][b]].tolist()
         output = ids[args["prompt_lens"][b] :]
+        mask_row = args["allowed_rows"][b]
         for i in range(70):
-            if not args["allowed"][b, i // 32] >> (i % 32) & 1:
+            if mask_row >= 0 and not args["allowed"][mask_row, i // 32] >> (i % 32) & 1:
                 row[i] = -np.inf
             r = float(args["repetition_penalty"][b]) if i in ids else 1.0
             row[i] = row[i] / r if row[i] > 0 else row[i] * r
@@ -439,6 +445,17 @@ def test_log_probabilities_of_logits_as_far_apart_as_can_be():
     assert result.top_ids.tolist() == [[0, 2, 1]]
     half = -np.log(np.float32(2))
     np.testing.assert_allclose(result.top_logprobs, [[half, half, -np.inf]], rtol=1e-6)
+
+
+def test_masks_of_rows_outside_the_array_allow_every_id(xp):
+    logits = cases_sample.logits("normal", 5, 3000, seed=4)
+    allowed = np.zeros((2, 94), np.int32)
+    allowed[0, 3], allowed[1, 93] = 1 << 5, 1 << 23  # ids 101 and 2999
+    rows = np.array([1, -1, 0, 2, -(2**31)], np.int32)
+    args = parameters(5, temperature=0)
+    got = _check(xp, logits, **args, allowed=allowed, allowed_rows=rows).token_ids
+    free = np.argmax(logits, axis=1)
+    np.testing.assert_array_equal(to_numpy(got), [2999, free[1], 101, free[3], free[4]])
 
 
 def test_a_single_allowed_id_is_taken(xp):

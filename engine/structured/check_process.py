@@ -1,0 +1,106 @@
+"""Asks the process that compiles grammars first (`check_worker`) whether one can be compiled.
+
+There is one such process for each process that uses `engine`, shared by its threads and started by
+the first grammar. A grammar that meets a limit ends it; the next one starts another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from pathlib import Path
+
+from engine.child_process import end, receive, send
+from engine.errors import RequestError
+from engine.structured.check_worker import MAX_MEMORY, MAX_SECONDS
+
+__all__ = ["CheckProcess", "check"]
+
+_CODE = (
+    "import json, sys; sys.path[:0] = json.loads(sys.argv[1]); "
+    "from engine.structured.check_worker import main; main()"
+)
+
+
+class CheckProcess:
+    """Starts the process, asks it, and replaces it when it has ended."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pid = 0
+
+    def check(self, kind: str, text: str) -> str:
+        """Return why a grammar cannot be compiled, or "" if it can.
+
+        Raises
+        ------
+        RequestError
+            If no process can be started.
+        """
+        request = json.dumps([kind, text]).encode()
+        with self._lock:
+            answer = None
+            process = self._running()
+            assert process.stdin is not None and process.stdout is not None
+            try:
+                with contextlib.suppress(BrokenPipeError):
+                    send(process.stdin, request)
+                answer = receive(process.stdout)
+            finally:
+                if answer is None:  # it died, or this thread was interrupted
+                    code = self._forget()
+        return _cause_of_death(code) if answer is None else answer.decode()
+
+    def forget_lock(self) -> None:
+        """Make a new lock, in a process forked from one whose other threads may hold it."""
+        self._lock = threading.Lock()
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        """Return the child, which is started if there is none (or only that of a parent)."""
+        if self._process is not None and self._pid == os.getpid():
+            return self._process
+        try:
+            process = _start()
+        except OSError as error:
+            raise RequestError(
+                f"the process that checks grammars cannot be started ({error})"
+            ) from None
+        self._process, self._pid = process, os.getpid()
+        self._finish = weakref.finalize(self, end, process)
+        return process
+
+    def _forget(self) -> int | None:
+        self._process = None
+        return self._finish()
+
+
+def _start() -> subprocess.Popen[bytes]:
+    paths = [str(Path(__file__).parents[2]), *filter(os.path.isabs, sys.path)]
+    return subprocess.Popen(
+        [sys.executable, "-I", "-c", _CODE, json.dumps(paths)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,  # panics print there
+        env={name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ},
+        start_new_session=True,  # an interrupt of the terminal is for the parent
+    )
+
+
+def _cause_of_death(code: int | None) -> str:
+    if code == -signal.SIGPROF:
+        return f"it takes more than {MAX_SECONDS:g} s to compile"
+    return (
+        f"it takes more than {MAX_MEMORY >> 20} MiB to compile, or nests too deeply (exit {code})"
+    )
+
+
+_PROCESS = CheckProcess()
+check = _PROCESS.check
+os.register_at_fork(after_in_child=_PROCESS.forget_lock)

@@ -1,0 +1,154 @@
+"""Compiled grammars, and how far a request is in its own."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+from engine.errors import RequestError
+from engine.structured.check_process import check
+from engine.structured.sources import compile_matcher, library, reason, source_of
+from engine.structured_output import StructuredOutput
+
+__all__ = ["Grammar", "GrammarCompiler", "GrammarState"]
+
+_MAX_CACHED = 128  # grammars
+_MAX_CACHED_CHARS = 16 << 20
+
+
+class GrammarCompiler:
+    """Compiles what requests ask for, for one vocabulary; equal ones are compiled once.
+
+    Parameters
+    ----------
+    tokenizer : Tokenizer
+    vocab_size : int
+        V of the model, which may be larger than the tokenizer's.
+    eos_token_ids : sequence of int
+        The ids that a complete text can end with; at least one.
+
+    Raises
+    ------
+    RequestError
+        If llguidance is not installed, or there is no end-of-sequence id.
+
+    Examples
+    --------
+    ::
+
+        compiler = GrammarCompiler(tokenizer, vocab_size, eos_token_ids)
+        state = compiler.compile(StructuredOutput(choice=["yes", "no"])).new_state()
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._module = library()
+        if not eos_token_ids:
+            raise RequestError("structured output needs a model with an end-of-sequence token")
+        vocabulary = _Vocabulary(tokenizer, vocab_size, eos_token_ids)
+        self._tokenizer = self._module.LLTokenizer(
+            vocabulary, n_vocab=vocab_size, eos_token=list(eos_token_ids)
+        )
+        self._lock = threading.Lock()
+        self._cache: OrderedDict[tuple[str, str], Grammar] = OrderedDict()
+
+    def compile(self, structured: StructuredOutput) -> Grammar:
+        """Return the grammar of `structured`.
+
+        Raises
+        ------
+        RequestError
+            If it cannot be compiled; with llguidance's reason.
+        """
+        source = source_of(structured)
+        with self._lock:
+            if source in self._cache:
+                self._cache.move_to_end(source)
+                return self._cache[source]
+        grammar = self._compile(structured.kind, *source)
+        with self._lock:
+            self._cache[source] = grammar
+            while len(self._cache) > _MAX_CACHED or self._num_chars() > _MAX_CACHED_CHARS:
+                self._cache.popitem(last=False)
+        return grammar
+
+    def _compile(self, name: str, kind: str, text: str) -> Grammar:
+        why = check(kind, text)
+        if not why:
+            matcher = compile_matcher(self._module, self._tokenizer, kind, text)
+            if not reason(matcher):
+                matcher.compute_bitmask()  # copies then have what it has computed
+            why = reason(matcher)
+        if why:
+            raise RequestError(f"structured: {name} cannot be compiled: {why}")
+        return Grammar(matcher)
+
+    def _num_chars(self) -> int:
+        return sum(len(text) for _, text in self._cache)
+
+
+class Grammar:
+    """A compiled grammar, shared by the requests that ask for it."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    def new_state(self) -> GrammarState:
+        """Return the state of a request that has no output yet."""
+        return GrammarState(self._matcher.deep_copy())
+
+
+class GrammarState:
+    """Where the output of one request is in its grammar.
+
+    The state follows the committed output ids, and nothing else: a step that is rolled back or
+    repeated, or a preemption, does not change it.
+
+    Attributes
+    ----------
+    matcher : llguidance.LLMatcher
+    error : str
+        Why no further mask can be made; "" if one can.
+    """
+
+    def __init__(self, matcher: Any) -> None:
+        self.matcher = matcher
+        self.error = ""
+        self._num_consumed = 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Tell whether the text can only end."""
+        return bool(self.matcher.is_stopped())
+
+    def follow(self, output_ids: Sequence[int]) -> None:
+        """Advance to the end of `output_ids`, which continue those of the last call."""
+        for token_id in output_ids[self._num_consumed :]:
+            self._num_consumed += 1
+            if not self.error and not self.matcher.consume_token(token_id):
+                self.note_error()
+
+    def note_error(self) -> None:
+        """Set `error` if the matcher has failed, of a limit or of a token it does not allow."""
+        why = reason(self.matcher)
+        if why and not self.error:
+            self.error = f"structured output: {why}"
+
+
+class _Vocabulary:
+    """Our tokenizer, as llguidance reads one."""
+
+    is_tokenizer_wrapper = True
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self.eos_token_id = eos_token_ids[0]
+        self.bos_token_id = tokenizer.bos_token_id
+        self.tokens = [tokenizer.token_bytes(i) for i in range(vocab_size)]
+        special = {*tokenizer.special_ids, *eos_token_ids}
+        self.special_token_ids = sorted(i for i in special if i < vocab_size)
+        self._encode = tokenizer.encode
+
+    def __call__(self, text: str) -> list[int]:
+        ids: list[int] = self._encode(text, add_special_tokens=False)
+        return ids

@@ -1,0 +1,215 @@
+"""`StructuredOutput`: what the text of a request must match. Plain data; needs no library.
+
+`engine.structured` compiles it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.checks import checked_text, items_of, shown, shown_with_type
+from engine.errors import RequestError, unknown_keyword
+
+__all__ = [
+    "MAX_CHOICES",
+    "MAX_CHOICE_CHARS",
+    "MAX_GRAMMAR_CHARS",
+    "MAX_REGEX_CHARS",
+    "MAX_SCHEMA_CHARS",
+    "MAX_SCHEMA_DEPTH",
+    "StructuredOutput",
+    "structured_output_of",
+]
+
+MAX_SCHEMA_CHARS = 1 << 18
+MAX_SCHEMA_DEPTH = 100  # of nested objects and arrays; llguidance reads 127
+MAX_REGEX_CHARS = 1 << 14
+MAX_GRAMMAR_CHARS = 1 << 16
+MAX_CHOICES = 4096
+MAX_CHOICE_CHARS = 1024
+
+_MAX_CHOICES_CHARS = 1 << 18  # of all choices together
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutput:
+    """What the text of a request must match, from its first token to its last; exactly one field.
+
+    vLLM calls it `StructuredOutputsParams`, and before that `GuidedDecodingParams` (its fields
+    ``guided_json``, ``guided_regex``, ``guided_choice`` and ``guided_grammar``). Construction
+    checks types and sizes. Whether a schema, an expression or a grammar can be compiled is found
+    when the request is added.
+
+    Attributes
+    ----------
+    json : str or dict, optional
+        A JSON schema; kept as text of at most `MAX_SCHEMA_CHARS`.
+    regex : str, optional
+        A regular expression in the syntax of Rust's regex library, which the whole text matches.
+    choice : sequence of str, optional
+        The texts to choose from; at most `MAX_CHOICES`.
+    grammar : str, optional
+        A context-free grammar in llguidance's variant of Lark; its first rule is ``start``.
+    json_object : bool
+        Any JSON object.
+
+    Raises
+    ------
+    RequestError
+        If none or several fields are given, or one has the wrong type or is too large.
+    UnknownOptionError
+        If a keyword is none of the above.
+
+    Examples
+    --------
+    >>> StructuredOutput(json={"type": "object"}).json
+    '{"type":"object"}'
+    >>> StructuredOutput(choice=["yes", "no"]).kind
+    'choice'
+    >>> StructuredOutput(choice=["yes"], regex="a|b")
+    Traceback (most recent call last):
+    ...
+    engine.errors.RequestError: structured must have exactly one of json, regex, choice, grammar, \
+json_object; got choice and regex
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool = False
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> StructuredOutput:
+        """Refuse unknown keywords, naming the nearest known one (a dataclass would not)."""
+        for name in kwargs:
+            if name not in _NAMES:
+                raise unknown_keyword("StructuredOutput", name, _NAMES)
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.json_object, bool):
+            got = shown_with_type(self.json_object)
+            raise RequestError(f"json_object must be True or False; got {got}")
+        given = [name for name in _NAMES if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            got = " and ".join(sorted(given)) or "none"
+            names = ", ".join(_NAMES)
+            raise RequestError(f"structured must have exactly one of {names}; got {got}")
+        if self.kind in _CHECKS:
+            value = _CHECKS[self.kind](getattr(self, self.kind))
+            object.__setattr__(self, self.kind, value)
+
+    @property
+    def kind(self) -> str:
+        """The name of the field that is given."""
+        return next(name for name in _NAMES if getattr(self, name) not in (None, False))
+
+
+_NAMES = tuple(field.name for field in dataclasses.fields(StructuredOutput))
+
+
+def structured_output_of(value: object) -> StructuredOutput | None:
+    """Return a `StructuredOutput`, a mapping of its fields, or None as a `StructuredOutput`.
+
+    Raises
+    ------
+    RequestError, UnknownOptionError
+        If it is none of these, or its fields are invalid.
+    """
+    if value is None or isinstance(value, StructuredOutput):
+        return value
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise RequestError(
+            f"structured must be a StructuredOutput or a mapping; got {shown_with_type(value)}"
+        )
+    return StructuredOutput(**value)
+
+
+def _text(name: str, value: object, max_chars: int) -> str:
+    text = checked_text(name, value)
+    if not 1 <= len(text) <= max_chars:
+        raise RequestError(f"{name} must have 1 to {max_chars} characters; got {len(text)}")
+    return text
+
+
+def _choices(value: object) -> tuple[str, ...]:
+    items = items_of("choice", value, "str", MAX_CHOICES)
+    if not items:
+        raise RequestError("choice must not be empty")
+    texts = [_text(f"choice[{i}]", item, MAX_CHOICE_CHARS) for i, item in enumerate(items)]
+    size = sum(map(len, texts))
+    if size > _MAX_CHOICES_CHARS:
+        raise RequestError(
+            f"choice must have at most {_MAX_CHOICES_CHARS} characters in total; got {size}"
+        )
+    return tuple(dict.fromkeys(texts))
+
+
+def _schema(value: object) -> str:
+    """Return a schema as JSON, after checking its size and its depth."""
+    text = value if isinstance(value, str) else _dumped(value)
+    text = _text("json", text, MAX_SCHEMA_CHARS)
+    if (depth := _depth(text)) > MAX_SCHEMA_DEPTH:
+        raise RequestError(
+            f"json must nest at most {MAX_SCHEMA_DEPTH} objects and arrays; got {depth}"
+        )
+    try:
+        schema = json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"json must be a JSON schema; got {shown(text)} ({error})") from None
+    if not isinstance(schema, dict | bool):
+        raise RequestError(f"json must be a JSON schema, an object; got {shown(text)}")
+    return text
+
+
+def _dumped(value: object) -> str:
+    """Return a dict as JSON; no more of it is written than fits."""
+    if not isinstance(value, Mapping):
+        raise RequestError(f"json must be a str or a dict; got {shown_with_type(value)}")
+    encoder = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    parts, size = [], 0
+    try:
+        for part in encoder.iterencode(dict(value)):
+            parts.append(part)
+            size += len(part)
+            if size > MAX_SCHEMA_CHARS:
+                raise RequestError(f"json must have at most {MAX_SCHEMA_CHARS} characters")
+    except (TypeError, ValueError, RecursionError) as error:
+        if isinstance(error, RequestError):
+            raise
+        raise RequestError(f"json must be a JSON schema; it cannot be written ({error})") from None
+    return "".join(parts)
+
+
+def _depth(text: str) -> int:
+    """Return how deeply the brackets of a JSON text nest, those in its strings aside."""
+    depth = deepest = 0
+    in_string = is_escaped = False
+    for char in text:
+        if in_string:
+            in_string = is_escaped or char != '"'
+            is_escaped = char == "\\" and not is_escaped
+        elif char == '"':
+            in_string = True
+        elif char in "{[":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif char in "}]":
+            depth -= 1
+    return deepest
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+_CHECKS: dict[str, Callable[[object], Any]] = {
+    "json": _schema,
+    "regex": lambda value: _text("regex", value, MAX_REGEX_CHARS),
+    "choice": _choices,
+    "grammar": lambda value: _text("grammar", value, MAX_GRAMMAR_CHARS),
+}
