@@ -134,13 +134,15 @@ class LLMEngine:
         StepTimeoutError
             With `raise_on_timeout`, if the step is stuck. It is rolled back and will be recomputed.
         """
-        self._end_overdue()
+        for group in self._deadlines.pop_overdue():
+            self._end_group(group, "timeout")
         with self._watchdog:
             scheduled = self._schedule()
             self._launch(scheduled)
             for step in (due := self._due(scheduled)):
                 result = self._read_back(step)
                 self._commit(step, result, is_last=step is due[-1])
+            self._sample()
         return self._take_outputs()
 
     # ---- adding and ending requests
@@ -326,11 +328,6 @@ class LLMEngine:
 
     # ---- parts of step, in order
 
-    def _end_overdue(self) -> None:
-        """End the requests whose timeout has expired."""
-        for group in self._deadlines.pop_overdue():
-            self._end_group(group, "timeout")
-
     def _schedule(self) -> ScheduleOutput:
         """Schedule the next step; empty if there is nothing to compute."""
         for excluded in self._recovery.excluded():
@@ -351,15 +348,12 @@ class LLMEngine:
         try:
             self._in_flight.append(self.runner.launch(scheduled))
         except BaseException as error:
-            self._recover([scheduled], error)
+            self._recover(error, scheduled)
 
     def _due(self, scheduled: ScheduleOutput) -> list[LaunchedStep]:
-        """Return the steps to read back now: all in flight but the newest, or all of them.
-
-        All, if nothing was launched, or the next step needs their ids on the host.
-        """
-        must_wait = self._recovery.is_bisecting or self.runner.needs_host_ids
-        keep = 0 if scheduled.is_empty or must_wait else self._max_in_flight
+        """Return the steps to read back now: all in flight, or all but the newest."""
+        must_wait = scheduled.is_empty or self._recovery.is_bisecting
+        keep = 0 if must_wait else self._max_in_flight
         return list(self._in_flight)[: max(0, len(self._in_flight) - keep)]
 
     def _read_back(self, step: LaunchedStep) -> StepResult | None:
@@ -370,13 +364,18 @@ class LLMEngine:
             self._watchdog.check()
             result = self.runner.read(step, self._watchdog.remaining())
         except BaseException as error:
-            outputs = [s.output for s in reversed(self._in_flight)]
-            self._recovery.abandon(self._in_flight)
-            self._in_flight.clear()
-            self._recover(outputs, error)
+            self._recover(error)
             return None
         self._in_flight.popleft()
         return result
+
+    def _sample(self) -> None:
+        """Sample the step in flight, if that had to wait until the step before was committed."""
+        try:
+            for step in self._in_flight:
+                self.runner.sample(step)
+        except BaseException as error:
+            self._recover(error)
 
     def _commit(self, step: LaunchedStep, result: StepResult | None, *, is_last: bool) -> None:
         """Commit a step's tokens to the requests, then to their output streams.
@@ -411,10 +410,13 @@ class LLMEngine:
 
     # ---- parts of the above
 
-    def _recover(self, outputs: Sequence[ScheduleOutput], error: BaseException) -> None:
-        """Roll back `outputs`, newest first; the oldest raised `error`, raised again if fatal."""
-        faulty = self._recovery.undo(outputs, error)
-        if faulty is not None:
+    def _recover(self, error: BaseException, unlaunched: ScheduleOutput | None = None) -> None:
+        """Roll back `unlaunched`, or all in flight; the oldest raised `error`, again if fatal."""
+        outputs = [unlaunched] if unlaunched else [s.output for s in reversed(self._in_flight)]
+        if unlaunched is None:
+            self._recovery.abandon(self._in_flight)
+            self._in_flight.clear()
+        if (faulty := self._recovery.undo(outputs, error)) is not None:
             request, why = faulty
             self.scheduler.finish_request(request, "error", stop_reason=why)
             self._release(request.stream)
@@ -484,7 +486,6 @@ class LLMEngine:
             self._deadlines.discard(group)
             group.metrics.finished_time = time.monotonic()
             group.metrics.num_generation_tokens = group.num_generation_tokens
-            first = stream.request
             self.collector.add_request(
-                first.num_prompt_tokens, first.finish_reason or "error", group.metrics
+                request.num_prompt_tokens, request.finish_reason or "error", group.metrics
             )

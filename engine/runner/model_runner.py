@@ -1,7 +1,9 @@
 """Runs steps: moves blocks, builds the batch, runs the model, samples.
 
 `launch` starts a step and `read` waits for it, so that the next step can be launched in between:
-sampled ids stay on the device, where the next step reads them.
+sampled ids stay on the device, where the next step reads them. Where sampling itself needs the ids
+of the step before on the host (for the mask of a grammar, say), `launch` starts the model only, and
+`sample` the rest, once these ids are read: the host then works while the device runs the model.
 """
 
 from __future__ import annotations
@@ -77,6 +79,7 @@ class LaunchedStep:
     first_logits_rows: Sequence[int] | None = None  # in the results, of each; None: one row each
     counts: Sequence[int | None] = ()  # num_logprobs of each
     tokens: DeviceToHostCopy | None = None
+    unsampled: tuple[Any, StepInputs] | None = None  # logits and inputs, until `ModelRunner.sample`
     prompts: list[ScoredPart] = field(default_factory=list)
     failed: dict[Request, str] = field(default_factory=dict)
 
@@ -142,11 +145,6 @@ class ModelRunner:
         last_ids, first = self._table.last_ids, self.model.device.xp.zeros(1, np.int64)
         last_ids[first] = last_ids[first]
 
-    @property
-    def needs_host_ids(self) -> bool:
-        """Tell whether a running request needs its last id on the host before the next step."""
-        return self._sampling.num_host_bound > 0
-
     def release(self, requests: Iterable[Request]) -> None:
         """Release the rows of these requests; they may be scheduled again."""
         for request in requests:
@@ -195,14 +193,25 @@ class ModelRunner:
         inputs = build_inputs(output, rows, starts, self._table, self._block_size)
         return self._compute(output, inputs)
 
+    def sample(self, step: LaunchedStep) -> None:
+        """Start the sampling of a step, if it had to wait until the earlier steps are committed."""
+        if step.unsampled is None:
+            return
+        (logits, inputs), step.unsampled = step.unsampled, None
+        sampling = self._build_sampling(inputs)
+        arrays = _sampling_arrays(inputs, sampling)
+        on_device = HostToDeviceCopy(self.model.device, arrays).arrays
+        self._sample(step, logits, inputs, sampling, on_device)
+
     def read(self, step: LaunchedStep, timeout: float | None = None) -> StepResult:
-        """Wait for a step and return its result.
+        """Sample a step if that is left to do, wait for it, and return its result.
 
         Raises
         ------
         StepTimeoutError
             If the device takes more than `timeout` seconds.
         """
+        self.sample(step)
         result = StepResult(failed=step.failed)
         if step.tokens is not None:
             self._read_tokens(step, step.tokens.wait(timeout), result)
@@ -241,11 +250,8 @@ class ModelRunner:
         self._table.check(sequences, rows, starts, self.kv_cache.num_blocks, size)
 
     def _compute(self, output: ScheduleOutput, inputs: StepInputs) -> LaunchedStep:
-        sampling = None
-        if inputs.sampled:
-            sampling = self._sampling.build(
-                inputs.sampled, inputs.sampled_rows, inputs.sampled_positions, inputs.paths
-            )
+        waits = self._sampling.needs_host_ids(inputs.sampled_rows)
+        sampling = self._build_sampling(inputs) if inputs.sampled and not waits else None
         parts = self._prompt_parts(output, inputs)
         on_device = self._send(inputs, sampling, parts)
         logits, scored = self._forward(inputs, on_device, parts)
@@ -257,7 +263,14 @@ class ModelRunner:
             ].tolist()
         if sampling is not None:
             self._sample(step, logits, inputs, sampling, on_device)
+        elif waits:
+            step.unsampled = logits, inputs
         return step
+
+    def _build_sampling(self, inputs: StepInputs) -> SamplingBatch:
+        return self._sampling.build(
+            inputs.sampled, inputs.sampled_rows, inputs.sampled_positions, inputs.paths
+        )
 
     def _prompt_parts(self, output: ScheduleOutput, inputs: StepInputs) -> list[PromptPart]:
         if not self._sampling.num_prompt_scored:
@@ -270,16 +283,13 @@ class ModelRunner:
     ) -> dict[str, Any]:
         """Copy the step's arrays to the device; those for sampling are "sampling.<name>"."""
         arrays = _arrays(inputs.batch) | {
-            name: getattr(inputs, name)
-            for name in ("last_id_tokens", "last_id_rows", "sampled_rows")
+            name: getattr(inputs, name) for name in ("last_id_tokens", "last_id_rows")
         }
         if parts:
             wanted = [inputs.batch.logits_indices, *(part.rows for part in parts)]
             arrays["logits_indices"] = np.concatenate(wanted)
         if sampling is not None:
-            arrays |= {f"sampling.{n}": a for n, a in _arrays(sampling).items()}
-            if sampling.history_lens is not None:
-                arrays |= _history_indices(inputs, sampling.history_lens)
+            arrays |= _sampling_arrays(inputs, sampling)
         return HostToDeviceCopy(self.model.device, arrays).arrays
 
     def _forward(
@@ -356,6 +366,8 @@ class ModelRunner:
         """Apply logits processors to the rows of requests that have them."""
         for index in np.flatnonzero(self._sampling.has_processors[inputs.sampled_rows]).tolist():
             request = inputs.sampled[index].request
+            if request.is_finished:  # by the step before, after this one was launched
+                continue
             processors = request.spec.params.logits_processors or ()
             output_ids = request.output_token_ids
             if inputs.paths is not None:
@@ -407,6 +419,14 @@ class ModelRunner:
                 result.logprobs[request] = logprob_entries(arrays, logits_rows, ids, count)
             if drafts is not None and request.row >= 0 and request.spec.is_penalised:
                 self._sampling.history.write(request.row, sequence.num_reached_tokens, ids)
+
+
+def _sampling_arrays(inputs: StepInputs, sampling: SamplingBatch) -> dict[str, IntArray]:
+    """Return the arrays that `_sample` needs; those of `sampling` are "sampling.<name>"."""
+    arrays = {f"sampling.{n}": a for n, a in _arrays(sampling).items()}
+    if sampling.history_lens is not None:
+        arrays |= _history_indices(inputs, sampling.history_lens)
+    return arrays | {"sampled_rows": inputs.sampled_rows}
 
 
 def _history_indices(inputs: StepInputs, history_lens: IntArray) -> dict[str, IntArray]:

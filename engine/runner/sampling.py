@@ -73,8 +73,8 @@ class SamplingTable:
 
     Attributes
     ----------
-    num_host_bound, num_prompt_scored : int
-        Running requests that need their ids on the host, and that ask for prompt_logprobs.
+    num_prompt_scored : int
+        Running requests that ask for prompt_logprobs.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class SamplingTable:
         self.history = HistoryTable(num_rows, device)
         self.is_penalised = np.zeros(num_rows, np.bool_)
         self.has_processors = np.zeros(num_rows, np.bool_)
-        self.num_host_bound = 0
+        self._needs_host_ids = np.zeros(num_rows, np.bool_)
         self.num_prompt_scored = 0
         self._eos = tuple(eos_token_ids)
         self._floats = {
@@ -114,7 +114,7 @@ class SamplingTable:
         self._has_bias[row] = bool(params.logit_bias or spec.bad_words or params.min_tokens)
         self.has_processors[row] = bool(params.logits_processors)
         self.is_penalised[row] = spec.is_penalised
-        self.num_host_bound += spec.needs_host_ids
+        self._needs_host_ids[row] = spec.needs_host_ids
         self.num_prompt_scored += params.prompt_logprobs is not None
         if spec.is_penalised:
             ids = request.token_ids(0, request.num_known_tokens)
@@ -123,9 +123,11 @@ class SamplingTable:
 
     def release(self, request: Request) -> None:
         """Release the row of `request`."""
-        spec = request.spec
-        self.num_host_bound -= spec.needs_host_ids
-        self.num_prompt_scored -= spec.params.prompt_logprobs is not None
+        self.num_prompt_scored -= request.spec.params.prompt_logprobs is not None
+
+    def needs_host_ids(self, rows: IntArray) -> bool:
+        """Tell whether any of these rows is sampled only when the host knows all earlier ids."""
+        return bool(self._needs_host_ids[rows].any())
 
     def build(
         self,
@@ -207,7 +209,9 @@ class SamplingTable:
         values: list[float] = []
         counts = np.zeros(len(rows) + 1, np.int32)
         for index in np.flatnonzero(self._has_bias[rows]).tolist():
-            bias = self._bias(sampled[index].request, int(positions[index]), paths[index])
+            bias = self._bias(
+                sampled[index].request, int(rows[index]), int(positions[index]), paths[index]
+            )
             ids += bias
             values += bias.values()
             counts[index + 1] = len(bias)
@@ -219,7 +223,9 @@ class SamplingTable:
             "cu_logit_bias": np.cumsum(counts, dtype=np.int32),
         }
 
-    def _bias(self, request: Request, position: int, path: tuple[int, ...]) -> dict[int, float]:
+    def _bias(
+        self, request: Request, row: int, position: int, path: tuple[int, ...]
+    ) -> dict[int, float]:
         """Return id -> bias of its logit, for the token at `position` that follows `path`."""
         spec: SamplingSpec = request.spec
         params = spec.params
@@ -230,7 +236,7 @@ class SamplingTable:
                 ends -= {*self._eos}
             bias |= dict.fromkeys(sorted(ends), -np.inf)
         elif not bias and not spec.bad_words and not path:
-            self._has_bias[request.row] = False  # its only bias was min_tokens, now reached
+            self._has_bias[row] = False  # its only bias was min_tokens, now reached
         if not spec.bad_words:
             return bias
         output = [*request.output_token_ids, *path]
