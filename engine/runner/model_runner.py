@@ -199,6 +199,10 @@ class ModelRunner:
             return
         (logits, inputs), step.unsampled = step.unsampled, None
         sampling = self._build_sampling(inputs)
+        for sequence in inputs.sampled:
+            grammar = sequence.request.spec.grammar
+            if grammar is not None and grammar.error:
+                step.failed[sequence.request] = grammar.error
         arrays = _sampling_arrays(inputs, sampling)
         on_device = HostToDeviceCopy(self.model.device, arrays).arrays
         self._sample(step, logits, inputs, sampling, on_device)

@@ -95,7 +95,7 @@ class SamplingTable:
         self._prompt_lens = np.zeros(num_rows, np.int32)
         self._num_logprobs = np.full(num_rows, _NO_LOGPROBS, np.int64)
         self._has_bias = np.zeros(num_rows, np.bool_)
-        self._masks = AllowedMasks(num_rows, vocab_size, eos_token_ids)
+        self._masks = AllowedMasks(num_rows, vocab_size, eos_token_ids, device)
 
     def assign(self, request: Request) -> None:
         """Fill the row of `request`."""

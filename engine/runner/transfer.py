@@ -16,7 +16,7 @@ import numpy as np
 from engine.device import CPU, Device
 from engine.errors import StepTimeoutError
 
-__all__ = ["DeviceToHostCopy", "HostToDeviceCopy"]
+__all__ = ["DeviceToHostCopy", "HostToDeviceCopy", "PinnedArrays"]
 
 _ALIGNMENT = 16  # bytes; every array of a copy starts at a multiple of it
 _POLL_SECONDS = 0.0002
@@ -89,6 +89,53 @@ class HostToDeviceCopy:
         for offset, (name, array) in zip(offsets, host.items(), strict=True):
             part = memory[offset : offset + array.nbytes]
             self.arrays[name] = part.view(array.dtype).reshape(array.shape)
+
+
+class PinnedArrays:
+    """A large array that the host writes in each step, where the device copies it from.
+
+    Two buffers take turns; each grows to the largest array asked for. On the CPU the array itself
+    is used, a new one for each step.
+
+    Examples
+    --------
+    >>> from engine.device import CPU
+    >>> arrays = PinnedArrays(CPU)
+    >>> arrays.next((1, 2), np.int32)[:] = [[5, 6]]
+    >>> arrays.send()
+    array([[5, 6]], dtype=int32)
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._buffers: list[tuple[Any, Any]] = []  # memory and event, the next one first
+        self._array: Any = None
+
+    def next(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Return an array to write to, of any content; waits until its last copy is complete."""
+        self._array = np.empty(shape, dtype)
+        if self._device.is_cuda:
+            cuda, num_bytes = self._device.xp.cuda, self._array.nbytes
+            if len(self._buffers) < 2:
+                self._buffers.insert(0, (None, cuda.Event(disable_timing=True)))
+            memory, done = self._buffers.pop(0)
+            done.synchronize()
+            if memory is None or memory.nbytes < num_bytes:
+                pinned = cuda.alloc_pinned_memory(max(num_bytes, 1))
+                memory = np.frombuffer(pinned, np.uint8, max(num_bytes, 1))
+            self._buffers.append((memory, done))
+            self._array = memory[:num_bytes].view(dtype).reshape(shape)
+        return self._array
+
+    def send(self) -> Any:
+        """Start the copy of the array that `next` returned; return it on the device."""
+        if not self._device.is_cuda:
+            return self._array
+        cp = self._device.xp
+        stream, array = cp.cuda.get_current_stream(), cp.empty(self._array.shape, self._array.dtype)
+        array.set(self._array, stream=stream)
+        self._buffers[-1][1].record(stream)
+        return array
 
 
 class DeviceToHostCopy:

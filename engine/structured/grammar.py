@@ -108,6 +108,8 @@ class GrammarState:
     Attributes
     ----------
     matcher : llguidance.LLMatcher
+    num_consumed : int
+        How many output ids it has consumed.
     error : str
         Why no further mask can be made; "" if one can.
     """
@@ -115,24 +117,18 @@ class GrammarState:
     def __init__(self, matcher: Any) -> None:
         self.matcher = matcher
         self.error = ""
-        self._num_consumed = 0
-
-    @property
-    def is_complete(self) -> bool:
-        """Tell whether the text can only end."""
-        return bool(self.matcher.is_stopped())
+        self.num_consumed = 0
 
     def follow(self, output_ids: Sequence[int]) -> None:
         """Advance to the end of `output_ids`, which continue those of the last call."""
-        for token_id in output_ids[self._num_consumed :]:
-            self._num_consumed += 1
+        for token_id in output_ids[self.num_consumed :]:
+            self.num_consumed += 1
             if not self.error and not self.matcher.consume_token(token_id):
                 self.note_error()
 
     def note_error(self) -> None:
         """Set `error` if the matcher has failed, of a limit or of a token it does not allow."""
-        why = reason(self.matcher)
-        if why and not self.error:
+        if not self.error and (why := reason(self.matcher)):
             self.error = f"structured output: {why}"
 
 

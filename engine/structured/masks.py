@@ -11,13 +11,34 @@ import numpy as np
 from engine.structured.grammar import GrammarState
 from engine.structured.sources import library
 
-__all__ = ["fill_masks"]
+__all__ = ["fill_masks", "follow"]
 
 
 @functools.cache
 def _executor() -> Any:
-    """Return llguidance's thread pool: as many threads as it thinks best for this machine."""
+    """Return llguidance's threads: by default 80 % of the cores, at most 32."""
     return library().LLExecutor()
+
+
+def follow(states: Sequence[GrammarState], outputs: Sequence[Sequence[int]]) -> None:
+    """Advance each state to the end of its output, which continues that of the last call.
+
+    A state may occur several times, with the same output.
+    """
+    steps: list[tuple[GrammarState, int]] = []
+    for state, output in zip(states, outputs, strict=True):
+        count = len(output) - state.num_consumed
+        if count == 1 and not state.error:
+            steps.append((state, output[-1]))
+            state.num_consumed += 1
+        elif count:
+            state.follow(output)
+    if steps:
+        pairs = [(state.matcher, token_id) for state, token_id in steps]
+        consumed = _executor().consume_token_par(pairs)
+        for (state, _), is_consumed in zip(steps, consumed, strict=True):
+            if not is_consumed:
+                state.note_error()
 
 
 def fill_masks(
@@ -30,7 +51,7 @@ def fill_masks(
     Parameters
     ----------
     states : sequence of GrammarState
-        A state may occur several times, if its paths are not empty.
+        A state may occur several times, with different paths.
     paths : sequence of sequence of int
         Drafts that come after the output.
     masks : (n, ceil(V/32)) array of int32
@@ -39,27 +60,28 @@ def fill_masks(
     Returns
     -------
     list of bool
-        Whether each path is allowed; if not, its mask is not written.
+        Whether each path is allowed; if not, its mask allows every token.
     """
     pairs = list(zip(states, paths, strict=True))
     plain = [(state.matcher, i) for i, (state, path) in enumerate(pairs) if not path]
     num_bytes = masks.shape[1] * 4
     if plain:
         _executor().unsafe_compute_mask_ptr(plain, masks.ctypes.data, num_bytes, len(masks))
-    written = [True] * len(states)
-    for index, path in enumerate(paths):
-        if path:
-            written[index] = _fill_after(states[index].matcher, path, masks[index])
+    is_allowed = [
+        not path or _fill_after(state.matcher, path, masks[index])
+        for index, (state, path) in enumerate(pairs)
+    ]
     for state in states:
         state.note_error()
-    return written
+    return is_allowed
 
 
 def _fill_after(matcher: Any, path: Sequence[int], mask: np.ndarray[Any, Any]) -> bool:
     """Write the mask after `path`, and return to where the matcher is now."""
     count: int = matcher.try_consume_tokens(list(path))
-    if is_allowed := count == len(path):
+    mask[:] = -1
+    if count == len(path):
         matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
     if count:
         matcher.rollback(count)
-    return is_allowed
+    return count == len(path)
