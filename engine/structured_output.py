@@ -94,7 +94,7 @@ json_object; got choice and regex
         if not isinstance(self.json_object, bool):
             got = shown_with_type(self.json_object)
             raise RequestError(f"json_object must be True or False; got {got}")
-        given = [name for name in _NAMES if getattr(self, name) not in (None, False)]
+        given = [name for name in _NAMES if self._has(name)]
         if len(given) != 1:
             got = " and ".join(sorted(given)) or "none"
             names = ", ".join(_NAMES)
@@ -106,7 +106,11 @@ json_object; got choice and regex
     @property
     def kind(self) -> str:
         """The name of the field that is given."""
-        return next(name for name in _NAMES if getattr(self, name) not in (None, False))
+        return next(name for name in _NAMES if self._has(name))
+
+    def _has(self, name: str) -> bool:
+        value = getattr(self, name)
+        return value is not None and value is not False
 
 
 _NAMES = tuple(field.name for field in dataclasses.fields(StructuredOutput))

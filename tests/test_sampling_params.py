@@ -52,6 +52,7 @@ def test_defaults_are_vllms():
         "allowed_token_ids": None,
         "bad_words": (),
         "logits_processors": (),
+        "structured": None,
     }
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
+import re
 
 import pytest
 
@@ -203,3 +205,40 @@ def test_chats(llm):
         llm.chat(question, greedy, use_tqdm=False)
     with pytest.raises(RequestError, match="reserved name; got 'chat_template'"):
         llm.chat(question, greedy, chat_template="")
+
+
+def test_structured_output_of_the_real_vocabulary(model):
+    """Its tokens span several characters, and parts of one."""
+    schema = {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "maxLength": 24},
+            "population": {"type": "integer", "minimum": 0, "maximum": 10**8},
+            "is_capital": {"type": "boolean"},
+        },
+        "required": ["city", "population", "is_capital"],
+        "additionalProperties": False,
+    }
+    wanted = {
+        "json": {"json": schema},
+        "regex": {"regex": "(1[0-9]|2[0-9]) (°C|°F), [a-zé]{3,9}"},
+        "choice": {"choice": ["Rome", "Rom", "Naples", "Città del Vaticano"]},
+    }
+    llm_engine = LLMEngine(model, max_num_seqs=8, num_blocks=64, debug=True)
+    for kind, structured in wanted.items():
+        params = SamplingParams(max_tokens=60, temperature=0.7, seed=1, n=2, structured=structured)
+        llm_engine.add_request(kind, "The capital of Italy, as JSON: ", params)
+    last = {}
+    while llm_engine.has_unfinished_requests():
+        last.update((output.request_id, output) for output in llm_engine.step())
+    for kind, structured in wanted.items():
+        for output in last[kind].outputs:
+            assert output.finish_reason == "stop"
+            if kind == "json":
+                value = json.loads(output.text)
+                assert list(value) == schema["required"] and len(value["city"]) <= 24
+                assert type(value["population"]) is int and type(value["is_capital"]) is bool
+            elif kind == "regex":
+                assert re.fullmatch(structured["regex"], output.text)
+            else:
+                assert output.text in structured["choice"]
