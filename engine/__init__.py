@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from engine.outputs import CompletionOutput, RequestOutput
     from engine.quantize_model import quantize
     from engine.sampling_params import SamplingParams
+    from engine.structured_output import StructuredOutput
 
 __all__ = [
     "LLM",
@@ -38,6 +39,7 @@ __all__ = [
     "Model",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutput",
     "__version__",
     "errors",
     "kernels",
@@ -55,6 +57,7 @@ _HOMES = {
     "Model": "engine.model",
     "RequestOutput": "engine.outputs",
     "SamplingParams": "engine.sampling_params",
+    "StructuredOutput": "engine.structured_output",
     "load": "engine.model",
     "quantize": "engine.quantize_model",
 }

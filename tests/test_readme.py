@@ -1,4 +1,4 @@
-"""Every Python block of the README prints what the README says."""
+"""Every Python block of the README, and of a page, prints what it says there."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-BLOCKS = re.findall(
-    r"```python\n(.*?)```\s*```text\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
-)
+TEXT = "\n".join((ROOT / name).read_text() for name in ("README.md", "docs/structured_output.md"))
+BLOCKS = re.findall(r"```python\n(.*?)```\s*```text\n(.*?)```", TEXT, re.DOTALL)
 
 
 def test_there_are_blocks():
-    text = (ROOT / "README.md").read_text()
-    assert len(BLOCKS) == text.count("```python") >= 3
+    assert len(BLOCKS) == TEXT.count("```python") >= 4
 
 
 @pytest.mark.parametrize(("code", "output"), BLOCKS, ids=range(len(BLOCKS)))

@@ -1,0 +1,55 @@
+# %% [markdown]
+# # Text that matches a schema
+#
+# `SamplingParams(structured=...)` says what the text must match: a JSON schema, a regular
+# expression, one of several texts, or a grammar. Before each token is sampled, the tokens with
+# which the text could no longer match are masked. This needs llguidance:
+# `pip install 'rawengine[grammar]'`.
+
+# %%
+import json
+
+from engine import LLM, SamplingParams, StructuredOutput
+
+llm = LLM("smollm2", device="cpu", max_model_len=256)
+schema = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 20},
+        "country": {"enum": ["Italy", "France", "Japan"]},
+        "is_capital": {"type": "boolean"},
+    },
+    "required": ["city", "country", "is_capital"],
+    "additionalProperties": False,
+}
+params = SamplingParams(temperature=0.0, max_tokens=60, structured=StructuredOutput(json=schema))
+[output] = llm.generate("Rome, as JSON: ", params)
+print(json.dumps(json.loads(output.outputs[0].text)), output.outputs[0].finish_reason)
+
+# %% [markdown]
+# A choice and an expression. Each request has its own; the others in the batch are not masked.
+
+# %%
+prompts = ["Is water wet? Answer: ", "The first aeroplane flew on ", "Once upon a time"]
+kinds = [{"choice": ["yes", "no"]}, {"regex": "[0-9]{1,2} [A-Z][a-z]{2,8} 19[0-9]{2}"}, None]
+params = [SamplingParams(temperature=0.0, max_tokens=24, structured=kind) for kind in kinds]
+for output in llm.generate(prompts, params):
+    print(f"{output.prompt!r} -> {output.outputs[0].text!r}")
+
+# %% [markdown]
+# A grammar may be recursive, which no expression is: brackets that match.
+
+# %%
+brackets = StructuredOutput(grammar='start: "(" start? ")"')
+[output] = llm.generate("(()) ((())) ", SamplingParams(max_tokens=30, seed=1, structured=brackets))
+text = output.outputs[0].text
+print(text, text.count("(") - text.count(")"))
+
+# %% [markdown]
+# What cannot be compiled is refused when the request is added.
+
+# %%
+try:
+    llm.generate("A set: ", SamplingParams(structured={"json": {"uniqueItems": True}}))
+except ValueError as error:
+    print(error)
