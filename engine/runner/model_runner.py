@@ -198,7 +198,9 @@ class ModelRunner:
         if step.unsampled is None:
             return
         (logits, inputs), step.unsampled = step.unsampled, None
-        sampling = self._build_sampling(inputs)
+        sampling = self._sampling.build(
+            inputs.sampled, inputs.sampled_rows, inputs.sampled_positions, inputs.paths
+        )
         for sequence in inputs.sampled:
             grammar = sequence.request.spec.grammar
             if grammar is not None and grammar.error:
@@ -254,27 +256,18 @@ class ModelRunner:
         self._table.check(sequences, rows, starts, self.kv_cache.num_blocks, size)
 
     def _compute(self, output: ScheduleOutput, inputs: StepInputs) -> LaunchedStep:
-        waits = self._sampling.needs_host_ids(inputs.sampled_rows)
-        sampling = self._build_sampling(inputs) if inputs.sampled and not waits else None
-        parts = self._prompt_parts(output, inputs)
-        on_device = self._send(inputs, sampling, parts)
-        logits, scored = self._forward(inputs, on_device, parts)
+        logits, scored = self._forward(inputs, self._prompt_parts(output, inputs))
         step = LaunchedStep(output, inputs.sampled, prompts=scored)
         if inputs.paths is not None:
             step.sampled = [s for s in output.sequences if s.is_sampled]
             step.first_logits_rows = np.cumsum([0] + [s.num_logits for s in step.sampled])[
                 :-1
             ].tolist()
-        if sampling is not None:
-            self._sample(step, logits, inputs, sampling, on_device)
-        elif waits:
+        if inputs.sampled:
             step.unsampled = logits, inputs
+            if not self._sampling.needs_host_ids(inputs.sampled_rows):
+                self.sample(step)
         return step
-
-    def _build_sampling(self, inputs: StepInputs) -> SamplingBatch:
-        return self._sampling.build(
-            inputs.sampled, inputs.sampled_rows, inputs.sampled_positions, inputs.paths
-        )
 
     def _prompt_parts(self, output: ScheduleOutput, inputs: StepInputs) -> list[PromptPart]:
         if not self._sampling.num_prompt_scored:
@@ -282,28 +275,25 @@ class ModelRunner:
         counts = [s.request.spec.params.prompt_logprobs for s in output.sequences]
         return prompt_parts(output.sequences, inputs.batch.cu_seqlens_q[:-1].tolist(), counts)
 
-    def _send(
-        self, inputs: StepInputs, sampling: SamplingBatch | None, parts: Sequence[PromptPart]
-    ) -> dict[str, Any]:
-        """Copy the step's arrays to the device; those for sampling are "sampling.<name>"."""
+    def _send(self, inputs: StepInputs, parts: Sequence[PromptPart]) -> dict[str, Any]:
+        """Copy the arrays that the model needs to the device."""
         arrays = _arrays(inputs.batch) | {
             name: getattr(inputs, name) for name in ("last_id_tokens", "last_id_rows")
         }
         if parts:
             wanted = [inputs.batch.logits_indices, *(part.rows for part in parts)]
             arrays["logits_indices"] = np.concatenate(wanted)
-        if sampling is not None:
-            arrays |= _sampling_arrays(inputs, sampling)
         return HostToDeviceCopy(self.model.device, arrays).arrays
 
     def _forward(
-        self, inputs: StepInputs, on_device: Mapping[str, Any], parts: Sequence[PromptPart]
+        self, inputs: StepInputs, parts: Sequence[PromptPart]
     ) -> tuple[Any, list[ScoredPart]]:
         """Return the logits of the sampled sequences, and the scored prompt tokens."""
         if self.graphs is not None and not parts:
             logits = self.graphs.logits(inputs)
             if logits is not None:
                 return logits, []
+        on_device = self._send(inputs, parts)
         batch = _with(inputs.batch, {name: on_device[name] for name in _arrays(inputs.batch)})
         if inputs.last_id_tokens.size:
             last_ids = self._table.last_ids[on_device["last_id_rows"]]

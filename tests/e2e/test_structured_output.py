@@ -228,7 +228,7 @@ def _one_by_one(model, requests):
     return want
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, 3, 5, 7])
+@pytest.mark.parametrize("seed", [0, 1, 2, 3, 5])
 def test_preemption_and_batching_do_not_change_the_tokens(model, late, seed):
     rng = random.Random(seed)
     stem = [rng.randrange(FIRST, VOCAB) for _ in range(40)]
