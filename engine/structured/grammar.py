@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from engine.errors import RequestError
@@ -16,6 +19,8 @@ __all__ = ["Grammar", "GrammarCompiler", "GrammarState"]
 
 _MAX_CACHED = 128  # grammars
 _MAX_CACHED_CHARS = 16 << 20
+_NUM_MATCHERS = min(os.cpu_count() or 1, 16)  # of one grammar,
+_MAX_SECONDS = 0.05  # as long as all of them took less than this to compile
 
 
 class GrammarCompiler:
@@ -76,27 +81,58 @@ class GrammarCompiler:
     def _compile(self, name: str, kind: str, text: str) -> Grammar:
         why = check(kind, text)
         if not why:
-            matcher = compile_matcher(self._module, self._tokenizer, kind, text)
-            if not reason(matcher):
-                matcher.compute_bitmask()  # copies then have what it has computed
-            why = reason(matcher)
+            make = functools.partial(compile_matcher, self._module, self._tokenizer, kind, text)
+            grammar = Grammar(make)
+            why = grammar.error
         if why:
             raise RequestError(f"structured: {name} cannot be compiled: {why}")
-        return Grammar(matcher)
+        return grammar
 
     def _num_chars(self) -> int:
         return sum(len(text) for _, text in self._cache)
 
 
 class Grammar:
-    """A compiled grammar, shared by the requests that ask for it."""
+    """A compiled grammar, shared by the requests that ask for it.
 
-    def __init__(self, matcher: Any) -> None:
-        self._matcher = matcher
+    Copies of a matcher share its lexer, behind a lock, so that their masks are made one after
+    another. So there are several matchers, which requests take in turn; each is compiled when it is
+    first needed, if that takes little time.
+
+    Parameters
+    ----------
+    compile_one : callable
+        Returns a new matcher.
+
+    Attributes
+    ----------
+    error : str
+        Why it cannot be used; "" if it can.
+    """
+
+    def __init__(self, compile_one: Callable[[], Any]) -> None:
+        self._compile_one = compile_one
+        self._seconds = 0.0
+        self._matchers = [self._new_matcher()]
+        self._next = 0
+        self.error = reason(self._matchers[0])
 
     def new_state(self) -> GrammarState:
         """Return the state of a request that has no output yet."""
-        return GrammarState(self._matcher.deep_copy())
+        index = self._next % _NUM_MATCHERS
+        self._next += 1
+        if index == len(self._matchers) and self._seconds < _MAX_SECONDS:
+            self._matchers.append(self._new_matcher())
+        index %= len(self._matchers)
+        return GrammarState(self._matchers[index].deep_copy(), index)
+
+    def _new_matcher(self) -> Any:
+        start = time.perf_counter()
+        matcher = self._compile_one()
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # copies then have what it has computed
+        self._seconds += time.perf_counter() - start
+        return matcher
 
 
 class GrammarState:
@@ -108,14 +144,17 @@ class GrammarState:
     Attributes
     ----------
     matcher : llguidance.LLMatcher
+    group : int
+        States of one grammar in different groups can be used at the same time.
     num_consumed : int
         How many output ids it has consumed.
     error : str
         Why no further mask can be made; "" if one can.
     """
 
-    def __init__(self, matcher: Any) -> None:
+    def __init__(self, matcher: Any, group: int = 0) -> None:
         self.matcher = matcher
+        self.group = group
         self.error = ""
         self.num_consumed = 0
 

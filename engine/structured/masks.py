@@ -64,6 +64,7 @@ def fill_masks(
     """
     pairs = list(zip(states, paths, strict=True))
     plain = [(state.matcher, i) for i, (state, path) in enumerate(pairs) if not path]
+    plain.sort(key=lambda pair: states[pair[1]].group)  # a thread takes neighbours
     num_bytes = masks.shape[1] * 4
     if plain:
         _executor().unsafe_compute_mask_ptr(plain, masks.ctypes.data, num_bytes, len(masks))
