@@ -5,6 +5,7 @@ On CUDA both go through pinned memory and are asynchronous; on the CPU nothing i
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -20,6 +21,7 @@ __all__ = ["DeviceToHostCopy", "HostToDeviceCopy", "PinnedArrays"]
 
 _ALIGNMENT = 16  # bytes; every array of a copy starts at a multiple of it
 _POLL_SECONDS = 0.0002
+_NUM_TURNS = 3  # buffers; with the steps that may be in flight, none is waited for
 
 
 class _PinnedBuffers:
@@ -92,10 +94,11 @@ class HostToDeviceCopy:
 
 
 class PinnedArrays:
-    """A large array that the host writes in each step, where the device copies it from.
+    """A large array that the host writes in each step, copied while the device computes.
 
-    Two buffers take turns; each grows to the largest array asked for. On the CPU the array itself
-    is used, a new one for each step.
+    The copy has a stream of its own: on the current one it would wait for the model, behind which
+    it is launched. Buffers take turns; they grow to the largest array asked for. On the CPU the
+    array itself is used, a new one for each step.
 
     Examples
     --------
@@ -108,34 +111,60 @@ class PinnedArrays:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._buffers: list[tuple[Any, Any]] = []  # memory and event, the next one first
+        self._stream: Any = None
+        self._buffers: list[_Buffer] = []  # the next one first
         self._array: Any = None
 
     def next(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Return an array to write to, of any content; waits until its last copy is complete."""
-        self._array = np.empty(shape, dtype)
-        if self._device.is_cuda:
-            cuda, num_bytes = self._device.xp.cuda, self._array.nbytes
-            if len(self._buffers) < 2:
-                self._buffers.insert(0, (None, cuda.Event(disable_timing=True)))
-            memory, done = self._buffers.pop(0)
-            done.synchronize()
-            if memory is None or memory.nbytes < num_bytes:
-                pinned = cuda.alloc_pinned_memory(max(num_bytes, 1))
-                memory = np.frombuffer(pinned, np.uint8, max(num_bytes, 1))
-            self._buffers.append((memory, done))
-            self._array = memory[:num_bytes].view(dtype).reshape(shape)
+        """Return an array to write to, of any content; waits until its last use is over."""
+        if not self._device.is_cuda:
+            self._array = np.empty(shape, dtype)
+            return self._array
+        cuda = self._device.xp.cuda
+        if self._stream is None:
+            self._stream = cuda.Stream(non_blocking=True)
+            self._buffers = [_Buffer(cuda) for _ in range(_NUM_TURNS)]
+        current = cuda.get_current_stream()
+        buffer, last = self._buffers[0], self._buffers[-1]
+        last.is_free.record(current)  # what reads it has been launched by now
+        buffer.is_free.synchronize()
+        num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+        if buffer.host.nbytes < num_bytes:
+            buffer.grow(self._device.xp, 2 * num_bytes)
+            # SAFETY: earlier kernels of this stream may still use the memory that it got.
+            buffer.is_sent.record(current)
+            self._stream.wait_event(buffer.is_sent)
+        self._array = buffer.host[:num_bytes].view(dtype).reshape(shape)
         return self._array
 
     def send(self) -> Any:
-        """Start the copy of the array that `next` returned; return it on the device."""
+        """Start the copy of the array that `next` returned, and return it on the device.
+
+        What reads it must be launched before `next` is called again, on the current stream.
+        """
         if not self._device.is_cuda:
             return self._array
-        cp = self._device.xp
-        stream, array = cp.cuda.get_current_stream(), cp.empty(self._array.shape, self._array.dtype)
-        array.set(self._array, stream=stream)
-        self._buffers[-1][1].record(stream)
-        return array
+        buffer, array = self._buffers[0], self._array
+        device = buffer.device[: array.nbytes].view(array.dtype).reshape(array.shape)
+        device.set(array, stream=self._stream)
+        buffer.is_sent.record(self._stream)
+        self._device.xp.cuda.get_current_stream().wait_event(buffer.is_sent)
+        self._buffers.append(self._buffers.pop(0))
+        return device
+
+
+class _Buffer:
+    """Pinned and device memory of the same size, and when they may be used."""
+
+    def __init__(self, cuda: Any) -> None:
+        self.host: Any = np.empty(0, np.uint8)
+        self.device: Any = None
+        self.is_free = cuda.Event(disable_timing=True)
+        self.is_sent = cuda.Event(disable_timing=True)
+
+    def grow(self, cp: Any, num_bytes: int) -> None:
+        self.host = np.frombuffer(cp.cuda.alloc_pinned_memory(num_bytes), np.uint8, num_bytes)
+        self.device = cp.empty(num_bytes, np.uint8)
 
 
 class DeviceToHostCopy:

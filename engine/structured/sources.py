@@ -53,7 +53,8 @@ def source_of(structured: StructuredOutput) -> tuple[str, str]:
         return "lark", structured.grammar
     text = '{"type": "object"}' if structured.json_object else structured.json
     assert isinstance(text, str)
-    return "json_schema", text
+    # llguidance takes its options in the schema, which has to be an object for that.
+    return "json_schema", "{}" if text.strip() == "true" else text
 
 
 def compile_matcher(module: ModuleType, tokenizer: Any, kind: str, text: str) -> Any:

@@ -119,6 +119,11 @@ def test_any_json_object(model):
     assert all(text.startswith("{") for text in texts)
 
 
+def test_the_schema_true_allows_any_json(model):
+    (output,) = _generate(model, _params({"json": "true"}, max_tokens=1))
+    assert re.fullmatch('[-0-9"{tfn]|\\[', output.text)
+
+
 def test_continuations_match_each_by_itself(model, late):
     engine = make_engine(model, max_num_seqs=3, async_scheduling=late)
     engine.add_request("r", PROMPT, _params({"json": SCHEMA}, n=5))
@@ -359,6 +364,7 @@ def _refused(engine, structured):
         ({"json": {"type": "thing"}}, "json cannot be compiled: Invalid type: thing"),
         ({"json": {"uniqueItems": True}}, 'Unimplemented keys: ["uniqueItems"]'),
         ({"json": {"$ref": "#"}}, "no text matches it"),
+        ({"json": "false"}, "json cannot be compiled"),
         ({"regex": "(?=a)b"}, "look-ahead"),
         ({"regex": "("}, "unclosed group"),
         ({"grammar": "start: missing"}, "unknown name"),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from engine import device
-from engine.runner.transfer import HostToDeviceCopy, _PinnedBuffers
+from engine.runner.transfer import HostToDeviceCopy, PinnedArrays, _PinnedBuffers
 
 _SPIN = r"""
 extern "C" __global__ void spin(long long clocks) {
@@ -49,3 +49,37 @@ def test_an_unreferenced_copy_arrives_intact(cp):
     ]
     for i, array in enumerate(sent):
         np.testing.assert_array_equal(cp.asnumpy(array), np.full(1000, i))
+
+
+@pytest.mark.gpu
+def test_arrays_of_a_stream_of_their_own_arrive_intact(cp):
+    """They are overwritten only after what reads them has run, also while the buffers grow."""
+    target, _ = device.resolve_device("cuda")
+    spin, arrays, read = cp.RawKernel(_SPIN, "spin"), PinnedArrays(target), []
+    for i in range(12):
+        scratch = cp.full((50 + 40 * i, 1000), -1, np.int32)
+        spin((1,), (1,), (np.int64(3_000_000),))
+        scratch += 1  # still to run when its memory is given back
+        del scratch
+        arrays.next((50 + 40 * min(i, 9), 1000), np.int32)[:] = i
+        sent = arrays.send()
+        spin((1,), (1,), (np.int64(3_000_000),))
+        read.append(sent.copy())
+    for i, array in enumerate(read):
+        np.testing.assert_array_equal(cp.asnumpy(array), np.full(array.shape, i))
+
+
+@pytest.mark.gpu
+def test_the_copy_of_such_an_array_does_not_wait_for_the_current_stream(cp):
+    target, _ = device.resolve_device("cuda")
+    arrays = PinnedArrays(target)
+    for _ in range(4):
+        arrays.next((1000,), np.int32)[:] = 7
+        arrays.send()
+    cp.cuda.Device().synchronize()
+    cp.RawKernel(_SPIN, "spin")((1,), (1,), (np.int64(1_000_000_000),))
+    arrays.next((1000,), np.int32)[:] = 8
+    arrays.send()
+    arrays._stream.synchronize()
+    assert not cp.cuda.get_current_stream().done
+    cp.cuda.Device().synchronize()
