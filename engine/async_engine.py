@@ -216,6 +216,8 @@ class AsyncEngine:
             found = await asyncio.to_thread(self._engine.encode, prompt)
             cache_salt = found.cache_salt if cache_salt is None else cache_salt
             prompt = {"prompt": found.text, "prompt_token_ids": found.token_ids}
+        if params.structured is not None:  # may take a second
+            await asyncio.to_thread(self._engine.prepare, params)
         options = {"priority": priority, "cache_salt": cache_salt, "timeout": timeout}
         arguments = {"prompt": prompt, "params": params, **options}
         loop = asyncio.get_running_loop()

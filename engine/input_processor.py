@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from engine.model import Model
 from engine.request import Request
 from engine.runner.sampling import SamplingSpec
 from engine.sampling_params import NumberRange, SamplingParams
-from engine.structured import GrammarCompiler, GrammarState
+from engine.structured import Grammar, GrammarCompiler, GrammarState
 from engine.structured_output import StructuredOutput
 
 __all__ = ["InputProcessor", "Prompt", "PromptInput"]
@@ -59,6 +60,7 @@ class InputProcessor:
         self._seed = seed
         self._counter = itertools.count()
         self._grammars: GrammarCompiler | None = None  # made when first needed
+        self._grammars_lock = threading.Lock()
 
     def encode(self, prompt: Prompt, cache_salt: str | None = None) -> PromptInput:
         """Return the prompt's text (if any), token ids and salt; `cache_salt` overrides its own.
@@ -209,18 +211,29 @@ class InputProcessor:
         wanted = f"a token id, a whole number in [0, {self._vocab_size})"
         return token_ids_of("prompt", items, self._vocab_size, wanted)
 
-    def _grammar_states(self, params: SamplingParams) -> Sequence[GrammarState | None]:
-        """Return the initial state of each continuation in its grammar; None without one."""
-        count = params.num_continuations
-        if params.structured is None:
-            return [None] * count
-        if self._grammars is None:
-            self._grammars = GrammarCompiler(
-                self.tokenizer, self._vocab_size, self._model.eos_token_ids
-            )
+    def grammar(self, params: SamplingParams) -> Grammar | None:
+        """Return the compiled grammar of `params`, if there is one; any thread may call it.
+
+        Raises
+        ------
+        RequestError
+            If it cannot be compiled.
+        """
+        if params.structured is None or self.tokenizer is None:
+            return None
         assert isinstance(params.structured, StructuredOutput)
-        grammar = self._grammars.compile(params.structured)
-        return [grammar.new_state() for _ in range(count)]
+        with self._grammars_lock:
+            if self._grammars is None:
+                self._grammars = GrammarCompiler(
+                    self.tokenizer, self._vocab_size, self._model.eos_token_ids
+                )
+        return self._grammars.compile(params.structured)
+
+    def _grammar_states(self, params: SamplingParams) -> list[GrammarState | None]:
+        """Return the initial state of each continuation in its grammar; None without one."""
+        grammar = self.grammar(params)
+        count = params.num_continuations
+        return [None if grammar is None else grammar.new_state() for _ in range(count)]
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Return each bad word's token sequences, at the start of a text and after a space."""

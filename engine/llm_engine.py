@@ -81,9 +81,7 @@ class LLMEngine:
         config = config.with_reason("kv_scales", model.prepare_pages(config.geometry.dtype))
         self._pool = MemoryPool(model.device)
         self.kv_cache = KVCache(config.geometry, limits.num_blocks, self._pool)
-        self._swap = (
-            SwapSpace(self.kv_cache, limits.num_host_blocks) if limits.num_host_blocks else None
-        )
+        self._swap = SwapSpace(self.kv_cache, n) if (n := limits.num_host_blocks) else None
         self.config = config = with_measured_costs(config, model, self.kv_cache, self._swap)
         self.scheduler = Scheduler(config.scheduler)
         self.runner = ModelRunner(
@@ -107,8 +105,7 @@ class LLMEngine:
         self._in_flight: deque[LaunchedStep] = deque()  # launched, not read back; oldest first
         self._max_in_flight = int(config.async_scheduling)  # steps in flight after `step`
         self._groups: dict[str, OutputGroup] = {}  # unfinished ones, by request id
-        # Requests that the next outputs report; None: the output is not made yet.
-        self._changed: dict[OutputGroup, RequestOutput | None] = {}
+        self._changed: dict[OutputGroup, RequestOutput | None] = {}  # to report; None: not made yet
         self._deadlines = Deadlines()
         self.collector = StatsCollector(model.expert_load)
 
@@ -156,6 +153,10 @@ class LLMEngine:
             If it is not a prompt, or has an id outside the vocabulary.
         """
         return self._inputs.encode(prompt)
+
+    def prepare(self, params: SamplingParams) -> None:
+        """Compile what `add_request` would, and raise what it would; any thread may call it."""
+        self._inputs.grammar(params)
 
     @exclusive
     def add_request(

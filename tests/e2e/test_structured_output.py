@@ -410,3 +410,16 @@ def test_without_llguidance_the_error_names_the_extra(model, monkeypatch):
 def test_a_model_without_a_tokenizer_has_none():
     engine = make_engine(tiny_model())
     assert "structured needs a model with a tokenizer" in _refused(engine, {"choice": ["a"]})
+
+
+def test_it_can_be_compiled_before_it_is_added(model, monkeypatch):
+    """In any thread, so that an engine that serves others does not wait for it."""
+    engine = make_engine(model)
+    params = _params({"json": SCHEMA})
+    engine.prepare(params)
+    engine.prepare(_params())
+    with pytest.raises(RequestError, match="Invalid type: thing"):
+        engine.prepare(_params({"json": {"type": "thing"}}))
+    monkeypatch.setattr(grammar_module, "check", None)  # nothing is compiled from here on
+    engine.add_request("r", PROMPT, params)
+    assert _is_person(run(engine)["r"].outputs[0].text)
