@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -20,7 +21,9 @@ from engine.child_process import end, receive, send
 from engine.errors import RequestError
 from engine.structured.check_worker import MAX_MEMORY, MAX_SECONDS
 
-__all__ = ["CheckProcess", "check"]
+__all__ = ["MAX_WAIT", "CheckProcess", "check"]
+
+MAX_WAIT = 60.0  # seconds until a process that neither answers nor ends is given up
 
 _CODE = (
     "import json, sys; sys.path[:0] = json.loads(sys.argv[1]); "
@@ -52,7 +55,8 @@ class CheckProcess:
             try:
                 with contextlib.suppress(BrokenPipeError):
                     send(process.stdin, request)
-                answer = receive(process.stdout)
+                if select.select([process.stdout], [], [], MAX_WAIT)[0]:
+                    answer = receive(process.stdout)
             finally:
                 if answer is None:  # it died, or this thread was interrupted
                     code = self._forget()
@@ -97,7 +101,8 @@ def _cause_of_death(code: int | None) -> str:
     if code == -signal.SIGPROF:
         return f"it takes more than {MAX_SECONDS:g} s to compile"
     return (
-        f"it takes more than {MAX_MEMORY >> 20} MiB to compile, or nests too deeply (exit {code})"
+        f"it takes more than {MAX_MEMORY >> 20} MiB or {MAX_WAIT:g} s to compile, or nests too "
+        f"deeply (exit {code})"
     )
 
 

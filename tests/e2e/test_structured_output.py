@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import re
 import sys
+import threading
 
 import numpy as np
 import pytest
 
-from engine import SamplingParams
+from engine import LLMEngine, SamplingParams
+from engine.async_engine import AsyncEngine
 from engine.drafts import Drafts
 from engine.errors import RequestError
+from engine.sampling_params import RequestOutputKind
 from engine.structured import grammar as grammar_module
 from engine.structured import sources
 from tests.e2e.tiny import EOS, VOCAB, make_engine, run, swap_gb, tiny_model
@@ -423,3 +427,29 @@ def test_it_can_be_compiled_before_it_is_added(model, monkeypatch):
     monkeypatch.setattr(grammar_module, "check", None)  # nothing is compiled from here on
     engine.add_request("r", PROMPT, params)
     assert _is_person(run(engine)["r"].outputs[0].text)
+
+
+def test_async_engine_compiles_outside_of_its_thread(model, monkeypatch):
+    threads, prepare = [], LLMEngine.prepare
+
+    def noted(self, params):
+        threads.append(threading.current_thread())
+        prepare(self, params)
+
+    monkeypatch.setattr(LLMEngine, "prepare", noted)
+
+    async def serve():
+        engine = AsyncEngine(make_engine(model))
+        try:
+            params = _params({"json": SCHEMA}, output_kind=RequestOutputKind.FINAL_ONLY)
+            outputs = [output async for output in engine.generate(PROMPT, params)]
+            with pytest.raises(RequestError, match="Invalid type: thing"):
+                async for _ in engine.generate(PROMPT, _params({"json": {"type": "thing"}})):
+                    pass
+            return outputs
+        finally:
+            await engine.close()
+
+    (output,) = asyncio.run(serve())
+    assert _is_person(output.outputs[0].text)
+    assert len(threads) == 2 and not any("engine" in thread.name for thread in threads)
