@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
+import selectors
 import signal
 import subprocess
 import sys
@@ -55,7 +55,10 @@ class CheckProcess:
             try:
                 with contextlib.suppress(BrokenPipeError):
                     send(process.stdin, request)
-                if select.select([process.stdout], [], [], MAX_WAIT)[0]:
+                with selectors.DefaultSelector() as selector:  # `select` takes no fd above 1023
+                    selector.register(process.stdout, selectors.EVENT_READ)
+                    is_ready = selector.select(MAX_WAIT)
+                if is_ready:
                     answer = receive(process.stdout)
             finally:
                 if answer is None:  # it died, or this thread was interrupted
