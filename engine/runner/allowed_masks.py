@@ -43,7 +43,8 @@ class AllowedMasks:
         self._has_grammar = np.zeros(num_rows, np.bool_)
         self._fixed: dict[int, IntArray] = {}  # masks of allowed_token_ids, by row
         self._vocab_size = vocab_size
-        self._not_eos = ~pack_allowed([i for i in eos_token_ids if i < vocab_size], vocab_size)
+        self._eos = pack_allowed([i for i in eos_token_ids if i < vocab_size], vocab_size)
+        self._eos_words = np.flatnonzero(self._eos)
         self._pinned = PinnedArrays(device)
 
     def assign(self, request: Request) -> None:
@@ -73,7 +74,7 @@ class AllowedMasks:
         needed = np.concatenate([by_grammar, np.flatnonzero(self.has_mask[rows] & ~has_grammar)])
         if not len(needed):
             return {}
-        masks = self._pinned.next((len(needed), len(self._not_eos)), np.int32)
+        masks = self._pinned.next((len(needed), len(self._eos)), np.int32)
         masks[len(by_grammar) :] = -1
         if len(by_grammar):
             indices = by_grammar.tolist()
@@ -98,19 +99,26 @@ class AllowedMasks:
         paths: Sequence[tuple[int, ...]],
     ) -> None:
         """Write the masks of grammars."""
-        from engine.structured.masks import fill_masks, follow  # on demand: it needs a library
+        from engine.structured.masks import fill_masks  # on demand: it needs a library
 
         states = [request.spec.grammar for request in requests]
-        follow(states, [request.output_token_ids for request in requests])
+        for request, state in zip(requests, states, strict=True):
+            state.follow(request.output_token_ids)
         is_allowed = fill_masks(states, paths, masks)
-        for index, request in enumerate(requests):
+        for index in self._rows_with_eos(masks):
+            request = requests[index]
             rules = request.spec.params
             is_early = positions[index] - request.num_prompt_tokens < rules.min_tokens
             if is_allowed[index] and (rules.ignore_eos or is_early):
                 self._forbid_eos(masks[index])
 
+    def _rows_with_eos(self, masks: IntArray) -> list[int]:
+        words = self._eos_words
+        rows: list[int] = np.flatnonzero((masks[:, words] & self._eos[words]).any(axis=1)).tolist()
+        return rows
+
     def _forbid_eos(self, mask: IntArray) -> None:
         """Forbid the end, unless nothing else is possible."""
-        others = mask & self._not_eos
+        others = mask & ~self._eos
         if others.any():
             mask[:] = others

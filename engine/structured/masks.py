@@ -11,34 +11,13 @@ import numpy as np
 from engine.structured.grammar import GrammarState
 from engine.structured.sources import library
 
-__all__ = ["fill_masks", "follow"]
+__all__ = ["fill_masks"]
 
 
 @functools.cache
 def _executor() -> Any:
     """Return llguidance's threads: by default 80 % of the cores, at most 32."""
     return library().LLExecutor()
-
-
-def follow(states: Sequence[GrammarState], outputs: Sequence[Sequence[int]]) -> None:
-    """Advance each state to the end of its output, which continues that of the last call.
-
-    A state may occur several times, with the same output.
-    """
-    steps: list[tuple[GrammarState, int]] = []
-    for state, output in zip(states, outputs, strict=True):
-        count = len(output) - state.num_consumed
-        if count == 1 and not state.error:
-            steps.append((state, output[-1]))
-            state.num_consumed += 1
-        elif count:
-            state.follow(output)
-    if steps:
-        pairs = [(state.matcher, token_id) for state, token_id in steps]
-        consumed = _executor().consume_token_par(pairs)
-        for (state, _), is_consumed in zip(steps, consumed, strict=True):
-            if not is_consumed:
-                state.note_error()
 
 
 def fill_masks(
