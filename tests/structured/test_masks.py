@@ -1,0 +1,83 @@
+"""Masks of grammars against a search through the texts that match."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import numpy as np
+import pytest
+
+from engine.structured import GrammarCompiler
+from engine.structured.masks import fill_masks
+from engine.structured_output import StructuredOutput
+
+TOKENS = [b"", b"<eos>", b"a", b"b", b"c", b"ab", b"bc", b"aab", b"\xc3", b"\xa9", b"\xc3\xa9b"]
+EOS, VOCAB = 1, 70  # ids without a token at the end, in three words
+PATTERN = "a{1,2}(b|bc|é)*c"
+
+
+class Tokens:
+    special_ids = frozenset({EOS})
+    bos_token_id = None
+
+    def encode(self, text, add_special_tokens=True):
+        return [TOKENS.index(bytes([byte])) for byte in text.encode()]
+
+    def token_bytes(self, token_id):
+        return TOKENS[token_id] if token_id < len(TOKENS) else b""
+
+
+@pytest.fixture(scope="module")
+def grammar():
+    return GrammarCompiler(Tokens(), VOCAB, [EOS]).compile(StructuredOutput(regex=PATTERN))
+
+
+def _texts():
+    """Return every text of up to 7 characters that matches."""
+    texts = ("".join(t) for n in range(1, 8) for t in itertools.product("abcé", repeat=n))
+    return [text.encode() for text in texts if re.fullmatch(PATTERN, text)]
+
+
+def _allowed(mask):
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+
+
+def test_masks_allow_the_tokens_with_which_the_text_can_match(grammar):
+    texts = _texts()
+    prefixes = {text[:n] for text in texts for n in range(len(text) + 1)}
+    pending, num_seen = [()], 0
+    while pending:
+        path = pending.pop()
+        before = b"".join(TOKENS[i] for i in path)
+        state, masks = grammar.new_state(), np.full((3, 3), 0x5A5A5A5A, np.int32)
+        state.follow(path)
+        assert fill_masks([state, grammar.new_state()], [(), path], masks[:2]) == [True, True]
+        want = [i for i in range(2, len(TOKENS)) if before + TOKENS[i] in prefixes]
+        want = [EOS] * (before in texts) + want
+        assert _allowed(masks[0]) == _allowed(masks[1]) == want, before
+        assert (masks[2] == 0x5A5A5A5A).all() and not state.error
+        num_seen += 1
+        # Texts that are too long to go on with are not all in `texts`.
+        pending += [(*path, i) for i in want if i != EOS and len(before + TOKENS[i]) < 5]
+    assert num_seen > 20
+
+
+def test_a_path_that_is_not_allowed_gets_every_token_and_changes_nothing(grammar):
+    state, masks = grammar.new_state(), np.zeros((3, 3), np.int32)
+    state.follow([TOKENS.index(b"a")])
+    paths = [(TOKENS.index(b"c"), EOS, EOS), (TOKENS.index(b"b"), 0), ()]
+    assert fill_masks([state] * 3, paths, masks) == [False, False, True]
+    assert (masks[:2] == -1).all()
+    assert [TOKENS[i] for i in _allowed(masks[2])] == [
+        token for token in TOKENS[2:] if token not in (b"aab", b"\xa9")
+    ]
+
+
+def test_a_token_that_is_not_allowed_is_an_error(grammar):
+    state, other = grammar.new_state(), grammar.new_state()
+    state.follow([TOKENS.index(b"b")])
+    assert "doesn't satisfy the grammar" in state.error and not other.error
+    state.follow([TOKENS.index(b"b")] * 2)  # stays as it is
+    other.follow([TOKENS.index(b"a"), TOKENS.index(b"c"), EOS])
+    assert not other.error
