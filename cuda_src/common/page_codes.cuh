@@ -32,31 +32,6 @@ __device__ __forceinline__ void codes_to_even_odd(uint32_t codes, uint32_t& even
   even = half2_less_1152(__byte_perm(bytes, 0x64646464u, 0x4240));
   odd = half2_less_1152(__byte_perm(bytes, 0x64646464u, 0x4341));
 }
-
-// Two codes as bfloat16, exactly. Each half of `pair` is the byte u = code + 128 below 0x43: the
-// bfloat16 128 + u for u < 128, and 256 + 2 (u - 128) from there on. Less 256 that is the code, or
-// twice the code where it is not negative.
-__device__ __forceinline__ uint32_t codes_to_bfloat162(uint32_t pair) {
-  const __nv_bfloat162 x = *reinterpret_cast<const __nv_bfloat162*>(&pair);
-  const auto both = [](unsigned short bits) {
-    return __bfloat162bfloat162(__ushort_as_bfloat16(bits));
-  };
-  const __nv_bfloat162 once_or_twice = __hsub2(x, both(0x4380));              // x - 256
-  const __nv_bfloat162 excess = __hfma2_relu(x, both(0x3f00), both(0xc300));  // x / 2 - 128, or 0
-  const __nv_bfloat162 y = __hsub2(once_or_twice, excess);
-  return *reinterpret_cast<const uint32_t*>(&y);
-}
-
-// Four codes as two registers of scalar_t, a type of 16 bits.
-__device__ __forceinline__ void codes_to_registers(uint32_t codes, uint32_t& low, uint32_t& high) {
-#if ENGINE_DTYPE == 2
-  const uint32_t bytes = codes ^ 0x80808080u;
-  low = codes_to_bfloat162(__byte_perm(bytes, 0x43434343u, 0x4140));
-  high = codes_to_bfloat162(__byte_perm(bytes, 0x43434343u, 0x4342));
-#else
-  codes_to_halves(codes, low, high);
-#endif
-}
 #else  // also where pages have no codes: not called
 // Four codes as halves, exactly: of the lower two bytes, and of the upper two.
 __device__ __forceinline__ void codes_to_halves(uint32_t codes, uint32_t& low, uint32_t& high) {
@@ -70,6 +45,7 @@ __device__ __forceinline__ void codes_to_halves(uint32_t codes, uint32_t& low, u
 __device__ __forceinline__ void codes_to_even_odd(uint32_t codes, uint32_t& even, uint32_t& odd) {
   codes_to_halves(__byte_perm(codes, 0, 0x3120), even, odd);
 }
+#endif
 
 // Four codes as two registers of scalar_t, a type of 16 bits.
 __device__ __forceinline__ void codes_to_registers(uint32_t codes, uint32_t& low, uint32_t& high) {
@@ -83,7 +59,6 @@ __device__ __forceinline__ void codes_to_registers(uint32_t codes, uint32_t& low
   high = widened(high);
 #endif
 }
-#endif
 
 #if PAGE_CODES
 #include "common/codes.cuh"
