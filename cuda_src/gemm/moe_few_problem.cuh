@@ -11,9 +11,9 @@
 #include "gemm/moe_activation.cuh"
 
 struct MoeFewParams {
-  const unsigned char* data;    // (E, R, K); packed: the planes of the matrix (E R, K)
+  const unsigned char* data;    // (E, R, K) bytes; packed: the planes of the matrix (E R, K)
   const unsigned char* high;    // packed only: or null
-  const unsigned char* scales;  // bytes: float, (E, blocks of rows, blocks of columns); dense: null
+  const unsigned char* scales;  // bytes: float, (E, blocks of rows, blocks of columns)
   const unsigned char* supers;  // packed only: or null
   const scalar_t* x;            // (T, K), or (P, K) with pair_weights; contiguous
   const int* order;             // (P,)
@@ -25,6 +25,7 @@ struct MoeFewParams {
   int groups, num_supers;  // of a packed row
   int max_rows;            // of x in a tile
   int part_stages;         // stages of k that a warp sums
+  int num_stages;          // of each warp's ring
   int activation;          // a MoeActivation
   float alpha, limit;
   int is_early;  // the preceding kernel writes neither weight, bias nor the routing

@@ -13,16 +13,14 @@
 #include "common/pdl.cuh"
 #include "gemm/moe_few_problem.cuh"
 
-enum MoeFewKind { kFewDense = 0, kFewPacked = 1, kFewBytes = 2 };
+enum MoeFewKind { kFewPacked = 1, kFewBytes = 2 };  // WEIGHTS
 #if WEIGHTS == 1
 #include "gemm/moe_few_packed.cuh"
 #else
-#include "gemm/moe_few_rows.cuh"
+#include "gemm/moe_few_bytes.cuh"
 #endif
 
 #if ENGINE_DTYPE != 0
-
-constexpr int kRing = 3;  // stages of a warp's ring
 
 // Loads the stages of a warp in the order it multiplies them.
 struct MoeFewLoader {
@@ -47,7 +45,7 @@ struct MoeFewLoader {
                                           const MoeFewRouting& routing, unsigned char* ring,
                                           int stage_bytes)
       : p(p), b(b), routing(routing), weight(p, b.lane_idx), stage_bytes(stage_bytes) {
-    begin = to = smem_address(ring), end = begin + kRing * stage_bytes;
+    begin = to = smem_address(ring), end = begin + p.num_stages * stage_bytes;
     tile = 0, unit = blockIdx.x, num_tiles = routing.num_tiles;
     x_place = kStageBytes + b.lane_idx / kChunks * kXPitch + b.lane_idx % kChunks * 16;
     start_unit();
@@ -174,23 +172,24 @@ __device__ __forceinline__ void moe_few_tokens(const MoeFewParams& p) {
   routing.find(p, b.thread, b.threads);
   __syncthreads();
   const int stage_bytes = kStageBytes + p.max_rows * kXPitch;
-  unsigned char* ring = smem + b.warp_idx * (kRing * stage_bytes);
-  float* const first_sums = reinterpret_cast<float*>(smem + b.num_warps * kRing * stage_bytes);
+  unsigned char* ring = smem + b.warp_idx * (p.num_stages * stage_bytes);
+  float* const first_sums =
+      reinterpret_cast<float*>(smem + b.num_warps * p.num_stages * stage_bytes);
   MoeFewLoader loader(p, b, routing, ring, stage_bytes);
   if (p.is_early == 0) {
 #pragma unroll 1
-    for (int i = 0; i < kRing; ++i) {
+    for (int i = 0; i < p.num_stages; ++i) {
       loader.template load<true, true>();
       cp_async_commit();
     }
   } else {  // the first group of copies has the weights of all
     MoeFewLoader behind = loader;
 #pragma unroll 1
-    for (int i = 0; i < kRing; ++i) loader.template load<true, false>();
+    for (int i = 0; i < p.num_stages; ++i) loader.template load<true, false>();
     pdl_wait();
     pdl_trigger();
 #pragma unroll 1
-    for (int i = 0; i < kRing; ++i) {
+    for (int i = 0; i < p.num_stages; ++i) {
       behind.template load<false, true>();
       cp_async_commit();
     }
@@ -198,7 +197,7 @@ __device__ __forceinline__ void moe_few_tokens(const MoeFewParams& p) {
 
   float* sums = first_sums;
   const unsigned char* stage_at = ring;
-  const unsigned char* const ring_end = ring + kRing * stage_bytes;
+  const unsigned char* const ring_end = ring + p.num_stages * stage_bytes;
   int tile = 0;
 #pragma unroll 1
   for (int unit = blockIdx.x;; unit += gridDim.x) {
@@ -211,7 +210,7 @@ __device__ __forceinline__ void moe_few_tokens(const MoeFewParams& p) {
     product.clear();
 #pragma unroll 1
     for (int stage = b.stage_begin; stage < b.stage_end; ++stage) {
-      cp_async_wait<kRing - 1>();
+      wait_for_oldest(p.num_stages);
       __syncwarp();  // SAFETY: the lanes see each other's copies,
       product.multiply(stage_at, t.count, b.lane_idx);
       __syncwarp();  // and have read the stage before it is filled again.

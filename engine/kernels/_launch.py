@@ -71,6 +71,7 @@ class Kernel:
         self._casts = tuple(_CASTS[kind] for kind in kinds)
         self.struct = None if struct is None else ParamStruct(struct, names, kinds)
         self._functions: dict[tuple[ModuleSpec, int], Any] = {}
+        self._shared_limits: dict[tuple[ModuleSpec, int], int] = {}  # of dynamic shared memory
         KERNELS.append(self)
 
     @property
@@ -149,8 +150,12 @@ class Kernel:
         if function is None:
             function = load_module(spec).get_function(self.entry)
             self._functions[spec, index] = function
-        if shared_mem > max(_DEFAULT_SHARED_LIMIT, function.max_dynamic_shared_size_bytes):
+            # What a kernel declares counts, too.
+            limit = _DEFAULT_SHARED_LIMIT - function.shared_size_bytes
+            self._shared_limits[spec, index] = limit
+        if shared_mem > self._shared_limits[spec, index]:
             function.max_dynamic_shared_size_bytes = shared_mem
+            self._shared_limits[spec, index] = shared_mem
         return function
 
     def _wrong_arguments(self, args: dict[str, Any]) -> NoReturn:

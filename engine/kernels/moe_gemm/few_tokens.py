@@ -10,7 +10,7 @@ from engine import device
 from engine.dtypes import dtype_name
 from engine.kernels._launch import Kernel, ceil_div, sm_count
 from engine.kernels._module import ModuleSpec
-from engine.kernels.moe_gemm.formats import base_of, bases, format_of, kind, weight_arrays
+from engine.kernels.moe_gemm.formats import base_of, bases, kind, weight_arrays
 from engine.kernels.moe_gemm.operands import ACTIVATIONS, MoeOperands
 from engine.quantization import FORMATS, Format
 from engine.quantization.formats import TILE_COLUMNS, TILE_ROWS
@@ -22,7 +22,7 @@ _FILE = "gemm/moe_gemm.cu"
 _PARAMS = (
     "data:ptr high:ptr scales:ptr supers:ptr x:ptr order:ptr offsets:ptr pair_weights:ptr bias:ptr "
     "out:ptr num_pairs:i32 num_experts:i32 num_rows:i32 k:i32 top_k:i32 groups:i32 num_supers:i32 "
-    "max_rows:i32 part_stages:i32 activation:i32 alpha:f32 limit:f32 is_early:i32"
+    "max_rows:i32 part_stages:i32 num_stages:i32 activation:i32 alpha:f32 limit:f32 is_early:i32"
 )
 _KERNELS = {
     tokens: Kernel(f"moe_gemm_few_{tokens}", _PARAMS, struct="MoeFewParams") for tokens in (1, 8)
@@ -34,13 +34,14 @@ _ROW_BYTES = 128  # of a row of a stage, in formats that are not packed
 
 _MAX_WARPS = 16  # of a block
 _PARTS = (1, 2, 3, 4, 6, 8, 12, 16)
-_RING = 3  # kRing of the CUDA file: stages of a warp's ring
+_STAGES = (3, 2)  # of a ring, the best first
 _LARGEST_SHARED = 227 * 1024  # of a block on Hopper
 _STATIC_BYTES = 4096  # of shared memory: what the kernels declare, and what the driver reserves
-# Estimated for an H200: what a multiprocessor reads in a ns, how long a warp takes for a stage,
-# what a unit costs beside its stages, and what is lost where the next kernel's block does not fit
-# beside this one's.
-_BYTES_PER_NS, _STAGE_NS, _UNIT_NS, _ALONE_NS = 33.0, 700.0, 300.0, 300.0
+# Fitted on an H200 to fp8_block and mxfp4 in bfloat16, in ns: a stage's bytes, its latency, what a
+# stage of each further warp adds, what a unit costs beside its stages, and what is lost where the
+# registers have no room for the next kernel's block. Decoding packed codes takes longer.
+_BYTES_PER_NS, _STAGE_NS, _WARP_NS, _UNIT_NS, _ALONE_NS = 33.0, 490.0, 65.0, 300.0, 630.0
+_PACKED_FACTOR = 1.5
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class FewTokensConfig:
         Warps of a block along k, and along rows.
     part_stages : int
         Stages of k that a warp sums.
+    num_stages : int
+        Of each warp's ring.
     blocks : int
         Of the grid.
     shared_bytes : int
@@ -62,6 +65,7 @@ class FewTokensConfig:
     parts: int
     row_tiles: int
     part_stages: int
+    num_stages: int
     blocks: int
     shared_bytes: int
 
@@ -69,14 +73,14 @@ class FewTokensConfig:
 def _columns(form: Format) -> int:
     """Return the columns of a stage."""
     if not form.is_packed:
-        return _ROW_BYTES * 8 // form.bits
+        return _ROW_BYTES
     return (2 if form.bits == 8 else 4) * TILE_COLUMNS
 
 
 def _weight_bytes(form: Format) -> int:
     """Return the bytes of a stage: codes and scales."""
     if not form.is_packed:
-        return TILE_ROWS * (_ROW_BYTES + (0 if form.is_dense else 4))
+        return TILE_ROWS * (_ROW_BYTES + 4)
     last, size = 2 if form.offset else 1, 1 if form.super_block or form.code == "e2m1" else 2
     scales = _columns(form) // form.group * TILE_ROWS * size * last
     supers = TILE_ROWS * 2 * last if form.super_block else 0
@@ -108,24 +112,25 @@ def choose_few_tokens(
     if not 0 < tokens <= MAX_TOKENS or tokens * top_k > _MAX_PAIRS:
         return None
     best, least = None, 0.0
-    for parts, row_tiles in _ways(is_gated=is_gated):
+    for parts, row_tiles, stages in _ways(is_gated=is_gated):
         config = few_tokens_config(
-            tokens, top_k, shape, form, sms, parts, row_tiles, is_gated=is_gated
+            tokens, top_k, shape, form, sms, parts, row_tiles, stages, is_gated=is_gated
         )
         if config.shared_bytes + _STATIC_BYTES > shared_limit:
             continue
-        cost = _estimate(config, tokens, top_k, shape, form, shared_limit, is_gated=is_gated)
+        cost = _estimate(config, tokens, top_k, shape, form, is_gated=is_gated)
         if best is None or cost < least:
             best, least = config, cost
     return best
 
 
-def _ways(*, is_gated: bool) -> Iterator[tuple[int, int]]:
-    """Yield warps along k and along rows of a block."""
+def _ways(*, is_gated: bool) -> Iterator[tuple[int, int, int]]:
+    """Yield warps along k and along rows of a block, and stages of a ring."""
     for parts in _PARTS:
-        for row_tiles in range(1, _MAX_WARPS // parts + 1):
+        for row_tiles in range(_MAX_WARPS // parts, 0, -1):
             if not (is_gated and row_tiles % 2):
-                yield parts, row_tiles
+                for stages in _STAGES:
+                    yield parts, row_tiles, stages
 
 
 def _units(shape: tuple[int, int, int], row_tiles: int, *, is_gated: bool) -> int:
@@ -142,18 +147,22 @@ def few_tokens_config(
     sms: int,
     parts: int,
     row_tiles: int,
+    stages: int = 3,
     *,
     is_gated: bool,
 ) -> FewTokensConfig:
-    """Return the configuration with `parts` warps along k and `row_tiles` along rows of a block."""
+    """Return the configuration with `parts` warps along k and `row_tiles` along rows of a block.
+
+    A warp's ring has `stages`.
+    """
     part_stages = ceil_div(ceil_div(shape[2], _columns(form)), parts)
     experts = min(shape[0], tokens * top_k)
     units = experts * _units(shape, row_tiles, is_gated=is_gated)
     warps = parts * row_tiles
     stage = _weight_bytes(form) + tokens * (_columns(form) * 2 + 16)
     sums = 2 * warps * (1 if tokens == 1 and not _sums_x(form) else MAX_TOKENS) * (TILE_ROWS + 4)
-    shared = warps * _RING * stage + sums * 4
-    return FewTokensConfig(parts, row_tiles, part_stages, min(sms, units), shared)
+    shared = warps * stages * stage + sums * 4
+    return FewTokensConfig(parts, row_tiles, part_stages, stages, min(sms, units), shared)
 
 
 def _sums_x(form: Format) -> bool:
@@ -169,7 +178,6 @@ def _estimate(
     top_k: int,
     shape: tuple[int, int, int],
     form: Format,
-    shared_limit: int,
     *,
     is_gated: bool,
 ) -> float:
@@ -177,19 +185,21 @@ def _estimate(
     num_experts = shape[0]
     experts = num_experts * (1 - (1 - min(top_k, num_experts) / num_experts) ** tokens)
     units = round(experts) * _units(shape, config.row_tiles, is_gated=is_gated)
-    rounds = ceil_div(units, config.blocks)
-    own = rounds * config.part_stages
-    memory = own * config.parts * config.row_tiles * _weight_bytes(form) / _BYTES_PER_NS
-    is_alone = 2 * (config.shared_bytes + _STATIC_BYTES) > shared_limit + 1024
-    warps = config.parts * config.row_tiles
-    return max(memory, own * _STAGE_NS) + rounds * _UNIT_NS + warps + is_alone * _ALONE_NS
+    rounds, warps = ceil_div(units, config.blocks), config.parts * config.row_tiles
+    factor = _PACKED_FACTOR if form.is_packed else 1.0
+    schedulers_full = ceil_div(warps, 4) * 4
+    memory = warps * _weight_bytes(form) / _BYTES_PER_NS
+    work = max(memory, schedulers_full * _WARP_NS * factor)
+    stage = (work**3 + (_STAGE_NS * factor) ** 3) ** (1 / 3)
+    is_alone = 2 * warps > _MAX_WARPS
+    return rounds * (config.part_stages * stage + _UNIT_NS) + is_alone * _ALONE_NS
 
 
 def all_configs(
     tokens: int, top_k: int, shape: tuple[int, int, int], form: Format, *, is_gated: bool
 ) -> list[FewTokensConfig]:
     """Return several ways to cut a problem: for tests and for tuning."""
-    ways = ((1, 2), (1, 12), (2, 6), (4, 2), (4, 4), (8, 2), (3, 4))
+    ways = ((1, 2, 3), (1, 12, 2), (2, 6, 3), (4, 2, 2), (4, 4, 2), (8, 2, 3), (3, 4, 2))
     configs = [
         few_tokens_config(tokens, top_k, shape, form, sms, *way, is_gated=is_gated)
         for way in ways
@@ -202,7 +212,7 @@ def specs(dtype: str, formats: tuple[str, ...]) -> tuple[ModuleSpec, ...]:
     """Return the modules that `launch` may launch for weights of `formats`."""
     if dtype not in _DTYPES:
         return ()
-    forms = (FORMATS[name] for name in formats)
+    forms = (FORMATS[name] for name in formats if not FORMATS[name].is_dense)
     return tuple(_spec(base, form) for form in forms for base in bases(dtype, form))
 
 
@@ -215,12 +225,11 @@ def choose(operands: MoeOperands) -> FewTokensConfig | None:
     x, weight, experts = operands.x, operands.weight, operands.routing.experts
     if operands.deterministic or dtype_name(x.dtype) not in _DTYPES or operands.out.size == 0:
         return None
-    is_gated, form, k = operands.activation is not None, format_of(weight), x.shape[1]
+    is_gated, form, k = operands.activation is not None, weight.format, x.shape[1]
     if k == 0 or (form.is_packed and is_gated and weight.shape[1] % (2 * TILE_ROWS)):
         return None  # gate and up share a row tile
-    arrays = [array for array in weight_arrays(weight).values() if hasattr(array, "data")]
-    steps = [array.data.ptr for array in (x, *arrays)]
-    steps += [k * x.itemsize, 0 if form.is_packed else k * form.bits // 8]
+    steps = [array.data.ptr for array in (x, *(array for _, array in weight.arrays()))]
+    steps += [k * x.itemsize, 0 if form.is_packed else k]
     if any(step % 16 for step in steps):
         return None
     limit = _shared_limit(device.cupy().cuda.runtime.getDevice())
@@ -246,7 +255,7 @@ def launch(operands: MoeOperands, config: FewTokensConfig) -> None:
     (num_experts, rows, k), dtype = weight.shape, dtype_name(x.dtype)
     tokens, top_k = routing.experts.shape
     _KERNELS[1 if tokens == 1 else MAX_TOKENS].launch(
-        _spec(base_of(weight, dtype), format_of(weight)),
+        _spec(base_of(weight, dtype), weight.format),
         (config.blocks,),
         (32, config.parts, config.row_tiles),
         config.shared_bytes,
@@ -264,6 +273,7 @@ def launch(operands: MoeOperands, config: FewTokensConfig) -> None:
         top_k=top_k,
         max_rows=tokens,
         part_stages=config.part_stages,
+        num_stages=config.num_stages,
         activation=ACTIVATIONS.index(operands.activation),
         alpha=operands.alpha,
         limit=operands.limit,

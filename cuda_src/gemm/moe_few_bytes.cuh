@@ -1,5 +1,5 @@
-// A stage of a weight in bytes (e4m3 or signed integers) or in 16-bit numbers, for few tokens: 128
-// bytes of each of 16 rows, the scales of these rows behind them.
+// A stage of a weight in bytes (e4m3 or signed integers), for few tokens: 128 columns of 16 rows, the
+// scales of these rows behind them.
 //
 // A lane of the tensor cores' first operand reads 16 bytes of a row at once, and so multiplies
 // other columns than the instruction's, but the same ones of the weight and of x.
@@ -11,20 +11,13 @@
 
 #if ENGINE_DTYPE != 0
 
-constexpr bool kIsBytes = WEIGHTS == 2;
-constexpr int kRowBytes = 128;
-constexpr int kStageColumns = kIsBytes ? 128 : 64;
+constexpr int kStageColumns = 128, kRowBytes = kStageColumns;
 constexpr int kStageCodes = kWeightRows * kRowBytes;
-constexpr int kStageBytes = kStageCodes + (kIsBytes ? kWeightRows * 4 : 0);
+constexpr int kStageBytes = kStageCodes + kWeightRows * 4;
 constexpr int kXPitch = kStageColumns * 2 + 16;  // of x in a stage: no bank conflicts
-// Rows and columns that share a scale; 0: all columns.
-#if WEIGHTS == 2
 constexpr bool kIsE4m3 = IS_E4M3;
+// Rows and columns that share a scale; 0: all columns.
 constexpr int kBlockRows = BLOCK_ROWS, kBlockColumns = BLOCK_COLUMNS;
-#else
-constexpr bool kIsE4m3 = false;
-constexpr int kBlockRows = 1, kBlockColumns = 0;
-#endif
 static_assert(kBlockColumns == 0 || kBlockColumns == kStageColumns, "a stage has a scale a row");
 
 // Where chunk `chunk` of 16 bytes of a row is: of two rows that lanes read at once, half of each.
@@ -33,7 +26,6 @@ __device__ __forceinline__ int chunk_at(int row, int chunk) {
 }
 
 struct MoeFewWeight {
-  static constexpr int kElementBytes = kIsBytes ? 1 : 2;
   static constexpr int kRowStep = kWarpSize / (kRowBytes / 16);  // rows that a warp copies at once
   static constexpr int kCopies = kWeightRows / kRowStep;
   const MoeFewParams& p;
@@ -48,7 +40,7 @@ struct MoeFewWeight {
 
   __device__ __forceinline__ MoeFewWeight(const MoeFewParams& p, int lane_idx) : p(p) {
     place = chunk_at(lane_idx / 8, lane_idx % 8);
-    scale_place = kStageCodes + lane_idx * 4, has_scale = kIsBytes && lane_idx < kWeightRows;
+    scale_place = kStageCodes + lane_idx * 4, has_scale = lane_idx < kWeightRows;
   }
 
   __device__ __forceinline__ static int num_stages(const MoeFewParams& p) {
@@ -57,23 +49,18 @@ struct MoeFewWeight {
 
   // Goes to the stage `first` of 16 rows; instead of rows that do not exist the last one is copied.
   __device__ __forceinline__ void start(int expert, int first_row, int first, int lane_idx) {
-    const int row_bytes = p.k * kElementBytes, column = first * kRowBytes + lane_idx % 8 * 16;
+    const int column = first * kRowBytes + lane_idx % 8 * 16;
     const int last = p.num_rows - 1, row = min(first_row + lane_idx / 8, last);
-    from = p.data + (static_cast<int64_t>(expert) * p.num_rows + row) * row_bytes + column;
+    from = p.data + (static_cast<int64_t>(expert) * p.num_rows + row) * p.k + column;
 #pragma unroll
     for (int i = 0; i < kCopies; ++i)
-      step[i] = (min(first_row + lane_idx / 8 + i * kRowStep, last) - row) * row_bytes;
-    bytes_left = row_bytes - column;
-    if constexpr (kIsBytes) {
-      const int row_blocks = (p.num_rows + kBlockRows - 1) / kBlockRows;
-      const int own = min(first_row + lane_idx, last) / kBlockRows;
-      const int64_t block = static_cast<int64_t>(expert) * row_blocks + own;
-      scale = reinterpret_cast<const float*>(p.scales);
-      if constexpr (kBlockColumns > 0)
-        scale += block * num_stages(p) + first;
-      else
-        scale += block;
-    }
+      step[i] = (min(first_row + lane_idx / 8 + i * kRowStep, last) - row) * p.k;
+    bytes_left = p.k - column;
+    const int row_blocks = (p.num_rows + kBlockRows - 1) / kBlockRows;
+    const int own = min(first_row + lane_idx, last) / kBlockRows;
+    const int64_t block = static_cast<int64_t>(expert) * row_blocks + own;
+    scale = reinterpret_cast<const float*>(p.scales);
+    scale += kBlockColumns > 0 ? block * num_stages(p) + first : block;
   }
 
   // Copies the next stage to `to`; beyond the end of k it writes zeros.
@@ -143,27 +130,16 @@ struct MoeFewProduct {
     const uint4 high = *reinterpret_cast<const uint4*>(low_at + 8 * kRowBytes);
     const uint32_t lows[4] = {low.x, low.y, low.z, low.w};
     const uint32_t highs[4] = {high.x, high.y, high.z, high.w};
-    if constexpr (kIsBytes) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint4 x = *reinterpret_cast<const uint4*>(x_at + half * 16);
-        const uint32_t xs[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          uint32_t a[4];
-          decode(lows[2 * half + i], highs[2 * half + i], a);
-          const uint32_t b[2] = {__byte_perm(xs[2 * i], xs[2 * i + 1], 0x5410),
-                                 __byte_perm(xs[2 * i], xs[2 * i + 1], 0x7632)};
-          mma_m16n8k16<scalar_t>(acc, a, b);
-        }
-      }
-    } else {
-      const uint4 x = *reinterpret_cast<const uint4*>(x_at);
+    for (int half = 0; half < 2; ++half) {
+      const uint4 x = *reinterpret_cast<const uint4*>(x_at + half * 16);
       const uint32_t xs[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const uint32_t a[4] = {lows[2 * i], highs[2 * i], lows[2 * i + 1], highs[2 * i + 1]};
-        const uint32_t b[2] = {xs[2 * i], xs[2 * i + 1]};
+        uint32_t a[4];
+        decode(lows[2 * half + i], highs[2 * half + i], a);
+        const uint32_t b[2] = {__byte_perm(xs[2 * i], xs[2 * i + 1], 0x5410),
+                               __byte_perm(xs[2 * i], xs[2 * i + 1], 0x7632)};
         mma_m16n8k16<scalar_t>(acc, a, b);
       }
     }
@@ -172,16 +148,14 @@ struct MoeFewProduct {
   // Adds a stage, behind which x has `count` rows.
   __device__ __forceinline__ void multiply(const unsigned char* stage, int count, int lane_idx) {
     const int g = lane_idx / 4, t = lane_idx % 4;
-    constexpr int kLaneBytes = kIsBytes ? 32 : 16;  // of x, for 16 bytes of the weight
+    constexpr int kLaneBytes = 32;  // of x, for 16 bytes of the weight
     const unsigned char* x = stage + kStageBytes + min(g, count - 1) * kXPitch + t * kLaneBytes;
     float acc[2][4] = {};
     add(stage + chunk_at(g, t), x, acc[0]);
     add(stage + chunk_at(g, t + 4), x + 4 * kLaneBytes, acc[1]);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      float scale = 1.0f;
-      if constexpr (kIsBytes)
-        scale = *reinterpret_cast<const float*>(stage + kStageCodes + (g + 8 * i) * 4);
+      const float scale = *reinterpret_cast<const float*>(stage + kStageCodes + (g + 8 * i) * 4);
 #pragma unroll
       for (int j = 0; j < kColumns; ++j)
         total[i][j] = fmaf(scale, acc[0][2 * i + j] + acc[1][2 * i + j], total[i][j]);
