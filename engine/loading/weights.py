@@ -141,6 +141,7 @@ def load_weights(
     shapes = weight_shapes(config, shard)
     rounded = partial(_rounded, has_all_kernels=_has_all_kernels(device, dtype))
     works = list(_slabs(placements, config.head_dim))
+    rounded = partial(_rounded, has_all_kernels=_has_all_kernels(device, dtype))
     with _progress_bar(works, dtype, progress) as advance, ThreadPoolExecutor(_workers()) as pool:
         run = partial(_run_all, pool, loader, advance)
         run([work for work in works if str(work.place.target) in arrays])

@@ -190,7 +190,7 @@ def _estimate(
     schedulers_full = ceil_div(warps, 4) * 4
     memory = warps * _weight_bytes(form) / _BYTES_PER_NS
     work = max(memory, schedulers_full * _WARP_NS * factor)
-    stage = (work**3 + (_STAGE_NS * factor) ** 3) ** (1 / 3)
+    stage: float = (work**3 + (_STAGE_NS * factor) ** 3) ** (1 / 3)
     is_alone = 2 * warps > _MAX_WARPS
     return rounds * (config.part_stages * stage + _UNIT_NS) + is_alone * _ALONE_NS
 
