@@ -276,11 +276,11 @@ class ZmqEngineClient:
         for _ in range(_MAX_BATCH):
             if self._is_closed:
                 return
-            try:
-                data = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                self._flush()
+            if not has_input(self._socket):
+                if self._unsent and self._flush():
+                    continue  # sending may have taken the descriptor's news
                 return
+            data = self._socket.recv(zmq.NOBLOCK)
             self._last_seen = time.monotonic()
             self._take(self._decode(data))
         self._read_later()

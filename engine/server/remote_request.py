@@ -18,6 +18,7 @@ from engine.input_processor import InputProcessor, Prompt, PromptInput
 from engine.output_processor import OutputGroup, OutputStream, token_texts
 from engine.outputs import RequestOutput
 from engine.request import FINISH_REASONS
+from engine.runner.sampling import SamplingSpec
 from engine.sampling_params import RequestOutputKind, SamplingParams
 from engine.server.messages import Add, Continuation, End, Piece, decode_logprobs
 
@@ -216,10 +217,9 @@ class RequestMaker:
                 "logits_processors must be left out, as the engine is another process: functions "
                 f"are never sent; got {len(params.logits_processors)}"
             )
-        # Grammars and bad words are the engine's business too.
-        given: dict[str, Any] = {"bad_words": None}
-        given |= {"structured": None} if "structured" in _DEFAULTS else {}
-        specs = self._inputs.sampling_specs(dataclasses.replace(params, **given))
+        # Seeds, grammars and bad words are the engine's business.
+        spec = SamplingSpec(params, 0, (), _num_logprobs(params))
+        specs = [spec] * params.num_continuations
         group = OutputGroup(request_id, prompt.text, params, time.monotonic(), self._tokenizer)
         requests = self._inputs.requests(
             request_id, prompt.token_ids, specs, group.metrics.arrival_time
@@ -240,6 +240,12 @@ class RequestMaker:
         return RemoteRequest(handle, group), message
 
 
+def _num_logprobs(params: SamplingParams) -> int | None:
+    """Return how many log-probabilities the engine must send: also to rank continuations."""
+    is_ranked = params.num_continuations > params.n
+    return 0 if params.logprobs is None and is_ranked else params.logprobs
+
+
 def _engine_params(params: SamplingParams) -> dict[str, Any]:
     """Return what the engine must know: token ids and log-probabilities of every continuation."""
     fields = {
@@ -249,8 +255,8 @@ def _engine_params(params: SamplingParams) -> dict[str, Any]:
     }
     if params.num_continuations > 1:
         fields["n"] = params.num_continuations
-    if params.num_continuations > params.n and params.logprobs is None:
-        fields["logprobs"] = 0  # to rank them
+    if (num_logprobs := _num_logprobs(params)) is not None:
+        fields["logprobs"] = num_logprobs
     structured = fields.get("structured")
     if structured is not None:
         fields["structured"] = _plain(structured)
