@@ -23,7 +23,7 @@ from engine.loading.gguf import GgufFile
 from engine.model_files import is_present, read_file
 from engine.server.access_log import configure_logging
 from engine.server.app import begin_drain, build_app, num_active_requests
-from engine.server.child import ChildConfig, Report, run_child
+from engine.server.child import ChildConfig, Report
 from engine.server.engine_client import ZmqEngineClient
 from engine.server.http_protocol import http_protocol
 from engine.server.server_config import ServerConfig
@@ -140,7 +140,3 @@ def _uvicorn_config(app: Starlette, options: ServerConfig) -> uvicorn.Config:
         limit_concurrency=options.max_connections,
         **tls,
     )
-
-
-if __name__ == "__main__":
-    run_child(main)

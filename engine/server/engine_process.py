@@ -8,7 +8,7 @@ import signal
 from typing import Any
 
 from engine.llm_engine import LLMEngine
-from engine.server.child import ChildConfig, Report, run_child
+from engine.server.child import ChildConfig, Report
 from engine.server.engine_loop import EngineLoop
 from engine.server.sockets import bound_socket
 
@@ -35,7 +35,3 @@ def main(config: ChildConfig, report: Report) -> None:
         socket.context.term()
     engine.close()
     engine.model.close()
-
-
-if __name__ == "__main__":
-    run_child(main)

@@ -32,6 +32,11 @@ _MAX_RESTARTS, _RESTART_SPAN = 5, 60.0  # of an API process, in seconds
 _SLACK_SECONDS = 6.0  # that a child has to end, beyond `shutdown_timeout`
 _LAST_WORDS_SECONDS = 3.0  # that API processes have to answer when the engine has ended
 _ENGINE, _API = "engine.server.engine_process", "engine.server.api_process"
+# Not `-m`, which would import from the current folder first.
+_CODE = """import sys; module, *sys.path[:] = sys.argv[1:]
+from importlib import import_module
+from engine.server.child import run_child
+run_child(import_module(module).main)"""
 
 
 @dataclass(eq=False)
@@ -142,7 +147,8 @@ class Supervisor:
 
     async def _say_last_words(self) -> None:
         """Give API processes the time to tell their clients that the engine has ended."""
-        await self._wait_for(list(self._children), _LAST_WORDS_SECONDS)
+        if any(child.ready.is_set() for child in self._children):
+            await self._wait_for(list(self._children), _LAST_WORDS_SECONDS)
 
     async def _wait_for(self, children: list[_Child], seconds: float) -> None:
         """Wait until these have ended, the time is over, or a second signal comes."""
@@ -157,7 +163,8 @@ class Supervisor:
     async def _spawn(self, module: str, listener: socket.socket | None = None) -> _Child:
         descriptor = -1 if listener is None else listener.fileno()
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", module),
+            *(sys.executable, "-c", _CODE, module),
+            *(os.path.abspath(path) for path in sys.path),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             pass_fds=() if listener is None else (descriptor,),

@@ -45,6 +45,9 @@ CONFIG = {
 }
 SMALL = ("--device", "cpu", "--load-format", "dummy", "--num-blocks", "4096", "--port", "0")
 
+# As an installed command, which does not import from the current folder.
+_CODE = f"import sys; sys.path[0] = {str(ROOT)!r}\nfrom engine.cli import main; main()"
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
@@ -69,12 +72,12 @@ def _tokenizer():
 
 
 @contextlib.contextmanager
-def serving(*options, wait=True):
+def serving(*options, wait=True, folder=ROOT):
     """Run `engine serve`; yield its process with `port`, `lines` (stderr so far) and helpers."""
     environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "engine", "serve", *options],
-        cwd=ROOT,
+        [sys.executable, "-c", _CODE, "serve", *options],
+        cwd=folder,
         stderr=subprocess.PIPE,
         text=True,
         env=environment,
@@ -250,6 +253,13 @@ def test_a_dead_supervisor_leaves_nothing_behind(small):
         server.process.kill()
         for pid in children:
             _wait_until(lambda pid=pid: not _is_alive(pid))
+
+
+def test_nothing_is_imported_from_the_current_folder(small, tmp_path):
+    for name in ("zmq", "msgspec", "engine", "json", "numpy"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('not meant to be imported')\n")
+    with serving(*small, folder=tmp_path) as server:
+        assert _post(server, _body(2)).status == 200
 
 
 def test_fifty_streams_survive_sigterm(small):
