@@ -262,6 +262,15 @@ def test_nothing_is_imported_from_the_current_folder(small, tmp_path):
         assert _post(server, _body(2)).status == 200
 
 
+def test_a_template_from_a_file(small, tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}!{% endfor %}")
+    body = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 2}
+    with serving(*small, "--chat-template", str(template)) as server:
+        response = _post(server, body, path="/v1/chat/completions")
+        assert json.loads(response.read())["usage"]["prompt_tokens"] == 4
+
+
 def test_fifty_streams_survive_sigterm(small):
     with serving(*small, "--max-num-seqs", "64", "--shutdown-timeout", "60") as server:
         streams = [_stream(server, 100) for _ in range(50)]
@@ -416,6 +425,14 @@ def test_a_mistake_in_the_file_is_named(tmp_path, text, error, word):
     file.write_text(text)
     with pytest.raises(error, match=word):
         serve._split(serve._read(file))
+
+
+def test_a_missing_library_is_named_with_its_extra(monkeypatch, model):
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    parser = serve.argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    with pytest.raises(ConfigError, match=r"'zmq'.*rawengine\[serve\]"):
+        serve.run(parser.parse_args([model]))
 
 
 def test_flags_override_the_file(tmp_path, monkeypatch, model):
