@@ -1,5 +1,5 @@
-// A stage of a weight in bytes (e4m3 or signed integers), for few tokens: 128 columns of 16 rows, and
-// the scales of these rows behind them.
+// A stage of a weight in bytes (e4m3 or signed integers), for few tokens: 128 columns of 16 rows,
+// and the scales of these rows behind them.
 //
 // A lane of the tensor cores' first operand reads 16 bytes of a row at once, and so multiplies
 // other columns than the instruction's, but the same ones of the weight and of x.
