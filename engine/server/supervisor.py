@@ -22,12 +22,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.errors import ConfigError, EngineError
+from engine.model_files import excerpt
 from engine.server.child import ChildConfig
 from engine.server.server_config import ServerConfig
 
 __all__ = ["Supervisor", "listening_sockets"]
 
 _BACKLOG = 2048
+_MAX_ADDRESS = 100  # bytes; the kernel's limit for the path of a socket is 104 or 108
 _MAX_RESTARTS, _RESTART_SPAN = 5, 60.0  # of an API process, in seconds
 _SLACK_SECONDS = 6.0  # that a child has to end, beyond `shutdown_timeout`
 _LAST_WORDS_SECONDS = 3.0  # that API processes have to answer when the engine has ended
@@ -85,6 +87,9 @@ class Supervisor:
         self._folder = tempfile.mkdtemp(prefix="engine-")  # of mode 700
         token = secrets.token_hex(16)
         address = f"ipc://{self._folder}/engine"
+        if len(os.fsencode(address)) > _MAX_ADDRESS:
+            os.rmdir(self._folder)
+            raise ConfigError(f"TMPDIR must be a shorter path; got {excerpt(self._folder)}")
         self._config = ChildConfig(model, server.options(), engine, address, token)
 
     async def run(self, listeners: list[socket.socket]) -> int:

@@ -14,6 +14,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ from engine.engine_config import EngineConfig
 from engine.errors import ConfigError, UnknownOptionError
 from engine.model import LOAD_OPTIONS
 from engine.server.server_config import ServerConfig, key_hash
-from engine.server.supervisor import listening_sockets
+from engine.server.supervisor import Supervisor, listening_sockets
 from engine.text.token_bytes import byte_alphabet
 
 ROOT = Path(__file__).parents[2]
@@ -433,6 +434,14 @@ def test_a_missing_library_is_named_with_its_extra(monkeypatch, model):
     serve.add_arguments(parser)
     with pytest.raises(ConfigError, match=r"'zmq'.*rawengine\[serve\]"):
         serve.run(parser.parse_args([model]))
+
+
+def test_a_long_folder_for_temporary_files_is_named(tmp_path, monkeypatch):
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    with pytest.raises(ConfigError, match="TMPDIR"):
+        Supervisor("model", ServerConfig(), {})
 
 
 def test_flags_override_the_file(tmp_path, monkeypatch, model):
