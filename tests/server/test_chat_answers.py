@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 
 import openai
 import pytest
 
-from engine.sampling_params import SamplingParams
 from engine.server.server_config import ServerConfig
 from tests.server.scripted_client import ScriptedClient as TemplateClient
 from tests.server.serving import ScriptedClient, serve
@@ -38,12 +36,6 @@ def _client(*pieces, config=None, **options):
         openai.OpenAI(base_url=server.url + "/v1", api_key="x", max_retries=0) as client,
     ):
         yield client, server.client
-
-
-needs_structured = pytest.mark.skipif(
-    "structured" not in {field.name for field in dataclasses.fields(SamplingParams)},
-    reason="SamplingParams has no structured output",
-)
 
 
 def _pieces(text, size=3):
@@ -105,7 +97,6 @@ def test_without_tools_calls_are_content():
             assert choice.message.content == CALL
 
 
-@needs_structured
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_named_tool_is_forced_by_its_schema(stream):
     arguments = '{"a": 1, "b": 2}'
@@ -117,7 +108,6 @@ def test_a_named_tool_is_forced_by_its_schema(stream):
         assert json.loads(engine.requests[-1][1].structured.json) == ADD["function"]["parameters"]
 
 
-@needs_structured
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_required_tool_is_forced_by_a_schema_of_calls(stream):
     text = '[{"name": "add", "arguments": {"a": 1, "b": 2}}]'
@@ -139,7 +129,6 @@ def _call_of(client, stream, **options):
     return (call.function.name, call.function.arguments), choice.finish_reason
 
 
-@needs_structured
 def test_a_response_format_reaches_the_engine():
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     with _client('{"a": 1}') as (client, engine):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 
@@ -10,14 +9,9 @@ import openai
 import pydantic
 import pytest
 
-from engine.sampling_params import SamplingParams
 from engine.text.chat_template import ChatTemplate
 from tests.server.serving import CHATML
 
-pytestmark = pytest.mark.skipif(
-    "structured" not in {field.name for field in dataclasses.fields(SamplingParams)},
-    reason="SamplingParams has no structured output",
-)
 ASK = {
     "model": "smollm2",
     "messages": [{"role": "user", "content": "Describe a cat."}],
