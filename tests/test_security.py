@@ -43,7 +43,7 @@ def test_jinja_has_its_last_escapes_mended(repo_root):
 
 
 def test_the_package_fetches_no_urls(repo_root):
-    """The hub's own client and pip, which `engine pull` calls, do; and clients of a given server."""
+    """The hub's own client, pip (`engine pull`) and `engine chat --url` do."""
     banned = {"requests", "urllib", "urllib3", "http", "httpx", "aiohttp", "ftplib", "smtplib"}
     client = repo_root / "engine" / "commands" / "_http.py"  # of `engine chat --url URL`
     paths = [path for path in (repo_root / "engine").rglob("*.py") if path != client]

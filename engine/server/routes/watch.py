@@ -14,6 +14,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from engine.async_engine import EngineClient
+
 __all__ = ["INTERVAL", "SnapshotFeed", "routes"]
 
 INTERVAL = 0.25  # seconds between snapshots
@@ -34,7 +36,7 @@ class SnapshotFeed:
     client : EngineClient
     """
 
-    def __init__(self, client: Any) -> None:
+    def __init__(self, client: EngineClient) -> None:
         self._client = client
         self._num_viewers = 0
         self._task: asyncio.Task[None] | None = None
