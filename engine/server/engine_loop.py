@@ -10,6 +10,7 @@ import hmac
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -29,6 +30,9 @@ __all__ = ["EngineLoop"]
 
 _BEAT_SECONDS = 0.5
 _MAX_CLIENTS = 256
+_NUM_COMPILERS = 2  # threads; the grammars themselves are compiled without Python's lock
+_PREPARING_SECONDS = 0.002  # how often an idle engine looks for compiled grammars
+_ABORTED = "the request was aborted before its grammar was compiled"
 _TOO_SLOW = "the API process did not read the engine's messages in time"
 
 
@@ -50,6 +54,7 @@ class _Client:
         self.address = address
         self.number = number
         self.ids: dict[int, str] = {}  # handle -> request id of the engine
+        self.preparing: set[int] = set()  # handles of requests whose grammar is being compiled
         self.handles: list[int] = []
         self.token_ids: list[int] = []
         self.pieces: list[m.Piece] = []
@@ -84,6 +89,9 @@ class EngineLoop:
         self._clock = StepClock()
         self._clients: dict[bytes, _Client] = {}
         self._served: dict[str, _Served] = {}
+        self._pool = ThreadPoolExecutor(_NUM_COMPILERS, "grammar")
+        self._prepared: deque[tuple[_Client, m.Add, Exception | None]] = deque()
+        self._num_preparing = 0
         self._embeddings: deque[tuple[_Client, int, Iterator[Any], list[Any]]] = deque()
         self._num_clients = 0
         self._next_beat = 0.0
@@ -109,6 +117,7 @@ class EngineLoop:
         try:
             while not self._is_stopping:
                 self._receive()
+                self._queue_prepared()
                 if self._engine.has_unfinished_requests():
                     start = time.perf_counter()
                     outputs = self._engine.step()
@@ -125,6 +134,7 @@ class EngineLoop:
         finally:
             for client in list(self._clients.values()):
                 self._send(client, m.Ended(reason))
+            self._pool.shutdown(wait=False, cancel_futures=True)
 
     # ---- what arrives
 
@@ -133,6 +143,8 @@ class EngineLoop:
         socket = self._socket
         if not (self._engine.has_unfinished_requests() or self._embeddings):
             wait = max(0.0, self._next_beat - time.monotonic())
+            if self._num_preparing:
+                wait = min(wait, _PREPARING_SECONDS)
             if not socket.poll(int(1000 * wait) + 1):
                 return
         while has_input(socket):
@@ -171,6 +183,36 @@ class EngineLoop:
         )
 
     def _add(self, client: _Client, message: m.Add) -> None:
+        if "structured" in message.params:
+            client.preparing.add(message.handle)
+            self._num_preparing += 1
+            self._pool.submit(self._prepare, client, message)
+        else:
+            self._queue(client, message)
+
+    def _prepare(self, client: _Client, message: m.Add) -> None:
+        """Compile the grammar of a request, on a thread of the pool; it may take a second."""
+        error = None
+        try:
+            self._engine.prepare(engine_params(message.params, is_final_only=True))
+        except Exception as raised:
+            error = raised
+        self._prepared.append((client, message, error))
+
+    def _queue_prepared(self) -> None:
+        """Queue the requests whose grammars are compiled, unless they have been ended since."""
+        while self._prepared:
+            client, message, error = self._prepared.popleft()
+            self._num_preparing -= 1
+            if message.handle not in client.preparing:
+                continue
+            client.preparing.discard(message.handle)
+            if error is None:
+                self._queue(client, message)
+            else:
+                self._refuse(client, message, error)
+
+    def _queue(self, client: _Client, message: m.Add) -> None:
         # The ids of different API processes may be equal.
         request_id = f"{client.number}/{message.request_id}"
         try:
@@ -183,16 +225,23 @@ class EngineLoop:
                 timeout=message.timeout,
             )
         except Exception as error:
-            self._send(client, m.Refused(message.handle, m.kind_of(error), _text(error)))
+            self._refuse(client, message, error)
             return
         client.ids[message.handle] = request_id
         self._served[request_id] = _Served(client, message.handle)
 
+    def _refuse(self, client: _Client, message: m.Add, error: Exception) -> None:
+        self._send(client, m.Refused(message.handle, m.kind_of(error), _text(error)))
+
     def _abort(self, client: _Client, message: m.Abort) -> None:
+        if message.handle in client.preparing:
+            client.preparing.discard(message.handle)
+            self._send(client, m.Refused(message.handle, "EngineError", _ABORTED))
         if message.handle in client.ids:
             self._engine.abort_request(client.ids[message.handle])
 
     def _drop(self, client: _Client, message: m.Drop) -> None:
+        client.preparing.discard(message.handle)
         request_id = client.ids.pop(message.handle, None)
         if request_id is not None:
             del self._served[request_id]
@@ -291,7 +340,7 @@ class EngineLoop:
         try:
             self._socket.send_multipart([client.address, self._encode(message)], zmq.NOBLOCK)
         except zmq.Again:
-            client.lost += client.ids
+            client.lost += [*client.ids, *client.preparing]
             client.is_behind = True
             self._abort_all(client)
             return False
@@ -313,6 +362,7 @@ class EngineLoop:
     def _abort_all(self, client: _Client) -> None:
         ids = list(client.ids.values())
         client.ids.clear()
+        client.preparing.clear()
         for request_id in ids:
             del self._served[request_id]
         self._engine.abort_request(ids)
