@@ -23,6 +23,8 @@ from engine.server import messages as m
 from engine.server.remote_request import RemoteRequest, RequestMaker
 from engine.server.sockets import Socket, connected_socket, descriptor, has_input
 from engine.stats import EngineStats
+from engine.structured import check_structured
+from engine.structured_output import StructuredOutput
 
 __all__ = ["ZmqEngineClient"]
 
@@ -148,6 +150,9 @@ class ZmqEngineClient:
             checked = await asyncio.to_thread(self._maker.encode, prompt, cache_salt)
         else:
             checked = self._maker.encode(prompt, cache_salt)
+        if isinstance(params.structured, StructuredOutput):
+            # Here, as the engine's process, which compiles it again, serves others meanwhile.
+            await asyncio.to_thread(check_structured, params.structured)
         request, message = self._maker.make(handle, request_id, checked, params, priority, timeout)
         self._check_alive()
         if request_id in self._handles:

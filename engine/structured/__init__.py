@@ -3,6 +3,11 @@
 Imported when the first request needs it; llguidance (extra ``grammar``) does the work.
 """
 
-from engine.structured.grammar import Grammar, GrammarCompiler, GrammarState
+from engine.structured.grammar import (
+    Grammar,
+    GrammarCompiler,
+    GrammarState,
+    check_structured,
+)
 
-__all__ = ["Grammar", "GrammarCompiler", "GrammarState"]
+__all__ = ["Grammar", "GrammarCompiler", "GrammarState", "check_structured"]

@@ -49,21 +49,28 @@ class CheckProcess:
         """
         request = json.dumps([kind, text]).encode()
         with self._lock:
-            answer = None
-            process = self._running()
-            assert process.stdin is not None and process.stdout is not None
-            try:
-                with contextlib.suppress(BrokenPipeError):
-                    send(process.stdin, request)
-                with selectors.DefaultSelector() as selector:  # `select` takes no fd above 1023
-                    selector.register(process.stdout, selectors.EVENT_READ)
-                    is_ready = selector.select(MAX_WAIT)
-                if is_ready:
-                    answer = receive(process.stdout)
-            finally:
-                if answer is None:  # it died, or this thread was interrupted
-                    code = self._forget()
+            answer, code = self._ask(request)
+            if code in (-signal.SIGKILL, -signal.SIGTERM):  # maybe before this request
+                answer, code = self._ask(request)
         return _cause_of_death(code) if answer is None else answer.decode()
+
+    def _ask(self, request: bytes) -> tuple[bytes | None, int | None]:
+        """Return the answer, or None and the exit code of the process."""
+        answer, code = None, None
+        process = self._running()
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            with contextlib.suppress(BrokenPipeError):
+                send(process.stdin, request)
+            with selectors.DefaultSelector() as selector:  # `select` takes no fd above 1023
+                selector.register(process.stdout, selectors.EVENT_READ)
+                is_ready = selector.select(MAX_WAIT)
+            if is_ready:
+                answer = receive(process.stdout)
+        finally:
+            if answer is None:  # it died, or this thread was interrupted
+                code = self._forget()
+        return answer, code
 
     def forget_lock(self) -> None:
         """Make a new lock, in a process forked from one whose other threads may hold it."""

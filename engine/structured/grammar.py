@@ -15,12 +15,30 @@ from engine.structured.check_process import check
 from engine.structured.sources import compile_matcher, library, reason, source_of
 from engine.structured_output import StructuredOutput
 
-__all__ = ["Grammar", "GrammarCompiler", "GrammarState"]
+__all__ = ["Grammar", "GrammarCompiler", "GrammarState", "check_structured"]
 
 _MAX_CACHED = 128  # grammars
 _MAX_CACHED_CHARS = 16 << 20
 _NUM_MATCHERS = min(os.cpu_count() or 1, 16)  # of one grammar,
 _MAX_SECONDS = 0.05  # as long as all of them took less than this to compile
+
+
+@functools.lru_cache(maxsize=_MAX_CACHED)
+def check_structured(structured: StructuredOutput) -> None:
+    """Raise what `GrammarCompiler.compile` would; needs no vocabulary, and any thread may call it.
+
+    Raises
+    ------
+    RequestError
+        If it cannot be compiled, or llguidance is not installed.
+    """
+    library()
+    _refuse_if(check(*source_of(structured)), structured)
+
+
+def _refuse_if(why: str, structured: StructuredOutput) -> None:
+    if why:
+        raise RequestError(f"structured: {structured.kind} cannot be compiled: {why}")
 
 
 class GrammarCompiler:
@@ -71,21 +89,18 @@ class GrammarCompiler:
             if source in self._cache:
                 self._cache.move_to_end(source)
                 return self._cache[source]
-        grammar = self._compile(structured.kind, *source)
+        grammar = self._compile(structured, *source)
         with self._lock:
             self._cache[source] = grammar
             while len(self._cache) > _MAX_CACHED or self._num_chars() > _MAX_CACHED_CHARS:
                 self._cache.popitem(last=False)
         return grammar
 
-    def _compile(self, name: str, kind: str, text: str) -> Grammar:
-        why = check(kind, text)
-        if not why:
-            make = functools.partial(compile_matcher, self._module, self._tokenizer, kind, text)
-            grammar = Grammar(make)
-            why = grammar.error
-        if why:
-            raise RequestError(f"structured: {name} cannot be compiled: {why}")
+    def _compile(self, structured: StructuredOutput, kind: str, text: str) -> Grammar:
+        _refuse_if(check(kind, text), structured)
+        make = functools.partial(compile_matcher, self._module, self._tokenizer, kind, text)
+        grammar = Grammar(make)
+        _refuse_if(grammar.error, structured)
         return grammar
 
     def _num_chars(self) -> int:

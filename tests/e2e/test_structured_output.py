@@ -411,8 +411,10 @@ def test_without_llguidance_the_error_names_the_extra(model, monkeypatch):
     assert "pip install 'rawengine[grammar]'" in _refused(make_engine(model), {"choice": ["a"]})
 
 
-def test_a_model_without_a_tokenizer_has_none():
-    engine = make_engine(tiny_model())
+def test_a_model_without_a_tokenizer_has_none(monkeypatch):
+    model = tiny_model()
+    monkeypatch.setattr(type(model), "has_tokenizer", False)
+    engine = make_engine(model)
     assert "structured needs a model with a tokenizer" in _refused(engine, {"choice": ["a"]})
 
 
