@@ -139,7 +139,6 @@ def load_weights(
     loader = _Loader(checkpoint, config, arrays, device, dtype)
     weights = {name: Weight.dense(array) for name, array in arrays.items()}
     shapes = weight_shapes(config, shard)
-    rounded = partial(_rounded, has_all_kernels=_has_all_kernels(device, dtype))
     works = list(_slabs(placements, config.head_dim))
     rounded = partial(_rounded, has_all_kernels=_has_all_kernels(device, dtype))
     with _progress_bar(works, dtype, progress) as advance, ThreadPoolExecutor(_workers()) as pool:
