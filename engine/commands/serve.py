@@ -29,7 +29,7 @@ _ENGINE: dict[str, tuple[type, str]] = {
     "max_model_len": (int, "maximum tokens of a request, prompt and answer"),
     "max_num_seqs": (int, "maximum number of running requests"),
     "max_num_batched_tokens": (int, "token budget of a step"),
-    "kv_cache_dtype": (str, "fp8 halves the memory of keys and values"),
+    "kv_cache_dtype": (str, "fp8 or int8: half the memory of keys and values"),
     "block_size": (int, "tokens of a KV block: 16, 32, 64 or 128"),
     "num_blocks": (int, "number of KV blocks; by default as many as fit"),
     "memory_utilization": (float, "share of the device's memory to use"),
