@@ -464,7 +464,7 @@ def _quantized_models() -> Picture:
         panel("256 requests", "output tokens/s", "output_tokens_per_s", ".0f"),
         panel("16 prompts of 4,096", "prompt tokens/s", "prompt_tokens_per_s", ".0f"),
     ]
-    source = f"{_source(record)}; peers: another H200, 2026-11-23"
+    source = f"{_source(record)} (q formats: 6a7a02c); peers: another H200, 2026-11-23"
     return Picture("Llama-3.1-8B, quantized", source, panels, 3, 2.7)
 
 

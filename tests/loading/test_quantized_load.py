@@ -7,6 +7,7 @@ import pytest
 
 import engine
 from engine.config import ModelConfig
+from engine.device import to_numpy
 from engine.errors import ConfigError
 from engine.loading.model_config import load_config
 from engine.loading.weight_memory import quantized_formats, weight_bytes
@@ -80,7 +81,7 @@ def test_the_output_layer_on_a_gpu(cp, make_model, name, output, tied):
     logits = []
     for device in ("cpu", "cuda"):
         model = engine.load(folder, device=device, dtype="float16", quantization=name)
-        logits.append(model.step(tokens, model.new_cache(2, 8)))
+        logits.append(to_numpy(model.step(tokens, model.new_cache(2, 8))))
         assert logits[-1].dtype == np.float32
     assert model.decoder.weights["lm_head"].format.name == output
     assert model.decoder.weights["embed"].format.is_dense

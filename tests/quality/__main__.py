@@ -85,24 +85,30 @@ class Case:
         return weight if weight.format.is_dense else Weight.dense(unpack_weight(weight))
 
 
+_FLOAT32 = {"dtype": "float32", "quantization": "none"}
+_BFLOAT16 = {"dtype": "bfloat16", "quantization": "none"}
 CASES = (
-    Case("float32", {"dtype": "float32"}),
-    Case("bfloat16", {"dtype": "bfloat16"}),
-)
-PAGES = (
-    Case("bfloat16, fp8 pages", {"dtype": "bfloat16"}, pages="fp8"),
-    Case("bfloat16, calibrated fp8 pages", {"dtype": "bfloat16"}, pages="fp8", calibrated=True),
-    Case("bfloat16, int8 pages", {"dtype": "bfloat16"}, pages="int8"),
-    Case("bfloat16, calibrated int8 pages", {"dtype": "bfloat16"}, pages="int8", calibrated=True),
+    Case("float32", _FLOAT32),
+    Case("bfloat16", _BFLOAT16),
+    *(Case(form, {"dtype": "bfloat16", "quantization": form}) for form in QUANTIZABLE),
+    *(Case(f"{form} pages", _BFLOAT16, pages=form) for form in ("fp8", "int8")),
+    *(
+        Case(f"{form} pages, calibrated", _BFLOAT16, pages=form, calibrated=True)
+        for form in ("fp8", "int8")
+    ),
+    *(Case(f"{form}, weights only", _FLOAT32, form) for form in ("fp8", "int8", "q8_0")),
+    Case("q8_0 of gguf, weights only", _FLOAT32, "q8_0", by_gguf=True),
 )
 BASELINE = "bfloat16"  # the format that the others' perplexity is held against
 OTHERS = (  # measured only where they are named
-    *PAGES,
-    *(Case(form, {"dtype": "bfloat16", "quantization": form}) for form in QUANTIZABLE),
-    *(Case(f"{form}, weights only", {"dtype": "float32"}, form) for form in QUANTIZABLE),
     *(
-        Case(f"{form} of gguf, weights only", {"dtype": "float32"}, form, by_gguf=True)
-        for form in ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
+        Case(f"{form}, weights only", _FLOAT32, form)
+        for form in QUANTIZABLE
+        if form not in ("fp8", "int8", "q8_0")
+    ),
+    *(
+        Case(f"{form} of gguf, weights only", _FLOAT32, form, by_gguf=True)
+        for form in ("q5_1", "q5_0", "q4_1", "q4_0")
     ),
 )
 
