@@ -1,12 +1,33 @@
-"""Frames between a process and its child: a length in 8 bytes, then as many bytes."""
+"""Isolated child processes, and frames for their pipes: a length in 8 bytes, then as many bytes."""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-__all__ = ["end", "receive", "send"]
+__all__ = ["end", "receive", "send", "start"]
+
+
+def start(code: str, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start Python with `code`, whose first argument is the import path as JSON.
+
+    Isolated, so that no module is imported from the current folder, which may be a model's.
+    """
+    paths = [str(Path(__file__).parents[1]), *filter(os.path.isabs, sys.path)]
+    return subprocess.Popen(
+        [sys.executable, "-I", "-c", code, json.dumps(paths)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,  # panics print there
+        env=env,
+        start_new_session=True,  # an interrupt of the terminal is for the parent
+    )
 
 
 def send(pipe: Any, frame: bytes) -> None:

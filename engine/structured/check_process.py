@@ -12,12 +12,10 @@ import os
 import selectors
 import signal
 import subprocess
-import sys
 import threading
 import weakref
-from pathlib import Path
 
-from engine.child_process import end, receive, send
+from engine.child_process import end, receive, send, start
 from engine.errors import RequestError
 from engine.structured.check_worker import MAX_MEMORY, MAX_SECONDS
 
@@ -96,15 +94,7 @@ class CheckProcess:
 
 
 def _start() -> subprocess.Popen[bytes]:
-    paths = [str(Path(__file__).parents[2]), *filter(os.path.isabs, sys.path)]
-    return subprocess.Popen(
-        [sys.executable, "-I", "-c", _CODE, json.dumps(paths)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,  # panics print there
-        env={name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ},
-        start_new_session=True,  # an interrupt of the terminal is for the parent
-    )
+    return start(_CODE, {n: os.environ[n] for n in ("LD_LIBRARY_PATH",) if n in os.environ})
 
 
 def _cause_of_death(code: int | None) -> str:

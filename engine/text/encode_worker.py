@@ -23,13 +23,12 @@ import sys
 import threading
 import weakref
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import tokenizers
 from tokenizers import AddedToken
 
-from engine.child_process import end, receive, send
+from engine.child_process import end, receive, send, start
 from engine.errors import ConfigError, EngineError, RequestError
 from engine.text.library_errors import library_errors
 from engine.text.tokenizer_json import build_backend, parse
@@ -163,16 +162,7 @@ class WorkerEncoder:
 
 
 def _start() -> subprocess.Popen[bytes]:
-    # Isolated, so that no module is imported from the current folder, which may be the model's.
-    paths = [str(Path(__file__).parents[2]), *filter(os.path.isabs, sys.path)]
-    return subprocess.Popen(
-        [sys.executable, "-I", "-c", _CODE, json.dumps(paths)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,  # panics print there
-        env={**os.environ, "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"},
-        start_new_session=True,  # an interrupt of the terminal is for the parent
-    )
+    return start(_CODE, {**os.environ, "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"})
 
 
 def _reason(code: int | None) -> str:
