@@ -468,6 +468,23 @@ def _quantized_models() -> Picture:
     return Picture("Llama-3.1-8B, quantized", source, panels, 3, 2.7)
 
 
+def _serve() -> Picture:
+    record = _load("serve")
+    rows, steps = record["rows"], record["structured"]["rows"]
+    served = [row for row in rows if "ttft_ms" in row]
+    panels = [
+        Bars("256 streams", "output tokens/s", [row["case"] for row in rows],
+             {"ours": [max(row["output_tokens_per_s"]) for row in rows]}),
+        Bars("one stream", "first token, ms, less is better", [row["case"] for row in served],
+             {"ours": [min(row["ttft_ms"]) for row in served]}, digits=".1f"),
+        Bars("256 requests with a schema", "ms a step, less is better",
+             [row["case"] for row in steps], {"ours": [row["step_ms"] for row in steps]},
+             digits=".2f"),
+    ]  # fmt: skip
+    source = _source(record, "8a856f7, schemas 6a7a02c")
+    return Picture("The server, Qwen3-0.6B's shape", source, panels, 1, 1.6)
+
+
 PICTURES: dict[str, Callable[[], Picture]] = {
     "gemm_sm90": _gemm_sm90,
     "gemm_skinny": _gemm_skinny,
@@ -479,6 +496,7 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "shared_prefix": _shared_prefix,
     "sample_elementwise": _sample_elementwise,
     "host": _host,
+    "serve": _serve,
     "swap": _swap,
     "decode_loop": _decode_loop,
     "deterministic": _deterministic,
