@@ -139,16 +139,21 @@ def test_threads_share_the_process_and_a_failure_is_its_own(monkeypatch):
 def test_an_interrupted_request_leaves_no_answer_behind(monkeypatch):
     """Ctrl-C while a template runs: its answer must not become that of the next request."""
     assert threading.current_thread() is threading.main_thread()
+    # A job in the background of a shell begins with SIGINT ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     SIMPLE.render(HI)
     slow = ChatTemplate(
         "{% for i in range(100000) %}{% for j in range(40) %}{% endfor %}{% endfor %}"
     )
     timer = threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        for _ in range(1000):
-            slow.render(HI)
-    timer.join()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            for _ in range(1000):
+                slow.render(HI)
+        timer.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert SIMPLE.render(HI) == "[Hi]"
 
 
