@@ -334,9 +334,10 @@ class ModelRunner:
         sampled = self.sampler(logits, _with(sampling, columns))
         self._table.last_ids[on_device["sampled_rows"]] = sampled.token_ids
         self._table.last_positions[rows] = inputs.sampled_positions
-        for sequence in step.sampled if inputs.paths is not None else ():
+        # A request that the step before has finished has no row of its own any more.
+        for sequence, first in zip(step.sampled, step.first_logits_rows or (), strict=False):
             if sequence.drafts is not None:  # the host knows the next id by then, and sends it
-                self._table.last_positions[sequence.request.row] = -1
+                self._table.last_positions[rows[first]] = -1
         if "penalised" in on_device:
             chosen = on_device["penalised"]
             history_rows, positions = (

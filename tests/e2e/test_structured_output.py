@@ -312,6 +312,28 @@ def test_drafts_do_not_change_the_tokens(model, late, tree):
     assert tree or num_steps < max(map(len, want.values()))
 
 
+def test_drafts_after_the_end_of_a_request_do_not_change_the_others(model):
+    requests = {f"r{i}": (PROMPT[i:], _params({"json": SCHEMA}, seed=i)) for i in range(3)}
+    want = _one_by_one(model, requests)
+    short = _params({"choice": ["ab", "cd"]})
+    for name in requests:  # in each row of the engine
+        sizes = {"max_num_seqs": 3, "max_num_batched_tokens": 256, "num_blocks": 96}
+        engine = make_engine(model, max_draft_tokens=2, async_scheduling=True, **sizes)
+        for other, (prompt, params) in requests.items():
+            engine.add_request(other, prompt, short if other == name else params)
+        last, num_noted = {}, 0
+        while engine.has_unfinished_requests():
+            for request in list(engine.scheduler.unfinished_requests()):
+                is_ending = request.num_tokens - request.num_prompt_tokens == 3  # the end is late
+                if request.request_id == name and is_ending:
+                    num_noted += engine.scheduler.propose(request, [FIRST, FIRST])
+            last.update((output.request_id, output) for output in engine.step())
+        assert num_noted and last[name].outputs[0].text in ("ab", "cd")
+        assert not engine.stats().num_step_failures
+        got = {other: list(last[other].outputs[0].token_ids) for other in want if other != name}
+        assert got == {other: want[other] for other in got}
+
+
 def test_decode_steps_replay_graphs_up_to_the_logits(model, late, monkeypatch):
     engine = make_engine(model, async_scheduling=late)
     if engine.runner.graphs is None:  # on the CPU, the steps that would be captured
