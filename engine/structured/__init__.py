@@ -1,6 +1,6 @@
 """Structured output: masks of the tokens with which a text can still match a schema or grammar.
 
-Imported when the first request needs it; llguidance (extra ``grammar``) does the work.
+llguidance (extra ``grammar``) does the work; it is imported when the first request needs it.
 """
 
 from engine.structured.grammar import (

@@ -53,7 +53,7 @@ class CheckProcess:
         return _cause_of_death(code) if answer is None else answer.decode()
 
     def _ask(self, request: bytes) -> tuple[bytes | None, int | None]:
-        """Return the answer, or None and the exit code of the process."""
+        """Return the answer, or None and the exit code of the process; None: it was given up."""
         answer, code = None, None
         process = self._running()
         assert process.stdin is not None and process.stdout is not None
@@ -62,9 +62,9 @@ class CheckProcess:
                 send(process.stdin, request)
             with selectors.DefaultSelector() as selector:  # `select` takes no fd above 1023
                 selector.register(process.stdout, selectors.EVENT_READ)
-                is_ready = selector.select(MAX_WAIT)
-            if is_ready:
-                answer = receive(process.stdout)
+                if not selector.select(MAX_WAIT):
+                    return None, None
+            answer = receive(process.stdout)
         finally:
             if answer is None:  # it died, or this thread was interrupted
                 code = self._forget()
@@ -100,10 +100,9 @@ def _start() -> subprocess.Popen[bytes]:
 def _cause_of_death(code: int | None) -> str:
     if code == -signal.SIGPROF:
         return f"it takes more than {MAX_SECONDS:g} s to compile"
-    return (
-        f"it takes more than {MAX_MEMORY >> 20} MiB or {MAX_WAIT:g} s to compile, or nests too "
-        f"deeply (exit {code})"
-    )
+    if code is None:
+        return f"it takes more than {MAX_WAIT:g} s to compile"
+    return f"it takes more than {MAX_MEMORY >> 20} MiB to compile, or nests too deeply (exit {code})"
 
 
 _PROCESS = CheckProcess()

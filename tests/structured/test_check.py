@@ -43,7 +43,10 @@ def test_a_process_that_was_killed_is_replaced():
 
 def test_a_process_that_does_not_answer_is_given_up(monkeypatch):
     monkeypatch.setattr("engine.structured.check_process.MAX_WAIT", 0.2)
-    process = CheckProcess()
-    monkeypatch.setattr("engine.structured.check_process.send", lambda pipe, frame: None)
-    assert "0.2 s to compile" in process.check("regex", "a")
+    process, requests = CheckProcess(), []
+    monkeypatch.setattr(
+        "engine.structured.check_process.send", lambda pipe, frame: requests.append(frame)
+    )
+    assert process.check("regex", "a") == "it takes more than 0.2 s to compile"
+    assert len(requests) == 1  # a second one would wait as long again
     assert process._process is None
