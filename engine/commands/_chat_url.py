@@ -25,6 +25,8 @@ _LOCAL = {
 }
 """Options that mean a model on this machine, and their defaults."""
 
+_MAX_TOKENS = 1 << 40  # of an answer; a larger number is no count
+
 # An answer from elsewhere must not steer the terminal.
 _CONTROL = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160))}
 _CONTROL = {code: to for code, to in _CONTROL.items() if chr(code) not in "\n\t"}
@@ -153,12 +155,21 @@ class _Stream:
     def summary(self) -> str:
         """Return the line printed after an answer."""
         now = time.perf_counter()
-        made, read = (self._usage.get(f"{name}_tokens") for name in ("completion", "prompt"))
+        made, read = (
+            _count(self._usage.get(f"{name}_tokens")) for name in ("completion", "prompt")
+        )
         parts = [f"first token after {(self._first or now) - self._start:.2f} s"]
-        if isinstance(made, int) and isinstance(read, int):
+        if made is not None and read is not None:
             seconds = now - self._first
             rate = f", {(made - 1) / seconds:.1f} tokens/s" if made > 1 and seconds else ""
             parts.insert(0, f"{made} tokens after {read}{rate}")
         if self._reason not in ("", "stop"):
-            parts.append(str(self._reason)[:80])
+            parts.append(str(self._reason)[:80].translate(_CONTROL))
         return ", ".join(parts)
+
+
+def _count(value: object) -> int | None:
+    """Return what the server gives as a number of tokens, or None if it is none."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        return None
+    return value if 0 <= value <= _MAX_TOKENS else None

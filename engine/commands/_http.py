@@ -73,17 +73,19 @@ class Server:
         try:
             parts = urllib.parse.urlsplit(url)
             port = parts.port
+            (parts.hostname or "").encode("idna")  # as a lookup does
         except ValueError:
             parts, port = urllib.parse.urlsplit(""), None
         simple = not (parts.query or parts.fragment or parts.username or parts.password)
         plain = url.isascii() and url.isprintable() and " " not in url
-        if parts.scheme not in ("http", "https") or not parts.hostname or not (simple and plain):
+        simple = simple and bool(parts.hostname) and port != 0
+        if parts.scheme not in ("http", "https") or not (simple and plain):
             raise ConfigError(
                 f"{option} must be a URL like http://127.0.0.1:8000; got {excerpt(url)!r}"
             )
         tls = parts.scheme == "https"
         prefix = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
-        return cls(parts.hostname, port or (443 if tls else 80), tls, prefix, key, timeout)
+        return cls(str(parts.hostname), port or (443 if tls else 80), tls, prefix, key, timeout)
 
     @property
     def url(self) -> str:
@@ -123,7 +125,8 @@ class Server:
         with self._answer("POST", path, json.dumps(body).encode()) as response:
             kind = response.headers.get_content_type()
             if kind != "text/event-stream":
-                raise EngineError(f"{self.url} must answer with text/event-stream; got {kind}")
+                got = excerpt(kind)
+                raise EngineError(f"{self.url} must answer with text/event-stream; got {got}")
             for data in _data_lines(response, self.url):
                 if data == b"[DONE]":
                     return

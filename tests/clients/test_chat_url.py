@@ -63,12 +63,36 @@ def test_a_conversation_goes_to_the_server(capsys, monkeypatch):
 def test_an_answer_cannot_steer_the_terminal(capsys, monkeypatch):
     async def script(exchange):
         await exchange.head()
-        await exchange.token("a\x1b[2J\x9b\rb\n\tç")
+        await exchange.token("a\x1b[2J\x9b\rb\n\tç", "\x1b[2J")
         await exchange.end(1, 1)
 
     with ScriptedServer(script) as server:
-        _, out, _ = _chat(capsys, monkeypatch, "x\n", "--url", server.url, "--model", "m")
+        _, out, err = _chat(capsys, monkeypatch, "x\n", "--url", server.url, "--model", "m")
     assert out == "a\ufffd[2J\ufffd\ufffdb\n\tç\n"
+    assert err.endswith(", \ufffd[2J\n")
+
+
+def test_a_content_type_cannot_steer_the_terminal(capsys, monkeypatch):
+    async def script(exchange):
+        await exchange.send(
+            b"HTTP/1.1 200 OK\r\nContent-Type: a/\x1b[2J\r\nContent-Length: 0\r\n\r\n"
+        )
+
+    with ScriptedServer(script) as server:
+        _, _, err = _chat(capsys, monkeypatch, "x\n", "--url", server.url, "--model", "m")
+    assert err.endswith("must answer with text/event-stream; got a/\\x1b[2j\n")
+
+
+@pytest.mark.parametrize("count", [-1, 10**400, True, "7"])
+def test_a_usage_that_is_no_count_is_not_shown(capsys, monkeypatch, count):
+    async def script(exchange):
+        await exchange.head()
+        await exchange.token("yes")
+        await exchange.end(1, count)
+
+    with ScriptedServer(script) as server:
+        status, out, err = _chat(capsys, monkeypatch, "x\n", "--url", server.url, "--model", "m")
+    assert (status, out) == (0, "yes\n") and err.startswith("first token after")
 
 
 async def _broken(exchange):
@@ -131,6 +155,8 @@ def test_a_failure_is_one_line_and_the_conversation_goes_on(capsys, monkeypatch,
     [
         (("--url", "localhost:8000"), "--url must be a URL like http://127.0.0.1:8000"),
         (("--url", "http://u:p@x"), "--url must be a URL like"),
+        (("--url", "http://a..b"), "--url must be a URL like"),
+        (("--url", "http://x:0"), "--url must be a URL like"),
         (("--url", "http://x", "--device", "cpu"), "--device applies to a model here"),
         (("--url", "http://x", "--max-model-len", "9"), "--max-model-len applies to a model"),
         (("--url", "http://x", "-q", "int8"), "--quantization applies to a model here"),
