@@ -149,6 +149,11 @@ async def _wrong_types(exchange):
     await exchange.event({"choices": 7})
 
 
+async def _endless_usage(exchange):
+    await exchange.head()
+    await exchange.event({"usage": {"prompt_tokens": math.inf}})
+
+
 async def _no_tokens(exchange):
     await exchange.head()
     await exchange.end(1, 0)
@@ -187,6 +192,7 @@ async def _slowly_for_ever(exchange):
         (_error_in_the_stream, "error in the stream", "the engine died"),
         (_no_json, "malformed response", ""),
         (_wrong_types, "malformed response", "choices"),
+        (_endless_usage, "malformed response", "infinity"),
         (_no_tokens, "no tokens", ""),
         (_no_stream, "malformed response", "no text/event-stream, but 'application/json"),
         (_silence, "timeout", "after 1 s"),
@@ -269,6 +275,14 @@ def test_a_worker_that_dies_ends_the_load(monkeypatch):
         run_load(_target(server), [Job({"prompt": "x"}, 1)], [0.0])
 
 
+def test_a_worker_imports_nothing_from_the_current_folder(monkeypatch, tmp_path):
+    (tmp_path / "json.py").write_text("raise SystemExit(7)")
+    monkeypatch.chdir(tmp_path)
+    with ScriptedServer(_stream) as server:
+        [answer] = run_load(_target(server), [Job({"prompt": "x"}, 1)], [0.0])
+    assert not answer.failure
+
+
 # ---- workloads
 
 
@@ -324,8 +338,9 @@ def test_a_file_gives_requests_in_its_order(tmp_path):
         ('{"prompt": [1.5]}', COMPLETIONS, "a completion needs a prompt"),
         ('{"messages": [1]}', COMPLETIONS, "a completion needs a prompt"),
         ('{"prompt": [1]}', CHAT, "a chat needs messages"),
-        ('{"prompt": "x", "output_tokens": 0}', COMPLETIONS, "at least 1; got 0"),
-        ('{"prompt": "x", "output_tokens": true}', COMPLETIONS, "at least 1; got True"),
+        ('{"prompt": "x", "output_tokens": 0}', COMPLETIONS, "from 1 to 16777216; got 0"),
+        ('{"prompt": "x", "output_tokens": true}', COMPLETIONS, "from 1 to 16777216; got True"),
+        ('{"prompt": "x", "output_tokens": 16777217}', COMPLETIONS, "; got 16777217"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, line, endpoint, message):

@@ -174,7 +174,14 @@ def _note(answer: Answer, event: bytes, now: float) -> None:
         if usage := chunk.get("usage"):
             answer.num_prompt_tokens = int(usage["prompt_tokens"])
             answer.num_output_tokens = int(usage.get("completion_tokens", 0))
-    except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
+    except (
+        ArithmeticError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        LookupError,
+        RecursionError,
+    ) as error:
         raise ResponseError("malformed response", f"{event[:60]!r}: {error}") from None
 
 

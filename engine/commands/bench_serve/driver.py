@@ -24,6 +24,10 @@ from engine.errors import EngineError
 
 __all__ = ["Target", "run_load"]
 
+_CODE = (
+    "import sys; sys.path[:] = sys.argv[1:]\n"
+    "from engine.commands.bench_serve.worker import main; main()"
+)
 _LEAD = 0.1  # seconds from "all are ready" to the start
 
 
@@ -159,13 +163,12 @@ class _Worker:
 
     def __init__(self, plan: dict[str, Any], stack: contextlib.ExitStack) -> None:
         root = str(Path(__file__).parents[3])  # where the package lies, installed or not
-        paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+        paths = [root, *filter(os.path.isabs, sys.path)]  # nothing is imported from the folder here
         self._plan = plan
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "engine.commands.bench_serve.worker"],
+            [sys.executable, "-c", _CODE, *paths],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         )
         stack.callback(self._end)
 

@@ -1,4 +1,4 @@
-"""A worker process of the load generator: `python -m engine.commands.bench_serve.worker`.
+"""A worker process of the load generator, which `driver` starts.
 
 Standard input has a line of JSON, the plan, and then the moment of the start; standard output gets
 "ready", a line "." for each request that is over, and at last a line of JSON with all answers.
@@ -106,7 +106,3 @@ def _as_row(answer: Answer) -> list[Any]:
         *(answer.num_prompt_tokens, answer.num_output_tokens),
         *(answer.finish_reason, answer.failure, answer.detail),
     ]
-
-
-if __name__ == "__main__":
-    main()

@@ -18,6 +18,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 _MAX_FILE = 1 << 30
 _MAX_LINE = 16 << 20
+_MAX_OUTPUT = 1 << 24  # tokens
 # About one token each.
 _TEXT = (
     "time year people way day man thing woman life child world school state family student group "
@@ -130,8 +131,9 @@ def _job(line: bytes, endpoint: str, output_len: int) -> Job:
     if not isinstance(row, dict):
         raise RequestError(f"must be an object; got {excerpt(row)}")
     length = row.get("output_tokens", output_len)
-    if type(length) is not int or length < 1:
-        raise RequestError(f"output_tokens must be an integer of at least 1; got {excerpt(length)}")
+    if type(length) is not int or not 1 <= length <= _MAX_OUTPUT:
+        wanted = f"an integer from 1 to {_MAX_OUTPUT}"
+        raise RequestError(f"output_tokens must be {wanted}; got {excerpt(length)}")
     return Job(_prompt(row, endpoint), length)
 
 
