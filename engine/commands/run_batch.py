@@ -68,8 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         if not count:
             raise RequestError(f"{excerpt(arguments.file)} must have a line; it is empty")
         file.seek(0)
-        partial = arguments.output_file.with_name(arguments.output_file.name + ".partial")
-        with _partial(partial, arguments.output_file) as out:
+        with _partial(arguments.output_file) as out:
             good = asyncio.run(_answer(arguments, file, count, out))
     print(f"{good} of {count} requests answered: {arguments.output_file}", file=sys.stderr)
     return 0 if good else 1
@@ -87,16 +86,26 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError(
             f"run-batch needs {' and '.join(missing)}: pip install 'rawengine[serve]'"
         )
-    output = arguments.output_file
+    output, file = arguments.output_file, arguments.file
     if output.is_dir() or not output.parent.is_dir():
         raise ConfigError(f"--output-file must be in an existing folder; got {excerpt(output)}")
-    if output.exists() and arguments.file.exists() and output.samefile(arguments.file):
-        raise ConfigError(f"--output-file must be another file than {excerpt(arguments.file)}")
+    for written in (output, _partial_of(output)):
+        if written.exists() and file.exists() and written.samefile(file):
+            raise ConfigError(
+                f"--output-file must be another file than {excerpt(file)}, also with .partial "
+                f"behind it; got {excerpt(output)}"
+            )
+
+
+def _partial_of(output: Path) -> Path:
+    """Return where the lines are until the run is over."""
+    return output.with_name(output.name + ".partial")
 
 
 @contextlib.contextmanager
-def _partial(partial: Path, output: Path) -> Iterator[BinaryIO]:
+def _partial(output: Path) -> Iterator[BinaryIO]:
     """Open the file for what is done; it becomes the output if nothing goes wrong."""
+    partial = _partial_of(output)
     try:
         out = open(partial, "wb")  # noqa: SIM115
     except (OSError, ValueError) as error:  # ValueError: a name that is no valid path

@@ -102,7 +102,9 @@ def _cause_of_death(code: int | None) -> str:
         return f"it takes more than {MAX_SECONDS:g} s to compile"
     if code is None:
         return f"it takes more than {MAX_WAIT:g} s to compile"
-    return f"it takes more than {MAX_MEMORY >> 20} MiB to compile, or nests too deeply (exit {code})"
+    return (
+        f"it takes more than {MAX_MEMORY >> 20} MiB to compile, or nests too deeply (exit {code})"
+    )
 
 
 _PROCESS = CheckProcess()

@@ -202,16 +202,18 @@ def test_the_command_answers_as_the_library_does(capsys, tmp_path):
         (["{tmp}/one.jsonl", "-o", "{tmp}"], "--output-file must be in an existing folder"),
         (["{tmp}/one.jsonl", "-o", "{tmp}/no/x"], "--output-file must be in an existing folder"),
         (["{tmp}/one.jsonl", "-o", "{tmp}/one.jsonl"], "--output-file must be another file"),
+        (["{tmp}/b.partial", "-o", "{tmp}/b"], "--output-file must be another file"),
         (["{tmp}/one.jsonl", "-o", "{tmp}/x", "--max-num-seqs", "0"], "must be from 1 to 65536"),
     ],
-    ids=range(7),
+    ids=range(8),
 )
 def test_a_bad_option_is_named_before_the_model_is_loaded(capsys, tmp_path, words, message):
     (tmp_path / "empty.jsonl").write_text("\n \n")
-    (tmp_path / "one.jsonl").write_bytes(_line("a"))
+    for name in ("one.jsonl", "b.partial"):
+        (tmp_path / name).write_bytes(_line("a"))
     status, text = _run(capsys, *(word.format(tmp=tmp_path) for word in words))
     assert status == 2 and message in text, text
-    assert not (tmp_path / "x").exists()
+    assert not (tmp_path / "x").exists() and (tmp_path / "b.partial").read_bytes() == _line("a")
 
 
 def test_after_a_failure_the_old_output_is_there_and_what_was_done(capsys, tmp_path, monkeypatch):
