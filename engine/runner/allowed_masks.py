@@ -76,17 +76,13 @@ class AllowedMasks:
             return {}
         masks = self._pinned.next((len(needed), len(self._eos)), np.int32)
         masks[len(by_grammar) :] = -1
-        if len(by_grammar):
-            indices = by_grammar.tolist()
-            self._fill(
-                masks[: len(indices)],
-                [sampled[i].request for i in indices],
-                positions[by_grammar].tolist(),
-                [paths[i] for i in indices],
-            )
+        indices = by_grammar.tolist()
+        of_grammars, requests = masks[: len(indices)], [sampled[i].request for i in indices]
+        is_allowed = self._fill(of_grammars, requests, [paths[i] for i in indices])
         for index, row in enumerate(rows[needed].tolist()) if self._fixed else ():
             if row in self._fixed:
                 masks[index] &= self._fixed[row]
+        self._delay_end(of_grammars, requests, positions[by_grammar].tolist(), is_allowed)
         allowed_rows = np.full(len(rows), -1, np.int32)
         allowed_rows[needed] = np.arange(len(needed))
         return {"allowed": self._pinned.send(), "allowed_rows": allowed_rows}
@@ -95,16 +91,26 @@ class AllowedMasks:
         self,
         masks: IntArray,
         requests: Sequence[Request],
-        positions: Sequence[int],
         paths: Sequence[tuple[int, ...]],
-    ) -> None:
-        """Write the masks of grammars."""
+    ) -> list[bool]:
+        """Write the masks of grammars; return which paths they allow."""
+        if not requests:
+            return []
         from engine.structured.masks import fill_masks  # on demand: it needs a library
 
         states = [request.spec.grammar for request in requests]
         for request, state in zip(requests, states, strict=True):
             state.follow(request.output_token_ids)
-        is_allowed = fill_masks(states, paths, masks)
+        return fill_masks(states, paths, masks)
+
+    def _delay_end(
+        self,
+        masks: IntArray,
+        requests: Sequence[Request],
+        positions: Sequence[int],
+        is_allowed: Sequence[bool],
+    ) -> None:
+        """Forbid the end where `ignore_eos` or `min_tokens` says so, and the text can go on."""
         for index in self._rows_with_eos(masks):
             request = requests[index]
             rules = request.spec.params

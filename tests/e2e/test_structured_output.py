@@ -166,6 +166,13 @@ def test_the_end_waits_while_the_text_can_go_on(model, late):
     assert {o.finish_reason for o in (short, long, all_of)} == {"stop"}
 
 
+def test_the_end_does_not_wait_for_tokens_that_are_not_allowed(model, late):
+    allowed = [EOS, FIRST + LETTERS.index("a")]
+    params = _params({"regex": "ab*"}, allowed_token_ids=allowed, min_tokens=5, ignore_eos=True)
+    [output] = _generate(model, params, async_scheduling=late)
+    assert (output.text, output.finish_reason) == ("a", "stop")
+
+
 def test_stop_strings_and_lengths_end_it_too(model):
     pattern = {"regex": "[a-z]{20}x[a-z]{20}"}
     (output,) = _generate(model, _params(pattern, stop="x"))
