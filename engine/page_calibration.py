@@ -7,6 +7,7 @@ after a preemption, and would be worth something else with scales that follow th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from os import PathLike
 from typing import Any
 
@@ -50,10 +51,9 @@ def peaks(model: Any, sequences: Sequence[Sequence[int]]) -> np.ndarray[Any, np.
         raise RequestError("token_ids must hold at least one sequence; got none")
     found = []
     for ids in sequences:
-        cache = model.new_cache(1, max(1, len(ids)))
-        model.step([ids], cache)
-        found.append(cache.peaks())
-        cache.close()
+        with closing(model.new_cache(1, max(1, len(ids)))) as cache:
+            model.step([ids], cache)
+            found.append(cache.peaks())
     largest: np.ndarray[Any, np.dtype[np.float32]] = np.max(found, axis=0)
     return largest
 
