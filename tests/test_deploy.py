@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
 import json
 import re
 import shlex
@@ -14,9 +12,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from engine.commands import serve
 from engine.server import metrics
 from engine.server.routes import health
-from engine.server.server_config import ServerConfig
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
@@ -47,13 +45,8 @@ def _of(*words):
 def _options(command):
     """Return the options of an `engine serve` command, and fail if one is unknown."""
     assert command[0] == "serve"
-    if importlib.util.find_spec("engine.commands.serve") is None:
-        known = {name.replace("_", "-") for name in ServerConfig.__dataclass_fields__}
-        words = [word for word in command if word.startswith("--")]
-        assert {word[2:].partition("=")[0] for word in words} <= known
-        return dict(word[2:].partition("=")[::2] for word in words if "=" in word)
     parser = argparse.ArgumentParser()
-    importlib.import_module("engine.commands.serve").add_arguments(parser)
+    serve.add_arguments(parser)
     given = vars(parser.parse_args(command[1:]))
     return {name.replace("_", "-"): str(value) for name, value in given.items()}
 
