@@ -155,7 +155,13 @@ class LLMEngine:
         return self._inputs.encode(prompt)
 
     def prepare(self, params: SamplingParams) -> None:
-        """Compile what `add_request` would, and raise what it would; any thread may call it."""
+        """Compile the grammar of `params`, so that `add_request` finds it; any thread may call it.
+
+        Raises
+        ------
+        RequestError
+            If it cannot be compiled.
+        """
         self._inputs.grammar(params)
 
     @exclusive
