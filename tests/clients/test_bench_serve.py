@@ -154,6 +154,12 @@ async def _endless_usage(exchange):
     await exchange.event({"usage": {"prompt_tokens": math.inf}})
 
 
+async def _huge_usage(exchange):
+    await exchange.head()
+    await exchange.token("a")
+    await exchange.end(1, 10**400)
+
+
 async def _no_tokens(exchange):
     await exchange.head()
     await exchange.end(1, 0)
@@ -193,6 +199,7 @@ async def _slowly_for_ever(exchange):
         (_no_json, "malformed response", ""),
         (_wrong_types, "malformed response", "choices"),
         (_endless_usage, "malformed response", "infinity"),
+        (_huge_usage, "malformed response", "from 0 to"),
         (_no_tokens, "no tokens", ""),
         (_no_stream, "malformed response", "no text/event-stream, but 'application/json"),
         (_silence, "timeout", "after 1 s"),

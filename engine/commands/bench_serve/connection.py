@@ -19,6 +19,7 @@ from engine.commands.bench_serve.http_reader import HttpReader, ResponseError, S
 __all__ = ["Answer", "Connection", "ConnectionPool"]
 
 _MAX_ERROR_BODY = 4 << 10
+_MAX_COUNT = 1 << 40  # tokens
 _FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls")
 
 
@@ -172,8 +173,8 @@ def _note(answer: Answer, event: bytes, now: float) -> None:
         elif "error" in chunk:
             raise ResponseError("error in the stream", _message(event))
         if usage := chunk.get("usage"):
-            answer.num_prompt_tokens = int(usage["prompt_tokens"])
-            answer.num_output_tokens = int(usage.get("completion_tokens", 0))
+            answer.num_prompt_tokens = _count(usage["prompt_tokens"])
+            answer.num_output_tokens = _count(usage.get("completion_tokens", 0))
     except (
         ArithmeticError,
         ValueError,
@@ -183,6 +184,14 @@ def _note(answer: Answer, event: bytes, now: float) -> None:
         RecursionError,
     ) as error:
         raise ResponseError("malformed response", f"{event[:60]!r}: {error}") from None
+
+
+def _count(value: Any) -> int:
+    """Return a number of tokens in a usage; ValueError if it is none."""
+    count = int(value)
+    if not 0 <= count <= _MAX_COUNT:
+        raise ValueError(f"a usage must have numbers from 0 to {_MAX_COUNT}")
+    return count
 
 
 def _has_tokens(choice: dict[str, Any]) -> bool:
