@@ -10,7 +10,7 @@ import numpy as np
 
 from engine.cache.array_cache import Cache
 from engine.cache.kv_cache import KVGeometry
-from engine.checks import shown_with_type
+from engine.checks import items_of, shown_with_type
 from engine.device import to_numpy
 from engine.errors import RequestError
 from engine.layers.batch import ForwardBatch
@@ -22,6 +22,7 @@ __all__ = ["POOLINGS", "embed", "embed_in_parts"]
 POOLINGS = ("last", "mean")
 
 _BLOCK_SIZE = 16
+_MAX_SEQUENCES = 1 << 20  # of one call
 _MAX_TOKENS = {"cpu": 512, "cuda": 2048}  # of a forward pass
 
 _Vector = np.ndarray[Any, np.dtype[np.float32]]
@@ -91,7 +92,8 @@ def embed_in_parts(
         raise RequestError(f"pooling must be {wanted}; got {shown_with_type(pooling)}")
     if not isinstance(normalize, bool):
         raise RequestError(f"normalize must be True or False; got {shown_with_type(normalize)}")
-    rows = [_checked(model, index, ids) for index, ids in enumerate(token_ids)]
+    sequences = items_of("token_ids", token_ids, "sequences of token ids", _MAX_SEQUENCES)
+    rows = [_checked(model, index, ids) for index, ids in enumerate(sequences)]
     return _parts(model, rows, pooling, normalize)
 
 

@@ -62,6 +62,8 @@ def test_normalize():
 @pytest.mark.parametrize(
     ("ids", "options", "word"),
     [
+        (5, {}, "token_ids must be a sequence of sequences"),
+        (iter([[1]]), {}, "token_ids must be a sequence of sequences"),
         ([[1], []], {}, r"token_ids\[1\] must have 1 to 256"),
         ([[1] * 257], {}, "257 tokens"),
         ([[VOCAB]], {}, "vocabulary"),
