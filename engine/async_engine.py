@@ -153,6 +153,7 @@ class AsyncEngine:
         self._calls: deque[Callable[[], None]] = deque()  # to be made by the thread
         self._wake = threading.Event()
         self._is_closing = False
+        self._has_ended = False  # the thread makes no more calls
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -303,7 +304,7 @@ class AsyncEngine:
         """Let the thread make this call before its next step."""
         self._calls.append(call)
         self._wake.set()
-        if not self._thread.is_alive():  # it may have ended before it saw this call
+        if self._has_ended:  # perhaps before it saw this call
             self._fail_calls()
 
     async def _result(self, function: Callable[[], T]) -> T:
@@ -395,6 +396,7 @@ class AsyncEngine:
             _call_soon(stream.loop, stream.queue.put_nowait, reason)
         self._shared.inbox.clear()
         self._shared.close()
+        self._has_ended = True  # before the last look at the calls: none is left out
         self._fail_calls()
 
     def _fail_calls(self) -> None:

@@ -165,3 +165,28 @@ def test_closing_ends_the_requests(model):
         await engine.close()
 
     _run(main())
+
+
+def test_a_call_made_while_the_thread_ends_is_answered(model):
+    async def main():
+        engine = AsyncEngine(make_engine(model))
+        last_look, called = threading.Event(), threading.Event()
+        fail_calls = engine._fail_calls
+
+        def slow_end():
+            fail_calls()
+            if threading.current_thread() is engine._thread:
+                last_look.set()
+                assert called.wait(20)
+
+        engine._fail_calls = slow_end
+        closing = asyncio.create_task(engine.close())
+        assert await asyncio.to_thread(last_look.wait, 20)
+        try:
+            with pytest.raises(EngineError, match="closed"):
+                await asyncio.wait_for(engine.stats(), 5)
+        finally:
+            called.set()
+        await closing
+
+    _run(main())
