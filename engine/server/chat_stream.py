@@ -18,7 +18,7 @@ from engine.errors import unknown_keyword
 from engine.outputs import CompletionOutput, RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.server import reasoning, tool_parsers
-from engine.server.field_limits import check_fields
+from engine.server.field_limits import check_fields, check_length
 from engine.server.prompt_log import log_prompt
 from engine.server.protocol.chat import (
     ChatCompletionRequest,
@@ -205,10 +205,7 @@ class ChatService:
             tools=tools,
             **self._variables(body, has_tools),
         )
-        limit = self.client.model_info.max_model_len * tokenizer.max_token_chars
-        if len(text) > limit:
-            message = f"messages must have at most {limit} characters together; got {len(text)}"
-            raise APIError(400, message, param="messages")
+        check_length(text, "messages", self.client)
         ids = tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
         return {"prompt": text, "prompt_token_ids": ids}
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from engine.async_engine import EngineClient
 from engine.server.protocol.common import SamplingFields
 from engine.server.protocol.errors import APIError
 from engine.server.server_config import ServerConfig
 
-__all__ = ["check_fields"]
+__all__ = ["check_fields", "check_length"]
 
 
 def check_fields(body: SamplingFields, config: ServerConfig) -> None:
@@ -35,3 +36,29 @@ def check_fields(body: SamplingFields, config: ServerConfig) -> None:
     if config.request_timeout is not None:
         given = config.request_timeout if body.timeout is None else body.timeout
         body.timeout = min(given, config.request_timeout)
+
+
+def check_length(text: str, name: str, client: EngineClient) -> None:
+    """Refuse a text that cannot fit into the model, before the time to tokenize it is spent.
+
+    Parameters
+    ----------
+    text : str
+    name : str
+        The field of the body that it is from.
+    client : EngineClient
+        With a tokenizer.
+
+    Raises
+    ------
+    APIError
+        If the text is longer than `max_model_len` of the longest tokens.
+    """
+    max_model_len = client.model_info.max_model_len
+    limit = max_model_len * client.tokenizer.max_token_chars
+    if len(text) > limit:
+        message = (
+            f"{name} must have at most {limit} characters to fit into max_model_len="
+            f"{max_model_len}; got {len(text)}"
+        )
+        raise APIError(400, message, param=name)

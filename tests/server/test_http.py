@@ -62,6 +62,31 @@ def test_tokenize_and_detokenize(http):
     assert http.post("/tokenize", json={}).status_code == 400
 
 
+@pytest.mark.parametrize("token_id", [-1, 1 << 16, 10**30])
+def test_only_ids_of_the_vocabulary_are_detokenized(http, token_id):
+    error = _error(http.post("/detokenize", json={"tokens": [97, token_id]}))
+    assert error["param"] == "tokens" and f"[0, 65536); got {token_id}" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "path, name, more",
+    [
+        ("/tokenize", "prompt", {}),
+        ("/v1/embeddings", "input", {}),
+        ("/v1/completions", "prompt", {"add_special_tokens": False}),
+    ],
+)
+def test_a_text_that_cannot_fit_is_not_tokenized(server, http, monkeypatch, path, name, more):
+    def encode(*_):
+        raise AssertionError("tokenized")
+
+    monkeypatch.setattr(server.client.tokenizer, "encode", encode)
+    response = http.post(path, json={name: "x" * 4097, **more})
+    error = _error(response)
+    assert (response.status_code, error["param"]) == (400, name)
+    assert "at most 4096 characters" in error["message"] and "got 4097" in error["message"]
+
+
 # ---- errors
 
 

@@ -18,7 +18,8 @@ from starlette.routing import Route
 from engine.async_engine import EngineClient
 from engine.outputs import CompletionOutput, RequestOutput
 from engine.sampling_params import SamplingParams
-from engine.server.limits import check_fields, check_model, read_struct
+from engine.server.field_limits import check_fields, check_length
+from engine.server.limits import check_model, read_struct
 from engine.server.openapi import Endpoint
 from engine.server.prompt_log import log_prompt
 from engine.server.protocol.common import Usage
@@ -132,6 +133,8 @@ async def prepare_completion(
         tokenizer = client.tokenizer
         if tokenizer is None:
             raise APIError(400, "prompt must be token ids, the model has no tokenizer")
+        for prompt in prompts:
+            check_length(prompt, "prompt", client)
         prompts = await asyncio.to_thread(lambda: [tokenizer.encode(p, False) for p in prompts])
     request_id = f"cmpl-{secrets.token_hex(16)}"
     return CompletionJob(client, body, request_id, model, int(time.time()), prompts, params)

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from engine.server.field_limits import check_length
 from engine.server.limits import check_model, read_struct
 from engine.server.openapi import Endpoint
 from engine.server.protocol.common import Usage
@@ -83,7 +84,7 @@ async def embed(
         If `dimensions` is given and not the model's, or an input cannot be served.
     """
     normalize = body.normalize is not False
-    inputs = await asyncio.to_thread(_token_ids, client.tokenizer, prompts)
+    inputs = await asyncio.to_thread(_token_ids, client, prompts)
     found = await client.embed(inputs, body.pooling or "last", normalize=normalize)
     data = []
     for index, item in enumerate(found):
@@ -96,11 +97,14 @@ async def embed(
     return EmbeddingResponse(data, model, Usage(num_tokens, num_tokens))
 
 
-def _token_ids(tokenizer: Any, prompts: list[Any]) -> list[list[int]]:
+def _token_ids(client: Any, prompts: list[Any]) -> list[list[int]]:
     """Tokenize texts; token ids stay as they are."""
-    if tokenizer is None and any(isinstance(prompt, str) for prompt in prompts):
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if texts and client.tokenizer is None:
         raise APIError(400, "input must be token ids, as the model has no tokenizer; got text")
-    return [tokenizer.encode(p) if isinstance(p, str) else p for p in prompts]
+    for text in texts:
+        check_length(text, "input", client)
+    return [client.tokenizer.encode(p) if isinstance(p, str) else p for p in prompts]
 
 
 def _encoded(vector: Any, encoding: str | None) -> list[float] | str:

@@ -10,6 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from engine.async_engine import EngineClient
+from engine.server.field_limits import check_length
 from engine.server.limits import check_model, read_struct
 from engine.server.openapi import Endpoint
 from engine.server.protocol.chat import ChatCompletionRequest, ChatMessage, Tool
@@ -84,6 +86,7 @@ async def tokenize(request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise APIError(400, "exactly one of prompt and messages must be given", param="prompt")
     if body.prompt is not None:
+        check_length(body.prompt, "prompt", state.client)
         with_special = body.add_special_tokens is not False
         ids = await asyncio.to_thread(tokenizer.encode, body.prompt, with_special)
     else:
@@ -104,9 +107,19 @@ async def detokenize(request: Request) -> Response:
     """Return the text of token ids."""
     body = await read_struct(request, DetokenizeRequest)
     check_model(body.model, request)
-    skip = bool(body.skip_special_tokens)
-    text = await asyncio.to_thread(_tokenizer(request).decode, body.tokens, skip)
+    _tokenizer(request)
+    text = await asyncio.to_thread(_text, request.app.state.client, body)
     return Response(msgspec.json.encode(DetokenizeResponse(text)), media_type="application/json")
+
+
+def _text(client: EngineClient, body: DetokenizeRequest) -> str:
+    vocab_size = client.model_info.vocab_size
+    for index, token_id in enumerate(body.tokens):
+        if not 0 <= token_id < vocab_size:
+            message = f"tokens[{index}] must be a token id in [0, {vocab_size}); got {token_id}"
+            raise APIError(400, message, param="tokens")
+    text: str = client.tokenizer.decode(body.tokens, bool(body.skip_special_tokens))
+    return text
 
 
 def _tokenizer(request: Request) -> Any:
