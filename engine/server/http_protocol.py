@@ -48,14 +48,18 @@ class _BoundedProtocol(HttpToolsProtocol):
     # ---- headers
 
     def data_received(self, data: bytes) -> None:
-        self._has_ended = False
-        super().data_received(data)
-        if not self._is_in_headers or self._has_ended:
-            return
-        self._num_header_bytes += len(data)
+        """Parse what has arrived, of headers no more than their limit."""
         limit = self.server_config.max_header_bytes
-        if self._num_header_bytes > limit and not self.transport.is_closing():
-            self._refuse(431, f"the headers must have at most {limit} bytes")
+        while data and not self.transport.is_closing():
+            size = limit - self._num_header_bytes if self._is_in_headers else len(data)
+            if not size:
+                self._refuse(431, f"the headers must have at most {limit} bytes")
+                return
+            part, data = data[:size], data[size:]
+            self._has_ended = False
+            super().data_received(part)
+            if self._is_in_headers and not self._has_ended:
+                self._num_header_bytes += len(part)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()

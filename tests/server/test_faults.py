@@ -196,6 +196,17 @@ def test_headers_are_bounded():
         assert httpx.get(server.url + "/health").status_code == 200
 
 
+@pytest.mark.parametrize("num_bytes, status", [(1000, b"200"), (1001, b"431"), (20_000, b"431")])
+def test_the_bound_of_headers_holds_for_those_that_arrive_at_once(num_bytes, status):
+    head = b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\nX: "
+    with serve(lambda: ScriptedClient("a"), ServerConfig(max_header_bytes=1000)) as server:
+        with _connect(server) as connection:
+            connection.sendall(head + b"x" * (num_bytes - len(head) - 4) + b"\r\n\r\n")
+            assert _read_all(connection).split()[1] == status
+        body = {"prompt": "a" * 3000}  # which is no header
+        assert httpx.post(server.url + "/v1/completions", json=body).status_code == 200
+
+
 def test_a_client_that_does_not_read_is_dropped():
     pieces = ["x" * 100_000] * 400
     config = ServerConfig(send_timeout=0.3)
