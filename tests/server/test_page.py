@@ -134,6 +134,25 @@ def test_a_feed_starts_again_for_the_next_viewer(engine):
     assert first != second
 
 
+def test_a_viewer_that_asks_late_gets_the_last_frame(engine):
+    async def run():
+        feed = watch.SnapshotFeed(engine)
+        feed.join()
+        await feed.next_frame()
+        engine.error = EngineError("gone")
+        await asyncio.sleep(2 * watch.INTERVAL)  # as one that was busy with the frame before
+        late = await asyncio.wait_for(feed.next_frame(), 5)
+        engine.error = None
+        feed.join()
+        after = await asyncio.wait_for(feed.next_frame(), 5)
+        for _ in range(2):
+            feed.leave()
+        return late, after
+
+    late, after = asyncio.run(run())
+    assert late.is_last and b"gone" in late.data and not after.is_last
+
+
 def test_viewers_are_bounded_and_counted_until_they_leave(site, engine):
     connections = []
     for number in range(4):

@@ -51,6 +51,7 @@ class SnapshotFeed:
         """Count one more viewer; the first one starts the snapshots."""
         self._num_viewers += 1
         if self._task is None or self._task.done():
+            self._next = None
             self._task = asyncio.create_task(self._run())
 
     def leave(self) -> None:
@@ -67,13 +68,14 @@ class SnapshotFeed:
         return self._next
 
     async def _run(self) -> None:
-        is_last = False
-        while not is_last:
+        while True:
             started = time.monotonic()
             frame = await self._take()
-            is_last = frame.is_last
-            arrived, self._next = self.next_frame(), None
+            arrived = self.next_frame()
             arrived.set_result(frame)
+            if frame.is_last:
+                return  # it stays for viewers that were busy and ask later
+            self._next = None
             await asyncio.sleep(max(0.0, started + INTERVAL - time.monotonic()))
 
     async def _take(self) -> _Frame:
