@@ -115,5 +115,5 @@ def unknown_keyword(owner: str, name: str, known: Iterable[str]) -> UnknownOptio
     """
     known = sorted(known)
     near = difflib.get_close_matches(name[:80], known, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"known keywords: {', '.join(known)}"
+    hint = f"did you mean {near[0]!r}?" if near else f"known keywords: {', '.join(known) or 'none'}"
     return UnknownOptionError(f"{owner} got an unknown keyword {name[:80]!r}; {hint}")

@@ -11,7 +11,6 @@ import msgspec
 from starlette.requests import Request
 
 from engine.server.chat_stream import ChatPiece, ChatStream
-from engine.server.limits import check_fields
 from engine.server.protocol.chat import ChatCompletionRequest
 from engine.server.protocol.errors import APIError
 from engine.server.tool_parsers import (
@@ -74,7 +73,6 @@ async def begin_chat(request: Request, body: ChatCompletionRequest, request_id: 
         If it cannot be served.
     """
     state = request.app.state
-    check_fields(body, state.config)
     return ChatStream(state.client, await state.chat.prepare(body, request_id))
 
 

@@ -110,6 +110,9 @@ def _cors(config: ServerConfig) -> list[Middleware]:
     ]
 
 
-async def _raise_to_gate(_: Request, error: Exception) -> Response:
-    """Let `Gate` answer what the router refuses, such as an unknown path."""
+async def _raise_to_gate(request: Request, error: Exception) -> Response:
+    """Let `Gate` answer what the router refuses: an unknown path, or another method of a known."""
+    if isinstance(error, HTTPException) and error.status_code in (404, 405):
+        detail = f"{error.detail}: {request.method[:16]} {request.url.path[:200]}"
+        raise HTTPException(error.status_code, detail, error.headers) from None
     raise error

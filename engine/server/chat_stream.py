@@ -212,15 +212,17 @@ class ChatService:
     def _variables(self, body: ChatCompletionRequest, has_tools: bool) -> dict[str, Any]:
         """Return the template's variables; one that it does not read is an error."""
         given = dict(body.chat_template_kwargs or {})
-        if body.reasoning_effort is not None:
-            given.setdefault("reasoning_effort", body.reasoning_effort)
-        if body.documents is not None:
-            given.setdefault("documents", body.documents)
+        fields = [name for name in ("reasoning_effort", "documents") if name not in given]
+        for name in fields:
+            if (value := getattr(body, name)) is not None:
+                given[name] = value
         if given:
             known = self.client.tokenizer.template_variables(has_tools)
             for name in given:
                 if name not in known:
-                    raise APIError(400, str(unknown_keyword("the chat template", name, known)))
+                    message = str(unknown_keyword("the chat template", name, known))
+                    param = name if name in fields else "chat_template_kwargs"
+                    raise APIError(400, message, param=param)
         return given
 
     def _tools(

@@ -116,6 +116,17 @@ def test_errors_have_openais_shape(http, method, path, body, status, code):
     assert response.headers["x-request-id"]
 
 
+def test_an_unknown_path_and_variable_are_named(http):
+    assert _error(http.get("/nothing"))["message"] == "Not Found: GET /nothing"
+    response = http.put("/v1/completions")
+    assert (response.status_code, response.headers["allow"]) == (405, "POST")
+    assert _error(response)["message"] == "Method Not Allowed: PUT /v1/completions"
+    for fields in ({"reasoning_effort": "low"}, {"chat_template_kwargs": {"x": 1}}):
+        [name] = fields
+        error = _error(http.post("/v1/chat/completions", json={**CHAT, **fields}))
+        assert error["param"] == name and "the chat template" in error["message"]
+
+
 def test_an_unknown_field_is_answered_with_the_nearest(http):
     error = _error(http.post("/v1/chat/completions", json={**CHAT, "max_token": 5}))
     assert error["param"] == "max_token"

@@ -59,8 +59,9 @@ def _tool(name="add", **more):
         (b'{"prompt": "a", "response_format": {"type": "xml"}}', "response_format.type", "xml"),
         (b'{"prompt": "a", "n": "two"}', "n", "expected `int | null`, got `str`"),
         (b'{"prompt": [1, 2.5]}', "prompt[1]", "float"),
-        (b"{}", None, "missing required field `prompt`"),
-        (b"[]", None, "array"),
+        (b"{}", "prompt", "the body must be valid: object missing required field `prompt`"),
+        (b"[]", None, "the body must be valid: expected `object`, got `array`"),
+        (b'{"prompt": "a", "response_format": {}}', "response_format", "missing required"),
         (b'{"prompt": "a", "xyzzy": 1}', "xyzzy", "known fields: add_special_tokens"),
     ],
 )  # fmt: skip

@@ -29,6 +29,7 @@ __all__ = [
 T = TypeVar("T")
 
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$(.*)`)?$", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(.*)`$")
 _AT = re.compile(r"^(.*) - at `(?:key in )?\$\.?(.*)`$", re.DOTALL)
 _STEP = re.compile(r"\.([A-Za-z_]\w*)|\[[^\]]*\]")
 
@@ -181,8 +182,10 @@ def _invalid(message: str, kind: Any) -> APIError:
     if unknown is None:
         at = _AT.match(message)
         param, text = (at[2], at[1]) if at else (None, message)
-        where = f"{param} must be valid: " if param else ""
-        return APIError(400, f"{where}{text[:1].lower()}{text[1:]}", param=param)
+        where = f"{param or 'the body'} must be valid"
+        if param is None and (missing := _MISSING.match(text)):
+            param = missing[1]
+        return APIError(400, f"{where}: {text[:1].lower()}{text[1:]}", param=param)
     name, path = unknown[1][:80], unknown[2] or ""
     known = sorted({field for struct in _structs_at(kind, path) for field in _names(struct)})
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)

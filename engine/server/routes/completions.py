@@ -129,13 +129,14 @@ async def prepare_completion(
     """
     params = completion_params(body, defaults)
     prompts = prompts_of(body.prompt, max_prompts)
-    if body.add_special_tokens is False and isinstance(prompts[0], str):
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if body.add_special_tokens is False and texts:
         tokenizer = client.tokenizer
         if tokenizer is None:
             raise APIError(400, "prompt must be token ids, the model has no tokenizer")
-        for prompt in prompts:
-            check_length(prompt, "prompt", client)
-        prompts = await asyncio.to_thread(lambda: [tokenizer.encode(p, False) for p in prompts])
+        for text in texts:
+            check_length(text, "prompt", client)
+        prompts = await asyncio.to_thread(lambda: [tokenizer.encode(t, False) for t in texts])
     request_id = f"cmpl-{secrets.token_hex(16)}"
     return CompletionJob(client, body, request_id, model, int(time.time()), prompts, params)
 
