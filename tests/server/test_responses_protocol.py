@@ -254,3 +254,8 @@ def test_the_published_schema_is_that_of_the_response(finish):
     msgspec.convert(build.response, ResponseObject)
     run(build, "Hm", TextDelta("I add"), *CALL, finish=finish)
     msgspec.convert(build.response, ResponseObject)
+
+
+def test_the_model_may_be_left_out():
+    found = msgspec.json.decode(b'{"input": "Hi"}', type=ResponsesRequest)
+    assert to_chat(found)["model"] is None

@@ -40,7 +40,7 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     effect. Fields that ask for what this server does not do are refused by `to_chat`.
     """
 
-    model: str
+    model: str | None = None
     input: str | list[Any]
     instructions: str | None = None
     max_output_tokens: int | None = None
