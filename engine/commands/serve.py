@@ -107,6 +107,9 @@ def _split(options: dict[str, Any]) -> tuple[str, ServerConfig, dict[str, Any]]:
     if not isinstance(model, str) or not model:
         raise ConfigError(f"model must be a name or a path; got {shown(model)}")
     engine = {name: options.pop(name) for name in _ENGINE if name in options}
+    for name, value in engine.items():  # what a file holds may be a date, or a table
+        if not isinstance(value, str | int | float):
+            raise ConfigError(f"{name} must be a text, a number, true or false; got {value!r:.80}")
     server = ServerConfig.from_options(
         {"served_model_name": (model,)}
         | options

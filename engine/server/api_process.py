@@ -12,7 +12,7 @@ import ssl
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from starlette.applications import Starlette
@@ -20,9 +20,10 @@ from starlette.applications import Starlette
 from engine.errors import ConfigError, TemplateError
 from engine.loading.download import resolve_model
 from engine.loading.gguf import GgufFile
-from engine.model_files import is_present, read_file
+from engine.model_files import excerpt, is_present, read_file
 from engine.server.access_log import configure_logging
 from engine.server.app import begin_drain, build_app, num_active_requests
+from engine.server.auth import read_keys
 from engine.server.child import ChildConfig, Report
 from engine.server.engine_client import ZmqEngineClient
 from engine.server.http_protocol import http_protocol
@@ -50,6 +51,7 @@ def main(config: ChildConfig, report: Report) -> None:
     """Serve until SIGTERM, and then what is left of it within `shutdown_timeout`."""
     options = ServerConfig.from_options(config.server)
     configure_logging(options.log_level, json_logs=options.json_logs, access_log=options.access_log)
+    _check_files(options)
     with contextlib.suppress(TemplateError):  # which a chat would raise
         template_process.start()
     tokenizer = _tokenizer(config.model, options.chat_template)
@@ -57,6 +59,23 @@ def main(config: ChildConfig, report: Report) -> None:
         loop = _new_loop()
         asyncio.set_event_loop(loop)
         loop.run_until_complete(_serve(config, options, tokenizer, listener, report))
+
+
+def _check_files(options: ServerConfig) -> None:
+    """Raise a `ConfigError` for wrong keys and certificates before the model is waited for."""
+    if options.api_key_file is not None:
+        read_keys(options.api_key_file)
+    if options.ssl_certfile is None:
+        return
+    context, names = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), "ssl_certfile and ssl_keyfile"
+    files = f"{excerpt(options.ssl_certfile)} and {excerpt(options.ssl_keyfile)}"
+    try:
+        context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
+        if options.ssl_ca_certs is not None:
+            names, files = "ssl_ca_certs", excerpt(options.ssl_ca_certs)
+            context.load_verify_locations(options.ssl_ca_certs)
+    except OSError as error:  # also of OpenSSL
+        raise ConfigError(f"{names} must be files in PEM; got {files}: {error}") from error
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
@@ -135,7 +154,7 @@ def _uvicorn_config(app: Starlette, options: ServerConfig) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,
         root_path=options.root_path,
-        timeout_keep_alive=max(1, int(options.timeout_keep_alive)),
+        timeout_keep_alive=cast(int, options.timeout_keep_alive),  # takes fractions, too
         timeout_graceful_shutdown=_CLOSE_SECONDS,
         limit_concurrency=options.max_connections,
         **tls,

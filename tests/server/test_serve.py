@@ -290,6 +290,8 @@ def test_fifty_streams_survive_sigterm(small):
         (("--tool-call-parser", "unknown"), "tool_call_parser|unknown"),
         (("--chat-template", "/nowhere"), "nowhere"),
         (("--ssl-certfile", "/nowhere"), "ssl_keyfile"),
+        (("--ssl-certfile", "/nowhere", "--ssl-keyfile", "/none"), "got /nowhere and /none: .*No"),
+        (("--api-key-file", "/nowhere"), "api_key_file"),
     ],
 )
 def test_a_wrong_option_ends_it_with_a_reason(small, options, word):
@@ -418,6 +420,7 @@ def test_a_built_in_configuration_has_random_weights():
         ("port = '1'", ConfigError, "port"),
         ("model = 3", ConfigError, "model"),
         ("api-key = [1]", ConfigError, "api_key"),
+        ("dtype = 2020-01-01", ConfigError, "dtype must be .*date"),
         ("memory_utilization = 0.5\ngpu-memory-utilization = 0.5", ConfigError, "not both"),
     ],
 )
