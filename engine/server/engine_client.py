@@ -296,7 +296,8 @@ class ZmqEngineClient:
             return
         while has_input(self._monitor):
             self._monitor.recv_multipart(zmq.NOBLOCK)
-            self._read()  # its last words
+            while has_input(self._socket):
+                self._read()  # its last words
             self._end(EngineError("the engine's process has ended"))
 
     def _take(self, message: m.FromEngine) -> None:

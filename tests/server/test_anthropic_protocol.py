@@ -205,6 +205,12 @@ def test_a_damaged_call_keeps_its_text():
     assert build.message["stop_reason"] == "end_turn"
 
 
+def test_arguments_that_are_nested_too_deeply_keep_their_text():
+    build, text = MessageBuilder("served"), "[" * 100_000
+    run(build, CALL[0], ToolCallDelta(0, text), ToolCallEnd(0))
+    assert build.message["content"][0]["input"] == {"partial_json": text}
+
+
 def test_input_that_is_nested_too_deeply():
     value = {}
     for _ in range(5000):

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import gc
 import os
+import time
 import tracemalloc
 
 import numpy as np
@@ -483,3 +484,20 @@ def test_the_real_model_says_the_same_in_both():
     with served(llm.llm_engine) as (_, address):
         found = run(main(address), 120)
     assert _without_ids(o[-1] for o in found) == _without_ids(want)
+
+
+def test_the_last_words_of_an_engine_are_read_however_much_precedes_them(tmp_path):
+    async def main():
+        socket = sockets.bound_socket(f"ipc://{tmp_path}/e")
+        client = ZmqEngineClient(*sockets.connected_socket(f"ipc://{tmp_path}/e"), None)
+        client._send(messages.Hello("a token"))
+        address, _ = await asyncio.to_thread(socket.recv_multipart)
+        for message in [*[messages.Heartbeat()] * 500, messages.Ended("the reason")]:
+            socket.send_multipart([address, client._encode(message)])
+        socket.close()
+        time.sleep(0.3)  # all of it has arrived before the client looks
+        await eventually(lambda: client.error is not None)
+        await client.close()
+        return str(client.error)
+
+    assert run(main()) == "the reason"

@@ -173,6 +173,6 @@ def _input(arguments: str) -> dict[str, Any]:
     """Return the arguments; of a call that is not complete, their text."""
     try:
         found = json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {"partial_json": arguments}
     return found if isinstance(found, dict) else {"partial_json": arguments}
