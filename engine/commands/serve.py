@@ -124,7 +124,7 @@ def _model_path(model: str) -> tuple[str, dict[str, Any]]:
     folder = Path(__file__).parents[1] / "testing" / "configs" / model
     if "/" not in model and not Path(model).exists() and (folder / "config.json").exists():
         return str(folder), {"load_format": "dummy"}  # a built-in configuration, as of `bench`
-    # Imported late: `--help` and mistakes need it not.
+    # Imported late: `--help` and wrong options do not need it.
     from engine.loading.download import resolve_model
 
     return str(resolve_model(model, progress=sys.stderr.isatty()).path), {}

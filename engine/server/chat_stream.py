@@ -165,9 +165,10 @@ class ChatService:
         """
         if self._config is not None:
             check_fields(body, self._config)
+        # First, as a template that ignores tools is the better reason not to take them.
+        prompt = await asyncio.to_thread(self.render, body)
         tools, overrides, options = self._tools(body)
         params = chat_params(body, self.generation_defaults, **overrides)
-        prompt = await asyncio.to_thread(self.render, body)
         if self._config is not None and self._config.log_prompts:
             log_prompt(request_id, prompt["prompt"])
         if getattr(params, "structured", None) is None and self.reasoning_parser is not None:

@@ -1,8 +1,8 @@
 """What engine process and API processes send each other: one msgpack message a frame.
 
 A request is known by its *handle*, a number that its API process chose. All that one step brought
-to the requests of an API process travels as one `StepResult`, in which a token of a request in its
-midst is two integers.
+to the requests of an API process travels as one `StepResult`, in which a token of a request that
+decodes is two integers.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from engine.server.protocol.errors import APIError, api_error, error_body
 from engine.server.read_ahead import ReadAhead
 
-__all__ = ["DONE", "ClientGone", "EventStream", "unless_disconnected"]
+__all__ = ["DONE", "ClientGone", "EventStream", "unless_disconnected", "until_disconnected"]
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
         If the client disconnects first.
     """
     task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_disconnect(receive))
+    watcher = asyncio.ensure_future(until_disconnected(receive))
     try:
         await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -51,7 +51,8 @@ async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
         await _cancel(task, watcher)
 
 
-async def _disconnect(receive: Receive) -> None:
+async def until_disconnected(receive: Receive) -> None:
+    """Return when the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

@@ -15,6 +15,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from engine.async_engine import EngineClient
+from engine.server.sse import until_disconnected
 
 __all__ = ["INTERVAL", "SnapshotFeed", "routes"]
 
@@ -99,7 +100,7 @@ class _WatchResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._feed.join()
-        gone = asyncio.create_task(_until_disconnect(receive))
+        gone = asyncio.create_task(until_disconnected(receive))
         try:
             start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
             await send(start)
@@ -123,11 +124,6 @@ class _WatchResponse(Response):
                 await asyncio.wait_for(send(event), self._state.config.send_timeout)
             except (asyncio.TimeoutError, OSError):
                 return
-
-
-async def _until_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _watch(request: Request) -> Response:
