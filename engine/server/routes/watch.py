@@ -52,7 +52,8 @@ class SnapshotFeed:
         """Count one more viewer; the first one starts the snapshots."""
         self._num_viewers += 1
         if self._task is None or self._task.done():
-            self._next = None
+            if self._next is not None and self._next.done():  # the last frame of the feed before
+                self._next = None
             self._task = asyncio.create_task(self._run())
 
     def leave(self) -> None:
