@@ -246,6 +246,15 @@ def _parts(part):
             yield from _parts(value)
 
 
+def _arrays_in(value):
+    """Yield an array, or those in a mapping or tuple."""
+    if isinstance(value, np.ndarray):
+        yield value
+    elif isinstance(value, dict | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _arrays_in(item)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_array_of_a_layer_is_declared(family):
     """An array that a layer does not declare would be the first layer's in all others."""
@@ -255,10 +264,10 @@ def test_every_array_of_a_layer_is_declared(family):
         names = [name for name, _ in layer.arrays()]
         assert len(set(names)) == len(names)
         held = {
-            id(value)
+            id(array)
             for part in _parts(layer)
             for name in dir(part)
-            if isinstance(value := getattr(part, name), np.ndarray)
+            for array in _arrays_in(getattr(part, name))
         }
         assert held == set(declared) and len(held) >= 7
 

@@ -12,9 +12,9 @@ from engine.server.server_config import ServerConfig
 from tests.server.serving import serve
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def smollm2():
-    """The model, on the CPU in float32; its answers are deterministic."""
+    """The model, on the CPU in float32; its answers are deterministic. Its server closes it."""
     return load("smollm2", device="cpu", dtype="float32")
 
 
