@@ -21,11 +21,11 @@ from engine.shared_engine import SharedEngine
 from engine.snapshot import snapshot
 from engine.stats import EngineStats
 
-__all__ = ["AsyncEngine", "EngineClient", "ModelInfo"]
+__all__ = ["LONG_TEXT", "AsyncEngine", "EngineClient", "ModelInfo"]
 
 T = TypeVar("T")
 
-_LONG_TEXT = 4096  # characters; a longer prompt is tokenized on another thread
+LONG_TEXT = 4096  # characters; a longer prompt is tokenized on another thread
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ class AsyncEngine:
         if request_id is None:
             request_id = f"async-{next(self._numbers)}"
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
-        if isinstance(text, str) and len(text) > _LONG_TEXT:
+        if isinstance(text, str) and len(text) > LONG_TEXT:
             found = await asyncio.to_thread(self._engine.encode, prompt)
             cache_salt = found.cache_salt if cache_salt is None else cache_salt
             prompt = {"prompt": found.text, "prompt_token_ids": found.token_ids}

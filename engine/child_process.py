@@ -51,7 +51,7 @@ def end(process: subprocess.Popen[bytes]) -> int:
     with contextlib.suppress(OSError):
         process.stdin.close()
     try:
-        # After the end of its output it exits by itself; while it computes, it does not.
+        # An idle child exits at the end of its input; one that computes has to be killed.
         code = process.wait(timeout=0.5)
     except subprocess.TimeoutExpired:
         process.kill()

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import msgspec
 from starlette.requests import Request
 
+from engine.async_engine import LONG_TEXT
 from engine.server.chat_stream import ChatPiece, ChatStream
 from engine.server.protocol.chat import ChatCompletionRequest
 from engine.server.protocol.errors import APIError
@@ -24,7 +25,6 @@ from engine.server.tool_parsers import (
 
 __all__ = ["AnswerBuilder", "Answered", "begin_chat", "chat_request", "named_frame", "num_tokens"]
 
-_LONG_TEXT = 4096  # characters; a longer text is tokenized on another thread
 
 _encode = msgspec.json.Encoder().encode
 
@@ -81,7 +81,7 @@ async def num_tokens(request: Request, text: str) -> int:
     if not text:
         return 0
     encode = request.app.state.client.tokenizer.encode
-    if len(text) > _LONG_TEXT:
+    if len(text) > LONG_TEXT:
         return len(await asyncio.to_thread(encode, text, False))
     return len(encode(text, False))
 

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import zmq
 
-from engine.async_engine import ModelInfo
+from engine.async_engine import LONG_TEXT, ModelInfo
 from engine.errors import EngineError, RequestError
 from engine.llm_engine import Prompt
 from engine.outputs import RequestOutput
@@ -28,7 +28,6 @@ from engine.structured_output import StructuredOutput
 
 __all__ = ["ZmqEngineClient"]
 
-_LONG_TEXT = 4096  # characters; a longer prompt is tokenized on another thread
 _MAX_BATCH = 64  # messages taken before other tasks have their turn
 _SILENCE = 120.0  # seconds without a heartbeat, after which `is_responsive` is False
 
@@ -36,8 +35,8 @@ _SILENCE = 120.0  # seconds without a heartbeat, after which `is_responsive` is 
 class ZmqEngineClient:
     """Talks to the engine process; belongs to the event loop that made it.
 
-    Text is tokenized and made here, stop strings are found here, and requests are checked here as
-    far as possible, so that the engine's loop has less to do.
+    Text is tokenized and detokenized here, stop strings are found here, and requests are checked
+    here as far as possible, so that the engine's loop has less to do.
 
     Attributes
     ----------
@@ -66,7 +65,7 @@ class ZmqEngineClient:
         self._decode = msgspec.msgpack.Decoder(m.FromEngine).decode
         for each, read in ((socket, self._read), (monitor, self._read_monitor)):
             self._loop.add_reader(descriptor(each), read)
-            # The descriptor tells of what comes after all that is there has been taken.
+            # The descriptor is edge-triggered: it is silent about what has arrived before.
             self._loop.call_soon(read)
 
     @classmethod
@@ -146,7 +145,7 @@ class ZmqEngineClient:
         if request_id is None:
             request_id = f"async-{handle}"
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
-        if isinstance(text, str) and len(text) > _LONG_TEXT:
+        if isinstance(text, str) and len(text) > LONG_TEXT:
             checked = await asyncio.to_thread(self._maker.encode, prompt, cache_salt)
         else:
             checked = self._maker.encode(prompt, cache_salt)

@@ -107,7 +107,7 @@ class MoeTileConfig:
         return min(sm_count() * self.blocks, token_tiles * ceil_div(columns, tile_rows))
 
 
-# One token leaves room for the next kernel's CTAs beside its own, which then load early.
+# Half of the shared memory is faster for one token in a layer (docs/lab-notebook.md).
 _ONE = MoeTileConfig(1, 16, 1, blocks=2)
 _FEW, _SOME, _MANY = MoeTileConfig(1, 16, 2), MoeTileConfig(1, 64, 2), MoeTileConfig(2, 144, 1)
 MOE_CONFIGS = (_ONE, _FEW, _SOME, _MANY)
