@@ -160,8 +160,8 @@ _SHORT_TILES = {
     128: HopperTile(128, box_keys=8, stages=2, row_tiles=1, consumer_warps=4, cluster=_CLUSTER),
 }
 _SHORT_CODE_TILES = {dim: replace(tile, stages=4) for dim, tile in _SHORT_TILES.items()}
-# For each kind of page codes ("": none): the tiles by number of rows, those for many sequences of up
-# to 16 rows, and those for few keys.
+# For each kind of page codes ("": none): the tiles by number of rows, those for many sequences of
+# up to 16 rows, and those for few keys.
 _CHOICES = {"": (_TILES, _MANY_TILES, _SHORT_TILES)} | {
     name: (
         tuple(replace(tile, page_codes=name) for tile in _CODE_TILES),
