@@ -12,8 +12,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import settings
 
 from engine import device
+
+# The same examples in every run, so that a change is judged by what it changed. New ones come from
+# `python -m tests.fuzz` and from `--hypothesis-profile=default`.
+settings.register_profile("fixed", derandomize=True, database=None)
+settings.load_profile("fixed")
 
 
 @pytest.fixture(

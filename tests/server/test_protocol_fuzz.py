@@ -62,6 +62,6 @@ def test_random_bodies(module, kind, data):
     some = data.draw(body(kind))
     with contextlib.suppress(msgspec.ValidationError, RequestError):
         chat = module.to_chat(msgspec.convert(some, kind))
-        assert chat["model"] == some["model"] and chat["messages"]
+        assert chat.get("model") == some["model"] and chat["messages"]
         assert all(isinstance(message["role"], str) for message in chat["messages"])
         msgspec.json.encode(chat)
