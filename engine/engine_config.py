@@ -25,6 +25,7 @@ from engine.errors import ConfigError, RequestError, unknown_keyword
 from engine.runner.cuda_graph import batch_sizes
 from engine.sampling_params import NumberRange
 from engine.scheduler.config import POLICIES, PREEMPTIONS, SchedulerConfig
+from engine.speculative.config import SpeculativeConfig
 
 __all__ = ["EngineConfig", "ResolvedConfig"]
 
@@ -118,7 +119,10 @@ class EngineConfig:
         Maximum tokens of one prompt in one step; 0 = as many as the budget allows.
     max_draft_tokens : int
         Maximum draft tokens of a request that one step verifies (`Scheduler.propose`); CUDA graphs
-        are captured for steps with none and with this many.
+        are captured for steps with none and with this many. 0: what `speculative_config` says.
+    speculative_config : mapping, callable or SpeculativeConfig, optional
+        How drafts are proposed, as vLLM's: {"method": "ngram", "num_speculative_tokens": 8}; or a
+        callable. None proposes none.
     scheduling_policy : str
         "fcfs" = first come, first served; "lpm" = longest cached prefix first, within a window.
     priority_window : int
@@ -176,6 +180,7 @@ class EngineConfig:
     max_blocks_per_salt: int | None = None
     max_prefill_chunk: int = 0
     max_draft_tokens: int = 0
+    speculative_config: Any = None
     scheduling_policy: str = "fcfs"
     priority_window: int = 256
     max_num_queued_requests: int | None = None
@@ -221,6 +226,10 @@ class EngineConfig:
             if not any(type(value) is type(c) and value == c for c in choices):
                 wanted = ", ".join(map(repr, choices))
                 raise ConfigError(f"{name} must be one of {wanted}; got {shown(value)}")
+        speculative = SpeculativeConfig.from_option(self.speculative_config)
+        object.__setattr__(self, "speculative_config", speculative)
+        if speculative is not None and not self.max_draft_tokens:
+            object.__setattr__(self, "max_draft_tokens", speculative.num_tokens)
         if self.preemption_mode == "swap" and not self.swap_space_gb:
             raise ConfigError("preemption_mode='swap' needs a swap_space_gb above 0; got 0.0")
         if self.raise_on_timeout and self.step_timeout is None:
@@ -287,7 +296,14 @@ class EngineConfig:
         )
         is_async = self._is_async(device, reasons)
         return ResolvedConfig(
-            scheduler, geometry, self.seed, is_async, is_debug, has_graphs, reasons
+            scheduler,
+            geometry,
+            self.seed,
+            is_async,
+            is_debug,
+            has_graphs,
+            self.speculative_config,
+            reasons,
         )
 
     def _host_blocks(self, geometry: KVGeometry, reasons: dict[str, str]) -> int:
@@ -360,6 +376,7 @@ class ResolvedConfig:
     async_scheduling: bool
     is_debug: bool
     cuda_graphs: bool
+    speculative: SpeculativeConfig | None = None
     reasons: Mapping[str, str] = field(default_factory=dict)
 
     def with_reason(self, name: str, reason: str) -> ResolvedConfig:

@@ -30,6 +30,7 @@ from engine.sampling_params import SamplingParams
 from engine.scheduler.admission import QueueFullError
 from engine.scheduler.output import ScheduleOutput
 from engine.scheduler.scheduler import Scheduler
+from engine.speculative import make_speculation
 from engine.stats import EngineStats, StatsCollector
 from engine.watchdog import Watchdog
 
@@ -94,10 +95,9 @@ class LLMEngine:
         )
         if config.cuda_graphs:
             self.runner.capture_graphs(
-                limits.max_model_len,
-                max_draft_tokens=limits.max_draft_tokens,
-                progress=sys.stderr.isatty(),
+                limits.max_model_len, limits.max_draft_tokens, progress=sys.stderr.isatty()
             )
+        self._speculation = make_speculation(config.speculative, self.scheduler, self.runner)
         self._entry = threading.Lock()  # see `exclusive`
         describe = self.scheduler.describe
         self._watchdog = Watchdog(given.step_timeout, describe, raises=given.raise_on_timeout)
@@ -134,6 +134,7 @@ class LLMEngine:
         for group in self._deadlines.pop_overdue():
             self._end_group(group, "timeout")
         with self._watchdog:
+            self._speculation.propose()
             scheduled = self._schedule()
             self._launch(scheduled)
             for step in (due := self._due(scheduled)):
@@ -272,6 +273,7 @@ class LLMEngine:
             self.scheduler.stats(),
             num_step_failures=self._recovery.num_failures,
             num_stuck_steps=self._watchdog.num_stuck,
+            speculation=self._speculation.stats(),
         )
 
     def check_integrity(self) -> None:
@@ -299,6 +301,7 @@ class LLMEngine:
             self.scheduler.rollback(step.output)
             self.runner.read(step)
         self._watchdog.close()
+        self._speculation.close()
         if self._swap is not None:
             self._swap.close()
         self.kv_cache.close()
@@ -343,9 +346,7 @@ class LLMEngine:
             if not scheduled.is_empty:
                 break
         for request in scheduled.admitted:
-            metrics = request.stream.group.metrics
-            if metrics.first_scheduled_time is None:
-                metrics.first_scheduled_time = time.monotonic()
+            request.stream.group.note_scheduled()
         return scheduled
 
     def _launch(self, scheduled: ScheduleOutput) -> None:
@@ -360,6 +361,7 @@ class LLMEngine:
     def _due(self, scheduled: ScheduleOutput) -> list[LaunchedStep]:
         """Return the steps to read back now: all in flight, or all but the newest."""
         must_wait = scheduled.is_empty or self._recovery.is_bisecting
+        must_wait |= self._speculation.is_active
         keep = 0 if must_wait else self._max_in_flight
         return list(self._in_flight)[: max(0, len(self._in_flight) - keep)]
 
@@ -394,6 +396,7 @@ class LLMEngine:
         failed = {r: why for r, why in result.failed.items() if not r.is_finished}
         for request, why in failed.items():
             self.scheduler.finish_request(request, "error", stop_reason=why)
+        self._speculation.record(step.output, result.token_ids)
         lengths = {}  # to cut the results of requests that end inside their accepted drafts
         if step.output.num_draft_tokens:
             lengths = {request: request.num_output_tokens for request in result.token_ids}
@@ -409,11 +412,7 @@ class LLMEngine:
     def _take_outputs(self) -> list[RequestOutput]:
         """Return the outputs of the requests that changed."""
         changed, self._changed = self._changed, {}
-        return [
-            output or group.output()
-            for group, output in changed.items()
-            if output is not None or group.wants_output
-        ]
+        return [o or g.output() for g, o in changed.items() if o is not None or g.wants_output]
 
     # ---- parts of the above
 
@@ -480,6 +479,7 @@ class LLMEngine:
         request, group = stream.request, stream.group
         request.stream = None
         self._recovery.forget(request)
+        self._speculation.forget(request)
         self.runner.release([request])
         if stream.is_quiet and request.finish_reason in ("stop", "length"):
             group.note_tokens(0, time.monotonic())  # records when its last token came

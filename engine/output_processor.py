@@ -6,6 +6,7 @@ what the user sees; the scheduler's state stays in `Request`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -323,6 +324,11 @@ class OutputGroup:
     def wants_output(self) -> bool:
         """Tell whether an output is due now, given `output_kind` and ranking."""
         return not (self._waits_for_end and self.num_open)
+
+    def note_scheduled(self) -> None:
+        """Note when the first step for it begins."""
+        if self.metrics.first_scheduled_time is None:
+            self.metrics.first_scheduled_time = time.monotonic()
 
     def note_tokens(self, count: int, now: float) -> None:
         """Note when tokens arrived; a quiet stream reports its first and its last ones only."""

@@ -110,6 +110,10 @@ RANGES: dict[str, NumberRange] = {
 }
 """Range of every numeric field of `SamplingParams`, by name."""
 
+_FLAGS = (
+    *("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"),
+    "use_speculation",
+)
 _BIAS = NumberRange(-100.0, 100.0)
 _TOKEN_ID = NumberRange(0, 2**31 - 1, integer=True)
 
@@ -171,6 +175,9 @@ class SamplingParams:
         What the text must match: a JSON schema, a regular expression, a choice or a grammar. An
         end-of-sequence token can then be sampled only where the text may end; once nothing else is
         possible it is, whatever `ignore_eos` and `min_tokens` say.
+    use_speculation : bool
+        Whether drafts are proposed for this request, if the engine has a `speculative_config`. It
+        changes the time only, and logits by rounding.
 
     Raises
     ------
@@ -215,6 +222,7 @@ class SamplingParams:
     bad_words: Sequence[str] | None = None
     logits_processors: Sequence[Callable[..., Any]] | None = None
     structured: StructuredOutput | Mapping[str, Any] | None = None
+    use_speculation: bool = True
 
     def __new__(cls, *args: Any, **kwargs: Any) -> SamplingParams:
         """Refuse unknown keywords, naming the nearest known one (a dataclass would not)."""
@@ -237,8 +245,7 @@ class SamplingParams:
     def _check_flags(self) -> None:
         if self.seed == -1:
             self._set("seed", None)
-        flags = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
-        for name in flags:
+        for name in _FLAGS:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise RequestError(f"{name} must be True or False; got {shown_with_type(value)}")

@@ -12,6 +12,7 @@ import numpy as np
 
 from engine.outputs import RequestMetrics
 from engine.scheduler.stats import SchedulerStats
+from engine.speculative.counts import SpeculationStats
 
 __all__ = ["EngineStats", "Histogram", "StatsCollector"]
 
@@ -65,6 +66,8 @@ class EngineStats:
         Requests refused because the queue was full.
     num_step_failures, num_stuck_steps : int
         Steps that raised and were rolled back; steps that the watchdog reported.
+    speculation : SpeculationStats
+        Drafts verified and accepted.
     time_to_first_token_seconds, request_queue_time_seconds, request_prefill_time_seconds,
     request_decode_time_seconds, e2e_request_latency_seconds : Histogram
         Over finished requests.
@@ -86,6 +89,7 @@ class EngineStats:
     admission_rejections: int
     num_step_failures: int
     num_stuck_steps: int
+    speculation: SpeculationStats
     time_to_first_token_seconds: Histogram
     request_queue_time_seconds: Histogram
     request_prefill_time_seconds: Histogram
@@ -189,7 +193,12 @@ class StatsCollector:
         bins["request_time_per_output_token_seconds"].add(m.itl)
 
     def snapshot(
-        self, scheduler: SchedulerStats, *, num_step_failures: int, num_stuck_steps: int
+        self,
+        scheduler: SchedulerStats,
+        *,
+        num_step_failures: int,
+        num_stuck_steps: int,
+        speculation: SpeculationStats,
     ) -> EngineStats:
         """Return a snapshot, completed with the counts kept elsewhere."""
         return EngineStats(
@@ -200,6 +209,7 @@ class StatsCollector:
             admission_rejections=self.admission_rejections,
             num_step_failures=num_step_failures,
             num_stuck_steps=num_stuck_steps,
+            speculation=speculation,
             expert_load={
                 layer: tuple((load - self._first_load[layer]).tolist())
                 for layer, load in self.expert_load().items()

@@ -128,7 +128,7 @@ class ModelRunner:
         )
 
     def capture_graphs(
-        self, max_model_len: int, *, max_draft_tokens: int = 0, progress: bool = False
+        self, max_model_len: int, max_draft_tokens: int = 0, *, progress: bool = False
     ) -> None:
         """Capture CUDA graphs for decode steps, without drafts and with `max_draft_tokens` each."""
         self.graphs = DecodeGraphs(

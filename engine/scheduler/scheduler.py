@@ -180,6 +180,17 @@ class Scheduler:
         if self.blocks.tree is not None:
             self.blocks.tree.reset()
 
+    def decoding_requests(self) -> list[Request]:
+        """Return the running requests that have an output token and can get two more."""
+        most = self.config.max_draft_tokens
+        return [
+            request
+            for request in self._queues.running
+            if request.output_token_ids
+            and request.num_tokens - request.num_computed_tokens <= 1 + most
+            and request.num_tokens + 1 < request.max_num_tokens
+        ]
+
     def propose(
         self, request: Request, token_ids: Sequence[int], parents: Sequence[int] | None = None
     ) -> bool:

@@ -51,6 +51,13 @@ COUNTERS = (
     _Value("engine:stuck_steps", "num_stuck_steps", "Steps that the watchdog reported."),
     _Value("engine:steps", "scheduler.num_steps", "Steps."),
     _Value("engine:swaps", "scheduler.num_swaps", "Requests swapped out."),
+    _Value("vllm:spec_decode_num_drafts", "speculation.num_drafts",
+           "How often drafts of a request were verified."),
+    _Value("vllm:spec_decode_num_draft_tokens", "speculation.num_draft_tokens", "Draft tokens."),
+    _Value("vllm:spec_decode_num_accepted_tokens", "speculation.num_accepted_tokens",
+           "Draft tokens that were accepted."),
+    _Value("engine:spec_decode_proposer_failures", "speculation.num_proposer_failures",
+           "Proposals that failed and were dropped."),
     _Value("engine:evicted_blocks", "scheduler.num_evicted_blocks", "Blocks evicted."),
 )  # fmt: skip
 """Metrics that only rise; Prometheus adds ``_total`` to their names."""
@@ -73,6 +80,9 @@ HISTOGRAMS = (
 
 REQUESTS = "vllm:request_success"
 """Finished requests, with a label `finished_reason`; ``_total`` is added."""
+
+ACCEPTED_PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
+"""Accepted drafts, with a label `position` from 0; ``_total`` is added."""
 
 _LABELS = ("model_name",)
 
@@ -99,7 +109,18 @@ class _Snapshot(Collector):
             found: Histogram = getattr(self._stats, value.attribute)
             family.add_metric(self._labels, _buckets(found), found.total)
             yield family
+        yield self._accepted_per_position()
         yield self._requests()
+
+    def _accepted_per_position(self) -> Metric:
+        family = CounterMetricFamily(
+            ACCEPTED_PER_POSITION,
+            "Accepted draft tokens, by distance from the last known one.",
+            labels=(*_LABELS, "position"),
+        )
+        for position, count in enumerate(self._stats.speculation.num_accepted_tokens_per_pos):
+            family.add_metric([*self._labels, str(position)], count)
+        return family
 
     def _requests(self) -> Metric:
         labels = (*_LABELS, "finished_reason")

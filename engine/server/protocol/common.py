@@ -88,6 +88,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+    use_speculation: bool | None = None
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
@@ -130,7 +131,7 @@ _SAMPLING_NAMES = (
     "n", "best_of", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature",
     "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens",
     "min_tokens", "prompt_logprobs", "skip_special_tokens", "include_stop_str_in_output",
-    "allowed_token_ids", "bad_words",
+    "allowed_token_ids", "bad_words", "use_speculation",
 )  # fmt: skip
 _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice",
            "guided_grammar": "grammar"}  # fmt: skip

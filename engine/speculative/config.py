@@ -1,0 +1,154 @@
+"""`speculative_config`: how drafts are proposed, with vLLM's names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from engine.checks import shown, shown_with_type
+from engine.drafts import MAX_QUERY_LEN
+from engine.errors import ConfigError, RequestError, unknown_keyword
+from engine.sampling_params import NumberRange
+
+__all__ = ["METHODS", "SpeculativeConfig"]
+
+METHODS = ("ngram", "suffix", "draft_model", "eagle3", "mtp", "custom")
+"""What `method` may be."""
+
+_OF_MODELS = ("draft_model", "eagle3", "mtp")
+_NUM_TOKENS = {"ngram": 8, "suffix": 12}  # others: 4
+_RANGES = {
+    "num_speculative_tokens": NumberRange(1, MAX_QUERY_LEN - 1, integer=True, optional=True),
+    "prompt_lookup_min": NumberRange(1, 64, integer=True),
+    "prompt_lookup_max": NumberRange(1, 64, integer=True),
+    "disable_by_batch_size": NumberRange(1, 2**31 - 1, integer=True, optional=True),
+}
+_TEXTS = ("model", "quantization", "dtype", "revision")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """How drafts are proposed; frozen, and checked on construction.
+
+    Parameters
+    ----------
+    method : str
+        "ngram": what followed the last tokens earlier in the request; "suffix": the same, by the
+        longest suffix and how often each continuation came; "draft_model": a smaller model of the
+        same vocabulary; "eagle3", "mtp": a head on the model's hidden states; "custom": `proposer`.
+        Without it: "custom" if there is a proposer, "draft_model" if there is a model.
+    num_speculative_tokens : int, optional
+        Maximum drafts of a request in a step, at most 63; 8 for "ngram", 12 for "suffix", else 4.
+    model : str, optional
+        Of "draft_model", "eagle3" and "mtp": a name, folder, .gguf file or hub id.
+    prompt_lookup_min, prompt_lookup_max : int
+        Of "ngram": how many last tokens must have come before; the longest match counts. "suffix"
+        has no maximum.
+    proposer : callable, optional
+        Of "custom": ``proposer(token_ids, num_tokens)`` returns up to num_tokens ids that may
+        follow, or `Drafts`, or None.
+    disable_by_batch_size : int, optional
+        Propose nothing while this many requests, or more, are decoded.
+    adaptive : bool
+        Choose the number of drafts by measured acceptance and measured cost of a step, down to
+        none; False always proposes as many as there are.
+    quantization, dtype, revision : str, optional
+        Of `model`, as in `engine.load`; the dtype is that of the target if left out.
+
+    Raises
+    ------
+    ConfigError
+        If a value is out of its range, or missing, or of another method.
+
+    Examples
+    --------
+    >>> SpeculativeConfig(method="ngram").num_speculative_tokens
+    8
+    >>> SpeculativeConfig(method="draft_model")
+    Traceback (most recent call last):
+    ...
+    engine.errors.ConfigError: speculative_config.model must be given for method='draft_model'; got None
+    """  # noqa: E501
+
+    method: str = ""
+    num_speculative_tokens: int | None = None
+    model: str | None = None
+    prompt_lookup_min: int = 3
+    prompt_lookup_max: int = 8
+    proposer: Callable[..., Any] | None = None
+    disable_by_batch_size: int | None = None
+    adaptive: bool = True
+    quantization: str | None = None
+    dtype: str | None = None
+    revision: str | None = None
+
+    @classmethod
+    def from_option(cls, option: Any) -> SpeculativeConfig | None:
+        """Return the config of what a user gave: a mapping, a callable, or None.
+
+        Raises
+        ------
+        ConfigError, UnknownOptionError
+            Naming the option.
+        """
+        if option is None or isinstance(option, cls):
+            return option
+        if isinstance(option, Mapping):
+            known = [field.name for field in fields(cls)]
+            for name in option:
+                if name not in known:
+                    raise unknown_keyword("speculative_config", str(name), known)
+            return cls(**option)
+        if callable(option):
+            return cls(proposer=option)
+        raise ConfigError(
+            "speculative_config must be a mapping, a callable or None; "
+            f"got {shown_with_type(option)}"
+        )
+
+    def __post_init__(self) -> None:
+        for name, allowed in _RANGES.items():
+            try:
+                self._set(name, allowed.check(f"speculative_config.{name}", getattr(self, name)))
+            except RequestError as error:
+                raise ConfigError(str(error)) from None
+        for name in _TEXTS:
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, str) and value):
+                raise _wrong(name, "a text that is not empty, or None", value)
+        if not isinstance(self.adaptive, bool):
+            raise _wrong("adaptive", "True or False", self.adaptive)
+        if self.proposer is not None and not callable(self.proposer):
+            raise _wrong("proposer", "a callable or None", self.proposer)
+        self._check_method()
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            most = f"at most prompt_lookup_max = {self.prompt_lookup_max}"
+            raise _wrong("prompt_lookup_min", most, self.prompt_lookup_min)
+        if self.num_speculative_tokens is None:
+            self._set("num_speculative_tokens", _NUM_TOKENS.get(self.method, 4))
+
+    @property
+    def num_tokens(self) -> int:
+        """Maximum drafts of a request in a step."""
+        assert self.num_speculative_tokens is not None
+        return self.num_speculative_tokens
+
+    def _check_method(self) -> None:
+        if self.method == "" and (self.proposer is not None or self.model is not None):
+            self._set("method", "draft_model" if self.proposer is None else "custom")
+        if self.method not in METHODS:
+            raise _wrong("method", f"one of {', '.join(map(repr, METHODS))}", self.method)
+        for name, methods in (("model", _OF_MODELS), ("proposer", ("custom",))):
+            value = getattr(self, name)
+            if value is None and self.method in methods:
+                raise _wrong(name, f"given for method={self.method!r}", None)
+            if value is not None and self.method not in methods:
+                raise _wrong(name, f"None for method={self.method!r}", value)
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+
+def _wrong(name: str, wanted: str, got: object) -> ConfigError:
+    return ConfigError(f"speculative_config.{name} must be {wanted}; got {shown(got)}")

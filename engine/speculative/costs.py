@@ -1,0 +1,104 @@
+"""What a step costs with drafts and without: measured once, when the engine is constructed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from engine.layers.batch import ForwardBatch
+
+__all__ = ["StepCosts", "measure_step_costs"]
+
+_SIZES = (1, 8, 64, 256)  # sequences, of steps that are CUDA graphs
+_NUM_TOKENS = (1, 2, 4, 8, 16)  # of other steps
+_CALLS = 3
+
+
+class StepCosts:
+    """Seconds of a decode step, between and beyond the points at which they were measured.
+
+    Parameters
+    ----------
+    sizes : sequence of int
+        Numbers of sequences, ascending. With one of them the cost depends on the number of tokens
+        only.
+    query_lens : sequence of int
+        Query tokens of each sequence, ascending.
+    seconds : array-like
+        (len(sizes), len(query_lens)).
+
+    Examples
+    --------
+    >>> costs = StepCosts([1], [1, 2, 4], [[0.010, 0.012, 0.016]])
+    >>> round(costs.seconds(1, 3), 4), round(costs.seconds(2, 4), 4)
+    (0.014, 0.024)
+    """
+
+    def __init__(self, sizes: Sequence[int], query_lens: Sequence[int], seconds: Any) -> None:
+        self._sizes = np.array(sizes, np.float64)
+        self._lens = np.array(query_lens, np.float64)
+        self._seconds = np.array(seconds, np.float64)
+
+    def seconds(self, num_sequences: int, query_len: float) -> float:
+        """Return the seconds of a step of `num_sequences` with `query_len` tokens each."""
+        if len(self._sizes) == 1:
+            return _interpolated(num_sequences * query_len, self._lens, self._seconds[0])
+        of_sizes = [_interpolated(query_len, self._lens, row) for row in self._seconds]
+        return _interpolated(num_sequences, self._sizes, np.array(of_sizes))
+
+
+def measure_step_costs(runner: Any, query_lens: Sequence[int], max_num_seqs: int) -> StepCosts:
+    """Time decode steps of a runner that has computed nothing yet; overwrites its first blocks.
+
+    Parameters
+    ----------
+    runner : ModelRunner
+    query_lens : sequence of int
+        1, and the numbers of tokens for which it has graphs, ascending.
+    max_num_seqs : int
+    """
+    if runner.graphs is not None:
+        sizes = [n for n in _SIZES if n < max_num_seqs] + [max_num_seqs]
+        seconds = [[_graph_seconds(runner, n, length) for length in query_lens] for n in sizes]
+        return StepCosts(sizes, query_lens, seconds)
+    room = runner.kv_cache.num_blocks * runner.kv_cache.geometry.block_size
+    lens = [n for n in _NUM_TOKENS if n <= max(1, min(room, max(query_lens)))]
+    return StepCosts([1], lens, [[_forward_seconds(runner, n) for n in lens]])
+
+
+def _graph_seconds(runner: Any, num_sequences: int, query_len: int) -> float:
+    key = runner.graphs.key(num_sequences, query_len, query_len)
+    return _shortest(lambda: runner.graphs.replay(key), runner.model.device)
+
+
+def _forward_seconds(runner: Any, num_tokens: int) -> float:
+    model, size = runner.model, runner.kv_cache.geometry.block_size
+    table = list(range(-(-num_tokens // size)))
+    ids = np.arange(num_tokens, dtype=np.int32) % model.config.vocab_size
+    batch = ForwardBatch.build([ids], [0], [table], size, logits="all").to(model.device)
+    return _shortest(lambda: model.forward(batch, runner.kv_cache.layers), model.device)
+
+
+def _shortest(call: Callable[[], Any], device: Any) -> float:
+    """Return the seconds of the shortest call; the first one may load kernels."""
+    times = []
+    for _ in range(1 + _CALLS):
+        start = time.perf_counter()
+        call()
+        if device.is_cuda:
+            device.xp.cuda.get_current_stream().synchronize()
+        times.append(time.perf_counter() - start)
+    return max(min(times[1:]), 1e-9)
+
+
+def _interpolated(x: float, at: Any, values: Any) -> float:
+    """Return the value at `x`, on a straight line between points and beyond the last one."""
+    if x <= at[-1]:
+        return float(np.interp(x, at, values))
+    if len(at) == 1:
+        return float(values[0] * x / at[0])
+    slope = max(0.0, (values[-1] - values[-2]) / (at[-1] - at[-2]))
+    return float(values[-1] + slope * (x - at[-1]))

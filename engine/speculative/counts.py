@@ -1,0 +1,72 @@
+"""Counters of drafts, with vLLM's names in /metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["DraftCounts", "SpeculationStats"]
+
+
+@dataclass(frozen=True)
+class SpeculationStats:
+    """A snapshot of the counters.
+
+    Attributes
+    ----------
+    num_drafts : int
+        How often drafts of a request were verified.
+    num_draft_tokens, num_accepted_tokens : int
+    num_accepted_tokens_per_pos : tuple of int
+        How often the draft at distance 1, 2, ... from the last known token was accepted.
+    num_draft_tokens_per_pos : tuple of int
+        How often there was one at that distance.
+    num_proposer_failures : int
+        Proposals that raised, or were no valid drafts; they are dropped.
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: tuple[int, ...] = ()
+    num_draft_tokens_per_pos: tuple[int, ...] = ()
+    num_proposer_failures: int = 0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted drafts over all drafts; 0 if there were none."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+
+class DraftCounts:
+    """The counters while they grow.
+
+    Parameters
+    ----------
+    num_positions : int
+        The largest distance of a draft from the last known token.
+    """
+
+    def __init__(self, num_positions: int) -> None:
+        self.num_failures = 0
+        self._num_drafts = 0
+        self._drafted = [0] * num_positions
+        self._accepted = [0] * num_positions
+
+    def add(self, num_per_depth: list[int], num_accepted: int) -> None:
+        """Count the drafts of one request in one step: how many at each depth, and accepted."""
+        self._num_drafts += 1
+        for depth, count in enumerate(num_per_depth):
+            self._drafted[depth] += count
+        for depth in range(num_accepted):
+            self._accepted[depth] += 1
+
+    def snapshot(self) -> SpeculationStats:
+        """Return the counters as they are now."""
+        return SpeculationStats(
+            self._num_drafts,
+            sum(self._drafted),
+            sum(self._accepted),
+            tuple(self._accepted),
+            tuple(self._drafted),
+            self.num_failures,
+        )

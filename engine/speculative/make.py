@@ -1,0 +1,50 @@
+"""Makes the engine's `Speculation` from its config."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.errors import ConfigError
+from engine.scheduler.scheduler import Scheduler
+from engine.speculative.config import SpeculativeConfig
+from engine.speculative.controller import Controller
+from engine.speculative.costs import measure_step_costs
+from engine.speculative.proposer import CustomProposer, Proposer
+from engine.speculative.speculation import NoSpeculation, Speculation
+
+__all__ = ["make_speculation"]
+
+
+def make_speculation(
+    config: SpeculativeConfig | None, scheduler: Scheduler, runner: Any
+) -> Speculation | NoSpeculation:
+    """Return the `Speculation` of an engine.
+
+    Parameters
+    ----------
+    config : SpeculativeConfig or None
+    scheduler : Scheduler
+    runner : ModelRunner
+        With its graphs captured, and nothing computed yet.
+
+    Raises
+    ------
+    ConfigError
+        If the draft model does not fit to the target.
+    """
+    if config is None:
+        return NoSpeculation()
+    proposer = _make_proposer(config)
+    graph_lens = None
+    if runner.graphs is not None:
+        graph_lens = sorted({key.query_len for key in runner.graphs.keys})
+    lens = graph_lens or [1, 1 + config.num_tokens]
+    costs = measure_step_costs(runner, lens, scheduler.config.max_num_seqs)
+    controller = Controller(costs, graph_lens, is_adaptive=config.adaptive)
+    return Speculation(config, proposer, scheduler, controller, runner.model.config.vocab_size)
+
+
+def _make_proposer(config: SpeculativeConfig) -> Proposer:
+    if config.proposer is not None:
+        return CustomProposer(config.proposer)
+    raise ConfigError(f"speculative_config.method {config.method!r} is not available")
