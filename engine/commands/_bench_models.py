@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.commands._quantization import quantization_option
+from engine.commands._speculation import speculation_option
 from engine.config import ModelConfig
 from engine.errors import ConfigError
 from engine.llm_engine import LLMEngine
@@ -61,6 +62,7 @@ def make_engine(
         "max_num_batched_tokens": arguments.max_num_batched_tokens,
         "kv_cache_dtype": arguments.kv_cache_dtype,
         "cuda_graphs": False if arguments.no_cuda_graphs else None,
+        **speculation_option(arguments),
     }
     if arguments.no_async:
         options["async_scheduling"] = False

@@ -61,7 +61,7 @@ def _command(arguments: argparse.Namespace) -> list[str]:
         model = os.fspath(resolve_model(model))
     command = [sys.executable, "-m", "engine", "bench", "startup", "--in-child"]
     names = ("device", "dtype", "load_format", "quantization", "kv_cache_dtype", "max_num_seqs")
-    for name in (*names, "max_num_batched_tokens"):
+    for name in (*names, "max_num_batched_tokens", "speculative_config"):
         if (value := getattr(arguments, name)) is not None:
             command.append(f"--{name.replace('_', '-')}={value}")
     command += [f"--{name}" for name in ("no-cuda-graphs", "no-async") if _is_set(arguments, name)]

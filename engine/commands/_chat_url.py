@@ -22,6 +22,7 @@ _LOCAL = {
     "quantization": None,
     "max_model_len": None,
     "kv_cache_dtype": "auto",
+    "speculative_config": None,
 }
 """Options that mean a model on this machine, and their defaults."""
 

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from engine.commands._quantization import add_quantization_argument, quantization_option
+from engine.commands._speculation import add_speculation_argument, speculation_option
 from engine.llm import LLM
 from engine.outputs import RequestOutput
 from engine.sampling_params import SamplingParams
@@ -45,6 +46,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kv-cache-dtype", default="auto", help="fp8 or int8: half the memory of keys and values"
     )
+    add_speculation_argument(parser)
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +61,7 @@ def make_llm(arguments: argparse.Namespace) -> LLM:
     """Check the sampling options, then load the model that the options name."""
     SamplingParams(**given_sampling(arguments))  # report a mistake now, not after the load
     options: dict[str, Any] = {"max_num_seqs": 1, "kv_cache_dtype": arguments.kv_cache_dtype}
-    options |= quantization_option(arguments)
+    options |= quantization_option(arguments) | speculation_option(arguments)
     if arguments.max_model_len is not None:
         options["max_model_len"] = arguments.max_model_len
     return LLM(

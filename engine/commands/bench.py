@@ -11,6 +11,7 @@ from typing import Any
 
 from engine.commands._quantization import add_quantization_argument, quantization_option
 from engine.commands._record import check_json_file, write_record
+from engine.commands._speculation import add_speculation_argument
 from engine.device import Device
 from engine.errors import ConfigError
 from engine.model_files import excerpt
@@ -59,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kv-cache-dtype", default="auto", help="fp8 or int8: half the memory of keys and values"
     )
+    add_speculation_argument(parser)
     parser.add_argument("--num-requests", type=int, help="how many requests")
     parser.add_argument("--prompt-len", type=int, help="tokens of a prompt (throughput: at most)")
     parser.add_argument("--output-len", type=int, help="tokens of an output (throughput: at most)")

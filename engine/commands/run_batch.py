@@ -22,6 +22,7 @@ from tqdm import tqdm
 from engine.async_engine import AsyncEngine
 from engine.commands._options import add_model_arguments
 from engine.commands._quantization import quantization_option
+from engine.commands._speculation import speculation_option
 from engine.errors import ConfigError, RequestError
 from engine.model_files import excerpt, open_file
 
@@ -171,6 +172,7 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
         "load_format": arguments.load_format,
         "kv_cache_dtype": arguments.kv_cache_dtype,
         **quantization_option(arguments),
+        **speculation_option(arguments),
     }
     for name in ("max_model_len", *_LIMITS):
         if (value := getattr(arguments, name)) is not None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.checks import shown
+from engine.commands._speculation import SPECULATION_HELP, parsed_config
 from engine.errors import ConfigError, unknown_keyword
 from engine.model_files import excerpt, read_file
 from engine.server.server_config import RANGES, ServerConfig, key_hash
@@ -37,6 +38,7 @@ _ENGINE: dict[str, tuple[type, str]] = {
     "enable_prefix_caching": (bool, "keep computed prefixes and share them"),
     "max_blocks_per_salt": (int, "maximum blocks kept for one cache_salt"),
     "max_prefill_chunk": (int, "maximum prompt tokens of one request in a step"),
+    "speculative_config": (str, SPECULATION_HELP),
     "max_draft_tokens": (int, "maximum draft tokens of a request in a step"),
     "scheduling_policy": (str, "fcfs, or lpm: longest cached prefix first"),
     "priority_window": (int, "how many arrivals one level of priority is worth"),
@@ -107,6 +109,9 @@ def _split(options: dict[str, Any]) -> tuple[str, ServerConfig, dict[str, Any]]:
     if not isinstance(model, str) or not model:
         raise ConfigError(f"model must be a name or a path; got {shown(model)}")
     engine = {name: options.pop(name) for name in _ENGINE if name in options}
+    speculative = {}
+    if "speculative_config" in engine:
+        speculative = {"speculative_config": parsed_config(engine.pop("speculative_config"))}
     for name, value in engine.items():  # what a file holds may be a date, or a table
         if not isinstance(value, str | int | float):
             raise ConfigError(f"{name} must be a text, a number, true or false; got {value!r:.80}")
@@ -116,7 +121,7 @@ def _split(options: dict[str, Any]) -> tuple[str, ServerConfig, dict[str, Any]]:
         | {"api_key_hashes": tuple(key_hash(key) for key in keys)}
     )
     path, defaults = _model_path(model)
-    return path, server, defaults | {"progress": sys.stderr.isatty()} | engine
+    return path, server, defaults | {"progress": sys.stderr.isatty()} | engine | speculative
 
 
 def _model_path(model: str) -> tuple[str, dict[str, Any]]:

@@ -47,7 +47,6 @@ class DraftCounts:
     """
 
     def __init__(self, num_positions: int) -> None:
-        self.num_failures = 0
         self._num_drafts = 0
         self._drafted = [0] * num_positions
         self._accepted = [0] * num_positions
@@ -60,13 +59,13 @@ class DraftCounts:
         for depth in range(num_accepted):
             self._accepted[depth] += 1
 
-    def snapshot(self) -> SpeculationStats:
-        """Return the counters as they are now."""
+    def snapshot(self, num_failures: int) -> SpeculationStats:
+        """Return the counters as they are now; `num_failures` are counted elsewhere."""
         return SpeculationStats(
             self._num_drafts,
             sum(self._drafted),
             sum(self._accepted),
             tuple(self._accepted),
             tuple(self._drafted),
-            self.num_failures,
+            num_failures,
         )

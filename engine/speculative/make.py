@@ -9,6 +9,7 @@ from engine.scheduler.scheduler import Scheduler
 from engine.speculative.config import SpeculativeConfig
 from engine.speculative.controller import Controller
 from engine.speculative.costs import measure_step_costs
+from engine.speculative.guarded import GuardedProposer
 from engine.speculative.proposer import CustomProposer, Proposer
 from engine.speculative.speculation import NoSpeculation, Speculation
 
@@ -34,14 +35,14 @@ def make_speculation(
     """
     if config is None:
         return NoSpeculation()
-    proposer = _make_proposer(config)
+    proposer = GuardedProposer(_make_proposer(config), runner.model.config.vocab_size)
     graph_lens = None
     if runner.graphs is not None:
         graph_lens = sorted({key.query_len for key in runner.graphs.keys})
     lens = graph_lens or [1, 1 + config.num_tokens]
     costs = measure_step_costs(runner, lens, scheduler.config.max_num_seqs)
     controller = Controller(costs, graph_lens, is_adaptive=config.adaptive)
-    return Speculation(config, proposer, scheduler, controller, runner.model.config.vocab_size)
+    return Speculation(config, proposer, scheduler, controller)
 
 
 def _make_proposer(config: SpeculativeConfig) -> Proposer:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from engine.drafts import Drafts
 from engine.request import Request
@@ -13,13 +11,10 @@ from engine.scheduler.scheduler import Scheduler
 from engine.speculative.config import SpeculativeConfig
 from engine.speculative.controller import Controller
 from engine.speculative.counts import DraftCounts, SpeculationStats
-from engine.speculative.proposer import Proposer
+from engine.speculative.guarded import GuardedProposer
 
 __all__ = ["NoSpeculation", "Speculation"]
 
-_log = logging.getLogger(__name__)
-
-_MAX_FAILURES = 16  # in a row, after which the proposer is not asked again
 _IDLE_STEPS = 4  # without drafts, after which steps overlap again
 _NUM_PEEKED = 16  # requests looked at per step while steps overlap
 
@@ -55,11 +50,9 @@ class Speculation:
     Parameters
     ----------
     config : SpeculativeConfig
-    proposer : Proposer
+    proposer : GuardedProposer
     scheduler : Scheduler
     controller : Controller
-    vocab_size : int
-        Ids of drafts are below it.
 
     Attributes
     ----------
@@ -70,10 +63,9 @@ class Speculation:
     def __init__(
         self,
         config: SpeculativeConfig,
-        proposer: Proposer,
+        proposer: GuardedProposer,
         scheduler: Scheduler,
         controller: Controller,
-        vocab_size: int,
     ) -> None:
         self.is_active = True
         self._most = min(config.num_tokens, scheduler.config.max_draft_tokens)
@@ -81,10 +73,8 @@ class Speculation:
         self._proposer = proposer
         self._scheduler = scheduler
         self._controller = controller
-        self._vocab_size = vocab_size
         self._counts = DraftCounts(self._most)
         self._num_real: dict[Request, int] = {}  # drafts in flight, without those that only pad
-        self._num_failures = 0  # in a row
         self._num_idle = 0
         self._num_peeks = 0
 
@@ -92,7 +82,7 @@ class Speculation:
         """Propose drafts for the next step; called before it is scheduled."""
         self._controller.next_step()
         requests = self._scheduler.decoding_requests()
-        if not 0 < len(requests) <= self._max_decodes or self._num_failures >= _MAX_FAILURES:
+        if not 0 < len(requests) <= self._max_decodes or self._proposer.is_given_up:
             self._rest(at_once=bool(requests))
             return
         if any(request.num_pending_tokens for request in requests):
@@ -126,15 +116,15 @@ class Speculation:
         """Drop what is kept for a request that has ended."""
         self._num_real.pop(request, None)
         self._controller.forget(request)
-        self._guarded(lambda: self._proposer.forget(request))
+        self._proposer.forget(request)
 
     def stats(self) -> SpeculationStats:
         """Return the counters."""
-        return self._counts.snapshot()
+        return self._counts.snapshot(self._proposer.num_failures)
 
     def close(self) -> None:
         """Free what the proposer holds."""
-        self._guarded(self._proposer.close)
+        self._proposer.close()
 
     # ---- parts of propose
 
@@ -167,44 +157,13 @@ class Speculation:
         return chosen
 
     def _proposals(self, requests: Sequence[Request], count: int) -> list[tuple[Request, Drafts]]:
-        """Ask the proposer; what is no valid proposal is dropped."""
+        """Ask for at most `count` drafts for each request, fewer where it ends soon."""
         wanted = [
             (request, min(count, request.max_num_tokens - request.num_known_tokens - 1))
             for request in requests
             if request.spec.params.use_speculation
         ]
-        wanted = [(request, most) for request, most in wanted if most > 0]
-        if not wanted:
-            return []
-        given = self._guarded(lambda: list(self._proposer.propose(wanted)))
-        if given is None:
-            return []
-        if len(given) != len(wanted):
-            self._note_failure(f"it returned {len(given)} proposals for {len(wanted)} requests")
-            return []
-        proposals, num_failures = [], self._counts.num_failures
-        for (request, most), drafts in zip(wanted, given, strict=True):
-            if drafts is None:
-                continue
-            if why := self._fault(drafts, most):
-                self._note_failure(why)
-            elif len(drafts):
-                proposals.append((request, drafts))
-        if num_failures == self._counts.num_failures:
-            self._num_failures = 0
-        return proposals
-
-    def _fault(self, drafts: Any, most: int) -> str:
-        """Return why these are no valid drafts; "" if they are."""
-        if isinstance(drafts, Exception):
-            return _reason(drafts)
-        if not isinstance(drafts, Drafts):
-            return f"it returned {type(drafts).__name__} in place of Drafts"
-        if len(drafts) > most:
-            return f"it returned {len(drafts)} drafts where at most {most} were wanted"
-        if drafts.token_ids and max(drafts.token_ids) >= self._vocab_size:
-            return f"it returned id {max(drafts.token_ids)}; the vocabulary has {self._vocab_size}"
-        return ""
+        return self._proposer.ask([(request, most) for request, most in wanted if most > 0])
 
     def _costs_nothing(self, num_sequences: int) -> bool:
         return self._proposer.cost(num_sequences, 1) == 0.0
@@ -212,26 +171,6 @@ class Speculation:
     def _num_worth_asking(self, requests: Sequence[Request]) -> int:
         costs = [self._proposer.cost(len(requests), 1 + i) for i in range(self._most)]
         return self._controller.num_worth_asking(requests, self._most, costs)
-
-    def _guarded(self, call: Callable[[], Any]) -> Any:
-        """Call the proposer; None if it fails, which must not harm a request."""
-        try:
-            return call()
-        except Exception as error:
-            self._note_failure(_reason(error))
-            return None
-
-    def _note_failure(self, why: str) -> None:
-        self._counts.num_failures += 1
-        self._num_failures += 1
-        if self._counts.num_failures == 1:
-            _log.warning("the proposer of drafts failed; its proposal is dropped: %s", why)
-        elif self._num_failures == _MAX_FAILURES:
-            _log.error("the proposer of drafts is not asked again: it failed too often: %s", why)
-
-
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:400]
 
 
 def _padded(drafts: Drafts | None, length: int) -> Drafts:

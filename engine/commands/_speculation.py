@@ -1,0 +1,46 @@
+"""The option `--speculative-config` of the commands that generate."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from engine.checks import shown
+from engine.errors import ConfigError
+
+__all__ = ["SPECULATION_HELP", "add_speculation_argument", "parsed_config", "speculation_option"]
+
+SPECULATION_HELP = 'how drafts are proposed, as JSON: {"method": "ngram"}'
+
+
+def add_speculation_argument(parser: argparse.ArgumentParser) -> None:
+    """Declare the option."""
+    parser.add_argument("--speculative-config", metavar="JSON", help=SPECULATION_HELP)
+
+
+def speculation_option(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the keyword for `LLM` or `LLMEngine`; nothing if the option was left out."""
+    given = arguments.speculative_config
+    return {} if given is None else {"speculative_config": parsed_config(given)}
+
+
+def parsed_config(given: Any) -> dict[str, Any]:
+    """Return the config as a mapping: of JSON, or of a table that a file holds.
+
+    Raises
+    ------
+    ConfigError
+        If it is neither.
+    """
+    config = given
+    if isinstance(given, str):
+        try:
+            config = json.loads(given)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(
+                f"--speculative-config must be a JSON object; got {shown(given)} ({error})"
+            ) from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"--speculative-config must be a JSON object; got {shown(given)}")
+    return config
