@@ -97,7 +97,7 @@ class LLMEngine:
             self.runner.capture_graphs(
                 limits.max_model_len, limits.max_draft_tokens, progress=sys.stderr.isatty()
             )
-        self._speculation = make_speculation(config.speculative, self.scheduler, self.runner)
+        self.speculation = make_speculation(config.speculative, self.scheduler, self.runner)
         self._entry = threading.Lock()  # see `exclusive`
         describe = self.scheduler.describe
         self._watchdog = Watchdog(given.step_timeout, describe, raises=given.raise_on_timeout)
@@ -134,7 +134,7 @@ class LLMEngine:
         for group in self._deadlines.pop_overdue():
             self._end_group(group, "timeout")
         with self._watchdog:
-            self._speculation.propose()
+            self.speculation.propose()
             scheduled = self._schedule()
             self._launch(scheduled)
             for step in (due := self._due(scheduled)):
@@ -273,7 +273,7 @@ class LLMEngine:
             self.scheduler.stats(),
             num_step_failures=self._recovery.num_failures,
             num_stuck_steps=self._watchdog.num_stuck,
-            speculation=self._speculation.stats(),
+            speculation=self.speculation.stats(),
         )
 
     def check_integrity(self) -> None:
@@ -301,7 +301,7 @@ class LLMEngine:
             self.scheduler.rollback(step.output)
             self.runner.read(step)
         self._watchdog.close()
-        self._speculation.close()
+        self.speculation.close()
         if self._swap is not None:
             self._swap.close()
         self.kv_cache.close()
@@ -361,7 +361,7 @@ class LLMEngine:
     def _due(self, scheduled: ScheduleOutput) -> list[LaunchedStep]:
         """Return the steps to read back now: all in flight, or all but the newest."""
         must_wait = scheduled.is_empty or self._recovery.is_bisecting
-        must_wait |= self._speculation.is_active
+        must_wait |= self.speculation.is_active
         keep = 0 if must_wait else self._max_in_flight
         return list(self._in_flight)[: max(0, len(self._in_flight) - keep)]
 
@@ -396,7 +396,7 @@ class LLMEngine:
         failed = {r: why for r, why in result.failed.items() if not r.is_finished}
         for request, why in failed.items():
             self.scheduler.finish_request(request, "error", stop_reason=why)
-        self._speculation.record(step.output, result.token_ids)
+        self.speculation.record(step.output, result.token_ids)
         lengths = {}  # to cut the results of requests that end inside their accepted drafts
         if step.output.num_draft_tokens:
             lengths = {request: request.num_output_tokens for request in result.token_ids}
@@ -479,7 +479,7 @@ class LLMEngine:
         request, group = stream.request, stream.group
         request.stream = None
         self._recovery.forget(request)
-        self._speculation.forget(request)
+        self.speculation.forget(request)
         self.runner.release([request])
         if stream.is_quiet and request.finish_reason in ("stop", "length"):
             group.note_tokens(0, time.monotonic())  # records when its last token came
