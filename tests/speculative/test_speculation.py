@@ -164,7 +164,7 @@ def test_graphs_get_the_same_number_of_drafts_for_all():
         Drafts((VOCAB,)), Drafts((1, 2, 3, 4, 5)), [1, 2], "abc", 7, np.zeros(3), object(),
         ValueError("no"),
     ],
-    ids=str,
+    ids=["id of no token", "too many", "list", "text", "number", "array", "object", "exception"],
 )  # fmt: skip
 def test_garbage_is_dropped_and_logged_once(garbage, caplog):
     class Garbage(Proposer):
