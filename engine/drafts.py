@@ -125,20 +125,18 @@ class Drafts:
             rows.append(1 + index)
         return rows
 
-    def num_in_place(self, token_ids: Sequence[int]) -> int:
-        """Return how many of the accepted tokens have their keys in the right slots.
+    def moves(self, rows: Sequence[int]) -> list[tuple[int, int]]:
+        """Return which keys to move after a step: pairs of the draft's index, and the new one.
 
-        Keys and values of drafts are written in the order of the list, so only those of the leading
-        chain are in the slots where the next step expects them.
+        Keys and values of drafts are written in the order of the list; the next step expects those
+        of the accepted ones in the order of the sequence.
 
         Parameters
         ----------
-        token_ids : sequence of int
-            The accepted drafts and the one token after them.
+        rows : sequence of int
+            As returned by `accepted_rows`.
         """
-        chain = self.chain().token_ids
-        pairs = zip(chain, token_ids[:-1], strict=False)
-        return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        return [(row - 1, i) for i, row in enumerate(rows[1:]) if row - 1 != i]
 
     def _parent(self, index: int) -> int:
         return index - 1 if self.parents is None else self.parents[index]

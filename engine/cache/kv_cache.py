@@ -173,6 +173,21 @@ class KVCache:
         """All pages as (2 * num_layers, num_blocks, K, block_size, D), for copies of blocks."""
         return self.slab.reshape(-1, *self.slab.shape[2:])
 
+    def move_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy the keys and values of single tokens, in all layers; all are read before any is
+        written.
+
+        Parameters
+        ----------
+        sources, targets : sequence of int
+            Slots, ``block_id * block_size + offset``.
+        """
+        xp, size = self.device.xp, self.geometry.block_size
+        by_slot = self.flat_pages.transpose(1, 3, 0, 2, 4)
+        read, write = (divmod(np.array(slots, np.int64), size) for slots in (sources, targets))
+        moved = by_slot[xp.asarray(read[0]), xp.asarray(read[1])]
+        by_slot[xp.asarray(write[0]), xp.asarray(write[1])] = moved
+
     def poison(self, blocks: Sequence[int]) -> None:
         """Fill `blocks` with NaN, so that reading a freed block shows (debug mode).
 

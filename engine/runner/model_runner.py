@@ -398,13 +398,15 @@ class ModelRunner:
     ) -> None:
         """Read a step with drafts: a sequence gets its accepted drafts and one token more."""
         all_ids, status = arrays["token_ids"].tolist(), arrays["status"]
+        moves: list[tuple[int, int]] = []
         counts = step.counts or [None] * len(step.sampled)
         for sequence, first, count in zip(step.sampled, first_logits_rows, counts, strict=True):
             request, drafts = sequence.request, sequence.drafts
             logits_rows = [first]
             if drafts is not None:
-                ids = all_ids[first : first + sequence.num_logits]
-                logits_rows = [first + index for index in drafts.accepted_rows(ids)]
+                accepted = drafts.accepted_rows(all_ids[first : first + sequence.num_logits])
+                logits_rows = [first + index for index in accepted]
+                moves += self._slot_moves(sequence, drafts.moves(accepted))
             if status[logits_rows].any():
                 result.failed.setdefault(request, _NO_SAMPLE)
             if request in result.failed:
@@ -414,6 +416,20 @@ class ModelRunner:
                 result.logprobs[request] = logprob_entries(arrays, logits_rows, ids, count)
             if drafts is not None and request.row >= 0 and request.spec.is_penalised:
                 self._sampling.history.write(request.row, sequence.num_reached_tokens, ids)
+        if moves:
+            self.kv_cache.move_slots(*zip(*moves, strict=True))
+
+    def _slot_moves(
+        self, sequence: ScheduledSequence, moves: Sequence[tuple[int, int]]
+    ) -> list[tuple[int, int]]:
+        """Return the slots of accepted drafts whose keys are elsewhere, as (source, target)."""
+        row = sequence.request.row
+        if not moves or row < 0:  # without a row it has ended, or is computed again
+            return []
+        positions = np.array(moves) + sequence.num_reached_tokens
+        blocks = self._table.block_tables[row, positions // self._block_size].astype(np.int64)
+        slots = blocks * self._block_size + positions % self._block_size
+        return [(source, target) for source, target in slots.tolist()]
 
 
 def _sampling_arrays(inputs: StepInputs, sampling: SamplingBatch) -> dict[str, IntArray]:

@@ -182,12 +182,11 @@ class Scheduler:
 
     def decoding_requests(self) -> list[Request]:
         """Return the running requests that have an output token and can get two more."""
-        most = self.config.max_draft_tokens
         return [
             request
             for request in self._queues.running
             if request.output_token_ids
-            and request.num_tokens - request.num_computed_tokens <= 1 + most
+            and request.num_tokens - request.num_computed_tokens == 1
             and request.num_tokens + 1 < request.max_num_tokens
         ]
 
@@ -260,7 +259,8 @@ class Scheduler:
             The oldest one not committed yet (empty ones need not be committed).
         sampled : mapping of Request to ids
             The ids sampled for every sequence with `is_sampled`: one, or with drafts the accepted
-            ones and the one after them. Requests that have finished in the meantime are skipped.
+            ones, whose keys are in the order of the sequence by now, and the one after them.
+            Requests that have finished in the meantime are skipped.
 
         Returns
         -------
@@ -292,7 +292,7 @@ class Scheduler:
             if not (ids := sampled.get(request)):
                 raise ContractError(f"no token was sampled for request {request.request_id!r}")
             if has_drafts and sequence.drafts is not None:
-                count_accepted(request, sequence.drafts, ids)
+                count_accepted(request, ids)
             if (end := request.append_tokens(ids)) is not None:
                 self._queues.retire(request, end)
                 finished.append(request)

@@ -33,6 +33,22 @@ def test_layers_are_views_of_one_slab(xp, block_size, dtype):
     assert len(cache.layers) == 2 and cache.layers[1][0].flags.c_contiguous
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "fp8"])
+def test_slots_are_moved_in_all_layers(xp, dtype):
+    """Also where a source is the target of another: all are read first."""
+    cache = build(xp, dtype=dtype)
+    values = np.random.default_rng(0).integers(0, 100, cache.slab.shape)
+    cache.slab[...] = xp.asarray(values.astype(cache.slab.dtype))
+    want = values.copy()
+    sources, targets = [17, 40, 3, 79], [16, 17, 79, 0]
+    for source, target in zip(sources, targets, strict=True):
+        (a, b), (c, d) = divmod(source, 16), divmod(target, 16)
+        want[:, :, c, :, d] = values[:, :, a, :, b]
+    cache.move_slots(sources, targets)
+    got = cache.slab if xp is np else cache.slab.get()
+    np.testing.assert_array_equal(got.astype(np.int64), want)
+
+
 def test_poison_fills_exactly_the_freed_blocks(xp):
     cache = build(xp)
     cache.poison([1, 3])

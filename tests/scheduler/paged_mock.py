@@ -136,6 +136,11 @@ class PagedMock:
             self.pages[table[block]][slot] = values[-1]
         sampled = [next_token(value) for value in values]
         rows = drafts.accepted_rows(sampled)
+        for source, target in drafts.moves(rows):  # the rows ascend, so none is overwritten
+            (at, slot), (to, to_slot) = (
+                divmod(stop + index, self.block_size) for index in (source, target)
+            )
+            self.pages[table[to]][to_slot] = self.pages[table[at]][slot]
         self.num_accepted += len(rows) - 1
         self.num_rejected += len(drafts) - len(rows) + 1
         return request, [sampled[row] for row in rows]

@@ -36,7 +36,7 @@ def test_accepted_rows_of_a_chain():
     assert chain.accepted_rows([4, 5, 6, 9]) == [0, 1, 2, 3]
     assert chain.accepted_rows([4, 9, 6, 9]) == [0, 1]
     assert chain.accepted_rows([9, 5, 6, 9]) == [0]
-    assert chain.num_in_place([4, 5, 6, 9]) == 3 and chain.num_in_place([9]) == 0
+    assert chain.moves([0, 1, 2, 3]) == [] and chain.moves([0]) == []
     assert not chain.is_tree and chain.depths == (1, 2, 3)
     assert chain.masks(2) == [0b1, 0b11, 0b111, 0b1111, 0b11111]
 
@@ -51,9 +51,9 @@ def test_accepted_rows_of_a_tree():
     assert tree.accepted_rows([4, 7, 0, 9, 0, 0, 0]) == [0, 1, 3]
     assert tree.accepted_rows([8, 0, 0, 0, 5, 0, 1]) == [0, 4, 6]
     assert tree.accepted_rows([4, 5, 6, 0, 0, 2, 0]) == [0, 1, 2, 5]
-    assert tree.num_in_place([4, 7, 9]) == 1  # the key of 7 is after that of 5
-    assert tree.num_in_place([4, 5, 6, 2]) == 2  # the key of 6 is after that of 8
-    assert tree.num_in_place([8, 5, 1]) == 0
+    assert tree.moves([0, 1, 3]) == [(2, 1)]  # the key of 7 is after that of 5
+    assert tree.moves([0, 1, 2, 5]) == [(4, 2)]  # the key of 6 is after that of 8
+    assert tree.moves([0, 4, 6]) == [(3, 0), (5, 1)] and tree.moves([0]) == []
     assert tree.path(5) == (4, 5, 6) and tree.path(6) == (8, 5) and tree.path(0) == ()
 
 
@@ -114,7 +114,7 @@ def test_a_step_verifies_all_drafts(num_right):
     assert request.drafts is None and request.num_draft_tokens == 0
 
 
-def test_an_accepted_branch_after_another_one_is_recomputed():
+def test_keys_of_an_accepted_branch_after_another_one_are_moved():
     scheduler, mock = make_scheduler()
     request = make_request("a", [1, 2, 3], max_tokens=30)
     decoding(scheduler, mock, request)
@@ -123,9 +123,9 @@ def test_an_accepted_branch_after_another_one_is_recomputed():
     output = scheduler.schedule()
     scheduler.commit(output, mock.run(output))
     assert request.num_output_tokens == 1 + 3
-    assert request.num_tokens - request.num_computed_tokens == 3
+    assert request.num_tokens - request.num_computed_tokens == 1
     output = scheduler.schedule()
-    assert output.sequences[0].num_scheduled_tokens == 3
+    assert output.sequences[0].num_scheduled_tokens == 1
     scheduler.commit(output, mock.run(output))
     assert request.output_token_ids == oracle(request)[: request.num_output_tokens]
 
