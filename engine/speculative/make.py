@@ -10,6 +10,7 @@ from engine.speculative.config import SpeculativeConfig
 from engine.speculative.controller import Controller
 from engine.speculative.costs import measure_step_costs
 from engine.speculative.guarded import GuardedProposer
+from engine.speculative.ngram import NgramProposer, SuffixProposer
 from engine.speculative.proposer import CustomProposer, Proposer
 from engine.speculative.speculation import NoSpeculation, Speculation
 
@@ -48,4 +49,8 @@ def make_speculation(
 def _make_proposer(config: SpeculativeConfig) -> Proposer:
     if config.proposer is not None:
         return CustomProposer(config.proposer)
+    if config.method == "ngram":
+        return NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
+    if config.method == "suffix":
+        return SuffixProposer(config.prompt_lookup_min)
     raise ConfigError(f"speculative_config.method {config.method!r} is not available")
