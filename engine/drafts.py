@@ -49,11 +49,13 @@ class Drafts:
 
     def __post_init__(self) -> None:
         ids, parents = self.token_ids, self.parents
-        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+        if not all(_is_whole(i) and i >= 0 for i in ids):
             raise RequestError(f"draft token_ids must be whole numbers >= 0; got {ids}")
         if parents is None:
             return
-        if len(parents) != len(ids) or not all(-1 <= p < i for i, p in enumerate(parents)):
+        if len(parents) != len(ids) or not all(
+            _is_whole(p) and -1 <= p < i for i, p in enumerate(parents)
+        ):
             raise RequestError(
                 f"draft parents must be {len(ids)} indices of earlier drafts or -1; got {parents}"
             )
@@ -140,3 +142,7 @@ class Drafts:
 
     def _parent(self, index: int) -> int:
         return index - 1 if self.parents is None else self.parents[index]
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
