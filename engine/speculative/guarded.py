@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 from engine.drafts import Drafts
@@ -46,12 +47,9 @@ class GuardedProposer:
         if not wanted or self.is_given_up:
             return []
         num_failures, proposals = self.num_failures, []
-        for (request, most), drafts in zip(wanted, self._ask(wanted), strict=True):
-            if drafts is None:
-                continue
-            if why := self._fault(drafts, most):
-                self._note(why)
-            elif len(drafts):
+        for (request, most), proposal in zip(wanted, self._ask(tuple(wanted)), strict=True):
+            drafts = self._checked(proposal, most)
+            if drafts is not None and len(drafts):
                 proposals.append((request, drafts))
         has_failed = not proposals and num_failures != self.num_failures
         self._num_failed_calls = self._num_failed_calls + 1 if has_failed else 0
@@ -78,29 +76,44 @@ class GuardedProposer:
         except Exception as error:
             self._note(_reason(error))
 
-    def _ask(self, wanted: Sequence[tuple[Request, int]]) -> Sequence[Any]:
+    def _ask(self, wanted: tuple[tuple[Request, int], ...]) -> Sequence[Any]:
         """Return one proposal for each; if the call fails, none."""
         try:
-            given = list(self._proposer.propose(wanted))
+            given = list(islice(self._proposer.propose(wanted), len(wanted) + 1))
         except Exception as error:
             self._note(_reason(error))
             return [None] * len(wanted)
         if len(given) != len(wanted):
-            self._note(f"it returned {len(given)} proposals for {len(wanted)} requests")
+            number = len(given) if len(given) < len(wanted) else "more"
+            self._note(f"it returned {number} proposals for {len(wanted)} requests")
             return [None] * len(wanted)
         return given
 
-    def _fault(self, drafts: Any, most: int) -> str:
-        """Return why these are no valid drafts; "" if they are."""
-        if isinstance(drafts, Exception):
-            return _reason(drafts)
-        if not isinstance(drafts, Drafts):
-            return f"it returned {type(drafts).__name__} in place of Drafts"
-        if len(drafts) > most:
-            return f"it returned {len(drafts)} drafts where at most {most} were wanted"
-        if drafts.token_ids and max(drafts.token_ids) >= self._vocab_size:
-            return f"it returned id {max(drafts.token_ids)}; the vocabulary has {self._vocab_size}"
-        return ""
+    def _checked(self, proposal: Any, most: int) -> Drafts | None:
+        """Return a proposal as drafts that are valid whatever it is; None if there is none."""
+        if proposal is None:
+            return None
+        try:
+            return self._drafts(proposal, most)
+        except Exception as error:
+            self._note(_reason(error))
+            return None
+
+    def _drafts(self, proposal: Any, most: int) -> Drafts:
+        if isinstance(proposal, Exception):
+            raise proposal
+        if not isinstance(proposal, Drafts):
+            raise TypeError(f"it returned {type(proposal).__name__} in place of Drafts")
+        # A copy: a subclass, or one that was not constructed, need not hold what Drafts promises.
+        ids, parents = tuple(islice(proposal.token_ids, most + 1)), proposal.parents
+        if len(ids) > most:
+            raise ValueError(f"it returned more than the {most} drafts that were wanted")
+        if parents is not None:
+            parents = tuple(islice(parents, most + 1))
+        drafts = Drafts(ids, parents)
+        if ids and max(ids) >= self._vocab_size:
+            raise ValueError(f"it returned id {max(ids)}; the vocabulary has {self._vocab_size}")
+        return drafts
 
     def _note(self, why: str) -> None:
         if not self.num_failures:
@@ -109,4 +122,7 @@ class GuardedProposer:
 
 
 def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:400]
+    try:
+        return f"{type(error).__name__}: {error}"[:400]
+    except Exception:  # its own text raises
+        return type(error).__name__
