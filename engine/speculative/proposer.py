@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import islice
+from operator import index
 from typing import Any, Protocol
 
 from engine.drafts import Drafts
@@ -86,6 +88,6 @@ class CustomProposer:
             ids = self._call(request.token_ids(0, request.num_known_tokens), count)
             if ids is None or isinstance(ids, Drafts):
                 return ids
-            return Drafts(tuple(int(i) for i in ids))
+            return Drafts(tuple(index(i) for i in islice(ids, count + 1)))  # at most one too many
         except Exception as error:  # it must not keep others from their drafts
             return error
