@@ -259,6 +259,7 @@ class BeamSearch:
             max_tokens=self._params.max_tokens - len(token_ids),
             ignore_eos=True,
             detokenize=False,
+            use_speculation=False,  # a beam is chosen anew after each token
             output_kind=RequestOutputKind.DELTA,
         )
         prompt: Mapping[str, Any] = {
