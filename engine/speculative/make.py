@@ -36,19 +36,25 @@ def make_speculation(
     """
     if config is None:
         return NoSpeculation()
-    proposer = GuardedProposer(_make_proposer(config), runner.model.config.vocab_size)
+    trees = scheduler.config.draft_trees
+    proposer = _make_proposer(config, allow_trees=trees)
+    guarded = GuardedProposer(proposer, runner.model.config.vocab_size)
     graph_lens = None
     if runner.graphs is not None:
         graph_lens = sorted({key.query_len for key in runner.graphs.keys})
     lens = graph_lens or [1, 1 + config.num_tokens]
     costs = measure_step_costs(runner, lens, scheduler.config.max_num_seqs)
     controller = Controller(costs, graph_lens, is_adaptive=config.adaptive)
-    return Speculation(config, proposer, scheduler, controller)
+    return Speculation(config, guarded, scheduler, controller)
 
 
-def _make_proposer(config: SpeculativeConfig) -> Proposer:
+def _make_proposer(config: SpeculativeConfig, *, allow_trees: bool) -> Proposer:
     if config.proposer is not None:
         return CustomProposer(config.proposer)
+    if config.method == "ngram":
+        return NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
+    if config.method == "suffix":
+        return SuffixProposer(config.prompt_lookup_min, allow_trees=allow_trees)
     if config.method == "ngram":
         return NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
     if config.method == "suffix":

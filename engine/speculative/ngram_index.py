@@ -148,7 +148,8 @@ class NgramIndex:
     def _walk(self, chains: _Chains, last: int, all_of_them: bool) -> tuple[int, list[int]]:
         """Return what `matches` does, among those of at least the length of these chains."""
         ids, link, longest = self.token_ids, chains.link, self._longest
-        best, ends = chains.n, []
+        best = chains.n
+        ends: list[int] = []
         wanted = ids[last + 1 - best : last + 1]
         at = link[last]
         for _ in range(self._max_candidates):
