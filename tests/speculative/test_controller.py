@@ -159,5 +159,7 @@ def test_costs_between_and_beyond_the_points():
     assert table.seconds(7, 1) == pytest.approx(3.0) and table.seconds(1, 5) == pytest.approx(3.0)
     one = StepCosts([1], [1], [[2.0]])
     assert one.seconds(3, 2) == pytest.approx(12.0)
-    falling = StepCosts([1], [1, 2], [[2.0, 1.0]])  # noise must not make many tokens free
-    assert falling.seconds(4, 2) == 1.0
+    # A time that was disturbed is corrected by those of more tokens.
+    noisy = StepCosts([1], [1, 2, 4], [[5.0, 1.0, 3.0]])
+    assert noisy.seconds(1, 1) == 1.0 and noisy.seconds(1, 3) == 2.0
+    assert StepCosts([1], [1, 2], [[2.0, 1.0]]).seconds(4, 2) == 1.0
