@@ -122,7 +122,7 @@ class Supervisor:
             child = ended.result()
             if child is engine:
                 await self._say_last_words()
-                raise _Ended(f"the engine's process ended: {child.ending()}", child.status)
+                raise _engine_ended(engine)
             if engine.process.returncode is None:
                 await self._restart(child)
 
@@ -140,7 +140,13 @@ class Supervisor:
         await self._spawn(_API, child.listener)
 
     async def _drain(self, engine: _Child) -> int:
-        """Let the API processes finish, then the engine."""
+        """Let the API processes finish, then the engine.
+
+        Raises
+        ------
+        _Ended
+            If the engine failed meanwhile, so that answers were cut, or does not end.
+        """
         apis = [child for child in self._children if child is not engine]
         _signal(apis, signal.SIGTERM)
         if any(child.ready.is_set() for child in apis):
@@ -148,7 +154,14 @@ class Supervisor:
         self._kill(apis)
         _signal([engine], signal.SIGTERM)
         await self._wait_for([engine], _SLACK_SECONDS)
-        return 0 if self._num_signals < 2 else 1
+        if self._num_signals >= 2:
+            return 1
+        if engine in self._children:
+            raise _Ended(f"the engine's process did not end within {_SLACK_SECONDS:g} s", 1)
+        # SIGTERM before the process has a handler: nothing was served yet.
+        if engine.process.returncode not in (0, -signal.SIGTERM):
+            raise _engine_ended(engine)
+        return 0
 
     async def _say_last_words(self) -> None:
         """Give API processes the time to tell their clients that the engine has ended."""
@@ -156,10 +169,13 @@ class Supervisor:
             await self._wait_for(list(self._children), _LAST_WORDS_SECONDS)
 
     async def _wait_for(self, children: list[_Child], seconds: float) -> None:
-        """Wait until these have ended, the time is over, or a second signal comes."""
+        """Wait until these have ended and their reports are read, or until the time is over.
+
+        A second signal ends it, too.
+        """
         end = time.monotonic() + seconds
         while time.monotonic() < end and self._num_signals < 2:
-            if all(child.process.returncode is not None for child in children):
+            if self._children.isdisjoint(children):
                 return
             await asyncio.sleep(0.02)
 
@@ -220,6 +236,10 @@ class _Ended(EngineError):
     def __init__(self, reason: str, status: int) -> None:
         super().__init__(reason)
         self.status = status
+
+
+def _engine_ended(engine: _Child) -> _Ended:
+    return _Ended(f"the engine's process ended: {engine.ending()}", engine.status)
 
 
 def supervise(model: str, server: ServerConfig, engine: dict[str, Any]) -> int:

@@ -224,6 +224,27 @@ def test_a_dead_engine_ends_the_server_with_its_reason(small):
         assert time.monotonic() - start < 10
 
 
+def test_an_engine_that_dies_in_a_drain_is_a_failure(small):
+    with serving(*small, "--shutdown-timeout", "60") as server:
+        response = _stream(server, 16000)
+        [engine] = _children(server.process.pid, "engine_process")
+        server.process.send_signal(signal.SIGTERM)
+        _wait_until(lambda: _post(server, _body(1)).status == 503)  # it drains
+        os.kill(engine, signal.SIGKILL)
+        assert b"the engine's process has ended" in _rest(response)
+        status, errors = _end(server)
+        assert status == 1 and "the engine's process ended: killed by SIGKILL" in errors
+
+
+def test_an_engine_that_does_not_end_is_a_failure(small):
+    with serving(*small) as server:
+        [engine] = _children(server.process.pid, "engine_process")
+        os.kill(engine, signal.SIGSTOP)
+        server.process.send_signal(signal.SIGTERM)
+        status, errors = _end(server)
+        assert status == 1 and "the engine's process did not end within 6 s" in errors
+
+
 def test_a_dead_api_process_is_replaced_and_the_others_go_on(small):
     with serving(*small, "--api-server-count", "2") as server:
         processes = _children(server.process.pid, "api_process")
