@@ -55,10 +55,13 @@ def main(config: ChildConfig, report: Report) -> None:
     with contextlib.suppress(TemplateError):  # which a chat would raise
         template_process.start()
     tokenizer = _tokenizer(config.model, options.chat_template)
-    with socket.socket(fileno=os.dup(config.listener)) as listener:
+    with contextlib.ExitStack() as stack:
+        listeners = [
+            stack.enter_context(socket.socket(fileno=os.dup(number))) for number in config.listeners
+        ]
         loop = _new_loop()
         asyncio.set_event_loop(loop)
-        loop.run_until_complete(_serve(config, options, tokenizer, listener, report))
+        loop.run_until_complete(_serve(config, options, tokenizer, listeners, report))
 
 
 def _check_files(options: ServerConfig) -> None:
@@ -106,7 +109,7 @@ async def _serve(
     config: ChildConfig,
     options: ServerConfig,
     tokenizer: Tokenizer | None,
-    listener: socket.socket,
+    listeners: list[socket.socket],
     report: Report,
 ) -> None:
     loop, is_ending = asyncio.get_running_loop(), asyncio.Event()
@@ -114,7 +117,7 @@ async def _serve(
     client = await ZmqEngineClient.connect(config.address, config.token, tokenizer)
     app = build_app(client, options)
     server = _Server(_uvicorn_config(app, options))
-    serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+    serving = asyncio.ensure_future(server.serve(sockets=listeners))
     while not server.started and not serving.done():
         await asyncio.sleep(_POLL_SECONDS)
     if server.started:

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import IO, Any
 
 from engine.errors import EngineError
@@ -36,8 +36,8 @@ class ChildConfig:
         Options of `ServerConfig`, and keywords of `LLMEngine.from_name`.
     address, token : str
         Where the engine listens for API processes, and what they say first.
-    listener : int
-        Descriptor of the socket for HTTP; -1 in the engine's process.
+    listeners : list of int
+        Descriptors of the listening sockets for HTTP; empty in the engine's process.
     """
 
     model: str
@@ -45,7 +45,7 @@ class ChildConfig:
     engine: dict[str, Any]
     address: str
     token: str
-    listener: int = -1
+    listeners: list[int] = field(default_factory=list)
 
     def line(self) -> bytes:
         """Return the line that a child reads."""

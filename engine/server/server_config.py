@@ -82,7 +82,10 @@ class ServerConfig:
     engine.errors.ConfigError: port must be a whole number in [0, 65535]; got 70000
     """
 
-    host: str = _option("127.0.0.1", "address to listen on; 0.0.0.0 is every network")
+    host: str = _option(
+        "127.0.0.1",
+        "address, or name of addresses, to listen on; 0.0.0.0 is every network",
+    )
     port: int = _option(8000, "port to listen on; 0 takes a free one")
     root_path: str = _option("", "path at which a proxy serves this server")
     api_server_count: int = _option(1, "processes for HTTP, tokenizing and detokenizing")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import secrets
@@ -18,17 +19,18 @@ import sys
 import tempfile
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.errors import ConfigError, EngineError
 from engine.model_files import excerpt
 from engine.server.child import ChildConfig
+from engine.server.listeners import listening_sockets
 from engine.server.server_config import ServerConfig
 
-__all__ = ["Supervisor", "listening_sockets"]
+__all__ = ["Supervisor", "supervise"]
 
-_BACKLOG = 2048
 _MAX_ADDRESS = 100  # bytes; the kernel's limit for the path of a socket is 104 or 108
 _MAX_RESTARTS, _RESTART_SPAN = 5, 60.0  # of an API process, in seconds
 _SLACK_SECONDS = 6.0  # that a child has to end, beyond `shutdown_timeout`
@@ -47,7 +49,7 @@ class _Child:
 
     module: str
     process: asyncio.subprocess.Process
-    listener: socket.socket | None
+    listeners: list[socket.socket]
     ready: asyncio.Event
     reason: str = ""
     status: int = 1
@@ -92,14 +94,17 @@ class Supervisor:
             raise ConfigError(f"TMPDIR must be a shorter path; got {excerpt(self._folder)}")
         self._config = ChildConfig(model, server.options(), engine, address, token)
 
-    async def run(self, listeners: list[socket.socket]) -> int:
-        """Serve on these sockets until a signal or the engine's end; return the exit status."""
+    async def run(self, listeners: list[list[socket.socket]]) -> int:
+        """Serve until a signal or the engine's end; return the exit status.
+
+        Each API process gets one list of listening sockets.
+        """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
         try:
             engine = await self._spawn(_ENGINE)
-            apis = [await self._spawn(_API, listener) for listener in listeners]
+            apis = [await self._spawn(_API, sockets) for sockets in listeners]
             self._watch(self._announce([engine, *apis]))
             return await self._watch_over(engine)
         finally:
@@ -137,7 +142,7 @@ class Supervisor:
         if len(self._restarts) > _MAX_RESTARTS:
             raise _Ended(f"an API process ended again and again: {child.ending()}", 1)
         _say(f"an API process ended ({child.ending()}) and is started again")
-        await self._spawn(_API, child.listener)
+        await self._spawn(_API, child.listeners)
 
     async def _drain(self, engine: _Child) -> int:
         """Let the API processes finish, then the engine.
@@ -181,20 +186,20 @@ class Supervisor:
 
     # ---- children
 
-    async def _spawn(self, module: str, listener: socket.socket | None = None) -> _Child:
-        descriptor = -1 if listener is None else listener.fileno()
+    async def _spawn(self, module: str, listeners: Sequence[socket.socket] = ()) -> _Child:
+        descriptors = [each.fileno() for each in listeners]
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", _CODE, module),
             *(os.path.abspath(path) for path in sys.path),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            pass_fds=() if listener is None else (descriptor,),
+            pass_fds=descriptors,
             start_new_session=True,  # a Ctrl-C is for the supervisor alone
         )
-        child = _Child(module, process, listener, asyncio.Event())
+        child = _Child(module, process, list(listeners), asyncio.Event())
         self._children.add(child)
         assert process.stdin is not None
-        process.stdin.write(replace(self._config, listener=descriptor).line())
+        process.stdin.write(replace(self._config, listeners=descriptors).line())
         self._watch(self._follow(child))
         return child
 
@@ -251,7 +256,7 @@ def supervise(model: str, server: ServerConfig, engine: dict[str, Any]) -> int:
         If the address cannot be listened on.
     """
     listeners = listening_sockets(server)
-    bound = replace(server, port=listeners[0].getsockname()[1])
+    bound = replace(server, port=listeners[0][0].getsockname()[1])
 
     async def main() -> int:
         return await Supervisor(model, bound, engine).run(listeners)
@@ -262,40 +267,8 @@ def supervise(model: str, server: ServerConfig, engine: dict[str, Any]) -> int:
         _say(str(error))
         return error.status
     finally:
-        for listener in listeners:
+        for listener in itertools.chain(*listeners):
             listener.close()
-
-
-def listening_sockets(server: ServerConfig) -> list[socket.socket]:
-    """Return a listening socket for each API process, on one port.
-
-    Several sockets, since the kernel spreads connections over sockets evenly, and over processes
-    that share one it does not.
-
-    Raises
-    ------
-    ConfigError
-        If the address is unknown or in use.
-    """
-    try:
-        family, _, _, _, address = socket.getaddrinfo(
-            server.host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        # Without SO_REUSEPORT, which would let two servers share a port by mistake.
-        first = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
-        if server.api_server_count == 1:
-            return [first]
-        port = first.getsockname()[1]
-        first.close()
-        return [
-            socket.create_server(
-                (address[0], port), family=family, backlog=_BACKLOG, reuse_port=True
-            )
-            for _ in range(server.api_server_count)
-        ]
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"cannot listen on {server.host}:{server.port}: {reason}") from error
 
 
 def _signal(children: list[_Child], number: signal.Signals) -> None:

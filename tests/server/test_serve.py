@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import ssl
 import subprocess
 import sys
@@ -26,8 +25,9 @@ from engine.engine_config import EngineConfig
 from engine.errors import ConfigError, UnknownOptionError
 from engine.model import LOAD_OPTIONS
 from engine.server.server_config import ServerConfig, key_hash
-from engine.server.supervisor import Supervisor, listening_sockets
+from engine.server.supervisor import Supervisor
 from engine.text.token_bytes import byte_alphabet
+from tests.server.test_listeners import V4, V6, needs_ipv6
 
 ROOT = Path(__file__).parents[2]
 CONFIG = {
@@ -73,11 +73,14 @@ def _tokenizer():
 
 
 @contextlib.contextmanager
-def serving(*options, wait=True, folder=ROOT):
-    """Run `engine serve`; yield its process with `port`, `lines` (stderr so far) and helpers."""
+def serving(*options, wait=True, folder=ROOT, prelude=""):
+    """Run `engine serve`; yield its process with `port`, `lines` (stderr so far) and helpers.
+
+    `prelude` is code that its first process runs before.
+    """
     environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [sys.executable, "-c", _CODE, "serve", *options],
+        [sys.executable, "-c", prelude + _CODE, "serve", *options],
         cwd=folder,
         stderr=subprocess.PIPE,
         text=True,
@@ -284,6 +287,22 @@ def test_nothing_is_imported_from_the_current_folder(small, tmp_path):
         assert _post(server, _body(2)).status == 200
 
 
+@needs_ipv6
+@pytest.mark.parametrize("count", ["1", "2"])
+def test_every_address_of_the_host_is_served(small, count):
+    prelude = f"""
+import socket
+found = {[(int(V4[0]), 1, 6, "", V4[4]), (int(V6[0]), 1, 6, "", V6[4])]}
+socket.getaddrinfo = lambda *_, **__: found
+"""
+    options = ("--host", "name", "--api-server-count", count)
+    with serving(*small, *options, prelude=prelude) as server:
+        for host in ("127.0.0.1", "::1"):
+            for _ in range(4):
+                connection = http.client.HTTPConnection(host, server.port, timeout=20)
+                assert _post(server, _body(1), connection=connection).status == 200
+
+
 def test_a_template_from_a_file(small, tmp_path):
     template = tmp_path / "template.jinja"
     template.write_text("{% for m in messages %}{{ m.content }}!{% endfor %}")
@@ -320,24 +339,6 @@ def test_a_wrong_option_ends_it_with_a_reason(small, options, word):
         status, errors = _end(server)
     assert status == 2 and re.search(word, errors), errors
     assert "Traceback" not in errors
-
-
-def test_a_port_in_use_is_named(small):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        for count in (1, 2):
-            with pytest.raises(ConfigError, match=f"listen on 127.0.0.1:{port}"):
-                listening_sockets(ServerConfig(port=port, api_server_count=count))
-
-
-def test_two_servers_cannot_share_a_port():
-    sockets = listening_sockets(ServerConfig(port=0, api_server_count=3))
-    ports = {each.getsockname()[1] for each in sockets}
-    assert len(sockets) == 3 and len(ports) == 1
-    with pytest.raises(ConfigError, match="in use"):
-        listening_sockets(ServerConfig(port=ports.pop(), api_server_count=2))
-    for each in sockets:
-        each.close()
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,99 @@
+"""The sockets that the server listens on: every address of its host, for every API process."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+from typing import Any
+
+from engine.errors import ConfigError
+from engine.server.server_config import ServerConfig
+
+__all__ = ["listening_sockets"]
+
+_BACKLOG = 2048
+_MAX_TRIES = 16  # to find a port that is free at all addresses
+_NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+
+_Address = tuple[int, tuple[Any, ...]]
+"""An address family, and what `bind` takes in it."""
+
+
+def listening_sockets(server: ServerConfig) -> list[list[socket.socket]]:
+    """Return the listening sockets of each API process, all of them on one port.
+
+    A process has a socket for each address that `host` resolves to: "localhost" is 127.0.0.1 and
+    ::1 on most machines, and clients try either first. An address of a family that this machine
+    does not have is left out, as long as another one remains.
+
+    Processes do not share a socket, since the kernel spreads connections over sockets evenly, and
+    over processes that share one it does not.
+
+    Raises
+    ------
+    ConfigError
+        If the host is unknown, or the port in use at one of its addresses.
+    """
+    try:
+        addresses = _addresses(server.host, server.port)
+        # Without SO_REUSEPORT, which would let two servers share a port by mistake.
+        first = _on_one_port(addresses)
+        if server.api_server_count == 1:
+            return [first]
+        bound: list[_Address] = [(each.family, each.getsockname()) for each in first]
+        _close(first)
+        return [_listen(bound, reuse_port=True) for _ in range(server.api_server_count)]
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot listen on {server.host}:{server.port}: {reason}") from error
+
+
+def _addresses(host: str, port: int) -> list[_Address]:
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    return list(dict.fromkeys((family, address) for family, _, _, _, address in found))
+
+
+def _on_one_port(addresses: list[_Address]) -> list[socket.socket]:
+    """Return sockets on the same port; for port 0 on one that is free at all addresses."""
+    for _ in range(_MAX_TRIES - 1):
+        try:
+            return _listen(addresses)
+        except OSError as error:
+            # The port that was free at the first address may be taken at another.
+            if error.errno != errno.EADDRINUSE or addresses[0][1][1] != 0:
+                raise
+    return _listen(addresses)
+
+
+def _listen(addresses: list[_Address], *, reuse_port: bool = False) -> list[socket.socket]:
+    """Return a socket for each address of this machine, on the port of the first."""
+    sockets: list[socket.socket] = []
+    missing: OSError | None = None
+    with contextlib.ExitStack() as on_error:
+        on_error.callback(_close, sockets)
+        for family, (host, port, *rest) in addresses:
+            if sockets:
+                port = sockets[0].getsockname()[1]
+            try:
+                sockets.append(
+                    socket.create_server(
+                        (host, port, *rest),
+                        family=family,
+                        backlog=_BACKLOG,
+                        reuse_port=reuse_port,
+                    )
+                )
+            except OSError as error:
+                if error.errno not in _NOT_HERE:
+                    raise
+                missing = error
+        if missing is not None and not sockets:
+            raise missing
+        on_error.pop_all()
+    return sockets
+
+
+def _close(sockets: list[socket.socket]) -> None:
+    for each in sockets:
+        each.close()
