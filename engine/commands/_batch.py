@@ -80,15 +80,23 @@ class Batch:
         Names of the model that a body may give; the first one is in the answers.
     window : int
         Lines at most that are begun and not yet given back.
+    window_bytes : int
+        Bytes of these lines at most; one line is begun however long it is.
     """
 
     def __init__(
-        self, client: EngineClient, chat: ChatService, names: Sequence[str], window: int
+        self,
+        client: EngineClient,
+        chat: ChatService,
+        names: Sequence[str],
+        window: int,
+        window_bytes: int = 64 << 20,
     ) -> None:
         self._client = client
         self._chat = chat
         self._names = names
         self._window = window
+        self._window_bytes = window_bytes
         self._ids: set[str] = set()
         self._answers: dict[str, tuple[type[Body], Callable[[Any, str], Awaitable[Any]]]] = {
             "/v1/chat/completions": (ChatCompletionRequest, self._chat_completion),
@@ -107,14 +115,21 @@ class Batch:
             If the engine has failed, which no line after it can survive.
         """
         begun: deque[asyncio.Task[BatchResult]] = deque()
+        sizes: deque[int] = deque()  # bytes of the lines of `begun`
+        num_bytes = 0
         try:
             for number, line in enumerate(lines, 1):
                 if not line.strip():
                     continue
-                begun.append(asyncio.create_task(self._result(line, number)))
-                await asyncio.sleep(0)
-                while begun and (begun[0].done() or len(begun) >= self._window):
+                num_bytes += len(line)
+                while begun and (
+                    begun[0].done() or len(begun) >= self._window or num_bytes > self._window_bytes
+                ):
                     yield await begun.popleft()
+                    num_bytes -= sizes.popleft()
+                begun.append(asyncio.create_task(self._result(line, number)))
+                sizes.append(len(line))
+                await asyncio.sleep(0)
             while begun:
                 yield await begun.popleft()
         finally:

@@ -26,9 +26,9 @@ def _line(custom_id, url=TEXT, /, **body):
     return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body}).encode()
 
 
-def _results(client, lines, window=100):
+def _results(client, lines, *window):
     async def main():
-        batch = Batch(client, ChatService(client), ["m", "other"], window)
+        batch = Batch(client, ChatService(client), ["m", "other"], *(window or (100,)))
         return [result async for result in batch.results(lines)]
 
     return asyncio.run(main())
@@ -64,8 +64,16 @@ def test_results_have_the_order_of_the_lines():
 
 def test_so_many_lines_are_begun_at_once():
     client = SlowFirst("yes")
-    assert len(_results(client, [_line(str(index)) for index in range(9)], window=3)) == 9
+    assert len(_results(client, [_line(str(index)) for index in range(9)], 3)) == 9
     assert client.most_active == 3
+
+
+@pytest.mark.parametrize(("num_lines", "most_active"), [(3.0, 3), (2.9, 2), (0.5, 1)])
+def test_so_many_bytes_are_begun_at_once(num_lines, most_active):
+    client = SlowFirst("yes")
+    lines = [_line(str(index)) for index in range(9)]
+    assert len(_results(client, lines, 100, int(num_lines * len(lines[0])))) == 9
+    assert client.most_active == most_active
 
 
 def test_chats_and_completions_are_answered_as_the_server_does():
