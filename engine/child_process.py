@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import selectors
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["end", "receive", "send", "start"]
+__all__ = ["ask", "end", "receive", "send", "start"]
+
+_HEAD_BYTES = 8  # the length of a frame
 
 
 def start(code: str, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -32,17 +36,68 @@ def start(code: str, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
 
 def send(pipe: Any, frame: bytes) -> None:
     """Write a frame to a binary file."""
-    pipe.write(len(frame).to_bytes(8, "little"))
+    pipe.write(len(frame).to_bytes(_HEAD_BYTES, "little"))
     pipe.write(frame)
     pipe.flush()
 
 
 def receive(pipe: Any) -> bytes | None:
     """Return the next frame; None at the end of the file."""
-    head = pipe.read(8)
+    head = pipe.read(_HEAD_BYTES)
     size = int.from_bytes(head, "little")
-    frame: bytes = pipe.read(size) if len(head) == 8 else b""
-    return frame if len(head) == 8 and len(frame) == size else None
+    frame: bytes = pipe.read(size) if len(head) == _HEAD_BYTES else b""
+    return frame if len(head) == _HEAD_BYTES and len(frame) == size else None
+
+
+def ask(process: subprocess.Popen[bytes], frame: bytes, seconds: float) -> bytes | None:
+    """Send a frame to a child of `start`, and return its answer; None if the child has ended.
+
+    Raises
+    ------
+    TimeoutError
+        If the child has not read the frame and answered within `seconds`. The pipes then hold
+        part of a frame: end the child.
+    """
+    assert process.stdin is not None and process.stdout is not None
+    deadline = time.monotonic() + seconds
+    source, sink = process.stdout.fileno(), process.stdin.fileno()
+    for descriptor in (source, sink):
+        os.set_blocking(descriptor, False)
+    unsent = memoryview(len(frame).to_bytes(_HEAD_BYTES, "little") + frame)
+    try:
+        while unsent:
+            _wait(sink, selectors.EVENT_WRITE, deadline)
+            unsent = unsent[os.write(sink, unsent) :]
+    except BrokenPipeError:
+        return None
+    head = _read(source, _HEAD_BYTES, deadline)
+    return None if head is None else _read(source, int.from_bytes(head, "little"), deadline)
+
+
+def _read(source: int, size: int, deadline: float) -> bytes | None:
+    """Return so many bytes; None at the end of the file."""
+    data = bytearray()
+    while len(data) < size:
+        _wait(source, selectors.EVENT_READ, deadline)
+        part = os.read(source, min(size - len(data), 1 << 20))
+        if not part:
+            return None
+        data += part
+    return bytes(data)
+
+
+def _wait(descriptor: int, events: int, deadline: float) -> None:
+    """Wait until a descriptor can be read or written.
+
+    Raises
+    ------
+    TimeoutError
+    """
+    with selectors.DefaultSelector() as selector:  # `select` takes no descriptor above 1023
+        selector.register(descriptor, events)
+        seconds = deadline - time.monotonic()
+        if seconds <= 0 or not selector.select(seconds):
+            raise TimeoutError
 
 
 def end(process: subprocess.Popen[bytes]) -> int:

@@ -6,16 +6,14 @@ the first grammar. A grammar that meets a limit ends it; the next one starts ano
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import selectors
 import signal
 import subprocess
 import threading
 import weakref
 
-from engine.child_process import end, receive, send, start
+from engine.child_process import ask, end, start
 from engine.errors import RequestError
 from engine.structured.check_worker import MAX_MEMORY, MAX_SECONDS
 
@@ -54,21 +52,16 @@ class CheckProcess:
 
     def _ask(self, request: bytes) -> tuple[bytes | None, int | None]:
         """Return the answer, or None and the exit code of the process; None: it was given up."""
-        answer, code = None, None
+        answer, code, is_late = None, None, False
         process = self._running()
-        assert process.stdin is not None and process.stdout is not None
         try:
-            with contextlib.suppress(BrokenPipeError):
-                send(process.stdin, request)
-            with selectors.DefaultSelector() as selector:  # `select` takes no fd above 1023
-                selector.register(process.stdout, selectors.EVENT_READ)
-                if not selector.select(MAX_WAIT):
-                    return None, None
-            answer = receive(process.stdout)
+            answer = ask(process, request, MAX_WAIT)
+        except TimeoutError:
+            is_late = True
         finally:
-            if answer is None:  # it died, or this thread was interrupted
+            if answer is None:  # it died, is late, or this thread was interrupted
                 code = self._forget()
-        return answer, code
+        return answer, None if is_late else code
 
     def forget_lock(self) -> None:
         """Make a new lock, in a process forked from one whose other threads may hold it."""

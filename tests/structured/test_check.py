@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 
 import pytest
 
+from engine import child_process
 from engine.errors import RequestError
-from engine.structured import check_structured, grammar
+from engine.structured import check_process, check_structured, grammar
 from engine.structured.check_process import CheckProcess
 from engine.structured_output import StructuredOutput
 
@@ -41,12 +43,18 @@ def test_a_process_that_was_killed_is_replaced():
     process._forget()
 
 
-def test_a_process_that_does_not_answer_is_given_up(monkeypatch):
-    monkeypatch.setattr("engine.structured.check_process.MAX_WAIT", 0.2)
-    process, requests = CheckProcess(), []
-    monkeypatch.setattr(
-        "engine.structured.check_process.send", lambda pipe, frame: requests.append(frame)
-    )
-    assert process.check("regex", "a") == "it takes more than 0.2 s to compile"
-    assert len(requests) == 1  # a second one would wait as long again
-    assert process._process is None
+@pytest.mark.parametrize("text", ["a", "a" * 1_000_000], ids=["short", "fills-the-pipe"])
+def test_a_process_that_does_not_answer_is_given_up(monkeypatch, text):
+    started = []
+
+    def start_hanging():
+        started.append(child_process.start("import time; time.sleep(60)", {}))
+        return started[-1]
+
+    monkeypatch.setattr(check_process, "MAX_WAIT", 0.2)
+    monkeypatch.setattr(check_process, "_start", start_hanging)
+    process, begin = CheckProcess(), time.monotonic()
+    assert process.check("regex", text) == "it takes more than 0.2 s to compile"
+    assert time.monotonic() - begin < 5
+    assert len(started) == 1  # a second one would wait as long again
+    assert process._process is None and started[0].poll() is not None
