@@ -16,7 +16,7 @@ from engine.errors import EngineError, RequestError
 from engine.llm import LLM
 from engine.sampling_params import SamplingParams
 from engine.server.chat_stream import ChatService
-from tests.server.serving import ScriptedClient
+from tests.server.serving import CannedClient
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
@@ -38,7 +38,7 @@ def _bodies(results):
     return [json.loads(bytes(result.response.body)) for result in results]
 
 
-class SlowFirst(ScriptedClient):
+class SlowFirst(CannedClient):
     """Answers the earlier the later a request has come."""
 
     most_active = 0
@@ -77,7 +77,7 @@ def test_so_many_bytes_are_begun_at_once(num_lines, most_active):
 
 
 def test_chats_and_completions_are_answered_as_the_server_does():
-    client = ScriptedClient("an", "swer")
+    client = CannedClient("an", "swer")
     messages = [{"role": "user", "content": "x"}]
     lines = [
         _line("a", CHAT, messages=messages, max_completion_tokens=7, n=2),
@@ -93,7 +93,7 @@ def test_chats_and_completions_are_answered_as_the_server_does():
 
 
 def test_embeddings_are_answered():
-    class Embedder(ScriptedClient):
+    class Embedder(CannedClient):
         async def embed(self, prompts, pooling="last", *, normalize=True):
             return [np.full(2, len(prompt), np.float32) for prompt in prompts]
 
@@ -119,7 +119,7 @@ def test_embeddings_are_answered():
     ids=range(11),
 )
 def test_a_line_that_is_no_request_has_an_error(line, custom_id, message):
-    results = _results(ScriptedClient("yes"), [_line("good"), line, b"\n", _line("last")])
+    results = _results(CannedClient("yes"), [_line("good"), line, b"\n", _line("last")])
     good, bad, last = results
     assert good.is_success and last.is_success and not bad.is_success
     assert bad.response is None and bad.error.code == "invalid_request"
@@ -140,20 +140,20 @@ def test_a_line_that_is_no_request_has_an_error(line, custom_id, message):
     ids=range(7),
 )
 def test_a_request_that_is_refused_has_the_servers_answer(line, status, message):
-    good, bad = _results(ScriptedClient("yes"), [_line("good"), line])
+    good, bad = _results(CannedClient("yes"), [_line("good"), line])
     assert good.is_success and bad.error is None
     assert bad.response.status_code == status and bad.custom_id == "x"
     assert message in json.loads(bytes(bad.response.body))["error"]["message"]
 
 
 def test_what_the_engine_refuses_has_the_servers_answer():
-    client = ScriptedClient("x", raises=RequestError("the prompt must have 1 to 9 tokens; got 10"))
+    client = CannedClient("x", raises=RequestError("the prompt must have 1 to 9 tokens; got 10"))
     (result,) = _results(client, [_line("x")])
     assert result.response.status_code == 400
 
 
 def test_an_engine_that_fails_ends_the_run():
-    client = ScriptedClient("x", raises=RuntimeError("lost"))
+    client = CannedClient("x", raises=RuntimeError("lost"))
     client.error = EngineError("the GPU is gone")
     with pytest.raises(EngineError, match="the engine has failed: the GPU is gone"):
         _results(client, [_line("a"), _line("b")])
@@ -225,7 +225,7 @@ def test_a_bad_option_is_named_before_the_model_is_loaded(capsys, tmp_path, word
 
 
 def test_after_a_failure_the_old_output_is_there_and_what_was_done(capsys, tmp_path, monkeypatch):
-    class Failing(ScriptedClient):
+    class Failing(CannedClient):
         async def generate(self, prompt, params=None, **options):
             if prompt == "b":
                 self.error = EngineError("the GPU is gone")

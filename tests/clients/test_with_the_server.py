@@ -9,7 +9,7 @@ import pytest
 
 from engine import cli
 from engine.server.server_config import ServerConfig, key_hash
-from tests.server.serving import ScriptedClient, serve
+from tests.server.serving import CannedClient, serve
 
 PIECES = ("one ", "two ", "three ", "four")
 
@@ -17,7 +17,7 @@ PIECES = ("one ", "two ", "three ", "four")
 @pytest.fixture
 def server():
     config = ServerConfig(api_key_hashes=(key_hash("right"),), access_log=False)
-    with serve(lambda: ScriptedClient(*PIECES, delay=0.01), config) as found:
+    with serve(lambda: CannedClient(*PIECES, delay=0.01), config) as found:
         yield found
 
 

@@ -1,4 +1,4 @@
-"""A server on a free port in a thread of the test's own process, and a scripted engine."""
+"""A server on a free port in a thread of the test's own process; an engine of canned answers."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class WordTokenizer:
         return "\n".join(str(m["content"]) for m in messages) + "\nassistant: "
 
 
-class ScriptedClient:
+class CannedClient:
     """An `EngineClient` that says what it is told to, in pieces.
 
     Parameters

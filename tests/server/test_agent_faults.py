@@ -16,7 +16,7 @@ from engine.errors import EngineError
 from engine.server.protocol.anthropic import CountTokensRequest, MessagesRequest
 from engine.server.protocol.responses import ResponsesRequest
 from engine.server.server_config import ServerConfig, key_hash
-from tests.server.serving import ScriptedClient, serve
+from tests.server.serving import CannedClient, serve
 from tests.server.test_protocol_fuzz import body
 
 USER = [{"role": "user", "content": "Hi"}]
@@ -36,7 +36,7 @@ def anthropic_client(server, **options):
 def test_keys():
     config = ServerConfig(api_key_hashes=(key_hash("k"),), access_log=False)
     fields = {"model": "scripted", "max_tokens": 8, "messages": USER}
-    with serve(lambda: ScriptedClient("Hel", "lo"), config) as server:
+    with serve(lambda: CannedClient("Hel", "lo"), config) as server:
         with anthropic_client(server) as client:  # which sends X-API-Key
             assert client.messages.create(**fields).content[0].text == "Hello"
         with anthropic_client(server, api_key="other") as client:
@@ -52,7 +52,7 @@ def test_keys():
 
 def test_an_answer_that_was_aborted_is_an_error():
     """As when the server shuts down before the answer is finished."""
-    make = functools.partial(ScriptedClient, "Hel", "lo", finish_reason="abort")
+    make = functools.partial(CannedClient, "Hel", "lo", finish_reason="abort")
     with serve(make) as server, openai_client(server) as client:
         with pytest.raises(openai.InternalServerError, match="the request was aborted"):
             client.responses.create(model="scripted", input="Hi")
@@ -66,7 +66,7 @@ def test_an_answer_that_was_aborted_is_an_error():
         assert caught.value.body["error"]["type"] == "overloaded_error"
 
 
-class LateFailure(ScriptedClient):
+class LateFailure(CannedClient):
     """Fails after the stream had to begin without a token."""
 
     async def generate(self, prompt, params=None, **options):
@@ -92,7 +92,7 @@ def test_a_failure_after_comments_is_a_stream_that_clients_read():
 @pytest.fixture(scope="module")
 def http():
     config = ServerConfig(access_log=False)
-    make = functools.partial(ScriptedClient, "Hel", "lo")
+    make = functools.partial(CannedClient, "Hel", "lo")
     with serve(make, config) as server, httpx.Client(base_url=server.url, timeout=20) as client:
         yield client
 

@@ -9,8 +9,8 @@ import openai
 import pytest
 
 from engine.server.server_config import ServerConfig
-from tests.server.scripted_client import ScriptedClient as TemplateClient
-from tests.server.serving import ScriptedClient, serve
+from tests.server.scripted_client import ScriptedClient
+from tests.server.serving import CannedClient, serve
 
 ASK = {"model": "scripted", "messages": [{"role": "user", "content": "1 + 2?"}]}
 ADD = {
@@ -32,7 +32,7 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call
 def _client(*pieces, config=None, **options):
     """Yield OpenAI's client of a server that answers with these pieces, and its engine."""
     with (
-        serve(lambda: ScriptedClient(*pieces, **options), config) as server,
+        serve(lambda: CannedClient(*pieces, **options), config) as server,
         openai.OpenAI(base_url=server.url + "/v1", api_key="x", max_retries=0) as client,
     ):
         yield client, server.client
@@ -195,7 +195,7 @@ def test_variables_of_the_template():
         "chat_template_kwargs": {"enable_thinking": False},
         "add_generation_prompt": False,
     }
-    engine = TemplateClient(TEMPLATE, lambda prompt, params: "Three.")
+    engine = ScriptedClient(TEMPLATE, lambda prompt, params: "Three.")
     with (
         serve(lambda: engine) as server,
         openai.OpenAI(base_url=server.url + "/v1", api_key="x", max_retries=0) as client,

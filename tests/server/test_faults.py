@@ -19,7 +19,7 @@ from engine.server.server_config import ServerConfig
 from engine.text.tokenizer import load_tokenizer
 from tests.e2e.tiny import CONFIG, make_engine, tiny_model
 from tests.server.scripted_client import GOLDEN
-from tests.server.serving import CHATML, ScriptedClient, serve
+from tests.server.serving import CHATML, CannedClient, serve
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 
@@ -56,7 +56,7 @@ def _wait_until(condition, seconds=10.0):
                                         ("/v1/completions", {"prompt": "a"}),
                                         ("/v1/chat/completions", CHAT)])  # fmt: skip
 def test_a_disconnect_aborts_the_request(path, body, stream):
-    with serve(lambda: ScriptedClient(*"abcdefgh" * 100, delay=0.05)) as server:
+    with serve(lambda: CannedClient(*"abcdefgh" * 100, delay=0.05)) as server:
         connection = _connect(server)
         connection.sendall(_raw(path, {**body, "stream": stream}))
         num = len(body["prompt"]) if isinstance(body.get("prompt"), list) else 1
@@ -143,7 +143,7 @@ def test_queued_requests_are_admitted_in_order():
 
 def test_an_answer_is_sent_at_once():
     """Headers and body are two packets; with Nagle's algorithm the second one waits 40 ms."""
-    with serve(lambda: ScriptedClient("a")) as server, _connect(server) as connection:
+    with serve(lambda: CannedClient("a")) as server, _connect(server) as connection:
         times = []
         for _ in range(8):
             begin = time.perf_counter()
@@ -160,7 +160,7 @@ def test_an_answer_is_sent_at_once():
 
 def test_slow_headers_and_bodies_end_in_time():
     config = ServerConfig(body_timeout=0.5, timeout_keep_alive=0.5)
-    with serve(lambda: ScriptedClient("a"), config, timeout_keep_alive=1) as server:
+    with serve(lambda: CannedClient("a"), config, timeout_keep_alive=1) as server:
         silent, headers, body, idle = (_connect(server) for _ in range(4))
         request = _raw("/v1/completions", {"prompt": "a"})
         headers.sendall(request[:30])
@@ -178,7 +178,7 @@ def test_slow_headers_and_bodies_end_in_time():
 
 def test_headers_that_come_byte_by_byte_do_not_live_longer():
     config = ServerConfig(body_timeout=0.5)
-    with serve(lambda: ScriptedClient("a"), config) as server, _connect(server) as connection:
+    with serve(lambda: CannedClient("a"), config) as server, _connect(server) as connection:
         begin = time.monotonic()
         request = _raw("/v1/completions", {"prompt": "a"})
         with pytest.raises(OSError):
@@ -189,7 +189,7 @@ def test_headers_that_come_byte_by_byte_do_not_live_longer():
 
 
 def test_headers_are_bounded():
-    with serve(lambda: ScriptedClient("a"), ServerConfig(max_header_bytes=1000)) as server:
+    with serve(lambda: CannedClient("a"), ServerConfig(max_header_bytes=1000)) as server:
         with _connect(server) as connection:
             connection.sendall(b"GET /health HTTP/1.1\r\nX: " + b"x" * 2000)
             assert b"431" in _read_all(connection)[:20]
@@ -199,7 +199,7 @@ def test_headers_are_bounded():
 @pytest.mark.parametrize("num_bytes, status", [(1000, b"200"), (1001, b"431"), (20_000, b"431")])
 def test_the_bound_of_headers_holds_for_those_that_arrive_at_once(num_bytes, status):
     head = b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\nX: "
-    with serve(lambda: ScriptedClient("a"), ServerConfig(max_header_bytes=1000)) as server:
+    with serve(lambda: CannedClient("a"), ServerConfig(max_header_bytes=1000)) as server:
         with _connect(server) as connection:
             connection.sendall(head + b"x" * (num_bytes - len(head) - 4) + b"\r\n\r\n")
             assert _read_all(connection).split()[1] == status
@@ -211,7 +211,7 @@ def test_a_client_that_does_not_read_is_dropped():
     pieces = ["x" * 100_000] * 400
     config = ServerConfig(send_timeout=0.3)
     with (
-        serve(lambda: ScriptedClient(*pieces), config) as server,
+        serve(lambda: CannedClient(*pieces), config) as server,
         _connect(server) as connection,
     ):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -331,7 +331,7 @@ def test_malformed_requests_are_never_a_500_and_never_hang(text_model):
 
 
 def test_deep_and_endless_json_is_refused_quickly():
-    with serve(lambda: ScriptedClient("a")) as server, httpx.Client(base_url=server.url) as client:
+    with serve(lambda: CannedClient("a")) as server, httpx.Client(base_url=server.url) as client:
         headers = {"content-type": "application/json"}
         bodies = [
             b"[" * 1_000_000,
@@ -368,7 +368,7 @@ def test_requests_leave_no_files_and_tasks_behind():
     def count():
         return len(os.listdir("/proc/self/fd")), len(server.server.server_state.tasks)
 
-    with serve(lambda: ScriptedClient("Hel", "lo")) as server:
+    with serve(lambda: CannedClient("Hel", "lo")) as server:
         asyncio.run(many(server.port))
         _wait_until(lambda: count()[1] == 0)
         before = count()

@@ -19,14 +19,14 @@ from engine.server.app import begin_drain
 from engine.server.limits import RequestSlots
 from engine.server.protocol.errors import APIError
 from engine.server.server_config import ServerConfig, key_hash
-from tests.server.serving import ScriptedClient, serve
+from tests.server.serving import CannedClient, serve
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 
 
 @pytest.fixture(scope="module")
 def server():
-    with serve(lambda: ScriptedClient("Hel", "lo")) as found:
+    with serve(lambda: CannedClient("Hel", "lo")) as found:
         yield found
 
 
@@ -183,7 +183,7 @@ def test_an_engine_that_ended_is_503(server, http, monkeypatch):
 
 
 def test_a_draining_server_takes_no_new_requests():
-    with serve(lambda: ScriptedClient("Hi")) as server:
+    with serve(lambda: CannedClient("Hi")) as server:
         begin_drain(server.app)
         assert httpx.get(server.url + "/health").status_code == 200
         assert httpx.get(server.url + "/ready").status_code == 503
@@ -253,7 +253,7 @@ def test_keys_open_every_path_but_health(tmp_path):
     path.write_text("# people\nfile-key\n")
     config = ServerConfig(api_key_hashes=(key_hash("secret"),), api_key_file=str(path))
     with (
-        serve(lambda: ScriptedClient("Hi"), config) as server,
+        serve(lambda: CannedClient("Hi"), config) as server,
         httpx.Client(base_url=server.url) as client,
     ):
         get = client.get
@@ -279,7 +279,7 @@ def test_keys_open_every_path_but_health(tmp_path):
 def test_limits_of_a_body():
     config = ServerConfig(max_body_bytes=1000, body_timeout=0.3, max_n=2, max_tools=1)
     with (
-        serve(lambda: ScriptedClient("Hi"), config) as server,
+        serve(lambda: CannedClient("Hi"), config) as server,
         httpx.Client(base_url=server.url) as client,
     ):
         post = client.post
@@ -306,7 +306,7 @@ def test_limits_of_a_body():
 
 def test_too_many_requests_are_429():
     config = ServerConfig(max_concurrent_requests=1)
-    with serve(lambda: ScriptedClient("a", "b", delay=0.3), config) as server:
+    with serve(lambda: CannedClient("a", "b", delay=0.3), config) as server:
         with httpx.stream("POST", server.url + "/v1/completions",
                           json={"prompt": "a", "stream": True}) as running:  # fmt: skip
             assert running.status_code == 200
@@ -318,12 +318,12 @@ def test_too_many_requests_are_429():
 
 
 def test_cors_is_off_by_default():
-    with serve(lambda: ScriptedClient("a")) as server:
+    with serve(lambda: CannedClient("a")) as server:
         headers = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
         assert "access-control-allow-origin" not in httpx.get(server.url + "/health",
                                                               headers=headers).headers  # fmt: skip
     config = ServerConfig(allowed_origins=("https://a.example",), api_key_hashes=(key_hash("k"),))
-    with serve(lambda: ScriptedClient("a"), config) as server:
+    with serve(lambda: CannedClient("a"), config) as server:
         preflight = httpx.options(server.url + "/v1/completions", headers=headers)
         assert preflight.status_code == 200
         assert preflight.headers["access-control-allow-origin"] == "https://a.example"
@@ -345,7 +345,7 @@ def test_curl_reads_a_stream(server):
 
 def test_a_path_of_a_proxy_is_not_part_of_the_routes():
     config = ServerConfig(root_path="/llm", api_key_hashes=(key_hash("k"),))
-    with serve(lambda: ScriptedClient("a"), config, root_path="/llm") as server:
+    with serve(lambda: CannedClient("a"), config, root_path="/llm") as server:
         assert httpx.get(server.url + "/health").status_code == 200
         assert httpx.get(server.url + "/v1/models").status_code == 401
         found = httpx.get(server.url + "/v1/models", headers={"X-API-Key": "k"})
@@ -357,7 +357,7 @@ def test_logs_are_lines_of_json_without_prompts_unless_asked_for(capfd):
     for is_logged in (False, True):
         config = ServerConfig(json_logs=True, log_prompts=is_logged)
         configure_logging("info", json_logs=True, access_log=True)
-        with serve(lambda: ScriptedClient("a"), config) as server:
+        with serve(lambda: CannedClient("a"), config) as server:
             headers = {"X-Request-Id": "trace-1"}
             assert httpx.post(server.url + "/v1/completions", json=body, headers=headers)
             chat = {"messages": [{"role": "user", "content": "a secret plan"}]}

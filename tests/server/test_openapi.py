@@ -10,14 +10,14 @@ from starlette.routing import Route
 from engine.sampling_params import RANGES
 from engine.server.app import build_app
 from engine.server.server_config import ServerConfig, key_hash
-from tests.server.serving import ScriptedClient, serve
+from tests.server.serving import CannedClient, serve
 
 UNDESCRIBED = ("/static/", "/v1/engine/")
 
 
 @pytest.mark.parametrize("hashes", [(), (key_hash("k"),)])
 def test_the_published_document_is_valid(hashes):
-    with serve(lambda: ScriptedClient("a"), ServerConfig(api_key_hashes=hashes)) as server:
+    with serve(lambda: CannedClient("a"), ServerConfig(api_key_hashes=hashes)) as server:
         headers = {"Authorization": "Bearer k"}
         document = httpx.get(server.url + "/openapi.json", headers=headers).json()
     validate(document, cls=OpenAPIV31SpecValidator)
@@ -26,7 +26,7 @@ def test_the_published_document_is_valid(hashes):
 
 
 def test_every_endpoint_is_described():
-    app = build_app(ScriptedClient("a"), ServerConfig())
+    app = build_app(CannedClient("a"), ServerConfig())
     described = {(e.method.upper(), e.path) for e in app.state.endpoints}
     for route in app.routes:
         assert isinstance(route, Route)
@@ -37,7 +37,7 @@ def test_every_endpoint_is_described():
 
 
 def test_fields_have_their_ranges():
-    with serve(lambda: ScriptedClient("a")) as server:
+    with serve(lambda: CannedClient("a")) as server:
         schemas = httpx.get(server.url + "/openapi.json").json()["components"]["schemas"]
     for name in ("CompletionRequest", "ChatCompletionRequest"):
         assert schemas[name]["additionalProperties"] is False
