@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
+from types import SimpleNamespace
 
 import pytest
 from starlette.datastructures import Headers
@@ -18,24 +20,47 @@ def _headers(key):
     return Headers({"authorization": f"Bearer {key}"})
 
 
-def test_every_key_is_compared_in_constant_time(monkeypatch):
-    ring = KeyRing(ServerConfig(api_key_hashes=tuple(key_hash(f"key-{i}") for i in range(5))))
-    compared, digest = [], hmac.compare_digest
+def test_every_key_is_compared_in_constant_time(monkeypatch, tmp_path):
+    """Nothing of a key is compared but its SHA-256, with all known ones, in the same order.
 
-    def compare(known, given):
-        compared.append((len(known), len(given)))
-        return digest(known, given)
+    So time tells neither how much of a key is right, nor which key fits, nor whether one does.
+    """
+    known = [f"key-{i}" for i in range(5)]
+    (tmp_path / "keys").write_text("\n".join(known[3:]))
+    config = ServerConfig(
+        api_key_hashes=tuple(map(key_hash, known[:3])), api_key_file=str(tmp_path / "keys")
+    )
+    ring, compared, digest = KeyRing(config), [], hmac.compare_digest
 
-    monkeypatch.setattr(auth.hmac, "compare_digest", compare)
-    for key in ("key-0", "key-4"):
+    def compare(first, second):
+        compared.append((first, second))
+        return digest(first, second)
+
+    class Opaque(bytes):
+        """A hash that only `compare_digest` compares."""
+
+        def __eq__(self, other):
+            raise AssertionError("not in constant time")
+
+        __hash__ = None
+
+    def sha256(key):
+        return Opaque(hashlib.sha256(key).digest())
+
+    monkeypatch.setattr(auth, "hmac", SimpleNamespace(compare_digest=compare))
+    monkeypatch.setattr(auth, "_hash", sha256)
+    for key in (*known, "key-", "key-00", "", "x" * auth.MAX_KEY_CHARS, "\xff"):
         compared.clear()
-        assert ring.check(_headers(key)) == key_hash(key)[:8]
-        assert compared == [(32, 32)] * 5
-    for key in ("key-", "x" * 100_000, "\xff"):
-        compared.clear()
-        with pytest.raises(APIError):
-            ring.check(_headers(key))
-        assert compared == [(32, 32)] * 5
+        if key in known:
+            assert ring.check(_headers(key)) == key_hash(key)[:8]
+        else:
+            with pytest.raises(APIError):
+                ring.check(_headers(key))
+        given = hashlib.sha256(key.encode("latin-1")).digest()
+        wanted = [(bytes.fromhex(key_hash(each)), given) for each in known]
+        assert [tuple(map(bytes.hex, each)) for each in compared] == [
+            tuple(map(bytes.hex, each)) for each in wanted
+        ]
 
 
 def test_keys_are_not_kept_in_the_clear():
