@@ -61,6 +61,10 @@ class EngineClient(Protocol):
     def error(self) -> BaseException | None:
         """Why the engine serves no more requests; None while it does."""
 
+    @property
+    def is_responsive(self) -> bool:
+        """Whether the engine is alive and no step takes longer than its `step_timeout`."""
+
     def generate(
         self,
         prompt: Prompt,
@@ -167,6 +171,11 @@ class AsyncEngine:
     def error(self) -> BaseException | None:
         """Why the engine serves no more requests; None while it does."""
         return self._error
+
+    @property
+    def is_responsive(self) -> bool:
+        """Whether the engine is alive and no step takes longer than its `step_timeout`."""
+        return self._error is None and not self._engine.watchdog.is_stuck
 
     async def generate(
         self,

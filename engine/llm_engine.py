@@ -100,7 +100,7 @@ class LLMEngine:
         self.speculation = make_speculation(config.speculative, self.scheduler, self.runner)
         self._entry = threading.Lock()  # see `exclusive`
         describe = self.scheduler.describe
-        self._watchdog = Watchdog(given.step_timeout, describe, raises=given.raise_on_timeout)
+        self.watchdog = Watchdog(given.step_timeout, describe, raises=given.raise_on_timeout)
         self._recovery = StepRecovery(self.scheduler, self.runner, is_debug=config.is_debug)
         self._in_flight: deque[LaunchedStep] = deque()  # launched, not read back; oldest first
         self._max_in_flight = int(config.async_scheduling)  # steps in flight after `step`
@@ -133,7 +133,7 @@ class LLMEngine:
         """
         for group in self._deadlines.pop_overdue():
             self._end_group(group, "timeout")
-        with self._watchdog:
+        with self.watchdog:
             self.speculation.propose()
             scheduled = self._schedule()
             self._launch(scheduled)
@@ -272,7 +272,7 @@ class LLMEngine:
         return self.collector.snapshot(
             self.scheduler.stats(),
             num_step_failures=self._recovery.num_failures,
-            num_stuck_steps=self._watchdog.num_stuck,
+            num_stuck_steps=self.watchdog.num_stuck,
             speculation=self.speculation.stats(),
         )
 
@@ -300,7 +300,7 @@ class LLMEngine:
             step = self._in_flight.pop()
             self.scheduler.rollback(step.output)
             self.runner.read(step)
-        self._watchdog.close()
+        self.watchdog.close()
         self.speculation.close()
         if self._swap is not None:
             self._swap.close()
@@ -370,8 +370,8 @@ class LLMEngine:
         if step not in self._in_flight:
             return None
         try:
-            self._watchdog.check()
-            result = self.runner.read(step, self._watchdog.remaining())
+            self.watchdog.check()
+            result = self.runner.read(step, self.watchdog.remaining())
         except BaseException as error:
             self._recover(error)
             return None

@@ -81,6 +81,14 @@ class Watchdog:
             return None
         return self._started + self.timeout - time.monotonic()
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the current step has lasted longer than the timeout; from any thread."""
+        started = self._started
+        if started is None or self.timeout is None:
+            return False
+        return time.monotonic() - started > self.timeout
+
     def close(self) -> None:
         """Stop watching."""
         self._closed.set()

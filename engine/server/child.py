@@ -8,6 +8,7 @@ of JSON on its standard output.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import signal
@@ -53,7 +54,7 @@ class ChildConfig:
 
 
 class Report:
-    """Writes a child's reports: that it is ready, or why it ends."""
+    """Writes a child's reports: that it is ready, that it does not hang, or why it ends."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -61,6 +62,10 @@ class Report:
     def ready(self) -> None:
         """Report that it serves."""
         self._write({"ready": True})
+
+    def alive(self) -> None:
+        """Report that it does not hang."""
+        self._write({"alive": True})
 
     def failed(self, reason: str, status: int) -> None:
         """Report why it ends, and the exit status that the server should have."""
@@ -73,13 +78,17 @@ class Report:
 
 
 def run_child(main: Callable[[ChildConfig, Report], None]) -> None:
-    """Run a child's `main`, and exit with 0, or with the reason reported."""
+    """Run a child's `main`, and exit with 0, or with the reason reported.
+
+    SIGQUIT prints the stacks of its threads.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor says when to end
     # Libraries may print: only reports go to the supervisor.
     report = Report(os.fdopen(os.dup(1), "wb"))
     os.dup2(2, 1)
     if not (line := sys.stdin.buffer.readline(_MAX_LINE)):
         os._exit(1)  # the supervisor has ended
+    faulthandler.register(signal.SIGQUIT)
     config = ChildConfig(**json.loads(line))
     threading.Thread(target=_end_with_parent, daemon=True).start()
     status = 0

@@ -29,7 +29,7 @@ from engine.structured_output import StructuredOutput
 __all__ = ["ZmqEngineClient"]
 
 _MAX_BATCH = 64  # messages taken before other tasks have their turn
-_SILENCE = 120.0  # seconds without a heartbeat, after which `is_responsive` is False
+_SILENCE = m.BEAT_SECONDS + 0.5  # seconds without a message, besides a step
 
 
 class ZmqEngineClient:
@@ -43,7 +43,7 @@ class ZmqEngineClient:
     model_info : ModelInfo
     tokenizer : Tokenizer or None
     is_responsive : bool
-        Whether the engine has sent something lately; a step may take long, but not for ever.
+        Whether the engine is alive and no step takes longer than its `step_timeout`.
     """
 
     def __init__(self, socket: Socket, monitor: Socket, tokenizer: Any) -> None:
@@ -60,6 +60,7 @@ class ZmqEngineClient:
         self._unsent: deque[bytes] = deque()
         self._error: EngineError | None = None
         self._last_seen = time.monotonic()
+        self._step_timeout: float | None = None
         self._is_closed = self._is_reading_later = False
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(m.FromEngine).decode
@@ -100,6 +101,7 @@ class ZmqEngineClient:
             tuple(ready.eos_token_ids),
             ready.generation_config,
         )
+        client._step_timeout = ready.step_timeout
         client._maker = RequestMaker(client.model_info, tokenizer)
         return client
 
@@ -110,8 +112,13 @@ class ZmqEngineClient:
 
     @property
     def is_responsive(self) -> bool:
-        """Whether the engine lives and has sent something in the last two minutes."""
-        return self._error is None and time.monotonic() - self._last_seen < _SILENCE
+        """Whether the engine is alive and no step takes longer than its `step_timeout`."""
+        if self._error is not None or self._step_timeout is None or self._is_closed:
+            return self._error is None
+        if has_input(self._socket):  # it is this process that had no time
+            self._read_later()
+            return True
+        return time.monotonic() - self._last_seen < self._step_timeout + _SILENCE
 
     @property
     def num_unfinished_requests(self) -> int:

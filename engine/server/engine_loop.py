@@ -28,7 +28,6 @@ from engine.snapshot import StepClock, snapshot
 
 __all__ = ["EngineLoop"]
 
-_BEAT_SECONDS = 0.5
 _MAX_CLIENTS = 256
 _NUM_COMPILERS = 2  # threads; the grammars themselves are compiled without Python's lock
 _PREPARING_SECONDS = 0.002  # how often an idle engine looks for compiled grammars
@@ -80,12 +79,21 @@ class EngineLoop:
         From `bound_socket`.
     token : str
         What a client must say first.
+    on_beat : callable, optional
+        Called after a step, or without one, at least every half second: the loop does not hang.
     """
 
-    def __init__(self, engine: LLMEngine, socket: Socket, token: str) -> None:
+    def __init__(
+        self,
+        engine: LLMEngine,
+        socket: Socket,
+        token: str,
+        on_beat: Callable[[], None] = lambda: None,
+    ) -> None:
         self._engine = engine
         self._socket = socket
         self._token = token
+        self._on_beat = on_beat
         self._clock = StepClock()
         self._clients: dict[bytes, _Client] = {}
         self._served: dict[str, _Served] = {}
@@ -125,7 +133,8 @@ class EngineLoop:
                     self._send_outputs(outputs)
                 self._embed_part()
                 if (now := time.monotonic()) >= self._next_beat:
-                    self._next_beat = now + _BEAT_SECONDS
+                    self._next_beat = now + m.BEAT_SECONDS
+                    self._on_beat()
                     self._beat()
             reason = "the engine was closed"
         except BaseException as error:
@@ -180,6 +189,7 @@ class EngineLoop:
             model.config.vocab_size,
             list(model.eos_token_ids),
             model.generation_config,
+            engine.watchdog.timeout,
         )
 
     def _add(self, client: _Client, message: m.Add) -> None:

@@ -20,7 +20,7 @@ def main(config: ChildConfig, report: Report) -> None:
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # nothing to finish yet
     socket = bound_socket(config.address)
     engine = LLMEngine.from_name(config.model, **config.engine)
-    loop = EngineLoop(engine, socket, config.token)
+    loop = EngineLoop(engine, socket, config.token, report.alive)
 
     def stop(*_: Any) -> None:
         loop.stop()

@@ -43,6 +43,7 @@ __all__ = [
 ]
 
 MAX_REASON = 4096  # characters of an error's text
+BEAT_SECONDS = 0.5  # between two heartbeats, and in addition at most a step
 
 Entries = list[dict[int, tuple[float, int | None]] | None]
 """For each token: id -> (log-probability, rank)."""
@@ -127,6 +128,7 @@ class Ready(_Message):
     vocab_size: int
     eos_token_ids: list[int]
     generation_config: dict[str, Any]
+    step_timeout: float | None
 
 
 class Continuation(_Message):
@@ -183,7 +185,7 @@ class Answer(_Message):
 
 
 class Heartbeat(_Message):
-    """The engine lives."""
+    """The engine has finished a step, or has nothing to do; at least every `BEAT_SECONDS`."""
 
 
 class Ended(_Message):

@@ -25,6 +25,7 @@ RANGES = {
     "api_server_count": NumberRange(1, 64, integer=True),
     "shutdown_timeout": NumberRange(0, 86400),
     "timeout_keep_alive": NumberRange(0, 86400, low_open=True),
+    "hang_timeout": NumberRange(1.0, 1e9, optional=True),
     "request_timeout": NumberRange(0, 1e9, optional=True, low_open=True),
     "body_timeout": NumberRange(0, 86400, low_open=True),
     "send_timeout": NumberRange(0, 86400, low_open=True),
@@ -90,6 +91,9 @@ class ServerConfig:
     root_path: str = _option("", "path at which a proxy serves this server")
     api_server_count: int = _option(1, "processes for HTTP, tokenizing and detokenizing")
     shutdown_timeout: float = _option(30.0, "seconds that running requests have after SIGTERM")
+    hang_timeout: float | None = _option(
+        None, "seconds that a step may take; a longer one ends the server, with exit status 1"
+    )
 
     served_model_name: tuple[str, ...] = _option((), "names of the model in the API; repeatable")
     chat_template: str | None = _option(None, "file of a chat template that replaces the model's")

@@ -27,6 +27,7 @@ from engine.errors import ConfigError, EngineError
 from engine.model_files import excerpt
 from engine.server.child import ChildConfig
 from engine.server.listeners import listening_sockets
+from engine.server.messages import BEAT_SECONDS
 from engine.server.server_config import ServerConfig
 
 __all__ = ["Supervisor", "supervise"]
@@ -51,6 +52,7 @@ class _Child:
     process: asyncio.subprocess.Process
     listeners: list[socket.socket]
     ready: asyncio.Event
+    seen: float = 0.0  # when it last reported anything
     reason: str = ""
     status: int = 1
 
@@ -106,6 +108,8 @@ class Supervisor:
             engine = await self._spawn(_ENGINE)
             apis = [await self._spawn(_API, sockets) for sockets in listeners]
             self._watch(self._announce([engine, *apis]))
+            if self._server.hang_timeout is not None:
+                self._watch(self._kill_if_hung(engine, self._server.hang_timeout))
             return await self._watch_over(engine)
         finally:
             self._kill()
@@ -208,14 +212,33 @@ class Supervisor:
         assert child.process.stdout is not None
         with contextlib.suppress(ValueError):  # a line without an end
             while line := await child.process.stdout.readline():
+                child.seen = time.monotonic()
                 message = json.loads(line)
                 if message.get("ready"):
                     child.ready.set()
-                else:
+                elif "reason" in message:
                     child.reason, child.status = message["reason"], message["status"]
         await child.process.wait()
         self._children.discard(child)
         self._ended.put_nowait(child)
+
+    async def _kill_if_hung(self, engine: _Child, limit: float) -> None:
+        """End the engine, which ends the server, when a step takes longer than `limit` seconds."""
+        await engine.ready.wait()
+        seen = 0.0
+        while True:
+            if time.monotonic() - engine.seen > limit + BEAT_SECONDS:
+                # Twice, as it may be this process that had no time to read.
+                if seen == engine.seen:
+                    break
+                seen = engine.seen
+            await asyncio.sleep(BEAT_SECONDS)
+        reason = f"a step has taken longer than hang_timeout={limit:g} s"
+        _say(f"{reason}; the stacks of the engine's threads:")
+        _signal([engine], signal.SIGQUIT)
+        await asyncio.sleep(BEAT_SECONDS)
+        engine.reason = reason
+        self._kill([engine])
 
     async def _announce(self, children: list[_Child]) -> None:
         for child in children:

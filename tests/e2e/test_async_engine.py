@@ -190,3 +190,30 @@ def test_a_call_made_while_the_thread_ends_is_answered(model):
         await closing
 
     _run(main())
+
+
+def test_it_tells_whether_a_step_hangs(model, monkeypatch):
+    core = make_engine(model, step_timeout=0.2)
+    forward, is_in_step, go_on = type(model).forward, threading.Event(), threading.Event()
+
+    def hang(self, batch, pages):
+        is_in_step.set()
+        go_on.wait(30)
+        return forward(self, batch, pages)
+
+    monkeypatch.setattr(type(model), "forward", hang)
+
+    async def main():
+        engine = AsyncEngine(core)
+        task = asyncio.ensure_future(_ids(engine, [5, 6], _params(max_tokens=2)))
+        await asyncio.to_thread(is_in_step.wait, 30)
+        assert engine.is_responsive
+        await asyncio.sleep(0.3)
+        assert not engine.is_responsive
+        go_on.set()
+        await task
+        assert engine.is_responsive
+        await engine.close()
+        assert not engine.is_responsive
+
+    _run(main())

@@ -113,6 +113,7 @@ class CannedClient:
         self.model_info = ModelInfo("scripted", 4096, 1 << 16)
         self.tokenizer = WordTokenizer()
         self.error = None
+        self.is_responsive = True
         self.pieces = pieces
         self.delay = delay
         self.finish_reason = finish_reason

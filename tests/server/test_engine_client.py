@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
+import itertools
 import os
+import threading
 import time
 import tracemalloc
 
@@ -384,6 +386,58 @@ def test_an_engine_that_fails_ends_everything_with_its_reason(monkeypatch):
                 await client.stats()
 
     with served(engine, fails=True) as (_, address):
+        run(main(address))
+
+
+def _hang(monkeypatch, engine):
+    """Let the third step wait for the event that is returned."""
+    step, calls, go_on = engine.step, itertools.count(1), threading.Event()
+
+    def hang():
+        if next(calls) == 3:
+            with engine.watchdog:
+                go_on.wait(30)
+        return step()
+
+    monkeypatch.setattr(engine, "step", hang)
+    return go_on
+
+
+@pytest.mark.parametrize("step_timeout", [0.2, None])
+def test_a_client_knows_that_a_step_hangs(monkeypatch, step_timeout):
+    engine = make_engine(tiny_model(), step_timeout=step_timeout)
+    go_on = _hang(monkeypatch, engine)
+
+    async def main(address):
+        async with connected(address) as client:
+            await asyncio.sleep(1.5)  # idle is not hung
+            assert client.is_responsive
+            task = asyncio.ensure_future(collected(client, [1, 2], _greedy(20)))
+            if step_timeout is None:
+                await asyncio.sleep(1.5)
+                assert client.is_responsive
+            else:
+                begin = time.monotonic()
+                await eventually(lambda: not client.is_responsive)
+                assert time.monotonic() - begin > step_timeout
+            go_on.set()
+            await eventually(lambda: client.is_responsive)
+            assert len((await task)[-1].outputs[0].token_ids) == 20
+
+    with served(engine) as (_, address):
+        try:
+            run(main(address))
+        finally:
+            go_on.set()
+
+
+def test_a_client_that_had_no_time_to_read_does_not_blame_the_engine():
+    async def main(address):
+        async with connected(address) as client:
+            time.sleep(1.5)
+            assert client.is_responsive
+
+    with served(make_engine(tiny_model(), step_timeout=0.1)) as (_, address):
         run(main(address))
 
 

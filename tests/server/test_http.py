@@ -182,6 +182,14 @@ def test_an_engine_that_ended_is_503(server, http, monkeypatch):
     assert "out of memory" in _error(response)["message"]
 
 
+def test_an_engine_that_hangs_is_503(server, http, monkeypatch):
+    monkeypatch.setattr(server.client, "is_responsive", False)
+    for path in ("/health", "/ping", "/ready"):
+        response = http.get(path)
+        assert response.status_code == 503
+        assert "longer than step_timeout" in _error(response)["message"]
+
+
 def test_a_draining_server_takes_no_new_requests():
     with serve(lambda: CannedClient("Hi")) as server:
         begin_drain(server.app)

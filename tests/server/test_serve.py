@@ -248,6 +248,52 @@ def test_an_engine_that_does_not_end_is_a_failure(small):
         assert status == 1 and "the engine's process did not end within 6 s" in errors
 
 
+def _health(server):
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    with contextlib.closing(connection):
+        connection.request("GET", "/health")
+        response = connection.getresponse()
+        return response.status, response.read()
+
+
+def test_health_tells_of_a_hung_engine(small):
+    with serving(*small, "--step-timeout", "0.5") as server:
+        [engine] = _children(server.process.pid, "engine_process")
+        assert _health(server) == (200, b"")
+        os.kill(engine, signal.SIGSTOP)
+        _wait_until(lambda: _health(server)[0] == 503)
+        assert b"longer than step_timeout" in _health(server)[1]
+        os.kill(engine, signal.SIGCONT)
+        _wait_until(lambda: _health(server)[0] == 200)
+
+
+@pytest.mark.parametrize("is_draining", [False, True])
+def test_a_hung_engine_ends_the_server_with_its_reason(small, is_draining):
+    with serving(*small, "--hang-timeout", "1") as server:
+        time.sleep(2.5)  # idle is not hung
+        response = _stream(server, 16000)
+        [engine] = _children(server.process.pid, "engine_process")
+        if is_draining:
+            server.process.send_signal(signal.SIGTERM)
+            _wait_until(lambda: _post(server, _body(1)).status == 503)
+        os.kill(engine, signal.SIGSTOP)
+        start = time.monotonic()
+        assert b"the engine's process has ended" in _rest(response)
+        status, errors = _end(server)
+        assert status == 1 and "ended: a step has taken longer than hang_timeout=1 s" in errors
+        assert 1 < time.monotonic() - start < 10
+
+
+def test_sigquit_prints_the_stacks_of_a_process(small):
+    with serving(*small) as server:
+        [engine] = _children(server.process.pid, "engine_process")
+        os.kill(engine, signal.SIGQUIT)
+        assert _post(server, _body(1)).status == 200
+        server.process.send_signal(signal.SIGTERM)
+        status, errors = _end(server)
+        assert status == 0 and re.search(r"engine_loop.py\", line \d+ in run\b", errors), errors
+
+
 def test_a_dead_api_process_is_replaced_and_the_others_go_on(small):
     with serving(*small, "--api-server-count", "2") as server:
         processes = _children(server.process.pid, "api_process")

@@ -11,6 +11,7 @@ from engine.server.protocol.errors import APIError
 
 __all__ = ["ENDPOINTS", "routes"]
 
+_STUCK = "a step of the engine has taken longer than step_timeout"
 
 ENDPOINTS = (
     Endpoint("get", "/health", "Whether the engine is alive", needs_key=False),
@@ -29,9 +30,12 @@ def routes() -> list[Route]:
 
 
 async def health(request: Request) -> Response:
-    """Answer 200 while the engine is alive, 503 after its end; without an API key."""
-    if request.app.state.client.error is not None:
+    """Answer 200 while the engine is alive, 503 if it hangs or has ended; without an API key."""
+    client = request.app.state.client
+    if client.error is not None:
         raise APIError(503, "the engine has ended")
+    if not client.is_responsive:
+        raise APIError(503, _STUCK)
     return Response()
 
 
@@ -42,4 +46,6 @@ async def ready(request: Request) -> Response:
         raise APIError(503, "the server is shutting down")
     if state.client.error is not None:
         raise APIError(503, f"the engine has ended: {state.client.error}")
+    if not state.client.is_responsive:
+        raise APIError(503, _STUCK)
     return JSONResponse({"status": "ready"})
