@@ -1,0 +1,88 @@
+"""Steps that verify drafts: their time over that of a plain step, and what speculation adds.
+
+Drafts are random, or what the model says anyway, so acceptance is known: it is not the subject. See
+`bench_speculative` for real text.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+
+from engine import load
+from engine.commands._bench_models import built_in_config
+from engine.commands._bench_workloads import Work, serve
+from engine.llm_engine import LLMEngine
+from engine.sampling_params import SamplingParams
+
+_MODELS = {"cuda": ("qwen3-0.6b", "llama-3.1-8b"), "cpu": ("qwen2.5-0.5b",)}
+_STEPS = {"cuda": 60, "cpu": 4}
+_PROMPT = {"cuda": 500, "cpu": 50}
+_REQUESTS, _ROUNDS = 64, 3
+_MAX_ID = 9999
+
+
+def _random_drafts(num_drafts):
+    rng = random.Random(0)
+
+    def propose(token_ids, num_tokens):
+        return [rng.randint(0, _MAX_ID) for _ in range(num_drafts)]
+
+    return {"proposer": propose, "num_speculative_tokens": num_drafts, "adaptive": False}
+
+
+def _step_seconds(model, num_drafts, device):
+    """Return the seconds of a step that verifies so many drafts of one request."""
+    config = _random_drafts(num_drafts) if num_drafts else None
+    with LLMEngine(model, max_num_seqs=1, speculative_config=config) as engine:
+        steps = _STEPS[device.kind]
+        prompt = Work.same(1, _PROMPT[device.kind], 1).prompts[0]
+        params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=(steps + 8) * 4)
+        engine.add_request("a", prompt, params)
+        for _ in range(4):
+            engine.step()
+        start = time.perf_counter()
+        for _ in range(steps):
+            engine.step()
+        return (time.perf_counter() - start) / steps
+
+
+def _verify_rows(name, model, device):
+    rows, plain = [], _step_seconds(model, 0, device)
+    for num_tokens in (1, 2, 4, 8, 16):
+        seconds = _step_seconds(model, num_tokens - 1, device) if num_tokens > 1 else plain
+        row = {"op": "verify_steps", "case": f"{name} 1 sequence, {num_tokens} tokens"}
+        rows.append(row | {"step us": seconds * 1e6, "x plain": seconds / plain})
+    return rows
+
+
+def _random_text_row(name, model, device):
+    """Return what n-gram drafts cost where the text has hardly any to give."""
+    count, length = (_REQUESTS, 128) if device.is_cuda else (2, 16)
+    rates = {"plain": [], "ngram": []}
+    for _ in range(_ROUNDS):  # in turn, as a card's clock drifts
+        for method, found in rates.items():
+            config = {"method": "ngram"} if method == "ngram" else None
+            with LLMEngine(model, max_num_seqs=count, speculative_config=config) as engine:
+                work = Work.same(count, _PROMPT[device.kind], length)
+                work = Work(work.prompts, work.lengths, temperature=1.0)
+                serve(engine, Work.same(2, 64, 8))
+                seconds, _ = serve(engine, work)
+                found.append(work.num_output_tokens / seconds)
+    plain, ngram = (statistics.median(found) for found in rates.values())
+    row = {"op": "verify_steps", "case": f"{name} {count} requests, random text"}
+    return row | {"plain tokens/s": plain, "ngram tokens/s": ngram, "x plain": ngram / plain}
+
+
+def main(device):
+    """Measure, print, and return the rows."""
+    rows = []
+    for name in _MODELS[device.kind]:
+        config = built_in_config(name)
+        model = load(config=config, load_format="dummy", max_model_len=1024, device=str(device))
+        rows += [*_verify_rows(name, model, device), _random_text_row(name, model, device)]
+        model.close()
+    for row in rows:
+        print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else v for k, v in row.items()))
+    return rows
