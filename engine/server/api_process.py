@@ -50,6 +50,7 @@ class _Server(uvicorn.Server):
 def main(config: ChildConfig, report: Report) -> None:
     """Serve until SIGTERM, and then what is left of it within `shutdown_timeout`."""
     options = ServerConfig.from_options(config.server)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # texts come one by one
     configure_logging(options.log_level, json_logs=options.json_logs, access_log=options.access_log)
     _check_files(options)
     with contextlib.suppress(TemplateError):  # which a chat would raise

@@ -40,6 +40,7 @@ LOAD_SECONDS = 20.0  # of CPU time; a file of 64 MiB takes 5
 TEXT_SECONDS = 5.0  # of CPU time, for any text,
 SECONDS_PER_CHARACTER = 1e-5  # and in addition for its length, ten times what BPE takes
 MAX_IDS = 1 << 24  # of one text
+_LONG_TEXT = 4096  # characters, which take a few milliseconds
 
 _PROBE = "".join(map(chr, range(32, 127))) + "\n\t é中"
 _CODE = (
@@ -65,7 +66,12 @@ def encode_here(
         If the library fails.
     """
     with library_errors(RequestError, "the text cannot be encoded"):
-        encoding = backend.encode(text, add_special_tokens=add_special_tokens)
+        if len(text) > _LONG_TEXT or os.environ.get("TOKENIZERS_PARALLELISM") == "false":
+            # Python's lock is free meanwhile, for the streams of a server, and no offsets are made.
+            # Not for every text, as the library may start a thread for each core.
+            [encoding] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        else:
+            encoding = backend.encode(text, add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         # The mask is 1 for tokens that the post-processor added, 0 for those in the text.
         is_added = len(ids) > 1 and ids[0] == ids[1] and bool(encoding.special_tokens_mask[0])

@@ -6,6 +6,8 @@ import itertools
 import json
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 
 from engine.checks import shown
 from engine.errors import ConfigError, RequestError, TemplateError
+from engine.text import encode_worker
 from engine.text.pretokenizers import PRE_TOKENIZERS
 from engine.text.tokenizer import load_tokenizer
 
@@ -319,3 +322,30 @@ def test_endless_ids_are_refused(byte_level):
     for method in (byte_level.token_bytes, byte_level.id_to_token):
         with pytest.raises(RequestError, match="a token id must be an integer"):
             method(np.timedelta64(1, "s"))
+
+
+@pytest.mark.parametrize("parallelism", ["true", "false"])
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("name", ["byte_level", "sentencepiece"])
+def test_long_and_short_texts_have_the_same_ids(name, adds, parallelism, request, monkeypatch):
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", parallelism)
+    tokenizer = request.getfixturevalue(name)
+    text = "<s>Hello, wide world! 123 caf\u00e9 " * 20
+    want = tokenizer.encode(text, adds)
+    monkeypatch.setattr(encode_worker, "_LONG_TEXT", 1)
+    assert tokenizer.encode(text, adds) == want
+
+
+def test_a_long_text_leaves_pythons_lock_to_others(byte_level):
+    """While a text of a million characters is encoded, another thread goes on."""
+    text = "The quick brown fox jumps over the lazy dog. " * 22_000
+    begin = time.monotonic()
+    thread = threading.Thread(target=byte_level.encode, args=(text,))
+    thread.start()
+    num_turns, longest, last = 0, 0.0, begin
+    while thread.is_alive():
+        time.sleep(0.001)
+        now = time.monotonic()
+        num_turns, longest, last = num_turns + 1, max(longest, now - last), now
+    assert num_turns > 10
+    assert longest < (last - begin) / 2
