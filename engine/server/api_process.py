@@ -28,6 +28,7 @@ from engine.server.child import ChildConfig, Report
 from engine.server.engine_client import ZmqEngineClient
 from engine.server.http_protocol import http_protocol
 from engine.server.server_config import ServerConfig
+from engine.server.warm_up import warm_up
 from engine.text import template_process
 from engine.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -116,6 +117,7 @@ async def _serve(
     loop, is_ending = asyncio.get_running_loop(), asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, is_ending.set)
     client = await ZmqEngineClient.connect(config.address, config.token, tokenizer)
+    await warm_up(client)
     app = build_app(client, options)
     server = _Server(_uvicorn_config(app, options))
     serving = asyncio.ensure_future(server.serve(sockets=listeners))

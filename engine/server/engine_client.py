@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -61,6 +62,7 @@ class ZmqEngineClient:
         self._error: EngineError | None = None
         self._last_seen = time.monotonic()
         self._step_timeout: float | None = None
+        self._answer: Callable[[m.FromClient], Iterable[m.FromEngine]] | None = None
         self._is_closed = self._is_reading_later = False
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(m.FromEngine).decode
@@ -223,8 +225,23 @@ class ZmqEngineClient:
 
     # ---- to the engine
 
+    @contextlib.contextmanager
+    def answered_by(
+        self, answer: Callable[[m.FromClient], Iterable[m.FromEngine]]
+    ) -> Iterator[None]:
+        """Let `answer`, instead of the engine, answer what is sent meanwhile; see `warm_up`."""
+        self._answer = answer
+        try:
+            yield
+        finally:
+            self._answer = None
+
     def _send(self, message: m.FromClient) -> bool:
         """Send without waiting; False: an `Add` that must not wait. Other messages are kept."""
+        if self._answer is not None:
+            for each in self._answer(message):
+                self._loop.call_soon(self._take, each)
+            return True
         if self._is_closed or self._error is not None:
             return True  # to an engine that has ended
         data = self._encode(message)

@@ -12,6 +12,7 @@ __all__ = ["Socket", "bound_socket", "connected_socket", "descriptor", "has_inpu
 Socket = zmq.Socket[bytes]
 
 MAX_UNREAD = 1000  # messages that wait for an API process, before its requests are aborted
+_POLLIN = int(zmq.POLLIN)  # `&` of an enum takes half as long as asking the socket
 _MAX_UNSENT = 10_000  # messages that wait for an engine in a long step
 
 
@@ -46,7 +47,7 @@ def connected_socket(address: str) -> tuple[Socket, Socket]:
 def has_input(socket: Socket) -> bool:
     """Tell whether there is a message to take."""
     events: Any = socket.get(zmq.EVENTS)
-    return bool(events & zmq.POLLIN)
+    return bool(events & _POLLIN)
 
 
 def descriptor(socket: Socket) -> int:
