@@ -127,6 +127,22 @@ class Drafts:
             rows.append(1 + index)
         return rows
 
+    def num_accepted(self, token_ids: Sequence[int]) -> int:
+        """Return how many of these drafts were accepted, if the step verified these and others.
+
+        Parameters
+        ----------
+        token_ids : sequence of int
+            The accepted drafts and the one token after them.
+        """
+        children = {(self._parent(i), t): i for i, t in enumerate(self.token_ids)}
+        count, index = 0, -1
+        for token_id in token_ids[:-1]:
+            if (found := children.get((index, token_id))) is None:
+                break
+            count, index = count + 1, found
+        return count
+
     def moves(self, rows: Sequence[int]) -> list[tuple[int, int]]:
         """Return which keys to move after a step: pairs of the draft's index, and the new one.
 

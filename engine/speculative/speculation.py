@@ -106,9 +106,10 @@ class Speculation:
             num_real = self._num_real.pop(request, 0)
             if drafts is None or not num_real or request not in token_ids:
                 continue
-            depths = drafts.prefix(num_real).depths
+            real = drafts.prefix(num_real)
+            depths = real.depths
             deepest = max(depths)
-            num_accepted = min(len(token_ids[request]) - 1, deepest)
+            num_accepted = real.num_accepted(token_ids[request])
             self._counts.add([depths.count(d + 1) for d in range(deepest)], num_accepted)
             self._controller.record(request, num_accepted, deepest)
 
