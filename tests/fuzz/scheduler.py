@@ -2,7 +2,8 @@
 
 After every operation all invariants hold, and each output is a prefix of what the request gets
 alone; the machine and the mock are those of `tests.scheduler`. One case in forty serves requests
-with the tiny model of `tests.e2e`, whose tokens must be those of each request alone.
+with the tiny model of `tests.e2e`, whose tokens must be those of each request alone, and one in
+forty carries out operations on an engine with speculation.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from tests.e2e.tiny import tiny_model
 from tests.fuzz.limits import Limits
 from tests.scheduler.paged_mock import VOCAB
 from tests.scheduler.test_scheduler_machine import SchedulerMachine
+from tests.speculative import test_random_load
 
 LIMITS = Limits(cpu_seconds=60.0, wall_seconds=300.0)
 _CHOICES: dict[str, list[Any]] = {
@@ -88,8 +90,10 @@ def _operation(rng: random.Random) -> list[Any]:
 
 def make(rng: random.Random) -> dict[str, Any]:
     """Make a case."""
-    if rng.random() < 0.025:
-        return {"engine_seed": rng.randrange(2**32)}
+    kind = rng.random()
+    if kind < 0.05:
+        name = "engine_seed" if kind < 0.025 else "speculation_seed"
+        return {name: rng.randrange(2**32)}
     config = {name: rng.choice(values) for name, values in _CHOICES.items()}
     return {"config": config, "operations": [_operation(rng) for _ in range(rng.choice([10, 40]))]}
 
@@ -107,6 +111,9 @@ class Runner:
                 self._model, case["engine_seed"]
             )
             return "engine"
+        if "speculation_seed" in case:
+            reached = test_random_load.drive(self._model, case["speculation_seed"])
+            return " ".join(["speculation", *(name for name, count in reached.items() if count)])
         try:
             config = SchedulerConfig(
                 max_model_len=120, max_draft_tokens=20, debug=True, **case["config"]

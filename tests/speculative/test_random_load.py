@@ -126,6 +126,8 @@ class Load:
         prompt, params = self.requests[name]
         key = repr((prompt, params))
         if key not in _known:
+            if len(_known) > 4096:
+                _known.clear()
             plain = make_engine(self.model, num_blocks=64, max_model_len=MAX_LEN, debug=False)
             plain.add_request("r", prompt, params)
             while plain.has_unfinished_requests():
