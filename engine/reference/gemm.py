@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.reference import _activation
+from engine.reference import _activation, _few_rows
 from engine.reference.swiglu import swiglu
 
 __all__ = ["epilogue", "gemm"]
@@ -66,6 +66,8 @@ def silu_and_mul(y: Array) -> Array:
 
 def _multiply(x: Array, matrix: Array) -> Array:
     """Multiply; for few rows BLAS takes half the time with the weight as first operand."""
+    if _few_rows.pays(x, matrix.T):
+        return _few_rows.multiply_few_rows(x, matrix.T)
     if 16 * len(x) <= matrix.shape[1]:
         return np.ascontiguousarray(np.matmul(matrix.T, x.T).T)
     y: Array = np.matmul(x, matrix)

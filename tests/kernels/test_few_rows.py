@@ -1,0 +1,74 @@
+"""Products of a large matrix with few rows on the CPU, in blocks and threads."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from engine.reference import _few_rows, gemm
+
+
+def operands(num_rows, shape=(1037, 576), seed=0):
+    rng = np.random.default_rng(seed)
+    matrix = rng.standard_normal(shape, dtype=np.float32)
+    return rng.standard_normal((num_rows, shape[1]), dtype=np.float32), matrix
+
+
+@pytest.mark.parametrize("shape", [(1037, 576), (96, 4096), (8, 40000), (3, 100000), (300, 7)])
+@pytest.mark.parametrize("num_rows", [1, 2, 8, 16])
+def test_it_is_the_product(num_rows, shape):
+    x, matrix = operands(num_rows, shape)
+    y = _few_rows.multiply_few_rows(x, matrix)
+    right = x.astype(np.float64) @ matrix.T.astype(np.float64)
+    assert y.dtype == np.float32 and y.flags.c_contiguous
+    np.testing.assert_allclose(y, right, rtol=0, atol=2e-6 * np.sqrt(shape[1]) * 40)
+
+
+def test_the_bits_do_not_depend_on_the_threads(monkeypatch):
+    x, matrix = operands(8, (4001, 576))
+    results = []
+    for count in (1, 2, 3, 5):
+        monkeypatch.setattr(_few_rows, "_num_threads", lambda count=count: count)
+        _few_rows._pool.cache_clear()
+        results.append(_few_rows.multiply_few_rows(x, matrix))
+    _few_rows._pool.cache_clear()
+    with _few_rows._in_use:  # somebody else multiplies: no thread is left
+        results.append(_few_rows.multiply_few_rows(x, matrix))
+    for result in results[1:]:
+        np.testing.assert_array_equal(result, results[0])
+
+
+def test_several_threads_may_multiply_at_once():
+    x, matrix = operands(4)
+    right, wrong = _few_rows.multiply_few_rows(x, matrix), []
+
+    def work():
+        for _ in range(20):
+            if not np.array_equal(_few_rows.multiply_few_rows(x, matrix), right):
+                wrong.append(1)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and not _few_rows._in_use.locked()
+
+
+def test_gemm_uses_it_where_it_pays(monkeypatch):
+    calls = []
+    multiply = _few_rows.multiply_few_rows
+    monkeypatch.setattr(_few_rows, "_has_kernels_for_few", lambda: True)
+    monkeypatch.setattr(
+        _few_rows, "multiply_few_rows", lambda x, w: calls.append(len(x)) or multiply(x, w)
+    )
+    for num_rows in (1, 2, 16, 17):
+        x, matrix = operands(num_rows)
+        y = gemm(x, matrix)
+        np.testing.assert_allclose(y, x @ matrix.T, rtol=0, atol=1e-3)
+    gemm(*operands(4, (64, 64)))  # small
+    gemm(operands(4)[0], np.asfortranarray(operands(4)[1]))  # its rows are not contiguous
+    gemm(*operands(4), deterministic=True)
+    assert calls == [2, 16]
