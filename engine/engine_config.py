@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Protocol
 
 from engine import env
 from engine.cache.kv_cache import (
@@ -15,7 +15,7 @@ from engine.cache.kv_cache import (
     kv_dtype,
     plan_num_blocks,
 )
-from engine.cache.memory_pool import device_memory
+from engine.cache.memory_pool import device_memory, format_bytes
 from engine.checks import shown
 from engine.config import ModelConfig
 from engine.device import Device
@@ -26,6 +26,7 @@ from engine.runner.cuda_graph import batch_sizes
 from engine.sampling_params import NumberRange
 from engine.scheduler.config import POLICIES, PREEMPTIONS, SchedulerConfig
 from engine.speculative.config import SpeculativeConfig
+from engine.speculative.draft_pages import num_spare_blocks
 
 __all__ = ["EngineConfig", "ResolvedConfig"]
 
@@ -85,6 +86,34 @@ _FLAGS = {
     "preemption_mode": PREEMPTIONS,
 }
 """Every other checked option -> its allowed values."""
+
+
+class ServedModel(Protocol):
+    """What `EngineConfig.resolve` must know of a loaded model."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """Its sizes."""
+
+    @property
+    def device(self) -> Device:
+        """Where it computes."""
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of weights and activations, and of pages unless they hold codes."""
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest sequence that it was loaded for."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights."""
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether it was loaded with `deterministic=True`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,49 +264,42 @@ class EngineConfig:
         if self.raise_on_timeout and self.step_timeout is None:
             raise ConfigError("raise_on_timeout needs a step_timeout; got None")
 
-    def resolve(
-        self,
-        model: ModelConfig,
-        device: Device,
-        dtype: str,
-        max_model_len: int,
-        weight_bytes: int,
-        *,
-        deterministic: bool = False,
-    ) -> ResolvedConfig:
+    def resolve(self, model: ServedModel, draft: ServedModel | None = None) -> ResolvedConfig:
         """Derive every value left out, with the reason for each.
 
         Parameters
         ----------
-        model : ModelConfig
-        device : Device
-        dtype : str
-            Dtype of weights, activations and pages.
-        max_model_len : int
-            Longest sequence that the model was loaded for.
-        weight_bytes : int
-            Bytes of the weights, which are already on the device.
-        deterministic : bool
-            Whether the model was loaded with `deterministic=True`.
+        model : ServedModel
+            Its weights are already on the device.
+        draft : ServedModel, optional
+            What proposes drafts; so are its weights. It has pages for as many tokens as the model.
 
         Raises
         ------
         ConfigError, OutOfMemoryError
             If the options contradict the model, or the pages do not fit.
         """
-        reasons: dict[str, str] = {}
-        length = self._length(max_model_len, reasons)
+        device, reasons = model.device, dict[str, str]()
+        length = self._length(model.max_model_len, reasons)
         seqs = self._or_default("max_num_seqs", _SEQUENCES[device.kind], device, reasons)
         budget = max(_BATCHED_TOKENS[device.kind], seqs)
         tokens = self._or_default("max_num_batched_tokens", budget, device, reasons)
         has_graphs = self._has_graphs(device, reasons)
-        memory = self._memory(model, device, dtype, weight_bytes, tokens, seqs, has_graphs)
-        pages = kv_dtype(self.kv_cache_dtype, dtype)
-        geometry = KVGeometry(
-            model.num_layers, model.num_kv_heads, model.head_dim, self.block_size, pages
+        memory = self._memory(model, tokens, seqs, has_graphs)
+        geometry = geometry_of(
+            model.config, self.block_size, kv_dtype(self.kv_cache_dtype, model.dtype)
         )
+        per_block = 0
+        if draft is not None:
+            per_block = geometry_of(draft.config, self.block_size, draft.dtype).bytes_per_block
+            memory = self._with_draft(memory, draft, per_block, tokens, seqs, has_graphs, reasons)
         plan = plan_num_blocks(
-            memory, geometry, max_model_len=length, max_num_seqs=seqs, num_blocks=self.num_blocks
+            memory,
+            geometry,
+            max_model_len=length,
+            max_num_seqs=seqs,
+            num_blocks=self.num_blocks,
+            draft_bytes_per_block=per_block,
         )
         reasons["num_blocks"] = plan.reason
         is_debug = env.debug() if self.debug is None else self.debug
@@ -290,7 +312,7 @@ class EngineConfig:
             num_host_blocks=self._host_blocks(geometry, reasons),
             # Only the decode kernel supports trees, but not with a sliding window; and its order
             # of summation depends on the batch.
-            draft_trees=not deterministic and not any(model.layer_windows),
+            draft_trees=not model.deterministic and not any(model.config.layer_windows),
             debug=is_debug,
             **{theirs: getattr(self, ours) for ours, theirs in _SCHEDULER_OPTIONS.items()},
         )
@@ -344,25 +366,43 @@ class EngineConfig:
         reasons[name] = f"{default}: the default on {device.kind}"
         return default
 
-    def _memory(
+    def _memory(self, model: ServedModel, tokens: int, seqs: int, has_graphs: bool) -> MemoryBudget:
+        total, free = device_memory(model.device)
+        rows, seqs = (n * (1 + self.max_draft_tokens) for n in (batch_sizes(seqs)[-1], seqs))
+        graphs = activation_bytes(model.config, model.dtype, rows, rows) if has_graphs else 0
+        activations = activation_bytes(model.config, model.dtype, tokens, seqs)
+        return MemoryBudget(
+            total=total,
+            others=max(0, total - free - model.weight_bytes),
+            weights=model.weight_bytes,
+            activations=activations + graphs,
+            utilization=self.memory_utilization or _UTILIZATION[model.device.kind],
+        )
+
+    def _with_draft(
         self,
-        model: ModelConfig,
-        device: Device,
-        dtype: str,
-        weights: int,
+        memory: MemoryBudget,
+        draft: ServedModel,
+        bytes_per_block: int,
         tokens: int,
         seqs: int,
         has_graphs: bool,
+        reasons: dict[str, str],
     ) -> MemoryBudget:
-        total, free = device_memory(device)
-        rows, seqs = (n * (1 + self.max_draft_tokens) for n in (batch_sizes(seqs)[-1], seqs))
-        graphs = activation_bytes(model, dtype, rows, rows) if has_graphs else 0
-        return MemoryBudget(
-            total=total,
-            others=max(0, total - free - weights),
-            weights=weights,
-            activations=activation_bytes(model, dtype, tokens, seqs) + graphs,
-            utilization=self.memory_utilization or _UTILIZATION[device.kind],
+        """Return `memory` with a draft model, which runs while the model does not."""
+        spare = seqs * num_spare_blocks(self.block_size, self.max_draft_tokens) * bytes_per_block
+        reasons["draft_model"] = (
+            f"weights {format_bytes(draft.weight_bytes)}, {format_bytes(bytes_per_block)} for each "
+            f"block, {format_bytes(spare)} for drafts beyond the blocks of their requests"
+        )
+        rows = 2 * batch_sizes(seqs)[-1]
+        graphs = activation_bytes(draft.config, draft.dtype, rows, rows) if has_graphs else 0
+        activations = activation_bytes(draft.config, draft.dtype, tokens, seqs)
+        return replace(
+            memory,
+            others=max(0, memory.others - draft.weight_bytes),
+            activations=max(memory.activations, activations),
+            drafts=draft.weight_bytes + spare + graphs,
         )
 
 
@@ -382,6 +422,11 @@ class ResolvedConfig:
     def with_reason(self, name: str, reason: str) -> ResolvedConfig:
         """Return the same with one more reason; itself if that is ""."""
         return replace(self, reasons={**self.reasons, name: reason}) if reason else self
+
+
+def geometry_of(model: ModelConfig, block_size: int, dtype: str) -> KVGeometry:
+    """Return the shape of a model's blocks, with pages of `dtype`."""
+    return KVGeometry(model.num_layers, model.num_kv_heads, model.head_dim, block_size, dtype)
 
 
 def activation_bytes(model: ModelConfig, dtype: str, num_tokens: int, num_rows: int) -> int:

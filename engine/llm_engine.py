@@ -31,6 +31,7 @@ from engine.scheduler.admission import QueueFullError
 from engine.scheduler.output import ScheduleOutput
 from engine.scheduler.scheduler import Scheduler
 from engine.speculative import make_speculation
+from engine.speculative.draft_loading import load_draft
 from engine.stats import EngineStats, StatsCollector
 from engine.watchdog import Watchdog
 
@@ -66,14 +67,8 @@ class LLMEngine:
         given = EngineConfig.from_options(options)
         self.model = model
         self.tokenizer = model.tokenizer if model.has_tokenizer else None
-        config = given.resolve(
-            model.config,
-            model.device,
-            model.dtype,
-            model.max_model_len,
-            model.weight_bytes,
-            deterministic=model.deterministic,
-        )
+        draft = load_draft(given.speculative_config, model)
+        config = given.resolve(model, draft)
         limits = config.scheduler
         self._inputs = InputProcessor(
             model, self.tokenizer, max_model_len=limits.max_model_len, seed=config.seed
@@ -97,7 +92,7 @@ class LLMEngine:
             self.runner.capture_graphs(
                 limits.max_model_len, limits.max_draft_tokens, progress=sys.stderr.isatty()
             )
-        self.speculation = make_speculation(config.speculative, self.scheduler, self.runner)
+        self.speculation = make_speculation(config.speculative, self.scheduler, self.runner, draft)
         self._entry = threading.Lock()  # see `exclusive`
         describe = self.scheduler.describe
         self.watchdog = Watchdog(given.step_timeout, describe, raises=given.raise_on_timeout)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from engine import cli, engine_config
@@ -63,9 +65,9 @@ def test_the_budget_is_the_engines(device, monkeypatch):
     config = built_in_config("qwen3-0.6b")
     total, weights = 80 * 10**9, 1_200_000_000
     monkeypatch.setattr(engine_config, "device_memory", lambda place: (total, total - weights))
-    arguments = (config, device, "bfloat16", weights)
+    model = SimpleNamespace(config=config, device=device, dtype="bfloat16", weight_bytes=weights)
     sizes = (8192, 256, True) if device.is_cuda else (512, 16, False)
-    expected = EngineConfig()._memory(*arguments, *sizes)
+    expected = EngineConfig()._memory(model, *sizes)
     assert default_budget(config, "bfloat16", device.kind, total, weights) == expected
 
 

@@ -123,7 +123,9 @@ class KVCache:
     num_blocks : int
         At least 1.
     pool : MemoryPool, optional
-        Where the slab "kv" is allocated; a new one on the CPU if left out.
+        Where the slab is allocated; a new one on the CPU if left out.
+    name : str
+        Of the slab in the pool.
 
     Examples
     --------
@@ -134,7 +136,11 @@ class KVCache:
     """
 
     def __init__(
-        self, geometry: KVGeometry, num_blocks: int, pool: MemoryPool | None = None
+        self,
+        geometry: KVGeometry,
+        num_blocks: int,
+        pool: MemoryPool | None = None,
+        name: str = "kv",
     ) -> None:
         if num_blocks < 1:
             raise ConfigError(f"num_blocks must be at least 1; got {num_blocks}")
@@ -142,9 +148,10 @@ class KVCache:
         self.geometry = geometry
         self.num_blocks = num_blocks
         self.pool = pool or MemoryPool(CPU)
+        self._name = name
         # Zero-filled: a kernel may load a whole block and mask the slots past the sequence's end.
         self.slab = self.pool.allocate(
-            "kv",
+            name,
             (g.num_layers, 2, num_blocks, g.num_kv_heads, g.block_size, g.head_dim),
             dtypes.page_dtype(g.dtype),
         )
@@ -215,7 +222,7 @@ class KVCache:
     def close(self) -> None:
         """Return the slab to the pool; a second call does nothing."""
         if not self.is_closed:
-            self.pool.free("kv")
+            self.pool.free(self._name)
         self.slab = np.empty((self.geometry.num_layers, 2, 0, 0, 0, 0))
 
 
@@ -233,6 +240,8 @@ class MemoryBudget:
         Bytes used by the model, at its largest step.
     utilization : float
         Share of `total` that all of these and the pages together may take, in (0, 1].
+    drafts : int
+        Bytes used by what proposes drafts, apart from its pages.
     """
 
     total: int
@@ -240,6 +249,7 @@ class MemoryBudget:
     weights: int
     activations: int
     utilization: float = 0.9
+    drafts: int = 0
 
     def __post_init__(self) -> None:
         if not 0.0 < self.utilization <= 1.0:
@@ -248,14 +258,16 @@ class MemoryBudget:
     @property
     def left(self) -> int:
         """Bytes left for the pages; negative if the rest already exceeds the share."""
-        return int(self.total * self.utilization) - self.others - self.weights - self.activations
+        used = self.others + self.weights + self.activations + self.drafts
+        return int(self.total * self.utilization) - used
 
     def __str__(self) -> str:
         share = f"{100 * self.utilization:.3g}%"
+        drafts = f", the draft model {format_bytes(self.drafts)}" if self.drafts else ""
         return (
             f"{format_bytes(self.total)} in total, of which {share} may be used; "
             f"others use {format_bytes(self.others)}, weights {format_bytes(self.weights)}, "
-            f"activations {format_bytes(self.activations)}; left for the KV cache: "
+            f"activations {format_bytes(self.activations)}{drafts}; left for the KV cache: "
             f"{format_bytes(self.left)}"
         )
 
@@ -277,6 +289,7 @@ def plan_num_blocks(
     max_model_len: int,
     max_num_seqs: int,
     num_blocks: int | None = None,
+    draft_bytes_per_block: int = 0,
 ) -> BlockPlan:
     """Choose the number of blocks: as many as can ever be used, or as fit.
 
@@ -290,6 +303,8 @@ def plan_num_blocks(
         Together they bound what can ever be used.
     num_blocks : int, optional
         If given, exactly this many.
+    draft_bytes_per_block : int
+        Bytes that each block takes in the draft model's cache too.
 
     Raises
     ------
@@ -304,12 +319,12 @@ def plan_num_blocks(
     >>> plan_num_blocks(budget, geometry, max_model_len=256, max_num_seqs=8).reason
     '25 blocks (400 tokens, 400.00 KiB): as many as fit into 409.60 KiB'
     """
-    size = geometry.bytes_per_block
+    size = geometry.bytes_per_block + draft_bytes_per_block
     fitting = max(0, budget.left) // size
     per_request = -(-max_model_len // geometry.block_size)
     wanted = per_request if num_blocks is None else num_blocks
     if fitting < wanted:
-        raise _does_not_fit(budget, geometry, wanted, fitting, max_model_len, num_blocks)
+        raise _does_not_fit(budget, geometry, size, wanted, fitting, max_model_len, num_blocks)
     if num_blocks is not None:
         chosen, why = num_blocks, "as asked for"
     elif fitting >= per_request * max_num_seqs:
@@ -325,14 +340,15 @@ def plan_num_blocks(
 def _does_not_fit(
     budget: MemoryBudget,
     geometry: KVGeometry,
+    size: int,
     wanted: int,
     fitting: int,
     max_model_len: int,
     asked: int | None,
 ) -> OutOfMemoryError:
-    """Build the error, with the nearest settings that work."""
+    """Build the error, with the nearest settings that work; `size`: bytes of a block, in all."""
     tokens = fitting * geometry.block_size
-    lacking = wanted * geometry.bytes_per_block - budget.left
+    lacking = wanted * size - budget.left
     what = f"num_blocks={wanted}" if asked else f"one request of max_model_len={max_model_len}"
     cures = []
     if fitting:
@@ -343,14 +359,14 @@ def _does_not_fit(
     if 0 < lacking <= budget.activations:
         room = format_bytes(budget.activations - lacking)
         cures.append(f"max_num_batched_tokens and max_num_seqs whose activations take {room}")
-    saved = budget.weights / 2 + wanted * geometry.bytes_per_block / 2
+    saved = budget.weights / 2 + wanted * size / 2
     if geometry.dtype == "float32" and saved >= lacking:
         cures.append('dtype="bfloat16", which halves weights and cache')
-    halved = wanted * geometry.bytes_per_block / 2
+    halved = wanted * (size - geometry.bytes_per_block / 2)
     if geometry.dtype not in ("float32", *dtypes.PAGE_CODES) and halved <= budget.left:
         cures.append('kv_cache_dtype="fp8" or "int8", which halves the cache')
     cures.append(f"free {format_bytes(lacking)} elsewhere")
     return OutOfMemoryError(
-        f"{what} needs {format_bytes(wanted * geometry.bytes_per_block)} of KV cache. {budget}, "
+        f"{what} needs {format_bytes(wanted * size)} of KV cache. {budget}, "
         f"enough for {tokens} tokens. What would fit: {'; or '.join(cures)}."
     )

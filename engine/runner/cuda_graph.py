@@ -236,7 +236,8 @@ class DecodeGraphs:
         if query_len > 1:
             columns = {name: column.repeat(query_len) for name, column in columns.items()}
             tokens = self._tokens_with_drafts(output, rows, starts)
-            last_positions: Any = -1  # the host knows the next ids by then, and sends them
+            # After drafts, the host knows the next ids by then, and sends them.
+            last_positions: Any = -1 if output.num_draft_tokens else stops
         else:
             tokens = _Tokens(self._host_token_ids(sequences, rows, starts), starts, starts)
             last_positions = stops

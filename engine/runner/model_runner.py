@@ -152,6 +152,10 @@ class ModelRunner:
                 self._sampling.release(request)
                 self._table.release(request)
 
+    def drop_last_ids(self, requests: Iterable[Request]) -> None:
+        """Take the ids of these requests' next tokens from the host, which knows them all."""
+        self._table.last_positions[[r.row for r in requests if r.row >= 0]] = -1
+
     def recover(self) -> None:
         """Wait for the device after a failed step, and free cached memory."""
         if self.model.device.is_cuda:
@@ -184,7 +188,7 @@ class ModelRunner:
         tokens = self.graphs.launch(output, rows, starts) if self.graphs is not None else None
         if tokens is not None:
             first_logits_rows = None
-            if output.num_draft_tokens:
+            if output.query_len > 1:
                 first_logits_rows = [
                     (index + 1) * output.query_len - s.num_logits
                     for index, s in enumerate(output.sequences)

@@ -9,12 +9,16 @@ from typing import Any
 import numpy as np
 
 from engine.layers.batch import ForwardBatch
+from engine.request import Request
+from engine.runner.sampling import SamplingSpec
+from engine.sampling_params import SamplingParams
+from engine.scheduler.output import ScheduledSequence, ScheduleOutput
 
-__all__ = ["StepCosts", "measure_step_costs"]
+__all__ = ["StepCosts", "measure_propose_costs", "measure_step_costs"]
 
 _SIZES = (1, 8, 64, 256)  # sequences, of steps that are CUDA graphs
 _NUM_TOKENS = (1, 2, 4, 8, 16)  # of other steps
-_CALLS = 3
+_CALLS, _SECONDS = 3, 0.5  # stop at whichever comes first
 
 
 class StepCosts:
@@ -71,6 +75,45 @@ def measure_step_costs(runner: Any, query_lens: Sequence[int], max_num_seqs: int
     return StepCosts([1], lens, [[_forward_seconds(runner, n) for n in lens]])
 
 
+def measure_propose_costs(runner: Any, max_num_seqs: int, num_blocks: int) -> StepCosts:
+    """Time whole steps, from launch to read, of a runner that has computed nothing yet.
+
+    Overwrites its first blocks.
+
+    Parameters
+    ----------
+    runner : ModelRunner
+        Of a draft model.
+    max_num_seqs, num_blocks : int
+    """
+    most = min(max_num_seqs, num_blocks)
+    sizes = [n for n in (_SIZES if runner.graphs is not None else (1,)) if n < most] + [most]
+    requests = [_dummy_request(block) for block in range(most)]
+    seconds = [[_step_seconds(runner, requests[:n], length) for length in (1, 2)] for n in sizes]
+    runner.release(requests)
+    return StepCosts(sizes, [1, 2], seconds)
+
+
+def _dummy_request(block: int) -> Request:
+    params = SamplingParams(temperature=0.0)
+    request = Request(f"dummy-{block}", [0, 0], params, spec=SamplingSpec(params, seed=0))
+    request.block_table, request.max_num_tokens = [block], 3
+    return request
+
+
+def _step_seconds(runner: Any, requests: Sequence[Request], query_len: int) -> float:
+    sequences = [ScheduledSequence(request, 0, query_len, True, 0) for request in requests]
+    are_decodes = query_len == 1 or runner.graphs is not None
+    step = ScheduleOutput(
+        0,
+        sequences,
+        num_scheduled_tokens=query_len * len(sequences),
+        num_decodes=len(sequences) if are_decodes else 0,
+        query_len=query_len if are_decodes else 1,
+    )
+    return _shortest(lambda: runner.read(runner.launch(step)), runner.model.device)
+
+
 def _graph_seconds(runner: Any, num_sequences: int, query_len: int) -> float:
     key = runner.graphs.key(num_sequences, query_len, query_len)
     return _shortest(lambda: runner.graphs.replay(key), runner.model.device)
@@ -86,8 +129,8 @@ def _forward_seconds(runner: Any, num_tokens: int) -> float:
 
 def _shortest(call: Callable[[], Any], device: Any) -> float:
     """Return the seconds of the shortest call; the first one may load kernels."""
-    times = []
-    for _ in range(1 + _CALLS):
+    times: list[float] = []
+    while len(times) < 2 or (len(times) <= _CALLS and sum(times) < _SECONDS):
         start = time.perf_counter()
         call()
         if device.is_cuda:

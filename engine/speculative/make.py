@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from engine.errors import ConfigError
@@ -9,6 +10,7 @@ from engine.scheduler.scheduler import Scheduler
 from engine.speculative.config import SpeculativeConfig
 from engine.speculative.controller import Controller
 from engine.speculative.costs import measure_step_costs
+from engine.speculative.draft_model import DraftModelProposer
 from engine.speculative.guarded import GuardedProposer
 from engine.speculative.ngram import NgramProposer, SuffixProposer
 from engine.speculative.proposer import CustomProposer, Proposer
@@ -18,7 +20,7 @@ __all__ = ["make_speculation"]
 
 
 def make_speculation(
-    config: SpeculativeConfig | None, scheduler: Scheduler, runner: Any
+    config: SpeculativeConfig | None, scheduler: Scheduler, runner: Any, draft: Any = None
 ) -> Speculation | NoSpeculation:
     """Return the `Speculation` of an engine.
 
@@ -28,16 +30,12 @@ def make_speculation(
     scheduler : Scheduler
     runner : ModelRunner
         With its graphs captured, and nothing computed yet.
-
-    Raises
-    ------
-    ConfigError
-        If the draft model does not fit to the target.
+    draft : Model, optional
+        Of method "draft_model" (`load_draft`).
     """
     if config is None:
         return NoSpeculation()
-    trees = scheduler.config.draft_trees
-    proposer = _make_proposer(config, allow_trees=trees)
+    proposer = _make_proposer(config, scheduler, runner, draft)
     guarded = GuardedProposer(proposer, runner.model.config.vocab_size)
     graph_lens = None
     if runner.graphs is not None:
@@ -48,15 +46,20 @@ def make_speculation(
     return Speculation(config, guarded, scheduler, controller)
 
 
-def _make_proposer(config: SpeculativeConfig, *, allow_trees: bool) -> Proposer:
+def _make_proposer(
+    config: SpeculativeConfig, scheduler: Scheduler, runner: Any, draft: Any
+) -> Proposer:
+    limits = scheduler.config
     if config.proposer is not None:
         return CustomProposer(config.proposer)
+    if config.method == "suffix":
+        return SuffixProposer(config.prompt_lookup_min, allow_trees=limits.draft_trees)
     if config.method == "ngram":
         return NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
-    if config.method == "suffix":
-        return SuffixProposer(config.prompt_lookup_min, allow_trees=allow_trees)
-    if config.method == "ngram":
-        return NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
-    if config.method == "suffix":
-        return SuffixProposer(config.prompt_lookup_min)
+    if draft is not None:
+        count = min(config.num_tokens, limits.max_draft_tokens)
+        vocab_size = runner.model.config.vocab_size
+        proposer = DraftModelProposer(draft, vocab_size, runner.kv_cache.pool, limits, count)
+        proposer.prepare(graphs=runner.graphs is not None, progress=sys.stderr.isatty())
+        return proposer
     raise ConfigError(f"speculative_config.method {config.method!r} is not available")

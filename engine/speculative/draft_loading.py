@@ -1,0 +1,90 @@
+"""Loads the draft model, and checks that its vocabulary is the target's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.errors import ConfigError
+from engine.loading.download import resolve_model
+from engine.loading.model_config import load_config
+from engine.model import Model, load
+from engine.speculative.config import SpeculativeConfig
+
+__all__ = ["check_vocabulary", "load_draft"]
+
+_NUM_COMPARED = 512  # ids whose tokens are compared
+
+
+def load_draft(config: SpeculativeConfig | None, target: Model) -> Model | None:
+    """Load the draft model beside its target; None if there is none.
+
+    It has the target's device, and its dtype unless `config` says otherwise.
+
+    Raises
+    ------
+    ConfigError
+        If its vocabulary is not the target's, or an option cannot be used.
+    """
+    if config is None or config.method != "draft_model":
+        return None
+    assert config.model is not None
+    if config.revision is not None:
+        raise ConfigError(
+            "speculative_config.revision must be left out: models are loaded as they are in the "
+            f"cache; got {config.revision!r}"
+        )
+    sizes = load_config(resolve_model(config.model))
+    draft = load(
+        config.model,
+        device=target.device,
+        dtype=config.dtype or target.dtype,
+        quantization=config.quantization,
+        max_model_len=min(sizes.max_position_embeddings, target.max_model_len),
+        deterministic=target.deterministic,
+        config=sizes,
+    )
+    try:
+        check_vocabulary(draft, target)
+    except ConfigError:
+        draft.close()
+        raise
+    return draft
+
+
+def check_vocabulary(draft: Any, target: Any) -> None:
+    """Check that the ids of two models are the same tokens.
+
+    Embeddings may have more rows than the tokenizer has ids. Tokens are compared for up to 512 ids,
+    evenly spaced, and the last ones.
+
+    Parameters
+    ----------
+    draft, target : Model
+
+    Raises
+    ------
+    ConfigError
+        Naming both.
+    """
+    if not (draft.has_tokenizer and target.has_tokenizer):
+        sizes = draft.config.vocab_size, target.config.vocab_size
+        if sizes[0] != sizes[1]:
+            raise _differs(draft, target, f"they have {sizes[0]} and {sizes[1]} ids")
+        return
+    ours, theirs = draft.tokenizer, target.tokenizer
+    if ours.vocab_size != theirs.vocab_size:
+        what = f"their tokenizers have {ours.vocab_size} and {theirs.vocab_size} ids"
+        raise _differs(draft, target, what)
+    count = ours.vocab_size
+    step = max(1, count // _NUM_COMPARED)
+    for token_id in (*range(0, count, step), *range(max(0, count - 8), count)):
+        tokens = ours.id_to_token(token_id), theirs.id_to_token(token_id)
+        if tokens[0] != tokens[1]:
+            raise _differs(draft, target, f"id {token_id} is {tokens[0]!r} and {tokens[1]!r}")
+
+
+def _differs(draft: Any, target: Any, what: str) -> ConfigError:
+    return ConfigError(
+        f"speculative_config.model must have the vocabulary of the model, {target.name!r}; got "
+        f"{draft.name!r}: {what}"
+    )

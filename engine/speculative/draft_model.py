@@ -1,0 +1,315 @@
+"""Drafts by a smaller model of the same vocabulary.
+
+It is run as the target is, by a `ModelRunner` of its own, over shadows of the requests: the same
+tokens, but block tables of its own (see `DraftPages`). A proposal of k drafts is k steps that are
+launched one after another; the ids sampled by one reach the next on the device.
+
+Drafts are sampled with the request's own temperature, filters and seed, and the draws of their
+positions. The target's sampler will use these draws too, so a draft is accepted far more often than
+an independent one would be, and always if the two models' logits are equal. Penalties, biases and
+masks are left out: they would only raise acceptance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.cache.kv_cache import KVCache, KVGeometry
+from engine.cache.memory_pool import MemoryPool
+from engine.drafts import Drafts
+from engine.request import Request, RequestStatus
+from engine.runner.model_runner import LaunchedStep, ModelRunner
+from engine.runner.sampling import SamplingSpec
+from engine.sampling_params import SamplingParams
+from engine.scheduler.config import SchedulerConfig
+from engine.scheduler.output import ScheduledSequence, ScheduleOutput
+from engine.speculative.costs import StepCosts, measure_propose_costs
+from engine.speculative.draft_pages import DraftPages, SequencePages, num_spare_blocks
+
+__all__ = ["DraftModelProposer"]
+
+_MAX_UNREAD = 3  # steps; a graph's results are overwritten by the fourth step after it
+_FIRST_LEN = 2  # query tokens of the first step: also where the last draft was accepted
+
+
+@dataclass(slots=True, eq=False)
+class _Drafted:
+    """A request as the draft model's runner sees it, and what is kept for it."""
+
+    request: Request
+    shadow: Request
+    pages: SequencePages
+    index: int  # of its spare blocks
+    num_known: int = 0  # tokens of the request when the drafts were made
+    drafts: list[int] = field(default_factory=list)  # the last ones, whose keys are in the pages
+    num_wanted: int = 0
+
+
+class DraftModelProposer:
+    """Proposes what a draft model samples.
+
+    A request's keys are brought up to date in chunks, one chunk per call for all requests together;
+    until that is done, it gets no drafts. An id that the draft model does not know ends its drafts.
+
+    Parameters
+    ----------
+    model : RunnableModel
+        The draft model; closed by `close`.
+    vocab_size : int
+        Of the target.
+    pool : MemoryPool
+        The target's, on the same device.
+    limits : SchedulerConfig
+        Of the target.
+    num_drafts : int
+        Maximum drafts of a request.
+
+    Attributes
+    ----------
+    runner : ModelRunner
+        Of the draft model.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        vocab_size: int,
+        pool: MemoryPool,
+        limits: SchedulerConfig,
+        num_drafts: int,
+    ) -> None:
+        c, size = model.config, limits.block_size
+        self._model = model
+        self._num_ids = min(vocab_size, c.vocab_size)  # that both models know
+        self._token_budget = limits.max_num_batched_tokens
+        self._num_blocks = limits.num_blocks
+        self._num_spare = num_spare_blocks(size, num_drafts)
+        num_blocks = limits.num_blocks + self._num_spare * limits.max_num_seqs
+        geometry = KVGeometry(c.num_layers, c.num_kv_heads, c.head_dim, size, model.dtype)
+        self.kv_cache = KVCache(geometry, num_blocks, pool, "draft kv")
+        self._max_len = min(model.max_model_len, limits.max_model_len)
+        self._max_blocks = -(-self._max_len // size)
+        self.runner = ModelRunner(
+            model, self.kv_cache, max_num_seqs=limits.max_num_seqs, max_model_len=self._max_len
+        )
+        self._pages = DraftPages(size)
+        self._drafted: dict[Request, _Drafted] = {}  # in the order of their last use
+        self._free = list(range(limits.max_num_seqs))
+        self._num_steps = 0
+        self._costs: StepCosts | None = None
+
+    def prepare(self, *, graphs: bool, progress: bool = False) -> None:
+        """Capture graphs for the steps of a proposal, and measure what it takes."""
+        if graphs:
+            self.runner.capture_graphs(self._max_len, _FIRST_LEN - 1, progress=progress)
+        self._costs = measure_propose_costs(self.runner, len(self._free), self._num_blocks)
+
+    def propose(self, wanted: Sequence[tuple[Request, int]]) -> list[Drafts | None]:
+        """Return the model's drafts; None for a request whose keys are not up to date yet."""
+        try:
+            return self._propose(wanted)
+        except BaseException:
+            self._reset()
+            raise
+
+    def forget(self, request: Request) -> None:
+        """Release what is kept for a request; the keys in its blocks stay known."""
+        drafted = self._drafted.pop(request, None)
+        if drafted is not None:
+            self.runner.release([drafted.shadow])
+            self._free.append(drafted.index)
+
+    def cost(self, num_sequences: int, num_tokens: int) -> float:
+        """Return the seconds of a proposal for sequences that are up to date."""
+        if self._costs is None:
+            return 0.0
+        first = self._costs.seconds(num_sequences, _FIRST_LEN)
+        return first + (num_tokens - 1) * self._costs.seconds(num_sequences, 1)
+
+    def close(self) -> None:
+        """Free the pages, and close the model."""
+        self.kv_cache.close()
+        self._model.close()
+
+    # ---- parts of propose
+
+    def _propose(self, wanted: Sequence[tuple[Request, int]]) -> list[Drafts | None]:
+        all_drafted = self._drafted_of([request for request, _ in wanted])
+        copies: list[tuple[int, int]] = []
+        for drafted, (_, count) in zip(all_drafted, wanted, strict=True):
+            copies += self._follow(drafted, count)
+        if copies:
+            self._launch(ScheduleOutput(self._num_steps, copies=copies))
+        self.runner.drop_last_ids(drafted.shadow for drafted in all_drafted)
+        ready = self._catch_up([drafted for drafted in all_drafted if drafted.num_wanted > 0])
+        ids = self._draft(ready)
+        self._settle(ready, ids)
+        return [Drafts(tuple(ids[d])) if ids.get(d) else None for d in all_drafted]
+
+    def _drafted_of(self, requests: Sequence[Request]) -> list[_Drafted]:
+        """Return the entry of each request; those used longest ago make room for new ones."""
+        for request in requests:
+            if request in self._drafted:
+                self._drafted[request] = self._drafted.pop(request)
+        for request in requests:
+            if request not in self._drafted:
+                if not self._free:
+                    self.forget(next(iter(self._drafted)))
+                self._drafted[request] = self._new(request, self._free.pop())
+        return [self._drafted[request] for request in requests]
+
+    def _new(self, request: Request, index: int) -> _Drafted:
+        spec, limit = request.spec, request.max_num_tokens
+        long_rope = self._model.uses_long_rope(limit)
+        shadow = Request(
+            request.request_id,
+            request.prompt_token_ids,
+            spec.params,
+            long_rope=long_rope,
+            spec=SamplingSpec(_plain(spec.params), spec.seed),
+        )
+        shadow.output_token_ids = request.output_token_ids  # the same list, as it grows
+        shadow.status, shadow.max_num_tokens = RequestStatus.RUNNING, limit
+        first = self._num_blocks + index * self._num_spare
+        spare = list(range(first, first + self._num_spare))
+        return _Drafted(request, shadow, SequencePages(spare, salt=int(long_rope)), index)
+
+    def _follow(self, drafted: _Drafted, count: int) -> list[tuple[int, int]]:
+        """Take over what has changed since the last proposal; return the blocks to copy.
+
+        Sets `num_wanted`, to 0 if the request cannot get drafts now.
+        """
+        request, pages, shadow = drafted.request, drafted.pages, drafted.shadow
+        known = request.num_known_tokens
+        if drafted.drafts:
+            came = request.token_ids(drafted.num_known, drafted.num_known + len(drafted.drafts))
+            pages.num_valid += _num_equal(drafted.drafts, came)
+        new_ids = request.token_ids(drafted.num_known, known)
+        drafted.drafts, drafted.num_wanted = [], 0
+        if max(new_ids, default=0) >= self._num_ids:
+            return []
+        drafted.num_known = known
+        copies = self._pages.follow(pages, request)
+        if pages.is_rewritten:
+            self.runner.release([shadow])  # a new row takes over the whole table
+            shadow.block_table, pages.is_rewritten = pages.table[: self._max_blocks], False
+        room = min(len(shadow.block_table) * self.kv_cache.geometry.block_size, self._max_len)
+        drafted.num_wanted = min(count, room + 1 - known)
+        return copies
+
+    def _catch_up(self, all_drafted: Sequence[_Drafted]) -> list[_Drafted]:
+        """Compute a chunk of missing keys; return those of which at most two are missing then."""
+        sequences: list[ScheduledSequence] = []
+        ready: list[_Drafted] = []
+        left, size = self._token_budget, self.kv_cache.geometry.block_size
+        claimed: set[int] = set()
+        for drafted in all_drafted:
+            pages, shadow = drafted.pages, drafted.shadow
+            start, stop = pages.num_valid, drafted.num_known - _FIRST_LEN
+            count = max(0, min(stop - start, left))
+            blocks = shadow.block_table[start // size : (start + count - 1) // size + 1]
+            if count and claimed.isdisjoint(blocks):  # another computes a common prefix
+                claimed.update(blocks)
+                left -= count
+                sequences.append(ScheduledSequence(shadow, start, count, False, 0))
+                self._pages.computed(pages, drafted.request, start + count)
+            if pages.num_valid >= stop:
+                ready.append(drafted)
+        if sequences:
+            self._launch(_step(self._num_steps, sequences, 0, 1))
+        return ready
+
+    def _draft(self, ready: Sequence[_Drafted]) -> dict[_Drafted, list[int]]:
+        """Return the sampled drafts of each."""
+        ids: dict[_Drafted, list[int]] = {drafted: [] for drafted in ready}
+        unread: list[tuple[list[_Drafted], LaunchedStep]] = []
+        active: list[_Drafted] = []
+        for number in range(max((d.num_wanted for d in ready), default=0)):
+            before, active = active, [d for d in ready if d.num_wanted > number]
+            step = self._first_step(active) if not number else self._next_step(active, number)
+            step.is_unchanged = number > 1 and len(active) == len(before)
+            unread.append((active, self._launch(step)))
+            if len(unread) > _MAX_UNREAD:
+                self._read(*unread.pop(0), ids)
+        for each in unread:
+            self._read(*each, ids)
+        return ids
+
+    def _first_step(self, active: list[_Drafted]) -> ScheduleOutput:
+        """Return the step of the last tokens that are known: two of each where it is a graph."""
+        sequences = []
+        for drafted in active:
+            stop = drafted.num_known
+            count = _FIRST_LEN
+            if self.runner.graphs is None:
+                count = stop - min(drafted.pages.num_valid, stop - 1)
+            sequences.append(ScheduledSequence(drafted.shadow, stop - count, count, True, 0))
+        if self.runner.graphs is not None:
+            return _step(self._num_steps, sequences, len(sequences), _FIRST_LEN)
+        sequences.sort(key=lambda s: s.num_scheduled_tokens)
+        num_decodes = sum(s.num_scheduled_tokens == 1 for s in sequences)
+        return _step(self._num_steps, sequences, num_decodes, 1)
+
+    def _next_step(self, active: list[_Drafted], number: int) -> ScheduleOutput:
+        """Return the step of draft `number` - 1, whose id only the device knows."""
+        sequences = [
+            ScheduledSequence(d.shadow, d.num_known + number - 1, 1, True, 1) for d in active
+        ]
+        return _step(self._num_steps, sequences, len(sequences), 1)
+
+    def _launch(self, step: ScheduleOutput) -> LaunchedStep:
+        self._num_steps += 1
+        return self.runner.launch(step)
+
+    def _read(
+        self, active: Iterable[_Drafted], step: LaunchedStep, ids: dict[_Drafted, list[int]]
+    ) -> None:
+        """Wait for a step, and add its ids; there are none where the logits are NaN."""
+        result = self.runner.read(step)
+        for drafted in active:
+            ids[drafted] += result.token_ids.get(drafted.shadow, [self._num_ids])
+
+    def _settle(self, ready: Sequence[_Drafted], ids: dict[_Drafted, list[int]]) -> None:
+        """Note which keys were computed; drop what is no id of the target, and all after that."""
+        for drafted in ready:
+            of_one = ids[drafted]
+            bad = next((i for i, token in enumerate(of_one) if token >= self._num_ids), None)
+            if bad is not None:
+                del of_one[bad:]
+            self._pages.computed(drafted.pages, drafted.request, drafted.num_known)
+            drafted.drafts = of_one[: len(of_one) - (bad is None)]
+
+    def _reset(self) -> None:
+        """Drop everything after a failure."""
+        for request in list(self._drafted):
+            self.forget(request)
+        self._pages = DraftPages(self.kv_cache.geometry.block_size)
+        self.runner.recover()
+
+
+def _plain(params: SamplingParams) -> SamplingParams:
+    """Return what of the parameters the sampler needs for plain requests."""
+    return SamplingParams(
+        temperature=params.temperature, top_p=params.top_p, top_k=params.top_k, min_p=params.min_p
+    )
+
+
+def _num_equal(drafts: Sequence[int], token_ids: Sequence[int]) -> int:
+    """Return how many leading ids are equal."""
+    pairs = enumerate(zip(drafts, token_ids, strict=False))
+    most = min(len(drafts), len(token_ids))
+    return next((i for i, (draft, token) in pairs if draft != token), most)
+
+
+def _step(
+    step_id: int, sequences: list[ScheduledSequence], num_decodes: int, query_len: int
+) -> ScheduleOutput:
+    return ScheduleOutput(
+        step_id,
+        sequences,
+        num_scheduled_tokens=sum(s.num_scheduled_tokens for s in sequences),
+        num_decodes=num_decodes,
+        query_len=query_len,
+    )
