@@ -12,13 +12,14 @@ A step has these rows of logits for a sequence with drafts: row 0 is at the last
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import Any
 
 from engine.errors import RequestError
 
-__all__ = ["MAX_QUERY_LEN", "Drafts"]
+__all__ = ["MAX_QUERY_LEN", "DeferredDrafts", "DraftIds", "Drafts"]
 
 MAX_QUERY_LEN = 64
 """Maximum query tokens of a sequence with a tree of drafts: the bits of a tree mask."""
@@ -162,3 +163,75 @@ class Drafts:
 
 def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+class DraftIds:
+    """The ids of many chains of drafts, which are sampled on the device.
+
+    Parameters
+    ----------
+    on_device : (R, K) array of int32
+        One chain in each row.
+    read : callable
+        Waits for the device, and returns the same ids on the host, valid ids only.
+
+    Attributes
+    ----------
+    on_device : array or None
+        None once the array may hold others.
+    """
+
+    def __init__(self, on_device: Any, read: Callable[[], list[list[int]]]) -> None:
+        self.on_device = on_device
+        self._read = read
+        self._ids: list[list[int]] | None = None
+
+    def rows(self) -> list[list[int]]:
+        """Return the ids on the host; waits for the device the first time."""
+        if self._ids is None:
+            self._ids = self._read()
+        return self._ids
+
+
+class DeferredDrafts(Drafts):
+    """A chain of drafts whose number is known, and whose ids only the device may know yet.
+
+    Reading `token_ids` waits for the device.
+
+    Parameters
+    ----------
+    ids : DraftIds
+    row, count : int
+        The drafts are the first `count` ids of this row.
+
+    Examples
+    --------
+    >>> drafts = DeferredDrafts(DraftIds(None, lambda: [[5, 6, 7]]), row=0, count=3)
+    >>> len(drafts), drafts.depths, drafts.prefix(2).token_ids
+    (3, (1, 2, 3), (5, 6))
+    """
+
+    __slots__ = ("count", "ids", "row")
+    ids: DraftIds
+    row: int
+    count: int
+
+    def __init__(self, ids: DraftIds, row: int, count: int) -> None:
+        for name, value in (("ids", ids), ("row", row), ("count", count), ("parents", None)):
+            object.__setattr__(self, name, value)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The ids."""
+        return tuple(self.ids.rows()[self.row][: self.count])
+
+    def __len__(self) -> int:
+        return self.count
+
+    def prefix(self, count: int) -> DeferredDrafts:
+        """Return the first `count` drafts."""
+        return DeferredDrafts(self.ids, self.row, min(count, self.count))
+
+    def chain(self) -> DeferredDrafts:
+        """Return itself."""
+        return self

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from engine import kernels
+from engine.drafts import DeferredDrafts
 from engine.layers.batch import ForwardBatch
 from engine.layers.sampler import Sampler, SamplingBatch
 from engine.runner.batch import StepInputs, tree_mask
@@ -113,6 +114,7 @@ class _Tokens(NamedTuple):
     kv_positions: IntArray  # int32; where in the sequence's pages their keys are written
     positions: IntArray  # int32; in the sequence; differs from the former in a tree only
     tree_mask: IntArray | None = None  # uint64
+    drafts: Any = None  # (B, query_len - 1) on the device: what the ids after the first of each are
 
 
 class DecodeGraphs:
@@ -275,6 +277,14 @@ class DecodeGraphs:
         self._inputs.release(buffer)
         return self._replay_forward(key)[: batch.num_tokens]
 
+    def sampled_ids(self, num_sequences: int, query_len: int = 1) -> Any:
+        """Return the ids on the device that the last step sampled at the end of each sequence.
+
+        They are valid until the next step is computed.
+        """
+        ids = self._inputs.results[: num_sequences * query_len]
+        return ids.reshape(num_sequences, query_len)[:, -1]
+
     def replay(self, key: GraphKey) -> None:
         """Compute a step from the static inputs."""
         if not self._graphs:
@@ -410,6 +420,9 @@ class DecodeGraphs:
             context_lens=context_lens,
         )
         self._inputs.send(buffer, self._fill_blocks(buffer, rows, key.size))
+        if tokens.drafts is not None:
+            ids = self._inputs.arrays["token_ids"][: len(rows) * key.query_len]
+            ids.reshape(len(rows), key.query_len)[:, 1:] = tokens.drafts
         self._table.num_sent[rows] = self._table.num_blocks[rows]
 
     def _host_token_ids(
@@ -427,6 +440,7 @@ class DecodeGraphs:
     ) -> _Tokens:
         """Return the tokens of decodes that have drafts."""
         sequences, query_len = output.sequences, output.query_len
+        on_device = _drafts_on_device(sequences, query_len)
         ids = np.full((len(rows), query_len), -1, np.int32)
         kv_positions = starts[:, None] + np.arange(query_len, dtype=np.int32)
         positions = kv_positions
@@ -440,11 +454,11 @@ class DecodeGraphs:
             uses_last_id = last_positions[index] == reached - 1
             known = sequence.request.token_ids(sequence.start, reached - uses_last_id)
             ids[index, : num_known - uses_last_id] = known
-            if drafts is not None:
+            if drafts is not None and on_device is None:
                 ids[index, num_known:] = drafts.token_ids
                 if drafts.is_tree:
                     positions[index, num_known:] = reached - 1 + np.array(drafts.depths, np.int32)
-        return _Tokens(ids.ravel(), kv_positions.ravel(), positions.ravel(), mask)
+        return _Tokens(ids.ravel(), kv_positions.ravel(), positions.ravel(), mask, on_device)
 
     def _fill_blocks(self, buffer: StagingBuffer, rows: IntArray, size: int) -> int:
         """Write the block ids that the device does not have yet; return their number."""
@@ -457,3 +471,17 @@ class DecodeGraphs:
             new = tables[rows[index], sent[index] : sent[index] + counts[index]]
             blocks[offsets[index] : offsets[index + 1]] = new
         return int(offsets[-1])
+
+
+def _drafts_on_device(sequences: Sequence[ScheduledSequence], query_len: int) -> Any:
+    """Return the drafts (B, query_len - 1) of all sequences if they need not be sent, else None."""
+    first = sequences[0].drafts
+    if not isinstance(first, DeferredDrafts) or first.ids.on_device is None:
+        return None
+    for index, sequence in enumerate(sequences):
+        drafts = sequence.drafts
+        if not isinstance(drafts, DeferredDrafts) or drafts.ids is not first.ids:
+            return None
+        if drafts.row != index or len(drafts) != query_len - 1:
+            return None
+    return first.ids.on_device[: len(sequences), : query_len - 1]

@@ -11,12 +11,15 @@ from engine.request import Request, RequestStatus
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.output import DraftedSequence, ScheduleOutput
 
-__all__ = ["checked_drafts", "count_accepted", "fitting_drafts", "group_decodes"]
+__all__ = ["DraftTokens", "checked_drafts", "count_accepted", "fitting_drafts", "group_decodes"]
+
+DraftTokens = Sequence[int] | Drafts
+"""What may be proposed."""
 
 
 def checked_drafts(
     request: Request,
-    token_ids: Sequence[int],
+    token_ids: DraftTokens,
     parents: Sequence[int] | None,
     config: SchedulerConfig,
 ) -> Drafts | None:
@@ -33,6 +36,8 @@ def checked_drafts(
             f"request {request.request_id!r}: token_ids must have at most max_draft_tokens = "
             f"{limit} drafts; got {len(token_ids)}"
         )
+    if isinstance(token_ids, Drafts):
+        return token_ids if len(token_ids) else None
     drafts = Drafts(tuple(token_ids), None if parents is None else tuple(parents))
     return drafts if len(drafts) else None
 

@@ -23,7 +23,7 @@ from engine.request import FINISH_REASONS, Request, RequestStatus
 from engine.scheduler.check import check_output
 from engine.scheduler.chunks import UnchangedBatch, add_chunk, chunk_size, put_decodes_first
 from engine.scheduler.config import SchedulerConfig
-from engine.scheduler.drafting import checked_drafts, count_accepted, fitting_drafts
+from engine.scheduler.drafting import DraftTokens, checked_drafts, count_accepted, fitting_drafts
 from engine.scheduler.output import BatchSize, InFlightSteps, ScheduledSequence, ScheduleOutput
 from engine.scheduler.preemption import prefers_swap
 from engine.scheduler.prefixes_in_flight import PrefixesInFlight
@@ -191,7 +191,7 @@ class Scheduler:
         ]
 
     def propose(
-        self, request: Request, token_ids: Sequence[int], parents: Sequence[int] | None = None
+        self, request: Request, token_ids: DraftTokens, parents: Sequence[int] | None = None
     ) -> bool:
         """Propose drafts: tokens after the last one of `request`, for its next step to verify.
 
@@ -201,7 +201,7 @@ class Scheduler:
         Parameters
         ----------
         request : Request
-        token_ids : sequence of int
+        token_ids : sequence of int, or Drafts
             At most `max_draft_tokens`.
         parents : sequence of int, optional
             For a tree of drafts, the index of each one's parent; -1: the request's last token.

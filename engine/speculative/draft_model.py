@@ -12,16 +12,20 @@ masks are left out: they would only raise acceptance.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from engine.cache.kv_cache import KVCache, KVGeometry
 from engine.cache.memory_pool import MemoryPool
-from engine.drafts import Drafts
+from engine.drafts import DeferredDrafts, DraftIds, Drafts
 from engine.request import Request, RequestStatus
 from engine.runner.model_runner import LaunchedStep, ModelRunner
 from engine.runner.sampling import SamplingSpec
+from engine.runner.transfer import DeviceToHostCopy
 from engine.sampling_params import SamplingParams
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.output import ScheduledSequence, ScheduleOutput
@@ -30,7 +34,6 @@ from engine.speculative.draft_pages import DraftPages, SequencePages, num_spare_
 
 __all__ = ["DraftModelProposer"]
 
-_MAX_UNREAD = 3  # steps; a graph's results are overwritten by the fourth step after it
 _FIRST_LEN = 2  # query tokens of the first step: also where the last draft was accepted
 
 
@@ -42,8 +45,8 @@ class _Drafted:
     shadow: Request
     pages: SequencePages
     index: int  # of its spare blocks
-    num_known: int = 0  # tokens of the request when the drafts were made
-    drafts: list[int] = field(default_factory=list)  # the last ones, whose keys are in the pages
+    num_known: int = 0  # tokens of the request when it last got drafts
+    drafts: Drafts | None = None  # those; the keys of all but the last one are in the pages
     num_wanted: int = 0
 
 
@@ -99,12 +102,21 @@ class DraftModelProposer:
         self._free = list(range(limits.max_num_seqs))
         self._num_steps = 0
         self._costs: StepCosts | None = None
+        self._sampled = model.device.xp.zeros((limits.max_num_seqs, num_drafts), np.int32)
+        self._ids = DraftIds(None, list)  # of the last proposal
 
     def prepare(self, *, graphs: bool, progress: bool = False) -> None:
         """Capture graphs for the steps of a proposal, and measure what it takes."""
         if graphs:
-            self.runner.capture_graphs(self._max_len, _FIRST_LEN - 1, progress=progress)
+            self.capture_graphs(progress=progress)
         self._costs = measure_propose_costs(self.runner, len(self._free), self._num_blocks)
+
+    def capture_graphs(self, *, progress: bool = False) -> None:
+        """Capture graphs; on the CPU, the steps that they would replay are used."""
+        self.runner.capture_graphs(self._max_len, _FIRST_LEN - 1, progress=progress)
+        assert self.runner.graphs is not None
+        self._sampled[:1, 0] = self.runner.graphs.sampled_ids(1)
+        self._collected(1)  # CuPy compiles these on first use: do it now
 
     def propose(self, wanted: Sequence[tuple[Request, int]]) -> list[Drafts | None]:
         """Return the model's drafts; None for a request whose keys are not up to date yet."""
@@ -144,9 +156,11 @@ class DraftModelProposer:
             self._launch(ScheduleOutput(self._num_steps, copies=copies))
         self.runner.drop_last_ids(drafted.shadow for drafted in all_drafted)
         ready = self._catch_up([drafted for drafted in all_drafted if drafted.num_wanted > 0])
-        ids = self._draft(ready)
-        self._settle(ready, ids)
-        return [Drafts(tuple(ids[d])) if ids.get(d) else None for d in all_drafted]
+        drafts = self._draft(ready)
+        for drafted in ready:
+            drafted.drafts = drafts[drafted]
+            self._pages.computed(drafted.pages, drafted.request, drafted.num_known)
+        return [drafts.get(drafted) for drafted in all_drafted]
 
     def _drafted_of(self, requests: Sequence[Request]) -> list[_Drafted]:
         """Return the entry of each request; those used longest ago make room for new ones."""
@@ -183,11 +197,10 @@ class DraftModelProposer:
         """
         request, pages, shadow = drafted.request, drafted.pages, drafted.shadow
         known = request.num_known_tokens
-        if drafted.drafts:
-            came = request.token_ids(drafted.num_known, drafted.num_known + len(drafted.drafts))
-            pages.num_valid += _num_equal(drafted.drafts, came)
         new_ids = request.token_ids(drafted.num_known, known)
-        drafted.drafts, drafted.num_wanted = [], 0
+        if drafted.drafts is not None:
+            pages.num_valid += _num_equal(drafted.drafts.token_ids[:-1], new_ids)
+        drafted.drafts, drafted.num_wanted = None, 0
         if max(new_ids, default=0) >= self._num_ids:
             return []
         drafted.num_known = known
@@ -221,21 +234,39 @@ class DraftModelProposer:
             self._launch(_step(self._num_steps, sequences, 0, 1))
         return ready
 
-    def _draft(self, ready: Sequence[_Drafted]) -> dict[_Drafted, list[int]]:
-        """Return the sampled drafts of each."""
-        ids: dict[_Drafted, list[int]] = {drafted: [] for drafted in ready}
+    def _draft(self, ready: Sequence[_Drafted]) -> Mapping[_Drafted, Drafts]:
+        """Launch the steps that sample the drafts, and return them."""
+        self._ids.on_device = None  # it is overwritten now
+        ready = sorted(ready, key=lambda drafted: -drafted.num_wanted)
         unread: list[tuple[list[_Drafted], LaunchedStep]] = []
         active: list[_Drafted] = []
-        for number in range(max((d.num_wanted for d in ready), default=0)):
+        for number in range(ready[0].num_wanted if ready else 0):
             before, active = active, [d for d in ready if d.num_wanted > number]
-            step = self._first_step(active) if not number else self._next_step(active, number)
+            step = self._next_step(active, number) if number else self._first_step(active)
             step.is_unchanged = number > 1 and len(active) == len(before)
             unread.append((active, self._launch(step)))
-            if len(unread) > _MAX_UNREAD:
-                self._read(*unread.pop(0), ids)
-        for each in unread:
-            self._read(*each, ids)
-        return ids
+            if (graphs := self.runner.graphs) is not None:
+                sampled = graphs.sampled_ids(len(active), step.query_len)
+                self._sampled[: len(active), number] = sampled
+        if self.runner.graphs is None:
+            return self._read(ready, unread)
+        return self._deferred(ready)
+
+    def _deferred(self, ready: Sequence[_Drafted]) -> Mapping[_Drafted, Drafts]:
+        """Return drafts that are read from the device when they are needed."""
+        if ready:
+            self._ids = self._collected(len(ready))
+        return {d: DeferredDrafts(self._ids, i, d.num_wanted) for i, d in enumerate(ready)}
+
+    def _collected(self, count: int) -> DraftIds:
+        """Return the ids of the last steps, of `count` requests; starts to copy them to the host.
+
+        What is no id of the target becomes one: the device computes with the ids that are read.
+        """
+        device, ids = self._model.device, self._sampled[:count]
+        device.xp.clip(ids, 0, self._num_ids - 1, out=ids)
+        copy = DeviceToHostCopy(device, {"ids": ids if device.is_cuda else ids.copy()})
+        return DraftIds(ids, lambda: copy.wait()["ids"].tolist())
 
     def _first_step(self, active: list[_Drafted]) -> ScheduleOutput:
         """Return the step of the last tokens that are known: two of each where it is a graph."""
@@ -264,22 +295,18 @@ class DraftModelProposer:
         return self.runner.launch(step)
 
     def _read(
-        self, active: Iterable[_Drafted], step: LaunchedStep, ids: dict[_Drafted, list[int]]
-    ) -> None:
-        """Wait for a step, and add its ids; there are none where the logits are NaN."""
-        result = self.runner.read(step)
-        for drafted in active:
-            ids[drafted] += result.token_ids.get(drafted.shadow, [self._num_ids])
-
-    def _settle(self, ready: Sequence[_Drafted], ids: dict[_Drafted, list[int]]) -> None:
-        """Note which keys were computed; drop what is no id of the target, and all after that."""
-        for drafted in ready:
-            of_one = ids[drafted]
-            bad = next((i for i, token in enumerate(of_one) if token >= self._num_ids), None)
-            if bad is not None:
-                del of_one[bad:]
-            self._pages.computed(drafted.pages, drafted.request, drafted.num_known)
-            drafted.drafts = of_one[: len(of_one) - (bad is None)]
+        self, ready: Iterable[_Drafted], steps: Iterable[tuple[list[_Drafted], LaunchedStep]]
+    ) -> Mapping[_Drafted, Drafts]:
+        """Read all steps; what is no id of the target, or was not sampled, ends the drafts."""
+        ids: dict[_Drafted, list[int]] = {drafted: [] for drafted in ready}
+        for active, step in steps:
+            result = self.runner.read(step)
+            for drafted in active:
+                ids[drafted] += result.token_ids.get(drafted.shadow, [self._num_ids])
+        return {
+            drafted: Drafts(tuple(itertools.takewhile(lambda i: i < self._num_ids, of_one)))
+            for drafted, of_one in ids.items()
+        }
 
     def _reset(self) -> None:
         """Drop everything after a failure."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
-from engine.drafts import Drafts
+from engine.drafts import DeferredDrafts, Drafts
 from engine.request import Request
 from engine.speculative.proposer import Proposer
 
@@ -26,6 +26,8 @@ class GuardedProposer:
     proposer : Proposer
     vocab_size : int
         Ids of drafts are below it.
+    may_defer : bool
+        Whether `DeferredDrafts` are taken as they are, unread: their proposer is the engine's own.
 
     Attributes
     ----------
@@ -35,11 +37,12 @@ class GuardedProposer:
         Whether it has failed so often in a row that it is not asked again.
     """
 
-    def __init__(self, proposer: Proposer, vocab_size: int) -> None:
+    def __init__(self, proposer: Proposer, vocab_size: int, *, may_defer: bool = False) -> None:
         self.num_failures = 0
         self.is_given_up = False
         self._proposer = proposer
         self._vocab_size = vocab_size
+        self._may_defer = may_defer
         self._num_failed_calls = 0  # in a row
 
     def ask(self, wanted: Sequence[tuple[Request, int]]) -> list[tuple[Request, Drafts]]:
@@ -104,6 +107,8 @@ class GuardedProposer:
             raise proposal
         if not isinstance(proposal, Drafts):
             raise TypeError(f"it returned {type(proposal).__name__} in place of Drafts")
+        if self._may_defer and isinstance(proposal, DeferredDrafts) and len(proposal) <= most:
+            return proposal
         # A copy: a subclass, or one that was not constructed, need not hold what Drafts promises.
         ids, parents = tuple(islice(proposal.token_ids, most + 1)), proposal.parents
         if len(ids) > most:

@@ -36,7 +36,7 @@ def make_speculation(
     if config is None:
         return NoSpeculation()
     proposer = _make_proposer(config, scheduler, runner, draft)
-    guarded = GuardedProposer(proposer, runner.model.config.vocab_size)
+    guarded = GuardedProposer(proposer, runner.model.config.vocab_size, may_defer=draft is not None)
     graph_lens = None
     if runner.graphs is not None:
         graph_lens = sorted({key.query_len for key in runner.graphs.keys})

@@ -95,7 +95,7 @@ class Speculation:
         self._num_idle = 0
         self.is_active = True
         for request, drafts in chosen.items():
-            self._scheduler.propose(request, drafts.token_ids, drafts.parents)
+            self._scheduler.propose(request, drafts)
 
     def record(self, output: ScheduleOutput, token_ids: Mapping[Request, Sequence[int]]) -> None:
         """Count the drafts of a step that was read back; before it is committed."""
