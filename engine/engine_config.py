@@ -291,8 +291,9 @@ class EngineConfig:
         )
         per_block = 0
         if draft is not None:
-            per_block = geometry_of(draft.config, self.block_size, draft.dtype).bytes_per_block
-            memory = self._with_draft(memory, draft, per_block, tokens, seqs, has_graphs, reasons)
+            sizes = self._draft_sizes(draft, seqs)
+            memory = sizes.added_to(memory, tokens, seqs, has_graphs)
+            per_block, reasons["draft_model"] = sizes.bytes_per_block, str(sizes)
         plan = plan_num_blocks(
             memory,
             geometry,
@@ -366,6 +367,11 @@ class EngineConfig:
         reasons[name] = f"{default}: the default on {device.kind}"
         return default
 
+    def _draft_sizes(self, draft: ServedModel, seqs: int) -> DraftSizes:
+        per_block = geometry_of(draft.config, self.block_size, draft.dtype).bytes_per_block
+        num_spare = seqs * num_spare_blocks(self.block_size, self.max_draft_tokens)
+        return DraftSizes(draft.config, draft.dtype, draft.weight_bytes, per_block, num_spare)
+
     def _memory(self, model: ServedModel, tokens: int, seqs: int, has_graphs: bool) -> MemoryBudget:
         total, free = device_memory(model.device)
         rows, seqs = (n * (1 + self.max_draft_tokens) for n in (batch_sizes(seqs)[-1], seqs))
@@ -377,32 +383,6 @@ class EngineConfig:
             weights=model.weight_bytes,
             activations=activations + graphs,
             utilization=self.memory_utilization or _UTILIZATION[model.device.kind],
-        )
-
-    def _with_draft(
-        self,
-        memory: MemoryBudget,
-        draft: ServedModel,
-        bytes_per_block: int,
-        tokens: int,
-        seqs: int,
-        has_graphs: bool,
-        reasons: dict[str, str],
-    ) -> MemoryBudget:
-        """Return `memory` with a draft model, which runs while the model does not."""
-        spare = seqs * num_spare_blocks(self.block_size, self.max_draft_tokens) * bytes_per_block
-        reasons["draft_model"] = (
-            f"weights {format_bytes(draft.weight_bytes)}, {format_bytes(bytes_per_block)} for each "
-            f"block, {format_bytes(spare)} for drafts beyond the blocks of their requests"
-        )
-        rows = 2 * batch_sizes(seqs)[-1]
-        graphs = activation_bytes(draft.config, draft.dtype, rows, rows) if has_graphs else 0
-        activations = activation_bytes(draft.config, draft.dtype, tokens, seqs)
-        return replace(
-            memory,
-            others=max(0, memory.others - draft.weight_bytes),
-            activations=max(memory.activations, activations),
-            drafts=draft.weight_bytes + spare + graphs,
         )
 
 
@@ -422,6 +402,41 @@ class ResolvedConfig:
     def with_reason(self, name: str, reason: str) -> ResolvedConfig:
         """Return the same with one more reason; itself if that is ""."""
         return replace(self, reasons={**self.reasons, name: reason}) if reason else self
+
+
+@dataclass(frozen=True)
+class DraftSizes:
+    """What a draft model takes of the memory."""
+
+    config: ModelConfig
+    dtype: str
+    weight_bytes: int
+    bytes_per_block: int
+    num_spare_blocks: int
+
+    def __str__(self) -> str:
+        spare = self.num_spare_blocks * self.bytes_per_block
+        return (
+            f"weights {format_bytes(self.weight_bytes)}, {format_bytes(self.bytes_per_block)} for "
+            f"each block, {format_bytes(spare)} for drafts beyond their requests' blocks"
+        )
+
+    def added_to(
+        self, memory: MemoryBudget, num_tokens: int, num_seqs: int, has_graphs: bool
+    ) -> MemoryBudget:
+        """Return `memory` with this model beside the one it has; they never run at once.
+
+        `num_tokens`, `num_seqs`: maximum of a step.
+        """
+        rows = 2 * batch_sizes(num_seqs)[-1]
+        graphs = activation_bytes(self.config, self.dtype, rows, rows) if has_graphs else 0
+        activations = activation_bytes(self.config, self.dtype, num_tokens, num_seqs)
+        return replace(
+            memory,
+            others=max(0, memory.others - self.weight_bytes),
+            activations=max(memory.activations, activations),
+            drafts=self.weight_bytes + self.num_spare_blocks * self.bytes_per_block + graphs,
+        )
 
 
 def geometry_of(model: ModelConfig, block_size: int, dtype: str) -> KVGeometry:
@@ -447,7 +462,12 @@ def activation_bytes(model: ModelConfig, dtype: str, num_tokens: int, num_rows: 
 
 
 def default_budget(
-    model: ModelConfig, dtype: str, kind: str, total: int, weight_bytes: int
+    model: ModelConfig,
+    dtype: str,
+    kind: str,
+    total: int,
+    weight_bytes: int,
+    draft: DraftSizes | None = None,
 ) -> MemoryBudget:
     """Return the budget of an engine with default options that has `total` bytes for itself.
 
@@ -458,10 +478,19 @@ def default_budget(
     kind : str
         "cpu" or "cuda".
     total, weight_bytes : int
+    draft : DraftSizes, optional
+        For `default_num_seqs(kind)` requests.
     """
-    seqs = _SEQUENCES[kind]
-    activations = activation_bytes(model, dtype, max(_BATCHED_TOKENS[kind], seqs), seqs)
+    seqs = default_num_seqs(kind)
+    tokens = max(_BATCHED_TOKENS[kind], seqs)
+    activations = activation_bytes(model, dtype, tokens, seqs)
     if kind == "cuda":
         rows = batch_sizes(seqs)[-1]
         activations += activation_bytes(model, dtype, rows, rows)  # of the graphs
-    return MemoryBudget(total, 0, weight_bytes, activations, _UTILIZATION[kind])
+    budget = MemoryBudget(total, 0, weight_bytes, activations, _UTILIZATION[kind])
+    return draft.added_to(budget, tokens, seqs, kind == "cuda") if draft is not None else budget
+
+
+def default_num_seqs(kind: str) -> int:
+    """Return the maximum number of running requests by default; `kind`: "cpu" or "cuda"."""
+    return _SEQUENCES[kind]

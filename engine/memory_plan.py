@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.cache.kv_cache import KVGeometry, MemoryBudget
+from engine.cache.kv_cache import MemoryBudget
 from engine.cache.memory_pool import format_bytes
 from engine.config import ModelConfig
 from engine.dtypes import itemsize
-from engine.engine_config import default_budget
+from engine.engine_config import DraftSizes, default_budget, default_num_seqs, geometry_of
 from engine.loading.load_config import LoadConfig
 from engine.loading.weight_memory import quantized_formats, weight_dtype
 from engine.loading.weight_table import weight_shapes
 from engine.models.decoder import rope_bytes
 from engine.quantization import FORMATS, dense_format
+from engine.speculative.draft_pages import num_spare_blocks
 
 __all__ = ["MemoryPlan", "PagePlan", "WeightGroup", "plan_memory"]
 
@@ -62,6 +63,8 @@ class MemoryPlan:
     pages : tuple of PagePlan
         In the model's dtype, and in 8 bits.
     max_model_len : int
+    draft : DraftSizes or None
+        Of a draft model; its pages are among those of each token.
     """
 
     weights: tuple[WeightGroup, ...]
@@ -69,6 +72,7 @@ class MemoryPlan:
     budget: MemoryBudget
     pages: tuple[PagePlan, ...]
     max_model_len: int
+    draft: DraftSizes | None = None
 
     def __str__(self) -> str:
         budget = self.budget
@@ -77,6 +81,8 @@ class MemoryPlan:
                  for each in self.weights]  # fmt: skip
         rows.append(("rope tables", self.rope_bytes, f"for {self.max_model_len} tokens"))
         rows.append(("activations", budget.activations, "at most, with default options"))
+        if self.draft is not None:
+            rows.append(("draft model", budget.drafts, str(self.draft)))
         share = f"{100 * budget.utilization:.3g} % of {format_bytes(budget.total)} are used"
         rows.append(("left for pages", budget.left, share))
         lines = [
@@ -94,7 +100,13 @@ class MemoryPlan:
 
 
 def plan_memory(
-    config: ModelConfig, load_config: LoadConfig, total: int, *, block_size: int = 16
+    config: ModelConfig,
+    load_config: LoadConfig,
+    total: int,
+    *,
+    block_size: int = 16,
+    draft: tuple[ModelConfig, LoadConfig] | None = None,
+    num_drafts: int = 0,
 ) -> MemoryPlan:
     """Return where a memory of `total` bytes goes. Nothing is allocated.
 
@@ -107,6 +119,10 @@ def plan_memory(
         Bytes of the device.
     block_size : int
         Tokens per page.
+    draft : (ModelConfig, LoadConfig), optional
+        A draft model, and how it would be loaded.
+    num_drafts : int
+        Maximum drafts of a request.
 
     Examples
     --------
@@ -118,20 +134,33 @@ def plan_memory(
     >>> [(page.dtype, page.bytes_per_token) for page in plan.pages]
     [('float16', 64), ('8-bit', 32)]
     """
-    dtype, length = load_config.dtype, load_config.max_model_len
+    dtype, length, kind = load_config.dtype, load_config.max_model_len, load_config.device.kind
     groups = _weight_groups(config, dtype, load_config.quantization)
     tables = rope_bytes(config, length)
     weights = sum(group.num_bytes for group in groups) + tables
-    budget = default_budget(config, dtype, load_config.device.kind, total, weights)
-    geometry = KVGeometry(
-        config.num_layers, config.num_kv_heads, config.head_dim, block_size, dtype
-    )
+    beside = None if draft is None else _draft_sizes(*draft, block_size, num_drafts)
+    budget = default_budget(config, dtype, kind, total, weights, beside)
+    geometry = geometry_of(config, block_size, dtype)
+    of_drafts = 0 if beside is None else beside.bytes_per_block // block_size
     pages = []
     for name, divisor in ((dtype, 1), ("8-bit", itemsize(dtype))):
-        per_token = geometry.bytes_per_token // divisor
+        per_token = geometry.bytes_per_token // divisor + of_drafts
         blocks = max(0, budget.left) // (per_token * block_size)
         pages.append(PagePlan(name, per_token, blocks * block_size))
-    return MemoryPlan(groups, tables, budget, tuple(pages), length)
+    return MemoryPlan(groups, tables, budget, tuple(pages), length, beside)
+
+
+def _draft_sizes(
+    config: ModelConfig, load_config: LoadConfig, block_size: int, num_drafts: int
+) -> DraftSizes:
+    dtype = load_config.dtype
+    groups = _weight_groups(config, dtype, load_config.quantization)
+    weights = sum(group.num_bytes for group in groups)
+    weights += rope_bytes(config, load_config.max_model_len)
+    per_block = geometry_of(config, block_size, dtype).bytes_per_block
+    seqs = default_num_seqs(load_config.device.kind)
+    num_spare = seqs * num_spare_blocks(block_size, num_drafts)
+    return DraftSizes(config, dtype, weights, per_block, num_spare)
 
 
 def _weight_groups(

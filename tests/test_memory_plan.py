@@ -71,6 +71,37 @@ def test_the_budget_is_the_engines(device, monkeypatch):
     assert default_budget(config, "bfloat16", device.kind, total, weights) == expected
 
 
+@pytest.mark.parametrize("device", [CPU, CUDA])
+def test_a_draft_model_takes_what_the_engine_gives_it(device, monkeypatch):
+    names, total = ("llama-3.1-8b", "qwen3-0.6b"), 80 * 10**9
+    config, small = map(built_in_config, names)
+    how, beside = (_how(each, device=device) for each in (config, small))
+    plan = plan_memory(config, how, total, draft=(small, beside), num_drafts=20)
+    of_small = plan_memory(small, beside, total).budget.weights
+    monkeypatch.setattr(engine_config, "device_memory", lambda place: (total, total))
+    sizes = {"device": device, "dtype": "bfloat16", "deterministic": False}
+    made = EngineConfig(max_draft_tokens=20).resolve(
+        SimpleNamespace(
+            config=config, weight_bytes=plan.budget.weights, max_model_len=4096, **sizes
+        ),
+        SimpleNamespace(config=small, weight_bytes=of_small, max_model_len=4096, **sizes),
+    )
+    assert made.reasons["draft_model"] == str(plan.draft)
+    alone = plan_memory(config, how, total)
+    assert (
+        plan.draft.bytes_per_block
+        == 16 * plan_memory(small, beside, total).pages[0].bytes_per_token
+    )
+    seqs = 256 if device.is_cuda else 16
+    assert plan.draft.num_spare_blocks == 2 * seqs
+    taken = alone.budget.left - plan.budget.left
+    assert taken >= of_small + 2 * seqs * plan.draft.bytes_per_block
+    assert "draft model" in str(plan) and "draft model" not in str(alone)
+    more = plan.draft.bytes_per_block // 16
+    for page, other in zip(plan.pages, alone.pages, strict=True):
+        assert page.bytes_per_token == other.bytes_per_token + more
+
+
 def test_a_model_that_is_too_large_is_said_to_be():
     config = built_in_config("llama-3.1-8b")
     plan = plan_memory(config, _how(config), 8 * 10**9)
@@ -116,6 +147,7 @@ def test_the_command_reads_a_gguf_file_and_this_machines_memory(capsys):
         (("--max-model-len", "8"), "--max-model-len needs --plan"),
         (("--dtype", "float16"), "--dtype needs --plan"),
         (("-q", "int4"), "--quantization needs --plan"),
+        (("--speculative-config", "{}"), "--speculative-config needs --plan"),
         (("--plan", "llama-3.1-8b", "--memory", "80"), "--memory must be a size such as 141GB"),
         (("--plan", "llama-3.1-8b", "--memory", "0GB"), "--memory must be a size such as 141GB"),
         (("--plan", "llama-3.1-8b", "--memory", "-1GB"), "expected one argument"),

@@ -14,9 +14,9 @@ __all__ = ["SPECULATION_HELP", "add_speculation_argument", "parsed_config", "spe
 SPECULATION_HELP = 'how drafts are proposed, as JSON: {"method": "ngram"}'
 
 
-def add_speculation_argument(parser: argparse.ArgumentParser) -> None:
+def add_speculation_argument(parser: argparse.ArgumentParser, help: str = SPECULATION_HELP) -> None:
     """Declare the option."""
-    parser.add_argument("--speculative-config", metavar="JSON", help=SPECULATION_HELP)
+    parser.add_argument("--speculative-config", metavar="JSON", help=help)
 
 
 def speculation_option(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -19,13 +19,16 @@ from engine.cache.memory_pool import device_memory, format_bytes
 from engine.checks import shown
 from engine.commands._bench_models import built_in_config, built_in_names
 from engine.commands._quantization import add_quantization_argument
+from engine.commands._speculation import add_speculation_argument, speculation_option
+from engine.config import ModelConfig
 from engine.errors import CompileError, ConfigError
 from engine.kernels import _module, _nvrtc
-from engine.loading.download import local_path, resolve_model
-from engine.loading.load_config import resolve_load_config
+from engine.loading.download import ModelSource, local_path, resolve_model
+from engine.loading.load_config import LoadConfig, resolve_load_config
 from engine.loading.model_config import load_config
 from engine.memory_plan import plan_memory
 from engine.model_files import excerpt
+from engine.speculative import SpeculativeConfig
 
 __all__ = ["add_arguments", "run"]
 
@@ -57,6 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", help="with --plan: float32, float16, bfloat16 or auto")
     parser.add_argument("--max-model-len", type=int, help="with --plan: longest sequence")
     add_quantization_argument(parser)
+    add_speculation_argument(parser, "with --plan: a draft model beside it, as JSON: "
+                             '{"model": "smollm2"}')  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -64,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plan is not None:
         print(_plan(arguments))
         return 0
-    for name in ("memory", "dtype", "max_model_len", "quantization"):
+    for name in ("memory", "dtype", "max_model_len", "quantization", "speculative_config"):
         if getattr(arguments, name) is not None:
             raise ConfigError(f"--{name.replace('_', '-')} needs --plan")
     checks: list[tuple[str, Callable[[], str]]] = [
@@ -112,14 +117,9 @@ def _verdict(states: list[str]) -> str:
 
 def _plan(arguments: argparse.Namespace) -> str:
     """Return the plan for the model and the memory that the options name."""
-    name, source = arguments.plan, None
-    if not name:
+    if not arguments.plan:
         raise ConfigError("--plan must name a model; got ''")
-    if name in built_in_names():
-        config = built_in_config(name)
-    else:
-        source = resolve_model(name, progress=sys.stderr.isatty())
-        config = load_config(source)
+    config, source = _sizes(arguments.plan)
     if arguments.memory is None:
         place = device.resolve_device("auto")[0]
         total = device_memory(place)[0]
@@ -128,8 +128,34 @@ def _plan(arguments: argparse.Namespace) -> str:
     options = (arguments.dtype or "auto", "auto", arguments.max_model_len, arguments.quantization)
     how = resolve_load_config(config, source, (place, ""), *options)
     where = place if arguments.memory is None else f"{format_bytes(total)} of a GPU"
-    title = f"{excerpt(name)} in {how.quantization or how.dtype} on {where}"
-    return f"{title}\n{plan_memory(config, how, total)}"
+    title = f"{excerpt(arguments.plan)} in {how.quantization or how.dtype} on {where}"
+    draft, num_drafts = None, 0
+    speculative = SpeculativeConfig.from_option(
+        speculation_option(arguments).get("speculative_config")
+    )
+    if speculative is not None and speculative.method == "draft_model":
+        draft, num_drafts = _draft(speculative, how), speculative.num_tokens
+    return f"{title}\n{plan_memory(config, how, total, draft=draft, num_drafts=num_drafts)}"
+
+
+def _sizes(name: str) -> tuple[ModelConfig, ModelSource | None]:
+    """Return a model's configuration, and its files unless the configuration is built in."""
+    if name in built_in_names():
+        return built_in_config(name), None
+    source = resolve_model(name, progress=sys.stderr.isatty())
+    return load_config(source), source
+
+
+def _draft(speculative: SpeculativeConfig, target: LoadConfig) -> tuple[ModelConfig, LoadConfig]:
+    """Return the configuration of a draft model, and how it would be loaded beside its target."""
+    config, source = _sizes(str(speculative.model))
+    length = min(target.max_model_len, config.max_position_embeddings)
+    dtype = speculative.dtype or target.dtype
+    place = (target.device, "")
+    how = resolve_load_config(
+        config, source, place, dtype, "auto", length, speculative.quantization
+    )
+    return config, how
 
 
 def _parsed_memory(text: str) -> int:
