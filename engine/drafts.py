@@ -84,6 +84,8 @@ class Drafts:
 
     def prefix(self, count: int) -> Drafts:
         """Return the first `count` drafts."""
+        if count >= len(self):
+            return self
         parents = None if self.parents is None else self.parents[:count]
         return Drafts(self.token_ids[:count], parents)
 
@@ -230,7 +232,7 @@ class DeferredDrafts(Drafts):
 
     def prefix(self, count: int) -> DeferredDrafts:
         """Return the first `count` drafts."""
-        return DeferredDrafts(self.ids, self.row, min(count, self.count))
+        return self if count >= self.count else DeferredDrafts(self.ids, self.row, count)
 
     def chain(self) -> DeferredDrafts:
         """Return itself."""

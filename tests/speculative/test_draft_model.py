@@ -8,11 +8,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from engine import SamplingParams, llm_engine
+from engine import LLMEngine, SamplingParams, llm_engine
 from engine.drafts import DraftIds
 from engine.engine_config import EngineConfig
-from engine.errors import ConfigError, OutOfMemoryError
-from engine.speculative import draft_loading, draft_model
+from engine.errors import ConfigError, EngineError, OutOfMemoryError
+from engine.speculative import SpeculativeConfig, draft_loading, draft_model
+from engine.speculative.costs import StepCosts
+from engine.speculative.draft_loading import load_draft
 from tests.e2e.tiny import (
     BYTES_PER_BLOCK,
     CONFIG,
@@ -23,6 +25,7 @@ from tests.e2e.tiny import (
     swap_gb,
     tiny_model,
 )
+from tests.models.conftest import CASES
 
 NUM_DRAFTS = 4
 OTHER = dataclasses.replace(CONFIG, hidden_size=32, num_layers=1, num_heads=4, num_kv_heads=1)
@@ -177,12 +180,49 @@ def test_many_requests_at_once(target, make):
     assert stats.acceptance_rate == 1.0 and stats.num_drafts > 40
 
 
-def test_another_model_changes_no_token(target, make, other):
+@pytest.mark.parametrize("late", [False, True])
+def test_another_model_changes_no_token(target, make, other, late):
     params = [mixed_params(index, max_tokens=50) for index in range(8)]
     prompts = prompts_of(8, 7)
-    got, stats = serve(make(other(), max_num_seqs=8), prompts, params)
+    engine = make(other(), max_num_seqs=8, async_scheduling=late)
+    got, stats = serve(engine, prompts, params)
     assert got == plain(target, prompts, params)
     assert 0 < stats.acceptance_rate < 0.9
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_drafting_now_and_then(target, make, late):
+    """Steps without drafts in between, and tokens in flight: the missing keys are computed."""
+    engine = make(max_num_seqs=8, async_scheduling=late)
+    proposer, propose, number = proposer_of(engine), engine.speculation.propose, [0]
+
+    def now_and_then():
+        number[0] += 1
+        if number[0] // 5 % 2:
+            engine.speculation.is_active = False
+        else:
+            propose()
+
+    engine.speculation.propose = now_and_then
+    params = [mixed_params(index, max_tokens=70) for index in range(6)]
+    prompts = prompts_of(6, 83)
+    got, stats = serve(engine, prompts, params)
+    assert got == plain(target, prompts, params)
+    assert stats.acceptance_rate == 1.0 and stats.num_drafts > 20
+    assert proposer.kv_cache.is_closed
+
+
+def test_the_number_of_drafts_follows_acceptance_and_cost(target, make, other):
+    """A draft model that takes long, or guesses badly, is not asked any more."""
+    for seconds, most in ((1e-9, 2000), (100.0, 0)):
+        engine = make(other(), config={"adaptive": True})
+        engine.speculation._controller._costs = StepCosts([1], [1, 2], [[1.0, 1.01]])
+        proposer_of(engine).cost = lambda n, k, seconds=seconds: seconds * k
+        prompts = prompts_of(3, 89)
+        params = [mixed_params(index, max_tokens=60) for index in range(3)]
+        got, stats = serve(engine, prompts, params)
+        assert got == plain(target, prompts, params)
+        assert stats.num_draft_tokens <= most and (most == 0 or stats.num_draft_tokens > 0)
 
 
 @pytest.mark.parametrize("count", [1, 7, 20])
@@ -424,6 +464,43 @@ def test_memory_of_the_draft_model_is_planned(target, make, monkeypatch):
     assert (counts[0] * BYTES_PER_BLOCK - lost) // (2 * BYTES_PER_BLOCK) == counts[1] > 16
     with pytest.raises(OutOfMemoryError, match="the draft model"):
         EngineConfig(num_blocks=counts[0], **options).resolve(target, target)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_family_drafts_for_itself(golden, case):
+    """From files, with windows, experts, and other ropes; the loaded draft is closed with it."""
+    made = golden(case)
+    config = {"model": str(made.directory), "num_speculative_tokens": 3, "adaptive": False}
+    options = {"device": "cpu", "dtype": "float32", "deterministic": True, "num_blocks": 32}
+    ids = []
+    for speculative in (None, config):
+        with LLMEngine.from_name(
+            str(made.directory), speculative_config=speculative, max_num_seqs=2, **options
+        ) as engine:
+            for index in range(2):
+                params = mixed_params(index, max_tokens=made.max_tokens - len(made.prompt))
+                engine.add_request(f"r{index}", made.prompt, params)
+            outputs = run(engine)
+            ids.append([list(outputs[f"r{i}"].outputs[0].token_ids) for i in range(2)])
+            stats = engine.stats().speculation
+            if speculative is not None:
+                draft = proposer_of(engine)._model
+    assert ids[0] == ids[1]
+    assert stats.num_draft_tokens > 4 and stats.acceptance_rate == 1.0
+    assert draft._decoder is None
+
+
+def test_wrong_draft_models(golden, target):
+    one, two = (golden(case) for case in CASES[:2])
+    model = one.load()
+    with pytest.raises(ConfigError, match=r"speculative_config.revision must be left out"):
+        load_draft(SpeculativeConfig(model=str(one.directory), revision="main"), model)
+    assert load_draft(None, model) is None
+    assert load_draft(SpeculativeConfig(method="ngram"), model) is None
+    with pytest.raises(EngineError, match="no-such-model"):
+        load_draft(SpeculativeConfig(model="no-such-model"), model)
+    with pytest.raises(ConfigError, match="vocabulary of the model, 'dummy'"):
+        load_draft(SpeculativeConfig(model=str(two.directory)), target)
 
 
 class _Vocabulary:
