@@ -11,7 +11,7 @@ import math
 import numbers
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from engine.checks import checked_text, items_of, shown_with_type, token_ids_of
@@ -77,19 +77,26 @@ class NumberRange:
         """Return `value` as int or float (or None), or raise a `RequestError` naming `name`."""
         if value is None and self.optional:
             return None
-        kind = numbers.Integral if self.integer else numbers.Real
-        if not isinstance(value, bool) and isinstance(value, kind):
-            try:
-                # Python's numbers: NumPy's integers would wrap in later arithmetic.
-                given: Any = operator.index(value) if isinstance(value, numbers.Integral) else value
-                number: Any = given if self.integer else float(given)
-            except (TypeError, ValueError, OverflowError):
-                number = math.nan
-            # NaN fails every comparison, so test for being inside the range, not outside.
-            above = number > self.low if self.low_open else number >= self.low
-            if above and number <= self.high:
-                return number
+        # First the usual types: `isinstance` of an abstract class takes longer than all the rest.
+        is_usual = type(value) is (int if self.integer else float)
+        number = value if is_usual else self._number(value)
+        # NaN fails every comparison, so test for being inside the range, not outside.
+        above = number > self.low if self.low_open else number >= self.low
+        if above and number <= self.high:
+            return number
         raise RequestError(f"{name} must be {self}; got {shown_with_type(value)}")
+
+    def _number(self, value: Any) -> Any:
+        """Return `value` as int or float; NaN if it is no such number."""
+        kind = numbers.Integral if self.integer else numbers.Real
+        if isinstance(value, bool) or not isinstance(value, kind):
+            return math.nan
+        try:
+            # Python's numbers: NumPy's integers would wrap in later arithmetic.
+            given: Any = operator.index(value) if isinstance(value, numbers.Integral) else value
+            return given if self.integer else float(given)
+        except (TypeError, ValueError, OverflowError):
+            return math.nan
 
 
 RANGES: dict[str, NumberRange] = {
@@ -226,7 +233,7 @@ class SamplingParams:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> SamplingParams:
         """Refuse unknown keywords, naming the nearest known one (a dataclass would not)."""
-        known = {f.name for f in fields(cls)}
+        known = cls.__dataclass_fields__  # `fields` makes a tuple in each call
         for name in kwargs:
             if name not in known:
                 raise unknown_keyword("SamplingParams", name, known)
