@@ -47,6 +47,7 @@ def test_defaults_are_vllms():
         "detokenize": True,
         "skip_special_tokens": True,
         "include_stop_str_in_output": False,
+        "use_speculation": True,
         "output_kind": RequestOutputKind.CUMULATIVE,
         "logit_bias": None,
         "allowed_token_ids": None,
