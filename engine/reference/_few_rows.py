@@ -8,6 +8,7 @@ blocks there are depends on the shapes only, so the bits do not depend on the nu
 
 from __future__ import annotations
 
+import importlib
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -76,9 +77,8 @@ def _multiply_blocks(matrix: Array, x: Array, out: Array, block: int) -> None:
 @cache
 def _has_kernels_for_few() -> bool:
     """Tell whether OpenBLAS has kernels that copy nothing: those for AVX-512."""
-    from numpy._core import _multiarray_umath  # numpy.show_runtime reads the same
-
-    return bool(_multiarray_umath.__cpu_features__.get("AVX512_SKX", False))
+    core = importlib.import_module("numpy._core._multiarray_umath")  # as numpy.show_runtime does
+    return bool(getattr(core, "__cpu_features__", {}).get("AVX512_SKX", False))
 
 
 @cache

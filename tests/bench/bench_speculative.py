@@ -12,7 +12,7 @@ from engine import SamplingParams
 from engine.device import Device
 from engine.llm_engine import LLMEngine
 
-_CODE = '''class Account:
+_CODE = """class Account:
     def __init__(self, owner, balance=0):
         self.owner = owner
         self.balance = balance
@@ -33,7 +33,7 @@ _CODE = '''class Account:
         self.balance -= amount
         self.history.append(("withdraw", amount))
         return self.balance
-'''
+"""
 _LETTER = """Dear Ms. Meyer,
 
 thank you for your letter of the fourth of May. We are sory that the lamp that you ordered arrived \
@@ -51,8 +51,8 @@ known for its cider, and every October thirty thousand visitors come to the harv
 old mill is a museum now. Its wheel still turns, driven by the northern river."""
 
 TASKS = {
-    "code edit": f"Here is a Python class:\n\n```python\n{_CODE}```\n\nRewrite the class. Rename the "
-    "method `deposit` to `add_money`, and change nothing else. Reply with the whole code.",
+    "code edit": f"Here is a Python class:\n\n```python\n{_CODE}```\n\nRewrite the class. "
+    "Rename the method `deposit` to `add_money`, and change nothing else. Reply with all of it.",
     "correction": "Correct the spelling of this letter, and reply with the whole letter:\n\n"
     + _LETTER,
     "excerpt": f"{_ARTICLE}\n\nCopy the sentences of the text that are about the mill.",
@@ -92,7 +92,9 @@ def decode(llm: LLMEngine, ids: list[int], max_tokens: int = _MAX_TOKENS) -> dic
 
 
 def compare(
-    model: Any, configs: Mapping[str, Mapping[str, Any] | None], tasks: Mapping[str, str],
+    model: Any,
+    configs: Mapping[str, Mapping[str, Any] | None],
+    tasks: Mapping[str, str],
     rounds: int = _ROUNDS,
 ) -> list[dict[str, Any]]:
     """Return a row for each task and config; all of them in turn, so that all see the same load."""
@@ -117,16 +119,18 @@ def compare(
             pairs = zip(results, plain, strict=True)
             row["x plain"] = statistics.median(run["tokens/s"] / other for run, other in pairs)
             rows.append(row)
+            _print(row)
     for llm in engines.values():
         llm.close()
     return rows
 
 
+def _print(row: Mapping[str, Any]) -> None:
+    figures = [f"{key} {value:.3g}" for key, value in row.items() if isinstance(value, float)]
+    print(f"{row['task']:12} {row['config']:10} {'  '.join(figures)}", flush=True)
+
+
 def main(device: Device) -> list[dict[str, Any]]:
     """Measure on `device`, print, and return the rows."""
     with engine.load("smollm2", device=device) as model:
-        rows = compare(model, CONFIGS, TASKS)
-    for row in rows:
-        figures = [f"{key} {value:.3g}" for key, value in row.items() if isinstance(value, float)]
-        print(f"{row['task']:12} {row['config']:10} {'  '.join(figures)}")
-    return rows
+        return compare(model, CONFIGS, TASKS)

@@ -133,7 +133,9 @@ def test_long_prompts_are_read_in_several_calls(monkeypatch):
     requests = [make_request(text) for _ in range(2)]
     shown = []
     for _ in range(6):
-        shown.append([drafts is not None for drafts in proposer.propose([(r, 3) for r in requests])])
+        shown.append(
+            [drafts is not None for drafts in proposer.propose([(r, 3) for r in requests])]
+        )
         read = [len(index.token_ids) for index in proposer._indices.values()]
         assert sum(read) <= 100 * len(shown)
     # 500 tokens in calls of 100: the first request has its 250 after three of them.
@@ -241,10 +243,12 @@ def test_the_engine_proposes_and_the_tokens_stay_the_same(method):
         assert list(outputs[str(name)].outputs[0].token_ids) == right
 
 
-def test_the_config_says_which_and_how_long():
-    proposer = _make_proposer(
-        SpeculativeConfig(method="ngram", prompt_lookup_min=2, prompt_lookup_max=5)
-    )
+@pytest.mark.parametrize("allow_trees", [False, True])
+def test_the_config_says_which_and_how_long(allow_trees):
+    config = SpeculativeConfig(method="ngram", prompt_lookup_min=2, prompt_lookup_max=5)
+    proposer = _make_proposer(config, allow_trees=allow_trees)
     assert type(proposer) is NgramProposer and proposer._lengths == (2, 5)
-    proposer = _make_proposer(SpeculativeConfig(method="suffix", prompt_lookup_min=2))
+    config = SpeculativeConfig(method="suffix", prompt_lookup_min=2)
+    proposer = _make_proposer(config, allow_trees=allow_trees)
     assert type(proposer) is SuffixProposer and proposer._lengths == (2, 48)
+    assert proposer._allow_trees is allow_trees

@@ -1,0 +1,127 @@
+# %% [markdown]
+# # Speculative decoding
+#
+# A step of one request reads all weights for one token. If somebody guesses the next tokens, one
+# step verifies all of them, at little more than the price of one. Where the answer repeats much of
+# the prompt, as in an edit of a text, the prompt itself is a good guess: find the last few tokens
+# earlier in the text, and propose what followed them there.
+
+# %%
+import os
+import time
+from pathlib import Path
+
+try:
+    import matplotlib
+except ModuleNotFoundError:
+    raise SystemExit("this example draws pictures; pip install '.[examples]' first") from None
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+
+import engine
+
+folder = Path(os.environ.get("ENGINE_EXAMPLES_OUT", "."))
+model = engine.load("smollm2", device="cpu", max_model_len=512)
+letter = """Dear Ms. Meyer,
+
+thank you for your letter of the fourth of May. We are sory that the lamp that you ordered arrived
+with a broken shade. A new shade will be sent to you within five working days, free of charge.
+Please keep the old one until the new one has arrived; our driver will take it back."""
+task = f"Correct the spelling of this letter, and reply with the whole letter:\n\n{letter}"
+ids = model.tokenizer.encode_chat([{"role": "user", "content": task}], add_generation_prompt=True)
+
+
+# %% [markdown]
+# ## One answer, with and without drafts
+#
+# `step` returns what a request has so far, so a step with accepted drafts adds several tokens. The
+# clock starts after the first token: the prompt takes the same time in any case.
+
+
+# %%
+def answer(config, max_tokens=64):
+    """Return the answer's ids, its tokens per step and per second, and the counts of drafts."""
+    options = {"max_num_seqs": 1, "num_blocks": 32, "speculative_config": config}
+    with engine.LLMEngine(model, **options) as llm:
+        llm.add_request("r", ids, engine.SamplingParams(temperature=0, max_tokens=max_tokens))
+        counts, times = [], []
+        while llm.has_unfinished_requests():
+            for output in llm.step():
+                token_ids = list(output.outputs[0].token_ids)
+                counts.append(len(token_ids))
+                times.append(time.perf_counter())
+        gained = np.diff(counts)
+        return token_ids, gained, gained.sum() / (times[-1] - times[0]), llm.stats().speculation
+
+
+plain, _, plain_rate, _ = answer(None)
+print(model.tokenizer.decode(plain))
+print(f"\n{plain_rate:.1f} tokens/s")
+
+# %% [markdown]
+# Drafts change the time, never the text: a draft counts only if the model chooses the same token.
+
+# %%
+config = {"method": "ngram", "prompt_lookup_min": 2, "num_speculative_tokens": 8}
+drafted, gained, rate, counts = answer(config | {"adaptive": False})
+assert drafted == plain
+print("tokens of each step:", *gained)
+share, number = counts.acceptance_rate, counts.num_draft_tokens
+print(f"{rate:.1f} tokens/s; {share:.0%} of {number} drafts accepted")
+assert counts.num_accepted_tokens > len(plain) / 2
+
+# %% [markdown]
+# ## How many drafts?
+#
+# A draft is accepted only if all before it are, so those at a distance are accepted less often,
+# and each takes some time. The best number depends on the text and on the machine. By default
+# (`adaptive`) the engine finds it: expected tokens over the measured cost of a step, each time.
+
+# %%
+numbers = [1, 4, 8, 15]
+rates = []
+for number in numbers:
+    options = config | {"num_speculative_tokens": number, "adaptive": False}
+    drafted, _, rate, counts = answer(options)
+    assert drafted == plain
+    rates.append(rate)
+    print(f"{number:2} drafts at most: {counts.acceptance_rate:.0%} accepted, {rate:.1f} tokens/s")
+per_position = np.array(counts.num_draft_tokens_per_pos)
+acceptance = np.array(counts.num_accepted_tokens_per_pos) / np.maximum(per_position, 1)
+
+# %%
+figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+positions = 1 + np.arange(len(acceptance))
+axes[0].bar(positions, acceptance, color="#1f5fbf")
+axes[0].set_title("how often a draft is accepted")
+axes[0].set_xlabel("its distance from the last known token")
+axes[0].set_ylim(0, 1)
+axes[1].plot(numbers, rates, "o-", color="#1f5fbf", label="with drafts")
+axes[1].axhline(plain_rate, color="0.5", linestyle=":", label="plain")
+axes[1].set_title("tokens per second")
+axes[1].set_xlabel("maximum number of drafts")
+axes[1].set_ylim(0)
+axes[1].legend(frameon=False)
+figure.savefig(folder / "speculation.png", dpi=80)
+print("speculation.png")
+
+# %% [markdown]
+# ## A proposer of your own
+#
+# Any callable will do: it gets the tokens so far and how many may be proposed. Nothing it returns
+# can do harm. This one knows the answer, so every draft is accepted.
+
+
+# %%
+def oracle(token_ids, num_tokens):
+    """Return the next tokens of the answer."""
+    start = len(token_ids) - len(ids)
+    return plain[start : start + num_tokens]
+
+
+drafted, gained, rate, counts = answer(oracle)
+assert drafted == plain
+print("tokens of each step:", *gained)
+model.close()
