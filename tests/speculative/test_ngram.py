@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -245,10 +246,11 @@ def test_the_engine_proposes_and_the_tokens_stay_the_same(method):
 
 @pytest.mark.parametrize("allow_trees", [False, True])
 def test_the_config_says_which_and_how_long(allow_trees):
+    scheduler: Any = SimpleNamespace(config=SimpleNamespace(draft_trees=allow_trees))
     config = SpeculativeConfig(method="ngram", prompt_lookup_min=2, prompt_lookup_max=5)
-    proposer = _make_proposer(config, allow_trees=allow_trees)
+    proposer = _make_proposer(config, scheduler, None, None)
     assert type(proposer) is NgramProposer and proposer._lengths == (2, 5)
     config = SpeculativeConfig(method="suffix", prompt_lookup_min=2)
-    proposer = _make_proposer(config, allow_trees=allow_trees)
+    proposer = _make_proposer(config, scheduler, None, None)
     assert type(proposer) is SuffixProposer and proposer._lengths == (2, 48)
     assert proposer._allow_trees is allow_trees
