@@ -59,6 +59,10 @@ class Load:
         self.proposer = KnownProposer({}, VOCAB, seed=rng.random())
         self.engine = make_engine(model, **_options(rng))
         self.engine.speculation._proposer._proposer = self.proposer
+        if rng.random() < 0.3:  # on the CPU, the steps that graphs would be captured of
+            num_tokens = self.engine.config.speculative.num_tokens
+            self.engine.runner.capture_graphs(MAX_LEN, num_tokens)
+            self.engine.speculation._controller._lens = [1 + num_tokens]
         self.requests, self.outputs = {}, {}
         self.stems = [[rng.randrange(VOCAB) for _ in range(40)] for _ in range(2)]
         self.num_failures = 0
