@@ -12,6 +12,7 @@ from engine.layers.sampler import pack_allowed
 from engine.request import Request
 from engine.runner.transfer import PinnedArrays
 from engine.scheduler.output import ScheduledSequence
+from engine.structured.masks import MaskPlan
 
 __all__ = ["AllowedMasks"]
 
@@ -41,6 +42,7 @@ class AllowedMasks:
     ) -> None:
         self.has_mask = np.zeros(num_rows, np.bool_)
         self._has_grammar = np.zeros(num_rows, np.bool_)
+        self._rules = np.zeros(num_rows, np.int64)  # rows with the same may share a mask
         self._fixed: dict[int, IntArray] = {}  # masks of allowed_token_ids, by row
         self._vocab_size = vocab_size
         self._eos = pack_allowed([i for i in eos_token_ids if i < vocab_size], vocab_size)
@@ -55,6 +57,9 @@ class AllowedMasks:
         if allowed_ids is not None:
             self._fixed[row] = pack_allowed(allowed_ids, self._vocab_size)
         self._has_grammar[row] = spec.grammar is not None
+        self._rules[row] = 1 if spec.params.ignore_eos else 2 + spec.params.min_tokens
+        if allowed_ids is not None:
+            self._rules[row] = -1 - row
         self.has_mask[row] = spec.grammar is not None or allowed_ids is not None
 
     def build(
@@ -62,46 +67,50 @@ class AllowedMasks:
         sampled: Sequence[ScheduledSequence],
         rows: IntArray,
         positions: IntArray,
-        paths: Sequence[tuple[int, ...]],
+        paths: Sequence[tuple[int, ...]] | None = None,
     ) -> dict[str, Any]:
         """Return "allowed", on the device, and "allowed_rows" of `kernels.sample`.
 
         Grammars first follow the requests' output. Empty if no row needs a mask; arguments as of
-        `SamplingTable.build`.
+        `SamplingTable.build`. Rows with equal masks of a grammar may have the same one.
         """
         has_grammar = self._has_grammar[rows]
         by_grammar = np.flatnonzero(has_grammar)
-        needed = np.concatenate([by_grammar, np.flatnonzero(self.has_mask[rows] & ~has_grammar)])
-        if not len(needed):
+        by_ids = np.flatnonzero(self.has_mask[rows] & ~has_grammar)
+        if not len(by_grammar) and not len(by_ids):
             return {}
+        plan = self._plan(sampled, rows, by_grammar, paths)
+        firsts, num_plans = by_grammar[plan.firsts], len(plan.firsts)
+        needed = np.concatenate([firsts, by_ids])
         masks = self._pinned.next((len(needed), len(self._eos)), np.int32)
-        masks[len(by_grammar) :] = -1
-        indices = by_grammar.tolist()
-        of_grammars, requests = masks[: len(indices)], [sampled[i].request for i in indices]
-        is_allowed = self._fill(of_grammars, requests, [paths[i] for i in indices])
+        is_allowed = plan.fill(masks[:num_plans])
+        masks[num_plans:] = -1
         for index, row in enumerate(rows[needed].tolist()) if self._fixed else ():
             if row in self._fixed:
                 masks[index] &= self._fixed[row]
-        self._delay_end(of_grammars, requests, positions[by_grammar].tolist(), is_allowed)
+        requests = [sampled[i].request for i in firsts.tolist()]
+        self._delay_end(masks[:num_plans], requests, positions[firsts].tolist(), is_allowed)
         allowed_rows = np.full(len(rows), -1, np.int32)
-        allowed_rows[needed] = np.arange(len(needed))
+        allowed_rows[by_grammar] = plan.indices
+        allowed_rows[by_ids] = np.arange(num_plans, len(needed))
         return {"allowed": self._pinned.send(), "allowed_rows": allowed_rows}
 
-    def _fill(
+    def _plan(
         self,
-        masks: IntArray,
-        requests: Sequence[Request],
-        paths: Sequence[tuple[int, ...]],
-    ) -> list[bool]:
-        """Write the masks of grammars; return which paths they allow."""
-        if not requests:
-            return []
-        from engine.structured.masks import fill_masks  # on demand: it needs a library
-
-        states = [request.spec.grammar for request in requests]
-        for request, state in zip(requests, states, strict=True):
+        sampled: Sequence[ScheduledSequence],
+        rows: IntArray,
+        by_grammar: IntArray,
+        paths: Sequence[tuple[int, ...]] | None,
+    ) -> MaskPlan:
+        """Let the grammars follow their requests' output; return which masks they need."""
+        indices, states = by_grammar.tolist(), []
+        for index in indices:
+            request = sampled[index].request
+            state = request.spec.grammar
             state.follow(request.output_token_ids)
-        return fill_masks(states, paths, masks)
+            states.append(state)
+        of_grammars = None if paths is None else [paths[index] for index in indices]
+        return MaskPlan(states, of_grammars, self._rules[rows[by_grammar]].tolist())
 
     def _delay_end(
         self,

@@ -149,7 +149,6 @@ class SamplingTable:
         paths : sequence of tuple of int, optional
             The drafts between the last known token and the one to be sampled.
         """
-        paths = [()] * len(rows) if paths is None else paths
         return SamplingBatch(
             temperature=self._floats["temperature"][rows],
             top_k=self._top_k[rows],
@@ -160,7 +159,7 @@ class SamplingTable:
             num_logprobs=self._most_logprobs(rows),
             **self._masks.build(sampled, rows, positions, paths),
             **self._penalties(rows, positions),
-            **self._biases(sampled, rows, positions, paths),
+            **self._biases(sampled, rows, positions, paths or [()] * len(rows)),
         )
 
     def plain_columns(self, rows: IntArray) -> dict[str, IntArray] | None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from engine.errors import RequestError
 from engine.structured.check_process import check
+from engine.structured.prefixes import MaskStore, Prefix, PrefixTree
 from engine.structured.sources import compile_matcher, library, reason, source_of
 from engine.structured_output import StructuredOutput
 
@@ -21,6 +22,17 @@ _MAX_CACHED = 128  # grammars
 _MAX_CACHED_CHARS = 16 << 20
 _NUM_MATCHERS = min(os.cpu_count() or 1, 16)  # of one grammar,
 _MAX_SECONDS = 0.05  # as long as all of them took less than this to compile
+
+# llguidance looks at once at all tokens that match one of these, if a string may go on with each
+# text that does. Its own have 10 and 30 characters only: where `maxLength` leaves fewer, it would
+# look at each token alone, which takes 20 times as long.
+_CHARS_OF_SLICES = (3, 6, 10, 15, 20, 30)
+_IN_STRINGS = r'[^"\\\x00-\x1F\x7F]'
+_SLICES = [
+    r"[\x20\x0A\x0D\x09]+",
+    *[f"{_IN_STRINGS}{{1,{count}}}" for count in _CHARS_OF_SLICES],
+    f"{_IN_STRINGS}+",
+]
 
 
 @functools.lru_cache(maxsize=_MAX_CACHED)
@@ -71,8 +83,9 @@ class GrammarCompiler:
             raise RequestError("structured output needs a model with an end-of-sequence token")
         vocabulary = _Vocabulary(tokenizer, vocab_size, eos_token_ids)
         self._tokenizer = self._module.LLTokenizer(
-            vocabulary, n_vocab=vocab_size, eos_token=list(eos_token_ids)
+            vocabulary, n_vocab=vocab_size, eos_token=list(eos_token_ids), slices=_SLICES
         )
+        self._masks = MaskStore()
         self._lock = threading.Lock()
         self._cache: OrderedDict[tuple[str, str], Grammar] = OrderedDict()
 
@@ -99,7 +112,7 @@ class GrammarCompiler:
     def _compile(self, structured: StructuredOutput, kind: str, text: str) -> Grammar:
         _refuse_if(check(kind, text), structured)
         make = functools.partial(compile_matcher, self._module, self._tokenizer, kind, text)
-        grammar = Grammar(make)
+        grammar = Grammar(make, self._masks)
         _refuse_if(grammar.error, structured)
         return grammar
 
@@ -118,6 +131,8 @@ class Grammar:
     ----------
     compile_one : callable
         Returns a new matcher.
+    masks : MaskStore
+        Of all grammars of this vocabulary.
 
     Attributes
     ----------
@@ -125,8 +140,10 @@ class Grammar:
         Why it cannot be used; "" if it can.
     """
 
-    def __init__(self, compile_one: Callable[[], Any]) -> None:
+    def __init__(self, compile_one: Callable[[], Any], masks: MaskStore) -> None:
         self._compile_one = compile_one
+        self._masks = masks
+        self._tree = PrefixTree()
         self._seconds = 0.0
         self._matchers = [self._new_matcher()]
         self._next = 0
@@ -139,7 +156,7 @@ class Grammar:
         if index == len(self._matchers) and self._seconds < _MAX_SECONDS:
             self._matchers.append(self._new_matcher())
         index %= len(self._matchers)
-        return GrammarState(self._matchers[index].deep_copy(), index)
+        return GrammarState(self._matchers[index].deep_copy(), self._tree, self._masks, index)
 
     def _new_matcher(self) -> Any:
         start = time.perf_counter()
@@ -154,31 +171,69 @@ class GrammarState:
     """Where the output of one request is in its grammar.
 
     The state follows the committed output ids, and nothing else: a step that is rolled back or
-    repeated, or a preemption, does not change it.
+    repeated, or a preemption, does not change it. Its matcher consumes them when it is needed: a
+    mask that another request with the same output has made needs none.
 
     Attributes
     ----------
     matcher : llguidance.LLMatcher
+        Before the ids in `unread`.
+    masks : MaskStore
     group : int
         States of one grammar in different groups can be used at the same time.
-    num_consumed : int
-        How many output ids it has consumed.
+    prefix : Prefix or None
+        The output, if another request of the grammar may have the same.
+    num_followed : int
+        How many output ids it has followed.
+    unread : list of int
+        Those of them that the matcher has not consumed.
     error : str
-        Why no further mask can be made; "" if one can.
+        Why no further mask can be made; "" if one can, as far as is known.
     """
 
-    def __init__(self, matcher: Any, group: int = 0) -> None:
+    __slots__ = (
+        "_tree", "error", "group", "masks", "matcher", "num_followed", "prefix", "unread"
+    )  # fmt: skip
+
+    def __init__(self, matcher: Any, tree: PrefixTree, masks: MaskStore, group: int = 0) -> None:
         self.matcher = matcher
+        self.masks = masks
         self.group = group
         self.error = ""
-        self.num_consumed = 0
+        self.prefix: Prefix | None = tree.start()
+        self.num_followed = 0
+        self.unread: list[int] = []
+        self._tree = tree
 
     def follow(self, output_ids: Sequence[int]) -> None:
         """Advance to the end of `output_ids`, which continue those of the last call."""
-        for token_id in output_ids[self.num_consumed :]:
-            self.num_consumed += 1
-            if not self.error and not self.matcher.consume_token(token_id):
+        new = output_ids[self.num_followed :]
+        self.num_followed += len(new)
+        self.unread += new
+        if self.prefix is not None:
+            for token_id in new:
+                self.prefix = self._tree.after(self.prefix, token_id)
+                if self.prefix is None:
+                    break
+
+    def catch_up(self) -> None:
+        """Let the matcher consume what it has not; sets `error` if it does not allow that."""
+        if self.unread:
+            unread, self.unread = self.unread, []
+            if not self.error and not self.matcher.consume_tokens(unread):
                 self.note_error()
+
+    def forced_tokens(self, limit: int) -> list[int]:
+        """Return up to `limit` ids that come next whatever is sampled; empty if there is a choice.
+
+        Only the first token that differs from how the tokenizer writes the text could tell
+        otherwise, so they are drafts to be verified.
+        """
+        self.catch_up()
+        if self.error:
+            return []
+        ids: list[int] = self.matcher.compute_ff_tokens()
+        return ids[:limit]
 
     def note_error(self) -> None:
         """Set `error` if the matcher has failed, of a limit or of a token it does not allow."""

@@ -1,4 +1,4 @@
-"""Masks of many requests at once, on all cores."""
+"""Masks of many requests at once, on all cores; those of equal states are made once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ import numpy as np
 from engine.structured.grammar import GrammarState
 from engine.structured.sources import library
 
-__all__ = ["fill_masks"]
+__all__ = ["MaskPlan", "fill_masks"]
+
+MaskArray = np.ndarray[Any, np.dtype[np.int32]]
+Run = tuple[GrammarState, int, tuple[int, ...]]
+"""A state, the index of its first mask, and a chain of drafts: so many masks come after it."""
 
 
 @functools.cache
@@ -20,48 +24,195 @@ def _executor() -> Any:
     return library().LLExecutor()
 
 
+class MaskPlan:
+    """Which masks a step needs, and which of its rows have the same one.
+
+    Parameters
+    ----------
+    states : sequence of GrammarState
+        A state may occur several times in a row, with different paths.
+    paths : sequence of tuple of int, optional
+        Drafts that come after the output; None: there are none.
+    rules : sequence of int, optional
+        Rows share a mask only if theirs are equal: what the caller changes in the masks depends on
+        these. None: they are.
+
+    Attributes
+    ----------
+    indices : list of int
+        The mask of each row.
+    firsts : list of int
+        The first row of each mask.
+    """
+
+    def __init__(
+        self,
+        states: Sequence[GrammarState],
+        paths: Sequence[tuple[int, ...]] | None = None,
+        rules: Sequence[int] | None = None,
+    ) -> None:
+        self.indices: list[int] = []
+        self.firsts: list[int] = []
+        self._states = states
+        self._paths = paths
+        rules = rules or [0] * len(states)
+        indices, firsts, known = self.indices, self.firsts, {}
+        for row, state in enumerate(states):
+            index = len(firsts)
+            # Without a prefix no other state is the same, and its own rows differ in their paths.
+            if state.prefix is not None:
+                key = state.prefix, rules[row], paths[row] if paths else ()
+                index = known.setdefault(key, index)
+            if index == len(firsts):
+                firsts.append(row)
+            indices.append(index)
+
+    def fill(self, masks: MaskArray) -> list[bool]:
+        """Write the masks.
+
+        Parameters
+        ----------
+        masks : (n, ceil(V/32)) array of int32
+            C-contiguous, one row for each of `firsts`. Bit i of word w set: id 32 w + i may follow.
+
+        Returns
+        -------
+        list of bool
+            Whether each mask's path is allowed; if not, its mask allows every token.
+        """
+        runs, alone = self._runs()
+        runs = [run for run in runs if not _copy(run, masks)]
+        _catch_up([state for state, _, _ in (*runs, *alone)])
+        _compute([run for run in runs if not run[0].error], masks)
+        is_allowed = [True] * len(masks)
+        for state, index, path in alone:
+            is_allowed[index] = _fill_after(state, path, masks[index])
+        for run in runs:
+            if run[2]:
+                _check(run, masks, is_allowed)
+            _keep(run, masks, is_allowed)
+        return is_allowed
+
+    def _runs(self) -> tuple[list[Run], list[Run]]:
+        """Return masks that are made together, after each draft of a chain, and the others."""
+        states, paths = self._states, self._paths
+        if paths is None:
+            return [(states[row], i, ()) for i, row in enumerate(self.firsts)], []
+        runs: list[Run] = []
+        alone: list[Run] = []
+        is_run, last = False, 0
+        for index, row in enumerate(self.firsts):
+            state, path = states[row], paths[row]
+            if not path:
+                runs.append((state, index, ()))
+                is_run, last = True, row
+            elif is_run and row == last + 1 and state is runs[-1][0] and path[:-1] == runs[-1][2]:
+                runs[-1] = state, runs[-1][1], path
+                last = row
+            else:
+                alone.append((state, index, path))
+                is_run = False
+        return runs, alone
+
+
 def fill_masks(
     states: Sequence[GrammarState],
-    paths: Sequence[Sequence[int]],
-    masks: np.ndarray[Any, np.dtype[np.int32]],
+    paths: Sequence[tuple[int, ...]],
+    masks: MaskArray,
 ) -> list[bool]:
     """Write, for each state, the mask of the tokens that may follow its output and `paths`.
 
     Parameters
     ----------
-    states : sequence of GrammarState
-        A state may occur several times, with different paths.
-    paths : sequence of sequence of int
-        Drafts that come after the output.
-    masks : (n, ceil(V/32)) array of int32
-        C-contiguous. Bit i of word w set: id 32 w + i may follow.
+    states, paths, masks
+        As of `MaskPlan`, with one mask for each state.
 
     Returns
     -------
     list of bool
         Whether each path is allowed; if not, its mask allows every token.
     """
-    pairs = list(zip(states, paths, strict=True))
-    plain = [(state.matcher, i) for i, (state, path) in enumerate(pairs) if not path]
-    plain.sort(key=lambda pair: states[pair[1]].group)  # a thread takes neighbours
-    num_bytes = masks.shape[1] * 4
-    if plain:
-        _executor().unsafe_compute_mask_ptr(plain, masks.ctypes.data, num_bytes, len(masks))
-    is_allowed = [
-        not path or _fill_after(state.matcher, path, masks[index])
-        for index, (state, path) in enumerate(pairs)
-    ]
-    for state in states:
+    return MaskPlan(states, paths, range(len(states))).fill(masks)
+
+
+def _copy(run: Run, masks: MaskArray) -> bool:
+    """Write masks that are kept; return False if any is not."""
+    state, index, chain = run
+    if state.prefix is None:
+        return False
+    kept = [state.masks.get(prefix) for prefix in state.prefix.along(chain)]
+    if len(kept) <= len(chain) or any(mask is None for mask in kept):
+        return False
+    for i, mask in enumerate(kept):
+        masks[index + i] = mask
+    return True
+
+
+def _keep(run: Run, masks: MaskArray, is_allowed: Sequence[bool]) -> None:
+    """Note a failure, for which every token is allowed; keep masks of prefixes."""
+    state, index, chain = run
+    if state.error or state.matcher.is_error():
         state.note_error()
-    return is_allowed
+        masks[index : index + 1 + len(chain)] = -1
+    elif state.prefix is not None:
+        for i, prefix in enumerate(state.prefix.along(chain)):
+            if is_allowed[index + i]:
+                state.masks.add(prefix, masks[index + i])
 
 
-def _fill_after(matcher: Any, path: Sequence[int], mask: np.ndarray[Any, Any]) -> bool:
+def _check(run: Run, masks: MaskArray, is_allowed: list[bool]) -> None:
+    """Find which drafts of a chain are allowed; after the others every token is."""
+    _, index, chain = run
+    num_words, stop = masks.shape[1], index + 1 + len(chain)
+    for i, token in enumerate(chain, index):
+        word, bit = divmod(token, 32)
+        if word >= num_words or not masks[i, word] >> bit & 1:
+            masks[i + 1 : stop] = -1
+            is_allowed[i + 1 : stop] = [False] * (stop - i - 1)
+            break
+
+
+def _fill_after(state: GrammarState, path: Sequence[int], mask: MaskArray) -> bool:
     """Write the mask after `path`, and return to where the matcher is now."""
-    count: int = matcher.try_consume_tokens(list(path))
     mask[:] = -1
+    if state.error:
+        return False
+    count: int = state.matcher.try_consume_tokens(list(path))
     if count == len(path):
-        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        state.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
     if count:
-        matcher.rollback(count)
+        state.matcher.rollback(count)
+    state.note_error()
     return count == len(path)
+
+
+def _catch_up(states: Sequence[GrammarState]) -> None:
+    """Let the matchers consume what they have not, those with one id on all cores."""
+    ones = [state for state in dict.fromkeys(states) if len(state.unread) == 1]
+    if len(ones) > 1:
+        ones.sort(key=_group)
+        pairs = [(state.matcher, state.unread.pop()) for state in ones]
+        for state, is_allowed in zip(ones, _executor().consume_token_par(pairs), strict=True):
+            if not is_allowed:
+                state.note_error()
+    for state in states:
+        if state.unread:
+            state.catch_up()
+
+
+def _group(state: GrammarState) -> int:
+    return state.group
+
+
+def _compute(runs: list[Run], masks: MaskArray) -> None:
+    """Write the masks of these; those after a draft that is not allowed are -1."""
+    runs.sort(key=lambda run: run[0].group)  # a thread takes neighbours
+    plain = [(state.matcher, index) for state, index, chain in runs if not chain]
+    chains = [(state.matcher, index, list(chain)) for state, index, chain in runs if chain]
+    for _, index, chain in chains:
+        masks[index + 1 : index + 1 + len(chain)] = -1
+    where = masks.ctypes.data, masks.shape[1] * 4, len(masks)
+    if plain:
+        _executor().unsafe_compute_mask_ptr(plain, *where)
+    if chains:
+        _executor().unsafe_compute_mask_ptr_with_draft_token(chains, *where)

@@ -77,7 +77,11 @@ def test_a_path_that_is_not_allowed_gets_every_token_and_changes_nothing(grammar
 def test_a_token_that_is_not_allowed_is_an_error(grammar):
     state, other = grammar.new_state(), grammar.new_state()
     state.follow([TOKENS.index(b"b")])
+    state.catch_up()
     assert "doesn't satisfy the grammar" in state.error and not other.error
+    error = state.error
     state.follow([TOKENS.index(b"b")] * 2)  # stays as it is
     other.follow([TOKENS.index(b"a"), TOKENS.index(b"c"), EOS])
-    assert not other.error
+    masks = np.zeros((2, 3), np.int32)
+    assert fill_masks([state, other], [(), ()], masks) == [True, True]
+    assert state.error == error and (masks[0] == -1).all() and not other.error
