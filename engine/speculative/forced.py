@@ -35,7 +35,7 @@ class ForcedTokens:
         self._other = other
 
     def propose(self, wanted: Sequence[tuple[Request, int]]) -> list[Proposal]:
-        """Return `Proposer.propose`; what the other proposer raises is the answer for its requests."""
+        """Return `Proposer.propose`; an error of the other proposer is of its requests only."""
         proposals: list[Proposal] = [_forced(request, count) for request, count in wanted]
         rest = [index for index, drafts in enumerate(proposals) if drafts is None]
         if self._other is None or not rest:

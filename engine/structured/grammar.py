@@ -226,8 +226,8 @@ class GrammarState:
     def forced_tokens(self, limit: int) -> list[int]:
         """Return up to `limit` ids that come next whatever is sampled; empty if there is a choice.
 
-        Only the first token that differs from how the tokenizer writes the text could tell
-        otherwise, so they are drafts to be verified.
+        They are the forced text as the tokenizer writes it, up to where the text after it could
+        change that. The mask before each of them allows no other.
         """
         self.catch_up()
         if self.error:

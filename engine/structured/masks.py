@@ -56,7 +56,8 @@ class MaskPlan:
         self._states = states
         self._paths = paths
         rules = rules or [0] * len(states)
-        indices, firsts, known = self.indices, self.firsts, {}
+        indices, firsts = self.indices, self.firsts
+        known: dict[Any, int] = {}
         for row, state in enumerate(states):
             index = len(firsts)
             # Without a prefix no other state is the same, and its own rows differ in their paths.
@@ -78,7 +79,8 @@ class MaskPlan:
         Returns
         -------
         list of bool
-            Whether each mask's path is allowed; if not, its mask allows every token.
+            Whether each mask's path is allowed; if not, its mask allows every token. Nothing is
+            said of a path with an end of sequence: nothing follows it.
         """
         runs, alone = self._runs()
         runs = [run for run in runs if not _copy(run, masks)]
@@ -141,10 +143,10 @@ def _copy(run: Run, masks: MaskArray) -> bool:
     if state.prefix is None:
         return False
     kept = [state.masks.get(prefix) for prefix in state.prefix.along(chain)]
-    if len(kept) <= len(chain) or any(mask is None for mask in kept):
+    found = [mask for mask in kept if mask is not None]
+    if len(found) <= len(chain):
         return False
-    for i, mask in enumerate(kept):
-        masks[index + i] = mask
+    masks[index : index + len(found)] = found
     return True
 
 
@@ -161,7 +163,7 @@ def _keep(run: Run, masks: MaskArray, is_allowed: Sequence[bool]) -> None:
 
 
 def _check(run: Run, masks: MaskArray, is_allowed: list[bool]) -> None:
-    """Find which drafts of a chain are allowed; after the others every token is."""
+    """Find which drafts of a chain are allowed; after one that is not, every token is."""
     _, index, chain = run
     num_words, stop = masks.shape[1], index + 1 + len(chain)
     for i, token in enumerate(chain, index):
