@@ -220,7 +220,7 @@ class GrammarState:
         """Let the matcher consume what it has not; sets `error` if it does not allow that."""
         if self.unread:
             unread, self.unread = self.unread, []
-            if not self.error and not self.matcher.consume_tokens(unread):
+            if not self.error and not all(map(self.matcher.consume_token, unread)):
                 self.note_error()
 
     def forced_tokens(self, limit: int) -> list[int]:

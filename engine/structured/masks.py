@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,9 @@ from engine.structured.grammar import GrammarState
 from engine.structured.sources import library
 
 __all__ = ["MaskPlan", "fill_masks"]
+
+# With few cores, waking the threads takes longer.
+_CONSUMES_ON_ALL_CORES = (os.cpu_count() or 1) >= 8
 
 MaskArray = np.ndarray[Any, np.dtype[np.int32]]
 Run = tuple[GrammarState, int, tuple[int, ...]]
@@ -83,8 +87,9 @@ class MaskPlan:
             said of a path with an end of sequence: nothing follows it.
         """
         runs, alone = self._runs()
-        runs = [run for run in runs if not _copy(run, masks)]
-        _catch_up([state for state, _, _ in (*runs, *alone)])
+        runs = [run for run in runs if run[0].prefix is None or not _copy(run, masks)]
+        runs.sort(key=_group)  # a thread takes neighbours
+        _catch_up([state for state, _, _ in runs])
         _compute([run for run in runs if not run[0].error], masks)
         is_allowed = [True] * len(masks)
         for state, index, path in alone:
@@ -92,7 +97,11 @@ class MaskPlan:
         for run in runs:
             if run[2]:
                 _check(run, masks, is_allowed)
-            _keep(run, masks, is_allowed)
+        for run in runs:
+            if run[0].error or run[0].matcher.is_error():
+                _fail(run, masks)
+            elif run[0].prefix is not None:
+                _keep(run, masks, is_allowed)
         return is_allowed
 
     def _runs(self) -> tuple[list[Run], list[Run]]:
@@ -140,8 +149,7 @@ def fill_masks(
 def _copy(run: Run, masks: MaskArray) -> bool:
     """Write masks that are kept; return False if any is not."""
     state, index, chain = run
-    if state.prefix is None:
-        return False
+    assert state.prefix is not None
     kept = [state.masks.get(prefix) for prefix in state.prefix.along(chain)]
     found = [mask for mask in kept if mask is not None]
     if len(found) <= len(chain):
@@ -150,16 +158,20 @@ def _copy(run: Run, masks: MaskArray) -> bool:
     return True
 
 
-def _keep(run: Run, masks: MaskArray, is_allowed: Sequence[bool]) -> None:
-    """Note a failure, for which every token is allowed; keep masks of prefixes."""
+def _fail(run: Run, masks: MaskArray) -> None:
+    """Note why a state can have no mask, and allow every token."""
     state, index, chain = run
-    if state.error or state.matcher.is_error():
-        state.note_error()
-        masks[index : index + 1 + len(chain)] = -1
-    elif state.prefix is not None:
-        for i, prefix in enumerate(state.prefix.along(chain)):
-            if is_allowed[index + i]:
-                state.masks.add(prefix, masks[index + i])
+    state.note_error()
+    masks[index : index + 1 + len(chain)] = -1
+
+
+def _keep(run: Run, masks: MaskArray, is_allowed: Sequence[bool]) -> None:
+    """Keep the masks of prefixes."""
+    state, index, chain = run
+    assert state.prefix is not None
+    for i, prefix in enumerate(state.prefix.along(chain), index):
+        if is_allowed[i]:
+            state.masks.add(prefix, masks[i])
 
 
 def _check(run: Run, masks: MaskArray, is_allowed: list[bool]) -> None:
@@ -177,6 +189,7 @@ def _check(run: Run, masks: MaskArray, is_allowed: list[bool]) -> None:
 def _fill_after(state: GrammarState, path: Sequence[int], mask: MaskArray) -> bool:
     """Write the mask after `path`, and return to where the matcher is now."""
     mask[:] = -1
+    state.catch_up()
     if state.error:
         return False
     count: int = state.matcher.try_consume_tokens(list(path))
@@ -189,10 +202,9 @@ def _fill_after(state: GrammarState, path: Sequence[int], mask: MaskArray) -> bo
 
 
 def _catch_up(states: Sequence[GrammarState]) -> None:
-    """Let the matchers consume what they have not, those with one id on all cores."""
-    ones = [state for state in dict.fromkeys(states) if len(state.unread) == 1]
-    if len(ones) > 1:
-        ones.sort(key=_group)
+    """Let the matchers consume what they have not; those with one id on all cores."""
+    ones = [state for state in states if len(state.unread) == 1]
+    if _CONSUMES_ON_ALL_CORES and len(ones) > 1:
         pairs = [(state.matcher, state.unread.pop()) for state in ones]
         for state, is_allowed in zip(ones, _executor().consume_token_par(pairs), strict=True):
             if not is_allowed:
@@ -202,13 +214,12 @@ def _catch_up(states: Sequence[GrammarState]) -> None:
             state.catch_up()
 
 
-def _group(state: GrammarState) -> int:
-    return state.group
+def _group(run: Run) -> int:
+    return run[0].group
 
 
 def _compute(runs: list[Run], masks: MaskArray) -> None:
     """Write the masks of these; those after a draft that is not allowed are -1."""
-    runs.sort(key=lambda run: run[0].group)  # a thread takes neighbours
     plain = [(state.matcher, index) for state, index, chain in runs if not chain]
     chains = [(state.matcher, index, list(chain)) for state, index, chain in runs if chain]
     for _, index, chain in chains:

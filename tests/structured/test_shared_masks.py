@@ -9,6 +9,7 @@ import pytest
 
 from engine.drafts import Drafts
 from engine.structured import GrammarCompiler
+from engine.structured import masks as masks_module
 from engine.structured.masks import MaskPlan
 from engine.structured_output import StructuredOutput
 
@@ -71,7 +72,8 @@ def _drafts(rng, alone, index, output):
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("with_drafts", [False, True], ids=["plain", "drafts"])
-def test_each_row_gets_the_mask_of_its_own_state(seed, with_drafts):
+def test_each_row_gets_the_mask_of_its_own_state(seed, with_drafts, monkeypatch):
+    monkeypatch.setattr(masks_module, "_CONSUMES_ON_ALL_CORES", seed % 2 == 0)
     rng, alone, num_shared = random.Random(seed), Alone(), 0
     grammars = _grammars()
     live = []
@@ -114,8 +116,6 @@ def test_equal_states_need_one_mask_and_later_ones_none(monkeypatch):
     grammar = _grammars()[0]
     text = [TOKENS.index(token) for token in (b'{"', b"a", b'": ', b'"', b"x")]
     made = []
-    from engine.structured import masks as masks_module
-
     compute = masks_module._compute
 
     def counted(runs, masks):
