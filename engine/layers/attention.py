@@ -136,6 +136,13 @@ class Attention:
             heads = kernels.embedding(rows, heads)
         return self.o(heads, residual=residual)
 
+    def store(self, x: Any, batch: ForwardBatch, k_pages: Any, v_pages: Any) -> None:
+        """Store the keys and values of `x` (T, N) in the pages, and attend to nothing."""
+        q, k, v = self._rows(x)
+        places = (batch.rope_positions, self.cos_sin, k_pages, v_pages, batch.slot_mapping)
+        options = self._norms() | self._scales(k_pages)
+        kernels.qk_norm_rope_store(q, k, v, *places, **options)
+
     def project(self, x: Any, rope_positions: Any) -> tuple[Any, Any, Any]:
         """Return the rotated q (T, H, D) and k (T, K, D), and v, without storing k and v."""
         query, key, value = self._rows(x)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -57,6 +57,9 @@ class ForwardBatch:
     tree_mask : (num_decodes, Q) uint64, optional
         Bit j of tree_mask[b, i] says whether token i of decode b sees token j, for j <= i; every
         token sees those before the Q. By default, each token sees all up to itself.
+    features : mapping of int to (T, N) array, optional
+        Layer -> where the model writes the residual stream that enters this layer; the number of
+        layers is what leaves the last one. For heads that draft tokens from these.
     """
 
     token_ids: Any
@@ -73,6 +76,7 @@ class ForwardBatch:
     prefill_cu_seqlens_q: Any = None
     query_len: int = 1
     tree_mask: Any = None
+    features: Mapping[int, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.prefill_cu_seqlens_q is None:

@@ -254,10 +254,14 @@ class Decoder:
     def hidden_states(self, batch: ForwardBatch, kv_pages: Pages) -> Any:
         """Return the normalised last hidden states (R, N) of the tokens whose logits are wanted."""
         rows, x = batch.logits_indices, self.embed(batch.token_ids)
-        if rows is not None and self._drops_early(batch.num_tokens - rows.shape[0]):
-            delta, residual = self._run_layers(x, batch, kv_pages, rows)
+        features, last = batch.features or {}, len(self.layers)
+        keep = partial(self._keep, features) if features else None
+        can_drop = rows is not None and last not in features
+        if can_drop and self._drops_early(batch.num_tokens - rows.shape[0]):
+            delta, residual = self._run_layers(x, batch, kv_pages, rows, keep)
         else:
-            delta, residual = self._run_layers(x, batch, kv_pages)
+            delta, residual = self._run_layers(x, batch, kv_pages, None, keep)
+            self._keep(features, last, delta, residual)
             if rows is not None:
                 # Gathering rows by index is the same op as the embedding lookup.
                 delta = None if delta is None else kernels.embedding(rows, delta)
@@ -265,6 +269,18 @@ class Decoder:
         if delta is None:
             return self.final_norm(residual)
         return self.final_norm.add(delta, residual)[0]
+
+    def _keep(self, features: Mapping[int, Any], layer: int, delta: Any, residual: Any) -> None:
+        """Write the residual stream that enters `layer` to its array, if it has one."""
+        out, scale = features.get(layer), self.config.branch_scale
+        if out is None:
+            return
+        if delta is None:
+            out[...] = residual
+        elif scale == 1.0:
+            kernels.residual_add(delta, residual, out=out)
+        else:
+            out[...] = delta * delta.dtype.type(scale) + residual
 
     def _drops_early(self, num_dropped: int) -> bool:
         """Tell whether to drop the tokens without logits after attention in the last layer."""

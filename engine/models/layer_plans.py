@@ -8,7 +8,7 @@ A last layer that drops tokens is called as well.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,15 +76,19 @@ class LayerPlans:
         batch: ForwardBatch,
         kv_pages: Sequence[tuple[Any, Any]],
         rows: Any = None,
+        before: Callable[[int, Any, Any], None] | None = None,
     ) -> tuple[Any, Any]:
         """Return (delta, residual) of the last layer; overwrites the residual stream.
 
-        With `rows` (R,) int32, only for these tokens: the last layer drops the others.
+        With `rows` (R,) int32, only for these tokens: the last layer drops the others. `before` is
+        called before each layer, with its index, and the delta and residual that it is given.
         """
         if rows is None:
-            return self._run(self._layers, residual, batch, kv_pages)
+            return self._run(self._layers, residual, batch, kv_pages, before)
         # The plans are released before the last layer is called, which can reuse their memory.
-        delta, residual = self._run(self._layers[:-1], residual, batch, kv_pages[:-1])
+        delta, residual = self._run(self._layers[:-1], residual, batch, kv_pages[:-1], before)
+        if before is not None:
+            before(len(self._layers) - 1, delta, residual)
         called: tuple[Any, Any] = self._layers[-1](delta, residual, batch, kv_pages[-1], rows)
         return called
 
@@ -94,11 +98,14 @@ class LayerPlans:
         residual: Any,
         batch: ForwardBatch,
         kv_pages: Sequence[tuple[Any, Any]],
+        before: Callable[[int, Any, Any], None] | None,
     ) -> tuple[Any, Any]:
         """Run `layers`, the first ones of the model."""
         delta = None
         plans: dict[Hashable, _Planned | None] = {}
         for index, (layer, pages) in enumerate(zip(layers, kv_pages, strict=True)):
+            if before is not None:
+                before(index, delta, residual)
             kind = self._arrays[index].kind, delta is None
             planned = plans.get(kind)
             if planned is not None and residual is planned.residual:

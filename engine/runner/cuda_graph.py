@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -131,6 +131,13 @@ class DecodeGraphs:
     block_size, max_model_len : int
     query_lens : sequence of int
         Query tokens per sequence for which graphs are captured.
+    new_features : callable, optional
+        Returns arrays for the features of so many tokens (`ForwardBatch.features`).
+
+    Attributes
+    ----------
+    features : mapping of int to array
+        What a graph wrote last, (T, N) for each layer; empty without `new_features`.
     """
 
     def __init__(
@@ -143,6 +150,7 @@ class DecodeGraphs:
         block_size: int,
         max_model_len: int,
         query_lens: Sequence[int] = (1,),
+        new_features: Callable[[int], Mapping[int, Any]] = lambda num_tokens: {},
     ) -> None:
         self._model = model
         self._pages = kv_pages
@@ -155,6 +163,7 @@ class DecodeGraphs:
         self._sizes = np.array(batch_sizes(num_rows))
         max_size = int(self._sizes[-1])
         max_tokens = max_size * max(query_lens)
+        self.features = new_features(max_tokens)
         self._inputs = StaticInputs(model.device, max_size, max_tokens, num_rows * width)
         self._tables = xp.zeros((num_rows, width), np.int32)  # block tables of the request rows
         self._token_ids = xp.zeros(max_tokens, np.int32)
@@ -362,6 +371,7 @@ class DecodeGraphs:
             prefill_cu_seqlens_q=cu_seqlens[:1],
             query_len=key.query_len,
             tree_mask=mask if key.is_tree else None,
+            features={layer: array[:num_tokens] for layer, array in self.features.items()},
         )
 
     @contextlib.contextmanager

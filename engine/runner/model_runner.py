@@ -23,6 +23,7 @@ from engine.layers.sampler import Sampler, SamplingBatch
 from engine.request import Request
 from engine.runner.batch import StepInputs, build_inputs
 from engine.runner.cuda_graph import DecodeGraphs
+from engine.runner.features import FeatureTap
 from engine.runner.processors import apply_processors
 from engine.runner.prompt_logprobs import PromptPart, ScoredPart, prompt_parts, score_parts
 from engine.runner.request_rows import IntArray, RequestRows
@@ -98,6 +99,13 @@ class ModelRunner:
         Host memory for swapped blocks.
     is_debug : bool
         Check every block table before it is used.
+    feature_layers : sequence of int
+        Layers whose input is kept in each step (`ForwardBatch.features`).
+
+    Attributes
+    ----------
+    features : FeatureTap
+        Hands over what these layers were given.
     """
 
     def __init__(
@@ -109,11 +117,13 @@ class ModelRunner:
         max_model_len: int,
         swap: SwapSpace | None = None,
         is_debug: bool = False,
+        feature_layers: Sequence[int] = (),
     ) -> None:
         self.model = model
         self.kv_cache = kv_cache
         self.sampler = Sampler()
         self.graphs: DecodeGraphs | None = None
+        self.features = FeatureTap(model, feature_layers)
         self._block_size = kv_cache.geometry.block_size
         self._pages = kv_cache.layers
         self._swap = swap
@@ -139,6 +149,7 @@ class ModelRunner:
             block_size=self._block_size,
             max_model_len=max_model_len,
             query_lens=sorted({1, 1 + max_draft_tokens}),
+            new_features=self.features.new_for_graphs,
         )
         self.graphs.capture(progress=progress)
         # CuPy compiles indexing by an array on first use: do it now, not in the first step.
@@ -187,6 +198,7 @@ class ModelRunner:
             self._check_tables(output, rows, starts)
         tokens = self.graphs.launch(output, rows, starts) if self.graphs is not None else None
         if tokens is not None:
+            self.features.report_graph(output)
             first_logits_rows = None
             if output.query_len > 1:
                 first_logits_rows = [
@@ -261,6 +273,7 @@ class ModelRunner:
 
     def _compute(self, output: ScheduleOutput, inputs: StepInputs) -> LaunchedStep:
         logits, scored = self._forward(inputs, self._prompt_parts(output, inputs))
+        self.features.report(output, inputs.batch.cu_seqlens_q[:-1])
         step = LaunchedStep(output, inputs.sampled, prompts=scored)
         if inputs.paths is not None:
             step.sampled = [s for s in output.sequences if s.is_sampled]
@@ -296,9 +309,11 @@ class ModelRunner:
         if self.graphs is not None and not parts:
             logits = self.graphs.logits(inputs)
             if logits is not None:
+                self.features.note_graph()
                 return logits, []
         on_device = self._send(inputs, parts)
         batch = _with(inputs.batch, {name: on_device[name] for name in _arrays(inputs.batch)})
+        batch = self.features.add_to(batch)
         if inputs.last_id_tokens.size:
             last_ids = self._table.last_ids[on_device["last_id_rows"]]
             batch.token_ids[on_device["last_id_tokens"]] = last_ids

@@ -1,0 +1,77 @@
+"""Features: the residual stream of chosen layers, kept for heads that draft tokens from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from engine.dtypes import np_dtype
+from engine.layers.batch import ForwardBatch
+from engine.scheduler.output import ScheduleOutput
+
+__all__ = ["FeatureTap", "Features"]
+
+Features = Mapping[int, Any]
+"""Layer -> the residual stream that enters it, (T, N); see `ForwardBatch.features`."""
+
+
+class FeatureTap:
+    """Hands over the features of each step, if anyone takes them.
+
+    Parameters
+    ----------
+    model : RunnableModel
+        With a `dtype`, if there are layers.
+    layers : sequence of int
+        Whose input is kept.
+
+    Attributes
+    ----------
+    on_step : callable or None
+        Called with each step after its launch, the index of each sequence's first token (B,), and
+        its features, valid until the next launch.
+    """
+
+    def __init__(self, model: Any, layers: Sequence[int]) -> None:
+        self.on_step: Callable[[ScheduleOutput, Any, Features], None] | None = None
+        self._model = model
+        self._layers = tuple(layers)
+        self._of_graphs: Features = {}
+        self._last: Features = {}
+
+    def new_for_graphs(self, num_tokens: int) -> Features:
+        """Return the arrays that all graphs write to, for up to `num_tokens`."""
+        self._of_graphs = self._new(num_tokens)
+        return self._of_graphs
+
+    def add_to(self, batch: ForwardBatch) -> ForwardBatch:
+        """Return the batch with new arrays for its features."""
+        if self.on_step is None:
+            return batch
+        self._last = self._new(batch.num_tokens)
+        return replace(batch, features=self._last)
+
+    def note_graph(self) -> None:
+        """Note that the step is computed by a graph."""
+        self._last = self._of_graphs
+
+    def report(self, output: ScheduleOutput, first_tokens: Any) -> None:
+        """Hand over the features of a step that was launched."""
+        if self.on_step is not None:
+            self.on_step(output, first_tokens, self._last)
+
+    def report_graph(self, output: ScheduleOutput) -> None:
+        """Hand over the features of a step that was launched as a graph."""
+        if self.on_step is not None:
+            first_tokens = np.arange(len(output.sequences)) * output.query_len
+            self.on_step(output, first_tokens, self._of_graphs)
+
+    def _new(self, num_tokens: int) -> Features:
+        if not self._layers:
+            return {}
+        shape = num_tokens, self._model.config.hidden_size
+        xp, dtype = self._model.device.xp, np_dtype(self._model.dtype)
+        return {layer: xp.empty(shape, dtype) for layer in self._layers}
