@@ -23,6 +23,7 @@ _IGNORED = re.compile(
     r"|rope_freqs\.weight|rope_factors_(long|short)\.weight"
 )
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
+_MTP_LAYER = re.compile(r"model\.mtp_layers\.(\d{1,6})\.")
 _OUTPUT_NAMES = ("lm_head.weight", "output.weight")
 
 
@@ -283,6 +284,8 @@ def place_tensors(
 
 def _is_extra(config: ModelConfig, name: str) -> bool:
     """Tell whether a tensor belongs to a layer after the last, which the config announces."""
+    if (layer := _MTP_LAYER.match(name)) is not None:  # numbered from 0
+        return int(layer[1]) < config.num_extra_layers
     layer = _LAYER.match(name)
     index = int(layer[1]) - config.num_layers if layer else -1
     return 0 <= index < config.num_extra_layers

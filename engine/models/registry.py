@@ -13,6 +13,7 @@ from engine.models.gpt_oss import GPT_OSS
 from engine.models.granite import GRANITE
 from engine.models.granitemoe import GRANITEMOE
 from engine.models.llama import LLAMA
+from engine.models.mimo import MIMO
 from engine.models.mistral import MINISTRAL, MISTRAL
 from engine.models.mixtral import MIXTRAL
 from engine.models.olmo2 import OLMO2, OLMO3
@@ -34,6 +35,7 @@ _DENSE = (
     MINISTRAL,
     MISTRAL,
     QWEN2,
+    MIMO,
     QWEN3,
     PHI3,
     GEMMA3,
