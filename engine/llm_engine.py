@@ -87,6 +87,7 @@ class LLMEngine:
             max_model_len=limits.max_model_len,
             swap=self._swap,
             is_debug=config.is_debug,
+            feature_layers=getattr(draft, "feature_layers", ()),
         )
         if config.cuda_graphs:
             self.runner.capture_graphs(

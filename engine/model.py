@@ -191,7 +191,7 @@ def _load(
 
 
 class Model:
-    """A loaded model; made by `load`.
+    """A loaded model; made by `load`. `source` is its folder or file, None if it has none.
 
     Attributes
     ----------
@@ -206,7 +206,7 @@ class Model:
         self._decoder: Decoder | None = decoder
         self.config = decoder.config
         self.load_config = load_config
-        self._source = source
+        self.source = source
 
     @property
     def decoder(self) -> Decoder:
@@ -218,7 +218,7 @@ class Model:
     @property
     def name(self) -> str:
         """Name of its folder or file; "dummy" if the weights are random."""
-        return self._source.path.name if self._source else "dummy"
+        return self.source.path.name if self.source else "dummy"
 
     @property
     def device(self) -> Device:
@@ -253,7 +253,7 @@ class Model:
     @property
     def has_tokenizer(self) -> bool:
         """Tell whether there are files to read a tokenizer from."""
-        source = self._source
+        source = self.source
         return source is not None and (
             source.kind == "gguf" or is_present(source.path / "tokenizer.json")
         )
@@ -267,11 +267,11 @@ class Model:
         ConfigError
             If the model has none, because it was made from a configuration alone.
         """
-        if self._source is None:
+        if self.source is None:
             raise ConfigError("the model has no tokenizer: it was made from a configuration alone")
-        if self._source.kind == "gguf":
-            return load_tokenizer(GgufFile(self._source.path).metadata)
-        return load_tokenizer(self._source.path)
+        if self.source.kind == "gguf":
+            return load_tokenizer(GgufFile(self.source.path).metadata)
+        return load_tokenizer(self.source.path)
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -282,7 +282,7 @@ class Model:
     @cached_property
     def generation_config(self) -> dict[str, Any]:
         """The sampling defaults that the model's files state; empty where there are none."""
-        return {} if self._source is None else generation_config(self._source.path)
+        return {} if self.source is None else generation_config(self.source.path)
 
     @property
     def kv_scales(self) -> np.ndarray[Any, np.dtype[np.float32]]:

@@ -41,7 +41,8 @@ class SpeculativeConfig:
     num_speculative_tokens : int, optional
         Maximum drafts of a request in a step, at most 63; 8 for "ngram", 12 for "suffix", else 4.
     model : str, optional
-        Of "draft_model", "eagle3" and "mtp": a name, folder, .gguf file or hub id.
+        Of "draft_model", "eagle3" and "mtp": a name, folder, .gguf file or hub id. "mtp" without it
+        takes the head from the folder of the model itself.
     prompt_lookup_min, prompt_lookup_max : int
         Of "ngram": how many last tokens must have come before; the longest match counts. "suffix"
         has no maximum.
@@ -141,7 +142,7 @@ class SpeculativeConfig:
             raise _wrong("method", f"one of {', '.join(map(repr, METHODS))}", self.method)
         for name, methods in (("model", _OF_MODELS), ("proposer", ("custom",))):
             value = getattr(self, name)
-            if value is None and self.method in methods:
+            if value is None and self.method in methods and self.method != "mtp":
                 raise _wrong(name, f"given for method={self.method!r}", None)
             if value is not None and self.method not in methods:
                 raise _wrong(name, f"None for method={self.method!r}", value)

@@ -1,4 +1,4 @@
-"""Loads the draft model, and checks that its vocabulary is the target's."""
+"""Loads the draft model or head, and checks that its vocabulary is the target's."""
 
 from __future__ import annotations
 
@@ -9,22 +9,25 @@ from engine.loading.download import resolve_model
 from engine.loading.model_config import load_config
 from engine.model import Model, load
 from engine.speculative.config import SpeculativeConfig
+from engine.speculative.heads import HEAD_METHODS, LoadedHead, load_head
 
 __all__ = ["check_vocabulary", "load_draft"]
 
 _NUM_COMPARED = 512  # ids whose tokens are compared
 
 
-def load_draft(config: SpeculativeConfig | None, target: Model) -> Model | None:
-    """Load the draft model beside its target; None if there is none.
+def load_draft(config: SpeculativeConfig | None, target: Model) -> Model | LoadedHead | None:
+    """Load the draft model or head beside its target; None if there is none.
 
     It has the target's device, and its dtype unless `config` says otherwise.
 
     Raises
     ------
-    ConfigError
-        If its vocabulary is not the target's, or an option cannot be used.
+    ConfigError, WeightsError
+        If it does not fit to the target, or an option or a file cannot be used.
     """
+    if config is not None and config.method in HEAD_METHODS:
+        return load_head(config, target)
     if config is None or config.method != "draft_model":
         return None
     assert config.model is not None

@@ -12,6 +12,8 @@ from engine.speculative.controller import Controller
 from engine.speculative.costs import measure_step_costs
 from engine.speculative.draft_model import DraftModelProposer
 from engine.speculative.guarded import GuardedProposer
+from engine.speculative.head_proposer import HeadProposer
+from engine.speculative.heads import LoadedHead
 from engine.speculative.ngram import NgramProposer, SuffixProposer
 from engine.speculative.proposer import CustomProposer, Proposer
 from engine.speculative.speculation import NoSpeculation, Speculation
@@ -30,8 +32,8 @@ def make_speculation(
     scheduler : Scheduler
     runner : ModelRunner
         With its graphs captured, and nothing computed yet.
-    draft : Model, optional
-        Of method "draft_model" (`load_draft`).
+    draft : Model or LoadedHead, optional
+        Of "draft_model", "eagle3" and "mtp" (`load_draft`).
     """
     if config is None:
         return NoSpeculation()
@@ -56,6 +58,9 @@ def _make_proposer(
         return SuffixProposer(config.prompt_lookup_min, allow_trees=limits.draft_trees)
     if config.method == "ngram":
         return NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
+    if isinstance(draft, LoadedHead):
+        count = min(config.num_tokens, limits.max_draft_tokens)
+        return HeadProposer(draft.head, runner, limits, count)
     if draft is not None:
         count = min(config.num_tokens, limits.max_draft_tokens)
         vocab_size = runner.model.config.vocab_size

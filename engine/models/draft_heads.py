@@ -1,0 +1,274 @@
+"""Heads that draft tokens from a model's hidden states: EAGLE-3 and MTP.
+
+A head is one layer with keys and values of its own. At position i it reads the embedding of token
+i + 1 and the target's features of token i, and its logits are those of token i + 2. Where the
+target has not computed a token, its own output takes the place of the features, so that it can be
+run again for the token after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from engine import kernels
+from engine.config import ModelConfig
+from engine.device import array_module
+from engine.layers.attention import Attention, AttentionParams
+from engine.layers.batch import ForwardBatch
+from engine.layers.embedding import Embedding
+from engine.layers.linear import Linear
+from engine.layers.mlp import MLP
+from engine.layers.norm import Norm
+from engine.layers.rotary import rope_table
+from engine.models.decoder import Decoder
+from engine.quantization import Weight
+
+__all__ = ["DraftHead", "Eagle3Config", "Eagle3Head", "HeadLayer", "MtpHead"]
+
+Pages = tuple[Any, Any]
+"""(k_pages, v_pages) of the head, each (P, K, block_size, D)."""
+
+_FLOAT32 = np.dtype(np.float32)
+
+
+class DraftHead(Protocol):
+    """What proposes drafts from features; all arrays are on the target's device."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """Sizes of its layer; the vocabulary is the target's."""
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """The target's layers whose input it reads (`ForwardBatch.features`)."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its own arrays."""
+
+    def combine(self, features: Sequence[Any]) -> Any:
+        """Return the state (T, N) made of the features (T, Nt) of each of `feature_layers`."""
+
+    def store(self, token_ids: Any, state: Any, batch: ForwardBatch, pages: Pages) -> None:
+        """Write keys and values for the tokens `token_ids` (T,), and the states before them."""
+
+    def forward(self, token_ids: Any, state: Any, batch: ForwardBatch, pages: Pages) -> Any:
+        """As `store`, and return the states (T, N) of `token_ids`."""
+
+    def logits(self, state: Any) -> Any:
+        """Return the logits (T, V) float32 of the tokens that follow; -inf for what it lacks."""
+
+
+class HeadLayer:
+    """The attention and the MLP of a head.
+
+    Parameters
+    ----------
+    config : ModelConfig
+    weights : mapping of str to array
+        "qkv", "o", "gate_up", "down", "mlp_norm", their biases as the config says ("qkv_bias"),
+        and "q_norm", "k_norm" with qk_norm.
+    max_model_len : int
+        Longest sequence in tokens.
+    """
+
+    def __init__(self, config: ModelConfig, weights: Mapping[str, Any], max_model_len: int) -> None:
+        self._weights = weights
+        params = AttentionParams(
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            scale=config.attn_scale or config.head_dim**-0.5,
+        )
+        xp = array_module(weights["qkv"])
+        q_norm = self._norm(config, "q_norm") if config.qk_norm else None
+        k_norm = self._norm(config, "k_norm") if config.qk_norm else None
+        table = xp.asarray(rope_table(config.rope, max_model_len))
+        qkv, o = self._linear("qkv"), self._linear("o")
+        self.attn = Attention(params, qkv, o, table, q_norm, k_norm)
+        self.mlp_norm = self._norm(config, "mlp_norm")
+        self.mlp = MLP(self._linear("gate_up"), self._linear("down"), config.activation)
+
+    def __call__(self, x: Any, residual: Any, batch: ForwardBatch, pages: Pages) -> Any:
+        """Return the output (T, N) for `x`, the input of attention; overwrites the residual."""
+        x, residual = self.mlp_norm.add(self.attn(x, batch, *pages), residual)
+        return kernels.residual_add(self.mlp(x), residual, out=residual)
+
+    def _linear(self, name: str) -> Linear:
+        bias = self._weights.get(f"{name}_bias")
+        return Linear(
+            Weight.dense(self._weights[name]), None if bias is None else Weight.dense(bias)
+        )
+
+    def _norm(self, config: ModelConfig, name: str) -> Norm:
+        return Norm(self._weights[name], config.rms_norm_eps, config.norm_weight_offset)
+
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """An EAGLE-3 head.
+
+    Attributes
+    ----------
+    layer : ModelConfig
+        Its layer; `vocab_size` is the target's.
+    draft_vocab_size : int
+        Tokens that it can propose.
+    feature_layers : tuple of int
+        The target's layers whose inputs are concatenated.
+    target_hidden_size : int
+        Nt.
+    norm_before_residual : bool
+        Whether the residual stream is the normed state.
+    """
+
+    layer: ModelConfig
+    draft_vocab_size: int
+    feature_layers: tuple[int, ...]
+    target_hidden_size: int
+    norm_before_residual: bool = False
+
+
+class Eagle3Head:
+    """An EAGLE-3 head: state = fc(features), x = [norm(embedding), norm(state)].
+
+    Parameters
+    ----------
+    config : Eagle3Config
+    weights : mapping of str to array
+        Those of `HeadLayer`, "qkv" with 2N columns, and "fc" (N, F·Nt), "attn_norm",
+        "hidden_norm", "final_norm" (N,). "embed" (V, N) and "lm_head" (Vd, N) may be missing:
+        then the target's are used. "target_ids" (Vd,) int64 says which token of the target each
+        token of the draft vocabulary is; without it they are the same.
+    target : Decoder
+    """
+
+    def __init__(self, config: Eagle3Config, weights: Mapping[str, Any], target: Decoder) -> None:
+        layer = config.layer
+        self._config, self._weights, self._target = config, dict(weights), target
+        self._layer = HeadLayer(layer, weights, target.max_model_len)
+        self._fc = Linear(Weight.dense(weights["fc"]))
+        self._embed = target.embed
+        if "embed" in weights:
+            self._embed = Embedding(Weight.dense(weights["embed"]))
+        self._lm_head = Linear(Weight.dense(weights["lm_head"])) if "lm_head" in weights else None
+        norms = (Norm(weights[name], layer.rms_norm_eps) for name in _EAGLE3_NORMS)
+        self._embed_norm, self._hidden_norm, self._final_norm = norms
+
+    @property
+    def config(self) -> ModelConfig:
+        """Sizes of its layer; the vocabulary is the target's."""
+        return self._config.layer
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """The target's layers whose input it reads."""
+        return self._config.feature_layers
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its own weights and its rope table."""
+        table = self._layer.attn.cos_sin
+        return sum(int(array.nbytes) for array in (*self._weights.values(), table))
+
+    def combine(self, features: Sequence[Any]) -> Any:
+        """Return fc of the concatenated features."""
+        return self._fc(self._target.xp.concatenate(features, axis=1))
+
+    def store(self, token_ids: Any, state: Any, batch: ForwardBatch, pages: Pages) -> None:
+        """Write keys and values for the tokens `token_ids` (T,), and the states before them."""
+        self._layer.attn.store(self._inputs(token_ids, state)[0], batch, *pages)
+
+    def forward(self, token_ids: Any, state: Any, batch: ForwardBatch, pages: Pages) -> Any:
+        """As `store`, and return the states (T, N) of `token_ids`; overwrites `state`."""
+        return self._layer(*self._inputs(token_ids, state), batch, pages)
+
+    def logits(self, state: Any) -> Any:
+        """Return the logits (T, V) float32 of the tokens that follow; -inf for what it lacks."""
+        hidden = self._final_norm(state)
+        if self._lm_head is None:
+            return self._target.logits(hidden)
+        logits = self._lm_head(hidden, out_dtype=_FLOAT32)
+        ids = self._weights.get("target_ids")
+        if ids is None:
+            return logits
+        shape = logits.shape[0], self._config.layer.vocab_size
+        full = self._target.xp.full(shape, -np.inf, np.float32)
+        full[:, ids] = logits
+        return full
+
+    def _inputs(self, token_ids: Any, state: Any) -> tuple[Any, Any]:
+        """Return the input of attention (T, 2N), and the residual stream (T, N)."""
+        hidden = self._hidden_norm(state)
+        x = self._target.xp.concatenate([self._embed_norm(self._embed(token_ids)), hidden], axis=1)
+        return x, hidden if self._config.norm_before_residual else state
+
+
+_EAGLE3_NORMS = ("attn_norm", "hidden_norm", "final_norm")
+
+
+class MtpHead:
+    """An MTP head as MiMo's: x = proj([norm(state), norm(embedding)]), then a layer and a norm.
+
+    Its state is normed, as the target's after its final norm, from which it starts. The embedding
+    at position 0 is 0. Embedding and output layer are the target's.
+
+    Parameters
+    ----------
+    config : ModelConfig
+    weights : mapping of str to array
+        Those of `HeadLayer`, and "proj" (N, 2N), "embed_norm", "hidden_norm", "attn_norm",
+        "final_norm" (N,).
+    target : Decoder
+    """
+
+    def __init__(self, config: ModelConfig, weights: Mapping[str, Any], target: Decoder) -> None:
+        self.config = config
+        self._weights, self._target = dict(weights), target
+        self._layer = HeadLayer(config, weights, target.max_model_len)
+        self._proj = Linear(Weight.dense(weights["proj"]))
+        norms = (Norm(weights[name], config.rms_norm_eps) for name in _MTP_NORMS)
+        self._embed_norm, self._hidden_norm, self._attn_norm, self._final_norm = norms
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """The output of the target's last layer."""
+        return (len(self._target.layers),)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its own weights and its rope table."""
+        table = self._layer.attn.cos_sin
+        return sum(int(array.nbytes) for array in (*self._weights.values(), table))
+
+    def combine(self, features: Sequence[Any]) -> Any:
+        """Return the target's final hidden states."""
+        return self._target.final_norm(features[0])
+
+    def store(self, token_ids: Any, state: Any, batch: ForwardBatch, pages: Pages) -> None:
+        """Write keys and values for the tokens `token_ids` (T,), and the states before them."""
+        x = self._inputs(token_ids, state, batch)
+        self._layer.attn.store(self._attn_norm(x), batch, *pages)
+
+    def forward(self, token_ids: Any, state: Any, batch: ForwardBatch, pages: Pages) -> Any:
+        """As `store`, and return the states (T, N) of `token_ids`."""
+        x = self._inputs(token_ids, state, batch)
+        return self._final_norm(self._layer(self._attn_norm(x), x, batch, pages))
+
+    def logits(self, state: Any) -> Any:
+        """Return the logits (T, V) float32 of the tokens that follow."""
+        return self._target.logits(state)
+
+    def _inputs(self, token_ids: Any, state: Any, batch: ForwardBatch) -> Any:
+        """Return the residual stream (T, N)."""
+        embedding = self._embed_norm(self._target.embed(token_ids))
+        embedding *= (batch.rope_positions != 0).astype(embedding.dtype)[:, None]
+        both = [self._hidden_norm(state), embedding]
+        return self._proj(self._target.xp.concatenate(both, axis=1))
+
+
+_MTP_NORMS = ("embed_norm", "hidden_norm", "attn_norm", "final_norm")

@@ -1,0 +1,302 @@
+"""Drafts by a head on the target's hidden states (EAGLE-3, MTP).
+
+The target's runner hands over the features of every step. Keys of prompts are computed at once, as
+these features are not kept; those of the last step stay until the next, so that a proposal can go
+on from the tokens that this step accepted. A request that was not in the last step gets no drafts.
+
+Drafts are sampled with the request's own temperature, filters and seed, and the draws of their
+positions, among the tokens of the target's vocabulary that the head knows. The target's sampler
+uses these draws too. Penalties, biases and masks are left out: they would only raise acceptance.
+The ids stay on the device until they are needed (`DeferredDrafts`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from engine import kernels
+from engine.cache.kv_cache import KVCache, KVGeometry
+from engine.drafts import DeferredDrafts, DraftIds, Drafts
+from engine.dtypes import np_dtype
+from engine.layers.batch import ForwardBatch
+from engine.layers.sampler import Sampler, SamplingBatch
+from engine.models.draft_heads import DraftHead
+from engine.request import Request
+from engine.runner.features import Features
+from engine.runner.transfer import DeviceToHostCopy
+from engine.scheduler.config import SchedulerConfig
+from engine.scheduler.output import ScheduleOutput
+from engine.speculative.costs import StepCosts
+from engine.speculative.head_pages import HeadPages, HeadSequence
+
+__all__ = ["HeadProposer"]
+
+_SIZES = (1, 8, 64)  # sequences, for which the costs are measured
+_CALLS = 3
+_TINY = float(np.finfo(np.float32).tiny)  # top_p must stay above 0
+
+
+class _Rows(NamedTuple):
+    """Where the features of one request are: of positions [start, stop), from row `first` on."""
+
+    first: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Positions of one request whose keys are computed now."""
+
+    request: Request
+    start: int
+    stop: int
+    first_key: int
+    first_row: int
+
+
+class HeadProposer:
+    """Proposes a chain of drafts: the head is run again on its own output for each.
+
+    Parameters
+    ----------
+    head : DraftHead
+    runner : ModelRunner
+        Of the target, with `feature_layers` of the head. Its `features.on_step` is set.
+    limits : SchedulerConfig
+    num_drafts : int
+        Maximum drafts of a request.
+    """
+
+    def __init__(
+        self, head: DraftHead, runner: Any, limits: SchedulerConfig, num_drafts: int
+    ) -> None:
+        c, size = head.config, limits.block_size
+        self._head = head
+        self._device = runner.model.device
+        self._num_scratch = -(-num_drafts // size)
+        self._num_blocks = limits.num_blocks
+        num_blocks = limits.num_blocks + self._num_scratch * limits.max_num_seqs
+        geometry = KVGeometry(1, c.num_kv_heads, c.head_dim, size, runner.model.dtype)
+        self.kv_cache = KVCache(geometry, num_blocks, runner.kv_cache.pool, "draft kv")
+        self._pages = HeadPages(size)
+        self._sequences: dict[Request, HeadSequence] = {}
+        self._features: Features = {}
+        self._rows: dict[Request, _Rows] = {}  # in `_features`; of the last step
+        self._fault: Exception | None = None
+        self._sampler = Sampler()
+        self._costs = self._measured(limits.max_num_seqs, runner.model.config.hidden_size)
+        runner.features.on_step = self._take
+
+    def propose(self, wanted: Sequence[tuple[Request, int]]) -> list[Drafts | None]:
+        """Return the drafts of each request that was in the last step."""
+        if self._fault is not None:
+            fault, self._fault = self._fault, None
+            raise fault
+        try:
+            return self._propose(wanted)
+        except BaseException:
+            self._reset()
+            raise
+
+    def forget(self, request: Request) -> None:
+        """Drop what is kept for a request; the keys in its blocks stay known."""
+        self._sequences.pop(request, None)
+        self._rows.pop(request, None)
+
+    def cost(self, num_sequences: int, num_tokens: int) -> float:
+        """Return the seconds that so many drafts for each sequence take."""
+        return self._costs.seconds(num_sequences, num_tokens)
+
+    def close(self) -> None:
+        """Free the pages."""
+        self._features, self._rows = {}, {}
+        self.kv_cache.close()
+
+    # ---- after a step was launched
+
+    def _take(self, output: ScheduleOutput, first_tokens: Any, features: Features) -> None:
+        """Keep the features of a step; store the keys of tokens whose next one is known.
+
+        The step must not fail because of the head; the next proposal reports what was wrong.
+        """
+        try:
+            self._note(output, first_tokens, features)
+        except Exception as error:
+            self._fault = error
+            self._reset()
+
+    def _note(self, output: ScheduleOutput, first_tokens: Any, features: Features) -> None:
+        self._features, self._rows = features, {}
+        works = []
+        for sequence, first in zip(output.sequences, first_tokens.tolist(), strict=True):
+            request, start = sequence.request, sequence.start
+            if not request.spec.params.use_speculation:
+                continue
+            self._rows[request] = _Rows(first, start, start + sequence.num_scheduled_tokens)
+            own = self._sequences.setdefault(request, HeadSequence())
+            self._pages.follow(own, request)
+            self._pages.rewind(own, start)  # if the step that computed these tokens has failed
+            stop = min(sequence.num_reached_tokens, request.num_known_tokens - 1)
+            if stop > start:
+                work = self._work(request, stop)
+                works += [] if work is None else [work]
+        self._store(works)
+
+    # ---- parts of propose
+
+    def _propose(self, wanted: Sequence[tuple[Request, int]]) -> list[Drafts | None]:
+        pairs = [(self._ready(request), count) for request, count in wanted]
+        works = [(work, count) for work, count in pairs if work is not None]
+        if not works:
+            return [None] * len(wanted)
+        self._store([replace(work, stop=work.stop - 1) for work, _ in works])
+        ids = self._draft([work for work, _ in works], max(count for _, count in works))
+        chains = {
+            work.request: DeferredDrafts(ids, row, count) for row, (work, count) in enumerate(works)
+        }
+        return [chains.get(request) for request, _ in wanted]
+
+    def _ready(self, request: Request) -> _Work | None:
+        """Return what is to be computed before the first draft; None if that cannot be done."""
+        stop = request.num_known_tokens - 1
+        return self._work(request, stop) if request.num_committed_tokens >= stop else None
+
+    def _work(self, request: Request, stop: int) -> _Work | None:
+        """Make room for the keys up to position `stop`; None if the last has no features."""
+        rows = self._rows.get(request)
+        if rows is None or request.shares_last_block:  # it is copied before it is written to
+            return None
+        sequence = self._sequences[request]
+        self._pages.follow(sequence, request)
+        start = max(rows.start, sequence.next_position)
+        if not start < stop <= rows.stop:
+            return None
+        first_key = self._pages.extend(sequence, request, start, stop)
+        return _Work(request, start, stop, first_key, rows.first + start - rows.start)
+
+    def _store(self, works: Sequence[_Work]) -> None:
+        """Compute keys and values only."""
+        works = [work for work in works if work.stop > work.start]
+        if not works:
+            return
+        ids = [work.request.token_ids(work.start + 1, work.stop + 1) for work in works]
+        counts = [len(one) for one in ids]
+        positions = [np.arange(work.start, work.stop) for work in works]
+        rows = [work.first_row + np.arange(n) for work, n in zip(works, counts, strict=True)]
+        starts = [work.first_key for work in works]
+        batch = self._batch(works, ids, starts, positions).to(self._device)
+        state = self._state(np.concatenate(rows))
+        self._head.store(batch.token_ids, state, batch, self.kv_cache.layer(0))
+
+    def _draft(self, works: Sequence[_Work], count: int) -> DraftIds:
+        """Return `count` drafts for each, on the device; where none can be sampled, any id."""
+        xp, requests = self._device.xp, [work.request for work in works]
+        lasts = [work.stop - 1 - work.start for work in works]
+        state = self._state(np.array([w.first_row + i for w, i in zip(works, lasts, strict=True)]))
+        batches = self._chain_batches(works, count)
+        token_ids, drafts = None, []
+        for step, batch in enumerate(batches):
+            token_ids = batch.token_ids if token_ids is None else token_ids
+            state = self._head.forward(token_ids, state, batch, self.kv_cache.layer(0))
+            positions = np.array([work.stop + 1 + step for work in works])
+            sampling = _sampling(requests, positions, xp)
+            token_ids = self._sampler(self._head.logits(state), sampling).token_ids
+            token_ids = xp.maximum(token_ids, 0)
+            drafts.append(token_ids)
+        ids = xp.stack(drafts, axis=1)
+        copy = DeviceToHostCopy(self._device, {"ids": ids})
+        return DraftIds(ids, lambda: copy.wait()["ids"].tolist())
+
+    def _chain_batches(self, works: Sequence[_Work], count: int) -> Iterator[ForwardBatch]:
+        """Yield the batches of `count` drafts for each, of which only the first has its ids."""
+        keys = np.array([w.first_key + w.stop - 1 - w.start for w in works], np.int32)
+        ids = [work.request.token_ids(work.stop, work.stop + 1) for work in works]
+        positions = np.array([work.stop - 1 for work in works], np.int32)
+        first = self._batch(works, ids, keys.tolist(), [positions])
+        tables, size = first.block_tables, self.kv_cache.geometry.block_size
+        batch = first.to(self._device)
+        yield batch
+        for step in range(1, count):
+            places = keys + np.int32(step)
+            blocks = tables[np.arange(len(works)), places // size].astype(np.int64)
+            yield replace(
+                first,
+                positions=places,
+                rope_positions=positions + np.int32(step),
+                slot_mapping=blocks * size + places % size,
+                context_lens=places + np.int32(1),
+                max_context_len=int(places.max()) + 1,
+                block_tables=batch.block_tables,
+            ).to(self._device)
+
+    def _reset(self) -> None:
+        """Forget all keys, some of which may not have been written."""
+        self._rows, self._sequences = {}, {}
+        self._pages = HeadPages(self.kv_cache.geometry.block_size)
+
+    def _state(self, rows: Any) -> Any:
+        """Return the head's state made of these rows of the features."""
+        index = self._device.xp.asarray(rows.astype(np.int32))
+        features = [self._features[layer] for layer in self._head.feature_layers]
+        return self._head.combine([kernels.embedding(index, one) for one in features])
+
+    def _batch(
+        self, works: Sequence[_Work], ids: Any, starts: list[int], positions: Sequence[Any]
+    ) -> ForwardBatch:
+        """Return the batch of some tokens of each; rotated by `positions`, not by their place."""
+        tables = [
+            [*self._sequences[work.request].table, *self._scratch(number)]
+            for number, work in enumerate(works)
+        ]
+        batch = ForwardBatch.build(ids, starts, tables, self.kv_cache.geometry.block_size)
+        rope_positions = np.concatenate(positions).astype(np.int32)
+        return replace(batch, rope_positions=rope_positions)
+
+    def _scratch(self, number: int) -> range:
+        """Return the blocks for drafts of sequence `number` of a batch, behind its own."""
+        first = self._num_blocks + number * self._num_scratch
+        return range(first, first + self._num_scratch)
+
+    # ---- costs
+
+    def _measured(self, max_num_seqs: int, width: int) -> StepCosts:
+        """Return what a draft takes: proportional to their number."""
+        sizes = [size for size in _SIZES if size < max_num_seqs] + [max_num_seqs]
+        return StepCosts(sizes, [1], [[self._seconds(size, width)] for size in sizes])
+
+    def _seconds(self, size: int, width: int) -> float:
+        """Return the seconds of one draft for `size` sequences; the first call loads kernels."""
+        device, xp, times = self._device, self._device.xp, []
+        tables = [self._scratch(number) for number in range(size)]
+        shape, dtype = (size, width), np_dtype(self.kv_cache.geometry.dtype)
+        features = [xp.zeros(shape, dtype) for _ in self._head.feature_layers]
+        block_size = self.kv_cache.geometry.block_size
+        for _ in range(1 + _CALLS):
+            begin = time.perf_counter()
+            batch = ForwardBatch.build([[0]] * size, [0] * size, tables, block_size).to(device)
+            state = self._head.combine(features)
+            state = self._head.forward(batch.token_ids, state, batch, self.kv_cache.layer(0))
+            xp.argmax(self._head.logits(state), axis=1).tolist()
+            times.append(time.perf_counter() - begin)
+        return max(min(times[1:]), 1e-9)
+
+
+def _sampling(requests: Sequence[Request], positions: Any, xp: Any) -> SamplingBatch:
+    """Return how the tokens at `positions` are sampled, without what depends on other tokens."""
+    params = [request.spec.params for request in requests]
+    columns = {
+        "temperature": ([0.0 if p.greedy else p.temperature for p in params], np.float32),
+        "top_k": ([max(p.top_k, 0) for p in params], np.int32),
+        "top_p": ([max(p.top_p, _TINY) for p in params], np.float32),
+        "min_p": ([p.min_p for p in params], np.float32),
+        "seeds": ([request.spec.seed for request in requests], np.uint64),
+        "positions": (positions, np.int64),
+    }
+    arrays = {name: xp.asarray(np.array(*column)) for name, column in columns.items()}
+    return SamplingBatch(**arrays)

@@ -1,0 +1,111 @@
+"""Loads the head that `speculative_config` names, beside its target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from engine.config import ModelConfig
+from engine.errors import ConfigError
+from engine.loading.download import ModelSource, resolve_model
+from engine.loading.eagle3 import load_eagle3_config, load_eagle3_weights
+from engine.loading.mtp import load_mtp_config, load_mtp_weights
+from engine.models.draft_heads import DraftHead, Eagle3Head, MtpHead
+from engine.speculative.config import SpeculativeConfig
+
+__all__ = ["HEAD_METHODS", "LoadedHead", "load_head"]
+
+HEAD_METHODS = ("eagle3", "mtp")
+"""The methods whose drafts come from a head."""
+
+
+class LoadedHead:
+    """A head, with what the engine's plan of its memory asks of a model.
+
+    Attributes
+    ----------
+    head : DraftHead
+    feature_layers : tuple of int
+        The target's layers whose input it reads.
+    """
+
+    def __init__(self, head: DraftHead, target: Any) -> None:
+        self.head = head
+        self.feature_layers = head.feature_layers
+        self._target = target
+
+    @property
+    def config(self) -> ModelConfig:
+        """Sizes of its layer."""
+        return self.head.config
+
+    @property
+    def device(self) -> Any:
+        """Where it computes."""
+        return self._target.device
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of weights, activations and pages."""
+        dtype: str = self._target.dtype
+        return dtype
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest sequence that it was loaded for."""
+        length: int = self._target.max_model_len
+        return length
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of its own weights."""
+        return self.head.num_bytes
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether its drafts do not depend on the batch: they do."""
+        return False
+
+
+def load_head(config: SpeculativeConfig, target: Any) -> LoadedHead:
+    """Load the head of a `Model`, in its dtype and on its device.
+
+    Raises
+    ------
+    ConfigError, WeightsError
+        If the head does not fit to the target, or its files cannot be used.
+    """
+    for name, given in (("quantization", config.quantization), ("revision", config.revision)):
+        if given is not None:
+            raise ConfigError(
+                f"speculative_config.{name} must be left out for method={config.method!r}; "
+                f"got {given!r}"
+            )
+    if config.dtype not in (None, target.dtype):
+        raise ConfigError(
+            f"speculative_config.dtype must be that of the model, {target.dtype!r}, for "
+            f"method={config.method!r}; got {config.dtype!r}"
+        )
+    folder = _folder(config, target)
+    device, dtype = target.device, target.dtype
+    if config.method == "mtp":
+        layer = load_mtp_config(folder, target.config)
+        weights = load_mtp_weights(folder, layer, device, dtype)
+        return LoadedHead(MtpHead(layer, weights, target.decoder), target)
+    sizes = load_eagle3_config(folder, target.config)
+    weights = load_eagle3_weights(folder, sizes, device, dtype)
+    return LoadedHead(Eagle3Head(sizes, weights, target.decoder), target)
+
+
+def _folder(config: SpeculativeConfig, target: Any) -> Path:
+    """Return the folder of the head: that of the target if none is named."""
+    source: ModelSource | None = target.source
+    if config.model is not None:
+        source = resolve_model(config.model)
+    if source is None or source.kind == "gguf":
+        got = "none: the model's weights are random" if source is None else repr(str(source.path))
+        raise ConfigError(
+            "speculative_config.model must be a folder with a config.json and safetensors for "
+            f"method={config.method!r}; got {got}"
+        )
+    return source.path
