@@ -13,7 +13,7 @@ from engine.sampling_params import NumberRange
 
 __all__ = ["METHODS", "SpeculativeConfig"]
 
-METHODS = ("ngram", "suffix", "draft_model", "eagle3", "mtp", "custom")
+METHODS = ("ngram", "suffix", "draft_model", "eagle3", "mtp", "grammar", "custom")
 """What `method` may be."""
 
 _OF_MODELS = ("draft_model", "eagle3", "mtp")
@@ -36,7 +36,9 @@ class SpeculativeConfig:
     method : str
         "ngram": what followed the last tokens earlier in the request; "suffix": the same, by the
         longest suffix and how often each continuation came; "draft_model": a smaller model of the
-        same vocabulary; "eagle3", "mtp": a head on the model's hidden states; "custom": `proposer`.
+        same vocabulary; "eagle3", "mtp": a head on the model's hidden states; "custom": `proposer`;
+        "grammar": nothing but what all of them propose too, the tokens that the grammar of a
+        request leaves no choice of (`SamplingParams.structured`).
         Without it: "custom" if there is a proposer, "draft_model" if there is a model.
     num_speculative_tokens : int, optional
         Maximum drafts of a request in a step, at most 63; 8 for "ngram", 12 for "suffix", else 4.

@@ -11,6 +11,7 @@ from engine.speculative.config import SpeculativeConfig
 from engine.speculative.controller import Controller
 from engine.speculative.costs import measure_step_costs
 from engine.speculative.draft_model import DraftModelProposer
+from engine.speculative.forced import ForcedTokens
 from engine.speculative.guarded import GuardedProposer
 from engine.speculative.head_proposer import HeadProposer
 from engine.speculative.heads import LoadedHead
@@ -37,7 +38,7 @@ def make_speculation(
     """
     if config is None:
         return NoSpeculation()
-    proposer = _make_proposer(config, scheduler, runner, draft)
+    proposer = ForcedTokens(_make_proposer(config, scheduler, runner, draft))
     guarded = GuardedProposer(proposer, runner.model.config.vocab_size, may_defer=draft is not None)
     graph_lens = None
     if runner.graphs is not None:
@@ -50,10 +51,12 @@ def make_speculation(
 
 def _make_proposer(
     config: SpeculativeConfig, scheduler: Scheduler, runner: Any, draft: Any
-) -> Proposer:
+) -> Proposer | None:
     limits = scheduler.config
     if config.proposer is not None:
         return CustomProposer(config.proposer)
+    if config.method == "grammar":
+        return None
     if config.method == "suffix":
         return SuffixProposer(config.prompt_lookup_min, allow_trees=limits.draft_trees)
     if config.method == "ngram":
