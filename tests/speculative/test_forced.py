@@ -10,7 +10,6 @@ import pytest
 from engine import SamplingParams
 from engine.drafts import Drafts
 from engine.request import Request
-from engine.speculative import make as make_module
 from engine.speculative.forced import ForcedTokens
 from tests.e2e.test_structured_output import PROMPT, SCHEMA, Letters
 from tests.e2e.tiny import make_engine, run, swap_gb, tiny_model
@@ -28,12 +27,11 @@ def model():
 
 
 @pytest.fixture
-def make(model, monkeypatch):
+def make(model):
     """Make engines with forced tokens as drafts, and without."""
-    monkeypatch.setattr(make_module, "_make_proposer", lambda config: ForcedTokens())
 
     def make(is_forced, **options):
-        config = {"proposer": print, "num_speculative_tokens": 5, "adaptive": False}
+        config = {"method": "grammar", "num_speculative_tokens": 5, "adaptive": False}
         return make_engine(model, speculative_config=config if is_forced else None, **options)
 
     return make
