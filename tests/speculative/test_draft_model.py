@@ -15,6 +15,7 @@ from engine.errors import ConfigError, EngineError, OutOfMemoryError
 from engine.speculative import SpeculativeConfig, draft_loading, draft_model
 from engine.speculative.costs import StepCosts
 from engine.speculative.draft_loading import load_draft
+from tests.e2e.test_many_tokens import EXTRAS
 from tests.e2e.tiny import (
     BYTES_PER_BLOCK,
     CONFIG,
@@ -292,6 +293,51 @@ def test_a_fork_shares_blocks_until_one_is_copied(target, make):
     assert engine.stats().speculation.acceptance_rate == 1.0
     for name, start, one in (("parent", prompt, params), ("child", prompt + ids[:20], child)):
         assert [list(outputs[name].outputs[0].token_ids)] == plain(target, [start], [one])[0]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_requests_in_few_blocks(target, make, seed):
+    """Common prefixes, parallel samples, preemptions, swaps and aborts, in any order."""
+    rng = np.random.default_rng(seed)
+    options = {"num_blocks": 10, "max_model_len": 120, "max_num_seqs": 6}
+    if seed % 2:
+        options |= {"swap_space_gb": swap_gb(20), "preemption_mode": "auto"}
+        options |= {"recompute_us_per_token": 1.0, "swap_us_per_block": 1.0}
+    engine = make(async_scheduling=seed > 1, **options)
+    stems = [prompt * 3 for prompt in prompts_of(3, seed, longest=20)]
+    requests, outputs, aborted = {}, {}, set()
+    while len(requests) < 16 or engine.has_unfinished_requests():
+        if len(requests) < 16 and rng.random() < 0.8:
+            name = f"r{len(requests)}"
+            stem = stems[rng.integers(3)][: rng.integers(0, 40)]
+            prompt = stem + rng.integers(4, VOCAB, rng.integers(1, 5)).tolist()
+            index = len(requests)
+            count = 3 if index % 4 and rng.random() < 0.3 else 1
+            more = {"max_tokens": int(rng.integers(10, 50)), "n": count}
+            requests[name] = prompt, mixed_params(index, **more)
+            engine.add_request(name, *requests[name])
+        if rng.random() < 0.03 and len(aborted) < 4:
+            aborted.add(name := f"r{rng.integers(len(requests) or 1)}")
+            engine.abort_request(name)
+        outputs.update((output.request_id, output) for output in engine.step())
+        engine.check_integrity()
+    assert engine.scheduler.stats().num_preemptions > 0
+    stats = engine.stats().speculation
+    assert stats.num_proposer_failures == 0 and stats.num_drafts > 40
+    assert stats.acceptance_rate == 1.0
+    assert not proposer_of(engine)._drafted
+    names = [name for name in requests if name not in aborted]
+    want = plain(target, *zip(*(requests[name] for name in names), strict=True))
+    assert [[list(o.token_ids) for o in outputs[name].outputs] for name in names] == want
+
+
+@pytest.mark.parametrize("extra", EXTRAS, ids=lambda extra: next(iter(extra)))
+def test_every_way_of_sampling(target, make, extra):
+    """The verification needs more than the drafts were sampled with."""
+    prompts, params = prompts_of(3, 97), [mixed_params(i, max_tokens=30, **extra) for i in range(3)]
+    got, stats = serve(make(), prompts, params)
+    assert got == plain(target, prompts, params)
+    assert stats.num_drafts > 15
 
 
 def test_blocks_that_another_request_had(target, make):
