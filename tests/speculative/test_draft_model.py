@@ -496,7 +496,7 @@ def test_the_cost_is_measured(make):
 def test_memory_of_the_draft_model_is_planned(target, make, monkeypatch):
     engine = make(num_blocks=64)
     reasons = engine.config.reasons
-    assert "beyond the blocks" in reasons["draft_model"]
+    assert "beyond their requests' blocks" in reasons["draft_model"]
     slabs = engine._pool.stats().slabs
     assert slabs["draft kv"] == slabs["kv"] // 64 * (64 + 4)
     engine.close()
