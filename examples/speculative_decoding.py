@@ -41,7 +41,7 @@ ids = model.tokenizer.encode_chat([{"role": "user", "content": task}], add_gener
 
 
 # %%
-def answer(config, max_tokens=64):
+def answer(config, max_tokens=48):
     """Return the answer's ids, its tokens per step and per second, and the counts of drafts."""
     options = {"max_num_seqs": 1, "num_blocks": 32, "speculative_config": config}
     with engine.LLMEngine(model, **options) as llm:
