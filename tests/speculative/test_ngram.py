@@ -223,7 +223,15 @@ def test_suffix_drafts_are_valid(ids, count, allow_trees):
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
-def test_the_engine_proposes_and_the_tokens_stay_the_same(method):
+def test_the_engine_proposes_and_the_tokens_stay_the_same(method, monkeypatch):
+    forgotten = []
+    forget = NgramProposer.forget
+
+    def recorded(proposer, request):
+        forget(proposer, request)
+        forgotten.append((request.request_id, len(proposer._indices)))
+
+    monkeypatch.setattr(NgramProposer, "forget", recorded)
     model = MockModel(16, 512)
     options = {"num_blocks": 64, "debug": True}
     config = {"method": method, "prompt_lookup_min": 2, "adaptive": False}
@@ -238,7 +246,8 @@ def test_the_engine_proposes_and_the_tokens_stay_the_same(method):
             engine.check_integrity()
         stats = engine.stats().speculation
         assert stats.num_drafts > 0 and stats.num_proposer_failures == 0
-        assert not engine.speculation._proposer._proposer._indices  # all have ended
+    assert sorted(name for name, _ in forgotten) == ["0", "1", "2"]
+    assert forgotten[-1][1] == 0  # nothing is kept of what has ended
     for name, prompt in enumerate(prompts):
         right = MockModel(16, 512).continuation(prompt, 200)
         assert list(outputs[str(name)].outputs[0].token_ids) == right
