@@ -14,6 +14,7 @@ import pytest
 
 from engine import LLMEngine, SamplingParams
 from engine.errors import RequestError
+from engine.speculative.costs import StepCosts
 from engine.testing.mock_model import MockModel
 from tests.e2e.tiny import VOCAB, make_engine, mixed_params, swap_gb, tiny_model
 from tests.speculative.proposers import KnownProposer, outputs_of
@@ -59,6 +60,9 @@ class Load:
         self.proposer = KnownProposer({}, VOCAB, seed=rng.random())
         self.engine = make_engine(model, **_options(rng))
         self.engine.speculation._proposer._proposer = self.proposer
+        slope = rng.choice([0.01, 0.3, 2.0])  # not measured, so that a seed is always the same case
+        costs = StepCosts([1], [1, 2], [[1.0, 1.0 + slope]])
+        self.engine.speculation._controller._costs = costs
         if rng.random() < 0.3:  # on the CPU, the steps that graphs would be captured of
             num_tokens = self.engine.config.speculative.num_tokens
             self.engine.runner.capture_graphs(MAX_LEN, num_tokens)
@@ -234,10 +238,10 @@ def test_random_operations(model, seed):
 
 
 def test_the_operations_reach_what_they_are_meant_to(model):
-    """The random choices cause all that they are meant to test; few cases cause all at once."""
+    """These two cause all that is to be tested; the same seed is the same case."""
     assert drive(model, 14) == {"closed": 1}
-    reached = drive(model, 32)
-    assert min(reached.values()) > 0 and reached["accepted"] > 100, reached
+    reached = drive(model, 16)
+    assert min(reached.values()) > 0 and drive(model, 16) == reached
 
 
 def test_ten_thousand_requests_leak_nothing():
