@@ -290,7 +290,7 @@ def test_a_head_that_fails_costs_no_request(tmp_path, model):
     """Neither while a prompt is computed nor while drafts are proposed; then it goes on."""
     folder, _, _ = make_head(tmp_path)
     engine = make_engine(model, speculative_config=config_of(folder))
-    proposer = engine.speculation._proposer._proposer
+    proposer = engine.runner.features.on_step.__self__
     head, calls = proposer._head, iter(range(100))
 
     class Failing:
