@@ -67,7 +67,7 @@ class Controller:
     >>> controller = Controller(costs, None)
     >>> request = object()
     >>> controller.choose([(request, Drafts(tuple(range(7))))], num_decodes=1)
-    {...: 6}
+    {...: 4}
     """
 
     def __init__(
