@@ -93,7 +93,8 @@ class LLMEngine:
             self.runner.capture_graphs(
                 limits.max_model_len, limits.max_draft_tokens, progress=sys.stderr.isatty()
             )
-        self.speculation = make_speculation(config.speculative, self.scheduler, self.runner, draft)
+        parts = config.speculative, self.scheduler, self.runner, draft
+        self.speculation = make_speculation(*parts, overlaps=config.async_scheduling)
         self._entry = threading.Lock()  # see `exclusive`
         describe = self.scheduler.describe
         self.watchdog = Watchdog(given.step_timeout, describe, raises=given.raise_on_timeout)

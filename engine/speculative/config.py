@@ -37,8 +37,8 @@ class SpeculativeConfig:
         "ngram": what followed the last tokens earlier in the request; "suffix": the same, by the
         longest suffix and how often each continuation came; "draft_model": a smaller model of the
         same vocabulary; "eagle3", "mtp": a head on the model's hidden states; "custom": `proposer`;
-        "grammar": nothing but what all of them propose too, the tokens that the grammar of a
-        request leaves no choice of (`SamplingParams.structured`).
+        "grammar": only the tokens that a request's grammar forces (`SamplingParams.structured`);
+        every method proposes these too.
         Without it: "custom" if there is a proposer, "draft_model" if there is a model.
     num_speculative_tokens : int, optional
         Maximum drafts of a request in a step, at most 63; 8 for "ngram", 12 for "suffix", else 4.
@@ -125,7 +125,7 @@ class SpeculativeConfig:
         if self.proposer is not None and not callable(self.proposer):
             raise _wrong("proposer", "a callable or None", self.proposer)
         self._check_method()
-        if self.prompt_lookup_min > self.prompt_lookup_max:
+        if self.method == "ngram" and self.prompt_lookup_min > self.prompt_lookup_max:
             most = f"at most prompt_lookup_max = {self.prompt_lookup_max}"
             raise _wrong("prompt_lookup_min", most, self.prompt_lookup_min)
         if self.num_speculative_tokens is None:
@@ -142,6 +142,9 @@ class SpeculativeConfig:
             self._set("method", "draft_model" if self.proposer is None else "custom")
         if self.method not in METHODS:
             raise _wrong("method", f"one of {', '.join(map(repr, METHODS))}", self.method)
+        for name in ("quantization", "dtype", "revision"):
+            if getattr(self, name) is not None and self.method not in _OF_MODELS:
+                raise _wrong(name, f"None for method={self.method!r}", getattr(self, name))
         for name, methods in (("model", _OF_MODELS), ("proposer", ("custom",))):
             value = getattr(self, name)
             if value is None and self.method in methods and self.method != "mtp":

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from engine.drafts import Drafts
+from engine.drafts import MAX_QUERY_LEN, Drafts
 from engine.request import Request
 from engine.speculative.costs import StepCosts
 
 __all__ = ["Controller"]
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
 
 _PRIOR = 0.6  # assumed probability that a draft is accepted if its parent was, before any was seen
 _WEIGHT = 4.0  # how many drafts the assumption counts as
@@ -104,32 +107,50 @@ class Controller:
         self._of_all.add(num_accepted, rejected, _KEEP_ALL)
 
     def num_worth_asking(
-        self, requests: Sequence[Request], most: int, proposing: Sequence[float]
+        self,
+        requests: Sequence[Request],
+        most: int,
+        num_decodes: int,
+        proposing: Callable[[int], float],
     ) -> int:
         """Return for how many drafts to ask a proposer that takes time; 0: for none.
 
         Parameters
         ----------
         requests : sequence of Request
+            Those that would get drafts.
         most : int
             Maximum number of drafts.
-        proposing : sequence of float
-            Seconds that it takes to propose 1, 2, ... `most` drafts for all of them.
+        num_decodes : int
+            Sequences that are decoded in the step, with drafts or without.
+        proposing : callable
+            The seconds that it takes to propose so many drafts for each of them.
         """
-        if not self._is_adaptive:
-            return most
+        if not self._is_adaptive or not requests:
+            return most if requests else 0
         rates = np.array([self._rate(request) for request in requests])
-        counts = range(1, most + 1) if self._lens is None else [n - 1 for n in self._lens]
-        plain = self._costs.seconds(len(rates), 1)
+        if self._lens is None:
+            lens = {count: count + 1 for count in range(1, most + 1)}
+        else:
+            lens = {min(n - 1, most): n for n in reversed(self._lens)}
+        tokens = np.cumsum((rates[:, None] ** np.arange(1, most + 1)).sum(axis=0))
+        plain = self._costs.seconds(num_decodes, 1)
         gains = {
-            count: self._gain(plain, float((rates[:, None] ** np.arange(1, count + 1)).sum()),
-                              len(rates), count, proposing[count - 1])
-            for count in counts if count <= most
-        }  # fmt: skip
-        return self._best(gains)
+            count: (1 + tokens[count - 1] / num_decodes)
+            * plain
+            / (self._costs.seconds(num_decodes, length) + proposing(count))
+            for count, length in lens.items()
+        }
+        best = max(gains, key=lambda count: gains[count])
+        return best if self._pays(gains[best]) else 0
 
     def choose(
-        self, proposals: Sequence[tuple[Request, Drafts]], num_decodes: int
+        self,
+        proposals: Sequence[tuple[Request, Drafts]],
+        num_decodes: int,
+        *,
+        certain: Collection[Request] = (),
+        room: int = MAX_QUERY_LEN,
     ) -> Mapping[Request, int]:
         """Return how many drafts of each proposal to verify; empty: none.
 
@@ -138,62 +159,82 @@ class Controller:
         proposals : sequence of (Request, Drafts)
         num_decodes : int
             Sequences that are decoded in the step, with drafts or without.
+        certain : collection of Request, optional
+            Those whose drafts cannot be rejected.
+        room : int
+            Maximum drafts of every sequence, where all have the same number.
         """
         if not proposals:
             return {}
+        lens = None if self._lens is None else [n for n in self._lens if n <= 1 + room]
+        if lens is not None and not lens:
+            return {}
         if not self._is_adaptive:
-            return {request: len(drafts) for request, drafts in proposals}
-        expected = [_expected(drafts, self._rate(request)) for request, drafts in proposals]
-        if self._lens is None:
-            return self._choose_each(proposals, expected, num_decodes)
-        plain = self._costs.seconds(num_decodes, 1)
-        gains = {
-            n - 1: self._gain(plain, sum(e[: n - 1].sum() for e in expected), num_decodes, n - 1)
-            for n in self._lens
-        }
-        best = self._best(gains)
-        return {request: min(best, len(drafts)) for request, drafts in proposals} if best else {}
+            longest = MAX_QUERY_LEN if lens is None else lens[-1] - 1
+            return {request: min(len(drafts), longest) for request, drafts in proposals}
+        expected = self._expected(proposals, certain)
+        gain, counts = self._best(expected, num_decodes, lens)
+        if not self._pays(gain):
+            return {}
+        pairs = zip(proposals, counts, strict=True)
+        return {request: count for (request, _), count in pairs if count}
+
+    def would_pay(
+        self,
+        proposals: Sequence[tuple[Request, Drafts]],
+        num_seen: int,
+        num_decodes: int,
+        *,
+        certain: Collection[Request] = (),
+    ) -> bool:
+        """Tell whether drafts would pay if those of `num_seen` of the sequences are typical."""
+        if not proposals or not self._is_adaptive:
+            return bool(proposals)
+        times = -(-num_decodes // num_seen)
+        expected = self._expected(proposals, certain) * times
+        return self._best(expected, num_decodes, self._lens)[0] > self._least_gain
 
     def graph_len(self, most: int) -> int:
         """Return for how many drafts of every sequence there is a graph: at least `most`."""
         return next((n - 1 for n in self._lens or () if n > most), most)
 
-    def _choose_each(
-        self,
-        proposals: Sequence[tuple[Request, Drafts]],
-        expected: Sequence[np.ndarray],
-        num_decodes: int,
-    ) -> Mapping[Request, int]:
-        """Take the drafts that are expected to give most, as long as the step gains by them."""
+    def _expected(
+        self, proposals: Sequence[tuple[Request, Drafts]], certain: Collection[Request]
+    ) -> list[Array]:
+        """Return the probability that each draft is accepted."""
+        rates = [1.0 if r in certain else self._rate(r) for r, _ in proposals]
+        return [_expected(d, rate) for (_, d), rate in zip(proposals, rates, strict=True)]
+
+    def _best(
+        self, expected: Sequence[Array], num_decodes: int, lens: Sequence[int] | None
+    ) -> tuple[float, list[int]]:
+        """Return the largest gain over plain decoding, and how many drafts of each give it."""
+        plain = self._costs.seconds(num_decodes, 1)
+        if lens is not None:
+            tokens = np.array([sum(e[: n - 1].sum() for e in expected) for n in lens])
+            seconds = self._costs.all_seconds(num_decodes, np.array(lens, np.float64))
+            gains = (1 + tokens / num_decodes) * plain / seconds
+            best = int(gains.argmax())
+            return float(gains[best]), [min(lens[best] - 1, len(e)) for e in expected]
+        # Take the drafts that are expected to give most, as long as the step gains by them.
         owners = np.repeat(np.arange(len(expected)), [len(e) for e in expected])
         values = np.concatenate(expected)
         order = np.argsort(-values, kind="stable")  # a request's values fall: a prefix is taken
-        tokens = num_decodes + np.cumsum(values[order])
-        seconds = [
-            self._costs.seconds(num_decodes, 1 + (i + 1) / num_decodes) for i in range(len(order))
-        ]
-        rates = tokens / seconds
-        best = int(rates.argmax())
-        plain = num_decodes / self._costs.seconds(num_decodes, 1)
-        if not self._pays(float(rates[best]) / plain):
-            return {}
-        counts = np.bincount(owners[order[: best + 1]], minlength=len(expected)).tolist()
-        return {r: count for (r, _), count in zip(proposals, counts, strict=True) if count}
+        tokens = np.cumsum(values[order])
+        query_lens = 1 + np.arange(1, len(order) + 1) / num_decodes
+        seconds = self._costs.all_seconds(num_decodes, query_lens)
+        gains = (1 + tokens / num_decodes) * plain / seconds
+        best = int(gains.argmax())
+        counts = np.bincount(owners[order[: best + 1]], minlength=len(expected))
+        return float(gains[best]), counts.tolist()
 
-    def _gain(
-        self, plain: float, accepted: float, num_decodes: int, count: int, proposing: float = 0.0
-    ) -> float:
-        """Return the tokens per second with `count` drafts of each, relative to none."""
-        seconds = self._costs.seconds(num_decodes, 1 + count) + proposing
-        return (num_decodes + accepted) / num_decodes * plain / seconds
-
-    def _best(self, gains: Mapping[int, float]) -> int:
-        best = max(gains, key=lambda count: gains[count], default=0)
-        return best if self._pays(gains.get(best, 0.0)) else 0
+    @property
+    def _least_gain(self) -> float:
+        """What a gain must exceed; to start takes more than to go on."""
+        return 1.0 if self._is_on else _GAIN_TO_START
 
     def _pays(self, gain: float) -> bool:
-        """Tell whether a gain suffices; to start takes more than to go on."""
-        self._is_on = gain > (1.0 if self._is_on else _GAIN_TO_START)
+        self._is_on = gain > self._least_gain
         return self._is_on
 
     def _rate(self, request: Request) -> float:
@@ -206,7 +247,7 @@ class Controller:
         return own.rate(prior)
 
 
-def _expected(drafts: Drafts, rate: float) -> np.ndarray:
+def _expected(drafts: Drafts, rate: float) -> Array:
     """Return the probability that each draft is accepted; it does not rise along the list."""
     depths = np.array(drafts.depths, np.float64)
     values = rate**depths

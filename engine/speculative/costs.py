@@ -45,15 +45,24 @@ class StepCosts:
         self._sizes = np.array(sizes, np.float64)
         self._lens = np.array(query_lens, np.float64)
         times = np.array(seconds, np.float64)
-        # No step is faster than one of fewer tokens: what was slower was disturbed.
+        # No step is faster than one of fewer tokens: a slower time of fewer tokens is noise.
         self._seconds = np.minimum.accumulate(times[:, ::-1], axis=1)[:, ::-1]
 
     def seconds(self, num_sequences: int, query_len: float) -> float:
         """Return the seconds of a step of `num_sequences` with `query_len` tokens each."""
+        return float(self.all_seconds(num_sequences, np.array([query_len]))[0])
+
+    def all_seconds(self, num_sequences: int, query_lens: Any) -> Any:
+        """Return `seconds` for each of `query_lens`, an array, which need not be whole."""
         if len(self._sizes) == 1:
-            return _interpolated(num_sequences * query_len, self._lens, self._seconds[0])
-        of_sizes = [_interpolated(query_len, self._lens, row) for row in self._seconds]
-        return _interpolated(num_sequences, self._sizes, np.array(of_sizes))
+            return _interpolated(num_sequences * query_lens, self._lens, self._seconds[0])
+        # Between the two nearest sizes, or beyond the last two.
+        above = int(np.clip(np.searchsorted(self._sizes, num_sequences), 1, len(self._sizes) - 1))
+        low, high = self._sizes[above - 1 : above + 1]
+        share = (num_sequences - low) / (high - low)
+        rows = self._seconds[above - 1 : above + 1]
+        first, second = (_interpolated(query_lens, self._lens, row) for row in rows)
+        return np.maximum(first + share * (second - first), np.minimum(first, second))
 
 
 def measure_step_costs(runner: Any, query_lens: Sequence[int], max_num_seqs: int) -> StepCosts:
@@ -139,11 +148,9 @@ def _shortest(call: Callable[[], Any], device: Any) -> float:
     return max(min(times[1:]), 1e-9)
 
 
-def _interpolated(x: float, at: Any, values: Any) -> float:
-    """Return the value at `x`, on a straight line between points and beyond the last one."""
-    if x <= at[-1]:
-        return float(np.interp(x, at, values))
+def _interpolated(x: Any, at: Any, values: Any) -> Any:
+    """Return the values at `x`, on straight lines between points and beyond the last one."""
     if len(at) == 1:
-        return float(values[0] * x / at[0])
+        return values[0] * np.maximum(x / at[0], 1.0)
     slope = max(0.0, (values[-1] - values[-2]) / (at[-1] - at[-2]))
-    return float(values[-1] + slope * (x - at[-1]))
+    return np.interp(x, at, values) + slope * np.maximum(0.0, x - at[-1])

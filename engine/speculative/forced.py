@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from engine.drafts import Drafts
 from engine.request import Request
-from engine.speculative.proposer import Proposal, Proposer
+from engine.speculative.proposer import Proposal
 
 __all__ = ["ForcedTokens"]
 
@@ -14,13 +14,7 @@ __all__ = ["ForcedTokens"]
 class ForcedTokens:
     """Proposes the tokens that a request's grammar forces, such as the names of a JSON schema.
 
-    Their masks allow one token each, so they are accepted. A request without a grammar, or in a
-    place where it leaves a choice, is left to another proposer.
-
-    Parameters
-    ----------
-    other : Proposer, optional
-        None: nothing is proposed for them.
+    Their masks allow one token each, so they are accepted.
 
     Examples
     --------
@@ -31,44 +25,19 @@ class ForcedTokens:
     [None]
     """
 
-    def __init__(self, other: Proposer | None = None) -> None:
-        self._other = other
-
     def propose(self, wanted: Sequence[tuple[Request, int]]) -> list[Proposal]:
-        """Return `Proposer.propose`; an error of the other proposer is of its requests only."""
-        proposals: list[Proposal] = [_forced(request, count) for request, count in wanted]
-        rest = [index for index, drafts in enumerate(proposals) if drafts is None]
-        if self._other is None or not rest:
-            return proposals
-        for index, drafts in zip(rest, self._ask([wanted[i] for i in rest]), strict=True):
-            proposals[index] = drafts
-        return proposals
+        """Return forced tokens; None for a request without a grammar, or with a choice."""
+        return [_forced(request, count) for request, count in wanted]
 
     def forget(self, request: Request) -> None:
-        """Call `Proposer.forget`."""
-        if self._other is not None:
-            self._other.forget(request)
+        """Do nothing."""
 
     def cost(self, num_sequences: int, num_tokens: int) -> float:
-        """Return `Proposer.cost` of the other; forced tokens cost nothing."""
-        return 0.0 if self._other is None else self._other.cost(num_sequences, num_tokens)
+        """Return 0.0."""
+        return 0.0
 
     def close(self) -> None:
-        """Call `Proposer.close`."""
-        if self._other is not None:
-            self._other.close()
-
-    def _ask(self, wanted: Sequence[tuple[Request, int]]) -> list[Proposal]:
-        """Return the other's proposals, or why there are none."""
-        assert self._other is not None
-        try:
-            given = list(self._other.propose(wanted))
-        except Exception as error:  # forced tokens are good all the same
-            return [error] * len(wanted)
-        if len(given) != len(wanted):
-            why = f"it returned {len(given)} proposals for {len(wanted)} requests"
-            return [RuntimeError(why)] * len(wanted)
-        return given
+        """Do nothing."""
 
 
 def _forced(request: Request, count: int) -> Drafts | None:

@@ -41,7 +41,7 @@ class GuardedProposer:
         self.num_failures = 0
         self.is_given_up = False
         self._proposer = proposer
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._may_defer = may_defer
         self._num_failed_calls = 0  # in a row
 
@@ -116,8 +116,8 @@ class GuardedProposer:
         if parents is not None:
             parents = tuple(islice(parents, most + 1))
         drafts = Drafts(ids, parents)
-        if ids and max(ids) >= self._vocab_size:
-            raise ValueError(f"it returned id {max(ids)}; the vocabulary has {self._vocab_size}")
+        if ids and max(ids) >= self.vocab_size:
+            raise ValueError(f"it returned id {max(ids)}; the vocabulary has {self.vocab_size}")
         return drafts
 
     def _note(self, why: str) -> None:

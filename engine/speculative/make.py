@@ -23,7 +23,12 @@ __all__ = ["make_speculation"]
 
 
 def make_speculation(
-    config: SpeculativeConfig | None, scheduler: Scheduler, runner: Any, draft: Any = None
+    config: SpeculativeConfig | None,
+    scheduler: Scheduler,
+    runner: Any,
+    draft: Any = None,
+    *,
+    overlaps: bool = False,
 ) -> Speculation | NoSpeculation:
     """Return the `Speculation` of an engine.
 
@@ -35,10 +40,12 @@ def make_speculation(
         With its graphs captured, and nothing computed yet.
     draft : Model or LoadedHead, optional
         Of "draft_model", "eagle3" and "mtp" (`load_draft`).
+    overlaps : bool
+        Whether a step is scheduled before the one before is read.
     """
     if config is None:
         return NoSpeculation()
-    proposer = ForcedTokens(_make_proposer(config, scheduler, runner, draft))
+    proposer = _make_proposer(config, scheduler, runner, draft)
     guarded = GuardedProposer(proposer, runner.model.config.vocab_size, may_defer=draft is not None)
     graph_lens = None
     if runner.graphs is not None:
@@ -46,17 +53,17 @@ def make_speculation(
     lens = graph_lens or [1, 1 + config.num_tokens]
     costs = measure_step_costs(runner, lens, scheduler.config.max_num_seqs)
     controller = Controller(costs, graph_lens, is_adaptive=config.adaptive)
-    return Speculation(config, guarded, scheduler, controller)
+    return Speculation(config, guarded, scheduler, controller, overlaps=overlaps)
 
 
 def _make_proposer(
     config: SpeculativeConfig, scheduler: Scheduler, runner: Any, draft: Any
-) -> Proposer | None:
+) -> Proposer:
     limits = scheduler.config
     if config.proposer is not None:
         return CustomProposer(config.proposer)
     if config.method == "grammar":
-        return None
+        return ForcedTokens()
     if config.method == "suffix":
         return SuffixProposer(config.prompt_lookup_min, allow_trees=limits.draft_trees)
     if config.method == "ngram":

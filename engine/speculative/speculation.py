@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
-from engine.drafts import Drafts
+from engine.drafts import MAX_QUERY_LEN, Drafts
 from engine.request import Request
 from engine.scheduler.output import ScheduleOutput
 from engine.scheduler.scheduler import Scheduler
 from engine.speculative.config import SpeculativeConfig
 from engine.speculative.controller import Controller
 from engine.speculative.counts import DraftCounts, SpeculationStats
+from engine.speculative.forced import ForcedTokens
 from engine.speculative.guarded import GuardedProposer
 
 __all__ = ["NoSpeculation", "Speculation"]
 
-_IDLE_STEPS = 4  # without drafts, after which steps overlap again
+_PATIENCE = 2  # steps without drafts, before it waits
+_LONGEST_WAIT = 16  # steps
 _NUM_PEEKED = 16  # requests looked at per step while steps overlap
 
 
@@ -53,6 +56,8 @@ class Speculation:
     proposer : GuardedProposer
     scheduler : Scheduler
     controller : Controller
+    overlaps : bool
+        Whether a step is scheduled before the one before is read.
 
     Attributes
     ----------
@@ -66,8 +71,12 @@ class Speculation:
         proposer: GuardedProposer,
         scheduler: Scheduler,
         controller: Controller,
+        *,
+        overlaps: bool = False,
     ) -> None:
         self.is_active = True
+        self._overlaps = overlaps
+        self._forced = GuardedProposer(ForcedTokens(), proposer.vocab_size)
         self._most = min(config.num_tokens, scheduler.config.max_draft_tokens)
         self._max_decodes = (config.disable_by_batch_size or 2**31) - 1
         self._proposer = proposer
@@ -75,24 +84,29 @@ class Speculation:
         self._controller = controller
         self._counts = DraftCounts(self._most)
         self._num_real: dict[Request, int] = {}  # drafts in flight, without those that only pad
-        self._num_idle = 0
+        self._certain: set[Request] = set()  # whose drafts in flight are forced
+        self._num_futile = 0  # times in a row that nothing was verified
+        self._num_waits = 0  # steps until drafts are looked for again
         self._num_peeks = 0
 
     def propose(self) -> None:
         """Propose drafts for the next step; called before it is scheduled."""
         self._controller.next_step()
         requests = self._scheduler.decoding_requests()
-        if not 0 < len(requests) <= self._max_decodes or self._proposer.is_given_up:
-            self._rest(at_once=bool(requests))
+        if self._num_waits or not 0 < len(requests) <= self._max_decodes:
+            self._num_waits = max(0, self._num_waits - 1)
+            self.is_active = False
             return
         if any(request.num_pending_tokens for request in requests):
             self.is_active = self._peek(requests)
             return
-        chosen = self._choose(requests)
+        count = self._num_to_ask(requests)
+        chosen = self._choose(requests, count)
         if not chosen:
-            self._rest()
+            has_cost = self._overlaps or (count > 0 and not self._is_free(len(requests)))
+            self._note_futile(has_cost=has_cost)
             return
-        self._num_idle = 0
+        self._num_futile = 0
         self.is_active = True
         for request, drafts in chosen.items():
             self._scheduler.propose(request, drafts)
@@ -111,17 +125,19 @@ class Speculation:
             deepest = max(depths)
             num_accepted = real.num_accepted(token_ids[request])
             self._counts.add([depths.count(d + 1) for d in range(deepest)], num_accepted)
-            self._controller.record(request, num_accepted, deepest)
+            if request not in self._certain:
+                self._controller.record(request, num_accepted, deepest)
 
     def forget(self, request: Request) -> None:
         """Drop what is kept for a request that has ended."""
         self._num_real.pop(request, None)
+        self._certain.discard(request)
         self._controller.forget(request)
         self._proposer.forget(request)
 
     def stats(self) -> SpeculationStats:
         """Return the counters."""
-        return self._counts.snapshot(self._proposer.num_failures)
+        return self._counts.snapshot(self._proposer.num_failures + self._forced.num_failures)
 
     def close(self) -> None:
         """Free what the proposer holds."""
@@ -129,49 +145,86 @@ class Speculation:
 
     # ---- parts of propose
 
-    def _rest(self, *, at_once: bool = False) -> None:
-        """Note a step without drafts; after some of them, steps may overlap."""
-        self._num_idle += 1
-        self.is_active = self._num_idle < _IDLE_STEPS and not at_once
+    def _note_futile(self, *, has_cost: bool) -> None:
+        """Note that nothing is verified; the more often, the longer until it is tried again.
+
+        `has_cost`: a try costs time, that of the proposer or of a step that could have overlapped.
+        """
+        self._num_futile += 1
+        if has_cost and self._num_futile > _PATIENCE:
+            self._num_waits = min(2 ** (self._num_futile - _PATIENCE), _LONGEST_WAIT)
+            self.is_active = False
 
     def _peek(self, requests: Sequence[Request]) -> bool:
         """Tell whether drafts would pay in the step after the one in flight."""
-        if not self._costs_nothing(len(requests)):
-            return self._num_worth_asking(requests) > 0
+        count = self._num_to_ask(requests)
+        is_free = self._is_free(len(requests))
+        if count and not is_free:
+            return True
         self._num_peeks += 1
         start = self._num_peeks * _NUM_PEEKED % len(requests)
         some = (*requests[start:], *requests[:start])[:_NUM_PEEKED]
-        return bool(self._controller.choose(self._proposals(some, self._most), len(some)))
+        proposals = self._ask_all(some, count)
+        return self._controller.would_pay(
+            proposals, len(some), len(requests), certain=self._certain
+        )
 
-    def _choose(self, requests: Sequence[Request]) -> dict[Request, Drafts]:
+    def _choose(self, requests: Sequence[Request], count: int) -> dict[Request, Drafts]:
         """Return the drafts to verify; those that pad a request to the length of a graph, too."""
-        count = self._most
-        if not self._costs_nothing(len(requests)):
-            count = self._num_worth_asking(requests)
-        proposals = self._proposals(requests, count) if count else []
-        counts = self._controller.choose(proposals, len(requests))
+        proposals = self._ask_all(requests, count)
+        needs_equal = self._controller.needs_equal_lengths
+        room = MAX_QUERY_LEN
+        if needs_equal:
+            room = min(_room(request) for request in requests)
+            if not all(map(_may_be_padded, requests)):
+                return {}
+        counts = self._controller.choose(proposals, len(requests), certain=self._certain, room=room)
         self._num_real = dict(counts)
         chosen = {r: drafts.prefix(counts[r]) for r, drafts in proposals if r in counts}
-        if chosen and self._controller.needs_equal_lengths:
+        if chosen and needs_equal:
             length = self._controller.graph_len(max(counts.values()))
             return {r: _padded(chosen.get(r), length) for r in requests}
         return chosen
 
-    def _proposals(self, requests: Sequence[Request], count: int) -> list[tuple[Request, Drafts]]:
-        """Ask for at most `count` drafts for each request, fewer where it ends soon."""
-        wanted = [
-            (request, min(count, request.max_num_tokens - request.num_known_tokens - 1))
-            for request in requests
-            if request.spec.params.use_speculation
-        ]
-        return self._proposer.ask([(request, most) for request, most in wanted if most > 0])
+    def _ask_all(self, requests: Sequence[Request], count: int) -> list[tuple[Request, Drafts]]:
+        """Return what grammars force, and for the other requests at most `count` drafts each."""
+        wanted = [(r, min(self._most, _room(r))) for r in requests if _wants_drafts(r)]
+        wanted = [(request, most) for request, most in wanted if most > 0]
+        with_grammar = [each for each in wanted if each[0].spec.grammar is not None]
+        proposals = self._forced.ask(with_grammar)
+        self._certain = {request for request, _ in proposals}
+        if count:
+            rest = [(r, min(count, most)) for r, most in wanted if r not in self._certain]
+            proposals += self._proposer.ask(rest)
+        return proposals
 
-    def _costs_nothing(self, num_sequences: int) -> bool:
+    def _is_free(self, num_sequences: int) -> bool:
         return self._proposer.cost(num_sequences, 1) == 0.0
 
-    def _num_worth_asking(self, requests: Sequence[Request]) -> int:
-        costs = [self._proposer.cost(len(requests), 1 + i) for i in range(self._most)]
-        return self._controller.num_worth_asking(requests, self._most, costs)
+    def _num_to_ask(self, requests: Sequence[Request]) -> int:
+        """Return for how many drafts to ask the proposer."""
+        if self._proposer.is_given_up:
+            return 0
+        if self._is_free(len(requests)):
+            return self._most
+        cost = partial(self._proposer.cost, len(requests))
+        asked = [request for request in requests if _wants_drafts(request)]
+        return self._controller.num_worth_asking(asked, self._most, len(requests), cost)
+
+
+def _wants_drafts(request: Request) -> bool:
+    wants: bool = request.spec.params.use_speculation
+    return wants
+
+
+def _room(request: Request) -> int:
+    """Return how many drafts it can take: a token is sampled after the last one."""
+    return request.max_num_tokens - request.num_known_tokens - 1
+
+
+def _may_be_padded(request: Request) -> bool:
+    """Tell whether drafts that only pad do not show: a logits processor would see them."""
+    return _wants_drafts(request) or not request.spec.params.logits_processors
 
 
 def _padded(drafts: Drafts | None, length: int) -> Drafts:

@@ -74,11 +74,44 @@ def test_graphs_need_one_number_for_all():
 def test_what_takes_time_to_propose_has_to_pay_for_it():
     controller, request = Controller(costs(0.02), None), object()
     taught(controller, request, 8, 8)
-    free, dear = [0.0] * 8, [2.0 * n for n in range(1, 9)]
-    assert controller.num_worth_asking([request], 8, free) == 8
-    assert controller.num_worth_asking([request], 8, dear) == 0
+    assert controller.num_worth_asking([request], 8, 1, lambda count: 0.0) == 8
+    assert controller.num_worth_asking([request], 8, 1, lambda count: 2.0 * count) == 0
+    # One of sixteen gains by it, and all of them take longer.
+    assert controller.num_worth_asking([request], 8, 16, lambda count: 0.5) == 0
+    assert controller.num_worth_asking([], 8, 16, lambda count: 0.0) == 0
     taught(controller, request, 0, 8)
-    assert controller.num_worth_asking([request], 8, [0.3] * 8) == 0
+    assert controller.num_worth_asking([request], 8, 1, lambda count: 0.3) == 0
+
+
+def test_graphs_may_be_longer_than_what_is_proposed():
+    controller = Controller(costs(0.02), [1, 17])
+    assert controller.num_worth_asking([object()], 4, 1, lambda count: 0.0) == 4
+
+
+def test_a_sample_stands_for_all():
+    """16 of 64 requests: what would pay for 16 sequences need not for 64."""
+    table = StepCosts([16, 64], [1, 9], [[1.0, 1.1], [1.0, 30.0]])
+    proposals = [(object(), chain(8)) for _ in range(16)]
+    for lens in (None, [1, 9]):
+        controller = Controller(table, lens)
+        before = controller._is_on
+        assert controller.would_pay(proposals, 16, 16)
+        assert not controller.would_pay(proposals, 16, 64)
+        assert controller._is_on == before
+        assert not controller.would_pay([], 16, 64)
+
+
+def test_forced_drafts_are_certain():
+    controller, request = Controller(costs(0.3), None), object()
+    taught(controller, request, 0, 8)
+    assert controller.choose([(request, chain(8))], 1) == {}
+    assert controller.choose([(request, chain(8))], 1, certain={request}) == {request: 8}
+
+
+def test_a_graph_must_fit_every_sequence():
+    controller, request = Controller(costs(0.01), [1, 5, 9]), object()
+    assert controller.choose([(request, chain(8))], 2, room=6) == {request: 4}
+    assert controller.choose([(request, chain(8))], 2, room=3) == {}
 
 
 @pytest.mark.parametrize("graph_lens", [None, [1, 5]])
@@ -129,7 +162,7 @@ def test_without_adaption_all_are_taken():
     request = object()
     taught(controller, request, 0, 8)
     assert controller.choose([(request, chain(8))], 1) == {request: 8}
-    assert controller.num_worth_asking([request], 8, [99.0] * 8) == 8
+    assert controller.num_worth_asking([request], 8, 1, lambda count: 99.0) == 8
 
 
 def test_a_tree_is_taken_from_its_start():

@@ -125,8 +125,13 @@ def _stats(expected):
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 @pytest.mark.parametrize("name", PLANS)
 def test_chains(name, graphs):
-    """Drafts that only pad to the length of a graph do not count."""
+    """Drafts that only pad to the length of a graph do not count.
+
+    There are none near the end of a request, where no graph fits.
+    """
     plan, expected = PLANS[name]
+    if graphs and name == "before the end":
+        expected = PLANS["none"][1]
     stats, *_ = serve(plan, graphs=graphs)
     assert stats == _stats(expected)
 

@@ -10,6 +10,7 @@ import pytest
 from engine import SamplingParams
 from engine.drafts import Drafts
 from engine.request import Request
+from engine.speculative.costs import StepCosts
 from engine.speculative.forced import ForcedTokens
 from tests.e2e.test_structured_output import PROMPT, SCHEMA, Letters
 from tests.e2e.tiny import make_engine, run, swap_gb, tiny_model
@@ -85,29 +86,6 @@ def test_requests_with_and_without_a_grammar(make):
         assert _generate(make(True), 2, structured=structured)[0] == want
 
 
-class _Other:
-    """Proposes 9 for each, or what it is told to."""
-
-    def __init__(self, answer=None):
-        self.answer = answer
-        self.asked, self.forgotten, self.is_closed = [], [], False
-
-    def propose(self, wanted):
-        self.asked.append([request.request_id for request, _ in wanted])
-        if isinstance(self.answer, Exception):
-            raise self.answer
-        return [Drafts((9,))] * len(wanted) if self.answer is None else self.answer
-
-    def forget(self, request):
-        self.forgotten.append(request.request_id)
-
-    def cost(self, num_sequences, num_tokens):
-        return num_sequences + 0.25 * num_tokens
-
-    def close(self):
-        self.is_closed = True
-
-
 class _State:
     """Forces these ids after the first output id."""
 
@@ -128,24 +106,42 @@ def _request(name, grammar):
     return request
 
 
-def test_the_other_proposer_gets_the_other_requests():
-    other = _Other()
-    proposer = ForcedTokens(other)
+def test_only_a_grammar_without_a_choice_forces():
     a, b, c = _request("a", _State([7, 8, 9])), _request("b", None), _request("c", _State([]))
-    assert proposer.propose([(a, 2), (b, 1), (c, 3)]) == [Drafts((7, 8)), *[Drafts((9,))] * 2]
-    assert proposer.propose([(a, 3)]) == [Drafts((7, 8, 9))]
-    assert other.asked == [["b", "c"]]
+    proposer = ForcedTokens()
+    assert proposer.propose([(a, 2), (b, 1), (c, 3)]) == [Drafts((7, 8)), None, None]
+    assert proposer.propose([(a, 3)]) == [Drafts((7, 8, 9))] and proposer.cost(2, 3) == 0.0
     a.output_token_ids.append(1)
-    assert proposer.propose([(a, 3)]) == [Drafts((9,))]
-    proposer.forget(a)
-    proposer.close()
-    assert other.forgotten == ["a"] and other.is_closed and proposer.cost(2, 3) == 2.75
-    assert ForcedTokens().cost(2, 3) == 0.0 and ForcedTokens().propose([(b, 1)]) == [None]
+    assert proposer.propose([(a, 3)]) == [None]
 
 
-@pytest.mark.parametrize("answer", [ValueError("no"), [], [None] * 3])
-def test_a_fault_of_the_other_proposer_is_of_its_requests(answer):
-    proposer = ForcedTokens(_Other(answer))
-    forced, fault = proposer.propose([(_request("a", _State([7])), 1), (_request("b", None), 1)])
-    assert forced == Drafts((7,)) and isinstance(fault, Exception)
-    proposer.forget(_request("a", None))
+@pytest.mark.parametrize("fails", [False, True])
+def test_other_requests_and_places_are_the_proposers(model, fails):
+    """And its faults are theirs."""
+    asked = []
+
+    def propose(token_ids, num_tokens):
+        asked.append(len(token_ids))
+        if fails:
+            raise ValueError("no")
+
+    config = {"proposer": propose, "num_speculative_tokens": 5, "adaptive": False}
+    engine = make_engine(model, speculative_config=config)
+    _generate(engine, 2, structured=TAGS)
+    assert asked and engine.stats().speculation.num_accepted_tokens > 10
+    num_asked = len(asked)
+    assert (engine.stats().speculation.num_proposer_failures > 0) == fails
+    engine = make_engine(model, speculative_config=config)
+    _generate(engine, 2)
+    assert (len(asked) > num_asked) and not engine.stats().speculation.num_draft_tokens
+
+
+def test_forced_tokens_come_where_the_proposer_does_not_pay(model):
+    engine = make_engine(model, speculative_config={"proposer": print, "num_speculative_tokens": 5})
+    engine.speculation._proposer.cost = lambda num_sequences, num_tokens: 1e6
+    engine.speculation._controller._costs = StepCosts([1], [1, 2], [[1.0, 1.01]])
+    _generate(engine, 2, structured=TAGS)
+    stats = engine.stats().speculation
+    assert stats.num_accepted_tokens == stats.num_draft_tokens > 10
+    # What is forced says nothing about the proposer.
+    assert not engine.speculation._controller._of_all.accepted

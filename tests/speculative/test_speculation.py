@@ -81,7 +81,7 @@ def test_right_drafts_save_steps(is_async):
         _, num_steps = serve(engine, [[1, 2], [3]])
         assert num_steps <= 1 + 8 + 2
         stats = engine.stats().speculation
-        assert stats.num_accepted_tokens == stats.num_draft_tokens > 60
+        assert stats.num_accepted_tokens == stats.num_draft_tokens > 50
         assert stats.acceptance_rate == 1.0 and stats.num_proposer_failures == 0
         assert stats.num_accepted_tokens_per_pos == stats.num_draft_tokens_per_pos
         # Never more than the request can still take, beside the token sampled after them.
