@@ -98,11 +98,13 @@ class HeadPages:
 
     def rewind(self, sequence: HeadSequence, start: int) -> None:
         """Drop the blocks with keys of positions from `start` on."""
-        while sequence.next_position > start:
+        while sequence.blocks and sequence.next_position > start:
             entry = sequence.blocks.pop()
             self._filled.pop(entry.block, None)
             sequence.next_position = entry.first
             sequence.num_keys = len(sequence.blocks) * self._block_size
+        if not sequence.blocks:  # the first key may have been behind a gap
+            sequence.next_position = min(sequence.next_position, start)
 
     def extend(self, sequence: HeadSequence, request: Request, start: int, stop: int) -> int:
         """Make room for the keys of positions [start, stop), which may be behind a gap.
@@ -138,7 +140,11 @@ class HeadPages:
         sequence.next_position = start
 
     def _append(self, sequence: HeadSequence, request: Request, position: int) -> None:
-        """Take the block of `position`; it is later than all before, as keys are no farther."""
+        """Append the block of `position`.
+
+        It is not among those before: they are full of keys, so `position` is at least a block's
+        size after the first key of the last one.
+        """
         index = position // self._block_size
         block = request.block_table[index]
         self._filled.pop(block, None)

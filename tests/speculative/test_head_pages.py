@@ -75,6 +75,23 @@ def test_tokens_that_are_computed_again_lose_their_keys():
     assert pages.extend(own, request, 40, 60) == 32 and own.table == [1, 2, 3, 4]
 
 
+def test_a_request_restarts_before_its_first_key():
+    """Its prefix was cached, without keys of the head, and is computed again."""
+    pages, own, request = HeadPages(16), HeadSequence(), make(range(60), [4, 5, 6, 7])
+    pages.extend(own, request, 40, 50)
+    pages.rewind(own, 10)
+    assert own.num_keys == 0 and own.next_position == 10 and own.table == []
+    assert pages.extend(own, request, 10, 60) == 0 and own.table == [4, 5, 6, 7]
+    # The same after its blocks were lost, as in a preemption.
+    own, request = HeadSequence(), make(range(60), [4, 5, 6, 7])
+    pages.extend(own, request, 32, 50)
+    request.block_table, request.num_preemptions = [1, 2, 3, 0], 1
+    pages.follow(own, request)
+    pages.rewind(own, 0)
+    assert own.num_keys == own.next_position == 0
+    assert pages.extend(own, request, 0, 60) == 0 and own.table == [1, 2, 3, 0]
+
+
 def test_every_key_stays_where_it_was_written():
     """Requests come and go, and their keys have gaps; blocks are used again."""
     rng = np.random.default_rng(0)
