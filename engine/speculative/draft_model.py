@@ -72,7 +72,7 @@ class DraftModelProposer:
     Attributes
     ----------
     runner : ModelRunner
-        Of the draft model.
+        Of the draft model; until `close`.
     """
 
     def __init__(
@@ -141,8 +141,12 @@ class DraftModelProposer:
         return first + (num_tokens - 1) * self._costs.seconds(num_sequences, 1)
 
     def close(self) -> None:
-        """Free the pages, and close the model."""
+        """Free the pages, and close the model; a second call does nothing."""
+        if self.kv_cache.is_closed:
+            return
+        self._drafted = {}
         self.kv_cache.close()
+        del self.runner  # it holds views of the pages
         self._model.close()
 
     # ---- parts of propose
@@ -261,7 +265,8 @@ class DraftModelProposer:
     def _collected(self, count: int) -> DraftIds:
         """Return the ids of the last steps, of `count` requests; starts to copy them to the host.
 
-        What is no id of the target becomes one: the device computes with the ids that are read.
+        Ids are clamped to the target's vocabulary on the device too, so that host and device see
+        the same drafts.
         """
         device, ids = self._model.device, self._sampled[:count]
         device.xp.clip(ids, 0, self._num_ids - 1, out=ids)

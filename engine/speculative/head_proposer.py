@@ -27,7 +27,7 @@ from engine.layers.batch import ForwardBatch
 from engine.layers.sampler import Sampler, SamplingBatch
 from engine.models.draft_heads import DraftHead
 from engine.request import Request
-from engine.runner.features import Features
+from engine.runner.features import Features, FeatureTap
 from engine.runner.transfer import DeviceToHostCopy
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.output import ScheduleOutput
@@ -79,6 +79,8 @@ class HeadProposer:
         c, size = head.config, limits.block_size
         self._head = head
         self._device = runner.model.device
+        self._tap: FeatureTap = runner.features
+        self._last_position = limits.max_model_len - 1
         self._num_scratch = -(-num_drafts // size)
         self._num_blocks = limits.num_blocks
         num_blocks = limits.num_blocks + self._num_scratch * limits.max_num_seqs
@@ -91,7 +93,7 @@ class HeadProposer:
         self._fault: Exception | None = None
         self._sampler = Sampler()
         self._costs = self._measured(limits.max_num_seqs, runner.model.config.hidden_size)
-        runner.features.on_step = self._take
+        self._tap.on_step = self._take
 
     def propose(self, wanted: Sequence[tuple[Request, int]]) -> list[Drafts | None]:
         """Return the drafts of each request that was in the last step."""
@@ -114,9 +116,13 @@ class HeadProposer:
         return self._costs.seconds(num_sequences, num_tokens)
 
     def close(self) -> None:
-        """Free the pages."""
+        """Free the pages, and drop the head; a second call does nothing."""
+        if self.kv_cache.is_closed:
+            return
+        self._tap.on_step = None
         self._features, self._rows = {}, {}
         self.kv_cache.close()
+        del self._head
 
     # ---- after a step was launched
 
@@ -139,10 +145,13 @@ class HeadProposer:
             if not request.spec.params.use_speculation:
                 continue
             self._rows[request] = _Rows(first, start, start + sequence.num_scheduled_tokens)
-            own = self._sequences.setdefault(request, HeadSequence())
-            self._pages.follow(own, request)
-            self._pages.rewind(own, start)  # if the step that computed these tokens has failed
+            own = self._sequences.get(request)
+            if own is None:
+                own = self._sequences[request] = HeadSequence()
             stop = min(sequence.num_reached_tokens, request.num_known_tokens - 1)
+            if stop > start or own.next_position > start:
+                self._pages.follow(own, request)
+                self._pages.rewind(own, start)  # if the step that computed these tokens has failed
             if stop > start:
                 work = self._work(request, stop)
                 works += [] if work is None else [work]
@@ -214,7 +223,10 @@ class HeadProposer:
         return DraftIds(ids, lambda: copy.wait()["ids"].tolist())
 
     def _chain_batches(self, works: Sequence[_Work], count: int) -> Iterator[ForwardBatch]:
-        """Yield the batches of `count` drafts for each, of which only the first has its ids."""
+        """Yield the batches of `count` drafts for each, of which only the first has its ids.
+
+        Drafts of positions that the rope table does not have are more than were wanted.
+        """
         keys = np.array([w.first_key + w.stop - 1 - w.start for w in works], np.int32)
         ids = [work.request.token_ids(work.stop, work.stop + 1) for work in works]
         positions = np.array([work.stop - 1 for work in works], np.int32)
@@ -228,7 +240,7 @@ class HeadProposer:
             yield replace(
                 first,
                 positions=places,
-                rope_positions=positions + np.int32(step),
+                rope_positions=np.minimum(positions + np.int32(step), self._last_position),
                 slot_mapping=blocks * size + places % size,
                 context_lens=places + np.int32(1),
                 max_context_len=int(places.max()) + 1,

@@ -63,7 +63,7 @@ class LoadedHead:
 
     @property
     def deterministic(self) -> bool:
-        """Whether its drafts do not depend on the batch: they do."""
+        """False: its drafts depend on the batch."""
         return False
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -479,10 +481,23 @@ def test_a_failure_drops_everything_and_it_starts_again(target, make):
         engine.add_request(f"r{i}", prompts[i], params[i])
     outputs = run(engine)
     stats = engine.stats().speculation
-    assert stats.num_proposer_failures == 3
+    assert stats.num_proposer_failures == 3 * 2  # each failure is one of both requests' proposals
     assert stats.acceptance_rate == 1.0
     got = [[list(outputs[f"r{i}"].outputs[0].token_ids)] for i in range(2)]
     assert got == plain(target, prompts, params)
+
+
+def test_closing_the_engine_frees_the_pages_and_the_model(make):
+    engine = make()
+    proposer = proposer_of(engine)
+    engine.add_request("r", [5, 6, 7], SamplingParams(max_tokens=4))
+    engine.step()
+    runner, slab = weakref.ref(proposer.runner), weakref.ref(proposer.kv_cache.slab)
+    model = proposer._model
+    engine.close()
+    proposer.close()  # does nothing
+    gc.collect()
+    assert runner() is None and slab() is None and model._decoder is None
 
 
 def test_the_cost_is_measured(make):

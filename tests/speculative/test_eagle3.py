@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 
 import numpy as np
 import pytest
@@ -12,7 +14,9 @@ from engine.cache.memory_pool import format_bytes
 from engine.errors import ConfigError, WeightsError
 from engine.layers.batch import ForwardBatch
 from engine.loading.eagle3 import load_eagle3_config, load_eagle3_weights
+from engine.speculative import head_proposer
 from engine.speculative.config import SpeculativeConfig
+from engine.speculative.head_pages import HeadSequence
 from engine.speculative.heads import load_head
 from tests.e2e.tiny import CONFIG, alone, make_engine, mixed_params, run, swap_gb, tiny_model
 from tests.speculative import heads
@@ -306,6 +310,81 @@ def test_a_head_that_fails_costs_no_request(tmp_path, model):
     assert list(run(engine)["r"].outputs[0].token_ids) == alone(model, prompt, params)[0]
     stats = engine.stats().speculation
     assert stats.num_proposer_failures == 3 and stats.num_drafts > 5
+    engine.close()
+
+
+def test_a_restart_before_the_first_key_resets_nothing(tmp_path, model):
+    """A prefix without keys of the head is lost in a preemption, and computed again."""
+    folder, _, _ = make_head(tmp_path)
+    engine = make_engine(model, speculative_config=config_of(folder))
+    proposer = engine.runner.features.on_step.__self__
+    prompt = np.random.default_rng(4).integers(4, 97, 39).tolist()
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    engine.add_request("w", prompt, dataclasses.replace(params, use_speculation=False))
+    run(engine)
+    for index in range(2):
+        engine.add_request(f"r{index}", [*prompt, index], params)
+    while len(engine.scheduler._queues.running) < 2:
+        engine.step()
+    engine.step()
+    assert [own.blocks[0].first for own in proposer._sequences.values()] == [32, 32]
+    engine.runner.release([engine.scheduler._queues.preempt_last(swap=False)])
+    engine.reset_prefix_cache()
+    pages, outputs = proposer._pages, run(engine)
+    assert proposer._pages is pages and engine.stats().speculation.num_proposer_failures == 0
+    for index in range(2):
+        ids = list(outputs[f"r{index}"].outputs[0].token_ids)
+        assert ids == alone(model, [*prompt, index], params)[0]
+    engine.close()
+
+
+def test_a_request_at_the_maximum_length_beside_one_that_wants_many_drafts(tmp_path, model):
+    """No position is beyond the rope table, although all chains are of the longest's length."""
+    folder, _, _ = make_head(tmp_path)
+    options = {"speculative_config": config_of(folder, num_speculative_tokens=8)}
+    engine = make_engine(model, max_num_batched_tokens=64, **options)
+    proposer = engine.runner.features.on_step.__self__
+    chains, positions = proposer._chain_batches, []
+
+    def watched(works, count):
+        for batch in chains(works, count):
+            positions.extend(np.asarray(batch.rope_positions).tolist())
+            yield batch
+
+    proposer._chain_batches = watched
+    rng, last = np.random.default_rng(0), engine.config.scheduler.max_model_len - 1
+    for name, length, count in (("long", last - 11, 12), ("short", 20, 60)):
+        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+        engine.add_request(name, rng.integers(4, 97, length).tolist(), params)
+    run(engine)
+    assert max(positions) == last
+    assert engine.stats().speculation.num_proposer_failures == 0
+    engine.close()
+
+
+def test_closing_the_engine_frees_the_head(tmp_path, model):
+    folder, _, _ = make_head(tmp_path)
+    engine = make_engine(model, speculative_config=config_of(folder))
+    proposer = engine.runner.features.on_step.__self__
+    head = weakref.ref(proposer._head)
+    engine.add_request("r", [5, 6, 7], SamplingParams(max_tokens=4))
+    engine.step()
+    engine.close()
+    proposer.close()  # does nothing
+    assert engine.runner.features.on_step is None
+    gc.collect()
+    assert head() is None
+
+
+def test_steps_without_new_keys_make_no_entries(tmp_path, model, monkeypatch):
+    folder, _, _ = make_head(tmp_path)
+    engine, made = make_engine(model, speculative_config=config_of(folder)), []
+    monkeypatch.setattr(head_proposer, "HeadSequence", lambda: made.append(1) or HeadSequence())
+    for index in range(3):
+        params = SamplingParams(max_tokens=20, ignore_eos=True)
+        engine.add_request(f"r{index}", [5, 6, 7], params)
+    run(engine)
+    assert len(made) == 3
     engine.close()
 
 
