@@ -79,7 +79,7 @@ def other(where):
 
 
 def proposer_of(engine):
-    return engine.speculation._proposer._proposer._other
+    return engine.speculation._proposer._proposer
 
 
 def prompts_of(count, seed=0, longest=40):
@@ -260,7 +260,7 @@ def test_a_common_prefix_is_computed_once(target, make, num_sharing):
     params = [mixed_params(i, max_tokens=20) for i in range(num_sharing)]
     engine = make(max_num_seqs=8)
     computed = []
-    launch = engine.speculation._proposer._proposer._other.runner.launch
+    launch = engine.speculation._proposer._proposer.runner.launch
 
     def counted(output):
         computed.append(sum(s.num_scheduled_tokens for s in output.sequences if not s.is_sampled))
