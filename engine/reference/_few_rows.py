@@ -96,5 +96,12 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(_num_threads() - 1, thread_name_prefix="engine-blas")
 
 
+def _renew() -> None:
+    """Forget the pool, whose threads exist in the parent only, and who has taken it there."""
+    global _in_use
+    _in_use = threading.Lock()
+    _pool.cache_clear()
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_pool.cache_clear)  # its threads exist in the parent only
+    os.register_at_fork(after_in_child=_renew)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import numpy as np
@@ -55,6 +56,15 @@ def test_several_threads_may_multiply_at_once():
     for thread in threads:
         thread.join()
     assert not wrong and not _few_rows._in_use.locked()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # it has threads
+def test_a_process_forked_while_the_pool_is_in_use_has_one_of_its_own():
+    with _few_rows._in_use:
+        if not (child := os.fork()):
+            os._exit(int(_few_rows._in_use.locked()))
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_gemm_uses_it_where_it_pays(monkeypatch):
