@@ -116,6 +116,9 @@ class Request:
         Of parallel samples: the one that computes their common prompt, and those waiting for it.
     stream : OutputStream or None
         Its output; None before `add_request` is done, and after the request has ended.
+    num_restarts : int
+        How often it was queued again, and others may have had its blocks: after a preemption or a
+        failed step.
     row : int
         Its row in the runner's tables; -1 if it has none.
     failed_at : int
@@ -158,6 +161,7 @@ class Request:
     num_committed_tokens: int = field(init=False, default=0)
     num_cached_tokens: int = field(init=False, default=0)
     num_preemptions: int = field(init=False, default=0)
+    num_restarts: int = field(init=False, default=0)
     num_tree_blocks: int = field(init=False, default=0)
     num_skips: int = field(init=False, default=0)
     max_num_tokens: int = field(init=False, default=0)

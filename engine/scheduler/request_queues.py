@@ -98,6 +98,7 @@ class RequestQueues:
             request.status = RequestStatus.PREEMPTED
         request.drop_drafts()
         request.num_preemptions += 1
+        request.num_restarts += 1
         self.waiting.push(request)
         return request
 
@@ -107,6 +108,7 @@ class RequestQueues:
         self.blocks.release(request, keep=False)
         request.status = RequestStatus.PREEMPTED
         request.drop_drafts()
+        request.num_restarts += 1
         self.waiting.push(request)
 
     def finish(self, request: Request, status: RequestStatus) -> None:

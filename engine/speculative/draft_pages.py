@@ -2,8 +2,8 @@
 
 A draft model has a cache of its own, with the same block ids as the target's: a request's keys are
 in the blocks of its block table. The scheduler knows nothing of that; it shares, copies, swaps and
-frees blocks for the target. So `DraftPages` remembers of what the draft's keys in each block are: a
-hash of all tokens up to the block's end. A block whose hash is another is computed again.
+frees blocks for the target. So `DraftPages` remembers, for each block, a hash of all tokens up to
+its end: those whose keys the draft has there. A block whose hash is another is computed again.
 
 Drafts may reach beyond the block table, as the target gets blocks for them only when they are
 verified. Their keys are in spare blocks, which each request has, and are copied once there is a
@@ -55,7 +55,7 @@ class SequencePages:
     is_rewritten: bool = False
     hashes: list[int] = field(default_factory=list)  # of the tokens up to the end of each block
     num_recorded: int = 0  # blocks that `DraftPages` knows to be filled
-    num_preemptions: int = 0  # of the request, when its block table was last taken over
+    num_restarts: int = 0  # of the request, when its block table was last taken over
 
     @property
     def table(self) -> list[int]:
@@ -101,8 +101,8 @@ class DraftPages:
         blocks, copies = request.block_table, []
         if request.shares_last_block:  # it is copied before the target writes to it
             blocks = blocks[:-1]
-        if pages.num_preemptions != request.num_preemptions:  # others may have had its blocks
-            pages.num_preemptions = request.num_preemptions
+        if pages.num_restarts != request.num_restarts:  # others may have had its blocks
+            pages.num_restarts = request.num_restarts
             pages.blocks, pages.num_valid = [], 0
         if blocks != pages.blocks:
             copies = self._adopt(pages, request, list(blocks))

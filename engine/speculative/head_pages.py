@@ -46,7 +46,7 @@ class HeadSequence:
 
     num_keys: int = 0
     next_position: int = 0
-    num_preemptions: int = 0
+    num_restarts: int = 0
     blocks: list[_Block] = field(default_factory=list)
     hashes: list[int] = field(default_factory=list)  # of the tokens up to the end of each block
 
@@ -84,9 +84,9 @@ class HeadPages:
     def follow(self, sequence: HeadSequence, request: Request) -> None:
         """Drop the keys in blocks that the request does not have any more, and those after them."""
         entries, table = sequence.blocks, request.block_table
-        first = max(0, len(entries) - 1)  # without a preemption only the last block is replaced
-        if request.num_preemptions != sequence.num_preemptions:
-            sequence.num_preemptions, first = request.num_preemptions, 0
+        first = max(0, len(entries) - 1)  # without a restart only the last block is replaced
+        if request.num_restarts != sequence.num_restarts:
+            sequence.num_restarts, first = request.num_restarts, 0
         for number in range(first, len(entries)):
             entry = entries[number]
             is_there = entry.index < len(table) and table[entry.index] == entry.block

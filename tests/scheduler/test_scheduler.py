@@ -556,6 +556,20 @@ def test_a_request_with_a_pending_token_is_not_admitted():
         assert all(request.output_token_ids == oracle(request) for request in requests)
 
 
+def test_a_retry_is_a_restart_but_no_preemption():
+    """Whoever keeps something of its blocks must look again: others may have had them."""
+    scheduler, mock = build()
+    request = make_request("a", [1] * 20, 6)
+    scheduler.add_request(request)
+    step(scheduler, mock)
+    step(scheduler, mock)
+    assert request.num_restarts == 0
+    scheduler.rollback(scheduler.schedule())
+    assert request.num_restarts == 1 and request.num_preemptions == 0
+    drive(scheduler, mock)
+    assert request.output_token_ids == oracle(request)
+
+
 def test_steps_are_settled_in_order():
     scheduler, mock = build()
     scheduler.add_request(make_request("a", [1] * 5))

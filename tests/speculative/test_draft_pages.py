@@ -89,7 +89,7 @@ def test_a_request_that_resumes_in_blocks_that_another_had_in_between(proposer, 
     assert drafts_of(proposer, one) == [right(model, one)]
     two = make_request("two", range(40, 75), [3, 4, 5])
     assert drafts_of(proposer, two) == [right(model, two)]
-    one.num_preemptions = 1
+    one.num_restarts = 1
     assert drafts_of(proposer, one) == [right(model, one)]
 
 

@@ -51,7 +51,7 @@ def test_blocks_that_were_lost_are_dropped_with_all_after_them():
     request.block_table[3] = 9  # copied before it is written to
     pages.follow(own, request)
     assert own.num_keys == own.next_position == 48 and own.table == [1, 2, 3]
-    request.block_table, request.num_preemptions = [1, 8, 3, 9], 1
+    request.block_table, request.num_restarts = [1, 8, 3, 9], 1
     pages.follow(own, request)
     assert own.num_keys == own.next_position == 16 and own.table == [1]
 
@@ -60,7 +60,7 @@ def test_blocks_whose_keys_another_request_replaced_are_dropped():
     pages, own, request = HeadPages(16), HeadSequence(), make(range(40), [1, 2, 3])
     pages.extend(own, request, 0, 36)
     pages.extend(HeadSequence(), make(range(50, 90), [2]), 0, 3)
-    request.num_preemptions = 1
+    request.num_restarts = 1
     pages.follow(own, request)
     assert own.num_keys == 16
 
@@ -85,7 +85,7 @@ def test_a_request_restarts_before_its_first_key():
     # The same after its blocks were lost, as in a preemption.
     own, request = HeadSequence(), make(range(60), [4, 5, 6, 7])
     pages.extend(own, request, 32, 50)
-    request.block_table, request.num_preemptions = [1, 2, 3, 0], 1
+    request.block_table, request.num_restarts = [1, 2, 3, 0], 1
     pages.follow(own, request)
     pages.rewind(own, 0)
     assert own.num_keys == own.next_position == 0
