@@ -241,7 +241,7 @@ class MemoryBudget:
     utilization : float
         Share of `total` that all of these and the pages together may take, in (0, 1].
     drafts : int
-        Bytes used by what proposes drafts, apart from its pages.
+        Bytes used by what proposes drafts, apart from its pages for these blocks.
     """
 
     total: int
@@ -263,7 +263,7 @@ class MemoryBudget:
 
     def __str__(self) -> str:
         share = f"{100 * self.utilization:.3g}%"
-        drafts = f", the draft model {format_bytes(self.drafts)}" if self.drafts else ""
+        drafts = f", what proposes drafts {format_bytes(self.drafts)}" if self.drafts else ""
         return (
             f"{format_bytes(self.total)} in total, of which {share} may be used; "
             f"others use {format_bytes(self.others)}, weights {format_bytes(self.weights)}, "

@@ -523,7 +523,7 @@ def test_memory_of_the_draft_model_is_planned(target, make, monkeypatch):
     counts = [config.scheduler.num_blocks for config in (without, beside)]
     lost = target.weight_bytes + 64 * BYTES_PER_BLOCK
     assert (counts[0] * BYTES_PER_BLOCK - lost) // (2 * BYTES_PER_BLOCK) == counts[1] > 16
-    with pytest.raises(OutOfMemoryError, match="the draft model"):
+    with pytest.raises(OutOfMemoryError, match="what proposes drafts"):
         EngineConfig(num_blocks=counts[0], **options).resolve(target, target)
 
 
