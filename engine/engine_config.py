@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
@@ -15,13 +14,13 @@ from engine.cache.kv_cache import (
     kv_dtype,
     plan_num_blocks,
 )
-from engine.cache.memory_pool import device_memory, format_bytes
+from engine.cache.memory_pool import device_memory
 from engine.checks import shown
 from engine.config import ModelConfig
 from engine.device import Device
 from engine.drafts import MAX_QUERY_LEN
-from engine.dtypes import itemsize
 from engine.errors import ConfigError, RequestError, unknown_keyword
+from engine.memory_sizes import DraftSizes, activation_bytes, feature_bytes, geometry_of
 from engine.runner.cuda_graph import batch_sizes
 from engine.sampling_params import NumberRange
 from engine.scheduler.config import POLICIES, PREEMPTIONS, SchedulerConfig
@@ -291,7 +290,7 @@ class EngineConfig:
         )
         per_block = 0
         if draft is not None:
-            sizes = self._draft_sizes(draft, seqs)
+            sizes = self._draft_sizes(model, draft, tokens, seqs, has_graphs)
             memory = sizes.added_to(memory, tokens, seqs, has_graphs)
             per_block, reasons["draft_model"] = sizes.bytes_per_block, str(sizes)
         plan = plan_num_blocks(
@@ -367,10 +366,17 @@ class EngineConfig:
         reasons[name] = f"{default}: the default on {device.kind}"
         return default
 
-    def _draft_sizes(self, draft: ServedModel, seqs: int) -> DraftSizes:
+    def _draft_sizes(
+        self, model: ServedModel, draft: ServedModel, tokens: int, seqs: int, has_graphs: bool
+    ) -> DraftSizes:
         per_block = geometry_of(draft.config, self.block_size, draft.dtype).bytes_per_block
         num_spare = seqs * num_spare_blocks(self.block_size, self.max_draft_tokens)
-        return DraftSizes(draft.config, draft.dtype, draft.weight_bytes, per_block, num_spare)
+        num_layers = len(set(getattr(draft, "feature_layers", ())))
+        rows = batch_sizes(seqs)[-1] * (1 + self.max_draft_tokens) if has_graphs else 0
+        features = feature_bytes(model.config, model.dtype, num_layers, tokens, rows)
+        return DraftSizes(
+            draft.config, draft.dtype, draft.weight_bytes, per_block, num_spare, features
+        )
 
     def _memory(self, model: ServedModel, tokens: int, seqs: int, has_graphs: bool) -> MemoryBudget:
         total, free = device_memory(model.device)
@@ -402,63 +408,6 @@ class ResolvedConfig:
     def with_reason(self, name: str, reason: str) -> ResolvedConfig:
         """Return the same with one more reason; itself if that is ""."""
         return replace(self, reasons={**self.reasons, name: reason}) if reason else self
-
-
-@dataclass(frozen=True)
-class DraftSizes:
-    """What a draft model takes of the memory."""
-
-    config: ModelConfig
-    dtype: str
-    weight_bytes: int
-    bytes_per_block: int
-    num_spare_blocks: int
-
-    def __str__(self) -> str:
-        spare = self.num_spare_blocks * self.bytes_per_block
-        return (
-            f"weights {format_bytes(self.weight_bytes)}, {format_bytes(self.bytes_per_block)} for "
-            f"each block, {format_bytes(spare)} for drafts beyond their requests' blocks"
-        )
-
-    def added_to(
-        self, memory: MemoryBudget, num_tokens: int, num_seqs: int, has_graphs: bool
-    ) -> MemoryBudget:
-        """Return `memory` with this model beside the one it has; they never run at once.
-
-        `num_tokens`, `num_seqs`: maximum of a step.
-        """
-        rows = 2 * batch_sizes(num_seqs)[-1]
-        graphs = activation_bytes(self.config, self.dtype, rows, rows) if has_graphs else 0
-        activations = activation_bytes(self.config, self.dtype, num_tokens, num_seqs)
-        return replace(
-            memory,
-            others=max(0, memory.others - self.weight_bytes),
-            activations=max(memory.activations, activations),
-            drafts=self.weight_bytes + self.num_spare_blocks * self.bytes_per_block + graphs,
-        )
-
-
-def geometry_of(model: ModelConfig, block_size: int, dtype: str) -> KVGeometry:
-    """Return the shape of a model's blocks, with pages of `dtype`."""
-    return KVGeometry(model.num_layers, model.num_kv_heads, model.head_dim, block_size, dtype)
-
-
-def activation_bytes(model: ModelConfig, dtype: str, num_tokens: int, num_rows: int) -> int:
-    """Estimate the peak bytes of one step's activations.
-
-    The largest live set is the residual stream and all intermediates of one layer (all layers of a
-    kind share the memory of the first, `models/layer_plans.py`), and the logits with the sampler's
-    copy of them.
-    """
-    mlp = 3 * model.intermediate_size if model.has_mlp else 0  # gate, up and their product
-    if model.moe is not None:  # gate · up and output of every expert of a token
-        pairs = model.moe.top_k * (model.moe.intermediate_size + model.hidden_size)
-        mlp = max(mlp, pairs + 3 * model.moe.shared_size)
-    attention = 2 * model.qkv_dim
-    per_token = (4 * model.hidden_size + mlp + attention) * itemsize(dtype)
-    per_row = 4 * 4 * model.vocab_size
-    return math.ceil(1.1 * (num_tokens * per_token + num_rows * per_row))
 
 
 def default_budget(

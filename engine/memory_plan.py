@@ -8,10 +8,11 @@ from engine.cache.kv_cache import MemoryBudget
 from engine.cache.memory_pool import format_bytes
 from engine.config import ModelConfig
 from engine.dtypes import itemsize
-from engine.engine_config import DraftSizes, default_budget, default_num_seqs, geometry_of
+from engine.engine_config import default_budget, default_num_seqs
 from engine.loading.load_config import LoadConfig
 from engine.loading.weight_memory import quantized_formats, weight_dtype
 from engine.loading.weight_table import weight_shapes
+from engine.memory_sizes import DraftSizes, geometry_of
 from engine.models.decoder import rope_bytes
 from engine.quantization import FORMATS, dense_format
 from engine.speculative.draft_pages import num_spare_blocks

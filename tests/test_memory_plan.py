@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from engine import cli, engine_config
-from engine.cache.kv_cache import KVGeometry
+from engine.cache.kv_cache import KVGeometry, MemoryBudget
+from engine.cache.memory_pool import format_bytes
 from engine.commands._bench_models import built_in_config, built_in_names, config_folder
 from engine.device import CPU, Device
 from engine.engine_config import EngineConfig, default_budget
@@ -17,6 +18,7 @@ from engine.loading.weight_table import weight_shapes
 from engine.memory_plan import _group_of, plan_memory
 from engine.models.decoder import rope_bytes
 from engine.quantization import FORMATS
+from engine.runner.features import FeatureTap
 
 CUDA = Device("cuda", 0)
 
@@ -69,6 +71,33 @@ def test_the_budget_is_the_engines(device, monkeypatch):
     sizes = (8192, 256, True) if device.is_cuda else (512, 16, False)
     expected = EngineConfig()._memory(model, *sizes)
     assert default_budget(config, "bfloat16", device.kind, total, weights) == expected
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA])
+def test_features_for_a_head_are_planned(device, monkeypatch):
+    """As many bytes as `FeatureTap` allocates: for this step, the last one, and the graphs."""
+    config, total = built_in_config("qwen3-0.6b"), 80 * 10**9
+    monkeypatch.setattr(engine_config, "device_memory", lambda place: (total, total))
+    fields = {"device": device, "dtype": "bfloat16", "deterministic": False, "weight_bytes": 0}
+    model = SimpleNamespace(config=config, max_model_len=4096, **fields)
+    layers = {"feature_layers": (2, 9, 2)}
+    plain, head = (SimpleNamespace(**vars(model), **more) for more in ({}, layers))
+    sizes = {"max_num_batched_tokens": 1000, "max_num_seqs": 20, "max_draft_tokens": 3}
+    tap = FeatureTap(SimpleNamespace(config=config, device=CPU, dtype="bfloat16"), (2, 9, 2))
+    counts = [1000, 1000] + [64 * (1 + 3)] * device.is_cuda
+    arrays = [one for count in counts for one in tap.new_for_graphs(count).values()]
+    wanted = sum(one.nbytes for one in arrays)
+    made = [EngineConfig(**sizes).resolve(model, draft) for draft in (plain, head)]
+    reasons = [one.reasons["draft_model"] for one in made]
+    assert reasons[1] == f"{reasons[0]}, {format_bytes(wanted)} for the model's features"
+    budget = MemoryBudget(total, 0, 0, 0)
+    plans = [
+        EngineConfig(**sizes)
+        ._draft_sizes(model, draft, 1000, 20, device.is_cuda)
+        .added_to(budget, 1000, 20, device.is_cuda)
+        for draft in (plain, head)
+    ]
+    assert plans[0].left - plans[1].left == wanted
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA])

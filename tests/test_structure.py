@@ -31,9 +31,9 @@ LAYERS = {
     "scheduler": 5, "runner": 5, "structured": 5,
     "model": 6, "trace": 4, "engine_config": 6, "input_processor": 6, "output_processor": 6,
     "deadlines": 6, "watchdog": 6, "stats": 6, "fault_bisection": 6, "recovery": 6,
-    "beam_search": 6, "evaluation": 6, "memory_plan": 6, "calibration": 6, "llm_engine": 6,
-    "llm": 6, "shared_engine": 6, "async_engine": 6, "gptq_layers": 6, "quantize_model": 6,
-    "page_calibration": 6, "snapshot": 6, "embeddings": 6, "speculative": 6,
+    "beam_search": 6, "evaluation": 6, "memory_plan": 6, "memory_sizes": 6, "calibration": 6,
+    "llm_engine": 6, "llm": 6, "shared_engine": 6, "async_engine": 6, "gptq_layers": 6,
+    "quantize_model": 6, "page_calibration": 6, "snapshot": 6, "embeddings": 6, "speculative": 6,
     "commands": 7, "server": 7, "cli": 7, "__main__": 7, "__init__": 7,
 }  # fmt: skip
 

@@ -167,6 +167,8 @@ def test_the_plan_counts_a_head(tmp_path, model):
     weights += 8 * 48 + 4 * 8 * 256  # ids, rope table
     reason = engine.config.reasons["draft_model"]
     assert format_bytes(weights) in reason and format_bytes(per_block) in reason
+    features = 2 * (24 + 24) * 48 * 4  # layers, tokens of the last step and of this, width
+    assert reason.endswith(f", {format_bytes(features)} for the model's features")
     engine.close()
     assert not engine.kv_cache.pool.stats().slabs
 

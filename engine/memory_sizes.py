@@ -1,0 +1,109 @@
+"""Bytes that models take of a memory at most, from their configuration and the limits of a step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from engine.cache.kv_cache import KVGeometry, MemoryBudget
+from engine.cache.memory_pool import format_bytes
+from engine.config import ModelConfig
+from engine.dtypes import itemsize
+from engine.runner.cuda_graph import batch_sizes
+
+__all__ = ["DraftSizes", "activation_bytes", "feature_bytes", "geometry_of"]
+
+
+@dataclass(frozen=True)
+class DraftSizes:
+    """What a draft model or a head takes of the memory, in bytes.
+
+    Attributes
+    ----------
+    config : ModelConfig
+    dtype : str
+    weight_bytes, bytes_per_block : int
+    num_spare_blocks : int
+        Blocks for drafts beyond their requests' blocks.
+    feature_bytes : int
+        Of the target's features that a head reads (`feature_bytes`).
+    """
+
+    config: ModelConfig
+    dtype: str
+    weight_bytes: int
+    bytes_per_block: int
+    num_spare_blocks: int
+    feature_bytes: int = 0
+
+    def __str__(self) -> str:
+        spare = self.num_spare_blocks * self.bytes_per_block
+        features = f", {format_bytes(self.feature_bytes)} for the model's features"
+        return (
+            f"weights {format_bytes(self.weight_bytes)}, {format_bytes(self.bytes_per_block)} for "
+            f"each block, {format_bytes(spare)} for drafts beyond their requests' blocks"
+            + (features if self.feature_bytes else "")
+        )
+
+    def added_to(
+        self, memory: MemoryBudget, num_tokens: int, num_seqs: int, has_graphs: bool
+    ) -> MemoryBudget:
+        """Return `memory` with this model beside the one it has; they never run at once.
+
+        `num_tokens`, `num_seqs`: maximum of a step.
+        """
+        rows = 2 * batch_sizes(num_seqs)[-1]
+        graphs = activation_bytes(self.config, self.dtype, rows, rows) if has_graphs else 0
+        activations = activation_bytes(self.config, self.dtype, num_tokens, num_seqs)
+        spare = self.num_spare_blocks * self.bytes_per_block
+        return replace(
+            memory,
+            others=max(0, memory.others - self.weight_bytes),
+            activations=max(memory.activations, activations),
+            drafts=self.weight_bytes + spare + self.feature_bytes + graphs,
+        )
+
+
+def geometry_of(model: ModelConfig, block_size: int, dtype: str) -> KVGeometry:
+    """Return the shape of a model's blocks, with pages of `dtype`."""
+    return KVGeometry(model.num_layers, model.num_kv_heads, model.head_dim, block_size, dtype)
+
+
+def activation_bytes(model: ModelConfig, dtype: str, num_tokens: int, num_rows: int) -> int:
+    """Estimate the peak bytes of one step's activations.
+
+    The largest live set is the residual stream and all intermediates of one layer (all layers of a
+    kind share the memory of the first, `models/layer_plans.py`), and the logits with the sampler's
+    copy of them.
+    """
+    mlp = 3 * model.intermediate_size if model.has_mlp else 0  # gate, up and their product
+    if model.moe is not None:  # gate · up and output of every expert of a token
+        pairs = model.moe.top_k * (model.moe.intermediate_size + model.hidden_size)
+        mlp = max(mlp, pairs + 3 * model.moe.shared_size)
+    attention = 2 * model.qkv_dim
+    per_token = (4 * model.hidden_size + mlp + attention) * itemsize(dtype)
+    per_row = 4 * 4 * model.vocab_size
+    return math.ceil(1.1 * (num_tokens * per_token + num_rows * per_row))
+
+
+def feature_bytes(
+    model: ModelConfig, dtype: str, num_layers: int, num_tokens: int, num_graph_tokens: int
+) -> int:
+    """Return the bytes of the features of `num_layers` layers (`FeatureTap`).
+
+    Those of a step are kept until those of the next one are there; all graphs share theirs.
+
+    Parameters
+    ----------
+    model : ModelConfig
+    dtype : str
+    num_layers : int
+    num_tokens, num_graph_tokens : int
+        Maximum of a step that is no graph, and of one that is.
+
+    Examples
+    --------
+    >>> feature_bytes(ModelConfig("llama", 64, 32, 1, 4, 2, 8, 48, 128), "float16", 3, 100, 10)
+    40320
+    """
+    return num_layers * (2 * num_tokens + num_graph_tokens) * model.hidden_size * itemsize(dtype)
