@@ -12,14 +12,14 @@ import numpy as np
 from engine.structured.grammar import GrammarState
 from engine.structured.sources import library
 
-__all__ = ["MaskPlan", "fill_masks"]
+__all__ = ["MaskPlan"]
 
 # With few cores, waking the threads takes longer.
 _CONSUMES_ON_ALL_CORES = (os.cpu_count() or 1) >= 8
 
 MaskArray = np.ndarray[Any, np.dtype[np.int32]]
 Run = tuple[GrammarState, int, tuple[int, ...]]
-"""A state, the index of its first mask, and a chain of drafts: so many masks come after it."""
+"""A state, the index of its first mask, and a chain: one more mask for each draft."""
 
 
 @functools.cache
@@ -34,12 +34,12 @@ class MaskPlan:
     Parameters
     ----------
     states : sequence of GrammarState
-        A state may occur several times in a row, with different paths.
+        A state may occur several times, one after another, with different paths.
     paths : sequence of tuple of int, optional
         Drafts that come after the output; None: there are none.
     rules : sequence of int, optional
         Rows share a mask only if theirs are equal: what the caller changes in the masks depends on
-        these. None: they are.
+        these. None: all rows are equal in this.
 
     Attributes
     ----------
@@ -83,8 +83,9 @@ class MaskPlan:
         Returns
         -------
         list of bool
-            Whether each mask's path is allowed; if not, its mask allows every token. Nothing is
-            said of a path with an end of sequence: nothing follows it.
+            Whether each mask's path is allowed; if not, its mask allows every token, and so does
+            that of states with an `error`. Nothing is said of a path with an end of sequence:
+            nothing follows it.
         """
         runs, alone = self._runs()
         runs = [run for run in runs if run[0].prefix is None or not _copy(run, masks)]
@@ -98,11 +99,34 @@ class MaskPlan:
             if run[2]:
                 _check(run, masks, is_allowed)
         for run in runs:
-            if run[0].error or run[0].matcher.is_error():
-                _fail(run, masks)
-            elif run[0].prefix is not None:
+            if run[0].matcher.is_error():
+                run[0].note_error()
+            elif run[0].prefix is not None and not run[0].error:
                 _keep(run, masks, is_allowed)
+        failed = [i for i, row in enumerate(self.firsts) if self._states[row].error]
+        if failed:
+            self._refill(failed, masks, is_allowed)
         return is_allowed
+
+    def _refill(self, failed: list[int], masks: MaskArray, is_allowed: list[bool]) -> None:
+        """Make the masks of failed states with another state that shares them.
+
+        The first state may have failed after a draft that the others do not have. A second failure
+        would be that of all others: they get its error without a try, which takes long.
+        """
+        states, sharers = self._states, {index: list[int]() for index in failed}
+        for row, index in enumerate(self.indices):
+            if index in sharers:
+                sharers[index].append(row)
+        for index, rows in sharers.items():
+            masks[index] = -1
+            others = [states[row] for row in rows if not states[row].error]
+            if not others:
+                continue
+            path = self._paths[rows[0]] if self._paths is not None else ()
+            is_allowed[index] = _fill_after(others[0], path, masks[index])
+            for state in others[1:] if others[0].error else ():
+                state.error = others[0].error
 
     def _runs(self) -> tuple[list[Run], list[Run]]:
         """Return masks that are made together, after each draft of a chain, and the others."""
@@ -126,26 +150,6 @@ class MaskPlan:
         return runs, alone
 
 
-def fill_masks(
-    states: Sequence[GrammarState],
-    paths: Sequence[tuple[int, ...]],
-    masks: MaskArray,
-) -> list[bool]:
-    """Write, for each state, the mask of the tokens that may follow its output and `paths`.
-
-    Parameters
-    ----------
-    states, paths, masks
-        As of `MaskPlan`, with one mask for each state.
-
-    Returns
-    -------
-    list of bool
-        Whether each path is allowed; if not, its mask allows every token.
-    """
-    return MaskPlan(states, paths, range(len(states))).fill(masks)
-
-
 def _copy(run: Run, masks: MaskArray) -> bool:
     """Write masks that are kept; return False if any is not."""
     state, index, chain = run
@@ -156,13 +160,6 @@ def _copy(run: Run, masks: MaskArray) -> bool:
         return False
     masks[index : index + len(found)] = found
     return True
-
-
-def _fail(run: Run, masks: MaskArray) -> None:
-    """Note why a state can have no mask, and allow every token."""
-    state, index, chain = run
-    state.note_error()
-    masks[index : index + 1 + len(chain)] = -1
 
 
 def _keep(run: Run, masks: MaskArray, is_allowed: Sequence[bool]) -> None:
@@ -198,6 +195,8 @@ def _fill_after(state: GrammarState, path: Sequence[int], mask: MaskArray) -> bo
     if count:
         state.matcher.rollback(count)
     state.note_error()
+    if state.error:
+        mask[:] = -1
     return count == len(path)
 
 

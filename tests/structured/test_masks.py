@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from engine.structured import GrammarCompiler
-from engine.structured.masks import fill_masks
+from engine.structured.masks import MaskPlan
 from engine.structured_output import StructuredOutput
 
 TOKENS = [b"", b"<eos>", b"a", b"b", b"c", b"ab", b"bc", b"aab", b"\xc3", b"\xa9", b"\xc3\xa9b"]
@@ -43,6 +43,11 @@ def _allowed(mask):
     return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
 
 
+def _fill(states, paths, masks):
+    """Make one mask for each state, none of them shared."""
+    return MaskPlan(states, paths, range(len(states))).fill(masks)
+
+
 def test_masks_allow_the_tokens_with_which_the_text_can_match(grammar):
     texts = _texts()
     prefixes = {text[:n] for text in texts for n in range(len(text) + 1)}
@@ -52,7 +57,7 @@ def test_masks_allow_the_tokens_with_which_the_text_can_match(grammar):
         before = b"".join(TOKENS[i] for i in path)
         state, masks = grammar.new_state(), np.full((3, 3), 0x5A5A5A5A, np.int32)
         state.follow(path)
-        assert fill_masks([state, grammar.new_state()], [(), path], masks[:2]) == [True, True]
+        assert _fill([state, grammar.new_state()], [(), path], masks[:2]) == [True, True]
         want = [i for i in range(2, len(TOKENS)) if before + TOKENS[i] in prefixes]
         want = [EOS] * (before in texts) + want
         assert _allowed(masks[0]) == _allowed(masks[1]) == want, before
@@ -67,7 +72,7 @@ def test_a_path_that_is_not_allowed_gets_every_token_and_changes_nothing(grammar
     state, masks = grammar.new_state(), np.zeros((3, 3), np.int32)
     state.follow([TOKENS.index(b"a")])
     paths = [(TOKENS.index(b"c"), EOS, EOS), (TOKENS.index(b"b"), 0), ()]
-    assert fill_masks([state] * 3, paths, masks) == [False, False, True]
+    assert _fill([state] * 3, paths, masks) == [False, False, True]
     assert (masks[:2] == -1).all()
     assert [TOKENS[i] for i in _allowed(masks[2])] == [
         token for token in TOKENS[2:] if token not in (b"aab", b"\xa9")
@@ -83,5 +88,5 @@ def test_a_token_that_is_not_allowed_is_an_error(grammar):
     state.follow([TOKENS.index(b"b")] * 2)  # stays as it is
     other.follow([TOKENS.index(b"a"), TOKENS.index(b"c"), EOS])
     masks = np.zeros((2, 3), np.int32)
-    assert fill_masks([state, other], [(), ()], masks) == [True, True]
+    assert _fill([state, other], [(), ()], masks) == [True, True]
     assert state.error == error and (masks[0] == -1).all() and not other.error
