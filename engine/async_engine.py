@@ -361,7 +361,8 @@ class AsyncEngine:
         self._end()
 
     def _make_calls(self) -> None:
-        while self._calls:
+        # Those that come meanwhile wait for a step, or running requests could wait for ever.
+        for _ in range(len(self._calls)):
             self._calls.popleft()()
 
     def _add(self, stream: _Stream) -> None:

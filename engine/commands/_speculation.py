@@ -31,7 +31,7 @@ def parsed_config(given: Any) -> dict[str, Any]:
     Raises
     ------
     ConfigError
-        If it is neither.
+        If it is neither, or has a value that JSON does not have: a date of TOML.
     """
     config = given
     if isinstance(given, str):
@@ -43,4 +43,11 @@ def parsed_config(given: Any) -> dict[str, Any]:
             ) from None
     if not isinstance(config, dict):
         raise ConfigError(f"--speculative-config must be a JSON object; got {shown(given)}")
+    for name, value in config.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError, RecursionError):
+            raise ConfigError(
+                f"speculative_config.{name:.80} must be a value of JSON; got {shown(value)}"
+            ) from None
     return config

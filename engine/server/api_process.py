@@ -129,18 +129,19 @@ async def _serve(
     while not (is_ending.is_set() or serving.done() or client.error is not None):
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(is_ending.wait(), 0.2)
-    has_failed = client.error is not None
     begin_drain(app)
-    await _drain(app, _ERROR_SECONDS if has_failed else options.shutdown_timeout)
+    await _drain(app, client, options.shutdown_timeout)
     server.should_exit = True
     await serving
     await client.close()
 
 
-async def _drain(app: Starlette, seconds: float) -> None:
-    """Wait until no request is left, but not longer than this."""
+async def _drain(app: Starlette, client: ZmqEngineClient, seconds: float) -> None:
+    """Wait until no request is left, but not longer than this, nor for an engine that has ended."""
     end = time.monotonic() + seconds
-    while num_active_requests(app) and time.monotonic() < end:
+    while num_active_requests(app) and (now := time.monotonic()) < end:
+        if client.error is not None:
+            end = min(end, now + _ERROR_SECONDS)
         await asyncio.sleep(_POLL_SECONDS)
 
 

@@ -55,6 +55,7 @@ class _Child:
     seen: float = 0.0  # when it last reported anything
     reason: str = ""
     status: int = 1
+    is_ending: bool = False  # it has been told to
 
     def ending(self) -> str:
         """Return why it ended."""
@@ -161,6 +162,7 @@ class Supervisor:
         if any(child.ready.is_set() for child in apis):
             await self._wait_for(apis, self._server.shutdown_timeout + _SLACK_SECONDS)
         self._kill(apis)
+        engine.is_ending = True
         _signal([engine], signal.SIGTERM)
         await self._wait_for([engine], _SLACK_SECONDS)
         if self._num_signals >= 2:
@@ -225,20 +227,31 @@ class Supervisor:
     async def _kill_if_hung(self, engine: _Child, limit: float) -> None:
         """End the engine, which ends the server, when a step takes longer than `limit` seconds."""
         await engine.ready.wait()
-        seen = 0.0
-        while True:
-            if time.monotonic() - engine.seen > limit + BEAT_SECONDS:
-                # Twice, as it may be this process that had no time to read.
-                if seen == engine.seen:
-                    break
-                seen = engine.seen
-            await asyncio.sleep(BEAT_SECONDS)
+        if not await self._is_hung(engine, limit):
+            return
         reason = f"a step has taken longer than hang_timeout={limit:g} s"
         _say(f"{reason}; the stacks of the engine's threads:")
         _signal([engine], signal.SIGQUIT)
         await asyncio.sleep(BEAT_SECONDS)
-        engine.reason = reason
-        self._kill([engine])
+        if engine in self._children and not engine.reason:
+            engine.reason = reason
+            self._kill([engine])
+
+    async def _is_hung(self, engine: _Child, limit: float) -> bool:
+        """Wait until the engine hangs, or until it ends or has to."""
+        seen, start, looked = 0.0, 0.0, time.monotonic()
+        while engine in self._children and not engine.is_ending:
+            now = time.monotonic()
+            if now - looked > 2 * BEAT_SECONDS:  # this process was stopped: the engine, too, maybe
+                start = now
+            looked = now
+            if now - max(start, engine.seen) > limit + BEAT_SECONDS:
+                # Twice, as it may be this process that had no time to read.
+                if seen == engine.seen:
+                    return True
+                seen = engine.seen
+            await asyncio.sleep(BEAT_SECONDS)
+        return False
 
     async def _announce(self, children: list[_Child]) -> None:
         for child in children:

@@ -8,7 +8,6 @@ client, and are answered in the place of the engine, which does not hear of them
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 from typing import Any
 
@@ -44,11 +43,16 @@ async def warm_up(client: ZmqEngineClient) -> list[bytes]:
     """
     app = build_app(client, ServerConfig())
     found = [b""] * len(_BODIES)
+    is_refused = [False] * len(_BODIES)  # once is enough: a template may take until its limit
     with client.answered_by(_answer):
         for _ in range(_NUM_ROUNDS):
             for index, (path, body) in enumerate(_BODIES):
-                with contextlib.suppress(APIError, EngineError):
+                if is_refused[index]:
+                    continue
+                try:
                     found[index] = await _post(app, path, json.dumps(body).encode())
+                except (APIError, EngineError):
+                    is_refused[index] = True
     return found
 
 

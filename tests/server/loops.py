@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import tempfile
 import threading
+import time
 
 import pytest
 
@@ -40,11 +41,19 @@ def served(engine, transport="ipc", *, fails=False):
         thread.start()
         try:
             yield loop, address
+            _wait_until_idle(engine, thread)
         finally:
             loop.stop()
             thread.join(30)
             assert not thread.is_alive()
         assert bool(errors) == fails, errors
+
+
+def _wait_until_idle(engine, thread):
+    """Let the loop take what clients have said at last, and end the steps in flight."""
+    end = time.monotonic() + 10
+    while engine.has_unfinished_requests() and thread.is_alive() and time.monotonic() < end:
+        time.sleep(0.005)
 
 
 @contextlib.asynccontextmanager

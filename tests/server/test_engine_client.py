@@ -520,7 +520,8 @@ def test_errors_keep_their_class(cls):
 
 @pytest.mark.slow
 def test_the_real_model_says_the_same_in_both():
-    llm = LLM("smollm2", device="cpu", max_num_seqs=4, num_blocks=256)
+    # Deterministic: the requests of a client do not arrive in one step.
+    llm = LLM("smollm2", device="cpu", max_num_seqs=4, num_blocks=256, deterministic=True)
     prompts = ["The capital of France is", "Once upon a time", "1, 2, 3,", "Ünïcödé 你好"]
     params = [
         _params(temperature=0.0, max_tokens=12, ignore_eos=False),

@@ -59,6 +59,9 @@ def test_it_is_json_or_a_table(tmp_path, monkeypatch):
     file.write_text('model = "smollm2"\n[speculative_config]\nmethod = "suffix"\n')
     _, _, engine = serve._split(serve._read(file))
     assert engine["speculative_config"] == {"method": "suffix"}
+    file.write_text('model = "smollm2"\n[speculative_config]\nmethod = 2024-01-01\n')
+    with pytest.raises(ConfigError, match=r"speculative_config.method .*got .*date"):
+        serve._split(serve._read(file))
     for wrong in ("[1]", "{", '"ngram"', ""):
         with pytest.raises(ConfigError, match="--speculative-config must be a JSON object"):
             serve._split(_options("smollm2", "--speculative-config", wrong))

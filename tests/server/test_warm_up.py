@@ -8,6 +8,7 @@ import logging
 
 import pytest
 
+from engine.server import warm_up as warm_up_module
 from engine.server.warm_up import warm_up
 from engine.text.tokenizer import load_tokenizer
 from tests.e2e.tiny import CONFIG, VOCAB, make_engine, tiny_model
@@ -44,3 +45,22 @@ def test_the_engine_hears_nothing_of_it(caplog, template):
         reasons = [json.loads(line[6:])["choices"][0]["finish_reason"]
                    for line in answer.split(b"\n\n") if line.startswith(b"data: {")]  # fmt: skip
         assert (reasons[-1:] == ["length"]) is is_served
+
+
+def test_what_was_refused_is_not_tried_again(monkeypatch):
+    posted, post = [], warm_up_module._post
+
+    async def counted(app, path, body):
+        posted.append(path)
+        return await post(app, path, body)
+
+    monkeypatch.setattr(warm_up_module, "_post", counted)
+
+    async def main(address):
+        async with connected(address) as client:  # without a tokenizer
+            return await warm_up(client)
+
+    with served(make_engine(tiny_model())) as (_, address):
+        ids, text, chat = run(main(address))
+    assert ids and not text and not chat
+    assert posted.count("/v1/chat/completions") == 1 and posted.count("/v1/completions") == 11

@@ -10,6 +10,7 @@ import pytest
 from engine.drafts import Drafts
 from engine.structured import GrammarCompiler
 from engine.structured import masks as masks_module
+from engine.structured import sources
 from engine.structured.masks import MaskPlan
 from engine.structured_output import StructuredOutput
 
@@ -153,6 +154,52 @@ def test_a_wrong_id_is_an_error_of_its_request_only():
     for state in states:
         state.catch_up()
     assert [bool(state.error) for state in states] == [False, True] * 2 + [False] * 2
+
+
+# Each "a" makes the row of the parser longer, until it meets its limit.
+AMBIGUOUS = {"grammar": 'start: e\ne: e e | e e e | "a" | e "a" e'}
+A = TOKENS.index(b"a")
+
+
+@pytest.fixture
+def ambiguous(monkeypatch):
+    monkeypatch.setitem(sources._LIMITS, "max_items_in_row", 100)
+    return GrammarCompiler(Tokens(), VOCAB, [EOS]).compile(StructuredOutput(**AMBIGUOUS))
+
+
+def _filled(states, paths=None):
+    """Return the mask of each row and whether its path is allowed."""
+    plan = MaskPlan(states, paths)
+    masks = np.zeros((len(plan.firsts), -(-VOCAB // 32)), np.int32)
+    is_allowed = plan.fill(masks)
+    return masks[plan.indices], [is_allowed[i] for i in plan.indices]
+
+
+def test_a_limit_is_an_error_of_all_that_share_the_mask(ambiguous):
+    states = [ambiguous.new_state() for _ in range(5)]
+    for length in range(100):
+        for state in states:
+            state.follow([A] * length)
+        masks, _ = _filled(states)
+        if states[0].error:
+            break
+        assert not any(state.error for state in states) and (masks != -1).any()
+    assert 3 < length < 99 and "max is 100" in states[0].error
+    assert {state.error for state in states} == {states[0].error} and (masks == -1).all()
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (1, 0, 2)])
+def test_a_limit_after_drafts_is_no_error_of_requests_without_them(ambiguous, order):
+    states = [ambiguous.new_state() for _ in range(3)]
+    rows = []
+    for i in order:
+        states[i].follow([A] * 3)
+        rows += [(i, (A,) * n) for n in range(60 if i else 1)]  # only the first has no drafts
+    masks, is_allowed = _filled([states[i] for i, _ in rows], [path for _, path in rows])
+    plain = masks[rows.index((0, ()))]
+    assert _bits(plain) == [EOS, A] and is_allowed[rows.index((0, ()))]
+    assert not states[0].error
+    assert "max is 100" in states[1].error and states[2].error == states[1].error
 
 
 def test_forced_tokens_are_the_only_ones_that_masks_allow():

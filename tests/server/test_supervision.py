@@ -1,0 +1,121 @@
+"""When the supervisor takes an engine for hung, and how long a drain waits; without processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from engine.errors import EngineError
+from engine.server import api_process, supervisor
+from engine.server.server_config import ServerConfig
+from engine.server.supervisor import Supervisor
+
+LIMIT = 0.5
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """A supervisor, a child in the place of its engine, and the signals that this one got."""
+    monkeypatch.setattr(supervisor, "BEAT_SECONDS", 0.1)
+    watcher = Supervisor("model", ServerConfig(), {})
+    os.rmdir(watcher._folder)
+    found = []
+
+    async def wait():
+        watcher._children.clear()
+
+    process = SimpleNamespace(send_signal=found.append, returncode=0, wait=wait)
+    ready = SimpleNamespace(wait=lambda: asyncio.sleep(0), is_set=lambda: False)
+    engine = supervisor._Child("engine", process, [], ready, seen=time.monotonic())
+    watcher._children.add(engine)
+    return watcher, engine, found
+
+
+async def _watch(watcher, engine, when=lambda: None):
+    """Watch the engine; call `when` after a look."""
+    task = asyncio.ensure_future(watcher._kill_if_hung(engine, LIMIT))
+    await asyncio.sleep(0.05)
+    when()
+    await asyncio.wait_for(task, 10)
+
+
+def test_a_hung_engine_is_killed_with_its_reason(watched):
+    watcher, engine, found = watched
+    asyncio.run(_watch(watcher, engine))
+    assert found == [signal.SIGQUIT, signal.SIGKILL] and "hang_timeout=0.5" in engine.reason
+
+
+def test_an_engine_that_has_ended_is_not_hung(watched):
+    watcher, engine, found = watched
+    asyncio.run(_watch(watcher, engine, watcher._children.clear))
+    assert not found and not engine.reason
+
+
+def test_an_engine_that_fails_after_all_keeps_its_reason(watched):
+    watcher, engine, found = watched
+
+    def fail(number):
+        found.append(number)
+        engine.reason = "a broken step"
+
+    engine.process.send_signal = fail
+    asyncio.run(_watch(watcher, engine))
+    assert found == [signal.SIGQUIT] and engine.reason == "a broken step"
+
+
+def test_an_engine_that_was_told_to_end_may_take_its_time(watched, monkeypatch):
+    monkeypatch.setattr(supervisor, "_SLACK_SECONDS", 1.5)
+    watcher, engine, found = watched
+
+    async def main():
+        watching = asyncio.ensure_future(_watch(watcher, engine))
+        await asyncio.sleep(0.01)
+        with pytest.raises(EngineError, match="did not end within"):
+            await watcher._drain(engine)
+        await watching
+
+    asyncio.run(main())
+    assert found == [signal.SIGTERM] and not engine.reason
+
+
+def test_a_pause_of_all_processes_does_not_count(watched):
+    watcher, engine, found = watched
+
+    async def main():
+        task = asyncio.ensure_future(watcher._kill_if_hung(engine, LIMIT))
+        await asyncio.sleep(0.05)
+        time.sleep(2)  # no process of the container has run
+        await asyncio.sleep(0.35)
+        assert not found
+        await asyncio.wait_for(task, 10)
+
+    asyncio.run(main())
+    assert found == [signal.SIGQUIT, signal.SIGKILL]
+
+
+@pytest.mark.parametrize("is_dead_before", [False, True])
+def test_a_drain_does_not_wait_for_a_dead_engine(monkeypatch, is_dead_before):
+    monkeypatch.setattr(api_process, "num_active_requests", lambda app: 1)
+    monkeypatch.setattr(api_process, "_ERROR_SECONDS", 0.3)
+    client = SimpleNamespace(error=EngineError("dead") if is_dead_before else None)
+
+    async def main():
+        task = asyncio.ensure_future(api_process._drain(None, client, 60))
+        await asyncio.sleep(0.2)
+        assert not task.done()
+        client.error = EngineError("dead")
+        await asyncio.wait_for(task, 10)
+
+    asyncio.run(main())
+
+
+def test_a_drain_waits_for_its_time(monkeypatch):
+    monkeypatch.setattr(api_process, "num_active_requests", lambda app: 1)
+    start = time.monotonic()
+    asyncio.run(api_process._drain(None, SimpleNamespace(error=None), 0.5))
+    assert time.monotonic() - start >= 0.5
