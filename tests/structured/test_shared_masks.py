@@ -192,8 +192,10 @@ def test_a_limit_is_an_error_of_all_that_share_the_mask(ambiguous):
 def test_a_limit_after_drafts_is_no_error_of_requests_without_them(ambiguous, order):
     states = [ambiguous.new_state() for _ in range(3)]
     rows = []
+    for length in range(4):
+        for state in states:
+            state.follow([A] * length)
     for i in order:
-        states[i].follow([A] * 3)
         rows += [(i, (A,) * n) for n in range(60 if i else 1)]  # only the first has no drafts
     masks, is_allowed = _filled([states[i] for i, _ in rows], [path for _, path in rows])
     plain = masks[rows.index((0, ()))]
