@@ -30,7 +30,8 @@ from engine.structured_output import StructuredOutput
 __all__ = ["ZmqEngineClient"]
 
 _MAX_BATCH = 64  # messages taken before other tasks have their turn
-_SILENCE = m.BEAT_SECONDS + 0.5  # seconds without a message, besides a step
+# Longest time between two heartbeats, not counting a step, and some for their way.
+_SILENCE = m.BEAT_SECONDS + 0.5
 
 
 class ZmqEngineClient:

@@ -80,7 +80,7 @@ class EngineLoop:
     token : str
         What a client must say first.
     on_beat : callable, optional
-        Called after a step, or without one, at least every half second: the loop does not hang.
+        Called every half second, later only while a step lasts: the loop does not hang.
     """
 
     def __init__(

@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 MAX_REASON = 4096  # characters of an error's text
-BEAT_SECONDS = 0.5  # between two heartbeats, and in addition at most a step
+BEAT_SECONDS = 0.5  # longest time between two heartbeats, not counting a step
 
 Entries = list[dict[int, tuple[float, int | None]] | None]
 """For each token: id -> (log-probability, rank)."""

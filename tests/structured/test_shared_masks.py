@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from engine.drafts import Drafts
-from engine.structured import GrammarCompiler
+from engine.structured import GrammarCompiler, sources
 from engine.structured import masks as masks_module
-from engine.structured import sources
 from engine.structured.masks import MaskPlan
 from engine.structured_output import StructuredOutput
 
