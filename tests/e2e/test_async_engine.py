@@ -217,3 +217,33 @@ def test_it_tells_whether_a_step_hangs(model, monkeypatch):
         assert not engine.is_responsive
 
     _run(main())
+
+
+def test_a_call_that_follows_another_waits_for_a_step(model):
+    """As the parts of embeddings, each asked for when the last has come."""
+    made, num_parts = make_engine(model), 5
+    steps, seen, num_steps = made.step, [], 0
+
+    def step():
+        nonlocal num_steps
+        num_steps += 1
+        return steps()
+
+    made.step = step
+
+    async def main():
+        engine = AsyncEngine(made)
+
+        def part():
+            seen.append(num_steps)
+            if len(seen) < num_parts:
+                engine._call(part)
+
+        task = asyncio.create_task(_ids(engine, [1, 2], _params(max_tokens=60)))
+        await engine.stats()
+        engine._call(part)
+        await task
+        await engine.close()
+
+    _run(main())
+    assert len(set(seen)) == len(seen) == num_parts, seen
