@@ -485,6 +485,18 @@ def _serve() -> Picture:
     return Picture("The server, Qwen3-0.6B's shape", source, panels, 1, 1.6)
 
 
+def _speculative() -> Picture:
+    record = _load("speculative_cpu")
+    tasks = list(dict.fromkeys(row["task"] for row in record["rows"]))
+    times = {(row["task"], row["config"]): row["x plain"] for row in record["rows"]}
+    panels = [
+        Bars(name, "times as fast as without drafts", tasks,
+             {"ours": [times[task, name] for task in tasks]}, digits=".2f")
+        for name in ("ngram 4", "ngram 8", "ngram 15", "suffix 15")
+    ]  # fmt: skip
+    return Picture("Speculative decoding on two CPU cores", _source(record), panels, 2, 1.6)
+
+
 PICTURES: dict[str, Callable[[], Picture]] = {
     "gemm_sm90": _gemm_sm90,
     "gemm_skinny": _gemm_skinny,
@@ -497,6 +509,7 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "sample_elementwise": _sample_elementwise,
     "host": _host,
     "serve": _serve,
+    "speculative": _speculative,
     "swap": _swap,
     "decode_loop": _decode_loop,
     "deterministic": _deterministic,
