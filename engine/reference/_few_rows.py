@@ -2,8 +2,9 @@
 
 Such a product is limited by reading the matrix once. BLAS copies it first, to an order that pays
 off with many vectors, and its threads wait for one another. Blocks of rows small enough for its
-kernels without that copy take half the time, if several threads have blocks of their own. Which
-blocks there are depends on the shapes only, so the bits do not depend on the number of threads.
+kernels without that copy take about a third less, and threads that have blocks of their own do not
+wait. Which blocks there are depends on the shapes only, so the bits do not depend on the number of
+threads.
 """
 
 from __future__ import annotations

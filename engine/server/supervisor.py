@@ -169,7 +169,7 @@ class Supervisor:
             return 1
         if engine in self._children:
             raise _Ended(f"the engine's process did not end within {_SLACK_SECONDS:g} s", 1)
-        # SIGTERM before the process has a handler: nothing was served yet.
+        # -SIGTERM: it came before the process had a handler, when nothing was served yet.
         if engine.process.returncode not in (0, -signal.SIGTERM):
             raise _engine_ended(engine)
         return 0

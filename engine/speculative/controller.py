@@ -203,7 +203,7 @@ class Controller:
     ) -> list[Array]:
         """Return the probability that each draft is accepted."""
         rates = [1.0 if r in certain else self._rate(r) for r, _ in proposals]
-        return [_expected(d, rate) for (_, d), rate in zip(proposals, rates, strict=True)]
+        return [_acceptance(d, rate) for (_, d), rate in zip(proposals, rates, strict=True)]
 
     def _best(
         self, expected: Sequence[Array], num_decodes: int, lens: Sequence[int] | None
@@ -247,7 +247,7 @@ class Controller:
         return own.rate(prior)
 
 
-def _expected(drafts: Drafts, rate: float) -> Array:
+def _acceptance(drafts: Drafts, rate: float) -> Array:
     """Return the probability that each draft is accepted; it does not rise along the list."""
     depths = np.array(drafts.depths, np.float64)
     values = rate**depths

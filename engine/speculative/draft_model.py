@@ -5,9 +5,9 @@ tokens, but block tables of its own (see `DraftPages`). A proposal of k drafts i
 launched one after another; the ids sampled by one reach the next on the device.
 
 Drafts are sampled with the request's own temperature, filters and seed, and the draws of their
-positions. The target's sampler will use these draws too, so a draft is accepted far more often than
-an independent one would be, and always if the two models' logits are equal. Penalties, biases and
-masks are left out: they would only raise acceptance.
+positions. The target's sampler will use these draws too, so a draft is always accepted if the two
+models' logits are equal. Penalties, biases and masks are left out: they would only raise
+acceptance.
 """
 
 from __future__ import annotations

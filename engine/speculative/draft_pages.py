@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engine.request import Request
+from engine.speculative.prefix_hashes import prefix_hash
 
 __all__ = ["DraftPages", "SequencePages", "num_spare_blocks"]
 
@@ -159,11 +160,7 @@ class DraftPages:
 
     def _hash(self, pages: SequencePages, request: Request, index: int) -> int:
         """Return the hash of the tokens up to the end of block `index` of the table."""
-        hashes, size = pages.hashes, self._block_size
-        for i in range(len(hashes), index + 1):
-            before = hashes[-1] if hashes else pages.salt
-            hashes.append(hash((before, *request.token_ids(i * size, (i + 1) * size))))
-        return hashes[index]
+        return prefix_hash(pages.hashes, request, index, self._block_size, pages.salt)
 
 
 def _common_length(old: list[int], new: list[int]) -> int:

@@ -109,7 +109,7 @@ class GuardedProposer:
             raise TypeError(f"it returned {type(proposal).__name__} in place of Drafts")
         if self._may_defer and isinstance(proposal, DeferredDrafts) and len(proposal) <= most:
             return proposal
-        # A copy: a subclass, or one that was not constructed, need not hold what Drafts promises.
+        # A copy, which is checked: a subclass, or one made without __init__, may hold anything.
         ids, parents = tuple(islice(proposal.token_ids, most + 1)), proposal.parents
         if len(ids) > most:
             raise ValueError(f"it returned more than the {most} drafts that were wanted")

@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engine.request import Request
+from engine.speculative.prefix_hashes import prefix_hash
 
 __all__ = ["HeadPages", "HeadSequence"]
 
@@ -154,8 +155,5 @@ class HeadPages:
 
     def _hash(self, sequence: HeadSequence, request: Request, index: int) -> int:
         """Return the hash of the tokens up to the end of block `index` of the table."""
-        hashes, size = sequence.hashes, self._block_size
-        for i in range(len(hashes), index + 1):
-            before = hashes[-1] if hashes else int(request.long_rope)
-            hashes.append(hash((before, *request.token_ids(i * size, (i + 1) * size))))
-        return hashes[index]
+        salt = int(request.long_rope)
+        return prefix_hash(sequence.hashes, request, index, self._block_size, salt)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from engine.errors import ConfigError
 from engine.scheduler.scheduler import Scheduler
 from engine.speculative.config import SpeculativeConfig
 from engine.speculative.controller import Controller
@@ -68,13 +67,10 @@ def _make_proposer(
         return SuffixProposer(config.prompt_lookup_min, allow_trees=limits.draft_trees)
     if config.method == "ngram":
         return NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
+    count = min(config.num_tokens, limits.max_draft_tokens)
     if isinstance(draft, LoadedHead):
-        count = min(config.num_tokens, limits.max_draft_tokens)
         return HeadProposer(draft.head, runner, limits, count)
-    if draft is not None:
-        count = min(config.num_tokens, limits.max_draft_tokens)
-        vocab_size = runner.model.config.vocab_size
-        proposer = DraftModelProposer(draft, vocab_size, runner.kv_cache.pool, limits, count)
-        proposer.prepare(graphs=runner.graphs is not None, progress=sys.stderr.isatty())
-        return proposer
-    raise ConfigError(f"speculative_config.method {config.method!r} is not available")
+    vocab_size = runner.model.config.vocab_size
+    proposer = DraftModelProposer(draft, vocab_size, runner.kv_cache.pool, limits, count)
+    proposer.prepare(graphs=runner.graphs is not None, progress=sys.stderr.isatty())
+    return proposer

@@ -520,7 +520,7 @@ def test_errors_keep_their_class(cls):
 
 @pytest.mark.slow
 def test_the_real_model_says_the_same_in_both():
-    # Deterministic: the requests of a client do not arrive in one step.
+    # Deterministic, as its requests may arrive in other steps here and there, in other batches.
     llm = LLM("smollm2", device="cpu", max_num_seqs=4, num_blocks=256, deterministic=True)
     prompts = ["The capital of France is", "Once upon a time", "1, 2, 3,", "Ünïcödé 你好"]
     params = [
