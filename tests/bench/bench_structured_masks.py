@@ -9,7 +9,6 @@ Then in how many steps one text is written if forced tokens are drafts.
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 import time
@@ -24,9 +23,9 @@ from engine.runner.allowed_masks import AllowedMasks
 from engine.runner.sampling import SamplingSpec
 from engine.structured import GrammarCompiler
 from engine.structured_output import StructuredOutput
+from tests.bench.made_vocabulary import EOS, NUM_WORDS, SYLLABLES, VOCAB_SIZE, MadeTokenizer
 
 DEVICE = "CPU"
-_VOCAB, _NUM_WORDS, _EOS = 151_936, 151_643, 151_645
 _NUM_REQUESTS, _NUM_STEPS = 256, 60
 _PERSON = {
     "type": "object",
@@ -40,45 +39,11 @@ _PERSON = {
 }
 _NAME = {"type": "string", "maxLength": 40}
 _LIMITED = _PERSON | {"properties": {**_PERSON["properties"], "name": _NAME}}
-_SYLLABLES = [
-    "".join(parts)
-    for parts in itertools.product("bdfgklmnprstvwz", "aeiou", ("", "n", "r", "s", "t", "nd"))
-]
-
-
-class _Tokenizer:
-    """Bytes, JSON's marks, numbers, and words of up to four syllables, half with a space."""
-
-    special_ids, bos_token_id = frozenset(range(_NUM_WORDS, _VOCAB)), None
-
-    def __init__(self):
-        marks = ['{"', '":', '","', '",', '"}', '"]', '"],', '["', "true", "false", "null"]
-        marks += ['"name', ' "', '": "', '", "', '": ', "name", "age", "tags", "  ", "\n  "]
-        tokens = [bytes([i]) for i in range(256)] + [t.encode() for t in marks]
-        tokens = dict.fromkeys([*tokens, *(b"%d" % i for i in range(10, 1000))])
-        rng = random.Random(0)
-        while len(tokens) < _NUM_WORDS:
-            word = "".join(rng.choices(_SYLLABLES, k=rng.choice((1, 2, 2, 3, 3, 4))))
-            tokens[f"{rng.choice(('', ' '))}{word}".encode()] = None
-        self._tokens = list(tokens)
-        self._ids = {token: i for i, token in enumerate(tokens)}
-        self._longest = max(map(len, tokens))
-
-    def token_bytes(self, token_id):
-        return self._tokens[token_id] if token_id < _NUM_WORDS else b"<|%d|>" % token_id
-
-    def encode(self, text, add_special_tokens=True):
-        data, ids = text.encode(), []
-        while data:
-            size = next(n for n in range(self._longest, 0, -1) if data[:n] in self._ids)
-            ids.append(self._ids[data[:size]])
-            data = data[size:]
-        return ids
 
 
 def _text(rng):
     def words(count):
-        return " ".join("".join(rng.choices(_SYLLABLES, k=2)) for _ in range(count))
+        return " ".join("".join(rng.choices(SYLLABLES, k=2)) for _ in range(count))
 
     tags = [words(rng.randint(1, 5)) for _ in range(12)]
     return json.dumps({"name": words(3), "age": rng.randrange(100), "tags": tags})
@@ -99,12 +64,12 @@ def _requests(grammars, masks):
 def _append_random(requests, built, rng):
     for request, row in zip(requests, built["allowed_rows"], strict=True):
         bits = np.unpackbits(built["allowed"][row].view(np.uint8), bitorder="little")
-        allowed = np.flatnonzero(bits[:_NUM_WORDS])
-        request.output_token_ids.append(int(rng.choice(allowed)) if len(allowed) else _EOS)
+        allowed = np.flatnonzero(bits[:NUM_WORDS])
+        request.output_token_ids.append(int(rng.choice(allowed)) if len(allowed) else EOS)
 
 
 def _measure(name, grammars, texts=None, num_drafts=0):
-    masks, rng = AllowedMasks(_NUM_REQUESTS, _VOCAB, [_EOS], CPU), np.random.default_rng(0)
+    masks, rng = AllowedMasks(_NUM_REQUESTS, VOCAB_SIZE, [EOS], CPU), np.random.default_rng(0)
     requests = _requests(grammars, masks)
     count = 1 + num_drafts
     sampled = [SimpleNamespace(request=r) for r in requests for _ in range(count)]
@@ -164,8 +129,8 @@ def _print(row):
 
 
 def main():
-    tokenizer, rng = _Tokenizer(), random.Random(0)
-    compiler = GrammarCompiler(tokenizer, _VOCAB, [_EOS])
+    tokenizer, rng = MadeTokenizer(), random.Random(0)
+    compiler = GrammarCompiler(tokenizer, VOCAB_SIZE, [EOS])
     plain, limited = StructuredOutput(json=_PERSON), StructuredOutput(json=_LIMITED)
     numbers = StructuredOutput(json={"type": "array", "items": {"type": "number"}})
     kinds = [plain, limited, StructuredOutput(json_object=True), numbers]

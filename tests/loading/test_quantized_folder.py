@@ -265,13 +265,16 @@ def test_numbers_that_are_not_finite(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("kind", ["qwen2", "phi3"])
-def test_calibrated_weights_disturb_the_last_layer_less(tmp_path, kind):
+def test_calibrated_weights_disturb_the_last_layer_less(tmp_path, kind, device, request):
     """The stream after the layers, for text like the calibration's, is nearer to the original."""
+    if device == "cuda":
+        request.getfixturevalue("cp")
     _source(tmp_path / "in", kind, np.float32, max_position_embeddings=256)
     rng = np.random.default_rng(1)
     ids = rng.choice(40, 8192, p=rng.dirichlet(np.full(40, 0.3)))
-    options = {"format": "int4_g128", "device": "cpu"}
+    options = {"format": "int4_g128", "device": device}
     engine.quantize(tmp_path / "in", tmp_path / "nearest", **options)
     engine.quantize(tmp_path / "in", tmp_path / "gptq", calibrate=ids[:-256].tolist(), **options)
     models = {
