@@ -9,7 +9,7 @@ import selectors
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,26 @@ __all__ = ["ask", "end", "receive", "send", "start"]
 _HEAD_BYTES = 8  # the length of a frame
 
 
-def start(code: str, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def start(
+    code: str,
+    env: Mapping[str, str],
+    *,
+    descriptors: Collection[int] = (),
+    stderr: int | None = subprocess.DEVNULL,  # panics print there
+) -> subprocess.Popen[bytes]:
     """Start Python with `code`, whose first argument is the import path as JSON.
 
-    Isolated, so that no module is imported from the current folder, which may be a model's.
+    Isolated, so that no module is imported from the current folder, which may be a model's. It
+    inherits `descriptors`; with None for `stderr` it has the parent's.
     """
     paths = [str(Path(__file__).parents[1]), *filter(os.path.isabs, sys.path)]
     return subprocess.Popen(
         [sys.executable, "-I", "-c", code, json.dumps(paths)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,  # panics print there
+        stderr=stderr,
         env=env,
+        pass_fds=descriptors,
         start_new_session=True,  # an interrupt of the terminal is for the parent
     )
 

@@ -13,6 +13,7 @@
     ├── CompileError        RuntimeError  NVRTC failed to compile a kernel
     ├── LaunchPlanError     RuntimeError  a layer did something its launch plan cannot repeat
     ├── DownloadError       RuntimeError  a model could not be downloaded
+    ├── RankError           RuntimeError  a process of a distributed model failed
     ├── StepTimeoutError    TimeoutError  a step exceeded `step_timeout`
     └── OutOfMemoryError    MemoryError   lists who uses how much, and what would fit
 
@@ -35,6 +36,7 @@ __all__ = [
     "EngineError",
     "LaunchPlanError",
     "OutOfMemoryError",
+    "RankError",
     "RequestError",
     "ShapeError",
     "StepTimeoutError",
@@ -95,6 +97,10 @@ class LaunchPlanError(EngineError, RuntimeError):
 
 class DownloadError(EngineError, RuntimeError):
     """A model could not be downloaded."""
+
+
+class RankError(EngineError, RuntimeError):
+    """A process of a distributed model died, failed, or does not answer; all of them end."""
 
 
 class StepTimeoutError(EngineError, TimeoutError):

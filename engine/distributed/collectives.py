@@ -1,0 +1,187 @@
+"""Collectives of ranks on one host, over shared memory: NumPy arrays in, NumPy arrays out.
+
+Every operation has a number. A rank writes its part into one of its two buffers, announces the
+number, waits until all have announced it, and reads theirs. The buffer is reused two operations
+later: by then all ranks have announced the next one, so they have read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from engine import kernels
+from engine.distributed.group import COUNT, SIZES, Group
+from engine.errors import ContractError, RankError
+from engine.layers.collectives import Collectives
+
+__all__ = ["Collectives", "SharedMemoryCollectives"]
+
+Array = np.ndarray[Any, Any]
+
+
+class SharedMemoryCollectives:
+    """`Collectives` of NumPy arrays.
+
+    Parameters
+    ----------
+    group : Group
+
+    Examples
+    --------
+    >>> from engine.distributed.segment import Segment
+    >>> alone = SharedMemoryCollectives(Group(Segment.in_process(1), 0))
+    >>> alone.all_reduce(np.array([1.5], np.float32))
+    array([1.5], dtype=float32)
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._segment = group.segment
+        self._room = group.segment.data.shape[2]
+        self._count = 0
+
+    @property
+    def rank(self) -> int:
+        """This process's number."""
+        return self._group.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._group.size
+
+    def all_reduce(self, x: Array, *, out: Array | None = None) -> Array:
+        """Return the sum of all ranks' `x`; see `Collectives`."""
+        _check_float("all_reduce", x)
+        result = np.empty(x.shape, x.dtype) if out is None else out
+        _check_out("all_reduce", result, x.shape, x.dtype)
+        flat = np.ascontiguousarray(x).reshape(-1)
+        total = np.empty(flat.shape, x.dtype)
+        for part, theirs in self._meet(f"all_reduce {_shown(x)}", flat):
+            sums = theirs[0].astype(np.float32)
+            for other in theirs[1:]:
+                sums += other.astype(np.float32, copy=False)
+            total[part] = sums.astype(x.dtype, copy=False)
+        result[...] = total.reshape(x.shape)
+        return result
+
+    def all_reduce_rmsnorm(
+        self, x: Array, residual: Array, weight: Array, eps: float, *, out: Array | None = None
+    ) -> tuple[Array, Array]:
+        """Return (rmsnorm(h) * weight, h); see `Collectives`."""
+        total = self.all_reduce(x)
+        normed, h = kernels.rmsnorm(
+            total,
+            weight,
+            eps=eps,
+            residual=residual,
+            out=total if out is None else out,
+            residual_out=residual,
+        )
+        return normed, h
+
+    def all_gather(self, x: Array, *, axis: int = -1, out: Array | None = None) -> Array:
+        """Return all ranks' `x` along `axis`; see `Collectives`."""
+        flat = np.ascontiguousarray(x).reshape(-1)
+        parts = np.empty((self.size, flat.size), x.dtype)
+        for part, theirs in self._meet(f"all_gather {_shown(x)}", flat):
+            for rank, other in enumerate(theirs):
+                parts[rank, part] = other
+        whole: Array = np.concatenate(list(parts.reshape(self.size, *x.shape)), axis=axis)
+        if out is None:
+            return whole
+        _check_out("all_gather", out, whole.shape, x.dtype)
+        out[...] = whole
+        return out
+
+    def broadcast(self, x: Array, *, root: int = 0) -> Array:
+        """Overwrite `x` with that of rank `root`; see `Collectives`."""
+        if not 0 <= root < self.size:
+            raise ContractError(f"root must be a rank below {self.size}; got {root}")
+        flat, received = np.ascontiguousarray(x).reshape(-1), np.empty(x.size, x.dtype)
+        for part, theirs in self._meet(f"broadcast {_shown(x)} from {root}", flat, root):
+            received[part] = theirs[root]
+        if self.rank != root:
+            x[...] = received.reshape(x.shape)
+        return x
+
+    def barrier(self, name: str) -> None:
+        """Wait until all ranks are here."""
+        self._announce(f"barrier {name}", np.zeros(0, np.uint8))
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        """Return the bytes that each rank gave; they may differ in length."""
+        if len(data) > self._room:
+            raise ContractError(f"data must be at most {self._room} bytes; got {len(data)}")
+        turn = self._announce("exchange", np.frombuffer(data, np.uint8))
+        sizes = self._segment.ranks[:, SIZES + turn].tolist()
+        return [self._segment.data[r, turn, :n].tobytes() for r, n in enumerate(sizes)]
+
+    def close(self) -> None:
+        """Do nothing: the segment belongs to the group."""
+
+    def _meet(
+        self, what: str, flat: Array, root: int | None = None
+    ) -> Iterator[tuple[slice, list[Array]]]:
+        """Yield parts of `flat`, each with what all ranks have there.
+
+        With a `root`, only that rank's is worth anything. What is yielded must be read before the
+        next one is asked for.
+        """
+        step = self._room // flat.itemsize
+        for first in range(0, flat.size, step):
+            part = slice(first, min(flat.size, first + step))
+            own = flat[part].view(np.uint8) if root in (None, self.rank) else flat[:0].view("u1")
+            num_bytes = (part.stop - first) * flat.itemsize
+            where = f" [{first}:]" if first else ""
+            turn = self._announce(what + where, own)
+            theirs = self._segment.data[:, turn, :num_bytes]
+            yield part, [row.view(flat.dtype) for row in theirs]
+
+    def _announce(self, what: str, own: Array) -> int:
+        """Write this rank's part, wait for the others, and return which buffer has their parts."""
+        self._count += 1
+        count, turn = self._count, self._count & 1
+        ranks, group = self._segment.ranks, self._group
+        self._segment.data[group.rank, turn, : own.size] = own
+        ranks[group.rank, SIZES + turn] = own.size
+        group.write_text(turn, what)
+        group.fence()
+        ranks[group.rank, COUNT] = count
+        counts = ranks[:, COUNT]
+        group.wait(lambda: (counts < count).nonzero()[0].tolist(), f"{what} (number {count})")
+        self._compare(what, count, turn)
+        return turn
+
+    def _compare(self, what: str, count: int, turn: int) -> None:
+        """Verify that all ranks are in the same operation."""
+        texts = self._segment.texts[:, turn]
+        size = len(what.encode()) + 1
+        if (texts[:, :size] == texts[self.rank, :size]).all():
+            return
+        for rank in range(self.size):
+            theirs = self._group.text(rank, turn)
+            if theirs != self._group.text(self.rank, turn):
+                raise RankError(
+                    f"the ranks disagree in operation {count}: rank {self.rank} is in {what}, "
+                    f"rank {rank} in {theirs}"
+                )
+
+
+def _check_float(name: str, x: Array) -> None:
+    if x.dtype.itemsize not in (2, 4) or x.dtype.kind in "iub":
+        raise ContractError(f"x of {name} must be of 16- or 32-bit floats; got {x.dtype}")
+
+
+def _check_out(name: str, out: Array, shape: tuple[int, ...], dtype: Any) -> None:
+    if out.shape != shape or out.dtype != dtype:
+        raise ContractError(
+            f"out of {name} must be {np.dtype(dtype)} {shape}; got {out.dtype} {out.shape}"
+        )
+
+
+def _shown(x: Array) -> str:
+    return f"{x.dtype} {x.shape}"

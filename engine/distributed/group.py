@@ -1,0 +1,193 @@
+"""A rank's place in its group: waiting for the others, and how the group ends."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
+
+from engine.distributed.segment import Segment
+from engine.errors import ConfigError, RankError
+
+__all__ = ["Group", "GroupEnded"]
+
+# Fields of a rank.
+STATE, COUNT, MESSAGES, SIZES, WORDS, PID = 0, 1, 2, 3, 5, 6  # SIZES: two, used alternately
+# Fields of the group.
+_CLOSING = 0
+# States of a rank.
+_STARTING, _READY, _FAILED, _ENDED = range(4)
+
+_DOING = 2  # the third text of a rank
+_TURNS = 200  # polls without a pause: a rank that is nearly there is not waited for longer
+_SHORTEST, _LONGEST = 20e-6, 1e-3  # seconds between two polls
+_CHECK_SECONDS = 0.02  # between two looks at the others' states
+
+
+class GroupEnded(RankError):
+    """Rank 0 has ended the group: nothing failed here."""
+
+
+class Group:
+    """What one rank knows of its group.
+
+    Parameters
+    ----------
+    segment : Segment
+    rank : int
+    timeout : float
+        Seconds after which a rank that does not come counts as stuck.
+    dead : callable, optional
+        Returns (rank, how it ended) of processes that have ended; for rank 0, which started them.
+
+    Raises
+    ------
+    ConfigError
+        If there is no such rank.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        rank: int,
+        *,
+        timeout: float = 60.0,
+        dead: Callable[[], Iterable[tuple[int, str]]] = tuple,
+    ) -> None:
+        if not 0 <= rank < segment.size:
+            raise ConfigError(f"rank must be in [0, {segment.size}); got {rank}")
+        self.segment = segment
+        self.rank = rank
+        self.size = segment.size
+        self.timeout = timeout
+        self._dead = dead
+        self._fence = threading.Lock()
+
+    # ---- what this rank says
+
+    def set_doing(self, text: str) -> None:
+        """Record what this rank is doing, for the errors of others."""
+        self.write_text(_DOING, text)
+
+    def set_ready(self) -> None:
+        """Record that this rank has what it needs."""
+        self.segment.ranks[self.rank, STATE] = _READY
+
+    def fail(self, error: BaseException) -> None:
+        """Leave last words: the error and its traceback. The group ends with them."""
+        lines = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        words, room = self.segment.words[self.rank], self.segment.words.shape[1]
+        data = lines.encode("utf-8", "replace")[-room:]
+        words[: len(data)] = bytearray(data)
+        self.segment.ranks[self.rank, WORDS] = len(data)
+        self.fence()
+        self.segment.ranks[self.rank, STATE] = _FAILED
+
+    def end(self) -> None:
+        """Record that this rank ends as it should."""
+        self.segment.ranks[self.rank, STATE] = _ENDED
+
+    def close(self) -> None:
+        """Tell all ranks to end."""
+        self.segment.group[_CLOSING] = 1
+
+    def write_text(self, which: int, text: str) -> None:
+        """Write one of this rank's texts."""
+        row = self.segment.texts[self.rank, which]
+        data = text.encode("utf-8", "replace")[: len(row) - 1]
+        row[: len(data)] = bytearray(data)
+        row[len(data)] = 0
+
+    def fence(self) -> None:
+        """Make what was written before visible before what is written after.
+
+        SAFETY: x86 keeps the order of writes by itself. Elsewhere a lock that is taken twice does:
+        the second acquisition comes after the first release, which comes after all earlier writes.
+        """
+        for _ in range(2):
+            with self._fence:
+                pass
+
+    # ---- what the others say
+
+    @property
+    def is_closing(self) -> bool:
+        """Tell whether rank 0 has ended the group."""
+        return bool(self.segment.group[_CLOSING])
+
+    def text(self, rank: int, which: int) -> str:
+        """Return one of a rank's texts."""
+        data: bytes = self.segment.texts[rank, which].tobytes()
+        return data[: max(0, data.find(b"\0"))].decode("utf-8", "replace")
+
+    def doing(self, rank: int) -> str:
+        """Return what a rank is doing."""
+        return self.text(rank, _DOING) or "starting"
+
+    def check(self) -> None:
+        """Verify that no other rank has failed.
+
+        Raises
+        ------
+        RankError
+            With the number of the first that has, and its last words.
+        """
+        states = self.segment.ranks[:, STATE]
+        for rank in (states == _FAILED).nonzero()[0].tolist():
+            if rank != self.rank:
+                raise RankError(f"rank {rank} failed; its last words:\n{self._words(rank)}")
+        if self.is_closing and self.rank != 0:
+            raise GroupEnded(f"rank 0 has ended the group; rank {self.rank} was waiting")
+        for rank, how in self._dead():
+            if states[rank] == _FAILED:  # it has spoken meanwhile
+                raise RankError(f"rank {rank} failed; its last words:\n{self._words(rank)}")
+            raise RankError(f"rank {rank} {how}; it was last in: {self.doing(rank)}")
+
+    def wait(
+        self, missing: Callable[[], Iterable[int]], what: str, timeout: float | None = None
+    ) -> None:
+        """Wait until no rank is missing.
+
+        Parameters
+        ----------
+        missing : callable
+            Returns the ranks that have not come yet.
+        what : str
+            What for; for errors.
+        timeout : float, optional
+            In seconds, instead of the group's; infinity waits as long as all ranks live.
+
+        Raises
+        ------
+        RankError
+            If a rank has failed, or one is missing after the time.
+        """
+        seconds = self.timeout if timeout is None else timeout
+        start = looked = time.monotonic()
+        turns, pause = 0, _SHORTEST
+        while absent := list(missing()):
+            turns += 1
+            if turns < _TURNS:
+                os.sched_yield() if hasattr(os, "sched_yield") else time.sleep(0)
+                continue
+            now = time.monotonic()
+            if now - looked > _CHECK_SECONDS or turns == _TURNS:
+                looked = now
+                self.check()
+            if now - start > seconds:
+                who = ", ".join(f"rank {r} (in: {self.doing(r)})" for r in absent)
+                raise RankError(f"{who} did not come to {what} within {seconds:g} s")
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST)
+
+    def wait_until_ready(self, timeout: float) -> None:
+        """Wait until all ranks are ready."""
+        states = self.segment.ranks[:, STATE]
+        self.wait(lambda: (states == _STARTING).nonzero()[0].tolist(), "the start", timeout)
+
+    def _words(self, rank: int) -> str:
+        count = int(self.segment.ranks[rank, WORDS])
+        words: bytes = self.segment.words[rank, :count].tobytes()
+        return words.decode("utf-8", "replace").strip()

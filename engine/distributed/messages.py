@@ -1,0 +1,100 @@
+"""Messages from rank 0 to all other ranks: a ring of slots in the group's memory."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from typing import Any
+
+import numpy as np
+
+from engine.distributed.group import MESSAGES, Group
+from engine.errors import RankError
+
+__all__ = ["Messages"]
+
+_NUMBER, _SIZE, _LEFT, _SUM = range(4)  # fields of a slot
+
+Buffer = bytes | bytearray | memoryview
+
+
+class Messages:
+    """Sends and receives messages of any length, in order.
+
+    Parameters
+    ----------
+    group : Group
+
+    Examples
+    --------
+    >>> from engine.distributed.segment import Segment
+    >>> segment = Segment.in_process(2)
+    >>> ours, theirs = (Messages(Group(segment, rank)) for rank in range(2))
+    >>> ours.send(b"step")
+    >>> bytes(theirs.receive())
+    b'step'
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._segment = group.segment
+        self._count = 0  # slots written or read so far
+
+    def send(self, data: Buffer) -> None:
+        """Send `data`; waits while a rank has not read what is still in the ring.
+
+        Raises
+        ------
+        RankError
+            If a rank has failed, or does not read.
+        """
+        rest, room = memoryview(data), self._segment.slots.shape[1]
+        while True:
+            part, rest = rest[:room], rest[room:]
+            self._write(part, len(rest))
+            if not len(rest):
+                return
+
+    def receive(self) -> bytearray:
+        """Wait for the next message, for as long as rank 0 lives, and return it.
+
+        Raises
+        ------
+        RankError
+            If another rank has failed, rank 0 has ended the group, or the message is damaged.
+        """
+        data = bytearray()
+        while True:
+            left = self._read(data)
+            if not left:
+                return data
+
+    def _write(self, part: memoryview, left: int) -> None:
+        number = self._count = self._count + 1
+        fields, slot = self._slot(number)
+        read = self._segment.ranks[1:, MESSAGES]
+        first = number - len(self._segment.slots)
+        if first > 0:
+            self._group.wait(lambda: (1 + (read < first).nonzero()[0]).tolist(), "the next message")
+        slot[: len(part)] = np.frombuffer(part, np.uint8)
+        fields[[_SIZE, _LEFT, _SUM]] = len(part), left, zlib.crc32(part)
+        self._group.fence()
+        fields[_NUMBER] = number
+
+    def _read(self, data: bytearray) -> int:
+        """Add the next slot to `data`; return how many bytes of the message are left."""
+        number = self._count = self._count + 1
+        fields, slot = self._slot(number)
+        self._group.wait(lambda: () if fields[_NUMBER] == number else (0,), "a step", math.inf)
+        size, left = int(fields[_SIZE]), int(fields[_LEFT])
+        part = slot[:size].tobytes()
+        if zlib.crc32(part) != int(fields[_SUM]):
+            raise RankError(f"rank {self._group.rank} got a damaged message (number {number})")
+        self._group.fence()
+        self._segment.ranks[self._group.rank, MESSAGES] = number
+        data += part
+        return left
+
+    def _slot(self, number: int) -> tuple[Any, Any]:
+        index = number % len(self._segment.slots)
+        return self._segment.slot_fields[index], self._segment.slots[index]

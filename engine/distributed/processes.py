@@ -1,0 +1,191 @@
+"""Starts the processes of ranks 1, 2, ... and ends them.
+
+Every rank is a new interpreter, never a fork. Its standard input is a pipe from rank 0: the first
+frame says what to run, and the end of the pipe, which comes whatever happens to rank 0, ends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import Any
+
+from engine import child_process
+from engine.distributed.group import PID, Group, GroupEnded
+from engine.distributed.segment import Segment
+from engine.errors import RankError
+
+__all__ = ["RankProcesses", "run_rank"]
+
+_CODE = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1])\n"
+    "from engine.distributed.processes import run_rank; run_rank()"
+)
+_START_SECONDS = 120.0  # for an interpreter to start and import, on a busy machine
+_END_SECONDS = 5.0
+_THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+class RankProcesses:
+    """The other ranks of the group whose rank 0 is this process.
+
+    Parameters
+    ----------
+    target : str
+        "module:function", called as ``function(group, options)`` in ranks 1, 2, ...
+    size : int
+        Number of ranks, rank 0 included.
+    options : mapping
+        Plain values for `target`.
+    timeout : float
+        Of the group.
+    num_threads : int, optional
+        Threads of each rank's matrix products, unless the environment says it.
+
+    Attributes
+    ----------
+    group : Group
+        Of rank 0.
+
+    Raises
+    ------
+    RankError
+        If a process cannot be started.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        size: int,
+        options: Mapping[str, Any],
+        *,
+        timeout: float = 60.0,
+        num_threads: int | None = None,
+    ) -> None:
+        segment = Segment.create(size)
+        self.group = Group(segment, 0, timeout=timeout, dead=self._dead)
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._is_closed = False
+        task = {"target": target, "size": size, "descriptor": segment.descriptor}
+        task |= {"timeout": timeout, "options": dict(options)}
+        try:
+            for rank in range(1, size):
+                self._start({**task, "rank": rank}, _environment(num_threads))
+            self._wait_until_attached()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of ranks 1, 2, ..."""
+        return [process.pid for process in self._processes]
+
+    def close(self) -> None:
+        """End all ranks; a second call does nothing.
+
+        Those that do not end by themselves within seconds are killed.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self.group.close()
+        for process in self._processes:
+            assert process.stdin is not None
+            with contextlib.suppress(OSError):
+                process.stdin.close()
+        deadline = time.monotonic() + _END_SECONDS
+        for process in self._processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+        self.group.segment.close()
+
+    def _start(self, task: dict[str, Any], env: Mapping[str, str]) -> None:
+        descriptor = task["descriptor"]
+        try:
+            process = child_process.start(_CODE, env, descriptors=(descriptor,), stderr=None)
+        except OSError as error:
+            raise RankError(f"rank {task['rank']} could not be started: {error}") from error
+        self._processes.append(process)
+        with contextlib.suppress(OSError):  # it has ended: found when it does not attach
+            child_process.send(process.stdin, json.dumps(task).encode())
+
+    def _wait_until_attached(self) -> None:
+        ranks = self.group.segment.ranks
+        self.group.segment.ranks[0, PID] = os.getpid()
+        self.group.wait(
+            lambda: (ranks[:, PID] == 0).nonzero()[0].tolist(), "the start", _START_SECONDS
+        )
+
+    def _dead(self) -> Iterator[tuple[int, str]]:
+        """Yield the ranks whose processes have ended, and how."""
+        for rank, process in enumerate(self._processes, 1):
+            if process.poll() is not None:
+                yield rank, _ending(process.returncode)
+
+
+def run_rank() -> None:
+    """Run the task that comes on standard input, in the process of a rank."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 is told, and ends this one
+    frame = child_process.receive(sys.stdin.buffer)
+    if frame is None:
+        sys.exit(1)
+    task = json.loads(frame)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    segment = Segment.attach(task["descriptor"], task["size"])
+    segment.close()
+    group = Group(segment, task["rank"], timeout=task["timeout"])
+    segment.ranks[group.rank, PID] = os.getpid()
+    module, name = task["target"].split(":")
+    try:
+        getattr(import_module(module), name)(group, task["options"])
+        group.end()
+    except GroupEnded:
+        group.end()
+    except BaseException as error:
+        group.fail(error)
+        _exit(1)
+    _exit(0)
+
+
+def _exit(status: int) -> None:
+    """Exit at once: nothing is left to be written, and a driver may hang in its own exit."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _end_with_parent() -> None:
+    """End this process when rank 0 has ended, whatever it is doing."""
+    with contextlib.suppress(OSError, ValueError):
+        os.read(sys.stdin.fileno(), 1)
+    time.sleep(_END_SECONDS / 2)  # rank 0 may have ended the group, which this rank sees itself
+    os._exit(1)
+
+
+def _environment(num_threads: int | None) -> dict[str, str]:
+    env = dict(os.environ)
+    if num_threads is not None and not any(name in env for name in _THREADS):
+        env |= dict.fromkeys(_THREADS, str(num_threads))
+    return env
+
+
+def _ending(code: int) -> str:
+    """Return how a process with this exit code has ended."""
+    if code < 0:
+        with contextlib.suppress(ValueError):
+            return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit status {code}"

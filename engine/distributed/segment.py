@@ -1,0 +1,140 @@
+"""The memory that the ranks of a group share: states, last words, messages, and arrays to reduce.
+
+It has no name: rank 0 hands its file descriptor to the processes that it starts. So nothing is left
+behind, however they end.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from typing import Any
+
+import numpy as np
+
+from engine.errors import ConfigError, OutOfMemoryError
+
+__all__ = ["Segment"]
+
+IntArray = np.ndarray[Any, np.dtype[Any]]
+
+MAX_RANKS = 64
+_PAGE = 4096
+_FIELDS = 16  # int64s of a rank; 128 bytes, so that no two ranks write to one cache line
+_TEXT_BYTES = 256  # of one description
+_WORDS_BYTES = 8192
+_DATA_BYTES = 1 << 20  # of one of a rank's two buffers
+_SLOT_BYTES = 1 << 18  # of one message
+_NUM_SLOTS = 8
+
+
+class Segment:
+    """One group's shared memory, as arrays.
+
+    Parameters
+    ----------
+    memory : (n,) array of uint8
+        Zeros at first, of `num_bytes(size)`.
+    size : int
+        Number of ranks.
+    descriptor : int
+        Of the file that is mapped; -1 if the memory belongs to this process alone.
+
+    Attributes
+    ----------
+    group : (16,) int64
+        Fields of the group.
+    ranks : (size, 16) int64
+        Fields of each rank; written by that rank only.
+    texts : (size, 3, n) uint8
+        Two descriptions of operations, used alternately, and what a rank is doing.
+    words : (size, n) uint8
+        The last words of each rank.
+    data : (size, 2, n) uint8
+        Two buffers of each rank, used alternately.
+    slot_fields : (slots, 4) int64
+    slots : (slots, n) uint8
+        Messages of rank 0.
+
+    Examples
+    --------
+    >>> segment = Segment.in_process(2)
+    >>> segment.ranks.shape, segment.data.shape
+    ((2, 16), (2, 2, 1048576))
+    """
+
+    def __init__(self, memory: IntArray, size: int, descriptor: int = -1) -> None:
+        self.size = size
+        self.descriptor = descriptor
+        self._next = 0
+        self._memory = memory
+        self.group = self._take((_FIELDS,), np.int64)
+        self.ranks = self._take((size, _FIELDS), np.int64)
+        self.texts = self._take((size, 3, _TEXT_BYTES), np.uint8)
+        self.words = self._take((size, _WORDS_BYTES), np.uint8)
+        self.slot_fields = self._take((_NUM_SLOTS, 4), np.int64)
+        self.slots = self._take((_NUM_SLOTS, _SLOT_BYTES), np.uint8)
+        self.data = self._take((size, 2, _DATA_BYTES), np.uint8)
+
+    @staticmethod
+    def num_bytes(size: int) -> int:
+        """Return the bytes of a group of `size` ranks."""
+        return _PAGE * 64 + _NUM_SLOTS * _SLOT_BYTES + size * (2 * _DATA_BYTES + 4 * _PAGE)
+
+    @classmethod
+    def create(cls, size: int) -> Segment:
+        """Return a new segment that children can map.
+
+        Raises
+        ------
+        ConfigError
+            If there are too many ranks.
+        OutOfMemoryError
+            If the host does not have that much shared memory.
+        """
+        if not 1 <= size <= MAX_RANKS:
+            raise ConfigError(f"a group must have from 1 to {MAX_RANKS} ranks; got {size}")
+        descriptor = _anonymous_file()
+        try:
+            os.ftruncate(descriptor, cls.num_bytes(size))
+            if hasattr(os, "posix_fallocate"):  # now an error, instead of SIGBUS later
+                os.posix_fallocate(descriptor, 0, cls.num_bytes(size))
+        except OSError as error:
+            os.close(descriptor)
+            raise OutOfMemoryError(
+                f"no room for {cls.num_bytes(size)} bytes of shared memory ({error})"
+            ) from error
+        return cls.attach(descriptor, size)
+
+    @classmethod
+    def attach(cls, descriptor: int, size: int) -> Segment:
+        """Map the segment of this descriptor."""
+        mapped = mmap.mmap(descriptor, cls.num_bytes(size))
+        return cls(np.frombuffer(mapped, np.uint8), size, descriptor)
+
+    @classmethod
+    def in_process(cls, size: int) -> Segment:
+        """Return a segment for ranks that are threads of this process."""
+        return cls(np.zeros(cls.num_bytes(size), np.uint8), size)
+
+    def close(self) -> None:
+        """Close the descriptor; the memory lives as long as an array of it."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    def _take(self, shape: tuple[int, ...], dtype: Any) -> IntArray:
+        count = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        part = self._memory[self._next : self._next + count]
+        self._next += -(-count // _PAGE) * _PAGE
+        taken: IntArray = part.view(dtype).reshape(shape)
+        return taken
+
+
+def _anonymous_file() -> int:
+    """Return the descriptor of a file without a name, in memory where the system can."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("engine-ranks", os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())

@@ -1,0 +1,39 @@
+"""Ranks as threads of the test's process: fast, with the same code over memory of this process."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from engine.distributed.collectives import SharedMemoryCollectives
+from engine.distributed.group import Group
+from engine.distributed.segment import Segment
+
+
+@pytest.fixture
+def on_ranks():
+    """Return a function that calls `work(collectives)` in a thread for each rank."""
+
+    def run(size, work, timeout=60.0):
+        segment, results, errors = Segment.in_process(size), [None] * size, [None] * size
+
+        def of_rank(rank):
+            group = Group(segment, rank, timeout=timeout)
+            try:
+                results[rank] = work(SharedMemoryCollectives(group))
+            except Exception as error:
+                group.fail(error)
+                errors[rank] = error
+
+        threads = [threading.Thread(target=of_rank, args=(rank,)) for rank in range(size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for error in errors:
+            if error is not None:
+                raise error
+        return results
+
+    return run
