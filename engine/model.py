@@ -22,22 +22,21 @@ from engine.cache.array_cache import Cache
 from engine.cache.kv_cache import KVGeometry, code_name, kv_dtype
 from engine.checks import is_integer, shown
 from engine.config import ModelConfig
+from engine.decoder_loading import load_decoder
 from engine.device import Device, cupy, resolve_device
 from engine.dtypes import PAGE_CODES
 from engine.errors import ConfigError, RequestError, unknown_keyword
 from engine.layers.batch import ForwardBatch
+from engine.layers.collectives import Collectives
 from engine.layers.token_ids import checked_token_ids
 from engine.loading.download import ModelSource, resolve_model
 from engine.loading.gguf import GgufFile
 from engine.loading.hf_config import generation_config
 from engine.loading.load_config import LoadConfig, resolve_load_config
-from engine.loading.mlp_padding import pad_mlps
 from engine.loading.model_config import load_config
-from engine.loading.weights import dummy_weights, load_weights
 from engine.model_files import is_present
 from engine.models.decoder import Decoder, Pages
-from engine.models.kernel_set import prepare_code_pages, prepare_kernels
-from engine.quantization import FORMATS
+from engine.models.kernel_set import prepare_code_pages
 from engine.text.tokenizer import Tokenizer, load_tokenizer
 from engine.trace import Trace, trace_decoder
 
@@ -70,9 +69,10 @@ def load(
     deterministic: bool = False,
     progress: bool | None = None,
     config: ModelConfig | None = None,
+    collectives: Collectives | None = None,
     **unknown: Any,
 ) -> Model:
-    """Load a model.
+    """Load a model, or one rank's part of it.
 
     Parameters
     ----------
@@ -104,6 +104,9 @@ def load(
     config : ModelConfig, optional
         Replaces the model's own. With load_format="dummy" no files are then needed, and `model` is
         ignored.
+    collectives : Collectives, optional
+        Of ranks that share the model (`engine.distributed`): each loads its part of the weights,
+        and all must then call the model's methods alike.
 
     Returns
     -------
@@ -150,43 +153,10 @@ def load(
     )
     if device == "auto":
         print(f"engine: device {place} ({why}), dtype {options.dtype}", file=sys.stderr)
-    return _load(source, config, options, show)
-
-
-def _load(
-    source: ModelSource | None, config: ModelConfig, options: LoadConfig, progress: bool
-) -> Model:
-    device, dtype = options.device, options.dtype
-    form = FORMATS.get(options.quantization or "")
-    if options.load_format == "dummy" or source is None:
-        weights = dummy_weights(
-            config,
-            device=device,
-            dtype=dtype,
-            max_model_len=options.max_model_len,
-            quantization=form,
-        )
-    else:
-        weights = load_weights(
-            source,
-            config,
-            device=device,
-            dtype=dtype,
-            quantization=form,
-            keeps_formats=options.quantization != "none",
-            max_model_len=options.max_model_len,
-            progress=progress,
-        )
-    device.activate()
-    if device.is_cuda:
-        pad_mlps(weights, config, device, dtype)
-    decoder = Decoder(config, weights, options.max_model_len, deterministic=options.deterministic)
-    if device.is_cuda:
-        formats = dict.fromkeys(form for weight in weights.values() for form in weight.formats())
-        prepare_kernels(config, dtype, device, formats=formats, progress=progress)
+    decoder, heads = load_decoder(source, config, options, collectives, progress=show)
     made = Model(decoder, options, source)
     if options.load_format != "dummy" and source is not None:
-        page_calibration.take_checkpoint_scales(decoder.kv_scales, source.path, config)
+        page_calibration.take_checkpoint_scales(decoder.kv_scales, source.path, config, heads)
     return made
 
 

@@ -101,10 +101,14 @@ class Experts:
 
     def __call__(self, x: Any, routing: kernels.Routing, *, deterministic: bool = False) -> Any:
         """Return (T, k, N): for `x` (T, N) the output of each of a token's experts, weighted."""
+        rows = self.first_product(x, routing, deterministic=deterministic)
+        return self.second_product(rows, routing, deterministic=deterministic)
+
+    def first_product(self, x: Any, routing: kernels.Routing, *, deterministic: bool) -> Any:
+        """Return act(gate) * up of every pair of token and expert, (T k, I), by expert."""
         # pdl is safe: no kernel writes the weights or biases, and the second product follows the
         # first, which lets it start only when the routing is there.
-        common: dict[str, Any] = {"deterministic": deterministic, "pdl": True}
-        rows = kernels.moe_gemm(
+        return kernels.moe_gemm(
             x,
             self.gate_up,
             routing,
@@ -112,15 +116,20 @@ class Experts:
             activation=self.activation,
             alpha=self.alpha,
             limit=self.limit,
-            **common,
+            deterministic=deterministic,
+            pdl=True,
         )
+
+    def second_product(self, rows: Any, routing: kernels.Routing, *, deterministic: bool) -> Any:
+        """Return (T, k, N), for what `first_product` returned."""
         pairs = kernels.moe_gemm(
             rows,
             self.down,
             routing,
             bias=None if self.down_bias is None else self.down_bias.data,
             scatter=True,
-            **common,
+            deterministic=deterministic,
+            pdl=True,
         )
         return pairs.reshape(*routing.experts.shape, pairs.shape[1])
 

@@ -14,6 +14,7 @@ from engine.device import CPU, Device, array_module
 from engine.dtypes import np_dtype
 from engine.errors import ConfigError
 from engine.loading.dummy_quantized import RandomCodes
+from engine.loading.shards import take_shard
 from engine.loading.weight_memory import (
     is_expert,
     quantized_formats,
@@ -21,7 +22,7 @@ from engine.loading.weight_memory import (
     weight_room,
 )
 from engine.loading.weight_table import weight_shapes
-from engine.quantization import Format, Weight
+from engine.quantization import WHOLE, Format, Shard, Weight
 
 __all__ = ["dummy_weights"]
 
@@ -38,6 +39,7 @@ def dummy_weights(
     seed: int = 0,
     max_model_len: int = 0,
     quantization: Format | None = None,
+    shard: Shard = WHOLE,
 ) -> dict[str, Weight]:
     """Return random weights for a model: normal with standard deviation 0.02, norms near 1.
 
@@ -57,6 +59,8 @@ def dummy_weights(
     quantization : Format, optional
         Of the matrices of layers: any format, also those that `quantize` cannot make. The output
         layer as with `load_weights`.
+    shard : Shard
+        Which part of these weights to keep; each is made whole first.
 
     Returns
     -------
@@ -68,7 +72,8 @@ def dummy_weights(
     OutOfMemoryError
         If the device does not have enough memory.
     ConfigError
-        On CUDA, if dtype is float32 and the format has kernels for 16-bit activations only.
+        On CUDA, if dtype is float32 and the format has kernels for 16-bit activations only. If
+        the weights are quantized, and the shard is not the whole.
 
     Examples
     --------
@@ -77,6 +82,11 @@ def dummy_weights(
     >>> weights["layers.0.qkv"].shape, weights["final_norm"].format.name
     ((64, 32), 'bfloat16')
     """
+    if quantization is not None and not shard.is_whole:
+        raise ConfigError(
+            f"quantization must be None for random weights of one of {shard.count} shards; "
+            f"got {quantization.name!r}"
+        )
     device.activate()
     xp = device.xp
     pool = np.random.default_rng(seed).standard_normal(_POOL, np.float32) * np.float32(_STD)
@@ -86,11 +96,13 @@ def dummy_weights(
     if device.is_cuda and dtype == "float32":
         _check_kernels(formats)
     codes = {form: RandomCodes(form, pool, device, _tiled) for form in set(formats.values())}
-    with weight_room(config, device, dtype, max_model_len=max_model_len, formats=formats):
+    room: dict[str, Any] = {"max_model_len": max_model_len, "formats": formats, "shard": shard}
+    with weight_room(config, device, dtype, **room):
         for name, shape in weight_shapes(config).items():
             if name == "lm_head" and name not in formats and config.tie_word_embeddings:
                 weights[name] = weights["embed"]
-            elif name.endswith("norm"):
+                continue
+            if name.endswith("norm"):
                 norm = _tiled(pool, shape, _start(name)) + np.float32(1 - config.norm_weight_offset)
                 weights[name] = Weight.dense(xp.asarray(norm.astype(np_dtype(dtype))))
             elif name in formats:
@@ -99,6 +111,8 @@ def dummy_weights(
                 weights[name] = Weight.dense(xp.asarray(_tiled(pool, shape, _start(name))))
             else:
                 weights[name] = Weight.dense(_tiled(tile, shape, _start(name)))
+            if not shard.is_whole and name in weights:
+                weights[name] = take_shard(weights[name], name, config, shard)
     return weights
 
 

@@ -8,14 +8,14 @@ from dataclasses import replace
 from functools import partial
 
 from engine.config import ModelConfig, MoeConfig
-from engine.errors import ConfigError, WeightsError
+from engine.errors import WeightsError
 from engine.loading.kv_scales import is_kv_scale
 from engine.loading.placement import Placement
 from engine.models.family import TensorName, WeightName
 from engine.models.tensor_layout import ROWS
 from engine.quantization import WHOLE, Shard
 
-__all__ = ["place_tensors", "shard_axis", "weight_shapes"]
+__all__ = ["place_tensors", "shard_axis", "shard_pieces", "weight_shapes"]
 
 # Tables in old checkpoints and .gguf files that the engine computes itself.
 _IGNORED = re.compile(
@@ -47,8 +47,10 @@ _EXPERTS = "experts_"  # begins the kinds that have a first axis of experts
 _VOCABULARY = ("embed", "lm_head", "lm_head_bias")
 
 
-def shard_axis(kind: str) -> int | None:
+def shard_axis(kind: str, *, by_output: bool = False) -> int | None:
     """Return the axis along which weights of this kind are sharded; None if they are not.
+
+    With `by_output` no matrix is divided by its input features (`Shard`).
 
     Examples
     --------
@@ -56,8 +58,12 @@ def shard_axis(kind: str) -> int | None:
     [0, 0, 1, 0, None]
     >>> [shard_axis(f"experts_{kind}") for kind in ("gate_up", "gate_up_bias", "down", "down_bias")]
     [1, 1, 2, None]
+    >>> [shard_axis(kind, by_output=True) for kind in ("o", "down_bias", "experts_down")]
+    [0, 0, 1]
     """
     first = int(kind.startswith(_EXPERTS))
+    if by_output and kind.removesuffix("_bias") in _COLUMN_PART:
+        return first
     if kind.removesuffix("_bias") in _ROW_PARTS or kind in _VOCABULARY:
         return first
     return first + 1 if kind in _COLUMN_PART else None
@@ -84,18 +90,13 @@ class _Parts:
 
     Heads of q, k and v and features of an MLP or expert are divided evenly; if there are more
     shards than key/value heads, several shards hold the same head. The vocabulary is padded to
-    equal parts.
+    equal parts. With `by_output`, the output features of the other matrices are divided as well.
     """
 
     def __init__(self, config: ModelConfig, shard: Shard) -> None:
         d = config.head_dim
-        heads = shard.cut("num_attention_heads", config.num_heads)
-        kv_heads = shard.cut_shared("num_key_value_heads", config.num_kv_heads)
-        if config.whole_qk_norm and not shard.is_whole:
-            raise ConfigError(
-                f"a {config.model_type} model cannot be divided into {shard.count} shards: q and k "
-                "are normed over all heads together"
-            )
+        self._by_output = shard.by_output and not shard.is_whole
+        heads, kv_heads = shard.cut_heads(config.num_heads, config.num_kv_heads)
         self.whole = {"q": config.num_heads * d, "k": config.num_kv_heads * d}
         self.whole["sink"] = config.num_heads
         self.local = {
@@ -108,22 +109,41 @@ class _Parts:
         for twin, part in _TWINS.items():
             if part in self.whole:
                 self.whole[twin], self.local[twin] = self.whole[part], self.local[part]
+        if self._by_output:
+            n = self.whole["hidden"] = config.hidden_size
+            self.local["hidden"] = shard.cut("hidden_size", n)
 
     def size(self, part: str) -> int:
         """Return the number of rows of a part in the shard."""
         first, last = self.local[part]
         return last - first
 
-    def rows(self, kind: str) -> int:
-        """Return the number of rows of a fused weight of the shard; of an expert, if it has any."""
-        return sum(map(self.size, _ROW_PARTS[kind]))
+    def of_rows(self, kind: str) -> tuple[str, ...] | None:
+        """Return the parts that make up the rows of a weight of this kind; None: not divided."""
+        matrix = kind.removesuffix("_bias")
+        if self._by_output and matrix in _COLUMN_PART:
+            return ("hidden",)
+        return _ROW_PARTS.get(matrix)
+
+    def rows(self, kind: str, whole: int = 0) -> int:
+        """Return the number of rows of a weight of the shard, `whole` if they are not divided.
+
+        Of a weight of experts: of one expert.
+        """
+        parts = self.of_rows(kind)
+        return whole if parts is None else sum(map(self.size, parts))
+
+    def second_shape(self, kind: str, n: int) -> tuple[int, int]:
+        """Return the shape of the second matrix of a pair, with `n` output features."""
+        part = _COLUMN_PART[kind]
+        return self.rows(kind, n), self.whole[part] if self._by_output else self.size(part)
 
     def pieces(self, kind: str, part: str, num_rows: int) -> Iterator[tuple[int, int, int]]:
         """Yield rows [first, last) of a tensor, and the row of the shard's weight they begin at.
 
         The tensor has one part of the rows of a weight of this kind, or all ("") of the `num_rows`.
         """
-        fused = _ROW_PARTS.get(kind.removesuffix("_bias"))
+        fused = self.of_rows(kind)
         if fused is None:
             yield 0, num_rows, 0
             return
@@ -136,7 +156,7 @@ class _Parts:
 
     def columns(self, kind: str, shard: Shard) -> tuple[int, int] | None:
         """Return the columns of a weight of this kind that are in the shard; None for all."""
-        is_divided = kind in _COLUMN_PART and not shard.is_whole
+        is_divided = kind in _COLUMN_PART and not (shard.is_whole or shard.by_output)
         return self.local[_COLUMN_PART[kind]] if is_divided else None
 
 
@@ -179,14 +199,14 @@ def _layer_shapes(config: ModelConfig, parts: _Parts, layer: int) -> dict[str, t
     if config.qkv_bias:
         shapes["qkv_bias"] = (qkv,)
     if config.whole_qk_norm:
-        shapes |= {"q_norm": (parts.size("q"),), "k_norm": (parts.size("k"),)}
+        shapes |= {"q_norm": (parts.whole["q"],), "k_norm": (parts.whole["k"],)}
     elif config.qk_norm:
         shapes |= {"q_norm": (d,), "k_norm": (d,)}
     if config.sinks:
         shapes["sinks"] = (parts.size("sink"),)
-    shapes["o"] = (n, parts.size("q"))
+    shapes["o"] = parts.second_shape("o", n)
     if config.o_bias:
-        shapes["o_bias"] = (n,)
+        shapes["o_bias"] = shapes["o"][:1]
     if config.post_norms:
         shapes["post_attn_norm"] = (n,)
     if config.pre_norms and not config.parallel:
@@ -203,9 +223,10 @@ def _layer_shapes(config: ModelConfig, parts: _Parts, layer: int) -> dict[str, t
 def _mlp_shapes(config: ModelConfig, parts: _Parts) -> dict[str, tuple[int, ...]]:
     n, first = config.hidden_size, "gate_up" if config.gated_mlp else "up"
     rows = parts.rows(first)
-    shapes: dict[str, tuple[int, ...]] = {first: (rows, n), "down": (n, parts.size("gate"))}
+    down = parts.second_shape("down", n)
+    shapes: dict[str, tuple[int, ...]] = {first: (rows, n), "down": down}
     if config.mlp_bias:
-        shapes |= {f"{first}_bias": (rows,), "down_bias": (n,)}
+        shapes |= {f"{first}_bias": (rows,), "down_bias": down[:1]}
     return shapes
 
 
@@ -216,15 +237,13 @@ def _moe_shapes(moe: MoeConfig, n: int, parts: _Parts) -> dict[str, tuple[int, .
         shapes["router_bias"] = (e,)
     if moe.correction:
         shapes["router_correction"] = (e,)
-    shapes |= {
-        "experts_gate_up": (e, gate_up, n),
-        "experts_down": (e, n, parts.size("expert_gate")),
-    }
+    down = parts.second_shape("experts_down", n)
+    shapes |= {"experts_gate_up": (e, gate_up, n), "experts_down": (e, *down)}
     if moe.expert_bias:
-        shapes |= {"experts_gate_up_bias": (e, gate_up), "experts_down_bias": (e, n)}
+        shapes |= {"experts_gate_up_bias": (e, gate_up), "experts_down_bias": (e, down[0])}
     if moe.shared_size:
         shapes["shared_gate_up"] = parts.rows("shared_gate_up"), n
-        shapes["shared_down"] = n, parts.size("shared_gate")
+        shapes["shared_down"] = parts.second_shape("shared_down", n)
     if moe.shared_gate:
         shapes["shared_gate"] = (1, n)
     return shapes
@@ -361,8 +380,7 @@ def _expert_places(
         columns = 0, whole[2] if len(whole) > 2 else 1
     pieces = list(parts.pieces(kind, part, whole[1]))
     rows_in_tensor = parts.whole.get(part, whole[1])
-    fused = kind.removesuffix("_bias")
-    rows_in_weight = parts.rows(fused) if fused in _ROW_PARTS else whole[1]
+    rows_in_weight = parts.rows(kind, whole[1])
     for index in range(whole[0]) if expert is None else (expert,):
         skipped = index * rows_in_tensor if expert is None else 0
         for first, last, start in pieces:
@@ -391,3 +409,37 @@ def _places(
     columns, is_rotated = parts.columns(target.kind, shard), part in ("q", "k")
     for first, last, start in parts.pieces(target.kind, part, shape[0]):
         yield Placement(name, target, shape, first, last, start, columns, is_rotated)
+
+
+def shard_pieces(
+    kind: str, config: ModelConfig, shape: tuple[int, ...], shard: Shard
+) -> tuple[list[tuple[int, int]], tuple[int, int] | None]:
+    """Return the rows and the columns of a whole fused weight that a shard has of it.
+
+    Parameters
+    ----------
+    kind : str
+        "qkv", ...
+    config : ModelConfig
+    shape : tuple of int
+        Of the whole weight; of experts, without their axis.
+    shard : Shard
+
+    Returns
+    -------
+    (rows, columns)
+        Ranges [first, last) of rows, in order, and one of columns; None for all. The last shard of
+        a vocabulary may have fewer rows than the others.
+
+    Examples
+    --------
+    >>> config = ModelConfig("llama", 64, 32, 1, 4, 2, 8, 48, 128)
+    >>> shard_pieces("qkv", config, (64, 32), Shard(1, 2))
+    ([(16, 32), (40, 48), (56, 64)], None)
+    """
+    if kind in _VOCABULARY:
+        first, last, _ = shard.cut_padded(shape[0])
+        return [(first, last)], None
+    parts = _Parts(config, shard)
+    rows = [(first, last) for first, last, _ in parts.pieces(kind, "", shape[0])]
+    return rows, parts.columns(kind, shard)

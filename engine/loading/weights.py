@@ -189,8 +189,9 @@ def _finished(config: ModelConfig, weights: dict[str, Weight], shard: Shard) -> 
     """Return the weights with what they are shards of, and the tied one under its second name."""
     if not shard.is_whole:
         weights = {
-            name: replace(weight, shard=shard, axis=shard_axis(name.split(".")[-1]))
+            name: replace(weight, shard=shard, axis=shard_axis(kind, by_output=shard.by_output))
             for name, weight in weights.items()
+            for kind in (name.rpartition(".")[2],)
         }
     if config.tie_word_embeddings:
         weights.setdefault("lm_head", weights["embed"])

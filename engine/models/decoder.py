@@ -28,6 +28,7 @@ from engine.layers.rotary import long_rope_offset, rope_table, table_shape
 from engine.models.layer_plans import LayerPlans
 from engine.models.moe_layer import build_moe
 from engine.models.page_scales import PageScales
+from engine.models.sharding import WholeParts
 from engine.quantization import Weight
 
 __all__ = ["Decoder", "DecoderLayer", "rope_bytes"]
@@ -36,6 +37,7 @@ Pages = Sequence[tuple[Any, Any]]
 """(k_pages, v_pages) of every layer, each (P, K, block_size, D)."""
 
 _FLOAT32 = np.dtype(np.float32)
+_WHOLE = WholeParts()
 
 
 # In the last layer, only tokens whose logits are wanted need what follows attention. Dropping the
@@ -168,6 +170,8 @@ class Decoder:
         Longest sequence in tokens; the rope tables have a row for each position.
     deterministic : bool
         Give each token the same bits in any batch and at any chunk size.
+    parts : WholeParts or ParallelParts
+        Whether this process has the whole model, or `config` and `weights` are one rank's.
 
     Attributes
     ----------
@@ -196,24 +200,27 @@ class Decoder:
         max_model_len: int,
         *,
         deterministic: bool = False,
+        parts: WholeParts = _WHOLE,
     ) -> None:
         self.config = config
+        self.parts = parts
         self.deterministic = deterministic
         self.weights = dict(weights)
         self.max_model_len = max_model_len
         self.xp = array_module(self._weight("embed").data)
         self.rope_tables = tuple(self._rope_table(rope) for rope in _ropes(config))
         self.long_rope_offset = long_rope_offset(config.rope, max_model_len)
-        self.embed = Embedding(
+        embed = Embedding(
             self._weight("embed"), config.embed_scale, rounds_scale=config.rounds_embed_scale
         )
+        self.embed = parts.embedding(embed)
         self.kv_scales = PageScales(self.xp, config.num_layers, config.num_kv_heads)
         self.layers = tuple(self._layer(index) for index in range(config.num_layers))
         self._run_layers = LayerPlans(
             self.layers, [_numbers(config, i) for i in range(len(self.layers))]
         )
         self.final_norm = self._norm("final_norm")
-        self.lm_head = self._linear("lm_head", config.lm_head_bias)
+        self.lm_head = self._linear("lm_head", config.lm_head_bias, parts.lm_head)
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -347,9 +354,18 @@ class Decoder:
         except KeyError:
             raise WeightsError(f"weight {name!r}, which the config requires, is missing") from None
 
-    def _linear(self, name: str, has_bias: bool) -> Linear:
+    def _linear(self, name: str, has_bias: bool, make: Callable[..., Linear] = Linear) -> Linear:
         bias = self._weight(f"{name}_bias") if has_bias else None
-        return Linear(self._weight(name), bias, deterministic=self.deterministic)
+        return make(self._weight(name), bias, deterministic=self.deterministic)
+
+    def _head_norm(self, name: str) -> Norm | None:
+        """Return the norm of q or k: of each head, or of all heads of the model together."""
+        if not self.config.qk_norm:
+            return None
+        norm = self._norm(name)
+        if not self.config.whole_qk_norm:
+            return norm
+        return self.parts.row_norm(norm, norm.weight.shape[0] // self.config.head_dim)
 
     def _norm(self, name: str) -> Norm:
         c = self.config
@@ -391,11 +407,16 @@ class Decoder:
         moe = config.moe_of(index)
         if moe is not None:
             return build_moe(
-                moe, config.activation, name, self._weight, deterministic=self.deterministic
+                moe,
+                config.activation,
+                name,
+                self._weight,
+                deterministic=self.deterministic,
+                parts=self.parts,
             )
         return MLP(
             self._linear(f"{name}.{'gate_up' if config.gated_mlp else 'up'}", config.mlp_bias),
-            self._linear(f"{name}.down", config.mlp_bias),
+            self._linear(f"{name}.down", config.mlp_bias, self.parts.down),
             config.activation,
             is_gated=config.gated_mlp,
         )
@@ -414,10 +435,10 @@ class Decoder:
         return Attention(
             params,
             self._linear(f"{name}.qkv", config.qkv_bias),
-            self._linear(f"{name}.o", config.o_bias),
+            self._linear(f"{name}.o", config.o_bias, self.parts.attention_output),
             self.rope_tables[_rope_index(config, index)],
-            self._norm(f"{name}.q_norm") if config.qk_norm else None,
-            self._norm(f"{name}.k_norm") if config.qk_norm else None,
+            self._head_norm(f"{name}.q_norm"),
+            self._head_norm(f"{name}.k_norm"),
             self._weight(f"{name}.sinks").data if config.sinks else None,
             self.kv_scales.of_layer(index),
         )

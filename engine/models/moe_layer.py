@@ -8,6 +8,7 @@ from engine.config import MoeConfig
 from engine.layers.linear import Linear
 from engine.layers.mlp import MLP
 from engine.layers.moe import Experts, MoE, RoutingParams
+from engine.models.sharding import WholeParts
 from engine.quantization import Weight
 
 __all__ = ["build_moe"]
@@ -20,6 +21,7 @@ def build_moe(
     weight: Callable[[str], Weight],
     *,
     deterministic: bool,
+    parts: WholeParts,
 ) -> MoE:
     """Return the mixture of experts of layer `layer` ("layers.3").
 
@@ -32,6 +34,8 @@ def build_moe(
     weight : callable
         Returns the weight of a name, and raises a WeightsError if there is none.
     deterministic : bool
+    parts : WholeParts
+        Makes what several ranks may have in parts.
     """
 
     def optional(kind: str, exists: bool) -> Weight | None:
@@ -41,9 +45,12 @@ def build_moe(
         bias = optional(f"{kind}_bias", has_bias)
         return Linear(weight(f"{layer}.{kind}"), bias, deterministic=deterministic)
 
-    has_shared = config.shared_size > 0
+    shared_down = None
+    if config.shared_size:
+        down = weight(f"{layer}.shared_down")
+        shared_down = parts.shared_down(down, deterministic=deterministic)
     correction = optional("router_correction", config.correction)
-    return MoE(
+    moe = MoE(
         RoutingParams(
             config.top_k,
             config.score,
@@ -63,9 +70,8 @@ def build_moe(
             config.limit,
         ),
         correction=None if correction is None else correction.data,
-        shared=MLP(linear("shared_gate_up"), linear("shared_down"), activation)
-        if has_shared
-        else None,
+        shared=MLP(linear("shared_gate_up"), shared_down, activation) if shared_down else None,
         shared_gate=linear("shared_gate") if config.shared_gate else None,
         deterministic=deterministic,
     )
+    return parts.moe(moe)

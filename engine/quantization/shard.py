@@ -13,6 +13,13 @@ __all__ = ["WHOLE", "Shard"]
 class Shard:
     """Part `index` of `count` equal parts.
 
+    Attributes
+    ----------
+    index, count : int
+    by_output : bool
+        Divide every matrix by its output features, so that no sum crosses parts. Otherwise the
+        second matrix of a pair (the output of attention, down) is divided by its input features.
+
     Raises
     ------
     ConfigError
@@ -26,6 +33,7 @@ class Shard:
 
     index: int = 0
     count: int = 1
+    by_output: bool = False
 
     def __post_init__(self) -> None:
         if not (type(self.index) is int and type(self.count) is int and self.count >= 1):
@@ -71,6 +79,32 @@ class Shard:
             return self.cut(name, size)
         first = self.index * size // self.count
         return first, first + 1
+
+    def cut_heads(
+        self, num_heads: int, num_kv_heads: int
+    ) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return this part's ranges of query heads and of key/value heads.
+
+        If there are more parts than key/value heads, several parts have the same one; with
+        `by_output` they have all of its query heads, too, since products may round differently
+        with fewer.
+
+        Raises
+        ------
+        ConfigError
+            If they cannot be divided.
+
+        Examples
+        --------
+        >>> Shard(1, 4).cut_heads(8, 2), Shard(1, 4, by_output=True).cut_heads(8, 2)
+        (((2, 4), (0, 1)), ((0, 4), (0, 1)))
+        """
+        if self.by_output and self.count > num_kv_heads:
+            kv_heads = self.cut_shared("num_key_value_heads", num_kv_heads)
+            group = num_heads // num_kv_heads
+            return (kv_heads[0] * group, kv_heads[1] * group), kv_heads
+        heads = self.cut("num_attention_heads", num_heads)
+        return heads, self.cut_shared("num_key_value_heads", num_kv_heads)
 
 
 WHOLE = Shard()

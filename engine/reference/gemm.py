@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from engine.reference import _activation, _few_rows
+from engine.reference._row_by_row import multiply_row_by_row
 from engine.reference.swiglu import swiglu
 
 __all__ = ["epilogue", "gemm"]
@@ -36,7 +37,7 @@ def gemm(
     "swiglu": silu(gate) * up, where gate is the first half of the columns and up the second.
     "silu_and_mul": likewise, with eight columns of gate and eight of up in every 16.
     """
-    multiply = _row_by_row if deterministic else _multiply
+    multiply = multiply_row_by_row if deterministic else _multiply
     y: Array = multiply(x.astype(np.float32, copy=False), weight.astype(np.float32, copy=False).T)
     y = epilogue(y, bias, residual, activation)
     return y.astype(x.dtype if out_dtype is None else out_dtype, copy=False)
@@ -71,10 +72,4 @@ def _multiply(x: Array, matrix: Array) -> Array:
     if 16 * len(x) <= matrix.shape[1]:
         return np.ascontiguousarray(np.matmul(matrix.T, x.T).T)
     y: Array = np.matmul(x, matrix)
-    return y
-
-
-def _row_by_row(x: Array, matrix: Array) -> Array:
-    """Multiply each row separately: in one product, BLAS's order of summation varies by row."""
-    y: Array = np.matmul(x[:, None, :], matrix)[:, 0]
     return y

@@ -10,6 +10,7 @@ from engine.quantization import Weight
 from engine.quantization.stack import take_matrices
 from engine.quantization.values import unpack_weight
 from engine.reference import _activation
+from engine.reference._row_by_row import multiply_row_by_row
 from engine.reference.moe_route import Routing
 
 __all__ = ["moe_gemm"]
@@ -62,7 +63,7 @@ def _matrix(weight: Array | Weight, expert: int, dtype: Any) -> Array:
 
 def _multiply(x: Array, matrix: Array, *, row_by_row: bool) -> Array:
     """Multiply; row by row, since BLAS's order of summation depends on the number of rows."""
-    return np.asarray(np.matmul(x[:, None, :], matrix)[:, 0] if row_by_row else x @ matrix)
+    return multiply_row_by_row(x, matrix) if row_by_row else np.asarray(x @ matrix)
 
 
 def _gated(z: Array, activation: str | None, alpha: np.float32, limit: np.float32) -> Array:

@@ -13,6 +13,7 @@ from engine.errors import ConfigError
 from engine.loading.gguf import GgufFile
 from engine.loading.model_config import load_config
 from engine.loading.safetensors import SafetensorsFile
+from engine.loading.shards import take_shard
 from engine.loading.weight_memory import weight_bytes
 from engine.loading.weight_table import shard_axis, weight_shapes
 from engine.loading.weights import load_weights
@@ -31,10 +32,41 @@ SIZES = {
 }
 
 
-def test_norms_of_all_heads_cannot_be_divided():
+def test_norms_of_all_heads_are_whole():
     config = ModelConfig("olmo2", 64, 32, 1, 4, 4, 8, 48, 128, qk_norm=True, whole_qk_norm=True)
-    with pytest.raises(ConfigError, match=r"olmo2 .* 2 shards: q and k are normed over all heads"):
-        weight_shapes(config, Shard(0, 2))
+    shapes = weight_shapes(config, Shard(0, 2))
+    assert shapes["layers.0.qkv"] == (48, 32)
+    assert shapes["layers.0.q_norm"] == shapes["layers.0.k_norm"] == (32,)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("case", ["llama", "gpt_oss", "glm4_moe", "phi", "olmo2"])
+def test_shards_by_output_add_up_to_the_whole(tmp_path, case, count):
+    """No matrix is divided by its input features; what is read is what `take_shard` takes."""
+    record = json.loads((GOLDEN / f"{case}.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(record["config"]))
+    save_file(random_tensors(record["tensors"]), tmp_path / "model.safetensors")
+    config = load_config(tmp_path)
+    whole = load_weights(tmp_path, config)
+    for by_output in (True, False):
+        shards = [Shard(index, count, by_output) for index in range(count)]
+        try:
+            parts = [load_weights(tmp_path, config, shard=shard) for shard in shards]
+        except ConfigError as error:
+            assert count == 4 and "must be a multiple of 4 shards" in str(error)
+            continue
+        for name, weight in whole.items():
+            kind = name.rpartition(".")[2]
+            for shard, part in zip(shards, parts, strict=True):
+                taken = take_shard(weight, name, config, shard)
+                assert taken.shape == part[name].shape == weight_shapes(config, shard)[name]
+                np.testing.assert_array_equal(taken.data, part[name].data, err_msg=name)
+            if by_output and kind in ("o", "down", "o_bias", "down_bias", "shared_down"):
+                joined = np.concatenate([part[name].data for part in parts])
+                np.testing.assert_array_equal(joined, weight.data, err_msg=name)
+            if by_output and kind in ("experts_down", "experts_down_bias"):
+                joined = np.concatenate([part[name].data for part in parts], axis=1)
+                np.testing.assert_array_equal(joined, weight.data, err_msg=name)
 
 
 def test_an_mlp_without_gate_and_a_bias_of_the_logits_are_divided(tmp_path):

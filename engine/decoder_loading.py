@@ -1,0 +1,98 @@
+"""Makes a decoder of a model's files, or of random weights: the whole model, or one rank's part."""
+
+from __future__ import annotations
+
+from engine.config import ModelConfig
+from engine.layers.collectives import Collectives
+from engine.loading.download import ModelSource
+from engine.loading.load_config import LoadConfig
+from engine.loading.mlp_padding import pad_mlps
+from engine.loading.weights import dummy_weights, load_weights
+from engine.models.decoder import Decoder
+from engine.models.kernel_set import prepare_kernels
+from engine.models.sharding import ParallelParts, WholeParts, local_config
+from engine.quantization import FORMATS, WHOLE, Shard, Weight
+
+__all__ = ["load_decoder"]
+
+
+def load_decoder(
+    source: ModelSource | None,
+    config: ModelConfig,
+    options: LoadConfig,
+    collectives: Collectives | None = None,
+    *,
+    progress: bool = False,
+) -> tuple[Decoder, slice]:
+    """Return a decoder, and which of the model's key/value heads it has.
+
+    Parameters
+    ----------
+    source : ModelSource or None
+        The model's files.
+    config : ModelConfig
+        Of the whole model.
+    options : LoadConfig
+    collectives : Collectives, optional
+        Of the ranks that share the model; this one loads its part only.
+    progress : bool
+        Show progress bars on stderr.
+
+    Raises
+    ------
+    ConfigError, WeightsError, OutOfMemoryError
+        If the model cannot be divided, the files cannot be used, or there is no room.
+    """
+    device, dtype = options.device, options.dtype
+    shard, parts = WHOLE, WholeParts()
+    local, heads = config, slice(None)
+    if collectives is not None:
+        shard = Shard(collectives.rank, collectives.size, options.deterministic)
+        parts, local = ParallelParts(config, shard, collectives), local_config(config, shard)
+        heads = slice(*shard.cut_shared("num_key_value_heads", config.num_kv_heads))
+    weights = _weights(source, config, options, shard, progress=progress)
+    device.activate()
+    if device.is_cuda and not (shard.by_output and not shard.is_whole):  # which gathers features
+        pad_mlps(weights, local, device, dtype)
+    decoder = Decoder(
+        local,
+        weights,
+        options.max_model_len,
+        deterministic=options.deterministic,
+        parts=parts,
+    )
+    if device.is_cuda:
+        formats = dict.fromkeys(form for weight in weights.values() for form in weight.formats())
+        prepare_kernels(local, dtype, device, formats=formats, progress=progress)
+    return decoder, heads
+
+
+def _weights(
+    source: ModelSource | None,
+    config: ModelConfig,
+    options: LoadConfig,
+    shard: Shard,
+    *,
+    progress: bool,
+) -> dict[str, Weight]:
+    form = FORMATS.get(options.quantization or "")
+    if options.load_format == "dummy" or source is None:
+        return dummy_weights(
+            config,
+            device=options.device,
+            dtype=options.dtype,
+            max_model_len=options.max_model_len,
+            quantization=form,
+            shard=shard,
+        )
+    return load_weights(
+        source,
+        config,
+        device=options.device,
+        dtype=options.dtype,
+        quantization=form,
+        keeps_formats=options.quantization != "none",
+        shard=shard,
+        max_model_len=options.max_model_len,
+        progress=progress,
+    )

@@ -1,0 +1,302 @@
+"""Layers of a model that several ranks share: each has a part of the weights.
+
+Tensor parallelism (Megatron-LM, arXiv:1909.08053): the first matrix of a pair is divided by its
+output features, the second by its input features, and what the second gives is summed over the
+ranks. Where no sum may cross ranks (deterministic), the second is divided by output features too,
+its input and its output are gathered, and every number is one dot product in one rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from engine import kernels
+from engine.device import array_module
+from engine.layers.collectives import Collectives
+from engine.layers.embedding import Embedding
+from engine.layers.linear import Linear
+from engine.layers.moe import Experts, MoE
+from engine.layers.norm import Norm
+from engine.quantization import Weight
+from engine.reference.embedding import PADDING_ID
+
+__all__ = [
+    "GatheredExperts",
+    "GatheredLinear",
+    "GatheredNorm",
+    "GatheringLinear",
+    "ParallelMoE",
+    "SummedLinear",
+    "VocabularyEmbedding",
+    "VocabularyLinear",
+]
+
+
+class SummedLinear(Linear):
+    """A matrix divided by its input features: the products of all ranks are added up.
+
+    Parameters
+    ----------
+    weight : Weight
+        (out, in / ranks).
+    bias : Weight, optional
+        (out,); rank 0 adds it.
+    collectives : Collectives
+    """
+
+    __slots__ = ("_collectives",)
+
+    def __init__(
+        self,
+        weight: Weight,
+        bias: Weight | None = None,
+        *,
+        deterministic: bool = False,
+        collectives: Collectives,
+    ) -> None:
+        own = bias if collectives.rank == 0 else None
+        super().__init__(weight, own, deterministic=deterministic)
+        self._collectives = collectives
+
+    def __call__(
+        self,
+        x: Any,
+        *,
+        activation: str | None = None,
+        out_dtype: Any = None,
+        residual: Any = None,
+    ) -> Any:
+        """Return x Wᵀ + b, (T, out), the same on all ranks; as `Linear`."""
+        y = super().__call__(x, activation=activation, out_dtype=out_dtype)
+        y = self._collectives.all_reduce(y, out=y)
+        return y if residual is None else kernels.residual_add(y, residual, out=residual)
+
+
+class GatheredLinear(Linear):
+    """A matrix divided by its output features, whose input the ranks have in parts.
+
+    Parameters
+    ----------
+    weight : Weight
+        (out / ranks, in).
+    bias : Weight, optional
+        (out / ranks,).
+    collectives : Collectives
+    share : int
+        Ranks that have the same part of the input, one behind the other.
+    """
+
+    __slots__ = ("_collectives", "_share")
+
+    def __init__(
+        self,
+        weight: Weight,
+        bias: Weight | None = None,
+        *,
+        deterministic: bool = False,
+        collectives: Collectives,
+        share: int = 1,
+    ) -> None:
+        super().__init__(weight, bias, deterministic=deterministic)
+        self._collectives = collectives
+        self._share = share
+
+    def __call__(
+        self,
+        x: Any,
+        *,
+        activation: str | None = None,
+        out_dtype: Any = None,
+        residual: Any = None,
+    ) -> Any:
+        """Return this rank's columns (T, out / ranks), for its part of the input.
+
+        `residual` has this rank's columns, too.
+        """
+        whole = _gathered(self._collectives, x, self._share)
+        return super().__call__(
+            whole, activation=activation, out_dtype=out_dtype, residual=residual
+        )
+
+
+class GatheringLinear(GatheredLinear):
+    """As `GatheredLinear`, but all ranks get the whole output."""
+
+    __slots__ = ()
+
+    def __call__(
+        self,
+        x: Any,
+        *,
+        activation: str | None = None,
+        out_dtype: Any = None,
+        residual: Any = None,
+    ) -> Any:
+        """Return x Wᵀ + b, (T, out), for this rank's part of the input."""
+        own = super().__call__(x, activation=activation, out_dtype=out_dtype)
+        y = self._collectives.all_gather(own, axis=1)
+        return y if residual is None else kernels.residual_add(y, residual, out=residual)
+
+
+class GatheredNorm(Norm):
+    """The norm of rows whose features the ranks have in parts.
+
+    Parameters
+    ----------
+    norm : Norm
+        Of whole rows.
+    collectives : Collectives
+    share : int
+        Ranks that have the same part, one behind the other.
+    """
+
+    __slots__ = ("_collectives", "_share")
+
+    def __init__(self, norm: Norm, collectives: Collectives, share: int = 1) -> None:
+        super().__init__(norm.weight, norm.eps, norm.offset, norm.branch_scale)
+        self._collectives = collectives
+        self._share = share
+
+    def __call__(self, x: Any, *, out: Any = None) -> Any:
+        """Return this rank's part (T, N) of the norm of whole rows."""
+        own = array_module(x).ascontiguousarray(x)
+        whole = super().__call__(_gathered(self._collectives, own, self._share))
+        first = self._collectives.rank // self._share * x.shape[1]
+        own = whole[:, first : first + x.shape[1]]
+        if out is None:
+            return own
+        out[...] = own
+        return out
+
+
+class VocabularyEmbedding(Embedding):
+    """An embedding whose table is divided by rows.
+
+    Parameters
+    ----------
+    embedding : Embedding
+        Of this rank's rows.
+    collectives : Collectives
+    """
+
+    __slots__ = ("_collectives", "_first")
+
+    def __init__(self, embedding: Embedding, collectives: Collectives) -> None:
+        super().__init__(embedding.weight, embedding.scale)
+        self._collectives = collectives
+        self._first = collectives.rank * embedding.weight.shape[0]
+
+    def __call__(self, token_ids: Any) -> Any:
+        """Return the rows (T, N) of `token_ids` (T,) int32: zeros for an id that no rank has."""
+        xp, num_rows = array_module(token_ids), self.weight.shape[0]
+        own = token_ids - np.int32(self._first)
+        is_own = own.view(np.uint32) < np.uint32(num_rows)
+        rows = super().__call__(xp.where(is_own, own, np.int32(PADDING_ID)))
+        return self._collectives.all_reduce(rows, out=rows)
+
+
+class VocabularyLinear(Linear):
+    """The output layer, divided by rows.
+
+    Parameters
+    ----------
+    weight : Weight
+        (V / ranks, N), padded with zeros.
+    bias : Weight, optional
+        (V / ranks,).
+    vocab_size : int
+        V, without padding.
+    collectives : Collectives
+    """
+
+    __slots__ = ("_collectives", "_vocab_size")
+
+    def __init__(
+        self,
+        weight: Weight,
+        bias: Weight | None = None,
+        *,
+        deterministic: bool = False,
+        vocab_size: int,
+        collectives: Collectives,
+    ) -> None:
+        super().__init__(weight, bias, deterministic=deterministic)
+        self._collectives = collectives
+        self._vocab_size = vocab_size
+
+    def __call__(
+        self,
+        x: Any,
+        *,
+        activation: str | None = None,
+        out_dtype: Any = None,
+        residual: Any = None,
+    ) -> Any:
+        """Return the logits (T, V) of hidden states (T, N), the same on all ranks."""
+        own = super().__call__(x, activation=activation, out_dtype=out_dtype)
+        logits = self._collectives.all_gather(own, axis=1)
+        if logits.shape[1] == self._vocab_size:
+            return logits
+        return array_module(logits).ascontiguousarray(logits[:, : self._vocab_size])
+
+
+class GatheredExperts(Experts):
+    """Experts whose second matrix is divided by output features: (E, N / ranks, I)."""
+
+    def __init__(self, experts: Experts, collectives: Collectives) -> None:
+        super().__init__(**vars(experts))
+        object.__setattr__(self, "_collectives", collectives)
+
+    def __call__(self, x: Any, routing: kernels.Routing, *, deterministic: bool = False) -> Any:
+        """Return this rank's columns (T, k, N / ranks); as `Experts`."""
+        collectives: Collectives = vars(self)["_collectives"]
+        rows = self.first_product(x, routing, deterministic=deterministic)
+        whole = collectives.all_gather(rows, axis=1)
+        return self.second_product(whole, routing, deterministic=deterministic)
+
+
+class ParallelMoE(MoE):
+    """Experts whose features the ranks have in parts: their outputs are summed, or gathered.
+
+    Parameters
+    ----------
+    moe : MoE
+        Of this rank's parts.
+    collectives : Collectives
+    """
+
+    __slots__ = ("_collectives",)
+
+    def __init__(self, moe: MoE, collectives: Collectives) -> None:
+        super().__init__(
+            moe.params,
+            moe.router,
+            moe.experts,
+            correction=moe.correction,
+            shared=moe.shared,
+            shared_gate=moe.shared_gate,
+            deterministic=moe.deterministic,
+        )
+        self._collectives = collectives
+
+    def __call__(
+        self, x: Any, *, norm: Norm | None = None, residual: Any = None, slots: Any = None
+    ) -> Any:
+        """Return the output (T, N) of all ranks together; as `MoE`."""
+        own = super().__call__(x, norm=norm, slots=slots)
+        if isinstance(self.experts, GatheredExperts):
+            y = self._collectives.all_gather(own, axis=1)
+        else:
+            y = self._collectives.all_reduce(own, out=own)
+        return y if residual is None else kernels.residual_add(y, residual, out=residual)
+
+
+def _gathered(collectives: Collectives, x: Any, share: int) -> Any:
+    """Return the whole rows of which each rank has a part `x` (T, n), `share` ranks the same."""
+    whole = collectives.all_gather(x, axis=1)
+    if share == 1:
+        return whole
+    parts = whole.reshape(x.shape[0], collectives.size, x.shape[1])[:, ::share]
+    return array_module(x).ascontiguousarray(parts).reshape(x.shape[0], -1)

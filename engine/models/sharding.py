@@ -1,0 +1,169 @@
+"""How a decoder is built of the parts that one rank has: its sizes, and its layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from engine.config import ModelConfig
+from engine.layers.collectives import Collectives
+from engine.layers.embedding import Embedding
+from engine.layers.linear import Linear
+from engine.layers.moe import MoE
+from engine.layers.norm import Norm
+from engine.layers.parallel import (
+    GatheredExperts,
+    GatheredLinear,
+    GatheredNorm,
+    GatheringLinear,
+    ParallelMoE,
+    SummedLinear,
+    VocabularyEmbedding,
+    VocabularyLinear,
+)
+from engine.quantization import Shard, Weight
+
+__all__ = ["ParallelParts", "WholeParts", "local_config"]
+
+
+def local_config(config: ModelConfig, shard: Shard) -> ModelConfig:
+    """Return the sizes of one shard: its heads and the features of its MLPs.
+
+    Raises
+    ------
+    ConfigError
+        If they cannot be divided.
+
+    Examples
+    --------
+    >>> config = ModelConfig("llama", 64, 32, 1, 4, 2, 8, 48, 128)
+    >>> local = local_config(config, Shard(0, 4))
+    >>> local.num_heads, local.num_kv_heads, local.intermediate_size, local.vocab_size
+    (1, 1, 12, 64)
+    """
+
+    def part(bounds: tuple[int, int]) -> int:
+        return bounds[1] - bounds[0]
+
+    heads, kv_heads = shard.cut_heads(config.num_heads, config.num_kv_heads)
+    sizes: dict[str, Any] = {"num_heads": part(heads), "num_kv_heads": part(kv_heads)}
+    if config.has_mlp:
+        sizes["intermediate_size"] = part(shard.cut("intermediate_size", config.intermediate_size))
+    moe = config.moe
+    if moe is not None:
+        moe = replace(
+            moe,
+            intermediate_size=part(shard.cut("the width of an expert", moe.intermediate_size)),
+            shared_size=part(shard.cut("the width of the shared expert", moe.shared_size)),
+        )
+    return replace(config, moe=moe, **sizes)
+
+
+class WholeParts:
+    """The layers of a model that one process has whole."""
+
+    def attention_output(
+        self, weight: Weight, bias: Weight | None, *, deterministic: bool
+    ) -> Linear:
+        """Return the matrix behind attention."""
+        return Linear(weight, bias, deterministic=deterministic)
+
+    def down(self, weight: Weight, bias: Weight | None, *, deterministic: bool) -> Linear:
+        """Return the second matrix of an MLP."""
+        return Linear(weight, bias, deterministic=deterministic)
+
+    def shared_down(self, weight: Weight, *, deterministic: bool) -> Linear:
+        """Return the second matrix of a shared expert."""
+        return Linear(weight, deterministic=deterministic)
+
+    def row_norm(self, norm: Norm, num_heads: int) -> Norm:
+        """Return the norm of all `num_heads` heads together."""
+        return norm
+
+    def embedding(self, embedding: Embedding) -> Embedding:
+        """Return the token embedding."""
+        return embedding
+
+    def lm_head(self, weight: Weight, bias: Weight | None, *, deterministic: bool) -> Linear:
+        """Return the output layer."""
+        return Linear(weight, bias, deterministic=deterministic)
+
+    def moe(self, moe: MoE) -> MoE:
+        """Return the mixture of experts."""
+        return moe
+
+
+@dataclass(frozen=True)
+class ParallelParts(WholeParts):
+    """The layers of a model of which each rank has a part.
+
+    Attributes
+    ----------
+    config : ModelConfig
+        Of the whole model.
+    shard : Shard
+    collectives : Collectives
+    """
+
+    config: ModelConfig
+    shard: Shard
+    collectives: Collectives
+
+    def attention_output(
+        self, weight: Weight, bias: Weight | None, *, deterministic: bool
+    ) -> Linear:
+        """Return the matrix behind attention, whose output all ranks have whole."""
+        return self._second(weight, bias, deterministic, self._share(self.config.num_heads))
+
+    def down(self, weight: Weight, bias: Weight | None, *, deterministic: bool) -> Linear:
+        """Return the second matrix of an MLP, whose output all ranks have whole."""
+        return self._second(weight, bias, deterministic, 1)
+
+    def shared_down(self, weight: Weight, *, deterministic: bool) -> Linear:
+        """Return the second matrix of a shared expert, whose output is summed with the others'."""
+        if not self.shard.by_output:
+            return Linear(weight, deterministic=deterministic)
+        return GatheredLinear(weight, deterministic=deterministic, collectives=self.collectives)
+
+    def row_norm(self, norm: Norm, num_heads: int) -> Norm:
+        """Return the norm of all `num_heads` heads together, of which each rank has some."""
+        return GatheredNorm(norm, self.collectives, self._share(num_heads))
+
+    def embedding(self, embedding: Embedding) -> Embedding:
+        """Return the token embedding, divided by rows."""
+        return VocabularyEmbedding(embedding, self.collectives)
+
+    def lm_head(self, weight: Weight, bias: Weight | None, *, deterministic: bool) -> Linear:
+        """Return the output layer, divided by rows."""
+        return VocabularyLinear(
+            weight,
+            bias,
+            deterministic=deterministic,
+            vocab_size=self.config.vocab_size,
+            collectives=self.collectives,
+        )
+
+    def moe(self, moe: MoE) -> MoE:
+        """Return the mixture of experts, each of which is divided."""
+        experts: Any = moe.experts
+        if self.shard.by_output:
+            experts = GatheredExperts(experts, self.collectives)
+        elif self.collectives.rank != 0:  # rank 0 adds the bias of the second product
+            experts = replace(experts, down_bias=None)
+        moe.experts = experts
+        return ParallelMoE(moe, self.collectives)
+
+    def _share(self, num_heads: int) -> int:
+        """Return how many ranks have the same heads, of `num_heads` query or key/value heads."""
+        c = self.config
+        heads, kv_heads = self.shard.cut_heads(c.num_heads, c.num_kv_heads)
+        first, last = heads if num_heads == c.num_heads else kv_heads
+        return self.shard.count * (last - first) // num_heads
+
+    def _second(
+        self, weight: Weight, bias: Weight | None, deterministic: bool, share: int
+    ) -> Linear:
+        options: dict[str, Any] = {"deterministic": deterministic, "collectives": self.collectives}
+        if self.shard.by_output:
+            return GatheringLinear(weight, bias, share=share, **options)
+        return SummedLinear(weight, bias, **options)
