@@ -25,6 +25,7 @@ COMMANDS = {
     "pull": "download a model into the cache",
     "quantize": "write a model with weights of 8 or 4 bits, for this engine and others",
     "doctor": "check this machine and say what to install next",
+    "plan": "predict memory and speed of a model on GPUs that need not be here",
     "bench": "measure latency, throughput, prefill or startup of a model",
     "eval": "measure a model's quality: its perplexity on a text, its distance from another model",
     "kernels": "list every kernel: tier, dtypes, registers, shared memory, cache state",

@@ -35,6 +35,7 @@ LAYERS = {
     "beam_search": 6, "evaluation": 6, "memory_plan": 6, "memory_sizes": 6, "calibration": 6,
     "llm_engine": 6, "llm": 6, "shared_engine": 6, "async_engine": 6, "gptq_layers": 6,
     "quantize_model": 6, "page_calibration": 6, "snapshot": 6, "embeddings": 6, "speculative": 6,
+    "scaling": 6,
     "commands": 7, "server": 7, "cli": 7, "__main__": 7, "__init__": 7,
 }  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,11 @@ from engine.commands._speculation import speculation_option
 from engine.config import ModelConfig
 from engine.errors import ConfigError
 from engine.llm_engine import LLMEngine
-from engine.loading.download import resolve_model
+from engine.loading.download import ModelSource, resolve_model
 from engine.loading.model_config import load_config
 from engine.model import Model, load
 
-__all__ = ["built_in_config", "built_in_names", "config_folder", "make_engine"]
+__all__ = ["built_in_config", "built_in_names", "config_folder", "make_engine", "named_config"]
 
 _STARTUP_LEN = 2048  # sequence length where no option gives one
 
@@ -42,6 +43,14 @@ def config_folder(name: str) -> Path:
 def built_in_config(name: str) -> ModelConfig:
     """Return a built-in configuration."""
     return load_config(config_folder(name))
+
+
+def named_config(name: str) -> tuple[ModelConfig, ModelSource | None]:
+    """Return a model's configuration, and its files unless the configuration is built in."""
+    if name in built_in_names():
+        return built_in_config(name), None
+    source = resolve_model(name, progress=sys.stderr.isatty())
+    return load_config(source), source
 
 
 def make_engine(

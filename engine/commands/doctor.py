@@ -17,15 +17,14 @@ from engine import device, env
 from engine._version import __version__
 from engine.cache.memory_pool import device_memory, format_bytes
 from engine.checks import shown
-from engine.commands._bench_models import built_in_config, built_in_names
+from engine.commands._bench_models import named_config
 from engine.commands._quantization import add_quantization_argument
 from engine.commands._speculation import add_speculation_argument, speculation_option
 from engine.config import ModelConfig
 from engine.errors import CompileError, ConfigError
 from engine.kernels import _module, _nvrtc
-from engine.loading.download import ModelSource, local_path, resolve_model
+from engine.loading.download import local_path
 from engine.loading.load_config import LoadConfig, resolve_load_config
-from engine.loading.model_config import load_config
 from engine.memory_plan import plan_memory
 from engine.model_files import excerpt
 from engine.speculative import SpeculativeConfig
@@ -119,7 +118,7 @@ def _plan(arguments: argparse.Namespace) -> str:
     """Return the plan for the model and the memory that the options name."""
     if not arguments.plan:
         raise ConfigError("--plan must name a model; got ''")
-    config, source = _sizes(arguments.plan)
+    config, source = named_config(arguments.plan)
     if arguments.memory is None:
         place = device.resolve_device("auto")[0]
         total = device_memory(place)[0]
@@ -138,17 +137,9 @@ def _plan(arguments: argparse.Namespace) -> str:
     return f"{title}\n{plan_memory(config, how, total, draft=draft, num_drafts=num_drafts)}"
 
 
-def _sizes(name: str) -> tuple[ModelConfig, ModelSource | None]:
-    """Return a model's configuration, and its files unless the configuration is built in."""
-    if name in built_in_names():
-        return built_in_config(name), None
-    source = resolve_model(name, progress=sys.stderr.isatty())
-    return load_config(source), source
-
-
 def _draft(speculative: SpeculativeConfig, target: LoadConfig) -> tuple[ModelConfig, LoadConfig]:
     """Return the configuration of a draft model, and how it would be loaded beside its target."""
-    config, source = _sizes(str(speculative.model))
+    config, source = named_config(str(speculative.model))
     length = min(target.max_model_len, config.max_position_embeddings)
     dtype = speculative.dtype or target.dtype
     place = (target.device, "")

@@ -1,0 +1,156 @@
+"""`engine plan`: memory and predicted speed of a model on GPUs that need not be here."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from engine.commands._bench_models import named_config
+from engine.commands._quantization import add_quantization_argument
+from engine.config import ModelConfig
+from engine.device import Device
+from engine.errors import ConfigError
+from engine.loading.load_config import resolve_load_config
+from engine.model_files import excerpt
+from engine.scaling import CARDS, Constants, Division, StepModel, Workload, divisions, find_card
+from engine.scaling.plan import ScalingPlan, plan_scaling
+
+__all__ = ["add_arguments", "run"]
+
+_LENGTHS = 100, 1024
+_PROMPT_LEN = 4096
+_WAYS = {
+    "tensor": "GPUs that share each layer",
+    "pipeline": "stages of layers",
+    "data": "replicas",
+}
+_PAGES = ("auto", "fp8", "int8")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("model", help="a folder, a .gguf file, a name, or a built-in "
+                        "configuration of engine bench")  # fmt: skip
+    parser.add_argument("--gpu", required=True, help=f"kind of GPU: {', '.join(CARDS)}")
+    parser.add_argument("--gpus", type=int, default=1, help="how many (default 1)")
+    parser.add_argument("--gpus-per-host", type=int, default=8, help="default 8")
+    for name, meaning in _WAYS.items():
+        parser.add_argument(f"--{name}-parallel-size", type=int, metavar="N",
+                            help=f"only ways with N {meaning}")  # fmt: skip
+    parser.add_argument("--enable-expert-parallel", action="store_true",
+                        help="only ways with whole experts on each GPU")  # fmt: skip
+    add_quantization_argument(parser)
+    parser.add_argument("--dtype", default="auto", help="float16, bfloat16 or auto")
+    parser.add_argument("--kv-cache-dtype", default="auto", help=f"{', '.join(_PAGES)}")
+    parser.add_argument("--max-model-len", type=int, help="longest sequence (default: the model's)")
+    parser.add_argument("--max-num-seqs", type=int, default=256,
+                        help="requests of a replica at once (default 256)")  # fmt: skip
+    parser.add_argument("--num-requests", type=int, default=256, help="in all (default 256)")
+    parser.add_argument("--prompt-len", type=int, help="tokens of each prompt (default: 100 to "
+                        "1024, and 4096 for prompt tokens/s)")  # fmt: skip
+    parser.add_argument("--output-len", type=int, help="of each output (default: 100 to 1024)")
+    parser.add_argument("--json", action="store_true", help="print JSON, with the parts of times")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the plan; 0 if some way fits."""
+    plan = _plan(arguments)
+    if arguments.json:
+        print(json.dumps({"model": arguments.model, **plan.as_dict()}))
+    else:
+        print(f"{_title(arguments, plan)}\n{plan}")
+    return 0 if plan.possible else 1
+
+
+def _plan(arguments: argparse.Namespace) -> ScalingPlan:
+    for name in ("gpus", "gpus_per_host", "max_num_seqs", "num_requests", "prompt_len",
+                 "output_len", *(f"{way}_parallel_size" for way in _WAYS)):  # fmt: skip
+        _check_positive(name, getattr(arguments, name))
+    if arguments.kv_cache_dtype not in _PAGES:
+        raise ConfigError(
+            f"--kv-cache-dtype must be one of {', '.join(_PAGES)}; got {arguments.kv_cache_dtype}"
+        )
+    card = find_card(arguments.gpu)
+    config, source = named_config(arguments.model)
+    how = resolve_load_config(
+        config,
+        source,
+        (Device("cuda", 0), ""),
+        arguments.dtype,
+        "auto",
+        arguments.max_model_len,
+        arguments.quantization,
+    )
+    quantization = None if how.quantization == "none" else how.quantization
+    page_itemsize = 2 if arguments.kv_cache_dtype == "auto" else 1
+    model = StepModel(config, how.dtype, page_itemsize, quantization, card, Constants())
+    return plan_scaling(
+        model,
+        _ways(arguments, config),
+        _workload(arguments, how.max_model_len),
+        max_model_len=how.max_model_len,
+        prompt_len=arguments.prompt_len or min(_PROMPT_LEN, how.max_model_len),
+        max_num_seqs=arguments.max_num_seqs,
+        gpus_per_host=arguments.gpus_per_host,
+    )
+
+
+def _check_positive(name: str, number: int | None) -> None:
+    if number is not None and not 1 <= number <= 10**6:
+        raise ConfigError(f"--{name.replace('_', '-')} must be from 1 to 1000000; got {number}")
+
+
+def _ways(arguments: argparse.Namespace, config: ModelConfig) -> list[Division]:
+    """Return the ways to divide the GPUs that the options leave."""
+    wanted = {way: getattr(arguments, f"{way}_parallel_size") for way in _WAYS}
+    for way, size in wanted.items():
+        if size is not None and arguments.gpus % size:
+            raise ConfigError(
+                f"--{way}-parallel-size must divide --gpus {arguments.gpus}; got {size}"
+            )
+    if arguments.enable_expert_parallel and config.moe is None:
+        raise ConfigError("--enable-expert-parallel needs a model with experts")
+    found = [
+        way
+        for way in divisions(config, arguments.gpus)
+        if all(size in (None, getattr(way, name)) for name, size in wanted.items())
+        and (way.expert or not arguments.enable_expert_parallel)
+    ]
+    if not found:
+        given = ", ".join(f"{way} {size}" for way, size in wanted.items() if size is not None)
+        raise ConfigError(
+            f"parallel sizes must multiply to --gpus {arguments.gpus}"
+            f"{', and share layers for expert parallel' * arguments.enable_expert_parallel}; "
+            f"got {given or 'no sizes'}"
+        )
+    return found
+
+
+def _workload(arguments: argparse.Namespace, max_model_len: int) -> Workload:
+    longest = min(_LENGTHS[1], max_model_len // 2)
+    lengths = min(_LENGTHS[0], longest), longest
+    prompt = (arguments.prompt_len,) * 2 if arguments.prompt_len else lengths
+    output = (arguments.output_len,) * 2 if arguments.output_len else lengths
+    return Workload(arguments.num_requests, prompt, output)
+
+
+def _title(arguments: argparse.Namespace, plan: ScalingPlan) -> str:
+    model, work = plan.model, plan.work
+    names: dict[str, Any] = {"prompts": work.prompt, "outputs": work.output}
+    lengths = " and ".join(
+        f"{name} of {low if low == high else f'{low} to {high}'}"
+        for name, (low, high) in names.items()
+    )
+    measured = (
+        "constants measured on this kind of card"
+        if model.card.is_measured
+        else "constants measured on an H200, scaled by the data sheets"
+    )
+    pages = "16-bit" if model.page_itemsize == 2 else "8-bit"
+    return (
+        f"{excerpt(arguments.model)} in {model.quantization or model.dtype}, {pages} pages, on "
+        f"{plan.num_gpus} x {model.card.title}. Predicted, not measured ({measured}).\n"
+        f"{work.num_requests} requests with {lengths} tokens; prompt/s: prompts of "
+        f"{plan.prompt_len} tokens; one request: {work.mean_prompt + work.mean_output / 2:.0f} keys"
+    )

@@ -1,0 +1,152 @@
+"""How a model is divided over GPUs, and what one GPU has of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from engine.config import ModelConfig
+from engine.errors import ConfigError
+from engine.loading.weight_table import weight_shapes
+from engine.quantization import Shard
+
+__all__ = ["Division", "divisions", "stages"]
+
+
+@dataclass(frozen=True)
+class Division:
+    """A way to divide a model over `num_gpus` GPUs.
+
+    Attributes
+    ----------
+    tensor, pipeline, data : int
+        GPUs that share each layer, stages of layers, and replicas.
+    expert : bool
+        Whether the GPUs of a layer have whole experts instead of a part of each.
+
+    Examples
+    --------
+    >>> str(Division(4, 1, 2)), Division(4, 1, 2).num_gpus
+    ('tp 4 x dp 2', 8)
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    expert: bool = False
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs in all."""
+        return self.tensor * self.pipeline * self.data
+
+    def __str__(self) -> str:
+        sizes = {"tp": self.tensor, "pp": self.pipeline, "dp": self.data}
+        named = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+        return " x ".join(named or ["1 GPU"]) + (" (ep)" if self.expert else "")
+
+    def check(self, config: ModelConfig, gpus_per_host: int) -> None:
+        """Raise a ConfigError that says why the model cannot be divided so.
+
+        Raises
+        ------
+        ConfigError
+        """
+        if self.tensor > gpus_per_host:
+            raise ConfigError(
+                f"tensor parallel ranks must be in one host of {gpus_per_host}; got {self.tensor}"
+            )
+        if self.pipeline > config.num_layers:
+            raise ConfigError(
+                f"pipeline stages must be at most {config.num_layers}, the layers; "
+                f"got {self.pipeline}"
+            )
+        if not self.expert:
+            weight_shapes(config, Shard(0, self.tensor))
+            return
+        if config.moe is None:
+            raise ConfigError("expert parallel ranks need a model with experts")
+        Shard(0, self.tensor).cut("experts", config.moe.num_experts)
+        weight_shapes(replace(config, moe=None), Shard(0, self.tensor))
+
+
+def divisions(config: ModelConfig, num_gpus: int) -> Iterator[Division]:
+    """Yield every way to divide `num_gpus` GPUs, whether the model can be divided so or not.
+
+    Examples
+    --------
+    >>> config = ModelConfig("llama", 64, 32, 4, 4, 2, 8, 48, 128)
+    >>> [str(each) for each in divisions(config, 4)]
+    ['dp 4', 'pp 2 x dp 2', 'pp 4', 'tp 2 x dp 2', 'tp 2 x pp 2', 'tp 4']
+    """
+    for tensor in _factors(num_gpus):
+        for pipeline in _factors(num_gpus // tensor):
+            data = num_gpus // tensor // pipeline
+            yield Division(tensor, pipeline, data)
+            if config.moe is not None and tensor > 1:
+                yield Division(tensor, pipeline, data, expert=True)
+
+
+def _factors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def stages(config: ModelConfig, division: Division) -> list[ModelConfig]:
+    """Return what one GPU of each pipeline stage has, as a configuration of its own.
+
+    Heads, features and vocabulary are a rank's; the layers are the stage's. Only embeddings and
+    output layer do not say which stage has them.
+
+    Examples
+    --------
+    >>> config = ModelConfig("llama", 64, 32, 3, 4, 2, 8, 48, 128)
+    >>> [(c.num_layers, c.num_heads, c.vocab_size) for c in stages(config, Division(4, 2))]
+    [(2, 1, 16), (1, 1, 16)]
+    """
+    local = _of_rank(config, division)
+    count, first, found = division.pipeline, 0, []
+    for stage in range(count):
+        last = first + (config.num_layers + count - 1 - stage) // count
+        found.append(_layers(local, first, last))
+        first = last
+    return found
+
+
+def _of_rank(config: ModelConfig, division: Division) -> ModelConfig:
+    shard = Shard(0, division.tensor)
+    first, last = shard.cut_shared("key/value heads", config.num_kv_heads)
+    moe = config.moe
+    if moe is not None and division.expert:
+        moe = replace(
+            moe,
+            num_experts=moe.num_experts // shard.count,
+            shared_size=moe.shared_size // shard.count,
+        )
+    elif moe is not None:
+        moe = replace(
+            moe,
+            intermediate_size=moe.intermediate_size // shard.count,
+            shared_size=moe.shared_size // shard.count,
+        )
+    return replace(
+        config,
+        num_heads=config.num_heads // shard.count,
+        num_kv_heads=last - first,
+        intermediate_size=config.intermediate_size // shard.count,
+        vocab_size=shard.cut_padded(config.vocab_size)[2],
+        moe=moe,
+    )
+
+
+def _layers(config: ModelConfig, first: int, last: int) -> ModelConfig:
+    moe = config.moe
+    if moe is not None:
+        moe = replace(moe, sparse_layers=moe.sparse_layers[first:last])
+        moe = moe if any(moe.sparse_layers) else None
+    return replace(
+        config,
+        num_layers=last - first,
+        layer_windows=config.layer_windows[first:last],
+        rope_layers=config.rope_layers[first:last],
+        moe=moe,
+    )

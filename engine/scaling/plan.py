@@ -1,0 +1,270 @@
+"""What a model on n GPUs takes of each, and how fast it would be, for every way to divide it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from engine.cache.memory_pool import format_bytes
+from engine.config import ModelConfig
+from engine.engine_config import default_budget
+from engine.errors import ConfigError
+from engine.loading.weight_memory import quantized_formats, weight_bytes
+from engine.memory_sizes import geometry_of
+from engine.models.decoder import rope_bytes
+from engine.quantization import FORMATS
+from engine.scaling.division import Division, stages
+from engine.scaling.speed import Speed, Workload
+from engine.scaling.step_time import StepModel
+from engine.scaling.terms import Terms
+
+__all__ = ["PlanRow", "ScalingPlan", "plan_scaling"]
+
+_BLOCK = 16  # tokens of a page
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One way to divide the model.
+
+    Attributes
+    ----------
+    division : Division
+    reason : str
+        Why it cannot be; "" if it can.
+    weights, activations, pages : int
+        Bytes of the fullest GPU; what is left for pages is below 0 if something does not fit.
+    num_tokens : int
+        Tokens that fit into the pages of a replica.
+    num_running : int
+        Requests that a replica runs at once.
+    ms_per_token : float
+        Of one request alone.
+    output_tokens_per_s, prompt_tokens_per_s : float
+        Of all requests, and of many prompts, over all replicas.
+    token, requests : Terms
+        What the time of a token of one request, and of all requests, is made of.
+    """
+
+    division: Division
+    reason: str = ""
+    weights: int = 0
+    activations: int = 0
+    pages: int = 0
+    num_tokens: int = 0
+    num_running: int = 0
+    ms_per_token: float = math.inf
+    output_tokens_per_s: float = 0.0
+    prompt_tokens_per_s: float = 0.0
+    token: Terms = Terms()
+    requests: Terms = Terms()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the row as numbers, strings and dicts of these."""
+        found = asdict(self) | {"name": str(self.division)}
+        if self.reason:
+            return {name: found[name] for name in ("name", "division", "reason")}
+        return found
+
+
+@dataclass(frozen=True)
+class ScalingPlan:
+    """Every way to divide a model over some GPUs.
+
+    Attributes
+    ----------
+    model : StepModel
+    num_gpus : int
+    work : Workload
+    prompt_len : int
+        Of the prompts of `prompt_tokens_per_s`.
+    max_model_len : int
+    rows : tuple of PlanRow
+    """
+
+    model: StepModel
+    num_gpus: int
+    work: Workload
+    prompt_len: int
+    max_model_len: int
+    rows: tuple[PlanRow, ...]
+
+    @property
+    def possible(self) -> list[PlanRow]:
+        """The rows that can be."""
+        return [row for row in self.rows if not row.reason]
+
+    @property
+    def fastest_token(self) -> PlanRow | None:
+        """The row with the shortest time of a token; of equal ones, with the most tokens/s."""
+        order = [(round(row.ms_per_token, 4), -row.output_tokens_per_s) for row in self.possible]
+        return self.possible[order.index(min(order))] if order else None
+
+    @property
+    def most_tokens(self) -> PlanRow | None:
+        """The row with the most output tokens a second."""
+        return max(self.possible, key=lambda row: row.output_tokens_per_s, default=None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the plan as numbers, strings, and dicts and lists of these."""
+        latency, throughput = self.fastest_token, self.most_tokens
+        return {
+            "gpu": asdict(self.model.card),
+            "num_gpus": self.num_gpus,
+            "weights": self.model.quantization or self.model.dtype,
+            "page_itemsize": self.model.page_itemsize,
+            "workload": asdict(self.work),
+            "prompt_len": self.prompt_len,
+            "max_model_len": self.max_model_len,
+            "rows": [row.as_dict() for row in self.rows],
+            "fastest_token": None if latency is None else str(latency.division),
+            "most_tokens": None if throughput is None else str(throughput.division),
+        }
+
+    def __str__(self) -> str:
+        lines = [_HEAD, *map(_line, self.possible)]
+        lines += [f"{row.division!s:24} {row.reason}" for row in self.rows if row.reason]
+        latency, throughput = self.fastest_token, self.most_tokens
+        if latency is not None and throughput is not None:
+            lines.append(
+                f"lowest latency: {latency.division}, {latency.ms_per_token:.2f} ms a token: "
+                f"{_largest_parts(latency.token)}"
+            )
+            lines.append(
+                f"highest throughput: {throughput.division}, "
+                f"{throughput.output_tokens_per_s:,.0f} tokens/s: "
+                f"{_largest_parts(throughput.requests)}"
+            )
+        return "\n".join(lines)
+
+
+_HEAD = (
+    f"{'':24} {'weights':>10} {'pages':>10} {'tokens':>11} {'running':>7} {'ms/token':>8} "
+    f"{'tokens/s':>9} {'prompt/s':>9}  largest part of a token; of all requests"
+)
+
+
+def _line(row: PlanRow) -> str:
+    return (
+        f"{row.division!s:24} {format_bytes(row.weights):>10} {format_bytes(row.pages):>10} "
+        f"{row.num_tokens:>11,} {row.num_running:>7} {row.ms_per_token:>8.2f} "
+        f"{row.output_tokens_per_s:>9,.0f} {row.prompt_tokens_per_s:>9,.0f}  "
+        f"{_part(row.token, row.token.largest)}; {_part(row.requests, row.requests.largest)}"
+    )
+
+
+def _part(terms: Terms, name: str) -> str:
+    return f"{name} {100 * getattr(terms, name) / terms.total:.0f} %"
+
+
+def _largest_parts(terms: Terms) -> str:
+    parts = terms.as_dict()
+    order = sorted(parts, key=lambda name: -parts[name])[:3]
+    return ", ".join(_part(terms, name) for name in order if parts[name] > 0)
+
+
+def plan_scaling(
+    model: StepModel,
+    ways: Iterable[Division],
+    work: Workload,
+    *,
+    max_model_len: int,
+    prompt_len: int = 4096,
+    max_num_seqs: int = 256,
+    gpus_per_host: int = 8,
+) -> ScalingPlan:
+    """Predict memory and speed of each way to divide a model. Nothing is allocated.
+
+    Parameters
+    ----------
+    model : StepModel
+    ways : iterable of Division
+        All of the same number of GPUs.
+    work : Workload
+    max_model_len : int
+        Longest sequence in tokens.
+    prompt_len : int
+        Of the prompts of `prompt_tokens_per_s`.
+    max_num_seqs : int
+        Requests of a replica at once, at most.
+    gpus_per_host : int
+
+    Raises
+    ------
+    ConfigError
+        If there is no way, or a longest request of the workload has more than `max_model_len`
+        tokens.
+    """
+    longest = work.prompt[1] + work.output[1]
+    if max(longest, prompt_len) > max_model_len:
+        raise ConfigError(
+            f"prompts and outputs must have at most {max_model_len} tokens together, the longest "
+            f"sequence; got {max(longest, prompt_len)}"
+        )
+    ways = tuple(ways)
+    if not ways:
+        raise ConfigError("there must be a way to divide the model; got none")
+    rows = (
+        _row(Speed(model, way, gpus_per_host), work, max_model_len, prompt_len, max_num_seqs)
+        for way in ways
+    )
+    return ScalingPlan(model, ways[0].num_gpus, work, prompt_len, max_model_len, tuple(rows))
+
+
+def _row(
+    speed: Speed, work: Workload, max_model_len: int, prompt_len: int, max_num_seqs: int
+) -> PlanRow:
+    division, model = speed.division, speed.model
+    try:
+        division.check(model.config, speed.gpus_per_host)
+    except ConfigError as error:
+        return PlanRow(division, str(error))
+    row = _memory(model, division, max_model_len)
+    if row.pages < 0:
+        return replace(row, reason=f"does not fit: {format_bytes(-row.pages)} a GPU are missing")
+    if row.num_tokens < work.prompt[1] + work.output[1]:
+        return replace(row, reason=f"pages for {row.num_tokens:,} tokens: not for one request")
+    fitting = int(row.num_tokens / (work.mean_prompt + work.mean_output))
+    mine = math.ceil(work.num_requests / division.data)
+    running = max(1, min(max_num_seqs, fitting, mine))
+    token = speed.token(work.mean_prompt + work.mean_output / 2)
+    rate, requests = speed.requests(work, running)
+    return replace(
+        row,
+        num_running=running,
+        ms_per_token=token.total / 1e3,
+        output_tokens_per_s=rate,
+        prompt_tokens_per_s=1e6 / speed.prompts(prompt_len).total * division.data,
+        token=token,
+        requests=requests,
+    )
+
+
+def _memory(model: StepModel, division: Division, max_model_len: int) -> PlanRow:
+    """Return the memory of the fullest GPU: that of the stage with the fewest tokens of pages."""
+    found = []
+    for index, local in enumerate(stages(model.config, division)):
+        weights = _stage_weights(model, local, index, division) + rope_bytes(local, max_model_len)
+        whole_logits = replace(local, vocab_size=model.config.vocab_size)  # gathered on each rank
+        budget = default_budget(whole_logits, model.dtype, "cuda", model.card.memory, weights)
+        per_token = geometry_of(local, _BLOCK, model.dtype).bytes_per_token
+        per_token = per_token * model.page_itemsize // 2
+        tokens = max(0, budget.left) // (per_token * _BLOCK) * _BLOCK
+        row = PlanRow(division, "", weights, budget.activations, budget.left, tokens)
+        found.append((budget.left / per_token, index, row))
+    return min(found)[2]
+
+
+def _stage_weights(model: StepModel, local: ModelConfig, stage: int, division: Division) -> int:
+    """Return the bytes of a rank's weights of one pipeline stage."""
+    form = FORMATS.get(model.quantization or "")
+    formats = {} if form is None else quantized_formats(local, form)
+    num_bytes = weight_bytes(local, model.dtype, formats=formats)
+    if division.pipeline == 1:
+        return num_bytes
+    table = local.vocab_size * local.hidden_size * 2
+    is_tied = local.tie_word_embeddings
+    has_table = stage in (0, division.pipeline - 1)
+    return num_bytes - table * ((1 if is_tied else 2) - (1 if has_table else 0))

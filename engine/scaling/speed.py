@@ -1,0 +1,171 @@
+"""Speed of a model that is divided over GPUs: one request, many requests, prompts."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from engine.config import ModelConfig
+from engine.dtypes import itemsize
+from engine.scaling.division import Division, stages
+from engine.scaling.step_time import Step, StepModel
+from engine.scaling.terms import Terms
+
+__all__ = ["Speed", "Workload"]
+
+_PROMPT_TOKENS = 8192  # of a step with prompts
+_PARTS = 32  # of the steps of the longest output, in a sum over them
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests that arrive together; lengths are even from the first number to the second.
+
+    Attributes
+    ----------
+    num_requests : int
+    prompt, output : (int, int)
+        Fewest and most tokens.
+    """
+
+    num_requests: int
+    prompt: tuple[int, int] = (100, 1024)
+    output: tuple[int, int] = (100, 1024)
+
+    @property
+    def mean_prompt(self) -> float:
+        """Tokens of a prompt."""
+        return sum(self.prompt) / 2
+
+    @property
+    def mean_output(self) -> float:
+        """Tokens of an output."""
+        return sum(self.output) / 2
+
+    @property
+    def context(self) -> float:
+        """Tokens that a running request has, at any moment of its decoding."""
+        low, high = self.output
+        square = (low * low + low * high + high * high) / 3
+        return self.mean_prompt + square / (2 * self.mean_output)
+
+    def share_alive(self, step: float) -> float:
+        """Return the share of requests whose output has more than `step` tokens."""
+        low, high = self.output
+        if step < low:
+            return 1.0
+        return max(0.0, (high - step) / (high - low)) if high > low else 0.0
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Predictions for one way to divide a model.
+
+    Attributes
+    ----------
+    model : StepModel
+    division : Division
+    gpus_per_host : int
+    """
+
+    model: StepModel
+    division: Division
+    gpus_per_host: int = 8
+
+    @cached_property
+    def _stages(self) -> list[ModelConfig]:
+        return stages(self.model.config, self.division)
+
+    def stage_times(self, step: Step) -> list[Terms]:
+        """Return the device's time of each pipeline stage, transfers to the next one included."""
+        count, found = len(self._stages), []
+        for index, local in enumerate(self._stages):
+            is_last = index == count - 1
+            terms = self.model.stage_terms(local, step, self.division, is_last=is_last)
+            found.append(terms if is_last else terms + self._transfer(index, step))
+        return found
+
+    def _transfer(self, stage: int, step: Step) -> Terms:
+        """Return the time to send a step's activations from stage `stage` to the next one."""
+        constants, tensor = self.model.constants, self.division.tensor
+        num_bytes = step.num_tokens * self.model.config.hidden_size * itemsize(self.model.dtype)
+        if (stage + 1) * tensor % self.gpus_per_host == 0:  # the next one is in another host
+            return Terms(transfers=constants.network_us + num_bytes / constants.network_rate / 1e3)
+        way = constants.collectives[0]
+        rate = 1e3 * way.link_share * self.model.card.link_rate
+        return Terms(transfers=way.latency_us + num_bytes / rate)
+
+    def step_terms(self, step: Step) -> Terms:
+        """Return the time of a step from its start to its tokens, through all stages."""
+        device = sum(self.stage_times(step), Terms(host=self.model.constants.step_us))
+        return device + Terms(host=max(0.0, self._host_us(step) - device.total))
+
+    def cycle_terms(self, step: Step) -> Terms:
+        """Return the time after which the slowest stage takes the next step of a full pipeline."""
+        slowest = max(self.stage_times(step), key=lambda terms: terms.total)
+        device = slowest + Terms(host=self.model.constants.step_us)
+        return device + Terms(host=max(0.0, self._host_us(step) - device.total))
+
+    def _host_us(self, step: Step) -> float:
+        constants = self.model.constants
+        if step.is_decode:
+            return constants.host_step_us + constants.host_sequence_us * step.num_tokens
+        layers = self._stages[0].num_layers
+        return constants.host_prompt_us + layers * constants.host_prompt_layer_us
+
+    def token(self, context: float) -> Terms:
+        """Return the time of a token of a request that is alone."""
+        return self.step_terms(Step.decode(1, context))
+
+    def prompts(self, length: float) -> Terms:
+        """Return the time of a token of many prompts of `length` tokens, on one replica."""
+        rows = max(1, round(_PROMPT_TOKENS / length))
+        step = Step(_PROMPT_TOKENS, (length + 1) / 2, rows, is_decode=False)
+        return self.cycle_terms(step).times(1 / _PROMPT_TOKENS)
+
+    def requests(self, work: Workload, num_running: int) -> tuple[float, Terms]:
+        """Return output tokens a second of all replicas, and one's time for all its requests.
+
+        Parameters
+        ----------
+        work : Workload
+            Its requests are spread evenly over the replicas.
+        num_running : int
+            At most so many requests of a replica at once.
+        """
+        mine = math.ceil(work.num_requests / self.division.data)
+        running = min(mine, num_running)
+        terms = self.prompts(work.mean_prompt).times(mine * work.mean_prompt)
+        if mine > running:  # one ends, the next one starts
+            steps = (mine - running) / running * work.mean_output
+            terms += self._decodes(running, work.context).times(steps)
+        terms += self._last_requests(work, running)
+        tokens = work.num_requests * work.mean_output
+        return tokens / terms.total * 1e6, terms
+
+    def _last_requests(self, work: Workload, running: int) -> Terms:
+        """Return the time of the steps in which requests end and no other starts."""
+        ends = [0.0, float(work.output[0])]
+        width = (work.output[1] - work.output[0]) / _PARTS
+        ends += [work.output[0] + width * (part + 1) for part in range(_PARTS if width else 0)]
+        terms = Terms()
+        for first, last in itertools.pairwise(ends):
+            middle = (first + last) / 2
+            alive = max(1, round(running * work.share_alive(middle)))
+            terms += self._decodes(alive, work.mean_prompt + middle).times(last - first)
+        return terms
+
+    def _decodes(self, num_seqs: int, context: float) -> Terms:
+        """Return the time of one token of `num_seqs` sequences; in a pipeline, of its parts."""
+        count = min(self.division.pipeline, num_seqs)
+        step = Step.decode(math.ceil(num_seqs / count), context)
+        if count < self.division.pipeline:  # some stages wait
+            return self.step_terms(step)
+        return self.cycle_terms(step).times(count)
+
+
+def with_division(speed: Speed, division: Division) -> Speed:
+    """Return the same model's speed, divided otherwise."""
+    return replace(speed, division=division)

@@ -1,0 +1,350 @@
+"""The time of one step on one GPU of one pipeline stage, from bytes, operations and launches."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from engine.config import ModelConfig, MoeConfig
+from engine.dtypes import itemsize
+from engine.errors import ConfigError
+from engine.loading.weight_memory import quantized_formats, weight_dtype
+from engine.loading.weight_table import weight_shapes
+from engine.quantization import FORMATS, Format, dense_format
+from engine.runner.cuda_graph import batch_sizes
+from engine.scaling.cards import Card
+from engine.scaling.constants import Constants
+from engine.scaling.division import Division
+from engine.scaling.terms import Terms
+
+__all__ = ["Step", "StepModel"]
+
+_MATRICES = ("qkv", "o", "gate_up", "up", "down", "router", "shared_gate_up", "shared_down")
+_FUSED_ROWS = 2  # products with norms and rotation inside, up to so many rows
+_FEW_ROWS = 16  # products that stream weights, up to so many rows
+_FEW_PAIRS = 8  # the same for the tokens of an expert
+_TILE_ROWS = 128
+_LOGIT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step computes.
+
+    Attributes
+    ----------
+    num_tokens : int
+    context : float
+        Keys that a token attends to, on average, its own among them.
+    num_rows : int
+        Tokens with logits.
+    is_decode : bool
+        Whether each token is of another sequence, in a CUDA graph.
+    """
+
+    num_tokens: int
+    context: float
+    num_rows: int
+    is_decode: bool = True
+
+    @classmethod
+    def decode(cls, num_seqs: int, context: float) -> Step:
+        """Return a step of one token of each of `num_seqs` sequences."""
+        return cls(num_seqs, context, num_seqs)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a product: graphs are captured for some sizes, the rest is padding."""
+        if not self.is_decode:
+            return -(-self.num_tokens // _TILE_ROWS) * _TILE_ROWS
+        return next(n for n in batch_sizes(self.num_tokens) if n >= self.num_tokens)
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """Predicts the time of a step.
+
+    Attributes
+    ----------
+    config : ModelConfig
+        Of the whole model.
+    dtype : str
+        Of activations and dense weights.
+    page_itemsize : int
+        Bytes of a number in the pages.
+    quantization : str or None
+        Format of the layers' matrices; None is `dtype`.
+    card : Card
+    constants : Constants
+
+    Raises
+    ------
+    ConfigError
+        If the card has no such arithmetic.
+    """
+
+    config: ModelConfig
+    dtype: str
+    page_itemsize: int
+    quantization: str | None
+    card: Card
+    constants: Constants
+
+    def __post_init__(self) -> None:
+        if itemsize(self.dtype) != 2:
+            raise ConfigError(f"dtype must be bfloat16 or float16 on a GPU; got {self.dtype}")
+        form = FORMATS.get(self.quantization or "")
+        if form is not None and form.activations and not self._rate_8(form):
+            raise ConfigError(
+                f"quantization must be a format that {self.card.title} can multiply; "
+                f"got {form.name}, and it has no tensor cores for {form.activations}"
+            )
+
+    def stage_terms(
+        self, local: ModelConfig, step: Step, division: Division, *, is_last: bool
+    ) -> Terms:
+        """Return the device's time for `step` on one GPU, without host, step and transfers.
+
+        Parameters
+        ----------
+        local : ModelConfig
+            What the GPU has (`stages`).
+        step : Step
+        division : Division
+        is_last : bool
+            Whether the stage has the output layer.
+        """
+        shapes = weight_shapes(local)
+        formats = self._formats(local)
+        kinds = Counter(_kinds_of_layers(local, shapes))
+        terms = Terms()
+        for (layer, window), count in kinds.items():
+            terms += self._layer(local, layer, window, shapes, formats, step, division).times(count)
+        return terms + self._output(shapes, formats, step, division) if is_last else terms
+
+    def _formats(self, local: ModelConfig) -> dict[str, Format]:
+        form = FORMATS.get(self.quantization or "")
+        return {} if form is None else quantized_formats(local, form)
+
+    def _layer(
+        self,
+        local: ModelConfig,
+        layer: int,
+        window: int,
+        shapes: dict[str, tuple[int, ...]],
+        formats: dict[str, Format],
+        step: Step,
+        division: Division,
+    ) -> Terms:
+        found = {kind: shapes.get(f"layers.{layer}.{kind}") for kind in _MATRICES}
+        chosen = {kind: self._format(f"layers.{layer}.{kind}", formats) for kind in found}
+        terms = self._attention(local, window, step)
+        for kind, shape in found.items():
+            if shape is not None:
+                terms += self._product(shape, chosen[kind], step.rows)
+        moe = local.moe_of(layer)
+        if moe is not None:
+            terms += self._experts(moe, layer, shapes, formats, step, division)
+        terms += self._elementwise(local, moe, chosen["qkv"], step, division)
+        sums = 1 if local.parallel else 2
+        return terms + self._sum(step.num_tokens, division).times(sums)
+
+    def _format(self, name: str, formats: dict[str, Format]) -> Format:
+        return formats.get(name) or dense_format(weight_dtype(name, self.dtype))
+
+    def _product(self, shape: tuple[int, ...], form: Format, rows: int) -> Terms:
+        """Return the time of x W^T with `rows` rows of x."""
+        reading = self._read_us(form.num_bytes(shape), self._read_share(form))
+        if rows > _FEW_ROWS:
+            operations = 2 * rows * math.prod(shape) * (1 + self.constants.edge / shape[-1])
+            products = math.hypot(
+                self._multiply_us(operations, form), self._decode_us(math.prod(shape), form)
+            )
+        elif form.is_packed:
+            products = rows * math.prod(shape) / self.constants.packed_rows / 1e6 * self._speed()
+        else:
+            products = 0.0
+        return self._both(reading, products)
+
+    def _decode_us(self, num_codes: float, form: Format) -> float:
+        """Return the time to decode packed codes on their way to tensor cores."""
+        if not form.is_packed:
+            return 0.0
+        constants = self.constants
+        rate = constants.super_tile if form.super_block else constants.packed_tile
+        return num_codes / rate / 1e6 * self._speed()
+
+    def _experts(
+        self,
+        moe: MoeConfig,
+        layer: int,
+        shapes: dict[str, tuple[int, ...]],
+        formats: dict[str, Format],
+        step: Step,
+        division: Division,
+    ) -> Terms:
+        """Return the time of the experts' products: of those that any token has chosen."""
+        whole = self.config.moe
+        assert whole is not None
+        used, pairs = _chosen_experts(whole, step.num_tokens, division)
+        constants, terms = self.constants, Terms(routing=self.constants.route_us)
+        rows = _padded(pairs / used, 16)
+        for kind in ("experts_gate_up", "experts_down"):
+            shape, name = shapes[f"layers.{layer}.{kind}"], f"layers.{layer}.{kind}"
+            form = self._format(name, formats)
+            share = constants.read_experts if form.is_dense else constants.read_expert_codes
+            reading = self._read_us(form.num_bytes(shape) * used / moe.num_experts, share)
+            operations = 2 * rows * used * shape[1] * shape[2]
+            rate = constants.tensor_experts * self._peak(form)
+            products = operations / rate / 1e6
+            if pairs / used > _FEW_PAIRS:
+                decode = self._decode_us(used * shape[1] * shape[2], form)
+                products = math.hypot(products, decode * math.ceil(rows / _TILE_ROWS))
+            terms += self._both(reading, products)
+        return terms
+
+    def _attention(self, local: ModelConfig, window: int, step: Step) -> Terms:
+        """Return the time of attention, with the rotation and the storing of keys and values."""
+        context = min(step.context, window) if window else step.context
+        constants, heads = self.constants, local.num_heads
+        kv_bytes = 2 * local.num_kv_heads * local.head_dim * self.page_itemsize
+        if step.is_decode:
+            share = constants.read_pages if self.page_itemsize > 1 else constants.read_page_codes
+            reading = self._read_us(step.num_tokens * context * kv_bytes, share)
+            tail = constants.sequence_us * math.sqrt(step.num_tokens)
+            return Terms(pages=reading + tail, launches=constants.launch_us)
+        operations = 4 * heads * local.head_dim * step.num_tokens * context
+        rate = constants.tensor_attention * self.card.tensor_16
+        return Terms(attention=operations / rate / 1e6, launches=constants.launch_us)
+
+    def _elementwise(
+        self,
+        local: ModelConfig,
+        moe: MoeConfig | None,
+        form: Format,
+        step: Step,
+        division: Division,
+    ) -> Terms:
+        """Return the time of the launches around a layer's products."""
+        is_fused = step.rows <= _FUSED_ROWS and not form.activations and division.tensor == 1
+        size, hidden = itemsize(self.dtype), local.hidden_size
+        features = local.qkv_dim + (0 if moe is None else (moe.top_k + 1) * hidden)
+        launches, moved = (0, 0) if is_fused else (2, 8 * hidden + 2 * features)
+        if form.activations:
+            launches += 2
+            moved += local.num_heads * local.head_dim * 2
+            moved += 4 * local.intermediate_size if moe is None else 0
+        if moe is not None:
+            launches += 2 + (1 if form.activations else 0)  # sums, and placing tokens
+        reading = self._read_us(step.rows * moved * size, self.constants.elementwise)
+        return Terms(elementwise=reading, launches=launches * self.constants.elementwise_us)
+
+    def _output(
+        self,
+        shapes: dict[str, tuple[int, ...]],
+        formats: dict[str, Format],
+        step: Step,
+        division: Division,
+    ) -> Terms:
+        rows = step.rows if step.is_decode else step.num_rows
+        terms = self._product(shapes["lm_head"], self._format("lm_head", formats), rows)
+        logits = step.num_rows * self.config.vocab_size
+        sampling = self.constants.sample_us * logits / 1e6 * self._speed()
+        terms += Terms(sampling=sampling, launches=4 * self.constants.elementwise_us)
+        if division.tensor == 1:
+            return terms
+        gathered = self._collective(logits * _LOGIT_BYTES / 2, division)
+        return terms + gathered + self._sum(step.num_tokens, division)  # the latter of embeddings
+
+    def _sum(self, num_tokens: int, division: Division) -> Terms:
+        num_bytes = num_tokens * self.config.hidden_size * itemsize(self.dtype)
+        return self._collective(num_bytes, division)
+
+    def _collective(self, num_bytes: float, division: Division) -> Terms:
+        if division.tensor == 1:
+            return Terms()
+        ways = self.constants.collectives
+        link = self.card.link_rate
+        return Terms(collectives=min(way.us(num_bytes, division.tensor, link) for way in ways))
+
+    def _both(self, reading: float, products: float) -> Terms:
+        """Return the terms of a launch that reads and multiplies at the same time."""
+        whole = math.hypot(reading, products) or 1.0
+        return Terms(
+            weights=reading * reading / whole,
+            products=products * products / whole,
+            launches=self.constants.launch_us,
+        )
+
+    def _read_us(self, num_bytes: float, share: float) -> float:
+        return num_bytes / (self.card.memory_rate * share) / 1e6
+
+    def _multiply_us(self, operations: float, form: Format) -> float:
+        constants = self.constants
+        share = constants.tensor_8 if form.activations else constants.tensor_16
+        share = constants.tensor_packed if form.is_packed else share
+        return operations / (share * self._peak(form)) / 1e6
+
+    def _peak(self, form: Format) -> float:
+        return self._rate_8(form) if form.activations else self.card.tensor_16
+
+    def _rate_8(self, form: Format) -> float:
+        return self.card.tensor_int8 if form.activations == "int8" else self.card.tensor_fp8
+
+    def _read_share(self, form: Format) -> float:
+        constants = self.constants
+        if form.is_dense:
+            return constants.read
+        if form.activations:
+            return constants.read_codes
+        return constants.read_super if form.super_block else constants.read_packed
+
+    def _speed(self) -> float:
+        """Times of arithmetic outside tensor cores, relative to the measured card's."""
+        return 989.0 / self.card.tensor_16
+
+
+def _kinds_of_layers(
+    local: ModelConfig, shapes: dict[str, tuple[int, ...]]
+) -> Iterator[tuple[int, int]]:
+    """Yield, for each layer, the first one of its kind, and its window."""
+    first: dict[tuple[object, ...], int] = {}
+    for layer in range(local.num_layers):
+        key = (local.window(layer), local.moe_of(layer) is not None)
+        yield first.setdefault(key, layer), local.window(layer)
+
+
+def _chosen_experts(moe: MoeConfig, num_tokens: int, division: Division) -> tuple[float, float]:
+    """Return how many experts the busiest GPU reads, and its pairs of a token and an expert.
+
+    Tokens choose at random. With whole experts on each GPU, the busiest one has a root of
+    2 variance log(GPUs) more than the mean.
+
+    Examples
+    --------
+    >>> moe = MoeConfig(8, 2, 4, (True,))
+    >>> [round(n, 2) for n in _chosen_experts(moe, 1, Division())]
+    [2.0, 2.0]
+    >>> [round(n, 2) for n in _chosen_experts(moe, 1, Division(4, expert=True))]
+    [1.25, 1.25]
+    """
+    is_missed = (1 - moe.top_k / moe.num_experts) ** num_tokens
+    used, pairs = moe.num_experts * (1 - is_missed), float(num_tokens * moe.top_k)
+    if not division.expert:
+        return used, pairs
+    count = division.tensor
+    used, pairs = used / count, pairs / count
+    spread = math.sqrt(2 * used * is_missed * math.log(count))
+    more = math.sqrt(2 * pairs * math.log(count)) if is_missed < 1e-3 else spread
+    return min(used + spread, moe.num_experts / count), pairs + more
+
+
+def _padded(rows: float, tile: int) -> float:
+    return max(1.0, math.ceil(rows / tile)) * tile
+
+
+def with_constants(model: StepModel, constants: Constants) -> StepModel:
+    """Return the same model with other constants."""
+    return replace(model, constants=constants)

@@ -1,0 +1,192 @@
+"""Measured points of docs/benchmarks beside the predictions of `engine.scaling`.
+
+Every figure is read from the data of the page that shows it; here is only how it was measured.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from engine.commands._bench_models import built_in_config
+from engine.commands._bench_workloads import Work
+from engine.scaling import Constants, Division, Speed, Step, StepModel, Workload, find_card
+from tests.bench.figure import FOLDER
+
+__all__ = ["Point", "measured_points"]
+
+_LATENCY, _SHORT = 128 + 512 / 2, 128 + 200 / 2  # mean keys: 128 in, 512 or 200 out
+_PROMPT = 4096
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measured figure.
+
+    Attributes
+    ----------
+    group : str
+        "one request", "few requests", "a step of many", "many requests" or "prompts".
+    case : str
+    unit : str
+        "ms" or "tokens/s".
+    measured : float
+    source : str
+        File and entry of docs/benchmarks.
+    predict : callable
+        Constants -> the model's figure.
+    """
+
+    group: str
+    case: str
+    unit: str
+    measured: float
+    source: str
+    predict: Callable[[Constants], float]
+
+    def error(self, constants: Constants) -> float:
+        """Return prediction / measured - 1 of the time, whatever the unit."""
+        ratio = self.predict(constants) / self.measured
+        return ratio - 1 if self.unit == "ms" else 1 / ratio - 1
+
+
+@dataclass(frozen=True)
+class _Listed(Workload):
+    """The requests of `engine bench throughput`, with their own lengths."""
+
+    lengths: tuple[int, ...] = ()
+    prompt_tokens: int = 0
+
+    @classmethod
+    @cache
+    def mixed(cls, num_requests: int) -> _Listed:
+        work = Work.mixed(num_requests)
+        lengths = tuple(sorted(work.lengths))
+        bounds = (lengths[0], lengths[-1])
+        return cls(num_requests, (100, 1024), bounds, lengths, work.num_prompt_tokens)
+
+    @property
+    def mean_prompt(self) -> float:
+        return self.prompt_tokens / self.num_requests
+
+    @property
+    def mean_output(self) -> float:
+        return sum(self.lengths) / self.num_requests
+
+    def share_alive(self, step: float) -> float:
+        return sum(length > step for length in self.lengths) / self.num_requests
+
+
+def _speed(name: str, weights: str, pages: str, constants: Constants) -> Speed:
+    quantization = None if weights == "bfloat16" else weights
+    card = find_card("h200")
+    config = built_in_config(name)
+    model = StepModel(
+        config, "bfloat16", 2 if pages == "bfloat16" else 1, quantization, card, constants
+    )
+    return Speed(model, Division())
+
+
+def _load(stem: str) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads((FOLDER / f"{stem}.json").read_text())
+    return record
+
+
+def _step(
+    group: str, name: str, weights: str, rows: int, context: float, measured: float, source: str
+) -> Point:
+    def predict(constants: Constants) -> float:
+        speed = _speed(name, weights, "bfloat16", constants)
+        return speed.step_terms(Step.decode(rows, context)).total / 1e3
+
+    case = f"{name}, {weights}, {rows} sequence{'s' * (rows > 1)}"
+    return Point(group, case, "ms", measured, source, predict)
+
+
+def _requests(
+    name: str, weights: str, pages: str, number: int, measured: float, source: str
+) -> Point:
+    def predict(constants: Constants) -> float:
+        work = _Listed.mixed(number)
+        return _speed(name, weights, pages, constants).requests(work, 256)[0]
+
+    case = f"{name}, {weights}, {pages} pages, {number} requests"
+    return Point("many requests", case, "tokens/s", measured, source, predict)
+
+
+def _prompts(name: str, weights: str, measured: float, source: str) -> Point:
+    def predict(constants: Constants) -> float:
+        return 1e6 / _speed(name, weights, "bfloat16", constants).prompts(_PROMPT).total
+
+    return Point("prompts", f"{name}, {weights}", "tokens/s", measured, source, predict)
+
+
+def measured_points() -> list[Point]:
+    """Return all points, in the order of the table in docs/scaling.md."""
+    loop, quantized = _load("decode_loop"), _load("quantized_models")
+    return [*_one_request(loop, quantized), *_few_requests(loop), *_steps(loop),
+            *_many_requests(loop, quantized), *_many_prompts(loop, quantized)]  # fmt: skip
+
+
+def _one_request(loop: dict[str, Any], quantized: dict[str, Any]) -> Iterator[Point]:
+    beside = loop["beside_vllm_2026_11_23"]
+    source = "decode_loop.json, beside_vllm_2026_11_23"
+    for row in [*beside["rows"], *beside["ours_alone"]]:
+        if "ms_per_token" in row:
+            yield _step("one request", row["model"], "bfloat16", 1, _LATENCY,
+                        row["ms_per_token"], source)  # fmt: skip
+    for row in quantized["rows"]:
+        if "ms_per_token" in row:
+            yield _step("one request", row["model"], row["weights"], 1, _LATENCY,
+                        row["ms_per_token"], "quantized_models.json")  # fmt: skip
+
+
+def _few_requests(loop: dict[str, Any]) -> Iterator[Point]:
+    key = "several_requests_just_before_c8bef53"
+    for name, figures in loop[key].items():
+        if name != "what":
+            for rows, measured in zip((2, 8), figures[1:], strict=True):
+                yield _step("few requests", name, "bfloat16", rows, _SHORT, measured,
+                            f"decode_loop.json, {key}")  # fmt: skip
+    key = "streams_or_tiles_2026_11_22"
+    for row in loop[key]["rows"]:
+        measured = sum(row["mix"]) / 2
+        yield _step("few requests", row["model"], "bfloat16", row["sequences"], 100, measured,
+                    f"decode_loop.json, {key}")  # fmt: skip
+
+
+def _steps(loop: dict[str, Any]) -> Iterator[Point]:
+    key = "decode_steps_llama_3.1_8b_2026_11_22"
+    for rows, *_, measured in loop[key]["rows"]:
+        yield _step("a step of many", "llama-3.1-8b", "bfloat16", rows, 570, measured / 1e3,
+                    f"decode_loop.json, {key}")  # fmt: skip
+
+
+def _many_requests(loop: dict[str, Any], quantized: dict[str, Any]) -> Iterator[Point]:
+    for row in loop["beside_vllm_2026_11_23"]["rows"]:
+        yield _requests(row["model"], "bfloat16", "bfloat16", 256, row["output_tokens_per_s"],
+                        "decode_loop.json, beside_vllm_2026_11_23")  # fmt: skip
+    for row in quantized["rows"]:
+        if "output_tokens_per_s" in row:
+            yield _requests(row["model"], row["weights"], row.get("pages", "bfloat16"), 256,
+                            row["output_tokens_per_s"], "quantized_models.json")  # fmt: skip
+    for row in quantized["pages_qwen3_0_6b"]["rows"]:
+        yield _requests("qwen3-0.6b", "bfloat16", row["pages"], 256, row["output_tokens_per_s"],
+                        "quantized_models.json, pages_qwen3_0_6b")  # fmt: skip
+    for row in quantized["q4_k_by_requests"]["rows"]:
+        yield _requests("llama-3.1-8b", "q4_k", "bfloat16", row["requests"],
+                        row["output_tokens_per_s"],
+                        "quantized_models.json, q4_k_by_requests")  # fmt: skip
+
+
+def _many_prompts(loop: dict[str, Any], quantized: dict[str, Any]) -> Iterator[Point]:
+    for row in loop["beside_vllm_2026_11_23"]["rows"]:
+        yield _prompts(row["model"], "bfloat16", row["prompt_tokens_per_s"],
+                       "decode_loop.json, beside_vllm_2026_11_23")  # fmt: skip
+    for row in quantized["rows"]:
+        if "prompt_tokens_per_s" in row:
+            yield _prompts(row["model"], row["weights"], row["prompt_tokens_per_s"],
+                           "quantized_models.json")  # fmt: skip
