@@ -32,7 +32,8 @@ def _run(*arguments, text="", status=0, **env):
 
 def test_help_names_every_command():
     text = _run("--help").stdout
-    for command in ("generate", "chat", "run-batch", "pull", "doctor", "bench", "eval", "kernels"):
+    for command in ("generate", "chat", "run-batch", "pull", "doctor", "plan", "bench", "eval",
+                    "kernels"):  # fmt: skip
         assert command in text and "usage" in _run(command, "--help").stdout
 
 

@@ -78,7 +78,7 @@ def _plan(arguments: argparse.Namespace) -> ScalingPlan:
         source,
         (Device("cuda", 0), ""),
         arguments.dtype,
-        "auto",
+        "auto" if source is not None else "dummy",
         arguments.max_model_len,
         arguments.quantization,
     )

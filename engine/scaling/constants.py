@@ -114,8 +114,8 @@ class Constants:
     host_prompt_layer_us: float = 130.0
     collectives: tuple[Collective, ...] = field(
         default=(
-            Collective("NCCL, small", 12.4, 0.5, 0.20, True),
-            Collective("NCCL, large", 20.7, 1.0, 0.63, False),
+            Collective("NCCL, small", 12.7, 0.5, 0.235, True),
+            Collective("NCCL, large", 21.2, 1.0, 0.63, False),
         )
     )
     network_rate: float = 50.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from engine.config import ModelConfig
 from engine.errors import ConfigError
 from engine.loading.weight_table import weight_shapes
-from engine.quantization import Shard
+from engine.quantization import Format, Shard
 
 __all__ = ["Division", "divisions", "stages"]
 
@@ -45,8 +45,15 @@ class Division:
         named = [f"{name} {size}" for name, size in sizes.items() if size > 1]
         return " x ".join(named or ["1 GPU"]) + (" (ep)" if self.expert else "")
 
-    def check(self, config: ModelConfig, gpus_per_host: int) -> None:
+    def check(self, config: ModelConfig, gpus_per_host: int, form: Format | None = None) -> None:
         """Raise a ConfigError that says why the model cannot be divided so.
+
+        Parameters
+        ----------
+        config : ModelConfig
+        gpus_per_host : int
+        form : Format, optional
+            Of the layers' matrices, whose blocks are not divided.
 
         Raises
         ------
@@ -61,13 +68,38 @@ class Division:
                 f"pipeline stages must be at most {config.num_layers}, the layers; "
                 f"got {self.pipeline}"
             )
-        if not self.expert:
-            weight_shapes(config, Shard(0, self.tensor))
-            return
-        if config.moe is None:
-            raise ConfigError("expert parallel ranks need a model with experts")
-        Shard(0, self.tensor).cut("experts", config.moe.num_experts)
-        weight_shapes(replace(config, moe=None), Shard(0, self.tensor))
+        if self.expert:
+            if config.moe is None:
+                raise ConfigError("expert parallel ranks need a model with experts")
+            Shard(0, self.tensor).cut("experts", config.moe.num_experts)
+        weight_shapes(_with_any_experts(config, self), Shard(0, self.tensor))
+        if form is not None and form.block is not None and self.tensor > 1:
+            _check_blocks(config, self, form.block[0], form.super_block or form.block[1])
+
+
+def _with_any_experts(config: ModelConfig, division: Division) -> ModelConfig:
+    """Return a model whose experts can be divided, if they are not divided at all."""
+    if config.moe is None or not division.expert:
+        return config
+    return replace(config, moe=replace(config.moe, intermediate_size=division.tensor))
+
+
+def _check_blocks(config: ModelConfig, division: Division, high: int, wide: int) -> None:
+    """Raise if a rank's part of a matrix has no whole blocks of `high` rows, `wide` columns."""
+    local = _of_rank(config, division)
+    sizes = {"query heads": local.num_heads * local.head_dim}
+    if config.has_mlp:
+        sizes["intermediate_size"] = local.intermediate_size
+    if local.moe is not None:
+        sizes["the width of an expert"] = local.moe.intermediate_size
+        sizes["the width of the shared expert"] = local.moe.shared_size
+    for name, size in sizes.items():
+        block = max(high, wide)
+        if block and size % block:
+            raise ConfigError(
+                f"{name}: a rank's part must be a multiple of the format's block of {block}; "
+                f"got {size}"
+            )
 
 
 def divisions(config: ModelConfig, num_gpus: int) -> Iterator[Division]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from engine.cache.memory_pool import format_bytes
@@ -14,7 +14,7 @@ from engine.errors import ConfigError
 from engine.loading.weight_memory import quantized_formats, weight_bytes
 from engine.memory_sizes import geometry_of
 from engine.models.decoder import rope_bytes
-from engine.quantization import FORMATS
+from engine.quantization import FORMATS, dense_format
 from engine.scaling.division import Division, stages
 from engine.scaling.speed import Speed, Workload
 from engine.scaling.step_time import StepModel
@@ -38,6 +38,8 @@ class PlanRow:
         Bytes of the fullest GPU; what is left for pages is below 0 if something does not fit.
     num_tokens : int
         Tokens that fit into the pages of a replica.
+    longest : int
+        Most tokens of a request.
     num_running : int
         Requests that a replica runs at once.
     ms_per_token : float
@@ -54,12 +56,13 @@ class PlanRow:
     activations: int = 0
     pages: int = 0
     num_tokens: int = 0
+    longest: int = 0
     num_running: int = 0
     ms_per_token: float = math.inf
     output_tokens_per_s: float = 0.0
     prompt_tokens_per_s: float = 0.0
-    token: Terms = Terms()
-    requests: Terms = Terms()
+    token: Terms = field(default_factory=Terms)
+    requests: Terms = field(default_factory=Terms)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the row as numbers, strings and dicts of these."""
@@ -141,15 +144,15 @@ class ScalingPlan:
 
 
 _HEAD = (
-    f"{'':24} {'weights':>10} {'pages':>10} {'tokens':>11} {'running':>7} {'ms/token':>8} "
-    f"{'tokens/s':>9} {'prompt/s':>9}  largest part of a token; of all requests"
+    f"{'':24} {'weights':>10} {'pages':>10} {'tokens':>11} {'longest':>8} {'running':>7} "
+    f"{'ms/token':>8} {'tokens/s':>9} {'prompt/s':>9}  largest part of a token; of all requests"
 )
 
 
 def _line(row: PlanRow) -> str:
     return (
         f"{row.division!s:24} {format_bytes(row.weights):>10} {format_bytes(row.pages):>10} "
-        f"{row.num_tokens:>11,} {row.num_running:>7} {row.ms_per_token:>8.2f} "
+        f"{row.num_tokens:>11,} {row.longest:>8,} {row.num_running:>7} {row.ms_per_token:>8.2f} "
         f"{row.output_tokens_per_s:>9,.0f} {row.prompt_tokens_per_s:>9,.0f}  "
         f"{_part(row.token, row.token.largest)}; {_part(row.requests, row.requests.largest)}"
     )
@@ -218,7 +221,7 @@ def _row(
 ) -> PlanRow:
     division, model = speed.division, speed.model
     try:
-        division.check(model.config, speed.gpus_per_host)
+        division.check(model.config, speed.gpus_per_host, FORMATS.get(model.quantization or ""))
     except ConfigError as error:
         return PlanRow(division, str(error))
     row = _memory(model, division, max_model_len)
@@ -233,6 +236,7 @@ def _row(
     rate, requests = speed.requests(work, running)
     return replace(
         row,
+        longest=min(max_model_len, row.num_tokens),
         num_running=running,
         ms_per_token=token.total / 1e3,
         output_tokens_per_s=rate,
@@ -262,9 +266,9 @@ def _stage_weights(model: StepModel, local: ModelConfig, stage: int, division: D
     form = FORMATS.get(model.quantization or "")
     formats = {} if form is None else quantized_formats(local, form)
     num_bytes = weight_bytes(local, model.dtype, formats=formats)
-    if division.pipeline == 1:
-        return num_bytes
-    table = local.vocab_size * local.hidden_size * 2
-    is_tied = local.tie_word_embeddings
-    has_table = stage in (0, division.pipeline - 1)
-    return num_bytes - table * ((1 if is_tied else 2) - (1 if has_table else 0))
+    shape, dense = (local.vocab_size, local.hidden_size), dense_format(model.dtype)
+    embed, head = dense.num_bytes(shape), formats.get("lm_head", dense).num_bytes(shape)
+    is_first, is_last = stage == 0, stage == division.pipeline - 1
+    if local.tie_word_embeddings and "lm_head" not in formats:  # one table for both
+        return num_bytes - (0 if is_first or is_last else embed)
+    return num_bytes - (0 if is_first else embed) - (0 if is_last else head)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from engine.config import ModelConfig
@@ -164,8 +164,3 @@ class Speed:
         if count < self.division.pipeline:  # some stages wait
             return self.step_terms(step)
         return self.cycle_terms(step).times(count)
-
-
-def with_division(speed: Speed, division: Division) -> Speed:
-    """Return the same model's speed, divided otherwise."""
-    return replace(speed, division=division)

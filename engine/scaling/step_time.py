@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from statistics import NormalDist
 
 from engine.config import ModelConfig, MoeConfig
 from engine.dtypes import itemsize
@@ -319,8 +320,8 @@ def _kinds_of_layers(
 def _chosen_experts(moe: MoeConfig, num_tokens: int, division: Division) -> tuple[float, float]:
     """Return how many experts the busiest GPU reads, and its pairs of a token and an expert.
 
-    Tokens choose at random. With whole experts on each GPU, the busiest one has a root of
-    2 variance log(GPUs) more than the mean.
+    Tokens choose at random. With whole experts on each GPU, the busiest one has more than the mean
+    by as many standard deviations as the largest of so many normal numbers.
 
     Examples
     --------
@@ -328,23 +329,19 @@ def _chosen_experts(moe: MoeConfig, num_tokens: int, division: Division) -> tupl
     >>> [round(n, 2) for n in _chosen_experts(moe, 1, Division())]
     [2.0, 2.0]
     >>> [round(n, 2) for n in _chosen_experts(moe, 1, Division(4, expert=True))]
-    [1.25, 1.25]
+    [1.06, 1.06]
     """
-    is_missed = (1 - moe.top_k / moe.num_experts) ** num_tokens
-    used, pairs = moe.num_experts * (1 - is_missed), float(num_tokens * moe.top_k)
+    missed = (1 - moe.top_k / moe.num_experts) ** num_tokens
+    used, pairs = moe.num_experts * (1 - missed), float(num_tokens * moe.top_k)
     if not division.expert:
         return used, pairs
     count = division.tensor
-    used, pairs = used / count, pairs / count
-    spread = math.sqrt(2 * used * is_missed * math.log(count))
-    more = math.sqrt(2 * pairs * math.log(count)) if is_missed < 1e-3 else spread
-    return min(used + spread, moe.num_experts / count), pairs + more
+    deviations = NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
+    others = (1 - 1 / count) / count  # variance of one choice
+    more_used = deviations * math.sqrt(used * missed * others)
+    more_pairs = deviations * math.sqrt(pairs * (1 - moe.top_k / moe.num_experts) * others)
+    return min(used / count + more_used, moe.num_experts / count), pairs / count + more_pairs
 
 
 def _padded(rows: float, tile: int) -> float:
     return max(1.0, math.ceil(rows / tile)) * tile
-
-
-def with_constants(model: StepModel, constants: Constants) -> StepModel:
-    """Return the same model with other constants."""
-    return replace(model, constants=constants)

@@ -6,15 +6,17 @@ unknowns are logarithms, too. A weak pull to the present constants decides what 
 
 from __future__ import annotations
 
+import argparse
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
-from engine.scaling import Constants
-from tests.bench.scaling_points import Point, measured_points
+from engine.scaling import Collective, Constants, find_card
+from tests.bench.scaling_points import Point, collective_points, measured_points
 
-__all__ = ["FITTED", "fit"]
+__all__ = ["FITTED", "best_us", "fit", "fit_collectives"]
 
 FITTED = (
     *("read", "read_codes", "read_packed", "read_super", "read_experts", "read_expert_codes"),
@@ -23,43 +25,102 @@ FITTED = (
 )  # fmt: skip
 """Names of the constants that are fitted; the others are measured by themselves."""
 
-_PULL = 0.03  # weight of a constant's change beside a point's error
 _WEIGHTS = {"one request": 2.0}  # of an error; other groups: 1
-_STEPS, _DELTA = 8, 1e-4
+_PULL = 0.03  # weight of a constant's change beside a point's error
+_STEPS, _DELTA, _LONGEST = 8, 1e-4, 0.3
 
 
-def _with(constants: Constants, logs: np.ndarray) -> Constants:
-    values = {name: float(np.exp(log)) for name, log in zip(FITTED, logs, strict=True)}
-    return replace(constants, **values)
-
-
-def _errors(points: list[Point], constants: Constants) -> np.ndarray:
-    weights = [_WEIGHTS.get(point.group, 1.0) for point in points]
-    return np.array(
-        [w * math.log1p(p.error(constants)) for w, p in zip(weights, points, strict=True)]
-    )
+def _least_squares(errors: Callable[[np.ndarray], np.ndarray], start: np.ndarray) -> np.ndarray:
+    """Return the logarithms with the least sum of squared errors, by Gauss-Newton steps."""
+    logs = start.copy()
+    for _ in range(_STEPS):
+        here = errors(logs)
+        slopes = np.empty((len(here), len(logs)))
+        for column in range(len(logs)):
+            moved = logs.copy()
+            moved[column] += _DELTA
+            slopes[:, column] = (errors(moved) - here) / _DELTA
+        system = np.vstack([slopes, _PULL * np.eye(len(logs))])
+        right = np.concatenate([-here, _PULL * (start - logs)])
+        step = np.linalg.lstsq(system, right, rcond=None)[0]
+        logs += np.clip(step, -_LONGEST, _LONGEST)
+    return logs
 
 
 def fit(points: list[Point], start: Constants) -> Constants:
-    """Return the constants with the least sum of squared errors, by Gauss-Newton steps."""
-    first = np.log([getattr(start, name) for name in FITTED])
-    logs = first.copy()
-    for _ in range(_STEPS):
-        errors = _errors(points, _with(start, logs))
-        slopes = np.empty((len(points), len(FITTED)))
-        for column in range(len(FITTED)):
-            moved = logs.copy()
-            moved[column] += _DELTA
-            slopes[:, column] = (_errors(points, _with(start, moved)) - errors) / _DELTA
-        system = np.vstack([slopes, _PULL * np.eye(len(FITTED))])
-        right = np.concatenate([-errors, _PULL * (first - logs)])
-        logs += np.clip(np.linalg.lstsq(system, right, rcond=None)[0], -0.3, 0.3)
-    return _with(start, logs)
+    """Return the constants for the steps' times."""
+
+    def with_logs(logs: np.ndarray) -> Constants:
+        values = {name: float(np.exp(log)) for name, log in zip(FITTED, logs, strict=True)}
+        return replace(start, **values)
+
+    def errors(logs: np.ndarray) -> np.ndarray:
+        constants = with_logs(logs)
+        found = [_WEIGHTS.get(p.group, 1.0) * math.log1p(p.error(constants)) for p in points]
+        return np.array(found)
+
+    return with_logs(_least_squares(errors, np.log([getattr(start, name) for name in FITTED])))
+
+
+def fit_collectives(
+    points: list[tuple[int, float]], ways: tuple[Collective, ...], link_rate: float
+) -> tuple[Collective, ...]:
+    """Return latency and rate of each way from points (bytes, us) of two GPUs."""
+
+    def with_logs(logs: np.ndarray) -> tuple[Collective, ...]:
+        values = np.exp(logs).reshape(-1, 2).tolist()
+        return tuple(
+            replace(way, latency_us=us, link_share=share)
+            for way, (us, share) in zip(ways, values, strict=True)
+        )
+
+    def errors(logs: np.ndarray) -> np.ndarray:
+        found = with_logs(logs)
+        return np.array([math.log(best_us(found, size, link_rate) / us) for size, us in points])
+
+    start = np.log([number for way in ways for number in (way.latency_us, way.link_share)])
+    return with_logs(_least_squares(errors, start))
+
+
+def best_us(ways: tuple[Collective, ...], num_bytes: float, link_rate: float) -> float:
+    """Return the time of a sum over two GPUs, the fastest way."""
+    return min(way.us(num_bytes, 2, link_rate) for way in ways)
+
+
+def _print_collectives(start: Constants) -> None:
+    points, link_rate = collective_points(), find_card("h200").link_rate
+    ways = fit_collectives(points, start.collectives, link_rate)
+    for way in ways:
+        print(f"    {way.name}: latency_us {way.latency_us:.3g}, link_share {way.link_share:.3g}")
+    for size, us in points:
+        found = best_us(ways, size, link_rate)
+        print(f"    {size:>10,} bytes: {us:7.1f} us, {found:7.1f}, {100 * (found / us - 1):+.1f} %")
+
+
+def left_out_errors(points: list[Point], start: Constants, folds: int) -> list[float]:
+    """Return each point's error with the constants of a fit to the other folds' points."""
+    errors: dict[int, float] = {}
+    for fold in range(folds):
+        mine = range(fold, len(points), folds)
+        found = fit([p for index, p in enumerate(points) if index not in mine], start)
+        errors |= {index: points[index].error(found) for index in mine}
+    return [errors[index] for index in range(len(points))]
 
 
 def main() -> None:
     """Print the constants and every point's error with them."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.fit_scaling")
+    parser.add_argument("--folds", type=int, help="instead, errors of points left out of the fit")
+    folds = parser.parse_args().folds
     points, start = measured_points(), Constants()
+    if folds is not None:
+        errors = left_out_errors(points, start, folds)
+        for point, error in zip(points, errors, strict=True):
+            print(f"{point.group:15} {point.case:58} {100 * error:+6.1f} %")
+        sizes = np.abs(errors)
+        print(f"mean {100 * sizes.mean():.1f} %, largest {100 * sizes.max():.1f} %")
+        return
+    _print_collectives(start)
     found = fit(points, start)
     for name in FITTED:
         print(f"    {name}: float = {getattr(found, name):.3g}  # was {getattr(start, name):.3g}")

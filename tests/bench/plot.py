@@ -497,6 +497,51 @@ def _speculative() -> Picture:
     return Picture("Speculative decoding on two CPU cores", _source(record), panels, 2, 1.6)
 
 
+def _best_of(rows: list[dict[str, Any]], gpus: int, key: str, **wanted: Any) -> float | None:
+    """Return the best figure of the rows of so many GPUs that are possible."""
+    found = [
+        row[key]
+        for row in rows
+        if row["gpus"] == gpus
+        and key in row
+        and row["division"].startswith(wanted["way"])
+        and row["sums"] == wanted["sums"]
+    ]
+    best = min if key.startswith("ms") else max
+    return best(found) if found else None
+
+
+def _scaling() -> Picture:
+    record = _load("scaling")["predicted"]
+    models = (("llama-3.1-8b", ""), ("llama-3.1-70b", ", fp8"),
+              ("qwen3-235b-a22b", ", fp8_block"), ("gpt-oss-120b", ", mxfp4"))  # fmt: skip
+    latencies, rates = [], []
+    for name, form in models:
+        rows = [row for row in record["over_gpus"] if row["model"] == name]
+        gpus = sorted({row["gpus"] for row in rows if "ms_per_token" in row})
+
+        def line(key: str, sums: str, ways: tuple[str, ...] = ("tp", "1 GPU"),
+                 rows: list[Any] = rows, gpus: list[int] = gpus) -> list[float | None]:  # fmt: skip
+            found = [[_best_of(rows, n, key, way=way, sums=sums) for way in ways] for n in gpus]
+            return [next((value for value in each if value), None) for each in found]
+
+        goal = "ours, sums of 4 us (issue 23's goal)"
+        latencies.append(
+            Lines(f"{name}{form}: one request", "ms a token", "GPUs that share each layer", gpus,
+                  {"ours": line("ms_per_token", "NCCL"), goal: line("ms_per_token", "goal")})
+        )  # fmt: skip
+        found = {
+            "ours": line("output_tokens_per_s", "NCCL"),
+            goal: line("output_tokens_per_s", "goal"),
+            "ours, replicas": line("output_tokens_per_s", "NCCL", ("dp", "1 GPU")),
+        }
+        shown = {series: values for series, values in found.items() if any(values)}
+        rates.append(Lines(f"{name}: 256 requests", "output tokens/s", "GPUs", gpus, shown))
+    source = "H200s; constants of measured points of one H200, sums: NCCL 2.28 on two H200s"
+    return Picture("Predicted, not measured: from 1 to 8 GPUs", source, [*latencies, *rates], 4,
+                   2.6, 12.5)  # fmt: skip
+
+
 PICTURES: dict[str, Callable[[], Picture]] = {
     "gemm_sm90": _gemm_sm90,
     "gemm_skinny": _gemm_skinny,
@@ -516,6 +561,7 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "attention_roofline": _roofline,
     "quantization": _quantization,
     "quantized_models": _quantized_models,
+    "scaling": _scaling,
 }
 
 

@@ -16,7 +16,7 @@ from engine.commands._bench_workloads import Work
 from engine.scaling import Constants, Division, Speed, Step, StepModel, Workload, find_card
 from tests.bench.figure import FOLDER
 
-__all__ = ["Point", "measured_points"]
+__all__ = ["Point", "collective_points", "measured_points"]
 
 _LATENCY, _SHORT = 128 + 512 / 2, 128 + 200 / 2  # mean keys: 128 in, 512 or 200 out
 _PROMPT = 4096
@@ -190,3 +190,9 @@ def _many_prompts(loop: dict[str, Any], quantized: dict[str, Any]) -> Iterator[P
         if "prompt_tokens_per_s" in row:
             yield _prompts(row["model"], row["weights"], row["prompt_tokens_per_s"],
                            "quantized_models.json")  # fmt: skip
+
+
+def collective_points() -> list[tuple[int, float]]:
+    """Return (bytes, us) of sums over two H200s."""
+    rows = json.loads((FOLDER / "scaling.json").read_text())["collectives"]["rows"]
+    return [(row["bytes"], row["us"]) for row in rows]

@@ -1,0 +1,120 @@
+"""`engine plan`, as a shell sees it: no GPU, clear errors, JSON."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from engine.cli import main
+
+ARGUMENTS = ["plan", "llama-3.1-8b", "--gpu", "h200"]
+
+
+def _run(capsys, *arguments, status=0):
+    with pytest.raises(SystemExit) as done:
+        main([*ARGUMENTS, *arguments])
+    out, err = capsys.readouterr()
+    assert done.value.code == status, out + err
+    return out if status == 0 else err
+
+
+def test_the_table_names_every_way_and_the_fastest(capsys):
+    text = _run(capsys, "--gpus", "8")
+    for name in ("dp 8", "tp 2 x pp 2 x dp 2", "tp 8", "pp 8"):
+        assert f"\n{name} " in text
+    assert "Predicted, not measured" in text and "8 x NVIDIA H200" in text
+    assert "lowest latency: tp 8" in text and "highest throughput: " in text
+
+
+def test_json_has_the_parts_of_the_times(capsys):
+    record = json.loads(_run(capsys, "--gpus", "4", "--json"))
+    rows = {row["name"]: row for row in record["rows"]}
+    assert record["num_gpus"] == 4 and set(rows) >= {"dp 4", "tp 4"}
+    tensor = rows["tp 4"]
+    assert sum(tensor["token"].values()) == pytest.approx(1e3 * tensor["ms_per_token"])
+    assert tensor["token"]["collectives"] > 0 == rows["dp 4"]["token"]["collectives"]
+    assert rows[record["fastest_token"]]["ms_per_token"] == min(
+        row["ms_per_token"] for row in record["rows"]
+    )
+    assert rows[record["most_tokens"]]["output_tokens_per_s"] == max(
+        row["output_tokens_per_s"] for row in record["rows"]
+    )
+
+
+def test_sizes_leave_only_their_ways(capsys):
+    text = _run(capsys, "--gpus", "8", "--tensor-parallel-size", "4", "--data-parallel-size", "1")
+    assert "tp 4 x pp 2" in text and "dp" not in text
+
+
+def test_expert_parallel_is_a_choice_for_mixtures(capsys):
+    arguments = ["plan", "mixtral-8x7b", "--gpu", "h200", "--gpus", "2"]
+    for extra, number in (([], 1), (["--enable-expert-parallel"], 2)):
+        with pytest.raises(SystemExit):
+            main([*arguments, *extra])
+        lines = capsys.readouterr().out.splitlines()
+        assert sum("(ep) " in line[:26] for line in lines) >= 1
+        assert any(line.startswith("dp 2") for line in lines) == (number == 1)
+
+
+def test_8_bit_pages_hold_twice_the_tokens(capsys):
+    wide, narrow = (
+        json.loads(_run(capsys, "--json", "--kv-cache-dtype", name))["rows"][0]["num_tokens"]
+        for name in ("auto", "fp8")
+    )
+    assert 2 * wide <= narrow <= 2 * wide + 16
+
+
+def test_formats_of_files_can_be_planned_for_a_built_in_configuration(capsys):
+    assert "in q4_k," in _run(capsys, "-q", "q4_k")
+
+
+def test_what_does_not_fit_is_said_and_status_1(capsys):
+    with pytest.raises(SystemExit) as done:
+        main(["plan", "mixtral-8x7b", "--gpu", "l40s"])
+    assert done.value.code == 1
+    text = capsys.readouterr().out
+    assert "does not fit: " in text and "lowest latency" not in text
+
+
+def test_other_cards_say_where_their_constants_are_from(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "llama-3.1-8b", "--gpu", "h100"])
+    assert "constants measured on an H200, scaled by the data sheets" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpus", "0"], "--gpus must be from 1 to 1000000; got 0"),
+        (["--gpus", "6", "--tensor-parallel-size", "4"], "must divide --gpus 6; got 4"),
+        (["--gpus", "4", "--tensor-parallel-size", "2", "--data-parallel-size", "1",
+          "--pipeline-parallel-size", "1"], "must multiply to --gpus 4; got tensor 2"),
+        (["--enable-expert-parallel"], "needs a model with experts"),
+        (["--kv-cache-dtype", "fp4"], "must be one of auto, fp8, int8; got fp4"),
+        (["--dtype", "float32"], "dtype must be bfloat16 or float16"),
+        (["--prompt-len", "200000"], "at most 131072 tokens"),
+        (["--num-requests", "-1"], "--num-requests must be from 1"),
+        (["-q", "int3"], "quantization must be one of"),
+    ],
+)  # fmt: skip
+def test_wrong_options_say_what_was_wanted(capsys, arguments, message):
+    assert message in _run(capsys, *arguments, status=2)
+
+
+def test_an_unknown_card_names_the_nearest(capsys):
+    with pytest.raises(SystemExit) as done:
+        main(["plan", "llama-3.1-8b", "--gpu", "h20"])
+    assert done.value.code == 2 and "did you mean h200?" in capsys.readouterr().err
+
+
+def test_planning_needs_neither_a_gpu_nor_the_server():
+    code = (
+        "import sys; from engine.cli import main\n"
+        "try: main(['plan', 'llama-3.1-8b', '--gpu', 'h200'])\n"
+        "except SystemExit as done: assert not done.code\n"
+        "assert not {'cupy', 'starlette', 'engine.server'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, stdout=subprocess.DEVNULL)
