@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from engine.cli import main
+from engine.commands._bench_models import config_folder
 
 ARGUMENTS = ["plan", "llama-3.1-8b", "--gpu", "h200"]
 
@@ -69,6 +70,32 @@ def test_8_bit_pages_hold_twice_the_tokens(capsys):
 
 def test_formats_of_files_can_be_planned_for_a_built_in_configuration(capsys):
     assert "in q4_k," in _run(capsys, "-q", "q4_k")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "name"),
+    [
+        (None, "bfloat16"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "int4_g128"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8_block"),
+    ],
+)
+def test_a_folder_is_planned_in_the_format_of_its_files(capsys, tmp_path, scheme, name):
+    values = json.loads((config_folder("llama-3.1-8b") / "config.json").read_text())
+    values |= {} if scheme is None else {"quantization_config": scheme}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    for extra, wanted in (([], name), (["-q", "fp8"], "fp8"), (["-q", "none"], "bfloat16")):
+        with pytest.raises(SystemExit) as done:
+            main(["plan", str(tmp_path), "--gpu", "h200", *extra])
+        assert not done.value.code
+        assert f" in {wanted}, " in capsys.readouterr().out
+
+
+def test_a_gguf_file_is_planned_in_the_type_of_most_of_its_layers(capsys):
+    with pytest.raises(SystemExit) as done:
+        main(["plan", "smollm2", "--gpu", "l40s"])
+    assert not done.value.code and " in q4_1, " in capsys.readouterr().out
 
 
 def test_what_does_not_fit_is_said_and_status_1(capsys):

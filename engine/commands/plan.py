@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from typing import Any
 
 from engine.commands._bench_models import named_config
@@ -11,8 +12,12 @@ from engine.commands._quantization import add_quantization_argument
 from engine.config import ModelConfig
 from engine.device import Device
 from engine.errors import ConfigError
+from engine.loading.download import ModelSource
+from engine.loading.gguf import GgufFile
 from engine.loading.load_config import resolve_load_config
+from engine.loading.quantized.scheme import load_scheme
 from engine.model_files import excerpt
+from engine.quantization import FORMATS
 from engine.scaling import CARDS, Constants, Division, StepModel, Workload, divisions, find_card
 from engine.scaling.plan import ScalingPlan, plan_scaling
 
@@ -78,9 +83,9 @@ def _plan(arguments: argparse.Namespace) -> ScalingPlan:
         source,
         (Device("cuda", 0), ""),
         arguments.dtype,
-        "auto" if source is not None else "dummy",
+        "dummy",  # any format: nothing is loaded
         arguments.max_model_len,
-        arguments.quantization,
+        arguments.quantization or _stored_format(source),
     )
     quantization = None if how.quantization == "none" else how.quantization
     page_itemsize = 2 if arguments.kv_cache_dtype == "auto" else 1
@@ -94,6 +99,34 @@ def _plan(arguments: argparse.Namespace) -> ScalingPlan:
         max_num_seqs=arguments.max_num_seqs,
         gpus_per_host=arguments.gpus_per_host,
     )
+
+
+def _stored_format(source: ModelSource | None) -> str | None:
+    """Return the format of the matrices in a model's files; None if they are not quantized.
+
+    Of a .gguf file, whose tensors have types of their own, that of the most bytes of layers.
+
+    Raises
+    ------
+    ConfigError
+        If a folder's files have several.
+    """
+    if source is None:
+        return None
+    if source.kind == "gguf":
+        sizes: Counter[str] = Counter()
+        for name, tensor in GgufFile(source.path).tensors.items():
+            if name.startswith("blk."):
+                sizes[tensor.format.name.lower()] += tensor.stop - tensor.start
+        most = max(sizes, key=lambda name: sizes[name], default="")
+        return most if most in FORMATS else None
+    scheme = load_scheme(source.path)
+    if scheme is None:
+        return None
+    if len(scheme.formats) != 1:
+        names = ", ".join(scheme.formats) or "none"
+        raise ConfigError(f"the model's files have several formats ({names}): name one with -q")
+    return scheme.formats[0]
 
 
 def _check_positive(name: str, number: int | None) -> None:

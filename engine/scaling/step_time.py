@@ -256,6 +256,7 @@ class StepModel:
         terms += Terms(sampling=sampling, launches=4 * self.constants.elementwise_us)
         if division.tensor == 1:
             return terms
+        # A gather moves half of what a sum in two shots does.
         gathered = self._collective(logits * _LOGIT_BYTES / 2, division)
         return terms + gathered + self._sum(step.num_tokens, division)  # the latter of embeddings
 
