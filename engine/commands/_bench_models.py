@@ -28,7 +28,7 @@ def built_in_names() -> list[str]:
     Examples
     --------
     >>> built_in_names()[:3]
-    ['gpt-oss-20b', 'llama-3.1-8b', 'llama-3.2-1b']
+    ['gpt-oss-120b', 'gpt-oss-20b', 'llama-3.1-70b']
     """
     folder = Path(__file__).parents[1] / "testing" / "configs"
     return sorted(path.parent.name for path in folder.glob("*/config.json"))

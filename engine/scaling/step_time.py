@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import NormalDist
 
 from engine.config import ModelConfig, MoeConfig
@@ -117,17 +117,11 @@ class StepModel:
         is_last : bool
             Whether the stage has the output layer.
         """
-        shapes = weight_shapes(local)
-        formats = self._formats(local)
-        kinds = Counter(_kinds_of_layers(local, shapes))
+        shapes, formats, kinds = _weights(local, self.quantization)
         terms = Terms()
         for (layer, window), count in kinds.items():
             terms += self._layer(local, layer, window, shapes, formats, step, division).times(count)
         return terms + self._output(shapes, formats, step, division) if is_last else terms
-
-    def _formats(self, local: ModelConfig) -> dict[str, Format]:
-        form = FORMATS.get(self.quantization or "")
-        return {} if form is None else quantized_formats(local, form)
 
     def _layer(
         self,
@@ -308,14 +302,23 @@ class StepModel:
         return 989.0 / self.card.tensor_16
 
 
-def _kinds_of_layers(
-    local: ModelConfig, shapes: dict[str, tuple[int, ...]]
-) -> Iterator[tuple[int, int]]:
-    """Yield, for each layer, the first one of its kind, and its window."""
+@lru_cache(maxsize=256)
+def _weights(
+    local: ModelConfig, quantization: str | None
+) -> tuple[dict[str, tuple[int, ...]], dict[str, Format], Counter[tuple[int, int]]]:
+    """Return shapes and formats of the weights, and how many layers of each kind there are.
+
+    A kind is the first layer of it, and its window.
+    """
+    shapes, form = weight_shapes(local), FORMATS.get(quantization or "")
+    formats = {} if form is None else quantized_formats(local, form)
     first: dict[tuple[object, ...], int] = {}
+    kinds: Counter[tuple[int, int]] = Counter()
     for layer in range(local.num_layers):
-        key = (local.window(layer), local.moe_of(layer) is not None)
-        yield first.setdefault(key, layer), local.window(layer)
+        window = local.window(layer)
+        key = window, local.moe_of(layer) is not None
+        kinds[first.setdefault(key, layer), window] += 1
+    return shapes, formats, kinds
 
 
 def _chosen_experts(moe: MoeConfig, num_tokens: int, division: Division) -> tuple[float, float]:
