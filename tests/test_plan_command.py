@@ -102,8 +102,9 @@ def test_what_does_not_fit_is_said_and_status_1(capsys):
     with pytest.raises(SystemExit) as done:
         main(["plan", "mixtral-8x7b", "--gpu", "l40s"])
     assert done.value.code == 1
-    text = capsys.readouterr().out
+    text, reason = capsys.readouterr()
     assert "does not fit: " in text and "lowest latency" not in text
+    assert reason == "engine plan: the model fits in no way\n"
 
 
 def test_other_cards_say_where_their_constants_are_from(capsys):
@@ -115,12 +116,12 @@ def test_other_cards_say_where_their_constants_are_from(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--gpus", "0"], "--gpus must be from 1 to 1000000; got 0"),
+        (["--gpus", "0"], "--gpus must be from 1 to 1024; got 0"),
         (["--gpus", "6", "--tensor-parallel-size", "4"], "must divide --gpus 6; got 4"),
         (["--gpus", "4", "--tensor-parallel-size", "2", "--data-parallel-size", "1",
           "--pipeline-parallel-size", "1"], "must multiply to --gpus 4; got tensor 2"),
         (["--enable-expert-parallel"], "needs a model with experts"),
-        (["--kv-cache-dtype", "fp4"], "must be one of auto, fp8, int8; got fp4"),
+        (["--kv-cache-dtype", "fp4"], "must be one of auto, fp8, int8; got 'fp4'"),
         (["--dtype", "float32"], "dtype must be bfloat16 or float16"),
         (["--prompt-len", "200000"], "at most 131072 tokens"),
         (["--num-requests", "-1"], "--num-requests must be from 1"),

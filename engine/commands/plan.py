@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections import Counter
 from typing import Any
 
+from engine.checks import shown
 from engine.commands._bench_models import named_config
 from engine.commands._quantization import add_quantization_argument
 from engine.config import ModelConfig
@@ -30,6 +32,7 @@ _WAYS = {
     "pipeline": "stages of layers",
     "data": "replicas",
 }
+_MOST, _MOST_GPUS = 10**6, 1024
 _PAGES = ("auto", "fp8", "int8")
 
 
@@ -65,7 +68,10 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps({"model": arguments.model, **plan.as_dict()}))
     else:
         print(f"{_title(arguments, plan)}\n{plan}")
-    return 0 if plan.possible else 1
+    if not plan.possible:
+        print("engine plan: the model fits in no way", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _plan(arguments: argparse.Namespace) -> ScalingPlan:
@@ -74,7 +80,8 @@ def _plan(arguments: argparse.Namespace) -> ScalingPlan:
         _check_positive(name, getattr(arguments, name))
     if arguments.kv_cache_dtype not in _PAGES:
         raise ConfigError(
-            f"--kv-cache-dtype must be one of {', '.join(_PAGES)}; got {arguments.kv_cache_dtype}"
+            f"--kv-cache-dtype must be one of {', '.join(_PAGES)}; "
+            f"got {shown(arguments.kv_cache_dtype)}"
         )
     card = find_card(arguments.gpu)
     config, source = named_config(arguments.model)
@@ -130,8 +137,11 @@ def _stored_format(source: ModelSource | None) -> str | None:
 
 
 def _check_positive(name: str, number: int | None) -> None:
-    if number is not None and not 1 <= number <= 10**6:
-        raise ConfigError(f"--{name.replace('_', '-')} must be from 1 to 1000000; got {number}")
+    most = _MOST_GPUS if "gpus" in name or "parallel" in name else _MOST
+    if number is not None and not 1 <= number <= most:
+        raise ConfigError(
+            f"--{name.replace('_', '-')} must be from 1 to {most}; got {shown(number)}"
+        )
 
 
 def _ways(arguments: argparse.Namespace, config: ModelConfig) -> list[Division]:

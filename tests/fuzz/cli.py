@@ -73,6 +73,11 @@ OPTIONS = {
     "pull": ("--nothing",),
     "kernels": ("--arch", "--dtype"),
     "doctor": ("--plan", "--memory", "--dtype", "--max-model-len", "--quantization"),
+    "plan": (
+        *("--gpu", "--gpus", "--gpus-per-host", "--tensor-parallel-size", "--quantization"),
+        *("--pipeline-parallel-size", "--data-parallel-size", "--dtype", "--kv-cache-dtype"),
+        *("--max-model-len", "--max-num-seqs", "--num-requests", "--prompt-len", "--output-len"),
+    ),
 }
 FLAGS = {
     "generate": ("--chat", "--json", "--ignore-eos", "--help"),
@@ -80,6 +85,7 @@ FLAGS = {
     "bench": ("--no-async", "--no-cuda-graphs", "--help"),
     "eval": ("--help",),
     "kernels": ("--help",),
+    "plan": ("--enable-expert-parallel", "--json", "--help"),
 }
 TINY = ["--model", "MODEL", "--device", "cpu", "--max-tokens", "4"]
 EVAL = ["perplexity", "--model", "MODEL", "--device", "cpu", "--context", "8", "--file", "TEXT"]
@@ -88,7 +94,7 @@ BENCH = ["latency", "--model", "MODEL", "--device", "cpu", "--prompt-len", "4", 
 
 def make(rng: random.Random) -> dict[str, Any]:
     """Make a case."""
-    command = rng.choices(list(OPTIONS), [6, 3, 2, 2, 2, 1, 0.3])[0]
+    command = rng.choices(list(OPTIONS), [6, 3, 2, 2, 2, 1, 0.3, 2])[0]
     arguments = []
     if command in ("generate", "chat"):
         arguments = [*TINY, *(["--temperature", "0"] if rng.random() < 0.5 else [])]
@@ -96,6 +102,8 @@ def make(rng: random.Random) -> dict[str, Any]:
         arguments = [*BENCH, "--repeats", "1"]
     elif command == "eval":
         arguments = list(EVAL)
+    elif command == "plan":
+        arguments = ["MODEL", "--gpu", "h200", "--gpus", rng.choice(["1", "8", "96"])]
     elif command == "kernels":
         arguments = ["--arch", "sm_90a", rng.choice(["rmsnorm", "gelu"])]
     for _ in range(rng.choice([0, 1, 1, 2])):
@@ -173,6 +181,7 @@ def _import_commands() -> None:
     import engine.commands.eval
     import engine.commands.generate
     import engine.commands.kernels
+    import engine.commands.plan
     import engine.commands.pull  # noqa: F401
 
 
