@@ -25,6 +25,8 @@ class Card:
         TB/s between memory and chip.
     tensor_16, tensor_fp8, tensor_int8 : float
         Tensor cores without sparsity, TFLOP/s (of e4m3; TOP/s of int8); 0 if there are none.
+    vector : float
+        float32 outside tensor cores, TFLOP/s.
     link_rate : float
         GB/s to the other GPUs of the host, in one direction.
     link : str
@@ -42,6 +44,7 @@ class Card:
     tensor_16: float
     tensor_fp8: float
     tensor_int8: float
+    vector: float
     link_rate: float
     link: str
     source: str
@@ -53,15 +56,15 @@ _GB = 10**9
 CARDS: dict[str, Card] = {
     card.name: card
     for card in (
-        Card("h200", "NVIDIA H200 SXM", 141 * _GB, 4.8, 989.0, 1979.0, 1979.0, 450.0,
+        Card("h200", "NVIDIA H200 SXM", 141 * _GB, 4.8, 989.0, 1979.0, 1979.0, 67.0, 450.0,
              "NVLink 4, 900 GB/s both ways", "NVIDIA H200 data sheet", True),
-        Card("h100", "NVIDIA H100 SXM", 80 * _GB, 3.35, 989.0, 1979.0, 1979.0, 450.0,
+        Card("h100", "NVIDIA H100 SXM", 80 * _GB, 3.35, 989.0, 1979.0, 1979.0, 67.0, 450.0,
              "NVLink 4, 900 GB/s both ways", "NVIDIA H100 data sheet"),
-        Card("b200", "NVIDIA B200 SXM", 180 * _GB, 8.0, 2250.0, 4500.0, 4500.0, 900.0,
+        Card("b200", "NVIDIA B200 SXM", 180 * _GB, 8.0, 2250.0, 4500.0, 4500.0, 75.0, 900.0,
              "NVLink 5, 1.8 TB/s both ways", "NVIDIA DGX B200 data sheet, an eighth of it"),
-        Card("a100", "NVIDIA A100 SXM 80 GB", 80 * _GB, 2.039, 312.0, 0.0, 624.0, 300.0,
+        Card("a100", "NVIDIA A100 SXM 80 GB", 80 * _GB, 2.039, 312.0, 0.0, 624.0, 19.5, 300.0,
              "NVLink 3, 600 GB/s both ways", "NVIDIA A100 data sheet"),
-        Card("l40s", "NVIDIA L40S", 48 * _GB, 0.864, 362.0, 733.0, 733.0, 32.0,
+        Card("l40s", "NVIDIA L40S", 48 * _GB, 0.864, 362.0, 733.0, 733.0, 91.6, 32.0,
              "PCIe 4.0 x16, 64 GB/s both ways", "NVIDIA L40S data sheet"),
     )
 }  # fmt: skip

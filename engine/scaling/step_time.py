@@ -15,7 +15,7 @@ from engine.loading.weight_memory import quantized_formats, weight_dtype
 from engine.loading.weight_table import weight_shapes
 from engine.quantization import FORMATS, Format, dense_format
 from engine.runner.cuda_graph import batch_sizes
-from engine.scaling.cards import Card
+from engine.scaling.cards import CARDS, Card
 from engine.scaling.constants import Constants
 from engine.scaling.division import Division
 from engine.scaling.terms import Terms
@@ -299,7 +299,7 @@ class StepModel:
 
     def _speed(self) -> float:
         """Times of arithmetic outside tensor cores, relative to the measured card's."""
-        return 989.0 / self.card.tensor_16
+        return CARDS["h200"].vector / self.card.vector
 
 
 @lru_cache(maxsize=256)

@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from engine.scaling import Collective, Constants, find_card
-from tests.bench.scaling_points import Point, collective_points, measured_points
+from tests.bench.scaling_points import UNFITTED, Point, collective_points, measured_points
 
 __all__ = ["FITTED", "best_us", "fit", "fit_collectives"]
 
@@ -112,7 +112,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.fit_scaling")
     parser.add_argument("--folds", type=int, help="instead, errors of points left out of the fit")
     folds = parser.parse_args().folds
-    points, start = measured_points(), Constants()
+    start = Constants()
+    points = [point for point in measured_points() if point.group != UNFITTED]
     if folds is not None:
         errors = left_out_errors(points, start, folds)
         for point, error in zip(points, errors, strict=True):

@@ -6,9 +6,10 @@ Every figure is read from the data of the page that shows it; here is only how i
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from engine.commands._bench_models import built_in_config
@@ -16,7 +17,10 @@ from engine.commands._bench_workloads import Work
 from engine.scaling import Constants, Division, Speed, Step, StepModel, Workload, find_card
 from tests.bench.figure import FOLDER
 
-__all__ = ["Point", "collective_points", "measured_points"]
+__all__ = ["UNFITTED", "Point", "collective_points", "measured_points"]
+
+UNFITTED = "steps of 256 requests, not fitted to"
+"""The group of points that the constants are not fitted to."""
 
 _LATENCY, _SHORT = 128 + 512 / 2, 128 + 200 / 2  # mean keys: 128 in, 512 or 200 out
 _PROMPT = 4096
@@ -29,7 +33,7 @@ class Point:
     Attributes
     ----------
     group : str
-        "one request", "few requests", "a step of many", "many requests" or "prompts".
+        "one request", "few requests", "a step of many", "many requests", "prompts" or `UNFITTED`.
     case : str
     unit : str
         "ms" or "tokens/s".
@@ -128,7 +132,8 @@ def measured_points() -> list[Point]:
     """Return all points, in the order of the table in docs/scaling.md."""
     loop, quantized = _load("decode_loop"), _load("quantized_models")
     return [*_one_request(loop, quantized), *_few_requests(loop), *_steps(loop),
-            *_many_requests(loop, quantized), *_many_prompts(loop, quantized)]  # fmt: skip
+            *_many_requests(loop, quantized), *_many_prompts(loop, quantized),
+            *_steps_of_requests(loop)]  # fmt: skip
 
 
 def _one_request(loop: dict[str, Any], quantized: dict[str, Any]) -> Iterator[Point]:
@@ -190,6 +195,37 @@ def _many_prompts(loop: dict[str, Any], quantized: dict[str, Any]) -> Iterator[P
         if "prompt_tokens_per_s" in row:
             yield _prompts(row["model"], row["weights"], row["prompt_tokens_per_s"],
                            "quantized_models.json")  # fmt: skip
+
+
+def _steps_of_requests(loop: dict[str, Any]) -> Iterator[Point]:
+    """Yield the mean step of 256 mixed requests, by how many of them still run."""
+    key = "padding_tile_last_layer_2026_11_22"
+    work = Work.mixed(256)
+    running = [
+        [len(prompt) + step for prompt, most in zip(work.prompts, work.lengths, strict=True)
+         if most > step]
+        for step in range(max(work.lengths))
+    ]  # fmt: skip
+    now = [row for row in loop[key]["rows"] if row[0] == "now"]
+    for column, title in enumerate(loop[key]["columns"]):
+        bounds = re.fullmatch(r"(\d+)-(\d+)", title)
+        if bounds is None:
+            continue
+        low, high = map(int, bounds.groups())
+        steps = [contexts for contexts in running if low <= len(contexts) <= high]
+        measured = sum(row[column] for row in now) / len(now)
+        yield Point(UNFITTED, f"llama-3.1-8b, bfloat16, {title} sequences", "ms", measured,
+                    f"decode_loop.json, {key}", partial(_mean_step, steps))  # fmt: skip
+
+
+def _mean_step(steps: list[list[int]], constants: Constants) -> float:
+    """Return the mean time in ms of steps of sequences of these lengths."""
+    speed = _speed("llama-3.1-8b", "bfloat16", "bfloat16", constants)
+    found = [
+        speed.step_terms(Step.decode(len(contexts), sum(contexts) / len(contexts))).total
+        for contexts in steps
+    ]
+    return sum(found) / len(found) / 1e3
 
 
 def collective_points() -> list[tuple[int, float]]:
