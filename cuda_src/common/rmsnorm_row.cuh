@@ -44,32 +44,29 @@ __device__ __forceinline__ void hide_value(Words& x) {
   for (uint32_t& word : x.v.v) asm volatile("" : "+r"(word));
 }
 
-// A row in registers, kVectors vectors a thread: `use(k, i, y)` gets vector k of the thread, the
-// results from column i on.
-template <int kWarpsPerRow, int kVectors, typename Use>
-__device__ __forceinline__ void rmsnorm_register_row(const Row& row, float* smem_sums,
-                                                     const Use& use) {
+// The thread's vectors of the row's weight.
+template <int kWarpsPerRow, int kVectors>
+__device__ __forceinline__ void load_row_weight(const Row& row, Words (&w)[kVectors]) {
   constexpr int kStep = kWarpsPerRow * kWarpSize * kVec;
   const int begin = (threadIdx.x % (kWarpsPerRow * kWarpSize)) * kVec;
-  const bool has_residual = row.residual != nullptr;
-  Words h[kVectors], r[kVectors], w[kVectors];
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {
     const int i = begin + k * kStep;
-    h[k] = r[k] = Words{};
-    if (i < row.n) h[k] = load_packed<kVec>(row.x + i);
-    if (i < row.n && has_residual) r[k] = load_packed<kVec>(row.residual + i);
+    w[k] = Words{};
+    if (i < row.n) w[k] = load_packed<kVec>(row.weight + i);
   }
-  const auto load_weight = [&] {
-#pragma unroll
-    for (int k = 0; k < kVectors; ++k) {
-      const int i = begin + k * kStep;
-      w[k] = Words{};
-      if (i < row.n) w[k] = load_packed<kVec>(row.weight + i);
-    }
-  };
-  constexpr bool kLoadsWeightFirst = kVectors <= 2;  // else it reuses the registers of r
-  if (kLoadsWeightFirst) load_weight();
+}
+
+// The row whose vectors of x, residual and weight are in h, r and w. `load_late` is called once r is
+// used, and may load w. `use(k, i, y)` gets vector k of the thread, the results from column i on.
+template <int kWarpsPerRow, int kVectors, typename LoadLate, typename Use>
+__device__ __forceinline__ void finish_register_row(const Row& row, Words (&h)[kVectors],
+                                                    Words (&r)[kVectors], Words (&w)[kVectors],
+                                                    const LoadLate& load_late, float* smem_sums,
+                                                    const Use& use) {
+  constexpr int kStep = kWarpsPerRow * kWarpSize * kVec;
+  const int begin = (threadIdx.x % (kWarpsPerRow * kWarpSize)) * kVec;
+  const bool has_residual = row.residual != nullptr;
   float sum = 0.0f;
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {
@@ -87,7 +84,7 @@ __device__ __forceinline__ void rmsnorm_register_row(const Row& row, float* smem
 #pragma unroll
     for (int j = 0; j < kVec; ++j) sum += first_term(to_float(own.v[j]));
   }
-  if (!kLoadsWeightFirst) load_weight();
+  load_late();
   sum = block_sum<kWarpsPerRow>(sum, smem_sums);
   const float mean = kIsCentred ? sum / row.n : 0.0f;
   if (kIsCentred) {
@@ -121,4 +118,29 @@ __device__ __forceinline__ void rmsnorm_register_row(const Row& row, float* smem
     }
     if (i < row.n) use(k, i, own);
   }
+}
+
+// A row in registers, kVectors vectors a thread: `use(k, i, y)` gets vector k of the thread, the
+// results from column i on.
+template <int kWarpsPerRow, int kVectors, typename Use>
+__device__ __forceinline__ void rmsnorm_register_row(const Row& row, float* smem_sums,
+                                                     const Use& use) {
+  constexpr int kStep = kWarpsPerRow * kWarpSize * kVec;
+  const int begin = (threadIdx.x % (kWarpsPerRow * kWarpSize)) * kVec;
+  const bool has_residual = row.residual != nullptr;
+  Words h[kVectors], r[kVectors], w[kVectors];
+#pragma unroll
+  for (int k = 0; k < kVectors; ++k) {
+    const int i = begin + k * kStep;
+    h[k] = r[k] = Words{};
+    if (i < row.n) h[k] = load_packed<kVec>(row.x + i);
+    if (i < row.n && has_residual) r[k] = load_packed<kVec>(row.residual + i);
+  }
+  constexpr bool kLoadsWeightFirst = kVectors <= 2;  // else it reuses the registers of r
+  const auto load_weight = [&] { load_row_weight<kWarpsPerRow, kVectors>(row, w); };
+  if (kLoadsWeightFirst) load_weight();
+  const auto load_late = [&] {
+    if (!kLoadsWeightFirst) load_weight();
+  };
+  finish_register_row<kWarpsPerRow, kVectors>(row, h, r, w, load_late, smem_sums, use);
 }

@@ -1,6 +1,9 @@
 """The catalog of ops: on NumPy arrays they run the mirror, on CuPy arrays the CUDA kernel."""
 
 from engine.kernels._attention_pattern import BlockSparse, Periodic
+from engine.kernels.all_gather import all_gather
+from engine.kernels.all_reduce import all_reduce
+from engine.kernels.all_reduce_rmsnorm import all_reduce_rmsnorm
 from engine.kernels.attention_backward import attention_backward
 from engine.kernels.attention_decode import attention_decode
 from engine.kernels.attention_prefill import attention_prefill
@@ -43,6 +46,9 @@ __all__ = [
     "BlockSparse",
     "Periodic",
     "Routing",
+    "all_gather",
+    "all_reduce",
+    "all_reduce_rmsnorm",
     "attention_backward",
     "attention_decode",
     "attention_prefill",

@@ -1,5 +1,8 @@
 """The NumPy mirrors: one file per op, each the specification of the kernel of the same name."""
 
+from engine.reference.all_gather import all_gather
+from engine.reference.all_reduce import all_reduce
+from engine.reference.all_reduce_rmsnorm import all_reduce_rmsnorm
 from engine.reference.attention_backward import attention_backward
 from engine.reference.attention_decode import attention_decode
 from engine.reference.attention_prefill import attention_prefill
@@ -40,6 +43,9 @@ from engine.reference.swiglu_quantize import swiglu_quantize
 
 __all__ = [
     "Routing",
+    "all_gather",
+    "all_reduce",
+    "all_reduce_rmsnorm",
     "attention_backward",
     "attention_decode",
     "attention_prefill",

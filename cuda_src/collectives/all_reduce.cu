@@ -1,0 +1,81 @@
+// The sum of an array over the ranks of a group, in every rank.
+//
+//   x, out  (n,) scalar_t   contiguous; out may be x
+//   group   PeerGroup of this rank (peer_memory.cuh)
+//   is_aligned              x and out are aligned to 16 bytes
+//
+// Every rank launches it with the same n. One shot: each rank sends its array to all others, and
+// all add. Two shots: rank r gets and adds the r-th segment of every array, and sends the sum.
+//
+// Numerics: added in the order of ranks, from +0, in float; rounded once. Both ways give the same
+// bits in all ranks.
+// Parallelisation: a thread per 16 bytes, or several. A thread sends the next vector before it
+// waits for the one in hand. It waits for nothing but what the thread of the same number sends in
+// other ranks, so no block waits for a block of its own rank.
+// Mirror: engine/reference/all_reduce.py
+#include "collectives/peer_memory.cuh"
+
+constexpr int kOp = 1;  // named in engine/kernels/_peer_memory.py
+constexpr int kMaxThreads = 512;
+
+extern "C" __global__ void __launch_bounds__(kMaxThreads)
+    all_reduce_one_shot(const scalar_t* x, scalar_t* out, PeerGroup* group, int64_t n,
+                        int is_aligned) {
+  pdl_trigger();
+  pdl_wait();
+  const int length = num_vectors(n);
+  const int step = gridDim.x * blockDim.x;
+  int i = blockIdx.x * blockDim.x + threadIdx.x;
+  Words own = {};
+  if (i < length) own = load_flat(x, i, n, is_aligned);
+  PeerCall call(group, kOp);
+  if (i < length) call.push_to_all(0, length, i, own);
+  call.advance(static_cast<uint32_t>((call.size - 1) * length));
+  call.empty_previous();
+  for (; i < length; i += step) {
+    Words next = {};
+    if (i + step < length) {
+      next = load_flat(x, i + step, n, is_aligned);
+      call.push_to_all(0, length, i + step, next);
+    }
+    store_flat(out, i, n, is_aligned, sum_of_ranks<4>(call, 0, length, i, own));
+    own = next;
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kMaxThreads)
+    all_reduce_two_shot(const scalar_t* x, scalar_t* out, PeerGroup* group, int64_t n,
+                        int is_aligned) {
+  pdl_trigger();
+  pdl_wait();
+  PeerCall call(group, kOp);
+  const int total = num_vectors(n);
+  const int length = (total + call.size - 1) / call.size;  // of a segment
+  const int sums = (call.size - 1) * length;               // where sums arrive
+  const int step = gridDim.x * blockDim.x;
+  const int begin = blockIdx.x * blockDim.x + threadIdx.x;
+  for (int j = begin; j < length; j += step) {
+    for (int p = 0; p < call.size; ++p) {
+      const int i = p * length + j;
+      if (p != call.rank && i < total) call.push(p, 0, length, j, load_flat(x, i, n, is_aligned));
+    }
+  }
+  call.advance(static_cast<uint32_t>(2 * sums));
+  call.empty_previous();
+  for (int j = begin; j < length; j += step) {
+    const int i = call.rank * length + j;
+    if (i >= total) break;
+    const Words sum = sum_of_ranks<4>(call, 0, length, j, load_flat(x, i, n, is_aligned));
+    call.push_to_all(sums, length, j, sum);
+    store_flat(out, i, n, is_aligned, sum);
+  }
+  // SAFETY: out may be x: the thread that writes a vector has sent it, in the first loop.
+  for (int j = begin; j < length; j += step) {
+    for (int p = 0; p < call.size; ++p) {
+      const int i = p * length + j;
+      if (p == call.rank || i >= total) continue;
+      const Words* source = call.source(p, sums, length, j);
+      store_flat(out, i, n, is_aligned, call.wait(source, p, load_peer_words(source)));
+    }
+  }
+}

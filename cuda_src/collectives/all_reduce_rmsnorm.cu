@@ -1,0 +1,95 @@
+// The sum of rows over the ranks of a group, the residual add and RMSNorm that follow it.
+//
+//   s = x_0 + x_1 + ...        (as all_reduce.cu)
+//   h = x_scale * s + residual, y = h / sqrt(mean(h^2) + eps) * (weight + weight_offset)
+//                              (as rmsnorm.cu)
+//
+//   x, residual, out, residual_out  (M, N) scalar_t   contiguous, rows of whole 16-byte vectors;
+//                                   out may be x, residual_out may be residual
+//   weight  (N,) scalar_t
+//   group   PeerGroup of this rank (peer_memory.cuh)
+//
+// Every rank launches it with the same M and N.
+//
+// Numerics: s is rounded to scalar_t, and the row's sum is in rmsnorm.cu's order, so that results
+// have the bits of the two ops'.
+// Parallelisation: a row per block, or several; a block waits for nothing but the same rows of other
+// ranks. Residual and weight are loaded while the row is on its way.
+// Mirror: engine/reference/all_reduce_rmsnorm.py
+#include "collectives/peer_memory.cuh"
+#include "common/rmsnorm_row.cuh"
+
+constexpr int kOp = 2;  // named in engine/kernels/_peer_memory.py
+
+template <int kWarps, int kVectors>
+__device__ __forceinline__ void all_reduce_rmsnorm(const Row& rows, PeerGroup* group,
+                                                   int64_t num_rows) {
+  pdl_trigger();
+  constexpr int kStep = kWarps * kWarpSize * kVec;
+  __shared__ float smem_sums[kWarps];
+  pdl_wait();
+  PeerCall call(group, kOp);
+  const int begin = threadIdx.x * kVec;
+  const int length = rows.n / kVec;  // vectors of a row
+  const int total = static_cast<int>(num_rows) * length;
+  bool is_first = true;
+  for (int i = blockIdx.x; i < num_rows; i += gridDim.x) {
+    const Row row{rows.x + static_cast<int64_t>(i) * rows.n,
+                  rows.residual + static_cast<int64_t>(i) * rows.n,
+                  rows.weight,
+                  nullptr,
+                  rows.out + static_cast<int64_t>(i) * rows.n,
+                  rows.residual_out + static_cast<int64_t>(i) * rows.n,
+                  rows.n,
+                  rows.eps,
+                  rows.weight_offset,
+                  rows.x_scale};
+    Words h[kVectors], r[kVectors], w[kVectors];
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      const int c = begin + k * kStep;
+      h[k] = Words{};
+      if (c < row.n) {
+        h[k] = sendable(load_packed<kVec>(row.x + c));
+        call.push_to_all(0, total, i * length + c / kVec, h[k]);
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      const int c = begin + k * kStep;
+      r[k] = Words{};
+      if (c < row.n) r[k] = load_packed<kVec>(row.residual + c);
+    }
+    load_row_weight<kWarps, kVectors>(row, w);
+    if (is_first) {
+      call.advance(static_cast<uint32_t>((call.size - 1) * total));
+      call.empty_previous();
+      is_first = false;
+    }
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      const int c = begin + k * kStep;
+      if (c < row.n) h[k] = sum_of_ranks<2>(call, 0, total, i * length + c / kVec, h[k]);
+    }
+    const auto store = [&](int, int c, const Vec<scalar_t, kVec>& y) { store_vec(row.out + c, y); };
+    finish_register_row<kWarps, kVectors>(row, h, r, w, [] {}, smem_sums, store);
+  }
+}
+
+// The sizes are those of rmsnorm.cu, KiB of the longest row.
+#define ENGINE_ALL_REDUCE_RMSNORM(name, warps, vectors)                                        \
+  extern "C" __global__ void __launch_bounds__((warps) * 32)                                   \
+      name(const scalar_t* x, const scalar_t* residual, const scalar_t* weight, scalar_t* out, \
+           scalar_t* residual_out, PeerGroup* group, int64_t num_rows, int n, float eps,       \
+           float weight_offset, float x_scale) {                                               \
+    all_reduce_rmsnorm<warps, vectors>(                                                        \
+        Row{x, residual, weight, nullptr, out, residual_out, n, eps, weight_offset, x_scale},  \
+        group, num_rows);                                                                      \
+  }
+
+ENGINE_ALL_REDUCE_RMSNORM(all_reduce_rmsnorm_1, 1, 2)
+ENGINE_ALL_REDUCE_RMSNORM(all_reduce_rmsnorm_2, 2, 2)
+ENGINE_ALL_REDUCE_RMSNORM(all_reduce_rmsnorm_4, 4, 2)
+ENGINE_ALL_REDUCE_RMSNORM(all_reduce_rmsnorm_8, 8, 2)
+ENGINE_ALL_REDUCE_RMSNORM(all_reduce_rmsnorm_16, 8, 4)
+ENGINE_ALL_REDUCE_RMSNORM(all_reduce_rmsnorm_32, 16, 4)

@@ -1,0 +1,248 @@
+// Memory that the ranks of a group write into each other, and the protocol of one call.
+//
+// A rank owns three buffers. In call g every rank writes into buffer g % 3 of its peers, reads what
+// has arrived in its own, and empties its buffer (g + 2) % 3, in which call g - 1 arrived. Data are
+// their own flags: an empty word is kEmpty, and a reader polls its own memory until no word of a
+// vector is empty. So a word takes one way over the link, and nothing has to be fenced.
+//
+// SAFETY: rank r writes into the buffer (g + 2) % 3 of rank q in call g + 2. Before, it has ended
+// call g + 1, for which it needed words that q, or a rank that had words of q, wrote in call g + 1;
+// q began that call after its call g had ended, with what it emptied. So q had emptied the buffer.
+// All ranks make the same calls in the same order, each on one stream.
+//
+// The number of a call and what the call before has left behind are in device memory, so that a
+// captured graph can be replayed.
+//
+// A rank that waits for longer than the group's time-out names the one that is missing, in the
+// group and in memory that the host reads; from then on no call waits, and results are NaN.
+#pragma once
+
+#include "common/packed.cuh"
+#include "common/pdl.cuh"
+#include "common/reduce.cuh"
+#include "common/types.cuh"
+
+constexpr int kMaxRanks = 8;
+constexpr int kBuffers = 3;
+constexpr uint32_t kEmpty = 0x80000000u;  // -0 in float, (+0, -0) in 16 bits: sent as +0
+constexpr uint32_t kNan = 0x7fff7fffu;    // in every dtype
+constexpr int kPollsPerClock = 256;
+
+using Words = Packed<kVec>;  // 16 bytes
+
+// Device memory of a rank; engine/kernels/_peer_memory.py writes it.
+struct PeerGroup {
+  Words* buffers[kMaxRanks];  // the three buffers of each rank, one after another
+  uint32_t call;              // number of the next call
+  uint32_t num_arrived;       // blocks that have read this line in the current call
+  uint32_t num_used;          // vectors that the call before has written, from the buffer's start
+  uint32_t has_failed;
+  int rank, size;
+  int64_t capacity;      // vectors of a buffer, below 2^31
+  int64_t timeout;       // nanoseconds
+  uint32_t* host_error;  // (missing rank + 1, number of the call, op), which the host reads
+};
+
+__device__ __forceinline__ Words load_peer_words(const Words* p) {
+  Words x;
+  asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.v.v[0]), "=r"(x.v.v[1]), "=r"(x.v.v[2]), "=r"(x.v.v[3])
+               : "l"(p)
+               : "memory");
+  return x;
+}
+
+__device__ __forceinline__ void store_peer_words(Words* p, const Words& x) {
+  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(x.v.v[0]),
+               "r"(x.v.v[1]), "r"(x.v.v[2]), "r"(x.v.v[3])
+               : "memory");
+}
+
+__device__ __forceinline__ uint64_t clock_ns() {
+  uint64_t now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  return now;
+}
+
+__device__ __forceinline__ bool has_arrived(const Words& x) {
+  bool ok = true;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) ok = ok && x.v.v[i] != kEmpty;
+  return ok;
+}
+
+__device__ __forceinline__ Words filled_words(uint32_t word) {
+  Words x;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) x.v.v[i] = word;
+  return x;
+}
+
+// x without words that would look empty: -0 becomes +0.
+__device__ __forceinline__ Words sendable(Words x) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) x.v.v[i] = x.v.v[i] == kEmpty ? 0u : x.v.v[i];
+  return x;
+}
+
+// What a thread knows of the current call.
+class PeerCall {
+ public:
+  // To be made after pdl_wait().
+  __device__ __forceinline__ PeerCall(PeerGroup* group, int op) : group_(group), op_(op) {
+    const Words line = load_peer_words(reinterpret_cast<const Words*>(&group->call));
+    call_ = line.v.v[0];
+    num_used_ = line.v.v[2];
+    failed_ = line.v.v[3] != 0;
+    rank = group->rank;
+    size = group->size;
+    capacity_ = group->capacity;
+  }
+
+  // Vector i of what this rank sends to `peer` in a region of regions * length vectors.
+  __device__ __forceinline__ void push(int peer, int base, int length, int i,
+                                       const Words& x) const {
+    Words* to = group_->buffers[peer] + (call_ % kBuffers) * capacity_;
+    store_peer_words(to + base + (rank - (rank > peer)) * length + i, x);
+  }
+
+  __device__ __forceinline__ void push_to_all(int base, int length, int i, const Words& x) const {
+    for (int peer = 0; peer < size; ++peer) {
+      if (peer != rank) push(peer, base, length, i, x);
+    }
+  }
+
+  // Where what `peer` sends arrives.
+  __device__ __forceinline__ const Words* source(int peer, int base, int length, int i) const {
+    const Words* own = group_->buffers[rank] + (call_ % kBuffers) * capacity_;
+    return own + base + (peer - (peer > rank)) * length + i;
+  }
+
+  // Hands the group over to the next call, once every block has read it. All threads of the block
+  // must call it, once. `num_used` vectors of each buffer are written in this call.
+  __device__ __forceinline__ void advance(uint32_t num_used) const {
+    __syncthreads();  // SAFETY: every thread has read the group
+    if (threadIdx.x != 0) return;
+    if (atomicAdd(&group_->num_arrived, 1u) != gridDim.x - 1) return;
+    group_->num_arrived = 0;
+    group_->num_used = num_used;
+    group_->call = call_ + 1;
+  }
+
+  // Empties what the call before has read.
+  __device__ __forceinline__ void empty_previous() const {
+    Words* buffer = group_->buffers[rank] + ((call_ + 2) % kBuffers) * capacity_;
+    const uint32_t step = gridDim.x * blockDim.x;
+    for (uint32_t i = blockIdx.x * blockDim.x + threadIdx.x; i < num_used_; i += step)
+      store_peer_words(buffer + i, empty());
+  }
+
+  // The vector at `source`, which `peer` sends; `x` is what was there before.
+  __device__ __forceinline__ Words wait(const Words* source, int peer, Words x) {
+    if (has_arrived(x)) return x;
+    return poll(source, peer);
+  }
+
+  int rank, size;
+
+ private:
+  __device__ __forceinline__ static Words empty() { return filled_words(kEmpty); }
+
+  __device__ __forceinline__ Words poll(const Words* source, int peer) {
+    if (failed_) return filled_words(kNan);
+    uint64_t start = 0;
+    for (int polls = 1;; ++polls) {
+      const Words x = load_peer_words(source);
+      if (has_arrived(x)) return x;
+      if (polls % kPollsPerClock != 0) continue;
+      const uint64_t now = clock_ns();
+      if (start == 0) start = now;
+      if (now - start > static_cast<uint64_t>(group_->timeout) || has_group_failed()) break;
+    }
+    fail(peer);
+    return filled_words(kNan);
+  }
+
+  __device__ __forceinline__ bool has_group_failed() const {
+    return load_peer_words(reinterpret_cast<const Words*>(&group_->call)).v.v[3] != 0;
+  }
+
+  __device__ __forceinline__ void fail(int peer) {
+    failed_ = true;
+    if (atomicExch(&group_->has_failed, 1u) != 0) return;
+    volatile uint32_t* error = group_->host_error;
+    error[1] = call_;
+    error[2] = op_;
+    __threadfence_system();
+    error[0] = peer + 1;
+  }
+
+  PeerGroup* group_;
+  int op_;
+  uint32_t call_, num_used_;
+  bool failed_;
+  int64_t capacity_;
+};
+
+// The vectors `i` of all ranks, added in the order of ranks from +0, in float, and rounded once;
+// `own` is this rank's. The first polls of kInFlight ranks are in flight together.
+template <int kInFlight>
+__device__ __forceinline__ Words sum_of_ranks(PeerCall& call, int base, int length, int i,
+                                              const Words& own) {
+  float sums[kVec] = {};
+  for (int first = 0; first < call.size; first += kInFlight) {
+    Words parts[kInFlight];
+#pragma unroll
+    for (int j = 0; j < kInFlight; ++j) {
+      const int p = first + j;
+      parts[j] = own;
+      if (p < call.size && p != call.rank) {
+        parts[j] = load_peer_words(call.source(p, base, length, i));
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kInFlight; ++j) {
+      const int p = first + j;
+      if (p >= call.size) break;
+      if (p != call.rank) parts[j] = call.wait(call.source(p, base, length, i), p, parts[j]);
+      const Vec<scalar_t, kVec> values = unpack<kVec>(parts[j]);
+#pragma unroll
+      for (int v = 0; v < kVec; ++v) sums[v] += to_float(values.v[v]);
+    }
+  }
+  Vec<scalar_t, kVec> total;
+#pragma unroll
+  for (int v = 0; v < kVec; ++v) total.v[v] = from_float<scalar_t>(sums[v]);
+  return sendable(pack<kVec>(total));
+}
+
+// Vector i of a contiguous array of n elements, ready to be sent; what is behind the end is 0.
+__device__ __forceinline__ Words load_flat(const scalar_t* x, int i, int64_t n, bool is_aligned) {
+  const int64_t begin = static_cast<int64_t>(i) * kVec;
+  if (is_aligned && begin + kVec <= n) return sendable(load_packed<kVec>(x + begin));
+  Vec<scalar_t, kVec> values;
+#pragma unroll
+  for (int j = 0; j < kVec; ++j) {
+    values.v[j] = begin + j < n ? x[begin + j] : from_float<scalar_t>(0.0f);
+  }
+  return sendable(pack<kVec>(values));
+}
+
+__device__ __forceinline__ void store_flat(scalar_t* out, int i, int64_t n, bool is_aligned,
+                                           const Words& x) {
+  const int64_t begin = static_cast<int64_t>(i) * kVec;
+  const Vec<scalar_t, kVec> values = unpack<kVec>(x);
+  if (is_aligned && begin + kVec <= n) {
+    store_vec(out + begin, values);
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < kVec; ++j) {
+    if (begin + j < n) out[begin + j] = values.v[j];
+  }
+}
+
+// The host keeps it below a buffer's capacity.
+__device__ __forceinline__ int num_vectors(int64_t n) {
+  return static_cast<int>((n + kVec - 1) / kVec);
+}

@@ -1,0 +1,115 @@
+"""Sum over ranks: `cuda_src/collectives/all_reduce.cu`, mirror `reference/all_reduce.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine import reference
+from engine.dtypes import dtype_name
+from engine.kernels._contract import FLOATS, Contract
+from engine.kernels._elementwise import VECTOR_BYTES
+from engine.kernels._launch import Kernel, ceil_div
+from engine.kernels._module import ModuleSpec
+from engine.kernels._peer_memory import PeerMemory, checked_parts, choose_threads, peer_memory
+
+__all__ = ["all_reduce", "choose_kernel", "specs"]
+
+_PARAMS = "x:ptr out:ptr group:ptr n:i64 is_aligned:i32"
+_KERNELS = {name: Kernel(f"all_reduce_{name}", _PARAMS) for name in ("one_shot", "two_shot")}
+# What a second way over the links costs, as bytes that a link moves meanwhile.
+_SECOND_SHOT_BYTES = 600_000
+
+
+def specs(dtype: str, **_: Any) -> tuple[ModuleSpec, ...]:
+    """Return the modules that the op may launch for `dtype`."""
+    return (ModuleSpec("collectives/all_reduce.cu", dtype),)
+
+
+def choose_kernel(num_bytes: int, size: int) -> str:
+    """Choose between "one_shot" and "two_shot" for arrays of `num_bytes` on `size` ranks.
+
+    A rank sends (size - 1) arrays in one shot, 2 (size - 1) / size arrays in two.
+
+    Examples
+    --------
+    >>> choose_kernel(1 << 24, 2), choose_kernel(1 << 16, 8), choose_kernel(1 << 20, 8)
+    ('one_shot', 'one_shot', 'two_shot')
+    """
+    saved = (size - 1) * (1 - 2 / size) * num_bytes
+    return "two_shot" if saved > _SECOND_SHOT_BYTES else "one_shot"
+
+
+def _shots(memory: PeerMemory, num_bytes: int) -> str:
+    """Choose as `choose_kernel`, among the ways for which the buffers are large enough."""
+    arriving = (memory.size - 1) * ceil_div(num_bytes, VECTOR_BYTES)
+    return "two_shot" if arriving > memory.capacity else choose_kernel(num_bytes, memory.size)
+
+
+def _most_bytes(memory: PeerMemory) -> int:
+    """Return the bytes of the largest array that one launch adds, in two shots."""
+    segment = memory.capacity // (2 * max(1, memory.size - 1))
+    return segment * memory.size * VECTOR_BYTES
+
+
+def all_reduce(x: Any, peers: Any, *, out: Any = None) -> Any:
+    """Add the arrays of all ranks.
+
+    Parameters
+    ----------
+    x : array of float32, float16 or bfloat16
+        This rank's array; the ranks' have one shape and dtype.
+    peers : sequence of arrays, or PeerMemory
+        NumPy: the arrays of all ranks in order, `x` among them. CuPy: this rank's memory; every
+        rank makes the same calls in the same order, each rank on one stream.
+    out : array of x's shape and dtype, optional
+        Array for the sum; may be `x`.
+
+    Returns
+    -------
+    out : array of x's shape and dtype
+        The sum in the order of ranks in float32, rounded once; the same bits in every rank.
+        NaN if a rank is missing: see `PeerMemory.missing`.
+
+    Raises
+    ------
+    ShapeError, DTypeError, ContractError
+        If an argument violates the contract.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> parts = [np.ones(2, np.float32), np.array([1.0, 2.0], np.float32)]
+    >>> all_reduce(parts[0], parts)
+    array([2., 3.], dtype=float32)
+    """
+    call = Contract("all_reduce")
+    x = call.array("x", x, "*", FLOATS)
+    if call.on_cpu:
+        return call.finish(out, reference.all_reduce(x, checked_parts(call, x, peers)))
+    memory = peer_memory(call, x, peers)
+    out = call.output("out", out, x.shape, x.dtype)
+    step = _most_bytes(memory) // x.itemsize
+    flat_x, flat_out = x.reshape(-1), out.reshape(-1)
+    for begin in range(0, x.size, step):
+        _launch(memory, flat_x[begin : begin + step], flat_out[begin : begin + step])
+    return out
+
+
+def _launch(memory: PeerMemory, x: Any, out: Any) -> None:
+    num_bytes = x.size * x.itemsize
+    name = _shots(memory, num_bytes)
+    num_vectors = ceil_div(num_bytes, VECTOR_BYTES)
+    if name == "two_shot":
+        num_vectors = ceil_div(num_vectors, memory.size)
+    config = choose_threads(num_vectors, memory.max_blocks)
+    _KERNELS[name].launch(
+        specs(dtype_name(x.dtype))[0],
+        (config.blocks,),
+        (config.threads,),
+        pdl=True,
+        x=x,
+        out=out,
+        group=memory.group,
+        n=x.size,
+        is_aligned=x.data.ptr % VECTOR_BYTES == 0 and out.data.ptr % VECTOR_BYTES == 0,
+    )
