@@ -16,15 +16,7 @@ def _run(folder, scenario):
     command = [sys.executable, "-m", "tests.distributed.cuda_rank"]
     ranks = [
         subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "tests.distributed.cuda_rank",
-                str(folder),
-                str(r),
-                str(SIZE),
-                scenario,
-            ],
+            [*command, str(folder), str(r), str(SIZE), scenario],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
