@@ -87,9 +87,9 @@ def graphs(group, cp):
         with making_plan() as builder:
             group.all_reduce(x, out=outs[2])
         plan = builder.finish([("x", x.data.ptr, x.nbytes), ("out", outs[2].data.ptr, x.nbytes)])
-        other, result = x * 2, cp.zeros_like(x)
-        plan.run([other.data.ptr, result.data.ptr])
         doubled = [(2 * p.astype(np.float32)).astype(p.dtype) for p in parts[2]]
+        other, result = cp.asarray(doubled[group.rank]), cp.zeros_like(x)
+        plan.run([other.data.ptr, result.data.ptr])
         np.testing.assert_array_equal(to_numpy(result), reference.all_reduce(doubled[0], doubled))
         group.check()
 
