@@ -13,8 +13,8 @@
 //
 // Numerics: s is rounded to scalar_t, and the row's sum is in rmsnorm.cu's order, so that results
 // have the bits of the two ops'.
-// Parallelisation: a row per block, or several; a block waits for nothing but the same rows of other
-// ranks. Residual and weight are loaded while the row is on its way.
+// Parallelisation: a row per block, or several; a block waits for nothing but the same rows of
+// other ranks. Residual and weight are loaded while the row is on its way.
 // Mirror: engine/reference/all_reduce_rmsnorm.py
 #include "collectives/peer_memory.cuh"
 #include "common/rmsnorm_row.cuh"
