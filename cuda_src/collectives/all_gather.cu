@@ -17,8 +17,9 @@ constexpr int kOp = 3;  // named in engine/kernels/_peer_memory.py
 constexpr int kMaxThreads = 512;
 
 // Stores vector i of the (M, N) elements of rank `from`.
-__device__ __forceinline__ void store_gathered(scalar_t* out, int i, int64_t total, int n, int size,
-                                               int from, bool is_aligned, const Words& x) {
+__device__ __forceinline__ void store_gathered(scalar_t* out, int i, unsigned total, unsigned n,
+                                               int size, int from, bool is_aligned,
+                                               const Words& x) {
   const Vec<scalar_t, kVec> values = unpack<kVec>(x);
   if (is_aligned) {
     const unsigned length = n / kVec, row = static_cast<unsigned>(i) / length;
@@ -26,12 +27,12 @@ __device__ __forceinline__ void store_gathered(scalar_t* out, int i, int64_t tot
     store_vec(out + vector * kVec, values);
     return;
   }
-  const int64_t begin = static_cast<int64_t>(i) * kVec;
+  const unsigned begin = static_cast<unsigned>(i) * kVec;
 #pragma unroll
   for (int j = 0; j < kVec; ++j) {
     if (begin + j >= total) break;
-    const int64_t row = (begin + j) / n;
-    out[(row * size + from) * n + (begin + j - row * n)] = values.v[j];
+    const unsigned row = (begin + j) / n;
+    out[(static_cast<int64_t>(row) * size + from) * n + (begin + j - row * n)] = values.v[j];
   }
 }
 
@@ -39,12 +40,13 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads)
     all_gather_rows(const scalar_t* x, scalar_t* out, PeerGroup* group, int64_t num_rows, int n,
                     int is_aligned) {
   pdl_trigger();
+  PeerCall call(group, kOp);
   pdl_wait();
-  const int64_t total = num_rows * n;
+  const unsigned total = static_cast<unsigned>(num_rows) * n;
   const int length = num_vectors(total);
   const int step = gridDim.x * blockDim.x;
   const int begin = blockIdx.x * blockDim.x + threadIdx.x;
-  PeerCall call(group, kOp);
+  call.begin();
   for (int i = begin; i < length; i += step) {
     const Words own = load_flat(x, i, total, is_aligned);
     call.push_to_all(0, length, i, own);

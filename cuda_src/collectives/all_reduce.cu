@@ -22,13 +22,14 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads)
     all_reduce_one_shot(const scalar_t* x, scalar_t* out, PeerGroup* group, int64_t n,
                         int is_aligned) {
   pdl_trigger();
+  PeerCall call(group, kOp);
   pdl_wait();
   const int length = num_vectors(n);
   const int step = gridDim.x * blockDim.x;
   int i = blockIdx.x * blockDim.x + threadIdx.x;
   Words own = {};
+  call.begin();
   if (i < length) own = load_flat(x, i, n, is_aligned);
-  PeerCall call(group, kOp);
   if (i < length) call.push_to_all(0, length, i, own);
   call.advance(static_cast<uint32_t>((call.size - 1) * length));
   call.empty_previous();
@@ -47,8 +48,9 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads)
     all_reduce_two_shot(const scalar_t* x, scalar_t* out, PeerGroup* group, int64_t n,
                         int is_aligned) {
   pdl_trigger();
-  pdl_wait();
   PeerCall call(group, kOp);
+  pdl_wait();
+  call.begin();
   const int total = num_vectors(n);
   const int length = (total + call.size - 1) / call.size;  // of a segment
   const int sums = (call.size - 1) * length;               // where sums arrive

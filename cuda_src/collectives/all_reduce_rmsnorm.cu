@@ -27,8 +27,9 @@ __device__ __forceinline__ void all_reduce_rmsnorm(const Row& rows, PeerGroup* g
   pdl_trigger();
   constexpr int kStep = kWarps * kWarpSize * kVec;
   __shared__ float smem_sums[kWarps];
-  pdl_wait();
   PeerCall call(group, kOp);
+  pdl_wait();
+  call.begin();
   const int begin = threadIdx.x * kVec;
   const int length = rows.n / kVec;  // vectors of a row
   const int total = static_cast<int>(num_rows) * length;

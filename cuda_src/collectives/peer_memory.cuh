@@ -38,7 +38,7 @@ struct PeerGroup {
   uint32_t num_used;          // vectors that the call before has written, from the buffer's start
   uint32_t has_failed;
   int rank, size;
-  int64_t capacity;      // vectors of a buffer, below 2^31
+  int64_t capacity;      // vectors of a buffer, which has less than 2 GB
   int64_t timeout;       // nanoseconds
   uint32_t* host_error;  // (missing rank + 1, number of the call, op), which the host reads
 };
@@ -88,15 +88,20 @@ __device__ __forceinline__ Words sendable(Words x) {
 // What a thread knows of the current call.
 class PeerCall {
  public:
-  // To be made after pdl_wait().
+  // May be made before pdl_wait(): what it reads stays.
   __device__ __forceinline__ PeerCall(PeerGroup* group, int op) : group_(group), op_(op) {
-    const Words line = load_peer_words(reinterpret_cast<const Words*>(&group->call));
-    call_ = line.v.v[0];
-    num_used_ = line.v.v[2];
-    failed_ = line.v.v[3] != 0;
     rank = group->rank;
     size = group->size;
     capacity_ = group->capacity;
+    own_ = group->buffers[rank];
+  }
+
+  // To be called after pdl_wait().
+  __device__ __forceinline__ void begin() {
+    const Words line = load_peer_words(reinterpret_cast<const Words*>(&group_->call));
+    call_ = line.v.v[0];
+    num_used_ = line.v.v[2];
+    failed_ = line.v.v[3] != 0;
   }
 
   // Vector i of what this rank sends to `peer` in a region of regions * length vectors.
@@ -114,7 +119,7 @@ class PeerCall {
 
   // Where what `peer` sends arrives.
   __device__ __forceinline__ const Words* source(int peer, int base, int length, int i) const {
-    const Words* own = group_->buffers[rank] + (call_ % kBuffers) * capacity_;
+    const Words* own = own_ + (call_ % kBuffers) * capacity_;
     return own + base + (peer - (peer > rank)) * length + i;
   }
 
@@ -131,7 +136,7 @@ class PeerCall {
 
   // Empties what the call before has read.
   __device__ __forceinline__ void empty_previous() const {
-    Words* buffer = group_->buffers[rank] + ((call_ + 2) % kBuffers) * capacity_;
+    Words* buffer = own_ + ((call_ + 2) % kBuffers) * capacity_;
     const uint32_t step = gridDim.x * blockDim.x;
     for (uint32_t i = blockIdx.x * blockDim.x + threadIdx.x; i < num_used_; i += step)
       store_peer_words(buffer + i, empty());
@@ -178,6 +183,7 @@ class PeerCall {
   }
 
   PeerGroup* group_;
+  Words* own_;
   int op_;
   uint32_t call_, num_used_;
   bool failed_;

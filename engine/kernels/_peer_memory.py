@@ -83,7 +83,7 @@ class PeerMemory:
     rank, size : int
         This rank, and the number of ranks, at most 8.
     capacity : int
-        Bytes of a buffer: what arrives from all peers in a call.
+        Bytes of a buffer, below 2 GiB: what arrives from all peers in a call.
     timeout : float
         Seconds that a call waits for a peer.
     max_blocks : int, optional
@@ -105,7 +105,7 @@ class PeerMemory:
         call.check("size", 1 <= size <= MAX_RANKS, f"from 1 to {MAX_RANKS}", size)
         call.check("rank", 0 <= rank < size, f"from 0 to {size - 1}", rank)
         call.number("timeout", timeout, low=0.0)
-        call.number("capacity", capacity, low=VECTOR_BYTES, high=VECTOR_BYTES * (2**31 - 1))
+        call.number("capacity", capacity, low=VECTOR_BYTES, high=2**31 - 1)
         cupy = device.cupy()
         self.rank, self.size, self.timeout = rank, size, timeout
         self.capacity = capacity // VECTOR_BYTES
