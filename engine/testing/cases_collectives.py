@@ -1,7 +1,7 @@
 """Groups of ranks inside one process, with which the collective kernels are tested.
 
-With CuPy, rank r runs on device r modulo their number, on a stream of its own, so one device is
-enough: its ranks' launches are small, so that all of them fit on it together.
+Each rank has a stream of its own. One device is enough: its ranks' launches are small, so that all
+of them fit on it together.
 """
 
 from __future__ import annotations
@@ -37,11 +37,14 @@ class Ranks:
         Bytes of a buffer.
     timeout : float
         Seconds.
+    num_devices : int
+        Rank r is on device r modulo this.
     """
 
-    def __init__(self, size: int, *, capacity: int = 1 << 20, timeout: float = 10.0) -> None:
-        count = int(device.cupy().cuda.runtime.getDeviceCount())
-        self.devices = [rank % count for rank in range(size)]
+    def __init__(
+        self, size: int, *, capacity: int = 1 << 20, timeout: float = 10.0, num_devices: int = 1
+    ) -> None:
+        self.devices = [rank % num_devices for rank in range(size)]
         self.memories: list[PeerMemory] = connected_ranks(
             self.devices, capacity=capacity, timeout=timeout, max_blocks=_MAX_BLOCKS
         )

@@ -103,8 +103,8 @@ def dead(group, cp):
         os._exit(9)
     start = time.monotonic()
     assert np.isnan(to_numpy(group.all_reduce(x))).all()
-    assert time.monotonic() - start < 5
-    said = f"rank {group.size - 1} did not come to operation 2 .all_reduce. within 1 s"
+    assert time.monotonic() - start < 8
+    said = f"rank {group.size - 1} did not come to operation 2 .all_reduce. within 2 s"
     for call in (
         lambda: group.all_reduce(x),
         lambda: group.all_gather(x),
@@ -125,7 +125,7 @@ def main() -> None:
     cp.cuda.Device(rank % cp.cuda.runtime.getDeviceCount()).use()
     for op in (kernels.all_reduce, kernels.all_gather):
         assert op  # imported before the clock of a scenario starts
-    timeout = 1.0 if scenario == "dead" else 30.0
+    timeout = 2.0 if scenario == "dead" else 30.0
     exchange = FolderExchange(folder, rank, size, timeout=5.0 if scenario == "dead" else 60.0)
     group = CudaCollectives(rank, size, exchange, timeout=timeout, max_bytes=1 << 20)
     # Other ranks would wait for a compiler.

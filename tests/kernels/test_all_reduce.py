@@ -60,6 +60,19 @@ def test_both_ways_give_the_same_bits(cp, way, size, monkeypatch):
 
 
 @pytest.mark.gpu
+def test_two_devices_of_one_process(cp):
+    count = cp.cuda.runtime.getDeviceCount()
+    if count < 2:
+        pytest.skip(f"needs two GPUs; there are {count}")
+    ranks = Ranks(2, num_devices=2)
+    for n in (1, 4096, 100_000):
+        parts = _parts((n,), "bfloat16", 2, seed=n)
+        want = reference.all_reduce(parts[0], parts)
+        for got in _run(cp, parts, ranks):
+            np.testing.assert_array_equal(to_numpy(got), want)
+
+
+@pytest.mark.gpu
 def test_larger_than_a_buffer(cp):
     parts = _parts((3, 10_001), "float32", 3)
     want = reference.all_reduce(parts[0], parts)
@@ -117,7 +130,7 @@ def test_in_place_misaligned_and_guards(cp):
     for in_place, (out, buffer) in zip(arrays, guarded, strict=True):
         np.testing.assert_array_equal(to_numpy(in_place), want)
         np.testing.assert_array_equal(to_numpy(out), want)
-        assert_guards(buffer)
+        assert_guards(buffer, guard=3)
 
 
 @pytest.mark.gpu
@@ -134,7 +147,7 @@ def test_values_that_look_empty_or_are_not_finite(cp):
 
 @pytest.mark.gpu
 def test_a_missing_rank_is_named_and_nothing_hangs(cp):
-    ranks = Ranks(3, timeout=0.1)
+    ranks = Ranks(3, timeout=1.0)
     parts = _parts((5000,), "bfloat16", 3)
     arrays, outs = ranks.move(parts), ranks.move([np.zeros_like(x) for x in parts])
     ranks.run(lambda r, memory: kernels.all_reduce(arrays[r], memory, out=outs[r]))
