@@ -10,8 +10,10 @@ DEVICE = "GPU"
 N = 64_128  # half of Llama 3.1's vocabulary
 
 
-def main(chosen):
-    return measure("all_gather", chosen)
+def main(device):
+    if not device.is_cuda:
+        raise SystemExit("all_gather needs GPUs; run it with --device cuda")
+    return measure("all_gather", device)
 
 
 def rows(bench):

@@ -11,8 +11,10 @@ DEVICE = "GPU"
 SIZES = tuple(1 << k for k in range(13, 27))
 
 
-def main(chosen):
-    return measure("all_reduce", chosen)
+def main(device):
+    if not device.is_cuda:
+        raise SystemExit("all_reduce needs GPUs; run it with --device cuda")
+    return measure("all_reduce", device)
 
 
 def rows(bench):

@@ -11,8 +11,10 @@ DEVICE = "GPU"
 N = 4096
 
 
-def main(chosen):
-    return measure("all_reduce_rmsnorm", chosen)
+def main(device):
+    if not device.is_cuda:
+        raise SystemExit("all_reduce_rmsnorm needs GPUs; run it with --device cuda")
+    return measure("all_reduce_rmsnorm", device)
 
 
 def rows(bench):

@@ -40,6 +40,8 @@ def measure(op, chosen):
         ]
         output = ranks[0].communicate()[0]
         for rank in ranks:
+            if ranks[0].returncode:
+                rank.kill()
             rank.wait()
     rows = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     print("\n".join(line for line in output.splitlines() if not line.startswith("{")))
@@ -58,7 +60,7 @@ class Bench:
         self.xp.cuda.Device(rank).use()
         self.stream = self.xp.cuda.Stream(non_blocking=True)
         self.stream.use()
-        self.exchange = FolderExchange(folder, rank, size, timeout=60.0)
+        self.exchange = FolderExchange(folder, rank, size, timeout=20.0)
         self.group = CudaCollectives(rank, size, self.exchange, timeout=5.0)
         self.rank, self.size = rank, size
         self.nccl = self._nccl()
