@@ -57,8 +57,8 @@ __device__ __forceinline__ void load_row_weight(const Row& row, Words (&w)[kVect
   }
 }
 
-// The row whose vectors of x, residual and weight are in h, r and w. `load_late` is called once r is
-// used, and may load w. `use(k, i, y)` gets vector k of the thread, the results from column i on.
+// The row whose vectors of x, residual and weight are in h, r and w. `load_late` is called once r
+// is used, and may load w. `use(k, i, y)` gets vector k of the thread, results from column i on.
 template <int kWarpsPerRow, int kVectors, typename LoadLate, typename Use>
 __device__ __forceinline__ void finish_register_row(const Row& row, Words (&h)[kVectors],
                                                     Words (&r)[kVectors], Words (&w)[kVectors],
