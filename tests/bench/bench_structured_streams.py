@@ -63,6 +63,7 @@ def main(device):
         for _ in range(1 + _ROUNDS):  # the first compiles
             for name, schema in _SCHEMAS.items():
                 rates[name].append(_tokens_per_second(engine, work, schema))
+                print(f"  {name}: {rates[name][-1]:.0f} tokens/s", flush=True)
     model.close()
     plain, rows = statistics.median(rates["plain"][1:]), []
     for name, found in rates.items():

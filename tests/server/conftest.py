@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import openai
 import pytest
 
 from engine.async_engine import AsyncEngine
@@ -33,6 +32,7 @@ def real_server(smollm2):
 @pytest.fixture(scope="module")
 def client(real_server):
     """OpenAI's client of `real_server`."""
+    openai = pytest.importorskip("openai")
     with openai.OpenAI(
         base_url=real_server.url + "/v1", api_key="none", max_retries=0, timeout=60
     ) as found:
