@@ -20,6 +20,8 @@ from engine.memory_plan import plan_memory
 from engine.quantization import FORMATS
 from engine.scaling import (
     CARDS,
+    NCCL,
+    OURS,
     Collective,
     Constants,
     Division,
@@ -64,10 +66,11 @@ def test_the_mean_error_is_small():
     assert len(errors) > 40 and sum(errors) / len(errors) < MEAN_LIMIT
 
 
-def test_sums_over_two_gpus_are_predicted():
+@pytest.mark.parametrize(("whose", "ways"), [("ours", OURS), ("NCCL", NCCL)])
+def test_sums_over_two_gpus_are_predicted(whose, ways):
     link_rate = find_card("h200").link_rate
-    for size, us in collective_points():
-        found = best_us(Constants().collectives, size, link_rate)
+    for size, us in collective_points(whose):
+        found = best_us(ways, size, link_rate)
         assert abs(found / us - 1) < COLLECTIVE_LIMIT, (size, us, found)
 
 
@@ -80,7 +83,7 @@ def test_no_constant_is_far_from_its_best():
             for p in points
         )
 
-    points = [point for point in measured_points() if point.group != UNFITTED]
+    points = [point for point in measured_points() if point.group not in UNFITTED]
     constants = Constants()
     best = squares(constants)
     for name in FITTED:

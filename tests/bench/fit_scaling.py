@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from engine.scaling import Collective, Constants, find_card
+from engine.scaling import NCCL, OURS, Collective, Constants, find_card
 from tests.bench.scaling_points import UNFITTED, Point, collective_points, measured_points
 
 __all__ = ["FITTED", "best_us", "fit", "fit_collectives"]
@@ -87,14 +87,17 @@ def best_us(ways: tuple[Collective, ...], num_bytes: float, link_rate: float) ->
     return min(way.us(num_bytes, 2, link_rate) for way in ways)
 
 
-def _print_collectives(start: Constants) -> None:
-    points, link_rate = collective_points(), find_card("h200").link_rate
-    ways = fit_collectives(points, start.collectives, link_rate)
-    for way in ways:
-        print(f"    {way.name}: latency_us {way.latency_us:.3g}, link_share {way.link_share:.3g}")
-    for size, us in points:
-        found = best_us(ways, size, link_rate)
-        print(f"    {size:>10,} bytes: {us:7.1f} us, {found:7.1f}, {100 * (found / us - 1):+.1f} %")
+def _print_collectives() -> None:
+    for whose, start in (("ours", OURS), ("NCCL", NCCL)):
+        points, link_rate = collective_points(whose), find_card("h200").link_rate
+        ways = fit_collectives(points, start, link_rate)
+        for way in ways:
+            print(f"    {whose}, {way.name}: latency_us {way.latency_us:.3g}, "
+                  f"link_share {way.link_share:.3g}")  # fmt: skip
+        for size, us in points:
+            found = best_us(ways, size, link_rate)
+            error = 100 * (found / us - 1)
+            print(f"    {size:>10,} bytes: {us:7.1f} us, {found:7.1f}, {error:+.1f} %")
 
 
 def left_out_errors(points: list[Point], start: Constants, folds: int) -> list[float]:
@@ -113,7 +116,7 @@ def main() -> None:
     parser.add_argument("--folds", type=int, help="instead, errors of points left out of the fit")
     folds = parser.parse_args().folds
     start = Constants()
-    points = [point for point in measured_points() if point.group != UNFITTED]
+    points = [point for point in measured_points() if point.group not in UNFITTED]
     if folds is not None:
         errors = left_out_errors(points, start, folds)
         for point, error in zip(points, errors, strict=True):
@@ -121,7 +124,7 @@ def main() -> None:
         sizes = np.abs(errors)
         print(f"mean {100 * sizes.mean():.1f} %, largest {100 * sizes.max():.1f} %")
         return
-    _print_collectives(start)
+    _print_collectives()
     found = fit(points, start)
     for name in FITTED:
         print(f"    {name}: float = {getattr(found, name):.3g}  # was {getattr(start, name):.3g}")

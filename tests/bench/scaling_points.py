@@ -19,8 +19,8 @@ from tests.bench.figure import FOLDER
 
 __all__ = ["UNFITTED", "Point", "collective_points", "measured_points"]
 
-UNFITTED = "steps of 256 requests, not fitted to"
-"""The group of points that the constants are not fitted to."""
+UNFITTED = "steps of 256 requests, not fitted to", "H100s, not fitted to"
+"""The groups of points that the constants are not fitted to."""
 
 _LATENCY, _SHORT = 128 + 512 / 2, 128 + 200 / 2  # mean keys: 128 in, 512 or 200 out
 _PROMPT = 4096
@@ -33,7 +33,8 @@ class Point:
     Attributes
     ----------
     group : str
-        "one request", "few requests", "a step of many", "many requests", "prompts" or `UNFITTED`.
+        "one request", "few requests", "a step of many", "many requests", "prompts", or one of
+        `UNFITTED`.
     case : str
     unit : str
         "ms" or "tokens/s".
@@ -133,7 +134,7 @@ def measured_points() -> list[Point]:
     loop, quantized = _load("decode_loop"), _load("quantized_models")
     return [*_one_request(loop, quantized), *_few_requests(loop), *_steps(loop),
             *_many_requests(loop, quantized), *_many_prompts(loop, quantized),
-            *_steps_of_requests(loop)]  # fmt: skip
+            *_steps_of_requests(loop), *_other_cards(_load("scaling"))]  # fmt: skip
 
 
 def _one_request(loop: dict[str, Any], quantized: dict[str, Any]) -> Iterator[Point]:
@@ -197,6 +198,30 @@ def _many_prompts(loop: dict[str, Any], quantized: dict[str, Any]) -> Iterator[P
                            "quantized_models.json")  # fmt: skip
 
 
+def _other_cards(record: dict[str, Any]) -> Iterator[Point]:
+    """Yield what was measured on one and two H100s."""
+
+    def speed(name: str, gpus: int, constants: Constants) -> Speed:
+        config, card = built_in_config(name), find_card("h100")
+        model = StepModel(config, "bfloat16", 2, None, card, constants)
+        return Speed(model, Division(gpus))
+
+    def token(name: str, gpus: int, constants: Constants) -> float:
+        return speed(name, gpus, constants).token(128 + 128 / 2).total / 1e3
+
+    def prompts(name: str, gpus: int, constants: Constants) -> float:
+        return 1e6 / speed(name, gpus, constants).prompts(_PROMPT).total
+
+    for row in record["h100"]["rows"]:
+        name, gpus = row["model"], row["gpus"]
+        case = f"{name}, bfloat16, {gpus} GPU{'s' * (gpus > 1)}"
+        yield Point(UNFITTED[1], f"{case}, 1 sequence", "ms", row["ms_per_token"],
+                    "scaling.json, h100", partial(token, name, gpus))  # fmt: skip
+        if "prompt_tokens_per_s" in row:
+            yield Point(UNFITTED[1], f"{case}, prompts", "tokens/s", row["prompt_tokens_per_s"],
+                        "scaling.json, h100", partial(prompts, name, gpus))  # fmt: skip
+
+
 def _steps_of_requests(loop: dict[str, Any]) -> Iterator[Point]:
     """Yield the mean step of 256 mixed requests, by how many of them still run."""
     key = "padding_tile_last_layer_2026_11_22"
@@ -214,7 +239,7 @@ def _steps_of_requests(loop: dict[str, Any]) -> Iterator[Point]:
         low, high = map(int, bounds.groups())
         steps = [contexts for contexts in running if low <= len(contexts) <= high]
         measured = sum(row[column] for row in now) / len(now)
-        yield Point(UNFITTED, f"llama-3.1-8b, bfloat16, {title} sequences", "ms", measured,
+        yield Point(UNFITTED[0], f"llama-3.1-8b, bfloat16, {title} sequences", "ms", measured,
                     f"decode_loop.json, {key}", partial(_mean_step, steps))  # fmt: skip
 
 
@@ -228,7 +253,7 @@ def _mean_step(steps: list[list[int]], constants: Constants) -> float:
     return sum(found) / len(found) / 1e3
 
 
-def collective_points() -> list[tuple[int, float]]:
-    """Return (bytes, us) of sums over two H200s."""
-    rows = json.loads((FOLDER / "scaling.json").read_text())["collectives"]["rows"]
+def collective_points(whose: str) -> list[tuple[int, float]]:
+    """Return (bytes, us) of sums over two GPUs by "ours" or "NCCL"."""
+    rows = json.loads((FOLDER / "scaling.json").read_text())["collectives"][whose]["rows"]
     return [(row["bytes"], row["us"]) for row in rows]

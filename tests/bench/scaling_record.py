@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from engine.commands._bench_models import built_in_config
-from engine.scaling import Collective, Constants, Division, Speed, StepModel, Workload, find_card
+from engine.scaling import NCCL, OURS, Constants, Division, Speed, StepModel, Workload, find_card
 from engine.scaling.plan import PlanRow, plan_scaling
 from engine.server.protocol.completion import CompletionChunks
 from tests.bench.figure import FOLDER
@@ -30,11 +30,6 @@ _MODELS = (
 )
 _GPUS = 1, 2, 4, 8
 _MAX_MODEL_LEN, _REQUESTS, _REPLICAS = 16384, 256, 1000
-# Issue 23's bars for sums by kernels of our own: 4 us to 128 KB, 9 at 512 KB, as NCCL from there.
-_GOAL = (
-    Collective("goal, small", 4.0, 0.0, 0.233, True),
-    Collective("goal, large", 8.0, 0.0, 0.63, False),
-)
 
 
 def predictions() -> dict[str, Any]:
@@ -43,10 +38,10 @@ def predictions() -> dict[str, Any]:
     link_rate = find_card("h200").link_rate
     return {
         "constants": asdict(constants),
-        "collectives_predicted_us": [
-            _short(best_us(constants.collectives, size, link_rate))
-            for size, _ in collective_points()
-        ],
+        "collectives_us": {
+            whose: [_short(best_us(ways, size, link_rate)) for size, _ in collective_points(whose)]
+            for whose, ways in (("ours", OURS), ("NCCL", NCCL))
+        },
         "points": [
             {
                 "group": point.group,
@@ -71,16 +66,15 @@ def _short(number: float) -> float:
 def _over_gpus(name: str, form: str | None) -> list[dict[str, Any]]:
     """Return the predictions for 1 to 8 GPUs that share each layer, or have replicas."""
     rows = []
-    for sums, constants in (
-        ("NCCL", Constants()),
-        ("goal", replace(Constants(), collectives=_GOAL)),
-    ):
-        model = StepModel(built_in_config(name), "bfloat16", 2, form, find_card("h200"), constants)
+    config, card = built_in_config(name), find_card("h200")
+    for sums, ways_to_add in (("ours", OURS), ("NCCL", NCCL)):
+        constants = replace(Constants(), collectives=ways_to_add)
+        model = StepModel(config, "bfloat16", 2, form, card, constants)
         for gpus in _GPUS:
             ways = [Division(gpus)]
             if model.config.moe is not None and gpus > 1:
                 ways.append(Division(gpus, expert=True))
-            if sums == "NCCL" and gpus > 1:
+            if sums == "ours" and gpus > 1:
                 ways.append(Division(data=gpus))
             plan = plan_scaling(model, ways, Workload(_REQUESTS), max_model_len=_MAX_MODEL_LEN)
             rows += [{"model": name, "weights": form or "bfloat16", "gpus": gpus, "sums": sums,
@@ -147,13 +141,15 @@ def _lines(value: Any, indent: int = 0) -> str:
 def table(record: dict[str, Any]) -> str:
     """Return the table of measured points, for docs/scaling.md."""
     lines = ["| | measured | predicted | error of the time |", "|---|---|---|---|"]
-    group = ""
+    group = unit = ""
     for row in record["predicted"]["points"]:
         if row["group"] != group:
-            group = row["group"]
+            group, unit = row["group"], row["unit"]
             lines.append(f"| **{group}** | {row['unit']} | | |")
         measured, predicted = (
-            f"{value:,.0f}" if row["unit"] == "tokens/s" else f"{value:.3f}"
+            f"{value:,.0f}" + " tokens/s" * (row["unit"] != unit)
+            if row["unit"] == "tokens/s"
+            else f"{value:.3f}"
             for value in (row["measured"], row["predicted"])
         )
         error = row["error_of_time_percent"]
