@@ -34,6 +34,7 @@ _COLORS = {
     "CuPy": "#8c8c8c",
     "torch": "#e8852b",
     "Triton": "#8c8c8c",
+    "NCCL": "#7a9a3b",
 }
 _OURS_TOO = ("#85b4ee", "#bcd6f7")  # other modes of ours, in the order in which they appear
 _BAR = 0.8  # of the place that a case has

@@ -356,6 +356,20 @@ def _decode_loop() -> Picture:
     return Picture("Whole models, bfloat16", source, panels, 3, 2.9)
 
 
+def _all_reduce() -> Picture:
+    record = _load("all_reduce")
+    rows = [row for row in record["rows"] if row["op"] == "all_reduce"]
+    small, large = [[r for r in rows if (r["bytes"] <= 1 << 20) == is_small] for is_small in (1, 0)]
+    keys = {"ours": "one_shot us", "ours, in two shots": "two_shot us", "NCCL": "NCCL us"}
+    panels = [
+        Bars(title, "us, less is better", [r["case"] for r in part],
+             {name: [r[key] for r in part] for name, key in keys.items()},
+             ("the link: 450 GB/s", [r["bytes"] / 450e3 for r in part]), log=is_log)
+        for title, part, is_log in (("to 1 MB", small, False), ("2 MB and more", large, True))
+    ]  # fmt: skip
+    return Picture("Sum over two GPUs, bfloat16", _source(record), panels, 2, 3.0)
+
+
 def _deterministic() -> Picture:
     record = _load("deterministic")
     steps = _load("decode_loop")["deterministic_steps_2026_11_22"]
@@ -560,6 +574,7 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "swap": _swap,
     "decode_loop": _decode_loop,
     "deterministic": _deterministic,
+    "all_reduce": _all_reduce,
     "attention_roofline": _roofline,
     "quantization": _quantization,
     "quantized_models": _quantized_models,
