@@ -26,7 +26,6 @@ MAX_RANKS = 8
 NUM_BUFFERS = 3
 OPS = {1: "all_reduce", 2: "all_reduce_rmsnorm", 3: "all_gather"}  # kOp in the sources
 _EMPTY = 0x80000000
-_MAX_THREADS = 512
 
 _GROUP = np.dtype(
     [
@@ -61,18 +60,19 @@ class PeerConfig:
     threads: int
 
 
-def choose_threads(num_vectors: int, num_blocks: int) -> PeerConfig:
-    """Choose for `num_vectors` vectors of 16 bytes and at most `num_blocks` blocks.
+def choose_threads(num_vectors: int, max_blocks: int) -> PeerConfig:
+    """Choose for `num_vectors` vectors of 16 bytes and at most `max_blocks` blocks.
+
+    Fit with ``python -m tests.bench all_reduce``: few large blocks for few vectors, and for many as
+    many threads as are needed to keep the link busy.
 
     Examples
     --------
-    >>> choose_threads(512, 132)
-    PeerConfig(blocks=4, threads=128)
+    >>> choose_threads(512, 264), choose_threads(1 << 20, 264)
+    (PeerConfig(blocks=2, threads=256), PeerConfig(blocks=264, threads=512))
     """
-    threads = 128
-    while threads < _MAX_THREADS and threads * num_blocks < num_vectors:
-        threads *= 2
-    return PeerConfig(max(1, min(num_blocks, ceil_div(num_vectors, threads))), threads)
+    threads = 256 if num_vectors <= 2 * 256 * max_blocks else 512
+    return PeerConfig(max(1, min(max_blocks, ceil_div(num_vectors, threads))), threads)
 
 
 class PeerMemory:
@@ -87,7 +87,7 @@ class PeerMemory:
     timeout : float
         Seconds that a call waits for a peer.
     max_blocks : int, optional
-        Blocks of a launch; by default one per multiprocessor. Ranks that share a device must all
+        Blocks of a launch; by default two per multiprocessor. Ranks that share a device must all
         fit on it together.
 
     Attributes
@@ -110,7 +110,7 @@ class PeerMemory:
         self.rank, self.size, self.timeout = rank, size, timeout
         self.capacity = capacity // VECTOR_BYTES
         self.device = int(cupy.cuda.runtime.getDevice())
-        self.max_blocks = max_blocks or sm_count()
+        self.max_blocks = max_blocks or 2 * sm_count()
         num_bytes = NUM_BUFFERS * self.capacity * VECTOR_BYTES
         # Not from CuPy's pool: other processes can only map an allocation of the driver's.
         self.address = int(cupy.cuda.runtime.malloc(max(num_bytes, 2 << 20)))
@@ -161,7 +161,9 @@ def connected_ranks(
 ) -> list[PeerMemory]:
     """Make a group inside this process: rank r on device `devices[r]`, which may repeat.
 
-    Ranks of one device run together only on streams of their own and with few blocks.
+    Ranks of one device run together only on streams of their own and with few blocks. One thread
+    that launches for several ranks must have loaded all kernels before: loading one waits for the
+    launches of a rank that waits for the others.
     """
     cupy = device.cupy()
     ranks = []

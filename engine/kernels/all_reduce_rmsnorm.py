@@ -164,4 +164,4 @@ def _launch(
 
 def _most_blocks(memory: PeerMemory) -> int:
     """Return how many rows are on their way together: blocks of a device, or of a rank's share."""
-    return 4 * memory.max_blocks
+    return 2 * memory.max_blocks

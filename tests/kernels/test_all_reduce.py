@@ -179,9 +179,9 @@ def test_the_order_of_ranks_is_kept():
 
 
 def test_choices():
-    assert choose_threads(512, 132) == PeerConfig(blocks=4, threads=128)
-    assert choose_threads(1 << 20, 132) == PeerConfig(blocks=132, threads=512)
-    assert choose_threads(0, 132) == PeerConfig(blocks=1, threads=128)
+    assert choose_threads(512, 264) == PeerConfig(blocks=2, threads=256)
+    assert choose_threads(1 << 20, 264) == PeerConfig(blocks=264, threads=512)
+    assert choose_threads(0, 264) == PeerConfig(blocks=1, threads=256)
     assert choose_kernel(1 << 30, 2) == "one_shot"
     assert choose_kernel(1 << 20, 4) == "two_shot"
     assert choose_kernel(1 << 14, 4) == "one_shot"
