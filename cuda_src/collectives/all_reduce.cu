@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads)
       next = load_flat(x, i + step, n, is_aligned);
       call.push_to_all(0, length, i + step, next);
     }
-    store_flat(out, i, n, is_aligned, sum_of_ranks<4>(call, 0, length, i, own));
+    store_flat(out, i, n, is_aligned, sum_over_ranks<4>(call, length, i, own));
     own = next;
   }
 }
@@ -67,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(kMaxThreads)
   for (int j = begin; j < length; j += step) {
     const int i = call.rank * length + j;
     if (i >= total) break;
-    const Words sum = sum_of_ranks<4>(call, 0, length, j, load_flat(x, i, n, is_aligned));
+    const Words sum = sum_over_ranks<4>(call, length, j, load_flat(x, i, n, is_aligned));
     call.push_to_all(sums, length, j, sum);
     store_flat(out, i, n, is_aligned, sum);
   }

@@ -46,14 +46,17 @@ __device__ __forceinline__ void all_reduce_rmsnorm(const Row& rows, PeerGroup* g
                   rows.weight_offset,
                   rows.x_scale};
     Words h[kVectors], r[kVectors], w[kVectors];
+    int at[kVectors];  // in what the ranks send, or -1
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
       const int c = begin + k * kStep;
       h[k] = Words{};
-      if (c < row.n) {
-        h[k] = sendable(load_packed<kVec>(row.x + c));
-        call.push_to_all(0, total, i * length + c / kVec, h[k]);
-      }
+      at[k] = c < row.n ? i * length + c / kVec : -1;
+      if (c < row.n) h[k] = sendable(load_packed<kVec>(row.x + c));
+    }
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      if (at[k] >= 0) call.push_to_all(0, total, at[k], h[k]);
     }
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
@@ -68,18 +71,22 @@ __device__ __forceinline__ void all_reduce_rmsnorm(const Row& rows, PeerGroup* g
       is_first = false;
     }
 #pragma unroll
-    for (int k = 0; k < kVectors; ++k) {
-      const int c = begin + k * kStep;
-      if (c < row.n) h[k] = sum_of_ranks<2>(call, 0, total, i * length + c / kVec, h[k]);
+    for (int k = 0; k < kVectors; k += 2) {  // two at a time, for want of registers
+      const int pair_at[2] = {at[k], at[k + 1]};
+      Words pair[2] = {h[k], h[k + 1]};
+      sum_over_ranks<2>(call, total, pair_at, pair);
+      h[k] = pair[0];
+      h[k + 1] = pair[1];
     }
     const auto store = [&](int, int c, const Vec<scalar_t, kVec>& y) { store_vec(row.out + c, y); };
     finish_register_row<kWarps, kVectors>(row, h, r, w, [] {}, smem_sums, store);
   }
 }
 
-// The sizes are those of rmsnorm.cu, KiB of the longest row.
-#define ENGINE_ALL_REDUCE_RMSNORM(name, warps, vectors)                                        \
-  extern "C" __global__ void __launch_bounds__((warps) * 32)                                   \
+// The sizes are those of rmsnorm.cu, KiB of the longest row; `blocks` of a multiprocessor bound the
+// registers.
+#define ENGINE_ALL_REDUCE_RMSNORM(name, warps, vectors, blocks)                                \
+  extern "C" __global__ void __launch_bounds__((warps) * 32, blocks)                           \
       name(const scalar_t* x, const scalar_t* residual, const scalar_t* weight, scalar_t* out, \
            scalar_t* residual_out, PeerGroup* group, int64_t num_rows, int n, float eps,       \
            float weight_offset, float x_scale) {                                               \
@@ -88,9 +95,9 @@ __device__ __forceinline__ void all_reduce_rmsnorm(const Row& rows, PeerGroup* g
         group, num_rows);                                                                      \
   }
 
-ENGINE_ALL_REDUCE_RMSNORM(all_reduce_rmsnorm_1, 1, 2)
-ENGINE_ALL_REDUCE_RMSNORM(all_reduce_rmsnorm_2, 2, 2)
-ENGINE_ALL_REDUCE_RMSNORM(all_reduce_rmsnorm_4, 4, 2)
-ENGINE_ALL_REDUCE_RMSNORM(all_reduce_rmsnorm_8, 8, 2)
-ENGINE_ALL_REDUCE_RMSNORM(all_reduce_rmsnorm_16, 8, 4)
-ENGINE_ALL_REDUCE_RMSNORM(all_reduce_rmsnorm_32, 16, 4)
+ENGINE_ALL_REDUCE_RMSNORM(all_reduce_rmsnorm_1, 1, 2, 8)
+ENGINE_ALL_REDUCE_RMSNORM(all_reduce_rmsnorm_2, 2, 2, 8)
+ENGINE_ALL_REDUCE_RMSNORM(all_reduce_rmsnorm_4, 4, 2, 6)
+ENGINE_ALL_REDUCE_RMSNORM(all_reduce_rmsnorm_8, 8, 2, 3)
+ENGINE_ALL_REDUCE_RMSNORM(all_reduce_rmsnorm_16, 8, 4, 2)
+ENGINE_ALL_REDUCE_RMSNORM(all_reduce_rmsnorm_32, 16, 4, 1)

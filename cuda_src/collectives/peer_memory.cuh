@@ -190,36 +190,59 @@ class PeerCall {
   int64_t capacity_;
 };
 
-// The vectors `i` of all ranks, added in the order of ranks from +0, in float, and rounded once;
-// `own` is this rank's. The first polls of kInFlight ranks are in flight together.
-template <int kInFlight>
-__device__ __forceinline__ Words sum_of_ranks(PeerCall& call, int base, int length, int i,
-                                              const Words& own) {
-  float sums[kVec] = {};
+// Replaces this rank's vectors x[k] by the sums of all ranks' vectors at[k]: added in the order of
+// ranks from +0, in float, and rounded once. Where at[k] is negative there is nothing to wait for.
+// The first polls of kInFlight ranks are in flight together.
+template <int kInFlight, int kCount>
+__device__ __forceinline__ void sum_over_ranks(PeerCall& call, int length, const int (&at)[kCount],
+                                               Words (&x)[kCount]) {
+  float sums[kCount][kVec] = {};
+#pragma unroll 1
   for (int first = 0; first < call.size; first += kInFlight) {
-    Words parts[kInFlight];
+    Words parts[kInFlight][kCount];
 #pragma unroll
     for (int j = 0; j < kInFlight; ++j) {
       const int p = first + j;
-      parts[j] = own;
-      if (p < call.size && p != call.rank) {
-        parts[j] = load_peer_words(call.source(p, base, length, i));
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) {
+        parts[j][k] = x[k];
+        if (p < call.size && p != call.rank && at[k] >= 0) {
+          parts[j][k] = load_peer_words(call.source(p, 0, length, at[k]));
+        }
       }
     }
 #pragma unroll
     for (int j = 0; j < kInFlight; ++j) {
       const int p = first + j;
       if (p >= call.size) break;
-      if (p != call.rank) parts[j] = call.wait(call.source(p, base, length, i), p, parts[j]);
-      const Vec<scalar_t, kVec> values = unpack<kVec>(parts[j]);
 #pragma unroll
-      for (int v = 0; v < kVec; ++v) sums[v] += to_float(values.v[v]);
+      for (int k = 0; k < kCount; ++k) {
+        if (p != call.rank && at[k] >= 0) {
+          parts[j][k] = call.wait(call.source(p, 0, length, at[k]), p, parts[j][k]);
+        }
+        const Vec<scalar_t, kVec> values = unpack<kVec>(parts[j][k]);
+#pragma unroll
+        for (int v = 0; v < kVec; ++v) sums[k][v] += to_float(values.v[v]);
+      }
     }
   }
-  Vec<scalar_t, kVec> total;
 #pragma unroll
-  for (int v = 0; v < kVec; ++v) total.v[v] = from_float<scalar_t>(sums[v]);
-  return sendable(pack<kVec>(total));
+  for (int k = 0; k < kCount; ++k) {
+    Vec<scalar_t, kVec> total;
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) total.v[v] = from_float<scalar_t>(sums[k][v]);
+    x[k] = sendable(pack<kVec>(total));
+  }
+}
+
+// As above, of one vector.
+template <int kInFlight>
+__device__ __forceinline__ Words sum_over_ranks(PeerCall& call, int length, int i,
+                                                const Words& own) {
+  const int at[1] = {i};
+  Words x[1] = {own};
+  sum_over_ranks<kInFlight>(call, length, at, x);
+  return x[0];
 }
 
 // Vector i of a contiguous array of n elements, ready to be sent; what is behind the end is 0.
