@@ -364,7 +364,7 @@ def _all_reduce() -> Picture:
     panels = [
         Bars(title, "us, less is better", [r["case"] for r in part],
              {name: [r[key] for r in part] for name, key in keys.items()},
-             ("the link: 450 GB/s", [r["bytes"] / 450e3 for r in part]), log=is_log)
+             ("the link: 450 GB/s", [r["bytes"] / 450e3 for r in part]), log=is_log, digits=".1f")
         for title, part, is_log in (("to 1 MB", small, False), ("2 MB and more", large, True))
     ]  # fmt: skip
     return Picture("Sum over two GPUs, bfloat16", _source(record), panels, 2, 3.0)
