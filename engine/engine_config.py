@@ -71,6 +71,8 @@ _RANGES = {
     "recompute_us_per_token": NumberRange(0.0, 1e12, optional=True),
     "swap_us_per_block": NumberRange(0.0, 1e12, optional=True),
     "step_timeout": NumberRange(0.0, 1e9, optional=True, low_open=True),
+    "tensor_parallel_size": NumberRange(1, 64, integer=True),
+    "collective_timeout": NumberRange(0.0, 1e9, low_open=True),
 }
 """Range of every numeric option."""
 
@@ -113,6 +115,10 @@ class ServedModel(Protocol):
     @property
     def deterministic(self) -> bool:
         """Whether it was loaded with `deterministic=True`."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that share it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,6 +183,11 @@ class EngineConfig:
         Seconds after which a step counts as stuck: it is logged, with the engine's state.
     raise_on_timeout : bool
         Whether such a step also raises a `StepTimeoutError`.
+    tensor_parallel_size : int
+        Processes among which the model is divided, each with a GPU or on the CPU. They are
+        started by `LLM`, `LLMEngine.from_name` and the commands.
+    collective_timeout : float
+        Seconds after which a process that does not come to a common operation ends all of them.
     debug : bool, optional
         Check all block tables before each step and all invariants after it, and fill freed blocks
         with NaN; slow. The default is the value of `ENGINE_DEBUG`.
@@ -222,6 +233,8 @@ class EngineConfig:
     cuda_graphs: bool | None = None
     step_timeout: float | None = None
     raise_on_timeout: bool = False
+    tensor_parallel_size: int = 1
+    collective_timeout: float = 60.0
     debug: bool | None = None
 
     @classmethod
@@ -279,6 +292,12 @@ class EngineConfig:
             If the options contradict the model, or the pages do not fit.
         """
         device, reasons = model.device, dict[str, str]()
+        if self.tensor_parallel_size != model.num_ranks:
+            raise ConfigError(
+                f"tensor_parallel_size must be {model.num_ranks}, the number of processes that "
+                f"share this model (LLMEngine.from_name starts them); got "
+                f"{self.tensor_parallel_size}"
+            )
         length = self._length(model.max_model_len, reasons)
         seqs = self._or_default("max_num_seqs", _SEQUENCES[device.kind], device, reasons)
         budget = max(_BATCHED_TOKENS[device.kind], seqs)
@@ -380,6 +399,8 @@ class EngineConfig:
 
     def _memory(self, model: ServedModel, tokens: int, seqs: int, has_graphs: bool) -> MemoryBudget:
         total, free = device_memory(model.device)
+        if not model.device.is_cuda:  # the ranks share it
+            total, free = total // model.num_ranks, free // model.num_ranks
         rows, seqs = (n * (1 + self.max_draft_tokens) for n in (batch_sizes(seqs)[-1], seqs))
         graphs = activation_bytes(model.config, model.dtype, rows, rows) if has_graphs else 0
         activations = activation_bytes(model.config, model.dtype, tokens, seqs)

@@ -16,9 +16,10 @@ from engine.calibration import with_measured_costs
 from engine.checks import request_ids_of, shown_with_type
 from engine.deadlines import Deadlines
 from engine.engine_config import EngineConfig
+from engine.engine_loading import make_engine
 from engine.errors import RequestError
 from engine.input_processor import InputProcessor, Prompt, PromptInput
-from engine.model import LOAD_OPTIONS, Model, load
+from engine.model import Model
 from engine.one_thread import exclusive
 from engine.output_processor import End, OutputGroup, OutputStream, check_groups, token_texts
 from engine.outputs import RequestOutput
@@ -78,6 +79,7 @@ class LLMEngine:
         self._pool = MemoryPool(model.device)
         self.kv_cache = KVCache(config.geometry, limits.num_blocks, self._pool)
         self._swap = SwapSpace(self.kv_cache, n) if (n := limits.num_host_blocks) else None
+        model.share_pages(self.kv_cache, limits.num_host_blocks)
         self.config = config = with_measured_costs(config, model, self.kv_cache, self._swap)
         self.scheduler = Scheduler(config.scheduler)
         self.runner = ModelRunner(
@@ -96,8 +98,12 @@ class LLMEngine:
         parts = config.speculative, self.scheduler, self.runner, draft
         self.speculation = make_speculation(*parts, overlaps=config.async_scheduling)
         self._entry = threading.Lock()  # see `exclusive`
-        describe = self.scheduler.describe
-        self.watchdog = Watchdog(given.step_timeout, describe, raises=given.raise_on_timeout)
+        scheduler, timeout = self.scheduler, given.step_timeout
+        self.watchdog = Watchdog(
+            timeout,
+            lambda: scheduler.describe() + model.describe_ranks(),
+            raises=given.raise_on_timeout,
+        )
         self._recovery = StepRecovery(self.scheduler, self.runner, is_debug=config.is_debug)
         self._in_flight: deque[LaunchedStep] = deque()  # launched, not read back; oldest first
         self._max_in_flight = int(config.async_scheduling)  # steps in flight after `step`
@@ -109,12 +115,7 @@ class LLMEngine:
     @classmethod
     def from_name(cls, model: str = "smollm2", **options: Any) -> LLMEngine:
         """Load `model` and make its engine; takes the keywords of `load` and `EngineConfig`."""
-        names = tuple(name for name in LOAD_OPTIONS if name != "max_model_len")  # both have that
-        loading = {name: options.pop(name) for name in names if name in options}
-        EngineConfig.from_options(options, names)  # raise for wrong options now, not after the load
-        if "max_model_len" in options:
-            loading["max_model_len"] = options["max_model_len"]
-        return cls(load(model, **loading), **options)
+        return make_engine(cls, model, options)
 
     @exclusive
     def step(self) -> list[RequestOutput]:

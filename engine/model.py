@@ -19,7 +19,7 @@ import numpy as np
 
 from engine import page_calibration
 from engine.cache.array_cache import Cache
-from engine.cache.kv_cache import KVGeometry, code_name, kv_dtype
+from engine.cache.kv_cache import KVCache, KVGeometry, code_name, kv_dtype
 from engine.checks import is_integer, shown
 from engine.config import ModelConfig
 from engine.decoder_loading import load_decoder
@@ -168,7 +168,11 @@ class Model:
     config : ModelConfig
     load_config : LoadConfig
         Device, dtype and length, with reasons.
+    num_ranks : int
+        Processes that share it.
     """
+
+    num_ranks = 1
 
     def __init__(
         self, decoder: Decoder, load_config: LoadConfig, source: ModelSource | None = None
@@ -299,6 +303,13 @@ class Model:
             return ""
         prepare_code_pages(self.config, self.dtype, dtype, self.device)
         return page_calibration.ensure_scales(self, self.decoder.kv_scales, dtype)
+
+    def share_pages(self, kv_cache: KVCache, num_host_blocks: int) -> None:
+        """Let all ranks make pages as these; here there is one rank."""
+
+    def describe_ranks(self) -> str:
+        """Return what other ranks are doing; "" without any."""
+        return ""
 
     def uses_long_rope(self, num_tokens: int) -> bool:
         """Tell whether a sequence of up to `num_tokens` tokens takes longrope's long factors."""

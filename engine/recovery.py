@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 
-from engine.errors import EngineError, OutOfMemoryError, StepTimeoutError
+from engine.errors import EngineError, OutOfMemoryError, RankError, StepTimeoutError
 from engine.fault_bisection import FaultBisection
 from engine.request import Request
 from engine.runner.model_runner import LaunchedStep, ModelRunner
@@ -89,8 +89,8 @@ class StepRecovery:
         Raises
         ------
         BaseException
-            `error`, if it is an interrupt, a timeout or a failed check in debug mode, or if a retry
-            would fail forever.
+            `error`, if it is an interrupt, a timeout, a rank's failure or a failed check in debug
+            mode, or if a retry would fail forever.
         """
         for output in outputs:
             self._scheduler.rollback(output)
@@ -132,6 +132,6 @@ class StepRecovery:
         is_bug = isinstance(error, EngineError) and not isinstance(error, OutOfMemoryError)
         return (
             not isinstance(error, Exception)
-            or isinstance(error, StepTimeoutError)
+            or isinstance(error, StepTimeoutError | RankError)
             or (self._is_debug and is_bug)
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -113,6 +113,19 @@ class KVGeometry:
         return self.bytes_per_token * self.block_size
 
 
+class Followers(Protocol):
+    """Other processes with a cache of the same blocks, which do the same with theirs."""
+
+    def move_blocks(self, moves: Any) -> None:
+        """Move blocks as a step's `Moves` say."""
+
+    def move_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy single tokens."""
+
+    def close(self) -> None:
+        """End."""
+
+
 class KVCache:
     """The slab of pages, shape (num_layers, 2, num_blocks, K, block_size, D).
 
@@ -126,6 +139,11 @@ class KVCache:
         Where the slab is allocated; a new one on the CPU if left out.
     name : str
         Of the slab in the pool.
+
+    Attributes
+    ----------
+    followers : Followers or None
+        Are told of every move first.
 
     Examples
     --------
@@ -149,6 +167,7 @@ class KVCache:
         self.num_blocks = num_blocks
         self.pool = pool or MemoryPool(CPU)
         self._name = name
+        self.followers: Followers | None = None
         # Zero-filled: a kernel may load a whole block and mask the slots past the sequence's end.
         self.slab = self.pool.allocate(
             name,
@@ -189,6 +208,8 @@ class KVCache:
         sources, targets : sequence of int
             Slots, ``block_id * block_size + offset``.
         """
+        if self.followers is not None:
+            self.followers.move_slots(sources, targets)
         xp, size = self.device.xp, self.geometry.block_size
         by_slot = self.flat_pages.transpose(1, 3, 0, 2, 4)
         read, write = (divmod(np.array(slots, np.int64), size) for slots in (sources, targets))
@@ -221,6 +242,8 @@ class KVCache:
 
     def close(self) -> None:
         """Return the slab to the pool; a second call does nothing."""
+        if self.followers is not None:
+            self.followers.close()
         if not self.is_closed:
             self.pool.free(self._name)
         self.slab = np.empty((self.geometry.num_layers, 2, 0, 0, 0, 0))

@@ -41,7 +41,6 @@ class SharedMemoryCollectives:
         self._group = group
         self._segment = group.segment
         self._room = group.segment.data.shape[2]
-        self._count = 0
 
     @property
     def rank(self) -> int:
@@ -143,8 +142,8 @@ class SharedMemoryCollectives:
 
     def _announce(self, what: str, own: Array) -> int:
         """Write this rank's part, wait for the others, and return which buffer has their parts."""
-        self._count += 1
-        count, turn = self._count, self._count & 1
+        self._group.count += 1  # several objects of one group count together
+        count, turn = self._group.count, self._group.count & 1
         ranks, group = self._segment.ranks, self._group
         self._segment.data[group.rank, turn, : own.size] = own
         ranks[group.rank, SIZES + turn] = own.size

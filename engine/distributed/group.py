@@ -42,6 +42,11 @@ class Group:
     dead : callable, optional
         Returns (rank, how it ended) of processes that have ended; for rank 0, which started them.
 
+    Attributes
+    ----------
+    count : int
+        Operations that this rank has begun.
+
     Raises
     ------
     ConfigError
@@ -62,6 +67,7 @@ class Group:
         self.rank = rank
         self.size = segment.size
         self.timeout = timeout
+        self.count = 0
         self._dead = dead
         self._fence = threading.Lock()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,64 @@ import numpy as np
 from engine.distributed.group import MESSAGES, Group
 from engine.errors import RankError
 
-__all__ = ["Messages"]
+__all__ = ["Messages", "pack", "unpack"]
 
 _NUMBER, _SIZE, _LEFT, _SUM = range(4)  # fields of a slot
 
 Buffer = bytes | bytearray | memoryview
+
+_DTYPES = ("uint8", "int32", "int64", "uint64", "float32", "bool")
+_NONE = -1  # instead of a dtype: there is no array
+_ALIGNMENT = 8
+
+
+def pack(kind: int, numbers: Sequence[int], arrays: Sequence[Any]) -> bytearray:
+    """Return a message of whole numbers and of arrays, some of which may be None.
+
+    Examples
+    --------
+    >>> unpack(pack(3, [7, -1], [np.arange(2, dtype=np.int32), None]))
+    (3, [7, -1], [array([0, 1], dtype=int32), None])
+    """
+    fields = [kind, len(numbers), len(arrays), *numbers]
+    for array in arrays:
+        fields += _described(array)
+    data = bytearray(np.array(fields, np.int64).tobytes())
+    for array in arrays:
+        if array is not None:
+            data += np.ascontiguousarray(array).tobytes()
+            data += bytes(-len(data) % _ALIGNMENT)
+    return data
+
+
+def unpack(data: Buffer) -> tuple[int, list[int], list[Any]]:
+    """Return what was packed; the arrays are views of `data`."""
+    view = memoryview(data)
+    kind, num_numbers, num_arrays = np.frombuffer(view, np.int64, 3).tolist()
+    at = 3 * 8
+    numbers = np.frombuffer(view, np.int64, num_numbers, at).tolist()
+    at += 8 * num_numbers
+    shapes: list[tuple[int, list[int]]] = []
+    for _ in range(num_arrays):
+        dtype, num_dims = np.frombuffer(view, np.int64, 2, at).tolist()
+        shapes.append((dtype, np.frombuffer(view, np.int64, num_dims, at + 16).tolist()))
+        at += 16 + 8 * num_dims
+    arrays: list[Any] = []
+    for code, shape in shapes:
+        if code == _NONE:
+            arrays.append(None)
+            continue
+        array = np.frombuffer(view, _DTYPES[code], math.prod(shape), at).reshape(shape)
+        at += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+        arrays.append(array)
+    return kind, numbers, arrays
+
+
+def _described(array: Any) -> list[int]:
+    """Return the dtype's number, the number of dimensions, and the dimensions."""
+    if array is None:
+        return [_NONE, 0]
+    return [_DTYPES.index(array.dtype.name), array.ndim, *array.shape]
 
 
 class Messages:

@@ -14,7 +14,9 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Mapping
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -71,9 +73,10 @@ class RankProcesses:
         num_threads: int | None = None,
     ) -> None:
         segment = Segment.create(size)
-        self.group = Group(segment, 0, timeout=timeout, dead=self._dead)
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._is_closed = False
+        self.group = Group(segment, 0, timeout=timeout, dead=partial(_dead, self._processes))
+        # Also when the object is forgotten, or this process ends.
+        self._end = weakref.finalize(self, _end, self.group, self._processes)
         task = {"target": target, "size": size, "descriptor": segment.descriptor}
         task |= {"timeout": timeout, "options": dict(options)}
         try:
@@ -94,24 +97,7 @@ class RankProcesses:
 
         Those that do not end by themselves within seconds are killed.
         """
-        if self._is_closed:
-            return
-        self._is_closed = True
-        self.group.close()
-        for process in self._processes:
-            assert process.stdin is not None
-            with contextlib.suppress(OSError):
-                process.stdin.close()
-        deadline = time.monotonic() + _END_SECONDS
-        for process in self._processes:
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            assert process.stdout is not None
-            process.stdout.close()
-        self.group.segment.close()
+        self._end()
 
     def _start(self, task: dict[str, Any], env: Mapping[str, str]) -> None:
         descriptor = task["descriptor"]
@@ -130,11 +116,31 @@ class RankProcesses:
             lambda: (ranks[:, PID] == 0).nonzero()[0].tolist(), "the start", _START_SECONDS
         )
 
-    def _dead(self) -> Iterator[tuple[int, str]]:
-        """Yield the ranks whose processes have ended, and how."""
-        for rank, process in enumerate(self._processes, 1):
-            if process.poll() is not None:
-                yield rank, _ending(process.returncode)
+
+def _dead(processes: list[subprocess.Popen[bytes]]) -> Iterator[tuple[int, str]]:
+    """Yield the ranks whose processes have ended, and how."""
+    for rank, process in enumerate(processes, 1):
+        if process.poll() is not None:
+            yield rank, _ending(process.returncode)
+
+
+def _end(group: Group, processes: list[subprocess.Popen[bytes]]) -> None:
+    """End the processes of a group; kill those that do not end by themselves within seconds."""
+    group.close()
+    for process in processes:
+        assert process.stdin is not None
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+    deadline = time.monotonic() + _END_SECONDS
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+    group.segment.close()
 
 
 def run_rank() -> None:

@@ -60,6 +60,9 @@ class ForwardBatch:
     features : mapping of int to (T, N) array, optional
         Layer -> where the model writes the residual stream that enters this layer; the number of
         layers is what leaves the last one. For heads that draft tokens from these.
+    on_host : ForwardBatch, optional
+        The same batch on the host, but for token ids that only the device knows; for ranks that
+        follow this one.
     """
 
     token_ids: Any
@@ -77,6 +80,7 @@ class ForwardBatch:
     query_len: int = 1
     tree_mask: Any = None
     features: Mapping[int, Any] | None = None
+    on_host: ForwardBatch | None = None
 
     def __post_init__(self) -> None:
         if self.prefill_cu_seqlens_q is None:

@@ -189,7 +189,11 @@ class VocabularyEmbedding(Embedding):
         self._first = collectives.rank * embedding.weight.shape[0]
 
     def __call__(self, token_ids: Any) -> Any:
-        """Return the rows (T, N) of `token_ids` (T,) int32: zeros for an id that no rank has."""
+        """Return the rows (T, N) of rank 0's `token_ids` (T,) int32; zeros for an unknown id.
+
+        Those of other ranks are overwritten: only rank 0's device may know them.
+        """
+        self._collectives.broadcast(token_ids)
         xp, num_rows = array_module(token_ids), self.weight.shape[0]
         own = token_ids - np.int32(self._first)
         is_own = own.view(np.uint32) < np.uint32(num_rows)

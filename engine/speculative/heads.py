@@ -62,6 +62,11 @@ class LoadedHead:
         return self.head.num_bytes
 
     @property
+    def num_ranks(self) -> int:
+        """One: it is not divided."""
+        return 1
+
+    @property
     def deterministic(self) -> bool:
         """False: its drafts depend on the batch."""
         return False

@@ -35,6 +35,7 @@ class MockModel:
     long_rope_offset = 0
     has_tokenizer = False
     tokenizer: Any = None
+    num_ranks = 1
 
     def __init__(
         self,
@@ -64,6 +65,13 @@ class MockModel:
     def uses_long_rope(self, num_tokens: int) -> bool:
         """Return False, as there is no rope."""
         return False
+
+    def share_pages(self, kv_cache: Any, num_host_blocks: int) -> None:
+        """Do nothing: there is one rank."""
+
+    def describe_ranks(self) -> str:
+        """Return "": there is one rank."""
+        return ""
 
     def prepare_pages(self, dtype: str) -> str:
         """Return "": there are neither kernels nor scales."""

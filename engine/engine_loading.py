@@ -1,0 +1,46 @@
+"""Loads a model and makes its engine, in one process or in several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from engine.engine_config import EngineConfig
+from engine.model import LOAD_OPTIONS, Model, load
+
+__all__ = ["make_engine"]
+
+EngineT = TypeVar("EngineT")
+
+
+def make_engine(make: Callable[..., EngineT], model: str, options: dict[str, Any]) -> EngineT:
+    """Return ``make(model, **options)`` for the model of this name.
+
+    Parameters
+    ----------
+    make : callable
+        Called with the loaded model, and the options that are not `load`'s.
+    model : str
+    options : dict
+        Keywords of `load` and of `EngineConfig`.
+
+    Raises
+    ------
+    UnknownOptionError, ConfigError
+        If an option is wrong; nothing was loaded then.
+    """
+    names = tuple(name for name in LOAD_OPTIONS if name != "max_model_len")  # both have that
+    loading = {name: options.pop(name) for name in names if name in options}
+    config = EngineConfig.from_options(options, names)  # raise now, not after the load
+    if "max_model_len" in options:
+        loading["max_model_len"] = options["max_model_len"]
+    if config.tensor_parallel_size == 1:
+        return make(load(model, **loading), **options)
+    from engine.tensor_parallel import load_ranks
+
+    loaded: Model = load_ranks(model, config, loading)
+    try:
+        return make(loaded, **options)
+    except BaseException:
+        loaded.close()
+        raise

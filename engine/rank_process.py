@@ -1,0 +1,207 @@
+"""What ranks 1, 2, ... run: they load their part of the model and follow rank 0's messages."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from engine._version import __version__
+from engine.cache.kv_cache import KVCache
+from engine.cache.memory_pool import MemoryPool
+from engine.cache.swap import SwapSpace, move_blocks
+from engine.device import Device, resolve_device
+from engine.distributed.collectives import SharedMemoryCollectives
+from engine.distributed.group import Group
+from engine.distributed.messages import Messages, unpack
+from engine.errors import RankError
+from engine.layers.batch import ForwardBatch
+from engine.layers.collectives import Collectives
+from engine.loading.config_json import config_from_json
+from engine.memory_sizes import geometry_of
+from engine.model import Model, load
+
+__all__ = ["Follower", "compare_ranks", "make_collectives", "num_threads", "run"]
+
+TARGET = "engine.rank_process:run"
+
+# Kinds of messages.
+PREPARE, SHARE, FORWARD, LOGITS, MOVE_BLOCKS, MOVE_SLOTS = range(6)
+
+BATCH_NUMBERS = ("num_decodes", "max_seqlen_q", "max_context_len", "query_len")
+# Token ids are not among them: the embedding takes rank 0's, which only its device may know.
+BATCH_ARRAYS = (
+    *("positions", "rope_positions", "slot_mapping", "cu_seqlens_q", "context_lens"),
+    *("block_tables", "logits_indices", "prefill_cu_seqlens_q", "tree_mask"),
+)
+
+
+def run(group: Group, options: Mapping[str, Any]) -> None:
+    """Load a rank's part of the model, and follow rank 0 until it ends the group.
+
+    Parameters
+    ----------
+    group : Group
+    options : mapping
+        "model": its path; "devices": of each rank; "loading": keywords of `load`.
+    """
+    group.set_doing("comparing files")
+    compare_ranks(group, options["model"], options["loading"])
+    place, _ = resolve_device(options["devices"][group.rank])
+    collectives = make_collectives(group, place)
+    group.set_doing("loading")
+    loading = dict(options["loading"])
+    if loading.get("config") is not None:
+        loading["config"] = config_from_json(loading["config"])
+    model = load(options["model"], device=place, progress=False, collectives=collectives, **loading)
+    group.set_ready()
+    Follower(group, model, collectives).follow()
+
+
+class Follower:
+    """Does to this rank's part of a model and of the pages what rank 0 says.
+
+    Parameters
+    ----------
+    group : Group
+    model : Model
+    collectives : Collectives
+    """
+
+    def __init__(self, group: Group, model: Model, collectives: Collectives) -> None:
+        self._group = group
+        self._model = model
+        self._collectives = collectives
+        self._messages = Messages(group)
+        self._pages: KVCache | None = None
+        self._swap: SwapSpace | None = None
+        self._hidden: Any = None
+        self._actions: dict[int, Callable[[list[int], list[Any]], None]] = {
+            PREPARE: self._prepare,
+            SHARE: self._share,
+            FORWARD: self._forward,
+            LOGITS: self._logits,
+            MOVE_BLOCKS: self._move_blocks,
+            MOVE_SLOTS: self._move_slots,
+        }
+
+    def follow(self) -> None:
+        """Do what each message says, until rank 0 ends the group (`GroupEnded`)."""
+        while True:
+            self._group.set_doing("waiting for a step")
+            kind, numbers, arrays = unpack(self._messages.receive())
+            self._actions[kind](numbers, arrays)
+
+    def _prepare(self, numbers: list[int], arrays: list[Any]) -> None:
+        self._group.set_doing("preparing pages")
+        self._model.prepare_pages(_text(arrays[0]))
+
+    def _share(self, numbers: list[int], arrays: list[Any]) -> None:
+        self._group.set_doing("making pages")
+        num_blocks, num_host_blocks, block_size = numbers
+        geometry = geometry_of(self._model.config, block_size, _text(arrays[0]))
+        self._pages = KVCache(geometry, num_blocks, MemoryPool(self._model.device))
+        if num_host_blocks:
+            self._swap = SwapSpace(self._pages, num_host_blocks)
+        self._collectives.barrier("pages")
+
+    def _forward(self, numbers: list[int], arrays: list[Any]) -> None:
+        step, wants_logits, *others = numbers
+        fields: dict[str, Any] = dict(zip(BATCH_ARRAYS, arrays, strict=True))
+        fields |= zip(BATCH_NUMBERS, others, strict=True)
+        ids = np.zeros(len(fields["positions"]), np.int32)
+        self._group.set_doing(f"step {step} ({len(ids)} tokens)")
+        batch = ForwardBatch(token_ids=ids, **fields).to(self._model.device)
+        pages = self._the_pages().layers
+        if wants_logits:
+            self._model.forward(batch, pages)
+        else:
+            self._hidden = self._model.hidden_states(batch, pages)
+
+    def _logits(self, numbers: list[int], arrays: list[Any]) -> None:
+        self._group.set_doing("logits")
+        first, count = numbers
+        self._model.logits(self._hidden[first : first + count])
+
+    def _move_blocks(self, numbers: list[int], arrays: list[Any]) -> None:
+        names = "swap_out", "copies", "swap_in", "freed_blocks"
+        lists = [[_pair(item) for item in array.tolist()] for array in arrays]
+        moves: Any = SimpleNamespace(**dict(zip(names, lists, strict=True)))
+        move_blocks(self._the_pages(), self._swap, moves)
+
+    def _move_slots(self, numbers: list[int], arrays: list[Any]) -> None:
+        self._the_pages().move_slots(*(array.tolist() for array in arrays))
+
+    def _the_pages(self) -> KVCache:
+        if self._pages is None:
+            raise RankError(f"rank {self._group.rank} was told of a step before it had pages")
+        return self._pages
+
+
+def make_collectives(group: Group, device: Device) -> Collectives:
+    """Return the collectives of a rank on this device."""
+    shared = SharedMemoryCollectives(group)
+    if not device.is_cuda:
+        return shared
+    from engine.distributed.cuda_collectives import CudaCollectives
+
+    device.activate()
+    made: Collectives = CudaCollectives(
+        group.rank, group.size, shared.exchange, timeout=group.timeout
+    )
+    return made
+
+
+def compare_ranks(group: Group, model: str, loading: Mapping[str, Any]) -> None:
+    """Verify that all ranks have the same program, files and options.
+
+    Raises
+    ------
+    RankError
+        Naming a rank that differs from rank 0, and in what.
+    """
+    own = fingerprint(model, loading)
+    answers = SharedMemoryCollectives(group).exchange(json.dumps(own).encode())
+    first = json.loads(answers[0])
+    for rank, answer in enumerate(answers):
+        theirs = json.loads(answer)
+        for name, value in first.items():
+            if theirs.get(name) != value:
+                raise RankError(
+                    f"rank {rank} differs from rank 0 in {name}: {theirs.get(name)}, not {value}"
+                )
+
+
+def fingerprint(model: str, loading: Mapping[str, Any]) -> dict[str, str]:
+    """Return what must be the same on all ranks: the program, the files, the options."""
+    path = Path(model)
+    files = sorted(path.iterdir()) if path.is_dir() else [path] if path.exists() else []
+    found = {"engine's version": __version__, "options": json.dumps(loading, sort_keys=True)[:2000]}
+    for file in files:
+        if file.suffix in (".safetensors", ".gguf"):
+            found[f"the size of {file.name}"] = str(file.stat().st_size)
+        elif file.name in ("config.json", "model.safetensors.index.json"):
+            digest = hashlib.sha256(file.read_bytes()).hexdigest()
+            found[f"the content of {file.name}"] = digest[:16]
+    return found
+
+
+def num_threads(size: int) -> int:
+    """Return how many threads each of `size` processes has for itself on this machine."""
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    return max(1, cores // size)
+
+
+def _text(array: Any) -> str:
+    return bytes(array).decode()
+
+
+def _pair(item: Any) -> Any:
+    return tuple(item) if isinstance(item, list) else item

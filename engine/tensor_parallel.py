@@ -1,0 +1,321 @@
+"""Rank 0 of a model that several processes share: it leads, the others follow.
+
+Rank 0 has the engine, and samples. Whatever it does to the model or the pages it announces first,
+in one message through shared memory, and then does its own part; the others (`rank_process`) do
+theirs. Inside the model all ranks meet in collectives. So scheduling, grammars, log-probabilities
+and drafts need nothing of their own here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from engine.cache.kv_cache import KVCache
+from engine.checks import shown
+from engine.config import ModelConfig
+from engine.device import Device, resolve_device, to_numpy
+from engine.distributed.messages import Messages, pack
+from engine.distributed.processes import RankProcesses
+from engine.engine_config import EngineConfig
+from engine.errors import ConfigError, RankError, RequestError
+from engine.layers.batch import ForwardBatch
+from engine.layers.collectives import Collectives
+from engine.loading.config_json import config_to_json
+from engine.loading.download import resolve_model
+from engine.model import Model, load
+from engine.models.decoder import Pages, address
+from engine.rank_process import (
+    BATCH_ARRAYS,
+    BATCH_NUMBERS,
+    FORWARD,
+    LOGITS,
+    MOVE_BLOCKS,
+    MOVE_SLOTS,
+    PREPARE,
+    SHARE,
+    TARGET,
+    compare_ranks,
+    make_collectives,
+    num_threads,
+)
+
+__all__ = ["LeadingModel", "load_ranks"]
+
+
+class Leader:
+    """Announces to the other ranks what rank 0 does, and ends the group when something fails.
+
+    Parameters
+    ----------
+    processes : RankProcesses
+    collectives : Collectives
+    """
+
+    def __init__(self, processes: RankProcesses, collectives: Collectives) -> None:
+        self.processes = processes
+        self.collectives = collectives
+        self._group = processes.group
+        self._messages = Messages(processes.group)
+        self._failure = ""
+
+    def send(
+        self, what: str, kind: int, numbers: Sequence[int] = (), arrays: Sequence[Any] = ()
+    ) -> None:
+        """Announce something; `what` is for errors.
+
+        Raises
+        ------
+        RankError
+            If a rank has failed; the group has ended then.
+        """
+        if self._group.is_closing:
+            raise RankError(f"the ranks have ended; {self._failure or 'the model was closed'}")
+        self._group.set_doing(what)
+        with self.together():
+            self._group.check()
+            self._messages.send(pack(kind, numbers, arrays))
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Do this rank's part of what was announced: if that fails, the group ends.
+
+        Raises
+        ------
+        RankError
+            Instead of any other error: the other ranks are in the middle of something, and cannot
+            be told to forget it.
+        """
+        try:
+            yield
+        except BaseException as error:
+            self._failure = f"{type(error).__name__}: {error}"
+            self.close()
+            if isinstance(error, RankError) or not isinstance(error, Exception):
+                raise
+            raise RankError(f"rank 0 failed in {self._group.doing(0)}: {error}") from error
+
+    def move_blocks(self, moves: Any) -> None:
+        """Announce a step's block moves, if there are any; see `Followers`."""
+        lists = moves.swap_out, moves.copies, moves.swap_in, moves.freed_blocks
+        if any(lists):
+            arrays = [np.array(pairs, np.int32) for pairs in lists]
+            self.send("block moves", MOVE_BLOCKS, arrays=arrays)
+
+    def move_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Announce that single tokens are copied; see `Followers`."""
+        arrays = [np.array(slots, np.int64) for slots in (sources, targets)]
+        self.send("the moves of accepted drafts", MOVE_SLOTS, arrays=arrays)
+
+    def describe(self) -> str:
+        """Return what each rank is doing."""
+        group = self._group
+        return "".join(f"; rank {r} is in: {group.doing(r)}" for r in range(group.size))
+
+    def close(self) -> None:
+        """End the other ranks."""
+        self.processes.close()
+        self.collectives.close()
+
+
+class LeadingModel(Model):
+    """Rank 0's part of a model, which announces each of its steps to the other ranks.
+
+    It serves an engine: its steps are on that engine's pages only.
+
+    Parameters
+    ----------
+    model : Model
+        Rank 0's part.
+    leader : Leader
+    """
+
+    def __init__(self, model: Model, leader: Leader) -> None:
+        super().__init__(model.decoder, model.load_config, model.source)
+        self.leader = leader
+        self.num_ranks = leader.collectives.size
+        self._pages: KVCache | None = None
+        self._hidden: Any = None  # of the last step, on which `logits` may be called
+        self._num_steps = 0
+
+    def share_pages(self, kv_cache: KVCache, num_host_blocks: int) -> None:
+        """Let all ranks make pages as these."""
+        g, leader = kv_cache.geometry, self.leader
+        numbers = [kv_cache.num_blocks, num_host_blocks, g.block_size]
+        leader.send("making pages", SHARE, numbers, [_text(g.dtype)])
+        with leader.together():
+            leader.collectives.barrier("pages")
+        kv_cache.followers, self._pages = leader, kv_cache
+
+    def prepare_pages(self, dtype: str) -> str:
+        """Load the kernels for pages of codes, and measure scales, in all ranks; as `Model`."""
+        self.leader.send("preparing pages", PREPARE, arrays=[_text(dtype)])
+        pages, self._pages = self._pages, None
+        with self.leader.together():
+            # Its steps are this rank's own: the others prepare pages likewise.
+            why = _Silent(self).prepare_pages(dtype)
+        self._pages = pages
+        return why
+
+    def forward(self, batch: ForwardBatch, kv_pages: Pages) -> Any:
+        """Compute one step in all ranks; see `Decoder.forward`."""
+        self._announce(batch, kv_pages, wants_logits=True)
+        with self.leader.together():
+            return super().forward(batch, kv_pages)
+
+    def hidden_states(self, batch: ForwardBatch, kv_pages: Pages) -> Any:
+        """Compute one step up to the final norm in all ranks; see `Decoder.hidden_states`."""
+        self._announce(batch, kv_pages, wants_logits=False)
+        with self.leader.together():
+            self._hidden = super().hidden_states(batch, kv_pages)
+        return self._hidden
+
+    def logits(self, hidden: Any) -> Any:
+        """Return the logits of rows that the last call of `hidden_states` returned."""
+        self.leader.send("logits", LOGITS, [self._first_row(hidden), hidden.shape[0]])
+        with self.leader.together():
+            return super().logits(hidden)
+
+    def set_kv_scales(self, scales: Any, kv_cache_dtype: str = "fp8") -> None:
+        """Refuse: each rank has scales of its own heads."""
+        raise RequestError("kv_scales cannot be set when several ranks share the model")
+
+    def describe_ranks(self) -> str:
+        """Return what each rank is doing."""
+        return self.leader.describe()
+
+    def close(self) -> None:
+        """Free the weights, and end the other ranks."""
+        self.leader.close()
+        super().close()
+
+    def _announce(self, batch: ForwardBatch, kv_pages: Pages, *, wants_logits: bool) -> None:
+        pages = self._pages
+        if pages is None or address(kv_pages[0][0]) != address(pages.layer(0)[0]):
+            raise RequestError(
+                "a model that several ranks share computes on its engine's pages only: embeddings, "
+                "Model.step and calibration need tensor_parallel_size=1"
+            )
+        host = batch.on_host or batch
+        self._num_steps += 1
+        numbers = [int(wants_logits), *(getattr(host, name) for name in BATCH_NUMBERS)]
+        arrays = [getattr(host, name) for name in BATCH_ARRAYS]
+        arrays = [None if array is None else to_numpy(array) for array in arrays]
+        what = f"step {self._num_steps} ({batch.num_tokens} tokens)"
+        self.leader.send(what, FORWARD, [self._num_steps, *numbers], arrays)
+
+    def _first_row(self, hidden: Any) -> int:
+        """Return the row of the last hidden states that `hidden` begins with."""
+        last = self._hidden
+        if last is not None and hidden.shape[1:] == last.shape[1:] and hidden.dtype == last.dtype:
+            row_bytes = int(last.shape[1] * last.itemsize)
+            first, rest = divmod(address(hidden) - address(last), row_bytes)
+            if not rest and first >= 0 and first + hidden.shape[0] <= last.shape[0]:
+                return first
+        raise RequestError(
+            "logits of a model that several ranks share must be of rows that hidden_states has "
+            f"just returned; got an array of shape {hidden.shape}"
+        )
+
+
+class _Silent(Model):
+    """The same part of a model, without announcements."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model.decoder, model.load_config, model.source)
+
+
+def load_ranks(model: Any, config: EngineConfig, loading: Mapping[str, Any]) -> LeadingModel:
+    """Start the other ranks, load the model in all of them, and return rank 0's part.
+
+    Parameters
+    ----------
+    model : str or path
+    config : EngineConfig
+        Its `tensor_parallel_size` and `collective_timeout`.
+    loading : mapping
+        Keywords of `load`.
+
+    Raises
+    ------
+    ConfigError, DeviceError, DownloadError
+        If the model or an option cannot be used.
+    RankError
+        If a rank fails, with its last words.
+    """
+    size, given = config.tensor_parallel_size, dict(loading)
+    _refuse_options(config, given)
+    place, _ = resolve_device(given.get("device", "auto"))
+    devices = _devices(place, given.get("device", "auto"), size)
+    is_dummy = given.get("config") is not None and given.get("load_format") == "dummy"
+    name = str(model) if is_dummy else str(resolve_model(model).path)
+    others = {key: value for key, value in given.items() if key not in ("device", "progress")}
+    options: dict[str, Any] = {"model": name, "devices": devices, "loading": _plain(others)}
+    processes = RankProcesses(
+        TARGET,
+        size,
+        options,
+        timeout=config.collective_timeout,
+        num_threads=None if place.is_cuda else num_threads(size),
+    )
+    try:
+        compare_ranks(processes.group, name, options["loading"])
+        collectives = make_collectives(processes.group, place)
+        leader = Leader(processes, collectives)
+        processes.group.set_doing("loading")
+        own = load(name, **given, collectives=collectives)
+        processes.group.set_ready()
+        processes.group.wait_until_ready(float("inf"))
+        return LeadingModel(own, leader)
+    except BaseException:
+        processes.close()
+        raise
+
+
+def _refuse_options(config: EngineConfig, loading: Mapping[str, Any]) -> None:
+    """Refuse what is not divided among ranks yet."""
+    speculative = config.speculative_config
+    if speculative is not None and speculative.method not in ("ngram", "draft_model"):
+        raise ConfigError(
+            f"speculative_config.method must be 'ngram' or 'draft_model' with "
+            f"tensor_parallel_size={config.tensor_parallel_size}; got {speculative.method!r}"
+        )
+
+
+def _devices(place: Device, given: Any, size: int) -> list[str]:
+    """Return the device of each rank.
+
+    Raises
+    ------
+    ConfigError
+        If there are not enough GPUs, or the option names one.
+    """
+    if not place.is_cuda:
+        return ["cpu"] * size
+    if given not in ("auto", "cuda"):
+        raise ConfigError(
+            f"device must be 'cpu', 'cuda' or 'auto' with tensor_parallel_size={size}: ranks take "
+            f"cuda:0, cuda:1, ...; got {shown(given)}"
+        )
+    count = place.xp.cuda.runtime.getDeviceCount()
+    if count < size:
+        raise ConfigError(f"tensor_parallel_size must be at most {count}, the GPUs; got {size}")
+    return [f"cuda:{rank}" for rank in range(size)]
+
+
+def _plain(loading: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keywords of `load` as values that JSON has."""
+    plain = dict(loading)
+    if isinstance(plain.get("config"), ModelConfig):
+        plain["config"] = config_to_json(plain["config"])
+    dtype = plain.get("dtype", "auto")
+    if not isinstance(dtype, str):
+        plain["dtype"] = np.dtype(dtype).name
+    return plain
+
+
+def _text(text: str) -> Any:
+    return np.frombuffer(text.encode(), np.uint8)
