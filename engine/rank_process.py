@@ -26,13 +26,15 @@ from engine.layers.collectives import Collectives
 from engine.loading.config_json import config_from_json
 from engine.memory_sizes import geometry_of
 from engine.model import Model, load
+from engine.runner.cuda_graph import GraphKey
+from engine.runner.follower_graphs import FollowerGraphs
 
 __all__ = ["Follower", "compare_ranks", "make_collectives", "num_threads", "run"]
 
 TARGET = "engine.rank_process:run"
 
 # Kinds of messages.
-PREPARE, SHARE, FORWARD, LOGITS, MOVE_BLOCKS, MOVE_SLOTS = range(6)
+PREPARE, SHARE, FORWARD, LOGITS, MOVE_BLOCKS, MOVE_SLOTS, CAPTURE, GRAPH = range(8)
 
 BATCH_NUMBERS = ("num_decodes", "max_seqlen_q", "max_context_len", "query_len")
 # Token ids are not among them: the embedding takes rank 0's, which only its device may know.
@@ -81,6 +83,7 @@ class Follower:
         self._messages = Messages(group)
         self._pages: KVCache | None = None
         self._swap: SwapSpace | None = None
+        self._graphs: FollowerGraphs | None = None
         self._hidden: Any = None
         self._actions: dict[int, Callable[[list[int], list[Any]], None]] = {
             PREPARE: self._prepare,
@@ -89,6 +92,8 @@ class Follower:
             LOGITS: self._logits,
             MOVE_BLOCKS: self._move_blocks,
             MOVE_SLOTS: self._move_slots,
+            CAPTURE: self._capture,
+            GRAPH: self._graph,
         }
 
     def follow(self) -> None:
@@ -137,6 +142,28 @@ class Follower:
 
     def _move_slots(self, numbers: list[int], arrays: list[Any]) -> None:
         self._the_pages().move_slots(*(array.tolist() for array in arrays))
+
+    def _capture(self, numbers: list[int], arrays: list[Any]) -> None:
+        self._group.set_doing("capturing graphs")
+        num_rows, max_blocks, block_size, max_model_len, *query_lens = numbers
+        self._graphs = FollowerGraphs(
+            self._model,
+            self._the_pages().layers,
+            num_rows,
+            max_blocks,
+            block_size,
+            max_model_len,
+            sorted(set(query_lens)),
+        )
+        self._graphs.capture()
+
+    def _graph(self, numbers: list[int], arrays: list[Any]) -> None:
+        step, size, max_context_len, query_len, is_tree = numbers
+        self._group.set_doing(f"step {step} ({size * query_len} tokens, as a graph)")
+        if self._graphs is None:
+            raise RankError(f"rank {self._group.rank} was told of a graph before it had any")
+        key = GraphKey(size, max_context_len, query_len, bool(is_tree))
+        self._graphs.follow(key, arrays[0])
 
     def _the_pages(self) -> KVCache:
         if self._pages is None:

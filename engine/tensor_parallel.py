@@ -31,7 +31,9 @@ from engine.models.decoder import Pages, address
 from engine.rank_process import (
     BATCH_ARRAYS,
     BATCH_NUMBERS,
+    CAPTURE,
     FORWARD,
+    GRAPH,
     LOGITS,
     MOVE_BLOCKS,
     MOVE_SLOTS,
@@ -42,6 +44,7 @@ from engine.rank_process import (
     make_collectives,
     num_threads,
 )
+from engine.runner.cuda_graph import DecodeGraphs, GraphKey
 
 __all__ = ["LeadingModel", "load_ranks"]
 
@@ -156,7 +159,7 @@ class LeadingModel(Model):
         pages, self._pages = self._pages, None
         with self.leader.together():
             # Its steps are this rank's own: the others prepare pages likewise.
-            why = _Silent(self).prepare_pages(dtype)
+            why = self.own_part.prepare_pages(dtype)
         self._pages = pages
         return why
 
@@ -183,6 +186,19 @@ class LeadingModel(Model):
         """Refuse: each rank has scales of its own heads."""
         raise RequestError("kv_scales cannot be set when several ranks share the model")
 
+    @property
+    def own_part(self) -> Model:
+        """This rank's part, whose steps are not announced."""
+        return _Silent(self)
+
+    def lead_graphs(self, graphs: DecodeGraphs, max_model_len: int, max_draft_tokens: int) -> None:
+        """Let all ranks capture graphs as these, and launch them when these are."""
+        assert self._pages is not None
+        table, size = graphs.table_shape, self._pages.geometry.block_size
+        numbers = [*table, size, max_model_len, 1, 1 + max_draft_tokens]
+        self.leader.send("capturing graphs", CAPTURE, numbers)
+        graphs.on_send = self._announce_graph
+
     def describe_ranks(self) -> str:
         """Return what each rank is doing."""
         return self.leader.describe()
@@ -206,6 +222,12 @@ class LeadingModel(Model):
         arrays = [None if array is None else to_numpy(array) for array in arrays]
         what = f"step {self._num_steps} ({batch.num_tokens} tokens)"
         self.leader.send(what, FORWARD, [self._num_steps, *numbers], arrays)
+
+    def _announce_graph(self, key: GraphKey, staged: Any) -> None:
+        self._num_steps += 1
+        numbers = [key.size, key.max_context_len, key.query_len, int(key.is_tree)]
+        what = f"step {self._num_steps} ({key.num_tokens} tokens, as a graph)"
+        self.leader.send(what, GRAPH, [self._num_steps, *numbers], [staged])
 
     def _first_row(self, hidden: Any) -> int:
         """Return the row of the last hidden states that `hidden` begins with."""

@@ -217,7 +217,7 @@ class Decoder:
         self.kv_scales = PageScales(self.xp, config.num_layers, config.num_kv_heads)
         self.layers = tuple(self._layer(index) for index in range(config.num_layers))
         self._run_layers = LayerPlans(
-            self.layers, [_numbers(config, i) for i in range(len(self.layers))]
+            self.layers, [self._numbers(index) for index in range(len(self.layers))]
         )
         self.final_norm = self._norm("final_norm")
         self.lm_head = self._linear("lm_head", config.lm_head_bias, parts.lm_head)
@@ -348,6 +348,11 @@ class Decoder:
         rows = [[column.get(index, 0) for column in table.values()] for index in layers]
         return tuple(table), np.array(rows, np.uint64)
 
+    def _numbers(self, layer: int) -> tuple[int, ...]:
+        """Return the numbers, apart from weights, in which the layers of a model may differ."""
+        numbers = self.config.window(layer), _rope_index(self.config, layer)
+        return numbers if self.parts.can_plan else (*numbers, layer)  # no two are of one kind
+
     def _weight(self, name: str) -> Weight:
         try:
             return self.weights[name]
@@ -460,11 +465,6 @@ def _rope_index(config: ModelConfig, layer: int) -> int:
     if not config.has_rope(layer):
         return len(_ropes(config)) - 1
     return int(config.rope_local is not None and config.window(layer) > 0)
-
-
-def _numbers(config: ModelConfig, layer: int) -> tuple[int, ...]:
-    """Return the numbers, apart from weights, in which the layers of a model may differ."""
-    return config.window(layer), _rope_index(config, layer)
 
 
 def _ropes(config: ModelConfig) -> tuple[RopeConfig, ...]:

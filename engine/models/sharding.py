@@ -62,6 +62,11 @@ def local_config(config: ModelConfig, shard: Shard) -> ModelConfig:
 class WholeParts:
     """The layers of a model that one process has whole."""
 
+    @property
+    def can_plan(self) -> bool:
+        """Tell whether layers launch nothing but kernels, so that a plan can repeat them."""
+        return True
+
     def attention_output(
         self, weight: Weight, bias: Weight | None, *, deterministic: bool
     ) -> Linear:
@@ -108,6 +113,11 @@ class ParallelParts(WholeParts):
     config: ModelConfig
     shard: Shard
     collectives: Collectives
+
+    @property
+    def can_plan(self) -> bool:
+        """Tell whether layers launch nothing but kernels: what is gathered is also copied."""
+        return not (self.shard.by_output or self.config.whole_qk_norm)
 
     def attention_output(
         self, weight: Weight, bias: Weight | None, *, deterministic: bool

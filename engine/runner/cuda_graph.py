@@ -138,6 +138,8 @@ class DecodeGraphs:
     ----------
     features : mapping of int to array
         What a graph wrote last, (T, N) for each layer; empty without `new_features`.
+    on_send : callable or None
+        Called with the graph and the used bytes of the staging buffer before each launch.
     """
 
     def __init__(
@@ -152,6 +154,7 @@ class DecodeGraphs:
         query_lens: Sequence[int] = (1,),
         new_features: Callable[[int], Mapping[int, Any]] = lambda num_tokens: {},
     ) -> None:
+        self.on_send: Callable[[GraphKey, Any], None] | None = None
         self._model = model
         self._pages = kv_pages
         self._table = table
@@ -181,6 +184,11 @@ class DecodeGraphs:
         self._forwards: dict[GraphKey, tuple[Any, Any]] = {}  # graphs that end with the logits
         self._pool: Any = None  # memory that graphs allocate during capture
         self._stream: Any = None
+
+    @property
+    def table_shape(self) -> tuple[int, int]:
+        """Request rows, and blocks of each."""
+        return self._tables.shape[0], self._tables.shape[1]
 
     @property
     def keys(self) -> tuple[GraphKey, ...]:
@@ -429,7 +437,10 @@ class DecodeGraphs:
             rope_positions=tokens.positions + offsets,
             context_lens=context_lens,
         )
-        self._inputs.send(buffer, self._fill_blocks(buffer, rows, key.size))
+        num_new_blocks = self._fill_blocks(buffer, rows, key.size)
+        if self.on_send is not None:
+            self.on_send(key, self._inputs.used(buffer, num_new_blocks))
+        self._inputs.send(buffer, num_new_blocks)
         if tokens.drafts is not None:
             ids = self._inputs.arrays["token_ids"][: len(rows) * key.query_len]
             ids.reshape(len(rows), key.query_len)[:, 1:] = tokens.drafts

@@ -142,7 +142,7 @@ class ModelRunner:
     ) -> None:
         """Capture CUDA graphs for decode steps, without drafts and with `max_draft_tokens` each."""
         self.graphs = DecodeGraphs(
-            self.model,
+            getattr(self.model, "own_part", self.model),
             self._pages,
             self._table,
             self._sampling,
@@ -151,6 +151,8 @@ class ModelRunner:
             query_lens=sorted({1, 1 + max_draft_tokens}),
             new_features=self.features.new_for_graphs,
         )
+        if (lead := getattr(self.model, "lead_graphs", None)) is not None:
+            lead(self.graphs, max_model_len, max_draft_tokens)
         self.graphs.capture(progress=progress)
         # CuPy compiles indexing by an array on first use: do it now, not in the first step.
         last_ids, first = self._table.last_ids, self.model.device.xp.zeros(1, np.int64)
@@ -292,14 +294,11 @@ class ModelRunner:
         counts = [s.request.spec.params.prompt_logprobs for s in output.sequences]
         return prompt_parts(output.sequences, inputs.batch.cu_seqlens_q[:-1].tolist(), counts)
 
-    def _send(self, inputs: StepInputs, parts: Sequence[PromptPart]) -> dict[str, Any]:
+    def _send(self, batch: ForwardBatch, inputs: StepInputs) -> dict[str, Any]:
         """Copy the arrays that the model needs to the device."""
-        arrays = _arrays(inputs.batch) | {
+        arrays = _arrays(batch) | {
             name: getattr(inputs, name) for name in ("last_id_tokens", "last_id_rows")
         }
-        if parts:
-            wanted = [inputs.batch.logits_indices, *(part.rows for part in parts)]
-            arrays["logits_indices"] = np.concatenate(wanted)
         return HostToDeviceCopy(self.model.device, arrays).arrays
 
     def _forward(
@@ -311,9 +310,10 @@ class ModelRunner:
             if logits is not None:
                 self.features.note_graph()
                 return logits, []
-        on_device = self._send(inputs, parts)
-        batch = _with(inputs.batch, {name: on_device[name] for name in _arrays(inputs.batch)})
-        batch = self.features.add_to(batch)
+        host = _with(inputs.batch, _indices_with(inputs.batch, parts))
+        on_device = self._send(host, inputs)
+        arrays = {name: on_device[name] for name in _arrays(host)}
+        batch = self.features.add_to(_with(host, {**arrays, "on_host": host}))
         if inputs.last_id_tokens.size:
             last_ids = self._table.last_ids[on_device["last_id_rows"]]
             batch.token_ids[on_device["last_id_tokens"]] = last_ids
@@ -481,6 +481,14 @@ def _history_indices(inputs: StepInputs, history_lens: IntArray) -> dict[str, In
         "path_columns": columns,
         "path_ids": ids.astype(np.int32),
     }
+
+
+def _indices_with(batch: ForwardBatch, parts: Sequence[PromptPart]) -> dict[str, Any]:
+    """Return the `logits_indices` of a batch with those of the prompt tokens to be scored."""
+    if not parts:
+        return {}
+    wanted = [batch.logits_indices, *(part.rows for part in parts)]
+    return {"logits_indices": np.concatenate(wanted)}
 
 
 def _with(batch: BatchT, arrays: Mapping[str, Any]) -> BatchT:

@@ -147,6 +147,17 @@ class StaticInputs:
             num_bytes = self._base + 4 * num_new_blocks
             self._memory.data.copy_from_host_async(buffer.memory.ctypes.data, num_bytes, stream)
 
+    def used(self, buffer: StagingBuffer, num_new_blocks: int) -> Any:
+        """Return the bytes of `buffer` that `send` copies."""
+        return buffer.memory[: self._base + 4 * num_new_blocks]
+
+    def load(self, data: Any) -> StagingBuffer:
+        """Copy what `used` returned in another process to a staging buffer, and send it."""
+        buffer = self.next_buffer()
+        buffer.memory[: len(data)] = data
+        self.send(buffer, (len(data) - self._base) // 4)
+        return buffer
+
     def read(self, buffer: StagingBuffer, num_tokens: int, size: int) -> DeviceToHostCopy:
         """Copy `results`, (2, size), to the host; return the first `num_tokens` of both rows."""
         if not self._device.is_cuda:

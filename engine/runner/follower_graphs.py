@@ -1,0 +1,55 @@
+"""Decode graphs of a rank that follows rank 0: they end with the logits, which rank 0 samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from engine.runner.cuda_graph import DecodeGraphs, GraphKey
+from engine.runner.request_rows import RequestRows
+from engine.runner.sampling import SamplingTable
+
+__all__ = ["FollowerGraphs"]
+
+
+class FollowerGraphs(DecodeGraphs):
+    """Computes the decode steps that rank 0 computes by graphs, from its staging buffers.
+
+    Parameters
+    ----------
+    model : Model
+    kv_pages : sequence of (k_pages, v_pages)
+    num_rows, max_blocks, block_size, max_model_len : int
+        As rank 0's.
+    query_lens : sequence of int
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        kv_pages: Sequence[tuple[Any, Any]],
+        num_rows: int,
+        max_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        query_lens: Sequence[int],
+    ) -> None:
+        super().__init__(
+            model,
+            kv_pages,
+            RequestRows(num_rows, max_blocks, model.device),
+            SamplingTable(1, model.config.vocab_size, (), model.device),
+            block_size=block_size,
+            max_model_len=max_model_len,
+            query_lens=query_lens,
+        )
+
+    def compute(self, key: GraphKey) -> None:
+        """Launch the kernels of a step up to the logits."""
+        self._forward(key)
+
+    def follow(self, key: GraphKey, staged: Any) -> None:
+        """Compute the step of which rank 0 has sent its staging buffer."""
+        buffer = self._inputs.load(staged)
+        self.replay(key)
+        self._inputs.release(buffer)
