@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -176,10 +177,10 @@ def make_collectives(group: Group, device: Device) -> Collectives:
     shared = SharedMemoryCollectives(group)
     if not device.is_cuda:
         return shared
-    from engine.distributed.cuda_collectives import CudaCollectives
-
+    # Imported late: it needs CuPy, which ranks on the CPU may not have.
+    module = import_module("engine.distributed.cuda_collectives")
     device.activate()
-    made: Collectives = CudaCollectives(
+    made: Collectives = module.CudaCollectives(
         group.rank, group.size, shared.exchange, timeout=group.timeout
     )
     return made

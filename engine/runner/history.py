@@ -8,8 +8,11 @@ from typing import Any
 import numpy as np
 
 from engine.device import Device
+from engine.runner.batch import StepInputs
 
-__all__ = ["HistoryTable"]
+__all__ = ["HistoryTable", "history_indices"]
+
+IntArray = np.ndarray[Any, np.dtype[Any]]
 
 
 class HistoryTable:
@@ -55,3 +58,27 @@ class HistoryTable:
             wider = self._xp.zeros((num_rows, max(length, 2 * width)), np.int32)
             wider[:, :width] = self._ids
             self._ids = wider
+
+
+def history_indices(inputs: StepInputs, history_lens: IntArray) -> dict[str, IntArray]:
+    """Return the indices with which `_sample` updates histories.
+
+    "penalised": the rows of logits whose sampled ids are appended on the device; for a sequence
+    with drafts the host writes the ids, once it knows which are accepted. "path_rows",
+    "path_columns", "path_ids": where the drafts before each row of logits are in its history.
+    """
+    penalised = np.flatnonzero(history_lens)
+    if inputs.paths is None:
+        return {"penalised": penalised}
+    is_plain = [inputs.sampled[row].drafts is None for row in penalised.tolist()]
+    entries: list[tuple[int, int, int]] = []
+    for row in penalised.tolist():
+        path, stop = inputs.paths[row], int(history_lens[row])
+        entries += [(row, stop - len(path) + i, token) for i, token in enumerate(path)]
+    rows, columns, ids = np.array(entries, np.int64).reshape(-1, 3).T.copy()
+    return {
+        "penalised": penalised[np.array(is_plain, np.bool_)],
+        "path_rows": rows,
+        "path_columns": columns,
+        "path_ids": ids.astype(np.int32),
+    }

@@ -24,6 +24,7 @@ from engine.request import Request
 from engine.runner.batch import StepInputs, build_inputs
 from engine.runner.cuda_graph import DecodeGraphs
 from engine.runner.features import FeatureTap
+from engine.runner.history import history_indices
 from engine.runner.processors import apply_processors
 from engine.runner.prompt_logprobs import PromptPart, ScoredPart, prompt_parts, score_parts
 from engine.runner.request_rows import IntArray, RequestRows
@@ -455,32 +456,8 @@ def _sampling_arrays(inputs: StepInputs, sampling: SamplingBatch) -> dict[str, I
     """Return the arrays that `_sample` needs; those of `sampling` are "sampling.<name>"."""
     arrays = {f"sampling.{n}": a for n, a in _arrays(sampling).items()}
     if sampling.history_lens is not None:
-        arrays |= _history_indices(inputs, sampling.history_lens)
+        arrays |= history_indices(inputs, sampling.history_lens)
     return arrays | {"sampled_rows": inputs.sampled_rows}
-
-
-def _history_indices(inputs: StepInputs, history_lens: IntArray) -> dict[str, IntArray]:
-    """Return the indices with which `_sample` updates histories.
-
-    "penalised": the rows of logits whose sampled ids are appended on the device; for a sequence
-    with drafts the host writes the ids, once it knows which are accepted. "path_rows",
-    "path_columns", "path_ids": where the drafts before each row of logits are in its history.
-    """
-    penalised = np.flatnonzero(history_lens)
-    if inputs.paths is None:
-        return {"penalised": penalised}
-    is_plain = [inputs.sampled[row].drafts is None for row in penalised.tolist()]
-    entries: list[tuple[int, int, int]] = []
-    for row in penalised.tolist():
-        path, stop = inputs.paths[row], int(history_lens[row])
-        entries += [(row, stop - len(path) + i, token) for i, token in enumerate(path)]
-    rows, columns, ids = np.array(entries, np.int64).reshape(-1, 3).T.copy()
-    return {
-        "penalised": penalised[np.array(is_plain, np.bool_)],
-        "path_rows": rows,
-        "path_columns": columns,
-        "path_ids": ids.astype(np.int32),
-    }
 
 
 def _indices_with(batch: ForwardBatch, parts: Sequence[PromptPart]) -> dict[str, Any]:

@@ -1,0 +1,73 @@
+"""Which CUDA graphs are captured: for which batch sizes and context lengths."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+__all__ = ["GraphKey", "batch_sizes", "context_buckets"]
+
+_SIZES = (1, 2, 4, 8, 16, 64, 128, 192, 256)  # sequences; above, in steps of 128
+
+
+@dataclass(frozen=True, order=True)
+class GraphKey:
+    """Identifies a graph by the shape of its batch.
+
+    Attributes
+    ----------
+    size : int
+        Sequences, padding included.
+    max_context_len : int
+        The longest context that it supports.
+    query_len : int
+        Query tokens of each sequence.
+    is_tree : bool
+        Whether the drafts of a sequence may be a tree instead of a chain.
+    """
+
+    size: int
+    max_context_len: int
+    query_len: int = 1
+    is_tree: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in a step, padding included."""
+        return self.size * self.query_len
+
+
+def batch_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """Return the batch sizes for which graphs are captured; the last is `max_num_seqs` or more.
+
+    Above 16 rows, matrix products use tiles of 64, 128 and 192 rows, and a partial tile takes about
+    as long as a full one. So batches are padded to full tiles.
+
+    Examples
+    --------
+    >>> batch_sizes(20), batch_sizes(3), batch_sizes(300)[-3:]
+    ((1, 2, 4, 8, 16, 64), (1, 2, 4), (192, 256, 384))
+    """
+    sizes: list[int] = []
+    for size in itertools.chain(_SIZES, itertools.count(_SIZES[-1] + 128, 128)):
+        sizes.append(size)
+        if size >= max_num_seqs:
+            break
+    return tuple(sizes)
+
+
+def context_buckets(size: int, max_model_len: int) -> tuple[int, ...]:
+    """Return the maximum context lengths for which graphs of `size` sequences are captured.
+
+    The number of parts into which attention splits the keys of a sequence is fixed in a graph. With
+    many sequences it hardly splits, whatever their length, so one graph serves all lengths.
+
+    Examples
+    --------
+    >>> context_buckets(1, 40960), context_buckets(64, 40960)
+    ((1024, 4096, 16384, 40960), (40960,))
+    """
+    if size > 16:
+        return (max_model_len,)
+    lengths = (1 << power for power in range(10, 40, 2))
+    return (*itertools.takewhile(lambda length: length < max_model_len, lengths), max_model_len)

@@ -1,0 +1,66 @@
+"""Ranks on GPUs of one host: the same tokens as one GPU, eager and by graphs."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine import LLMEngine, SamplingParams, device
+from engine.config import ModelConfig
+
+pytestmark = pytest.mark.gpu
+
+CONFIG = ModelConfig("llama", 1000, 256, 4, 8, 4, 64, 512, 512, dtype="bfloat16")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _two_gpus():
+    chosen, reason = device.resolve_device("auto")
+    if not chosen.is_cuda:
+        pytest.skip(f"no GPU: {reason}")
+    if chosen.xp.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("fewer than two GPUs")
+
+
+def _engine(size, **options):
+    return LLMEngine.from_name(
+        "dummy",
+        config=CONFIG,
+        load_format="dummy",
+        device="cuda",
+        tensor_parallel_size=size,
+        num_blocks=200,
+        max_num_seqs=8,
+        collective_timeout=20.0,
+        **options,
+    )
+
+
+def _tokens(size, **options):
+    with _engine(size, **options) as engine:
+        for index in range(12):
+            params = SamplingParams(
+                max_tokens=24,
+                temperature=0.8 if index % 3 == 1 else 0.0,
+                logprobs=2 if index % 4 == 3 else None,
+                seed=index,
+            )
+            engine.add_request(f"r{index}", [7 * index + i for i in range(5 + 9 * index)], params)
+        found = {}
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    found[output.request_id] = output.outputs[0].token_ids
+        return found
+
+
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_deterministic_tokens_are_those_of_one_gpu(dtype, cuda_graphs):
+    options = {"dtype": dtype, "deterministic": True, "cuda_graphs": cuda_graphs}
+    assert _tokens(2, **options) == _tokens(1, **options)
+
+
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+def test_tokens_of_float32_are_those_of_one_gpu(cuda_graphs):
+    options = {"dtype": "float32", "cuda_graphs": cuda_graphs}
+    assert _tokens(2, **options) == _tokens(1, **options)

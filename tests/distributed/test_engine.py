@@ -1,0 +1,389 @@
+"""Engines whose model several processes share: the same outputs as one process, and faults."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine import LLM, LLMEngine, SamplingParams
+from engine.config import ModelConfig
+from engine.errors import ConfigError, EngineError, RankError, RequestError
+from tests.distributed.golden import write_checkpoint
+
+CONFIG = ModelConfig("llama", 50, 64, 2, 8, 2, 16, 96, 256)
+MOE = "qwen3_moe"
+
+
+def _engine(size, **options):
+    given = {"config": CONFIG, "load_format": "dummy", "device": "cpu", "deterministic": True}
+    given |= {"num_blocks": 64, "max_num_seqs": 4, "collective_timeout": 20.0}
+    model = options.pop("model", "dummy")
+    if model != "dummy":
+        del given["config"], given["load_format"]
+    return LLMEngine.from_name(model, tensor_parallel_size=size, **(given | options))
+
+
+def _is_alive(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def _pids(engine):
+    return engine.model.leader.processes.pids
+
+
+def _run(engine):
+    """Step until nothing is left; return everything that the outputs say."""
+    found = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                found[output.request_id] = [
+                    (o.index, o.token_ids, o.finish_reason, o.logprobs) for o in output.outputs
+                ] + [output.prompt_logprobs]
+        engine.check_integrity()
+    return found
+
+
+def _requests(engine):
+    common = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
+    variants = [
+        {"temperature": 0.0},
+        {"temperature": 0.9, "seed": 5, "n": 3},
+        {"temperature": 0.0, "logprobs": 3},
+        {"temperature": 0.0, "prompt_logprobs": 1},
+        {"temperature": 0.7, "seed": 1, "repetition_penalty": 1.3},
+        {"temperature": 0.0, "allowed_token_ids": [1, 2, 3, 30]},
+        {"temperature": 0.0, "bad_words": None, "logit_bias": {7: 4.0}},
+        {"temperature": 0.0, "logits_processors": [lambda ids, row: np.roll(row, len(ids))]},
+    ]
+    for index, variant in enumerate(variants):
+        params = SamplingParams(max_tokens=10 + index, ignore_eos=True, **variant)
+        engine.add_request(f"r{index}", common[: 20 - index] + [index] * 30, params)
+
+
+@pytest.fixture(scope="module")
+def moe_folder(tmp_path_factory):
+    return str(write_checkpoint(MOE, tmp_path_factory.mktemp(MOE)))
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_every_kind_of_request(is_async):
+    """Random and greedy ones, log-probabilities, penalties, biases, masks and processors."""
+    found = {}
+    for size in (1, 2):
+        with _engine(size, async_scheduling=is_async) as engine:
+            _requests(engine)
+            found[size] = _run(engine)
+    assert found[2] == found[1]
+
+
+def test_a_checkpoint_of_experts_on_four_ranks(moe_folder):
+    found = {}
+    for size in (1, 4):
+        with _engine(size, model=moe_folder) as engine:
+            for index in range(3):
+                params = SamplingParams(max_tokens=12, temperature=0.0)
+                engine.add_request(str(index), [5 + index, 17, 3, 99], params)
+            found[size] = _run(engine)
+            load = engine.stats().expert_load
+    assert found[4] == found[1]
+    assert load
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_preemption_and_shared_prefixes(mode):
+    """Few blocks: requests are preempted, recomputed or swapped, and share what is cached."""
+    options = {"num_blocks": 14, "preemption_mode": mode, "debug": True}
+    options |= {"swap_space_gb": 0.01} if mode == "swap" else {}
+    found, preempted = {}, {}
+    for size in (1, 2):
+        with _engine(size, **options) as engine:
+            for index in range(6):
+                params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+                engine.add_request(f"r{index}", [1, 2, 3] * 7 + [index % 3] * 5, params)
+            found[size] = _run(engine)
+            preempted[size] = engine.stats().scheduler.num_preemptions
+    assert found[2] == found[1]
+    assert preempted[2] == preempted[1] > 0
+
+
+def test_drafts_from_the_text_itself():
+    """Drafts are verified by all ranks; slots of accepted ones may move in their pages, too."""
+    found = {}
+    for size in (1, 2):
+        speculative = {"method": "ngram", "num_speculative_tokens": 4}
+        with _engine(size, deterministic=True, speculative_config=speculative) as engine:
+            for index in range(3):
+                params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+                engine.add_request(f"r{index}", [4, 5, 6, 7] * 6 + [index], params)
+            found[size] = _run(engine)
+    assert found[2] == found[1]
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_steps_of_decode_graphs(num_drafts):
+    """On the CPU their kernels are launched one by one, from the buffers that rank 0 sends."""
+    found, options = {}, {}
+    if num_drafts:
+        options["speculative_config"] = {"method": "ngram", "num_speculative_tokens": num_drafts}
+    for size in (1, 2):
+        with _engine(size, **options) as engine:
+            limits = engine.config.scheduler
+            engine.runner.capture_graphs(limits.max_model_len, limits.max_draft_tokens)
+            for index in range(6):
+                params = SamplingParams(
+                    max_tokens=20 + index,
+                    temperature=0.5 * (index % 2),
+                    seed=index,
+                    logprobs=1 if index == 3 else None,
+                    ignore_eos=True,
+                )
+                engine.add_request(f"r{index}", [1 + index, 2, 3, 4] * 5, params)
+            found[size] = _run(engine)
+            if size == 2:
+                assert ", as a graph)" in engine.model.describe_ranks()
+    assert found[2] == found[1]
+
+
+def test_beams_and_a_forked_request():
+    found = {}
+    for size in (1, 2):
+        with _engine(size) as engine:
+            engine.add_request("a", [1, 2, 3] * 6, SamplingParams(max_tokens=30, temperature=0.0))
+            for _ in range(5):
+                engine.step()
+            engine.add_request(
+                "b", [1, 2, 3] * 6, SamplingParams(max_tokens=5, temperature=0.0), parent="a"
+            )
+            found[size] = _run(engine)
+    assert found[2] == found[1]
+
+
+@pytest.mark.parametrize("codes", ["fp8", "int8"])
+def test_pages_of_codes(codes):
+    found = {}
+    for size in (1, 2):
+        with _engine(size, kv_cache_dtype=codes) as engine:
+            engine.add_request("a", [1, 2, 3] * 6, SamplingParams(max_tokens=20, temperature=0.0))
+            found[size] = _run(engine)
+    assert found[2] == found[1]
+
+
+def test_requests_that_are_aborted_leave_the_others_as_they_are():
+    with _engine(2) as engine:
+        for index in range(4):
+            params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+            engine.add_request(f"r{index}", [index + 1] * 20, params)
+        for _ in range(6):
+            engine.step()
+        engine.abort_request(["r1", "r3"])
+        found = _run(engine)
+    with _engine(1) as engine:
+        for index in (0, 2):
+            params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+            engine.add_request(f"r{index}", [index + 1] * 20, params)
+        alone = _run(engine)
+    assert {name: found[name] for name in alone} == alone
+    assert found["r1"][0][2] == "abort"
+
+
+def test_random_operations():
+    """Requests come, end and are aborted at random; blocks are few."""
+    rng, found = np.random.default_rng(0), {}
+    plan = [
+        (int(rng.integers(3)), int(rng.integers(1, 60)), int(rng.integers(1, 25)))
+        for _ in range(60)
+    ]
+    for size in (1, 2):
+        with _engine(size, num_blocks=20, swap_space_gb=0.001, debug=True) as engine:
+            outputs, alive = {}, []
+            for turn, (what, length, count) in enumerate(plan):
+                if what == 0 and alive:
+                    engine.abort_request([alive.pop(length % len(alive))])
+                if what != 1:
+                    params = SamplingParams(
+                        max_tokens=count, temperature=0.5 * (turn % 2), seed=turn, ignore_eos=True
+                    )
+                    ids = [(turn * i * i) % 7 for i in range(length)]
+                    engine.add_request(f"r{turn}", ids, params, priority=turn % 3)
+                    alive.append(f"r{turn}")
+                for output in engine.step():
+                    outputs[output.request_id] = output.outputs[0].token_ids
+                engine.check_integrity()
+            found[size] = outputs, _run(engine)
+    assert found[2] == found[1]
+
+
+def test_llm_generates_with_two_ranks(moe_folder):
+    texts = []
+    for size in (1, 2):
+        with LLM(
+            moe_folder, device="cpu", deterministic=True, tensor_parallel_size=size, num_blocks=64
+        ) as llm:
+            prompts = [[1, 2, 3], [4, 5, 6, 7]]
+            outputs = llm.generate(prompts, SamplingParams(max_tokens=6, temperature=0.0))
+            texts.append([output.outputs[0].token_ids for output in outputs])
+    assert texts[0] == texts[1]
+
+
+# ---- faults
+
+
+def _started(size=2, **options):
+    engine = _engine(size, **options)
+    params = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
+    engine.add_request("a", [1, 2, 3], params)
+    for _ in range(3):
+        engine.step()
+    return engine
+
+
+def _steps_until_error(engine, seconds=12.0):
+    start = time.monotonic()
+    while time.monotonic() - start < seconds:
+        engine.step()
+    raise AssertionError("no error")
+
+
+def test_a_killed_rank_ends_the_group():
+    engine = _started(4)
+    pids = _pids(engine)
+    os.kill(pids[1], signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(RankError, match=r"rank 2 was killed by SIGKILL; it was last in: "):
+        _steps_until_error(engine)
+    assert time.monotonic() - start < 10
+    assert not any(map(_is_alive, pids))
+    with pytest.raises(RankError, match="the ranks have ended; RankError: rank 2 was killed"):
+        engine.step()
+    engine.close()
+
+
+def test_a_stopped_rank_is_named_after_the_time_out():
+    engine = _started(collective_timeout=1.5)
+    [pid] = _pids(engine)
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(RankError, match=r"rank 1 \(in: .*\) did not come to .* within 1.5 s"):
+        _steps_until_error(engine)
+    assert not _is_alive(pid)
+    engine.close()
+
+
+def test_an_error_of_rank_0_in_a_step_ends_the_group(monkeypatch):
+    engine = _started()
+    [pid] = _pids(engine)
+    monkeypatch.setattr(engine.model.decoder, "final_norm", None)
+    with pytest.raises(RankError, match=r"rank 0 failed in step \d+ .*NoneType"):
+        engine.step()
+    assert not _is_alive(pid)
+    engine.close()
+
+
+def test_a_closed_engine_leaves_no_process():
+    engine = _started(4)
+    pids = _pids(engine)
+    engine.close()
+    assert not any(map(_is_alive, pids))
+    engine.close()
+
+
+def test_a_forgotten_engine_leaves_no_process():
+    engine = _started(2)
+    pids = _pids(engine)
+    del engine
+    import gc
+
+    gc.collect()
+    assert not any(map(_is_alive, pids))
+
+
+def test_the_watchdog_says_what_ranks_are_doing():
+    with _started(2) as engine:
+        assert "rank 1 is in: " in engine.model.describe_ranks()
+
+
+def test_an_error_at_load_is_told(tmp_path):
+    folder = write_checkpoint("stablelm", tmp_path)
+    with pytest.raises(EngineError, match="num_attention_heads must be a multiple of 4 shards"):
+        _engine(4, model=str(folder), deterministic=False)
+
+
+def test_a_damaged_file_is_told(tmp_path):
+    folder = write_checkpoint("llama", tmp_path)
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(EngineError, match="safetensors"):
+        _engine(2, model=str(folder))
+
+
+def test_different_files_on_ranks_are_found(on_ranks, tmp_path):
+    from engine.rank_process import compare_ranks
+
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"name": name}))
+
+    def compare(collectives):
+        name = "ab"[collectives.rank == 2]
+        compare_ranks(collectives._group, str(tmp_path / name), {"dtype": "float32"})
+
+    with pytest.raises(RankError, match=r"rank 2 differs from rank 0 in the content of c"):
+        on_ranks(3, compare)
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel_size": 0}, r"tensor_parallel_size must be a whole number in \[1, 64\]"),
+        ({"collective_timeout": 0.0}, "collective_timeout must be"),
+        (
+            {"tensor_parallel_size": 2, "speculative_config": {"method": "eagle3", "model": "x"}},
+            "speculative_config.method must be 'ngram' or 'draft_model' with tensor_par",
+        ),
+    ],
+)
+def test_options_that_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        LLMEngine.from_name("x", config=CONFIG, load_format="dummy", device="cpu", **options)
+
+
+def test_a_loaded_model_is_not_divided_afterwards():
+    import engine as package
+
+    model = package.load(config=CONFIG, load_format="dummy", device="cpu")
+    with pytest.raises(ConfigError, match="tensor_parallel_size must be 1, the number of proc"):
+        LLMEngine(model, tensor_parallel_size=2)
+
+
+def test_the_array_door_and_scales_are_refused():
+    with _engine(2) as engine:
+        model = engine.model
+        with pytest.raises(RequestError, match="computes on its engine's pages only"):
+            model.step([[1]], model.new_cache(1, 16))
+        with pytest.raises(RequestError, match="kv_scales cannot be set"):
+            model.set_kv_scales(np.ones(3))
+        with pytest.raises(RequestError, match="rows that hidden_states has just returned"):
+            model.logits(np.zeros((1, 64), np.float32))
+        engine.add_request("a", [1, 2], SamplingParams(max_tokens=2))  # and it still works
+        assert _run(engine)["a"][0][2] == "length"
+
+
+def test_the_config_is_the_same_in_json():
+    from engine.loading.config_json import config_from_json, config_to_json
+
+    config = replace(CONFIG, rope_local=CONFIG.rope, layer_windows=(0, 5), eos_token_ids=(1, 2))
+    assert config_from_json(json.loads(json.dumps(config_to_json(config)))) == config
