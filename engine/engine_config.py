@@ -292,12 +292,7 @@ class EngineConfig:
             If the options contradict the model, or the pages do not fit.
         """
         device, reasons = model.device, dict[str, str]()
-        if self.tensor_parallel_size != model.num_ranks:
-            raise ConfigError(
-                f"tensor_parallel_size must be {model.num_ranks}, the number of processes that "
-                f"share this model (LLMEngine.from_name starts them); got "
-                f"{self.tensor_parallel_size}"
-            )
+        self._check_ranks(model)
         length = self._length(model.max_model_len, reasons)
         seqs = self._or_default("max_num_seqs", _SEQUENCES[device.kind], device, reasons)
         budget = max(_BATCHED_TOKENS[device.kind], seqs)
@@ -346,6 +341,14 @@ class EngineConfig:
             self.speculative_config,
             reasons,
         )
+
+    def _check_ranks(self, model: ServedModel) -> None:
+        if self.tensor_parallel_size != model.num_ranks:
+            raise ConfigError(
+                f"tensor_parallel_size must be {model.num_ranks}, the number of processes that "
+                f"share this model (LLMEngine.from_name starts them); got "
+                f"{self.tensor_parallel_size}"
+            )
 
     def _host_blocks(self, geometry: KVGeometry, reasons: dict[str, str]) -> int:
         count = int(self.swap_space_gb * 2**30) // geometry.bytes_per_block

@@ -36,6 +36,7 @@ def make_engine(make: Callable[..., EngineT], model: str, options: dict[str, Any
         loading["max_model_len"] = options["max_model_len"]
     if config.tensor_parallel_size == 1:
         return make(load(model, **loading), **options)
+    # Imported late: most engines are of one process.
     from engine.tensor_parallel import load_ranks
 
     loaded: Model = load_ranks(model, config, loading)

@@ -307,6 +307,9 @@ class Model:
     def share_pages(self, kv_cache: KVCache, num_host_blocks: int) -> None:
         """Let all ranks make pages as these; here there is one rank."""
 
+    def check_ranks(self) -> None:
+        """Verify that all ranks live; here there is one."""
+
     def describe_ranks(self) -> str:
         """Return what other ranks are doing; "" without any."""
         return ""

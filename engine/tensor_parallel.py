@@ -63,7 +63,6 @@ class Leader:
         self.collectives = collectives
         self._group = processes.group
         self._messages = Messages(processes.group)
-        self._failure = ""
 
     def send(
         self, what: str, kind: int, numbers: Sequence[int] = (), arrays: Sequence[Any] = ()
@@ -76,7 +75,9 @@ class Leader:
             If a rank has failed; the group has ended then.
         """
         if self._group.is_closing:
-            raise RankError(f"the ranks have ended; {self._failure or 'the model was closed'}")
+            raise RankError(
+                f"the ranks have ended; {self._group.failure or 'the model was closed'}"
+            )
         self._group.set_doing(what)
         with self.together():
             self._group.check()
@@ -95,11 +96,12 @@ class Leader:
         try:
             yield
         except BaseException as error:
-            self._failure = f"{type(error).__name__}: {error}"
+            text = f"rank 0 failed in {self._group.doing(0)}: {type(error).__name__}: {error}"
+            self._group.failure = self._group.failure or text
             self.close()
             if isinstance(error, RankError) or not isinstance(error, Exception):
                 raise
-            raise RankError(f"rank 0 failed in {self._group.doing(0)}: {error}") from error
+            raise RankError(text) from error
 
     def move_blocks(self, moves: Any) -> None:
         """Announce a step's block moves, if there are any; see `Followers`."""
@@ -112,6 +114,16 @@ class Leader:
         """Announce that single tokens are copied; see `Followers`."""
         arrays = [np.array(slots, np.int64) for slots in (sources, targets)]
         self.send("the moves of accepted drafts", MOVE_SLOTS, arrays=arrays)
+
+    def check(self) -> None:
+        """Verify that all ranks live.
+
+        Raises
+        ------
+        RankError
+        """
+        if self._group.failure:
+            raise RankError(self._group.failure)
 
     def describe(self) -> str:
         """Return what each rank is doing."""
@@ -202,6 +214,16 @@ class LeadingModel(Model):
     def describe_ranks(self) -> str:
         """Return what each rank is doing."""
         return self.leader.describe()
+
+    def check_ranks(self) -> None:
+        """Verify that all ranks live.
+
+        Raises
+        ------
+        RankError
+            With the first that failed, and its last words.
+        """
+        self.leader.check()
 
     def close(self) -> None:
         """Free the weights, and end the other ranks."""

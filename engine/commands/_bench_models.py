@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from engine.commands._parallel import parallel_option
 from engine.commands._quantization import quantization_option
 from engine.commands._speculation import speculation_option
 from engine.config import ModelConfig
@@ -15,7 +16,6 @@ from engine.errors import ConfigError
 from engine.llm_engine import LLMEngine
 from engine.loading.download import ModelSource, resolve_model
 from engine.loading.model_config import load_config
-from engine.model import Model, load
 
 __all__ = ["built_in_config", "built_in_names", "config_folder", "make_engine", "named_config"]
 
@@ -65,20 +65,25 @@ def make_engine(
     ConfigError
         If `max_model_len` is above the model's limit.
     """
-    model = _load(arguments, max_model_len)
+    name, loading = _loading(arguments, max_model_len)
     options: dict[str, Any] = {
         "max_num_seqs": arguments.max_num_seqs or max_num_seqs,
         "max_num_batched_tokens": arguments.max_num_batched_tokens,
         "kv_cache_dtype": arguments.kv_cache_dtype,
         "cuda_graphs": False if arguments.no_cuda_graphs else None,
         **speculation_option(arguments),
+        **parallel_option(arguments),
     }
     if arguments.no_async:
         options["async_scheduling"] = False
-    return LLMEngine(model, **{k: v for k, v in options.items() if v is not None})
+    given = {k: v for k, v in options.items() if v is not None}
+    return LLMEngine.from_name(name, **loading, **given)
 
 
-def _load(arguments: argparse.Namespace, max_model_len: int | None) -> Model:
+def _loading(
+    arguments: argparse.Namespace, max_model_len: int | None
+) -> tuple[str, dict[str, Any]]:
+    """Return the model's name, and the keywords of `load`."""
     name, is_built_in = arguments.model, arguments.model in built_in_names()
     config = built_in_config(name) if is_built_in else load_config(resolve_model(name))
     most = config.max_position_embeddings
@@ -90,12 +95,11 @@ def _load(arguments: argparse.Namespace, max_model_len: int | None) -> Model:
     load_format = arguments.load_format
     if is_built_in and load_format == "auto":
         load_format = "dummy"
-    return load(
-        name,
-        config=config,
-        load_format=load_format,
-        max_model_len=min(_STARTUP_LEN, most) if max_model_len is None else max_model_len,
-        device=arguments.device,
-        dtype=arguments.dtype,
+    return name, {
+        "config": config,
+        "load_format": load_format,
+        "max_model_len": min(_STARTUP_LEN, most) if max_model_len is None else max_model_len,
+        "device": arguments.device,
+        "dtype": arguments.dtype,
         **quantization_option(arguments),
-    )
+    }

@@ -6,6 +6,7 @@ import argparse
 import sys
 from typing import Any
 
+from engine.commands._parallel import add_parallel_argument, parallel_option
 from engine.commands._quantization import add_quantization_argument, quantization_option
 from engine.commands._speculation import add_speculation_argument, speculation_option
 from engine.llm import LLM
@@ -47,6 +48,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--kv-cache-dtype", default="auto", help="fp8 or int8: half the memory of keys and values"
     )
     add_speculation_argument(parser)
+    add_parallel_argument(parser)
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,6 +64,7 @@ def make_llm(arguments: argparse.Namespace) -> LLM:
     SamplingParams(**given_sampling(arguments))  # report a mistake now, not after the load
     options: dict[str, Any] = {"max_num_seqs": 1, "kv_cache_dtype": arguments.kv_cache_dtype}
     options |= quantization_option(arguments) | speculation_option(arguments)
+    options |= parallel_option(arguments)
     if arguments.max_model_len is not None:
         options["max_model_len"] = arguments.max_model_len
     return LLM(

@@ -9,6 +9,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from engine.commands._parallel import add_parallel_argument, parallel_option
 from engine.commands._quantization import add_quantization_argument, quantization_option
 from engine.commands._record import check_json_file, write_record
 from engine.commands._speculation import add_speculation_argument
@@ -61,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kv-cache-dtype", default="auto", help="fp8 or int8: half the memory of keys and values"
     )
     add_speculation_argument(parser)
+    add_parallel_argument(parser)
     parser.add_argument("--num-requests", type=int, help="how many requests")
     parser.add_argument("--prompt-len", type=int, help="tokens of a prompt (throughput: at most)")
     parser.add_argument("--output-len", type=int, help="tokens of an output (throughput: at most)")
@@ -166,6 +168,7 @@ def _measure(arguments: argparse.Namespace) -> tuple[Device, list[dict[str, Any]
         "model": arguments.model,
         "dtype": engine.model.dtype,
         **quantization_option(arguments),
+        **parallel_option(arguments),
         "num_requests": num_requests,
         "prompt_tokens": work.num_prompt_tokens,
         "output_tokens": work.num_output_tokens,

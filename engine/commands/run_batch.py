@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from engine.async_engine import AsyncEngine
 from engine.commands._options import add_model_arguments
+from engine.commands._parallel import parallel_option
 from engine.commands._quantization import quantization_option
 from engine.commands._speculation import speculation_option
 from engine.errors import ConfigError, RequestError
@@ -173,6 +174,7 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
         "kv_cache_dtype": arguments.kv_cache_dtype,
         **quantization_option(arguments),
         **speculation_option(arguments),
+        **parallel_option(arguments),
     }
     for name in ("max_model_len", *_LIMITS):
         if (value := getattr(arguments, name)) is not None:

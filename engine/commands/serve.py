@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.checks import shown
+from engine.commands._parallel import PARALLEL_FLAG, PARALLEL_HELP
 from engine.commands._speculation import SPECULATION_HELP, parsed_config
 from engine.errors import ConfigError, unknown_keyword
 from engine.model_files import excerpt, read_file
@@ -53,8 +54,11 @@ _ENGINE: dict[str, tuple[type, str]] = {
     "cuda_graphs": (bool, "replay decode steps from CUDA graphs"),
     "step_timeout": (float, "seconds after which a step counts as stuck"),
     "raise_on_timeout": (bool, "whether a stuck step is abandoned"),
+    "tensor_parallel_size": (int, PARALLEL_HELP),
+    "collective_timeout": (float, "seconds after which a process that does not answer is dead"),
     "debug": (bool, "check all tables in each step; slow"),
 }
+_SHORT = {"quantization": "-q", "tensor_parallel_size": PARALLEL_FLAG}
 _ALIASES = {"gpu_memory_utilization": "memory_utilization"}
 
 
@@ -167,7 +171,7 @@ def _add(group: Any, name: str, kind: type, text: str, default: Any) -> None:
     elif kind is tuple:
         group.add_argument(flag, action="append", metavar="TEXT", help=text + shown_default)
     else:
-        short = ["-q"] if name == "quantization" else []
+        short = [_SHORT[name]] if name in _SHORT else []
         group.add_argument(
             *short, flag, type=kind, metavar=kind.__name__.upper(), help=text + shown_default
         )

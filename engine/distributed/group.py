@@ -46,6 +46,8 @@ class Group:
     ----------
     count : int
         Operations that this rank has begun.
+    failure : str
+        Why the group has ended; "" if it has not, or as it should.
 
     Raises
     ------
@@ -68,6 +70,8 @@ class Group:
         self.size = segment.size
         self.timeout = timeout
         self.count = 0
+        self.failure = ""
+        self._finding = threading.Lock()
         self._dead = dead
         self._fence = threading.Lock()
 
@@ -138,18 +142,15 @@ class Group:
         Raises
         ------
         RankError
-            With the number of the first that has, and its last words.
+            With the number of the first that has, and its last words; the same ever after.
         """
-        states = self.segment.ranks[:, STATE]
-        for rank in (states == _FAILED).nonzero()[0].tolist():
-            if rank != self.rank:
-                raise RankError(f"rank {rank} failed; its last words:\n{self._words(rank)}")
         if self.is_closing and self.rank != 0:
             raise GroupEnded(f"rank 0 has ended the group; rank {self.rank} was waiting")
-        for rank, how in self._dead():
-            if states[rank] == _FAILED:  # it has spoken meanwhile
-                raise RankError(f"rank {rank} failed; its last words:\n{self._words(rank)}")
-            raise RankError(f"rank {rank} {how}; it was last in: {self.doing(rank)}")
+        with self._finding:
+            if not self.failure and not self.is_closing:
+                self.failure = self._first_failure()
+        if self.failure:
+            raise RankError(self.failure)
 
     def wait(
         self, missing: Callable[[], Iterable[int]], what: str, timeout: float | None = None
@@ -192,6 +193,17 @@ class Group:
         """Wait until all ranks are ready."""
         states = self.segment.ranks[:, STATE]
         self.wait(lambda: (states == _STARTING).nonzero()[0].tolist(), "the start", timeout)
+
+    def _first_failure(self) -> str:
+        """Return which rank has failed or died, and how; "" if none has."""
+        states = self.segment.ranks[:, STATE]
+        dead = dict(self._dead())  # before the states: it may have spoken before it died
+        for rank in (states == _FAILED).nonzero()[0].tolist():
+            if rank != self.rank:
+                return f"rank {rank} failed; its last words:\n{self._words(rank)}"
+        for rank, how in dead.items():
+            return f"rank {rank} {how}; it was last in: {self.doing(rank)}"
+        return ""
 
     def _words(self, rank: int) -> str:
         count = int(self.segment.ranks[rank, WORDS])

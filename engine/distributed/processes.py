@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -33,6 +33,7 @@ _CODE = (
 )
 _START_SECONDS = 120.0  # for an interpreter to start and import, on a busy machine
 _END_SECONDS = 5.0
+_WATCH_SECONDS = 0.25
 _THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -83,6 +84,7 @@ class RankProcesses:
             for rank in range(1, size):
                 self._start({**task, "rank": rank}, _environment(num_threads))
             self._wait_until_attached()
+            threading.Thread(target=_watch, args=(self.group, self._end), daemon=True).start()
         except BaseException:
             self.close()
             raise
@@ -98,6 +100,9 @@ class RankProcesses:
         Those that do not end by themselves within seconds are killed.
         """
         self._end()
+        for process in self._processes:  # another thread may be ending them already
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(2 * _END_SECONDS)
 
     def _start(self, task: dict[str, Any], env: Mapping[str, str]) -> None:
         descriptor = task["descriptor"]
@@ -122,6 +127,17 @@ def _dead(processes: list[subprocess.Popen[bytes]]) -> Iterator[tuple[int, str]]
     for rank, process in enumerate(processes, 1):
         if process.poll() is not None:
             yield rank, _ending(process.returncode)
+
+
+def _watch(group: Group, end: Callable[[], Any]) -> None:
+    """End a group when one of its ranks fails, also while rank 0 does nothing."""
+    while not group.is_closing:
+        try:
+            group.check()
+        except RankError:
+            end()
+            return
+        time.sleep(_WATCH_SECONDS)
 
 
 def _end(group: Group, processes: list[subprocess.Popen[bytes]]) -> None:

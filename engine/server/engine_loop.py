@@ -134,6 +134,7 @@ class EngineLoop:
                 self._embed_part()
                 if (now := time.monotonic()) >= self._next_beat:
                     self._next_beat = now + m.BEAT_SECONDS
+                    self._engine.model.check_ranks()
                     self._on_beat()
                     self._beat()
             reason = "the engine was closed"

@@ -69,6 +69,9 @@ class MockModel:
     def share_pages(self, kv_cache: Any, num_host_blocks: int) -> None:
         """Do nothing: there is one rank."""
 
+    def check_ranks(self) -> None:
+        """Do nothing: there is one rank."""
+
     def describe_ranks(self) -> str:
         """Return "": there is one rank."""
         return ""

@@ -265,9 +265,24 @@ def test_a_killed_rank_ends_the_group():
         _steps_until_error(engine)
     assert time.monotonic() - start < 10
     assert not any(map(_is_alive, pids))
-    with pytest.raises(RankError, match="the ranks have ended; RankError: rank 2 was killed"):
+    with pytest.raises(RankError, match="the ranks have ended; rank 2 was killed"):
         engine.step()
     engine.close()
+
+
+def test_a_rank_that_is_killed_while_nothing_runs_ends_the_group():
+    with _engine(4) as engine:
+        pids = _pids(engine)
+        os.kill(pids[0], signal.SIGKILL)
+        deadline = time.monotonic() + 10
+        while any(map(_is_alive, pids)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not any(map(_is_alive, pids))
+        with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
+            engine.model.check_ranks()
+        engine.add_request("a", [1], SamplingParams(max_tokens=2))
+        with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
+            engine.step()
 
 
 def test_a_stopped_rank_is_named_after_the_time_out():
