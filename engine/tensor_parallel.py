@@ -45,6 +45,7 @@ from engine.rank_process import (
     num_threads,
 )
 from engine.runner.cuda_graph import DecodeGraphs, GraphKey
+from engine.trace import Trace
 
 __all__ = ["LeadingModel", "load_ranks"]
 
@@ -193,6 +194,10 @@ class LeadingModel(Model):
         self.leader.send("logits", LOGITS, [self._first_row(hidden), hidden.shape[0]])
         with self.leader.together():
             return super().logits(hidden)
+
+    def trace(self, token_ids: Any) -> Trace:
+        """Refuse: each rank has a part of the heads."""
+        raise RequestError("a model that several ranks share cannot be traced")
 
     def set_kv_scales(self, scales: Any, kv_cache_dtype: str = "fp8") -> None:
         """Refuse: each rank has scales of its own heads."""

@@ -19,7 +19,7 @@ from engine.layers.embedding import Embedding
 from engine.layers.linear import Linear
 from engine.layers.moe import Experts, MoE
 from engine.layers.norm import Norm
-from engine.quantization import Weight
+from engine.quantization import Format, Weight
 from engine.reference.embedding import PADDING_ID
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "GatheringLinear",
     "ParallelMoE",
     "SummedLinear",
+    "SummedNorm",
     "VocabularyEmbedding",
     "VocabularyLinear",
 ]
@@ -169,6 +170,35 @@ class GatheredNorm(Norm):
             return own
         out[...] = own
         return out
+
+
+class SummedNorm(Norm):
+    """A norm whose `add` first sums what the ranks have: the sum and the norm are one operation.
+
+    Parameters
+    ----------
+    norm : Norm
+        An RMSNorm without a factor.
+    collectives : Collectives
+    """
+
+    __slots__ = ("_collectives",)
+
+    def __init__(self, norm: Norm, collectives: Collectives) -> None:
+        super().__init__(norm.weight, norm.eps, norm.offset)
+        self._collectives = collectives
+
+    def add(self, x: Any, residual: Any) -> tuple[Any, Any]:
+        """Return (norm(h), h) of h = the sum of all ranks' x + residual; as `Norm.add`."""
+        if self.offset:
+            return super().add(self._collectives.all_reduce(x, out=x), residual)
+        return self._collectives.all_reduce_rmsnorm(x, residual, self.weight, self.eps, out=x)
+
+    def add_for(self, form: Format | None, x: Any, residual: Any) -> tuple[Any, Any]:
+        """As `add`, for a product whose weight has this format; as `Norm.add_for`."""
+        if form is None or not form.activations:
+            return self.add(x, residual)
+        return super().add_for(form, self._collectives.all_reduce(x, out=x), residual)
 
 
 class VocabularyEmbedding(Embedding):

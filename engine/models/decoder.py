@@ -219,7 +219,7 @@ class Decoder:
         self._run_layers = LayerPlans(
             self.layers, [self._numbers(index) for index in range(len(self.layers))]
         )
-        self.final_norm = self._norm("final_norm")
+        self.final_norm = parts.norm(self._norm("final_norm"))
         self.lm_head = self._linear("lm_head", config.lm_head_bias, parts.lm_head)
 
     @property
@@ -385,7 +385,7 @@ class Decoder:
 
     def _pre_norm(self, name: str) -> Norm:
         c = self.config
-        return self._norm(name) if c.pre_norms else NoNorm(c.branch_scale)
+        return self.parts.norm(self._norm(name)) if c.pre_norms else NoNorm(c.branch_scale)
 
     def _rope_table(self, rope: RopeConfig) -> Any:
         try:
@@ -404,7 +404,7 @@ class Decoder:
             None if config.parallel else self._pre_norm(f"{name}.mlp_norm"),
             self._norm(f"{name}.post_attn_norm") if config.post_norms else None,
             self._norm(f"{name}.post_mlp_norm") if config.post_norms else None,
-            can_fuse=not self.deterministic,
+            can_fuse=not self.deterministic and self.parts.can_fuse,
         )
 
     def _mlp(self, index: int) -> MLP | MoE:

@@ -18,6 +18,7 @@ from engine.layers.parallel import (
     GatheringLinear,
     ParallelMoE,
     SummedLinear,
+    SummedNorm,
     VocabularyEmbedding,
     VocabularyLinear,
 )
@@ -66,6 +67,15 @@ class WholeParts:
     def can_plan(self) -> bool:
         """Tell whether layers launch nothing but kernels, so that a plan can repeat them."""
         return True
+
+    @property
+    def can_fuse(self) -> bool:
+        """Tell whether the matrices may add their output to the residual stream themselves."""
+        return True
+
+    def norm(self, norm: Norm) -> Norm:
+        """Return a norm that adds the output of attention, or of an MLP, to the residual stream."""
+        return norm
 
     def attention_output(
         self, weight: Weight, bias: Weight | None, *, deterministic: bool
@@ -119,14 +129,30 @@ class ParallelParts(WholeParts):
         """Tell whether layers launch nothing but kernels: what is gathered is also copied."""
         return not (self.shard.by_output or self.config.whole_qk_norm)
 
+    @property
+    def can_fuse(self) -> bool:
+        """Tell whether the matrices may add their output to the residual stream themselves."""
+        return not self._sums_in_norms
+
+    @property
+    def _sums_in_norms(self) -> bool:
+        """Tell whether outputs are summed by the norm that comes next."""
+        c = self.config
+        is_plain = c.pre_norms and not (c.parallel or c.post_norms or c.layer_norm)
+        return is_plain and c.branch_scale == 1.0 and not self.shard.by_output
+
+    def norm(self, norm: Norm) -> Norm:
+        """Return a norm that adds the outputs of all ranks to the residual stream."""
+        return SummedNorm(norm, self.collectives) if self._sums_in_norms else norm
+
     def attention_output(
         self, weight: Weight, bias: Weight | None, *, deterministic: bool
     ) -> Linear:
-        """Return the matrix behind attention, whose output all ranks have whole."""
+        """Return the matrix behind attention, whose output the ranks have whole or in summands."""
         return self._second(weight, bias, deterministic, self._share(self.config.num_heads))
 
     def down(self, weight: Weight, bias: Weight | None, *, deterministic: bool) -> Linear:
-        """Return the second matrix of an MLP, whose output all ranks have whole."""
+        """Return the second matrix of an MLP, whose output the ranks have whole or in summands."""
         return self._second(weight, bias, deterministic, 1)
 
     def shared_down(self, weight: Weight, *, deterministic: bool) -> Linear:
@@ -161,7 +187,7 @@ class ParallelParts(WholeParts):
         elif self.collectives.rank != 0:  # rank 0 adds the bias of the second product
             experts = replace(experts, down_bias=None)
         moe.experts = experts
-        return ParallelMoE(moe, self.collectives)
+        return moe if self._sums_in_norms else ParallelMoE(moe, self.collectives)
 
     def _share(self, num_heads: int) -> int:
         """Return how many ranks have the same heads, of `num_heads` query or key/value heads."""
@@ -176,4 +202,7 @@ class ParallelParts(WholeParts):
         options: dict[str, Any] = {"deterministic": deterministic, "collectives": self.collectives}
         if self.shard.by_output:
             return GatheringLinear(weight, bias, share=share, **options)
+        if self._sums_in_norms:
+            own = bias if self.collectives.rank == 0 else None
+            return Linear(weight, own, deterministic=deterministic)
         return SummedLinear(weight, bias, **options)

@@ -131,6 +131,20 @@ def test_drafts_from_the_text_itself():
     assert found[2] == found[1]
 
 
+def test_drafts_of_a_model_that_rank_0_has_whole(tmp_path):
+    folder = str(write_checkpoint("llama", tmp_path))
+    found = {}
+    for size in (1, 2):
+        speculative = {"method": "draft_model", "model": folder, "num_speculative_tokens": 3}
+        with _engine(size, model=folder, speculative_config=speculative) as engine:
+            for index in range(3):
+                params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+                engine.add_request(f"r{index}", [4, 5, 6, 7, index], params)
+            found[size] = _run(engine)
+            assert engine.stats().speculation.num_accepted_tokens
+    assert found[2] == found[1]
+
+
 @pytest.mark.parametrize("num_drafts", [0, 3])
 def test_steps_of_decode_graphs(num_drafts):
     """On the CPU their kernels are launched one by one, from the buffers that rank 0 sends."""
