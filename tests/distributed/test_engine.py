@@ -122,12 +122,13 @@ def test_drafts_from_the_text_itself():
     """Drafts are verified by all ranks; slots of accepted ones may move in their pages, too."""
     found = {}
     for size in (1, 2):
-        speculative = {"method": "ngram", "num_speculative_tokens": 4}
+        speculative = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False}
         with _engine(size, deterministic=True, speculative_config=speculative) as engine:
             for index in range(3):
                 params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
                 engine.add_request(f"r{index}", [4, 5, 6, 7] * 6 + [index], params)
             found[size] = _run(engine)
+            assert engine.stats().speculation.num_draft_tokens
     assert found[2] == found[1]
 
 
@@ -136,6 +137,12 @@ def test_drafts_of_a_model_that_rank_0_has_whole(tmp_path):
     found = {}
     for size in (1, 2):
         speculative = {"method": "draft_model", "model": folder, "num_speculative_tokens": 3}
+        speculative["adaptive"] = False
+            "method": "draft_model",
+            "model": folder,
+            "num_speculative_tokens": 3,
+            "adaptive": False,
+        }
         with _engine(size, model=folder, speculative_config=speculative) as engine:
             for index in range(3):
                 params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
@@ -150,7 +157,8 @@ def test_steps_of_decode_graphs(num_drafts):
     """On the CPU their kernels are launched one by one, from the buffers that rank 0 sends."""
     found, options = {}, {}
     if num_drafts:
-        options["speculative_config"] = {"method": "ngram", "num_speculative_tokens": num_drafts}
+        speculative = {"method": "ngram", "num_speculative_tokens": num_drafts}
+        options["speculative_config"] = {**speculative, "adaptive": False}
     for size in (1, 2):
         with _engine(size, **options) as engine:
             limits = engine.config.scheduler
