@@ -138,11 +138,6 @@ def test_drafts_of_a_model_that_rank_0_has_whole(tmp_path):
     for size in (1, 2):
         speculative = {"method": "draft_model", "model": folder, "num_speculative_tokens": 3}
         speculative["adaptive"] = False
-            "method": "draft_model",
-            "model": folder,
-            "num_speculative_tokens": 3,
-            "adaptive": False,
-        }
         with _engine(size, model=folder, speculative_config=speculative) as engine:
             for index in range(3):
                 params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)

@@ -1,0 +1,79 @@
+"""`engine serve` with a model that two processes share: answers, faults, ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+
+import pytest
+
+from tests.server.test_serve import (
+    SMALL,
+    _body,
+    _children,
+    _end,
+    _is_alive,
+    _post,
+    _rest,
+    _stream,
+    _wait_until,
+    model,  # noqa: F401
+    serving,
+)
+
+
+@pytest.fixture
+def small(model):  # noqa: F811
+    options = ("--deterministic", "--collective-timeout", "20", "--served-model-name", "tiny")
+    return (model, *SMALL, *options)
+
+
+def _rank_1(server):
+    """Return the id of the engine's process, and of its rank 1."""
+    [engine] = _children(server.process.pid, "engine.server.engine_process")
+    [rank] = _children(engine, "engine.distributed.processes")
+    return engine, rank
+
+
+def test_answers_are_those_of_one_process(small):
+    texts = []
+    for options in ((), ("-tp", "2")):
+        with serving(*small, *options) as server:
+            response = _post(server, _body(40))
+            assert response.status == 200
+            texts.append(json.loads(response.read())["choices"])
+            embedding = _post(server, {"model": "tiny", "input": "a"}, path="/v1/embeddings")
+            assert (embedding.status == 200) == (not options)
+            if options:
+                assert b"tensor_parallel_size=1" in embedding.read()
+                assert _post(server, _body(2)).status == 200
+                pids = _rank_1(server)
+                server.process.send_signal(signal.SIGTERM)
+                assert _end(server)[0] == 0
+                _wait_until(lambda pids=pids: not any(map(_is_alive, pids)))
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("is_busy", [True, False])
+def test_a_killed_rank_ends_the_server_with_its_last_words(small, is_busy):
+    with serving(*small, "-tp", "2") as server:
+        response = _stream(server, 16000) if is_busy else None
+        engine, rank = _rank_1(server)
+        start = time.monotonic()
+        os.kill(rank, signal.SIGKILL)
+        status, text = _end(server)
+        assert status == 2 and time.monotonic() - start < 10
+        assert "rank 1 was killed by SIGKILL; it was last in: " in text
+        assert not _is_alive(engine)
+        if response is not None:
+            assert b"rank 1 was killed by SIGKILL" in _rest(response)
+
+
+def test_a_killed_engine_leaves_no_rank(small):
+    with serving(*small, "-tp", "2") as server:
+        engine, rank = _rank_1(server)
+        os.kill(engine, signal.SIGKILL)
+        _end(server)
+        _wait_until(lambda: not _is_alive(rank))
