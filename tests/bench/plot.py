@@ -552,7 +552,7 @@ def _scaling() -> Picture:
         shown = {series: values for series, values in found.items() if any(values)}
         rates.append(Lines(f"{name}: 256 requests", "output tokens/s", "GPUs", gpus, shown))
     source = (
-        "H200s; constants measured on one H200; sums: ours on two H100s, NCCL 2.28 on two H200s"
+        "H200s; constants of one H200; sums: ours on two H100s, NCCL 2.28 on two H200s; 2026-11-24"
     )
     return Picture("Predicted, not measured: from 1 to 8 GPUs", source, [*latencies, *rates], 4,
                    2.6, 12.5)  # fmt: skip

@@ -212,7 +212,7 @@ def _other_cards(record: dict[str, Any]) -> Iterator[Point]:
     def prompts(name: str, gpus: int, constants: Constants) -> float:
         return 1e6 / speed(name, gpus, constants).prompts(_PROMPT).total
 
-    for row in record["h100"]["rows"]:
+    for row in record["rows"]:
         name, gpus = row["model"], row["gpus"]
         case = f"{name}, bfloat16, {gpus} GPU{'s' * (gpus > 1)}"
         yield Point(UNFITTED[1], f"{case}, 1 sequence", "ms", row["ms_per_token"],
