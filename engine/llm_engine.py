@@ -14,6 +14,7 @@ from engine.cache.memory_pool import MemoryPool
 from engine.cache.swap import SwapSpace
 from engine.calibration import with_measured_costs
 from engine.checks import request_ids_of, shown_with_type
+from engine.committed import CommittedStep, commit
 from engine.deadlines import Deadlines
 from engine.engine_config import EngineConfig
 from engine.engine_loading import make_engine
@@ -107,6 +108,7 @@ class LLMEngine:
         self._recovery = StepRecovery(self.scheduler, self.runner, is_debug=config.is_debug)
         self._in_flight: deque[LaunchedStep] = deque()  # launched, not read back; oldest first
         self._max_in_flight = int(config.async_scheduling)  # steps in flight after `step`
+        self._committed: CommittedStep | None = None  # not yet in the output streams
         self._groups: dict[str, OutputGroup] = {}  # unfinished ones, by request id
         self._changed: dict[OutputGroup, RequestOutput | None] = {}  # to report; None: not made yet
         self._deadlines = Deadlines()
@@ -132,13 +134,16 @@ class LLMEngine:
         for group in self._deadlines.pop_overdue():
             self._end_group(group, "timeout")
         with self.watchdog:
-            self.speculation.propose()
-            scheduled = self._schedule()
-            self._launch(scheduled)
-            for step in (due := self._due(scheduled)):
-                result = self._read_back(step)
-                self._commit(step, result, is_last=step is due[-1])
-            self._sample()
+            try:
+                if self.speculation.is_active:  # drafts follow the tokens in flight
+                    self._commit(list(self._in_flight))
+                self.speculation.propose()
+                scheduled = self._schedule()
+                self._launch(scheduled)
+                self._commit(self._due(scheduled))
+                self._sample()
+            finally:
+                self._publish(is_last=True)
         return self._take_outputs()
 
     # ---- adding and ending requests
@@ -359,7 +364,6 @@ class LLMEngine:
     def _due(self, scheduled: ScheduleOutput) -> list[LaunchedStep]:
         """Return the steps to read back now: all in flight, or all but the newest."""
         must_wait = scheduled.is_empty or self._recovery.is_bisecting
-        must_wait |= self.speculation.is_active
         keep = 0 if must_wait else self._max_in_flight
         return list(self._in_flight)[: max(0, len(self._in_flight) - keep)]
 
@@ -384,28 +388,16 @@ class LLMEngine:
         except BaseException as error:
             self._recover(error)
 
-    def _commit(self, step: LaunchedStep, result: StepResult | None, *, is_last: bool) -> None:
-        """Commit a step's tokens to the requests, then to their output streams.
-
-        `is_last`: no other step is read back before the outputs are made.
-        """
-        if result is None:
-            return
-        failed = {r: why for r, why in result.failed.items() if not r.is_finished}
-        for request, why in failed.items():
-            self.scheduler.finish_request(request, "error", stop_reason=why)
-        self.speculation.record(step.output, result.token_ids)
-        lengths = {}  # to cut the results of requests that end inside their accepted drafts
-        if step.output.num_draft_tokens:
-            lengths = {request: request.num_output_tokens for request in result.token_ids}
-        finished = self.scheduler.commit(step.output, result.token_ids)
-        for request in lengths.keys() & finished:
-            result.keep(request, request.num_output_tokens - lengths[request])
-        self._recovery.record_success(step.output)
-        self._update_streams(result, is_last=is_last)
-        for request in (*finished, *failed):
-            if request.stream is not None:  # None: a stop string has ended it, and it is released
-                self._release(request.stream)
+    def _commit(self, steps: Iterable[LaunchedStep]) -> None:
+        """Read back steps, and commit their tokens to the requests."""
+        for step in steps:
+            if (result := self._read_back(step)) is None:
+                continue
+            self._publish(is_last=False)
+            self.speculation.record(step.output, result.token_ids)
+            self._committed = commit(self.scheduler, step.output, result)
+            self.runner.release(self._committed.ended)  # the next step needs their rows
+            self._recovery.record_success(step.output)
 
     def _take_outputs(self) -> list[RequestOutput]:
         """Return the outputs of the requests that changed."""
@@ -425,9 +417,22 @@ class LLMEngine:
             self.scheduler.finish_request(request, "error", stop_reason=why)
             self._release(request.stream)
 
-    def _update_streams(self, result: StepResult, *, is_last: bool) -> None:
+    def _publish(self, *, is_last: bool) -> None:
+        """Append what was committed to the output streams.
+
+        `is_last`: no other step is committed before the outputs are made.
+        """
+        if (committed := self._committed) is None:
+            return
+        self._committed = None
+        self._update_streams(committed.result, committed.time, is_last=is_last)
+        for request in committed.ended:
+            if request.stream is not None:  # None: a stop string has ended it, and it is released
+                self._release(request.stream)
+
+    def _update_streams(self, result: StepResult, now: float, *, is_last: bool) -> None:
         """Append a step's results to the streams of its requests; note which outputs changed."""
-        now, changed, num_tokens = time.monotonic(), self._changed, 0
+        changed, num_tokens = self._changed, 0
         for request, (position, entries) in result.prompt_logprobs.items():
             if request.stream is not None:
                 request.stream.group.add_prompt_logprobs(position, entries)

@@ -33,6 +33,7 @@ LAYERS = {
     "engine_loading": 6, "tensor_parallel": 6,
     "input_processor": 6, "output_processor": 6,
     "deadlines": 6, "watchdog": 6, "stats": 6, "fault_bisection": 6, "recovery": 6,
+    "committed": 6,
     "beam_search": 6, "evaluation": 6, "memory_plan": 6, "memory_sizes": 6, "calibration": 6,
     "llm_engine": 6, "llm": 6, "shared_engine": 6, "async_engine": 6, "gptq_layers": 6,
     "quantize_model": 6, "page_calibration": 6, "snapshot": 6, "embeddings": 6, "speculative": 6,

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from engine.device import Device
+from engine.drafts import MAX_QUERY_LEN
 from engine.runner.batch import StepInputs
 
 __all__ = ["HistoryTable", "history_indices"]
@@ -35,8 +36,8 @@ class HistoryTable:
         self._ids = self._xp.zeros((num_rows, 0), np.int32)
 
     def assign(self, row: int, token_ids: Sequence[int], max_num_tokens: int) -> None:
-        """Fill a row with known ids, and reserve room for `max_num_tokens`."""
-        self._reserve(max_num_tokens)
+        """Fill a row with known ids, and reserve room for `max_num_tokens`, and drafts beyond."""
+        self._reserve(max_num_tokens + MAX_QUERY_LEN)
         self._ids[row, : len(token_ids)] = self._xp.asarray(np.array(token_ids, np.int32))
 
     def append(self, rows: Any, positions: Any, token_ids: Any) -> None:

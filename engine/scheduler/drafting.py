@@ -52,6 +52,9 @@ def fitting_drafts(
 ) -> Drafts | None:
     """Return the drafts of `request` that fit into the step after its next `num_new` tokens.
 
+    They may go beyond `max_num_tokens`, so that all sequences can have the same number; what is
+    sampled there is dropped.
+
     `reserved`: tokens of the step's budget to leave for requests scheduled later.
     """
     drafts = request.drafts
@@ -61,7 +64,7 @@ def fitting_drafts(
         return None
     room = min(
         config.max_num_batched_tokens - output.num_scheduled_tokens - num_new - reserved,
-        request.max_num_tokens - request.num_tokens - 1,
+        config.max_model_len - request.num_tokens,
     )
     if drafts.is_tree:
         room = min(room, MAX_QUERY_LEN - num_new)

@@ -181,13 +181,13 @@ class Scheduler:
             self.blocks.tree.reset()
 
     def decoding_requests(self) -> list[Request]:
-        """Return the running requests that have an output token and can get two more."""
+        """Return the running requests that have an output token and can get another."""
         return [
             request
             for request in self._queues.running
             if request.output_token_ids
             and request.num_tokens - request.num_computed_tokens == 1
-            and request.num_tokens + 1 < request.max_num_tokens
+            and request.num_tokens < request.max_num_tokens
         ]
 
     def propose(

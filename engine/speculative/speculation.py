@@ -175,7 +175,8 @@ class Speculation:
         needs_equal = self._controller.needs_equal_lengths
         room = MAX_QUERY_LEN
         if needs_equal:
-            room = min(_room(request) for request in requests)
+            room = self._scheduler.config.max_model_len
+            room -= max(request.num_known_tokens for request in requests)
             if not all(map(_may_be_padded, requests)):
                 return {}
         counts = self._controller.choose(proposals, len(requests), certain=self._certain, room=room)

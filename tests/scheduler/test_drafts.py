@@ -130,13 +130,24 @@ def test_keys_of_an_accepted_branch_after_another_one_are_moved():
     assert request.output_token_ids == oracle(request)[: request.num_output_tokens]
 
 
-def test_drafts_are_cut_at_max_tokens():
+def test_what_drafts_beyond_max_tokens_give_is_dropped():
     scheduler, mock = make_scheduler()
     request = make_request("a", [1, 2, 3], max_tokens=4)
     decoding(scheduler, mock, request)
-    assert scheduler.propose(request, next_tokens(request, 3))
+    assert scheduler.propose(request, [*next_tokens(request, 3), 7, 8])
     output = scheduler.schedule()
-    assert output.sequences[0].num_draft_tokens == 2
+    assert output.sequences[0].num_draft_tokens == 5
+    assert scheduler.commit(output, mock.run(output)) == [request]
+    assert request.output_token_ids == oracle(request) and request.finish_reason == "length"
+
+
+def test_drafts_are_cut_at_max_model_len():
+    scheduler, mock = make_scheduler(max_model_len=7)
+    request = make_request("a", [1, 2, 3], max_tokens=4)
+    decoding(scheduler, mock, request)
+    assert scheduler.propose(request, [*next_tokens(request, 3), 7, 8])
+    output = scheduler.schedule()
+    assert output.sequences[0].num_draft_tokens == 3
     assert scheduler.commit(output, mock.run(output)) == [request]
     assert request.output_token_ids == oracle(request) and request.finish_reason == "length"
 

@@ -149,7 +149,7 @@ def test_the_host_reads_drafts_after_their_verification_is_launched(
     assert got == want
     # At the end, requests of different lengths are padded.
     assert sum(early) <= (len(early) // 2 if not extra else len(early))
-    assert len(early) > 8 and (not extra or all(early[:6]))
+    assert len(early) >= 8 and (not extra or all(early[:6]))  # at most 5 tokens a step
     assert extra or stats.acceptance_rate == 1.0
 
 
@@ -519,6 +519,7 @@ def test_memory_of_the_draft_model_is_planned(target, make, monkeypatch):
     # A device that is full with fewer than all blocks.
     monkeypatch.setattr("engine.engine_config.device_memory", lambda device: (1 << 23, 1 << 23))
     options = {"max_num_seqs": 64, "max_draft_tokens": NUM_DRAFTS, "cuda_graphs": False}
+    options |= {"max_num_batched_tokens": 512, "memory_utilization": 0.5}
     without, beside = (EngineConfig(**options).resolve(target, draft) for draft in (None, target))
     counts = [config.scheduler.num_blocks for config in (without, beside)]
     lost = target.weight_bytes + 64 * BYTES_PER_BLOCK

@@ -79,7 +79,7 @@ def test_right_drafts_save_steps(is_async):
     proposer = Proposer()
     with make_engine(proposer, async_scheduling=is_async) as engine:
         _, num_steps = serve(engine, [[1, 2], [3]])
-        assert num_steps <= 1 + 8 + 2
+        assert num_steps <= 1 + 8 + 2 + is_async  # whose outputs come a step later
         stats = engine.stats().speculation
         assert stats.num_accepted_tokens == stats.num_draft_tokens > 50
         assert stats.acceptance_rate == 1.0 and stats.num_proposer_failures == 0
@@ -156,6 +156,48 @@ def test_graphs_get_the_same_number_of_drafts_for_all():
         stats = engine.stats().speculation
         assert stats.num_accepted_tokens == stats.num_draft_tokens
         assert stats.num_draft_tokens_per_pos[0] > stats.num_draft_tokens_per_pos[1]
+
+
+def test_graphs_serve_requests_up_to_their_end():
+    """Those that are nearer to it than the graph has drafts are padded."""
+    with make_engine(Proposer(), graphs=True) as engine:
+        shapes, launch = [], engine.runner.graphs.launch
+
+        def recorded(output, rows, starts):
+            shapes.append((len(output.sequences), output.num_decodes, output.query_len))
+            return launch(output, rows, starts)
+
+        engine.runner.graphs.launch = recorded
+        for index, count in enumerate((7, 8, 9, 11)):
+            params = SamplingParams(temperature=0, max_tokens=count)
+            engine.add_request(f"r{index}", [1 + index], params)
+        outputs = {}
+        while engine.has_unfinished_requests():
+            outputs.update((output.request_id, output) for output in engine.step())
+            engine.check_integrity()
+        for index, count in enumerate((7, 8, 9, 11)):
+            got = list(outputs[f"r{index}"].outputs[0].token_ids)
+            assert got == MockModel(VOCAB).continuation([1 + index], count)
+        # The first needs one token more when the others get their last drafts.
+        assert shapes == [(4, 4, 1), (4, 4, 5), (4, 4, 5)]
+
+
+def test_outputs_are_made_while_the_next_drafts_are_verified():
+    with make_engine(Proposer(), async_scheduling=True) as engine:
+        engine.add_request("a", [1, 2], SamplingParams(temperature=0, max_tokens=60))
+        num_drafts = []
+        while engine.has_unfinished_requests():
+            if engine.step():
+                num_drafts += [step.output.num_draft_tokens for step in engine._in_flight]
+        assert len(num_drafts) > 8 and sum(count > 0 for count in num_drafts) > 8
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_row_is_free_when_its_request_ends(is_async):
+    """The next request takes it in the step that is launched before the end is reported."""
+    with make_engine(Proposer(), async_scheduling=is_async, max_num_seqs=1) as engine:
+        serve(engine, [[1, 2], [3], [4, 5], [6]], max_tokens=12)
+        assert engine.stats().speculation.num_accepted_tokens > 20
 
 
 @pytest.mark.parametrize(
