@@ -9,7 +9,7 @@ and drafts need nothing of their own here.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,6 +64,9 @@ class Leader:
         self.collectives = collectives
         self._group = processes.group
         self._messages = Messages(processes.group)
+        # On a device an operation may wait for a rank that has died.
+        self._check_device: Callable[[], Any] = getattr(collectives, "check", tuple)
+        self._group.on_failure = getattr(collectives, "abort", tuple)
 
     def send(
         self, what: str, kind: int, numbers: Sequence[int] = (), arrays: Sequence[Any] = ()
@@ -99,6 +102,8 @@ class Leader:
         except BaseException as error:
             text = f"rank 0 failed in {self._group.doing(0)}: {type(error).__name__}: {error}"
             self._group.failure = self._group.failure or text
+            with contextlib.suppress(Exception):  # the group ends whatever it does
+                self._group.on_failure()
             self.close()
             if isinstance(error, RankError) or not isinstance(error, Exception):
                 raise
@@ -123,8 +128,10 @@ class Leader:
         ------
         RankError
         """
-        if self._group.failure:
-            raise RankError(self._group.failure)
+        with self.together():
+            if self._group.failure:
+                raise RankError(self._group.failure)
+            self._check_device()
 
     def describe(self) -> str:
         """Return what each rank is doing."""

@@ -159,6 +159,10 @@ class CudaCollectives:
                 + (f" in {doing}" if doing else "")
             )
 
+    def abort(self) -> None:
+        """End the operations that wait for a rank; their results, and all later ones, are NaN."""
+        self._memory.abort()
+
     def close(self) -> None:
         """Unmap and free the buffers, once all ranks do so; a second call does nothing."""
         runtime = device.cupy().cuda.runtime

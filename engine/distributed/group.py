@@ -48,6 +48,8 @@ class Group:
         Operations that this rank has begun.
     failure : str
         Why the group has ended; "" if it has not, or as it should.
+    on_failure : callable
+        Called, from any thread, when the processes of a failed group are about to be ended.
 
     Raises
     ------
@@ -71,6 +73,7 @@ class Group:
         self.timeout = timeout
         self.count = 0
         self.failure = ""
+        self.on_failure: Callable[[], object] = tuple
         self._finding = threading.Lock()
         self._dead = dead
         self._fence = threading.Lock()

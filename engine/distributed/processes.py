@@ -135,6 +135,8 @@ def _watch(group: Group, end: Callable[[], Any]) -> None:
         try:
             group.check()
         except RankError:
+            with contextlib.suppress(Exception):  # the ranks are ended whatever it does
+                group.on_failure()
             end()
             return
         time.sleep(_WATCH_SECONDS)

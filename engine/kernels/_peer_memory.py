@@ -145,6 +145,21 @@ class PeerMemory:
         rank, call, op = (int(value) for value in self._error[:3])
         return MissingRank(rank - 1, call, OPS[op])
 
+    def abort(self) -> None:
+        """End the calls that wait for a rank, and all later ones, with NaN; any thread may do so.
+
+        The word that says so is copied on a stream of its own, beside a kernel that waits.
+        """
+        cupy = device.cupy()
+        with cupy.cuda.Device(self.device):
+            stream = cupy.cuda.Stream(non_blocking=True)
+            self._error[3] = 1  # no word of an error: the host knows why
+            source = self._host.ptr + 3 * self._error.itemsize
+            target = int(self.group.data.ptr) + _GROUP.fields["has_failed"][1]  # type: ignore[index]
+            kind = cupy.cuda.runtime.memcpyHostToDevice
+            cupy.cuda.runtime.memcpyAsync(target, source, 4, kind, stream.ptr)
+            stream.synchronize()
+
     def close(self) -> None:
         """Free the buffers. SAFETY: no rank may write into them any more."""
         self._release()

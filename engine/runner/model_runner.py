@@ -129,6 +129,8 @@ class ModelRunner:
         self._pages = kv_cache.layers
         self._swap = swap
         self._is_debug = is_debug
+        # A step in which another process died has NaN.
+        self._check_ranks = getattr(model, "check_ranks", None)
         nothing = np.zeros(0, np.int64)
         # Step id, rows and starts of the last step.
         self._last_step: tuple[int, IntArray, IntArray] = (-1, nothing, nothing)
@@ -239,7 +241,10 @@ class ModelRunner:
         self.sample(step)
         result = StepResult(failed=step.failed)
         if step.tokens is not None:
-            self._read_tokens(step, step.tokens.wait(timeout), result)
+            arrays = step.tokens.wait(timeout)
+            if self._check_ranks is not None:
+                self._check_ranks()
+            self._read_tokens(step, arrays, result)
         for scored in step.prompts:
             scored.read(result)
         return result

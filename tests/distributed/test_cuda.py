@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+
 import pytest
 
 from engine import LLMEngine, SamplingParams, device
 from engine.config import ModelConfig
+from engine.errors import RankError
 
 pytestmark = pytest.mark.gpu
 
@@ -30,8 +35,7 @@ def _engine(size, **options):
         tensor_parallel_size=size,
         num_blocks=200,
         max_num_seqs=8,
-        collective_timeout=20.0,
-        **options,
+        **{"collective_timeout": 20.0, **options},
     )
 
 
@@ -64,3 +68,39 @@ def test_deterministic_tokens_are_those_of_one_gpu(dtype, cuda_graphs):
 def test_tokens_of_float32_are_those_of_one_gpu(cuda_graphs):
     options = {"dtype": "float32", "cuda_graphs": cuda_graphs}
     assert _tokens(2, **options) == _tokens(1, **options)
+
+
+def test_bits_do_not_depend_on_how_steps_are_launched():
+    """With sums in norms, by plans, by graphs."""
+    first = _tokens(2, dtype="float32", cuda_graphs=False)
+    assert _tokens(2, dtype="float32", cuda_graphs=True, async_scheduling=False) == first
+
+
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+def test_a_killed_rank_ends_the_group_within_seconds(cuda_graphs):
+    """Long before `collective_timeout`, though a kernel waits for the rank."""
+    engine = _engine(2, cuda_graphs=cuda_graphs)
+    engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=400, ignore_eos=True))
+    for _ in range(5):
+        engine.step()
+    [pid] = engine.model.leader.processes.pids
+    os.kill(pid, signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
+        while engine.has_unfinished_requests():
+            engine.step()
+    assert time.monotonic() - start < 8
+    engine.close()
+
+
+def test_a_stopped_rank_is_named():
+    engine = _engine(2, collective_timeout=2.0)
+    engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=400, ignore_eos=True))
+    for _ in range(5):
+        engine.step()
+    [pid] = engine.model.leader.processes.pids
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(RankError, match="rank 1 "):
+        while engine.has_unfinished_requests():
+            engine.step()
+    engine.close()
