@@ -63,7 +63,14 @@ def load_decoder(
     )
     if device.is_cuda:
         formats = dict.fromkeys(form for weight in weights.values() for form in weight.formats())
-        prepare_kernels(local, dtype, device, formats=formats, progress=progress)
+        prepare_kernels(
+            local,
+            dtype,
+            device,
+            formats=formats,
+            is_shared=collectives is not None,
+            progress=progress,
+        )
     return decoder, heads
 
 

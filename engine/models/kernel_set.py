@@ -22,6 +22,13 @@ _PAGE_OPS = (
     "kv_swap",
     "qk_norm_rope_store",
 )
+# Op -> dtypes beside the model's: logits and barriers are in float32, ids travel as float16.
+_RANK_OPS: dict[str, tuple[str, ...]] = {
+    "all_reduce": ("float32",),
+    "all_reduce_rmsnorm": (),
+    "all_gather": ("float32", "float16"),
+    "residual_add": (),
+}
 _OPS = (
     "attention_decode",
     "attention_prefill",
@@ -39,11 +46,12 @@ _OPS = (
 
 
 def kernel_specs(
-    config: ModelConfig, dtype: str, formats: Collection[Format] = ()
+    config: ModelConfig, dtype: str, formats: Collection[Format] = (), *, is_shared: bool = False
 ) -> list[ModuleSpec]:
     """Return every module that running the model in `dtype` may launch.
 
-    `formats` are those of its weights; the dense ones need not be among them.
+    `formats` are those of its weights; the dense ones need not be among them. `is_shared`: it is
+    one rank's part.
 
     Examples
     --------
@@ -68,7 +76,19 @@ def kernel_specs(
             subtract_mean=config.layer_norm,
             formats=tuple(form.name for form in formats),
         )
+    if is_shared:
+        specs += _collective_specs(dtype)
     return list(dict.fromkeys(specs))
+
+
+def _collective_specs(dtype: str) -> list[ModuleSpec]:
+    """Return the modules with which ranks exchange activations, logits and ids."""
+    specs: list[ModuleSpec] = []
+    for op, dtypes in _RANK_OPS.items():
+        module = importlib.import_module(f"engine.kernels.{op}")
+        for each in (dtype, *dtypes):
+            specs += module.specs(each)
+    return specs
 
 
 def code_page_specs(config: ModelConfig, dtype: str, codes: str) -> list[ModuleSpec]:
@@ -104,6 +124,7 @@ def prepare_kernels(
     device: Device,
     *,
     formats: Collection[Format] = (),
+    is_shared: bool = False,
     progress: bool = False,
 ) -> None:
     """Load all kernels of a model, compiled if not cached; later compilations are counted.
@@ -113,7 +134,8 @@ def prepare_kernels(
     CompileError
         If NVRTC fails to compile one.
     """
-    _prepare(kernel_specs(config, dtype, formats), device, progress=progress)
+    specs = kernel_specs(config, dtype, formats, is_shared=is_shared)
+    _prepare(specs, device, progress=progress)
 
 
 def prepare_code_pages(config: ModelConfig, dtype: str, codes: str, device: Device) -> None:
