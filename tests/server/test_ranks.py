@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from engine.cli import main
 from tests.server.test_serve import (
     SMALL,
     _body,
@@ -77,3 +78,19 @@ def test_a_killed_engine_leaves_no_rank(small):
         os.kill(engine, signal.SIGKILL)
         _end(server)
         _wait_until(lambda: not _is_alive(rank))
+
+
+def test_commands_take_the_number_of_ranks(model, capsys):  # noqa: F811
+    options = ["--model", model, "--device", "cpu", "--load-format", "dummy"]
+    lengths = ["--prompt-len", "8", "--output-len", "6", "--repeats", "1"]
+    with pytest.raises(SystemExit, match="0"):
+        main(["bench", "latency", *options, *lengths, "-tp", "2"])
+    assert "tensor_parallel_size 2" in capsys.readouterr().out
+    texts = []
+    for size in ("1", "2"):
+        greedy = ["--temperature", "0", "--max-tokens", "5", "--max-model-len", "64"]
+        generate = ["generate", "abc", *options, *greedy, "--tensor-parallel-size", size]
+        with pytest.raises(SystemExit, match="0"):
+            main(generate)
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
