@@ -58,15 +58,15 @@ def is_expert(name: str) -> bool:
     return name.rpartition(".")[2] in _EXPERT_KINDS
 
 
-def quantized_formats(config: ModelConfig, form: Format) -> dict[str, Format]:
-    """Return the format of every weight to which the option `quantization` applies.
+def quantized_formats(config: ModelConfig, form: Format, shard: Shard = WHOLE) -> dict[str, Format]:
+    """Return the format of every weight of a shard to which the option `quantization` applies.
 
     Experts' products take activations in 16 bits: "int8" is "int8_g128" for them. Experts with a
     number of rows that is no multiple of a tile's stay as they are. With a format of .gguf files
     the output layer has the one that llama.cpp's files give it, also if it is tied: "q6_k", or
     "q8_0" with "q8_0" and where a row has no whole super-blocks.
     """
-    shapes = weight_shapes(config)
+    shapes = weight_shapes(config, shard)
     formats = {name: form for name in shapes if is_quantized(name)}
     for name in (name for name in formats if is_expert(name)):
         formats[name] = FORMATS["int8_g128"] if form.name == "int8" else form

@@ -131,7 +131,7 @@ def load_weights(
         is_tied = config.tie_word_embeddings
         formats = stored_formats(checkpoint, placements, _keeps(device, dtype), is_tied=is_tied)
     if quantization is not None:
-        formats = quantized_formats(config, quantization)
+        formats = quantized_formats(config, quantization, shard)
     with weight_room(
         config, device, dtype, shard=shard, max_model_len=max_model_len, formats=formats
     ):

@@ -148,3 +148,18 @@ def test_random_quantized_weights_are_refused(on_ranks):
 
     with pytest.raises(ConfigError, match="quantization must be None for random weights"):
         on_ranks(2, load)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "q8_0"])
+def test_experts_whose_parts_have_no_whole_tiles_stay_as_they_are(on_ranks, folder, quantization):
+    """48 rows are whole tiles of 16; 24, the part of a rank, are not."""
+    path, ids = folder("mixtral"), np.array(PROMPT)
+
+    def logits(collectives=None, quantization=quantization):
+        options = {"device": "cpu", "progress": False, "quantization": quantization}
+        model = engine.load(path, collectives=collectives, **options)
+        return model.step(ids, model.new_cache(2, 16), logits="all")
+
+    want = logits(quantization=None)
+    for got in on_ranks(2, logits):
+        assert np.abs(got - want).max() / want.std() < 0.3
