@@ -99,11 +99,9 @@ class LLMEngine:
         parts = config.speculative, self.scheduler, self.runner, draft
         self.speculation = make_speculation(*parts, overlaps=config.async_scheduling)
         self._entry = threading.Lock()  # see `exclusive`
-        scheduler, timeout = self.scheduler, given.step_timeout
+        describe, raises = self.scheduler.describe, given.raise_on_timeout
         self.watchdog = Watchdog(
-            timeout,
-            lambda: scheduler.describe() + model.describe_ranks(),
-            raises=given.raise_on_timeout,
+            given.step_timeout, lambda: describe() + model.describe_ranks(), raises=raises
         )
         self._recovery = StepRecovery(self.scheduler, self.runner, is_debug=config.is_debug)
         self._in_flight: deque[LaunchedStep] = deque()  # launched, not read back; oldest first
