@@ -1,0 +1,393 @@
+"""Which replica serves a prompt: the one that has the least to compute before its first token.
+
+That is what waits there already plus what is not cached there of the prompt, all in tokens. What a
+replica caches is a guess, made of the prompts that were sent to it; a wrong guess costs a prefill,
+never an answer. No input or output, integers only.
+
+A prompt is known by the hashes of its chunks, each of which covers all tokens before it, too. Per
+replica they are ordered like its own prefix tree: by last use, and a chunk is used whenever one
+after it is. So the chunks that a replica is thought to have always make up whole prefixes.
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from bisect import insort
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from engine.errors import EngineError
+
+__all__ = ["PrefixRouter", "Route", "chunk_hashes"]
+
+_MAX_HOLDERS = 8  # that are compared; a prefix that more have is as good as everywhere
+
+
+def chunk_hashes(token_ids: Sequence[int], chunk_size: int, salt: str | None = None) -> list[int]:
+    """Return a hash of 64 bits for each full chunk, which covers the salt and all before it.
+
+    Every process computes the same ones.
+
+    Examples
+    --------
+    >>> a, b = chunk_hashes([1, 2, 3, 4, 5], 2), chunk_hashes([1, 2, 3, 9], 2)
+    >>> len(a), a[0] == b[0], a[1] == b[1]
+    (2, True, False)
+    """
+    data = array("i", token_ids).tobytes()
+    size = 4 * chunk_size
+    last = b"" if salt is None else blake2b(salt.encode("utf-8", "surrogatepass")).digest()
+    hashes = []
+    for start in range(0, len(data) - size + 1, size):
+        last = blake2b(last + data[start : start + size], digest_size=8).digest()
+        hashes.append(int.from_bytes(last, "little"))
+    return hashes
+
+
+@dataclass(eq=False, slots=True)
+class _Replica:
+    """What is known of a replica.
+
+    `chunks` maps the hash of each chunk to the number of the route that used it last, in that
+    order; `pending` are the numbers of the routes whose prompts are not computed yet.
+    """
+
+    number: int
+    capacity: int
+    chunks: dict[int, int] = field(default_factory=dict)
+    pending: set[int] = field(default_factory=set)
+    own_tokens: int = 0
+    other_tokens: int = 0
+    num_requests: int = 0
+    is_removed: bool = False
+
+    @property
+    def load(self) -> int:
+        return self.own_tokens + self.other_tokens
+
+    def depth(self, hashes: Sequence[int], known: int = 0) -> int:
+        """Return how many of these chunks are here; at least `known`."""
+        chunks, low, high = self.chunks, known, len(hashes)
+        while low < high:
+            middle = (low + high) // 2
+            if hashes[middle] in chunks:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+
+@dataclass(eq=False, slots=True)
+class Route:
+    """A request on its way to a replica; belongs to the router that made it.
+
+    Attributes
+    ----------
+    replica : int
+    num_cached_tokens : int
+        Tokens of the prompt that should be cached there.
+    num_waiting_tokens : int
+        Tokens of the prompt to be computed; 0 once that is done.
+    """
+
+    replica: int
+    num_cached_tokens: int
+    num_waiting_tokens: int
+    _owner: _Replica
+    _number: int
+    _hashes: list[int]
+    _last_uses: list[int]  # of the chunks that were known
+    _is_open: bool = True
+
+
+class PrefixRouter:
+    """Chooses replicas; what it remembers is bounded.
+
+    What a replica has evicted is learnt in two ways. A replica is thought to hold at most
+    `capacity` tokens, least recently used ones go first. And when a prompt turns out not to be
+    cached where it was thought to be, so is nothing that was used before it. Replicas do not report
+    evictions: most are of prefixes that nobody asks for again, and the reports would have to go to
+    every router.
+
+    Parameters
+    ----------
+    chunk_size : int
+        Tokens of a chunk, the unit of what is remembered.
+    max_chunks : int
+        Maximum number of chunks remembered, over all replicas.
+    request_tokens : int
+        The tokens for which an unfinished request counts besides its prompt: it takes part in
+        every step.
+
+    Examples
+    --------
+    >>> router = PrefixRouter(chunk_size=2)
+    >>> router.add_replica(0), router.add_replica(1)
+    (None, None)
+    >>> first = router.route([1, 2, 3, 4])
+    >>> router.computed(first, 0), router.finished(first)
+    (None, None)
+    >>> second = router.route([1, 2, 3, 9])
+    >>> second.replica == first.replica, second.num_cached_tokens
+    (True, 2)
+    """
+
+    def __init__(
+        self, *, chunk_size: int = 64, max_chunks: int = 1 << 18, request_tokens: int = 256
+    ) -> None:
+        self.chunk_size = chunk_size
+        self.max_chunks = max_chunks
+        self.request_tokens = request_tokens
+        self._replicas: dict[int, _Replica] = {}
+        self._order: list[_Replica] = []  # by number
+        self._holders: dict[int, list[_Replica]] = {}  # of each chunk
+        self._by_load: list[tuple[int, int, _Replica]] = []  # a heap; see `_least_loaded`
+        self._num_noted = 0  # breaks ties, so that replicas are never compared
+        self._num_routes = 0
+
+    # ---- replicas
+
+    @property
+    def replicas(self) -> list[int]:
+        """Numbers of all replicas, ascending."""
+        return [replica.number for replica in self._order]
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks remembered, once for each replica that should have them."""
+        return sum(len(replica.chunks) for replica in self._order)
+
+    def load(self, replica: int) -> int:
+        """Return the tokens that wait at a replica, with `request_tokens` for each request."""
+        return self._replicas[replica].load
+
+    def num_requests(self, replica: int) -> int:
+        """Return how many unfinished requests of this router a replica has."""
+        return self._replicas[replica].num_requests
+
+    def add_replica(self, replica: int, capacity: int = 1 << 62) -> None:
+        """Take requests to a replica, which is new and empty and caches `capacity` tokens."""
+        if replica in self._replicas:
+            raise EngineError(f"replica must be a new number; got {replica}, which is there")
+        new = _Replica(replica, max(1, capacity // self.chunk_size))
+        self._replicas[replica] = new
+        insort(self._order, new, key=lambda each: each.number)
+        self._note_load(new)
+        share = max(1, self.max_chunks // len(self._order))
+        for each in self._order:
+            if len(each.chunks) > share:
+                self._shrink(each)
+
+    def remove_replica(self, replica: int) -> None:
+        """Forget a replica; its open routes may still be reported on, to no effect."""
+        gone = self._replicas.pop(replica)
+        gone.is_removed = True
+        self._order.remove(gone)
+        for chunk in gone.chunks:
+            self._drop_holder(chunk, gone)
+        gone.chunks.clear()
+
+    def forget_prefixes(self) -> None:
+        """Forget what is cached where."""
+        self._holders.clear()
+        for replica in self._order:
+            replica.chunks.clear()
+
+    def report_load(self, replica: int, num_waiting_tokens: int, num_requests: int) -> None:
+        """Take a replica's own count of all its requests, those of other routers included."""
+        found = self._replicas.get(replica)
+        if found is None:
+            return
+        total = num_waiting_tokens + num_requests * self.request_tokens
+        others = max(0, total - found.own_tokens)
+        if others != found.other_tokens:
+            found.other_tokens = others
+            self._note_load(found)
+
+    # ---- requests
+
+    def route(
+        self, token_ids: Sequence[int], salt: str | None = None, excluded: Collection[int] = ()
+    ) -> Route | None:
+        """Choose a replica for a prompt, which counts there until `finished`.
+
+        Parameters
+        ----------
+        token_ids : sequence of int
+        salt : str, optional
+            Prompts of different salts share nothing.
+        excluded : collection of int
+            Replicas that are out of the question.
+
+        Returns
+        -------
+        Route or None
+            None: there is no replica left.
+        """
+        hashes = chunk_hashes(token_ids, self.chunk_size, salt)
+        chosen, depth, least = None, 0, 0
+        for replica in self._candidates(hashes, excluded):
+            found = replica.depth(hashes)
+            cost = replica.load - found * self.chunk_size
+            if chosen is None or cost < least:
+                chosen, depth, least = replica, found, cost
+        if chosen is None:
+            return None
+        self._num_routes += 1
+        number = self._num_routes
+        last_uses = [chosen.chunks[chunk] for chunk in hashes[:depth]]
+        self._use(chosen, hashes, number)
+        num_cached = min(depth * self.chunk_size, max(0, len(token_ids) - 1))
+        num_waiting = len(token_ids) - num_cached
+        chosen.pending.add(number)
+        chosen.num_requests += 1
+        chosen.own_tokens += num_waiting + self.request_tokens
+        self._note_load(chosen)
+        return Route(chosen.number, num_cached, num_waiting, chosen, number, hashes, last_uses)
+
+    def computed(self, route: Route, num_cached_tokens: int) -> None:
+        """Note that a prompt has been computed, and how much of it was cached."""
+        owner = route._owner
+        if owner.is_removed or not route.num_waiting_tokens:
+            return
+        owner.pending.discard(route._number)
+        owner.own_tokens -= route.num_waiting_tokens
+        route.num_waiting_tokens = 0
+        self._note_load(owner)
+        num_found = (num_cached_tokens + 1) // self.chunk_size  # the last token is never reused
+        if num_found < len(route._last_uses):
+            missed = route._last_uses[num_found]
+            if missed not in owner.pending:  # it had been computed, so it has been evicted
+                self._forget_until(owner, missed)
+
+    def finished(self, route: Route) -> None:
+        """Note that a request has ended, computed or not; again does nothing."""
+        owner = route._owner
+        if owner.is_removed or not route._is_open:
+            return
+        route._is_open = False
+        owner.own_tokens -= route.num_waiting_tokens + self.request_tokens
+        owner.num_requests -= 1
+        if route.num_waiting_tokens:
+            owner.pending.discard(route._number)
+            for chunk in reversed(route._hashes[len(route._last_uses) :]):
+                if owner.chunks.get(chunk) == route._number:
+                    self._forget(owner, chunk)
+        self._note_load(owner)
+
+    # ---- inside
+
+    def _candidates(self, hashes: list[int], excluded: Collection[int]) -> Iterator[_Replica]:
+        """Yield the replicas worth a look: few, however many there are."""
+        if hashes:
+            # Routers that know nothing of each other send equal prompts to the same replica.
+            preferred = self._order[hashes[0] % len(self._order)] if self._order else None
+            if preferred is not None and preferred.number not in excluded:
+                yield preferred
+        depth = self._depth(hashes)
+        holders = self._holders[hashes[depth - 1]] if depth else []
+        for replica in holders[:_MAX_HOLDERS]:
+            if replica.number not in excluded:
+                yield replica
+        least = self._least_loaded(excluded)
+        if least is not None:
+            yield least
+
+    def _depth(self, hashes: Sequence[int]) -> int:
+        """Return how many of these chunks any replica has."""
+        holders, low, high = self._holders, 0, len(hashes)
+        while low < high:
+            middle = (low + high) // 2
+            if hashes[middle] in holders:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def _least_loaded(self, excluded: Collection[int]) -> _Replica | None:
+        """Return it by the heap, whose entries may be of other times, and are skipped then."""
+        heap, kept, found = self._by_load, [], None
+        while heap and found is None:
+            load, _, replica = heap[0]
+            if replica.is_removed or replica.load != load:
+                heapq.heappop(heap)
+            elif replica.number in excluded:
+                kept.append(heapq.heappop(heap))
+            else:
+                found = replica
+        for entry in kept:
+            heapq.heappush(heap, entry)
+        return found
+
+    def _note_load(self, replica: _Replica) -> None:
+        self._num_noted += 1
+        heapq.heappush(self._by_load, (replica.load, self._num_noted, replica))
+        if len(self._by_load) > 4 * len(self._order) + 64:
+            self._by_load = [(each.load, -each.number, each) for each in self._order]
+            heapq.heapify(self._by_load)
+
+    def _use(self, replica: _Replica, hashes: list[int], number: int) -> None:
+        """Make these chunks the last used ones, the first of them last of all."""
+        chunks, holders = replica.chunks, self._holders
+        for chunk in reversed(hashes):
+            if chunks.pop(chunk, None) is None:
+                holders.setdefault(chunk, []).append(replica)
+            chunks[chunk] = number
+        self._shrink(replica)
+
+    def _limit(self, replica: _Replica) -> int:
+        return min(replica.capacity, max(1, self.max_chunks // len(self._order)))
+
+    def _shrink(self, replica: _Replica) -> None:
+        limit = self._limit(replica)
+        while len(replica.chunks) > limit:
+            self._forget(replica, next(iter(replica.chunks)))
+
+    def _forget_until(self, replica: _Replica, number: int) -> None:
+        """Forget what was last used by route `number` or before."""
+        while replica.chunks:
+            chunk, used = next(iter(replica.chunks.items()))
+            if used > number:
+                return
+            self._forget(replica, chunk)
+
+    def _forget(self, replica: _Replica, chunk: int) -> None:
+        del replica.chunks[chunk]
+        self._drop_holder(chunk, replica)
+
+    def _drop_holder(self, chunk: int, replica: _Replica) -> None:
+        holders = self._holders[chunk]
+        holders.remove(replica)
+        if not holders:
+            del self._holders[chunk]
+
+    def check_integrity(self) -> None:
+        """Check that the tables agree, and that what is remembered is within its bounds.
+
+        Raises
+        ------
+        EngineError
+            Naming what is wrong.
+        """
+        pairs = {(chunk, each.number) for each in self._order for chunk in each.chunks}
+        held = [(chunk, each.number) for chunk, found in self._holders.items() for each in found]
+        _verify(len(held) == len(set(held)) and set(held) == pairs, "holders are not the chunks'")
+        _verify(all(self._holders.values()), "a chunk without a holder is kept")
+        _verify(set(self._order) == set(self._replicas.values()), "the lists of replicas differ")
+        entries = {(load, each) for load, _, each in self._by_load}
+        _verify(len(self._by_load) <= 4 * len(self._order) + 64, "the heap of loads is too large")
+        for each in self._order:
+            name = f"replica {each.number}"
+            _verify((each.load, each) in entries, f"{name} is not in the heap of loads")
+            _verify(len(each.chunks) <= self._limit(each), f"{name} has more than its chunks")
+            _verify(list(each.chunks.values()) == sorted(each.chunks.values()), f"{name}: no order")
+            least = each.num_requests * self.request_tokens + len(each.pending)
+            _verify(each.own_tokens >= least, f"{name} has fewer tokens than requests")
+            _verify(len(each.pending) <= each.num_requests, f"{name} waits for ended routes")
+
+
+def _verify(is_right: bool, what: str) -> None:
+    if not is_right:
+        raise EngineError(f"the router is inconsistent: {what}")
