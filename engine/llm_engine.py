@@ -177,6 +177,7 @@ class LLMEngine:
         cache_salt: str | None = None,
         timeout: float | None = None,
         parent: str | None = None,
+        resumed: Sequence[Sequence[int] | None] | None = None,
     ) -> None:
         """Queue a request.
 
@@ -197,6 +198,9 @@ class LLMEngine:
         parent : str, optional
             An unfinished request whose tokens this prompt begins with. The blocks that it has
             computed of them are shared, even a partial one (tree search, beam search).
+        resumed : sequence of (sequence of int or None), optional
+            Another engine has accepted the request, so it is queued even if the queue is full; for
+            each continuation the tokens that it has generated, or None if that has ended.
 
         Raises
         ------
@@ -217,10 +221,10 @@ class LLMEngine:
         requests = self._inputs.requests(
             request_id, checked.token_ids, specs, group.metrics.arrival_time, priority, salt
         )
-        for request in requests:
-            request.stream = OutputStream(request, group, self.tokenizer, self._texts)
-        group.streams = [request.stream for request in requests]
-        self._queue(requests, parent)
+        group.open(requests, self._texts)
+        if resumed is not None:
+            requests = group.resume(resumed)
+        self._queue(requests, parent, is_resumed=resumed is not None)
         self._register(group, timeout)
 
     @exclusive
@@ -315,11 +319,11 @@ class LLMEngine:
 
     # ---- parts of add_request
 
-    def _queue(self, requests: Sequence[Request], parent: str | None) -> None:
+    def _queue(self, requests: Sequence[Request], parent: str | None, *, is_resumed: bool) -> None:
         first, *others = requests
         if parent is None:
             try:
-                self.scheduler.add_request(first, others)
+                self.scheduler.add_request(first, others, is_resumed=is_resumed)
             except QueueFullError:
                 self.collector.admission_rejections += 1
                 raise

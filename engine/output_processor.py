@@ -10,7 +10,8 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from engine.errors import EngineError
+from engine.checks import shown_with_type
+from engine.errors import EngineError, RequestError
 from engine.outputs import (
     CompletionOutput,
     Logprob,
@@ -118,6 +119,18 @@ class OutputStream:
         self._num_read = 0  # token ids already decoded into the text
         self._sent_tokens = 0
         self._is_finish_sent = False
+
+    def resume(self, token_ids: Sequence[int] | None) -> None:
+        """Begin after these tokens, which have been reported; None: after the end."""
+        request = self.request
+        if token_ids is None:
+            request.status, request.stream = RequestStatus.FINISHED_ABORTED, None
+            self._is_finish_sent = True
+            return
+        request.output_token_ids = list(token_ids)
+        self._sent_tokens = len(token_ids)
+        if self._logprobs is not None:
+            self._logprobs = [{} for _ in token_ids]
 
     def append(
         self, token_ids: Sequence[int], logprobs: Sequence[dict[int, Logprob]]
@@ -324,6 +337,30 @@ class OutputGroup:
     def wants_output(self) -> bool:
         """Tell whether an output is due now, given `output_kind` and ranking."""
         return not (self._waits_for_end and self.num_open)
+
+    def open(self, requests: Sequence[Request], texts: Mapping[bool, TokenTexts]) -> None:
+        """Make a stream for each continuation."""
+        for request in requests:
+            request.stream = OutputStream(request, self, self._tokenizer, texts)
+        self.streams = [request.stream for request in requests]
+
+    def resume(self, resumed: Sequence[Sequence[int] | None]) -> list[Request]:
+        """Take over the continuations of another engine; return those that go on.
+
+        Raises
+        ------
+        RequestError
+            If there are not as many as this request has, or none goes on.
+        """
+        if len(resumed) != len(self.streams) or all(ids is None for ids in resumed):
+            raise RequestError(
+                f"resumed must have {len(self.streams)} continuations, not all of which have "
+                f"ended; got {shown_with_type(resumed)}"
+            )
+        for stream, token_ids in zip(self.streams, resumed, strict=True):
+            stream.resume(token_ids)
+            self.num_open -= token_ids is None
+        return [stream.request for stream in self.streams if not stream.request.is_finished]
 
     def note_scheduled(self) -> None:
         """Note when the first step for it begins."""

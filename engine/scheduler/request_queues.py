@@ -50,20 +50,28 @@ class RequestQueues:
         """Requests that are not running."""
         return len(self.requests) - len(self.running)
 
-    def add(self, request: Request, siblings: Sequence[Request]) -> None:
-        """Queue `request`, and make `siblings` wait for it; if it raises, nothing is changed."""
+    def add(
+        self, request: Request, siblings: Sequence[Request], *, is_resumed: bool = False
+    ) -> None:
+        """Queue `request`, and make `siblings` wait for it; if it raises, nothing is changed.
+
+        `is_resumed`: they have been accepted before, and may have output tokens, so none waits.
+        """
         group = [request, *siblings]
         limits = [self._check_new(member, request) for member in group]
         if len({member.request_id for member in group}) < len(group):
             raise RequestError(
                 f"request {request.request_id!r} and its siblings must have different ids"
             )
-        check_queue(group, self.num_waiting, self.waiting, self.config)
+        if not is_resumed:
+            check_queue(group, self.num_waiting, self.waiting, self.config)
         for member, limit in zip(group, limits, strict=True):
             window = self.config.priority_window
             self._register(member, limit, self._num_arrived + member.priority * window)
-        self.waiting.push(request)
-        self._set_leader(request, siblings)
+        for member in group if is_resumed else [request]:
+            self.waiting.push(member)
+        if not is_resumed:
+            self._set_leader(request, siblings)
 
     def add_fork(self, parent: Request, child: Request) -> None:
         """Add `child`: running on the blocks of `parent` if possible, otherwise queued."""

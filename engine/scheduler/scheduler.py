@@ -100,7 +100,9 @@ class Scheduler:
 
     # ---- adding and ending requests
 
-    def add_request(self, request: Request, siblings: Sequence[Request] = ()) -> None:
+    def add_request(
+        self, request: Request, siblings: Sequence[Request] = (), *, is_resumed: bool = False
+    ) -> None:
         """Queue `request`.
 
         Parameters
@@ -109,6 +111,8 @@ class Scheduler:
         siblings : sequence of Request, optional
             More requests with the same prompt (parallel samples). They wait until `request` has
             computed it, and then share its blocks.
+        is_resumed : bool
+            Another engine has accepted them: none waits, and the queue may be full.
 
         Raises
         ------
@@ -118,7 +122,7 @@ class Scheduler:
         QueueFullError
             If the queue's limits would be exceeded (also a RequestError). Nothing is queued.
         """
-        self._queues.add(request, siblings)
+        self._queues.add(request, siblings, is_resumed=is_resumed)
 
     def fork_request(self, parent: Request, child: Request) -> None:
         """Add `child`, whose tokens continue those that `parent` has computed (beam search).

@@ -1,0 +1,114 @@
+"""Requests that another engine has begun: they go on with the tokens they would have got there."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from engine import SamplingParams
+from engine.errors import RequestError
+from engine.llm_engine import QueueFullError
+from engine.sampling_params import RequestOutputKind
+from tests.e2e.tiny import Words, check_drained, make_engine, run, tiny_model
+
+DELTA = RequestOutputKind.DELTA
+PROMPT = [5, 6, 7, *range(8, 30)]
+
+KINDS = [
+    {"temperature": 0.0},
+    {"temperature": 1.0, "seed": 3, "top_k": 20},
+    {"temperature": 0.9, "seed": 4, "repetition_penalty": 1.4, "presence_penalty": 0.3},
+    {"temperature": 0.9, "seed": 5, "frequency_penalty": 0.7, "min_tokens": 12},
+    {"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 1},
+    {"temperature": 1.0, "seed": 6, "logit_bias": {9: 4.0}, "allowed_token_ids": [*range(5, 60)]},
+    {"temperature": 1.0, "seed": 7, "n": 3},
+    {"temperature": 1.0, "seed": 8, "n": 2, "logprobs": 1},
+]
+
+
+def _model():
+    return tiny_model(deterministic=True)
+
+
+def _params(**options):
+    return SamplingParams(**({"max_tokens": 20, "ignore_eos": True} | options), output_kind=DELTA)
+
+
+def _collect(engine, max_steps=500):
+    """Step to the end; return each continuation's new ids, log-probabilities and end."""
+    found = {}
+    for _ in range(max_steps):
+        if not engine.has_unfinished_requests():
+            check_drained(engine)
+            return found
+        for output in engine.step():
+            for each in output.outputs:
+                ids, logprobs, _ = found.get(each.index, ([], [], None))
+                ids, logprobs = [*ids, *each.token_ids], [*logprobs, *(each.logprobs or ())]
+                found[each.index] = ids, logprobs, each.finish_reason
+        engine.check_integrity()
+    raise AssertionError("not drained")
+
+
+@pytest.mark.parametrize("num_known", [0, 1, 7, 19])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_the_rest_is_what_one_engine_would_have_said(kind, num_known):
+    params = _params(**kind)
+    engine = make_engine(_model())
+    engine.add_request("r", PROMPT, params)
+    whole = _collect(engine)
+    other = make_engine(_model())
+    other.add_request("r", PROMPT, params, resumed=[ids[:num_known] for ids, *_ in whole.values()])
+    rest = _collect(other)
+    for index, (ids, logprobs, reason) in whole.items():
+        assert rest[index][0] == ids[num_known:] and rest[index][2] == reason == "length"
+        if params.logprobs is not None:
+            assert [{*e} for e in rest[index][1]] == [{*e} for e in logprobs[num_known:]]
+            for new, old in zip(rest[index][1], logprobs[num_known:], strict=True):
+                assert all(abs(new[i].logprob - old[i].logprob) < 1e-4 for i in new)
+
+
+def test_continuations_that_have_ended_are_left_alone():
+    params = _params(n=3, seed=9)
+    engine = make_engine(_model())
+    engine.add_request("r", PROMPT, params)
+    whole = _collect(engine)
+    engine.add_request("r", PROMPT, params, resumed=[None, whole[1][0][:5], None])
+    rest = _collect(engine)
+    assert set(rest) == {1} and rest[1][0] == whole[1][0][5:]
+
+
+def test_bad_words_that_began_before_are_known(monkeypatch):
+    monkeypatch.setattr("engine.model.Model.has_tokenizer", True)
+    monkeypatch.setattr("engine.model.Model.tokenizer", Words())
+    plain = _params(temperature=0.0, detokenize=False)
+    engine = make_engine(_model())
+    engine.add_request("r", PROMPT, plain)
+    ids = _collect(engine)[0][0]
+    params = dataclasses.replace(plain, bad_words=[f"w{ids[5]} w{ids[6]}"])
+    engine.add_request("r", PROMPT, params)
+    whole = _collect(engine)[0][0]
+    assert whole[:6] == ids[:6] and whole[6] != ids[6]
+    engine.add_request("r", PROMPT, params, resumed=[ids[:6]])
+    assert _collect(engine)[0][0] == whole[6:]
+
+
+def test_a_full_queue_takes_them():
+    engine = make_engine(_model(), max_num_seqs=1, max_num_queued_requests=1)
+    engine.add_request("a", PROMPT, _params(temperature=0.0))
+    with pytest.raises(QueueFullError):
+        engine.add_request("b", PROMPT, _params(temperature=0.0))
+    engine.add_request("b", PROMPT, _params(n=2, seed=1), resumed=[[], [5]])
+    assert len(run(engine)) == 2
+
+
+def test_they_are_checked_like_others():
+    engine = make_engine(_model())
+    params = _params(n=2, seed=1)
+    for resumed in ([], [[1]], [[1], [2], [3]], [None, None]):
+        with pytest.raises(RequestError, match="resumed must have 2 continuations"):
+            engine.add_request("r", PROMPT, params, resumed=resumed)
+    with pytest.raises(RequestError, match="fewer tokens than max_tokens"):
+        engine.add_request("r", PROMPT, params, resumed=[[5], [5] * 20])
+    check_drained(engine)
