@@ -17,6 +17,7 @@ from typing import Any, cast
 import uvicorn
 from starlette.applications import Starlette
 
+from engine.async_engine import EngineClient
 from engine.errors import ConfigError, TemplateError
 from engine.loading.download import resolve_model
 from engine.loading.gguf import GgufFile
@@ -27,6 +28,7 @@ from engine.server.auth import read_keys
 from engine.server.child import ChildConfig, Report
 from engine.server.engine_client import ZmqEngineClient
 from engine.server.http_protocol import http_protocol
+from engine.server.replica_client import ReplicaClient
 from engine.server.server_config import ServerConfig
 from engine.server.warm_up import warm_up
 from engine.text import template_process
@@ -116,7 +118,7 @@ async def _serve(
 ) -> None:
     loop, is_ending = asyncio.get_running_loop(), asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, is_ending.set)
-    client = await ZmqEngineClient.connect(config.address, config.token, tokenizer)
+    client = await _connect(config, options, tokenizer)
     await warm_up(client)
     app = build_app(client, options)
     server = _Server(_uvicorn_config(app, options))
@@ -136,7 +138,23 @@ async def _serve(
     await client.close()
 
 
-async def _drain(app: Starlette, client: ZmqEngineClient, seconds: float) -> None:
+async def _connect(
+    config: ChildConfig, options: ServerConfig, tokenizer: Tokenizer | None
+) -> ZmqEngineClient | ReplicaClient:
+    """Connect to the engine, or to all its replicas, and wait until they are ready."""
+    if len(config.addresses) == 1:
+        return await ZmqEngineClient.connect(config.addresses[0], config.token, tokenizer)
+    seed = int(config.engine.get("seed", 0))
+    return await ReplicaClient.connect(
+        dict(enumerate(config.addresses)),
+        config.token,
+        tokenizer,
+        seed=(seed, config.number),
+        has_peers=options.api_server_count > 1,
+    )
+
+
+async def _drain(app: Starlette, client: EngineClient, seconds: float) -> None:
     """Wait until no request is left, but not longer than this, nor for an engine that has ended."""
     end = time.monotonic() + seconds
     while num_active_requests(app) and (now := time.monotonic()) < end:

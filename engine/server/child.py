@@ -35,8 +35,12 @@ class ChildConfig:
         Name or path.
     server, engine : dict
         Options of `ServerConfig`, and keywords of `LLMEngine.from_name`.
-    address, token : str
-        Where the engine listens for API processes, and what they say first.
+    addresses : list of str
+        Where each replica of the engine listens for API processes.
+    token : str
+        What API processes say first.
+    number : int
+        Of this process: which replica it is, or which API process.
     listeners : list of int
         Descriptors of the listening sockets for HTTP; empty in the engine's process.
     """
@@ -44,8 +48,9 @@ class ChildConfig:
     model: str
     server: dict[str, Any]
     engine: dict[str, Any]
-    address: str
+    addresses: list[str]
     token: str
+    number: int = 0
     listeners: list[int] = field(default_factory=list)
 
     def line(self) -> bytes:

@@ -7,54 +7,58 @@ import contextlib
 import itertools
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 import zmq
 
-from engine.async_engine import LONG_TEXT, ModelInfo
+from engine.async_engine import ModelInfo
 from engine.errors import EngineError, RequestError
 from engine.llm_engine import Prompt
-from engine.outputs import RequestOutput
-from engine.sampling_params import RequestOutputKind, SamplingParams
 from engine.scheduler.admission import QueueFullError
 from engine.server import messages as m
-from engine.server.remote_request import RemoteRequest, RequestMaker
+from engine.server.remote_request import RemoteRequest
+from engine.server.request_client import RequestClient
 from engine.server.sockets import Socket, connected_socket, descriptor, has_input
 from engine.stats import EngineStats
-from engine.structured import check_structured
-from engine.structured_output import StructuredOutput
 
-__all__ = ["ZmqEngineClient"]
+__all__ = ["CLIENT_CLOSED", "ZmqEngineClient"]
+
+CLIENT_CLOSED = "the client was closed before the request finished"
 
 _MAX_BATCH = 64  # messages taken before other tasks have their turn
 # Longest time between two heartbeats, not counting a step, and some for their way.
 _SILENCE = m.BEAT_SECONDS + 0.5
 
 
-class ZmqEngineClient:
+class ZmqEngineClient(RequestClient):
     """Talks to the engine process; belongs to the event loop that made it.
-
-    Text is tokenized and detokenized here, stop strings are found here, and requests are checked
-    here as far as possible, so that the engine's loop has less to do.
 
     Attributes
     ----------
-    model_info : ModelInfo
-    tokenizer : Tokenizer or None
-    is_responsive : bool
-        Whether the engine is alive and no step takes longer than its `step_timeout`.
+    num_cache_tokens, block_size : int
+        Of the engine's KV cache.
+    load : (int, int)
+        Tokens of known tokens that the engine has yet to compute, and its requests, those of other
+        clients included; half a second old.
+    on_end : callable, optional
+        ``on_end(requests, error)`` is called once when the engine has ended: unfinished requests
+        are left to it.
+    on_refusal : callable, optional
+        ``on_refusal(request, error)`` tells whether it takes a request that the engine refuses.
     """
 
     def __init__(self, socket: Socket, monitor: Socket, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self.model_info = ModelInfo("", 0, 0)
+        super().__init__(tokenizer)
+        self.num_cache_tokens, self.block_size = 0, 0
+        self.load = 0, 0
+        self.on_end: Callable[[list[RemoteRequest], EngineError], None] | None = None
+        self.on_refusal: Callable[[RemoteRequest, EngineError], bool] | None = None
         self._socket, self._monitor = socket, monitor
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[m.Ready] = self._loop.create_future()
-        self._maker = RequestMaker(self.model_info, None)
         self._requests: dict[int, RemoteRequest] = {}
         self._handles: dict[str, int] = {}  # of unfinished requests
         self._calls: dict[int, asyncio.Future[bytes]] = {}
@@ -97,15 +101,18 @@ class ZmqEngineClient:
         except BaseException:
             await client.close()
             raise
-        client.model_info = ModelInfo(
-            ready.model,
-            ready.max_model_len,
-            ready.vocab_size,
-            tuple(ready.eos_token_ids),
-            ready.generation_config,
+        client._take_model(
+            ModelInfo(
+                ready.model,
+                ready.max_model_len,
+                ready.vocab_size,
+                tuple(ready.eos_token_ids),
+                ready.generation_config,
+            )
         )
         client._step_timeout = ready.step_timeout
-        client._maker = RequestMaker(client.model_info, tokenizer)
+        client.block_size = ready.block_size
+        client.num_cache_tokens = ready.num_blocks * ready.block_size
         return client
 
     @property
@@ -128,61 +135,31 @@ class ZmqEngineClient:
         """Requests of this client that are waiting or running."""
         return len(self._requests)
 
-    async def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        timeout: float | None = None,
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Continue a prompt; see `AsyncEngine.generate`.
-
-        A reader that falls behind gets outputs of several tokens.
-
-        Raises
-        ------
-        RequestError
-            Also for `logits_processors`, as functions are never sent.
-        """
-        if params is None:
-            given = self.model_info.generation_config
-            kind = RequestOutputKind.DELTA
-            params = SamplingParams.from_generation_config(given, output_kind=kind)
-        handle = next(self._numbers)
-        if request_id is None:
-            request_id = f"async-{handle}"
-        text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
-        if isinstance(text, str) and len(text) > LONG_TEXT:
-            checked = await asyncio.to_thread(self._maker.encode, prompt, cache_salt)
-        else:
-            checked = self._maker.encode(prompt, cache_salt)
-        if isinstance(params.structured, StructuredOutput):
-            # Here, as the engine's process, which compiles it again, serves others meanwhile.
-            await asyncio.to_thread(check_structured, params.structured)
-        request, message = self._maker.make(handle, request_id, checked, params, priority, timeout)
+    def submit(self, request: RemoteRequest) -> None:
+        """Ask the engine for a request; see `RequestClient.submit`."""
         self._check_alive()
+        request_id, message = request.request_id, request.message
         if request_id in self._handles:
             raise RequestError(f"request id {request_id[:80]!r} is in use")
+        message.handle = next(self._numbers)
         if not self._send(message):
             raise QueueFullError("the engine takes no requests at the moment; try again later")
-        self._requests[handle], self._handles[request_id] = request, handle
-        is_finished = False
-        try:
-            while not is_finished:
-                output = await request.next_output()
-                is_finished = output.finished
-                yield output
-        finally:
-            if self._forget(request):
-                self._send(m.Drop(handle))
+        self._requests[message.handle] = request
+        self._handles[request_id] = message.handle
+        if request.is_aborted:
+            self._send(m.Abort(message.handle))
+
+    def drop(self, request: RemoteRequest) -> None:
+        """End a request that nobody waits for."""
+        if self._forget(request):
+            self._send(m.Drop(request.handle))
 
     async def abort(self, request_id: str) -> None:
         """End a request; see `AsyncEngine.abort`."""
         if request_id in self._handles:
-            self._send(m.Abort(self._handles[request_id]))
+            handle = self._handles[request_id]
+            self._requests[handle].is_aborted = True
+            self._send(m.Abort(handle))
 
     async def stats(self) -> EngineStats:
         """Return the engine's counters and histograms so far."""
@@ -216,7 +193,7 @@ class ZmqEngineClient:
             return
         for handle in self._requests:
             self._send(m.Drop(handle))
-        self._end(EngineError("the client was closed before the request finished"))
+        self._end(EngineError(CLIENT_CLOSED))
         self._is_closed = True
         self._loop.remove_reader(descriptor(self._socket))
         self._loop.remove_reader(descriptor(self._monitor))
@@ -281,15 +258,12 @@ class ZmqEngineClient:
             if self._calls.pop(number, None) is not None:
                 self._send(m.Cancel(number))
 
-    def _check_alive(self) -> None:
-        if self._error is not None:
-            raise EngineError(f"the engine has ended: {self._error}")
-
     def _forget(self, request: RemoteRequest) -> bool:
         """Remove a request; tell whether the engine still serves it."""
-        if self._requests.pop(request.handle, None) is None:
+        if self._requests.get(request.handle) is not request:
             return False
-        self._handles.pop(request.group.request_id, None)
+        del self._requests[request.handle]
+        self._handles.pop(request.request_id, None)
         return not request.is_finished
 
     # ---- from the engine
@@ -328,7 +302,7 @@ class ZmqEngineClient:
         if isinstance(message, m.StepResult):
             self._take_step(message)
         elif isinstance(message, m.Refused):
-            self._fail(message.handle, m.error_of(message.kind, message.reason))
+            self._refuse(message)
         elif isinstance(message, m.Answer):
             self._settle(message)
         elif isinstance(message, m.Lost):
@@ -339,6 +313,8 @@ class ZmqEngineClient:
                     future.set_exception(EngineError(message.reason))
         elif isinstance(message, m.Ended):
             self._end(EngineError(message.reason))
+        elif isinstance(message, m.Heartbeat):
+            self.load = message.num_waiting_tokens, message.num_requests
         elif isinstance(message, m.Ready) and not self._ready.done():
             self._ready.set_result(message)
 
@@ -362,6 +338,15 @@ class ZmqEngineClient:
         if ends and request.is_finished:
             self._forget(request)
 
+    def _refuse(self, message: m.Refused) -> None:
+        request = self._requests.get(message.handle)
+        if request is None:
+            return
+        error = m.error_of(message.kind, message.reason)
+        self._forget(request)
+        if self.on_refusal is None or not self.on_refusal(request, error):
+            request.fail(error)
+
     def _fail(self, handle: int, error: EngineError) -> None:
         request = self._requests.get(handle)
         if request is not None:
@@ -383,11 +368,17 @@ class ZmqEngineClient:
         if self._error is not None:
             return
         self._error = error
-        for request in list(self._requests.values()):
-            self._fail(request.handle, error)
+        requests = list(self._requests.values())
+        self._requests.clear()
+        self._handles.clear()
         futures: list[asyncio.Future[Any]] = [*self._calls.values(), self._ready]
         for future in futures:
             if not future.done():
                 future.set_exception(error)
         self._calls.clear()
         self._unsent.clear()
+        if self.on_end is not None:
+            self.on_end(requests, error)
+            return
+        for request in requests:
+            request.fail(error)

@@ -137,7 +137,7 @@ class EngineLoop:
                     self._engine.model.check_ranks()
                     self._on_beat()
                     self._beat()
-            reason = "the engine was closed"
+            reason = m.CLOSED
         except BaseException as error:
             reason = f"the engine failed: {type(error).__name__}: {error}"[: m.MAX_REASON]
             raise
@@ -191,6 +191,8 @@ class EngineLoop:
             list(model.eos_token_ids),
             model.generation_config,
             engine.watchdog.timeout,
+            engine.config.scheduler.block_size,
+            engine.config.scheduler.num_blocks,
         )
 
     def _add(self, client: _Client, message: m.Add) -> None:
@@ -234,6 +236,7 @@ class EngineLoop:
                 priority=message.priority,
                 cache_salt=message.cache_salt,
                 timeout=message.timeout,
+                resumed=message.resumed,
             )
         except Exception as error:
             self._refuse(client, message, error)
@@ -364,11 +367,19 @@ class EngineLoop:
 
     def _beat(self) -> None:
         """Show each client that the engine lives, and see whether the client does."""
+        beat = self._heartbeat()
         for client in list(self._clients.values()):
             if not client.is_behind:
-                self._send(client, m.Heartbeat())
+                self._send(client, beat)
             elif self._send(client, m.Lost(client.lost, _TOO_SLOW)):
                 client.lost, client.is_behind = [], False
+
+    def _heartbeat(self) -> m.Heartbeat:
+        num_tokens = num_requests = 0
+        for request in self._engine.scheduler.unfinished_requests():
+            num_requests += 1
+            num_tokens += max(0, request.num_known_tokens - 1 - request.num_computed_tokens)
+        return m.Heartbeat(num_tokens, num_requests)
 
     def _abort_all(self, client: _Client) -> None:
         ids = list(client.ids.values())

@@ -11,19 +11,24 @@ from typing import Any
 import numpy.ma
 import numpy.random  # noqa: F401
 
+from engine.device import resolve_device
+from engine.errors import ConfigError
 from engine.llm_engine import LLMEngine
 from engine.server.child import ChildConfig, Report
 from engine.server.engine_loop import EngineLoop
 from engine.server.sockets import bound_socket
 
-__all__ = ["main"]
+__all__ = ["main", "replica_device"]
 
 
 def main(config: ChildConfig, report: Report) -> None:
     """Serve until SIGTERM."""
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # nothing to finish yet
-    socket = bound_socket(config.address)
-    engine = LLMEngine.from_name(config.model, **config.engine)
+    socket = bound_socket(config.addresses[config.number])
+    options = dict(config.engine)
+    if len(config.addresses) > 1:
+        options["device"] = replica_device(options.get("device", "auto"), config.number)
+    engine = LLMEngine.from_name(config.model, **options)
     loop = EngineLoop(engine, socket, config.token, report.alive)
 
     def stop(*_: Any) -> None:
@@ -39,3 +44,25 @@ def main(config: ChildConfig, report: Report) -> None:
         socket.context.term()
     engine.close()
     engine.model.close()
+
+
+def replica_device(device: str, number: int) -> str:
+    """Return the device of a replica: the GPU of its number, or the CPU.
+
+    Raises
+    ------
+    ConfigError
+        If a GPU is asked for by its number, which cannot be that of all replicas.
+
+    Examples
+    --------
+    >>> replica_device("cuda", 3), replica_device("cpu", 3)
+    ('cuda:3', 'cpu')
+    """
+    if device == "auto":
+        device = resolve_device(device)[0].kind
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(
+            f"device must be 'cpu', 'cuda' or 'auto' with data_parallel_size > 1; got {device!r}"
+        )
+    return device if device == "cpu" else f"cuda:{number}"

@@ -42,6 +42,7 @@ __all__ = [
     "kind_of",
 ]
 
+CLOSED = "the engine was closed"  # the reason of an engine that was told to end
 MAX_REASON = 4096  # characters of an error's text
 BEAT_SECONDS = 0.5  # longest time between two heartbeats, not counting a step
 
@@ -63,7 +64,10 @@ class Hello(_Message):
 
 
 class Add(_Message):
-    """A request; `params` are the fields of `SamplingParams` that are not the default."""
+    """A request; `params` are the fields of `SamplingParams` that are not the default.
+
+    `resumed`: another engine has accepted it; see `LLMEngine.add_request`.
+    """
 
     handle: int
     request_id: str
@@ -73,6 +77,7 @@ class Add(_Message):
     priority: int
     cache_salt: str | None
     timeout: float | None
+    resumed: list[list[int] | None] | None = None
 
 
 class Abort(_Message):
@@ -129,6 +134,8 @@ class Ready(_Message):
     eos_token_ids: list[int]
     generation_config: dict[str, Any]
     step_timeout: float | None
+    block_size: int = 16
+    num_blocks: int = 0
 
 
 class Continuation(_Message):
@@ -185,7 +192,13 @@ class Answer(_Message):
 
 
 class Heartbeat(_Message):
-    """The engine has finished a step, or has nothing to do; at least every `BEAT_SECONDS`."""
+    """The engine has finished a step, or has nothing to do; at least every `BEAT_SECONDS`.
+
+    What it has yet to do: tokens to compute for known tokens of requests, and requests.
+    """
+
+    num_waiting_tokens: int = 0
+    num_requests: int = 0
 
 
 class Ended(_Message):

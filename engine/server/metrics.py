@@ -5,7 +5,7 @@ The counts are the engine's own, so that every API process answers with the same
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from prometheus_client.core import (
@@ -84,30 +84,32 @@ REQUESTS = "vllm:request_success"
 ACCEPTED_PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
 """Accepted drafts, with a label `position` from 0; ``_total`` is added."""
 
-_LABELS = ("model_name",)
+_LABELS = ("model_name", "engine")
 
 
 class _Snapshot(Collector):
-    """The metrics of one moment."""
+    """The metrics of one moment, of each replica."""
 
-    def __init__(self, stats: EngineStats, model_name: str) -> None:
-        self._stats = stats
-        self._labels = [model_name]
+    def __init__(self, stats: Mapping[int, EngineStats], model_name: str) -> None:
+        self._stats = {(model_name, str(number)): found for number, found in stats.items()}
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric."""
         for value in GAUGES:
             gauge = GaugeMetricFamily(value.name, value.text, labels=_LABELS)
-            gauge.add_metric(self._labels, self._number(value))
+            for labels, stats in self._stats.items():
+                gauge.add_metric(labels, _number(stats, value))
             yield gauge
         for value in COUNTERS:
             counter = CounterMetricFamily(value.name, value.text, labels=_LABELS)
-            counter.add_metric(self._labels, self._number(value))
+            for labels, stats in self._stats.items():
+                counter.add_metric(labels, _number(stats, value))
             yield counter
         for value in HISTOGRAMS:
             family = HistogramMetricFamily(value.name, value.text, labels=_LABELS)
-            found: Histogram = getattr(self._stats, value.attribute)
-            family.add_metric(self._labels, _buckets(found), found.total)
+            for labels, stats in self._stats.items():
+                found: Histogram = getattr(stats, value.attribute)
+                family.add_metric(labels, _buckets(found), found.total)
             yield family
         yield self._accepted_per_position()
         yield self._requests()
@@ -118,25 +120,26 @@ class _Snapshot(Collector):
             "Accepted draft tokens, by distance from the last known one.",
             labels=(*_LABELS, "position"),
         )
-        for position, count in enumerate(self._stats.speculation.num_accepted_tokens_per_pos):
-            family.add_metric([*self._labels, str(position)], count)
+        for labels, stats in self._stats.items():
+            for position, count in enumerate(stats.speculation.num_accepted_tokens_per_pos):
+                family.add_metric([*labels, str(position)], count)
         return family
 
     def _requests(self) -> Metric:
-        labels = (*_LABELS, "finished_reason")
-        family = CounterMetricFamily(REQUESTS, "Finished requests.", labels=labels)
-        counts = dict.fromkeys(("stop", "length", "abort", "error"), 0) | dict(
-            self._stats.request_success
-        )
-        for reason, count in counts.items():
-            family.add_metric([*self._labels, reason], count)
+        names = (*_LABELS, "finished_reason")
+        family = CounterMetricFamily(REQUESTS, "Finished requests.", labels=names)
+        for labels, stats in self._stats.items():
+            counts = dict.fromkeys(("stop", "length", "abort", "error"), 0)
+            for reason, count in (counts | dict(stats.request_success)).items():
+                family.add_metric([*labels, reason], count)
         return family
 
-    def _number(self, value: _Value) -> float:
-        owner: object = self._stats
-        for name in value.attribute.split("."):
-            owner = getattr(owner, name)
-        return float(owner)  # type: ignore[arg-type]
+
+def _number(stats: EngineStats, value: _Value) -> float:
+    owner: object = stats
+    for name in value.attribute.split("."):
+        owner = getattr(owner, name)
+    return float(owner)  # type: ignore[arg-type]
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
@@ -149,12 +152,13 @@ def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
     return found
 
 
-def metrics_text(stats: EngineStats, model_name: str) -> bytes:
+def metrics_text(stats: Mapping[int, EngineStats], model_name: str) -> bytes:
     """Return all metrics in Prometheus's text format.
 
     Parameters
     ----------
-    stats : EngineStats
+    stats : mapping of int to EngineStats
+        By the number of the replica, which is the label `engine` of every metric.
     model_name : str
         The label `model_name` of every metric.
     """

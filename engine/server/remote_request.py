@@ -28,6 +28,7 @@ _DEFAULTS = {
     f.name: None if f.default is dataclasses.MISSING else f.default
     for f in dataclasses.fields(SamplingParams)
 }
+_SHORTEST_TIMEOUT = 1e-3  # of a request that is resumed after its deadline
 # Where text ends and what an output carries is decided here, and so is the ranking by `best_of`.
 _OURS = {
     *("n", "best_of", "stop", "detokenize", "skip_special_tokens"),
@@ -43,24 +44,33 @@ class RemoteRequest:
 
     Parameters
     ----------
-    handle : int
+    message : Add
+        What asks an engine for it; its handle is the request's.
     group : OutputGroup
         With its streams.
 
     Attributes
     ----------
+    handle : int
+        Under which its present engine knows it.
+    is_aborted : bool
+        Whether the engine was asked to abort it.
+    num_crashes : int
+        How many engines have ended while they had it.
     is_finished : bool
         Whether all continuations have ended, for the engine or by their text.
     """
 
     __slots__ = (
-        *("error", "group", "handle", "is_finished", "_arrived", "_has_news", "_is_open"),
-        *("_plain", "_waiter"),
+        *("error", "group", "is_aborted", "is_finished", "message", "num_crashes"),
+        *("_arrived", "_has_news", "_is_open", "_plain", "_waiter"),
     )
 
-    def __init__(self, handle: int, group: OutputGroup) -> None:
-        self.handle = handle
+    def __init__(self, message: Add, group: OutputGroup) -> None:
+        self.message = message
         self.group = group
+        self.is_aborted = False
+        self.num_crashes = 0
         self.error: BaseException | None = None
         self.is_finished = False
         self._is_open = [True] * len(group.streams)
@@ -69,6 +79,33 @@ class RemoteRequest:
         self._waiter: asyncio.Future[None] | None = None
         # The one whose tokens need nothing but their text.
         self._plain = group.streams[0] if group.streams[0].is_plain else None
+
+    @property
+    def handle(self) -> int:
+        """Under which its present engine knows it."""
+        return self.message.handle
+
+    @property
+    def request_id(self) -> str:
+        """The id of its client."""
+        return self.message.request_id
+
+    def resume(self) -> bool:
+        """Let `message` ask another engine for the rest; tell whether that may still be done.
+
+        Its tokens, and where its text is, are kept: the reader notices nothing.
+        """
+        if self.is_finished:
+            return False
+        message, streams = self.message, self.group.streams
+        is_final = message.is_final_only  # of those the engine has said nothing yet
+        message.resumed = [
+            ([] if is_final else list(stream.request.output_token_ids)) if is_open else None
+            for stream, is_open in zip(streams, self._is_open, strict=True)
+        ]
+        if self.group.deadline is not None:
+            message.timeout = max(_SHORTEST_TIMEOUT, self.group.deadline - time.monotonic())
+        return True
 
     async def next_output(self) -> RequestOutput:
         """Wait for news and return them; raise `error` if it is set."""
@@ -107,10 +144,11 @@ class RemoteRequest:
     def push(self, piece: Piece, now: float) -> list[End]:
         """Take what is new; return the ends that the engine does not know of."""
         group = self.group
-        for stream in group.streams:
-            stream.request.num_cached_tokens = piece.num_cached_tokens
-        group.metrics.first_scheduled_time = piece.first_scheduled_time
-        group.metrics.first_token_time = piece.first_token_time
+        if not any(self.message.resumed or ()):  # otherwise the first engine has said it
+            for stream in group.streams:
+                stream.request.num_cached_tokens = piece.num_cached_tokens
+            group.metrics.first_scheduled_time = piece.first_scheduled_time
+            group.metrics.first_token_time = piece.first_token_time
         if piece.prompt_logprobs is not None:
             for position, entry in enumerate(decode_logprobs(piece.prompt_logprobs)):
                 if entry is not None:
@@ -197,14 +235,13 @@ class RequestMaker:
 
     def make(
         self,
-        handle: int,
         request_id: str,
         prompt: PromptInput,
         params: SamplingParams,
         priority: int,
         timeout: float | None,
-    ) -> tuple[RemoteRequest, Add]:
-        """Return the request, and the message that asks the engine for it.
+    ) -> RemoteRequest:
+        """Return the request, whose message has no handle yet.
 
         Raises
         ------
@@ -227,8 +264,10 @@ class RequestMaker:
         group.streams = [
             OutputStream(request, group, self._tokenizer, self._texts) for request in requests
         ]
+        if timeout is not None:
+            group.deadline = group.metrics.arrival_time + timeout
         message = Add(
-            handle,
+            0,
             request_id,
             prompt.token_ids,
             _engine_params(params),
@@ -237,7 +276,7 @@ class RequestMaker:
             prompt.cache_salt,
             timeout,
         )
-        return RemoteRequest(handle, group), message
+        return RemoteRequest(message, group)
 
 
 def _num_logprobs(params: SamplingParams) -> int | None:

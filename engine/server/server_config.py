@@ -23,6 +23,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 RANGES = {
     "port": NumberRange(0, 65535, integer=True),
     "api_server_count": NumberRange(1, 64, integer=True),
+    "data_parallel_size": NumberRange(1, 1024, integer=True),
     "shutdown_timeout": NumberRange(0, 86400),
     "timeout_keep_alive": NumberRange(0, 86400, low_open=True),
     "hang_timeout": NumberRange(1.0, 1e9, optional=True),
@@ -90,6 +91,9 @@ class ServerConfig:
     port: int = _option(8000, "port to listen on; 0 takes a free one")
     root_path: str = _option("", "path at which a proxy serves this server")
     api_server_count: int = _option(1, "processes for HTTP, tokenizing and detokenizing")
+    data_parallel_size: int = _option(
+        1, "replicas of the engine, each in a process of its own, on a GPU of its own"
+    )
     shutdown_timeout: float = _option(30.0, "seconds that running requests have after SIGTERM")
     hang_timeout: float | None = _option(
         None, "seconds that a step may take; a longer one ends the server, with exit status 1"

@@ -1,6 +1,7 @@
 """The server's first process: starts the engine and the API processes, and ends them together.
 
-The engine's end is the server's end, with its reason. An API process that ends is started again;
+The engine's end is the server's end, with its reason. Of several replicas of the engine, one that
+ends is started again while there is another that serves. An API process that ends is started again;
 the streams of the others go on.
 """
 
@@ -18,7 +19,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,7 +34,7 @@ from engine.server.server_config import ServerConfig
 __all__ = ["Supervisor", "supervise"]
 
 _MAX_ADDRESS = 100  # bytes; the kernel's limit for the path of a socket is 104 or 108
-_MAX_RESTARTS, _RESTART_SPAN = 5, 60.0  # of an API process, in seconds
+_MAX_RESTARTS, _RESTART_SPAN = 5, 60.0  # of API processes, and of each replica, in seconds
 _SLACK_SECONDS = 6.0  # that a child has to end, beyond `shutdown_timeout`
 _LAST_WORDS_SECONDS = 3.0  # that API processes have to answer when the engine has ended
 _ENGINE, _API = "engine.server.engine_process", "engine.server.api_process"
@@ -49,6 +50,7 @@ class _Child:
     """A running process, and why it ended, if it said so."""
 
     module: str
+    number: int  # of its kind
     process: asyncio.subprocess.Process
     listeners: list[socket.socket]
     ready: asyncio.Event
@@ -84,18 +86,21 @@ class Supervisor:
         self._server = server
         self._start = time.monotonic()
         self._children: set[_Child] = set()
-        self._restarts: deque[float] = deque()
+        self._engines: dict[int, _Child] = {}  # the last one of each replica
+        self._restarts: defaultdict[str, deque[float]] = defaultdict(deque)
+        self._is_announced = False
         self._num_signals = 0
         self._is_ending = asyncio.Event()
         self._ended: asyncio.Queue[_Child] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
         self._folder = tempfile.mkdtemp(prefix="engine-")  # of mode 700
         token = secrets.token_hex(16)
-        address = f"ipc://{self._folder}/engine"
-        if len(os.fsencode(address)) > _MAX_ADDRESS:
+        size = server.data_parallel_size
+        addresses = [f"ipc://{self._folder}/engine-{number}" for number in range(size)]
+        if len(os.fsencode(addresses[-1])) > _MAX_ADDRESS:
             os.rmdir(self._folder)
             raise ConfigError(f"TMPDIR must be a shorter path; got {excerpt(self._folder)}")
-        self._config = ChildConfig(model, server.options(), engine, address, token)
+        self._config = ChildConfig(model, server.options(), engine, addresses, token)
 
     async def run(self, listeners: list[list[socket.socket]]) -> int:
         """Serve until a signal or the engine's end; return the exit status.
@@ -103,15 +108,15 @@ class Supervisor:
         Each API process gets one list of listening sockets.
         """
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal)
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, self._on_signal)
         try:
-            engine = await self._spawn(_ENGINE)
-            apis = [await self._spawn(_API, sockets) for sockets in listeners]
-            self._watch(self._announce([engine, *apis]))
-            if self._server.hang_timeout is not None:
-                self._watch(self._kill_if_hung(engine, self._server.hang_timeout))
-            return await self._watch_over(engine)
+            for number in range(self._server.data_parallel_size):
+                await self._spawn_engine(number)
+            for index, sockets in enumerate(listeners):
+                await self._spawn(_API, index, sockets)
+            self._watch(self._announce(list(self._children)))
+            return await self._watch_over()
         finally:
             self._kill()
             for task in self._tasks:
@@ -120,7 +125,7 @@ class Supervisor:
                 await child.process.wait()
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    async def _watch_over(self, engine: _Child) -> int:
+    async def _watch_over(self) -> int:
         """Return the exit status, once the server has to end and has ended."""
         ending = asyncio.ensure_future(self._is_ending.wait())
         while True:
@@ -128,50 +133,73 @@ class Supervisor:
             await asyncio.wait({ending, ended}, return_when=asyncio.FIRST_COMPLETED)
             if ending.done():
                 ended.cancel()
-                return await self._drain(engine)
+                return await self._drain()
             child = ended.result()
-            if child is engine:
-                await self._say_last_words()
-                raise _engine_ended(engine)
-            if engine.process.returncode is None:
-                await self._restart(child)
+            if child.module == _ENGINE:
+                if not (self._is_announced and self._is_served()):
+                    await self._say_last_words()
+                    raise _engine_ended(child)
+                await self._restart_engine(child)
+            elif self._is_served():
+                await self._restart_api(child)
 
-    async def _restart(self, child: _Child) -> None:
+    def _is_served(self) -> bool:
+        """Tell whether any replica is ready."""
+        engines = self._engines.values()
+        return any(e.ready.is_set() and e.process.returncode is None for e in engines)
+
+    async def _restart_engine(self, child: _Child) -> None:
+        """Start a replica again, unless it ends again and again; the others go on."""
+        name = f"replica {child.number}"
+        if self._may_restart(name):
+            _say(f"{name} ended ({child.ending()}) and is started again")
+            await self._spawn_engine(child.number)
+        else:
+            _say(f"{name} ended again and again ({child.ending()}): it is given up")
+
+    async def _restart_api(self, child: _Child) -> None:
         """Start an API process again that has ended."""
         if not child.ready.is_set():
             raise _Ended(f"an API process could not start: {child.ending()}", child.status)
-        now = time.monotonic()
-        self._restarts.append(now)
-        while self._restarts[0] < now - _RESTART_SPAN:
-            self._restarts.popleft()
-        if len(self._restarts) > _MAX_RESTARTS:
+        if not self._may_restart(_API):
             raise _Ended(f"an API process ended again and again: {child.ending()}", 1)
         _say(f"an API process ended ({child.ending()}) and is started again")
-        await self._spawn(_API, child.listeners)
+        await self._spawn(_API, child.number, child.listeners)
 
-    async def _drain(self, engine: _Child) -> int:
+    def _may_restart(self, name: str) -> bool:
+        """Count a restart, and tell whether there have been few of late."""
+        now, restarts = time.monotonic(), self._restarts[name]
+        restarts.append(now)
+        while restarts[0] < now - _RESTART_SPAN:
+            restarts.popleft()
+        return len(restarts) <= _MAX_RESTARTS
+
+    async def _drain(self) -> int:
         """Let the API processes finish, then the engine.
 
         Raises
         ------
         _Ended
-            If the engine failed meanwhile, so that answers were cut, or does not end.
+            If the engine, or every replica of it, failed meanwhile, so that answers were cut, or
+            if one does not end.
         """
-        apis = [child for child in self._children if child is not engine]
+        apis = [child for child in self._children if child.module == _API]
         _signal(apis, signal.SIGTERM)
         if any(child.ready.is_set() for child in apis):
             await self._wait_for(apis, self._server.shutdown_timeout + _SLACK_SECONDS)
         self._kill(apis)
-        engine.is_ending = True
-        _signal([engine], signal.SIGTERM)
-        await self._wait_for([engine], _SLACK_SECONDS)
+        engines = list(self._engines.values())
+        for engine in engines:
+            engine.is_ending = True
+        _signal([engine for engine in engines if engine in self._children], signal.SIGTERM)
+        await self._wait_for(engines, _SLACK_SECONDS)
         if self._num_signals >= 2:
             return 1
-        if engine in self._children:
+        if not self._children.isdisjoint(engines):
             raise _Ended(f"the engine's process did not end within {_SLACK_SECONDS:g} s", 1)
         # -SIGTERM: it came before the process had a handler, when nothing was served yet.
-        if engine.process.returncode not in (0, -signal.SIGTERM):
-            raise _engine_ended(engine)
+        if all(engine.process.returncode not in (0, -signal.SIGTERM) for engine in engines):
+            raise _engine_ended(engines[0])
         return 0
 
     async def _say_last_words(self) -> None:
@@ -192,7 +220,14 @@ class Supervisor:
 
     # ---- children
 
-    async def _spawn(self, module: str, listeners: Sequence[socket.socket] = ()) -> _Child:
+    async def _spawn_engine(self, number: int) -> None:
+        engine = self._engines[number] = await self._spawn(_ENGINE, number)
+        if self._server.hang_timeout is not None:
+            self._watch(self._kill_if_hung(engine, self._server.hang_timeout))
+
+    async def _spawn(
+        self, module: str, number: int, listeners: Sequence[socket.socket] = ()
+    ) -> _Child:
         descriptors = [each.fileno() for each in listeners]
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", _CODE, module),
@@ -202,10 +237,11 @@ class Supervisor:
             pass_fds=descriptors,
             start_new_session=True,  # a Ctrl-C is for the supervisor alone
         )
-        child = _Child(module, process, list(listeners), asyncio.Event())
+        child = _Child(module, number, process, list(listeners), asyncio.Event())
         self._children.add(child)
         assert process.stdin is not None
-        process.stdin.write(replace(self._config, listeners=descriptors).line())
+        config = replace(self._config, number=number, listeners=descriptors)
+        process.stdin.write(config.line())
         self._watch(self._follow(child))
         return child
 
@@ -225,7 +261,7 @@ class Supervisor:
         self._ended.put_nowait(child)
 
     async def _kill_if_hung(self, engine: _Child, limit: float) -> None:
-        """End the engine, which ends the server, when a step takes longer than `limit` seconds."""
+        """End a replica, which may end the server, when a step takes more than `limit` seconds."""
         await engine.ready.wait()
         if not await self._is_hung(engine, limit):
             return
@@ -256,6 +292,7 @@ class Supervisor:
     async def _announce(self, children: list[_Child]) -> None:
         for child in children:
             await child.ready.wait()
+        self._is_announced = True
         _say(f"ready at {self._server.url} ({time.monotonic() - self._start:.1f} s)")
 
     def _watch(self, coroutine: Any) -> None:

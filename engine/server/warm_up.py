@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 from starlette.applications import Starlette
 
+from engine.async_engine import EngineClient
 from engine.errors import EngineError
 from engine.server import messages as m
 from engine.server.app import build_app
-from engine.server.engine_client import ZmqEngineClient
 from engine.server.protocol.errors import APIError
 from engine.server.server_config import ServerConfig
 
@@ -32,7 +34,13 @@ _BODIES: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-async def warm_up(client: ZmqEngineClient) -> list[bytes]:
+class _RemoteClient(EngineClient, Protocol):
+    def answered_by(
+        self, answer: Callable[[m.FromClient], Iterable[m.FromEngine]]
+    ) -> AbstractContextManager[None]: ...
+
+
+async def warm_up(client: _RemoteClient) -> list[bytes]:
     """Stream answers of an application of its own, which neither logs nor asks for keys.
 
     Returns

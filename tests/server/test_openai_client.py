@@ -226,10 +226,15 @@ def test_metrics_count_the_requests(client, real_server):
         if not line.startswith("#"):
             name, _, value = line.rpartition(" ")
             values[name] = float(value)
-    label = '{model_name="smollm2"}'
+    label = '{engine="0",model_name="smollm2"}'
     assert values[f"vllm:num_requests_running{label}"] == 0
     assert values[f"vllm:generation_tokens_total{label}"] >= 3
-    assert values['vllm:request_success_total{finished_reason="length",model_name="smollm2"}'] >= 1
+    assert (
+        values[
+            'vllm:request_success_total{engine="0",finished_reason="length",model_name="smollm2"}'
+        ]
+        >= 1
+    )
     assert math.isfinite(values[f"vllm:time_to_first_token_seconds_sum{label}"])
 
 

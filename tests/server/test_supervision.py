@@ -31,8 +31,9 @@ def watched(monkeypatch):
 
     process = SimpleNamespace(send_signal=found.append, returncode=0, wait=wait)
     ready = SimpleNamespace(wait=lambda: asyncio.sleep(0), is_set=lambda: False)
-    engine = supervisor._Child("engine", process, [], ready, seen=time.monotonic())
+    engine = supervisor._Child(supervisor._ENGINE, 0, process, [], ready, seen=time.monotonic())
     watcher._children.add(engine)
+    watcher._engines[0] = engine
     return watcher, engine, found
 
 
@@ -76,7 +77,7 @@ def test_an_engine_that_was_told_to_end_may_take_its_time(watched, monkeypatch):
         watching = asyncio.ensure_future(_watch(watcher, engine))
         await asyncio.sleep(0.01)
         with pytest.raises(EngineError, match="did not end within"):
-            await watcher._drain(engine)
+            await watcher._drain()
         await watching
 
     asyncio.run(main())

@@ -8,6 +8,7 @@ from starlette.routing import Route
 
 from engine.server.openapi import Endpoint
 from engine.server.protocol.errors import APIError
+from engine.server.replica_client import ReplicaClient
 
 __all__ = ["ENDPOINTS", "routes"]
 
@@ -30,12 +31,17 @@ def routes() -> list[Route]:
 
 
 async def health(request: Request) -> Response:
-    """Answer 200 while the engine is alive, 503 if it hangs or has ended; without an API key."""
+    """Answer 200 while the engine is alive, 503 if it hangs or has ended; without an API key.
+
+    Of several replicas, one is enough; the answer has the state of each.
+    """
     client = request.app.state.client
     if client.error is not None:
         raise APIError(503, "the engine has ended")
     if not client.is_responsive:
         raise APIError(503, _STUCK)
+    if isinstance(client, ReplicaClient):
+        return JSONResponse({"replicas": client.replicas})
     return Response()
 
 

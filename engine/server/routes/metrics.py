@@ -8,6 +8,7 @@ from starlette.routing import Route
 
 from engine.server.metrics import CONTENT_TYPE, metrics_text
 from engine.server.openapi import Endpoint
+from engine.server.replica_client import ReplicaClient
 
 __all__ = ["ENDPOINTS", "routes"]
 
@@ -23,5 +24,9 @@ def routes() -> list[Route]:
 async def metrics(request: Request) -> Response:
     """Return all metrics, in Prometheus's text format."""
     state = request.app.state
-    text = metrics_text(await state.client.stats(), state.model_names[0])
+    if isinstance(state.client, ReplicaClient):
+        stats = await state.client.stats_by_replica()
+    else:
+        stats = {0: await state.client.stats()}
+    text = metrics_text(stats, state.model_names[0])
     return Response(text, headers={"content-type": CONTENT_TYPE})

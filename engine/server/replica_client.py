@@ -1,0 +1,386 @@
+"""`ReplicaClient`: several engines of one model as one, with the methods of `AsyncEngine`.
+
+A request goes to the replica that the router chooses. When its replica ends, another one gets the
+prompt and the tokens so far, and goes on with the tokens that the first would have generated: every
+request has a seed from its beginning, and a draw depends on the seed and the position only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from engine.distributed.router import PrefixRouter, Route
+from engine.errors import EngineError, RequestError
+from engine.llm_engine import Prompt
+from engine.outputs import RequestOutput
+from engine.scheduler.admission import QueueFullError
+from engine.server import messages as m
+from engine.server.engine_client import CLIENT_CLOSED, ZmqEngineClient
+from engine.server.remote_request import RemoteRequest
+from engine.server.request_client import RequestClient
+from engine.stats import EngineStats
+
+__all__ = ["ReplicaClient"]
+
+# A request in so many replicas that ended unexpectedly is taken for the reason.
+_MAX_CRASHES = 3
+_GRACE_SECONDS = 1.0  # without a replica, before everything ends
+_RETRY_SECONDS = 0.2  # between two attempts to reach a replica
+_CHUNK_SIZE = 64  # tokens, at least
+
+
+@dataclass(eq=False, slots=True)
+class _Placed:
+    """Where a request is; nowhere while there is no replica.
+
+    `refusing` are the replicas whose queues were full.
+    """
+
+    route: Route | None = None
+    client: ZmqEngineClient | None = None
+    refusing: set[int] = field(default_factory=set)
+
+
+class ReplicaClient(RequestClient):
+    """Talks to replicas, which may come and go; belongs to the event loop that made it.
+
+    `connect` makes one.
+
+    Parameters
+    ----------
+    token : str
+        What the engines were given.
+    tokenizer : Tokenizer or None
+    seed : sequence of int
+        Seeds the requests that have no seed of their own.
+    has_peers : bool
+        Whether the replicas have other clients, too, whose requests count as load.
+    """
+
+    def __init__(
+        self, token: str, tokenizer: Any = None, *, seed: Sequence[int] = (0,), has_peers: bool
+    ) -> None:
+        super().__init__(tokenizer)
+        self._token = token
+        self._seed, self._num_seeds = list(seed), itertools.count()
+        self._has_peers = has_peers
+        self._router = PrefixRouter(chunk_size=_CHUNK_SIZE)
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # of each replica, alive or not
+        self._clients: dict[int, ZmqEngineClient] = {}  # of those that are ready
+        self._requests: dict[str, RemoteRequest] = {}
+        self._placed: dict[RemoteRequest, _Placed] = {}
+        self._stuck: set[int] = set()  # replicas that do not respond
+        self._error: EngineError | None = None
+        self._last_error = EngineError("no replica is ready")
+        self._ending: asyncio.TimerHandle | None = None
+        self._answer: Callable[[m.FromClient], Iterable[m.FromEngine]] | None = None
+        self._ticking = asyncio.ensure_future(self._tick())
+
+    @classmethod
+    async def connect(
+        cls, addresses: Mapping[int, str], token: str, tokenizer: Any = None, **options: Any
+    ) -> ReplicaClient:
+        """Connect to replicas, and wait until one of them is ready.
+
+        Parameters
+        ----------
+        addresses : mapping of int to str
+            The address of each replica, by its number.
+        token, tokenizer, **options
+            As of `ReplicaClient`.
+        """
+        client = cls(token, tokenizer, **options)
+        try:
+            ready = [client.add_replica(number, address) for number, address in addresses.items()]
+            await asyncio.wait(ready, return_when=asyncio.FIRST_COMPLETED)
+        except BaseException:
+            await client.close()
+            raise
+        return client
+
+    # ---- replicas
+
+    def add_replica(self, number: int, address: str) -> asyncio.Future[None]:
+        """Connect to a replica as soon as it is there, and again whenever it is lost.
+
+        Returns
+        -------
+        asyncio.Future
+            Done when it is ready for the first time.
+        """
+        ready = asyncio.get_running_loop().create_future()
+        self._tasks[number] = asyncio.ensure_future(self._stay_with(number, address, ready))
+        return ready
+
+    async def remove_replica(self, number: int) -> None:
+        """Leave a replica; its requests go to others."""
+        task = self._tasks.pop(number)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    @property
+    def replicas(self) -> dict[int, str]:
+        """The state of each replica: "ready", "stuck" (in a long step) or "starting"."""
+        return {
+            number: "starting"
+            if number not in self._clients
+            else ("ready" if self._clients[number].is_responsive else "stuck")
+            for number in sorted(self._tasks)
+        }
+
+    async def _stay_with(self, number: int, address: str, ready: asyncio.Future[None]) -> None:
+        while True:
+            try:
+                client = await ZmqEngineClient.connect(address, self._token, self.tokenizer)
+            except EngineError:  # it has ended before it was ready
+                await asyncio.sleep(_RETRY_SECONDS)
+                continue
+            ended = asyncio.Event()
+            try:
+                self._join(number, client, ended)
+                if not ready.done():
+                    ready.set_result(None)
+                await ended.wait()
+            finally:
+                await client.close()  # unless it has ended, its requests go to others now
+
+    def _join(self, number: int, client: ZmqEngineClient, ended: asyncio.Event) -> None:
+        def on_end(requests: list[RemoteRequest], error: EngineError) -> None:
+            ended.set()
+            self._leave(number, requests, error)
+
+        client.on_end, client.on_refusal = on_end, self._on_refusal
+        if not self.model_info.vocab_size:
+            self._take_model(client.model_info)
+        self._clients[number] = client
+        self._router.add_replica(number, client.num_cache_tokens)
+        if self._ending is not None:
+            self._ending.cancel()
+            self._ending = None
+        self._place_waiting()
+
+    def _leave(self, number: int, requests: list[RemoteRequest], error: EngineError) -> None:
+        """Note that a replica has gone, and send its requests to others."""
+        del self._clients[number]
+        self._router.remove_replica(number)
+        self._last_error = error
+        if not self._clients and self._ending is None:
+            loop = asyncio.get_running_loop()
+            self._ending = loop.call_later(_GRACE_SECONDS, self._end)
+        for request in requests:
+            if request not in self._placed:
+                continue  # its reader has just gone
+            self._placed[request] = _Placed()
+            request.num_crashes += str(error) not in (m.CLOSED, CLIENT_CLOSED)
+            if request.num_crashes >= _MAX_CRASHES:
+                reason = f"{_MAX_CRASHES} replicas have ended while they had the request"
+                request.fail(EngineError(f"{reason}, the last one as {error}"))
+            elif request.resume():
+                self._place(request)
+
+    def _end(self) -> None:
+        """Tell everybody who waits that no replica is left."""
+        self._error = self._last_error
+        for request in list(self._placed):
+            request.fail(self._error)
+
+    async def _tick(self) -> None:
+        """Look after the replicas now and then."""
+        while True:
+            await asyncio.sleep(m.BEAT_SECONDS)
+            self._stuck = {n for n, client in self._clients.items() if not client.is_responsive}
+            if self._has_peers:
+                for number, client in self._clients.items():
+                    self._router.report_load(number, *client.load)
+            self._place_waiting()
+
+    # ---- requests
+
+    @property
+    def error(self) -> EngineError | None:
+        """Why no more requests are served: no replica is left; None while there is one."""
+        return self._error
+
+    @property
+    def is_responsive(self) -> bool:
+        """Whether a replica is alive in which no step takes longer than its `step_timeout`."""
+        if self._error is not None:
+            return False
+        return not self._clients or any(c.is_responsive for c in self._clients.values())
+
+    @property
+    def num_unfinished_requests(self) -> int:
+        """Requests of this client that are waiting or running."""
+        return sum(not request.is_finished for request in self._placed)
+
+    def submit(self, request: RemoteRequest) -> None:
+        """Send a request to a replica; see `RequestClient.submit`."""
+        self._check_alive()
+        if request.request_id in self._requests:
+            raise RequestError(f"request id {request.request_id[:80]!r} is in use")
+        request.message.params.setdefault("seed", self._next_seed())
+        self._requests[request.request_id] = request
+        placed = self._placed[request] = _Placed()
+        if not self._place(request) and placed.refusing:
+            self.drop(request)
+            raise QueueFullError("no replica takes requests at the moment; try again later")
+
+    def drop(self, request: RemoteRequest) -> None:
+        """End a request that nobody waits for."""
+        placed = self._placed.pop(request, None)
+        if placed is None:
+            return
+        del self._requests[request.request_id]
+        if placed.route is not None:
+            self._router.finished(placed.route)
+        if placed.client is not None:
+            placed.client.drop(request)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; see `AsyncEngine.abort`."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        request.is_aborted = True  # should it be nowhere
+        if (client := self._placed[request].client) is not None:
+            await client.abort(request_id)
+
+    def _place(self, request: RemoteRequest) -> bool:
+        """Send a request to the replica that suits it; False: there is none at the moment."""
+        placed, message = self._placed[request], request.message
+        while True:
+            route = self._route(message.token_ids, message.cache_salt, placed.refusing)
+            if route is None:
+                return False
+            client = self._clients[route.replica]
+            try:
+                client.submit(request)
+            except QueueFullError:
+                self._router.finished(route)
+                placed.refusing.add(route.replica)
+                continue
+            placed.route, placed.client = route, client
+            if message.resumed is not None:  # its first output has been, and is not waited for
+                self._router.computed(route, route.num_cached_tokens)
+            return True
+
+    def _route(
+        self, token_ids: Sequence[int], salt: str | None, refusing: set[int]
+    ) -> Route | None:
+        found = None
+        if self._stuck:
+            found = self._router.route(token_ids, salt, refusing | self._stuck)
+        return found or self._router.route(token_ids, salt, refusing)
+
+    def _place_waiting(self) -> None:
+        for request, placed in list(self._placed.items()):
+            if placed.client is None and not request.is_finished:
+                placed.refusing.clear()  # it has been accepted
+                self._place(request)
+
+    def _on_refusal(self, request: RemoteRequest, error: EngineError) -> bool:
+        """Offer a request that a replica's full queue has refused to the others."""
+        placed = self._placed.get(request)
+        if placed is None or placed.route is None or not isinstance(error, QueueFullError):
+            return False
+        self._router.finished(placed.route)
+        placed.refusing.add(placed.route.replica)
+        placed.route = placed.client = None
+        return self._place(request)
+
+    def _note_first(self, request: RemoteRequest, output: RequestOutput) -> None:
+        placed = self._placed.get(request)
+        if placed is not None and placed.route is not None:
+            self._router.computed(placed.route, output.num_cached_tokens)
+
+    def _next_seed(self) -> int:
+        entropy = [*self._seed, next(self._num_seeds)]
+        return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> 1)
+
+    @contextlib.contextmanager
+    def answered_by(
+        self, answer: Callable[[m.FromClient], Iterable[m.FromEngine]]
+    ) -> Iterator[None]:
+        """Let `answer`, instead of the engines, answer what is sent meanwhile; see `warm_up`."""
+        with contextlib.ExitStack() as stack:
+            for client in self._clients.values():
+                stack.enter_context(client.answered_by(answer))
+            yield
+        self._router.forget_prefixes()
+
+    # ---- calls
+
+    async def stats(self) -> EngineStats:
+        """Return the counters of the first replica that is ready; see `stats_by_replica`."""
+        return await self._first().stats()
+
+    async def stats_by_replica(self) -> dict[int, EngineStats]:
+        """Return the counters of each replica that is ready, since it has started."""
+        clients = sorted(self._clients.items())
+        found = await asyncio.gather(*(c.stats() for _, c in clients), return_exceptions=True)
+        pairs = zip(clients, found, strict=True)
+        return {number: s for (number, _), s in pairs if isinstance(s, EngineStats)}
+
+    async def snapshot(self) -> dict[str, Any]:
+        """Return what the first replica that is ready does now; see `engine.snapshot`."""
+        return await self._first().snapshot()
+
+    async def embed(
+        self, prompts: Sequence[Prompt], pooling: str = "last", *, normalize: bool = True
+    ) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
+        """Return an embedding of each prompt; see `AsyncEngine.embed`."""
+        encode = self._maker.encode
+        inputs = await asyncio.to_thread(lambda: [encode(each) for each in prompts])
+        ids = [each.token_ids for each in inputs]
+        for attempt in itertools.count(1):
+            self._check_alive()
+            # All of it is computed there, whatever is cached.
+            route = self._router.route([id_ for each in ids for id_ in each], "embeddings")
+            if route is None:
+                await asyncio.sleep(_RETRY_SECONDS)
+                continue
+            client = self._clients[route.replica]
+            try:
+                return await client.embed(ids, pooling, normalize=normalize)
+            except EngineError:
+                if client.error is None or attempt >= _MAX_CRASHES:
+                    raise
+            finally:
+                self._router.finished(route)
+        raise AssertionError
+
+    async def reset_prefix_cache(self) -> None:
+        """Drop all cached prefixes of all replicas."""
+        self._router.forget_prefixes()
+        await asyncio.gather(*(client.reset_prefix_cache() for client in self._clients.values()))
+
+    async def close(self) -> None:
+        """End all requests of this client, with an `EngineError` for each; the engines go on."""
+        self._ticking.cancel()
+        if self._ending is not None:
+            self._ending.cancel()
+        if self._error is None:
+            self._last_error = EngineError(CLIENT_CLOSED)
+        clients = list(self._clients.values())
+        for client in clients:
+            client.on_end = None
+        self._end()
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        for client in clients:
+            await client.close()
+
+    def _first(self) -> ZmqEngineClient:
+        self._check_alive()
+        if not self._clients:
+            raise EngineError("no replica is ready at the moment; try again later")
+        return self._clients[min(self._clients)]
