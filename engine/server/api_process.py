@@ -34,7 +34,7 @@ from engine.server.warm_up import warm_up
 from engine.text import template_process
 from engine.text.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = ["main"]
+__all__ = ["load_model_tokenizer", "main"]
 
 _MAX_TEMPLATE_BYTES = 1 << 20
 _POLL_SECONDS = 0.02
@@ -58,7 +58,7 @@ def main(config: ChildConfig, report: Report) -> None:
     _check_files(options)
     with contextlib.suppress(TemplateError):  # which a chat would raise
         template_process.start()
-    tokenizer = _tokenizer(config.model, options.chat_template)
+    tokenizer = load_model_tokenizer(config.model, options.chat_template)
     with contextlib.ExitStack() as stack:
         listeners = [
             stack.enter_context(socket.socket(fileno=os.dup(number))) for number in config.listeners
@@ -93,7 +93,7 @@ def _new_loop() -> asyncio.AbstractEventLoop:
     return uvloop.new_event_loop()
 
 
-def _tokenizer(model: str, chat_template: str | None) -> Tokenizer | None:
+def load_model_tokenizer(model: str, chat_template: str | None) -> Tokenizer | None:
     """Return the model's tokenizer, as `Model.tokenizer` does; None if it has none."""
     source = resolve_model(model)
     template = None

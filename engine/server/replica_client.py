@@ -31,7 +31,7 @@ __all__ = ["ReplicaClient"]
 
 # A request in so many replicas that ended unexpectedly is taken for the reason.
 _MAX_CRASHES = 3
-_GRACE_SECONDS = 1.0  # without a replica, before everything ends
+GRACE_SECONDS = 1.0
 _RETRY_SECONDS = 0.2  # between two attempts to reach a replica
 _CHUNK_SIZE = 64  # tokens, at least
 
@@ -62,15 +62,24 @@ class ReplicaClient(RequestClient):
         Seeds the requests that have no seed of their own.
     has_peers : bool
         Whether the replicas have other clients, too, whose requests count as load.
+    grace_seconds : float
+        For how long requests wait when no replica is left, before they fail.
     """
 
     def __init__(
-        self, token: str, tokenizer: Any = None, *, seed: Sequence[int] = (0,), has_peers: bool
+        self,
+        token: str,
+        tokenizer: Any = None,
+        *,
+        seed: Sequence[int] = (0,),
+        has_peers: bool,
+        grace_seconds: float = GRACE_SECONDS,
     ) -> None:
         super().__init__(tokenizer)
         self._token = token
         self._seed, self._num_seeds = list(seed), itertools.count()
-        self._has_peers = has_peers
+        self._has_peers, self._grace_seconds = has_peers, grace_seconds
+        self._has_replica = asyncio.Event()  # set once there has been one
         self._router = PrefixRouter(chunk_size=_CHUNK_SIZE)
         self._tasks: dict[int, asyncio.Task[None]] = {}  # of each replica, alive or not
         self._clients: dict[int, ZmqEngineClient] = {}  # of those that are ready
@@ -98,8 +107,8 @@ class ReplicaClient(RequestClient):
         """
         client = cls(token, tokenizer, **options)
         try:
-            ready = [client.add_replica(number, address) for number, address in addresses.items()]
-            await asyncio.wait(ready, return_when=asyncio.FIRST_COMPLETED)
+            await client.set_replicas(addresses)
+            await client.wait_until_ready()
         except BaseException:
             await client.close()
             raise
@@ -107,24 +116,23 @@ class ReplicaClient(RequestClient):
 
     # ---- replicas
 
-    def add_replica(self, number: int, address: str) -> asyncio.Future[None]:
-        """Connect to a replica as soon as it is there, and again whenever it is lost.
+    async def set_replicas(self, addresses: Mapping[int, str]) -> None:
+        """Connect to these replicas as soon as they are there, and again whenever they are lost.
 
-        Returns
-        -------
-        asyncio.Future
-            Done when it is ready for the first time.
+        Others are left; their requests go to these.
         """
-        ready = asyncio.get_running_loop().create_future()
-        self._tasks[number] = asyncio.ensure_future(self._stay_with(number, address, ready))
-        return ready
+        for number, address in addresses.items():
+            if number not in self._tasks:
+                self._tasks[number] = asyncio.ensure_future(self._stay_with(number, address))
+        for number in self._tasks.keys() - addresses.keys():
+            task = self._tasks.pop(number)
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
 
-    async def remove_replica(self, number: int) -> None:
-        """Leave a replica; its requests go to others."""
-        task = self._tasks.pop(number)
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+    async def wait_until_ready(self) -> None:
+        """Wait until there has been a replica."""
+        await self._has_replica.wait()
 
     @property
     def replicas(self) -> dict[int, str]:
@@ -136,7 +144,7 @@ class ReplicaClient(RequestClient):
             for number in sorted(self._tasks)
         }
 
-    async def _stay_with(self, number: int, address: str, ready: asyncio.Future[None]) -> None:
+    async def _stay_with(self, number: int, address: str) -> None:
         while True:
             try:
                 client = await ZmqEngineClient.connect(address, self._token, self.tokenizer)
@@ -146,8 +154,6 @@ class ReplicaClient(RequestClient):
             ended = asyncio.Event()
             try:
                 self._join(number, client, ended)
-                if not ready.done():
-                    ready.set_result(None)
                 await ended.wait()
             finally:
                 await client.close()  # unless it has ended, its requests go to others now
@@ -158,8 +164,9 @@ class ReplicaClient(RequestClient):
             self._leave(number, requests, error)
 
         client.on_end, client.on_refusal = on_end, self._on_refusal
-        if not self.model_info.vocab_size:
+        if not self._has_replica.is_set():
             self._take_model(client.model_info)
+            self._has_replica.set()
         self._clients[number] = client
         self._router.add_replica(number, client.num_cache_tokens)
         if self._ending is not None:
@@ -174,7 +181,7 @@ class ReplicaClient(RequestClient):
         self._last_error = error
         if not self._clients and self._ending is None:
             loop = asyncio.get_running_loop()
-            self._ending = loop.call_later(_GRACE_SECONDS, self._end)
+            self._ending = loop.call_later(self._grace_seconds, self._end)
         for request in requests:
             if request not in self._placed:
                 continue  # its reader has just gone

@@ -13,6 +13,7 @@ Socket = zmq.Socket[bytes]
 
 MAX_UNREAD = 1000  # messages that wait for an API process, before its requests are aborted
 _POLLIN = int(zmq.POLLIN)  # `&` of an enum takes half as long as asking the socket
+_PING_MS = 2000  # answered by the other side's thread for input and output, also in a long step
 _MAX_UNSENT = 10_000  # messages that wait for an engine in a long step
 
 
@@ -38,6 +39,8 @@ def connected_socket(address: str) -> tuple[Socket, Socket]:
     socket: Socket = zmq.Context.instance().socket(zmq.DEALER)
     socket.linger = 0
     socket.sndhwm, socket.rcvhwm = _MAX_UNSENT, MAX_UNREAD
+    if address.startswith("tcp:"):  # another machine, of which nobody says that it has ended
+        socket.heartbeat_ivl, socket.heartbeat_timeout = _PING_MS, 5 * _PING_MS
     socket.setsockopt(zmq.IDENTITY, os.urandom(16).hex().encode())
     monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     socket.connect(address)

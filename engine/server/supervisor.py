@@ -204,6 +204,7 @@ class Supervisor:
 
     async def _say_last_words(self) -> None:
         """Give API processes the time to tell their clients that the engine has ended."""
+        self._kill([child for child in self._children if child.module == _ENGINE])  # that start
         if any(child.ready.is_set() for child in self._children):
             await self._wait_for(list(self._children), _LAST_WORDS_SECONDS)
 

@@ -12,7 +12,6 @@ from engine.errors import ConfigError, EngineError
 from engine.llm_engine import QueueFullError
 from engine.sampling_params import RequestOutputKind, SamplingParams
 from engine.server import messages as m
-from engine.server import replica_client
 from engine.server.engine_loop import EngineLoop
 from engine.server.engine_process import replica_device
 from engine.server.replica_client import ReplicaClient
@@ -234,12 +233,11 @@ def test_a_replica_that_comes_back_is_used_again(replicas):
     run(main())
 
 
-def test_when_all_replicas_have_ended_so_have_the_requests(replicas, monkeypatch):
-    monkeypatch.setattr(replica_client, "_GRACE_SECONDS", 0.2)
+def test_when_all_replicas_have_ended_so_have_the_requests(replicas):
     found = replicas(2)
 
     async def main():
-        async with connected(found) as client:
+        async with connected(found, grace_seconds=0.2) as client:
             stream = client.generate([1, 2], _greedy(250))
             await anext(stream)
             for each in found:
@@ -251,6 +249,24 @@ def test_when_all_replicas_have_ended_so_have_the_requests(replicas, monkeypatch
             assert "the replica broke" in str(client.error) and not client.is_responsive
             with pytest.raises(EngineError, match="has ended"):
                 await anext(client.generate([1], _greedy()))
+
+    run(main())
+
+
+def test_requests_wait_for_a_replica(replicas):
+    found = replicas(1)
+
+    async def main():
+        async with connected(found) as client:
+            stream = client.generate([1, 2], _greedy(200))
+            await anext(stream)
+            found[0].die()
+            await eventually(lambda: client.replicas == {0: "starting"})
+            other = asyncio.ensure_future(collected(client, [3], _greedy(3)))
+            found[0].thread.join(20)
+            found[0].start()
+            assert await _num_tokens(stream) == 200
+            assert (await other)[-1].finished
 
     run(main())
 
@@ -297,13 +313,14 @@ def test_a_removed_replica_ends_what_it_had_and_others_go_on(replicas):
             streams = [client.generate([1 + i], _greedy(100)) for i in range(4)]
             for stream in streams:
                 await anext(stream)
-            await client.remove_replica(0)
+            addresses = {each.number: each.address for each in found}
+            await client.set_replicas({1: addresses[1]})
             assert client.replicas == {1: "ready"}
             for stream in streams:
                 assert await _num_tokens(stream) == 100
             await eventually(lambda: not found[0].engine.has_unfinished_requests())
-            await client.add_replica(0, found[0].address)
-            assert client.replicas == {0: "ready", 1: "ready"}
+            await client.set_replicas(addresses)
+            await eventually(lambda: client.replicas == {0: "ready", 1: "ready"})
 
     run(main())
     for each in found:

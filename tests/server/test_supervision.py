@@ -120,3 +120,21 @@ def test_a_drain_waits_for_its_time(monkeypatch):
     start = time.monotonic()
     asyncio.run(api_process._drain(None, SimpleNamespace(error=None), 0.5))
     assert time.monotonic() - start >= 0.5
+
+
+def test_a_replica_that_ends_again_and_again_is_given_up(watched, monkeypatch, capfd):
+    watcher, engine, _ = watched
+    started = []
+
+    async def spawn(number):
+        started.append(number)
+
+    monkeypatch.setattr(watcher, "_spawn_engine", spawn)
+
+    async def main():
+        for _ in range(supervisor._MAX_RESTARTS + 2):
+            await watcher._restart_engine(engine)
+
+    asyncio.run(main())
+    assert started == [0] * supervisor._MAX_RESTARTS
+    assert "replica 0 ended again and again" in capfd.readouterr().err

@@ -1,0 +1,37 @@
+"""How many replicas there should be, for Ray Serve; it knows nothing of our requests by itself.
+
+This module is copied into Ray's controller: it imports nothing of the package.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+__all__ = ["METRIC", "num_replicas", "replicas_by_requests"]
+
+METRIC = "unfinished_requests"
+
+
+def num_replicas(num_requests: Iterable[float], target: float) -> int:
+    """Return how many replicas have at most `target` requests each.
+
+    Parameters
+    ----------
+    num_requests : iterable of float
+        Mean number of unfinished requests of each replica.
+    target : float
+
+    Examples
+    --------
+    >>> num_replicas([150.0, 60.5], target=100), num_replicas([], target=100)
+    (3, 0)
+    """
+    return math.ceil(sum(num_requests) / target)
+
+
+def replicas_by_requests(context: Any) -> tuple[int, dict[str, Any]]:
+    """Decide for Ray Serve, which keeps to its bounds and delays, by `target_ongoing_requests`."""
+    found = (context.aggregated_metrics or {}).get(METRIC, {})
+    return num_replicas(found.values(), context.config.target_ongoing_requests), {}

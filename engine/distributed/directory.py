@@ -1,0 +1,68 @@
+"""`Directory`: which replicas there are, for clients on any machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+__all__ = ["REGISTER_SECONDS", "Directory"]
+
+REGISTER_SECONDS = 5.0  # how often a replica registers: a directory may be started again
+_EXPIRY_SECONDS = 6 * REGISTER_SECONDS
+
+
+@dataclass(slots=True)
+class _Entry:
+    number: int
+    address: str
+    seen: float
+
+
+class Directory:
+    """Numbers replicas, and forgets those that have not registered for half a minute.
+
+    That a replica has died is noticed by its clients, whose connections end, and at once.
+
+    Parameters
+    ----------
+    clock : callable, optional
+        Returns seconds.
+
+    Examples
+    --------
+    >>> directory = Directory()
+    >>> directory.register("a", "tcp://10.0.0.1:7000"), directory.register("b", "tcp://10.0.0.2:7000")
+    (0, 1)
+    >>> directory.leave("a")
+    >>> directory.replicas()
+    {1: 'tcp://10.0.0.2:7000'}
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._entries: dict[str, _Entry] = {}
+        self._num_registered = 0
+        self.last_use = clock()
+
+    def register(self, name: str, address: str) -> int:
+        """Note that a replica is there, and where; return its number, which it keeps."""
+        now = self.last_use = self._clock()
+        entry = self._entries.get(name)
+        if entry is None:
+            entry = self._entries[name] = _Entry(self._num_registered, address, now)
+            self._num_registered += 1
+        entry.address, entry.seen = address, now
+        return entry.number
+
+    def leave(self, name: str) -> None:
+        """Note that a replica takes no more requests."""
+        self._entries.pop(name, None)
+
+    def replicas(self) -> dict[int, str]:
+        """Return the address of each replica, by its number."""
+        now = self.last_use = self._clock()
+        overdue = [n for n, e in self._entries.items() if now - e.seen > _EXPIRY_SECONDS]
+        for name in overdue:
+            del self._entries[name]
+        return {entry.number: entry.address for entry in self._entries.values()}
