@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 __all__ = ["REGISTER_SECONDS", "Directory"]
 
-REGISTER_SECONDS = 5.0  # how often a replica registers: a directory may be started again
-_EXPIRY_SECONDS = 6 * REGISTER_SECONDS
+REGISTER_SECONDS = 3.0  # how often a replica registers: a directory may be started again
+_EXPIRY_SECONDS = 5 * REGISTER_SECONDS
 
 
 @dataclass(slots=True)
@@ -20,7 +20,7 @@ class _Entry:
 
 
 class Directory:
-    """Numbers replicas, and forgets those that have not registered for half a minute.
+    """Numbers replicas, and forgets those that have not registered for 15 seconds.
 
     That a replica has died is noticed by its clients, whose connections end, and at once.
 

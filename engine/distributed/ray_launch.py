@@ -94,6 +94,9 @@ class _DirectoryActor:
 
 def directory_of(name: str) -> Any:
     """Return the handle of the directory of this name, which is started if need be."""
+    strategies = import_ray("ray.util.scheduling_strategies")
+    # Otherwise it would end with the placement group of the replica that has started it.
+    nowhere = strategies.PlacementGroupSchedulingStrategy(placement_group=None)
     return (
         import_ray()
         .remote(_DirectoryActor)
@@ -103,6 +106,7 @@ def directory_of(name: str) -> Any:
             get_if_exists=True,
             lifetime="detached",
             num_cpus=0,
+            scheduling_strategy=nowhere,
             max_restarts=-1,
             max_task_retries=-1,
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 import uuid
 from typing import Any
@@ -74,9 +75,10 @@ class RayReplica:
         engine = self._engine
         return {METRIC: float(engine.num_unfinished_requests) if engine else 0.0}
 
-    async def where(self) -> str:
-        """Return the address of its socket."""
-        return self.address
+    async def where(self) -> dict[str, Any]:
+        """Return the address of its socket, the id of its process, and Ray's id of its machine."""
+        node = import_ray().get_runtime_context().get_node_id()
+        return {"address": self.address, "pid": os.getpid(), "node": node}
 
     async def __del__(self) -> None:
         """Tell the clients that it ends: they send what is left to others."""

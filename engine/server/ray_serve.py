@@ -38,6 +38,7 @@ _RANGES = {
     "target_requests": NumberRange(1, 1e6),
     "num_gpus": NumberRange(0, 64, integer=True),
     "num_cpus": NumberRange(0, 4096),
+    "look_back_period_s": NumberRange(0, 1e6, low_open=True),
     "upscale_delay_s": NumberRange(0, 1e6),
     "downscale_delay_s": NumberRange(0, 1e6),
 }
@@ -65,6 +66,8 @@ class RayServeConfig:
         Of each engine, on one host; 0 is the CPU.
     num_cpus : float
         Of each engine, as Ray counts them.
+    look_back_period_s : float
+        Over which the number of requests is averaged.
     upscale_delay_s, downscale_delay_s : float
         For how long there must be too many or too few requests.
 
@@ -83,6 +86,7 @@ class RayServeConfig:
     target_requests: float = 128.0
     num_gpus: int = 1
     num_cpus: float = 1.0
+    look_back_period_s: float = 30.0
     upscale_delay_s: float = 10.0
     downscale_delay_s: float = 300.0
 
@@ -193,6 +197,7 @@ def build(arguments: dict[str, Any]) -> Any:
         "min_replicas": config.min_replicas,
         "max_replicas": config.max_replicas,
         "target_ongoing_requests": config.target_requests,
+        "look_back_period_s": config.look_back_period_s,
         "upscale_delay_s": config.upscale_delay_s,
         "downscale_delay_s": config.downscale_delay_s,
         "policy": {"policy_function": replicas_by_requests},

@@ -82,6 +82,7 @@ class ReplicaClient(RequestClient):
         self._has_replica = asyncio.Event()  # set once there has been one
         self._router = PrefixRouter(chunk_size=_CHUNK_SIZE)
         self._tasks: dict[int, asyncio.Task[None]] = {}  # of each replica, alive or not
+        self._addresses: dict[int, str] = {}
         self._clients: dict[int, ZmqEngineClient] = {}  # of those that are ready
         self._requests: dict[str, RemoteRequest] = {}
         self._placed: dict[RemoteRequest, _Placed] = {}
@@ -121,14 +122,16 @@ class ReplicaClient(RequestClient):
 
         Others are left; their requests go to these.
         """
-        for number, address in addresses.items():
-            if number not in self._tasks:
-                self._tasks[number] = asyncio.ensure_future(self._stay_with(number, address))
-        for number in self._tasks.keys() - addresses.keys():
+        kept = self._addresses.items() & addresses.items()
+        for number in self._addresses.keys() - dict(kept).keys():
             task = self._tasks.pop(number)
+            del self._addresses[number]
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
+        for number in addresses.keys() - dict(kept).keys():
+            address = self._addresses[number] = addresses[number]
+            self._tasks[number] = asyncio.ensure_future(self._stay_with(number, address))
 
     async def wait_until_ready(self) -> None:
         """Wait until there has been a replica."""

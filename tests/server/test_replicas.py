@@ -121,6 +121,13 @@ def _greedy(max_tokens=40, **options):
     return _params(temperature=0.0, max_tokens=max_tokens, **options)
 
 
+def _check_drained(replica):
+    """Stop a replica when it has nothing to do; nothing may be left in it."""
+    run(eventually(lambda: not replica.engine.has_unfinished_requests()))
+    replica.stop()
+    check_drained(replica.engine)
+
+
 async def _num_tokens(stream):
     """Read a stream to its end; return how many tokens its request has got."""
     outputs = [output async for output in stream]
@@ -181,7 +188,7 @@ def test_a_replica_that_breaks_loses_no_request_and_changes_no_token(kind, repli
     outputs = run(main())
     assert not found[0].thread.is_alive() and found[0].num_steps == 25
     assert found[0].engine.num_unfinished_requests >= 1
-    check_drained(found[1].engine)
+    _check_drained(found[1])
     for have, wanted in zip(outputs, want, strict=True):
         assert have[-1].finished
         assert _rounded(_joined(have, kind)) == _rounded(_joined([wanted], CUMULATIVE))
@@ -321,10 +328,16 @@ def test_a_removed_replica_ends_what_it_had_and_others_go_on(replicas):
             await eventually(lambda: not found[0].engine.has_unfinished_requests())
             await client.set_replicas(addresses)
             await eventually(lambda: client.replicas == {0: "ready", 1: "ready"})
+            # Whoever numbers them may have forgotten which was which.
+            stream = client.generate([9], _greedy(100))
+            await anext(stream)
+            await client.set_replicas({0: addresses[1], 1: addresses[0]})
+            await eventually(lambda: client.replicas == {0: "ready", 1: "ready"})
+            assert await _num_tokens(stream) == 100
 
     run(main())
     for each in found:
-        check_drained(each.engine)
+        _check_drained(each)
 
 
 def test_equal_prefixes_go_to_one_replica_and_others_are_spread(replicas):
@@ -398,7 +411,7 @@ def test_readers_that_go_leave_nothing_behind(replicas):
                 await stream.aclose()
 
     run(main())
-    check_drained(found[1].engine)
+    _check_drained(found[1])
 
 
 def test_the_load_of_other_clients_counts(replicas):

@@ -1,0 +1,126 @@
+"""A cluster of two local nodes, in a process of its own; prints what happened as JSON.
+
+Streams while a replica is killed; more requests than two replicas should have, and then none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import tempfile
+import time
+from pathlib import Path
+
+import httpx
+import ray
+from ray import serve
+from ray.cluster_utils import Cluster
+
+from engine.server.ray_serve import build
+from tests.server.test_serve import CONFIG, _tokenizer
+
+ENGINE = {"device": "cpu", "load_format": "dummy", "num_blocks": 4096, "max_num_seqs": 16}
+SCALING = {"min_replicas": 2, "max_replicas": 3, "target_requests": 4, "look_back_period_s": 1.0}
+DELAYS = {"upscale_delay_s": 0.0, "downscale_delay_s": 1.0}
+
+
+async def _stream(client, prompt, max_tokens, started=None):
+    """Return the text of a stream and how many tokens it had."""
+    body = {"prompt": prompt, "max_tokens": max_tokens, "stream": True, "ignore_eos": True}
+    body |= {"temperature": 1.0, "seed": prompt[0], "stream_options": {"include_usage": True}}
+    text, usage = [], None
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        async for line in response.aiter_lines():
+            if line == "data: [DONE]":
+                return "".join(text), usage["completion_tokens"]
+            if line.startswith("data: "):
+                event = json.loads(line[6:])
+                assert "error" not in event, event
+                text += [choice["text"] for choice in event["choices"]]
+                usage = event.get("usage") or usage
+                if started is not None and text:
+                    started.set()
+    raise AssertionError("the stream broke")
+
+
+async def _num_ready(client):
+    return list((await client.get("/health")).json()["replicas"].values()).count("ready")
+
+
+async def _wait_for(client, num_ready, seconds=40):
+    """Wait for so many replicas, and return their number."""
+    end = time.monotonic() + seconds
+    while (found := await _num_ready(client)) != num_ready:
+        assert time.monotonic() < end, (await client.get("/health")).text + f"; not {num_ready}"
+        await asyncio.sleep(0.1)
+    return found
+
+
+async def _interrupted(client, prompts):
+    """Kill a replica once all streams have begun; return the texts and what is known of it."""
+    events = [asyncio.Event() for _ in prompts]
+    pairs = zip(prompts, events, strict=True)
+    streams = [asyncio.ensure_future(_stream(client, p, 800, event)) for p, event in pairs]
+    await asyncio.gather(*(event.wait() for event in events))
+    os.kill((await _replicas())[0]["pid"], signal.SIGKILL)
+    moved = sum(not stream.done() for stream in streams)
+    return [text for text, _ in await asyncio.gather(*streams)], moved
+
+
+async def _story(port):
+    found = {}
+    limits = httpx.Limits(max_connections=100)
+    url = f"http://127.0.0.1:{port}"
+    async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as client:
+        await _wait_for(client, 2)
+        found["nodes"] = len({each["node"] for each in await _replicas()})
+        prompts = [[4 + i, 5, 6] for i in range(6)]
+        streams = [_stream(client, prompt, 800) for prompt in prompts]
+        found["whole"] = [text for text, _ in await asyncio.gather(*streams)]
+        found["interrupted"], found["moved"] = await _interrupted(client, prompts)
+        found["after"] = await _wait_for(client, 2)
+        many = [asyncio.ensure_future(_stream(client, [20 + i], 2000)) for i in range(14)]
+        found["most"] = await _wait_for(client, 3)
+        found["lengths"] = [length for _, length in await asyncio.gather(*many)]
+        found["least"] = await _wait_for(client, 2)
+    return found
+
+
+async def _replicas():
+    return (
+        await serve.get_deployment_handle("replica", "default").broadcast("where").results_async()
+    )
+
+
+def _free_port():
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return found.getsockname()[1]
+
+
+def main():
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
+    )
+    cluster.add_node(num_cpus=1)
+    try:
+        ray.init(address=cluster.address, log_to_driver=False)
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "config.json").write_text(json.dumps(CONFIG))
+            Path(folder, "tokenizer.json").write_text(json.dumps(_tokenizer()))
+            options = {"model": folder, "engine": ENGINE | {"deterministic": True}}
+            options |= {"num_gpus": 0, "num_cpus": 0.5, **SCALING, **DELAYS}
+            port = _free_port()
+            serve.start(http_options={"port": port, "location": "HeadOnly"})
+            serve.run(build(options), route_prefix="/")
+            found = asyncio.run(_story(port))
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Replicas in a cluster of Ray: two local nodes, a killed replica, more and fewer of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from engine.distributed.autoscaling import METRIC, num_replicas, replicas_by_requests
+from engine.distributed.directory import Directory
+from engine.distributed.ray_launch import actor_options, import_ray, placement
+from engine.errors import ConfigError, UnknownOptionError
+
+ROOT = Path(__file__).parents[2]
+
+# ---- without Ray
+
+
+def test_a_directory_numbers_replicas_and_forgets_them():
+    now = [0.0]
+    directory = Directory(lambda: now[0])
+    assert [directory.register(name, f"tcp://{name}") for name in "aba"] == [0, 1, 0]
+    assert directory.replicas() == {0: "tcp://a", 1: "tcp://b"}
+    now[0] = 10.0
+    directory.register("b", "tcp://b")
+    now[0] = 20.0
+    assert directory.replicas() == {1: "tcp://b"}
+    assert directory.register("a", "tcp://a") == 2  # a new one, for all that is known
+    directory.leave("b")
+    directory.leave("b")
+    assert directory.replicas() == {2: "tcp://a"}
+    assert directory.last_use == 20.0
+
+
+def test_a_replica_is_placed_on_one_host():
+    assert placement(2, 4) == [{"CPU": 2.0, "GPU": 1}] * 2
+    options = actor_options(4, 8)
+    assert options["ray_actor_options"] == {"num_cpus": 2.0, "num_gpus": 1}
+    assert options["placement_group_strategy"] == "STRICT_PACK"
+    assert len(options["placement_group_bundles"]) == 4
+    assert actor_options(0, 2)["placement_group_bundles"] == [{"CPU": 2.0}]
+
+
+def test_replicas_are_as_many_as_the_requests_need():
+    assert num_replicas([0.0, 0.0], 10) == 0  # Ray Serve keeps to its lower bound
+    assert num_replicas([10.0], 10) == 1 and num_replicas([10.1], 10) == 2
+    config = SimpleNamespace(target_ongoing_requests=4)
+    context = SimpleNamespace(config=config, aggregated_metrics={METRIC: {"a": 4.0, "b": 5.0}})
+    assert replicas_by_requests(context) == (3, {})
+    context.aggregated_metrics = {}
+    assert replicas_by_requests(context) == (0, {})
+
+
+def test_a_missing_package_is_named_with_its_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"'ray'.*rawengine\[cluster\]"):
+        import_ray()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "word"),
+    [
+        ({"replicas": 2}, UnknownOptionError, "replicas"),
+        ({"min_replicas": 0}, ConfigError, "min_replicas must be"),
+        ({"min_replicas": 3, "max_replicas": 2}, ConfigError, r"at least min_replicas \(3\)"),
+        ({"num_gpus": 1.5}, ConfigError, "num_gpus"),
+        ({"model": ""}, ConfigError, "model must be a name"),
+        ({"engine": []}, ConfigError, "engine must be a table"),
+        ({"server": {"prot": 1}}, UnknownOptionError, "'port'"),
+    ],
+)
+def test_a_wrong_argument_is_named(options, error, word):
+    serve = pytest.importorskip("engine.server.ray_serve")
+    with pytest.raises(error, match=word):
+        serve.RayServeConfig.from_options(options)
+
+
+# ---- with Ray
+
+
+@pytest.fixture(scope="module")
+def story():
+    """What happened in a cluster of two local nodes; see `tests.distributed.ray_story`."""
+    pytest.importorskip("ray", reason="needs Ray: pip install 'rawengine[cluster]'")
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "OPENBLAS_NUM_THREADS": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.5",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.distributed.ray_story"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_both_nodes_have_a_replica(story):
+    assert story["nodes"] == 2
+
+
+@pytest.mark.slow
+def test_a_killed_replica_breaks_no_stream_and_changes_no_token(story):
+    assert story["interrupted"] == story["whole"] and len(set(story["whole"])) == 6
+    assert story["moved"] > 0
+
+
+@pytest.mark.slow
+def test_a_killed_replica_is_replaced(story):
+    assert story["after"] == 2
+
+
+@pytest.mark.slow
+def test_there_are_more_replicas_for_more_requests_and_fewer_afterwards(story):
+    assert story["most"] == 3 and story["least"] == 2
+    assert story["lengths"] == [2000] * 14
