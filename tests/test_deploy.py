@@ -225,3 +225,25 @@ def test_the_dashboard_holds_together():
     assert variable["name"] == "model"
     (name,) = re.findall(r"label_values\((\S+), model_name\)", variable["query"]["query"])
     assert name in _published()
+
+
+# ---- Ray
+
+
+def test_the_ray_serve_application_is_understood():
+    ray_serve = pytest.importorskip("engine.server.ray_serve")
+    (application,) = _yaml("ray_serve.yaml")["applications"]
+    module, _, name = application["import_path"].partition(":")
+    assert module == ray_serve.__name__ and callable(getattr(ray_serve, name))
+    config = ray_serve.RayServeConfig.from_options(application["args"])
+    assert config.max_replicas > config.min_replicas
+    assert set(config.engine) <= set(serve._ENGINE)
+
+
+def test_the_ray_cluster_mounts_the_application_and_installs_the_extras():
+    cluster = _yaml("ray_cluster.yaml")
+    for path in cluster["file_mounts"].values():
+        assert (ROOT / path).exists()
+    extras = re.search(r"rawengine\[(.*)\]", " ".join(cluster["setup_commands"]))[1].split(",")
+    known = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert {"serve", "cluster"} <= set(extras) <= set(known)

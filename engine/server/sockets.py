@@ -30,6 +30,7 @@ def bound_socket(address: str) -> Socket:
     socket.sndhwm = MAX_UNREAD
     socket.rcvhwm = 0  # each client bounds what it has in flight
     socket.router_mandatory = 1  # a full or absent peer is an error
+    _notice_silence(socket, address)
     socket.bind(address)
     return socket
 
@@ -39,12 +40,17 @@ def connected_socket(address: str) -> tuple[Socket, Socket]:
     socket: Socket = zmq.Context.instance().socket(zmq.DEALER)
     socket.linger = 0
     socket.sndhwm, socket.rcvhwm = _MAX_UNSENT, MAX_UNREAD
-    if address.startswith("tcp:"):  # another machine, of which nobody says that it has ended
-        socket.heartbeat_ivl, socket.heartbeat_timeout = _PING_MS, 5 * _PING_MS
+    _notice_silence(socket, address)
     socket.setsockopt(zmq.IDENTITY, os.urandom(16).hex().encode())
     monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     socket.connect(address)
     return socket, monitor
+
+
+def _notice_silence(socket: Socket, address: str) -> None:
+    """End connections to machines that do not answer any more."""
+    if address.startswith("tcp:"):
+        socket.heartbeat_ivl, socket.heartbeat_timeout = _PING_MS, 5 * _PING_MS
 
 
 def has_input(socket: Socket) -> bool:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +17,7 @@ from engine.errors import ConfigError, EngineError
 from engine.llm_engine import QueueFullError
 from engine.sampling_params import RequestOutputKind, SamplingParams
 from engine.server import messages as m
+from engine.server import sockets
 from engine.server.engine_loop import EngineLoop
 from engine.server.engine_process import replica_device
 from engine.server.replica_client import ReplicaClient
@@ -20,6 +26,7 @@ from engine.server.warm_up import warm_up
 from tests.e2e.tiny import Words, check_drained, make_engine, make_llm, tiny_model
 from tests.server.loops import TOKEN, collected, eventually, run
 
+ROOT = Path(__file__).parents[2]
 CUMULATIVE, DELTA, FINAL = RequestOutputKind
 
 KINDS = [
@@ -508,3 +515,27 @@ def test_a_replica_has_the_gpu_of_its_number(monkeypatch):
 def test_messages_of_before_are_still_read():
     """Fields that have come later have a default."""
     assert m.Heartbeat().num_requests == 0
+
+
+def test_a_machine_that_falls_silent_is_noticed(monkeypatch):
+    """As a connection over TCP does not end by itself; an engine in a long step does answer."""
+    monkeypatch.setattr(sockets, "_PING_MS", 200)
+    code = (
+        "import time; from engine.server.sockets import bound_socket\n"
+        "socket = bound_socket('tcp://127.0.0.1:*')\n"
+        "print(socket.last_endpoint.decode(), flush=True)\n"
+        "while True: time.sleep(60)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as engine:
+        socket, monitor = sockets.connected_socket(engine.stdout.readline().strip())
+        try:
+            assert not monitor.poll(1500)
+            os.kill(engine.pid, signal.SIGSTOP)
+            assert monitor.poll(5000)
+        finally:
+            engine.kill()
+            socket.disable_monitor()
+            monitor.close(linger=0)
+            socket.close(linger=0)
