@@ -27,8 +27,8 @@ KINDS = [
 ]
 
 
-def _model():
-    return tiny_model(deterministic=True)
+def _model(where="cpu"):
+    return tiny_model(where, deterministic=True)
 
 
 def _params(**options):
@@ -51,14 +51,19 @@ def _collect(engine, max_steps=500):
     raise AssertionError("not drained")
 
 
-@pytest.mark.parametrize("num_known", [0, 1, 7, 19])
+CASES = [("cpu", known) for known in (0, 1, 7, 19)] + [
+    pytest.param("cuda", known, marks=pytest.mark.gpu) for known in (0, 7)
+]
+
+
+@pytest.mark.parametrize(("where", "num_known"), CASES)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_the_rest_is_what_one_engine_would_have_said(kind, num_known):
+def test_the_rest_is_what_one_engine_would_have_said(kind, where, num_known):
     params = _params(**kind)
-    engine = make_engine(_model())
+    engine = make_engine(_model(where))
     engine.add_request("r", PROMPT, params)
     whole = _collect(engine)
-    other = make_engine(_model())
+    other = make_engine(_model(where))
     other.add_request("r", PROMPT, params, resumed=[ids[:num_known] for ids, *_ in whole.values()])
     rest = _collect(other)
     for index, (ids, logprobs, reason) in whole.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from engine.errors import ConfigError, EngineError
 from engine.llm_engine import QueueFullError
 from engine.sampling_params import RequestOutputKind, SamplingParams
 from engine.server import messages as m
-from engine.server import sockets
+from engine.server import replica_client, sockets
 from engine.server.engine_loop import EngineLoop
 from engine.server.engine_process import replica_device
 from engine.server.replica_client import ReplicaClient
@@ -27,7 +28,7 @@ from tests.e2e.tiny import Words, check_drained, make_engine, make_llm, tiny_mod
 from tests.server.loops import TOKEN, collected, eventually, run
 
 ROOT = Path(__file__).parents[2]
-CUMULATIVE, DELTA, FINAL = RequestOutputKind
+CUMULATIVE, DELTA, FINAL = KIND_TYPES = tuple(RequestOutputKind)
 
 KINDS = [
     {"temperature": 0.0},
@@ -220,6 +221,58 @@ def test_a_request_without_a_seed_gets_one_that_it_keeps(replicas):
 
     whole = run(tokens(False))
     assert run(tokens(True)) == whole and len(whole) == 40
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_deaths_lose_nothing(seed, replicas, monkeypatch):
+    """Requests of all kinds, ten at a time, while replicas break and come back."""
+    monkeypatch.setattr("engine.model.Model.has_tokenizer", True)
+    monkeypatch.setattr("engine.model.Model.tokenizer", Words())
+    monkeypatch.setattr(replica_client, "_MAX_CRASHES", 1000)
+    rng = random.Random(seed)
+    options = [rng.choice(KINDS) | {"max_tokens": rng.randrange(30, 90)} for _ in range(30)]
+    prompts = [" ".join(f"w{rng.randrange(4, 90)}" for _ in range(rng.randrange(1, 40)))] * 5
+    prompts += [" ".join(f"w{rng.randrange(4, 90)}" for _ in range(9)) for _ in range(25)]
+    want = make_llm(tiny_model(deterministic=True)).generate(
+        prompts, [_params(**o) for o in options]
+    )
+    found = replicas(3, num_blocks=rng.choice([16, 64]))
+
+    async def kill():
+        """Return how many have ended."""
+        num_ended = 0
+        for _ in range(6):
+            await asyncio.sleep(rng.random() * 0.2)
+            victim = rng.choice(found)
+            victim.die()
+            await asyncio.to_thread(victim.thread.join, 5)
+            if not victim.thread.is_alive():  # an idle one has not noticed
+                victim.start()
+                num_ended += 1
+        return num_ended
+
+    async def main():
+        async with connected(found, Words(), grace_seconds=60) as client:
+            slots = asyncio.Semaphore(10)
+
+            async def one(prompt, option):
+                async with slots:
+                    kind = rng.choice([CUMULATIVE, FINAL] if "best_of" in option else [*KIND_TYPES])
+                    return kind, await collected(
+                        client, prompt, _params(**option, output_kind=kind)
+                    )
+
+            tasks = [one(*pair) for pair in zip(prompts, options, strict=True)]
+            answers, num_ended = await asyncio.gather(asyncio.gather(*tasks), kill())
+            assert num_ended >= 2
+            for each in found:
+                if each.is_dying and each.thread.is_alive():
+                    each.is_dying = False
+            return answers
+
+    for (kind, have), wanted in zip(run(main(), 120), want, strict=True):
+        assert have[-1].finished
+        assert _rounded(_joined(have, kind)) == _rounded(_joined([wanted], CUMULATIVE))
 
 
 def test_a_replica_that_comes_back_is_used_again(replicas):
