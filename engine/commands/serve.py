@@ -86,15 +86,18 @@ def run(arguments: argparse.Namespace) -> int:
     file = given.pop("config", None)
     options = ({} if file is None else _read(file)) | given
     model, server, engine = _split(options)
+    name, function = "engine.server.supervisor", "supervise"
+    if server.nodes:
+        name, function = "engine.server.ray_supervisor", "supervise_on_ray"
     try:
-        supervisor = importlib.import_module("engine.server.supervisor")
+        supervisor = importlib.import_module(name)
         importlib.import_module("zmq")
         importlib.import_module("uvicorn.config")
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"engine serve needs the package {error.name!r}: install rawengine[serve]"
         ) from error
-    status: int = supervisor.supervise(model, server, engine)
+    status: int = getattr(supervisor, function)(model, server, engine)
     return status
 
 

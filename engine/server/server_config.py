@@ -24,6 +24,7 @@ RANGES = {
     "port": NumberRange(0, 65535, integer=True),
     "api_server_count": NumberRange(1, 64, integer=True),
     "data_parallel_size": NumberRange(1, 1024, integer=True),
+    "nodes": NumberRange(0, 4096, integer=True),
     "shutdown_timeout": NumberRange(0, 86400),
     "timeout_keep_alive": NumberRange(0, 86400, low_open=True),
     "hang_timeout": NumberRange(1.0, 1e9, optional=True),
@@ -94,6 +95,7 @@ class ServerConfig:
     data_parallel_size: int = _option(
         1, "replicas of the engine, each in a process of its own, on a GPU of its own"
     )
+    nodes: int = _option(0, "serve on a Ray cluster, once it has this many machines; 0: here")
     shutdown_timeout: float = _option(30.0, "seconds that running requests have after SIGTERM")
     hang_timeout: float | None = _option(
         None, "seconds that a step may take; a longer one ends the server, with exit status 1"

@@ -140,7 +140,7 @@ class Supervisor:
                     await self._say_last_words()
                     raise _engine_ended(child)
                 await self._restart_engine(child)
-            elif self._is_served():
+            elif any(e.process.returncode is None for e in self._engines.values()):
                 await self._restart_api(child)
 
     def _is_served(self) -> bool:

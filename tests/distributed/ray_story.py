@@ -10,6 +10,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -100,22 +102,59 @@ def _free_port():
         return found.getsockname()[1]
 
 
-def main():
-    cluster = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
-    )
+def _model(folder):
+    Path(folder, "config.json").write_text(json.dumps(CONFIG))
+    Path(folder, "tokenizer.json").write_text(json.dumps(_tokenizer()))
+    return folder
+
+
+def _faults(cluster, folder):
     cluster.add_node(num_cpus=1)
+    ray.init(address=cluster.address, log_to_driver=False)
+    options = {"model": _model(folder), "engine": ENGINE | {"deterministic": True}}
+    options |= {"num_gpus": 0, "num_cpus": 0.5, **SCALING, **DELAYS}
+    port = _free_port()
+    serve.start(http_options={"port": port, "location": "HeadOnly"})
+    serve.run(build(options), route_prefix="/")
+    return asyncio.run(_story(port))
+
+
+def _command(cluster, folder):
+    """Let `engine serve --nodes 2` wait for the second node; ask it, and end it."""
+    port, lines = _free_port(), []
+    command = [sys.executable, "-m", "engine", "serve", _model(folder), "--port", str(port)]
+    command += ["--nodes", "2", "--data-parallel-size", "2", "--device", "cpu"]
+    command += ["--load-format", "dummy", "--num-blocks", "256"]
+    environment = os.environ | {"RAY_ADDRESS": cluster.address}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        for line in process.stderr:
+            lines.append(line)
+            if "waiting for 2 machines" in line:
+                cluster.add_node(num_cpus=2)
+            if "ready at" in line:
+                break
+        found = {"replicas": {}}
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+            while len(found["replicas"]) < 2:
+                found["replicas"] = client.get("/health").json()["replicas"]
+            body = {"prompt": [5, 6], "max_tokens": 7, "ignore_eos": True}
+            answer = client.post("/v1/completions", json=body).json()
+            found["num_tokens"] = answer["usage"]["completion_tokens"]
+            process.send_signal(signal.SIGTERM)
+            lines += process.stderr.readlines()
+            found["status"] = process.wait(30)
+            found["refused"] = client.post("/v1/completions", json=body).status_code == 404
+    return found | {"errors": "".join(lines)}
+
+
+def main():
+    story, num_cpus = {"faults": (_faults, 1), "command": (_command, 2)}[sys.argv[1]]
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": num_cpus, "include_dashboard": False}
+    )
     try:
-        ray.init(address=cluster.address, log_to_driver=False)
         with tempfile.TemporaryDirectory() as folder:
-            Path(folder, "config.json").write_text(json.dumps(CONFIG))
-            Path(folder, "tokenizer.json").write_text(json.dumps(_tokenizer()))
-            options = {"model": folder, "engine": ENGINE | {"deterministic": True}}
-            options |= {"num_gpus": 0, "num_cpus": 0.5, **SCALING, **DELAYS}
-            port = _free_port()
-            serve.start(http_options={"port": port, "location": "HeadOnly"})
-            serve.run(build(options), route_prefix="/")
-            found = asyncio.run(_story(port))
+            found = story(cluster, folder)
     finally:
         ray.shutdown()
         cluster.shutdown()

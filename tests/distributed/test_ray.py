@@ -15,6 +15,7 @@ from engine.distributed.autoscaling import METRIC, num_replicas, replicas_by_req
 from engine.distributed.directory import Directory
 from engine.distributed.ray_launch import actor_options, import_ray, placement
 from engine.errors import ConfigError, UnknownOptionError
+from engine.server.server_config import ServerConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -83,9 +84,22 @@ def test_a_wrong_argument_is_named(options, error, word):
 # ---- with Ray
 
 
-@pytest.fixture(scope="module")
-def story():
-    """What happened in a cluster of two local nodes; see `tests.distributed.ray_story`."""
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"port": 0}, "port must be a fixed one with nodes"),
+        ({"hang_timeout": 5.0}, "hang_timeout must be left out with nodes; got 5.0"),
+        ({"ssl_certfile": "a", "ssl_keyfile": "b"}, "ssl_certfile must be left out"),
+    ],
+)
+def test_options_that_ray_serve_decides_are_refused(options, word):
+    ray_supervisor = pytest.importorskip("engine.server.ray_supervisor")
+    with pytest.raises(ConfigError, match=word):
+        ray_supervisor.supervise_on_ray("m", ServerConfig(nodes=1, **options), {})
+
+
+def _tell(name):
+    """Return what happened in a cluster of two local nodes; see `tests.distributed.ray_story`."""
     pytest.importorskip("ray", reason="needs Ray: pip install 'rawengine[cluster]'")
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
@@ -94,7 +108,7 @@ def story():
         "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.5",
     }
     done = subprocess.run(
-        [sys.executable, "-m", "tests.distributed.ray_story"],
+        [sys.executable, "-m", "tests.distributed.ray_story", name],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -103,6 +117,11 @@ def story():
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def story():
+    return _tell("faults")
 
 
 @pytest.mark.slow
@@ -125,3 +144,12 @@ def test_a_killed_replica_is_replaced(story):
 def test_there_are_more_replicas_for_more_requests_and_fewer_afterwards(story):
     assert story["most"] == 3 and story["least"] == 2
     assert story["lengths"] == [2000] * 14
+
+
+@pytest.mark.slow
+def test_engine_serve_uses_the_cluster():
+    found = _tell("command")
+    assert found["replicas"] == {"0": "ready", "1": "ready"}
+    assert found["num_tokens"] == 7 and found["status"] == 0, found["errors"]
+    assert "waiting for 2 machines; the cluster has 1" in found["errors"]
+    assert found["refused"]  # nobody listens for it any more

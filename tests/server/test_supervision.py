@@ -138,3 +138,18 @@ def test_a_replica_that_ends_again_and_again_is_given_up(watched, monkeypatch, c
     asyncio.run(main())
     assert started == [0] * supervisor._MAX_RESTARTS
     assert "replica 0 ended again and again" in capfd.readouterr().err
+
+
+def test_an_api_process_that_cannot_start_ends_a_server_whose_engine_loads(watched):
+    watcher, _, _ = watched
+    process = SimpleNamespace(returncode=None)
+    watcher._engines[0] = supervisor._Child(supervisor._ENGINE, 0, process, [], asyncio.Event())
+    ended = SimpleNamespace(returncode=2)
+    api = supervisor._Child(supervisor._API, 0, ended, [], asyncio.Event(), reason="why", status=2)
+
+    async def main():
+        watcher._ended.put_nowait(api)
+        with pytest.raises(EngineError, match="an API process could not start: why"):
+            await asyncio.wait_for(watcher._watch_over(), 5)
+
+    asyncio.run(main())
