@@ -168,10 +168,10 @@ class PrefixRouter:
         return self._replicas[replica].num_requests
 
     def add_replica(self, replica: int, capacity: int = 1 << 62) -> None:
-        """Take requests to a replica, which is new and empty and caches `capacity` tokens."""
+        """Take requests to a replica, which is new and empty and can cache `capacity` tokens."""
         if replica in self._replicas:
             raise EngineError(f"replica must be a new number; got {replica}, which is there")
-        new = _Replica(replica, max(1, capacity // self.chunk_size))
+        new = _Replica(replica, capacity // self.chunk_size)
         self._replicas[replica] = new
         insort(self._order, new, key=lambda each: each.number)
         self._note_load(new)

@@ -38,8 +38,8 @@ class ZmqEngineClient(RequestClient):
 
     Attributes
     ----------
-    num_cache_tokens, block_size : int
-        Of the engine's KV cache.
+    num_cache_tokens : int
+        How many tokens of cached prefixes the engine can hold.
     load : (int, int)
         Tokens of known tokens that the engine has yet to compute, and its requests, those of other
         clients included; half a second old.
@@ -52,7 +52,7 @@ class ZmqEngineClient(RequestClient):
 
     def __init__(self, socket: Socket, monitor: Socket, tokenizer: Any) -> None:
         super().__init__(tokenizer)
-        self.num_cache_tokens, self.block_size = 0, 0
+        self.num_cache_tokens = 0
         self.load = 0, 0
         self.on_end: Callable[[list[RemoteRequest], EngineError], None] | None = None
         self.on_refusal: Callable[[RemoteRequest, EngineError], bool] | None = None
@@ -111,7 +111,6 @@ class ZmqEngineClient(RequestClient):
             )
         )
         client._step_timeout = ready.step_timeout
-        client.block_size = ready.block_size
         client.num_cache_tokens = ready.num_blocks * ready.block_size
         return client
 

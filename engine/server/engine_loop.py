@@ -192,7 +192,7 @@ class EngineLoop:
             model.generation_config,
             engine.watchdog.timeout,
             engine.config.scheduler.block_size,
-            engine.config.scheduler.num_blocks,
+            engine.config.scheduler.num_blocks if engine.scheduler.blocks.tree else 0,
         )
 
     def _add(self, client: _Client, message: m.Add) -> None:

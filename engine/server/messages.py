@@ -126,7 +126,10 @@ class Cancel(_Message):
 
 
 class Ready(_Message):
-    """The answer to `Hello`, once the model is loaded."""
+    """The answer to `Hello`, once the model is loaded.
+
+    `num_blocks` is how many blocks may hold cached prefixes.
+    """
 
     model: str
     max_model_len: int

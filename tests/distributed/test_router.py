@@ -200,6 +200,12 @@ def test_a_prompt_longer_than_the_capacity_keeps_its_beginning():
     assert router.route(prompt(1)).num_cached_tokens == 3 * SIZE
 
 
+def test_a_replica_that_caches_nothing_is_no_ones_home():
+    router = make(2, capacity=0)
+    serve(router, prompt(1))
+    assert router.num_chunks == 0 and router.route(prompt(1)).num_cached_tokens == 0
+
+
 def test_all_replicas_together_are_bounded():
     router = make(10, max_chunks=50)
     for seed in range(100):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 
-from engine import SamplingParams
+from engine import LLMEngine, SamplingParams
 from engine.errors import RequestError
 from engine.llm_engine import QueueFullError
 from engine.sampling_params import RequestOutputKind
@@ -117,3 +118,34 @@ def test_they_are_checked_like_others():
     with pytest.raises(RequestError, match="fewer tokens than max_tokens"):
         engine.add_request("r", PROMPT, params, resumed=[[5], [5] * 20])
     check_drained(engine)
+
+
+@pytest.mark.parametrize("kind", [{"temperature": 0.0}, {"temperature": 0.7, "seed": 3}], ids=str)
+def test_drafts_are_proposed_after_what_came_before(kind):
+    config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    prompt = [5, 6, 7, 8] * 8
+    engine = make_engine(_model(), speculative_config=config)
+    engine.add_request("r", prompt, _params(**kind))
+    whole = _collect(engine)[0][0]
+    engine.add_request("r", prompt, _params(**kind), resumed=[whole[:9]])
+    assert _collect(engine)[0][0] == whole[9:]
+    assert engine.stats().speculation.num_draft_tokens > 0
+
+
+@pytest.mark.slow
+def test_a_grammar_goes_on_where_it_was():
+    pytest.importorskip("llguidance", reason="needs the extra grammar")
+    schema = {"type": "array", "items": {"enum": [1, 22, 333]}, "minItems": 5, "maxItems": 9}
+    params = SamplingParams(
+        temperature=1.0, seed=3, max_tokens=60, structured={"json": schema}, output_kind=DELTA
+    )
+    options = {"device": "cpu", "max_num_seqs": 2, "num_blocks": 64, "deterministic": True}
+    with LLMEngine.from_name("smollm2", **options) as engine:
+        engine.add_request("r", "Numbers:", params)
+        whole = _collect(engine)[0]
+        text = engine.tokenizer.decode(whole[0])
+        assert 5 <= len(json.loads(text)) <= 9 and whole[2] == "stop"
+        for num_known in (1, len(whole[0]) // 2, len(whole[0]) - 1):
+            engine.add_request("r", "Numbers:", params, resumed=[whole[0][:num_known]])
+            rest = _collect(engine)[0]
+            assert rest[0] == whole[0][num_known:] and rest[2] == "stop"

@@ -417,6 +417,18 @@ def test_equal_prefixes_go_to_one_replica_and_others_are_spread(replicas):
     run(main())
 
 
+def test_replicas_without_a_prefix_cache_are_all_the_same(replicas):
+    found = replicas(2, enable_prefix_caching=False)
+
+    async def main():
+        async with connected(found) as client:
+            for _ in range(3):
+                await collected(client, [*range(4, 90)] * 2, _greedy(2))
+            assert client._router.num_chunks == 0
+
+    run(main())
+
+
 def test_a_full_queue_is_left_for_another_replica(replicas):
     found = replicas(2, max_num_seqs=1, max_num_queued_requests=1)
 
