@@ -199,8 +199,7 @@ class LLMEngine:
             An unfinished request whose tokens this prompt begins with. The blocks that it has
             computed of them are shared, even a partial one (tree search, beam search).
         resumed : sequence of (sequence of int or None), optional
-            Another engine has accepted the request, so it is queued even if the queue is full; for
-            each continuation the tokens that it has generated, or None if that has ended.
+            Each continuation's tokens from an engine that has accepted it; None: it has ended.
 
         Raises
         ------
@@ -221,9 +220,7 @@ class LLMEngine:
         requests = self._inputs.requests(
             request_id, checked.token_ids, specs, group.metrics.arrival_time, priority, salt
         )
-        group.open(requests, self._texts)
-        if resumed is not None:
-            requests = group.resume(resumed)
+        requests = group.open(requests, self._texts, resumed)
         self._queue(requests, parent, is_resumed=resumed is not None)
         self._register(group, timeout)
 

@@ -338,20 +338,32 @@ class OutputGroup:
         """Tell whether an output is due now, given `output_kind` and ranking."""
         return not (self._waits_for_end and self.num_open)
 
-    def open(self, requests: Sequence[Request], texts: Mapping[bool, TokenTexts]) -> None:
-        """Make a stream for each continuation."""
-        for request in requests:
-            request.stream = OutputStream(request, self, self._tokenizer, texts)
-        self.streams = [request.stream for request in requests]
+    def open(
+        self,
+        requests: list[Request],
+        texts: Mapping[bool, TokenTexts],
+        resumed: Sequence[Sequence[int] | None] | None = None,
+    ) -> list[Request]:
+        """Make a stream for each continuation; return those that have not ended.
 
-    def resume(self, resumed: Sequence[Sequence[int] | None]) -> list[Request]:
-        """Take over the continuations of another engine; return those that go on.
+        Parameters
+        ----------
+        requests : list of Request
+        texts : mapping of bool to TokenTexts
+            From `token_texts`.
+        resumed : sequence of (sequence of int or None), optional
+            The tokens of each that another engine has generated and reported; None: it has ended.
 
         Raises
         ------
         RequestError
-            If there are not as many as this request has, or none goes on.
+            If `resumed` has not as many as the request has, or all of them have ended.
         """
+        for request in requests:
+            request.stream = OutputStream(request, self, self._tokenizer, texts)
+        self.streams = [request.stream for request in requests]
+        if resumed is None:
+            return requests
         if len(resumed) != len(self.streams) or all(ids is None for ids in resumed):
             raise RequestError(
                 f"resumed must have {len(self.streams)} continuations, not all of which have "
