@@ -9,6 +9,8 @@ import numpy as np
 
 from engine.distributed.collectives import SharedMemoryCollectives
 from engine.distributed.messages import Messages
+from engine.errors import OutOfMemoryError
+from engine.rank_process import compare_ranks
 
 
 def array_of(rank, dtype, count=1000):
@@ -71,3 +73,9 @@ def disagree(group, options):
 def sleep(group, options):
     """Do nothing."""
     time.sleep(600)
+
+
+def out_of_memory(group, options):
+    """Find no room for the weights."""
+    compare_ranks(group, options["model"], options["loading"])
+    raise OutOfMemoryError("cuda:1 has no room for 8.00 GiB of weights in bfloat16")

@@ -351,6 +351,13 @@ def test_an_error_at_load_is_told(tmp_path):
         _engine(4, model=str(folder), deterministic=False)
 
 
+def test_a_rank_without_room_for_its_weights_is_told(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.setattr("engine.tensor_parallel.TARGET", "rank_targets:out_of_memory")
+    with pytest.raises(RankError, match=r"rank 1 failed(?s:.)*cuda:1 has no room for 8.00 GiB"):
+        _engine(2)
+
+
 def test_a_damaged_file_is_told(tmp_path):
     folder = write_checkpoint("llama", tmp_path)
     path = folder / "model.safetensors"
