@@ -23,6 +23,7 @@ _STARTING, _READY, _FAILED, _ENDED = range(4)
 _DOING = 2  # the third text of a rank
 _TURNS = 200  # polls without a pause: a rank that is nearly there is not waited for longer
 _SHORTEST, _LONGEST = 20e-6, 1e-3  # seconds between two polls
+_SOON = 0.1  # seconds after which pauses become longer
 _CHECK_SECONDS = 0.02  # between two looks at the others' states
 
 
@@ -190,7 +191,8 @@ class Group:
                 who = ", ".join(f"rank {r} (in: {self.doing(r)})" for r in absent)
                 raise RankError(f"{who} did not come to {what} within {seconds:g} s")
             time.sleep(pause)
-            pause = min(2 * pause, _LONGEST)
+            if now - start > _SOON:  # nothing runs
+                pause = min(2 * pause, _LONGEST)
 
     def wait_until_ready(self, timeout: float) -> None:
         """Wait until all ranks are ready."""
