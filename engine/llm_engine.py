@@ -72,9 +72,8 @@ class LLMEngine:
         draft = load_draft(given.speculative_config, model)
         config = given.resolve(model, draft)
         limits = config.scheduler
-        self._inputs = InputProcessor(
-            model, self.tokenizer, max_model_len=limits.max_model_len, seed=config.seed
-        )
+        length, seed = limits.max_model_len, config.seed
+        self._inputs = InputProcessor(model, self.tokenizer, max_model_len=length, seed=seed)
         self._texts = token_texts(self.tokenizer)
         config = config.with_reason("kv_scales", model.prepare_pages(config.geometry.dtype))
         self._pool = MemoryPool(model.device)
@@ -93,16 +92,14 @@ class LLMEngine:
             feature_layers=getattr(draft, "feature_layers", ()),
         )
         if config.cuda_graphs:
-            self.runner.capture_graphs(
-                limits.max_model_len, limits.max_draft_tokens, progress=sys.stderr.isatty()
-            )
+            show, drafts = sys.stderr.isatty(), limits.max_draft_tokens
+            self.runner.capture_graphs(length, drafts, progress=show)
         parts = config.speculative, self.scheduler, self.runner, draft
         self.speculation = make_speculation(*parts, overlaps=config.async_scheduling)
         self._entry = threading.Lock()  # see `exclusive`
         describe, raises = self.scheduler.describe, given.raise_on_timeout
-        self.watchdog = Watchdog(
-            given.step_timeout, lambda: describe() + model.describe_ranks(), raises=raises
-        )
+        doing = lambda: describe() + model.describe_ranks()  # noqa: E731
+        self.watchdog = Watchdog(given.step_timeout, doing, raises=raises)
         self._recovery = StepRecovery(self.scheduler, self.runner, is_debug=config.is_debug)
         self._in_flight: deque[LaunchedStep] = deque()  # launched, not read back; oldest first
         self._max_in_flight = int(config.async_scheduling)  # steps in flight after `step`
