@@ -50,7 +50,7 @@ class Drafts:
 
     def __post_init__(self) -> None:
         ids, parents = self.token_ids, self.parents
-        if not all(_is_whole(i) and i >= 0 for i in ids):
+        if not all([(type(i) is int or _is_whole(i)) and i >= 0 for i in ids]):
             raise RequestError(f"draft token_ids must be whole numbers >= 0; got {ids}")
         if parents is None:
             return
@@ -76,6 +76,8 @@ class Drafts:
     @property
     def depths(self) -> tuple[int, ...]:
         """Distance of each draft from the last known token: 1 if that is its parent."""
+        if self.parents is None:
+            return tuple(range(1, 1 + len(self)))
         depths: list[int] = []
         for index in range(len(self)):
             parent = self._parent(index)
@@ -123,6 +125,8 @@ class Drafts:
         sampled : sequence of int
             The id sampled at each row, 1 + len(self).
         """
+        if self.parents is None:
+            return list(range(1 + _num_equal(self.token_ids, sampled)))
         children = {(self._parent(i), t): i for i, t in enumerate(self.token_ids)}
         rows, index = [0], -1
         while (found := children.get((index, sampled[rows[-1]]))) is not None:
@@ -138,6 +142,8 @@ class Drafts:
         token_ids : sequence of int
             The accepted drafts and the one token after them.
         """
+        if self.parents is None:
+            return _num_equal(self.token_ids, token_ids[:-1])
         children = {(self._parent(i), t): i for i, t in enumerate(self.token_ids)}
         count, index = 0, -1
         for token_id in token_ids[:-1]:
@@ -161,6 +167,16 @@ class Drafts:
 
     def _parent(self, index: int) -> int:
         return index - 1 if self.parents is None else self.parents[index]
+
+
+def _num_equal(some: Sequence[int], others: Sequence[int]) -> int:
+    """Return how many leading ids are the same."""
+    count = 0
+    for one, other in zip(some, others, strict=False):
+        if one != other:
+            break
+        count += 1
+    return count
 
 
 def _is_whole(value: object) -> bool:

@@ -135,6 +135,7 @@ class LLMEngine:
                 self.speculation.propose()
                 scheduled = self._schedule()
                 self._launch(scheduled)
+                self.speculation.read_ahead(scheduled.admitted)
                 self._commit(self._due(scheduled))
                 self._sample()
             finally:
@@ -414,17 +415,14 @@ class LLMEngine:
             self._release(request.stream)
 
     def _publish(self, *, is_last: bool) -> None:
-        """Append what was committed to the output streams.
-
-        `is_last`: no other step is committed before the outputs are made.
-        """
-        if (committed := self._committed) is None:
+        """Append what was committed to the streams; `is_last`: then outputs are made of them."""
+        committed, self._committed = self._committed, None
+        if committed is None:
             return
-        self._committed = None
+        self.speculation.learn()
         self._update_streams(committed.result, committed.time, is_last=is_last)
-        for request in committed.ended:
-            if request.stream is not None:  # None: a stop string has ended it, and it is released
-                self._release(request.stream)
+        for stream in [r.stream for r in committed.ended if r.stream is not None]:
+            self._release(stream)  # None: a stop string has ended it, and it is released
 
     def _update_streams(self, result: StepResult, now: float, *, is_last: bool) -> None:
         """Append a step's results to the streams of its requests; note which outputs changed."""

@@ -142,6 +142,8 @@ class BlockManager:
         Returns False, and changes nothing, if there are not enough blocks.
         """
         table = request.block_table
+        if not request.shares_last_block and num_tokens <= len(table) * self.block_size:
+            return True
         num_new = max(0, -(-num_tokens // self.block_size) - len(table))
         shared = self._shared_write_index(request) if request.shares_last_block else -1
         if num_new + (shared >= 0) > self.num_available:

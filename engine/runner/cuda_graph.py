@@ -17,40 +17,31 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from engine import kernels
-from engine.drafts import DeferredDrafts
 from engine.layers.batch import ForwardBatch
 from engine.layers.sampler import Sampler, SamplingBatch
-from engine.runner.batch import StepInputs, tree_mask
+from engine.runner.batch import StepInputs
+from engine.runner.graph_inputs import GraphInputs, Tokens
 from engine.runner.graph_keys import GraphKey, batch_sizes, context_buckets
 from engine.runner.request_rows import RequestRows
 from engine.runner.sampling import SamplingTable
-from engine.runner.static_inputs import StagingBuffer, StaticInputs
+from engine.runner.static_inputs import StagingBuffer
 from engine.runner.transfer import DeviceToHostCopy
-from engine.scheduler.output import ScheduledSequence, ScheduleOutput
+from engine.scheduler.output import ScheduleOutput
 
 __all__ = ["DecodeGraphs", "GraphKey", "batch_sizes", "context_buckets"]
 
 IntArray = np.ndarray[Any, np.dtype[Any]]
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seeds")
-
-
-class _Tokens(NamedTuple):
-    """The tokens of a decode step, `query_len` of each sequence; every array is (T,)."""
-
-    token_ids: IntArray  # int32; -1: the row's entry in `last_ids`
-    kv_positions: IntArray  # int32; where in the sequence's pages their keys are written
-    positions: IntArray  # int32; in the sequence; differs from the former in a tree only
-    tree_mask: IntArray | None = None  # uint64
-    drafts: Any = None  # (B, query_len - 1) on the device: what the ids after the first of each are
 
 
 class DecodeGraphs:
@@ -94,28 +85,30 @@ class DecodeGraphs:
         self._model = model
         self._pages = kv_pages
         self._table = table
-        self._sampling = sampling
         self._block_size = block_size
         self._sampler = Sampler()
         xp = model.device.xp
         num_rows, width = table.block_tables.shape
-        self._sizes = np.array(batch_sizes(num_rows))
-        max_size = int(self._sizes[-1])
+        self._sizes = batch_sizes(num_rows)
+        max_size = self._sizes[-1]
         max_tokens = max_size * max(query_lens)
         self.features = new_features(max_tokens)
-        self._inputs = StaticInputs(model.device, max_size, max_tokens, num_rows * width)
+        self._filling = GraphInputs(model.device, table, sampling, max_size, max(query_lens))
+        self._inputs = self._filling.static
         self._tables = xp.zeros((num_rows, width), np.int32)  # block tables of the request rows
         self._token_ids = xp.zeros(max_tokens, np.int32)
         self._slot_mapping = xp.zeros(max_tokens, np.int64)
         self._batch_tables = xp.zeros((max_size, width), np.int32)  # block tables of the batch
         index = np.arange(max_size + 1, dtype=np.int32)
         self._cu_seqlens = {n: xp.asarray(index * np.int32(n)) for n in query_lens}
-        self._keys = [
-            GraphKey(size, length, query_len)
-            for query_len in sorted(query_lens)
-            for size in self._sizes.tolist()
-            for length in context_buckets(size, max_model_len)
-        ]
+        self._by_size = {
+            (size, n): [
+                GraphKey(size, length, n) for length in context_buckets(size, max_model_len)
+            ]
+            for n in sorted(query_lens)
+            for size in self._sizes
+        }
+        self._keys = [key for keys in self._by_size.values() for key in keys]
         self._graphs: dict[GraphKey, Any] = {}
         self._forwards: dict[GraphKey, tuple[Any, Any]] = {}  # graphs that end with the logits
         self._pool: Any = None  # memory that graphs allocate during capture
@@ -158,9 +151,16 @@ class DecodeGraphs:
 
     def key(self, num_sequences: int, max_context_len: int, query_len: int = 1) -> GraphKey:
         """Return the smallest captured graph that fits this number of sequences and context."""
-        size = int(self._sizes[np.searchsorted(self._sizes, num_sequences)])
-        of_size = (k for k in self._keys if k.size == size and k.query_len == query_len)
+        size = self._sizes[bisect_left(self._sizes, num_sequences)]
+        of_size = self._by_size[size, query_len]
         return next(key for key in of_size if key.max_context_len >= max_context_len)
+
+    def _key_of(self, context_lens: IntArray, query_len: int) -> GraphKey:
+        """Return `key`; NumPy takes microseconds to find a maximum that may not be needed."""
+        of_size = self._by_size[self._sizes[bisect_left(self._sizes, len(context_lens))], query_len]
+        if len(of_size) == 1:
+            return of_size[0]
+        return self.key(len(context_lens), int(context_lens.max()), query_len)
 
     def launch(
         self, output: ScheduleOutput, rows: IntArray, starts: IntArray
@@ -181,29 +181,21 @@ class DecodeGraphs:
         )
         if not is_supported or query_len not in self._cu_seqlens:
             return None
-        columns = self._sampling.plain_columns(rows)
+        columns = self._filling.columns(rows, query_len)
         if columns is None:
             return None
         stops = starts + np.int32(query_len)
-        key = self.key(len(rows), int(stops.max()), query_len)
+        key = self._key_of(stops, query_len)
         num_blocks = (stops - 1) // self._block_size + 1
         self._table.update_tables(sequences, rows, num_blocks, rewritten=bool(output.copies))
-        if query_len > 1:
-            columns = {name: column.repeat(query_len) for name, column in columns.items()}
-            tokens = self._tokens_with_drafts(output, rows, starts)
-            # After drafts, the host knows the next ids by then, and sends them.
-            last_positions: Any = -1 if output.num_draft_tokens else stops
-        else:
-            tokens = _Tokens(self._host_token_ids(sequences, rows, starts), starts, starts)
-            last_positions = stops
+        tokens = self._filling.tokens(output, rows, starts)
         if tokens.tree_mask is not None:
             key = replace(key, is_tree=True)
-        buffer = self._inputs.next_buffer()
-        sample_positions = tokens.positions + 1
-        buffer.fill(len(rows), key.size, query_len, sample_positions=sample_positions, **columns)
-        self._send(buffer, key, rows, tokens, stops)
+        buffer = self._filling.fill(columns, key.size, tokens, stops)
+        self._send(buffer, key, rows, tokens)
         self.replay(key)
-        self._table.last_positions[rows] = last_positions
+        # After drafts, the host knows the next ids by then, and sends them.
+        self._table.last_positions[rows] = -1 if output.num_draft_tokens else stops
         return self._inputs.read(buffer, len(rows) * query_len, key.num_tokens)
 
     def logits(self, inputs: StepInputs) -> Any:
@@ -224,9 +216,10 @@ class DecodeGraphs:
         ids[inputs.last_id_tokens] = -1
         positions = inputs.sampled_positions - np.int32(1)
         mask = None if batch.tree_mask is None else batch.tree_mask.ravel()
-        buffer = self._inputs.next_buffer()
-        tokens = _Tokens(ids, batch.positions, positions, mask)
-        self._send(buffer, key, rows, tokens, batch.context_lens)
+        tokens = Tokens(ids, batch.positions, positions, mask)
+        size, query_len = key.size, key.query_len
+        buffer = self._filling.fill_all(rows, size, query_len, tokens, batch.context_lens)
+        self._send(buffer, key, rows, tokens)
         self._inputs.release(buffer)
         return self._replay_forward(key)[: batch.num_tokens]
 
@@ -349,96 +342,9 @@ class DecodeGraphs:
         pointer = self._model.device.xp.cuda.MemoryPointer(memory, 0)
         return graph, self._model.device.xp.ndarray(logits.shape, logits.dtype, pointer)
 
-    def _send(
-        self,
-        buffer: StagingBuffer,
-        key: GraphKey,
-        rows: IntArray,
-        tokens: _Tokens,
-        context_lens: IntArray,
-    ) -> None:
-        """Add the inputs of the model to `buffer`, and send it."""
-        offsets = self._table.rope_offsets[rows]
-        if key.query_len > 1:
-            offsets = offsets.repeat(key.query_len)
-        if key.is_tree:
-            buffer.fill(len(rows), key.size, key.query_len, tree_mask=tokens.tree_mask)
-        buffer.fill(
-            len(rows),
-            key.size,
-            key.query_len,
-            rows=rows,
-            token_ids=tokens.token_ids,
-            positions=tokens.kv_positions,
-            rope_positions=tokens.positions + offsets,
-            context_lens=context_lens,
-        )
-        num_new_blocks = self._fill_blocks(buffer, rows, key.size)
+    def _send(self, buffer: StagingBuffer, key: GraphKey, rows: IntArray, tokens: Tokens) -> None:
+        """Add the block ids that the device does not have yet, and send the buffer."""
+        num_new_blocks = self._filling.fill_blocks(buffer, rows, key.size)
         if self.on_send is not None:
             self.on_send(key, self._inputs.used(buffer, num_new_blocks))
-        self._inputs.send(buffer, num_new_blocks)
-        if tokens.drafts is not None:
-            ids = self._inputs.arrays["token_ids"][: len(rows) * key.query_len]
-            ids.reshape(len(rows), key.query_len)[:, 1:] = tokens.drafts
-        self._table.num_sent[rows] = self._table.num_blocks[rows]
-
-    def _host_token_ids(
-        self, sequences: Sequence[ScheduledSequence], rows: IntArray, starts: IntArray
-    ) -> IntArray:
-        """Return the ids that the host has to send; -1 where the device reads `last_ids`."""
-        ids = np.full(len(rows), -1, np.int32)
-        for index in np.flatnonzero(self._table.last_positions[rows] != starts).tolist():
-            start = sequences[index].start
-            ids[index] = sequences[index].request.token_ids(start, start + 1)[0]
-        return ids
-
-    def _tokens_with_drafts(
-        self, output: ScheduleOutput, rows: IntArray, starts: IntArray
-    ) -> _Tokens:
-        """Return the tokens of decodes that have drafts."""
-        sequences, query_len = output.sequences, output.query_len
-        on_device = _drafts_on_device(sequences, query_len)
-        ids = np.full((len(rows), query_len), -1, np.int32)
-        kv_positions = starts[:, None] + np.arange(query_len, dtype=np.int32)
-        positions = kv_positions
-        mask = tree_mask(output)
-        if mask is not None:
-            mask, positions = mask.ravel(), kv_positions.copy()
-        last_positions = self._table.last_positions[rows].tolist()
-        for index, sequence in enumerate(sequences):
-            reached, drafts = sequence.num_reached_tokens, sequence.drafts
-            num_known = reached - sequence.start
-            uses_last_id = last_positions[index] == reached - 1
-            known = sequence.request.token_ids(sequence.start, reached - uses_last_id)
-            ids[index, : num_known - uses_last_id] = known
-            if drafts is not None and on_device is None:
-                ids[index, num_known:] = drafts.token_ids
-                if drafts.is_tree:
-                    positions[index, num_known:] = reached - 1 + np.array(drafts.depths, np.int32)
-        return _Tokens(ids.ravel(), kv_positions.ravel(), positions.ravel(), mask, on_device)
-
-    def _fill_blocks(self, buffer: StagingBuffer, rows: IntArray, size: int) -> int:
-        """Write the block ids that the device does not have yet; return their number."""
-        sent = self._table.num_sent[rows]
-        counts = self._table.num_blocks[rows] - sent
-        buffer.fill(len(rows), size, new_starts=sent)
-        offsets = buffer.fill_blocks(counts, size)
-        blocks, tables = buffer.fields["new_blocks"], self._table.block_tables
-        for index in np.flatnonzero(counts).tolist():
-            new = tables[rows[index], sent[index] : sent[index] + counts[index]]
-            blocks[offsets[index] : offsets[index + 1]] = new
-        return int(offsets[-1])
-
-
-def _drafts_on_device(sequences: Sequence[ScheduledSequence], query_len: int) -> Any:
-    """Return the drafts (B, query_len - 1) of all sequences if they need not be sent, else None."""
-    first = sequences[0].drafts
-    if not isinstance(first, DeferredDrafts) or first.ids.on_device is None:
-        return None
-    for index, sequence in enumerate(sequences):
-        drafts = sequence.drafts
-        if not isinstance(drafts, DeferredDrafts) or drafts.ids is not first.ids:
-            return None
-        if drafts.row != index or len(drafts) != query_len - 1:
-            return None
-    return first.ids.on_device[: len(sequences), : query_len - 1]
+        self._filling.send(buffer, num_new_blocks, tokens)

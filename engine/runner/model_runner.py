@@ -257,15 +257,18 @@ class ModelRunner:
         if output.is_unchanged and step_id == output.step_id - 1:
             starts = starts + np.int32(1)
         else:
-            rows = self._table.of(output.sequences)
-            for index in np.flatnonzero(rows < 0).tolist():
-                rows[index] = self._assign_row(output.sequences[index].request)
+            found = [s.request.row for s in output.sequences]
+            if min(found) < 0:
+                found = [self._row(s.request) for s in output.sequences]
+            rows = np.array(found, np.int64)
             starts = np.array([s.start for s in output.sequences], np.int32)
         self._last_step = output.step_id, rows, starts
         return rows, starts
 
-    def _assign_row(self, request: Request) -> int:
-        """Assign a row to a request that is new or resumes."""
+    def _row(self, request: Request) -> int:
+        """Return the row of a request; it gets one if it is new or resumes."""
+        if request.row >= 0:
+            return request.row
         row = self._table.assign(request)
         self._table.rope_offsets[row] = request.long_rope * self.model.long_rope_offset
         self._sampling.assign(request)
@@ -423,6 +426,7 @@ class ModelRunner:
     ) -> None:
         """Read a step with drafts: a sequence gets its accepted drafts and one token more."""
         all_ids, status = arrays["token_ids"].tolist(), arrays["status"]
+        has_failures = any(status.tolist())
         moves: list[tuple[int, int]] = []
         counts = step.counts or [None] * len(step.sampled)
         for sequence, first, count in zip(step.sampled, first_logits_rows, counts, strict=True):
@@ -431,8 +435,9 @@ class ModelRunner:
             if drafts is not None:
                 accepted = drafts.accepted_rows(all_ids[first : first + sequence.num_logits])
                 logits_rows = [first + index for index in accepted]
-                moves += self._slot_moves(sequence, drafts.moves(accepted))
-            if status[logits_rows].any():
+                if drafts.parents is not None:
+                    moves += self._slot_moves(sequence, drafts.moves(accepted))
+            if has_failures and status[logits_rows].any():
                 result.failed.setdefault(request, _NO_SAMPLE)
             if request in result.failed:
                 continue

@@ -94,10 +94,6 @@ class RequestRows:
                     f"{request.request_id!r}, {request.status.value}, with row {request.row}"
                 )
 
-    def of(self, sequences: Sequence[ScheduledSequence]) -> IntArray:
-        """Return the row of each sequence (B,) int64; -1 where it has none yet."""
-        return np.array([s.request.row for s in sequences], np.int64)
-
     def update_tables(
         self,
         sequences: Sequence[ScheduledSequence],

@@ -37,7 +37,7 @@ class StepResult:
 
     def keep(self, request: Request, count: int) -> None:
         """Keep only the first `count` ids sampled for `request`, which ends with them."""
-        del self.token_ids[request][count:]
+        self.token_ids[request] = self.token_ids[request][:count]
         if request in self.logprobs:
             del self.logprobs[request][count:]
 

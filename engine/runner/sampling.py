@@ -75,6 +75,8 @@ class SamplingTable:
     ----------
     num_prompt_scored : int
         Running requests that ask for prompt_logprobs.
+    version : int
+        Another one whenever `plain_columns` might return something else.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class SamplingTable:
         self.is_penalised = np.zeros(num_rows, np.bool_)
         self.has_processors = np.zeros(num_rows, np.bool_)
         self._needs_host_ids = np.zeros(num_rows, np.bool_)
-        self.num_prompt_scored = 0
+        self.num_prompt_scored = self.version = 0
         self._eos = tuple(eos_token_ids)
         self._floats = {
             name: np.zeros(num_rows, np.float32)
@@ -99,6 +101,7 @@ class SamplingTable:
 
     def assign(self, request: Request) -> None:
         """Fill the row of `request`."""
+        self.version += 1
         row, spec = request.row, request.spec
         params = spec.params
         for name, column in self._floats.items():
@@ -123,6 +126,7 @@ class SamplingTable:
 
     def release(self, request: Request) -> None:
         """Release the row of `request`."""
+        self.version += 1
         self.num_prompt_scored -= request.spec.params.prompt_logprobs is not None
 
     def needs_host_ids(self, rows: IntArray) -> bool:
@@ -236,6 +240,7 @@ class SamplingTable:
             bias |= dict.fromkeys(sorted(ends), -np.inf)
         elif not bias and not spec.bad_words and not path:
             self._has_bias[row] = False  # its only bias was min_tokens, now reached
+            self.version += 1
         if not spec.bad_words:
             return bias
         output = [*request.output_token_ids, *path]

@@ -55,13 +55,18 @@ class StagingBuffer:
         One entry per token or per sequence; "cu_new_blocks" has one more, and "new_blocks" has
         room for the maximum.
     results : (2 * max_tokens,) int32
+    holds : object
+        What its user left in it that a later step can use again; None: nothing.
     """
 
     def __init__(self, memory: IntArray, fields: dict[str, IntArray], results: IntArray) -> None:
         self.memory = memory
         self.fields = fields
         self.results = results
+        self.holds: object = None
         self.done: Any = None
+        # Asked for once: NumPy takes microseconds to return an address.
+        self.address, self.results_address = memory.ctypes.data, results.ctypes.data
 
     def fill(self, num_sequences: int, size: int, query_len: int = 1, /, **columns: Any) -> None:
         """Write the fields `columns` of `num_sequences`, and padding up to `size` sequences.
@@ -73,6 +78,12 @@ class StagingBuffer:
             field = self.fields[name]
             field[: num_sequences * width] = column
             field[num_sequences * width : size * width] = _FIELDS[name][1]
+
+    def pad(self, num_sequences: int, size: int, query_len: int) -> None:
+        """Write the padding of all fields from `num_sequences` up to `size` sequences."""
+        for name, (_, value) in _FIELDS.items():
+            width = query_len if name in _TOKEN_FIELDS else 1
+            self.fields[name][num_sequences * width : size * width] = value
 
     def fill_blocks(self, counts: IntArray, size: int) -> IntArray:
         """Write the offsets of each sequence's new blocks, and return them, (len(counts) + 1,)."""
@@ -116,6 +127,7 @@ class StaticInputs:
         self, device: Device, max_sequences: int, max_tokens: int, max_new_blocks: int
     ) -> None:
         self._device = device
+        self._stream: Any = device.xp.cuda.get_current_stream if device.is_cuda else None
         self._max_tokens = max_tokens
         self._layout, self._base = _layout(max_sequences, max_tokens)
         num_bytes = self._base + 4 * max_new_blocks
@@ -143,9 +155,8 @@ class StaticInputs:
     def send(self, buffer: StagingBuffer, num_new_blocks: int) -> None:
         """Copy the used part of `buffer` to the device, asynchronously on the current stream."""
         if self._device.is_cuda:
-            stream = self._device.xp.cuda.get_current_stream()
             num_bytes = self._base + 4 * num_new_blocks
-            self._memory.data.copy_from_host_async(buffer.memory.ctypes.data, num_bytes, stream)
+            self._memory.data.copy_from_host_async(buffer.address, num_bytes, self._stream())
 
     def used(self, buffer: StagingBuffer, num_new_blocks: int) -> Any:
         """Return the bytes of `buffer` that `send` copies."""
@@ -154,7 +165,7 @@ class StaticInputs:
     def load(self, data: Any) -> StagingBuffer:
         """Copy what `used` returned in another process to a staging buffer, and send it."""
         buffer = self.next_buffer()
-        buffer.memory[: len(data)] = data
+        buffer.memory[: len(data)], buffer.holds = data, None
         self.send(buffer, (len(data) - self._base) // 4)
         return buffer
 
@@ -163,8 +174,8 @@ class StaticInputs:
         if not self._device.is_cuda:
             rows = self.results[: 2 * size].reshape(2, size)[:, :num_tokens].copy()
             return DeviceToHostCopy(self._device, {"token_ids": rows[0], "status": rows[1]})
-        stream = self._device.xp.cuda.get_current_stream()
-        self.results.data.copy_to_host_async(buffer.results.ctypes.data, 8 * size, stream)
+        stream = self._stream()
+        self.results.data.copy_to_host_async(buffer.results_address, 8 * size, stream)
         buffer.done.record(stream)
         rows = buffer.results[: 2 * size].reshape(2, size)[:, :num_tokens]
         return DeviceToHostCopy.of(buffer.done, {"token_ids": rows[0], "status": rows[1]})
@@ -172,7 +183,7 @@ class StaticInputs:
     def release(self, buffer: StagingBuffer) -> None:
         """Make `buffer` reusable after its host-to-device copy; nothing is read back."""
         if buffer.done is not None:
-            buffer.done.record(self._device.xp.cuda.get_current_stream())
+            buffer.done.record(self._stream())
 
     def _staging_buffer(self, num_bytes: int) -> StagingBuffer:
         if not self._device.is_cuda:

@@ -23,14 +23,14 @@ def chunk_size(request: Request, output: ScheduleOutput, config: SchedulerConfig
 def add_chunk(
     request: Request,
     output: ScheduleOutput,
-    config: SchedulerConfig,
+    num_new: int,
     drafts: Drafts | None = None,
 ) -> None:
-    """Schedule the next tokens of `request`, as many as fit into the step, and count them.
+    """Schedule the next `num_new` tokens of `request`, and count them.
 
     `drafts`: from `fitting_drafts`; their blocks are allocated.
     """
-    start, num_new = request.num_computed_tokens, chunk_size(request, output, config)
+    start = request.num_computed_tokens
     is_sampled = start + num_new == request.num_tokens
     num_pending = 1 if is_sampled and request.num_pending_tokens else 0
     num_drafts = 0

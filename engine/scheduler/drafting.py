@@ -76,6 +76,10 @@ def group_decodes(output: ScheduleOutput) -> None:
 
     The others are computed like prefills, which support no trees: a tree is truncated to a chain.
     """
+    first = output.sequences[0].num_scheduled_tokens
+    if all(s.num_scheduled_tokens == first and s.is_decode for s in output.sequences):
+        output.num_decodes, output.query_len = len(output.sequences), first
+        return
     lengths = Counter(s.num_scheduled_tokens for s in output.sequences if s.is_decode)
     length = max(lengths, key=lambda n: (lengths[n], n), default=1)
     decodes = [s for s in output.sequences if s.is_decode and s.num_scheduled_tokens == length]

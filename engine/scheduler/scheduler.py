@@ -375,12 +375,12 @@ class Scheduler:
                 continue  # preempted just now, or the budget is spent
             if request.num_draft_tokens or request.num_tokens >= request.max_num_tokens:
                 continue  # its drafts are in flight, or its last token is pending
-            if self._make_room(request, output):
-                later = len(requests) - index - 1
-                drafts = fitting_drafts(request, num_new, output, config, reserved=later)
-                if drafts and not self.blocks.grow(request, request.num_tokens + len(drafts)):
-                    drafts = None
-                add_chunk(request, output, config, drafts)
+            later = len(requests) - index - 1
+            drafts = fitting_drafts(request, num_new, output, config, reserved=later)
+            if drafts and self.blocks.grow(request, request.num_tokens + len(drafts)):
+                add_chunk(request, output, num_new, drafts)
+            elif self._make_room(request, output):
+                add_chunk(request, output, num_new)
 
     def _admit(self, output: ScheduleOutput, excluded: Collection[Request]) -> None:
         """Admit waiting requests, in order of service, until one does not fit."""
@@ -410,7 +410,7 @@ class Scheduler:
             queues.run(request)
             in_flight.add(request)
             output.admitted.append(request)
-            add_chunk(request, output, config)
+            add_chunk(request, output, chunk_size(request, output, config))  # without its prefix
         for request in passed:
             queues.waiting.push(request)
 

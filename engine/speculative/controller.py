@@ -20,6 +20,7 @@ _WEIGHT = 4.0  # how many drafts the assumption counts as
 _KEEP_REQUEST, _KEEP_ALL = 0.9, 0.98  # weight of older evidence at each step with drafts
 _KEEP_IDLE = 1 - 1 / 256  # and at each step without: what was bad is tried again some day
 _GAIN_TO_START = 1.03  # of tokens per second, over plain decoding
+_NEW_SECONDS = 0.1  # weight of the latest time that was measured
 _SECOND_BEST = 0.3  # how likely a second branch is accepted, relative to the first
 
 
@@ -81,6 +82,7 @@ class Controller:
         self._is_adaptive = is_adaptive
         self._is_on = True
         self._step = 0
+        self._host_seconds = 0.0  # which steps without drafts do not take, as they overlap
         self._of_all = _Evidence(0)
         self._of: dict[Request, _Evidence] = {}
 
@@ -92,6 +94,12 @@ class Controller:
     def next_step(self) -> None:
         """Note that another step begins."""
         self._step += 1
+
+    def note_host_seconds(self, seconds: float) -> None:
+        """Note for how long the device waited for the host to prepare a step with drafts."""
+        known = self._host_seconds
+        # A pause, say of a garbage collection, is not typical.
+        self._host_seconds += _NEW_SECONDS * (min(seconds, 2 * known) - known) if known else seconds
 
     def forget(self, request: Request) -> None:
         """Drop the evidence of a request."""
@@ -172,8 +180,7 @@ class Controller:
         if not self._is_adaptive:
             longest = MAX_QUERY_LEN if lens is None else lens[-1] - 1
             return {request: min(len(drafts), longest) for request, drafts in proposals}
-        expected = self._expected(proposals, certain)
-        gain, counts = self._best(expected, num_decodes, lens)
+        gain, counts = self._best(proposals, certain, num_decodes, lens)
         if not self._pays(gain):
             return {}
         pairs = zip(proposals, counts, strict=True)
@@ -191,31 +198,42 @@ class Controller:
         if not proposals or not self._is_adaptive:
             return bool(proposals)
         times = -(-num_decodes // num_seen)
-        expected = self._expected(proposals, certain) * times
-        return self._best(expected, num_decodes, self._lens)[0] > self._least_gain
+        some = list(proposals) * times
+        return self._best(some, certain, num_decodes, self._lens)[0] > self._least_gain
 
     def graph_len(self, most: int) -> int:
         """Return for how many drafts of every sequence there is a graph: at least `most`."""
         return next((n - 1 for n in self._lens or () if n > most), most)
 
-    def _expected(
-        self, proposals: Sequence[tuple[Request, Drafts]], certain: Collection[Request]
-    ) -> list[Array]:
-        """Return the probability that each draft is accepted."""
-        rates = [1.0 if r in certain else self._rate(r) for r, _ in proposals]
-        return [_acceptance(d, rate) for (_, d), rate in zip(proposals, rates, strict=True)]
-
     def _best(
-        self, expected: Sequence[Array], num_decodes: int, lens: Sequence[int] | None
+        self,
+        proposals: Sequence[tuple[Request, Drafts]],
+        certain: Collection[Request],
+        num_decodes: int,
+        lens: Sequence[int] | None,
     ) -> tuple[float, list[int]]:
         """Return the largest gain over plain decoding, and how many drafts of each give it."""
+        rates = [1.0 if r in certain else self._rate(r) for r, _ in proposals]
+        pairs = [(drafts, rate) for (_, drafts), rate in zip(proposals, rates, strict=True)]
+        if lens is None:
+            return self._best_of_any([_acceptance(*pair) for pair in pairs], num_decodes)
+        plain, *seconds = self._costs.all_of(num_decodes, (1, *lens))
+        wait = self._host_seconds
+        gains = [
+            (1 + sum([_num_accepted(*pair, n - 1) for pair in pairs]) / num_decodes)
+            * (plain / (time + wait))
+            for n, time in zip(lens, seconds, strict=True)
+        ]
+        gain = max(gains)
+        most = lens[gains.index(gain)] - 1
+        return gain, [min(most, len(drafts)) for drafts, _ in pairs]
+
+    def _best_of_any(self, expected: Sequence[Array], num_decodes: int) -> tuple[float, list[int]]:
+        """Return what `_best` does, where sequences need not have the same number of drafts.
+
+        `expected`: the probability that each draft is accepted.
+        """
         plain = self._costs.seconds(num_decodes, 1)
-        if lens is not None:
-            tokens = np.array([sum(e[: n - 1].sum() for e in expected) for n in lens])
-            seconds = self._costs.all_seconds(num_decodes, np.array(lens, np.float64))
-            gains = (1 + tokens / num_decodes) * plain / seconds
-            best = int(gains.argmax())
-            return float(gains[best]), [min(lens[best] - 1, len(e)) for e in expected]
         # Take the drafts that are expected to give most, as long as the step gains by them.
         owners = np.repeat(np.arange(len(expected)), [len(e) for e in expected])
         values = np.concatenate(expected)
@@ -245,6 +263,14 @@ class Controller:
             return prior
         own.fade(self._step)
         return own.rate(prior)
+
+
+def _num_accepted(drafts: Drafts, rate: float, most: int) -> float:
+    """Return how many of the first `most` drafts are expected to be accepted."""
+    if drafts.is_tree:
+        return float(_acceptance(drafts, rate)[:most].sum())
+    count = min(most, len(drafts))
+    return count if rate == 1.0 else rate * (1 - rate**count) / (1 - rate)
 
 
 def _acceptance(drafts: Drafts, rate: float) -> Array:

@@ -47,10 +47,19 @@ class StepCosts:
         times = np.array(seconds, np.float64)
         # No step is faster than one of fewer tokens: a slower time of fewer tokens is noise.
         self._seconds = np.minimum.accumulate(times[:, ::-1], axis=1)[:, ::-1]
+        self._known: dict[tuple[int, tuple[int, ...]], list[float]] = {}
 
     def seconds(self, num_sequences: int, query_len: float) -> float:
         """Return the seconds of a step of `num_sequences` with `query_len` tokens each."""
         return float(self.all_seconds(num_sequences, np.array([query_len]))[0])
+
+    def all_of(self, num_sequences: int, query_lens: tuple[int, ...]) -> list[float]:
+        """Return `seconds` for each of `query_lens`; these are remembered."""
+        key = num_sequences, query_lens
+        if (known := self._known.get(key)) is None:
+            known = self.all_seconds(num_sequences, np.array(query_lens, np.float64)).tolist()
+            self._known[key] = known
+        return known
 
     def all_seconds(self, num_sequences: int, query_lens: Any) -> Any:
         """Return `seconds` for each of `query_lens`, an array, which need not be whole."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from engine.drafts import DeferredDrafts, Drafts
 from engine.request import Request
-from engine.speculative.proposer import Proposer
+from engine.speculative.proposer import Proposer, ReadsAhead
 
 __all__ = ["GuardedProposer"]
 
@@ -60,6 +60,14 @@ class GuardedProposer:
             self.is_given_up = True
             _log.error("the proposer of drafts has failed %d times; it is off", _MAX_FAILURES)
         return proposals
+
+    def read_ahead(self, requests: Sequence[Request]) -> None:
+        """Call `ReadsAhead.read_ahead`, if the proposer has it."""
+        if isinstance(self._proposer, ReadsAhead) and not self.is_given_up:
+            try:
+                self._proposer.read_ahead(requests)
+            except Exception as error:
+                self._note(_reason(error))
 
     def cost(self, num_sequences: int, num_tokens: int) -> float:
         """Return `Proposer.cost`."""

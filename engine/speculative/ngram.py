@@ -54,6 +54,12 @@ class NgramProposer:
             proposals.append(self._drafts(index, count) if is_read else None)
         return proposals
 
+    def read_ahead(self, requests: Sequence[Request]) -> None:
+        """Read prompts, as `ReadsAhead.read_ahead`."""
+        budget = _READ_PER_CALL
+        for request in requests:
+            budget -= self._index(request, budget)[1]
+
     def forget(self, request: Request) -> None:
         """Drop the index of a request."""
         self._indices.pop(request, None)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import islice
 from operator import index
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from engine.drafts import Drafts
 from engine.request import Request
 
-__all__ = ["CustomProposer", "Proposal", "Proposer"]
+__all__ = ["CustomProposer", "Proposal", "Proposer", "ReadsAhead"]
 
 Proposal = Drafts | Exception | None
 
@@ -47,6 +47,14 @@ class Proposer(Protocol):
 
     def close(self) -> None:
         """Free its memory."""
+
+
+@runtime_checkable
+class ReadsAhead(Protocol):
+    """A proposer that has to read prompts, and can do so while the device computes them."""
+
+    def read_ahead(self, requests: Sequence[Request]) -> None:
+        """Read as much of their known tokens as fits into a few milliseconds."""
 
 
 class CustomProposer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -21,6 +22,9 @@ _PATIENCE = 2  # steps without drafts, before it waits
 _LONGEST_WAIT = 16  # steps
 _NUM_PEEKED = 16  # requests looked at per step while steps overlap
 
+_Result = tuple[Request, Drafts, int, Sequence[int], bool]
+"""Drafts of a request, how many do not only pad, its tokens, and whether they are certain."""
+
 
 class NoSpeculation:
     """Of an engine without a `speculative_config`: proposes nothing."""
@@ -30,7 +34,13 @@ class NoSpeculation:
     def propose(self) -> None:
         """Do nothing."""
 
+    def read_ahead(self, admitted: Sequence[Request]) -> None:
+        """Do nothing."""
+
     def record(self, output: ScheduleOutput, token_ids: Mapping[Request, Sequence[int]]) -> None:
+        """Do nothing."""
+
+    def learn(self) -> None:
         """Do nothing."""
 
     def forget(self, request: Request) -> None:
@@ -85,9 +95,11 @@ class Speculation:
         self._counts = DraftCounts(self._most)
         self._num_real: dict[Request, int] = {}  # drafts in flight, without those that only pad
         self._certain: set[Request] = set()  # whose drafts in flight are forced
+        self._results: list[_Result] = []  # that were read back, but not counted yet
         self._num_futile = 0  # times in a row that nothing was verified
         self._num_waits = 0  # steps until drafts are looked for again
         self._num_peeks = 0
+        self._read_at = 0.0  # when the device began to wait for the next step; 0: it does not
 
     def propose(self) -> None:
         """Propose drafts for the next step; called before it is scheduled."""
@@ -111,25 +123,43 @@ class Speculation:
         for request, drafts in chosen.items():
             self._scheduler.propose(request, drafts)
 
+    def read_ahead(self, admitted: Sequence[Request]) -> None:
+        """Let the proposer read the prompts that the step just launched begins to compute."""
+        if self._read_at:
+            self._controller.note_host_seconds(time.perf_counter() - self._read_at)
+            self._read_at = 0.0
+        if admitted:
+            self._proposer.read_ahead([r for r in admitted if _wants_drafts(r)])
+
     def record(self, output: ScheduleOutput, token_ids: Mapping[Request, Sequence[int]]) -> None:
-        """Count the drafts of a step that was read back; before it is committed."""
+        """Keep the result of a step that was read back for `learn`; before it is committed."""
         if not output.num_draft_tokens:
             return
+        if self._overlaps and self._is_free(len(output.sequences)):
+            self._read_at = time.perf_counter()
+        num_real, self._num_real = self._num_real, {}
         for sequence in output.sequences:
             request, drafts = sequence.request, sequence.drafts
-            num_real = self._num_real.pop(request, 0)
-            if drafts is None or not num_real or request not in token_ids:
-                continue
+            real = num_real.get(request, 0)
+            if drafts is not None and real and request in token_ids:
+                is_certain = request in self._certain
+                self._results.append((request, drafts, real, token_ids[request], is_certain))
+
+    def learn(self) -> None:
+        """Count the drafts of steps that were read back: there is time, the next is launched."""
+        results, self._results = self._results, []
+        for request, drafts, num_real, token_ids, is_certain in results:
             real = drafts.prefix(num_real)
             depths = real.depths
             deepest = max(depths)
-            num_accepted = real.num_accepted(token_ids[request])
+            num_accepted = real.num_accepted(token_ids)
             self._counts.add([depths.count(d + 1) for d in range(deepest)], num_accepted)
-            if request not in self._certain:
+            if not is_certain:
                 self._controller.record(request, num_accepted, deepest)
 
     def forget(self, request: Request) -> None:
         """Drop what is kept for a request that has ended."""
+        self.learn()
         self._num_real.pop(request, None)
         self._certain.discard(request)
         self._controller.forget(request)
@@ -189,13 +219,18 @@ class Speculation:
 
     def _ask_all(self, requests: Sequence[Request], count: int) -> list[tuple[Request, Drafts]]:
         """Return what grammars force, and for the other requests at most `count` drafts each."""
-        wanted = [(r, min(self._most, _room(r))) for r in requests if _wants_drafts(r)]
-        wanted = [(request, most) for request, most in wanted if most > 0]
-        with_grammar = [each for each in wanted if each[0].spec.grammar is not None]
+        wanted: list[tuple[Request, int]] = []
+        with_grammar: list[tuple[Request, int]] = []
+        for request in requests:
+            most = min(self._most, request.max_num_tokens - request.num_known_tokens - 1)
+            if most > 0 and _wants_drafts(request):
+                wanted.append((request, min(count, most)))
+                if request.spec.grammar is not None:
+                    with_grammar.append((request, most))
         proposals = self._forced.ask(with_grammar)
         self._certain = {request for request, _ in proposals}
         if count:
-            rest = [(r, min(count, most)) for r, most in wanted if r not in self._certain]
+            rest = [each for each in wanted if each[0] not in self._certain]
             proposals += self._proposer.ask(rest)
         return proposals
 
@@ -216,11 +251,6 @@ class Speculation:
 def _wants_drafts(request: Request) -> bool:
     wants: bool = request.spec.params.use_speculation
     return wants
-
-
-def _room(request: Request) -> int:
-    """Return how many drafts it can take: a token is sampled after the last one."""
-    return request.max_num_tokens - request.num_known_tokens - 1
 
 
 def _may_be_padded(request: Request) -> bool:

@@ -88,6 +88,19 @@ def test_graphs_may_be_longer_than_what_is_proposed():
     assert controller.num_worth_asking([object()], 4, 1, lambda count: 0.0) == 4
 
 
+def test_the_time_of_the_host_counts():
+    """A step of 1 s and 8 drafts; the host needs another second, or three."""
+    request = object()
+    for seconds, pays in ((0.0, True), (1.0, True), (3.0, False)):
+        controller = Controller(costs(0.02), [1, 9])
+        taught(controller, request, 2, 8)
+        for _ in range(100):
+            controller.note_host_seconds(seconds)
+        assert bool(controller.choose([(request, chain(8))], 1)) == pays
+    controller.note_host_seconds(1e9)  # a pause
+    assert controller._host_seconds < 4.0
+
+
 def test_a_sample_stands_for_all():
     """16 of 64 requests: what would pay for 16 sequences need not for 64."""
     table = StepCosts([16, 64], [1, 9], [[1.0, 1.1], [1.0, 30.0]])

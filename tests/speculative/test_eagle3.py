@@ -11,6 +11,7 @@ import pytest
 
 from engine import SamplingParams
 from engine.cache.memory_pool import format_bytes
+from engine.device import to_numpy
 from engine.errors import ConfigError, WeightsError
 from engine.layers.batch import ForwardBatch
 from engine.loading.eagle3 import load_eagle3_config, load_eagle3_weights
@@ -43,12 +44,13 @@ def features_of(model, token_ids, layers=LAYERS):
     decoder, features = model.decoder, {}
     cache = model.new_cache(1, len(token_ids))
     batch = ForwardBatch.build([token_ids], [0], [cache.block_tables[0]], 16, logits="all")
+    batch = batch.to(model.device)
     delta, residual = None, decoder.embed(batch.token_ids)
     for index, layer in enumerate(decoder.layers):
         features[index] = residual + (0 if delta is None else delta)
         delta, residual = layer(delta, residual.copy(), batch, cache.pages[index])
     features[len(decoder.layers)] = residual + delta
-    return np.concatenate([features[index] for index in layers], axis=1)
+    return np.concatenate([to_numpy(features[index]) for index in layers], axis=1)
 
 
 def drafts_of(engine):
@@ -390,7 +392,7 @@ def test_steps_without_new_keys_make_no_entries(tmp_path, model, monkeypatch):
     engine.close()
 
 
-def perfect_pair(folder):
+def perfect_pair(folder, where="cpu"):
     """A model whose next token is a function of the last one, and a head that knows it.
 
     Embeddings are unit vectors, and all layers of the model add nothing: logits are a permutation
@@ -398,7 +400,7 @@ def perfect_pair(folder):
     """
     size = 24
     config = dataclasses.replace(TARGET, vocab_size=size, hidden_size=size, eos_token_ids=())
-    model = tiny_model(config=config, deterministic=True)
+    model = tiny_model(where, config, deterministic=True)
     next_ids = np.random.default_rng(1).permutation(size)
     step = np.zeros((size, size), np.float32)
     step[next_ids, np.arange(size)] = 1
@@ -408,8 +410,9 @@ def perfect_pair(folder):
             weight.data[...] = 0
         elif name.endswith("norm"):
             weight.data[...] = 1
-    weights["embed"].data[...] = np.eye(size)
-    weights["lm_head"].data[...] = step
+    xp = model.device.xp
+    weights["embed"].data[...] = xp.eye(size)
+    weights["lm_head"].data[...] = xp.asarray(step)
     values = heads.eagle3_json(config, draft_vocab_size=size, intermediate_size=size)
     tensors = heads.eagle3_tensors(np.random.default_rng(0), values, config)
     tensors = {k: np.ones_like(t) if "norm" in k else t for k, t in tensors.items()}

@@ -10,6 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 import engine
 from engine import SamplingParams
+from engine.device import to_numpy
 from engine.errors import ConfigError, WeightsError
 from engine.layers.batch import ForwardBatch
 from engine.loading.mtp import load_mtp_config, load_mtp_weights
@@ -79,7 +80,7 @@ def final_states(model, token_ids):
     """The target's states after its final norm (T, N)."""
     cache = model.new_cache(1, len(token_ids))
     batch = ForwardBatch.build([token_ids], [0], [cache.block_tables[0]], 16, logits="all")
-    return model.decoder.hidden_states(batch, cache.pages)
+    return to_numpy(model.decoder.hidden_states(batch.to(model.device), cache.pages))
 
 
 def mtp_drafts(t, states, token_ids, count):

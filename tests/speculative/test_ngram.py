@@ -16,9 +16,11 @@ from engine.llm_engine import LLMEngine
 from engine.request import Request
 from engine.speculative import ngram, ngram_index
 from engine.speculative.config import SpeculativeConfig
+from engine.speculative.guarded import GuardedProposer
 from engine.speculative.make import _make_proposer
 from engine.speculative.ngram import NgramProposer, SuffixProposer
 from engine.speculative.ngram_index import NgramIndex
+from engine.speculative.proposer import CustomProposer
 from engine.testing.mock_model import MockModel
 
 RULES = SimpleNamespace(ignore_eos=True, stop_token_ids=None)
@@ -142,6 +144,34 @@ def test_long_prompts_are_read_in_several_calls(monkeypatch):
     # 500 tokens in calls of 100: the first request has its 250 after three of them.
     assert shown == [[False, False]] * 2 + [[True, False]] * 2 + [[True, True]] * 2
     assert proposer.propose([(requests[0], 3)])[0].token_ids == (0, 1, 2)
+
+
+def test_prompts_are_read_while_the_device_computes_them(monkeypatch):
+    read, extend = [], NgramIndex.extend
+    monkeypatch.setattr(
+        NgramIndex, "extend", lambda self, ids: read.append(len(ids)) or extend(self, ids)
+    )
+    config = {"method": "ngram", "num_speculative_tokens": 4}
+    with LLMEngine(MockModel(64), num_blocks=64, speculative_config=config) as engine:
+        engine.runner.read = lambda step, timeout, read_step=engine.runner.read: (
+            read.append("result") or read_step(step, timeout)
+        )
+        for name, use in (("on", True), ("off", False)):
+            params = SamplingParams(temperature=0, max_tokens=4, use_speculation=use)
+            engine.add_request(name, [1, 2, 3, 4, 5], params)
+        engine.step()
+        assert read == [5, "result"]
+
+
+def test_a_proposer_that_cannot_read_ahead_is_noted():
+    class Failing(NgramProposer):
+        def read_ahead(self, requests):
+            raise MemoryError
+
+    guarded = GuardedProposer(Failing(), vocab_size=64)
+    guarded.read_ahead([make_request([1, 2, 3])])
+    assert guarded.num_failures == 1
+    GuardedProposer(CustomProposer(print), vocab_size=64).read_ahead([make_request([1])])
 
 
 def test_an_index_grows_with_its_request():

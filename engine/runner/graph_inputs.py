@@ -1,0 +1,241 @@
+"""Fills the static inputs of decode steps, writing only what the last step left different.
+
+Between steps of the same requests, only ids and positions change. The rest, such as how a request
+is sampled, is still in the staging buffer from its last use. That matters for steps with drafts:
+the device waits while the host prepares one, as its tokens depend on the results of the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from engine.device import Device
+from engine.drafts import DeferredDrafts
+from engine.runner.batch import tree_mask
+from engine.runner.request_rows import RequestRows
+from engine.runner.sampling import SamplingTable
+from engine.runner.static_inputs import StagingBuffer, StaticInputs
+from engine.scheduler.output import ScheduledSequence, ScheduleOutput
+
+__all__ = ["Columns", "GraphInputs", "Tokens"]
+
+IntArray = np.ndarray[Any, np.dtype[Any]]
+
+
+class Tokens(NamedTuple):
+    """The tokens of a decode step, `query_len` of each sequence; every array is (T,)."""
+
+    token_ids: IntArray | list[int]  # -1: the row's entry in `last_ids`
+    kv_positions: IntArray  # int32; where in the sequence's pages their keys are written
+    positions: IntArray  # int32; in the sequence; differs from the former in a tree only
+    tree_mask: IntArray | None = None  # uint64
+    drafts: Any = None  # (B, query_len - 1) on the device: what the ids after the first of each are
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """What stays the same while the same requests are decoded.
+
+    Attributes
+    ----------
+    rows : (B,) int64
+    query_len : int
+    sampling : dict of str to (B * query_len,) array
+        The columns that `kernels.sample` requires.
+    rope_offsets : (B * query_len,) int32
+    key : tuple
+        Differs if any of these might.
+    """
+
+    rows: IntArray
+    query_len: int
+    sampling: dict[str, IntArray]
+    rope_offsets: IntArray
+    key: tuple[bytes, int, int]
+
+
+class GraphInputs:
+    """The static inputs of decode graphs, and how a step fills them.
+
+    Parameters
+    ----------
+    device : Device
+    table : RequestRows
+    sampling : SamplingTable
+    max_size, max_query_len : int
+        Maximum sequences, and query tokens of each.
+
+    Attributes
+    ----------
+    static : StaticInputs
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        table: RequestRows,
+        sampling: SamplingTable,
+        max_size: int,
+        max_query_len: int,
+    ) -> None:
+        self._table = table
+        self._sampling = sampling
+        max_blocks = table.block_tables.size
+        self.static = StaticInputs(device, max_size, max_size * max_query_len, max_blocks)
+        self._offsets = np.arange(max_query_len, dtype=np.int32)
+        self._columns: Columns | None = None
+
+    def columns(self, rows: IntArray, query_len: int) -> Columns | None:
+        """Return the columns of these rows; None if the sampling of any needs more."""
+        key = rows.tobytes(), query_len, self._sampling.version
+        if self._columns is None or self._columns.key != key:
+            columns = self._sampling.plain_columns(rows)
+            if columns is None:
+                return None
+            repeated = {name: column.repeat(query_len) for name, column in columns.items()}
+            offsets = self._table.rope_offsets[rows].repeat(query_len)
+            self._columns = Columns(rows, query_len, repeated, offsets, key)
+        return self._columns
+
+    def tokens(self, output: ScheduleOutput, rows: IntArray, starts: IntArray) -> Tokens:
+        """Return the tokens of a step."""
+        if output.query_len == 1:
+            ids = self._last_or_host_ids(output.sequences, rows, starts)
+            return Tokens(ids, starts, starts)
+        return self._tokens_with_drafts(output, rows, starts)
+
+    def fill(self, columns: Columns, size: int, tokens: Tokens, stops: IntArray) -> StagingBuffer:
+        """Return the next staging buffer, with everything but block tables.
+
+        Parameters
+        ----------
+        columns : Columns
+        size : int
+            Sequences, padding included.
+        tokens : Tokens
+        stops : (B,) int32
+            The context lengths.
+        """
+        buffer, count = self.static.next_buffer(), len(columns.rows)
+        if buffer.holds != (columns.key, size):
+            buffer.pad(count, size, columns.query_len)
+            buffer.fill(count, count, columns.query_len, rows=columns.rows, **columns.sampling)
+            buffer.holds = columns.key, size
+        fields, num_tokens = buffer.fields, len(columns.rope_offsets)
+        fields["token_ids"][:num_tokens] = tokens.token_ids
+        fields["positions"][:num_tokens] = tokens.kv_positions
+        np.add(tokens.positions, 1, out=fields["sample_positions"][:num_tokens])
+        rotated = fields["rope_positions"][:num_tokens]
+        np.add(tokens.positions, columns.rope_offsets, out=rotated)
+        fields["context_lens"][:count] = stops
+        if tokens.tree_mask is not None:
+            fields["tree_mask"][:num_tokens] = tokens.tree_mask
+        return buffer
+
+    def fill_all(
+        self, rows: IntArray, size: int, query_len: int, tokens: Tokens, stops: IntArray
+    ) -> StagingBuffer:
+        """Return the next staging buffer, for a step that is not sampled by its graph."""
+        buffer, count = self.static.next_buffer(), len(rows)
+        buffer.holds = None
+        offsets = self._table.rope_offsets[rows].repeat(query_len)
+        columns: dict[str, Any] = {
+            "rows": rows,
+            "token_ids": tokens.token_ids,
+            "positions": tokens.kv_positions,
+            "rope_positions": tokens.positions + offsets,
+            "context_lens": stops,
+        }
+        if tokens.tree_mask is not None:
+            columns["tree_mask"] = tokens.tree_mask
+        buffer.fill(count, size, query_len, **columns)
+        return buffer
+
+    def fill_blocks(self, buffer: StagingBuffer, rows: IntArray, size: int) -> int:
+        """Write the block ids that the device does not have yet; return their number."""
+        held, sent = self._table.num_blocks[rows], self._table.num_sent[rows]
+        if held.tobytes() == sent.tobytes():  # much faster than to compare them as arrays
+            buffer.fields["cu_new_blocks"][: size + 1] = 0
+            return 0
+        counts = held - sent
+        buffer.fill(len(rows), size, new_starts=sent)
+        offsets = buffer.fill_blocks(counts, size)
+        blocks, tables = buffer.fields["new_blocks"], self._table.block_tables
+        for index in counts.nonzero()[0].tolist():
+            new = tables[rows[index], sent[index] : held[index]]
+            blocks[offsets[index] : offsets[index + 1]] = new
+        self._table.num_sent[rows] = held
+        return int(offsets[-1])
+
+    def send(self, buffer: StagingBuffer, num_new_blocks: int, tokens: Tokens) -> None:
+        """Copy the buffer, with its block ids, to the device."""
+        self.static.send(buffer, num_new_blocks)
+        if tokens.drafts is not None:
+            shape = tokens.drafts.shape[0], tokens.drafts.shape[1] + 1
+            ids = self.static.arrays["token_ids"][: shape[0] * shape[1]]
+            ids.reshape(shape)[:, 1:] = tokens.drafts
+
+    # ---- parts of the above
+
+    def _last_or_host_ids(
+        self, sequences: Sequence[ScheduledSequence], rows: IntArray, starts: IntArray
+    ) -> IntArray:
+        """Return the ids that the host has to send; -1 where the device reads `last_ids`."""
+        ids = np.full(len(rows), -1, np.int32)
+        for index in (self._table.last_positions[rows] != starts).nonzero()[0].tolist():
+            start = sequences[index].start
+            ids[index] = sequences[index].request.token_ids(start, start + 1)[0]
+        return ids
+
+    def _tokens_with_drafts(
+        self, output: ScheduleOutput, rows: IntArray, starts: IntArray
+    ) -> Tokens:
+        """Return the tokens of decodes that have drafts."""
+        sequences, query_len = output.sequences, output.query_len
+        on_device = _drafts_on_device(sequences, query_len)
+        ids: list[int] = []
+        positions = starts[:, None] + self._offsets[:query_len]
+        kv_positions, has_parents = positions.ravel(), False
+        last_positions = self._table.last_positions[rows].tolist()
+        for sequence, last_position in zip(sequences, last_positions, strict=True):
+            start, drafts = sequence.start, sequence.drafts
+            num_drafts = 0 if drafts is None else len(drafts)
+            reached = start + sequence.num_scheduled_tokens - num_drafts
+            known = sequence.request.token_ids(start, reached)
+            if last_position == reached - 1:
+                known = [*known[: reached - 1 - start], -1]
+            ids += known
+            if drafts is not None:
+                ids += drafts.token_ids if on_device is None else [-1] * num_drafts
+                has_parents = has_parents or drafts.parents is not None
+        mask = tree_mask(output) if has_parents else None
+        if mask is None:
+            return Tokens(ids, kv_positions, kv_positions, None, on_device)
+        _set_depths(positions := positions.copy(), sequences)
+        return Tokens(ids, kv_positions, positions.ravel(), mask.ravel(), on_device)
+
+
+def _set_depths(positions: IntArray, sequences: Sequence[ScheduledSequence]) -> None:
+    """Set the position of each draft of a tree (B, query_len) by its depth."""
+    for row, sequence in zip(positions, sequences, strict=True):
+        if sequence.drafts is not None and sequence.drafts.is_tree:
+            depths = np.array(sequence.drafts.depths, np.int32)
+            row[-len(depths) :] = sequence.num_reached_tokens - 1 + depths
+
+
+def _drafts_on_device(sequences: Sequence[ScheduledSequence], query_len: int) -> Any:
+    """Return the drafts (B, query_len - 1) of all sequences if they need not be sent, else None."""
+    first = sequences[0].drafts
+    if not isinstance(first, DeferredDrafts) or first.ids.on_device is None:
+        return None
+    for index, sequence in enumerate(sequences):
+        drafts = sequence.drafts
+        if not isinstance(drafts, DeferredDrafts) or drafts.ids is not first.ids:
+            return None
+        if drafts.row != index or len(drafts) != query_len - 1:
+            return None
+    return first.ids.on_device[: len(sequences), : query_len - 1]
