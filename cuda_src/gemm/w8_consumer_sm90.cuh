@@ -1,8 +1,8 @@
 // The consumer warpgroups of gemm_fp8_sm90.cu and gemm_int8_sm90.cu: wgmma on codes, scales, then
 // the epilogue.
 //
-// The tensor cores' sums of e4m3 products keep some 14 bits: the sums of each stage are added to
-// others in float. With blocks their scales are applied there. Sums of int8 are exact.
+// The sums of each stage are added to others in float: the tensor cores' sums of e4m3 products keep
+// some 14 bits. With groups their scales are applied there, to exact sums of int8.
 #pragma once
 
 #include "gemm/consumer_sm90.cuh"
@@ -12,60 +12,75 @@ constexpr int kScaleBlock = 128;
 static_assert(kSlabK == kScaleBlock, "a slab of k is a block of scales");
 #ifdef BLOCKS
 constexpr bool kBlocks = BLOCKS;
-static_assert(!kBlocks || (kScaleBlock % kTileN == 0 && kDepth == 1),
-              "a stage of a tile has one block of the weight");
+static_assert(!kBlocks || kScaleBlock % kTileN == 0, "a tile has columns of one block");
 #else
 constexpr bool kBlocks = false;
 #endif
+constexpr bool kGroups = kBlocks || kCodes == 2;  // of x, 128 values of k
+static_assert(!kGroups || kDepth == 1, "a stage is one group");
 
-struct W8Scales {
-  const float* x;       // (M,), or (M, ceil(K / 128)) with kBlocks
-  const float* weight;  // (N,), or (ceil(N / 128), ceil(K / 128)) with kBlocks
-  int num_blocks;       // ceil(K / 128)
+// What a stage of k is summed in.
+template <int kCodes>
+struct StageSum {
+  using type = float;
+};
+template <>
+struct StageSum<2> {
+  using type = int;
 };
 
-// The scales of a warp's sums for blocks of k, in turn. A lane loads that of one row, l % 16 of
-// m-tile l / 16, and those of the weight for even and odd groups of eight columns (gate and up,
-// where these are split): few registers, as there are none to spare.
-struct BlockScales {
+struct W8Scales {
+  const float* x;       // (M,), or (M, ceil(K / 128)) with kGroups
+  const float* weight;  // (N,), or (ceil(N / 128), ceil(K / 128)) with kBlocks
+  int num_groups;       // ceil(K / 128)
+};
+
+// The scales of a warp's sums for groups of k, in turn. A lane loads that of one row, l % 16 of
+// m-tile l / 16, and with kBlocks those of the weight for even and odd groups of eight columns
+// (gate and up, where these are split): few registers, as there are none to spare.
+struct GroupScales {
   static_assert(kMmaTilesM <= 2, "a lane for each row");
-  const float *x, *weight;  // of the block to be loaded next
-  int odd, left;            // from even groups' to odd groups'; blocks that are left
+  const float *x, *weight;  // of the group to be loaded next
+  int odd, left;            // from even columns' to odd columns'; groups that are left
   float x_scale, even_scale, odd_scale;
   float next_x, next_even, next_odd;
 
   // `row` and `col` are the first of the warp's sums.
-  __device__ __forceinline__ BlockScales(const W8Scales& s, const Epilogue& e, int row, int col,
-                                         int m, int n, int block)
-      : left(s.num_blocks - block) {
+  __device__ __forceinline__ GroupScales(const W8Scales& s, const Epilogue& e, int row, int col,
+                                         int m, int n, int group)
+      : left(s.num_groups - group) {
     const int lane_idx = threadIdx.x % 32;
     const int r = row + (kMmaTilesM == 2 ? lane_idx / 16 * kMmaM : 0) + lane_idx % 16;
-    const auto block_of = [&](int c) { return e.bias_index(min(c, n - 1)) / kScaleBlock; };
-    x = s.x + static_cast<int64_t>(min(r, m - 1)) * s.num_blocks + block;
-    weight = s.weight + static_cast<int64_t>(block_of(col)) * s.num_blocks + block;
-    odd = e.num_gates > 0 ? (block_of(col + 8) - block_of(col)) * s.num_blocks : 0;
+    x = s.x + static_cast<int64_t>(min(r, m - 1)) * s.num_groups + group;
+    if constexpr (kBlocks) {
+      const auto block_of = [&](int c) { return e.bias_index(min(c, n - 1)) / kScaleBlock; };
+      weight = s.weight + static_cast<int64_t>(block_of(col)) * s.num_groups + group;
+      odd = e.num_gates > 0 ? (block_of(col + 8) - block_of(col)) * s.num_groups : 0;
+    }
   }
-  // Takes the block that the call before has loaded, and loads the one after it.
+  // Takes the group that the call before has loaded, and loads the one after it.
   __device__ __forceinline__ void advance() {
-    x_scale = next_x, even_scale = next_even, odd_scale = next_odd;
+    x_scale = next_x;
+    if constexpr (kBlocks) even_scale = next_even, odd_scale = next_odd;
     if (left <= 0) return;
-    next_x = *x++, next_even = *weight, next_odd = weight[odd];
-    ++weight, --left;
+    next_x = *x++, --left;
+    if constexpr (kBlocks) next_even = *weight, next_odd = weight[odd], ++weight;
   }
 };
 
 // The factors of a thread's sums: of [m-tile][row of two][even, odd group of columns].
-struct BlockFactors {
+struct GroupFactors {
   float of[kMmaTilesM][2][2];
 
-  __device__ __forceinline__ explicit BlockFactors(const BlockScales& s) {
+  __device__ __forceinline__ explicit GroupFactors(const GroupScales& s) {
 #pragma unroll
     for (int j = 0; j < kMmaTilesM; ++j)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int lane = j * 16 + half * 8 + threadIdx.x % 32 / 4;
         const float x = __shfl_sync(~0u, s.x_scale, lane);
-        of[j][half][0] = x * s.even_scale, of[j][half][1] = x * s.odd_scale;
+        of[j][half][0] = kBlocks ? x * s.even_scale : x;
+        of[j][half][1] = kBlocks ? x * s.odd_scale : x;
       }
   }
 };
@@ -80,11 +95,11 @@ __device__ __forceinline__ void multiply_slab(Sum (&acc)[kWarpgroupCols / 2], un
     wgmma_codes<kWarpgroupCols>(acc, a + step * 2, b + step * 2, accumulate || step > 0);
 }
 
-// e4m3: the sums of each stage are added to `acc`. `row` and `col` are the warp's first.
-__device__ __forceinline__ void multiply_e4m3(const Pipeline& p, const TileScheduler& s,
-                                              int warpgroup, bool is_warmup,
-                                              DynamicPipelineState& state, const W8Scales& scales,
-                                              const Epilogue& e, int row, int col, Sums& acc) {
+// As `multiply` of consumer_sm90.cuh. `row` and `col` are the warp's first.
+__device__ __forceinline__ void multiply_codes(const Pipeline& p, const TileScheduler& s,
+                                               int warpgroup, bool is_warmup,
+                                               DynamicPipelineState& state, const W8Scales& scales,
+                                               const Epilogue& e, int row, int col, Sums& acc) {
   const unsigned rows = p.x + warpgroup * kMmaTilesM * kMmaM * kSlabRowBytes;
   const unsigned full = is_warmup ? p.idle : p.full;
   const int last_k = is_warmup ? s.first_k + 1 : s.last_k;
@@ -94,16 +109,16 @@ __device__ __forceinline__ void multiply_e4m3(const Pipeline& p, const TileSched
   for (int j = 0; j < kMmaTilesM; ++j)
 #pragma unroll
     for (int i = 0; i < kWarpgroupCols / 2; ++i) acc[j][i] = 0.0f;
-  BlockScales block(scales, e, row, col, s.m, s.n, s.first_k);
-  if constexpr (kBlocks) block.advance(), block.advance();
+  GroupScales group(scales, e, row, col, s.m, s.n, s.first_k);
+  if constexpr (kGroups) group.advance(), group.advance();
 #pragma unroll 1
   for (int i = s.first_k; i < last_k; ++i) {
     mbarrier_wait(full + state.stage * 8, state.phase);
-    const BlockFactors factors(block);
-    if constexpr (kBlocks) block.advance();
+    const GroupFactors factors(group);
+    if constexpr (kGroups) group.advance();
 #pragma unroll
     for (int j = 0; j < kMmaTilesM; ++j) {
-      float part[kWarpgroupCols / 2];
+      typename StageSum<kCodes>::type part[kWarpgroupCols / 2];
       wgmma_fence();
 #pragma unroll
       for (int d = 0; d < kDepth; ++d)
@@ -115,10 +130,8 @@ __device__ __forceinline__ void multiply_e4m3(const Pipeline& p, const TileSched
       if (j == kMmaTilesM - 1 && !is_warmup) consumer_release(p, s, state.stage);
 #pragma unroll
       for (int c = 0; c < kWarpgroupCols / 2; ++c) {
-        if constexpr (kBlocks)
-          acc[j][c] += part[c] * factors.of[j][c / 2 % 2][c / 4 % 2];
-        else
-          acc[j][c] += part[c];
+        const float sum = static_cast<float>(part[c]);
+        acc[j][c] += kGroups ? sum * factors.of[j][c / 2 % 2][c / 4 % 2] : sum;
       }
     }
     state.advance(p.stages);
@@ -126,54 +139,15 @@ __device__ __forceinline__ void multiply_e4m3(const Pipeline& p, const TileSched
   if (is_warmup) state = DynamicPipelineState(0);
 }
 
-// int8: as `multiply` of consumer_sm90.cuh.
-__device__ __forceinline__ void multiply_int8(const Pipeline& p, const TileScheduler& s,
-                                              int warpgroup, bool is_warmup,
-                                              DynamicPipelineState& state, Sums& sums) {
-  const unsigned rows = p.x + warpgroup * kMmaTilesM * kMmaM * kSlabRowBytes;
-  const unsigned full = is_warmup ? p.idle : p.full;
-  const int last_k = is_warmup ? s.first_k + 1 : s.last_k;
-  if (is_warmup) state.phase = 1;                  // the phase before the first is over
-  state.stage = __shfl_sync(~0u, state.stage, 0);  // tells ptxas that it is warp-uniform
-  int acc[kMmaTilesM][kWarpgroupCols / 2] = {};
-  int last = 0;
-#pragma unroll 1
-  for (int i = s.first_k; i < last_k; ++i) {
-    mbarrier_wait(full + state.stage * 8, state.phase);
-    wgmma_fence();
-#pragma unroll
-    for (int d = 0; d < kDepth; ++d)
-#pragma unroll
-      for (int j = 0; j < kMmaTilesM; ++j)
-        multiply_slab(acc[j], rows + state.stage * p.stage_x + d * p.slab_x + j * kMmaM * 128,
-                      p.w + state.stage * kStageW + d * kBytesW, true);
-    wgmma_commit();
-    wgmma_wait<1>();  // the stage before this one has been read
-    if (i > s.first_k) consumer_release(p, s, last);
-    last = state.stage;
-    state.advance(p.stages);
-  }
-  wgmma_wait<0>();
-  if (is_warmup)
-    state = DynamicPipelineState(0);
-  else
-    consumer_release(p, s, last);
-#pragma unroll
-  for (int j = 0; j < kMmaTilesM; ++j) {
-    wgmma_pin(acc[j]);
-#pragma unroll
-    for (int i = 0; i < kWarpgroupCols / 2; ++i) sums[j][i] = static_cast<float>(acc[j][i]);
-  }
-}
-
-// Applies the scales of rows and columns to the sums of kTiles m-tiles, the first at (row, col).
+// Applies the scales of columns and, without groups, of rows to the sums of kTiles m-tiles, the
+// first at (row, col).
 template <int kTiles, int kSums>
 __device__ __forceinline__ void apply_scales(const W8Scales& s, const Epilogue& e,
                                              float (&acc)[kTiles][kSums], int row, int col, int m,
                                              int n) {
   const int lane_idx = threadIdx.x % 32;
   // Of columns lane_idx, lane_idx + 32, ...: the others' come by shuffles, after one latency.
-  float weight[(kSums * 2 + 31) / 32], x[kTiles][2];
+  float weight[(kSums * 2 + 31) / 32], x[kTiles][2] = {};
 #pragma unroll
   for (int i = 0; i < (kSums * 2 + 31) / 32; ++i) {
     const int c = col + i * 32 + lane_idx;
@@ -184,7 +158,7 @@ __device__ __forceinline__ void apply_scales(const W8Scales& s, const Epilogue& 
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int r = row + tile * kMmaM + lane_idx / 4 + half * 8;
-      x[tile][half] = r < m ? s.x[r] : 0.0f;
+      if constexpr (!kGroups) x[tile][half] = r < m ? s.x[r] : 0.0f;
     }
 #pragma unroll
   for (int j = 0; j < kSums / 4; ++j)
@@ -194,8 +168,8 @@ __device__ __forceinline__ void apply_scales(const W8Scales& s, const Epilogue& 
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
         float* a = acc[tile] + 4 * j + i;
-        a[0] = a[0] * x[tile][0] * w;
-        a[2] = a[2] * x[tile][1] * w;
+        if constexpr (!kGroups) a[0] *= x[tile][0], a[2] *= x[tile][1];
+        a[0] *= w, a[2] *= w;
       }
     }
 }
@@ -221,10 +195,7 @@ __device__ __forceinline__ void consume_codes(const Pipeline& p, const TileSched
     Sums acc;
     const int2 tile = index == kWarmup ? make_int2(s.m, 0) : s.tile(index);
     const int row = tile.x + warpgroup * kMmaTilesM * kMmaM + warp_idx % 4 * 16;
-    if constexpr (kCodes == 1)
-      multiply_e4m3(p, s, warpgroup, index == kWarmup, state, scales, e, row, tile.y, acc);
-    else
-      multiply_int8(p, s, warpgroup, index == kWarmup, state, acc);
+    multiply_codes(p, s, warpgroup, index == kWarmup, state, scales, e, row, tile.y, acc);
     if constexpr (kClusterK > 1) {
       float own[1][kSliceSums];
       if (row >= s.m) continue;  // no such rows in any CTA: none sends or waits

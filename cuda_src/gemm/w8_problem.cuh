@@ -3,8 +3,9 @@
 //   out[m, n] = activation(sum_k xq[m, k] * weight[n, k] * x_scale * weight_scale + bias[n])
 //               + residual[m, n]
 //
-// Scales are of a row of xq and a row of the weight; with kBlocks of 128 columns of a row of xq and
-// of 128 x 128 of the weight, and are applied to the sum of each 128 columns.
+// Scales of xq are of its rows or, with kGroups, of groups of 128 columns of a row, applied to the
+// sum of each group. Scales of the weight are of its rows or, with kBlocks, of 128 x 128; blocks
+// come with groups.
 #pragma once
 
 #include "common/codes.cuh"
@@ -19,7 +20,7 @@ struct W8Params {
   // x_stride elements apart
   const void* x;
   int64_t x_stride;
-  const float* x_scales;  // (M,), or (M, ceil(K / 128)) with blocks; null: x is quantized here
+  const float* x_scales;  // (M,), or (M, ceil(K / 128)) with groups; null: x is quantized here
   const unsigned char* weight;  // (N, K) codes, contiguous
   const float* weight_scales;   // (N,), or (ceil(N / 128), ceil(K / 128)) with blocks
   const scalar_t* norm_weight;  // (K,): an RMSNorm precedes the quantization; null: none
@@ -70,6 +71,7 @@ struct Fp8Product {
   using Codes = E4m3;
   using sum_t = float;
   static constexpr bool kIsFp8 = true;
+  static constexpr bool kGroups = false;  // without blocks
   // As __half, which holds every code: sums keep float's precision.
   __device__ __forceinline__ static void mma(float (&d)[4], const uint32_t (&a)[4],
                                              const uint32_t (&b)[2]) {
@@ -90,6 +92,7 @@ struct Int8Product {
   using Codes = Int8;
   using sum_t = int;
   static constexpr bool kIsFp8 = false;
+  static constexpr bool kGroups = true;
   __device__ __forceinline__ static void mma(int (&d)[4], const uint32_t (&a)[4],
                                              const uint32_t (&b)[2]) {
     asm volatile(

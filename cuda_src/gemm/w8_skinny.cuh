@@ -13,14 +13,15 @@
 // The product of a warp's 16 rows of the weight with up to eight tokens.
 template <typename Product, bool kBlocks, typename Shape>
 struct W8Warp {
-  static constexpr int kSets = kBlocks ? 2 : 4;  // independent accumulators
+  static constexpr bool kGroups = kBlocks || Product::kGroups;
+  static constexpr int kSets = kGroups ? 2 : 4;  // independent accumulators
   using sum_t = typename Product::sum_t;
 
   const W8Params& p;
   int g, t, lanes_tokens;  // tokens from this lane's on
   const unsigned char* x;  // this lane's first values
   const float* scales;     // of x
-  int blocks;
+  int groups;              // of a row of x
   sum_t acc[kSets][4];
   float scaled[4];
 
@@ -72,26 +73,26 @@ struct W8Warp {
         multiply(*reinterpret_cast<const uint4*>(from),
                  *reinterpret_cast<const uint4*>(from + 1024), k + half * 128 + j * 64);
       }
-      if constexpr (kBlocks) {
-        const int block = k / kScaleBlock + half;
+      if constexpr (kGroups) {
+        const int group = k / kScaleBlock + half;
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const int token = 2 * t + e % 2;
-          const float x_scale =
-              token < p.m && block < blocks ? scales[token * blocks + block] : 0.0f;
-          scaled[e] += (acc[0][e] + acc[1][e]) * x_scale * weight_scales[e / 2][half];
+          float scale = token < p.m && group < groups ? scales[token * groups + group] : 0.0f;
+          if constexpr (kBlocks) scale *= weight_scales[e / 2][half];
+          scaled[e] += static_cast<float>(acc[0][e] + acc[1][e]) * scale;
         }
         clear();
       }
     }
   }
 
-  // A lane's sums to those of its warp: floats, or the bits of int.
+  // A lane's sums to those of its warp.
   __device__ __forceinline__ void store(float* sums) const {
-    sum_t sum[4];
+    float sum[4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      if constexpr (kBlocks) {
+      if constexpr (kGroups) {
         sum[e] = scaled[e];
       } else {
         sum[e] = acc[0][e];
@@ -99,15 +100,16 @@ struct W8Warp {
         for (int s = 1; s < kSets; ++s) sum[e] += acc[s][e];
       }
     }
-    sum_t* to = reinterpret_cast<sum_t*>(sums) + t * 2 * Shape::kPitch + g;
+    float* to = sums + t * 2 * Shape::kPitch + g;
     if (2 * t < p.m) to[0] = sum[0], to[8] = sum[2];
     if (2 * t + 1 < p.m) to[Shape::kPitch] = sum[1], to[Shape::kPitch + 8] = sum[3];
   }
 };
 
 // The four columns of out that a thread finishes of a tile, if any, and what they need.
-template <bool kBlocks, typename Shape>
+template <typename Product, bool kBlocks, typename Shape>
 struct W8Columns {
+  static constexpr bool kGroups = kBlocks || Product::kGroups;
   bool exists;
   int token, row, column;
   OutputOperands o;
@@ -140,38 +142,34 @@ struct W8Columns {
   }
 
   // The sums of four rows of the weight over the block's parts, with their scales.
-  template <typename sum_t>
   __device__ __forceinline__ static Vec<float, 4> scaled_sums(const float* from, int sum_floats,
                                                               float x_scale,
                                                               const Vec<float, 4>& scales) {
-    sum_t sum[4] = {};
+    Vec<float, 4> y = {};
 #pragma unroll 4
     for (int part = 0; part < static_cast<int>(blockDim.y); ++part) {
-      const Vec<sum_t, 4> v =
-          load_vec<sum_t, 4>(reinterpret_cast<const sum_t*>(from + part * sum_floats));
+      const Vec<float, 4> v = load_vec<float, 4>(from + part * sum_floats);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) sum[j] += v.v[j];
+      for (int j = 0; j < 4; ++j) y.v[j] += v.v[j];
     }
-    Vec<float, 4> y;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      y.v[j] = static_cast<float>(sum[j]);
-      if constexpr (!kBlocks) y.v[j] = y.v[j] * x_scale * scales.v[j];
+      if constexpr (!kGroups) y.v[j] *= x_scale;
+      if constexpr (!kBlocks) y.v[j] *= scales.v[j];
     }
     return y;
   }
 
-  template <typename sum_t>
   __device__ __forceinline__ void finish(const Problem& p, const float* sums,
                                          const float* x_scales) const {
     if (!exists) return;
     const Epilogue& e = p.epilogue;
     const float* from = sums + token * Shape::kPitch + row;
-    const float x_scale = kBlocks ? 1.0f : x_scales[token];
+    const float x_scale = kGroups ? 1.0f : x_scales[token];
     const int step = p.m * Shape::kPitch;
-    Vec<float, 4> y = scaled_sums<sum_t>(from, step, x_scale, gate_scales);
+    Vec<float, 4> y = scaled_sums(from, step, x_scale, gate_scales);
     if (e.is_gated()) {
-      const Vec<float, 4> up = scaled_sums<sum_t>(from + 8, step, x_scale, up_scales);
+      const Vec<float, 4> up = scaled_sums(from + 8, step, x_scale, up_scales);
 #pragma unroll
       for (int j = 0; j < 4; ++j) y.v[j] = silu(y.v[j] + o.bias.v[j]) * (up.v[j] + o.up_bias.v[j]);
     } else if (!e.is_bare()) {
@@ -222,7 +220,9 @@ __device__ __forceinline__ void w8_skinny(const W8Params& params) {
   SkinnyBlock<Shape> b(p, ring, smem);
   b.sums = reinterpret_cast<float*>(b.x + params.m * W8Rows<Product, kBlocks>::pitch_of(params.k));
   const int sum_floats = params.m * Shape::kPitch;  // of a warp
-  float* x_scales = kBlocks ? b.sums + Shape::kBuffers * b.num_warps * sum_floats : smem_scales;
+  using Warp = W8Warp<Product, kBlocks, Shape>;
+  float* x_scales =
+      Warp::kGroups ? b.sums + Shape::kBuffers * b.num_warps * sum_floats : smem_scales;
   WeightLoader<Shape> loader(p, b);
   const auto start = [&] {
 #pragma unroll 1
@@ -241,14 +241,14 @@ __device__ __forceinline__ void w8_skinny(const W8Params& params) {
   if (params.uses_pdl == 0) start();
 
   const int g = b.lane_idx / 4, t = b.lane_idx % 4, blocks = scale_blocks(params.k);
-  W8Warp<Product, kBlocks, Shape> warp{params, g, t, params.m - g};
+  Warp warp{params, g, t, params.m - g};
   warp.x = b.x + g * W8Rows<Product, kBlocks>::pitch_of(params.k) + t * 16;
-  warp.scales = x_scales, warp.blocks = blocks;
+  warp.scales = x_scales, warp.groups = blocks;
   int stage = 0, buffer = 0;
 #pragma unroll 1
   for (int tile = b.tile; tile < b.num_tiles; tile += b.tile_step) {
     const int row0 = b.row0(tile);
-    W8Columns<kBlocks, Shape> columns(p, b, params.weight_scales, row0);
+    W8Columns<Product, kBlocks, Shape> columns(p, b, params.weight_scales, row0);
     columns.load_residual(p, b, row0);
     const int low = b.num_gates > 0 ? row0 / 2 : row0;
     const int high = b.num_gates > 0 ? low + b.num_gates : low + 8;
@@ -281,7 +281,7 @@ __device__ __forceinline__ void w8_skinny(const W8Params& params) {
     float* sums = b.sums + (buffer * b.num_warps + b.warp_idx) * sum_floats;
     warp.store(sums);
     skinny_sync(b);
-    columns.template finish<typename Product::sum_t>(p, sums - threadIdx.y * sum_floats, x_scales);
+    columns.finish(p, sums - threadIdx.y * sum_floats, x_scales);
     buffer ^= 1;  // SAFETY: as in skinny_ring
   }
 }

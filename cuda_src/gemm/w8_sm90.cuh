@@ -10,7 +10,7 @@ struct GemmW8Sm90Params {
   TensorMap map_tail;  // x by boxes of tail_part rows
   TensorMap map_w;     // weight (N, K) codes
   TensorMap map_out;
-  const float* x_scales;       // (M,), or (M, ceil(K / 128)) with blocks
+  const float* x_scales;       // (M,), or (M, ceil(K / 128)) with groups
   const float* weight_scales;  // (N,), or (ceil(N / 128), ceil(K / 128)) with blocks
   const scalar_t* bias;        // (N,), or null
   const void* residual;

@@ -46,6 +46,7 @@ struct CodeLoader {
 // A warp's 32 x 32 of the tile.
 template <typename Product, bool kBlocks>
 struct W8Core {
+  static constexpr bool kGroups = kBlocks || Product::kGroups;
   static constexpr int kTilesM = kW8Warp / 16, kTilesN = kW8Warp / 8;
   static constexpr int kPitch = kW8Warp + 8;  // floats; 8 mod 32: no bank conflicts
   static constexpr int kStagingFloats = 16 * kPitch;
@@ -55,7 +56,7 @@ struct W8Core {
   int row0, col0;  // of this warp
   int offset_a, offset_b;
   sum_t acc[kTilesM][kTilesN][4] = {};
-  float scaled[kTilesM][kTilesN][4] = {};  // with kBlocks: sums of the blocks before
+  float scaled[kTilesM][kTilesN][4] = {};  // with kGroups: sums of the groups before
 
   __device__ __forceinline__ W8Core(const W8Params& p, TileOrigin origin) : p(p) {
     const int lane_idx = threadIdx.x % kWarpSize, warp_idx = threadIdx.x / kWarpSize;
@@ -94,8 +95,8 @@ struct W8Core {
     return col0 + j * 8 + e % 2 + static_cast<int>(threadIdx.x) % 4 * 2;
   }
 
-  // Adds the sums of a block of k with its scales, and starts those of the next one.
-  __device__ __forceinline__ void close_block(int block) {
+  // Adds the sums of a group of k with its scales, and starts those of the next one.
+  __device__ __forceinline__ void close_group(int group) {
     const int blocks = scale_blocks(p.k);
 #pragma unroll
     for (int i = 0; i < kTilesM; ++i)
@@ -104,10 +105,12 @@ struct W8Core {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const int m = row(i, e), n = col(j, e);
-          if (m < p.m && n < p.n)
-            scaled[i][j][e] +=
-                acc[i][j][e] * p.x_scales[static_cast<int64_t>(m) * blocks + block] *
-                p.weight_scales[static_cast<int64_t>(n / kScaleBlock) * blocks + block];
+          if (m < p.m && n < p.n) {
+            float scale = p.x_scales[static_cast<int64_t>(m) * blocks + group];
+            if constexpr (kBlocks)
+              scale *= p.weight_scales[static_cast<int64_t>(n / kScaleBlock) * blocks + group];
+            scaled[i][j][e] += static_cast<float>(acc[i][j][e]) * scale;
+          }
           acc[i][j][e] = 0;
         }
   }
@@ -116,6 +119,7 @@ struct W8Core {
     if constexpr (kBlocks) return scaled[i][j][e];
     const int m = row(i, e), n = col(j, e);
     if (m >= p.m || n >= p.n) return 0.0f;
+    if constexpr (kGroups) return scaled[i][j][e] * p.weight_scales[n];
     return static_cast<float>(acc[i][j][e]) * p.x_scales[m] * p.weight_scales[n];
   }
 
@@ -162,8 +166,8 @@ __device__ __forceinline__ void w8_tile(const W8Params& p) {
     __syncthreads();  // SAFETY: all warps see the stage, and have read the one that is filled next.
     load(i + kW8TileStages - 1);
     core.multiply(stage(i), stage(i) + kW8TileBytes);
-    if constexpr (kBlocks)
-      if (i % 2 == 1 || i + 1 == num_stages_k) core.close_block(i / 2);
+    if constexpr (W8Core<Product, kBlocks>::kGroups)
+      if (i % 2 == 1 || i + 1 == num_stages_k) core.close_group(i / 2);
   }
   cp_async_wait<0>();
   __syncthreads();  // SAFETY: the stages are reused as staging of the epilogue.

@@ -15,6 +15,7 @@ template <typename Product, bool kBlocks>
 struct W8Rows {
   using Codes = typename Product::Codes;
   using V = Vec<scalar_t, kVec>;
+  static constexpr bool kGroups = kBlocks || Product::kGroups;
   static constexpr int kPieces = 8;  // 16-byte vectors of a single row that a thread holds
   static constexpr int kGroupLanes = kScaleBlock / kVec;
 
@@ -37,7 +38,7 @@ struct W8Rows {
         num_warps(b.num_warps),
         pitch(pitch_of(p.k)),
         vectors(p.k / kVec),
-        num_scales(kBlocks ? scale_blocks(p.k) : 1),
+        num_scales(kGroups ? scale_blocks(p.k) : 1),
         x(b.x),
         scales(scales),
         smem(smem) {}
@@ -109,7 +110,7 @@ struct W8Rows {
     load_pieces(row, held);
     if (p.norm_weight != nullptr) normalise(held);
     float factor = 0.0f;
-    if constexpr (!kBlocks) {
+    if constexpr (!kGroups) {
       float peak = 0.0f;
 #pragma unroll
       for (int j = 0; j < kPieces; ++j) peak = peak_of(unpack<kVec>(held[j]), peak);
@@ -121,7 +122,7 @@ struct W8Rows {
     for (int j = 0; j < kPieces; ++j) {
       const int i = thread + j * threads;
       const V v = unpack<kVec>(held[j]);
-      if constexpr (kBlocks) {
+      if constexpr (kGroups) {
         const float peak = lanes_max_or_nan<kGroupLanes>(peak_of(v, 0.0f));
         factor = code_factor<Codes>(peak);
         if (i < vectors && i % kGroupLanes == 0) scales[i / kGroupLanes] = code_scale<Codes>(peak);

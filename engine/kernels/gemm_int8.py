@@ -41,14 +41,14 @@ def gemm_int8(
     Parameters
     ----------
     x : (M, K) array of float32, float16 or bfloat16
-        Its rows, which may lie apart, are quantized first, as quantize_rows does ("int8"). Or, with
-        `x_scales`, codes: int8.
+        Its rows, which may lie apart, are quantized first, as quantize_rows does ("int8", in groups
+        of 128). Or, with `x_scales`, codes: int8.
     weight : (N, K) array of int8
         Codes, as checkpoints have them: (out features, in features).
     weight_scales : (N,) array of float32
         Of each row.
-    x_scales : (M, 1) array of float32, optional
-        Of each row.
+    x_scales : (M, ceil(K / 128)) array of float32, optional
+        Of groups of 128 columns of each row; of one, 0, if K is 0.
     norm_weight : (K,) array of x's dtype, optional
         The rows are normalised by rmsnorm with `eps` and `weight_offset` before they are quantized.
     eps, weight_offset : float
@@ -73,8 +73,8 @@ def gemm_int8(
 
     Notes
     -----
-    Sums of products of codes are exact on CUDA. Scales, bias, activation and residual are float32,
-    with one rounding at the end.
+    The sum of a group's products of codes is exact; groups are added in float32. Scales, bias,
+    activation and residual are float32, with one rounding at the end.
 
     Examples
     --------

@@ -91,7 +91,7 @@ class Norm:
             residual=residual,
             x_scale=self.branch_scale,
             dtype=form.activations,
-            group=form.group,
+            group=form.activation_group,
             residual_out=residual,
         )
         return Codes(codes, scales, x.dtype), h

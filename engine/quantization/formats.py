@@ -63,6 +63,8 @@ class Format:
         Numbers of a row that share the float16 scales of their scales; 0 if scales are floats.
     activations : str
         What the other operand is quantized to: "" (nothing), "fp8" or "int8".
+    activation_group : int
+        Consecutive activations of a token that share a scale; 0 for all of them.
 
     Examples
     --------
@@ -79,6 +81,7 @@ class Format:
     offset: str = ""
     super_block: int = 0
     activations: str = ""
+    activation_group: int = 0
 
     @property
     def is_dense(self) -> bool:
@@ -149,8 +152,8 @@ FORMATS: dict[str, Format] = {
     for form in (
         *(Format(name, 8 * itemsize(name)) for name in FLOAT_NAMES),
         Format("fp8", 8, (1, 0), 32, "e4m3", activations="fp8"),
-        Format("fp8_block", 8, (128, 128), 32, "e4m3", activations="fp8"),
-        Format("int8", 8, (1, 0), 32, "int", activations="int8"),
+        Format("fp8_block", 8, (128, 128), 32, "e4m3", activations="fp8", activation_group=128),
+        Format("int8", 8, (1, 0), 32, "int", activations="int8", activation_group=128),
         Format("mxfp4", 4, (1, 32), 8, "e2m1"),
         *_group_formats(),
         *_GGUF,

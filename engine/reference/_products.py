@@ -32,7 +32,8 @@ def multiply_8bit(
     out_dtype: Any,
 ) -> Array:
     """Quantize x where it has no scales yet, multiply the codes, apply scales and epilogue."""
-    group = GROUP if weight_scales.ndim == 2 else 0
+    has_blocks = weight_scales.ndim == 2
+    group = GROUP if has_blocks or dtype == "int8" else 0
     result_dtype = x.dtype if out_dtype is None else out_dtype
     if x_scales is None:
         norm_weight, eps, weight_offset = norm
@@ -44,10 +45,11 @@ def multiply_8bit(
     if group == 0:
         y += (a @ b.T) * x_scales * weight_scales
     else:
-        for i in range(weight_scales.shape[1]):
+        for i in range(-(-a.shape[1] // GROUP)):
             columns = slice(i * GROUP, (i + 1) * GROUP)
-            of_rows = np.repeat(weight_scales[:, i], GROUP)[: len(b)]
-            y += (a[:, columns] @ b[:, columns].T) * x_scales[:, i : i + 1] * of_rows
+            part = (a[:, columns] @ b[:, columns].T) * x_scales[:, i : i + 1]
+            y += part * np.repeat(weight_scales[:, i], GROUP)[: len(b)] if has_blocks else part
+        y *= 1 if has_blocks else weight_scales
     return epilogue(y, bias, residual, activation).astype(result_dtype, copy=False)
 
 

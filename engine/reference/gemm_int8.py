@@ -29,8 +29,8 @@ def gemm_int8(
 ) -> Array:
     """y = activation((xq weight^T) * x_scales * weight_scales + bias) + residual, in float32.
 
-    xq is `x` with `x_scales`, or else quantize_rows of x, or of rmsnorm(x) with a `norm_weight`.
-    The sums of products of codes are exact here up to 2^24, and in the kernels always.
+    xq is `x` with `x_scales`, or else quantize_rows of x, or of rmsnorm(x) with a `norm_weight`;
+    x_scales are of groups of 128 columns. The sum of a group is exact, and is added in float32.
     """
     norm = norm_weight, eps, weight_offset
     return multiply_8bit(

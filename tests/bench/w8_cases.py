@@ -38,7 +38,7 @@ def cases(codes: str, *, has_blocks: bool = False) -> list[BenchCase]:
 
 def _case(codes: str, label: str, m: int, n: int, k: int, *, has_blocks: bool) -> BenchCase:
     product = getattr(kernels, f"gemm_{codes}")
-    group = 128 if has_blocks else 0
+    group = 128 if has_blocks or codes == "int8" else 0
 
     def make(xp: Any, seed: int) -> tuple[Any, ...]:
         x = filled(xp, (m, k), seed)

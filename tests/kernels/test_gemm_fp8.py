@@ -171,7 +171,7 @@ def test_choice_of_skinny():
     assert w8.choose_skinny(9, 4096, 4096, 132, limits) is None
     assert w8.choose_skinny(8, 4096, 32768, 132, limits) is None
     for m, n, k in ((1, 4096, 14336), (8, 4096, 4096), (3, 28672, 4096)):
-        config = w8.choose_skinny(m, n, k, 132, limits, has_blocks=True)
+        config = w8.choose_skinny(m, n, k, 132, limits, group=128)
         assert config is not None and config.shared_bytes <= 232_448
         assert config.parts * config.part_pairs * 2 >= k and config.blocks <= 264
 

@@ -62,7 +62,7 @@ def test_epilogues(xp, m, activation):
 @pytest.mark.parametrize("m", [1, 6, 70])
 def test_codes_of_x(xp, m):
     x, weight, scales, bias, _ = inputs(m, 96, 400, "bfloat16")
-    codes, x_scales = reference.quantize_rows(x, dtype="int8")
+    codes, x_scales = reference.quantize_rows(x, dtype="int8", group=128)
     for out_dtype in ("bfloat16", "float32"):
         compare(
             xp, codes, weight, scales, x_scales=x_scales, bias=bias, out_dtype=np_dtype(out_dtype)
@@ -94,24 +94,71 @@ def test_every_tile_matches_mirror(cp, monkeypatch, config):
 
 
 @pytest.mark.gpu
-def test_sums_are_exact(cp):
-    """Codes of +-127 along a long k: the sum has more bits than a float."""
-    k = 8192
-    weight = np.full((32, k), 127, np.int8)
-    weight[:, 1::2] = -126
-    codes = np.full((70, k), 127, np.int8)
-    exact = (codes.astype(np.int64) @ weight.astype(np.int64).T).astype(np.float32)
-    gx, gw, ones = cases.to_module(cp, codes, weight, np.ones(32, np.float32))
-    scales = cp.ones((70, 1), np.float32)
+@pytest.mark.parametrize("parts", [1, 2, 4, 8])
+def test_every_cut_of_k_matches_mirror(cp, monkeypatch, parts):
+    monkeypatch.setattr(w8, "_num_parts", lambda *_: parts)
+    for m, k in ((1, 1040), (8, 1040), (1, 4096), (3, 256)):
+        x, weight, scales, bias, residual = inputs(m, 330, k, "bfloat16")
+        compare(cp, x, weight, scales, bias=bias, residual=residual)
+
+
+@pytest.mark.gpu
+def test_deterministic_rows_do_not_depend_on_m(cp):
+    x, weight, scales, _, _ = inputs(200, 640, 2048, "bfloat16")
+    gx, gw, gs = cases.to_module(cp, x, weight, scales)
+    whole = kernels.gemm_int8(gx, gw, gs, deterministic=True)
+    for m in (1, 8, 33, 130):
+        part = kernels.gemm_int8(gx[:m], gw, gs, deterministic=True)
+        np.testing.assert_array_equal(to_numpy(part), to_numpy(whole[:m]))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("k", [128, 4096 + 16])
+def test_sums_of_a_group_are_exact(xp, k, dtype):
+    """Groups of the largest codes, whose sums have opposite signs: their total is below 2^24."""
+    rng = np.random.default_rng(0)
+    signs = np.repeat((-1) ** np.arange(-(-k // 128)), 128)[:k]
+    weight = (rng.integers(-128, -99, (33, k)) * signs).clip(-128, 127).astype(np.int8)
+    codes = rng.integers(100, 128, (70, k)).astype(np.int8)
+    exact = codes.astype(np.int64) @ weight.astype(np.int64).T
+    assert abs(exact).max() < 2**24
+    gx, gw, ones = cases.to_module(xp, codes, weight, np.ones(33, np.float32))
+    scales = xp.ones((70, -(-k // 128)), np.float32)
+    bias = xp.zeros(33, np_dtype(dtype))  # says which module computes it
     for m in (1, 8, 70):
-        got = kernels.gemm_int8(gx[:m], gw, ones, x_scales=scales[:m], out_dtype=np.float32)
-        np.testing.assert_array_equal(to_numpy(got), exact[:m])
+        got = kernels.gemm_int8(
+            gx[:m], gw, ones, x_scales=scales[:m], bias=bias, out_dtype=np.float32
+        )
+        np.testing.assert_array_equal(to_numpy(got), exact[:m].astype(np.float32))
+
+
+@pytest.mark.parametrize("m", [1, 8, 70])
+def test_a_large_value_spoils_its_group_only(xp, m):
+    """With one scale for the row, codes of all its other values would be 0."""
+    x, weight, scales, _, _ = inputs(m, 64, 384, "float16")
+    x[:, 130] = 3e4
+    weight[:, 130] = 0
+    others = x.astype(np.float64)
+    others[:, 128:256] = 0
+    numbers = dequantized(weight, scales)
+    got = to_numpy(kernels.gemm_int8(*cases.to_module(xp, x, weight, scales)))
+    np.testing.assert_allclose(got, others @ numbers.T, atol=0.1)
+
+
+@pytest.mark.parametrize("m", [1, 70])
+def test_nan_stays(xp, m):
+    x, weight, scales, _, _ = inputs(m, 64, 384, "bfloat16")
+    x[0, 200] = np.nan
+    got = to_numpy(kernels.gemm_int8(*cases.to_module(xp, x, weight, scales)))
+    assert np.isnan(got[0].astype(np.float32)).all()
+    assert not np.isnan(got[1:].astype(np.float32)).any()
 
 
 def test_mirror_is_the_product_of_dequantized_numbers():
     x, weight, scales, _, _ = inputs(7, 150, 300, "float32")
-    codes, x_scales = reference.quantize_rows(x, dtype="int8")
-    want = dequantized(codes, x_scales) @ dequantized(weight, scales).T
+    codes, x_scales = reference.quantize_rows(x, dtype="int8", group=128)
+    numbers = np.stack([dequantized(codes[i : i + 1], x_scales[i : i + 1])[0] for i in range(7)])
+    want = numbers @ dequantized(weight, scales).T
     np.testing.assert_allclose(reference.gemm_int8(x, weight, scales), want, rtol=1e-4, atol=1e-4)
 
 
@@ -127,3 +174,7 @@ def test_contract(xp):
         kernels.gemm_int8(x, weight, xp.ones((1, 1), np.float32))
     with pytest.raises(ShapeError, match="x_scales: must have shape"):
         kernels.gemm_int8(weight[:2], weight, scales, x_scales=scales[:2], out_dtype=np.float32)
+    long = xp.ones((2, 130), np.int8)
+    with pytest.raises(ShapeError, match=r"x_scales: must have shape \(M, 2\)"):
+        one = xp.ones((2, 1), np.float32)
+        kernels.gemm_int8(long, long, scales[:2], x_scales=one, out_dtype=np.float32)

@@ -106,6 +106,11 @@ class W8Operands:
         """Tell whether scales are of blocks."""
         return int(self.weight_scales.ndim) == 2
 
+    @property
+    def group(self) -> int:
+        """Return how many columns of x share a scale; 0: all."""
+        return _group(self.codes, has_blocks=self.has_blocks)
+
 
 @dataclass(frozen=True)
 class SkinnyW8:
@@ -131,7 +136,7 @@ def choose_skinny(
     sm_count: int,
     limits: Limits,
     *,
-    has_blocks: bool = False,
+    group: int = 0,
     warps: int = 8,
 ) -> SkinnyW8 | None:
     """Choose for x (m, k) and weight (n, k), both aligned; None if x does not fit.
@@ -146,7 +151,7 @@ def choose_skinny(
     parts = _num_parts(n, k, sm_count, warps)
     part_pairs = ceil_div(ceil_div(k, 2 * _STEP_PAIRS), parts) * _STEP_PAIRS
     beside = m * (ceil_div(k, 512) * 512 + 64) + 2 * warps * m * (_ROWS + 4) * 4
-    beside += m * num_scales(k, GROUP) * 4 if has_blocks else 0
+    beside += m * num_scales(k, group) * 4 if group else 0
     waves = ceil_div(ceil_div(n, warps // parts * _ROWS), sm_count)
     is_long = waves * part_pairs >= _LONG_STAGES * _STEP_PAIRS
     for stages in (5, 4, 3) if is_long else (4, 3):
@@ -238,14 +243,18 @@ def _check_x(call: Contract, codes: str, x: Any, x_scales: Any, norm_weight: Any
 
 def _check_scales(call: Contract, codes: str, weight_scales: Any, x_scales: Any) -> Any:
     has_blocks = codes == "fp8" and getattr(weight_scales, "ndim", 1) == 2
-    shape, group = "N", 0
-    if has_blocks:
-        shape, group = f"{ceil_div(call['N'], GROUP)} {ceil_div(call['K'], GROUP)}", GROUP
+    blocks = f"{ceil_div(call['N'], GROUP)} {ceil_div(call['K'], GROUP)}"
+    shape = blocks if has_blocks else "N"
     weight_scales = call.array("weight_scales", weight_scales, shape, FLOAT32)
     if x_scales is not None:
-        shape = f"M {num_scales(call['K'], group)}"
+        shape = f"M {num_scales(call['K'], _group(codes, has_blocks=has_blocks))}"
         x_scales = call.array("x_scales", x_scales, shape, FLOAT32)
     return weight_scales, x_scales
+
+
+def _group(codes: str, *, has_blocks: bool) -> int:
+    """Return how many columns of x share a scale; 0: all."""
+    return GROUP if has_blocks or codes == "int8" else 0
 
 
 def _result_dtype(call: Contract, x: Any, x_scales: Any, wanted: Any) -> np.dtype[Any]:
@@ -284,7 +293,7 @@ def _launch(o: W8Operands) -> None:
             k,
             sm_count(),
             limits(device.cupy().cuda.runtime.getDevice()),
-            has_blocks=o.has_blocks,
+            group=o.group,
         )
         if config is not None:
             _launch_skinny(o, config)
@@ -316,9 +325,8 @@ def _quantized(o: W8Operands) -> W8Operands:
     """Return the operands with x as codes."""
     if o.x_scales is not None:
         return o
-    group = GROUP if o.has_blocks else 0
     if o.norm_weight is None:
-        x, scales = quantize_rows(o.x, dtype=o.codes, group=group)
+        x, scales = quantize_rows(o.x, dtype=o.codes, group=o.group)
     else:
         x, scales = rmsnorm_quantize(
             o.x,
@@ -326,7 +334,7 @@ def _quantized(o: W8Operands) -> W8Operands:
             eps=o.eps,
             weight_offset=o.weight_offset,
             dtype=o.codes,
-            group=group,
+            group=o.group,
         )
     return replace(o, x=x, x_scales=scales, norm_weight=None)
 
