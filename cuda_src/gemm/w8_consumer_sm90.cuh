@@ -18,6 +18,9 @@ constexpr bool kBlocks = false;
 #endif
 constexpr bool kGroups = kBlocks || kCodes == 2;  // of x, 128 values of k
 static_assert(!kGroups || kDepth == 1, "a stage is one group");
+// Registers hold the sums of two stages beside those of the tile, and what else there is.
+constexpr bool kInPairs = kMmaTilesM == 1 && (kWarpgroupCols < 128 || kClusterK == 1);
+static_assert(kInPairs || kConsumerWarpgroups > 1, "warpgroups take turns");
 
 // What a stage of k is summed in.
 template <int kCodes>
@@ -95,14 +98,114 @@ __device__ __forceinline__ void multiply_slab(Sum (&acc)[kWarpgroupCols / 2], un
     wgmma_codes<kWarpgroupCols>(acc, a + step * 2, b + step * 2, accumulate || step > 0);
 }
 
+// Sums this CTA's share of k, a stage at a time.
+struct StageMultiplier {
+  using Part = typename StageSum<kCodes>::type[kWarpgroupCols / 2];  // an m-tile's sums of a stage
+
+  const Pipeline& p;
+  const TileScheduler& s;
+  const int warpgroup;
+  const bool is_warmup;
+  const unsigned full, rows;
+  DynamicPipelineState& state;  // of the stage that is multiplied next
+  GroupScales& scales;
+  int releases;  // the stage that is released next
+
+  __device__ __forceinline__ void wait() const {
+    mbarrier_wait(full + state.stage * 8, state.phase);
+  }
+
+  // Starts m-tile j of the stage.
+  __device__ __forceinline__ void start(int j, Part& part) const {
+    wgmma_fence();
+#pragma unroll
+    for (int d = 0; d < kDepth; ++d)
+      multiply_slab(part, rows + state.stage * p.stage_x + d * p.slab_x + j * kMmaM * 128,
+                    p.w + state.stage * kStageW + d * kBytesW, d > 0);
+    wgmma_commit();
+  }
+
+  __device__ __forceinline__ void release() {
+    if (!is_warmup) consumer_release(p, s, releases);
+    releases = releases + 1 == p.stages ? 0 : releases + 1;
+  }
+
+  __device__ __forceinline__ static void add(int j, const Part& part, const GroupFactors& factors,
+                                             Sums& acc) {
+#pragma unroll
+    for (int c = 0; c < kWarpgroupCols / 2; ++c) {
+      const float sum = static_cast<float>(part[c]);
+      acc[j][c] += kGroups ? sum * factors.of[j][c / 2 % 2][c / 4 % 2] : sum;
+    }
+  }
+
+  __device__ __forceinline__ GroupFactors factors() const {
+    const GroupFactors of_stage(scales);
+    if constexpr (kGroups) scales.advance();
+    return of_stage;
+  }
+
+  // Warpgroups take turns on the tensor cores: while one adds, another multiplies.
+  __device__ __forceinline__ void by_turns(int count, Sums& acc) {
+    const int my_turn = 1 + warpgroup, next_turn = 1 + (warpgroup + 1) % kConsumerWarpgroups;
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      wait();
+      const GroupFactors of_stage = factors();
+#pragma unroll
+      for (int j = 0; j < kMmaTilesM; ++j) {
+        Part part;
+        named_barrier_sync<256>(my_turn);
+        start(j, part);
+        named_barrier_arrive<256>(next_turn);
+        wgmma_wait<0>();
+        wgmma_pin(part);
+        if (j == kMmaTilesM - 1) release();
+        add(j, part, of_stage, acc);
+      }
+      state.advance(p.stages);
+    }
+  }
+
+  // While a stage is added, the next one is multiplied.
+  __device__ __forceinline__ void next(Part& part) {
+    wait();
+    start(0, part);
+    state.advance(p.stages);
+  }
+  template <int kInFlight>
+  __device__ __forceinline__ void finish(Part& part, Sums& acc) {
+    const GroupFactors of_stage = factors();
+    wgmma_wait<kInFlight>();
+    wgmma_pin(part);
+    release();
+    add(0, part, of_stage, acc);
+  }
+  __device__ __forceinline__ void in_pairs(int count, Sums& acc) {
+    Part even, odd;
+    next(even);
+#pragma unroll 1
+    for (; count > 2; count -= 2) {
+      next(odd);
+      finish<1>(even, acc);
+      next(even);
+      finish<1>(odd, acc);
+    }
+    if (count == 2) {
+      next(odd);
+      finish<1>(even, acc);
+      finish<0>(odd, acc);
+    } else {
+      finish<0>(even, acc);
+    }
+  }
+};
+
 // As `multiply` of consumer_sm90.cuh. `row` and `col` are the warp's first.
 __device__ __forceinline__ void multiply_codes(const Pipeline& p, const TileScheduler& s,
                                                int warpgroup, bool is_warmup,
                                                DynamicPipelineState& state, const W8Scales& scales,
                                                const Epilogue& e, int row, int col, Sums& acc) {
-  const unsigned rows = p.x + warpgroup * kMmaTilesM * kMmaM * kSlabRowBytes;
-  const unsigned full = is_warmup ? p.idle : p.full;
-  const int last_k = is_warmup ? s.first_k + 1 : s.last_k;
   if (is_warmup) state.phase = 1;                  // the phase before the first is over
   state.stage = __shfl_sync(~0u, state.stage, 0);  // tells ptxas that it is warp-uniform
 #pragma unroll
@@ -111,31 +214,20 @@ __device__ __forceinline__ void multiply_codes(const Pipeline& p, const TileSche
     for (int i = 0; i < kWarpgroupCols / 2; ++i) acc[j][i] = 0.0f;
   GroupScales group(scales, e, row, col, s.m, s.n, s.first_k);
   if constexpr (kGroups) group.advance(), group.advance();
-#pragma unroll 1
-  for (int i = s.first_k; i < last_k; ++i) {
-    mbarrier_wait(full + state.stage * 8, state.phase);
-    const GroupFactors factors(group);
-    if constexpr (kGroups) group.advance();
-#pragma unroll
-    for (int j = 0; j < kMmaTilesM; ++j) {
-      typename StageSum<kCodes>::type part[kWarpgroupCols / 2];
-      wgmma_fence();
-#pragma unroll
-      for (int d = 0; d < kDepth; ++d)
-        multiply_slab(part, rows + state.stage * p.stage_x + d * p.slab_x + j * kMmaM * 128,
-                      p.w + state.stage * kStageW + d * kBytesW, d > 0);
-      wgmma_commit();
-      wgmma_wait<0>();
-      wgmma_pin(part);
-      if (j == kMmaTilesM - 1 && !is_warmup) consumer_release(p, s, state.stage);
-#pragma unroll
-      for (int c = 0; c < kWarpgroupCols / 2; ++c) {
-        const float sum = static_cast<float>(part[c]);
-        acc[j][c] += kGroups ? sum * factors.of[j][c / 2 % 2][c / 4 % 2] : sum;
-      }
-    }
-    state.advance(p.stages);
-  }
+  StageMultiplier multiplier{p,
+                             s,
+                             warpgroup,
+                             is_warmup,
+                             is_warmup ? p.idle : p.full,
+                             p.x + warpgroup * kMmaTilesM * kMmaM * kSlabRowBytes,
+                             state,
+                             group,
+                             state.stage};
+  const int count = is_warmup ? 1 : s.last_k - s.first_k;
+  if constexpr (kInPairs)
+    multiplier.in_pairs(count, acc);
+  else
+    multiplier.by_turns(count, acc);
   if (is_warmup) state = DynamicPipelineState(0);
 }
 
@@ -190,6 +282,7 @@ __device__ __forceinline__ void consume_codes(const Pipeline& p, const TileSched
     return s.first();
   };
   DynamicPipelineState state(0);
+  if (!kInPairs && warpgroup == kConsumerWarpgroups - 1) named_barrier_arrive<256>(1);  // its turn
 #pragma unroll 1
   for (int index = warms_up ? kWarmup : next(kWarmup); index < s.count(); index = next(index)) {
     Sums acc;

@@ -120,6 +120,7 @@ struct W8Rows {
     }
 #pragma unroll
     for (int j = 0; j < kPieces; ++j) {
+      if (j * threads >= vectors) break;
       const int i = thread + j * threads;
       const V v = unpack<kVec>(held[j]);
       if constexpr (kGroups) {

@@ -48,7 +48,7 @@ def gemm_int8(
     weight_scales : (N,) array of float32
         Of each row.
     x_scales : (M, ceil(K / 128)) array of float32, optional
-        Of groups of 128 columns of each row; of one, 0, if K is 0.
+        Of groups of 128 columns of each row; (M, 1) if K is 0.
     norm_weight : (K,) array of x's dtype, optional
         The rows are normalised by rmsnorm with `eps` and `weight_offset` before they are quantized.
     eps, weight_offset : float
