@@ -11,6 +11,7 @@ from engine.layers.embedding import Embedding
 from engine.layers.linear import Linear, Product
 from engine.layers.norm import Norm
 from engine.quantization import FORMATS, Format, Weight
+from engine.quantization.quantize import quantize
 
 INT8 = Format("int8 a row", 8, (1, 0), 32)
 
@@ -65,3 +66,16 @@ def test_an_unknown_format_is_refused():
 )
 def test_bytes_of_formats(form, shape, num_bytes):
     assert form.num_bytes(shape) == num_bytes and form.is_dense == (form.block is None)
+
+
+@pytest.mark.parametrize(("form", "groups"), [("fp8", 1), ("fp8_block", 3), ("int8", 3)])
+def test_a_norm_quantizes_as_the_product_does(form, groups):
+    """The codes that a norm passes on give what the product of its result gives."""
+    rng = np.random.default_rng(0)
+    x, residual = rng.standard_normal((2, 5, 300)).astype(np.float32)
+    x[:, 7] *= 100  # its group's scale is not that of the others
+    made = Linear(quantize(rng.standard_normal((32, 300)).astype(np.float32), FORMATS[form]))
+    norm = Norm(np.ones(300, np.float32), 1e-6)
+    codes, h = norm.add_for(made.weight.format, x.copy(), residual.copy())
+    assert codes.scales.shape == (5, groups)
+    np.testing.assert_array_equal(made(codes), made(norm(h)))
