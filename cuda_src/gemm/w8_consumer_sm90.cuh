@@ -20,7 +20,6 @@ constexpr bool kGroups = kBlocks || kCodes == 2;  // of x, 128 values of k
 static_assert(!kGroups || kDepth == 1, "a stage is one group");
 // Registers hold the sums of two stages beside those of the tile, and what else there is.
 constexpr bool kInPairs = kMmaTilesM == 1 && (kWarpgroupCols < 128 || kClusterK == 1);
-static_assert(kInPairs || kConsumerWarpgroups > 1, "warpgroups take turns");
 
 // What a stage of k is summed in.
 template <int kCodes>
@@ -145,9 +144,8 @@ struct StageMultiplier {
     return of_stage;
   }
 
-  // Warpgroups take turns on the tensor cores: while one adds, another multiplies.
-  __device__ __forceinline__ void by_turns(int count, Sums& acc) {
-    const int my_turn = 1 + warpgroup, next_turn = 1 + (warpgroup + 1) % kConsumerWarpgroups;
+  // While a warpgroup adds, another one multiplies.
+  __device__ __forceinline__ void one_by_one(int count, Sums& acc) {
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
       wait();
@@ -155,9 +153,7 @@ struct StageMultiplier {
 #pragma unroll
       for (int j = 0; j < kMmaTilesM; ++j) {
         Part part;
-        named_barrier_sync<256>(my_turn);
         start(j, part);
-        named_barrier_arrive<256>(next_turn);
         wgmma_wait<0>();
         wgmma_pin(part);
         if (j == kMmaTilesM - 1) release();
@@ -227,7 +223,7 @@ __device__ __forceinline__ void multiply_codes(const Pipeline& p, const TileSche
   if constexpr (kInPairs)
     multiplier.in_pairs(count, acc);
   else
-    multiplier.by_turns(count, acc);
+    multiplier.one_by_one(count, acc);
   if (is_warmup) state = DynamicPipelineState(0);
 }
 
@@ -282,7 +278,6 @@ __device__ __forceinline__ void consume_codes(const Pipeline& p, const TileSched
     return s.first();
   };
   DynamicPipelineState state(0);
-  if (!kInPairs && warpgroup == kConsumerWarpgroups - 1) named_barrier_arrive<256>(1);  // its turn
 #pragma unroll 1
   for (int index = warms_up ? kWarmup : next(kWarmup); index < s.count(); index = next(index)) {
     Sums acc;
