@@ -7,6 +7,12 @@
 
 constexpr int kSteps = kSlabK / 16;
 
+// The fragments of half a slab. wgmma reads them while the next half's are decoded: two sets in
+// turn. With more registers, or in one set that a loop goes round, ptxas lets wgmma run one at a
+// time (C7512).
+constexpr int kHalf = kSteps / 2;
+using MoeFragments = uint32_t[kHalf][kMmaTiles][4];
+
 struct MoeMultiplier {
   MoeShared& smem;
   int num_slabs;
@@ -18,21 +24,34 @@ struct MoeMultiplier {
     mbarrier_arrive(smem_address(&smem.empty[stage]));
   }
 
-  // Step kStep of slab d; `last`: the stage before, once wgmma may still read its x, else -1.
-  template <int kN, int kStep>
-  __device__ __forceinline__ void step(MoeDecoder& decoder, int d, int last, bool is_first,
-                                       uint64_t b, uint32_t (&a)[kSteps][kMmaTiles][4],
-                                       MoeSums& acc) const {
+  __device__ __forceinline__ void wait(const PipelineState<kStages>& state) const {
+    mbarrier_wait(smem_address(&smem.full[state.stage]), state.phase);
+    if (is_gathered) fence_async_proxy();  // SAFETY: cp.async wrote x, wgmma reads it.
+  }
+
+  template <int kStep>
+  __device__ __forceinline__ void decode_step(MoeDecoder& decoder, int d, MoeFragments& a) const {
     decoder.load_scales<kStep>(d);
-    wgmma_wait<kSteps - 1>();  // the step of the slab before that reads these registers is over
-    if (kStep == kSteps - 1 && d == 0 && last >= 0) release(last);
 #pragma unroll
-    for (int j = 0; j < kMmaTiles; ++j) decoder.decode<kStep>(j, d, a[kStep][j]);
+    for (int j = 0; j < kMmaTiles; ++j) decoder.decode<kStep>(j, d, a[kStep % kHalf][j]);
+  }
+  // Steps kFirst and kFirst + 1 of slab d.
+  template <int kFirst>
+  __device__ __forceinline__ void decode(MoeDecoder& decoder, int d, MoeFragments& a) const {
+    decode_step<kFirst>(decoder, d, a);
+    decode_step<kFirst + 1>(decoder, d, a);
+  }
+
+  template <int kN, int kFirst>
+  __device__ __forceinline__ void start(uint64_t b, bool is_first, const MoeFragments& a,
+                                        MoeSums& acc) const {
     wgmma_fence();
 #pragma unroll
-    for (int j = 0; j < kMmaTiles; ++j)
-      wgmma_weights<kN>(reinterpret_cast<float (&)[kN / 2]>(acc[j]), a[kStep][j], b + kStep * 2,
-                        !is_first || kStep > 0);
+    for (int step = 0; step < kHalf; ++step)
+#pragma unroll
+      for (int j = 0; j < kMmaTiles; ++j)
+        wgmma_weights<kN>(reinterpret_cast<float (&)[kN / 2]>(acc[j]), a[step][j],
+                          b + (kFirst + step) * 2, !is_first || kFirst + step > 0);
     wgmma_commit();
   }
 
@@ -43,29 +62,36 @@ struct MoeMultiplier {
     const unsigned x = smem_address(smem.x[0]);
     state.stage = __shfl_sync(~0u, state.stage, 0);  // tells ptxas that it is warp-uniform
     MoeDecoder decoder(warpgroup);
-    uint32_t a[kSteps][kMmaTiles][4];
-    int last = -1;
+    MoeFragments even, odd;
+    int d = 0, held = -1;  // the stage of the slab before, if that ended it
+    wait(state);
+    decoder.begin_stage(smem.w[state.stage]);
+    decoder.begin_slab(0);
+    decode<0>(decoder, 0, even);
 #pragma unroll 1
-    for (int slab = 0; slab < num_slabs; slab += kDepth) {
-      mbarrier_wait(smem_address(&smem.full[state.stage]), state.phase);
-      if (is_gathered) fence_async_proxy();  // SAFETY: cp.async wrote x, wgmma reads it.
-      decoder.begin_stage(smem.w[state.stage]);
-#pragma unroll 1
-      for (int d = 0; d < kDepth; ++d) {
-        if (slab + d >= num_slabs) break;
-        const bool is_first = slab + d == 0;
-        const uint64_t b = wgmma_descriptor(x + state.stage * kStageX + d * kSlabX);
-        decoder.begin_slab(d);
-        step<kN, 0>(decoder, d, last, is_first, b, a, acc);
-        step<kN, 1>(decoder, d, last, is_first, b, a, acc);
-        step<kN, 2>(decoder, d, last, is_first, b, a, acc);
-        step<kN, 3>(decoder, d, last, is_first, b, a, acc);
+    for (int slab = 0;;) {
+      const uint64_t b = wgmma_descriptor(x + state.stage * kStageX + d * kSlabX);
+      start<kN, 0>(b, slab == 0, even, acc);
+      wgmma_wait<1>();  // the slab before has been multiplied: `odd` may be written
+      if (held >= 0) release(held);
+      decode<kHalf>(decoder, d, odd);
+      start<kN, kHalf>(b, false, odd, acc);
+      held = -1;
+      if (++d == kDepth || slab + 1 == num_slabs) {
+        held = state.stage, d = 0;
+        state.advance();
       }
-      last = state.stage;
-      state.advance();
+      if (++slab == num_slabs) break;
+      if (held >= 0) {
+        wait(state);
+        decoder.begin_stage(smem.w[state.stage]);
+      }
+      decoder.begin_slab(d);
+      wgmma_wait<1>();  // `even` may be written
+      decode<0>(decoder, d, even);
     }
     wgmma_wait<0>();
-    release(last);
+    release(held);
 #pragma unroll
     for (int j = 0; j < kMmaTiles; ++j) wgmma_pin(acc[j]);
   }
