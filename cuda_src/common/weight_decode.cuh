@@ -53,17 +53,22 @@ constexpr int kCodeBias = kIsE2m1 || kBits == 8 ? 0 : kMagic;
 constexpr bool kSumsX = kIsPaired || (kCodeBias != 0 && kGroup > 16);
 constexpr int kBias = kCodeBias + kZero;
 
+// Register j of step s of e2m1: two numbers times 2^-14 (float16) or 2^-126. The code's sign,
+// exponent and mantissa are put at the places of scalar_t's, whose exponent of 0 is 2^(1 - bias):
+// multiplied by 2^(bias - 1), subnormal codes become right too.
+template <int s, int j>
+__device__ __forceinline__ uint32_t small_e2m1(const TileWords& w) {
+  constexpr int kPlace = kIsHalf ? 3 : 6;  // bits below the code's, when its sign is the first
+  constexpr uint32_t kMask = (0x7000u >> kPlace) * 0x00010001u;
+  const uint32_t sign = shifted<4 * j - 12>(w.data[s]) & 0x80008000u;
+  return (shifted<4 * j - 12 + kPlace>(w.data[s]) & kMask) | sign;
+}
+
 // Register j of step s: two codes plus kCodeBias (signed bytes and floats as they are).
 template <int s, int j>
 __device__ __forceinline__ uint32_t decode_register(const TileWords& w) {
   if constexpr (kIsE2m1) {
-    // The code's sign, exponent and mantissa at the places of scalar_t's, whose exponent of 0 is
-    // 2^(1 - bias): multiplied by 2^(bias - 1), subnormal codes become right too.
-    constexpr int kPlace = kIsHalf ? 3 : 6;  // bits below the code's, when its sign is the first
-    constexpr uint32_t kMask = (0x7000u >> kPlace) * 0x00010001u;
-    const uint32_t sign = shifted<4 * j - 12>(w.data[s]) & 0x80008000u;
-    const uint32_t pair = (shifted<4 * j - 12 + kPlace>(w.data[s]) & kMask) | sign;
-    return multiply_pair(pair, kIsHalf ? 0x74007400u : 0x7e807e80u);
+    return multiply_pair(small_e2m1<s, j>(w), kIsHalf ? 0x74007400u : 0x7e807e80u);
   } else if constexpr (kBits == 8) {
     return signed_bytes(shifted<8 * (j % 2)>(w.data[2 * s + j / 2]));
   } else {
