@@ -49,7 +49,7 @@ struct MoeWeights {
   }
 
   // By all threads of the producer: one for every row.
-  __device__ __forceinline__ void load_scales(unsigned char* stage, int slab, int expert,
+  __device__ __forceinline__ void load_scales(unsigned char* stage, float*, int slab, int expert,
                                               int row) const {
     const int column = kBlockColumns > 0 ? slab * kSlabK / max(kBlockColumns, 1) : 0;
 #pragma unroll 1  // registers are scarce here

@@ -16,7 +16,12 @@ constexpr int kStages = STAGES;
 constexpr int kBlocks = BLOCKS;  // CTAs per multiprocessor
 constexpr int kMaxExperts = 512;
 constexpr int kMmaM = 64;   // rows that a wgmma multiplies
-constexpr int kSlabK = 64;  // values of k in a slab: 128 bytes per row, the widest swizzle
+#if WEIGHTS == 3
+using operand_t = unsigned char;  // of rows of x
+#else
+using operand_t = scalar_t;
+#endif
+constexpr int kSlabK = 128 / sizeof(operand_t);  // of a slab: the widest swizzle
 constexpr int kSlabRowBytes = 128;
 constexpr int kBoxRows = 16;  // of sorted rows of x that one copy loads
 constexpr int kConsumerThreads = kWarpgroups * 128;
@@ -28,13 +33,25 @@ constexpr int kConsumerRegisters = kBlocks > 1 ? 168 : WEIGHTS == 1 ? 200 : 208;
 
 constexpr int kPartsW = kWarpgroups * kMmaTiles;  // m-tiles of a tile of the weight
 constexpr int kSlabX = kTokens * kSlabRowBytes, kStageX = kDepth * kSlabX;
-enum MoeWeightKind { kDense = 0, kPacked = 1, kBytes = 2 };
+enum MoeWeightKind { kDense = 0, kPacked = 1, kBytes = 2, kCodes = 3 };
 #if WEIGHTS == 0
 #include "gemm/moe_dense_sm90.cuh"
 #elif WEIGHTS == 1
 #include "gemm/moe_packed_sm90.cuh"
-#else
+#elif WEIGHTS == 2
 #include "gemm/moe_bytes_sm90.cuh"
+#else
+#include "gemm/moe_codes_sm90.cuh"
+#endif
+#if WEIGHTS != 3
+constexpr int kStageScales = 4;  // that lie apart from the stage: none, but arrays have a size
+
+struct MoeRowScales {  // rows of x have none
+  template <typename Params>
+  __device__ __forceinline__ explicit MoeRowScales(const Params&) {}
+  __device__ __forceinline__ void begin(int) const {}
+  __device__ __forceinline__ void load(float*, int) const {}
+};
 #endif
 // Staging of a warpgroup's results: rows of tokens, 64 features each.
 constexpr int kStagingTokens = kTokens < 64 ? kTokens : 64;
@@ -61,6 +78,7 @@ struct MoeShared {
   unsigned char w[kStages][kStageW];
   unsigned char x[kStages][kStageX];
   unsigned char staging[kWarpgroups][kStaging];
+  float scales[kStages][kStageScales];
   MoeTileRecord records[kRecords];
   uint64_t full[kStages], empty[kStages];
   uint64_t record_full[kRecords], record_empty[kRecords];

@@ -4,6 +4,8 @@
 #include "gemm/moe_config_sm90.cuh"
 #if WEIGHTS == 0
 #include "gemm/moe_multiply_sm90.cuh"
+#elif WEIGHTS == 3
+#include "gemm/moe_multiply_codes_sm90.cuh"
 #else
 #include "gemm/moe_multiply_quantized_sm90.cuh"
 #endif

@@ -11,12 +11,12 @@
 struct MoeLoader {
   MoeShared& smem;
   const TensorMap *map_w, *map_x;  // map_w: null if the weight is packed
-  const scalar_t* x;               // (T, k), gathered
+  const operand_t* x;              // (T, k), gathered
   const int* order;
   const float* pair_weights;  // null: x is gathered
   int k, top_k, num_gates;
 
-  static constexpr int kChunks = kSlabRowBytes / 16;
+  static constexpr int kChunks = kSlabRowBytes / 16, kChunkK = 16 / sizeof(operand_t);
   static constexpr int kRowStep = kProducerThreads / kChunks;
   static constexpr int kRows = kTokens / kRowStep;
   static_assert(kRowStep % 8 == 0, "a thread's rows have the same swizzle");
@@ -67,11 +67,11 @@ struct MoeLoader {
     for (int d = 0; d < kDepth; ++d) {
       const int column = (slab + d) * kSlabK;
       if (d > 0 && column >= k) break;
-      const bool exists = column + chunk * kVec < k;  // else zeros
+      const bool exists = column + chunk * kChunkK < k;  // else zeros
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         if (rows[i] < 0) continue;
-        const scalar_t* from = x + static_cast<int64_t>(rows[i]) * k + column + chunk * kVec;
+        const operand_t* from = x + static_cast<int64_t>(rows[i]) * k + column + chunk * kChunkK;
         cp_async_16(to + d * kSlabX + i * kRowStep * kSlabRowBytes, exists ? from : x, exists);
       }
     }

@@ -61,7 +61,7 @@ struct MoeWeights {
   }
 
   // By all threads of the producer: what is too small for bulk copies.
-  __device__ __forceinline__ void load_scales(unsigned char* stage, int slab, int expert,
+  __device__ __forceinline__ void load_scales(unsigned char* stage, float*, int slab, int expert,
                                               int row) const {
     constexpr int kChunks = kTileScales / 16;
     const int thread = threadIdx.x % kProducerThreads, group = slab * kSlabK / kGroup;

@@ -7,6 +7,14 @@
 
 struct MoeQuantizedLoader : MoeLoader {
   MoeWeights weights;
+  MoeRowScales row_scales;
+
+  __device__ __forceinline__ void begin(const MoeTile& tile) {
+    MoeLoader::begin(tile);
+    row_scales.begin(thread() >= tile.count ? -1
+                     : is_gathered()        ? order[tile.first + thread()] / top_k
+                                            : tile.first + thread());
+  }
 
   // By all threads; one also says how many bytes the stage gets. Scales count as x that is
   // gathered.
@@ -21,11 +29,12 @@ struct MoeQuantizedLoader : MoeLoader {
       __syncwarp();
       weights.load(to, slab, depth, tile.expert, tile.row, full);
     }
-    weights.load_scales(to, slab, tile.expert, tile.row);
+    weights.load_scales(to, smem.scales[stage], slab, tile.expert, tile.row);
   }
 
   // By all threads.
   __device__ __forceinline__ void rows_of_x(int stage, int slab, const MoeTile& tile) const {
+    row_scales.load(smem.scales[stage], slab);
     if (is_gathered()) {
       gather(stage, slab);
     } else {

@@ -11,7 +11,8 @@ struct MoeGemmQuantizedSm90Params {
   const unsigned char* high;    // null for 4 and 8 bits
   const unsigned char* scales;  // bytes: float, (E, blocks of rows, blocks of columns)
   const unsigned char* supers;  // null without super-blocks
-  const scalar_t* x;            // (T, K), or (P, K) with pair_weights
+  const operand_t* x;           // (T, K), or (P, K) with pair_weights
+  const float* x_scales;        // of codes: (T, K / 128), or (P, K / 128)
   const int* order;             // (P,)
   const int* offsets;           // (E + 1,)
   const float* pair_weights;    // (P,), or null
@@ -57,7 +58,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
   if (warp_idx >= kConsumerThreads / 32) {
     if constexpr (kMovesRegisters) warpgroup_reg_dealloc<kProducerRegisters>();
     MoeQuantizedLoader load{
-        {smem, &p.map_w, &p.map_x, p.x, p.order, p.pair_weights, p.k, p.top_k, num_gates}, weights};
+        {smem, &p.map_w, &p.map_x, p.x, p.order, p.pair_weights, p.k, p.top_k, num_gates},
+        weights,
+        MoeRowScales(p)};
     produce(smem, load, scheduler, p.is_early != 0);
   } else {
     if constexpr (kMovesRegisters) warpgroup_reg_alloc<kConsumerRegisters>();

@@ -50,6 +50,7 @@ __device__ __forceinline__ void wgmma_codes(int (&acc)[kN / 2], uint64_t a, uint
                  : ENGINE_I##N                                                            \
                  : "l"(desc_a), "l"(desc_b), "r"(static_cast<int>(accumulate)));          \
   }
+ENGINE_WGMMA_CODES(16, 8, 9, 10)
 ENGINE_WGMMA_CODES(32, 16, 17, 18)
 ENGINE_WGMMA_CODES(48, 24, 25, 26)
 ENGINE_WGMMA_CODES(64, 32, 33, 34)

@@ -11,7 +11,7 @@ from engine.reference.gemm import epilogue
 from engine.reference.quantize_rows import quantize_rows
 from engine.reference.rmsnorm import rmsnorm
 
-__all__ = ["GROUP", "multiply_8bit"]
+__all__ = ["GROUP", "multiply_8bit", "rounded_rows"]
 
 Array = np.ndarray[Any, Any]
 
@@ -51,6 +51,13 @@ def multiply_8bit(
             y += part * np.repeat(weight_scales[:, i], GROUP)[: len(b)] if has_blocks else part
         y *= 1 if has_blocks else weight_scales
     return epilogue(y, bias, residual, activation).astype(result_dtype, copy=False)
+
+
+def rounded_rows(x: Array) -> Array:
+    """Return rows in float32, rounded to e4m3 with a scale for each GROUP columns."""
+    codes, scales = quantize_rows(x, dtype="fp8", group=GROUP)
+    of_columns = np.repeat(scales, GROUP, axis=1)[:, : x.shape[1]]
+    return np.asarray(_values(codes) * of_columns, np.float32)
 
 
 def _values(codes: Array) -> Array:

@@ -10,6 +10,7 @@ from engine.quantization import Weight
 from engine.quantization.stack import take_matrices
 from engine.quantization.values import unpack_weight
 from engine.reference import _activation
+from engine.reference._products import rounded_rows
 from engine.reference._row_by_row import multiply_row_by_row
 from engine.reference.moe_route import Routing
 
@@ -29,32 +30,37 @@ def moe_gemm(
     limit: float = 7.0,
     scatter: bool = False,
     deterministic: bool = False,
+    quantize_x: bool = False,
 ) -> Array:
     """Multiply the rows of every expert by its matrix; in float32, rounded once.
 
     Rows of tokens (T, K) become rows (P, R) sorted by expert. With `scatter`, rows (P, K) sorted by
-    expert become rows (P, R) in the order of the pairs, each times its pair's weight.
+    expert become rows (P, R) in the order of the pairs, each times its pair's weight. With
+    `quantize_x` the matrix and x are the numbers that their codes of e4m3 stand for.
     """
     (_, top_k), order, offsets = routing.experts.shape, routing.order, routing.offsets
     num_pairs, num_rows = len(order), weight.shape[1]
+    result_dtype, matrix_dtype = x.dtype, np.dtype(np.float32) if quantize_x else x.dtype
+    if quantize_x:
+        x = rounded_rows(x)
     y = np.zeros((num_pairs, num_rows // 2 if activation else num_rows), np.float32)
     for expert in np.flatnonzero(np.diff(offsets)):
         here = slice(int(offsets[expert]), int(offsets[expert + 1]))
         rows = x[here] if scatter else x[order[here] // top_k]
-        matrix = _matrix(weight, int(expert), x.dtype).T
+        matrix = _matrix(weight, int(expert), matrix_dtype).T
         z = _multiply(rows.astype(np.float32, copy=False), matrix, row_by_row=deterministic)
         if bias is not None:
             z += bias[expert].astype(np.float32, copy=False)
         y[here] = _gated(z, activation, np.float32(alpha), np.float32(limit))
     if not scatter:
-        return y.astype(x.dtype)
-    result = np.empty_like(y, x.dtype)
+        return y.astype(result_dtype)
+    result = np.empty_like(y, result_dtype)
     result[order] = y * routing.weights.reshape(-1)[order][:, None]
     return result
 
 
 def _matrix(weight: Array | Weight, expert: int, dtype: Any) -> Array:
-    """Return the expert's matrix in float32; a quantized one is rounded to x's dtype first."""
+    """Return the expert's matrix in float32; a quantized one is rounded to `dtype` first."""
     if isinstance(weight, Weight):
         numbers = unpack_weight(take_matrices(weight, expert, expert + 1))[0]
         return np.asarray(numbers.astype(dtype).astype(np.float32))

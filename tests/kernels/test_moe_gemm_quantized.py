@@ -115,6 +115,56 @@ def _check(xp, name, shape, dtype, router, **options):
     assert_guards(buffer)
 
 
+def _check_codes(xp, shape, dtype, router, **options):
+    """As `_check`, of x that is quantized."""
+    x, weight, bias = _inputs("fp8_block", shape, dtype, scatter=options.get("scatter", False))
+    routing = _routing(*shape[:3], router)
+    options |= {"quantize_x": True}
+    want = reference.moe_gemm(x, weight, routing, bias=bias, **options)
+    out, buffer = cases.guarded(xp, want.shape, want.dtype)
+    gx, gb = cases.to_module(xp, x, bias)
+    kernels.moe_gemm(
+        gx, weight_to(xp, weight), _on(xp, routing), bias=gb, pdl=True, out=out, **options
+    )
+    assert_close(out, want, reduction=max(shape[3], 257), name=f"{shape} {router} {options}")
+    assert_guards(buffer)
+
+
+# Rows of up that lie as those of gate; that do not; many tokens an expert; k no multiple of 128.
+CODES_SHAPES = (
+    *SHAPES,
+    (70, 4, 2, 384, 256),
+    (70, 4, 2, 384, 192),
+    (300, 3, 2, 1040, 512),
+    (64, 64, 8, 256, 128),
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", CODES_SHAPES)
+def test_codes_match_mirror(xp, tier, shape, dtype):
+    for router in ("random", "one"):
+        for activation in (None, "swiglu", "swiglu_clamped"):
+            _check_codes(xp, shape, dtype, router, activation=activation, limit=1.25)
+        _check_codes(xp, shape, dtype, router, scatter=True)
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8", "mxfp4"])
+def test_only_blocks_take_codes(name):
+    x, weight, _ = _inputs(name, SHAPES[1], "float32")
+    with pytest.raises(ContractError, match="weight: must be in blocks of 128 x 128"):
+        kernels.moe_gemm(x, weight, _routing(*SHAPES[1][:3]), quantize_x=True)
+
+
+def test_codes_match_loop():
+    """The mirror with `quantize_x`, against gemm_fp8's mirror of one expert."""
+    x, weight, _ = _inputs("fp8_block", (40, 1, 1, 300, 64), "float32")
+    routing = _routing(40, 1, 1)
+    got = reference.moe_gemm(x, weight, routing, quantize_x=True)
+    want = reference.gemm_fp8(x, weight.data[0], weight.scales[0])
+    assert_close(got, want[routing.order], reduction=300)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_format_matches_mirror(xp, tier, name, dtype):

@@ -5,24 +5,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from engine import reference
+from engine.device import empty_like
+from engine.dtypes import dtype_name
 from engine.errors import ShapeError
 from engine.kernels._contract import FLOAT32, FLOATS, INT32, Contract
 from engine.kernels._launch import ceil_div
 from engine.kernels._module import ModuleSpec
 from engine.kernels._packed import check_planes
-from engine.kernels.moe_gemm import few_tokens, portable, quantized_sm90, scratch, sm90
+from engine.kernels._quantize import GROUP
+from engine.kernels.dequantize import launch as dequantize
+from engine.kernels.moe_gemm import codes_sm90, few_tokens, portable, quantized_sm90, scratch, sm90
 from engine.kernels.moe_gemm.operands import ACTIVATIONS, MoeOperands
-from engine.quantization import Weight
+from engine.kernels.quantize_rows import quantize_rows
+from engine.quantization import Format, Weight
 from engine.quantization.formats import TILE_COLUMNS, TILE_ROWS
 from engine.reference import Routing
 
 __all__ = ["moe_gemm", "specs"]
 
+_ROWS = Format("rows of x", 8, (1, GROUP), 32, "e4m3", activations="fp8")
 _SAMPLES = ("fp8_block", "int8", "mxfp4", "int4_g128", "q4_k", "q6_k")
 
 
@@ -34,7 +41,7 @@ def specs(
     With `patterns` the formats are a few that between them have every way to decode.
     """
     names = _SAMPLES if patterns else formats
-    quantized = (few_tokens, quantized_sm90, scratch)
+    quantized = (few_tokens, quantized_sm90, codes_sm90, scratch)
     found = [spec for module in quantized for spec in module.specs(dtype, names)]
     return tuple(dict.fromkeys((*portable.specs(dtype), *sm90.specs(dtype), *found)))
 
@@ -51,6 +58,7 @@ def moe_gemm(
     scatter: bool = False,
     deterministic: bool = False,
     pdl: bool = False,
+    quantize_x: bool = False,
     out: Any = None,
 ) -> Any:
     """Multiply the rows that every expert has by its own matrix.
@@ -82,6 +90,9 @@ def moe_gemm(
         Say that no kernel still running on the stream writes `weight` or `bias`, nor, with
         `scatter`, `routing`: the product before, without `scatter`, waits for the routing before it
         lets the next kernel start. They are then read while the preceding kernel ends.
+    quantize_x : bool
+        Round rows of x to e4m3 with a scale for each 128 columns first, as `quantize_rows` does;
+        only with a weight in blocks of 128 x 128 ("fp8_block").
     out : (P, R) or, with an activation, (P, R / 2) array of x's dtype, optional
         Where to put the result.
 
@@ -99,7 +110,8 @@ def moe_gemm(
     Sums, bias, activation and weight are float32; the result is rounded once. Experts without
     tokens cost nothing: their matrices are not read.
 
-    Activations are not quantized, whatever the format. Of at most 8 tokens, codes are multiplied as
+    With `quantize_x` codes are multiplied as the numbers they are, and the sums over 128 columns by
+    both scales. Without it x is not quantized, whatever the format: of at most 8 tokens, codes are multiplied as
     the numbers they are, and the sum over a group by its scale; of more, quantized weights are
     rounded to x's dtype before the product, as the mirror does. Where no kernel reads the format
     for so many tokens, on a GPU that is no Hopper among others, all matrices are dequantized to
@@ -131,6 +143,9 @@ def moe_gemm(
     rows = call["R"]
     if activation is not None:
         call.check("weight", rows % 2 == 0, "of as many rows of gate as of up", f"{rows} rows")
+    if quantize_x:
+        is_possible = isinstance(weight, Weight) and weight.format.block == (GROUP, GROUP)
+        call.check("weight", is_possible, "in blocks of 128 x 128 with quantize_x", _name(weight))
     if bias is not None:
         bias = call.array("bias", bias, "E R", x.dtype)
     call.number("alpha", alpha)
@@ -147,13 +162,29 @@ def moe_gemm(
             limit=limit,
             scatter=scatter,
             deterministic=deterministic,
+            quantize_x=quantize_x,
         )
         return call.finish(out, result)
     columns = rows if activation is None else rows // 2
     out = call.output("out", out, (call["P"], columns), x.dtype)
     own = (x, weight, routing, out, bias, activation, alpha, limit, scatter, deterministic, pdl)
-    _launch(MoeOperands(*own))
+    operands = MoeOperands(*own)
+    if quantize_x:
+        _launch_quantized(operands)
+    else:
+        _launch(operands)
     return out
+
+
+def _launch_quantized(operands: MoeOperands) -> None:
+    """Launch for the codes of x, or for the numbers that these are."""
+    codes, scales = quantize_rows(operands.x, group=GROUP)
+    if codes_sm90.is_possible(operands):
+        codes_sm90.launch(operands, codes, scales)
+        return
+    numbers = empty_like(operands.x)
+    dequantize(Weight(_ROWS, codes, scales, shape=codes.shape), dtype_name(numbers.dtype), numbers)
+    _launch(replace(operands, x=numbers))
 
 
 def _launch(operands: MoeOperands) -> None:
@@ -164,6 +195,10 @@ def _launch(operands: MoeOperands) -> None:
         few_tokens.launch(operands, config)
     else:
         (quantized_sm90 if quantized_sm90.is_possible(operands) else scratch).launch(operands)
+
+
+def _name(weight: Any) -> str:
+    return weight.format.name if isinstance(weight, Weight) else dtype_name(weight.dtype)
 
 
 def _check_quantized(call: Contract, weight: Weight) -> Weight:

@@ -28,6 +28,7 @@ class MoeOperands:
     scatter: bool
     deterministic: bool
     pdl: bool
+    quantize_x: bool = False
 
     @property
     def top_k(self) -> int:

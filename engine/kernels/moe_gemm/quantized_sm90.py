@@ -16,16 +16,17 @@ from engine.kernels.moe_route import MAX_EXPERTS
 from engine.quantization import FORMATS, Format, Weight
 from engine.quantization.formats import TILE_ROWS
 
-__all__ = ["QUANTIZED_CONFIGS", "choose_config", "is_possible", "launch", "specs"]
+__all__ = ["FILE", "QUANTIZED_CONFIGS", "choose_config", "is_possible", "launch", "specs"]
+__all__ += ["launch_module", "map_of_bytes"]
 
 _KERNEL = Kernel(
     "moe_gemm_quantized_sm90",
-    "map_w:tmap map_x:tmap data:ptr high:ptr scales:ptr supers:ptr x:ptr order:ptr offsets:ptr "
-    "pair_weights:ptr bias:ptr out:ptr num_experts:i32 num_rows:i32 k:i32 top_k:i32 groups:i32 "
+    "map_w:tmap map_x:tmap data:ptr high:ptr scales:ptr supers:ptr x:ptr "
+    "x_scales:ptr order:ptr offsets:ptr pair_weights:ptr bias:ptr out:ptr num_experts:i32 num_rows:i32 k:i32 top_k:i32 groups:i32 "
     "num_supers:i32 activation:i32 alpha:f32 limit:f32 is_early:i32",
     struct="MoeGemmQuantizedSm90Params",
 )
-_FILE = "gemm/moe_gemm_sm90.cu"
+FILE = "gemm/moe_gemm_sm90.cu"
 _SLAB_K = 64
 _MMA_ROWS = 64
 _BOX_ROWS = 16
@@ -64,7 +65,7 @@ def specs(dtype: str, formats: tuple[str, ...]) -> tuple[ModuleSpec, ...]:
 
 def _spec(config: MoeTileConfig, base: ModuleSpec, form: Format) -> ModuleSpec:
     macros = config.macros(_stage_bytes(config, form))
-    return ModuleSpec(_FILE, base.dtype, (*base.defines, *macros.items(), ("WEIGHTS", kind(form))))
+    return ModuleSpec(FILE, base.dtype, (*base.defines, *macros.items(), ("WEIGHTS", kind(form))))
 
 
 def _stage_bytes(config: MoeTileConfig, form: Format) -> int:
@@ -98,21 +99,40 @@ def is_possible(operands: MoeOperands) -> bool:
 
 def launch(operands: MoeOperands) -> None:
     """Launch on CuPy arrays."""
-    x, weight, routing = operands.x, operands.weight, operands.routing
-    (num_experts, rows, k), dtype = weight.shape, dtype_name(x.dtype)
-    pairs, columns = operands.out.shape
+    x, weight, dtype = operands.x, operands.weight, dtype_name(operands.x.dtype)
     is_gated = operands.activation is not None
-    config = choose_config(pairs, num_experts, is_gated=is_gated)
+    config = choose_config(operands.out.shape[0], weight.shape[0], is_gated=is_gated)
     map_x = tensor_map_2d(x, dtype, (_BOX_ROWS, _SLAB_K))
-    _KERNEL.launch(
+    launch_module(
         _spec(config, base_of(weight, dtype), weight.format),
-        (config.grid(pairs, num_experts, columns, is_gated=is_gated),),
-        (config.threads,),
+        config,
         config.shared_bytes(_stage_bytes(config, weight.format)),
-        pdl=True,  # the kernel waits before it touches what another may write
-        map_w=map_x if weight.format.is_packed else _map_of(weight),
+        operands,
+        map_w=map_x if weight.format.is_packed else map_of_bytes(weight),
         map_x=map_x,
         x=x,
+        x_scales=None,
+    )
+
+
+def launch_module(
+    spec: ModuleSpec,
+    config: MoeTileConfig,
+    shared_bytes: int,
+    operands: MoeOperands,
+    **arguments: Any,
+) -> None:
+    """Launch a module; `arguments` are the rows of x, and the maps of the operands."""
+    weight, routing = operands.weight, operands.routing
+    num_experts, rows, k = weight.shape
+    pairs, columns = operands.out.shape
+    is_gated = operands.activation is not None
+    _KERNEL.launch(
+        spec,
+        (config.grid(pairs, num_experts, columns, is_gated=is_gated),),
+        (config.threads,),
+        shared_bytes,
+        pdl=True,  # the kernel waits before it touches what another may write
         order=routing.order,
         offsets=routing.offsets,
         pair_weights=routing.weights if operands.scatter else None,
@@ -126,11 +146,13 @@ def launch(operands: MoeOperands) -> None:
         alpha=operands.alpha,
         limit=operands.limit,
         is_early=operands.pdl and operands.scatter,
+        **arguments,
         **weight_arrays(weight),
     )
 
 
-def _map_of(weight: Weight) -> Any:
+def map_of_bytes(weight: Weight) -> Any:
+    """Return the map of a weight that is not packed, by boxes of an m-tile's rows."""
     num_experts, rows, k = weight.shape
     return tensor_map(
         weight.data.data.ptr,

@@ -65,14 +65,16 @@ class MoeTileConfig:
         """Return how many rows of the weight a tile has."""
         return self.warpgroups * self.mma_tiles * _MMA_ROWS
 
-    def stages(self, weight_bytes: int | None = None) -> int:
+    def stages(self, weight_bytes: int | None = None, scale_bytes: int = 0) -> int:
         """Return how many stages with this much of a weight fit into shared memory."""
         free = _SHARED_BYTES // self.blocks - 1024 - self._beside_stages
-        return (free - (self.blocks - 1) * 1024) // (self._stage_bytes(weight_bytes) + 16)
+        return (free - (self.blocks - 1) * 1024) // (self._stage_bytes(weight_bytes) + 32 + scale_bytes)
 
-    def shared_bytes(self, weight_bytes: int | None = None) -> int:
+    def shared_bytes(self, weight_bytes: int | None = None, scale_bytes: int = 0) -> int:
         """Return the dynamic shared memory of a CTA: `MoeShared` and its alignment."""
-        stages = self.stages(weight_bytes) * (self._stage_bytes(weight_bytes) + 16)
+        stages = self.stages(weight_bytes, scale_bytes) * (
+            self._stage_bytes(weight_bytes) + 32 + scale_bytes
+        )
         return stages + self._beside_stages + 1024
 
     def _stage_bytes(self, weight_bytes: int | None) -> int:
@@ -85,14 +87,14 @@ class MoeTileConfig:
         records = _RECORDS * (16 + 8 * self.tokens + 16)
         return staging + records + 2 * 4 * (MAX_EXPERTS + 1) + 8
 
-    def macros(self, weight_bytes: int | None = None) -> dict[str, int]:
+    def macros(self, weight_bytes: int | None = None, scale_bytes: int = 0) -> dict[str, int]:
         """Return the macros that tell a module of this tile."""
         return {
             "WARPGROUPS": self.warpgroups,
             "MMA_TILES": self.mma_tiles,
             "TOKENS": self.tokens,
             "DEPTH": self.depth,
-            "STAGES": self.stages(weight_bytes),
+            "STAGES": self.stages(weight_bytes, scale_bytes),
             "BLOCKS": self.blocks,
         }
 

@@ -1,0 +1,84 @@
+// A stage of weights and rows of x that are both codes of e4m3, with scales of blocks of 128 x 128
+// and of 128 columns of a row: wgmma multiplies them as they are.
+#pragma once
+
+#include "common/cp_async.cuh"
+
+constexpr int kBlockSize = 128;
+static_assert(kSlabK == kBlockSize, "the sums over a slab have one scale");
+static_assert(kBlockSize % kMmaM == 0, "the rows of an m-tile have one scale");
+constexpr int kMmaBytes = kMmaM * kSlabRowBytes;  // of an m-tile of a slab
+constexpr int kSlabW = kPartsW * kMmaBytes;
+constexpr int kStageW = kDepth * kSlabW;
+// Scales of a slab: of its m-tiles, then of the rows of x. Those of a stage lie apart from it.
+constexpr int kFirstRowScale = 4, kSlabScales = kFirstRowScale + kTokens;
+constexpr int kStageScales = kDepth * kSlabScales;
+static_assert(kPartsW <= kFirstRowScale, "room for scales");
+
+struct MoeWeights {
+  const TensorMap* map;     // data (E, R, K) by boxes of 64 rows, 128 columns
+  const float* scales;      // (E, blocks of rows, blocks of columns)
+  int num_gates;            // of an expert; 0: no gate. A multiple of kMmaM
+  int row_blocks, column_blocks;
+
+  template <typename Params>
+  __device__ __forceinline__ MoeWeights(const Params& p, int num_gates)
+      : map(&p.map_w),
+        scales(reinterpret_cast<const float*>(p.scales)),
+        num_gates(num_gates),
+        row_blocks((p.num_rows + kBlockSize - 1) / kBlockSize),
+        column_blocks((p.k + kBlockSize - 1) / kBlockSize) {}
+
+  // Bytes that `load` announces; what lies outside the matrix is written as zeros.
+  __device__ __forceinline__ int bytes(int depth) const { return depth * kSlabW; }
+
+  __device__ __forceinline__ int row_of(int row, int part) const {
+    return row + (num_gates > 0 ? part / 2 * kMmaM + part % 2 * num_gates : part * kMmaM);
+  }
+
+  // By one warp.
+  __device__ __forceinline__ void load(unsigned char* stage, int slab, int depth, int expert,
+                                       int row, unsigned full) const {
+    if (!elect_one()) return;
+    for (int d = 0; d < depth; ++d)
+#pragma unroll
+      for (int part = 0; part < kPartsW; ++part)
+        tma_load_3d(smem_address(stage) + d * kSlabW + part * kMmaBytes, map, (slab + d) * kSlabK,
+                    row_of(row, part), expert, full);
+  }
+
+  // By all threads of the producer.
+  __device__ __forceinline__ void load_scales(unsigned char*, float* stage, int slab, int expert,
+                                              int row) const {
+    const int thread = threadIdx.x % kProducerThreads, d = thread / kPartsW;
+    if (d >= kDepth || slab + d >= column_blocks) return;
+    const int from = min(row_of(row, thread % kPartsW) / kBlockSize, row_blocks - 1);
+    const int64_t block = static_cast<int64_t>(expert) * row_blocks + from;
+    cp_async_4(smem_address(stage + d * kSlabScales + thread % kPartsW),
+               scales + block * column_blocks + slab + d);
+  }
+};
+
+// The scales of rows of x: a thread of the producer loads those of one row.
+struct MoeRowScales {
+  const float* scales;  // (rows, groups)
+  int groups;
+  const float* row;  // null: no such row
+
+  template <typename Params>
+  __device__ __forceinline__ explicit MoeRowScales(const Params& p)
+      : scales(p.x_scales), groups((p.k + kBlockSize - 1) / kBlockSize), row(nullptr) {}
+
+  __device__ __forceinline__ void begin(int index) {
+    row = index < 0 ? nullptr : scales + static_cast<int64_t>(index) * groups;
+  }
+  __device__ __forceinline__ void load(float* stage, int slab) const {
+    if (row == nullptr) return;
+#pragma unroll
+    for (int d = 0; d < kDepth; ++d)
+      if (slab + d < groups)
+        cp_async_4(smem_address(stage + d * kSlabScales + kFirstRowScale +
+                                threadIdx.x % kProducerThreads),
+                   row + slab + d);
+  }
+};

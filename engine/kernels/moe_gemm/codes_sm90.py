@@ -1,0 +1,85 @@
+"""moe_gemm of e4m3 codes on Hopper, both operands in 8 bits: `cuda_src/gemm/moe_gemm_sm90.cu`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.dtypes import dtype_name
+from engine.kernels._module import ModuleSpec
+from engine.kernels._tensor_map import tensor_map_2d
+from engine.kernels.gemm.sm90 import is_hopper
+from engine.kernels.moe_gemm.operands import MoeOperands
+from engine.kernels.moe_gemm.quantized_sm90 import FILE, launch_module, map_of_bytes
+from engine.kernels.moe_gemm.sm90 import MoeTileConfig
+from engine.kernels.moe_route import MAX_EXPERTS
+from engine.quantization import FORMATS
+
+__all__ = ["CODES_CONFIGS", "choose_config", "is_possible", "launch", "specs"]
+
+_WEIGHTS = 3  # kCodes of the CUDA file
+_BLOCK = (128, 128)  # of the weight: rows and columns that share a scale
+_SLAB_BYTES = 128
+_BOX_ROWS = 16
+_MMA_ROWS = 64
+_DTYPES = ("float16", "bfloat16")
+
+_FEW, _MANY = MoeTileConfig(1, 32, 1, blocks=2), MoeTileConfig(1, 64, 1, blocks=2)
+CODES_CONFIGS = (_FEW, _MANY)
+_MANY_FROM = 16  # tokens an expert, on average
+
+
+def choose_config(num_pairs: int, num_experts: int) -> MoeTileConfig:
+    """Choose for this many pairs (token, expert).
+
+    Examples
+    --------
+    >>> choose_config(2048, 128).tokens, choose_config(8192, 128).tokens
+    (32, 64)
+    """
+    return _MANY if num_pairs > _MANY_FROM * num_experts else _FEW
+
+
+def specs(dtype: str, formats: tuple[str, ...]) -> tuple[ModuleSpec, ...]:
+    """Return the modules that `launch` may launch for weights of `formats`."""
+    if dtype not in _DTYPES or not any(FORMATS[name].block == _BLOCK for name in formats):
+        return ()
+    return tuple(_spec(config, dtype) for config in CODES_CONFIGS)
+
+
+def _spec(config: MoeTileConfig, dtype: str) -> ModuleSpec:
+    macros = config.macros(*_bytes(config))
+    return ModuleSpec(FILE, dtype, (*macros.items(), ("WEIGHTS", _WEIGHTS)))
+
+
+def _bytes(config: MoeTileConfig) -> tuple[int, int]:
+    """Return kStageW of the CUDA file and the bytes of the scales beside it."""
+    return config.rows * config.depth * _SLAB_BYTES, config.depth * 4 * (4 + config.tokens)
+
+
+def is_possible(operands: MoeOperands) -> bool:
+    """Tell whether the current device runs the kernel for these operands, their x as codes."""
+    x, weight, out = operands.x, operands.weight, operands.out
+    num_experts, num_rows, k = weight.shape
+    if not is_hopper(dtype_name(x.dtype)) or num_experts > MAX_EXPERTS:
+        return False
+    if weight.num_elements == 0 or out.size == 0:
+        return False
+    if operands.activation is not None and num_rows // 2 % _MMA_ROWS:
+        return False  # rows of up that are multiplied together have one scale
+    sizes = (k, out.shape[-1] * out.itemsize, int(out.data.ptr), int(weight.data.data.ptr))
+    return all(size % 16 == 0 for size in sizes)
+
+
+def launch(operands: MoeOperands, codes: Any, scales: Any) -> None:
+    """Launch on CuPy arrays; `codes` and `scales` are those of the rows of x."""
+    config = choose_config(operands.out.shape[0], operands.weight.shape[0])
+    launch_module(
+        _spec(config, dtype_name(operands.x.dtype)),
+        config,
+        config.shared_bytes(*_bytes(config)),
+        operands,
+        map_w=map_of_bytes(operands.weight),
+        map_x=tensor_map_2d(codes, "uint8", (_BOX_ROWS, _SLAB_BYTES)),
+        x=codes,
+        x_scales=scales,
+    )
