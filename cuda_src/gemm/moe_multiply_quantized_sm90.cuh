@@ -7,11 +7,11 @@
 
 constexpr int kSteps = kSlabK / 16;
 
-// The fragments of half a slab. wgmma reads them while the next half's are decoded: two sets in
+// The fragments of a few steps. wgmma reads them while those of the next are decoded: two sets in
 // turn. With more registers, or in one set that a loop goes round, ptxas lets wgmma run one at a
 // time (C7512).
-constexpr int kHalf = kSteps / 2;
-using MoeFragments = uint32_t[kHalf][kMmaTiles][4];
+constexpr int kSetSteps = kTokens > 64 ? 1 : 2, kSets = kSteps / kSetSteps;
+using MoeFragments = uint32_t[kSetSteps][kMmaTiles][4];
 
 struct MoeMultiplier {
   MoeShared& smem;
@@ -29,36 +29,51 @@ struct MoeMultiplier {
     if (is_gathered) fence_async_proxy();  // SAFETY: cp.async wrote x, wgmma reads it.
   }
 
-  template <int kStep>
-  __device__ __forceinline__ void decode_step(MoeDecoder& decoder, int d, MoeFragments& a) const {
-    decoder.load_scales<kStep>(d);
-#pragma unroll
-    for (int j = 0; j < kMmaTiles; ++j) decoder.decode<kStep>(j, d, a[kStep % kHalf][j]);
-  }
-  // Steps kFirst and kFirst + 1 of slab d.
-  template <int kFirst>
+  // Set kSet of slab d.
+  template <int kSet, int kStep = 0>
   __device__ __forceinline__ void decode(MoeDecoder& decoder, int d, MoeFragments& a) const {
-    decode_step<kFirst>(decoder, d, a);
-    decode_step<kFirst + 1>(decoder, d, a);
+    if constexpr (kStep < kSetSteps) {
+      decoder.load_scales<kSet * kSetSteps + kStep>(d);
+#pragma unroll
+      for (int j = 0; j < kMmaTiles; ++j)
+        decoder.decode<kSet * kSetSteps + kStep>(j, d, a[kStep][j]);
+      decode<kSet, kStep + 1>(decoder, d, a);
+    }
   }
 
-  template <int kN, int kFirst>
+  template <int kN, int kSet>
   __device__ __forceinline__ void start(uint64_t b, bool is_first, const MoeFragments& a,
                                         MoeSums& acc) const {
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kHalf; ++step)
+    for (int step = 0; step < kSetSteps; ++step)
 #pragma unroll
       for (int j = 0; j < kMmaTiles; ++j)
         wgmma_weights<kN>(reinterpret_cast<float (&)[kN / 2]>(acc[j]), a[step][j],
-                          b + (kFirst + step) * 2, !is_first || kFirst + step > 0);
+                          b + (kSet * kSetSteps + step) * 2, !is_first || kSet + step > 0);
     wgmma_commit();
+  }
+
+  // Multiplies set kSet of a slab, which is in `now`, and decodes the others, two in turn.
+  // `held`: a stage that may be filled again once the set before has been multiplied, or -1.
+  template <int kN, int kSet = 0>
+  __device__ __forceinline__ void multiply_slab(MoeDecoder& decoder, int d, uint64_t b,
+                                                bool is_first, int held, MoeFragments& now,
+                                                MoeFragments& next, MoeSums& acc) const {
+    start<kN, kSet>(b, is_first, now, acc);
+    if constexpr (kSet + 1 < kSets) {
+      wgmma_wait<1>();  // `next` may be written
+      if (kSet == 0 && held >= 0) release(held);
+      decode<kSet + 1>(decoder, d, next);
+      multiply_slab<kN, kSet + 1>(decoder, d, b, is_first, -1, next, now, acc);
+    }
   }
 
   // The sums of the first kN tokens; k in ascending steps of 16, whatever kN is.
   template <int kN>
   __device__ __forceinline__ void multiply(int warpgroup, PipelineState<kStages>& state,
                                            MoeSums& acc) const {
+    static_assert(kSets % 2 == 0, "a slab begins with the same set");
     const unsigned x = smem_address(smem.x[0]);
     state.stage = __shfl_sync(~0u, state.stage, 0);  // tells ptxas that it is warp-uniform
     MoeDecoder decoder(warpgroup);
@@ -71,11 +86,7 @@ struct MoeMultiplier {
 #pragma unroll 1
     for (int slab = 0;;) {
       const uint64_t b = wgmma_descriptor(x + state.stage * kStageX + d * kSlabX);
-      start<kN, 0>(b, slab == 0, even, acc);
-      wgmma_wait<1>();  // the slab before has been multiplied: `odd` may be written
-      if (held >= 0) release(held);
-      decode<kHalf>(decoder, d, odd);
-      start<kN, kHalf>(b, false, odd, acc);
+      multiply_slab<kN>(decoder, d, b, slab == 0, held, even, odd, acc);
       held = -1;
       if (++d == kDepth || slab + 1 == num_slabs) {
         held = state.stage, d = 0;

@@ -34,7 +34,7 @@ _DTYPES = ("float16", "bfloat16")
 
 _FEW = MoeTileConfig(1, 64, 2, blocks=2)
 _FEW_UNGATED = MoeTileConfig(1, 64, 2, mma_tiles=1, blocks=2)
-_MANY = MoeTileConfig(2, 128, 2)
+_MANY = MoeTileConfig(2, 96, 2)
 QUANTIZED_CONFIGS = (_FEW, _FEW_UNGATED, _MANY)
 _MANY_FROM = 32  # tokens an expert, on average
 
