@@ -112,7 +112,7 @@ struct MoeMultiplier {
   __device__ __forceinline__ void few(int count, int warpgroup, PipelineState<kStages>& state,
                                       MoeSums& acc) const {
     if constexpr (kN < kTokens) {
-      constexpr int kMore = kN < 64 ? 2 * kN : kN + 32;
+      constexpr int kMore = kN >= 64 ? kN + 32 : 2 * kN < kTokens ? 2 * kN : kTokens;
       if (count > kN) return few<kMore>(count, warpgroup, state, acc);
     }
     multiply<kN>(warpgroup, state, acc);
