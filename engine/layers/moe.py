@@ -20,6 +20,8 @@ from engine.quantization import Weight
 __all__ = ["Experts", "MoE", "RoutingParams"]
 
 _FLOAT32 = np.dtype(np.float32)
+_CODES_BLOCK = (128, 128)  # of weights whose products are of codes
+_CODES_FROM = 9  # tokens: reading the weights of fewer takes longer than any product
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,7 @@ class Experts:
             limit=self.limit,
             deterministic=deterministic,
             pdl=True,
+            quantize_x=_takes_codes(self.gate_up, routing, deterministic=deterministic),
         )
 
     def second_product(self, rows: Any, routing: kernels.Routing, *, deterministic: bool) -> Any:
@@ -130,8 +133,15 @@ class Experts:
             scatter=True,
             deterministic=deterministic,
             pdl=True,
+            quantize_x=_takes_codes(self.down, routing, deterministic=deterministic),
         )
         return pairs.reshape(*routing.experts.shape, pairs.shape[1])
+
+
+def _takes_codes(weight: Weight, routing: kernels.Routing, *, deterministic: bool) -> bool:
+    """Tell whether a product is of codes: with fewer tokens x stays as it is."""
+    num_tokens = routing.experts.shape[0]
+    return weight.format.block == _CODES_BLOCK and (deterministic or num_tokens >= _CODES_FROM)
 
 
 class MoE:
