@@ -91,13 +91,15 @@ struct RowScales {
     if constexpr (kMergesScale) {
       const uint32_t e[2] = {own.x & 255, own.x >> 8};
 #pragma unroll
-      for (int i = 0; i < 2; ++i) scale_pair[i] = (min(e[i], kLargestMerged) + 126) * 0x00800080u;
-      has_rest = __any_sync(~0u, max(e[0], e[1]) > kLargestMerged);
+      for (int i = 0; i < 2; ++i) scale_pair[i] = (e[i] + 126) * 0x00800080u;
+      has_rest = __any_sync(~0u, own.x & 0x8080);
       if (has_rest) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i)
-          rest_pair[i] = e[i] == 255 ? 0x7fff7fffu
-                                     : (max(e[i], kLargestMerged) - kLargestMerged + 127) * 0x00800080u;
+        for (int i = 0; i < 2; ++i) {
+          const uint32_t rest = max(e[i], kLargestMerged) - kLargestMerged;
+          scale_pair[i] = (e[i] - rest + 126) * 0x00800080u;
+          rest_pair[i] = e[i] == 255 ? 0x7fff7fffu : (rest + 127) * 0x00800080u;
+        }
       }
     } else if constexpr (kScaleType == kE8m0Scale) {
       scale_pair[0] = __float_as_uint(e8m0_to_float(own.x & 255));

@@ -6,7 +6,7 @@
 // for the places i from offsets[e] to offsets[e + 1] of every expert e: the first without
 // pair_weights, the second with them.
 // A module is compiled for one kind of weights: of scalar_t (WEIGHTS 0), in a packed format (1) or
-// in bytes (2). Arguments: MoeGemmSm90Params in moe_dense_entry_sm90.cuh,
+// in bytes (2), or in bytes with x in codes as well (3). Arguments: MoeGemmSm90Params in moe_dense_entry_sm90.cuh,
 // MoeGemmQuantizedSm90Params in moe_quantized_entry_sm90.cuh.
 //
 // Numerics: products on tensor cores, all else in float, one rounding at the end. Sums go through k

@@ -11,7 +11,7 @@ from engine import kernels, reference
 from engine.device import to_numpy
 from engine.errors import ContractError, DTypeError, ShapeError
 from engine.kernels import _module
-from engine.kernels.moe_gemm import few_tokens, quantized_sm90, scratch
+from engine.kernels.moe_gemm import codes_sm90, few_tokens, quantized_sm90, scratch
 from engine.quantization import FORMATS, Weight, unpack_weight
 from engine.quantization.stack import stack_matrices
 from engine.reference import Routing
@@ -39,6 +39,9 @@ SHAPES = (
 CONFIGS = [
     pytest.param(c, id=f"{c.warpgroups}x{c.mma_tiles}x{c.tokens}")
     for c in quantized_sm90.QUANTIZED_CONFIGS
+]
+CODES_CONFIGS = [
+    pytest.param(c, id=f"{c.warpgroups}x{c.tokens}x{c.depth}") for c in codes_sm90.CODES_CONFIGS
 ]
 
 
@@ -147,6 +150,32 @@ def test_codes_match_mirror(xp, tier, shape, dtype):
         for activation in (None, "swiglu", "swiglu_clamped"):
             _check_codes(xp, shape, dtype, router, activation=activation, limit=1.25)
         _check_codes(xp, shape, dtype, router, scatter=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("config", CODES_CONFIGS)
+def test_every_tile_of_codes_matches_mirror(hopper, monkeypatch, config, dtype):
+    monkeypatch.setattr(codes_sm90, "choose_config", lambda *_, **__: config)
+    for shape in CODES_SHAPES[:6] + CODES_SHAPES[-3:]:
+        for router in ("random", "one"):
+            _check_codes(hopper, shape, dtype, router, activation="swiglu")
+            _check_codes(hopper, shape, dtype, router, scatter=True)
+
+
+def test_rows_of_codes_do_not_depend_on_the_company(xp, tier):
+    shape = (300, 4, 2, 272, 256)
+    x, weight, bias = _inputs("fp8_block", shape, "bfloat16")
+    gx, gb = cases.to_module(xp, x, bias)
+    gw = weight_to(xp, weight)
+    options = {"activation": "swiglu", "deterministic": True, "quantize_x": True}
+    routing = _routing(*shape[:3])
+    whole = to_numpy(kernels.moe_gemm(gx, gw, _on(xp, routing), bias=gb, **options))
+    for token in (0, 33, 299):
+        alone = routing_of(routing.experts[token : token + 1], 4)
+        rows = kernels.moe_gemm(gx[token : token + 1], gw, _on(xp, alone), bias=gb, **options)
+        places = np.argsort(routing.order)[2 * token + alone.order]
+        np.testing.assert_array_equal(to_numpy(rows).view("u2"), whole[places].view("u2"))
 
 
 @pytest.mark.parametrize("name", ["fp8", "int8", "mxfp4"])
@@ -264,6 +293,23 @@ def test_bfloat16_scales(xp, tier, name, num_tokens):
     assert_close(got, want, reduction=257)
 
 
+def test_large_and_small_scales_of_mxfp4(xp, tier):
+    """An expert each: e8m0 exponents that one factor takes, and those that want a second one."""
+    exponents = (40, 127, 128, 129, 190)
+    shape = (40, len(exponents), 2, 128, 64)
+    x, weight, _ = _inputs("mxfp4", shape, "bfloat16")
+    scales = weight.scales.copy()
+    scales.reshape(len(exponents), -1)[:] = np.array(exponents, np.uint8)[:, None]
+    scales.reshape(len(exponents), -1)[2, ::3] = 130
+    weight, routing = replace(weight, scales=scales), _routing(*shape[:3])
+    want = reference.moe_gemm(x, weight, routing)
+    got = to_numpy(kernels.moe_gemm(xp.asarray(x), weight_to(xp, weight), _on(xp, routing)))
+    for e, (first, last) in enumerate(zip(routing.offsets, routing.offsets[1:], strict=False)):
+        unit = np.float32(2.0 ** (127 - exponents[e]))  # a bfloat16 has no room for squares
+        part = [(a[first:last].astype(np.float32) * unit).astype(x.dtype) for a in (got, want)]
+        assert_close(*part, reduction=257, name=f"2^{exponents[e] - 127}")
+
+
 @pytest.mark.parametrize("name", ["fp8_block", "mxfp4"])
 def test_deterministic_rows_do_not_depend_on_the_company(xp, tier, name):
     shape = (300, 4, 2, 272, 64)
@@ -322,6 +368,10 @@ def test_choice_fits_shared_memory():
             stage = quantized_sm90._stage_bytes(config, FORMATS[name])
             assert config.stages(stage) >= 2
             assert config.blocks * (config.shared_bytes(stage) + 1024) <= 233_472
+    for config in codes_sm90.CODES_CONFIGS:
+        stage = codes_sm90._bytes(config)
+        assert config.stages(*stage) >= 4
+        assert config.blocks * (config.shared_bytes(*stage) + 1024) <= 233_472
     few, ungated, many = quantized_sm90.QUANTIZED_CONFIGS
     assert quantized_sm90.choose_config(8, 128, is_gated=True) is few
     assert quantized_sm90.choose_config(8, 128, is_gated=False) is ungated

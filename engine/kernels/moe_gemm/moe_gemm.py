@@ -23,7 +23,8 @@ from engine.kernels.dequantize import launch as dequantize
 from engine.kernels.moe_gemm import codes_sm90, few_tokens, portable, quantized_sm90, scratch, sm90
 from engine.kernels.moe_gemm.operands import ACTIVATIONS, MoeOperands
 from engine.kernels.quantize_rows import quantize_rows
-from engine.quantization import Format, Weight
+from engine.kernels.quantize_rows import specs as quantize_specs
+from engine.quantization import FORMATS, Format, Weight
 from engine.quantization.formats import TILE_COLUMNS, TILE_ROWS
 from engine.reference import Routing
 
@@ -43,6 +44,8 @@ def specs(
     names = _SAMPLES if patterns else formats
     quantized = (few_tokens, quantized_sm90, codes_sm90, scratch)
     found = [spec for module in quantized for spec in module.specs(dtype, names)]
+    if any(FORMATS[name].block == (GROUP, GROUP) for name in names):
+        found += quantize_specs(dtype)
     return tuple(dict.fromkeys((*portable.specs(dtype), *sm90.specs(dtype), *found)))
 
 
