@@ -28,8 +28,8 @@ constexpr int kConsumerThreads = kWarpgroups * 128;
 constexpr int kProducerThreads = 128;
 constexpr int kThreads = kConsumerThreads + kProducerThreads;
 constexpr bool kMovesRegisters = kWarpgroups > 1 || kBlocks > 1;
-constexpr int kProducerRegisters = WEIGHTS == 1 && kBlocks == 1 ? 104 : 88;
-constexpr int kConsumerRegisters = kBlocks > 1 ? 168 : WEIGHTS == 1 ? 200 : 208;
+constexpr int kProducerRegisters = kWarpgroups == 3 ? 80 : WEIGHTS == 1 && kBlocks == 1 ? 104 : 88;
+constexpr int kConsumerRegisters = kWarpgroups == 3 ? 144 : kBlocks > 1 ? 168 : WEIGHTS == 1 ? 200 : 208;
 
 constexpr int kPartsW = kWarpgroups * kMmaTiles;  // m-tiles of a tile of the weight
 constexpr int kSlabX = kTokens * kSlabRowBytes, kStageX = kDepth * kSlabX;

@@ -10,7 +10,7 @@ constexpr int kSteps = kSlabK / 16;
 // The fragments of a few steps. wgmma reads them while those of the next are decoded: two sets in
 // turn. With more registers, or in one set that a loop goes round, ptxas lets wgmma run one at a
 // time (C7512).
-constexpr int kSetSteps = kTokens > 64 ? 1 : 2, kSets = kSteps / kSetSteps;
+constexpr int kSetSteps = kTokens > 64 || kWarpgroups > 2 ? 1 : 2, kSets = kSteps / kSetSteps;
 using MoeFragments = uint32_t[kSetSteps][kMmaTiles][4];
 
 struct MoeMultiplier {
