@@ -16,9 +16,9 @@ constexpr int kStageScales = kDepth * kSlabScales;
 static_assert(kPartsW <= kFirstRowScale, "room for scales");
 
 struct MoeWeights {
-  const TensorMap* map;     // data (E, R, K) by boxes of 64 rows, 128 columns
-  const float* scales;      // (E, blocks of rows, blocks of columns)
-  int num_gates;            // of an expert; 0: no gate. A multiple of kMmaM
+  const TensorMap* map;  // data (E, R, K) by boxes of 64 rows, 128 columns
+  const float* scales;   // (E, blocks of rows, blocks of columns)
+  int num_gates;         // of an expert; 0: no gate. A multiple of kMmaM
   int row_blocks, column_blocks;
 
   template <typename Params>
@@ -77,8 +77,8 @@ struct MoeRowScales {
 #pragma unroll
     for (int d = 0; d < kDepth; ++d)
       if (slab + d < groups)
-        cp_async_4(smem_address(stage + d * kSlabScales + kFirstRowScale +
-                                threadIdx.x % kProducerThreads),
-                   row + slab + d);
+        cp_async_4(
+            smem_address(stage + d * kSlabScales + kFirstRowScale + threadIdx.x % kProducerThreads),
+            row + slab + d);
   }
 };

@@ -15,7 +15,7 @@ constexpr int kDepth = DEPTH;    // slabs in a stage
 constexpr int kStages = STAGES;
 constexpr int kBlocks = BLOCKS;  // CTAs per multiprocessor
 constexpr int kMaxExperts = 512;
-constexpr int kMmaM = 64;   // rows that a wgmma multiplies
+constexpr int kMmaM = 64;  // rows that a wgmma multiplies
 #if WEIGHTS == 3
 using operand_t = unsigned char;  // of rows of x
 #else
@@ -28,8 +28,15 @@ constexpr int kConsumerThreads = kWarpgroups * 128;
 constexpr int kProducerThreads = 128;
 constexpr int kThreads = kConsumerThreads + kProducerThreads;
 constexpr bool kMovesRegisters = kWarpgroups > 1 || kBlocks > 1;
-constexpr int kProducerRegisters = kWarpgroups == 3 ? 80 : WEIGHTS == 1 && kBlocks == 1 ? 104 : 88;
-constexpr int kConsumerRegisters = kWarpgroups == 3 ? 144 : kBlocks > 1 ? 168 : WEIGHTS == 1 ? 200 : 208;
+constexpr int kProducerRegisters = kWarpgroups == 3 ? 80
+                                   : kBlocks > 1    ? 88
+                                   : WEIGHTS == 1   ? 104
+                                   : WEIGHTS == 3   ? 96
+                                                    : 88;
+constexpr int kConsumerRegisters = kWarpgroups == 3 ? 144
+                                   : kBlocks > 1    ? 168
+                                   : WEIGHTS == 1   ? 200
+                                                    : 208;
 
 constexpr int kPartsW = kWarpgroups * kMmaTiles;  // m-tiles of a tile of the weight
 constexpr int kSlabX = kTokens * kSlabRowBytes, kStageX = kDepth * kSlabX;
