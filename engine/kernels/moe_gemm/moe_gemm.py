@@ -114,11 +114,11 @@ def moe_gemm(
     tokens cost nothing: their matrices are not read.
 
     With `quantize_x` codes are multiplied as the numbers they are, and the sums over 128 columns by
-    both scales. Without it x is not quantized, whatever the format: of at most 8 tokens, codes are multiplied as
-    the numbers they are, and the sum over a group by its scale; of more, quantized weights are
-    rounded to x's dtype before the product, as the mirror does. Where no kernel reads the format
-    for so many tokens, on a GPU that is no Hopper among others, all matrices are dequantized to
-    scratch memory, a few at a time.
+    both scales. Without it x is not quantized, whatever the format: of at most 8 tokens, codes are
+    multiplied as the numbers they are, and the sum over a group by its scale; of more, quantized
+    weights are rounded to x's dtype before the product, as the mirror does. Where no kernel reads
+    the format for so many tokens, on a GPU that is no Hopper among others, all matrices are
+    dequantized to scratch memory, a few at a time, and so are the codes of x.
 
     Examples
     --------
@@ -186,7 +186,7 @@ def _launch_quantized(operands: MoeOperands) -> None:
         codes_sm90.launch(operands, codes, scales)
         return
     numbers = empty_like(operands.x)
-    dequantize(Weight(_ROWS, codes, scales, shape=codes.shape), dtype_name(numbers.dtype), numbers)
+    dequantize(Weight(_ROWS, codes, codes.shape, scales), dtype_name(numbers.dtype), numbers)
     _launch(replace(operands, x=numbers))
 
 

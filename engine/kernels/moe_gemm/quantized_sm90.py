@@ -22,8 +22,9 @@ __all__ += ["launch_module", "map_of_bytes"]
 _KERNEL = Kernel(
     "moe_gemm_quantized_sm90",
     "map_w:tmap map_x:tmap data:ptr high:ptr scales:ptr supers:ptr x:ptr "
-    "x_scales:ptr order:ptr offsets:ptr pair_weights:ptr bias:ptr out:ptr num_experts:i32 num_rows:i32 k:i32 top_k:i32 groups:i32 "
-    "num_supers:i32 activation:i32 alpha:f32 limit:f32 is_early:i32",
+    "x_scales:ptr order:ptr offsets:ptr pair_weights:ptr bias:ptr out:ptr num_experts:i32 "
+    "num_rows:i32 k:i32 top_k:i32 groups:i32 num_supers:i32 activation:i32 alpha:f32 limit:f32 "
+    "is_early:i32",
     struct="MoeGemmQuantizedSm90Params",
 )
 FILE = "gemm/moe_gemm_sm90.cu"

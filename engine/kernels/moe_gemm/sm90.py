@@ -66,16 +66,15 @@ class MoeTileConfig:
         return self.warpgroups * self.mma_tiles * _MMA_ROWS
 
     def stages(self, weight_bytes: int | None = None, scale_bytes: int = 0) -> int:
-        """Return how many stages with this much of a weight fit into shared memory."""
+        """Return how many stages with this much of a weight, and of scales apart from it, fit."""
         free = _SHARED_BYTES // self.blocks - 1024 - self._beside_stages
-        return (free - (self.blocks - 1) * 1024) // (self._stage_bytes(weight_bytes) + 32 + scale_bytes)
+        stage = self._stage_bytes(weight_bytes) + 32 + scale_bytes
+        return (free - (self.blocks - 1) * 1024) // stage
 
     def shared_bytes(self, weight_bytes: int | None = None, scale_bytes: int = 0) -> int:
         """Return the dynamic shared memory of a CTA: `MoeShared` and its alignment."""
-        stages = self.stages(weight_bytes, scale_bytes) * (
-            self._stage_bytes(weight_bytes) + 32 + scale_bytes
-        )
-        return stages + self._beside_stages + 1024
+        stage = self._stage_bytes(weight_bytes) + 32 + scale_bytes
+        return self.stages(weight_bytes, scale_bytes) * stage + self._beside_stages + 1024
 
     def _stage_bytes(self, weight_bytes: int | None) -> int:
         row = self.depth * _SLAB_K * 2
