@@ -28,15 +28,19 @@ constexpr int kConsumerThreads = kWarpgroups * 128;
 constexpr int kProducerThreads = 128;
 constexpr int kThreads = kConsumerThreads + kProducerThreads;
 constexpr bool kMovesRegisters = kWarpgroups > 1 || kBlocks > 1;
+// Together at most what the launch gave: 168 a thread of three warpgroups, else 128. With more the
+// kernel would wait forever.
 constexpr int kProducerRegisters = kWarpgroups == 3 ? 80
                                    : kBlocks > 1    ? 88
-                                   : WEIGHTS == 1   ? 104
-                                   : WEIGHTS == 3   ? 96
+                                   : WEIGHTS % 2    ? 104
                                                     : 88;
 constexpr int kConsumerRegisters = kWarpgroups == 3 ? 144
                                    : kBlocks > 1    ? 168
-                                   : WEIGHTS == 1   ? 200
+                                   : WEIGHTS % 2    ? 200
                                                     : 208;
+static_assert(!kMovesRegisters || kConsumerRegisters * kWarpgroups + kProducerRegisters <=
+                                      (kWarpgroups == 2 ? 168 * 3 : 128 * (kWarpgroups + 1)),
+              "registers");
 
 constexpr int kPartsW = kWarpgroups * kMmaTiles;  // m-tiles of a tile of the weight
 constexpr int kSlabX = kTokens * kSlabRowBytes, kStageX = kDepth * kSlabX;

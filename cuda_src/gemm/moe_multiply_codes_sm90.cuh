@@ -77,8 +77,7 @@ struct MoeMultiplier {
   __device__ __forceinline__ void few(int count, int warpgroup, PipelineState<kStages>& state,
                                       MoeSums& acc) const {
     if constexpr (kN < kTokens) {
-      constexpr int kMore = kN < 64 ? kN + 16 : kN + 32;
-      if (count > kN) return few<kMore>(count, warpgroup, state, acc);
+      if (count > kN) return few<kN + 16>(count, warpgroup, state, acc);
     }
     multiply<kN>(warpgroup, state, acc);
   }

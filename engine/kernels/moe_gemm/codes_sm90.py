@@ -23,9 +23,9 @@ _BOX_ROWS = 16
 _MMA_ROWS = 64
 _DTYPES = ("float16", "bfloat16")
 
-_FEW, _MANY = MoeTileConfig(1, 32, 1, blocks=2), MoeTileConfig(1, 64, 1, blocks=2)
+_FEW, _MANY = MoeTileConfig(1, 64, 1, blocks=2), MoeTileConfig(2, 80, 1)
 CODES_CONFIGS = (_FEW, _MANY)
-_MANY_FROM = 16  # tokens an expert, on average
+_MANY_FROM = 32  # tokens an expert, on average
 
 
 def choose_config(num_pairs: int, num_experts: int) -> MoeTileConfig:
@@ -34,7 +34,7 @@ def choose_config(num_pairs: int, num_experts: int) -> MoeTileConfig:
     Examples
     --------
     >>> choose_config(2048, 128).tokens, choose_config(8192, 128).tokens
-    (32, 64)
+    (64, 80)
     """
     return _MANY if num_pairs > _MANY_FROM * num_experts else _FEW
 
